@@ -1,0 +1,119 @@
+//! The 8-bit floating-point formats of the OCP specification, as the hardware has them.
+//!
+//! Conversions here are exact integer arithmetic: the SIMT device and the host use them, and they are what the
+//! GPU's instructions are tested against.
+
+/// 4 exponent bits (bias 7), 3 mantissa bits; no infinities; largest value 448; NaN is `0x7f` and `0xff`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct E4M3(pub u8);
+
+/// 5 exponent bits (bias 15), 2 mantissa bits; infinities and NaNs as in IEEE 754; largest finite value 57344.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct E5M2(pub u8);
+
+/// Rounds `v` to `mantissa` bits with the given exponent bias, to nearest even, saturating at `largest`
+/// (a bit pattern). `nan` is the pattern for NaN.
+const fn round(v: f32, mantissa: u32, bias: i32, largest: u8, nan: u8) -> u8 {
+    let bits = v.to_bits();
+    let sign = (bits >> 24) as u8 & 0x80;
+    let magnitude = bits & 0x7fff_ffff;
+    if magnitude > 0x7f80_0000 {
+        return sign | nan;
+    }
+    let exponent = (magnitude >> 23) as i32 - 127;
+    // Bits of the significand below the last one kept; more of them for subnormal results.
+    let smallest = 1 - bias;
+    let extra = if exponent < smallest { smallest - exponent } else { 0 };
+    let drop = 23 - mantissa as i32 + extra;
+    if drop > 24 + 1 {
+        return sign;
+    }
+    let significand = if magnitude >> 23 == 0 { magnitude & 0x7f_ffff } else { (magnitude & 0x7f_ffff) | 0x80_0000 } as u64;
+    let kept = significand >> drop;
+    let rest = significand & ((1 << drop) - 1);
+    let half = 1u64 << (drop - 1);
+    let up = rest > half || (rest == half && kept & 1 == 1);
+    let rounded = kept + up as u64;
+    // A carry out of the significand moves on into the exponent by itself.
+    let code = if extra > 0 { rounded } else { rounded + (((exponent + bias - 1) as u64) << mantissa) };
+    sign | if code > largest as u64 { largest } else { code as u8 }
+}
+
+const fn widen(code: u8, mantissa: u32, bias: i32) -> f32 {
+    let sign = ((code & 0x80) as u32) << 24;
+    let m = (code & ((1 << mantissa) - 1)) as u32;
+    let e = ((code & 0x7f) >> mantissa) as i32;
+    if e == 0 {
+        // m * 2^(1 - bias - mantissa), exact in f32.
+        let scale = f32::from_bits(((127 + 1 - bias - mantissa as i32) as u32) << 23);
+        return f32::from_bits(sign | (m as f32 * scale).to_bits());
+    }
+    f32::from_bits(sign | (((e - bias + 127) as u32) << 23) | m << (23 - mantissa))
+}
+
+impl E4M3 {
+    /// The largest finite value.
+    pub const MAX: f32 = 448.0;
+
+    /// Rounds to the nearest, ties to even; too large values and infinities saturate; NaN stays NaN.
+    pub const fn from_f32_const(v: f32) -> Self {
+        Self(round(v, 3, 7, 0x7e, 0x7f))
+    }
+    /// The exact value.
+    pub const fn to_f32_const(self) -> f32 {
+        if self.0 & 0x7f == 0x7f { f32::NAN } else { widen(self.0, 3, 7) }
+    }
+}
+
+impl E5M2 {
+    /// The largest finite value.
+    pub const MAX: f32 = 57344.0;
+
+    /// Rounds to the nearest, ties to even; too large values and infinities saturate; NaN stays NaN.
+    pub const fn from_f32_const(v: f32) -> Self {
+        Self(round(v, 2, 15, 0x7b, 0x7f))
+    }
+    /// The exact value.
+    pub const fn to_f32_const(self) -> f32 {
+        match self.0 & 0x7f {
+            0x7c => f32::from_bits(((self.0 as u32 & 0x80) << 24) | 0x7f80_0000),
+            0x7d.. => f32::NAN,
+            _ => widen(self.0, 2, 15),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every code is the nearest to its own value, and values between two codes go to the nearer, ties to even.
+    fn check(to: impl Fn(u8) -> f32, from: impl Fn(f32) -> u8, finite: u8) {
+        for code in 0..=finite {
+            assert_eq!(from(to(code)), code);
+            assert_eq!(from(-to(code)), code | 0x80);
+            if code < finite {
+                let (a, b) = (to(code) as f64, to(code + 1) as f64);
+                assert!(a < b);
+                let mid = ((a + b) / 2.0) as f32;
+                assert_eq!(from(mid), if code % 2 == 0 { code } else { code + 1 }, "tie above {code:#x}");
+                assert_eq!(from(f32::from_bits(mid.to_bits() - 1)), code);
+                assert_eq!(from(f32::from_bits(mid.to_bits() + 1)), code + 1);
+            }
+        }
+        assert_eq!(from(f32::INFINITY), finite);
+        assert_eq!(from(f32::MAX), finite);
+        assert_eq!(from(f32::MIN_POSITIVE), 0);
+        assert!(to(from(f32::NAN)).is_nan());
+    }
+
+    #[test]
+    fn all_codes_round_trip() {
+        check(|c| E4M3(c).to_f32_const(), |v| E4M3::from_f32_const(v).0, 0x7e);
+        check(|c| E5M2(c).to_f32_const(), |v| E5M2::from_f32_const(v).0, 0x7b);
+        assert_eq!(E4M3(0x7e).to_f32_const(), E4M3::MAX);
+        assert_eq!(E5M2(0x7b).to_f32_const(), E5M2::MAX);
+    }
+}

@@ -1,0 +1,115 @@
+//! The device side of a kernel library: one API, two implementations.
+//!
+//! * `target_arch = "nvptx64"`: PTX instructions; everything is `inline(always)` and `no_std`.
+//! * anywhere else: calls into the [`simt`] device, which runs each GPU thread as a fiber.
+//!
+//! Names follow Rust-CUDA's `cuda_std` where it has a counterpart.
+//!
+//! Two layers for memory. Raw pointers always work. [`Shared`], [`Global`] and [`GlobalMut`] are the checked
+//! layer: on the GPU they are the raw pointer, on the SIMT device they check bounds and alignment, feed the race
+//! detector and give the scheduler places to preempt. Kernels use the checked layer.
+//!
+//! # Two rules behind the collectives
+//!
+//! rustc does not mark `asm!` as convergent, so LLVM may duplicate it or sink it across a divergent branch. So
+//! collectives use LLVM's own intrinsics, which are convergent; what has none is [`sync_ptx!`], inline assembly
+//! that is pinned to its basic block by a convergent intrinsic. And collective assembly is never `pure`.
+#![cfg_attr(target_arch = "nvptx64", no_std)]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    feature(stdarch_nvptx, asm_experimental_arch, core_intrinsics, gpu_intrinsics, gpu_launch_sized_workgroup_mem)
+)]
+#![cfg_attr(target_arch = "nvptx64", feature(abi_unadjusted, link_llvm_intrinsics), allow(improper_ctypes))]
+#![allow(internal_features)]
+// Every function here that touches memory or synchronises has the contract of the PTX instruction that it stands
+// for; see the module documentation.
+#![allow(clippy::missing_safety_doc)]
+
+pub mod atomic;
+pub mod convert;
+pub mod cp_async;
+mod element;
+mod entry;
+pub mod float;
+mod float8;
+pub mod global;
+pub mod mbarrier;
+pub mod mma;
+#[cfg(target_arch = "nvptx64")]
+mod ptx;
+pub mod shared;
+pub mod thread;
+pub mod tma;
+pub mod vec;
+pub mod warp;
+
+pub use element::{DType, Element, Float};
+#[cfg(not(target_arch = "nvptx64"))]
+pub use entry::{Entry, KernelArgs};
+pub use entry::{Arch, Pod};
+#[doc(hidden)]
+pub use entry::Param as __Param;
+#[cfg(not(target_arch = "nvptx64"))]
+#[doc(hidden)]
+pub use entry::family_of;
+pub use float8::{E4M3, E5M2};
+pub use global::{Global, GlobalMut};
+pub use half::{bf16, f16};
+pub use shared::Shared;
+
+/// For the macros of this crate.
+#[doc(hidden)]
+pub mod __private {
+    pub use core::ffi::c_void;
+}
+
+/// What may index an accessor: kernels compute in `u32` or `usize`, hosts in `usize`.
+pub trait Index: Copy {
+    /// The index as an offset of elements.
+    fn index(self) -> usize;
+}
+impl Index for usize {
+    #[inline(always)]
+    fn index(self) -> usize {
+        self
+    }
+}
+impl Index for u32 {
+    #[inline(always)]
+    fn index(self) -> usize {
+        self as usize
+    }
+}
+impl Index for i32 {
+    /// Negative values wrap to addresses below the base, as on the GPU.
+    #[inline(always)]
+    fn index(self) -> usize {
+        self as isize as usize
+    }
+}
+
+/// Calls `f(0) .. f(N - 1)`; unrolled completely, so that `f` may index register arrays.
+#[inline(always)]
+pub fn unroll<const N: usize>(mut f: impl FnMut(usize)) {
+    let mut i = 0;
+    while i < N {
+        f(i);
+        i += 1;
+    }
+}
+
+/// Per-thread PTX.
+#[cfg(target_arch = "nvptx64")]
+macro_rules! ptx {
+    ($($t:tt)*) => { ::core::arch::asm!($($t)*) };
+}
+#[cfg(target_arch = "nvptx64")]
+pub(crate) use ptx;
+
+/// Warp-, warpgroup- or block-collective PTX (`.sync`, `.aligned`), pinned to its basic block.
+#[cfg(target_arch = "nvptx64")]
+macro_rules! sync_ptx {
+    ($($t:tt)*) => {{ $crate::ptx::convergence_anchor(); ::core::arch::asm!($($t)*) }};
+}
+#[cfg(target_arch = "nvptx64")]
+pub(crate) use sync_ptx;

@@ -1,0 +1,90 @@
+//! LLVM's NVPTX intrinsics for everything that threads do together.
+//!
+//! Not inline assembly: rustc does not mark `asm!` as `convergent`, so LLVM may
+//! move or duplicate it across branches, which breaks `.aligned` instructions.
+//! These intrinsics are declared convergent by LLVM itself, and they take
+//! immediates and predicates, so the code is better too.
+
+/// A convergent instruction without cost: stops LLVM from duplicating its basic block. The PTX builder drops it.
+#[inline(always)]
+pub fn convergence_anchor() {
+    // SAFETY: reads the active mask.
+    unsafe { activemask() };
+}
+
+unsafe extern "unadjusted" {
+    #[link_name = "llvm.nvvm.activemask"]
+    pub fn activemask() -> u32;
+    #[link_name = "llvm.nvvm.barrier.cta.red.popc.aligned.all"]
+    pub fn barrier_popc(id: u32, pred: bool) -> u32;
+    #[link_name = "llvm.nvvm.barrier.cta.red.and.aligned.all"]
+    pub fn barrier_and(id: u32, pred: bool) -> bool;
+    #[link_name = "llvm.nvvm.barrier.cta.red.or.aligned.all"]
+    pub fn barrier_or(id: u32, pred: bool) -> bool;
+    #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.count"]
+    pub fn barrier_sync(id: u32, threads: u32);
+    #[link_name = "llvm.nvvm.barrier.cta.arrive.aligned.count"]
+    pub fn barrier_arrive(id: u32, threads: u32);
+
+    #[link_name = "llvm.nvvm.bar.warp.sync"]
+    pub fn warp_sync(mask: u32);
+    #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
+    pub fn warp_shuffle_idx(mask: u32, word: u32, lane: u32, control: u32) -> u32;
+    #[link_name = "llvm.nvvm.shfl.sync.up.i32"]
+    pub fn warp_shuffle_up(mask: u32, word: u32, delta: u32, control: u32) -> u32;
+    #[link_name = "llvm.nvvm.shfl.sync.down.i32"]
+    pub fn warp_shuffle_down(mask: u32, word: u32, delta: u32, control: u32) -> u32;
+    #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
+    pub fn warp_shuffle_xor(mask: u32, word: u32, lane_mask: u32, control: u32) -> u32;
+    #[link_name = "llvm.nvvm.vote.ballot.sync"]
+    pub fn ballot(mask: u32, pred: bool) -> u32;
+    #[link_name = "llvm.nvvm.match.any.sync.i32"]
+    pub fn match_any(mask: u32, word: u32) -> u32;
+
+    #[link_name = "llvm.nvvm.redux.sync.add"]
+    pub fn warp_reduce_add_u32(word: u32, mask: u32) -> u32;
+    #[link_name = "llvm.nvvm.redux.sync.add"]
+    pub fn warp_reduce_add_i32(word: i32, mask: u32) -> i32;
+    #[link_name = "llvm.nvvm.redux.sync.umin"]
+    pub fn warp_reduce_min_u32(word: u32, mask: u32) -> u32;
+    #[link_name = "llvm.nvvm.redux.sync.umax"]
+    pub fn warp_reduce_max_u32(word: u32, mask: u32) -> u32;
+    #[link_name = "llvm.nvvm.redux.sync.min"]
+    pub fn warp_reduce_min_i32(word: i32, mask: u32) -> i32;
+    #[link_name = "llvm.nvvm.redux.sync.max"]
+    pub fn warp_reduce_max_i32(word: i32, mask: u32) -> i32;
+    #[link_name = "llvm.nvvm.redux.sync.and"]
+    pub fn warp_reduce_and(word: u32, mask: u32) -> u32;
+    #[link_name = "llvm.nvvm.redux.sync.or"]
+    pub fn warp_reduce_or(word: u32, mask: u32) -> u32;
+    #[link_name = "llvm.nvvm.redux.sync.xor"]
+    pub fn warp_reduce_xor(word: u32, mask: u32) -> u32;
+
+    #[link_name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4.b16.p0"]
+    pub fn ldmatrix_x4(row: *const u8) -> X4<u32>;
+    #[link_name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x2.b16.p0"]
+    pub fn ldmatrix_x2(row: *const u8) -> X2<u32>;
+    #[link_name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x2.trans.b16.p0"]
+    pub fn ldmatrix_x2_trans(row: *const u8) -> X2<u32>;
+    #[link_name = "llvm.nvvm.mma.m16n8k16.row.col.bf16"]
+    pub fn mma_bf16(
+        a0: u32,
+        a1: u32,
+        a2: u32,
+        a3: u32,
+        b0: u32,
+        b1: u32,
+        c0: f32,
+        c1: f32,
+        c2: f32,
+        c3: f32,
+    ) -> X4<f32>;
+}
+
+/// LLVM returns several registers as a struct.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct X4<T>(pub T, pub T, pub T, pub T);
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct X2<T>(pub T, pub T);

@@ -1,0 +1,174 @@
+//! A SIMT emulator: runs GPU kernels written in Rust on the CPU.
+//!
+//! Every GPU thread is a fiber. The fibers of a block share one OS thread and
+//! change over only at collectives (barriers, shuffles, votes, ...), so a block
+//! needs no locks; blocks run in parallel. Because the scheduler knows what
+//! each thread waits for, a collective that can never complete is an error
+//! that names the threads and their source lines, not a hang.
+//!
+//! Kernels do not use this crate directly but through `cuda_std`, whose
+//! functions are PTX instructions on the GPU and calls into here elsewhere.
+//! Host code uses [`Launch`] and [`Buffer`].
+
+mod asynch;
+mod block;
+mod error;
+mod fiber;
+mod launch;
+mod memory;
+mod race;
+mod tensor;
+
+pub use asynch::{
+    cp_async, cp_async_bulk, cp_async_commit, cp_async_wait, mbarrier_arrive, mbarrier_init, mbarrier_try_wait,
+};
+pub use block::{
+    BarrierOp, Lanes, MAX_BARRIERS, MAX_THREADS, WARP_SIZE, block_barrier, block_barrier_arrive, warp_collective,
+};
+pub use error::{Access, Dim3, ErrorKind, LaunchError, Loc, Space, StuckThread, ThreadState};
+pub use launch::{Checks, Launch, MAX_SHARED_BYTES, Order, Region, Registered, launch};
+pub use memory::Buffer;
+pub use tensor::{ldmatrix, mma_m16n8k16};
+
+use block::current;
+use std::panic::Location;
+
+/// Position of the running thread in its block.
+#[inline(always)]
+pub fn thread_idx() -> Dim3 {
+    current().tid
+}
+
+/// Position of the running thread's block in the grid.
+#[inline(always)]
+pub fn block_idx() -> Dim3 {
+    current().block().block_idx.get()
+}
+
+/// Extent of a block.
+#[inline(always)]
+pub fn block_dim() -> Dim3 {
+    current().block().block_dim.get()
+}
+
+/// Extent of the grid.
+#[inline(always)]
+pub fn grid_dim() -> Dim3 {
+    current().block().grid_dim.get()
+}
+
+/// Position of the running thread in its warp.
+#[inline(always)]
+pub fn lane_id() -> u32 {
+    current().lane
+}
+
+/// Dynamic shared memory of the running thread's block: address and length.
+#[inline(always)]
+pub fn shared_memory() -> (*mut u8, usize) {
+    let shared = &current().block().shared;
+    (shared.base(), shared.len())
+}
+
+/// `bar.warp.sync`: a rendezvous that also orders memory among its lanes.
+#[inline(always)]
+#[track_caller]
+pub fn sync_warp(mask: u32) {
+    warp_collective("sync_warp", mask, &mut (), |lanes| {
+        let block = current().block();
+        if block.race_on.get() {
+            let threads: Vec<u32> = lanes.lanes().map(|l| lanes.linear(l)).collect();
+            block.with_race(|race| race.warp_barrier(&threads));
+        }
+    });
+}
+
+/// Lets other threads run: what a spin loop must call in its body.
+#[track_caller]
+pub fn spin(op: &'static str) {
+    current().spin(op, Location::caller());
+}
+
+/// To be called by every atomic operation: turns long runs of them into
+/// [`spin`]s, so that spinning on an atomic cannot hang the emulator.
+#[inline]
+#[track_caller]
+pub fn poll(op: &'static str) {
+    current().poll(op, Location::caller());
+}
+
+/// Ends the launch with an error.
+#[cold]
+#[track_caller]
+pub fn trap(message: impl Into<String>) -> ! {
+    let lane = current();
+    let at = Location::caller();
+    lane.fault(ErrorKind::Trap { thread: lane.tid, message: message.into(), at })
+}
+
+/// Ends the launch with an error blamed on another lane of the warp and on the
+/// call site `at`: for use while a collective completes.
+#[cold]
+pub fn trap_lane(lane: u32, at: Loc, message: impl Into<String>) -> ! {
+    let me = current();
+    let thread = me.block().thread((me.linear & !31) + lane);
+    me.fault(ErrorKind::Trap { thread, message: message.into(), at })
+}
+
+/// Whether checked accesses must be reported one by one ([`check_shared`],
+/// [`preempt_point`]) or may be bounds-checked by the accessor alone.
+#[inline(always)]
+pub fn slow_accesses() -> bool {
+    current().block().slow_accesses()
+}
+
+/// Checks an access to shared memory.
+#[track_caller]
+pub fn check_shared(address: usize, bytes: usize, align: usize, access: Access) {
+    let at = Location::caller();
+    let lane = current();
+    lane.maybe_preempt();
+    if !address.is_multiple_of(align) {
+        lane.fault(ErrorKind::Misaligned { thread: lane.tid, space: Space::Shared, address, align, at });
+    }
+    if let Err(e) = lane.block().check_shared(lane.linear, address, bytes, access, at) {
+        lane.fault(e);
+    }
+}
+
+/// The registered buffer around `address`.
+#[inline]
+pub fn region_of(address: usize) -> Region {
+    current().block().region_of(address)
+}
+
+/// In random order, sometimes switches to another thread.
+#[inline]
+pub fn preempt_point() {
+    current().maybe_preempt();
+}
+
+/// Reports an access outside `region`.
+#[cold]
+#[track_caller]
+pub fn out_of_bounds(region: Region, address: usize, bytes: usize, access: Access) -> ! {
+    let lane = current();
+    lane.fault(ErrorKind::OutOfBounds {
+        thread: lane.tid,
+        space: Space::Global,
+        access,
+        offset: address as i64 - region.lo as i64,
+        bytes,
+        len: region.hi - region.lo,
+        at: Location::caller(),
+    })
+}
+
+/// Reports an access that is not aligned to its type.
+#[cold]
+#[track_caller]
+pub fn misaligned(address: usize, align: usize) -> ! {
+    let lane = current();
+    let at = Location::caller();
+    lane.fault(ErrorKind::Misaligned { thread: lane.tid, space: Space::Global, address, align, at })
+}

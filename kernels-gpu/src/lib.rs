@@ -1,0 +1,21 @@
+//! The kernels of warploom: one source for NVIDIA GPUs and for the SIMT device.
+//!
+//! A kernel is an `unsafe fn`, generic over element types and constants, written against [`cuda_std`].
+//! `entries!` lists its instances. On `nvptx64-nvidia-cuda` each becomes a PTX entry, elsewhere a value that the
+//! host crate launches on either device. One file an operation, one module a family; a family is a PTX file.
+#![cfg_attr(target_arch = "nvptx64", no_std)]
+#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]
+// A kernel is unsafe as a whole: its contract is that the arguments describe buffers of the documented sizes.
+#![allow(unsafe_op_in_unsafe_fn, clippy::missing_safety_doc, clippy::too_many_arguments)]
+// Kernels are documented by their files; what users call is the host crate.
+#![allow(clippy::undocumented_unsafe_blocks)]
+
+#[cfg(feature = "norm")]
+pub mod norm;
+
+/// On the GPU a panic is a trap (`-Cpanic=immediate-abort`), so that nothing of this remains.
+#[cfg(target_arch = "nvptx64")]
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    cuda_std::thread::trap()
+}

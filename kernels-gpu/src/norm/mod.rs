@@ -1,0 +1,2 @@
+//! Normalisation.
+pub mod rms_norm;

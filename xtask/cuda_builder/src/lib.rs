@@ -1,0 +1,1 @@
+//! Builds Rust kernel crates to PTX.
