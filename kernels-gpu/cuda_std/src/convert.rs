@@ -1,8 +1,6 @@
 //! Conversions between floating-point formats, one PTX instruction each.
 
 use crate::float8::{E4M3, E5M2};
-#[cfg(target_arch = "nvptx64")]
-use crate::ptx;
 use half::{bf16, f16};
 
 /// Nearest, ties to even.
@@ -12,7 +10,9 @@ pub fn f32_to_bf16(v: f32) -> bf16 {
     {
         let o: u16;
         // SAFETY: register arithmetic.
-        unsafe { ptx!("cvt.rn.bf16.f32 {o}, {v};", o = lateout(reg16) o, v = in(reg32) v, options(pure, nomem, nostack)) };
+        unsafe {
+            ptx!("cvt.rn.bf16.f32 {o}, {v};", o = lateout(reg16) o, v = in(reg32) v, options(pure, nomem, nostack))
+        };
         bf16::from_bits(o)
     }
     #[cfg(not(target_arch = "nvptx64"))]
@@ -26,7 +26,9 @@ pub fn f32_to_f16(v: f32) -> f16 {
     {
         let o: u16;
         // SAFETY: register arithmetic.
-        unsafe { ptx!("cvt.rn.f16.f32 {o}, {v};", o = lateout(reg16) o, v = in(reg32) v, options(pure, nomem, nostack)) };
+        unsafe {
+            ptx!("cvt.rn.f16.f32 {o}, {v};", o = lateout(reg16) o, v = in(reg32) v, options(pure, nomem, nostack))
+        };
         f16::from_bits(o)
     }
     #[cfg(not(target_arch = "nvptx64"))]

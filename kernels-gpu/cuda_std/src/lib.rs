@@ -19,11 +19,29 @@
     target_arch = "nvptx64",
     feature(stdarch_nvptx, asm_experimental_arch, core_intrinsics, gpu_intrinsics, gpu_launch_sized_workgroup_mem)
 )]
-#![cfg_attr(target_arch = "nvptx64", feature(abi_unadjusted, link_llvm_intrinsics), allow(improper_ctypes))]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    feature(abi_unadjusted, link_llvm_intrinsics),
+    allow(improper_ctypes, clashing_extern_declarations)
+)]
 #![allow(internal_features)]
 // Every function here that touches memory or synchronises has the contract of the PTX instruction that it stands
 // for; see the module documentation.
 #![allow(clippy::missing_safety_doc)]
+
+// Before the modules, which see them by textual scope: `ptx` is a module as well.
+
+/// Per-thread PTX.
+#[cfg(target_arch = "nvptx64")]
+macro_rules! ptx {
+    ($($t:tt)*) => { ::core::arch::asm!($($t)*) };
+}
+
+/// Warp-, warpgroup- or block-collective PTX (`.sync`, `.aligned`), pinned to its basic block.
+#[cfg(target_arch = "nvptx64")]
+macro_rules! sync_ptx {
+    ($($t:tt)*) => {{ $crate::ptx::convergence_anchor(); ::core::arch::asm!($($t)*) }};
+}
 
 pub mod atomic;
 pub mod convert;
@@ -44,14 +62,14 @@ pub mod vec;
 pub mod warp;
 
 pub use element::{DType, Element, Float};
-#[cfg(not(target_arch = "nvptx64"))]
-pub use entry::{Entry, KernelArgs};
-pub use entry::{Arch, Pod};
 #[doc(hidden)]
 pub use entry::Param as __Param;
 #[cfg(not(target_arch = "nvptx64"))]
 #[doc(hidden)]
 pub use entry::family_of;
+pub use entry::{Arch, Pod};
+#[cfg(not(target_arch = "nvptx64"))]
+pub use entry::{Entry, KernelArgs};
 pub use float8::{E4M3, E5M2};
 pub use global::{Global, GlobalMut};
 pub use half::{bf16, f16};
@@ -97,19 +115,3 @@ pub fn unroll<const N: usize>(mut f: impl FnMut(usize)) {
         i += 1;
     }
 }
-
-/// Per-thread PTX.
-#[cfg(target_arch = "nvptx64")]
-macro_rules! ptx {
-    ($($t:tt)*) => { ::core::arch::asm!($($t)*) };
-}
-#[cfg(target_arch = "nvptx64")]
-pub(crate) use ptx;
-
-/// Warp-, warpgroup- or block-collective PTX (`.sync`, `.aligned`), pinned to its basic block.
-#[cfg(target_arch = "nvptx64")]
-macro_rules! sync_ptx {
-    ($($t:tt)*) => {{ $crate::ptx::convergence_anchor(); ::core::arch::asm!($($t)*) }};
-}
-#[cfg(target_arch = "nvptx64")]
-pub(crate) use sync_ptx;
