@@ -30,7 +30,8 @@ const fn round(v: f32, mantissa: u32, bias: i32, largest: u8, nan: u8) -> u8 {
     if drop > 24 + 1 {
         return sign;
     }
-    let significand = if magnitude >> 23 == 0 { magnitude & 0x7f_ffff } else { (magnitude & 0x7f_ffff) | 0x80_0000 } as u64;
+    let significand =
+        if magnitude >> 23 == 0 { magnitude & 0x7f_ffff } else { (magnitude & 0x7f_ffff) | 0x80_0000 } as u64;
     let kept = significand >> drop;
     let rest = significand & ((1 << drop) - 1);
     let half = 1u64 << (drop - 1);
