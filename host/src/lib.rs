@@ -31,6 +31,8 @@
 
 mod check;
 pub mod device;
+#[cfg(feature = "cuda")]
+mod driver;
 mod error;
 pub mod norm;
 pub mod ptx;
