@@ -143,10 +143,8 @@ impl DeviceToolchain {
 
 fn package_name(manifest: &Path) -> Result<String> {
     let text = fs::read_to_string(manifest).map_err(at(manifest))?;
-    let table: toml::Table = text.parse().map_err(|e: toml::de::Error| Error::Pin {
-        path: manifest.into(),
-        reason: e.to_string(),
-    })?;
+    let table: toml::Table =
+        text.parse().map_err(|e: toml::de::Error| Error::Pin { path: manifest.into(), reason: e.to_string() })?;
     let name = table.get("package").and_then(|p| p.get("name")).and_then(|n| n.as_str());
     name.map(String::from).ok_or_else(|| Error::Pin { path: manifest.into(), reason: "no package name".into() })
 }

@@ -42,7 +42,9 @@ pub enum Error {
         known: String,
     },
     /// No compiler with the pinned commit, and none could be installed.
-    #[error("the device compiler {channel} (commit {commit}) is not installed and rustup could not install it: {reason}")]
+    #[error(
+        "the device compiler {channel} (commit {commit}) is not installed and rustup could not install it: {reason}"
+    )]
     Toolchain {
         /// rustup's name for it.
         channel: String,

@@ -253,8 +253,7 @@ pub fn process(ptx: &str, arch: &str) -> Result<Module> {
 /// Symbols that the entries need, and their own.
 fn reachable(items: &[Item]) -> BTreeSet<String> {
     let by_symbol: BTreeMap<&str, &Item> = items.iter().map(|i| (i.symbol.as_str(), i)).collect();
-    let mut work: Vec<&str> =
-        items.iter().filter(|i| i.kind == ItemKind::Entry).map(|i| i.symbol.as_str()).collect();
+    let mut work: Vec<&str> = items.iter().filter(|i| i.kind == ItemKind::Entry).map(|i| i.symbol.as_str()).collect();
     let mut live: BTreeSet<&str> = work.iter().copied().collect();
     while let Some(symbol) = work.pop() {
         for word in by_symbol[symbol].lines.iter().flat_map(|l| words(code(l))) {
@@ -269,9 +268,10 @@ fn reachable(items: &[Item]) -> BTreeSet<String> {
 }
 
 fn refers_to_data(item: &Item, items: &[Item]) -> bool {
-    item.lines.iter().flat_map(|l| words(code(l))).any(|w| {
-        w != item.symbol && items.iter().any(|other| other.kind == ItemKind::Data && other.symbol == w)
-    })
+    item.lines
+        .iter()
+        .flat_map(|l| words(code(l)))
+        .any(|w| w != item.symbol && items.iter().any(|other| other.kind == ItemKind::Data && other.symbol == w))
 }
 
 /// Names for the data that the compiler named: numbered in the order of the contents.
@@ -620,7 +620,10 @@ mod tests {
                 format!(".global .align 4 .b8 anon_$_{hash}_$_0[4] = {{1, 2, 3, 4}};\n"),
                 format!(".global .align 4 .b8 _ZN3foo3BAR17h{hash}E[4] = {{4, 2, 3, 4}};\n"),
             ];
-            let a = kernel("a", &format!("\tmov.u64 \t%rd1, anon_$_{hash}_$_0;\n\tbra.uni \t$L__BB{block}_3;\n$L__BB{block}_3:\n"));
+            let a = kernel(
+                "a",
+                &format!("\tmov.u64 \t%rd1, anon_$_{hash}_$_0;\n\tbra.uni \t$L__BB{block}_3;\n$L__BB{block}_3:\n"),
+            );
             let b = kernel("b", &format!("\tmov.u64 \t%rd1, _ZN3foo3BAR17h{hash}E;\n$L__BB{block}1_1:\n"));
             let parts = if swap { [&data[1], &data[0], &b, &a] } else { [&data[0], &data[1], &a, &b] };
             process(&(HEAD.to_string() + &parts.map(String::as_str).concat()), "sm_90a").unwrap().text

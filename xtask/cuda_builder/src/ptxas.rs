@@ -133,7 +133,8 @@ fn forget_logs(cubin: &Path) {
     let (Some(folder), Some(stem)) = (cubin.parent(), cubin.file_stem().and_then(|s| s.to_str())) else { return };
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let name = entry.file_name();
-        let log = name.to_str().and_then(|n| n.strip_prefix(stem)).is_some_and(|r| r.len() == 21 && r.ends_with(".log"));
+        let log =
+            name.to_str().and_then(|n| n.strip_prefix(stem)).is_some_and(|r| r.len() == 21 && r.ends_with(".log"));
         if log {
             let _ = fs::remove_file(entry.path());
         }

@@ -272,7 +272,8 @@ mod tests {
     fn releases_are_compared_by_part() {
         assert!(is_release("1.97.1+dfsg1-1", "1.97") && is_release("1.97", "1.97"));
         assert!(!is_release("1.970.0", "1.97") && !is_release("1.96.1", "1.97"));
-        let madison = " rust-src | 1.98.0+dfsg1-1 | http://m sid/main\n rust-src | 1.97.1+dfsg1-1 | http://m sid/main\n";
+        let madison =
+            " rust-src | 1.98.0+dfsg1-1 | http://m sid/main\n rust-src | 1.97.1+dfsg1-1 | http://m sid/main\n";
         assert_eq!(pick_version(madison, "1.97").as_deref(), Some("1.97.1+dfsg1-1"));
         assert_eq!(pick_version(madison, "1.85"), None);
         assert_eq!(pick_version("", "1.97"), None);

@@ -114,9 +114,8 @@ fn last_words(text: &str) -> &str {
 
 /// The installed toolchain with the pinned commit.
 fn find(pin: &Pin) -> Result<Option<String>> {
-    let list = rustup(&["toolchain", "list"])
-        .output()
-        .map_err(|source| Error::Start { program: "rustup".into(), source })?;
+    let list =
+        rustup(&["toolchain", "list"]).output().map_err(|source| Error::Start { program: "rustup".into(), source })?;
     let list = String::from_utf8_lossy(&list.stdout).into_owned();
     let found = candidates(&list, &pin.rust.channel).into_iter().find(|name| {
         output(rustup(&["run", name, "rustc", "-vV"])).is_ok_and(|v| commit_of(&v) == Some(&pin.rust.commit))
@@ -144,7 +143,11 @@ fn install(pin: &Pin) -> Result<String> {
     eprintln!("installing the device compiler {channel} with rustup");
     let args = ["toolchain", "install", channel, "--profile", "minimal", "--component", "rust-src", "--no-self-update"];
     let commit = pin.rust.commit[..9].to_string();
-    output(rustup(&args)).map_err(|reason| Error::Toolchain { channel: channel.clone(), commit: commit.clone(), reason })?;
+    output(rustup(&args)).map_err(|reason| Error::Toolchain {
+        channel: channel.clone(),
+        commit: commit.clone(),
+        reason,
+    })?;
     find(pin)?.ok_or_else(|| Error::Toolchain {
         channel: channel.clone(),
         commit,
@@ -182,8 +185,17 @@ mod tests {
 
     #[test]
     fn the_calling_cargo_is_forgotten() {
-        for name in ["RUSTFLAGS", "CARGO_ENCODED_RUSTFLAGS", "RUSTC_WRAPPER", "RUSTUP_TOOLCHAIN", "CARGO",
-            "CARGO_TARGET_DIR", "CARGO_PROFILE_RELEASE_DEBUG", "CARGO_PKG_NAME", "RUSTC_BOOTSTRAP"] {
+        for name in [
+            "RUSTFLAGS",
+            "CARGO_ENCODED_RUSTFLAGS",
+            "RUSTC_WRAPPER",
+            "RUSTUP_TOOLCHAIN",
+            "CARGO",
+            "CARGO_TARGET_DIR",
+            "CARGO_PROFILE_RELEASE_DEBUG",
+            "CARGO_PKG_NAME",
+            "RUSTC_BOOTSTRAP",
+        ] {
             assert!(is_foreign(name), "{name}");
         }
         for name in ["PATH", "CARGO_HOME", "RUSTUP_HOME", "CARGO_HTTP_PROXY", "CARGO_NET_OFFLINE", "RUST_BACKTRACE"] {
