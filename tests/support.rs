@@ -1,1 +1,137 @@
-//! Test support.
+//! What the tests of all operations share: devices, inputs, comparisons.
+
+use cuda_std::Float;
+use proptest::test_runner::{Config, TestCaseError, TestRunner};
+use std::sync::OnceLock;
+use warploom::{Device, SimtOptions, Stream};
+
+/// Seeds of the random-order runs.
+const SEEDS: [u64; 1] = [7];
+
+/// Every device there is: the SIMT device in its modes (in order, with the race detector, in random order) and the
+/// first GPU. `WARPLOOM_TEST_DEVICES=simt` or `=cuda` leaves the others out.
+pub fn devices() -> Vec<(&'static str, Device)> {
+    let which = std::env::var("WARPLOOM_TEST_DEVICES").unwrap_or_default();
+    let mut devices = vec![];
+    if which != "cuda" {
+        devices.push(("simt, in order", Device::simt()));
+        devices.push(("simt, race detector", Device::simt_with(SimtOptions::race())));
+        devices.extend(SEEDS.map(|s| ("simt, random order", Device::simt_with(SimtOptions::random(s)))));
+    }
+    if which != "simt" {
+        match gpu() {
+            Some(device) => devices.push(("cuda", device)),
+            None => assert!(which != "cuda", "WARPLOOM_TEST_DEVICES=cuda, but {}", no_gpu()),
+        }
+    }
+    devices
+}
+
+/// The first GPU, if the build and the machine have one. Says once that GPU tests are skipped otherwise.
+pub fn gpu() -> Option<Device> {
+    static GPU: OnceLock<Option<Device>> = OnceLock::new();
+    GPU.get_or_init(|| match Device::cuda(0) {
+        Ok(device) => Some(device),
+        Err(e) => {
+            eprintln!("GPU tests are skipped: {e}");
+            None
+        }
+    })
+    .clone()
+}
+
+fn no_gpu() -> String {
+    Device::cuda(0).err().map(|e| e.to_string()).unwrap_or_default()
+}
+
+/// Runs `test` on every device, each with a stream of its own. Panics name the device.
+pub fn on_every_device(test: impl Fn(&Device, &Stream)) {
+    for (name, device) in devices() {
+        let stream = Stream::new(&device).expect("a stream");
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| test(&device, &stream)));
+        if let Err(panic) = outcome {
+            eprintln!("the failure above happened on the device: {name}");
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
+
+/// Runs a property on every device, with `cases` inputs drawn from `strategy` on each SIMT mode and as many on a GPU.
+/// The inputs are the same on every run; `PROPTEST_CASES` multiplies nothing and `PROPTEST_SEED` is not read.
+pub fn property<S>(cases: u32, strategy: S, test: impl Fn(&Device, &Stream, S::Value) -> Result<(), TestCaseError>)
+where
+    S: proptest::strategy::Strategy,
+    S::Value: Clone,
+{
+    on_every_device(|device, stream| {
+        let config = Config { cases, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };
+        let mut runner = TestRunner::new_with_rng(
+            config,
+            proptest::test_runner::TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
+        );
+        if let Err(e) = runner.run(&strategy, |input| test(device, stream, input)) {
+            panic!("{e}");
+        }
+    });
+}
+
+/// Deterministic numbers, uniform in [-1, 1).
+pub fn noise(n: usize, seed: u64) -> Vec<f32> {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    (0..n)
+        .map(|_| {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            (x >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
+/// [`noise`] as elements of type `T`.
+pub fn noise_of<T: Float>(n: usize, seed: u64) -> Vec<T> {
+    noise(n, seed).into_iter().map(T::from_f32).collect()
+}
+
+/// Elements widened exactly.
+pub fn widen<T: Float>(x: &[T]) -> Vec<f64> {
+    x.iter().map(|v| v.to_f32() as f64).collect()
+}
+
+/// Largest relative rounding error of one store in `T`.
+pub fn epsilon<T: Float>() -> f64 {
+    match T::DTYPE {
+        cuda_std::DType::F32 => 2f64.powi(-24),
+        cuda_std::DType::F16 => 2f64.powi(-11),
+        cuda_std::DType::Bf16 => 2f64.powi(-8),
+        cuda_std::DType::E4m3 => 2f64.powi(-4),
+        cuda_std::DType::E5m2 => 2f64.powi(-3),
+        other => panic!("{other} is no floating-point type"),
+    }
+}
+
+/// Asserts that `got` is `want` within one rounding in `T` plus `arithmetic` (relative to `scale`, an upper bound of the
+/// intermediate magnitudes), element by element; NaN matches NaN only.
+#[track_caller]
+pub fn assert_close<T: Float>(got: &[T], want: &[f64], arithmetic: f64, scale: f64) {
+    assert_eq!(got.len(), want.len(), "number of elements");
+    for (i, (g, &w)) in got.iter().zip(want).enumerate() {
+        let g = g.to_f32() as f64;
+        if w.is_nan() {
+            assert!(g.is_nan(), "element {i}: {g}, expected NaN");
+            continue;
+        }
+        let bound = epsilon::<T>() * w.abs() + arithmetic * scale + smallest::<T>();
+        assert!((g - w).abs() <= bound || g == w, "element {i}: {g}, expected {w} within {bound:e}");
+    }
+}
+
+/// Half of the smallest positive number: the absolute rounding error near zero.
+fn smallest<T: Float>() -> f64 {
+    match T::DTYPE {
+        cuda_std::DType::F16 => 2f64.powi(-25),
+        cuda_std::DType::E4m3 => 2f64.powi(-10),
+        cuda_std::DType::E5m2 => 2f64.powi(-17),
+        _ => 0.0,
+    }
+}

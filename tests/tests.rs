@@ -1,1 +1,3 @@
-//! The test suite.
+//! The test suite: one binary, a file for each operation, each test on every device there is.
+
+mod norm;

@@ -43,4 +43,3 @@ pub fn wait_group<const N: usize>() {
     #[cfg(not(target_arch = "nvptx64"))]
     simt::cp_async_wait(N);
 }
-

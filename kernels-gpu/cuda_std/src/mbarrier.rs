@@ -82,4 +82,3 @@ pub unsafe fn wait_parity(bar: *mut u64, parity: u32) {
     #[cfg(not(target_arch = "nvptx64"))]
     while !simt::mbarrier_try_wait(bar, parity) {}
 }
-

@@ -8,9 +8,11 @@ pub const SHARED_BYTES: usize = 32 * 4;
 
 /// `x`, `y`: `[rows, n]`; `w`: `[n]`. Grid: rows; block: a multiple of 32.
 #[inline(always)]
-pub unsafe fn rms_norm<T: Float>(x: *const T, w: *const T, y: *mut T, n: u32, eps: f32) {
+pub unsafe fn rms_norm<T: Float>(x: *const T, weight: *const T, y: *mut T, n: u32, eps: f32) {
     let row = thread::block_idx_x() as usize * n as usize;
-    let (x, w, y) = (Global::new(x).offset(row), Global::new(w), GlobalMut::new(y).offset(row));
+    let (x, y) = (Global::new(x).offset(row), GlobalMut::new(y).offset(row));
+    let weighted = !weight.is_null();
+    let weight = Global::new(weight);
     let (tid, threads) = (thread::thread_idx_x(), thread::block_dim_x());
     let partial = Carver::new().take::<f32>(32);
 
@@ -33,13 +35,14 @@ pub unsafe fn rms_norm<T: Float>(x: *const T, w: *const T, y: *mut T, n: u32, ep
 
     let mut i = tid;
     while i < n {
-        y.set(i, T::from_f32(x.get(i).to_f32() * scale * w.get(i).to_f32()));
+        let w = if weighted { weight.get(i).to_f32() } else { 1.0 };
+        y.set(i, T::from_f32(x.get(i).to_f32() * scale * w));
         i += threads;
     }
 }
 
 entries! {
-    pub struct Args<T>(x: *const T, w: *const T, y: *mut T, n: u32, eps: f32);
+    pub struct Args<T>(x: *const T, weight: *const T, y: *mut T, n: u32, eps: f32);
     rms_norm_f32 { type T = f32; } [1024] => rms_norm::<T>;
     rms_norm_f16 { type T = half::f16; } [1024] => rms_norm::<T>;
     rms_norm_bf16 { type T = half::bf16; } [1024] => rms_norm::<T>;

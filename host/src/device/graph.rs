@@ -1,0 +1,116 @@
+//! Captured work that can be launched again and again.
+
+use super::stream::StreamBackend;
+use super::{Device, Storage, Stream};
+use crate::error::{Error, Result};
+use std::sync::Arc;
+
+type Work = Box<dyn Fn() -> Result<()> + Send + Sync>;
+
+/// What a capture has collected so far.
+#[derive(Default)]
+pub(super) struct Capture {
+    /// On the SIMT device, what to run; on a GPU the driver keeps that.
+    work: Vec<Work>,
+    kept: Vec<Arc<Storage>>,
+}
+
+impl Capture {
+    pub(super) fn push(&mut self, work: impl Fn() -> Result<()> + Send + Sync + 'static) {
+        self.work.push(Box::new(work));
+    }
+
+    pub(super) fn keep(&mut self, storage: &Arc<Storage>) {
+        if !self.kept.iter().any(|s| Arc::ptr_eq(s, storage)) {
+            self.kept.push(storage.clone());
+        }
+    }
+}
+
+/// A sequence of launches and copies, captured once and launched as one: a CUDA graph, or on the SIMT device a list.
+///
+/// The tensors that safe operations used while it was captured live as long as the graph.
+///
+/// ```
+/// use warploom::{Device, Graph, Stream, Tensor, norm};
+/// let device = Device::simt();
+/// let stream = Stream::new(&device)?;
+/// let mut x = Tensor::from_slice(&device, &[3.0f32, 4.0], &[1, 2])?;
+/// let mut y = Tensor::zeros(&device, &[1, 2])?;
+/// let graph = Graph::capture(&stream, |s| norm::rms_norm(s, &mut y, &x, None, 0.0))?;
+/// assert_eq!(y.to_vec()?, [0.0, 0.0]); // nothing has run yet
+/// x.copy_from_slice(&[0.0, 2.0])?;
+/// graph.launch(&stream)?;
+/// assert_eq!(y.to_vec()?[0], 0.0);
+/// # Ok::<(), warploom::Error>(())
+/// ```
+pub struct Graph {
+    device: Device,
+    backend: GraphBackend,
+    _kept: Vec<Arc<Storage>>,
+}
+
+enum GraphBackend {
+    Simt(Vec<Work>),
+    #[cfg(feature = "cuda")]
+    Cuda(super::cuda::CudaGraph),
+}
+
+impl Graph {
+    /// Captures what `f` submits to `stream`, without running it.
+    ///
+    /// # Errors
+    /// What `f` returns; [`Error::Capture`] if the stream is being captured already; [`Error::Driver`] if something
+    /// in `f` cannot be captured. Load the kernels before ([`Device::preload`](super::Device::preload)): loading
+    /// a module while capturing is refused by some drivers.
+    pub fn capture(stream: &Stream, f: impl FnOnce(&Stream) -> Result<()>) -> Result<Self> {
+        stream.start_capture()?;
+        #[cfg(feature = "cuda")]
+        if let StreamBackend::Cuda(s) = stream.backend()
+            && let Err(e) = s.begin_capture()
+        {
+            stream.stop_capture();
+            return Err(e);
+        }
+        // A panic in `f` must not leave the stream capturing.
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| f(stream)));
+        let backend = match stream.backend() {
+            StreamBackend::Simt => None,
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(s) => Some(s.end_capture()),
+        };
+        let capture = stream.stop_capture();
+        match outcome {
+            Ok(result) => result?,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+        let backend = match backend {
+            None => GraphBackend::Simt(capture.work),
+            #[cfg(feature = "cuda")]
+            Some(graph) => GraphBackend::Cuda(graph?),
+            #[cfg(not(feature = "cuda"))]
+            Some(()) => unreachable!("only GPUs have graphs of their own"),
+        };
+        Ok(Self { device: stream.device().clone(), backend, _kept: capture.kept })
+    }
+
+    /// Runs the captured work on `stream`.
+    ///
+    /// # Errors
+    /// [`Error::WrongDevice`], and those of the work itself.
+    pub fn launch(&self, stream: &Stream) -> Result<()> {
+        if self.device != *stream.device() {
+            return Err(Error::WrongDevice {
+                op: "Graph::launch",
+                arg: "graph",
+                expected: stream.device().name(),
+                got: self.device.name(),
+            });
+        }
+        match &self.backend {
+            GraphBackend::Simt(work) => work.iter().try_for_each(|w| w()),
+            #[cfg(feature = "cuda")]
+            GraphBackend::Cuda(graph) => graph.launch(stream.as_raw()),
+        }
+    }
+}

@@ -1,0 +1,348 @@
+//! Devices, streams, events, graphs: what all operations run on.
+//!
+//! A [`Device`] is an NVIDIA GPU or the SIMT device. Work goes to a [`Stream`] of it, in order. On the SIMT device
+//! a stream runs its work at once, on the calling thread and rayon's; everything else is the same.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+mod graph;
+mod simt;
+mod stream;
+
+use crate::error::{Error, Result};
+use std::fmt;
+use std::sync::Arc;
+
+pub use self::simt::SimtOptions;
+pub use graph::Graph;
+pub use stream::{Event, Pinned, Stream};
+
+/// An NVIDIA GPU or the SIMT device. Cheap to clone; clones are the same device.
+#[derive(Clone)]
+pub struct Device(Arc<Backend>);
+
+pub(crate) enum Backend {
+    Simt(self::simt::SimtDevice),
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::CudaDevice),
+}
+
+/// What a device can do, for choosing kernels and sizes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Properties {
+    /// Compute capability; (9, 0) on the SIMT device, which runs every kernel.
+    pub compute_capability: (u32, u32),
+    /// Streaming multiprocessors. The SIMT device says 4, so that grids stay small.
+    pub multiprocessors: u32,
+    /// Dynamic shared memory that a block may have.
+    pub max_shared_bytes: usize,
+    /// Memory in bytes; 0 where unknown.
+    pub memory_bytes: u64,
+}
+
+impl Device {
+    /// A SIMT device with default options.
+    pub fn simt() -> Self {
+        Self::simt_with(SimtOptions::default())
+    }
+
+    /// A SIMT device: kernels run on the CPU, checked as `options` say. Each has memory of its own.
+    pub fn simt_with(options: SimtOptions) -> Self {
+        Self(Arc::new(Backend::Simt(self::simt::SimtDevice::new(options))))
+    }
+
+    /// The `ordinal`-th NVIDIA GPU, with its primary context.
+    ///
+    /// # Errors
+    /// [`Error::NoCuda`] without the feature `cuda`; [`Error::NoDriver`], [`Error::NoDevice`],
+    /// [`Error::DriverTooOld`], [`Error::TooOldGpu`] (below compute capability 8.0).
+    pub fn cuda(ordinal: usize) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        return Ok(Self(Arc::new(Backend::Cuda(cuda::CudaDevice::new(ordinal)?))));
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = ordinal;
+            Err(Error::NoCuda)
+        }
+    }
+
+    /// The GPU of the CUDA context that is current on this thread: for use beside another CUDA library. Makes no
+    /// context.
+    ///
+    /// # Errors
+    /// As for [`cuda`](Self::cuda), and [`Error::Driver`] when no context is current.
+    pub fn cuda_current() -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        return Ok(Self(Arc::new(Backend::Cuda(cuda::CudaDevice::current()?))));
+        #[cfg(not(feature = "cuda"))]
+        Err(Error::NoCuda)
+    }
+
+    /// How many NVIDIA GPUs there are: 0 without a driver or without the feature `cuda`.
+    pub fn cuda_count() -> usize {
+        #[cfg(feature = "cuda")]
+        return cuda::count().unwrap_or(0);
+        #[cfg(not(feature = "cuda"))]
+        0
+    }
+
+    /// The first NVIDIA GPU if there is one that works, otherwise the SIMT device.
+    ///
+    /// # Errors
+    /// Only if there is a GPU that should work but cannot be set up, for example for want of memory.
+    pub fn auto() -> Result<Self> {
+        match Self::cuda(0) {
+            Err(
+                Error::NoCuda
+                | Error::NoDriver(_)
+                | Error::NoDevice { .. }
+                | Error::DriverTooOld { .. }
+                | Error::TooOldGpu { .. },
+            ) => Ok(Self::simt()),
+            other => other,
+        }
+    }
+
+    /// From a name: `simt`, `cuda:N`, `cuda` (the first) or `auto`.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for another name, and those of [`cuda`](Self::cuda).
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "simt" => Ok(Self::simt()),
+            "auto" => Self::auto(),
+            "cuda" => Self::cuda(0),
+            _ => match name.strip_prefix("cuda:").and_then(|n| n.parse().ok()) {
+                Some(ordinal) => Self::cuda(ordinal),
+                None => Err(Error::Value {
+                    op: "Device::from_name",
+                    arg: "name",
+                    expected: "`simt`, `auto`, `cuda` or `cuda:N`".into(),
+                    got: format!("`{name}`"),
+                }),
+            },
+        }
+    }
+
+    /// Whether this is the SIMT device.
+    pub fn is_simt(&self) -> bool {
+        matches!(*self.0, Backend::Simt(_))
+    }
+
+    /// What the device can do.
+    pub fn properties(&self) -> Properties {
+        match &*self.0 {
+            Backend::Simt(d) => d.properties(),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => d.properties(),
+        }
+    }
+
+    /// The device's name, such as `SIMT 0` or `cuda:0 (NVIDIA H200)`.
+    pub fn name(&self) -> String {
+        match &*self.0 {
+            Backend::Simt(d) => d.name(),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => d.name(),
+        }
+    }
+
+    /// Loads the PTX of these families now, so that no later launch has to: before a latency-critical phase, and
+    /// before capturing graphs. Without it each family is loaded at its first launch.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for an unknown family, [`Error::Driver`] with the JIT log.
+    pub fn preload(&self, families: &[&str]) -> Result<()> {
+        for family in families {
+            if !crate::ptx::FAMILIES.contains(family) {
+                return Err(Error::Value {
+                    op: "Device::preload",
+                    arg: "families",
+                    expected: format!("among {:?}", crate::ptx::FAMILIES),
+                    got: format!("`{family}`"),
+                });
+            }
+            match &*self.0 {
+                Backend::Simt(_) => {}
+                #[cfg(feature = "cuda")]
+                Backend::Cuda(d) => d.preload(family)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until all work on all streams of the device is done.
+    ///
+    /// # Errors
+    /// [`Error::Driver`] if any of that work failed.
+    pub fn synchronize(&self) -> Result<()> {
+        match &*self.0 {
+            Backend::Simt(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => d.synchronize(),
+        }
+    }
+
+    /// Runs `f`, which touches memory of this SIMT device from the host, while nobody else does.
+    fn exclusive<R>(&self, f: impl FnOnce() -> R) -> R {
+        match &*self.0 {
+            Backend::Simt(d) => d.exclusive(f),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(_) => f(),
+        }
+    }
+
+    pub(crate) fn backend(&self) -> &Backend {
+        &self.0
+    }
+}
+
+impl PartialEq for Device {
+    /// Whether memory of the one can be used on streams of the other.
+    fn eq(&self, other: &Self) -> bool {
+        match (&*self.0, &*other.0) {
+            (Backend::Simt(_), Backend::Simt(_)) => Arc::ptr_eq(&self.0, &other.0),
+            #[cfg(feature = "cuda")]
+            (Backend::Cuda(a), Backend::Cuda(b)) => a.same_context(b),
+            #[cfg(feature = "cuda")]
+            _ => false,
+        }
+    }
+}
+impl Eq for Device {}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name())
+    }
+}
+
+/// Memory of a device, freed on drop.
+pub(crate) struct Storage {
+    device: Device,
+    address: *mut u8,
+    bytes: usize,
+    _memory: Memory,
+}
+
+/// The owner of a [`Storage`]'s bytes.
+#[allow(dead_code, reason = "held for its destructor")]
+enum Memory {
+    Simt(::simt::Buffer<u8>),
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::CudaMemory),
+}
+
+// SAFETY: device memory is reached only through the device's streams and copies, which are thread-safe.
+unsafe impl Send for Storage {}
+// SAFETY: as above.
+unsafe impl Sync for Storage {}
+
+impl Storage {
+    /// `bytes` of device memory, filled with `0xff` on the SIMT device and with anything on a GPU.
+    pub(crate) fn new(device: &Device, bytes: usize) -> Result<Arc<Self>> {
+        let (address, memory) = match device.backend() {
+            Backend::Simt(_) => {
+                let buffer = ::simt::Buffer::<u8>::poisoned(bytes);
+                (buffer.as_mut_ptr(), Memory::Simt(buffer))
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => {
+                let memory = d.allocate(bytes)?;
+                (memory.address(), Memory::Cuda(memory))
+            }
+        };
+        Ok(Arc::new(Self { device: device.clone(), address, bytes, _memory: memory }))
+    }
+
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(crate) fn address(&self) -> *mut u8 {
+        self.address
+    }
+
+    /// Copies from the host, and waits for it.
+    pub(crate) fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
+        assert!(offset + data.len() <= self.bytes, "write outside of a storage");
+        let to = self.address.wrapping_add(offset);
+        match self.device.backend() {
+            Backend::Simt(d) => {
+                // SAFETY: in bounds, and nobody else touches the device's memory.
+                d.exclusive(|| unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, data.len()) });
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => d.write(to, data),
+        }
+    }
+
+    /// Copies to the host, after all work on the device is done.
+    pub(crate) fn read(&self, offset: usize, data: &mut [u8]) -> Result<()> {
+        assert!(offset + data.len() <= self.bytes, "read outside of a storage");
+        let from = self.address.wrapping_add(offset);
+        match self.device.backend() {
+            Backend::Simt(d) => {
+                // SAFETY: in bounds and initialised when allocated; nobody else touches the device's memory.
+                d.exclusive(|| unsafe { std::ptr::copy_nonoverlapping(from, data.as_mut_ptr(), data.len()) });
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => d.read(from, data),
+        }
+    }
+}
+
+/// How a kernel is launched: grid and block, and what comes with them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct Geometry {
+    /// Blocks in x, y, z. A launch with a zero anywhere does nothing.
+    pub grid: [u32; 3],
+    /// Threads of a block in x, y, z.
+    pub block: [u32; 3],
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    /// Blocks of a cluster (along x); 1 for none.
+    pub cluster: u32,
+    /// Whether the kernel may start before the one before it in the stream is done (programmatic dependent launch);
+    /// it then waits by itself where it needs to.
+    pub dependent: bool,
+}
+
+impl Geometry {
+    /// A one-dimensional launch.
+    pub const fn linear(blocks: u32, threads: u32) -> Self {
+        Self::new([blocks, 1, 1], [threads, 1, 1])
+    }
+
+    /// A launch of any shape, without dynamic shared memory.
+    pub const fn new(grid: [u32; 3], block: [u32; 3]) -> Self {
+        Self { grid, block, shared_bytes: 0, cluster: 1, dependent: false }
+    }
+
+    /// With this much dynamic shared memory.
+    pub const fn shared_bytes(mut self, bytes: u32) -> Self {
+        self.shared_bytes = bytes;
+        self
+    }
+
+    /// With clusters of this many blocks.
+    pub const fn cluster(mut self, blocks: u32) -> Self {
+        self.cluster = blocks;
+        self
+    }
+
+    /// As a programmatic dependent launch.
+    pub const fn dependent(mut self) -> Self {
+        self.dependent = true;
+        self
+    }
+
+    /// Whether nothing would run.
+    pub const fn is_empty(&self) -> bool {
+        self.grid[0] == 0 || self.grid[1] == 0 || self.grid[2] == 0
+    }
+}

@@ -1,0 +1,90 @@
+//! The SIMT device: kernels on the CPU.
+
+use super::{Geometry, Properties};
+use crate::error::Result;
+use cuda_std::{Entry, KernelArgs};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// How a SIMT device runs kernels, and what it looks for.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct SimtOptions {
+    /// In order (fast, reproducible) or random (by a seed).
+    pub order: simt::Order,
+    /// Whether to look for races and for reads of shared memory that nothing wrote.
+    pub race: bool,
+    /// Whether blocks may run in parallel.
+    pub parallel: bool,
+}
+
+impl Default for SimtOptions {
+    /// From the environment: `SIMT_SEED=n` for random order, `SIMT_RACE=1`, `SIMT_SERIAL=1`. Otherwise in order,
+    /// in parallel, without the race detector.
+    fn default() -> Self {
+        let env = simt::Defaults::from_env();
+        Self { order: env.order, race: env.race, parallel: env.parallel }
+    }
+}
+
+impl SimtOptions {
+    /// In order, with the race detector.
+    pub fn race() -> Self {
+        Self { order: simt::Order::InOrder, race: true, parallel: true }
+    }
+
+    /// In random order with preemption at memory accesses, reproducible by `seed`.
+    pub fn random(seed: u64) -> Self {
+        Self { order: simt::Order::Random { seed, preempt: true }, race: false, parallel: true }
+    }
+}
+
+pub(crate) struct SimtDevice {
+    options: SimtOptions,
+    id: u64,
+    /// Held by whatever touches the device's memory, so that host threads that share tensors never race.
+    memory: Mutex<()>,
+}
+
+impl SimtDevice {
+    pub(super) fn new(options: SimtOptions) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self { options, id: NEXT.fetch_add(1, Ordering::Relaxed), memory: Mutex::new(()) }
+    }
+
+    pub(super) fn name(&self) -> String {
+        format!("SIMT {}", self.id)
+    }
+
+    /// Runs `f` while nobody else touches the device's memory.
+    pub(super) fn exclusive<R>(&self, f: impl FnOnce() -> R) -> R {
+        let _guard = self.memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        f()
+    }
+
+    pub(super) fn properties(&self) -> Properties {
+        Properties {
+            compute_capability: (9, 0),
+            multiprocessors: 4,
+            max_shared_bytes: simt::MAX_SHARED_BYTES,
+            memory_bytes: 0,
+        }
+    }
+
+    /// # Safety
+    /// As for [`Stream::launch`](super::Stream::launch).
+    pub(super) unsafe fn launch<A: KernelArgs>(&self, entry: &Entry<A>, geometry: &Geometry, args: &A) -> Result<()> {
+        let dim = |d: [u32; 3]| simt::Dim3::new(d[0], d[1], d[2]);
+        let launch = simt::Launch::new(entry.name)
+            .grid(dim(geometry.grid))
+            .block(dim(geometry.block))
+            .max_threads(entry.max_threads)
+            .shared_bytes(geometry.shared_bytes as usize)
+            .order(self.options.order)
+            .race(self.options.race)
+            .parallel(self.options.parallel);
+        // SAFETY: forwarded to the caller.
+        self.exclusive(|| unsafe { launch.run(|| entry.call(args)) })?;
+        Ok(())
+    }
+}

@@ -1,0 +1,451 @@
+//! Streams, events, pinned host memory.
+
+use super::graph::Capture;
+use super::{Backend, Device, Geometry, Storage};
+use crate::error::{Error, Result};
+use crate::tensor::Tensor;
+use cuda_std::{Element, Entry, KernelArgs};
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// A queue of work on a device. Cheap to clone; clones are the same queue.
+///
+/// Work of one stream runs in order; streams run beside each other. Nothing here synchronises unless it says so.
+#[derive(Clone)]
+pub struct Stream(Arc<Inner>);
+
+struct Inner {
+    device: Device,
+    backend: StreamBackend,
+    capturing: AtomicBool,
+    capture: Mutex<Option<Capture>>,
+}
+
+pub(super) enum StreamBackend {
+    Simt,
+    #[cfg(feature = "cuda")]
+    Cuda(super::cuda::CudaStream),
+}
+
+impl Stream {
+    /// A new stream that does not wait for the legacy default stream.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn new(device: &Device) -> Result<Self> {
+        let backend = match device.backend() {
+            Backend::Simt(_) => StreamBackend::Simt,
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => StreamBackend::Cuda(d.new_stream()?),
+        };
+        Ok(Self::with(device, backend))
+    }
+
+    /// A stream that somebody else owns: a `CUstream` of the device's context (null is the legacy default stream). On
+    /// the SIMT device `stream` is not looked at.
+    ///
+    /// # Safety
+    /// `stream` is a stream of `device`'s context and lives as long as the result and its clones.
+    pub unsafe fn from_raw(device: &Device, stream: *mut c_void) -> Self {
+        let backend = match device.backend() {
+            Backend::Simt(_) => {
+                let _ = stream;
+                StreamBackend::Simt
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(_) => StreamBackend::Cuda(super::cuda::CudaStream::borrowed(stream)),
+        };
+        Self::with(device, backend)
+    }
+
+    fn with(device: &Device, backend: StreamBackend) -> Self {
+        let inner =
+            Inner { device: device.clone(), backend, capturing: AtomicBool::new(false), capture: Mutex::new(None) };
+        Self(Arc::new(inner))
+    }
+
+    /// The device that the stream belongs to.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// The raw `CUstream`; null on the SIMT device.
+    pub fn as_raw(&self) -> *mut c_void {
+        match &self.0.backend {
+            StreamBackend::Simt => std::ptr::null_mut(),
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(s) => s.raw(),
+        }
+    }
+
+    pub(super) fn backend(&self) -> &StreamBackend {
+        &self.0.backend
+    }
+
+    /// Waits until the work submitted so far is done.
+    ///
+    /// # Errors
+    /// [`Error::Driver`] if any of it failed; [`Error::Capture`] while capturing.
+    pub fn synchronize(&self) -> Result<()> {
+        self.not_capturing("synchronize")?;
+        match &self.0.backend {
+            StreamBackend::Simt => Ok(()),
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(s) => s.synchronize(),
+        }
+    }
+
+    /// Launches a kernel (layer L0): looks the entry up and hands it to the driver, or runs it on the SIMT device.
+    ///
+    /// # Errors
+    /// [`Error::Driver`] or [`Error::Launch`].
+    ///
+    /// # Safety
+    /// `args` are what the kernel demands, for the whole time until the launch is done, and, if the stream is
+    /// being captured, until the graph and its launches are done.
+    #[inline]
+    pub unsafe fn launch<A: KernelArgs>(&self, entry: &Entry<A>, geometry: &Geometry, args: &A) -> Result<()> {
+        if geometry.is_empty() {
+            return Ok(());
+        }
+        match (self.0.device.backend(), &self.0.backend) {
+            (Backend::Simt(d), _) => {
+                if self.is_capturing() {
+                    let (device, entry, geometry, args) = (self.0.device.clone(), *entry, *geometry, AssertSend(*args));
+                    return self.record(move || match device.backend() {
+                        // SAFETY: promised to `launch` for as long as the graph lives.
+                        Backend::Simt(d) => unsafe { d.launch(&entry, &geometry, args.get()) },
+                        #[cfg(feature = "cuda")]
+                        Backend::Cuda(_) => unreachable!("recorded on the SIMT device"),
+                    });
+                }
+                // SAFETY: forwarded to the caller.
+                unsafe { d.launch(entry, geometry, args) }
+            }
+            #[cfg(feature = "cuda")]
+            // SAFETY: forwarded to the caller.
+            (Backend::Cuda(d), StreamBackend::Cuda(s)) => unsafe { d.launch(s, entry, geometry, args) },
+            #[cfg(feature = "cuda")]
+            (Backend::Cuda(_), StreamBackend::Simt) => unreachable!("a stream has its device's backend"),
+        }
+    }
+
+    /// Copies device memory: all of `src` to `dst`, stream-ordered.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the shapes differ, [`Error::Stride`] if either is not contiguous, [`Error::WrongDevice`].
+    pub fn copy<T: Element>(&self, dst: &mut Tensor<T>, src: &Tensor<T>) -> Result<()> {
+        let mut call = crate::check::Call::new("copy", self);
+        let (to, from) = (call.write("dst", dst)?, call.read("src", src)?);
+        call.same_shape("src", src.shape(), dst.shape())?;
+        call.contiguous("dst", dst)?;
+        call.contiguous("src", src)?;
+        call.check_overlap()?;
+        // SAFETY: both ranges are in bounds of live tensors of this device and do not overlap.
+        unsafe { self.copy_raw(to.cast(), from.cast(), src.len() * size_of::<T>()) }
+    }
+
+    /// Copies `bytes` of device memory, stream-ordered (layer L1).
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    ///
+    /// # Safety
+    /// Both ranges are device memory (or, on a GPU, pinned host memory), do not overlap, and live until the copy, or
+    /// the graph that captures it, is done.
+    pub unsafe fn copy_raw(&self, dst: *mut u8, src: *const u8, bytes: usize) -> Result<()> {
+        match &self.0.backend {
+            StreamBackend::Simt => {
+                let (args, device) = (AssertSend((dst, src)), self.0.device.clone());
+                let copy = move || {
+                    let &(dst, src) = args.get();
+                    // SAFETY: promised to `copy_raw`.
+                    device.exclusive(|| unsafe { std::ptr::copy_nonoverlapping(src, dst, bytes) });
+                    Ok(())
+                };
+                if self.is_capturing() { self.record(copy) } else { copy() }
+            }
+            #[cfg(feature = "cuda")]
+            // SAFETY: forwarded to the caller.
+            StreamBackend::Cuda(s) => unsafe { s.copy(dst, src, bytes) },
+        }
+    }
+
+    /// Sets every byte of a contiguous tensor, stream-ordered.
+    ///
+    /// # Errors
+    /// [`Error::Stride`], [`Error::WrongDevice`].
+    pub fn fill_bytes<T: Element>(&self, dst: &mut Tensor<T>, byte: u8) -> Result<()> {
+        let mut call = crate::check::Call::new("fill_bytes", self);
+        let to = call.write("dst", dst)?;
+        call.contiguous("dst", dst)?;
+        // SAFETY: in bounds of a live tensor of this device.
+        unsafe { self.fill_raw(to.cast(), byte, dst.len() * size_of::<T>()) }
+    }
+
+    /// Sets `bytes` of device memory, stream-ordered (layer L1).
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    ///
+    /// # Safety
+    /// The range is device memory and lives until the fill, or the graph that captures it, is done.
+    pub unsafe fn fill_raw(&self, dst: *mut u8, byte: u8, bytes: usize) -> Result<()> {
+        match &self.0.backend {
+            StreamBackend::Simt => {
+                let (args, device) = (AssertSend(dst), self.0.device.clone());
+                let fill = move || {
+                    // SAFETY: promised to `fill_raw`.
+                    device.exclusive(|| unsafe { std::ptr::write_bytes(*args.get(), byte, bytes) });
+                    Ok(())
+                };
+                if self.is_capturing() { self.record(fill) } else { fill() }
+            }
+            #[cfg(feature = "cuda")]
+            // SAFETY: forwarded to the caller.
+            StreamBackend::Cuda(s) => unsafe { s.fill(dst, byte, bytes) },
+        }
+    }
+
+    /// Copies from pinned host memory, stream-ordered; the whole of `src` into the contiguous `dst`.
+    ///
+    /// `src` must not be changed or dropped before the copy is done; that it stays borrowed only for the call is why
+    /// this is unsafe. [`Tensor::copy_from_slice`] is the safe, synchronous way.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::Stride`], [`Error::WrongDevice`].
+    ///
+    /// # Safety
+    /// `src` stays as it is until the copy, or the graph that captures it, is done.
+    pub unsafe fn upload<T: Element>(&self, dst: &mut Tensor<T>, src: &Pinned<T>) -> Result<()> {
+        let mut call = crate::check::Call::new("upload", self);
+        let to = call.write("dst", dst)?;
+        call.contiguous("dst", dst)?;
+        call.same_shape("src", &[src.len()], &[dst.len()])?;
+        // SAFETY: sizes agree; lifetimes are promised by the caller.
+        unsafe { self.copy_raw(to.cast(), src.as_ptr().cast(), src.len() * size_of::<T>()) }
+    }
+
+    /// Copies the contiguous `src` to pinned host memory, stream-ordered. Read `dst` after a synchronisation.
+    ///
+    /// # Errors
+    /// As for [`upload`](Self::upload).
+    ///
+    /// # Safety
+    /// `dst` is neither accessed nor dropped until the copy, or the graph that captures it, is done.
+    pub unsafe fn download<T: Element>(&self, dst: &mut Pinned<T>, src: &Tensor<T>) -> Result<()> {
+        let mut call = crate::check::Call::new("download", self);
+        let from = call.read("src", src)?;
+        call.contiguous("src", src)?;
+        call.same_shape("dst", &[dst.len()], &[src.len()])?;
+        // SAFETY: sizes agree; lifetimes are promised by the caller.
+        unsafe { self.copy_raw(dst.as_mut_ptr().cast(), from.cast(), src.len() * size_of::<T>()) }
+    }
+
+    /// Marks a point in the stream.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn record_event(&self, event: &Event) -> Result<()> {
+        match (&self.0.backend, &event.0) {
+            (StreamBackend::Simt, EventBackend::Simt(at)) => {
+                *at.lock().expect("event") = Some(std::time::Instant::now());
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            (StreamBackend::Cuda(s), EventBackend::Cuda(e)) => s.record(e),
+            #[cfg(feature = "cuda")]
+            _ => Err(self.foreign_event("record_event", event)),
+        }
+    }
+
+    /// Lets later work of this stream wait for `event`.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn wait_event(&self, event: &Event) -> Result<()> {
+        match (&self.0.backend, &event.0) {
+            (StreamBackend::Simt, EventBackend::Simt(_)) => Ok(()),
+            #[cfg(feature = "cuda")]
+            (StreamBackend::Cuda(s), EventBackend::Cuda(e)) => s.wait(e),
+            #[cfg(feature = "cuda")]
+            _ => Err(self.foreign_event("wait_event", event)),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn foreign_event(&self, op: &'static str, event: &Event) -> Error {
+        let got = match event.0 {
+            EventBackend::Simt(_) => "SIMT".to_string(),
+            EventBackend::Cuda(_) => "a CUDA device".to_string(),
+        };
+        Error::WrongDevice { op, arg: "event", expected: self.device().name(), got }
+    }
+
+    /// Whether the stream is being captured into a [`Graph`](super::Graph) by this crate.
+    pub fn is_capturing(&self) -> bool {
+        self.0.capturing.load(Ordering::Relaxed)
+    }
+
+    fn not_capturing(&self, what: &str) -> Result<()> {
+        if self.is_capturing() {
+            Err(Error::Capture(format!("{what} while the stream is being captured")))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Keeps a storage alive as long as the graph that is being captured, if one is.
+    pub(crate) fn retain(&self, storage: &Arc<Storage>) {
+        if self.is_capturing()
+            && let Some(capture) = self.0.capture.lock().expect("capture").as_mut()
+        {
+            capture.keep(storage);
+        }
+    }
+
+    fn record(&self, work: impl Fn() -> Result<()> + Send + Sync + 'static) -> Result<()> {
+        match self.0.capture.lock().expect("capture").as_mut() {
+            Some(capture) => {
+                capture.push(work);
+                Ok(())
+            }
+            None => work(),
+        }
+    }
+
+    pub(super) fn start_capture(&self) -> Result<()> {
+        let mut capture = self.0.capture.lock().expect("capture");
+        if capture.is_some() {
+            return Err(Error::Capture("the stream is being captured already".into()));
+        }
+        *capture = Some(Capture::default());
+        self.0.capturing.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    pub(super) fn stop_capture(&self) -> Capture {
+        self.0.capturing.store(false, Ordering::Relaxed);
+        self.0.capture.lock().expect("capture").take().unwrap_or_default()
+    }
+}
+
+/// Kernel arguments in a recorded launch.
+struct AssertSend<T>(T);
+// SAFETY: kernel arguments are addresses of device memory and plain numbers; whoever recorded them promised that they
+// stay valid, on whatever thread the graph is launched.
+unsafe impl<T> Send for AssertSend<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for AssertSend<T> {}
+
+impl<T> AssertSend<T> {
+    fn get(&self) -> &T {
+        &self.0
+    }
+}
+
+/// A point in a stream, to wait for or to measure from.
+pub struct Event(EventBackend);
+
+enum EventBackend {
+    Simt(Mutex<Option<std::time::Instant>>),
+    #[cfg(feature = "cuda")]
+    Cuda(super::cuda::CudaEvent),
+}
+
+impl Event {
+    /// An event that can measure time.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn new(device: &Device) -> Result<Self> {
+        Ok(Self(match device.backend() {
+            Backend::Simt(_) => EventBackend::Simt(Mutex::new(None)),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => EventBackend::Cuda(d.new_event()?),
+        }))
+    }
+
+    /// Waits until the event has happened.
+    ///
+    /// # Errors
+    /// [`Error::Driver`] if work before it failed.
+    pub fn synchronize(&self) -> Result<()> {
+        match &self.0 {
+            EventBackend::Simt(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            EventBackend::Cuda(e) => e.synchronize(),
+        }
+    }
+
+    /// Seconds from `earlier` to this event; both must have been recorded. Waits for this one.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], [`Error::Value`] if either was not recorded.
+    pub fn seconds_since(&self, earlier: &Event) -> Result<f64> {
+        let unrecorded = || Error::Value {
+            op: "Event::seconds_since",
+            arg: "earlier",
+            expected: "two recorded events of one device".into(),
+            got: "one that was not".into(),
+        };
+        match (&self.0, &earlier.0) {
+            (EventBackend::Simt(b), EventBackend::Simt(a)) => {
+                let (a, b) = (*a.lock().expect("event"), *b.lock().expect("event"));
+                Ok(b.ok_or_else(unrecorded)?.saturating_duration_since(a.ok_or_else(unrecorded)?).as_secs_f64())
+            }
+            #[cfg(feature = "cuda")]
+            (EventBackend::Cuda(b), EventBackend::Cuda(a)) => b.seconds_since(a),
+            #[cfg(feature = "cuda")]
+            _ => Err(unrecorded()),
+        }
+    }
+}
+
+/// Host memory that a GPU can copy to and from without the CPU. Plain memory for the SIMT device.
+pub struct Pinned<T> {
+    storage: PinnedStorage<T>,
+}
+
+enum PinnedStorage<T> {
+    Simt(Vec<T>),
+    #[cfg(feature = "cuda")]
+    Cuda(super::cuda::CudaPinned<T>),
+}
+
+impl<T: Element> Pinned<T> {
+    /// `len` elements of zero bytes.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn zeros(device: &Device, len: usize) -> Result<Self> {
+        let storage = match device.backend() {
+            // SAFETY: zero bytes are a value of every element type.
+            Backend::Simt(_) => PinnedStorage::Simt(vec![unsafe { std::mem::zeroed() }; len]),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => PinnedStorage::Cuda(d.allocate_pinned(len)?),
+        };
+        Ok(Self { storage })
+    }
+}
+
+impl<T> std::ops::Deref for Pinned<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        match &self.storage {
+            PinnedStorage::Simt(v) => v,
+            #[cfg(feature = "cuda")]
+            PinnedStorage::Cuda(p) => p.as_slice(),
+        }
+    }
+}
+impl<T> std::ops::DerefMut for Pinned<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        match &mut self.storage {
+            PinnedStorage::Simt(v) => v,
+            #[cfg(feature = "cuda")]
+            PinnedStorage::Cuda(p) => p.as_mut_slice(),
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! What can go wrong, with what was expected and what came.
+
+use cuda_std::DType;
+
+/// A result with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why an operation was refused or failed. Everything before [`Error::Launch`] is found before anything is launched.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A tensor has the wrong shape.
+    #[error("{op}: `{arg}` must have shape {expected}, but has {got:?}")]
+    Shape {
+        /// The operation.
+        op: &'static str,
+        /// The argument.
+        arg: &'static str,
+        /// What it needs.
+        expected: String,
+        /// What it got.
+        got: Vec<usize>,
+    },
+    /// A tensor's elements lie in memory in a way that the operation does not take.
+    #[error("{op}: `{arg}` must be {expected}, but its strides are {got:?}")]
+    Stride {
+        /// The operation.
+        op: &'static str,
+        /// The argument.
+        arg: &'static str,
+        /// What it needs.
+        expected: String,
+        /// Strides in elements.
+        got: Vec<usize>,
+    },
+    /// A tensor starts at an address that is not aligned enough.
+    #[error("{op}: `{arg}` must be aligned to {expected} bytes, but starts at {address:#x}")]
+    Alignment {
+        /// The operation.
+        op: &'static str,
+        /// The argument.
+        arg: &'static str,
+        /// Bytes.
+        expected: usize,
+        /// Where it starts.
+        address: usize,
+    },
+    /// A tensor has an element type that the operation does not take.
+    #[error("{op}: `{arg}` must be {expected}, but is {got}")]
+    DType {
+        /// The operation.
+        op: &'static str,
+        /// The argument.
+        arg: &'static str,
+        /// What it needs.
+        expected: String,
+        /// What it got.
+        got: DType,
+    },
+    /// A scalar argument is out of range.
+    #[error("{op}: `{arg}` must be {expected}, but is {got}")]
+    Value {
+        /// The operation.
+        op: &'static str,
+        /// The argument.
+        arg: &'static str,
+        /// What it needs.
+        expected: String,
+        /// What it got.
+        got: String,
+    },
+    /// A tensor lives on another device than the stream.
+    #[error("{op}: `{arg}` must be on {expected}, like the stream, but is on {got}")]
+    WrongDevice {
+        /// The operation.
+        op: &'static str,
+        /// The argument.
+        arg: &'static str,
+        /// The stream's device.
+        expected: String,
+        /// The tensor's device.
+        got: String,
+    },
+    /// An output shares memory with another argument.
+    #[error("{op}: `{first}` and `{second}` overlap in memory")]
+    Overlap {
+        /// The operation.
+        op: &'static str,
+        /// An output.
+        first: &'static str,
+        /// The other argument.
+        second: &'static str,
+    },
+    /// A combination that no kernel covers.
+    #[error("{op}: {what}")]
+    Unsupported {
+        /// The operation.
+        op: &'static str,
+        /// Which combination, and what would work.
+        what: String,
+    },
+    /// The number of elements does not fit the shape, or a view leaves its tensor.
+    #[error("tensor: {0}")]
+    Tensor(String),
+    /// A kernel failed on the SIMT device.
+    #[error(transparent)]
+    Launch(Box<simt::LaunchError>),
+    /// The CUDA driver reported an error.
+    #[error("{call} failed: {name} ({code}){}{}", .kernel.map(|k| format!(", kernel {k}")).unwrap_or_default(), log_of(.log))]
+    Driver {
+        /// The driver's function.
+        call: &'static str,
+        /// `CUresult`.
+        code: i32,
+        /// The driver's name for it.
+        name: String,
+        /// The kernel, if one was being launched or loaded.
+        kernel: Option<&'static str>,
+        /// What the JIT compiler said, if it ran.
+        log: String,
+    },
+    /// There is no usable CUDA driver.
+    #[error("no CUDA driver: {0}; use Device::simt(), or install NVIDIA's driver")]
+    NoDriver(String),
+    /// There is no such GPU.
+    #[error("no CUDA device {ordinal}: {found} found")]
+    NoDevice {
+        /// The device asked for.
+        ordinal: usize,
+        /// How many there are.
+        found: usize,
+    },
+    /// The driver is too old for the PTX of this crate.
+    #[error("the CUDA driver {found} is too old: this crate's PTX needs {needed} or newer; update NVIDIA's driver")]
+    DriverTooOld {
+        /// The driver's CUDA version.
+        found: String,
+        /// The oldest that works.
+        needed: String,
+    },
+    /// The GPU is too old, or lacks what a kernel needs.
+    #[error("{device} has compute capability {found}; {what} needs {needed}")]
+    TooOldGpu {
+        /// The device.
+        device: String,
+        /// Its compute capability.
+        found: String,
+        /// What needs more.
+        what: String,
+        /// What it needs.
+        needed: String,
+    },
+    /// This build has no CUDA support.
+    #[error("this build of warploom has no CUDA support: enable the feature `cuda`")]
+    NoCuda,
+    /// The device has not enough memory left.
+    #[error("{device} cannot allocate {bytes} bytes")]
+    OutOfMemory {
+        /// The device.
+        device: String,
+        /// What was asked for.
+        bytes: usize,
+    },
+    /// A stream capture was used wrongly.
+    #[error("capture: {0}")]
+    Capture(String),
+}
+
+fn log_of(log: &str) -> String {
+    if log.is_empty() { String::new() } else { format!("\n{log}") }
+}
+
+impl From<simt::LaunchError> for Error {
+    fn from(e: simt::LaunchError) -> Self {
+        Error::Launch(Box::new(e))
+    }
+}

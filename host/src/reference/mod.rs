@@ -1,0 +1,5 @@
+//! What each operation means: plain, slow definitions in `f64`, used as oracles by the tests.
+//!
+//! Inputs are what the kernel reads, widened exactly; results are `f64`, before the kernel's one rounding.
+
+pub mod norm;

@@ -1,0 +1,283 @@
+//! Typed tensors in device memory.
+
+use crate::device::{Device, Storage};
+use crate::error::{Error, Result};
+use cuda_std::Element;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+/// The most dimensions of a tensor.
+const MAX_DIMS: usize = 6;
+
+/// Extents or strides.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Dims {
+    len: usize,
+    values: [usize; MAX_DIMS],
+}
+
+impl Dims {
+    fn new(values: &[usize]) -> Result<Self> {
+        if values.len() > MAX_DIMS {
+            return Err(Error::Tensor(format!("{} dimensions, {MAX_DIMS} at most", values.len())));
+        }
+        let mut this = Self { len: values.len(), values: [0; MAX_DIMS] };
+        this.values[..values.len()].copy_from_slice(values);
+        Ok(this)
+    }
+
+    fn get(&self) -> &[usize] {
+        &self.values[..self.len]
+    }
+}
+
+/// A typed, strided view of device memory.
+///
+/// Clones and views share memory, which lives as long as any of them (and as any captured graph that uses it).
+/// Strides count elements; the last dimension's is 1 unless a view made it otherwise.
+#[derive(Clone)]
+pub struct Tensor<T> {
+    storage: Arc<Storage>,
+    /// In elements.
+    offset: usize,
+    shape: Dims,
+    strides: Dims,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> Tensor<T> {
+    /// Device memory for `shape`, with whatever is in it: any bytes are elements. On the SIMT device `0xff` bytes, a NaN
+    /// in every floating-point format.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Tensor`] for a shape of too many dimensions or bytes.
+    pub fn uninit(device: &Device, shape: &[usize]) -> Result<Self> {
+        let shape = Dims::new(shape)?;
+        let bytes = shape
+            .get()
+            .iter()
+            .try_fold(size_of::<T>(), |n, &d| n.checked_mul(d))
+            .filter(|&n| n <= isize::MAX as usize)
+            .ok_or_else(|| Error::Tensor(format!("shape {:?} is larger than any memory", shape.get())))?;
+        let mut strides = shape;
+        let mut stride = 1;
+        for i in (0..shape.len).rev() {
+            strides.values[i] = stride;
+            stride *= shape.values[i].max(1);
+        }
+        Ok(Self { storage: Storage::new(device, bytes)?, offset: 0, shape, strides, element: PhantomData })
+    }
+
+    /// A tensor of zero bytes, which are zeros in every element type.
+    ///
+    /// # Errors
+    /// As for [`uninit`](Self::uninit).
+    pub fn zeros(device: &Device, shape: &[usize]) -> Result<Self> {
+        let this = Self::uninit(device, shape)?;
+        this.storage.write(0, &vec![0; this.len() * size_of::<T>()])?;
+        Ok(this)
+    }
+
+    /// A copy of `data`.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if `data` has not as many elements as `shape`, and as for [`uninit`](Self::uninit).
+    pub fn from_slice(device: &Device, data: &[T], shape: &[usize]) -> Result<Self> {
+        let mut this = Self::uninit(device, shape)?;
+        this.copy_from_slice(data)?;
+        Ok(this)
+    }
+
+    /// Overwrites a contiguous tensor from the host; returns when done. Work submitted before that still uses the
+    /// tensor must have been waited for.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if the numbers of elements differ or the tensor is not contiguous.
+    pub fn copy_from_slice(&mut self, data: &[T]) -> Result<()> {
+        if data.len() != self.len() {
+            return Err(Error::Tensor(format!("{} elements for shape {:?}", data.len(), self.shape())));
+        }
+        if !self.is_contiguous() {
+            return Err(Error::Tensor(format!("copy into strides {:?}", self.strides())));
+        }
+        // SAFETY: elements are plain bits without padding.
+        let bytes = unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), size_of_val(data)) };
+        self.storage.write(self.offset * size_of::<T>(), bytes)
+    }
+
+    /// The elements in row-major order, after all work on the device is done.
+    ///
+    /// # Errors
+    /// [`Error::Driver`] if that work failed.
+    pub fn to_vec(&self) -> Result<Vec<T>> {
+        let span = self.span();
+        // SAFETY: zero bytes are a value of every element type.
+        let mut flat: Vec<T> = vec![unsafe { std::mem::zeroed() }; span];
+        // SAFETY: elements are plain bits without padding, and every pattern is a value.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(flat.as_mut_ptr().cast::<u8>(), span * size_of::<T>()) };
+        self.storage.read(self.offset * size_of::<T>(), bytes)?;
+        if self.is_contiguous() {
+            return Ok(flat);
+        }
+        let mut out = Vec::with_capacity(self.len());
+        let mut index = [0; MAX_DIMS];
+        for _ in 0..self.len() {
+            out.push(flat[(0..self.shape.len).map(|d| index[d] * self.strides.values[d]).sum::<usize>()]);
+            for d in (0..self.shape.len).rev() {
+                index[d] += 1;
+                if index[d] < self.shape.values[d] {
+                    break;
+                }
+                index[d] = 0;
+            }
+        }
+        Ok(out)
+    }
+}
+
+impl<T> Tensor<T> {
+    /// Extent of each dimension.
+    pub fn shape(&self) -> &[usize] {
+        self.shape.get()
+    }
+
+    /// Extent of dimension `d`, 1 beyond the last.
+    pub fn dim(&self, d: usize) -> usize {
+        self.shape().get(d).copied().unwrap_or(1)
+    }
+
+    /// Distance between neighbours in each dimension, in elements.
+    pub fn strides(&self) -> &[usize] {
+        self.strides.get()
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The device whose memory this is.
+    pub fn device(&self) -> &Device {
+        self.storage.device()
+    }
+
+    /// Address of the first element.
+    pub fn as_ptr(&self) -> *const T {
+        self.storage.address().cast::<T>().wrapping_add(self.offset)
+    }
+
+    /// Address of the first element, to write through.
+    pub fn as_mut_ptr(&mut self) -> *mut T {
+        self.storage.address().cast::<T>().wrapping_add(self.offset)
+    }
+
+    pub(crate) fn storage(&self) -> &Arc<Storage> {
+        &self.storage
+    }
+
+    /// Elements from the first to one past the last.
+    pub(crate) fn span(&self) -> usize {
+        if self.is_empty() {
+            return 0;
+        }
+        self.shape().iter().zip(self.strides()).map(|(&n, &s)| (n - 1) * s).sum::<usize>() + 1
+    }
+
+    /// Whether the elements lie one after another in row-major order.
+    pub fn is_contiguous(&self) -> bool {
+        let mut expected = 1;
+        for (&n, &s) in self.shape().iter().zip(self.strides()).rev() {
+            if n != 1 && s != expected {
+                return self.is_empty();
+            }
+            expected *= n;
+        }
+        true
+    }
+
+    /// Elements `start .. start + len` of dimension `dim`, sharing memory.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if there is no such dimension or range.
+    pub fn narrow(&self, dim: usize, start: usize, len: usize) -> Result<Self> {
+        let extent = *self.shape().get(dim).ok_or_else(|| Error::Tensor(format!("no dimension {dim}")))?;
+        if start.checked_add(len).is_none_or(|end| end > extent) {
+            return Err(Error::Tensor(format!("{len} elements from {start} on, of {extent} in dimension {dim}")));
+        }
+        let mut this = self.shallow();
+        // An empty view may start at the end; keep its address inside.
+        this.offset += if len == 0 { 0 } else { start * self.strides.values[dim] };
+        this.shape.values[dim] = len;
+        Ok(this)
+    }
+
+    /// The same elements in another shape, sharing memory.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if the number of elements differs or the tensor is not contiguous.
+    pub fn reshape(&self, shape: &[usize]) -> Result<Self> {
+        let dims = Dims::new(shape)?;
+        if shape.iter().product::<usize>() != self.len() || !self.is_contiguous() {
+            let what = format!("{:?} with strides {:?} as {shape:?}", self.shape(), self.strides());
+            return Err(Error::Tensor(what));
+        }
+        let mut this = self.shallow();
+        this.shape = dims;
+        this.strides = dims;
+        let mut stride = 1;
+        for i in (0..dims.len).rev() {
+            this.strides.values[i] = stride;
+            stride *= dims.values[i].max(1);
+        }
+        Ok(this)
+    }
+
+    /// A view with any shape and strides, in elements from this tensor's first on, sharing memory.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if it would leave the tensor's memory.
+    pub fn as_strided(&self, shape: &[usize], strides: &[usize], offset: usize) -> Result<Self> {
+        if shape.len() != strides.len() {
+            return Err(Error::Tensor(format!("shape {shape:?} with strides {strides:?}")));
+        }
+        let mut this = self.shallow();
+        this.shape = Dims::new(shape)?;
+        this.strides = Dims::new(strides)?;
+        let empty = shape.contains(&0);
+        let span = shape
+            .iter()
+            .zip(strides)
+            .try_fold(1usize, |n, (&d, &s)| d.saturating_sub(1).checked_mul(s).and_then(|e| n.checked_add(e)));
+        let fits = span.and_then(|n| n.checked_add(offset)).is_some_and(|end| end <= self.span());
+        if !empty && !fits {
+            return Err(Error::Tensor(format!(
+                "view {shape:?}, strides {strides:?}, offset {offset} of {} elements",
+                self.span()
+            )));
+        }
+        this.offset += if empty { 0 } else { offset };
+        Ok(this)
+    }
+
+    fn shallow(&self) -> Self {
+        Self {
+            storage: self.storage.clone(),
+            offset: self.offset,
+            shape: self.shape,
+            strides: self.strides,
+            element: PhantomData,
+        }
+    }
+}
+
+impl<T: Element> fmt::Debug for Tensor<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensor<{}>{:?} on {}", T::DTYPE, self.shape(), self.device().name())
+    }
+}
