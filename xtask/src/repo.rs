@@ -3,9 +3,10 @@
 use anyhow::{Context as _, Result};
 use std::path::{Path, PathBuf};
 
-/// The repository's root.
+/// The repository's root: of the package that cargo runs, as a target folder may be shared between checkouts.
 pub(crate) fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the root").to_path_buf()
+    let xtask = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    Path::new(&xtask).parent().expect("xtask lies in the root").to_path_buf()
 }
 
 /// Where compilers, wheels and sources go that the machine does not have.
