@@ -1,8 +1,10 @@
 //! Tasks of this repository: `cargo xtask help`.
 
 mod allow;
+mod bundle;
 mod ptx;
 mod repo;
+mod stub;
 mod table;
 
 use clap::{Parser, Subcommand};
@@ -19,12 +21,16 @@ struct Cli {
 enum Task {
     Ptx(ptx::Args),
     Sass(ptx::SassArgs),
+    Bundle(bundle::Args),
+    CudaStub(stub::Args),
 }
 
 fn main() {
     let result = match Cli::parse().task {
         Task::Ptx(args) => ptx::run(&args),
         Task::Sass(args) => ptx::sass(&args),
+        Task::Bundle(args) => bundle::run(&args),
+        Task::CudaStub(args) => stub::run(&args),
     };
     if let Err(error) = result {
         eprintln!("error: {error:#}");

@@ -28,17 +28,17 @@ pub(crate) fn obtain(name: &str, pin: &Pin, options: &Options) -> Result<Source>
     if own_library(name).is_some() {
         return Ok(Source { library: None, origin: "rustup".into() });
     }
+    let folder = options.folder.join("rust-src-debian");
+    if let Ok(library) = find_library(&folder, release) {
+        return Ok(Source { library: Some(library), origin: "Debian".into() });
+    }
     let mut tried = vec![];
     match output(rustup(&["component", "add", "rust-src", "--toolchain", name])) {
         Ok(_) if own_library(name).is_some() => return Ok(Source { library: None, origin: "rustup".into() }),
         Ok(_) => tried.push("rustup added it, but it is not there".into()),
         Err(reason) => tried.push(reason),
     }
-    let folder = options.folder.join("rust-src-debian");
-    match find_library(&folder, release) {
-        Ok(library) => return Ok(Source { library: Some(library), origin: "Debian".into() }),
-        Err(_) => eprintln!("rustup cannot add rust-src; trying Debian's package"),
-    }
+    eprintln!("rustup cannot add rust-src; trying Debian's package");
     match debian(&folder, &options.folder, release) {
         Ok(library) => Ok(Source { library: Some(library), origin: "Debian".into() }),
         Err(reason) => {
