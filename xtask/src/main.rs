@@ -2,6 +2,7 @@
 
 mod allow;
 mod bundle;
+mod check;
 mod ptx;
 mod repo;
 mod stub;
@@ -21,6 +22,7 @@ struct Cli {
 enum Task {
     Ptx(ptx::Args),
     Sass(ptx::SassArgs),
+    Check(check::Args),
     Bundle(bundle::Args),
     CudaStub(stub::Args),
 }
@@ -29,6 +31,7 @@ fn main() {
     let result = match Cli::parse().task {
         Task::Ptx(args) => ptx::run(&args),
         Task::Sass(args) => ptx::sass(&args),
+        Task::Check(args) => check::run(&args),
         Task::Bundle(args) => bundle::run(&args),
         Task::CudaStub(args) => stub::run(&args),
     };

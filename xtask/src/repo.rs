@@ -29,7 +29,8 @@ pub(crate) fn cargo() -> Command {
 
 /// What `cargo metadata` says of this workspace and everything it depends on.
 pub(crate) fn metadata() -> Result<serde_json::Value> {
-    let out = cargo().args(["metadata", "--format-version", "1", "--all-features"]).output().context("cannot run cargo")?;
+    let out =
+        cargo().args(["metadata", "--format-version", "1", "--all-features"]).output().context("cannot run cargo")?;
     ensure!(out.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&out.stderr).trim());
     Ok(serde_json::from_slice(&out.stdout)?)
 }
