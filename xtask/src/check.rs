@@ -156,16 +156,40 @@ fn doc(_: &Args) -> Result<()> {
     must(doc)
 }
 
-/// With the stub in the driver's place, whose every function fails: programs must start, say so, and pass.
+/// With the stub in the driver's place, whose every function fails: programs must start and say what is missing.
 fn cuda(_: &Args) -> Result<()> {
     let folder = stub::build()?;
+    let cargo = |args: &[&str]| {
+        let mut command = cargo(args);
+        command.env("CUDA_LIBRARY_PATH", &folder).env("LD_LIBRARY_PATH", folder.join("lib64"));
+        command
+    };
     let packages = ["-p", "warploom", "-p", "warploom-tests", "-p", "warploom-benches"];
     let mut lints = cargo(&["clippy", "--quiet", "--all-targets", "--features", "cuda"]);
-    lints.args(packages).args(["--", "-D", "warnings"]).env("CUDA_LIBRARY_PATH", &folder);
+    lints.args(packages).args(["--", "-D", "warnings"]);
     must(lints)?;
-    let mut tests = cargo(&["test", "--quiet", "--features", "cuda"]);
-    tests.args(packages).env("CUDA_LIBRARY_PATH", &folder).env("LD_LIBRARY_PATH", folder.join("lib64"));
-    must(tests)
+    must(cargo(&["test", "--quiet", "-p", "warploom", "--features", "cuda", "--lib"]))?;
+
+    // One operation's tests stand for all: they share the code that looks for devices.
+    let tests = ["test", "--quiet", "-p", "warploom-tests", "--features", "cuda", "--", "rms_norm", "--nocapture"];
+    let mut with_simt = cargo(&tests);
+    with_simt.env("WARPLOOM_TEST_DEVICES", "");
+    let (passed, said) = listen(with_simt)?;
+    ensure!(passed && said.contains("GPU tests are skipped: "), "without a driver the tests do not say so:\n{said}");
+    let mut gpu_only = cargo(&tests);
+    gpu_only.env("WARPLOOM_TEST_DEVICES", "cuda");
+    let (passed, said) = listen(gpu_only)?;
+    ensure!(!passed && said.contains("but "), "GPU tests pass without a GPU:\n{said}");
+    Ok(())
+}
+
+/// Runs a command quietly: whether it succeeded, and what it printed.
+fn listen(mut command: Command) -> Result<(bool, String)> {
+    let out = command.output().context("cannot run cargo")?;
+    Ok((
+        out.status.success(),
+        String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr),
+    ))
 }
 
 /// The README's `cargo run` commands. Its `cargo test` is the step `test`.

@@ -124,7 +124,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if !args.table_only {
         let (_, toolchain) = toolchain(args.rust_src.clone())?;
         println!("device compiler: {} with the library from {}", toolchain.name(), toolchain.library_origin());
-        // One cargo for each architecture: they have folders of their own, and one of them would wait for the other's lock.
+        // One cargo for each architecture: in one folder, one would wait for the other's lock.
         std::thread::scope(|scope| {
             let build =
                 |arch: &Arch| jobs(arch).iter().try_for_each(|j| compile(j, &toolchain, &built, &allow, &complaints));
