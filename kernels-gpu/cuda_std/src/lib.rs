@@ -50,6 +50,7 @@ mod element;
 mod entry;
 pub mod float;
 mod float8;
+pub mod integer;
 pub mod global;
 pub mod mbarrier;
 pub mod mma;
