@@ -203,7 +203,13 @@ fn e4m3_bytes_to_f16(bytes: u32) -> u32 {
         // f16 bits of code * 2^-9 for codes up to 7: 2^-2 + code * 2^-9 is exact, and so is the difference.
         let top = (code != 0) as u32 * (31 - (code | 1).leading_zeros());
         let subnormal = if code == 0 { 0 } else { (6 + top) << 10 | (code << (10 - top)) & 0x3ff };
-        let magnitude = if code == 0x7f { 0x7fff } else if code < 8 { subnormal } else { normal };
+        let magnitude = if code == 0x7f {
+            0x7fff
+        } else if code < 8 {
+            subnormal
+        } else {
+            normal
+        };
         if code == 0x7f { magnitude } else { sign | magnitude }
     };
     one(bytes >> 8 & 0xff) | one(bytes >> 24) << 16

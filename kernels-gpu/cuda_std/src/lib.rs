@@ -50,8 +50,8 @@ mod element;
 mod entry;
 pub mod float;
 mod float8;
-pub mod integer;
 pub mod global;
+pub mod integer;
 pub mod mbarrier;
 pub mod mma;
 #[cfg(target_arch = "nvptx64")]

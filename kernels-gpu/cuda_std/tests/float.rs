@@ -75,20 +75,40 @@ fn accurate_to_two_units_in_the_last_place() {
 fn edges() {
     let (inf, nan) = (f32::INFINITY, f32::NAN);
     for f in [
-        float::exp, float::exp2, float::log, float::log2, float::log1p, float::tanh, float::sigmoid, float::erf,
-        float::sin, float::cos, float::sqrt, float::rsqrt, float::recip,
+        float::exp,
+        float::exp2,
+        float::log,
+        float::log2,
+        float::log1p,
+        float::tanh,
+        float::sigmoid,
+        float::erf,
+        float::sin,
+        float::cos,
+        float::sqrt,
+        float::rsqrt,
+        float::recip,
     ] {
         assert!(f(nan).is_nan());
     }
-    assert_eq!([float::exp(inf), float::exp(-inf), float::exp(0.0), float::exp(1000.0), float::exp(-1000.0)], [inf, 0.0, 1.0, inf, 0.0]);
-    assert_eq!([float::exp2(inf), float::exp2(-inf), float::exp2(-149.0), float::exp2(3.0)], [inf, 0.0, f32::from_bits(1), 8.0]);
+    assert_eq!(
+        [float::exp(inf), float::exp(-inf), float::exp(0.0), float::exp(1000.0), float::exp(-1000.0)],
+        [inf, 0.0, 1.0, inf, 0.0]
+    );
+    assert_eq!(
+        [float::exp2(inf), float::exp2(-inf), float::exp2(-149.0), float::exp2(3.0)],
+        [inf, 0.0, f32::from_bits(1), 8.0]
+    );
     assert_eq!([float::log(inf), float::log(0.0), float::log(-0.0), float::log(1.0)], [inf, -inf, -inf, 0.0]);
     assert!(float::log(-1.0).is_nan() && float::log2(-inf).is_nan() && float::log1p(-1.5).is_nan());
     assert_eq!([float::log1p(-1.0), float::log1p(inf)], [-inf, inf]);
     for e in -149..128 {
         assert_eq!(float::log2(2f64.powi(e) as f32), e as f32);
     }
-    assert_eq!([float::tanh(inf), float::tanh(-inf), float::tanh(-0.0).to_bits() as f32], [1.0, -1.0, 0x8000_0000u32 as f32]);
+    assert_eq!(
+        [float::tanh(inf), float::tanh(-inf), float::tanh(-0.0).to_bits() as f32],
+        [1.0, -1.0, 0x8000_0000u32 as f32]
+    );
     assert_eq!([float::sigmoid(inf), float::sigmoid(-inf), float::sigmoid(0.0)], [1.0, 0.0, 0.5]);
     assert_eq!([float::erf(inf), float::erf(-inf), float::erf(4.0)], [1.0, -1.0, 1.0]);
     assert!(float::sin(inf).is_nan() && float::cos(-inf).is_nan());
@@ -109,7 +129,8 @@ fn extremes_choose_numbers() {
 
 #[test]
 fn sortable_keys() {
-    let values = [f32::NEG_INFINITY, -f32::MAX, -1.0, -f32::from_bits(1), -0.0, 0.0, f32::from_bits(1), 1.0, f32::INFINITY];
+    let values =
+        [f32::NEG_INFINITY, -f32::MAX, -1.0, -f32::from_bits(1), -0.0, 0.0, f32::from_bits(1), 1.0, f32::INFINITY];
     for pair in values.windows(2) {
         assert!(float::sortable(pair[0]) < float::sortable(pair[1]));
     }

@@ -23,8 +23,6 @@ const WARPS: usize = 8;
 pub const THREADS: usize = WARPS * 32;
 /// Elements of K in a step of a warp.
 const STEP: usize = 32;
-/// Steps whose loads are in flight together.
-const BATCH: usize = 4;
 
 /// Dynamic shared memory of the kernel for `tiles` tiles of 8 tokens.
 pub const fn shared_bytes(tiles: usize) -> usize {
@@ -33,9 +31,9 @@ pub const fn shared_bytes(tiles: usize) -> usize {
 
 /// `x`: `[m, k]` with `m <= 8 TILES`, rows `x_row` apart; `w`: `[n, k]`, rows `w_row` apart; `bias`: `[n]` or null; `y`:
 /// `[m, n]`, rows `y_row` apart. `k`, `x_row`, `w_row` are multiples of 8, `x` and `w` aligned to 16 bytes.
-/// Grid: tiles of [`ROWS`] of n; block: [`THREADS`]; shared memory: [`shared_bytes`] of `TILES`.
+/// `BATCH`: steps whose loads are in flight together. Grid: tiles of [`ROWS`] of n; block: [`THREADS`]; shared memory: [`shared_bytes`] of `TILES`.
 #[inline(always)]
-pub unsafe fn linear_stream<T: TensorFloat, const TILES: usize>(
+pub unsafe fn linear_stream<T: TensorFloat, const TILES: usize, const BATCH: usize>(
     y: *mut T,
     x: *const T,
     w: *const T,
@@ -62,7 +60,8 @@ pub unsafe fn linear_stream<T: TensorFloat, const TILES: usize>(
     let per_warp = steps.div_ceil(WARPS as u32);
     let (first, last) = ((warp_id * per_warp).min(steps), ((warp_id + 1) * per_warp).min(steps));
 
-    let zero = B128([T::ZERO; 8]);
+    // Eight elements, as the words that the tensor cores take.
+    let zero = B128([0u32; 4]);
     let mut acc = [[0f32; 4]; TILES];
     let mut step = first;
     while step < last {
@@ -71,11 +70,11 @@ pub unsafe fn linear_stream<T: TensorFloat, const TILES: usize>(
         unroll::<BATCH>(|i| {
             let at = (step + i as u32) * STEP as u32 + 8 * t;
             if step + (i as u32) < last && at < k {
-                a[i] = [upper.get_as::<B128<T, 8>>(at), lower.get_as::<B128<T, 8>>(at)];
+                a[i] = [upper.get_as::<B128<u32, 4>>(at), lower.get_as::<B128<u32, 4>>(at)];
                 unroll::<TILES>(|tile| {
                     let token = tile as u32 * 8 + g;
                     if token < m {
-                        b[i][tile] = x.get_as::<B128<T, 8>>(token as usize * x_row + at as usize);
+                        b[i][tile] = x.get_as::<B128<u32, 4>>(token as usize * x_row + at as usize);
                     }
                 });
             }
@@ -83,11 +82,11 @@ pub unsafe fn linear_stream<T: TensorFloat, const TILES: usize>(
         unroll::<BATCH>(|i| {
             let (B128(u), B128(l)) = (a[i][0], a[i][1]);
             unroll::<2>(|half| {
-                let e = 4 * half;
-                let fa = [T::pack(u[e], u[e + 1]), T::pack(l[e], l[e + 1]), T::pack(u[e + 2], u[e + 3]), T::pack(l[e + 2], l[e + 3])];
+                let e = 2 * half;
+                let fa = [u[e], l[e], u[e + 1], l[e + 1]];
                 unroll::<TILES>(|tile| {
                     let B128(v) = b[i][tile];
-                    acc[tile] = T::mma(fa, [T::pack(v[e], v[e + 1]), T::pack(v[e + 2], v[e + 3])], acc[tile]);
+                    acc[tile] = T::mma(fa, [v[e], v[e + 1]], acc[tile]);
                 });
             });
         });
@@ -126,12 +125,12 @@ entries! {
         y: *mut T, x: *const T, w: *const T, bias: *const T, m: u32, n: u32, k: u32, y_row: usize, x_row: usize,
         w_row: usize, kind: u32,
     );
-    linear_stream_t8_bf16 { type T = bf16; } [256, 2] => linear_stream::<T, 1>;
-    linear_stream_t8_f16 { type T = f16; } [256, 2] => linear_stream::<T, 1>;
-    linear_stream_t16_bf16 { type T = bf16; } [256, 2] => linear_stream::<T, 2>;
-    linear_stream_t16_f16 { type T = f16; } [256, 2] => linear_stream::<T, 2>;
-    linear_stream_t32_bf16 { type T = bf16; } [256, 1] => linear_stream::<T, 4>;
-    linear_stream_t32_f16 { type T = f16; } [256, 1] => linear_stream::<T, 4>;
-    linear_stream_t64_bf16 { type T = bf16; } [256, 1] => linear_stream::<T, 8>;
-    linear_stream_t64_f16 { type T = f16; } [256, 1] => linear_stream::<T, 8>;
+    linear_stream_t8_bf16 { type T = bf16; } [256, 2] => linear_stream::<T, 1, 4>;
+    linear_stream_t8_f16 { type T = f16; } [256, 2] => linear_stream::<T, 1, 4>;
+    linear_stream_t16_bf16 { type T = bf16; } [256, 1] => linear_stream::<T, 2, 4>;
+    linear_stream_t16_f16 { type T = f16; } [256, 1] => linear_stream::<T, 2, 4>;
+    linear_stream_t32_bf16 { type T = bf16; } [256, 1] => linear_stream::<T, 4, 3>;
+    linear_stream_t32_f16 { type T = f16; } [256, 1] => linear_stream::<T, 4, 3>;
+    linear_stream_t64_bf16 { type T = bf16; } [256, 1] => linear_stream::<T, 8, 2>;
+    linear_stream_t64_f16 { type T = f16; } [256, 1] => linear_stream::<T, 8, 2>;
 }
