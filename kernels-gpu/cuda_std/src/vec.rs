@@ -169,7 +169,7 @@ fn policy(id: u32) -> u64 {
 /// Loads or stores of 1, 2 or 4 words by a list of `ID => opcode`, the ones with a policy marked.
 #[cfg(target_arch = "nvptx64")]
 macro_rules! load_words {
-    ($V:ident, $id:expr, $ptr:ident, $w:ident, $([$($n:literal)|*] $op:literal $tail:literal;)*) => {
+    ($V:ident, $id:expr, $ptr:ident, $w:ident, $([$($n:literal)|*] $op:literal $tail:tt;)*) => {
         match $id {
             $($($n)|* => match <$V as sealed::Words>::COUNT {
                 1 => load_words!(@asm $op, "b32 {a}, [%a]", $tail, $id, $ptr, (a = lateout(reg32) $w[0])),
@@ -186,7 +186,7 @@ macro_rules! load_words {
         ptx!(concat!("{{ .reg .b64 %a; cvta.to.global.u64 %a, {p}; ", $op, ".", $args, "; }}"),
             p = in(reg64) $ptr, $($regs)*, options(pure, readonly, nostack, preserves_flags))
     };
-    (@asm $op:literal, $args:literal, $tail:literal, $id:expr, $ptr:ident, ($($regs:tt)*)) => {
+    (@asm $op:literal, $args:literal, $tail:tt, $id:expr, $ptr:ident, ($($regs:tt)*)) => {
         ptx!(concat!("{{ .reg .b64 %a; cvta.to.global.u64 %a, {p}; ", $op, ".", $args, ", {l}; }}"),
             p = in(reg64) $ptr, l = in(reg64) policy($id), $($regs)*,
             options(pure, readonly, nostack, preserves_flags))
@@ -194,7 +194,7 @@ macro_rules! load_words {
 }
 #[cfg(target_arch = "nvptx64")]
 macro_rules! store_words {
-    ($V:ident, $id:expr, $ptr:ident, $w:ident, $([$($n:literal)|*] $op:literal $tail:literal;)*) => {
+    ($V:ident, $id:expr, $ptr:ident, $w:ident, $([$($n:literal)|*] $op:literal $tail:tt;)*) => {
         match $id {
             $($($n)|* => match <$V as sealed::Words>::COUNT {
                 1 => store_words!(@asm $op, "b32 [%a], {a}", $tail, $id, $ptr, (a = in(reg32) $w[0])),
@@ -210,7 +210,7 @@ macro_rules! store_words {
         ptx!(concat!("{{ .reg .b64 %a; cvta.to.global.u64 %a, {p}; ", $op, ".", $args, "; }}"),
             p = in(reg64) $ptr, $($regs)*, options(nostack, preserves_flags))
     };
-    (@asm $op:literal, $args:literal, $tail:literal, $id:expr, $ptr:ident, ($($regs:tt)*)) => {
+    (@asm $op:literal, $args:literal, $tail:tt, $id:expr, $ptr:ident, ($($regs:tt)*)) => {
         ptx!(concat!("{{ .reg .b64 %a; cvta.to.global.u64 %a, {p}; ", $op, ".", $args, ", {l}; }}"),
             p = in(reg64) $ptr, l = in(reg64) policy($id), $($regs)*, options(nostack, preserves_flags))
     };
@@ -223,7 +223,7 @@ macro_rules! store_words {
 /// [`SecondLevel`].
 #[inline(always)]
 pub unsafe fn load<V: Vector, H: LoadHint>(ptr: *const V, hint: H) -> V {
-    let _ = hint;
+    let _ = (hint, const { V::COUNT });
     #[cfg(target_arch = "nvptx64")]
     {
         let mut w = [0u32; 4];
@@ -251,7 +251,7 @@ pub unsafe fn load<V: Vector, H: LoadHint>(ptr: *const V, hint: H) -> V {
 /// `ptr` is in global memory, aligned and writable, and nobody else accesses it unordered.
 #[inline(always)]
 pub unsafe fn store<V: Vector, H: StoreHint>(ptr: *mut V, value: V, hint: H) {
-    let _ = hint;
+    let _ = (hint, const { V::COUNT });
     #[cfg(target_arch = "nvptx64")]
     {
         let mut w = [0u32; 4];
