@@ -12,8 +12,12 @@
 // Kernels are documented by their files; what users call is the host crate.
 #![allow(clippy::undocumented_unsafe_blocks)]
 
+#[cfg(feature = "gemm")]
+pub mod gemm;
 #[cfg(feature = "norm")]
 pub mod norm;
+mod tensor_float;
+pub use tensor_float::TensorFloat;
 
 /// On the GPU a panic is a trap (`-Cpanic=immediate-abort`), so that nothing of this remains.
 #[cfg(target_arch = "nvptx64")]
