@@ -218,12 +218,17 @@ fn debian(into: &Path, scratch: &Path, release: &str) -> Result<PathBuf, String>
         fs::create_dir_all(apt.join("lists/partial")).map_err(io)?;
         fs::write(apt.join("rust.sources"), source.with_suite(suite)).map_err(io)?;
         if let Err(reason) = output(command("apt-get", &["update", "--error-on=any"])) {
-            tried.push(format!("{suite}: {reason}"));
-            continue;
+            if reason.contains("404") || reason.contains("does not have a Release file") {
+                tried.push(format!("{suite} does not exist"));
+                continue;
+            }
+            // No network: the other suites are on the same server.
+            tried.push(reason);
+            break;
         }
         let madison = output(command("apt-cache", &["madison", "rust-src"])).unwrap_or_default();
         let Some(version) = pick_version(&madison, release) else {
-            tried.push(format!("{suite}: no rust-src {release}"));
+            tried.push(format!("{suite} has no rust-src {release}"));
             continue;
         };
         eprintln!("fetching Debian's rust-src {version} of {suite}");
