@@ -200,6 +200,23 @@ fn large_loads() {
     assert_eq!(placement.logcnt(0), [3, 1, 1, 1]);
 }
 
+/// Four groups of the same nine loads in different orders: their f32 sums differ in the last bit, and differently if
+/// added up from left to right or in f64, which would send groups 0 and 2 to the first node. Output of DeepSeek's EPLB
+/// under PyTorch 2.11.
+#[test]
+fn group_sums_round_as_in_pytorch() {
+    let loads = [
+        [0.5, 0.9, 1.4, 1.2, 0.9, 1.9, 1.6, 0.2, 1.0],
+        [1.9, 1.0, 0.9, 0.5, 0.2, 1.2, 0.9, 1.4, 1.6],
+        [0.9, 1.9, 0.9, 1.0, 1.6, 0.5, 1.2, 1.4, 0.2],
+        [1.6, 0.5, 1.0, 0.9, 0.9, 1.4, 1.9, 0.2, 1.2],
+    ];
+    let loads = Loads::from_rows(&[loads.concat()]).unwrap();
+    let placement = rebalance_experts(&loads, &cluster(36, 4, 2, 2)).unwrap();
+    assert_eq!(placement.gpu(0, 0), [5, 9, 6, 17, 2, 16, 3, 14, 8, 10, 1, 4, 11, 15, 0, 12, 7, 13]);
+    assert_eq!(placement.gpu(0, 1), [33, 19, 27, 22, 32, 25, 35, 24, 29, 21, 30, 31, 18, 20, 28, 23, 34, 26]);
+}
+
 /// The greedy packing by its definition: a linear search for the lightest pack with room.
 fn naive_packing(weights: &[f32], num_packs: usize) -> Vec<(usize, usize)> {
     let capacity = weights.len() / num_packs;
@@ -496,8 +513,55 @@ fn simulated_clusters() {
         // 5 % of slack on the loads it knew, and drift since: still far better than none, for few moves.
         assert!(incremental.mean_imbalance < 1.15 * full.mean_imbalance, "{outcomes:?}");
         assert_eq!((fixed.moves, distinct.duplicates), (0.0, 0.0));
-        assert!(incremental.moves > 0.0 && incremental.moves < 0.2 * full.moves, "{outcomes:?}");
+        assert!(incremental.moves > 0.0 && incremental.moves < 0.33 * full.moves, "{outcomes:?}");
     }
+}
+
+/// One expert is hot: DeepSeek's plan stacks its replicas, this one spreads them over all GPUs.
+#[test]
+fn duplicates_of_a_hot_expert() {
+    let loads = Loads::from_rows(&[[0, 0, 0, 0, 0, 1000, 0, 0, 0, 0, 0, 0]]).unwrap();
+    let cluster = cluster(24, 4, 1, 4);
+    let plain = rebalance_experts(&loads, &cluster).unwrap();
+    assert_eq!(plain.replicas(0, 5).len(), 13);
+    let options = Options { avoid_duplicates: true, ..Options::default() };
+    let distinct = rebalance_experts_with(&loads, &cluster, &options).unwrap();
+    let balance = Balance::new(&distinct, &loads).unwrap();
+    assert_eq!((balance.duplicates(), balance.worst_imbalance()), (0, 1.0));
+    assert_eq!(distinct.replicas(0, 5).iter().map(|slot| slot / 6).collect::<Vec<_>>(), [0, 1, 2, 3]);
+}
+
+/// A small change of loads is met by a small change of the placement.
+#[test]
+fn incremental_plan_moves_one_expert() {
+    let old = Placement::new(vec![0, 1, 0, 2, 3, 4, 5, 6], 7, 8, 4).unwrap();
+    // Expert 0 was hot; now expert 3 is. A replica of the one becomes one of the other.
+    let loads = Loads::from_rows(&[[4, 10, 14, 28, 10, 14, 13]]).unwrap();
+    let cluster = cluster(8, 1, 1, 4);
+    let options = IncrementalOptions { slack: 0.3, ..IncrementalOptions::default() };
+    let new = rebalance_incremental(&old, &loads, &cluster, &options).unwrap();
+    let report = Report::new(&old, &new, &loads).unwrap();
+    assert_eq!(report.moved, [1]);
+    assert_eq!(new.phy2log(0), [3, 1, 0, 2, 3, 4, 5, 6]);
+    assert_eq!(report.before.layers[0].gpu_loads, [12.0, 16.0, 38.0, 27.0]);
+    assert_eq!(report.after.layers[0].gpu_loads, [24.0, 18.0, 24.0, 27.0]);
+    let full = rebalance_experts(&loads, &cluster).unwrap();
+    assert!(Report::new(&old, &full, &loads).unwrap().moved[0] > 3);
+    // No budget, no change.
+    let none = IncrementalOptions { max_moves: Some(0), ..options };
+    assert_eq!(rebalance_incremental(&old, &loads, &cluster, &none).unwrap(), old);
+}
+
+#[test]
+fn balance_without_redundancy() {
+    let loads = Loads::from_rows(&[[1, 2, 3, 4, 5], [0, 0, 0, 0, 0]]).unwrap();
+    let balance = Balance::without_redundancy(&loads, 2).unwrap();
+    assert_eq!(balance.layers[0].gpu_loads, [6.0, 9.0]);
+    assert_eq!((balance.layers[0].imbalance, balance.layers[1].imbalance), (1.2, 1.0));
+    assert_eq!((balance.mean_imbalance(), balance.worst_imbalance()), (1.1, 1.2));
+    // More GPUs than experts.
+    let balance = Balance::without_redundancy(&loads, 10).unwrap();
+    assert_eq!(balance.layers[0].gpu_loads, [1.0, 0.0, 2.0, 0.0, 3.0, 0.0, 4.0, 0.0, 5.0, 0.0]);
 }
 
 #[test]

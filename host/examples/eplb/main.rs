@@ -11,7 +11,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::{Args, Parser, ValueEnum};
+use clap::{ArgGroup, Args, Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use warploom::ep::eplb::simulate::{LoadModel, Outcome, Scenario, Strategy, simulate};
@@ -26,9 +26,10 @@ use warploom::ep::eplb::{
 /// With --simulate: compares ways of planning on synthetic loads and prints a table.
 #[derive(Parser)]
 #[command(name = "eplb", after_long_help = FORMAT)]
+#[command(group = ArgGroup::new("mode").required(true).args(["input", "simulate"]))]
 struct Arguments {
     /// File with cases (JSON, see below); `-` is standard input
-    #[arg(long, value_name = "FILE", required_unless_present = "simulate", conflicts_with = "simulate")]
+    #[arg(long, value_name = "FILE")]
     input: Option<PathBuf>,
     /// Simulate clusters instead
     #[arg(long)]
@@ -75,7 +76,7 @@ struct Simulation {
     #[arg(long, default_value_t = 0.8)]
     exponent: f64,
     /// Drift: share of an expert's popularity that is new in each step
-    #[arg(long, default_value_t = 0.01)]
+    #[arg(long, default_value_t = 0.001)]
     rate: f64,
     /// Shift: steps between changes of workload
     #[arg(long, default_value_t = 20)]
@@ -224,7 +225,7 @@ enum Answer<'a> {
         log2phy: Vec<Vec<&'a [i64]>>,
         logcnt: Vec<&'a [usize]>,
         #[serde(skip_serializing_if = "Option::is_none")]
-        report: Option<ReportAnswer<'a>>,
+        report: Option<Box<ReportAnswer<'a>>>,
     },
     Refused {
         #[serde(skip_serializing_if = "Option::is_none")]
@@ -309,10 +310,12 @@ fn answer<'a>(name: Option<&'a str>, planned: &'a Result<Planned, String>, repor
                     .map(|layer| placement.log2phy(layer).chunks(placement.max_logcnt()).collect())
                     .collect(),
                 logcnt: layers.map(|layer| placement.logcnt(layer)).collect(),
-                report: report.then(|| ReportAnswer {
-                    before: BalanceAnswer::new(before),
-                    after: BalanceAnswer::new(after),
-                    moved: moved.as_deref(),
+                report: report.then(|| {
+                    Box::new(ReportAnswer {
+                        before: BalanceAnswer::new(before),
+                        after: BalanceAnswer::new(after),
+                        moved: moved.as_deref(),
+                    })
                 }),
             }
         }

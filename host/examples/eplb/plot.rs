@@ -52,7 +52,8 @@ pub(crate) fn balance(path: &Path, panels: &[Panel]) -> Result<(), String> {
                 .disable_x_mesh()
                 .x_desc("GPU")
                 .y_desc("load / mean")
-                .x_label_formatter(&|x| format!("{x:.0}"))
+                .x_label_formatter(&|x| if x.fract() == 0.0 { format!("{x:.0}") } else { String::new() })
+                .max_light_lines(0)
                 .draw()?;
             for (i, (label, colour)) in [("before", BEFORE), ("after", AFTER)].into_iter().enumerate() {
                 let left = -0.4 + 0.4 * i as f64;
@@ -65,7 +66,7 @@ pub(crate) fn balance(path: &Path, panels: &[Panel]) -> Result<(), String> {
                     .legend(move |(x, y)| Rectangle::new([(x, y - 5), (x + 12, y + 5)], colour.filled()));
             }
             chart.draw_series(LineSeries::new([(-0.5, 1.0), (panel.bars.len() as f64 - 0.5, 1.0)], BLACK))?;
-            legend(&mut chart)?;
+            legend(&mut chart, SeriesLabelPosition::UpperRight)?;
         }
         Ok(root.present()?)
     };
@@ -93,6 +94,7 @@ pub(crate) fn clusters(path: &Path, series: &[(&str, Vec<(usize, f64)>)]) -> Res
             .x_desc("GPUs")
             .y_desc("highest load / mean")
             .x_label_formatter(&|x| format!("{:.0}", x.exp2()))
+            .max_light_lines(0)
             .draw()?;
         let colours = [RGBColor(0x80, 0x80, 0x80), AFTER, RGBColor(0x3a, 0x92, 0x5a), BEFORE];
         for ((name, points), colour) in series.iter().zip(colours.into_iter().cycle()) {
@@ -102,7 +104,7 @@ pub(crate) fn clusters(path: &Path, series: &[(&str, Vec<(usize, f64)>)]) -> Res
                 .label(*name)
                 .legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(2)));
         }
-        legend(&mut chart)?;
+        legend(&mut chart, SeriesLabelPosition::MiddleRight)?;
         Ok(root.present()?)
     };
     draw().map_err(|e| format!("cannot draw {}: {e}", path.display()))
@@ -110,8 +112,10 @@ pub(crate) fn clusters(path: &Path, series: &[(&str, Vec<(usize, f64)>)]) -> Res
 
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
-fn legend<'a, 'b: 'a>(chart: &mut Chart<'a, 'b>) -> Result<(), Box<dyn std::error::Error>> {
-    let position = SeriesLabelPosition::UpperRight;
+fn legend<'a, 'b: 'a>(
+    chart: &mut Chart<'a, 'b>,
+    position: SeriesLabelPosition,
+) -> Result<(), Box<dyn std::error::Error>> {
     Ok(chart
         .configure_series_labels()
         .position(position)

@@ -79,18 +79,18 @@ fn replan(old: &[usize], loads: &[f32], plan: &Plan, options: &IncrementalOption
     let mut candidates = vec![old.to_vec(), full];
     if keeps_groups_on_nodes(old, plan) {
         let mut steps = Steps::new(old, loads, plan, options.options.avoid_duplicates);
+        let mut slots = old.to_vec();
         for _ in 0..4 * old.len() {
             if steps.loads[steps.busiest()] <= goal || !steps.improve(goal) {
                 break;
             }
-            let slots = arrange(old, &steps.slots, plan.slots_per_gpu());
-            if moves(&slots) > budget {
+            if options.max_moves.is_some() && moves(&steps.slots) > budget {
                 break;
             }
             // Every step improves on the one before, so only the last one within the budget counts.
-            candidates.truncate(2);
-            candidates.push(slots);
+            slots.clone_from(&steps.slots);
         }
+        candidates.push(arrange(old, &slots, plan.slots_per_gpu()));
     }
     let rated = candidates.into_iter().map(|slots| {
         let balance = LayerBalance::of_slots(&slots, loads, plan.num_gpus);
@@ -201,6 +201,8 @@ struct Steps<'a> {
     slots: Vec<usize>,
     /// The slots of each expert.
     replicas: Vec<Vec<usize>>,
+    /// The experts of each node; no step changes them.
+    experts: Vec<Vec<usize>>,
     /// The load of each GPU.
     loads: Vec<f64>,
     /// Changes of GPU loads under a replacement being judged: zero but for the GPUs in `touched`.
@@ -223,12 +225,18 @@ impl<'a> Steps<'a> {
         for (slot, &expert) in slots.iter().enumerate() {
             replicas[expert].push(slot);
         }
+        let node = |expert: usize| replicas[expert][0] / (plan.num_replicas / plan.num_nodes);
+        let mut experts = vec![Vec::new(); plan.num_nodes];
+        for expert in 0..expert_loads.len() {
+            experts[node(expert)].push(expert);
+        }
         Steps {
             expert_loads,
             plan,
             avoid_duplicates,
             slots: slots.to_vec(),
             replicas,
+            experts,
             loads: LayerBalance::of_slots(slots, expert_loads, plan.num_gpus).gpu_loads,
             change: vec![0.0; plan.num_gpus],
             touched: Vec::new(),
@@ -261,14 +269,13 @@ impl<'a> Steps<'a> {
         let peak = self.loads[busiest];
         let node = busiest / self.plan.gpus_per_node();
         let gpus = node * self.plan.gpus_per_node()..(node + 1) * self.plan.gpus_per_node();
-        let mut partners: Vec<usize> = gpus.clone().filter(|&gpu| gpu != busiest).collect();
-        partners.sort_by(|&a, &b| self.loads[a].total_cmp(&self.loads[b]));
-        partners.truncate(PARTNERS);
-        let mut here: Vec<usize> =
-            self.slots[gpus.start * self.plan.slots_per_gpu()..gpus.end * self.plan.slots_per_gpu()].to_vec();
-        here.sort_unstable();
-        here.dedup();
-
+        let mut partners: Vec<usize> = gpus.filter(|&gpu| gpu != busiest).collect();
+        let lighter = |a: &usize, b: &usize| self.loads[*a].total_cmp(&self.loads[*b]).then(a.cmp(b));
+        if partners.len() > PARTNERS {
+            partners.select_nth_unstable_by(PARTNERS, lighter);
+            partners.truncate(PARTNERS);
+        }
+        partners.sort_unstable_by(lighter);
         let mut best = None;
         // A relief below the rounding of the sums is none, and might be repeated for ever.
         let mut most = peak * 1e-9;
@@ -296,9 +303,10 @@ impl<'a> Steps<'a> {
                 }
             }
             // One replica fewer here, of an expert that has others.
-            for &lighter in &here {
-                if let Some(highest) = self.highest_if_replaced(slot, lighter) {
-                    consider(Step::Replace(slot, lighter), highest, 1.0);
+            for i in 0..self.experts[node].len() {
+                let other = self.experts[node][i];
+                if let Some(highest) = self.highest_if_replaced(slot, other) {
+                    consider(Step::Replace(slot, other), highest, 1.0);
                 }
             }
         }
