@@ -45,7 +45,7 @@ const STEPS: &[Step] = &[
     Step { name: "test", what: "all tests, on the SIMT device in order, with the race detector, at random", run: test },
     Step { name: "ptx", what: "the committed PTX is what the source gives, and ptxas takes it", run: check_ptx },
     Step { name: "doc", what: "documentation without warnings", run: doc },
-    Step { name: "cuda", what: "lints and tests with the feature `cuda`, without a driver", run: cuda },
+    Step { name: "cuda", what: "lints, documentation and tests with the feature `cuda`, without a driver", run: cuda },
     Step { name: "readme", what: "the commands that the README says to run", run: readme },
     Step { name: "package", what: "what is published builds from its packages", run: package },
     Step { name: "msrv", what: "the published crates build with the Rust version that they promise", run: msrv },
@@ -168,6 +168,9 @@ fn cuda(_: &Args) -> Result<()> {
     let mut lints = cargo(&["clippy", "--quiet", "--all-targets", "--features", "cuda"]);
     lints.args(packages).args(["--", "-D", "warnings"]);
     must(lints)?;
+    let mut docs = cargo(&["doc", "--quiet", "-p", "warploom", "--no-deps", "--features", "cuda"]);
+    docs.env("RUSTDOCFLAGS", "-Dwarnings");
+    must(docs)?;
     must(cargo(&["test", "--quiet", "-p", "warploom", "--features", "cuda", "--lib"]))?;
 
     // One operation's tests stand for all: they share the code that looks for devices.
