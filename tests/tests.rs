@@ -1,4 +1,6 @@
 //! The test suite: one binary, a file for each operation, each test on every device there is.
 
 mod device;
+mod gemm;
+mod ep;
 mod norm;

@@ -33,7 +33,9 @@ mod check;
 pub mod device;
 #[cfg(feature = "cuda")]
 mod driver;
+pub mod ep;
 mod error;
+pub mod gemm;
 pub mod norm;
 pub mod ptx;
 pub mod reference;

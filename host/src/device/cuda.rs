@@ -263,7 +263,7 @@ impl Context {
             return Ok(module.clone());
         }
         let text = ptx::module(self.arch, family).unwrap_or_default();
-        let module = Arc::new(if text.is_empty() {
+        let module = Arc::new(if driver::ptx_entries(text).next().is_none() {
             Module { functions: HashMap::new() }
         } else {
             let _bound = self.bind()?;
