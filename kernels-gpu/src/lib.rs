@@ -10,6 +10,8 @@
 // Kernels are documented by their files; what users call is the host crate.
 #![allow(clippy::undocumented_unsafe_blocks)]
 
+#[cfg(feature = "attention")]
+pub mod attention;
 #[cfg(feature = "norm")]
 pub mod norm;
 
