@@ -1,3 +1,4 @@
 //! The test suite: one binary, a file for each operation, each test on every device there is.
 
+mod gemm;
 mod norm;

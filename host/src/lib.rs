@@ -32,6 +32,7 @@
 mod check;
 pub mod device;
 mod error;
+pub mod gemm;
 pub mod norm;
 pub mod ptx;
 pub mod reference;

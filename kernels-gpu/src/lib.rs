@@ -5,6 +5,8 @@
 //! host crate launches on either device. One file an operation, one module a family; a family is a PTX file.
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]
+// A family that has no kernels yet uses neither.
+#![cfg_attr(target_arch = "nvptx64", allow(unused_features))]
 // A kernel is unsafe as a whole: its contract is that the arguments describe buffers of the documented sizes.
 #![allow(unsafe_op_in_unsafe_fn, clippy::missing_safety_doc, clippy::too_many_arguments)]
 // Kernels are documented by their files; what users call is the host crate.
@@ -12,8 +14,12 @@
 
 #[cfg(feature = "attention")]
 pub mod attention;
+#[cfg(feature = "gemm")]
+pub mod gemm;
 #[cfg(feature = "norm")]
 pub mod norm;
+mod tensor_float;
+pub use tensor_float::TensorFloat;
 
 /// On the GPU a panic is a trap (`-Cpanic=immediate-abort`), so that nothing of this remains.
 #[cfg(target_arch = "nvptx64")]

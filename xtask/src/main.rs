@@ -1,1 +1,33 @@
-fn main() {}
+//! Tasks of this repository: `cargo xtask help`.
+
+mod allow;
+mod ptx;
+mod repo;
+mod table;
+
+use clap::{Parser, Subcommand};
+
+/// Builds kernels, runs everything that CI runs, and packs what a GPU machine needs.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    Ptx(ptx::Args),
+    Sass(ptx::SassArgs),
+}
+
+fn main() {
+    let result = match Cli::parse().task {
+        Task::Ptx(args) => ptx::run(&args),
+        Task::Sass(args) => ptx::sass(&args),
+    };
+    if let Err(error) = result {
+        eprintln!("error: {error:#}");
+        std::process::exit(1);
+    }
+}

@@ -2,4 +2,5 @@
 //!
 //! Inputs are what the kernel reads, widened exactly; results are `f64`, before the kernel's one rounding.
 
+pub mod gemm;
 pub mod norm;

@@ -1,76 +1,238 @@
-//! Conversions between floating-point formats, one PTX instruction each.
+//! Conversions between number formats, one PTX instruction each where there is one.
+//!
+//! All round to the nearest, ties to even. The 8-bit floating-point formats saturate at their largest finite value,
+//! infinities included; NaN becomes `0x7f`. Their instructions need sm_89, so on sm_80 they are integer arithmetic
+//! with the same results. Functions named `…x2` and `…x4` work on elements that lie in one word, the first in the
+//! lowest bits.
 
 use crate::float8::{E4M3, E5M2};
 use half::{bf16, f16};
 
-/// Nearest, ties to even.
-#[inline(always)]
-pub fn f32_to_bf16(v: f32) -> bf16 {
-    #[cfg(target_arch = "nvptx64")]
-    {
-        let o: u16;
-        // SAFETY: register arithmetic.
-        unsafe {
-            ptx!("cvt.rn.bf16.f32 {o}, {v};", o = lateout(reg16) o, v = in(reg32) v, options(pure, nomem, nostack))
-        };
-        bf16::from_bits(o)
-    }
-    #[cfg(not(target_arch = "nvptx64"))]
-    bf16::from_f32(v)
+/// Declares `fn name(v: In) -> Out` by one instruction, with its equal on the host.
+macro_rules! conversions {
+    ($($(#[$m:meta])* $name:ident($v:ident: $in:ty as $inreg:ident = $to:expr) -> $out:ty as $raw:ty, $outreg:ident,
+        |$o:ident| $from:expr; $ptx:literal; $host:expr;)*) => { $(
+        $(#[$m])*
+        #[inline(always)]
+        pub fn $name($v: $in) -> $out {
+            #[cfg(target_arch = "nvptx64")]
+            {
+                let $o: $raw;
+                // SAFETY: register arithmetic.
+                unsafe {
+                    ptx!(concat!($ptx, " {o}, {v};"), o = lateout($outreg) $o, v = in($inreg) $to,
+                        options(pure, nomem, nostack))
+                };
+                $from
+            }
+            #[cfg(not(target_arch = "nvptx64"))]
+            $host
+        }
+    )* };
 }
 
-/// Nearest, ties to even.
-#[inline(always)]
-pub fn f32_to_f16(v: f32) -> f16 {
-    #[cfg(target_arch = "nvptx64")]
-    {
-        let o: u16;
-        // SAFETY: register arithmetic.
-        unsafe {
-            ptx!("cvt.rn.f16.f32 {o}, {v};", o = lateout(reg16) o, v = in(reg32) v, options(pure, nomem, nostack))
-        };
-        f16::from_bits(o)
-    }
-    #[cfg(not(target_arch = "nvptx64"))]
-    f16::from_f32(v)
-}
-
-/// Exact.
-#[inline(always)]
-pub fn f16_to_f32(v: f16) -> f32 {
-    #[cfg(target_arch = "nvptx64")]
-    {
-        let o: f32;
-        // SAFETY: register arithmetic.
-        unsafe {
-            ptx!("cvt.f32.f16 {o}, {v};", o = lateout(reg32) o, v = in(reg16) v.to_bits(), options(pure, nomem, nostack))
-        };
-        o
-    }
-    #[cfg(not(target_arch = "nvptx64"))]
-    v.to_f32()
-}
-
-/// Nearest, ties to even, saturating at 448.
-#[inline(always)]
-pub fn f32_to_e4m3(v: f32) -> E4M3 {
-    E4M3::from_f32_const(v)
+conversions! {
+    /// Rounds to bf16.
+    f32_to_bf16(v: f32 as reg32 = v) -> bf16 as u16, reg16, |o| bf16::from_bits(o); "cvt.rn.bf16.f32";
+        if v.is_nan() { bf16::from_bits(0x7fff) } else { bf16::from_f32(v) };
+    /// Rounds to f16; too large values become infinite.
+    f32_to_f16(v: f32 as reg32 = v) -> f16 as u16, reg16, |o| f16::from_bits(o); "cvt.rn.f16.f32";
+        if v.is_nan() { f16::from_bits(0x7fff) } else { f16::from_f32(v) };
+    /// Exact.
+    f16_to_f32(v: f16 as reg16 = v.to_bits()) -> f32 as f32, reg32, |o| o; "cvt.f32.f16";
+        v.to_f32();
+    /// Rounds to an integer and clamps it; NaN becomes 0.
+    f32_to_i32(v: f32 as reg32 = v) -> i32 as i32, reg32, |o| o; "cvt.rni.s32.f32";
+        v.round_ties_even() as i32;
+    /// Rounds to an integer and clamps it; NaN becomes 0.
+    f32_to_u32(v: f32 as reg32 = v) -> u32 as u32, reg32, |o| o; "cvt.rni.u32.f32";
+        v.round_ties_even() as u32;
+    /// Rounds to an integer and clamps it to -128 ..= 127; NaN becomes 0.
+    f32_to_i8(v: f32 as reg32 = v) -> i8 as i32, reg32, |o| o as i8; "cvt.rni.sat.s8.f32";
+        v.round_ties_even() as i8;
+    /// Rounds to an integer and clamps it to 0 ..= 255; NaN becomes 0.
+    f32_to_u8(v: f32 as reg32 = v) -> u8 as u32, reg32, |o| o as u8; "cvt.rni.sat.u8.f32";
+        v.round_ties_even() as u8;
 }
 
 /// Exact.
 #[inline(always)]
-pub fn e4m3_to_f32(v: E4M3) -> f32 {
-    v.to_f32_const()
+pub fn bf16_to_f32(v: bf16) -> f32 {
+    f32::from_bits((v.to_bits() as u32) << 16)
 }
 
-/// Nearest, ties to even, saturating at 57344.
-#[inline(always)]
-pub fn f32_to_e5m2(v: f32) -> E5M2 {
-    E5M2::from_f32_const(v)
+/// Two values to one word by one instruction.
+macro_rules! packs {
+    ($($(#[$m:meta])* $name:ident = $ptx:literal, $one:ident;)*) => { $(
+        $(#[$m])*
+        #[inline(always)]
+        pub fn $name(lo: f32, hi: f32) -> u32 {
+            #[cfg(target_arch = "nvptx64")]
+            {
+                let o: u32;
+                // The first source of the instruction is the high half.
+                // SAFETY: register arithmetic.
+                unsafe {
+                    ptx!(concat!($ptx, " {o}, {h}, {l};"), o = lateout(reg32) o, h = in(reg32) hi, l = in(reg32) lo,
+                        options(pure, nomem, nostack))
+                };
+                o
+            }
+            #[cfg(not(target_arch = "nvptx64"))]
+            {
+                $one(lo).to_bits() as u32 | ($one(hi).to_bits() as u32) << 16
+            }
+        }
+    )* };
+}
+packs! {
+    /// Rounds two values to bf16.
+    pack_bf16x2 = "cvt.rn.bf16x2.f32", f32_to_bf16;
+    /// Rounds two values to f16.
+    pack_f16x2 = "cvt.rn.f16x2.f32", f32_to_f16;
 }
 
-/// Exact.
+/// Widens two bf16 values. Exact.
 #[inline(always)]
-pub fn e5m2_to_f32(v: E5M2) -> f32 {
-    v.to_f32_const()
+pub fn unpack_bf16x2(word: u32) -> [f32; 2] {
+    [f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000)]
+}
+
+/// Widens two f16 values. Exact.
+#[inline(always)]
+pub fn unpack_f16x2(word: u32) -> [f32; 2] {
+    [f16_to_f32(f16::from_bits(word as u16)), f16_to_f32(f16::from_bits((word >> 16) as u16))]
+}
+
+/// The same conversions for both 8-bit formats.
+macro_rules! float8 {
+    ($($t:ident $name:literal, $to:ident, $from:ident, $pack2:ident, $pack4:ident, $unpack2:ident, $unpack4:ident,
+        $halves:ident, $in:literal, $out:literal, |$h:ident| $software:expr;)*) => { $(
+        #[doc = concat!("Rounds to ", $name, ".")]
+        #[inline(always)]
+        pub fn $to(v: f32) -> $t {
+            $t($pack2(v, 0.0) as u8)
+        }
+
+        #[doc = concat!("Widens ", $name, ". Exact.")]
+        #[inline(always)]
+        pub fn $from(v: $t) -> f32 {
+            #[cfg(all(target_arch = "nvptx64", target_feature = "sm_89"))]
+            return $unpack2(v.0 as u16)[0];
+            #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_89")))]
+            v.to_f32_const()
+        }
+
+        #[doc = concat!("Rounds two values to ", $name, ".")]
+        #[inline(always)]
+        pub fn $pack2(lo: f32, hi: f32) -> u16 {
+            #[cfg(all(target_arch = "nvptx64", target_feature = "sm_89"))]
+            {
+                let o: u16;
+                // SAFETY: register arithmetic.
+                unsafe {
+                    ptx!(concat!($in, " {o}, {h}, {l};"), o = lateout(reg16) o, h = in(reg32) hi, l = in(reg32) lo,
+                        options(pure, nomem, nostack))
+                };
+                o
+            }
+            #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_89")))]
+            {
+                $t::from_f32_const(lo).0 as u16 | ($t::from_f32_const(hi).0 as u16) << 8
+            }
+        }
+
+        #[doc = concat!("Rounds four values to ", $name, ".")]
+        #[inline(always)]
+        pub fn $pack4(v: [f32; 4]) -> u32 {
+            $pack2(v[0], v[1]) as u32 | ($pack2(v[2], v[3]) as u32) << 16
+        }
+
+        #[doc = concat!("Widens two ", $name, " values to a word of two f16. Exact.")]
+        #[inline(always)]
+        pub fn $halves(word: u16) -> u32 {
+            #[cfg(all(target_arch = "nvptx64", target_feature = "sm_89"))]
+            {
+                let o: u32;
+                // SAFETY: register arithmetic.
+                unsafe {
+                    ptx!(concat!($out, " {o}, {v};"), o = lateout(reg32) o, v = in(reg16) word,
+                        options(pure, nomem, nostack))
+                };
+                o
+            }
+            #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_89")))]
+            {
+                let $h = (word as u32 & 0xff) << 8 | (word as u32 & 0xff00) << 16;
+                $software
+            }
+        }
+
+        #[doc = concat!("Widens two ", $name, " values. Exact.")]
+        #[inline(always)]
+        pub fn $unpack2(word: u16) -> [f32; 2] {
+            #[cfg(all(target_arch = "nvptx64", target_feature = "sm_89"))]
+            return unpack_f16x2($halves(word));
+            #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_89")))]
+            [$from($t(word as u8)), $from($t((word >> 8) as u8))]
+        }
+
+        #[doc = concat!("Widens four ", $name, " values. Exact.")]
+        #[inline(always)]
+        pub fn $unpack4(word: u32) -> [f32; 4] {
+            let ([a, b], [c, d]) = ($unpack2(word as u16), $unpack2((word >> 16) as u16));
+            [a, b, c, d]
+        }
+    )* };
+}
+float8! {
+    E4M3 "e4m3", f32_to_e4m3, e4m3_to_f32, pack_e4m3x2, pack_e4m3x4, unpack_e4m3x2, unpack_e4m3x4, e4m3x2_to_f16x2,
+        "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2", |h| e4m3_bytes_to_f16(h);
+    E5M2 "e5m2", f32_to_e5m2, e5m2_to_f32, pack_e5m2x2, pack_e5m2x4, unpack_e5m2x2, unpack_e5m2x4, e5m2x2_to_f16x2,
+        "cvt.rn.satfinite.e5m2x2.f32", "cvt.rn.f16x2.e5m2x2", |h| canonical_f16x2(h);
+}
+
+/// Two e4m3 values in the high bytes of the halves of a word, to f16: normal numbers by moving the exponent's bias,
+/// the seven subnormal ones (multiples of 2^-9) by a conversion from integers.
+#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_89")))]
+#[inline(always)]
+fn e4m3_bytes_to_f16(bytes: u32) -> u32 {
+    let one = |byte: u32| {
+        let (sign, code) = ((byte & 0x80) << 8, byte & 0x7f);
+        let normal = (code << 7) + (8 << 10);
+        // f16 bits of code * 2^-9 for codes up to 7: 2^-2 + code * 2^-9 is exact, and so is the difference.
+        let top = (code != 0) as u32 * (31 - (code | 1).leading_zeros());
+        let subnormal = if code == 0 { 0 } else { (6 + top) << 10 | (code << (10 - top)) & 0x3ff };
+        let magnitude = if code == 0x7f {
+            0x7fff
+        } else if code < 8 {
+            subnormal
+        } else {
+            normal
+        };
+        if code == 0x7f { magnitude } else { sign | magnitude }
+    };
+    one(bytes >> 8 & 0xff) | one(bytes >> 24) << 16
+}
+
+/// e5m2 is the upper half of f16; NaNs become the one that the instruction gives.
+#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_89")))]
+#[inline(always)]
+fn canonical_f16x2(word: u32) -> u32 {
+    let one = |half: u32| if half & 0x7fff > 0x7c00 { 0x7fff } else { half };
+    one(word & 0xffff) | one(word >> 16) << 16
+}
+
+/// Rounds four values to integers, clamped to -128 ..= 127.
+#[inline(always)]
+pub fn pack_i8x4(v: [f32; 4]) -> u32 {
+    let byte = |v: f32| f32_to_i8(v) as u8 as u32;
+    byte(v[0]) | byte(v[1]) << 8 | byte(v[2]) << 16 | byte(v[3]) << 24
+}
+
+/// Widens four signed bytes. Exact.
+#[inline(always)]
+pub fn unpack_i8x4(word: u32) -> [f32; 4] {
+    let byte = |i: u32| ((word >> (8 * i)) as i8) as f32;
+    [byte(0), byte(1), byte(2), byte(3)]
 }

@@ -81,6 +81,31 @@ pub trait Float: Element {
     fn to_f32(self) -> f32;
     /// Rounds to the nearest, ties to even; the 8-bit types saturate at their largest finite value.
     fn from_f32(v: f32) -> Self;
+    /// [`to_f32`](Self::to_f32) of two values, by one instruction where there is one.
+    #[inline(always)]
+    fn pair_to_f32([a, b]: [Self; 2]) -> [f32; 2] {
+        [a.to_f32(), b.to_f32()]
+    }
+    /// [`from_f32`](Self::from_f32) of two values, by one instruction where there is one.
+    #[inline(always)]
+    fn pair_from_f32([a, b]: [f32; 2]) -> [Self; 2] {
+        [Self::from_f32(a), Self::from_f32(b)]
+    }
+}
+
+/// The packed conversions of a type of `$width` bits, for its `impl Float`.
+macro_rules! pairs {
+    ($bits:ident / $width:literal, $new:expr, $raw:expr, $unpack:ident, $pack:ident) => {
+        #[inline(always)]
+        fn pair_to_f32([a, b]: [Self; 2]) -> [f32; 2] {
+            convert::$unpack($raw(a) as $bits | ($raw(b) as $bits) << $width)
+        }
+        #[inline(always)]
+        fn pair_from_f32([a, b]: [f32; 2]) -> [Self; 2] {
+            let word = convert::$pack(a, b);
+            [$new(word as _), $new((word >> $width) as _)]
+        }
+    };
 }
 
 impl Float for f32 {
@@ -94,6 +119,7 @@ impl Float for f32 {
     }
 }
 impl Float for bf16 {
+    pairs! { u32 / 16, bf16::from_bits, bf16::to_bits, unpack_bf16x2, pack_bf16x2 }
     #[inline(always)]
     fn to_f32(self) -> f32 {
         f32::from_bits((self.to_bits() as u32) << 16)
@@ -104,6 +130,7 @@ impl Float for bf16 {
     }
 }
 impl Float for f16 {
+    pairs! { u32 / 16, f16::from_bits, f16::to_bits, unpack_f16x2, pack_f16x2 }
     #[inline(always)]
     fn to_f32(self) -> f32 {
         convert::f16_to_f32(self)
@@ -114,6 +141,7 @@ impl Float for f16 {
     }
 }
 impl Float for E4M3 {
+    pairs! { u16 / 8, E4M3, |v: E4M3| v.0, unpack_e4m3x2, pack_e4m3x2 }
     #[inline(always)]
     fn to_f32(self) -> f32 {
         convert::e4m3_to_f32(self)
@@ -124,6 +152,7 @@ impl Float for E4M3 {
     }
 }
 impl Float for E5M2 {
+    pairs! { u16 / 8, E5M2, |v: E5M2| v.0, unpack_e5m2x2, pack_e5m2x2 }
     #[inline(always)]
     fn to_f32(self) -> f32 {
         convert::e5m2_to_f32(self)

@@ -13,58 +13,46 @@ pub struct E4M3(pub u8);
 #[repr(transparent)]
 pub struct E5M2(pub u8);
 
-/// Rounds `v` to `mantissa` bits with the given exponent bias, to nearest even, saturating at `largest`
-/// (a bit pattern). `nan` is the pattern for NaN.
-const fn round(v: f32, mantissa: u32, bias: i32, largest: u8, nan: u8) -> u8 {
-    let bits = v.to_bits();
-    let sign = (bits >> 24) as u8 & 0x80;
-    let magnitude = bits & 0x7fff_ffff;
+/// Rounds `v` to `mantissa` bits with the given exponent bias, to nearest even, saturating at `largest` (a bit pattern).
+const fn round(v: f32, mantissa: u32, bias: u32, largest: u32) -> u8 {
+    let sign = (v.to_bits() >> 24) & 0x80;
+    let magnitude = v.to_bits() & 0x7fff_ffff;
     if magnitude > 0x7f80_0000 {
-        return sign | nan;
+        return 0x7f;
     }
-    let exponent = (magnitude >> 23) as i32 - 127;
-    // Bits of the significand below the last one kept; more of them for subnormal results.
-    let smallest = 1 - bias;
-    let extra = if exponent < smallest { smallest - exponent } else { 0 };
-    let drop = 23 - mantissa as i32 + extra;
-    if drop > 24 + 1 {
-        return sign;
-    }
-    let significand =
-        if magnitude >> 23 == 0 { magnitude & 0x7f_ffff } else { (magnitude & 0x7f_ffff) | 0x80_0000 } as u64;
-    let kept = significand >> drop;
-    let rest = significand & ((1 << drop) - 1);
-    let half = 1u64 << (drop - 1);
-    let up = rest > half || (rest == half && kept & 1 == 1);
-    let rounded = kept + up as u64;
     // A carry out of the significand moves on into the exponent by itself.
-    let code = if extra > 0 { rounded } else { rounded + (((exponent + bias - 1) as u64) << mantissa) };
-    sign | if code > largest as u64 { largest } else { code as u8 }
+    let drop = 23 - mantissa;
+    let half_less_one = (1 << (drop - 1)) - 1;
+    let normal = (magnitude + half_less_one + (magnitude >> drop & 1)) >> drop;
+    let normal = normal.wrapping_sub((127 - bias) << mantissa);
+    // Adding 2^23 units of the last place of subnormal numbers leaves their count in the low bits.
+    let unit = f32::from_bits((127 + 1 - bias - mantissa + 23) << 23);
+    let subnormal = (f32::from_bits(magnitude) + unit).to_bits().wrapping_sub(unit.to_bits());
+    let code = if magnitude < (128 - bias) << 23 { subnormal } else { normal };
+    (sign | if code > largest { largest } else { code }) as u8
 }
 
-const fn widen(code: u8, mantissa: u32, bias: i32) -> f32 {
-    let sign = ((code & 0x80) as u32) << 24;
-    let m = (code & ((1 << mantissa) - 1)) as u32;
-    let e = ((code & 0x7f) >> mantissa) as i32;
-    if e == 0 {
-        // m * 2^(1 - bias - mantissa), exact in f32.
-        let scale = f32::from_bits(((127 + 1 - bias - mantissa as i32) as u32) << 23);
-        return f32::from_bits(sign | (m as f32 * scale).to_bits());
-    }
-    f32::from_bits(sign | (((e - bias + 127) as u32) << 23) | m << (23 - mantissa))
+/// The value of a finite code: its bits as those of an `f32` with a smaller exponent, scaled up.
+const fn widen(code: u8, mantissa: u32, bias: u32) -> f32 {
+    let magnitude = f32::from_bits(((code & 0x7f) as u32) << (23 - mantissa));
+    let scaled = magnitude * f32::from_bits((127 + 127 - bias) << 23);
+    f32::from_bits(scaled.to_bits() | ((code & 0x80) as u32) << 24)
 }
+
+/// The NaN that the GPU's instructions give.
+const NAN: f32 = f32::from_bits(0x7fff_e000);
 
 impl E4M3 {
     /// The largest finite value.
     pub const MAX: f32 = 448.0;
 
-    /// Rounds to the nearest, ties to even; too large values and infinities saturate; NaN stays NaN.
+    /// Rounds to the nearest, ties to even; too large values and infinities saturate; NaN becomes `0x7f`.
     pub const fn from_f32_const(v: f32) -> Self {
-        Self(round(v, 3, 7, 0x7e, 0x7f))
+        Self(round(v, 3, 7, 0x7e))
     }
     /// The exact value.
     pub const fn to_f32_const(self) -> f32 {
-        if self.0 & 0x7f == 0x7f { f32::NAN } else { widen(self.0, 3, 7) }
+        if self.0 & 0x7f == 0x7f { NAN } else { widen(self.0, 3, 7) }
     }
 }
 
@@ -72,15 +60,15 @@ impl E5M2 {
     /// The largest finite value.
     pub const MAX: f32 = 57344.0;
 
-    /// Rounds to the nearest, ties to even; too large values and infinities saturate; NaN stays NaN.
+    /// Rounds to the nearest, ties to even; too large values and infinities saturate; NaN becomes `0x7f`.
     pub const fn from_f32_const(v: f32) -> Self {
-        Self(round(v, 2, 15, 0x7b, 0x7f))
+        Self(round(v, 2, 15, 0x7b))
     }
     /// The exact value.
     pub const fn to_f32_const(self) -> f32 {
         match self.0 & 0x7f {
             0x7c => f32::from_bits(((self.0 as u32 & 0x80) << 24) | 0x7f80_0000),
-            0x7d.. => f32::NAN,
+            0x7d.. => NAN,
             _ => widen(self.0, 2, 15),
         }
     }

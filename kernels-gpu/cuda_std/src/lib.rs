@@ -51,6 +51,7 @@ mod entry;
 pub mod float;
 mod float8;
 pub mod global;
+pub mod integer;
 pub mod mbarrier;
 pub mod mma;
 #[cfg(target_arch = "nvptx64")]

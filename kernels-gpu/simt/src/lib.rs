@@ -70,6 +70,18 @@ pub fn shared_memory() -> (*mut u8, usize) {
     (shared.base(), shared.len())
 }
 
+/// Offset of an address from the beginning of the block's shared memory.
+#[inline]
+#[track_caller]
+pub fn shared_offset(address: usize) -> u32 {
+    let (base, len) = shared_memory();
+    let offset = address.wrapping_sub(base as usize);
+    if offset > len {
+        trap("the address is not in the block's shared memory");
+    }
+    offset as u32
+}
+
 /// `bar.warp.sync`: a rendezvous that also orders memory among its lanes.
 #[inline(always)]
 #[track_caller]
@@ -146,6 +158,45 @@ pub fn region_of(address: usize) -> Region {
 #[inline]
 pub fn preempt_point() {
     current().maybe_preempt();
+}
+
+/// How an atomic access orders others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AtomicOrder {
+    /// Later accesses of the thread come after it.
+    pub acquire: bool,
+    /// Earlier accesses of the thread come before it.
+    pub release: bool,
+    /// Only among the threads of the block.
+    pub block: bool,
+}
+
+/// To be called before every atomic operation, which the caller then does with the host's atomics: checks bounds,
+/// alignment and races, and lets others run now and then.
+#[inline]
+#[track_caller]
+pub fn atomic_access(op: &'static str, address: usize, bytes: usize, order: AtomicOrder) {
+    let _ = order;
+    poll(op);
+    let (base, len) = shared_memory();
+    if (base as usize..base as usize + len).contains(&address) {
+        return check_shared(address, bytes, bytes, Access::Atomic);
+    }
+    check_alignment(address, bytes);
+    let region = region_of(address);
+    if address < region.lo || address.saturating_add(bytes) > region.hi {
+        out_of_bounds(region, address, bytes, Access::Atomic);
+    }
+    preempt_point();
+}
+
+/// Checks that an address in global memory is a multiple of `align`.
+#[inline]
+#[track_caller]
+pub fn check_alignment(address: usize, align: usize) {
+    if !address.is_multiple_of(align) {
+        misaligned(address, align);
+    }
 }
 
 /// Reports an access outside `region`.

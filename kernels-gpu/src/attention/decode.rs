@@ -21,9 +21,8 @@
 //! partial result (unnormalised O, maximum, sum); the last block of a (sequence, KV head), known by a ticket, merges
 //! the chunks in their order. Sources: FlashDecoding (Dao et al., 2023); paged attention (Kwon et al., 2023).
 
-use super::AttentionFloat;
+use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
-use cuda_std::vec::B128;
 use cuda_std::{Global, GlobalMut, Shared, atomic, bf16, cp_async, entries, f16, float, mma, shared, thread, unroll, warp};
 
 /// Threads of a block: four warps.
@@ -178,7 +177,7 @@ pub struct CacheStrides {
 /// `D` is `head_dim` rounded up to an instance; `TILES * 8` is at least `q_heads / kv_heads * q_len`.
 /// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`.
 #[inline(always)]
-pub unsafe fn decode<T: AttentionFloat, const D: usize, const TILES: usize>(
+pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
     out: *mut T,
     lse: *mut f32,
     q: *const T,
@@ -370,10 +369,10 @@ pub unsafe fn decode<T: AttentionFloat, const D: usize, const TILES: usize>(
                     let new = float::max(m[tile][c], top);
                     // Nothing seen yet: any finite reference will do.
                     let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
-                    rescale[c] = float::exp2_fast(m[tile][c] - reference);
+                    rescale[c] = float::fast::exp2(m[tile][c] - reference);
                     m[tile][c] = new;
-                    x[c] = float::exp2_fast(x[c] - reference);
-                    x[c + 2] = float::exp2_fast(x[c + 2] - reference);
+                    x[c] = float::fast::exp2(x[c] - reference);
+                    x[c + 2] = float::fast::exp2(x[c + 2] - reference);
                     l[tile][c] = l[tile][c] * rescale[c] + (x[c] + x[c + 2]);
                 });
                 p[tile] = [
@@ -430,8 +429,8 @@ pub unsafe fn decode<T: AttentionFloat, const D: usize, const TILES: usize>(
             let sink = if has_sinks { sinks.get(head) * LOG2_E } else { f32::NEG_INFINITY };
             let total_top = float::max(top, sink);
             let reference = if total_top == f32::NEG_INFINITY { 0.0 } else { total_top };
-            let shrink = float::exp2_fast(top - reference);
-            let total = sum * shrink + float::exp2_fast(sink - reference);
+            let shrink = float::fast::exp2(top - reference);
+            let total = sum * shrink + float::fast::exp2(sink - reference);
             let query = item.sequence as usize * q_len as usize + token as usize;
             let value = if total == 0.0 { 0.0 } else { value * shrink / total };
             out.set(query * out_token + head as usize * out_head + d as usize, T::from_f32(value));
@@ -451,7 +450,7 @@ pub unsafe fn decode<T: AttentionFloat, const D: usize, const TILES: usize>(
             let reference = if top == f32::NEG_INFINITY { 0.0 } else { top };
             let (mut sum, mut value) = (0.0, 0.0);
             for w in 0..WARPS as u32 {
-                let weight = float::exp2_fast(stats.get(w * 64 + 2 * r) - reference);
+                let weight = float::fast::exp2(stats.get(w * 64 + 2 * r) - reference);
                 sum += weight * stats.get(w * 64 + 2 * r + 1);
                 let o = Shared::<f32>::at(w as usize * (STAGES * stage_elements * 2), TILES * 8 * D);
                 value += weight * o.get(r as usize * D + d as usize);
@@ -492,7 +491,7 @@ pub unsafe fn decode<T: AttentionFloat, const D: usize, const TILES: usize>(
                         let (t, s) = (slot.get(rows * head_dim + 2 * r), slot.get(rows * head_dim + 2 * r + 1));
                         let new = float::max(top, t);
                         let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
-                        let (old_weight, weight) = (float::exp2_fast(top - reference), float::exp2_fast(t - reference));
+                        let (old_weight, weight) = (float::fast::exp2(top - reference), float::fast::exp2(t - reference));
                         sum = sum * old_weight + s * weight;
                         value = value * old_weight + slot.get(e) * weight;
                         top = new;

@@ -1,0 +1,80 @@
+//! Approximations: the GPU's special-function unit.
+//!
+//! Errors are those of the PTX ISA. Subnormal arguments and results are flushed to zero (`.ftz`).
+
+macro_rules! approximate {
+    ($($(#[$m:meta])* $name:ident($x:ident) = $ptx:literal, $host:expr;)*) => { $(
+        $(#[$m])*
+        #[inline(always)]
+        pub fn $name($x: f32) -> f32 {
+            #[cfg(target_arch = "nvptx64")]
+            {
+                let out: f32;
+                // SAFETY: register arithmetic.
+                unsafe {
+                    ptx!(concat!($ptx, " {o}, {x};"), o = lateout(reg32) out, x = in(reg32) $x,
+                        options(pure, nomem, nostack))
+                };
+                out
+            }
+            #[cfg(not(target_arch = "nvptx64"))]
+            $host
+        }
+    )* };
+}
+
+approximate! {
+    /// `2^x`, relative error 2^-22 (`ex2.approx.ftz`).
+    exp2(x) = "ex2.approx.ftz.f32", x.exp2();
+    /// `log2(x)`: absolute error 2^-22 for `x` in (0.5, 2), relative error 2^-22 elsewhere (`lg2.approx.ftz`).
+    log2(x) = "lg2.approx.ftz.f32", x.log2();
+    /// `1 / sqrt(x)`, relative error 2^-22.9 (`rsqrt.approx.ftz`).
+    rsqrt(x) = "rsqrt.approx.ftz.f32", 1.0 / x.sqrt();
+    /// `sqrt(x)`, relative error 2^-22 (`sqrt.approx.ftz`).
+    sqrt(x) = "sqrt.approx.ftz.f32", x.sqrt();
+    /// `1 / x`, at most 1 unit in the last place off (`rcp.approx.ftz`).
+    recip(x) = "rcp.approx.ftz.f32", 1.0 / x;
+    /// `tanh(x)`, relative error 2^-11 (`tanh.approx`).
+    tanh(x) = "tanh.approx.f32", x.tanh();
+    /// `sin(x)`, absolute error 2^-20.5 in [-pi, pi], useless far outside (`sin.approx.ftz`).
+    sin(x) = "sin.approx.ftz.f32", x.sin();
+    /// `cos(x)`, absolute error 2^-20.5 in [-pi, pi], useless far outside (`cos.approx.ftz`).
+    cos(x) = "cos.approx.ftz.f32", x.cos();
+}
+
+/// `e^x`: a multiplication and [`exp2`], so the relative error grows with `|x|` (2^-21 near 0, 2^-17 near 80).
+#[inline(always)]
+pub fn exp(x: f32) -> f32 {
+    exp2(x * core::f32::consts::LOG2_E)
+}
+
+/// The natural logarithm: [`log2`] and a multiplication.
+#[inline(always)]
+pub fn log(x: f32) -> f32 {
+    log2(x) * core::f32::consts::LN_2
+}
+
+/// `a / b`, at most 2 units in the last place off, for `|b|` in [2^-126, 2^126] (`div.approx.ftz`).
+#[inline(always)]
+pub fn div(a: f32, b: f32) -> f32 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let out: f32;
+        // SAFETY: register arithmetic.
+        unsafe {
+            ptx!("div.approx.ftz.f32 {o}, {a}, {b};", o = lateout(reg32) out, a = in(reg32) a, b = in(reg32) b,
+                options(pure, nomem, nostack))
+        };
+        out
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        a / b
+    }
+}
+
+/// `1 / (1 + e^-x)`: two special-function instructions.
+#[inline(always)]
+pub fn sigmoid(x: f32) -> f32 {
+    recip(1.0 + exp(-x))
+}

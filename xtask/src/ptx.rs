@@ -1,0 +1,436 @@
+//! `cargo xtask ptx`: kernels to PTX, and `cargo xtask sass`: PTX to machine code.
+
+use crate::allow::AllowList;
+use crate::repo;
+use crate::table::Table;
+use anyhow::{Context as _, Result, bail, ensure};
+use cuda_builder::ptx::{Module, entry_names, entry_text};
+use cuda_builder::{Arch, CudaBuilder, CudaTools, DeviceToolchain, Error, Options, Pin};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, mpsc};
+use std::time::Instant;
+
+/// Builds the kernels to host/ptx/ARCH/FAMILY.ptx, checks them, and records what ptxas says in host/ptx/resources.md
+///
+/// The compiler is pinned in xtask/device-toolchain.toml; what the machine lacks of it is fetched into
+/// target/device-toolchain, or where WARPLOOM_DEVICE_TOOLCHAIN says.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub(crate) struct Args {
+    /// Only this family (repeatable); all unless given
+    #[arg(long, value_name = "NAME")]
+    pub(crate) family: Vec<String>,
+    /// Only this architecture (repeatable): sm_80, sm_90a; all unless given
+    #[arg(long, value_name = "ARCH")]
+    pub(crate) arch: Vec<String>,
+    /// Change nothing; fail if the committed files are not what the source gives
+    #[arg(long)]
+    pub(crate) check: bool,
+    /// Compile nothing; only assemble the PTX there is and write the table
+    #[arg(long, conflicts_with = "check")]
+    pub(crate) table_only: bool,
+    /// Fail where no ptxas is to be had, instead of leaving the table as it is
+    #[arg(long)]
+    pub(crate) require_ptxas: bool,
+    /// A tar archive of the standard library's source, for machines that can fetch it from nowhere
+    #[arg(long, value_name = "FILE", env = "WARPLOOM_RUST_SRC")]
+    pub(crate) rust_src: Option<PathBuf>,
+}
+
+/// Prints the machine code of a kernel, as ptxas makes it from the committed PTX
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct SassArgs {
+    /// Name of the kernel, or part of it if that names only one
+    entry: String,
+    /// The machine; what needs Hopper exists for sm_90a only
+    #[arg(long, default_value = "sm_90a", value_name = "SM")]
+    sm: String,
+    /// Print the PTX instead
+    #[arg(long)]
+    ptx: bool,
+}
+
+/// The machines that the PTX of an architecture is assembled for; the table records those marked.
+fn machines(arch: &str) -> &'static [(&'static str, bool)] {
+    match arch {
+        "sm_90a" => &[("sm_90a", true)],
+        _ => &[("sm_80", true), ("sm_90", true), ("sm_100", false), ("sm_120", false)],
+    }
+}
+
+/// The device toolchain, which is found or installed.
+pub(crate) fn toolchain(rust_src: Option<PathBuf>) -> Result<(Pin, DeviceToolchain)> {
+    let pin = Pin::read(&repo::root().join("xtask/device-toolchain.toml"))?;
+    let options = Options::new(repo::device_toolchain()).rust_src(rust_src);
+    let toolchain = DeviceToolchain::obtain(&pin, &options)?;
+    Ok((pin, toolchain))
+}
+
+/// What is done for one file.
+struct Job {
+    arch: Arch,
+    family: String,
+}
+
+impl Job {
+    fn file(&self, base: &Path) -> PathBuf {
+        base.join(self.arch.name()).join(format!("{}.ptx", self.family))
+    }
+}
+
+/// What is wrong, in the order found, and the compiler's warnings, which come once for each file.
+#[derive(Default)]
+struct Complaints {
+    errors: Mutex<Vec<String>>,
+    warnings: Mutex<BTreeSet<String>>,
+}
+
+impl Complaints {
+    fn add(&self, complaint: String) {
+        println!("    {complaint}");
+        self.errors.lock().expect("no panics").push(complaint);
+    }
+
+    fn warn(&self, warnings: &str) {
+        for warning in warnings.split("\n\n").filter(|w| !w.is_empty()) {
+            if self.warnings.lock().expect("no panics").insert(warning.into()) {
+                println!("{warning}\n");
+            }
+        }
+    }
+}
+
+/// Runs `cargo xtask ptx`.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let pin = Pin::read(&repo::root().join("xtask/device-toolchain.toml"))?;
+    let all = repo::families()?;
+    for family in &args.family {
+        ensure!(all.contains(family), "no family `{family}`; there are {}", all.join(", "));
+    }
+    let families: Vec<&String> = all.iter().filter(|f| args.family.is_empty() || args.family.contains(f)).collect();
+    let archs = match args.arch.as_slice() {
+        [] => pin.archs(),
+        names => names.iter().map(|n| pin.arch(n)).collect::<Result<_, _>>()?,
+    };
+    let whole = args.family.is_empty() && args.arch.is_empty();
+    let complaints = Complaints::default();
+    let allow = Mutex::new(AllowList::read()?);
+    let built = if args.check { repo::root().join("target/ptx/checked") } else { repo::ptx_dir() };
+
+    let jobs =
+        |arch: &Arch| families.iter().map(|f| Job { arch: arch.clone(), family: (*f).clone() }).collect::<Vec<_>>();
+    if !args.table_only {
+        let (_, toolchain) = toolchain(args.rust_src.clone())?;
+        println!("device compiler: {} with the library from {}", toolchain.name(), toolchain.library_origin());
+        // One cargo for each architecture: they have folders of their own, and one of them would wait for the other's lock.
+        std::thread::scope(|scope| {
+            let build =
+                |arch: &Arch| jobs(arch).iter().try_for_each(|j| compile(j, &toolchain, &built, &allow, &complaints));
+            let threads: Vec<_> = archs.iter().map(|arch| scope.spawn(move || build(arch))).collect();
+            threads.into_iter().try_for_each(|t| t.join().expect("no panics"))
+        })?;
+    }
+
+    let jobs: Vec<Job> = archs.iter().flat_map(jobs).collect();
+    let table = assemble(&jobs, args, &pin, &built, &allow, &complaints)?;
+    let entries = jobs.iter().flat_map(|j| entry_names(&fs::read_to_string(j.file(&built)).unwrap_or_default()));
+    let entries: BTreeSet<String> = entries.collect();
+    if let Some(table) = table {
+        // What only the assembler finds is known now.
+        for idle in allow.lock().expect("no panics").unused(&entries.iter().cloned().collect::<Vec<_>>()) {
+            complaints.add(format!("xtask/ptx-allow.toml: nothing needs the exception for {idle}"));
+        }
+        finish_table(table, args, &all, whole, &complaints)?;
+    }
+    if args.check {
+        for job in &jobs {
+            compare(&job.file(&repo::ptx_dir()), &job.file(&built), &complaints);
+        }
+    }
+    if whole {
+        strangers(&all, args.check, &pin, &complaints)?;
+    }
+    let complaints = complaints.errors.into_inner().expect("no panics");
+    match complaints.len() {
+        0 => println!("PTX: {} entries in {} files, all checks passed", entries.len(), jobs.len()),
+        n => bail!("{n} complaints:\n  {}", complaints.join("\n  ")),
+    }
+    Ok(())
+}
+
+/// Compiles one file.
+fn compile(
+    job: &Job,
+    toolchain: &DeviceToolchain,
+    base: &Path,
+    allow: &Mutex<AllowList>,
+    complaints: &Complaints,
+) -> Result<()> {
+    let start = Instant::now();
+    let root = repo::root();
+    let built = CudaBuilder::new(root.join("kernels-gpu"))
+        .toolchain(toolchain)
+        .arch(job.arch.clone())
+        .features([&job.family])
+        .target_dir(root.join("target/ptx"))
+        .build()?;
+    let Module { text, entries, problems } = &built.module;
+    println!(
+        "{:8} {:12} {:4} entries {:7.1} KiB {:6.1} s",
+        job.arch.name(),
+        job.family,
+        entries.len(),
+        text.len() as f64 / 1024.0,
+        start.elapsed().as_secs_f64()
+    );
+    complaints.warn(&built.warnings);
+    let mut bad = 0;
+    for problem in problems {
+        if !allow.lock().expect("no panics").allows(problem, None) {
+            complaints.add(format!("{} {}: {problem}", job.arch.name(), job.family));
+            bad += 1;
+        }
+    }
+    let file = if bad == 0 {
+        job.file(base)
+    } else {
+        let rejected = job.file(&root.join("target/ptx/rejected"));
+        println!("    rejected; the text is in {}", rejected.display());
+        rejected
+    };
+    write_if_changed(&file, text)
+}
+
+fn write_if_changed(file: &Path, text: &str) -> Result<()> {
+    if fs::read_to_string(file).is_ok_and(|old| old == text) {
+        return Ok(());
+    }
+    fs::create_dir_all(file.parent().context("no folder")?)?;
+    fs::write(file, text).with_context(|| file.display().to_string())
+}
+
+/// Assembles every file for every machine; the table, unless there is no ptxas.
+fn assemble(
+    jobs: &[Job],
+    args: &Args,
+    pin: &Pin,
+    base: &Path,
+    allow: &Mutex<AllowList>,
+    complaints: &Complaints,
+) -> Result<Option<Table>> {
+    let tools = CudaTools::new(pin, repo::device_toolchain());
+    if let Err(error) = tools.find("ptxas") {
+        if args.require_ptxas {
+            return Err(error.into());
+        }
+        println!("skipping ptxas: {error}");
+        return Ok(None);
+    }
+    let mut table = read_table();
+    let work: Vec<_> = jobs.iter().flat_map(|j| machines(j.arch.name()).iter().map(move |m| (j, *m))).collect();
+    let next = AtomicUsize::new(0);
+    let (sender, results) = mpsc::channel();
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from).min(8) {
+            let (sender, next, work, tools) = (sender.clone(), &next, &work, &tools);
+            scope.spawn(move || {
+                while let Some((job, (sm, recorded))) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let cubin =
+                        repo::root().join(format!("target/ptx/cubin/{sm}/{}-{}.cubin", job.arch.name(), job.family));
+                    let file = job.file(base);
+                    let report = file.exists().then(|| tools.assemble(&file, sm, &cubin));
+                    sender.send((*job, *sm, *recorded, report)).expect("the receiver outlives the threads");
+                }
+            });
+        }
+    });
+    drop(sender);
+    let mut results: Vec<_> = results.into_iter().collect();
+    results.sort_by(|a, b| (&a.0.family, a.0.arch.name(), a.1).cmp(&(&b.0.family, b.0.arch.name(), b.1)));
+    for (job, sm, recorded, report) in results {
+        let report = match report {
+            None => continue,
+            Some(Ok(report)) => report,
+            Some(Err(error @ Error::Ptxas { .. })) => {
+                complaints.add(error.to_string());
+                continue;
+            }
+            Some(Err(error)) => return Err(error.into()),
+        };
+        if recorded {
+            for problem in &report.problems {
+                if !allow.lock().expect("no panics").allows(problem, Some(sm)) {
+                    complaints.add(format!("{sm} {}: {problem}", job.family));
+                }
+            }
+            table.set(&job.family, sm, report.kernels);
+        }
+    }
+    Ok(Some(table))
+}
+
+fn table_file() -> PathBuf {
+    repo::ptx_dir().join("resources.md")
+}
+
+fn read_table() -> Table {
+    Table::parse(&fs::read_to_string(table_file()).unwrap_or_default())
+}
+
+fn finish_table(mut table: Table, args: &Args, all: &[String], whole: bool, complaints: &Complaints) -> Result<()> {
+    if whole {
+        table.retain(all);
+    }
+    if !args.check {
+        return write_if_changed(&table_file(), &table.text());
+    }
+    let committed = fs::read_to_string(table_file()).unwrap_or_default();
+    let (old, new) = (committed.lines().collect::<BTreeSet<_>>(), table.text());
+    let new = new.lines().collect::<BTreeSet<_>>();
+    for (sign, lines) in [('-', old.difference(&new)), ('+', new.difference(&old))] {
+        for line in lines {
+            complaints.add(format!("host/ptx/resources.md: {sign} {line}"));
+        }
+    }
+    Ok(())
+}
+
+/// Complains of every difference between the committed file and the one just built.
+fn compare(committed: &Path, built: &Path, complaints: &Complaints) {
+    let name = committed.strip_prefix(repo::root()).unwrap_or(committed).display().to_string();
+    let (Ok(old), Ok(new)) = (fs::read_to_string(committed), fs::read_to_string(built)) else {
+        if built.exists() {
+            complaints.add(format!("{name} is missing: run `cargo xtask ptx`"));
+        }
+        return;
+    };
+    for difference in differences(&old, &new) {
+        complaints.add(format!("{name}: {difference}"));
+    }
+}
+
+/// How two PTX files differ, entry by entry.
+fn differences(old: &str, new: &str) -> Vec<String> {
+    if old == new {
+        return vec![];
+    }
+    let (before, after) = (entry_names(old), entry_names(new));
+    let mut out = vec![];
+    for name in &before {
+        if !after.contains(name) {
+            out.push(format!("{name} is no longer in the source"));
+        }
+    }
+    for name in &after {
+        let (Some(a), Some(b)) = (entry_text(old, name), entry_text(new, name)) else {
+            out.push(format!("{name} is not committed"));
+            continue;
+        };
+        if a != b {
+            let at = a.lines().zip(b.lines()).position(|(x, y)| x != y);
+            let line = |t: &str| at.and_then(|i| t.lines().nth(i)).unwrap_or("(end)").trim().to_string();
+            let (x, y) = (a.lines().count(), b.lines().count());
+            out.push(format!("{name} differs ({x} lines, now {y}), first in `{}`, now `{}`", line(a), line(b)));
+        }
+    }
+    if out.is_empty() {
+        out.push("differs outside of entries".into());
+    }
+    out
+}
+
+/// Files of families or architectures that are no more.
+fn strangers(families: &[String], check: bool, pin: &Pin, complaints: &Complaints) -> Result<()> {
+    let archs: Vec<Arch> = pin.archs();
+    for folder in fs::read_dir(repo::ptx_dir())?.flatten().map(|e| e.path()).filter(|p| p.is_dir()) {
+        let known = archs.iter().any(|a| folder.ends_with(a.name()));
+        for file in fs::read_dir(&folder)?.flatten().map(|e| e.path()) {
+            let stem = file.file_stem().and_then(|s| s.to_str()).unwrap_or_default();
+            if known && families.iter().any(|f| f == stem) {
+                continue;
+            }
+            if check {
+                complaints.add(format!("{} belongs to no family", file.display()));
+            } else {
+                fs::remove_file(&file)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Machine code without its encoding.
+fn readable(sass: &str) -> String {
+    let lines = sass.lines().map(|l| l.rfind("/* 0x").map_or(l, |at| &l[..at]).trim_end());
+    lines.filter(|l| !l.is_empty()).map(|l| format!("{l}\n")).collect()
+}
+
+/// Runs `cargo xtask sass`.
+pub(crate) fn sass(args: &SassArgs) -> Result<()> {
+    let pin = Pin::read(&repo::root().join("xtask/device-toolchain.toml"))?;
+    let arch = if args.sm == "sm_90a" { "sm_90a" } else { "sm_80" };
+    let mut hits = vec![];
+    for family in repo::families()? {
+        let file = repo::ptx_dir().join(arch).join(format!("{family}.ptx"));
+        let names = entry_names(&fs::read_to_string(&file).unwrap_or_default());
+        hits.extend(names.into_iter().filter(|n| n.contains(&args.entry)).map(|n| (file.clone(), n)));
+    }
+    let exact = hits.iter().position(|(_, n)| *n == args.entry);
+    let (file, entry) = match (exact, hits.as_slice()) {
+        (Some(i), _) => &hits[i],
+        (None, [hit]) => hit,
+        (None, []) => bail!("no kernel `{}` in the PTX of {arch}", args.entry),
+        (None, many) => bail!("several: {}", many.iter().map(|h| h.1.as_str()).collect::<Vec<_>>().join(", ")),
+    };
+    if args.ptx {
+        let text = fs::read_to_string(file)?;
+        print!("{}", entry_text(&text, entry).context("no such entry")?);
+        return Ok(());
+    }
+    let tools = CudaTools::new(&pin, repo::device_toolchain());
+    let stem = file.file_stem().and_then(|s| s.to_str()).unwrap_or_default();
+    let cubin = repo::root().join(format!("target/ptx/cubin/{}/{arch}-{stem}.cubin", args.sm));
+    let report = tools.assemble(file, &args.sm, &cubin)?;
+    print!("{}", readable(&tools.disassemble(&cubin, Some(entry))?));
+    for k in report.kernels.iter().filter(|k| k.entry == *entry) {
+        println!("{k:?}");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(entries: &[(&str, &str)]) -> String {
+        let entries = entries.iter().map(|(n, body)| format!("\n.visible .entry {n}(\n)\n{{\n\t{body}\n\tret;\n}}\n"));
+        format!(".version 7.1\n.target sm_80\n{}", entries.collect::<String>())
+    }
+
+    #[test]
+    fn differences_name_the_entry() {
+        let old = file(&[("a", "add;"), ("b", "mul;"), ("c", "x;")]);
+        let new = file(&[("a", "add;"), ("b", "fma;"), ("d", "x;")]);
+        let all = differences(&old, &new);
+        assert_eq!(all.len(), 3, "{all:?}");
+        assert_eq!(all[0], "c is no longer in the source");
+        assert_eq!(all[1], "b differs (6 lines, now 6), first in `mul;`, now `fma;`");
+        assert_eq!(all[2], "d is not committed");
+        assert_eq!(differences(&old, &old), Vec::<String>::new());
+        assert_eq!(differences(&old, &old.replace("7.1", "7.2")), ["differs outside of entries"]);
+    }
+
+    #[test]
+    fn machine_code_without_its_encoding() {
+        let sass = "\t\tFunction : k\n        /*0000*/       MOV R1, R2 ;   /* 0x00fe */\n        /* 0x000fc */\n";
+        assert_eq!(readable(sass), "\t\tFunction : k\n        /*0000*/       MOV R1, R2 ;\n");
+    }
+
+    #[test]
+    fn portable_files_are_assembled_for_every_machine() {
+        assert_eq!(machines("sm_90a"), [("sm_90a", true)]);
+        assert!(machines("sm_80").contains(&("sm_120", false)));
+    }
+}
