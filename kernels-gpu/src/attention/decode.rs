@@ -126,10 +126,10 @@ impl Cursor {
             let (first_chunk, chunks) = visible_chunks(len, q_len, window);
             let mine = if sequence < batch { chunks * kv_heads } else { 0 };
             let mut sum = mine;
-            for delta in [1, 2, 4, 8, 16] {
-                let (below, ok) = warp::warp_shuffle_up(warp::FULL, sum, delta, 32);
+            unroll::<5>(|i| {
+                let (below, ok) = warp::warp_shuffle_up(warp::FULL, sum, 1 << i, 32);
                 sum += if ok { below } else { 0 };
-            }
+            });
             let found = warp::warp_vote_ballot(warp::FULL, index < self.before + sum);
             if found != 0 {
                 let owner = found.trailing_zeros();
@@ -214,7 +214,7 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
 ) {
     let k_strides = CacheStrides { page: k_page, slot: k_slot, head: k_head };
     let v_strides = CacheStrides { page: v_page, slot: v_slot, head: v_head };
-    core::hint::assert_unchecked(kv_heads != 0 && page_size != 0);
+    core::hint::assert_unchecked(kv_heads != 0 && page_size != 0 && head_dim != 0);
     let group = q_heads / kv_heads;
     core::hint::assert_unchecked(group != 0);
     let rows = group * q_len;
@@ -363,9 +363,7 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
                 let mut rescale = [0f32; 2];
                 unroll::<2>(|c| {
                     let mut top = float::max(x[c], x[c + 2]);
-                    for mask in [4, 8, 16] {
-                        top = float::max(top, warp::shfl_xor(top, mask));
-                    }
+                    unroll::<3>(|i| top = float::max(top, warp::shfl_xor(top, 4 << i)));
                     let new = float::max(m[tile][c], top);
                     // Nothing seen yet: any finite reference will do.
                     let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
@@ -397,9 +395,7 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
         // Merge of the four warps. Their stages are drained, so each reuses its own for its O.
         unroll::<TILES>(|tile| {
             unroll::<2>(|c| {
-                for mask in [4, 8, 16] {
-                    l[tile][c] += warp::shfl_xor(l[tile][c], mask);
-                }
+                unroll::<3>(|i| l[tile][c] += warp::shfl_xor(l[tile][c], 4 << i));
                 if g == 0 {
                     let r = tile as u32 * 8 + 2 * t + c as u32;
                     stats.set(warp_id * 64 + 2 * r, m[tile][c]);

@@ -14,7 +14,7 @@ pub const THREADS: usize = 128;
 /// Keys of a tile.
 pub const TILE: usize = 256;
 /// The largest head: each thread keeps this many dimensions over [`THREADS`].
-pub const MAX_HEAD_DIM: usize = 512;
+pub const MAX_HEAD_DIM: usize = 256;
 /// Dynamic shared memory: the query, the tile's scores, and a word for each warp.
 pub const SHARED_BYTES: usize = (MAX_HEAD_DIM + TILE + THREADS / 32) * 4;
 
