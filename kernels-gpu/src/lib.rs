@@ -14,6 +14,8 @@
 
 #[cfg(feature = "gemm")]
 pub mod gemm;
+pub mod chunk;
+pub mod kv_cache;
 #[cfg(feature = "norm")]
 pub mod norm;
 mod tensor_float;
