@@ -1,4 +1,5 @@
 //! The test suite: one binary, a file for each operation, each test on every device there is.
 
 mod gemm;
+mod kv_cache;
 mod norm;

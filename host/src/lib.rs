@@ -33,6 +33,7 @@ mod check;
 pub mod device;
 mod error;
 pub mod gemm;
+pub mod kv_cache;
 pub mod norm;
 pub mod ptx;
 pub mod reference;

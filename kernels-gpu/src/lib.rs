@@ -16,6 +16,8 @@
 pub mod attention;
 #[cfg(feature = "gemm")]
 pub mod gemm;
+pub mod chunk;
+pub mod kv_cache;
 #[cfg(feature = "norm")]
 pub mod norm;
 mod tensor_float;
