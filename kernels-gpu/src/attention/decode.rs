@@ -21,6 +21,7 @@
 //! partial result (unnormalised O, maximum, sum); the last block of a (sequence, KV head), known by a ticket, merges
 //! the chunks in their order. Sources: FlashDecoding (Dao et al., 2023); paged attention (Kwon et al., 2023).
 
+use super::soft_capped;
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
 use cuda_std::{Global, GlobalMut, Shared, atomic, bf16, cp_async, entries, f16, float, mma, shared, thread, unroll, warp};
@@ -354,7 +355,7 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
                 unroll::<4>(|e| {
                     let (c, key) = (e % 2, key + 8 * (e as u32 / 2));
                     let score = s[tile][e] * scale;
-                    let score = if soft_cap > 0.0 { soft_cap * float::tanh(score / soft_cap) } else { score };
+                    let score = soft_capped(score, soft_cap);
                     let position = limits[tile][c];
                     let seen = key < position && key < end && (window == 0 || key + window >= position);
                     let bias = slopes[tile][c] * (key as i32 + 1 - position as i32) as f32;
@@ -428,7 +429,7 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
             let shrink = float::fast::exp2(top - reference);
             let total = sum * shrink + float::fast::exp2(sink - reference);
             let query = item.sequence as usize * q_len as usize + token as usize;
-            let value = if total == 0.0 { 0.0 } else { value * shrink / total };
+            let value = if total == 0.0 { 0.0 } else { float::fast::div(value * shrink, total) };
             out.set(query * out_token + head as usize * out_head + d as usize, T::from_f32(value));
             if has_lse && d == 0 {
                 let value = if total == 0.0 { f32::NEG_INFINITY } else { (reference + float::log2(total)) * LN_2 };

@@ -3,29 +3,18 @@
 pub mod decode;
 pub mod plain;
 
-use cuda_std::{E4M3, E5M2, Element, Float, bf16, f16};
+use cuda_std::float;
 
-/// Storage types of the cache.
-pub trait CacheElement: Element {
-    /// Exact, without the cache's scale.
-    fn to_f32(self) -> f32;
-}
-
-macro_rules! cache_elements {
-    ($($t:ty)*) => { $(
-        impl CacheElement for $t {
-            #[inline(always)]
-            fn to_f32(self) -> f32 {
-                Float::to_f32(self)
-            }
-        }
-    )* };
-}
-cache_elements! { f32 f16 bf16 E4M3 E5M2 }
-
-impl CacheElement for i8 {
-    #[inline(always)]
-    fn to_f32(self) -> f32 {
-        self as f32
+/// `cap · tanh(score / cap)`, within about `2^-22 · cap`; the score itself if `cap` is 0.
+///
+/// As `1 - 2 / (e^2x + 1)`, which is exact enough where it counts: the error of a score is absolute, since scores are
+/// exponents.
+#[inline(always)]
+fn soft_capped(score: f32, cap: f32) -> f32 {
+    if cap > 0.0 {
+        let e = float::fast::exp(float::fast::div(2.0 * score, cap));
+        cap * (1.0 - float::fast::div(2.0, e + 1.0))
+    } else {
+        score
     }
 }

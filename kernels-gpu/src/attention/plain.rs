@@ -6,7 +6,8 @@
 //! length works. It takes every layout and storage type, at any head size, which makes it the fallback for what the
 //! tensor-core kernel ([`decode`](super::decode)) does not cover, and its second oracle.
 
-use super::CacheElement;
+use super::soft_capped;
+use crate::kv_cache::CacheElement;
 use cuda_std::{Float, Global, GlobalMut, E4M3, E5M2, bf16, entries, f16, float, shared, thread, warp};
 
 /// Threads of a block.
@@ -38,7 +39,7 @@ unsafe fn block_reduce(value: f32, slots: shared::Shared<f32>, op: impl Fn(f32, 
 /// `out[b, i, h] = softmax(scale · q[b, i, h] · K[b]ᵀ + bias) · V[b]`.
 ///
 /// Arguments as for [`decode`](super::decode::decode), and: the element of dimension `d` of a key lies at
-/// `d / k_x * k_chunk + d % k_x` of its vector, of a value at `d * v_dim`; `k_scales`, `v_scales` are `[kv_heads]` or
+/// `d / k_run * k_run_stride + d % k_run` of its vector, of a value likewise; `k_scales`, `v_scales` are `[kv_heads]` or
 /// null. Grid: (q_heads, q_len, batch); block: [`THREADS`]; shared memory: [`SHARED_BYTES`].
 #[inline(always)]
 pub unsafe fn plain<T: Float, C: CacheElement>(
@@ -66,17 +67,18 @@ pub unsafe fn plain<T: Float, C: CacheElement>(
     k_page: usize,
     k_slot: usize,
     k_head: usize,
-    k_x: u32,
-    k_chunk: usize,
+    k_run: u32,
+    k_run_stride: usize,
     v_page: usize,
     v_slot: usize,
     v_head: usize,
-    v_dim: usize,
+    v_run: u32,
+    v_run_stride: usize,
     scale: f32,
     soft_cap: f32,
     window: u32,
 ) {
-    core::hint::assert_unchecked(kv_heads != 0 && page_size != 0 && k_x != 0 && q_heads >= kv_heads);
+    core::hint::assert_unchecked(kv_heads != 0 && page_size != 0 && k_run != 0 && v_run != 0 && q_heads >= kv_heads);
     let (head, token, sequence) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
     let q_len = thread::grid_dim_y();
     let kv_head = head / (q_heads / kv_heads);
@@ -122,13 +124,13 @@ pub unsafe fn plain<T: Float, C: CacheElement>(
                 let k = k.offset(page as usize * k_page + (key % page_size) as usize * k_slot + kv_head as usize * k_head);
                 let mut d = lane;
                 while d < head_dim {
-                    let at = (d / k_x) as usize * k_chunk + (d % k_x) as usize;
-                    dot = float::fma(query_row.get(d), k.get(at).to_f32(), dot);
+                    let at = (d / k_run) as usize * k_run_stride + (d % k_run) as usize;
+                    dot = float::fma(query_row.get(d), k.get(at).widen(), dot);
                     d += 32;
                 }
             }
             let score = warp::reduce_sum(dot) * (scale * k_scale);
-            let score = if soft_cap > 0.0 { soft_cap * float::tanh(score / soft_cap) } else { score };
+            let score = soft_capped(score, soft_cap);
             if lane == 0 {
                 let score = score + slope * (key as i32 + 1 - end as i32) as f32;
                 scores.set(i, if page < pages { score } else { f32::NEG_INFINITY });
@@ -158,22 +160,23 @@ pub unsafe fn plain<T: Float, C: CacheElement>(
         sum = sum * rescale + block_reduce(tile_sum, slots, |a, b| a + b);
         top = new;
 
-        // A thread for each dimension: P · V.
-        for (j, o) in o.iter_mut().enumerate() {
-            *o *= rescale;
-            let d = tid + (j * THREADS) as u32;
-            if d < head_dim {
-                let mut i = 0;
-                while i < keys {
-                    let key = first + i;
-                    let page = table.get(key / page_size) as u32;
-                    if page < pages {
-                        let v = v.offset(page as usize * v_page + (key % page_size) as usize * v_slot + kv_head as usize * v_head);
-                        *o = float::fma(scores.get(i), v.get(d as usize * v_dim).to_f32(), *o);
+        // A thread for each of its dimensions: P · V.
+        o = o.map(|o| o * rescale);
+        let mut i = 0;
+        while i < keys {
+            let key = first + i;
+            let page = table.get(key / page_size) as u32;
+            if page < pages {
+                let v = v.offset(page as usize * v_page + (key % page_size) as usize * v_slot + kv_head as usize * v_head);
+                for (j, o) in o.iter_mut().enumerate() {
+                    let d = tid + (j * THREADS) as u32;
+                    if d < head_dim {
+                        let at = (d / v_run) as usize * v_run_stride + (d % v_run) as usize;
+                        *o = float::fma(scores.get(i), v.get(at).widen(), *o);
                     }
-                    i += 1;
                 }
             }
+            i += 1;
         }
         thread::sync_threads();
         first += keys;
@@ -188,7 +191,7 @@ pub unsafe fn plain<T: Float, C: CacheElement>(
     for (j, o) in o.iter().enumerate() {
         let d = tid + (j * THREADS) as u32;
         if d < head_dim {
-            out.set(d, T::from_f32(if total == 0.0 { 0.0 } else { o * (v_scale * shrink) / total }));
+            out.set(d, T::from_f32(if total == 0.0 { 0.0 } else { float::fast::div(o * (v_scale * shrink), total) }));
         }
     }
     if has.2 && tid == 0 {
@@ -203,19 +206,19 @@ entries! {
         out: *mut T, lse: *mut f32, q: *const T, k: *const C, v: *const C, block_table: *const i32, lens: *const i32,
         alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32, q_heads: u32, kv_heads: u32,
         head_dim: u32, page_size: u32, max_pages: u32, pages: u32, q_token: usize, q_head: usize, out_token: usize,
-        out_head: usize, k_page: usize, k_slot: usize, k_head: usize, k_x: u32, k_chunk: usize, v_page: usize,
-        v_slot: usize, v_head: usize, v_dim: usize, scale: f32, soft_cap: f32, window: u32,
+        out_head: usize, k_page: usize, k_slot: usize, k_head: usize, k_run: u32, k_run_stride: usize, v_page: usize,
+        v_slot: usize, v_head: usize, v_run: u32, v_run_stride: usize, scale: f32, soft_cap: f32, window: u32,
     );
-    plain_f32_f32 { type T = f32; type C = f32; } [128] => plain::<T, C>;
-    plain_f32_e4m3 { type T = f32; type C = E4M3; } [128] => plain::<T, C>;
-    plain_f32_e5m2 { type T = f32; type C = E5M2; } [128] => plain::<T, C>;
-    plain_f32_i8 { type T = f32; type C = i8; } [128] => plain::<T, C>;
-    plain_f16_f16 { type T = f16; type C = f16; } [128] => plain::<T, C>;
-    plain_f16_e4m3 { type T = f16; type C = E4M3; } [128] => plain::<T, C>;
-    plain_f16_e5m2 { type T = f16; type C = E5M2; } [128] => plain::<T, C>;
-    plain_f16_i8 { type T = f16; type C = i8; } [128] => plain::<T, C>;
-    plain_bf16_bf16 { type T = bf16; type C = bf16; } [128] => plain::<T, C>;
-    plain_bf16_e4m3 { type T = bf16; type C = E4M3; } [128] => plain::<T, C>;
-    plain_bf16_e5m2 { type T = bf16; type C = E5M2; } [128] => plain::<T, C>;
-    plain_bf16_i8 { type T = bf16; type C = i8; } [128] => plain::<T, C>;
+    plain_f32_f32 { type T = f32; type C = f32; } [128, 8] => plain::<T, C>;
+    plain_f32_e4m3 { type T = f32; type C = E4M3; } [128, 8] => plain::<T, C>;
+    plain_f32_e5m2 { type T = f32; type C = E5M2; } [128, 8] => plain::<T, C>;
+    plain_f32_i8 { type T = f32; type C = i8; } [128, 8] => plain::<T, C>;
+    plain_f16_f16 { type T = f16; type C = f16; } [128, 8] => plain::<T, C>;
+    plain_f16_e4m3 { type T = f16; type C = E4M3; } [128, 8] => plain::<T, C>;
+    plain_f16_e5m2 { type T = f16; type C = E5M2; } [128, 8] => plain::<T, C>;
+    plain_f16_i8 { type T = f16; type C = i8; } [128, 8] => plain::<T, C>;
+    plain_bf16_bf16 { type T = bf16; type C = bf16; } [128, 8] => plain::<T, C>;
+    plain_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, 8] => plain::<T, C>;
+    plain_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, 8] => plain::<T, C>;
+    plain_bf16_i8 { type T = bf16; type C = i8; } [128, 8] => plain::<T, C>;
 }
