@@ -2,4 +2,5 @@
 
 mod gemm;
 mod kv_cache;
+mod ep;
 mod norm;

@@ -31,6 +31,7 @@
 
 mod check;
 pub mod device;
+pub mod ep;
 mod error;
 pub mod gemm;
 pub mod kv_cache;

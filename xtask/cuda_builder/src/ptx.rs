@@ -565,7 +565,8 @@ mod tests {
     #[test]
     fn calls_are_found() {
         let text = HEAD.to_string()
-            + ".extern .func panic\n(\n\t.param .b64 a\n)\n;\n.func (.param .b32 r) helper(\n\t.param .b64 a\n)\n{\n\tret;\n}\n"
+            + ".extern .func panic\n(\n\t.param .b64 a\n)\n;\n"
+            + ".func (.param .b32 r) helper(\n\t.param .b64 a\n)\n{\n\tret;\n}\n"
             + &kernel("k", "\tcall.uni panic, (a);\n\tcall.uni (r), helper, (a);\n");
         let m = process(&text, "sm_90a").unwrap();
         let all = m.problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
