@@ -1,6 +1,7 @@
 //! The test suite: one binary, a file for each operation, each test on every device there is.
 
+mod attention;
+mod ep;
 mod gemm;
 mod kv_cache;
-mod ep;
 mod norm;

@@ -29,6 +29,7 @@
 //!
 //! Stream, outputs (`&mut`), inputs, scalars; options last, as a struct with defaults.
 
+pub mod attention;
 mod check;
 pub mod device;
 pub mod ep;

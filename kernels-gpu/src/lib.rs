@@ -16,9 +16,9 @@
 
 #[cfg(feature = "attention")]
 pub mod attention;
+pub mod chunk;
 #[cfg(feature = "gemm")]
 pub mod gemm;
-pub mod chunk;
 pub mod kv_cache;
 #[cfg(feature = "norm")]
 pub mod norm;

@@ -24,7 +24,9 @@
 use super::soft_capped;
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
-use cuda_std::{Global, GlobalMut, Shared, atomic, bf16, cp_async, entries, f16, float, mma, shared, thread, unroll, warp};
+use cuda_std::{
+    Global, GlobalMut, Shared, atomic, bf16, cp_async, entries, f16, float, mma, shared, thread, unroll, warp,
+};
 
 /// Threads of a block: four warps.
 pub const THREADS: usize = 128;
@@ -119,11 +121,20 @@ fn visible_chunks(len: u32, q_len: u32, window: u32) -> (u32, u32) {
 impl Cursor {
     /// The item of number `index`, which is not below that of the call before; `None` beyond the last. For whole warps.
     #[inline(always)]
-    unsafe fn find(&mut self, lens: Global<i32>, batch: u32, q_len: u32, kv_heads: u32, window: u32, index: u32) -> Option<Item> {
+    unsafe fn find(
+        &mut self,
+        lens: Global<i32>,
+        max_len: u32,
+        batch: u32,
+        q_len: u32,
+        kv_heads: u32,
+        window: u32,
+        index: u32,
+    ) -> Option<Item> {
         let lane = warp::lane_id();
         while self.base < batch {
             let sequence = self.base + lane;
-            let len = if sequence < batch { lens.get(sequence).max(0) as u32 } else { 0 };
+            let len = if sequence < batch { (lens.get(sequence).max(0) as u32).min(max_len) } else { 0 };
             let (first_chunk, chunks) = visible_chunks(len, q_len, window);
             let mine = if sequence < batch { chunks * kv_heads } else { 0 };
             let mut sum = mine;
@@ -169,7 +180,8 @@ pub struct CacheStrides {
 ///
 /// * `q`: `[batch, q_len, q_heads, head_dim]` with strides `q_token`, `q_head`; `out` likewise with `out_token`, `out_head`.
 /// * `k`, `v`: pages of `page_size` tokens; a token's vector is dense and starts at a multiple of 16 bytes.
-/// * `block_table`: `[batch, max_pages]`; `lens`: `[batch]`, keys of each sequence, the query tokens' among them.
+/// * `block_table`: `[batch, max_pages]`; `lens`: `[batch]`, keys of each sequence, the query tokens'
+///   among them; more than `max_pages` hold count as what they hold.
 /// * `lse`: `[batch, q_len, q_heads]` or null; `alibi`, `sinks`: `[q_heads]` or null.
 /// * `partial`: workspace of `batch * kv_heads * max_chunks * rows * (head_dim + 2)` floats; `tickets`:
 ///   `[batch * kv_heads]`, zero before the first launch and after every one.
@@ -242,7 +254,7 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
     let mut cursor = Cursor { base: 0, before: 0 };
     let mut index = thread::block_idx_x();
     loop {
-        let Some(item) = cursor.find(lens, batch, q_len, kv_heads, window, index) else { break };
+        let Some(item) = cursor.find(lens, max_pages * page_size, batch, q_len, kv_heads, window, index) else { break };
         index += thread::grid_dim_x();
         let size = chunk_keys(item.len);
         let (start, end) = (item.chunk * size, ((item.chunk + 1) * size).min(item.len));
@@ -301,8 +313,24 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
             if i < own {
                 let stage = mine.offset((i % STAGES as u32) as usize * stage_elements);
                 // Lanes cover rows of `LANES` 16-byte pieces, several rows at a time.
-                let lanes = const { if D / 8 >= 32 { 32 } else if D / 8 > 8 { 16 } else { 8 } };
-                let rows_at_once = const { 32 / if D / 8 >= 32 { 32 } else if D / 8 > 8 { 16 } else { 8 } };
+                let lanes = const {
+                    if D / 8 >= 32 {
+                        32
+                    } else if D / 8 > 8 {
+                        16
+                    } else {
+                        8
+                    }
+                };
+                let rows_at_once = const {
+                    32 / if D / 8 >= 32 {
+                        32
+                    } else if D / 8 > 8 {
+                        16
+                    } else {
+                        8
+                    }
+                };
                 let piece = lane % lanes;
                 for step in 0..KEYS / rows_at_once as usize {
                     let r = step as u32 * rows_at_once + lane / lanes;
@@ -313,7 +341,10 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
                     let page = if readable { page as usize } else { 0 };
                     let slot = if readable { slot as usize } else { 0 };
                     let at = |s: CacheStrides| {
-                        page * s.page + slot * s.slot + item.kv_head as usize * s.head + if readable { piece as usize * 8 } else { 0 }
+                        page * s.page
+                            + slot * s.slot
+                            + item.kv_head as usize * s.head
+                            + if readable { piece as usize * 8 } else { 0 }
                     };
                     if (piece as usize) < D / 8 {
                         let to = r as usize * row + piece as usize * 8;
@@ -488,7 +519,8 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
                         let (t, s) = (slot.get(rows * head_dim + 2 * r), slot.get(rows * head_dim + 2 * r + 1));
                         let new = float::max(top, t);
                         let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
-                        let (old_weight, weight) = (float::fast::exp2(top - reference), float::fast::exp2(t - reference));
+                        let (old_weight, weight) =
+                            (float::fast::exp2(top - reference), float::fast::exp2(t - reference));
                         sum = sum * old_weight + s * weight;
                         value = value * old_weight + slot.get(e) * weight;
                         top = new;

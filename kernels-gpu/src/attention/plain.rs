@@ -8,7 +8,7 @@
 
 use super::soft_capped;
 use crate::kv_cache::CacheElement;
-use cuda_std::{Float, Global, GlobalMut, E4M3, E5M2, bf16, entries, f16, float, shared, thread, warp};
+use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, entries, f16, float, shared, thread, warp};
 
 /// Threads of a block.
 pub const THREADS: usize = 128;
@@ -39,8 +39,8 @@ unsafe fn block_reduce(value: f32, slots: shared::Shared<f32>, op: impl Fn(f32, 
 /// `out[b, i, h] = softmax(scale · q[b, i, h] · K[b]ᵀ + bias) · V[b]`.
 ///
 /// Arguments as for [`decode`](super::decode::decode), and: the element of dimension `d` of a key lies at
-/// `d / k_run * k_run_stride + d % k_run` of its vector, of a value likewise; `k_scales`, `v_scales` are `[kv_heads]` or
-/// null. Grid: (q_heads, q_len, batch); block: [`THREADS`]; shared memory: [`SHARED_BYTES`].
+/// `d / k_run * k_run_stride + d % k_run` of its vector, of a value likewise; `k_scales`, `v_scales` are null, or
+/// `[kv_heads]` if `scale_per_head` is 1, or `[1]` if it is 0. Grid: (q_heads, q_len, batch); block: [`THREADS`]; shared memory: [`SHARED_BYTES`].
 #[inline(always)]
 pub unsafe fn plain<T: Float, C: CacheElement>(
     out: *mut T,
@@ -54,6 +54,7 @@ pub unsafe fn plain<T: Float, C: CacheElement>(
     sinks: *const f32,
     k_scales: *const f32,
     v_scales: *const f32,
+    scale_per_head: u32,
     q_heads: u32,
     kv_heads: u32,
     head_dim: u32,
@@ -89,9 +90,9 @@ pub unsafe fn plain<T: Float, C: CacheElement>(
     let q = Global::new(q).offset(query * q_token + head as usize * q_head);
     let table = Global::new(block_table).offset(sequence as usize * max_pages as usize);
     let slope = if has.0 { Global::new(alibi).get(head) } else { 0.0 };
-    let k_scale = if has.3 { Global::new(k_scales).get(kv_head) } else { 1.0 };
-    let v_scale = if has.4 { Global::new(v_scales).get(kv_head) } else { 1.0 };
-    let len = Global::new(lens).get(sequence).max(0) as u32;
+    let k_scale = if has.3 { Global::new(k_scales).get(kv_head * scale_per_head) } else { 1.0 };
+    let v_scale = if has.4 { Global::new(v_scales).get(kv_head * scale_per_head) } else { 1.0 };
+    let len = (Global::new(lens).get(sequence).max(0) as u32).min(max_pages * page_size);
     // Causal among the query tokens, which are the last of the sequence's keys.
     let end = (len + token + 1).saturating_sub(q_len);
     let start = if window == 0 { 0 } else { end.saturating_sub(window) };
@@ -121,7 +122,8 @@ pub unsafe fn plain<T: Float, C: CacheElement>(
             let page = table.get(key / page_size) as u32;
             let mut dot = 0f32;
             if page < pages {
-                let k = k.offset(page as usize * k_page + (key % page_size) as usize * k_slot + kv_head as usize * k_head);
+                let k =
+                    k.offset(page as usize * k_page + (key % page_size) as usize * k_slot + kv_head as usize * k_head);
                 let mut d = lane;
                 while d < head_dim {
                     let at = (d / k_run) as usize * k_run_stride + (d % k_run) as usize;
@@ -167,7 +169,8 @@ pub unsafe fn plain<T: Float, C: CacheElement>(
             let key = first + i;
             let page = table.get(key / page_size) as u32;
             if page < pages {
-                let v = v.offset(page as usize * v_page + (key % page_size) as usize * v_slot + kv_head as usize * v_head);
+                let v =
+                    v.offset(page as usize * v_page + (key % page_size) as usize * v_slot + kv_head as usize * v_head);
                 for (j, o) in o.iter_mut().enumerate() {
                     let d = tid + (j * THREADS) as u32;
                     if d < head_dim {
@@ -204,7 +207,7 @@ entries! {
     /// Arguments of every `plain_*` entry; see [`plain`].
     pub struct Args<T, C>(
         out: *mut T, lse: *mut f32, q: *const T, k: *const C, v: *const C, block_table: *const i32, lens: *const i32,
-        alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32, q_heads: u32, kv_heads: u32,
+        alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32, scale_per_head: u32, q_heads: u32, kv_heads: u32,
         head_dim: u32, page_size: u32, max_pages: u32, pages: u32, q_token: usize, q_head: usize, out_token: usize,
         out_head: usize, k_page: usize, k_slot: usize, k_head: usize, k_run: u32, k_run_stride: usize, v_page: usize,
         v_slot: usize, v_head: usize, v_run: u32, v_run_stride: usize, scale: f32, soft_cap: f32, window: u32,
