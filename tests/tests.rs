@@ -1,9 +1,9 @@
 //! The test suite: one binary, a file for each operation, each test on every device there is.
 
-mod device;
-mod gemm;
 mod attention;
+mod device;
 mod ep;
 mod gemm;
 mod kv_cache;
+mod moe;
 mod norm;

@@ -1,0 +1,5 @@
+//! Mixture of experts.
+
+pub mod sort;
+
+pub use sort::{Local, SortConvention, SortInput, SortOptions, SortOutput, sort, sort_and_zero};

@@ -1,0 +1,4 @@
+//! Mixture of experts.
+
+mod sort;
+pub use sort::{Sorted, sort};

@@ -1,0 +1,3 @@
+//! Mixture of experts.
+pub mod pairs;
+pub mod sort;
