@@ -4,6 +4,5 @@ mod device;
 mod gemm;
 mod attention;
 mod ep;
-mod gemm;
 mod kv_cache;
 mod norm;
