@@ -2,5 +2,8 @@
 
 mod device;
 mod gemm;
+mod attention;
 mod ep;
+mod gemm;
+mod kv_cache;
 mod norm;

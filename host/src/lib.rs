@@ -29,6 +29,7 @@
 //!
 //! Stream, outputs (`&mut`), inputs, scalars; options last, as a struct with defaults.
 
+pub mod attention;
 mod check;
 pub mod device;
 #[cfg(feature = "cuda")]
@@ -36,6 +37,7 @@ mod driver;
 pub mod ep;
 mod error;
 pub mod gemm;
+pub mod kv_cache;
 pub mod norm;
 pub mod ptx;
 pub mod reference;

@@ -14,8 +14,12 @@
 // Kernels are documented by their files; what users call is the host crate.
 #![allow(clippy::undocumented_unsafe_blocks)]
 
+#[cfg(feature = "attention")]
+pub mod attention;
+pub mod chunk;
 #[cfg(feature = "gemm")]
 pub mod gemm;
+pub mod kv_cache;
 #[cfg(feature = "norm")]
 pub mod norm;
 mod tensor_float;

@@ -186,6 +186,9 @@ fn compile(
         start.elapsed().as_secs_f64()
     );
     complaints.warn(&built.warnings);
+    for e in entries.iter().filter(|e| e.generic > 0) {
+        println!("    note: {} has {} accesses to memory of unknown kind", e.name, e.generic);
+    }
     let mut bad = 0;
     for problem in problems {
         if !allow.lock().expect("no panics").allows(problem, None) {

@@ -63,6 +63,8 @@ unsafe extern "unadjusted" {
 
     #[link_name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4.b16.p0"]
     pub fn ldmatrix_x4(row: *const u8) -> X4<u32>;
+    #[link_name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4.trans.b16.p0"]
+    pub fn ldmatrix_x4_trans(row: *const u8) -> X4<u32>;
     #[link_name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x2.b16.p0"]
     pub fn ldmatrix_x2(row: *const u8) -> X2<u32>;
     #[link_name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x2.trans.b16.p0"]
