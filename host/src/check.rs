@@ -3,7 +3,7 @@
 use crate::device::Stream;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
-use cuda_std::Element;
+use cuda_std::{DType, Element};
 use std::ffi::c_void;
 use std::fmt::Display;
 
@@ -23,7 +23,41 @@ struct Use {
     arg: &'static str,
     start: usize,
     end: usize,
+    /// Largest stride, and bytes from first to last within it: the tensor lies in pieces of `inner` bytes, `period`
+    /// apart.
+    period: usize,
+    inner: usize,
     written: bool,
+}
+
+impl Use {
+    /// Whether the two lie in pieces at the same distance that never meet, such as the queries and keys of one tensor.
+    fn interleaves(&self, other: &Self) -> bool {
+        let (a, b) = if self.start <= other.start { (self, other) } else { (other, self) };
+        if a.period == 0 || a.period != b.period {
+            return false;
+        }
+        let apart = (b.start - a.start) % a.period;
+        apart >= a.inner && apart + b.inner <= a.period
+    }
+}
+
+/// Whether two elements of a tensor may have one address, as in a view with a stride of 0.
+pub(crate) fn shares_elements<T>(tensor: &Tensor<T>) -> bool {
+    let mut dims: Vec<(usize, usize)> = tensor.strides().iter().copied().zip(tensor.shape().iter().copied()).collect();
+    if tensor.is_empty() {
+        return false;
+    }
+    dims.sort_unstable();
+    // Each dimension steps over all that the finer ones span.
+    let mut span = 1;
+    for (stride, n) in dims.into_iter().filter(|(_, n)| *n > 1) {
+        if stride < span {
+            return true;
+        }
+        span += (n - 1) * stride;
+    }
+    false
 }
 
 /// A tensor seen as rows: `[.., width]` with neighbours in a row next to each other.
@@ -53,7 +87,17 @@ impl<'a> Call<'a> {
         self.stream.retain(tensor.storage());
         let start = tensor.as_ptr() as usize;
         assert!(self.len < MAX_TENSORS, "{}: more tensors than Call counts on", self.op);
-        self.used[self.len] = Some(Use { arg, start, end: start + tensor.span() * size_of::<T>(), written });
+        let span = tensor.span();
+        let outer = tensor.shape().iter().zip(tensor.strides()).filter(|(n, _)| **n > 1).max_by_key(|(_, s)| **s);
+        let (n, stride) = outer.map_or((1, 0), |(n, s)| (*n, *s));
+        self.used[self.len] = Some(Use {
+            arg,
+            start,
+            end: start + span * size_of::<T>(),
+            period: stride * size_of::<T>(),
+            inner: span.saturating_sub((n - 1) * stride) * size_of::<T>(),
+            written,
+        });
         self.len += 1;
         Ok(start as *mut c_void)
     }
@@ -86,7 +130,8 @@ impl<'a> Call<'a> {
         tensor.map_or(Ok(std::ptr::null_mut()), |t| self.write(arg, t))
     }
 
-    /// No output shares memory with any other argument. (Interleaved views of one tensor count as sharing.)
+    /// No output shares memory with any other argument. (Views that take turns in one tensor do not, as long as their
+    /// largest strides are the same; other interleaved views count as sharing.)
     pub(crate) fn check_overlap(&self) -> Result<()> {
         self.check_overlap_but(&[])
     }
@@ -97,7 +142,7 @@ impl<'a> Call<'a> {
         for (i, w) in used().enumerate().filter(|(_, u)| u.written) {
             for (j, o) in used().enumerate() {
                 let both = o.written && j < i;
-                let shares = w.start < o.end && o.start < w.end;
+                let shares = w.start < o.end && o.start < w.end && !w.interleaves(o);
                 let same = w.start == o.start && w.end == o.end;
                 let named = |&(a, b): &(&str, &str)| (a == w.arg && b == o.arg) || (b == w.arg && a == o.arg);
                 if i != j && !both && shares && !(same && in_place.iter().any(named)) {
@@ -106,6 +151,35 @@ impl<'a> Call<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Neighbours in the last dimension lie next to each other.
+    pub(crate) fn dense_last<T: Element>(&self, arg: &'static str, tensor: &Tensor<T>) -> Result<()> {
+        match (tensor.shape(), tensor.strides()) {
+            (&[.., n], &[.., stride]) if n > 1 && stride != 1 => {
+                let expected = "dense in its last dimension".into();
+                Err(Error::Stride { op: self.op, arg, expected, got: tensor.strides().to_vec() })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// No two elements of an output have one address.
+    pub(crate) fn distinct<T: Element>(&self, arg: &'static str, tensor: &Tensor<T>) -> Result<()> {
+        if !shares_elements(tensor) {
+            return Ok(());
+        }
+        let expected = "without elements that share memory".into();
+        Err(Error::Stride { op: self.op, arg, expected, got: tensor.strides().to_vec() })
+    }
+
+    /// The element type of an argument is one of these.
+    pub(crate) fn dtype_among(&self, arg: &'static str, got: DType, expected: &[DType]) -> Result<()> {
+        if expected.contains(&got) {
+            return Ok(());
+        }
+        let expected = expected.iter().map(|d| d.name()).collect::<Vec<_>>().join(" or ");
+        Err(Error::DType { op: self.op, arg, expected, got })
     }
 
     /// `got` is `expected`, dimension by dimension.

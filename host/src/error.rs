@@ -130,8 +130,8 @@ pub enum Error {
         /// How many there are.
         found: usize,
     },
-    /// The driver is too old for the PTX of this crate.
-    #[error("the CUDA driver {found} is too old: this crate's PTX needs {needed} or newer; update NVIDIA's driver")]
+    /// The driver is too old for the PTX of this crate, or for a function that a launch needs.
+    #[error("the CUDA driver {found} is too old: this crate needs {needed} or newer; update NVIDIA's driver")]
     DriverTooOld {
         /// The driver's CUDA version.
         found: String,

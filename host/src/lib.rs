@@ -29,9 +29,15 @@
 //!
 //! Stream, outputs (`&mut`), inputs, scalars; options last, as a struct with defaults.
 
+pub mod attention;
 mod check;
 pub mod device;
+#[cfg(feature = "cuda")]
+mod driver;
+pub mod ep;
 mod error;
+pub mod gemm;
+pub mod kv_cache;
 pub mod norm;
 pub mod ptx;
 pub mod reference;

@@ -75,7 +75,7 @@ impl<T: Element> Tensor<T> {
     /// As for [`uninit`](Self::uninit).
     pub fn zeros(device: &Device, shape: &[usize]) -> Result<Self> {
         let this = Self::uninit(device, shape)?;
-        this.storage.write(0, &vec![0; this.len() * size_of::<T>()])?;
+        this.storage.clear()?;
         Ok(this)
     }
 

@@ -9,11 +9,21 @@
 #![cfg_attr(target_arch = "nvptx64", allow(unused_features))]
 // A kernel is unsafe as a whole: its contract is that the arguments describe buffers of the documented sizes.
 #![allow(unsafe_op_in_unsafe_fn, clippy::missing_safety_doc, clippy::too_many_arguments)]
+// Loops over register arrays go by index, as everything indexed must be seen to be constant after unrolling.
+#![allow(clippy::needless_range_loop)]
 // Kernels are documented by their files; what users call is the host crate.
 #![allow(clippy::undocumented_unsafe_blocks)]
 
+#[cfg(feature = "attention")]
+pub mod attention;
+pub mod chunk;
+#[cfg(feature = "gemm")]
+pub mod gemm;
+pub mod kv_cache;
 #[cfg(feature = "norm")]
 pub mod norm;
+mod tensor_float;
+pub use tensor_float::TensorFloat;
 
 /// On the GPU a panic is a trap (`-Cpanic=immediate-abort`), so that nothing of this remains.
 #[cfg(target_arch = "nvptx64")]

@@ -1,8 +1,11 @@
 //! Tasks of this repository: `cargo xtask help`.
 
 mod allow;
+mod bundle;
+mod check;
 mod ptx;
 mod repo;
+mod stub;
 mod table;
 
 use clap::{Parser, Subcommand};
@@ -19,12 +22,18 @@ struct Cli {
 enum Task {
     Ptx(ptx::Args),
     Sass(ptx::SassArgs),
+    Check(check::Args),
+    Bundle(bundle::Args),
+    CudaStub(stub::Args),
 }
 
 fn main() {
     let result = match Cli::parse().task {
         Task::Ptx(args) => ptx::run(&args),
         Task::Sass(args) => ptx::sass(&args),
+        Task::Check(args) => check::run(&args),
+        Task::Bundle(args) => bundle::run(&args),
+        Task::CudaStub(args) => stub::run(&args),
     };
     if let Err(error) = result {
         eprintln!("error: {error:#}");

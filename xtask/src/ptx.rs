@@ -117,14 +117,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let whole = args.family.is_empty() && args.arch.is_empty();
     let complaints = Complaints::default();
     let allow = Mutex::new(AllowList::read()?);
-    let built = if args.check { repo::root().join("target/ptx/checked") } else { repo::ptx_dir() };
+    let built = if args.check { repo::target_dir().join("ptx/checked") } else { repo::ptx_dir() };
 
     let jobs =
         |arch: &Arch| families.iter().map(|f| Job { arch: arch.clone(), family: (*f).clone() }).collect::<Vec<_>>();
     if !args.table_only {
         let (_, toolchain) = toolchain(args.rust_src.clone())?;
         println!("device compiler: {} with the library from {}", toolchain.name(), toolchain.library_origin());
-        // One cargo for each architecture: they have folders of their own, and one of them would wait for the other's lock.
+        // One cargo for each architecture: in one folder, one would wait for the other's lock.
         std::thread::scope(|scope| {
             let build =
                 |arch: &Arch| jobs(arch).iter().try_for_each(|j| compile(j, &toolchain, &built, &allow, &complaints));
@@ -174,7 +174,7 @@ fn compile(
         .toolchain(toolchain)
         .arch(job.arch.clone())
         .features([&job.family])
-        .target_dir(root.join("target/ptx"))
+        .target_dir(repo::target_dir().join("ptx"))
         .build()?;
     let Module { text, entries, problems } = &built.module;
     println!(
@@ -186,6 +186,9 @@ fn compile(
         start.elapsed().as_secs_f64()
     );
     complaints.warn(&built.warnings);
+    for e in entries.iter().filter(|e| e.generic > 0) {
+        println!("    note: {} has {} accesses to memory of unknown kind", e.name, e.generic);
+    }
     let mut bad = 0;
     for problem in problems {
         if !allow.lock().expect("no panics").allows(problem, None) {
@@ -196,7 +199,7 @@ fn compile(
     let file = if bad == 0 {
         job.file(base)
     } else {
-        let rejected = job.file(&root.join("target/ptx/rejected"));
+        let rejected = job.file(&repo::target_dir().join("ptx/rejected"));
         println!("    rejected; the text is in {}", rejected.display());
         rejected
     };
@@ -238,7 +241,7 @@ fn assemble(
             scope.spawn(move || {
                 while let Some((job, (sm, recorded))) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let cubin =
-                        repo::root().join(format!("target/ptx/cubin/{sm}/{}-{}.cubin", job.arch.name(), job.family));
+                        repo::target_dir().join(format!("ptx/cubin/{sm}/{}-{}.cubin", job.arch.name(), job.family));
                     let file = job.file(base);
                     let report = file.exists().then(|| tools.assemble(&file, sm, &cubin));
                     sender.send((*job, *sm, *recorded, report)).expect("the receiver outlives the threads");
@@ -391,7 +394,7 @@ pub(crate) fn sass(args: &SassArgs) -> Result<()> {
     }
     let tools = CudaTools::new(&pin, repo::device_toolchain());
     let stem = file.file_stem().and_then(|s| s.to_str()).unwrap_or_default();
-    let cubin = repo::root().join(format!("target/ptx/cubin/{}/{arch}-{stem}.cubin", args.sm));
+    let cubin = repo::target_dir().join(format!("ptx/cubin/{}/{arch}-{stem}.cubin", args.sm));
     let report = tools.assemble(file, &args.sm, &cubin)?;
     print!("{}", readable(&tools.disassemble(&cubin, Some(entry))?));
     for k in report.kernels.iter().filter(|k| k.entry == *entry) {

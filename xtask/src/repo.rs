@@ -1,7 +1,8 @@
 //! Where things are in the repository.
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// The repository's root: of the package that cargo runs, as a target folder may be shared between checkouts.
 pub(crate) fn root() -> PathBuf {
@@ -11,7 +12,35 @@ pub(crate) fn root() -> PathBuf {
 
 /// Where compilers, wheels and sources go that the machine does not have.
 pub(crate) fn device_toolchain() -> PathBuf {
-    std::env::var_os("WARPLOOM_DEVICE_TOOLCHAIN").map_or_else(|| root().join("target/device-toolchain"), PathBuf::from)
+    std::env::var_os("WARPLOOM_DEVICE_TOOLCHAIN").map_or_else(|| target_dir().join("device-toolchain"), PathBuf::from)
+}
+
+/// Where this repository's own cargo builds.
+pub(crate) fn target_dir() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), |t| root().join(t))
+}
+
+/// The cargo that runs this task, in the root.
+pub(crate) fn cargo() -> Command {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.current_dir(root());
+    cargo
+}
+
+/// What `cargo metadata` says of this workspace and everything it depends on.
+pub(crate) fn metadata() -> Result<serde_json::Value> {
+    let out =
+        cargo().args(["metadata", "--format-version", "1", "--all-features"]).output().context("cannot run cargo")?;
+    ensure!(out.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&out.stderr).trim());
+    Ok(serde_json::from_slice(&out.stdout)?)
+}
+
+/// The folder of the package `name`, one of ours or a dependency.
+pub(crate) fn package_folder(name: &str) -> Result<PathBuf> {
+    let metadata = metadata()?;
+    let package = metadata["packages"].as_array().into_iter().flatten().find(|p| p["name"] == name);
+    let manifest = package.and_then(|p| p["manifest_path"].as_str()).with_context(|| format!("no package {name}"))?;
+    Ok(Path::new(manifest).parent().context("a manifest lies in a folder")?.to_path_buf())
 }
 
 /// The committed PTX.

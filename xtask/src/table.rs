@@ -12,8 +12,8 @@ const HEAD: &str = "\
 # What each kernel takes
 
 Made by `cargo xtask ptx` with the pinned ptxas; not to be edited. The file for sm_80 is assembled for sm_80 and sm_90,
-that for sm_90a for sm_90a. Registers are a thread's; shared memory is the static part, in bytes; stack and spills (stored / loaded)
-are bytes of a thread.
+that for sm_90a for sm_90a. Registers are a thread's; shared memory is the static part, in bytes; stack and spills
+(stored / loaded) are bytes of a thread.
 ";
 const COLUMNS: &str = "| kernel | for | registers | shared | barriers | stack | spills |\n\
     | --- | --- | ---: | ---: | ---: | ---: | ---: |\n";

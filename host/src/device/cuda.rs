@@ -1,1 +1,959 @@
 //! NVIDIA GPUs through the CUDA driver.
+//!
+//! Everything belongs to a [`Context`]: the primary context of a GPU, which the CUDA runtime and other libraries use as
+//! well, or one that was current when [`CudaDevice::current`] was called. Primary contexts are retained once and kept
+//! until the process ends, as the CUDA runtime does, so that all `Device`s of a GPU share loaded modules.
+//!
+//! **Current contexts.** Each call looks at the calling thread's current context, which costs some 20 ns, and changes it
+//! only if it is another one; afterwards a thread that had one gets it back.
+//!
+//! **Modules** are loaded by family at the first launch, or by `preload`, from the PTX for the GPU: `sm_90a` on compute
+//! capability 9.0, `sm_80` on all others. A launch finds its function by the address of the entry's name, in a map
+//! behind a lock that only loading writes to.
+//!
+//! **Copies from and to the host** run on a stream of the context's own, after a wait for everything before. They are
+//! complete when they return: a synchronous copy by the driver may leave the last transfer from pageable memory pending,
+//! which streams that do not wait for the default stream would overtake.
+//!
+//! **Captures.** While any stream of a context is captured, the driver refuses to wait for the whole context, and the
+//! capture is void if somebody tries. So a wait for all work waits for each stream that is not being captured,
+//! and `captures` keeps captures from starting in the midst of a wait. Captures are in relaxed mode: tensors may be made
+//! and dropped meanwhile.
+//!
+//! **Threads.** Handles of the driver may be used from any thread; CUDA's manual exempts graphs, which are used
+//! under a lock here.
+
+use super::{Geometry, Properties};
+use crate::driver::{self, CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_NOT_FOUND, Driver, LaunchAttribute, LaunchConfig};
+use crate::error::{Error, Result};
+use crate::ptx;
+use cuda_std::{Arch, Entry, KernelArgs};
+use cust::sys::{
+    CUcontext, CUdevice, CUdevice_attribute_enum as Attribute, CUdeviceptr, CUevent, CUevent_flags_enum as EventFlags,
+    CUfunction, CUfunction_attribute_enum as FunctionAttribute, CUgraphExec, CUjit_option_enum as JitOption, CUmodule,
+    CUstream, CUstream_flags_enum as StreamFlags, CUstreamCaptureMode_enum as CaptureMode,
+    CUstreamCaptureStatus_enum as CaptureStatus,
+};
+use std::collections::HashMap;
+use std::ffi::{CString, c_int, c_uint, c_void};
+use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+/// Dynamic shared memory that every kernel may ask for without further ado.
+const FREE_SHARED_BYTES: u32 = 48 * 1024;
+/// Blocks of a cluster that every GPU with clusters takes.
+const PORTABLE_CLUSTER: u32 = 8;
+/// What an allocation of no bytes has for an address: aligned for everything, and never read.
+const EMPTY: CUdeviceptr = 1024;
+
+/// How many GPUs there are.
+pub(super) fn count() -> Result<usize> {
+    let mut count = 0;
+    // SAFETY: the address is that of an integer.
+    unsafe { driver::get()?.device_count(&raw mut count)? };
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing that is done under these locks can leave their contents half-changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A CUDA context and what this crate has in it.
+struct Context {
+    driver: &'static Driver,
+    raw: CUcontext,
+    device: CUdevice,
+    ordinal: usize,
+    name: String,
+    properties: Properties,
+    /// Which PTX the GPU gets.
+    arch: Arch,
+    /// For copies from and to the host.
+    copies: CUstream,
+    /// Streams that this crate works with, by address.
+    streams: Mutex<Vec<CUstream>>,
+    /// Captures under way. Read-locked while all work is waited for.
+    captures: RwLock<usize>,
+    modules: Mutex<HashMap<&'static str, Arc<Module>>>,
+    /// By address and length of the entry's name.
+    functions: RwLock<HashMap<(usize, usize), Arc<Function>>>,
+}
+
+// SAFETY: contexts, streams, modules and functions are handles that the driver lets every thread use.
+unsafe impl Send for Context {}
+// SAFETY: as above; what is ours is behind locks.
+unsafe impl Sync for Context {}
+
+/// The PTX of a family, loaded. Unloaded with its context.
+struct Module {
+    functions: HashMap<&'static str, Arc<Function>>,
+}
+
+struct Function {
+    raw: CUfunction,
+    /// Whether the limits of dynamic shared memory and cluster size have been lifted.
+    unlimited: AtomicBool,
+}
+
+// SAFETY: a function is a handle that the driver lets every thread use.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+/// A GPU.
+pub(crate) struct CudaDevice(Arc<Context>);
+
+/// While this lives, the context is current on this thread.
+struct Bound {
+    driver: &'static Driver,
+    /// The context to go back to; null for none.
+    before: CUcontext,
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        if !self.before.is_null() {
+            // SAFETY: it was current before. An error would come back from the next call that matters.
+            let _ = unsafe { self.driver.ctx_set_current(self.before) };
+        }
+    }
+}
+
+impl Context {
+    /// The parts of `raw`, a context of `device` that is current.
+    fn new(driver: &'static Driver, raw: CUcontext, device: CUdevice, ordinal: usize) -> Result<Self> {
+        let attribute = |attribute: Attribute| -> Result<u32> {
+            let mut value = 0;
+            // SAFETY: the address is that of an integer.
+            unsafe { driver.device_attribute(&raw mut value, attribute as c_int, device)? };
+            Ok(u32::try_from(value).unwrap_or(0))
+        };
+        let mut name = [0u8; 128];
+        // SAFETY: the buffer is as long as said; the driver terminates what it writes.
+        unsafe { driver.device_name(name.as_mut_ptr().cast(), name.len() as c_int, device)? };
+        let name = name.split(|&b| b == 0).next().map(String::from_utf8_lossy).unwrap_or_default();
+        let name = format!("cuda:{ordinal} ({name})");
+
+        let capability = (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        let arch = arch_of(capability).ok_or_else(|| Error::TooOldGpu {
+            device: name.clone(),
+            found: format!("{}.{}", capability.0, capability.1),
+            what: "every kernel".into(),
+            needed: "8.0".into(),
+        })?;
+        check_ptx(driver, ptx::FAMILIES.iter().filter_map(|family| ptx::module(arch, family)))?;
+
+        let mut memory = 0;
+        // SAFETY: the address is that of an integer.
+        unsafe { driver.device_memory(&raw mut memory, device)? };
+        let properties = Properties {
+            compute_capability: capability,
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            max_shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
+            memory_bytes: memory as u64,
+        };
+        let mut copies = null_mut();
+        // SAFETY: the address is that of a handle, and the context is current.
+        unsafe { driver.stream_create(&raw mut copies, StreamFlags::CU_STREAM_NON_BLOCKING as c_uint)? };
+        Ok(Self {
+            driver,
+            raw,
+            device,
+            ordinal,
+            name,
+            properties,
+            arch,
+            copies,
+            streams: Mutex::default(),
+            captures: RwLock::default(),
+            modules: Mutex::default(),
+            functions: RwLock::default(),
+        })
+    }
+
+    /// The primary context of a GPU, retained for the life of the process.
+    fn primary(ordinal: usize) -> Result<Arc<Self>> {
+        static PRIMARY: Mutex<Vec<Arc<Context>>> = Mutex::new(Vec::new());
+        let mut primary = lock(&PRIMARY);
+        if let Some(context) = primary.iter().find(|c| c.ordinal == ordinal) {
+            return Ok(context.clone());
+        }
+        let driver = driver::get().map_err(|e| match e {
+            Error::NoDevice { found, .. } => Error::NoDevice { ordinal, found },
+            e => e,
+        })?;
+        let found = count()?;
+        if ordinal >= found {
+            return Err(Error::NoDevice { ordinal, found });
+        }
+        let (mut device, mut raw) = (0, null_mut());
+        // SAFETY: the addresses are those of an integer and a handle.
+        unsafe {
+            driver.device_get(&raw mut device, ordinal as c_int)?;
+            driver.primary_ctx_retain(&raw mut raw, device)?;
+        }
+        let context = bind(driver, raw).and_then(|_bound| Self::new(driver, raw, device, ordinal));
+        if context.is_err() {
+            // SAFETY: retained above, and nobody has it.
+            let _ = unsafe { driver.primary_ctx_release(device) };
+        }
+        let context = Arc::new(context?);
+        primary.push(context.clone());
+        Ok(context)
+    }
+
+    fn current() -> Result<Arc<Self>> {
+        let driver = driver::get()?;
+        let (mut raw, mut device, mut primary) = (null_mut(), 0, null_mut());
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: the addresses are those of integers and handles.
+        unsafe {
+            driver.ctx_get_current(&raw mut raw)?;
+            // Without a current context this fails with the driver's word for it.
+            driver.ctx_get_device(&raw mut device)?;
+            driver.primary_ctx_state(device, &raw mut flags, &raw mut active)?;
+            if active != 0 {
+                // Only to learn its handle. It stays alive, since whoever made it active holds it.
+                driver.primary_ctx_retain(&raw mut primary, device)?;
+                driver.primary_ctx_release(device)?;
+            }
+        }
+        let ordinal = usize::try_from(device).unwrap_or(0);
+        if raw == primary { Self::primary(ordinal) } else { Self::new(driver, raw, device, ordinal).map(Arc::new) }
+    }
+
+    /// Makes the context current on this thread, if it is not.
+    #[inline]
+    fn bind(&self) -> Result<Bound> {
+        bind(self.driver, self.raw)
+    }
+
+    /// Waits for all work in the context, but for that of streams that are being captured, which is none.
+    fn synchronize(&self) -> Result<()> {
+        let _bound = self.bind()?;
+        let captures = self.captures.read().unwrap_or_else(PoisonError::into_inner);
+        if *captures == 0 {
+            // SAFETY: the context is current.
+            return unsafe { self.driver.ctx_synchronize() };
+        }
+        for &stream in lock(&self.streams).iter() {
+            let mut status = 0;
+            // SAFETY: streams are in the list as long as they live.
+            unsafe {
+                // The default stream cannot be asked while a stream that waits for it is being captured.
+                let asked = self.driver.stream_is_capturing(stream, &raw mut status);
+                if asked.is_ok() && status == CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int {
+                    self.driver.stream_synchronize(stream)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The module of a family, loaded if it is not.
+    fn module(&self, family: &'static str) -> Result<Arc<Module>> {
+        // Held while loading, so that nothing is compiled twice.
+        let mut modules = lock(&self.modules);
+        if let Some(module) = modules.get(family) {
+            return Ok(module.clone());
+        }
+        let text = ptx::module(self.arch, family).unwrap_or_default();
+        let module = Arc::new(if driver::ptx_entries(text).next().is_none() {
+            Module { functions: HashMap::new() }
+        } else {
+            let _bound = self.bind()?;
+            Module::load(self.driver, text)?
+        });
+        modules.insert(family, module.clone());
+        Ok(module)
+    }
+
+    #[inline]
+    fn function<A: KernelArgs>(&self, entry: &Entry<A>) -> Result<Arc<Function>> {
+        let key = (entry.name.as_ptr() as usize, entry.name.len());
+        let known = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
+        known.map_or_else(|| self.find_function(key, entry.name, entry.family, entry.arch), Ok)
+    }
+
+    #[cold]
+    fn find_function(
+        &self,
+        key: (usize, usize),
+        name: &'static str,
+        family: &'static str,
+        arch: Arch,
+    ) -> Result<Arc<Function>> {
+        if arch > self.arch {
+            return Err(self.too_old(name));
+        }
+        let module = self.module(family).map_err(|e| of_kernel(e, name))?;
+        let function = module.functions.get(name).cloned().ok_or_else(|| Error::Unsupported {
+            op: name,
+            what: format!(
+                "the PTX of `{family}` for {} has no such entry; `cargo xtask ptx` rebuilds it",
+                self.arch.name()
+            ),
+        })?;
+        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function.clone());
+        Ok(function)
+    }
+
+    #[cold]
+    fn too_old(&self, kernel: &'static str) -> Error {
+        let (major, minor) = self.properties.compute_capability;
+        Error::TooOldGpu {
+            device: self.name.clone(),
+            found: format!("{major}.{minor}"),
+            what: format!("kernel {kernel}"),
+            needed: "9.0".into(),
+        }
+    }
+
+    /// Lets a function have as much shared memory and as large clusters as the GPU can give.
+    #[cold]
+    fn lift_limits(&self, function: &Function) -> Result<()> {
+        use FunctionAttribute::{
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as DYNAMIC, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES as STATIC,
+        };
+        /// `CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED`.
+        const NON_PORTABLE_CLUSTER: c_int = 14;
+        let mut fixed = 0;
+        // SAFETY: the function is of this context, which is current.
+        unsafe {
+            self.driver.func_get_attribute(&raw mut fixed, STATIC as c_int, function.raw)?;
+            let dynamic = self.properties.max_shared_bytes as c_int - fixed;
+            self.driver.func_set_attribute(function.raw, DYNAMIC as c_int, dynamic)?;
+            if self.arch == Arch::Sm90a {
+                self.driver.func_set_attribute(function.raw, NON_PORTABLE_CLUSTER, 1)?;
+            }
+        }
+        function.unlimited.store(true, Ordering::Release);
+        Ok(())
+    }
+}
+
+fn bind(driver: &'static Driver, raw: CUcontext) -> Result<Bound> {
+    let mut current = null_mut();
+    // SAFETY: the address is that of a handle.
+    unsafe { driver.ctx_get_current(&raw mut current)? };
+    if current == raw {
+        return Ok(Bound { driver, before: null_mut() });
+    }
+    // SAFETY: the context lives as long as the process, or as its owner promised.
+    unsafe { driver.ctx_set_current(raw)? };
+    Ok(Bound { driver, before: current })
+}
+
+/// Which PTX a GPU gets.
+fn arch_of(capability: (u32, u32)) -> Option<Arch> {
+    match capability {
+        (0..=7, _) => None,
+        (9, 0) => Some(Arch::Sm90a),
+        _ => Some(Arch::Sm80),
+    }
+}
+
+/// The driver is new enough for these PTX texts.
+fn check_ptx(driver: &Driver, texts: impl Iterator<Item = &'static str>) -> Result<()> {
+    let needed = texts.filter_map(driver::ptx_version).max().map(driver::oldest_for_ptx);
+    match needed {
+        Some(needed) if needed > driver.version() => Err(driver::too_old(driver.version(), needed)),
+        _ => Ok(()),
+    }
+}
+
+/// The same error, naming the kernel.
+#[cold]
+fn of_kernel(error: Error, name: &'static str) -> Error {
+    match error {
+        Error::Driver { call, code, name: error, log, .. } => {
+            Error::Driver { call, code, name: error, kernel: Some(name), log }
+        }
+        e => e,
+    }
+}
+
+impl Module {
+    /// Compiles and loads PTX, and looks up its entries. The context is current.
+    fn load(driver: &'static Driver, text: &'static str) -> Result<Self> {
+        let image = CString::new(text).map_err(|_| Error::Unsupported {
+            op: "Device::preload",
+            what: "PTX with a NUL in the midst of it".into(),
+        })?;
+        let mut log = vec![0u8; 16 * 1024];
+        let mut keys =
+            [JitOption::CU_JIT_ERROR_LOG_BUFFER as c_int, JitOption::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES as c_int];
+        // The driver takes numbers in place of pointers.
+        let mut values = [log.as_mut_ptr().cast::<c_void>(), log.len() as *mut c_void];
+        let mut raw: CUmodule = null_mut();
+        // SAFETY: the image ends with a NUL, there are two options, and the buffer is as long as said.
+        let loaded = unsafe {
+            driver.module_load_data_ex(
+                &raw mut raw,
+                image.as_ptr().cast(),
+                keys.len() as c_uint,
+                keys.as_mut_ptr(),
+                values.as_mut_ptr(),
+            )
+        };
+        loaded.map_err(|e| match e {
+            Error::Driver { code: driver::CUDA_ERROR_UNSUPPORTED_PTX_VERSION, .. } => {
+                driver::too_old(driver.version(), driver::oldest_for_ptx(driver::ptx_version(text).unwrap_or((0, 0))))
+            }
+            Error::Driver { call, code, name, .. } => {
+                let end = log.iter().position(|&b| b == 0).unwrap_or(log.len());
+                let log = String::from_utf8_lossy(&log[..end]).trim_end().to_string();
+                Error::Driver { call, code, name, kernel: None, log }
+            }
+            e => e,
+        })?;
+        let mut functions = HashMap::new();
+        for name in driver::ptx_entries(text) {
+            let symbol = CString::new(name).expect("cut from a C string");
+            // Drivers that load lazily load a function when it is looked up.
+            let mut function: CUfunction = null_mut();
+            // SAFETY: the module was just loaded; the name ends with a NUL.
+            match unsafe { driver.module_get_function(&raw mut function, raw, symbol.as_ptr()) } {
+                Ok(()) => {}
+                // Compiled away, or not for this GPU: missed only if somebody launches it.
+                Err(Error::Driver { code: CUDA_ERROR_NOT_FOUND, .. }) => continue,
+                Err(e) => return Err(e),
+            }
+            functions.insert(name, Arc::new(Function { raw: function, unlimited: AtomicBool::new(false) }));
+        }
+        Ok(Self { functions })
+    }
+}
+
+impl CudaDevice {
+    pub(super) fn new(ordinal: usize) -> Result<Self> {
+        Context::primary(ordinal).map(Self)
+    }
+
+    pub(super) fn current() -> Result<Self> {
+        Context::current().map(Self)
+    }
+
+    pub(super) fn properties(&self) -> Properties {
+        self.0.properties
+    }
+
+    pub(super) fn name(&self) -> String {
+        self.0.name.clone()
+    }
+
+    pub(super) fn ordinal(&self) -> usize {
+        self.0.ordinal
+    }
+
+    /// Bytes free and in all.
+    pub(super) fn memory(&self) -> Result<(u64, u64)> {
+        let _bound = self.0.bind()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the addresses are those of integers.
+        unsafe { self.0.driver.mem_get_info(&raw mut free, &raw mut total)? };
+        Ok((free as u64, total as u64))
+    }
+
+    pub(super) fn preload(&self, family: &'static str) -> Result<()> {
+        self.0.module(family).map(drop)
+    }
+
+    pub(super) fn synchronize(&self) -> Result<()> {
+        self.0.synchronize()
+    }
+
+    pub(super) fn same_context(&self, other: &Self) -> bool {
+        self.0.raw == other.0.raw
+    }
+
+    /// Lets kernels of this GPU use the memory of `peer`.
+    pub(super) fn enable_peer_access(&self, peer: &Self) -> Result<()> {
+        if self.same_context(peer) {
+            return Ok(());
+        }
+        let context = &self.0;
+        let _bound = context.bind()?;
+        let mut can = 0;
+        // SAFETY: the address is that of an integer; both are devices.
+        unsafe { context.driver.device_can_access_peer(&raw mut can, context.device, peer.0.device)? };
+        if can == 0 {
+            return Err(Error::Unsupported {
+                op: "Device::enable_peer_access",
+                what: format!("{} cannot reach the memory of {}", context.name, peer.0.name),
+            });
+        }
+        // SAFETY: the context is current and the peer's is alive.
+        match unsafe { context.driver.ctx_enable_peer_access(peer.0.raw, 0) } {
+            Err(Error::Driver { code: driver::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED, .. }) => Ok(()),
+            other => other,
+        }
+    }
+
+    pub(super) fn allocate(&self, bytes: usize) -> Result<CudaMemory> {
+        let mut address = EMPTY;
+        if bytes > 0 {
+            let _bound = self.0.bind()?;
+            // SAFETY: the address is that of an address.
+            unsafe { self.0.driver.mem_alloc(&raw mut address, bytes) }.map_err(|e| match e {
+                Error::Driver { code: driver::CUDA_ERROR_OUT_OF_MEMORY, .. } => {
+                    Error::OutOfMemory { device: self.name(), bytes }
+                }
+                e => e,
+            })?;
+        }
+        Ok(CudaMemory { context: self.0.clone(), address })
+    }
+
+    /// Copies to device memory, after all work on the device; done when it returns.
+    pub(super) fn write(&self, to: *mut u8, data: &[u8]) -> Result<()> {
+        self.copy_with_host(data.len(), |context| {
+            // SAFETY: the storage checked the range.
+            unsafe {
+                context.driver.memcpy_htod_async(to as CUdeviceptr, data.as_ptr().cast(), data.len(), context.copies)
+            }
+        })
+    }
+
+    /// Sets device memory to zero, after all work on the device; done when it returns.
+    pub(super) fn clear(&self, to: *mut u8, bytes: usize) -> Result<()> {
+        self.copy_with_host(bytes, |context| {
+            // SAFETY: the storage checked the range.
+            unsafe { context.driver.memset_d8_async(to as CUdeviceptr, 0, bytes, context.copies) }
+        })
+    }
+
+    /// Copies from device memory, after all work on the device.
+    pub(super) fn read(&self, from: *const u8, data: &mut [u8]) -> Result<()> {
+        self.copy_with_host(data.len(), |context| {
+            let (to, bytes) = (data.as_mut_ptr().cast(), data.len());
+            // SAFETY: the storage checked the range.
+            unsafe { context.driver.memcpy_dtoh_async(to, from as CUdeviceptr, bytes, context.copies) }
+        })
+    }
+
+    fn copy_with_host(&self, bytes: usize, copy: impl FnOnce(&Context) -> Result<()>) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let context = &*self.0;
+        let _bound = context.bind()?;
+        context.synchronize()?;
+        copy(context)?;
+        // SAFETY: the stream lives as long as the context, and nobody captures it.
+        unsafe { context.driver.stream_synchronize(context.copies) }
+    }
+
+    pub(super) fn new_stream(&self) -> Result<CudaStream> {
+        let _bound = self.0.bind()?;
+        let mut raw = null_mut();
+        // SAFETY: the address is that of a handle.
+        unsafe { self.0.driver.stream_create(&raw mut raw, StreamFlags::CU_STREAM_NON_BLOCKING as c_uint)? };
+        Ok(self.stream(raw, true))
+    }
+
+    /// A stream that somebody else owns.
+    pub(super) fn borrowed_stream(&self, raw: *mut c_void) -> CudaStream {
+        self.stream(raw.cast(), false)
+    }
+
+    fn stream(&self, raw: CUstream, owned: bool) -> CudaStream {
+        lock(&self.0.streams).push(raw);
+        CudaStream { context: self.0.clone(), raw, owned }
+    }
+
+    pub(super) fn new_event(&self) -> Result<CudaEvent> {
+        let _bound = self.0.bind()?;
+        let mut raw = null_mut();
+        // SAFETY: the address is that of a handle.
+        unsafe { self.0.driver.event_create(&raw mut raw, EventFlags::CU_EVENT_DEFAULT as c_uint)? };
+        Ok(CudaEvent { context: self.0.clone(), raw, recorded: AtomicBool::new(false) })
+    }
+
+    pub(super) fn allocate_pinned<T: cuda_std::Element>(&self, len: usize) -> Result<CudaPinned<T>> {
+        /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for all contexts.
+        const PORTABLE: c_uint = cust::sys::CU_MEMHOSTALLOC_PORTABLE;
+        let too_large = || Error::OutOfMemory { device: "pinned host memory".into(), bytes: usize::MAX };
+        let bytes = len.checked_mul(size_of::<T>()).filter(|&n| n <= isize::MAX as usize).ok_or_else(too_large)?;
+        let mut data = NonNull::dangling();
+        if bytes > 0 {
+            let _bound = self.0.bind()?;
+            let mut address = null_mut();
+            // SAFETY: the address is that of a pointer.
+            unsafe { self.0.driver.mem_host_alloc(&raw mut address, bytes, PORTABLE)? };
+            data = NonNull::new(address.cast::<T>()).ok_or_else(too_large)?;
+            // SAFETY: so many bytes were allocated, and zero bytes are a value of every element type.
+            unsafe { data.write_bytes(0, len) };
+        }
+        Ok(CudaPinned { context: self.0.clone(), data, len })
+    }
+
+    /// # Safety
+    /// As for [`Stream::launch`](super::Stream::launch).
+    #[inline]
+    pub(super) unsafe fn launch<A: KernelArgs>(
+        &self,
+        stream: &CudaStream,
+        entry: &Entry<A>,
+        geometry: &Geometry,
+        args: &A,
+    ) -> Result<()> {
+        let function = self.0.function(entry)?;
+        // SAFETY: forwarded to the caller; the parameters live until the driver has copied them.
+        unsafe { self.launch_function(stream, &function, entry.name, geometry, args.params().as_mut().as_mut_ptr()) }
+    }
+
+    /// # Safety
+    /// As for [`Stream::launch`](super::Stream::launch); `params` are pointers to the function's parameters.
+    unsafe fn launch_function(
+        &self,
+        stream: &CudaStream,
+        function: &Function,
+        name: &'static str,
+        geometry: &Geometry,
+        params: *mut *mut c_void,
+    ) -> Result<()> {
+        let context = &*self.0;
+        let _bound = context.bind()?;
+        if geometry.shared_bytes > FREE_SHARED_BYTES || geometry.cluster > PORTABLE_CLUSTER {
+            if geometry.shared_bytes as usize > context.properties.max_shared_bytes {
+                return Err(Error::Unsupported {
+                    op: name,
+                    what: format!(
+                        "a block needs {} bytes of shared memory, and {} has {}",
+                        geometry.shared_bytes, context.name, context.properties.max_shared_bytes
+                    ),
+                });
+            }
+            if !function.unlimited.load(Ordering::Acquire) {
+                context.lift_limits(function).map_err(|e| of_kernel(e, name))?;
+            }
+        }
+        let (grid, block) = (geometry.grid, geometry.block);
+        let hopper = context.arch == Arch::Sm90a;
+        if geometry.cluster > 1 && !hopper {
+            return Err(context.too_old(name));
+        }
+        // A kernel built for sm_80 has no instruction to wait for the one before it, so it must not start early.
+        let dependent = geometry.dependent && hopper;
+        let launched = if geometry.cluster <= 1 && !dependent {
+            // SAFETY: forwarded to the caller; the function and the stream are of this context, which is current.
+            unsafe {
+                context.driver.launch_kernel(
+                    function.raw,
+                    grid[0],
+                    grid[1],
+                    grid[2],
+                    block[0],
+                    block[1],
+                    block[2],
+                    geometry.shared_bytes,
+                    stream.raw,
+                    params,
+                    null_mut(),
+                )
+            }
+        } else {
+            let mut attributes = [LaunchAttribute::programmatic_stream_serialization(); 2];
+            let mut count = usize::from(dependent);
+            if geometry.cluster > 1 {
+                attributes[count] = LaunchAttribute::cluster(geometry.cluster);
+                count += 1;
+            }
+            let config = LaunchConfig {
+                grid,
+                block,
+                shared_bytes: geometry.shared_bytes,
+                stream: stream.raw,
+                attributes: attributes.as_ptr(),
+                attribute_count: count as c_uint,
+            };
+            // SAFETY: as above; the attributes live until the call returns.
+            unsafe { context.driver.launch_kernel_ex(&raw const config, function.raw, params, null_mut()) }
+        };
+        launched.map_err(|e| of_kernel(e, name))
+    }
+}
+
+/// Device memory. `cuMemFree` waits for work that is under way, so that it may be dropped at any time.
+pub(super) struct CudaMemory {
+    context: Arc<Context>,
+    address: CUdeviceptr,
+}
+
+impl CudaMemory {
+    pub(super) fn address(&self) -> *mut u8 {
+        self.address as *mut u8
+    }
+}
+
+impl Drop for CudaMemory {
+    fn drop(&mut self) {
+        if self.address != EMPTY
+            && let Ok(_bound) = self.context.bind()
+        {
+            // SAFETY: allocated by the same context, and nobody has the address any more.
+            let _ = unsafe { self.context.driver.mem_free(self.address) };
+        }
+    }
+}
+
+/// A stream of a context.
+pub(super) struct CudaStream {
+    context: Arc<Context>,
+    raw: CUstream,
+    owned: bool,
+}
+
+// SAFETY: a stream is a handle that the driver lets every thread use.
+unsafe impl Send for CudaStream {}
+// SAFETY: as above.
+unsafe impl Sync for CudaStream {}
+
+impl CudaStream {
+    pub(super) fn raw(&self) -> *mut c_void {
+        self.raw.cast()
+    }
+
+    pub(super) fn synchronize(&self) -> Result<()> {
+        let _bound = self.context.bind()?;
+        // SAFETY: the stream is alive.
+        unsafe { self.context.driver.stream_synchronize(self.raw) }
+    }
+
+    /// # Safety
+    /// As for [`Stream::copy_raw`](super::Stream::copy_raw).
+    pub(super) unsafe fn copy(&self, dst: *mut u8, src: *const u8, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let _bound = self.context.bind()?;
+        // SAFETY: forwarded to the caller. Addresses of host and devices are of one space.
+        unsafe { self.context.driver.memcpy_async(dst as CUdeviceptr, src as CUdeviceptr, bytes, self.raw) }
+    }
+
+    /// # Safety
+    /// As for [`Stream::fill_raw`](super::Stream::fill_raw).
+    pub(super) unsafe fn fill(&self, dst: *mut u8, byte: u8, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let _bound = self.context.bind()?;
+        // SAFETY: forwarded to the caller.
+        unsafe { self.context.driver.memset_d8_async(dst as CUdeviceptr, byte, bytes, self.raw) }
+    }
+
+    pub(super) fn record(&self, event: &CudaEvent) -> Result<()> {
+        self.same_device("record_event", event)?;
+        let _bound = self.context.bind()?;
+        // SAFETY: both are alive and of one context.
+        unsafe { self.context.driver.event_record(event.raw, self.raw)? };
+        event.recorded.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Of any device: that is how streams of several GPUs wait for each other.
+    pub(super) fn wait(&self, event: &CudaEvent) -> Result<()> {
+        let _bound = self.context.bind()?;
+        // SAFETY: both are alive.
+        unsafe { self.context.driver.stream_wait_event(self.raw, event.raw, 0) }
+    }
+
+    fn same_device(&self, op: &'static str, event: &CudaEvent) -> Result<()> {
+        if self.context.raw == event.context.raw {
+            return Ok(());
+        }
+        let (expected, got) = (self.context.name.clone(), event.context.name.clone());
+        Err(Error::WrongDevice { op, arg: "event", expected, got })
+    }
+
+    /// Every success is followed by [`end_capture`](Self::end_capture).
+    pub(super) fn begin_capture(&self) -> Result<()> {
+        let _bound = self.context.bind()?;
+        let mut captures = self.context.captures.write().unwrap_or_else(PoisonError::into_inner);
+        let mode = CaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
+        // SAFETY: the stream is alive.
+        unsafe { self.context.driver.stream_begin_capture(self.raw, mode)? };
+        *captures += 1;
+        Ok(())
+    }
+
+    pub(super) fn end_capture(&self) -> Result<CudaGraph> {
+        let driver = self.context.driver;
+        let bound = self.context.bind();
+        let mut graph = null_mut();
+        // SAFETY: the stream is alive, and its capture was begun.
+        let ended =
+            bound.and_then(|bound| unsafe { driver.stream_end_capture(self.raw, &raw mut graph) }.map(|()| bound));
+        *self.context.captures.write().unwrap_or_else(PoisonError::into_inner) -= 1;
+        let _bound = ended?;
+        let mut exec = null_mut();
+        // SAFETY: the graph was just captured. The executable one needs it no more.
+        let instantiated = unsafe {
+            let instantiated = driver.graph_instantiate(&raw mut exec, graph, 0);
+            let _ = driver.graph_destroy(graph);
+            instantiated
+        };
+        instantiated.map(|()| CudaGraph { context: self.context.clone(), exec: Mutex::new(Exec(exec)) })
+    }
+}
+
+impl Drop for CudaStream {
+    fn drop(&mut self) {
+        {
+            let mut streams = lock(&self.context.streams);
+            if let Some(i) = streams.iter().position(|&s| s == self.raw) {
+                streams.swap_remove(i);
+            }
+        }
+        if self.owned
+            && let Ok(_bound) = self.context.bind()
+        {
+            // SAFETY: created by the same context. Work under way is done all the same.
+            let _ = unsafe { self.context.driver.stream_destroy(self.raw) };
+        }
+    }
+}
+
+/// A point in a stream.
+pub(super) struct CudaEvent {
+    context: Arc<Context>,
+    raw: CUevent,
+    recorded: AtomicBool,
+}
+
+// SAFETY: an event is a handle that the driver lets every thread use.
+unsafe impl Send for CudaEvent {}
+// SAFETY: as above.
+unsafe impl Sync for CudaEvent {}
+
+impl CudaEvent {
+    pub(super) fn synchronize(&self) -> Result<()> {
+        let _bound = self.context.bind()?;
+        // SAFETY: the event is alive.
+        unsafe { self.context.driver.event_synchronize(self.raw) }
+    }
+
+    /// `None` if either was not recorded, or they are of two devices.
+    pub(super) fn seconds_since(&self, earlier: &Self) -> Result<Option<f64>> {
+        let recorded = |e: &Self| e.recorded.load(Ordering::Acquire);
+        if !recorded(self) || !recorded(earlier) || self.context.raw != earlier.context.raw {
+            return Ok(None);
+        }
+        let _bound = self.context.bind()?;
+        let mut milliseconds = 0.0;
+        // SAFETY: both are alive, and the address is that of a number.
+        let elapsed = unsafe {
+            self.context.driver.event_synchronize(self.raw)?;
+            self.context.driver.event_elapsed_time(&raw mut milliseconds, earlier.raw, self.raw)
+        };
+        match elapsed {
+            // Recorded in a capture only.
+            Err(Error::Driver { code: CUDA_ERROR_INVALID_HANDLE | driver::CUDA_ERROR_INVALID_VALUE, .. }) => Ok(None),
+            other => other.map(|()| Some(f64::from(milliseconds) * 1e-3)),
+        }
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        if let Ok(_bound) = self.context.bind() {
+            // SAFETY: created by the same context. What waits for it still does.
+            let _ = unsafe { self.context.driver.event_destroy(self.raw) };
+        }
+    }
+}
+
+/// An executable graph. The driver's graphs are not for several threads at a time, hence the lock.
+pub(super) struct CudaGraph {
+    context: Arc<Context>,
+    exec: Mutex<Exec>,
+}
+
+struct Exec(CUgraphExec);
+// SAFETY: a graph may be used by any thread, by one at a time.
+unsafe impl Send for Exec {}
+
+impl CudaGraph {
+    pub(super) fn launch(&self, stream: *mut c_void) -> Result<()> {
+        let _bound = self.context.bind()?;
+        // SAFETY: the graph is alive, and so is the stream, which is of the same context.
+        unsafe { self.context.driver.graph_launch(lock(&self.exec).0, stream.cast()) }
+    }
+
+    pub(super) fn upload(&self, stream: *mut c_void) -> Result<()> {
+        let _bound = self.context.bind()?;
+        // SAFETY: as for `launch`.
+        unsafe { self.context.driver.graph_upload(lock(&self.exec).0, stream.cast()) }
+    }
+}
+
+impl Drop for CudaGraph {
+    fn drop(&mut self) {
+        if let Ok(_bound) = self.context.bind() {
+            // SAFETY: instantiated by the same context. Launches under way are done all the same.
+            let _ = unsafe { self.context.driver.graph_exec_destroy(lock(&self.exec).0) };
+        }
+    }
+}
+
+/// Page-locked host memory.
+pub(super) struct CudaPinned<T> {
+    context: Arc<Context>,
+    data: NonNull<T>,
+    len: usize,
+}
+
+// SAFETY: owns its elements like a `Vec`.
+unsafe impl<T: Send> Send for CudaPinned<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for CudaPinned<T> {}
+
+impl<T> CudaPinned<T> {
+    pub(super) fn as_slice(&self) -> &[T] {
+        // SAFETY: so many initialised elements are allocated.
+        unsafe { std::slice::from_raw_parts(self.data.as_ptr(), self.len) }
+    }
+
+    pub(super) fn as_mut_slice(&mut self) -> &mut [T] {
+        // SAFETY: as above, and borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.len) }
+    }
+}
+
+impl<T> Drop for CudaPinned<T> {
+    fn drop(&mut self) {
+        if self.len * size_of::<T>() > 0
+            && let Ok(_bound) = self.context.bind()
+        {
+            // SAFETY: allocated by `mem_host_alloc`. Elements need no destructor.
+            let _ = unsafe { self.context.driver.mem_free_host(self.data.as_ptr().cast()) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_gpu_gets_its_ptx() {
+        assert_eq!(arch_of((7, 5)), None);
+        assert_eq!(arch_of((8, 0)), Some(Arch::Sm80));
+        assert_eq!(arch_of((8, 9)), Some(Arch::Sm80));
+        assert_eq!(arch_of((9, 0)), Some(Arch::Sm90a));
+        assert_eq!(arch_of((12, 0)), Some(Arch::Sm80));
+    }
+
+    #[test]
+    fn errors_name_the_kernel() {
+        let error =
+            Error::Driver { call: "cuX", code: 1, name: "CUDA_ERROR_X".into(), kernel: None, log: String::new() };
+        assert_eq!(of_kernel(error, "rms_norm_f32").to_string(), "cuX failed: CUDA_ERROR_X (1), kernel rms_norm_f32");
+    }
+}

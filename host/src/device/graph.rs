@@ -47,11 +47,11 @@ impl Capture {
 pub struct Graph {
     device: Device,
     backend: GraphBackend,
-    _kept: Vec<Arc<Storage>>,
+    kept: Vec<Arc<Storage>>,
 }
 
 enum GraphBackend {
-    Simt(Vec<Work>),
+    Simt(Arc<[Work]>),
     #[cfg(feature = "cuda")]
     Cuda(super::cuda::CudaGraph),
 }
@@ -85,32 +85,52 @@ impl Graph {
             Err(panic) => std::panic::resume_unwind(panic),
         }
         let backend = match backend {
-            None => GraphBackend::Simt(capture.work),
+            None => GraphBackend::Simt(capture.work.into()),
             #[cfg(feature = "cuda")]
             Some(graph) => GraphBackend::Cuda(graph?),
             #[cfg(not(feature = "cuda"))]
             Some(()) => unreachable!("only GPUs have graphs of their own"),
         };
-        Ok(Self { device: stream.device().clone(), backend, _kept: capture.kept })
+        Ok(Self { device: stream.device().clone(), backend, kept: capture.kept })
     }
 
-    /// Runs the captured work on `stream`.
+    /// Runs the captured work on `stream`. If that is being captured itself, the work becomes part of the outer graph.
     ///
     /// # Errors
     /// [`Error::WrongDevice`], and those of the work itself.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
-        if self.device != *stream.device() {
-            return Err(Error::WrongDevice {
-                op: "Graph::launch",
-                arg: "graph",
-                expected: stream.device().name(),
-                got: self.device.name(),
-            });
+        self.check_device("Graph::launch", stream)?;
+        for storage in &self.kept {
+            stream.retain(storage);
         }
         match &self.backend {
-            GraphBackend::Simt(work) => work.iter().try_for_each(|w| w()),
+            GraphBackend::Simt(work) => {
+                let work = work.clone();
+                let run = move || work.iter().try_for_each(|w| w());
+                if stream.is_capturing() { stream.record(run) } else { run() }
+            }
             #[cfg(feature = "cuda")]
             GraphBackend::Cuda(graph) => graph.launch(stream.as_raw()),
         }
+    }
+
+    /// Prepares the first launch, which then takes no longer than later ones. The SIMT device needs no preparation.
+    ///
+    /// # Errors
+    /// [`Error::WrongDevice`], [`Error::Driver`].
+    pub fn upload(&self, stream: &Stream) -> Result<()> {
+        self.check_device("Graph::upload", stream)?;
+        match &self.backend {
+            GraphBackend::Simt(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            GraphBackend::Cuda(graph) => graph.upload(stream.as_raw()),
+        }
+    }
+
+    fn check_device(&self, op: &'static str, stream: &Stream) -> Result<()> {
+        if self.device == *stream.device() {
+            return Ok(());
+        }
+        Err(Error::WrongDevice { op, arg: "graph", expected: stream.device().name(), got: self.device.name() })
     }
 }

@@ -41,6 +41,15 @@ pub struct Properties {
     pub memory_bytes: u64,
 }
 
+/// Memory of a GPU, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// What is left, for all processes.
+    pub free: u64,
+    /// All there is.
+    pub total: u64,
+}
+
 impl Device {
     /// A SIMT device with default options.
     pub fn simt() -> Self {
@@ -69,6 +78,10 @@ impl Device {
 
     /// The GPU of the CUDA context that is current on this thread: for use beside another CUDA library. Makes no
     /// context.
+    ///
+    /// The context must outlive the device and all that is made from it. If it is the GPU's primary context, as it is with
+    /// the CUDA runtime and what builds on that, the result is the same device as [`cuda`](Self::cuda)'s. For any other
+    /// context keep the device: each call loads kernels of its own, which live as long as the context.
     ///
     /// # Errors
     /// As for [`cuda`](Self::cuda), and [`Error::Driver`] when no context is current.
@@ -155,16 +168,18 @@ impl Device {
     /// [`Error::Value`] for an unknown family, [`Error::Driver`] with the JIT log.
     pub fn preload(&self, families: &[&str]) -> Result<()> {
         for family in families {
-            if !crate::ptx::FAMILIES.contains(family) {
+            let Some(family) = crate::ptx::FAMILIES.iter().find(|known| *known == family) else {
                 return Err(Error::Value {
                     op: "Device::preload",
                     arg: "families",
                     expected: format!("among {:?}", crate::ptx::FAMILIES),
                     got: format!("`{family}`"),
                 });
-            }
+            };
             match &*self.0 {
-                Backend::Simt(_) => {}
+                Backend::Simt(_) => {
+                    let _ = family;
+                }
                 #[cfg(feature = "cuda")]
                 Backend::Cuda(d) => d.preload(family)?,
             }
@@ -181,6 +196,48 @@ impl Device {
             Backend::Simt(_) => Ok(()),
             #[cfg(feature = "cuda")]
             Backend::Cuda(d) => d.synchronize(),
+        }
+    }
+
+    /// Lets kernels of this device use memory of `peer` (by address: safe operations take tensors of one device only).
+    /// Kernels of a SIMT device always can. Once for each direction; more often does no harm.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the GPUs are not connected in a way that allows it, [`Error::WrongDevice`] for a GPU and
+    /// a SIMT device.
+    pub fn enable_peer_access(&self, peer: &Device) -> Result<()> {
+        match (&*self.0, &*peer.0) {
+            (Backend::Simt(_), Backend::Simt(_)) => Ok(()),
+            #[cfg(feature = "cuda")]
+            (Backend::Cuda(d), Backend::Cuda(peer)) => d.enable_peer_access(peer),
+            #[cfg(feature = "cuda")]
+            _ => Err(Error::WrongDevice {
+                op: "Device::enable_peer_access",
+                arg: "peer",
+                expected: "a device of its kind".into(),
+                got: peer.name(),
+            }),
+        }
+    }
+
+    /// The number by which the CUDA driver knows the GPU; `None` for the SIMT device.
+    pub fn cuda_ordinal(&self) -> Option<usize> {
+        match &*self.0 {
+            Backend::Simt(_) => None,
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => Some(d.ordinal()),
+        }
+    }
+
+    /// Memory of the GPU, free and in all, in bytes; `None` for the SIMT device, which uses the host's.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn memory_info(&self) -> Result<Option<MemoryInfo>> {
+        match &*self.0 {
+            Backend::Simt(_) => Ok(None),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => d.memory().map(|(free, total)| Some(MemoryInfo { free, total })),
         }
     }
 
@@ -264,7 +321,20 @@ impl Storage {
         self.address
     }
 
-    /// Copies from the host, and waits for it.
+    /// Sets all bytes to zero, after all work on the device, and waits for it.
+    pub(crate) fn clear(&self) -> Result<()> {
+        match self.device.backend() {
+            Backend::Simt(d) => {
+                // SAFETY: in bounds, and nobody else touches the device's memory.
+                d.exclusive(|| unsafe { std::ptr::write_bytes(self.address, 0, self.bytes) });
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => d.clear(self.address, self.bytes),
+        }
+    }
+
+    /// Copies from the host, after all work on the device, and waits for it.
     pub(crate) fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
         assert!(offset + data.len() <= self.bytes, "write outside of a storage");
         let to = self.address.wrapping_add(offset);

@@ -54,7 +54,7 @@ impl Stream {
                 StreamBackend::Simt
             }
             #[cfg(feature = "cuda")]
-            Backend::Cuda(_) => StreamBackend::Cuda(super::cuda::CudaStream::borrowed(stream)),
+            Backend::Cuda(d) => StreamBackend::Cuda(d.borrowed_stream(stream)),
         };
         Self::with(device, backend)
     }
@@ -305,7 +305,7 @@ impl Stream {
         }
     }
 
-    fn record(&self, work: impl Fn() -> Result<()> + Send + Sync + 'static) -> Result<()> {
+    pub(super) fn record(&self, work: impl Fn() -> Result<()> + Send + Sync + 'static) -> Result<()> {
         match self.0.capture.lock().expect("capture").as_mut() {
             Some(capture) => {
                 capture.push(work);
@@ -392,11 +392,13 @@ impl Event {
         };
         match (&self.0, &earlier.0) {
             (EventBackend::Simt(b), EventBackend::Simt(a)) => {
-                let (a, b) = (*a.lock().expect("event"), *b.lock().expect("event"));
+                // One lock after the other: the two may be one event.
+                let a = *a.lock().expect("event");
+                let b = *b.lock().expect("event");
                 Ok(b.ok_or_else(unrecorded)?.saturating_duration_since(a.ok_or_else(unrecorded)?).as_secs_f64())
             }
             #[cfg(feature = "cuda")]
-            (EventBackend::Cuda(b), EventBackend::Cuda(a)) => b.seconds_since(a),
+            (EventBackend::Cuda(b), EventBackend::Cuda(a)) => b.seconds_since(a)?.ok_or_else(unrecorded),
             #[cfg(feature = "cuda")]
             _ => Err(unrecorded()),
         }

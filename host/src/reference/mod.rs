@@ -2,4 +2,7 @@
 //!
 //! Inputs are what the kernel reads, widened exactly; results are `f64`, before the kernel's one rounding.
 
+pub mod attention;
+pub mod gemm;
+pub mod kv_cache;
 pub mod norm;

@@ -26,16 +26,16 @@ macro_rules! copy {
 #[track_caller]
 pub unsafe fn copy_16<T>(dst: impl SharedAddress, src: *const T) {
     // SAFETY: forwarded to the caller.
-    unsafe { copy_16_zero_fill(dst, src, 16) }
+    unsafe { copy_16_zfill(dst, src, 16) }
 }
 
 /// [`copy_16`] that reads `bytes` bytes only, 0 to 16, and writes zeroes for the rest.
 ///
 /// # Safety
-/// As for [`copy_16`]; `src` is a valid address even if no byte is read.
+/// As for [`copy_16`]; `src` may be anything if `bytes` is 0.
 #[inline(always)]
 #[track_caller]
-pub unsafe fn copy_16_zero_fill<T>(dst: impl SharedAddress, src: *const T, bytes: u32) {
+pub unsafe fn copy_16_zfill<T>(dst: impl SharedAddress, src: *const T, bytes: u32) {
     #[cfg(target_arch = "nvptx64")]
     // SAFETY: forwarded to the caller.
     unsafe {

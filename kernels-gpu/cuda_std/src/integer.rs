@@ -167,6 +167,7 @@ impl Divisor {
 
     /// `n / divisor` for every `n`.
     #[inline(always)]
+    #[allow(clippy::should_implement_trait)]
     pub fn div(self, n: u32) -> u32 {
         ((mul_hi(n, self.multiplier) as u64 + n as u64) >> self.shift) as u32
     }

@@ -12,7 +12,7 @@
 //! # Two rules behind the collectives
 //!
 //! rustc does not mark `asm!` as convergent, so LLVM may duplicate it or sink it across a divergent branch. So
-//! collectives use LLVM's own intrinsics, which are convergent; what has none is [`sync_ptx!`], inline assembly
+//! collectives use LLVM's own intrinsics, which are convergent; what has none is `sync_ptx!`, inline assembly
 //! that is pinned to its basic block by a convergent intrinsic. And collective assembly is never `pure`.
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
@@ -22,7 +22,9 @@
 #![cfg_attr(
     target_arch = "nvptx64",
     feature(abi_unadjusted, link_llvm_intrinsics),
-    allow(improper_ctypes, clashing_extern_declarations)
+    allow(improper_ctypes, clashing_extern_declarations),
+    // Instructions that turn an address into another do not access what it points to.
+    allow(clippy::pointers_in_nomem_asm_block)
 )]
 #![allow(internal_features)]
 // Every function here that touches memory or synchronises has the contract of the PTX instruction that it stands

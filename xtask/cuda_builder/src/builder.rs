@@ -125,7 +125,7 @@ pub(crate) fn flags(arch: &Arch) -> Vec<String> {
         format!("-Ctarget-cpu={}", arch.name()),
         format!("-Ctarget-feature=+ptx{}", arch.isa()),
         // Loops of constant length over register arrays must unroll completely.
-        "-Cllvm-args=-unroll-threshold=20000".into(),
+        "-Cllvm-args=-unroll-threshold=20000 -unroll-runtime=false".into(),
         // A panic is a `trap`: no message, no formatting code.
         "-Zunstable-options".into(),
         "-Cpanic=immediate-abort".into(),

@@ -40,6 +40,9 @@ pub struct Entry {
     pub max_threads: u32,
     /// Traps that the kernel asks for itself.
     pub traps: u32,
+    /// Memory instructions that do not know what memory they go to, and so are slower: pointers that came out of
+    /// structs or out of memory.
+    pub generic: u32,
 }
 
 /// Something wrong with an entry.
@@ -201,6 +204,14 @@ fn collective(op: &str) -> bool {
     let mut parts = op.trim_end_matches(';').split('.');
     let first = parts.next().unwrap_or_default();
     matches!(first, "bar" | "barrier") || parts.any(|p| p == "sync" || p == "aligned")
+}
+
+/// Whether an opcode accesses memory of any kind, to be found out by the hardware.
+fn generic(op: &str) -> bool {
+    let mut parts = op.split('.');
+    let access = matches!(parts.next(), Some("ld" | "st" | "atom" | "red")) && op.contains('.');
+    let space = |p: &str| ["global", "shared", "param", "const", "local"].iter().any(|s| p.starts_with(s));
+    access && !parts.any(space)
 }
 
 /// Whether a name was made by the compiler, from hashes that differ between machines.
@@ -417,6 +428,7 @@ fn entry(item: &Item, module: &mut Module) -> String {
     let (mut in_asm, mut panics) = (false, 0);
     for line in &item.lines {
         let t = line.trim_start();
+        facts.generic += code(t).split([' ', '\t', ';', '{']).filter(|op| generic(op)).count() as u32;
         if t.starts_with("// begin inline asm") {
             in_asm = true;
         } else if t.starts_with("// end inline asm") {
@@ -512,7 +524,7 @@ mod tests {
         assert!(m.text.contains(".param .align 64 .b8 k_param_0[128]"));
         assert!(m.text.contains("mov.b64 %rd1, k_param_0;"));
         assert!(!m.text.contains("//"));
-        assert_eq!(m.entries, [Entry { name: "k".into(), max_threads: 384, traps: 0 }]);
+        assert_eq!(m.entries, [Entry { name: "k".into(), max_threads: 384, traps: 0, generic: 0 }]);
     }
 
     #[test]
@@ -565,7 +577,8 @@ mod tests {
     #[test]
     fn calls_are_found() {
         let text = HEAD.to_string()
-            + ".extern .func panic\n(\n\t.param .b64 a\n)\n;\n.func (.param .b32 r) helper(\n\t.param .b64 a\n)\n{\n\tret;\n}\n"
+            + ".extern .func panic\n(\n\t.param .b64 a\n)\n;\n"
+            + ".func (.param .b32 r) helper(\n\t.param .b64 a\n)\n{\n\tret;\n}\n"
             + &kernel("k", "\tcall.uni panic, (a);\n\tcall.uni (r), helper, (a);\n");
         let m = process(&text, "sm_90a").unwrap();
         let all = m.problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
@@ -588,6 +601,18 @@ mod tests {
         assert_eq!((kinds(&meant), meant.entries[0].traps), (vec![], 1));
         // The marker counts for its own block only.
         assert_eq!(kinds(&module(&(asm("//@trap") + "$L__BB0_1:\n\ttrap;\n"))), [Kind::Panic]);
+    }
+
+    #[test]
+    fn generic_accesses_are_counted() {
+        let with_space = "\tld.global.nc.b32 \t%r1, [%rd1];\n\tst.shared::cta.b32 \t[%r2], %r1;\n\
+            \tld.param.b64 \t%rd1, [k_param_0];\n\tatom.acq_rel.gpu.global.add.u32 \t%r1, [%rd1], 1;\n";
+        assert_eq!(module(with_space).entries[0].generic, 0);
+        let without = "\t@%p1 ld.b32 \t%r1, [%rd1];\n\tst.v4.b32 \t[%rd1], {%r1, %r1, %r1, %r1};\n";
+        assert_eq!(
+            module(&(without.to_string() + &asm("{ red.release.gpu.add.u32 [%rd1], 1; }"))).entries[0].generic,
+            3
+        );
     }
 
     #[test]

@@ -234,7 +234,8 @@ mod tests {
     use super::*;
 
     const SAID: &str = "ptxas info    : 0 bytes gmem, 1024 bytes cmem[3]\n\
-        ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to x in the function 'gemm'\n\
+        ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to x \
+            in the function 'gemm'\n\
         ptxas info    : Compiling entry function 'scale' for 'sm_90'\n\
         ptxas info    : Function properties for scale\n    \
             0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n\

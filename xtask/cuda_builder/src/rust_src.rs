@@ -28,17 +28,17 @@ pub(crate) fn obtain(name: &str, pin: &Pin, options: &Options) -> Result<Source>
     if own_library(name).is_some() {
         return Ok(Source { library: None, origin: "rustup".into() });
     }
+    let folder = options.folder.join("rust-src-debian");
+    if let Ok(library) = find_library(&folder, release) {
+        return Ok(Source { library: Some(library), origin: "Debian".into() });
+    }
     let mut tried = vec![];
     match output(rustup(&["component", "add", "rust-src", "--toolchain", name])) {
         Ok(_) if own_library(name).is_some() => return Ok(Source { library: None, origin: "rustup".into() }),
         Ok(_) => tried.push("rustup added it, but it is not there".into()),
         Err(reason) => tried.push(reason),
     }
-    let folder = options.folder.join("rust-src-debian");
-    match find_library(&folder, release) {
-        Ok(library) => return Ok(Source { library: Some(library), origin: "Debian".into() }),
-        Err(_) => eprintln!("rustup cannot add rust-src; trying Debian's package"),
-    }
+    eprintln!("rustup cannot add rust-src; trying Debian's package");
     match debian(&folder, &options.folder, release) {
         Ok(library) => Ok(Source { library: Some(library), origin: "Debian".into() }),
         Err(reason) => {
@@ -218,12 +218,17 @@ fn debian(into: &Path, scratch: &Path, release: &str) -> Result<PathBuf, String>
         fs::create_dir_all(apt.join("lists/partial")).map_err(io)?;
         fs::write(apt.join("rust.sources"), source.with_suite(suite)).map_err(io)?;
         if let Err(reason) = output(command("apt-get", &["update", "--error-on=any"])) {
-            tried.push(format!("{suite}: {reason}"));
-            continue;
+            if reason.contains("404") || reason.contains("does not have a Release file") {
+                tried.push(format!("{suite} does not exist"));
+                continue;
+            }
+            // No network: the other suites are on the same server.
+            tried.push(reason);
+            break;
         }
         let madison = output(command("apt-cache", &["madison", "rust-src"])).unwrap_or_default();
         let Some(version) = pick_version(&madison, release) else {
-            tried.push(format!("{suite}: no rust-src {release}"));
+            tried.push(format!("{suite} has no rust-src {release}"));
             continue;
         };
         eprintln!("fetching Debian's rust-src {version} of {suite}");

@@ -109,7 +109,7 @@ pub(crate) fn output(mut command: Command) -> Result<String, String> {
 fn last_words(text: &str) -> &str {
     let lines = || text.lines().map(str::trim).filter(|l| !l.is_empty());
     let error = lines().find(|l| l.to_ascii_lowercase().starts_with("error") || l.starts_with("E:"));
-    error.or_else(|| lines().last()).unwrap_or("failed without a message")
+    error.or_else(|| lines().next_back()).unwrap_or("failed without a message")
 }
 
 /// The installed toolchain with the pinned commit.

@@ -1,0 +1,417 @@
+//! Attention of a few query tokens a sequence over a paged KV cache.
+//!
+//! Two kernels. [`DecodePath::Split`] cuts long sequences into chunks, shares one read of K and V among all query rows of
+//! a KV head, and uses the tensor cores; [`DecodePath::Plain`] is vLLM's first kernel without its tuning and takes every
+//! layout, storage type and head size. Lengths and block tables are read on the device, and the grid does not depend
+//! on them: a captured graph serves every step of a growing batch.
+
+use crate::check::Call;
+use crate::device::{Device, Geometry, Stream};
+use crate::error::{Error, Result};
+use crate::kernels::attention::{decode as split, plain};
+use crate::kv_cache::layout::{Scales, check_scales};
+use crate::kv_cache::{CacheElement, CacheLayout, KvCache};
+use crate::tensor::Tensor;
+use cuda_std::{DType, Entry, Float};
+
+const OP: &str = "decode";
+
+/// The most query tokens of a sequence.
+pub const MAX_QUERY_TOKENS: usize = 16;
+
+/// The kernels of [`decode`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DecodePath {
+    /// By element types, layout and sizes, never by lengths or batch.
+    #[default]
+    Auto,
+    /// Chunks of keys through the tensor cores: f16 and bf16, NHD and HND, head sizes that are multiples of 8.
+    Split,
+    /// A block for each query and head: everything.
+    Plain,
+}
+
+/// Options of [`decode`].
+#[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
+pub struct DecodeOptions<'a> {
+    /// Multiplies the scores; `1 / sqrt(head_dim)` if `None`.
+    pub scale: Option<f32>,
+    /// Scores become `cap · tanh(score / cap)`; 0 for none.
+    pub soft_cap: f32,
+    /// How many of the latest keys a query token sees, itself included; 0 for all. Blocks outside are not read.
+    pub window: usize,
+    /// ALiBi slopes, `[q_heads]`: `slope · (key position - query position)` is added to scores.
+    pub alibi: Option<&'a Tensor<f32>>,
+    /// Attention sinks, `[q_heads]`: scores without keys that take part in the softmax.
+    pub sinks: Option<&'a Tensor<f32>>,
+    /// Scales of a quantised cache.
+    pub scales: Option<Scales<'a>>,
+    /// Which kernel.
+    pub path: DecodePath,
+}
+
+impl<'a> DecodeOptions<'a> {
+    /// With this factor for the scores.
+    pub fn scale(mut self, scale: f32) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+    /// With this soft cap.
+    pub fn soft_cap(mut self, cap: f32) -> Self {
+        self.soft_cap = cap;
+        self
+    }
+    /// With this sliding window.
+    pub fn window(mut self, window: usize) -> Self {
+        self.window = window;
+        self
+    }
+    /// With these ALiBi slopes.
+    pub fn alibi(mut self, slopes: &'a Tensor<f32>) -> Self {
+        self.alibi = Some(slopes);
+        self
+    }
+    /// With these sinks.
+    pub fn sinks(mut self, sinks: &'a Tensor<f32>) -> Self {
+        self.sinks = Some(sinks);
+        self
+    }
+    /// With these scales of the cache.
+    pub fn scales(mut self, scales: Scales<'a>) -> Self {
+        self.scales = Some(scales);
+        self
+    }
+    /// With this kernel.
+    pub fn path(mut self, path: DecodePath) -> Self {
+        self.path = path;
+        self
+    }
+}
+
+/// Scratch memory of [`decode`] for sequences of up to a length: partial results, and tickets that say which block is the
+/// last of a sequence. One workspace serves one stream at a time.
+pub struct DecodeWorkspace {
+    partial: Tensor<f32>,
+    tickets: Tensor<u32>,
+    max_len: usize,
+}
+
+impl DecodeWorkspace {
+    /// For up to `batch` sequences of up to `max_len` keys (what the block table can hold), `q_len` query tokens each.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; [`Error::Value`] if `max_len` is not below 2^31.
+    pub fn new(
+        device: &Device,
+        batch: usize,
+        q_len: usize,
+        q_heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        max_len: usize,
+    ) -> Result<Self> {
+        let Ok(len) = i32::try_from(max_len) else {
+            let (expected, got) = ("below 2^31".into(), max_len.to_string());
+            return Err(Error::Value { op: "DecodeWorkspace::new", arg: "max_len", expected, got });
+        };
+        let floats = partial_floats(batch, q_len, q_heads, head_dim, len as u32);
+        Ok(Self {
+            partial: Tensor::uninit(device, &[floats])?,
+            tickets: Tensor::zeros(device, &[batch * kv_heads])?,
+            max_len,
+        })
+    }
+}
+
+/// Floats of [`split::Args`]' `partial` (layer L1).
+pub const fn partial_floats(batch: usize, q_len: usize, q_heads: usize, head_dim: usize, max_len: u32) -> usize {
+    batch * split::max_chunks(max_len) as usize * q_heads * q_len * (head_dim + 2)
+}
+
+/// The entry of [`DecodePath::Split`] for `rows` query rows that share a KV head, and the head size it is for.
+pub const fn split_entry(dtype: DType, head_dim: usize, rows: usize) -> Option<(Entry<split::Args>, usize)> {
+    use split::*;
+    let (bf16, f16, dim) = match (head_dim, rows) {
+        (1..=64, 1..=8) => (decode_d64_r8_bf16::ENTRY, decode_d64_r8_f16::ENTRY, 64),
+        (1..=128, 1..=8) => (decode_d128_r8_bf16::ENTRY, decode_d128_r8_f16::ENTRY, 128),
+        (1..=128, 9..=16) => (decode_d128_r16_bf16::ENTRY, decode_d128_r16_f16::ENTRY, 128),
+        _ => return None,
+    };
+    match dtype {
+        DType::Bf16 => Some((bf16, dim)),
+        DType::F16 => Some((f16, dim)),
+        _ => None,
+    }
+}
+
+/// The entry of [`DecodePath::Plain`] for tensors of `dtype` and a cache of `cache`.
+pub const fn plain_entry(dtype: DType, cache: DType) -> Option<Entry<plain::Args>> {
+    use plain::*;
+    Some(match (dtype, cache) {
+        (DType::F32, DType::F32) => plain_f32_f32::ENTRY,
+        (DType::F32, DType::E4m3) => plain_f32_e4m3::ENTRY,
+        (DType::F32, DType::E5m2) => plain_f32_e5m2::ENTRY,
+        (DType::F32, DType::I8) => plain_f32_i8::ENTRY,
+        (DType::F16, DType::F16) => plain_f16_f16::ENTRY,
+        (DType::F16, DType::E4m3) => plain_f16_e4m3::ENTRY,
+        (DType::F16, DType::E5m2) => plain_f16_e5m2::ENTRY,
+        (DType::F16, DType::I8) => plain_f16_i8::ENTRY,
+        (DType::Bf16, DType::Bf16) => plain_bf16_bf16::ENTRY,
+        (DType::Bf16, DType::E4m3) => plain_bf16_e4m3::ENTRY,
+        (DType::Bf16, DType::E5m2) => plain_bf16_e5m2::ENTRY,
+        (DType::Bf16, DType::I8) => plain_bf16_i8::ENTRY,
+        _ => return None,
+    })
+}
+
+/// How to launch [`DecodePath::Split`] for heads of `dim` (as [`split_entry`] gives it) on so many multiprocessors.
+pub const fn split_geometry(dim: usize, multiprocessors: u32) -> Geometry {
+    let blocks = if dim <= 64 { 4 } else { 2 };
+    Geometry::linear(blocks * multiprocessors, split::THREADS as u32).shared_bytes(split::shared_bytes(dim) as u32)
+}
+
+/// How to launch [`DecodePath::Plain`].
+pub const fn plain_geometry(q_heads: u32, q_len: u32, batch: u32) -> Geometry {
+    Geometry::new([q_heads, q_len, batch], [plain::THREADS as u32, 1, 1]).shared_bytes(plain::SHARED_BYTES as u32)
+}
+
+/// Attention of the last `q_len` tokens of each sequence over all its keys.
+///
+/// * `q`, `out`: `[batch, q_heads, head_dim]` for one query token a sequence, or `[batch, q_len, q_heads, head_dim]` for up
+///   to 16 (causal among them); dense in the last dimension.
+/// * `cache`: the layer's pages; `q_heads` is a multiple of its heads, and head `h` reads KV head
+///   `h / (q_heads / kv_heads)`.
+/// * `block_table`: `[batch, max_blocks]`, the pages of each sequence in order. A page number outside of the cache counts
+///   as unseen keys.
+/// * `lens`: `[batch]`, keys of each sequence including the query tokens' own; 0 (or less) gives zeros.
+/// * `lse`: `[batch, q_heads]` or `[batch, q_len, q_heads]`, receives the logarithm of each softmax's denominator.
+///
+/// Scores, softmax and the sum over values are in f32; the split path multiplies rounded probabilities, as FlashAttention
+/// does. A result depends on its own sequence only. Source: Kwon et al., *PagedAttention*, 2023; Dao et al.,
+/// *Flash-Decoding*, 2023.
+///
+/// # Errors
+/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value) (head ratio, head size, options, a workspace
+/// that is too small), [`DType`](Error::DType), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice),
+/// [`Unsupported`](Error::Unsupported) if `options.path` does not take these tensors.
+#[expect(clippy::too_many_arguments, reason = "outputs, inputs and workspace of one operation")]
+pub fn decode<T: Float, S: CacheElement>(
+    stream: &Stream,
+    out: &mut Tensor<T>,
+    lse: Option<&mut Tensor<f32>>,
+    q: &Tensor<T>,
+    cache: &KvCache<S>,
+    block_table: &Tensor<i32>,
+    lens: &Tensor<i32>,
+    options: &DecodeOptions<'_>,
+    workspace: &mut DecodeWorkspace,
+) -> Result<()> {
+    let mut call = Call::new(OP, stream);
+    let cs = cache.shape();
+    let (batch, q_len, q_heads) = match *q.shape() {
+        [batch, heads, _] => (batch, 1, heads),
+        [batch, q_len, heads, _] => (batch, q_len, heads),
+        _ => {
+            return Err(call.bad_shape(
+                "q",
+                q.shape(),
+                "[batch, q_heads, head_dim] or [batch, q_len, q_heads, head_dim]",
+            ));
+        }
+    };
+    let (head_dim, kv_heads) = (cs.head_dim, cs.heads);
+    if q.shape().last() != Some(&head_dim) {
+        return Err(call.bad_shape("q", q.shape(), format!("[.., {head_dim}], like the cache")));
+    }
+    call.same_shape("out", out.shape(), q.shape())?;
+    call.value(
+        q_len <= MAX_QUERY_TOKENS,
+        "q",
+        format!("of at most {MAX_QUERY_TOKENS} query tokens a sequence"),
+        q_len,
+    )?;
+    call.value(
+        kv_heads > 0 && q_heads.is_multiple_of(kv_heads),
+        "q",
+        format!("of a multiple of the cache's {kv_heads} heads"),
+        format!("{q_heads} heads"),
+    )?;
+    let max_dim = plain::MAX_HEAD_DIM;
+    call.value((1..=max_dim).contains(&head_dim), "cache", format!("of heads of 1 to {max_dim}"), head_dim)?;
+    for (arg, t) in [("q", q), ("out", &*out)] {
+        if head_dim > 1 && t.strides().last() != Some(&1) {
+            let expected = "dense in its last dimension".into();
+            return Err(Error::Stride { op: OP, arg, expected, got: t.strides().to_vec() });
+        }
+    }
+    let &[table_batch, max_pages] = block_table.shape() else {
+        return Err(call.bad_shape("block_table", block_table.shape(), format!("[{batch}, max_blocks]")));
+    };
+    call.same_shape("block_table", block_table.shape(), &[batch, max_pages])?;
+    debug_assert_eq!(table_batch, batch);
+    call.contiguous("block_table", block_table)?;
+    call.same_shape("lens", lens.shape(), &[batch])?;
+    call.contiguous("lens", lens)?;
+    if let Some(lse) = &lse {
+        call.same_shape("lse", lse.shape(), &q.shape()[..q.shape().len() - 1])?;
+        call.contiguous("lse", lse)?;
+    }
+    for (arg, t) in [("options.alibi", options.alibi), ("options.sinks", options.sinks)] {
+        if let Some(t) = t {
+            call.same_shape(arg, t.shape(), &[q_heads])?;
+            call.contiguous(arg, t)?;
+        }
+    }
+    let scale = options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt());
+    call.value(scale.is_finite(), "options.scale", "finite", scale)?;
+    let soft_cap = options.soft_cap;
+    call.value(soft_cap >= 0.0 && soft_cap.is_finite(), "options.soft_cap", "finite and not negative", soft_cap)?;
+    let capacity = max_pages.saturating_mul(cs.block_size);
+    call.value(
+        capacity <= workspace.max_len,
+        "workspace",
+        format!("for the {capacity} keys that the block table can hold"),
+        format!("for {}", workspace.max_len),
+    )?;
+
+    // Strides of [batch, q_len, heads]: tokens of a batch must follow each other evenly.
+    let tokens = |t: &Tensor<T>, arg| {
+        let s = t.strides();
+        let (token, head) = if t.shape().len() == 3 { (s[0], s[1]) } else { (s[1], s[2]) };
+        if t.shape().len() == 4 && batch > 1 && q_len > 0 && s[0] != q_len * token {
+            let expected = "tokens at one distance from each other".into();
+            return Err(Error::Stride { op: OP, arg, expected, got: s.to_vec() });
+        }
+        Ok((token, head))
+    };
+    let ((q_token, q_head), (out_token, out_head)) = (tokens(q, "q")?, tokens(out, "out")?);
+    let (ks, vs) = (cache.key_strides(), cache.value_strides());
+    let group_rows = q_heads / kv_heads * q_len;
+    let need = partial_floats(batch, q_len, q_heads, head_dim, capacity as u32);
+    let args = split::Args {
+        out: call.write("out", out)?,
+        lse: call.write_opt("lse", lse)?.cast(),
+        q: call.read("q", q)?,
+        k: call.read("cache.key", cache.key())?,
+        v: call.read("cache.value", cache.value())?,
+        block_table: call.read("block_table", block_table)?.cast(),
+        lens: call.read("lens", lens)?.cast(),
+        alibi: call.read_opt("options.alibi", options.alibi)?.cast(),
+        sinks: call.read_opt("options.sinks", options.sinks)?.cast(),
+        partial: call.write("workspace", &mut workspace.partial)?.cast(),
+        tickets: call.write("workspace", &mut workspace.tickets)?.cast(),
+        batch: call.count("q", batch)?,
+        q_len: call.count("q", q_len)?,
+        q_heads: call.count("q", q_heads)?,
+        kv_heads: call.count("cache", kv_heads)?,
+        head_dim: call.count("cache", head_dim)?,
+        page_size: call.count("cache", cs.block_size)?,
+        max_pages: call.count("block_table", max_pages)?,
+        pages: call.count("cache", cs.blocks)?,
+        partial_chunks: split::max_chunks(capacity as u32),
+        q_token,
+        q_head,
+        out_token,
+        out_head,
+        k_page: ks.block,
+        k_slot: ks.token,
+        k_head: ks.head,
+        v_page: vs.block,
+        v_slot: vs.token,
+        v_head: vs.head,
+        scale,
+        soft_cap,
+        window: u32::try_from(options.window).unwrap_or(u32::MAX / 2).min(u32::MAX / 2),
+    };
+    let scales = check_scales(&mut call, options.scales, kv_heads, T::DTYPE, S::DTYPE)?;
+    call.check_overlap()?;
+    if batch == 0 || q_len == 0 || q_heads == 0 {
+        return Ok(());
+    }
+
+    let aligned = |address: usize, strides: &[usize]| {
+        address.is_multiple_of(16) && strides.iter().all(|s| (s * S::DTYPE.size()).is_multiple_of(16))
+    };
+    let entry = split_entry(T::DTYPE, head_dim, group_rows).filter(|_| {
+        T::DTYPE == S::DTYPE
+            && cache.layout() != CacheLayout::XSplit
+            && head_dim.is_multiple_of(8)
+            && aligned(args.k as usize, &[ks.block, ks.token, ks.head])
+            && aligned(args.v as usize, &[vs.block, vs.token, vs.head])
+    });
+    match (options.path, entry) {
+        (DecodePath::Auto | DecodePath::Split, Some((entry, dim))) => {
+            let (tickets, floats) = (workspace.tickets.len(), workspace.partial.len());
+            call.value(
+                tickets >= batch * kv_heads && floats >= need,
+                "workspace",
+                format!("of {need} floats and {} tickets", batch * kv_heads),
+                format!("of {floats} and {tickets}"),
+            )?;
+            let geometry = split_geometry(dim, stream.device().properties().multiprocessors);
+            // SAFETY: shapes, strides, alignment, device and overlap were checked above; lengths and page numbers are
+            // clamped by the kernel.
+            unsafe { stream.launch(&entry, &geometry, &args) }
+        }
+        (DecodePath::Split, None) => Err(Error::Unsupported {
+            op: OP,
+            what: format!(
+                "the split kernel takes f16 or bf16 (not {} over {}), NHD or HND, head sizes that are multiples of 8 up to \
+                 128, at most 16 query rows a KV head, and rows at multiples of 16 bytes; use DecodePath::Auto",
+                T::DTYPE,
+                S::DTYPE
+            ),
+        }),
+        _ => {
+            let entry = plain_entry(T::DTYPE, S::DTYPE).ok_or_else(|| Error::DType {
+                op: OP,
+                arg: "cache",
+                expected: format!("{}, e4m3, e5m2 or i8", T::DTYPE),
+                got: S::DTYPE,
+            })?;
+            let per_head = scales.per_head as u32;
+            let args = plain::Args {
+                out: args.out,
+                lse: args.lse,
+                q: args.q,
+                k: args.k,
+                v: args.v,
+                block_table: args.block_table,
+                lens: args.lens,
+                alibi: args.alibi,
+                sinks: args.sinks,
+                k_scales: scales.key,
+                v_scales: scales.value,
+                scale_per_head: per_head,
+                q_heads: args.q_heads,
+                kv_heads: args.kv_heads,
+                head_dim: args.head_dim,
+                page_size: args.page_size,
+                max_pages: args.max_pages,
+                pages: args.pages,
+                q_token,
+                q_head,
+                out_token,
+                out_head,
+                k_page: ks.block,
+                k_slot: ks.token,
+                k_head: ks.head,
+                k_run: call.count("cache", ks.run)?,
+                k_run_stride: ks.run_stride,
+                v_page: vs.block,
+                v_slot: vs.token,
+                v_head: vs.head,
+                v_run: call.count("cache", vs.run)?,
+                v_run_stride: vs.run_stride,
+                scale,
+                soft_cap,
+                window: args.window,
+            };
+            let geometry = plain_geometry(args.q_heads, q_len as u32, call.count("q", batch)?);
+            // SAFETY: as above.
+            unsafe { stream.launch(&entry, &geometry, &args) }
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! Linear layers: `y = epilogue(x · wᵀ + bias)`.
+//!
+//! One operation, several kernels; [`LinearPath`] says which, and [`LinearPath::Auto`] chooses by shape, element type,
+//! alignment and device, never by the contents.
+
+use crate::check::{Call, Rows};
+use crate::device::{Geometry, Stream};
+use crate::error::{Error, Result};
+use crate::kernels::gemm::{linear_fma, linear_stream};
+use crate::tensor::Tensor;
+use cuda_std::{DType, Entry, Float};
+
+/// What happens to each element before it is stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Epilogue {
+    /// Nothing.
+    #[default]
+    None,
+    /// `x · sigmoid(x)`.
+    Silu,
+    /// `x · Φ(x)`, exactly.
+    Gelu,
+    /// GELU's tanh approximation.
+    GeluTanh,
+    /// `max(x, 0)`.
+    Relu,
+    /// `max(x, 0)²`.
+    Relu2,
+}
+
+impl Epilogue {
+    /// The kernels' number for it, an index into [`kernels::gemm::EPILOGUES`](crate::kernels::gemm::EPILOGUES).
+    pub const fn kind(self) -> u32 {
+        match self {
+            Epilogue::None => 0,
+            Epilogue::Silu => 1,
+            Epilogue::Gelu => 2,
+            Epilogue::GeluTanh => 3,
+            Epilogue::Relu => 4,
+            Epilogue::Relu2 => 5,
+        }
+    }
+}
+
+/// The kernels of a linear layer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum LinearPath {
+    /// By shape, element type, alignment and device.
+    #[default]
+    Auto,
+    /// Ordinary multiply-adds in f32: takes everything.
+    Fma,
+    /// Weights streamed through the tensor cores: at most 64 tokens, 16-bit floats, rows of multiples of 16 bytes.
+    Stream,
+}
+
+/// Options of [`linear_with`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LinearOptions {
+    /// What happens to each element before it is stored.
+    pub epilogue: Epilogue,
+    /// Which kernel.
+    pub path: LinearPath,
+}
+
+impl LinearOptions {
+    /// With this epilogue.
+    pub const fn epilogue(mut self, epilogue: Epilogue) -> Self {
+        self.epilogue = epilogue;
+        self
+    }
+
+    /// With this kernel.
+    pub const fn path(mut self, path: LinearPath) -> Self {
+        self.path = path;
+        self
+    }
+}
+
+const OP: &str = "linear";
+
+/// The most tokens of [`LinearPath::Stream`].
+pub const STREAM_TOKENS: u32 = 64;
+
+/// The entry of [`LinearPath::Fma`].
+pub const fn fma_entry(dtype: DType) -> Option<Entry<linear_fma::Args>> {
+    Some(match dtype {
+        DType::F32 => linear_fma::linear_fma_f32::ENTRY,
+        DType::F16 => linear_fma::linear_fma_f16::ENTRY,
+        DType::Bf16 => linear_fma::linear_fma_bf16::ENTRY,
+        _ => return None,
+    })
+}
+
+/// The entry of [`LinearPath::Stream`] for `m` tokens, and its tiles of 8 tokens.
+pub const fn stream_entry(dtype: DType, m: u32) -> Option<(Entry<linear_stream::Args>, usize)> {
+    use linear_stream::*;
+    let (bf16, f16, tiles) = match m {
+        0..=8 => (linear_stream_t8_bf16::ENTRY, linear_stream_t8_f16::ENTRY, 1),
+        9..=16 => (linear_stream_t16_bf16::ENTRY, linear_stream_t16_f16::ENTRY, 2),
+        17..=32 => (linear_stream_t32_bf16::ENTRY, linear_stream_t32_f16::ENTRY, 4),
+        33..=STREAM_TOKENS => (linear_stream_t64_bf16::ENTRY, linear_stream_t64_f16::ENTRY, 8),
+        _ => return None,
+    };
+    match dtype {
+        DType::Bf16 => Some((bf16, tiles)),
+        DType::F16 => Some((f16, tiles)),
+        _ => None,
+    }
+}
+
+/// How to launch [`LinearPath::Fma`].
+pub const fn fma_geometry(m: u32, n: u32) -> Geometry {
+    let tile = linear_fma::TILE as u32;
+    Geometry::new([n.div_ceil(tile), m.div_ceil(tile), 1], [linear_fma::THREADS as u32, 1, 1])
+        .shared_bytes(linear_fma::SHARED_BYTES as u32)
+}
+
+/// How to launch [`LinearPath::Stream`] for tiles of 8 tokens.
+pub const fn stream_geometry(n: u32, tiles: usize) -> Geometry {
+    Geometry::linear(n.div_ceil(linear_stream::ROWS as u32), linear_stream::THREADS as u32)
+        .shared_bytes(linear_stream::shared_bytes(tiles) as u32)
+}
+
+/// Launches on raw pointers (layer L1).
+///
+/// `args` are as [`linear_fma::linear_fma`](crate::kernels::gemm::linear_fma::linear_fma) documents. `path` is resolved
+/// already: [`LinearPath::Auto`] means [`LinearPath::Fma`] here.
+///
+/// # Errors
+/// [`Error::Unsupported`] for an element type or shape that the path does not take, and those of [`Stream::launch`].
+///
+/// # Safety
+/// The pointers are device memory of the documented sizes and alignments until the launch is done; `y` overlaps no other.
+pub unsafe fn launch(stream: &Stream, dtype: DType, path: LinearPath, args: &linear_fma::Args) -> Result<()> {
+    let linear_fma::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind } = *args;
+    let unsupported =
+        || Error::Unsupported { op: OP, what: format!("the path {path:?} has no kernel for {m} tokens of {dtype}") };
+    match path {
+        LinearPath::Auto | LinearPath::Fma => {
+            let entry = fma_entry(dtype).ok_or_else(unsupported)?;
+            // SAFETY: forwarded to the caller.
+            unsafe { stream.launch(&entry, &fma_geometry(m, n), args) }
+        }
+        LinearPath::Stream => {
+            let (entry, tiles) = stream_entry(dtype, m).ok_or_else(unsupported)?;
+            let args = linear_stream::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind };
+            // SAFETY: forwarded to the caller.
+            unsafe { stream.launch(&entry, &stream_geometry(n, tiles), &args) }
+        }
+    }
+}
+
+/// `out = x · wᵀ`: [`linear_with`] without bias and epilogue.
+///
+/// # Errors
+/// As for [`linear_with`].
+pub fn linear<T: Float>(stream: &Stream, out: &mut Tensor<T>, x: &Tensor<T>, w: &Tensor<T>) -> Result<()> {
+    linear_with(stream, out, x, w, None, &LinearOptions::default())
+}
+
+/// `out = epilogue(x · wᵀ + bias)`.
+///
+/// `x` is `[.., k]`, `w` `[n, k]`, `bias` `[n]`, `out` `[.., n]` with the leading dimensions of `x`; each dense in its last
+/// dimension, rows at any one distance. Products and sums are in f32, in an order that depends on `k` and the path only;
+/// one rounding at the end. Element types: f32, f16, bf16.
+///
+/// # Errors
+/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice);
+/// [`Alignment`](Error::Alignment) or [`Unsupported`](Error::Unsupported) if `options.path` asks for a kernel that does not
+/// take these tensors.
+///
+/// ```
+/// use warploom::{Device, Stream, Tensor, gemm};
+/// let device = Device::simt();
+/// let stream = Stream::new(&device)?;
+/// let x = Tensor::from_slice(&device, &[1.0f32, 2.0], &[1, 2])?;
+/// let w = Tensor::from_slice(&device, &[1.0f32, 0.0, 3.0, 1.0, 0.0, 1.0], &[3, 2])?;
+/// let mut y = Tensor::zeros(&device, &[1, 3])?;
+/// gemm::linear(&stream, &mut y, &x, &w)?;
+/// assert_eq!(y.to_vec()?, [1.0, 5.0, 2.0]);
+/// # Ok::<(), warploom::Error>(())
+/// ```
+pub fn linear_with<T: Float>(
+    stream: &Stream,
+    out: &mut Tensor<T>,
+    x: &Tensor<T>,
+    w: &Tensor<T>,
+    bias: Option<&Tensor<T>>,
+    options: &LinearOptions,
+) -> Result<()> {
+    let mut call = Call::new(OP, stream);
+    let [n, k] = *w.shape() else {
+        return Err(call.bad_shape("w", w.shape(), "[n, k]"));
+    };
+    let xs = call.rows("x", x)?;
+    if xs.width != k {
+        return Err(call.bad_shape("x", x.shape(), format!("[.., {k}]")));
+    }
+    let mut expected = x.shape().to_vec();
+    *expected.last_mut().expect("`rows` saw a dimension") = n;
+    call.same_shape("out", out.shape(), &expected)?;
+    let (ys, ws) = (call.rows("out", out)?, call.rows("w", w)?);
+    if let Some(bias) = bias {
+        call.same_shape("bias", bias.shape(), &[n])?;
+        call.contiguous("bias", bias)?;
+    }
+    let args = linear_fma::Args {
+        y: call.write("out", out)?,
+        x: call.read("x", x)?,
+        w: call.read("w", w)?,
+        bias: call.read_opt("bias", bias)?,
+        m: call.count("x", xs.rows)?,
+        n: call.count("w", n)?,
+        k: call.count("w", k)?,
+        y_row: ys.stride,
+        x_row: xs.stride,
+        w_row: ws.stride,
+        kind: options.epilogue.kind(),
+    };
+    call.check_overlap()?;
+    if fma_entry(T::DTYPE).is_none() {
+        return Err(Error::DType { op: OP, arg: "x", expected: "f32, f16 or bf16".into(), got: T::DTYPE });
+    }
+    if args.m == 0 || args.n == 0 {
+        return Ok(());
+    }
+    let misaligned = misaligned(&args, [xs, ws], T::DTYPE.size());
+    let path = match options.path {
+        LinearPath::Auto => {
+            let streams = args.k > 0 && misaligned.is_none() && stream_entry(T::DTYPE, args.m).is_some();
+            if streams { LinearPath::Stream } else { LinearPath::Fma }
+        }
+        LinearPath::Stream => {
+            if let Some((arg, address)) = misaligned {
+                return Err(Error::Alignment { op: OP, arg, expected: 16, address });
+            }
+            LinearPath::Stream
+        }
+        path => path,
+    };
+    // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
+    unsafe { launch(stream, T::DTYPE, path, &args) }
+}
+
+/// The first operand with a row that does not start at a multiple of 16 bytes, and such an address.
+fn misaligned(args: &linear_fma::Args, [x, w]: [Rows; 2], size: usize) -> Option<(&'static str, usize)> {
+    let check = |arg, address: usize, rows: Rows| {
+        let (row, width) = (rows.stride * size, rows.width * size);
+        if !address.is_multiple_of(16) {
+            Some((arg, address))
+        } else if rows.rows > 1 && !row.is_multiple_of(16) {
+            Some((arg, address + row))
+        } else {
+            // The last 16 bytes of a row must not reach beyond it.
+            (!width.is_multiple_of(16)).then_some((arg, address + width))
+        }
+    };
+    check("x", args.x as usize, x).or_else(|| check("w", args.w as usize, w))
+}

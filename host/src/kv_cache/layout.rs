@@ -1,0 +1,407 @@
+//! Layouts of a paged cache, and the pair of tensors that is one.
+//!
+//! A cache is `blocks` blocks of `block_size` tokens. The *slot* `block * block_size + i` is the place of the `i`-th
+//! token in a block. Keys and values of a layer are two tensors:
+//!
+//! | layout | keys | values | used by |
+//! | --- | --- | --- | --- |
+//! | [`Nhd`](CacheLayout::Nhd) | `[blocks, block_size, heads, dim]` | the same | FlashAttention, FlashInfer |
+//! | [`Hnd`](CacheLayout::Hnd) | `[blocks, heads, block_size, dim]` | the same | FlashInfer, TensorRT-LLM |
+//! | [`XSplit`](CacheLayout::XSplit) | `[blocks, heads, dim / x, block_size, x]` | `[blocks, heads, dim, block_size]` | vLLM's first kernels |
+//!
+//! with `x` as many elements as 16 bytes hold. Kernels see strides ([`PageStrides`]), so the tensors may be views, for
+//! example the two halves of one `[blocks, 2, ..]` tensor.
+
+use crate::check::{Call, shares_elements};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::tensor::Tensor;
+use cuda_std::DType;
+
+pub use crate::kernels::kv_cache::CacheElement;
+
+/// Where the elements of a block lie; see the [module](self).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CacheLayout {
+    /// Keys `[blocks, heads, dim / x, block_size, x]`, values `[blocks, heads, dim, block_size]`.
+    XSplit,
+    /// `[blocks, block_size, heads, dim]`.
+    Nhd,
+    /// `[blocks, heads, block_size, dim]`.
+    Hnd,
+}
+
+/// Extents of a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CacheShape {
+    /// Blocks (pages).
+    pub blocks: usize,
+    /// Tokens of a block.
+    pub block_size: usize,
+    /// Key/value heads.
+    pub heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+}
+
+impl CacheShape {
+    /// Slots of the cache: `blocks * block_size`.
+    pub const fn slots(&self) -> usize {
+        self.blocks * self.block_size
+    }
+
+    /// Elements of a block of keys, or of values.
+    pub const fn block_len(&self) -> usize {
+        self.block_size * self.heads * self.head_dim
+    }
+}
+
+/// The place of an element of a cache tensor, in elements:
+/// `block * b + head * h + token * t + (dim / run) * r + dim % run`.
+///
+/// ```
+/// use warploom::DType;
+/// use warploom::kv_cache::{CacheLayout, CacheShape, PageStrides};
+///
+/// let shape = CacheShape { blocks: 4, block_size: 16, heads: 2, head_dim: 32 };
+/// let keys = PageStrides::keys(CacheLayout::XSplit, shape, DType::Bf16);
+/// assert_eq!((keys.block, keys.head, keys.token, keys.run, keys.run_stride), (1024, 512, 8, 8, 128));
+/// assert_eq!(keys.index(3, 1, 5, 10), 3 * 1024 + 512 + 5 * 8 + 128 + 2);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageStrides {
+    /// From block to block.
+    pub block: usize,
+    /// From head to head.
+    pub head: usize,
+    /// From token to token.
+    pub token: usize,
+    /// Elements along the head dimension that lie next to each other.
+    pub run: usize,
+    /// From run to run.
+    pub run_stride: usize,
+}
+
+impl PageStrides {
+    /// Of the keys of a dense cache.
+    pub const fn keys(layout: CacheLayout, shape: CacheShape, dtype: DType) -> Self {
+        match layout {
+            CacheLayout::XSplit => {
+                let x = 16 / dtype.size();
+                let page = shape.head_dim * shape.block_size;
+                Self { block: shape.heads * page, head: page, token: x, run: x, run_stride: shape.block_size * x }
+            }
+            _ => Self::flat(layout, shape),
+        }
+    }
+
+    /// Of the values of a dense cache.
+    pub const fn values(layout: CacheLayout, shape: CacheShape) -> Self {
+        match layout {
+            CacheLayout::XSplit => {
+                let page = shape.head_dim * shape.block_size;
+                Self { block: shape.heads * page, head: page, token: 1, run: 1, run_stride: shape.block_size }
+            }
+            _ => Self::flat(layout, shape),
+        }
+    }
+
+    const fn flat(layout: CacheLayout, shape: CacheShape) -> Self {
+        let (head, token) = match layout {
+            CacheLayout::Nhd => (shape.head_dim, shape.heads * shape.head_dim),
+            _ => (shape.block_size * shape.head_dim, shape.head_dim),
+        };
+        Self { block: shape.block_len(), head, token, run: shape.head_dim, run_stride: shape.head_dim }
+    }
+
+    /// The element of a block, head, token in the block, and dimension, counted from the first element.
+    pub const fn index(&self, block: usize, head: usize, token: usize, dim: usize) -> usize {
+        block * self.block + head * self.head + token * self.token + dim / self.run * self.run_stride + dim % self.run
+    }
+}
+
+/// The paged keys and values of one layer.
+///
+/// Clones share memory, as clones of tensors do.
+#[derive(Clone)]
+pub struct KvCache<S> {
+    layout: CacheLayout,
+    shape: CacheShape,
+    key: Tensor<S>,
+    value: Tensor<S>,
+    key_strides: PageStrides,
+    value_strides: PageStrides,
+}
+
+impl<S: CacheElement> KvCache<S> {
+    /// A dense cache of zeros.
+    ///
+    /// # Errors
+    /// As for [`from_tensors`](Self::from_tensors), and those of [`Tensor::zeros`].
+    pub fn zeros(device: &Device, layout: CacheLayout, shape: CacheShape) -> Result<Self> {
+        let CacheShape { blocks, block_size, heads, head_dim } = shape;
+        let x = 16 / size_of::<S>();
+        let (key, value) = match layout {
+            CacheLayout::XSplit => {
+                check_x(head_dim, x, "shape")?;
+                (
+                    Tensor::zeros(device, &[blocks, heads, head_dim / x, block_size, x])?,
+                    Tensor::zeros(device, &[blocks, heads, head_dim, block_size])?,
+                )
+            }
+            CacheLayout::Nhd => {
+                let dims = [blocks, block_size, heads, head_dim];
+                (Tensor::zeros(device, &dims)?, Tensor::zeros(device, &dims)?)
+            }
+            CacheLayout::Hnd => {
+                let dims = [blocks, heads, block_size, head_dim];
+                (Tensor::zeros(device, &dims)?, Tensor::zeros(device, &dims)?)
+            }
+        };
+        Self::from_tensors(layout, key, value)
+    }
+
+    /// A cache of these tensors, of the shapes that the layout asks for; see the [module](self).
+    ///
+    /// NHD and HND: dense in the last dimension. x-split: dense within a block and head. The strides of the other
+    /// dimensions are free, as long as no two elements share memory.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] and [`Error::Stride`]; [`Error::WrongDevice`] if the two are on different devices;
+    /// [`Error::Value`] for an empty block (`block_size`, `heads` or `head_dim` 0), one of more than 2^31 - 1 elements,
+    /// or, in the x-split layout, a `head_dim` that is no multiple of `x`.
+    pub fn from_tensors(layout: CacheLayout, key: Tensor<S>, value: Tensor<S>) -> Result<Self> {
+        const OP: &str = "KvCache::from_tensors";
+        let x = 16 / size_of::<S>();
+        let ks = key.shape();
+        let bad_shape =
+            |arg, expected: String, got: &[usize]| Error::Shape { op: OP, arg, expected, got: got.to_vec() };
+        let shape = match (layout, ks) {
+            (CacheLayout::XSplit, &[blocks, heads, parts, block_size, last]) if last == x => {
+                CacheShape { blocks, block_size, heads, head_dim: parts * x }
+            }
+            (CacheLayout::XSplit, _) => {
+                return Err(bad_shape("key", format!("[blocks, heads, dim / {x}, block_size, {x}]"), ks));
+            }
+            (CacheLayout::Nhd, &[blocks, block_size, heads, head_dim])
+            | (CacheLayout::Hnd, &[blocks, heads, block_size, head_dim]) => {
+                CacheShape { blocks, block_size, heads, head_dim }
+            }
+            (CacheLayout::Nhd, _) => return Err(bad_shape("key", "[blocks, block_size, heads, dim]".into(), ks)),
+            (CacheLayout::Hnd, _) => return Err(bad_shape("key", "[blocks, heads, block_size, dim]".into(), ks)),
+        };
+        let CacheShape { blocks, block_size, heads, head_dim } = shape;
+        let value_shape = match layout {
+            CacheLayout::XSplit => vec![blocks, heads, head_dim, block_size],
+            _ => ks.to_vec(),
+        };
+        if value.shape() != value_shape {
+            return Err(bad_shape("value", format!("{value_shape:?}"), value.shape()));
+        }
+        if shape.block_len() == 0 || shape.block_len() > i32::MAX as usize {
+            return Err(Error::Value {
+                op: OP,
+                arg: "key",
+                expected: "of 1 to 2^31 - 1 elements a block".into(),
+                got: format!("{ks:?}"),
+            });
+        }
+        if key.device() != value.device() {
+            return Err(Error::WrongDevice {
+                op: OP,
+                arg: "value",
+                expected: key.device().name(),
+                got: value.device().name(),
+            });
+        }
+        for (arg, t) in [("key", &key), ("value", &value)] {
+            let dense_from = if layout == CacheLayout::XSplit { 2 } else { 3 };
+            if !is_dense_from(t, dense_from) {
+                let expected =
+                    if dense_from == 2 { "dense within a block and head" } else { "dense in its last dimension" };
+                return Err(Error::Stride { op: OP, arg, expected: expected.into(), got: t.strides().to_vec() });
+            }
+            if shares_elements(t) {
+                let expected = "without elements that share memory".into();
+                return Err(Error::Stride { op: OP, arg, expected, got: t.strides().to_vec() });
+            }
+        }
+        let strides = |t: &Tensor<S>, dense: PageStrides| {
+            let s = t.strides();
+            match layout {
+                CacheLayout::XSplit => PageStrides { block: s[0], head: s[1], ..dense },
+                CacheLayout::Nhd => PageStrides { block: s[0], head: s[2], token: s[1], ..dense },
+                CacheLayout::Hnd => PageStrides { block: s[0], head: s[1], token: s[2], ..dense },
+            }
+        };
+        let key_strides = strides(&key, PageStrides::keys(layout, shape, S::DTYPE));
+        let value_strides = strides(&value, PageStrides::values(layout, shape));
+        Ok(Self { layout, shape, key, value, key_strides, value_strides })
+    }
+
+    /// Whether each block of keys, and of values, is one piece of memory: what whole-block copies need.
+    pub fn has_dense_blocks(&self) -> bool {
+        is_dense_from(&self.key, 1) && is_dense_from(&self.value, 1)
+    }
+}
+
+impl<S> KvCache<S> {
+    /// Where elements lie.
+    pub fn layout(&self) -> CacheLayout {
+        self.layout
+    }
+
+    /// Extents.
+    pub fn shape(&self) -> CacheShape {
+        self.shape
+    }
+
+    /// The keys.
+    pub fn key(&self) -> &Tensor<S> {
+        &self.key
+    }
+
+    /// The values.
+    pub fn value(&self) -> &Tensor<S> {
+        &self.value
+    }
+
+    /// Where keys lie.
+    pub fn key_strides(&self) -> PageStrides {
+        self.key_strides
+    }
+
+    /// Where values lie.
+    pub fn value_strides(&self) -> PageStrides {
+        self.value_strides
+    }
+
+    /// Keys and values, to write.
+    pub(crate) fn tensors_mut(&mut self) -> (&mut Tensor<S>, &mut Tensor<S>) {
+        (&mut self.key, &mut self.value)
+    }
+}
+
+impl<S: CacheElement> std::fmt::Debug for KvCache<S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (layout, dtype, device) = (self.layout, S::DTYPE, self.key.device().name());
+        write!(f, "KvCache<{dtype}> {layout:?} {:?} on {device}", self.shape)
+    }
+}
+
+/// Whether dimensions from `first` on lie one after another without gaps.
+fn is_dense_from<T>(t: &Tensor<T>, first: usize) -> bool {
+    let mut expected = 1;
+    for d in (first..t.shape().len()).rev() {
+        if t.dim(d) != 1 && t.strides()[d] != expected {
+            return false;
+        }
+        expected *= t.dim(d);
+    }
+    true
+}
+
+fn check_x(head_dim: usize, x: usize, arg: &'static str) -> Result<()> {
+    if head_dim.is_multiple_of(x) {
+        return Ok(());
+    }
+    Err(Error::Value {
+        op: "KvCache",
+        arg,
+        expected: format!("with a head_dim that is a multiple of {x} in the x-split layout"),
+        got: head_dim.to_string(),
+    })
+}
+
+/// Checks slots that the host knows: each is -1 or within the cache, and none but -1 comes twice.
+///
+/// The kernels skip slots outside of the cache and count them (see `status` of the operations), and leave open which of
+/// several tokens with one slot is stored, because finding them would cost more than the copy. Call this where slots
+/// are made if they may be wrong; [`BlockAllocator`](super::BlockAllocator) makes right ones.
+///
+/// # Errors
+/// [`Error::Value`] that names the first wrong slot.
+///
+/// ```
+/// use warploom::kv_cache::{CacheShape, check_slots};
+/// let shape = CacheShape { blocks: 2, block_size: 16, heads: 1, head_dim: 64 };
+/// assert!(check_slots(&[3, -1, 4, -1, 31], shape).is_ok());
+/// assert!(check_slots(&[3, 32], shape).is_err());
+/// assert!(check_slots(&[3, 4, 3], shape).is_err());
+/// ```
+pub fn check_slots(slots: &[i64], shape: CacheShape) -> Result<()> {
+    let wrong = |expected: String, i: usize| Error::Value {
+        op: "check_slots",
+        arg: "slots",
+        expected,
+        got: format!("{} at position {i}", slots[i]),
+    };
+    let mut seen = std::collections::HashMap::with_capacity(slots.len());
+    for (i, &slot) in slots.iter().enumerate().filter(|(_, s)| **s != -1) {
+        if slot < 0 || slot as u64 >= shape.slots() as u64 {
+            return Err(wrong(format!("-1 or below {}", shape.slots()), i));
+        }
+        if let Some(first) = seen.insert(slot, i) {
+            return Err(wrong(format!("all different (the first at position {first})"), i));
+        }
+    }
+    Ok(())
+}
+
+/// Scales of a quantised cache: a number, or one for each head. The stored number is `value / scale`.
+#[derive(Clone, Copy, Debug)]
+pub struct Scales<'a> {
+    /// Of the keys: `[1]` or `[heads]`.
+    pub key: &'a Tensor<f32>,
+    /// Of the values: the same shape.
+    pub value: &'a Tensor<f32>,
+}
+
+/// Scales checked against the cache: addresses, and whether there is one for each head.
+pub(crate) struct CheckedScales {
+    pub(crate) key: *const f32,
+    pub(crate) value: *const f32,
+    pub(crate) per_head: bool,
+}
+
+/// Scales must be there for a cache of another type than the operation's, and only then.
+pub(crate) fn check_scales(
+    call: &mut Call<'_>,
+    scales: Option<Scales<'_>>,
+    heads: usize,
+    dtype: DType,
+    cache: DType,
+) -> Result<CheckedScales> {
+    let Some(scales) = scales else {
+        call.value(dtype == cache, "scales", format!("given for a cache of {cache} and tensors of {dtype}"), "none")?;
+        return Ok(CheckedScales { key: std::ptr::null(), value: std::ptr::null(), per_head: false });
+    };
+    call.value(dtype != cache, "scales", format!("absent for a cache of {cache} and tensors of {dtype}"), "given")?;
+    let per_head = scales.key.shape() != [1];
+    let expected = if per_head { heads } else { 1 };
+    for (arg, t) in [("scales.key", scales.key), ("scales.value", scales.value)] {
+        if t.shape() != [expected] {
+            let what = if per_head {
+                format!("[1] or [{heads}], keys and values alike")
+            } else {
+                "[1], like `scales.key`".into()
+            };
+            return Err(call.bad_shape(arg, t.shape(), what));
+        }
+        call.contiguous(arg, t)?;
+    }
+    Ok(CheckedScales {
+        key: call.read("scales.key", scales.key)?.cast(),
+        value: call.read("scales.value", scales.value)?.cast(),
+        per_head,
+    })
+}
+
+/// Adds a cache's tensors to those of a call that writes it; their addresses.
+pub(crate) fn write_cache<S: CacheElement>(
+    call: &mut Call<'_>,
+    cache: &mut KvCache<S>,
+) -> Result<(*mut std::ffi::c_void, *mut std::ffi::c_void)> {
+    let (key, value) = cache.tensors_mut();
+    Ok((call.write("cache.key", key)?, call.write("cache.value", value)?))
+}

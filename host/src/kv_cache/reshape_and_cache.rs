@@ -1,0 +1,219 @@
+//! Writes the keys and values of new tokens to their slots in the paged cache, quantising them if the cache is 8-bit.
+//!
+//! `cache[slots[t]] = key[t], value[t]`, or `key[t] / scale` rounded for an 8-bit cache. After vLLM's
+//! `reshape_and_cache` and `reshape_and_cache_flash` (its `csrc/cache_kernels.cu`), which are the x-split and the NHD case
+//! here.
+
+use super::layout::{CacheElement, CacheLayout, KvCache, Scales, check_scales, write_cache};
+use crate::check::Call;
+use crate::device::{Geometry, Stream};
+use crate::error::{Error, Result};
+use crate::kernels::kv_cache::reshape_and_cache as kernel;
+use crate::tensor::Tensor;
+use cuda_std::{DType, Element, Entry, Float};
+
+pub use kernel::{Args, SCALE_PER_HEAD, SLOTS_I64};
+
+/// The entry for inputs and a cache of these types, if there is one: a cache has the inputs' type, or `e4m3`, `e5m2` or
+/// `i8`.
+pub const fn entry(layout: CacheLayout, dtype: DType, cache: DType) -> Option<Entry<Args>> {
+    use kernel::*;
+    Some(match (layout, dtype, cache) {
+        (CacheLayout::XSplit, DType::F32, DType::F32) => reshape_and_cache_xsplit_f32_f32::ENTRY,
+        (CacheLayout::XSplit, DType::F32, DType::E4m3) => reshape_and_cache_xsplit_f32_e4m3::ENTRY,
+        (CacheLayout::XSplit, DType::F32, DType::E5m2) => reshape_and_cache_xsplit_f32_e5m2::ENTRY,
+        (CacheLayout::XSplit, DType::F32, DType::I8) => reshape_and_cache_xsplit_f32_i8::ENTRY,
+        (CacheLayout::XSplit, DType::F16, DType::F16) => reshape_and_cache_xsplit_f16_f16::ENTRY,
+        (CacheLayout::XSplit, DType::F16, DType::E4m3) => reshape_and_cache_xsplit_f16_e4m3::ENTRY,
+        (CacheLayout::XSplit, DType::F16, DType::E5m2) => reshape_and_cache_xsplit_f16_e5m2::ENTRY,
+        (CacheLayout::XSplit, DType::F16, DType::I8) => reshape_and_cache_xsplit_f16_i8::ENTRY,
+        (CacheLayout::XSplit, DType::Bf16, DType::Bf16) => reshape_and_cache_xsplit_bf16_bf16::ENTRY,
+        (CacheLayout::XSplit, DType::Bf16, DType::E4m3) => reshape_and_cache_xsplit_bf16_e4m3::ENTRY,
+        (CacheLayout::XSplit, DType::Bf16, DType::E5m2) => reshape_and_cache_xsplit_bf16_e5m2::ENTRY,
+        (CacheLayout::XSplit, DType::Bf16, DType::I8) => reshape_and_cache_xsplit_bf16_i8::ENTRY,
+        (_, DType::F32, DType::F32) => reshape_and_cache_flat_f32_f32::ENTRY,
+        (_, DType::F32, DType::E4m3) => reshape_and_cache_flat_f32_e4m3::ENTRY,
+        (_, DType::F32, DType::E5m2) => reshape_and_cache_flat_f32_e5m2::ENTRY,
+        (_, DType::F32, DType::I8) => reshape_and_cache_flat_f32_i8::ENTRY,
+        (_, DType::F16, DType::F16) => reshape_and_cache_flat_f16_f16::ENTRY,
+        (_, DType::F16, DType::E4m3) => reshape_and_cache_flat_f16_e4m3::ENTRY,
+        (_, DType::F16, DType::E5m2) => reshape_and_cache_flat_f16_e5m2::ENTRY,
+        (_, DType::F16, DType::I8) => reshape_and_cache_flat_f16_i8::ENTRY,
+        (_, DType::Bf16, DType::Bf16) => reshape_and_cache_flat_bf16_bf16::ENTRY,
+        (_, DType::Bf16, DType::E4m3) => reshape_and_cache_flat_bf16_e4m3::ENTRY,
+        (_, DType::Bf16, DType::E5m2) => reshape_and_cache_flat_bf16_e5m2::ENTRY,
+        (_, DType::Bf16, DType::I8) => reshape_and_cache_flat_bf16_i8::ENTRY,
+        _ => return None,
+    })
+}
+
+/// How to launch it.
+pub const fn geometry(layout: CacheLayout, dtype: DType, tokens: u32, heads: u32, head_dim: u32) -> Geometry {
+    let chunks = head_dim.div_ceil(16 / dtype.size() as u32);
+    match layout {
+        CacheLayout::XSplit => token_major(tokens, heads, chunks),
+        _ => chunk_major(tokens, heads, chunks),
+    }
+}
+
+/// Threads of a block.
+const THREADS: u32 = 256;
+
+/// Blocks of (chunks, heads, tokens).
+pub(crate) const fn chunk_major(tokens: u32, heads: u32, chunks: u32) -> Geometry {
+    let x = at_most(chunks, THREADS);
+    let y = at_most(heads, THREADS / x);
+    let z = at_most(at_most(tokens, THREADS / (x * y)), 64);
+    Geometry::new([tokens.div_ceil(z), heads.div_ceil(y), chunks.div_ceil(x)], [x, y, z])
+}
+
+/// Blocks of (tokens, chunks, heads), for layouts in which neighbouring tokens are neighbours.
+pub(crate) const fn token_major(tokens: u32, heads: u32, chunks: u32) -> Geometry {
+    let x = at_most(tokens, 16);
+    let y = at_most(chunks, THREADS / x);
+    let z = at_most(at_most(heads, THREADS / (x * y)), 64);
+    Geometry::new([tokens.div_ceil(x), heads.div_ceil(z), chunks.div_ceil(y)], [x, y, z])
+}
+
+/// The smaller one, but not 0.
+const fn at_most(n: u32, most: u32) -> u32 {
+    if n == 0 || most == 0 {
+        1
+    } else if n < most {
+        n
+    } else {
+        most
+    }
+}
+
+/// Launches on raw pointers (layer L1), as [`Args`] and the [kernel's layouts](crate::kernels::kv_cache::layout) say.
+///
+/// # Errors
+/// [`Error::Unsupported`] for types without an entry, and those of [`Stream::launch`].
+///
+/// # Safety
+/// The pointers are device memory of the sizes that strides and extents imply, aligned to their element types, until
+/// the launch is done; the caches overlap no input and not each other; `block_size` is not 0.
+pub unsafe fn launch(stream: &Stream, layout: CacheLayout, dtype: DType, cache: DType, args: &Args) -> Result<()> {
+    let entry = entry(layout, dtype, cache).ok_or_else(|| Error::Unsupported {
+        op: "reshape_and_cache",
+        what: format!(
+            "no kernel from {dtype} to {cache}; there are f32, f16 and bf16 to themselves, e4m3, e5m2 and i8"
+        ),
+    })?;
+    let geometry = geometry(layout, dtype, args.tokens, args.heads, args.head_dim);
+    // SAFETY: forwarded to the caller.
+    unsafe { stream.launch(&entry, &geometry, args) }
+}
+
+/// What [`reshape_and_cache`] may be told besides.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct Options<'a> {
+    /// Scales of an 8-bit cache.
+    pub scales: Option<Scales<'a>>,
+    /// `[1]`: counted up by the number of tokens whose slot is outside of the cache and not -1.
+    pub status: Option<&'a mut Tensor<u32>>,
+}
+
+impl<'a> Options<'a> {
+    /// With these scales.
+    pub fn scales(mut self, key: &'a Tensor<f32>, value: &'a Tensor<f32>) -> Self {
+        self.scales = Some(Scales { key, value });
+        self
+    }
+
+    /// With a count of wrong slots.
+    pub fn status(mut self, status: &'a mut Tensor<u32>) -> Self {
+        self.status = Some(status);
+        self
+    }
+}
+
+/// `cache[slots[t]] = key[t], value[t]` for each token `t`.
+///
+/// `key` and `value` are `[tokens, heads, head_dim]`, dense in the last dimension; `slots` is `[tokens]` of `i32` or
+/// `i64`, dense. A cache of the inputs' type holds their very bits; one of `E4M3`, `E5M2` or `i8` holds
+/// `value / scale` rounded to the nearest, saturating, with a scale for all heads or one for each
+/// ([`Options::scales`]).
+///
+/// Tokens with the slot -1 are skipped (padding). Tokens with another slot outside of the cache are skipped as well and
+/// counted in [`Options::status`]; [`check_slots`](super::check_slots) finds them on the host. If several tokens have
+/// the same slot, each element there is that of one of them; which one is not specified, and may differ between
+/// elements.
+///
+/// # Errors
+/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType) (of `slots`, or of a cache for which there
+/// is no kernel), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice); [`Value`](Error::Value) for scales
+/// that are missing or not wanted, or extents beyond 2^31 - 1.
+pub fn reshape_and_cache<T: Float + CacheElement, S: CacheElement, I: Element>(
+    stream: &Stream,
+    cache: &mut KvCache<S>,
+    key: &Tensor<T>,
+    value: &Tensor<T>,
+    slots: &Tensor<I>,
+    options: Options<'_>,
+) -> Result<()> {
+    let mut call = Call::new("reshape_and_cache", stream);
+    let (layout, shape) = (cache.layout(), cache.shape());
+    let &[tokens, ..] = key.shape() else {
+        return Err(call.bad_shape("key", key.shape(), "[tokens, heads, head_dim]"));
+    };
+    let expected = [tokens, shape.heads, shape.head_dim];
+    call.same_shape("key", key.shape(), &expected)?;
+    call.same_shape("value", value.shape(), &expected)?;
+    call.same_shape("slots", slots.shape(), &[tokens])?;
+    call.contiguous("slots", slots)?;
+    call.dtype_among("slots", I::DTYPE, &[DType::I32, DType::I64])?;
+    call.dtype_among("cache", S::DTYPE, &[T::DTYPE, DType::E4m3, DType::E5m2, DType::I8])?;
+    for (arg, t) in [("key", key), ("value", value)] {
+        call.dense_last(arg, t)?;
+    }
+    let scales = check_scales(&mut call, options.scales, shape.heads, T::DTYPE, S::DTYPE)?;
+    let status = status_word(&mut call, options.status)?;
+    let (k, v) = (cache.key_strides(), cache.value_strides());
+    let (key_cache, value_cache) = write_cache(&mut call, cache)?;
+    let args = Args {
+        key: call.read("key", key)?,
+        value: call.read("value", value)?,
+        key_cache,
+        value_cache,
+        slots: call.read("slots", slots)?.cast(),
+        key_scale: scales.key,
+        value_scale: scales.value,
+        status,
+        key_token_stride: key.strides()[0],
+        key_head_stride: key.strides()[1],
+        value_token_stride: value.strides()[0],
+        value_head_stride: value.strides()[1],
+        key_page_block_stride: k.block,
+        key_page_head_stride: k.head,
+        key_page_token_stride: k.token,
+        value_page_block_stride: v.block,
+        value_page_head_stride: v.head,
+        value_page_token_stride: v.token,
+        slot_count: shape.slots(),
+        block_size: call.count("block_size", shape.block_size)?,
+        tokens: call.count("tokens", tokens)?,
+        heads: call.count("heads", shape.heads)?,
+        head_dim: call.count("head_dim", shape.head_dim)?,
+        flags: if I::DTYPE as u32 == DType::I64 as u32 { SLOTS_I64 } else { 0 }
+            | if scales.per_head { SCALE_PER_HEAD } else { 0 },
+    };
+    call.check_overlap()?;
+    if tokens == 0 {
+        return Ok(());
+    }
+    // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; slots are checked
+    // by the kernel.
+    unsafe { launch(stream, layout, T::DTYPE, S::DTYPE, &args) }
+}
+
+/// A `status` word: `[1]`; null if absent.
+pub(crate) fn status_word(call: &mut Call<'_>, status: Option<&mut Tensor<u32>>) -> Result<*mut u32> {
+    let Some(status) = status else {
+        return Ok(std::ptr::null_mut());
+    };
+    call.same_shape("status", status.shape(), &[1])?;
+    Ok(call.write("status", status)?.cast())
+}

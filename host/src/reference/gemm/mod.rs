@@ -1,0 +1,4 @@
+//! Matrix products.
+
+pub mod linear;
+pub use linear::linear;

@@ -1,0 +1,20 @@
+//! Attention over a paged KV cache.
+
+pub mod decode;
+pub mod plain;
+
+use cuda_std::float;
+
+/// `cap · tanh(score / cap)`, within about `2^-22 · cap`; the score itself if `cap` is 0.
+///
+/// As `1 - 2 / (e^2x + 1)`, which is exact enough where it counts: the error of a score is absolute, since scores are
+/// exponents.
+#[inline(always)]
+fn soft_capped(score: f32, cap: f32) -> f32 {
+    if cap > 0.0 {
+        let e = float::fast::exp(float::fast::div(2.0 * score, cap));
+        cap * (1.0 - float::fast::div(2.0, e + 1.0))
+    } else {
+        score
+    }
+}

@@ -1,0 +1,11 @@
+//! The paged key/value cache.
+//!
+//! Layout and element types are here whichever families are built: attention and the rotary embedding use them too.
+
+mod element;
+pub mod layout;
+
+pub use element::CacheElement;
+
+#[cfg(feature = "kv_cache")]
+pub mod reshape_and_cache;

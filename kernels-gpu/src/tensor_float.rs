@@ -1,0 +1,31 @@
+//! Element types of the tensor-core kernels.
+
+use cuda_std::{Float, bf16, f16, mma};
+
+/// A 16-bit float that the tensor cores multiply, accumulating in `f32`.
+pub trait TensorFloat: Float {
+    /// Zero.
+    const ZERO: Self;
+    /// Two elements as one operand register, `low` in the low half.
+    fn pack(low: Self, high: Self) -> u32;
+    /// `a · b + c` for `m16n8k16` fragments.
+    fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4];
+}
+
+macro_rules! tensor_floats {
+    ($($t:ty => $mma:ident,)*) => { $(
+        impl TensorFloat for $t {
+            const ZERO: Self = <$t>::ZERO;
+            #[inline(always)]
+            fn pack(low: Self, high: Self) -> u32 {
+                low.to_bits() as u32 | (high.to_bits() as u32) << 16
+            }
+            #[inline(always)]
+            #[track_caller]
+            fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
+                mma::$mma(a, b, c)
+            }
+        }
+    )* };
+}
+tensor_floats! { bf16 => m16n8k16_bf16, f16 => m16n8k16_f16, }

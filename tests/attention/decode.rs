@@ -1,0 +1,319 @@
+use cuda_std::{E4M3, E5M2, Float};
+use proptest::prelude::*;
+use warploom::attention::{DecodeOptions, DecodePath, DecodeWorkspace, decode};
+use warploom::kv_cache::layout::Scales;
+use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache};
+use warploom::reference::attention as reference;
+use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16};
+use warploom_tests::{assert_close, noise, noise_of, on_every_device, property, widen};
+
+/// A batch to decode: its cache with NaN in every slot that no sequence owns, and what the cache means.
+struct Case<T, S> {
+    q: Tensor<T>,
+    cache: KvCache<S>,
+    table: Tensor<i32>,
+    lens: Tensor<i32>,
+    query: Vec<f64>,
+    /// By sequence, KV head and position.
+    keys: Vec<Vec<Vec<Vec<f64>>>>,
+    values: Vec<Vec<Vec<Vec<f64>>>>,
+    workspace: DecodeWorkspace,
+    shape: Shape,
+}
+
+#[derive(Clone, Debug)]
+struct Shape {
+    lens: Vec<usize>,
+    q_len: usize,
+    kv_heads: usize,
+    group: usize,
+    dim: usize,
+    page: usize,
+    layout: CacheLayout,
+}
+
+fn case<T: Float, S: CacheElement>(d: &Device, shape: &Shape) -> Case<T, S> {
+    let Shape { lens, q_len, kv_heads, group, dim, page, layout } = shape.clone();
+    let batch = lens.len();
+    let max_pages = lens.iter().map(|l| l.div_ceil(page)).max().unwrap_or(0).max(1);
+    // Pages are handed out from the highest number down, so that neighbours in a sequence are not neighbours in memory.
+    let pages = lens.iter().map(|l| l.div_ceil(page)).sum::<usize>() + 2;
+    let cs = CacheShape { blocks: pages, block_size: page, heads: kv_heads, head_dim: dim };
+    let mut cache = KvCache::<S>::zeros(d, layout, cs).unwrap();
+    let (ks, vs) = (cache.key_strides(), cache.value_strides());
+    let nan = S::round(f32::NAN);
+    let (mut k, mut v) = (vec![nan; pages * cs.block_len()], vec![nan; pages * cs.block_len()]);
+    let mut table = vec![i32::MAX; batch * max_pages];
+    let (mut keys, mut values) = (vec![], vec![]);
+    let mut free = pages - 1;
+    for (b, &len) in lens.iter().enumerate() {
+        let (kn, vn) = (noise(len * kv_heads * dim, 7 + b as u64), noise(len * kv_heads * dim, 99 + b as u64));
+        for p in 0..len.div_ceil(page) {
+            table[b * max_pages + p] = free as i32;
+            free -= 1;
+        }
+        let mut heads = (vec![], vec![]);
+        for h in 0..kv_heads {
+            let (mut hk, mut hv) = (vec![], vec![]);
+            for i in 0..len {
+                let block = table[b * max_pages + i / page] as usize;
+                let at = (i * kv_heads + h) * dim;
+                let store = |x: f32| S::round(if size_of::<S>() == 1 { 8.0 * x } else { x });
+                for x in 0..dim {
+                    k[ks.index(block, h, i % page, x)] = store(kn[at + x]);
+                    v[vs.index(block, h, i % page, x)] = store(vn[at + x]);
+                }
+                let read = |n: &[f32]| (0..dim).map(|x| store(n[at + x]).widen() as f64).collect::<Vec<_>>();
+                hk.push(read(&kn));
+                hv.push(read(&vn));
+            }
+            heads.0.push(hk);
+            heads.1.push(hv);
+        }
+        keys.push(heads.0);
+        values.push(heads.1);
+    }
+    let fill = |t: &Tensor<S>, data: &[S]| t.clone().copy_from_slice(data).unwrap();
+    fill(cache.key(), &k);
+    fill(cache.value(), &v);
+    cache = KvCache::from_tensors(layout, cache.key().clone(), cache.value().clone()).unwrap();
+    let q = noise_of::<T>(batch * q_len * kv_heads * group * dim, 3);
+    let lens32: Vec<i32> = lens.iter().map(|&l| l as i32).collect();
+    Case {
+        q: Tensor::from_slice(d, &q, &[batch, q_len, kv_heads * group, dim]).unwrap(),
+        cache,
+        table: Tensor::from_slice(d, &table, &[batch, max_pages]).unwrap(),
+        lens: Tensor::from_slice(d, &lens32, &[batch]).unwrap(),
+        query: widen(&q),
+        keys,
+        values,
+        workspace: DecodeWorkspace::new(d, batch, q_len, kv_heads * group, kv_heads, dim, max_pages * page).unwrap(),
+        shape: shape.clone(),
+    }
+}
+
+/// What bends the scores, in plain numbers.
+#[derive(Clone, Copy, Debug, Default)]
+struct Bend {
+    soft_cap: f32,
+    window: usize,
+    alibi: bool,
+    sinks: bool,
+}
+
+fn check<T: Float, S: CacheElement>(d: &Device, s: &Stream, shape: &Shape, bend: Bend, path: DecodePath) {
+    let mut c = case::<T, S>(d, shape);
+    let q_heads = shape.kv_heads * shape.group;
+    let batch = shape.lens.len();
+    let slopes: Vec<f32> = (0..q_heads).map(|h| 0.5f32.powi(h as i32 + 1)).collect();
+    let sinks: Vec<f32> = (0..q_heads).map(|h| h as f32 * 0.25 - 0.5).collect();
+    let (alibi, sink) =
+        (Tensor::from_slice(d, &slopes, &[q_heads]).unwrap(), Tensor::from_slice(d, &sinks, &[q_heads]).unwrap());
+    let quantised = T::DTYPE != S::DTYPE;
+    let (kf, vf): (Vec<f32>, Vec<f32>) = (0..shape.kv_heads)
+        .map(|h| if quantised { (0.1 + 0.05 * h as f32, 0.2 - 0.03 * h as f32) } else { (1.0, 1.0) })
+        .unzip();
+    let key_scale = Tensor::from_slice(d, &kf, &[shape.kv_heads]).unwrap();
+    let value_scale = Tensor::from_slice(d, &vf, &[shape.kv_heads]).unwrap();
+
+    let scale = 0.17f32;
+    let mut options = DecodeOptions::default().scale(scale).soft_cap(bend.soft_cap).window(bend.window).path(path);
+    options.alibi = bend.alibi.then_some(&alibi);
+    options.sinks = bend.sinks.then_some(&sink);
+    options.scales = quantised.then_some(Scales { key: &key_scale, value: &value_scale });
+    let shape4 = [batch, shape.q_len, q_heads, shape.dim];
+    let mut out = Tensor::<T>::uninit(d, &shape4).unwrap();
+    let mut lse = Tensor::<f32>::uninit(d, &shape4[..3]).unwrap();
+    s.fill_bytes(&mut out, 0xff).unwrap();
+    decode(s, &mut out, Some(&mut lse), &c.q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
+    let (out, lse) = (out.to_vec().unwrap(), lse.to_vec().unwrap());
+    for (b, &len) in shape.lens.iter().enumerate() {
+        for i in 0..shape.q_len {
+            for h in 0..q_heads {
+                let kv = h / shape.group;
+                let seen = (len + i + 1).saturating_sub(shape.q_len);
+                let row = (b * shape.q_len + i) * q_heads + h;
+                let q: Vec<f64> = c.query[row * shape.dim..][..shape.dim].to_vec();
+                let scaled = |rows: &[Vec<f64>], by: f32| {
+                    rows[..seen].iter().map(|r| r.iter().map(|v| v * by as f64).collect()).collect::<Vec<Vec<f64>>>()
+                };
+                let query = reference::Query {
+                    q: &q,
+                    scale: scale as f64,
+                    soft_cap: bend.soft_cap as f64,
+                    slope: if bend.alibi { slopes[h] as f64 } else { 0.0 },
+                    sink: bend.sinks.then(|| sinks[h] as f64),
+                    window: bend.window,
+                };
+                let want = reference::decode(query, &scaled(&c.keys[b][kv], kf[kv]), &scaled(&c.values[b][kv], vf[kv]));
+                // Probabilities are rounded to T before they meet V, whose elements are below 2.
+                let rounding = if T::DTYPE == cuda_std::DType::F32 { 4e-6 } else { warploom_tests::epsilon::<T>() };
+                assert_close(&out[row * shape.dim..][..shape.dim], &want.out, rounding, 2.0);
+                assert_close(&lse[row..=row], &[want.lse], 1e-5, 4.0);
+            }
+        }
+    }
+}
+
+fn shapes() -> impl Strategy<Value = Shape> {
+    let lens = prop::collection::vec(prop_oneof![0usize..3, 1usize..150, Just(64), Just(65), Just(128)], 1..4);
+    let heads = (1usize..3, 1usize..9);
+    let dim = prop_oneof![Just(32usize), Just(64), Just(80), Just(120), Just(128)];
+    (lens, 1usize..4, heads, dim, prop_oneof![Just(8usize), Just(16), Just(32)], any::<bool>()).prop_map(
+        |(lens, q_len, (kv_heads, group), dim, page, hnd)| {
+            let layout = if hnd { CacheLayout::Hnd } else { CacheLayout::Nhd };
+            let group = if group * q_len > 16 { 16 / q_len } else { group };
+            Shape { lens, q_len, kv_heads, group, dim, page, layout }
+        },
+    )
+}
+
+fn bends() -> impl Strategy<Value = Bend> {
+    (any::<bool>(), prop_oneof![Just(0usize), 1usize..100], any::<bool>(), any::<bool>())
+        .prop_map(|(cap, window, alibi, sinks)| Bend { soft_cap: if cap { 2.5 } else { 0.0 }, window, alibi, sinks })
+}
+
+#[test]
+fn split_matches_the_reference() {
+    property(10, (shapes(), bends()), |d, s, (shape, bend)| {
+        check::<bf16, bf16>(d, s, &shape, bend, DecodePath::Split);
+        check::<f16, f16>(d, s, &shape, bend, DecodePath::Split);
+        Ok(())
+    });
+}
+
+#[test]
+fn plain_matches_the_reference() {
+    property(4, (shapes(), bends()), |d, s, (shape, bend)| {
+        let split = Shape { dim: 32, layout: CacheLayout::XSplit, ..shape.clone() };
+        let odd = Shape { dim: 46, ..shape };
+        check::<f32, f32>(d, s, &odd, bend, DecodePath::Auto);
+        check::<bf16, bf16>(d, s, &split, bend, DecodePath::Auto);
+        check::<f16, E4M3>(d, s, &split, bend, DecodePath::Auto);
+        check::<bf16, E5M2>(d, s, &odd, bend, DecodePath::Auto);
+        check::<f32, i8>(d, s, &odd, bend, DecodePath::Plain);
+        Ok(())
+    });
+}
+
+#[test]
+fn long_sequences_split_into_chunks() {
+    on_every_device(|d, s| {
+        let lens = if d.is_simt() { vec![513, 0, 1, 511, 700] } else { vec![4096, 0, 1, 511, 512, 513, 32768, 1025] };
+        let shape = Shape { lens, q_len: 1, kv_heads: 2, group: 4, dim: 128, page: 16, layout: CacheLayout::Nhd };
+        check::<bf16, bf16>(d, s, &shape, Bend::default(), DecodePath::Split);
+        check::<bf16, bf16>(d, s, &shape, Bend { window: 300, ..Bend::default() }, DecodePath::Split);
+    });
+}
+
+#[test]
+fn a_sequence_does_not_depend_on_its_batch() {
+    on_every_device(|d, s| {
+        let run = |lens: Vec<usize>| {
+            let shape = Shape { lens, q_len: 1, kv_heads: 2, group: 4, dim: 64, page: 16, layout: CacheLayout::Nhd };
+            let mut c = case::<bf16, bf16>(d, &shape);
+            let mut out = Tensor::<bf16>::uninit(d, &[shape.lens.len(), 8, 64]).unwrap();
+            let q = c.q.reshape(&[shape.lens.len(), 8, 64]).unwrap();
+            let options = DecodeOptions::default();
+            decode(s, &mut out, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
+            out.to_vec().unwrap()
+        };
+        let alone = run(vec![300]);
+        let among = run(vec![300, 17, 500, 64]);
+        assert_eq!(alone, among[..alone.len()]);
+    });
+}
+
+#[test]
+fn one_graph_serves_growing_sequences() {
+    on_every_device(|d, s| {
+        let shape = Shape {
+            lens: vec![200, 150],
+            q_len: 1,
+            kv_heads: 1,
+            group: 4,
+            dim: 64,
+            page: 16,
+            layout: CacheLayout::Hnd,
+        };
+        let mut c = case::<f16, f16>(d, &shape);
+        let q = c.q.reshape(&[2, 4, 64]).unwrap();
+        let (mut graphed, mut direct) =
+            (Tensor::uninit(d, &[2, 4, 64]).unwrap(), Tensor::uninit(d, &[2, 4, 64]).unwrap());
+        let options = DecodeOptions::default();
+        d.preload(&["attention"]).unwrap();
+        let graph = Graph::capture(s, |s| {
+            decode(s, &mut graphed, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace)
+        })
+        .unwrap();
+        for lens in [[1, 150], [65, 0], [200, 149]] {
+            c.lens.copy_from_slice(&lens).unwrap();
+            graph.launch(s).unwrap();
+            s.synchronize().unwrap();
+            decode(s, &mut direct, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
+            assert_eq!(graphed.to_vec().unwrap(), direct.to_vec().unwrap());
+        }
+    });
+}
+
+#[test]
+fn wrong_pages_and_lengths_stay_inside() {
+    on_every_device(|d, s| {
+        let shape =
+            Shape { lens: vec![40], q_len: 1, kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
+        let mut c = case::<bf16, bf16>(d, &shape);
+        let q = c.q.reshape(&[1, 2, 64]).unwrap();
+        for path in [DecodePath::Split, DecodePath::Plain] {
+            for (pages, len) in [([-1, i32::MAX, 1 << 20], 40), ([3, 2, 1], i32::MAX), ([3, 2, 1], -5)] {
+                c.table.copy_from_slice(&pages).unwrap();
+                c.lens.copy_from_slice(&[len]).unwrap();
+                let mut out = Tensor::<bf16>::uninit(d, &[1, 2, 64]).unwrap();
+                let options = DecodeOptions::default().path(path);
+                decode(s, &mut out, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
+                s.synchronize().unwrap();
+                if pages[0] < 0 || len < 0 {
+                    assert!(out.to_vec().unwrap().iter().all(|v| v.to_f32() == 0.0), "{path:?} {pages:?} {len}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn bad_input() {
+    on_every_device(|d, s| {
+        let shape =
+            Shape { lens: vec![20, 9], q_len: 1, kv_heads: 2, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
+        let mut c = case::<bf16, bf16>(d, &shape);
+        let good = c.q.reshape(&[2, 4, 64]).unwrap();
+        let (cache, table, lens) = (c.cache.clone(), c.table.clone(), c.lens.clone());
+        let mut run =
+            |q: &Tensor<bf16>, out: &[usize], table: &Tensor<i32>, lens: &Tensor<i32>, options: &DecodeOptions<'_>| {
+                let mut out = Tensor::<bf16>::zeros(d, out).unwrap();
+                decode(s, &mut out, None, q, &cache, table, lens, options, &mut c.workspace)
+            };
+        let o = DecodeOptions::default();
+        let full = [2, 4, 64];
+        assert!(run(&good, &full, &table, &lens, &o).is_ok());
+        let t = |shape: &[usize]| Tensor::<bf16>::zeros(d, shape).unwrap();
+        let i = |shape: &[usize]| Tensor::<i32>::zeros(d, shape).unwrap();
+        assert!(matches!(run(&t(&[2, 3, 64]), &[2, 3, 64], &table, &lens, &o), Err(Error::Value { arg: "q", .. })));
+        assert!(matches!(run(&t(&[2, 4, 32]), &[2, 4, 32], &table, &lens, &o), Err(Error::Shape { arg: "q", .. })));
+        assert!(matches!(run(&good, &[2, 4, 32], &table, &lens, &o), Err(Error::Shape { arg: "out", .. })));
+        assert!(matches!(run(&good, &full, &i(&[3, 2]), &lens, &o), Err(Error::Shape { arg: "block_table", .. })));
+        assert!(matches!(run(&good, &full, &table, &i(&[3]), &o), Err(Error::Shape { arg: "lens", .. })));
+        assert!(matches!(run(&good, &full, &i(&[2, 99]), &lens, &o), Err(Error::Value { arg: "workspace", .. })));
+        let nan = o.scale(f32::NAN);
+        assert!(matches!(run(&good, &full, &table, &lens, &nan), Err(Error::Value { arg: "options.scale", .. })));
+        let cap = o.soft_cap(-1.0);
+        assert!(matches!(run(&good, &full, &table, &lens, &cap), Err(Error::Value { arg: "options.soft_cap", .. })));
+        let many = t(&[2, 17, 4, 64]);
+        assert!(matches!(run(&many, &[2, 17, 4, 64], &table, &lens, &o), Err(Error::Value { arg: "q", .. })));
+        let slopes = Tensor::<f32>::zeros(d, &[3]).unwrap();
+        assert!(matches!(
+            run(&good, &full, &table, &lens, &o.alibi(&slopes)),
+            Err(Error::Shape { arg: "options.alibi", .. })
+        ));
+        assert!(run(&t(&[0, 4, 64]), &[0, 4, 64], &i(&[0, 2]), &i(&[0]), &o).is_ok());
+    });
+}

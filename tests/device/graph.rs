@@ -1,0 +1,171 @@
+//! Capture and replay.
+
+use warploom::{Device, Error, Event, Graph, Stream, Tensor, norm};
+use warploom_tests::on_every_device;
+
+#[test]
+fn captured_work_runs_when_launched_and_not_before() {
+    on_every_device(|device, stream| {
+        device.preload(&["norm"]).unwrap();
+        let mut x = Tensor::from_slice(device, &[3.0f32, 4.0], &[1, 2]).unwrap();
+        let mut y = Tensor::<f32>::zeros(device, &[1, 2]).unwrap();
+        let mut z = Tensor::<f32>::zeros(device, &[1, 2]).unwrap();
+        let graph = Graph::capture(stream, |s| {
+            assert!(s.is_capturing());
+            norm::rms_norm(s, &mut y, &x, None, 0.0)?;
+            s.copy(&mut z, &y)?;
+            s.fill_bytes(&mut y, 0)
+        })
+        .unwrap();
+        assert!(!stream.is_capturing());
+        assert_eq!(z.to_vec().unwrap(), [0.0, 0.0]);
+        graph.upload(stream).unwrap();
+        for v in [1.0f32, 2.0] {
+            x.copy_from_slice(&[0.0, v]).unwrap();
+            stream.fill_bytes(&mut z, 0xff).unwrap();
+            graph.launch(stream).unwrap();
+            assert!((z.to_vec().unwrap()[1] - 2.0f32.sqrt()).abs() < 1e-6);
+            assert_eq!(y.to_vec().unwrap(), [0.0, 0.0]);
+        }
+        // On another stream as well.
+        x.copy_from_slice(&[7.0, 0.0]).unwrap();
+        let other = Stream::new(device).unwrap();
+        graph.launch(&other).unwrap();
+        assert!((z.to_vec().unwrap()[0] - 2.0f32.sqrt()).abs() < 1e-6);
+    });
+}
+
+#[test]
+fn a_graph_keeps_its_tensors_alive() {
+    on_every_device(|device, stream| {
+        device.preload(&["norm"]).unwrap();
+        let mut out = Tensor::<f32>::zeros(device, &[16, 64]).unwrap();
+        let graph = {
+            let x = Tensor::from_slice(device, &[2.0f32; 1024], &[16, 64]).unwrap();
+            Graph::capture(stream, |s| {
+                // Made and dropped while capturing.
+                let mut y = Tensor::<f32>::uninit(device, &[16, 64])?;
+                norm::rms_norm(s, &mut y, &x, None, 0.0)?;
+                s.copy(&mut out, &y)
+            })
+            .unwrap()
+        };
+        // Would overwrite memory that had been freed.
+        let others: Vec<_> = (0..8).map(|_| Tensor::<f32>::zeros(device, &[16, 64]).unwrap()).collect();
+        graph.launch(stream).unwrap();
+        assert!(out.to_vec().unwrap().iter().all(|&v| (v - 1.0).abs() < 1e-6));
+        assert!(others.iter().all(|t| t.to_vec().unwrap().iter().all(|&v| v == 0.0)));
+    });
+}
+
+#[test]
+fn graphs_within_graphs() {
+    on_every_device(|device, stream| {
+        let mut out = Tensor::<u8>::zeros(device, &[64]).unwrap();
+        let outer = {
+            let inner = {
+                let x = Tensor::from_slice(device, &[9u8; 64], &[64]).unwrap();
+                Graph::capture(stream, |s| s.copy(&mut out, &x)).unwrap()
+            };
+            Graph::capture(stream, |s| inner.launch(s)).unwrap()
+        };
+        assert_eq!(out.to_vec().unwrap(), [0; 64]);
+        outer.launch(stream).unwrap();
+        assert_eq!(out.to_vec().unwrap(), [9; 64]);
+    });
+}
+
+#[test]
+fn reading_is_possible_while_another_stream_is_captured() {
+    on_every_device(|device, stream| {
+        let x = Tensor::from_slice(device, &[1u8; 64], &[64]).unwrap();
+        let mut y = Tensor::<u8>::zeros(device, &[64]).unwrap();
+        let mut z = Tensor::<u8>::zeros(device, &[64]).unwrap();
+        let other = Stream::new(device).unwrap();
+        let graph = Graph::capture(stream, |s| {
+            s.copy(&mut y, &x)?;
+            other.fill_bytes(&mut z, 5)?;
+            assert_eq!(z.to_vec()?, [5; 64]);
+            let fresh = Tensor::<u8>::from_slice(device, &[3; 8], &[8])?;
+            assert_eq!(fresh.to_vec()?, [3; 8]);
+            device.synchronize()
+        })
+        .unwrap();
+        assert_eq!(y.to_vec().unwrap(), [0; 64]);
+        graph.launch(stream).unwrap();
+        assert_eq!(y.to_vec().unwrap(), [1; 64]);
+    });
+}
+
+#[test]
+fn an_empty_graph_does_nothing() {
+    on_every_device(|_, stream| {
+        let graph = Graph::capture(stream, |_| Ok(())).unwrap();
+        graph.launch(stream).unwrap();
+        stream.synchronize().unwrap();
+    });
+}
+
+#[test]
+fn a_failed_capture_leaves_the_stream_usable() {
+    on_every_device(|device, stream| {
+        let mut x = Tensor::<u8>::zeros(device, &[4]).unwrap();
+        let error = Graph::capture(stream, |s| {
+            s.fill_bytes(&mut x, 1)?;
+            s.synchronize()
+        })
+        .map(|_| ())
+        .unwrap_err();
+        assert!(matches!(error, Error::Capture(_)), "{error}");
+
+        let error = Graph::capture(stream, |s| Graph::capture(s, |_| Ok(())).map(|_| ())).map(|_| ()).unwrap_err();
+        assert!(matches!(error, Error::Capture(_)), "{error}");
+
+        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            Graph::capture(stream, |_| -> warploom::Result<()> { std::panic::resume_unwind(Box::new(7)) }).map(|_| ())
+        }));
+        assert_eq!(panic.unwrap_err().downcast_ref(), Some(&7));
+
+        assert!(!stream.is_capturing());
+        assert_eq!(x.to_vec().unwrap(), [0; 4]);
+        let graph = Graph::capture(stream, |s| s.fill_bytes(&mut x, 2)).unwrap();
+        graph.launch(stream).unwrap();
+        assert_eq!(x.to_vec().unwrap(), [2; 4]);
+    });
+}
+
+#[test]
+fn a_capture_spans_streams_that_events_join() {
+    on_every_device(|device, stream| {
+        let other = Stream::new(device).unwrap();
+        let (forked, joined) = (Event::new(device).unwrap(), Event::new(device).unwrap());
+        let mut x = Tensor::<u8>::zeros(device, &[32]).unwrap();
+        if device.is_simt() {
+            // Streams of the SIMT device are captured one by one.
+            return;
+        }
+        let graph = Graph::capture(stream, |s| {
+            s.record_event(&forked)?;
+            other.wait_event(&forked)?;
+            other.fill_bytes(&mut x, 6)?;
+            other.record_event(&joined)?;
+            s.wait_event(&joined)
+        })
+        .unwrap();
+        assert_eq!(x.to_vec().unwrap(), [0; 32]);
+        graph.launch(stream).unwrap();
+        assert_eq!(x.to_vec().unwrap(), [6; 32]);
+    });
+}
+
+#[test]
+fn a_graph_stays_on_its_device() {
+    on_every_device(|device, stream| {
+        let graph = Graph::capture(stream, |_| Ok(())).unwrap();
+        let elsewhere = Stream::new(&Device::simt()).unwrap();
+        assert_ne!(elsewhere.device(), device);
+        for error in [graph.launch(&elsewhere).unwrap_err(), graph.upload(&elsewhere).unwrap_err()] {
+            assert!(matches!(error, Error::WrongDevice { arg: "graph", .. }), "{error}");
+        }
+    });
+}

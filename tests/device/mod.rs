@@ -1,0 +1,88 @@
+//! What operations run on: devices, streams, events, graphs, tensors, errors.
+
+mod cuda;
+mod graph;
+mod stream;
+mod tensor;
+
+use warploom::{Device, Error, SimtOptions, Stream, Tensor};
+use warploom_tests::{gpu, on_every_device};
+
+#[test]
+fn names_of_devices() {
+    assert!(Device::from_name("simt").unwrap().is_simt());
+    assert!(Device::from_name("auto").is_ok());
+    let unknown = Device::from_name("tpu").unwrap_err();
+    assert!(matches!(unknown, Error::Value { arg: "name", .. }), "{unknown}");
+    assert!(unknown.to_string().contains("`tpu`"), "{unknown}");
+    on_every_device(|device, _| {
+        let name = device.name();
+        assert!(if device.is_simt() { name.starts_with("SIMT ") } else { name.starts_with("cuda:0 (") }, "{name}");
+        assert_eq!(format!("{device:?}"), name);
+        assert_eq!(device.cuda_ordinal(), if device.is_simt() { None } else { Some(0) });
+    });
+}
+
+#[test]
+fn properties_are_of_a_gpu_that_can_run_the_kernels() {
+    on_every_device(|device, _| {
+        let properties = device.properties();
+        assert!(properties.compute_capability >= (8, 0));
+        assert!(properties.multiprocessors > 0);
+        assert!(properties.max_shared_bytes >= 48 * 1024);
+        match device.memory_info().unwrap() {
+            None => assert!(device.is_simt()),
+            Some(memory) => {
+                assert!(memory.free <= memory.total);
+                assert!(memory.total <= properties.memory_bytes);
+            }
+        }
+    });
+}
+
+#[test]
+fn simt_devices_have_memory_of_their_own() {
+    let (a, b) = (Device::simt(), Device::simt());
+    assert_eq!(a, a.clone());
+    assert_ne!(a, b);
+    assert!(gpu().is_none_or(|gpu| gpu != a));
+
+    let stream = Stream::new(&a).unwrap();
+    let here = Tensor::from_slice(&a, &[1.0f32, 2.0], &[1, 2]).unwrap();
+    let mut there = Tensor::<f32>::zeros(&b, &[1, 2]).unwrap();
+    let error = warploom::norm::rms_norm(&stream, &mut there, &here, None, 0.0).unwrap_err();
+    assert!(matches!(&error, Error::WrongDevice { arg: "out", .. }), "{error}");
+    assert!(error.to_string().contains(&b.name()), "{error}");
+}
+
+#[test]
+fn preload_takes_families_only() {
+    on_every_device(|device, _| {
+        device.preload(&[]).unwrap();
+        device.preload(&["norm", "norm"]).unwrap();
+        let error = device.preload(&["norm", "norms"]).unwrap_err();
+        assert!(matches!(&error, Error::Value { arg: "families", .. }), "{error}");
+        assert!(error.to_string().contains("`norms`"), "{error}");
+    });
+}
+
+#[test]
+fn peer_access() {
+    on_every_device(|device, _| {
+        device.enable_peer_access(device).unwrap();
+        device.enable_peer_access(&device.clone()).unwrap();
+        if !device.is_simt() {
+            let error = device.enable_peer_access(&Device::simt()).unwrap_err();
+            assert!(matches!(error, Error::WrongDevice { arg: "peer", .. }), "{error}");
+        }
+    });
+    Device::simt().enable_peer_access(&Device::simt_with(SimtOptions::race())).unwrap();
+    if Device::cuda_count() > 1 {
+        let (a, b) = (Device::cuda(0).unwrap(), Device::cuda(1).unwrap());
+        assert_ne!(a, b);
+        match a.enable_peer_access(&b) {
+            Ok(()) => a.enable_peer_access(&b).unwrap(),
+            Err(error) => assert!(matches!(error, Error::Unsupported { .. }), "{error}"),
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! Streams, events and pinned memory.
+
+use warploom::{Device, Error, Event, Pinned, Stream, Tensor, norm};
+use warploom_tests::on_every_device;
+
+#[test]
+fn a_stream_knows_its_device() {
+    on_every_device(|device, stream| {
+        assert_eq!(stream.device(), device);
+        assert_eq!(stream.as_raw().is_null(), device.is_simt());
+        assert_eq!(stream.clone().as_raw(), stream.as_raw());
+        assert!(!stream.is_capturing());
+        stream.synchronize().unwrap();
+        device.synchronize().unwrap();
+    });
+}
+
+#[test]
+fn copies_and_fills_are_in_order() {
+    on_every_device(|device, stream| {
+        let x = Tensor::from_slice(device, &(0..1000).collect::<Vec<u32>>(), &[1000]).unwrap();
+        let mut y = Tensor::<u32>::uninit(device, &[1000]).unwrap();
+        stream.fill_bytes(&mut y, 1).unwrap();
+        let (mut head, tail) = (y.narrow(0, 0, 500).unwrap(), x.narrow(0, 500, 500).unwrap());
+        stream.copy(&mut head, &tail).unwrap();
+        let y = y.to_vec().unwrap();
+        assert!(y[..500].iter().copied().eq(500..1000));
+        assert!(y[500..].iter().all(|&v| v == 0x0101_0101));
+    });
+}
+
+#[test]
+fn copies_check_their_arguments() {
+    on_every_device(|device, stream| {
+        let x = Tensor::from_slice(device, &[0u8; 12], &[3, 4]).unwrap();
+        let mut y = Tensor::<u8>::zeros(device, &[3, 5]).unwrap();
+        let error = stream.copy(&mut y, &x).unwrap_err();
+        assert!(matches!(&error, Error::Shape { arg: "src", .. }), "{error}");
+
+        let columns = y.narrow(1, 0, 4).unwrap();
+        let error = stream.copy(&mut columns.clone(), &x).unwrap_err();
+        assert!(matches!(&error, Error::Stride { arg: "dst", .. }), "{error}");
+        let error = stream.fill_bytes(&mut columns.clone(), 0).unwrap_err();
+        assert!(matches!(&error, Error::Stride { arg: "dst", .. }), "{error}");
+
+        let (mut upper, lower) = (x.narrow(0, 0, 2).unwrap(), x.narrow(0, 1, 2).unwrap());
+        let error = stream.copy(&mut upper, &lower).unwrap_err();
+        assert!(matches!(&error, Error::Overlap { first: "dst", second: "src", .. }), "{error}");
+
+        let elsewhere = Tensor::<u8>::zeros(&Device::simt(), &[3, 5]).unwrap();
+        let error = stream.copy(&mut y, &elsewhere).unwrap_err();
+        assert!(matches!(&error, Error::WrongDevice { arg: "src", .. }), "{error}");
+    });
+}
+
+#[test]
+fn nothing_is_copied_where_there_is_nothing() {
+    on_every_device(|device, stream| {
+        let x = Tensor::<f32>::uninit(device, &[0]).unwrap();
+        let mut y = Tensor::<f32>::zeros(device, &[0]).unwrap();
+        assert!(!x.as_ptr().is_null() && x.as_ptr().is_aligned());
+        stream.copy(&mut y, &x).unwrap();
+        stream.fill_bytes(&mut y, 0xff).unwrap();
+        assert!(y.to_vec().unwrap().is_empty());
+        assert!(Pinned::<f32>::zeros(device, 0).unwrap().is_empty());
+    });
+}
+
+#[test]
+fn pinned_memory_goes_up_and_comes_back() {
+    on_every_device(|device, stream| {
+        let n = 5000;
+        let mut up = Pinned::<f32>::zeros(device, n).unwrap();
+        let mut down = Pinned::<f32>::zeros(device, n).unwrap();
+        assert!(up.iter().all(|&v| v == 0.0));
+        up.iter_mut().enumerate().for_each(|(i, v)| *v = i as f32);
+        let mut x = Tensor::<f32>::uninit(device, &[n]).unwrap();
+        // SAFETY: both live, and are left alone, until the stream is synchronised.
+        unsafe {
+            stream.upload(&mut x, &up).unwrap();
+            stream.download(&mut down, &x).unwrap();
+        }
+        stream.synchronize().unwrap();
+        assert_eq!(*up, *down);
+
+        let mut short = Pinned::<f32>::zeros(device, n - 1).unwrap();
+        // SAFETY: refused.
+        let error = unsafe { stream.upload(&mut x, &short) }.unwrap_err();
+        assert!(matches!(&error, Error::Shape { arg: "src", .. }), "{error}");
+        // SAFETY: refused.
+        let error = unsafe { stream.download(&mut short, &x) }.unwrap_err();
+        assert!(matches!(&error, Error::Shape { arg: "dst", .. }), "{error}");
+    });
+}
+
+#[test]
+fn streams_wait_for_events() {
+    on_every_device(|device, stream| {
+        let other = Stream::new(device).unwrap();
+        let event = Event::new(device).unwrap();
+        let n = 1 << 16;
+        let mut x = Tensor::<u8>::zeros(device, &[n]).unwrap();
+        let mut y = Tensor::<u8>::zeros(device, &[n]).unwrap();
+        for round in 1..=3 {
+            stream.fill_bytes(&mut x, round).unwrap();
+            stream.record_event(&event).unwrap();
+            other.wait_event(&event).unwrap();
+            other.copy(&mut y, &x).unwrap();
+            other.synchronize().unwrap();
+            assert!(y.to_vec().unwrap().iter().all(|&v| v == round));
+        }
+        // Waiting does not use the event up.
+        other.wait_event(&event).unwrap();
+        event.synchronize().unwrap();
+    });
+}
+
+#[test]
+fn events_measure_time() {
+    on_every_device(|device, stream| {
+        let (start, end) = (Event::new(device).unwrap(), Event::new(device).unwrap());
+        assert!(matches!(end.seconds_since(&start), Err(Error::Value { .. })));
+        stream.record_event(&start).unwrap();
+        assert!(matches!(end.seconds_since(&start), Err(Error::Value { .. })));
+        let mut x = Tensor::<u8>::zeros(device, &[1 << 16]).unwrap();
+        stream.fill_bytes(&mut x, 1).unwrap();
+        stream.record_event(&end).unwrap();
+        let seconds = end.seconds_since(&start).unwrap();
+        assert!((0.0..60.0).contains(&seconds), "{seconds} s");
+        assert!(start.seconds_since(&start).unwrap() == 0.0);
+    });
+}
+
+#[test]
+fn a_tensor_may_be_dropped_while_it_is_used() {
+    on_every_device(|device, stream| {
+        let x = Tensor::from_slice(device, &[1.0f32; 4096], &[64, 64]).unwrap();
+        let mut kept = Tensor::<f32>::zeros(device, &[64, 64]).unwrap();
+        for _ in 0..20 {
+            let mut y = Tensor::<f32>::uninit(device, &[64, 64]).unwrap();
+            norm::rms_norm(stream, &mut y, &x, None, 0.0).unwrap();
+            stream.copy(&mut kept, &y).unwrap();
+            drop(y);
+        }
+        assert!(kept.to_vec().unwrap().iter().all(|&v| (v - 1.0).abs() < 1e-6));
+    });
+}
+
+/// A block larger than the kernel was built for is an error that names the kernel.
+#[test]
+fn too_large_a_block() {
+    let device = Device::simt();
+    let stream = Stream::new(&device).unwrap();
+    let entry = norm::rms_norm::entry(warploom::DType::F32).unwrap();
+    let args =
+        norm::rms_norm::Args { x: std::ptr::null(), weight: std::ptr::null(), y: std::ptr::null_mut(), n: 0, eps: 0.0 };
+    // SAFETY: refused before any thread runs.
+    let error = unsafe { stream.launch(&entry, &warploom::Geometry::linear(1, 2048), &args) }.unwrap_err();
+    assert!(matches!(error, Error::Launch(_)), "{error}");
+    assert!(error.to_string().contains("rms_norm_f32"), "{error}");
+    // SAFETY: nothing is launched.
+    unsafe { stream.launch(&entry, &warploom::Geometry::linear(0, 2048), &args) }.unwrap();
+}

@@ -1,0 +1,114 @@
+//! Tensors: shapes, views, copies.
+
+use proptest::prelude::*;
+use warploom::{Error, Tensor};
+use warploom_tests::{on_every_device, property};
+
+fn counted(device: &warploom::Device, shape: &[usize]) -> Tensor<u32> {
+    let n: usize = shape.iter().product();
+    Tensor::from_slice(device, &(0..n as u32).collect::<Vec<_>>(), shape).unwrap()
+}
+
+#[test]
+fn a_tensor_is_row_major() {
+    on_every_device(|device, _| {
+        let mut x = counted(device, &[2, 3, 4]);
+        assert_eq!((x.shape(), x.strides(), x.len()), (&[2, 3, 4][..], &[12, 4, 1][..], 24));
+        assert_eq!((x.dim(1), x.dim(7)), (3, 1));
+        assert!(x.is_contiguous() && !x.is_empty());
+        assert_eq!(x.device(), device);
+        assert!(x.to_vec().unwrap().into_iter().eq(0..24));
+        assert_eq!(format!("{x:?}"), format!("Tensor<u32>[2, 3, 4] on {}", device.name()));
+        x.copy_from_slice(&[7; 24]).unwrap();
+        assert_eq!(x.to_vec().unwrap(), [7; 24]);
+        let scalar = Tensor::from_slice(device, &[5u32], &[]).unwrap();
+        assert_eq!(scalar.to_vec().unwrap(), [5]);
+        assert!(Tensor::<f32>::zeros(device, &[100]).unwrap().to_vec().unwrap().iter().all(|v| v.to_bits() == 0));
+    });
+}
+
+#[test]
+fn views_share_memory() {
+    on_every_device(|device, stream| {
+        let x = counted(device, &[4, 6]);
+        let mut rows = x.narrow(0, 1, 2).unwrap();
+        stream.fill_bytes(&mut rows, 0).unwrap();
+        let flat = x.reshape(&[24]).unwrap();
+        let expected: Vec<u32> = (0..24).map(|i| if (6..18).contains(&i) { 0 } else { i }).collect();
+        assert_eq!(flat.to_vec().unwrap(), expected);
+        drop(x);
+        assert_eq!(flat.to_vec().unwrap(), expected);
+    });
+}
+
+#[test]
+fn strided_views_are_read_as_seen() {
+    property(
+        16,
+        (1usize..5, 1usize..5, 1usize..9, 0usize..4, 0usize..4),
+        |device, _, (planes, rows, columns, skip, extra)| {
+            let x = counted(device, &[planes, rows, columns + skip + extra]);
+            let view = x.narrow(2, skip, columns).unwrap();
+            let at = |p, r, c| ((p * rows + r) * (columns + skip + extra) + skip + c) as u32;
+            let expected: Vec<u32> =
+                (0..planes).flat_map(|p| (0..rows).flat_map(move |r| (0..columns).map(move |c| at(p, r, c)))).collect();
+            prop_assert_eq!(view.to_vec().unwrap(), expected);
+            // Columns as rows.
+            let turned = x.as_strided(&[columns, rows], &[1, columns + skip + extra], skip).unwrap();
+            let expected: Vec<u32> = (0..columns).flat_map(|c| (0..rows).map(move |r| at(0, r, c))).collect();
+            prop_assert_eq!(turned.to_vec().unwrap(), expected);
+            Ok(())
+        },
+    );
+}
+
+#[test]
+fn shapes_that_do_not_fit() {
+    on_every_device(|device, _| {
+        let tensor_error = |result: warploom::Result<Tensor<u32>>| {
+            let error = result.map(|_| ()).unwrap_err();
+            assert!(matches!(error, Error::Tensor(_)), "{error}");
+        };
+        let x = counted(device, &[4, 6]);
+        tensor_error(Tensor::from_slice(device, &[1, 2, 3], &[2, 2]));
+        tensor_error(Tensor::uninit(device, &[1; 7]));
+        tensor_error(Tensor::uninit(device, &[usize::MAX, 2]));
+        tensor_error(Tensor::uninit(device, &[isize::MAX as usize]));
+        tensor_error(x.reshape(&[5, 5]));
+        tensor_error(x.narrow(1, 1, 5).unwrap().reshape(&[20]));
+        tensor_error(x.narrow(0, 3, 2));
+        tensor_error(x.narrow(0, usize::MAX, 2));
+        tensor_error(x.narrow(2, 0, 1));
+        tensor_error(x.as_strided(&[4, 6], &[6, 1], 1));
+        tensor_error(x.as_strided(&[2], &[usize::MAX], 1));
+        tensor_error(x.as_strided(&[2, 2], &[1], 0));
+        let mut x = x;
+        assert!(matches!(x.copy_from_slice(&[0; 23]), Err(Error::Tensor(_))));
+        assert!(matches!(x.narrow(1, 0, 3).unwrap().copy_from_slice(&[0; 12]), Err(Error::Tensor(_))));
+    });
+}
+
+#[test]
+fn empty_tensors() {
+    on_every_device(|device, _| {
+        for shape in [&[0][..], &[3, 0], &[0, 5, 2]] {
+            let x = Tensor::<f32>::zeros(device, shape).unwrap();
+            assert!(x.is_empty() && x.is_contiguous());
+            assert!(x.to_vec().unwrap().is_empty());
+            assert_eq!(x.shape(), shape);
+        }
+        let x = counted(device, &[4, 6]);
+        let end = x.narrow(0, 4, 0).unwrap();
+        assert_eq!(end.shape(), [0, 6]);
+        assert!(end.to_vec().unwrap().is_empty());
+        assert!(x.as_strided(&[0, 9], &[100, 100], 0).unwrap().to_vec().unwrap().is_empty());
+    });
+}
+
+/// Fresh memory of the SIMT device is NaN in every floating-point type.
+#[test]
+fn fresh_memory_is_poisoned() {
+    let device = warploom::Device::simt();
+    assert!(Tensor::<f32>::uninit(&device, &[9]).unwrap().to_vec().unwrap().iter().all(|v| v.is_nan()));
+    assert!(Tensor::<warploom::f16>::uninit(&device, &[9]).unwrap().to_vec().unwrap().iter().all(|v| v.is_nan()));
+}

@@ -1,0 +1,145 @@
+use cuda_std::Float;
+use proptest::prelude::*;
+use warploom::gemm::{Epilogue, LinearOptions, LinearPath, linear, linear_with};
+use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16, reference};
+use warploom_tests::{assert_close, noise_of, on_every_device, property, widen};
+
+const EPILOGUES: [Epilogue; 6] =
+    [Epilogue::None, Epilogue::Silu, Epilogue::Gelu, Epilogue::GeluTanh, Epilogue::Relu, Epilogue::Relu2];
+
+/// Runs one product on a poisoned output and compares it with the reference.
+#[allow(clippy::too_many_arguments)]
+fn check<T: Float>(
+    d: &Device,
+    s: &Stream,
+    m: usize,
+    n: usize,
+    k: usize,
+    biased: bool,
+    kind: Epilogue,
+    path: LinearPath,
+) {
+    let (x, w, b) = (noise_of::<T>(m * k, 1), noise_of::<T>(n * k, 2), noise_of::<T>(n, 3));
+    let dx = Tensor::from_slice(d, &x, &[m, k]).unwrap();
+    let dw = Tensor::from_slice(d, &w, &[n, k]).unwrap();
+    let db = Tensor::from_slice(d, &b, &[n]).unwrap();
+    let mut y = Tensor::<T>::uninit(d, &[m, n]).unwrap();
+    s.fill_bytes(&mut y, 0xff).unwrap();
+    let options = LinearOptions::default().epilogue(kind).path(path);
+    linear_with(s, &mut y, &dx, &dw, biased.then_some(&db), &options).unwrap();
+    let b = widen(&b);
+    let want = reference::gemm::linear(&widen(&x), &widen(&w), biased.then_some(&b), m, n, k, kind);
+    // k roundings of sums of k products, each 1/4 on average; and the steepest that the epilogue is.
+    let steepest = if kind == Epilogue::Relu2 { 2.0 * want.iter().fold(0.25f64, |a, &b| a.max(b)).sqrt() } else { 1.2 };
+    assert_close(&y.to_vec().unwrap(), &want, (k + 4) as f64 * 2f64.powi(-24), (k + 4) as f64 / 2.0 * steepest);
+}
+
+#[test]
+fn fma_matches_the_reference() {
+    let shape = (0usize..80, 1usize..90, 0usize..70, any::<bool>(), 0usize..6);
+    property(6, shape, |d, s, (m, n, k, biased, kind)| {
+        check::<f32>(d, s, m, n, k, biased, EPILOGUES[kind], LinearPath::Fma);
+        check::<f16>(d, s, m, n, k, biased, EPILOGUES[kind], LinearPath::Fma);
+        check::<bf16>(d, s, m, n, k, biased, EPILOGUES[kind], LinearPath::Auto);
+        Ok(())
+    });
+}
+
+#[test]
+fn stream_matches_the_reference() {
+    let shape = (1usize..=64, 1usize..70, 1usize..80, any::<bool>(), 0usize..6);
+    property(8, shape, |d, s, (m, n, k8, biased, kind)| {
+        check::<f16>(d, s, m, n, 8 * k8, biased, EPILOGUES[kind], LinearPath::Stream);
+        check::<bf16>(d, s, m, n, 8 * k8, biased, EPILOGUES[kind], LinearPath::Stream);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_row_does_not_depend_on_its_batch() {
+    on_every_device(|d, s| {
+        let (n, k) = (40, 264);
+        let x = noise_of::<bf16>(64 * k, 1);
+        let dw = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
+        let run = |m: usize| {
+            let dx = Tensor::from_slice(d, &x[..m * k], &[m, k]).unwrap();
+            let mut y = Tensor::uninit(d, &[m, n]).unwrap();
+            linear(s, &mut y, &dx, &dw).unwrap();
+            y.to_vec().unwrap()
+        };
+        let one = run(1);
+        for m in [7, 9, 30, 64] {
+            assert_eq!(run(m)[..n], one, "{m} tokens");
+        }
+    });
+}
+
+#[test]
+fn views_and_misaligned_tensors() {
+    on_every_device(|d, s| {
+        let (m, n, k) = (3, 5, 16);
+        let flat = noise_of::<bf16>(400, 4);
+        let base = Tensor::from_slice(d, &flat, &[400]).unwrap();
+        for (offset, row) in [(0, 16), (0, 24), (1, 16), (0, 17), (8, 40)] {
+            let x = base.as_strided(&[m, k], &[row, 1], offset).unwrap();
+            let w = base.as_strided(&[n, k], &[row, 1], offset + 150).unwrap();
+            let mut out = Tensor::<bf16>::zeros(d, &[m, 2 * n]).unwrap().narrow(1, n, n).unwrap();
+            linear(s, &mut out, &x, &w).unwrap();
+            let (x, w) = (widen(&x.to_vec().unwrap()), widen(&w.to_vec().unwrap()));
+            let want = reference::gemm::linear(&x, &w, None, m, n, k, Epilogue::None);
+            assert_close(&out.to_vec().unwrap(), &want, 1e-6, 4.0);
+        }
+    });
+}
+
+#[test]
+fn captured_and_replayed() {
+    on_every_device(|d, s| {
+        let (m, n, k) = (4, 33, 64);
+        let mut x = Tensor::from_slice(d, &noise_of::<bf16>(m * k, 1), &[m, k]).unwrap();
+        let w = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
+        let (mut y, mut z) = (Tensor::zeros(d, &[m, n]).unwrap(), Tensor::zeros(d, &[m, n]).unwrap());
+        d.preload(&["gemm"]).unwrap();
+        let graph = Graph::capture(s, |s| linear(s, &mut y, &x, &w)).unwrap();
+        for seed in 5..7 {
+            x.copy_from_slice(&noise_of::<bf16>(m * k, seed)).unwrap();
+            graph.launch(s).unwrap();
+            linear(s, &mut z, &x, &w).unwrap();
+            assert_eq!(y.to_vec().unwrap(), z.to_vec().unwrap());
+        }
+    });
+}
+
+#[test]
+fn bad_input() {
+    on_every_device(|d, s| {
+        let t = |shape: &[usize]| Tensor::<bf16>::zeros(d, shape).unwrap();
+        let (x, w) = (t(&[2, 16]), t(&[3, 16]));
+        assert!(matches!(linear(s, &mut t(&[2, 4]), &x, &w), Err(Error::Shape { arg: "out", .. })));
+        assert!(matches!(linear(s, &mut t(&[2, 3]), &t(&[2, 15]), &w), Err(Error::Shape { arg: "x", .. })));
+        assert!(matches!(linear(s, &mut t(&[2, 3]), &x, &t(&[3])), Err(Error::Shape { arg: "w", .. })));
+        let bias = t(&[4]);
+        let biased = linear_with(s, &mut t(&[2, 3]), &x, &w, Some(&bias), &LinearOptions::default());
+        assert!(matches!(biased, Err(Error::Shape { arg: "bias", .. })));
+        let mut whole = t(&[2, 16]);
+        let part = whole.narrow(0, 0, 1).unwrap();
+        let square = t(&[16, 16]);
+        assert!(matches!(linear(s, &mut whole.narrow(0, 0, 1).unwrap(), &part, &square), Err(Error::Overlap { .. })));
+        assert!(linear(s, &mut whole, &t(&[2, 16]), &square).is_ok());
+        let streamed = LinearOptions::default().path(LinearPath::Stream);
+        let many = linear_with(s, &mut t(&[65, 3]), &t(&[65, 16]), &w, None, &streamed);
+        assert!(matches!(many, Err(Error::Unsupported { .. })), "{many:?}");
+        let odd = linear_with(s, &mut t(&[2, 3]), &t(&[2, 12]), &t(&[3, 12]), None, &streamed);
+        assert!(matches!(odd, Err(Error::Alignment { .. })), "{odd:?}");
+        let elsewhere = Device::simt();
+        let foreign = Tensor::<bf16>::zeros(&elsewhere, &[2, 16]).unwrap();
+        assert!(matches!(linear(s, &mut t(&[2, 3]), &foreign, &w), Err(Error::WrongDevice { arg: "x", .. })));
+        let e = linear(
+            s,
+            &mut Tensor::<cuda_std::E4M3>::zeros(d, &[2, 3]).unwrap(),
+            &Tensor::zeros(d, &[2, 16]).unwrap(),
+            &Tensor::zeros(d, &[3, 16]).unwrap(),
+        );
+        assert!(matches!(e, Err(Error::DType { .. })));
+    });
+}

@@ -1,0 +1,315 @@
+//! Any layout, any type, any strides; slots that are padding, wrong, or used twice; and what is refused.
+
+use super::{INPUTS, cache_of, exact_round, new_cache, rows_of};
+use cuda_std::{E4M3, E5M2, Float};
+use proptest::prelude::*;
+use warploom::kv_cache::reshape_and_cache::Options;
+use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides};
+use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16, kv_cache, reference};
+use warploom_tests::{noise_of, on_every_device, property, widen};
+
+#[derive(Clone, Debug)]
+struct Case {
+    layout: CacheLayout,
+    shape: CacheShape,
+    tokens: usize,
+    per_head: bool,
+    /// Extra elements between rows, and before the first.
+    pad: usize,
+    wide_slots: bool,
+    seed: u64,
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let layout = prop::sample::select(vec![CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd]);
+    let dims = prop::sample::select(vec![46usize, 64, 80, 128, 1, 16]);
+    let sizes = prop::sample::select(vec![8usize, 16, 32, 128, 5]);
+    (layout, dims, sizes, 1usize..4, 0usize..24, (any::<bool>(), 0usize..3, any::<bool>()), any::<u64>()).prop_map(
+        |(layout, head_dim, block_size, heads, tokens, (per_head, pad, wide_slots), seed)| {
+            // x-split needs multiples of 16 bytes, whatever the type.
+            let head_dim = if layout == CacheLayout::XSplit { head_dim.next_multiple_of(16) } else { head_dim };
+            let shape = CacheShape { blocks: 5, block_size, heads, head_dim };
+            // Misaligned by one element, and with rows that are.
+            let pad = [0, 1, 16][pad];
+            Case { layout, shape, tokens, per_head, pad, wide_slots, seed }
+        },
+    )
+}
+
+/// Neighbouring slots with holes, all different, some -1, some outside.
+fn slots(case: &Case) -> Vec<i64> {
+    let count = case.shape.slots() as i64;
+    let step = [1, 1, 3, 7][case.seed as usize % 4];
+    let start = (case.seed >> 8) as i64 % count;
+    (0..case.tokens as i64)
+        .map(|t| match (t + case.seed as i64 % 11).rem_euclid(9) {
+            0 => -1,
+            1 => [count, count + 5, -2, i32::MAX as i64][t as usize % 4],
+            _ if t >= count => -1,
+            _ => (start + t * step) % count,
+        })
+        .scan(std::collections::HashSet::new(), |seen, s| {
+            Some(if seen.insert(s) || s >= count || s < 0 { s } else { -1 })
+        })
+        .collect()
+}
+
+fn check_case<T: Float + CacheElement, S: CacheElement>(device: &Device, stream: &Stream, case: &Case) {
+    let CacheShape { heads, head_dim, .. } = case.shape;
+    let scaled = T::DTYPE != S::DTYPE;
+    let slots = slots(case);
+    let (key, key_host) = rows_of::<T>(device, case.tokens, heads, head_dim, case.pad, 1);
+    let (value, value_host) = rows_of::<T>(device, case.tokens, heads, head_dim, case.pad, 2);
+    // Powers of two divide exactly, so that every rounding can be asked for.
+    let n = if case.per_head { heads } else { 1 };
+    let scale_host: Vec<f32> = (0..n).map(|h| 2f32.powi(h as i32 - 6)).collect();
+    let scale = Tensor::from_slice(device, &scale_host, &[n]).unwrap();
+    let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
+    let mut cache = new_cache::<S>(device, case.layout, case.shape);
+    let before = cache_of(&cache);
+
+    let mut options = Options::default().status(&mut status);
+    if scaled {
+        options = options.scales(&scale, &scale);
+    }
+    if case.wide_slots {
+        let slots = Tensor::from_slice(device, &slots, &[case.tokens]).unwrap();
+        kv_cache::reshape_and_cache(stream, &mut cache, &key, &value, &slots, options).unwrap();
+    } else {
+        let narrow: Vec<i32> = slots.iter().map(|&s| s as i32).collect();
+        let slots = Tensor::from_slice(device, &narrow, &[case.tokens]).unwrap();
+        kv_cache::reshape_and_cache(stream, &mut cache, &key, &value, &slots, options).unwrap();
+    }
+
+    let scale: Vec<f64> =
+        (0..heads).map(|h| if scaled { scale_host[if case.per_head { h } else { 0 }] as f64 } else { 1.0 }).collect();
+    let after = cache_of(&cache);
+    let parts = [
+        (&before.0, &after.0, cache.key_strides(), &key_host),
+        (&before.1, &after.1, cache.value_strides(), &value_host),
+    ];
+    for (before, after, strides, rows) in parts {
+        // NaN marks what the reference does not write, which must keep its bits.
+        let mut want = vec![f64::NAN; before.len()];
+        reference::kv_cache::reshape_and_cache(&mut want, strides, case.shape, &widen(rows), &slots, &scale);
+        for (i, w) in want.iter().enumerate() {
+            let expected = if w.is_nan() { before[i] } else { exact_round::<S>(*w) };
+            assert_eq!(after[i], expected, "element {i} of {case:?}, slots {slots:?}");
+        }
+    }
+    let wrong = slots.iter().filter(|s| **s != -1 && (**s < 0 || **s >= case.shape.slots() as i64)).count();
+    assert_eq!(status.to_vec().unwrap(), [wrong as u32]);
+}
+
+fn check<T: Float + CacheElement, S: CacheElement>(cases: u32) {
+    property(cases, case(), |device, stream, case| {
+        check_case::<T, S>(device, stream, &case);
+        Ok(())
+    });
+}
+
+#[test]
+fn stores_the_same_bits_in_a_cache_of_the_same_type() {
+    check::<f32, f32>(30);
+    check::<f16, f16>(30);
+    check::<bf16, bf16>(40);
+}
+
+#[test]
+fn quantises_to_8_bit_types() {
+    check::<f32, E4M3>(16);
+    check::<f32, E5M2>(12);
+    check::<f32, i8>(16);
+    check::<f16, E4M3>(12);
+    check::<f16, E5M2>(16);
+    check::<f16, i8>(12);
+    check::<bf16, E4M3>(24);
+    check::<bf16, E5M2>(12);
+    check::<bf16, i8>(16);
+}
+
+#[test]
+fn forty_heads_and_a_whole_block_of_neighbouring_slots() {
+    for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
+        on_every_device(|device, stream| {
+            let shape = CacheShape { blocks: 3, block_size: 16, heads: 40, head_dim: 128 };
+            let case = Case { layout, shape, tokens: 20, per_head: false, pad: 0, wide_slots: true, seed: 5 };
+            check_case::<bf16, bf16>(device, stream, &case);
+        });
+    }
+}
+
+#[test]
+fn saturates_and_keeps_nan() {
+    on_every_device(|device, stream| {
+        let shape = CacheShape { blocks: 1, block_size: 8, heads: 1, head_dim: 4 };
+        let x = Tensor::from_slice(device, &[1e9f32, -1e9, f32::NAN, f32::INFINITY], &[1, 1, 4]).unwrap();
+        let slots = Tensor::from_slice(device, &[0i64], &[1]).unwrap();
+        let one = Tensor::from_slice(device, &[1f32], &[1]).unwrap();
+        let options = || Options::default().scales(&one, &one);
+        let mut a = KvCache::<i8>::zeros(device, CacheLayout::Nhd, shape).unwrap();
+        kv_cache::reshape_and_cache(stream, &mut a, &x, &x, &slots, options()).unwrap();
+        assert_eq!(a.key().to_vec().unwrap()[..4], [127, -128, 0, 127]);
+        let mut b = KvCache::<E4M3>::zeros(device, CacheLayout::Nhd, shape).unwrap();
+        kv_cache::reshape_and_cache(stream, &mut b, &x, &x, &slots, options()).unwrap();
+        let got: Vec<f32> = b.value().to_vec().unwrap()[..4].iter().map(|v| v.widen()).collect();
+        assert_eq!((got[0], got[1], got[3]), (448.0, -448.0, 448.0));
+        assert!(got[2].is_nan());
+    });
+}
+
+#[test]
+fn equal_slots_hold_one_of_their_tokens() {
+    on_every_device(|device, stream| {
+        let shape = CacheShape { blocks: 2, block_size: 16, heads: 2, head_dim: 64 };
+        for layout in [CacheLayout::XSplit, CacheLayout::Nhd] {
+            let x: Vec<f32> = (0..20).flat_map(|t| vec![t as f32; 128]).collect();
+            let x = Tensor::from_slice(device, &x, &[20, 2, 64]).unwrap();
+            let slots = Tensor::from_slice(device, &[7i32; 20], &[20]).unwrap();
+            let mut cache = KvCache::<f32>::zeros(device, layout, shape).unwrap();
+            kv_cache::reshape_and_cache(stream, &mut cache, &x, &x, &slots, Options::default()).unwrap();
+            let (key, strides) = (cache.key().to_vec().unwrap(), cache.key_strides());
+            for (head, dim) in (0..2).flat_map(|h| (0..64).map(move |d| (h, d))) {
+                let v = key[strides.index(0, head, 7, dim)];
+                assert!((0.0..20.0).contains(&v) && v.fract() == 0.0, "{v}");
+            }
+            assert_eq!(key.iter().filter(|v| **v != 0.0).count(), key.iter().filter(|v| **v >= 1.0).count());
+        }
+    });
+}
+
+#[test]
+fn keys_and_values_may_be_halves_of_one_tensor() {
+    on_every_device(|device, stream| {
+        // FlashInfer's [blocks, 2, block_size, heads, dim].
+        let both = Tensor::<f32>::zeros(device, &[3, 2, 8, 2, 16]).unwrap();
+        let half = |i: usize| both.as_strided(&[3, 8, 2, 16], &[512, 32, 16, 1], 256 * i).unwrap();
+        let mut cache = KvCache::from_tensors(CacheLayout::Nhd, half(0), half(1)).unwrap();
+        let (k, v) = (noise_of::<f32>(32, 1), noise_of::<f32>(32, 2));
+        let key = Tensor::from_slice(device, &k, &[1, 2, 16]).unwrap();
+        let value = Tensor::from_slice(device, &v, &[1, 2, 16]).unwrap();
+        let slots = Tensor::from_slice(device, &[13i64], &[1]).unwrap();
+        kv_cache::reshape_and_cache(stream, &mut cache, &key, &value, &slots, Options::default()).unwrap();
+        let all = both.to_vec().unwrap();
+        let at = 512 + 5 * 32;
+        assert_eq!((&all[at..at + 32], &all[at + 256..at + 288]), (&k[..], &v[..]));
+        assert_eq!(all.iter().filter(|v| **v != 0.0).count(), 64);
+    });
+}
+
+#[test]
+fn runs_the_same_in_a_graph() {
+    on_every_device(|device, stream| {
+        device.preload(&["kv_cache"]).unwrap();
+        let shape = CacheShape { blocks: 2, block_size: 16, heads: 2, head_dim: 64 };
+        let (key, _) = rows_of::<bf16>(device, 9, 2, 64, 0, 1);
+        let (value, _) = rows_of::<bf16>(device, 9, 2, 64, 0, 2);
+        let mut slots = Tensor::from_slice(device, &[-1i64; 9], &[9]).unwrap();
+        let mut captured = KvCache::<bf16>::zeros(device, CacheLayout::XSplit, shape).unwrap();
+        let graph = Graph::capture(stream, |s| {
+            kv_cache::reshape_and_cache(s, &mut captured, &key, &value, &slots, Options::default())
+        })
+        .unwrap();
+        slots.copy_from_slice(&[3, 4, 5, 6, 7, -1, 20, 21, 22]).unwrap();
+        graph.launch(stream).unwrap();
+        graph.launch(stream).unwrap();
+        let mut direct = KvCache::<bf16>::zeros(device, CacheLayout::XSplit, shape).unwrap();
+        kv_cache::reshape_and_cache(stream, &mut direct, &key, &value, &slots, Options::default()).unwrap();
+        assert_eq!(cache_of(&captured), cache_of(&direct));
+        assert!(cache_of(&direct).0.iter().any(|b| *b != 0));
+    });
+}
+
+#[test]
+fn refuses_what_it_cannot_do() {
+    let device = &Device::simt();
+    let stream = &Stream::new(device).unwrap();
+    let shape = CacheShape { blocks: 2, block_size: 16, heads: 2, head_dim: 64 };
+    let mut cache = KvCache::<f16>::zeros(device, CacheLayout::Nhd, shape).unwrap();
+    let x = Tensor::<f16>::zeros(device, &[3, 2, 64]).unwrap();
+    let slots = Tensor::<i64>::zeros(device, &[3]).unwrap();
+    let one = Tensor::<f32>::zeros(device, &[1]).unwrap();
+    let run = |cache: &mut KvCache<f16>, key: &Tensor<f16>, value: &Tensor<f16>, options| {
+        kv_cache::reshape_and_cache(stream, cache, key, value, &slots, options).unwrap_err()
+    };
+    let y = Tensor::<f16>::zeros(device, &[3, 3, 64]).unwrap();
+    assert!(matches!(run(&mut cache, &y, &x, Options::default()), Error::Shape { arg: "key", .. }));
+    assert!(matches!(run(&mut cache, &x, &y, Options::default()), Error::Shape { arg: "value", .. }));
+    let flat = x.reshape(&[384]).unwrap();
+    assert!(matches!(run(&mut cache, &flat, &x, Options::default()), Error::Shape { arg: "key", .. }));
+    let sparse = Tensor::<f16>::zeros(device, &[768]).unwrap().as_strided(&[3, 2, 64], &[256, 128, 2], 0).unwrap();
+    assert!(matches!(run(&mut cache, &sparse, &x, Options::default()), Error::Stride { arg: "key", .. }));
+    let scaled = Options::default().scales(&one, &one);
+    assert!(matches!(run(&mut cache, &x, &x, scaled), Error::Value { arg: "scales", .. }));
+    let inside = cache.key().as_strided(&[3, 2, 64], &[128, 64, 1], 0).unwrap();
+    assert!(matches!(run(&mut cache, &inside, &x, Options::default()), Error::Overlap { .. }));
+    let other = Tensor::<f16>::zeros(&Device::simt(), &[3, 2, 64]).unwrap();
+    assert!(matches!(run(&mut cache, &x, &other, Options::default()), Error::WrongDevice { arg: "value", .. }));
+
+    let bytes = Tensor::<u8>::zeros(device, &[3]).unwrap();
+    let e = kv_cache::reshape_and_cache(stream, &mut cache, &x, &x, &bytes, Options::default());
+    assert!(matches!(e, Err(Error::DType { arg: "slots", .. })));
+    let few = Tensor::<i64>::zeros(device, &[2]).unwrap();
+    let e = kv_cache::reshape_and_cache(stream, &mut cache, &x, &x, &few, Options::default());
+    assert!(matches!(e, Err(Error::Shape { arg: "slots", .. })));
+
+    let mut small = KvCache::<E4M3>::zeros(device, CacheLayout::Nhd, shape).unwrap();
+    let e = kv_cache::reshape_and_cache(stream, &mut small, &x, &x, &slots, Options::default());
+    assert!(matches!(e, Err(Error::Value { arg: "scales", .. })));
+    let three = Tensor::<f32>::zeros(device, &[3]).unwrap();
+    let e = kv_cache::reshape_and_cache(stream, &mut small, &x, &x, &slots, Options::default().scales(&three, &three));
+    assert!(matches!(e, Err(Error::Shape { arg: "scales.key", .. })));
+    let mut wide = KvCache::<f32>::zeros(device, CacheLayout::Nhd, shape).unwrap();
+    let e = kv_cache::reshape_and_cache(stream, &mut wide, &x, &x, &slots, Options::default());
+    assert!(matches!(e, Err(Error::DType { arg: "cache", .. })));
+}
+
+#[test]
+fn caches_are_checked_when_made() {
+    let device = &Device::simt();
+    let shape = |head_dim| CacheShape { blocks: 2, block_size: 16, heads: 2, head_dim };
+    let e = KvCache::<f16>::zeros(device, CacheLayout::XSplit, shape(46));
+    assert!(matches!(e, Err(Error::Value { .. })));
+    assert!(KvCache::<f16>::zeros(device, CacheLayout::Nhd, shape(0)).is_err());
+    let t = |dims: &[usize]| Tensor::<f16>::zeros(device, dims).unwrap();
+    let from = KvCache::<f16>::from_tensors;
+    let e = from(CacheLayout::Nhd, t(&[2, 16, 2, 64]), t(&[2, 16, 2, 32]));
+    assert!(matches!(e, Err(Error::Shape { arg: "value", .. })));
+    let e = from(CacheLayout::XSplit, t(&[2, 2, 8, 16, 4]), t(&[2, 2, 64, 16]));
+    assert!(matches!(e, Err(Error::Shape { arg: "key", .. })));
+    let same = t(&[2, 16, 2, 64]).as_strided(&[2, 16, 2, 64], &[0, 128, 64, 1], 0).unwrap();
+    let e = from(CacheLayout::Nhd, same, t(&[2, 16, 2, 64]));
+    assert!(matches!(e, Err(Error::Stride { arg: "key", .. })));
+    let holes = t(&[2, 2, 8, 32, 8]).as_strided(&[2, 2, 8, 16, 8], &[4096, 2048, 256, 16, 1], 0).unwrap();
+    let e = from(CacheLayout::XSplit, holes, t(&[2, 2, 64, 16]));
+    assert!(matches!(e, Err(Error::Stride { arg: "key", .. })));
+}
+
+#[test]
+fn every_input_type_has_every_cache_type() {
+    use kv_cache::reshape_and_cache::entry;
+    for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
+        for input in INPUTS {
+            for cache in [input, cuda_std::DType::E4m3, cuda_std::DType::E5m2, cuda_std::DType::I8] {
+                let entry = entry(layout, input, cache).unwrap();
+                let name = if layout == CacheLayout::XSplit { "xsplit" } else { "flat" };
+                assert_eq!(entry.name, format!("reshape_and_cache_{name}_{input}_{cache}"));
+            }
+        }
+    }
+}
+
+/// Addresses of a cache of more than 2^32 elements, and of a batch of more than 2^31.
+#[test]
+fn addresses_go_beyond_32_bits() {
+    let shape = CacheShape { blocks: 1 << 20, block_size: 16, heads: 8, head_dim: 128 };
+    let last = shape.blocks - 1;
+    for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
+        let keys = PageStrides::keys(layout, shape, cuda_std::DType::Bf16);
+        let values = PageStrides::values(layout, shape);
+        let end = shape.blocks * 16 * 8 * 128;
+        assert_eq!(keys.index(last, 7, 15, 127), end - 1);
+        assert_eq!(values.index(last, 7, 15, 127), end - 1);
+        assert!(end > u32::MAX as usize / 2 && keys.index(last, 0, 0, 0) > i32::MAX as usize);
+    }
+}

@@ -1,0 +1,145 @@
+//! `cargo xtask bundle`: the GPU tests and benches as programs, for a GPU machine that has no cargo.
+
+use crate::{repo, stub};
+use anyhow::{Context as _, Result, ensure};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Packs the tests, benches and examples with a script that runs them on a GPU machine without cargo
+///
+/// They are built with the feature `cuda` and linked with a stub of libcuda. The folder holds run.sh, whose help
+/// says how to use it; it must stay under 60 MiB.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Args {
+    /// The cargo profile
+    #[arg(long, default_value = "release", value_name = "NAME")]
+    profile: String,
+    /// Where to
+    #[arg(long, default_value = "bundle", value_name = "FOLDER")]
+    out: PathBuf,
+    /// Leave the benches out
+    #[arg(long)]
+    no_benches: bool,
+    /// Leave the examples out
+    #[arg(long)]
+    no_examples: bool,
+    /// Keep the debug information
+    #[arg(long)]
+    keep_debug: bool,
+}
+
+const MOST_BYTES: u64 = 60 << 20;
+
+/// A program that cargo built.
+#[derive(Debug, PartialEq, Eq)]
+struct Program {
+    name: String,
+    file: PathBuf,
+}
+
+/// Runs `cargo xtask bundle`.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let cuda = stub::build()?;
+    let out = repo::root().join(&args.out);
+    if out.join("run.sh").exists() {
+        fs::remove_dir_all(&out)?;
+    }
+    fs::create_dir_all(out.join("examples"))?;
+
+    let profile = ["--profile", &args.profile];
+    let mut programs = vec![];
+    let tests = build(&cuda, &["test", "--no-run", "-p", "warploom-tests", "--features", "cuda"], &profile)?;
+    programs.push((one(tests, "warploom")?, out.join("test")));
+    if !args.no_benches {
+        let benches = build(&cuda, &["bench", "--no-run", "-p", "warploom-benches", "--features", "cuda"], &profile)?;
+        programs.push((one(benches, "warploom")?, out.join("bench")));
+    }
+    if !args.no_examples && repo::root().join("host/examples").is_dir() {
+        let examples = build(&cuda, &["build", "--examples", "-p", "warploom", "--features", "cuda"], &profile)?;
+        programs.extend(examples.into_iter().map(|e| {
+            let to = out.join("examples").join(&e.name);
+            (e, to)
+        }));
+    }
+
+    for (program, to) in &programs {
+        let stripped = !args.keep_debug
+            && Command::new("strip")
+                .arg("--strip-debug")
+                .arg("-o")
+                .args([to, &program.file])
+                .status()
+                .is_ok_and(|s| s.success());
+        if !stripped {
+            fs::copy(&program.file, to)?;
+        }
+    }
+    let script = out.join("run.sh");
+    fs::write(&script, include_str!("run.sh"))?;
+    make_executable(&script)?;
+    let bytes = size(&out)?;
+    let listed: Vec<_> = programs.iter().filter_map(|(_, to)| to.strip_prefix(&out).ok()).collect();
+    println!("{}: {listed:?}, {:.1} MiB", out.display(), bytes as f64 / (1 << 20) as f64);
+    ensure!(bytes < MOST_BYTES, "the bundle is larger than {} MiB", MOST_BYTES >> 20);
+    Ok(())
+}
+
+/// Runs cargo; the programs that it made.
+fn build(cuda: &Path, command: &[&str], profile: &[&str]) -> Result<Vec<Program>> {
+    let mut cargo = repo::cargo();
+    cargo.args(command).args(profile).arg("--message-format=json-render-diagnostics");
+    cargo.env("CUDA_LIBRARY_PATH", cuda).stderr(Stdio::inherit());
+    let out = cargo.output().context("cannot run cargo")?;
+    ensure!(out.status.success(), "cargo {} failed", command.join(" "));
+    Ok(programs(&String::from_utf8_lossy(&out.stdout)))
+}
+
+/// The programs in cargo's messages.
+fn programs(messages: &str) -> Vec<Program> {
+    let parse = |line: &str| {
+        let message: serde_json::Value = serde_json::from_str(line).ok()?;
+        let file = message.get("executable")?.as_str()?.into();
+        Some(Program { name: message.get("target")?.get("name")?.as_str()?.into(), file })
+    };
+    messages.lines().filter_map(parse).collect()
+}
+
+fn one(programs: Vec<Program>, name: &str) -> Result<Program> {
+    programs.into_iter().find(|p| p.name == name).with_context(|| format!("cargo built no program `{name}`"))
+}
+
+#[cfg(unix)]
+fn make_executable(file: &Path) -> Result<()> {
+    use std::os::unix::fs::PermissionsExt as _;
+    Ok(fs::set_permissions(file, fs::Permissions::from_mode(0o755))?)
+}
+#[cfg(not(unix))]
+fn make_executable(_: &Path) -> Result<()> {
+    Ok(())
+}
+
+fn size(folder: &Path) -> Result<u64> {
+    let mut bytes = 0;
+    for entry in fs::read_dir(folder)?.flatten() {
+        let meta = entry.metadata()?;
+        bytes += if meta.is_dir() { size(&entry.path())? } else { meta.len() };
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_are_found_in_cargos_messages() {
+        let messages = r#"{"reason":"compiler-artifact","target":{"name":"lib"},"executable":null}
+{"reason":"compiler-artifact","target":{"name":"warploom"},"executable":"/t/warploom-1"}
+no json
+{"reason":"build-finished","success":true}"#;
+        let found = programs(messages);
+        assert_eq!(found, [Program { name: "warploom".into(), file: "/t/warploom-1".into() }]);
+        assert!(one(found, "other").unwrap_err().to_string().contains("`other`"));
+    }
+}

@@ -1,0 +1,310 @@
+//! `cargo xtask check`: everything that CI runs, step by step.
+
+use crate::{ptx, repo, stub};
+use anyhow::{Context as _, Result, bail, ensure};
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Runs everything that CI runs: formatting, lints, tests, PTX, documentation, CUDA build, packages, MSRV
+///
+/// Stops at the first step that fails. Needs nothing but rustup, a C compiler, and a network for what is missing.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Go on after a step that failed
+    #[arg(long)]
+    keep_going: bool,
+    /// Only this step (repeatable)
+    #[arg(long, value_name = "STEP")]
+    only: Vec<String>,
+    /// Not this step (repeatable)
+    #[arg(long, value_name = "STEP")]
+    skip: Vec<String>,
+    /// Print the steps and stop
+    #[arg(long)]
+    list: bool,
+    /// Fail where no ptxas is to be had
+    #[arg(long)]
+    require_ptxas: bool,
+    /// A tar archive of the standard library's source, for machines that can fetch it from nowhere
+    #[arg(long, value_name = "FILE", env = "WARPLOOM_RUST_SRC")]
+    rust_src: Option<PathBuf>,
+}
+
+struct Step {
+    name: &'static str,
+    what: &'static str,
+    run: fn(&Args) -> Result<()>,
+}
+
+/// The steps, the quick ones first.
+const STEPS: &[Step] = &[
+    Step { name: "fmt", what: "rustfmt changes nothing", run: fmt },
+    Step { name: "clippy", what: "clippy on everything but device code", run: clippy },
+    Step { name: "clippy-device", what: "clippy on the kernels as the GPU's compiler sees them", run: clippy_device },
+    Step { name: "test", what: "all tests, on the SIMT device in order, with the race detector, at random", run: test },
+    Step { name: "ptx", what: "the committed PTX is what the source gives, and ptxas takes it", run: check_ptx },
+    Step { name: "doc", what: "documentation without warnings", run: doc },
+    Step { name: "cuda", what: "lints, documentation and tests with the feature `cuda`, without a driver", run: cuda },
+    Step { name: "readme", what: "the commands that the README says to run", run: readme },
+    Step { name: "package", what: "what is published builds from its packages", run: package },
+    Step { name: "msrv", what: "the published crates build with the Rust version that they promise", run: msrv },
+];
+
+/// Runs `cargo xtask check`.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    for name in args.only.iter().chain(&args.skip) {
+        ensure!(STEPS.iter().any(|s| s.name == name), "no step `{name}`; there are {}", names());
+    }
+    if args.list {
+        for step in STEPS {
+            println!("{:14} {}", step.name, step.what);
+        }
+        return Ok(());
+    }
+    let chosen = |s: &&Step| {
+        let name = s.name.to_string();
+        (args.only.is_empty() || args.only.contains(&name)) && !args.skip.contains(&name)
+    };
+    let mut results: Vec<(&str, Duration, Result<()>)> = vec![];
+    for step in STEPS.iter().filter(chosen) {
+        println!("\n== {}: {}", step.name, step.what);
+        let start = Instant::now();
+        let result = (step.run)(args);
+        if let Err(error) = &result {
+            println!("error: {error:#}");
+        }
+        let failed = result.is_err();
+        results.push((step.name, start.elapsed(), result));
+        if failed && !args.keep_going {
+            break;
+        }
+    }
+    println!();
+    for (name, time, result) in &results {
+        println!("{} {name:14} {:6.1} s", if result.is_ok() { "passed" } else { "FAILED" }, time.as_secs_f64());
+    }
+    let failed = results.iter().filter(|r| r.2.is_err()).count();
+    println!("{} passed, {failed} failed", results.len() - failed);
+    ensure!(failed == 0, "not everything passed");
+    Ok(())
+}
+
+fn names() -> String {
+    STEPS.iter().map(|s| s.name).collect::<Vec<_>>().join(", ")
+}
+
+/// Runs a command that prints for itself.
+fn must(mut command: Command) -> Result<()> {
+    let words: Vec<_> = command.get_args().map(|a| a.to_string_lossy().into_owned()).collect();
+    let program = PathBuf::from(command.get_program());
+    let name = program.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let status = command.status().with_context(|| format!("cannot run {name}"))?;
+    ensure!(status.success(), "`{name} {}` failed", words.join(" "));
+    Ok(())
+}
+
+fn cargo(args: &[&str]) -> Command {
+    let mut cargo = repo::cargo();
+    cargo.args(args);
+    cargo
+}
+
+fn fmt(_: &Args) -> Result<()> {
+    must(cargo(&["fmt", "--all", "--check"]))
+}
+
+fn clippy(_: &Args) -> Result<()> {
+    must(cargo(&["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"]))
+}
+
+fn clippy_device(args: &Args) -> Result<()> {
+    let (pin, toolchain) = ptx::toolchain(args.rust_src.clone())?;
+    // Machines that have only what rustup calls minimal make do with the compiler's own lints.
+    let lint = if toolchain.has("clippy") { "clippy" } else { "rustc" };
+    for arch in pin.archs() {
+        for package in ["warploom-cuda-std", "warploom-kernels-gpu"] {
+            let mut cargo = toolchain.cargo_for(&arch);
+            cargo.current_dir(repo::root()).args([lint, "--quiet", "--release", "--lib", "-p", package]);
+            cargo.args(["--target", "nvptx64-nvidia-cuda", "-Zbuild-std=core", "--target-dir"]);
+            cargo.arg(repo::target_dir().join("ptx/lint")).args(["--", "-D", "warnings"]);
+            if lint == "rustc" {
+                cargo.arg("--emit=metadata");
+            }
+            must(cargo).with_context(|| arch.name().to_string())?;
+        }
+    }
+    Ok(())
+}
+
+fn test(_: &Args) -> Result<()> {
+    must(cargo(&["test", "--quiet", "--workspace"]))
+}
+
+fn check_ptx(args: &Args) -> Result<()> {
+    ptx::run(&ptx::Args {
+        check: true,
+        require_ptxas: args.require_ptxas,
+        rust_src: args.rust_src.clone(),
+        ..ptx::Args::default()
+    })
+}
+
+fn doc(_: &Args) -> Result<()> {
+    let mut doc = cargo(&["doc", "--quiet", "--workspace", "--no-deps"]);
+    doc.env("RUSTDOCFLAGS", "-Dwarnings");
+    must(doc)
+}
+
+/// With the stub in the driver's place, whose every function fails: programs must start and say what is missing.
+fn cuda(_: &Args) -> Result<()> {
+    let folder = stub::build()?;
+    let cargo = |args: &[&str]| {
+        let mut command = cargo(args);
+        command.env("CUDA_LIBRARY_PATH", &folder).env("LD_LIBRARY_PATH", folder.join("lib64"));
+        command
+    };
+    let packages = ["-p", "warploom", "-p", "warploom-tests", "-p", "warploom-benches"];
+    let mut lints = cargo(&["clippy", "--quiet", "--all-targets", "--features", "cuda"]);
+    lints.args(packages).args(["--", "-D", "warnings"]);
+    must(lints)?;
+    let mut docs = cargo(&["doc", "--quiet", "-p", "warploom", "--no-deps", "--features", "cuda"]);
+    docs.env("RUSTDOCFLAGS", "-Dwarnings");
+    must(docs)?;
+    must(cargo(&["test", "--quiet", "-p", "warploom", "--features", "cuda", "--lib"]))?;
+
+    // One operation's tests stand for all: they share the code that looks for devices.
+    let tests = ["test", "--quiet", "-p", "warploom-tests", "--features", "cuda", "--", "rms_norm", "--nocapture"];
+    let mut with_simt = cargo(&tests);
+    with_simt.env("WARPLOOM_TEST_DEVICES", "");
+    let (passed, said) = listen(with_simt)?;
+    ensure!(passed && said.contains("GPU tests are skipped: "), "without a driver the tests do not say so:\n{said}");
+    let mut gpu_only = cargo(&tests);
+    gpu_only.env("WARPLOOM_TEST_DEVICES", "cuda");
+    let (passed, said) = listen(gpu_only)?;
+    ensure!(!passed && said.contains("but "), "GPU tests pass without a GPU:\n{said}");
+    Ok(())
+}
+
+/// Runs a command quietly: whether it succeeded, and what it printed.
+fn listen(mut command: Command) -> Result<(bool, String)> {
+    let out = command.output().context("cannot run cargo")?;
+    Ok((
+        out.status.success(),
+        String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr),
+    ))
+}
+
+/// The README's `cargo run` commands. Its `cargo test` is the step `test`.
+fn readme(_: &Args) -> Result<()> {
+    let text = std::fs::read_to_string(repo::root().join("README.md")).context("README.md")?;
+    let commands = commands(&text);
+    ensure!(!commands.is_empty(), "the README has no command that begins with `cargo run`");
+    for command in commands {
+        println!("$ cargo {}", command.join(" "));
+        let mut run = repo::cargo();
+        run.args(&command).stdout(std::process::Stdio::null());
+        must(run)?;
+    }
+    Ok(())
+}
+
+/// The arguments of every `cargo run` in fenced code that needs no GPU and no checkout elsewhere.
+fn commands(readme: &str) -> Vec<Vec<String>> {
+    let mut fenced = false;
+    let mut commands = vec![];
+    for line in readme.lines().map(str::trim) {
+        if line.starts_with("```") {
+            fenced = !fenced;
+        } else if fenced && line.trim_start_matches("$ ").starts_with("cargo run") && !line.contains("cuda") {
+            let line = line.trim_start_matches("$ ").split(" #").next().unwrap_or_default();
+            commands.push(line.split_whitespace().skip(1).map(String::from).collect());
+        }
+    }
+    commands
+}
+
+/// The workspace's packages that are published, dependencies before what needs them.
+fn published() -> Result<Vec<String>> {
+    let metadata = repo::metadata()?;
+    let members = metadata["workspace_members"].as_array().context("no members")?;
+    let packages = metadata["packages"].as_array().context("no packages")?;
+    let published = packages.iter().filter(|p| {
+        members.contains(&p["id"]) && p["publish"].as_array().is_none_or(|registries| !registries.is_empty())
+    });
+    Ok(published.filter_map(|p| p["name"].as_str()).map(String::from).collect())
+}
+
+/// crates.io takes no larger ones.
+const MOST_PACKAGE_BYTES: u64 = 10_000_000;
+
+fn package(_: &Args) -> Result<()> {
+    let mut package = cargo(&["package", "--quiet", "--allow-dirty"]);
+    for name in published()? {
+        package.args(["-p", &name]);
+    }
+    must(package)?;
+    for file in std::fs::read_dir(repo::target_dir().join("package"))?.flatten() {
+        let (name, bytes) = (file.file_name(), file.metadata()?.len());
+        if file.path().extension().is_some_and(|e| e == "crate") {
+            println!("{} {:.2} MB", name.to_string_lossy(), bytes as f64 / 1e6);
+            ensure!(bytes < MOST_PACKAGE_BYTES, "{} is too large to publish", name.to_string_lossy());
+        }
+    }
+    Ok(())
+}
+
+fn msrv(_: &Args) -> Result<()> {
+    let manifest = std::fs::read_to_string(repo::root().join("Cargo.toml"))?;
+    let manifest: toml::Table = manifest.parse()?;
+    let promised = manifest["workspace"]["package"]["rust-version"].as_str().context("no rust-version")?.to_string();
+    let version = cargo(&["--version"]).output().context("cannot run cargo")?;
+    let version = String::from_utf8_lossy(&version.stdout).into_owned();
+    if is_version(&version, &promised) {
+        println!("the compiler of this workspace is {promised}: the other steps have shown it");
+        return Ok(());
+    }
+    let mut check = Command::new("rustup");
+    check.current_dir(repo::root()).args(["run", &promised, "cargo", "check", "--quiet"]);
+    for name in published()? {
+        check.args(["-p", &name]);
+    }
+    check.env_remove("RUSTC").env_remove("CARGO").env_remove("RUSTUP_TOOLCHAIN");
+    check.arg("--target-dir").arg(repo::target_dir().join("msrv"));
+    if let Err(error) = must(check) {
+        bail!("{error:#} (is it missing? `rustup toolchain install {promised} --profile minimal`)");
+    }
+    Ok(())
+}
+
+/// Whether `cargo --version` says that it is a release of `promised`.
+fn is_version(said: &str, promised: &str) -> bool {
+    let minor = |v: &str| v.split('.').take(2).collect::<Vec<_>>().join(".");
+    said.split_whitespace().nth(1).is_some_and(|v| minor(v) == minor(promised))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_of_the_readme() {
+        let readme = "Run `cargo run`.\n```sh\n$ cargo run --example moe   # routes\ncargo test\n\
+            cargo run --features cuda --example moe\n```\ncargo run outside\n```rust\nlet x = 1;\n```\n";
+        assert_eq!(commands(readme), [["run", "--example", "moe"]]);
+    }
+
+    #[test]
+    fn versions_are_compared_by_release() {
+        assert!(is_version("cargo 1.95.0 (abc 2026-04-14)", "1.95"));
+        assert!(!is_version("cargo 1.97.0-nightly (abc)", "1.95") && !is_version("", "1.95"));
+    }
+
+    #[test]
+    fn steps_have_different_names() {
+        let mut names: Vec<_> = STEPS.iter().map(|s| s.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), STEPS.len());
+    }
+}
