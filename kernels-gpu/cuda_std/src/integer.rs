@@ -134,6 +134,9 @@ pub unsafe fn rem(a: u32, b: u32) -> u32 {
     a % b
 }
 
+#[cfg(target_arch = "nvptx64")]
+use crate::tma::TensorMap;
+
 /// Division by a number that stays the same: a multiplication and a shift (Granlund and Montgomery, *Division by
 /// invariant integers using multiplication*, 1994). The host makes it and passes it to the kernel as a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,7 +183,9 @@ impl Divisor {
 // SAFETY: three words without padding, and the same on both sides.
 unsafe impl crate::Pod for Divisor {}
 // SAFETY: as above.
-unsafe impl crate::__Param for Divisor {}
+unsafe impl crate::__Param for Divisor {
+    crate::entry::by_value! {}
+}
 
 #[cfg(test)]
 mod tests {
