@@ -401,7 +401,9 @@ impl Harness {
 
         if let Some(criterion) = &mut self.criterion {
             let (family, rest) = name.split_once('/').unwrap_or(("other", name));
-            let mut group = criterion.benchmark_group(family);
+            // So that a run is never compared with one on another kind of device.
+            let kind = if self.device.is_simt() { "simt" } else { "cuda" };
+            let mut group = criterion.benchmark_group(format!("{kind}/{family}"));
             if cost.read + cost.written > 0 {
                 group.throughput(Throughput::Bytes(cost.read + cost.written));
             }
