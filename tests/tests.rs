@@ -3,5 +3,6 @@
 mod attention;
 mod device;
 mod ep;
+mod gemm;
 mod kv_cache;
 mod norm;
