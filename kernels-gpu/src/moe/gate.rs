@@ -27,7 +27,7 @@
 
 use cuda_std::shared::Shared;
 use cuda_std::vec::{B32, B64, B128};
-use cuda_std::{Float, Global, GlobalMut, convert, entries, float, thread, warp};
+use cuda_std::{Float, Global, GlobalMut, convert, entries, float, thread, unroll, warp};
 use half::{bf16, f16};
 
 /// Values of the argument `scoring`: `1 / (1 + e^-x)`.
@@ -80,8 +80,10 @@ struct Gate<T> {
     packed: *mut u32,
     expert_map: *const i32,
     token: u32,
-    /// Whether the row is a token and not padding.
-    live: bool,
+    /// The row is padding if its number is not below this,
+    valid_rows: i32,
+    /// or if this is 0.
+    row_mask: u8,
     experts: u32,
     topk: u32,
     shared_experts: u32,
@@ -103,16 +105,17 @@ struct Softmax {
     reciprocal: f32,
 }
 
-/// `e^y` for `y <= 0`, at most 1 unit in the last place off; 0 below 2^-126; NaN stays NaN.
+/// `e^y` for `y <= 0`, at most 1 unit in the last place off; 0 below 2^-126.5; NaN stays NaN.
 ///
 /// `y = n ln 2 + r` with `|r| <= ln 2 / 2`. Adding `ROUND` leaves `n + 127` in the low bits, which is the exponent field
-/// of 2^n. The polynomial is a minimax fit of this project, relative error 2^-28.
+/// of 2^n; it is 0 for the lowest `y` let through, and so is that "power". The polynomial is a minimax fit of this
+/// project, relative error 2^-28. No branches: they would cost more than all of it.
 #[inline(always)]
 fn exp_of_negative(y: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0 + 127.0;
     const LN2_HI: f32 = 0.693_147_2;
     const LN2_LO: f32 = -1.904_654_2e-9;
-    const LN_MIN: f32 = -87.336_54;
+    let y = float::max_propagate(y, -88.0);
     let t = float::fma(y, core::f32::consts::LOG2_E, ROUND);
     let n = t - ROUND;
     let r = float::fma(n, -LN2_LO, float::fma(n, -LN2_HI, y));
@@ -123,21 +126,22 @@ fn exp_of_negative(y: f32) -> f32 {
     p = float::fma(p, r, 0.499_999_94);
     p = float::fma(p, r, 1.0);
     p = float::fma(p, r, 1.0);
-    let power = f32::from_bits(t.to_bits() << 23);
-    // This way round NaN passes.
-    if y < LN_MIN { 0.0 } else { p * power }
+    p * f32::from_bits(t.to_bits() << 23)
 }
 
+/// `1 / d` for `d` neither huge nor tiny: one Newton step makes it correctly rounded but for rare cases, without the
+/// branches of the general function.
 #[inline(always)]
-fn abs(x: f32) -> f32 {
-    f32::from_bits(x.to_bits() & 0x7fff_ffff)
+fn recip(d: f32) -> f32 {
+    let r = float::fast::recip(d);
+    float::fma(r, float::fma(-d, r, 1.0), r)
 }
 
 /// `1 / (1 + e^-x)`, without overflow and without cancellation.
 #[inline(always)]
 fn sigmoid(x: f32) -> f32 {
-    let e = exp_of_negative(-abs(x));
-    let r = float::recip(1.0 + e);
+    let e = exp_of_negative(-float::abs(x));
+    let r = recip(1.0 + e);
     if x < 0.0 { e * r } else { r }
 }
 
@@ -147,8 +151,8 @@ fn sigmoid(x: f32) -> f32 {
 /// is at most 1/3: no cancellation, however small `e` is. Minimax fit of this project, relative error 2^-27.
 #[inline(always)]
 fn sqrt_softplus(x: f32) -> f32 {
-    let e = exp_of_negative(-abs(x));
-    let z = e * float::recip(2.0 + e);
+    let e = exp_of_negative(-float::abs(x));
+    let z = e * recip(2.0 + e);
     let w = z * z;
     let mut p = 0.280_251_47;
     p = float::fma(p, w, 0.279_990_1);
@@ -156,12 +160,12 @@ fn sqrt_softplus(x: f32) -> f32 {
     p = float::fma(p, w, 0.666_664_1);
     let log = float::fma(p * w, z, 2.0 * z);
     // A NaN is gone from the first term but not from the second.
-    let y = x.max(0.0).min(f32::MAX) + log;
-    // One Newton step from the reciprocal root.
-    let g = float::rsqrt(y);
+    let y = float::min(float::max(x, 0.0), f32::MAX) + log;
+    // One Newton step from the reciprocal root. Of what is below the normal numbers the root is 0.
+    let y = if y < f32::MIN_POSITIVE { 0.0 } else { y };
+    let g = float::min(float::fast::rsqrt(y), f32::MAX);
     let s = y * g;
-    let s = float::fma(float::fma(-s, s, y), 0.5 * g, s);
-    if y == 0.0 { 0.0 } else { s }
+    float::fma(float::fma(-s, s, y), 0.5 * g, s)
 }
 
 impl Softmax {
@@ -188,7 +192,7 @@ fn score(scoring: u32, softmax: Softmax, x: f32) -> f32 {
 fn softmax_of<const V: usize>(x: &[f32; V]) -> Softmax {
     let mut max = f32::NEG_INFINITY;
     for v in *x {
-        max = max.max(v);
+        max = float::max(max, v);
     }
     let max = warp::reduce_max(max);
     // Without any evidence: every numerator is 0.
@@ -197,7 +201,7 @@ fn softmax_of<const V: usize>(x: &[f32; V]) -> Softmax {
     let mut sum = 0.0;
     for v in *x {
         // The larger of NaN and 0 is 0.
-        sum += this.numerator(v).max(0.0);
+        sum += float::max(this.numerator(v), 0.0);
     }
     let sum = warp::reduce_sum(sum);
     this.reciprocal = if sum > 0.0 { float::recip(sum) } else { 0.0 };
@@ -212,7 +216,7 @@ fn softmax_of<const V: usize>(x: &[f32; V]) -> Softmax {
 #[inline(always)]
 fn key(x: f32) -> i32 {
     // The larger of NaN and -inf is -inf.
-    flip(x.max(f32::NEG_INFINITY).to_bits() as i32)
+    flip(float::max(x, f32::NEG_INFINITY).to_bits() as i32)
 }
 
 /// The number of a key; NaN for [`REMOVED`].
@@ -224,7 +228,7 @@ fn number(key: i32) -> f32 {
 /// Two's complement from sign and magnitude, and back.
 #[inline(always)]
 fn flip(bits: i32) -> i32 {
-    bits ^ (((bits >> 31) as u32) >> 1) as i32
+    bits ^ (bits >> 31 & i32::MAX)
 }
 
 /// The two best of four, of which each pair is in order.
@@ -237,32 +241,65 @@ fn best_two((a0, a1): (i32, i32), (b0, b1): (i32, i32)) -> (i32, i32) {
 // Experts in registers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/// `V` neighbours from element `at` on, in the widest accesses that divide them.
+/// `V` neighbours from element `at` on as they lie in memory, in the widest accesses that divide them. Elements of two
+/// bytes fill the first half.
+///
+/// They are [taken apart](element) later: whatever uses a loaded value makes the warp wait for it, and the loads that
+/// follow should be on their way before.
 #[inline(always)]
-unsafe fn load<T: Float, const V: usize>(from: Global<T>, at: usize) -> [f32; V] {
-    let mut out = [0.0; V];
-    macro_rules! chunks {
+unsafe fn load<T: Float, const V: usize>(from: Global<T>, at: usize) -> [u32; V] {
+    let words = V * size_of::<T>() / 4;
+    let per_word = 4 / size_of::<T>();
+    let mut out = [0; V];
+    macro_rules! accesses {
         ($Vector:ident, $n:literal) => {{
             let mut i = 0;
-            while i < V {
-                let $Vector(part) = from.get_as::<$Vector<T, $n>>(at + i);
+            while i < words {
+                let $Vector(part) = from.get_as::<$Vector<u32, $n>>(at + i * per_word);
                 let mut j = 0;
                 while j < $n {
-                    out[i + j] = part[j].to_f32();
+                    out[i + j] = part[j];
                     j += 1;
                 }
                 i += $n;
             }
         }};
     }
-    match (size_of::<T>(), V % 8, V % 4) {
-        (4, _, 0) => chunks!(B128, 4),
-        (4, ..) => chunks!(B64, 2),
-        (_, 0, _) => chunks!(B128, 8),
-        (_, _, 0) => chunks!(B64, 4),
-        _ => chunks!(B32, 2),
+    match words % 4 {
+        0 => accesses!(B128, 4),
+        2 => accesses!(B64, 2),
+        _ => accesses!(B32, 1),
     }
     out
+}
+
+/// Element `i` of what [`load`] returned.
+#[inline(always)]
+fn element<T: Float, const V: usize>(words: &[u32; V], i: usize) -> f32 {
+    // SAFETY: a word, or half of one, has the size of the element, and all bits are values.
+    let element: T = unsafe {
+        match size_of::<T>() {
+            4 => core::mem::transmute_copy(&words[i]),
+            _ => core::mem::transmute_copy(&((words[i / 2] >> (i % 2 * 16)) as u16)),
+        }
+    };
+    element.to_f32()
+}
+
+/// Loads the biases of a lane as numbers.
+#[inline(always)]
+unsafe fn load_bias<const V: usize>(bias: *const u8, bias_type: u32, at: usize) -> [f32; V] {
+    #[inline(always)]
+    unsafe fn load_as<B: Float, const V: usize>(bias: *const u8, at: usize) -> [f32; V] {
+        let words = load::<B, V>(Global::new(bias.cast()), at);
+        core::array::from_fn(|i| element::<B, V>(&words, i))
+    }
+    match (bias.is_null(), bias_type) {
+        (true, _) => [0.0; V],
+        (_, BIAS_F32) => load_as::<f32, V>(bias, at),
+        (_, BIAS_F16) => load_as::<f16, V>(bias, at),
+        _ => load_as::<bf16, V>(bias, at),
+    }
 }
 
 /// The alignment that [`load`] needs, in bytes, for `experts` of `element` bytes.
@@ -347,24 +384,19 @@ fn in_best_group<const GROUPS: u32>(best: (i32, i32), topk_group: u32, lane: u32
 unsafe fn gate_fixed<T: Float, const V: usize, const GROUPS: u32>(gate: Gate<T>, topk_group: u32) {
     let lane = warp::lane_id();
     let at = lane as usize * V;
-    let x = load::<T, V>(gate.logits, at);
-    let bias = match (gate.bias.is_null(), gate.bias_type) {
-        (true, _) => [0.0; V],
-        (_, BIAS_F32) => load(Global::new(gate.bias.cast::<f32>()), at),
-        (_, BIAS_F16) => load(Global::new(gate.bias.cast::<f16>()), at),
-        _ => load(Global::new(gate.bias.cast::<bf16>()), at),
-    };
+    let words = load::<T, V>(gate.logits, at);
+    let bias = load_bias::<V>(gate.bias, gate.bias_type, at);
+    let x: [f32; V] = core::array::from_fn(|i| element::<T, V>(&words, i));
 
     let mut softmax = Softmax { max: 0.0, reciprocal: 0.0 };
-    let mut keys = [0; V];
-    match gate.scoring {
-        SIGMOID => (0..V).for_each(|i| keys[i] = key(sigmoid(x[i]) + bias[i])),
+    let keys: [i32; V] = match gate.scoring {
+        SIGMOID => core::array::from_fn(|i| key(sigmoid(x[i]) + bias[i])),
         SOFTMAX => {
             softmax = softmax_of(&x);
-            (0..V).for_each(|i| keys[i] = key(score(SOFTMAX, softmax, x[i]) + bias[i]));
+            core::array::from_fn(|i| key(score(SOFTMAX, softmax, x[i]) + bias[i]))
         }
-        _ => (0..V).for_each(|i| keys[i] = key(sqrt_softplus(x[i]) + bias[i])),
-    }
+        _ => core::array::from_fn(|i| key(sqrt_softplus(x[i]) + bias[i])),
+    };
 
     let mut sorted = keys;
     Network::sort(&mut sorted);
@@ -376,27 +408,25 @@ unsafe fn gate_fixed<T: Float, const V: usize, const GROUPS: u32>(gate: Gate<T>,
     // Lane r learns the key and the lane of the r-th best.
     let (mut my_key, mut my_lane) = (REMOVED, 0);
     let below = (1u32 << lane) - 1;
-    for r in 0..FIXED_TOPK {
-        if r == gate.topk {
-            break;
-        }
-        let best = warp::warp_reduce_max_i32(warp::FULL, sorted[0]);
-        let has = sorted[0] == best;
-        let equal = warp::warp_vote_ballot(warp::FULL, has);
-        if lane == r {
-            my_key = best;
-            my_lane = equal.trailing_zeros();
-        }
-        if has && equal & below == 0 {
+    unroll::<{ FIXED_TOPK as usize }>(|r| {
+        if gate.topk > r as u32 {
+            let best = warp::warp_reduce_max_i32(warp::FULL, sorted[0]);
+            let has = sorted[0] == best;
+            let equal = warp::warp_vote_ballot(warp::FULL, has);
+            if lane == r as u32 {
+                (my_key, my_lane) = (best, lowest(equal));
+            }
+            let wins = has && equal & below == 0;
             // What lies deeper than the rounds to come needs no place.
-            let depth = (FIXED_TOPK - 1 - r) as usize;
-            for i in 0..V {
-                if i < depth {
-                    sorted[i] = if i + 1 < V { sorted[i + 1] } else { REMOVED };
-                }
+            let depth = FIXED_TOPK as usize - 1 - r;
+            let mut i = 0;
+            while i < V && i < depth {
+                let next = if i + 1 < V { sorted[i + 1] } else { REMOVED };
+                sorted[i] = if wins { next } else { sorted[i] };
+                i += 1;
             }
         }
-    }
+    });
 
     // Where that lane has that key.
     let mut places = 0u32;
@@ -410,12 +440,20 @@ unsafe fn gate_fixed<T: Float, const V: usize, const GROUPS: u32>(gate: Gate<T>,
     let again = warp::warp_vote_ballot(warp::FULL, again);
     if again != 0 {
         let mut n = (again << (31 - lane)).leading_ones();
-        while n > 0 {
-            places &= places.wrapping_sub(1);
-            n -= 1;
+        while warp::warp_vote_any(warp::FULL, n > 0) {
+            if n > 0 {
+                places &= places.wrapping_sub(1);
+                n -= 1;
+            }
         }
     }
-    finish(gate, softmax, lane, my_lane * V as u32 + places.trailing_zeros());
+    finish::<T, FIXED_TOPK>(gate, softmax, lane, my_lane * V as u32 + lowest(places));
+}
+
+/// The number of the lowest bit that is set; 32 if none is.
+#[inline(always)]
+fn lowest(mask: u32) -> u32 {
+    (mask.wrapping_sub(1) & !mask).count_ones()
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -452,7 +490,7 @@ impl Matrix {
             rest = self.keys.get(lane * ROW + column);
         }
         let best = warp::warp_reduce_max_i32(warp::FULL, rest);
-        let row = warp::warp_vote_ballot(warp::FULL, rest == best).trailing_zeros();
+        let row = lowest(warp::warp_vote_ballot(warp::FULL, rest == best));
         if lane == column {
             (self.best, self.index) = (best, row * 32 + column);
         }
@@ -578,26 +616,27 @@ unsafe fn gate_dynamic<T: Float, const V: usize>(gate: Gate<T>, groups: u32, top
             id = chosen;
         }
     }
-    finish(gate, softmax, lane, id);
+    finish::<T, MAX_TOPK>(gate, softmax, lane, id);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Results
 // ---------------------------------------------------------------------------------------------------------------------
 
-/// Weighs and writes what was chosen: lane `r < topk` has the expert of rank `r`.
+/// Weighs and writes what was chosen: lane `r < topk` has the expert of rank `r`; `topk` is at most `WIDTH`.
 #[inline(always)]
-unsafe fn finish<T: Float>(gate: Gate<T>, softmax: Softmax, lane: u32, expert: u32) {
-    let Gate { topk, shared_experts, live, .. } = gate;
+unsafe fn finish<T: Float, const WIDTH: u32>(gate: Gate<T>, softmax: Softmax, lane: u32, expert: u32) {
+    let Gate { topk, shared_experts, .. } = gate;
+    let live = (gate.token as i32) < gate.valid_rows && gate.row_mask != 0;
     let routed = lane < topk;
     let mut weight = 0.0;
     if routed {
         let s = score(gate.scoring, softmax, gate.logits.get(expert).to_f32());
         // The larger of NaN and 0 is 0.
-        weight = s.max(0.0);
+        weight = float::max(s, 0.0);
     }
     if gate.renormalize != 0 {
-        let sum = warp::reduce_sum(weight);
+        let sum = warp::reduce_segments::<WIDTH, f32>(weight, |a, b| a + b);
         weight = if sum > 0.0 { weight / sum } else { 0.0 };
     }
     weight *= gate.routed_scale;
@@ -682,14 +721,9 @@ unsafe fn gate<T: Float, S: Select>(
     if token >= tokens {
         return;
     }
-    // Loaded early and used late. A padded row is computed as any other.
-    let mut live = true;
-    if !valid_rows.is_null() {
-        live = (token as i32) < Global::new(valid_rows).get(0u32);
-    }
-    if !row_mask.is_null() {
-        live &= Global::new(row_mask).get(token) != 0;
-    }
+    // Loaded first and used last: a padded row is computed as any other.
+    let valid_rows = if valid_rows.is_null() { i32::MAX } else { Global::new(valid_rows).get(0u32) };
+    let row_mask = if row_mask.is_null() { 1 } else { Global::new(row_mask).get(token) };
     let gate = Gate {
         logits: Global::new(logits).offset(token as usize * row_stride as usize),
         bias,
@@ -699,7 +733,8 @@ unsafe fn gate<T: Float, S: Select>(
         packed,
         expert_map,
         token,
-        live,
+        valid_rows,
+        row_mask,
         experts,
         topk,
         shared_experts,
