@@ -4,4 +4,5 @@ mod attention;
 mod device;
 mod ep;
 mod kv_cache;
+mod moe;
 mod norm;
