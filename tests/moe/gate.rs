@@ -148,7 +148,8 @@ fn near_tie(logits: &[f64], bias: Option<&[f64]>, topk: usize, options: &GateOpt
     let scores = reference::moe::gate::scores(logits, options.scoring);
     let bias = |e: usize| bias.map_or(0.0, |b| b[e]);
     let biased: Vec<f64> = (0..logits.len()).map(|e| scores[e] + bias(e)).collect();
-    let close = |a: f64, b: f64| a != b && (a - b).abs() <= 1e-6 * a.abs().max(b.abs());
+    let close =
+        |a: f64, b: f64| a != b && a.is_finite() && b.is_finite() && (a - b).abs() <= 1e-6 * a.abs().max(b.abs());
     let mut order: Vec<usize> = (0..logits.len()).filter(|&e| !biased[e].is_nan()).collect();
     order.sort_by(|&a, &b| biased[b].total_cmp(&biased[a]));
     let experts = order.windows(2).take(topk * options.groups + 1).any(|w| close(biased[w[0]], biased[w[1]]));
