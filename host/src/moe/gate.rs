@@ -378,7 +378,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
 /// `[tokens, topk + shared_experts]`, contiguous. `packed`, of the same shape, gets both in one word, as kernels that
 /// sort tokens by expert take them: the lower 16 bits of the id in the upper half, the weight as bf16 in the lower half.
 ///
-/// Up to 1024 experts and 32 of them a token. See the [module](self) for what is computed.
+/// Up to 1024 experts and 32 of them a token. See the [module](mod@self) for what is computed.
 ///
 /// ```
 /// use warploom::moe::{GateOptions, gate};

@@ -1,4 +1,4 @@
-//! The gate of a mixture of experts, as [`moe::gate`](crate::moe::gate) documents it.
+//! The gate of a mixture of experts, as [`moe::gate`](mod@crate::moe::gate) documents it.
 //!
 //! Scores are computed in `f64` and rounded to `f32` once. From there on the choice is defined by `f32` arithmetic (one
 //! addition of the bias, one of two scores for a group), so that ties are ties. Weights come from the scores in `f64`.
