@@ -406,7 +406,7 @@ unsafe fn gate_fixed<T: Float, const V: usize, const GROUPS: u32>(gate: Gate<T>,
     }
 
     // Lane r learns the key and the lane of the r-th best.
-    let (mut my_key, mut my_lane) = (REMOVED, 0);
+    let (mut my_key, mut my_lanes) = (REMOVED, 0);
     let below = (1u32 << lane) - 1;
     unroll::<{ FIXED_TOPK as usize }>(|r| {
         if gate.topk > r as u32 {
@@ -414,7 +414,7 @@ unsafe fn gate_fixed<T: Float, const V: usize, const GROUPS: u32>(gate: Gate<T>,
             let has = sorted[0] == best;
             let equal = warp::warp_vote_ballot(warp::FULL, has);
             if lane == r as u32 {
-                (my_key, my_lane) = (best, lowest(equal));
+                (my_key, my_lanes) = (best, equal);
             }
             let wins = has && equal & below == 0;
             // What lies deeper than the rounds to come needs no place.
@@ -429,6 +429,7 @@ unsafe fn gate_fixed<T: Float, const V: usize, const GROUPS: u32>(gate: Gate<T>,
     });
 
     // Where that lane has that key.
+    let my_lane = lowest(my_lanes);
     let mut places = 0u32;
     for (i, &k) in keys.iter().enumerate() {
         places |= ((warp::shfl_idx(k, my_lane) == my_key) as u32) << i;
