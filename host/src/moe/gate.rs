@@ -304,15 +304,12 @@ pub const fn fixed_entry(dtype: DType, experts: u32, groups: u32) -> Option<Entr
     })
 }
 
-/// The kernel for any experts, groups and alignment.
-pub const fn dynamic_entry(dtype: DType, experts: u32) -> Option<Entry<Args>> {
-    Some(match (dtype, experts) {
-        (DType::F32, ..=256) => kernel::gate_up_to_256_experts_f32::ENTRY,
-        (DType::F16, ..=256) => kernel::gate_up_to_256_experts_f16::ENTRY,
-        (DType::Bf16, ..=256) => kernel::gate_up_to_256_experts_bf16::ENTRY,
-        (DType::F32, ..=kernel::MAX_EXPERTS) => kernel::gate_up_to_1024_experts_f32::ENTRY,
-        (DType::F16, ..=kernel::MAX_EXPERTS) => kernel::gate_up_to_1024_experts_f16::ENTRY,
-        (DType::Bf16, ..=kernel::MAX_EXPERTS) => kernel::gate_up_to_1024_experts_bf16::ENTRY,
+/// The kernel for up to 1024 experts, any groups and any alignment.
+pub const fn dynamic_entry(dtype: DType) -> Option<Entry<Args>> {
+    Some(match dtype {
+        DType::F32 => kernel::gate_dynamic_f32::ENTRY,
+        DType::F16 => kernel::gate_dynamic_f16::ENTRY,
+        DType::Bf16 => kernel::gate_dynamic_bf16::ENTRY,
         _ => return None,
     })
 }
@@ -338,12 +335,11 @@ pub const fn geometry(fixed: bool, tokens: u32, experts: u32, groups: u32) -> Ge
 /// Launches on raw pointers (layer L1), with the kernel that suits `args`.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for logits that are not f32, f16 or bf16, or more than 1024 experts, and those of
-/// [`Stream::launch`].
+/// [`Error::Unsupported`] for logits that are not f32, f16 or bf16, and those of [`Stream::launch`].
 ///
 /// # Safety
 /// The pointers are device memory as [`Args`] says, aligned to their element type, until the launch is done, and outputs
-/// overlap nothing else. `groups` divides `experts`; `1 <= topk_group <= groups`; `1 <= topk <= 32`, and `topk` is at
+/// overlap nothing else. There are at most 1024 experts; `groups` divides `experts`; `1 <= topk_group <= groups`; `1 <= topk <= 32`, and `topk` is at
 /// most the number of experts in `topk_group` groups.
 pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
     let aligned = |address: usize, dtype| address.is_multiple_of(fixed_alignment(args.experts, dtype));
@@ -359,13 +355,9 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
             && (args.tokens <= 1 || aligned(row_bytes, dtype))
             && aligned(args.bias as usize, bias_type)
     });
-    let entry = fixed.or(dynamic_entry(dtype, args.experts)).ok_or_else(|| Error::Unsupported {
+    let entry = fixed.or(dynamic_entry(dtype)).ok_or_else(|| Error::Unsupported {
         op: OP,
-        what: format!(
-            "no kernel for {} experts and {dtype}; there are up to {} and f32, f16, bf16",
-            args.experts,
-            kernel::MAX_EXPERTS
-        ),
+        what: format!("no kernel for {dtype} logits; there are f32, f16 and bf16"),
     })?;
     let geometry = geometry(fixed.is_some(), args.tokens, args.experts, args.groups);
     // SAFETY: forwarded to the caller.
@@ -411,7 +403,7 @@ pub fn gate<T: Float>(
     options: &GateOptions<'_>,
 ) -> Result<()> {
     let mut call = Call::new(OP, stream);
-    if fixed_entry(T::DTYPE, 256, 8).is_none() {
+    if dynamic_entry(T::DTYPE).is_none() {
         return Err(Error::DType { op: OP, arg: "logits", expected: "f32, f16 or bf16".into(), got: T::DTYPE });
     }
     let &[tokens, experts] = logits.shape() else {

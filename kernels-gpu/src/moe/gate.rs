@@ -187,25 +187,27 @@ fn score(scoring: u32, softmax: Softmax, x: f32) -> f32 {
     }
 }
 
-/// Statistics of a row of which each lane has some logits, with -inf or NaN where it has none.
-#[inline(always)]
-fn softmax_of<const V: usize>(x: &[f32; V]) -> Softmax {
-    let mut max = f32::NEG_INFINITY;
-    for v in *x {
-        max = float::max(max, v);
+impl Softmax {
+    /// For a scoring that is none.
+    const NONE: Self = Self { max: 0.0, reciprocal: 0.0 };
+
+    /// Of a row whose largest logits each lane knows of those that it has; `sum` adds the [`addend`](Self::addend)s of
+    /// those.
+    #[inline(always)]
+    fn of_row(max: f32, sum: impl FnOnce(Self) -> f32) -> Self {
+        let max = warp::reduce_max(max);
+        // Without any evidence: every numerator is 0.
+        let max = if max == f32::NEG_INFINITY { 0.0 } else { max };
+        let this = Self { max, reciprocal: 0.0 };
+        let sum = warp::reduce_sum(sum(this));
+        Self { max, reciprocal: if sum > 0.0 { float::recip(sum) } else { 0.0 } }
     }
-    let max = warp::reduce_max(max);
-    // Without any evidence: every numerator is 0.
-    let max = if max == f32::NEG_INFINITY { 0.0 } else { max };
-    let mut this = Softmax { max, reciprocal: 0.0 };
-    let mut sum = 0.0;
-    for v in *x {
-        // The larger of NaN and 0 is 0.
-        sum += float::max(this.numerator(v), 0.0);
+
+    /// The numerator in the sum, to which NaN adds nothing: the larger of NaN and 0 is 0.
+    #[inline(always)]
+    fn addend(self, x: f32) -> f32 {
+        float::max(self.numerator(x), 0.0)
     }
-    let sum = warp::reduce_sum(sum);
-    this.reciprocal = if sum > 0.0 { float::recip(sum) } else { 0.0 };
-    this
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -388,11 +390,12 @@ unsafe fn gate_fixed<T: Float, const V: usize, const GROUPS: u32>(gate: Gate<T>,
     let bias = load_bias::<V>(gate.bias, gate.bias_type, at);
     let x: [f32; V] = core::array::from_fn(|i| element::<T, V>(&words, i));
 
-    let mut softmax = Softmax { max: 0.0, reciprocal: 0.0 };
+    let mut softmax = Softmax::NONE;
     let keys: [i32; V] = match gate.scoring {
         SIGMOID => core::array::from_fn(|i| key(sigmoid(x[i]) + bias[i])),
         SOFTMAX => {
-            softmax = softmax_of(&x);
+            let max = x.into_iter().fold(f32::NEG_INFINITY, float::max);
+            softmax = Softmax::of_row(max, |s| x.into_iter().map(|x| s.addend(x)).sum());
             core::array::from_fn(|i| key(score(SOFTMAX, softmax, x[i]) + bias[i]))
         }
         _ => core::array::from_fn(|i| key(sqrt_softplus(x[i]) + bias[i])),
@@ -476,6 +479,14 @@ fn place(i: u32) -> u32 {
 }
 
 impl Matrix {
+    /// Key `k` at index `i` of the lane's own column, in ascending order of `i`.
+    #[inline(always)]
+    fn consider(&mut self, i: u32, k: i32) {
+        if k > self.best {
+            (self.best, self.index) = (k, i);
+        }
+    }
+
     /// Takes the best key out, and returns its index, the lowest among equals. The whole warp takes part.
     ///
     /// A key is only ever read and removed here by the lane with the number of its row.
@@ -534,10 +545,7 @@ unsafe fn best_groups(experts: Shared<i32>, result: Shared<i32>, size: u32, grou
     let mut matrix = Matrix { keys: result, n: groups, best: REMOVED, index: lane };
     let mut i = lane;
     while i < groups {
-        let k = result.get(place(i));
-        if k > matrix.best {
-            (matrix.best, matrix.index) = (k, i);
-        }
+        matrix.consider(i, result.get(place(i)));
         i += 32;
     }
     warp::sync_warp(warp::FULL);
@@ -547,69 +555,99 @@ unsafe fn best_groups(experts: Shared<i32>, result: Shared<i32>, size: u32, grou
     warp::sync_warp(warp::FULL);
 }
 
-/// Any number of experts up to `32 * V`, any number of groups that divides it, any alignment, `topk` up to
+/// Calls `f` for each of the lane's experts: number `32 * row + lane`. Eight at a time are unrolled, so that `load`s, which
+/// come first, and the arithmetic overlap.
+#[inline(always)]
+unsafe fn for_own<V: Copy>(experts: u32, lane: u32, none: V, load: impl Fn(u32) -> V, mut f: impl FnMut(u32, V)) {
+    let mut first = lane;
+    while first - lane < experts {
+        let mut loaded = [none; 8];
+        unroll::<8>(|i| {
+            let e = first + 32 * i as u32;
+            if e < experts {
+                loaded[i] = load(e);
+            }
+        });
+        unroll::<8>(|i| {
+            let e = first + 32 * i as u32;
+            if e < experts {
+                f(e, loaded[i]);
+            }
+        });
+        first += 256;
+    }
+}
+
+/// Any number of experts up to [`MAX_EXPERTS`], any number of groups that divides it, any alignment, `topk` up to
 /// [`MAX_TOPK`]. Dynamic shared memory: [`dynamic_shared_bytes`] for each warp of the block.
 #[inline(always)]
-unsafe fn gate_dynamic<T: Float, const V: usize>(gate: Gate<T>, groups: u32, topk_group: u32) {
+unsafe fn gate_dynamic<T: Float>(gate: Gate<T>, groups: u32, topk_group: u32) {
     let (lane, warp_id) = (warp::lane_id(), thread::thread_idx_x() / 32);
     let experts = gate.experts;
     let base = warp_id as usize * dynamic_shared_bytes(experts, groups) as usize;
     let keys = Shared::<i32>::at(base, matrix_words(experts) as usize);
 
-    // All loads first.
-    let mut x = [f32::NAN; V];
-    for i in 0..V {
-        let e = i as u32 * 32 + lane;
-        if e < experts {
-            x[i] = gate.logits.get(e).to_f32();
-        }
-    }
-    let mut softmax = Softmax { max: 0.0, reciprocal: 0.0 };
+    // Logits first; a lane reads back only what it wrote itself.
+    let mut max = f32::NEG_INFINITY;
+    let logit = |e: u32| gate.logits.get(e).to_f32();
+    for_own(experts, lane, 0.0, logit, |e, x| {
+        max = float::max(max, x);
+        keys.set(place(e), x.to_bits() as i32);
+    });
+    let logit = |e: u32| f32::from_bits(keys.get(place(e)) as u32);
+    let mut softmax = Softmax::NONE;
     if gate.scoring == SOFTMAX {
-        softmax = softmax_of(&x);
+        softmax = Softmax::of_row(max, |s| {
+            let mut sum = 0.0;
+            for_own(experts, lane, 0.0, logit, |_, x| sum += s.addend(x));
+            sum
+        });
     }
-    let mut mine = [REMOVED; V];
-    for i in 0..V {
-        // The same for the whole warp.
-        if i as u32 * 32 >= experts {
-            break;
-        }
-        let e = i as u32 * 32 + lane;
-        if e < experts {
-            let bias = match (gate.bias.is_null(), gate.bias_type) {
-                (true, _) => 0.0,
-                (_, BIAS_F32) => Global::new(gate.bias.cast::<f32>()).get(e),
-                (_, BIAS_F16) => Global::new(gate.bias.cast::<f16>()).get(e).to_f32(),
-                _ => Global::new(gate.bias.cast::<bf16>()).get(e).to_f32(),
-            };
-            mine[i] = key(score(gate.scoring, softmax, x[i]) + bias);
-            keys.set(place(e), mine[i]);
-        }
-    }
+
+    let bias = |e: u32| match (gate.bias.is_null(), gate.bias_type) {
+        (true, _) => 0.0,
+        (_, BIAS_F32) => Global::new(gate.bias.cast::<f32>()).get(e),
+        (_, BIAS_F16) => Global::new(gate.bias.cast::<f16>()).get(e).to_f32(),
+        _ => Global::new(gate.bias.cast::<bf16>()).get(e).to_f32(),
+    };
+    let mut matrix = Matrix { keys, n: experts, best: REMOVED, index: lane };
+    for_own(
+        experts,
+        lane,
+        (0.0, 0.0),
+        |e| (logit(e), bias(e)),
+        |e, (x, bias)| {
+            let k = key(score(gate.scoring, softmax, x) + bias);
+            keys.set(place(e), k);
+            matrix.consider(e, k);
+        },
+    );
     warp::sync_warp(warp::FULL);
 
     if groups > 1 && topk_group < groups {
-        let result = Shared::<i32>::at(base + 4 * matrix_words(experts) as usize, matrix_words(groups) as usize);
+        let worths = Shared::<i32>::at(base + 4 * matrix_words(experts) as usize, matrix_words(groups) as usize);
         core::hint::assert_unchecked(groups != 0);
         let size = experts / groups;
         core::hint::assert_unchecked(size != 0);
-        best_groups(keys, result, size, groups, topk_group, lane);
-        for i in 0..V {
-            let e = i as u32 * 32 + lane;
-            if e < experts && result.get(place(e / size)) != REMOVED {
-                mine[i] = REMOVED;
-                keys.set(place(e), REMOVED);
-            }
-        }
+        best_groups(keys, worths, size, groups, topk_group, lane);
+        matrix.best = REMOVED;
+        let in_best_group = |e: u32| worths.get(place(e / size)) == REMOVED;
+        for_own(
+            experts,
+            lane,
+            (false, REMOVED),
+            |e| (in_best_group(e), keys.get(place(e))),
+            |e, (stays, k)| {
+                if stays {
+                    matrix.consider(e, k);
+                } else {
+                    keys.set(place(e), REMOVED);
+                }
+            },
+        );
         warp::sync_warp(warp::FULL);
     }
 
-    let mut matrix = Matrix { keys, n: experts, best: REMOVED, index: lane };
-    for i in 0..V {
-        if mine[i] > matrix.best {
-            (matrix.best, matrix.index) = (mine[i], i as u32 * 32 + lane);
-        }
-    }
     let mut id = 0;
     for r in 0..gate.topk {
         let chosen = matrix.take_best(lane);
@@ -677,8 +715,8 @@ trait Select {
 /// [`gate_fixed`] for `32 * V` experts.
 struct Fixed<const V: usize, const GROUPS: u32>;
 
-/// [`gate_dynamic`] for up to `32 * V` experts.
-struct Dynamic<const V: usize>;
+/// [`gate_dynamic`].
+struct Dynamic;
 
 impl<const V: usize, const GROUPS: u32> Select for Fixed<V, GROUPS> {
     #[inline(always)]
@@ -687,10 +725,10 @@ impl<const V: usize, const GROUPS: u32> Select for Fixed<V, GROUPS> {
     }
 }
 
-impl<const V: usize> Select for Dynamic<V> {
+impl Select for Dynamic {
     #[inline(always)]
     unsafe fn run<T: Float>(gate: Gate<T>, groups: u32, topk_group: u32) {
-        gate_dynamic::<T, V>(gate, groups, topk_group);
+        gate_dynamic::<T>(gate, groups, topk_group);
     }
 }
 
@@ -792,8 +830,7 @@ entries! {
     gate_512_experts_1_groups_f32 { type T = f32; type S = Fixed<16, 1>; } [MAX_THREADS] => gate::<T, S>;
     gate_64_experts_8_groups_f32 { type T = f32; type S = Fixed<2, 8>; } [MAX_THREADS] => gate::<T, S>;
     gate_64_experts_1_groups_f32 { type T = f32; type S = Fixed<2, 1>; } [MAX_THREADS] => gate::<T, S>;
-    gate_up_to_256_experts_f32 { type T = f32; type S = Dynamic<8>; } [MAX_THREADS] => gate::<T, S>;
-    gate_up_to_1024_experts_f32 { type T = f32; type S = Dynamic<32>; } [MAX_THREADS] => gate::<T, S>;
+    gate_dynamic_f32 { type T = f32; type S = Dynamic; } [MAX_THREADS] => gate::<T, S>;
     gate_256_experts_8_groups_f16 { type T = f16; type S = Fixed<8, 8>; } [MAX_THREADS] => gate::<T, S>;
     gate_256_experts_1_groups_f16 { type T = f16; type S = Fixed<8, 1>; } [MAX_THREADS] => gate::<T, S>;
     gate_128_experts_4_groups_f16 { type T = f16; type S = Fixed<4, 4>; } [MAX_THREADS] => gate::<T, S>;
@@ -803,8 +840,7 @@ entries! {
     gate_512_experts_1_groups_f16 { type T = f16; type S = Fixed<16, 1>; } [MAX_THREADS] => gate::<T, S>;
     gate_64_experts_8_groups_f16 { type T = f16; type S = Fixed<2, 8>; } [MAX_THREADS] => gate::<T, S>;
     gate_64_experts_1_groups_f16 { type T = f16; type S = Fixed<2, 1>; } [MAX_THREADS] => gate::<T, S>;
-    gate_up_to_256_experts_f16 { type T = f16; type S = Dynamic<8>; } [MAX_THREADS] => gate::<T, S>;
-    gate_up_to_1024_experts_f16 { type T = f16; type S = Dynamic<32>; } [MAX_THREADS] => gate::<T, S>;
+    gate_dynamic_f16 { type T = f16; type S = Dynamic; } [MAX_THREADS] => gate::<T, S>;
     gate_256_experts_8_groups_bf16 { type T = bf16; type S = Fixed<8, 8>; } [MAX_THREADS] => gate::<T, S>;
     gate_256_experts_1_groups_bf16 { type T = bf16; type S = Fixed<8, 1>; } [MAX_THREADS] => gate::<T, S>;
     gate_128_experts_4_groups_bf16 { type T = bf16; type S = Fixed<4, 4>; } [MAX_THREADS] => gate::<T, S>;
@@ -814,6 +850,5 @@ entries! {
     gate_512_experts_1_groups_bf16 { type T = bf16; type S = Fixed<16, 1>; } [MAX_THREADS] => gate::<T, S>;
     gate_64_experts_8_groups_bf16 { type T = bf16; type S = Fixed<2, 8>; } [MAX_THREADS] => gate::<T, S>;
     gate_64_experts_1_groups_bf16 { type T = bf16; type S = Fixed<2, 1>; } [MAX_THREADS] => gate::<T, S>;
-    gate_up_to_256_experts_bf16 { type T = bf16; type S = Dynamic<8>; } [MAX_THREADS] => gate::<T, S>;
-    gate_up_to_1024_experts_bf16 { type T = bf16; type S = Dynamic<32>; } [MAX_THREADS] => gate::<T, S>;
+    gate_dynamic_bf16 { type T = bf16; type S = Dynamic; } [MAX_THREADS] => gate::<T, S>;
 }
