@@ -321,14 +321,14 @@ pub const fn fixed_alignment(experts: u32, dtype: DType) -> usize {
 }
 
 /// How to launch for so many tokens, a warp each. Few tokens are spread over the multiprocessors.
-pub const fn geometry(fixed: bool, tokens: u32, experts: u32, groups: u32) -> Geometry {
+pub const fn geometry(fixed: bool, tokens: u32, experts: u32) -> Geometry {
     let warps = match tokens {
         0..=256 => 1,
         257..=1024 => 4,
         _ if fixed => 8,
         _ => 4,
     };
-    let shared = if fixed { 0 } else { warps * kernel::dynamic_shared_bytes(experts, groups) };
+    let shared = if fixed { 0 } else { warps * kernel::dynamic_shared_bytes(experts) };
     Geometry::linear(tokens.div_ceil(warps), warps * 32).shared_bytes(shared)
 }
 
@@ -359,7 +359,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
         op: OP,
         what: format!("no kernel for {dtype} logits; there are f32, f16 and bf16"),
     })?;
-    let geometry = geometry(fixed.is_some(), args.tokens, args.experts, args.groups);
+    let geometry = geometry(fixed.is_some(), args.tokens, args.experts);
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&entry, &geometry, args) }
 }

@@ -54,13 +54,13 @@ pub const MAX_EXPERTS: u32 = 1024;
 pub const MAX_THREADS: u32 = 256;
 
 /// Words of shared memory for a matrix of `n` keys: rows of 32 and a gap, so that columns are free of bank conflicts.
-pub const fn matrix_words(n: u32) -> u32 {
+const fn matrix_words(n: u32) -> u32 {
     n.div_ceil(32) * ROW
 }
 
-/// Dynamic shared memory of [`gate_dynamic`] for each warp.
-pub const fn dynamic_shared_bytes(experts: u32, groups: u32) -> u32 {
-    4 * (matrix_words(experts) + if groups > 1 { matrix_words(groups) } else { 0 })
+/// Dynamic shared memory of [`gate_dynamic`] for each warp: the keys, and the biases, whose place groups take later.
+pub const fn dynamic_shared_bytes(experts: u32) -> u32 {
+    4 * 2 * matrix_words(experts)
 }
 
 /// Distance between rows of a matrix of keys.
@@ -496,10 +496,12 @@ impl Matrix {
         let index = warp::warp_reduce_min_u32(warp::FULL, if self.best == best { self.index } else { u32::MAX });
         let (row, column) = (index / 32, index % 32);
         let mut rest = REMOVED;
-        if lane == row {
-            self.keys.set(place(index), REMOVED);
-        } else if lane * 32 + column < self.n {
+        if lane * 32 + column < self.n {
             rest = self.keys.get(lane * ROW + column);
+        }
+        if lane == row {
+            rest = REMOVED;
+            self.keys.set(place(index), REMOVED);
         }
         let best = warp::warp_reduce_max_i32(warp::FULL, rest);
         let row = lowest(warp::warp_vote_ballot(warp::FULL, rest == best));
@@ -555,26 +557,34 @@ unsafe fn best_groups(experts: Shared<i32>, result: Shared<i32>, size: u32, grou
     warp::sync_warp(warp::FULL);
 }
 
-/// Calls `f` for each of the lane's experts: number `32 * row + lane`. Eight at a time are unrolled, so that `load`s, which
-/// come first, and the arithmetic overlap.
+/// For each of the lane's experts, `32 * row + lane`: `store(expert, compute(load(expert)))`. `N` at a time are unrolled,
+/// all loads first and then the arithmetic, without a branch between them: beyond the last expert it is done on `none`.
 #[inline(always)]
-unsafe fn for_own<V: Copy>(experts: u32, lane: u32, none: V, load: impl Fn(u32) -> V, mut f: impl FnMut(u32, V)) {
+unsafe fn for_own<const N: usize, V: Copy, W: Copy>(
+    experts: u32,
+    lane: u32,
+    none: V,
+    load: impl Fn(u32) -> V,
+    compute: impl Fn(V) -> W,
+    mut store: impl FnMut(u32, W),
+) {
     let mut first = lane;
     while first - lane < experts {
-        let mut loaded = [none; 8];
-        unroll::<8>(|i| {
+        let mut loaded = [none; N];
+        unroll::<N>(|i| {
             let e = first + 32 * i as u32;
             if e < experts {
                 loaded[i] = load(e);
             }
         });
-        unroll::<8>(|i| {
+        let computed: [W; N] = core::array::from_fn(|i| compute(loaded[i]));
+        unroll::<N>(|i| {
             let e = first + 32 * i as u32;
             if e < experts {
-                f(e, loaded[i]);
+                store(e, computed[i]);
             }
         });
-        first += 256;
+        first += 32 * N as u32;
     }
 }
 
@@ -584,67 +594,72 @@ unsafe fn for_own<V: Copy>(experts: u32, lane: u32, none: V, load: impl Fn(u32) 
 unsafe fn gate_dynamic<T: Float>(gate: Gate<T>, groups: u32, topk_group: u32) {
     let (lane, warp_id) = (warp::lane_id(), thread::thread_idx_x() / 32);
     let experts = gate.experts;
-    let base = warp_id as usize * dynamic_shared_bytes(experts, groups) as usize;
-    let keys = Shared::<i32>::at(base, matrix_words(experts) as usize);
+    let words = matrix_words(experts);
+    let base = (warp_id * dynamic_shared_bytes(experts)) as usize;
+    let keys = Shared::<i32>::at(base, words as usize);
+    let second = base + 4 * words as usize;
 
-    // Logits first; a lane reads back only what it wrote itself.
+    // Everything from global memory first. A lane reads back only what it wrote itself.
+    let biases = Shared::<f32>::at(second, words as usize);
     let mut max = f32::NEG_INFINITY;
-    let logit = |e: u32| gate.logits.get(e).to_f32();
-    for_own(experts, lane, 0.0, logit, |e, x| {
+    let store = |e: u32, (x, bias): (f32, f32)| {
         max = float::max(max, x);
         keys.set(place(e), x.to_bits() as i32);
-    });
-    let logit = |e: u32| f32::from_bits(keys.get(place(e)) as u32);
-    let mut softmax = Softmax::NONE;
-    if gate.scoring == SOFTMAX {
-        softmax = Softmax::of_row(max, |s| {
-            let mut sum = 0.0;
-            for_own(experts, lane, 0.0, logit, |_, x| sum += s.addend(x));
-            sum
-        });
+        biases.set(place(e), bias);
+    };
+    #[inline(always)]
+    unsafe fn load_both<T: Float, B: Float>(gate: Gate<T>, lane: u32, store: impl FnMut(u32, (f32, f32))) {
+        let bias = Global::new(gate.bias.cast::<B>());
+        let load = |e: u32| (gate.logits.get(e), bias.get(e));
+        let none = (T::from_f32(0.0), B::from_f32(0.0));
+        for_own::<8, _, _>(gate.experts, lane, none, load, |(x, b)| (x.to_f32(), b.to_f32()), store);
+    }
+    match (gate.bias.is_null(), gate.bias_type) {
+        (true, _) => {
+            let none = T::from_f32(0.0);
+            for_own::<8, _, _>(experts, lane, none, |e| gate.logits.get(e), |x| (x.to_f32(), 0.0), store);
+        }
+        (_, BIAS_F32) => load_both::<T, f32>(gate, lane, store),
+        (_, BIAS_F16) => load_both::<T, f16>(gate, lane, store),
+        _ => load_both::<T, bf16>(gate, lane, store),
     }
 
-    let bias = |e: u32| match (gate.bias.is_null(), gate.bias_type) {
-        (true, _) => 0.0,
-        (_, BIAS_F32) => Global::new(gate.bias.cast::<f32>()).get(e),
-        (_, BIAS_F16) => Global::new(gate.bias.cast::<f16>()).get(e).to_f32(),
-        _ => Global::new(gate.bias.cast::<bf16>()).get(e).to_f32(),
-    };
+    let logit = |e: u32| f32::from_bits(keys.get(place(e)) as u32);
+    let both = |e: u32| (logit(e), biases.get(place(e)));
     let mut matrix = Matrix { keys, n: experts, best: REMOVED, index: lane };
-    for_own(
-        experts,
-        lane,
-        (0.0, 0.0),
-        |e| (logit(e), bias(e)),
-        |e, (x, bias)| {
-            let k = key(score(gate.scoring, softmax, x) + bias);
-            keys.set(place(e), k);
-            matrix.consider(e, k);
-        },
-    );
+    let store = |e: u32, k: i32| {
+        keys.set(place(e), k);
+        matrix.consider(e, k);
+    };
+    let mut softmax = Softmax::NONE;
+    match gate.scoring {
+        SIGMOID => for_own::<4, _, _>(experts, lane, (0.0, 0.0), both, |(x, b)| key(sigmoid(x) + b), store),
+        SOFTMAX => {
+            softmax = Softmax::of_row(max, |s| {
+                let mut sum = 0.0;
+                for_own::<4, _, _>(experts, lane, 0.0, logit, |x| s.addend(x), |_, e| sum += e);
+                sum
+            });
+            let compute = |(x, b)| key(score(SOFTMAX, softmax, x) + b);
+            for_own::<4, _, _>(experts, lane, (0.0, 0.0), both, compute, store);
+        }
+        _ => for_own::<4, _, _>(experts, lane, (0.0, 0.0), both, |(x, b)| key(sqrt_softplus(x) + b), store),
+    }
     warp::sync_warp(warp::FULL);
 
     if groups > 1 && topk_group < groups {
-        let worths = Shared::<i32>::at(base + 4 * matrix_words(experts) as usize, matrix_words(groups) as usize);
         core::hint::assert_unchecked(groups != 0);
         let size = experts / groups;
         core::hint::assert_unchecked(size != 0);
+        let worths = Shared::<i32>::at(second, matrix_words(groups) as usize);
         best_groups(keys, worths, size, groups, topk_group, lane);
         matrix.best = REMOVED;
-        let in_best_group = |e: u32| worths.get(place(e / size)) == REMOVED;
-        for_own(
-            experts,
-            lane,
-            (false, REMOVED),
-            |e| (in_best_group(e), keys.get(place(e))),
-            |e, (stays, k)| {
-                if stays {
-                    matrix.consider(e, k);
-                } else {
-                    keys.set(place(e), REMOVED);
-                }
-            },
-        );
+        let load = |e: u32| (keys.get(place(e)), worths.get(place(e / size)) == REMOVED);
+        let compute = |(k, stays)| if stays { k } else { REMOVED };
+        for_own::<4, _, _>(experts, lane, (REMOVED, false), load, compute, |e, k| {
+            keys.set(place(e), k);
+            matrix.consider(e, k);
+        });
         warp::sync_warp(warp::FULL);
     }
 
