@@ -177,16 +177,6 @@ impl Softmax {
     }
 }
 
-/// The score of a logit.
-#[inline(always)]
-fn score(scoring: u32, softmax: Softmax, x: f32) -> f32 {
-    match scoring {
-        SIGMOID => sigmoid(x),
-        SOFTMAX => softmax.numerator(x) * softmax.reciprocal,
-        _ => sqrt_softplus(x),
-    }
-}
-
 impl Softmax {
     /// For a scoring that is none.
     const NONE: Self = Self { max: 0.0, reciprocal: 0.0 };
@@ -201,6 +191,11 @@ impl Softmax {
         let this = Self { max, reciprocal: 0.0 };
         let sum = warp::reduce_sum(sum(this));
         Self { max, reciprocal: if sum > 0.0 { float::recip(sum) } else { 0.0 } }
+    }
+
+    #[inline(always)]
+    fn score(self, x: f32) -> f32 {
+        self.numerator(x) * self.reciprocal
     }
 
     /// The numerator in the sum, to which NaN adds nothing: the larger of NaN and 0 is 0.
@@ -390,16 +385,16 @@ unsafe fn gate_fixed<T: Float, const V: usize, const GROUPS: u32>(gate: Gate<T>,
     let bias = load_bias::<V>(gate.bias, gate.bias_type, at);
     let x: [f32; V] = core::array::from_fn(|i| element::<T, V>(&words, i));
 
-    let mut softmax = Softmax::NONE;
-    let keys: [i32; V] = match gate.scoring {
-        SIGMOID => core::array::from_fn(|i| key(sigmoid(x[i]) + bias[i])),
+    let scores: [f32; V] = match gate.scoring {
+        SIGMOID => core::array::from_fn(|i| sigmoid(x[i])),
         SOFTMAX => {
             let max = x.into_iter().fold(f32::NEG_INFINITY, float::max);
-            softmax = Softmax::of_row(max, |s| x.into_iter().map(|x| s.addend(x)).sum());
-            core::array::from_fn(|i| key(score(SOFTMAX, softmax, x[i]) + bias[i]))
+            let softmax = Softmax::of_row(max, |s| x.into_iter().map(|x| s.addend(x)).sum());
+            core::array::from_fn(|i| softmax.score(x[i]))
         }
-        _ => core::array::from_fn(|i| key(sqrt_softplus(x[i]) + bias[i])),
+        _ => core::array::from_fn(|i| sqrt_softplus(x[i])),
     };
+    let keys: [i32; V] = core::array::from_fn(|i| key(scores[i] + bias[i]));
 
     let mut sorted = keys;
     Network::sort(&mut sorted);
@@ -431,27 +426,33 @@ unsafe fn gate_fixed<T: Float, const V: usize, const GROUPS: u32>(gate: Gate<T>,
         }
     });
 
-    // Where that lane has that key.
+    // Where that lane has that key, the first place if there are several.
     let my_lane = lowest(my_lanes);
-    let mut places = 0u32;
-    for (i, &k) in keys.iter().enumerate() {
-        places |= ((warp::shfl_idx(k, my_lane) == my_key) as u32) << i;
-    }
-    // The n-th of equal keys of one lane follows the others in rank.
-    let (previous_key, previous_lane) =
-        (warp::warp_shuffle_up(warp::FULL, my_key, 1, 32).0, warp::warp_shuffle_up(warp::FULL, my_lane, 1, 32).0);
+    let (mut place, mut weight) = (0, 0.0);
+    unroll::<V>(|i| {
+        let i = V - 1 - i;
+        let score = warp::shfl_idx(scores[i], my_lane);
+        if warp::shfl_idx(keys[i], my_lane) == my_key {
+            (place, weight) = (i as u32, score);
+        }
+    });
+    // Equal keys of one lane follow each other in rank: those after the first have their places behind.
+    let (previous_key, previous_lane) = (warp::shfl_up(my_key, 1), warp::shfl_up(my_lane, 1));
     let again = lane > 0 && lane < gate.topk && previous_key == my_key && previous_lane == my_lane;
     let again = warp::warp_vote_ballot(warp::FULL, again);
     if again != 0 {
-        let mut n = (again << (31 - lane)).leading_ones();
-        while warp::warp_vote_any(warp::FULL, n > 0) {
-            if n > 0 {
-                places &= places.wrapping_sub(1);
-                n -= 1;
+        let mut skip = (again << (31 - lane)).leading_ones();
+        unroll::<V>(|i| {
+            let score = warp::shfl_idx(scores[i], my_lane);
+            let equal = warp::shfl_idx(keys[i], my_lane) == my_key;
+            if equal && skip == 0 {
+                (place, weight) = (i as u32, score);
             }
-        }
+            // Wraps around once it is found, never to be 0 again.
+            skip = skip.wrapping_sub(equal as u32);
+        });
     }
-    finish::<T, FIXED_TOPK>(gate, softmax, lane, my_lane * V as u32 + lowest(places));
+    finish::<T, FIXED_TOPK>(gate, lane, my_lane * V as u32 + place, weight);
 }
 
 /// The number of the lowest bit that is set; 32 if none is.
@@ -640,7 +641,7 @@ unsafe fn gate_dynamic<T: Float>(gate: Gate<T>, groups: u32, topk_group: u32) {
                 for_own::<4, _, _>(experts, lane, 0.0, logit, |x| s.addend(x), |_, e| sum += e);
                 sum
             });
-            let compute = |(x, b)| key(score(SOFTMAX, softmax, x) + b);
+            let compute = |(x, b)| key(softmax.score(x) + b);
             for_own::<4, _, _>(experts, lane, (0.0, 0.0), both, compute, store);
         }
         _ => for_own::<4, _, _>(experts, lane, (0.0, 0.0), both, |(x, b)| key(sqrt_softplus(x) + b), store),
@@ -670,25 +671,30 @@ unsafe fn gate_dynamic<T: Float>(gate: Gate<T>, groups: u32, topk_group: u32) {
             id = chosen;
         }
     }
-    finish::<T, MAX_TOPK>(gate, softmax, lane, id);
+    let mut weight = 0.0;
+    if lane < gate.topk {
+        let x = gate.logits.get(id).to_f32();
+        weight = match gate.scoring {
+            SIGMOID => sigmoid(x),
+            SOFTMAX => softmax.score(x),
+            _ => sqrt_softplus(x),
+        };
+    }
+    finish::<T, MAX_TOPK>(gate, lane, id, weight);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Results
 // ---------------------------------------------------------------------------------------------------------------------
 
-/// Weighs and writes what was chosen: lane `r < topk` has the expert of rank `r`; `topk` is at most `WIDTH`.
+/// Writes what was chosen: lane `r < topk` has the expert of rank `r` and its score; `topk` is at most `WIDTH`.
 #[inline(always)]
-unsafe fn finish<T: Float, const WIDTH: u32>(gate: Gate<T>, softmax: Softmax, lane: u32, expert: u32) {
+unsafe fn finish<T: Float, const WIDTH: u32>(gate: Gate<T>, lane: u32, expert: u32, score: f32) {
     let Gate { topk, shared_experts, .. } = gate;
     let live = (gate.token as i32) < gate.valid_rows && gate.row_mask != 0;
     let routed = lane < topk;
-    let mut weight = 0.0;
-    if routed {
-        let s = score(gate.scoring, softmax, gate.logits.get(expert).to_f32());
-        // The larger of NaN and 0 is 0.
-        weight = float::max(s, 0.0);
-    }
+    // The larger of NaN and 0 is 0.
+    let mut weight = if routed { float::max(score, 0.0) } else { 0.0 };
     if gate.renormalize != 0 {
         let sum = warp::reduce_segments::<WIDTH, f32>(weight, |a, b| a + b);
         weight = if sum > 0.0 { weight / sum } else { 0.0 };
