@@ -38,6 +38,7 @@ pub mod ep;
 mod error;
 pub mod gemm;
 pub mod kv_cache;
+pub mod moe;
 pub mod norm;
 pub mod ptx;
 pub mod reference;

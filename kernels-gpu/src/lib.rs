@@ -20,6 +20,8 @@ pub mod chunk;
 #[cfg(feature = "gemm")]
 pub mod gemm;
 pub mod kv_cache;
+#[cfg(feature = "moe")]
+pub mod moe;
 #[cfg(feature = "norm")]
 pub mod norm;
 mod tensor_float;

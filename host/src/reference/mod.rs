@@ -5,4 +5,5 @@
 pub mod attention;
 pub mod gemm;
 pub mod kv_cache;
+pub mod moe;
 pub mod norm;
