@@ -3,5 +3,5 @@
 pub mod layout;
 pub mod reshape_and_cache;
 
-pub use layout::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides, Scales, check_slots};
+pub use layout::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides, Scales, StoreAs, check_slots};
 pub use reshape_and_cache::reshape_and_cache;

@@ -4,13 +4,13 @@
 //! `reshape_and_cache` and `reshape_and_cache_flash` (its `csrc/cache_kernels.cu`), which are the x-split and the NHD case
 //! here.
 
-use super::layout::{CacheElement, CacheLayout, KvCache, Scales, check_scales, write_cache};
+use super::layout::{CacheElement, CacheLayout, KvCache, Scales, StoreAs, check_scales, write_cache};
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::kv_cache::reshape_and_cache as kernel;
 use crate::tensor::Tensor;
-use cuda_std::{DType, Element, Entry, Float};
+use cuda_std::{DType, Element, Entry};
 
 pub use kernel::{Args, SCALE_PER_HEAD, SLOTS_I64};
 
@@ -143,10 +143,9 @@ impl<'a> Options<'a> {
 /// elements.
 ///
 /// # Errors
-/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType) (of `slots`, or of a cache for which there
-/// is no kernel), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice); [`Value`](Error::Value) for scales
+/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType) (of `slots`), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice); [`Value`](Error::Value) for scales
 /// that are missing or not wanted, or extents beyond 2^31 - 1.
-pub fn reshape_and_cache<T: Float + CacheElement, S: CacheElement, I: Element>(
+pub fn reshape_and_cache<T: StoreAs<S>, S: CacheElement, I: Element>(
     stream: &Stream,
     cache: &mut KvCache<S>,
     key: &Tensor<T>,
@@ -165,7 +164,6 @@ pub fn reshape_and_cache<T: Float + CacheElement, S: CacheElement, I: Element>(
     call.same_shape("slots", slots.shape(), &[tokens])?;
     call.contiguous("slots", slots)?;
     call.dtype_among("slots", I::DTYPE, &[DType::I32, DType::I64])?;
-    call.dtype_among("cache", S::DTYPE, &[T::DTYPE, DType::E4m3, DType::E5m2, DType::I8])?;
     for (arg, t) in [("key", key), ("value", value)] {
         call.dense_last(arg, t)?;
     }

@@ -5,7 +5,7 @@
 mod element;
 pub mod layout;
 
-pub use element::CacheElement;
+pub use element::{CacheElement, StoreAs};
 
 #[cfg(feature = "kv_cache")]
 pub mod reshape_and_cache;
