@@ -1,7 +1,7 @@
 //! Writes the keys and values of new tokens to their slots in the paged cache.
 //!
 //! A thread moves one chunk (16 bytes of input) of a key and the same one of the value, for one token and head: both
-//! loads are under way before it looks at the slot, and there is no loop. Only the order of the threads differs:
+//! loads are under way before it asks for the slot, and there is no loop. Only the order of the threads differs:
 //!
 //! * [`Flat`] layouts: neighbouring threads take neighbouring chunks, so both sides are read and written in whole lines.
 //! * x-split layouts: the first 16 threads take the same chunk of 16 neighbouring tokens. Tokens of a prompt have
@@ -110,8 +110,6 @@ pub unsafe fn reshape_and_cache<
     if token >= tokens || head >= heads || part >= parts {
         return;
     }
-    let slot = slot_of(slots, token, flags);
-
     let row = token as usize;
     let key_row = Global::new(key).offset(row * key_token_stride + head as usize * key_head_stride);
     let value_row = Global::new(value).offset(row * value_token_stride + head as usize * value_head_stride);
@@ -146,6 +144,7 @@ pub unsafe fn reshape_and_cache<
         let dim = part * N as u32;
         let k: [T; N] = chunk::load(key_row, dim as usize);
         let v: [T; N] = chunk::load(value_row, dim as usize);
+        let slot = slot_of(slots, token, flags);
         if usable(slot, slot_count, status, head == 0 && part == 0) {
             let (block, at) = split_slot(slot as u64, block_size);
             let key_page = key_cache.offset(key_layout.page(block, head));
@@ -153,7 +152,11 @@ pub unsafe fn reshape_and_cache<
             store(key_page, key_layout, at, dim, T::store(k, inverse_key_scale));
             store(value_page, value_layout, at, dim, T::store(v, inverse_value_scale));
         }
-    } else if usable(slot, slot_count, status, head == 0 && part == 0) {
+    } else {
+        let slot = slot_of(slots, token, flags);
+        if !usable(slot, slot_count, status, head == 0 && part == 0) {
+            return;
+        }
         let (block, at) = split_slot(slot as u64, block_size);
         let key_page = key_cache.offset(key_layout.page(block, head));
         let value_page = value_cache.offset(value_layout.page(block, head));
