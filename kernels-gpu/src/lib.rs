@@ -22,6 +22,7 @@ pub mod gemm;
 pub mod kv_cache;
 #[cfg(feature = "norm")]
 pub mod norm;
+pub mod rope;
 mod tensor_float;
 pub use tensor_float::TensorFloat;
 
