@@ -7,3 +7,4 @@ mod ep;
 mod gemm;
 mod kv_cache;
 mod norm;
+mod rope;

@@ -6,3 +6,4 @@ pub mod attention;
 pub mod gemm;
 pub mod kv_cache;
 pub mod norm;
+pub mod rope;
