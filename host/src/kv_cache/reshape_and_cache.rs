@@ -56,23 +56,28 @@ pub const fn geometry(layout: CacheLayout, dtype: DType, tokens: u32, heads: u32
     }
 }
 
-/// Threads of a block.
-const THREADS: u32 = 256;
-
-/// Blocks of (chunks, heads, tokens).
+/// Blocks of (chunks, heads, tokens), of 128 threads or as many as a token needs.
 pub(crate) const fn chunk_major(tokens: u32, heads: u32, chunks: u32) -> Geometry {
-    let x = at_most(chunks, THREADS);
-    let y = at_most(heads, THREADS / x);
-    let z = at_most(at_most(tokens, THREADS / (x * y)), 64);
+    let x = share(chunks, 512);
+    let y = share(heads, 512 / x);
+    let z = share(tokens, at_most(128 / (x * y), 64));
     Geometry::new([tokens.div_ceil(z), heads.div_ceil(y), chunks.div_ceil(x)], [x, y, z])
 }
 
-/// Blocks of (tokens, chunks, heads), for layouts in which neighbouring tokens are neighbours.
+/// Blocks of (tokens, chunks, heads), of 256 threads, for layouts in which neighbouring tokens are neighbours.
 pub(crate) const fn token_major(tokens: u32, heads: u32, chunks: u32) -> Geometry {
     let x = at_most(tokens, 16);
-    let y = at_most(chunks, THREADS / x);
-    let z = at_most(at_most(heads, THREADS / (x * y)), 64);
+    let y = share(chunks, 256 / x);
+    let z = share(heads, at_most(256 / (x * y), 64));
     Geometry::new([tokens.div_ceil(x), heads.div_ceil(z), chunks.div_ceil(y)], [x, y, z])
+}
+
+/// `n` things in as few equal shares as possible, of at most `most` (or 1): how many there are in a share.
+const fn share(n: u32, most: u32) -> u32 {
+    if n == 0 || most < 2 {
+        return 1;
+    }
+    n.div_ceil(n.div_ceil(most))
 }
 
 /// The smaller one, but not 0.
