@@ -5,8 +5,11 @@ use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache};
 use warploom::{Device, Tensor};
 use warploom_tests::noise_of;
 
+mod copy_blocks;
+mod gather_cache;
 mod layout;
 mod reshape_and_cache;
+mod swap;
 
 /// Types of keys and values before they are cached.
 const INPUTS: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];

@@ -3,7 +3,7 @@
 //! A block of threads copies 16 KiB of one tensor's block: each thread four vectors of 16 bytes, all loaded before the
 //! first is stored. Grid: (pairs, tensors, pieces of 16 KiB). What is not aligned to 16 bytes goes byte by byte.
 
-use cuda_std::vec::{B128, SecondLevel, Streaming};
+use cuda_std::vec::{B128, Streaming};
 use cuda_std::{Global, GlobalMut, atomic, entries, thread};
 
 /// Threads of a block.
@@ -53,7 +53,7 @@ pub unsafe fn copy_blocks(
         while v < VECTORS {
             if at(v) < block_bytes {
                 // An address out of memory is generic to the compiler; the hint says global.
-                target.set_hinted(at(v), vectors[v], SecondLevel);
+                target.set_hinted(at(v), vectors[v], Streaming);
             }
             v += 1;
         }

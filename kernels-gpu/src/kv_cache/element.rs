@@ -10,6 +10,18 @@ pub trait CacheElement: Element {
     /// Rounds to the nearest, ties to even; the 8-bit types saturate. NaN stays NaN where there is one and becomes 0 in
     /// `i8`.
     fn round_all<const N: usize>(values: [f32; N]) -> [Self; N];
+
+    /// [`widen_all`](Self::widen_all) of one.
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        Self::widen_all([self])[0]
+    }
+
+    /// [`round_all`](Self::round_all) of one.
+    #[inline(always)]
+    fn round(v: f32) -> Self {
+        Self::round_all([v])[0]
+    }
 }
 
 macro_rules! floats {
