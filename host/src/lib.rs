@@ -42,6 +42,7 @@ pub mod moe;
 pub mod norm;
 pub mod ptx;
 pub mod reference;
+pub mod rope;
 mod tensor;
 
 pub use cuda_std::{Arch, DType, E4M3, E5M2, Element, Entry, Float, KernelArgs};

@@ -24,6 +24,7 @@ pub mod kv_cache;
 pub mod moe;
 #[cfg(feature = "norm")]
 pub mod norm;
+pub mod rope;
 mod tensor_float;
 pub use tensor_float::TensorFloat;
 

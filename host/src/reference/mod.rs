@@ -7,3 +7,4 @@ pub mod gemm;
 pub mod kv_cache;
 pub mod moe;
 pub mod norm;
+pub mod rope;
