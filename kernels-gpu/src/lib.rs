@@ -24,6 +24,11 @@ pub mod kv_cache;
 pub mod norm;
 mod tensor_float;
 pub use tensor_float::TensorFloat;
+#[cfg(feature = "activation")]
+pub mod activation;
+#[cfg(feature = "norm")]
+pub mod norm;
+pub mod row;
 
 /// On the GPU a panic is a trap (`-Cpanic=immediate-abort`), so that nothing of this remains.
 #[cfg(target_arch = "nvptx64")]
