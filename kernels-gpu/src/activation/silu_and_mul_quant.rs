@@ -13,34 +13,20 @@ use super::gated::{MAX_THREADS, piece, position};
 use super::{Gated, Params, SiluAndMul};
 use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
-use crate::row::{GROUP, Piece, Team, misalignment};
+use crate::row::{Piece, Team};
 use cuda_std::shared::Carver;
 use cuda_std::{E4M3, Float, Global, GlobalMut, entries, float, thread};
 
-/// The least and the most warps of a block with a row of its own.
+/// The most warps of a block with a row of its own.
 pub const MAX_WARPS: usize = 32;
 /// Its shared memory.
 pub const SHARED_BYTES: usize = MAX_WARPS * 4;
 
 const NONE: Params = Params { alpha: 0.0, limit: 0.0 };
 
-/// Whether pieces can be moved whole.
-#[inline(always)]
-fn aligned<T, Q, const V: usize>(
-    gate: *const T,
-    up: *const T,
-    out: *mut Q,
-    d: u32,
-    in_stride: usize,
-    out_stride: usize,
-) -> bool {
-    let inputs = misalignment::<T, V>(gate, in_stride) | misalignment::<T, V>(up, 0);
-    (inputs | misalignment::<Q, V>(out, out_stride)).is_multiple_of(16) && (d as usize).is_multiple_of(V)
-}
-
 /// As [`gated`](super::gated::gated); `scale`: one f32, which results are divided by.
 #[inline(always)]
-pub unsafe fn per_tensor<T: Float, A: Gated, Q: Quantised, const V: usize>(
+pub unsafe fn per_tensor<T: Float, A: Gated, Q: Quantised, const V: usize, const VEC: bool>(
     gate: *const T,
     up: *const T,
     out: *mut Q,
@@ -54,40 +40,17 @@ pub unsafe fn per_tensor<T: Float, A: Gated, Q: Quantised, const V: usize>(
     if row >= rows as usize {
         return;
     }
-    let vec = aligned::<T, Q, V>(gate, up, out, d, in_stride, out_stride);
     let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
     let out = GlobalMut::new(out).offset(row * out_stride);
     let factor = float::recip(Global::new(scale).get(0usize));
-    if vec {
-        let p = Piece::<V, true>::new(index, 1, d as usize);
-        p.store_quantised(out, piece::<T, A, V, true>(p, gate, up, NONE), factor);
-    } else {
-        let p = Piece::<V, false>::new(index, thread::block_dim_x().min(32) as usize, d as usize);
-        p.store_quantised(out, piece::<T, A, V, false>(p, gate, up, NONE), factor);
-    }
-}
-
-#[inline(always)]
-#[track_caller]
-unsafe fn group<T: Float, A: Gated, Q: Quantised, const V: usize, const VEC: bool>(
-    gate: Global<T>,
-    up: Global<T>,
-    out: GlobalMut<Q>,
-    scales: GroupScales,
-    index: usize,
-    d: usize,
-) {
-    let p = Piece::<V, VEC>::new(index, GROUP / V, d);
-    let y = piece::<T, A, V, VEC>(p, gate, up, NONE);
-    let scale = quantise::scale_for::<Q>(quantise::group_amax(y));
-    scales.store::<V>(index, d, scale);
-    p.store_quantised(out, y, float::recip(scale));
+    let p = Piece::<V, VEC>::new(index, d);
+    p.store_quantised(out, piece::<T, A, V, VEC>(p, gate, up, NONE), factor);
 }
 
 /// As [`gated`](super::gated::gated) with `(n, 1)` threads, `n` a multiple of 32; `scales`: `[rows, groups]`, strides in
 /// elements.
 #[inline(always)]
-pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize>(
+pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize, const VEC: bool>(
     gate: *const T,
     up: *const T,
     out: *mut Q,
@@ -103,31 +66,35 @@ pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize>(
     if row >= rows as usize {
         return;
     }
-    let vec = aligned::<T, Q, V>(gate, up, out, d, in_stride, out_stride);
     let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
     let out = GlobalMut::new(out).offset(row * out_stride);
     let scales =
         GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
-    if vec {
-        group::<T, A, Q, V, true>(gate, up, out, scales, index, d as usize);
-    } else {
-        group::<T, A, Q, V, false>(gate, up, out, scales, index, d as usize);
-    }
+    let p = Piece::<V, VEC>::new(index, d);
+    let y = piece::<T, A, V, VEC>(p, gate, up, NONE);
+    let scale = quantise::scale_for::<Q>(quantise::group_amax(y));
+    scales.store::<V>(index, d, scale);
+    p.store_quantised(out, y, float::recip(scale));
 }
 
+/// As [`gated`](super::gated::gated), a block of a multiple of 32 threads for each row; `scales`: `[rows]`.
 #[inline(always)]
-#[track_caller]
-unsafe fn row<T: Float, A: Gated, Q: Quantised, const V: usize, const N: usize, const VEC: bool>(
-    gate: Global<T>,
-    up: Global<T>,
-    out: GlobalMut<Q>,
-    scale_out: GlobalMut<f32>,
-    d: usize,
+pub unsafe fn per_token<T: Float, A: Gated, Q: Quantised, const V: usize, const N: usize, const VEC: bool>(
+    gate: *const T,
+    up: *const T,
+    out: *mut Q,
+    scales: *mut f32,
+    d: u32,
+    in_stride: usize,
+    out_stride: usize,
 ) {
+    let row = thread::block_idx_x() as usize;
+    let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
+    let (out, scales) = (GlobalMut::new(out).offset(row * out_stride), GlobalMut::new(scales));
     let team = Team::current();
     let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
-    let at = |i: usize| Piece::<V, VEC>::new(i * team.size + team.rank, team.lanes(), d);
-    let rounds = d.div_ceil(V).div_ceil(team.size);
+    let at = |i: usize| Piece::<V, VEC>::new(i as u32 * team.size + team.rank, d);
+    let rounds = d.div_ceil(V as u32).div_ceil(team.size) as usize;
 
     let mut y = [[0.0; V]; N];
     let mut largest = 0.0;
@@ -143,7 +110,7 @@ unsafe fn row<T: Float, A: Gated, Q: Quantised, const V: usize, const N: usize, 
     let [largest] = team.reduce::<1, MAX_WARPS>([largest], [Op::Max], scratch);
     let scale = quantise::scale_for::<Q>(largest);
     if team.rank == 0 {
-        scale_out.set(0usize, scale);
+        scales.set(row, scale);
     }
     let factor = float::recip(scale);
     cuda_std::unroll::<N>(|i| at(i).store_quantised(out, y[i], factor));
@@ -156,28 +123,6 @@ unsafe fn row<T: Float, A: Gated, Q: Quantised, const V: usize, const N: usize, 
     }
 }
 
-/// As [`gated`](super::gated::gated), a block for each row; `scales`: `[rows]`.
-#[inline(always)]
-pub unsafe fn per_token<T: Float, A: Gated, Q: Quantised, const V: usize, const N: usize>(
-    gate: *const T,
-    up: *const T,
-    out: *mut Q,
-    scales: *mut f32,
-    d: u32,
-    in_stride: usize,
-    out_stride: usize,
-) {
-    let r = thread::block_idx_x() as usize;
-    let vec = aligned::<T, Q, V>(gate, up, out, d, in_stride, out_stride);
-    let (gate, up) = (Global::new(gate).offset(r * in_stride), Global::new(up).offset(r * in_stride));
-    let (out, scale) = (GlobalMut::new(out).offset(r * out_stride), GlobalMut::new(scales).offset(r));
-    if vec {
-        row::<T, A, Q, V, N, true>(gate, up, out, scale, d as usize);
-    } else {
-        row::<T, A, Q, V, N, false>(gate, up, out, scale, d as usize);
-    }
-}
-
 /// With a given scale.
 pub mod tensor {
     use super::*;
@@ -186,11 +131,12 @@ pub mod tensor {
             gate: *const T, up: *const T, out: *mut E4M3, scale: *const f32, rows: u32, d: u32, in_stride: usize,
             out_stride: usize,
         );
-        silu_and_mul_e4m3_per_tensor_f32 { type T = f32; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 4>;
-        silu_and_mul_e4m3_per_tensor_f16 { type T = half::f16; }
-            [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 8>;
-        silu_and_mul_e4m3_per_tensor_bf16 { type T = half::bf16; }
-            [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 8>;
+        silu_and_mul_e4m3_per_tensor_f32 { type T = f32; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 4, true>;
+        silu_and_mul_e4m3_per_tensor_f16 { type T = half::f16; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 8, true>;
+        silu_and_mul_e4m3_per_tensor_bf16 { type T = half::bf16; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 8, true>;
+        silu_and_mul_e4m3_per_tensor_any_f32 { type T = f32; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 4, false>;
+        silu_and_mul_e4m3_per_tensor_any_f16 { type T = half::f16; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 4, false>;
+        silu_and_mul_e4m3_per_tensor_any_bf16 { type T = half::bf16; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 4, false>;
     }
 }
 
@@ -202,10 +148,12 @@ pub mod groups {
             gate: *const T, up: *const T, out: *mut E4M3, scales: *mut f32, rows: u32, d: u32, in_stride: usize,
             out_stride: usize, scale_row_stride: usize, scale_group_stride: usize,
         );
-        silu_and_mul_e4m3_per_group_f32 { type T = f32; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4>;
-        silu_and_mul_e4m3_per_group_f16 { type T = half::f16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 8>;
-        silu_and_mul_e4m3_per_group_bf16 { type T = half::bf16; }
-            [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 8>;
+        silu_and_mul_e4m3_per_group_f32 { type T = f32; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, true>;
+        silu_and_mul_e4m3_per_group_f16 { type T = half::f16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 8, true>;
+        silu_and_mul_e4m3_per_group_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 8, true>;
+        silu_and_mul_e4m3_per_group_any_f32 { type T = f32; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
+        silu_and_mul_e4m3_per_group_any_f16 { type T = half::f16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
+        silu_and_mul_e4m3_per_group_any_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
     }
 }
 
@@ -216,15 +164,17 @@ pub mod tokens {
         pub struct Args<T>(
             gate: *const T, up: *const T, out: *mut E4M3, scales: *mut f32, d: u32, in_stride: usize, out_stride: usize,
         );
-        silu_and_mul_e4m3_per_token_x2_f32 { type T = f32; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 2>;
-        silu_and_mul_e4m3_per_token_x2_f16 { type T = half::f16; } [1024] => per_token::<T, SiluAndMul, E4M3, 8, 2>;
-        silu_and_mul_e4m3_per_token_x2_bf16 { type T = half::bf16; } [1024] => per_token::<T, SiluAndMul, E4M3, 8, 2>;
-        silu_and_mul_e4m3_per_token_x4_f32 { type T = f32; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 4>;
-        silu_and_mul_e4m3_per_token_x4_f16 { type T = half::f16; } [1024] => per_token::<T, SiluAndMul, E4M3, 8, 4>;
-        silu_and_mul_e4m3_per_token_x4_bf16 { type T = half::bf16; } [1024] => per_token::<T, SiluAndMul, E4M3, 8, 4>;
-        silu_and_mul_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 0>;
-        silu_and_mul_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, SiluAndMul, E4M3, 8, 0>;
-        silu_and_mul_e4m3_per_token_loop_bf16 { type T = half::bf16; }
-            [1024] => per_token::<T, SiluAndMul, E4M3, 8, 0>;
+        silu_and_mul_e4m3_per_token_x2_f32 { type T = f32; } [512] => per_token::<T, SiluAndMul, E4M3, 4, 2, true>;
+        silu_and_mul_e4m3_per_token_x2_f16 { type T = half::f16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 2, true>;
+        silu_and_mul_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 2, true>;
+        silu_and_mul_e4m3_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, SiluAndMul, E4M3, 4, 4, true>;
+        silu_and_mul_e4m3_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 4, true>;
+        silu_and_mul_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 4, true>;
+        silu_and_mul_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 0, true>;
+        silu_and_mul_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, SiluAndMul, E4M3, 8, 0, true>;
+        silu_and_mul_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, SiluAndMul, E4M3, 8, 0, true>;
+        silu_and_mul_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 0, false>;
+        silu_and_mul_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 0, false>;
+        silu_and_mul_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 0, false>;
     }
 }

@@ -5,41 +5,40 @@
 
 use super::{MAX_WARPS, Row};
 use crate::row::team::{Op, scratch};
-use crate::row::{Team, misalignment};
+use crate::row::{Team, packed, zero};
 use cuda_std::shared::Carver;
-use cuda_std::vec::B128;
-use cuda_std::{Float, Global, GlobalMut, entries, float, thread};
+use cuda_std::{Float, Global, GlobalMut, entries, float, thread, vec};
 
 /// Dynamic shared memory of a block.
 pub const SHARED_BYTES: usize = MAX_WARPS * 4;
 
 /// `1 / sqrt(sum / n + eps)`
 #[inline(always)]
-pub(crate) fn inverse_rms(sum: f32, n: usize, eps: f32) -> f32 {
+pub(crate) fn inverse_rms(sum: f32, n: u32, eps: f32) -> f32 {
     float::fast::rsqrt(float::fast::div(sum, n as f32) + eps)
 }
 
 /// Adds the squares of a piece.
 #[inline(always)]
-pub(crate) fn add_squares<T: Float, const V: usize>(sum: &mut f32, piece: B128<T, V>) {
-    let x = piece.to_f32();
+pub(crate) fn add_squares<T: Float, const V: usize>(sum: &mut f32, piece: [T; V]) {
+    let x = vec::to_f32(piece);
     cuda_std::unroll::<V>(|j| *sum = float::fma(x[j], x[j], *sum));
 }
 
 /// `x * scale * (w + offset)`
 #[inline(always)]
-pub(crate) fn scaled<T: Float, const V: usize>(x: B128<T, V>, w: B128<T, V>, scale: f32, offset: f32) -> [f32; V] {
-    let (mut x, w) = (x.to_f32(), w.to_f32());
+pub(crate) fn scaled<T: Float, const V: usize>(x: [T; V], w: [T; V], scale: f32, offset: f32) -> [f32; V] {
+    let (mut x, w) = (vec::to_f32(x), vec::to_f32(w));
     cuda_std::unroll::<V>(|j| x[j] = x[j] * scale * (w[j] + offset));
     x
 }
 
 /// `x + residual`, rounded.
 #[inline(always)]
-pub(crate) fn sum<T: Float, const V: usize>(x: B128<T, V>, residual: B128<T, V>) -> B128<T, V> {
-    let (mut x, r) = (x.to_f32(), residual.to_f32());
+pub(crate) fn sum<T: Float, const V: usize>(x: [T; V], residual: [T; V]) -> [T; V] {
+    let (mut x, r) = (vec::to_f32(x), vec::to_f32(residual));
     cuda_std::unroll::<V>(|j| x[j] += r[j]);
-    B128::from_f32(x)
+    vec::from_f32(x)
 }
 
 /// The rows that a team of threads works on: inputs, and the residual that is added and updated.
@@ -57,8 +56,8 @@ impl<T: Float> Source<T> {
     pub(crate) unsafe fn load<const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
         self,
         row: Row<V, N, VEC>,
-    ) -> [B128<T, V>; N] {
-        let mut x = [B128([T::from_f32(0.0); V]); N];
+    ) -> [[T; V]; N] {
+        let mut x = [[zero(); V]; N];
         cuda_std::unroll::<N>(|i| x[i] = row.piece(i).load_mutable(self.x));
         if ADD {
             let mut r = x;
@@ -78,7 +77,7 @@ impl<T: Float> Source<T> {
         self,
         row: Row<V, N, VEC>,
         i: usize,
-    ) -> B128<T, V> {
+    ) -> [T; V] {
         let mut x = row.piece(i).load_mutable(self.x);
         if ADD {
             x = sum(x, row.piece(i).load_mutable(self.residual));
@@ -94,7 +93,7 @@ impl<T: Float> Source<T> {
         self,
         row: Row<V, N, VEC>,
         i: usize,
-    ) -> B128<T, V> {
+    ) -> [T; V] {
         if ADD {
             // What this very thread stored.
             row.piece(i).load_mutable(Global::new(self.residual_out.ptr(0usize).cast_const()))
@@ -111,18 +110,18 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
     weight: Global<T>,
     out: GlobalMut<T>,
     team: Team,
-    n: usize,
+    n: u32,
     live: bool,
     weight_offset: f32,
     eps: f32,
 ) {
     let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
-    let row = Row::<V, N, VEC>::new(team, team.lanes(), if live { n } else { 0 });
+    let row = Row::<V, N, VEC>::new(team, if live { n } else { 0 });
     let mut squares = 0.0;
 
     let x = from.load::<ADD, V, N, VEC>(row);
-    let mut w = [B128([T::from_f32(0.0); V]); N];
-    cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, 1.0));
+    let mut w = [[zero(); V]; N];
+    cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
     cuda_std::unroll::<N>(|i| add_squares(&mut squares, x[i]));
     if N == 0 {
         let mut i = 0;
@@ -131,15 +130,17 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
             i += 1;
         }
     }
-    let [squares] = team.reduce::<1, MAX_WARPS>([squares], [Op::Sum], scratch);
+    let [squares] = row.reduce([squares], [Op::Sum], scratch);
     let scale = inverse_rms(squares, n, eps);
 
-    cuda_std::unroll::<N>(|i| row.piece(i).store(out, B128::from_f32(scaled(x[i], w[i], scale, weight_offset))));
+    cuda_std::unroll::<N>(|i| {
+        row.piece(i).store(out, vec::from_f32(scaled(packed::<T, V, VEC>(x[i]), w[i], scale, weight_offset)))
+    });
     if N == 0 {
         let mut i = 0;
         while i < row.rounds() {
-            let (x, w) = (from.again::<ADD, V, N, VEC>(row, i), row.piece(i).load_optional(weight, 1.0));
-            row.piece(i).store(out, B128::from_f32(scaled(x, w, scale, weight_offset)));
+            let (x, w) = (from.again::<ADD, V, N, VEC>(row, i), row.piece(i).load_optional(weight, true));
+            row.piece(i).store(out, vec::from_f32(scaled(x, w, scale, weight_offset)));
             i += 1;
         }
     }
@@ -148,7 +149,7 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
 /// `x`, `out`: `[rows, n]`, rows `x_stride` and `out_stride` elements apart; `weight`: `[n]` or null for ones (then
 /// `weight_offset` is 0). Blocks: `(team, rows)`, the team as [`Team`] demands.
 #[inline(always)]
-pub unsafe fn rms_norm<T: Float, const V: usize, const N: usize>(
+pub unsafe fn rms_norm<T: Float, const V: usize, const N: usize, const VEC: bool>(
     x: *const T,
     weight: *const T,
     out: *mut T,
@@ -160,23 +161,17 @@ pub unsafe fn rms_norm<T: Float, const V: usize, const N: usize>(
     eps: f32,
 ) {
     let row = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
-    let (live, n) = (row < rows as usize, n as usize);
-    let off = misalignment::<T, V>(x, x_stride) | misalignment::<T, V>(weight, 0);
-    let off = off | misalignment::<T, V>(out, out_stride);
+    let live = row < rows as usize;
     let out = GlobalMut::new(out);
     let from = Source { x: Global::new(x).offset(row * x_stride), residual: Global::new(x), residual_out: out };
     let (weight, out) = (Global::new(weight), out.offset(row * out_stride));
     let team = Team::current();
-    if off.is_multiple_of(16) && n.is_multiple_of(V) {
-        normalise::<T, false, V, N, true>(from, weight, out, team, n, live, weight_offset, eps);
-    } else {
-        normalise::<T, false, V, N, false>(from, weight, out, team, n, live, weight_offset, eps);
-    }
+    normalise::<T, false, V, N, VEC>(from, weight, out, team, n, live, weight_offset, eps);
 }
 
 /// As [`rms_norm`], of `x + residual`, which goes to `residual_out`. Outputs may be inputs.
 #[inline(always)]
-pub unsafe fn fused_add_rms_norm<T: Float, const V: usize, const N: usize>(
+pub unsafe fn fused_add_rms_norm<T: Float, const V: usize, const N: usize, const VEC: bool>(
     x: *const T,
     residual: *const T,
     weight: *const T,
@@ -192,10 +187,7 @@ pub unsafe fn fused_add_rms_norm<T: Float, const V: usize, const N: usize>(
     eps: f32,
 ) {
     let row = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
-    let (live, n) = (row < rows as usize, n as usize);
-    let off = misalignment::<T, V>(x, x_stride) | misalignment::<T, V>(residual, residual_stride);
-    let off = off | misalignment::<T, V>(out, out_stride) | misalignment::<T, V>(weight, 0);
-    let off = off | misalignment::<T, V>(residual_out, residual_out_stride);
+    let live = row < rows as usize;
     let from = Source {
         x: Global::new(x).offset(row * x_stride),
         residual: Global::new(residual).offset(row * residual_stride),
@@ -203,11 +195,7 @@ pub unsafe fn fused_add_rms_norm<T: Float, const V: usize, const N: usize>(
     };
     let (weight, out) = (Global::new(weight), GlobalMut::new(out).offset(row * out_stride));
     let team = Team::current();
-    if off.is_multiple_of(16) && n.is_multiple_of(V) {
-        normalise::<T, true, V, N, true>(from, weight, out, team, n, live, weight_offset, eps);
-    } else {
-        normalise::<T, true, V, N, false>(from, weight, out, team, n, live, weight_offset, eps);
-    }
+    normalise::<T, true, V, N, VEC>(from, weight, out, team, n, live, weight_offset, eps);
 }
 
 /// Without a residual.
@@ -218,15 +206,18 @@ pub mod alone {
             x: *const T, weight: *const T, out: *mut T, rows: u32, n: u32, x_stride: usize, out_stride: usize,
             weight_offset: f32, eps: f32,
         );
-        rms_norm_x2_f32 { type T = f32; } [512, 3] => rms_norm::<T, 4, 2>;
-        rms_norm_x2_f16 { type T = half::f16; } [512, 3] => rms_norm::<T, 8, 2>;
-        rms_norm_x2_bf16 { type T = half::bf16; } [512, 3] => rms_norm::<T, 8, 2>;
-        rms_norm_x4_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 4>;
-        rms_norm_x4_f16 { type T = half::f16; } [1024] => rms_norm::<T, 8, 4>;
-        rms_norm_x4_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 8, 4>;
-        rms_norm_loop_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 0>;
-        rms_norm_loop_f16 { type T = half::f16; } [1024] => rms_norm::<T, 8, 0>;
-        rms_norm_loop_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 8, 0>;
+        rms_norm_x2_f32 { type T = f32; } [512, 3] => rms_norm::<T, 4, 2, true>;
+        rms_norm_x2_f16 { type T = half::f16; } [512, 3] => rms_norm::<T, 8, 2, true>;
+        rms_norm_x2_bf16 { type T = half::bf16; } [512, 3] => rms_norm::<T, 8, 2, true>;
+        rms_norm_x4_f32 { type T = f32; } [512] => rms_norm::<T, 4, 4, true>;
+        rms_norm_x4_f16 { type T = half::f16; } [512] => rms_norm::<T, 8, 4, true>;
+        rms_norm_x4_bf16 { type T = half::bf16; } [512] => rms_norm::<T, 8, 4, true>;
+        rms_norm_loop_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 0, true>;
+        rms_norm_loop_f16 { type T = half::f16; } [1024] => rms_norm::<T, 8, 0, true>;
+        rms_norm_loop_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 8, 0, true>;
+        rms_norm_any_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 0, false>;
+        rms_norm_any_f16 { type T = half::f16; } [1024] => rms_norm::<T, 4, 0, false>;
+        rms_norm_any_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 4, 0, false>;
     }
 }
 
@@ -239,14 +230,17 @@ pub mod fused_add {
             x_stride: usize, residual_stride: usize, out_stride: usize, residual_out_stride: usize, weight_offset: f32,
             eps: f32,
         );
-        fused_add_rms_norm_x2_f32 { type T = f32; } [512, 3] => fused_add_rms_norm::<T, 4, 2>;
-        fused_add_rms_norm_x2_f16 { type T = half::f16; } [512, 3] => fused_add_rms_norm::<T, 8, 2>;
-        fused_add_rms_norm_x2_bf16 { type T = half::bf16; } [512, 3] => fused_add_rms_norm::<T, 8, 2>;
-        fused_add_rms_norm_x4_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 4>;
-        fused_add_rms_norm_x4_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 8, 4>;
-        fused_add_rms_norm_x4_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 8, 4>;
-        fused_add_rms_norm_loop_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 0>;
-        fused_add_rms_norm_loop_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 8, 0>;
-        fused_add_rms_norm_loop_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 8, 0>;
+        fused_add_rms_norm_x2_f32 { type T = f32; } [512, 3] => fused_add_rms_norm::<T, 4, 2, true>;
+        fused_add_rms_norm_x2_f16 { type T = half::f16; } [512, 3] => fused_add_rms_norm::<T, 8, 2, true>;
+        fused_add_rms_norm_x2_bf16 { type T = half::bf16; } [512, 3] => fused_add_rms_norm::<T, 8, 2, true>;
+        fused_add_rms_norm_x4_f32 { type T = f32; } [512] => fused_add_rms_norm::<T, 4, 4, true>;
+        fused_add_rms_norm_x4_f16 { type T = half::f16; } [512] => fused_add_rms_norm::<T, 8, 4, true>;
+        fused_add_rms_norm_x4_bf16 { type T = half::bf16; } [512] => fused_add_rms_norm::<T, 8, 4, true>;
+        fused_add_rms_norm_loop_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 0, true>;
+        fused_add_rms_norm_loop_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 8, 0, true>;
+        fused_add_rms_norm_loop_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 8, 0, true>;
+        fused_add_rms_norm_any_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 0, false>;
+        fused_add_rms_norm_any_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 4, 0, false>;
+        fused_add_rms_norm_any_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 4, 0, false>;
     }
 }

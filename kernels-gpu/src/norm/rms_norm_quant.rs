@@ -6,11 +6,10 @@
 
 use super::rms_norm::{Source, add_squares, inverse_rms, scaled};
 use super::{MAX_WARPS, Row};
+use crate::row::Team;
 use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
-use crate::row::{GROUP, Team, misalignment};
 use cuda_std::shared::Carver;
-use cuda_std::vec::B128;
 use cuda_std::{E4M3, Float, Global, GlobalMut, entries, float, thread};
 
 /// Dynamic shared memory of a block: a sum and a largest magnitude for each warp.
@@ -32,8 +31,8 @@ impl<T: Float> Factors<T> {
         self,
         row: Row<V, N, VEC>,
         i: usize,
-        x: B128<T, V>,
-        w: B128<T, V>,
+        x: [T; V],
+        w: [T; V],
     ) -> [f32; V] {
         let mut y = scaled(x, w, 1.0, self.weight_offset);
         if !self.smooth.ptr(0usize).is_null() {
@@ -50,9 +49,9 @@ impl<T: Float> Factors<T> {
         self,
         row: Row<V, N, VEC>,
         i: usize,
-        x: B128<T, V>,
+        x: [T; V],
     ) -> [f32; V] {
-        self.apply(row, i, x, row.piece(i).load_optional(self.weight, 1.0))
+        self.apply(row, i, x, row.piece(i).load_optional(self.weight, true))
     }
 }
 
@@ -63,7 +62,7 @@ trait Scales: Copy {
     /// Stores the scale of the whole row.
     unsafe fn store_row(self, scale: f32);
     /// Stores the scale of the group of piece `index`.
-    unsafe fn store_group<const V: usize>(self, index: usize, n: usize, scale: f32);
+    unsafe fn store_group<const V: usize>(self, index: u32, n: u32, scale: f32);
 }
 
 impl Scales for GlobalMut<f32> {
@@ -74,7 +73,7 @@ impl Scales for GlobalMut<f32> {
         self.set(0usize, scale);
     }
     #[inline(always)]
-    unsafe fn store_group<const V: usize>(self, _: usize, _: usize, _: f32) {}
+    unsafe fn store_group<const V: usize>(self, _: u32, _: u32, _: f32) {}
 }
 
 impl Scales for GroupScales {
@@ -83,7 +82,7 @@ impl Scales for GroupScales {
     unsafe fn store_row(self, _: f32) {}
     #[inline(always)]
     #[track_caller]
-    unsafe fn store_group<const V: usize>(self, index: usize, n: usize, scale: f32) {
+    unsafe fn store_group<const V: usize>(self, index: u32, n: u32, scale: f32) {
         self.store::<V>(index, n, scale);
     }
 }
@@ -103,17 +102,17 @@ unsafe fn normalise<
     factors: Factors<T>,
     out: GlobalMut<Q>,
     scales: S,
-    n: usize,
+    n: u32,
     eps: f32,
 ) {
     let team = Team::current();
     let scratch = scratch::<2, MAX_WARPS>(&mut Carver::new());
-    let row = Row::<V, N, VEC>::new(team, GROUP / V, n);
+    let row = Row::<V, N, VEC>::new(team, n);
     let (mut squares, mut largest) = (0.0, 0.0);
 
     let x = from.load::<ADD, V, N, VEC>(row);
     let mut w = x;
-    cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, 1.0));
+    cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
     let mut y = [[0.0; V]; N];
     cuda_std::unroll::<N>(|i| {
         add_squares(&mut squares, x[i]);
@@ -129,13 +128,12 @@ unsafe fn normalise<
             i += 1;
         }
     }
-    let [squares, largest] = team.reduce::<2, MAX_WARPS>([squares, largest], [Op::Sum, Op::Max], scratch);
+    let [squares, largest] = row.reduce([squares, largest], [Op::Sum, Op::Max], scratch);
     let rms = inverse_rms(squares, n, eps);
     let scale = quantise::scale_for::<Q>(largest * rms);
     if !S::GROUPED && team.rank == 0 {
         scales.store_row(scale);
     }
-    // An infinite factor of the row stays one, and an infinite scale makes zeros of finite values.
     let row_factor = rms * float::recip(scale);
 
     let store = |i: usize, y: [f32; V]| {
@@ -171,7 +169,7 @@ struct Io<T, Q> {
 
 impl<T: Float, Q: Quantised> Io<T, Q> {
     #[inline(always)]
-    unsafe fn run<S: Scales, const ADD: bool, const V: usize, const N: usize>(
+    unsafe fn run<S: Scales, const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
         self,
         smooth: *const f32,
         scales: S,
@@ -179,10 +177,7 @@ impl<T: Float, Q: Quantised> Io<T, Q> {
         weight_offset: f32,
         eps: f32,
     ) {
-        let (row, n) = (thread::block_idx_x() as usize, n as usize);
-        let off = misalignment::<T, V>(self.x, self.x_stride) | misalignment::<T, V>(self.weight, 0);
-        let off = off | misalignment::<Q, V>(self.out, self.out_stride) | misalignment::<f32, 4>(smooth, 0);
-        let off = if ADD { off | misalignment::<T, V>(self.residual, self.residual_stride) } else { off };
+        let row = thread::block_idx_x() as usize;
         let from = Source {
             x: Global::new(self.x).offset(row * self.x_stride),
             residual: Global::new(self.residual.cast_const()).offset(row * self.residual_stride),
@@ -190,11 +185,7 @@ impl<T: Float, Q: Quantised> Io<T, Q> {
         };
         let factors = Factors { weight: Global::new(self.weight), weight_offset, smooth: Global::new(smooth) };
         let out = GlobalMut::new(self.out).offset(row * self.out_stride);
-        if off.is_multiple_of(16) && n.is_multiple_of(V) {
-            normalise::<T, Q, S, ADD, V, N, true>(from, factors, out, scales, n, eps);
-        } else {
-            normalise::<T, Q, S, ADD, V, N, false>(from, factors, out, scales, n, eps);
-        }
+        normalise::<T, Q, S, ADD, V, N, VEC>(from, factors, out, scales, n, eps);
     }
 }
 
@@ -202,7 +193,7 @@ impl<T: Float, Q: Quantised> Io<T, Q> {
 /// replaced by the sum if `ADD`; `weight`: `[n]` or null for ones (then `weight_offset` is 0); `smooth`: `[n]` or null;
 /// `scales`: `[rows]`.
 #[inline(always)]
-pub unsafe fn per_token<T: Float, Q: Quantised, const ADD: bool, const V: usize, const N: usize>(
+pub unsafe fn per_token<T: Float, Q: Quantised, const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
     x: *const T,
     residual: *mut T,
     weight: *const T,
@@ -218,12 +209,12 @@ pub unsafe fn per_token<T: Float, Q: Quantised, const ADD: bool, const V: usize,
 ) {
     let scales = GlobalMut::new(scales).offset(thread::block_idx_x());
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, ADD, V, N>(smooth, scales, n, weight_offset, eps);
+    io.run::<_, ADD, V, N, VEC>(smooth, scales, n, weight_offset, eps);
 }
 
 /// As [`per_token`]; `scales`: `[rows, groups]`, strides in elements.
 #[inline(always)]
-pub unsafe fn per_group<T: Float, Q: Quantised, const ADD: bool, const V: usize, const N: usize>(
+pub unsafe fn per_group<T: Float, Q: Quantised, const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
     x: *const T,
     residual: *mut T,
     weight: *const T,
@@ -242,7 +233,7 @@ pub unsafe fn per_group<T: Float, Q: Quantised, const ADD: bool, const V: usize,
     let scales =
         GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, ADD, V, N>(core::ptr::null(), scales, n, weight_offset, eps);
+    io.run::<_, ADD, V, N, VEC>(core::ptr::null(), scales, n, weight_offset, eps);
 }
 
 /// e4m3, a scale for each row.
@@ -253,24 +244,30 @@ pub mod e4m3_per_token {
             x: *const T, residual: *mut T, weight: *const T, smooth: *const f32, out: *mut E4M3, scales: *mut f32,
             n: u32, x_stride: usize, residual_stride: usize, out_stride: usize, weight_offset: f32, eps: f32,
         );
-        rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, false, 4, 2>;
-        rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, false, 8, 2>;
-        rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, false, 8, 2>;
-        rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 4>;
-        rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 8, 4>;
-        rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 8, 4>;
-        rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0>;
-        rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 8, 0>;
-        rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 8, 0>;
-        fused_add_rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, true, 4, 2>;
-        fused_add_rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, true, 8, 2>;
-        fused_add_rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, true, 8, 2>;
-        fused_add_rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 4>;
-        fused_add_rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 8, 4>;
-        fused_add_rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 8, 4>;
-        fused_add_rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0>;
-        fused_add_rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 8, 0>;
-        fused_add_rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 8, 0>;
+        rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, false, 4, 2, true>;
+        rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, false, 8, 2, true>;
+        rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, false, 8, 2, true>;
+        rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, E4M3, false, 4, 4, true>;
+        rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, E4M3, false, 8, 4, true>;
+        rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, E4M3, false, 8, 4, true>;
+        rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, true>;
+        rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 8, 0, true>;
+        rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 8, 0, true>;
+        rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
+        rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
+        rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
+        fused_add_rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, true, 4, 2, true>;
+        fused_add_rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, E4M3, true, 4, 4, true>;
+        fused_add_rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, E4M3, true, 8, 4, true>;
+        fused_add_rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, E4M3, true, 8, 4, true>;
+        fused_add_rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, true>;
+        fused_add_rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 8, 0, true>;
+        fused_add_rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 8, 0, true>;
+        fused_add_rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, false>;
+        fused_add_rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 4, 0, false>;
+        fused_add_rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 4, 0, false>;
     }
 }
 
@@ -282,24 +279,30 @@ pub mod i8_per_token {
             x: *const T, residual: *mut T, weight: *const T, smooth: *const f32, out: *mut i8, scales: *mut f32, n: u32,
             x_stride: usize, residual_stride: usize, out_stride: usize, weight_offset: f32, eps: f32,
         );
-        rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, i8, false, 4, 2>;
-        rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, false, 8, 2>;
-        rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, false, 8, 2>;
-        rms_norm_i8_per_token_x4_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 4>;
-        rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 8, 4>;
-        rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 8, 4>;
-        rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0>;
-        rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 8, 0>;
-        rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 8, 0>;
-        fused_add_rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, i8, true, 4, 2>;
-        fused_add_rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, true, 8, 2>;
-        fused_add_rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, true, 8, 2>;
-        fused_add_rms_norm_i8_per_token_x4_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 4>;
-        fused_add_rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 8, 4>;
-        fused_add_rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 8, 4>;
-        fused_add_rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0>;
-        fused_add_rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 8, 0>;
-        fused_add_rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 8, 0>;
+        rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, i8, false, 4, 2, true>;
+        rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, false, 8, 2, true>;
+        rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, false, 8, 2, true>;
+        rms_norm_i8_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, i8, false, 4, 4, true>;
+        rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, i8, false, 8, 4, true>;
+        rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, i8, false, 8, 4, true>;
+        rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, true>;
+        rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 8, 0, true>;
+        rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 8, 0, true>;
+        rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, false>;
+        rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 4, 0, false>;
+        rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 4, 0, false>;
+        fused_add_rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, i8, true, 4, 2, true>;
+        fused_add_rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, true, 8, 2, true>;
+        fused_add_rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, true, 8, 2, true>;
+        fused_add_rms_norm_i8_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, i8, true, 4, 4, true>;
+        fused_add_rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, i8, true, 8, 4, true>;
+        fused_add_rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, i8, true, 8, 4, true>;
+        fused_add_rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, true>;
+        fused_add_rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 8, 0, true>;
+        fused_add_rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 8, 0, true>;
+        fused_add_rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, false>;
+        fused_add_rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 4, 0, false>;
+        fused_add_rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 4, 0, false>;
     }
 }
 
@@ -312,23 +315,29 @@ pub mod e4m3_per_group {
             residual_stride: usize, out_stride: usize, scale_row_stride: usize, scale_group_stride: usize,
             weight_offset: f32, eps: f32,
         );
-        rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, false, 4, 2>;
-        rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, false, 8, 2>;
-        rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, false, 8, 2>;
-        rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 4>;
-        rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 8, 4>;
-        rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 8, 4>;
-        rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0>;
-        rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 8, 0>;
-        rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 8, 0>;
-        fused_add_rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, true, 4, 2>;
-        fused_add_rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, true, 8, 2>;
-        fused_add_rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, true, 8, 2>;
-        fused_add_rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 4>;
-        fused_add_rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 8, 4>;
-        fused_add_rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 8, 4>;
-        fused_add_rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0>;
-        fused_add_rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 8, 0>;
-        fused_add_rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 8, 0>;
+        rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, false, 4, 2, true>;
+        rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, false, 8, 2, true>;
+        rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, false, 8, 2, true>;
+        rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512] => per_group::<T, E4M3, false, 4, 4, true>;
+        rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512] => per_group::<T, E4M3, false, 8, 4, true>;
+        rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512] => per_group::<T, E4M3, false, 8, 4, true>;
+        rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, true>;
+        rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 8, 0, true>;
+        rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 8, 0, true>;
+        rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
+        rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
+        rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
+        fused_add_rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, true, 4, 2, true>;
+        fused_add_rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512] => per_group::<T, E4M3, true, 4, 4, true>;
+        fused_add_rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512] => per_group::<T, E4M3, true, 8, 4, true>;
+        fused_add_rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512] => per_group::<T, E4M3, true, 8, 4, true>;
+        fused_add_rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, true>;
+        fused_add_rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 8, 0, true>;
+        fused_add_rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 8, 0, true>;
+        fused_add_rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, false>;
+        fused_add_rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 4, 0, false>;
+        fused_add_rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 4, 0, false>;
     }
 }

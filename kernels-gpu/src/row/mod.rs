@@ -1,15 +1,17 @@
 //! Rows of elements: how threads share them, what they reduce, how they store 8-bit results.
 //!
-//! A row of `n` elements is cut into pieces of `V` elements, 16 bytes of input each. Threads own whole pieces and keep
-//! them in registers as they came, packed, so that a row is read once. Where every address and distance allows it
-//! (`VEC`) a piece is `V` neighbours, moved by one 16-byte access. Otherwise (odd widths, odd strides, a base that is
-//! off by one element) each element is moved by itself, and the pieces of `lanes` neighbouring threads interleave:
-//! element `j` of the `l`-th is number `j * lanes + l` of their common columns. So accesses of neighbouring threads
-//! stay next to each other, and the same threads still cover the same columns together, which is what group scales
-//! need.
+//! A row of `n` elements is cut into pieces of `V` elements. Threads own whole pieces and keep them in registers as
+//! they came, packed, so that a row is read once. Two kinds of instances:
 //!
-//! Which of the two it is depends on the launch, not on the row, so it is a branch that all threads take alike, over
-//! two instances of the body.
+//! * `VEC`: every address and distance is a multiple of 16 bytes, and `n` one of `V`. A piece is 16 bytes of
+//!   neighbours, moved by one access.
+//! * Otherwise (odd widths, odd strides, a base that is off by one element; entries with `any` in their names) each
+//!   element is moved by itself, and the pieces of a group of [`GROUP`] columns interleave: element `j` of the `l`-th of
+//!   its `GROUP / V` threads is column `j * GROUP / V + l`. So accesses of neighbouring threads stay next to each other,
+//!   and the same threads cover the same group, which is what group scales need. It takes that the threads of a row
+//!   are a multiple of `GROUP / V`.
+//!
+//! The host knows all addresses before it launches, so it chooses.
 
 pub mod quantise;
 pub mod team;
@@ -18,63 +20,93 @@ pub use quantise::Quantised;
 pub use team::Team;
 
 use cuda_std::vec::{B128, LoadHint, Reused, SecondLevel, StoreStreaming, Streaming};
-use cuda_std::{Float, Global, GlobalMut};
+use cuda_std::{DType, Float, Global, GlobalMut, integer};
 
 /// Elements of a group that shares one scale.
 pub const GROUP: usize = 128;
 
-/// Where `address` and `stride` (in elements) miss the alignment of a piece of `V` elements, as bits: the low four of
-/// the result are zero if they do not. A piece of 8-bit elements is narrower than 16 bytes and needs that much less.
+/// Zero, without a conversion.
 #[inline(always)]
-pub fn misalignment<T, const V: usize>(address: *const T, stride: usize) -> usize {
-    (address as usize | stride * size_of::<T>()) * (16 / (V * size_of::<T>()))
+pub fn zero<T: Float>() -> T {
+    unsafe { core::mem::zeroed() }
+}
+
+/// One, without a conversion.
+#[inline(always)]
+fn one<T: Float>() -> T {
+    unsafe { core::mem::transmute_copy(&one_word(T::DTYPE)) }
+}
+
+/// A word full of ones of an element type.
+#[inline(always)]
+const fn one_word(dtype: DType) -> u32 {
+    match dtype {
+        DType::F16 => 0x3c00_3c00,
+        DType::Bf16 => 0x3f80_3f80,
+        _ => 0x3f80_0000,
+    }
+}
+
+/// What a 16-byte load brings, as elements. `T` and `V` make up 16 bytes wherever this is run.
+#[inline(always)]
+unsafe fn elements<T: Float, const V: usize>(words: B128<u32, 4>) -> [T; V] {
+    core::mem::transmute_copy(&words)
+}
+
+/// The reverse of [`elements`].
+#[inline(always)]
+unsafe fn words<T: Float, const V: usize>(elements: [T; V]) -> B128<u32, 4> {
+    let mut words = [0u32; 4];
+    (&raw mut words).cast::<[T; V]>().write(elements);
+    B128(words)
+}
+
+/// The same elements, kept packed until they are widened again: for registers that live over a barrier.
+#[inline(always)]
+pub fn packed<T: Float, const V: usize, const VEC: bool>(piece: [T; V]) -> [T; V] {
+    if VEC { unsafe { elements(B128(words(piece).0.map(integer::opaque))) } } else { piece }
 }
 
 /// The columns of one piece.
 #[derive(Clone, Copy)]
 pub struct Piece<const V: usize, const VEC: bool> {
-    first: usize,
-    step: usize,
-    n: usize,
+    /// A row has fewer than 2^31 elements.
+    first: u32,
+    n: u32,
 }
 
 impl<const V: usize, const VEC: bool> Piece<V, VEC> {
-    /// Piece number `index` of a row of `n` elements; `lanes` pieces interleave, a power of two.
-    #[inline(always)]
-    pub fn new(index: usize, lanes: usize, n: usize) -> Self {
-        if VEC {
-            Self { first: index * V, step: 1, n }
-        } else {
-            let lane = index & (lanes - 1);
-            Self { first: (index - lane) * V + lane, step: lanes, n }
-        }
-    }
+    /// Distance between the elements of a piece.
+    const STEP: usize = if VEC { 1 } else { GROUP / V };
 
-    /// Column of element `j`.
+    /// Piece number `index` of a row of `n` elements.
     #[inline(always)]
-    fn column(self, j: usize) -> usize {
-        self.first + j * self.step
+    pub fn new(index: u32, n: u32) -> Self {
+        let lane = index % (GROUP / V) as u32;
+        Self { first: if VEC { index * V as u32 } else { (index - lane) * V as u32 + lane }, n }
     }
 
     /// Whether the row has element `j`.
     #[inline(always)]
     pub fn has(self, j: usize) -> bool {
-        if VEC { self.first < self.n } else { self.column(j) < self.n }
+        let column = self.first + if VEC { 0 } else { (j * Self::STEP) as u32 };
+        column < self.n
     }
 
     /// The elements; `outside` where the row has ended.
     #[inline(always)]
     #[track_caller]
-    unsafe fn load_hinted<T: Float>(self, x: Global<T>, outside: T, hint: impl LoadHint) -> B128<T, V> {
-        let mut piece = B128([outside; V]);
+    unsafe fn load_hinted<T: Float>(self, x: Global<T>, outside: T, hint: impl LoadHint) -> [T; V] {
+        let mut piece = [outside; V];
         if VEC {
             if self.first < self.n {
-                piece = x.get_hinted(self.first, hint);
+                piece = elements(x.get_hinted(self.first, hint));
             }
         } else {
+            let x = x.offset(self.first);
             cuda_std::unroll::<V>(|j| {
-                if self.column(j) < self.n {
-                    piece.0[j] = x.get(self.column(j));
+                if self.has(j) {
+                    piece[j] = x.get(j * Self::STEP);
                 }
             });
         }
@@ -84,29 +116,37 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
     /// Elements that are read once and that nobody writes; zeros where the row has ended.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn load<T: Float>(self, x: Global<T>) -> B128<T, V> {
-        self.load_hinted(x, T::from_f32(0.0), Streaming)
+    pub unsafe fn load<T: Float>(self, x: Global<T>) -> [T; V] {
+        self.load_hinted(x, zero(), Streaming)
     }
 
     /// Elements that the kernel itself may overwrite, in place.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn load_mutable<T: Float>(self, x: Global<T>) -> B128<T, V> {
-        self.load_hinted(x, T::from_f32(0.0), SecondLevel)
+    pub unsafe fn load_mutable<T: Float>(self, x: Global<T>) -> [T; V] {
+        self.load_hinted(x, zero(), SecondLevel)
     }
 
     /// Elements that every row reads again.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn load_reused<T: Float>(self, x: Global<T>) -> B128<T, V> {
-        self.load_hinted(x, T::from_f32(0.0), Reused)
+    pub unsafe fn load_reused<T: Float>(self, x: Global<T>) -> [T; V] {
+        self.load_hinted(x, zero(), Reused)
     }
 
-    /// As [`load_reused`](Self::load_reused); all `absent` if there is no such tensor.
+    /// As [`load_reused`](Self::load_reused); zeros, or ones, if there is no such tensor.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn load_optional<T: Float>(self, x: Global<T>, absent: f32) -> B128<T, V> {
-        if x.ptr(0usize).is_null() { B128([T::from_f32(absent); V]) } else { self.load_reused(x) }
+    pub unsafe fn load_optional<T: Float>(self, x: Global<T>, ones: bool) -> [T; V] {
+        if !VEC {
+            return if x.ptr(0usize).is_null() { [if ones { one() } else { zero() }; V] } else { self.load_reused(x) };
+        }
+        // Merged as words: merged as elements, each would take a register.
+        let mut words = B128([if ones { one_word(T::DTYPE) } else { 0 }; 4]);
+        if !x.ptr(0usize).is_null() && self.first < self.n {
+            words = x.get_hinted(self.first, Reused);
+        }
+        elements(words)
     }
 
     /// `f32` values that every row reads again, for the columns of the piece; ones if there is no such tensor.
@@ -121,15 +161,16 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
             if self.first < self.n {
                 let mut j = 0;
                 while j < V {
-                    let B128(part): B128<f32, 4> = x.get_hinted(self.first + j, Reused);
+                    let B128(part): B128<f32, 4> = x.offset(self.first).get_hinted(j, Reused);
                     [values[j], values[j + 1], values[j + 2], values[j + 3]] = part;
                     j += 4;
                 }
             }
         } else {
+            let x = x.offset(self.first);
             cuda_std::unroll::<V>(|j| {
-                if self.column(j) < self.n {
-                    values[j] = x.get(self.column(j));
+                if self.has(j) {
+                    values[j] = x.get(j * Self::STEP);
                 }
             });
         }
@@ -139,25 +180,25 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
     /// Elements `2 c` and `2 c + 1` of a row of pairs, for each column `c` of the piece.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn load_pairs<T: Float>(self, x: Global<T>) -> (B128<T, V>, B128<T, V>) {
-        let zero = T::from_f32(0.0);
-        let (mut even, mut odd) = (B128([zero; V]), B128([zero; V]));
+    pub unsafe fn load_pairs<T: Float>(self, x: Global<T>) -> ([T; V], [T; V]) {
+        let (mut even, mut odd) = ([zero(); V], [zero(); V]);
         if VEC {
             if self.first < self.n {
-                let B128(lo): B128<T, V> = x.get_hinted(2 * self.first, Streaming);
-                let B128(hi): B128<T, V> = x.get_hinted(2 * self.first + V, Streaming);
+                let x = x.offset(self.first).offset(self.first);
+                let lo: [T; V] = elements(x.get_hinted(0usize, Streaming));
+                let hi: [T; V] = elements(x.get_hinted(V, Streaming));
                 let mut j = 0;
                 while j < V / 2 {
-                    (even.0[j], odd.0[j]) = (lo[2 * j], lo[2 * j + 1]);
-                    (even.0[V / 2 + j], odd.0[V / 2 + j]) = (hi[2 * j], hi[2 * j + 1]);
+                    (even[j], odd[j]) = (lo[2 * j], lo[2 * j + 1]);
+                    (even[V / 2 + j], odd[V / 2 + j]) = (hi[2 * j], hi[2 * j + 1]);
                     j += 1;
                 }
             }
         } else {
+            let x = x.offset(self.first).offset(self.first);
             cuda_std::unroll::<V>(|j| {
-                let c = self.column(j);
-                if c < self.n {
-                    (even.0[j], odd.0[j]) = (x.get(2 * c), x.get(2 * c + 1));
+                if self.has(j) {
+                    (even[j], odd[j]) = (x.get(2 * j * Self::STEP), x.get(2 * j * Self::STEP + 1));
                 }
             });
         }
@@ -167,15 +208,16 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
     /// Stores the elements that the row has.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn store<T: Float>(self, y: GlobalMut<T>, piece: B128<T, V>) {
+    pub unsafe fn store<T: Float>(self, y: GlobalMut<T>, piece: [T; V]) {
         if VEC {
             if self.first < self.n {
-                y.set_hinted(self.first, piece, StoreStreaming);
+                y.set_hinted(self.first, words(piece), StoreStreaming);
             }
         } else {
+            let y = y.offset(self.first);
             cuda_std::unroll::<V>(|j| {
-                if self.column(j) < self.n {
-                    y.set(self.column(j), piece.0[j]);
+                if self.has(j) {
+                    y.set(j * Self::STEP, piece[j]);
                 }
             });
         }

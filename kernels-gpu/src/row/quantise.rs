@@ -91,9 +91,10 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
                 }
             }
         } else {
+            let y = y.offset(self.first);
             cuda_std::unroll::<V>(|j| {
-                if self.column(j) < self.n {
-                    y.set(self.column(j), Q::one(v[j]));
+                if self.has(j) {
+                    y.set(j * Self::STEP, Q::one(v[j]));
                 }
             });
         }
@@ -113,11 +114,10 @@ impl GroupScales {
     /// Stores the scale of the group of piece number `index`, once for each group of a row of `n` elements.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn store<const V: usize>(self, index: usize, n: usize, scale: f32) {
-        let lanes = GROUP / V;
-        let group = index / lanes;
-        if index & (lanes - 1) == 0 && group * GROUP < n {
-            self.scales.set(group * self.stride, scale);
+    pub unsafe fn store<const V: usize>(self, index: u32, n: u32, scale: f32) {
+        let lanes = (GROUP / V) as u32;
+        if index.is_multiple_of(lanes) && index * (V as u32) < n {
+            self.scales.set((index / lanes) as usize * self.stride, scale);
         }
     }
 }

@@ -30,22 +30,16 @@ impl Op {
 #[derive(Clone, Copy)]
 pub struct Team {
     /// How many threads.
-    pub size: usize,
+    pub size: u32,
     /// The caller's number among them.
-    pub rank: usize,
+    pub rank: u32,
 }
 
 impl Team {
     /// Of the calling thread.
     #[inline(always)]
     pub fn current() -> Self {
-        Self { size: thread::block_dim_x() as usize, rank: thread::thread_idx_x() as usize }
-    }
-
-    /// How many pieces interleave where a row cannot be read in pieces (see [`Piece`](super::Piece)).
-    #[inline(always)]
-    pub fn lanes(self) -> usize {
-        self.size.min(32)
+        Self { size: thread::block_dim_x(), rank: thread::thread_idx_x() }
     }
 
     /// Reduces `values[k]` with `ops[k]` over the team; everybody gets the results. All threads of the block take part.
@@ -62,7 +56,7 @@ impl Team {
     ) -> [f32; K] {
         let mut out = values;
         if self.size < 32 {
-            let mut m = self.size as u32 / 2;
+            let mut m = self.size / 2;
             while m > 0 {
                 cuda_std::unroll::<K>(|k| out[k] = ops[k].apply(out[k], warp::shfl_xor(out[k], m)));
                 m /= 2;
@@ -77,10 +71,10 @@ impl Team {
         // Every thread reads all warps' results, which is faster than another round of shuffles. What no warp fills is
         // neutral: zero for sums and for largest magnitudes alike.
         if lane == 0 {
-            cuda_std::unroll::<K>(|k| scratch.set(k * WARPS + warp, out[k]));
+            cuda_std::unroll::<K>(|k| scratch.set(k * WARPS + warp as usize, out[k]));
         }
-        if warp == 0 && lane >= warps && lane < WARPS {
-            cuda_std::unroll::<K>(|k| scratch.set(k * WARPS + lane, 0.0));
+        if warp == 0 && lane >= warps && lane < WARPS as u32 {
+            cuda_std::unroll::<K>(|k| scratch.set(k * WARPS + lane as usize, 0.0));
         }
         thread::sync_threads();
         cuda_std::unroll::<K>(|k| {
