@@ -14,6 +14,8 @@
 // Kernels are documented by their files; what users call is the host crate.
 #![allow(clippy::undocumented_unsafe_blocks)]
 
+#[cfg(feature = "activation")]
+pub mod activation;
 #[cfg(feature = "attention")]
 pub mod attention;
 pub mod chunk;
@@ -22,13 +24,9 @@ pub mod gemm;
 pub mod kv_cache;
 #[cfg(feature = "norm")]
 pub mod norm;
+pub mod row;
 mod tensor_float;
 pub use tensor_float::TensorFloat;
-#[cfg(feature = "activation")]
-pub mod activation;
-#[cfg(feature = "norm")]
-pub mod norm;
-pub mod row;
 
 /// On the GPU a panic is a trap (`-Cpanic=immediate-abort`), so that nothing of this remains.
 #[cfg(target_arch = "nvptx64")]

@@ -70,13 +70,7 @@ pub unsafe fn launch(stream: &Stream, function: Plain, dtype: DType, args: &Args
     unsafe { pieces::launch(stream, function.name(), dtype, entry, &geometry, args) }
 }
 
-fn run<T: Float>(
-    op: &'static str,
-    stream: &Stream,
-    out: &mut Tensor<T>,
-    x: &Tensor<T>,
-    function: Plain,
-) -> Result<()> {
+fn run<T: Float>(op: &'static str, stream: &Stream, out: &mut Tensor<T>, x: &Tensor<T>, function: Plain) -> Result<()> {
     let mut call = Call::new(op, stream);
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("x", x.shape(), out.shape())?;

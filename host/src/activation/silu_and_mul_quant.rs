@@ -177,7 +177,7 @@ pub fn silu_and_mul_e4m3_per_token<T: Float>(
 }
 
 /// `out = e4m3(silu(gate) up / scale)` with a scale for each row and each group of 128 columns, which goes to `scales`:
-/// `[rows, ceil(d / 128)]`, row- or column-major with any padding. The last group may be narrower.
+/// `[rows, ceil(d / 128)]`, with any strides. The last group may be narrower.
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
@@ -191,8 +191,7 @@ pub fn silu_and_mul_e4m3_per_group<T: Float>(
     let mut call = Call::new(PER_GROUP, stream);
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("x", x.shape(), &doubled(out.shape()))?;
-    let (scale_row_stride, scale_group_stride) =
-        pieces::scale_strides(PER_GROUP, &call, scales, to.rows, to.width)?;
+    let (scale_row_stride, scale_group_stride) = pieces::scale_strides(&call, scales, to.rows, to.width)?;
     let (gate, out, scales) = (call.read("x", x)?, call.write("out", out)?, call.write("scales", scales)?);
     call.check_overlap()?;
     let args = GroupArgs {

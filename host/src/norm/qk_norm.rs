@@ -62,49 +62,6 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, tokens: u32, args: &Args) ->
     unsafe { pieces::launch(stream, "qk_norm", dtype, entry(dtype, aligned), &geometry, args) }
 }
 
-/// Where the heads of a tensor lie.
-struct Heads {
-    start: usize,
-    heads: usize,
-    stride: usize,
-    head_stride: usize,
-}
-
-impl Heads {
-    /// `[tokens, heads, head_dim]` with dense heads that do not overlap each other.
-    fn new<T: Float>(call: &Call<'_>, arg: &'static str, x: &Tensor<T>) -> Result<Self> {
-        let &[tokens, heads, n] = x.shape() else {
-            return Err(call.bad_shape(arg, x.shape(), "[tokens, heads, head_dim]"));
-        };
-        let &[stride, head_stride, element] = x.strides() else { unreachable!("as many strides as dimensions") };
-        let stride = if tokens > 1 { stride } else { 0 };
-        let head_stride = if heads > 1 { head_stride } else { n };
-        let width = heads.saturating_sub(1).saturating_mul(head_stride).saturating_add(n);
-        if x.is_empty() || ((n <= 1 || element == 1) && head_stride >= n && (tokens <= 1 || stride >= width)) {
-            return Ok(Self { start: x.as_ptr() as usize / size_of::<T>(), heads, stride, head_stride });
-        }
-        let expected = "dense in its last dimension, heads and tokens apart from each other".into();
-        Err(Error::Stride { op: "qk_norm", arg, expected, got: x.strides().to_vec() })
-    }
-
-    /// From the first element of a token to one past the last.
-    fn width(&self, n: usize) -> usize {
-        self.heads.saturating_sub(1) * self.head_stride + if self.heads == 0 { 0 } else { n }
-    }
-
-    /// Whether no element is in both, for tensors of `tokens` tokens.
-    fn apart(&self, other: &Self, tokens: usize, n: usize) -> bool {
-        let (low, high) = if self.start <= other.start { (self, other) } else { (other, self) };
-        let end = low.start + tokens.saturating_sub(1) * low.stride + low.width(n);
-        if tokens == 0 || n == 0 || end <= high.start {
-            return true;
-        }
-        // Tokens that alternate: one distance from token to token, and each token's heads between the other's.
-        let between = high.start - low.start;
-        low.stride == high.stride && low.width(n) <= between && (tokens == 1 || between + high.width(n) <= low.stride)
-    }
-}
-
 /// `x = x / sqrt(mean(x²) + eps) * weight` for each head `x` of each token of `q` and of `k`, in place.
 ///
 /// `q` is `[tokens, q_heads, head_dim]` and `k` is `[tokens, k_heads, head_dim]`, at most [`MAX_HEAD_DIM`] wide; views
@@ -150,11 +107,17 @@ fn run<T: Float>(
     weight_offset: f32,
     eps: f32,
 ) -> Result<()> {
-    // Alternating views share a range of memory without sharing elements: what overlaps is found tensor by tensor.
-    let (mut call, mut call_k) = (Call::new(op, stream), Call::new(op, stream));
-    let (heads_q, heads_k) = (Heads::new(&call, "q", q)?, Heads::new(&call, "k", k)?);
-    let (tokens, n) = (q.dim(0), q.dim(2));
-    call.same_shape("k", k.shape(), &[tokens, heads_k.heads, n])?;
+    let mut call = Call::new(op, stream);
+    for (arg, x) in [("q", &*q), ("k", &*k)] {
+        if x.shape().len() != 3 {
+            return Err(call.bad_shape(arg, x.shape(), "[tokens, heads, head_dim]"));
+        }
+        call.dense_last(arg, x)?;
+        call.distinct(arg, x)?;
+    }
+    let &[tokens, q_heads, n] = q.shape() else { unreachable!("three dimensions") };
+    let k_heads = k.dim(1);
+    call.same_shape("k", k.shape(), &[tokens, k_heads, n])?;
     check_vector(&call, "q_weight", q_weight, n)?;
     check_vector(&call, "k_weight", k_weight, n)?;
     check_eps(&call, eps)?;
@@ -163,29 +126,23 @@ fn run<T: Float>(
     }
     let args = Args {
         q: call.write("q", q)?,
-        k: call_k.write("k", k)?,
+        k: call.write("k", k)?,
         q_weight: call.read_opt("q_weight", q_weight)?,
-        k_weight: call_k.read_opt("k_weight", k_weight)?,
-        q_heads: call.count("q_heads", heads_q.heads)?,
-        k_heads: call.count("k_heads", heads_k.heads)?,
+        k_weight: call.read_opt("k_weight", k_weight)?,
+        q_heads: call.count("q_heads", q_heads)?,
+        k_heads: call.count("k_heads", k_heads)?,
         n: call.count("head_dim", n)?,
-        q_stride: heads_q.stride,
-        q_head_stride: heads_q.head_stride,
-        k_stride: heads_k.stride,
-        k_head_stride: heads_k.head_stride,
+        q_stride: q.strides()[0],
+        q_head_stride: q.strides()[1],
+        k_stride: k.strides()[0],
+        k_head_stride: k.strides()[1],
         weight_offset,
         eps,
     };
-    call.read_opt("k_weight", k_weight)?;
-    call_k.read_opt("q_weight", q_weight)?;
     call.check_overlap()?;
-    call_k.check_overlap()?;
-    if !heads_q.apart(&heads_k, tokens, n) {
-        return Err(Error::Overlap { op, first: "q", second: "k" });
-    }
     let tokens = call.count("tokens", tokens)?;
     // The grid's second extent.
-    call.value(heads_q.heads + heads_k.heads <= 65536, "heads", "at most 65536", heads_q.heads + heads_k.heads)?;
+    call.value(q_heads + k_heads <= 65535, "heads", "at most 65535", q_heads + k_heads)?;
     if n == 0 {
         return Ok(());
     }

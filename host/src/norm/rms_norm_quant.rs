@@ -230,7 +230,7 @@ per_token! {
 /// RMS normalisation with e4m3 results and a scale for each row and each group of 128 columns.
 ///
 /// `x` and `out` are `[.., n]` of the same shape, the rows of each at one distance from each other; `scales` is
-/// `[rows, ceil(n / 128)]`, row- or column-major with any padding. The last group may be narrower.
+/// `[rows, ceil(n / 128)]`, with any strides. The last group may be narrower.
 ///
 /// # Errors
 /// As for [`rms_norm_e4m3_per_token`]; [`Unsupported`](crate::Error::Unsupported) for `smooth`.
@@ -248,7 +248,7 @@ pub fn rms_norm_e4m3_per_group<T: Float>(
     }
     let mut call = Call::new(OP, stream);
     let c = check(&mut call, out, x, eps, options)?;
-    let (scale_row_stride, scale_group_stride) = pieces::scale_strides(OP, &call, scales, c.from.rows, c.from.width)?;
+    let (scale_row_stride, scale_group_stride) = pieces::scale_strides(&call, scales, c.from.rows, c.from.width)?;
     let args = E4m3PerGroupArgs {
         x: c.x,
         residual: c.residual,
