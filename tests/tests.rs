@@ -7,3 +7,4 @@ mod gemm;
 mod kv_cache;
 mod moe;
 mod norm;
+mod rope;

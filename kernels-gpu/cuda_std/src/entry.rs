@@ -1,6 +1,7 @@
 //! Entry points: the boundary between host and kernel.
 
 use crate::float8::{E4M3, E5M2};
+use crate::tma::TensorMap;
 
 /// Types that may be kernel parameters: plain bits with one layout on both sides.
 ///
@@ -8,26 +9,93 @@ use crate::float8::{E4M3, E5M2};
 /// The type is `Copy`, has no padding, any bit pattern is a value, and it means the same on host and device.
 pub unsafe trait Pod: Copy + Send + Sync + 'static {}
 
-/// Types that kernels take as parameters: [`Pod`] or pointers.
+/// Types that kernels take as parameters: [`Pod`], pointers, and tensor maps.
 ///
 /// # Safety
 /// As for [`Pod`].
 #[doc(hidden)]
-pub unsafe trait Param: Copy + 'static {}
+pub unsafe trait Param: Copy + 'static {
+    /// What the kernel function gets: the value, or for a tensor map its address.
+    type Passed;
+    /// `address` gives the address of the parameter in parameter space.
+    #[cfg(target_arch = "nvptx64")]
+    fn pass(self, address: impl FnOnce() -> *const TensorMap) -> Self::Passed;
+    /// `field` is the field of `Args`, in which pointers have lost their type.
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn pass<F: Copy>(field: &F) -> Self::Passed;
+}
+
+/// A parameter that is passed as its value.
+macro_rules! by_value {
+    () => {
+        type Passed = Self;
+        #[cfg(target_arch = "nvptx64")]
+        #[inline(always)]
+        fn pass(self, _address: impl FnOnce() -> *const TensorMap) -> Self {
+            self
+        }
+        #[cfg(not(target_arch = "nvptx64"))]
+        #[inline(always)]
+        fn pass<F: Copy>(field: &F) -> Self {
+            const { assert!(size_of::<F>() == size_of::<Self>()) };
+            // SAFETY: `F` is `Self`, or both are pointers.
+            unsafe { core::mem::transmute_copy(field) }
+        }
+    };
+}
+pub(crate) use by_value;
 
 macro_rules! pod {
     ($($t:ty)*) => { $(
         // SAFETY: plain numbers, of the same layout everywhere.
         unsafe impl Pod for $t {}
         // SAFETY: as above.
-        unsafe impl Param for $t {}
+        unsafe impl Param for $t { by_value! {} }
     )* };
 }
 pod! { u8 i8 u16 i16 u32 i32 u64 i64 usize f32 f64 half::bf16 half::f16 E4M3 E5M2 }
 // SAFETY: 64-bit addresses on both sides.
-unsafe impl<T: 'static> Param for *const T {}
+unsafe impl<T: 'static> Param for *const T {
+    by_value! {}
+}
 // SAFETY: as above.
-unsafe impl<T: 'static> Param for *mut T {}
+unsafe impl<T: 'static> Param for *mut T {
+    by_value! {}
+}
+// SAFETY: 128 opaque bytes.
+unsafe impl Param for TensorMap {
+    type Passed = *const TensorMap;
+    #[cfg(target_arch = "nvptx64")]
+    #[inline(always)]
+    fn pass(self, address: impl FnOnce() -> *const TensorMap) -> Self::Passed {
+        address()
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    #[inline(always)]
+    fn pass<F: Copy>(field: &F) -> Self::Passed {
+        const { assert!(size_of::<F>() == size_of::<Self>()) };
+        core::ptr::from_ref(field).cast()
+    }
+}
+
+/// The position of a parameter in the list of their names.
+#[doc(hidden)]
+pub const fn param_index(names: &[&str], name: &str) -> usize {
+    let mut i = 0;
+    loop {
+        let (a, b) = (names[i].as_bytes(), name.as_bytes());
+        let mut same = a.len() == b.len();
+        let mut j = 0;
+        while same && j < a.len() {
+            same = a[j] == b[j];
+            j += 1;
+        }
+        if same {
+            return i;
+        }
+        i += 1;
+    }
+}
 
 /// What PTX an entry needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -192,20 +260,18 @@ macro_rules! __entries_args {
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __entries_rows {
-    ($Args:ident $params:tt {}) => {};
     (
         $Args:ident $params:tt
-        {
-            $(#[$em:meta])* $name:ident { $($item:item)* } [$threads:expr $(, $min_blocks:expr)? $(; $arch:ident)?] => $kernel:expr;
-            $($rest:tt)*
-        }
-    ) => {
+        {$(
+            $(#[$em:meta])* $name:ident { $($item:item)* }
+            [$threads:expr $(, $min_blocks:expr)? $(; $arch:ident)?] => $kernel:expr;
+        )*}
+    ) => { $(
         $crate::__entry! {
             $Args $params [$(#[$em])*] $name { $($item)* }
             [$threads, 0 $(+ $min_blocks)?] [$($arch)? Sm80] $kernel
         }
-        $crate::__entries_rows! { $Args $params { $($rest)* } }
-    };
+    )* };
 }
 
 #[doc(hidden)]
@@ -232,7 +298,7 @@ macro_rules! __entry {
             pub unsafe extern "ptx-kernel" fn $name($($arg: $ty),*) {
                 unsafe {
                     $crate::__launch_bounds!($threads, $min_blocks, $arch);
-                    $kernel($($arg),*)
+                    $crate::__entry_call! { $name ($($arg: $ty),*) [$(stringify!($arg)),*] $kernel }
                 }
             }
 
@@ -244,9 +310,28 @@ macro_rules! __entry {
                 max_threads: $threads as u32,
                 arch: $crate::Arch::$arch,
                 // SAFETY: forwarded to the caller of `Entry::call`.
-                call: |args| unsafe { $kernel($(args.$arg as _),*) },
+                call: |args| unsafe { $kernel($(<$ty as $crate::__Param>::pass(&args.$arg)),*) },
             };
         }
+    };
+}
+
+/// Calls the kernel from its entry. A tensor map is passed by its address in parameter space, without the copy that
+/// Rust's by-value semantics would need (CUDA's `__grid_constant__`); the marker makes the PTX builder align it.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __entry_call {
+    ($name:ident ($($arg:ident : $ty:ty),*) $names:tt $kernel:expr) => {
+        $kernel($(<$ty as $crate::__Param>::pass($arg, || {
+            let address: u64;
+            ::core::arch::asm!(
+                "//@param_align {k}_param_{i} 64\n\tmov.b64 {o}, {k}_param_{i}; cvta.param.u64 {o}, {o};",
+                o = lateout(reg64) address, k = sym $name,
+                i = const $crate::__param_index(&$names, stringify!($arg)),
+                options(pure, nomem, nostack, preserves_flags)
+            );
+            address as *const $crate::tma::TensorMap
+        })),*)
     };
 }
 

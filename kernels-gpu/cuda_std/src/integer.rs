@@ -3,6 +3,21 @@
 //! `count_ones`, `leading_zeros`, `trailing_zeros`, `reverse_bits` and `rotate_left` of core are already one or two
 //! instructions (`popc`, `clz`, `brev`, `shf`); here is what core lacks.
 
+/// The same word, of which the compiler knows nothing: what it computed from `word` before, it computes again, instead
+/// of keeping the results in registers over a barrier. No instruction.
+#[inline(always)]
+pub fn opaque(word: u32) -> u32 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let mut out = word;
+        // SAFETY: no instruction.
+        unsafe { ptx!("// {o}", o = inout(reg32) out, options(nomem, nostack, preserves_flags)) };
+        out
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    word
+}
+
 /// The high half of the 64-bit product: `mul.hi.u32`.
 #[inline(always)]
 pub fn mul_hi(a: u32, b: u32) -> u32 {
@@ -134,6 +149,9 @@ pub unsafe fn rem(a: u32, b: u32) -> u32 {
     a % b
 }
 
+#[cfg(target_arch = "nvptx64")]
+use crate::tma::TensorMap;
+
 /// Division by a number that stays the same: a multiplication and a shift (Granlund and Montgomery, *Division by
 /// invariant integers using multiplication*, 1994). The host makes it and passes it to the kernel as a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,7 +198,9 @@ impl Divisor {
 // SAFETY: three words without padding, and the same on both sides.
 unsafe impl crate::Pod for Divisor {}
 // SAFETY: as above.
-unsafe impl crate::__Param for Divisor {}
+unsafe impl crate::__Param for Divisor {
+    crate::entry::by_value! {}
+}
 
 #[cfg(test)]
 mod tests {

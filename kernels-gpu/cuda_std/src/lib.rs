@@ -46,8 +46,10 @@ macro_rules! sync_ptx {
 }
 
 pub mod atomic;
+pub mod cluster;
 pub mod convert;
 pub mod cp_async;
+pub mod dependent_launch;
 mod element;
 mod entry;
 pub mod float;
@@ -63,16 +65,17 @@ pub mod thread;
 pub mod tma;
 pub mod vec;
 pub mod warp;
+pub mod wgmma;
 
 pub use element::{DType, Element, Float};
-#[doc(hidden)]
-pub use entry::Param as __Param;
 #[cfg(not(target_arch = "nvptx64"))]
 #[doc(hidden)]
 pub use entry::family_of;
 pub use entry::{Arch, Pod};
 #[cfg(not(target_arch = "nvptx64"))]
 pub use entry::{Entry, KernelArgs};
+#[doc(hidden)]
+pub use entry::{Param as __Param, param_index as __param_index};
 pub use float8::{E4M3, E5M2};
 pub use global::{Global, GlobalMut};
 pub use half::{bf16, f16};

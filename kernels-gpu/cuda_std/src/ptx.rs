@@ -14,6 +14,10 @@ pub fn convergence_anchor() {
 }
 
 unsafe extern "unadjusted" {
+    /// With a NaN if there is one. Rust's own intrinsic is a sequence of comparisons on this target.
+    #[link_name = "llvm.maximum.f32"]
+    pub fn maximum(a: f32, b: f32) -> f32;
+
     #[link_name = "llvm.nvvm.activemask"]
     pub fn activemask() -> u32;
     #[link_name = "llvm.nvvm.barrier.cta.red.popc.aligned.all"]
@@ -60,34 +64,4 @@ unsafe extern "unadjusted" {
     pub fn warp_reduce_or(word: u32, mask: u32) -> u32;
     #[link_name = "llvm.nvvm.redux.sync.xor"]
     pub fn warp_reduce_xor(word: u32, mask: u32) -> u32;
-
-    #[link_name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4.b16.p0"]
-    pub fn ldmatrix_x4(row: *const u8) -> X4<u32>;
-    #[link_name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4.trans.b16.p0"]
-    pub fn ldmatrix_x4_trans(row: *const u8) -> X4<u32>;
-    #[link_name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x2.b16.p0"]
-    pub fn ldmatrix_x2(row: *const u8) -> X2<u32>;
-    #[link_name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x2.trans.b16.p0"]
-    pub fn ldmatrix_x2_trans(row: *const u8) -> X2<u32>;
-    #[link_name = "llvm.nvvm.mma.m16n8k16.row.col.bf16"]
-    pub fn mma_bf16(
-        a0: u32,
-        a1: u32,
-        a2: u32,
-        a3: u32,
-        b0: u32,
-        b1: u32,
-        c0: f32,
-        c1: f32,
-        c2: f32,
-        c3: f32,
-    ) -> X4<f32>;
 }
-
-/// LLVM returns several registers as a struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct X4<T>(pub T, pub T, pub T, pub T);
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct X2<T>(pub T, pub T);

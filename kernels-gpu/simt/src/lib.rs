@@ -18,9 +18,12 @@ mod launch;
 mod memory;
 mod race;
 mod tensor;
+mod wgmma;
 
 pub use asynch::{
-    cp_async, cp_async_bulk, cp_async_commit, cp_async_wait, mbarrier_arrive, mbarrier_init, mbarrier_try_wait,
+    TensorTile, bulk_commit, bulk_wait, cp_async, cp_async_bulk, cp_async_bulk_tensor, cp_async_commit,
+    cp_async_mbarrier_arrive, cp_async_wait, mbarrier_arrive, mbarrier_expect_tx, mbarrier_init, mbarrier_invalidate,
+    mbarrier_try_wait, store_bulk, store_bulk_tensor,
 };
 pub use block::{
     BarrierOp, Lanes, MAX_BARRIERS, MAX_THREADS, WARP_SIZE, block_barrier, block_barrier_arrive, warp_collective,
@@ -28,7 +31,8 @@ pub use block::{
 pub use error::{Access, Dim3, ErrorKind, LaunchError, Loc, Space, StuckThread, ThreadState};
 pub use launch::{Checks, Defaults, Launch, MAX_SHARED_BYTES, Order, Region, Registered, launch};
 pub use memory::Buffer;
-pub use tensor::{ldmatrix, mma_m16n8k16};
+pub use tensor::{ldmatrix, mma, mma_m16n8k16, stmatrix};
+pub use wgmma::{Left, Operand, wgmma, wgmma_commit, wgmma_wait};
 
 use block::current;
 use std::panic::Location;
@@ -70,16 +74,12 @@ pub fn shared_memory() -> (*mut u8, usize) {
     (shared.base(), shared.len())
 }
 
-/// Offset of an address from the beginning of the block's shared memory.
+/// Offset of an address from the beginning of the block's shared memory; `u32::MAX`, which no access is allowed at,
+/// if it is before it or far beyond.
 #[inline]
-#[track_caller]
 pub fn shared_offset(address: usize) -> u32 {
-    let (base, len) = shared_memory();
-    let offset = address.wrapping_sub(base as usize);
-    if offset > len {
-        trap("the address is not in the block's shared memory");
-    }
-    offset as u32
+    let offset = address.wrapping_sub(shared_memory().0 as usize);
+    if offset < 1 << 31 { offset as u32 } else { u32::MAX }
 }
 
 /// `bar.warp.sync`: a rendezvous that also orders memory among its lanes.

@@ -1,3 +1,4 @@
 //! Mixture of experts.
 pub mod pairs;
 pub mod sort;
+pub mod gate;

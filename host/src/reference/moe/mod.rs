@@ -2,3 +2,5 @@
 
 mod sort;
 pub use sort::{Sorted, sort};
+pub mod gate;
+pub use gate::gate;

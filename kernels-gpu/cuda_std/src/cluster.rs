@@ -1,0 +1,163 @@
+//! Thread block clusters (sm_90): blocks that run at the same time and reach each other's shared memory.
+//!
+//! The SIMT device runs clusters of one block only: [`dims`] with more is an error there, and the functions here
+//! behave as in a cluster of one.
+
+use crate::shared::SharedAddress;
+
+/// Fixes the number of blocks (along `x`) in a cluster of the enclosing kernel: `.reqnctapercluster`. To be called at
+/// the top of the kernel.
+#[inline(always)]
+#[track_caller]
+pub fn dims<const BLOCKS: u32>() {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: a comment, which the PTX builder turns into a directive.
+    unsafe {
+        ptx!("//@cluster {x}", x = const BLOCKS, options(nomem, nostack, preserves_flags))
+    };
+    #[cfg(not(target_arch = "nvptx64"))]
+    if BLOCKS != 1 {
+        simt::trap("the SIMT device runs no clusters of more than one block");
+    }
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+#[inline(always)]
+#[track_caller]
+pub(crate) fn check_rank(rank: u32) {
+    if rank != 0 {
+        simt::trap(format!("block {rank} of a cluster of one block"));
+    }
+}
+
+macro_rules! cluster_registers {
+    ($($(#[$m:meta])* $name:ident = $reg:literal, $host:literal;)*) => { $(
+        $(#[$m])*
+        #[inline(always)]
+        pub fn $name() -> u32 {
+            #[cfg(target_arch = "nvptx64")]
+            {
+                let out: u32;
+                // SAFETY: reads a special register.
+                unsafe {
+                    ptx!(concat!("mov.u32 {o}, %", $reg, ";"), o = lateout(reg32) out,
+                        options(pure, nomem, nostack, preserves_flags))
+                };
+                out
+            }
+            #[cfg(not(target_arch = "nvptx64"))]
+            $host
+        }
+    )* };
+}
+cluster_registers! {
+    /// The block's number in its cluster, `%cluster_ctarank`.
+    rank = "cluster_ctarank", 0;
+    /// Blocks in a cluster, `%cluster_nctarank`.
+    size = "cluster_nctarank", 1;
+}
+
+/// `barrier.cluster.arrive.release`: the first half of [`sync`].
+#[inline(always)]
+pub fn arrive() {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: counts the thread; `wait` follows.
+    unsafe {
+        sync_ptx!("barrier.cluster.arrive.release.aligned;", options(nostack, preserves_flags))
+    };
+}
+
+/// `barrier.cluster.wait.acquire`: waits until every thread of the cluster has arrived.
+#[inline(always)]
+#[track_caller]
+pub fn wait() {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: waits.
+    unsafe {
+        sync_ptx!("barrier.cluster.wait.acquire.aligned;", options(nostack, preserves_flags))
+    };
+    #[cfg(not(target_arch = "nvptx64"))]
+    crate::thread::sync_threads();
+}
+
+/// A barrier of all threads of the cluster, which orders memory, shared and global.
+#[inline(always)]
+#[track_caller]
+pub fn sync() {
+    arrive();
+    wait();
+}
+
+/// The address of the same place in the shared memory of block `rank`, for the functions below: `mapa`.
+#[inline(always)]
+#[track_caller]
+pub fn map(place: impl SharedAddress, rank: u32) -> u32 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let out: u32;
+        // SAFETY: register arithmetic.
+        unsafe {
+            ptx!("mapa.shared::cluster.u32 {o}, {a}, {c};", o = lateout(reg32) out,
+                a = in(reg32) place.shared_address(), c = in(reg32) rank,
+                options(pure, nomem, nostack, preserves_flags))
+        };
+        out
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        check_rank(rank);
+        place.shared_address()
+    }
+}
+
+/// `ld.shared::cluster` of 32 bits.
+///
+/// # Safety
+/// `address` came from [`map`], plus multiples of 4 within the block's shared memory, and the block has not ended.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_u32(address: u32) -> u32 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let out: u32;
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            ptx!("ld.shared::cluster.u32 {o}, [{a}];", o = lateout(reg32) out, a = in(reg32) address,
+                options(nostack, preserves_flags))
+        };
+        out
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    // SAFETY: `check_place` checks it.
+    unsafe {
+        check_place(address, simt::Access::Read).read()
+    }
+}
+
+/// `st.shared::cluster` of 32 bits.
+///
+/// # Safety
+/// As for [`load_u32`], and nobody else accesses the word unordered.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn store_u32(address: u32, value: u32) {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        ptx!("st.shared::cluster.u32 [{a}], {v};", a = in(reg32) address, v = in(reg32) value,
+            options(nostack, preserves_flags))
+    };
+    #[cfg(not(target_arch = "nvptx64"))]
+    // SAFETY: `check_place` checks it.
+    unsafe {
+        check_place(address, simt::Access::Write).write(value)
+    };
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+#[track_caller]
+fn check_place(address: u32, access: simt::Access) -> *mut u32 {
+    let place = simt::shared_memory().0.wrapping_add(address as usize);
+    simt::check_shared(place as usize, 4, 4, access);
+    place.cast()
+}

@@ -1,0 +1,26 @@
+//! Programmatic dependent launch (sm_90): a kernel may start while the one before it in the stream still runs.
+//!
+//! Nothing happens unless the host launches the later kernel with that attribute; on sm_80 and on the SIMT device,
+//! where kernels run one after another, both functions do nothing.
+
+/// Lets the next kernel of the stream start, once every block has called this or ended:
+/// `griddepcontrol.launch_dependents`.
+#[inline(always)]
+pub fn launch_dependents() {
+    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_90"))]
+    // SAFETY: a hint; the next kernel waits for memory itself.
+    unsafe {
+        sync_ptx!("griddepcontrol.launch_dependents;", options(nostack, preserves_flags))
+    };
+}
+
+/// Waits until the kernels before this one have ended and their memory is visible: `griddepcontrol.wait`. To be called
+/// before anything that they write is read, or anything that they read is written.
+#[inline(always)]
+pub fn wait() {
+    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_90"))]
+    // SAFETY: waits.
+    unsafe {
+        sync_ptx!("griddepcontrol.wait;", options(nostack, preserves_flags))
+    };
+}
