@@ -1,2 +1,3 @@
-mod sort;
+mod fused;
 mod gate;
+mod sort;

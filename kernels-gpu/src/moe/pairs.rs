@@ -77,3 +77,9 @@ impl Pairs {
         }
     }
 }
+
+/// The tokens that exist: `num_tokens`, if it is not null, counts them on the device.
+#[inline(always)]
+pub unsafe fn existing_tokens(tokens: u32, num_tokens: *const i32) -> u32 {
+    if num_tokens.is_null() { tokens } else { (Global::new(num_tokens).get(0u32).max(0) as u32).min(tokens) }
+}

@@ -13,7 +13,7 @@
 //! Two conventions of output: flat pair indices, sentinel the number of pairs (vLLM's `moe_align_block_size`); or the token in
 //! the low 24 bits and the slot in the high 8, sentinel token count and slot count (CK Tile's `moe_sorting`).
 
-use super::pairs::{INVALID, NOWHERE, Pairs};
+use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
 use cuda_std::vec::B128;
 use cuda_std::{Global, GlobalMut, Shared, entries, shared, thread, unroll, warp};
 
@@ -52,13 +52,7 @@ struct Chunk {
     pairs: u32,
 }
 
-/// The pairs that exist: `num_tokens`, if given, counts the tokens on the device.
-#[inline(always)]
-unsafe fn existing_tokens(tokens: u32, num_tokens: *const i32) -> u32 {
-    if num_tokens.is_null() { tokens } else { (Global::new(num_tokens).get(0u32).max(0) as u32).min(tokens) }
-}
-
-/// Counts the chunk `chunk` of `items` pairs a lane. Returns for each of them its bin in the low half and its rank in the
+/// Counts the warp's `items` pairs a lane. Returns for each of them its bin in the low half and its rank in the
 /// warp in the high half, or [`NOWHERE`].
 #[inline(always)]
 unsafe fn count(map: Pairs, c: Chunk, mask: bool, items: u32) -> [u32; ITEMS] {
