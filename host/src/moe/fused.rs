@@ -440,7 +440,8 @@ pub unsafe fn launch(
     // Whatever follows one of these kernels may start early: each waits where it has to. Not so the first of them, which
     // must not overtake what the caller launched before.
     let gated = o.gate_up != GateUp::GateOnly;
-    let first = plan.geometry(shape, shape.intermediate, shape.hidden, gated);
+    let mut first = plan.geometry(shape, shape.intermediate, shape.hidden, gated);
+    first.dependent = plan.sorts();
     let second = plan.geometry(shape, shape.hidden, shape.intermediate, false).dependent();
     // SAFETY: forwarded to the caller.
     unsafe {

@@ -272,12 +272,12 @@ entries! {
     moe_fused_fma_down_f32 { type T = f32; } [256, 2] => run::<T, Fma<false>>;
     moe_fused_fma_down_f16 { type T = f16; } [256, 2] => run::<T, Fma<false>>;
     moe_fused_fma_down_bf16 { type T = bf16; } [256, 2] => run::<T, Fma<false>>;
-    moe_fused_stream_up_t8_f16 { type T = f16; } [256, 2] => run::<T, Stream<true, 1, 4>>;
-    moe_fused_stream_up_t8_bf16 { type T = bf16; } [256, 2] => run::<T, Stream<true, 1, 4>>;
+    moe_fused_stream_up_t8_f16 { type T = f16; } [256, 3] => run::<T, Stream<true, 1, 4>>;
+    moe_fused_stream_up_t8_bf16 { type T = bf16; } [256, 3] => run::<T, Stream<true, 1, 4>>;
     moe_fused_stream_up_t16_f16 { type T = f16; } [256, 2] => run::<T, Stream<true, 2, 4>>;
     moe_fused_stream_up_t16_bf16 { type T = bf16; } [256, 2] => run::<T, Stream<true, 2, 4>>;
-    moe_fused_stream_down_t8_f16 { type T = f16; } [256, 2] => run::<T, Stream<false, 1, 4>>;
-    moe_fused_stream_down_t8_bf16 { type T = bf16; } [256, 2] => run::<T, Stream<false, 1, 4>>;
+    moe_fused_stream_down_t8_f16 { type T = f16; } [256, 3] => run::<T, Stream<false, 1, 4>>;
+    moe_fused_stream_down_t8_bf16 { type T = bf16; } [256, 3] => run::<T, Stream<false, 1, 4>>;
     moe_fused_stream_down_t16_f16 { type T = f16; } [256, 2] => run::<T, Stream<false, 2, 4>>;
     moe_fused_stream_down_t16_bf16 { type T = bf16; } [256, 2] => run::<T, Stream<false, 2, 4>>;
 }

@@ -15,7 +15,7 @@
 
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
 use cuda_std::vec::B128;
-use cuda_std::{Global, GlobalMut, Shared, entries, shared, thread, unroll, warp};
+use cuda_std::{Global, GlobalMut, Shared, dependent_launch, entries, shared, thread, unroll, warp};
 
 /// Pairs that a lane keeps in registers, at most.
 pub const ITEMS: usize = 8;
@@ -198,6 +198,7 @@ pub unsafe fn sort_scatter(
     capacity: u32,
     flags: u32,
 ) {
+    dependent_launch::launch_dependents();
     let chunk_id = thread::block_idx_x();
     if chunk_id >= chunks {
         return fill_zero(zero, zero_bytes, chunk_id - chunks, thread::grid_dim_x() - chunks);
