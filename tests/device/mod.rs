@@ -5,6 +5,7 @@ mod graph;
 mod stream;
 mod tensor;
 
+use warploom::device::{Swizzle, TensorMapDescription};
 use warploom::{Device, Error, SimtOptions, Stream, Tensor};
 use warploom_tests::{gpu, on_every_device};
 
@@ -85,4 +86,29 @@ fn peer_access() {
             Err(error) => assert!(matches!(error, Error::Unsupported { .. }), "{error}"),
         }
     }
+}
+
+#[test]
+fn tensor_maps() {
+    on_every_device(|device, _| {
+        let x = Tensor::<f32>::zeros(device, &[64, 128]).unwrap();
+        let mut description = TensorMapDescription {
+            base: x.as_ptr() as u64,
+            element_bytes: 4,
+            rank: 2,
+            dims: [128, 64, 0, 0, 0],
+            strides: [512, 0, 0, 0],
+            box_dims: [32, 8, 0, 0, 0],
+            swizzle: Swizzle::B128,
+        };
+        let hopper = device.properties().compute_capability == (9, 0);
+        match device.tensor_map(&description) {
+            Ok(map) => assert!(hopper && map.0.iter().any(|&word| word != 0)),
+            Err(error) => assert!(!hopper && matches!(error, Error::TooOldGpu { .. }), "{error}"),
+        }
+        description.box_dims[0] = 64;
+        let error = device.tensor_map(&description).unwrap_err();
+        assert!(matches!(&error, Error::Value { arg: "description", .. }), "{error}");
+        assert!(error.to_string().contains("swizzle"), "{error}");
+    });
 }
