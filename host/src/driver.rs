@@ -11,7 +11,7 @@
 //! * cust has no graph capture, peer access, large shared memory, launch attributes or tensor maps, strips `NON_BLOCKING`
 //!   from new streams, and consumes an event that a stream waits for.
 //!
-//! [`api!`] is the table of all functions used. Each becomes a method of [`Driver`] that turns a code other than zero
+//! `api!` is the table of all functions used. Each becomes a method of [`Driver`] that turns a code other than zero
 //! into [`Error::Driver`].
 //!
 //! A library that has the functions but does nothing, such as a stub made for linking, reports version 0 or
