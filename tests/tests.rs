@@ -5,4 +5,6 @@ mod device;
 mod ep;
 mod gemm;
 mod kv_cache;
+mod moe;
 mod norm;
+mod rope;
