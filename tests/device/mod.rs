@@ -6,8 +6,28 @@ mod stream;
 mod tensor;
 
 use warploom::device::{Swizzle, TensorMapDescription};
+use warploom::norm::{Variant, rms_norm};
+use warploom::{DType, Entry, Geometry};
 use warploom::{Device, Error, SimtOptions, Stream, Tensor};
 use warploom_tests::{gpu, on_every_device};
+
+/// A kernel to launch by hand: normalises the row `x`.
+fn normalise(x: &Tensor<f32>, out: &mut Tensor<f32>) -> (Entry<rms_norm::Args>, Geometry, rms_norm::Args) {
+    let n = x.len() as u32;
+    let args = rms_norm::Args {
+        x: x.as_ptr().cast(),
+        weight: std::ptr::null(),
+        out: out.as_mut_ptr().cast(),
+        rows: 1,
+        n,
+        x_stride: x.len(),
+        out_stride: x.len(),
+        weight_offset: 0.0,
+        eps: 0.0,
+    };
+    let entry = rms_norm::entry(DType::F32, Variant::Any).expect("an entry");
+    (entry, rms_norm::geometry(1, n, DType::F32, Variant::Any), args)
+}
 
 #[test]
 fn names_of_devices() {
