@@ -48,7 +48,7 @@ pub unsafe fn fused_reduce<T: Float>(
     if token >= existing_tokens(tokens, num_tokens) || column >= n {
         return;
     }
-    let whole = n % COLUMNS as u32 == 0;
+    let whole = n.is_multiple_of(COLUMNS as u32);
     let mut sum = [0f32; COLUMNS];
     for slot in 0..slots {
         let bin = pairs.bin_of(token, slot);

@@ -225,7 +225,7 @@ unsafe fn direct_pairs<T: TensorFloat>(a: &Fused<T>, leader: u32, g: u32) -> (u3
     let same = [0, 1].map(|i| warp::warp_vote_ballot(warp::FULL, bins[i] == wanted) as u64);
     let same = same[0] | same[1] << 32;
     let rank = (same & ((1 << leader) - 1)).count_ones();
-    if wanted == NOWHERE || wanted == INVALID || rank % 8 != 0 {
+    if wanted == NOWHERE || wanted == INVALID || !rank.is_multiple_of(8) {
         return (NOWHERE, NOWHERE);
     }
     let mut rest = same >> leader << leader;
