@@ -403,9 +403,7 @@ pub fn gate<T: Float>(
     options: &GateOptions<'_>,
 ) -> Result<()> {
     let mut call = Call::new(OP, stream);
-    if dynamic_entry(T::DTYPE).is_none() {
-        return Err(Error::DType { op: OP, arg: "logits", expected: "f32, f16 or bf16".into(), got: T::DTYPE });
-    }
+    call.dtype_among("logits", T::DTYPE, &[DType::F32, DType::F16, DType::Bf16])?;
     let &[tokens, experts] = logits.shape() else {
         return Err(call.bad_shape("logits", logits.shape(), "[tokens, experts]"));
     };
