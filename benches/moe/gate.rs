@@ -10,7 +10,7 @@ type Shape = [usize; 4];
 
 /// DeepSeek-V3, Kimi K2, and 128 experts in groups: sigmoid with a bias in f32.
 const WITH_BIAS: [Shape; 3] = [[256, 8, 4, 8], [384, 1, 1, 8], [128, 4, 2, 8]];
-/// Qwen3, Mixtral-like, DeepSeek-V2 (on the dynamic kernel), Qwen3-Next (on it for its 10 experts): softmax.
+/// Qwen3, 64 experts, DeepSeek-V2 (on the dynamic kernel), Qwen3-Next: softmax.
 const WITHOUT_BIAS: [Shape; 4] = [[128, 1, 1, 8], [64, 1, 1, 6], [160, 8, 3, 6], [512, 1, 1, 10]];
 
 pub fn benches(harness: &mut Harness) {

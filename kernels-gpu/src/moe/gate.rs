@@ -8,7 +8,7 @@
 //! A warp does a token: nothing is shared between warps and there is no block barrier. The work is bound by
 //! instructions, not by bytes, and for few tokens by the length of the chain of dependent instructions.
 //!
-//! [`gate_fixed`], for numbers of experts and groups known to the compiler and up to [`FIXED_TOPK`] experts a token,
+//! [`gate_fixed`], for numbers of experts and groups known to the compiler and up to [`fixed_topk`] experts a token,
 //! keeps everything in registers. A lane has neighbouring experts, so that lanes are in the order of experts:
 //!
 //! * biased scores become integers that order alike ([`key`]); each lane sorts its own with a network of comparators;
@@ -44,8 +44,11 @@ pub const BIAS_F16: u32 = 1;
 /// Values of the argument `bias_type`.
 pub const BIAS_BF16: u32 = 2;
 
-/// The most experts a token that the kernels with a fixed number of experts choose.
-pub const FIXED_TOPK: u32 = 8;
+/// The most experts a token that the kernels with a fixed number of experts choose: a round of each is unrolled.
+pub const fn fixed_topk(experts: u32) -> u32 {
+    if experts == 512 { 10 } else { 8 }
+}
+
 /// The most experts a token that any kernel chooses.
 pub const MAX_TOPK: u32 = 32;
 /// The most experts.
@@ -113,7 +116,7 @@ struct Softmax {
 #[inline(always)]
 fn exp_of_negative(y: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0 + 127.0;
-    const LN2_HI: f32 = 0.693_147_2;
+    const LN2_HI: f32 = core::f32::consts::LN_2;
     const LN2_LO: f32 = -1.904_654_2e-9;
     let y = float::max_propagate(y, -88.0);
     let t = float::fma(y, core::f32::consts::LOG2_E, ROUND);
@@ -375,7 +378,7 @@ fn in_best_group<const GROUPS: u32>(best: (i32, i32), topk_group: u32, lane: u32
     better < topk_group
 }
 
-/// `32 * V` experts in `GROUPS` groups, a power of two; `topk` is at most [`FIXED_TOPK`], logits and bias are aligned to
+/// `32 * V` experts in `GROUPS` groups, a power of two; `topk` is at most [`fixed_topk`], logits and bias are aligned to
 /// [`fixed_alignment`].
 #[inline(always)]
 unsafe fn gate_fixed<T: Float, const V: usize, const GROUPS: u32>(gate: Gate<T>, topk_group: u32) {
@@ -406,17 +409,19 @@ unsafe fn gate_fixed<T: Float, const V: usize, const GROUPS: u32>(gate: Gate<T>,
     // Lane r learns the key and the lane of the r-th best.
     let (mut my_key, mut my_lanes) = (REMOVED, 0);
     let below = (1u32 << lane) - 1;
-    unroll::<{ FIXED_TOPK as usize }>(|r| {
-        if gate.topk > r as u32 {
+    let rounds = const { fixed_topk(32 * V as u32) };
+    unroll::<16>(|r| {
+        let r = r as u32;
+        if r < rounds && r < gate.topk {
             let best = warp::warp_reduce_max_i32(warp::FULL, sorted[0]);
             let has = sorted[0] == best;
             let equal = warp::warp_vote_ballot(warp::FULL, has);
-            if lane == r as u32 {
+            if lane == r {
                 (my_key, my_lanes) = (best, equal);
             }
             let wins = has && equal & below == 0;
             // What lies deeper than the rounds to come needs no place.
-            let depth = FIXED_TOPK as usize - 1 - r;
+            let depth = (rounds - 1 - r) as usize;
             let mut i = 0;
             while i < V && i < depth {
                 let next = if i + 1 < V { sorted[i + 1] } else { REMOVED };
@@ -452,7 +457,12 @@ unsafe fn gate_fixed<T: Float, const V: usize, const GROUPS: u32>(gate: Gate<T>,
             skip = skip.wrapping_sub(equal as u32);
         });
     }
-    finish::<T, FIXED_TOPK>(gate, lane, my_lane * V as u32 + place, weight);
+    let expert = my_lane * V as u32 + place;
+    if rounds <= 8 {
+        finish::<T, 8>(gate, lane, expert, weight);
+    } else {
+        finish::<T, 16>(gate, lane, expert, weight);
+    }
 }
 
 /// The number of the lowest bit that is set; 32 if none is.
