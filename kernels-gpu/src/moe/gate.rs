@@ -14,9 +14,12 @@
 //! * biased scores become integers that order alike ([`key`]); each lane sorts its own with a network of comparators;
 //! * a round takes the best of 32 heads (`redux`), finds the lowest lane that has it (`vote`), and that lane shifts its
 //!   sorted list. There is no search within a lane and no memory on this path, about six instructions long;
-//! * which expert it was is not carried through the network (that would double it): in the end lane `r` knows the key
-//!   and the lane of the `r`-th best, and looks through that lane's keys by shuffles, for all ranks at once;
-//! * the scores of the chosen are computed again from their logits instead of being kept in registers.
+//! * neither the expert's number nor its score is carried through the network, which would triple it: in the end lane
+//!   `r` knows the key and the lane of the `r`-th best, and looks through that lane's experts by shuffles, for all ranks
+//!   at once.
+//!
+//! For 256 experts in 8 groups and 8 experts a token that is some 560 instructions of a warp on sm_90: 150 for scores,
+//! 120 for keys, sorting and groups, 110 for the rounds, 50 to find the experts.
 //!
 //! [`gate_dynamic`] is for everything else. It keeps the keys in shared memory as a matrix of 32 columns, one for each
 //! lane. A round finds the best key and its lowest index with two `redux`; then the whole warp looks through the column
