@@ -17,6 +17,8 @@
 #[cfg(feature = "attention")]
 pub mod attention;
 pub mod chunk;
+#[cfg(feature = "conformance")]
+pub mod conformance;
 #[cfg(feature = "gemm")]
 pub mod gemm;
 pub mod kv_cache;
