@@ -1,1 +1,655 @@
-//! Benchmark harness.
+//! Times operations on whatever device there is.
+//!
+//! **On a GPU** a case is a CUDA graph that launches the operation on up to [`SETS`] sets of inputs in turn, as
+//! often as it takes to fill [`GRAPH_SECONDS`]. Sets take turns so that inputs come from memory where those of a model
+//! would: twenty sets of anything that matters are larger than the L2 cache. The graph is replayed between two events; a
+//! time is that between the events, divided by the launches of the graph, and the median over the replays is what counts.
+//! It includes the gap between two dependent launches of a graph, some 0.7 µs, as the model would see it.
+//!
+//! **On the SIMT device** a case is timed by the wall clock, with one set. That says how fast the emulator is, and nothing
+//! about GPUs.
+//!
+//! Every case is measured by these rules first; that is the line printed and the record written. Then, unless in
+//! quick mode, criterion samples it as well, to compare with the run before.
+//!
+//! ```text
+//! cargo bench -p warploom-benches [--features cuda] -- [FILTER..] [OPTIONS]
+//!     FILTER             only cases whose name contains one of these
+//!     --quick            leave criterion out           (or WARPLOOM_BENCH_QUICK=1)
+//!     --json FILE        append a record for each case (or WARPLOOM_BENCH_JSON=FILE)
+//!     --device NAME      simt, cuda:N or auto          (or WARPLOOM_BENCH_DEVICE=NAME)
+//!     --list             only print the names of the cases
+//!     --table FILE       print the records in FILE as Markdown, and measure nothing
+//!     --save-baseline NAME, --baseline NAME            criterion's
+//! ```
+
+use criterion::{Criterion, Throughput};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use warploom::{Device, Element, Error, Event, Float, Graph, Result, Stream, Tensor};
+
+/// Sets of inputs that take turns on a GPU, if the memory suffices.
+pub const SETS: usize = 20;
+/// What a graph should take, so that the events around it do not matter.
+const GRAPH_SECONDS: f64 = 1e-3;
+/// The most launches of a graph.
+const MAX_LAUNCHES: usize = 2000;
+/// How long a case is replayed, after a tenth of that to warm up.
+const SECONDS: f64 = 0.2;
+
+/// What one launch moves and computes.
+#[derive(Clone, Copy, Debug, Default)]
+#[must_use]
+pub struct Cost {
+    /// Bytes read, each counted once.
+    pub read: u64,
+    /// Bytes written.
+    pub written: u64,
+    /// Floating-point operations of tensor cores; a multiply-add is two.
+    pub flops: u64,
+    /// Whether they are of 8-bit operands, and not of 16-bit ones.
+    pub fp8: bool,
+}
+
+impl Cost {
+    /// So many bytes read and written.
+    pub const fn bytes(read: usize, written: usize) -> Self {
+        Self { read: read as u64, written: written as u64, flops: 0, fp8: false }
+    }
+
+    /// And so many operations on tensor cores.
+    pub const fn flops(mut self, flops: usize) -> Self {
+        self.flops = flops as u64;
+        self
+    }
+
+    /// Of 8-bit operands.
+    pub const fn fp8(mut self) -> Self {
+        self.fp8 = true;
+        self
+    }
+
+    /// What an H200 needs at the very least, in µs, by what was measured on one: reading 4.64 TB/s, copying 3.9 TB/s read
+    /// and written together (so that a byte written takes as long as 1.38 read), 807 TFLOP/s in bf16, 1513 in e4m3.
+    pub fn floor_on_h200(&self) -> f64 {
+        const READ: f64 = 1.0 / 4.64e6;
+        const WRITTEN: f64 = 2.0 / 3.9e6 - READ;
+        let memory = self.read as f64 * READ + self.written as f64 * WRITTEN;
+        memory.max(self.flops as f64 / if self.fp8 { 1513e6 } else { 807e6 })
+    }
+}
+
+/// One measured case, as written to the JSON file.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Record {
+    /// Name and number of the device.
+    pub device: String,
+    /// The driver's version; empty on the SIMT device.
+    pub driver: String,
+    /// UTC, `YYYY-MM-DDThh:mm:ssZ`.
+    pub date: String,
+    /// `family/operation/variant/shape`.
+    pub case: String,
+    /// Of one launch, or for `overhead` cases of one call.
+    pub median_us: f64,
+    /// The fastest replay.
+    pub min_us: f64,
+    /// Nine replays of ten were faster.
+    pub p90_us: f64,
+    /// Read and written by one launch.
+    pub bytes: u64,
+    /// Of one launch.
+    pub flops: u64,
+    /// Floor on an H200, in µs; 0 if there is none.
+    pub floor_us: f64,
+    /// Sets of inputs that took turns.
+    pub sets: usize,
+    /// Launches of a replay.
+    pub launches: usize,
+}
+
+impl Record {
+    /// As one row: median, GB/s, TFLOP/s, share of the ceiling.
+    fn columns(&self) -> [String; 4] {
+        let rate = |amount: u64, unit: f64| {
+            if amount == 0 { "-".into() } else { format!("{:.4}", Figures(amount as f64 / self.median_us / unit)) }
+        };
+        let share = if self.floor_us > 0.0 && self.device.contains("H200") {
+            format!("{:.0} %", 100.0 * self.floor_us / self.median_us)
+        } else {
+            "-".into()
+        };
+        [format!("{:.4}", Figures(self.median_us)), rate(self.bytes, 1e3), rate(self.flops, 1e6), share]
+    }
+}
+
+/// A number with as many significant figures as the precision says, without an exponent.
+struct Figures(f64);
+impl std::fmt::Display for Figures {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let before = if self.0 >= 1.0 { self.0.log10() as usize + 1 } else { 1 };
+        let decimals = f.precision().unwrap_or(4).saturating_sub(before);
+        write!(f, "{:.decimals$}", self.0)
+    }
+}
+
+/// What the command line and the environment ask for.
+#[derive(Default)]
+struct Options {
+    filters: Vec<String>,
+    quick: bool,
+    list: bool,
+    json: Option<String>,
+    table: Option<String>,
+    device: Option<String>,
+    save_baseline: Option<String>,
+    baseline: Option<String>,
+}
+
+impl Options {
+    fn parse(mut args: impl Iterator<Item = String>, env: impl Fn(&str) -> Option<String>) -> Result<Self, String> {
+        let mut this = Self {
+            quick: env("WARPLOOM_BENCH_QUICK").is_some_and(|v| !matches!(v.as_str(), "" | "0")),
+            json: env("WARPLOOM_BENCH_JSON").filter(|v| !v.is_empty()),
+            device: env("WARPLOOM_BENCH_DEVICE").filter(|v| !v.is_empty()),
+            ..Self::default()
+        };
+        while let Some(arg) = args.next() {
+            let mut value = || args.next().map(Some).ok_or_else(|| format!("{arg} needs a value"));
+            match arg.as_str() {
+                // cargo's.
+                "--bench" => {}
+                "--quick" => this.quick = true,
+                "--list" => this.list = true,
+                "--json" => this.json = value()?,
+                "--table" => this.table = value()?,
+                "--device" => this.device = value()?,
+                "--save-baseline" => this.save_baseline = value()?,
+                "--baseline" => this.baseline = value()?,
+                _ if arg.starts_with('-') => return Err(format!("unknown option {arg}")),
+                _ => this.filters.push(arg),
+            }
+        }
+        Ok(this)
+    }
+
+    fn selects(&self, case: &str) -> bool {
+        self.filters.is_empty() || self.filters.iter().any(|f| case.contains(f.as_str()))
+    }
+}
+
+/// Runs the cases.
+pub struct Harness {
+    options: Options,
+    device: Device,
+    stream: Stream,
+    driver: String,
+    criterion: Option<Criterion>,
+    json: Option<std::fs::File>,
+    failures: usize,
+}
+
+/// Runs `benches` as the command line says, and exits with 1 if any case failed.
+pub fn main(benches: impl FnOnce(&mut Harness)) {
+    let outcome = Options::parse(std::env::args().skip(1), |name| std::env::var(name).ok()).and_then(|options| {
+        if let Some(file) = &options.table {
+            print!("{}", table(&std::fs::read_to_string(file).map_err(|e| format!("{file}: {e}"))?)?);
+            return Ok(0);
+        }
+        let mut harness = Harness::new(options)?;
+        benches(&mut harness);
+        Ok(harness.failures)
+    });
+    match outcome {
+        Ok(0) => {}
+        Ok(failures) => {
+            eprintln!("{failures} cases failed");
+            std::process::exit(1);
+        }
+        Err(e) => {
+            eprintln!("{e}");
+            std::process::exit(2);
+        }
+    }
+}
+
+impl Harness {
+    fn new(options: Options) -> Result<Self, String> {
+        let name = options.device.as_deref().unwrap_or("auto");
+        let device = Device::from_name(name).map_err(|e| e.to_string())?;
+        let stream = Stream::new(&device).map_err(|e| e.to_string())?;
+        let driver = driver_version();
+        let json = match &options.json {
+            Some(file) => Some(
+                std::fs::OpenOptions::new().append(true).create(true).open(file).map_err(|e| format!("{file}: {e}"))?,
+            ),
+            None => None,
+        };
+        let (warm_up, seconds) = if device.is_simt() { (0.05, 0.2) } else { (0.1, 0.5) };
+        let mut criterion = Criterion::default()
+            .warm_up_time(Duration::from_secs_f64(warm_up))
+            .measurement_time(Duration::from_secs_f64(seconds))
+            .sample_size(10)
+            .nresamples(2000);
+        if let Some(name) = &options.save_baseline {
+            criterion = criterion.save_baseline(name.clone());
+        }
+        if let Some(name) = &options.baseline {
+            criterion = criterion.retain_baseline(name.clone(), true);
+        }
+        let driver = if device.is_simt() { String::new() } else { driver };
+        if !options.list {
+            if device.is_simt() {
+                println!("device: {}, an emulator: wall time, which says nothing about GPUs", device.name());
+                if let Err(e) = Device::cuda(0) {
+                    println!("no GPU: {e}");
+                }
+            } else {
+                println!("device: {}, driver {driver}: replays of a graph, up to {SETS} input sets", device.name());
+            }
+            println!("{:<52} {:>10} {:>10} {:>10} {:>8}", "case", "µs", "GB/s", "TFLOP/s", "ceiling");
+        }
+        let criterion = (!options.quick).then_some(criterion);
+        Ok(Self { options, device, stream, driver, criterion, json, failures: 0 })
+    }
+
+    /// The device that is measured.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// `gpu` on a GPU; `simt`, which should be small, on the SIMT device.
+    pub fn pick<T>(&self, gpu: T, simt: T) -> T {
+        if self.device.is_simt() { simt } else { gpu }
+    }
+
+    /// Times an operation.
+    ///
+    /// `name` is `family/operation/variant/shape`. `make` allocates and fills the `set`-th set of inputs and outputs and
+    /// returns a closure that launches once with them; it must not wait for the device or copy from or to the host.
+    pub fn case<F>(&mut self, name: &str, cost: Cost, make: impl FnMut(&Device, &Stream, usize) -> Result<F>)
+    where
+        F: FnMut(&Stream) -> Result<()>,
+    {
+        if !self.starts(name) {
+            return;
+        }
+        let outcome = self.measure(name, cost, make);
+        self.finish(name, outcome);
+    }
+
+    /// Times how long the host takes for one call that launches, without graphs and without waiting for the device. Does
+    /// nothing on the SIMT device, where a call is the work itself.
+    pub fn overhead<F>(&mut self, name: &str, make: impl FnOnce(&Device, &Stream) -> Result<F>)
+    where
+        F: FnMut(&Stream) -> Result<()>,
+    {
+        if !self.device.is_simt() && self.starts(name) {
+            let outcome = self.measure_overhead(name, make);
+            self.finish(name, outcome);
+        }
+    }
+
+    /// Benches of work on the host only, which criterion does alone. In quick mode on a GPU only if `name` is asked for.
+    pub fn host(&mut self, name: &str, benches: impl FnOnce(&mut Criterion)) {
+        let asked = self.options.filters.iter().any(|f| name.contains(f.as_str()) || f.contains(name));
+        if self.options.list {
+            println!("{name}");
+        } else if asked || (self.options.filters.is_empty() && (self.criterion.is_some() || self.device.is_simt())) {
+            let quick = || {
+                Criterion::default()
+                    .warm_up_time(Duration::from_millis(20))
+                    .measurement_time(Duration::from_millis(100))
+                    .nresamples(1000)
+                    .sample_size(10)
+            };
+            benches(self.criterion.get_or_insert_with(quick));
+            if self.options.quick {
+                self.criterion = None;
+            }
+        }
+    }
+
+    fn starts(&self, name: &str) -> bool {
+        if !self.options.selects(name) {
+            return false;
+        }
+        if self.options.list {
+            println!("{name}");
+        }
+        !self.options.list
+    }
+
+    fn finish(&mut self, name: &str, outcome: Result<Record>) {
+        match outcome {
+            Ok(record) => {
+                let [us, bytes, flops, share] = record.columns();
+                println!("{name:<52} {us:>10} {bytes:>10} {flops:>10} {share:>8}");
+                if let Some(file) = &mut self.json {
+                    let line = serde_json::to_string(&record).expect("a record is JSON");
+                    writeln!(file, "{line}").expect("the JSON file can be written");
+                }
+            }
+            Err(e) => {
+                self.failures += 1;
+                println!("{name:<52} failed: {e}");
+            }
+        }
+    }
+
+    fn record(&self, case: &str, cost: Cost, mut us: Vec<f64>, sets: usize, launches: usize) -> Record {
+        us.sort_by(f64::total_cmp);
+        let at = |share: f64| us[((us.len() - 1) as f64 * share).round() as usize];
+        Record {
+            device: self.device.name(),
+            driver: self.driver.clone(),
+            date: date(SystemTime::now()),
+            case: case.into(),
+            median_us: at(0.5),
+            min_us: at(0.0),
+            p90_us: at(0.9),
+            bytes: cost.read + cost.written,
+            flops: cost.flops,
+            floor_us: cost.floor_on_h200(),
+            sets,
+            launches,
+        }
+    }
+
+    fn measure<F>(
+        &mut self,
+        name: &str,
+        cost: Cost,
+        mut make: impl FnMut(&Device, &Stream, usize) -> Result<F>,
+    ) -> Result<Record>
+    where
+        F: FnMut(&Stream) -> Result<()>,
+    {
+        let wanted = match self.device.memory_info()? {
+            None => 1,
+            Some(memory) => (memory.free / 2 / (cost.read + cost.written).max(1)).clamp(1, SETS as u64) as usize,
+        };
+        let mut sets = vec![make(&self.device, &self.stream, 0)?];
+        while sets.len() < wanted {
+            match make(&self.device, &self.stream, sets.len()) {
+                Ok(set) => sets.push(set),
+                Err(Error::OutOfMemory { .. }) => break,
+                Err(e) => return Err(e),
+            }
+        }
+        // Loads the kernels, and shows errors where they come from.
+        sets.iter_mut().try_for_each(|launch| launch(&self.stream))?;
+        self.device.synchronize()?;
+
+        let mut timer = if self.device.is_simt() {
+            Timer::Wall { stream: &self.stream, launch: &mut sets[0] }
+        } else {
+            Timer::graph(&self.device, &self.stream, &mut sets)?
+        };
+        let launches = timer.launches();
+        let first = timer.seconds()?;
+        let until = Instant::now() + Duration::from_secs_f64(SECONDS / 10.0);
+        while Instant::now() < until {
+            timer.seconds()?;
+        }
+        let replays = (SECONDS / first.max(1e-9)).clamp(3.0, 100.0) as usize;
+        let times: Result<Vec<f64>> = (0..replays).map(|_| Ok(timer.seconds()? * 1e6 / launches as f64)).collect();
+        let times = times?;
+
+        if let Some(criterion) = &mut self.criterion {
+            let (family, rest) = name.split_once('/').unwrap_or(("other", name));
+            // So that a run is never compared with one on another kind of device.
+            let kind = if self.device.is_simt() { "simt" } else { "cuda" };
+            let mut group = criterion.benchmark_group(format!("{kind}/{family}"));
+            if cost.read + cost.written > 0 {
+                group.throughput(Throughput::Bytes(cost.read + cost.written));
+            }
+            let mut failure = None;
+            group.bench_function(rest, |bencher| {
+                bencher.iter_custom(|iterations| {
+                    let replays = iterations.div_ceil(launches as u64);
+                    let seconds: Result<f64> = (0..replays).map(|_| timer.seconds()).sum();
+                    let seconds = seconds.unwrap_or_else(|e| {
+                        failure = Some(e);
+                        1.0
+                    });
+                    Duration::from_secs_f64(seconds * iterations as f64 / (replays * launches as u64) as f64)
+                });
+            });
+            group.finish();
+            if let Some(e) = failure {
+                return Err(e);
+            }
+        }
+        Ok(self.record(name, cost, times, sets.len(), launches))
+    }
+
+    fn measure_overhead<F>(&self, name: &str, make: impl FnOnce(&Device, &Stream) -> Result<F>) -> Result<Record>
+    where
+        F: FnMut(&Stream) -> Result<()>,
+    {
+        /// Fewer than a stream queues before it makes the host wait.
+        const CALLS: usize = 200;
+        let mut launch = make(&self.device, &self.stream)?;
+        let mut batch = || -> Result<f64> {
+            let start = Instant::now();
+            (0..CALLS).try_for_each(|_| launch(&self.stream))?;
+            let seconds = start.elapsed().as_secs_f64();
+            self.stream.synchronize()?;
+            Ok(seconds * 1e6 / CALLS as f64)
+        };
+        batch()?;
+        let times: Result<Vec<f64>> = (0..50).map(|_| batch()).collect();
+        Ok(self.record(name, Cost::default(), times?, 1, CALLS))
+    }
+}
+
+/// How the launches of a case are timed.
+enum Timer<'a, F> {
+    Wall { stream: &'a Stream, launch: &'a mut F },
+    Graph { stream: &'a Stream, graph: Graph, launches: usize, start: Event, end: Event },
+}
+
+impl<'a, F: FnMut(&Stream) -> Result<()>> Timer<'a, F> {
+    fn graph(device: &Device, stream: &'a Stream, sets: &mut [F]) -> Result<Self> {
+        let (start, end) = (Event::new(device)?, Event::new(device)?);
+        let capture = |passes: usize, sets: &mut [F]| {
+            Graph::capture(stream, |s| (0..passes).try_for_each(|_| sets.iter_mut().try_for_each(|launch| launch(s))))
+        };
+        let once = capture(1, sets)?;
+        let mut timer = Self::Graph { stream, graph: once, launches: 1, start, end };
+        timer.seconds()?;
+        let seconds = timer.seconds()?.max(1e-6);
+        let count = sets.len();
+        let passes = (GRAPH_SECONDS / seconds).ceil().min((MAX_LAUNCHES / count) as f64).max(1.0) as usize;
+        if let Self::Graph { graph, launches, .. } = &mut timer {
+            *launches = passes * count;
+            if passes > 1 {
+                *graph = capture(passes, sets)?;
+            }
+            graph.upload(stream)?;
+        }
+        Ok(timer)
+    }
+
+    /// Launches that [`seconds`](Self::seconds) times at once.
+    fn launches(&self) -> usize {
+        match self {
+            Self::Wall { .. } => 1,
+            Self::Graph { launches, .. } => *launches,
+        }
+    }
+
+    /// What all of them took.
+    fn seconds(&mut self) -> Result<f64> {
+        match self {
+            Self::Wall { stream, launch } => {
+                let start = Instant::now();
+                launch(stream)?;
+                stream.synchronize()?;
+                Ok(start.elapsed().as_secs_f64())
+            }
+            Self::Graph { stream, graph, start, end, .. } => {
+                stream.record_event(start)?;
+                graph.launch(stream)?;
+                stream.record_event(end)?;
+                end.seconds_since(start)
+            }
+        }
+    }
+}
+
+/// A tensor that repeats `data`, copied on the device: quick for any size.
+pub fn tiled<T: Element>(device: &Device, stream: &Stream, data: &[T], shape: &[usize]) -> Result<Tensor<T>> {
+    let tensor = Tensor::<T>::uninit(device, shape)?;
+    let flat = tensor.reshape(&[tensor.len()])?;
+    let mut filled = data.len().min(flat.len());
+    flat.narrow(0, 0, filled)?.copy_from_slice(&data[..filled])?;
+    while filled < flat.len() {
+        let len = filled.min(flat.len() - filled);
+        stream.copy(&mut flat.narrow(0, filled, len)?, &flat.narrow(0, 0, len)?)?;
+        filled += len;
+    }
+    stream.synchronize()?;
+    Ok(tensor)
+}
+
+/// Numbers that look random, uniform in [-1, 1), the same for the same `seed`. They repeat after 65,521.
+pub fn noise<T: Float>(device: &Device, stream: &Stream, shape: &[usize], seed: usize) -> Result<Tensor<T>> {
+    let mut state = (seed as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    let data: Vec<T> = (0..65_521).map(|_| T::from_f32(next())).collect();
+    tiled(device, stream, &data, shape)
+}
+
+/// The version of NVIDIA's kernel driver, if it says.
+fn driver_version() -> String {
+    let text = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+    // "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 ..."
+    let version = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
+    text.split_whitespace().find(version).unwrap_or("unknown").into()
+}
+
+/// UTC, by Howard Hinnant's `civil_from_days`.
+fn date(now: SystemTime) -> String {
+    let seconds = now.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let (days, time) = (seconds / 86_400, seconds % 86_400);
+    let z = days + 719_468;
+    let (era, doe) = (z / 146_097, z % 146_097);
+    let yoe = (doe - doe / 1_460 + doe / 36_524 - doe / 146_096) / 365;
+    let doy = doe - (365 * yoe + yoe / 4 - yoe / 100);
+    let mp = (5 * doy + 2) / 153;
+    let (day, month) = (doy - (153 * mp + 2) / 5 + 1, if mp < 10 { mp + 3 } else { mp - 9 });
+    let year = yoe + era * 400 + u64::from(month <= 2);
+    format!("{year}-{month:02}-{day:02}T{:02}:{:02}:{:02}Z", time / 3600, time / 60 % 60, time % 60)
+}
+
+/// Records as Markdown: a table for each device, the last record of each case, in the order of their first ones.
+fn table(json: &str) -> Result<String, String> {
+    let mut devices: BTreeMap<String, Vec<Record>> = BTreeMap::new();
+    for (i, line) in json.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+        let record: Record = serde_json::from_str(line).map_err(|e| format!("line {}: {e}", i + 1))?;
+        let records = devices.entry(record.device.clone()).or_default();
+        match records.iter_mut().find(|r| r.case == record.case) {
+            Some(old) => *old = record,
+            None => records.push(record),
+        }
+    }
+    let mut out = String::new();
+    for (device, records) in devices {
+        let last = records.iter().max_by_key(|r| &r.date).expect("a device has records");
+        let driver = if last.driver.is_empty() { String::new() } else { format!(", driver {}", last.driver) };
+        let day = last.date.split('T').next().unwrap_or_default();
+        let _ = writeln!(out, "{device}{driver}, {day}\n");
+        out.push_str("| case | µs | min | p90 | GB/s | TFLOP/s | of the ceiling |\n");
+        out.push_str("| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n");
+        for record in records {
+            let [us, bytes, flops, share] = record.columns();
+            let (min, p90) = (Figures(record.min_us), Figures(record.p90_us));
+            let _ = writeln!(out, "| {} | {us} | {min:.4} | {p90:.4} | {bytes} | {flops} | {share} |", record.case);
+        }
+        out.push('\n');
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates() {
+        let at = |seconds| date(UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(at(0), "1970-01-01T00:00:00Z");
+        assert_eq!(at(951_782_399), "2000-02-28T23:59:59Z");
+        assert_eq!(at(951_782_400), "2000-02-29T00:00:00Z");
+        assert_eq!(at(1_795_132_800), "2026-11-20T00:00:00Z");
+    }
+
+    #[test]
+    fn figures() {
+        let text = |x| format!("{:.4}", Figures(x));
+        assert_eq!([0.7212, 1.5, 18.804, 807.26, 64_000.4].map(text), ["0.721", "1.500", "18.80", "807.3", "64000"]);
+    }
+
+    #[test]
+    fn options() {
+        let parse = |args: &[&str]| Options::parse(args.iter().map(ToString::to_string), |_| None);
+        let options = parse(&["--bench", "norm", "--quick", "--json", "out.json", "gate"]).unwrap();
+        assert!(options.quick && options.json.as_deref() == Some("out.json"));
+        assert!(options.selects("norm/rms_norm") && options.selects("moe/gate") && !options.selects("rope"));
+        assert!(parse(&[]).unwrap().selects("anything") && !parse(&[]).unwrap().quick);
+        assert!(parse(&["--json"]).is_err() && parse(&["--fast"]).is_err());
+        let env = |name: &str| (name == "WARPLOOM_BENCH_QUICK").then(|| "1".to_string());
+        assert!(Options::parse(std::iter::empty(), env).unwrap().quick);
+    }
+
+    /// Reading alone, copying, and computing take what was measured.
+    #[test]
+    fn ceilings() {
+        assert!((Cost::bytes(4_640_000, 0).floor_on_h200() - 1.0).abs() < 1e-9);
+        assert!((Cost::bytes(1_950_000, 1_950_000).floor_on_h200() - 1.0).abs() < 1e-9);
+        assert!((Cost::bytes(1, 1).flops(807_000_000).floor_on_h200() - 1.0).abs() < 1e-9);
+        assert!((Cost::bytes(1, 1).flops(1_513_000_000).fp8().floor_on_h200() - 1.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn tables() {
+        let record = |case: &str, median_us: f64| Record {
+            device: "cuda:0 (NVIDIA H200)".into(),
+            driver: "580.65.06".into(),
+            date: "2026-11-20T12:00:00Z".into(),
+            case: case.into(),
+            median_us,
+            min_us: 18.5,
+            p90_us: 19.25,
+            bytes: 67_108_864,
+            flops: 0,
+            floor_us: 17.2,
+            sets: 20,
+            launches: 60,
+        };
+        let lines = [record("a", 30.0), record("b", 18.8), record("a", 20.0)];
+        let json: String = lines.iter().map(|r| serde_json::to_string(r).unwrap() + "\n").collect();
+        let expected = [
+            "cuda:0 (NVIDIA H200), driver 580.65.06, 2026-11-20",
+            "",
+            "| case | µs | min | p90 | GB/s | TFLOP/s | of the ceiling |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+            "| a | 20.00 | 18.50 | 19.25 | 3355 | - | 86 % |",
+            "| b | 18.80 | 18.50 | 19.25 | 3570 | - | 91 % |",
+            "",
+            "",
+        ];
+        assert_eq!(table(&json).unwrap(), expected.join("\n"));
+        assert!(table("{}").unwrap_err().starts_with("line 1: "));
+    }
+}

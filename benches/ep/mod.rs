@@ -1,0 +1,7 @@
+mod eplb;
+
+use warploom_benches::Harness;
+
+pub fn benches(harness: &mut Harness) {
+    harness.host("ep/eplb", eplb::benches);
+}

@@ -1,0 +1,35 @@
+//! Root-mean-square normalisation of bf16 rows, and what one call costs the host.
+
+use warploom::norm::rms_norm::{self, rms_norm};
+use warploom::{DType, Tensor, bf16};
+use warploom_benches::{Cost, Harness, noise};
+
+pub fn benches(harness: &mut Harness) {
+    let tokens = harness.pick(&[1, 16, 256, 4096][..], &[1, 16]);
+    for n in [4096, 8192] {
+        for &tokens in tokens {
+            let cost = Cost::bytes((tokens + 1) * n * 2, tokens * n * 2);
+            harness.case(&format!("norm/rms_norm/bf16/{tokens}x{n}"), cost, |device, stream, set| {
+                let x = noise::<bf16>(device, stream, &[tokens, n], set)?;
+                let weight = noise::<bf16>(device, stream, &[n], set + 100)?;
+                let mut out = Tensor::<bf16>::uninit(device, &[tokens, n])?;
+                Ok(move |s: &_| rms_norm(s, &mut out, &x, Some(&weight), 1e-5))
+            });
+        }
+    }
+    harness.overhead("norm/rms_norm/overhead/L2", |device, stream| {
+        let x = noise::<bf16>(device, stream, &[1, 256], 0)?;
+        let mut out = Tensor::<bf16>::uninit(device, &[1, 256])?;
+        Ok(move |s: &_| rms_norm(s, &mut out, &x, None, 1e-5))
+    });
+    harness.overhead("norm/rms_norm/overhead/L1", |device, stream| {
+        let x = noise::<bf16>(device, stream, &[1, 256], 0)?;
+        let mut out = Tensor::<bf16>::uninit(device, &[1, 256])?;
+        Ok(move |s: &_| {
+            let (x, y) = (x.as_ptr().cast(), out.as_mut_ptr().cast());
+            let args = rms_norm::Args { x, weight: std::ptr::null(), y, n: 256, eps: 1e-5 };
+            // SAFETY: both tensors hold one row and live as long as the closure, which outlives the work.
+            unsafe { rms_norm::launch(s, DType::Bf16, 1, &args) }
+        })
+    });
+}
