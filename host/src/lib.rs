@@ -43,6 +43,7 @@ pub mod ptx;
 pub mod reference;
 mod tensor;
 
+pub use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 pub use cuda_std::{Arch, DType, E4M3, E5M2, Element, Entry, Float, KernelArgs};
 pub use device::{Device, Event, Geometry, Graph, Pinned, SimtOptions, Stream};
 pub use error::{Error, Result};

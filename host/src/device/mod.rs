@@ -8,6 +8,7 @@ mod cuda;
 mod graph;
 mod simt;
 mod stream;
+mod tensor_map;
 
 use crate::error::{Error, Result};
 use std::fmt;

@@ -8,7 +8,7 @@ use cuda_std::{Global, entries, mbarrier, mma, thread};
 /// Threads of the block.
 pub const THREADS: usize = 64;
 /// Words of a thread.
-pub const WORDS: usize = 24;
+pub const WORDS: usize = 21;
 /// Dynamic shared memory.
 pub const SHARED_BYTES: usize = 20 * 1024;
 /// The tensor of `map`: f32, innermost first.

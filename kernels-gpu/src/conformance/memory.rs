@@ -8,7 +8,7 @@ use cuda_std::{Global, GlobalMut, cp_async, entries, mbarrier, thread};
 /// Threads of the block.
 pub const THREADS: usize = 64;
 /// Words of a thread.
-pub const WORDS: usize = 24;
+pub const WORDS: usize = 21;
 /// Words of `scratch`.
 pub const SCRATCH: usize = 5 * 4 * THREADS;
 /// Dynamic shared memory.

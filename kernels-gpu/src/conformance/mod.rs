@@ -52,6 +52,26 @@ impl Words {
         self.put(value.to_bits());
     }
 
+    /// Several words.
+    #[inline(always)]
+    pub unsafe fn put_all<const N: usize>(&mut self, words: [u32; N]) {
+        let mut i = 0;
+        while i < N {
+            self.put(words[i]);
+            i += 1;
+        }
+    }
+
+    /// The bits of several `f32`, with one NaN for all.
+    #[inline(always)]
+    pub unsafe fn put_all_f32<const N: usize>(&mut self, values: [f32; N]) {
+        let mut i = 0;
+        while i < N {
+            self.put(if values[i].is_nan() { 0x7fc0_0000 } else { values[i].to_bits() });
+            i += 1;
+        }
+    }
+
     /// Two words.
     #[inline(always)]
     pub unsafe fn put_u64(&mut self, value: u64) {

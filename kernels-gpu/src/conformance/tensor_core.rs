@@ -68,38 +68,27 @@ pub unsafe fn conformance(out: *mut u32) {
     // From the 32-bit address.
     words.put(mma::ldmatrix_x1(a.address(lane % 8 * 16))[0]);
     let sums = [1.0, 2.0, 3.0, lane as f32];
-    for v in mma::m16n8k16_bf16(fa, fb, sums) {
-        words.put_f32(v);
-    }
+    words.put_all_f32(mma::m16n8k16_bf16(fa, fb, sums));
 
     let (a, b) = operands(16, |i| f16::from_f32(small(i)));
     let (fa, fb) = fragments(a, b, 16);
-    for v in mma::m16n8k16_f16(fa, fb, sums) {
-        words.put_f32(v);
-    }
+    words.put_all_f32(mma::m16n8k16_f16(fa, fb, sums));
 
     let (a, b) = operands(8, |i| small(i));
     let (fa, fb) = fragments(a, b, 8);
     // The 13 lowest bits do not count.
-    for v in mma::m16n8k8_tf32(fa.map(|w| w | lane), fb, sums) {
-        words.put_f32(v);
-    }
+    words.put_all_f32(mma::m16n8k8_tf32([fa[0] | lane, fa[1] | lane, fa[2] | lane, fa[3] | lane], fb, sums));
 
     let (a, b) = operands(32, |i| (i * 37 % 251) as i8);
     let (fa, fb) = fragments(a, b, 32);
-    for v in mma::m16n8k32_i8(fa, fb, [1, -2, 3, lane as i32]) {
-        words.put(v as u32);
-    }
+    let [v0, v1, v2, v3] = mma::m16n8k32_i8(fa, fb, [1, -2, 3, lane as i32]);
+    words.put_all([v0 as u32, v1 as u32, v2 as u32, v3 as u32]);
     // Random bits: integer products are exact whatever they are.
     let noise = |i: u32| (lane + 32 * i).wrapping_mul(0x9e37_79b9);
     let v = mma::m16n8k32_i8([noise(0), noise(1), noise(2), noise(3)], [noise(4), noise(5)], [0; 4]);
     words.put((v[0] ^ v[1] ^ v[2] ^ v[3]) as u32);
-    for w in fa {
-        words.put(w);
-    }
-    for w in fb {
-        words.put(w);
-    }
+    words.put_all(fa);
+    words.put_all(fb);
     words.put(thread::sync_threads_count(true));
     words.put(lane);
     words.done();
@@ -112,14 +101,10 @@ pub unsafe fn float8(out: *mut u32) {
     let sums = [1.0, 2.0, 3.0, thread::thread_idx_x() as f32];
     let (a, b) = operands(32, |i| E4M3::from_f32(small(i)));
     let (fa, fb) = fragments(a, b, 32);
-    for v in mma::m16n8k32_e4m3(fa, fb, sums) {
-        words.put_f32(v);
-    }
+    words.put_all_f32(mma::m16n8k32_e4m3(fa, fb, sums));
     let (a, b) = operands(32, |i| E5M2::from_f32((i % 7) as f32 - 3.0));
     let (fa, fb) = fragments(a, b, 32);
-    for v in mma::m16n8k32_e5m2(fa, fb, sums) {
-        words.put_f32(v);
-    }
+    words.put_all_f32(mma::m16n8k32_e5m2(fa, fb, sums));
     words.done();
 }
 

@@ -48,8 +48,8 @@ pub unsafe fn conformance<T: Input, A: Accumulator + AsRef<[f32]>>(out: *mut u32
     let width = 128 / size_of::<T>() as u32;
     let n = A::N as u32;
     let mut carver = Carver::new();
-    let a = carver.take_aligned::<T>((64 * width) as usize, 1024);
-    let b = carver.take_aligned::<T>((256 * width) as usize, 1024);
+    let tiles = carver.take_aligned::<T>((320 * width) as usize, 1024);
+    let (a, b) = (tiles, tiles.offset(64 * width));
     fill(a, 64, Swizzle::B128, small);
     fill(b, n, Swizzle::B128, |i, k| small(i + 2, k + 1));
     tma::fence_async();
@@ -101,25 +101,34 @@ pub unsafe fn conformance<T: Input, A: Accumulator + AsRef<[f32]>>(out: *mut u32
     words.put(hash(acc.as_ref()));
 
     // The narrower swizzles: a step or two along K.
-    for (swizzle, lines_of_a) in [(Swizzle::B64, 64 * 64), (Swizzle::B32, 64 * 32)] {
-        thread::sync_threads();
-        let all = a.address(0u32);
-        let part = Shared::<T>::at(0, (lines_of_a + 256 * swizzle.line_bytes()) / size_of::<T>());
-        fill(part, 64, swizzle, small);
-        fill(part.offset(lines_of_a / size_of::<T>()), n, swizzle, |i, k| small(i + 2, k + 1));
-        tma::fence_async();
-        thread::sync_threads();
-        let da = Descriptor::<K>::with_lines(all, swizzle);
-        let db = Descriptor::<K>::with_lines(all + lines_of_a as u32, swizzle);
-        acc.multiply::<T, 1, _, _>(da, db, false);
-        if swizzle == Swizzle::B64 {
-            acc.multiply::<T, 1, _, _>(da.advance(1), db.advance(1), true);
-        }
-        wgmma::wait::<0>(&mut acc);
-        words.put(hash(acc.as_ref()));
-    }
+    narrow::<T, A, { 64 * 64 }>(&mut words, &mut acc, tiles, Swizzle::B64);
+    narrow::<T, A, { 64 * 32 }>(&mut words, &mut acc, tiles, Swizzle::B32);
     words.put(convert::pack_bf16x2(acc.as_ref()[1], acc.as_ref()[2]));
     words.done();
+}
+
+/// A product of tiles with lines of 64 or 32 bytes, A in `BYTES`.
+#[inline(always)]
+unsafe fn narrow<T: Input, A: Accumulator + AsRef<[f32]>, const BYTES: usize>(
+    words: &mut Words,
+    acc: &mut A,
+    tiles: Shared<T>,
+    swizzle: Swizzle,
+) {
+    thread::sync_threads();
+    let (first, second) = (tiles, tiles.offset(BYTES / size_of::<T>()));
+    fill(first, 64, swizzle, small);
+    fill(second, A::N as u32, swizzle, |i, k| small(i + 2, k + 1));
+    tma::fence_async();
+    thread::sync_threads();
+    let da = Descriptor::<K>::with_lines(first.address(0u32), swizzle);
+    let db = Descriptor::<K>::with_lines(second.address(0u32), swizzle);
+    acc.multiply::<T, 1, _, _>(da, db, false);
+    if swizzle == Swizzle::B64 {
+        acc.multiply::<T, 1, _, _>(da.advance(1), db.advance(1), true);
+    }
+    wgmma::wait::<0>(acc);
+    words.put(hash(acc.as_ref()));
 }
 
 /// The bits of a 16- or 8-bit value.
