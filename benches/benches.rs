@@ -1,10 +1,14 @@
 //! The benches: one binary, a file for each operation. See `harness.rs` for how they measure and what options there are.
 
+mod attention;
 mod ep;
+mod gemm;
 mod norm;
 
 fn main() {
     warploom_benches::main(|harness| {
+        attention::benches(harness);
+        gemm::benches(harness);
         norm::benches(harness);
         ep::benches(harness);
     });

@@ -6,4 +6,6 @@ mod device;
 mod ep;
 mod gemm;
 mod kv_cache;
+mod moe;
 mod norm;
+mod rope;

@@ -29,6 +29,7 @@
 //!
 //! Stream, outputs (`&mut`), inputs, scalars; options last, as a struct with defaults.
 
+pub mod activation;
 pub mod attention;
 mod check;
 pub mod device;
@@ -38,9 +39,12 @@ pub mod ep;
 mod error;
 pub mod gemm;
 pub mod kv_cache;
+pub mod moe;
 pub mod norm;
+mod pieces;
 pub mod ptx;
 pub mod reference;
+pub mod rope;
 mod tensor;
 
 pub use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};

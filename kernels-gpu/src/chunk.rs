@@ -1,18 +1,21 @@
 //! Chunks: the `N` neighbouring elements that one thread moves at once.
 //!
-//! A chunk is 16 bytes of the wider type of an operation, and so 16, 8 or 4 bytes of a narrower one. It is loaded and
-//! stored by one access of that size, which needs that alignment: kernels test it once, with [`aligned`], for all
-//! chunks of a tensor, and otherwise go element by element.
+//! A chunk is 16 bytes of the widest type of an operation, and so 16, 8 or 4 bytes of a narrower one. It is loaded and
+//! stored by one access of that size (or several of 16 bytes), which needs that alignment: kernels test it once, with
+//! [`aligned`], for all chunks of a tensor, and otherwise go element by element.
+//!
+//! Accesses are of 32-bit words: LLVM keeps those in registers, where an aggregate of smaller elements that is only
+//! moved may end up in local memory.
 
-use crate::kv_cache::CacheElement;
-use cuda_std::vec::{B32, B64, B128};
+use core::mem::MaybeUninit;
+use cuda_std::vec::{B64, B128};
 use cuda_std::{Element, Global, GlobalMut};
 
 /// Whether chunks of `chunk_bytes` can be moved whole: `places` is the bitwise or of the base address and of all
-/// strides and offsets, in bytes.
+/// strides and offsets, in bytes; its lower bits are enough.
 #[inline(always)]
-pub fn aligned(places: usize, chunk_bytes: usize) -> bool {
-    places & (if chunk_bytes < 16 { chunk_bytes } else { 16 } - 1) == 0
+pub fn aligned(places: u32, chunk_bytes: usize) -> bool {
+    places & (if chunk_bytes < 16 { chunk_bytes as u32 } else { 16 } - 1) == 0
 }
 
 /// The chunk at element `i`.
@@ -22,15 +25,30 @@ pub fn aligned(places: usize, chunk_bytes: usize) -> bool {
 #[inline(always)]
 #[track_caller]
 pub unsafe fn load<T: Element, const N: usize>(x: Global<T>, i: usize) -> [T; N] {
-    if const { (N * size_of::<T>()).is_multiple_of(16) } {
-        x.get_as::<B128<T, N>>(i).0
-    } else if const { N * size_of::<T>() == 8 } {
-        x.get_as::<B64<T, N>>(i).0
-    } else if const { N * size_of::<T>() == 4 } {
-        x.get_as::<B32<T, N>>(i).0
-    } else {
-        x.get_as::<[T; N]>(i)
+    const { assert!((N * size_of::<T>()).is_multiple_of(16) || N * size_of::<T>() < 16) };
+    let mut chunk = MaybeUninit::<[T; N]>::uninit();
+    let to = chunk.as_mut_ptr().cast::<u32>();
+    match const { N * size_of::<T>() } {
+        2 | 1 => return x.get_as::<[T; N]>(i),
+        4 => to.write_unaligned(x.get_as::<u32>(i)),
+        8 => {
+            let B64([a, b]) = x.get_as::<B64<u32, 2>>(i);
+            to.write_unaligned(a);
+            to.add(1).write_unaligned(b);
+        }
+        bytes => {
+            let mut at = 0;
+            while at < bytes {
+                let B128([a, b, c, d]) = x.get_as::<B128<u32, 4>>(i + at / size_of::<T>());
+                to.add(at / 4).write_unaligned(a);
+                to.add(at / 4 + 1).write_unaligned(b);
+                to.add(at / 4 + 2).write_unaligned(c);
+                to.add(at / 4 + 3).write_unaligned(d);
+                at += 16;
+            }
+        }
     }
+    chunk.assume_init()
 }
 
 /// Stores a chunk at element `i`.
@@ -40,37 +58,19 @@ pub unsafe fn load<T: Element, const N: usize>(x: Global<T>, i: usize) -> [T; N]
 #[inline(always)]
 #[track_caller]
 pub unsafe fn store<T: Element, const N: usize>(x: GlobalMut<T>, i: usize, chunk: [T; N]) {
-    if const { (N * size_of::<T>()).is_multiple_of(16) } {
-        x.set_as(i, B128(chunk))
-    } else if const { N * size_of::<T>() == 8 } {
-        x.set_as(i, B64(chunk))
-    } else if const { N * size_of::<T>() == 4 } {
-        x.set_as(i, B32(chunk))
-    } else {
-        x.set_as(i, chunk)
+    const { assert!((N * size_of::<T>()).is_multiple_of(16) || N * size_of::<T>() < 16) };
+    let from = chunk.as_ptr().cast::<u32>();
+    match const { N * size_of::<T>() } {
+        2 | 1 => x.set_as(i, chunk),
+        4 => x.set_as(i, from.read_unaligned()),
+        8 => x.set_as(i, B64([from.read_unaligned(), from.add(1).read_unaligned()])),
+        bytes => {
+            let mut at = 0;
+            while at < bytes {
+                let word = |j| from.add(at / 4 + j).read_unaligned();
+                x.set_as(i + at / size_of::<T>(), B128([word(0), word(1), word(2), word(3)]));
+                at += 16;
+            }
+        }
     }
-}
-
-/// The values of a chunk.
-#[inline(always)]
-pub fn widen<T: CacheElement, const N: usize>(chunk: [T; N]) -> [f32; N] {
-    let mut out = [0.0; N];
-    let mut j = 0;
-    while j < N {
-        out[j] = chunk[j].widen();
-        j += 1;
-    }
-    out
-}
-
-/// A chunk of these values, rounded.
-#[inline(always)]
-pub fn round<T: CacheElement, const N: usize>(values: [f32; N]) -> [T; N] {
-    let mut out = [T::round(0.0); N];
-    let mut j = 0;
-    while j < N {
-        out[j] = T::round(values[j]);
-        j += 1;
-    }
-    out
 }

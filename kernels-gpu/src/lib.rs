@@ -14,6 +14,8 @@
 // Kernels are documented by their files; what users call is the host crate.
 #![allow(clippy::undocumented_unsafe_blocks)]
 
+#[cfg(feature = "activation")]
+pub mod activation;
 #[cfg(feature = "attention")]
 pub mod attention;
 pub mod chunk;
@@ -22,8 +24,12 @@ pub mod conformance;
 #[cfg(feature = "gemm")]
 pub mod gemm;
 pub mod kv_cache;
+#[cfg(feature = "moe")]
+pub mod moe;
 #[cfg(feature = "norm")]
 pub mod norm;
+pub mod rope;
+pub mod row;
 mod tensor_float;
 pub use tensor_float::TensorFloat;
 

@@ -5,8 +5,11 @@ use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache};
 use warploom::{Device, Tensor};
 use warploom_tests::noise_of;
 
+mod copy_blocks;
+mod gather_cache;
 mod layout;
 mod reshape_and_cache;
+mod swap;
 
 /// Types of keys and values before they are cached.
 const INPUTS: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
@@ -59,12 +62,12 @@ fn cache_of<S: CacheElement>(cache: &KvCache<S>) -> (Vec<u32>, Vec<u32>) {
 fn exact_round<S: CacheElement>(v: f64) -> u32 {
     if size_of::<S>() > 1 {
         // The value came from this type.
-        return bits(S::round(v as f32));
+        return bits(S::round_all([v as f32])[0]);
     }
     let value = |code: u8| {
         // SAFETY: an 8-bit element, of which every pattern is a value.
         let element: S = unsafe { std::mem::transmute_copy(&code) };
-        element.widen() as f64
+        S::widen_all([element])[0] as f64
     };
     let mut best: Option<u8> = None;
     for code in 0..=u8::MAX {

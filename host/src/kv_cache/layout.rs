@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 use cuda_std::DType;
 
-pub use crate::kernels::kv_cache::CacheElement;
+pub use crate::kernels::kv_cache::{CacheElement, StoreAs};
 
 /// Where the elements of a block lie; see the [module](self).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,7 +1,13 @@
 //! The paged key/value cache: layouts, writing, copying, swapping, gathering, and the allocator of its blocks.
 
+pub mod copy_blocks;
+pub mod gather_cache;
 pub mod layout;
 pub mod reshape_and_cache;
+pub mod swap;
 
-pub use layout::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides, Scales, check_slots};
+pub use copy_blocks::{CacheLayers, check_pairs, copy_blocks};
+pub use gather_cache::gather_cache;
+pub use layout::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides, Scales, StoreAs, check_slots};
 pub use reshape_and_cache::reshape_and_cache;
+pub use swap::{HostCache, swap_in, swap_out};

@@ -4,13 +4,13 @@
 //! `reshape_and_cache` and `reshape_and_cache_flash` (its `csrc/cache_kernels.cu`), which are the x-split and the NHD case
 //! here.
 
-use super::layout::{CacheElement, CacheLayout, KvCache, Scales, check_scales, write_cache};
+use super::layout::{CacheElement, CacheLayout, KvCache, Scales, StoreAs, check_scales, write_cache};
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::kv_cache::reshape_and_cache as kernel;
 use crate::tensor::Tensor;
-use cuda_std::{DType, Element, Entry, Float};
+use cuda_std::{DType, Element, Entry};
 
 pub use kernel::{Args, SCALE_PER_HEAD, SLOTS_I64};
 
@@ -56,23 +56,28 @@ pub const fn geometry(layout: CacheLayout, dtype: DType, tokens: u32, heads: u32
     }
 }
 
-/// Threads of a block.
-const THREADS: u32 = 256;
-
-/// Blocks of (chunks, heads, tokens).
+/// Blocks of (chunks, heads, tokens), of 128 threads or as many as a token needs.
 pub(crate) const fn chunk_major(tokens: u32, heads: u32, chunks: u32) -> Geometry {
-    let x = at_most(chunks, THREADS);
-    let y = at_most(heads, THREADS / x);
-    let z = at_most(at_most(tokens, THREADS / (x * y)), 64);
+    let x = share(chunks, 512);
+    let y = share(heads, 512 / x);
+    let z = share(tokens, at_most(128 / (x * y), 64));
     Geometry::new([tokens.div_ceil(z), heads.div_ceil(y), chunks.div_ceil(x)], [x, y, z])
 }
 
-/// Blocks of (tokens, chunks, heads), for layouts in which neighbouring tokens are neighbours.
+/// Blocks of (tokens, chunks, heads), of 256 threads, for layouts in which neighbouring tokens are neighbours.
 pub(crate) const fn token_major(tokens: u32, heads: u32, chunks: u32) -> Geometry {
     let x = at_most(tokens, 16);
-    let y = at_most(chunks, THREADS / x);
-    let z = at_most(at_most(heads, THREADS / (x * y)), 64);
+    let y = share(chunks, 256 / x);
+    let z = share(heads, at_most(256 / (x * y), 64));
     Geometry::new([tokens.div_ceil(x), heads.div_ceil(z), chunks.div_ceil(y)], [x, y, z])
+}
+
+/// `n` things in as few equal shares as possible, of at most `most` (or 1): how many there are in a share.
+const fn share(n: u32, most: u32) -> u32 {
+    if n == 0 || most < 2 {
+        return 1;
+    }
+    n.div_ceil(n.div_ceil(most))
 }
 
 /// The smaller one, but not 0.
@@ -143,10 +148,9 @@ impl<'a> Options<'a> {
 /// elements.
 ///
 /// # Errors
-/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType) (of `slots`, or of a cache for which there
-/// is no kernel), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice); [`Value`](Error::Value) for scales
+/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType) (of `slots`), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice); [`Value`](Error::Value) for scales
 /// that are missing or not wanted, or extents beyond 2^31 - 1.
-pub fn reshape_and_cache<T: Float + CacheElement, S: CacheElement, I: Element>(
+pub fn reshape_and_cache<T: StoreAs<S>, S: CacheElement, I: Element>(
     stream: &Stream,
     cache: &mut KvCache<S>,
     key: &Tensor<T>,
@@ -165,7 +169,6 @@ pub fn reshape_and_cache<T: Float + CacheElement, S: CacheElement, I: Element>(
     call.same_shape("slots", slots.shape(), &[tokens])?;
     call.contiguous("slots", slots)?;
     call.dtype_among("slots", I::DTYPE, &[DType::I32, DType::I64])?;
-    call.dtype_among("cache", S::DTYPE, &[T::DTYPE, DType::E4m3, DType::E5m2, DType::I8])?;
     for (arg, t) in [("key", key), ("value", value)] {
         call.dense_last(arg, t)?;
     }

@@ -1,4 +1,17 @@
-//! Normalisation.
+//! Normalisation of rows and of heads.
+//!
+//! Rows are `[.., n]` with any distance between them, in f32, f16 or bf16. Arithmetic is in f32 with one rounding at the
+//! end: squares are summed in f32, in an order that depends on `n` and on the alignment of the tensors only, so a row's
+//! result does not depend on the other rows. A row whose mean square exceeds f32 becomes zeros, as does one with an
+//! infinity (with NaN at the infinity).
 
+pub mod layer_norm;
+pub mod qk_norm;
 pub mod rms_norm;
-pub use rms_norm::rms_norm;
+pub mod rms_norm_quant;
+
+pub use crate::pieces::Variant;
+pub use layer_norm::layer_norm;
+pub use qk_norm::{gemma_qk_norm, qk_norm};
+pub use rms_norm::{fused_add_rms_norm, fused_add_rms_norm_to, gemma_fused_add_rms_norm, gemma_rms_norm, rms_norm};
+pub use rms_norm_quant::{QuantOptions, rms_norm_e4m3_per_group, rms_norm_e4m3_per_token, rms_norm_i8_per_token};

@@ -1,53 +1,130 @@
-//! Root-mean-square normalisation: `x / sqrt(mean(x²) + eps) * weight`.
+//! Root-mean-square normalisation: `x / sqrt(mean(x²) + eps) * weight`, of `x` or of a sum with a residual.
 //!
-//! A block for each row. Source: Zhang and Sennrich, *Root Mean Square Layer Normalization*, 2019.
+//! Sources: Zhang and Sennrich, *Root Mean Square Layer Normalization*, 2019. The fused form rounds the sum to the
+//! element type before it normalises it, as vLLM's `fused_add_rms_norm` does, so that what was normalised is what the
+//! next layer adds to. Gemma's form multiplies by `1 + weight`.
 
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
 use crate::kernels::norm::rms_norm as kernel;
+use crate::pieces::{self, Variant};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Entry, Float};
 
-pub use kernel::Args;
+pub use kernel::alone::Args;
+pub use kernel::fused_add::Args as FusedAddArgs;
 
-/// The entry for an element type, if there is one.
-pub const fn entry(dtype: DType) -> Option<Entry<Args>> {
-    Some(match dtype {
-        DType::F32 => kernel::rms_norm_f32::ENTRY,
-        DType::F16 => kernel::rms_norm_f16::ENTRY,
-        DType::Bf16 => kernel::rms_norm_bf16::ENTRY,
-        _ => return None,
-    })
+/// The entry for an element type and a [`Variant`], if there is one.
+pub const fn entry(dtype: DType, variant: Variant) -> Option<Entry<Args>> {
+    pieces::instance(dtype, variant.first())
 }
 
-/// How to launch it for `rows` rows.
-pub const fn geometry(rows: u32) -> Geometry {
-    Geometry::linear(rows, 256).shared_bytes(kernel::SHARED_BYTES as u32)
+/// The entry that adds a residual.
+pub const fn fused_add_entry(dtype: DType, variant: Variant) -> Option<Entry<FusedAddArgs>> {
+    pieces::instance(dtype, variant.first())
 }
 
-/// Launches on raw pointers (layer L1): `args.x` and `args.y` are `[rows, n]`, dense; `args.weight` is `[n]` or null.
+/// How to launch either for `rows` rows of `n` elements.
+pub const fn geometry(rows: u32, n: u32, dtype: DType, variant: Variant) -> Geometry {
+    variant.geometry(dtype, rows, n, false, kernel::SHARED_BYTES)
+}
+
+/// Launches on raw pointers (layer L1): `x` and `out` are `[rows, n]`, rows `x_stride` and `out_stride` elements apart;
+/// `weight` is `[n]`, or null for ones, and then `weight_offset` is 0.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) for an element type without an entry, and those of
 /// [`Stream::launch`].
 ///
 /// # Safety
-/// The pointers are device memory of those sizes, aligned to their element type, until the launch is done; `y` overlaps
-/// no other.
-pub unsafe fn launch(stream: &Stream, dtype: DType, rows: u32, args: &Args) -> Result<()> {
-    let entry = entry(dtype).ok_or_else(|| crate::Error::Unsupported {
-        op: "rms_norm",
-        what: format!("no kernel for {dtype}; there are f32, f16 and bf16"),
-    })?;
-    // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry, &geometry(rows), args) }
+/// The pointers are device memory of those sizes, aligned to their element type, until the launch is done; `out` overlaps
+/// no other, or is the very `x`.
+pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
+    let size = dtype.size();
+    let places =
+        [(args.x, args.x_stride, size), (args.weight, 0, size), (args.out.cast_const(), args.out_stride, size)];
+    let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
+    let geometry = geometry(args.rows, args.n, dtype, variant);
+    // SAFETY: forwarded to the caller; the entry fits the alignment.
+    unsafe { pieces::launch(stream, "rms_norm", dtype, entry(dtype, variant), &geometry, args) }
+}
+
+/// Launches on raw pointers (layer L1): as [`launch`], of `x + residual`, which goes to `residual_out`.
+///
+/// # Errors
+/// As for [`launch`].
+///
+/// # Safety
+/// As for [`launch`]; besides, `out` may be the very `residual`, and `residual_out` the very `x` or `residual`.
+pub unsafe fn launch_fused_add(stream: &Stream, dtype: DType, args: &FusedAddArgs) -> Result<()> {
+    let size = dtype.size();
+    let places = [
+        (args.x, args.x_stride, size),
+        (args.residual, args.residual_stride, size),
+        (args.weight, 0, size),
+        (args.out.cast_const(), args.out_stride, size),
+        (args.residual_out.cast_const(), args.residual_out_stride, size),
+    ];
+    let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
+    let geometry = geometry(args.rows, args.n, dtype, variant);
+    let entry = fused_add_entry(dtype, variant);
+    // SAFETY: forwarded to the caller; the entry fits the alignment.
+    unsafe { pieces::launch(stream, "fused_add_rms_norm", dtype, entry, &geometry, args) }
+}
+
+/// Checks what every operation here takes.
+pub(super) fn check_eps(call: &Call<'_>, eps: f32) -> Result<()> {
+    call.value(eps >= 0.0 && eps.is_finite(), "eps", "finite and not negative", eps)
+}
+
+/// Checks a vector that goes along the rows.
+pub(super) fn check_vector<T: cuda_std::Element>(
+    call: &Call<'_>,
+    arg: &'static str,
+    vector: Option<&Tensor<T>>,
+    n: usize,
+) -> Result<()> {
+    let Some(vector) = vector else { return Ok(()) };
+    call.same_shape(arg, vector.shape(), &[n])?;
+    call.contiguous(arg, vector)
+}
+
+fn run<T: Float>(
+    op: &'static str,
+    stream: &Stream,
+    out: &mut Tensor<T>,
+    x: &Tensor<T>,
+    weight: Option<&Tensor<T>>,
+    weight_offset: f32,
+    eps: f32,
+) -> Result<()> {
+    let mut call = Call::new(op, stream);
+    let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
+    call.same_shape("out", out.shape(), x.shape())?;
+    check_vector(&call, "weight", weight, from.width)?;
+    check_eps(&call, eps)?;
+    let (rows, n) = (call.count("rows", from.rows)?, call.count("n", from.width)?);
+    let args = Args {
+        x: call.read("x", x)?,
+        weight: call.read_opt("weight", weight)?,
+        out: call.write("out", out)?,
+        rows,
+        n,
+        x_stride: from.stride,
+        out_stride: to.stride,
+        weight_offset,
+        eps,
+    };
+    call.check_overlap_but(&[("out", "x")])?;
+    // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
+    unsafe { launch(stream, T::DTYPE, &args) }
 }
 
 /// `out[r] = x[r] / sqrt(mean(x[r]²) + eps) * weight`, for each row `r`.
 ///
-/// `x` and `out` are `[.., n]` of the same shape, dense; `weight` is `[n]`, ones if `None`. Arithmetic is in f32 with one
-/// rounding at the end.
+/// `x` and `out` are `[.., n]` of the same shape, the rows of each at one distance from each other; they may be the same
+/// memory. `weight` is `[n]`, ones if `None`.
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
@@ -59,23 +136,122 @@ pub fn rms_norm<T: Float>(
     weight: Option<&Tensor<T>>,
     eps: f32,
 ) -> Result<()> {
-    let mut call = Call::new("rms_norm", stream);
+    run("rms_norm", stream, out, x, weight, 0.0, eps)
+}
+
+/// [`rms_norm`] with the factor `1 + weight`, as Gemma has it.
+///
+/// # Errors
+/// As for [`rms_norm`].
+pub fn gemma_rms_norm<T: Float>(
+    stream: &Stream,
+    out: &mut Tensor<T>,
+    x: &Tensor<T>,
+    weight: &Tensor<T>,
+    eps: f32,
+) -> Result<()> {
+    run("gemma_rms_norm", stream, out, x, Some(weight), 1.0, eps)
+}
+
+/// The tensors of a fused addition: inputs, and outputs unless it is in place.
+struct FusedAdd<'a, T> {
+    x: &'a Tensor<T>,
+    residual: &'a Tensor<T>,
+    out: &'a mut Tensor<T>,
+    residual_out: &'a mut Tensor<T>,
+}
+
+fn run_fused_add<T: Float>(
+    op: &'static str,
+    stream: &Stream,
+    tensors: FusedAdd<'_, T>,
+    weight: Option<&Tensor<T>>,
+    weight_offset: f32,
+    eps: f32,
+) -> Result<()> {
+    let FusedAdd { x, residual, out, residual_out } = tensors;
+    let mut call = Call::new(op, stream);
+    let (from, added) = (call.rows("x", x)?, call.rows("residual", residual)?);
+    let (to, sum) = (call.rows("out", out)?, call.rows("residual_out", residual_out)?);
+    call.same_shape("residual", residual.shape(), x.shape())?;
     call.same_shape("out", out.shape(), x.shape())?;
-    let rows = call.rows("x", x)?;
-    call.contiguous("x", x)?;
-    call.contiguous("out", out)?;
-    if let Some(w) = weight {
-        call.same_shape("weight", w.shape(), &[rows.width])?;
-        call.contiguous("weight", w)?;
-    }
-    call.value(eps >= 0.0 && eps.is_finite(), "eps", "finite and not negative", eps)?;
-    let (grid, n) = (call.count("rows", rows.rows)?, call.count("n", rows.width)?);
-    let args =
-        Args { x: call.read("x", x)?, weight: call.read_opt("weight", weight)?, y: call.write("out", out)?, n, eps };
-    call.check_overlap()?;
-    if n == 0 {
-        return Ok(());
-    }
+    call.same_shape("residual_out", residual_out.shape(), x.shape())?;
+    check_vector(&call, "weight", weight, from.width)?;
+    check_eps(&call, eps)?;
+    let (rows, n) = (call.count("rows", from.rows)?, call.count("n", from.width)?);
+    let args = FusedAddArgs {
+        x: call.read("x", x)?,
+        residual: call.read("residual", residual)?,
+        weight: call.read_opt("weight", weight)?,
+        out: call.write("out", out)?,
+        residual_out: call.write("residual_out", residual_out)?,
+        rows,
+        n,
+        x_stride: from.stride,
+        residual_stride: added.stride,
+        out_stride: to.stride,
+        residual_out_stride: sum.stride,
+        weight_offset,
+        eps,
+    };
+    let in_place = [("out", "x"), ("out", "residual"), ("residual_out", "x"), ("residual_out", "residual")];
+    call.check_overlap_but(&in_place)?;
     // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
-    unsafe { launch(stream, T::DTYPE, grid, &args) }
+    unsafe { launch_fused_add(stream, T::DTYPE, &args) }
+}
+
+/// A second handle on the same memory.
+fn alias<T: Float>(tensor: &Tensor<T>) -> Result<Tensor<T>> {
+    tensor.as_strided(tensor.shape(), tensor.strides(), 0)
+}
+
+/// `residual = round(x + residual)`, then `x = residual / sqrt(mean(residual²) + eps) * weight`, in place.
+///
+/// The sum is rounded to the element type, and the rounded sum is normalised. Shapes as for [`rms_norm`].
+///
+/// # Errors
+/// As for [`rms_norm`].
+pub fn fused_add_rms_norm<T: Float>(
+    stream: &Stream,
+    x: &mut Tensor<T>,
+    residual: &mut Tensor<T>,
+    weight: Option<&Tensor<T>>,
+    eps: f32,
+) -> Result<()> {
+    let (x_in, residual_in) = (alias(x)?, alias(residual)?);
+    let tensors = FusedAdd { x: &x_in, residual: &residual_in, out: x, residual_out: residual };
+    run_fused_add("fused_add_rms_norm", stream, tensors, weight, 0.0, eps)
+}
+
+/// [`fused_add_rms_norm`] with the factor `1 + weight`, as Gemma has it.
+///
+/// # Errors
+/// As for [`rms_norm`].
+pub fn gemma_fused_add_rms_norm<T: Float>(
+    stream: &Stream,
+    x: &mut Tensor<T>,
+    residual: &mut Tensor<T>,
+    weight: &Tensor<T>,
+    eps: f32,
+) -> Result<()> {
+    let (x_in, residual_in) = (alias(x)?, alias(residual)?);
+    let tensors = FusedAdd { x: &x_in, residual: &residual_in, out: x, residual_out: residual };
+    run_fused_add("gemma_fused_add_rms_norm", stream, tensors, Some(weight), 1.0, eps)
+}
+
+/// [`fused_add_rms_norm`] out of place: `residual_out = round(x + residual)`, and `out` is its normalisation. `out` may be
+/// the memory of `x` or of `residual`, and `residual_out` that of the other.
+///
+/// # Errors
+/// As for [`rms_norm`].
+pub fn fused_add_rms_norm_to<T: Float>(
+    stream: &Stream,
+    out: &mut Tensor<T>,
+    residual_out: &mut Tensor<T>,
+    x: &Tensor<T>,
+    residual: &Tensor<T>,
+    weight: Option<&Tensor<T>>,
+    eps: f32,
+) -> Result<()> {
+    run_fused_add("fused_add_rms_norm_to", stream, FusedAdd { x, residual, out, residual_out }, weight, 0.0, eps)
 }

@@ -2,7 +2,11 @@
 //!
 //! Inputs are what the kernel reads, widened exactly; results are `f64`, before the kernel's one rounding.
 
+pub mod activation;
 pub mod attention;
 pub mod gemm;
 pub mod kv_cache;
+pub mod moe;
 pub mod norm;
+pub mod rope;
+pub mod quantise;

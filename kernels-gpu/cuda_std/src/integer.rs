@@ -3,6 +3,21 @@
 //! `count_ones`, `leading_zeros`, `trailing_zeros`, `reverse_bits` and `rotate_left` of core are already one or two
 //! instructions (`popc`, `clz`, `brev`, `shf`); here is what core lacks.
 
+/// The same word, of which the compiler knows nothing: what it computed from `word` before, it computes again, instead
+/// of keeping the results in registers over a barrier. No instruction.
+#[inline(always)]
+pub fn opaque(word: u32) -> u32 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let mut out = word;
+        // SAFETY: no instruction.
+        unsafe { ptx!("// {o}", o = inout(reg32) out, options(nomem, nostack, preserves_flags)) };
+        out
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    word
+}
+
 /// The high half of the 64-bit product: `mul.hi.u32`.
 #[inline(always)]
 pub fn mul_hi(a: u32, b: u32) -> u32 {

@@ -14,6 +14,10 @@ pub fn convergence_anchor() {
 }
 
 unsafe extern "unadjusted" {
+    /// With a NaN if there is one. Rust's own intrinsic is a sequence of comparisons on this target.
+    #[link_name = "llvm.maximum.f32"]
+    pub fn maximum(a: f32, b: f32) -> f32;
+
     #[link_name = "llvm.nvvm.activemask"]
     pub fn activemask() -> u32;
     #[link_name = "llvm.nvvm.barrier.cta.red.popc.aligned.all"]

@@ -108,14 +108,17 @@ impl PageLayout for XSplitValue {
     }
 }
 
-/// Block and token in the block of a slot. `block_size` is not 0.
+/// Block and token in the block of a slot. A shift for the usual block sizes.
+///
+/// # Safety
+/// `block_size` is not 0.
 #[inline(always)]
-pub fn split_slot(slot: u64, block_size: u32) -> (usize, u32) {
-    if block_size & (block_size - 1) == 0 {
-        return ((slot >> block_size.trailing_zeros()) as usize, slot as u32 & (block_size - 1));
-    }
+pub unsafe fn split_slot(slot: u64, block_size: u32) -> (usize, u32) {
     // SAFETY: the caller's promise.
     unsafe { core::hint::assert_unchecked(block_size != 0) };
+    if block_size.is_power_of_two() {
+        return ((slot >> block_size.trailing_zeros()) as usize, slot as u32 & (block_size - 1));
+    }
     if slot >> 32 == 0 {
         let slot = slot as u32;
         return ((slot / block_size) as usize, slot % block_size);

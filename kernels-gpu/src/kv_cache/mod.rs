@@ -5,7 +5,11 @@
 mod element;
 pub mod layout;
 
-pub use element::CacheElement;
+pub use element::{CacheElement, StoreAs};
 
+#[cfg(feature = "kv_cache")]
+pub mod copy_blocks;
+#[cfg(feature = "kv_cache")]
+pub mod gather_cache;
 #[cfg(feature = "kv_cache")]
 pub mod reshape_and_cache;

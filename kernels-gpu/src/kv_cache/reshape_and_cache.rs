@@ -1,7 +1,7 @@
 //! Writes the keys and values of new tokens to their slots in the paged cache.
 //!
 //! A thread moves one chunk (16 bytes of input) of a key and the same one of the value, for one token and head: both
-//! loads are under way before it looks at the slot, and there is no loop. Only the order of the threads differs:
+//! loads are under way before it asks for the slot, and there is no loop. Only the order of the threads differs:
 //!
 //! * [`Flat`] layouts: neighbouring threads take neighbouring chunks, so both sides are read and written in whole lines.
 //! * x-split layouts: the first 16 threads take the same chunk of 16 neighbouring tokens. Tokens of a prompt have
@@ -10,35 +10,14 @@
 //!   scattered slots (decoding) cost nothing extra.
 
 use crate::chunk;
-use crate::kv_cache::CacheElement;
 use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_slot};
+use crate::kv_cache::{CacheElement, StoreAs};
 use cuda_std::{E4M3, E5M2, Global, GlobalMut, atomic, bf16, entries, f16, float, thread};
 
 /// `slots` holds 64-bit numbers rather than 32-bit ones.
 pub const SLOTS_I64: u32 = 1;
 /// There is a scale for each head rather than one for all.
 pub const SCALE_PER_HEAD: u32 = 2;
-
-/// The chunk in the element type of the cache.
-#[inline(always)]
-pub(crate) fn convert<T: CacheElement, S: CacheElement, const N: usize>(chunk: [T; N], inverse_scale: f32) -> [S; N] {
-    if const { same_type::<T, S>() } {
-        // SAFETY: the same type under another name.
-        return unsafe { core::mem::transmute_copy(&chunk) };
-    }
-    let mut values = chunk::widen(chunk);
-    let mut j = 0;
-    while j < N {
-        values[j] *= inverse_scale;
-        j += 1;
-    }
-    chunk::round(values)
-}
-
-/// Whether a cache holds the inputs' own type, and so has no scale.
-pub(crate) const fn same_type<T: CacheElement, S: CacheElement>() -> bool {
-    T::DTYPE as u32 == S::DTYPE as u32
-}
 
 /// Stores a chunk from `dim` on: at once where the layout keeps it together.
 #[inline(always)]
@@ -66,7 +45,7 @@ pub(crate) unsafe fn store<S: CacheElement, L: PageLayout, const N: usize>(
 pub(crate) unsafe fn usable(slot: i64, slot_count: usize, status: *mut u32, count_it: bool) -> bool {
     let usable = (slot as u64) < slot_count as u64;
     if !usable && slot != -1 && count_it && !status.is_null() {
-        atomic::fetch_add_u32(status, 1);
+        atomic::fetch_add(status, 1, atomic::Device, atomic::Relaxed);
     }
     usable
 }
@@ -87,7 +66,7 @@ pub(crate) unsafe fn slot_of(slots: *const u8, token: u32, flags: u32) -> i64 {
 /// tokens), where chunks are those of `N` elements of a head, rounded up.
 #[inline(always)]
 pub unsafe fn reshape_and_cache<
-    T: CacheElement,
+    T: StoreAs<S>,
     S: CacheElement,
     K: PageLayout,
     V: PageLayout,
@@ -131,60 +110,60 @@ pub unsafe fn reshape_and_cache<
     if token >= tokens || head >= heads || part >= parts {
         return;
     }
-    let slot = slot_of(slots, token, flags);
-
     let row = token as usize;
     let key_row = Global::new(key).offset(row * key_token_stride + head as usize * key_head_stride);
     let value_row = Global::new(value).offset(row * value_token_stride + head as usize * value_head_stride);
     let (key_cache, value_cache) = (GlobalMut::new(key_cache), GlobalMut::new(value_cache));
     let key_layout = K::new(key_page_block_stride, key_page_head_stride, key_page_token_stride, block_size);
     let value_layout = V::new(value_page_block_stride, value_page_head_stride, value_page_token_stride, block_size);
-    let (inverse_key_scale, inverse_value_scale) = if const { same_type::<T, S>() } {
+    let (inverse_key_scale, inverse_value_scale) = if const { !T::SCALED } {
         (1.0, 1.0)
     } else {
         let at = if flags & SCALE_PER_HEAD != 0 { head } else { 0 };
         (float::recip(Global::new(key_scale).get(at)), float::recip(Global::new(value_scale).get(at)))
     };
 
-    let sources = key as usize
-        | value as usize
-        | size_of::<T>() * (key_token_stride | key_head_stride | value_token_stride | value_head_stride);
+    let sources = key as usize as u32
+        | value as usize as u32
+        | size_of::<T>() as u32 * (key_token_stride | key_head_stride | value_token_stride | value_head_stride) as u32;
     // Single elements of a run are aligned anyway.
-    let key_pages = if K::RUN < N {
-        0
-    } else {
-        key_cache.ptr(0u32) as usize
-            | size_of::<S>() * (key_page_block_stride | key_page_head_stride | key_page_token_stride)
-    };
-    let value_pages = if V::RUN < N {
-        0
-    } else {
-        value_cache.ptr(0u32) as usize
-            | size_of::<S>() * (value_page_block_stride | value_page_head_stride | value_page_token_stride)
-    };
+    let mut pages = 0;
+    if K::RUN >= N {
+        let strides = (key_page_block_stride | key_page_head_stride | key_page_token_stride) as u32;
+        pages |= key_cache.ptr(0u32) as usize as u32 | size_of::<S>() as u32 * strides;
+    }
+    if V::RUN >= N {
+        let strides = (value_page_block_stride | value_page_head_stride | value_page_token_stride) as u32;
+        pages |= value_cache.ptr(0u32) as usize as u32 | size_of::<S>() as u32 * strides;
+    }
     let whole = head_dim.is_multiple_of(N as u32)
         && chunk::aligned(sources, N * size_of::<T>())
-        && chunk::aligned(key_pages | value_pages, N * size_of::<S>());
+        && chunk::aligned(pages, N * size_of::<S>());
 
     if whole {
         let dim = part * N as u32;
         let k: [T; N] = chunk::load(key_row, dim as usize);
         let v: [T; N] = chunk::load(value_row, dim as usize);
+        let slot = slot_of(slots, token, flags);
         if usable(slot, slot_count, status, head == 0 && part == 0) {
             let (block, at) = split_slot(slot as u64, block_size);
             let key_page = key_cache.offset(key_layout.page(block, head));
             let value_page = value_cache.offset(value_layout.page(block, head));
-            store(key_page, key_layout, at, dim, convert::<T, S, N>(k, inverse_key_scale));
-            store(value_page, value_layout, at, dim, convert::<T, S, N>(v, inverse_value_scale));
+            store(key_page, key_layout, at, dim, T::store(k, inverse_key_scale));
+            store(value_page, value_layout, at, dim, T::store(v, inverse_value_scale));
         }
-    } else if usable(slot, slot_count, status, head == 0 && part == 0) {
+    } else {
+        let slot = slot_of(slots, token, flags);
+        if !usable(slot, slot_count, status, head == 0 && part == 0) {
+            return;
+        }
         let (block, at) = split_slot(slot as u64, block_size);
         let key_page = key_cache.offset(key_layout.page(block, head));
         let value_page = value_cache.offset(value_layout.page(block, head));
         let mut dim = part;
         while dim < head_dim {
-            let [k] = convert::<T, S, 1>([key_row.get(dim)], inverse_key_scale);
-            let [v] = convert::<T, S, 1>([value_row.get(dim)], inverse_value_scale);
+            let [k] = T::store([key_row.get(dim)], inverse_key_scale);
+            let [v] = T::store([value_row.get(dim)], inverse_value_scale);
             key_page.set(key_layout.within(at, dim), k);
             value_page.set(value_layout.within(at, dim), v);
             dim += parts;

@@ -1,49 +1,246 @@
-//! `y = x / sqrt(mean(x^2) + eps) * w`, a block for each row.
+//! `y = x / sqrt(mean(x^2) + eps) * (w + offset)`, optionally of a sum `x + residual`.
+//!
+//! Squares are summed in f32. With a residual the sum is rounded to the element type first, stored as the new residual
+//! and normalised in its rounded form: what the next layer reads is what was normalised here.
 
+use super::{MAX_WARPS, Row};
+use crate::row::team::{Op, scratch};
+use crate::row::{Team, packed, zero};
 use cuda_std::shared::Carver;
-use cuda_std::{Float, Global, GlobalMut, entries, float, thread, warp};
+use cuda_std::{Float, Global, GlobalMut, entries, float, thread, vec};
 
-/// Dynamic shared memory: a float for each of up to 32 warps.
-pub const SHARED_BYTES: usize = 32 * 4;
+/// Dynamic shared memory of a block.
+pub const SHARED_BYTES: usize = MAX_WARPS * 4;
 
-/// `x`, `y`: `[rows, n]`; `w`: `[n]`. Grid: rows; block: a multiple of 32.
+/// `1 / sqrt(sum / n + eps)`
 #[inline(always)]
-pub unsafe fn rms_norm<T: Float>(x: *const T, weight: *const T, y: *mut T, n: u32, eps: f32) {
-    let row = thread::block_idx_x() as usize * n as usize;
-    let (x, y) = (Global::new(x).offset(row), GlobalMut::new(y).offset(row));
-    let weighted = !weight.is_null();
-    let weight = Global::new(weight);
-    let (tid, threads) = (thread::thread_idx_x(), thread::block_dim_x());
-    let partial = Carver::new().take::<f32>(32);
+pub(crate) fn inverse_rms(sum: f32, n: u32, eps: f32) -> f32 {
+    float::fast::rsqrt(float::fast::div(sum, n as f32) + eps)
+}
 
-    let mut sum = 0.0;
-    let mut i = tid;
-    while i < n {
-        let v = x.get(i).to_f32();
-        sum += v * v;
-        i += threads;
+/// Adds the squares of a piece.
+#[inline(always)]
+pub(crate) fn add_squares<T: Float, const V: usize>(sum: &mut f32, piece: [T; V]) {
+    let x = vec::to_f32(piece);
+    cuda_std::unroll::<V>(|j| *sum = float::fma(x[j], x[j], *sum));
+}
+
+/// `x * scale * (w + offset)`
+#[inline(always)]
+pub(crate) fn scaled<T: Float, const V: usize>(x: [T; V], w: [T; V], scale: f32, offset: f32) -> [f32; V] {
+    let (mut x, w) = (vec::to_f32(x), vec::to_f32(w));
+    cuda_std::unroll::<V>(|j| x[j] = x[j] * scale * (w[j] + offset));
+    x
+}
+
+/// `x + residual`, rounded.
+#[inline(always)]
+pub(crate) fn sum<T: Float, const V: usize>(x: [T; V], residual: [T; V]) -> [T; V] {
+    let (mut x, r) = (vec::to_f32(x), vec::to_f32(residual));
+    cuda_std::unroll::<V>(|j| x[j] += r[j]);
+    vec::from_f32(x)
+}
+
+/// The rows that a team of threads works on: inputs, and the residual that is added and updated.
+#[derive(Clone, Copy)]
+pub(crate) struct Source<T> {
+    pub(crate) x: Global<T>,
+    pub(crate) residual: Global<T>,
+    pub(crate) residual_out: GlobalMut<T>,
+}
+
+impl<T: Float> Source<T> {
+    /// Pieces `0 .. N`: all loads first, then the sums are stored.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn load<const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+        self,
+        row: Row<V, N, VEC>,
+    ) -> [[T; V]; N] {
+        let mut x = [[zero(); V]; N];
+        cuda_std::unroll::<N>(|i| x[i] = row.piece(i).load_mutable(self.x));
+        if ADD {
+            let mut r = x;
+            cuda_std::unroll::<N>(|i| r[i] = row.piece(i).load_mutable(self.residual));
+            cuda_std::unroll::<N>(|i| {
+                x[i] = sum(x[i], r[i]);
+                row.piece(i).store(self.residual_out, x[i]);
+            });
+        }
+        x
     }
 
-    let sum = warp::reduce_sum(sum);
-    let (lane, warp_id, warps) = (warp::lane_id(), tid / 32, threads / 32);
-    if lane == 0 {
-        partial.set(warp_id, sum);
+    /// Piece `i` of a long row, the first time.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn first<const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+        self,
+        row: Row<V, N, VEC>,
+        i: usize,
+    ) -> [T; V] {
+        let mut x = row.piece(i).load_mutable(self.x);
+        if ADD {
+            x = sum(x, row.piece(i).load_mutable(self.residual));
+            row.piece(i).store(self.residual_out, x);
+        }
+        x
     }
-    thread::sync_threads();
-    let total = warp::reduce_sum(if lane < warps { partial.get(lane) } else { 0.0 });
-    let scale = float::rsqrt(total / n as f32 + eps);
 
-    let mut i = tid;
-    while i < n {
-        let w = if weighted { weight.get(i).to_f32() } else { 1.0 };
-        y.set(i, T::from_f32(x.get(i).to_f32() * scale * w));
-        i += threads;
+    /// Piece `i` of a long row, again.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn again<const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+        self,
+        row: Row<V, N, VEC>,
+        i: usize,
+    ) -> [T; V] {
+        if ADD {
+            // What this very thread stored.
+            row.piece(i).load_mutable(Global::new(self.residual_out.ptr(0usize).cast_const()))
+        } else {
+            row.piece(i).load_mutable(self.x)
+        }
     }
 }
 
-entries! {
-    pub struct Args<T>(x: *const T, weight: *const T, y: *mut T, n: u32, eps: f32);
-    rms_norm_f32 { type T = f32; } [1024] => rms_norm::<T>;
-    rms_norm_f16 { type T = half::f16; } [1024] => rms_norm::<T>;
-    rms_norm_bf16 { type T = half::bf16; } [1024] => rms_norm::<T>;
+#[inline(always)]
+#[track_caller]
+unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+    from: Source<T>,
+    weight: Global<T>,
+    out: GlobalMut<T>,
+    team: Team,
+    n: u32,
+    live: bool,
+    weight_offset: f32,
+    eps: f32,
+) {
+    let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
+    let row = Row::<V, N, VEC>::new(team, if live { n } else { 0 });
+    let mut squares = 0.0;
+
+    let x = from.load::<ADD, V, N, VEC>(row);
+    let mut w = [[zero(); V]; N];
+    cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
+    cuda_std::unroll::<N>(|i| add_squares(&mut squares, x[i]));
+    if N == 0 {
+        let mut i = 0;
+        while i < row.rounds() {
+            add_squares(&mut squares, from.first::<ADD, V, N, VEC>(row, i));
+            i += 1;
+        }
+    }
+    let [squares] = row.reduce([squares], [Op::Sum], scratch);
+    let scale = inverse_rms(squares, n, eps);
+
+    cuda_std::unroll::<N>(|i| {
+        row.piece(i).store(out, vec::from_f32(scaled(packed::<T, V, VEC>(x[i]), w[i], scale, weight_offset)))
+    });
+    if N == 0 {
+        let mut i = 0;
+        while i < row.rounds() {
+            let (x, w) = (from.again::<ADD, V, N, VEC>(row, i), row.piece(i).load_optional(weight, true));
+            row.piece(i).store(out, vec::from_f32(scaled(x, w, scale, weight_offset)));
+            i += 1;
+        }
+    }
+}
+
+/// `x`, `out`: `[rows, n]`, rows `x_stride` and `out_stride` elements apart; `weight`: `[n]` or null for ones (then
+/// `weight_offset` is 0). Blocks: `(team, rows)`, the team as [`Team`] demands.
+#[inline(always)]
+pub unsafe fn rms_norm<T: Float, const V: usize, const N: usize, const VEC: bool>(
+    x: *const T,
+    weight: *const T,
+    out: *mut T,
+    rows: u32,
+    n: u32,
+    x_stride: usize,
+    out_stride: usize,
+    weight_offset: f32,
+    eps: f32,
+) {
+    let row = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
+    let live = row < rows as usize;
+    let out = GlobalMut::new(out);
+    let from = Source { x: Global::new(x).offset(row * x_stride), residual: Global::new(x), residual_out: out };
+    let (weight, out) = (Global::new(weight), out.offset(row * out_stride));
+    let team = Team::current();
+    normalise::<T, false, V, N, VEC>(from, weight, out, team, n, live, weight_offset, eps);
+}
+
+/// As [`rms_norm`], of `x + residual`, which goes to `residual_out`. Outputs may be inputs.
+#[inline(always)]
+pub unsafe fn fused_add_rms_norm<T: Float, const V: usize, const N: usize, const VEC: bool>(
+    x: *const T,
+    residual: *const T,
+    weight: *const T,
+    out: *mut T,
+    residual_out: *mut T,
+    rows: u32,
+    n: u32,
+    x_stride: usize,
+    residual_stride: usize,
+    out_stride: usize,
+    residual_out_stride: usize,
+    weight_offset: f32,
+    eps: f32,
+) {
+    let row = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
+    let live = row < rows as usize;
+    let from = Source {
+        x: Global::new(x).offset(row * x_stride),
+        residual: Global::new(residual).offset(row * residual_stride),
+        residual_out: GlobalMut::new(residual_out).offset(row * residual_out_stride),
+    };
+    let (weight, out) = (Global::new(weight), GlobalMut::new(out).offset(row * out_stride));
+    let team = Team::current();
+    normalise::<T, true, V, N, VEC>(from, weight, out, team, n, live, weight_offset, eps);
+}
+
+/// Without a residual.
+pub mod alone {
+    use super::*;
+    entries! {
+        pub struct Args<T>(
+            x: *const T, weight: *const T, out: *mut T, rows: u32, n: u32, x_stride: usize, out_stride: usize,
+            weight_offset: f32, eps: f32,
+        );
+        rms_norm_x2_f32 { type T = f32; } [512, 3] => rms_norm::<T, 4, 2, true>;
+        rms_norm_x2_f16 { type T = half::f16; } [512, 3] => rms_norm::<T, 8, 2, true>;
+        rms_norm_x2_bf16 { type T = half::bf16; } [512, 3] => rms_norm::<T, 8, 2, true>;
+        rms_norm_x4_f32 { type T = f32; } [512] => rms_norm::<T, 4, 4, true>;
+        rms_norm_x4_f16 { type T = half::f16; } [512] => rms_norm::<T, 8, 4, true>;
+        rms_norm_x4_bf16 { type T = half::bf16; } [512] => rms_norm::<T, 8, 4, true>;
+        rms_norm_loop_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 0, true>;
+        rms_norm_loop_f16 { type T = half::f16; } [1024] => rms_norm::<T, 8, 0, true>;
+        rms_norm_loop_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 8, 0, true>;
+        rms_norm_any_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 0, false>;
+        rms_norm_any_f16 { type T = half::f16; } [1024] => rms_norm::<T, 4, 0, false>;
+        rms_norm_any_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 4, 0, false>;
+    }
+}
+
+/// With a residual.
+pub mod fused_add {
+    use super::*;
+    entries! {
+        pub struct Args<T>(
+            x: *const T, residual: *const T, weight: *const T, out: *mut T, residual_out: *mut T, rows: u32, n: u32,
+            x_stride: usize, residual_stride: usize, out_stride: usize, residual_out_stride: usize, weight_offset: f32,
+            eps: f32,
+        );
+        fused_add_rms_norm_x2_f32 { type T = f32; } [512, 3] => fused_add_rms_norm::<T, 4, 2, true>;
+        fused_add_rms_norm_x2_f16 { type T = half::f16; } [512, 3] => fused_add_rms_norm::<T, 8, 2, true>;
+        fused_add_rms_norm_x2_bf16 { type T = half::bf16; } [512, 3] => fused_add_rms_norm::<T, 8, 2, true>;
+        fused_add_rms_norm_x4_f32 { type T = f32; } [512] => fused_add_rms_norm::<T, 4, 4, true>;
+        fused_add_rms_norm_x4_f16 { type T = half::f16; } [512] => fused_add_rms_norm::<T, 8, 4, true>;
+        fused_add_rms_norm_x4_bf16 { type T = half::bf16; } [512] => fused_add_rms_norm::<T, 8, 4, true>;
+        fused_add_rms_norm_loop_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 0, true>;
+        fused_add_rms_norm_loop_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 8, 0, true>;
+        fused_add_rms_norm_loop_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 8, 0, true>;
+        fused_add_rms_norm_any_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 0, false>;
+        fused_add_rms_norm_any_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 4, 0, false>;
+        fused_add_rms_norm_any_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 4, 0, false>;
+    }
 }

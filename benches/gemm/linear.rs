@@ -1,0 +1,32 @@
+//! Linear layers in bf16, with weights that take turns so that they come from memory.
+
+use warploom::gemm::{LinearOptions, LinearPath, linear_with};
+use warploom::{Tensor, bf16};
+use warploom_benches::{Cost, Harness, noise};
+
+pub fn benches(harness: &mut Harness) {
+    let shapes = harness.pick(&[(4096, 14336), (4096, 4096), (4096, 128_256)][..], &[(256, 512)]);
+    let tokens = harness.pick(&[1, 8, 64, 128, 512, 4096][..], &[1, 16]);
+    for &(k, n) in shapes {
+        for &m in tokens {
+            case(harness, m, k, n, LinearPath::Auto);
+        }
+    }
+    if !harness.device().is_simt() {
+        case(harness, 8192, 8192, 8192, LinearPath::Auto);
+        for m in [2, 4, 16, 32] {
+            case(harness, m, 4096, 14336, LinearPath::Auto);
+        }
+    }
+}
+
+fn case(harness: &mut Harness, m: usize, k: usize, n: usize, path: LinearPath) {
+    let cost = Cost::bytes((m * k + n * k) * 2, m * n * 2).flops(2 * m * n * k);
+    harness.case(&format!("gemm/linear/{path:?}/bf16/{m}x{k}x{n}").to_lowercase(), cost, |device, stream, set| {
+        let x = noise::<bf16>(device, stream, &[m, k], set)?;
+        let w = noise::<bf16>(device, stream, &[n, k], set + 100)?;
+        let mut y = Tensor::<bf16>::uninit(device, &[m, n])?;
+        let options = LinearOptions::default().path(path);
+        Ok(move |s: &_| linear_with(s, &mut y, &x, &w, None, &options))
+    });
+}

@@ -1,0 +1,211 @@
+//! `silu(gate) up` with e4m3 results: the next layer's input, quantised on the way.
+//!
+//! `x` is `[.., 2 d]`, gates first; `out` is `[.., d]`. A result is `silu(gate) up / scale`, computed in f32, rounded once
+//! to the nearest e4m3 number (ties to even), saturating at ±448. Dynamic scales are the largest magnitude that they
+//! cover, at least 10⁻¹⁰, divided by 448. NaN becomes NaN and has no say in a scale; an infinity makes its scale
+//! infinite.
+
+use crate::check::Call;
+use crate::device::{Geometry, Stream};
+use crate::error::Result;
+use crate::kernels::activation::silu_and_mul_quant as kernel;
+use crate::pieces::{self, Place};
+use crate::tensor::Tensor;
+use cuda_std::{DType, E4M3, Entry, Float};
+use std::ffi::c_void;
+
+use super::gated::doubled;
+
+pub use crate::pieces::Variant;
+pub use kernel::groups::Args as GroupArgs;
+pub use kernel::tensor::Args as TensorArgs;
+pub use kernel::tokens::Args as TokenArgs;
+
+const PER_TENSOR: &str = "silu_and_mul_e4m3_per_tensor";
+const PER_TOKEN: &str = "silu_and_mul_e4m3_per_token";
+const PER_GROUP: &str = "silu_and_mul_e4m3_per_group";
+
+/// The entry with one scale for all, if there is one for the element type. `aligned`: as for
+/// [`gated::entry`](super::gated::entry), and `out` to as many bytes as 16 bytes of input have elements.
+pub const fn entry_per_tensor(dtype: DType, aligned: bool) -> Option<Entry<TensorArgs>> {
+    pieces::instance(dtype, if aligned { 0 } else { 3 })
+}
+
+/// The entry with a scale for each group of 128 columns, if there is one for the element type.
+pub const fn entry_per_group(dtype: DType, aligned: bool) -> Option<Entry<GroupArgs>> {
+    pieces::instance(dtype, if aligned { 0 } else { 3 })
+}
+
+/// The entry with a scale for each row, if there is one for the element type.
+pub const fn entry_per_token(dtype: DType, variant: Variant) -> Option<Entry<TokenArgs>> {
+    pieces::instance(dtype, variant.first())
+}
+
+/// How to launch [`entry_per_tensor`] or [`entry_per_group`] for `rows` rows of `d` results.
+pub const fn geometry(rows: u32, d: u32, dtype: DType, aligned: bool) -> Geometry {
+    pieces::elementwise(rows, d, dtype, aligned, true)
+}
+
+/// How to launch [`entry_per_token`].
+pub const fn geometry_per_token(rows: u32, d: u32, dtype: DType, variant: Variant) -> Geometry {
+    variant.geometry(dtype, rows, d, true, kernel::SHARED_BYTES)
+}
+
+fn places(
+    dtype: DType,
+    gate: *const c_void,
+    up: *const c_void,
+    in_stride: usize,
+    out: *const E4M3,
+    out_stride: usize,
+) -> [Place; 3] {
+    [(gate, in_stride, dtype.size()), (up, 0, dtype.size()), (out.cast(), out_stride, 1)]
+}
+
+/// Launches on raw pointers (layer L1): inputs and output as for [`gated::launch`](super::gated::launch); `scale` is one
+/// f32 in device memory.
+///
+/// # Errors
+/// As for [`gated::launch`](super::gated::launch).
+///
+/// # Safety
+/// As for [`gated::launch`](super::gated::launch).
+pub unsafe fn launch_per_tensor(stream: &Stream, dtype: DType, args: &TensorArgs) -> Result<()> {
+    let places = places(dtype, args.gate, args.up, args.in_stride, args.out, args.out_stride);
+    let aligned = pieces::aligned(dtype, args.d, &places);
+    let (entry, geometry) = (entry_per_tensor(dtype, aligned), geometry(args.rows, args.d, dtype, aligned));
+    // SAFETY: forwarded to the caller; the entry fits the alignment.
+    unsafe { pieces::launch(stream, PER_TENSOR, dtype, entry, &geometry, args) }
+}
+
+/// Launches on raw pointers (layer L1): inputs and output as for [`gated::launch`](super::gated::launch); `scales` is
+/// `[rows, ceil(d / 128)]` with the distances in `args`.
+///
+/// # Errors
+/// As for [`gated::launch`](super::gated::launch).
+///
+/// # Safety
+/// As for [`gated::launch`](super::gated::launch).
+pub unsafe fn launch_per_group(stream: &Stream, dtype: DType, args: &GroupArgs) -> Result<()> {
+    let places = places(dtype, args.gate, args.up, args.in_stride, args.out, args.out_stride);
+    let aligned = pieces::aligned(dtype, args.d, &places);
+    let (entry, geometry) = (entry_per_group(dtype, aligned), geometry(args.rows, args.d, dtype, aligned));
+    // SAFETY: forwarded to the caller; the entry fits the alignment.
+    unsafe { pieces::launch(stream, PER_GROUP, dtype, entry, &geometry, args) }
+}
+
+/// Launches on raw pointers (layer L1), `rows` rows: inputs and output as for [`gated::launch`](super::gated::launch);
+/// `scales` is `[rows]`.
+///
+/// # Errors
+/// As for [`gated::launch`](super::gated::launch).
+///
+/// # Safety
+/// As for [`gated::launch`](super::gated::launch).
+pub unsafe fn launch_per_token(stream: &Stream, dtype: DType, rows: u32, args: &TokenArgs) -> Result<()> {
+    let places = places(dtype, args.gate, args.up, args.in_stride, args.out, args.out_stride);
+    let variant = Variant::new(dtype, args.d, pieces::aligned(dtype, args.d, &places));
+    let (entry, geometry) = (entry_per_token(dtype, variant), geometry_per_token(rows, args.d, dtype, variant));
+    // SAFETY: forwarded to the caller; the entry fits the alignment.
+    unsafe { pieces::launch(stream, PER_TOKEN, dtype, entry, &geometry, args) }
+}
+
+/// `out = e4m3(silu(gate) up / scale)` with the given `scale`, a tensor of one element.
+///
+/// # Errors
+/// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
+/// [`WrongDevice`](crate::Error::WrongDevice).
+pub fn silu_and_mul_e4m3_per_tensor<T: Float>(
+    stream: &Stream,
+    out: &mut Tensor<E4M3>,
+    x: &Tensor<T>,
+    scale: &Tensor<f32>,
+) -> Result<()> {
+    let mut call = Call::new(PER_TENSOR, stream);
+    let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
+    call.same_shape("x", x.shape(), &doubled(out.shape()))?;
+    if scale.len() != 1 {
+        return Err(call.bad_shape("scale", scale.shape(), "[1]"));
+    }
+    let (gate, out, scale) = (call.read("x", x)?, call.write("out", out)?, call.read("scale", scale)?);
+    call.check_overlap()?;
+    let args = TensorArgs {
+        gate,
+        up: gate.cast::<T>().wrapping_add(to.width).cast(),
+        out: out.cast(),
+        scale: scale.cast(),
+        rows: call.count("rows", to.rows)?,
+        d: call.count("d", to.width)?,
+        in_stride: from.stride,
+        out_stride: to.stride,
+    };
+    // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
+    unsafe { launch_per_tensor(stream, T::DTYPE, &args) }
+}
+
+/// `out = e4m3(silu(gate) up / scale)` with a scale for each row, which goes to `scales`: `[rows]`, dense, where `rows` is
+/// the product of all dimensions of `x` but the last.
+///
+/// # Errors
+/// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
+/// [`WrongDevice`](crate::Error::WrongDevice).
+pub fn silu_and_mul_e4m3_per_token<T: Float>(
+    stream: &Stream,
+    out: &mut Tensor<E4M3>,
+    scales: &mut Tensor<f32>,
+    x: &Tensor<T>,
+) -> Result<()> {
+    let mut call = Call::new(PER_TOKEN, stream);
+    let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
+    call.same_shape("x", x.shape(), &doubled(out.shape()))?;
+    call.same_shape("scales", scales.shape(), &[to.rows])?;
+    call.contiguous("scales", scales)?;
+    let (gate, out, scales) = (call.read("x", x)?, call.write("out", out)?, call.write("scales", scales)?);
+    call.check_overlap()?;
+    let args = TokenArgs {
+        gate,
+        up: gate.cast::<T>().wrapping_add(to.width).cast(),
+        out: out.cast(),
+        scales: scales.cast(),
+        d: call.count("d", to.width)?,
+        in_stride: from.stride,
+        out_stride: to.stride,
+    };
+    let rows = call.count("rows", to.rows)?;
+    // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
+    unsafe { launch_per_token(stream, T::DTYPE, rows, &args) }
+}
+
+/// `out = e4m3(silu(gate) up / scale)` with a scale for each row and each group of 128 columns, which goes to `scales`:
+/// `[rows, ceil(d / 128)]`, with any strides. The last group may be narrower.
+///
+/// # Errors
+/// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
+/// [`WrongDevice`](crate::Error::WrongDevice).
+pub fn silu_and_mul_e4m3_per_group<T: Float>(
+    stream: &Stream,
+    out: &mut Tensor<E4M3>,
+    scales: &mut Tensor<f32>,
+    x: &Tensor<T>,
+) -> Result<()> {
+    let mut call = Call::new(PER_GROUP, stream);
+    let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
+    call.same_shape("x", x.shape(), &doubled(out.shape()))?;
+    let (scale_row_stride, scale_group_stride) = pieces::scale_strides(&call, scales, to.rows, to.width)?;
+    let (gate, out, scales) = (call.read("x", x)?, call.write("out", out)?, call.write("scales", scales)?);
+    call.check_overlap()?;
+    let args = GroupArgs {
+        gate,
+        up: gate.cast::<T>().wrapping_add(to.width).cast(),
+        out: out.cast(),
+        scales: scales.cast(),
+        rows: call.count("rows", to.rows)?,
+        d: call.count("d", to.width)?,
+        in_stride: from.stride,
+        out_stride: to.stride,
+        scale_row_stride,
+        scale_group_stride,
+    };
+    // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
+    unsafe { launch_per_group(stream, T::DTYPE, &args) }
+}

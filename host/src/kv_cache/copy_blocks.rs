@@ -1,0 +1,193 @@
+//! Copies whole blocks of a cache, of all layers in one launch: what copy-on-write needs.
+//!
+//! For each pair `(from, to)` and each layer: `key[to] = key[from]` and `value[to] = value[from]`. After vLLM's
+//! `copy_blocks`.
+
+use super::layout::{CacheElement, CacheLayout, CacheShape, KvCache};
+use super::reshape_and_cache::status_word;
+use crate::check::Call;
+use crate::device::{Device, Geometry, Stream};
+use crate::error::{Error, Result};
+use crate::kernels::kv_cache::copy_blocks as kernel;
+use crate::tensor::Tensor;
+use cuda_std::Entry;
+
+pub use kernel::Args;
+
+/// The caches of all layers of a model, alike in everything but their memory.
+pub struct CacheLayers<S> {
+    layers: Vec<KvCache<S>>,
+    /// Addresses of keys and values, layer by layer.
+    addresses: Tensor<u64>,
+    /// From block to block, in elements.
+    block_stride: usize,
+}
+
+impl<S: CacheElement> CacheLayers<S> {
+    /// New dense caches of zeros.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new) and [`KvCache::zeros`].
+    pub fn zeros(device: &Device, layers: usize, layout: CacheLayout, shape: CacheShape) -> Result<Self> {
+        let layers = (0..layers).map(|_| KvCache::zeros(device, layout, shape)).collect::<Result<_>>()?;
+        Self::new(layers)
+    }
+
+    /// From the layers' caches, which must have one layout, shape and device, and blocks that are each one piece of
+    /// memory, at one distance.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::Stride`], [`Error::WrongDevice`]; [`Error::Value`] for different layouts or no layers;
+    /// those of [`Tensor::from_slice`].
+    pub fn new(layers: Vec<KvCache<S>>) -> Result<Self> {
+        const OP: &str = "CacheLayers::new";
+        let value =
+            |expected: &str, got: String| Error::Value { op: OP, arg: "layers", expected: expected.into(), got };
+        let Some(first) = layers.first() else {
+            return Err(value("not empty", "0 layers".into()));
+        };
+        if layers.len() > 32767 {
+            return Err(value("at most 32767 layers", layers.len().to_string()));
+        }
+        let device = first.key().device();
+        let block_stride = first.key_strides().block;
+        for (i, layer) in layers.iter().enumerate() {
+            if layer.layout() != first.layout() {
+                return Err(value(&format!("all {:?}", first.layout()), format!("{:?} in layer {i}", layer.layout())));
+            }
+            if layer.shape() != first.shape() {
+                let (expected, got) = (format!("{:?}", first.key().shape()), layer.key().shape().to_vec());
+                return Err(Error::Shape { op: OP, arg: "layers", expected, got });
+            }
+            if layer.key().device() != device {
+                let (expected, got) = (device.name(), layer.key().device().name());
+                return Err(Error::WrongDevice { op: OP, arg: "layers", expected, got });
+            }
+            let stride = |s: usize| s == block_stride || first.shape().blocks == 1;
+            if !layer.has_dense_blocks() || !stride(layer.key_strides().block) || !stride(layer.value_strides().block) {
+                let expected = format!("dense in each block, and {block_stride} elements from block to block");
+                let got = layer.key().strides().to_vec();
+                return Err(Error::Stride { op: OP, arg: "layers", expected, got });
+            }
+        }
+        let addresses: Vec<u64> =
+            layers.iter().flat_map(|l| [l.key().as_ptr() as u64, l.value().as_ptr() as u64]).collect();
+        let addresses = Tensor::from_slice(device, &addresses, &[layers.len(), 2])?;
+        Ok(Self { addresses, block_stride, layers })
+    }
+
+    /// The layers.
+    pub fn layers(&self) -> &[KvCache<S>] {
+        &self.layers
+    }
+
+    /// A layer, to write.
+    pub fn layer_mut(&mut self, layer: usize) -> Option<&mut KvCache<S>> {
+        self.layers.get_mut(layer)
+    }
+
+    /// Extents of each layer.
+    pub fn shape(&self) -> CacheShape {
+        self.layers[0].shape()
+    }
+
+    /// Layout of each layer.
+    pub fn layout(&self) -> CacheLayout {
+        self.layers[0].layout()
+    }
+
+    /// From block to block, in elements, in keys and values alike.
+    pub fn block_stride(&self) -> usize {
+        self.block_stride
+    }
+}
+
+/// The entry: one for all element types, since it copies bytes.
+pub const fn entry() -> Entry<Args> {
+    kernel::copy_blocks_bytes::ENTRY
+}
+
+/// How to launch it for as many pairs and tensors (two a layer).
+pub const fn geometry(pairs: u32, tensors: u32, block_bytes: usize) -> Geometry {
+    let pieces = block_bytes.div_ceil(kernel::PIECE_BYTES) as u32;
+    Geometry::new([pairs, tensors, pieces], [kernel::THREADS, 1, 1])
+}
+
+/// Launches on raw pointers (layer L1), as [`Args`] says.
+///
+/// # Errors
+/// Those of [`Stream::launch`].
+///
+/// # Safety
+/// `args.tensors` holds the addresses of `tensors` tensors of `args.blocks` blocks, `args.pairs` `pairs` pairs; all of it
+/// is device memory until the launch is done.
+pub unsafe fn launch(stream: &Stream, pairs: u32, tensors: u32, args: &Args) -> Result<()> {
+    // SAFETY: forwarded to the caller.
+    unsafe { stream.launch(&entry(), &geometry(pairs, tensors, args.block_bytes), args) }
+}
+
+/// Copies block `from` to block `to` in the keys and values of all layers, for each pair `(from, to)`.
+///
+/// `pairs` is `[n, 2]`, dense, on the device, so that the launch can be captured; [`check_pairs`] checks them on the
+/// host. Pairs with a block outside of the cache are skipped and counted in `status` (`[1]`). The pairs are copied at
+/// the same time: a block that one pair writes and another one reads or writes has unspecified contents afterwards.
+///
+/// # Errors
+/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`WrongDevice`](Error::WrongDevice), [`Overlap`](Error::Overlap).
+pub fn copy_blocks<S: CacheElement>(
+    stream: &Stream,
+    caches: &mut CacheLayers<S>,
+    pairs: &Tensor<i64>,
+    status: Option<&mut Tensor<u32>>,
+) -> Result<()> {
+    let mut call = Call::new("copy_blocks", stream);
+    let &[n, 2] = pairs.shape() else {
+        return Err(call.bad_shape("pairs", pairs.shape(), "[n, 2]"));
+    };
+    call.contiguous("pairs", pairs)?;
+    let shape = caches.shape();
+    let args = Args {
+        tensors: call.read("caches", &caches.addresses)?.cast(),
+        pairs: call.read("pairs", pairs)?.cast(),
+        status: status_word(&mut call, status)?,
+        block_bytes: shape.block_len() * size_of::<S>(),
+        block_stride: caches.block_stride * size_of::<S>(),
+        blocks: shape.blocks,
+    };
+    call.check_overlap()?;
+    let (n, tensors) = (call.count("pairs", n)?, 2 * caches.layers.len() as u32);
+    for layer in &caches.layers {
+        stream.retain(layer.key().storage());
+        stream.retain(layer.value().storage());
+    }
+    // SAFETY: addresses, extents and strides are those of live tensors on the stream's device; the kernel checks pairs.
+    unsafe { launch(stream, n, tensors, &args) }
+}
+
+/// Checks pairs that the host knows: within caches of these many blocks, and no block written that another pair writes
+/// or reads.
+///
+/// # Errors
+/// [`Error::Value`] that names the first wrong pair.
+pub fn check_pairs(pairs: &[(usize, usize)], from_blocks: usize, to_blocks: usize, within_one: bool) -> Result<()> {
+    let wrong = |expected: String, i: usize| Error::Value {
+        op: "check_pairs",
+        arg: "pairs",
+        expected,
+        got: format!("{:?} at position {i}", pairs[i]),
+    };
+    let read: std::collections::HashSet<usize> = pairs.iter().map(|p| p.0).collect();
+    let mut written = std::collections::HashSet::with_capacity(pairs.len());
+    for (i, &(from, to)) in pairs.iter().enumerate() {
+        if from >= from_blocks || to >= to_blocks {
+            return Err(wrong(format!("from below {from_blocks} and to below {to_blocks}"), i));
+        }
+        if !written.insert(to) {
+            return Err(wrong("to different blocks".into(), i));
+        }
+        if within_one && read.contains(&to) {
+            return Err(wrong("to blocks that no pair reads".into(), i));
+        }
+    }
+    Ok(())
+}

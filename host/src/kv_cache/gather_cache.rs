@@ -1,0 +1,171 @@
+//! Gathers the cached keys and values of sequences to contiguous tensors, widening 8-bit ones.
+//!
+//! For attention kernels that read contiguous keys and values, such as those for a long prompt behind a cached prefix.
+//! `key[starts[s] + p] = cache[block_tables[s][p / block_size], p % block_size] * scale` for each position `p` of each
+//! sequence `s`. After vLLM's `gather_cache`.
+
+use super::layout::{CacheElement, CacheLayout, KvCache, Scales, StoreAs, check_scales};
+use super::reshape_and_cache::{SCALE_PER_HEAD, status_word};
+use crate::check::Call;
+use crate::device::{Geometry, Stream};
+use crate::error::{Error, Result};
+use crate::kernels::kv_cache::gather_cache as kernel;
+use crate::tensor::Tensor;
+use cuda_std::{DType, Entry};
+
+pub use super::reshape_and_cache::geometry;
+pub use kernel::Args;
+
+/// The entry for outputs and a cache of these types, if there is one.
+pub const fn entry(layout: CacheLayout, dtype: DType, cache: DType) -> Option<Entry<Args>> {
+    use kernel::*;
+    Some(match (layout, dtype, cache) {
+        (CacheLayout::XSplit, DType::F32, DType::F32) => gather_cache_xsplit_f32_f32::ENTRY,
+        (CacheLayout::XSplit, DType::F32, DType::E4m3) => gather_cache_xsplit_f32_e4m3::ENTRY,
+        (CacheLayout::XSplit, DType::F32, DType::E5m2) => gather_cache_xsplit_f32_e5m2::ENTRY,
+        (CacheLayout::XSplit, DType::F32, DType::I8) => gather_cache_xsplit_f32_i8::ENTRY,
+        (CacheLayout::XSplit, DType::F16, DType::F16) => gather_cache_xsplit_f16_f16::ENTRY,
+        (CacheLayout::XSplit, DType::F16, DType::E4m3) => gather_cache_xsplit_f16_e4m3::ENTRY,
+        (CacheLayout::XSplit, DType::F16, DType::E5m2) => gather_cache_xsplit_f16_e5m2::ENTRY,
+        (CacheLayout::XSplit, DType::F16, DType::I8) => gather_cache_xsplit_f16_i8::ENTRY,
+        (CacheLayout::XSplit, DType::Bf16, DType::Bf16) => gather_cache_xsplit_bf16_bf16::ENTRY,
+        (CacheLayout::XSplit, DType::Bf16, DType::E4m3) => gather_cache_xsplit_bf16_e4m3::ENTRY,
+        (CacheLayout::XSplit, DType::Bf16, DType::E5m2) => gather_cache_xsplit_bf16_e5m2::ENTRY,
+        (CacheLayout::XSplit, DType::Bf16, DType::I8) => gather_cache_xsplit_bf16_i8::ENTRY,
+        (_, DType::F32, DType::F32) => gather_cache_flat_f32_f32::ENTRY,
+        (_, DType::F32, DType::E4m3) => gather_cache_flat_f32_e4m3::ENTRY,
+        (_, DType::F32, DType::E5m2) => gather_cache_flat_f32_e5m2::ENTRY,
+        (_, DType::F32, DType::I8) => gather_cache_flat_f32_i8::ENTRY,
+        (_, DType::F16, DType::F16) => gather_cache_flat_f16_f16::ENTRY,
+        (_, DType::F16, DType::E4m3) => gather_cache_flat_f16_e4m3::ENTRY,
+        (_, DType::F16, DType::E5m2) => gather_cache_flat_f16_e5m2::ENTRY,
+        (_, DType::F16, DType::I8) => gather_cache_flat_f16_i8::ENTRY,
+        (_, DType::Bf16, DType::Bf16) => gather_cache_flat_bf16_bf16::ENTRY,
+        (_, DType::Bf16, DType::E4m3) => gather_cache_flat_bf16_e4m3::ENTRY,
+        (_, DType::Bf16, DType::E5m2) => gather_cache_flat_bf16_e5m2::ENTRY,
+        (_, DType::Bf16, DType::I8) => gather_cache_flat_bf16_i8::ENTRY,
+        _ => return None,
+    })
+}
+
+/// Launches on raw pointers (layer L1), as [`Args`] says.
+///
+/// # Errors
+/// [`Error::Unsupported`] for types without an entry, and those of [`Stream::launch`].
+///
+/// # Safety
+/// The pointers are device memory of the sizes that strides and extents imply, aligned to their element types, until
+/// the launch is done; the outputs overlap no input and not each other; `block_size` is not 0.
+pub unsafe fn launch(stream: &Stream, layout: CacheLayout, dtype: DType, cache: DType, args: &Args) -> Result<()> {
+    let entry = entry(layout, dtype, cache).ok_or_else(|| Error::Unsupported {
+        op: "gather_cache",
+        what: format!(
+            "no kernel from {cache} to {dtype}; there are f32, f16 and bf16 from themselves, e4m3, e5m2 and i8"
+        ),
+    })?;
+    let geometry: Geometry = geometry(layout, dtype, args.tokens, args.heads, args.head_dim);
+    // SAFETY: forwarded to the caller.
+    unsafe { stream.launch(&entry, &geometry, args) }
+}
+
+/// What [`gather_cache`] may be told besides.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct Options<'a> {
+    /// Scales of an 8-bit cache.
+    pub scales: Option<Scales<'a>>,
+    /// `[1]`: counted up by the number of tokens for which the tables name no block.
+    pub status: Option<&'a mut Tensor<u32>>,
+}
+
+impl<'a> Options<'a> {
+    /// With these scales.
+    pub fn scales(mut self, key: &'a Tensor<f32>, value: &'a Tensor<f32>) -> Self {
+        self.scales = Some(Scales { key, value });
+        self
+    }
+
+    /// With a count of tokens without a block.
+    pub fn status(mut self, status: &'a mut Tensor<u32>) -> Self {
+        self.status = Some(status);
+        self
+    }
+}
+
+/// Gathers sequences `starts[s] .. starts[s + 1]` of the outputs from the blocks `block_tables[s]`.
+///
+/// `key` and `value` are `[tokens, heads, head_dim]`, dense in the last dimension; `block_tables` is
+/// `[sequences, blocks of the longest]`, with dense rows; `starts` is `[sequences + 1]`, dense, ascending from 0. Rows of
+/// the outputs from `starts[sequences]` on are left as they are. So are rows for which the tables name no block of the
+/// cache, which are counted in [`Options::status`].
+///
+/// # Errors
+/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice);
+/// [`Value`](Error::Value) for scales that are missing or not wanted, or extents beyond 2^31 - 1.
+pub fn gather_cache<T: StoreAs<S>, S: CacheElement>(
+    stream: &Stream,
+    key: &mut Tensor<T>,
+    value: &mut Tensor<T>,
+    cache: &KvCache<S>,
+    block_tables: &Tensor<i32>,
+    starts: &Tensor<i32>,
+    options: Options<'_>,
+) -> Result<()> {
+    let mut call = Call::new("gather_cache", stream);
+    let (layout, shape) = (cache.layout(), cache.shape());
+    let &[tokens, ..] = key.shape() else {
+        return Err(call.bad_shape("key", key.shape(), "[tokens, heads, head_dim]"));
+    };
+    let expected = [tokens, shape.heads, shape.head_dim];
+    call.same_shape("key", key.shape(), &expected)?;
+    call.same_shape("value", value.shape(), &expected)?;
+    let &[sequences, table_len] = block_tables.shape() else {
+        return Err(call.bad_shape("block_tables", block_tables.shape(), "[sequences, blocks]"));
+    };
+    call.dense_last("block_tables", block_tables)?;
+    call.same_shape("starts", starts.shape(), &[sequences + 1])?;
+    call.contiguous("starts", starts)?;
+    for (arg, t) in [("key", &*key), ("value", &*value)] {
+        call.dense_last(arg, t)?;
+        call.distinct(arg, t)?;
+    }
+    let scales = check_scales(&mut call, options.scales, shape.heads, T::DTYPE, S::DTYPE)?;
+    let (k, v) = (cache.key_strides(), cache.value_strides());
+    let args = Args {
+        key_token_stride: key.strides()[0],
+        key_head_stride: key.strides()[1],
+        value_token_stride: value.strides()[0],
+        value_head_stride: value.strides()[1],
+        key: call.write("key", key)?,
+        value: call.write("value", value)?,
+        key_cache: call.read("cache.key", cache.key())?,
+        value_cache: call.read("cache.value", cache.value())?,
+        block_tables: call.read("block_tables", block_tables)?.cast(),
+        starts: call.read("starts", starts)?.cast(),
+        key_scale: scales.key,
+        value_scale: scales.value,
+        status: status_word(&mut call, options.status)?,
+        key_page_block_stride: k.block,
+        key_page_head_stride: k.head,
+        key_page_token_stride: k.token,
+        value_page_block_stride: v.block,
+        value_page_head_stride: v.head,
+        value_page_token_stride: v.token,
+        table_stride: block_tables.strides()[0],
+        blocks: shape.blocks,
+        block_size: call.count("block_size", shape.block_size)?,
+        sequences: call.count("sequences", sequences)?,
+        table_len: call.count("block_tables", table_len)?,
+        tokens: call.count("tokens", tokens)?,
+        heads: call.count("heads", shape.heads)?,
+        head_dim: call.count("head_dim", shape.head_dim)?,
+        flags: if scales.per_head { SCALE_PER_HEAD } else { 0 },
+    };
+    call.check_overlap()?;
+    if tokens == 0 || sequences == 0 {
+        return Ok(());
+    }
+    // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; the kernel checks
+    // starts and tables.
+    unsafe { launch(stream, layout, T::DTYPE, S::DTYPE, &args) }
+}

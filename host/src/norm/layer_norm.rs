@@ -1,0 +1,88 @@
+//! Layer normalisation: `(x - mean) / sqrt(mean((x - mean)²) + eps) * weight + bias`.
+//!
+//! Source: Ba, Kiros and Hinton, *Layer Normalization*, 2016. The variance is that of the differences from the mean, in a
+//! second pass over registers, and does not cancel for rows far from zero.
+
+use super::rms_norm::{check_eps, check_vector};
+use crate::check::Call;
+use crate::device::{Geometry, Stream};
+use crate::error::Result;
+use crate::kernels::norm::layer_norm as kernel;
+use crate::pieces::{self, Variant};
+use crate::tensor::Tensor;
+use cuda_std::{DType, Entry, Float};
+
+pub use kernel::Args;
+
+/// The entry for an element type and a [`Variant`], if there is one.
+pub const fn entry(dtype: DType, variant: Variant) -> Option<Entry<Args>> {
+    pieces::instance(dtype, variant.first())
+}
+
+/// How to launch it for `rows` rows of `n` elements.
+pub const fn geometry(rows: u32, n: u32, dtype: DType, variant: Variant) -> Geometry {
+    variant.geometry(dtype, rows, n, false, kernel::SHARED_BYTES)
+}
+
+/// Launches on raw pointers (layer L1): `x` and `out` are `[rows, n]`, rows `x_stride` and `out_stride` elements apart;
+/// `weight` and `bias` are `[n]`, or null for ones and zeros.
+///
+/// # Errors
+/// [`Error::Unsupported`](crate::Error::Unsupported) for an element type without an entry, and those of
+/// [`Stream::launch`].
+///
+/// # Safety
+/// The pointers are device memory of those sizes, aligned to their element type, until the launch is done; `out` overlaps
+/// no other, or is the very `x`.
+pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
+    let size = dtype.size();
+    let places = [
+        (args.x, args.x_stride, size),
+        (args.weight, 0, size),
+        (args.bias, 0, size),
+        (args.out.cast_const(), args.out_stride, size),
+    ];
+    let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
+    let geometry = geometry(args.rows, args.n, dtype, variant);
+    // SAFETY: forwarded to the caller; the entry fits the alignment.
+    unsafe { pieces::launch(stream, "layer_norm", dtype, entry(dtype, variant), &geometry, args) }
+}
+
+/// `out[r] = (x[r] - mean) / sqrt(mean((x[r] - mean)²) + eps) * weight + bias`, for each row `r` with its mean.
+///
+/// `x` and `out` are `[.., n]` of the same shape, the rows of each at one distance from each other; they may be the same
+/// memory. `weight` and `bias` are `[n]`, ones and zeros if `None`.
+///
+/// # Errors
+/// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
+/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative or NaN.
+pub fn layer_norm<T: Float>(
+    stream: &Stream,
+    out: &mut Tensor<T>,
+    x: &Tensor<T>,
+    weight: Option<&Tensor<T>>,
+    bias: Option<&Tensor<T>>,
+    eps: f32,
+) -> Result<()> {
+    let mut call = Call::new("layer_norm", stream);
+    let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
+    call.same_shape("out", out.shape(), x.shape())?;
+    check_vector(&call, "weight", weight, from.width)?;
+    check_vector(&call, "bias", bias, from.width)?;
+    check_eps(&call, eps)?;
+    let (rows, n) = (call.count("rows", from.rows)?, call.count("n", from.width)?);
+    let args = Args {
+        x: call.read("x", x)?,
+        weight: call.read_opt("weight", weight)?,
+        bias: call.read_opt("bias", bias)?,
+        out: call.write("out", out)?,
+        rows,
+        n,
+        x_stride: from.stride,
+        out_stride: to.stride,
+        eps,
+    };
+    call.check_overlap_but(&[("out", "x")])?;
+    // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
+    unsafe { launch(stream, T::DTYPE, &args) }
+}

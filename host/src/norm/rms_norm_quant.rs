@@ -1,0 +1,270 @@
+//! RMS normalisation with 8-bit results and their scales, of `x` or of a sum with a residual.
+//!
+//! A result is `y / scale`, with `y = x / sqrt(mean(x²) + eps) * weight` in f32, rounded once to the nearest number of the
+//! format (ties to even). A scale is the largest `|y|` that it covers, at least 10⁻¹⁰, divided by the largest number of
+//! the format: 448 for e4m3, 127 for int8. NaN has no say in a scale; it becomes NaN in e4m3 and 0 in int8.
+//!
+//! Sources of the operations: vLLM's `rms_norm_dynamic_per_token_quant` and its per-block form; Xiao et al.,
+//! *SmoothQuant*, 2022, for the smoothing of channels.
+
+use super::rms_norm::{check_eps, check_vector};
+use crate::check::{Call, Rows};
+use crate::device::{Geometry, Stream};
+use crate::error::Result;
+use crate::kernels::norm::rms_norm_quant as kernel;
+use crate::pieces::{self, Variant};
+use crate::tensor::Tensor;
+use cuda_std::{DType, E4M3, Element, Entry, Float};
+use std::ffi::c_void;
+
+pub use kernel::e4m3_per_group::Args as E4m3PerGroupArgs;
+pub use kernel::e4m3_per_token::Args as E4m3PerTokenArgs;
+pub use kernel::i8_per_token::Args as I8PerTokenArgs;
+
+/// Instances without a residual come first in the tables.
+const fn first(variant: Variant, fused_add: bool) -> usize {
+    variant.first() + if fused_add { 12 } else { 0 }
+}
+
+/// The entry of [`rms_norm_e4m3_per_token`] for an element type and a [`Variant`], if there is one.
+pub const fn e4m3_per_token_entry(dtype: DType, variant: Variant, fused_add: bool) -> Option<Entry<E4m3PerTokenArgs>> {
+    pieces::instance(dtype, first(variant, fused_add))
+}
+
+/// The entry of [`rms_norm_i8_per_token`] for an element type and a [`Variant`], if there is one.
+pub const fn i8_per_token_entry(dtype: DType, variant: Variant, fused_add: bool) -> Option<Entry<I8PerTokenArgs>> {
+    pieces::instance(dtype, first(variant, fused_add))
+}
+
+/// The entry of [`rms_norm_e4m3_per_group`] for an element type and a [`Variant`], if there is one.
+pub const fn e4m3_per_group_entry(dtype: DType, variant: Variant, fused_add: bool) -> Option<Entry<E4m3PerGroupArgs>> {
+    pieces::instance(dtype, first(variant, fused_add))
+}
+
+/// How to launch any of them for `rows` rows of `n` elements.
+pub const fn geometry(rows: u32, n: u32, dtype: DType, variant: Variant) -> Geometry {
+    variant.geometry(dtype, rows, n, true, kernel::SHARED_BYTES)
+}
+
+macro_rules! launches {
+    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
+        $(#[$m])*
+        ///
+        /// `x` and `out` are `[rows, n]` with the distances in `args`; `residual` is `[rows, n]`, added to `x` and
+        /// replaced by the sum, or null; `weight` is `[n]`, or null for ones, and then `weight_offset` is 0.
+        ///
+        /// # Errors
+        /// [`Error::Unsupported`](crate::Error::Unsupported) for an element type without an entry, and those of
+        /// [`Stream::launch`].
+        ///
+        /// # Safety
+        /// The pointers are device memory of those sizes, aligned to their element type, until the launch is done;
+        /// `out`, `scales` and `residual` overlap no other, but `residual` may be the very `x`.
+        pub unsafe fn $name(stream: &Stream, dtype: DType, rows: u32, $args: &$Args) -> Result<()> {
+            let size = dtype.size();
+            let smooth: *const f32 = $smooth;
+            let places = [
+                ($args.x, $args.x_stride, size),
+                ($args.residual.cast_const(), $args.residual_stride, size),
+                ($args.weight, 0, size),
+                (smooth.cast(), 0, size_of::<f32>()),
+                ($args.out.cast_const().cast(), $args.out_stride, 1),
+            ];
+            let variant = Variant::new(dtype, $args.n, pieces::aligned(dtype, $args.n, &places));
+            let entry = $entry(dtype, variant, !$args.residual.is_null());
+            let geometry = geometry(rows, $args.n, dtype, variant);
+            // SAFETY: forwarded to the caller; the entry fits the alignment.
+            unsafe { pieces::launch(stream, $op, dtype, entry, &geometry, $args) }
+        }
+    )* };
+}
+launches! {
+    /// Launches [`rms_norm_e4m3_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
+    launch_e4m3_per_token, E4m3PerTokenArgs, e4m3_per_token_entry, "rms_norm_e4m3_per_token", |args| args.smooth;
+    /// Launches [`rms_norm_i8_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
+    launch_i8_per_token, I8PerTokenArgs, i8_per_token_entry, "rms_norm_i8_per_token", |args| args.smooth;
+    /// Launches [`rms_norm_e4m3_per_group`] on raw pointers (layer L1). `scales` is `[rows, ceil(n / 128)]` with the
+    /// distances in `args`.
+    launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, "rms_norm_e4m3_per_group",
+        |_args| std::ptr::null();
+}
+
+/// What may be added to a quantised normalisation.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct QuantOptions<'a, T: Element> {
+    /// `[n]`; ones if absent.
+    pub weight: Option<&'a Tensor<T>>,
+    /// Whether the factor is `1 + weight`, as Gemma has it.
+    pub one_plus_weight: bool,
+    /// `[.., n]` like `x`: added to `x` first. The sum, rounded to the element type, replaces it and is normalised.
+    pub residual: Option<&'a mut Tensor<T>>,
+    /// `[n]`: results are multiplied by it before they are quantised (pass reciprocals of SmoothQuant's factors). Per
+    /// token only.
+    pub smooth: Option<&'a Tensor<f32>>,
+}
+
+impl<'a, T: Element> QuantOptions<'a, T> {
+    /// With this weight.
+    pub fn weight(mut self, weight: &'a Tensor<T>) -> Self {
+        self.weight = Some(weight);
+        self
+    }
+
+    /// With the factor `1 + weight`.
+    pub fn one_plus_weight(mut self, weight: &'a Tensor<T>) -> Self {
+        self.one_plus_weight = true;
+        self.weight(weight)
+    }
+
+    /// With this residual, which is updated.
+    pub fn residual(mut self, residual: &'a mut Tensor<T>) -> Self {
+        self.residual = Some(residual);
+        self
+    }
+
+    /// With this factor for each column.
+    pub fn smooth(mut self, smooth: &'a Tensor<f32>) -> Self {
+        self.smooth = Some(smooth);
+        self
+    }
+}
+
+/// Pointers and distances that the operations have in common.
+struct Checked {
+    x: *const c_void,
+    residual: *mut c_void,
+    weight: *const c_void,
+    smooth: *const f32,
+    out: *mut c_void,
+    from: Rows,
+    residual_stride: usize,
+    out_stride: usize,
+    weight_offset: f32,
+    rows: u32,
+    n: u32,
+}
+
+fn check<T: Float, Q: Element>(
+    call: &mut Call<'_>,
+    out: &mut Tensor<Q>,
+    x: &Tensor<T>,
+    eps: f32,
+    options: QuantOptions<'_, T>,
+) -> Result<Checked> {
+    let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
+    call.same_shape("out", out.shape(), x.shape())?;
+    check_vector(call, "weight", options.weight, from.width)?;
+    check_vector(call, "smooth", options.smooth, from.width)?;
+    check_eps(call, eps)?;
+    let mut residual_stride = 0;
+    if let Some(residual) = &options.residual {
+        call.same_shape("residual", residual.shape(), x.shape())?;
+        residual_stride = call.rows("residual", residual)?.stride;
+    }
+    Ok(Checked {
+        x: call.read("x", x)?,
+        residual: call.write_opt("residual", options.residual)?,
+        weight: call.read_opt("weight", options.weight)?,
+        smooth: call.read_opt("smooth", options.smooth)?.cast(),
+        out: call.write("out", out)?,
+        from,
+        residual_stride,
+        out_stride: to.stride,
+        weight_offset: if options.one_plus_weight && options.weight.is_some() { 1.0 } else { 0.0 },
+        rows: call.count("rows", from.rows)?,
+        n: call.count("n", from.width)?,
+    })
+}
+
+macro_rules! per_token {
+    ($($(#[$m:meta])* $name:ident, $Q:ident, $Args:ident, $launch:ident;)*) => { $(
+        $(#[$m])*
+        ///
+        /// `x` and `out` are `[.., n]` of the same shape, the rows of each at one distance from each other; `scales` is
+        /// `[rows]`, dense, where `rows` is the product of all dimensions of `x` but the last.
+        ///
+        /// # Errors
+        /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
+        /// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative or
+        /// NaN.
+        pub fn $name<T: Float>(
+            stream: &Stream,
+            out: &mut Tensor<$Q>,
+            scales: &mut Tensor<f32>,
+            x: &Tensor<T>,
+            eps: f32,
+            options: QuantOptions<'_, T>,
+        ) -> Result<()> {
+            let mut call = Call::new(stringify!($name), stream);
+            let c = check(&mut call, out, x, eps, options)?;
+            call.same_shape("scales", scales.shape(), &[c.from.rows])?;
+            call.contiguous("scales", scales)?;
+            let args = $Args {
+                x: c.x,
+                residual: c.residual,
+                weight: c.weight,
+                smooth: c.smooth,
+                out: c.out.cast(),
+                scales: call.write("scales", scales)?.cast(),
+                n: c.n,
+                x_stride: c.from.stride,
+                residual_stride: c.residual_stride,
+                out_stride: c.out_stride,
+                weight_offset: c.weight_offset,
+                eps,
+            };
+            call.check_overlap_but(&[("residual", "x")])?;
+            // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
+            unsafe { $launch(stream, T::DTYPE, c.rows, &args) }
+        }
+    )* };
+}
+per_token! {
+    /// RMS normalisation with e4m3 results and a scale for each row.
+    rms_norm_e4m3_per_token, E4M3, E4m3PerTokenArgs, launch_e4m3_per_token;
+    /// RMS normalisation with int8 results and a scale for each row.
+    rms_norm_i8_per_token, i8, I8PerTokenArgs, launch_i8_per_token;
+}
+
+/// RMS normalisation with e4m3 results and a scale for each row and each group of 128 columns.
+///
+/// `x` and `out` are `[.., n]` of the same shape, the rows of each at one distance from each other; `scales` is
+/// `[rows, ceil(n / 128)]`, with any strides. The last group may be narrower.
+///
+/// # Errors
+/// As for [`rms_norm_e4m3_per_token`]; [`Unsupported`](crate::Error::Unsupported) for `smooth`.
+pub fn rms_norm_e4m3_per_group<T: Float>(
+    stream: &Stream,
+    out: &mut Tensor<E4M3>,
+    scales: &mut Tensor<f32>,
+    x: &Tensor<T>,
+    eps: f32,
+    options: QuantOptions<'_, T>,
+) -> Result<()> {
+    const OP: &str = "rms_norm_e4m3_per_group";
+    if options.smooth.is_some() {
+        return Err(crate::Error::Unsupported { op: OP, what: "no smoothing with scales for groups".into() });
+    }
+    let mut call = Call::new(OP, stream);
+    let c = check(&mut call, out, x, eps, options)?;
+    let (scale_row_stride, scale_group_stride) = pieces::scale_strides(&call, scales, c.from.rows, c.from.width)?;
+    let args = E4m3PerGroupArgs {
+        x: c.x,
+        residual: c.residual,
+        weight: c.weight,
+        out: c.out.cast(),
+        scales: call.write("scales", scales)?.cast(),
+        n: c.n,
+        x_stride: c.from.stride,
+        residual_stride: c.residual_stride,
+        out_stride: c.out_stride,
+        scale_row_stride,
+        scale_group_stride,
+        weight_offset: c.weight_offset,
+        eps,
+    };
+    call.check_overlap_but(&[("residual", "x")])?;
+    // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
+    unsafe { launch_e4m3_per_group(stream, T::DTYPE, c.rows, &args) }
+}

@@ -1,0 +1,172 @@
+//! How rows are cut for the kernels of [`row`](crate::kernels::row): pieces of 16 bytes where addresses allow it.
+
+use crate::check::Call;
+use crate::device::Geometry;
+use crate::error::{Error, Result};
+use crate::kernels::row::GROUP;
+use crate::tensor::Tensor;
+use cuda_std::{DType, Entry, KernelArgs};
+use std::ffi::c_void;
+
+/// Elements of one piece.
+pub(crate) const fn piece(dtype: DType, aligned: bool) -> u32 {
+    if aligned { 16 / dtype.size() as u32 } else { 4 }
+}
+
+/// Where rows lie: address, distance in elements, bytes of an element. A null address is always aligned.
+pub(crate) type Place = (*const c_void, usize, usize);
+
+/// Whether rows of `n` elements of type `dtype`, and others that go with them, can be moved in pieces of 16 bytes.
+pub(crate) fn aligned(dtype: DType, n: u32, places: &[Place]) -> bool {
+    let v = piece(dtype, true) as usize;
+    let fits =
+        |&(address, stride, size): &Place| (address as usize | (stride * size)).is_multiple_of((v * size).min(16));
+    (n as usize).is_multiple_of(v) && places.iter().all(fits)
+}
+
+/// The instance for an element type in a table that lists, from `first` on, f32, f16 and bf16.
+pub(crate) const fn instance<A: KernelArgs>(dtype: DType, first: usize) -> Option<Entry<A>> {
+    let i = match dtype {
+        DType::F32 => 0,
+        DType::F16 => 1,
+        DType::Bf16 => 2,
+        _ => return None,
+    };
+    Some(A::ENTRIES[first + i])
+}
+
+/// The error where [`instance`] has none.
+pub(crate) fn no_kernel(op: &'static str, dtype: DType) -> Error {
+    Error::Unsupported { op, what: format!("no kernel for {dtype}; there are f32, f16 and bf16") }
+}
+
+/// One piece a thread, blocks of `(pieces, rows)`, a grid of `(pieces, rows, rows)`.
+///
+/// `whole_warps`: the threads of a warp share a row even if it is short. Few rows are spread over many small blocks;
+/// many rows take blocks of 128 to 256 threads, of the size that leaves the fewest threads without a piece.
+pub(crate) const fn elementwise(rows: u32, n: u32, dtype: DType, aligned: bool, whole_warps: bool) -> Geometry {
+    /// Warps that fit on a GPU beside each other without sharing a scheduler.
+    const FEW: u64 = 512;
+    let pieces = n.div_ceil(piece(dtype, aligned));
+    let (x, y) = if pieces < 32 && aligned && !whole_warps {
+        let x = if pieces == 0 { 1 } else { pieces.next_power_of_two() };
+        (x, 128 / x)
+    } else {
+        let warps = pieces.div_ceil(32);
+        if warps as u64 * rows as u64 <= FEW {
+            (if warps < 2 { 32 } else { 64 }, 1)
+        } else if warps < 4 {
+            (warps * 32, 4 / warps)
+        } else {
+            let (mut best, mut w) = (8, 8);
+            while w >= 4 {
+                if warps.div_ceil(w) * w < warps.div_ceil(best) * best {
+                    best = w;
+                }
+                w -= 1;
+            }
+            (best * 32, 1)
+        }
+    };
+    let (columns, rows) = (pieces.div_ceil(x), rows.div_ceil(y));
+    let y_extent = if rows < 32768 { rows } else { 32768 };
+    let z_extent = if rows == 0 { 0 } else { rows.div_ceil(y_extent) };
+    Geometry::new([columns, y_extent, z_extent], [x, y, 1])
+}
+
+/// The strides of scales: `[rows, groups]`, in any order, no two of them in one place.
+pub(crate) fn scale_strides(
+    call: &Call<'_>,
+    scales: &Tensor<f32>,
+    rows: usize,
+    width: usize,
+) -> Result<(usize, usize)> {
+    call.same_shape("scales", scales.shape(), &[rows, width.div_ceil(GROUP)])?;
+    call.distinct("scales", scales)?;
+    Ok((scales.strides()[0], scales.strides()[1]))
+}
+
+/// How a kernel holds a row whose elements it needs more than once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Variant {
+    /// In registers, two pieces of 16 bytes a thread: rows up to 16 KiB.
+    X2,
+    /// In registers, four pieces of 16 bytes a thread: rows up to 32 KiB.
+    X4,
+    /// Read again, for longer rows.
+    Loop,
+    /// Read again, element by element: rows whose width, distance or address does not fit pieces of 16 bytes.
+    Any,
+}
+
+impl Variant {
+    /// The variant for rows of `n` elements. `aligned`: all addresses and distances of rows are multiples of 16 bytes
+    /// (of 8-bit results: of as many elements as 16 bytes of input hold), and so is the length of a row.
+    pub const fn new(dtype: DType, n: u32, aligned: bool) -> Self {
+        if !aligned {
+            return Variant::Any;
+        }
+        match n.div_ceil(piece(dtype, true)) {
+            0..=1024 => Variant::X2,
+            1025..=2048 => Variant::X4,
+            _ => Variant::Loop,
+        }
+    }
+
+    /// Threads and rows of a block. `whole_blocks`: a block has only one row, and at least a warp for it.
+    pub(crate) const fn block(self, dtype: DType, n: u32, whole_blocks: bool) -> (u32, u32) {
+        let pieces = n.div_ceil(piece(dtype, !matches!(self, Variant::Any)));
+        let threads = match self {
+            Variant::X2 => pieces.div_ceil(2),
+            Variant::X4 | Variant::Any => pieces.div_ceil(4),
+            Variant::Loop => 1024,
+        };
+        if threads > 32 || whole_blocks {
+            let threads = threads.next_multiple_of(32);
+            (
+                if threads > 1024 {
+                    1024
+                } else if threads < 32 {
+                    32
+                } else {
+                    threads
+                },
+                1,
+            )
+        } else {
+            // Unaligned rows need whole warps.
+            let lanes = if threads == 0 { 1 } else { threads.next_power_of_two() };
+            let lanes = if matches!(self, Variant::Any) { 32 } else { lanes };
+            (lanes, 128 / lanes)
+        }
+    }
+
+    /// The first of its instances in a table that lists the variants in order, three element types each.
+    pub(crate) const fn first(self) -> usize {
+        3 * self as usize
+    }
+
+    /// A launch of blocks of [`block`](Self::block).
+    pub(crate) const fn geometry(self, dtype: DType, rows: u32, n: u32, whole_blocks: bool, shared: usize) -> Geometry {
+        let (x, y) = self.block(dtype, n, whole_blocks);
+        Geometry::new([rows.div_ceil(y), 1, 1], [x, y, 1]).shared_bytes(shared as u32)
+    }
+}
+
+/// Launches the instance of a kernel.
+///
+/// # Safety
+/// As for [`Stream::launch`](crate::Stream::launch).
+pub(crate) unsafe fn launch<A: KernelArgs>(
+    stream: &crate::Stream,
+    op: &'static str,
+    dtype: DType,
+    entry: Option<Entry<A>>,
+    geometry: &Geometry,
+    args: &A,
+) -> Result<()> {
+    let entry = entry.ok_or_else(|| no_kernel(op, dtype))?;
+    // SAFETY: forwarded to the caller.
+    unsafe { stream.launch(&entry, geometry, args) }
+}

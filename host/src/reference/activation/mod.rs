@@ -1,0 +1,7 @@
+//! Activation functions.
+
+pub mod gated;
+pub mod plain;
+
+pub use gated::gated;
+pub use plain::plain;

@@ -1,0 +1,4 @@
+//! Mixture of experts.
+
+pub mod gate;
+pub use gate::gate;

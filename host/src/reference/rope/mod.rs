@@ -1,0 +1,4 @@
+//! Rotary position embedding.
+
+pub mod rotary;
+pub use rotary::rotary;

@@ -1,0 +1,104 @@
+//! `out[r, c] = f(gate[r, c]) * up[r, c]`: the middle of a gated feed-forward layer.
+//!
+//! Bound by memory, three elements moved for each result. A thread does one piece of 16 bytes: two loads and one
+//! store, no loop, so that as many bytes as possible are under way and a single row spreads over many
+//! multiprocessors. Blocks are two-dimensional, `(pieces, rows)`, so that narrow rows fill them too; the grid is
+//! `(pieces, rows, rows)`, since its second extent ends at 65535.
+
+use super::{FatreluAndMul, Gated, GeluAndMul, GeluTanhAndMul, Params, SiluAndMul, SiluAndMulClamp, SwigluOai};
+use crate::row::Piece;
+use cuda_std::{Float, Global, GlobalMut, entries, thread, vec};
+
+/// The most threads of a block.
+pub const MAX_THREADS: u32 = 256;
+
+/// The row and the piece of the calling thread.
+#[inline(always)]
+pub(super) fn position() -> (usize, u32) {
+    let row = (thread::block_idx_z() * thread::grid_dim_y() + thread::block_idx_y()) * thread::block_dim_y()
+        + thread::thread_idx_y();
+    (row as usize, thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x())
+}
+
+/// The results of one piece, in f32.
+#[inline(always)]
+#[track_caller]
+pub(super) unsafe fn piece<T: Float, A: Gated, const V: usize, const VEC: bool>(
+    piece: Piece<V, VEC>,
+    gate: Global<T>,
+    up: Global<T>,
+    params: Params,
+) -> [f32; V] {
+    let (gate, up) = if A::INTERLEAVED { piece.load_pairs(gate) } else { (piece.load(gate), piece.load(up)) };
+    let (gate, up): ([f32; V], [f32; V]) = (vec::to_f32(gate), vec::to_f32(up));
+    let mut out = [0.0; V];
+    cuda_std::unroll::<V>(|j| out[j] = A::apply::<T>(gate[j], up[j], params));
+    out
+}
+
+/// `gate`, `up`: `[rows, d]`, rows `in_stride` elements apart; interleaved functions read `[rows, 2 d]` at `gate` and
+/// nothing at `up`. `out`: `[rows, d]`, rows `out_stride` apart. See [`row`](crate::row) for `VEC`.
+#[inline(always)]
+pub unsafe fn gated<T: Float, A: Gated, const V: usize, const VEC: bool>(
+    gate: *const T,
+    up: *const T,
+    out: *mut T,
+    rows: u32,
+    d: u32,
+    in_stride: usize,
+    out_stride: usize,
+    alpha: f32,
+    limit: f32,
+) {
+    let (row, index) = position();
+    if row >= rows as usize {
+        return;
+    }
+    let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
+    let p = Piece::<V, VEC>::new(index, d);
+    let y = piece::<T, A, V, VEC>(p, gate, up, Params { alpha, limit });
+    p.store(GlobalMut::new(out).offset(row * out_stride), vec::from_f32(y));
+}
+
+entries! {
+    pub struct Args<T>(
+        gate: *const T, up: *const T, out: *mut T, rows: u32, d: u32, in_stride: usize, out_stride: usize, alpha: f32,
+        limit: f32,
+    );
+    silu_and_mul_f32 { type T = f32; } [MAX_THREADS] => gated::<T, SiluAndMul, 4, true>;
+    silu_and_mul_f16 { type T = half::f16; } [MAX_THREADS] => gated::<T, SiluAndMul, 8, true>;
+    silu_and_mul_bf16 { type T = half::bf16; } [MAX_THREADS] => gated::<T, SiluAndMul, 8, true>;
+    silu_and_mul_any_f32 { type T = f32; } [MAX_THREADS] => gated::<T, SiluAndMul, 4, false>;
+    silu_and_mul_any_f16 { type T = half::f16; } [MAX_THREADS] => gated::<T, SiluAndMul, 4, false>;
+    silu_and_mul_any_bf16 { type T = half::bf16; } [MAX_THREADS] => gated::<T, SiluAndMul, 4, false>;
+    gelu_and_mul_f32 { type T = f32; } [MAX_THREADS] => gated::<T, GeluAndMul, 4, true>;
+    gelu_and_mul_f16 { type T = half::f16; } [MAX_THREADS] => gated::<T, GeluAndMul, 8, true>;
+    gelu_and_mul_bf16 { type T = half::bf16; } [MAX_THREADS] => gated::<T, GeluAndMul, 8, true>;
+    gelu_and_mul_any_f32 { type T = f32; } [MAX_THREADS] => gated::<T, GeluAndMul, 4, false>;
+    gelu_and_mul_any_f16 { type T = half::f16; } [MAX_THREADS] => gated::<T, GeluAndMul, 4, false>;
+    gelu_and_mul_any_bf16 { type T = half::bf16; } [MAX_THREADS] => gated::<T, GeluAndMul, 4, false>;
+    gelu_tanh_and_mul_f32 { type T = f32; } [MAX_THREADS] => gated::<T, GeluTanhAndMul, 4, true>;
+    gelu_tanh_and_mul_f16 { type T = half::f16; } [MAX_THREADS] => gated::<T, GeluTanhAndMul, 8, true>;
+    gelu_tanh_and_mul_bf16 { type T = half::bf16; } [MAX_THREADS] => gated::<T, GeluTanhAndMul, 8, true>;
+    gelu_tanh_and_mul_any_f32 { type T = f32; } [MAX_THREADS] => gated::<T, GeluTanhAndMul, 4, false>;
+    gelu_tanh_and_mul_any_f16 { type T = half::f16; } [MAX_THREADS] => gated::<T, GeluTanhAndMul, 4, false>;
+    gelu_tanh_and_mul_any_bf16 { type T = half::bf16; } [MAX_THREADS] => gated::<T, GeluTanhAndMul, 4, false>;
+    fatrelu_and_mul_f32 { type T = f32; } [MAX_THREADS] => gated::<T, FatreluAndMul, 4, true>;
+    fatrelu_and_mul_f16 { type T = half::f16; } [MAX_THREADS] => gated::<T, FatreluAndMul, 8, true>;
+    fatrelu_and_mul_bf16 { type T = half::bf16; } [MAX_THREADS] => gated::<T, FatreluAndMul, 8, true>;
+    fatrelu_and_mul_any_f32 { type T = f32; } [MAX_THREADS] => gated::<T, FatreluAndMul, 4, false>;
+    fatrelu_and_mul_any_f16 { type T = half::f16; } [MAX_THREADS] => gated::<T, FatreluAndMul, 4, false>;
+    fatrelu_and_mul_any_bf16 { type T = half::bf16; } [MAX_THREADS] => gated::<T, FatreluAndMul, 4, false>;
+    silu_and_mul_clamp_f32 { type T = f32; } [MAX_THREADS] => gated::<T, SiluAndMulClamp, 4, true>;
+    silu_and_mul_clamp_f16 { type T = half::f16; } [MAX_THREADS] => gated::<T, SiluAndMulClamp, 8, true>;
+    silu_and_mul_clamp_bf16 { type T = half::bf16; } [MAX_THREADS] => gated::<T, SiluAndMulClamp, 8, true>;
+    silu_and_mul_clamp_any_f32 { type T = f32; } [MAX_THREADS] => gated::<T, SiluAndMulClamp, 4, false>;
+    silu_and_mul_clamp_any_f16 { type T = half::f16; } [MAX_THREADS] => gated::<T, SiluAndMulClamp, 4, false>;
+    silu_and_mul_clamp_any_bf16 { type T = half::bf16; } [MAX_THREADS] => gated::<T, SiluAndMulClamp, 4, false>;
+    swiglu_oai_f32 { type T = f32; } [MAX_THREADS] => gated::<T, SwigluOai, 4, true>;
+    swiglu_oai_f16 { type T = half::f16; } [MAX_THREADS] => gated::<T, SwigluOai, 8, true>;
+    swiglu_oai_bf16 { type T = half::bf16; } [MAX_THREADS] => gated::<T, SwigluOai, 8, true>;
+    swiglu_oai_any_f32 { type T = f32; } [MAX_THREADS] => gated::<T, SwigluOai, 4, false>;
+    swiglu_oai_any_f16 { type T = half::f16; } [MAX_THREADS] => gated::<T, SwigluOai, 4, false>;
+    swiglu_oai_any_bf16 { type T = half::bf16; } [MAX_THREADS] => gated::<T, SwigluOai, 4, false>;
+}

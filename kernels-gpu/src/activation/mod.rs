@@ -1,0 +1,161 @@
+//! Activation functions, and the kernels that apply them.
+//!
+//! A function is a type without values that implements [`Gated`] or [`Plain`]; [`gated`], [`plain`] and
+//! [`silu_and_mul_quant`] hold one generic kernel each way of storing the result.
+//!
+//! For f32 the functions are built from the accurate primitives of [`float`]; results are within 4 units in the last
+//! place (gelu: 8). For f16 and bf16 they use the special-function unit: relative errors stay below 2^-16 before the one
+//! rounding of the store, and magnitudes below 2^-120 may become zero.
+
+pub mod gated;
+pub mod plain;
+pub mod silu_and_mul_quant;
+
+use cuda_std::{DType, Float, float};
+
+/// The two scalars that some functions take.
+#[derive(Clone, Copy)]
+pub struct Params {
+    /// Slope of the sigmoid, or threshold.
+    pub alpha: f32,
+    /// Bound of the arguments.
+    pub limit: f32,
+}
+
+/// A function of a gate and a value (`up`).
+pub trait Gated {
+    /// Whether gate and value alternate in memory, gate first; otherwise all gates come before all values.
+    const INTERLEAVED: bool = false;
+    /// The result, as accurate as `T` needs.
+    fn apply<T: Float>(gate: f32, up: f32, params: Params) -> f32;
+}
+
+/// A function of one number.
+pub trait Plain {
+    /// The result, as accurate as `T` needs.
+    fn apply<T: Float>(x: f32) -> f32;
+}
+
+/// Whether `T` shows the difference between accurate and approximate functions.
+#[inline(always)]
+const fn accurate<T: Float>() -> bool {
+    matches!(T::DTYPE, DType::F32)
+}
+
+/// `x / (1 + e^-(a x))`
+#[inline(always)]
+fn swish<T: Float>(x: f32, a: f32) -> f32 {
+    x * if accurate::<T>() { float::sigmoid(a * x) } else { float::fast::sigmoid(a * x) }
+}
+
+/// `x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`, where `(1 + tanh u) / 2 = sigmoid(2 u)`.
+#[inline(always)]
+fn gelu_tanh<T: Float>(x: f32) -> f32 {
+    const SLOPE: f32 = 1.595_769_2; // 2 sqrt(2 / pi)
+    const CUBE: f32 = 0.071_354_814; // 0.044715 of that
+    let u = x * float::fma(CUBE, x * x, SLOPE);
+    x * if accurate::<T>() { float::sigmoid(u) } else { float::fast::sigmoid(u) }
+}
+
+/// `x Phi(x)` with the normal distribution function `Phi(x) = erfc(-x / sqrt(2)) / 2`.
+///
+/// `Phi(-a) = e^(-a^2 / 2) h(a)`, with `h` a polynomial in `1 / (1 + 0.35 a)` (minimax, relative error 2^-21.7 in f32), so
+/// the far negative side keeps its relative accuracy, which `1 + erf` would lose.
+#[inline(always)]
+fn gelu<T: Float>(x: f32) -> f32 {
+    // Beyond, the tail is zero in f32; and NaN comes in by `x` below.
+    let a = float::min(float::abs(x), 20.0);
+    let s = a * a;
+    let d = float::fma(0.35, a, 1.0);
+    let (t, e) = if accurate::<T>() {
+        // What the square lost, which the exponential would magnify.
+        let lost = float::fma(a, a, -s);
+        let e = float::exp(-0.5 * s);
+        (float::recip(d), float::fma(e, -0.5 * lost, e))
+    } else {
+        (float::fast::recip(d), float::fast::exp(-0.5 * s))
+    };
+    const H: [f32; 9] = [
+        0.139_621_3,
+        0.139_863_54,
+        0.119_821_18,
+        0.105_552_93,
+        -0.023_213_392,
+        0.159_321_25,
+        -0.255_840_4,
+        0.144_031_61,
+        -0.029_158_03,
+    ];
+    let mut h = H[8];
+    cuda_std::unroll::<8>(|i| h = float::fma(h, t, H[7 - i]));
+    let tail = e * t * h;
+    x * if x < 0.0 { tail } else { 1.0 - tail }
+}
+
+/// `min(x, limit)`, NaN staying NaN.
+#[inline(always)]
+fn at_most(x: f32, limit: f32) -> f32 {
+    if x > limit { limit } else { x }
+}
+
+/// `x` within `-limit ..= limit`, NaN staying NaN.
+#[inline(always)]
+fn clamp(x: f32, limit: f32) -> f32 {
+    let x = at_most(x, limit);
+    if x < -limit { -limit } else { x }
+}
+
+macro_rules! gated {
+    ($($(#[$m:meta])* $name:ident $($interleaved:literal)?, |$gate:ident, $up:ident, $params:pat_param| $result:expr;)*) => { $(
+        $(#[$m])*
+        pub struct $name;
+        impl Gated for $name {
+            $(const INTERLEAVED: bool = $interleaved;)?
+            #[inline(always)]
+            fn apply<T: Float>($gate: f32, $up: f32, $params: Params) -> f32 {
+                $result
+            }
+        }
+    )* };
+}
+gated! {
+    /// `gate sigmoid(gate) up`
+    SiluAndMul, |gate, up, _| swish::<T>(gate, 1.0) * up;
+    /// `gelu(gate) up`, by the error function.
+    GeluAndMul, |gate, up, _| gelu::<T>(gate) * up;
+    /// `gelu(gate) up`, by the approximation with the hyperbolic tangent.
+    GeluTanhAndMul, |gate, up, _| gelu_tanh::<T>(gate) * up;
+    /// `gate up` where `gate > alpha`, elsewhere `0 up`.
+    FatreluAndMul, |gate, up, Params { alpha, .. }| (if gate <= alpha { 0.0 } else { gate }) * up;
+    /// `gate sigmoid(gate) up` of the gate clamped from above and the value clamped on both sides.
+    SiluAndMulClamp, |gate, up, Params { limit, .. }| swish::<T>(at_most(gate, limit), 1.0) * clamp(up, limit);
+    /// `gate sigmoid(alpha gate) (up + 1)`, clamped as before.
+    SwigluOai true, |gate, up, Params { alpha, limit }| {
+        swish::<T>(at_most(gate, limit), alpha) * (clamp(up, limit) + 1.0)
+    };
+}
+
+macro_rules! plain {
+    ($($(#[$m:meta])* $name:ident, |$x:ident| $result:expr;)*) => { $(
+        $(#[$m])*
+        pub struct $name;
+        impl Plain for $name {
+            #[inline(always)]
+            fn apply<T: Float>($x: f32) -> f32 {
+                $result
+            }
+        }
+    )* };
+}
+plain! {
+    /// `x sigmoid(x)`
+    Silu, |x| swish::<T>(x, 1.0);
+    /// `x Phi(x)`
+    Gelu, |x| gelu::<T>(x);
+    /// The approximation of `x Phi(x)` with the hyperbolic tangent.
+    GeluTanh, |x| gelu_tanh::<T>(x);
+    /// `x sigmoid(1.702 x)`
+    GeluQuick, |x| swish::<T>(x, 1.702);
+    /// `max(x, 0)^2`
+    Relu2, |x| if x < 0.0 { 0.0 } else { x * x };
+}

@@ -1,0 +1,180 @@
+//! `silu_and_mul` with e4m3 results: the down projection's input, quantised on the way.
+//!
+//! * With a given scale for the whole tensor: one piece a thread, as [`gated`](super::gated).
+//! * With a scale for each group of 128 columns: the same; a group is 16 lanes (32 for f32), which agree on its
+//!   largest magnitude by shuffles.
+//! * With a scale for each row: a block for each row keeps the results in registers, `N` pieces a thread, until it
+//!   knows the largest. Rows too long for that (`N = 0`) are computed twice, the second time from the second-level
+//!   cache.
+//!
+//! Results are quantised from f32; they are not rounded to the input's type before.
+
+use super::gated::{MAX_THREADS, piece, position};
+use super::{Gated, Params, SiluAndMul};
+use crate::row::quantise::{self, GroupScales, Quantised};
+use crate::row::team::{Op, scratch};
+use crate::row::{Piece, Team};
+use cuda_std::shared::Carver;
+use cuda_std::{E4M3, Float, Global, GlobalMut, entries, float, thread};
+
+/// The most warps of a block with a row of its own.
+pub const MAX_WARPS: usize = 32;
+/// Its shared memory.
+pub const SHARED_BYTES: usize = MAX_WARPS * 4;
+
+const NONE: Params = Params { alpha: 0.0, limit: 0.0 };
+
+/// As [`gated`](super::gated::gated); `scale`: one f32, which results are divided by.
+#[inline(always)]
+pub unsafe fn per_tensor<T: Float, A: Gated, Q: Quantised, const V: usize, const VEC: bool>(
+    gate: *const T,
+    up: *const T,
+    out: *mut Q,
+    scale: *const f32,
+    rows: u32,
+    d: u32,
+    in_stride: usize,
+    out_stride: usize,
+) {
+    let (row, index) = position();
+    if row >= rows as usize {
+        return;
+    }
+    let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
+    let out = GlobalMut::new(out).offset(row * out_stride);
+    let factor = float::recip(Global::new(scale).get(0usize));
+    let p = Piece::<V, VEC>::new(index, d);
+    p.store_quantised(out, piece::<T, A, V, VEC>(p, gate, up, NONE), factor);
+}
+
+/// As [`gated`](super::gated::gated) with `(n, 1)` threads, `n` a multiple of 32; `scales`: `[rows, groups]`, strides in
+/// elements.
+#[inline(always)]
+pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize, const VEC: bool>(
+    gate: *const T,
+    up: *const T,
+    out: *mut Q,
+    scales: *mut f32,
+    rows: u32,
+    d: u32,
+    in_stride: usize,
+    out_stride: usize,
+    scale_row_stride: usize,
+    scale_group_stride: usize,
+) {
+    let (row, index) = position();
+    if row >= rows as usize {
+        return;
+    }
+    let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
+    let out = GlobalMut::new(out).offset(row * out_stride);
+    let scales =
+        GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
+    let p = Piece::<V, VEC>::new(index, d);
+    let y = piece::<T, A, V, VEC>(p, gate, up, NONE);
+    let scale = quantise::scale_for::<Q>(quantise::group_amax(y));
+    scales.store::<V>(index, d, scale);
+    p.store_quantised(out, y, float::recip(scale));
+}
+
+/// As [`gated`](super::gated::gated), a block of a multiple of 32 threads for each row; `scales`: `[rows]`.
+#[inline(always)]
+pub unsafe fn per_token<T: Float, A: Gated, Q: Quantised, const V: usize, const N: usize, const VEC: bool>(
+    gate: *const T,
+    up: *const T,
+    out: *mut Q,
+    scales: *mut f32,
+    d: u32,
+    in_stride: usize,
+    out_stride: usize,
+) {
+    let row = thread::block_idx_x() as usize;
+    let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
+    let (out, scales) = (GlobalMut::new(out).offset(row * out_stride), GlobalMut::new(scales));
+    let team = Team::current();
+    let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
+    let at = |i: usize| Piece::<V, VEC>::new(i as u32 * team.size + team.rank, d);
+    let rounds = d.div_ceil(V as u32).div_ceil(team.size) as usize;
+
+    let mut y = [[0.0; V]; N];
+    let mut largest = 0.0;
+    cuda_std::unroll::<N>(|i| y[i] = piece::<T, A, V, VEC>(at(i), gate, up, NONE));
+    cuda_std::unroll::<N>(|i| largest = float::max(largest, quantise::amax(y[i])));
+    if N == 0 {
+        let mut i = 0;
+        while i < rounds {
+            largest = float::max(largest, quantise::amax(piece::<T, A, V, VEC>(at(i), gate, up, NONE)));
+            i += 1;
+        }
+    }
+    let [largest] = team.reduce::<1, MAX_WARPS>([largest], [Op::Max], scratch);
+    let scale = quantise::scale_for::<Q>(largest);
+    if team.rank == 0 {
+        scales.set(row, scale);
+    }
+    let factor = float::recip(scale);
+    cuda_std::unroll::<N>(|i| at(i).store_quantised(out, y[i], factor));
+    if N == 0 {
+        let mut i = 0;
+        while i < rounds {
+            at(i).store_quantised(out, piece::<T, A, V, VEC>(at(i), gate, up, NONE), factor);
+            i += 1;
+        }
+    }
+}
+
+/// With a given scale.
+pub mod tensor {
+    use super::*;
+    entries! {
+        pub struct Args<T>(
+            gate: *const T, up: *const T, out: *mut E4M3, scale: *const f32, rows: u32, d: u32, in_stride: usize,
+            out_stride: usize,
+        );
+        silu_and_mul_e4m3_per_tensor_f32 { type T = f32; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 4, true>;
+        silu_and_mul_e4m3_per_tensor_f16 { type T = half::f16; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 8, true>;
+        silu_and_mul_e4m3_per_tensor_bf16 { type T = half::bf16; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 8, true>;
+        silu_and_mul_e4m3_per_tensor_any_f32 { type T = f32; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 4, false>;
+        silu_and_mul_e4m3_per_tensor_any_f16 { type T = half::f16; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 4, false>;
+        silu_and_mul_e4m3_per_tensor_any_bf16 { type T = half::bf16; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 4, false>;
+    }
+}
+
+/// With a scale for each group of columns.
+pub mod groups {
+    use super::*;
+    entries! {
+        pub struct Args<T>(
+            gate: *const T, up: *const T, out: *mut E4M3, scales: *mut f32, rows: u32, d: u32, in_stride: usize,
+            out_stride: usize, scale_row_stride: usize, scale_group_stride: usize,
+        );
+        silu_and_mul_e4m3_per_group_f32 { type T = f32; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, true>;
+        silu_and_mul_e4m3_per_group_f16 { type T = half::f16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 8, true>;
+        silu_and_mul_e4m3_per_group_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 8, true>;
+        silu_and_mul_e4m3_per_group_any_f32 { type T = f32; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
+        silu_and_mul_e4m3_per_group_any_f16 { type T = half::f16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
+        silu_and_mul_e4m3_per_group_any_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
+    }
+}
+
+/// With a scale for each row.
+pub mod tokens {
+    use super::*;
+    entries! {
+        pub struct Args<T>(
+            gate: *const T, up: *const T, out: *mut E4M3, scales: *mut f32, d: u32, in_stride: usize, out_stride: usize,
+        );
+        silu_and_mul_e4m3_per_token_x2_f32 { type T = f32; } [512] => per_token::<T, SiluAndMul, E4M3, 4, 2, true>;
+        silu_and_mul_e4m3_per_token_x2_f16 { type T = half::f16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 2, true>;
+        silu_and_mul_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 2, true>;
+        silu_and_mul_e4m3_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, SiluAndMul, E4M3, 4, 4, true>;
+        silu_and_mul_e4m3_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 4, true>;
+        silu_and_mul_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 4, true>;
+        silu_and_mul_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 0, true>;
+        silu_and_mul_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, SiluAndMul, E4M3, 8, 0, true>;
+        silu_and_mul_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, SiluAndMul, E4M3, 8, 0, true>;
+        silu_and_mul_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 0, false>;
+        silu_and_mul_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 0, false>;
+        silu_and_mul_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 0, false>;
+    }
+}

@@ -1,0 +1,2 @@
+//! Mixture of experts.
+pub mod gate;

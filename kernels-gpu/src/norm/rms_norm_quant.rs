@@ -1,0 +1,343 @@
+//! RMS normalisation with 8-bit results, optionally of a sum with a residual, as [`rms_norm`](super::rms_norm).
+//!
+//! The largest result of a row (or of a group of columns) is the largest `|x w|` times the row's factor
+//! `1 / sqrt(mean(x^2) + eps)`. So it is found together with the sum of squares, at one barrier, and quantising costs
+//! nothing but arithmetic. Results are quantised from f32; they are not rounded to the input's type before.
+
+use super::rms_norm::{Source, add_squares, inverse_rms, scaled};
+use super::{MAX_WARPS, Row};
+use crate::row::Team;
+use crate::row::quantise::{self, GroupScales, Quantised};
+use crate::row::team::{Op, scratch};
+use cuda_std::shared::Carver;
+use cuda_std::{E4M3, Float, Global, GlobalMut, entries, float, thread};
+
+/// Dynamic shared memory of a block: a sum and a largest magnitude for each warp.
+pub const SHARED_BYTES: usize = 2 * MAX_WARPS * 4;
+
+/// What the results are multiplied by, besides the row's factor.
+#[derive(Clone, Copy)]
+struct Factors<T> {
+    weight: Global<T>,
+    weight_offset: f32,
+    smooth: Global<f32>,
+}
+
+impl<T: Float> Factors<T> {
+    /// `x * (w + offset) * smooth`
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn apply<const V: usize, const N: usize, const VEC: bool>(
+        self,
+        row: Row<V, N, VEC>,
+        i: usize,
+        x: [T; V],
+        w: [T; V],
+    ) -> [f32; V] {
+        let mut y = scaled(x, w, 1.0, self.weight_offset);
+        if !self.smooth.ptr(0usize).is_null() {
+            let smooth = row.piece(i).load_factors(self.smooth);
+            cuda_std::unroll::<V>(|j| y[j] *= smooth[j]);
+        }
+        y
+    }
+
+    /// As [`apply`](Self::apply), loading the weight as well.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn apply_at<const V: usize, const N: usize, const VEC: bool>(
+        self,
+        row: Row<V, N, VEC>,
+        i: usize,
+        x: [T; V],
+    ) -> [f32; V] {
+        self.apply(row, i, x, row.piece(i).load_optional(self.weight, true))
+    }
+}
+
+/// Where scales go.
+trait Scales: Copy {
+    /// Whether each group of columns has one; otherwise each row has.
+    const GROUPED: bool;
+    /// Stores the scale of the whole row.
+    unsafe fn store_row(self, scale: f32);
+    /// Stores the scale of the group of piece `index`.
+    unsafe fn store_group<const V: usize>(self, index: u32, n: u32, scale: f32);
+}
+
+impl Scales for GlobalMut<f32> {
+    const GROUPED: bool = false;
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn store_row(self, scale: f32) {
+        self.set(0usize, scale);
+    }
+    #[inline(always)]
+    unsafe fn store_group<const V: usize>(self, _: u32, _: u32, _: f32) {}
+}
+
+impl Scales for GroupScales {
+    const GROUPED: bool = true;
+    #[inline(always)]
+    unsafe fn store_row(self, _: f32) {}
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn store_group<const V: usize>(self, index: u32, n: u32, scale: f32) {
+        self.store::<V>(index, n, scale);
+    }
+}
+
+#[inline(always)]
+#[track_caller]
+unsafe fn normalise<
+    T: Float,
+    Q: Quantised,
+    S: Scales,
+    const ADD: bool,
+    const V: usize,
+    const N: usize,
+    const VEC: bool,
+>(
+    from: Source<T>,
+    factors: Factors<T>,
+    out: GlobalMut<Q>,
+    scales: S,
+    n: u32,
+    eps: f32,
+) {
+    let team = Team::current();
+    let scratch = scratch::<2, MAX_WARPS>(&mut Carver::new());
+    let row = Row::<V, N, VEC>::new(team, n);
+    let (mut squares, mut largest) = (0.0, 0.0);
+
+    let x = from.load::<ADD, V, N, VEC>(row);
+    let mut w = x;
+    cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
+    let mut y = [[0.0; V]; N];
+    cuda_std::unroll::<N>(|i| {
+        add_squares(&mut squares, x[i]);
+        y[i] = factors.apply(row, i, x[i], w[i]);
+        largest = float::max(largest, quantise::amax(y[i]));
+    });
+    if N == 0 {
+        let mut i = 0;
+        while i < row.rounds() {
+            let x = from.first::<ADD, V, N, VEC>(row, i);
+            add_squares(&mut squares, x);
+            largest = float::max(largest, quantise::amax(factors.apply_at(row, i, x)));
+            i += 1;
+        }
+    }
+    let [squares, largest] = row.reduce([squares, largest], [Op::Sum, Op::Max], scratch);
+    let rms = inverse_rms(squares, n, eps);
+    let scale = quantise::scale_for::<Q>(largest * rms);
+    if !S::GROUPED && team.rank == 0 {
+        scales.store_row(scale);
+    }
+    let row_factor = rms * float::recip(scale);
+
+    let store = |i: usize, y: [f32; V]| {
+        let factor = if S::GROUPED {
+            let scale = quantise::scale_for::<Q>(quantise::group_amax(y) * rms);
+            scales.store_group::<V>(row.index(i), n, scale);
+            rms * float::recip(scale)
+        } else {
+            row_factor
+        };
+        row.piece(i).store_quantised(out, y, factor);
+    };
+    cuda_std::unroll::<N>(|i| store(i, y[i]));
+    if N == 0 {
+        let mut i = 0;
+        while i < row.rounds() {
+            store(i, factors.apply_at(row, i, from.again::<ADD, V, N, VEC>(row, i)));
+            i += 1;
+        }
+    }
+}
+
+/// The pointers and distances that all kernels here have in common.
+struct Io<T, Q> {
+    x: *const T,
+    residual: *mut T,
+    weight: *const T,
+    out: *mut Q,
+    x_stride: usize,
+    residual_stride: usize,
+    out_stride: usize,
+}
+
+impl<T: Float, Q: Quantised> Io<T, Q> {
+    #[inline(always)]
+    unsafe fn run<S: Scales, const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+        self,
+        smooth: *const f32,
+        scales: S,
+        n: u32,
+        weight_offset: f32,
+        eps: f32,
+    ) {
+        let row = thread::block_idx_x() as usize;
+        let from = Source {
+            x: Global::new(self.x).offset(row * self.x_stride),
+            residual: Global::new(self.residual.cast_const()).offset(row * self.residual_stride),
+            residual_out: GlobalMut::new(self.residual).offset(row * self.residual_stride),
+        };
+        let factors = Factors { weight: Global::new(self.weight), weight_offset, smooth: Global::new(smooth) };
+        let out = GlobalMut::new(self.out).offset(row * self.out_stride);
+        normalise::<T, Q, S, ADD, V, N, VEC>(from, factors, out, scales, n, eps);
+    }
+}
+
+/// A block of a multiple of 32 threads for each row. `x`, `out`: `[rows, n]`; `residual`: `[rows, n]`, added and
+/// replaced by the sum if `ADD`; `weight`: `[n]` or null for ones (then `weight_offset` is 0); `smooth`: `[n]` or null;
+/// `scales`: `[rows]`.
+#[inline(always)]
+pub unsafe fn per_token<T: Float, Q: Quantised, const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+    x: *const T,
+    residual: *mut T,
+    weight: *const T,
+    smooth: *const f32,
+    out: *mut Q,
+    scales: *mut f32,
+    n: u32,
+    x_stride: usize,
+    residual_stride: usize,
+    out_stride: usize,
+    weight_offset: f32,
+    eps: f32,
+) {
+    let scales = GlobalMut::new(scales).offset(thread::block_idx_x());
+    let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
+    io.run::<_, ADD, V, N, VEC>(smooth, scales, n, weight_offset, eps);
+}
+
+/// As [`per_token`]; `scales`: `[rows, groups]`, strides in elements.
+#[inline(always)]
+pub unsafe fn per_group<T: Float, Q: Quantised, const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+    x: *const T,
+    residual: *mut T,
+    weight: *const T,
+    out: *mut Q,
+    scales: *mut f32,
+    n: u32,
+    x_stride: usize,
+    residual_stride: usize,
+    out_stride: usize,
+    scale_row_stride: usize,
+    scale_group_stride: usize,
+    weight_offset: f32,
+    eps: f32,
+) {
+    let row = thread::block_idx_x() as usize;
+    let scales =
+        GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
+    let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
+    io.run::<_, ADD, V, N, VEC>(core::ptr::null(), scales, n, weight_offset, eps);
+}
+
+/// e4m3, a scale for each row.
+pub mod e4m3_per_token {
+    use super::*;
+    entries! {
+        pub struct Args<T>(
+            x: *const T, residual: *mut T, weight: *const T, smooth: *const f32, out: *mut E4M3, scales: *mut f32,
+            n: u32, x_stride: usize, residual_stride: usize, out_stride: usize, weight_offset: f32, eps: f32,
+        );
+        rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, false, 4, 2, true>;
+        rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, false, 8, 2, true>;
+        rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, false, 8, 2, true>;
+        rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, E4M3, false, 4, 4, true>;
+        rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, E4M3, false, 8, 4, true>;
+        rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, E4M3, false, 8, 4, true>;
+        rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, true>;
+        rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 8, 0, true>;
+        rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 8, 0, true>;
+        rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
+        rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
+        rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
+        fused_add_rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, true, 4, 2, true>;
+        fused_add_rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, E4M3, true, 4, 4, true>;
+        fused_add_rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, E4M3, true, 8, 4, true>;
+        fused_add_rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, E4M3, true, 8, 4, true>;
+        fused_add_rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, true>;
+        fused_add_rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 8, 0, true>;
+        fused_add_rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 8, 0, true>;
+        fused_add_rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, false>;
+        fused_add_rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 4, 0, false>;
+        fused_add_rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 4, 0, false>;
+    }
+}
+
+/// int8, a scale for each row.
+pub mod i8_per_token {
+    use super::*;
+    entries! {
+        pub struct Args<T>(
+            x: *const T, residual: *mut T, weight: *const T, smooth: *const f32, out: *mut i8, scales: *mut f32, n: u32,
+            x_stride: usize, residual_stride: usize, out_stride: usize, weight_offset: f32, eps: f32,
+        );
+        rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, i8, false, 4, 2, true>;
+        rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, false, 8, 2, true>;
+        rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, false, 8, 2, true>;
+        rms_norm_i8_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, i8, false, 4, 4, true>;
+        rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, i8, false, 8, 4, true>;
+        rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, i8, false, 8, 4, true>;
+        rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, true>;
+        rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 8, 0, true>;
+        rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 8, 0, true>;
+        rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, false>;
+        rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 4, 0, false>;
+        rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 4, 0, false>;
+        fused_add_rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, i8, true, 4, 2, true>;
+        fused_add_rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, true, 8, 2, true>;
+        fused_add_rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, true, 8, 2, true>;
+        fused_add_rms_norm_i8_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, i8, true, 4, 4, true>;
+        fused_add_rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, i8, true, 8, 4, true>;
+        fused_add_rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, i8, true, 8, 4, true>;
+        fused_add_rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, true>;
+        fused_add_rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 8, 0, true>;
+        fused_add_rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 8, 0, true>;
+        fused_add_rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, false>;
+        fused_add_rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 4, 0, false>;
+        fused_add_rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 4, 0, false>;
+    }
+}
+
+/// e4m3, a scale for each group of columns.
+pub mod e4m3_per_group {
+    use super::*;
+    entries! {
+        pub struct Args<T>(
+            x: *const T, residual: *mut T, weight: *const T, out: *mut E4M3, scales: *mut f32, n: u32, x_stride: usize,
+            residual_stride: usize, out_stride: usize, scale_row_stride: usize, scale_group_stride: usize,
+            weight_offset: f32, eps: f32,
+        );
+        rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, false, 4, 2, true>;
+        rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, false, 8, 2, true>;
+        rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, false, 8, 2, true>;
+        rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512] => per_group::<T, E4M3, false, 4, 4, true>;
+        rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512] => per_group::<T, E4M3, false, 8, 4, true>;
+        rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512] => per_group::<T, E4M3, false, 8, 4, true>;
+        rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, true>;
+        rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 8, 0, true>;
+        rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 8, 0, true>;
+        rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
+        rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
+        rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
+        fused_add_rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, true, 4, 2, true>;
+        fused_add_rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512] => per_group::<T, E4M3, true, 4, 4, true>;
+        fused_add_rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512] => per_group::<T, E4M3, true, 8, 4, true>;
+        fused_add_rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512] => per_group::<T, E4M3, true, 8, 4, true>;
+        fused_add_rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, true>;
+        fused_add_rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 8, 0, true>;
+        fused_add_rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 8, 0, true>;
+        fused_add_rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, false>;
+        fused_add_rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 4, 0, false>;
+        fused_add_rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 4, 0, false>;
+    }
+}

@@ -1,0 +1,225 @@
+//! Rows of elements: how threads share them, what they reduce, how they store 8-bit results.
+//!
+//! A row of `n` elements is cut into pieces of `V` elements. Threads own whole pieces and keep them in registers as
+//! they came, packed, so that a row is read once. Two kinds of instances:
+//!
+//! * `VEC`: every address and distance is a multiple of 16 bytes, and `n` one of `V`. A piece is 16 bytes of
+//!   neighbours, moved by one access.
+//! * Otherwise (odd widths, odd strides, a base that is off by one element; entries with `any` in their names) each
+//!   element is moved by itself, and the pieces of a group of [`GROUP`] columns interleave: element `j` of the `l`-th of
+//!   its `GROUP / V` threads is column `j * GROUP / V + l`. So accesses of neighbouring threads stay next to each other,
+//!   and the same threads cover the same group, which is what group scales need. It takes that the threads of a row
+//!   are a multiple of `GROUP / V`.
+//!
+//! The host knows all addresses before it launches, so it chooses.
+
+pub mod quantise;
+pub mod team;
+
+pub use quantise::Quantised;
+pub use team::Team;
+
+use cuda_std::vec::{B128, LoadHint, Reused, SecondLevel, StoreStreaming, Streaming};
+use cuda_std::{DType, Float, Global, GlobalMut, integer};
+
+/// Elements of a group that shares one scale.
+pub const GROUP: usize = 128;
+
+/// Zero, without a conversion.
+#[inline(always)]
+pub fn zero<T: Float>() -> T {
+    unsafe { core::mem::zeroed() }
+}
+
+/// One, without a conversion.
+#[inline(always)]
+fn one<T: Float>() -> T {
+    unsafe { core::mem::transmute_copy(&one_word(T::DTYPE)) }
+}
+
+/// A word full of ones of an element type.
+#[inline(always)]
+const fn one_word(dtype: DType) -> u32 {
+    match dtype {
+        DType::F16 => 0x3c00_3c00,
+        DType::Bf16 => 0x3f80_3f80,
+        _ => 0x3f80_0000,
+    }
+}
+
+/// What a 16-byte load brings, as elements. `T` and `V` make up 16 bytes wherever this is run.
+#[inline(always)]
+unsafe fn elements<T: Float, const V: usize>(words: B128<u32, 4>) -> [T; V] {
+    core::mem::transmute_copy(&words)
+}
+
+/// The reverse of [`elements`].
+#[inline(always)]
+unsafe fn words<T: Float, const V: usize>(elements: [T; V]) -> B128<u32, 4> {
+    let mut words = [0u32; 4];
+    (&raw mut words).cast::<[T; V]>().write(elements);
+    B128(words)
+}
+
+/// The same elements, kept packed until they are widened again: for registers that live over a barrier.
+#[inline(always)]
+pub fn packed<T: Float, const V: usize, const VEC: bool>(piece: [T; V]) -> [T; V] {
+    if VEC { unsafe { elements(B128(words(piece).0.map(integer::opaque))) } } else { piece }
+}
+
+/// The columns of one piece.
+#[derive(Clone, Copy)]
+pub struct Piece<const V: usize, const VEC: bool> {
+    /// A row has fewer than 2^31 elements.
+    first: u32,
+    n: u32,
+}
+
+impl<const V: usize, const VEC: bool> Piece<V, VEC> {
+    /// Distance between the elements of a piece.
+    const STEP: usize = if VEC { 1 } else { GROUP / V };
+
+    /// Piece number `index` of a row of `n` elements.
+    #[inline(always)]
+    pub fn new(index: u32, n: u32) -> Self {
+        let lane = index % (GROUP / V) as u32;
+        Self { first: if VEC { index * V as u32 } else { (index - lane) * V as u32 + lane }, n }
+    }
+
+    /// Whether the row has element `j`.
+    #[inline(always)]
+    pub fn has(self, j: usize) -> bool {
+        let column = self.first + if VEC { 0 } else { (j * Self::STEP) as u32 };
+        column < self.n
+    }
+
+    /// The elements; `outside` where the row has ended.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn load_hinted<T: Float>(self, x: Global<T>, outside: T, hint: impl LoadHint) -> [T; V] {
+        let mut piece = [outside; V];
+        if VEC {
+            if self.first < self.n {
+                piece = elements(x.get_hinted(self.first, hint));
+            }
+        } else {
+            let x = x.offset(self.first);
+            cuda_std::unroll::<V>(|j| {
+                if self.has(j) {
+                    piece[j] = x.get(j * Self::STEP);
+                }
+            });
+        }
+        piece
+    }
+
+    /// Elements that are read once and that nobody writes; zeros where the row has ended.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn load<T: Float>(self, x: Global<T>) -> [T; V] {
+        self.load_hinted(x, zero(), Streaming)
+    }
+
+    /// Elements that the kernel itself may overwrite, in place.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn load_mutable<T: Float>(self, x: Global<T>) -> [T; V] {
+        self.load_hinted(x, zero(), SecondLevel)
+    }
+
+    /// Elements that every row reads again.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn load_reused<T: Float>(self, x: Global<T>) -> [T; V] {
+        self.load_hinted(x, zero(), Reused)
+    }
+
+    /// As [`load_reused`](Self::load_reused); zeros, or ones, if there is no such tensor.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn load_optional<T: Float>(self, x: Global<T>, ones: bool) -> [T; V] {
+        if !VEC {
+            return if x.ptr(0usize).is_null() { [if ones { one() } else { zero() }; V] } else { self.load_reused(x) };
+        }
+        // Merged as words: merged as elements, each would take a register.
+        let mut words = B128([if ones { one_word(T::DTYPE) } else { 0 }; 4]);
+        if !x.ptr(0usize).is_null() && self.first < self.n {
+            words = x.get_hinted(self.first, Reused);
+        }
+        elements(words)
+    }
+
+    /// `f32` values that every row reads again, for the columns of the piece; ones if there is no such tensor.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn load_factors(self, x: Global<f32>) -> [f32; V] {
+        let mut values = [1.0; V];
+        if x.ptr(0usize).is_null() {
+            return values;
+        }
+        if VEC {
+            if self.first < self.n {
+                let mut j = 0;
+                while j < V {
+                    let B128(part): B128<f32, 4> = x.offset(self.first).get_hinted(j, Reused);
+                    [values[j], values[j + 1], values[j + 2], values[j + 3]] = part;
+                    j += 4;
+                }
+            }
+        } else {
+            let x = x.offset(self.first);
+            cuda_std::unroll::<V>(|j| {
+                if self.has(j) {
+                    values[j] = x.get(j * Self::STEP);
+                }
+            });
+        }
+        values
+    }
+
+    /// Elements `2 c` and `2 c + 1` of a row of pairs, for each column `c` of the piece.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn load_pairs<T: Float>(self, x: Global<T>) -> ([T; V], [T; V]) {
+        let (mut even, mut odd) = ([zero(); V], [zero(); V]);
+        if VEC {
+            if self.first < self.n {
+                let x = x.offset(self.first).offset(self.first);
+                let lo: [T; V] = elements(x.get_hinted(0usize, Streaming));
+                let hi: [T; V] = elements(x.get_hinted(V, Streaming));
+                let mut j = 0;
+                while j < V / 2 {
+                    (even[j], odd[j]) = (lo[2 * j], lo[2 * j + 1]);
+                    (even[V / 2 + j], odd[V / 2 + j]) = (hi[2 * j], hi[2 * j + 1]);
+                    j += 1;
+                }
+            }
+        } else {
+            let x = x.offset(self.first).offset(self.first);
+            cuda_std::unroll::<V>(|j| {
+                if self.has(j) {
+                    (even[j], odd[j]) = (x.get(2 * j * Self::STEP), x.get(2 * j * Self::STEP + 1));
+                }
+            });
+        }
+        (even, odd)
+    }
+
+    /// Stores the elements that the row has.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn store<T: Float>(self, y: GlobalMut<T>, piece: [T; V]) {
+        if VEC {
+            if self.first < self.n {
+                y.set_hinted(self.first, words(piece), StoreStreaming);
+            }
+        } else {
+            let y = y.offset(self.first);
+            cuda_std::unroll::<V>(|j| {
+                if self.has(j) {
+                    y.set(j * Self::STEP, piece[j]);
+                }
+            });
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! The threads that work on one row, and what they find out together.
+
+use cuda_std::shared::{Carver, Shared};
+use cuda_std::vec::B128;
+use cuda_std::{float, thread, warp};
+
+/// An operation to reduce with.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Op {
+    /// The sum.
+    Sum,
+    /// The largest number; NaN loses against any.
+    Max,
+}
+
+impl Op {
+    #[inline(always)]
+    fn apply(self, a: f32, b: f32) -> f32 {
+        match self {
+            Op::Sum => a + b,
+            Op::Max => float::max(a, b),
+        }
+    }
+}
+
+/// Some lanes of a warp, or a block: the threads with the same `threadIdx.y`.
+///
+/// Up to 32 of them are a power of two, share a warp with other teams, and reduce by shuffles. More of them are the
+/// whole block, a multiple of 32, and meet at a barrier.
+#[derive(Clone, Copy)]
+pub struct Team {
+    /// How many threads.
+    pub size: u32,
+    /// The caller's number among them.
+    pub rank: u32,
+}
+
+impl Team {
+    /// Of the calling thread.
+    #[inline(always)]
+    pub fn current() -> Self {
+        Self { size: thread::block_dim_x(), rank: thread::thread_idx_x() }
+    }
+
+    /// Reduces `values[k]` with `ops[k]` over the team; everybody gets the results. All threads of the block take part.
+    ///
+    /// `WARPS` is a multiple of 4 and no less than the warps of a block; the scratch has [`scratch_len`] elements and
+    /// is used once between barriers. The order of operations depends on the size of the team only.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn reduce<const K: usize, const WARPS: usize>(
+        self,
+        values: [f32; K],
+        ops: [Op; K],
+        scratch: Shared<f32>,
+    ) -> [f32; K] {
+        let mut out = values;
+        if self.size < 32 {
+            let mut m = self.size / 2;
+            while m > 0 {
+                cuda_std::unroll::<K>(|k| out[k] = ops[k].apply(out[k], warp::shfl_xor(out[k], m)));
+                m /= 2;
+            }
+            return out;
+        }
+        cuda_std::unroll::<K>(|k| out[k] = warp::reduce(out[k], |a, b| ops[k].apply(a, b)));
+        if self.size == 32 {
+            return out;
+        }
+        let (warp, lane, warps) = (self.rank / 32, self.rank % 32, self.size / 32);
+        // Every thread reads all warps' results, which is faster than another round of shuffles. What no warp fills is
+        // neutral: zero for sums and for largest magnitudes alike.
+        if lane == 0 {
+            cuda_std::unroll::<K>(|k| scratch.set(k * WARPS + warp as usize, out[k]));
+        }
+        if warp == 0 && lane >= warps && lane < WARPS as u32 {
+            cuda_std::unroll::<K>(|k| scratch.set(k * WARPS + lane as usize, 0.0));
+        }
+        thread::sync_threads();
+        cuda_std::unroll::<K>(|k| {
+            let mut quads = [0.0; 4];
+            let mut i = 0;
+            while i < WARPS {
+                let B128(q): B128<f32, 4> = scratch.get_as(k * WARPS + i);
+                cuda_std::unroll::<4>(|j| quads[j] = if i == 0 { q[j] } else { ops[k].apply(quads[j], q[j]) });
+                i += 4;
+            }
+            let [a, b, c, d] = quads;
+            out[k] = ops[k].apply(ops[k].apply(a, b), ops[k].apply(c, d));
+        });
+        out
+    }
+}
+
+/// Elements of shared memory for one [`Team::reduce`] of `k` values.
+pub const fn scratch_len(k: usize, warps: usize) -> usize {
+    k * warps
+}
+
+/// The scratch of one reduction.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn scratch<const K: usize, const WARPS: usize>(shared: &mut Carver) -> Shared<f32> {
+    shared.take::<f32>(scratch_len(K, WARPS))
+}

@@ -1,0 +1,242 @@
+use crate::rows::{Place, Rows, all_bytes, assert_rounded};
+use cuda_std::Float;
+use proptest::prelude::*;
+use proptest::sample::select;
+use warploom::activation::{self, Gated, gated};
+use warploom::reference::activation as reference;
+use warploom::{DType, Device, Error, Graph, Result, Stream, Tensor, bf16, f16};
+use warploom_tests::{devices, gpu, noise, noise_of, on_every_device, property, widen};
+
+const FUNCTIONS: [Gated; 6] = [
+    Gated::SiluAndMul,
+    Gated::GeluAndMul,
+    Gated::GeluTanhAndMul,
+    Gated::FatreluAndMul { threshold: 0.25 },
+    Gated::SiluAndMulClamp { limit: 1.5 },
+    Gated::SwigluOai { alpha: 1.702, limit: 2.0 },
+];
+
+fn call<T: Float>(function: Gated, stream: &Stream, out: &mut Tensor<T>, x: &Tensor<T>) -> Result<()> {
+    match function {
+        Gated::SiluAndMul => activation::silu_and_mul(stream, out, x),
+        Gated::GeluAndMul => activation::gelu_and_mul(stream, out, x),
+        Gated::GeluTanhAndMul => activation::gelu_tanh_and_mul(stream, out, x),
+        Gated::FatreluAndMul { threshold } => activation::fatrelu_and_mul(stream, out, x, threshold),
+        Gated::SiluAndMulClamp { limit } => activation::silu_and_mul_clamp(stream, out, x, limit),
+        Gated::SwigluOai { alpha, limit } => activation::swiglu_oai(stream, out, x, alpha, limit),
+        _ => unreachable!(),
+    }
+}
+
+/// What the documentation states, and a little more for the product with the value.
+fn relative<T: Float>() -> f64 {
+    if T::DTYPE == DType::F32 { 2f64.powi(-20) } else { 2f64.powi(-15) }
+}
+
+/// Numbers of many magnitudes, mostly around one.
+fn values<T: Float>(n: usize, seed: u64) -> Vec<T> {
+    let scale = [1.0, 4.0, 0.01, 30.0];
+    noise(n, seed).iter().enumerate().map(|(i, v)| T::from_f32(v * scale[i % 7 % 4])).collect()
+}
+
+fn expected<T: Float>(function: Gated, x: &[T], d: usize) -> Vec<f64> {
+    if d == 0 {
+        return vec![];
+    }
+    let row = |row: &[T]| {
+        let (gate, up) = reference::gated::split(function, &widen(row));
+        reference::gated(function, &gate, &up)
+    };
+    x.chunks(2 * d).flat_map(row).collect()
+}
+
+fn check<T: Float>() {
+    let widths = prop_oneof![
+        4 => select(vec![1usize, 7, 8, 46, 80, 128, 256, 264, 768, 769]),
+        1 => select(vec![2056usize, 5125]),
+        2 => 1usize..300,
+    ];
+    let place = || select(Place::ALL.to_vec());
+    let strategy = (0usize..5, widths, place(), place(), select(FUNCTIONS.to_vec()));
+    property(24, strategy, |device, stream, (rows, d, from, to, function)| {
+        let x = values::<T>(rows * 2 * d, 1 + d as u64);
+        let input = Rows::new(device, &x, rows, 2 * d, from);
+        let out = Rows::<T>::poisoned(device, rows, d, to);
+        call(function, stream, &mut out.view(), &input.view()).unwrap();
+        // The sum `up + 1` and clamped arguments lose no more than a rounding of numbers up to 32.
+        assert_rounded(&out.take(), &expected(function, &x, d), relative::<T>(), 2f64.powi(-19));
+        Ok(())
+    });
+}
+
+#[test]
+fn matches_the_reference_in_f32() {
+    check::<f32>();
+}
+#[test]
+fn matches_the_reference_in_f16() {
+    check::<f16>();
+}
+#[test]
+fn matches_the_reference_in_bf16() {
+    check::<bf16>();
+}
+
+#[test]
+fn gates_may_come_last() {
+    on_every_device(|device, stream| {
+        let (rows, d) = (3, 40);
+        let x = values::<bf16>(rows * 2 * d, 5);
+        let dx = Tensor::from_slice(device, &x, &[rows, 2 * d]).unwrap();
+        let mut out = Tensor::<bf16>::uninit(device, &[rows, d]).unwrap();
+        activation::mul_and_silu(stream, &mut out, &dx).unwrap();
+        let swapped: Vec<bf16> = x.chunks(2 * d).flat_map(|r| [&r[d..], &r[..d]].concat()).collect();
+        let want = expected(Gated::SiluAndMul, &swapped, d);
+        assert_rounded(&out.to_vec().unwrap(), &want, relative::<bf16>(), 0.0);
+    });
+}
+
+#[test]
+fn more_dimensions_and_nothing_at_all() {
+    on_every_device(|device, stream| {
+        let x = values::<f16>(2 * 3 * 32, 9);
+        let dx = Tensor::from_slice(device, &x, &[2, 3, 32]).unwrap();
+        let mut out = Tensor::<f16>::uninit(device, &[2, 3, 16]).unwrap();
+        activation::silu_and_mul(stream, &mut out, &dx).unwrap();
+        let want = expected(Gated::SiluAndMul, &x, 16);
+        assert_rounded(&out.to_vec().unwrap(), &want, relative::<f16>(), 0.0);
+        for shape in [[0, 16], [4, 0]] {
+            let dx = Tensor::<f16>::uninit(device, &[shape[0], 2 * shape[1]]).unwrap();
+            let mut out = Tensor::<f16>::uninit(device, &shape).unwrap();
+            activation::silu_and_mul(stream, &mut out, &dx).unwrap();
+        }
+    });
+}
+
+/// Every f16 number as a gate: tails, subnormal numbers, infinities and NaN.
+#[test]
+fn every_gate() {
+    on_every_device(|device, stream| {
+        let d = 65536;
+        let gates: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
+        let ups = vec![f16::from_f32(1.0); d];
+        for function in FUNCTIONS {
+            let x: Vec<f16> = if function.is_interleaved() {
+                gates.iter().zip(&ups).flat_map(|(g, u)| [*g, *u]).collect()
+            } else {
+                [&gates[..], &ups].concat()
+            };
+            let dx = Tensor::from_slice(device, &x, &[1, 2 * d]).unwrap();
+            let mut out = Tensor::<f16>::uninit(device, &[1, d]).unwrap();
+            call(function, stream, &mut out, &dx).unwrap();
+            assert_rounded(&out.to_vec().unwrap(), &expected(function, &x, d), relative::<f16>(), 0.0);
+        }
+    });
+}
+
+#[test]
+fn not_a_number_and_infinities_pass_through() {
+    on_every_device(|device, stream| {
+        let (inf, nan) = (f32::INFINITY, f32::NAN);
+        let gates = [nan, 1.0, inf, 1.0, 2.0, -inf, 0.0, nan];
+        let ups = [1.0, nan, 2.0, inf, -inf, 1.0, inf, nan];
+        for function in FUNCTIONS {
+            let x: Vec<f32> = if function.is_interleaved() {
+                gates.iter().zip(&ups).flat_map(|(g, u)| [*g, *u]).collect()
+            } else {
+                [gates, ups].concat()
+            };
+            let dx = Tensor::from_slice(device, &x, &[1, 16]).unwrap();
+            let mut out = Tensor::<f32>::uninit(device, &[1, 8]).unwrap();
+            call(function, stream, &mut out, &dx).unwrap();
+            assert_rounded(&out.to_vec().unwrap(), &expected(function, &x, 8), relative::<f32>(), 0.0);
+        }
+    });
+}
+
+#[test]
+fn captures_and_repeats_bit_for_bit() {
+    on_every_device(|device, stream| {
+        device.preload(&["activation"]).unwrap();
+        let (rows, d) = (5, 264);
+        let mut x = Tensor::from_slice(device, &values::<bf16>(rows * 2 * d, 3), &[rows, 2 * d]).unwrap();
+        let mut out = Tensor::<bf16>::uninit(device, &[rows, d]).unwrap();
+        activation::gelu_and_mul(stream, &mut out, &x).unwrap();
+        let first = all_bytes(&out.to_vec().unwrap());
+        let graph = Graph::capture(stream, |s| activation::gelu_and_mul(s, &mut out, &x)).unwrap();
+        for seed in [3, 4, 3] {
+            stream.fill_bytes(&mut out, 0xff).unwrap();
+            stream.synchronize().unwrap();
+            x.copy_from_slice(&values::<bf16>(rows * 2 * d, seed)).unwrap();
+            graph.launch(stream).unwrap();
+            assert_eq!(all_bytes(&out.to_vec().unwrap()) == first, seed == 3);
+        }
+    });
+}
+
+#[test]
+fn refuses_what_it_cannot_do() {
+    let (device, other) = (Device::simt(), Device::simt());
+    let stream = Stream::new(&device).unwrap();
+    let tensor = |shape: &[usize]| Tensor::<f32>::zeros(&device, shape).unwrap();
+    let x = tensor(&[4, 32]);
+
+    let refused = |out: &mut Tensor<f32>, x: &Tensor<f32>| activation::silu_and_mul(&stream, out, x).unwrap_err();
+    assert!(matches!(refused(&mut tensor(&[4, 15]), &x), Error::Shape { arg: "x", .. }));
+    assert!(matches!(refused(&mut tensor(&[3, 16]), &x), Error::Shape { arg: "x", .. }));
+    assert!(matches!(refused(&mut tensor(&[4, 1, 16]), &x), Error::Shape { arg: "x", .. }));
+    assert!(matches!(refused(&mut tensor(&[]), &x), Error::Shape { arg: "out", .. }));
+    let columns = tensor(&[32, 4]).as_strided(&[4, 32], &[1, 4], 0).unwrap();
+    assert!(matches!(refused(&mut tensor(&[4, 16]), &columns), Error::Stride { arg: "x", .. }));
+    let folded = tensor(&[64]).as_strided(&[4, 16], &[8, 1], 0).unwrap();
+    assert!(matches!(refused(&mut folded.clone(), &x), Error::Stride { arg: "out", .. }));
+    let mut inside = x.narrow(1, 8, 16).unwrap();
+    assert!(matches!(refused(&mut inside, &x), Error::Overlap { first: "out", second: "x", .. }));
+    let foreign = Tensor::<f32>::zeros(&other, &[4, 32]).unwrap();
+    assert!(matches!(refused(&mut tensor(&[4, 16]), &foreign), Error::WrongDevice { arg: "x", .. }));
+
+    let mut out = tensor(&[4, 16]);
+    let value = |r: Result<()>, name: &str| assert!(matches!(r, Err(Error::Value { arg, .. }) if arg == name));
+    value(activation::fatrelu_and_mul(&stream, &mut out, &x, f32::NAN), "threshold");
+    value(activation::silu_and_mul_clamp(&stream, &mut out, &x, -1.0), "limit");
+    value(activation::silu_and_mul_clamp(&stream, &mut out, &x, f32::NAN), "limit");
+    value(activation::swiglu_oai(&stream, &mut out, &x, f32::INFINITY, 7.0), "alpha");
+    activation::fatrelu_and_mul(&stream, &mut out, &x, f32::NEG_INFINITY).unwrap();
+
+    // There is no kernel for 8-bit inputs.
+    let narrow = Tensor::<warploom::E4M3>::zeros(&device, &[4, 32]).unwrap();
+    let mut out = Tensor::<warploom::E4M3>::zeros(&device, &[4, 16]).unwrap();
+    assert!(matches!(activation::silu_and_mul(&stream, &mut out, &narrow), Err(Error::Unsupported { .. })));
+}
+
+#[test]
+fn entries_have_the_names_of_what_they_do() {
+    for function in FUNCTIONS {
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            let name = |aligned| gated::entry(function, dtype, aligned).unwrap().name;
+            assert_eq!(name(true), format!("{}_{dtype}", function.name()));
+            assert_eq!(name(false), format!("{}_any_{dtype}", function.name()));
+        }
+        assert!(gated::entry(function, DType::E4m3, true).is_none());
+    }
+}
+
+/// More than 2^31 elements, of which the last row is looked at.
+#[test]
+fn large_tensors_on_a_gpu() {
+    let Some(device) = gpu().filter(|_| devices().iter().any(|(name, _)| *name == "cuda")) else { return };
+    if device.properties().memory_bytes < 24 << 30 {
+        return eprintln!("skipped: it takes 7 GB of GPU memory");
+    }
+    let stream = Stream::new(&device).unwrap();
+    for d in [16384usize, 16383] {
+        let rows = 66_000;
+        let x = Tensor::<bf16>::uninit(&device, &[rows, 2 * d]).unwrap();
+        let mut out = Tensor::<bf16>::uninit(&device, &[rows, d]).unwrap();
+        let data = noise_of::<bf16>(2 * d, 1);
+        x.narrow(0, rows - 1, 1).unwrap().copy_from_slice(&data).unwrap();
+        activation::silu_and_mul(&stream, &mut out, &x).unwrap();
+        let last = out.narrow(0, rows - 1, 1).unwrap().to_vec().unwrap();
+        assert_rounded(&last, &expected(Gated::SiluAndMul, &data, d), relative::<bf16>(), 0.0);
+    }
+}

@@ -1,0 +1,3 @@
+mod gated;
+mod plain;
+mod silu_and_mul_quant;

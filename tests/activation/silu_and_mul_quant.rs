@@ -1,0 +1,190 @@
+use crate::rows::{Place, Rows, all_bytes, assert_rounded};
+use cuda_std::Float;
+use proptest::prelude::*;
+use proptest::sample::select;
+use warploom::activation::{self, Gated, silu_and_mul_quant as quant};
+use warploom::reference::{activation as reference, quantise};
+use warploom::{DType, Device, E4M3, Error, Stream, Tensor, bf16, f16};
+use warploom_tests::{noise_of, on_every_device, property, widen};
+
+const GROUP: usize = 128;
+
+/// The results of each row before they are quantised.
+fn rows_of<T: Float>(x: &[T], d: usize) -> Vec<Vec<f64>> {
+    let row = |row: &[T]| {
+        let (gate, up) = reference::gated::split(Gated::SiluAndMul, &widen(row));
+        reference::gated(Gated::SiluAndMul, &gate, &up)
+    };
+    x.chunks(2 * d).map(row).collect()
+}
+
+/// `values / scale`, quantised; a ratio on the edge between two numbers may go either way.
+#[track_caller]
+fn check_quantised(got: &[E4M3], values: &[f64], scale: f32) {
+    let want: Vec<f64> = values.iter().map(|v| (v / scale as f64).clamp(-448.0, 448.0)).collect();
+    assert_rounded(got, &want, 2f64.powi(-14), 0.0);
+}
+
+#[track_caller]
+fn check_scale(got: f32, want: f64) {
+    assert!((got as f64 / want - 1.0).abs() < 2f64.powi(-14), "scale {got:e}, expected {want:e}");
+}
+
+fn widths() -> impl Strategy<Value = usize> {
+    prop_oneof![select(vec![1usize, 7, 46, 80, 128, 256, 384, 768, 769, 1024]), 1usize..400]
+}
+
+fn check<T: Float>() {
+    let place = || select(Place::ALL.to_vec());
+    property(16, (0usize..4, widths(), place(), place(), 0usize..2), |device, stream, (rows, d, from, to, order)| {
+        let x = noise_of::<T>(rows * 2 * d, d as u64);
+        let (input, want) = (Rows::new(device, &x, rows, 2 * d, from), rows_of(&x, d));
+        let out = Rows::<E4M3>::poisoned(device, rows, d, to);
+
+        let scale = Tensor::from_slice(device, &[0.001f32], &[1]).unwrap();
+        activation::silu_and_mul_e4m3_per_tensor(stream, &mut out.view(), &input.view(), &scale).unwrap();
+        out.take().chunks(d).zip(&want).for_each(|(got, want)| check_quantised(got, want, 0.001));
+
+        let out = Rows::<E4M3>::poisoned(device, rows, d, to);
+        let mut scales = Tensor::<f32>::uninit(device, &[rows]).unwrap();
+        activation::silu_and_mul_e4m3_per_token(stream, &mut out.view(), &mut scales, &input.view()).unwrap();
+        let scales = scales.to_vec().unwrap();
+        for ((got, want), scale) in out.take().chunks(d).zip(&want).zip(scales) {
+            check_scale(scale, quantise::scale(want, 448.0));
+            check_quantised(got, want, scale);
+        }
+
+        let (out, groups) = (Rows::<E4M3>::poisoned(device, rows, d, to), d.div_ceil(GROUP));
+        // Row- and column-major, the latter with padding.
+        let strides = [[groups, 1], [1, rows + 3]][order];
+        let all = Tensor::<f32>::zeros(device, &[(groups + 1) * (rows + 4)]).unwrap();
+        let mut scales = all.as_strided(&[rows, groups], &strides, 0).unwrap();
+        activation::silu_and_mul_e4m3_per_group(stream, &mut out.view(), &mut scales, &input.view()).unwrap();
+        let scales = scales.to_vec().unwrap();
+        for (r, (got, want)) in out.take().chunks(d).zip(&want).enumerate() {
+            for (g, (got, want)) in got.chunks(GROUP).zip(want.chunks(GROUP)).enumerate() {
+                check_scale(scales[r * groups + g], quantise::scale(want, 448.0));
+                check_quantised(got, want, scales[r * groups + g]);
+            }
+        }
+        assert_eq!(all.to_vec().unwrap().iter().filter(|s| **s != 0.0).count(), rows * groups);
+        Ok(())
+    });
+}
+
+#[test]
+fn matches_the_reference_in_f32() {
+    check::<f32>();
+}
+#[test]
+fn matches_the_reference_in_f16() {
+    check::<f16>();
+}
+#[test]
+fn matches_the_reference_in_bf16() {
+    check::<bf16>();
+}
+
+/// Each way that a row is held: two pieces a thread, four, and computed twice.
+#[test]
+fn rows_of_every_length() {
+    on_every_device(|device, stream| {
+        for d in [4096usize, 8200, 16392, 16393] {
+            let x = noise_of::<bf16>(2 * d, 3);
+            let dx = Tensor::from_slice(device, &x, &[1, 2 * d]).unwrap();
+            let mut out = Tensor::<E4M3>::uninit(device, &[1, d]).unwrap();
+            let mut scales = Tensor::<f32>::uninit(device, &[1]).unwrap();
+            activation::silu_and_mul_e4m3_per_token(stream, &mut out, &mut scales, &dx).unwrap();
+            let (scale, want) = (scales.to_vec().unwrap()[0], &rows_of(&x, d)[0]);
+            check_scale(scale, quantise::scale(want, 448.0));
+            check_quantised(&out.to_vec().unwrap(), want, scale);
+        }
+    });
+}
+
+#[test]
+fn zeros_not_a_number_infinities_and_saturation() {
+    on_every_device(|device, stream| {
+        let d = 16;
+        let row = |gate: [f32; 2], up: f32| {
+            let mut row = vec![0.0f32; 2 * d];
+            row[..2].copy_from_slice(&gate);
+            row[d..].fill(up);
+            row
+        };
+        let x = [
+            row([0.0, 0.0], 1.0),
+            row([f32::NAN, 8.0], 1.0),
+            row([f32::INFINITY, 8.0], 1.0),
+            row([1e-20, 0.0], 1.0),
+        ]
+        .concat();
+        let dx = Tensor::from_slice(device, &x, &[4, 2 * d]).unwrap();
+        let mut out = Tensor::<E4M3>::uninit(device, &[4, d]).unwrap();
+        let mut scales = Tensor::<f32>::uninit(device, &[4]).unwrap();
+        activation::silu_and_mul_e4m3_per_token(stream, &mut out, &mut scales, &dx).unwrap();
+        let by_row = (scales.to_vec().unwrap(), out.to_vec().unwrap());
+        let mut scales = Tensor::<f32>::uninit(device, &[4, 1]).unwrap();
+        activation::silu_and_mul_e4m3_per_group(stream, &mut out, &mut scales, &dx).unwrap();
+        assert_eq!((scales.to_vec().unwrap(), all_bytes(&out.to_vec().unwrap())), (by_row.0.clone(), all_bytes(&by_row.1)));
+        let (scales, out) = by_row;
+        let out: Vec<f32> = out.iter().map(|v| v.to_f32()).collect();
+        let least = quantise::EPSILON / 448.0;
+        assert!(out[..d].iter().all(|v| *v == 0.0));
+        check_scale(scales[0], least);
+        assert!(out[d].is_nan() && out[d + 1] == 448.0 && out[d + 2] == 0.0);
+        check_scale(scales[1], 8.0 / (1.0 + (-8f64).exp()) / 448.0);
+        assert!(out[2 * d].is_nan() && out[2 * d + 1] == 0.0 && scales[2] == f32::INFINITY);
+        assert!(out[3 * d..].iter().all(|v| *v == 0.0));
+        check_scale(scales[3], least);
+
+        let scale = Tensor::from_slice(device, &[0.001f32], &[1]).unwrap();
+        let mut out = Tensor::<E4M3>::uninit(device, &[4, d]).unwrap();
+        activation::silu_and_mul_e4m3_per_tensor(stream, &mut out, &dx, &scale).unwrap();
+        let out = out.to_vec().unwrap();
+        assert!(out[d].to_f32().is_nan() && out[d + 1].to_f32() == 448.0 && out[2 * d].to_f32() == 448.0);
+    });
+}
+
+#[test]
+fn refuses_what_it_cannot_do() {
+    let device = Device::simt();
+    let stream = Stream::new(&device).unwrap();
+    let x = Tensor::<f32>::zeros(&device, &[4, 512]).unwrap();
+    let mut out = Tensor::<E4M3>::zeros(&device, &[4, 256]).unwrap();
+    let floats = |shape: &[usize]| Tensor::<f32>::zeros(&device, shape).unwrap();
+
+    let e = activation::silu_and_mul_e4m3_per_tensor(&stream, &mut out, &x, &floats(&[2])).unwrap_err();
+    assert!(matches!(e, Error::Shape { arg: "scale", .. }));
+    let e = activation::silu_and_mul_e4m3_per_token(&stream, &mut out, &mut floats(&[4, 1]), &x).unwrap_err();
+    assert!(matches!(e, Error::Shape { arg: "scales", .. }));
+    let mut spread = floats(&[8]).as_strided(&[4], &[2], 0).unwrap();
+    let e = activation::silu_and_mul_e4m3_per_token(&stream, &mut out, &mut spread, &x).unwrap_err();
+    assert!(matches!(e, Error::Stride { arg: "scales", .. }));
+    let e = activation::silu_and_mul_e4m3_per_group(&stream, &mut out, &mut floats(&[4, 3]), &x).unwrap_err();
+    assert!(matches!(e, Error::Shape { arg: "scales", .. }));
+    let mut same = floats(&[8]).as_strided(&[4, 2], &[0, 1], 0).unwrap();
+    let e = activation::silu_and_mul_e4m3_per_group(&stream, &mut out, &mut same, &x).unwrap_err();
+    assert!(matches!(e, Error::Stride { arg: "scales", .. }));
+    let mut inside = x.as_strided(&[4, 2], &[2, 1], 0).unwrap();
+    let e = activation::silu_and_mul_e4m3_per_group(&stream, &mut out, &mut inside, &x).unwrap_err();
+    assert!(matches!(e, Error::Overlap { .. }));
+    let mut narrow = Tensor::<E4M3>::zeros(&device, &[4, 255]).unwrap();
+    let e = activation::silu_and_mul_e4m3_per_token(&stream, &mut narrow, &mut floats(&[4]), &x).unwrap_err();
+    assert!(matches!(e, Error::Shape { arg: "x", .. }));
+}
+
+#[test]
+fn entries_have_the_names_of_what_they_do() {
+    use quant::Variant::{Any, Loop, X2, X4};
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        let name = format!("silu_and_mul_e4m3_per_tensor_{dtype}");
+        assert_eq!(quant::entry_per_tensor(dtype, true).unwrap().name, name);
+        let name = format!("silu_and_mul_e4m3_per_group_any_{dtype}");
+        assert_eq!(quant::entry_per_group(dtype, false).unwrap().name, name);
+        for (variant, v) in [(X2, "x2"), (X4, "x4"), (Loop, "loop"), (Any, "any")] {
+            let name = format!("silu_and_mul_e4m3_per_token_{v}_{dtype}");
+            assert_eq!(quant::entry_per_token(dtype, variant).unwrap().name, name);
+        }
+    }
+}

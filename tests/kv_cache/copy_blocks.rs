@@ -1,0 +1,142 @@
+//! Any block size and alignment, all layers; pairs out of range; and what is refused.
+
+use super::{bits, new_cache};
+use proptest::prelude::*;
+use warploom::kv_cache::{CacheElement, CacheLayers, CacheLayout, CacheShape, KvCache, check_pairs};
+use warploom::{Device, E4M3, Error, Graph, Stream, Tensor, bf16, kv_cache, reference};
+use warploom_tests::{on_every_device, property};
+
+/// Different bits in every element of every layer, in blocks that are `gap` elements apart.
+fn layers<S: CacheElement>(
+    device: &Device,
+    layers: usize,
+    layout: CacheLayout,
+    shape: CacheShape,
+    gap: usize,
+    offset: usize,
+) -> CacheLayers<S> {
+    let stride = shape.block_len() + gap;
+    let tensor = |seed: usize| {
+        let dense = new_cache::<S>(device, layout, shape);
+        let n = offset + shape.blocks * stride;
+        let values: Vec<S> = (0..n)
+            .map(|i| {
+                let word = ((i + seed * 7919) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 17;
+                // SAFETY: every bit pattern is an element, of at most 8 bytes.
+                unsafe { std::mem::transmute_copy(&word) }
+            })
+            .collect();
+        (Tensor::from_slice(device, &values, &[n]).unwrap(), dense)
+    };
+    let view = |dense: &Tensor<S>, all: &Tensor<S>| {
+        let mut strides = dense.strides().to_vec();
+        strides[0] = stride;
+        all.as_strided(dense.shape(), &strides, offset).unwrap()
+    };
+    let layers = (0..layers)
+        .map(|l| {
+            let ((k, dense), (v, _)) = (tensor(2 * l), tensor(2 * l + 1));
+            KvCache::from_tensors(layout, view(dense.key(), &k), view(dense.value(), &v)).unwrap()
+        })
+        .collect();
+    CacheLayers::new(layers).unwrap()
+}
+
+fn flat<S: CacheElement>(caches: &CacheLayers<S>) -> Vec<Vec<u32>> {
+    let of = |t: &Tensor<S>| t.to_vec().unwrap().into_iter().map(bits).collect();
+    caches.layers().iter().flat_map(|l| [of(l.key()), of(l.value())]).collect()
+}
+
+fn check<S: CacheElement>(cases: u32) {
+    let dims = (1usize..4, 1usize..40, 1usize..3, prop::sample::select(vec![46usize, 64, 1, 128]));
+    let places = (0usize..3, 0usize..3, any::<bool>(), proptest::collection::vec(0i64..20, 0..8));
+    property(cases, (dims, places), |device, stream, ((n, block_size, heads, head_dim), (gap, offset, nhd, from))| {
+        let shape = CacheShape { blocks: 20, block_size, heads, head_dim };
+        let layout = if nhd { CacheLayout::Nhd } else { CacheLayout::Hnd };
+        let (gap, offset) = ([0, 3, 16][gap], [0, 1, 16][offset]);
+        let mut caches = layers::<S>(device, n, layout, shape, gap, offset);
+        let mut want = flat(&caches);
+        // From even blocks to odd ones, and a few that are out of range.
+        let mut pairs: Vec<(i64, i64)> = from.iter().enumerate().map(|(i, f)| (f & !1, 2 * i as i64 + 1)).collect();
+        pairs.extend([(-1, 3), (0, 20), (i64::MAX, 1), (2, i64::MIN)]);
+        let host: Vec<i64> = pairs.iter().flat_map(|&(a, b)| [a, b]).collect();
+        let on_device = Tensor::from_slice(device, &host, &[pairs.len(), 2]).unwrap();
+        let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
+        kv_cache::copy_blocks(stream, &mut caches, &on_device, Some(&mut status)).unwrap();
+        for tensor in &mut want {
+            // `to_vec` leaves the gaps out.
+            reference::kv_cache::copy_blocks(tensor, &pairs, 20, shape.block_len(), shape.block_len());
+        }
+        prop_assert_eq!(flat(&caches), want);
+        prop_assert_eq!(status.to_vec().unwrap(), [4]);
+        Ok(())
+    });
+}
+
+#[test]
+fn matches_the_reference() {
+    check::<bf16>(16);
+    check::<E4M3>(16);
+    check::<f32>(12);
+}
+
+#[test]
+fn several_pieces_of_a_block_in_a_graph() {
+    on_every_device(|device, stream| {
+        device.preload(&["kv_cache"]).unwrap();
+        // 40 KiB a block: two pieces and a half.
+        let shape = CacheShape { blocks: 4, block_size: 16, heads: 10, head_dim: 128 };
+        let mut caches = layers::<bf16>(device, 2, CacheLayout::XSplit, shape, 0, 0);
+        let mut want = flat(&caches);
+        let mut pairs = Tensor::from_slice(device, &[-1i64; 4], &[2, 2]).unwrap();
+        let graph = Graph::capture(stream, |s| kv_cache::copy_blocks(s, &mut caches, &pairs, None)).unwrap();
+        pairs.copy_from_slice(&[0, 3, 1, 2]).unwrap();
+        graph.launch(stream).unwrap();
+        for tensor in &mut want {
+            reference::kv_cache::copy_blocks(tensor, &[(0, 3), (1, 2)], 4, shape.block_len(), shape.block_len());
+        }
+        assert_eq!(flat(&caches), want);
+    });
+}
+
+#[test]
+fn refuses_what_it_cannot_do() {
+    let device = &Device::simt();
+    let stream = &Stream::new(device).unwrap();
+    let shape = CacheShape { blocks: 4, block_size: 8, heads: 2, head_dim: 16 };
+    let cache = |layout| KvCache::<bf16>::zeros(device, layout, shape).unwrap();
+    let mut caches = CacheLayers::new(vec![cache(CacheLayout::Nhd)]).unwrap();
+    let mut run = |pairs: &Tensor<i64>| kv_cache::copy_blocks(stream, &mut caches, pairs, None);
+    let e = run(&Tensor::zeros(device, &[3, 3]).unwrap());
+    assert!(matches!(e, Err(Error::Shape { arg: "pairs", .. })));
+    let e = run(&Tensor::zeros(device, &[12]).unwrap().as_strided(&[3, 2], &[4, 2], 0).unwrap());
+    assert!(matches!(e, Err(Error::Stride { arg: "pairs", .. })));
+    let e = run(&Tensor::zeros(&Device::simt(), &[3, 2]).unwrap());
+    assert!(matches!(e, Err(Error::WrongDevice { arg: "pairs", .. })));
+    assert!(run(&Tensor::zeros(device, &[0, 2]).unwrap()).is_ok());
+
+    assert!(matches!(CacheLayers::<bf16>::new(vec![]), Err(Error::Value { .. })));
+    let e = CacheLayers::new(vec![cache(CacheLayout::Nhd), cache(CacheLayout::Hnd)]);
+    assert!(matches!(e, Err(Error::Value { .. })));
+    let other = KvCache::zeros(device, CacheLayout::Nhd, CacheShape { blocks: 5, ..shape }).unwrap();
+    assert!(matches!(CacheLayers::new(vec![cache(CacheLayout::Nhd), other]), Err(Error::Shape { .. })));
+    let other = KvCache::zeros(&Device::simt(), CacheLayout::Nhd, shape).unwrap();
+    assert!(matches!(CacheLayers::new(vec![cache(CacheLayout::Nhd), other]), Err(Error::WrongDevice { .. })));
+    let sparse = || {
+        let t = Tensor::<bf16>::zeros(device, &[4 * 8 * 2 * 32]).unwrap();
+        t.as_strided(&[4, 8, 2, 16], &[512, 64, 32, 1], 0).unwrap()
+    };
+    let sparse = KvCache::from_tensors(CacheLayout::Nhd, sparse(), sparse()).unwrap();
+    assert!(matches!(CacheLayers::new(vec![sparse]), Err(Error::Stride { .. })));
+}
+
+#[test]
+fn pairs_are_checked_on_the_host() {
+    assert!(check_pairs(&[(0, 1), (0, 2)], 3, 3, true).is_ok());
+    for (pairs, within_one) in
+        [(vec![(3, 1)], false), (vec![(0, 3)], false), (vec![(0, 1), (2, 1)], false), (vec![(0, 1), (1, 2)], true)]
+    {
+        assert!(matches!(check_pairs(&pairs, 3, 3, within_one), Err(Error::Value { arg: "pairs", .. })));
+    }
+    assert!(check_pairs(&[(0, 1), (1, 2)], 3, 3, false).is_ok());
+}
