@@ -133,6 +133,7 @@ pub enum ErrorKind {
         space: Space,
         offset: usize,
         first: Access,
+        first_block: Dim3,
         first_thread: Dim3,
         first_at: Loc,
         second: Access,
@@ -184,13 +185,22 @@ impl fmt::Display for LaunchError {
             ErrorKind::RedzoneHit { space, offset, len } => {
                 write!(f, "an unchecked {space} write landed at byte offset {offset} of a {len}-byte region")
             }
-            ErrorKind::Race { space, offset, first, first_thread, first_at, second, second_thread, second_at } => {
-                write!(
-                    f,
-                    "data race on {space} memory at byte offset {offset}: no barrier orders\n    \
-                 {first} by thread {first_thread} at {first_at}\n    \
-                 {second} by thread {second_thread} at {second_at}"
-                )
+            ErrorKind::Race {
+                space,
+                offset,
+                first,
+                first_block,
+                first_thread,
+                first_at,
+                second,
+                second_thread,
+                second_at,
+            } => {
+                write!(f, "data race on {space} memory at byte offset {offset}: nothing orders\n    {first} by ")?;
+                if *first_block != self.block {
+                    write!(f, "block {first_block}, ")?;
+                }
+                write!(f, "thread {first_thread} at {first_at}\n    {second} by thread {second_thread} at {second_at}")
             }
             ErrorKind::Uninitialised { thread, offset, at } => write!(
                 f,
