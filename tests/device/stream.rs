@@ -151,13 +151,24 @@ fn a_tensor_may_be_dropped_while_it_is_used() {
 fn too_large_a_block() {
     let device = Device::simt();
     let stream = Stream::new(&device).unwrap();
-    let entry = norm::rms_norm::entry(warploom::DType::F32).unwrap();
-    let args =
-        norm::rms_norm::Args { x: std::ptr::null(), weight: std::ptr::null(), y: std::ptr::null_mut(), n: 0, eps: 0.0 };
+    let entry = warploom::gemm::linear::fma_entry(warploom::DType::F32).unwrap();
+    let args = warploom::kernels::gemm::linear_fma::Args {
+        y: std::ptr::null_mut(),
+        x: std::ptr::null(),
+        w: std::ptr::null(),
+        bias: std::ptr::null(),
+        m: 0,
+        n: 0,
+        k: 0,
+        y_row: 0,
+        x_row: 0,
+        w_row: 0,
+        kind: 0,
+    };
     // SAFETY: refused before any thread runs.
     let error = unsafe { stream.launch(&entry, &warploom::Geometry::linear(1, 2048), &args) }.unwrap_err();
     assert!(matches!(error, Error::Launch(_)), "{error}");
-    assert!(error.to_string().contains("rms_norm_f32"), "{error}");
+    assert!(error.to_string().contains("linear_fma_f32"), "{error}");
     // SAFETY: nothing is launched.
     unsafe { stream.launch(&entry, &warploom::Geometry::linear(0, 2048), &args) }.unwrap();
 }
