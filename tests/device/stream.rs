@@ -151,24 +151,14 @@ fn a_tensor_may_be_dropped_while_it_is_used() {
 fn too_large_a_block() {
     let device = Device::simt();
     let stream = Stream::new(&device).unwrap();
-    let entry = warploom::gemm::linear::fma_entry(warploom::DType::F32).unwrap();
-    let args = warploom::kernels::gemm::linear_fma::Args {
-        y: std::ptr::null_mut(),
-        x: std::ptr::null(),
-        w: std::ptr::null(),
-        bias: std::ptr::null(),
-        m: 0,
-        n: 0,
-        k: 0,
-        y_row: 0,
-        x_row: 0,
-        w_row: 0,
-        kind: 0,
-    };
+    let x = Tensor::from_slice(&device, &[2.0f32; 32], &[1, 32]).unwrap();
+    let mut y = Tensor::<f32>::zeros(&device, &[1, 32]).unwrap();
+    let (entry, mut geometry, args) = super::normalise(&x, &mut y);
+    geometry.block = [2048, 1, 1];
     // SAFETY: refused before any thread runs.
-    let error = unsafe { stream.launch(&entry, &warploom::Geometry::linear(1, 2048), &args) }.unwrap_err();
+    let error = unsafe { stream.launch(&entry, &geometry, &args) }.unwrap_err();
     assert!(matches!(error, Error::Launch(_)), "{error}");
-    assert!(error.to_string().contains("linear_fma_f32"), "{error}");
+    assert!(error.to_string().contains(entry.name), "{error}");
     // SAFETY: nothing is launched.
-    unsafe { stream.launch(&entry, &warploom::Geometry::linear(0, 2048), &args) }.unwrap();
+    unsafe { stream.launch(&entry, &warploom::Geometry { grid: [0, 1, 1], ..geometry }, &args) }.unwrap();
 }
