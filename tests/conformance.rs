@@ -4,7 +4,8 @@
 
 use cuda_std::integer::Divisor;
 use warploom::kernels::conformance as kernels;
-use warploom::{DType, Device, Element, Entry, Geometry, KernelArgs, Stream, Swizzle, Tensor, TensorMapDescription};
+use warploom::device::{Swizzle, TensorMapDescription};
+use warploom::{DType, Device, Element, Entry, Geometry, KernelArgs, Stream, Tensor};
 use warploom_tests::devices;
 
 /// Compares with the results of the SIMT device in order, `per_thread` words a thread.

@@ -217,11 +217,6 @@ api! {
         launch_kernel_ex = "cuLaunchKernelEx" in 11080(
             config: *const LaunchConfig, function: CUfunction, params: *mut *mut c_void, extra: *mut *mut c_void
         );
-        tensor_map_encode_tiled = "cuTensorMapEncodeTiled" in 12000(
-            map: *mut c_void, data_type: c_int, rank: c_uint, base: *mut c_void, dims: *const u64, strides: *const u64,
-            box_dims: *const c_uint, element_strides: *const c_uint, interleave: c_int, swizzle: c_int,
-            promotion: c_int, fill: c_int
-        );
     }
 }
 

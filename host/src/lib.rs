@@ -47,7 +47,6 @@ pub mod reference;
 pub mod rope;
 mod tensor;
 
-pub use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 pub use cuda_std::{Arch, DType, E4M3, E5M2, Element, Entry, Float, KernelArgs};
 pub use device::{Device, Event, Geometry, Graph, Pinned, SimtOptions, Stream};
 pub use error::{Error, Result};

@@ -8,7 +8,6 @@ mod cuda;
 mod graph;
 mod simt;
 mod stream;
-mod tensor_map;
 
 use crate::error::{Error, Result};
 use std::fmt;

@@ -120,8 +120,9 @@ const SIMT_MARK: u64 = u64::from_le_bytes(*b"simt map");
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl TensorMap {
-    /// A map for the SIMT device, of a [valid](TensorMapDescription::validate) description.
-    pub fn for_simt(description: &TensorMapDescription) -> Self {
+    /// A map for the SIMT device; the error is what [`TensorMapDescription::validate`] found.
+    pub fn for_simt(description: &TensorMapDescription) -> Result<Self, &'static str> {
+        description.validate()?;
         let d = description;
         let mut words = [0; 16];
         words[0] = SIMT_MARK;
@@ -132,7 +133,7 @@ impl TensorMap {
             words[8 + i] = if i == 0 { d.dtype.size() as u64 } else { d.strides[i - 1] };
             words[13 + i / 3] |= (d.box_dims[i] as u64) << (i % 3 * 16);
         }
-        Self(words)
+        Ok(Self(words))
     }
 
     #[track_caller]

@@ -46,7 +46,7 @@ pub unsafe fn conformance(data: *const f32, out: *mut u32) {
     words.put(convert::pack_e4m3x4(v));
     words.put(convert::pack_e5m2x4(v));
     // Every code is there, as `i` goes through all bytes.
-    let pair = (i & 0xff | i * 7 << 8) as u16;
+    let pair = (i & 0xff | (i * 7) << 8) as u16;
     words.put(bits(convert::e4m3_to_f32(E4M3(i as u8))));
     words.put(bits(convert::e5m2_to_f32(E5M2(i as u8))));
     words.put_all_f32(convert::unpack_e4m3x2(pair));

@@ -57,7 +57,7 @@ pub unsafe fn conformance(
     }
     mbarrier::wait_parity(bar, 0);
     for i in 0..4 {
-        words.put_f32(line.get(t ^ 1 | 64 * i));
+        words.put_f32(line.get((t ^ 1) + 64 * i));
     }
     thread::sync_threads();
 

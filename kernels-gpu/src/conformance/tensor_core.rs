@@ -74,7 +74,7 @@ pub unsafe fn conformance(out: *mut u32) {
     let (fa, fb) = fragments(a, b, 16);
     words.put_all_f32(mma::m16n8k16_f16(fa, fb, sums));
 
-    let (a, b) = operands(8, |i| small(i));
+    let (a, b) = operands(8, small);
     let (fa, fb) = fragments(a, b, 8);
     // The 13 lowest bits do not count.
     words.put_all_f32(mma::m16n8k8_tf32([fa[0] | lane, fa[1] | lane, fa[2] | lane, fa[3] | lane], fb, sums));
