@@ -69,7 +69,7 @@ pub(crate) const fn elementwise(rows: u32, n: u32, dtype: DType, aligned: bool, 
         }
     };
     let (columns, rows) = (pieces.div_ceil(x), rows.div_ceil(y));
-    let y_extent = if rows < 32768 { rows } else { 32768 };
+    let y_extent = if rows < 65535 { rows } else { 65535 };
     let z_extent = if rows == 0 { 0 } else { rows.div_ceil(y_extent) };
     Geometry::new([columns, y_extent, z_extent], [x, y, 1])
 }
