@@ -405,3 +405,31 @@ fn refuses_what_it_cannot_do() {
     a.free(x).unwrap();
     a.free(y).unwrap();
 }
+
+#[test]
+fn blocks_on_their_way_are_not_shared_yet() {
+    let (mut device, mut host) = (BlockAllocator::new(4, 2).unwrap(), BlockAllocator::new(4, 2).unwrap());
+    let mut a = filled(&mut device, &[1, 2, 3]);
+    let swap = device.swap(&mut a, &mut host).unwrap();
+    assert_eq!((device.cached(&[1, 2, 3], 0), host.cached(&[1, 2, 3], 0)), (2, 0));
+    device.finish(&mut host, swap).map_err(|(_, e)| e).unwrap();
+    assert_eq!(host.cached(&[1, 2, 3], 0), 2);
+    host.free(a).unwrap();
+}
+
+#[test]
+fn a_copy_of_a_block_that_waits_for_its_copy_is_of_the_first_block() {
+    let mut blocks = BlockAllocator::new(4, 4).unwrap();
+    let a = filled(&mut blocks, &[1, 2]);
+    let mut b = blocks.fork(&a).unwrap();
+    blocks.append(&mut b, &[3]).unwrap();
+    blocks.truncate(&mut b, 2).unwrap();
+    let mut c = blocks.fork(&b).unwrap();
+    blocks.append(&mut c, &[4]).unwrap();
+    let of = |s: &Sequence| s.blocks()[0] as usize;
+    assert_eq!(blocks.take_copies(), [(of(&a), of(&b)), (of(&a), of(&c))]);
+    for sequence in [a, b, c] {
+        blocks.free(sequence).unwrap();
+    }
+    assert_eq!(blocks.available(), 4);
+}
