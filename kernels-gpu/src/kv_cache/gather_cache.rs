@@ -5,31 +5,11 @@
 //! busy, and the host needs to know the total only.
 
 use crate::chunk;
-use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_slot};
+use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, load, split_slot};
 use crate::kv_cache::reshape_and_cache::SCALE_PER_HEAD;
 use crate::kv_cache::{CacheElement, StoreAs};
-use cuda_std::{E4M3, E5M2, Global, GlobalMut, atomic, bf16, entries, f16, thread};
-
-/// A chunk from `dim` on: at once where the layout keeps it together.
-#[inline(always)]
-#[track_caller]
-unsafe fn load<S: CacheElement, L: PageLayout, const N: usize>(
-    page: Global<S>,
-    layout: L,
-    token: u32,
-    dim: u32,
-) -> [S; N] {
-    if const { L::RUN >= N } {
-        return chunk::load(page, layout.within(token, dim));
-    }
-    let mut out = [page.get(layout.within(token, dim)); N];
-    let mut j = 1;
-    while j < N {
-        out[j] = page.get(layout.within(token, dim + j as u32));
-        j += 1;
-    }
-    out
-}
+use crate::operand;
+use cuda_std::{E4M3, E5M2, Global, GlobalMut, bf16, entries, f16, thread};
 
 /// Where a token of the output is in the cache: block and place in the block.
 enum Place {
@@ -143,9 +123,7 @@ pub unsafe fn gather_cache<
         Place::At(block, at) => (block, at),
         Place::Nowhere => return,
         Place::Wrong => {
-            if head == 0 && part == 0 && !status.is_null() {
-                atomic::fetch_add(status, 1, atomic::Device, atomic::Relaxed);
-            }
+            operand::count(status, head == 0 && part == 0);
             return;
         }
     };

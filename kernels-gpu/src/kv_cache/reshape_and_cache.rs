@@ -10,56 +10,15 @@
 //!   scattered slots (decoding) cost nothing extra.
 
 use crate::chunk;
-use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_slot};
+use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_slot, store};
 use crate::kv_cache::{CacheElement, StoreAs};
-use cuda_std::{E4M3, E5M2, Global, GlobalMut, atomic, bf16, entries, f16, float, thread};
+use crate::operand;
+use cuda_std::{E4M3, E5M2, Global, GlobalMut, bf16, entries, f16, float, thread};
 
 /// `slots` holds 64-bit numbers rather than 32-bit ones.
 pub const SLOTS_I64: u32 = 1;
 /// There is a scale for each head rather than one for all.
 pub const SCALE_PER_HEAD: u32 = 2;
-
-/// Stores a chunk from `dim` on: at once where the layout keeps it together.
-#[inline(always)]
-#[track_caller]
-pub(crate) unsafe fn store<S: CacheElement, L: PageLayout, const N: usize>(
-    page: GlobalMut<S>,
-    layout: L,
-    token: u32,
-    dim: u32,
-    chunk: [S; N],
-) {
-    if const { L::RUN >= N } {
-        return chunk::store(page, layout.within(token, dim), chunk);
-    }
-    let mut j = 0;
-    while j < N {
-        page.set(layout.within(token, dim + j as u32), chunk[j]);
-        j += 1;
-    }
-}
-
-/// What a slot says: `None` to skip the token. Numbers outside of the cache other than -1 count in `status`.
-#[inline(always)]
-#[track_caller]
-pub(crate) unsafe fn usable(slot: i64, slot_count: usize, status: *mut u32, count_it: bool) -> bool {
-    let usable = (slot as u64) < slot_count as u64;
-    if !usable && slot != -1 && count_it && !status.is_null() {
-        atomic::fetch_add(status, 1, atomic::Device, atomic::Relaxed);
-    }
-    usable
-}
-
-/// The slot of a token.
-#[inline(always)]
-#[track_caller]
-pub(crate) unsafe fn slot_of(slots: *const u8, token: u32, flags: u32) -> i64 {
-    if flags & SLOTS_I64 != 0 {
-        Global::new(slots.cast::<i64>()).get(token)
-    } else {
-        Global::new(slots.cast::<i32>()).get(token) as i64
-    }
-}
 
 /// `key`, `value`: `[tokens, heads, dim]` by strides; caches by their layouts' strides. Grid and block: with
 /// `TOKENS_FIRST` (tokens, heads, chunks) and (tokens, chunks, heads), else (tokens, heads, chunks) and (chunks, heads,
@@ -144,8 +103,10 @@ pub unsafe fn reshape_and_cache<
         let dim = part * N as u32;
         let k: [T; N] = chunk::load(key_row, dim as usize);
         let v: [T; N] = chunk::load(value_row, dim as usize);
-        let slot = slot_of(slots, token, flags);
-        if usable(slot, slot_count, status, head == 0 && part == 0) {
+        let slot = operand::integer(slots, token, flags & SLOTS_I64 != 0);
+        let usable = (slot as u64) < slot_count as u64;
+        operand::count(status, !usable && slot != -1 && head == 0 && part == 0);
+        if usable {
             let (block, at) = split_slot(slot as u64, block_size);
             let key_page = key_cache.offset(key_layout.page(block, head));
             let value_page = value_cache.offset(value_layout.page(block, head));
@@ -153,8 +114,10 @@ pub unsafe fn reshape_and_cache<
             store(value_page, value_layout, at, dim, T::store(v, inverse_value_scale));
         }
     } else {
-        let slot = slot_of(slots, token, flags);
-        if !usable(slot, slot_count, status, head == 0 && part == 0) {
+        let slot = operand::integer(slots, token, flags & SLOTS_I64 != 0);
+        let usable = (slot as u64) < slot_count as u64;
+        operand::count(status, !usable && slot != -1 && head == 0 && part == 0);
+        if !usable {
             return;
         }
         let (block, at) = split_slot(slot as u64, block_size);
