@@ -265,7 +265,7 @@ impl Model {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 800, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn agrees_with_the_model(
         (device, host) in (1usize..16, 1usize..10),

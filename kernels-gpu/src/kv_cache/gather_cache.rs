@@ -137,22 +137,14 @@ pub unsafe fn gather_cache<
     let key_page = key_cache.offset(key_layout.page(block, head));
     let value_page = value_cache.offset(value_layout.page(block, head));
 
-    let targets = key as usize as u32
-        | value as usize as u32
-        | size_of::<T>() as u32 * (key_token_stride | key_head_stride | value_token_stride | value_head_stride) as u32;
+    let rows = key_token_stride | key_head_stride | value_token_stride | value_head_stride;
     // Single elements of a run are aligned anyway.
-    let mut pages = 0;
-    if K::RUN >= N {
-        let strides = (key_page_block_stride | key_page_head_stride | key_page_token_stride) as u32;
-        pages |= key_cache.ptr(0u32) as usize as u32 | size_of::<S>() as u32 * strides;
-    }
-    if V::RUN >= N {
-        let strides = (value_page_block_stride | value_page_head_stride | value_page_token_stride) as u32;
-        pages |= value_cache.ptr(0u32) as usize as u32 | size_of::<S>() as u32 * strides;
-    }
+    let key_pages = key_page_block_stride | key_page_head_stride | key_page_token_stride;
+    let value_pages = value_page_block_stride | value_page_head_stride | value_page_token_stride;
     let whole = head_dim.is_multiple_of(N as u32)
-        && chunk::aligned(targets, N * size_of::<T>())
-        && chunk::aligned(pages, N * size_of::<S>());
+        && chunk::aligned::<T, N>(key as usize | value as usize, rows)
+        && (K::RUN < N || chunk::aligned::<S, N>(key_cache.ptr(0u32) as usize, key_pages))
+        && (V::RUN < N || chunk::aligned::<S, N>(value_cache.ptr(0u32) as usize, value_pages));
 
     if whole {
         let dim = part * N as u32;

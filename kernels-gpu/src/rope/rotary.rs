@@ -55,12 +55,14 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
         .offset(token as usize * token_stride + head_of_its_own as usize * head_stride + offset as usize);
     let source = Global::new(x.ptr(0u32).cast_const());
 
-    let size = size_of::<T>() as u32;
-    let strides = (token_stride | head_stride) as u32 | offset;
-    let angle_size = if flags & ANGLES_F32 != 0 { 4 } else { size };
+    let angles_aligned = if flags & ANGLES_F32 != 0 {
+        chunk::aligned::<f32, N>(angles as usize, rot_dim as usize)
+    } else {
+        chunk::aligned::<T, N>(angles as usize, rot_dim as usize)
+    };
     let whole = half.is_multiple_of(N as u32)
-        && chunk::aligned(base as usize as u32 | size * strides, 16)
-        && chunk::aligned(angles as usize as u32 | angle_size * rot_dim, 16);
+        && chunk::aligned::<T, N>(base as usize, token_stride | head_stride | offset as usize)
+        && angles_aligned;
 
     if whole {
         let (at, pair_at) = (part as usize * N, half as usize + part as usize * N);

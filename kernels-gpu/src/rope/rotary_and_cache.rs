@@ -107,20 +107,21 @@ pub unsafe fn rotary_and_cache<
     let query = GlobalMut::new(query).offset(start);
 
     let (half, n) = (rot_dim / 2, N as u32);
-    let size = size_of::<T>() as u32;
-    let angle_size = if flags & ANGLES_F32 != 0 { 4 } else { size };
-    let mut pages = 0;
-    if !is_query && is_key && K::RUN >= N {
-        let strides = (key_page_block_stride | key_page_head_stride | key_page_token_stride) as u32;
-        pages = key_cache as usize as u32 | size_of::<S>() as u32 * strides;
-    } else if !is_key && V::RUN >= N {
-        let strides = (value_page_block_stride | value_page_head_stride | value_page_token_stride) as u32;
-        pages = value_cache as usize as u32 | size_of::<S>() as u32 * strides;
-    }
+    let angles_aligned = if flags & ANGLES_F32 != 0 {
+        chunk::aligned::<f32, N>(angles as usize, rot_dim as usize)
+    } else {
+        chunk::aligned::<T, N>(angles as usize, rot_dim as usize)
+    };
+    // Single elements of a run are aligned anyway.
+    let (key_pages, value_pages) = (
+        key_page_block_stride | key_page_head_stride | key_page_token_stride,
+        value_page_block_stride | value_page_head_stride | value_page_token_stride,
+    );
     let whole = (half | offset | head_dim).is_multiple_of(n)
-        && chunk::aligned(base as usize as u32 | size * (token_stride | head_stride) as u32, 16)
-        && chunk::aligned(angles as usize as u32 | angle_size * rot_dim, 16)
-        && chunk::aligned(pages, N * size_of::<S>());
+        && chunk::aligned::<T, N>(base as usize, token_stride | head_stride)
+        && angles_aligned
+        && (K::RUN < N || chunk::aligned::<S, N>(key_cache as usize, key_pages))
+        && (V::RUN < N || chunk::aligned::<S, N>(value_cache as usize, value_pages));
 
     // Whole chunks: where they are, and their data under way before anything is asked.
     let turns = part < half / n && is_key;
