@@ -3,12 +3,12 @@
 mod attention;
 mod device;
 mod ep;
+mod ep;
+mod gemm;
 mod gemm;
 mod kv_cache;
 mod moe;
 mod norm;
-mod rope;
-mod ep;
-mod gemm;
 mod norm;
+mod rope;
 mod sampling;

@@ -117,8 +117,8 @@ pub struct Job {
     pub chunk_counts: *mut u32,
 }
 
-// SAFETY: plain numbers and addresses, laid out alike by host and device.
-unsafe impl cuda_std::__Param for Job {}
+// Plain numbers and addresses, laid out alike by host and device.
+cuda_std::struct_param!(Job);
 
 /// The parameters of a row, as the kernels use them.
 #[derive(Clone, Copy)]
