@@ -3,12 +3,9 @@
 mod attention;
 mod device;
 mod ep;
-mod ep;
-mod gemm;
 mod gemm;
 mod kv_cache;
 mod moe;
-mod norm;
 mod norm;
 mod rope;
 mod sampling;
