@@ -5,6 +5,7 @@ mod ep;
 mod gemm;
 mod moe;
 mod norm;
+mod sampling;
 
 fn main() {
     warploom_benches::main(|harness| {
@@ -12,6 +13,7 @@ fn main() {
         gemm::benches(harness);
         norm::benches(harness);
         moe::benches(harness);
+        sampling::benches(harness);
         ep::benches(harness);
     });
 }
