@@ -212,7 +212,8 @@ fn odd_rows_give_the_same_token_whatever_the_algorithm() {
             for (k, p) in cuts {
                 let options = Options::new().top_k(k as i32).top_p(p).seed(7);
                 let filters = Filters { top_k: k, top_p: p.into(), ..Filters::default() };
-                let all = &ALGORITHMS[1..];
+                // Above 128 all of them search.
+                let all = if k > 128 { &ALGORITHMS[3..] } else { &ALGORITHMS[1..] };
                 let all: Vec<_> = all.iter().map(|&a| tokens(stream, &logits, &options.clone().algorithm(a))).collect();
                 for (r, name) in names.iter().enumerate() {
                     let got: Vec<_> = all.iter().map(|t| t[r]).collect();

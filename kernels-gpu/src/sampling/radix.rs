@@ -16,7 +16,7 @@ use super::logit::Logit;
 use super::row_sum::{CHUNK, THREADS, for_each_of_chunk, place};
 use super::top_k::{MAX_K, own_index};
 use super::top_k_top_p::{write_token, write_top};
-use super::weights::{KEY_NEG_INF, Weights, candidate, key, key_of, scaled, scaled_up};
+use super::weights::{KEY_NEG_INF, Weights, candidate, index_of, key, key_of, scaled, scaled_up};
 use cuda_std::atomic::{Block, Device, Relaxed};
 use cuda_std::integer::opaque;
 use cuda_std::shared::Carver;
@@ -419,15 +419,12 @@ unsafe fn write(job: &Job, row: u32, settings: &Settings, state: RowState, chose
     let (sum, kept_mass) = (state.sum, state.kept_mass);
     let probs = LogProbs { weights, temperature: settings.temperature, sum, kept_mass };
     if tid == 0 {
-        let key = key_of(chosen);
-        write_token(job, row, super::weights::index_of(chosen), probs.before(key), probs.after(key));
+        write_token(job, row, index_of(chosen), key_of(chosen), Some(&probs));
     }
     if tid < job.top_n {
         let entry = Global::new(job.best.cast_const()).get(row as usize * MAX_K as usize + tid as usize);
-        let key = key_of(entry);
-        let kept = (tid as u64) < state.kept && filtered(&weights, settings, key) > 0;
-        let after = if kept { probs.after(key) } else { f32::NEG_INFINITY };
-        write_top(job, row, tid, entry, probs.before(key), after);
+        let kept = (tid as u64) < state.kept && filtered(&weights, settings, key_of(entry)) > 0;
+        write_top(job, row, tid, entry, kept, Some(&probs));
     }
 }
 

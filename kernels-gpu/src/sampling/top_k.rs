@@ -330,8 +330,16 @@ unsafe fn rank(items: Shared<u64>, n: u32, mut f: impl FnMut(u32, u64)) {
         let mut larger = 0;
         let mut j = part;
         while j < n {
-            larger += (items.get(j) > item) as u32;
-            j += lanes;
+            // Several loads at a time; 0 is never larger.
+            let mut others = [0; 4];
+            unroll::<4>(|u| {
+                let at = j + u as u32 * lanes;
+                if at < n {
+                    others[u] = items.get(at);
+                }
+            });
+            unroll::<4>(|u| larger += (others[u] > item) as u32);
+            j += 4 * lanes;
         }
         let mut m = 1;
         while m < lanes {

@@ -81,11 +81,11 @@ unsafe fn finish<T: Logit>(scratch: &Scratch, logits: *const T, job: &Job, row: 
     } else if len == 0 {
         let token = lowest_allowed(job.row(logits, row), scratch.flag);
         if tid == 0 {
-            write_token(job, row, token, f32::NEG_INFINITY, f32::NEG_INFINITY);
+            write_token(job, row, token, 0, None);
             job.reset_sum(row);
         }
         if tid < job.top_n {
-            write_top(job, row, tid, 0, f32::NEG_INFINITY, f32::NEG_INFINITY);
+            write_top(job, row, tid, 0, false, None);
         }
     } else if tid < 32 {
         sample(scratch, job, row, &settings, len);
@@ -145,16 +145,13 @@ unsafe fn sample(scratch: &Scratch, job: &Job, row: u32, settings: &Settings, le
     let probs = LogProbs { weights, temperature: settings.temperature, sum, kept_mass };
     if lane == 0 {
         let chosen = best.get(place);
-        let key = key_of(chosen);
-        write_token(job, row, index_of(chosen), probs.before(key), probs.after(key));
+        write_token(job, row, index_of(chosen), key_of(chosen), Some(&probs));
         job.reset_sum(row);
     }
     let mut i = lane;
     while i < job.top_n {
         let entry = if i < len { best.get(i) } else { 0 };
-        let key = key_of(entry);
-        let after = if i < len && is_kept(i) { probs.after(key) } else { f32::NEG_INFINITY };
-        write_top(job, row, i, entry, probs.before(key), after);
+        write_top(job, row, i, entry, i < len && is_kept(i), Some(&probs));
         i += 32;
     }
 }
@@ -182,33 +179,35 @@ unsafe fn lowest_allowed<T: Logit>(data: Row<T>, lowest: Shared<u32>) -> u32 {
     if token < data.vocab { token } else { 0 }
 }
 
-/// Writes the outputs of a row that are not lists.
+/// Writes the outputs of a row that are not lists. Without `probs` the log-probabilities are -inf.
 #[inline(always)]
 #[track_caller]
-pub(super) unsafe fn write_token(job: &Job, row: u32, token: u32, before: f32, after: f32) {
+pub(super) unsafe fn write_token(job: &Job, row: u32, token: u32, key: u32, probs: Option<&LogProbs>) {
     GlobalMut::new(job.tokens).set(row, token as i32);
     if !job.before.is_null() {
-        GlobalMut::new(job.before).set(row, before);
+        GlobalMut::new(job.before).set(row, probs.map_or(f32::NEG_INFINITY, |p| p.before(key)));
     }
     if !job.after.is_null() {
-        GlobalMut::new(job.after).set(row, after);
+        GlobalMut::new(job.after).set(row, probs.map_or(f32::NEG_INFINITY, |p| p.after(key)));
     }
 }
 
 /// Writes place `i` of the lists of a row; candidate 0 is none.
 #[inline(always)]
 #[track_caller]
-pub(super) unsafe fn write_top(job: &Job, row: u32, i: u32, entry: u64, before: f32, after: f32) {
+pub(super) unsafe fn write_top(job: &Job, row: u32, i: u32, entry: u64, kept: bool, probs: Option<&LogProbs>) {
     let at = row as usize * job.top_n as usize + i as usize;
+    let key = key_of(entry);
     if !job.top_tokens.is_null() {
         let token = if entry == 0 { -1 } else { index_of(entry) as i32 };
         GlobalMut::new(job.top_tokens).set(at, token);
     }
     if !job.top_before.is_null() {
-        GlobalMut::new(job.top_before).set(at, before);
+        GlobalMut::new(job.top_before).set(at, probs.map_or(f32::NEG_INFINITY, |p| p.before(key)));
     }
     if !job.top_after.is_null() {
-        GlobalMut::new(job.top_after).set(at, after);
+        let probs = if kept { probs } else { None };
+        GlobalMut::new(job.top_after).set(at, probs.map_or(f32::NEG_INFINITY, |p| p.after(key)));
     }
 }
 
