@@ -11,3 +11,4 @@ mod moe;
 mod norm;
 mod rope;
 mod rows;
+mod sampling;
