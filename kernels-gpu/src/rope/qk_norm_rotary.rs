@@ -84,7 +84,7 @@ pub unsafe fn qk_norm_rotary<T: Float, const N: usize, const H: usize, const ITE
     let token = thread::block_idx_x();
     let slot = thread::block_idx_y() * thread::block_dim_y() + thread::thread_idx_y();
     let heads = query_heads + key_heads;
-    // Lanes without a head stay for the shuffles, with another one's data.
+    // Lanes without a head stay for the shuffles, with zeroes: another one's data is being overwritten.
     let mine = slot < heads;
     let head = if mine { slot } else { heads - 1 };
     let of_query = head < query_heads;
@@ -103,8 +103,8 @@ pub unsafe fn qk_norm_rotary<T: Float, const N: usize, const H: usize, const ITE
     let mut it = 0;
     while it < ITEMS {
         let p = Pair::new::<N, INTERLEAVED>(lane + it as u32 * lanes, head_dim, offset, rot_dim);
-        let a = if p.has_first { chunk::load(source, p.first as usize) } else { zeros };
-        let b = if p.has_second { chunk::load(source, p.second as usize) } else { zeros };
+        let a = if mine && p.has_first { chunk::load(source, p.first as usize) } else { zeros };
+        let b = if mine && p.has_second { chunk::load(source, p.second as usize) } else { zeros };
         values[it] = [vec::to_f32(a), vec::to_f32(b)];
         let mut j = 0;
         while j < N {
