@@ -19,6 +19,8 @@ pub mod activation;
 #[cfg(feature = "attention")]
 pub mod attention;
 pub mod chunk;
+#[cfg(feature = "conformance")]
+pub mod conformance;
 #[cfg(feature = "gemm")]
 pub mod gemm;
 pub mod kv_cache;
@@ -26,10 +28,13 @@ pub mod kv_cache;
 pub mod moe;
 #[cfg(feature = "norm")]
 pub mod norm;
+pub mod operand;
 pub mod rope;
 pub mod row;
 mod tensor_float;
 pub use tensor_float::TensorFloat;
+#[cfg(feature = "sampling")]
+pub mod sampling;
 
 /// On the GPU a panic is a trap (`-Cpanic=immediate-abort`), so that nothing of this remains.
 #[cfg(target_arch = "nvptx64")]

@@ -1,0 +1,397 @@
+//! The best k of a block's candidates: bounds, ranks by counting, and a sorted list in the registers of a warp.
+//!
+//! A candidate is key and index in one `u64` ([`candidate`](super::weights::candidate)): no two are equal, larger is
+//! better. The way to few candidates is a *bound*: each thread offers the best of what it holds; those are
+//! combined into a few times k groups; the k-th best group is a lower bound of the k-th best of all, as k groups hold at
+//! least one that is as good. Of `n` in random order about `-groups * ln(1 - k / groups)` are above it, 24 for k = 20.
+//! These few are ranked by counting, for each, those that are better.
+//!
+//! Where that leaves too many, because thousands are equal or because all the good ones are in a few groups, each warp
+//! goes through its part in the order of indices and keeps a sorted list, by insertion, in its registers.
+
+use super::logit::{Logit, Row, for_each};
+use super::weights::{candidate, key};
+use cuda_std::atomic::{Block, Relaxed};
+use cuda_std::integer::opaque;
+use cuda_std::shared::Carver;
+use cuda_std::{Shared, float, thread, unroll, warp};
+
+/// Threads of a block.
+pub const THREADS: u32 = 256;
+const WARPS: u32 = THREADS / 32;
+
+/// The largest k. A list of one warp has four registers a lane.
+pub const MAX_K: u32 = 128;
+const LIST_REGISTERS: usize = 4;
+
+/// The most candidates at a time: at least a running list and one of each warp.
+pub const CAPACITY: u32 = 12 * MAX_K;
+const _: () = assert!(CAPACITY >= (WARPS + 1) * MAX_K);
+
+/// Candidates of a thread.
+const PRUNED: usize = CAPACITY.div_ceil(THREADS) as usize;
+
+/// Vectors that a thread holds at a time.
+const HELD: usize = 4;
+
+/// The thread's number in its block. What is computed from it is computed where it is needed: the compiler would
+/// rather do all of that once, before a loop, and run out of registers.
+#[inline(always)]
+pub fn own_index() -> u32 {
+    opaque(thread::thread_idx_x())
+}
+
+/// Shared memory of the block.
+#[derive(Clone, Copy)]
+pub struct Scratch {
+    /// Candidates in any order.
+    pub candidates: Shared<u64>,
+    /// The best, in order.
+    pub best: Shared<u64>,
+    /// The best of each group.
+    groups: Shared<u64>,
+    bound: Shared<u64>,
+    count: Shared<u32>,
+    /// For [`super::job::Job::last_of_row`] and the like.
+    pub flag: Shared<u32>,
+}
+
+/// Bytes of [`Scratch`].
+pub const SCRATCH_BYTES: usize = 8 * (CAPACITY + MAX_K + THREADS + 2) as usize + 32;
+
+impl Scratch {
+    /// At the start of shared memory.
+    #[inline(always)]
+    pub unsafe fn new() -> Self {
+        let mut carver = Carver::new();
+        Self {
+            candidates: carver.take(CAPACITY as usize),
+            best: carver.take(MAX_K as usize),
+            groups: carver.take(THREADS as usize),
+            bound: carver.take(2),
+            count: carver.take(4),
+            flag: carver.take(4),
+        }
+    }
+
+    /// A lower bound of the `k`-th best of everything of which each thread passes its best; 0 if fewer than `k` groups
+    /// hold anything. All threads get it. Resets the count of [`reserve`](Self::reserve).
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn bound(&self, k: u32, offer: u64) -> u64 {
+        let tid = own_index();
+        // 2^shift lanes make a group; there are at least twice as many groups as are wanted.
+        let shift = match k {
+            0..=16 => 3,
+            17..=32 => 2,
+            33..=64 => 1,
+            _ => 0,
+        };
+        const { assert!(THREADS == 2 * MAX_K) };
+        let mut best = offer;
+        let mut i = 0;
+        while i < shift {
+            best = best.max(warp::shfl_xor(best, 1 << i));
+            i += 1;
+        }
+        if tid & ((1 << shift) - 1) == 0 {
+            self.groups.set(tid >> shift, best);
+        }
+        if tid == 0 {
+            self.bound.set(0u32, 0);
+        }
+        thread::sync_threads();
+        if tid == 0 {
+            self.count.set(0u32, 0);
+        }
+        rank(self.groups, THREADS >> shift, |rank, item| {
+            if rank == k - 1 && item != 0 {
+                self.bound.set(0u32, item);
+            }
+        });
+        thread::sync_threads();
+        self.bound.get(0u32)
+    }
+
+    /// Room for `mine` candidates of each thread: where this thread's start, of all since the count was reset.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn reserve(&self, mine: u32) -> u32 {
+        let upto = warp::scan(mine, |a, b| a + b);
+        let total = warp::shfl_idx(upto, 31);
+        let mut start = 0;
+        if warp::lane_id() == 0 && total > 0 {
+            start = self.count.fetch_add(0u32, total, Block, Relaxed);
+        }
+        warp::shfl_idx(start, 0) + upto - mine
+    }
+
+    /// What was reserved; after a barrier.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn reserved(&self) -> u32 {
+        self.count.get(0u32)
+    }
+
+    /// Leaves the best `k` of the first `n` candidates in `best`, in order; how many there are, as 0 is no candidate. By
+    /// all threads, after a barrier.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn keep_best(&self, n: u32, k: u32) -> u32 {
+        // Ranking takes time with the square of their number.
+        let prune = n > THREADS / 2;
+        let n = if prune { self.prune(n, k) } else { n };
+        rank(self.candidates, n, |rank, item| {
+            if rank < k && item != 0 {
+                self.best.set(rank, item);
+            }
+        });
+        let tid = own_index();
+        let some = thread::sync_threads_count(tid < n && self.candidates.get(tid) != 0);
+        let some = if prune { n } else { some };
+        if some < k { some } else { k }
+    }
+
+    /// Drops candidates below a bound; how many are left.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn prune(&self, n: u32, k: u32) -> u32 {
+        let tid = own_index();
+        let mut held = [0; PRUNED];
+        let mut best = 0;
+        unroll::<PRUNED>(|i| {
+            let at = i as u32 * THREADS + tid;
+            if at < n {
+                held[i] = self.candidates.get(at);
+                best = held[i].max(best);
+            }
+        });
+        let bound = self.bound(k, best).max(1);
+        let mut mine = 0;
+        unroll::<PRUNED>(|i| mine += (held[i] >= bound) as u32);
+        let mut slot = self.reserve(mine);
+        unroll::<PRUNED>(|i| {
+            if held[i] >= bound {
+                self.candidates.set(slot, held[i]);
+                slot += 1;
+            }
+        });
+        thread::sync_threads();
+        self.reserved()
+    }
+
+    /// The best `k` of one of `parts` parts of a row that are above -inf, to `best`, in order; how many there are.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn best_of_row<T: Logit>(&self, row: Row<T>, part: u32, parts: u32, k: u32) -> u32 {
+        let share = row.vectors.div_ceil(parts);
+        let begin = if part * share < row.vectors { part * share } else { row.vectors };
+        let end = if row.vectors - begin < share { row.vectors } else { begin + share };
+        let mut len = 0;
+        let mut at = begin;
+        loop {
+            let (tid, k) = (own_index(), opaque(k));
+            let next = at + HELD as u32 * THREADS;
+            let mut held = [[T::ABSENT; 4]; HELD];
+            unroll::<HELD>(|u| {
+                let v = at + u as u32 * THREADS + tid;
+                if v < end {
+                    held[u] = row.load(v);
+                }
+            });
+            // The first tile takes what is before the vectors, the last what is behind, so that indices grow from tile to
+            // tile: a few elements, one for each of the first threads and of those after WIDTH.
+            let mut extra = (0, f32::NEG_INFINITY);
+            let behind = (row.index(row.vectors, 0) + tid).wrapping_sub(Row::<T>::WIDTH);
+            if part == 0 && at == begin && tid < row.head {
+                extra = (tid, row.get(tid));
+            } else if part + 1 == parts && next >= end && tid >= Row::<T>::WIDTH && behind < row.vocab {
+                extra = (behind, row.get(behind));
+            }
+
+            // What has been found competes again.
+            if tid < len {
+                self.candidates.set(tid, self.best.get(tid));
+            }
+            let least = if len == k {
+                // Indices only grow, so an equal logit comes too late.
+                let least = float::from_sortable((self.best.get(k - 1) >> 32) as u32 + 1);
+                if tid == 0 {
+                    self.count.set(0u32, 0);
+                }
+                thread::sync_threads();
+                least
+            } else {
+                let mut largest = f32::NEG_INFINITY.max(extra.1);
+                unroll::<HELD>(|u| for_each::<T>(held[u], |_, x| largest = largest.max(x)));
+                let bound = self.bound(k, candidate(key(largest), tid));
+                float::from_sortable((bound >> 32) as u32).max(f32::MIN)
+            };
+
+            // A bit for each element held, of those that are read again: they are few and in cache.
+            let mut hits = 0u32;
+            unroll::<HELD>(|u| {
+                // Words are widened again, rather than kept wide over the barriers.
+                held[u] = held[u].map(opaque);
+                for_each::<T>(held[u], |e, x| hits |= ((x >= least) as u32) << (u as u32 * Row::<T>::WIDTH + e));
+            });
+            let is_extra = extra.1 >= least;
+            let mut slot = len + self.reserve(hits.count_ones() + is_extra as u32);
+            if is_extra && slot < CAPACITY {
+                self.candidates.set(slot, candidate(key(extra.1), extra.0));
+                slot += 1;
+            }
+            while hits != 0 && slot < CAPACITY {
+                let bit = hits.trailing_zeros();
+                let v = at + bit / Row::<T>::WIDTH * THREADS + tid;
+                let i = row.index(v, bit % Row::<T>::WIDTH);
+                self.candidates.set(slot, candidate(key(row.get(i)), i));
+                slot += 1;
+                hits &= hits - 1;
+            }
+            thread::sync_threads();
+            let found = self.reserved();
+            if found > 0 {
+                let mut n = len + found;
+                if n > CAPACITY {
+                    n = len + WARPS * k;
+                    let first = if part == 0 && at == begin { 0 } else { row.index(at, 0) };
+                    let last = if next < end {
+                        row.index(next, 0)
+                    } else if part + 1 < parts {
+                        row.index(end, 0)
+                    } else {
+                        row.vocab
+                    };
+                    self.insert_all(row, first, last, least, len, k);
+                }
+                len = self.keep_best(n, k);
+            }
+            at = next;
+            if at >= end {
+                return len;
+            }
+            // The count is reset above.
+            thread::sync_threads();
+        }
+    }
+
+    /// The candidates from `start` on become the sorted lists of the warps, `k` entries each, of tokens `first..last` with
+    /// logits of at least `least`.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn insert_all<T: Logit>(&self, row: Row<T>, first: u32, last: u32, least: f32, start: u32, k: u32) {
+        let (warp_id, lane) = (own_index() / 32, warp::lane_id());
+        let share = (last - first).div_ceil(WARPS);
+        let mut at = first + warp_id * share;
+        let end = if at + share < last { at + share } else { last };
+        let mut list = SortedList::new();
+        while at < end {
+            let i = at + lane;
+            let x = if i < end { row.get(i) } else { f32::NEG_INFINITY };
+            let mine = if x >= least { candidate(key(x), i) } else { 0 };
+            let worst = list.get(k - 1);
+            let mut better = warp::warp_vote_ballot(warp::FULL, mine > worst);
+            while better != 0 {
+                let from = better.trailing_zeros();
+                list.insert(warp::shfl_idx(mine, from));
+                better &= better - 1;
+            }
+            at += 32;
+        }
+        unroll::<LIST_REGISTERS>(|r| {
+            let i = r as u32 * 32 + lane;
+            if i < k {
+                self.candidates.set(start + warp_id * k + i, list.entries[r]);
+            }
+        });
+        thread::sync_threads();
+    }
+}
+
+/// Calls `f(rank, item)` once for each of `n` items: its rank is the number of those that are larger.
+///
+/// As many lanes as there are to spare share the work of one item. All threads take part.
+#[inline(always)]
+#[track_caller]
+unsafe fn rank(items: Shared<u64>, n: u32, mut f: impl FnMut(u32, u64)) {
+    let tid = own_index();
+    // Lanes of an item: 2^shift.
+    let mut shift = 0;
+    while shift < 5 && n << (shift + 1) <= THREADS {
+        shift += 1;
+    }
+    let lanes = 1 << shift;
+    let (part, step) = (tid & (lanes - 1), THREADS >> shift);
+    let mut first = 0;
+    while first < n {
+        let i = first + (tid >> shift);
+        let item = if i < n { items.get(i) } else { 0 };
+        let mut larger = 0;
+        let mut j = part;
+        while j < n {
+            // Several loads at a time; 0 is never larger.
+            let mut others = [0; 4];
+            unroll::<4>(|u| {
+                let at = j + u as u32 * lanes;
+                if at < n {
+                    others[u] = items.get(at);
+                }
+            });
+            unroll::<4>(|u| larger += (others[u] > item) as u32);
+            j += 4 * lanes;
+        }
+        let mut m = 1;
+        while m < lanes {
+            larger += warp::shfl_xor(larger, m);
+            m *= 2;
+        }
+        if i < n && part == 0 {
+            f(larger, item);
+        }
+        first += step;
+    }
+}
+
+/// The best candidates of a warp in descending order, spread over its registers: entry `i` is in lane `i % 32`.
+///
+/// Insertion sort without a loop over positions: every entry becomes the larger of itself and the smaller of its
+/// predecessor and the newcomer, which keeps it, moves it down, or puts the newcomer in its place.
+struct SortedList {
+    entries: [u64; LIST_REGISTERS],
+}
+
+impl SortedList {
+    #[inline(always)]
+    fn new() -> Self {
+        Self { entries: [0; LIST_REGISTERS] }
+    }
+
+    /// By all lanes with the same candidate.
+    #[inline(always)]
+    #[track_caller]
+    fn insert(&mut self, new: u64) {
+        let lane = warp::lane_id();
+        let mut carry = u64::MAX;
+        unroll::<LIST_REGISTERS>(|r| {
+            let entry = self.entries[r];
+            let above = warp::warp_shuffle_up(warp::FULL, entry, 1, 32).0;
+            let above = if lane == 0 { carry } else { above };
+            carry = warp::shfl_idx(entry, 31);
+            self.entries[r] = entry.max(above.min(new));
+        });
+    }
+
+    /// Entry `i`, to all lanes.
+    #[inline(always)]
+    #[track_caller]
+    fn get(&self, i: u32) -> u64 {
+        let mut entry = 0;
+        unroll::<LIST_REGISTERS>(|r| {
+            if i / 32 == r as u32 {
+                entry = self.entries[r];
+            }
+        });
+        warp::shfl_idx(entry, i % 32)
+    }
+}
