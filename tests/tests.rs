@@ -1,7 +1,6 @@
 //! The test suite: one binary, a file for each operation, each test on every device there is.
 
 mod attention;
-mod device;
 mod ep;
 mod gemm;
 mod kv_cache;

@@ -8,5 +8,5 @@ pub mod gemm;
 pub mod kv_cache;
 pub mod moe;
 pub mod norm;
-pub mod rope;
 pub mod quantise;
+pub mod rope;
