@@ -27,9 +27,19 @@ pub fn benches(harness: &mut Harness) {
         let mut out = Tensor::<bf16>::uninit(device, &[1, 256])?;
         Ok(move |s: &_| {
             let (x, y) = (x.as_ptr().cast(), out.as_mut_ptr().cast());
-            let args = rms_norm::Args { x, weight: std::ptr::null(), y, n: 256, eps: 1e-5 };
+            let args = rms_norm::Args {
+                x,
+                weight: std::ptr::null(),
+                out: y,
+                rows: 1,
+                n: 256,
+                x_stride: 256,
+                out_stride: 256,
+                weight_offset: 0.0,
+                eps: 1e-5,
+            };
             // SAFETY: both tensors hold one row and live as long as the closure, which outlives the work.
-            unsafe { rms_norm::launch(s, DType::Bf16, 1, &args) }
+            unsafe { rms_norm::launch(s, DType::Bf16, &args) }
         })
     });
 }

@@ -11,13 +11,14 @@
 //! * cust has no graph capture, peer access, large shared memory, launch attributes or tensor maps, strips `NON_BLOCKING`
 //!   from new streams, and consumes an event that a stream waits for.
 //!
-//! [`api!`] is the table of all functions used. Each becomes a method of [`Driver`] that turns a code other than zero
+//! `api!` is the table of all functions used. Each becomes a method of [`Driver`] that turns a code other than zero
 //! into [`Error::Driver`].
 //!
 //! A library that has the functions but does nothing, such as a stub made for linking, reports version 0 or
 //! `CUDA_ERROR_STUB_LIBRARY`, and is no driver either.
 
 use crate::error::{Error, Result};
+use cuda_std::tma::TensorMap;
 use cust::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUmodule, CUstream};
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -208,6 +209,11 @@ api! {
         graph_launch = "cuGraphLaunch"(exec: CUgraphExec, stream: CUstream);
     }
     since {
+        tensor_map_encode_tiled = "cuTensorMapEncodeTiled" in 12000(
+            map: *mut TensorMap, element: c_int, rank: c_uint, base: *mut c_void, dims: *const u64,
+            strides: *const u64, box_dims: *const c_uint, element_strides: *const c_uint, interleave: c_int,
+            swizzle: c_int, l2_promotion: c_int, out_of_bounds_fill: c_int
+        );
         launch_kernel_ex = "cuLaunchKernelEx" in 11080(
             config: *const LaunchConfig, function: CUfunction, params: *mut *mut c_void, extra: *mut *mut c_void
         );

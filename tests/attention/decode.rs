@@ -18,7 +18,6 @@ struct Case<T, S> {
     keys: Vec<Vec<Vec<Vec<f64>>>>,
     values: Vec<Vec<Vec<Vec<f64>>>>,
     workspace: DecodeWorkspace,
-    shape: Shape,
 }
 
 #[derive(Clone, Debug)]
@@ -88,7 +87,6 @@ fn case<T: Float, S: CacheElement>(d: &Device, shape: &Shape) -> Case<T, S> {
         keys,
         values,
         workspace: DecodeWorkspace::new(d, batch, q_len, kv_heads * group, kv_heads, dim, max_pages * page).unwrap(),
-        shape: shape.clone(),
     }
 }
 

@@ -79,22 +79,20 @@ fn more_memory_than_there_is() {
 fn errors_of_launches_name_the_kernel() {
     let Some(device) = gpu() else { return };
     let stream = Stream::new(&device).unwrap();
-    let entry = norm::rms_norm::entry(warploom::DType::F32).unwrap();
-    let args =
-        norm::rms_norm::Args { x: std::ptr::null(), weight: std::ptr::null(), y: std::ptr::null_mut(), n: 0, eps: 0.0 };
-    let too_many = warploom::Geometry::linear(1, 2048).shared_bytes(128);
-    // SAFETY: the driver refuses the launch.
-    let error = unsafe { stream.launch(&entry, &too_many, &args) }.unwrap_err();
-    assert!(matches!(&error, Error::Driver { kernel: Some("rms_norm_f32"), code, .. } if *code != 0), "{error}");
-    assert!(error.to_string().contains("CUDA_ERROR_"), "{error}");
-
-    let too_much = warploom::Geometry::linear(1, 32).shared_bytes(1 << 20);
-    // SAFETY: as above.
-    let error = unsafe { stream.launch(&entry, &too_much, &args) }.unwrap_err();
-    assert!(matches!(&error, Error::Unsupported { op: "rms_norm_f32", .. }), "{error}");
-
     let x = Tensor::from_slice(&device, &[2.0f32; 32], &[1, 32]).unwrap();
     let mut y = Tensor::<f32>::zeros(&device, &[1, 32]).unwrap();
+    let (entry, mut geometry, args) = super::normalise(&x, &mut y);
+    geometry.block = [2048, 1, 1];
+    // SAFETY: the driver refuses the launch.
+    let error = unsafe { stream.launch(&entry, &geometry, &args) }.unwrap_err();
+    assert!(matches!(&error, Error::Driver { kernel: Some(name), code: 1.., .. } if *name == entry.name), "{error}");
+    assert!(error.to_string().contains("CUDA_ERROR_"), "{error}");
+
+    geometry = geometry.shared_bytes(1 << 20);
+    // SAFETY: refused before it gets to the driver.
+    let error = unsafe { stream.launch(&entry, &geometry, &args) }.unwrap_err();
+    assert!(matches!(&error, Error::Unsupported { op, .. } if *op == entry.name), "{error}");
+
     norm::rms_norm(&stream, &mut y, &x, None, 0.0).unwrap();
     assert!((y.to_vec().unwrap()[0] - 1.0).abs() < 1e-6);
 }
@@ -106,19 +104,12 @@ fn large_shared_memory() {
     let stream = Stream::new(&device).unwrap();
     let x = Tensor::from_slice(&device, &[3.0f32; 64], &[1, 64]).unwrap();
     let mut y = Tensor::<f32>::zeros(&device, &[1, 64]).unwrap();
-    let entry = norm::rms_norm::entry(warploom::DType::F32).unwrap();
-    let args = norm::rms_norm::Args {
-        x: x.as_ptr().cast(),
-        weight: std::ptr::null(),
-        y: y.as_mut_ptr().cast(),
-        n: 64,
-        eps: 0.0,
-    };
+    let (entry, geometry, args) = super::normalise(&x, &mut y);
     let most = u32::try_from(device.properties().max_shared_bytes).unwrap();
     for shared in [48 * 1024, 48 * 1024 + 16, most] {
         stream.fill_bytes(&mut y, 0xff).unwrap();
         // SAFETY: the tensors are as large as said and live until the copy below.
-        unsafe { stream.launch(&entry, &warploom::Geometry::linear(1, 64).shared_bytes(shared), &args) }.unwrap();
+        unsafe { stream.launch(&entry, &geometry.shared_bytes(shared), &args) }.unwrap();
         assert!((y.to_vec().unwrap()[63] - 1.0).abs() < 1e-6, "{shared} bytes");
     }
 }

@@ -5,8 +5,29 @@ mod graph;
 mod stream;
 mod tensor;
 
+use warploom::device::{Swizzle, TensorMapDescription};
+use warploom::norm::{Variant, rms_norm};
+use warploom::{DType, Entry, Geometry};
 use warploom::{Device, Error, SimtOptions, Stream, Tensor};
 use warploom_tests::{gpu, on_every_device};
+
+/// A kernel to launch by hand: normalises the row `x`.
+fn normalise(x: &Tensor<f32>, out: &mut Tensor<f32>) -> (Entry<rms_norm::Args>, Geometry, rms_norm::Args) {
+    let n = x.len() as u32;
+    let args = rms_norm::Args {
+        x: x.as_ptr().cast(),
+        weight: std::ptr::null(),
+        out: out.as_mut_ptr().cast(),
+        rows: 1,
+        n,
+        x_stride: x.len(),
+        out_stride: x.len(),
+        weight_offset: 0.0,
+        eps: 0.0,
+    };
+    let entry = rms_norm::entry(DType::F32, Variant::Any).expect("an entry");
+    (entry, rms_norm::geometry(1, n, DType::F32, Variant::Any), args)
+}
 
 #[test]
 fn names_of_devices() {
@@ -85,4 +106,29 @@ fn peer_access() {
             Err(error) => assert!(matches!(error, Error::Unsupported { .. }), "{error}"),
         }
     }
+}
+
+#[test]
+fn tensor_maps() {
+    on_every_device(|device, _| {
+        let x = Tensor::<f32>::zeros(device, &[64, 128]).unwrap();
+        let mut description = TensorMapDescription {
+            base: x.as_ptr() as u64,
+            element_bytes: 4,
+            rank: 2,
+            dims: [128, 64, 0, 0, 0],
+            strides: [512, 0, 0, 0],
+            box_dims: [32, 8, 0, 0, 0],
+            swizzle: Swizzle::B128,
+        };
+        let hopper = device.properties().compute_capability == (9, 0);
+        match device.tensor_map(&description) {
+            Ok(map) => assert!(hopper && map.0.iter().any(|&word| word != 0)),
+            Err(error) => assert!(!hopper && matches!(error, Error::TooOldGpu { .. }), "{error}"),
+        }
+        description.box_dims[0] = 64;
+        let error = device.tensor_map(&description).unwrap_err();
+        assert!(matches!(&error, Error::Value { arg: "description", .. }), "{error}");
+        assert!(error.to_string().contains("swizzle"), "{error}");
+    });
 }

@@ -151,13 +151,14 @@ fn a_tensor_may_be_dropped_while_it_is_used() {
 fn too_large_a_block() {
     let device = Device::simt();
     let stream = Stream::new(&device).unwrap();
-    let entry = norm::rms_norm::entry(warploom::DType::F32).unwrap();
-    let args =
-        norm::rms_norm::Args { x: std::ptr::null(), weight: std::ptr::null(), y: std::ptr::null_mut(), n: 0, eps: 0.0 };
+    let x = Tensor::from_slice(&device, &[2.0f32; 32], &[1, 32]).unwrap();
+    let mut y = Tensor::<f32>::zeros(&device, &[1, 32]).unwrap();
+    let (entry, mut geometry, args) = super::normalise(&x, &mut y);
+    geometry.block = [2048, 1, 1];
     // SAFETY: refused before any thread runs.
-    let error = unsafe { stream.launch(&entry, &warploom::Geometry::linear(1, 2048), &args) }.unwrap_err();
+    let error = unsafe { stream.launch(&entry, &geometry, &args) }.unwrap_err();
     assert!(matches!(error, Error::Launch(_)), "{error}");
-    assert!(error.to_string().contains("rms_norm_f32"), "{error}");
+    assert!(error.to_string().contains(entry.name), "{error}");
     // SAFETY: nothing is launched.
-    unsafe { stream.launch(&entry, &warploom::Geometry::linear(0, 2048), &args) }.unwrap();
+    unsafe { stream.launch(&entry, &warploom::Geometry { grid: [0, 1, 1], ..geometry }, &args) }.unwrap();
 }

@@ -27,6 +27,7 @@ use super::{Geometry, Properties};
 use crate::driver::{self, CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_NOT_FOUND, Driver, LaunchAttribute, LaunchConfig};
 use crate::error::{Error, Result};
 use crate::ptx;
+use cuda_std::tma::{TensorMap, TensorMapDescription};
 use cuda_std::{Arch, Entry, KernelArgs};
 use cust::sys::{
     CUcontext, CUdevice, CUdevice_attribute_enum as Attribute, CUdeviceptr, CUevent, CUevent_flags_enum as EventFlags,
@@ -493,6 +494,43 @@ impl CudaDevice {
             Err(Error::Driver { code: driver::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED, .. }) => Ok(()),
             other => other,
         }
+    }
+
+    /// `description` is valid.
+    pub(super) fn tensor_map(&self, description: &TensorMapDescription) -> Result<TensorMap> {
+        /// `CU_TENSOR_MAP_L2_PROMOTION_L2_256B`.
+        const PROMOTION: c_int = 3;
+        if self.0.arch != Arch::Sm90a {
+            return Err(self.0.too_old("with tensor maps"));
+        }
+        let d = description;
+        // `CU_TENSOR_MAP_DATA_TYPE_UINT8` and so on: types matter only to reductions and to fills with NaN.
+        let element = match d.element_bytes {
+            1 => 0,
+            2 => 1,
+            4 => 2,
+            _ => 4,
+        };
+        let mut map = TensorMap([0; 16]);
+        // SAFETY: the arrays have five elements, or four, which is as many as any rank needs; the map is aligned to
+        // 64 bytes. Nothing is read from the base.
+        unsafe {
+            self.0.driver.tensor_map_encode_tiled(
+                &raw mut map,
+                element,
+                d.rank,
+                d.base as *mut c_void,
+                d.dims.as_ptr(),
+                d.strides.as_ptr(),
+                d.box_dims.as_ptr(),
+                [1; 5].as_ptr(),
+                0,
+                d.swizzle as c_int,
+                PROMOTION,
+                0,
+            )?;
+        }
+        Ok(map)
     }
 
     pub(super) fn allocate(&self, bytes: usize) -> Result<CudaMemory> {

@@ -14,6 +14,7 @@ use std::fmt;
 use std::sync::Arc;
 
 pub use self::simt::SimtOptions;
+pub use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 pub use graph::Graph;
 pub use stream::{Event, Pinned, Stream};
 
@@ -235,6 +236,29 @@ impl Device {
             Backend::Simt(_) => None,
             #[cfg(feature = "cuda")]
             Backend::Cuda(d) => Some(d.ordinal()),
+        }
+    }
+
+    /// A tensor map, for kernels that copy boxes of a tensor with the copy engine (layer L1). Nothing is read from the
+    /// tensor, which only must be there when a kernel uses the map.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a description that the copy engine cannot follow, [`Error::TooOldGpu`] for a GPU without
+    /// Hopper's instructions, [`Error::DriverTooOld`], [`Error::Driver`].
+    pub fn tensor_map(&self, description: &TensorMapDescription) -> Result<TensorMap> {
+        let invalid = |expected: &str| Error::Value {
+            op: "Device::tensor_map",
+            arg: "description",
+            expected: format!("such that {expected}"),
+            got: format!("{description:?}"),
+        };
+        match &*self.0 {
+            Backend::Simt(_) => TensorMap::for_simt(description).map_err(invalid),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => {
+                description.validate().map_err(invalid)?;
+                d.tensor_map(description)
+            }
         }
     }
 
