@@ -69,8 +69,6 @@ pub struct Job {
     pub stride: u64,
     /// Tokens of a row: 1 to 2^31 - 1.
     pub vocab: u32,
-    /// Rows.
-    pub rows: u32,
     /// Rows that keep up to this many tokens are sampled by `top_k_top_p`, the others by `radix`.
     pub quick_limit: u32,
     /// The most tokens that a row may keep: the vocabulary, unless the host knows better.
