@@ -25,6 +25,9 @@ const LIST_REGISTERS: usize = 4;
 /// The most candidates at a time: a running list and one of each warp.
 pub const CAPACITY: u32 = (WARPS + 1) * MAX_K;
 
+/// Candidates of a thread.
+const PRUNED: usize = CAPACITY.div_ceil(THREADS) as usize;
+
 /// Vectors that a thread holds at a time.
 const HELD: usize = 4;
 
@@ -61,10 +64,11 @@ impl Scratch {
         }
     }
 
-    /// A lower bound of the `k`-th best of everything of which each thread passes its best. All threads get it.
+    /// A lower bound of the `k`-th best of everything of which each thread passes its best; 0 if fewer than `k` groups
+    /// hold anything. All threads get it. Resets the count of [`reserve`](Self::reserve).
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn bound(&self, k: u32, offer: u64) -> u64 {
+    unsafe fn bound(&self, k: u32, offer: u64) -> u64 {
         let tid = thread::thread_idx_x();
         // 2^shift lanes make a group.
         let shift = match k {
@@ -83,10 +87,12 @@ impl Scratch {
             self.groups.set(tid >> shift, best);
         }
         if tid == 0 {
-            // Stays if fewer than k groups hold anything.
             self.bound.set(0u32, 0);
         }
         thread::sync_threads();
+        if tid == 0 {
+            self.count.set(0u32, 0);
+        }
         rank(self.groups, THREADS >> shift, |rank, item| {
             if rank == k - 1 && item != 0 {
                 self.bound.set(0u32, item);
@@ -96,11 +102,10 @@ impl Scratch {
         self.bound.get(0u32)
     }
 
-    /// Room for `mine` more candidates of each thread: where this thread's start, counted from those that were there
-    /// when the count was [reset](Self::reset).
+    /// Room for `mine` candidates of each thread: where this thread's start, of all since the count was reset.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn reserve(&self, mine: u32) -> u32 {
+    unsafe fn reserve(&self, mine: u32) -> u32 {
         let lane = warp::lane_id();
         let mut upto = mine;
         let mut delta = 1;
@@ -117,30 +122,57 @@ impl Scratch {
         warp::shfl_idx(start, 0) + upto - mine
     }
 
-    /// By one thread, and before a barrier.
-    #[inline(always)]
-    #[track_caller]
-    pub unsafe fn reset(&self) {
-        self.count.set(0u32, 0);
-    }
-
     /// What was reserved; after a barrier.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn reserved(&self) -> u32 {
+    unsafe fn reserved(&self) -> u32 {
         self.count.get(0u32)
     }
 
-    /// Ranks the first `n` candidates and leaves the best `k` in `best`, in order.
+    /// Leaves the best `k` of the first `n` candidates in `best`, in order; how many there are, as 0 is no candidate. By
+    /// all threads, after a barrier.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn keep_best(&self, n: u32, k: u32) {
+    pub unsafe fn keep_best(&self, n: u32, k: u32) -> u32 {
+        // Ranking takes time with the square of their number.
+        let prune = n > THREADS / 4;
+        let n = if prune { self.prune(n, k) } else { n };
         rank(self.candidates, n, |rank, item| {
             if rank < k && item != 0 {
                 self.best.set(rank, item);
             }
         });
+        let tid = thread::thread_idx_x();
+        let some = thread::sync_threads_count(tid < n && self.candidates.get(tid) != 0);
+        let some = if prune { n } else { some };
+        if some < k { some } else { k }
+    }
+
+    /// Drops candidates below a bound; how many are left.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn prune(&self, n: u32, k: u32) -> u32 {
+        let mut held = [0; PRUNED];
+        let mut best = 0;
+        unroll::<PRUNED>(|i| {
+            let at = i as u32 * THREADS + thread::thread_idx_x();
+            if at < n {
+                held[i] = self.candidates.get(at);
+                best = held[i].max(best);
+            }
+        });
+        let bound = self.bound(k, best).max(1);
+        let mut mine = 0;
+        unroll::<PRUNED>(|i| mine += (held[i] >= bound) as u32);
+        let mut slot = self.reserve(mine);
+        unroll::<PRUNED>(|i| {
+            if held[i] >= bound {
+                self.candidates.set(slot, held[i]);
+                slot += 1;
+            }
+        });
         thread::sync_threads();
+        self.reserved()
     }
 
     /// The best `k` of vectors `begin..end` of a row that are above -inf, to `best`; how many there are.
@@ -158,9 +190,6 @@ impl Scratch {
                     held[u] = row.load(v);
                 }
             });
-            if tid == 0 {
-                self.reset();
-            }
             // What has been found competes again.
             if tid < len {
                 self.candidates.set(tid, self.best.get(tid));
@@ -168,6 +197,9 @@ impl Scratch {
             let least = if len == k {
                 // Indices only grow, so an equal logit comes too late.
                 let least = float::from_sortable((self.best.get(k - 1) >> 32) as u32 + 1);
+                if tid == 0 {
+                    self.count.set(0u32, 0);
+                }
                 thread::sync_threads();
                 least
             } else {
@@ -202,8 +234,7 @@ impl Scratch {
                     n = len + WARPS * k;
                     self.insert_all(row, at, if next < end { next } else { end }, least, len, k);
                 }
-                self.keep_best(n, k);
-                len = if n < k { n } else { k };
+                len = self.keep_best(n, k);
             } else if next < end {
                 // The count is reset above.
                 thread::sync_threads();

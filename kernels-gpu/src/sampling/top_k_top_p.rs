@@ -17,9 +17,6 @@ use cuda_std::{GlobalMut, Shared, atomic, entries, thread, unroll, warp};
 /// Registers a lane for a list of [`MAX_K`].
 const LIST_REGISTERS: usize = (MAX_K / 32) as usize;
 
-/// Loads of a thread that merges.
-const MERGED: usize = CAPACITY.div_ceil(THREADS) as usize;
-
 /// How many of a row's best are needed; 0 if the row is nothing to these kernels.
 #[inline(always)]
 fn needed(job: &Job, settings: &Settings) -> u32 {
@@ -73,32 +70,14 @@ pub unsafe fn split_k<T: Logit>(logits: *const T, job: Job, splits: u32) {
     if !job.last_of_row(row, splits, scratch.flag) {
         return;
     }
-    let mut held = [0; MERGED];
-    let mut best = 0;
-    unroll::<MERGED>(|i| {
-        let at = i as u32 * THREADS + tid;
-        if at < splits * need {
-            held[i] = lists.get(at);
-            best = held[i].max(best);
-        }
-    });
-    if tid == 0 {
-        scratch.reset();
+    let mut i = tid;
+    while i < splits * need {
+        scratch.candidates.set(i, lists.get(i));
+        i += THREADS;
     }
-    let bound = scratch.bound(need, best).max(1);
-    let mut mine = 0;
-    unroll::<MERGED>(|i| mine += (held[i] >= bound) as u32);
-    let mut slot = scratch.reserve(mine);
-    unroll::<MERGED>(|i| {
-        if held[i] >= bound {
-            scratch.candidates.set(slot, held[i]);
-            slot += 1;
-        }
-    });
     thread::sync_threads();
-    let found = scratch.reserved();
-    scratch.keep_best(found, need);
-    finish(&scratch, &job, data, row, &settings, if found < need { found } else { need });
+    let len = scratch.keep_best(splits * need, need);
+    finish(&scratch, &job, data, row, &settings, len);
 }
 
 /// Samples from the first `len` of `scratch.best`, which are all that is needed.
