@@ -7,3 +7,7 @@ mod kv_cache;
 mod moe;
 mod norm;
 mod rope;
+mod ep;
+mod gemm;
+mod norm;
+mod sampling;

@@ -45,6 +45,7 @@ mod pieces;
 pub mod ptx;
 pub mod reference;
 pub mod rope;
+pub mod sampling;
 mod tensor;
 
 pub use cuda_std::{Arch, DType, E4M3, E5M2, Element, Entry, Float, KernelArgs};

@@ -30,6 +30,8 @@ pub mod rope;
 pub mod row;
 mod tensor_float;
 pub use tensor_float::TensorFloat;
+#[cfg(feature = "sampling")]
+pub mod sampling;
 
 /// On the GPU a panic is a trap (`-Cpanic=immediate-abort`), so that nothing of this remains.
 #[cfg(target_arch = "nvptx64")]

@@ -10,3 +10,4 @@ pub mod moe;
 pub mod norm;
 pub mod quantise;
 pub mod rope;
+pub mod sampling;

@@ -1,0 +1,119 @@
+//! Ranking and weights in integers, so that results depend on nothing but the row.
+//!
+//! Sums of floats depend on their order, and then the token that is drawn depends on how a row was split among blocks.
+//! Here the weight of a token, `exp((x - max) / temperature)`, is an integer of [`Weights::bits`] binary places. Sums
+//! are exact and associative; every kernel gets the same ones, down to the last bit. The exponential is a polynomial of
+//! fused multiply-adds rather than the GPU's approximation, so the SIMT device gets them as well.
+//!
+//! Tokens are ranked by an integer key that orders as the logits do. A logit of NaN counts as -inf.
+
+use cuda_std::float;
+
+/// What `adjust` stores for a token that is not allowed: a NaN that ranks below all others.
+pub const BANNED: u32 = 0xffda_dbad;
+
+/// Key of -inf and of NaN. Tokens above it have a probability.
+pub const KEY_NEG_INF: u32 = 0x007f_ffff;
+
+/// Binary places of a weight, in rows of up to 2^23 tokens.
+pub const MAX_BITS: u32 = 39;
+
+/// Orders as logits do; 0 for [`BANNED`]. Both zeros are one.
+#[inline(always)]
+pub fn key(x: f32) -> u32 {
+    if x.is_nan() {
+        if x.to_bits() == BANNED { 0 } else { KEY_NEG_INF }
+    } else {
+        // -0.0 + 0.0 is 0.0.
+        float::sortable(x + 0.0)
+    }
+}
+
+/// The logit of a key.
+#[inline(always)]
+pub fn value(key: u32) -> f32 {
+    if key <= KEY_NEG_INF { f32::NEG_INFINITY } else { float::from_sortable(key) }
+}
+
+/// Key and index of a candidate as one number: larger keys first, then lower indices. Never 0 for a key above 0.
+#[inline(always)]
+pub fn candidate(key: u32, index: u32) -> u64 {
+    (key as u64) << 32 | !index as u64
+}
+
+/// Of a [`candidate`].
+#[inline(always)]
+pub fn key_of(candidate: u64) -> u32 {
+    (candidate >> 32) as u32
+}
+
+/// Of a [`candidate`].
+#[inline(always)]
+pub fn index_of(candidate: u64) -> u32 {
+    !(candidate as u32)
+}
+
+/// Fewer places for larger vocabularies, so that a sum of all weights stays below 2^63.
+#[inline(always)]
+pub fn bits_of(vocab: u32) -> u32 {
+    let bits = 31 + vocab.leading_zeros();
+    if bits < MAX_BITS { bits } else { MAX_BITS }
+}
+
+/// The weights of a row's tokens.
+#[derive(Clone, Copy)]
+pub struct Weights {
+    /// Key of the row's largest logit.
+    pub max_key: u32,
+    /// `log2(e) / temperature`.
+    pub scale: f32,
+    /// Binary places.
+    pub bits: u32,
+}
+
+impl Weights {
+    /// `exp((x - max) / temperature)` with [`bits`](Self::bits) binary places: 1.0 for the largest logit, 0 at -inf.
+    #[inline(always)]
+    pub fn of(&self, key: u32) -> u64 {
+        if key <= KEY_NEG_INF {
+            return 0;
+        }
+        // Also where the difference is no number: +inf - +inf, or 0 times an infinite scale.
+        if key == self.max_key {
+            return 1 << self.bits;
+        }
+        exp2((value(key) - value(self.max_key)) * self.scale, self.bits)
+    }
+}
+
+/// `2^t` for `t <= 0` with `bits` binary places, cut off; 0 for NaN.
+#[inline(always)]
+fn exp2(t: f32, bits: u32) -> u64 {
+    if t <= -(bits as f32) || t.is_nan() {
+        return 0;
+    }
+    let whole = t as i32;
+    let f = (t - whole as f32) + 1.0;
+    // 2^f on [0, 1], least squares at Chebyshev nodes: within 2^-23.9, and 2 at 1.
+    let mut p = 0.000_218_775_05;
+    p = float::fma(p, f, 0.001_238_782_2);
+    p = float::fma(p, f, 0.009_684_58);
+    p = float::fma(p, f, 0.055_480_428);
+    p = float::fma(p, f, 0.240_230_5);
+    p = float::fma(p, f, 0.693_146_94);
+    p = float::fma(p, f, 1.0);
+    let mantissa = (p * (1 << 23) as f32) as u32;
+    ((mantissa as u64) << (bits - 23)) >> (1 - whole)
+}
+
+/// `total * x / 2^32`, cut off: where in a mass of `total` the random bits `x` point.
+#[inline(always)]
+pub fn scaled(total: u64, x: u32) -> u64 {
+    (total >> 32) * x as u64 + (((total & 0xffff_ffff) * x as u64) >> 32)
+}
+
+/// `total * p / 2^32`, rounded up: the mass that a `top_p` of `p` asks for.
+#[inline(always)]
+pub fn scaled_up(total: u64, p: u32) -> u64 {
+    scaled(total, p) + (((total & 0xffff_ffff) * p as u64) as u32 != 0) as u64
+}

@@ -1,0 +1,3 @@
+mod philox;
+mod top_k_top_p;
+mod weights;
