@@ -1,13 +1,11 @@
 //! The test suite: one binary, a file for each operation, each test on every device there is.
 
 mod attention;
+mod device;
 mod ep;
 mod gemm;
 mod kv_cache;
 mod moe;
 mod norm;
 mod rope;
-mod ep;
-mod gemm;
-mod norm;
 mod sampling;

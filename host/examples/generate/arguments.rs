@@ -98,7 +98,8 @@ impl Arguments {
             return model.clone();
         }
         // Where the example was built; elsewhere, from the root of a checkout.
-        let places = [concat!(env!("CARGO_MANIFEST_DIR"), "/examples/generate/tiny-moe"), "host/examples/generate/tiny-moe"];
+        let places =
+            [concat!(env!("CARGO_MANIFEST_DIR"), "/examples/generate/tiny-moe"), "host/examples/generate/tiny-moe"];
         places.iter().map(PathBuf::from).find(|p| p.is_dir()).unwrap_or_else(|| places[1].into())
     }
 

@@ -145,7 +145,13 @@ fn generate<T: Real>(arguments: &Arguments, device: &Device, files: &Files, prom
     let taken = began.elapsed();
     output.finish(&logits)?;
     if arguments.stats {
-        let run = stats::Run { loaded, first, taken, prompts: prompts.iter().map(Vec::len).sum(), generated: output.generated() };
+        let run = stats::Run {
+            loaded,
+            first,
+            taken,
+            prompts: prompts.iter().map(Vec::len).sum(),
+            generated: output.generated(),
+        };
         stats::print(&mut engine, &run, device, T::DTYPE)?;
     }
     Ok(if cancelled { ExitCode::from(130) } else { ExitCode::SUCCESS })

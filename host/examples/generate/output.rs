@@ -49,7 +49,8 @@ impl<'a> Output<'a> {
     pub fn new(arguments: &Arguments, prompts: &'a [Vec<u32>], text: &'a Text) -> Self {
         let (json, batch) = (arguments.json, arguments.is_batch());
         let bar = ProgressBar::new((prompts.len() * arguments.tokens) as u64);
-        let shown = if std::io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let shown =
+            if std::io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         bar.set_draw_target(shown);
         let style = "{spinner} {msg} {wide_bar} {pos}/{len} tokens, {per_sec}";
         bar.set_style(ProgressStyle::with_template(style).expect("a valid template"));

@@ -47,12 +47,7 @@ fn scaled(value: f64, unit: &str) -> String {
 ///
 /// # Errors
 /// Those of the device.
-pub fn print<T: Real>(
-    engine: &mut Engine<ModelExecutor<T>>,
-    run: &Run,
-    device: &Device,
-    dtype: DType,
-) -> Result<()> {
+pub fn print<T: Real>(engine: &mut Engine<ModelExecutor<T>>, run: &Run, device: &Device, dtype: DType) -> Result<()> {
     let (counts, sizes) = (engine.counts(), engine.executor().sizes());
     let (weights, cache) = engine.executor().memory();
     eprintln!("\n{}, {dtype}", device.name());
@@ -63,7 +58,12 @@ pub fn print<T: Real>(
         Some(_) => eprintln!("  everything ran in the emulator"),
         None => eprintln!("  every decode step was one captured graph"),
     }
-    eprintln!("  weights {}, cache {}, loaded in {:.2} s", scaled(weights as f64, "B"), scaled(cache as f64, "B"), run.loaded.as_secs_f64());
+    eprintln!(
+        "  weights {}, cache {}, loaded in {:.2} s",
+        scaled(weights as f64, "B"),
+        scaled(cache as f64, "B"),
+        run.loaded.as_secs_f64()
+    );
     eprintln!(
         "  {} prompt tokens in {} prefill steps ({} shared), {} tokens in {} decode steps of up to {} sequences, {} preempted",
         run.prompts, counts.prefills, counts.shared, run.generated, counts.steps, counts.most, counts.preempted
@@ -116,7 +116,12 @@ pub fn print<T: Real>(
     if let Some((name, bytes, flops)) = limits {
         let cost = p.lines.iter().fold((0.0, 0.0), |c, l| (c.0 + l.cost.bytes as f64, c.1 + l.cost.flops as f64));
         let floor = (cost.0 / bytes).max(cost.1 / flops);
-        eprintln!("  an {name}'s limits allow {:.1} us: {} and {}", 1e6 * floor, scaled(cost.0, "B"), scaled(cost.1, "FLOP"));
+        eprintln!(
+            "  an {name}'s limits allow {:.1} us: {} and {}",
+            1e6 * floor,
+            scaled(cost.0, "B"),
+            scaled(cost.1, "FLOP")
+        );
     }
     Ok(())
 }

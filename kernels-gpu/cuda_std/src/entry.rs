@@ -26,12 +26,14 @@ pub unsafe trait Param: Copy + 'static {
 }
 
 /// A parameter that is passed as its value.
-macro_rules! by_value {
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __by_value {
     () => {
         type Passed = Self;
         #[cfg(target_arch = "nvptx64")]
         #[inline(always)]
-        fn pass(self, _address: impl FnOnce() -> *const TensorMap) -> Self {
+        fn pass(self, _address: impl FnOnce() -> *const $crate::tma::TensorMap) -> Self {
             self
         }
         #[cfg(not(target_arch = "nvptx64"))]
@@ -43,7 +45,7 @@ macro_rules! by_value {
         }
     };
 }
-pub(crate) use by_value;
+pub(crate) use __by_value as by_value;
 
 macro_rules! pod {
     ($($t:ty)*) => { $(

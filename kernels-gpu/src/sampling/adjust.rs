@@ -58,7 +58,9 @@ pub struct Adjustments {
 }
 
 // SAFETY: plain numbers and addresses, laid out alike by host and device.
-unsafe impl cuda_std::__Param for Adjustments {}
+unsafe impl cuda_std::__Param for Adjustments {
+    cuda_std::__by_value! {}
+}
 
 /// Grid: `chunks` blocks for each row, rows one after another.
 #[inline(always)]

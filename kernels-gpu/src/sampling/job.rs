@@ -118,7 +118,9 @@ pub struct Job {
 }
 
 // SAFETY: plain numbers and addresses, laid out alike by host and device.
-unsafe impl cuda_std::__Param for Job {}
+unsafe impl cuda_std::__Param for Job {
+    cuda_std::__by_value! {}
+}
 
 /// The parameters of a row, as the kernels use them.
 #[derive(Clone, Copy)]

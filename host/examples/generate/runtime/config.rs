@@ -91,9 +91,15 @@ impl Config {
             return Some(format!("`{key}` is {got}, which is out of range"));
         }
         let rules = [
-            (self.num_attention_heads.is_multiple_of(self.num_key_value_heads), "`num_attention_heads` must be a multiple of `num_key_value_heads`"),
+            (
+                self.num_attention_heads.is_multiple_of(self.num_key_value_heads),
+                "`num_attention_heads` must be a multiple of `num_key_value_heads`",
+            ),
             (self.head_dim.is_multiple_of(2) && self.head_dim <= 256, "`head_dim` must be even and at most 256"),
-            (self.num_experts.is_multiple_of(self.num_expert_groups), "`num_experts` must be a multiple of `num_expert_groups`"),
+            (
+                self.num_experts.is_multiple_of(self.num_expert_groups),
+                "`num_experts` must be a multiple of `num_expert_groups`",
+            ),
             (self.topk_groups <= self.num_expert_groups, "`topk_groups` must not exceed `num_expert_groups`"),
             (
                 self.experts_per_token <= self.num_experts / self.num_expert_groups * self.topk_groups,

@@ -133,7 +133,9 @@ impl<E: Executor> Engine<E> {
             return input("a prompt has no tokens");
         }
         if prompt >= room {
-            return input(format!("the prompt has {prompt} tokens, but the context holds {room} with at least one to come"));
+            return input(format!(
+                "the prompt has {prompt} tokens, but the context holds {room} with at least one to come"
+            ));
         }
         let id = self.next;
         self.next += 1;
@@ -348,7 +350,8 @@ impl<E: Executor> Engine<E> {
             }
             let had = r.blocks.blocks().len();
             // What they are is not known yet; only lengths matter, as these blocks are not shared.
-            match self.blocks.append(&mut r.blocks, &vec![0; needed - r.blocks.len()]) {
+            let unknown = vec![0; needed - r.blocks.len()];
+            match self.blocks.append(&mut r.blocks, &unknown) {
                 Ok(()) => {
                     for (at, &block) in r.blocks.blocks().iter().enumerate().skip(had) {
                         self.executor.add_block(r.row, at, block);

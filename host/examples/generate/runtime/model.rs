@@ -225,17 +225,15 @@ impl<T: Real> Model<T> {
         let rows = |of: &Tensor<T>| of.narrow(0, 0, n);
         let (mut x, mut y) = (rows(&scratch.x)?, rows(&scratch.y)?);
         let (mut residual, mut qkv) = (rows(&scratch.residual)?, rows(&scratch.qkv)?);
-        let mut attended = rows(&scratch.attended)?;
+        let attended = rows(&scratch.attended)?;
         let (mut router, mut weights) = (scratch.router.narrow(0, 0, n)?, scratch.weights.narrow(0, 0, n)?);
         let mut ids = scratch.ids.narrow(0, 0, n)?;
         let width = qkv.dim(1);
         let head_view = |first: usize, count: usize| qkv.as_strided(&[n, count, dim], &[width, dim, 1], first * dim);
         let (mut q, mut k, v) =
             (head_view(0, heads)?, head_view(heads, kv_heads)?, head_view(heads + kv_heads, kv_heads)?);
-        let product = |w: &Tensor<T>| Cost {
-            bytes: (w.len() + n * (w.dim(0) + w.dim(1))) * size,
-            flops: 2 * n * w.len(),
-        };
+        let product =
+            |w: &Tensor<T>| Cost { bytes: (w.len() + n * (w.dim(0) + w.dim(1))) * size, flops: 2 * n * w.len() };
         let moved = |elements: usize| Cost { bytes: elements * size, flops: 0 };
 
         embedding(stream, &mut residual, &self.embedding, batch.ids)?;
