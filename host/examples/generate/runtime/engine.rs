@@ -60,7 +60,6 @@ struct Running {
     id: Id,
     /// Prompt and what was generated.
     tokens: Vec<u32>,
-    prompt: usize,
     /// Length at which it is done.
     end: usize,
     eos: Option<u32>,
@@ -140,7 +139,7 @@ impl<E: Executor> Engine<E> {
         let id = self.next;
         self.next += 1;
         let end = room.min(prompt.saturating_add(request.tokens));
-        self.waiting.push_back(Running { id, tokens: request.prompt, prompt, end, eos: request.eos });
+        self.waiting.push_back(Running { id, tokens: request.prompt, end, eos: request.eos });
         Ok(id)
     }
 
