@@ -3,6 +3,7 @@
 mod attention;
 mod ep;
 mod gemm;
+mod moe;
 mod norm;
 
 fn main() {
@@ -10,6 +11,7 @@ fn main() {
         attention::benches(harness);
         gemm::benches(harness);
         norm::benches(harness);
+        moe::benches(harness);
         ep::benches(harness);
     });
 }

@@ -23,7 +23,7 @@
 //!     --save-baseline NAME, --baseline NAME            criterion's
 //! ```
 
-use criterion::{Criterion, Throughput};
+use criterion::{Criterion, SamplingMode, Throughput};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -404,6 +404,10 @@ impl Harness {
             // So that a run is never compared with one on another kind of device.
             let kind = if self.device.is_simt() { "simt" } else { "cuda" };
             let mut group = criterion.benchmark_group(format!("{kind}/{family}"));
+            if self.device.is_simt() {
+                // Ten launches and not fifty-five, where one takes long.
+                group.sampling_mode(SamplingMode::Flat);
+            }
             if cost.read + cost.written > 0 {
                 group.throughput(Throughput::Bytes(cost.read + cost.written));
             }

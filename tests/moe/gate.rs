@@ -166,7 +166,7 @@ fn near_tie(logits: &[f64], bias: Option<&[f64]>, topk: usize, options: &GateOpt
 }
 
 /// Experts, groups, groups kept, experts a token: fixed sizes, and what is beside or between them.
-const SHAPES: [(usize, usize, usize, usize); 30] = [
+const SHAPES: [(usize, usize, usize, usize); 32] = [
     (256, 8, 4, 8),
     (256, 8, 3, 5),
     (256, 1, 1, 8),
@@ -175,6 +175,8 @@ const SHAPES: [(usize, usize, usize, usize); 30] = [
     (128, 1, 1, 8),
     (384, 1, 1, 8),
     (512, 1, 1, 8),
+    (512, 1, 1, 10),
+    (512, 1, 1, 11),
     (64, 8, 3, 8),
     (64, 1, 1, 6),
     // Corner cases that are known to go wrong elsewhere: 16 groups, all groups kept, one group and 6 experts a token.
@@ -424,7 +426,7 @@ fn shared_experts_and_scaling() {
 #[test]
 fn neither_alignment_nor_batch_matters() {
     on_every_device(|device, stream| {
-        for (i, &(experts, groups, topk_group, topk)) in SHAPES[..10].iter().enumerate() {
+        for (i, &(experts, groups, topk_group, topk)) in SHAPES[..12].iter().enumerate() {
             let scoring = SCORINGS[i % 3];
             let options = GateOptions::default().groups(groups, topk_group).scoring(scoring);
             let tokens = 3;

@@ -1,1 +1,3 @@
+mod fused;
 mod gate;
+mod sort;

@@ -264,7 +264,7 @@ impl<'a> GateOptions<'a> {
 }
 
 /// The kernel with everything in registers for so many experts and groups, if there is one: for up to 8 experts a token
-/// and logits, rows and bias aligned to [`fixed_alignment`].
+/// (10 of 512), and logits, rows and bias aligned to [`fixed_alignment`].
 pub const fn fixed_entry(dtype: DType, experts: u32, groups: u32) -> Option<Entry<Args>> {
     macro_rules! by_type {
         ($f32:ident, $f16:ident, $bf16:ident) => {
@@ -350,7 +350,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
         _ => DType::Bf16,
     };
     let fixed = fixed_entry(dtype, args.experts, args.groups).filter(|_| {
-        args.topk <= kernel::FIXED_TOPK
+        args.topk <= kernel::fixed_topk(args.experts)
             && aligned(args.logits as usize, dtype)
             && (args.tokens <= 1 || aligned(row_bytes, dtype))
             && aligned(args.bias as usize, bias_type)
@@ -403,9 +403,7 @@ pub fn gate<T: Float>(
     options: &GateOptions<'_>,
 ) -> Result<()> {
     let mut call = Call::new(OP, stream);
-    if dynamic_entry(T::DTYPE).is_none() {
-        return Err(Error::DType { op: OP, arg: "logits", expected: "f32, f16 or bf16".into(), got: T::DTYPE });
-    }
+    call.dtype_among("logits", T::DTYPE, &[DType::F32, DType::F16, DType::Bf16])?;
     let &[tokens, experts] = logits.shape() else {
         return Err(call.bad_shape("logits", logits.shape(), "[tokens, experts]"));
     };

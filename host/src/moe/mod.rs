@@ -1,7 +1,11 @@
 //! Mixture of experts.
 
 pub(crate) mod fused_host;
+pub mod fused;
 pub mod gate;
+pub mod sort;
+
+pub use fused::{ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused};
 pub use gate::{Bias, GateOptions, Scoring, gate};
 
 use crate::{Float, Result, Stream, Tensor};
@@ -33,3 +37,4 @@ pub fn fused_on_host<T: Float>(
     // SAFETY: temporary.
     unsafe { fused_host::fused_host(stream, args) }
 }
+pub use sort::{Local, SortConvention, SortInput, SortOptions, SortOutput, sort, sort_and_zero};

@@ -1,0 +1,745 @@
+//! The fused block of experts: `out[t] = Σ w · down(act(gate_up(x[t])))`.
+//!
+//! One operation, several kernels; [`FusedPath`] says which, and [`FusedPath::Auto`] chooses by shape, element type,
+//! alignment and device, never by the contents. Every path is deterministic, and a token's result depends on no other
+//! token.
+
+use super::sort;
+use crate::check::Call;
+use crate::device::{Geometry, Stream};
+use crate::error::{Error, Result};
+use crate::kernels::moe::{fused as kernel, fused_fma, fused_reduce, fused_stream};
+use crate::tensor::Tensor;
+use cuda_std::{DType, Element, Entry, Float};
+use std::ffi::c_void;
+
+pub use fused_reduce::Args as ReduceArgs;
+pub use kernel::Args;
+
+const OP: &str = "moe::fused";
+
+/// What happens between the two products, to a gate `g` and a value `u` in f32. Without values, `u` is 1.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub enum ExpertActivation {
+    /// `g · sigmoid(g) · u`.
+    #[default]
+    Silu,
+    /// `g · Φ(g) · u`, exactly.
+    Gelu,
+    /// GELU's tanh approximation.
+    GeluTanh,
+    /// `max(g, 0)² · u`.
+    Relu2,
+    /// `g' · sigmoid(alpha · g') · (u' + 1)` with `g' = min(g, limit)` and `u'` within `-limit ..= limit`: gpt-oss. Without
+    /// values, `g' · sigmoid(alpha · g')`.
+    SwigluOai {
+        /// Slope of the sigmoid; 1.702 in gpt-oss.
+        alpha: f32,
+        /// Bound; 7 in gpt-oss.
+        limit: f32,
+    },
+}
+
+impl ExpertActivation {
+    /// The kernels' number for it, with `alpha` and `limit`.
+    pub const fn parts(self) -> (u32, f32, f32) {
+        match self {
+            ExpertActivation::Silu => (0, 0.0, 0.0),
+            ExpertActivation::Gelu => (1, 0.0, 0.0),
+            ExpertActivation::GeluTanh => (2, 0.0, 0.0),
+            ExpertActivation::Relu2 => (3, 0.0, 0.0),
+            ExpertActivation::SwigluOai { alpha, limit } => (4, alpha, limit),
+        }
+    }
+}
+
+/// What the rows of `w13` are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum GateUp {
+    /// `2 I`: all gates, then all values.
+    #[default]
+    Halves,
+    /// `2 I`: gate and value alternate, gate first.
+    Interleaved,
+    /// `I`: gates only.
+    GateOnly,
+}
+
+impl GateUp {
+    /// Rows of `w13` for each output.
+    pub const fn rows(self) -> usize {
+        match self {
+            GateUp::GateOnly => 1,
+            _ => 2,
+        }
+    }
+
+    const fn layout(self) -> u32 {
+        match self {
+            GateUp::Halves => kernel::HALVES,
+            GateUp::Interleaved => kernel::INTERLEAVED,
+            GateUp::GateOnly => kernel::PLAIN,
+        }
+    }
+}
+
+/// The kernels of the fused block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FusedPath {
+    /// By shape, element type, alignment and device.
+    #[default]
+    Auto,
+    /// Ordinary multiply-adds in f32: takes everything.
+    Fma,
+    /// Weights streamed through the tensor cores, without sorting: at most 64 pairs, 16-bit floats, rows of multiples of 16
+    /// bytes.
+    Direct,
+    /// The same after sorting, for any number of pairs; for few pairs an expert.
+    Stream,
+}
+
+/// The sizes of a problem.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FusedShape {
+    /// Tokens.
+    pub tokens: usize,
+    /// Experts listed for each.
+    pub top_k: usize,
+    /// Routed experts of this device.
+    pub experts: usize,
+    /// Width of tokens.
+    pub hidden: usize,
+    /// Width between the products.
+    pub intermediate: usize,
+    /// Shared experts.
+    pub shared_experts: usize,
+    /// Whether the shared experts get slots of their own; otherwise `topk_ids` lists them.
+    pub append_shared: bool,
+}
+
+impl FusedShape {
+    /// Without shared experts.
+    pub const fn new(tokens: usize, top_k: usize, experts: usize, hidden: usize, intermediate: usize) -> Self {
+        Self { tokens, top_k, experts, hidden, intermediate, shared_experts: 0, append_shared: true }
+    }
+
+    /// With so many shared experts, which all tokens go to.
+    pub const fn shared_experts(mut self, shared_experts: usize) -> Self {
+        self.shared_experts = shared_experts;
+        self
+    }
+
+    /// Slots of a token.
+    pub const fn slots(&self) -> usize {
+        self.top_k + if self.append_shared { self.shared_experts } else { 0 }
+    }
+
+    /// Pairs of tokens and slots.
+    pub const fn pairs(&self) -> usize {
+        self.tokens * self.slots()
+    }
+
+    const fn bins(&self) -> usize {
+        self.experts + self.shared_experts
+    }
+
+    /// Bytes of workspace, enough for every path.
+    pub const fn workspace_bytes(&self, dtype: DType) -> usize {
+        let (mut most, mut i) = (0, 0);
+        while i < BLOCKS.len() {
+            let bytes = Workspace::new(self, dtype, BLOCKS[i]).bytes;
+            most = if bytes > most { bytes } else { most };
+            i += 1;
+        }
+        most
+    }
+}
+
+/// Blocks of pairs of all paths.
+const BLOCKS: [usize; 2] = [8, 16];
+
+/// Where the parts of the workspace are, in bytes.
+#[derive(Clone, Copy, Debug)]
+struct Workspace {
+    h: usize,
+    partial: usize,
+    sorted_ids: usize,
+    expert_ids: usize,
+    totals: usize,
+    sort: usize,
+    /// Elements of `sorted_ids`.
+    capacity: usize,
+    bytes: usize,
+}
+
+impl Workspace {
+    const fn new(shape: &FusedShape, dtype: DType, block: usize) -> Self {
+        const fn after(at: usize, bytes: usize) -> usize {
+            (at + bytes).next_multiple_of(256)
+        }
+        let pairs = shape.pairs();
+        let capacity = sort::capacity(pairs, shape.bins(), block, false);
+        let partial = after(0, pairs * shape.intermediate * dtype.size());
+        let sorted_ids = after(partial, pairs * shape.hidden * 4);
+        let expert_ids = after(sorted_ids, capacity * 4);
+        let totals = after(expert_ids, capacity / block * 4);
+        let sort = after(totals, 4);
+        let bytes = after(sort, sort::workspace_bytes(pairs, shape.bins()));
+        Self { h: 0, partial, sorted_ids, expert_ids, totals, sort, capacity, bytes }
+    }
+}
+
+/// What a path launches for a shape: chosen by [`plan`].
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// Not `Auto`.
+    pub path: FusedPath,
+    /// Pairs of a block.
+    pub block: usize,
+    up: Entry<Args>,
+    down: Entry<Args>,
+    reduce: Entry<ReduceArgs>,
+}
+
+/// How many warps of a streaming block share a tile of rows: `1 << split_log2(k)`, so that each has some steps to do.
+pub const fn split_log2(k: usize) -> u32 {
+    match k {
+        2048.. => 3,
+        1024.. => 2,
+        512.. => 1,
+        _ => 0,
+    }
+}
+
+/// Chooses the kernels. `streams` says whether addresses and strides suit 16-byte loads.
+pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bool) -> Option<Plan> {
+    use kernel::*;
+    let fits = streams
+        && matches!(dtype, DType::F16 | DType::Bf16)
+        && shape.hidden.is_multiple_of(8)
+        && shape.intermediate.is_multiple_of(8);
+    let path = match path {
+        FusedPath::Auto if !fits => FusedPath::Fma,
+        FusedPath::Auto if shape.pairs() <= fused_stream::DIRECT_PAIRS => FusedPath::Direct,
+        FusedPath::Auto => FusedPath::Stream,
+        path => path,
+    };
+    let reduce = match dtype {
+        DType::F32 => fused_reduce::moe_fused_reduce_f32::ENTRY,
+        DType::F16 => fused_reduce::moe_fused_reduce_f16::ENTRY,
+        DType::Bf16 => fused_reduce::moe_fused_reduce_bf16::ENTRY,
+        _ => return None,
+    };
+    let bf16 = matches!(dtype, DType::Bf16);
+    let (up, down, block) = match path {
+        FusedPath::Direct if !fits || shape.pairs() > fused_stream::DIRECT_PAIRS => return None,
+        FusedPath::Stream if !fits => return None,
+        FusedPath::Stream if shape.pairs() > 4 * shape.bins() => {
+            if bf16 {
+                (moe_fused_stream_up_t16_bf16::ENTRY, moe_fused_stream_down_t16_bf16::ENTRY, 16)
+            } else {
+                (moe_fused_stream_up_t16_f16::ENTRY, moe_fused_stream_down_t16_f16::ENTRY, 16)
+            }
+        }
+        FusedPath::Direct | FusedPath::Stream => {
+            if bf16 {
+                (moe_fused_stream_up_t8_bf16::ENTRY, moe_fused_stream_down_t8_bf16::ENTRY, 8)
+            } else {
+                (moe_fused_stream_up_t8_f16::ENTRY, moe_fused_stream_down_t8_f16::ENTRY, 8)
+            }
+        }
+        FusedPath::Fma | FusedPath::Auto => {
+            let (up, down) = match dtype {
+                DType::F32 => (moe_fused_fma_up_f32::ENTRY, moe_fused_fma_down_f32::ENTRY),
+                DType::F16 => (moe_fused_fma_up_f16::ENTRY, moe_fused_fma_down_f16::ENTRY),
+                _ => (moe_fused_fma_up_bf16::ENTRY, moe_fused_fma_down_bf16::ENTRY),
+            };
+            (up, down, fused_fma::PAIRS)
+        }
+    };
+    Some(Plan { path, block, up, down, reduce })
+}
+
+impl Plan {
+    /// How to launch a product of `n` outputs, with or without values, and inner dimension `k`.
+    pub const fn geometry(&self, shape: &FusedShape, n: usize, k: usize, gated: bool) -> Geometry {
+        let tile = match self.path {
+            FusedPath::Fma | FusedPath::Auto => fused_fma::COLUMNS,
+            FusedPath::Direct | FusedPath::Stream => fused_stream::ROWS * (fused_stream::WARPS >> split_log2(k)),
+        };
+        let tile = if gated { tile / 2 } else { tile };
+        let blocks = match self.path {
+            FusedPath::Direct => shape.pairs(),
+            _ => sort::capacity(shape.pairs(), shape.bins(), self.block, false) / self.block,
+        };
+        let (threads, bytes) = match self.path {
+            FusedPath::Fma | FusedPath::Auto => (fused_fma::THREADS, fused_fma::SHARED_BYTES),
+            FusedPath::Direct | FusedPath::Stream => {
+                (fused_stream::THREADS, fused_stream::shared_bytes(self.block / 8))
+            }
+        };
+        Geometry::new([n.div_ceil(tile) as u32, blocks as u32, 1], [threads as u32, 1, 1]).shared_bytes(bytes as u32)
+    }
+
+    const fn sorts(&self) -> bool {
+        !matches!(self.path, FusedPath::Direct)
+    }
+}
+
+/// Pointers and scalars of a call, for [`launch`].
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct Operands {
+    /// `[tokens, hidden]`, rows `out_row` apart.
+    pub out: *mut c_void,
+    pub out_row: usize,
+    /// `[tokens, hidden]`, rows `x_row` apart.
+    pub x: *const c_void,
+    pub x_row: usize,
+    /// `[experts, rows · intermediate, hidden]`.
+    pub w13: *const c_void,
+    /// `[experts, hidden, intermediate]`.
+    pub w2: *const c_void,
+    /// `[experts, rows · intermediate]` or null.
+    pub bias13: *const c_void,
+    /// `[experts, hidden]` or null.
+    pub bias2: *const c_void,
+    /// The same of the shared experts.
+    pub shared13: *const c_void,
+    pub shared2: *const c_void,
+    pub shared_bias13: *const c_void,
+    pub shared_bias2: *const c_void,
+    /// `[tokens, top_k]`.
+    pub topk_ids: *const i32,
+    pub topk_weights: *const f32,
+    /// `[global_experts]` or null.
+    pub expert_map: *const i32,
+    /// `[1]` or null.
+    pub num_tokens: *const i32,
+    /// Routed experts of all devices.
+    pub global_experts: usize,
+    pub gate_up: GateUp,
+    pub activation: ExpertActivation,
+}
+
+/// Launches on raw pointers (layer L1): sorting unless the path does without, two products, and the sum over slots.
+///
+/// # Errors
+/// Those of [`Stream::launch`].
+///
+/// # Safety
+/// The pointers are device memory of the documented sizes until the launches are done, for the streaming paths aligned to
+/// 16 bytes like every row; `workspace` has [`FusedShape::workspace_bytes`], aligned to 16. No output overlaps another
+/// argument. `plan` was made for this shape.
+pub unsafe fn launch(
+    stream: &Stream,
+    dtype: DType,
+    plan: &Plan,
+    shape: &FusedShape,
+    o: &Operands,
+    workspace: *mut c_void,
+) -> Result<()> {
+    let at = Workspace::new(shape, dtype, plan.block);
+    let part = |offset: usize| workspace.wrapping_byte_add(offset);
+    let (tokens, top_k, slots) = (shape.tokens as u32, shape.top_k as u32, shape.slots() as u32);
+    let (experts, local, shared_experts) = (o.global_experts as u32, shape.experts as u32, shape.shared_experts as u32);
+    let (mut sorted_ids, mut expert_ids) = (std::ptr::null(), std::ptr::null());
+    if plan.sorts() {
+        (sorted_ids, expert_ids) = (part(at.sorted_ids).cast::<i32>(), part(at.expert_ids).cast::<i32>());
+        let args = sort::Args {
+            sorted_ids: sorted_ids.cast_mut(),
+            expert_ids: expert_ids.cast_mut(),
+            totals: part(at.totals).cast(),
+            sorted_weights: std::ptr::null_mut(),
+            positions: std::ptr::null_mut(),
+            offsets: std::ptr::null_mut(),
+            expert_counts: std::ptr::null_mut(),
+            invalid: std::ptr::null_mut(),
+            zero: std::ptr::null_mut(),
+            zero_bytes: 0,
+            topk_ids: o.topk_ids,
+            topk_weights: std::ptr::null(),
+            expert_map: o.expert_map,
+            num_tokens: o.num_tokens,
+            table: std::ptr::null(),
+            tokens,
+            top_k,
+            slots,
+            experts,
+            local,
+            shared_experts,
+            block: plan.block as u32,
+            items: 0,
+            chunks: 0,
+            capacity: at.capacity as u32,
+            flags: 0,
+        };
+        // SAFETY: forwarded to the caller.
+        unsafe { sort::launch(stream, &args, part(at.sort)) }?;
+    }
+    let (activation, alpha, limit) = o.activation.parts();
+    let up = Args {
+        h: part(at.h),
+        partial: part(at.partial).cast(),
+        x: o.x,
+        x_row: o.x_row,
+        weights: o.w13,
+        bias: o.bias13,
+        shared_weights: o.shared13,
+        shared_bias: o.shared_bias13,
+        topk_ids: o.topk_ids,
+        topk_weights: o.topk_weights,
+        expert_map: o.expert_map,
+        num_tokens: o.num_tokens,
+        sorted_ids,
+        expert_ids,
+        tokens,
+        top_k,
+        slots,
+        experts,
+        local,
+        shared_experts,
+        n: shape.intermediate as u32,
+        k: shape.hidden as u32,
+        layout: o.gate_up.layout(),
+        activation,
+        alpha,
+        limit,
+        split_log2: split_log2(shape.hidden),
+    };
+    let down = Args {
+        weights: o.w2,
+        bias: o.bias2,
+        shared_weights: o.shared2,
+        shared_bias: o.shared_bias2,
+        n: up.k,
+        k: up.n,
+        layout: kernel::PLAIN,
+        split_log2: split_log2(shape.intermediate),
+        ..up
+    };
+    let reduce = ReduceArgs {
+        out: o.out,
+        partial: up.partial.cast_const(),
+        topk_ids: o.topk_ids,
+        expert_map: o.expert_map,
+        num_tokens: o.num_tokens,
+        out_row: o.out_row,
+        tokens,
+        top_k,
+        slots,
+        experts,
+        local,
+        shared_experts,
+        n: up.k,
+    };
+    // Whatever follows one of these kernels may start early: each waits where it has to. Not so the first of them, which
+    // must not overtake what the caller launched before.
+    let gated = o.gate_up != GateUp::GateOnly;
+    let mut first = plan.geometry(shape, shape.intermediate, shape.hidden, gated);
+    first.dependent = plan.sorts();
+    let second = plan.geometry(shape, shape.hidden, shape.intermediate, false).dependent();
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        stream.launch(&plan.up, &first, &up)?;
+        stream.launch(&plan.down, &second, &down)?;
+        stream.launch(&plan.reduce, &reduce_geometry(shape).dependent(), &reduce)
+    }
+}
+
+/// How to launch the sum over slots.
+pub const fn reduce_geometry(shape: &FusedShape) -> Geometry {
+    let columns = fused_reduce::THREADS * fused_reduce::COLUMNS;
+    Geometry::new([shape.tokens as u32, shape.hidden.div_ceil(columns) as u32, 1], [fused_reduce::THREADS as u32, 1, 1])
+}
+
+/// Weights of shared experts.
+#[derive(Debug)]
+pub struct SharedExperts<'a, T: Element> {
+    /// `[shared, rows · I, H]`, laid out as `w13`.
+    pub w13: &'a Tensor<T>,
+    /// `[shared, H, I]`.
+    pub w2: &'a Tensor<T>,
+    /// `[shared, rows · I]`.
+    pub bias13: Option<&'a Tensor<T>>,
+    /// `[shared, H]`.
+    pub bias2: Option<&'a Tensor<T>>,
+}
+
+impl<T: Element> Clone for SharedExperts<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T: Element> Copy for SharedExperts<'_, T> {}
+
+/// Options of [`fused`].
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct FusedOptions<'a, T: Element> {
+    /// What happens between the products.
+    pub activation: ExpertActivation,
+    /// What the rows of `w13` are.
+    pub gate_up: GateUp,
+    /// `[experts, rows · I]`.
+    pub bias13: Option<&'a Tensor<T>>,
+    /// `[experts, H]`.
+    pub bias2: Option<&'a Tensor<T>>,
+    /// Experts that take every token, with weight 1. They have the width of the others; a wider one is several of them.
+    pub shared: Option<SharedExperts<'a, T>>,
+    /// Whether `topk_ids` lists the shared experts, with ids after those of the routed ones, and `topk_weights` their
+    /// weights.
+    pub shared_listed: bool,
+    /// `[all experts]`: the place in `w13` and `w2` of each expert that `topk_ids` may name, or -1 if it lives on another
+    /// device. Without it they are all here.
+    pub expert_map: Option<&'a Tensor<i32>>,
+    /// `[1]`: how many tokens there are, if fewer than `x` has rows; rows of `out` beyond are left alone.
+    pub num_tokens: Option<&'a Tensor<i32>>,
+    /// Which kernels.
+    pub path: FusedPath,
+}
+
+impl<T: Element> Clone for FusedOptions<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T: Element> Copy for FusedOptions<'_, T> {}
+
+impl<T: Element> Default for FusedOptions<'_, T> {
+    fn default() -> Self {
+        Self {
+            activation: ExpertActivation::default(),
+            gate_up: GateUp::default(),
+            bias13: None,
+            bias2: None,
+            shared: None,
+            shared_listed: false,
+            expert_map: None,
+            num_tokens: None,
+            path: FusedPath::Auto,
+        }
+    }
+}
+
+impl<'a, T: Element> FusedOptions<'a, T> {
+    /// With this activation.
+    pub const fn activation(mut self, activation: ExpertActivation) -> Self {
+        self.activation = activation;
+        self
+    }
+
+    /// With this layout of `w13`.
+    pub const fn gate_up(mut self, gate_up: GateUp) -> Self {
+        self.gate_up = gate_up;
+        self
+    }
+
+    /// With biases of the first and second product.
+    pub const fn biases(mut self, bias13: Option<&'a Tensor<T>>, bias2: Option<&'a Tensor<T>>) -> Self {
+        self.bias13 = bias13;
+        self.bias2 = bias2;
+        self
+    }
+
+    /// With shared experts `w13` and `w2`, without biases.
+    pub const fn shared(mut self, w13: &'a Tensor<T>, w2: &'a Tensor<T>) -> Self {
+        self.shared = Some(SharedExperts { w13, w2, bias13: None, bias2: None });
+        self
+    }
+
+    /// With shared experts.
+    pub const fn shared_experts(mut self, shared: SharedExperts<'a, T>) -> Self {
+        self.shared = Some(shared);
+        self
+    }
+
+    /// Whether `topk_ids` lists the shared experts.
+    pub const fn shared_listed(mut self, listed: bool) -> Self {
+        self.shared_listed = listed;
+        self
+    }
+
+    /// With some experts elsewhere.
+    pub const fn expert_map(mut self, map: &'a Tensor<i32>) -> Self {
+        self.expert_map = Some(map);
+        self
+    }
+
+    /// With a token count in device memory.
+    pub const fn num_tokens(mut self, num_tokens: &'a Tensor<i32>) -> Self {
+        self.num_tokens = Some(num_tokens);
+        self
+    }
+
+    /// With these kernels.
+    pub const fn path(mut self, path: FusedPath) -> Self {
+        self.path = path;
+        self
+    }
+}
+
+/// `out[t] = Σ w · down(act(gate_up(x[t])))` over the slots of token `t`.
+///
+/// `x` and `out`: `[tokens, H]`, each dense in its last dimension; `w13`: `[experts, 2 I, H]` ([`GateUp`]); `w2`: `[experts, H,
+/// I]`; `topk_ids` and `topk_weights`: `[tokens, top_k]`; all but `x` and `out` contiguous. Ids of -1, of experts that live
+/// elsewhere and out of range contribute nothing. `workspace` has [`FusedShape::workspace_bytes`]; what is in it does not matter.
+///
+/// Products and sums are in f32; the intermediate row is rounded to `T` after the activation; results are weighted and added
+/// over the slots in their order in f32, with one rounding at the end. Element types: f32, f16, bf16.
+///
+/// # Errors
+/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value), [`Alignment`](Error::Alignment),
+/// [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice), [`DType`](Error::DType);
+/// [`Unsupported`](Error::Unsupported) if `options.path` asks for kernels that do not take these tensors.
+///
+/// ```
+/// use warploom::{DType, Device, Stream, Tensor, moe};
+/// let device = Device::simt();
+/// let stream = Stream::new(&device)?;
+/// // Two experts of widths 2 and 1, with gates only and the activation max(g, 0)²: the first squares the sum of its
+/// // inputs, the second twice that.
+/// let w13 = Tensor::from_slice(&device, &[1.0f32, 1.0, 2.0, 2.0], &[2, 1, 2])?;
+/// let w2 = Tensor::from_slice(&device, &[1.0f32, 0.0, 0.0, 1.0], &[2, 2, 1])?;
+/// let x = Tensor::from_slice(&device, &[1.0f32, 2.0], &[1, 2])?;
+/// let ids = Tensor::from_slice(&device, &[1, 0], &[1, 2])?;
+/// let weights = Tensor::from_slice(&device, &[0.25f32, 0.75], &[1, 2])?;
+/// let bytes = moe::FusedShape::new(1, 2, 2, 2, 1).workspace_bytes(DType::F32);
+/// let (mut out, mut workspace) = (Tensor::zeros(&device, &[1, 2])?, Tensor::zeros(&device, &[bytes])?);
+/// let options = moe::FusedOptions::default()
+///     .activation(moe::ExpertActivation::Relu2)
+///     .gate_up(moe::GateUp::GateOnly);
+/// moe::fused(&stream, &mut out, &x, &w13, &w2, &ids, &weights, &options, &mut workspace)?;
+/// assert_eq!(out.to_vec()?, [0.75 * 9.0, 0.25 * 36.0]);
+/// # Ok::<(), warploom::Error>(())
+/// ```
+#[allow(clippy::too_many_arguments)]
+pub fn fused<T: Float>(
+    stream: &Stream,
+    out: &mut Tensor<T>,
+    x: &Tensor<T>,
+    w13: &Tensor<T>,
+    w2: &Tensor<T>,
+    topk_ids: &Tensor<i32>,
+    topk_weights: &Tensor<f32>,
+    options: &FusedOptions<'_, T>,
+    workspace: &mut Tensor<u8>,
+) -> Result<()> {
+    let mut call = Call::new(OP, stream);
+    let [tokens, hidden] = *x.shape() else {
+        return Err(call.bad_shape("x", x.shape(), "[tokens, hidden]"));
+    };
+    let [experts, _, intermediate] = *w2.shape() else {
+        return Err(call.bad_shape("w2", w2.shape(), "[experts, hidden, intermediate]"));
+    };
+    let [_, top_k] = *topk_ids.shape() else {
+        return Err(call.bad_shape("topk_ids", topk_ids.shape(), "[tokens, top_k]"));
+    };
+    let rows = options.gate_up.rows() * intermediate;
+    let shared_experts = options.shared.map_or(0, |s| s.w2.shape().first().copied().unwrap_or(0));
+    let shape = FusedShape {
+        shared_experts,
+        append_shared: !options.shared_listed,
+        ..FusedShape::new(tokens, top_k, experts, hidden, intermediate)
+    };
+    call.same_shape("out", out.shape(), &[tokens, hidden])?;
+    call.same_shape("topk_ids", topk_ids.shape(), &[tokens, top_k])?;
+    call.same_shape("topk_weights", topk_weights.shape(), &[tokens, top_k])?;
+    let (xs, outs) = (call.rows("x", x)?, call.rows("out", out)?);
+    let dense = |arg: &'static str, tensor: Option<&Tensor<T>>, shape: &[usize]| match tensor {
+        Some(t) => call.same_shape(arg, t.shape(), shape).and_then(|()| call.contiguous(arg, t)),
+        None => Ok(()),
+    };
+    dense("w13", Some(w13), &[experts, rows, hidden])?;
+    dense("w2", Some(w2), &[experts, hidden, intermediate])?;
+    dense("options.bias13", options.bias13, &[experts, rows])?;
+    dense("options.bias2", options.bias2, &[experts, hidden])?;
+    let shared = options.shared;
+    dense("options.shared.w13", shared.map(|s| s.w13), &[shared_experts, rows, hidden])?;
+    dense("options.shared.w2", shared.map(|s| s.w2), &[shared_experts, hidden, intermediate])?;
+    dense("options.shared.bias13", shared.and_then(|s| s.bias13), &[shared_experts, rows])?;
+    dense("options.shared.bias2", shared.and_then(|s| s.bias2), &[shared_experts, hidden])?;
+    call.contiguous("topk_ids", topk_ids)?;
+    call.contiguous("topk_weights", topk_weights)?;
+    let global_experts = match options.expert_map {
+        Some(map) => {
+            let [n] = *map.shape() else {
+                return Err(call.bad_shape("options.expert_map", map.shape(), "[all experts]"));
+            };
+            call.contiguous("options.expert_map", map)?;
+            n
+        }
+        None => experts,
+    };
+    if let Some(n) = options.num_tokens {
+        call.same_shape("options.num_tokens", n.shape(), &[1])?;
+    }
+    for (arg, n) in [("w2", shape.bins()), ("options.expert_map", global_experts)] {
+        call.value(n <= sort::MAX_EXPERTS, arg, format!("at most {} experts", sort::MAX_EXPERTS), n)?;
+    }
+    if let ExpertActivation::SwigluOai { alpha, limit } = options.activation {
+        call.value(!alpha.is_nan(), "options.activation", "an alpha that is a number", alpha)?;
+        call.value(limit >= 0.0, "options.activation", "a limit that is not negative", limit)?;
+    }
+    // The kernels count pairs, blocks of them, rows and columns in 32 bits; the grid's height is limited as well.
+    call.count("topk_ids", tokens.saturating_mul(shape.slots()))?;
+    call.count("w13", rows)?;
+    call.count("x", hidden)?;
+    let operands = Operands {
+        out: call.write("out", out)?,
+        out_row: outs.stride,
+        x: call.read("x", x)?,
+        x_row: xs.stride,
+        w13: call.read("w13", w13)?,
+        w2: call.read("w2", w2)?,
+        bias13: call.read_opt("options.bias13", options.bias13)?,
+        bias2: call.read_opt("options.bias2", options.bias2)?,
+        shared13: call.read_opt("options.shared.w13", shared.map(|s| s.w13))?,
+        shared2: call.read_opt("options.shared.w2", shared.map(|s| s.w2))?,
+        shared_bias13: call.read_opt("options.shared.bias13", shared.and_then(|s| s.bias13))?,
+        shared_bias2: call.read_opt("options.shared.bias2", shared.and_then(|s| s.bias2))?,
+        topk_ids: call.read("topk_ids", topk_ids)?.cast(),
+        topk_weights: call.read("topk_weights", topk_weights)?.cast(),
+        expert_map: call.read_opt("options.expert_map", options.expert_map)?.cast(),
+        num_tokens: call.read_opt("options.num_tokens", options.num_tokens)?.cast(),
+        global_experts,
+        gate_up: options.gate_up,
+        activation: options.activation,
+    };
+    let needed = shape.workspace_bytes(T::DTYPE);
+    call.contiguous("workspace", workspace)?;
+    call.value(workspace.len() >= needed, "workspace", format!("at least {needed} bytes"), workspace.len())?;
+    let workspace = call.write("workspace", workspace)?;
+    call.check_overlap()?;
+    if !matches!(T::DTYPE, DType::F32 | DType::F16 | DType::Bf16) {
+        return Err(Error::DType { op: OP, arg: "x", expected: "f32, f16 or bf16".into(), got: T::DTYPE });
+    }
+    if !(workspace as usize).is_multiple_of(16) {
+        return Err(Error::Alignment { op: OP, arg: "workspace", expected: 16, address: workspace as usize });
+    }
+    if tokens == 0 || hidden == 0 {
+        return Ok(());
+    }
+    let aligned = |p: *const c_void| (p as usize).is_multiple_of(16);
+    let streams = [operands.x, operands.w13, operands.w2, operands.shared13, operands.shared2].into_iter().all(aligned)
+        && (tokens == 1 || (xs.stride * T::DTYPE.size()).is_multiple_of(16));
+    let plan = plan(T::DTYPE, &shape, options.path, streams).ok_or_else(|| Error::Unsupported {
+        op: OP,
+        what: format!(
+            "the path {:?} takes 16-bit floats in rows of multiples of 16 bytes only, and `Direct` at most {} pairs; \
+             here are {} pairs of {}, {hidden} and {intermediate} wide",
+            options.path,
+            fused_stream::DIRECT_PAIRS,
+            shape.pairs(),
+            T::DTYPE,
+        ),
+    })?;
+    let blocks = plan.geometry(&shape, intermediate, hidden, true).grid[1];
+    call.value(blocks <= 65535, "topk_ids", "at most 65535 blocks of pairs", blocks)?;
+    // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
+    unsafe { launch(stream, T::DTYPE, &plan, &shape, &operands, workspace) }
+}

@@ -1,0 +1,85 @@
+//! Pairs of tokens and slots, and the expert that each goes to.
+//!
+//! Pair `token · slots + slot` is what one token asks of one expert. The first `top_k` slots of a token come from its
+//! row of `topk_ids`; shared experts may follow, one slot each, without being listed there. Experts are renumbered for the
+//! device at hand: its routed experts come first, then the shared ones. These numbers are called bins.
+
+use cuda_std::Global;
+
+/// Bin of a pair whose expert lives elsewhere, or that has none.
+pub const NOWHERE: u32 = u32::MAX;
+/// Bin of a pair whose id is out of range.
+pub const INVALID: u32 = u32::MAX - 1;
+
+/// How pairs find their experts.
+#[derive(Clone, Copy)]
+pub struct Pairs {
+    /// `[tokens, top_k]`.
+    pub topk_ids: Global<i32>,
+    /// For each expert its bin, or -1 if it lives elsewhere; used if `mapped`.
+    pub expert_map: Global<i32>,
+    /// Whether `expert_map` is there.
+    pub mapped: bool,
+    /// Listed slots of a token.
+    pub top_k: u32,
+    /// Slots of a token: `top_k`, and one for each appended shared expert.
+    pub slots: u32,
+    /// Routed experts, over all devices.
+    pub experts: u32,
+    /// Routed experts of this device.
+    pub local: u32,
+    /// Shared experts, whose ids follow those of the routed ones.
+    pub shared: u32,
+}
+
+impl Pairs {
+    /// The bin of a pair, [`NOWHERE`] or [`INVALID`].
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn bin(self, pair: u32) -> u32 {
+        if self.slots == self.top_k {
+            return self.bin_of_id(self.topk_ids.get(pair));
+        }
+        // Not zero, or there would be no pairs.
+        let slots = self.slots.max(1);
+        self.bin_of(pair / slots, pair % slots)
+    }
+
+    /// [`bin`](Self::bin) of a token's slot.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn bin_of(self, token: u32, slot: u32) -> u32 {
+        if slot >= self.top_k {
+            return self.local + (slot - self.top_k);
+        }
+        self.bin_of_id(self.topk_ids.get(token as usize * self.top_k as usize + slot as usize))
+    }
+
+    /// The bin of an expert.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn bin_of_id(self, id: i32) -> u32 {
+        if id == -1 {
+            return NOWHERE;
+        }
+        let id = id as u32;
+        if id >= self.experts {
+            let shared = id - self.experts;
+            return if shared < self.shared { self.local + shared } else { INVALID };
+        }
+        if !self.mapped {
+            return id;
+        }
+        match self.expert_map.get(id) {
+            -1 => NOWHERE,
+            bin if (bin as u32) < self.local => bin as u32,
+            _ => INVALID,
+        }
+    }
+}
+
+/// The tokens that exist: `num_tokens`, if it is not null, counts them on the device.
+#[inline(always)]
+pub unsafe fn existing_tokens(tokens: u32, num_tokens: *const i32) -> u32 {
+    if num_tokens.is_null() { tokens } else { (Global::new(num_tokens).get(0u32).max(0) as u32).min(tokens) }
+}

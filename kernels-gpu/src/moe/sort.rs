@@ -1,0 +1,413 @@
+//! Sorting of (token, slot) pairs by expert, padded to blocks: what grouped matrix products start from.
+//!
+//! A stable counting sort. Each warp counts its consecutive pairs by expert in counters of its own, 32 pairs at a time:
+//! `match_any` finds the lanes with the same expert, so that a pair's rank among the warp's is a counter's value plus the
+//! number of equal lanes below. Counters are summed over warps, then scanned over experts with every expert's share
+//! rounded up to whole blocks, and each pair goes to start + ranks. Nothing depends on timing: within an expert pairs
+//! stay in ascending order.
+//!
+//! Up to some thousand pairs one block does everything in one launch. More are split into chunks, a block each; then
+//! `moe_sort_count` writes the counters of each chunk to a table first, and `moe_sort_scatter` sums the rows above its own.
+//! Further blocks of `moe_sort_scatter` zero a buffer on the side.
+//!
+//! Two conventions of output: flat pair indices, sentinel the number of pairs (vLLM's `moe_align_block_size`); or the token in
+//! the low 24 bits and the slot in the high 8, sentinel token count and slot count (CK Tile's `moe_sorting`).
+
+use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
+use cuda_std::vec::B128;
+use cuda_std::{Global, GlobalMut, Shared, dependent_launch, entries, shared, thread, unroll, warp};
+
+/// Pairs that a lane keeps in registers, at most.
+pub const ITEMS: usize = 8;
+/// Warps of a block, at most.
+pub const MAX_WARPS: usize = 32;
+
+/// `flags`: packed ids and totals (CK Tile's convention).
+pub const PACKED: u32 = 1;
+/// `flags`: experts without pairs get one block of padding.
+pub const KEEP_EMPTY: u32 = 2;
+/// `flags`: `expert_map` holds 0 for experts that live elsewhere, and local ones are numbered consecutively.
+pub const MASK: u32 = 4;
+
+/// Columns of counters: the bins, the invalid ids, and what makes rows of 16 bits a multiple of 16 bytes.
+pub const fn columns(bins: usize) -> usize {
+    (bins + 1).next_multiple_of(8)
+}
+
+/// Dynamic shared memory for `bins` experts and `warps` warps.
+pub const fn shared_bytes(bins: usize, warps: usize) -> usize {
+    MAX_WARPS * 8 + columns(bins) * (4 * 4 + 2 * warps)
+}
+
+/// What a block knows about its chunk after counting.
+#[derive(Clone, Copy)]
+struct Chunk {
+    /// Counters of each warp, `[warps][columns]`.
+    counts: Shared<u16>,
+    columns: u32,
+    bins: u32,
+    /// The warp's first pair.
+    first: u32,
+    /// Pairs of all chunks.
+    pairs: u32,
+}
+
+/// Counts the warp's `items` pairs a lane. Returns for each of them its bin in the low half and its rank in the
+/// warp in the high half, or [`NOWHERE`].
+#[inline(always)]
+unsafe fn count(map: Pairs, c: Chunk, mask: bool, items: u32) -> [u32; ITEMS] {
+    let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
+    let warps = thread::block_dim_x() / 32;
+    let mut i = tid;
+    while i < warps * c.columns / 2 {
+        c.counts.set_as::<u32>(2 * i, 0);
+        i += thread::block_dim_x();
+    }
+    thread::sync_threads();
+    let mine = c.counts.offset(tid / 32 * c.columns);
+    let mut keys = [NOWHERE; ITEMS];
+    unroll::<ITEMS>(|i| {
+        if (i as u32) < items {
+            let pair = c.first + i as u32 * 32 + lane;
+            let mut bin = if pair < c.pairs { map.bin(pair) } else { NOWHERE };
+            if mask && bin < map.local && map.expert_map.get(bin) == 0 {
+                bin = NOWHERE;
+            }
+            if bin == INVALID {
+                bin = c.bins;
+            }
+            let peers = warp::warp_match_any_32(warp::FULL, bin);
+            let below = (peers & ((1 << lane) - 1)).count_ones();
+            let before = if bin != NOWHERE { mine.get(bin) as u32 } else { 0 };
+            warp::sync_warp(warp::FULL);
+            if bin != NOWHERE && below == 0 {
+                mine.set(bin, (before + peers.count_ones()) as u16);
+            }
+            warp::sync_warp(warp::FULL);
+            if bin < c.bins {
+                keys[i] = bin | (before + below) << 16;
+            }
+        }
+    });
+    thread::sync_threads();
+    keys
+}
+
+/// How many counters a block has.
+#[inline(always)]
+fn counters(map: Pairs) -> usize {
+    (thread::block_dim_x() / 32) as usize * columns((map.local + map.shared) as usize)
+}
+
+/// Adds a column of the warps' counters up; each becomes the sum of those before it.
+#[inline(always)]
+unsafe fn scan_warps(c: Chunk, column: u32) -> u32 {
+    let mut running = 0;
+    for w in 0..thread::block_dim_x() / 32 {
+        let at = w * c.columns + column;
+        let n = c.counts.get(at) as u32;
+        c.counts.set(at, running as u16);
+        running += n;
+    }
+    running
+}
+
+/// Writes the counters of chunk `blockIdx.x` to its row of `table`, `[chunks][columns]`: the bins, and the invalid ids.
+///
+/// The arguments are those of [`sort_scatter`]. Block: `32 w` threads; shared memory: [`shared_bytes`].
+#[inline(always)]
+pub unsafe fn sort_count(
+    table: *mut u32,
+    topk_ids: *const i32,
+    expert_map: *const i32,
+    num_tokens: *const i32,
+    tokens: u32,
+    top_k: u32,
+    slots: u32,
+    experts: u32,
+    local: u32,
+    shared_experts: u32,
+    items: u32,
+    flags: u32,
+) {
+    let mask = flags & MASK != 0;
+    let map = Pairs {
+        topk_ids: Global::new(topk_ids),
+        expert_map: Global::new(expert_map),
+        mapped: !expert_map.is_null() && !mask,
+        top_k,
+        slots,
+        experts,
+        local,
+        shared: shared_experts,
+    };
+    let counts = shared::Carver::new().take(counters(map));
+    let c = chunk(map, existing_tokens(tokens, num_tokens), items, counts);
+    count(map, c, mask, items);
+    let table = GlobalMut::new(table);
+    let mut column = thread::thread_idx_x();
+    while column < c.columns {
+        table.set(thread::block_idx_x() * c.columns + column, scan_warps(c, column));
+        column += thread::block_dim_x();
+    }
+}
+
+/// The chunk of this block, with its counters in `counts`.
+#[inline(always)]
+unsafe fn chunk(map: Pairs, tokens: u32, items: u32, counts: Shared<u16>) -> Chunk {
+    let bins = map.local + map.shared;
+    let warps = thread::block_dim_x() / 32;
+    let first = (thread::block_idx_x() * warps + thread::thread_idx_x() / 32) * 32 * items;
+    Chunk { counts, columns: columns(bins as usize) as u32, bins, first, pairs: tokens * map.slots }
+}
+
+/// Places every pair; see the [module](self).
+///
+/// `topk_ids`: `[tokens, top_k]`; `topk_weights`: the same, with `sorted_weights` only; `slots = top_k +` appended shared
+/// experts. `expert_map`: `[experts]` or null. `table`: from [`sort_count`], null if there is one chunk.
+/// Outputs: `sorted_ids` `[capacity]`; `expert_ids` `[capacity / block]`, -1 beyond the last; `totals` `[1]`, or `[2]` if
+/// packed; and those that may be null: `sorted_weights` `[capacity]`, `positions` `[tokens, slots]` (where each pair went, -1
+/// for nowhere), `offsets` `[bins + 1]` (where each expert starts), `expert_counts` `[bins]`, `invalid` `[1]`.
+/// Grid: `chunks` and blocks that zero `zero_bytes` from `zero` on; block: `32 w` threads; shared memory: [`shared_bytes`].
+#[inline(always)]
+pub unsafe fn sort_scatter(
+    sorted_ids: *mut i32,
+    expert_ids: *mut i32,
+    totals: *mut i32,
+    sorted_weights: *mut f32,
+    positions: *mut i32,
+    offsets: *mut i32,
+    expert_counts: *mut i32,
+    invalid: *mut i32,
+    zero: *mut u8,
+    zero_bytes: usize,
+    topk_ids: *const i32,
+    topk_weights: *const f32,
+    expert_map: *const i32,
+    num_tokens: *const i32,
+    table: *const u32,
+    tokens: u32,
+    top_k: u32,
+    slots: u32,
+    experts: u32,
+    local: u32,
+    shared_experts: u32,
+    block: u32,
+    items: u32,
+    chunks: u32,
+    capacity: u32,
+    flags: u32,
+) {
+    dependent_launch::launch_dependents();
+    let chunk_id = thread::block_idx_x();
+    if chunk_id >= chunks {
+        return fill_zero(zero, zero_bytes, chunk_id - chunks, thread::grid_dim_x() - chunks);
+    }
+    // SAFETY: blocks are not empty.
+    core::hint::assert_unchecked(block != 0);
+    let (tid, lane, threads) = (thread::thread_idx_x(), warp::lane_id(), thread::block_dim_x());
+    let (warp_id, warps) = (tid / 32, threads / 32);
+    let (mask, packed) = (flags & MASK != 0, flags & PACKED != 0);
+    let present = existing_tokens(tokens, num_tokens);
+    let map = Pairs {
+        topk_ids: Global::new(topk_ids),
+        expert_map: Global::new(expert_map),
+        mapped: !expert_map.is_null() && !mask,
+        top_k,
+        slots,
+        experts,
+        local,
+        shared: shared_experts,
+    };
+    let bins = local + shared_experts;
+    let width = columns(bins as usize);
+    let mut carver = shared::Carver::new();
+    let warp_sums = carver.take::<u64>(MAX_WARPS);
+    let (counted, bases) = (carver.take::<u32>(width), carver.take::<u32>(width));
+    let (starts, labels) = (carver.take::<u32>(width), carver.take::<u32>(width));
+    let c = chunk(map, present, items, carver.take(counters(map)));
+    let keys = count(map, c, mask, items);
+
+    // Pairs of each expert, and those in earlier chunks.
+    let table = Global::new(table);
+    let mut column = tid;
+    while column < c.columns {
+        let mut total = scan_warps(c, column);
+        let mut before = 0;
+        if chunks > 1 {
+            total = 0;
+            for g in 0..chunks {
+                let n = table.get(g * c.columns + column);
+                before += if g < chunk_id { n } else { 0 };
+                total += n;
+            }
+        }
+        counted.set(column, total);
+        bases.set(column, before);
+        column += threads;
+    }
+    thread::sync_threads();
+
+    // Where each expert starts, and its number among the local ones: an exclusive scan, both in one word.
+    let per_thread = bins.div_ceil(threads);
+    let (from, to) = ((tid * per_thread).min(bins), ((tid + 1) * per_thread).min(bins));
+    let room = |bin: u32| {
+        if mask && bin < local && map.expert_map.get(bin) == 0 {
+            return 0;
+        }
+        let blocks = counted.get(bin).div_ceil(block);
+        let blocks = if flags & KEEP_EMPTY != 0 { blocks.max(1) } else { blocks };
+        1 << 32 | (blocks * block) as u64
+    };
+    let mut sum = 0u64;
+    for bin in from..to {
+        sum += room(bin);
+    }
+    let up_to = warp::scan(sum, |a, b| a + b);
+    if lane == 31 {
+        warp_sums.set(warp_id, up_to);
+    }
+    thread::sync_threads();
+    let (mut at, mut end) = (up_to - sum, 0);
+    for w in 0..warps {
+        let s = warp_sums.get(w);
+        at += if w < warp_id { s } else { 0 };
+        end += s;
+    }
+    let padded = end as u32;
+    for bin in from..to {
+        let start = at as u32;
+        starts.set(bin, start);
+        bases.set(bin, start + bases.get(bin));
+        labels.set(bin, if mask { (at >> 32) as u32 } else { bin });
+        at += room(bin);
+    }
+    thread::sync_threads();
+
+    // The pairs.
+    let (sorted_ids, weights_out) = (GlobalMut::new(sorted_ids), GlobalMut::new(sorted_weights));
+    let (positions_out, topk_weights) = (GlobalMut::new(positions), Global::new(topk_weights));
+    let (weighted, inverse) = (!sorted_weights.is_null(), !positions.is_null());
+    // There are pairs only if tokens have slots.
+    let divisor = slots.max(1);
+    unroll::<ITEMS>(|i| {
+        let pair = c.first + i as u32 * 32 + lane;
+        if (i as u32) < items && pair < tokens * slots {
+            let (bin, rank) = (keys[i] & 0xffff, keys[i] >> 16);
+            let mut to = u32::MAX;
+            if keys[i] != NOWHERE {
+                to = bases.get(bin) + c.counts.get(warp_id * c.columns + bin) as u32 + rank;
+                let (token, slot) = (pair / divisor, pair % divisor);
+                sorted_ids.set(to, if packed { token | slot << 24 } else { pair } as i32);
+                if weighted {
+                    let listed = token as usize * top_k as usize + slot as usize;
+                    weights_out.set(to, if slot < top_k { topk_weights.get(listed) } else { 1.0 });
+                }
+            }
+            if inverse {
+                positions_out.set(pair, to as i32);
+            }
+        }
+    });
+
+    // Padding, and what describes the experts; each chunk does its share.
+    let sentinel = if packed { present & 0xff_ffff | slots << 24 } else { tokens * slots } as i32;
+    let expert_ids = GlobalMut::new(expert_ids);
+    let pad = |to: u32| {
+        sorted_ids.set(to, sentinel);
+        if weighted {
+            weights_out.set(to, 0.0);
+        }
+    };
+    let mut bin = chunk_id * warps + warp_id;
+    while bin < bins {
+        let (start, n) = (starts.get(bin), counted.get(bin));
+        let end = if bin + 1 < bins { starts.get(bin + 1) } else { padded };
+        // A masked expert has room for nothing, and nothing was counted.
+        let mut to = start + n + lane;
+        while to < end {
+            pad(to);
+            to += 32;
+        }
+        let mut b = start / block + lane;
+        while b < end / block {
+            expert_ids.set(b, labels.get(bin) as i32);
+            b += 32;
+        }
+        if lane == 0 {
+            if !offsets.is_null() {
+                GlobalMut::new(offsets).set(bin, start as i32);
+            }
+            if !expert_counts.is_null() {
+                GlobalMut::new(expert_counts).set(bin, n as i32);
+            }
+        }
+        bin += chunks * warps;
+    }
+    let mut to = padded + chunk_id * threads + tid;
+    while to < capacity {
+        pad(to);
+        to += chunks * threads;
+    }
+    let mut b = padded / block + chunk_id * threads + tid;
+    while b < capacity / block {
+        expert_ids.set(b, -1);
+        b += chunks * threads;
+    }
+    if chunk_id == 0 && tid == 0 {
+        let totals = GlobalMut::new(totals);
+        totals.set(0u32, padded as i32);
+        if packed {
+            totals.set(1u32, present as i32);
+        }
+        if !offsets.is_null() {
+            GlobalMut::new(offsets).set(bins, padded as i32);
+        }
+        if !invalid.is_null() {
+            GlobalMut::new(invalid).set(0u32, counted.get(bins) as i32);
+        }
+    }
+}
+
+/// Zeroes a share of a buffer: `part` of `parts`.
+#[inline(always)]
+unsafe fn fill_zero(buffer: *mut u8, bytes: usize, part: u32, parts: u32) {
+    let head = (buffer as usize).wrapping_neg() % 16;
+    let head = head.min(bytes);
+    let words = (bytes - head) / 16;
+    let tail = head + words * 16;
+    let out = GlobalMut::new(buffer);
+    let stride = (parts * thread::block_dim_x()) as usize;
+    let first = (part * thread::block_dim_x() + thread::thread_idx_x()) as usize;
+    let mut i = first;
+    while i < words {
+        out.set_as(head + 16 * i, B128([0u32; 4]));
+        i += stride;
+    }
+    if first < head {
+        out.set(first, 0);
+    }
+    if first < bytes - tail {
+        out.set(tail + first, 0);
+    }
+}
+
+entries! {
+    /// Arguments of `moe_sort_count`; see [`sort_count`].
+    pub struct CountArgs(
+        table: *mut u32, topk_ids: *const i32, expert_map: *const i32, num_tokens: *const i32, tokens: u32, top_k: u32,
+        slots: u32, experts: u32, local: u32, shared_experts: u32, items: u32, flags: u32,
+    );
+    moe_sort_count {} [1024] => sort_count;
+}
+entries! {
+    /// Arguments of `moe_sort_scatter`; see [`sort_scatter`].
+    pub struct Args(
+        sorted_ids: *mut i32, expert_ids: *mut i32, totals: *mut i32, sorted_weights: *mut f32, positions: *mut i32,
+        offsets: *mut i32, expert_counts: *mut i32, invalid: *mut i32, zero: *mut u8, zero_bytes: usize,
+        topk_ids: *const i32, topk_weights: *const f32, expert_map: *const i32, num_tokens: *const i32,
+        table: *const u32, tokens: u32, top_k: u32, slots: u32, experts: u32, local: u32, shared_experts: u32,
+        block: u32, items: u32, chunks: u32, capacity: u32, flags: u32,
+    );
+    moe_sort_scatter {} [1024] => sort_scatter;
+}

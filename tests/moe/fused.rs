@@ -1,0 +1,471 @@
+use cuda_std::Float;
+use proptest::prelude::*;
+use warploom::moe::{ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused};
+use warploom::reference::moe::{Block, fused as reference};
+use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16};
+use warploom_tests::{epsilon, noise, noise_of, on_every_device, property, widen};
+
+const ACTIVATIONS: [ExpertActivation; 5] = [
+    ExpertActivation::Silu,
+    ExpertActivation::Gelu,
+    ExpertActivation::GeluTanh,
+    ExpertActivation::Relu2,
+    ExpertActivation::SwigluOai { alpha: 1.702, limit: 1.5 },
+];
+const LAYOUTS: [GateUp; 3] = [GateUp::Halves, GateUp::Interleaved, GateUp::GateOnly];
+
+#[derive(Clone, Debug)]
+struct Case {
+    tokens: usize,
+    top_k: usize,
+    experts: usize,
+    hidden: usize,
+    inter: usize,
+    ids: Vec<i32>,
+    shared: usize,
+    listed: bool,
+    biased: bool,
+    gate_up: GateUp,
+    activation: ExpertActivation,
+    map: Option<Vec<i32>>,
+    /// Tokens that exist.
+    present: usize,
+    path: FusedPath,
+}
+
+impl Case {
+    fn new(tokens: usize, top_k: usize, experts: usize, hidden: usize, inter: usize) -> Self {
+        let ids = noise(tokens * top_k, 5).iter().map(|x| ((x + 1.0) / 2.0 * experts as f32) as i32).collect();
+        Self {
+            tokens,
+            top_k,
+            experts,
+            hidden,
+            inter,
+            ids,
+            shared: 0,
+            listed: false,
+            biased: false,
+            gate_up: GateUp::Halves,
+            activation: ExpertActivation::Silu,
+            map: None,
+            present: tokens,
+            path: FusedPath::Auto,
+        }
+    }
+
+    fn path(mut self, path: FusedPath) -> Self {
+        self.path = path;
+        self
+    }
+
+    /// Experts of the device: routed ones.
+    fn local(&self) -> usize {
+        self.map.as_ref().map_or(self.experts, |m| m.iter().filter(|&&e| e >= 0).count())
+    }
+
+    /// A token's experts as the device numbers them, with their weights.
+    fn slots(&self, token: usize, weights: &[f32]) -> Vec<(usize, f64)> {
+        let local = self.local();
+        let row = token * self.top_k..(token + 1) * self.top_k;
+        let mut slots: Vec<_> = self.ids[row.clone()]
+            .iter()
+            .zip(&weights[row])
+            .filter_map(|(&id, &w)| {
+                let id = usize::try_from(id).ok()?;
+                let expert = match &self.map {
+                    _ if id >= self.experts => {
+                        (id < self.experts + self.shared).then_some(local + id - self.experts)?
+                    }
+                    Some(map) => usize::try_from(map[id]).ok()?,
+                    None => id,
+                };
+                Some((expert, w as f64))
+            })
+            .collect();
+        if !self.listed {
+            slots.extend((0..self.shared).map(|s| (local + s, 1.0)));
+        }
+        slots
+    }
+}
+
+/// Tensors of a case.
+struct Inputs<T: Float> {
+    x: Tensor<T>,
+    w13: Tensor<T>,
+    w2: Tensor<T>,
+    bias13: Tensor<T>,
+    bias2: Tensor<T>,
+    shared: [Tensor<T>; 4],
+    ids: Tensor<i32>,
+    weights: Tensor<f32>,
+    map: Tensor<i32>,
+    present: Tensor<i32>,
+}
+
+impl<T: Float> Inputs<T> {
+    fn new(d: &Device, case: &Case, seed: u64) -> Self {
+        let (e, s, h, i) = (case.local(), case.shared, case.hidden, case.inter);
+        let rows = case.gate_up.rows() * i;
+        let t = |seed: u64, shape: &[usize]| {
+            Tensor::from_slice(d, &noise_of::<T>(shape.iter().product(), seed), shape).unwrap()
+        };
+        let map = case.map.clone().unwrap_or_default();
+        Self {
+            x: t(seed, &[case.tokens, h]),
+            w13: t(2, &[e, rows, h]),
+            w2: t(3, &[e, h, i]),
+            bias13: t(4, &[e, rows]),
+            bias2: t(5, &[e, h]),
+            shared: [t(6, &[s, rows, h]), t(7, &[s, h, i]), t(8, &[s, rows]), t(9, &[s, h])],
+            ids: Tensor::from_slice(d, &case.ids, &[case.tokens, case.top_k]).unwrap(),
+            weights: Tensor::from_slice(d, &noise(case.tokens * case.top_k, 10), &[case.tokens, case.top_k]).unwrap(),
+            map: Tensor::from_slice(d, &map, &[map.len()]).unwrap(),
+            present: Tensor::from_slice(d, &[case.present as i32], &[1]).unwrap(),
+        }
+    }
+
+    fn options<'a>(&'a self, case: &Case) -> FusedOptions<'a, T> {
+        let mut o = FusedOptions::default()
+            .activation(case.activation)
+            .gate_up(case.gate_up)
+            .shared_listed(case.listed)
+            .path(case.path);
+        if case.biased {
+            o = o.biases(Some(&self.bias13), Some(&self.bias2));
+        }
+        if case.shared > 0 {
+            let [w13, w2, b13, b2] = &self.shared;
+            let (bias13, bias2) = if case.biased { (Some(b13), Some(b2)) } else { (None, None) };
+            o = o.shared_experts(SharedExperts { w13, w2, bias13, bias2 });
+        }
+        if case.map.is_some() {
+            o = o.expert_map(&self.map);
+        }
+        if case.present != case.tokens {
+            o = o.num_tokens(&self.present);
+        }
+        o
+    }
+
+    fn workspace(&self, d: &Device, s: &Stream, case: &Case) -> Tensor<u8> {
+        let mut shape =
+            FusedShape::new(case.tokens, case.top_k, case.local(), case.hidden, case.inter).shared_experts(case.shared);
+        shape.append_shared = !case.listed;
+        let mut workspace = Tensor::uninit(d, &[shape.workspace_bytes(T::DTYPE)]).unwrap();
+        s.fill_bytes(&mut workspace, 0xff).unwrap();
+        workspace
+    }
+
+    fn run(&self, s: &Stream, case: &Case, out: &mut Tensor<T>, workspace: &mut Tensor<u8>) -> Result<(), Error> {
+        fused(s, out, &self.x, &self.w13, &self.w2, &self.ids, &self.weights, &self.options(case), workspace)
+    }
+}
+
+/// Runs a case on poisoned memory, twice, and compares with the reference.
+fn check<T: Float>(d: &Device, s: &Stream, case: &Case) {
+    let inputs = Inputs::<T>::new(d, case, 1);
+    let mut workspace = inputs.workspace(d, s, case);
+    let mut out = Tensor::<T>::uninit(d, &[case.tokens, case.hidden]).unwrap();
+    s.fill_bytes(&mut out, 0xff).unwrap();
+    inputs.run(s, case, &mut out, &mut workspace).unwrap();
+    let got = out.to_vec().unwrap();
+    s.fill_bytes(&mut workspace, 0x7f).unwrap();
+    inputs.run(s, case, &mut out, &mut workspace).unwrap();
+    let again = out.to_vec().unwrap();
+    let bits = |v: &[T]| v.iter().map(|v| v.to_f32().to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(&got), bits(&again), "two runs");
+
+    let both = |a: &Tensor<T>, b: &Tensor<T>| {
+        let mut v = widen(&a.to_vec().unwrap());
+        v.extend(widen(&b.to_vec().unwrap()));
+        v
+    };
+    let none = |v: Vec<f64>| if case.biased { v } else { vec![] };
+    let block = Block {
+        hidden: case.hidden,
+        intermediate: case.inter,
+        w13: both(&inputs.w13, &inputs.shared[0]),
+        w2: both(&inputs.w2, &inputs.shared[1]),
+        bias13: none(both(&inputs.bias13, &inputs.shared[2])),
+        bias2: none(both(&inputs.bias2, &inputs.shared[3])),
+        gate_up: case.gate_up,
+        activation: case.activation,
+    };
+    let (x, weights) = (widen(&inputs.x.to_vec().unwrap()), inputs.weights.to_vec().unwrap());
+    let terms = (case.hidden + case.inter + case.top_k + 20) as f64;
+    for token in 0..case.tokens {
+        let got = &got[token * case.hidden..][..case.hidden];
+        if token >= case.present {
+            assert!(got.iter().all(|v| v.to_f32().is_nan()), "token {token} does not exist");
+            continue;
+        }
+        let slots = case.slots(token, &weights);
+        let (want, rounded, bound) = reference(&block, &x[token * case.hidden..][..case.hidden], &slots);
+        for c in 0..case.hidden {
+            let (got, want) = (got[c].to_f32() as f64, want[c]);
+            let eps = epsilon::<T>();
+            let allowed = eps * (want.abs() + 1.01 * rounded[c] + 2f64.powi(-14)) + terms * 2f64.powi(-23) * bound[c];
+            assert!(
+                (got - want).abs() <= allowed,
+                "token {token}, column {c}: {got}, expected {want} within {allowed:e}"
+            );
+        }
+    }
+}
+
+prop_compose! {
+    fn cases()(
+        tokens in 0usize..24, spare in 0usize..3, top_k in 1usize..5, experts in 1usize..9, hidden in 1usize..12,
+        inter in 1usize..12, shared in 0usize..3, listed in any::<bool>(), biased in any::<bool>(), layout in 0usize..3,
+        activation in 0usize..5, odd in any::<bool>(), mapped in any::<bool>(),
+    ) -> Case {
+        let mut case = Case::new(tokens + spare, top_k, experts, 8 * hidden, 8 * inter);
+        (case.present, case.shared, case.listed, case.biased) = (tokens, shared, listed, biased);
+        (case.gate_up, case.activation) = (LAYOUTS[layout], ACTIVATIONS[activation]);
+        if odd {
+            let extra = [-1, experts as i32, -7, i32::MAX, experts as i32 + 1];
+            case.ids.iter_mut().step_by(3).zip(extra.iter().cycle()).for_each(|(id, &e)| *id = e);
+        }
+        if mapped {
+            // Every other expert, in descending order.
+            let local = experts.div_ceil(2);
+            case.map = Some((0..experts).map(|e| if e % 2 == 0 { (local - 1 - e / 2) as i32 } else { -1 }).collect());
+        }
+        case
+    }
+}
+
+#[test]
+fn fma_matches_the_reference() {
+    property(6, (cases(), 0usize..8, 0usize..8), |d, s, (mut case, h, i)| {
+        // Any width, not only multiples of 8.
+        (case.hidden, case.inter) = (case.hidden - h, case.inter - i);
+        let case = case.path(FusedPath::Fma);
+        check::<f32>(d, s, &case);
+        check::<f16>(d, s, &case);
+        check::<bf16>(d, s, &case);
+        Ok(())
+    });
+}
+
+#[test]
+fn stream_matches_the_reference() {
+    property(8, cases(), |d, s, case| {
+        let case = case.path(FusedPath::Stream);
+        check::<f16>(d, s, &case);
+        check::<bf16>(d, s, &case);
+        Ok(())
+    });
+}
+
+#[test]
+fn direct_matches_the_reference() {
+    property(8, (cases(), 1usize..9), |d, s, (mut case, tokens)| {
+        case.tokens = tokens.min(case.tokens);
+        case.present = case.present.min(case.tokens);
+        case.ids.truncate(case.tokens * case.top_k);
+        let case = case.path(FusedPath::Direct);
+        check::<f16>(d, s, &case);
+        check::<bf16>(d, s, &case);
+        Ok(())
+    });
+}
+
+/// Widths that are no multiples of the tiles, and long enough that all warps of a block share a row.
+#[test]
+fn widths() {
+    on_every_device(|d, s| {
+        for (hidden, inter) in [(96, 1408), (2880, 40), (2080, 512)] {
+            let mut case = Case::new(2, 2, 3, hidden, inter);
+            case.ids = vec![0, 2, 1, 2];
+            check::<bf16>(d, s, &case);
+            check::<bf16>(d, s, &case.clone().path(FusedPath::Stream));
+        }
+        let case = Case::new(2, 1, 2, 1408, 24);
+        check::<f32>(d, s, &case);
+    });
+}
+
+#[test]
+fn all_on_one_expert_and_none() {
+    on_every_device(|d, s| {
+        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream] {
+            for id in [4, -1, 5] {
+                let mut case = Case::new(33, 1, 5, 40, 24).path(path);
+                case.ids.fill(id);
+                check::<bf16>(d, s, &case);
+            }
+            check::<bf16>(d, s, &Case::new(0, 2, 3, 8, 8).path(path));
+            check::<bf16>(d, s, &Case::new(3, 0, 3, 8, 8).path(path));
+        }
+    });
+}
+
+/// Whatever else is in the batch, and whatever the order of an expert's tokens.
+#[test]
+fn a_token_does_not_depend_on_others() {
+    on_every_device(|d, s| {
+        for path in [FusedPath::Fma, FusedPath::Stream] {
+            let case = Case::new(21, 2, 4, 72, 40).path(path);
+            let inputs = Inputs::<bf16>::new(d, &case, 1);
+            let run = |first: usize, tokens: usize| {
+                let ids = case.ids[2 * first..][..2 * tokens].to_vec();
+                let part = Case { tokens, present: tokens, ids, ..case.clone() };
+                let mut out = Tensor::uninit(d, &[tokens, case.hidden]).unwrap();
+                let inputs = Inputs {
+                    x: inputs.x.narrow(0, first, tokens).unwrap(),
+                    weights: inputs.weights.narrow(0, first, tokens).unwrap(),
+                    ..Inputs::new(d, &part, 1)
+                };
+                let mut workspace = inputs.workspace(d, s, &part);
+                inputs.run(s, &part, &mut out, &mut workspace).unwrap();
+                out.to_vec().unwrap()
+            };
+            let all = run(0, 21);
+            for (first, tokens) in [(0, 1), (20, 1), (3, 10)] {
+                assert_eq!(run(first, tokens), all[first * case.hidden..][..tokens * case.hidden], "{path:?}");
+            }
+        }
+    });
+}
+
+/// Gates and values far beyond f16's range, with results inside of it.
+#[test]
+fn f16_does_not_overflow_between_the_products() {
+    on_every_device(|d, s| {
+        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream] {
+            let (hidden, inter) = (64, 16);
+            let t = |v: f32, shape: &[usize]| {
+                Tensor::from_slice(d, &vec![f16::from_f32(v); shape.iter().product()], shape).unwrap()
+            };
+            let x = t(100.0, &[1, hidden]);
+            // Gate 64 · 100 · 20 = 128000, value 64 · 100 / 25600 = 1/4: 32000 after silu.
+            let mut w13 = vec![f16::from_f32(20.0); 2 * inter * hidden];
+            w13[inter * hidden..].fill(f16::from_f32(1.0 / 25600.0));
+            let w13 = Tensor::from_slice(d, &w13, &[1, 2 * inter, hidden]).unwrap();
+            let w2 = t(1.0 / 16.0, &[1, hidden, inter]);
+            let ids = Tensor::from_slice(d, &[0], &[1, 1]).unwrap();
+            let weights = Tensor::from_slice(d, &[0.5f32], &[1, 1]).unwrap();
+            let bytes = FusedShape::new(1, 1, 1, hidden, inter).workspace_bytes(warploom::DType::F16);
+            let mut workspace = Tensor::zeros(d, &[bytes]).unwrap();
+            let mut out = Tensor::zeros(d, &[1, hidden]).unwrap();
+            let options = FusedOptions::default().path(path);
+            fused(s, &mut out, &x, &w13, &w2, &ids, &weights, &options, &mut workspace).unwrap();
+            for v in out.to_vec().unwrap() {
+                assert!((v.to_f32() - 16000.0).abs() < 32.0, "{path:?}: {v}");
+            }
+        }
+    });
+}
+
+#[test]
+fn views_and_misaligned_tensors() {
+    on_every_device(|d, s| {
+        let case = Case::new(3, 2, 4, 16, 8);
+        let inputs = Inputs::<bf16>::new(d, &case, 1);
+        let mut workspace = inputs.workspace(d, s, &case);
+        let mut plain = Tensor::zeros(d, &[3, 16]).unwrap();
+        inputs.run(s, &case, &mut plain, &mut workspace).unwrap();
+        let plain = plain.to_vec().unwrap();
+        let x = inputs.x.to_vec().unwrap();
+        // Rows apart by what suits 16-byte loads, by what does not, and a start that does not.
+        for (offset, row) in [(0, 24), (8, 16), (0, 17), (1, 16)] {
+            let mut flat = vec![bf16::NAN; 100];
+            for (r, values) in x.chunks(16).enumerate() {
+                flat[offset + r * row..][..16].copy_from_slice(values);
+            }
+            let base = Tensor::from_slice(d, &flat, &[100]).unwrap();
+            let x = base.as_strided(&[3, 16], &[row, 1], offset).unwrap();
+            let inputs = Inputs { x, ..Inputs::new(d, &case, 1) };
+            let mut out = Tensor::zeros(d, &[3, 50]).unwrap().narrow(1, 20, 16).unwrap();
+            inputs.run(s, &case, &mut out, &mut workspace).unwrap();
+            for (a, b) in out.to_vec().unwrap().iter().zip(&plain) {
+                assert!((a.to_f32() - b.to_f32()).abs() <= 0.02 * b.to_f32().abs() + 0.02, "{a} {b}");
+            }
+            let streamed = inputs.run(s, &case.clone().path(FusedPath::Stream), &mut out, &mut workspace);
+            assert_eq!(streamed.is_ok(), offset % 8 == 0 && row % 8 == 0, "{streamed:?}");
+        }
+    });
+}
+
+#[test]
+fn captured_and_replayed() {
+    on_every_device(|d, s| {
+        d.preload(&["moe"]).unwrap();
+        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream] {
+            let mut case = Case::new(5, 3, 6, 40, 16).path(path);
+            case.shared = 1;
+            let mut inputs = Inputs::<bf16>::new(d, &case, 1);
+            let [mut replayed, mut direct] = [0, 1].map(|_| Tensor::zeros(d, &[5, 40]).unwrap());
+            let mut workspace = inputs.workspace(d, s, &case);
+            let graph = Graph::capture(s, |s| inputs.run(s, &case, &mut replayed, &mut workspace)).unwrap();
+            for seed in 20..22 {
+                inputs.x.copy_from_slice(&noise_of(5 * 40, seed)).unwrap();
+                inputs.ids.copy_from_slice(&Case::new(5, 3, 6, 1, 1).ids.map_ids(seed as i32, 6)).unwrap();
+                graph.launch(s).unwrap();
+                let once = replayed.to_vec().unwrap();
+                graph.launch(s).unwrap();
+                assert_eq!(once, replayed.to_vec().unwrap());
+                inputs.run(s, &case, &mut direct, &mut workspace).unwrap();
+                assert_eq!(once, direct.to_vec().unwrap());
+            }
+        }
+    });
+}
+
+/// Other ids for another replay.
+trait MapIds {
+    fn map_ids(self, add: i32, experts: i32) -> Self;
+}
+impl MapIds for Vec<i32> {
+    fn map_ids(self, add: i32, experts: i32) -> Self {
+        self.into_iter().map(|id| (id + add) % experts).collect()
+    }
+}
+
+#[test]
+fn bad_input() {
+    on_every_device(|d, s| {
+        let case = Case::new(3, 2, 4, 16, 8);
+        let inputs = || Inputs::<bf16>::new(d, &case, 1);
+        let good = inputs();
+        let t = |shape: &[usize]| Tensor::<bf16>::zeros(d, shape).unwrap();
+        let run = |inputs: &Inputs<bf16>, case: &Case, out: &[usize]| {
+            inputs.run(s, case, &mut t(out), &mut good.workspace(d, s, &Case { shared: 2, ..case.clone() }))
+        };
+        macro_rules! refused {
+            ($result:expr, $error:ident $(, $arg:literal)?) => {
+                let e = $result;
+                assert!(matches!(e, Err(Error::$error { $(arg: $arg,)? .. })), "{e:?}");
+            };
+        }
+        assert!(run(&good, &case, &[3, 16]).is_ok());
+        refused!(run(&good, &case, &[3, 17]), Shape, "out");
+        refused!(run(&Inputs { w13: t(&[4, 15, 16]), ..inputs() }, &case, &[3, 16]), Shape, "w13");
+        refused!(run(&Inputs { w2: t(&[4, 16]), ..inputs() }, &case, &[3, 16]), Shape, "w2");
+        refused!(run(&Inputs { x: t(&[3, 24]), ..inputs() }, &case, &[3, 24]), Shape, "w13");
+        let biased = Case { biased: true, ..case.clone() };
+        refused!(run(&Inputs { bias13: t(&[4, 8]), ..inputs() }, &biased, &[3, 16]), Shape, "options.bias13");
+        refused!(run(&Inputs { bias2: t(&[3, 16]), ..inputs() }, &biased, &[3, 16]), Shape, "options.bias2");
+        let weights = Tensor::zeros(d, &[3, 3]).unwrap();
+        refused!(run(&Inputs { weights, ..inputs() }, &case, &[3, 16]), Shape, "topk_weights");
+        let swiglu = ExpertActivation::SwigluOai { alpha: 1.0, limit: -1.0 };
+        refused!(run(&good, &Case { activation: swiglu, ..case.clone() }, &[3, 16]), Value, "options.activation");
+        let mut small = Tensor::zeros(d, &[100]).unwrap();
+        refused!(good.run(s, &case, &mut t(&[3, 16]), &mut small), Value, "workspace");
+        let big = Tensor::<u8>::zeros(d, &[1 << 16]).unwrap();
+        refused!(good.run(s, &case, &mut t(&[3, 16]), &mut big.narrow(0, 8, 60000).unwrap()), Alignment, "workspace");
+        refused!(good.run(s, &case, &mut good.x.clone(), &mut good.workspace(d, s, &case)), Overlap);
+        let odd = Case::new(3, 2, 4, 12, 8).path(FusedPath::Stream);
+        refused!(run(&Inputs::new(d, &odd, 1), &odd, &[3, 12]), Unsupported);
+        let many = Case::new(33, 2, 4, 16, 8).path(FusedPath::Direct);
+        let inputs = Inputs::<bf16>::new(d, &many, 1);
+        refused!(inputs.run(s, &many, &mut t(&[33, 16]), &mut inputs.workspace(d, s, &many)), Unsupported);
+        let stream = Case::new(3, 2, 4, 16, 8).path(FusedPath::Stream);
+        let inputs = Inputs::<f32>::new(d, &stream, 1);
+        let mut out = Tensor::zeros(d, &[3, 16]).unwrap();
+        refused!(inputs.run(s, &stream, &mut out, &mut inputs.workspace(d, s, &stream)), Unsupported);
+    });
+}

@@ -1,0 +1,371 @@
+use proptest::prelude::*;
+use warploom::moe::sort::{capacity, workspace_bytes};
+use warploom::moe::{Local, SortConvention, SortInput, SortOptions, SortOutput, sort, sort_and_zero};
+use warploom::{Device, Error, Graph, Stream, Tensor, reference};
+use warploom_tests::{gpu, noise, on_every_device, property};
+
+/// Which experts are on the device.
+#[derive(Clone, Debug)]
+enum Where {
+    All,
+    Map(Vec<i32>, usize),
+    Mask(Vec<i32>),
+}
+
+#[derive(Clone, Debug)]
+struct Case {
+    /// Present tokens; the tensor has room for more if `room` says so.
+    tokens: usize,
+    room: usize,
+    top_k: usize,
+    experts: usize,
+    ids: Vec<i32>,
+    local: Where,
+    options: SortOptions,
+    /// Elements beyond the capacity.
+    spare: usize,
+}
+
+impl Case {
+    fn new(tokens: usize, experts: usize, top_k: usize, block: usize, seed: u64) -> Self {
+        let ids = noise(tokens * top_k, seed).iter().map(|x| ((x + 1.0) / 2.0 * experts as f32) as i32).collect();
+        let options = SortOptions::default().block_size(block);
+        Self { tokens, room: tokens, top_k, experts, ids, local: Where::All, options, spare: 0 }
+    }
+}
+
+fn tensor(d: &Device, v: &[i32]) -> Tensor<i32> {
+    Tensor::from_slice(d, v, &[v.len()]).unwrap()
+}
+
+/// Sorts on the device, with every output, and compares.
+fn check(d: &Device, s: &Stream, case: &Case) {
+    let Case { tokens, room, top_k, experts, ref ids, ref local, options, spare } = *case;
+    let weights = noise(room * top_k, 3);
+    let (map, labels): (Vec<i32>, Vec<Option<i32>>) = match local {
+        Where::All => ((0..experts as i32).collect(), (0..experts as i32).map(Some).collect()),
+        Where::Map(map, bins) => (map.clone(), (0..*bins as i32).map(Some).collect()),
+        Where::Mask(mask) => {
+            let map = mask.iter().enumerate().map(|(e, &m)| if m == 0 { -1 } else { e as i32 }).collect();
+            let mut next = 0;
+            let label = |&m: &i32| {
+                let label = next;
+                next += (m != 0) as i32;
+                (m != 0).then_some(label)
+            };
+            (map, mask.iter().map(label).collect())
+        }
+    };
+    let local_count = labels.iter().flatten().count() as i32;
+    let shared = (0..options.shared_experts as i32).map(|i| Some(local_count + i));
+    let labels: Vec<_> = labels.into_iter().chain(shared).collect();
+    let bins = labels.len();
+    let slots = top_k + if options.append_shared { options.shared_experts } else { 0 };
+    let want = reference::moe::sort(ids, &weights, tokens, room, top_k, &map, &labels, &options);
+
+    let length = capacity(room * slots, bins, options.block_size, options.keep_empty) + spare;
+    let poisoned = |n: usize| {
+        let mut t = Tensor::<i32>::uninit(d, &[n]).unwrap();
+        s.fill_bytes(&mut t, 0xfe).unwrap();
+        t
+    };
+    let packed = options.convention == SortConvention::Packed;
+    let mut sorted = poisoned(length);
+    let mut expert_ids = poisoned(length / options.block_size);
+    let mut totals = poisoned(1 + packed as usize);
+    let mut positions = poisoned(room * slots).reshape(&[room, slots]).unwrap();
+    let (mut offsets, mut counts, mut invalid) = (poisoned(bins + 1), poisoned(bins), poisoned(1));
+    let mut sorted_weights = Tensor::<f32>::uninit(d, &[length]).unwrap();
+    s.fill_bytes(&mut sorted_weights, 0xff).unwrap();
+    let mut zero = Tensor::<u8>::uninit(d, &[3001]).unwrap();
+    s.fill_bytes(&mut zero, 0xff).unwrap();
+    let mut zeroed = zero.narrow(0, 5, 2990).unwrap();
+    let bytes = workspace_bytes(room * slots, bins);
+    let mut workspace = Tensor::uninit(d, &[bytes]).unwrap();
+
+    let ids = Tensor::from_slice(d, ids, &[room, top_k]).unwrap();
+    let weights = Tensor::from_slice(d, &weights, &[room, top_k]).unwrap();
+    let (present, where_) = (
+        tensor(d, &[tokens as i32]),
+        match local {
+            Where::All => tensor(d, &[]),
+            Where::Map(map, _) => tensor(d, map),
+            Where::Mask(mask) => tensor(d, mask),
+        },
+    );
+    let mut input = SortInput::new(&ids, experts).topk_weights(&weights);
+    input.local = match local {
+        Where::All => Local::All,
+        Where::Map(_, bins) => Local::Map(&where_, *bins),
+        Where::Mask(_) => Local::Mask(&where_),
+    };
+    if room != tokens {
+        input.num_tokens = Some(&present);
+    }
+    let mut out = SortOutput::new(&mut sorted, &mut expert_ids, &mut totals)
+        .sorted_weights(&mut sorted_weights)
+        .positions(&mut positions)
+        .offsets(&mut offsets)
+        .expert_counts(&mut counts)
+        .invalid(&mut invalid);
+    sort_and_zero(s, &mut out, &mut zeroed, &input, &options, &mut workspace).unwrap();
+
+    let n = want.sorted_ids.len();
+    let totals = totals.to_vec().unwrap();
+    assert_eq!(totals[0] as usize, n, "padded length");
+    if packed {
+        assert_eq!(totals[1] as usize, tokens, "tokens");
+    }
+    let sorted = sorted.to_vec().unwrap();
+    assert_eq!(sorted[..n], want.sorted_ids, "sorted_ids");
+    let sentinel = if packed { tokens as i32 | ((slots as u32) << 24) as i32 } else { (room * slots) as i32 };
+    assert!(sorted[n..].iter().all(|&v| v == sentinel), "padding of sorted_ids");
+    let expert_ids = expert_ids.to_vec().unwrap();
+    let blocks = want.expert_ids.len();
+    assert_eq!(expert_ids[..blocks], want.expert_ids, "expert_ids");
+    assert!(expert_ids[blocks..].iter().all(|&v| v == -1), "padding of expert_ids");
+    let sorted_weights = sorted_weights.to_vec().unwrap();
+    assert_eq!(sorted_weights[..n], want.sorted_weights, "sorted_weights");
+    assert!(sorted_weights[n..].iter().all(|&v| v == 0.0), "padding of sorted_weights");
+    assert_eq!(positions.to_vec().unwrap(), want.positions, "positions");
+    assert_eq!(offsets.to_vec().unwrap(), want.offsets, "offsets");
+    assert_eq!(counts.to_vec().unwrap(), want.expert_counts, "expert_counts");
+    assert_eq!(invalid.to_vec().unwrap(), [want.invalid], "invalid");
+    let zero = zero.to_vec().unwrap();
+    assert!(zero[..5].iter().chain(&zero[2995..]).all(|&v| v == 0xff), "bytes around the zeroed ones");
+    assert!(zero[5..2995].iter().all(|&v| v == 0), "zeroed bytes");
+}
+
+/// CK Tile's fused-MoE example: 5 tokens, 6 experts, top 3, blocks of 4. (Its last expert is listed there as
+/// `[0, 1, 2, 5]` with the sentinel 6; token 4 is meant, and the sentinel is the token count, 5.)
+#[test]
+fn ck_example() {
+    on_every_device(|d, s| {
+        let ids = [0, 3, 5, 2, 3, 5, 1, 3, 5, 1, 2, 3, 1, 3, 5];
+        let weights: Vec<f32> = (0..15).map(|i| i as f32 + 1.0).collect();
+        let ids = Tensor::from_slice(d, &ids, &[5, 3]).unwrap();
+        let weights = Tensor::from_slice(d, &weights, &[5, 3]).unwrap();
+        let options = SortOptions::default().block_size(4).convention(SortConvention::Packed).keep_empty(true);
+        let length = capacity(15, 6, 4, true);
+        assert!(length >= 28);
+        let [mut sorted, mut experts, mut totals] =
+            [length, length / 4, 2].map(|n| Tensor::<i32>::uninit(d, &[n]).unwrap());
+        let mut sorted_weights = Tensor::uninit(d, &[length]).unwrap();
+        let mut out = SortOutput::new(&mut sorted, &mut experts, &mut totals).sorted_weights(&mut sorted_weights);
+        let input = SortInput::new(&ids, 6).topk_weights(&weights);
+        sort(s, &mut out, &input, &options, &mut Tensor::zeros(d, &[0]).unwrap()).unwrap();
+        let sorted = sorted.to_vec().unwrap();
+        let (tokens, slots): (Vec<_>, Vec<_>) = sorted[..28].iter().map(|v| (v & 0xff_ffff, v >> 24)).unzip();
+        let pad = 5;
+        #[rustfmt::skip]
+        assert_eq!(tokens, [
+            0, pad, pad, pad,  2, 3, 4, pad,  1, 3, pad, pad,  0, 1, 2, 3,  4, pad, pad, pad,
+            pad, pad, pad, pad,  0, 1, 2, 4,
+        ]);
+        #[rustfmt::skip]
+        assert_eq!(slots, [
+            0, 3, 3, 3,  0, 0, 0, 3,  0, 1, 3, 3,  1, 1, 1, 2,  1, 3, 3, 3,  3, 3, 3, 3,  2, 2, 2, 2,
+        ]);
+        let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o] = std::array::from_fn(|i| i as f32 + 1.0);
+        let x = 0.0;
+        #[rustfmt::skip]
+        assert_eq!(sorted_weights.to_vec().unwrap()[..28], [
+            a, x, x, x,  g, j, m, x,  d, k, x, x,  b, e, h, l,  n, x, x, x,  x, x, x, x,  c, f, i, o,
+        ]);
+        assert_eq!(experts.to_vec().unwrap()[..7], [0, 1, 2, 3, 3, 4, 5]);
+        assert_eq!(totals.to_vec().unwrap(), [28, 5]);
+    });
+}
+
+#[test]
+fn shapes() {
+    on_every_device(|d, s| {
+        for (tokens, experts, top_k, block) in [
+            (1, 1, 1, 16),
+            (71, 11, 11, 32),
+            (11, 256, 5, 64),
+            (64, 455, 8, 128),
+            (5, 60, 4, 256),
+            (33, 257, 8, 8),
+            (40, 8, 32, 1),
+            (3, 2048, 9, 7),
+        ] {
+            check(d, s, &Case::new(tokens, experts, top_k, block, 1));
+        }
+    });
+}
+
+#[test]
+fn many_pairs() {
+    // In one mode of the SIMT device only: a hundred thousand threads take their time.
+    for d in std::iter::once(Device::simt()).chain(gpu()) {
+        let s = Stream::new(&d).unwrap();
+        for (tokens, experts, top_k, block) in [(777, 802, 99, 64), (4097, 906, 51, 128), (4096, 256, 8, 64)] {
+            assert!(workspace_bytes(tokens * top_k, experts) > 0);
+            let mut case = Case::new(tokens, experts, top_k, block, 2);
+            case.options.convention = SortConvention::Packed;
+            check(&d, &s, &case);
+        }
+    }
+}
+
+#[test]
+fn all_on_one_expert_and_none() {
+    on_every_device(|d, s| {
+        for id in [0, 6, -1, 7, i32::MAX, i32::MIN] {
+            let mut case = Case::new(37, 7, 3, 16, 1);
+            case.ids.fill(id);
+            check(d, s, &case);
+            case.options.keep_empty = true;
+            check(d, s, &case);
+        }
+        check(d, s, &Case::new(0, 7, 3, 16, 1));
+        check(d, s, &Case::new(3, 7, 0, 16, 1));
+    });
+}
+
+prop_compose! {
+    fn cases()(
+        tokens in 0usize..70, spare_tokens in 0usize..3, top_k in 1usize..10, experts in 1usize..80, block in 1usize..40,
+        seed in 1u64..1000, odd in 0u32..3, locality in 0u32..3, shared in 0usize..3, append in any::<bool>(),
+        packed in any::<bool>(), keep_empty in any::<bool>(), spare in 0usize..50,
+    ) -> Case {
+        let room = tokens + spare_tokens;
+        let mut case = Case::new(room, experts, top_k, block, seed);
+        case.tokens = tokens;
+        case.spare = spare;
+        let extra = [-1, experts as i32, experts as i32 + 1, experts as i32 + 2, -2, i32::MAX];
+        for (i, id) in case.ids.iter_mut().enumerate() {
+            if odd > 0 && i % 5 == 0 {
+                *id = extra[i / 5 % extra.len()];
+            }
+        }
+        case.options = case.options.shared_experts(shared, append).keep_empty(keep_empty);
+        if packed {
+            case.options.convention = SortConvention::Packed;
+        }
+        let chosen = noise(experts, seed + 1);
+        case.local = match locality {
+            0 => Where::All,
+            1 => {
+                // The local experts in descending order, and one number that is too large.
+                let mut map = vec![-1; experts];
+                let locals: Vec<_> = (0..experts).filter(|&e| chosen[e] > 0.0).collect();
+                for (i, &e) in locals.iter().rev().enumerate() {
+                    map[e] = i as i32;
+                }
+                if odd > 1 {
+                    map[0] = locals.len() as i32;
+                }
+                Where::Map(map, locals.len())
+            }
+            _ => Where::Mask(chosen.iter().map(|&c| (c > 0.0) as i32).collect()),
+        };
+        case
+    }
+}
+
+#[test]
+fn matches_the_reference() {
+    property(24, cases(), |d, s, case| {
+        check(d, s, &case);
+        Ok(())
+    });
+}
+
+#[test]
+fn two_launches_match_the_reference() {
+    property(2, (cases(), 260usize..300), |d, s, (mut case, tokens)| {
+        let other = Case::new(tokens, case.experts, 37, case.options.block_size, 9);
+        case.ids = other.ids;
+        (case.tokens, case.room, case.top_k) = (tokens - 1, tokens, 37);
+        check(d, s, &case);
+        Ok(())
+    });
+}
+
+#[test]
+fn captured_and_replayed() {
+    on_every_device(|d, s| {
+        let (tokens, experts, top_k, block) = (9, 12, 4, 8);
+        let case = Case::new(tokens, experts, top_k, block, 1);
+        let length = capacity(tokens * top_k, experts, block, false);
+        let mut ids = Tensor::from_slice(d, &case.ids, &[tokens, top_k]).unwrap();
+        let run = |s: &Stream, ids: &Tensor<i32>, out: &mut [Tensor<i32>; 3]| {
+            let [a, b, c] = out;
+            let mut workspace = Tensor::zeros(d, &[0]).unwrap();
+            let options = SortOptions::default().block_size(block);
+            sort(s, &mut SortOutput::new(a, b, c), &SortInput::new(ids, experts), &options, &mut workspace)
+        };
+        let lists = || [length, length / block, 1].map(|n| Tensor::zeros(d, &[n]).unwrap());
+        let (mut replayed, mut direct) = (lists(), lists());
+        d.preload(&["moe"]).unwrap();
+        let graph = Graph::capture(s, |s| run(s, &ids, &mut replayed)).unwrap();
+        for seed in 5..7 {
+            ids.copy_from_slice(&Case::new(tokens, experts, top_k, block, seed).ids).unwrap();
+            for _ in 0..2 {
+                graph.launch(s).unwrap();
+                run(s, &ids, &mut direct).unwrap();
+                for (a, b) in replayed.iter().zip(&direct) {
+                    assert_eq!(a.to_vec().unwrap(), b.to_vec().unwrap());
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn checked_mode() {
+    on_every_device(|d, s| {
+        let run = |ids: &[i32]| {
+            let [mut a, mut b, mut c] = [8, 2, 1].map(|n| Tensor::zeros(d, &[n]).unwrap());
+            let ids = Tensor::from_slice(d, ids, &[1, 2]).unwrap();
+            let options = SortOptions::default().block_size(4).checked(true);
+            let mut out = SortOutput::new(&mut a, &mut b, &mut c);
+            sort(s, &mut out, &SortInput::new(&ids, 5), &options, &mut Tensor::zeros(d, &[0]).unwrap())
+        };
+        assert!(run(&[-1, 4]).is_ok());
+        let e = run(&[1, 5]);
+        assert!(matches!(e, Err(Error::Value { arg: "topk_ids", .. })), "{e:?}");
+    });
+}
+
+#[test]
+fn bad_input() {
+    on_every_device(|d, s| {
+        let ids = Tensor::<i32>::zeros(d, &[4, 2]).unwrap();
+        let list = |n: usize| Tensor::<i32>::zeros(d, &[n]).unwrap();
+        let run = |lists: [usize; 3], input: &SortInput<'_>, options: &SortOptions| {
+            let [mut a, mut b, mut c] = lists.map(list);
+            let mut out = SortOutput::new(&mut a, &mut b, &mut c);
+            sort(s, &mut out, input, options, &mut Tensor::zeros(d, &[0]).unwrap())
+        };
+        let (input, options) = (SortInput::new(&ids, 3), SortOptions::default().block_size(4));
+        let good = [16, 4, 1];
+        assert!(run(good, &input, &options).is_ok());
+        let e = run([15, 4, 1], &input, &options);
+        assert!(matches!(e, Err(Error::Value { arg: "out.sorted_ids", .. })), "{e:?}");
+        let e = run([16, 5, 1], &input, &options);
+        assert!(matches!(e, Err(Error::Shape { arg: "out.expert_ids", .. })), "{e:?}");
+        let e = run(good, &input, &options.convention(SortConvention::Packed));
+        assert!(matches!(e, Err(Error::Shape { arg: "out.totals", .. })), "{e:?}");
+        let e = run(good, &input, &options.block_size(0));
+        assert!(matches!(e, Err(Error::Value { arg: "options.block_size", .. })), "{e:?}");
+        let e = run(good, &SortInput::new(&ids, 2049), &options);
+        assert!(matches!(e, Err(Error::Value { arg: "input.experts", .. })), "{e:?}");
+        let short = list(2);
+        let e = run(good, &SortInput::new(&ids, 3).local(Local::Mask(&short)), &options);
+        assert!(matches!(e, Err(Error::Shape { arg: "input.local", .. })), "{e:?}");
+        let e = run(good, &SortInput::new(&short, 3), &options);
+        assert!(matches!(e, Err(Error::Shape { arg: "topk_ids", .. })), "{e:?}");
+        let many = Tensor::<i32>::zeros(d, &[5000, 2]).unwrap();
+        let e = run([10009, 10009 / 4, 1], &SortInput::new(&many, 3), &options);
+        assert!(matches!(e, Err(Error::Value { arg: "workspace", .. })), "{e:?}");
+        let mut sorted = list(16);
+        let mut experts = sorted.narrow(0, 0, 4).unwrap();
+        let mut total = list(1);
+        let mut out = SortOutput::new(&mut sorted, &mut experts, &mut total);
+        let e = sort(s, &mut out, &input, &options, &mut Tensor::zeros(d, &[0]).unwrap());
+        assert!(matches!(e, Err(Error::Overlap { .. })), "{e:?}");
+    });
+}
