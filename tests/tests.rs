@@ -4,6 +4,7 @@ mod attention;
 mod device;
 mod ep;
 mod gemm;
+mod generate;
 mod kv_cache;
 mod moe;
 mod norm;

@@ -158,13 +158,7 @@ fn collect(events: &[Event], n: usize) -> Vec<(Vec<u32>, Option<Finish>)> {
 #[test]
 fn everybody_gets_the_tokens_of_a_run_alone() {
     let request = (1usize..40, 0usize..30, any::<u64>(), any::<bool>());
-    let input = (
-        proptest::collection::vec(request, 0..20),
-        1usize..6,
-        1usize..20,
-        1usize..9,
-        (12usize..60, 0usize..3),
-    );
+    let input = (proptest::collection::vec(request, 0..20), 1usize..6, 1usize..20, 1usize..9, (12usize..60, 0usize..3));
     let mut runner = proptest::test_runner::TestRunner::deterministic();
     let outcome = runner.run(&input, |(requests, rows, chunk, block_size, (blocks, spread))| {
         let sizes = Sizes { rows, chunk, blocks, block_size, max_len: 48 };

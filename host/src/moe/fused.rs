@@ -4,6 +4,7 @@
 //! alignment and device, never by the contents. Every path is deterministic, and a token's result depends on no other
 //! token.
 
+use super::fused_host::fused_host;
 use super::sort;
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
@@ -99,6 +100,9 @@ pub enum FusedPath {
     Direct,
     /// The same after sorting, for any number of pairs; for few pairs an expert.
     Stream,
+    /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
+    /// [`SimtOptions::host_products`](crate::SimtOptions::host_products) is on.
+    Host,
 }
 
 /// The sizes of a problem.
@@ -236,6 +240,7 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
     };
     let bf16 = matches!(dtype, DType::Bf16);
     let (up, down, block) = match path {
+        FusedPath::Host => return None,
         FusedPath::Direct if !fits || shape.pairs() > fused_stream::DIRECT_PAIRS => return None,
         FusedPath::Stream if !fits => return None,
         FusedPath::Stream if shape.pairs() > 4 * shape.bins() => {
@@ -268,7 +273,7 @@ impl Plan {
     /// How to launch a product of `n` outputs, with or without values, and inner dimension `k`.
     pub const fn geometry(&self, shape: &FusedShape, n: usize, k: usize, gated: bool) -> Geometry {
         let tile = match self.path {
-            FusedPath::Fma | FusedPath::Auto => fused_fma::COLUMNS,
+            FusedPath::Fma | FusedPath::Auto | FusedPath::Host => fused_fma::COLUMNS,
             FusedPath::Direct | FusedPath::Stream => fused_stream::ROWS * (fused_stream::WARPS >> split_log2(k)),
         };
         let tile = if gated { tile / 2 } else { tile };
@@ -277,7 +282,7 @@ impl Plan {
             _ => sort::capacity(shape.pairs(), shape.bins(), self.block, false) / self.block,
         };
         let (threads, bytes) = match self.path {
-            FusedPath::Fma | FusedPath::Auto => (fused_fma::THREADS, fused_fma::SHARED_BYTES),
+            FusedPath::Fma | FusedPath::Auto | FusedPath::Host => (fused_fma::THREADS, fused_fma::SHARED_BYTES),
             FusedPath::Direct | FusedPath::Stream => {
                 (fused_stream::THREADS, fused_stream::shared_bytes(self.block / 8))
             }
@@ -723,6 +728,11 @@ pub fn fused<T: Float>(
     }
     if tokens == 0 || hidden == 0 {
         return Ok(());
+    }
+    let host_products = stream.device().simt_options().is_some_and(|o| o.host_products);
+    if options.path == FusedPath::Host || (options.path == FusedPath::Auto && host_products) {
+        // SAFETY: shapes, device and overlap were checked above.
+        return unsafe { fused_host::<T>(stream, &shape, &operands) };
     }
     let aligned = |p: *const c_void| (p as usize).is_multiple_of(16);
     let streams = [operands.x, operands.w13, operands.w2, operands.shared13, operands.shared2].into_iter().all(aligned)

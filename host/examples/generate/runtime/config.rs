@@ -7,7 +7,7 @@ use std::path::Path;
 /// The extents of a model, named as in its file.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-#[expect(missing_docs, reason = "the names are those of the file")]
+#[allow(missing_docs, reason = "the names are those of the file")]
 pub struct Config {
     architecture: String,
     pub vocab_size: usize,

@@ -15,7 +15,7 @@ use warploom::attention::decode::{DecodeOptions, DecodeWorkspace, decode};
 use warploom::gemm::{LinearOptions, embedding, linear, linear_with};
 use warploom::kv_cache::reshape_and_cache::Options as StoreOptions;
 use warploom::kv_cache::{CacheElement, KvCache, StoreAs, reshape_and_cache};
-use warploom::moe::{GateOptions, gate};
+use warploom::moe::{FusedOptions, FusedShape, GateOptions, fused, gate};
 use warploom::norm::{fused_add_rms_norm, rms_norm};
 use warploom::rope::{self, Pairing, Scaling, rotary};
 use warploom::{Device, Stream, Tensor};
@@ -125,6 +125,7 @@ pub struct Scratch<T> {
     weights: Tensor<f32>,
     ids: Tensor<i32>,
     attention: DecodeWorkspace,
+    experts: Tensor<u8>,
 }
 
 impl<T: Real> Scratch<T> {
@@ -134,6 +135,9 @@ impl<T: Real> Scratch<T> {
     /// If the device has no memory left.
     pub fn new(device: &Device, c: &Config, tokens: usize, q_len: usize, max_len: usize) -> Result<Self> {
         let (heads, kv_heads, dim) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
+        // The shared expert counts as a routed one that every token goes to.
+        let all = c.num_experts + c.num_shared_experts;
+        let experts = FusedShape::new(tokens, c.slots(), all, c.hidden_size, c.moe_intermediate_size);
         Ok(Self {
             residual: Tensor::zeros(device, &[tokens, c.hidden_size])?,
             x: Tensor::zeros(device, &[tokens, c.hidden_size])?,
@@ -143,6 +147,7 @@ impl<T: Real> Scratch<T> {
             router: Tensor::zeros(device, &[tokens, c.num_experts])?,
             weights: Tensor::zeros(device, &[tokens, c.slots()])?,
             ids: Tensor::zeros(device, &[tokens, c.slots()])?,
+            experts: Tensor::zeros(device, &[experts.workspace_bytes(T::DTYPE)])?,
             // Pieces that are shorter than `q_len` may be as many as there are tokens, but take one call each.
             attention: DecodeWorkspace::new(device, tokens.div_ceil(q_len), q_len, heads, kv_heads, dim, max_len)?,
         })
@@ -277,7 +282,8 @@ impl<T: Real> Model<T> {
             gate(stream, &mut weights, &mut ids, None, &router, c.experts_per_token, &options)?;
             observer.launched(stream, "moe::gate", Cost { bytes: router.len() * 4 + ids.len() * 8, flops: 0 })?;
             observer.routed(&ids, &weights)?;
-            experts(stream, &mut y, &x, layer, &weights, &ids)?;
+            let (w13, w2, options) = (&layer.w13, &layer.w2, FusedOptions::default());
+            fused(stream, &mut y, &x, w13, w2, &ids, &weights, &options, &mut scratch.experts)?;
             let expert = 3 * c.moe_intermediate_size * c.hidden_size;
             let used = c.num_experts.min(n * c.experts_per_token) + c.num_shared_experts;
             let cost = Cost { bytes: (used * expert + 2 * x.len()) * size, flops: 2 * n * c.slots() * expert };
@@ -306,17 +312,4 @@ impl<T: Real> Model<T> {
         let bytes = (w + x.len() + logits.len()) * size_of::<T>();
         observer.launched(stream, "linear logits", Cost { bytes, flops: 2 * n * w })
     }
-}
-
-/// The mixture of experts of a layer.
-fn experts<T: Real>(
-    stream: &Stream,
-    out: &mut Tensor<T>,
-    x: &Tensor<T>,
-    layer: &Layer<T>,
-    weights: &Tensor<f32>,
-    ids: &Tensor<i32>,
-) -> Result<()> {
-    warploom::moe::fused_on_host(stream, out, x, &layer.w13, &layer.w2, weights, ids)?;
-    Ok(())
 }
