@@ -1,6 +1,7 @@
 //! The test suite: one binary, a file for each operation, each test on every device there is.
 
 mod attention;
+mod conformance;
 mod device;
 mod ep;
 mod gemm;

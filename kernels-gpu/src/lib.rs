@@ -19,6 +19,8 @@ pub mod activation;
 #[cfg(feature = "attention")]
 pub mod attention;
 pub mod chunk;
+#[cfg(feature = "conformance")]
+pub mod conformance;
 #[cfg(feature = "gemm")]
 pub mod gemm;
 pub mod kv_cache;

@@ -114,7 +114,7 @@ fn tensor_maps() {
         let x = Tensor::<f32>::zeros(device, &[64, 128]).unwrap();
         let mut description = TensorMapDescription {
             base: x.as_ptr() as u64,
-            element_bytes: 4,
+            dtype: DType::F32,
             rank: 2,
             dims: [128, 64, 0, 0, 0],
             strides: [512, 0, 0, 0],

@@ -28,7 +28,7 @@ use crate::driver::{self, CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_NOT_FOUND, Drive
 use crate::error::{Error, Result};
 use crate::ptx;
 use cuda_std::tma::{TensorMap, TensorMapDescription};
-use cuda_std::{Arch, Entry, KernelArgs};
+use cuda_std::{Arch, DType, Entry, KernelArgs};
 use cust::sys::{
     CUcontext, CUdevice, CUdevice_attribute_enum as Attribute, CUdeviceptr, CUevent, CUevent_flags_enum as EventFlags,
     CUfunction, CUfunction_attribute_enum as FunctionAttribute, CUgraphExec, CUjit_option_enum as JitOption, CUmodule,
@@ -504,12 +504,16 @@ impl CudaDevice {
             return Err(self.0.too_old("with tensor maps"));
         }
         let d = description;
-        // `CU_TENSOR_MAP_DATA_TYPE_UINT8` and so on: types matter only to reductions and to fills with NaN.
-        let element = match d.element_bytes {
-            1 => 0,
-            2 => 1,
-            4 => 2,
-            _ => 4,
+        // `CU_TENSOR_MAP_DATA_TYPE_UINT8` and so on: types matter only to reductions.
+        let element = match d.dtype {
+            DType::U32 => 2,
+            DType::I32 => 3,
+            DType::U64 => 4,
+            DType::I64 => 5,
+            DType::F16 => 6,
+            DType::F32 => 7,
+            DType::Bf16 => 9,
+            _ => 0,
         };
         let mut map = TensorMap([0; 16]);
         // SAFETY: the arrays have five elements, or four, which is as many as any rank needs; the map is aligned to

@@ -55,6 +55,22 @@ conversions! {
         v.round_ties_even() as u8;
 }
 
+/// Rounds to tf32, ties away from zero: an `f32` whose 13 lowest bits are zero, as its bits.
+#[inline(always)]
+pub fn f32_to_tf32(v: f32) -> u32 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let o: u32;
+        // SAFETY: register arithmetic.
+        unsafe {
+            ptx!("cvt.rna.tf32.f32 {o}, {v};", o = lateout(reg32) o, v = in(reg32) v, options(pure, nomem, nostack))
+        };
+        o & !0x1fff
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    if v.is_nan() { 0x7fff_e000 } else { v.to_bits().wrapping_add(0x1000) & !0x1fff }
+}
+
 /// Exact.
 #[inline(always)]
 pub fn bf16_to_f32(v: bf16) -> f32 {

@@ -13,6 +13,7 @@
 //! entries! { pub struct Args(x: TensorMap, n: u32); kernel_bf16 {} [128; Sm90a] => kernel; }
 //! ```
 
+use crate::DType;
 use crate::shared::SharedAddress;
 
 /// How the copy engine permutes 16-byte units of a box in shared memory so that columns meet different banks.
@@ -55,8 +56,8 @@ impl Swizzle {
 pub struct TensorMapDescription {
     /// Address of the first element in global memory; a multiple of 16.
     pub base: u64,
-    /// Bytes of an element: 1, 2, 4 or 8.
-    pub element_bytes: u32,
+    /// Type of the elements, which only matters to [`add_tensor`].
+    pub dtype: DType,
     /// Dimensions: 1 to 5.
     pub rank: u32,
     /// Elements of each dimension; the first `rank` count.
@@ -76,9 +77,6 @@ impl TensorMapDescription {
         if !(1..=5).contains(&rank) {
             return Err("a tensor map has 1 to 5 dimensions");
         }
-        if ![1, 2, 4, 8].contains(&self.element_bytes) {
-            return Err("an element of a tensor map has 1, 2, 4 or 8 bytes");
-        }
         if !self.base.is_multiple_of(16) {
             return Err("the base of a tensor map is a multiple of 16 bytes");
         }
@@ -91,7 +89,7 @@ impl TensorMapDescription {
         if self.box_dims[..rank].iter().any(|&d| d == 0 || d > 256) {
             return Err("a box of a tensor map has 1 to 256 elements in each dimension");
         }
-        let line = (self.box_dims[0] * self.element_bytes) as usize;
+        let line = self.box_dims[0] as usize * self.dtype.size();
         if !line.is_multiple_of(16) {
             return Err("the innermost dimension of a box is a multiple of 16 bytes");
         }
@@ -103,7 +101,7 @@ impl TensorMapDescription {
 
     /// Bytes of a box, which a load adds to its mbarrier.
     pub fn box_bytes(&self) -> u32 {
-        self.box_dims[..self.rank as usize].iter().product::<u32>() * self.element_bytes
+        self.box_dims[..self.rank as usize].iter().product::<u32>() * self.dtype.size() as u32
     }
 }
 
@@ -129,10 +127,10 @@ impl TensorMap {
         let mut words = [0; 16];
         words[0] = SIMT_MARK;
         words[1] = d.base;
-        words[2] = (d.element_bytes as u64) << 32 | (d.rank as u64) << 8 | d.swizzle as u64;
+        words[2] = (d.dtype as u64) << 48 | (d.dtype.size() as u64) << 32 | (d.rank as u64) << 8 | d.swizzle as u64;
         for i in 0..d.rank as usize {
             words[3 + i] = d.dims[i];
-            words[8 + i] = if i == 0 { d.element_bytes as u64 } else { d.strides[i - 1] };
+            words[8 + i] = if i == 0 { d.dtype.size() as u64 } else { d.strides[i - 1] };
             words[13 + i / 3] |= (d.box_dims[i] as u64) << (i % 3 * 16);
         }
         Ok(Self(words))
@@ -150,7 +148,7 @@ impl TensorMap {
         let one_if_absent = |i: usize, v: u64| if i < RANK { v } else { 1 };
         simt::TensorTile {
             base: w[1] as usize,
-            element: (w[2] >> 32) as usize,
+            element: (w[2] >> 32 & 0xff) as usize,
             rank: RANK,
             dims: core::array::from_fn(|i| one_if_absent(i, w[3 + i])),
             strides: core::array::from_fn(|i| w[8 + i]),
@@ -374,7 +372,8 @@ pub unsafe fn add_tensor<const RANK: usize>(map: *const TensorMap, coords: [i32;
     {
         // SAFETY: forwarded to the caller.
         let tile = unsafe { *map }.tile::<RANK>();
-        if tile.element != 4 {
+        // SAFETY: as above.
+        if unsafe { (*map).0[2] } >> 48 != crate::DType::F32 as u64 {
             simt::trap("the SIMT device adds boxes of f32 only");
         }
         simt::store_bulk_tensor(&tile, c, src.shared_address(), true);

@@ -244,7 +244,7 @@ pub fn commit_group() {
 /// multiple of 8 from 24 to 256. The kernel needs launch bounds.
 #[inline(always)]
 pub fn decrease_registers<const N: u32>() {
-    const { assert!(N % 8 == 0 && N >= 24 && N <= 256) };
+    const { assert!(N.is_multiple_of(8) && N >= 24 && N <= 256) };
     #[cfg(target_arch = "nvptx64")]
     // SAFETY: ptxas keeps to the limit.
     unsafe {
@@ -255,7 +255,7 @@ pub fn decrease_registers<const N: u32>() {
 /// Takes registers that others gave back, waiting for them if need be: `setmaxnreg.inc`.
 #[inline(always)]
 pub fn increase_registers<const N: u32>() {
-    const { assert!(N % 8 == 0 && N >= 24 && N <= 256) };
+    const { assert!(N.is_multiple_of(8) && N >= 24 && N <= 256) };
     #[cfg(target_arch = "nvptx64")]
     // SAFETY: as above.
     unsafe {

@@ -501,6 +501,209 @@ fn ldmatrix_address_out_of_bounds() {
     assert!(matches!(e.kind, ErrorKind::OutOfBounds { offset: 256, thread: Dim3 { x: 16, .. }, .. }));
 }
 
+// --- races in global memory -------------------------------------------------
+
+#[test]
+fn blocks_that_write_one_word() {
+    let x = Buffer::from_slice(&[0u32; 4]);
+    let p = x.as_mut_ptr();
+    let kernel = |shared_word: bool| {
+        move || unsafe {
+            GlobalMut::new(p).set(if shared_word { 2 } else { thread::block_idx_x() }, 7);
+        }
+    };
+    run(launch().grid(4).race(true), kernel(false)).unwrap();
+    let e = error(launch().grid(4).race(true), kernel(true));
+    let ErrorKind::Race { space: simt::Space::Global, offset: 8, first_block, .. } = e.kind else { panic!("{e}") };
+    assert_ne!(first_block, e.block);
+    assert!(e.to_string().contains("block ("), "{e}");
+}
+
+#[test]
+fn neighbouring_bytes_of_blocks_are_no_race() {
+    let x = Buffer::from_slice(&[0u8; 64]);
+    let p = x.as_mut_ptr();
+    run(launch().grid(64).race(true), || unsafe {
+        GlobalMut::new(p).set(thread::block_idx_x(), 7);
+    })
+    .unwrap();
+}
+
+#[test]
+fn global_memory_needs_barriers_within_a_block_too() {
+    let x = Buffer::from_slice(&[0u32; 64]);
+    let p = x.as_mut_ptr();
+    let kernel = |barrier: bool| {
+        move || unsafe {
+            let (x, t) = (GlobalMut::new(p), thread::thread_idx_x());
+            x.set(t, t);
+            if barrier {
+                thread::sync_threads();
+            }
+            x.get(t ^ 1);
+        }
+    };
+    run(launch().block(64).race(true), kernel(true)).unwrap();
+    let e = error(launch().block(64).race(true), kernel(false));
+    assert!(matches!(e.kind, ErrorKind::Race { space: simt::Space::Global, .. }), "{e}");
+}
+
+#[test]
+fn flags_between_blocks_must_release() {
+    use atomic::{Acquire, Block, Device, Relaxed, Release};
+    let x = Buffer::from_slice(&[0u32; 4]);
+    let p = x.as_mut_ptr();
+    let clear = || unsafe { p.write_bytes(0, 4) };
+    // Block 0 writes word 0 and raises the flag in word 1; block 1 waits for it.
+    let kernel = |publish: fn(*mut u32)| {
+        move || unsafe {
+            let x = GlobalMut::new(p);
+            if thread::block_idx_x() == 0 {
+                x.set(0u32, 4711);
+                publish(p.add(1));
+            } else {
+                while atomic::load(p.add(1), Device, Acquire) == 0 {}
+                assert_eq!(x.get(0u32), 4711);
+            }
+        }
+    };
+    let race = || launch().grid(2).race(true);
+    let good: [fn(*mut u32); 3] = [
+        |flag| unsafe { atomic::store(flag, 1, Device, Release) },
+        |flag| unsafe {
+            thread::device_fence();
+            atomic::store(flag, 1, Device, Relaxed);
+        },
+        |flag| unsafe {
+            thread::system_fence();
+            atomic::fetch_add(flag, 1, Device, Relaxed);
+        },
+    ];
+    for publish in good {
+        clear();
+        run(race(), kernel(publish)).unwrap();
+    }
+    let bad: [fn(*mut u32); 3] = [
+        |flag| unsafe { atomic::store(flag, 1, Device, Relaxed) },
+        |flag| unsafe { atomic::store(flag, 1, Block, Release) },
+        |flag| unsafe {
+            thread::block_fence();
+            atomic::store(flag, 1, Device, Relaxed);
+        },
+    ];
+    for publish in bad {
+        clear();
+        let e = error(race(), kernel(publish));
+        assert!(matches!(e.kind, ErrorKind::Race { first: Access::Write, second: Access::Read, .. }), "{e}");
+    }
+}
+
+#[test]
+fn the_last_block_sees_what_all_wrote() {
+    const BLOCKS: u32 = 20;
+    let x = Buffer::from_slice(&[0u32; BLOCKS as usize + 2]);
+    let p = x.as_mut_ptr();
+    let kernel = |fence: bool| {
+        move || unsafe {
+            let (x, b) = (GlobalMut::new(p), thread::block_idx_x());
+            x.set(b, b);
+            if fence {
+                thread::device_fence();
+            }
+            if atomic::fetch_add_u32(p.add(BLOCKS as usize), 1) == BLOCKS - 1 {
+                thread::device_fence();
+                let sum = (0..BLOCKS).map(|i| x.get(i)).sum();
+                x.set(BLOCKS + 1, sum);
+                x.set(BLOCKS, 0);
+            }
+        }
+    };
+    run(launch().grid(BLOCKS).race(true), kernel(true)).unwrap();
+    assert_eq!(x.to_vec()[BLOCKS as usize..], [0, BLOCKS * (BLOCKS - 1) / 2]);
+    assert!(matches!(error(launch().grid(BLOCKS).race(true), kernel(false)).kind, ErrorKind::Race { .. }));
+}
+
+#[test]
+fn flags_in_shared_memory_order_threads() {
+    use atomic::{Acquire, Block, Relaxed, Release};
+    let kernel = |release: bool| {
+        move || unsafe {
+            let s = Carver::new().take::<u32>(2);
+            if thread::thread_idx_x() == 0 {
+                s.set(1u32, 0);
+            }
+            thread::sync_threads();
+            if thread::thread_idx_x() == 32 {
+                s.set(0u32, 5);
+                if release { s.store(1u32, 1, Block, Release) } else { s.store(1u32, 1, Block, Relaxed) }
+            } else if thread::thread_idx_x() == 0 {
+                while s.load(1u32, Block, Acquire) == 0 {}
+                assert_eq!(s.get(0u32), 5);
+            }
+        }
+    };
+    let l = || launch().block(64).shared_bytes(8).race(true);
+    run(l(), kernel(true)).unwrap();
+    assert!(matches!(error(l(), kernel(false)).kind, ErrorKind::Race { space: simt::Space::Shared, .. }));
+}
+
+// --- Hopper -------------------------------------------------------------------
+
+#[test]
+fn bulk_store_that_nobody_waits_for() {
+    let y = Buffer::<f32>::poisoned(4);
+    let p = y.as_mut_ptr();
+    let kernel = |wait: bool| {
+        move || unsafe {
+            let s = Carver::new().take::<f32>(4);
+            (0..4u32).for_each(|i| s.set(i, i as f32));
+            tma::store_bulk(p, s.ptr(0u32), 16);
+            tma::commit_group();
+            if wait {
+                tma::wait_group_read::<0>();
+            }
+        }
+    };
+    run(launch().shared_bytes(16), kernel(true)).unwrap();
+    assert_eq!(y.to_vec(), [0.0, 1.0, 2.0, 3.0]);
+    let e = error(launch().shared_bytes(16), kernel(false));
+    assert!(e.to_string().contains("never waited for"), "{e}");
+}
+
+#[test]
+fn operands_overwritten_under_a_product() {
+    use cuda_std::wgmma::{self, Accumulator, Descriptor, K};
+    let kernel = |too_early: bool| {
+        move || unsafe {
+            let s = Carver::new().take_aligned::<half::f16>((64 + 8) * 64, 1024);
+            let t = thread::thread_idx_x();
+            let fill = |value: f32| (0..36).for_each(|i| s.set(t * 36 + i, half::f16::from_f32(value)));
+            fill(1.0);
+            tma::fence_async();
+            thread::sync_threads();
+            let (a, b) = (Descriptor::<K>::new(s.address(0u32)), Descriptor::<K>::new(s.address(64 * 64u32)));
+            let mut acc = <[f32; 4]>::zero();
+            acc.multiply::<half::f16, 4, _, _>(a, b, false);
+            if too_early {
+                thread::sync_threads();
+                fill(2.0);
+            }
+            wgmma::wait::<0>(&mut acc);
+            assert_eq!(acc, [64.0; 4]);
+        }
+    };
+    let l = || launch().block(128).shared_bytes(72 * 128).race(true);
+    run(l(), kernel(false)).unwrap();
+    let e = error(l(), kernel(true));
+    assert!(e.to_string().contains("under a wgmma in flight"), "{e}");
+}
+
+#[test]
+fn clusters_of_several_blocks() {
+    let e = error(launch(), cuda_std::cluster::dims::<2>);
+    assert!(e.to_string().contains("clusters of more than one block"), "{e}");
+}
+
 // --- control ---------------------------------------------------------------
 
 #[test]

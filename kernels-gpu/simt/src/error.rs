@@ -9,12 +9,16 @@ pub type Loc = &'static Location<'static>;
 /// Three unsigned coordinates or extents, as in CUDA.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Dim3 {
+    /// Runs fastest.
     pub x: u32,
+    /// In the middle.
     pub y: u32,
+    /// Runs slowest.
     pub z: u32,
 }
 
 impl Dim3 {
+    /// From the three coordinates.
     pub const fn new(x: u32, y: u32, z: u32) -> Self {
         Self { x, y, z }
     }
@@ -58,7 +62,9 @@ impl From<(u32, u32, u32)> for Dim3 {
 /// Which memory an access went to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Space {
+    /// Dynamic shared memory of the block.
     Shared,
+    /// The device's memory.
     Global,
 }
 
@@ -74,8 +80,11 @@ impl fmt::Display for Space {
 /// How an access touched memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
+    /// A plain or vector load, or an asynchronous copy from there.
     Read,
+    /// A plain or vector store, or an asynchronous copy to there.
     Write,
+    /// An atomic operation, of which two never conflict.
     Atomic,
 }
 
@@ -89,7 +98,8 @@ impl fmt::Display for Access {
     }
 }
 
-/// What one thread was doing when its block could not go on.
+/// What one thread was doing when its block could not go on: `op` is the operation, `at` the kernel's call of it.
+#[allow(missing_docs)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadState {
     /// Returned from the kernel.
@@ -105,13 +115,19 @@ pub enum ThreadState {
 /// One thread of a stuck block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StuckThread {
+    /// Its coordinates.
     pub thread: Dim3,
     /// Position in the block, `x` fastest; `/ 32` is the warp, `% 32` the lane.
     pub linear: u32,
+    /// What it waits for.
     pub state: ThreadState,
 }
 
 /// The ways a launch fails.
+///
+/// `thread` is the coordinates of the thread to blame in its block, `at` the line of the kernel; `offset` counts bytes from
+/// the beginning of a buffer (or of shared memory) of `len` bytes, and may be negative.
+#[allow(missing_docs)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
     /// The launch configuration is not one a GPU would accept.
@@ -133,6 +149,7 @@ pub enum ErrorKind {
         space: Space,
         offset: usize,
         first: Access,
+        first_block: Dim3,
         first_thread: Dim3,
         first_at: Loc,
         second: Access,
@@ -146,8 +163,11 @@ pub enum ErrorKind {
 /// A failed launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LaunchError {
+    /// Its name.
     pub kernel: String,
+    /// The block that failed.
     pub block: Dim3,
+    /// How.
     pub kind: ErrorKind,
 }
 
@@ -184,13 +204,22 @@ impl fmt::Display for LaunchError {
             ErrorKind::RedzoneHit { space, offset, len } => {
                 write!(f, "an unchecked {space} write landed at byte offset {offset} of a {len}-byte region")
             }
-            ErrorKind::Race { space, offset, first, first_thread, first_at, second, second_thread, second_at } => {
-                write!(
-                    f,
-                    "data race on {space} memory at byte offset {offset}: no barrier orders\n    \
-                 {first} by thread {first_thread} at {first_at}\n    \
-                 {second} by thread {second_thread} at {second_at}"
-                )
+            ErrorKind::Race {
+                space,
+                offset,
+                first,
+                first_block,
+                first_thread,
+                first_at,
+                second,
+                second_thread,
+                second_at,
+            } => {
+                write!(f, "data race on {space} memory at byte offset {offset}: nothing orders\n    {first} by ")?;
+                if *first_block != self.block {
+                    write!(f, "block {first_block}, ")?;
+                }
+                write!(f, "thread {first_thread} at {first_at}\n    {second} by thread {second_thread} at {second_at}")
             }
             ErrorKind::Uninitialised { thread, offset, at } => write!(
                 f,

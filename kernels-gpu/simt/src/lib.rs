@@ -14,6 +14,7 @@ mod asynch;
 mod block;
 mod error;
 mod fiber;
+mod global_race;
 mod launch;
 mod memory;
 mod race;
@@ -35,6 +36,7 @@ pub use tensor::{ldmatrix, mma, mma_m16n8k16, stmatrix};
 pub use wgmma::{Left, Operand, wgmma, wgmma_commit, wgmma_wait};
 
 use block::current;
+use global_race::Touch;
 use std::panic::Location;
 
 /// Position of the running thread in its block.
@@ -160,11 +162,13 @@ pub fn preempt_point() {
     current().maybe_preempt();
 }
 
-/// How an atomic access orders others.
+/// What an atomic access does, and how it orders others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AtomicOrder {
-    /// Later accesses of the thread come after it.
-    pub acquire: bool,
+    /// It reads.
+    pub reads: bool,
+    /// It writes.
+    pub writes: bool,
     /// Earlier accesses of the thread come before it.
     pub release: bool,
     /// Only among the threads of the block.
@@ -176,18 +180,57 @@ pub struct AtomicOrder {
 #[inline]
 #[track_caller]
 pub fn atomic_access(op: &'static str, address: usize, bytes: usize, order: AtomicOrder) {
-    let _ = order;
     poll(op);
     let (base, len) = shared_memory();
-    if (base as usize..base as usize + len).contains(&address) {
-        return check_shared(address, bytes, bytes, Access::Atomic);
+    let shared = (base as usize..base as usize + len).contains(&address);
+    let mut region = Region::ANY;
+    if shared {
+        check_shared(address, bytes, bytes, Access::Atomic);
+    } else {
+        check_alignment(address, bytes);
+        region = region_of(address);
+        if address < region.lo || address.saturating_add(bytes) > region.hi {
+            out_of_bounds(region, address, bytes, Access::Atomic);
+        }
+        preempt_point();
     }
-    check_alignment(address, bytes);
-    let region = region_of(address);
-    if address < region.lo || address.saturating_add(bytes) > region.hi {
-        out_of_bounds(region, address, bytes, Access::Atomic);
+    let lane = current();
+    let block = lane.block();
+    if block.race_on.get() {
+        if !shared {
+            let touch = Touch { thread: lane.linear, writes: order.writes, atomic: true, at: Location::caller() };
+            if let Err(e) = block.check_global_race(touch, region.lo, address, bytes) {
+                lane.fault(e);
+            }
+        }
+        let beyond = !shared && !order.block;
+        block.synchronise(lane.linear, address, beyond, order.reads, order.writes, order.release);
     }
-    preempt_point();
+}
+
+/// Where a checked access to global memory, in a buffer that begins at `lo`, may be preempted and is checked for races.
+/// Needed only if [`slow_accesses`].
+#[track_caller]
+pub fn global_access(lo: usize, address: usize, bytes: usize, access: Access) {
+    let lane = current();
+    lane.maybe_preempt();
+    if lane.block().race_on.get() {
+        let touch =
+            Touch { thread: lane.linear, writes: access != Access::Read, atomic: false, at: Location::caller() };
+        if let Err(e) = lane.block().check_global_race(touch, lo, address, bytes) {
+            lane.fault(e);
+        }
+    }
+}
+
+/// A memory fence of the running thread, of wider scope than the block or not.
+#[inline]
+pub fn fence(beyond_block: bool) {
+    std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+    let lane = current();
+    if lane.block().race_on.get() {
+        lane.block().fence(lane.linear, beyond_block);
+    }
 }
 
 /// Checks that an address in global memory is a multiple of `align`.

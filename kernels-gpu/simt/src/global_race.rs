@@ -1,0 +1,198 @@
+//! Race detection for global memory within one launch.
+//!
+//! Shadow memory, shared by all workers, keeps for each 4-byte word that was touched the last write and two readers
+//! (the first and the latest since that write). Two accesses conflict if they touch a common byte, one of them writes,
+//! and they are not both atomic. Whether a conflict is ordered:
+//!
+//! * Within a block by what orders shared memory as well: [`RaceState`]'s epochs and clocks.
+//! * Between blocks by atomics of device or system scope only. A block's clock advances whenever one of its threads
+//!   releases; who acquires the value learns the clock, and what it stands for, transitively. A relaxed atomic releases
+//!   what came before the block's last device fence. Every atomic that reads acquires: a fence may follow, and a wrong
+//!   alarm would be worse than a race that is missed. For the same reason a release counts for the whole block.
+//!
+//! As few records are kept, a race may be missed, but none is invented.
+
+use crate::error::{Access, Loc};
+use crate::race::RaceState;
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+/// Words of a page of shadow memory.
+const PAGE: usize = 256;
+const SHARDS: usize = 64;
+
+#[derive(Clone, Copy)]
+struct Record {
+    at: Loc,
+    block: u32,
+    /// The block's epoch and the thread's clock, for its own block.
+    epoch: u32,
+    clock: u32,
+    /// The block's clock, for others.
+    when: u32,
+    thread: u16,
+    /// Bytes of the word.
+    bytes: u8,
+    atomic: bool,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Cell {
+    write: Option<Record>,
+    reads: [Option<Record>; 2],
+}
+
+type Clocks = HashMap<u32, u32>;
+
+/// What the blocks of one launch share.
+pub(crate) struct GlobalRace {
+    pages: [Mutex<HashMap<usize, Box<[Cell; PAGE]>>>; SHARDS],
+    /// What has been released to each atomic location, by block.
+    released: Mutex<HashMap<usize, Clocks>>,
+}
+
+/// What one block knows of the others.
+#[derive(Default)]
+pub(crate) struct GlobalView {
+    block: u32,
+    clock: u32,
+    /// What was before the last fence of device scope.
+    fenced: u32,
+    known: Clocks,
+}
+
+impl GlobalView {
+    pub(crate) fn reset(&mut self, block: u32) {
+        *self = Self { block, clock: 1, fenced: 0, known: Clocks::new() };
+    }
+
+    /// A fence of device or system scope.
+    pub(crate) fn fence(&mut self) {
+        self.fenced = self.clock;
+        self.clock += 1;
+    }
+}
+
+/// An access that conflicts with an earlier one.
+pub(crate) struct Conflict {
+    pub(crate) address: usize,
+    pub(crate) block: u32,
+    pub(crate) thread: u32,
+    pub(crate) access: Access,
+    pub(crate) at: Loc,
+}
+
+/// What a thread does to memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Touch {
+    pub(crate) thread: u32,
+    pub(crate) writes: bool,
+    pub(crate) atomic: bool,
+    pub(crate) at: Loc,
+}
+
+impl GlobalRace {
+    pub(crate) fn new() -> Self {
+        Self { pages: std::array::from_fn(|_| Mutex::default()), released: Mutex::default() }
+    }
+
+    /// An atomic operation of device or system scope at `address`.
+    pub(crate) fn synchronise(&self, view: &mut GlobalView, address: usize, reads: bool, writes: bool, release: bool) {
+        let mut all = self.released.lock().unwrap_or_else(PoisonError::into_inner);
+        let released = all.entry(address).or_default();
+        if reads {
+            for (&block, &clock) in released.iter() {
+                let known = view.known.entry(block).or_default();
+                *known = clock.max(*known);
+            }
+        }
+        let up_to = if release { view.clock } else { view.fenced };
+        if writes && up_to > 0 {
+            for (&block, &clock) in view.known.iter().chain([(&view.block, &up_to)]) {
+                let old = released.entry(block).or_default();
+                *old = clock.max(*old);
+            }
+            view.clock += release as u32;
+        }
+    }
+
+    /// Records an access of `bytes` bytes.
+    pub(crate) fn access(
+        &self,
+        race: &RaceState,
+        view: &GlobalView,
+        touch: Touch,
+        address: usize,
+        bytes: usize,
+    ) -> Result<(), Conflict> {
+        let mut at = address;
+        while at < address + bytes {
+            let page = at / 4 / PAGE;
+            let end = (address + bytes).min((page + 1) * PAGE * 4);
+            let mut shard = self.pages[page % SHARDS].lock().unwrap_or_else(PoisonError::into_inner);
+            let cells = shard.entry(page).or_insert_with(|| Box::new([Cell::default(); PAGE]));
+            while at < end {
+                let word = at / 4;
+                let stop = end.min(word * 4 + 4);
+                let mask = (((1u32 << (stop - at)) - 1) << (at % 4)) as u8;
+                cells[word % PAGE].touch(race, view, touch, word * 4, mask)?;
+                at = stop;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Cell {
+    fn touch(
+        &mut self,
+        race: &RaceState,
+        view: &GlobalView,
+        touch: Touch,
+        address: usize,
+        bytes: u8,
+    ) -> Result<(), Conflict> {
+        let ordered = |r: &Record| {
+            if r.block == view.block {
+                race.ordered(touch.thread, r.thread as u32, r.epoch, r.clock)
+            } else {
+                view.known.get(&r.block).is_some_and(|&known| known >= r.when)
+            }
+        };
+        let check = |r: &Option<Record>, access: Access| match r {
+            Some(r) if r.bytes & bytes != 0 && !(r.atomic && touch.atomic) && !ordered(r) => Err(Conflict {
+                address: address + (r.bytes & bytes).trailing_zeros() as usize,
+                block: r.block,
+                thread: r.thread as u32,
+                access: if r.atomic { Access::Atomic } else { access },
+                at: r.at,
+            }),
+            _ => Ok(()),
+        };
+        check(&self.write, Access::Write)?;
+        let (epoch, clock) = race.now(touch.thread);
+        let record = Some(Record {
+            at: touch.at,
+            block: view.block,
+            epoch,
+            clock,
+            when: view.clock,
+            thread: touch.thread as u16,
+            bytes,
+            atomic: touch.atomic,
+        });
+        if touch.writes {
+            check(&self.reads[0], Access::Read)?;
+            check(&self.reads[1], Access::Read)?;
+            self.write = record;
+            self.reads = [None; 2];
+        } else {
+            let mine = |r: &Option<Record>| {
+                r.is_none_or(|r| r.bytes & !bytes == 0 && (r.atomic == touch.atomic) && ordered(&r))
+            };
+            let slot = if mine(&self.reads[0]) { 0 } else { 1 };
+            self.reads[slot] = record;
+        }
+        Ok(())
+    }
+}
