@@ -3,14 +3,18 @@
 mod attention;
 mod ep;
 mod gemm;
+mod kv_cache;
 mod moe;
 mod norm;
+mod rope;
 
 fn main() {
     warploom_benches::main(|harness| {
         attention::benches(harness);
         gemm::benches(harness);
         norm::benches(harness);
+        rope::benches(harness);
+        kv_cache::benches(harness);
         moe::benches(harness);
         ep::benches(harness);
     });

@@ -44,18 +44,22 @@ impl Use {
 
 /// Whether two elements of a tensor may have one address, as in a view with a stride of 0.
 pub(crate) fn shares_elements<T>(tensor: &Tensor<T>) -> bool {
-    let mut dims: Vec<(usize, usize)> = tensor.strides().iter().copied().zip(tensor.shape().iter().copied()).collect();
     if tensor.is_empty() {
         return false;
     }
-    dims.sort_unstable();
-    // Each dimension steps over all that the finer ones span.
-    let mut span = 1;
-    for (stride, n) in dims.into_iter().filter(|(_, n)| *n > 1) {
-        if stride < span {
+    // Each dimension, from the finest on, must step over all that the finer ones span. There are few, so no sorting.
+    let (shape, strides) = (tensor.shape(), tensor.strides());
+    let (mut span, mut done) = (1, 0u32);
+    for _ in 0..shape.len() {
+        let open = |d: &usize| shape[*d] > 1 && done >> *d & 1 == 0;
+        let Some(d) = (0..shape.len()).filter(open).min_by_key(|&d| strides[d]) else {
+            break;
+        };
+        if strides[d] < span {
             return true;
         }
-        span += (n - 1) * stride;
+        span += (shape[d] - 1) * strides[d];
+        done |= 1 << d;
     }
     false
 }

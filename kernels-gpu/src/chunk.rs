@@ -11,11 +11,14 @@ use core::mem::MaybeUninit;
 use cuda_std::vec::{B64, B128};
 use cuda_std::{Element, Global, GlobalMut};
 
-/// Whether chunks of `chunk_bytes` can be moved whole: `places` is the bitwise or of the base address and of all
-/// strides and offsets, in bytes; its lower bits are enough.
+/// Whether chunks of `N` elements can be moved whole: `addresses` is the bitwise or of base addresses, `places` that of
+/// all strides and offsets in elements.
 #[inline(always)]
-pub fn aligned(places: u32, chunk_bytes: usize) -> bool {
-    places & (if chunk_bytes < 16 { chunk_bytes as u32 } else { 16 } - 1) == 0
+pub fn aligned<T, const N: usize>(addresses: usize, places: usize) -> bool {
+    let bytes = const { if N * size_of::<T>() < 16 { N * size_of::<T>() } else { 16 } };
+    // The lower halves are enough, and cost half as much.
+    let places = addresses as u32 | (size_of::<T>() as u32 * places as u32);
+    places & (bytes as u32 - 1) == 0
 }
 
 /// The chunk at element `i`.

@@ -28,6 +28,7 @@ pub mod kv_cache;
 pub mod moe;
 #[cfg(feature = "norm")]
 pub mod norm;
+pub mod operand;
 pub mod rope;
 pub mod row;
 mod tensor_float;

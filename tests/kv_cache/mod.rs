@@ -6,6 +6,7 @@ use warploom::{Device, Tensor};
 use warploom_tests::noise_of;
 
 mod advance;
+mod allocator;
 mod copy_blocks;
 mod gather_cache;
 mod layout;

@@ -1,11 +1,13 @@
 //! The paged key/value cache: layouts, writing, copying, swapping, gathering, and the allocator of its blocks.
 
+pub mod allocator;
 pub mod copy_blocks;
 pub mod gather_cache;
 pub mod layout;
 pub mod reshape_and_cache;
 pub mod swap;
 
+pub use allocator::{AllocatorError, BlockAllocator, Sequence, Swap};
 pub use copy_blocks::{CacheLayers, check_pairs, copy_blocks};
 pub use gather_cache::gather_cache;
 pub use layout::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides, Scales, StoreAs, check_slots};

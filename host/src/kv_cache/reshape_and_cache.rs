@@ -73,7 +73,7 @@ pub(crate) const fn token_major(tokens: u32, heads: u32, chunks: u32) -> Geometr
 }
 
 /// `n` things in as few equal shares as possible, of at most `most` (or 1): how many there are in a share.
-const fn share(n: u32, most: u32) -> u32 {
+pub(crate) const fn share(n: u32, most: u32) -> u32 {
     if n == 0 || most < 2 {
         return 1;
     }

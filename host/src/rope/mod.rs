@@ -1,7 +1,11 @@
 //! Rotary position embedding: rotating queries and keys, and the cos/sin cache that says by how much.
 
 pub mod cache;
+pub mod qk_norm_rotary;
 pub mod rotary;
+pub mod rotary_and_cache;
 
 pub use cache::{Scaling, cache};
+pub use qk_norm_rotary::qk_norm_rotary;
 pub use rotary::{Pairing, rotary};
+pub use rotary_and_cache::rotary_and_cache;

@@ -3,8 +3,9 @@
 //! A block of threads copies 16 KiB of one tensor's block: each thread four vectors of 16 bytes, all loaded before the
 //! first is stored. Grid: (pairs, tensors, pieces of 16 KiB). What is not aligned to 16 bytes goes byte by byte.
 
+use crate::operand;
 use cuda_std::vec::{B128, Streaming};
-use cuda_std::{Global, GlobalMut, atomic, entries, thread};
+use cuda_std::{Global, GlobalMut, entries, thread};
 
 /// Threads of a block.
 pub const THREADS: u32 = 256;
@@ -30,9 +31,7 @@ pub unsafe fn copy_blocks(
     let (from, to) = (pairs.get(0u32), pairs.get(1u32));
     let base = Global::new(tensors).get(tensor);
     let known = (from as u64) < blocks as u64 && (to as u64) < blocks as u64;
-    if !known && tensor == 0 && piece == 0 && tid == 0 && !status.is_null() {
-        atomic::fetch_add(status, 1, atomic::Device, atomic::Relaxed);
-    }
+    operand::count(status, !known && tensor == 0 && piece == 0 && tid == 0);
     if !known {
         return;
     }

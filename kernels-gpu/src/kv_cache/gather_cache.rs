@@ -5,31 +5,11 @@
 //! busy, and the host needs to know the total only.
 
 use crate::chunk;
-use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_slot};
+use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, load, split_slot};
 use crate::kv_cache::reshape_and_cache::SCALE_PER_HEAD;
 use crate::kv_cache::{CacheElement, StoreAs};
-use cuda_std::{E4M3, E5M2, Global, GlobalMut, atomic, bf16, entries, f16, thread};
-
-/// A chunk from `dim` on: at once where the layout keeps it together.
-#[inline(always)]
-#[track_caller]
-unsafe fn load<S: CacheElement, L: PageLayout, const N: usize>(
-    page: Global<S>,
-    layout: L,
-    token: u32,
-    dim: u32,
-) -> [S; N] {
-    if const { L::RUN >= N } {
-        return chunk::load(page, layout.within(token, dim));
-    }
-    let mut out = [page.get(layout.within(token, dim)); N];
-    let mut j = 1;
-    while j < N {
-        out[j] = page.get(layout.within(token, dim + j as u32));
-        j += 1;
-    }
-    out
-}
+use crate::operand;
+use cuda_std::{E4M3, E5M2, Global, GlobalMut, bf16, entries, f16, thread};
 
 /// Where a token of the output is in the cache: block and place in the block.
 enum Place {
@@ -143,9 +123,7 @@ pub unsafe fn gather_cache<
         Place::At(block, at) => (block, at),
         Place::Nowhere => return,
         Place::Wrong => {
-            if head == 0 && part == 0 && !status.is_null() {
-                atomic::fetch_add(status, 1, atomic::Device, atomic::Relaxed);
-            }
+            operand::count(status, head == 0 && part == 0);
             return;
         }
     };
@@ -159,22 +137,14 @@ pub unsafe fn gather_cache<
     let key_page = key_cache.offset(key_layout.page(block, head));
     let value_page = value_cache.offset(value_layout.page(block, head));
 
-    let targets = key as usize as u32
-        | value as usize as u32
-        | size_of::<T>() as u32 * (key_token_stride | key_head_stride | value_token_stride | value_head_stride) as u32;
+    let rows = key_token_stride | key_head_stride | value_token_stride | value_head_stride;
     // Single elements of a run are aligned anyway.
-    let mut pages = 0;
-    if K::RUN >= N {
-        let strides = (key_page_block_stride | key_page_head_stride | key_page_token_stride) as u32;
-        pages |= key_cache.ptr(0u32) as usize as u32 | size_of::<S>() as u32 * strides;
-    }
-    if V::RUN >= N {
-        let strides = (value_page_block_stride | value_page_head_stride | value_page_token_stride) as u32;
-        pages |= value_cache.ptr(0u32) as usize as u32 | size_of::<S>() as u32 * strides;
-    }
+    let key_pages = key_page_block_stride | key_page_head_stride | key_page_token_stride;
+    let value_pages = value_page_block_stride | value_page_head_stride | value_page_token_stride;
     let whole = head_dim.is_multiple_of(N as u32)
-        && chunk::aligned(targets, N * size_of::<T>())
-        && chunk::aligned(pages, N * size_of::<S>());
+        && chunk::aligned::<T, N>(key as usize | value as usize, rows)
+        && (K::RUN < N || chunk::aligned::<S, N>(key_cache.ptr(0u32) as usize, key_pages))
+        && (V::RUN < N || chunk::aligned::<S, N>(value_cache.ptr(0u32) as usize, value_pages));
 
     if whole {
         let dim = part * N as u32;

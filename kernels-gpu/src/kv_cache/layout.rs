@@ -16,6 +16,10 @@
 //! Offsets count elements in `usize`: a cache may have more than 2^32 of them. Within a page `u32` would do, but the
 //! sum is an address anyway.
 
+use crate::chunk;
+use crate::kv_cache::CacheElement;
+use cuda_std::{Global, GlobalMut};
+
 /// Addresses within a cache tensor. A value of it is three strides in registers.
 pub trait PageLayout: Copy {
     /// How many elements along the head dimension lie next to each other, from multiples of that number on;
@@ -105,6 +109,53 @@ impl PageLayout for XSplitValue {
     #[inline(always)]
     fn within(self, token: u32, dim: u32) -> usize {
         dim as usize * self.block_size as usize + token as usize
+    }
+}
+
+/// A chunk of a page from `dim` on: by one access where the layout keeps it together.
+///
+/// # Safety
+/// In bounds; aligned as [`chunk::load`] asks where it is one access.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load<S: CacheElement, L: PageLayout, const N: usize>(
+    page: Global<S>,
+    layout: L,
+    token: u32,
+    dim: u32,
+) -> [S; N] {
+    if const { L::RUN >= N } {
+        return chunk::load(page, layout.within(token, dim));
+    }
+    let mut out = [page.get(layout.within(token, dim)); N];
+    let mut j = 1;
+    while j < N {
+        out[j] = page.get(layout.within(token, dim + j as u32));
+        j += 1;
+    }
+    out
+}
+
+/// Stores a chunk of a page from `dim` on: by one access where the layout keeps it together.
+///
+/// # Safety
+/// As for [`load`], and nobody else accesses it unordered.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn store<S: CacheElement, L: PageLayout, const N: usize>(
+    page: GlobalMut<S>,
+    layout: L,
+    token: u32,
+    dim: u32,
+    chunk: [S; N],
+) {
+    if const { L::RUN >= N } {
+        return chunk::store(page, layout.within(token, dim), chunk);
+    }
+    let mut j = 0;
+    while j < N {
+        page.set(layout.within(token, dim + j as u32), chunk[j]);
+        j += 1;
     }
 }
 

@@ -10,56 +10,15 @@
 //!   scattered slots (decoding) cost nothing extra.
 
 use crate::chunk;
-use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_slot};
+use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_slot, store};
 use crate::kv_cache::{CacheElement, StoreAs};
-use cuda_std::{E4M3, E5M2, Global, GlobalMut, atomic, bf16, entries, f16, float, thread};
+use crate::operand;
+use cuda_std::{E4M3, E5M2, Global, GlobalMut, bf16, entries, f16, float, thread};
 
 /// `slots` holds 64-bit numbers rather than 32-bit ones.
 pub const SLOTS_I64: u32 = 1;
 /// There is a scale for each head rather than one for all.
 pub const SCALE_PER_HEAD: u32 = 2;
-
-/// Stores a chunk from `dim` on: at once where the layout keeps it together.
-#[inline(always)]
-#[track_caller]
-pub(crate) unsafe fn store<S: CacheElement, L: PageLayout, const N: usize>(
-    page: GlobalMut<S>,
-    layout: L,
-    token: u32,
-    dim: u32,
-    chunk: [S; N],
-) {
-    if const { L::RUN >= N } {
-        return chunk::store(page, layout.within(token, dim), chunk);
-    }
-    let mut j = 0;
-    while j < N {
-        page.set(layout.within(token, dim + j as u32), chunk[j]);
-        j += 1;
-    }
-}
-
-/// What a slot says: `None` to skip the token. Numbers outside of the cache other than -1 count in `status`.
-#[inline(always)]
-#[track_caller]
-pub(crate) unsafe fn usable(slot: i64, slot_count: usize, status: *mut u32, count_it: bool) -> bool {
-    let usable = (slot as u64) < slot_count as u64;
-    if !usable && slot != -1 && count_it && !status.is_null() {
-        atomic::fetch_add(status, 1, atomic::Device, atomic::Relaxed);
-    }
-    usable
-}
-
-/// The slot of a token.
-#[inline(always)]
-#[track_caller]
-pub(crate) unsafe fn slot_of(slots: *const u8, token: u32, flags: u32) -> i64 {
-    if flags & SLOTS_I64 != 0 {
-        Global::new(slots.cast::<i64>()).get(token)
-    } else {
-        Global::new(slots.cast::<i32>()).get(token) as i64
-    }
-}
 
 /// `key`, `value`: `[tokens, heads, dim]` by strides; caches by their layouts' strides. Grid and block: with
 /// `TOKENS_FIRST` (tokens, heads, chunks) and (tokens, chunks, heads), else (tokens, heads, chunks) and (chunks, heads,
@@ -123,29 +82,23 @@ pub unsafe fn reshape_and_cache<
         (float::recip(Global::new(key_scale).get(at)), float::recip(Global::new(value_scale).get(at)))
     };
 
-    let sources = key as usize as u32
-        | value as usize as u32
-        | size_of::<T>() as u32 * (key_token_stride | key_head_stride | value_token_stride | value_head_stride) as u32;
+    let rows = key_token_stride | key_head_stride | value_token_stride | value_head_stride;
     // Single elements of a run are aligned anyway.
-    let mut pages = 0;
-    if K::RUN >= N {
-        let strides = (key_page_block_stride | key_page_head_stride | key_page_token_stride) as u32;
-        pages |= key_cache.ptr(0u32) as usize as u32 | size_of::<S>() as u32 * strides;
-    }
-    if V::RUN >= N {
-        let strides = (value_page_block_stride | value_page_head_stride | value_page_token_stride) as u32;
-        pages |= value_cache.ptr(0u32) as usize as u32 | size_of::<S>() as u32 * strides;
-    }
+    let key_pages = key_page_block_stride | key_page_head_stride | key_page_token_stride;
+    let value_pages = value_page_block_stride | value_page_head_stride | value_page_token_stride;
     let whole = head_dim.is_multiple_of(N as u32)
-        && chunk::aligned(sources, N * size_of::<T>())
-        && chunk::aligned(pages, N * size_of::<S>());
+        && chunk::aligned::<T, N>(key as usize | value as usize, rows)
+        && (K::RUN < N || chunk::aligned::<S, N>(key_cache.ptr(0u32) as usize, key_pages))
+        && (V::RUN < N || chunk::aligned::<S, N>(value_cache.ptr(0u32) as usize, value_pages));
 
     if whole {
         let dim = part * N as u32;
         let k: [T; N] = chunk::load(key_row, dim as usize);
         let v: [T; N] = chunk::load(value_row, dim as usize);
-        let slot = slot_of(slots, token, flags);
-        if usable(slot, slot_count, status, head == 0 && part == 0) {
+        let slot = operand::integer(slots, token, flags & SLOTS_I64 != 0);
+        let usable = (slot as u64) < slot_count as u64;
+        operand::count(status, !usable && slot != -1 && head == 0 && part == 0);
+        if usable {
             let (block, at) = split_slot(slot as u64, block_size);
             let key_page = key_cache.offset(key_layout.page(block, head));
             let value_page = value_cache.offset(value_layout.page(block, head));
@@ -153,8 +106,10 @@ pub unsafe fn reshape_and_cache<
             store(value_page, value_layout, at, dim, T::store(v, inverse_value_scale));
         }
     } else {
-        let slot = slot_of(slots, token, flags);
-        if !usable(slot, slot_count, status, head == 0 && part == 0) {
+        let slot = operand::integer(slots, token, flags & SLOTS_I64 != 0);
+        let usable = (slot as u64) < slot_count as u64;
+        operand::count(status, !usable && slot != -1 && head == 0 && part == 0);
+        if !usable {
             return;
         }
         let (block, at) = split_slot(slot as u64, block_size);

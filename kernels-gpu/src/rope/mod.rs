@@ -5,4 +5,8 @@
 pub mod rotation;
 
 #[cfg(feature = "rope")]
+pub mod qk_norm_rotary;
+#[cfg(feature = "rope")]
 pub mod rotary;
+#[cfg(feature = "rope")]
+pub mod rotary_and_cache;

@@ -9,8 +9,9 @@
 //! and counts in `status`.
 
 use crate::chunk;
-use crate::rope::rotation::{ANGLES_F32, Angles, INVERSE, angle_part, position_of, turn};
-use cuda_std::{Float, Global, GlobalMut, atomic, bf16, entries, f16, thread, vec};
+use crate::operand;
+use crate::rope::rotation::{ANGLES_F32, Angles, INVERSE, POSITIONS_I64, angle_part, turn};
+use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, thread, vec};
 
 /// `query`, `key`: `[tokens, heads, ..]` by strides, rotated in the `rot_dim` elements from `offset` on; `angles`:
 /// `[max_positions, rot_dim]`, dense. Grid: (tokens, heads of both, chunks); block: (chunks, heads, tokens).
@@ -54,20 +55,22 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
         .offset(token as usize * token_stride + head_of_its_own as usize * head_stride + offset as usize);
     let source = Global::new(x.ptr(0u32).cast_const());
 
-    let size = size_of::<T>() as u32;
-    let strides = (token_stride | head_stride) as u32 | offset;
-    let angle_size = if flags & ANGLES_F32 != 0 { 4 } else { size };
+    let angles_aligned = if flags & ANGLES_F32 != 0 {
+        chunk::aligned::<f32, N>(angles as usize, rot_dim as usize)
+    } else {
+        chunk::aligned::<T, N>(angles as usize, rot_dim as usize)
+    };
     let whole = half.is_multiple_of(N as u32)
-        && chunk::aligned(base as usize as u32 | size * strides, 16)
-        && chunk::aligned(angles as usize as u32 | angle_size * rot_dim, 16);
+        && chunk::aligned::<T, N>(base as usize, token_stride | head_stride | offset as usize)
+        && angles_aligned;
 
     if whole {
         let (at, pair_at) = (part as usize * N, half as usize + part as usize * N);
         let a: [T; N] = chunk::load(source, at);
         let b: [T; N] = chunk::load(source, pair_at);
-        let position = position_of(positions, token, flags);
+        let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
         let known = (position as u64) < max_positions as u64;
-        report(status, !known && head == 0 && part == 0);
+        operand::count(status, !known && head == 0 && part == 0);
         if known {
             let row = position as usize * rot_dim as usize;
             let angles = Angles::<N>::load::<T, H, INTERLEAVED>(angles, row, half, part, flags);
@@ -76,9 +79,9 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
             chunk::store::<T, N>(x, pair_at, vec::from_f32(b));
         }
     } else {
-        let position = position_of(positions, token, flags);
+        let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
         let known = (position as u64) < max_positions as u64;
-        report(status, !known && head == 0 && part == 0);
+        operand::count(status, !known && head == 0 && part == 0);
         if !known {
             return;
         }
@@ -94,15 +97,6 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
             x.set(j, T::from_f32(b));
             pair += parts;
         }
-    }
-}
-
-/// Counts a token whose position is not in the cache.
-#[inline(always)]
-#[track_caller]
-pub(crate) unsafe fn report(status: *mut u32, count_it: bool) {
-    if count_it && !status.is_null() {
-        atomic::fetch_add(status, 1, atomic::Device, atomic::Relaxed);
     }
 }
 

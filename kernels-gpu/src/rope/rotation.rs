@@ -17,17 +17,6 @@ pub const ANGLES_F32: u32 = 2;
 /// Turns back.
 pub const INVERSE: u32 = 4;
 
-/// The position of a token.
-#[inline(always)]
-#[track_caller]
-pub unsafe fn position_of(positions: *const u8, token: u32, flags: u32) -> i64 {
-    if flags & POSITIONS_I64 != 0 {
-        Global::new(positions.cast::<i64>()).get(token)
-    } else {
-        Global::new(positions.cast::<i32>()).get(token) as i64
-    }
-}
-
 /// Cosines and sines of `N` pairs.
 #[derive(Clone, Copy)]
 pub struct Angles<const N: usize> {

@@ -1,0 +1,220 @@
+//! Normalises the heads of queries and keys and rotates them, in place: one launch instead of three.
+//!
+//! `rotate(x / sqrt(mean(x²) + eps) * (weight + weight_offset))` for each head, in f32 with one rounding at the end. What
+//! Qwen3 and Gemma 3 do between projection and attention. Sources: [`norm::rms_norm`](crate::norm::rms_norm()) and
+//! [`rotary`](super::rotary()).
+
+use super::rotary::{Pairing, Rotation};
+use crate::check::Call;
+use crate::device::{Geometry, Stream};
+use crate::error::{Error, Result};
+use crate::kernels::rope::qk_norm_rotary as kernel;
+use crate::kernels::rope::rotation::{ANGLES_F32, INVERSE};
+use crate::kv_cache::reshape_and_cache::{share, status_word};
+use crate::tensor::Tensor;
+use cuda_std::{DType, Element, Entry, Float};
+
+pub use kernel::Args;
+
+/// The entry for an element type, if there is one; `narrow` is for what is not [`wide`].
+pub const fn entry(dtype: DType, pairing: Pairing, narrow: bool) -> Option<Entry<Args>> {
+    use kernel::*;
+    Some(match (dtype, pairing, narrow) {
+        (DType::F32, Pairing::Neox, false) => qk_norm_rotary_neox_f32::ENTRY,
+        (DType::F16, Pairing::Neox, false) => qk_norm_rotary_neox_f16::ENTRY,
+        (DType::Bf16, Pairing::Neox, false) => qk_norm_rotary_neox_bf16::ENTRY,
+        (DType::F32, Pairing::Gptj, false) => qk_norm_rotary_gptj_f32::ENTRY,
+        (DType::F16, Pairing::Gptj, false) => qk_norm_rotary_gptj_f16::ENTRY,
+        (DType::Bf16, Pairing::Gptj, false) => qk_norm_rotary_gptj_bf16::ENTRY,
+        (DType::F32, Pairing::Neox, true) => qk_norm_rotary_narrow_neox_f32::ENTRY,
+        (DType::F16, Pairing::Neox, true) => qk_norm_rotary_narrow_neox_f16::ENTRY,
+        (DType::Bf16, Pairing::Neox, true) => qk_norm_rotary_narrow_neox_bf16::ENTRY,
+        (DType::F32, Pairing::Gptj, true) => qk_norm_rotary_narrow_gptj_f32::ENTRY,
+        (DType::F16, Pairing::Gptj, true) => qk_norm_rotary_narrow_gptj_f16::ENTRY,
+        (DType::Bf16, Pairing::Gptj, true) => qk_norm_rotary_narrow_gptj_bf16::ENTRY,
+        _ => return None,
+    })
+}
+
+/// Elements of a chunk: 16 bytes of them, or one.
+const fn chunk(dtype: DType, narrow: bool) -> u32 {
+    if narrow { 1 } else { 16 / dtype.size() as u32 }
+}
+
+/// Pairs of chunks of a head.
+const fn pairs(args: &Args, n: u32) -> u32 {
+    args.rot_dim / 2 / n + ((args.head_dim - args.rot_dim) / n).div_ceil(2)
+}
+
+/// Whether heads can be read and written 16 bytes at a time, each by at most 32 lanes.
+pub fn wide(dtype: DType, args: &Args) -> bool {
+    let (n, size) = (chunk(dtype, false), dtype.size());
+    let addresses = [args.query.cast_const(), args.key.cast_const(), args.query_weight, args.key_weight];
+    let places = addresses.iter().fold(0, |p, a| p | *a as usize)
+        | size * (args.query_token_stride | args.query_head_stride | args.key_token_stride | args.key_head_stride);
+    let angle_size = if args.flags & ANGLES_F32 != 0 { 4 } else { size };
+    places.is_multiple_of(16)
+        && (args.angles as usize | angle_size * args.rot_dim as usize).is_multiple_of(16)
+        && (args.rot_dim / 2 | args.offset | args.head_dim).is_multiple_of(n)
+        && pairs(args, n) <= 32
+}
+
+/// How to launch it.
+pub const fn geometry(dtype: DType, tokens: u32, args: &Args, narrow: bool) -> Geometry {
+    let items = if narrow { kernel::NARROW_ITEMS } else { 1 };
+    let lanes = pairs(args, chunk(dtype, narrow)).div_ceil(items).next_power_of_two();
+    // Whole warps, since lanes are combined by shuffles.
+    let heads = args.query_heads + args.key_heads;
+    let y = share(heads, 256 / lanes).next_multiple_of(32 / lanes);
+    Geometry::new([tokens, heads.div_ceil(y), 1], [lanes, y, 1])
+}
+
+/// Launches on raw pointers (layer L1), as [`Args`] says.
+///
+/// # Errors
+/// [`Error::Unsupported`] for an element type without an entry, or heads of more than 512 elements (256 pairs that turn);
+/// those of [`Stream::launch`].
+///
+/// # Safety
+/// As for [`rotary::launch`](super::rotary::launch); the weights are `[head_dim]` or null.
+pub unsafe fn launch(stream: &Stream, dtype: DType, pairing: Pairing, tokens: u32, args: &Args) -> Result<()> {
+    let narrow = !wide(dtype, args);
+    let unsupported = |what| Error::Unsupported { op: "qk_norm_rotary", what };
+    if narrow && pairs(args, 1) > 32 * kernel::NARROW_ITEMS {
+        return Err(unsupported(format!("heads of {} elements; at most 512", args.head_dim)));
+    }
+    let entry = entry(dtype, pairing, narrow)
+        .ok_or_else(|| unsupported(format!("no kernel for {dtype}; there are f32, f16 and bf16")))?;
+    // SAFETY: forwarded to the caller.
+    unsafe { stream.launch(&entry, &geometry(dtype, tokens, args, narrow), args) }
+}
+
+/// What [`qk_norm_rotary`] may be told besides.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct Options<'a> {
+    /// Added to the weights: 1 for Gemma's.
+    pub weight_offset: f32,
+    /// Where in a head the rotated part starts; 0.
+    pub offset: usize,
+    /// Turns back, after the normalisation.
+    pub inverse: bool,
+    /// The largest position, if the caller knows it: checked against the cache.
+    pub largest_position: Option<usize>,
+    /// `[1]`: counted up by the number of tokens whose position is outside of the cache.
+    pub status: Option<&'a mut Tensor<u32>>,
+}
+
+impl<'a> Options<'a> {
+    /// Adds this to the weights.
+    pub fn weight_offset(mut self, offset: f32) -> Self {
+        self.weight_offset = offset;
+        self
+    }
+
+    /// Rotates the elements from `offset` on.
+    pub fn offset(mut self, offset: usize) -> Self {
+        self.offset = offset;
+        self
+    }
+
+    /// Turns back.
+    pub fn inverse(mut self) -> Self {
+        self.inverse = true;
+        self
+    }
+
+    /// No position is larger.
+    pub fn largest_position(mut self, position: usize) -> Self {
+        self.largest_position = Some(position);
+        self
+    }
+
+    /// With a count of wrong positions.
+    pub fn status(mut self, status: &'a mut Tensor<u32>) -> Self {
+        self.status = Some(status);
+        self
+    }
+}
+
+/// Normalises each head of `query` and `key` and rotates it, in place.
+///
+/// Tensors, positions, angles and what happens to wrong positions are as for [`rotary`](super::rotary()); `query` and
+/// `key` have the same `head_dim`, at most 512. The weights are `[head_dim]`, dense, ones if `None`.
+///
+/// # Errors
+/// As for [`rotary`](super::rotary()); [`Value`](Error::Value) for an `eps` that is negative or not finite;
+/// [`Unsupported`](Error::Unsupported) for larger heads.
+#[allow(clippy::too_many_arguments, reason = "tensors, in the order of all operations")]
+pub fn qk_norm_rotary<T: Float, C: Float, I: Element>(
+    stream: &Stream,
+    query: &mut Tensor<T>,
+    mut key: Option<&mut Tensor<T>>,
+    query_weight: Option<&Tensor<T>>,
+    key_weight: Option<&Tensor<T>>,
+    positions: &Tensor<I>,
+    angles: &Tensor<C>,
+    pairing: Pairing,
+    eps: f32,
+    options: Options<'_>,
+) -> Result<()> {
+    let mut call = Call::new("qk_norm_rotary", stream);
+    let &[tokens, query_heads, head_dim] = query.shape() else {
+        return Err(call.bad_shape("query", query.shape(), "[tokens, heads, head_dim]"));
+    };
+    let rotation = Rotation::check(&mut call, positions, angles, T::DTYPE, tokens, options.largest_position)?;
+    rotation.check_head(&call, "query", query, options.offset)?;
+    let mut key_heads = 0;
+    let (mut key_token_stride, mut key_head_stride) = (0, 0);
+    if let Some(key) = &key {
+        let &[n, heads, dim] = key.shape() else {
+            return Err(call.bad_shape("key", key.shape(), "[tokens, kv_heads, head_dim]"));
+        };
+        if n != tokens || dim != head_dim {
+            return Err(call.bad_shape("key", key.shape(), format!("[{tokens}, kv_heads, {head_dim}], as `query`")));
+        }
+        rotation.check_head(&call, "key", key, options.offset)?;
+        key_heads = heads;
+        (key_token_stride, key_head_stride) = (key.strides()[0], key.strides()[1]);
+    }
+    for (arg, weight) in [("query_weight", query_weight), ("key_weight", key_weight)] {
+        if let Some(weight) = weight {
+            call.same_shape(arg, weight.shape(), &[head_dim])?;
+            call.contiguous(arg, weight)?;
+        }
+    }
+    call.value(eps >= 0.0 && eps.is_finite(), "eps", "finite and not negative", eps)?;
+    let heads = call.count("heads", query_heads + key_heads)?;
+    let query_heads = call.count("heads", query_heads)?;
+    let (query_token_stride, query_head_stride) = (query.strides()[0], query.strides()[1]);
+    let args = Args {
+        query: call.write("query", query)?,
+        key: call.write_opt("key", key.as_deref_mut())?,
+        query_weight: call.read_opt("query_weight", query_weight)?,
+        key_weight: call.read_opt("key_weight", key_weight)?,
+        positions: rotation.positions,
+        angles: rotation.angles,
+        status: status_word(&mut call, options.status)?,
+        query_token_stride,
+        query_head_stride,
+        key_token_stride,
+        key_head_stride,
+        max_positions: rotation.max_positions,
+        query_heads,
+        key_heads: heads - query_heads,
+        head_dim: call.count("head_dim", head_dim)?,
+        offset: call.count("offset", options.offset)?,
+        rot_dim: rotation.rot_dim,
+        flags: rotation.flags | if options.inverse { INVERSE } else { 0 },
+        eps,
+        weight_offset: options.weight_offset,
+    };
+    let tokens = call.count("tokens", tokens)?;
+    call.check_overlap()?;
+    if tokens == 0 || heads == 0 {
+        return Ok(());
+    }
+    // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; positions are
+    // checked by the kernel.
+    unsafe { launch(stream, T::DTYPE, pairing, tokens, &args) }
+}

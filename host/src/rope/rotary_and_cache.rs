@@ -1,0 +1,215 @@
+//! Rotates queries in place and writes rotated keys, and values, to the paged cache: one launch for
+//! [`rotary`](super::rotary()) and [`reshape_and_cache`](crate::kv_cache::reshape_and_cache()).
+//!
+//! Keys are rounded once, from the rotated f32 numbers to the cache's type. `key` itself stays as it is: it is read
+//! from the cache from here on.
+
+use super::rotary::{Pairing, Rotation};
+use crate::check::Call;
+use crate::device::{Geometry, Stream};
+use crate::error::{Error, Result};
+use crate::kernels::rope::rotary_and_cache as kernel;
+use crate::kv_cache::layout::{check_scales, write_cache};
+use crate::kv_cache::reshape_and_cache::{chunk_major, status_word, token_major};
+use crate::kv_cache::{CacheElement, CacheLayout, KvCache, Scales, StoreAs};
+use crate::tensor::Tensor;
+use cuda_std::{DType, Element, Entry, Float};
+
+pub use kernel::{Args, INTERLEAVED, SCALE_PER_HEAD, SLOTS_I64};
+
+/// The entry for tensors and a cache of these types, if there is one.
+pub const fn entry(layout: CacheLayout, dtype: DType, cache: DType) -> Option<Entry<Args>> {
+    use kernel::*;
+    Some(match (layout, dtype, cache) {
+        (CacheLayout::XSplit, DType::F32, DType::F32) => rotary_and_cache_xsplit_f32_f32::ENTRY,
+        (CacheLayout::XSplit, DType::F32, DType::E4m3) => rotary_and_cache_xsplit_f32_e4m3::ENTRY,
+        (CacheLayout::XSplit, DType::F32, DType::E5m2) => rotary_and_cache_xsplit_f32_e5m2::ENTRY,
+        (CacheLayout::XSplit, DType::F32, DType::I8) => rotary_and_cache_xsplit_f32_i8::ENTRY,
+        (CacheLayout::XSplit, DType::F16, DType::F16) => rotary_and_cache_xsplit_f16_f16::ENTRY,
+        (CacheLayout::XSplit, DType::F16, DType::E4m3) => rotary_and_cache_xsplit_f16_e4m3::ENTRY,
+        (CacheLayout::XSplit, DType::F16, DType::E5m2) => rotary_and_cache_xsplit_f16_e5m2::ENTRY,
+        (CacheLayout::XSplit, DType::F16, DType::I8) => rotary_and_cache_xsplit_f16_i8::ENTRY,
+        (CacheLayout::XSplit, DType::Bf16, DType::Bf16) => rotary_and_cache_xsplit_bf16_bf16::ENTRY,
+        (CacheLayout::XSplit, DType::Bf16, DType::E4m3) => rotary_and_cache_xsplit_bf16_e4m3::ENTRY,
+        (CacheLayout::XSplit, DType::Bf16, DType::E5m2) => rotary_and_cache_xsplit_bf16_e5m2::ENTRY,
+        (CacheLayout::XSplit, DType::Bf16, DType::I8) => rotary_and_cache_xsplit_bf16_i8::ENTRY,
+        (_, DType::F32, DType::F32) => rotary_and_cache_flat_f32_f32::ENTRY,
+        (_, DType::F32, DType::E4m3) => rotary_and_cache_flat_f32_e4m3::ENTRY,
+        (_, DType::F32, DType::E5m2) => rotary_and_cache_flat_f32_e5m2::ENTRY,
+        (_, DType::F32, DType::I8) => rotary_and_cache_flat_f32_i8::ENTRY,
+        (_, DType::F16, DType::F16) => rotary_and_cache_flat_f16_f16::ENTRY,
+        (_, DType::F16, DType::E4m3) => rotary_and_cache_flat_f16_e4m3::ENTRY,
+        (_, DType::F16, DType::E5m2) => rotary_and_cache_flat_f16_e5m2::ENTRY,
+        (_, DType::F16, DType::I8) => rotary_and_cache_flat_f16_i8::ENTRY,
+        (_, DType::Bf16, DType::Bf16) => rotary_and_cache_flat_bf16_bf16::ENTRY,
+        (_, DType::Bf16, DType::E4m3) => rotary_and_cache_flat_bf16_e4m3::ENTRY,
+        (_, DType::Bf16, DType::E5m2) => rotary_and_cache_flat_bf16_e5m2::ENTRY,
+        (_, DType::Bf16, DType::I8) => rotary_and_cache_flat_bf16_i8::ENTRY,
+        _ => return None,
+    })
+}
+
+/// How to launch it.
+pub const fn geometry(layout: CacheLayout, dtype: DType, args: &Args) -> Geometry {
+    let chunks = kernel::pairs(args.head_dim, args.rot_dim, 16 / dtype.size() as u32);
+    let heads = args.query_heads + 2 * args.kv_heads;
+    match layout {
+        CacheLayout::XSplit => token_major(args.tokens, heads, chunks),
+        _ => chunk_major(args.tokens, heads, chunks),
+    }
+}
+
+/// Launches on raw pointers (layer L1), as [`Args`] says.
+///
+/// # Errors
+/// [`Error::Unsupported`] for types without an entry, and those of [`Stream::launch`].
+///
+/// # Safety
+/// As for [`rotary::launch`](super::rotary::launch) and
+/// [`reshape_and_cache::launch`](crate::kv_cache::reshape_and_cache::launch).
+pub unsafe fn launch(stream: &Stream, layout: CacheLayout, dtype: DType, cache: DType, args: &Args) -> Result<()> {
+    let entry = entry(layout, dtype, cache).ok_or_else(|| Error::Unsupported {
+        op: "rotary_and_cache",
+        what: format!(
+            "no kernel from {dtype} to {cache}; there are f32, f16 and bf16 to themselves, e4m3, e5m2 and i8"
+        ),
+    })?;
+    // SAFETY: forwarded to the caller.
+    unsafe { stream.launch(&entry, &geometry(layout, dtype, args), args) }
+}
+
+/// What [`rotary_and_cache`] may be told besides.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct Options<'a> {
+    /// Where in a head the rotated part starts; 0.
+    pub offset: usize,
+    /// The largest position, if the caller knows it: checked against the rows of `angles`.
+    pub largest_position: Option<usize>,
+    /// Scales of an 8-bit cache.
+    pub scales: Option<Scales<'a>>,
+    /// `[1]`: counted up by the number of tokens whose position is outside of `angles`, or whose slot is outside of the
+    /// cache and not -1.
+    pub status: Option<&'a mut Tensor<u32>>,
+}
+
+impl<'a> Options<'a> {
+    /// Rotates the elements from `offset` on.
+    pub fn offset(mut self, offset: usize) -> Self {
+        self.offset = offset;
+        self
+    }
+
+    /// No position is larger.
+    pub fn largest_position(mut self, position: usize) -> Self {
+        self.largest_position = Some(position);
+        self
+    }
+
+    /// With these scales.
+    pub fn scales(mut self, key: &'a Tensor<f32>, value: &'a Tensor<f32>) -> Self {
+        self.scales = Some(Scales { key, value });
+        self
+    }
+
+    /// With a count of wrong positions and slots.
+    pub fn status(mut self, status: &'a mut Tensor<u32>) -> Self {
+        self.status = Some(status);
+        self
+    }
+}
+
+/// Rotates `query` in place, and `cache[slots[t]] = rotated key[t], value[t]` for each token `t`.
+///
+/// `query` is `[tokens, heads, head_dim]`, `key` and `value` are `[tokens, kv_heads, head_dim]`, dense in the last
+/// dimension; `positions`, `angles` and `pairing` are as for [`rotary`](super::rotary()); `slots`, the cache and its
+/// scales as for [`reshape_and_cache`](crate::kv_cache::reshape_and_cache()). The head dimension is the cache's.
+///
+/// A token whose position is not in `angles` is left out altogether; one whose slot is -1 or outside of the cache only
+/// has its query rotated. All of these but -1 count in [`Options::status`].
+///
+/// # Errors
+/// Those of the two operations.
+#[allow(clippy::too_many_arguments, reason = "tensors, in the order of all operations")]
+pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Element, J: Element>(
+    stream: &Stream,
+    query: &mut Tensor<T>,
+    cache: &mut KvCache<S>,
+    key: &Tensor<T>,
+    value: &Tensor<T>,
+    positions: &Tensor<I>,
+    angles: &Tensor<C>,
+    slots: &Tensor<J>,
+    pairing: Pairing,
+    options: Options<'_>,
+) -> Result<()> {
+    let mut call = Call::new("rotary_and_cache", stream);
+    let (layout, shape) = (cache.layout(), cache.shape());
+    let &[tokens, query_heads, head_dim] = query.shape() else {
+        return Err(call.bad_shape("query", query.shape(), "[tokens, heads, head_dim]"));
+    };
+    if head_dim != shape.head_dim {
+        let expected = format!("[tokens, heads, {}], as the cache", shape.head_dim);
+        return Err(call.bad_shape("query", query.shape(), expected));
+    }
+    let expected = [tokens, shape.heads, head_dim];
+    call.same_shape("key", key.shape(), &expected)?;
+    call.same_shape("value", value.shape(), &expected)?;
+    call.dense_last("value", value)?;
+    let rotation = Rotation::check(&mut call, positions, angles, T::DTYPE, tokens, options.largest_position)?;
+    rotation.check_head(&call, "query", query, options.offset)?;
+    call.dense_last("key", key)?;
+    call.same_shape("slots", slots.shape(), &[tokens])?;
+    call.contiguous("slots", slots)?;
+    call.dtype_among("slots", J::DTYPE, &[DType::I32, DType::I64])?;
+    let scales = check_scales(&mut call, options.scales, shape.heads, T::DTYPE, S::DTYPE)?;
+    let status = status_word(&mut call, options.status)?;
+    let (k, v) = (cache.key_strides(), cache.value_strides());
+    let (key_cache, value_cache) = write_cache(&mut call, cache)?;
+    let args = Args {
+        query_token_stride: query.strides()[0],
+        query_head_stride: query.strides()[1],
+        query: call.write("query", query)?,
+        key: call.read("key", key)?,
+        value: call.read("value", value)?,
+        key_cache,
+        value_cache,
+        positions: rotation.positions,
+        angles: rotation.angles,
+        slots: call.read("slots", slots)?.cast(),
+        key_scale: scales.key,
+        value_scale: scales.value,
+        status,
+        key_token_stride: key.strides()[0],
+        key_head_stride: key.strides()[1],
+        value_token_stride: value.strides()[0],
+        value_head_stride: value.strides()[1],
+        key_page_block_stride: k.block,
+        key_page_head_stride: k.head,
+        key_page_token_stride: k.token,
+        value_page_block_stride: v.block,
+        value_page_head_stride: v.head,
+        value_page_token_stride: v.token,
+        max_positions: rotation.max_positions,
+        slot_count: shape.slots(),
+        block_size: call.count("block_size", shape.block_size)?,
+        tokens: call.count("tokens", tokens)?,
+        query_heads: call.count("heads", query_heads)?,
+        kv_heads: call.count("heads", shape.heads)?,
+        head_dim: call.count("head_dim", head_dim)?,
+        offset: call.count("offset", options.offset)?,
+        rot_dim: rotation.rot_dim,
+        flags: rotation.flags
+            | if J::DTYPE == DType::I64 { SLOTS_I64 } else { 0 }
+            | if scales.per_head { SCALE_PER_HEAD } else { 0 }
+            | if pairing == Pairing::Gptj { INTERLEAVED } else { 0 },
+    };
+    call.count("heads", query_heads + 2 * shape.heads)?;
+    call.check_overlap()?;
+    if tokens == 0 {
+        return Ok(());
+    }
+    // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; positions and
+    // slots are checked by the kernel.
+    unsafe { launch(stream, layout, T::DTYPE, S::DTYPE, &args) }
+}

@@ -1,0 +1,326 @@
+//! Rotates queries in place, and writes rotated keys and values to their slots in the paged cache: one launch for
+//! [`rotary`](super::rotary) and [`reshape_and_cache`](crate::kv_cache::reshape_and_cache), one read and one write of
+//! each element.
+//!
+//! Heads are those of queries, keys and values, one after another. A thread has a pair of chunks of one of them, as in
+//! [`qk_norm_rotary`](super::qk_norm_rotary): the two that turn together, or two that do not turn. Threads are ordered
+//! for the layout of the cache, as in `reshape_and_cache`. What is not aligned goes element by element.
+
+use crate::chunk;
+use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_slot, store};
+use crate::kv_cache::{CacheElement, StoreAs};
+use crate::operand;
+use crate::rope::rotation::{ANGLES_F32, Angles, INVERSE, POSITIONS_I64, angle_part, turn};
+use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, entries, f16, float, thread, vec};
+
+/// Pairs are neighbours (GPT-J).
+pub const INTERLEAVED: u32 = 8;
+/// `slots` holds 64-bit numbers rather than 32-bit ones.
+pub const SLOTS_I64: u32 = 16;
+/// There is a scale for each head rather than one for all.
+pub const SCALE_PER_HEAD: u32 = 32;
+
+/// Chunk pairs of a head: those that turn, and those that do not.
+pub const fn pairs(head_dim: u32, rot_dim: u32, n: u32) -> u32 {
+    (rot_dim / 2).div_ceil(n) + (head_dim - rot_dim).div_ceil(n).div_ceil(2)
+}
+
+/// Rounds a chunk for the cache.
+#[inline(always)]
+fn quantised<S: CacheElement, const N: usize>(mut values: [f32; N], inverse_scale: f32) -> [S; N] {
+    let mut j = 0;
+    while j < N {
+        values[j] *= inverse_scale;
+        j += 1;
+    }
+    S::round_all(values)
+}
+
+/// Arguments as for [`rotary`](super::rotary::rotary) and
+/// [`reshape_and_cache`](crate::kv_cache::reshape_and_cache::reshape_and_cache); keys and values have `kv_heads` heads.
+#[inline(always)]
+pub unsafe fn rotary_and_cache<
+    T: Float + StoreAs<S>,
+    S: CacheElement,
+    K: PageLayout,
+    V: PageLayout,
+    const N: usize,
+    const H: usize,
+    const TOKENS_FIRST: bool,
+>(
+    query: *mut T,
+    key: *const T,
+    value: *const T,
+    key_cache: *mut S,
+    value_cache: *mut S,
+    positions: *const u8,
+    angles: *const u8,
+    slots: *const u8,
+    key_scale: *const f32,
+    value_scale: *const f32,
+    status: *mut u32,
+    query_token_stride: usize,
+    query_head_stride: usize,
+    key_token_stride: usize,
+    key_head_stride: usize,
+    value_token_stride: usize,
+    value_head_stride: usize,
+    key_page_block_stride: usize,
+    key_page_head_stride: usize,
+    key_page_token_stride: usize,
+    value_page_block_stride: usize,
+    value_page_head_stride: usize,
+    value_page_token_stride: usize,
+    max_positions: usize,
+    slot_count: usize,
+    block_size: u32,
+    tokens: u32,
+    query_heads: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    offset: u32,
+    rot_dim: u32,
+    flags: u32,
+) {
+    let (tx, ty, tz) = (thread::thread_idx_x(), thread::thread_idx_y(), thread::thread_idx_z());
+    let (bx, by, bz) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
+    let (nx, ny, nz) = (thread::block_dim_x(), thread::block_dim_y(), thread::block_dim_z());
+    let (token, head, part) = if TOKENS_FIRST {
+        (bx * nx + tx, by * nz + tz, bz * ny + ty)
+    } else {
+        (bx * nz + tz, by * ny + ty, bz * nx + tx)
+    };
+    let parts = pairs(head_dim, rot_dim, N as u32);
+    if token >= tokens || head >= query_heads + 2 * kv_heads || part >= parts {
+        return;
+    }
+    let (is_query, is_key) = (head < query_heads, head < query_heads + kv_heads);
+    let (base, token_stride, head_stride, own) = if is_query {
+        (query.cast_const(), query_token_stride, query_head_stride, head)
+    } else if is_key {
+        (key, key_token_stride, key_head_stride, head - query_heads)
+    } else {
+        (value, value_token_stride, value_head_stride, head - query_heads - kv_heads)
+    };
+    let start = token as usize * token_stride + own as usize * head_stride;
+    let x = Global::new(base).offset(start);
+    let query = GlobalMut::new(query).offset(start);
+
+    let (half, n) = (rot_dim / 2, N as u32);
+    let angles_aligned = if flags & ANGLES_F32 != 0 {
+        chunk::aligned::<f32, N>(angles as usize, rot_dim as usize)
+    } else {
+        chunk::aligned::<T, N>(angles as usize, rot_dim as usize)
+    };
+    // Single elements of a run are aligned anyway.
+    let (key_pages, value_pages) = (
+        key_page_block_stride | key_page_head_stride | key_page_token_stride,
+        value_page_block_stride | value_page_head_stride | value_page_token_stride,
+    );
+    let whole = (half | offset | head_dim).is_multiple_of(n)
+        && chunk::aligned::<T, N>(base as usize, token_stride | head_stride)
+        && angles_aligned
+        && (K::RUN < N || chunk::aligned::<S, N>(key_cache as usize, key_pages))
+        && (V::RUN < N || chunk::aligned::<S, N>(value_cache as usize, value_pages));
+
+    // Whole chunks: where they are, and their data under way before anything is asked.
+    let turns = part < half / n && is_key;
+    let (mut first, mut second, mut has_second) = (0, 0, false);
+    let (mut a, mut b) = ([T::from_f32(0.0); N], [T::from_f32(0.0); N]);
+    if whole {
+        if !is_key {
+            // Values do not turn.
+            (first, second) = (2 * part * n, (2 * part + 1) * n);
+            has_second = second < head_dim;
+        } else if turns {
+            (first, second, has_second) = (offset + part * n, offset + half + part * n, true);
+        } else {
+            let chunk = 2 * (part - half / n);
+            let place = |c: u32| if c * n < offset { c * n } else { c * n + rot_dim };
+            (first, second) = (place(chunk), place(chunk + 1));
+            has_second = (chunk + 1) * n < head_dim - rot_dim;
+        }
+        a = chunk::load(x, first as usize);
+        if has_second {
+            b = chunk::load(x, second as usize);
+        }
+    }
+
+    let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
+    let slot = operand::integer(slots, token, flags & SLOTS_I64 != 0);
+    let known = (position as u64) < max_positions as u64;
+    let usable = (slot as u64) < slot_count as u64;
+    operand::count(status, (!known || !usable && slot != -1) && head == 0 && part == 0);
+    if !known || !is_query && !usable {
+        return;
+    }
+    let row = position as usize * rot_dim as usize;
+
+    let (key_cache, value_cache) = (GlobalMut::new(key_cache), GlobalMut::new(value_cache));
+    let key_layout = K::new(key_page_block_stride, key_page_head_stride, key_page_token_stride, block_size);
+    let value_layout = V::new(value_page_block_stride, value_page_head_stride, value_page_token_stride, block_size);
+    let mut inverse_scale = 1.0;
+    if T::SCALED && !is_query {
+        let scales = if is_key { key_scale } else { value_scale };
+        inverse_scale = float::recip(Global::new(scales).get(if flags & SCALE_PER_HEAD != 0 { own } else { 0 }));
+    }
+    let (block, at) = if is_query { (0, 0) } else { split_slot(slot as u64, block_size) };
+
+    if whole {
+        if turns {
+            let (c, d) = (vec::to_f32(a), vec::to_f32(b));
+            let (c, d) = if flags & INTERLEAVED != 0 {
+                Angles::<N>::load::<T, H, true>(angles, row, half, part, flags).rotate::<H, true>(c, d)
+            } else {
+                Angles::<N>::load::<T, H, false>(angles, row, half, part, flags).rotate::<H, false>(c, d)
+            };
+            if is_query {
+                chunk::store::<T, N>(query, first as usize, vec::from_f32(c));
+                chunk::store::<T, N>(query, second as usize, vec::from_f32(d));
+            } else {
+                let page = key_cache.offset(key_layout.page(block, own));
+                store::<S, K, N>(page, key_layout, at, first, quantised(c, inverse_scale));
+                store::<S, K, N>(page, key_layout, at, second, quantised(d, inverse_scale));
+            }
+        } else if is_query {
+            // What does not turn stays.
+        } else if is_key {
+            let page = key_cache.offset(key_layout.page(block, own));
+            store::<S, K, N>(page, key_layout, at, first, T::store(a, inverse_scale));
+            if has_second {
+                store::<S, K, N>(page, key_layout, at, second, T::store(b, inverse_scale));
+            }
+        } else if first < head_dim {
+            let page = value_cache.offset(value_layout.page(block, own));
+            store::<S, V, N>(page, value_layout, at, first, T::store(a, inverse_scale));
+            if has_second {
+                store::<S, V, N>(page, value_layout, at, second, T::store(b, inverse_scale));
+            }
+        }
+        return;
+    }
+
+    if !is_key {
+        let page = value_cache.offset(value_layout.page(block, own));
+        let mut d = part;
+        while d < head_dim {
+            let [v] = T::store([x.get(d)], inverse_scale);
+            page.set(value_layout.within(at, d), v);
+            d += parts;
+        }
+        return;
+    }
+    let page = key_cache.offset(if is_query { 0 } else { key_layout.page(block, own) });
+    let sign = if flags & INVERSE != 0 { -1.0 } else { 1.0 };
+    let mut pair = part;
+    while pair < half {
+        let (i, j) = if flags & INTERLEAVED != 0 { (2 * pair, 2 * pair + 1) } else { (pair, half + pair) };
+        let (i, j) = (offset + i, offset + j);
+        let cos = angle_part::<T>(angles, row + pair as usize, flags);
+        let sin = sign * angle_part::<T>(angles, row + half as usize + pair as usize, flags);
+        let (c, d) = turn(x.get(i).to_f32(), x.get(j).to_f32(), cos, sin);
+        if is_query {
+            query.set(i, T::from_f32(c));
+            query.set(j, T::from_f32(d));
+        } else {
+            let [c, d] = quantised::<S, 2>([c, d], inverse_scale);
+            page.set(key_layout.within(at, i), c);
+            page.set(key_layout.within(at, j), d);
+        }
+        pair += parts;
+    }
+    let mut rest = if is_query { head_dim } else { part };
+    while rest < head_dim - rot_dim {
+        let d = if rest < offset { rest } else { rest + rot_dim };
+        let [k] = T::store([x.get(d)], inverse_scale);
+        page.set(key_layout.within(at, d), k);
+        rest += parts;
+    }
+}
+
+entries! {
+    /// See [`rotary_and_cache`]; flags are those of [`rotation`](crate::rope::rotation) and of this file.
+    pub struct Args<T, S>(
+        query: *mut T,
+        key: *const T,
+        value: *const T,
+        key_cache: *mut S,
+        value_cache: *mut S,
+        positions: *const u8,
+        angles: *const u8,
+        slots: *const u8,
+        key_scale: *const f32,
+        value_scale: *const f32,
+        status: *mut u32,
+        query_token_stride: usize,
+        query_head_stride: usize,
+        key_token_stride: usize,
+        key_head_stride: usize,
+        value_token_stride: usize,
+        value_head_stride: usize,
+        key_page_block_stride: usize,
+        key_page_head_stride: usize,
+        key_page_token_stride: usize,
+        value_page_block_stride: usize,
+        value_page_head_stride: usize,
+        value_page_token_stride: usize,
+        max_positions: usize,
+        slot_count: usize,
+        block_size: u32,
+        tokens: u32,
+        query_heads: u32,
+        kv_heads: u32,
+        head_dim: u32,
+        offset: u32,
+        rot_dim: u32,
+        flags: u32
+    );
+    rotary_and_cache_flat_f32_f32 { type T = f32; type S = f32; } [512]
+        => rotary_and_cache::<T, S, Flat, Flat, 4, 2, false>;
+    rotary_and_cache_flat_f32_e4m3 { type T = f32; type S = E4M3; } [512]
+        => rotary_and_cache::<T, S, Flat, Flat, 4, 2, false>;
+    rotary_and_cache_flat_f32_e5m2 { type T = f32; type S = E5M2; } [512]
+        => rotary_and_cache::<T, S, Flat, Flat, 4, 2, false>;
+    rotary_and_cache_flat_f32_i8 { type T = f32; type S = i8; } [512]
+        => rotary_and_cache::<T, S, Flat, Flat, 4, 2, false>;
+    rotary_and_cache_flat_f16_f16 { type T = f16; type S = f16; } [512]
+        => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
+    rotary_and_cache_flat_f16_e4m3 { type T = f16; type S = E4M3; } [512]
+        => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
+    rotary_and_cache_flat_f16_e5m2 { type T = f16; type S = E5M2; } [512]
+        => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
+    rotary_and_cache_flat_f16_i8 { type T = f16; type S = i8; } [512]
+        => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
+    rotary_and_cache_flat_bf16_bf16 { type T = bf16; type S = bf16; } [512]
+        => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
+    rotary_and_cache_flat_bf16_e4m3 { type T = bf16; type S = E4M3; } [512]
+        => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
+    rotary_and_cache_flat_bf16_e5m2 { type T = bf16; type S = E5M2; } [512]
+        => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
+    rotary_and_cache_flat_bf16_i8 { type T = bf16; type S = i8; } [512]
+        => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
+    rotary_and_cache_xsplit_f32_f32 { type T = f32; type S = f32; } [512]
+        => rotary_and_cache::<T, S, XSplitKey<4>, XSplitValue, 4, 2, true>;
+    rotary_and_cache_xsplit_f32_e4m3 { type T = f32; type S = E4M3; } [512]
+        => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 4, 2, true>;
+    rotary_and_cache_xsplit_f32_e5m2 { type T = f32; type S = E5M2; } [512]
+        => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 4, 2, true>;
+    rotary_and_cache_xsplit_f32_i8 { type T = f32; type S = i8; } [512]
+        => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 4, 2, true>;
+    rotary_and_cache_xsplit_f16_f16 { type T = f16; type S = f16; } [512]
+        => rotary_and_cache::<T, S, XSplitKey<8>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_f16_e4m3 { type T = f16; type S = E4M3; } [512]
+        => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_f16_e5m2 { type T = f16; type S = E5M2; } [512]
+        => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_f16_i8 { type T = f16; type S = i8; } [512]
+        => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_bf16_bf16 { type T = bf16; type S = bf16; } [512]
+        => rotary_and_cache::<T, S, XSplitKey<8>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_bf16_e4m3 { type T = bf16; type S = E4M3; } [512]
+        => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_bf16_e5m2 { type T = bf16; type S = E5M2; } [512]
+        => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_bf16_i8 { type T = bf16; type S = i8; } [512]
+        => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
+}

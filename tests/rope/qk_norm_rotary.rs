@@ -1,0 +1,237 @@
+//! Any pairing, part of a head, strides, weights and types; wrong positions; and what is refused.
+
+use cuda_std::{Element, Float};
+use proptest::prelude::*;
+use warploom::rope::qk_norm_rotary::Options;
+use warploom::rope::{self, Pairing, Scaling};
+use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16, reference};
+use warploom_tests::{assert_close, noise_of, on_every_device, property, widen};
+
+#[derive(Clone, Debug)]
+struct Case {
+    tokens: usize,
+    query_heads: usize,
+    key_heads: Option<usize>,
+    head_dim: usize,
+    rot_dim: usize,
+    offset: usize,
+    pad: usize,
+    pairing: Pairing,
+    inverse: bool,
+    weights: (bool, bool),
+    weight_offset: f32,
+    eps: f32,
+    seed: u64,
+}
+
+const POSITIONS: usize = 23;
+
+fn case() -> impl Strategy<Value = Case> {
+    let dims = prop::sample::select(vec![46usize, 64, 80, 128, 2, 96, 256, 512, 257]);
+    let pairing = prop::sample::select(vec![Pairing::Neox, Pairing::Gptj]);
+    let flags = (pairing, any::<bool>(), any::<(bool, bool)>(), any::<bool>(), any::<bool>());
+    (0usize..5, 1usize..6, prop::option::of(1usize..4), dims, any::<[u8; 3]>(), flags, any::<u64>()).prop_map(
+        |(
+            tokens,
+            query_heads,
+            key_heads,
+            head_dim,
+            [part, place, pad],
+            (pairing, inverse, weights, one, big),
+            seed,
+        )| {
+            let rot_dim = match part % 4 {
+                0 | 1 => head_dim & !1,
+                2 => (head_dim / 2).next_multiple_of(16).min(head_dim & !1),
+                _ => 2 * (1 + part as usize / 4 % (head_dim / 2)),
+            };
+            let rest = head_dim - rot_dim;
+            let offset = match place % 4 {
+                0 => 0,
+                1 => rest,
+                2 => rest & !15,
+                _ => place as usize / 4 % (rest + 1),
+            };
+            let pad = [0, 1, 16, 0][pad as usize % 4];
+            let (weight_offset, eps) = (one as u8 as f32, if big { 1.0 } else { 1e-6 });
+            Case {
+                tokens,
+                query_heads,
+                key_heads,
+                head_dim,
+                rot_dim,
+                offset,
+                pad,
+                pairing,
+                inverse,
+                weights,
+                weight_offset,
+                eps,
+                seed,
+            }
+        },
+    )
+}
+
+fn check_case<T: Float, C: Float, I: Element + TryFrom<i64>>(device: &Device, stream: &Stream, case: &Case)
+where
+    <I as TryFrom<i64>>::Error: std::fmt::Debug,
+{
+    let &Case { tokens, query_heads, head_dim, rot_dim, offset, pad, .. } = case;
+    let key_heads = case.key_heads.unwrap_or(0);
+    let width = (query_heads + key_heads) * head_dim + 2 * pad;
+    let host = noise_of::<T>(tokens * width, case.seed);
+    let fused = Tensor::from_slice(device, &host, &[tokens * width]).unwrap();
+    let view = |heads, at| fused.as_strided(&[tokens, heads, head_dim], &[width, head_dim, 1], at).unwrap();
+    let mut query = view(query_heads, pad);
+    let mut key = case.key_heads.map(|n| view(n, pad + query_heads * head_dim));
+    let weights = [noise_of::<T>(head_dim, case.seed + 2), noise_of::<T>(head_dim, case.seed + 3)];
+    let on_device = |given: bool, w: &[T]| given.then(|| Tensor::from_slice(device, w, &[head_dim]).unwrap());
+    let (query_weight, key_weight) = (on_device(case.weights.0, &weights[0]), on_device(case.weights.1, &weights[1]));
+    let angles_host = noise_of::<C>(POSITIONS * rot_dim, case.seed + 1);
+    let angles = Tensor::from_slice(device, &angles_host, &[POSITIONS, rot_dim]).unwrap();
+    let at: Vec<i64> = (0..tokens as i64)
+        .map(|t| if (t + case.seed as i64 % 4) % 4 == 0 { [-1, POSITIONS as i64][t as usize % 2] } else { t * 7 % 23 })
+        .collect();
+    let narrow: Vec<I> = at.iter().map(|&p| I::try_from(p).unwrap()).collect();
+    let positions = Tensor::from_slice(device, &narrow, &[tokens]).unwrap();
+    let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
+
+    let mut options = Options::default().offset(offset).weight_offset(case.weight_offset).status(&mut status);
+    if case.inverse {
+        options = options.inverse();
+    }
+    let (query_weight, key_weight) = (query_weight.as_ref(), key_weight.as_ref());
+    let key = key.as_mut();
+    let (pairing, eps) = (case.pairing, case.eps);
+    rope::qk_norm_rotary(stream, &mut query, key, query_weight, key_weight, &positions, &angles, pairing, eps, options)
+        .unwrap();
+
+    let got = fused.to_vec().unwrap();
+    let mut same: Vec<usize> = vec![];
+    for t in 0..tokens {
+        let known = (0..POSITIONS as i64).contains(&at[t]);
+        same.extend((0..pad).map(|i| t * width + i));
+        same.extend((1..=pad).map(|i| (t + 1) * width - i));
+        for h in 0..query_heads + key_heads {
+            let start = t * width + pad + h * head_dim;
+            if !known {
+                same.extend(start..start + head_dim);
+                continue;
+            }
+            let of_query = h < query_heads;
+            let weight = widen(&weights[!of_query as usize]);
+            let weight = if of_query { case.weights.0 } else { case.weights.1 }.then_some(&weight[..]);
+            let row = widen(&angles_host[at[t] as usize * rot_dim..][..rot_dim]);
+            let want = reference::rope::qk_norm_rotary(
+                &widen(&host[start..start + head_dim]),
+                weight,
+                case.weight_offset as f64,
+                eps as f64,
+                &row,
+                offset,
+                pairing == Pairing::Gptj,
+                case.inverse,
+            );
+            // Three approximations of single precision, of numbers up to about 10.
+            assert_close(&got[start..start + head_dim], &want, 1e-6, 10.0);
+        }
+    }
+    for i in same {
+        assert_eq!(got[i].to_f32().to_bits(), host[i].to_f32().to_bits(), "element {i} of {case:?}");
+    }
+    let wrong = at.iter().filter(|p| !(0..POSITIONS as i64).contains(p)).count();
+    assert_eq!(status.to_vec().unwrap(), [wrong as u32]);
+}
+
+#[test]
+fn matches_the_reference() {
+    property(30, case(), |device, stream, case| {
+        check_case::<f32, f32, i32>(device, stream, &case);
+        check_case::<bf16, f32, i64>(device, stream, &case);
+        Ok(())
+    });
+    property(15, case(), |device, stream, case| {
+        check_case::<bf16, bf16, i32>(device, stream, &case);
+        check_case::<f16, f16, i64>(device, stream, &case);
+        check_case::<f16, f32, i32>(device, stream, &case);
+        Ok(())
+    });
+}
+
+#[test]
+fn forty_heads_of_128() {
+    on_every_device(|device, stream| {
+        for pairing in [Pairing::Neox, Pairing::Gptj] {
+            let case = Case {
+                tokens: 3,
+                query_heads: 40,
+                key_heads: Some(40),
+                head_dim: 128,
+                rot_dim: 128,
+                offset: 0,
+                pad: 0,
+                pairing,
+                inverse: false,
+                weights: (true, true),
+                weight_offset: 0.0,
+                eps: 1e-6,
+                seed: 3,
+            };
+            check_case::<bf16, f32, i64>(device, stream, &case);
+        }
+    });
+}
+
+#[test]
+fn runs_the_same_in_a_graph_and_twice() {
+    on_every_device(|device, stream| {
+        device.preload(&["rope"]).unwrap();
+        let host = noise_of::<bf16>(4 * 6 * 128, 2);
+        let new = || Tensor::from_slice(device, &host, &[4, 6, 128]).unwrap();
+        let weight = Tensor::from_slice(device, &noise_of::<bf16>(128, 1), &[128]).unwrap();
+        let angles = rope::cache::<f32>(device, 64, 128, 1e4, Scaling::None).unwrap();
+        let positions = Tensor::from_slice(device, &[0, 9, 63, 31], &[4]).unwrap();
+        let run = |s: &Stream, q: &mut Tensor<bf16>| {
+            let options = Options::default();
+            rope::qk_norm_rotary(s, q, None, Some(&weight), None, &positions, &angles, Pairing::Neox, 1e-6, options)
+        };
+        let bits = |t: &Tensor<bf16>| t.to_vec().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        let mut captured = new();
+        let graph = Graph::capture(stream, |s| run(s, &mut captured)).unwrap();
+        assert_eq!(bits(&captured), host.iter().map(|v| v.to_bits()).collect::<Vec<_>>());
+        graph.launch(stream).unwrap();
+        for _ in 0..2 {
+            let mut direct = new();
+            run(stream, &mut direct).unwrap();
+            assert_eq!(bits(&direct), bits(&captured));
+        }
+    });
+}
+
+#[test]
+fn refuses_what_it_cannot_do() {
+    let device = &Device::simt();
+    let stream = &Stream::new(device).unwrap();
+    let t = |dims: &[usize]| Tensor::<f16>::zeros(device, dims).unwrap();
+    let angles = Tensor::<f32>::zeros(device, &[10, 64]).unwrap();
+    let positions = Tensor::<i32>::zeros(device, &[3]).unwrap();
+    let run = |query: &Tensor<f16>, key: Option<&Tensor<f16>>, weight: Option<&Tensor<f16>>, eps| {
+        let mut key = key.cloned();
+        let (q, o) = (&mut query.clone(), Options::default());
+        rope::qk_norm_rotary(stream, q, key.as_mut(), weight, weight, &positions, &angles, Pairing::Neox, eps, o)
+            .unwrap_err()
+    };
+    let q = || t(&[3, 2, 64]);
+    assert!(matches!(run(&t(&[3, 64]), None, None, 0.0), Error::Shape { arg: "query", .. }));
+    assert!(matches!(run(&q(), Some(&t(&[3, 2, 80])), None, 0.0), Error::Shape { arg: "key", .. }));
+    assert!(matches!(run(&q(), None, Some(&t(&[63])), 0.0), Error::Shape { arg: "query_weight", .. }));
+    assert!(matches!(run(&q(), None, Some(&q()), 0.0), Error::Shape { arg: "query_weight", .. }));
+    assert!(matches!(run(&q(), None, None, -1.0), Error::Value { arg: "eps", .. }));
+    assert!(matches!(run(&q(), None, None, f32::NAN), Error::Value { arg: "eps", .. }));
+    assert!(matches!(run(&t(&[3, 2, 32]), None, None, 0.0), Error::Value { arg: "offset", .. }));
+    assert!(matches!(run(&t(&[3, 2, 1000]), None, None, 0.0), Error::Unsupported { .. }));
+    let weight = q();
+    let part = weight.as_strided(&[64], &[1], 0).unwrap();
+    assert!(matches!(run(&weight, None, Some(&part), 0.0), Error::Overlap { .. }));
+}

@@ -1,0 +1,285 @@
+//! The fused operation against the references of its two parts: any layout, type, part of a head and strides.
+
+use cuda_std::Float;
+use proptest::prelude::*;
+use warploom::kv_cache::{CacheLayout, CacheShape, KvCache, StoreAs};
+use warploom::rope::rotary_and_cache::Options;
+use warploom::rope::{self, Pairing, Scaling};
+use warploom::{Device, E4M3, E5M2, Error, Graph, Stream, Tensor, bf16, f16, reference};
+use warploom_tests::{assert_close, noise_of, on_every_device, property, widen};
+
+#[derive(Clone, Debug)]
+struct Case {
+    layout: CacheLayout,
+    shape: CacheShape,
+    tokens: usize,
+    query_heads: usize,
+    rot_dim: usize,
+    offset: usize,
+    pad: usize,
+    pairing: Pairing,
+    per_head: bool,
+    seed: u64,
+}
+
+const POSITIONS: usize = 23;
+
+fn case() -> impl Strategy<Value = Case> {
+    let layout = prop::sample::select(vec![CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd]);
+    let dims = prop::sample::select(vec![46usize, 64, 80, 128, 16]);
+    let sizes = prop::sample::select(vec![8usize, 16, 5, 128]);
+    let pairing = prop::sample::select(vec![Pairing::Neox, Pairing::Gptj]);
+    (layout, dims, sizes, (1usize..4, 1usize..5, 0usize..20), any::<[u8; 3]>(), (pairing, any::<bool>()), any::<u64>())
+        .prop_map(
+            |(
+                layout,
+                head_dim,
+                block_size,
+                (heads, query_heads, tokens),
+                [part, place, pad],
+                (pairing, per_head),
+                seed,
+            )| {
+                let head_dim = if layout == CacheLayout::XSplit { head_dim.next_multiple_of(16) } else { head_dim };
+                let rot_dim = match part % 4 {
+                    0 | 1 => head_dim,
+                    2 => (head_dim / 2).next_multiple_of(16).min(head_dim),
+                    _ => 2 * (1 + part as usize / 4 % (head_dim / 2)),
+                };
+                let rest = head_dim - rot_dim;
+                let offset = match place % 4 {
+                    0 => 0,
+                    1 => rest,
+                    2 => rest & !15,
+                    _ => place as usize / 4 % (rest + 1),
+                };
+                let shape = CacheShape { blocks: 7, block_size, heads, head_dim };
+                let pad = [0, 1, 16, 0][pad as usize % 4];
+                Case { layout, shape, tokens, query_heads, rot_dim, offset, pad, pairing, per_head, seed }
+            },
+        )
+}
+
+fn check_case<T: Float + StoreAs<S>, S: Float + warploom::kv_cache::CacheElement, C: Float>(
+    device: &Device,
+    stream: &Stream,
+    case: &Case,
+) {
+    let &Case { tokens, query_heads, rot_dim, offset, pad, .. } = case;
+    let CacheShape { heads, head_dim, .. } = case.shape;
+    // Queries, keys and values are parts of one tensor.
+    let width = (query_heads + 2 * heads) * head_dim + pad;
+    let host = noise_of::<T>(pad + tokens * width, case.seed);
+    let fused = Tensor::from_slice(device, &host, &[host.len()]).unwrap();
+    let view = |n, at| fused.as_strided(&[tokens, n, head_dim], &[width, head_dim, 1], pad + at * head_dim).unwrap();
+    let (mut query, key, value) = (view(query_heads, 0), view(heads, query_heads), view(heads, query_heads + heads));
+    let angles_host = noise_of::<C>(POSITIONS * rot_dim, case.seed + 1);
+    let angles = Tensor::from_slice(device, &angles_host, &[POSITIONS, rot_dim]).unwrap();
+    let at: Vec<i64> = (0..tokens as i64)
+        .map(|t| if (t + case.seed as i64 % 7) % 7 == 0 { [-1, POSITIONS as i64][t as usize % 2] } else { t * 5 % 23 })
+        .collect();
+    let count = case.shape.slots() as i64;
+    let slots: Vec<i64> = (0..tokens as i64)
+        .map(|t| match (t + case.seed as i64 % 6) % 6 {
+            0 => [-1, count, -5][t as usize % 3],
+            _ if t >= count => -1,
+            _ => (t + case.seed as i64 % count) % count,
+        })
+        .collect();
+    let positions = Tensor::from_slice(device, &at, &[tokens]).unwrap();
+    let device_slots = Tensor::from_slice(device, &slots, &[tokens]).unwrap();
+    let n = if case.per_head { heads } else { 1 };
+    let scale_host: Vec<f32> = (0..n).map(|h| 2f32.powi(h as i32 - 7)).collect();
+    let scale = Tensor::from_slice(device, &scale_host, &[n]).unwrap();
+    let mut cache = KvCache::<S>::zeros(device, case.layout, case.shape).unwrap();
+    let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
+    let mut options = Options::default().offset(offset).status(&mut status);
+    if T::SCALED {
+        options = options.scales(&scale, &scale);
+    }
+    let pairing = case.pairing;
+    rope::rotary_and_cache(
+        stream,
+        &mut query,
+        &mut cache,
+        &key,
+        &value,
+        &positions,
+        &angles,
+        &device_slots,
+        pairing,
+        options,
+    )
+    .unwrap();
+
+    let got = fused.to_vec().unwrap();
+    let known = |t: usize| (0..POSITIONS as i64).contains(&at[t]);
+    // Keys and values as the cache should get them; slots of tokens that are left out are -1.
+    let (mut keys, mut values) = (vec![], vec![]);
+    let mut untouched = vec![true; host.len()];
+    for t in 0..tokens {
+        let head = |h: usize| pad + t * width + h * head_dim;
+        let rotated = |h: usize| {
+            let row = widen(&angles_host[at[t] as usize * rot_dim..][..rot_dim]);
+            reference::rope::rotary(&widen(&host[head(h)..][..head_dim]), &row, offset, pairing == Pairing::Gptj, false)
+        };
+        for h in (0..query_heads).filter(|_| known(t)) {
+            assert_close(&got[head(h)..][..head_dim], &rotated(h), 2f64.powi(-22), 2.0);
+            untouched[head(h) + offset..][..rot_dim].fill(false);
+        }
+        for h in query_heads..query_heads + heads {
+            keys.extend(if known(t) { rotated(h) } else { vec![0.0; head_dim] });
+            values.extend(widen(&host[head(h + heads)..][..head_dim]));
+        }
+    }
+    let same = |i: &usize| got[*i].to_f32().to_bits() == host[*i].to_f32().to_bits();
+    assert!((0..host.len()).filter(|i| untouched[*i]).all(|i| same(&i)), "{case:?}");
+    let used: Vec<i64> = (0..tokens).map(|t| if known(t) { slots[t] } else { -1 }).collect();
+    let scale: Vec<f64> = (0..heads)
+        .map(|h| if T::SCALED { scale_host[if case.per_head { h } else { 0 }] as f64 } else { 1.0 })
+        .collect();
+    for (tensor, strides, rows) in
+        [(cache.key(), cache.key_strides(), &keys), (cache.value(), cache.value_strides(), &values)]
+    {
+        let mut want = vec![0.0; tensor.len()];
+        reference::kv_cache::reshape_and_cache(&mut want, strides, case.shape, rows, &used, &scale);
+        let largest = want.iter().fold(0.0, |a: f64, b| a.max(b.abs()));
+        assert_close(&tensor.to_vec().unwrap(), &want, 2f64.powi(-21), largest);
+    }
+    let outside = |s: i64| s != -1 && !(0..count).contains(&s);
+    let wrong = (0..tokens).filter(|t| !known(*t) || outside(slots[*t])).count();
+    assert_eq!(status.to_vec().unwrap(), [wrong as u32]);
+}
+
+#[test]
+fn matches_the_references() {
+    property(16, case(), |device, stream, case| {
+        check_case::<bf16, bf16, f32>(device, stream, &case);
+        check_case::<f32, f32, f32>(device, stream, &case);
+        Ok(())
+    });
+    property(8, case(), |device, stream, case| {
+        check_case::<bf16, E4M3, bf16>(device, stream, &case);
+        check_case::<f16, f16, f16>(device, stream, &case);
+        check_case::<f32, E4M3, f32>(device, stream, &case);
+        Ok(())
+    });
+    property(5, case(), |device, stream, case| {
+        check_case::<bf16, E5M2, f32>(device, stream, &case);
+        check_case::<f16, E4M3, f32>(device, stream, &case);
+        check_case::<f16, E5M2, f16>(device, stream, &case);
+        check_case::<f32, E5M2, f32>(device, stream, &case);
+        Ok(())
+    });
+}
+
+#[test]
+fn forty_heads_of_128() {
+    on_every_device(|device, stream| {
+        for layout in [CacheLayout::XSplit, CacheLayout::Nhd] {
+            let case = Case {
+                layout,
+                shape: CacheShape { blocks: 2, block_size: 16, heads: 40, head_dim: 128 },
+                tokens: 5,
+                query_heads: 40,
+                rot_dim: 128,
+                offset: 0,
+                pad: 0,
+                pairing: Pairing::Neox,
+                per_head: false,
+                seed: 1,
+            };
+            check_case::<bf16, bf16, f32>(device, stream, &case);
+        }
+    });
+}
+
+/// As the two operations one after the other, bit by bit, where the cache has the inputs' type; `i8` besides.
+#[test]
+fn equals_the_two_operations_and_runs_in_a_graph() {
+    use warploom::kv_cache::{self, reshape_and_cache};
+    on_every_device(|device, stream| {
+        device.preload(&["rope", "kv_cache"]).unwrap();
+        let shape = CacheShape { blocks: 2, block_size: 16, heads: 2, head_dim: 64 };
+        let host = noise_of::<f16>(6 * 8 * 64, 4);
+        let new = || Tensor::from_slice(device, &host, &[6, 8, 64]).unwrap();
+        let angles = rope::cache::<f32>(device, 50, 64, 1e4, Scaling::None).unwrap();
+        let positions = Tensor::from_slice(device, &[0i32, 1, 2, 49, 7, 8], &[6]).unwrap();
+        let slots = Tensor::from_slice(device, &[0i32, 1, 2, 31, -1, 8], &[6]).unwrap();
+        let bits = |t: &Tensor<f16>| t.to_vec().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        for layout in [CacheLayout::XSplit, CacheLayout::Hnd] {
+            let (a, b) = (new(), new());
+            let part = |t: &Tensor<f16>, at, n| t.narrow(1, at, n).unwrap();
+            let (mut fused, mut apart) = (
+                KvCache::<f16>::zeros(device, layout, shape).unwrap(),
+                KvCache::<f16>::zeros(device, layout, shape).unwrap(),
+            );
+            let (mut query, key, value) = (part(&a, 0, 4), part(&a, 4, 2), part(&a, 6, 2));
+            let graph = Graph::capture(stream, |s| {
+                let (p, o) = (Pairing::Neox, Options::default());
+                rope::rotary_and_cache(s, &mut query, &mut fused, &key, &value, &positions, &angles, &slots, p, o)
+            })
+            .unwrap();
+            assert_eq!(bits(&a), bits(&b));
+            graph.launch(stream).unwrap();
+            let (mut query, mut key, value) = (part(&b, 0, 4), part(&b, 4, 2), part(&b, 6, 2));
+            let options = rope::rotary::Options::default();
+            rope::rotary(stream, &mut query, Some(&mut key), &positions, &angles, Pairing::Neox, options).unwrap();
+            let options = reshape_and_cache::Options::default();
+            kv_cache::reshape_and_cache(stream, &mut apart, &key, &value, &slots, options).unwrap();
+            assert_eq!(bits(&part(&a, 0, 4)), bits(&part(&b, 0, 4)));
+            assert_eq!((bits(fused.key()), bits(fused.value())), (bits(apart.key()), bits(apart.value())));
+
+            let scale = Tensor::from_slice(device, &[0.02f32], &[1]).unwrap();
+            let mut small = KvCache::<i8>::zeros(device, layout, shape).unwrap();
+            let (c, o) = (new(), Options::default().scales(&scale, &scale));
+            let (mut query, key, value) = (part(&c, 0, 4), part(&c, 4, 2), part(&c, 6, 2));
+            let p = Pairing::Neox;
+            rope::rotary_and_cache(stream, &mut query, &mut small, &key, &value, &positions, &angles, &slots, p, o)
+                .unwrap();
+            // x is another one in a cache of bytes, so element by element.
+            for (s, e, from, to) in [
+                (small.key(), fused.key(), small.key_strides(), fused.key_strides()),
+                (small.value(), fused.value(), small.value_strides(), fused.value_strides()),
+            ] {
+                let (s, e) = (s.to_vec().unwrap(), e.to_vec().unwrap());
+                for i in 0..shape.blocks * shape.block_len() {
+                    let (b, h, t, d) = (i / 2048, i / 1024 % 2, i / 64 % 16, i % 64);
+                    let (s, e) = (s[from.index(b, h, t, d)], e[to.index(b, h, t, d)].to_f32() / 0.02);
+                    assert!((s as f32 - e).abs() < 0.6, "{s} for {e}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn refuses_what_it_cannot_do() {
+    let device = &Device::simt();
+    let stream = &Stream::new(device).unwrap();
+    let t = |dims: &[usize]| Tensor::<f16>::zeros(device, dims).unwrap();
+    let shape = CacheShape { blocks: 2, block_size: 16, heads: 2, head_dim: 64 };
+    let cache = KvCache::<f16>::zeros(device, CacheLayout::Nhd, shape).unwrap();
+    let angles = Tensor::<f32>::zeros(device, &[10, 64]).unwrap();
+    let positions = Tensor::<i32>::zeros(device, &[3]).unwrap();
+    let slots = Tensor::<i32>::zeros(device, &[3]).unwrap();
+    let run = |query: &Tensor<f16>, key: &Tensor<f16>, value: &Tensor<f16>, slots: &Tensor<i32>, options| {
+        let (q, c) = (&mut query.clone(), &mut cache.clone());
+        rope::rotary_and_cache(stream, q, c, key, value, &positions, &angles, slots, Pairing::Neox, options)
+            .unwrap_err()
+    };
+    let (q, k, plain) = (|| t(&[3, 4, 64]), || t(&[3, 2, 64]), Options::default);
+    assert!(matches!(run(&t(&[3, 4, 32]), &k(), &k(), &slots, plain()), Error::Shape { arg: "query", .. }));
+    assert!(matches!(run(&q(), &t(&[3, 3, 64]), &k(), &slots, plain()), Error::Shape { arg: "key", .. }));
+    assert!(matches!(run(&q(), &k(), &t(&[2, 2, 64]), &slots, plain()), Error::Shape { arg: "value", .. }));
+    let few = Tensor::<i32>::zeros(device, &[2]).unwrap();
+    assert!(matches!(run(&q(), &k(), &k(), &few, plain()), Error::Shape { arg: "slots", .. }));
+    assert!(matches!(run(&q(), &k(), &k(), &slots, plain().offset(1)), Error::Value { arg: "offset", .. }));
+    let far = plain().largest_position(10);
+    assert!(matches!(run(&q(), &k(), &k(), &slots, far), Error::Value { arg: "largest_position", .. }));
+    let one = Tensor::<f32>::zeros(device, &[1]).unwrap();
+    assert!(matches!(run(&q(), &k(), &k(), &slots, plain().scales(&one, &one)), Error::Value { arg: "scales", .. }));
+    let both = q();
+    let part = both.narrow(1, 1, 2).unwrap();
+    assert!(matches!(run(&both, &part, &k(), &slots, plain()), Error::Overlap { .. }));
+}
