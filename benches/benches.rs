@@ -7,6 +7,7 @@ mod kv_cache;
 mod moe;
 mod norm;
 mod rope;
+mod sampling;
 
 fn main() {
     warploom_benches::main(|harness| {
@@ -16,6 +17,7 @@ fn main() {
         rope::benches(harness);
         kv_cache::benches(harness);
         moe::benches(harness);
+        sampling::benches(harness);
         ep::benches(harness);
     });
 }

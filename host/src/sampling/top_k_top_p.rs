@@ -89,7 +89,7 @@ pub enum Algorithm {
     Batched,
     /// Several blocks a row, the last of which merges their lists. Rows that keep more than 128 tokens go to `Radix`.
     SplitK {
-        /// Blocks of a row: 1 to `2176 / max(k, n)`, of which `k` is the most that a row may keep (128 if that is unknown)
+        /// Blocks of a row: 1 to `1536 / max(k, n)`, of which `k` is the most that a row may keep (128 if that is unknown)
         /// and `n` is the number of top log-probabilities.
         splits: usize,
     },
@@ -446,8 +446,8 @@ pub struct Plan {
 impl Plan {
     /// Blocks of a row that keep the device busy without making the merge long.
     pub fn splits(multiprocessors: u32, rows: usize, vocab: usize, need: usize) -> u32 {
-        // Blocks that run at a time: three fit on a multiprocessor.
-        let wanted = (3 * multiprocessors as usize).div_ceil(rows.max(1));
+        // All blocks run at a time: four fit on a multiprocessor.
+        let wanted = 4 * multiprocessors as usize / rows.max(1);
         // Less than a vector a thread is not worth a block.
         let useful = vocab.div_ceil(8 * THREADS as usize);
         wanted.min(useful).min(CAPACITY as usize / need.max(1)).max(1) as u32
@@ -525,15 +525,14 @@ pub unsafe fn launch(
     let unsupported =
         || Error::Unsupported { op: OP, what: format!("no kernel for {dtype}; there are f32, f16 and bf16") };
     let chunks = row_sum::chunks(job.vocab);
-    let by_chunk = |shared: usize| Geometry::linear(rows * chunks, THREADS).shared_bytes(shared as u32);
+    let by_chunk = |shared: usize| Geometry::linear(rows * chunks, row_sum::THREADS).shared_bytes(shared as u32);
     let by_row = |blocks: u32| Geometry::linear(rows * blocks, THREADS).shared_bytes(SCRATCH_BYTES as u32);
     let (mut dtype, mut logits) = (dtype, logits);
     // SAFETY: all of these: forwarded to the caller.
     unsafe {
         if let Some(&args) = adjustments {
             let entry = adjust_entry(dtype).ok_or_else(unsupported)?;
-            let chunks = job.vocab.div_ceil(row_sum::CHUNK);
-            let geometry = Geometry::linear(rows * chunks, THREADS).shared_bytes(adjust::SHARED_BYTES as u32);
+            let geometry = by_chunk(adjust::SHARED_BYTES);
             stream.launch(&entry, &geometry, &adjust::Args { logits, args, chunks })?;
             (dtype, logits, job.stride) = (DType::F32, args.out.cast_const().cast(), args.out_stride);
         }

@@ -45,24 +45,35 @@ macro_rules! __by_value {
         }
     };
 }
-pub(crate) use __by_value as by_value;
+
+/// Lets kernels take a struct as a parameter, by value: `struct_param!(Job)` for a `#[repr(C)]` struct of plain
+/// numbers and pointers. Whoever writes it promises what [`Pod`] asks for.
+#[macro_export]
+macro_rules! struct_param {
+    ($t:ty) => {
+        // SAFETY: promised by whoever invokes this.
+        unsafe impl $crate::__Param for $t {
+            $crate::__by_value! {}
+        }
+    };
+}
 
 macro_rules! pod {
     ($($t:ty)*) => { $(
         // SAFETY: plain numbers, of the same layout everywhere.
         unsafe impl Pod for $t {}
         // SAFETY: as above.
-        unsafe impl Param for $t { by_value! {} }
+        unsafe impl Param for $t { crate::__by_value! {} }
     )* };
 }
 pod! { u8 i8 u16 i16 u32 i32 u64 i64 usize f32 f64 half::bf16 half::f16 E4M3 E5M2 }
 // SAFETY: 64-bit addresses on both sides.
 unsafe impl<T: 'static> Param for *const T {
-    by_value! {}
+    crate::__by_value! {}
 }
 // SAFETY: as above.
 unsafe impl<T: 'static> Param for *mut T {
-    by_value! {}
+    crate::__by_value! {}
 }
 // SAFETY: 128 opaque bytes.
 unsafe impl Param for TensorMap {
@@ -298,7 +309,6 @@ macro_rules! __entry {
             #[cfg(target_arch = "nvptx64")]
             #[unsafe(no_mangle)]
             pub unsafe extern "ptx-kernel" fn $name($($arg: $ty),*) {
-                // SAFETY: forwarded to the host that launches it.
                 unsafe {
                     $crate::__launch_bounds!($threads, $min_blocks, $arch);
                     $crate::__entry_call! { $name ($($arg: $ty),*) [$(stringify!($arg)),*] $kernel }

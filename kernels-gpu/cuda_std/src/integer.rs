@@ -199,7 +199,7 @@ impl Divisor {
 unsafe impl crate::Pod for Divisor {}
 // SAFETY: as above.
 unsafe impl crate::__Param for Divisor {
-    crate::entry::by_value! {}
+    crate::__by_value! {}
 }
 
 #[cfg(test)]

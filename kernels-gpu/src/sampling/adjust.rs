@@ -6,11 +6,11 @@
 //! and presence penalties (OpenAI's definition). What is not allowed becomes [`BANNED`].
 
 use super::job::PerRow;
-use super::row_sum::CHUNK;
-use super::top_k::THREADS;
+use super::row_sum::{CHUNK, THREADS};
 use super::weights::BANNED;
+use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::shared::Carver;
-use cuda_std::{Float, Global, GlobalMut, atomic, entries, thread};
+use cuda_std::{Float, Global, GlobalMut, entries, thread};
 
 /// Dynamic shared memory.
 pub const SHARED_BYTES: usize = 4 * CHUNK as usize;
@@ -57,10 +57,8 @@ pub struct Adjustments {
     pub out_stride: u64,
 }
 
-// SAFETY: plain numbers and addresses, laid out alike by host and device.
-unsafe impl cuda_std::__Param for Adjustments {
-    cuda_std::__by_value! {}
-}
+// Plain numbers and addresses, laid out alike by host and device.
+cuda_std::struct_param!(Adjustments);
 
 /// Grid: `chunks` blocks for each row, rows one after another.
 #[inline(always)]
@@ -86,11 +84,11 @@ pub unsafe fn adjust<T: Float>(logits: *const T, args: Adjustments, chunks: u32)
             // Negative tokens become large ones.
             let token = history.get(i) as u32;
             if token < args.vocab && token >= first && token - first < CHUNK {
-                let place = seen.ptr(token - first);
+                let place = token - first;
                 if i < prompt {
-                    atomic::fetch_or_u32(place, PROMPT);
+                    seen.fetch_or(place, PROMPT, Block, Relaxed);
                 } else {
-                    atomic::fetch_add_u32(place, 1);
+                    seen.fetch_add(place, 1, Block, Relaxed);
                 }
             }
             i += THREADS;

@@ -117,10 +117,8 @@ pub struct Job {
     pub chunk_counts: *mut u32,
 }
 
-// SAFETY: plain numbers and addresses, laid out alike by host and device.
-unsafe impl cuda_std::__Param for Job {
-    cuda_std::__by_value! {}
-}
+// Plain numbers and addresses, laid out alike by host and device.
+cuda_std::struct_param!(Job);
 
 /// The parameters of a row, as the kernels use them.
 #[derive(Clone, Copy)]
@@ -201,16 +199,15 @@ impl Job {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn last_of_row(&self, row: u32, blocks: u32, flag: cuda_std::Shared<u32>) -> bool {
-        use cuda_std::{atomic, thread};
+        use cuda_std::atomic::{AcqRel, Device};
+        use cuda_std::thread;
         thread::sync_threads();
         if thread::thread_idx_x() == 0 {
-            thread::device_fence();
-            let ticket = self.tickets.wrapping_add(row as usize);
-            let last = atomic::fetch_add_u32(ticket, 1) + 1 == blocks;
+            let tickets = GlobalMut::new(self.tickets);
+            let last = tickets.fetch_add(row, 1, Device, AcqRel) + 1 == blocks;
             if last {
-                GlobalMut::new(ticket).set(0u32, 0);
+                tickets.set(row, 0);
             }
-            thread::device_fence();
             flag.set(0u32, last as u32);
         }
         thread::sync_threads();

@@ -12,13 +12,15 @@
 //! next task in [`RowState`]. [`pick`] then counts the tokens of that key by chunks, and the last block looks it up.
 
 use super::job::{BINS, HISTOGRAM_WORDS, HISTOGRAMS, Job, LogProbs, RowState, Settings};
-use super::logit::{Logit, for_each};
-use super::row_sum::{CHUNK, for_each_vector, place};
-use super::top_k::{MAX_K, THREADS};
+use super::logit::Logit;
+use super::row_sum::{CHUNK, THREADS, for_each_of_chunk, place};
+use super::top_k::{MAX_K, own_index};
 use super::top_k_top_p::{write_token, write_top};
-use super::weights::{KEY_NEG_INF, Weights, candidate, key, key_of, scaled, scaled_up};
+use super::weights::{KEY_NEG_INF, Weights, candidate, index_of, key, key_of, scaled, scaled_up};
+use cuda_std::atomic::{Block, Device, Relaxed};
+use cuda_std::integer::opaque;
 use cuda_std::shared::Carver;
-use cuda_std::{Global, GlobalMut, Shared, atomic, entries, thread, warp};
+use cuda_std::{Global, GlobalMut, Shared, entries, thread, warp};
 
 /// Bits of a digit, at most.
 const DIGIT: u32 = BINS.ilog2();
@@ -69,7 +71,7 @@ struct Bins {
     count: Shared<u32>,
     low: Shared<u32>,
     high: Shared<u32>,
-    /// Two sums of each warp.
+    /// One of each warp.
     sums: Shared<u64>,
     /// What was found: bin, count above, mass above.
     found: Shared<u64>,
@@ -77,7 +79,7 @@ struct Bins {
 }
 
 /// Bytes of it.
-pub const SEARCH_SHARED_BYTES: usize = 3 * 4 * BINS as usize + 8 * (2 * WARPS as usize + 4) + 16;
+pub const SEARCH_SHARED_BYTES: usize = 3 * 4 * BINS as usize + 8 * (WARPS as usize + 4) + 16;
 
 impl Bins {
     #[inline(always)]
@@ -87,7 +89,7 @@ impl Bins {
             count: carver.take(BINS as usize),
             low: carver.take(BINS as usize),
             high: carver.take(BINS as usize),
-            sums: carver.take(2 * WARPS as usize),
+            sums: carver.take(WARPS as usize),
             found: carver.take(4),
             flag: carver.take(4),
         }
@@ -96,51 +98,14 @@ impl Bins {
     #[inline(always)]
     #[track_caller]
     unsafe fn add(&self, bin: u32, count: u32, mass: u64) {
-        atomic::fetch_add_u32(self.count.ptr(bin), count);
+        self.count.fetch_add(bin, count, Block, Relaxed);
         let low = mass as u32 & ((1 << LOW_BITS) - 1);
         if low != 0 {
-            atomic::fetch_add_u32(self.low.ptr(bin), low);
+            self.low.fetch_add(bin, low, Block, Relaxed);
         }
         if mass >> LOW_BITS != 0 {
-            atomic::fetch_add_u32(self.high.ptr(bin), (mass >> LOW_BITS) as u32);
+            self.high.fetch_add(bin, (mass >> LOW_BITS) as u32, Block, Relaxed);
         }
-    }
-
-    /// Sums of two values over this thread and those before it, and over all. By all threads.
-    #[inline(always)]
-    #[track_caller]
-    unsafe fn prefix_sums(&self, a: u64, b: u64) -> [(u64, u64); 2] {
-        let (lane, warp_id) = (warp::lane_id(), thread::thread_idx_x() / 32);
-        let (mut x, mut y) = (a, b);
-        let mut delta = 1;
-        while delta < 32 {
-            let (p, there) = warp::warp_shuffle_up(warp::FULL, x, delta, 32);
-            let (q, _) = warp::warp_shuffle_up(warp::FULL, y, delta, 32);
-            if there {
-                x += p;
-                y += q;
-            }
-            delta *= 2;
-        }
-        if lane == 31 {
-            self.sums.set(2 * warp_id, x);
-            self.sums.set(2 * warp_id + 1, y);
-        }
-        thread::sync_threads();
-        let mut all = (0, 0);
-        let mut w = 0;
-        while w < WARPS {
-            let (p, q) = (self.sums.get(2 * w), self.sums.get(2 * w + 1));
-            if w < warp_id {
-                x += p;
-                y += q;
-            }
-            all = (all.0 + p, all.1 + q);
-            w += 1;
-        }
-        // The sums may be used again.
-        thread::sync_threads();
-        [(x, all.0), (y, all.1)]
     }
 
     /// The bin at `position` of a histogram in global memory, in descending order of bins, positions counting tokens or
@@ -149,7 +114,7 @@ impl Bins {
     #[track_caller]
     unsafe fn find(&self, histogram: GlobalMut<u64>, position: u64, by_mass: bool) -> (Found, u64) {
         const EACH: u32 = BINS / THREADS;
-        let tid = thread::thread_idx_x();
+        let tid = own_index();
         let (mut count, mut mass) = (0, 0);
         let mut i = 0;
         while i < EACH {
@@ -158,7 +123,8 @@ impl Bins {
             mass += histogram.get(2 * bin + 1);
             i += 1;
         }
-        let [(count_upto, _), (mass_upto, total)] = self.prefix_sums(count, mass);
+        let (count_upto, _) = prefix_sum(self.sums, count);
+        let (mass_upto, total) = prefix_sum(self.sums, mass);
         let (mut count_above, mut mass_above) = (count_upto - count, mass_upto - mass);
         let mut i = 0;
         while i < EACH {
@@ -214,7 +180,7 @@ pub unsafe fn search<T: Logit>(logits: *const T, job: Job) {
     }
     let weights = job.weights(&settings, state.max_key);
     let bins = Bins::new();
-    let tid = thread::thread_idx_x();
+    let tid = own_index();
     let mut bin = tid;
     while bin < BINS {
         bins.count.set(bin, 0);
@@ -226,25 +192,21 @@ pub unsafe fn search<T: Logit>(logits: *const T, job: Job) {
 
     let low = below::<T>(state.digit);
     let high = if state.digit == 0 { 32 } else { below::<T>(state.digit - 1) };
-    // Neighbours often share a bin: one addition for a run of them.
+    // Flat rows share few bins: one addition for a run of logits in one.
     let (mut bin, mut count, mut mass) = (0, 0, 0);
-    let data = job.row(logits, row);
-    for_each_vector(data, index, |v, words| {
-        for_each::<T>(words, |e, x| {
-            let key = key(x);
-            let inside = data.index(v, e) < job.vocab;
-            if inside && (key as u64 >> high) as u32 == state.prefix {
-                let this = (key >> low) & ((1u64 << (high - low)) - 1) as u32;
-                if this != bin {
-                    if count > 0 {
-                        bins.add(bin, count, mass);
-                    }
-                    (bin, count, mass) = (this, 0, 0);
+    for_each_of_chunk(job.row(logits, row), index, |x| {
+        let key = key(x);
+        if (key as u64 >> high) as u32 == state.prefix {
+            let this = (key >> low) & ((1u64 << (high - low)) - 1) as u32;
+            if this != bin {
+                if count > 0 {
+                    bins.add(bin, count, mass);
                 }
-                count += 1;
-                mass += filtered(&weights, &settings, key);
+                (bin, count, mass) = (this, 0, 0);
             }
-        });
+            count += 1;
+            mass += filtered(&weights, &settings, key);
+        }
     });
     if count > 0 {
         bins.add(bin, count, mass);
@@ -252,25 +214,25 @@ pub unsafe fn search<T: Logit>(logits: *const T, job: Job) {
     thread::sync_threads();
 
     let histograms = GlobalMut::new(job.histograms).offset(row as usize * HISTOGRAMS * HISTOGRAM_WORDS);
-    let leading = histograms;
-    let further = histograms.offset(HISTOGRAM_WORDS);
-    let histogram = if state.digit == 0 { leading } else { further };
+    let histogram = if state.digit == 0 { histograms } else { histograms.offset(HISTOGRAM_WORDS) };
     let mut bin = tid;
     while bin < BINS {
         let count = bins.count.get(bin);
         if count > 0 {
-            atomic::fetch_add_u64(histogram.ptr(2 * bin), count as u64);
+            histogram.fetch_add(2 * bin, count as u64, Device, Relaxed);
             let mass = bins.low.get(bin) as u64 + ((bins.high.get(bin) as u64) << LOW_BITS);
             if mass > 0 {
-                atomic::fetch_add_u64(histogram.ptr(2 * bin + 1), mass);
+                histogram.fetch_add(2 * bin + 1, mass, Device, Relaxed);
             }
         }
         bin += THREADS;
     }
     if job.last_of_row(row, chunks, bins.flag) {
-        let next = advance::<T>(&job, row, &settings, &weights, &bins, state, leading, further);
-        if tid == 0 {
-            states.set(row, next);
+        // Everything is looked up again rather than kept in registers all the time.
+        let row = opaque(row);
+        let next = advance::<T>(&job, row, &bins, GlobalMut::new(job.state).get(row));
+        if own_index() == 0 {
+            GlobalMut::new(job.state).set(row, next);
         }
     }
 }
@@ -279,40 +241,39 @@ pub unsafe fn search<T: Logit>(logits: *const T, job: Job) {
 /// histogram.
 #[inline(always)]
 #[track_caller]
-unsafe fn advance<T: Logit>(
-    job: &Job,
-    row: u32,
-    settings: &Settings,
-    weights: &Weights,
-    bins: &Bins,
-    mut state: RowState,
-    leading: GlobalMut<u64>,
-    further: GlobalMut<u64>,
-) -> RowState {
+unsafe fn advance<T: Logit>(job: &Job, row: u32, bins: &Bins, mut state: RowState) -> RowState {
+    let settings = job.settings(row);
+    let leading = GlobalMut::new(job.histograms).offset(row as usize * HISTOGRAMS * HISTOGRAM_WORDS);
+    let further = leading.offset(HISTOGRAM_WORDS);
     let last = digits::<T>() - 1;
     loop {
-        if state.digit == 0 && state.goal == TOP_K {
-            state.position = settings.k as u64 - 1;
-            if settings.k >= job.vocab {
-                let (_, total) = bins.find(leading, 0, false);
-                set_kept(&mut state, job.vocab as u64, total);
-                state.goal = TOP_P;
+        let mut all = false;
+        if state.digit == 0 {
+            if state.goal == TOP_K {
+                // Without top-k the leading digits say enough: the mass of all.
+                all = settings.k >= job.vocab;
+                state.position = if all { 0 } else { settings.k as u64 - 1 };
+            } else if state.goal == TOP_P && settings.top_p.is_none() {
+                state.goal = DRAW;
             }
-        }
-        if state.digit == 0 && state.goal == TOP_P {
-            match settings.top_p {
-                Some(p) => state.position = scaled_up(state.kept_mass, p).max(1) - 1,
-                None => state.goal = DRAW,
+            if state.goal == TOP_P {
+                let p = settings.top_p.unwrap_or(0);
+                state.position = scaled_up(state.kept_mass, p).max(1) - 1;
+            } else if state.goal == DRAW {
+                state.position = scaled(state.kept_mass, job.draw(row));
             }
-        }
-        if state.digit == 0 && state.goal == DRAW {
-            state.position = scaled(state.kept_mass, job.draw(row));
         }
 
         let by_mass = state.goal != TOP_K;
         let offset = if by_mass { state.mass_above } else { state.count_above };
         let histogram = if state.digit == 0 { leading } else { further };
-        let (found, _) = bins.find(histogram, state.position - offset, by_mass);
+        let (found, total) = bins.find(histogram, state.position - offset, by_mass);
+        if all {
+            state.kept = job.vocab as u64;
+            state.kept_mass = total;
+            state.goal = TOP_P;
+            continue;
+        }
         if state.digit > 0 {
             clear(further);
         }
@@ -326,7 +287,7 @@ unsafe fn advance<T: Logit>(
         }
 
         let key = key_of_prefix::<T>(state.prefix);
-        let w = filtered(weights, settings, key);
+        let w = filtered(&job.weights(&settings, state.max_key), &settings, key);
         let among = if by_mass {
             // Something of weight 0 is never at a position of mass.
             core::hint::assert_unchecked(w != 0);
@@ -339,24 +300,18 @@ unsafe fn advance<T: Logit>(
             state.position = among;
             return state;
         }
-        let (count, mass) = (state.count_above + among + 1, state.mass_above + (among + 1) * w);
-        set_kept(&mut state, count, mass);
+        state.kept = state.count_above + among + 1;
+        state.kept_mass = state.mass_above + (among + 1) * w;
         state.goal += 1;
         (state.digit, state.prefix, state.count_above, state.mass_above) = (0, 0, 0, 0);
     }
-}
-
-#[inline(always)]
-fn set_kept(state: &mut RowState, count: u64, mass: u64) {
-    state.kept = count;
-    state.kept_mass = mass;
 }
 
 /// Zeros a histogram for its next use. By all threads.
 #[inline(always)]
 #[track_caller]
 unsafe fn clear(histogram: GlobalMut<u64>) {
-    let mut i = thread::thread_idx_x();
+    let mut i = own_index();
     while i < HISTOGRAM_WORDS as u32 {
         histogram.set(i, 0);
         i += THREADS;
@@ -364,35 +319,23 @@ unsafe fn clear(histogram: GlobalMut<u64>) {
 }
 
 /// Bytes of shared memory of [`pick`].
-pub const PICK_SHARED_BYTES: usize = 4 * (WARPS as usize + 8);
+pub const PICK_SHARED_BYTES: usize = 8 * WARPS as usize + 4 * 8;
 
 /// Sum over this thread and those before it, and over all threads. By all threads.
 #[inline(always)]
 #[track_caller]
-unsafe fn prefix_count(sums: Shared<u32>, value: u32) -> (u32, u32) {
-    let (lane, warp_id) = (warp::lane_id(), thread::thread_idx_x() / 32);
-    let mut upto = value;
-    let mut delta = 1;
-    while delta < 32 {
-        let (below, there) = warp::warp_shuffle_up(warp::FULL, upto, delta, 32);
-        upto += if there { below } else { 0 };
-        delta *= 2;
-    }
+unsafe fn prefix_sum(sums: Shared<u64>, value: u64) -> (u64, u64) {
+    let (lane, warp_id) = (warp::lane_id(), own_index() / 32);
+    let upto = warp::scan(value, |a, b| a + b);
     if lane == 31 {
         sums.set(warp_id, upto);
     }
     thread::sync_threads();
-    let mut all = 0;
-    let mut w = 0;
-    while w < WARPS {
-        let sum = sums.get(w);
-        upto += if w < warp_id { sum } else { 0 };
-        all += sum;
-        w += 1;
-    }
+    let warps = warp::scan(if lane < WARPS { sums.get(lane) } else { 0 }, |a, b| a + b);
+    let before = warp::shfl_idx(warps, warp_id.wrapping_sub(1) % 32);
     // The sums may be used again.
     thread::sync_threads();
-    (upto, all)
+    (upto + if warp_id > 0 { before } else { 0 }, warp::shfl_idx(warps, 31))
 }
 
 /// Grid: as [`search`], after the last of them.
@@ -404,7 +347,7 @@ pub unsafe fn pick<T: Logit>(logits: *const T, job: Job) {
         return;
     }
     let mut carver = Carver::new();
-    let sums = carver.take::<u32>(WARPS as usize);
+    let sums = carver.take::<u64>(WARPS as usize);
     let flag = carver.take::<u32>(4);
     let result = carver.take::<u32>(4);
     let states = GlobalMut::new(job.state);
@@ -416,22 +359,20 @@ pub unsafe fn pick<T: Logit>(logits: *const T, job: Job) {
         (key_of_prefix::<T>(state.prefix), state.position)
     };
     let data = job.row(logits, row);
-    let tid = thread::thread_idx_x();
+    let tid = own_index();
 
     let mut mine = 0;
-    for_each_vector(data, index, |v, words| {
-        for_each::<T>(words, |e, x| mine += (key(x) == wanted && data.index(v, e) < job.vocab) as u32);
-    });
-    let (_, here) = prefix_count(sums, mine);
+    for_each_of_chunk(data, index, |x| mine += (key(x) == wanted) as u64);
+    let (_, here) = prefix_sum(sums, mine);
     let counts = GlobalMut::new(job.chunk_counts).offset(row as usize * chunks as usize);
     if tid == 0 {
-        counts.set(index, here);
+        counts.set(index, here as u32);
     }
     if !job.last_of_row(row, chunks, flag) {
         return;
     }
 
-    // The chunk, then the vector, then the element. `position` is below the number of tokens of that key.
+    // The chunk, then the thread that has it among its neighbours. `position` is below the number of tokens of that key.
     let mut position = position;
     let mut chunk = 0;
     loop {
@@ -442,28 +383,23 @@ pub unsafe fn pick<T: Logit>(logits: *const T, job: Job) {
         position -= count;
         chunk += 1;
     }
-    let mut position = position as u32;
-    let first = chunk * (CHUNK / super::logit::Row::<T>::WIDTH) + tid;
-    let mut u = 0;
-    while u < CHUNK / super::logit::Row::<T>::WIDTH / THREADS {
-        let v = first + u * THREADS;
-        let mut mine = 0;
-        let words = if v < data.vectors { data.load(v) } else { [T::ABSENT; 4] };
-        let inside = |e| v < data.vectors && data.index(v, e) < job.vocab;
-        for_each::<T>(words, |e, x| mine += (key(x) == wanted && inside(e)) as u32);
-        let (upto, all) = prefix_count(sums, mine);
-        let mut before = upto - mine;
-        for_each::<T>(words, |e, x| {
-            if key(x) == wanted && inside(e) {
-                if before == position {
-                    result.set(0u32, data.index(v, e));
-                }
-                before += 1;
-            }
-        });
-        // Never found again once it was.
-        position = position.wrapping_sub(all);
-        u += 1;
+    const EACH: u32 = CHUNK / THREADS;
+    let first = chunk * CHUNK + tid * EACH;
+    let mut hits = 0u32;
+    let mut e = 0;
+    while e < EACH {
+        hits |= ((first + e < job.vocab && key(data.get(first + e)) == wanted) as u32) << e;
+        e += 1;
+    }
+    let found = hits.count_ones() as u64;
+    let (upto, _) = prefix_sum(sums, found);
+    let mut before = upto - found;
+    while hits != 0 {
+        if before == position {
+            result.set(0u32, first + hits.trailing_zeros());
+        }
+        before += 1;
+        hits &= hits - 1;
     }
     thread::sync_threads();
     write(&job, row, &settings, state, candidate(wanted, result.get(0u32)));
@@ -478,28 +414,25 @@ pub unsafe fn pick<T: Logit>(logits: *const T, job: Job) {
 #[inline(always)]
 #[track_caller]
 unsafe fn write(job: &Job, row: u32, settings: &Settings, state: RowState, chosen: u64) {
-    let tid = thread::thread_idx_x();
+    let tid = own_index();
     let weights = job.weights(settings, state.max_key);
     let (sum, kept_mass) = (state.sum, state.kept_mass);
     let probs = LogProbs { weights, temperature: settings.temperature, sum, kept_mass };
     if tid == 0 {
-        let key = key_of(chosen);
-        write_token(job, row, super::weights::index_of(chosen), probs.before(key), probs.after(key));
+        write_token(job, row, index_of(chosen), key_of(chosen), Some(&probs));
     }
     if tid < job.top_n {
         let entry = Global::new(job.best.cast_const()).get(row as usize * MAX_K as usize + tid as usize);
-        let key = key_of(entry);
-        let kept = (tid as u64) < state.kept && filtered(&weights, settings, key) > 0;
-        let after = if kept { probs.after(key) } else { f32::NEG_INFINITY };
-        write_top(job, row, tid, entry, probs.before(key), after);
+        let kept = (tid as u64) < state.kept && filtered(&weights, settings, key_of(entry)) > 0;
+        write_top(job, row, tid, entry, kept, Some(&probs));
     }
 }
 
 entries! {
     pub struct Args<T>(logits: *const T, job: Job);
-    sampling_radix_search_f32 { type T = f32; } [THREADS] => search::<T>;
-    sampling_radix_search_f16 { type T = half::f16; } [THREADS] => search::<T>;
-    sampling_radix_search_bf16 { type T = half::bf16; } [THREADS] => search::<T>;
+    sampling_radix_search_f32 { type T = f32; } [THREADS, 2] => search::<T>;
+    sampling_radix_search_f16 { type T = half::f16; } [THREADS, 2] => search::<T>;
+    sampling_radix_search_bf16 { type T = half::bf16; } [THREADS, 2] => search::<T>;
     sampling_radix_pick_f32 { type T = f32; } [THREADS] => pick::<T>;
     sampling_radix_pick_f16 { type T = half::f16; } [THREADS] => pick::<T>;
     sampling_radix_pick_bf16 { type T = half::bf16; } [THREADS] => pick::<T>;

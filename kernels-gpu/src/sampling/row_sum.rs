@@ -4,33 +4,40 @@
 //! row that meet in one atomic word of [`RowState`](super::job::RowState).
 
 use super::job::Job;
-use super::logit::{Logit, Row, for_each};
-use super::top_k::THREADS;
+use super::logit::{Logit, Row};
 use super::weights::key;
-use cuda_std::{Global, atomic, entries, thread, warp};
+use cuda_std::{Global, atomic, entries, thread, unroll, warp};
+
+/// Threads of a block of these kernels and of those of `radix` and `adjust`.
+pub const THREADS: u32 = 512;
 
 /// Elements of a block of these kernels and of those of `radix`.
 pub const CHUNK: u32 = 4096;
 
 /// Blocks of a row.
 pub const fn chunks(vocab: u32) -> u32 {
-    // A row that starts off a 16-byte boundary reaches into one more vector.
-    (vocab + 7).div_ceil(CHUNK)
+    vocab.div_ceil(CHUNK)
 }
 
-/// The vectors of chunk `index` that this thread reads: `f(vector, words)`.
+/// Calls `f` with the logits of chunk `index` that this thread reads: neighbours are read by neighbours.
 #[inline(always)]
 #[track_caller]
-pub(super) unsafe fn for_each_vector<T: Logit>(row: Row<T>, index: u32, mut f: impl FnMut(u32, super::logit::Words)) {
-    let first = index * (CHUNK / Row::<T>::WIDTH) + thread::thread_idx_x();
-    let mut u = 0;
-    while u < CHUNK / Row::<T>::WIDTH / THREADS {
-        let v = first + u * THREADS;
-        if v < row.vectors {
-            f(v, row.load(v));
+pub(super) unsafe fn for_each_of_chunk<T: Logit>(row: Row<T>, index: u32, mut f: impl FnMut(f32)) {
+    const EACH: usize = (CHUNK / THREADS) as usize;
+    let first = index * CHUNK + thread::thread_idx_x();
+    // All are under way before the first is used.
+    let mut held = [0.0; EACH];
+    unroll::<EACH>(|j| {
+        let i = first + j as u32 * THREADS;
+        if i < row.vocab {
+            held[j] = row.get(i);
         }
-        u += 1;
-    }
+    });
+    unroll::<EACH>(|j| {
+        if first + j as u32 * THREADS < row.vocab {
+            f(held[j]);
+        }
+    });
 }
 
 /// Row and chunk of this block.
@@ -50,9 +57,7 @@ pub unsafe fn row_max<T: Logit>(logits: *const T, job: Job) {
         return;
     }
     let mut largest = 0;
-    for_each_vector(job.row(logits, row), index, |_, words| {
-        for_each::<T>(words, |_, x| largest = largest.max(key(x)));
-    });
+    for_each_of_chunk(job.row(logits, row), index, |x| largest = largest.max(key(x)));
     let largest = warp::warp_reduce_max_u32(warp::FULL, largest);
     if warp::lane_id() == 0 {
         atomic::fetch_max_u32(&raw mut (*job.state.wrapping_add(row as usize)).max_key, largest);
@@ -66,9 +71,7 @@ pub unsafe fn row_sum<T: Logit>(logits: *const T, job: Job) {
     let max_key = Global::new(job.state.cast_const()).get(row).max_key;
     let weights = job.weights(&job.settings(row), max_key);
     let mut sum = 0;
-    for_each_vector(job.row(logits, row), index, |_, words| {
-        for_each::<T>(words, |_, x| sum += weights.of(key(x)));
-    });
+    for_each_of_chunk(job.row(logits, row), index, |x| sum += weights.of(key(x)));
     let sum = warp::reduce(sum, |a: u64, b| a + b);
     if warp::lane_id() == 0 && sum > 0 {
         atomic::fetch_add_u64(&raw mut (*job.state.wrapping_add(row as usize)).sum, sum);

@@ -11,25 +11,35 @@
 
 use super::logit::{Logit, Row, for_each};
 use super::weights::{candidate, key};
+use cuda_std::atomic::{Block, Relaxed};
+use cuda_std::integer::opaque;
 use cuda_std::shared::Carver;
-use cuda_std::{Shared, atomic, float, thread, unroll, warp};
+use cuda_std::{Shared, float, thread, unroll, warp};
 
 /// Threads of a block.
-pub const THREADS: u32 = 512;
+pub const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;
 
 /// The largest k. A list of one warp has four registers a lane.
 pub const MAX_K: u32 = 128;
 const LIST_REGISTERS: usize = 4;
 
-/// The most candidates at a time: a running list and one of each warp.
-pub const CAPACITY: u32 = (WARPS + 1) * MAX_K;
+/// The most candidates at a time: at least a running list and one of each warp.
+pub const CAPACITY: u32 = 12 * MAX_K;
+const _: () = assert!(CAPACITY >= (WARPS + 1) * MAX_K);
 
 /// Candidates of a thread.
 const PRUNED: usize = CAPACITY.div_ceil(THREADS) as usize;
 
 /// Vectors that a thread holds at a time.
 const HELD: usize = 4;
+
+/// The thread's number in its block. What is computed from it is computed where it is needed: the compiler would
+/// rather do all of that once, before a loop, and run out of registers.
+#[inline(always)]
+pub fn own_index() -> u32 {
+    opaque(thread::thread_idx_x())
+}
 
 /// Shared memory of the block.
 #[derive(Clone, Copy)]
@@ -47,7 +57,7 @@ pub struct Scratch {
 }
 
 /// Bytes of [`Scratch`].
-pub const SCRATCH_BYTES: usize = 8 * (CAPACITY + MAX_K + THREADS / 2 + 2) as usize + 32;
+pub const SCRATCH_BYTES: usize = 8 * (CAPACITY + MAX_K + THREADS + 2) as usize + 32;
 
 impl Scratch {
     /// At the start of shared memory.
@@ -57,7 +67,7 @@ impl Scratch {
         Self {
             candidates: carver.take(CAPACITY as usize),
             best: carver.take(MAX_K as usize),
-            groups: carver.take(THREADS as usize / 2),
+            groups: carver.take(THREADS as usize),
             bound: carver.take(2),
             count: carver.take(4),
             flag: carver.take(4),
@@ -69,14 +79,15 @@ impl Scratch {
     #[inline(always)]
     #[track_caller]
     unsafe fn bound(&self, k: u32, offer: u64) -> u64 {
-        let tid = thread::thread_idx_x();
-        // 2^shift lanes make a group.
+        let tid = own_index();
+        // 2^shift lanes make a group; there are at least twice as many groups as are wanted.
         let shift = match k {
-            0..=16 => 4,
-            17..=32 => 3,
-            33..=64 => 2,
-            _ => 1,
+            0..=16 => 3,
+            17..=32 => 2,
+            33..=64 => 1,
+            _ => 0,
         };
+        const { assert!(THREADS == 2 * MAX_K) };
         let mut best = offer;
         let mut i = 0;
         while i < shift {
@@ -106,18 +117,11 @@ impl Scratch {
     #[inline(always)]
     #[track_caller]
     unsafe fn reserve(&self, mine: u32) -> u32 {
-        let lane = warp::lane_id();
-        let mut upto = mine;
-        let mut delta = 1;
-        while delta < 32 {
-            let (below, there) = warp::warp_shuffle_up(warp::FULL, upto, delta, 32);
-            upto += if there { below } else { 0 };
-            delta *= 2;
-        }
+        let upto = warp::scan(mine, |a, b| a + b);
         let total = warp::shfl_idx(upto, 31);
         let mut start = 0;
-        if lane == 0 && total > 0 {
-            start = atomic::fetch_add_u32(self.count.ptr(0u32), total);
+        if warp::lane_id() == 0 && total > 0 {
+            start = self.count.fetch_add(0u32, total, Block, Relaxed);
         }
         warp::shfl_idx(start, 0) + upto - mine
     }
@@ -135,14 +139,14 @@ impl Scratch {
     #[track_caller]
     pub unsafe fn keep_best(&self, n: u32, k: u32) -> u32 {
         // Ranking takes time with the square of their number.
-        let prune = n > THREADS / 4;
+        let prune = n > THREADS / 2;
         let n = if prune { self.prune(n, k) } else { n };
         rank(self.candidates, n, |rank, item| {
             if rank < k && item != 0 {
                 self.best.set(rank, item);
             }
         });
-        let tid = thread::thread_idx_x();
+        let tid = own_index();
         let some = thread::sync_threads_count(tid < n && self.candidates.get(tid) != 0);
         let some = if prune { n } else { some };
         if some < k { some } else { k }
@@ -152,10 +156,11 @@ impl Scratch {
     #[inline(always)]
     #[track_caller]
     unsafe fn prune(&self, n: u32, k: u32) -> u32 {
+        let tid = own_index();
         let mut held = [0; PRUNED];
         let mut best = 0;
         unroll::<PRUNED>(|i| {
-            let at = i as u32 * THREADS + thread::thread_idx_x();
+            let at = i as u32 * THREADS + tid;
             if at < n {
                 held[i] = self.candidates.get(at);
                 best = held[i].max(best);
@@ -175,14 +180,18 @@ impl Scratch {
         self.reserved()
     }
 
-    /// The best `k` of vectors `begin..end` of a row that are above -inf, to `best`; how many there are.
+    /// The best `k` of one of `parts` parts of a row that are above -inf, to `best`, in order; how many there are.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn best_of_row<T: Logit>(&self, row: Row<T>, begin: u32, end: u32, k: u32) -> u32 {
-        let tid = thread::thread_idx_x();
+    pub unsafe fn best_of_row<T: Logit>(&self, row: Row<T>, part: u32, parts: u32, k: u32) -> u32 {
+        let share = row.vectors.div_ceil(parts);
+        let begin = if part * share < row.vectors { part * share } else { row.vectors };
+        let end = if row.vectors - begin < share { row.vectors } else { begin + share };
         let mut len = 0;
         let mut at = begin;
-        while at < end {
+        loop {
+            let (tid, k) = (own_index(), opaque(k));
+            let next = at + HELD as u32 * THREADS;
             let mut held = [[T::ABSENT; 4]; HELD];
             unroll::<HELD>(|u| {
                 let v = at + u as u32 * THREADS + tid;
@@ -190,6 +199,16 @@ impl Scratch {
                     held[u] = row.load(v);
                 }
             });
+            // The first tile takes what is before the vectors, the last what is behind, so that indices grow from tile to
+            // tile: a few elements, one for each of the first threads and of those after WIDTH.
+            let mut extra = (0, f32::NEG_INFINITY);
+            let behind = (row.index(row.vectors, 0) + tid).wrapping_sub(Row::<T>::WIDTH);
+            if part == 0 && at == begin && tid < row.head {
+                extra = (tid, row.get(tid));
+            } else if part + 1 == parts && next >= end && tid >= Row::<T>::WIDTH && behind < row.vocab {
+                extra = (behind, row.get(behind));
+            }
+
             // What has been found competes again.
             if tid < len {
                 self.candidates.set(tid, self.best.get(tid));
@@ -203,62 +222,73 @@ impl Scratch {
                 thread::sync_threads();
                 least
             } else {
-                let mut largest = f32::NEG_INFINITY;
+                let mut largest = f32::NEG_INFINITY.max(extra.1);
                 unroll::<HELD>(|u| for_each::<T>(held[u], |_, x| largest = largest.max(x)));
                 let bound = self.bound(k, candidate(key(largest), tid));
                 float::from_sortable((bound >> 32) as u32).max(f32::MIN)
             };
 
-            let mut mine = 0;
-            unroll::<HELD>(|u| for_each::<T>(held[u], |_, x| mine += (x >= least) as u32));
-            let mut slot = len + self.reserve(mine);
-            if mine > 0 {
-                unroll::<HELD>(|u| {
-                    let v = at + u as u32 * THREADS + tid;
-                    for_each::<T>(held[u], |e, x| {
-                        if x >= least {
-                            if slot < CAPACITY {
-                                self.candidates.set(slot, candidate(key(x), row.index(v, e)));
-                            }
-                            slot += 1;
-                        }
-                    });
-                });
+            // A bit for each element held, of those that are read again: they are few and in cache.
+            let mut hits = 0u32;
+            unroll::<HELD>(|u| {
+                // Words are widened again, rather than kept wide over the barriers.
+                held[u] = held[u].map(opaque);
+                for_each::<T>(held[u], |e, x| hits |= ((x >= least) as u32) << (u as u32 * Row::<T>::WIDTH + e));
+            });
+            let is_extra = extra.1 >= least;
+            let mut slot = len + self.reserve(hits.count_ones() + is_extra as u32);
+            if is_extra && slot < CAPACITY {
+                self.candidates.set(slot, candidate(key(extra.1), extra.0));
+                slot += 1;
+            }
+            while hits != 0 && slot < CAPACITY {
+                let bit = hits.trailing_zeros();
+                let v = at + bit / Row::<T>::WIDTH * THREADS + tid;
+                let i = row.index(v, bit % Row::<T>::WIDTH);
+                self.candidates.set(slot, candidate(key(row.get(i)), i));
+                slot += 1;
+                hits &= hits - 1;
             }
             thread::sync_threads();
             let found = self.reserved();
-            let next = at + HELD as u32 * THREADS;
             if found > 0 {
                 let mut n = len + found;
                 if n > CAPACITY {
                     n = len + WARPS * k;
-                    self.insert_all(row, at, if next < end { next } else { end }, least, len, k);
+                    let first = if part == 0 && at == begin { 0 } else { row.index(at, 0) };
+                    let last = if next < end {
+                        row.index(next, 0)
+                    } else if part + 1 < parts {
+                        row.index(end, 0)
+                    } else {
+                        row.vocab
+                    };
+                    self.insert_all(row, first, last, least, len, k);
                 }
                 len = self.keep_best(n, k);
-            } else if next < end {
-                // The count is reset above.
-                thread::sync_threads();
             }
             at = next;
+            if at >= end {
+                return len;
+            }
+            // The count is reset above.
+            thread::sync_threads();
         }
-        len
     }
 
-    /// The candidates from `start` on become the sorted lists of the warps, `k` entries each, of vectors `begin..end`
-    /// and logits of at least `least`.
+    /// The candidates from `start` on become the sorted lists of the warps, `k` entries each, of tokens `first..last` with
+    /// logits of at least `least`.
     #[inline(always)]
     #[track_caller]
-    unsafe fn insert_all<T: Logit>(&self, row: Row<T>, begin: u32, end: u32, least: f32, start: u32, k: u32) {
-        let (warp_id, lane) = (thread::thread_idx_x() / 32, warp::lane_id());
-        let share = (end - begin).div_ceil(WARPS) * Row::<T>::WIDTH;
-        let first = begin * Row::<T>::WIDTH + warp_id * share;
-        let last = first + share;
-        let last = if last < end * Row::<T>::WIDTH { last } else { end * Row::<T>::WIDTH };
+    unsafe fn insert_all<T: Logit>(&self, row: Row<T>, first: u32, last: u32, least: f32, start: u32, k: u32) {
+        let (warp_id, lane) = (own_index() / 32, warp::lane_id());
+        let share = (last - first).div_ceil(WARPS);
+        let mut at = first + warp_id * share;
+        let end = if at + share < last { at + share } else { last };
         let mut list = SortedList::new();
-        let mut at = first;
-        while at < last {
-            let i = row.index(0, at + lane);
-            let x = if at + lane < last && i < row.vocab { row.get(i) } else { f32::NEG_INFINITY };
+        while at < end {
+            let i = at + lane;
+            let x = if i < end { row.get(i) } else { f32::NEG_INFINITY };
             let mine = if x >= least { candidate(key(x), i) } else { 0 };
             let worst = list.get(k - 1);
             let mut better = warp::warp_vote_ballot(warp::FULL, mine > worst);
@@ -285,7 +315,7 @@ impl Scratch {
 #[inline(always)]
 #[track_caller]
 unsafe fn rank(items: Shared<u64>, n: u32, mut f: impl FnMut(u32, u64)) {
-    let tid = thread::thread_idx_x();
+    let tid = own_index();
     // Lanes of an item: 2^shift.
     let mut shift = 0;
     while shift < 5 && n << (shift + 1) <= THREADS {
@@ -300,8 +330,16 @@ unsafe fn rank(items: Shared<u64>, n: u32, mut f: impl FnMut(u32, u64)) {
         let mut larger = 0;
         let mut j = part;
         while j < n {
-            larger += (items.get(j) > item) as u32;
-            j += lanes;
+            // Several loads at a time; 0 is never larger.
+            let mut others = [0; 4];
+            unroll::<4>(|u| {
+                let at = j + u as u32 * lanes;
+                if at < n {
+                    others[u] = items.get(at);
+                }
+            });
+            unroll::<4>(|u| larger += (others[u] > item) as u32);
+            j += 4 * lanes;
         }
         let mut m = 1;
         while m < lanes {
