@@ -3,8 +3,8 @@
 //! the facts below say.
 
 use cuda_std::integer::Divisor;
-use warploom::kernels::conformance as kernels;
 use warploom::device::{Swizzle, TensorMapDescription};
+use warploom::kernels::conformance as kernels;
 use warploom::{DType, Device, Element, Entry, Geometry, KernelArgs, Stream, Tensor};
 use warploom_tests::devices;
 

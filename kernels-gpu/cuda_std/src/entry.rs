@@ -309,6 +309,7 @@ macro_rules! __entry {
             #[cfg(target_arch = "nvptx64")]
             #[unsafe(no_mangle)]
             pub unsafe extern "ptx-kernel" fn $name($($arg: $ty),*) {
+                // SAFETY: forwarded to the host that launches it.
                 unsafe {
                     $crate::__launch_bounds!($threads, $min_blocks, $arch);
                     $crate::__entry_call! { $name ($($arg: $ty),*) [$(stringify!($arg)),*] $kernel }

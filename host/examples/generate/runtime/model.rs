@@ -1,7 +1,7 @@
 //! The network: a transformer with grouped-query attention and a mixture of experts in every layer.
 //!
-//! `tiny-moe/train.py` defines it. A layer is nine calls: queries, keys and values in one product, rotation, storing keys
-//! and values in the paged cache, attention over it, its output product, residual and norm in one, the router's product
+//! `tiny-moe/train.py` defines it. A layer is nine calls: queries, keys and values in one product, rotation while keys and
+//! values go to the paged cache, attention over it, its output product, residual and norm in one, the router's product
 //! and gate, and the experts, of which the shared one is just another that every token goes to. The residual stream is in
 //! `T` and rounded after each addition, as in the definition; router logits are in f32 from f32 weights.
 //!
@@ -13,11 +13,10 @@ use super::weights::Weights;
 use cuda_std::Float;
 use warploom::attention::decode::{DecodeOptions, DecodeWorkspace, decode};
 use warploom::gemm::{LinearOptions, embedding, linear, linear_with};
-use warploom::kv_cache::reshape_and_cache::Options as StoreOptions;
-use warploom::kv_cache::{CacheElement, KvCache, StoreAs, reshape_and_cache};
+use warploom::kv_cache::{CacheElement, KvCache, StoreAs};
 use warploom::moe::{FusedOptions, FusedShape, GateOptions, fused, gate};
 use warploom::norm::{fused_add_rms_norm, rms_norm};
-use warploom::rope::{self, Pairing, Scaling, rotary};
+use warploom::rope::{self, Pairing, Scaling, rotary_and_cache};
 use warploom::{Device, Stream, Tensor};
 
 /// The types that a model may compute in: bf16, f16, f32.
@@ -235,10 +234,10 @@ impl<T: Real> Model<T> {
         let mut ids = scratch.ids.narrow(0, 0, n)?;
         let width = qkv.dim(1);
         let head_view = |first: usize, count: usize| qkv.as_strided(&[n, count, dim], &[width, dim, 1], first * dim);
-        let (mut q, mut k, v) =
-            (head_view(0, heads)?, head_view(heads, kv_heads)?, head_view(heads + kv_heads, kv_heads)?);
+        let (mut q, k, v) = (head_view(0, heads)?, head_view(heads, kv_heads)?, head_view(heads + kv_heads, kv_heads)?);
         let product =
             |w: &Tensor<T>| Cost { bytes: (w.len() + n * (w.dim(0) + w.dim(1))) * size, flops: 2 * n * w.len() };
+        let angles = &self.angles;
         let moved = |elements: usize| Cost { bytes: elements * size, flops: 0 };
 
         embedding(stream, &mut residual, &self.embedding, batch.ids)?;
@@ -248,10 +247,20 @@ impl<T: Real> Model<T> {
         for (l, layer) in self.layers.iter().enumerate() {
             linear(stream, &mut qkv, &x, &layer.qkv)?;
             observer.launched(stream, "linear qkv", product(&layer.qkv))?;
-            rotary(stream, &mut q, Some(&mut k), batch.positions, &self.angles, Pairing::Neox, Default::default())?;
-            observer.launched(stream, "rotary", moved(2 * n * (heads + kv_heads) * dim))?;
-            reshape_and_cache(stream, &mut caches[l], &k, &v, batch.slots, StoreOptions::default())?;
-            observer.launched(stream, "reshape_and_cache", moved(4 * n * kv_heads * dim))?;
+            let (positions, slots, cache) = (batch.positions, batch.slots, &mut caches[l]);
+            rotary_and_cache(
+                stream,
+                &mut q,
+                cache,
+                &k,
+                &v,
+                positions,
+                angles,
+                slots,
+                Pairing::Neox,
+                Default::default(),
+            )?;
+            observer.launched(stream, "rotary_and_cache", moved(2 * n * c.qkv_heads() * dim))?;
             for span in batch.spans {
                 let shape = [span.sequences, span.q_len, heads, dim];
                 let (at, to) = (span.first * width, span.first * heads * dim);
