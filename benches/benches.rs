@@ -3,6 +3,7 @@
 mod attention;
 mod ep;
 mod gemm;
+mod generate;
 mod kv_cache;
 mod moe;
 mod norm;
@@ -19,5 +20,6 @@ fn main() {
         moe::benches(harness);
         sampling::benches(harness);
         ep::benches(harness);
+        generate::benches(harness);
     });
 }

@@ -203,7 +203,9 @@ fn few_blocks_preempt_and_nobody_notices() {
     let mut engine = Engine::new(Counting::new(sizes)).unwrap();
     let requests: Vec<Request> =
         (0..6).map(|i| Request { prompt: vec![i, 1, 2, 3, i], tokens: 20, eos: None }).collect();
-    requests.iter().for_each(|r| drop(engine.submit(r.clone()).unwrap()));
+    for r in &requests {
+        engine.submit(r.clone()).unwrap();
+    }
     let events = engine.run().unwrap();
     assert!(engine.counts().preempted > 0, "{:?}", engine.counts());
     for (got, request) in collect(&events, 6).into_iter().zip(&requests) {

@@ -4,14 +4,10 @@ use super::runtime::config::Config;
 use super::runtime::model::Model;
 use super::runtime::problem::{Problem, Result};
 use super::runtime::text::{Streamed, Text};
+use super::runtime::tiny_moe;
 use super::runtime::weights::Weights;
 use std::path::{Path, PathBuf};
 use warploom::{Device, bf16};
-
-/// The model that comes with the example.
-pub(super) fn tiny_moe() -> PathBuf {
-    [env!("CARGO_MANIFEST_DIR"), "../host/examples/generate/tiny-moe"].iter().collect()
-}
 
 /// A directory of this test's own with a file in it.
 fn file(name: &str, content: &[u8]) -> PathBuf {

@@ -1,12 +1,12 @@
 //! The network and the executor, against what the model's authors computed.
 
-use super::files::tiny_moe;
 use super::runtime::config::Config;
 use super::runtime::engine::{Engine, Event, Request};
 use super::runtime::executor::{Chunk, ModelExecutor, Sampling, Sizes};
 use super::runtime::model::{Cost, Model, Observer, Real};
 use super::runtime::problem::Result;
 use super::runtime::text::Text;
+use super::runtime::tiny_moe;
 use super::runtime::weights::Weights;
 use serde::Deserialize;
 use warploom::{Device, SimtOptions, Stream, Tensor, bf16};

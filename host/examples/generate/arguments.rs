@@ -2,6 +2,7 @@
 
 use super::runtime::executor::Sampling;
 use super::runtime::problem::{Result, input};
+use super::runtime::tiny_moe;
 use clap::{Parser, ValueEnum};
 use std::path::PathBuf;
 
@@ -94,13 +95,7 @@ fn positive_probability(text: &str) -> std::result::Result<f32, String> {
 impl Arguments {
     /// Where the model is.
     pub fn model_directory(&self) -> PathBuf {
-        if let Some(model) = &self.model {
-            return model.clone();
-        }
-        // Where the example was built; elsewhere, from the root of a checkout.
-        let places =
-            [concat!(env!("CARGO_MANIFEST_DIR"), "/examples/generate/tiny-moe"), "host/examples/generate/tiny-moe"];
-        places.iter().map(PathBuf::from).find(|p| p.is_dir()).unwrap_or_else(|| places[1].into())
+        self.model.clone().unwrap_or_else(tiny_moe)
     }
 
     /// All prompts, at least one.

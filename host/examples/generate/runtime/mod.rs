@@ -21,3 +21,10 @@ pub mod problem;
 pub mod profile;
 pub mod text;
 pub mod weights;
+
+/// Where the model that comes with the example is: beside it where this was built, elsewhere as from the root of a checkout.
+pub fn tiny_moe() -> std::path::PathBuf {
+    let built = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let beside = ["examples/generate/tiny-moe", "../host/examples/generate/tiny-moe"].map(|place| built.join(place));
+    beside.into_iter().find(|place| place.is_dir()).unwrap_or_else(|| "host/examples/generate/tiny-moe".into())
+}

@@ -66,10 +66,8 @@ pub fn profile<T: Real>(e: &mut ModelExecutor<T>, rows: usize, len: usize, budge
     let blocks: Vec<Vec<u32>> =
         (0..rows).map(|r| (0..per_row).map(|b| ((r * per_row + b) % sizes.blocks) as u32).collect()).collect();
     let start = |e: &mut ModelExecutor<T>| {
-        let row = |(r, blocks): (usize, &Vec<u32>)| (r < rows).then_some((7 + r as u32, blocks.clone()));
-        let rows: Vec<_> = blocks.iter().enumerate().map(row).collect();
-        let rows: Vec<Option<Row<'_>>> =
-            rows.iter().map(|r| r.as_ref().map(|(token, blocks)| Row { token: *token, len, blocks })).collect();
+        let row = |(r, blocks)| Some(Row { token: 7 + r as u32, len, blocks });
+        let rows: Vec<_> = blocks.iter().map(Vec::as_slice).enumerate().map(row).collect();
         e.set_rows(&rows)
     };
     // As many steps as the budget and the context allow, by the time of one.
