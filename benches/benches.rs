@@ -1,5 +1,6 @@
 //! The benches: one binary, a file for each operation. See `harness.rs` for how they measure and what options there are.
 
+mod activation;
 mod attention;
 mod ep;
 mod gemm;
@@ -12,6 +13,7 @@ mod sampling;
 
 fn main() {
     warploom_benches::main(|harness| {
+        activation::benches(harness);
         attention::benches(harness);
         gemm::benches(harness);
         norm::benches(harness);

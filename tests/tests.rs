@@ -1,5 +1,6 @@
 //! The test suite: one binary, a file for each operation, each test on every device there is.
 
+mod activation;
 mod attention;
 mod conformance;
 mod device;
@@ -10,4 +11,5 @@ mod kv_cache;
 mod moe;
 mod norm;
 mod rope;
+mod rows;
 mod sampling;

@@ -1,12 +1,13 @@
-//! Root-mean-square normalisation of bf16 rows, and what one call costs the host.
+//! Root-mean-square normalisation of bf16 rows, alone and with a residual (in place), and what one call costs the host.
 
-use warploom::norm::rms_norm::{self, rms_norm};
+use warploom::norm::rms_norm::{self, fused_add_rms_norm, rms_norm};
 use warploom::{DType, Tensor, bf16};
 use warploom_benches::{Cost, Harness, noise};
 
 pub fn benches(harness: &mut Harness) {
     let tokens = harness.pick(&[1, 16, 256, 4096][..], &[1, 16]);
-    for n in [4096, 8192] {
+    // 5125 cannot be moved in pieces of 16 bytes.
+    for n in [4096, 8192, 5125, 16384] {
         for &tokens in tokens {
             let cost = Cost::bytes((tokens + 1) * n * 2, tokens * n * 2);
             harness.case(&format!("norm/rms_norm/bf16/{tokens}x{n}"), cost, |device, stream, set| {
@@ -14,6 +15,17 @@ pub fn benches(harness: &mut Harness) {
                 let weight = noise::<bf16>(device, stream, &[n], set + 100)?;
                 let mut out = Tensor::<bf16>::uninit(device, &[tokens, n])?;
                 Ok(move |s: &_| rms_norm(s, &mut out, &x, Some(&weight), 1e-5))
+            });
+        }
+    }
+    for n in [4096, 8192] {
+        for &tokens in tokens {
+            let cost = Cost::bytes((2 * tokens + 1) * n * 2, 2 * tokens * n * 2);
+            harness.case(&format!("norm/fused_add_rms_norm/bf16/{tokens}x{n}"), cost, |device, stream, set| {
+                let mut x = noise::<bf16>(device, stream, &[tokens, n], set)?;
+                let mut residual = noise::<bf16>(device, stream, &[tokens, n], set + 50)?;
+                let weight = noise::<bf16>(device, stream, &[n], set + 100)?;
+                Ok(move |s: &_| fused_add_rms_norm(s, &mut x, &mut residual, Some(&weight), 1e-5))
             });
         }
     }
@@ -26,11 +38,10 @@ pub fn benches(harness: &mut Harness) {
         let x = noise::<bf16>(device, stream, &[1, 256], 0)?;
         let mut out = Tensor::<bf16>::uninit(device, &[1, 256])?;
         Ok(move |s: &_| {
-            let (x, y) = (x.as_ptr().cast(), out.as_mut_ptr().cast());
             let args = rms_norm::Args {
-                x,
+                x: x.as_ptr().cast(),
                 weight: std::ptr::null(),
-                out: y,
+                out: out.as_mut_ptr().cast(),
                 rows: 1,
                 n: 256,
                 x_stride: 256,

@@ -69,7 +69,7 @@ pub(crate) const fn elementwise(rows: u32, n: u32, dtype: DType, aligned: bool, 
         }
     };
     let (columns, rows) = (pieces.div_ceil(x), rows.div_ceil(y));
-    let y_extent = if rows < 32768 { rows } else { 32768 };
+    let y_extent = if rows < 65535 { rows } else { 65535 };
     let z_extent = if rows == 0 { 0 } else { rows.div_ceil(y_extent) };
     Geometry::new([columns, y_extent, z_extent], [x, y, 1])
 }
@@ -169,4 +169,51 @@ pub(crate) unsafe fn launch<A: KernelArgs>(
     let entry = entry.ok_or_else(|| no_kernel(op, dtype))?;
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&entry, geometry, args) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WIDTHS: [u32; 16] = [1, 7, 8, 46, 80, 128, 769, 1024, 3584, 4096, 5125, 8192, 11008, 14336, 16384, 100_000];
+    const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
+
+    #[test]
+    fn elementwise_launches_cover_every_piece_within_the_limits() {
+        for (dtype, n, rows) in DTYPES.into_iter().flat_map(|d| {
+            WIDTHS.into_iter().flat_map(move |n| [1, 3, 16, 256, 4096, 70_000, i32::MAX as u32].map(|r| (d, n, r)))
+        }) {
+            for (aligned, whole_warps) in [(true, false), (true, true), (false, false)] {
+                let Geometry { grid, block, .. } = elementwise(rows, n, dtype, aligned, whole_warps);
+                let what = format!("{rows} rows of {n} {dtype}: {grid:?} x {block:?}");
+                assert!(grid[1] <= 65535 && grid[2] <= 65535 && block[0] * block[1] <= 256, "{what}");
+                assert!(grid[0] * block[0] * piece(dtype, aligned) >= n, "{what}");
+                let covered = grid[1] as u64 * grid[2] as u64 * block[1] as u64;
+                assert!(covered >= rows as u64 && covered < 2 * rows as u64 + 65536 * 128, "{what}");
+                assert!(covered <= u32::MAX as u64, "{what}");
+                // The threads of a group of columns share a warp.
+                assert!((aligned && !whole_warps) || block[0].is_multiple_of(32), "{what}");
+            }
+        }
+    }
+
+    #[test]
+    fn teams_are_what_kernels_demand() {
+        for (dtype, n) in DTYPES.into_iter().flat_map(|d| WIDTHS.map(|n| (d, n))) {
+            for (aligned, whole_blocks) in [(true, false), (true, true), (false, false), (false, true)] {
+                let variant = Variant::new(dtype, n, aligned);
+                let (x, y) = variant.block(dtype, n, whole_blocks);
+                let what = format!("{n} {dtype}, {variant:?}: ({x}, {y})");
+                let (held, most) = match variant {
+                    Variant::X2 => (2, 512),
+                    Variant::X4 => (4, 512),
+                    Variant::Loop | Variant::Any => (u32::MAX / 1024, 1024),
+                };
+                assert!(x * held >= n.div_ceil(piece(dtype, aligned)) && x * y <= most, "{what}");
+                assert!((x * y).is_multiple_of(32) && (x > 32 || x.is_power_of_two()), "{what}");
+                assert!((x <= 32 || (x.is_multiple_of(32) && y == 1)) && (aligned || x >= 32), "{what}");
+                assert!(!whole_blocks || (x >= 32 && y == 1), "{what}");
+            }
+        }
+    }
 }

@@ -112,13 +112,9 @@ fn zeros_not_a_number_infinities_and_saturation() {
             row[d..].fill(up);
             row
         };
-        let x = [
-            row([0.0, 0.0], 1.0),
-            row([f32::NAN, 8.0], 1.0),
-            row([f32::INFINITY, 8.0], 1.0),
-            row([1e-20, 0.0], 1.0),
-        ]
-        .concat();
+        let x =
+            [row([0.0, 0.0], 1.0), row([f32::NAN, 8.0], 1.0), row([f32::INFINITY, 8.0], 1.0), row([1e-20, 0.0], 1.0)]
+                .concat();
         let dx = Tensor::from_slice(device, &x, &[4, 2 * d]).unwrap();
         let mut out = Tensor::<E4M3>::uninit(device, &[4, d]).unwrap();
         let mut scales = Tensor::<f32>::uninit(device, &[4]).unwrap();
@@ -126,7 +122,10 @@ fn zeros_not_a_number_infinities_and_saturation() {
         let by_row = (scales.to_vec().unwrap(), out.to_vec().unwrap());
         let mut scales = Tensor::<f32>::uninit(device, &[4, 1]).unwrap();
         activation::silu_and_mul_e4m3_per_group(stream, &mut out, &mut scales, &dx).unwrap();
-        assert_eq!((scales.to_vec().unwrap(), all_bytes(&out.to_vec().unwrap())), (by_row.0.clone(), all_bytes(&by_row.1)));
+        assert_eq!(
+            (scales.to_vec().unwrap(), all_bytes(&out.to_vec().unwrap())),
+            (by_row.0.clone(), all_bytes(&by_row.1))
+        );
         let (scales, out) = by_row;
         let out: Vec<f32> = out.iter().map(|v| v.to_f32()).collect();
         let least = quantise::EPSILON / 448.0;

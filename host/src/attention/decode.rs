@@ -168,7 +168,7 @@ pub const fn plain_entry(dtype: DType, cache: DType) -> Option<Entry<plain::Args
 
 /// How to launch [`DecodePath::Split`] for heads of `dim` (as [`split_entry`] gives it) on so many multiprocessors.
 pub const fn split_geometry(dim: usize, multiprocessors: u32) -> Geometry {
-    let blocks = if dim <= 64 { 4 } else { 2 };
+    let blocks = if dim <= 64 { 4 } else { 3 };
     Geometry::linear(blocks * multiprocessors, split::THREADS as u32).shared_bytes(split::shared_bytes(dim) as u32)
 }
 
@@ -307,7 +307,7 @@ pub fn decode<T: Float, S: CacheElement>(
         q_heads: call.count("q", q_heads)?,
         kv_heads: call.count("cache", kv_heads)?,
         head_dim: call.count("cache", head_dim)?,
-        page_size: call.count("cache", cs.block_size)?,
+        page_shift: cs.block_size.ilog2(),
         max_pages: call.count("block_table", max_pages)?,
         pages: call.count("cache", cs.blocks)?,
         partial_chunks: split::max_chunks(capacity as u32),
@@ -338,6 +338,11 @@ pub fn decode<T: Float, S: CacheElement>(
         T::DTYPE == S::DTYPE
             && cache.layout() != CacheLayout::XSplit
             && head_dim.is_multiple_of(8)
+            && cs.block_size >= 8
+            && cs.block_size.is_power_of_two()
+            && (args.q as usize).is_multiple_of(4)
+            && q_token.is_multiple_of(2)
+            && q_head.is_multiple_of(2)
             && aligned(args.k as usize, &[ks.block, ks.token, ks.head])
             && aligned(args.v as usize, &[vs.block, vs.token, vs.head])
     });
@@ -358,8 +363,9 @@ pub fn decode<T: Float, S: CacheElement>(
         (DecodePath::Split, None) => Err(Error::Unsupported {
             op: OP,
             what: format!(
-                "the split kernel takes f16 or bf16 (not {} over {}), NHD or HND, head sizes that are multiples of 8 up to \
-                 128, at most 16 query rows a KV head, and rows at multiples of 16 bytes; use DecodePath::Auto",
+                "the split kernel takes f16 or bf16 (not {} over {}), NHD or HND, blocks of 8 tokens or \
+                 more (a power of two), head sizes that are multiples of 8 up to 128, at most 16 query rows a KV head, and \
+                 rows at multiples of 16 bytes; use DecodePath::Auto",
                 T::DTYPE,
                 S::DTYPE
             ),
@@ -388,7 +394,7 @@ pub fn decode<T: Float, S: CacheElement>(
                 q_heads: args.q_heads,
                 kv_heads: args.kv_heads,
                 head_dim: args.head_dim,
-                page_size: args.page_size,
+                page_size: call.count("cache", cs.block_size)?,
                 max_pages: args.max_pages,
                 pages: args.pages,
                 q_token,

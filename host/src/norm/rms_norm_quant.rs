@@ -90,7 +90,7 @@ launches! {
 }
 
 /// What may be added to a quantised normalisation.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 #[non_exhaustive]
 pub struct QuantOptions<'a, T: Element> {
     /// `[n]`; ones if absent.
@@ -102,6 +102,12 @@ pub struct QuantOptions<'a, T: Element> {
     /// `[n]`: results are multiplied by it before they are quantised (pass reciprocals of SmoothQuant's factors). Per
     /// token only.
     pub smooth: Option<&'a Tensor<f32>>,
+}
+
+impl<T: Element> Default for QuantOptions<'_, T> {
+    fn default() -> Self {
+        Self { weight: None, one_plus_weight: false, residual: None, smooth: None }
+    }
 }
 
 impl<'a, T: Element> QuantOptions<'a, T> {

@@ -3,8 +3,10 @@
 //! A function is a type without values that implements [`Gated`] or [`Plain`]; [`gated`], [`plain`] and
 //! [`silu_and_mul_quant`] hold one generic kernel each way of storing the result.
 //!
-//! For f32 the functions are built from the accurate primitives of [`float`]; results are within 4 units in the last
-//! place (gelu: 8). For f16 and bf16 they use the special-function unit: relative errors stay below 2^-16 before the one
+//! For f32 the functions are built from the accurate primitives of [`float`]: silu is within 4 units in the last place and
+//! gelu within 8; those of a product `u` (gelu_tanh, gelu_quick, swiglu_oai) within `4 + 2 |u|`, since the exponential
+//! magnifies the rounding of its argument. Where `e^-|x|` is subnormal, that has an absolute error of half the smallest
+//! number. For f16 and bf16 the special-function unit is enough: relative errors stay below 2^-15 before the one
 //! rounding of the store, and magnitudes below 2^-120 may become zero.
 
 pub mod gated;

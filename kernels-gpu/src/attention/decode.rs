@@ -24,6 +24,7 @@
 use super::soft_capped;
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
+use cuda_std::vec::B32;
 use cuda_std::{
     Global, GlobalMut, Shared, atomic, bf16, cp_async, entries, f16, float, mma, shared, thread, unroll, warp,
 };
@@ -34,8 +35,8 @@ pub const THREADS: usize = 128;
 const WARPS: usize = THREADS / 32;
 /// Keys of one stage of a warp's pipeline.
 const KEYS: usize = 16;
-/// Stages of a warp's pipeline.
-const STAGES: usize = 3;
+/// Stages of a warp's pipeline: few, so that three blocks of heads of 128 share a multiprocessor.
+const STAGES: usize = 2;
 
 /// Elements of a row of K or V in shared memory: padded by 16 bytes, so that eight rows fall into different banks.
 const fn row_elements(head_dim: usize) -> usize {
@@ -179,7 +180,8 @@ pub struct CacheStrides {
 /// Attention of `q_len` query tokens a sequence over its paged keys and values.
 ///
 /// * `q`: `[batch, q_len, q_heads, head_dim]` with strides `q_token`, `q_head`; `out` likewise with `out_token`, `out_head`.
-/// * `k`, `v`: pages of `page_size` tokens; a token's vector is dense and starts at a multiple of 16 bytes.
+/// * `q`: its vectors start at multiples of 4 bytes, and `head_dim` is a multiple of 8.
+/// * `k`, `v`: pages of `1 << page_shift` tokens, at least 8; a token's vector is dense and starts at a multiple of 16 bytes.
 /// * `block_table`: `[batch, max_pages]`; `lens`: `[batch]`, keys of each sequence, the query tokens'
 ///   among them; more than `max_pages` hold count as what they hold.
 /// * `lse`: `[batch, q_len, q_heads]` or null; `alibi`, `sinks`: `[q_heads]` or null.
@@ -207,7 +209,7 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
     q_heads: u32,
     kv_heads: u32,
     head_dim: u32,
-    page_size: u32,
+    page_shift: u32,
     max_pages: u32,
     pages: u32,
     partial_chunks: u32,
@@ -227,7 +229,7 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
 ) {
     let k_strides = CacheStrides { page: k_page, slot: k_slot, head: k_head };
     let v_strides = CacheStrides { page: v_page, slot: v_slot, head: v_head };
-    core::hint::assert_unchecked(kv_heads != 0 && page_size != 0 && head_dim != 0);
+    core::hint::assert_unchecked(kv_heads != 0 && head_dim != 0);
     let group = q_heads / kv_heads;
     core::hint::assert_unchecked(group != 0);
     let rows = group * q_len;
@@ -254,26 +256,30 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
     let mut cursor = Cursor { base: 0, before: 0 };
     let mut index = thread::block_idx_x();
     loop {
-        let Some(item) = cursor.find(lens, max_pages * page_size, batch, q_len, kv_heads, window, index) else { break };
+        let Some(item) = cursor.find(lens, max_pages << page_shift, batch, q_len, kv_heads, window, index) else {
+            break;
+        };
         index += thread::grid_dim_x();
         let size = chunk_keys(item.len);
         let (start, end) = (item.chunk * size, ((item.chunk + 1) * size).min(item.len));
         let table = table.offset(item.sequence as usize * max_pages as usize);
 
-        // Q as the B operand: register r of step s holds dimensions 16 s + 8 r + 2 t + {0, 1} of row g.
+        // Q as the B operand: register r of step s holds dimensions 16 s + 8 r + 2 t + {0, 1} of row g. Loads come first,
+        // without branches: what lies beyond the rows or the head is read from inside and dropped.
         let mut qf = [[[0u32; 2]; 16]; TILES];
         let q_base = item.sequence as usize * q_len as usize * q_token;
         unroll::<TILES>(|tile| {
             let r = tile as u32 * 8 + g;
-            let token = r / group;
-            let head = item.kv_head * group + (r - token * group);
+            let inside = if r < rows { r } else { 0 };
+            let token = inside / group;
+            let head = item.kv_head * group + (inside - token * group);
             let at = q_base + token as usize * q_token + head as usize * q_head;
             for s in 0..D / 16 {
-                for half in 0..2 {
+                unroll::<2>(|half| {
                     let d = (16 * s + 8 * half) as u32 + 2 * t;
-                    let read = |d: u32| if r < rows && d < head_dim { q.get(at + d as usize) } else { T::ZERO };
-                    qf[tile][s][half] = T::pack(read(d), read(d + 1));
-                }
+                    let B32([word]) = q.get_as::<B32<u32, 1>>(at + (if d < head_dim { d } else { 0 }) as usize);
+                    qf[tile][s][half] = if r < rows && d < head_dim { word } else { 0 };
+                });
             }
         });
 
@@ -288,10 +294,8 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
             if has_alibi && r < rows { alibi.get(item.kv_head * group + r % group) * LOG2_E } else { 0.0 }
         };
         let mut limits = [[0u32; 2]; TILES];
-        let mut slopes = [[0f32; 2]; TILES];
         unroll::<TILES>(|tile| {
             limits[tile] = [limit(tile, 0), limit(tile, 1)];
-            slopes[tile] = [slope(tile, 0), slope(tile, 1)];
         });
 
         let mut o = [[[0f32; 4]; TILES]; 16];
@@ -302,81 +306,86 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
         let groups = (end - start).div_ceil(KEYS as u32);
         let own = (groups + (WARPS as u32 - 1) - warp_id) / WARPS as u32;
         let first_key = |i: u32| start + (i * WARPS as u32 + warp_id) * KEYS as u32;
-        // The page of key `lane % 16` of group `i`; pages are looked up a step ahead of their copies.
-        let page_of = |i: u32| {
-            let key = first_key(i) + lane % 16;
-            let page = if i < own && key < end { table.get(key / page_size) } else { 0 };
-            // A wrong page number must not become a wrong address.
-            if (page as u32) < pages { page as u32 } else { u32::MAX }
+        // Pages of the two halves of group `i`: a page has 8 keys or more. They are looked up a step ahead of their copies.
+        // A wrong page number must not become a wrong address: it counts as unseen.
+        let pages_of = |i: u32| {
+            let page = |key: u32| {
+                let page = if i < own && key < end { table.get(key >> page_shift) as u32 } else { u32::MAX };
+                if page < pages { page } else { u32::MAX }
+            };
+            [page(first_key(i)), page(first_key(i) + 8)]
         };
-        let copy = |i: u32, pages: u32| {
+        // Lanes cover rows of `LANES` 16-byte pieces, several rows at a time.
+        let lanes = const {
+            if D / 8 >= 32 {
+                32
+            } else if D / 8 > 8 {
+                16
+            } else {
+                8
+            }
+        };
+        let rows_at_once = const {
+            32 / if D / 8 >= 32 {
+                32
+            } else if D / 8 > 8 {
+                16
+            } else {
+                8
+            }
+        };
+        let (piece, row_of_lane) = (lane % lanes, lane / lanes);
+        let head_of =
+            |s: CacheStrides| item.kv_head as usize * s.head + if piece < head_chunks { piece as usize * 8 } else { 0 };
+        let (k_head_at, v_head_at) = (head_of(k_strides), head_of(v_strides));
+        let slot_mask = (1u32 << page_shift) - 1;
+        let copy = |i: u32, pages: [u32; 2]| {
             if i < own {
                 let stage = mine.offset((i % STAGES as u32) as usize * stage_elements);
-                // Lanes cover rows of `LANES` 16-byte pieces, several rows at a time.
-                let lanes = const {
-                    if D / 8 >= 32 {
-                        32
-                    } else if D / 8 > 8 {
-                        16
-                    } else {
-                        8
-                    }
+                let key = first_key(i);
+                // Where each half's row of this lane starts; a wrong page reads nothing.
+                let half = |s: CacheStrides, head: usize, h: usize| {
+                    let page = if pages[h] == u32::MAX { 0 } else { pages[h] };
+                    let slot = (key + 8 * h as u32) & slot_mask;
+                    page as usize * s.page + slot as usize * s.slot + row_of_lane as usize * s.slot + head
                 };
-                let rows_at_once = const {
-                    32 / if D / 8 >= 32 {
-                        32
-                    } else if D / 8 > 8 {
-                        16
-                    } else {
-                        8
-                    }
-                };
-                let piece = lane % lanes;
+                let k_at = [half(k_strides, k_head_at, 0), half(k_strides, k_head_at, 1)];
+                let v_at = [half(v_strides, v_head_at, 0), half(v_strides, v_head_at, 1)];
                 for step in 0..KEYS / rows_at_once as usize {
-                    let r = step as u32 * rows_at_once + lane / lanes;
-                    let key = first_key(i) + r;
-                    let page = warp::shfl_idx(pages, r);
-                    let slot = key % page_size;
-                    let readable = key < end && page != u32::MAX && piece < head_chunks;
-                    let page = if readable { page as usize } else { 0 };
-                    let slot = if readable { slot as usize } else { 0 };
-                    let at = |s: CacheStrides| {
-                        page * s.page
-                            + slot * s.slot
-                            + item.kv_head as usize * s.head
-                            + if readable { piece as usize * 8 } else { 0 }
-                    };
+                    let (h, first) = (step * rows_at_once as usize / 8, (step * rows_at_once as usize) % 8);
+                    let r = step as u32 * rows_at_once + row_of_lane;
+                    let readable = key + r < end && pages[h] != u32::MAX && piece < head_chunks;
                     if (piece as usize) < D / 8 {
                         let to = r as usize * row + piece as usize * 8;
                         let bytes = if readable { 16 } else { 0 };
-                        cp_async::copy_16_zfill(stage.ptr(to), k.ptr(at(k_strides)), bytes);
-                        cp_async::copy_16_zfill(stage.ptr(KEYS * row + to), v.ptr(at(v_strides)), bytes);
+                        let skip = |s: CacheStrides| if readable { first * s.slot } else { 0 };
+                        cp_async::copy_16_zfill(stage.ptr(to), k.ptr(k_at[h] + skip(k_strides)), bytes);
+                        cp_async::copy_16_zfill(stage.ptr(KEYS * row + to), v.ptr(v_at[h] + skip(v_strides)), bytes);
                     }
                 }
             }
             cp_async::commit_group();
         };
 
-        let mut next_pages = page_of(0);
-        for i in 0..STAGES as u32 - 1 {
-            let pages = next_pages;
-            next_pages = page_of(i + 1);
-            copy(i, pages);
-        }
+        let mut seen_pages = pages_of(0);
+        copy(0, seen_pages);
+        let mut next_pages = pages_of(1);
         let mut i = 0;
         while i < own {
-            cp_async::wait_group::<{ STAGES - 2 }>();
+            // The copies of the step after this one overwrite what the step before it has read, which `sync_warp` at the
+            // end of the loop has waited for.
+            copy(i + 1, next_pages);
+            let pages_after = pages_of(i + 2);
+            cp_async::wait_group::<{ STAGES - 1 }>();
             warp::sync_warp(warp::FULL);
-            let pages = next_pages;
-            next_pages = page_of(i + STAGES as u32);
-            copy(i + STAGES as u32 - 1, pages);
 
             let stage = mine.offset((i % STAGES as u32) as usize * stage_elements);
             let (ks, vs) = (stage, stage.offset(KEYS * row));
-            let mut s = [[0f32; 4]; TILES];
+            // Two chains of products, so that one does not wait for the other.
+            let mut s = [[[0f32; 4]; 2]; TILES];
             for step in 0..D / 16 {
                 let a = mma::ldmatrix_x4(ks.ptr((lane as usize % 16) * row + 16 * step + 8 * (lane as usize / 16)));
-                unroll::<TILES>(|tile| s[tile] = T::mma(a, qf[tile][step], s[tile]));
+                unroll::<TILES>(|tile| s[tile][step % 2] = T::mma(a, qf[tile][step], s[tile][step % 2]));
             }
 
             let key = first_key(i) + g;
@@ -385,11 +394,14 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
                 let mut x = [0f32; 4];
                 unroll::<4>(|e| {
                     let (c, key) = (e % 2, key + 8 * (e as u32 / 2));
-                    let score = s[tile][e] * scale;
+                    let score = (s[tile][0][e] + s[tile][1][e]) * scale;
                     let score = soft_capped(score, soft_cap);
                     let position = limits[tile][c];
-                    let seen = key < position && key < end && (window == 0 || key + window >= position);
-                    let bias = slopes[tile][c] * (key as i32 + 1 - position as i32) as f32;
+                    let there = seen_pages[e / 2] != u32::MAX;
+                    let seen = there && key < position && key < end && (window == 0 || key + window >= position);
+                    // The slope is read again each time: it is seldom used and would cost registers.
+                    let distance = (key as i32 + 1 - position as i32) as f32;
+                    let bias = if has_alibi { slope(tile, c as u32) * distance } else { 0.0 };
                     x[e] = if seen { score * LOG2_E + bias } else { f32::NEG_INFINITY };
                 });
                 let mut rescale = [0f32; 2];
@@ -420,6 +432,8 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
             }
             // The next step's copies overwrite what this one has read.
             warp::sync_warp(warp::FULL);
+            seen_pages = next_pages;
+            next_pages = pages_after;
             i += 1;
         }
         cp_async::wait_group::<0>();
@@ -496,19 +510,19 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
             e += THREADS as u32;
         }
         if !whole {
-            thread::device_fence();
+            // One thread's release covers what the barrier ordered before it, and its acquire what comes after the next.
             thread::sync_threads();
             if tid == 0 {
-                let before = atomic::fetch_add_u32(tickets.add(pair as usize), 1);
+                let ticket = tickets.add(pair as usize);
+                let before = atomic::fetch_add(ticket, 1, atomic::Device, atomic::AcqRel);
                 let last = before + 1 == item.chunks;
                 if last {
-                    atomic::exchange_u32(tickets.add(pair as usize), 0);
+                    atomic::exchange_u32(ticket, 0);
                 }
                 stats.set(0u32, last as u32 as f32);
             }
             thread::sync_threads();
             if stats.get(0u32) != 0.0 {
-                thread::device_fence();
                 let mut e = tid;
                 while e < rows * head_dim {
                     let (r, d) = (e / head_dim, e % head_dim);
@@ -541,14 +555,14 @@ entries! {
     pub struct Args<T>(
         out: *mut T, lse: *mut f32, q: *const T, k: *const T, v: *const T, block_table: *const i32, lens: *const i32,
         alibi: *const f32, sinks: *const f32, partial: *mut f32, tickets: *mut u32, batch: u32, q_len: u32, q_heads: u32,
-        kv_heads: u32, head_dim: u32, page_size: u32, max_pages: u32, pages: u32, partial_chunks: u32, q_token: usize,
+        kv_heads: u32, head_dim: u32, page_shift: u32, max_pages: u32, pages: u32, partial_chunks: u32, q_token: usize,
         q_head: usize, out_token: usize, out_head: usize, k_page: usize, k_slot: usize, k_head: usize, v_page: usize,
         v_slot: usize, v_head: usize, scale: f32, soft_cap: f32, window: u32,
     );
     decode_d64_r8_bf16 { type T = bf16; } [128, 4] => decode::<T, 64, 1>;
     decode_d64_r8_f16 { type T = f16; } [128, 4] => decode::<T, 64, 1>;
-    decode_d128_r8_bf16 { type T = bf16; } [128, 2] => decode::<T, 128, 1>;
-    decode_d128_r8_f16 { type T = f16; } [128, 2] => decode::<T, 128, 1>;
+    decode_d128_r8_bf16 { type T = bf16; } [128, 3] => decode::<T, 128, 1>;
+    decode_d128_r8_f16 { type T = f16; } [128, 3] => decode::<T, 128, 1>;
     decode_d128_r16_bf16 { type T = bf16; } [128, 2] => decode::<T, 128, 2>;
     decode_d128_r16_f16 { type T = f16; } [128, 2] => decode::<T, 128, 2>;
 }

@@ -3,7 +3,7 @@
 //! Mean and variance are two reductions over the registers: the variance of differences does not cancel, as the
 //! difference of `mean(x^2)` and `mean(x)^2` would, and costs one barrier more.
 
-use super::rms_norm::inverse_rms;
+use super::rms_norm::{inverse, inverse_rms};
 use super::{MAX_WARPS, Row};
 use crate::row::team::{Op, scratch};
 use crate::row::{Team, packed, zero};
@@ -34,7 +34,7 @@ unsafe fn normalise<T: Float, const V: usize, const N: usize, const VEC: bool>(
     let mut shared = Carver::new();
     let (scratch_sum, scratch_squares) = (scratch::<1, MAX_WARPS>(&mut shared), scratch::<1, MAX_WARPS>(&mut shared));
     let row = Row::<V, N, VEC>::new(team, if live { n } else { 0 });
-    let mut total = 0.0;
+    let (mut total, inverse_n) = (0.0, inverse(n));
 
     let mut values = [[zero(); V]; N];
     cuda_std::unroll::<N>(|i| values[i] = row.piece(i).load_mutable(x));
@@ -52,7 +52,7 @@ unsafe fn normalise<T: Float, const V: usize, const N: usize, const VEC: bool>(
         }
     }
     let [total] = row.reduce([total], [Op::Sum], scratch_sum);
-    let mean = float::fast::div(total, n as f32);
+    let mean = total * inverse_n;
 
     // Columns outside of the row are not zeros any more once the mean is taken off.
     let add_squares = |squares: &mut f32, i: usize, piece: [T; V]| {
@@ -72,7 +72,7 @@ unsafe fn normalise<T: Float, const V: usize, const N: usize, const VEC: bool>(
         }
     }
     let [squares] = row.reduce([squares], [Op::Sum], scratch_squares);
-    let scale = inverse_rms(squares, n, eps);
+    let scale = inverse_rms(squares, inverse_n, eps);
 
     let store = |i: usize, x: [T; V], w: [T; V], b: [T; V]| {
         let (mut x, w, b) = (vec::to_f32(x), vec::to_f32(w), vec::to_f32(b));

@@ -3,7 +3,7 @@
 //! Heads lie inside of a fused qkv tensor, so tokens and heads have distances of their own. A team of lanes takes a
 //! head; blocks are `(team, heads)` and the grid is `(tokens, heads / heads of a block)`, which spares a division.
 
-use super::rms_norm::{add_squares, inverse_rms, scaled};
+use super::rms_norm::{inverse, inverse_rms, scaled, squares};
 use super::{MAX_WARPS, Row};
 use crate::row::team::{Op, scratch};
 use crate::row::{Team, packed, zero};
@@ -31,10 +31,10 @@ unsafe fn head<T: Float, const V: usize, const N: usize, const VEC: bool>(
     cuda_std::unroll::<N>(|i| values[i] = row.piece(i).load_mutable(from));
     let mut w = values;
     cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
-    let mut squares = 0.0;
-    cuda_std::unroll::<N>(|i| add_squares(&mut squares, values[i]));
-    let [squares] = row.reduce([squares], [Op::Sum], scratch);
-    let scale = inverse_rms(squares, n, eps);
+    let mut total = 0.0;
+    cuda_std::unroll::<N>(|i| total += squares(values[i]));
+    let [total] = row.reduce([total], [Op::Sum], scratch);
+    let scale = inverse_rms(total, inverse(n), eps);
     cuda_std::unroll::<N>(|i| {
         row.piece(i).store(x, vec::from_f32(scaled(packed::<T, V, VEC>(values[i]), w[i], scale, weight_offset)))
     });

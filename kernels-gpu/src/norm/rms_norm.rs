@@ -12,17 +12,25 @@ use cuda_std::{Float, Global, GlobalMut, entries, float, thread, vec};
 /// Dynamic shared memory of a block.
 pub const SHARED_BYTES: usize = MAX_WARPS * 4;
 
-/// `1 / sqrt(sum / n + eps)`
+/// `1 / sqrt(sum / n + eps)` with `1 / n`, which is known before the sum.
 #[inline(always)]
-pub(crate) fn inverse_rms(sum: f32, n: u32, eps: f32) -> f32 {
-    float::fast::rsqrt(float::fast::div(sum, n as f32) + eps)
+pub(crate) fn inverse_rms(sum: f32, inverse_n: f32, eps: f32) -> f32 {
+    float::fast::rsqrt(float::fma(sum, inverse_n, eps))
 }
 
-/// Adds the squares of a piece.
+/// `1 / n`
 #[inline(always)]
-pub(crate) fn add_squares<T: Float, const V: usize>(sum: &mut f32, piece: [T; V]) {
+pub(crate) fn inverse(n: u32) -> f32 {
+    float::fast::recip(n as f32)
+}
+
+/// The sum of the squares of a piece: two chains, since latency counts.
+#[inline(always)]
+pub(crate) fn squares<T: Float, const V: usize>(piece: [T; V]) -> f32 {
     let x = vec::to_f32(piece);
-    cuda_std::unroll::<V>(|j| *sum = float::fma(x[j], x[j], *sum));
+    let mut sums = [0.0; 2];
+    cuda_std::unroll::<V>(|j| sums[j % 2] = float::fma(x[j], x[j], sums[j % 2]));
+    sums[0] + sums[1]
 }
 
 /// `x * scale * (w + offset)`
@@ -50,18 +58,31 @@ pub(crate) struct Source<T> {
 }
 
 impl<T: Float> Source<T> {
-    /// Pieces `0 .. N`: all loads first, then the sums are stored.
+    /// Loads pieces `0 .. N` of the inputs, to be added when all other loads have been issued as well.
     #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load<const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
         self,
         row: Row<V, N, VEC>,
-    ) -> [[T; V]; N] {
+    ) -> [[[T; V]; N]; 2] {
         let mut x = [[zero(); V]; N];
         cuda_std::unroll::<N>(|i| x[i] = row.piece(i).load_mutable(self.x));
+        let mut r = x;
         if ADD {
-            let mut r = x;
             cuda_std::unroll::<N>(|i| r[i] = row.piece(i).load_mutable(self.residual));
+        }
+        [x, r]
+    }
+
+    /// What is normalised: the first input, or the sum, which is stored.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn add<const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+        self,
+        row: Row<V, N, VEC>,
+        [mut x, r]: [[[T; V]; N]; 2],
+    ) -> [[T; V]; N] {
+        if ADD {
             cuda_std::unroll::<N>(|i| {
                 x[i] = sum(x[i], r[i]);
                 row.piece(i).store(self.residual_out, x[i]);
@@ -117,21 +138,22 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
 ) {
     let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
     let row = Row::<V, N, VEC>::new(team, if live { n } else { 0 });
-    let mut squares = 0.0;
+    let (mut total, inverse_n) = (0.0, inverse(n));
 
-    let x = from.load::<ADD, V, N, VEC>(row);
+    let inputs = from.load::<ADD, V, N, VEC>(row);
     let mut w = [[zero(); V]; N];
     cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
-    cuda_std::unroll::<N>(|i| add_squares(&mut squares, x[i]));
+    let x = from.add::<ADD, V, N, VEC>(row, inputs);
+    cuda_std::unroll::<N>(|i| total += squares(x[i]));
     if N == 0 {
         let mut i = 0;
         while i < row.rounds() {
-            add_squares(&mut squares, from.first::<ADD, V, N, VEC>(row, i));
+            total += squares(from.first::<ADD, V, N, VEC>(row, i));
             i += 1;
         }
     }
-    let [squares] = row.reduce([squares], [Op::Sum], scratch);
-    let scale = inverse_rms(squares, n, eps);
+    let [total] = row.reduce([total], [Op::Sum], scratch);
+    let scale = inverse_rms(total, inverse_n, eps);
 
     cuda_std::unroll::<N>(|i| {
         row.piece(i).store(out, vec::from_f32(scaled(packed::<T, V, VEC>(x[i]), w[i], scale, weight_offset)))
@@ -230,9 +252,9 @@ pub mod fused_add {
             x_stride: usize, residual_stride: usize, out_stride: usize, residual_out_stride: usize, weight_offset: f32,
             eps: f32,
         );
-        fused_add_rms_norm_x2_f32 { type T = f32; } [512, 3] => fused_add_rms_norm::<T, 4, 2, true>;
-        fused_add_rms_norm_x2_f16 { type T = half::f16; } [512, 3] => fused_add_rms_norm::<T, 8, 2, true>;
-        fused_add_rms_norm_x2_bf16 { type T = half::bf16; } [512, 3] => fused_add_rms_norm::<T, 8, 2, true>;
+        fused_add_rms_norm_x2_f32 { type T = f32; } [512, 2] => fused_add_rms_norm::<T, 4, 2, true>;
+        fused_add_rms_norm_x2_f16 { type T = half::f16; } [512, 2] => fused_add_rms_norm::<T, 8, 2, true>;
+        fused_add_rms_norm_x2_bf16 { type T = half::bf16; } [512, 2] => fused_add_rms_norm::<T, 8, 2, true>;
         fused_add_rms_norm_x4_f32 { type T = f32; } [512] => fused_add_rms_norm::<T, 4, 4, true>;
         fused_add_rms_norm_x4_f16 { type T = half::f16; } [512] => fused_add_rms_norm::<T, 8, 4, true>;
         fused_add_rms_norm_x4_bf16 { type T = half::bf16; } [512] => fused_add_rms_norm::<T, 8, 4, true>;

@@ -4,7 +4,7 @@
 //! `1 / sqrt(mean(x^2) + eps)`. So it is found together with the sum of squares, at one barrier, and quantising costs
 //! nothing but arithmetic. Results are quantised from f32; they are not rounded to the input's type before.
 
-use super::rms_norm::{Source, add_squares, inverse_rms, scaled};
+use super::rms_norm::{Source, inverse, inverse_rms, scaled, squares};
 use super::{MAX_WARPS, Row};
 use crate::row::Team;
 use crate::row::quantise::{self, GroupScales, Quantised};
@@ -108,14 +108,15 @@ unsafe fn normalise<
     let team = Team::current();
     let scratch = scratch::<2, MAX_WARPS>(&mut Carver::new());
     let row = Row::<V, N, VEC>::new(team, n);
-    let (mut squares, mut largest) = (0.0, 0.0);
+    let (mut total, mut largest, inverse_n) = (0.0, 0.0, inverse(n));
 
-    let x = from.load::<ADD, V, N, VEC>(row);
-    let mut w = x;
+    let inputs = from.load::<ADD, V, N, VEC>(row);
+    let mut w = inputs[0];
     cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
+    let x = from.add::<ADD, V, N, VEC>(row, inputs);
     let mut y = [[0.0; V]; N];
     cuda_std::unroll::<N>(|i| {
-        add_squares(&mut squares, x[i]);
+        total += squares(x[i]);
         y[i] = factors.apply(row, i, x[i], w[i]);
         largest = float::max(largest, quantise::amax(y[i]));
     });
@@ -123,13 +124,13 @@ unsafe fn normalise<
         let mut i = 0;
         while i < row.rounds() {
             let x = from.first::<ADD, V, N, VEC>(row, i);
-            add_squares(&mut squares, x);
+            total += squares(x);
             largest = float::max(largest, quantise::amax(factors.apply_at(row, i, x)));
             i += 1;
         }
     }
-    let [squares, largest] = row.reduce([squares, largest], [Op::Sum, Op::Max], scratch);
-    let rms = inverse_rms(squares, n, eps);
+    let [total, largest] = row.reduce([total, largest], [Op::Sum, Op::Max], scratch);
+    let rms = inverse_rms(total, inverse_n, eps);
     let scale = quantise::scale_for::<Q>(largest * rms);
     if !S::GROUPED && team.rank == 0 {
         scales.store_row(scale);
@@ -244,24 +245,24 @@ pub mod e4m3_per_token {
             x: *const T, residual: *mut T, weight: *const T, smooth: *const f32, out: *mut E4M3, scales: *mut f32,
             n: u32, x_stride: usize, residual_stride: usize, out_stride: usize, weight_offset: f32, eps: f32,
         );
-        rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, false, 4, 2, true>;
-        rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, false, 8, 2, true>;
-        rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, false, 8, 2, true>;
-        rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, E4M3, false, 4, 4, true>;
-        rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, E4M3, false, 8, 4, true>;
-        rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, E4M3, false, 8, 4, true>;
+        rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, E4M3, false, 4, 2, true>;
+        rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, E4M3, false, 8, 2, true>;
+        rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, E4M3, false, 8, 2, true>;
+        rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, false, 4, 4, true>;
+        rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, false, 8, 4, true>;
+        rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, false, 8, 4, true>;
         rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, true>;
         rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 8, 0, true>;
         rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 8, 0, true>;
         rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
         rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
         rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
-        fused_add_rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, true, 4, 2, true>;
-        fused_add_rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true>;
-        fused_add_rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true>;
-        fused_add_rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, E4M3, true, 4, 4, true>;
-        fused_add_rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, E4M3, true, 8, 4, true>;
-        fused_add_rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, E4M3, true, 8, 4, true>;
+        fused_add_rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, E4M3, true, 4, 2, true>;
+        fused_add_rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, E4M3, true, 4, 4, true>;
+        fused_add_rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, E4M3, true, 8, 4, true>;
+        fused_add_rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, E4M3, true, 8, 4, true>;
         fused_add_rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, true>;
         fused_add_rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 8, 0, true>;
         fused_add_rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 8, 0, true>;
@@ -279,24 +280,24 @@ pub mod i8_per_token {
             x: *const T, residual: *mut T, weight: *const T, smooth: *const f32, out: *mut i8, scales: *mut f32, n: u32,
             x_stride: usize, residual_stride: usize, out_stride: usize, weight_offset: f32, eps: f32,
         );
-        rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, i8, false, 4, 2, true>;
-        rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, false, 8, 2, true>;
-        rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, false, 8, 2, true>;
-        rms_norm_i8_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, i8, false, 4, 4, true>;
-        rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, i8, false, 8, 4, true>;
-        rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, i8, false, 8, 4, true>;
+        rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, i8, false, 4, 2, true>;
+        rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, i8, false, 8, 2, true>;
+        rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, i8, false, 8, 2, true>;
+        rms_norm_i8_per_token_x4_f32 { type T = f32; } [512, 2] => per_token::<T, i8, false, 4, 4, true>;
+        rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, false, 8, 4, true>;
+        rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, false, 8, 4, true>;
         rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, true>;
         rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 8, 0, true>;
         rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 8, 0, true>;
         rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, false>;
         rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 4, 0, false>;
         rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 4, 0, false>;
-        fused_add_rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, i8, true, 4, 2, true>;
-        fused_add_rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, true, 8, 2, true>;
-        fused_add_rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, true, 8, 2, true>;
-        fused_add_rms_norm_i8_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, i8, true, 4, 4, true>;
-        fused_add_rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, i8, true, 8, 4, true>;
-        fused_add_rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, i8, true, 8, 4, true>;
+        fused_add_rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, i8, true, 4, 2, true>;
+        fused_add_rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, i8, true, 8, 2, true>;
+        fused_add_rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, i8, true, 8, 2, true>;
+        fused_add_rms_norm_i8_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, i8, true, 4, 4, true>;
+        fused_add_rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, i8, true, 8, 4, true>;
+        fused_add_rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, i8, true, 8, 4, true>;
         fused_add_rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, true>;
         fused_add_rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 8, 0, true>;
         fused_add_rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 8, 0, true>;
@@ -315,24 +316,24 @@ pub mod e4m3_per_group {
             residual_stride: usize, out_stride: usize, scale_row_stride: usize, scale_group_stride: usize,
             weight_offset: f32, eps: f32,
         );
-        rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, false, 4, 2, true>;
-        rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, false, 8, 2, true>;
-        rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, false, 8, 2, true>;
-        rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512] => per_group::<T, E4M3, false, 4, 4, true>;
-        rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512] => per_group::<T, E4M3, false, 8, 4, true>;
-        rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512] => per_group::<T, E4M3, false, 8, 4, true>;
+        rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 3] => per_group::<T, E4M3, false, 4, 2, true>;
+        rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true>;
+        rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true>;
+        rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, false, 4, 4, true>;
+        rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true>;
+        rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true>;
         rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, true>;
         rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 8, 0, true>;
         rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 8, 0, true>;
         rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
         rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
         rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
-        fused_add_rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, true, 4, 2, true>;
-        fused_add_rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true>;
-        fused_add_rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true>;
-        fused_add_rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512] => per_group::<T, E4M3, true, 4, 4, true>;
-        fused_add_rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512] => per_group::<T, E4M3, true, 8, 4, true>;
-        fused_add_rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512] => per_group::<T, E4M3, true, 8, 4, true>;
+        fused_add_rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 3] => per_group::<T, E4M3, true, 4, 2, true>;
+        fused_add_rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 3] => per_group::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 3] => per_group::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 1] => per_group::<T, E4M3, true, 4, 4, true>;
+        fused_add_rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true>;
+        fused_add_rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true>;
         fused_add_rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, true>;
         fused_add_rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 8, 0, true>;
         fused_add_rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 8, 0, true>;

@@ -1,0 +1,145 @@
+use super::{LONG, widths};
+use crate::rows::{Place, Rows, all_bytes, assert_rounded};
+use cuda_std::Float;
+use proptest::prelude::*;
+use proptest::sample::select;
+use warploom::norm::{self, Variant, layer_norm};
+use warploom::reference::norm as reference;
+use warploom::{DType, Device, Error, Graph, Stream, Tensor, bf16, f16};
+use warploom_tests::{noise, noise_of, on_every_device, property, widen};
+
+/// Numbers around `centre`.
+fn values<T: Float>(n: usize, centre: f32) -> Vec<T> {
+    noise(n, 3).into_iter().map(|v| T::from_f32(centre + v)).collect()
+}
+
+/// Asserts rows of results. The mean carries the error of its sum, which matters where the row is far from zero.
+#[track_caller]
+fn check_rows<T: Float>(got: &[T], x: &[T], n: usize, weight: Option<&[f64]>, bias: Option<&[f64]>, centre: f32) {
+    for (got, x) in got.chunks(n).zip(x.chunks(n)) {
+        let want = reference::layer_norm(&widen(x), weight, bias, 1e-5);
+        let spread = reference::layer_norm(&widen(x), None, None, 1e-5)[0].abs()
+            / (x[0].to_f32() as f64 - widen(x).iter().sum::<f64>() / n as f64).abs().max(1e-9);
+        let absolute = (centre.abs() as f64 + 1.0) * 2f64.powi(-21) * spread.clamp(1.0, 400.0) + 2f64.powi(-20);
+        assert_rounded(got, &want, 2f64.powi(-19), absolute);
+    }
+}
+
+fn check<T: Float>() {
+    let place = || select(Place::ALL.to_vec());
+    let with = (any::<bool>(), any::<bool>(), select(vec![0.0f32, 20.0]));
+    property(24, (0usize..5, widths(), place(), place(), with), |device, stream, (rows, n, from, to, with)| {
+        let (weighted, biased, centre) = with;
+        let x = values::<T>(rows * n, centre);
+        let (input, out) = (Rows::new(device, &x, rows, n, from), Rows::<T>::poisoned(device, rows, n, to));
+        let (w, b) = (noise_of::<T>(n, 5), noise_of::<T>(n, 6));
+        let vector = |v: &[T]| Tensor::from_slice(device, v, &[n]).unwrap();
+        let (dw, db) = (weighted.then(|| vector(&w)), biased.then(|| vector(&b)));
+        norm::layer_norm(stream, &mut out.view(), &input.view(), dw.as_ref(), db.as_ref(), 1e-5).unwrap();
+        let (w, b) = (weighted.then(|| widen(&w)), biased.then(|| widen(&b)));
+        check_rows(&out.take(), &x, n, w.as_deref(), b.as_deref(), centre);
+        Ok(())
+    });
+}
+
+#[test]
+fn matches_the_reference() {
+    check::<f32>();
+    check::<f16>();
+    check::<bf16>();
+}
+
+#[test]
+fn rows_of_every_length() {
+    on_every_device(|device, stream| {
+        for n in LONG {
+            let (x, w, b) = (values::<bf16>(n, 2.0), noise_of::<bf16>(n, 5), noise_of::<bf16>(n, 6));
+            let t = Tensor::from_slice(device, &x, &[1, n]).unwrap();
+            let vector = |v: &[bf16]| Tensor::from_slice(device, v, &[n]).unwrap();
+            norm::layer_norm(stream, &mut t.clone(), &t, Some(&vector(&w)), Some(&vector(&b)), 1e-5).unwrap();
+            check_rows(&t.to_vec().unwrap(), &x, n, Some(&widen(&w)), Some(&widen(&b)), 2.0);
+        }
+    });
+}
+
+/// A row far from zero: the variance must not cancel.
+#[test]
+fn far_from_zero() {
+    on_every_device(|device, stream| {
+        let x: Vec<f32> = (0..256).map(|i| 4096.0 + (i % 2) as f32).collect();
+        let dx = Tensor::from_slice(device, &x, &[1, 256]).unwrap();
+        let mut out = Tensor::<f32>::uninit(device, &[1, 256]).unwrap();
+        norm::layer_norm(stream, &mut out, &dx, None, None, 0.0).unwrap();
+        for (i, v) in out.to_vec().unwrap().into_iter().enumerate() {
+            assert!((v - if i % 2 == 0 { -1.0 } else { 1.0 }).abs() < 1e-5, "element {i}: {v}");
+        }
+    });
+}
+
+#[test]
+fn not_a_number_zeros_and_nothing() {
+    on_every_device(|device, stream| {
+        let mut x = vec![1.0f32; 3 * 40];
+        x[7] = f32::NAN;
+        x[47] = f32::INFINITY;
+        let dx = Tensor::from_slice(device, &x, &[3, 40]).unwrap();
+        let mut out = Tensor::<f32>::uninit(device, &[3, 40]).unwrap();
+        norm::layer_norm(stream, &mut out, &dx, None, None, 1e-5).unwrap();
+        let out = out.to_vec().unwrap();
+        assert!(out[..80].iter().all(|v| v.is_nan()) && out[80..].iter().all(|v| *v == 0.0));
+        for shape in [[0, 8], [8, 0]] {
+            let t = Tensor::<f16>::uninit(device, &shape).unwrap();
+            norm::layer_norm(stream, &mut t.clone(), &t, None, None, 1e-5).unwrap();
+        }
+    });
+}
+
+#[test]
+fn captures_and_repeats_bit_for_bit() {
+    on_every_device(|device, stream| {
+        device.preload(&["norm"]).unwrap();
+        let mut x = Tensor::<f16>::uninit(device, &[5, 776]).unwrap();
+        let mut out = Tensor::<f16>::uninit(device, &[5, 776]).unwrap();
+        let graph = Graph::capture(stream, |s| norm::layer_norm(s, &mut out, &x, None, None, 1e-5)).unwrap();
+        let mut run = |centre| {
+            stream.fill_bytes(&mut out, 0xff).unwrap();
+            stream.synchronize().unwrap();
+            x.copy_from_slice(&values::<f16>(5 * 776, centre)).unwrap();
+            graph.launch(stream).unwrap();
+            all_bytes(&out.to_vec().unwrap())
+        };
+        let (first, second, again) = (run(0.0), run(3.0), run(0.0));
+        assert!(first == again && first != second);
+    });
+}
+
+#[test]
+fn refuses_what_it_cannot_do() {
+    let device = Device::simt();
+    let stream = Stream::new(&device).unwrap();
+    let tensor = |shape: &[usize]| Tensor::<f32>::zeros(&device, shape).unwrap();
+    let (x, mut out, w) = (tensor(&[4, 32]), tensor(&[4, 32]), tensor(&[32]));
+    let e = norm::layer_norm(&stream, &mut tensor(&[4, 16]), &x, None, None, 0.0).unwrap_err();
+    assert!(matches!(e, Error::Shape { arg: "out", .. }));
+    let e = norm::layer_norm(&stream, &mut out, &x, Some(&tensor(&[1, 32])), None, 0.0).unwrap_err();
+    assert!(matches!(e, Error::Shape { arg: "weight", .. }));
+    let e = norm::layer_norm(&stream, &mut out, &x, Some(&w), Some(&tensor(&[33])), 0.0).unwrap_err();
+    assert!(matches!(e, Error::Shape { arg: "bias", .. }));
+    let e = norm::layer_norm(&stream, &mut out, &x, None, None, f32::NAN).unwrap_err();
+    assert!(matches!(e, Error::Value { arg: "eps", .. }));
+    let row = out.narrow(0, 0, 1).unwrap().reshape(&[32]).unwrap();
+    let e = norm::layer_norm(&stream, &mut out, &x, None, Some(&row), 0.0).unwrap_err();
+    assert!(matches!(e, Error::Overlap { first: "out", second: "bias", .. }));
+    let columns = x.as_strided(&[4, 32], &[1, 4], 0).unwrap();
+    let e = norm::layer_norm(&stream, &mut out, &columns, None, None, 0.0).unwrap_err();
+    assert!(matches!(e, Error::Stride { arg: "x", .. }));
+}
+
+#[test]
+fn entries_have_the_names_of_what_they_do() {
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        for (v, name) in [(Variant::X2, "x2"), (Variant::X4, "x4"), (Variant::Loop, "loop"), (Variant::Any, "any")] {
+            assert_eq!(layer_norm::entry(dtype, v).unwrap().name, format!("layer_norm_{name}_{dtype}"));
+        }
+    }
+}

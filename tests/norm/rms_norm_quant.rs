@@ -1,0 +1,284 @@
+use super::{LONG, widths};
+use crate::rows::{Place, Rows, all_bytes, assert_rounded};
+use cuda_std::Float;
+use proptest::prelude::*;
+use proptest::sample::select;
+use warploom::norm::{self, QuantOptions, Variant, rms_norm_quant as quant};
+use warploom::reference::{norm as reference, quantise};
+use warploom::{DType, Device, E4M3, Error, Stream, Tensor, bf16, f16};
+use warploom_tests::{noise_of, on_every_device, property, widen};
+
+const GROUP: usize = 128;
+
+/// What a case adds to the plain normalisation.
+#[derive(Clone, Copy, Debug)]
+struct With {
+    weight: bool,
+    one_plus: bool,
+    residual: bool,
+    smooth: bool,
+}
+
+fn with() -> impl Strategy<Value = With> {
+    (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>()).prop_map(|(weight, one_plus, residual, smooth)| With {
+        weight,
+        one_plus,
+        residual,
+        smooth,
+    })
+}
+
+/// Input tensors, and the results of each row before they are quantised.
+struct Case<T> {
+    x: Rows<T>,
+    residual: Rows<T>,
+    sum: Vec<T>,
+    weight: Tensor<T>,
+    smooth: Tensor<f32>,
+    want: Vec<Vec<f64>>,
+    with: With,
+}
+
+impl<T: Float> Case<T> {
+    fn new(device: &Device, rows: usize, n: usize, place: Place, with: With) -> Self {
+        let (x, r, w) = (noise_of::<T>(rows * n, 1), noise_of::<T>(rows * n, 2), noise_of::<T>(n, 3));
+        let smooth: Vec<f32> = noise_of::<f32>(n, 4).iter().map(|v| v.abs() + 0.5).collect();
+        let weight = with.weight.then(|| widen(&w).iter().map(|w| w + if with.one_plus { 1.0 } else { 0.0 }).collect());
+        let weight: Option<Vec<f64>> = weight;
+        let (mut want, mut sum) = (vec![], vec![]);
+        for (x, r) in x.chunks(n).zip(r.chunks(n)) {
+            let (mut y, rounded) = if with.residual {
+                reference::fused_add_rms_norm(x, r, weight.as_deref(), 1e-5)
+            } else {
+                (reference::rms_norm(&widen(x), weight.as_deref(), 1e-5), r.to_vec())
+            };
+            if with.smooth {
+                y.iter_mut().zip(&smooth).for_each(|(y, s)| *y *= *s as f64);
+            }
+            want.push(y);
+            sum.extend(rounded);
+        }
+        Self {
+            x: Rows::new(device, &x, rows, n, place),
+            residual: Rows::new(device, &r, rows, n, place),
+            sum,
+            weight: Tensor::from_slice(device, &w, &[n]).unwrap(),
+            smooth: Tensor::from_slice(device, &smooth, &[n]).unwrap(),
+            want,
+            with,
+        }
+    }
+
+    fn options<'a>(&'a self, residual: &'a mut Tensor<T>) -> QuantOptions<'a, T> {
+        let options = QuantOptions::default();
+        let options = match (self.with.weight, self.with.one_plus) {
+            (true, true) => options.one_plus_weight(&self.weight),
+            (true, false) => options.weight(&self.weight),
+            _ => options,
+        };
+        let options = if self.with.residual { options.residual(residual) } else { options };
+        if self.with.smooth { options.smooth(&self.smooth) } else { options }
+    }
+
+    /// The residual became the sum, or stayed.
+    #[track_caller]
+    fn check_residual(self) {
+        assert_eq!(all_bytes(&self.residual.take()), all_bytes(&self.sum));
+    }
+}
+
+#[track_caller]
+fn check_scale(got: f32, values: &[f64], largest: f64) {
+    let want = quantise::scale(values, largest);
+    assert!((got as f64 / want - 1.0).abs() < 2f64.powi(-17), "scale {got:e}, expected {want:e}");
+}
+
+/// `values / scale` in e4m3; a ratio on the edge between two numbers may go either way.
+#[track_caller]
+fn check_e4m3(got: &[E4M3], values: &[f64], scale: f32) {
+    check_scale(scale, values, 448.0);
+    let want: Vec<f64> = values.iter().map(|v| (v / scale as f64).clamp(-448.0, 448.0)).collect();
+    assert_rounded(got, &want, 2f64.powi(-17), 2f64.powi(-13));
+}
+
+#[track_caller]
+fn check_i8(got: &[i8], values: &[f64], scale: f32) {
+    check_scale(scale, values, 127.0);
+    for (i, (g, v)) in got.iter().zip(values).enumerate() {
+        let want = v / scale as f64;
+        assert!((*g as f64 - want).abs() <= 0.5 + 127.0 * 2f64.powi(-17), "element {i}: {g}, expected {want}");
+    }
+}
+
+fn check<T: Float>() {
+    let place = || select(Place::ALL.to_vec());
+    property(12, (0usize..4, widths(), place(), place(), with()), |device, stream, (rows, n, from, to, with)| {
+        let case = Case::<T>::new(device, rows, n, from, with);
+        let (out, mut residual) = (Rows::<E4M3>::poisoned(device, rows, n, to), case.residual.view());
+        let mut scales = Tensor::<f32>::uninit(device, &[rows]).unwrap();
+        let options = case.options(&mut residual);
+        norm::rms_norm_e4m3_per_token(stream, &mut out.view(), &mut scales, &case.x.view(), 1e-5, options).unwrap();
+        for ((got, want), scale) in out.take().chunks(n).zip(&case.want).zip(scales.to_vec().unwrap()) {
+            check_e4m3(got, want, scale);
+        }
+        case.check_residual();
+
+        let case = Case::<T>::new(device, rows, n, from, with);
+        let (out, mut residual) = (Rows::<i8>::poisoned(device, rows, n, to), case.residual.view());
+        let options = case.options(&mut residual);
+        norm::rms_norm_i8_per_token(stream, &mut out.view(), &mut scales, &case.x.view(), 1e-5, options).unwrap();
+        for ((got, want), scale) in out.take().chunks(n).zip(&case.want).zip(scales.to_vec().unwrap()) {
+            check_i8(got, want, scale);
+        }
+        case.check_residual();
+
+        let case = Case::<T>::new(device, rows, n, from, With { smooth: false, ..with });
+        let (out, mut residual) = (Rows::<E4M3>::poisoned(device, rows, n, to), case.residual.view());
+        let groups = n.div_ceil(GROUP);
+        let strides = if with.smooth { [groups + 1, 1] } else { [1, rows + 1] };
+        let all = Tensor::<f32>::zeros(device, &[(groups + 1) * (rows + 1)]).unwrap();
+        let mut scales = all.as_strided(&[rows, groups], &strides, 0).unwrap();
+        let options = case.options(&mut residual);
+        norm::rms_norm_e4m3_per_group(stream, &mut out.view(), &mut scales, &case.x.view(), 1e-5, options).unwrap();
+        let scales = scales.to_vec().unwrap();
+        for (r, (got, want)) in out.take().chunks(n).zip(&case.want).enumerate() {
+            for (g, (got, want)) in got.chunks(GROUP).zip(want.chunks(GROUP)).enumerate() {
+                check_e4m3(got, want, scales[r * groups + g]);
+            }
+        }
+        assert_eq!(all.to_vec().unwrap().iter().filter(|s| **s != 0.0).count(), rows * groups);
+        case.check_residual();
+        Ok(())
+    });
+}
+
+#[test]
+fn matches_the_reference_in_f32() {
+    check::<f32>();
+}
+#[test]
+fn matches_the_reference_in_f16() {
+    check::<f16>();
+}
+#[test]
+fn matches_the_reference_in_bf16() {
+    check::<bf16>();
+}
+
+#[test]
+fn rows_of_every_length() {
+    on_every_device(|device, stream| {
+        for n in LONG {
+            let with = With { weight: true, one_plus: false, residual: true, smooth: false };
+            let case = Case::<bf16>::new(device, 1, n, Place::DENSE, with);
+            let (out, mut residual) = (Rows::<E4M3>::poisoned(device, 1, n, Place::DENSE), case.residual.view());
+            let mut scales = Tensor::<f32>::uninit(device, &[1, n.div_ceil(GROUP)]).unwrap();
+            let (x, options) = (case.x.view(), case.options(&mut residual));
+            norm::rms_norm_e4m3_per_group(stream, &mut out.view(), &mut scales, &x, 1e-5, options).unwrap();
+            let groups =
+                out.take().chunks(GROUP).map(<[E4M3]>::to_vec).zip(scales.to_vec().unwrap()).collect::<Vec<_>>();
+            for ((got, scale), want) in groups.iter().zip(case.want[0].chunks(GROUP)) {
+                check_e4m3(got, want, *scale);
+            }
+            case.check_residual();
+
+            let case = Case::<bf16>::new(device, 1, n, Place::DENSE, With { smooth: true, ..with });
+            let (out, mut residual) = (Rows::<i8>::poisoned(device, 1, n, Place::DENSE), case.residual.view());
+            let mut scales = Tensor::<f32>::uninit(device, &[1]).unwrap();
+            let (x, options) = (case.x.view(), case.options(&mut residual));
+            norm::rms_norm_i8_per_token(stream, &mut out.view(), &mut scales, &x, 1e-5, options).unwrap();
+            check_i8(&out.take(), &case.want[0], scales.to_vec().unwrap()[0]);
+            case.check_residual();
+        }
+    });
+}
+
+#[test]
+fn zeros_and_not_a_number() {
+    on_every_device(|device, stream| {
+        let mut x = vec![0.0f32; 3 * 32];
+        x[32..64].fill(2.0);
+        x[33] = f32::NAN;
+        x[64..].fill(1.0);
+        x[70] = f32::INFINITY;
+        let dx = Tensor::from_slice(device, &x, &[3, 32]).unwrap();
+        let mut out = Tensor::<E4M3>::uninit(device, &[3, 32]).unwrap();
+        let mut scales = Tensor::<f32>::uninit(device, &[3]).unwrap();
+        let options = QuantOptions::default;
+        norm::rms_norm_e4m3_per_token(stream, &mut out, &mut scales, &dx, 1e-5, options()).unwrap();
+        let (out, scales) = (out.to_vec().unwrap(), scales.to_vec().unwrap());
+        assert!(out[..32].iter().all(|v| v.to_f32() == 0.0));
+        assert!(out[32..64].iter().all(|v| v.to_f32().is_nan()));
+        assert!(out[70].to_f32().is_nan() && out[64].to_f32() == 0.0);
+        assert!(scales.iter().all(|s| s.is_finite() && *s > 0.0));
+        let mut out = Tensor::<i8>::uninit(device, &[3, 32]).unwrap();
+        let mut scales = Tensor::<f32>::uninit(device, &[3]).unwrap();
+        norm::rms_norm_i8_per_token(stream, &mut out, &mut scales, &dx, 1e-5, options()).unwrap();
+        assert!(out.to_vec().unwrap().iter().all(|v| *v == 0));
+    });
+}
+
+/// Twice the same bits, and a row alone as among others.
+#[test]
+fn repeats_bit_for_bit() {
+    on_every_device(|device, stream| {
+        let x = Tensor::from_slice(device, &noise_of::<f16>(9 * 776, 1), &[9, 776]).unwrap();
+        let run = |x: &Tensor<f16>| {
+            let mut out = Tensor::<i8>::uninit(device, x.shape()).unwrap();
+            let mut scales = Tensor::<f32>::uninit(device, &[x.dim(0)]).unwrap();
+            norm::rms_norm_i8_per_token(stream, &mut out, &mut scales, x, 1e-5, QuantOptions::default()).unwrap();
+            (out.to_vec().unwrap(), all_bytes(&scales.to_vec().unwrap()))
+        };
+        let all = run(&x);
+        assert_eq!(run(&x), all);
+        assert_eq!(run(&x.narrow(0, 8, 1).unwrap()), (all.0[8 * 776..].to_vec(), all.1[8 * 4..].to_vec()));
+    });
+}
+
+#[test]
+fn refuses_what_it_cannot_do() {
+    let device = Device::simt();
+    let stream = Stream::new(&device).unwrap();
+    let floats = |shape: &[usize]| Tensor::<f32>::zeros(&device, shape).unwrap();
+    let x = floats(&[4, 256]);
+    let mut out = Tensor::<E4M3>::zeros(&device, &[4, 256]).unwrap();
+    let options = QuantOptions::<f32>::default;
+    let (weight, smooth) = (floats(&[255]), floats(&[256]));
+
+    let mut token = |scales: &mut Tensor<f32>, x: &Tensor<f32>, eps: f32, options: QuantOptions<'_, f32>| {
+        norm::rms_norm_e4m3_per_token(&stream, &mut out, scales, x, eps, options).unwrap_err()
+    };
+    let mut scales = floats(&[4]);
+    assert!(matches!(token(&mut floats(&[3]), &x, 0.0, options()), Error::Shape { arg: "scales", .. }));
+    assert!(matches!(token(&mut scales, &floats(&[4, 255]), 0.0, options()), Error::Shape { arg: "out", .. }));
+    assert!(matches!(token(&mut scales, &x, f32::NAN, options()), Error::Value { arg: "eps", .. }));
+    assert!(matches!(token(&mut scales, &x, 0.0, options().weight(&weight)), Error::Shape { arg: "weight", .. }));
+    assert!(matches!(token(&mut scales, &x, 0.0, options().smooth(&weight)), Error::Shape { arg: "smooth", .. }));
+    let mut short = floats(&[4, 255]);
+    let e = token(&mut scales, &x, 0.0, options().residual(&mut short));
+    assert!(matches!(e, Error::Shape { arg: "residual", .. }));
+    let mut inside = x.as_strided(&[4], &[1], 0).unwrap();
+    assert!(matches!(token(&mut inside, &x, 0.0, options()), Error::Overlap { .. }));
+
+    let mut group = |scales: &mut Tensor<f32>, options: QuantOptions<'_, f32>| {
+        norm::rms_norm_e4m3_per_group(&stream, &mut out, scales, &x, 0.0, options).unwrap_err()
+    };
+    assert!(matches!(group(&mut floats(&[4, 1]), options()), Error::Shape { arg: "scales", .. }));
+    assert!(matches!(group(&mut floats(&[4, 2]), options().smooth(&smooth)), Error::Unsupported { .. }));
+    let mut same = floats(&[8]).as_strided(&[4, 2], &[1, 1], 0).unwrap();
+    assert!(matches!(group(&mut same, options()), Error::Stride { arg: "scales", .. }));
+}
+
+#[test]
+fn entries_have_the_names_of_what_they_do() {
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        for (v, name) in [(Variant::X2, "x2"), (Variant::X4, "x4"), (Variant::Loop, "loop"), (Variant::Any, "any")] {
+            for (add, prefix) in [(false, ""), (true, "fused_add_")] {
+                let name = |q: &str| format!("{prefix}rms_norm_{q}_{name}_{dtype}");
+                assert_eq!(quant::e4m3_per_token_entry(dtype, v, add).unwrap().name, name("e4m3_per_token"));
+                assert_eq!(quant::i8_per_token_entry(dtype, v, add).unwrap().name, name("i8_per_token"));
+                assert_eq!(quant::e4m3_per_group_entry(dtype, v, add).unwrap().name, name("e4m3_per_group"));
+            }
+        }
+    }
+}
