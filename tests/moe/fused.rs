@@ -251,6 +251,26 @@ fn fma_matches_the_reference() {
 }
 
 #[test]
+fn host_matches_the_reference() {
+    property(12, (cases(), 0usize..8, 0usize..8), |d, s, (mut case, h, i)| {
+        (case.hidden, case.inter) = (case.hidden - h, case.inter - i);
+        let case = case.path(FusedPath::Host);
+        if d.is_simt() {
+            check::<f32>(d, s, &case);
+            check::<f16>(d, s, &case);
+            check::<bf16>(d, s, &case);
+        } else {
+            let inputs = Inputs::<bf16>::new(d, &case, 1);
+            let (mut out, mut workspace) =
+                (Tensor::zeros(d, &[case.tokens, case.hidden]).unwrap(), inputs.workspace(d, s, &case));
+            let e = inputs.run(s, &case, &mut out, &mut workspace);
+            prop_assert!(case.tokens == 0 || matches!(e, Err(Error::Unsupported { .. })), "{:?}", e);
+        }
+        Ok(())
+    });
+}
+
+#[test]
 fn stream_matches_the_reference() {
     property(5, (cases(), any::<bool>()), |d, s, (case, wide)| {
         let case = case.path(if wide { FusedPath::Stream16 } else { FusedPath::Stream8 });

@@ -2,6 +2,7 @@
 
 pub mod capacity;
 pub mod fused;
+mod fused_host;
 pub mod gate;
 pub mod permute;
 pub mod sort;
