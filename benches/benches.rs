@@ -4,6 +4,7 @@ mod activation;
 mod attention;
 mod ep;
 mod gemm;
+mod generate;
 mod kv_cache;
 mod moe;
 mod norm;
@@ -21,5 +22,6 @@ fn main() {
         moe::benches(harness);
         sampling::benches(harness);
         ep::benches(harness);
+        generate::benches(harness);
     });
 }

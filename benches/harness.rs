@@ -293,6 +293,22 @@ impl Harness {
         }
     }
 
+    /// Records times that `measure` takes itself, in µs of one unit of work, `launches` of which make up each: for what is
+    /// more than launches.
+    pub fn measured(
+        &mut self,
+        name: &str,
+        cost: Cost,
+        launches: usize,
+        measure: impl FnOnce(&Device) -> Result<Vec<f64>, String>,
+    ) {
+        if !self.starts(name) {
+            return;
+        }
+        let outcome = measure(&self.device).map(|times| self.record(name, cost, times, 1, launches));
+        self.finish(name, outcome);
+    }
+
     /// Benches of work on the host only, which criterion does alone. In quick mode on a GPU only if `name` is asked for.
     pub fn host(&mut self, name: &str, benches: impl FnOnce(&mut Criterion)) {
         let asked = self.options.filters.iter().any(|f| name.contains(f.as_str()) || f.contains(name));
@@ -323,7 +339,7 @@ impl Harness {
         !self.options.list
     }
 
-    fn finish(&mut self, name: &str, outcome: Result<Record>) {
+    fn finish(&mut self, name: &str, outcome: Result<Record, impl std::fmt::Display>) {
         match outcome {
             Ok(record) => {
                 let [us, bytes, flops, share] = record.columns();

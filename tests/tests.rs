@@ -6,6 +6,7 @@ mod conformance;
 mod device;
 mod ep;
 mod gemm;
+mod generate;
 mod kv_cache;
 mod moe;
 mod norm;

@@ -1,7 +1,7 @@
 use cuda_std::Float;
 use proptest::prelude::*;
 use warploom::gemm::{Epilogue, LinearOptions, LinearPath, linear, linear_with};
-use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16, reference};
+use warploom::{Device, Error, Graph, SimtOptions, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{assert_close, noise_of, on_every_device, property, widen};
 
 const EPILOGUES: [Epilogue; 6] =
@@ -53,6 +53,77 @@ fn stream_matches_the_reference() {
         check::<bf16>(d, s, m, n, 8 * k8, biased, EPILOGUES[kind], LinearPath::Stream);
         Ok(())
     });
+}
+
+#[test]
+fn dot_and_host_match_the_reference() {
+    let shape = (0usize..20, 1usize..40, 0usize..300, any::<bool>(), 0usize..6);
+    property(6, shape, |d, s, (m, n, k, biased, kind)| {
+        let paths = [LinearPath::Dot, LinearPath::Host];
+        for path in if d.is_simt() { &paths[..] } else { &paths[..1] } {
+            check::<f32>(d, s, m, n, k, biased, EPILOGUES[kind], *path);
+            check::<f16>(d, s, m, n, k, biased, EPILOGUES[kind], *path);
+            check::<bf16>(d, s, m, n, k & !7, biased, EPILOGUES[kind], *path);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn tokens_of_16_bits_times_weights_of_f32() {
+    fn check<X: Float>(d: &Device, s: &Stream, [m, n, k]: [usize; 3], path: LinearPath) {
+        let (x, w) = (noise_of::<X>(m * k, 1), noise_of::<f32>(n * k, 2));
+        let dx = Tensor::from_slice(d, &x, &[m, k]).unwrap();
+        let dw = Tensor::from_slice(d, &w, &[n, k]).unwrap();
+        let mut y = Tensor::<f32>::uninit(d, &[m, n]).unwrap();
+        s.fill_bytes(&mut y, 0xff).unwrap();
+        linear_with(s, &mut y, &dx, &dw, None, &LinearOptions::default().path(path)).unwrap();
+        let want = reference::gemm::linear(&widen(&x), &widen(&w), None, m, n, k, Epilogue::None);
+        assert_close(&y.to_vec().unwrap(), &want, (k + 4) as f64 * 2f64.powi(-24), (k + 4) as f64 / 2.0);
+        let stream = linear_with(s, &mut y, &dx, &dw, None, &LinearOptions::default().path(LinearPath::Stream));
+        assert!(matches!(stream, Err(Error::Unsupported { .. })), "{stream:?}");
+    }
+    on_every_device(|d, s| {
+        for shape in [[1, 16, 256], [3, 5, 37], [2, 9, 264]] {
+            check::<bf16>(d, s, shape, LinearPath::Auto);
+            check::<f16>(d, s, shape, LinearPath::Dot);
+            if d.is_simt() {
+                check::<bf16>(d, s, shape, LinearPath::Host);
+            }
+        }
+        let (x, w) = (Tensor::<f32>::zeros(d, &[1, 8]).unwrap(), Tensor::<bf16>::zeros(d, &[2, 8]).unwrap());
+        let e = linear_with(s, &mut Tensor::<f32>::zeros(d, &[1, 2]).unwrap(), &x, &w, None, &LinearOptions::default());
+        assert!(matches!(e, Err(Error::DType { arg: "w", .. })), "{e:?}");
+        let one = w.narrow(0, 0, 1).unwrap();
+        let e =
+            linear_with(s, &mut Tensor::<f32>::zeros(d, &[1, 2]).unwrap(), &one, &w, None, &LinearOptions::default());
+        assert!(matches!(e, Err(Error::DType { arg: "out", .. })), "{e:?}");
+    });
+}
+
+#[test]
+fn host_products_are_for_the_simt_device() {
+    let device = Device::simt_with(SimtOptions::default().host_products(true));
+    let stream = Stream::new(&device).unwrap();
+    // What Auto chooses here gives the bits of the path.
+    let (m, n, k) = (3, 70, 300);
+    let x = Tensor::from_slice(&device, &noise_of::<bf16>(m * k, 1), &[m, k]).unwrap();
+    let w = Tensor::from_slice(&device, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
+    let run = |path| {
+        let mut y = Tensor::<bf16>::uninit(&device, &[m, n]).unwrap();
+        let graph =
+            Graph::capture(&stream, |s| linear_with(s, &mut y, &x, &w, None, &LinearOptions::default().path(path)));
+        assert!(y.to_vec().unwrap().iter().all(|v| v.is_nan()), "captured, not run");
+        graph.unwrap().launch(&stream).unwrap();
+        y.to_vec().unwrap()
+    };
+    assert_eq!(run(LinearPath::Auto), run(LinearPath::Host));
+    if let Some(gpu) = warploom_tests::gpu() {
+        let t = |shape: &[usize]| Tensor::<bf16>::zeros(&gpu, shape).unwrap();
+        let (stream, host) = (Stream::new(&gpu).unwrap(), LinearOptions::default().path(LinearPath::Host));
+        let e = linear_with(&stream, &mut t(&[1, 3]), &t(&[1, 16]), &t(&[3, 16]), None, &host);
+        assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
+    }
 }
 
 #[test]

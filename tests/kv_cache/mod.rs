@@ -5,6 +5,7 @@ use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache};
 use warploom::{Device, Tensor};
 use warploom_tests::noise_of;
 
+mod advance;
 mod allocator;
 mod copy_blocks;
 mod gather_cache;

@@ -144,6 +144,15 @@ impl Device {
         matches!(*self.0, Backend::Simt(_))
     }
 
+    /// How this SIMT device runs kernels; `None` for a GPU.
+    pub fn simt_options(&self) -> Option<SimtOptions> {
+        match &*self.0 {
+            Backend::Simt(d) => Some(d.options()),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(_) => None,
+        }
+    }
+
     /// What the device can do.
     pub fn properties(&self) -> Properties {
         match &*self.0 {

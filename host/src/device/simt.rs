@@ -16,6 +16,8 @@ pub struct SimtOptions {
     pub race: bool,
     /// Whether blocks may run in parallel.
     pub parallel: bool,
+    /// Whether matrix products run as plain loops on the CPU where their path is left open ([`Auto`](crate::gemm::LinearPath::Auto)): far faster than a kernel in the emulator, and not checked by it.
+    pub host_products: bool,
 }
 
 impl Default for SimtOptions {
@@ -23,19 +25,26 @@ impl Default for SimtOptions {
     /// in parallel, without the race detector.
     fn default() -> Self {
         let env = simt::Defaults::from_env();
-        Self { order: env.order, race: env.race, parallel: env.parallel }
+        Self { order: env.order, race: env.race, parallel: env.parallel, host_products: false }
     }
 }
 
 impl SimtOptions {
     /// In order, with the race detector.
     pub fn race() -> Self {
-        Self { order: simt::Order::InOrder, race: true, parallel: true }
+        Self { order: simt::Order::InOrder, race: true, parallel: true, host_products: false }
     }
 
     /// In random order with preemption at memory accesses, reproducible by `seed`.
     pub fn random(seed: u64) -> Self {
-        Self { order: simt::Order::Random { seed, preempt: true }, race: false, parallel: true }
+        let order = simt::Order::Random { seed, preempt: true };
+        Self { order, race: false, parallel: true, host_products: false }
+    }
+
+    /// With matrix products as plain loops on the CPU, or not.
+    pub fn host_products(mut self, on: bool) -> Self {
+        self.host_products = on;
+        self
     }
 }
 
@@ -50,6 +59,10 @@ impl SimtDevice {
     pub(super) fn new(options: SimtOptions) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self { options, id: NEXT.fetch_add(1, Ordering::Relaxed), memory: Mutex::new(()) }
+    }
+
+    pub(super) fn options(&self) -> SimtOptions {
+        self.options
     }
 
     pub(super) fn name(&self) -> String {

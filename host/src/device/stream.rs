@@ -172,6 +172,29 @@ impl Stream {
         }
     }
 
+    /// Runs `work` on the CPU in place of a kernel, stream-ordered: on the SIMT device only.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] on a GPU.
+    pub(crate) fn run_on_host(&self, op: &'static str, work: impl Fn() + Send + Sync + 'static) -> Result<()> {
+        match &self.0.backend {
+            StreamBackend::Simt => {
+                let _ = op;
+                let device = self.0.device.clone();
+                let run = move || {
+                    device.exclusive(&work);
+                    Ok(())
+                };
+                if self.is_capturing() { self.record(run) } else { run() }
+            }
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(_) => {
+                let _ = work;
+                Err(Error::Unsupported { op, what: "plain loops on the CPU are for the SIMT device".into() })
+            }
+        }
+    }
+
     /// Sets every byte of a contiguous tensor, stream-ordered.
     ///
     /// # Errors

@@ -3,10 +3,11 @@
 //! One operation, several kernels; [`LinearPath`] says which, and [`LinearPath::Auto`] chooses by shape, element type,
 //! alignment and device, never by the contents.
 
+use super::linear_host::linear_host;
 use crate::check::{Call, Rows};
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
-use crate::kernels::gemm::{linear_fma, linear_stream};
+use crate::kernels::gemm::{linear_dot, linear_fma, linear_stream};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Entry, Float};
 
@@ -54,6 +55,11 @@ pub enum LinearPath {
     Fma,
     /// Weights streamed through the tensor cores: at most 64 tokens, 16-bit floats, rows of multiples of 16 bytes.
     Stream,
+    /// A warp for each element: for few columns, such as a router's; also f16 or bf16 times f32 weights.
+    Dot,
+    /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
+    /// [`SimtOptions::host_products`](crate::SimtOptions::host_products) is on.
+    Host,
 }
 
 /// Options of [`linear_with`].
@@ -95,6 +101,18 @@ pub const fn fma_entry(dtype: DType) -> Option<Entry<linear_fma::Args>> {
     })
 }
 
+/// The entry of [`LinearPath::Dot`] for results, tokens and weights of these types.
+pub const fn dot_entry(y: DType, x: DType, w: DType) -> Option<Entry<linear_dot::Args>> {
+    Some(match (y, x, w) {
+        (DType::F32, DType::F32, DType::F32) => linear_dot::linear_dot_f32::ENTRY,
+        (DType::F16, DType::F16, DType::F16) => linear_dot::linear_dot_f16::ENTRY,
+        (DType::Bf16, DType::Bf16, DType::Bf16) => linear_dot::linear_dot_bf16::ENTRY,
+        (DType::F32, DType::F16, DType::F32) => linear_dot::linear_dot_f16_f32::ENTRY,
+        (DType::F32, DType::Bf16, DType::F32) => linear_dot::linear_dot_bf16_f32::ENTRY,
+        _ => return None,
+    })
+}
+
 /// The entry of [`LinearPath::Stream`] for `m` tokens, and its tiles of 8 tokens.
 pub const fn stream_entry(dtype: DType, m: u32) -> Option<(Entry<linear_stream::Args>, usize)> {
     use linear_stream::*;
@@ -119,42 +137,74 @@ pub const fn fma_geometry(m: u32, n: u32) -> Geometry {
         .shared_bytes(linear_fma::SHARED_BYTES as u32)
 }
 
+/// How to launch [`LinearPath::Dot`].
+pub const fn dot_geometry(m: u32, n: u32) -> Geometry {
+    Geometry::new([n.div_ceil(linear_dot::WARPS), m, 1], [linear_dot::WARPS * 32, 1, 1])
+}
+
 /// How to launch [`LinearPath::Stream`] for tiles of 8 tokens.
 pub const fn stream_geometry(n: u32, tiles: usize) -> Geometry {
     Geometry::linear(n.div_ceil(linear_stream::ROWS as u32), linear_stream::THREADS as u32)
         .shared_bytes(linear_stream::shared_bytes(tiles) as u32)
 }
 
-/// Launches on raw pointers (layer L1).
+/// Launches on raw pointers (layer L1): results of type `Y`, tokens of type `X`, weights of type `W`.
 ///
 /// `args` are as [`linear_fma::linear_fma`](crate::kernels::gemm::linear_fma::linear_fma) documents. `path` is resolved
-/// already: [`LinearPath::Auto`] means [`LinearPath::Fma`] here.
+/// already: [`LinearPath::Auto`] means [`LinearPath::Fma`] here, or [`LinearPath::Dot`] if the types differ.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for an element type or shape that the path does not take, and those of [`Stream::launch`].
+/// [`Error::Unsupported`] for element types or a shape that the path does not take, and those of [`Stream::launch`].
 ///
 /// # Safety
 /// The pointers are device memory of the documented sizes and alignments until the launch is done; `y` overlaps no other.
-pub unsafe fn launch(stream: &Stream, dtype: DType, path: LinearPath, args: &linear_fma::Args) -> Result<()> {
+pub unsafe fn launch<Y: Float, X: Float, W: Float>(
+    stream: &Stream,
+    path: LinearPath,
+    args: &linear_fma::Args,
+) -> Result<()> {
     let linear_fma::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind } = *args;
-    let unsupported =
-        || Error::Unsupported { op: OP, what: format!("the path {path:?} has no kernel for {m} tokens of {dtype}") };
+    let unsupported = || {
+        let types = if same::<Y, X, W>() {
+            Y::DTYPE.to_string()
+        } else {
+            format!("{} with weights of {} and results of {}", X::DTYPE, W::DTYPE, Y::DTYPE)
+        };
+        Error::Unsupported { op: OP, what: format!("the path {path:?} has no kernel for {m} tokens of {types}") }
+    };
+    let path = if path == LinearPath::Auto && !same::<Y, X, W>() { LinearPath::Dot } else { path };
     match path {
-        LinearPath::Auto | LinearPath::Fma => {
-            let entry = fma_entry(dtype).ok_or_else(unsupported)?;
+        LinearPath::Dot => {
+            let entry = dot_entry(Y::DTYPE, X::DTYPE, W::DTYPE).ok_or_else(unsupported)?;
+            let args = linear_dot::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind };
             // SAFETY: forwarded to the caller.
-            unsafe { stream.launch(&entry, &fma_geometry(m, n), args) }
+            unsafe { stream.launch(&entry, &dot_geometry(m, n), &args) }
         }
         LinearPath::Stream => {
-            let (entry, tiles) = stream_entry(dtype, m).ok_or_else(unsupported)?;
+            let (entry, tiles) = stream_entry(Y::DTYPE, m).filter(|_| same::<Y, X, W>()).ok_or_else(unsupported)?;
             let args = linear_stream::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind };
             // SAFETY: forwarded to the caller.
             unsafe { stream.launch(&entry, &stream_geometry(n, tiles), &args) }
         }
+        LinearPath::Host => {
+            dot_entry(Y::DTYPE, X::DTYPE, W::DTYPE).ok_or_else(unsupported)?;
+            // SAFETY: forwarded to the caller.
+            unsafe { linear_host::<Y, X, W>(stream, args) }
+        }
+        LinearPath::Auto | LinearPath::Fma => {
+            let entry = fma_entry(Y::DTYPE).filter(|_| same::<Y, X, W>()).ok_or_else(unsupported)?;
+            // SAFETY: forwarded to the caller.
+            unsafe { stream.launch(&entry, &fma_geometry(m, n), args) }
+        }
     }
 }
 
-/// `out = x · wᵀ`: [`linear_with`] without bias and epilogue.
+/// Whether all three element types are one.
+const fn same<Y: Float, X: Float, W: Float>() -> bool {
+    Y::DTYPE as u8 == X::DTYPE as u8 && X::DTYPE as u8 == W::DTYPE as u8
+}
+
+/// `out = x · wᵀ`: [`linear_with`] of one element type, without bias and epilogue.
 ///
 /// # Errors
 /// As for [`linear_with`].
@@ -166,12 +216,13 @@ pub fn linear<T: Float>(stream: &Stream, out: &mut Tensor<T>, x: &Tensor<T>, w: 
 ///
 /// `x` is `[.., k]`, `w` `[n, k]`, `bias` `[n]`, `out` `[.., n]` with the leading dimensions of `x`; each dense in its last
 /// dimension, rows at any one distance. Products and sums are in f32, in an order that depends on `k` and the path only;
-/// one rounding at the end. Element types: f32, f16, bf16.
+/// one rounding at the end. Element types: f32, f16 or bf16 for all of them; or tokens of f16 or bf16 with weights and
+/// results of f32, as routers have them.
 ///
 /// # Errors
-/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice);
-/// [`Alignment`](Error::Alignment) or [`Unsupported`](Error::Unsupported) if `options.path` asks for a kernel that does not
-/// take these tensors.
+/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType), [`Overlap`](Error::Overlap),
+/// [`WrongDevice`](Error::WrongDevice); [`Alignment`](Error::Alignment) or [`Unsupported`](Error::Unsupported) if
+/// `options.path` asks for a kernel that does not take these tensors.
 ///
 /// ```
 /// use warploom::{Device, Stream, Tensor, gemm};
@@ -184,15 +235,20 @@ pub fn linear<T: Float>(stream: &Stream, out: &mut Tensor<T>, x: &Tensor<T>, w: 
 /// assert_eq!(y.to_vec()?, [1.0, 5.0, 2.0]);
 /// # Ok::<(), warploom::Error>(())
 /// ```
-pub fn linear_with<T: Float>(
+pub fn linear_with<Y: Float, X: Float, W: Float>(
     stream: &Stream,
-    out: &mut Tensor<T>,
-    x: &Tensor<T>,
-    w: &Tensor<T>,
-    bias: Option<&Tensor<T>>,
+    out: &mut Tensor<Y>,
+    x: &Tensor<X>,
+    w: &Tensor<W>,
+    bias: Option<&Tensor<Y>>,
     options: &LinearOptions,
 ) -> Result<()> {
     let mut call = Call::new(OP, stream);
+    if dot_entry(X::DTYPE, X::DTYPE, X::DTYPE).is_none() {
+        return Err(Error::DType { op: OP, arg: "x", expected: "f32, f16 or bf16".into(), got: X::DTYPE });
+    }
+    call.dtype_among("w", W::DTYPE, &[X::DTYPE, DType::F32])?;
+    call.dtype_among("out", Y::DTYPE, &[W::DTYPE])?;
     let [n, k] = *w.shape() else {
         return Err(call.bad_shape("w", w.shape(), "[n, k]"));
     };
@@ -222,19 +278,17 @@ pub fn linear_with<T: Float>(
         kind: options.epilogue.kind(),
     };
     call.check_overlap()?;
-    if fma_entry(T::DTYPE).is_none() {
-        return Err(Error::DType { op: OP, arg: "x", expected: "f32, f16 or bf16".into(), got: T::DTYPE });
-    }
     if args.m == 0 || args.n == 0 {
         return Ok(());
     }
-    let misaligned = misaligned(&args, [xs, ws], T::DTYPE.size());
+    let misaligned = misaligned(&args, [xs, ws], X::DTYPE.size());
     let path = match options.path {
-        LinearPath::Auto => {
-            let streams = args.k > 0 && misaligned.is_none() && stream_entry(T::DTYPE, args.m).is_some();
+        LinearPath::Auto if stream.device().simt_options().is_some_and(|o| o.host_products) => LinearPath::Host,
+        LinearPath::Auto if same::<Y, X, W>() => {
+            let streams = args.k > 0 && misaligned.is_none() && stream_entry(X::DTYPE, args.m).is_some();
             if streams { LinearPath::Stream } else { LinearPath::Fma }
         }
-        LinearPath::Stream => {
+        LinearPath::Stream if same::<Y, X, W>() => {
             if let Some((arg, address)) = misaligned {
                 return Err(Error::Alignment { op: OP, arg, expected: 16, address });
             }
@@ -243,7 +297,7 @@ pub fn linear_with<T: Float>(
         path => path,
     };
     // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
-    unsafe { launch(stream, T::DTYPE, path, &args) }
+    unsafe { launch::<Y, X, W>(stream, path, &args) }
 }
 
 /// The first operand with a row that does not start at a multiple of 16 bytes, and such an address.

@@ -1,5 +1,6 @@
 //! The paged key/value cache: layouts, writing, copying, swapping, gathering, and the allocator of its blocks.
 
+pub mod advance;
 pub mod allocator;
 pub mod copy_blocks;
 pub mod gather_cache;
@@ -7,6 +8,7 @@ pub mod layout;
 pub mod reshape_and_cache;
 pub mod swap;
 
+pub use advance::advance;
 pub use allocator::{AllocatorError, BlockAllocator, Sequence, Swap};
 pub use copy_blocks::{CacheLayers, check_pairs, copy_blocks};
 pub use gather_cache::gather_cache;

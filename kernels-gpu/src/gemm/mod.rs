@@ -1,5 +1,7 @@
-//! Matrix products with weights in `[out, in]` layout, as linear layers have them.
+//! Matrix products with weights in `[out, in]` layout, as linear layers have them, and rows of a table.
 
+pub mod embedding;
+pub mod linear_dot;
 pub mod linear_fma;
 pub mod linear_stream;
 

@@ -8,6 +8,8 @@ pub mod layout;
 pub use element::{CacheElement, StoreAs};
 
 #[cfg(feature = "kv_cache")]
+pub mod advance;
+#[cfg(feature = "kv_cache")]
 pub mod copy_blocks;
 #[cfg(feature = "kv_cache")]
 pub mod gather_cache;
