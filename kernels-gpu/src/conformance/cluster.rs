@@ -46,7 +46,13 @@ pub unsafe fn conformance<const BLOCKS: u32>(map: *const TensorMap, out: *mut u3
     let part = 128 / BLOCKS * rank;
     if t == 0 {
         mbarrier::arrive_expect_tx(full, 512);
-        tma::load_tensor_multicast::<1>(tile.address(part), map, [part as i32], full, (1 << BLOCKS) - 1);
+        let (place, coords) = (tile.address(part), [part as i32]);
+        // A copy to all blocks needs a cluster that the launch asked for.
+        if BLOCKS > 1 {
+            tma::load_tensor_multicast::<1>(place, map, coords, full, (1 << BLOCKS) - 1);
+        } else {
+            tma::load_tensor::<1>(place, map, coords, full);
+        }
     }
     mbarrier::wait_parity_cluster(full, 0);
     words.put_f32(tile.get(2 * t ^ 5));
