@@ -295,8 +295,7 @@ pub unsafe fn load_tensor<const RANK: usize>(
 /// of `bar` in each of them counts the bytes.
 ///
 /// # Safety
-/// As for [`load_tensor`], in each of the blocks. The launch has clusters: without them the copy is an illegal
-/// instruction, even to the block itself.
+/// As for [`load_tensor`], in each of the blocks. The launch has clusters, which this needs.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn load_tensor_multicast<const RANK: usize>(
