@@ -107,5 +107,5 @@ entries! {
         kept: *mut i32, loads: *mut i32, topk_ids: *const i32, tokens: u32, choices: u32, wanted: u32, experts: u32,
         capacity: u32,
     );
-    moe_capacity {} [512] => capacity;
+    moe_capacity {} [512] => super::capacity;
 }
