@@ -12,6 +12,7 @@ use super::problem::Result;
 use super::weights::Weights;
 use cuda_std::Float;
 use warploom::attention::decode::{DecodeOptions, DecodeWorkspace, decode};
+use warploom::gemm::linear::STREAM_TOKENS;
 use warploom::gemm::{LinearOptions, embedding, linear, linear_with};
 use warploom::kv_cache::{CacheElement, KvCache, StoreAs};
 use warploom::moe::{FusedOptions, FusedShape, GateOptions, fused, gate};
@@ -46,8 +47,27 @@ pub struct Model<T> {
     layers: Vec<Layer<T>>,
 }
 
-/// The most query tokens of a sequence that one call of attention takes.
-pub const SPAN: usize = warploom::attention::decode::MAX_QUERY_TOKENS;
+/// Tokens of a product, and query tokens of a piece of a sequence that attention takes at once.
+///
+/// Many tokens could be had by fewer launches, but of kernels that add in another order. With these sizes prefill, decode,
+/// and any batch use the same kernels, so that a sequence's tokens do not depend on how it was computed.
+pub const PRODUCT: usize = STREAM_TOKENS as usize;
+
+/// See [`PRODUCT`].
+pub fn span(config: &Config) -> usize {
+    // Query heads that share a KV head are rows of one product with eight.
+    (8 / (config.num_attention_heads / config.num_key_value_heads)).max(1)
+}
+
+/// `y = x · wᵀ`, [`PRODUCT`] tokens at a time.
+fn product<T: Real>(stream: &Stream, y: &mut Tensor<T>, x: &Tensor<T>, w: &Tensor<T>) -> Result<()> {
+    let n = x.dim(0);
+    for first in (0..n).step_by(PRODUCT) {
+        let part = |t: &Tensor<T>| t.narrow(0, first, PRODUCT.min(n - first));
+        linear(stream, &mut part(y)?, &part(x)?, w)?;
+    }
+    Ok(())
+}
 
 /// Consecutive tokens of a batch that are `sequences` pieces of `q_len` tokens, each the last ones of its sequence.
 pub struct Span {
@@ -245,8 +265,8 @@ impl<T: Real> Model<T> {
         rms_norm(stream, &mut x, &residual, self.layers.first().map(|l| &l.input_norm), c.rms_norm_eps)?;
         observer.launched(stream, "rms_norm", moved(2 * x.len()))?;
         for (l, layer) in self.layers.iter().enumerate() {
-            linear(stream, &mut qkv, &x, &layer.qkv)?;
-            observer.launched(stream, "linear qkv", product(&layer.qkv))?;
+            product(stream, &mut qkv, &x, &layer.qkv)?;
+            observer.launched(stream, "linear qkv", cost_of(&layer.qkv))?;
             let (positions, slots, cache) = (batch.positions, batch.slots, &mut caches[l]);
             rotary_and_cache(
                 stream,
@@ -274,8 +294,8 @@ impl<T: Real> Model<T> {
                 let bytes = (2 * queries * heads + 2 * span.keys * kv_heads) * dim * size;
                 observer.launched(stream, "attention", Cost { bytes, flops: 4 * pairs * heads * dim })?;
             }
-            linear(stream, &mut x, &attended, &layer.o)?;
-            observer.launched(stream, "linear o", product(&layer.o))?;
+            product(stream, &mut x, &attended, &layer.o)?;
+            observer.launched(stream, "linear o", cost_of(&layer.o))?;
             fused_add_rms_norm(stream, &mut x, &mut residual, Some(&layer.post_norm), c.rms_norm_eps)?;
             observer.launched(stream, "fused_add_rms_norm", moved(4 * x.len()))?;
             linear_with(stream, &mut router, &x, &layer.gate, None, &LinearOptions::default())?;
@@ -316,7 +336,7 @@ impl<T: Real> Model<T> {
         x: &Tensor<T>,
         observer: &mut dyn Observer,
     ) -> Result<()> {
-        linear(stream, logits, x, &self.embedding)?;
+        product(stream, logits, x, &self.embedding)?;
         let (w, n) = (self.embedding.len(), x.dim(0));
         let bytes = (w + x.len() + logits.len()) * size_of::<T>();
         observer.launched(stream, "linear logits", Cost { bytes, flops: 2 * n * w })
