@@ -255,7 +255,7 @@ impl<T: Real> Model<T> {
         let width = qkv.dim(1);
         let head_view = |first: usize, count: usize| qkv.as_strided(&[n, count, dim], &[width, dim, 1], first * dim);
         let (mut q, k, v) = (head_view(0, heads)?, head_view(heads, kv_heads)?, head_view(heads + kv_heads, kv_heads)?);
-        let product =
+        let cost_of =
             |w: &Tensor<T>| Cost { bytes: (w.len() + n * (w.dim(0) + w.dim(1))) * size, flops: 2 * n * w.len() };
         let angles = &self.angles;
         let moved = |elements: usize| Cost { bytes: elements * size, flops: 0 };
