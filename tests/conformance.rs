@@ -144,10 +144,31 @@ fn threads() {
 
 #[test]
 fn clusters() {
-    use kernels::thread::hopper::{Args, conformance_cluster};
-    let geometry = Geometry::linear(2, 64).shared_bytes(256);
-    let out = check(conformance_cluster::ENTRY, geometry, 4, |_, out| (Args { out }, ()));
-    assert_eq!(out[(64 + 5) * 4..][..4], [0x100, 104, 42, 4]);
+    use kernels::cluster::{Args, SHARED_BYTES, THREADS, WORDS};
+    let data: Vec<f32> = (0..128).map(|i| i as f32 + 0.5).collect();
+    for (entry, size) in Args::ENTRIES.iter().zip([1u32, 2, 4]) {
+        let geometry = Geometry::linear(8, THREADS as u32).shared_bytes(SHARED_BYTES as u32).cluster(size);
+        let out = check(*entry, geometry, WORDS, |device, out| {
+            let input = upload(device, &data);
+            let description = TensorMapDescription {
+                base: input.as_ptr() as u64,
+                dtype: DType::F32,
+                rank: 1,
+                dims: [128, 1, 1, 1, 1],
+                strides: [0; 4],
+                box_dims: [128 / size, 1, 1, 1, 1],
+                swizzle: Swizzle::None,
+            };
+            let map = device.tensor_map(&description).unwrap();
+            (Args { map, out }, input)
+        });
+        // Thread 9 of block 5.
+        let t = &out[(5 * 64 + 9) * WORDS..][..WORDS];
+        let (rank, base) = (5 % size, 5 / size * size);
+        let before = (rank + size - 1) % size;
+        assert_eq!(t[..4], [rank | size << 8, 100 * (base + (rank + 1) % size) + 8, 7 * 10 + before, 4]);
+        assert_eq!(t[4..], [23.5f32.to_bits(), 1]);
+    }
 }
 
 #[test]

@@ -1,7 +1,11 @@
+mod fused;
 mod gate;
+mod sort;
 
 use warploom_benches::Harness;
 
 pub fn benches(harness: &mut Harness) {
     gate::benches(harness);
+    sort::benches(harness);
+    fused::benches(harness);
 }

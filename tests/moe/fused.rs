@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use warploom::moe::{ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused};
 use warploom::reference::moe::{Block, fused as reference};
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16};
-use warploom_tests::{epsilon, noise, noise_of, on_every_device, property, widen};
+use warploom_tests::{epsilon, gpu, noise, noise_of, on_every_device, property, widen};
 
 const ACTIVATIONS: [ExpertActivation; 5] = [
     ExpertActivation::Silu,
@@ -239,7 +239,7 @@ prop_compose! {
 
 #[test]
 fn fma_matches_the_reference() {
-    property(6, (cases(), 0usize..8, 0usize..8), |d, s, (mut case, h, i)| {
+    property(4, (cases(), 0usize..8, 0usize..8), |d, s, (mut case, h, i)| {
         // Any width, not only multiples of 8.
         (case.hidden, case.inter) = (case.hidden - h, case.inter - i);
         let case = case.path(FusedPath::Fma);
@@ -272,8 +272,8 @@ fn host_matches_the_reference() {
 
 #[test]
 fn stream_matches_the_reference() {
-    property(8, cases(), |d, s, case| {
-        let case = case.path(FusedPath::Stream);
+    property(5, (cases(), any::<bool>()), |d, s, (case, wide)| {
+        let case = case.path(if wide { FusedPath::Stream16 } else { FusedPath::Stream8 });
         check::<f16>(d, s, &case);
         check::<bf16>(d, s, &case);
         Ok(())
@@ -281,8 +281,35 @@ fn stream_matches_the_reference() {
 }
 
 #[test]
+fn tiles_match_the_reference() {
+    property(3, cases(), |d, s, case| {
+        check::<f16>(d, s, &case.clone().path(FusedPath::Tile32));
+        check::<bf16>(d, s, &case.clone().path(FusedPath::Tile64));
+        check::<bf16>(d, s, &case.path(FusedPath::Tile128));
+        Ok(())
+    });
+}
+
+/// Several blocks of pairs for an expert, several tiles of rows, several steps along K, none of them whole.
+#[test]
+fn tiles_of_many_pairs() {
+    let d = Device::simt();
+    for d in std::iter::once(d).chain(gpu()) {
+        let s = Stream::new(&d).unwrap();
+        for (path, tokens) in [(FusedPath::Tile32, 350), (FusedPath::Tile64, 70), (FusedPath::Tile128, 140)] {
+            let mut case = Case::new(tokens, 1, 2, 328, 72).path(path);
+            case.ids.iter_mut().skip(10).for_each(|id| *id = 1);
+            check::<bf16>(&d, &s, &case);
+            case.gate_up = GateUp::Interleaved;
+            (case.hidden, case.inter) = (136, 200);
+            check::<f16>(&d, &s, &case);
+        }
+    }
+}
+
+#[test]
 fn direct_matches_the_reference() {
-    property(8, (cases(), 1usize..9), |d, s, (mut case, tokens)| {
+    property(5, (cases(), 1usize..9), |d, s, (mut case, tokens)| {
         case.tokens = tokens.min(case.tokens);
         case.present = case.present.min(case.tokens);
         case.ids.truncate(case.tokens * case.top_k);
@@ -301,7 +328,7 @@ fn widths() {
             let mut case = Case::new(2, 2, 3, hidden, inter);
             case.ids = vec![0, 2, 1, 2];
             check::<bf16>(d, s, &case);
-            check::<bf16>(d, s, &case.clone().path(FusedPath::Stream));
+            check::<bf16>(d, s, &case.clone().path(FusedPath::Stream8));
         }
         let case = Case::new(2, 1, 2, 1408, 24);
         check::<f32>(d, s, &case);
@@ -311,7 +338,7 @@ fn widths() {
 #[test]
 fn all_on_one_expert_and_none() {
     on_every_device(|d, s| {
-        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream] {
+        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream8, FusedPath::Tile32] {
             for id in [4, -1, 5] {
                 let mut case = Case::new(33, 1, 5, 40, 24).path(path);
                 case.ids.fill(id);
@@ -327,7 +354,7 @@ fn all_on_one_expert_and_none() {
 #[test]
 fn a_token_does_not_depend_on_others() {
     on_every_device(|d, s| {
-        for path in [FusedPath::Fma, FusedPath::Stream] {
+        for path in [FusedPath::Fma, FusedPath::Stream8, FusedPath::Tile32] {
             let case = Case::new(21, 2, 4, 72, 40).path(path);
             let inputs = Inputs::<bf16>::new(d, &case, 1);
             let run = |first: usize, tokens: usize| {
@@ -355,7 +382,7 @@ fn a_token_does_not_depend_on_others() {
 #[test]
 fn f16_does_not_overflow_between_the_products() {
     on_every_device(|d, s| {
-        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream] {
+        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream8, FusedPath::Tile64] {
             let (hidden, inter) = (64, 16);
             let t = |v: f32, shape: &[usize]| {
                 Tensor::from_slice(d, &vec![f16::from_f32(v); shape.iter().product()], shape).unwrap()
@@ -404,7 +431,7 @@ fn views_and_misaligned_tensors() {
             for (a, b) in out.to_vec().unwrap().iter().zip(&plain) {
                 assert!((a.to_f32() - b.to_f32()).abs() <= 0.02 * b.to_f32().abs() + 0.02, "{a} {b}");
             }
-            let streamed = inputs.run(s, &case.clone().path(FusedPath::Stream), &mut out, &mut workspace);
+            let streamed = inputs.run(s, &case.clone().path(FusedPath::Stream8), &mut out, &mut workspace);
             assert_eq!(streamed.is_ok(), offset % 8 == 0 && row % 8 == 0, "{streamed:?}");
         }
     });
@@ -414,7 +441,7 @@ fn views_and_misaligned_tensors() {
 fn captured_and_replayed() {
     on_every_device(|d, s| {
         d.preload(&["moe"]).unwrap();
-        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream] {
+        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream8, FusedPath::Tile32] {
             let mut case = Case::new(5, 3, 6, 40, 16).path(path);
             case.shared = 1;
             let mut inputs = Inputs::<bf16>::new(d, &case, 1);
@@ -478,12 +505,12 @@ fn bad_input() {
         let big = Tensor::<u8>::zeros(d, &[1 << 16]).unwrap();
         refused!(good.run(s, &case, &mut t(&[3, 16]), &mut big.narrow(0, 8, 60000).unwrap()), Alignment, "workspace");
         refused!(good.run(s, &case, &mut good.x.clone(), &mut good.workspace(d, s, &case)), Overlap);
-        let odd = Case::new(3, 2, 4, 12, 8).path(FusedPath::Stream);
+        let odd = Case::new(3, 2, 4, 12, 8).path(FusedPath::Stream8);
         refused!(run(&Inputs::new(d, &odd, 1), &odd, &[3, 12]), Unsupported);
         let many = Case::new(33, 2, 4, 16, 8).path(FusedPath::Direct);
         let inputs = Inputs::<bf16>::new(d, &many, 1);
         refused!(inputs.run(s, &many, &mut t(&[33, 16]), &mut inputs.workspace(d, s, &many)), Unsupported);
-        let stream = Case::new(3, 2, 4, 16, 8).path(FusedPath::Stream);
+        let stream = Case::new(3, 2, 4, 16, 8).path(FusedPath::Stream8);
         let inputs = Inputs::<f32>::new(d, &stream, 1);
         let mut out = Tensor::zeros(d, &[3, 16]).unwrap();
         refused!(inputs.run(s, &stream, &mut out, &mut inputs.workspace(d, s, &stream)), Unsupported);

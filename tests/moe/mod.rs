@@ -1,3 +1,5 @@
+mod capacity;
 mod fused;
 mod gate;
+mod permute;
 mod sort;

@@ -92,6 +92,7 @@ impl SimtDevice {
             .grid(dim(geometry.grid))
             .block(dim(geometry.block))
             .max_threads(entry.max_threads)
+            .cluster(geometry.cluster)
             .shared_bytes(geometry.shared_bytes as usize)
             .order(self.options.order)
             .race(self.options.race)

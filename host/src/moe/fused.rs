@@ -9,7 +9,7 @@ use super::sort;
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
-use crate::kernels::moe::{fused as kernel, fused_fma, fused_reduce, fused_stream};
+use crate::kernels::moe::{fused as kernel, fused_fma, fused_reduce, fused_stream, fused_tile};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Element, Entry, Float};
 use std::ffi::c_void;
@@ -98,11 +98,60 @@ pub enum FusedPath {
     /// Weights streamed through the tensor cores, without sorting: at most 64 pairs, 16-bit floats, rows of multiples of 16
     /// bytes.
     Direct,
+<<<<<<< HEAD
+    /// The same after sorting, for any number of pairs, 8 of an expert at a time.
+    Stream8,
+    /// [`Stream8`](Self::Stream8), 16 at a time.
+    Stream16,
+    /// Tiles in shared memory and tensor cores, 32 pairs of an expert at a time; types and rows as for streaming.
+    Tile32,
+    /// [`Tile32`](Self::Tile32), 64 at a time.
+    Tile64,
+    /// [`Tile32`](Self::Tile32), 128 at a time.
+    Tile128,
+}
+
+impl FusedPath {
+    /// Pairs of an expert that a block of threads takes: the block size of sorting.
+    pub const fn block(self) -> usize {
+        match self {
+            FusedPath::Auto | FusedPath::Fma => fused_fma::PAIRS,
+            FusedPath::Direct | FusedPath::Stream8 => 8,
+            FusedPath::Stream16 => 16,
+            FusedPath::Tile32 => 32,
+            FusedPath::Tile64 => 64,
+            FusedPath::Tile128 => 128,
+        }
+    }
+
+    /// The path that suits so many pairs of so many experts, all of which tensor cores take.
+    const fn choose(pairs: usize, bins: usize) -> Self {
+        // Blocks should hold what an expert has on average, with something to spare: then its weights are read once.
+        if pairs <= fused_stream::DIRECT_PAIRS {
+            FusedPath::Direct
+        } else if pairs <= 4 * bins {
+            FusedPath::Stream8
+        } else if pairs <= 8 * bins {
+            FusedPath::Stream16
+        } else if pairs <= 24 * bins {
+            FusedPath::Tile32
+        } else if pairs <= 96 * bins {
+            FusedPath::Tile64
+        } else {
+            FusedPath::Tile128
+        }
+    }
+
+    const fn is_tile(self) -> bool {
+        matches!(self, FusedPath::Tile32 | FusedPath::Tile64 | FusedPath::Tile128)
+    }
+=======
     /// The same after sorting, for any number of pairs; for few pairs an expert.
     Stream,
     /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
     /// [`SimtOptions::host_products`](crate::SimtOptions::host_products) is on.
     Host,
+>>>>>>> generate
 }
 
 /// The sizes of a problem.
@@ -164,7 +213,7 @@ impl FusedShape {
 }
 
 /// Blocks of pairs of all paths.
-const BLOCKS: [usize; 2] = [8, 16];
+const BLOCKS: [usize; 5] = [8, 16, 32, 64, 128];
 
 /// Where the parts of the workspace are, in bytes.
 #[derive(Clone, Copy, Debug)]
@@ -202,8 +251,6 @@ impl Workspace {
 pub struct Plan {
     /// Not `Auto`.
     pub path: FusedPath,
-    /// Pairs of a block.
-    pub block: usize,
     up: Entry<Args>,
     down: Entry<Args>,
     reduce: Entry<ReduceArgs>,
@@ -228,16 +275,26 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
         && shape.intermediate.is_multiple_of(8);
     let path = match path {
         FusedPath::Auto if !fits => FusedPath::Fma,
-        FusedPath::Auto if shape.pairs() <= fused_stream::DIRECT_PAIRS => FusedPath::Direct,
-        FusedPath::Auto => FusedPath::Stream,
+        FusedPath::Auto => FusedPath::choose(shape.pairs(), shape.bins()),
         path => path,
     };
+    if !matches!(path, FusedPath::Fma) && !fits
+        || matches!(path, FusedPath::Direct) && shape.pairs() > fused_stream::DIRECT_PAIRS
+    {
+        return None;
+    }
     let reduce = match dtype {
         DType::F32 => fused_reduce::moe_fused_reduce_f32::ENTRY,
         DType::F16 => fused_reduce::moe_fused_reduce_f16::ENTRY,
         DType::Bf16 => fused_reduce::moe_fused_reduce_bf16::ENTRY,
         _ => return None,
     };
+<<<<<<< HEAD
+    let (f16, bf16) = match path {
+        FusedPath::Auto | FusedPath::Fma if matches!(dtype, DType::F32) => {
+            let f32 = (moe_fused_fma_up_f32::ENTRY, moe_fused_fma_down_f32::ENTRY);
+            (f32, f32)
+=======
     let bf16 = matches!(dtype, DType::Bf16);
     let (up, down, block) = match path {
         FusedPath::Host => return None,
@@ -264,14 +321,52 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
                 _ => (moe_fused_fma_up_bf16::ENTRY, moe_fused_fma_down_bf16::ENTRY),
             };
             (up, down, fused_fma::PAIRS)
+>>>>>>> generate
         }
+        FusedPath::Auto | FusedPath::Fma => (
+            (moe_fused_fma_up_f16::ENTRY, moe_fused_fma_down_f16::ENTRY),
+            (moe_fused_fma_up_bf16::ENTRY, moe_fused_fma_down_bf16::ENTRY),
+        ),
+        FusedPath::Direct | FusedPath::Stream8 => (
+            (moe_fused_stream_up_t8_f16::ENTRY, moe_fused_stream_down_t8_f16::ENTRY),
+            (moe_fused_stream_up_t8_bf16::ENTRY, moe_fused_stream_down_t8_bf16::ENTRY),
+        ),
+        FusedPath::Stream16 => (
+            (moe_fused_stream_up_t16_f16::ENTRY, moe_fused_stream_down_t16_f16::ENTRY),
+            (moe_fused_stream_up_t16_bf16::ENTRY, moe_fused_stream_down_t16_bf16::ENTRY),
+        ),
+        FusedPath::Tile32 => (
+            (moe_fused_tile_up_t32_f16::ENTRY, moe_fused_tile_down_t32_f16::ENTRY),
+            (moe_fused_tile_up_t32_bf16::ENTRY, moe_fused_tile_down_t32_bf16::ENTRY),
+        ),
+        FusedPath::Tile64 => (
+            (moe_fused_tile_up_t64_f16::ENTRY, moe_fused_tile_down_t64_f16::ENTRY),
+            (moe_fused_tile_up_t64_bf16::ENTRY, moe_fused_tile_down_t64_bf16::ENTRY),
+        ),
+        FusedPath::Tile128 => (
+            (moe_fused_tile_up_t128_f16::ENTRY, moe_fused_tile_down_t128_f16::ENTRY),
+            (moe_fused_tile_up_t128_bf16::ENTRY, moe_fused_tile_down_t128_bf16::ENTRY),
+        ),
     };
-    Some(Plan { path, block, up, down, reduce })
+    let (up, down) = if matches!(dtype, DType::Bf16) { bf16 } else { f16 };
+    Some(Plan { path, up, down, reduce })
 }
 
 impl Plan {
     /// How to launch a product of `n` outputs, with or without values, and inner dimension `k`.
     pub const fn geometry(&self, shape: &FusedShape, n: usize, k: usize, gated: bool) -> Geometry {
+<<<<<<< HEAD
+        let block = self.path.block();
+        let (rows, threads, bytes) = match self.path {
+            FusedPath::Auto | FusedPath::Fma => (fused_fma::COLUMNS, fused_fma::THREADS, fused_fma::SHARED_BYTES),
+            FusedPath::Direct | FusedPath::Stream8 | FusedPath::Stream16 => {
+                let rows = fused_stream::ROWS * (fused_stream::WARPS >> split_log2(k));
+                (rows, fused_stream::THREADS, fused_stream::shared_bytes(block / 8))
+            }
+            FusedPath::Tile32 | FusedPath::Tile64 | FusedPath::Tile128 => {
+                let stages = if block == 128 { 3 } else { 4 };
+                (fused_tile::ROWS, fused_tile::THREADS, fused_tile::shared_bytes(block / 16, stages))
+=======
         let tile = match self.path {
             FusedPath::Fma | FusedPath::Auto | FusedPath::Host => fused_fma::COLUMNS,
             FusedPath::Direct | FusedPath::Stream => fused_stream::ROWS * (fused_stream::WARPS >> split_log2(k)),
@@ -285,9 +380,16 @@ impl Plan {
             FusedPath::Fma | FusedPath::Auto | FusedPath::Host => (fused_fma::THREADS, fused_fma::SHARED_BYTES),
             FusedPath::Direct | FusedPath::Stream => {
                 (fused_stream::THREADS, fused_stream::shared_bytes(self.block / 8))
+>>>>>>> generate
             }
         };
-        Geometry::new([n.div_ceil(tile) as u32, blocks as u32, 1], [threads as u32, 1, 1]).shared_bytes(bytes as u32)
+        let columns = n.div_ceil(if gated { rows / 2 } else { rows }) as u32;
+        let blocks = match self.path {
+            FusedPath::Direct => shape.pairs(),
+            _ => sort::capacity(shape.pairs(), shape.bins(), block, false) / block,
+        } as u32;
+        let grid = if self.path.is_tile() { [columns * blocks, 1, 1] } else { [columns, blocks, 1] };
+        Geometry::new(grid, [threads as u32, 1, 1]).shared_bytes(bytes as u32)
     }
 
     const fn sorts(&self) -> bool {
@@ -348,7 +450,7 @@ pub unsafe fn launch(
     o: &Operands,
     workspace: *mut c_void,
 ) -> Result<()> {
-    let at = Workspace::new(shape, dtype, plan.block);
+    let at = Workspace::new(shape, dtype, plan.path.block());
     let part = |offset: usize| workspace.wrapping_byte_add(offset);
     let (tokens, top_k, slots) = (shape.tokens as u32, shape.top_k as u32, shape.slots() as u32);
     let (experts, local, shared_experts) = (o.global_experts as u32, shape.experts as u32, shape.shared_experts as u32);
@@ -377,7 +479,7 @@ pub unsafe fn launch(
             experts,
             local,
             shared_experts,
-            block: plan.block as u32,
+            block: plan.path.block() as u32,
             items: 0,
             chunks: 0,
             capacity: at.capacity as u32,
@@ -748,8 +850,12 @@ pub fn fused<T: Float>(
             T::DTYPE,
         ),
     })?;
-    let blocks = plan.geometry(&shape, intermediate, hidden, true).grid[1];
-    call.value(blocks <= 65535, "topk_ids", "at most 65535 blocks of pairs", blocks)?;
+    // Grids are limited in height, and in all.
+    let block = plan.path.block();
+    let blocks = sort::capacity(shape.pairs(), shape.bins(), block, false) / block;
+    let columns = rows.max(hidden).div_ceil(fused_tile::ROWS).max(1);
+    let most = if plan.path.is_tile() { i32::MAX as usize / columns } else { 65535 };
+    call.value(blocks <= most, "topk_ids", format!("at most {most} blocks of {block} pairs"), blocks)?;
     // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
     unsafe { launch(stream, T::DTYPE, &plan, &shape, &operands, workspace) }
 }

@@ -1,10 +1,14 @@
 //! Mixture of experts.
 
+pub mod capacity;
 pub mod fused;
 mod fused_host;
 pub mod gate;
+pub mod permute;
 pub mod sort;
 
+pub use capacity::capacity;
 pub use fused::{ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused};
 pub use gate::{Bias, GateOptions, Scoring, gate};
+pub use permute::{permute, unpermute};
 pub use sort::{Local, SortConvention, SortInput, SortOptions, SortOutput, sort, sort_and_zero};

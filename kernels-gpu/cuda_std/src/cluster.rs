@@ -1,7 +1,7 @@
 //! Thread block clusters (sm_90): blocks that run at the same time and reach each other's shared memory.
 //!
-//! The SIMT device runs clusters of one block only: [`dims`] with more is an error there, and the functions here
-//! behave as in a cluster of one.
+//! A kernel launched without clusters is in a cluster of one block. On the SIMT device the blocks of a cluster run
+//! together on one OS thread; races are looked for within each block, not in each other's shared memory.
 
 use crate::shared::SharedAddress;
 
@@ -16,22 +16,13 @@ pub fn dims<const BLOCKS: u32>() {
         ptx!("//@cluster {x}", x = const BLOCKS, options(nomem, nostack, preserves_flags))
     };
     #[cfg(not(target_arch = "nvptx64"))]
-    if BLOCKS != 1 {
-        simt::trap("the SIMT device runs no clusters of more than one block");
-    }
-}
-
-#[cfg(not(target_arch = "nvptx64"))]
-#[inline(always)]
-#[track_caller]
-pub(crate) fn check_rank(rank: u32) {
-    if rank != 0 {
-        simt::trap(format!("block {rank} of a cluster of one block"));
+    if simt::cluster_size() != BLOCKS {
+        simt::trap(format!("a kernel for clusters of {BLOCKS} blocks, launched with {}", simt::cluster_size()));
     }
 }
 
 macro_rules! cluster_registers {
-    ($($(#[$m:meta])* $name:ident = $reg:literal, $host:literal;)*) => { $(
+    ($($(#[$m:meta])* $name:ident = $reg:literal, $host:ident;)*) => { $(
         $(#[$m])*
         #[inline(always)]
         pub fn $name() -> u32 {
@@ -46,25 +37,28 @@ macro_rules! cluster_registers {
                 out
             }
             #[cfg(not(target_arch = "nvptx64"))]
-            $host
+            simt::$host()
         }
     )* };
 }
 cluster_registers! {
     /// The block's number in its cluster, `%cluster_ctarank`.
-    rank = "cluster_ctarank", 0;
+    rank = "cluster_ctarank", cluster_rank;
     /// Blocks in a cluster, `%cluster_nctarank`.
-    size = "cluster_nctarank", 1;
+    size = "cluster_nctarank", cluster_size;
 }
 
 /// `barrier.cluster.arrive.release`: the first half of [`sync`].
 #[inline(always)]
+#[track_caller]
 pub fn arrive() {
     #[cfg(target_arch = "nvptx64")]
     // SAFETY: counts the thread; `wait` follows.
     unsafe {
         sync_ptx!("barrier.cluster.arrive.release.aligned;", options(nostack, preserves_flags))
     };
+    #[cfg(not(target_arch = "nvptx64"))]
+    simt::cluster_arrive();
 }
 
 /// `barrier.cluster.wait.acquire`: waits until every thread of the cluster has arrived.
@@ -77,7 +71,7 @@ pub fn wait() {
         sync_ptx!("barrier.cluster.wait.acquire.aligned;", options(nostack, preserves_flags))
     };
     #[cfg(not(target_arch = "nvptx64"))]
-    crate::thread::sync_threads();
+    simt::cluster_wait();
 }
 
 /// A barrier of all threads of the cluster, which orders memory, shared and global.
@@ -104,10 +98,7 @@ pub fn map(place: impl SharedAddress, rank: u32) -> u32 {
         out
     }
     #[cfg(not(target_arch = "nvptx64"))]
-    {
-        check_rank(rank);
-        place.shared_address()
-    }
+    simt::cluster_address(place.shared_address(), rank)
 }
 
 /// `ld.shared::cluster` of 32 bits.
@@ -128,9 +119,9 @@ pub unsafe fn load_u32(address: u32) -> u32 {
         out
     }
     #[cfg(not(target_arch = "nvptx64"))]
-    // SAFETY: `check_place` checks it.
+    // SAFETY: `cluster_access` checks it.
     unsafe {
-        check_place(address, simt::Access::Read).read()
+        simt::cluster_access(address, 4, simt::Access::Read).cast::<u32>().read()
     }
 }
 
@@ -148,16 +139,8 @@ pub unsafe fn store_u32(address: u32, value: u32) {
             options(nostack, preserves_flags))
     };
     #[cfg(not(target_arch = "nvptx64"))]
-    // SAFETY: `check_place` checks it.
+    // SAFETY: `cluster_access` checks it.
     unsafe {
-        check_place(address, simt::Access::Write).write(value)
+        simt::cluster_access(address, 4, simt::Access::Write).cast::<u32>().write(value)
     };
-}
-
-#[cfg(not(target_arch = "nvptx64"))]
-#[track_caller]
-fn check_place(address: u32, access: simt::Access) -> *mut u32 {
-    let place = simt::shared_memory().0.wrapping_add(address as usize);
-    simt::check_shared(place as usize, 4, 4, access);
-    place.cast()
 }

@@ -226,8 +226,7 @@ pub unsafe fn wait_parity_cluster(bar: impl SharedAddress, parity: u32) {
     while !unsafe { try_wait_parity_cluster(bar, parity) } {}
 }
 
-/// Arrives on the mbarrier at the same place in block `rank` of the cluster (sm_90). On the SIMT device, where every
-/// cluster has one block, an [`arrive`].
+/// Arrives on the mbarrier at the same place in block `rank` of the cluster (sm_90).
 ///
 /// # Safety
 /// As for [`arrive`]; the block exists and has not ended.
@@ -244,8 +243,5 @@ pub unsafe fn arrive_cluster(bar: impl SharedAddress, rank: u32) {
         )
     };
     #[cfg(not(target_arch = "nvptx64"))]
-    {
-        crate::cluster::check_rank(rank);
-        simt::mbarrier_arrive(bar.shared_address(), 1, 0);
-    }
+    simt::mbarrier_arrive_at(rank, bar.shared_address(), 1, 0);
 }

@@ -292,7 +292,7 @@ pub unsafe fn load_tensor<const RANK: usize>(
 }
 
 /// [`load_tensor`] to the same place in every block of the cluster whose bit is in `blocks`; the mbarrier at the place
-/// of `bar` in each of them counts the bytes. On the SIMT device a [`load_tensor`].
+/// of `bar` in each of them counts the bytes.
 ///
 /// # Safety
 /// As for [`load_tensor`], in each of the blocks.
@@ -305,9 +305,9 @@ pub unsafe fn load_tensor_multicast<const RANK: usize>(
     bar: impl SharedAddress,
     blocks: u16,
 ) {
+    let c = five(coords);
     #[cfg(target_arch = "nvptx64")]
     {
-        let c = five(coords);
         // SAFETY: forwarded to the caller.
         unsafe {
             tensor!(
@@ -321,9 +321,9 @@ pub unsafe fn load_tensor_multicast<const RANK: usize>(
     }
     #[cfg(not(target_arch = "nvptx64"))]
     {
-        crate::cluster::check_rank(blocks as u32 >> 1);
         // SAFETY: forwarded to the caller.
-        unsafe { load_tensor(dst, map, coords, bar) };
+        let tile = unsafe { *map }.tile::<RANK>();
+        simt::cp_async_bulk_tensor_multicast(dst.shared_address(), &tile, c, bar.shared_address(), blocks);
     }
 }
 

@@ -700,8 +700,101 @@ fn operands_overwritten_under_a_product() {
 
 #[test]
 fn clusters_of_several_blocks() {
-    let e = error(launch(), cuda_std::cluster::dims::<2>);
-    assert!(e.to_string().contains("clusters of more than one block"), "{e}");
+    use cuda_std::cluster;
+    let out = Buffer::<u32>::poisoned(256);
+    let p = out.as_mut_ptr();
+    // Each block reads what its neighbour wrote, then writes into the neighbour's memory.
+    let kernel = |barrier: bool| {
+        move || unsafe {
+            cluster::dims::<4>();
+            let s = Carver::new().take::<u32>(64);
+            let (t, rank) = (thread::thread_idx_x(), cluster::rank());
+            assert_eq!((cluster::size(), rank), (4, thread::block_idx_x() % 4));
+            s.set(t, 100 * rank + t);
+            cluster::sync();
+            let next = (rank + 1) % 4;
+            let seen = cluster::load_u32(cluster::map(s.ptr(t ^ 1), next));
+            cluster::sync();
+            cluster::store_u32(cluster::map(s.ptr(t), next), seen + 1000);
+            if barrier || rank != 3 {
+                cluster::sync();
+            }
+            GlobalMut::new(p).set(thread::index_1d(), s.get(t));
+        }
+    };
+    let l = || launch().grid(8).block(32).cluster(4).shared_bytes(256);
+    for order in [Order::InOrder, Order::Random { seed: 5, preempt: true }] {
+        run(l().order(order).race(true), kernel(true)).unwrap();
+        for (i, v) in out.to_vec().into_iter().enumerate() {
+            let (rank, t) = (i as u32 / 32 % 4, i as u32 % 32);
+            assert_eq!(v, 1000 + 100 * rank + (t ^ 1));
+        }
+    }
+    let e = error(l().spin_limit(std::time::Duration::from_millis(20)), kernel(false));
+    assert!(
+        matches!(&e.kind, ErrorKind::Stuck { threads, .. }
+        if matches!(threads[0].state, ThreadState::Spin { op: "cluster::wait", .. })),
+        "{e}"
+    );
+    // The launch must fit the kernel, and the grid the clusters.
+    let e = error(launch(), cluster::dims::<2>);
+    assert!(e.to_string().contains("for clusters of 2 blocks, launched with 1"), "{e}");
+    let e = error(launch().grid(9).cluster(2), || ());
+    assert!(matches!(e.kind, ErrorKind::InvalidLaunch(_)), "{e}");
+    let e = error(l(), || {
+        cluster::map(0u32, 4);
+    });
+    assert!(e.to_string().contains("block 4 of a cluster of 4"), "{e}");
+}
+
+#[test]
+fn multicast_within_a_cluster() {
+    use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
+    let data = Buffer::from_slice(&(0..64).map(|i| i as f32).collect::<Vec<_>>());
+    let out = Buffer::<f32>::poisoned(2 * 64);
+    let p = out.as_mut_ptr();
+    let map = TensorMap::for_simt(&TensorMapDescription {
+        base: data.as_ptr() as u64,
+        dtype: cuda_std::DType::F32,
+        rank: 1,
+        dims: [64, 1, 1, 1, 1],
+        strides: [0; 4],
+        box_dims: [32, 1, 1, 1, 1],
+        swizzle: Swizzle::None,
+    })
+    .unwrap();
+    let map = &raw const map;
+    let kernel = || unsafe {
+        let mut carver = Carver::new();
+        let (tile, bars) = (carver.take_aligned::<f32>(64, 128), carver.take::<u64>(2));
+        let (t, rank) = (thread::thread_idx_x(), cuda_std::cluster::rank());
+        let (full, empty) = (bars.address(0u32), bars.address(1u32));
+        if t == 0 {
+            mbarrier::init(full, 1);
+            mbarrier::init(empty, 2);
+            mbarrier::fence_init();
+        }
+        cuda_std::cluster::sync();
+        // Each block loads a half for both.
+        if t == 0 {
+            mbarrier::arrive_expect_tx(full, 256);
+            tma::load_tensor_multicast::<1>(tile.address(32 * rank), map, [32 * rank as i32], full, 3);
+        }
+        mbarrier::wait_parity_cluster(full, 0);
+        let v = tile.get(t);
+        // Both tell both that they have read.
+        thread::sync_threads();
+        if t < 2 {
+            mbarrier::arrive_cluster(empty, t);
+        }
+        mbarrier::wait_parity_cluster(empty, 0);
+        GlobalMut::new(p).set(thread::index_1d(), v);
+        cuda_std::cluster::sync();
+    };
+    for order in [Order::InOrder, Order::Random { seed: 5, preempt: true }] {
+        run(launch().grid(2).block(64).cluster(2).shared_bytes(512).order(order).race(true), kernel).unwrap();
+        assert!((0..128).all(|i| out.to_vec()[i] == (i % 64) as f32));
+    }
 }
 
 // --- control ---------------------------------------------------------------

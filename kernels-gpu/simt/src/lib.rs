@@ -22,9 +22,9 @@ mod tensor;
 mod wgmma;
 
 pub use asynch::{
-    TensorTile, bulk_commit, bulk_wait, cp_async, cp_async_bulk, cp_async_bulk_tensor, cp_async_commit,
-    cp_async_mbarrier_arrive, cp_async_wait, mbarrier_arrive, mbarrier_expect_tx, mbarrier_init, mbarrier_invalidate,
-    mbarrier_try_wait, store_bulk, store_bulk_tensor,
+    TensorTile, bulk_commit, bulk_wait, cp_async, cp_async_bulk, cp_async_bulk_tensor, cp_async_bulk_tensor_multicast,
+    cp_async_commit, cp_async_mbarrier_arrive, cp_async_wait, mbarrier_arrive, mbarrier_arrive_at, mbarrier_expect_tx,
+    mbarrier_init, mbarrier_invalidate, mbarrier_try_wait, store_bulk, store_bulk_tensor,
 };
 pub use block::{
     BarrierOp, Lanes, MAX_BARRIERS, MAX_THREADS, WARP_SIZE, block_barrier, block_barrier_arrive, warp_collective,
@@ -35,7 +35,7 @@ pub use memory::Buffer;
 pub use tensor::{ldmatrix, mma, mma_m16n8k16, stmatrix};
 pub use wgmma::{Left, Operand, wgmma, wgmma_commit, wgmma_wait};
 
-use block::current;
+use block::{Block, current};
 use global_race::Touch;
 use std::panic::Location;
 
@@ -67,6 +67,68 @@ pub fn grid_dim() -> Dim3 {
 #[inline(always)]
 pub fn lane_id() -> u32 {
     current().lane
+}
+
+/// The running thread's block in its cluster.
+#[inline]
+pub fn cluster_rank() -> u32 {
+    current().block().rank.get()
+}
+
+/// Blocks in a cluster.
+#[inline]
+pub fn cluster_size() -> u32 {
+    current().block().cluster_size()
+}
+
+/// The block of this rank in the running thread's cluster.
+#[track_caller]
+pub(crate) fn peer<'a>(rank: u32) -> &'a Block {
+    let block = current().block();
+    if rank >= block.cluster_size() {
+        trap(format!("block {rank} of a cluster of {} blocks", block.cluster_size()));
+    }
+    block.peer(rank)
+}
+
+/// `barrier.cluster.arrive`: counts the running thread.
+#[track_caller]
+pub fn cluster_arrive() {
+    block::cluster_arrive(current());
+}
+
+/// `barrier.cluster.wait`: waits until all threads of the cluster have arrived.
+#[track_caller]
+pub fn cluster_wait() {
+    block::cluster_wait(current(), Location::caller());
+}
+
+/// `mapa`: the address of a place in the shared memory of block `rank`, for [`cluster_access`].
+#[track_caller]
+pub fn cluster_address(offset: u32, rank: u32) -> u32 {
+    let _ = peer(rank);
+    rank << 24 | offset
+}
+
+/// Checks an access to shared memory of the cluster. Other blocks' memory is not checked for races.
+#[track_caller]
+pub fn cluster_access(address: u32, bytes: usize, access: Access) -> *mut u8 {
+    let at = Location::caller();
+    let lane = current();
+    let block = peer(address >> 24);
+    let offset = (address & 0xff_ffff) as usize;
+    let place = block.shared.base().wrapping_add(offset);
+    if std::ptr::eq(block, lane.block()) {
+        check_shared(place as usize, bytes, bytes, access);
+        return place;
+    }
+    if let Err(e) = block.check_bounds(lane.linear, place as usize, bytes, access, at) {
+        lane.fault(e);
+    }
+    if access != Access::Read && block.race_on.get() {
+        block.with_race(|race| race.set_init(offset, bytes));
+    }
+    place
 }
 
 /// Dynamic shared memory of the running thread's block: address and length.

@@ -255,10 +255,7 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
     let head_chunks = head_dim.div_ceil(8);
     let mut cursor = Cursor { base: 0, before: 0 };
     let mut index = thread::block_idx_x();
-    loop {
-        let Some(item) = cursor.find(lens, max_pages << page_shift, batch, q_len, kv_heads, window, index) else {
-            break;
-        };
+    while let Some(item) = cursor.find(lens, max_pages << page_shift, batch, q_len, kv_heads, window, index) {
         index += thread::grid_dim_x();
         let size = chunk_keys(item.len);
         let (start, end) = (item.chunk * size, ((item.chunk + 1) * size).min(item.len));

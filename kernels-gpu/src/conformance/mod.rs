@@ -6,6 +6,7 @@
 //! exact, or contribute whether they are within their documented error.
 
 pub mod atomic;
+pub mod cluster;
 pub mod convert;
 pub mod float;
 pub mod hopper;

@@ -2,7 +2,7 @@
 
 use super::Words;
 use cuda_std::shared::Carver;
-use cuda_std::{cluster, dependent_launch, entries, thread};
+use cuda_std::{dependent_launch, entries, thread};
 
 /// Threads of a block, as `[16, 2, 2]`.
 pub const THREADS: usize = 64;
@@ -79,35 +79,7 @@ pub unsafe fn conformance(out: *mut u32) {
     words.done();
 }
 
-/// A grid of two blocks outside of any cluster is one of clusters of one block.
-#[inline(always)]
-pub unsafe fn clusters(out: *mut u32) {
-    let mut words = Words::new(out, 4);
-    let t = thread::thread_idx_x();
-    let shared = Carver::new().take::<u32>(64);
-    shared.set(t, t + 100 * thread::block_idx_x());
-    cluster::sync();
-    words.put(cluster::rank() | cluster::size() << 8);
-    words.put(cluster::load_u32(cluster::map(shared.ptr(t ^ 1), cluster::rank())));
-    cluster::sync();
-    cluster::store_u32(cluster::map(shared.ptr(t), 0), 7 * t);
-    cluster::arrive();
-    cluster::wait();
-    words.put(shared.get(t ^ 3));
-    words.put(cluster::map(shared.ptr(1u32), 0) - cluster::map(shared.ptr(0u32), 0));
-    words.done();
-}
-
 entries! {
     pub struct Args(out: *mut u32);
     conformance_thread {} [64] => conformance;
-}
-
-/// The entry that needs Hopper.
-pub mod hopper {
-    use super::*;
-    entries! {
-        pub struct Args(out: *mut u32);
-        conformance_cluster {} [64; Sm90a] => super::super::clusters;
-    }
 }

@@ -6,17 +6,19 @@
 //! type, as it is between two products anywhere else; gate and value stay in f32 until the activation is done, so f16 cannot
 //! overflow there.
 //!
-//! The two products are one kernel for each path ([`fused_fma`], [`fused_stream`]), which takes a block of pairs of one
+//! The two products are one kernel for each path ([`fused_fma`], [`fused_stream`], [`fused_tile`]), which takes a block of pairs of one
 //! expert and a tile of that expert's outputs. What they have in common is here: arguments, how rows of weights are laid out,
 //! and what happens to a finished sum.
 //!
 //! [`fused_fma`]: super::fused_fma
 //! [`fused_stream`]: super::fused_stream
+//! [`fused_tile`]: super::fused_tile
 //! [`fused_reduce`]: super::fused_reduce
 
 use super::expert_activation::ExpertActivation;
 use super::fused_fma::Fma;
 use super::fused_stream::Stream;
+use super::fused_tile::Tile;
 use super::pairs::{Pairs, existing_tokens};
 use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, thread};
 
@@ -280,4 +282,16 @@ entries! {
     moe_fused_stream_down_t8_bf16 { type T = bf16; } [256, 3] => run::<T, Stream<false, 1, 4>>;
     moe_fused_stream_down_t16_f16 { type T = f16; } [256, 2] => run::<T, Stream<false, 2, 4>>;
     moe_fused_stream_down_t16_bf16 { type T = bf16; } [256, 2] => run::<T, Stream<false, 2, 4>>;
+    moe_fused_tile_up_t32_f16 { type T = f16; } [256, 2] => run::<T, Tile<true, 2, 4>>;
+    moe_fused_tile_up_t32_bf16 { type T = bf16; } [256, 2] => run::<T, Tile<true, 2, 4>>;
+    moe_fused_tile_up_t64_f16 { type T = f16; } [256, 2] => run::<T, Tile<true, 4, 4>>;
+    moe_fused_tile_up_t64_bf16 { type T = bf16; } [256, 2] => run::<T, Tile<true, 4, 4>>;
+    moe_fused_tile_up_t128_f16 { type T = f16; } [256, 1] => run::<T, Tile<true, 8, 3>>;
+    moe_fused_tile_up_t128_bf16 { type T = bf16; } [256, 1] => run::<T, Tile<true, 8, 3>>;
+    moe_fused_tile_down_t32_f16 { type T = f16; } [256, 2] => run::<T, Tile<false, 2, 4>>;
+    moe_fused_tile_down_t32_bf16 { type T = bf16; } [256, 2] => run::<T, Tile<false, 2, 4>>;
+    moe_fused_tile_down_t64_f16 { type T = f16; } [256, 2] => run::<T, Tile<false, 4, 4>>;
+    moe_fused_tile_down_t64_bf16 { type T = bf16; } [256, 2] => run::<T, Tile<false, 4, 4>>;
+    moe_fused_tile_down_t128_f16 { type T = f16; } [256, 1] => run::<T, Tile<false, 8, 3>>;
+    moe_fused_tile_down_t128_bf16 { type T = bf16; } [256, 1] => run::<T, Tile<false, 8, 3>>;
 }

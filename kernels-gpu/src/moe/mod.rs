@@ -1,9 +1,12 @@
 //! Mixture of experts.
+pub mod capacity;
 pub mod expert_activation;
 pub mod fused;
 pub mod fused_fma;
 pub mod fused_reduce;
 pub mod fused_stream;
+pub mod fused_tile;
 pub mod gate;
 pub mod pairs;
+pub mod permute;
 pub mod sort;
