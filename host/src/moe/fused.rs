@@ -98,7 +98,6 @@ pub enum FusedPath {
     /// Weights streamed through the tensor cores, without sorting: at most 64 pairs, 16-bit floats, rows of multiples of 16
     /// bytes.
     Direct,
-<<<<<<< HEAD
     /// The same after sorting, for any number of pairs, 8 of an expert at a time.
     Stream8,
     /// [`Stream8`](Self::Stream8), 16 at a time.
@@ -109,13 +108,16 @@ pub enum FusedPath {
     Tile64,
     /// [`Tile32`](Self::Tile32), 128 at a time.
     Tile128,
+    /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
+    /// [`SimtOptions::host_products`](crate::SimtOptions::host_products) is on.
+    Host,
 }
 
 impl FusedPath {
     /// Pairs of an expert that a block of threads takes: the block size of sorting.
     pub const fn block(self) -> usize {
         match self {
-            FusedPath::Auto | FusedPath::Fma => fused_fma::PAIRS,
+            FusedPath::Auto | FusedPath::Fma | FusedPath::Host => fused_fma::PAIRS,
             FusedPath::Direct | FusedPath::Stream8 => 8,
             FusedPath::Stream16 => 16,
             FusedPath::Tile32 => 32,
@@ -145,13 +147,6 @@ impl FusedPath {
     const fn is_tile(self) -> bool {
         matches!(self, FusedPath::Tile32 | FusedPath::Tile64 | FusedPath::Tile128)
     }
-=======
-    /// The same after sorting, for any number of pairs; for few pairs an expert.
-    Stream,
-    /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
-    /// [`SimtOptions::host_products`](crate::SimtOptions::host_products) is on.
-    Host,
->>>>>>> generate
 }
 
 /// The sizes of a problem.
@@ -289,39 +284,11 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
         DType::Bf16 => fused_reduce::moe_fused_reduce_bf16::ENTRY,
         _ => return None,
     };
-<<<<<<< HEAD
     let (f16, bf16) = match path {
+        FusedPath::Host => return None,
         FusedPath::Auto | FusedPath::Fma if matches!(dtype, DType::F32) => {
             let f32 = (moe_fused_fma_up_f32::ENTRY, moe_fused_fma_down_f32::ENTRY);
             (f32, f32)
-=======
-    let bf16 = matches!(dtype, DType::Bf16);
-    let (up, down, block) = match path {
-        FusedPath::Host => return None,
-        FusedPath::Direct if !fits || shape.pairs() > fused_stream::DIRECT_PAIRS => return None,
-        FusedPath::Stream if !fits => return None,
-        FusedPath::Stream if shape.pairs() > 4 * shape.bins() => {
-            if bf16 {
-                (moe_fused_stream_up_t16_bf16::ENTRY, moe_fused_stream_down_t16_bf16::ENTRY, 16)
-            } else {
-                (moe_fused_stream_up_t16_f16::ENTRY, moe_fused_stream_down_t16_f16::ENTRY, 16)
-            }
-        }
-        FusedPath::Direct | FusedPath::Stream => {
-            if bf16 {
-                (moe_fused_stream_up_t8_bf16::ENTRY, moe_fused_stream_down_t8_bf16::ENTRY, 8)
-            } else {
-                (moe_fused_stream_up_t8_f16::ENTRY, moe_fused_stream_down_t8_f16::ENTRY, 8)
-            }
-        }
-        FusedPath::Fma | FusedPath::Auto => {
-            let (up, down) = match dtype {
-                DType::F32 => (moe_fused_fma_up_f32::ENTRY, moe_fused_fma_down_f32::ENTRY),
-                DType::F16 => (moe_fused_fma_up_f16::ENTRY, moe_fused_fma_down_f16::ENTRY),
-                _ => (moe_fused_fma_up_bf16::ENTRY, moe_fused_fma_down_bf16::ENTRY),
-            };
-            (up, down, fused_fma::PAIRS)
->>>>>>> generate
         }
         FusedPath::Auto | FusedPath::Fma => (
             (moe_fused_fma_up_f16::ENTRY, moe_fused_fma_down_f16::ENTRY),
@@ -355,10 +322,11 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
 impl Plan {
     /// How to launch a product of `n` outputs, with or without values, and inner dimension `k`.
     pub const fn geometry(&self, shape: &FusedShape, n: usize, k: usize, gated: bool) -> Geometry {
-<<<<<<< HEAD
         let block = self.path.block();
         let (rows, threads, bytes) = match self.path {
-            FusedPath::Auto | FusedPath::Fma => (fused_fma::COLUMNS, fused_fma::THREADS, fused_fma::SHARED_BYTES),
+            FusedPath::Auto | FusedPath::Fma | FusedPath::Host => {
+                (fused_fma::COLUMNS, fused_fma::THREADS, fused_fma::SHARED_BYTES)
+            }
             FusedPath::Direct | FusedPath::Stream8 | FusedPath::Stream16 => {
                 let rows = fused_stream::ROWS * (fused_stream::WARPS >> split_log2(k));
                 (rows, fused_stream::THREADS, fused_stream::shared_bytes(block / 8))
@@ -366,21 +334,6 @@ impl Plan {
             FusedPath::Tile32 | FusedPath::Tile64 | FusedPath::Tile128 => {
                 let stages = if block == 128 { 3 } else { 4 };
                 (fused_tile::ROWS, fused_tile::THREADS, fused_tile::shared_bytes(block / 16, stages))
-=======
-        let tile = match self.path {
-            FusedPath::Fma | FusedPath::Auto | FusedPath::Host => fused_fma::COLUMNS,
-            FusedPath::Direct | FusedPath::Stream => fused_stream::ROWS * (fused_stream::WARPS >> split_log2(k)),
-        };
-        let tile = if gated { tile / 2 } else { tile };
-        let blocks = match self.path {
-            FusedPath::Direct => shape.pairs(),
-            _ => sort::capacity(shape.pairs(), shape.bins(), self.block, false) / self.block,
-        };
-        let (threads, bytes) = match self.path {
-            FusedPath::Fma | FusedPath::Auto | FusedPath::Host => (fused_fma::THREADS, fused_fma::SHARED_BYTES),
-            FusedPath::Direct | FusedPath::Stream => {
-                (fused_stream::THREADS, fused_stream::shared_bytes(self.block / 8))
->>>>>>> generate
             }
         };
         let columns = n.div_ceil(if gated { rows / 2 } else { rows }) as u32;

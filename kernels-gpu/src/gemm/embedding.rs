@@ -24,7 +24,7 @@ pub unsafe fn embedding<T: Element, const N: usize>(
 ) {
     let size = size_of::<T>();
     let strides = (out_row | table_row) * size;
-    let whole = (out as usize as u32 | table as usize as u32 | strides as u32) % BYTES as u32 == 0;
+    let whole = (out as usize as u32 | table as usize as u32 | strides as u32).is_multiple_of(BYTES as u32);
     let (out, table) = (GlobalMut::new(out), Global::new(table));
     let at = (thread::block_idx_y() * thread::block_dim_x() + thread::thread_idx_x()) * N as u32;
     let token = thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y();

@@ -33,7 +33,7 @@ pub unsafe fn linear_dot<Y: Float, X: Float, W: Float>(
     let biased = !bias.is_null();
     let x_places = x as usize as u32 | (x_row * size_of::<X>()) as u32;
     let w_places = w as usize as u32 | (w_row * size_of::<W>()) as u32;
-    let pieces = if (x_places | w_places) % 16 == 0 { k / PIECE as u32 } else { 0 };
+    let pieces = if (x_places | w_places).is_multiple_of(16) { k / PIECE as u32 } else { 0 };
     let (x, w, bias, y) = (Global::new(x), Global::new(w), Global::new(bias), GlobalMut::new(y));
     let (lane, row) = (warp::lane_id(), thread::block_idx_y());
     let column = thread::block_idx_x() * WARPS + thread::thread_idx_x() / 32;

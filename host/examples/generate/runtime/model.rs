@@ -15,7 +15,7 @@ use warploom::attention::decode::{DecodeOptions, DecodeWorkspace, decode};
 use warploom::gemm::linear::STREAM_TOKENS;
 use warploom::gemm::{LinearOptions, embedding, linear, linear_with};
 use warploom::kv_cache::{CacheElement, KvCache, StoreAs};
-use warploom::moe::{FusedOptions, FusedShape, GateOptions, fused, gate};
+use warploom::moe::{FusedOptions, FusedPath, FusedShape, GateOptions, fused, gate};
 use warploom::norm::{fused_add_rms_norm, rms_norm};
 use warploom::rope::{self, Pairing, Scaling, rotary_and_cache};
 use warploom::{Device, Stream, Tensor};
@@ -57,6 +57,14 @@ pub const PRODUCT: usize = STREAM_TOKENS as usize;
 pub fn span(config: &Config) -> usize {
     // Query heads that share a KV head are rows of one product with eight.
     (8 / (config.num_attention_heads / config.num_key_value_heads)).max(1)
+}
+
+/// The path of the experts, by the same rule: those for few pairs of tokens and experts add in one order, that for many,
+/// in tiles, in another.
+fn experts_path<T: Real>(stream: &Stream, pairs: usize, experts: usize) -> FusedPath {
+    let on_host = stream.device().simt_options().is_some_and(|o| o.host_products);
+    let streams = size_of::<T>() == 2 && !on_host;
+    if streams && pairs > 8 * experts { FusedPath::Stream16 } else { FusedPath::Auto }
 }
 
 /// `y = x · wᵀ`, [`PRODUCT`] tokens at a time.
@@ -311,7 +319,8 @@ impl<T: Real> Model<T> {
             gate(stream, &mut weights, &mut ids, None, &router, c.experts_per_token, &options)?;
             observer.launched(stream, "moe::gate", Cost { bytes: router.len() * 4 + ids.len() * 8, flops: 0 })?;
             observer.routed(&ids, &weights)?;
-            let (w13, w2, options) = (&layer.w13, &layer.w2, FusedOptions::default());
+            let (w13, w2) = (&layer.w13, &layer.w2);
+            let options = FusedOptions::default().path(experts_path::<T>(stream, n * c.slots(), w13.dim(0)));
             fused(stream, &mut y, &x, w13, w2, &ids, &weights, &options, &mut scratch.experts)?;
             let expert = 3 * c.moe_intermediate_size * c.hidden_size;
             let used = c.num_experts.min(n * c.experts_per_token) + c.num_shared_experts;
