@@ -125,7 +125,11 @@ fn numbers(n: usize) -> Vec<f32> {
     while all.len() < n {
         let bits = random() ^ random() >> 16;
         // Half of them of ordinary size.
-        all.push(if all.len() % 2 == 0 { f32::from_bits(bits) } else { bits as i32 as f32 / (1 << 27) as f32 });
+        all.push(if all.len().is_multiple_of(2) {
+            f32::from_bits(bits)
+        } else {
+            bits as i32 as f32 / (1 << 27) as f32
+        });
     }
     all
 }
@@ -191,7 +195,7 @@ fn integers() {
     });
     for t in 0..THREADS {
         let (a, b) = (data[t] as u64, data[t + 1] as u64);
-        assert_eq!(out[t * WORDS], (a * b >> 32) as u32);
+        assert_eq!(out[t * WORDS], ((a * b) >> 32) as u32);
         assert_eq!(out[t * WORDS + 12..][..2], [data[t] / 641, data[t] % 641]);
     }
 }

@@ -34,7 +34,7 @@ fn run(device: &Device) -> Result<()> {
     let scores = Tensor::from_slice(device, &scores, &[TOKENS, EXPERTS])?;
     let mut weights = Tensor::<f32>::zeros(device, &[TOKENS, 8])?;
     let mut experts = Tensor::<i32>::zeros(device, &[TOKENS, 8])?;
-    let options = GateOptions { groups: 8, topk_group: 4, ..GateOptions::default() };
+    let options = GateOptions::default().groups(8, 4);
     let start = Instant::now();
     gate(&stream, &mut weights, &mut experts, None, &scores, 8, &options)?;
     let (weights, experts) = (weights.to_vec()?, experts.to_vec()?);

@@ -112,15 +112,15 @@ impl Executor for Counting {
 
     fn launch(&mut self) -> Result<()> {
         let mut tokens = vec![u32::MAX; self.sizes.rows];
-        for i in 0..self.rows.len() {
+        for (i, sampled) in tokens.iter_mut().enumerate().take(self.rows.len()) {
             let (token, len) = self.rows[i];
             let table = self.tables[i].clone();
             // As `advance`: no sequence, or one that fills the context, stays as it is.
             if len > 0 && len / self.sizes.block_size < table.len() {
                 self.store(&table, len, token);
                 // Beyond its end a sequence has no blocks; whatever comes then is thrown away.
-                tokens[i] = if table[len / self.sizes.block_size] < 0 { 0 } else { self.next(&table, len + 1) };
-                self.rows[i] = (tokens[i], len + 1);
+                *sampled = if table[len / self.sizes.block_size] < 0 { 0 } else { self.next(&table, len + 1) };
+                self.rows[i] = (*sampled, len + 1);
             }
         }
         self.flying.push_back(tokens);

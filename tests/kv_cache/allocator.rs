@@ -118,7 +118,7 @@ impl Model {
     fn start(&mut self, prompt: &[u32]) {
         let allocator = &mut self.allocators[0];
         let cached = allocator.cached(prompt, SALT);
-        assert!(cached % BLOCK == 0 && (cached < prompt.len() || prompt.is_empty()));
+        assert!(cached.is_multiple_of(BLOCK) && (cached < prompt.len() || prompt.is_empty()));
         let available = allocator.available();
         match allocator.start(prompt, SALT) {
             Ok(sequence) => {

@@ -1,4 +1,3 @@
-use proptest::prelude::*;
 use warploom::moe::capacity;
 use warploom::{Device, Error, Stream, Tensor, reference};
 use warploom_tests::{noise, on_every_device, property};

@@ -55,7 +55,7 @@ pub unsafe fn launch(stream: &Stream, args: &Args) -> Result<()> {
 pub fn capacity(
     stream: &Stream,
     kept: &mut Tensor<i32>,
-    mut loads: Option<&mut Tensor<i32>>,
+    loads: Option<&mut Tensor<i32>>,
     topk_ids: &Tensor<i32>,
     experts: usize,
     wanted: usize,
@@ -76,7 +76,7 @@ pub fn capacity(
     call.value(experts <= 2048, "experts", "at most 2048", experts)?;
     let args = Args {
         kept: call.write("kept", kept)?.cast(),
-        loads: call.write_opt("loads", loads.as_deref_mut())?.cast(),
+        loads: call.write_opt("loads", loads)?.cast(),
         topk_ids: call.read("topk_ids", topk_ids)?.cast(),
         tokens: call.count("topk_ids", tokens)?,
         choices: call.count("topk_ids", choices)?,

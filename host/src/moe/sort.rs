@@ -380,7 +380,7 @@ pub fn sort_and_zero<T: Element>(
 fn sort_impl<T: Element>(
     stream: &Stream,
     out: &mut SortOutput<'_>,
-    mut zero: Option<&mut Tensor<T>>,
+    zero: Option<&mut Tensor<T>>,
     input: &SortInput<'_>,
     options: &SortOptions,
     workspace: &mut Tensor<u8>,
@@ -474,7 +474,7 @@ fn sort_impl<T: Element>(
         offsets: call.write_opt("out.offsets", out.offsets.as_deref_mut())?.cast(),
         expert_counts: call.write_opt("out.expert_counts", out.expert_counts.as_deref_mut())?.cast(),
         invalid: call.write_opt("out.invalid", out.invalid.as_deref_mut().or(counter.as_mut()))?.cast(),
-        zero: call.write_opt("zero", zero.as_deref_mut())?.cast(),
+        zero: call.write_opt("zero", zero)?.cast(),
         zero_bytes,
         topk_ids: call.read("topk_ids", input.topk_ids)?.cast(),
         topk_weights: call.read_opt("input.topk_weights", input.topk_weights)?.cast(),

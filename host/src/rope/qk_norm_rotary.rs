@@ -51,11 +51,11 @@ pub fn wide(dtype: DType, args: &Args) -> bool {
     let (n, size) = (chunk(dtype, false), dtype.size());
     let addresses = [args.query.cast_const(), args.key.cast_const(), args.query_weight, args.key_weight];
     let places = addresses.iter().fold(0, |p, a| p | *a as usize)
-        | size * (args.query_token_stride | args.query_head_stride | args.key_token_stride | args.key_head_stride);
+        | (size * (args.query_token_stride | args.query_head_stride | args.key_token_stride | args.key_head_stride));
     let angle_size = if args.flags & ANGLES_F32 != 0 { 4 } else { size };
     places.is_multiple_of(16)
-        && (args.angles as usize | angle_size * args.rot_dim as usize).is_multiple_of(16)
-        && (args.rot_dim / 2 | args.offset | args.head_dim).is_multiple_of(n)
+        && (args.angles as usize | (angle_size * args.rot_dim as usize)).is_multiple_of(16)
+        && ((args.rot_dim / 2) | args.offset | args.head_dim).is_multiple_of(n)
         && pairs(args, n) <= 32
 }
 
@@ -149,7 +149,7 @@ impl<'a> Options<'a> {
 pub fn qk_norm_rotary<T: Float, C: Float, I: Element>(
     stream: &Stream,
     query: &mut Tensor<T>,
-    mut key: Option<&mut Tensor<T>>,
+    key: Option<&mut Tensor<T>>,
     query_weight: Option<&Tensor<T>>,
     key_weight: Option<&Tensor<T>>,
     positions: &Tensor<I>,
@@ -189,7 +189,7 @@ pub fn qk_norm_rotary<T: Float, C: Float, I: Element>(
     let (query_token_stride, query_head_stride) = (query.strides()[0], query.strides()[1]);
     let args = Args {
         query: call.write("query", query)?,
-        key: call.write_opt("key", key.as_deref_mut())?,
+        key: call.write_opt("key", key)?,
         query_weight: call.read_opt("query_weight", query_weight)?,
         key_weight: call.read_opt("key_weight", key_weight)?,
         positions: rotation.positions,

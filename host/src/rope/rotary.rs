@@ -118,7 +118,7 @@ impl<'a> Options<'a> {
 pub fn rotary<T: Float, C: Float, I: Element>(
     stream: &Stream,
     query: &mut Tensor<T>,
-    mut key: Option<&mut Tensor<T>>,
+    key: Option<&mut Tensor<T>>,
     positions: &Tensor<I>,
     angles: &Tensor<C>,
     pairing: Pairing,
@@ -148,7 +148,7 @@ pub fn rotary<T: Float, C: Float, I: Element>(
     let (query_token_stride, query_head_stride) = (query.strides()[0], query.strides()[1]);
     let args = Args {
         query: call.write("query", query)?,
-        key: call.write_opt("key", key.as_deref_mut())?,
+        key: call.write_opt("key", key)?,
         positions: rotation.positions,
         angles: rotation.angles,
         status: status_word(&mut call, options.status)?,

@@ -49,7 +49,7 @@ pub unsafe fn conformance<const BLOCKS: u32>(map: *const TensorMap, out: *mut u3
         tma::load_tensor_multicast::<1>(tile.address(part), map, [part as i32], full, (1 << BLOCKS) - 1);
     }
     mbarrier::wait_parity_cluster(full, 0);
-    words.put_f32(tile.get(2 * t ^ 5));
+    words.put_f32(tile.get((2 * t) ^ 5));
     thread::sync_threads();
     // All tell all that they have read.
     if t < BLOCKS {

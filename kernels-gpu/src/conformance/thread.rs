@@ -30,7 +30,7 @@ pub unsafe fn conformance(out: *mut u32) {
     shared.set(t, t * t);
     thread::sync_threads();
     words.put(shared.get(63 - t));
-    words.put(thread::sync_threads_count(t % 3 == 0));
+    words.put(thread::sync_threads_count(t.is_multiple_of(3)));
     words.put(thread::sync_threads_and(t < 64) as u32 | (thread::sync_threads_and(t < 63) as u32) << 1);
     words.put(thread::sync_threads_or(t == 5) as u32 | (thread::sync_threads_or(t > 63) as u32) << 1);
 

@@ -48,14 +48,14 @@ fn place(columns: u32) -> (u32, u32) {
     let blocks = thread::grid_dim_x() / columns;
     let group = id / (columns * GROUP);
     let rest = id - group * columns * GROUP;
-    let size = (blocks - (group * GROUP).min(blocks)).min(GROUP).max(1);
+    let size = (blocks - (group * GROUP).min(blocks)).clamp(1, GROUP);
     (rest / size, group * GROUP + rest % size)
 }
 
 /// Element of a chunk in a tile of rows of [`STEP`] elements.
 #[inline(always)]
 fn swizzled(row: u32, chunk: u32) -> u32 {
-    row * STEP as u32 + 8 * (chunk ^ row % CHUNKS)
+    row * STEP as u32 + 8 * (chunk ^ (row % CHUNKS))
 }
 
 impl<T: TensorFloat, const UP: bool, const PAIR_TILES: usize, const STAGES: usize> Kernel<T>

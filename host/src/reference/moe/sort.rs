@@ -61,7 +61,7 @@ pub fn sort(
         }
     }
     let packed = options.convention == SortConvention::Packed;
-    let pack = |token: usize, slot: usize| token as i32 | (slot as u32) as i32 * (1 << 24);
+    let pack = |token: usize, slot: usize| token as i32 | ((slot as u32) as i32 * (1 << 24));
     let sentinel = if packed { pack(tokens, slots) } else { (room * slots) as i32 };
     let mut out = Sorted {
         sorted_ids: vec![],
