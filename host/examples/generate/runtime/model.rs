@@ -47,15 +47,16 @@ pub struct Model<T> {
     layers: Vec<Layer<T>>,
 }
 
-/// Tokens of a product, and query tokens of a piece of a sequence that attention takes at once.
+/// Tokens of a product at a time.
 ///
-/// Many tokens could be had by fewer launches, but of kernels that add in another order. With these sizes prefill, decode,
-/// and any batch use the same kernels, so that a sequence's tokens do not depend on how it was computed.
+/// Fewer launches could do more tokens, but of kernels that add in another order. With this, [`span`] and the path of
+/// the experts, prefill, decode and any batch use the same kernels, so that a sequence's tokens do not depend on how it
+/// was computed.
 pub const PRODUCT: usize = STREAM_TOKENS as usize;
 
-/// See [`PRODUCT`].
+/// Query tokens of a piece of a sequence that attention takes at once: so many that with the query heads that share a KV
+/// head they are the eight rows of a product. See [`PRODUCT`].
 pub fn span(config: &Config) -> usize {
-    // Query heads that share a KV head are rows of one product with eight.
     (8 / (config.num_attention_heads / config.num_key_value_heads)).max(1)
 }
 
