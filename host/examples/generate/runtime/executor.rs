@@ -10,7 +10,7 @@
 //! one that was not read yet.
 
 use super::config::Config;
-use super::model::{Batch, Model, Nobody, Observer, Real, SPAN, Scratch, Span};
+use super::model::{Batch, Model, Nobody, Observer, Real, Scratch, Span, span};
 use super::problem::Result;
 use std::collections::{HashMap, VecDeque};
 use warploom::gemm::embedding;
@@ -185,7 +185,7 @@ impl<T: Real> ModelExecutor<T> {
             sampling,
             caches: caches?,
             decode: Scratch::new(device, &c, rows, 1, row_blocks * block_size)?,
-            prefill: Scratch::new(device, &c, chunk, SPAN, row_blocks * block_size)?,
+            prefill: Scratch::new(device, &c, chunk, span(&c), row_blocks * block_size)?,
             logits: Tensor::zeros(device, &[rows, c.vocab_size])?,
             last: Tensor::zeros(device, &[rows, c.hidden_size])?,
             workspace: sampling::Workspace::new(device, rows, c.vocab_size)?,
@@ -231,6 +231,7 @@ impl<T: Real> ModelExecutor<T> {
     pub fn prefill_observed(&mut self, chunks: &[Chunk<'_>], observer: &mut dyn Observer) -> Result<Vec<u32>> {
         let c = self.config().clone();
         let Sizes { block_size, .. } = self.sizes;
+        let q = span(&c);
         let n: usize = chunks.iter().map(|c| c.tokens.len()).sum();
         let (mut ids, mut positions, mut slots, mut last) = (vec![], vec![], vec![], vec![]);
         let mut spans = vec![];
@@ -245,8 +246,8 @@ impl<T: Real> ModelExecutor<T> {
                 last.push(ids.len() as i32 - 1);
             }
             // Whole pieces in one call, the rest in another.
-            let (whole, rest) = (chunk.tokens.len() / SPAN, chunk.tokens.len() % SPAN);
-            for (skip, sequences, q_len) in [(0, whole, SPAN), (whole * SPAN, 1, rest)] {
+            let (whole, rest) = (chunk.tokens.len() / q, chunk.tokens.len() % q);
+            for (skip, sequences, q_len) in [(0, whole, q), (whole * q, 1, rest)] {
                 if sequences * q_len > 0 {
                     spans.push(self.span(first + skip, chunk.start + skip, sequences, q_len, chunk.blocks)?);
                 }

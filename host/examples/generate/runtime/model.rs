@@ -12,9 +12,10 @@ use super::problem::Result;
 use super::weights::Weights;
 use cuda_std::Float;
 use warploom::attention::decode::{DecodeOptions, DecodeWorkspace, decode};
+use warploom::gemm::linear::STREAM_TOKENS;
 use warploom::gemm::{LinearOptions, embedding, linear, linear_with};
 use warploom::kv_cache::{CacheElement, KvCache, StoreAs};
-use warploom::moe::{FusedOptions, FusedShape, GateOptions, fused, gate};
+use warploom::moe::{FusedOptions, FusedPath, FusedShape, GateOptions, fused, gate};
 use warploom::norm::{fused_add_rms_norm, rms_norm};
 use warploom::rope::{self, Pairing, Scaling, rotary_and_cache};
 use warploom::{Device, Stream, Tensor};
@@ -46,8 +47,36 @@ pub struct Model<T> {
     layers: Vec<Layer<T>>,
 }
 
-/// The most query tokens of a sequence that one call of attention takes.
-pub const SPAN: usize = warploom::attention::decode::MAX_QUERY_TOKENS;
+/// Tokens of a product at a time.
+///
+/// Fewer launches could do more tokens, but of kernels that add in another order. With this, [`span`] and the path of
+/// the experts, prefill, decode and any batch use the same kernels, so that a sequence's tokens do not depend on how it
+/// was computed.
+pub const PRODUCT: usize = STREAM_TOKENS as usize;
+
+/// Query tokens of a piece of a sequence that attention takes at once: so many that with the query heads that share a KV
+/// head they are the eight rows of a product. See [`PRODUCT`].
+pub fn span(config: &Config) -> usize {
+    (8 / (config.num_attention_heads / config.num_key_value_heads)).max(1)
+}
+
+/// The path of the experts, by the same rule: those for few pairs of tokens and experts add in one order, that for many,
+/// in tiles, in another.
+fn experts_path<T: Real>(stream: &Stream, pairs: usize, experts: usize) -> FusedPath {
+    let on_host = stream.device().simt_options().is_some_and(|o| o.host_products);
+    let streams = size_of::<T>() == 2 && !on_host;
+    if streams && pairs > 8 * experts { FusedPath::Stream16 } else { FusedPath::Auto }
+}
+
+/// `y = x · wᵀ`, [`PRODUCT`] tokens at a time.
+fn product<T: Real>(stream: &Stream, y: &mut Tensor<T>, x: &Tensor<T>, w: &Tensor<T>) -> Result<()> {
+    let n = x.dim(0);
+    for first in (0..n).step_by(PRODUCT) {
+        let part = |t: &Tensor<T>| t.narrow(0, first, PRODUCT.min(n - first));
+        linear(stream, &mut part(y)?, &part(x)?, w)?;
+    }
+    Ok(())
+}
 
 /// Consecutive tokens of a batch that are `sequences` pieces of `q_len` tokens, each the last ones of its sequence.
 pub struct Span {
@@ -235,7 +264,7 @@ impl<T: Real> Model<T> {
         let width = qkv.dim(1);
         let head_view = |first: usize, count: usize| qkv.as_strided(&[n, count, dim], &[width, dim, 1], first * dim);
         let (mut q, k, v) = (head_view(0, heads)?, head_view(heads, kv_heads)?, head_view(heads + kv_heads, kv_heads)?);
-        let product =
+        let cost_of =
             |w: &Tensor<T>| Cost { bytes: (w.len() + n * (w.dim(0) + w.dim(1))) * size, flops: 2 * n * w.len() };
         let angles = &self.angles;
         let moved = |elements: usize| Cost { bytes: elements * size, flops: 0 };
@@ -245,8 +274,8 @@ impl<T: Real> Model<T> {
         rms_norm(stream, &mut x, &residual, self.layers.first().map(|l| &l.input_norm), c.rms_norm_eps)?;
         observer.launched(stream, "rms_norm", moved(2 * x.len()))?;
         for (l, layer) in self.layers.iter().enumerate() {
-            linear(stream, &mut qkv, &x, &layer.qkv)?;
-            observer.launched(stream, "linear qkv", product(&layer.qkv))?;
+            product(stream, &mut qkv, &x, &layer.qkv)?;
+            observer.launched(stream, "linear qkv", cost_of(&layer.qkv))?;
             let (positions, slots, cache) = (batch.positions, batch.slots, &mut caches[l]);
             rotary_and_cache(
                 stream,
@@ -274,8 +303,8 @@ impl<T: Real> Model<T> {
                 let bytes = (2 * queries * heads + 2 * span.keys * kv_heads) * dim * size;
                 observer.launched(stream, "attention", Cost { bytes, flops: 4 * pairs * heads * dim })?;
             }
-            linear(stream, &mut x, &attended, &layer.o)?;
-            observer.launched(stream, "linear o", product(&layer.o))?;
+            product(stream, &mut x, &attended, &layer.o)?;
+            observer.launched(stream, "linear o", cost_of(&layer.o))?;
             fused_add_rms_norm(stream, &mut x, &mut residual, Some(&layer.post_norm), c.rms_norm_eps)?;
             observer.launched(stream, "fused_add_rms_norm", moved(4 * x.len()))?;
             linear_with(stream, &mut router, &x, &layer.gate, None, &LinearOptions::default())?;
@@ -291,7 +320,8 @@ impl<T: Real> Model<T> {
             gate(stream, &mut weights, &mut ids, None, &router, c.experts_per_token, &options)?;
             observer.launched(stream, "moe::gate", Cost { bytes: router.len() * 4 + ids.len() * 8, flops: 0 })?;
             observer.routed(&ids, &weights)?;
-            let (w13, w2, options) = (&layer.w13, &layer.w2, FusedOptions::default());
+            let (w13, w2) = (&layer.w13, &layer.w2);
+            let options = FusedOptions::default().path(experts_path::<T>(stream, n * c.slots(), w13.dim(0)));
             fused(stream, &mut y, &x, w13, w2, &ids, &weights, &options, &mut scratch.experts)?;
             let expert = 3 * c.moe_intermediate_size * c.hidden_size;
             let used = c.num_experts.min(n * c.experts_per_token) + c.num_shared_experts;
@@ -316,7 +346,7 @@ impl<T: Real> Model<T> {
         x: &Tensor<T>,
         observer: &mut dyn Observer,
     ) -> Result<()> {
-        linear(stream, logits, x, &self.embedding)?;
+        product(stream, logits, x, &self.embedding)?;
         let (w, n) = (self.embedding.len(), x.dim(0));
         let bytes = (w + x.len() + logits.len()) * size_of::<T>();
         observer.launched(stream, "linear logits", Cost { bytes, flops: 2 * n * w })
