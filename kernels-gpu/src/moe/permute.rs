@@ -36,7 +36,17 @@ pub unsafe fn permute(
     let to = place as usize * row_bytes + at;
     let (out, x) = (GlobalMut::new(out), Global::new(x));
     match unit {
-        16 => out.set_as(to, if there { x.get_as(from) } else { B128([0u32; 4]) }),
+        16 => {
+            // Word by word: a choice between structs would go through local memory.
+            let mut words = [0u32; 4];
+            if there {
+                let B128(read) = x.get_as::<B128<u32, 4>>(from);
+                for i in 0..4 {
+                    words[i] = read[i];
+                }
+            }
+            out.set_as(to, B128(words));
+        }
         4 => out.set_as(to, if there { x.get_as(from) } else { 0u32 }),
         2 => out.set_as(to, if there { x.get_as(from) } else { 0u16 }),
         _ => out.set(to, if there { x.get(from) } else { 0 }),
