@@ -4,7 +4,7 @@
 //! zeroes padding; `moe_unpermute` adds up what the places of a token hold, weighted, in the order of its slots.
 
 use cuda_std::vec::{self, B64, B128};
-use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, float, thread};
+use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, float, thread, unroll};
 
 /// Threads of a block.
 pub const THREADS: usize = 256;
@@ -41,9 +41,7 @@ pub unsafe fn permute(
             let mut words = [0u32; 4];
             if there {
                 let B128(read) = x.get_as::<B128<u32, 4>>(from);
-                for i in 0..4 {
-                    words[i] = read[i];
-                }
+                unroll::<4>(|i| words[i] = read[i]);
             }
             out.set_as(to, B128(words));
         }
