@@ -1,7 +1,7 @@
 //! Times operations on whatever device there is.
 //!
 //! **On a GPU** a case is a CUDA graph that launches the operation on up to [`SETS`] sets of inputs in turn, as
-//! often as it takes to fill [`GRAPH_SECONDS`]. Sets take turns so that inputs come from memory where those of a model
+//! often as it takes to fill `GRAPH_SECONDS`. Sets take turns so that inputs come from memory where those of a model
 //! would: twenty sets of anything that matters are larger than the L2 cache. The graph is replayed between two events; a
 //! time is that between the events, divided by the launches of the graph, and the median over the replays is what counts.
 //! It includes the gap between two dependent launches of a graph, some 0.7 µs, as the model would see it.

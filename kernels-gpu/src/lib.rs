@@ -13,6 +13,8 @@
 #![allow(clippy::needless_range_loop)]
 // Kernels are documented by their files; what users call is the host crate.
 #![allow(clippy::undocumented_unsafe_blocks)]
+// The files' essays are for their maintainers, and link to what is private.
+#![allow(rustdoc::private_intra_doc_links)]
 
 #[cfg(feature = "activation")]
 pub mod activation;

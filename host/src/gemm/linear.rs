@@ -150,7 +150,7 @@ pub const fn stream_geometry(n: u32, tiles: usize) -> Geometry {
 
 /// Launches on raw pointers (layer L1): results of type `Y`, tokens of type `X`, weights of type `W`.
 ///
-/// `args` are as [`linear_fma::linear_fma`](crate::kernels::gemm::linear_fma::linear_fma) documents. `path` is resolved
+/// `args` are as [`linear_fma::linear_fma`] documents. `path` is resolved
 /// already: [`LinearPath::Auto`] means [`LinearPath::Fma`] here, or [`LinearPath::Dot`] if the types differ.
 ///
 /// # Errors

@@ -149,9 +149,6 @@ pub unsafe fn rem(a: u32, b: u32) -> u32 {
     a % b
 }
 
-#[cfg(target_arch = "nvptx64")]
-use crate::tma::TensorMap;
-
 /// Division by a number that stays the same: a multiplication and a shift (Granlund and Montgomery, *Division by
 /// invariant integers using multiplication*, 1994). The host makes it and passes it to the kernel as a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! The best k of a block's candidates: bounds, ranks by counting, and a sorted list in the registers of a warp.
 //!
-//! A candidate is key and index in one `u64` ([`candidate`](super::weights::candidate)): no two are equal, larger is
+//! A candidate is key and index in one `u64` ([`candidate`]): no two are equal, larger is
 //! better. The way to few candidates is a *bound*: each thread offers the best of what it holds; those are
 //! combined into a few times k groups; the k-th best group is a lower bound of the k-th best of all, as k groups hold at
 //! least one that is as good. Of `n` in random order about `-groups * ln(1 - k / groups)` are above it, 24 for k = 20.
