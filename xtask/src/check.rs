@@ -218,10 +218,21 @@ fn commands(readme: &str) -> Vec<Vec<String>> {
             fenced = !fenced;
         } else if fenced && line.trim_start_matches("$ ").starts_with("cargo run") && !line.contains("cuda") {
             let line = line.trim_start_matches("$ ").split(" #").next().unwrap_or_default();
-            commands.push(line.split_whitespace().skip(1).map(String::from).collect());
+            commands.push(words(line).into_iter().skip(1).collect());
         }
     }
     commands
+}
+
+/// A command line's words; double quotes hold words together, as in a shell.
+fn words(line: &str) -> Vec<String> {
+    // Every other part of the line, split at quotes, was quoted: its spaces do not separate.
+    let joined: String = line
+        .split('"')
+        .enumerate()
+        .map(|(i, part)| if i % 2 == 1 { part.replace(' ', "\0") } else { part.into() })
+        .collect();
+    joined.split_whitespace().map(|word| word.replace('\0', " ")).collect()
 }
 
 /// The workspace's packages that are published, dependencies before what needs them.
