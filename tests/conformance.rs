@@ -323,7 +323,7 @@ fn copy_engine() {
     assert_eq!(f32::from_bits(t[8]), (4 * 480 + 7 * 40 + 34) as f32 + 1.0);
     // The box at (-8, -3, -1): its first plane is outside.
     assert_eq!(t[12], 0);
-    assert_eq!(f32::from_bits(t[16]), 77.0 + 9.0 + 1.0);
+    assert_eq!(f32::from_bits(t[16]), 76.0 + 9.0 + 1.0);
     for scratch in stores.into_inner() {
         let scratch = scratch.to_vec().unwrap();
         let mut want = vec![0.0f32; SCRATCH];

@@ -19,7 +19,7 @@
 
 use crate::error::{Error, Result};
 use cuda_std::tma::TensorMap;
-use cust::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUmodule, CUstream};
+use cust::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUmodule, CUstream};
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
@@ -39,6 +39,7 @@ pub(crate) const CUDA_ERROR_UNSUPPORTED_PTX_VERSION: i32 = 222;
 pub(crate) const CUDA_ERROR_INVALID_HANDLE: i32 = 400;
 pub(crate) const CUDA_ERROR_NOT_FOUND: i32 = 500;
 pub(crate) const CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED: i32 = 704;
+pub(crate) const STREAM_SET_CAPTURE_DEPENDENCIES: u32 = 1;
 
 /// A CUDA version as the driver counts it: `1000 * major + 10 * minor`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -195,6 +196,13 @@ api! {
         stream_is_capturing = "cuStreamIsCapturing"(stream: CUstream, status: *mut c_int);
         stream_begin_capture = "cuStreamBeginCapture_v2"(stream: CUstream, mode: c_int);
         stream_end_capture = "cuStreamEndCapture"(stream: CUstream, graph: *mut CUgraph);
+        stream_capture_info = "cuStreamGetCaptureInfo_v2"(
+            stream: CUstream, status: *mut c_int, id: *mut u64, graph: *mut CUgraph, nodes: *mut *const CUgraphNode,
+            count: *mut usize
+        );
+        stream_update_capture = "cuStreamUpdateCaptureDependencies"(
+            stream: CUstream, nodes: *mut CUgraphNode, count: usize, flags: c_uint
+        );
 
         event_create = "cuEventCreate"(event: *mut CUevent, flags: c_uint);
         event_destroy = "cuEventDestroy_v2"(event: CUevent);
@@ -204,6 +212,9 @@ api! {
 
         graph_instantiate = "cuGraphInstantiateWithFlags"(exec: *mut CUgraphExec, graph: CUgraph, flags: u64);
         graph_destroy = "cuGraphDestroy"(graph: CUgraph);
+        graph_add_child = "cuGraphAddChildGraphNode"(
+            node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize, child: CUgraph
+        );
         graph_exec_destroy = "cuGraphExecDestroy"(exec: CUgraphExec);
         graph_upload = "cuGraphUpload"(exec: CUgraphExec, stream: CUstream);
         graph_launch = "cuGraphLaunch"(exec: CUgraphExec, stream: CUstream);

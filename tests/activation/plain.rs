@@ -38,7 +38,8 @@ fn check_values<T: Float>(got: &[T], x: &[T], function: Plain, ulps: f64) {
             assert_rounded(&[*got], &[want], relative, x.abs().clamp(1.0, 110.0) * 2f64.powi(-149));
         }
     } else {
-        assert_rounded(got, &want, 2f64.powi(-15), 2f64.powi(-120));
+        // A sigmoid below 2^-126 is flushed, which is multiplied by an x of at most 88.
+        assert_rounded(got, &want, 2f64.powi(-15), 2f64.powi(-119));
     }
 }
 

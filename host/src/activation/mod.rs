@@ -5,7 +5,7 @@
 //!
 //! Errors for f32: silu at most 4 units in the last place, gelu 8, and those with a factor in the exponent `u` (gelu_tanh,
 //! gelu_quick, swiglu_oai) `4 + 2 |u|`; `e^-|x|` below 2⁻¹²⁶ is rounded to a multiple of 2⁻¹⁴⁹. For f16 and bf16: below
-//! 2⁻¹⁵ of the result before the rounding, and magnitudes below 2⁻¹²⁰ may become zero.
+//! 2⁻¹⁵ of the result before the rounding, and magnitudes below 2⁻¹¹⁹ may become zero.
 
 pub mod gated;
 pub mod plain;

@@ -31,13 +31,13 @@ use cuda_std::tma::{TensorMap, TensorMapDescription};
 use cuda_std::{Arch, DType, Entry, KernelArgs};
 use cust::sys::{
     CUcontext, CUdevice, CUdevice_attribute_enum as Attribute, CUdeviceptr, CUevent, CUevent_flags_enum as EventFlags,
-    CUfunction, CUfunction_attribute_enum as FunctionAttribute, CUgraphExec, CUjit_option_enum as JitOption, CUmodule,
+    CUfunction, CUfunction_attribute_enum as FunctionAttribute, CUgraph, CUgraphExec, CUjit_option_enum as JitOption, CUmodule,
     CUstream, CUstream_flags_enum as StreamFlags, CUstreamCaptureMode_enum as CaptureMode,
     CUstreamCaptureStatus_enum as CaptureStatus,
 };
 use std::collections::HashMap;
 use std::ffi::{CString, c_int, c_uint, c_void};
-use std::ptr::{NonNull, null_mut};
+use std::ptr::{NonNull, null, null_mut};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
@@ -835,13 +835,13 @@ impl CudaStream {
         *self.context.captures.write().unwrap_or_else(PoisonError::into_inner) -= 1;
         let _bound = ended?;
         let mut exec = null_mut();
-        // SAFETY: the graph was just captured. The executable one needs it no more.
-        let instantiated = unsafe {
-            let instantiated = driver.graph_instantiate(&raw mut exec, graph, 0);
-            let _ = driver.graph_destroy(graph);
-            instantiated
-        };
-        instantiated.map(|()| CudaGraph { context: self.context.clone(), exec: Mutex::new(Exec(exec)) })
+        // SAFETY: the graph was just captured.
+        if let Err(e) = unsafe { driver.graph_instantiate(&raw mut exec, graph, 0) } {
+            // SAFETY: nobody else has it.
+            let _ = unsafe { driver.graph_destroy(graph) };
+            return Err(e);
+        }
+        Ok(CudaGraph { context: self.context.clone(), handles: Mutex::new(Handles { exec, graph }) })
     }
 }
 
@@ -914,32 +914,61 @@ impl Drop for CudaEvent {
 /// An executable graph. The driver's graphs are not for several threads at a time, hence the lock.
 pub(super) struct CudaGraph {
     context: Arc<Context>,
-    exec: Mutex<Exec>,
+    handles: Mutex<Handles>,
 }
 
-struct Exec(CUgraphExec);
+struct Handles {
+    exec: CUgraphExec,
+    /// What `exec` was made from, and what becomes part of an outer graph.
+    graph: CUgraph,
+}
 // SAFETY: a graph may be used by any thread, by one at a time.
-unsafe impl Send for Exec {}
+unsafe impl Send for Handles {}
 
 impl CudaGraph {
+    /// Launches the graph; on a stream that is being captured, by us or by its owner, makes it part of what is collected,
+    /// where the driver would refuse a launch.
     pub(super) fn launch(&self, stream: *mut c_void) -> Result<()> {
         let _bound = self.context.bind()?;
-        // SAFETY: the graph is alive, and so is the stream, which is of the same context.
-        unsafe { self.context.driver.graph_launch(lock(&self.exec).0, stream.cast()) }
+        let driver = self.context.driver;
+        let handles = lock(&self.handles);
+        let stream = stream.cast();
+        let (mut status, mut id, mut outer, mut nodes, mut count) = (0, 0, null_mut(), null(), 0);
+        let mut child = null_mut();
+        // SAFETY: the graphs and the stream are alive and of one context; `nodes` are used before the stream's next call.
+        unsafe {
+            driver.stream_capture_info(
+                stream,
+                &raw mut status,
+                &raw mut id,
+                &raw mut outer,
+                &raw mut nodes,
+                &raw mut count,
+            )?;
+            if status == CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as i32 {
+                return driver.graph_launch(handles.exec, stream);
+            }
+            driver.graph_add_child(&raw mut child, outer, nodes, count, handles.graph)?;
+            driver.stream_update_capture(stream, &raw mut child, 1, driver::STREAM_SET_CAPTURE_DEPENDENCIES)
+        }
     }
 
     pub(super) fn upload(&self, stream: *mut c_void) -> Result<()> {
         let _bound = self.context.bind()?;
         // SAFETY: as for `launch`.
-        unsafe { self.context.driver.graph_upload(lock(&self.exec).0, stream.cast()) }
+        unsafe { self.context.driver.graph_upload(lock(&self.handles).exec, stream.cast()) }
     }
 }
 
 impl Drop for CudaGraph {
     fn drop(&mut self) {
         if let Ok(_bound) = self.context.bind() {
-            // SAFETY: instantiated by the same context. Launches under way are done all the same.
-            let _ = unsafe { self.context.driver.graph_exec_destroy(lock(&self.exec).0) };
+            let handles = lock(&self.handles);
+            // SAFETY: of the same context. Launches under way are done all the same.
+            unsafe {
+                let _ = self.context.driver.graph_exec_destroy(handles.exec);
+                let _ = self.context.driver.graph_destroy(handles.graph);
+            }
         }
     }
 }

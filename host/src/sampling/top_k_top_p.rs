@@ -446,8 +446,8 @@ pub struct Plan {
 impl Plan {
     /// Blocks of a row that keep the device busy without making the merge long.
     pub fn splits(multiprocessors: u32, rows: usize, vocab: usize, need: usize) -> u32 {
-        // All blocks run at a time: four fit on a multiprocessor.
-        let wanted = 4 * multiprocessors as usize / rows.max(1);
+        // All blocks run at a time: three fit on a multiprocessor.
+        let wanted = 3 * multiprocessors as usize / rows.max(1);
         // Less than a vector a thread is not worth a block.
         let useful = vocab.div_ceil(8 * THREADS as usize);
         wanted.min(useful).min(CAPACITY as usize / need.max(1)).max(1) as u32

@@ -108,6 +108,37 @@ packs! {
     pack_f16x2 = "cvt.rn.f16x2.f32", f32_to_f16;
 }
 
+/// The larger of each half, by one instruction.
+macro_rules! larger_halves {
+    ($($(#[$m:meta])* $name:ident = $ptx:literal, $unpack:ident, $pack:ident;)*) => { $(
+        $(#[$m])*
+        #[inline(always)]
+        pub fn $name(a: u32, b: u32) -> u32 {
+            #[cfg(target_arch = "nvptx64")]
+            {
+                let o: u32;
+                // SAFETY: register arithmetic.
+                unsafe {
+                    ptx!(concat!($ptx, " {o}, {a}, {b};"), o = lateout(reg32) o, a = in(reg32) a, b = in(reg32) b,
+                        options(pure, nomem, nostack))
+                };
+                o
+            }
+            #[cfg(not(target_arch = "nvptx64"))]
+            {
+                let ([a, c], [b, d]) = ($unpack(a), $unpack(b));
+                $pack(crate::float::max(a, b), crate::float::max(c, d))
+            }
+        }
+    )* };
+}
+larger_halves! {
+    /// The larger of two bf16 values, twice; a NaN loses against a number, and -0 against +0.
+    max_bf16x2 = "max.bf16x2", unpack_bf16x2, pack_bf16x2;
+    /// The larger of two f16 values, twice; a NaN loses against a number, and -0 against +0.
+    max_f16x2 = "max.f16x2", unpack_f16x2, pack_f16x2;
+}
+
 /// Widens two bf16 values. Exact.
 #[inline(always)]
 pub fn unpack_bf16x2(word: u32) -> [f32; 2] {

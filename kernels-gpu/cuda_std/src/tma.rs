@@ -137,7 +137,7 @@ impl TensorMap {
     }
 
     #[track_caller]
-    fn tile<const RANK: usize>(self) -> simt::TensorTile {
+    fn tile<const RANK: usize>(self, coords: [i32; 5]) -> simt::TensorTile {
         let w = self.0;
         if w[0] != SIMT_MARK {
             simt::trap("not a tensor map of the SIMT device");
@@ -145,10 +145,14 @@ impl TensorMap {
         if (w[2] >> 8 & 0xff) as usize != RANK {
             simt::trap(format!("a copy with {RANK} coordinates by a tensor map of {}", w[2] >> 8 & 0xff));
         }
+        let element = (w[2] >> 32 & 0xff) as usize;
+        if RANK == 1 && coords[0].unsigned_abs() as usize * element % 16 != 0 {
+            simt::trap(format!("a copy of one dimension from element {}, which is not a multiple of 16 bytes", coords[0]));
+        }
         let one_if_absent = |i: usize, v: u64| if i < RANK { v } else { 1 };
         simt::TensorTile {
             base: w[1] as usize,
-            element: (w[2] >> 32 & 0xff) as usize,
+            element,
             rank: RANK,
             dims: core::array::from_fn(|i| one_if_absent(i, w[3 + i])),
             strides: core::array::from_fn(|i| w[8 + i]),
@@ -264,7 +268,8 @@ fn five<const RANK: usize>(coords: [i32; RANK]) -> [i32; 5] {
 ///
 /// # Safety
 /// `dst` is aligned to 128 bytes, and to the swizzle's pattern if there is one; the box's bytes there stay untouched
-/// until a wait on `bar`. The map is valid and of rank `RANK`.
+/// until a wait on `bar`. The map is valid and of rank `RANK`. With one dimension the box starts at a multiple of 16
+/// bytes: an H200 calls anything else an illegal instruction (seen; the PTX ISA does not mention it).
 #[inline(always)]
 #[track_caller]
 pub unsafe fn load_tensor<const RANK: usize>(
@@ -286,7 +291,7 @@ pub unsafe fn load_tensor<const RANK: usize>(
     #[cfg(not(target_arch = "nvptx64"))]
     {
         // SAFETY: forwarded to the caller.
-        let tile = unsafe { *map }.tile::<RANK>();
+        let tile = unsafe { *map }.tile::<RANK>(c);
         simt::cp_async_bulk_tensor(dst.shared_address(), &tile, c, bar.shared_address());
     }
 }
@@ -322,7 +327,7 @@ pub unsafe fn load_tensor_multicast<const RANK: usize>(
     #[cfg(not(target_arch = "nvptx64"))]
     {
         // SAFETY: forwarded to the caller.
-        let tile = unsafe { *map }.tile::<RANK>();
+        let tile = unsafe { *map }.tile::<RANK>(c);
         simt::cp_async_bulk_tensor_multicast(dst.shared_address(), &tile, c, bar.shared_address(), blocks);
     }
 }
@@ -347,7 +352,7 @@ pub unsafe fn store_tensor<const RANK: usize>(map: *const TensorMap, coords: [i3
     #[cfg(not(target_arch = "nvptx64"))]
     {
         // SAFETY: forwarded to the caller.
-        let tile = unsafe { *map }.tile::<RANK>();
+        let tile = unsafe { *map }.tile::<RANK>(c);
         simt::store_bulk_tensor(&tile, c, src.shared_address(), false);
     }
 }
@@ -371,7 +376,7 @@ pub unsafe fn add_tensor<const RANK: usize>(map: *const TensorMap, coords: [i32;
     #[cfg(not(target_arch = "nvptx64"))]
     {
         // SAFETY: forwarded to the caller.
-        let tile = unsafe { *map }.tile::<RANK>();
+        let tile = unsafe { *map }.tile::<RANK>(c);
         // SAFETY: as above.
         if unsafe { (*map).0[2] } >> 48 != crate::DType::F32 as u64 {
             simt::trap("the SIMT device adds boxes of f32 only");

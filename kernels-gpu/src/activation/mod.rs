@@ -7,7 +7,7 @@
 //! gelu within 8; those of a product `u` (gelu_tanh, gelu_quick, swiglu_oai) within `4 + 2 |u|`, since the exponential
 //! magnifies the rounding of its argument. Where `e^-|x|` is subnormal, that has an absolute error of half the smallest
 //! number. For f16 and bf16 the special-function unit is enough: relative errors stay below 2^-15 before the one
-//! rounding of the store, and magnitudes below 2^-120 may become zero.
+//! rounding of the store, and magnitudes below 2^-119 may become zero.
 
 pub mod gated;
 pub mod plain;

@@ -7,7 +7,7 @@ use cuda_std::{E4M3, E5M2, Global, bf16, convert, entries, f16, thread, vec};
 /// Threads of a block.
 pub const THREADS: usize = 128;
 /// Words of a thread.
-pub const WORDS: usize = 55;
+pub const WORDS: usize = 63;
 
 /// The same NaN for all.
 #[inline(always)]
@@ -33,6 +33,13 @@ pub unsafe fn conformance(data: *const f32, out: *mut u32) {
     words.put_all_f32(convert::unpack_f16x2(word));
     words.put_all_f32(convert::unpack_bf16x2(other));
     words.put_all_f32(convert::unpack_f16x2(other));
+    // Numbers, and every bit pattern.
+    let (first, second) = (convert::pack_bf16x2(v[0], v[1]), convert::pack_bf16x2(v[2], v[3]));
+    words.put_all_f32(convert::unpack_bf16x2(convert::max_bf16x2(first, second)));
+    words.put_all_f32(convert::unpack_bf16x2(convert::max_bf16x2(word, other)));
+    let (first, second) = (convert::pack_f16x2(v[0], v[1]), convert::pack_f16x2(v[2], v[3]));
+    words.put_all_f32(convert::unpack_f16x2(convert::max_f16x2(first, second)));
+    words.put_all_f32(convert::unpack_f16x2(convert::max_f16x2(word, other)));
 
     words.put(convert::f32_to_i32(v[0]) as u32);
     words.put(convert::f32_to_u32(v[0]));

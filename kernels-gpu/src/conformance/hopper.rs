@@ -77,7 +77,7 @@ pub unsafe fn conformance(
     }
     if t == 0 {
         mbarrier::arrive_expect_tx(bar, 256);
-        tma::load_tensor::<1>(line.address(0u32), line_map, [77], bar);
+        tma::load_tensor::<1>(line.address(0u32), line_map, [76], bar);
     }
     mbarrier::wait_parity_cluster(bar, 0);
     words.put_f32(line.get(t));

@@ -1,7 +1,7 @@
 //! Rows of logits, read in 16-byte vectors wherever they start.
 
 use cuda_std::vec::B128;
-use cuda_std::{Float, Global, bf16, convert, f16};
+use cuda_std::{Float, Global, bf16, convert, f16, float, unroll};
 
 /// An element type of logits.
 pub trait Logit: Float {
@@ -13,6 +13,8 @@ pub trait Logit: Float {
     const ABSENT: u32;
     /// Element `part` of a word.
     fn unpack(word: u32, part: u32) -> f32;
+    /// Of each part the larger; a NaN loses against a number.
+    fn larger(a: u32, b: u32) -> u32;
 }
 
 impl Logit for f32 {
@@ -22,6 +24,10 @@ impl Logit for f32 {
     #[inline(always)]
     fn unpack(word: u32, _: u32) -> f32 {
         f32::from_bits(word)
+    }
+    #[inline(always)]
+    fn larger(a: u32, b: u32) -> u32 {
+        float::max(f32::from_bits(a), f32::from_bits(b)).to_bits()
     }
 }
 
@@ -33,6 +39,10 @@ impl Logit for bf16 {
     fn unpack(word: u32, part: u32) -> f32 {
         f32::from_bits(if part == 0 { word << 16 } else { word & 0xffff_0000 })
     }
+    #[inline(always)]
+    fn larger(a: u32, b: u32) -> u32 {
+        convert::max_bf16x2(a, b)
+    }
 }
 
 impl Logit for f16 {
@@ -43,6 +53,10 @@ impl Logit for f16 {
     #[inline(always)]
     fn unpack(word: u32, part: u32) -> f32 {
         convert::f16_to_f32(f16::from_bits((word >> (16 * part)) as u16))
+    }
+    #[inline(always)]
+    fn larger(a: u32, b: u32) -> u32 {
+        convert::max_f16x2(a, b)
     }
 }
 
@@ -61,6 +75,14 @@ pub fn for_each<T: Logit>(words: Words, mut f: impl FnMut(u32, f32)) {
         }
         w += 1;
     }
+}
+
+/// The largest element of several vectors; -inf if all are NaN.
+#[inline(always)]
+pub fn largest<T: Logit, const N: usize>(vectors: &[Words; N]) -> f32 {
+    let mut word = T::ABSENT;
+    unroll::<N>(|v| unroll::<4>(|w| word = T::larger(word, vectors[v][w])));
+    float::max(T::unpack(word, 0), T::unpack(word, T::PER_WORD - 1))
 }
 
 /// One row: `head` elements up to a 16-byte boundary, whole vectors, and what remains.

@@ -9,11 +9,12 @@
 //! Where that leaves too many, because thousands are equal or because all the good ones are in a few groups, each warp
 //! goes through its part in the order of indices and keeps a sorted list, by insertion, in its registers.
 
-use super::logit::{Logit, Row, for_each};
+use super::logit::{Logit, Row, Words, for_each, largest};
 use super::weights::{candidate, key};
 use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::integer::opaque;
 use cuda_std::shared::Carver;
+use cuda_std::vec::B128;
 use cuda_std::{Shared, float, thread, unroll, warp};
 
 /// Threads of a block.
@@ -33,6 +34,9 @@ const PRUNED: usize = CAPACITY.div_ceil(THREADS) as usize;
 
 /// Vectors that a thread holds at a time.
 const HELD: usize = 4;
+
+/// Vectors that a block holds at a time.
+const TILE: u32 = HELD as u32 * THREADS;
 
 /// The thread's number in its block. What is computed from it is computed where it is needed: the compiler would
 /// rather do all of that once, before a loop, and run out of registers.
@@ -65,9 +69,9 @@ impl Scratch {
     pub unsafe fn new() -> Self {
         let mut carver = Carver::new();
         Self {
-            candidates: carver.take(CAPACITY as usize),
+            candidates: carver.take_aligned(CAPACITY as usize, 16),
             best: carver.take(MAX_K as usize),
-            groups: carver.take(THREADS as usize),
+            groups: carver.take_aligned(THREADS as usize, 16),
             bound: carver.take(2),
             count: carver.take(4),
             flag: carver.take(4),
@@ -181,6 +185,10 @@ impl Scratch {
     }
 
     /// The best `k` of one of `parts` parts of a row that are above -inf, to `best`, in order; how many there are.
+    ///
+    /// By rounds of tiles. The first one finds a bound for itself; from then on candidates must be better than the `k`-th
+    /// best so far, which stays as it is for a round, so that warps go through its tiles without waiting for each other. A
+    /// round is three times as long as the one before: in random order it finds about `2k` candidates.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn best_of_row<T: Logit>(&self, row: Row<T>, part: u32, parts: u32, k: u32) -> u32 {
@@ -189,18 +197,13 @@ impl Scratch {
         let end = if row.vectors - begin < share { row.vectors } else { begin + share };
         let mut len = 0;
         let mut at = begin;
+        let mut tiles = 1;
         loop {
             let (tid, k) = (own_index(), opaque(k));
-            let next = at + HELD as u32 * THREADS;
-            let mut held = [[T::ABSENT; 4]; HELD];
-            unroll::<HELD>(|u| {
-                let v = at + u as u32 * THREADS + tid;
-                if v < end {
-                    held[u] = row.load(v);
-                }
-            });
-            // The first tile takes what is before the vectors, the last what is behind, so that indices grow from tile to
-            // tile: a few elements, one for each of the first threads and of those after WIDTH.
+            let next = at + tiles * TILE;
+            let mut held = Self::tile(row, at, end);
+            // The first round takes what is before the vectors, the last what is behind, so that indices grow from round
+            // to round: a few elements, one for each of the first threads and of those after WIDTH.
             let mut extra = (0, f32::NEG_INFINITY);
             let behind = (row.index(row.vectors, 0) + tid).wrapping_sub(Row::<T>::WIDTH);
             if part == 0 && at == begin && tid < row.head {
@@ -222,37 +225,37 @@ impl Scratch {
                 thread::sync_threads();
                 least
             } else {
-                let mut largest = f32::NEG_INFINITY.max(extra.1);
-                unroll::<HELD>(|u| for_each::<T>(held[u], |_, x| largest = largest.max(x)));
+                let largest = float::max(largest::<T, HELD>(&held), extra.1);
                 let bound = self.bound(k, candidate(key(largest), tid));
                 float::from_sortable((bound >> 32) as u32).max(f32::MIN)
             };
 
-            // A bit for each element held, of those that are read again: they are few and in cache.
-            let mut hits = 0u32;
-            unroll::<HELD>(|u| {
-                // Words are widened again, rather than kept wide over the barriers.
-                held[u] = held[u].map(opaque);
-                for_each::<T>(held[u], |e, x| hits |= ((x >= least) as u32) << (u as u32 * Row::<T>::WIDTH + e));
-            });
-            let is_extra = extra.1 >= least;
-            let mut slot = len + self.reserve(hits.count_ones() + is_extra as u32);
-            if is_extra && slot < CAPACITY {
-                self.candidates.set(slot, candidate(key(extra.1), extra.0));
-                slot += 1;
-            }
-            while hits != 0 && slot < CAPACITY {
-                let bit = hits.trailing_zeros();
-                let v = at + bit / Row::<T>::WIDTH * THREADS + tid;
-                let i = row.index(v, bit % Row::<T>::WIDTH);
-                self.candidates.set(slot, candidate(key(row.get(i)), i));
-                slot += 1;
-                hits &= hits - 1;
+            let mut tile = at;
+            loop {
+                // Requested before this one is looked at.
+                let following = tile + TILE;
+                let more = following < next && following < end;
+                let mut ahead = [[T::ABSENT; 4]; HELD];
+                if more {
+                    ahead = Self::tile(row, following, end);
+                }
+                if warp::warp_vote_any(warp::FULL, float::max(largest::<T, HELD>(&held), extra.1) >= least) {
+                    self.collect(row, &held, tile, extra, least, len);
+                }
+                if !more {
+                    break;
+                }
+                held = ahead;
+                extra.1 = f32::NEG_INFINITY;
+                tile = following;
             }
             thread::sync_threads();
             let found = self.reserved();
-            if found > 0 {
-                let mut n = len + found;
+            let mut n = len + found;
+            if n > CAPACITY && tiles > 1 {
+                // Again, with less at a time.
+                tiles = 1;
+            } else {
                 if n > CAPACITY {
                     n = len + WARPS * k;
                     let first = if part == 0 && at == begin { 0 } else { row.index(at, 0) };
@@ -265,14 +268,70 @@ impl Scratch {
                     };
                     self.insert_all(row, first, last, least, len, k);
                 }
-                len = self.keep_best(n, k);
-            }
-            at = next;
-            if at >= end {
-                return len;
+                if found > 0 {
+                    len = self.keep_best(n, k);
+                }
+                at = next;
+                if at >= end {
+                    return len;
+                }
+                // Only a full list makes a bound for tiles that are not held yet.
+                tiles = if len == k { 3 * tiles } else { 1 };
             }
             // The count is reset above.
             thread::sync_threads();
+        }
+    }
+
+    /// Vectors `at..at + TILE` that are before `end`, `HELD` for each thread.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn tile<T: Logit>(row: Row<T>, at: u32, end: u32) -> [Words; HELD] {
+        let tid = own_index();
+        let mut held = [[T::ABSENT; 4]; HELD];
+        unroll::<HELD>(|u| {
+            let v = at + u as u32 * THREADS + tid;
+            if v < end {
+                held[u] = row.load(v);
+            }
+        });
+        held
+    }
+
+    /// Adds what is at least `least` of a tile, and of `extra`, to the candidates after the first `len`. By whole warps.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn collect<T: Logit>(
+        &self,
+        row: Row<T>,
+        held: &[Words; HELD],
+        at: u32,
+        extra: (u32, f32),
+        least: f32,
+        len: u32,
+    ) {
+        let tid = own_index();
+        // A bit for each element held, of those that are read again: they are few and in cache.
+        let mut hits = 0u32;
+        unroll::<HELD>(|u| {
+            // Words are widened again, rather than kept wide over the barriers.
+            for_each::<T>(held[u].map(opaque), |e, x| {
+                hits |= ((x >= least) as u32) << (u as u32 * Row::<T>::WIDTH + e);
+            });
+        });
+        let is_extra = extra.1 >= least;
+        let mut slot = len + self.reserve(hits.count_ones() + is_extra as u32);
+        if is_extra && slot < CAPACITY {
+            self.candidates.set(slot, candidate(key(extra.1), extra.0));
+            slot += 1;
+        }
+        while hits != 0 && slot < CAPACITY {
+            let bit = hits.trailing_zeros();
+            let v = at + bit / Row::<T>::WIDTH * THREADS + tid;
+            let i = row.index(v, bit % Row::<T>::WIDTH);
+            self.candidates.set(slot, candidate(key(row.get(i)), i));
+            slot += 1;
+            hits &= hits - 1;
         }
     }
 
@@ -309,7 +368,8 @@ impl Scratch {
     }
 }
 
-/// Calls `f(rank, item)` once for each of `n` items: its rank is the number of those that are larger.
+/// Calls `f(rank, item)` once for each of `n` items, which start at a multiple of 16 bytes: its rank is the number of
+/// those that are larger.
 ///
 /// As many lanes as there are to spare share the work of one item. All threads take part.
 #[inline(always)]
@@ -328,17 +388,20 @@ unsafe fn rank(items: Shared<u64>, n: u32, mut f: impl FnMut(u32, u64)) {
         let i = first + (tid >> shift);
         let item = if i < n { items.get(i) } else { 0 };
         let mut larger = 0;
+        if n % 2 == 1 && part == 0 {
+            larger = (items.get(n - 1) > item) as u32;
+        }
         let mut j = part;
-        while j < n {
+        while j < n / 2 {
             // Several loads at a time; 0 is never larger.
-            let mut others = [0; 4];
+            let mut others = [[0; 2]; 4];
             unroll::<4>(|u| {
                 let at = j + u as u32 * lanes;
-                if at < n {
-                    others[u] = items.get(at);
+                if at < n / 2 {
+                    others[u] = items.get_as::<B128<u64, 2>>(2 * at).0;
                 }
             });
-            unroll::<4>(|u| larger += (others[u] > item) as u32);
+            unroll::<4>(|u| larger += (others[u][0] > item) as u32 + (others[u][1] > item) as u32);
             j += 4 * lanes;
         }
         let mut m = 1;

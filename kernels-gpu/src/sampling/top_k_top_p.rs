@@ -220,7 +220,7 @@ entries! {
 
 entries! {
     pub struct SplitKArgs<T>(logits: *const T, job: Job, splits: u32);
-    top_k_top_p_split_k_f32 { type T = f32; } [THREADS, 4] => split_k::<T>;
-    top_k_top_p_split_k_f16 { type T = half::f16; } [THREADS, 4] => split_k::<T>;
-    top_k_top_p_split_k_bf16 { type T = half::bf16; } [THREADS, 4] => split_k::<T>;
+    top_k_top_p_split_k_f32 { type T = f32; } [THREADS, 3] => split_k::<T>;
+    top_k_top_p_split_k_f16 { type T = half::f16; } [THREADS, 3] => split_k::<T>;
+    top_k_top_p_split_k_bf16 { type T = half::bf16; } [THREADS, 3] => split_k::<T>;
 }

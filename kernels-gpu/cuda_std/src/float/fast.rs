@@ -18,9 +18,19 @@ macro_rules! approximate {
                 out
             }
             #[cfg(not(target_arch = "nvptx64"))]
-            $host
+            {
+                let $x = flushed($x);
+                flushed($host)
+            }
         }
     )* };
+}
+
+/// What `.ftz` makes of a number.
+#[cfg(not(target_arch = "nvptx64"))]
+#[inline(always)]
+fn flushed(x: f32) -> f32 {
+    if x.is_subnormal() { f32::from_bits(x.to_bits() & 0x8000_0000) } else { x }
 }
 
 approximate! {
@@ -68,9 +78,7 @@ pub fn div(a: f32, b: f32) -> f32 {
         out
     }
     #[cfg(not(target_arch = "nvptx64"))]
-    {
-        a / b
-    }
+    flushed(flushed(a) / flushed(b))
 }
 
 /// `1 / (1 + e^-x)`: two special-function instructions.
