@@ -54,7 +54,7 @@ pub use crate::kernels::sampling::top_k::{CAPACITY, MAX_K, THREADS};
 pub use adjust::Adjustments;
 
 use crate::kernels::sampling::job::{HISTOGRAM_WORDS, HISTOGRAMS};
-use crate::kernels::sampling::top_k::SCRATCH_BYTES;
+use crate::kernels::sampling::top_k::SHARED_BYTES;
 
 const OP: &str = "top_k_top_p";
 
@@ -446,8 +446,8 @@ pub struct Plan {
 impl Plan {
     /// Blocks of a row that keep the device busy without making the merge long.
     pub fn splits(multiprocessors: u32, rows: usize, vocab: usize, need: usize) -> u32 {
-        // All blocks run at a time: three fit on a multiprocessor.
-        let wanted = 3 * multiprocessors as usize / rows.max(1);
+        // All blocks run at a time: two fit on a multiprocessor.
+        let wanted = 2 * multiprocessors as usize / rows.max(1);
         // Less than a vector a thread is not worth a block.
         let useful = vocab.div_ceil(8 * THREADS as usize);
         wanted.min(useful).min(CAPACITY as usize / need.max(1)).max(1) as u32
@@ -526,7 +526,7 @@ pub unsafe fn launch(
         || Error::Unsupported { op: OP, what: format!("no kernel for {dtype}; there are f32, f16 and bf16") };
     let chunks = row_sum::chunks(job.vocab);
     let by_chunk = |shared: usize| Geometry::linear(rows * chunks, row_sum::THREADS).shared_bytes(shared as u32);
-    let by_row = |blocks: u32| Geometry::linear(rows * blocks, THREADS).shared_bytes(SCRATCH_BYTES as u32);
+    let by_row = |blocks: u32| Geometry::linear(rows * blocks, THREADS).shared_bytes(SHARED_BYTES as u32);
     let (mut dtype, mut logits) = (dtype, logits);
     // SAFETY: all of these: forwarded to the caller.
     unsafe {

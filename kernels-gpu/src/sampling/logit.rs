@@ -1,6 +1,5 @@
 //! Rows of logits, read in 16-byte vectors wherever they start.
 
-use cuda_std::vec::B128;
 use cuda_std::{Float, Global, bf16, convert, f16, float, unroll};
 
 /// An element type of logits.
@@ -123,11 +122,10 @@ impl<T: Logit> Row<T> {
         self.head + v * Self::WIDTH + e
     }
 
-    /// Vector `v < vectors`.
+    /// Where vector `v < vectors` is.
     #[inline(always)]
-    #[track_caller]
-    pub unsafe fn load(self, v: u32) -> Words {
-        self.data.get_as::<B128<u32, 4>>(self.index(v, 0)).0
+    pub fn vector(self, v: u32) -> *const T {
+        self.data.ptr(self.index(v, 0))
     }
 
     /// Element `i`.

@@ -15,7 +15,7 @@ use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::integer::opaque;
 use cuda_std::shared::Carver;
 use cuda_std::vec::B128;
-use cuda_std::{Shared, float, thread, unroll, warp};
+use cuda_std::{Shared, cp_async, float, thread, unroll, warp};
 
 /// Threads of a block.
 pub const THREADS: u32 = 256;
@@ -32,11 +32,102 @@ const _: () = assert!(CAPACITY >= (WARPS + 1) * MAX_K);
 /// Candidates of a thread.
 const PRUNED: usize = CAPACITY.div_ceil(THREADS) as usize;
 
-/// Vectors that a thread holds at a time.
+/// Vectors of a tile for each thread.
 const HELD: usize = 4;
 
-/// Vectors that a block holds at a time.
+/// Vectors of a tile.
 const TILE: u32 = HELD as u32 * THREADS;
+
+/// Tiles in shared memory.
+const STAGES: u32 = 4;
+
+/// Tiles of a row on their way to where they are looked at. Threads see only what they requested themselves, so nobody
+/// waits for anybody else.
+pub struct Ring<T> {
+    slots: Shared<T>,
+}
+
+/// Bytes of [`Ring`].
+const RING_BYTES: usize = (STAGES * TILE) as usize * 16;
+
+impl<T> Clone for Ring<T> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Ring<T> {}
+
+impl<T: Logit> Ring<T> {
+    /// From shared memory.
+    #[inline(always)]
+    pub unsafe fn new(carver: &mut Carver) -> Self {
+        Self { slots: carver.take_aligned(RING_BYTES / size_of::<T>(), 16) }
+    }
+
+    /// Where vector `u` of this thread is.
+    #[inline(always)]
+    fn slot(self, stage: u32, u: u32) -> u32 {
+        ((stage * HELD as u32 + u) * THREADS + own_index()) * Row::<T>::WIDTH
+    }
+
+    /// Requests the tile that starts with vector `at`, as far as it is before `end`. One group of copies.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn request(self, stage: u32, row: Row<T>, at: u32, end: u32) {
+        unroll::<HELD>(|u| {
+            let v = at + u as u32 * THREADS + own_index();
+            if v < end {
+                cp_async::copy_16(self.slots.ptr(self.slot(stage, u as u32)), row.vector(v));
+            }
+        });
+        cp_async::commit_group();
+    }
+
+    /// Requests the first tiles.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn fill(self, row: Row<T>, at: u32, end: u32) {
+        let mut stage = 0;
+        while stage < STAGES {
+            self.request(stage, row, at + stage * TILE, end);
+            stage += 1;
+        }
+    }
+
+    /// Until the oldest tile is there.
+    #[inline(always)]
+    fn wait() {
+        cp_async::wait_group::<{ STAGES as usize - 1 }>();
+    }
+
+    /// Vector `u` of this thread of the tile that starts with vector `at`.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn load(self, stage: u32, u: u32, at: u32, end: u32) -> Words {
+        if at + u * THREADS + own_index() < end {
+            self.slots.get_as::<B128<u32, 4>>(self.slot(stage, u)).0
+        } else {
+            [T::ABSENT; 4]
+        }
+    }
+
+    /// Element `e` of a vector that is there.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn get(self, stage: u32, u: u32, e: u32) -> f32 {
+        self.slots.get(self.slot(stage, u) + e).to_f32()
+    }
+
+    /// The largest of this thread's elements of a tile.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn largest(self, stage: u32, at: u32, end: u32) -> f32 {
+        let mut held = [[T::ABSENT; 4]; HELD];
+        unroll::<HELD>(|u| held[u] = self.load(stage, u as u32, at, end));
+        largest::<T, HELD>(&held)
+    }
+}
 
 /// The thread's number in its block. What is computed from it is computed where it is needed: the compiler would
 /// rather do all of that once, before a loop, and run out of registers.
@@ -61,13 +152,15 @@ pub struct Scratch {
 }
 
 /// Bytes of [`Scratch`].
-pub const SCRATCH_BYTES: usize = 8 * (CAPACITY + MAX_K + THREADS + 2) as usize + 32;
+const SCRATCH_BYTES: usize = 8 * (CAPACITY + MAX_K + THREADS + 2) as usize + 32;
+
+/// Shared memory of a block that has a [`Ring`] and a [`Scratch`].
+pub const SHARED_BYTES: usize = RING_BYTES + SCRATCH_BYTES;
 
 impl Scratch {
-    /// At the start of shared memory.
+    /// From shared memory.
     #[inline(always)]
-    pub unsafe fn new() -> Self {
-        let mut carver = Carver::new();
+    pub unsafe fn new(carver: &mut Carver) -> Self {
         Self {
             candidates: carver.take_aligned(CAPACITY as usize, 16),
             best: carver.take(MAX_K as usize),
@@ -186,22 +279,24 @@ impl Scratch {
 
     /// The best `k` of one of `parts` parts of a row that are above -inf, to `best`, in order; how many there are.
     ///
-    /// By rounds of tiles. The first one finds a bound for itself; from then on candidates must be better than the `k`-th
-    /// best so far, which stays as it is for a round, so that warps go through its tiles without waiting for each other. A
-    /// round is three times as long as the one before: in random order it finds about `2k` candidates.
+    /// By rounds of tiles, which are requested [`STAGES`] ahead. The first round finds a bound for itself; from then on
+    /// candidates must be better than the `k`-th best so far, which stays as it is for a round, so that warps go through its
+    /// tiles without waiting for each other. A round is three times as long as the one before: in random order it finds about
+    /// `2k` candidates.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn best_of_row<T: Logit>(&self, row: Row<T>, part: u32, parts: u32, k: u32) -> u32 {
+    pub unsafe fn best_of_row<T: Logit>(&self, ring: Ring<T>, row: Row<T>, part: u32, parts: u32, k: u32) -> u32 {
         let share = row.vectors.div_ceil(parts);
         let begin = if part * share < row.vectors { part * share } else { row.vectors };
         let end = if row.vectors - begin < share { row.vectors } else { begin + share };
         let mut len = 0;
         let mut at = begin;
         let mut tiles = 1;
+        let mut stage = 0;
+        ring.fill(row, at, end);
         loop {
             let (tid, k) = (own_index(), opaque(k));
             let next = at + tiles * TILE;
-            let mut held = Self::tile(row, at, end);
             // The first round takes what is before the vectors, the last what is behind, so that indices grow from round
             // to round: a few elements, one for each of the first threads and of those after WIDTH.
             let mut extra = (0, f32::NEG_INFINITY);
@@ -225,29 +320,26 @@ impl Scratch {
                 thread::sync_threads();
                 least
             } else {
-                let largest = float::max(largest::<T, HELD>(&held), extra.1);
+                Ring::<T>::wait();
+                let largest = float::max(ring.largest(stage, at, end), extra.1);
                 let bound = self.bound(k, candidate(key(largest), tid));
                 float::from_sortable((bound >> 32) as u32).max(f32::MIN)
             };
 
             let mut tile = at;
             loop {
-                // Requested before this one is looked at.
-                let following = tile + TILE;
-                let more = following < next && following < end;
-                let mut ahead = [[T::ABSENT; 4]; HELD];
-                if more {
-                    ahead = Self::tile(row, following, end);
+                Ring::<T>::wait();
+                let largest = float::max(ring.largest(stage, tile, end), extra.1);
+                if warp::warp_vote_any(warp::FULL, largest >= least) {
+                    self.collect(ring, stage, row, tile, end, extra, least, len);
                 }
-                if warp::warp_vote_any(warp::FULL, float::max(largest::<T, HELD>(&held), extra.1) >= least) {
-                    self.collect(row, &held, tile, extra, least, len);
-                }
-                if !more {
+                ring.request(stage, row, tile + STAGES * TILE, end);
+                stage = if stage + 1 < STAGES { stage + 1 } else { 0 };
+                extra.1 = f32::NEG_INFINITY;
+                tile += TILE;
+                if tile >= next || tile >= end {
                     break;
                 }
-                held = ahead;
-                extra.1 = f32::NEG_INFINITY;
-                tile = following;
             }
             thread::sync_threads();
             let found = self.reserved();
@@ -255,6 +347,9 @@ impl Scratch {
             if n > CAPACITY && tiles > 1 {
                 // Again, with less at a time.
                 tiles = 1;
+                stage = 0;
+                cp_async::wait_group::<0>();
+                ring.fill(row, at, end);
             } else {
                 if n > CAPACITY {
                     n = len + WARPS * k;
@@ -275,7 +370,7 @@ impl Scratch {
                 if at >= end {
                     return len;
                 }
-                // Only a full list makes a bound for tiles that are not held yet.
+                // Only a full list makes a bound for a round of many tiles.
                 tiles = if len == k { 3 * tiles } else { 1 };
             }
             // The count is reset above.
@@ -283,39 +378,25 @@ impl Scratch {
         }
     }
 
-    /// Vectors `at..at + TILE` that are before `end`, `HELD` for each thread.
-    #[inline(always)]
-    #[track_caller]
-    unsafe fn tile<T: Logit>(row: Row<T>, at: u32, end: u32) -> [Words; HELD] {
-        let tid = own_index();
-        let mut held = [[T::ABSENT; 4]; HELD];
-        unroll::<HELD>(|u| {
-            let v = at + u as u32 * THREADS + tid;
-            if v < end {
-                held[u] = row.load(v);
-            }
-        });
-        held
-    }
-
     /// Adds what is at least `least` of a tile, and of `extra`, to the candidates after the first `len`. By whole warps.
     #[inline(always)]
     #[track_caller]
     unsafe fn collect<T: Logit>(
         &self,
+        ring: Ring<T>,
+        stage: u32,
         row: Row<T>,
-        held: &[Words; HELD],
         at: u32,
+        end: u32,
         extra: (u32, f32),
         least: f32,
         len: u32,
     ) {
         let tid = own_index();
-        // A bit for each element held, of those that are read again: they are few and in cache.
+        // A bit for each element of those that are read again: they are few.
         let mut hits = 0u32;
         unroll::<HELD>(|u| {
-            // Words are widened again, rather than kept wide over the barriers.
-            for_each::<T>(held[u].map(opaque), |e, x| {
+            for_each::<T>(ring.load(stage, u as u32, at, end), |e, x| {
                 hits |= ((x >= least) as u32) << (u as u32 * Row::<T>::WIDTH + e);
             });
         });
@@ -327,9 +408,9 @@ impl Scratch {
         }
         while hits != 0 && slot < CAPACITY {
             let bit = hits.trailing_zeros();
-            let v = at + bit / Row::<T>::WIDTH * THREADS + tid;
-            let i = row.index(v, bit % Row::<T>::WIDTH);
-            self.candidates.set(slot, candidate(key(row.get(i)), i));
+            let (u, e) = (bit / Row::<T>::WIDTH, bit % Row::<T>::WIDTH);
+            let i = row.index(at + u * THREADS + tid, e);
+            self.candidates.set(slot, candidate(key(ring.get(stage, u, e)), i));
             slot += 1;
             hits &= hits - 1;
         }

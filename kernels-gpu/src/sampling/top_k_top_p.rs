@@ -10,10 +10,11 @@
 
 use super::job::{Job, LogProbs, Settings};
 use super::logit::{Logit, Row};
-use super::top_k::{CAPACITY, MAX_K, Scratch, THREADS, own_index};
+use super::top_k::{CAPACITY, MAX_K, Ring, Scratch, THREADS, own_index};
 use super::weights::{index_of, key, key_of, scaled, scaled_up};
 use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::integer::opaque;
+use cuda_std::shared::Carver;
 use cuda_std::{GlobalMut, Shared, entries, thread, warp};
 
 /// How many of a row's best are needed; 0 if the row is nothing to these kernels.
@@ -26,11 +27,12 @@ unsafe fn needed(job: &Job, row: u32) -> u32 {
 /// Grid: rows.
 #[inline(always)]
 pub unsafe fn batched<T: Logit>(logits: *const T, job: Job) {
-    let scratch = Scratch::new();
+    let mut carver = Carver::new();
+    let (ring, scratch) = (Ring::new(&mut carver), Scratch::new(&mut carver));
     let row = thread::block_idx_x();
     let need = needed(&job, row);
     if need > 0 {
-        let len = scratch.best_of_row(job.row(logits, row), 0, 1, need);
+        let len = scratch.best_of_row(ring, job.row(logits, row), 0, 1, need);
         finish(&scratch, logits, &job, row, len);
     }
 }
@@ -39,14 +41,15 @@ pub unsafe fn batched<T: Logit>(logits: *const T, job: Job) {
 /// [`CAPACITY`].
 #[inline(always)]
 pub unsafe fn split_k<T: Logit>(logits: *const T, job: Job, splits: u32) {
-    let scratch = Scratch::new();
+    let mut carver = Carver::new();
+    let (ring, scratch) = (Ring::new(&mut carver), Scratch::new(&mut carver));
     core::hint::assert_unchecked(splits != 0);
     let (row, split) = (thread::block_idx_x() / splits, thread::block_idx_x() % splits);
     let need = needed(&job, row);
     if need == 0 {
         return;
     }
-    let len = scratch.best_of_row(job.row(logits, row), split, splits, need);
+    let len = scratch.best_of_row(ring, job.row(logits, row), split, splits, need);
 
     let tid = own_index();
     let lists = GlobalMut::new(job.lists).offset(row as usize * CAPACITY as usize);
@@ -213,14 +216,14 @@ pub(super) unsafe fn write_top(job: &Job, row: u32, i: u32, entry: u64, kept: bo
 
 entries! {
     pub struct BatchedArgs<T>(logits: *const T, job: Job);
-    top_k_top_p_batched_f32 { type T = f32; } [THREADS, 3] => batched::<T>;
-    top_k_top_p_batched_f16 { type T = half::f16; } [THREADS, 3] => batched::<T>;
-    top_k_top_p_batched_bf16 { type T = half::bf16; } [THREADS, 3] => batched::<T>;
+    top_k_top_p_batched_f32 { type T = f32; } [THREADS, 2] => batched::<T>;
+    top_k_top_p_batched_f16 { type T = half::f16; } [THREADS, 2] => batched::<T>;
+    top_k_top_p_batched_bf16 { type T = half::bf16; } [THREADS, 2] => batched::<T>;
 }
 
 entries! {
     pub struct SplitKArgs<T>(logits: *const T, job: Job, splits: u32);
-    top_k_top_p_split_k_f32 { type T = f32; } [THREADS, 3] => split_k::<T>;
-    top_k_top_p_split_k_f16 { type T = half::f16; } [THREADS, 3] => split_k::<T>;
-    top_k_top_p_split_k_bf16 { type T = half::bf16; } [THREADS, 3] => split_k::<T>;
+    top_k_top_p_split_k_f32 { type T = f32; } [THREADS, 2] => split_k::<T>;
+    top_k_top_p_split_k_f16 { type T = half::f16; } [THREADS, 2] => split_k::<T>;
+    top_k_top_p_split_k_bf16 { type T = half::bf16; } [THREADS, 2] => split_k::<T>;
 }
