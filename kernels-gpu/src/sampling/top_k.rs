@@ -41,6 +41,13 @@ const TILE: u32 = HELD as u32 * THREADS;
 /// Tiles in shared memory.
 const STAGES: u32 = 4;
 
+/// The stage `n <= STAGES` after one.
+#[inline(always)]
+fn following(stage: u32, n: u32) -> u32 {
+    let to = stage + n;
+    if to < STAGES { to } else { to - STAGES }
+}
+
 /// Tiles of a row on their way to where they are looked at. Threads see only what they requested themselves, so nobody
 /// waits for anybody else.
 pub struct Ring<T> {
@@ -65,22 +72,25 @@ impl<T: Logit> Ring<T> {
         Self { slots: carver.take_aligned(RING_BYTES / size_of::<T>(), 16) }
     }
 
-    /// Where vector `u` of this thread is.
+    /// Where the first vector of this thread in a stage is; the others are `THREADS` vectors apart.
     #[inline(always)]
-    fn slot(self, stage: u32, u: u32) -> u32 {
-        ((stage * HELD as u32 + u) * THREADS + own_index()) * Row::<T>::WIDTH
+    fn slot(self, stage: u32) -> u32 {
+        (stage * TILE + own_index()) * Row::<T>::WIDTH
     }
 
     /// Requests the tile that starts with vector `at`, as far as it is before `end`. One group of copies.
     #[inline(always)]
     #[track_caller]
     unsafe fn request(self, stage: u32, row: Row<T>, at: u32, end: u32) {
-        unroll::<HELD>(|u| {
-            let v = at + u as u32 * THREADS + own_index();
-            if v < end {
-                cp_async::copy_16(self.slots.ptr(self.slot(stage, u as u32)), row.vector(v));
-            }
-        });
+        if at < end {
+            let (slot, first) = (self.slot(stage), at + own_index());
+            unroll::<HELD>(|u| {
+                let step = u as u32 * THREADS;
+                if first + step < end {
+                    cp_async::copy_16(self.slots.ptr(slot + step * Row::<T>::WIDTH), row.vector(first + step));
+                }
+            });
+        }
         cp_async::commit_group();
     }
 
@@ -95,37 +105,26 @@ impl<T: Logit> Ring<T> {
         }
     }
 
-    /// Until the oldest tile is there.
-    #[inline(always)]
-    fn wait() {
-        cp_async::wait_group::<{ STAGES as usize - 1 }>();
-    }
-
-    /// Vector `u` of this thread of the tile that starts with vector `at`.
+    /// This thread's vectors of the tile that starts with vector `at`, once they are there.
     #[inline(always)]
     #[track_caller]
-    unsafe fn load(self, stage: u32, u: u32, at: u32, end: u32) -> Words {
-        if at + u * THREADS + own_index() < end {
-            self.slots.get_as::<B128<u32, 4>>(self.slot(stage, u)).0
-        } else {
-            [T::ABSENT; 4]
-        }
+    unsafe fn load(self, stage: u32, at: u32, end: u32) -> [Words; HELD] {
+        let (slot, first) = (self.slot(stage), at + own_index());
+        let mut held = [[T::ABSENT; 4]; HELD];
+        unroll::<HELD>(|u| {
+            let step = u as u32 * THREADS;
+            if first + step < end {
+                held[u] = self.slots.get_as::<B128<u32, 4>>(slot + step * Row::<T>::WIDTH).0;
+            }
+        });
+        held
     }
 
-    /// Element `e` of a vector that is there.
+    /// Element `e` of this thread's vector `u`, which is there.
     #[inline(always)]
     #[track_caller]
     unsafe fn get(self, stage: u32, u: u32, e: u32) -> f32 {
-        self.slots.get(self.slot(stage, u) + e).to_f32()
-    }
-
-    /// The largest of this thread's elements of a tile.
-    #[inline(always)]
-    #[track_caller]
-    unsafe fn largest(self, stage: u32, at: u32, end: u32) -> f32 {
-        let mut held = [[T::ABSENT; 4]; HELD];
-        unroll::<HELD>(|u| held[u] = self.load(stage, u as u32, at, end));
-        largest::<T, HELD>(&held)
+        self.slots.get(self.slot(stage) + u * THREADS * Row::<T>::WIDTH + e).to_f32()
     }
 }
 
@@ -279,7 +278,7 @@ impl Scratch {
 
     /// The best `k` of one of `parts` parts of a row that are above -inf, to `best`, in order; how many there are.
     ///
-    /// By rounds of tiles, which are requested [`STAGES`] ahead. The first round finds a bound for itself; from then on
+    /// By rounds of tiles. The first round, of as many tiles as the ring holds, finds a bound for itself. From then on
     /// candidates must be better than the `k`-th best so far, which stays as it is for a round, so that warps go through its
     /// tiles without waiting for each other. A round is three times as long as the one before: in random order it finds about
     /// `2k` candidates.
@@ -291,7 +290,7 @@ impl Scratch {
         let end = if row.vectors - begin < share { row.vectors } else { begin + share };
         let mut len = 0;
         let mut at = begin;
-        let mut tiles = 1;
+        let mut tiles = STAGES;
         let mut stage = 0;
         ring.fill(row, at, end);
         loop {
@@ -320,26 +319,44 @@ impl Scratch {
                 thread::sync_threads();
                 least
             } else {
-                Ring::<T>::wait();
-                let largest = float::max(ring.largest(stage, at, end), extra.1);
-                let bound = self.bound(k, candidate(key(largest), tid));
+                // A round without a bound to start from has no more tiles than the ring, and starts with all of them.
+                cp_async::wait_group::<0>();
+                let mut best = extra.1;
+                let mut i = 0;
+                while i < tiles && at + i * TILE < end {
+                    best = float::max(best, largest::<T, HELD>(&ring.load(following(stage, i), at + i * TILE, end)));
+                    i += 1;
+                }
+                let bound = self.bound(k, candidate(key(best), tid));
                 float::from_sortable((bound >> 32) as u32).max(f32::MIN)
             };
 
+            if extra.1 >= least {
+                self.add(len, candidate(key(extra.1), extra.0));
+            }
             let mut tile = at;
-            loop {
-                Ring::<T>::wait();
-                let largest = float::max(ring.largest(stage, tile, end), extra.1);
-                if warp::warp_vote_any(warp::FULL, largest >= least) {
-                    self.collect(ring, stage, row, tile, end, extra, least, len);
+            while tile < next && tile < end {
+                cp_async::wait_group::<{ STAGES as usize - 1 }>();
+                let held = ring.load(stage, tile, end);
+                if largest::<T, HELD>(&held) >= least {
+                    // A bit for each element of those that are read again: they are few.
+                    let mut hits = 0u32;
+                    unroll::<HELD>(|u| {
+                        for_each::<T>(held[u], |e, x| {
+                            hits |= ((x >= least) as u32) << (u as u32 * Row::<T>::WIDTH + e);
+                        });
+                    });
+                    while hits != 0 {
+                        let bit = hits.trailing_zeros();
+                        let (u, e) = (bit / Row::<T>::WIDTH, bit % Row::<T>::WIDTH);
+                        let i = row.index(tile + u * THREADS + tid, e);
+                        self.add(len, candidate(key(ring.get(stage, u, e)), i));
+                        hits &= hits - 1;
+                    }
                 }
                 ring.request(stage, row, tile + STAGES * TILE, end);
-                stage = if stage + 1 < STAGES { stage + 1 } else { 0 };
-                extra.1 = f32::NEG_INFINITY;
+                stage = following(stage, 1);
                 tile += TILE;
-                if tile >= next || tile >= end {
-                    break;
-                }
             }
             thread::sync_threads();
             let found = self.reserved();
@@ -370,49 +387,20 @@ impl Scratch {
                 if at >= end {
                     return len;
                 }
-                // Only a full list makes a bound for a round of many tiles.
-                tiles = if len == k { 3 * tiles } else { 1 };
+                tiles = if len == k { 3 * tiles } else { tiles.min(STAGES) };
             }
             // The count is reset above.
             thread::sync_threads();
         }
     }
 
-    /// Adds what is at least `least` of a tile, and of `extra`, to the candidates after the first `len`. By whole warps.
+    /// Adds a candidate after the first `len`, if there is room, and counts it.
     #[inline(always)]
     #[track_caller]
-    unsafe fn collect<T: Logit>(
-        &self,
-        ring: Ring<T>,
-        stage: u32,
-        row: Row<T>,
-        at: u32,
-        end: u32,
-        extra: (u32, f32),
-        least: f32,
-        len: u32,
-    ) {
-        let tid = own_index();
-        // A bit for each element of those that are read again: they are few.
-        let mut hits = 0u32;
-        unroll::<HELD>(|u| {
-            for_each::<T>(ring.load(stage, u as u32, at, end), |e, x| {
-                hits |= ((x >= least) as u32) << (u as u32 * Row::<T>::WIDTH + e);
-            });
-        });
-        let is_extra = extra.1 >= least;
-        let mut slot = len + self.reserve(hits.count_ones() + is_extra as u32);
-        if is_extra && slot < CAPACITY {
-            self.candidates.set(slot, candidate(key(extra.1), extra.0));
-            slot += 1;
-        }
-        while hits != 0 && slot < CAPACITY {
-            let bit = hits.trailing_zeros();
-            let (u, e) = (bit / Row::<T>::WIDTH, bit % Row::<T>::WIDTH);
-            let i = row.index(at + u * THREADS + tid, e);
-            self.candidates.set(slot, candidate(key(ring.get(stage, u, e)), i));
-            slot += 1;
-            hits &= hits - 1;
+    unsafe fn add(&self, len: u32, candidate: u64) {
+        let slot = len + self.count.fetch_add(0u32, 1, Block, Relaxed);
+        if slot < CAPACITY {
+            self.candidates.set(slot, candidate);
         }
     }
 
