@@ -40,6 +40,16 @@ pub fn gpu() -> Option<Device> {
     .clone()
 }
 
+/// [`gpu`] for a test that wants so many GB of its memory, if GPUs are to be tested. Says so if it has less.
+pub fn large_gpu(gigabytes: usize) -> Option<Device> {
+    let device = gpu().filter(|_| devices().iter().any(|(name, _)| *name == "cuda"))?;
+    let enough = device.properties().memory_bytes >= gigabytes << 30;
+    if !enough {
+        eprintln!("skipped: it takes {gigabytes} GB of GPU memory");
+    }
+    enough.then_some(device)
+}
+
 fn no_gpu() -> String {
     Device::cuda(0).err().map(|e| e.to_string()).unwrap_or_default()
 }

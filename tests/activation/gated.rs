@@ -5,7 +5,7 @@ use proptest::sample::select;
 use warploom::activation::{self, Gated, gated};
 use warploom::reference::activation as reference;
 use warploom::{DType, Device, Error, Graph, Result, Stream, Tensor, bf16, f16};
-use warploom_tests::{devices, gpu, noise, noise_of, on_every_device, property, widen};
+use warploom_tests::{large_gpu, noise, noise_of, on_every_device, property, widen};
 
 const FUNCTIONS: [Gated; 6] = [
     Gated::SiluAndMul,
@@ -224,10 +224,7 @@ fn entries_have_the_names_of_what_they_do() {
 /// More than 2^31 elements, of which the last row is looked at.
 #[test]
 fn large_tensors_on_a_gpu() {
-    let Some(device) = gpu().filter(|_| devices().iter().any(|(name, _)| *name == "cuda")) else { return };
-    if device.properties().memory_bytes < 24 << 30 {
-        return eprintln!("skipped: it takes 7 GB of GPU memory");
-    }
+    let Some(device) = large_gpu(7) else { return };
     let stream = Stream::new(&device).unwrap();
     for d in [16384usize, 16383] {
         let rows = 66_000;

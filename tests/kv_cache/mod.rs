@@ -9,6 +9,7 @@ mod advance;
 mod allocator;
 mod copy_blocks;
 mod gather_cache;
+mod large;
 mod layout;
 mod reshape_and_cache;
 mod swap;

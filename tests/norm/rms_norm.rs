@@ -5,7 +5,7 @@ use proptest::sample::select;
 use warploom::norm::{self, Variant, rms_norm};
 use warploom::reference::norm as reference;
 use warploom::{DType, Device, Error, Graph, Result, Stream, Tensor, bf16, f16};
-use warploom_tests::{devices, gpu, noise_of, on_every_device, property, widen};
+use warploom_tests::{large_gpu, noise_of, on_every_device, property, widen};
 
 /// Error of the sum and of the root before the result is rounded.
 const RELATIVE: f64 = 1.0 / (1 << 19) as f64;
@@ -256,10 +256,7 @@ fn entries_have_the_names_of_what_they_do() {
 /// More than 2^31 elements, of which the last row is looked at.
 #[test]
 fn large_tensors_on_a_gpu() {
-    let Some(device) = gpu().filter(|_| devices().iter().any(|(name, _)| *name == "cuda")) else { return };
-    if device.properties().memory_bytes < 24 << 30 {
-        return eprintln!("skipped: it takes 9 GB of GPU memory");
-    }
+    let Some(device) = large_gpu(9) else { return };
     let stream = Stream::new(&device).unwrap();
     for n in [8192usize, 8191] {
         let rows = (1 << 31) / 8191 + 2;

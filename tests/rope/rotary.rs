@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use warploom::rope::rotary::Options;
 use warploom::rope::{self, Pairing, Scaling};
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16, reference};
-use warploom_tests::{assert_close, noise_of, on_every_device, property, widen};
+use warploom_tests::{assert_close, large_gpu, noise_of, on_every_device, property, widen};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -264,4 +264,29 @@ fn an_empty_cache_knows_no_position() {
         rope::rotary(stream, &mut q, None, &positions, &angles, Pairing::Neox, options).unwrap();
         assert_eq!((q.to_vec().unwrap(), status.to_vec().unwrap()), (host, vec![1]));
     });
+}
+
+/// Tokens more than 2^31 elements apart: the same numbers as in a small tensor.
+#[test]
+fn large_strides_on_a_gpu() {
+    const STRIDE: usize = (1 << 31) + 8;
+    let Some(device) = large_gpu(12) else { return };
+    let stream = Stream::new(&device).unwrap();
+    let (heads, head_dim) = (4, 128);
+    let row = heads * head_dim;
+    let host = noise_of::<bf16>(2 * row, 1);
+    let far = Tensor::<bf16>::uninit(&device, &[STRIDE + row]).unwrap();
+    far.narrow(0, 0, row).unwrap().copy_from_slice(&host[..row]).unwrap();
+    far.narrow(0, STRIDE, row).unwrap().copy_from_slice(&host[row..]).unwrap();
+    let near = Tensor::from_slice(&device, &host, &[2 * row]).unwrap();
+    let angles = Tensor::from_slice(&device, &noise_of::<f32>(2 * head_dim, 2), &[2, head_dim]).unwrap();
+    let positions = Tensor::from_slice(&device, &[1i32, 0], &[2]).unwrap();
+    for (tensor, stride) in [(&near, row), (&far, STRIDE)] {
+        let mut query = tensor.as_strided(&[2, heads, head_dim], &[stride, head_dim, 1], 0).unwrap();
+        rope::rotary(&stream, &mut query, None, &positions, &angles, Pairing::Neox, Options::default()).unwrap();
+    }
+    let near = near.to_vec().unwrap();
+    assert_ne!(near[row..], host[row..]);
+    assert_eq!(far.narrow(0, 0, row).unwrap().to_vec().unwrap(), near[..row]);
+    assert_eq!(far.narrow(0, STRIDE, row).unwrap().to_vec().unwrap(), near[row..]);
 }

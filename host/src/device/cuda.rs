@@ -31,8 +31,8 @@ use cuda_std::tma::{TensorMap, TensorMapDescription};
 use cuda_std::{Arch, DType, Entry, KernelArgs};
 use cust::sys::{
     CUcontext, CUdevice, CUdevice_attribute_enum as Attribute, CUdeviceptr, CUevent, CUevent_flags_enum as EventFlags,
-    CUfunction, CUfunction_attribute_enum as FunctionAttribute, CUgraph, CUgraphExec, CUjit_option_enum as JitOption, CUmodule,
-    CUstream, CUstream_flags_enum as StreamFlags, CUstreamCaptureMode_enum as CaptureMode,
+    CUfunction, CUfunction_attribute_enum as FunctionAttribute, CUgraph, CUgraphExec, CUjit_option_enum as JitOption,
+    CUmodule, CUstream, CUstream_flags_enum as StreamFlags, CUstreamCaptureMode_enum as CaptureMode,
     CUstreamCaptureStatus_enum as CaptureStatus,
 };
 use std::collections::HashMap;

@@ -446,10 +446,11 @@ pub struct Plan {
 impl Plan {
     /// Blocks of a row that keep the device busy without making the merge long.
     pub fn splits(multiprocessors: u32, rows: usize, vocab: usize, need: usize) -> u32 {
-        // All blocks run at a time: two fit on a multiprocessor.
-        let wanted = 2 * multiprocessors as usize / rows.max(1);
-        // Less than a vector a thread is not worth a block.
-        let useful = vocab.div_ceil(8 * THREADS as usize);
+        // One block a multiprocessor is fastest where that is several blocks a row; otherwise two, the most that fit.
+        let alone = multiprocessors as usize / rows.max(1);
+        let wanted = if alone > 2 { alone } else { 2 * multiprocessors as usize / rows.max(1) };
+        // Less than a tile is not worth a block.
+        let useful = vocab.div_ceil(32 * THREADS as usize);
         wanted.min(useful).min(CAPACITY as usize / need.max(1)).max(1) as u32
     }
 }

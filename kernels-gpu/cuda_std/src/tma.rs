@@ -147,7 +147,10 @@ impl TensorMap {
         }
         let element = (w[2] >> 32 & 0xff) as usize;
         if RANK == 1 && coords[0].unsigned_abs() as usize * element % 16 != 0 {
-            simt::trap(format!("a copy of one dimension from element {}, which is not a multiple of 16 bytes", coords[0]));
+            simt::trap(format!(
+                "a copy of one dimension from element {}, which is not a multiple of 16 bytes",
+                coords[0]
+            ));
         }
         let one_if_absent = |i: usize, v: u64| if i < RANK { v } else { 1 };
         simt::TensorTile {

@@ -10,7 +10,7 @@
 //! goes through its part in the order of indices and keeps a sorted list, by insertion, in its registers.
 
 use super::logit::{Logit, Row, Words, for_each, largest};
-use super::weights::{candidate, key};
+use super::weights::{candidate, key, key_of};
 use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::integer::opaque;
 use cuda_std::shared::Carver;
@@ -28,6 +28,9 @@ const LIST_REGISTERS: usize = 4;
 /// The most candidates at a time: at least a running list and one of each warp.
 pub const CAPACITY: u32 = 12 * MAX_K;
 const _: () = assert!(CAPACITY >= (WARPS + 1) * MAX_K);
+
+/// Enough for a number of each group.
+const GROUP_BITS: u32 = 8;
 
 /// Candidates of a thread.
 const PRUNED: usize = CAPACITY.div_ceil(THREADS) as usize;
@@ -143,15 +146,15 @@ pub struct Scratch {
     /// The best, in order.
     pub best: Shared<u64>,
     /// The best of each group.
-    groups: Shared<u64>,
-    bound: Shared<u64>,
+    groups: Shared<u32>,
+    bound: Shared<u32>,
     count: Shared<u32>,
     /// For [`super::job::Job::last_of_row`] and the like.
     pub flag: Shared<u32>,
 }
 
 /// Bytes of [`Scratch`].
-const SCRATCH_BYTES: usize = 8 * (CAPACITY + MAX_K + THREADS + 2) as usize + 32;
+const SCRATCH_BYTES: usize = 8 * (CAPACITY + MAX_K) as usize + 4 * (THREADS as usize + 12);
 
 /// Shared memory of a block that has a [`Ring`] and a [`Scratch`].
 pub const SHARED_BYTES: usize = RING_BYTES + SCRATCH_BYTES;
@@ -164,17 +167,17 @@ impl Scratch {
             candidates: carver.take_aligned(CAPACITY as usize, 16),
             best: carver.take(MAX_K as usize),
             groups: carver.take_aligned(THREADS as usize, 16),
-            bound: carver.take(2),
+            bound: carver.take(4),
             count: carver.take(4),
             flag: carver.take(4),
         }
     }
 
-    /// A lower bound of the `k`-th best of everything of which each thread passes its best; 0 if fewer than `k` groups
+    /// A lower bound of the `k`-th best key of everything of which each thread passes its best; 0 if fewer than `k` groups
     /// hold anything. All threads get it. Resets the count of [`reserve`](Self::reserve).
     #[inline(always)]
     #[track_caller]
-    unsafe fn bound(&self, k: u32, offer: u64) -> u64 {
+    unsafe fn bound(&self, k: u32, offer: u32) -> u32 {
         let tid = own_index();
         // 2^shift lanes make a group; there are at least twice as many groups as are wanted.
         let shift = match k {
@@ -183,15 +186,18 @@ impl Scratch {
             33..=64 => 1,
             _ => 0,
         };
-        const { assert!(THREADS == 2 * MAX_K) };
+        const { assert!(THREADS == 2 * MAX_K && THREADS == 1 << GROUP_BITS) };
         let mut best = offer;
         let mut i = 0;
         while i < shift {
             best = best.max(warp::shfl_xor(best, 1 << i));
             i += 1;
         }
+        let group = tid >> shift;
         if tid & ((1 << shift) - 1) == 0 {
-            self.groups.set(tid >> shift, best);
+            // Short of its last bits, which say whose it is: no two are equal.
+            let best = best >> GROUP_BITS << GROUP_BITS;
+            self.groups.set(group, if best == 0 { 0 } else { best | group });
         }
         if tid == 0 {
             self.bound.set(0u32, 0);
@@ -200,9 +206,9 @@ impl Scratch {
         if tid == 0 {
             self.count.set(0u32, 0);
         }
-        rank(self.groups, THREADS >> shift, |rank, item| {
+        rank::<u32, 4>(self.groups, THREADS >> shift, |rank, item| {
             if rank == k - 1 && item != 0 {
-                self.bound.set(0u32, item);
+                self.bound.set(0u32, item >> GROUP_BITS << GROUP_BITS);
             }
         });
         thread::sync_threads();
@@ -237,7 +243,7 @@ impl Scratch {
         // Ranking takes time with the square of their number.
         let prune = n > THREADS / 2;
         let n = if prune { self.prune(n, k) } else { n };
-        rank(self.candidates, n, |rank, item| {
+        rank::<u64, 2>(self.candidates, n, |rank, item| {
             if rank < k && item != 0 {
                 self.best.set(rank, item);
             }
@@ -262,12 +268,12 @@ impl Scratch {
                 best = held[i].max(best);
             }
         });
-        let bound = self.bound(k, best).max(1);
+        let bound = self.bound(k, key_of(best)).max(1);
         let mut mine = 0;
-        unroll::<PRUNED>(|i| mine += (held[i] >= bound) as u32);
+        unroll::<PRUNED>(|i| mine += (key_of(held[i]) >= bound) as u32);
         let mut slot = self.reserve(mine);
         unroll::<PRUNED>(|i| {
-            if held[i] >= bound {
+            if key_of(held[i]) >= bound {
                 self.candidates.set(slot, held[i]);
                 slot += 1;
             }
@@ -327,8 +333,7 @@ impl Scratch {
                     best = float::max(best, largest::<T, HELD>(&ring.load(following(stage, i), at + i * TILE, end)));
                     i += 1;
                 }
-                let bound = self.bound(k, candidate(key(best), tid));
-                float::from_sortable((bound >> 32) as u32).max(f32::MIN)
+                float::from_sortable(self.bound(k, key(best))).max(f32::MIN)
             };
 
             if extra.1 >= least {
@@ -443,7 +448,8 @@ impl Scratch {
 /// As many lanes as there are to spare share the work of one item. All threads take part.
 #[inline(always)]
 #[track_caller]
-unsafe fn rank(items: Shared<u64>, n: u32, mut f: impl FnMut(u32, u64)) {
+unsafe fn rank<I: Copy + Default + Ord, const N: usize>(items: Shared<I>, n: u32, mut f: impl FnMut(u32, I)) {
+    const { assert!(N * size_of::<I>() == 16 && N.is_power_of_two()) };
     let tid = own_index();
     // Lanes of an item: 2^shift.
     let mut shift = 0;
@@ -455,22 +461,25 @@ unsafe fn rank(items: Shared<u64>, n: u32, mut f: impl FnMut(u32, u64)) {
     let mut first = 0;
     while first < n {
         let i = first + (tid >> shift);
-        let item = if i < n { items.get(i) } else { 0 };
+        let item = if i < n { items.get(i) } else { I::default() };
         let mut larger = 0;
-        if n % 2 == 1 && part == 0 {
-            larger = (items.get(n - 1) > item) as u32;
+        let whole = n / N as u32;
+        let mut j = whole * N as u32 + part;
+        while j < n {
+            larger += (items.get(j) > item) as u32;
+            j += lanes;
         }
         let mut j = part;
-        while j < n / 2 {
+        while j < whole {
             // Several loads at a time; 0 is never larger.
-            let mut others = [[0; 2]; 4];
+            let mut others = [[I::default(); N]; 4];
             unroll::<4>(|u| {
                 let at = j + u as u32 * lanes;
-                if at < n / 2 {
-                    others[u] = items.get_as::<B128<u64, 2>>(2 * at).0;
+                if at < whole {
+                    others[u] = items.get_as::<B128<I, N>>(at * N as u32).0;
                 }
             });
-            unroll::<4>(|u| larger += (others[u][0] > item) as u32 + (others[u][1] > item) as u32);
+            unroll::<4>(|u| unroll::<N>(|v| larger += (others[u][v] > item) as u32));
             j += 4 * lanes;
         }
         let mut m = 1;
