@@ -41,7 +41,7 @@ pub fn gpu() -> Option<Device> {
 }
 
 /// [`gpu`] for a test that wants so many GB of its memory, if GPUs are to be tested. Says so if it has less.
-pub fn large_gpu(gigabytes: usize) -> Option<Device> {
+pub fn large_gpu(gigabytes: u64) -> Option<Device> {
     let device = gpu().filter(|_| devices().iter().any(|(name, _)| *name == "cuda"))?;
     let enough = device.properties().memory_bytes >= gigabytes << 30;
     if !enough {
