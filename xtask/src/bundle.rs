@@ -66,7 +66,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     for (program, to) in &programs {
         let stripped = !args.keep_debug
             && Command::new("strip")
-                .arg("--strip-debug")
+                .arg("--strip-all")
                 .arg("-o")
                 .args([to, &program.file])
                 .status()

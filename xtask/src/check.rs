@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Runs everything that CI runs: formatting, lints, tests, PTX, documentation, CUDA build, packages, MSRV
+/// Runs everything that CI runs: formatting, lints, tests, PTX, documentation, CUDA build, packages, licences, MSRV
 ///
 /// Stops at the first step that fails. Needs nothing but rustup, a C compiler, and a network for what is missing.
 #[derive(Clone, Debug, clap::Args)]
@@ -48,6 +48,7 @@ const STEPS: &[Step] = &[
     Step { name: "cuda", what: "lints, documentation and tests with the feature `cuda`, without a driver", run: cuda },
     Step { name: "readme", what: "the commands that the README says to run", run: readme },
     Step { name: "package", what: "what is published builds from its packages", run: package },
+    Step { name: "deny", what: "licences and sources of all dependencies are on the list", run: deny },
     Step { name: "msrv", what: "the published crates build with the Rust version that they promise", run: msrv },
 ];
 
@@ -263,6 +264,27 @@ fn package(_: &Args) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The release of cargo-deny that is installed where there is none.
+const CARGO_DENY: &str = "0.20.2";
+
+/// Advisories are left out: their database changes from day to day, and a network that has only a registry lacks it.
+fn deny(_: &Args) -> Result<()> {
+    let own = repo::device_toolchain().join("cargo-deny");
+    let mut program = PathBuf::from("cargo-deny");
+    if Command::new(&program).arg("--version").output().is_err() {
+        program = own.join("bin/cargo-deny");
+        if !program.exists() {
+            println!("installing cargo-deny {CARGO_DENY}, which takes some minutes");
+            let mut install = cargo(&["install", "--quiet", "--locked", "--no-default-features", "cargo-deny"]);
+            install.args(["--version", CARGO_DENY, "--root"]).arg(&own);
+            must(install)?;
+        }
+    }
+    let mut deny = Command::new(&program);
+    deny.current_dir(repo::root()).args(["--log-level", "error", "check", "licenses", "bans", "sources"]);
+    must(deny)
 }
 
 fn msrv(_: &Args) -> Result<()> {
