@@ -26,7 +26,7 @@
 //! happens after the first block, and a common factor of numerator and denominator is no error. Sources: Shah et al.,
 //! *FlashAttention-3*, 2024 (overlap of softmax and products); Zadouri et al., *FlashAttention-4*, 2026 (rescaling).
 
-use super::ragged::{Batch, Schedule, Tile};
+use super::ragged::{Batch, Schedule, Tile, draw, finish};
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
 use cuda_std::shared::Carver;
@@ -69,6 +69,13 @@ const fn ring(i: u32) -> (u32, u32) {
     (i % STAGES, i / STAGES % 2)
 }
 
+/// A value that all lanes have, known to be so: matrix descriptors made of it are computed once a warp, not moved from
+/// the lanes' registers for each product.
+#[inline(always)]
+fn uniform(value: u32) -> u32 {
+    warp::shfl_idx(value, 0)
+}
+
 /// Arguments as for [`prefill`](super::prefill::prefill), except:
 ///
 /// * `q_map`: over `[tokens, q_heads, D]`, boxes of 64 × group × `tile_tokens`; `k_map`, `v_map`: as the module says, in
@@ -88,6 +95,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
     lens: *const i32,
     block_table: *const i32,
     sinks: *const f32,
+    tickets: *mut u32,
     sequences: u32,
     tokens: u32,
     q_heads: u32,
@@ -103,6 +111,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
     scale: f32,
     window: u32,
     causal: u32,
+    section_keys: u32,
 ) where
     T: TensorFloat + wgmma::Input,
     O: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
@@ -168,7 +177,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
     thread::sync_threads();
 
     if warp_id < 4 {
-        wgmma::decrease_registers::<40>();
+        wgmma::decrease_registers::<56>();
         if warp_id == 0 {
             let table = Global::new(block_table);
             let page = 1 << page_shift;
@@ -176,16 +185,18 @@ pub unsafe fn prefill<T, O, const D: usize>(
             let box_shift = if page_shift < 7 { page_shift } else { 7 };
             let boxes = KEYS as u32 >> box_shift;
             let box_bytes = box_keys * (D as u32 * 2);
-            let mut schedule = Schedule::new();
+            let mut schedule = Schedule::new(&batch, section_keys);
+            let mut next = schedule.find(&batch, thread::block_idx_x());
             let (mut tiles, mut used, mut tails) = (0, 0, 0);
             loop {
                 let (slot, parity) = ring(tiles);
                 mbarrier::wait_parity(bar(Q_EMPTY, slot), parity ^ 1);
                 let words = tile_words.offset(slot * WORDS as u32);
-                let Some(tile) = schedule.next(&batch) else {
+                let Some(tile) = next else {
                     if lane == 0 {
                         words.set(5u32, 0);
                         mbarrier::arrive(bar(Q_FULL, slot));
+                        finish(tickets);
                     }
                     break;
                 };
@@ -277,6 +288,14 @@ pub unsafe fn prefill<T, O, const D: usize>(
                             mbarrier::arrive(bar(V_FULL, stage));
                         }
                     }
+                    if block == last {
+                        // Now that there is work for a while.
+                        let mut index = 0;
+                        if lane == 0 {
+                            index = draw(tickets);
+                        }
+                        next = schedule.find(&batch, warp::shfl_idx(index, 0));
+                    }
                     page_v = page_k;
                     used += 1;
                     if !more {
@@ -287,7 +306,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
             }
         }
     } else {
-        wgmma::increase_registers::<232>();
+        wgmma::increase_registers::<224>();
         let me = warp_id / 4 - 1;
         let (g, t) = (lane / 4, lane % 4);
         // This thread's rows of the tile: this one and eight further.
@@ -324,6 +343,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
                 len: word(2),
                 position: word(3) as i32,
             };
+            let slot = uniform(slot);
             let q = q.offset(slot * q_bytes);
             let ends = [batch.end(&tile, row / group), batch.end(&tile, (row + 8) / group)];
             // Blocks that every row of the tile sees all of.
@@ -429,9 +449,12 @@ pub unsafe fn prefill<T, O, const D: usize>(
             if blocks > 1 {
                 loop {
                     block -= 1;
-                    let ((v_stage, v_parity), (k_stage, k_parity)) = (ring(used), ring(used + 1));
+                    let ((v_stage, v_parity), (_, k_parity)) = (ring(used), ring(used + 1));
+                    let v_stage = uniform(v_stage);
+                    let k_stage = v_stage ^ 1;
                     used += 1;
                     mbarrier::wait_parity(bar(K_FULL, k_stage), k_parity);
+                    let wrong = bad_pages.get(k_stage);
                     thread::sync_named(1 + me, 256);
                     scores(&mut s, k_stage);
                     mbarrier::wait_parity(bar(V_FULL, v_stage), v_parity);
@@ -439,7 +462,6 @@ pub unsafe fn prefill<T, O, const D: usize>(
                     thread::arrive_named(2 - me, 256);
                     // Two groups are the second product's.
                     wgmma::wait::<2>(&mut s);
-                    let wrong = bad_pages.get(k_stage);
                     release(K_EMPTY, k_stage);
                     if block >= whole_end || block < whole_start || wrong != 0 {
                         mask(&mut s, block, wrong);
@@ -534,9 +556,9 @@ entries! {
     /// Arguments of every `prefill_wgmma_*` entry; see [`prefill`].
     pub struct Args<T>(
         out: *mut T, lse: *mut f32, q_map: TensorMap, k_map: TensorMap, v_map: TensorMap, starts: *const i32,
-        lens: *const i32, block_table: *const i32, sinks: *const f32, sequences: u32, tokens: u32, q_heads: u32, kv_heads: u32,
-        page_shift: u32, max_pages: u32, pages: u32, tile_tokens: u32, out_token: usize, out_head: usize, k_head: u32,
-        v_head: u32, scale: f32, window: u32, causal: u32,
+        lens: *const i32, block_table: *const i32, sinks: *const f32, tickets: *mut u32, sequences: u32, tokens: u32, q_heads: u32,
+        kv_heads: u32, page_shift: u32, max_pages: u32, pages: u32, tile_tokens: u32, out_token: usize, out_head: usize, k_head: u32,
+        v_head: u32, scale: f32, window: u32, causal: u32, section_keys: u32,
     );
     prefill_wgmma_d128_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128>;
     prefill_wgmma_d128_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128>;

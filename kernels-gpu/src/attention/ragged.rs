@@ -1,12 +1,18 @@
 //! Tiles of queries of a ragged batch: which block computes what, from lengths that live on the device.
 //!
-//! A tile is up to [`Batch::tile_tokens`] query tokens of one sequence with all query heads of one KV head. Tiles are
-//! numbered level by level: first the last tile of every sequence, then the last but one of every sequence that has
-//! one, and so on, KV heads running fastest. So with causal attention the longest tiles come first (of sequences of one
-//! length exactly), and neighbours in the order read the same keys at about the same time. [`Schedule`] deals them out
-//! to a fixed grid in boustrophedon order, which evens out the falling costs; one graph serves every step.
+//! A tile is up to [`Batch::tile_tokens`] query tokens of one sequence with all query heads of one KV head.
+//!
+//! Pairs of sequence and KV head, KV heads running fastest, are cut into *sections* of so many that their keys and values fit
+//! into the L2 cache ([`Schedule::new`]): a section's tiles come before those of the next one, so that what they share is
+//! read from memory once. Within a section tiles come level by level: the last tile of every pair, then the last but one
+//! of every pair that has one, and so on. So with causal attention the long ones come first, and those that run at one
+//! time read the same keys at about the same time.
+//!
+//! The grid is fixed. Blocks draw tiles from a counter ([`draw`]), so that lengths known only on the device balance
+//! themselves, and find them by walking along the order, in which they only go forward. Which block computes a tile
+//! makes no difference to it.
 
-use cuda_std::{Global, thread, warp};
+use cuda_std::{Global, atomic, float, thread, warp};
 
 /// The query chunks of a launch.
 #[derive(Clone, Copy)]
@@ -57,6 +63,12 @@ impl Batch {
         (start, inside(self.starts.get(sequence + 1)).saturating_sub(start))
     }
 
+    /// Keys of a sequence.
+    #[inline(always)]
+    unsafe fn len(&self, sequence: u32) -> u32 {
+        (self.lens.get(sequence).max(0) as u32).min(self.max_len)
+    }
+
     /// Keys that the token at this position sees end here.
     #[inline(always)]
     pub fn end(&self, tile: &Tile, token: u32) -> u32 {
@@ -70,11 +82,14 @@ impl Batch {
     }
 }
 
-/// The tiles of one block, longest first.
+/// The tiles of a launch in their order.
 pub struct Schedule {
-    round: u32,
+    /// Pairs of sequence and KV head in a section.
+    section: u32,
+    /// First pair of the section.
+    start: u32,
     level: u32,
-    /// First of the 32 sequences that the lanes look at.
+    /// First of the 32 pairs that the lanes look at, in the section.
     base: u32,
     /// Tiles before those.
     before: u32,
@@ -83,58 +98,82 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// Before the first tile.
+    /// Before the first tile, with sections of about `section_keys` keys. For whole warps.
     #[inline(always)]
-    #[allow(clippy::new_without_default)]
-    pub fn new() -> Self {
-        Self { round: 0, level: 0, base: 0, before: 0, any: false }
+    pub unsafe fn new(batch: &Batch, section_keys: u32) -> Self {
+        let mut keys = 0f32;
+        let mut sequence = warp::lane_id();
+        while sequence < batch.sequences {
+            keys += batch.len(sequence) as f32;
+            sequence += 32;
+        }
+        let average = float::max(warp::reduce_sum(keys), 1.0);
+        let section = float::fast::div(section_keys as f32 * batch.sequences as f32, average);
+        Self { section: (section as u32).max(1), start: 0, level: 0, base: 0, before: 0, any: false }
     }
 
-    /// The block's next tile. For whole warps.
+    /// The tile of this number, which is above that of the call before. For whole warps.
     #[inline(always)]
-    pub unsafe fn next(&mut self, batch: &Batch) -> Option<Tile> {
-        let (block, blocks, lane) = (thread::block_idx_x(), thread::grid_dim_x(), warp::lane_id());
-        let index = self.round * blocks + if self.round % 2 == 0 { block } else { blocks - 1 - block };
-        self.round += 1;
+    pub unsafe fn find(&mut self, batch: &Batch, index: u32) -> Option<Tile> {
         core::hint::assert_unchecked(batch.tile_tokens != 0 && batch.kv_heads != 0);
-        loop {
-            let sequence = self.base + lane;
-            let (start, tokens) = if sequence < batch.sequences { batch.chunk(sequence) } else { (0, 0) };
+        let lane = warp::lane_id();
+        let pairs = batch.sequences * batch.kv_heads;
+        while self.start < pairs {
+            let end = if pairs - self.start < self.section { pairs } else { self.start + self.section };
+            let pair = self.start + self.base + lane;
+            let sequence = pair / batch.kv_heads;
+            let (first, tokens) = if pair < end { batch.chunk(sequence) } else { (0, 0) };
             let tiles = tokens.div_ceil(batch.tile_tokens);
             let there = warp::warp_vote_ballot(warp::FULL, tiles > self.level);
-            let count = there.count_ones() * batch.kv_heads;
-            if index - self.before < count {
-                let within = index - self.before;
+            let nth = index - self.before;
+            if nth < there.count_ones() {
                 // The lane with so many others of the level before it.
-                let nth = within / batch.kv_heads;
                 let mine = tiles > self.level && (there & ((1 << lane) - 1)).count_ones() == nth;
                 let owner = warp::warp_vote_ballot(warp::FULL, mine).trailing_zeros();
-                let start = warp::shfl_idx(start, owner);
-                let chunk = warp::shfl_idx(tokens, owner);
-                let tiles = warp::shfl_idx(tiles, owner);
-                let sequence = self.base + owner;
-                let first = (tiles - 1 - self.level) * batch.tile_tokens;
-                let len = (batch.lens.get(sequence).max(0) as u32).min(batch.max_len);
+                let (first, tokens) = (warp::shfl_idx(first, owner), warp::shfl_idx(tokens, owner));
+                let (tiles, pair) = (warp::shfl_idx(tiles, owner), warp::shfl_idx(pair, owner));
+                let before = (tiles - 1 - self.level) * batch.tile_tokens;
+                let sequence = pair / batch.kv_heads;
+                let len = batch.len(sequence);
                 return Some(Tile {
                     sequence,
-                    kv_head: within % batch.kv_heads,
-                    first: start + first,
-                    tokens: (chunk - first).min(batch.tile_tokens),
+                    kv_head: pair % batch.kv_heads,
+                    first: first + before,
+                    tokens: (tokens - before).min(batch.tile_tokens),
                     len,
-                    position: len as i32 - chunk as i32 + first as i32,
+                    position: len as i32 - tokens as i32 + before as i32,
                 });
             }
             self.any |= there != 0;
-            self.before += count;
+            self.before += there.count_ones();
             self.base += 32;
-            if self.base >= batch.sequences {
-                if !self.any {
-                    return None;
-                }
-                self.any = false;
+            if self.start + self.base >= end {
                 self.base = 0;
                 self.level += 1;
+                if !self.any {
+                    self.start = end;
+                    self.level = 0;
+                }
+                self.any = false;
             }
         }
+        None
+    }
+}
+
+/// Draws the number of a block's next tile; the first is the block's own. By one thread.
+#[inline(always)]
+pub unsafe fn draw(tickets: *mut u32) -> u32 {
+    thread::grid_dim_x() + atomic::fetch_add(tickets, 1, atomic::Device, atomic::Relaxed)
+}
+
+/// Says that a block draws no more; the last block leaves the tickets as the next launch wants them. By the thread that
+/// drew.
+#[inline(always)]
+pub unsafe fn finish(tickets: *mut u32) {
+    let done = tickets.wrapping_add(1);
+    if atomic::fetch_add(done, 1, atomic::Device, atomic::AcqRel) + 1 == thread::grid_dim_x() {
+        atomic::exchange_u32(tickets, 0);
+        atomic::exchange_u32(done, 0);
     }
 }
