@@ -317,7 +317,9 @@ pub unsafe fn prefill<T, O, const D: usize>(
             Descriptor::<K>::new(k0).with_stride(1024 * halves),
             Descriptor::<Mn>::new(v0, 1024).with_stride(1024 * halves),
         );
+        // After what all lanes have read.
         let release = |kind: u32, slot: u32| {
+            warp::sync_warp(warp::FULL);
             if lane == 0 {
                 mbarrier::arrive(bar(kind, slot));
             }
@@ -331,10 +333,11 @@ pub unsafe fn prefill<T, O, const D: usize>(
             tiles += 1;
             mbarrier::wait_parity(bar(Q_FULL, slot), parity);
             let word = |i: u32| tile_words.get(slot * WORDS as u32 + i);
-            let (first_block, blocks) = (word(4), word(5));
+            let blocks = word(5);
             if blocks == 0 {
                 break;
             }
+            let first_block = word(4);
             let tile = Tile {
                 sequence: 0,
                 kv_head: word(6),
@@ -542,7 +545,6 @@ pub unsafe fn prefill<T, O, const D: usize>(
                 }
             }
             tma::fence_async();
-            warp::sync_warp(warp::FULL);
             release(Q_EMPTY, slot);
         }
         // Every arrival is waited for.
