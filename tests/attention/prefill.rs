@@ -57,7 +57,8 @@ fn case<T: Float + CacheElement>(d: &Device, shape: &Shape) -> Case<T> {
     let mut free = pages - 2;
     for (b, &len) in lens.iter().enumerate() {
         let round = |n: Vec<f32>| n.into_iter().map(T::from_f32).collect::<Vec<_>>();
-        let (kn, vn) = (round(noise(len * kv_heads * dim, 7 + b as u64)), round(noise(len * kv_heads * dim, 99 + b as u64)));
+        let (kn, vn) =
+            (round(noise(len * kv_heads * dim, 7 + b as u64)), round(noise(len * kv_heads * dim, 99 + b as u64)));
         for p in 0..len.div_ceil(page) {
             table[b * max_pages + p] = free as i32;
             free -= 1;
@@ -168,18 +169,17 @@ fn check<T: Float + CacheElement>(d: &Device, s: &Stream, shape: &Shape, bend: B
 }
 
 fn shapes(dims: &'static [usize], pages: &'static [usize]) -> impl Strategy<Value = Shape> {
-    let sequence = (prop_oneof![0usize..3, 1usize..70, Just(33)], prop_oneof![Just(0usize), 0usize..150, Just(95), Just(128)]);
+    let sequence =
+        (prop_oneof![0usize..3, 1usize..70, Just(33)], prop_oneof![Just(0usize), 0usize..150, Just(95), Just(128)]);
     // Now and then more query tokens than keys: the first see nothing.
-    let sequence = (sequence, 0usize..8).prop_map(|((chunk, before), odd)| {
-        (chunk, if odd == 0 { before.min(chunk / 2) } else { chunk + before })
-    });
+    let sequence = (sequence, 0usize..8)
+        .prop_map(|((chunk, before), odd)| (chunk, if odd == 0 { before.min(chunk / 2) } else { chunk + before }));
     let page = prop::sample::select(pages);
-    (prop::collection::vec(sequence, 1..4), 1usize..3, 1usize..9, prop::sample::select(dims), page, any::<bool>()).prop_map(
-        |(sequences, kv_heads, group, dim, page, hnd)| {
+    (prop::collection::vec(sequence, 1..4), 1usize..3, 1usize..9, prop::sample::select(dims), page, any::<bool>())
+        .prop_map(|(sequences, kv_heads, group, dim, page, hnd)| {
             let layout = if hnd { CacheLayout::Hnd } else { CacheLayout::Nhd };
             Shape { sequences, kv_heads, group, dim, page, layout }
-        },
-    )
+        })
 }
 
 fn bends() -> impl Strategy<Value = Bend> {
@@ -205,11 +205,15 @@ fn wgmma_matches_the_reference() {
 
 #[test]
 fn mma_matches_the_reference() {
-    property(8, (shapes(&[32, 64, 80, 96, 112, 120, 128, 192, 256], &[8, 16, 32, 64]), bends()), |d, s, (shape, bend)| {
-        check::<bf16>(d, s, &shape, bend, PrefillPath::Mma, 5);
-        check::<f16>(d, s, &shape, bend, PrefillPath::Mma, 5);
-        Ok(())
-    });
+    property(
+        8,
+        (shapes(&[32, 64, 80, 96, 112, 120, 128, 192, 256], &[8, 16, 32, 64]), bends()),
+        |d, s, (shape, bend)| {
+            check::<bf16>(d, s, &shape, bend, PrefillPath::Mma, 5);
+            check::<f16>(d, s, &shape, bend, PrefillPath::Mma, 5);
+            Ok(())
+        },
+    );
 }
 
 #[test]
@@ -229,7 +233,8 @@ fn plain_matches_the_reference() {
 fn lengths_around_pages_and_blocks() {
     on_every_device(|d, s| {
         let gpu = !d.is_simt();
-        let mut sequences = vec![(0, 0), (1, 1), (15, 15), (16, 16), (17, 17), (1, 512), (3, 513), (2, 511), (0, 40), (129, 129)];
+        let mut sequences =
+            vec![(0, 0), (1, 1), (15, 15), (16, 16), (17, 17), (1, 512), (3, 513), (2, 511), (0, 40), (129, 129)];
         if gpu {
             sequences.extend([(511, 511), (512, 512), (513, 513), (4096, 4096), (100, 4096), (1, 32768), (1000, 3000)]);
         }
@@ -345,7 +350,8 @@ fn one_graph_serves_changing_lengths() {
                 prefill(s, &mut graphed, None, &c.q, &c.cache, &c.table, &c.starts, &c.lens, &options, &mut work)
             })
             .unwrap();
-            for (starts, lens) in [([0, 40, 65], [200, 150]), ([0, 1, 65], [1, 100]), ([0, 0, 65], [0, 65]), ([0, 64, 65], [129, 1])]
+            for (starts, lens) in
+                [([0, 40, 65], [200, 150]), ([0, 1, 65], [1, 100]), ([0, 0, 65], [0, 65]), ([0, 64, 65], [129, 1])]
             {
                 c.starts.copy_from_slice(&starts).unwrap();
                 c.lens.copy_from_slice(&lens).unwrap();
@@ -443,7 +449,8 @@ fn page_offsets_beyond_32_bits() {
         for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
             let (out, _) = c.run(s, &PrefillOptions::default().path(path));
             for h in 0..heads {
-                let rows = |n: &[bf16]| (0..page).map(|i| widen(&n[(i * heads + h) * dim..][..dim])).collect::<Vec<_>>();
+                let rows =
+                    |n: &[bf16]| (0..page).map(|i| widen(&n[(i * heads + h) * dim..][..dim])).collect::<Vec<_>>();
                 let row = (page - 1) * heads + h;
                 let query = reference::Query {
                     q: &c.query[row * dim..][..dim],
@@ -472,11 +479,23 @@ fn bad_input() {
             layout: CacheLayout::Nhd,
         };
         let c = case::<bf16>(d, &shape);
-        let run = |q: &Tensor<bf16>, out: &[usize], table: &[usize], starts: usize, lens: usize, o: &PrefillOptions<'_>| {
-            let mut out = Tensor::<bf16>::zeros(d, out).unwrap();
-            let i = |shape: &[usize]| Tensor::<i32>::zeros(d, shape).unwrap();
-            prefill(s, &mut out, None, q, &c.cache, &i(table), &i(&[starts]), &i(&[lens]), o, &mut PrefillWorkspace::new(d).unwrap())
-        };
+        let run =
+            |q: &Tensor<bf16>, out: &[usize], table: &[usize], starts: usize, lens: usize, o: &PrefillOptions<'_>| {
+                let mut out = Tensor::<bf16>::zeros(d, out).unwrap();
+                let i = |shape: &[usize]| Tensor::<i32>::zeros(d, shape).unwrap();
+                prefill(
+                    s,
+                    &mut out,
+                    None,
+                    q,
+                    &c.cache,
+                    &i(table),
+                    &i(&[starts]),
+                    &i(&[lens]),
+                    o,
+                    &mut PrefillWorkspace::new(d).unwrap(),
+                )
+            };
         let t = |shape: &[usize]| Tensor::<bf16>::zeros(d, shape).unwrap();
         let o = PrefillOptions::default();
         let full = [9, 4, 64];

@@ -460,8 +460,7 @@ pub fn prefill<T: Float + CacheElement>(
         }),
         _ => {
             let expected = "f32, f16 or bf16".into();
-            let entry =
-                plain_entry(T::DTYPE).ok_or(Error::DType { op: OP, arg: "q", expected, got: T::DTYPE })?;
+            let entry = plain_entry(T::DTYPE).ok_or(Error::DType { op: OP, arg: "q", expected, got: T::DTYPE })?;
             // SAFETY: as above.
             unsafe { stream.launch(&entry, &plain_geometry(rows), &args) }
         }

@@ -312,8 +312,7 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize>(
             if token[h] < tile.tokens {
                 let head = tile.kv_head * group + head[h];
                 let query = (tile.first + token[h]) as usize;
-                let sink =
-                    if sinks.is_null() { f32::NEG_INFINITY } else { Global::new(sinks).get(head) * LOG2_E };
+                let sink = if sinks.is_null() { f32::NEG_INFINITY } else { Global::new(sinks).get(head) * LOG2_E };
                 let reference = float::max(float::max(top[h], f32::MIN), sink);
                 let shrink = float::fast::exp2(float::max(top[h], f32::MIN) - reference);
                 let whole = float::fma(total, shrink, float::fast::exp2(sink - reference));

@@ -41,6 +41,8 @@ pub const THREADS: usize = 384;
 pub const ROWS: usize = 128;
 /// Keys of a block of keys.
 pub const KEYS: usize = 128;
+/// Tiles of Q in shared memory.
+const Q_STAGES: u32 = 2;
 /// Blocks of K, and of V, in shared memory.
 const STAGES: u32 = 2;
 /// Words that say what a tile is.
@@ -50,23 +52,43 @@ const SLACK: f32 = 8.0;
 
 /// Dynamic shared memory of a block.
 pub const fn shared_bytes(head_dim: usize) -> usize {
-    (2 * ROWS + 4 * KEYS) * head_dim * 2 + 512
+    (Q_STAGES as usize * ROWS + 2 * STAGES as usize * KEYS) * head_dim * 2 + 512
 }
 
 /// Barriers, by number.
 const Q_FULL: u32 = 0;
-const Q_EMPTY: u32 = 2;
-const K_FULL: u32 = 4;
-const K_EMPTY: u32 = 6;
-const V_FULL: u32 = 8;
-const V_EMPTY: u32 = 10;
-const TAIL: u32 = 12;
-const BARRIERS: usize = 13;
+const Q_EMPTY: u32 = Q_FULL + Q_STAGES;
+const K_FULL: u32 = Q_EMPTY + Q_STAGES;
+const K_EMPTY: u32 = K_FULL + STAGES;
+const V_FULL: u32 = K_EMPTY + STAGES;
+const V_EMPTY: u32 = V_FULL + STAGES;
+const TAIL: u32 = V_EMPTY + STAGES;
+const BARRIERS: usize = TAIL as usize + 1;
 
-/// Slot and parity of the `i`th use of a ring of two.
-#[inline(always)]
-const fn ring(i: u32) -> (u32, u32) {
-    (i % STAGES, i / STAGES % 2)
+/// A place in a ring of `N` slots.
+#[derive(Clone, Copy)]
+struct Ring<const N: u32> {
+    slot: u32,
+    parity: u32,
+}
+
+impl<const N: u32> Ring<N> {
+    #[inline(always)]
+    fn new() -> Self {
+        Self { slot: 0, parity: 0 }
+    }
+
+    #[inline(always)]
+    fn next(self) -> Self {
+        let end = self.slot + 1 == N;
+        Self { slot: if end { 0 } else { self.slot + 1 }, parity: self.parity ^ end as u32 }
+    }
+
+    /// With its slot known to be that of all lanes.
+    #[inline(always)]
+    fn uniform(self) -> Self {
+        Self { slot: uniform(self.slot), ..self }
+    }
 }
 
 /// A value that all lanes have, known to be so: matrix descriptors made of it are computed once a warp, not moved from
@@ -134,11 +156,11 @@ pub unsafe fn prefill<T, O, const D: usize>(
     core::hint::assert_unchecked(group != 0);
 
     let mut carver = Carver::new();
-    let q_tiles = carver.take_aligned::<T>(2 * ROWS * D, 1024);
-    let k_tiles = carver.take_aligned::<T>(2 * KEYS * D, 1024);
-    let v_tiles = carver.take_aligned::<T>(2 * KEYS * D, 1024);
+    let q_tiles = carver.take_aligned::<T>(Q_STAGES as usize * ROWS * D, 1024);
+    let k_tiles = carver.take_aligned::<T>(STAGES as usize * KEYS * D, 1024);
+    let v_tiles = carver.take_aligned::<T>(STAGES as usize * KEYS * D, 1024);
     let barriers = carver.take::<u64>(BARRIERS);
-    let tile_words = carver.take::<u32>(2 * WORDS);
+    let tile_words = carver.take::<u32>(Q_STAGES as usize * WORDS);
     let bad_pages = carver.take::<u32>(STAGES as usize);
     let (q0, k0, v0) = (q_tiles.address(0u32), k_tiles.address(0u32), v_tiles.address(0u32));
     let bar0 = barriers.address(0u32);
@@ -147,12 +169,14 @@ pub unsafe fn prefill<T, O, const D: usize>(
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let warp_id = warp::shfl_idx(tid / 32, 0);
     if tid == 0 {
-        for slot in 0..STAGES {
+        // Full: an arrival of the producer. Empty: one of each consumer warp.
+        for slot in 0..Q_STAGES {
             mbarrier::init(bar(Q_FULL, slot), 1);
+            mbarrier::init(bar(Q_EMPTY, slot), 8);
+        }
+        for slot in 0..STAGES {
             mbarrier::init(bar(K_FULL, slot), 1);
             mbarrier::init(bar(V_FULL, slot), 1);
-            // An arrival of each consumer warp.
-            mbarrier::init(bar(Q_EMPTY, slot), 8);
             mbarrier::init(bar(K_EMPTY, slot), 8);
             mbarrier::init(bar(V_EMPTY, slot), 8);
         }
@@ -165,7 +189,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
     // Rows that no box fills are read by the products, though nothing of them is stored.
     let filled = tile_tokens * group;
     let mut line = tid;
-    while line < 2 * halves * ROWS as u32 {
+    while line < Q_STAGES * halves * ROWS as u32 {
         if line % ROWS as u32 >= filled {
             for i in 0..8u32 {
                 q_tiles.set_as(line * 64 + 8 * i, B128([0u32; 4]));
@@ -186,13 +210,16 @@ pub unsafe fn prefill<T, O, const D: usize>(
             let boxes = KEYS as u32 >> box_shift;
             let box_bytes = box_keys * (D as u32 * 2);
             let mut schedule = Schedule::new(&batch, section_keys);
-            let mut next = schedule.find(&batch, thread::block_idx_x());
-            let (mut tiles, mut used, mut tails) = (0, 0, 0);
+            let mut index = thread::block_idx_x();
+            let (mut tiles, mut k_ring, mut v_ring) =
+                (Ring::<Q_STAGES>::new(), Ring::<STAGES>::new(), Ring::<STAGES>::new());
+            let mut tails = 0;
             loop {
-                let (slot, parity) = ring(tiles);
-                mbarrier::wait_parity(bar(Q_EMPTY, slot), parity ^ 1);
+                let found = schedule.find(&batch, index);
+                let slot = tiles.slot;
+                mbarrier::wait_parity(bar(Q_EMPTY, slot), tiles.parity ^ 1);
                 let words = tile_words.offset(slot * WORDS as u32);
-                let Some(tile) = next else {
+                let Some(tile) = found else {
                     if lane == 0 {
                         words.set(5u32, 0);
                         mbarrier::arrive(bar(Q_FULL, slot));
@@ -219,7 +246,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
                         tma::load_tensor::<3>(to, q_map, at, bar(Q_FULL, slot));
                     }
                 }
-                tiles += 1;
+                tiles = tiles.next();
 
                 // A lane for each box of a block. Its page: -1 if there is none, which is outside of the tensor.
                 let row = table.offset(tile.sequence as usize * max_pages as usize);
@@ -228,12 +255,12 @@ pub unsafe fn prefill<T, O, const D: usize>(
                     if lane < boxes && key < tile.len { row.get(key >> page_shift) } else { -1 }
                 };
                 let checked = |page: i32| if (page as u32) < pages { page } else { -1 };
-                let load_k = |block: u32, use_of: u32, page: i32| {
-                    let (stage, parity) = ring(use_of);
+                let load_k = |block: u32, at: Ring<STAGES>, page: i32| {
+                    let stage = at.slot;
                     let key = block * KEYS as u32 + (lane << box_shift);
                     let wrong = lane < boxes && key < tile.len && checked(page) < 0;
                     let wrong = warp::warp_vote_ballot(warp::FULL, wrong);
-                    mbarrier::wait_parity(bar(K_EMPTY, stage), parity ^ 1);
+                    mbarrier::wait_parity(bar(K_EMPTY, stage), at.parity ^ 1);
                     if lane == 0 {
                         bad_pages.set(stage, wrong);
                         mbarrier::arrive_expect_tx(bar(K_FULL, stage), kv_bytes);
@@ -248,15 +275,19 @@ pub unsafe fn prefill<T, O, const D: usize>(
                 let last = first + blocks - 1;
                 let mut block = last;
                 let mut page_v = page_of(block);
-                load_k(block, used, page_v);
+                load_k(block, k_ring, page_v);
+                k_ring = k_ring.next();
+                let mut drawn = 0;
                 loop {
                     let more = block > first;
                     let page_k = if more { page_of(block - 1) } else { -1 };
                     if more {
-                        load_k(block - 1, used + 1, page_k);
+                        load_k(block - 1, k_ring, page_k);
+                        k_ring = k_ring.next();
                     }
-                    let (stage, parity) = ring(used);
-                    mbarrier::wait_parity(bar(V_EMPTY, stage), parity ^ 1);
+                    let stage = v_ring.slot;
+                    mbarrier::wait_parity(bar(V_EMPTY, stage), v_ring.parity ^ 1);
+                    v_ring = v_ring.next();
                     // Keys of the last page behind the sequence's end may hold anything, NaN times 0 among it.
                     let beyond = tile.len.wrapping_sub(block * KEYS as u32);
                     let tail = beyond < KEYS as u32 && beyond % box_keys != 0;
@@ -288,21 +319,17 @@ pub unsafe fn prefill<T, O, const D: usize>(
                             mbarrier::arrive(bar(V_FULL, stage));
                         }
                     }
-                    if block == last {
-                        // Now that there is work for a while.
-                        let mut index = 0;
-                        if lane == 0 {
-                            index = draw(tickets);
-                        }
-                        next = schedule.find(&batch, warp::shfl_idx(index, 0));
+                    // The number of the next tile is on its way until it is needed.
+                    if block == last && lane == 0 {
+                        drawn = draw(tickets);
                     }
                     page_v = page_k;
-                    used += 1;
                     if !more {
                         break;
                     }
                     block -= 1;
                 }
+                index = warp::shfl_idx(drawn, 0);
             }
         }
     } else {
@@ -327,10 +354,10 @@ pub unsafe fn prefill<T, O, const D: usize>(
         if me == 1 {
             thread::arrive_named(1, 256);
         }
-        let (mut tiles, mut used) = (0u32, 0u32);
+        let (mut tiles, mut k_ring) = (Ring::<Q_STAGES>::new(), Ring::<STAGES>::new());
         loop {
-            let (slot, parity) = ring(tiles);
-            tiles += 1;
+            let Ring { slot, parity } = tiles.uniform();
+            tiles = tiles.next();
             mbarrier::wait_parity(bar(Q_FULL, slot), parity);
             let word = |i: u32| tile_words.get(slot * WORDS as u32 + i);
             let blocks = word(5);
@@ -346,7 +373,6 @@ pub unsafe fn prefill<T, O, const D: usize>(
                 len: word(2),
                 position: word(3) as i32,
             };
-            let slot = uniform(slot);
             let q = q.offset(slot * q_bytes);
             let ends = [batch.end(&tile, row / group), batch.end(&tile, (row + 8) / group)];
             // Blocks that every row of the tile sees all of.
@@ -391,9 +417,23 @@ pub unsafe fn prefill<T, O, const D: usize>(
                     }
                 }
             };
-            // Scores become probabilities, relative to the maximum so far; returns what O is to be multiplied by, if
-            // anything.
-            let softmax = |s: &mut [f32; KEYS / 2], top: &mut [f32; 2], sum: &mut [f32; 2]| {
+            // V takes the slots that K took a block before.
+            let mut v_ring = k_ring.uniform();
+            mbarrier::wait_parity(bar(K_FULL, v_ring.slot), v_ring.parity);
+            scores(&mut s, v_ring.slot);
+            let mut wrong = bad_pages.get(v_ring.slot);
+            wgmma::wait::<0>(&mut s);
+            release(K_EMPTY, v_ring.slot);
+            k_ring = v_ring.next();
+            let last_block = first_block + blocks - 1;
+            let mut block = last_block;
+            let mut p = [[0u32; 4]; KEYS / 16];
+            // Its loop begins behind the products, so that what they need is known to be uniform long before them.
+            loop {
+                let (k_slot, v_slot) = (uniform(k_ring.slot), uniform(v_ring.slot));
+                if block >= whole_end || block < whole_start || wrong != 0 {
+                    mask(&mut s, block, wrong);
+                }
                 let mut new = [0f32; 2];
                 unroll::<2>(|h| {
                     let mut m = [f32::NEG_INFINITY; 2];
@@ -406,87 +446,60 @@ pub unsafe fn prefill<T, O, const D: usize>(
                 });
                 let grows = |h: usize| (new[h] - top[h]) * fold > SLACK;
                 let rescale = warp::warp_vote_any(warp::FULL, grows(0) || grows(1));
-                let mut factor = [1f32; 2];
+                // The last block's second product, which ran meanwhile.
+                wgmma::wait::<0>(&mut o);
+                if block != last_block {
+                    release(V_EMPTY, (v_slot + (STAGES - 1)) % STAGES);
+                }
                 if rescale {
+                    let o = o.as_mut();
                     unroll::<2>(|h| {
                         // Nothing seen yet: 0 times anything finite.
                         let old = top[h];
-                        factor[h] = if old == f32::NEG_INFINITY { 0.0 } else { float::fast::exp2((old - new[h]) * fold) };
+                        let factor =
+                            if old == f32::NEG_INFINITY { 0.0 } else { float::fast::exp2((old - new[h]) * fold) };
                         top[h] = new[h];
-                        sum[h] *= factor[h];
+                        sum[h] *= factor;
+                        for j in 0..D / 8 {
+                            unroll::<2>(|c| o[4 * j + 2 * h + c] *= factor);
+                        }
                     });
                 }
-                unroll::<2>(|h| {
-                    let reference = if top[h] == f32::NEG_INFINITY { 0.0 } else { top[h] * fold };
-                    let mut part = [0f32; 2];
-                    for j in 0..KEYS / 8 {
-                        unroll::<2>(|c| {
-                            let e = 4 * j + 2 * h + c;
-                            s[e] = float::fast::exp2(float::fma(s[e], fold, -reference));
-                            part[c] += s[e];
-                        });
-                    }
-                    sum[h] += part[0] + part[1];
-                });
-                (rescale, factor)
-            };
-            let packed = |s: &[f32; KEYS / 2]| {
-                let mut p = [[0u32; 4]; KEYS / 16];
+                // Scores become probabilities, relative to the maximum so far.
+                let reference = |h: usize| if top[h] == f32::NEG_INFINITY { 0.0 } else { -(top[h] * fold) };
+                let reference = [reference(0), reference(1)];
+                let mut part = [[0f32; 2]; 2];
                 for step in 0..KEYS / 16 {
-                    unroll::<4>(|i| p[step][i] = T::pack_f32(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]));
+                    unroll::<4>(|i| {
+                        let e = 8 * step + 2 * i;
+                        let exponent = |s: f32| float::fma(s, fold, reference[i % 2]);
+                        let (x, y) = (float::fast::exp2(exponent(s[e])), float::fast::exp2(exponent(s[e + 1])));
+                        part[i % 2][0] += x;
+                        part[i % 2][1] += y;
+                        p[step][i] = T::pack_f32(x, y);
+                    });
                 }
-                p
-            };
+                unroll::<2>(|h| sum[h] += part[h][0] + part[h][1]);
+                if block == first_block {
+                    break;
+                }
+                block -= 1;
 
-            // The last block, whose scores nothing hides.
-            let mut block = first_block + blocks - 1;
-            let (stage, parity) = ring(used);
-            mbarrier::wait_parity(bar(K_FULL, stage), parity);
-            scores(&mut s, stage);
-            wgmma::wait::<0>(&mut s);
-            let wrong = bad_pages.get(stage);
-            release(K_EMPTY, stage);
-            mask(&mut s, block, wrong);
-            softmax(&mut s, &mut top, &mut sum);
-            let mut p = packed(&s);
-            if blocks > 1 {
-                loop {
-                    block -= 1;
-                    let ((v_stage, v_parity), (_, k_parity)) = (ring(used), ring(used + 1));
-                    let v_stage = uniform(v_stage);
-                    let k_stage = v_stage ^ 1;
-                    used += 1;
-                    mbarrier::wait_parity(bar(K_FULL, k_stage), k_parity);
-                    let wrong = bad_pages.get(k_stage);
-                    thread::sync_named(1 + me, 256);
-                    scores(&mut s, k_stage);
-                    mbarrier::wait_parity(bar(V_FULL, v_stage), v_parity);
-                    values(&mut o, &p, v_stage);
-                    thread::arrive_named(2 - me, 256);
-                    // Two groups are the second product's.
-                    wgmma::wait::<2>(&mut s);
-                    release(K_EMPTY, k_stage);
-                    if block >= whole_end || block < whole_start || wrong != 0 {
-                        mask(&mut s, block, wrong);
-                    }
-                    let (rescale, factor) = softmax(&mut s, &mut top, &mut sum);
-                    wgmma::wait::<0>(&mut o);
-                    release(V_EMPTY, v_stage);
-                    if rescale {
-                        let o = o.as_mut();
-                        for j in 0..D / 8 {
-                            unroll::<4>(|e| o[4 * j + e] *= factor[e / 2]);
-                        }
-                    }
-                    p = packed(&s);
-                    if block == first_block {
-                        break;
-                    }
-                }
+                mbarrier::wait_parity(bar(K_FULL, k_slot), k_ring.parity);
+                wrong = bad_pages.get(k_slot);
+                thread::sync_named(1 + me, 256);
+                scores(&mut s, k_slot);
+                mbarrier::wait_parity(bar(V_FULL, v_slot), v_ring.parity);
+                values(&mut o, &p, v_slot);
+                thread::arrive_named(2 - me, 256);
+                v_ring = k_ring;
+                k_ring = k_ring.next();
+                // Two groups are the second product's.
+                wgmma::wait::<2>(&mut s);
+                release(K_EMPTY, k_slot);
             }
-            let (stage, parity) = ring(used);
-            used += 1;
-            mbarrier::wait_parity(bar(V_FULL, stage), parity);
+            let stage = v_ring.slot;
+            mbarrier::wait_parity(bar(V_FULL, stage), v_ring.parity);
             values(&mut o, &p, stage);
 
             // Denominators while the last product runs.
@@ -497,11 +510,8 @@ pub unsafe fn prefill<T, O, const D: usize>(
                 let (token, head) = ((row + 8 * h as u32) / group, (row + 8 * h as u32) % group);
                 let head = tile.kv_head * group + head;
                 let there = token < tile.tokens;
-                let sink = if !sinks.is_null() && there {
-                    Global::new(sinks).get(head) * LOG2_E
-                } else {
-                    f32::NEG_INFINITY
-                };
+                let sink =
+                    if !sinks.is_null() && there { Global::new(sinks).get(head) * LOG2_E } else { f32::NEG_INFINITY };
                 let seen = float::max(top[h] * fold, f32::MIN);
                 let reference = float::max(seen, sink);
                 let shrink = float::fast::exp2(seen - reference);

@@ -124,28 +124,39 @@ impl Schedule {
             let sequence = pair / batch.kv_heads;
             let (first, tokens) = if pair < end { batch.chunk(sequence) } else { (0, 0) };
             let tiles = tokens.div_ceil(batch.tile_tokens);
-            let there = warp::warp_vote_ballot(warp::FULL, tiles > self.level);
-            let nth = index - self.before;
-            if nth < there.count_ones() {
-                // The lane with so many others of the level before it.
-                let mine = tiles > self.level && (there & ((1 << lane) - 1)).count_ones() == nth;
-                let owner = warp::warp_vote_ballot(warp::FULL, mine).trailing_zeros();
-                let (first, tokens) = (warp::shfl_idx(first, owner), warp::shfl_idx(tokens, owner));
-                let (tiles, pair) = (warp::shfl_idx(tiles, owner), warp::shfl_idx(pair, owner));
-                let before = (tiles - 1 - self.level) * batch.tile_tokens;
-                let sequence = pair / batch.kv_heads;
-                let len = batch.len(sequence);
-                return Some(Tile {
-                    sequence,
-                    kv_head: pair % batch.kv_heads,
-                    first: first + before,
-                    tokens: (tokens - before).min(batch.tile_tokens),
-                    len,
-                    position: len as i32 - tokens as i32 + before as i32,
-                });
+            let whole = end - self.start <= 32;
+            loop {
+                let there = warp::warp_vote_ballot(warp::FULL, tiles > self.level);
+                let (count, nth) = (there.count_ones(), index - self.before);
+                if nth < count {
+                    // The lane with so many others of the level before it.
+                    let mine = tiles > self.level && (there & ((1 << lane) - 1)).count_ones() == nth;
+                    let owner = warp::warp_vote_ballot(warp::FULL, mine).trailing_zeros();
+                    let (first, tokens) = (warp::shfl_idx(first, owner), warp::shfl_idx(tokens, owner));
+                    let (tiles, pair) = (warp::shfl_idx(tiles, owner), warp::shfl_idx(pair, owner));
+                    let before = (tiles - 1 - self.level) * batch.tile_tokens;
+                    let sequence = pair / batch.kv_heads;
+                    let len = batch.len(sequence);
+                    return Some(Tile {
+                        sequence,
+                        kv_head: pair % batch.kv_heads,
+                        first: first + before,
+                        tokens: (tokens - before).min(batch.tile_tokens),
+                        len,
+                        position: len as i32 - tokens as i32 + before as i32,
+                    });
+                }
+                if !whole || count == 0 {
+                    self.any |= count != 0;
+                    self.before += count;
+                    break;
+                }
+                // All pairs are in view: skip levels as long as the same pairs have them.
+                let left = if tiles > self.level { tiles - self.level } else { u32::MAX };
+                let skip = warp::warp_reduce_min_u32(warp::FULL, left).min(nth / count);
+                self.level += skip;
+                self.before += skip * count;
             }
-            self.any |= there != 0;
-            self.before += there.count_ones();
             self.base += 32;
             if self.start + self.base >= end {
                 self.base = 0;
