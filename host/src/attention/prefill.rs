@@ -136,19 +136,32 @@ pub const fn wgmma_entry(dtype: DType, head_dim: usize) -> Option<Entry<wgmma::A
     })
 }
 
-/// The entry of [`PrefillPath::Mma`] for heads of this size, the head size that it pads to, and its keys of a block.
-pub const fn mma_entry(dtype: DType, head_dim: usize) -> Option<(Entry<mma::Args>, usize, usize)> {
+/// What there is of [`PrefillPath::Mma`] for a head size.
+#[derive(Clone, Copy, Debug)]
+pub struct MmaTile {
+    /// Rows of a tile: query tokens times the heads that share a KV head.
+    pub rows: usize,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: usize,
+    /// Blocks of a multiprocessor.
+    pub blocks: u32,
+}
+
+/// The entry of [`PrefillPath::Mma`] for heads of this size, and how it divides the work.
+pub const fn mma_entry(dtype: DType, head_dim: usize) -> Option<(Entry<mma::Args>, MmaTile)> {
     use mma::*;
-    let (bf16, f16, dim, keys) = match head_dim {
-        1..=64 => (prefill_d64_bf16::ENTRY, prefill_d64_f16::ENTRY, 64, 64),
-        65..=128 => (prefill_d128_bf16::ENTRY, prefill_d128_f16::ENTRY, 128, 64),
-        129..=192 => (prefill_d192_bf16::ENTRY, prefill_d192_f16::ENTRY, 192, 32),
-        193..=256 => (prefill_d256_bf16::ENTRY, prefill_d256_f16::ENTRY, 256, 32),
+    // Padded head size, keys of a block, rows of a warp by 16, blocks of a multiprocessor: as in the table of entries.
+    let (bf16, f16, (dim, keys, tiles, blocks)) = match head_dim {
+        1..=64 => (prefill_d64_bf16::ENTRY, prefill_d64_f16::ENTRY, (64, 64, 2, 2)),
+        65..=128 => (prefill_d128_bf16::ENTRY, prefill_d128_f16::ENTRY, (128, 32, 2, 2)),
+        129..=192 => (prefill_d192_bf16::ENTRY, prefill_d192_f16::ENTRY, (192, 32, 1, 2)),
+        193..=256 => (prefill_d256_bf16::ENTRY, prefill_d256_f16::ENTRY, (256, 32, 1, 2)),
         _ => return None,
     };
+    let tile = MmaTile { rows: rows(tiles), shared_bytes: shared_bytes(dim, keys, tiles), blocks };
     match dtype {
-        DType::Bf16 => Some((bf16, dim, keys)),
-        DType::F16 => Some((f16, dim, keys)),
+        DType::Bf16 => Some((bf16, tile)),
+        DType::F16 => Some((f16, tile)),
         _ => None,
     }
 }
@@ -169,9 +182,8 @@ pub const fn wgmma_geometry(head_dim: usize, multiprocessors: u32) -> Geometry {
 }
 
 /// How to launch [`PrefillPath::Mma`] with what [`mma_entry`] gave, on so many multiprocessors.
-pub const fn mma_geometry(dim: usize, keys: usize, multiprocessors: u32) -> Geometry {
-    let blocks = if dim <= 64 { 3 } else { 2 };
-    Geometry::linear(blocks * multiprocessors, mma::THREADS as u32).shared_bytes(mma::shared_bytes(dim, keys) as u32)
+pub const fn mma_geometry(tile: MmaTile, multiprocessors: u32) -> Geometry {
+    Geometry::linear(tile.blocks * multiprocessors, mma::THREADS as u32).shared_bytes(tile.shared_bytes as u32)
 }
 
 /// How to launch [`PrefillPath::Plain`] for so many query tokens times heads.
@@ -390,11 +402,11 @@ pub fn prefill<T: Float + CacheElement>(
             && aligned(128, 0, &[ks.head, vs.head])
             && stream.device().properties().compute_capability == (9, 0)
     });
-    let mma = mma_entry(T::DTYPE, head_dim).filter(|_| {
+    let mma = mma_entry(T::DTYPE, head_dim).filter(|(_, tile)| {
         paged
             && head_dim.is_multiple_of(8)
             && cs.block_size >= 8
-            && group <= mma::ROWS
+            && group <= tile.rows
             && aligned(4, args.q as usize, &[q_token, q_head])
             && aligned(4, args.out as usize, &[out_token, out_head])
     });
@@ -406,7 +418,7 @@ pub fn prefill<T: Float + CacheElement>(
             launch_wgmma(stream, &entry, &args, cache, group, tickets)
         }
         (PrefillPath::Auto, Some(entry), _) if hopper => launch_wgmma(stream, &entry, &args, cache, group, tickets),
-        (PrefillPath::Auto | PrefillPath::Mma, _, Some((entry, dim, keys))) => {
+        (PrefillPath::Auto | PrefillPath::Mma, _, Some((entry, tile))) => {
             let args = mma::Args {
                 out: args.out,
                 lse: args.lse,
@@ -427,7 +439,7 @@ pub fn prefill<T: Float + CacheElement>(
                 page_shift: cs.block_size.ilog2(),
                 max_pages: args.max_pages,
                 pages: args.pages,
-                tile_tokens: tile_tokens(mma::ROWS, group) as u32,
+                tile_tokens: tile_tokens(tile.rows, group) as u32,
                 q_token,
                 q_head,
                 out_token,
@@ -444,7 +456,7 @@ pub fn prefill<T: Float + CacheElement>(
                 causal: args.causal,
                 section_keys,
             };
-            let geometry = mma_geometry(dim, keys, multiprocessors);
+            let geometry = mma_geometry(tile, multiprocessors);
             // SAFETY: shapes, strides, alignment, device and overlap were checked above; starts, lengths and page numbers
             // are clamped by the kernel.
             unsafe { stream.launch(&entry, &geometry, &args) }
