@@ -35,12 +35,14 @@ use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, K, Mn};
 use cuda_std::{Global, GlobalMut, bf16, entries, f16, float, mbarrier, mma, thread, tma, unroll, warp};
 
-/// Threads of a block: a producer warpgroup and two consumers.
-pub const THREADS: usize = 384;
+/// Threads of a block with so many consumers: theirs and those of the producer warpgroup.
+pub const fn threads(consumers: usize) -> usize {
+    128 * (1 + consumers)
+}
 /// Query rows of a tile.
-pub const ROWS: usize = 128;
-/// Keys of a block of keys.
-pub const KEYS: usize = 128;
+pub const fn rows(consumers: usize) -> usize {
+    64 * consumers
+}
 /// Tiles of Q in shared memory.
 const Q_STAGES: u32 = 2;
 /// Blocks of K, and of V, in shared memory.
@@ -51,8 +53,8 @@ const WORDS: usize = 8;
 const SLACK: f32 = 8.0;
 
 /// Dynamic shared memory of a block.
-pub const fn shared_bytes(head_dim: usize) -> usize {
-    (Q_STAGES as usize * ROWS + 2 * STAGES as usize * KEYS) * head_dim * 2 + 512
+pub const fn shared_bytes(head_dim: usize, consumers: usize, keys: usize) -> usize {
+    (Q_STAGES as usize * rows(consumers) + 2 * STAGES as usize * keys) * head_dim * 2 + 512
 }
 
 /// Barriers, by number.
@@ -107,7 +109,7 @@ fn uniform(value: u32) -> u32 {
 ///
 /// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`.
 #[inline(always)]
-pub unsafe fn prefill<T, O, const D: usize>(
+pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEYS: usize>(
     out: *mut T,
     lse: *mut f32,
     q_map: *const TensorMap,
@@ -136,10 +138,15 @@ pub unsafe fn prefill<T, O, const D: usize>(
     section_keys: u32,
 ) where
     T: TensorFloat + wgmma::Input,
+    S: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
     O: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
 {
+    const { assert!(S::N == KEYS && O::N == D && (KEYS == 64 || KEYS == 128) && (D == 64 || D == 128)) };
     let halves = const { D as u32 / 64 };
-    let (q_bytes, kv_bytes) = const { ((ROWS * D * 2) as u32, (KEYS * D * 2) as u32) };
+    let tile_rows = const { rows(CONSUMERS) as u32 };
+    // Bytes of the tile's rows in one half.
+    let half_bytes = tile_rows * 128;
+    let (q_bytes, kv_bytes) = const { ((rows(CONSUMERS) * D * 2) as u32, (KEYS * D * 2) as u32) };
     let batch = Batch {
         starts: Global::new(starts),
         lens: Global::new(lens),
@@ -156,7 +163,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
     core::hint::assert_unchecked(group != 0);
 
     let mut carver = Carver::new();
-    let q_tiles = carver.take_aligned::<T>(Q_STAGES as usize * ROWS * D, 1024);
+    let q_tiles = carver.take_aligned::<T>(Q_STAGES as usize * rows(CONSUMERS) * D, 1024);
     let k_tiles = carver.take_aligned::<T>(STAGES as usize * KEYS * D, 1024);
     let v_tiles = carver.take_aligned::<T>(STAGES as usize * KEYS * D, 1024);
     let barriers = carver.take::<u64>(BARRIERS);
@@ -172,13 +179,13 @@ pub unsafe fn prefill<T, O, const D: usize>(
         // Full: an arrival of the producer. Empty: one of each consumer warp.
         for slot in 0..Q_STAGES {
             mbarrier::init(bar(Q_FULL, slot), 1);
-            mbarrier::init(bar(Q_EMPTY, slot), 8);
+            mbarrier::init(bar(Q_EMPTY, slot), const { 4 * CONSUMERS as u32 });
         }
         for slot in 0..STAGES {
             mbarrier::init(bar(K_FULL, slot), 1);
             mbarrier::init(bar(V_FULL, slot), 1);
-            mbarrier::init(bar(K_EMPTY, slot), 8);
-            mbarrier::init(bar(V_EMPTY, slot), 8);
+            mbarrier::init(bar(K_EMPTY, slot), const { 4 * CONSUMERS as u32 });
+            mbarrier::init(bar(V_EMPTY, slot), const { 4 * CONSUMERS as u32 });
         }
         mbarrier::init(bar(TAIL, 0), 1);
         mbarrier::fence_init();
@@ -189,13 +196,13 @@ pub unsafe fn prefill<T, O, const D: usize>(
     // Rows that no box fills are read by the products, though nothing of them is stored.
     let filled = tile_tokens * group;
     let mut line = tid;
-    while line < Q_STAGES * halves * ROWS as u32 {
-        if line % ROWS as u32 >= filled {
+    while line < Q_STAGES * halves * tile_rows {
+        if line % tile_rows >= filled {
             for i in 0..8u32 {
                 q_tiles.set_as(line * 64 + 8 * i, B128([0u32; 4]));
             }
         }
-        line += THREADS as u32;
+        line += const { threads(CONSUMERS) as u32 };
     }
     tma::fence_async();
     thread::sync_threads();
@@ -206,7 +213,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
             let table = Global::new(block_table);
             let page = 1 << page_shift;
             let box_keys = if page < KEYS as u32 { page } else { KEYS as u32 };
-            let box_shift = if page_shift < 7 { page_shift } else { 7 };
+            let box_shift = if page < KEYS as u32 { page_shift } else { const { KEYS.ilog2() } };
             let boxes = KEYS as u32 >> box_shift;
             let box_bytes = box_keys * (D as u32 * 2);
             let mut schedule = Schedule::new(&batch, section_keys);
@@ -241,7 +248,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
                     words.set(6u32, tile.kv_head);
                     mbarrier::arrive_expect_tx(bar(Q_FULL, slot), filled * (D as u32 * 2));
                     for half in 0..halves {
-                        let to = q0 + slot * q_bytes + half * const { ROWS as u32 * 128 };
+                        let to = q0 + slot * q_bytes + half * half_bytes;
                         let at = [64 * half as i32, (tile.kv_head * group) as i32, tile.first as i32];
                         tma::load_tensor::<3>(to, q_map, at, bar(Q_FULL, slot));
                     }
@@ -249,6 +256,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
                 tiles = tiles.next();
 
                 // A lane for each box of a block. Its page: -1 if there is none, which is outside of the tensor.
+                let group_of = |block: u32| ((block * KEYS as u32 & (page - 1)) / 8) as i32;
                 let row = table.offset(tile.sequence as usize * max_pages as usize);
                 let page_of = |block: u32| {
                     let key = block * KEYS as u32 + (lane << box_shift);
@@ -268,7 +276,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
                     warp::sync_warp(warp::FULL);
                     if lane < boxes {
                         let to = k0 + stage * kv_bytes + lane * box_bytes;
-                        let at = [0, 0, (tile.kv_head * k_head) as i32, 0, checked(page)];
+                        let at = [0, 0, (tile.kv_head * k_head) as i32, group_of(block), checked(page)];
                         tma::load_tensor::<5>(to, k_map, at, bar(K_FULL, stage));
                     }
                 };
@@ -298,7 +306,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
                     warp::sync_warp(warp::FULL);
                     if lane < boxes {
                         let to = v0 + stage * kv_bytes + lane * box_bytes;
-                        let at = [0, 0, (tile.kv_head * v_head) as i32, 0, checked(page_v)];
+                        let at = [0, 0, (tile.kv_head * v_head) as i32, group_of(block), checked(page_v)];
                         tma::load_tensor::<5>(to, v_map, at, full);
                     }
                     if tail {
@@ -333,7 +341,11 @@ pub unsafe fn prefill<T, O, const D: usize>(
             }
         }
     } else {
-        wgmma::increase_registers::<224>();
+        if CONSUMERS == 2 {
+            wgmma::increase_registers::<224>();
+        } else {
+            wgmma::increase_registers::<152>();
+        }
         let me = warp_id / 4 - 1;
         let (g, t) = (lane / 4, lane % 4);
         // This thread's rows of the tile: this one and eight further.
@@ -351,7 +363,9 @@ pub unsafe fn prefill<T, O, const D: usize>(
                 mbarrier::arrive(bar(kind, slot));
             }
         };
-        if me == 1 {
+        // The consumers issue in turn; the first begins.
+        let turn_after = if me + 1 == CONSUMERS as u32 { 1 } else { 2 + me };
+        if turn_after == 1 {
             thread::arrive_named(1, 256);
         }
         let (mut tiles, mut k_ring) = (Ring::<Q_STAGES>::new(), Ring::<STAGES>::new());
@@ -379,25 +393,29 @@ pub unsafe fn prefill<T, O, const D: usize>(
             let whole_end = batch.end(&tile, 0) / KEYS as u32;
             let whole_start = batch.start(batch.end(&tile, tile_tokens - 1)).div_ceil(KEYS as u32);
 
-            let mut s = [0f32; KEYS / 2];
+            let mut s = S::zero();
             let mut o = O::zero();
             let mut top = [f32::NEG_INFINITY; 2];
             let mut sum = [0f32; 2];
 
-            let scores = |s: &mut [f32; KEYS / 2], stage: u32| {
+            let scores = |s: &mut S, stage: u32| {
                 let k = k.offset(stage * kv_bytes);
                 s.multiply::<T, 4, _, _>(q, k, false);
                 if D > 64 {
-                    s.multiply::<T, 4, _, _>(q.offset(const { ROWS as u32 * 128 }), k.offset(1024), true);
+                    s.multiply::<T, 4, _, _>(q.offset(half_bytes), k.offset(1024), true);
                 }
             };
-            let values = |o: &mut O, p: &[[u32; 4]; KEYS / 16], stage: u32| {
+            // Of which the first `KEYS / 16` count.
+            let values = |o: &mut O, p: &[[u32; 4]; 8], stage: u32| {
                 let v = v.offset(stage * kv_bytes);
                 o.multiply_registers::<T, 4, _>([p[0], p[1], p[2], p[3]], v, true);
-                o.multiply_registers::<T, 4, _>([p[4], p[5], p[6], p[7]], v.advance(4), true);
+                if KEYS > 64 {
+                    o.multiply_registers::<T, 4, _>([p[4], p[5], p[6], p[7]], v.advance(4), true);
+                }
             };
             // What a row does not see becomes -inf.
-            let mask = |s: &mut [f32; KEYS / 2], block: u32, wrong: u32| {
+            let mask = |s: &mut S, block: u32, wrong: u32| {
+                let s = s.as_mut();
                 let base = (block * KEYS as u32 + 2 * t) as i32;
                 unroll::<2>(|h| {
                     let end = ends[h] as i32 - base;
@@ -410,7 +428,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
                     }
                 });
                 if wrong != 0 {
-                    let box_shift = if page_shift < 7 { page_shift } else { 7 };
+                    let box_shift = page_shift.min(const { KEYS.ilog2() });
                     for j in 0..KEYS / 8 {
                         let unseen = wrong >> ((8 * j as u32) >> box_shift) & 1 != 0;
                         unroll::<4>(|e| s[4 * j + e] = if unseen { f32::NEG_INFINITY } else { s[4 * j + e] });
@@ -427,7 +445,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
             k_ring = v_ring.next();
             let last_block = first_block + blocks - 1;
             let mut block = last_block;
-            let mut p = [[0u32; 4]; KEYS / 16];
+            let mut p = [[0u32; 4]; 8];
             // Its loop begins behind the products, so that what they need is known to be uniform long before them.
             loop {
                 let (k_slot, v_slot) = (uniform(k_ring.slot), uniform(v_ring.slot));
@@ -435,10 +453,11 @@ pub unsafe fn prefill<T, O, const D: usize>(
                     mask(&mut s, block, wrong);
                 }
                 let mut new = [0f32; 2];
+                let x = s.as_ref();
                 unroll::<2>(|h| {
                     let mut m = [f32::NEG_INFINITY; 2];
                     for j in 0..KEYS / 8 {
-                        unroll::<2>(|c| m[c] = float::max(m[c], s[4 * j + 2 * h + c]));
+                        unroll::<2>(|c| m[c] = float::max(m[c], x[4 * j + 2 * h + c]));
                     }
                     let m = float::max(m[0], m[1]);
                     let m = float::max(m, warp::shfl_xor(m, 1));
@@ -469,11 +488,13 @@ pub unsafe fn prefill<T, O, const D: usize>(
                 let reference = |h: usize| if top[h] == f32::NEG_INFINITY { 0.0 } else { -(top[h] * fold) };
                 let reference = [reference(0), reference(1)];
                 let mut part = [[0f32; 2]; 2];
+                let scores_of = s.as_ref();
                 for step in 0..KEYS / 16 {
                     unroll::<4>(|i| {
                         let e = 8 * step + 2 * i;
                         let exponent = |s: f32| float::fma(s, fold, reference[i % 2]);
-                        let (x, y) = (float::fast::exp2(exponent(s[e])), float::fast::exp2(exponent(s[e + 1])));
+                        let (x, y) =
+                            (float::fast::exp2(exponent(scores_of[e])), float::fast::exp2(exponent(scores_of[e + 1])));
                         part[i % 2][0] += x;
                         part[i % 2][1] += y;
                         p[step][i] = T::pack_f32(x, y);
@@ -491,11 +512,15 @@ pub unsafe fn prefill<T, O, const D: usize>(
                 scores(&mut s, k_slot);
                 mbarrier::wait_parity(bar(V_FULL, v_slot), v_ring.parity);
                 values(&mut o, &p, v_slot);
-                thread::arrive_named(2 - me, 256);
+                thread::arrive_named(turn_after, 256);
                 v_ring = k_ring;
                 k_ring = k_ring.next();
-                // Two groups are the second product's.
-                wgmma::wait::<2>(&mut s);
+                // The second product's groups may go on.
+                if KEYS > 64 {
+                    wgmma::wait::<2>(&mut s);
+                } else {
+                    wgmma::wait::<1>(&mut s);
+                }
                 release(K_EMPTY, k_slot);
             }
             let stage = v_ring.slot;
@@ -526,7 +551,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
             release(V_EMPTY, stage);
 
             // Out through the memory of Q, which both warpgroups have read: each its own rows.
-            thread::sync_named(3 + me, 128);
+            thread::sync_named(const { 1 + CONSUMERS as u32 } + me, 128);
             let rows = q_tiles.offset(slot * (q_bytes / 2) + me * (64 * 64) + warp_id % 4 * (16 * 64));
             let o = o.as_ref();
             for half in 0..D / 64 {
@@ -536,7 +561,10 @@ pub unsafe fn prefill<T, O, const D: usize>(
                     // Matrices: rows, rows + 8, then the next eight columns.
                     let (r, column) = (lane % 16, 2 * pair as u32 + lane / 16);
                     let to = Swizzle::B128.apply(r * 128 + column * 16);
-                    mma::stmatrix_x4(rows.address(half * (ROWS * 64)) + to, [word(0), word(1), word(2), word(3)]);
+                    mma::stmatrix_x4(
+                        rows.address(half * (half_bytes as usize / 2)) + to,
+                        [word(0), word(1), word(2), word(3)],
+                    );
                 });
             }
             warp::sync_warp(warp::FULL);
@@ -545,7 +573,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
             for i in 0..D / 16 {
                 let at = i as u32 * 32 + lane;
                 let (r, column) = (at / pieces, at % pieces);
-                let from = Swizzle::B128.apply(r * 128 + column % 8 * 16) / 2 + column / 8 * (ROWS as u32 * 64);
+                let from = Swizzle::B128.apply(r * 128 + column % 8 * 16) / 2 + column / 8 * (half_bytes / 2);
                 let value = rows.get_as::<B128<u32, 4>>(from);
                 let r = me * 64 + warp_id % 4 * 16 + r;
                 let (token, head) = (r / group, tile.kv_head * group + r % group);
@@ -572,8 +600,8 @@ entries! {
         kv_heads: u32, page_shift: u32, max_pages: u32, pages: u32, tile_tokens: u32, out_token: usize, out_head: usize, k_head: u32,
         v_head: u32, scale: f32, window: u32, causal: u32, section_keys: u32,
     );
-    prefill_wgmma_d128_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128>;
-    prefill_wgmma_d128_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128>;
-    prefill_wgmma_d64_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64>;
-    prefill_wgmma_d64_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64>;
+    prefill_wgmma_d128_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], [f32; 64], 128, 2, 128>;
+    prefill_wgmma_d128_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], [f32; 64], 128, 2, 128>;
+    prefill_wgmma_d64_bf16 { type T = bf16; } [512, 1; Sm90a] => prefill::<T, [f32; 32], [f32; 32], 64, 3, 64>;
+    prefill_wgmma_d64_f16 { type T = f16; } [512, 1; Sm90a] => prefill::<T, [f32; 32], [f32; 32], 64, 3, 64>;
 }
