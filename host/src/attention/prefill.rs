@@ -210,7 +210,10 @@ pub const fn plain_geometry(rows: u32) -> Geometry {
 
 /// Query tokens of a tile of `rows` rows if `group` query heads share a KV head.
 pub const fn tile_tokens(rows: usize, group: usize) -> usize {
-    if group == 0 { 0 } else { rows / group }
+    match rows.checked_div(group) {
+        Some(tokens) => tokens,
+        None => 0,
+    }
 }
 
 /// The tensor map of Q for [`PrefillPath::Wgmma`]: `[tokens, heads, head_dim]` at `base`, strides in elements.

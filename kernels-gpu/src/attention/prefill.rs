@@ -139,7 +139,7 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
     // A row's token in the tile and head in the group, in memory as registers are short.
     let mut r = tid;
     while r < rows(M) as u32 {
-        places.set(r, r / group << 16 | r % group);
+        places.set(r, ((r / group) << 16) | (r % group));
         r += THREADS as u32;
     }
     thread::sync_threads();

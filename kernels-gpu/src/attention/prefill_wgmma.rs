@@ -1,30 +1,31 @@
 //! Attention of chunks of query tokens over a paged KV cache, by Hopper's warpgroup products.
 //!
 //! # Block
-//! Three warpgroups. The first warp of the first one is the producer: it finds the block's tiles
+//! A producer warpgroup and two or three consumers. The producer's first warp finds the block's tiles
 //! ([`Schedule`](super::ragged::Schedule)), looks up their pages and has the copy engine bring Q, K and V to shared memory.
-//! The two others are consumers with 64 query rows each. A tile's 128 rows are the query heads of one KV head, packed:
-//! row `r` is head `r % group` of token `r / group`. So a tile spans few tokens, whatever their number all heads of a group
-//! share K and V, and with causal attention little of the last blocks is masked.
+//! A consumer has 64 query rows. A tile's rows are the query heads of one KV head, packed: row `r` is head `r % group` of
+//! token `r / group`. So all heads of a group share K and V however few tokens there are, a tile spans few tokens, and with
+//! causal attention few of its blocks of keys are masked.
 //!
 //! # Keys in shared memory
-//! Blocks of 128 keys, which are `128 / page` boxes of one tensor map of five dimensions: 64 columns (a line of the
-//! swizzle), 8 keys, the halves of the head, groups of 8 keys of the page, pages. A box is a whole page, so blocks of pages
+//! A block of `KEYS` keys is `KEYS / page` boxes of one tensor map of five dimensions: 64 columns (a line of the swizzle),
+//! 8 keys, the halves of the head, groups of 8 keys of the page, pages. A box is a page (or `KEYS` of its keys), so pages
 //! lie one after another as if the cache were contiguous: the atom of 8 keys × 64 columns `(group, half)` is number
 //! `group * halves + half`, which the products' descriptors take as a stride. Pages that do not exist are outside of the
-//! tensor and become zeros.
+//! tensor and become zeros; what follows a sequence's end in its last page is overwritten with zeros.
 //!
 //! # Schedule
 //! A consumer issues `S = Q Kᵀ` of the next block and `O += P V` of the last one together, then does the softmax of the
-//! next block while the tensor cores work on the second product; named barriers have the two consumers take turns in
-//! issuing, so that one's softmax falls into the other's products. P goes from the accumulators of the first product
-//! to the A registers of the second without a shuffle. Blocks go from right to left: the masked ones come first. Q and the
-//! output share memory, which is there twice: the producer fetches the next tile's Q and first keys during the last
-//! blocks of a tile.
+//! next block while the tensor cores work on the second product; named barriers have the consumers take turns in issuing,
+//! so that one's softmax falls into the others' products. P goes from the accumulators of the first product to the A
+//! registers of the second without a shuffle. Blocks go from right to left: the masked ones come first. Q and the output
+//! share memory, which is there twice: the producer fetches the next tile's Q and first keys during the last blocks of a
+//! tile.
 //!
 //! Maxima follow the scores with slack: O is rescaled only once a row's maximum has grown by a factor of 2^8, which seldom
-//! happens after the first block, and a common factor of numerator and denominator is no error. Sources: Shah et al.,
-//! *FlashAttention-3*, 2024 (overlap of softmax and products); Zadouri et al., *FlashAttention-4*, 2026 (rescaling).
+//! happens after the first block; a common factor of numerator and denominator is no error. Sources: Shah et al.,
+//! *FlashAttention-3*, 2024 (roles, turns, overlap of softmax and products); FlashAttention-4 (slack). What was measured is
+//! in `docs/prefill-attention.md`.
 
 use super::ragged::{Batch, Schedule, Tile, draw, finish};
 use crate::tensor_float::TensorFloat;
@@ -103,11 +104,12 @@ fn uniform(value: u32) -> u32 {
 /// Arguments as for [`prefill`](super::prefill::prefill), except:
 ///
 /// * `q_map`: over `[tokens, q_heads, D]`, boxes of 64 × group × `tile_tokens`; `k_map`, `v_map`: as the module says, in
-///   boxes of `min(page, 128)` keys; `k_head`, `v_head`: distance of heads in units of 64 elements.
+///   boxes of `min(page, KEYS)` keys; `k_head`, `v_head`: distance of heads in units of 64 elements.
 /// * `out`: its vectors start at multiples of 16 bytes.
-/// * `tile_tokens * group` is at most [`ROWS`]; `scale` is positive.
+/// * `tile_tokens * group` is at most [`rows`] of `CONSUMERS`; `scale` is positive.
 ///
-/// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`.
+/// `S` and `O` hold the sums of `KEYS` and of `D` columns. Block: [`threads`] of `CONSUMERS`; any grid; shared memory:
+/// [`shared_bytes`] of `D`, `CONSUMERS` and `KEYS`.
 #[inline(always)]
 pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEYS: usize>(
     out: *mut T,
@@ -211,7 +213,7 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
         wgmma::decrease_registers::<56>();
         if warp_id == 0 {
             let table = Global::new(block_table);
-            let page = 1 << page_shift;
+            let page = 1u32 << page_shift;
             let box_keys = if page < KEYS as u32 { page } else { KEYS as u32 };
             let box_shift = if page < KEYS as u32 { page_shift } else { const { KEYS.ilog2() } };
             let boxes = KEYS as u32 >> box_shift;
@@ -256,7 +258,7 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
                 tiles = tiles.next();
 
                 // A lane for each box of a block. Its page: -1 if there is none, which is outside of the tensor.
-                let group_of = |block: u32| ((block * KEYS as u32 & (page - 1)) / 8) as i32;
+                let group_of = |block: u32| ((block * KEYS as u32) % page / 8) as i32;
                 let row = table.offset(tile.sequence as usize * max_pages as usize);
                 let page_of = |block: u32| {
                     let key = block * KEYS as u32 + (lane << box_shift);
