@@ -226,9 +226,9 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
             loop {
                 let found = schedule.find(&batch, index);
                 let slot = tiles.slot;
-                mbarrier::wait_parity(bar(Q_EMPTY, slot), tiles.parity ^ 1);
                 let words = tile_words.offset(slot * WORDS as u32);
                 let Some(tile) = found else {
+                    mbarrier::wait_parity(bar(Q_EMPTY, slot), tiles.parity ^ 1);
                     if lane == 0 {
                         words.set(5u32, 0);
                         mbarrier::arrive(bar(Q_FULL, slot));
@@ -240,6 +240,19 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
                 let first = batch.start(batch.end(&tile, 0)) / KEYS as u32;
                 // At least one block, which is then wholly masked.
                 let blocks = end.div_ceil(KEYS as u32).saturating_sub(first).max(1);
+                let last = first + blocks - 1;
+
+                // A lane for each box of a block. Its page: -1 if there is none, which is outside of the tensor.
+                let group_of = |block: u32| ((block * KEYS as u32) % page / 8) as i32;
+                let row = table.offset(tile.sequence as usize * max_pages as usize);
+                let page_of = |block: u32| {
+                    let key = block * KEYS as u32 + (lane << box_shift);
+                    if lane < boxes && key < tile.len { row.get(key >> page_shift) } else { -1 }
+                };
+                // Pages are looked up a block ahead of the copies.
+                let mut page_v = page_of(last);
+                let mut page_k = if blocks > 1 { page_of(last - 1) } else { -1 };
+                mbarrier::wait_parity(bar(Q_EMPTY, slot), tiles.parity ^ 1);
                 if lane == 0 {
                     words.set(0u32, tile.first);
                     words.set(1u32, tile.tokens);
@@ -257,13 +270,6 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
                 }
                 tiles = tiles.next();
 
-                // A lane for each box of a block. Its page: -1 if there is none, which is outside of the tensor.
-                let group_of = |block: u32| ((block * KEYS as u32) % page / 8) as i32;
-                let row = table.offset(tile.sequence as usize * max_pages as usize);
-                let page_of = |block: u32| {
-                    let key = block * KEYS as u32 + (lane << box_shift);
-                    if lane < boxes && key < tile.len { row.get(key >> page_shift) } else { -1 }
-                };
                 let checked = |page: i32| if (page as u32) < pages { page } else { -1 };
                 let load_k = |block: u32, at: Ring<STAGES>, page: i32| {
                     let stage = at.slot;
@@ -282,15 +288,12 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
                         tma::load_tensor::<5>(to, k_map, at, bar(K_FULL, stage));
                     }
                 };
-                let last = first + blocks - 1;
                 let mut block = last;
-                let mut page_v = page_of(block);
                 load_k(block, k_ring, page_v);
                 k_ring = k_ring.next();
                 let mut drawn = 0;
                 loop {
                     let more = block > first;
-                    let page_k = if more { page_of(block - 1) } else { -1 };
                     if more {
                         load_k(block - 1, k_ring, page_k);
                         k_ring = k_ring.next();
@@ -334,6 +337,7 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
                         drawn = draw(tickets);
                     }
                     page_v = page_k;
+                    page_k = if block > first + 1 { page_of(block - 2) } else { -1 };
                     if !more {
                         break;
                     }
