@@ -358,7 +358,12 @@ fn warpgroup_products() {
             let got = f32::from_bits(out[thread * words + 1]);
             assert_eq!(got, sum(row, column, depth), "{}, ({row}, {column})", entry.name);
         }
-        if !transposed {
+        if transposed {
+            // However B lies.
+            for t in out.chunks(words) {
+                assert_eq!(t[3..5], [t[0]; 2], "{}", entry.name);
+            }
+        } else {
             // Accumulator 3 is 8 rows below and a column to the right.
             assert_eq!(f32::from_bits(out[37 * words + 2]), sum(25, 3, depth), "{}", entry.name);
         }

@@ -1,9 +1,11 @@
 //! Attention.
 
 mod decode;
+mod prefill;
 
 use warploom_benches::Harness;
 
 pub fn benches(harness: &mut Harness) {
     decode::benches(harness);
+    prefill::benches(harness);
 }

@@ -1,6 +1,6 @@
 //! Element types of the tensor-core kernels.
 
-use cuda_std::{Float, bf16, f16, mma};
+use cuda_std::{Float, bf16, convert, f16, mma};
 
 /// A 16-bit float that the tensor cores multiply, accumulating in `f32`.
 pub trait TensorFloat: Float {
@@ -8,17 +8,23 @@ pub trait TensorFloat: Float {
     const ZERO: Self;
     /// Two elements as one operand register, `low` in the low half.
     fn pack(low: Self, high: Self) -> u32;
+    /// Two numbers rounded to elements, as one operand register, `low` in the low half.
+    fn pack_f32(low: f32, high: f32) -> u32;
     /// `a · b + c` for `m16n8k16` fragments.
     fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4];
 }
 
 macro_rules! tensor_floats {
-    ($($t:ty => $mma:ident,)*) => { $(
+    ($($t:ty => $mma:ident, $pack:ident;)*) => { $(
         impl TensorFloat for $t {
             const ZERO: Self = <$t>::ZERO;
             #[inline(always)]
             fn pack(low: Self, high: Self) -> u32 {
                 low.to_bits() as u32 | (high.to_bits() as u32) << 16
+            }
+            #[inline(always)]
+            fn pack_f32(low: f32, high: f32) -> u32 {
+                convert::$pack(low, high)
             }
             #[inline(always)]
             #[track_caller]
@@ -28,4 +34,7 @@ macro_rules! tensor_floats {
         }
     )* };
 }
-tensor_floats! { bf16 => m16n8k16_bf16, f16 => m16n8k16_f16, }
+tensor_floats! {
+    bf16 => m16n8k16_bf16, pack_bf16x2;
+    f16 => m16n8k16_f16, pack_f16x2;
+}

@@ -89,7 +89,24 @@ impl Descriptor<K> {
     }
 }
 
+impl Descriptor<K> {
+    /// The tile with `stride` bytes from eight lines to the next eight (a multiple of the swizzle's pattern), where tiles
+    /// are interleaved.
+    #[inline(always)]
+    pub fn with_stride(self, stride: u32) -> Self {
+        Self { hi: self.hi & !0x3fff | stride >> 4, ..self }
+    }
+}
+
 impl Descriptor<Mn> {
+    /// The tile with `stride` bytes from eight lines to the next eight (a multiple of the swizzle's pattern), where tiles
+    /// are interleaved.
+    #[inline(always)]
+    pub fn with_stride(self, stride: u32) -> Self {
+        // A step of K = 16 is two groups of eight lines.
+        Self { hi: self.hi & !0x3fff | stride >> 4, step: stride >> 3, ..self }
+    }
+
     /// An MN-major tile with lines of 128 bytes: line `k` holds 64 elements of the M or N dimension, for that `k`; the
     /// next 64 are `leading` bytes further on (a multiple of 16; `128 K` where parts of 64 columns lie one after
     /// another).

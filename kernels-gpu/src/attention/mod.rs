@@ -2,6 +2,10 @@
 
 pub mod decode;
 pub mod plain;
+pub mod prefill;
+pub mod prefill_plain;
+pub mod prefill_wgmma;
+pub mod ragged;
 
 use cuda_std::float;
 

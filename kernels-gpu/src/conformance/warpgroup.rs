@@ -145,7 +145,7 @@ fn bits<T: Input>(v: T) -> u32 {
 }
 
 /// Words of a thread of `transposed`.
-pub const WORDS_TRANSPOSED: usize = 4;
+pub const WORDS_TRANSPOSED: usize = 6;
 
 /// Operands whose M or N dimension is contiguous, for 16-bit types. `out`: `[THREADS, WORDS_TRANSPOSED]`.
 #[inline(always)]
@@ -168,6 +168,37 @@ pub unsafe fn transposed<T: Input, A: Accumulator + AsRef<[f32]>>(out: *mut u32)
     words.put(hash(acc.as_ref()));
     words.put_f32(acc.as_ref()[0]);
     acc.multiply_registers::<T, 2, _>([[0x3c00_3c00; 4]; 2], db.advance(2), true);
+    wgmma::wait::<0>(&mut acc);
+    words.put(hash(acc.as_ref()));
+
+    // The same product, B's parts of 64 columns taking turns every eight lines.
+    let parts = n.div_ceil(64);
+    let at = |line: u32, part: u32| (line / 8 * parts + part) * 8 + line % 8;
+    thread::sync_threads();
+    let mut i = thread::thread_idx_x();
+    while i < 64 * parts * 64 {
+        let (column, line, part) = (i % 64, i / 64 % 64, i / 4096);
+        let to = Swizzle::B128.apply(at(line, part) * 128 + column * 2) / 2;
+        b.set(to, T::from_f32(small(part * 64 + column + 2, line + 1)));
+        i += THREADS as u32;
+    }
+    tma::fence_async();
+    thread::sync_threads();
+    acc.multiply::<T, 4, _, _>(da, Descriptor::<Mn>::new(b.address(0u32), 1024).with_stride(1024 * parts), false);
+    wgmma::wait::<0>(&mut acc);
+    words.put(hash(acc.as_ref()));
+    // And with K contiguous: the columns of B in groups of eight, 2048 bytes apart.
+    thread::sync_threads();
+    let mut i = thread::thread_idx_x();
+    while i < n * 64 {
+        let (k, column) = (i % 64, i / 64);
+        let to = Swizzle::B128.apply((column / 8 * 16 + column % 8) * 128 + k * 2) / 2;
+        b.set(to, T::from_f32(small(column + 2, k + 1)));
+        i += THREADS as u32;
+    }
+    tma::fence_async();
+    thread::sync_threads();
+    acc.multiply::<T, 4, _, _>(da, Descriptor::<K>::new(b.address(0u32)).with_stride(2048), false);
     wgmma::wait::<0>(&mut acc);
     words.put(hash(acc.as_ref()));
 

@@ -1,4 +1,6 @@
 //! Attention over a paged KV cache.
 
 pub mod decode;
+pub mod prefill;
 pub use decode::{Decoded, Query, decode};
+pub use prefill::prefill;

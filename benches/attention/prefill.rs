@@ -1,0 +1,60 @@
+//! Causal prefill of whole prompts, 32 query and 8 KV heads of 128 in bf16, pages of 16 tokens in a shuffled order.
+
+use warploom::attention::{PrefillOptions, PrefillPath, PrefillWorkspace, prefill};
+use warploom::kv_cache::{CacheLayout, KvCache};
+use warploom::{Tensor, bf16};
+use warploom_benches::{Cost, Harness, noise};
+
+pub fn benches(harness: &mut Harness) {
+    let auto = ("", PrefillPath::Auto);
+    if harness.device().is_simt() {
+        return case(harness, auto, [2, 40, 40], (4, 2), 64);
+    }
+    for (batch, len) in [(1, 4096), (8, 4096), (1, 32768)] {
+        case(harness, auto, [batch, len, len], (32, 8), 128);
+    }
+    // Chunks of a long prompt.
+    case(harness, auto, [8, 512, 8192], (32, 8), 128);
+    case(harness, auto, [32, 1024, 1024], (32, 8), 128);
+    for heads in [(32, 32), (64, 8), (16, 1)] {
+        case(harness, auto, [8, 4096, 4096], heads, 128);
+    }
+    case(harness, auto, [8, 4096, 4096], (32, 8), 64);
+    case(harness, ("mma-", PrefillPath::Mma), [8, 4096, 4096], (32, 8), 128);
+}
+
+/// `[batch, chunk, len]`: query tokens and keys of each sequence.
+fn case(
+    harness: &mut Harness,
+    (name, path): (&str, PrefillPath),
+    [batch, chunk, len]: [usize; 3],
+    (q_heads, kv_heads): (usize, usize),
+    dim: usize,
+) {
+    const PAGE: usize = 16;
+    let rows = batch * chunk * q_heads;
+    let kv = batch * len * kv_heads * dim;
+    // Keys that are seen: half of the chunk's own, up to the diagonal.
+    let seen = len as f64 - chunk as f64 / 2.0;
+    let cost = Cost::bytes(2 * rows * dim + 4 * kv, 2 * rows * dim).flops((4.0 * seen * (rows * dim) as f64) as usize);
+    let shape = if chunk == len { format!("{batch}x{len}") } else { format!("{batch}x{chunk}of{len}") };
+    let heads = format!("{q_heads}-{kv_heads}-{dim}");
+    harness.case(&format!("attention/prefill/{name}bf16/{heads}/{shape}"), cost, |device, stream, set| {
+        let pages = (batch * len).div_ceil(PAGE);
+        let shape = [pages, PAGE, kv_heads, dim];
+        let key = noise::<bf16>(device, stream, &shape, set)?;
+        let value = noise::<bf16>(device, stream, &shape, set + 100)?;
+        let cache = KvCache::from_tensors(CacheLayout::Nhd, key, value)?;
+        // A multiplier without a common factor scatters the pages.
+        let table: Vec<i32> = (0..batch * len.div_ceil(PAGE)).map(|i| (i * 7919 % pages) as i32).collect();
+        let table = Tensor::from_slice(device, &table, &[batch, len.div_ceil(PAGE)])?;
+        let starts: Vec<i32> = (0..=batch).map(|i| (i * chunk) as i32).collect();
+        let starts = Tensor::from_slice(device, &starts, &[batch + 1])?;
+        let lens = Tensor::from_slice(device, &vec![len as i32; batch], &[batch])?;
+        let q = noise::<bf16>(device, stream, &[batch * chunk, q_heads, dim], set + 200)?;
+        let mut out = Tensor::<bf16>::uninit(device, &[batch * chunk, q_heads, dim])?;
+        let options = PrefillOptions::default().path(path);
+        let mut workspace = PrefillWorkspace::new(device)?;
+        Ok(move |s: &_| prefill(s, &mut out, None, &q, &cache, &table, &starts, &lens, &options, &mut workspace))
+    });
+}

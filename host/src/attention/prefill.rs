@@ -1,0 +1,546 @@
+//! Attention of chunks of query tokens of a ragged batch over a paged KV cache.
+//!
+//! Three kernels. [`PrefillPath::Wgmma`] is Hopper's: warpgroup products fed by the copy engine. [`PrefillPath::Mma`] does the
+//! same on every GPU since sm_80, for more head sizes and options. [`PrefillPath::Plain`] takes every layout, element type
+//! and head size. Where chunks begin, how long sequences are and which pages they own is read on the device, and the
+//! grid does not depend on it: a captured graph serves every step with as many query tokens.
+
+use crate::check::Call;
+use crate::device::{Device, Geometry, Stream, TensorMap, TensorMapDescription};
+use crate::error::{Error, Result};
+use crate::kernels::attention::{prefill as mma, prefill_plain as plain, prefill_wgmma as wgmma};
+use crate::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides};
+use crate::tensor::Tensor;
+use cuda_std::tma::Swizzle;
+use cuda_std::{DType, Entry, Float};
+
+const OP: &str = "prefill";
+
+/// The kernels of [`prefill`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum PrefillPath {
+    /// By element type, layout, sizes, options and device, never by lengths.
+    #[default]
+    Auto,
+    /// Hopper's warpgroup products: f16 and bf16, NHD and HND, head sizes 64 and 128, pages of 8 tokens or more, no soft
+    /// cap and no ALiBi.
+    Wgmma,
+    /// Tensor cores of every GPU: f16 and bf16, NHD and HND, head sizes that are multiples of 8.
+    Mma,
+    /// A warp for each query token and head: everything.
+    Plain,
+}
+
+/// Options of [`prefill`].
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct PrefillOptions<'a> {
+    /// Multiplies the scores; `1 / sqrt(head_dim)` if `None`.
+    pub scale: Option<f32>,
+    /// Scores become `cap · tanh(score / cap)`; 0 for none.
+    pub soft_cap: f32,
+    /// How many of the latest keys a query token sees, itself included; 0 for all. Blocks outside are not read.
+    pub window: usize,
+    /// Whether a query token sees no later keys; otherwise it sees all of its sequence, or the last `window` of it.
+    pub causal: bool,
+    /// ALiBi slopes, `[q_heads]`: `slope · (key position - query position)` is added to scores.
+    pub alibi: Option<&'a Tensor<f32>>,
+    /// Attention sinks, `[q_heads]`: scores without keys that take part in the softmax.
+    pub sinks: Option<&'a Tensor<f32>>,
+    /// Which kernel.
+    pub path: PrefillPath,
+}
+
+impl Default for PrefillOptions<'_> {
+    fn default() -> Self {
+        Self { scale: None, soft_cap: 0.0, window: 0, causal: true, alibi: None, sinks: None, path: PrefillPath::Auto }
+    }
+}
+
+impl<'a> PrefillOptions<'a> {
+    /// With this factor for the scores.
+    pub fn scale(mut self, scale: f32) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+    /// With this soft cap.
+    pub fn soft_cap(mut self, cap: f32) -> Self {
+        self.soft_cap = cap;
+        self
+    }
+    /// With this sliding window.
+    pub fn window(mut self, window: usize) -> Self {
+        self.window = window;
+        self
+    }
+    /// Causal or not.
+    pub fn causal(mut self, causal: bool) -> Self {
+        self.causal = causal;
+        self
+    }
+    /// With these ALiBi slopes.
+    pub fn alibi(mut self, slopes: &'a Tensor<f32>) -> Self {
+        self.alibi = Some(slopes);
+        self
+    }
+    /// With these sinks.
+    pub fn sinks(mut self, sinks: &'a Tensor<f32>) -> Self {
+        self.sinks = Some(sinks);
+        self
+    }
+    /// With this kernel.
+    pub fn path(mut self, path: PrefillPath) -> Self {
+        self.path = path;
+        self
+    }
+}
+
+/// Scratch memory of [`prefill`]: counters from which blocks draw their work. One workspace serves one stream at a time,
+/// for any shapes.
+pub struct PrefillWorkspace {
+    tickets: Tensor<u32>,
+}
+
+impl PrefillWorkspace {
+    /// The scratch memory.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn new(device: &Device) -> Result<Self> {
+        Ok(Self { tickets: Tensor::zeros(device, &[TICKETS])? })
+    }
+}
+
+/// Words of [`mma::Args`]' and [`wgmma::Args`]' `tickets` (layer L1).
+pub const TICKETS: usize = 2;
+
+/// Of K and V together so much should be in use at one time, in bytes: what surely fits into the L2 cache of an A100 (40
+/// MB) or H100 (50 MB), beside what else passes through it.
+const SECTION_BYTES: usize = 32 << 20;
+
+/// The `section_keys` of [`mma::Args`] and [`wgmma::Args`].
+pub const fn section_keys(dtype: DType, head_dim: usize) -> u32 {
+    (SECTION_BYTES / (2 * head_dim * dtype.size())) as u32
+}
+
+/// How [`PrefillPath::Wgmma`] divides the work for a head size.
+#[derive(Clone, Copy, Debug)]
+pub struct WgmmaTile {
+    /// Threads of a block.
+    pub threads: usize,
+    /// Rows of a tile: query tokens times the heads that share a KV head.
+    pub rows: usize,
+    /// Keys of a block of keys; the tensor maps' boxes have as many, or a page's if that is less.
+    pub keys: usize,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: usize,
+}
+
+/// The entry of [`PrefillPath::Wgmma`] for heads of this size, and how it divides the work.
+pub const fn wgmma_entry(dtype: DType, head_dim: usize) -> Option<(Entry<wgmma::Args>, WgmmaTile)> {
+    use wgmma::*;
+    // Consumers and keys as in the table of entries.
+    let (entry, consumers, keys) = match (dtype, head_dim) {
+        (DType::Bf16, 128) => (prefill_wgmma_d128_bf16::ENTRY, 2, 128),
+        (DType::F16, 128) => (prefill_wgmma_d128_f16::ENTRY, 2, 128),
+        (DType::Bf16, 64) => (prefill_wgmma_d64_bf16::ENTRY, 3, 64),
+        (DType::F16, 64) => (prefill_wgmma_d64_f16::ENTRY, 3, 64),
+        _ => return None,
+    };
+    let shared_bytes = shared_bytes(head_dim, consumers, keys);
+    Some((entry, WgmmaTile { threads: threads(consumers), rows: rows(consumers), keys, shared_bytes }))
+}
+
+/// What there is of [`PrefillPath::Mma`] for a head size.
+#[derive(Clone, Copy, Debug)]
+pub struct MmaTile {
+    /// Rows of a tile: query tokens times the heads that share a KV head.
+    pub rows: usize,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: usize,
+    /// Blocks of a multiprocessor.
+    pub blocks: u32,
+}
+
+/// The entry of [`PrefillPath::Mma`] for heads of this size, and how it divides the work.
+pub const fn mma_entry(dtype: DType, head_dim: usize) -> Option<(Entry<mma::Args>, MmaTile)> {
+    use mma::*;
+    // Padded head size, keys of a block, rows of a warp by 16, blocks of a multiprocessor: as in the table of entries.
+    let (bf16, f16, (dim, keys, tiles, blocks)) = match head_dim {
+        1..=64 => (prefill_d64_bf16::ENTRY, prefill_d64_f16::ENTRY, (64, 64, 2, 2)),
+        65..=128 => (prefill_d128_bf16::ENTRY, prefill_d128_f16::ENTRY, (128, 32, 2, 2)),
+        129..=192 => (prefill_d192_bf16::ENTRY, prefill_d192_f16::ENTRY, (192, 32, 1, 2)),
+        193..=256 => (prefill_d256_bf16::ENTRY, prefill_d256_f16::ENTRY, (256, 32, 1, 2)),
+        _ => return None,
+    };
+    let tile = MmaTile { rows: rows(tiles), shared_bytes: shared_bytes(dim, keys, tiles), blocks };
+    match dtype {
+        DType::Bf16 => Some((bf16, tile)),
+        DType::F16 => Some((f16, tile)),
+        _ => None,
+    }
+}
+
+/// The entry of [`PrefillPath::Plain`].
+pub const fn plain_entry(dtype: DType) -> Option<Entry<plain::Args>> {
+    Some(match dtype {
+        DType::F32 => plain::prefill_plain_f32::ENTRY,
+        DType::F16 => plain::prefill_plain_f16::ENTRY,
+        DType::Bf16 => plain::prefill_plain_bf16::ENTRY,
+        _ => return None,
+    })
+}
+
+/// How to launch [`PrefillPath::Wgmma`] with what [`wgmma_entry`] gave, on so many multiprocessors.
+pub const fn wgmma_geometry(tile: WgmmaTile, multiprocessors: u32) -> Geometry {
+    Geometry::linear(multiprocessors, tile.threads as u32).shared_bytes(tile.shared_bytes as u32)
+}
+
+/// How to launch [`PrefillPath::Mma`] with what [`mma_entry`] gave, on so many multiprocessors.
+pub const fn mma_geometry(tile: MmaTile, multiprocessors: u32) -> Geometry {
+    Geometry::linear(tile.blocks * multiprocessors, mma::THREADS as u32).shared_bytes(tile.shared_bytes as u32)
+}
+
+/// How to launch [`PrefillPath::Plain`] for so many query tokens times heads.
+pub const fn plain_geometry(rows: u32) -> Geometry {
+    Geometry::linear(rows.div_ceil(plain::THREADS as u32 / 32), plain::THREADS as u32)
+        .shared_bytes(plain::SHARED_BYTES as u32)
+}
+
+/// Query tokens of a tile of `rows` rows if `group` query heads share a KV head.
+pub const fn tile_tokens(rows: usize, group: usize) -> usize {
+    match rows.checked_div(group) {
+        Some(tokens) => tokens,
+        None => 0,
+    }
+}
+
+/// The tensor map of Q for [`PrefillPath::Wgmma`]: `[tokens, heads, head_dim]` at `base`, strides in elements.
+pub fn wgmma_query_map(
+    device: &Device,
+    base: u64,
+    dtype: DType,
+    [tokens, heads, head_dim]: [usize; 3],
+    (token, head): (usize, usize),
+    group: usize,
+    tile: WgmmaTile,
+) -> Result<TensorMap> {
+    let bytes = dtype.size() as u64;
+    device.tensor_map(&TensorMapDescription {
+        base,
+        dtype,
+        rank: 3,
+        dims: [head_dim as u64, heads as u64, tokens as u64, 1, 1],
+        // Of a single head or token the stride is of no interest, but it must be one.
+        strides: [(head as u64 * bytes).max(16), (token as u64 * bytes).max(16), 0, 0],
+        box_dims: [64, group as u32, tile_tokens(tile.rows, group) as u32, 1, 1],
+        swizzle: Swizzle::B128,
+    })
+}
+
+/// The tensor map of K or V for [`PrefillPath::Wgmma`]: a box is a page of one head, eight keys of 64 columns at a time.
+pub fn wgmma_cache_map(
+    device: &Device,
+    base: u64,
+    dtype: DType,
+    shape: CacheShape,
+    strides: PageStrides,
+    tile: WgmmaTile,
+) -> Result<TensorMap> {
+    let bytes = dtype.size() as u64;
+    let halves = shape.head_dim as u64 / 64;
+    let keys = shape.block_size.min(tile.keys) as u64;
+    device.tensor_map(&TensorMapDescription {
+        base,
+        dtype,
+        rank: 5,
+        dims: [
+            64,
+            8,
+            (shape.heads as u64 - 1) * (strides.head as u64 / 64) + halves,
+            shape.block_size as u64 / 8,
+            shape.blocks as u64,
+        ],
+        strides: [
+            strides.token as u64 * bytes,
+            64 * bytes,
+            8 * strides.token as u64 * bytes,
+            (strides.block as u64 * bytes).max(16),
+        ],
+        box_dims: [64, 8, halves as u32, (keys / 8) as u32, 1],
+        swizzle: Swizzle::B128,
+    })
+}
+
+/// Attention of the query tokens of each sequence over its keys, its own query tokens' among them.
+///
+/// * `q`, `out`: `[tokens, q_heads, head_dim]`, the chunks of all sequences one after another; dense in the last dimension.
+/// * `cache`: the layer's pages, where the chunks' own keys and values already are; `q_heads` is a multiple of its heads,
+///   and head `h` reads KV head `h / (q_heads / kv_heads)`.
+/// * `block_table`: `[sequences, max_blocks]`, the pages of each sequence in order. A page number outside of the cache
+///   counts as unseen keys.
+/// * `starts`: `[sequences + 1]`, the first query token of each sequence, and the end of the last. Tokens of no sequence
+///   get no output.
+/// * `lens`: `[sequences]`, keys of each sequence. The query tokens are the last of them: query token `i` of `n` is at
+///   position `len - n + i`. A token that sees no key gets zeros.
+/// * `lse`: `[tokens, q_heads]`, receives the logarithm of each softmax's denominator.
+///
+/// Scores, softmax and the sum over values are in f32; the tensor-core paths multiply rounded probabilities, as
+/// FlashAttention does. A result depends on its own sequence's chunk only. Source: Dao et al., *FlashAttention* 1 to 3,
+/// 2022 to 2024.
+///
+/// # Errors
+/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value) (head ratio, head size, options),
+/// [`DType`](Error::DType), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice),
+/// [`Unsupported`](Error::Unsupported) if `options.path` does not take these tensors.
+#[expect(clippy::too_many_arguments, reason = "outputs, inputs and workspace of one operation")]
+pub fn prefill<T: Float + CacheElement>(
+    stream: &Stream,
+    out: &mut Tensor<T>,
+    lse: Option<&mut Tensor<f32>>,
+    q: &Tensor<T>,
+    cache: &KvCache<T>,
+    block_table: &Tensor<i32>,
+    starts: &Tensor<i32>,
+    lens: &Tensor<i32>,
+    options: &PrefillOptions<'_>,
+    workspace: &mut PrefillWorkspace,
+) -> Result<()> {
+    let mut call = Call::new(OP, stream);
+    let cs = cache.shape();
+    let (head_dim, kv_heads) = (cs.head_dim, cs.heads);
+    let &[tokens, q_heads, q_dim] = q.shape() else {
+        return Err(call.bad_shape("q", q.shape(), "[tokens, q_heads, head_dim]"));
+    };
+    if q_dim != head_dim {
+        return Err(call.bad_shape("q", q.shape(), format!("[.., {head_dim}], like the cache")));
+    }
+    call.same_shape("out", out.shape(), q.shape())?;
+    call.value(
+        q_heads.is_multiple_of(kv_heads),
+        "q",
+        format!("of a multiple of the cache's {kv_heads} heads"),
+        format!("{q_heads} heads"),
+    )?;
+    let max_dim = plain::MAX_HEAD_DIM;
+    call.value(head_dim <= max_dim, "cache", format!("of heads of 1 to {max_dim}"), head_dim)?;
+    call.dense_last("q", q)?;
+    call.dense_last("out", out)?;
+    call.distinct("out", out)?;
+    let &[sequences, max_pages] = block_table.shape() else {
+        return Err(call.bad_shape("block_table", block_table.shape(), "[sequences, max_blocks]"));
+    };
+    call.contiguous("block_table", block_table)?;
+    call.same_shape("starts", starts.shape(), &[sequences + 1])?;
+    call.contiguous("starts", starts)?;
+    call.same_shape("lens", lens.shape(), &[sequences])?;
+    call.contiguous("lens", lens)?;
+    if let Some(lse) = &lse {
+        call.same_shape("lse", lse.shape(), &[tokens, q_heads])?;
+        call.contiguous("lse", lse)?;
+    }
+    for (arg, t) in [("options.alibi", options.alibi), ("options.sinks", options.sinks)] {
+        if let Some(t) = t {
+            call.same_shape(arg, t.shape(), &[q_heads])?;
+            call.contiguous(arg, t)?;
+        }
+    }
+    let scale = options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt());
+    call.value(scale.is_finite(), "options.scale", "finite", scale)?;
+    let soft_cap = options.soft_cap;
+    call.value(soft_cap >= 0.0 && soft_cap.is_finite(), "options.soft_cap", "finite and not negative", soft_cap)?;
+    call.count("block_table", max_pages.saturating_mul(cs.block_size))?;
+
+    let (q_token, q_head) = (q.strides()[0], q.strides()[1]);
+    let (out_token, out_head) = (out.strides()[0], out.strides()[1]);
+    let (ks, vs) = (cache.key_strides(), cache.value_strides());
+    let args = plain::Args {
+        out: call.write("out", out)?,
+        lse: call.write_opt("lse", lse)?.cast(),
+        q: call.read("q", q)?,
+        k: call.read("cache.key", cache.key())?,
+        v: call.read("cache.value", cache.value())?,
+        starts: call.read("starts", starts)?.cast(),
+        lens: call.read("lens", lens)?.cast(),
+        block_table: call.read("block_table", block_table)?.cast(),
+        alibi: call.read_opt("options.alibi", options.alibi)?.cast(),
+        sinks: call.read_opt("options.sinks", options.sinks)?.cast(),
+        sequences: call.count("block_table", sequences)?,
+        tokens: call.count("q", tokens)?,
+        q_heads: call.count("q", q_heads)?,
+        kv_heads: call.count("cache", kv_heads)?,
+        head_dim: call.count("cache", head_dim)?,
+        page_size: call.count("cache", cs.block_size)?,
+        max_pages: call.count("block_table", max_pages)?,
+        pages: call.count("cache", cs.blocks)?,
+        q_token,
+        q_head,
+        out_token,
+        out_head,
+        k_page: ks.block,
+        k_slot: ks.token,
+        k_head: ks.head,
+        k_run: call.count("cache", ks.run)?,
+        k_run_stride: ks.run_stride,
+        v_page: vs.block,
+        v_slot: vs.token,
+        v_head: vs.head,
+        v_run: call.count("cache", vs.run)?,
+        v_run_stride: vs.run_stride,
+        scale,
+        soft_cap,
+        window: u32::try_from(options.window).unwrap_or(u32::MAX / 2).min(u32::MAX / 2),
+        causal: options.causal as u32,
+    };
+    let rows = call.count("q", tokens.saturating_mul(q_heads))?;
+    let tickets: *mut u32 = call.write("workspace", &mut workspace.tickets)?.cast();
+    let section_keys = section_keys(T::DTYPE, head_dim);
+    call.check_overlap()?;
+    if tokens == 0 || q_heads == 0 || sequences == 0 {
+        return Ok(());
+    }
+
+    // What the tensor-core kernels take.
+    let group = q_heads / kv_heads;
+    let aligned = |to: usize, address: usize, strides: &[usize]| {
+        address.is_multiple_of(to) && strides.iter().all(|s| (s * size_of::<T>()).is_multiple_of(to))
+    };
+    let paged = cache.layout() != CacheLayout::XSplit
+        && cs.blocks > 0
+        && cs.block_size.is_power_of_two()
+        && aligned(16, args.k as usize, &[ks.block, ks.token, ks.head])
+        && aligned(16, args.v as usize, &[vs.block, vs.token, vs.head]);
+    let wgmma = wgmma_entry(T::DTYPE, head_dim).filter(|(_, tile)| {
+        paged
+            && cs.block_size >= 8
+            && group <= tile.rows
+            && scale > 0.0
+            && soft_cap == 0.0
+            && options.alibi.is_none()
+            && aligned(16, args.q as usize, &[q_token, q_head])
+            && aligned(16, args.out as usize, &[out_token, out_head])
+            && aligned(128, 0, &[ks.head, vs.head])
+            && stream.device().properties().compute_capability == (9, 0)
+    });
+    let mma = mma_entry(T::DTYPE, head_dim).filter(|(_, tile)| {
+        paged
+            && head_dim.is_multiple_of(8)
+            && cs.block_size >= 8
+            && group <= tile.rows
+            && aligned(4, args.q as usize, &[q_token, q_head])
+            && aligned(4, args.out as usize, &[out_token, out_head])
+    });
+    let multiprocessors = stream.device().properties().multiprocessors;
+    // The SIMT device runs either, the portable kernel faster.
+    let hopper = !stream.device().is_simt();
+    match (options.path, wgmma, mma) {
+        (PrefillPath::Wgmma, Some(wgmma), _) | (PrefillPath::Auto, Some(wgmma), None) => {
+            launch_wgmma(stream, wgmma, &args, cache, group, tickets)
+        }
+        (PrefillPath::Auto, Some(wgmma), _) if hopper => launch_wgmma(stream, wgmma, &args, cache, group, tickets),
+        (PrefillPath::Auto | PrefillPath::Mma, _, Some((entry, tile))) => {
+            let args = mma::Args {
+                out: args.out,
+                lse: args.lse,
+                q: args.q,
+                k: args.k,
+                v: args.v,
+                starts: args.starts,
+                lens: args.lens,
+                block_table: args.block_table,
+                alibi: args.alibi,
+                sinks: args.sinks,
+                tickets,
+                sequences: args.sequences,
+                tokens: args.tokens,
+                q_heads: args.q_heads,
+                kv_heads: args.kv_heads,
+                head_dim: args.head_dim,
+                page_shift: cs.block_size.ilog2(),
+                max_pages: args.max_pages,
+                pages: args.pages,
+                tile_tokens: tile_tokens(tile.rows, group) as u32,
+                q_token,
+                q_head,
+                out_token,
+                out_head,
+                k_page: ks.block,
+                k_slot: ks.token,
+                k_head: ks.head,
+                v_page: vs.block,
+                v_slot: vs.token,
+                v_head: vs.head,
+                scale,
+                soft_cap,
+                window: args.window,
+                causal: args.causal,
+                section_keys,
+            };
+            let geometry = mma_geometry(tile, multiprocessors);
+            // SAFETY: shapes, strides, alignment, device and overlap were checked above; starts, lengths and page numbers
+            // are clamped by the kernel.
+            unsafe { stream.launch(&entry, &geometry, &args) }
+        }
+        (PrefillPath::Wgmma | PrefillPath::Mma, _, _) => Err(Error::Unsupported {
+            op: OP,
+            what: format!(
+                "the tensor-core kernels take f16 or bf16 (not {}), NHD or HND, pages of 8 tokens or more (a power of two), heads of \
+                 a multiple of 8 elements and rows at multiples of 16 bytes; `Wgmma` in addition a Hopper GPU, heads of 64 \
+                 or 128, a positive scale, no soft cap and no ALiBi; use PrefillPath::Auto",
+                T::DTYPE
+            ),
+        }),
+        _ => {
+            let expected = "f32, f16 or bf16".into();
+            let entry = plain_entry(T::DTYPE).ok_or(Error::DType { op: OP, arg: "q", expected, got: T::DTYPE })?;
+            // SAFETY: as above.
+            unsafe { stream.launch(&entry, &plain_geometry(rows), &args) }
+        }
+    }
+}
+
+/// [`PrefillPath::Wgmma`] for arguments that it takes.
+fn launch_wgmma<T: Float + CacheElement>(
+    stream: &Stream,
+    (entry, tile): (Entry<wgmma::Args>, WgmmaTile),
+    args: &plain::Args,
+    cache: &KvCache<T>,
+    group: usize,
+    tickets: *mut u32,
+) -> Result<()> {
+    let (device, cs) = (stream.device(), cache.shape());
+    let (ks, vs) = (cache.key_strides(), cache.value_strides());
+    let q_shape = [args.tokens as usize, args.q_heads as usize, cs.head_dim];
+    let args = wgmma::Args {
+        out: args.out,
+        lse: args.lse,
+        q_map: wgmma_query_map(device, args.q as u64, T::DTYPE, q_shape, (args.q_token, args.q_head), group, tile)?,
+        k_map: wgmma_cache_map(device, args.k as u64, T::DTYPE, cs, ks, tile)?,
+        v_map: wgmma_cache_map(device, args.v as u64, T::DTYPE, cs, vs, tile)?,
+        starts: args.starts,
+        lens: args.lens,
+        block_table: args.block_table,
+        sinks: args.sinks,
+        tickets,
+        sequences: args.sequences,
+        tokens: args.tokens,
+        q_heads: args.q_heads,
+        kv_heads: args.kv_heads,
+        page_shift: cs.block_size.ilog2(),
+        max_pages: args.max_pages,
+        pages: args.pages,
+        tile_tokens: tile_tokens(tile.rows, group) as u32,
+        out_token: args.out_token,
+        out_head: args.out_head,
+        k_head: (ks.head / 64) as u32,
+        v_head: (vs.head / 64) as u32,
+        scale: args.scale,
+        window: args.window,
+        causal: args.causal,
+        section_keys: section_keys(T::DTYPE, cs.head_dim),
+    };
+    let geometry = wgmma_geometry(tile, device.properties().multiprocessors);
+    // SAFETY: as for the other kernels; the maps describe the tensors.
+    unsafe { stream.launch(&entry, &geometry, &args) }
+}

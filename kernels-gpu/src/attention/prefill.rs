@@ -1,0 +1,403 @@
+//! Attention of chunks of query tokens of a ragged batch over a paged KV cache, by the tensor-core products of every GPU
+//! since sm_80.
+//!
+//! # Work
+//! A tile is 64 or 128 query rows of one sequence and one KV head: the query heads of the group, packed, so that row `r` is
+//! head `r % group` of token `r / group`. A fixed grid of blocks works through the tiles, longest first
+//! ([`ragged`](super::ragged)). A result depends on its own sequence and chunk only.
+//!
+//! # A tile
+//! Four warps with 16 or 32 rows each walk the keys from right to left, so that the masked blocks come first. K and V of a block of
+//! keys are in shared memory, brought by `cp.async`: V comes while the scores are computed, and the next K while V is used.
+//! Q stays in shared memory, `S = Q Kᵀ` becomes P in registers without a shuffle, as its accumulators are laid out like an
+//! A operand; maxima, sums and O are in f32. Source: Dao, *FlashAttention-2*, 2023.
+
+use super::ragged::{Batch, Schedule, draw, finish};
+use super::soft_capped;
+use crate::tensor_float::TensorFloat;
+use core::f32::consts::{LN_2, LOG2_E};
+use cuda_std::vec::{B32, B128};
+use cuda_std::{Global, GlobalMut, bf16, cp_async, entries, f16, float, mma, shared, thread, unroll, warp};
+
+/// Threads of a block: four warps.
+pub const THREADS: usize = 128;
+/// Query rows of a tile, if each warp has so many times 16.
+pub const fn rows(tiles: usize) -> usize {
+    THREADS / 32 * 16 * tiles
+}
+
+/// Elements of a row of K or V in shared memory: padded by 16 bytes, so that eight rows fall into different banks.
+const fn row_elements(head_dim: usize) -> usize {
+    head_dim + 8
+}
+
+/// Dynamic shared memory of a block of the kernel for heads of up to `head_dim` elements, blocks of `keys` keys and `tiles`
+/// times 16 rows a warp.
+pub const fn shared_bytes(head_dim: usize, keys: usize, tiles: usize) -> usize {
+    (rows(tiles) + 2 * keys) * row_elements(head_dim) * 2 + 16 + rows(tiles) * 4
+}
+
+/// Attention of the query tokens of each sequence over its paged keys and values.
+///
+/// * `q`: `[tokens, q_heads, head_dim]` with strides `q_token`, `q_head`, its vectors at multiples of 4 bytes; `out`
+///   likewise with `out_token`, `out_head`. `head_dim` is a multiple of 8.
+/// * `k`, `v`: pages of `1 << page_shift` tokens, at least 8; a token's vector is dense and starts at a multiple of 16 bytes.
+/// * `starts`: `[sequences + 1]`, where each sequence's query tokens begin; `lens`: `[sequences]`, keys of each sequence,
+///   its query tokens' own (the last ones) among them; `block_table`: `[sequences, max_pages]`.
+/// * `lse`: `[tokens, q_heads]` or null; `alibi`, `sinks`: `[q_heads]` or null.
+/// * `tickets`: two words, zero before the first launch and after every one; `section_keys`: keys of which K and V fit into
+///   the L2 cache.
+/// * `window`: keys that a token sees, 0 for all; `soft_cap`: 0 for none; `causal`: whether a token sees no later keys.
+///
+/// `D` is `head_dim` rounded up to an instance; `tile_tokens * (q_heads / kv_heads)` is at most [`rows`] of `M`.
+/// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`, `KEYS` and `M`.
+#[inline(always)]
+pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M: usize>(
+    out: *mut T,
+    lse: *mut f32,
+    q: *const T,
+    k: *const T,
+    v: *const T,
+    starts: *const i32,
+    lens: *const i32,
+    block_table: *const i32,
+    alibi: *const f32,
+    sinks: *const f32,
+    tickets: *mut u32,
+    sequences: u32,
+    tokens: u32,
+    q_heads: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    page_shift: u32,
+    max_pages: u32,
+    pages: u32,
+    tile_tokens: u32,
+    q_token: usize,
+    q_head: usize,
+    out_token: usize,
+    out_head: usize,
+    k_page: usize,
+    k_slot: usize,
+    k_head: usize,
+    v_page: usize,
+    v_slot: usize,
+    v_head: usize,
+    scale: f32,
+    soft_cap: f32,
+    window: u32,
+    causal: u32,
+    section_keys: u32,
+) {
+    const { assert!(D.is_multiple_of(16) && (KEYS == 32 || KEYS == 64) && (M == 1 || M == 2)) };
+    core::hint::assert_unchecked(kv_heads != 0);
+    let group = q_heads / kv_heads;
+    core::hint::assert_unchecked(group != 0);
+    let batch = Batch {
+        starts: Global::new(starts),
+        lens: Global::new(lens),
+        sequences,
+        tokens,
+        max_len: max_pages << page_shift,
+        tile_tokens,
+        kv_heads,
+        window,
+        causal: causal != 0,
+    };
+    let (q, k, v) = (Global::new(q), Global::new(k), Global::new(v));
+    let (out, lse_out) = (GlobalMut::new(out), GlobalMut::new(lse));
+    let table = Global::new(block_table);
+
+    let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
+    let (g, t) = (lane / 4, lane % 4);
+    let own = tid / 32 * const { 16 * M as u32 };
+    let width = const { row_elements(D) };
+    let mut carver = shared::Carver::new();
+    let qs = carver.take::<T>(rows(M) * width);
+    let ks = carver.take::<T>(KEYS * width);
+    let vs = carver.take::<T>(KEYS * width);
+    let next = carver.take::<u32>(1);
+    let places = carver.take::<u32>(rows(M));
+    // 32-bit addresses: what is added to them becomes part of the instruction.
+    let (q0, k0, v0) = (qs.address(0u32), ks.address(0u32), vs.address(0u32));
+    let pitch = const { 2 * row_elements(D) as u32 };
+    let q_row = q0 + (own + lane % 16) * pitch + lane / 16 * 16;
+    let k_row = k0 + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16;
+    let v_row = v0 + lane % 16 * pitch + lane / 16 * 16;
+    let fold = scale * LOG2_E;
+    core::hint::assert_unchecked(head_dim >= 2);
+    // What lies between the head's size and the instance's is zero.
+    let mut i = tid;
+    while i < (rows(M) * D / 8) as u32 {
+        let (r, piece) = (i / const { D as u32 / 8 }, i % const { D as u32 / 8 });
+        if piece * 8 >= head_dim {
+            qs.set_as(r as usize * width + piece as usize * 8, B128([0u32; 4]));
+        }
+        i += THREADS as u32;
+    }
+
+    // A row's token in the tile and head in the group, in memory as registers are short.
+    let mut r = tid;
+    while r < rows(M) as u32 {
+        places.set(r, ((r / group) << 16) | (r % group));
+        r += THREADS as u32;
+    }
+    thread::sync_threads();
+    let place = |h: usize| {
+        let place = places.get(own + g + 8 * h as u32);
+        (place >> 16, place & 0xffff)
+    };
+
+    let mut schedule = Schedule::new(&batch, section_keys);
+    let mut index = thread::block_idx_x();
+    while let Some(tile) = schedule.find(&batch, index) {
+        if tid == 0 {
+            next.set(0u32, draw(tickets));
+        }
+        let table = table.offset(tile.sequence as usize * max_pages as usize);
+        // Pages of a block, a lane for each eight keys, which a page has at least: looked up a block ahead of the copies.
+        let pages_of = |block: u32| {
+            let key = block * KEYS as u32 + 8 * lane;
+            if lane < KEYS as u32 / 8 && key < tile.len { table.get(key >> page_shift) as u32 } else { u32::MAX }
+        };
+        // Whether a page that there should be is not.
+        let wrong_in = |block: u32, found: u32| {
+            let there = lane < KEYS as u32 / 8 && block * KEYS as u32 + 8 * lane < tile.len;
+            warp::warp_vote_ballot(warp::FULL, there && found >= pages)
+        };
+
+        // Copies a block's rows, zeros for those that are not there.
+        let slot_mask = (1u32 << page_shift) - 1;
+        let copy = |to: u32, from: Global<T>, (page_stride, slot_stride): (usize, usize), block: u32, found: u32| {
+            // A loop, as the addresses of all its steps at once would not fit into registers.
+            let mut i = tid;
+            while i < const { (KEYS * D / 8) as u32 } {
+                let (r, piece) = (i / const { D as u32 / 8 }, i % const { D as u32 / 8 });
+                let key = block * KEYS as u32 + r;
+                let page = warp::shfl_idx(found, r / 8);
+                let there = page < pages && key < tile.len && piece * 8 < head_dim;
+                let at = if there {
+                    page as usize * page_stride + (key & slot_mask) as usize * slot_stride + piece as usize * 8
+                } else {
+                    0
+                };
+                cp_async::copy_16_zfill(to + (r * pitch + piece * 16), from.ptr(at), if there { 16 } else { 0 });
+                i += THREADS as u32;
+            }
+            cp_async::commit_group();
+        };
+        let (k, v) = (k.offset(tile.kv_head as usize * k_head), v.offset(tile.kv_head as usize * v_head));
+        let copy_k = |block: u32, found: u32| copy(k0, k, (k_page, k_slot), block, found);
+        let copy_v = |block: u32, found: u32| copy(v0, v, (v_page, v_slot), block, found);
+
+        let end = batch.end(&tile, tile.tokens - 1);
+        let first = batch.start(batch.end(&tile, 0)) / KEYS as u32;
+        // At least one block, which is then wholly masked.
+        let blocks = end.div_ceil(KEYS as u32).saturating_sub(first).max(1);
+        let mut block = first + blocks - 1;
+        let mut found = pages_of(block);
+        copy_k(block, found);
+        let mut found_next = if blocks > 1 { pages_of(block - 1) } else { u32::MAX };
+
+        // A warp's rows of Q, which only it reads.
+        let words = head_dim / 2;
+        let mut i = lane;
+        while i < const { 16 * M as u32 } * words {
+            let (r, d) = (own + i / words, i % words * 2);
+            // Rows that the tile does not have repeat its first one; nothing of them is stored.
+            let there = r / group < tile.tokens;
+            let (token, head) = if there { (r / group, r % group) } else { (0, 0) };
+            let at = (tile.first + token) as usize * q_token + (tile.kv_head * group + head) as usize * q_head;
+            let B32([word]) = q.get_as::<B32<u32, 1>>(at + d as usize);
+            qs.set_as(r as usize * width + d as usize, B32([word]));
+            i += 32;
+        }
+        let mut ends = [0u32; 4];
+        for h in 0..2 * M {
+            ends[h] = batch.end(&tile, place(h).0);
+        }
+        // Blocks that every row of the tile sees all of.
+        let whole_end = batch.end(&tile, 0) / KEYS as u32;
+        let whole_start = batch.start(batch.end(&tile, tile_tokens - 1)).div_ceil(KEYS as u32);
+
+        let mut o = [[[0f32; 4]; 32]; M];
+        let mut top = [f32::NEG_INFINITY; 4];
+        let mut sum = [0f32; 4];
+        loop {
+            // K of this block is there, and nobody uses V of the last one any more.
+            cp_async::wait_group::<0>();
+            thread::sync_threads();
+            copy_v(block, found);
+
+            let mut s = [[[0f32; 4]; 8]; M];
+            for step in 0..D / 16 {
+                let mut a = [[0u32; 4]; M];
+                for m in 0..M {
+                    a[m] = mma::ldmatrix_x4(q_row + (16 * m) as u32 * pitch + 32 * step as u32);
+                }
+                for j in 0..KEYS / 16 {
+                    let b = mma::ldmatrix_x4(k_row + (16 * j) as u32 * pitch + 32 * step as u32);
+                    for m in 0..M {
+                        s[m][2 * j] = T::mma(a[m], [b[0], b[1]], s[m][2 * j]);
+                        s[m][2 * j + 1] = T::mma(a[m], [b[2], b[3]], s[m][2 * j + 1]);
+                    }
+                }
+            }
+            // V is there, and everybody is done with K.
+            cp_async::wait_group::<0>();
+            thread::sync_threads();
+            let more = block > first;
+            let wrong = wrong_in(block, found);
+            if more {
+                copy_k(block - 1, found_next);
+                found = found_next;
+                found_next = if block > first + 1 { pages_of(block - 2) } else { u32::MAX };
+            }
+
+            let whole = block < whole_end && block >= whole_start && wrong == 0;
+            for m in 0..M {
+                // Scores in units of log 2.
+                for j in 0..KEYS / 8 {
+                    unroll::<4>(|e| s[m][j][e] *= if soft_cap > 0.0 { scale } else { fold });
+                }
+                if soft_cap > 0.0 {
+                    for j in 0..KEYS / 8 {
+                        unroll::<4>(|e| s[m][j][e] = soft_capped(s[m][j][e], soft_cap) * LOG2_E);
+                    }
+                }
+                // This thread's keys are this one and constants more.
+                let base = (block * KEYS as u32 + 2 * t) as i32;
+                if !alibi.is_null() {
+                    unroll::<2>(|i| {
+                        // Read again each time: it is seldom used, and would cost registers.
+                        let (token, head) = place(2 * m + i);
+                        let slope = Global::new(alibi).get(tile.kv_head * group + head) * LOG2_E;
+                        let distance = base - (tile.position + token as i32);
+                        for j in 0..KEYS / 8 {
+                            unroll::<2>(|c| {
+                                let distance = (distance + (8 * j + c) as i32) as f32;
+                                s[m][j][2 * i + c] = float::fma(slope, distance, s[m][j][2 * i + c]);
+                            });
+                        }
+                    });
+                }
+                if !whole {
+                    unroll::<2>(|i| {
+                        let end = ends[2 * m + i] as i32 - base;
+                        let start = batch.start(ends[2 * m + i]) as i32 - base;
+                        for j in 0..KEYS / 8 {
+                            unroll::<2>(|c| {
+                                let key = (8 * j + c) as i32;
+                                let seen = key < end && key >= start && wrong >> j & 1 == 0;
+                                let e = 2 * i + c;
+                                s[m][j][e] = if seen { s[m][j][e] } else { f32::NEG_INFINITY };
+                            });
+                        }
+                    });
+                }
+
+                let mut rescale = [0f32; 2];
+                unroll::<2>(|i| {
+                    let h = 2 * m + i;
+                    let mut new = top[h];
+                    for j in 0..KEYS / 8 {
+                        unroll::<2>(|c| new = float::max(new, s[m][j][2 * i + c]));
+                    }
+                    new = float::max(new, warp::shfl_xor(new, 1));
+                    new = float::max(new, warp::shfl_xor(new, 2));
+                    // Nothing seen yet: any finite reference will do.
+                    let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
+                    rescale[i] = float::fast::exp2(top[h] - reference);
+                    top[h] = new;
+                    let mut part = 0.0;
+                    for j in 0..KEYS / 8 {
+                        unroll::<2>(|c| {
+                            s[m][j][2 * i + c] = float::fast::exp2(s[m][j][2 * i + c] - reference);
+                            part += s[m][j][2 * i + c];
+                        });
+                    }
+                    sum[h] = float::fma(sum[h], rescale[i], part);
+                });
+                for j in 0..D / 8 {
+                    unroll::<4>(|e| o[m][j][e] *= rescale[e / 2]);
+                }
+            }
+            for step in 0..KEYS / 16 {
+                let mut p = [[0u32; 4]; M];
+                for m in 0..M {
+                    let (a, b) = (s[m][2 * step], s[m][2 * step + 1]);
+                    p[m] = [
+                        T::pack_f32(a[0], a[1]),
+                        T::pack_f32(a[2], a[3]),
+                        T::pack_f32(b[0], b[1]),
+                        T::pack_f32(b[2], b[3]),
+                    ];
+                }
+                for j in 0..D / 16 {
+                    let b = mma::ldmatrix_x4_trans(v_row + (16 * step) as u32 * pitch + 32 * j as u32);
+                    for m in 0..M {
+                        o[m][2 * j] = T::mma(p[m], [b[0], b[1]], o[m][2 * j]);
+                        o[m][2 * j + 1] = T::mma(p[m], [b[2], b[3]], o[m][2 * j + 1]);
+                    }
+                }
+            }
+            if !more {
+                break;
+            }
+            block -= 1;
+        }
+
+        for h in 0..2 * M {
+            let total = sum[h] + warp::shfl_xor(sum[h], 1);
+            let total = total + warp::shfl_xor(total, 2);
+            let (token, head) = place(h);
+            if token < tile.tokens {
+                let head = tile.kv_head * group + head;
+                let query = (tile.first + token) as usize;
+                let sink = if sinks.is_null() { f32::NEG_INFINITY } else { Global::new(sinks).get(head) * LOG2_E };
+                let reference = float::max(float::max(top[h], f32::MIN), sink);
+                let shrink = float::fast::exp2(float::max(top[h], f32::MIN) - reference);
+                let whole = float::fma(total, shrink, float::fast::exp2(sink - reference));
+                let inverse = if whole == 0.0 { 0.0 } else { float::fast::div(shrink, whole) };
+                let out = out.offset(query * out_token + head as usize * out_head);
+                for j in 0..D / 8 {
+                    let d = 8 * j as u32 + 2 * t;
+                    if d < head_dim {
+                        let o = o[h / 2][j];
+                        let word = T::pack_f32(o[h % 2 * 2] * inverse, o[h % 2 * 2 + 1] * inverse);
+                        out.set_as(d, B32([word]));
+                    }
+                }
+                if !lse.is_null() && t == 0 {
+                    let value = if whole == 0.0 { f32::NEG_INFINITY } else { (reference + float::log2(whole)) * LN_2 };
+                    lse_out.set(query * q_heads as usize + head as usize, value);
+                }
+            }
+        }
+        // The next tile's copies overwrite what this one has read.
+        index = next.get(0u32);
+        thread::sync_threads();
+    }
+    if tid == 0 {
+        finish(tickets);
+    }
+}
+
+entries! {
+    /// Arguments of every `prefill_*` entry; see [`prefill`].
+    pub struct Args<T>(
+        out: *mut T, lse: *mut f32, q: *const T, k: *const T, v: *const T, starts: *const i32, lens: *const i32,
+        block_table: *const i32, alibi: *const f32, sinks: *const f32, tickets: *mut u32, sequences: u32, tokens: u32,
+        q_heads: u32, kv_heads: u32, head_dim: u32, page_shift: u32, max_pages: u32, pages: u32, tile_tokens: u32, q_token: usize,
+        q_head: usize, out_token: usize, out_head: usize, k_page: usize, k_slot: usize, k_head: usize, v_page: usize,
+        v_slot: usize, v_head: usize, scale: f32, soft_cap: f32, window: u32, causal: u32, section_keys: u32,
+    );
+    prefill_d64_bf16 { type T = bf16; } [128, 2] => prefill::<T, 64, 64, 2>;
+    prefill_d64_f16 { type T = f16; } [128, 2] => prefill::<T, 64, 64, 2>;
+    prefill_d128_bf16 { type T = bf16; } [128, 2] => prefill::<T, 128, 32, 2>;
+    prefill_d128_f16 { type T = f16; } [128, 2] => prefill::<T, 128, 32, 2>;
+    prefill_d192_bf16 { type T = bf16; } [128, 1] => prefill::<T, 192, 32, 1>;
+    prefill_d192_f16 { type T = f16; } [128, 1] => prefill::<T, 192, 32, 1>;
+    prefill_d256_bf16 { type T = bf16; } [128, 1] => prefill::<T, 256, 32, 1>;
+    prefill_d256_f16 { type T = f16; } [128, 1] => prefill::<T, 256, 32, 1>;
+}

@@ -1,0 +1,530 @@
+use cuda_std::Float;
+use proptest::prelude::*;
+use warploom::attention::{PrefillOptions, PrefillPath, PrefillWorkspace, prefill};
+use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache};
+use warploom::reference::attention as reference;
+use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16};
+use warploom_tests::{assert_close, noise, noise_of, on_every_device, property, widen};
+
+/// Sequences of which `chunk` query tokens are the last of `len` keys.
+#[derive(Clone, Debug)]
+struct Shape {
+    sequences: Vec<(usize, usize)>,
+    kv_heads: usize,
+    group: usize,
+    dim: usize,
+    page: usize,
+    layout: CacheLayout,
+}
+
+impl Shape {
+    fn tokens(&self) -> usize {
+        self.sequences.iter().map(|s| s.0).sum()
+    }
+    fn q_heads(&self) -> usize {
+        self.kv_heads * self.group
+    }
+}
+
+/// A batch: its cache with NaN in every slot that no sequence owns, and what the cache means.
+struct Case<T> {
+    q: Tensor<T>,
+    cache: KvCache<T>,
+    table: Tensor<i32>,
+    pages: Vec<i32>,
+    starts: Tensor<i32>,
+    lens: Tensor<i32>,
+    query: Vec<f64>,
+    /// By sequence, KV head and position.
+    keys: Vec<Vec<Vec<Vec<f64>>>>,
+    values: Vec<Vec<Vec<Vec<f64>>>>,
+}
+
+fn case<T: Float + CacheElement>(d: &Device, shape: &Shape) -> Case<T> {
+    let Shape { sequences, kv_heads, dim, page, layout, .. } = shape.clone();
+    let lens: Vec<usize> = sequences.iter().map(|s| s.1).collect();
+    let max_pages = lens.iter().map(|l| l.div_ceil(page)).max().unwrap_or(0).max(1) + 1;
+    // Pages are handed out from the highest number down, so that neighbours in a sequence are not neighbours in memory.
+    let pages = lens.iter().map(|l| l.div_ceil(page)).sum::<usize>() + 2;
+    let cs = CacheShape { blocks: pages, block_size: page, heads: kv_heads, head_dim: dim };
+    let cache = KvCache::<T>::zeros(d, layout, cs).unwrap();
+    let (ks, vs) = (cache.key_strides(), cache.value_strides());
+    let nan = T::from_f32(f32::NAN);
+    let (mut k, mut v) = (vec![nan; pages * cs.block_len()], vec![nan; pages * cs.block_len()]);
+    // Behind a sequence's pages there may be anything: a page of NaN here.
+    let mut table = vec![pages as i32 - 1; sequences.len() * max_pages];
+    let (mut keys, mut values) = (vec![], vec![]);
+    let mut free = pages - 2;
+    for (b, &len) in lens.iter().enumerate() {
+        let round = |n: Vec<f32>| n.into_iter().map(T::from_f32).collect::<Vec<_>>();
+        let (kn, vn) =
+            (round(noise(len * kv_heads * dim, 7 + b as u64)), round(noise(len * kv_heads * dim, 99 + b as u64)));
+        for p in 0..len.div_ceil(page) {
+            table[b * max_pages + p] = free as i32;
+            free -= 1;
+        }
+        let mut heads = (vec![], vec![]);
+        for h in 0..kv_heads {
+            let (mut hk, mut hv) = (vec![], vec![]);
+            for i in 0..len {
+                let block = table[b * max_pages + i / page] as usize;
+                let at = (i * kv_heads + h) * dim;
+                for x in 0..dim {
+                    k[ks.index(block, h, i % page, x)] = kn[at + x];
+                    v[vs.index(block, h, i % page, x)] = vn[at + x];
+                }
+                hk.push(widen(&kn[at..at + dim]));
+                hv.push(widen(&vn[at..at + dim]));
+            }
+            heads.0.push(hk);
+            heads.1.push(hv);
+        }
+        keys.push(heads.0);
+        values.push(heads.1);
+    }
+    let fill = |t: &Tensor<T>, data: &[T]| t.clone().copy_from_slice(data).unwrap();
+    fill(cache.key(), &k);
+    fill(cache.value(), &v);
+    let q = noise_of::<T>(shape.tokens() * shape.q_heads() * dim, 3);
+    let mut starts = vec![0];
+    sequences.iter().for_each(|s| starts.push(starts[starts.len() - 1] + s.0 as i32));
+    let lens: Vec<i32> = lens.iter().map(|&l| l as i32).collect();
+    Case {
+        q: Tensor::from_slice(d, &q, &[shape.tokens(), shape.q_heads(), dim]).unwrap(),
+        cache,
+        table: Tensor::from_slice(d, &table, &[lens.len(), max_pages]).unwrap(),
+        pages: table,
+        starts: Tensor::from_slice(d, &starts, &[starts.len()]).unwrap(),
+        lens: Tensor::from_slice(d, &lens, &[lens.len()]).unwrap(),
+        query: widen(&q),
+        keys,
+        values,
+    }
+}
+
+impl<T: Float + CacheElement> Case<T> {
+    fn run(&self, s: &Stream, options: &PrefillOptions<'_>) -> (Vec<T>, Vec<f32>) {
+        let d = s.device();
+        let mut out = Tensor::<T>::uninit(d, self.q.shape()).unwrap();
+        let mut lse = Tensor::<f32>::uninit(d, &self.q.shape()[..2]).unwrap();
+        s.fill_bytes(&mut out, 0xff).unwrap();
+        s.fill_bytes(&mut lse, 0xff).unwrap();
+        let mut work = PrefillWorkspace::new(d).unwrap();
+        let (table, starts, lens) = (&self.table, &self.starts, &self.lens);
+        prefill(s, &mut out, Some(&mut lse), &self.q, &self.cache, table, starts, lens, options, &mut work).unwrap();
+        (out.to_vec().unwrap(), lse.to_vec().unwrap())
+    }
+}
+
+/// What bends the scores, in plain numbers.
+#[derive(Clone, Copy, Debug)]
+struct Bend {
+    soft_cap: f32,
+    window: usize,
+    alibi: bool,
+    sinks: bool,
+    causal: bool,
+}
+
+const STRAIGHT: Bend = Bend { soft_cap: 0.0, window: 0, alibi: false, sinks: false, causal: true };
+
+/// Compares with the reference every `step`th query token of each sequence, its first and its last one.
+fn check<T: Float + CacheElement>(d: &Device, s: &Stream, shape: &Shape, bend: Bend, path: PrefillPath, step: usize) {
+    let c = case::<T>(d, shape);
+    let q_heads = shape.q_heads();
+    let slopes: Vec<f32> = (0..q_heads).map(|h| 0.5f32.powi(h as i32 + 1)).collect();
+    let sinks: Vec<f32> = (0..q_heads).map(|h| h as f32 * 0.25 - 0.5).collect();
+    let (alibi, sink) =
+        (Tensor::from_slice(d, &slopes, &[q_heads]).unwrap(), Tensor::from_slice(d, &sinks, &[q_heads]).unwrap());
+    let scale = 0.17f32;
+    let mut options = PrefillOptions::default().scale(scale).soft_cap(bend.soft_cap).window(bend.window).path(path);
+    options.causal = bend.causal;
+    options.alibi = bend.alibi.then_some(&alibi);
+    options.sinks = bend.sinks.then_some(&sink);
+    let (out, lse) = c.run(s, &options);
+    let mut first = 0;
+    for (b, &(chunk, len)) in shape.sequences.iter().enumerate() {
+        for i in (0..chunk).filter(|i| i % step == 0 || i + 1 == chunk) {
+            for h in 0..q_heads {
+                let row = (first + i) * q_heads + h;
+                let query = reference::Query {
+                    q: &c.query[row * shape.dim..][..shape.dim],
+                    scale: scale as f64,
+                    soft_cap: bend.soft_cap as f64,
+                    slope: if bend.alibi { slopes[h] as f64 } else { 0.0 },
+                    sink: bend.sinks.then(|| sinks[h] as f64),
+                    window: bend.window,
+                };
+                let kv = h / shape.group;
+                let position = (len + i) as i64 - chunk as i64;
+                let want = reference::prefill(query, position, bend.causal, &c.keys[b][kv], &c.values[b][kv]);
+                // Probabilities are rounded to T before they meet V, whose elements are below 1.
+                let rounding = if T::DTYPE == cuda_std::DType::F32 { 4e-6 } else { warploom_tests::epsilon::<T>() };
+                assert_close(&out[row * shape.dim..][..shape.dim], &want.out, rounding, 2.0);
+                assert_close(&lse[row..=row], &[want.lse], 1e-5, 4.0);
+            }
+        }
+        first += chunk;
+    }
+}
+
+fn shapes(dims: &'static [usize], pages: &'static [usize]) -> impl Strategy<Value = Shape> {
+    let sequence =
+        (prop_oneof![0usize..3, 1usize..70, Just(33)], prop_oneof![Just(0usize), 0usize..150, Just(95), Just(128)]);
+    // Now and then more query tokens than keys: the first see nothing.
+    let sequence = (sequence, 0usize..8)
+        .prop_map(|((chunk, before), odd)| (chunk, if odd == 0 { before.min(chunk / 2) } else { chunk + before }));
+    let page = prop::sample::select(pages);
+    (prop::collection::vec(sequence, 1..4), 1usize..3, 1usize..9, prop::sample::select(dims), page, any::<bool>())
+        .prop_map(|(sequences, kv_heads, group, dim, page, hnd)| {
+            let layout = if hnd { CacheLayout::Hnd } else { CacheLayout::Nhd };
+            Shape { sequences, kv_heads, group, dim, page, layout }
+        })
+}
+
+fn bends() -> impl Strategy<Value = Bend> {
+    let window = prop_oneof![Just(0usize), 1usize..200];
+    (any::<bool>(), window, any::<bool>(), any::<bool>(), 0usize..4).prop_map(|(cap, window, alibi, sinks, all)| Bend {
+        soft_cap: if cap { 2.5 } else { 0.0 },
+        window,
+        alibi,
+        sinks,
+        causal: all > 0,
+    })
+}
+
+#[test]
+fn wgmma_matches_the_reference() {
+    property(6, (shapes(&[64, 128], &[8, 16, 32, 128]), bends()), |d, s, (shape, bend)| {
+        let bend = Bend { soft_cap: 0.0, alibi: false, ..bend };
+        check::<bf16>(d, s, &shape, bend, PrefillPath::Wgmma, 5);
+        check::<f16>(d, s, &shape, bend, PrefillPath::Wgmma, 5);
+        Ok(())
+    });
+}
+
+#[test]
+fn mma_matches_the_reference() {
+    property(
+        8,
+        (shapes(&[32, 64, 80, 96, 112, 120, 128, 192, 256], &[8, 16, 32, 64]), bends()),
+        |d, s, (shape, bend)| {
+            check::<bf16>(d, s, &shape, bend, PrefillPath::Mma, 5);
+            check::<f16>(d, s, &shape, bend, PrefillPath::Mma, 5);
+            Ok(())
+        },
+    );
+}
+
+#[test]
+fn plain_matches_the_reference() {
+    property(4, (shapes(&[32, 80], &[8, 16]), bends()), |d, s, (shape, bend)| {
+        let split = Shape { layout: CacheLayout::XSplit, ..shape.clone() };
+        let odd = Shape { dim: 46, page: 12, ..shape };
+        check::<f32>(d, s, &split, bend, PrefillPath::Auto, 5);
+        check::<bf16>(d, s, &split, bend, PrefillPath::Auto, 5);
+        check::<f16>(d, s, &odd, bend, PrefillPath::Auto, 5);
+        check::<f32>(d, s, &odd, bend, PrefillPath::Plain, 5);
+        Ok(())
+    });
+}
+
+#[test]
+fn lengths_around_pages_and_blocks() {
+    on_every_device(|d, s| {
+        let gpu = !d.is_simt();
+        let mut sequences =
+            vec![(0, 0), (1, 1), (15, 15), (16, 16), (17, 17), (1, 512), (3, 513), (2, 511), (0, 40), (129, 129)];
+        if gpu {
+            sequences.extend([(511, 511), (512, 512), (513, 513), (4096, 4096), (100, 4096), (1, 32768), (1000, 3000)]);
+        }
+        let step = if gpu { 97 } else { 40 };
+        for path in [PrefillPath::Wgmma, PrefillPath::Mma] {
+            let shape = Shape {
+                sequences: sequences.clone(),
+                kv_heads: 2,
+                group: 4,
+                dim: 128,
+                page: 16,
+                layout: CacheLayout::Nhd,
+            };
+            check::<bf16>(d, s, &shape, STRAIGHT, path, step);
+            if gpu {
+                check::<f16>(d, s, &shape, Bend { window: 700, sinks: true, ..STRAIGHT }, path, step);
+                let shape = Shape { group: 3, kv_heads: 3, dim: 64, page: 64, ..shape };
+                check::<bf16>(d, s, &shape, Bend { causal: false, ..STRAIGHT }, path, step);
+            }
+        }
+    });
+}
+
+#[test]
+fn chunks_are_the_whole() {
+    on_every_device(|d, s| {
+        let n = if d.is_simt() { 150 } else { 1500 };
+        for path in [PrefillPath::Wgmma, PrefillPath::Mma] {
+            let shape =
+                Shape { sequences: vec![(n, n)], kv_heads: 1, group: 4, dim: 64, page: 16, layout: CacheLayout::Hnd };
+            let c = case::<f16>(d, &shape);
+            let options = PrefillOptions::default().path(path);
+            let (whole, _) = c.run(s, &options);
+            let mut parts = vec![];
+            for (from, to) in [(0, 7), (7, 64), (64, 101), (101, n)] {
+                let q: Vec<f16> = c.q.to_vec().unwrap()[from * 256..to * 256].to_vec();
+                let part = Case {
+                    q: Tensor::from_slice(d, &q, &[to - from, 4, 64]).unwrap(),
+                    starts: Tensor::from_slice(d, &[0, (to - from) as i32], &[2]).unwrap(),
+                    lens: Tensor::from_slice(d, &[to as i32], &[1]).unwrap(),
+                    cache: c.cache.clone(),
+                    table: c.table.clone(),
+                    pages: vec![],
+                    query: vec![],
+                    keys: vec![],
+                    values: vec![],
+                };
+                parts.extend(part.run(s, &options).0);
+            }
+            // Blocks of keys fall differently, so roundings of probabilities do.
+            let want: Vec<f64> = widen(&whole);
+            assert_close(&parts, &want, 2.0 * warploom_tests::epsilon::<f16>(), 1.0);
+        }
+    });
+}
+
+#[test]
+fn a_sequence_does_not_depend_on_its_batch() {
+    on_every_device(|d, s| {
+        for path in [PrefillPath::Wgmma, PrefillPath::Mma] {
+            let run = |sequences: Vec<(usize, usize)>| {
+                let shape = Shape { sequences, kv_heads: 2, group: 4, dim: 64, page: 16, layout: CacheLayout::Nhd };
+                case::<bf16>(d, &shape).run(s, &PrefillOptions::default().path(path)).0
+            };
+            let alone = run(vec![(70, 200)]);
+            let among = run(vec![(70, 200), (1, 30), (40, 40), (0, 0), (33, 64)]);
+            assert_eq!(alone, among[..alone.len()]);
+        }
+    });
+}
+
+#[test]
+fn sequences_share_pages() {
+    on_every_device(|d, s| {
+        for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+            let shape = Shape {
+                sequences: vec![(10, 100), (10, 100)],
+                kv_heads: 1,
+                group: 2,
+                dim: 64,
+                page: 16,
+                layout: CacheLayout::Nhd,
+            };
+            let mut c = case::<bf16>(d, &shape);
+            let width = c.pages.len() / 2;
+            let (first, second) = c.pages.split_at_mut(width);
+            second.copy_from_slice(first);
+            c.table.copy_from_slice(&c.pages).unwrap();
+            let mut q = c.q.to_vec().unwrap();
+            let half = q.len() / 2;
+            q.copy_within(..half, half);
+            c.q.copy_from_slice(&q).unwrap();
+            let (out, lse) = c.run(s, &PrefillOptions::default().path(path));
+            assert_eq!(out[..half], out[half..]);
+            assert_eq!(lse[..lse.len() / 2], lse[lse.len() / 2..]);
+        }
+    });
+}
+
+#[test]
+fn one_graph_serves_changing_lengths() {
+    on_every_device(|d, s| {
+        for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+            let sequences = vec![(40, 200), (25, 150)];
+            let shape = Shape { sequences, kv_heads: 1, group: 4, dim: 64, page: 16, layout: CacheLayout::Hnd };
+            let mut c = case::<f16>(d, &shape);
+            let tensor = || Tensor::<f16>::zeros(d, &[65, 4, 64]).unwrap();
+            let (mut graphed, mut direct) = (tensor(), tensor());
+            let options = PrefillOptions::default().path(path);
+            d.preload(&["attention"]).unwrap();
+            let mut work = PrefillWorkspace::new(d).unwrap();
+            let graph = Graph::capture(s, |s| {
+                prefill(s, &mut graphed, None, &c.q, &c.cache, &c.table, &c.starts, &c.lens, &options, &mut work)
+            })
+            .unwrap();
+            for (starts, lens) in
+                [([0, 40, 65], [200, 150]), ([0, 1, 65], [1, 100]), ([0, 0, 65], [0, 65]), ([0, 64, 65], [129, 1])]
+            {
+                c.starts.copy_from_slice(&starts).unwrap();
+                c.lens.copy_from_slice(&lens).unwrap();
+                graph.launch(s).unwrap();
+                s.synchronize().unwrap();
+                let (table, starts, lens) = (&c.table, &c.starts, &c.lens);
+                prefill(s, &mut direct, None, &c.q, &c.cache, table, starts, lens, &options, &mut work).unwrap();
+                assert_eq!(graphed.to_vec().unwrap(), direct.to_vec().unwrap());
+            }
+        }
+    });
+}
+
+#[test]
+fn wrong_pages_starts_and_lengths_stay_inside() {
+    on_every_device(|d, s| {
+        let shape =
+            Shape { sequences: vec![(20, 40)], kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
+        let mut c = case::<bf16>(d, &shape);
+        let good = c.pages.clone();
+        for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+            let options = PrefillOptions::default().path(path);
+            let wrong = [-1, i32::MAX, 1 << 20, -7];
+            for (pages, starts, len) in [
+                (wrong, [0, 20], 40),
+                ([good[0], good[1], good[2], good[2]], [0, 20], i32::MAX),
+                ([good[0], good[1], good[2], good[2]], [0, 20], -5),
+                ([good[0], good[1], good[2], good[2]], [-9, i32::MAX], 40),
+                ([good[0], good[1], good[2], good[2]], [i32::MAX, 3], 40),
+            ] {
+                c.table.copy_from_slice(&pages).unwrap();
+                c.starts.copy_from_slice(&starts).unwrap();
+                c.lens.copy_from_slice(&[len]).unwrap();
+                let (out, lse) = c.run(s, &options);
+                if pages == wrong || len < 0 {
+                    assert!(out.iter().all(|v| v.to_f32() == 0.0), "{path:?} {pages:?} {len}");
+                    assert!(lse.iter().all(|v| *v == f32::NEG_INFINITY), "{path:?} {pages:?} {len}");
+                }
+            }
+            // The middle page does not exist: its keys count as unseen, as if the others were the sequence.
+            c.starts.copy_from_slice(&[0, 20]).unwrap();
+            c.lens.copy_from_slice(&[40]).unwrap();
+            c.table.copy_from_slice(&[good[0], -1, good[2], -1]).unwrap();
+            let (out, lse) = c.run(s, &options);
+            for (i, h) in [(0, 0), (11, 1), (12, 0), (19, 1)] {
+                let row = i * 2 + h;
+                let query = reference::Query {
+                    q: &c.query[row * 64..][..64],
+                    scale: 0.125,
+                    soft_cap: 0.0,
+                    slope: 0.0,
+                    sink: None,
+                    window: 0,
+                };
+                let seen = |rows: &[Vec<f64>]| {
+                    let seen = (0..=20 + i).filter(|i| i / 16 != 1);
+                    seen.map(|i| rows[i].clone()).collect::<Vec<_>>()
+                };
+                let (keys, values) = (seen(&c.keys[0][0]), seen(&c.values[0][0]));
+                let want = reference::prefill(query, 1000, true, &keys, &values);
+                assert_close(&out[row * 64..][..64], &want.out, warploom_tests::epsilon::<bf16>(), 2.0);
+                assert_close(&lse[row..=row], &[want.lse], 1e-5, 4.0);
+            }
+        }
+    });
+}
+
+#[test]
+fn page_offsets_beyond_32_bits() {
+    on_every_device(|d, s| {
+        let Some(memory) = d.memory_info().unwrap() else { return };
+        // 5 GiB for K and V each, of which one page is written.
+        let (blocks, page, heads, dim) = (5 << 15, 16, 8, 128);
+        if memory.free < 12 << 30 {
+            return;
+        }
+        let shape = CacheShape { blocks, block_size: page, heads, head_dim: dim };
+        let cache = KvCache::<bf16>::zeros(d, CacheLayout::Nhd, shape).unwrap();
+        let (k, v) = (noise_of::<bf16>(page * heads * dim, 1), noise_of::<bf16>(page * heads * dim, 2));
+        let last = |t: &Tensor<bf16>| t.narrow(0, blocks - 1, 1).unwrap();
+        last(cache.key()).copy_from_slice(&k).unwrap();
+        last(cache.value()).copy_from_slice(&v).unwrap();
+        let q = noise_of::<bf16>(page * heads * dim, 3);
+        let c = Case {
+            q: Tensor::from_slice(d, &q, &[page, heads, dim]).unwrap(),
+            cache,
+            table: Tensor::from_slice(d, &[blocks as i32 - 1], &[1, 1]).unwrap(),
+            pages: vec![],
+            starts: Tensor::from_slice(d, &[0, page as i32], &[2]).unwrap(),
+            lens: Tensor::from_slice(d, &[page as i32], &[1]).unwrap(),
+            query: widen(&q),
+            keys: vec![],
+            values: vec![],
+        };
+        for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+            let (out, _) = c.run(s, &PrefillOptions::default().path(path));
+            for h in 0..heads {
+                let rows =
+                    |n: &[bf16]| (0..page).map(|i| widen(&n[(i * heads + h) * dim..][..dim])).collect::<Vec<_>>();
+                let row = (page - 1) * heads + h;
+                let query = reference::Query {
+                    q: &c.query[row * dim..][..dim],
+                    scale: 1.0 / (dim as f64).sqrt(),
+                    soft_cap: 0.0,
+                    slope: 0.0,
+                    sink: None,
+                    window: 0,
+                };
+                let want = reference::prefill(query, page as i64 - 1, true, &rows(&k), &rows(&v));
+                assert_close(&out[row * dim..][..dim], &want.out, warploom_tests::epsilon::<bf16>(), 2.0);
+            }
+        }
+    });
+}
+
+#[test]
+fn bad_input() {
+    on_every_device(|d, s| {
+        let shape = Shape {
+            sequences: vec![(5, 20), (4, 9)],
+            kv_heads: 2,
+            group: 2,
+            dim: 64,
+            page: 16,
+            layout: CacheLayout::Nhd,
+        };
+        let c = case::<bf16>(d, &shape);
+        let run =
+            |q: &Tensor<bf16>, out: &[usize], table: &[usize], starts: usize, lens: usize, o: &PrefillOptions<'_>| {
+                let mut out = Tensor::<bf16>::zeros(d, out).unwrap();
+                let i = |shape: &[usize]| Tensor::<i32>::zeros(d, shape).unwrap();
+                prefill(
+                    s,
+                    &mut out,
+                    None,
+                    q,
+                    &c.cache,
+                    &i(table),
+                    &i(&[starts]),
+                    &i(&[lens]),
+                    o,
+                    &mut PrefillWorkspace::new(d).unwrap(),
+                )
+            };
+        let t = |shape: &[usize]| Tensor::<bf16>::zeros(d, shape).unwrap();
+        let o = PrefillOptions::default();
+        let full = [9, 4, 64];
+        assert!(run(&c.q, &full, &[2, 3], 3, 2, &o).is_ok());
+        assert!(run(&t(&[0, 4, 64]), &[0, 4, 64], &[2, 3], 3, 2, &o).is_ok());
+        assert!(matches!(run(&t(&[9, 3, 64]), &[9, 3, 64], &[2, 3], 3, 2, &o), Err(Error::Value { arg: "q", .. })));
+        assert!(matches!(run(&t(&[9, 4, 32]), &[9, 4, 32], &[2, 3], 3, 2, &o), Err(Error::Shape { arg: "q", .. })));
+        assert!(matches!(run(&t(&[9, 256]), &[9, 256], &[2, 3], 3, 2, &o), Err(Error::Shape { arg: "q", .. })));
+        assert!(matches!(run(&c.q, &[9, 4, 32], &[2, 3], 3, 2, &o), Err(Error::Shape { arg: "out", .. })));
+        assert!(matches!(run(&c.q, &full, &[6], 3, 2, &o), Err(Error::Shape { arg: "block_table", .. })));
+        assert!(matches!(run(&c.q, &full, &[2, 3], 2, 2, &o), Err(Error::Shape { arg: "starts", .. })));
+        assert!(matches!(run(&c.q, &full, &[2, 3], 3, 3, &o), Err(Error::Shape { arg: "lens", .. })));
+        let nan = o.scale(f32::NAN);
+        assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &nan), Err(Error::Value { arg: "options.scale", .. })));
+        let cap = o.soft_cap(-1.0);
+        assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &cap), Err(Error::Value { arg: "options.soft_cap", .. })));
+        let capped = o.soft_cap(1.0).path(PrefillPath::Wgmma);
+        assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &capped), Err(Error::Unsupported { .. })));
+        let slopes = Tensor::<f32>::zeros(d, &[3]).unwrap();
+        assert!(matches!(
+            run(&c.q, &full, &[2, 3], 3, 2, &o.alibi(&slopes)),
+            Err(Error::Shape { arg: "options.alibi", .. })
+        ));
+        let mut over = c.q.clone();
+        let (table, starts, lens) = (&c.table, &c.starts, &c.lens);
+        let mut work = PrefillWorkspace::new(d).unwrap();
+        let overlap = prefill(s, &mut over, None, &c.q, &c.cache, table, starts, lens, &o, &mut work);
+        assert!(matches!(overlap, Err(Error::Overlap { .. })));
+        // A negative factor turns maxima round: another kernel takes it.
+        assert!(run(&c.q, &full, &[2, 3], 3, 2, &o.scale(-1.0)).is_ok());
+    });
+}
