@@ -1,6 +1,7 @@
 //! Attention over a paged KV cache.
 
 pub mod decode;
+pub mod merge;
 pub mod plain;
 
 use cuda_std::float;
