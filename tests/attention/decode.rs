@@ -257,7 +257,7 @@ fn a_hint_changes_the_split_alone() {
             Shape { lens: vec![700, 1, 0, 129], q_len: 1, kv_heads: 2, group: 4, dim: 64, page: 8, layout: CacheLayout::Nhd };
         let mut c = case::<f16, f16>(d, &shape);
         let q = c.q.reshape(&[4, 8, 64]).unwrap();
-        let mut run = |workspace: &mut DecodeWorkspace| {
+        let run = |workspace: &mut DecodeWorkspace| {
             let mut out = Tensor::<f16>::uninit(d, &[4, 8, 64]).unwrap();
             let options = DecodeOptions::default();
             decode(s, &mut out, None, &q, &c.cache, &c.table, &c.lens, &options, workspace).unwrap();

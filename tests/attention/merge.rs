@@ -40,7 +40,9 @@ fn check<T: Float>(d: &Device, s: &Stream, parts: usize, [tokens, heads, dim]: [
             lse: lse[row] as f64,
         };
         let want = reference::merge(&data.iter().map(of).collect::<Vec<_>>());
-        assert_close(&got[row * dim..][..dim], &want.out, epsilon::<T>(), 1.0);
+        // Weights are exponentials of differences of up to 12, which are rounded to f32 first.
+        let arithmetic = if T::DTYPE == cuda_std::DType::F32 { 1e-6 } else { epsilon::<T>() };
+        assert_close(&got[row * dim..][..dim], &want.out, arithmetic, 1.0);
         assert_close(&got_lse[row..=row], &[want.lse], 1e-6, 4.0);
     }
     merge(s, &mut out, None, &tensors).unwrap();

@@ -91,11 +91,10 @@ impl<'a> DecodeOptions<'a> {
     }
 }
 
-/// Scratch memory of [`decode`] for sequences of up to a length: partial results, and tickets that say which block is the
-/// last of a sequence. One workspace serves one stream at a time.
+/// Scratch memory of [`decode`] for sequences of up to a length: the partial results of long ones. One workspace serves one
+/// stream at a time.
 pub struct DecodeWorkspace {
     partial: Tensor<f32>,
-    tickets: Tensor<u32>,
     max_len: usize,
     chunk_shift: u32,
 }
@@ -147,13 +146,8 @@ impl DecodeWorkspace {
             let (expected, got) = ("below 2^31".into(), max_len.to_string());
             return Err(Error::Value { op: "DecodeWorkspace", arg: "max_len", expected, got });
         };
-        let need = workspace_need(batch, q_len, q_heads, kv_heads, head_dim, len as u32, chunk_shift);
-        Ok(Self {
-            partial: Tensor::uninit(device, &[need.0])?,
-            tickets: Tensor::zeros(device, &[need.1])?,
-            max_len,
-            chunk_shift,
-        })
+        let floats = partial_floats(batch, q_len, q_heads, kv_heads, head_dim, len as u32, chunk_shift);
+        Ok(Self { partial: Tensor::uninit(device, &[floats.max(1)])?, max_len, chunk_shift })
     }
 }
 
@@ -162,8 +156,8 @@ pub const fn block_rows(head_dim: usize, rows: usize) -> usize {
     if rows <= 8 || head_dim > 128 { 8 } else { 16 }
 }
 
-/// Floats of [`split::Args`]' `partial`, and words of its `tickets` (layer L1). `chunk_shift` is its `hint`.
-pub const fn workspace_need(
+/// Floats of [`split::Args`]' `partial` (layer L1). `chunk_shift` is its `hint`.
+pub const fn partial_floats(
     batch: usize,
     q_len: usize,
     q_heads: usize,
@@ -171,15 +165,18 @@ pub const fn workspace_need(
     head_dim: usize,
     max_len: u32,
     chunk_shift: u32,
-) -> (usize, usize) {
+) -> usize {
     if kv_heads == 0 {
-        return (0, 0);
+        return 0;
     }
     let rows = q_heads / kv_heads * q_len;
     let block = block_rows(head_dim, rows);
     let pairs = batch * kv_heads * rows.div_ceil(block);
     let slot = split::partial_floats(head_dim, if rows < block { rows } else { block });
-    (pairs * split::max_chunks(max_len, chunk_shift) as usize * slot, pairs)
+    match split::max_chunks(max_len, chunk_shift) {
+        1 => 0,
+        chunks => pairs * chunks as usize * slot,
+    }
 }
 
 /// The entry of [`DecodePath::Split`] for tensors of `dtype`, a cache of `cache` and `rows` query rows that share a KV head,
@@ -254,9 +251,24 @@ pub const fn plain_entry(dtype: DType, cache: DType) -> Option<Entry<plain::Args
 /// rows that share a KV head, on so many multiprocessors.
 pub const fn split_geometry(dim: usize, cache: DType, rows: usize, multiprocessors: u32) -> Geometry {
     let block = block_rows(dim, rows);
-    let shared = split::shared_bytes(dim, cache.size(), block / 8, if rows < block { rows } else { block });
+    let shared = split::shared_bytes(dim, cache.size(), if rows < block { rows } else { block });
     Geometry::linear(split::blocks(dim, cache.size()) * multiprocessors, split::THREADS as u32)
         .shared_bytes(shared as u32)
+}
+
+/// The entry that merges partial results for tensors of `dtype`; to be launched after [`split_entry`]'s if any sequence may
+/// have more than one chunk.
+pub const fn combine_entry(dtype: DType) -> Option<Entry<split::CombineArgs>> {
+    match dtype {
+        DType::Bf16 => Some(split::combine_bf16::ENTRY),
+        DType::F16 => Some(split::combine_f16::ENTRY),
+        _ => None,
+    }
+}
+
+/// How to launch [`combine_entry`] for so many heads (KV heads times blocks of query rows) of all sequences.
+pub const fn combine_geometry(heads: u32) -> Geometry {
+    Geometry::linear(heads, split::COMBINE_THREADS as u32).dependent()
 }
 
 /// How to launch [`DecodePath::Plain`].
@@ -377,7 +389,7 @@ pub fn decode<T: Float, S: CacheElement>(
     let (ks, vs) = (cache.key_strides(), cache.value_strides());
     let group_rows = q_heads / kv_heads * q_len;
     let hint = workspace.chunk_shift;
-    let need = workspace_need(batch, q_len, q_heads, kv_heads, head_dim, capacity as u32, hint);
+    let need = partial_floats(batch, q_len, q_heads, kv_heads, head_dim, capacity as u32, hint);
     let scales = check_scales(&mut call, options.scales, kv_heads, T::DTYPE, S::DTYPE)?;
     let args = split::Args {
         out: call.write("out", out)?,
@@ -392,7 +404,6 @@ pub fn decode<T: Float, S: CacheElement>(
         k_scales: scales.key,
         v_scales: scales.value,
         partial: call.write("workspace", &mut workspace.partial)?.cast(),
-        tickets: call.write("workspace", &mut workspace.tickets)?.cast(),
         scale_per_head: scales.per_head as u32,
         batch: call.count("q", batch)?,
         q_len: call.count("q", q_len)?,
@@ -431,9 +442,9 @@ pub fn decode<T: Float, S: CacheElement>(
             && (head_dim * S::DTYPE.size()).is_multiple_of(16)
             && cs.block_size >= 8
             && cs.block_size.is_power_of_two()
-            && (args.q as usize).is_multiple_of(4)
-            && q_token.is_multiple_of(2)
-            && q_head.is_multiple_of(2)
+            && (args.q as usize).is_multiple_of(16)
+            && q_token.is_multiple_of(8)
+            && q_head.is_multiple_of(8)
             && (args.out as usize).is_multiple_of(8)
             && out_token.is_multiple_of(4)
             && out_head.is_multiple_of(4)
@@ -442,24 +453,43 @@ pub fn decode<T: Float, S: CacheElement>(
     });
     match (options.path, entry) {
         (DecodePath::Auto | DecodePath::Split, Some((entry, dim))) => {
-            let (tickets, floats) = (workspace.tickets.len(), workspace.partial.len());
-            call.value(
-                floats >= need.0 && tickets >= need.1,
-                "workspace",
-                format!("of {} floats and {} tickets", need.0, need.1),
-                format!("of {floats} and {tickets}"),
-            )?;
+            let floats = workspace.partial.len();
+            call.value(floats >= need, "workspace", format!("of {need} floats"), format!("of {floats}"))?;
             let geometry = split_geometry(dim, S::DTYPE, group_rows, stream.device().properties().multiprocessors);
             // SAFETY: shapes, strides, alignment, device and overlap were checked above; lengths and page numbers are
             // clamped by the kernel.
-            unsafe { stream.launch(&entry, &geometry, &args) }
+            unsafe { stream.launch(&entry, &geometry, &args) }?;
+            let Some(combine) = combine_entry(T::DTYPE).filter(|_| args.partial_chunks > 1) else { return Ok(()) };
+            let block = block_rows(dim, group_rows);
+            let geometry = combine_geometry(call.count("q", batch * kv_heads * group_rows.div_ceil(block))?);
+            let args = split::CombineArgs {
+                out: args.out,
+                lse: args.lse,
+                lens: args.lens,
+                sinks: args.sinks,
+                partial: args.partial,
+                q_len: args.q_len,
+                q_heads: args.q_heads,
+                kv_heads: args.kv_heads,
+                slot_rows: group_rows.min(block) as u32,
+                head_dim: args.head_dim,
+                page_shift: args.page_shift,
+                max_pages: args.max_pages,
+                partial_chunks: args.partial_chunks,
+                hint,
+                window: args.window,
+                out_token,
+                out_head,
+            };
+            // SAFETY: as above; the kernel waits for the launch before it, whose partial results it reads.
+            unsafe { stream.launch(&combine, &geometry, &args) }
         }
         (DecodePath::Split, None) => Err(Error::Unsupported {
             op: OP,
             what: format!(
                 "the split kernel takes f16 or bf16 (not {} over {}), or 8-bit caches, NHD or HND, blocks of 8 \
-                 tokens or more (a power of two), heads of a multiple of 16 bytes, keys and values at multiples of 16 \
-                 bytes, queries of 4, outputs of 8; use DecodePath::Auto",
+                 tokens or more (a power of two), heads of a multiple of 16 bytes, queries, keys and values \
+                 at multiples of 16 bytes, outputs of 8; use DecodePath::Auto",
                 T::DTYPE,
                 S::DTYPE
             ),

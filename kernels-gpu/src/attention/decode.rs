@@ -28,9 +28,12 @@
 //!
 //! # The end of an item
 //! The warps merge in shared memory. If the sequence has one chunk the block writes the output, otherwise a partial
-//! result (unnormalised O, maximum, sum); the last block of a (sequence, head), known by a ticket, merges the chunks in
-//! their order, eight loads in flight a thread. Sources: FlashDecoding (Dao et al., 2023); paged attention (Kwon et al.,
-//! 2023).
+//! result (unnormalised O, maximum, sum), and [`combine`], a launch of its own, merges the chunks in their order. It is
+//! launched as a dependent of this one, so it starts at once. A ticket that tells the last block of a sequence to merge
+//! would save the launch, but needs a fence for each chunk, and a fence that reaches the whole GPU stops the
+//! multiprocessor's stream of copies: it cost a quarter of the bandwidth.
+//!
+//! Sources: FlashDecoding (Dao et al., 2023); paged attention (Kwon et al., 2023).
 
 use super::soft_capped;
 use crate::kv_cache::CacheElement;
@@ -38,7 +41,7 @@ use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
 use cuda_std::vec::{self, B32, B64, B128, SecondLevel};
 use cuda_std::{
-    DType, E4M3, E5M2, Global, GlobalMut, atomic, bf16, convert, cp_async, entries, f16, float, integer, mma,
+    DType, E4M3, E5M2, Global, GlobalMut, bf16, convert, cp_async, dependent_launch, entries, f16, float, integer, mma,
     shared, thread, unroll, warp,
 };
 
@@ -77,7 +80,8 @@ operands! {
     bf16 as bf16 = |w| [w; 2];
     f16 as f16 = |w| [w; 2];
     E4M3 as f16 = |w| [convert::e4m3x2_to_f16x2(w as u16), convert::e4m3x2_to_f16x2((w >> 16) as u16)];
-    E5M2 as f16 = |w| [convert::e5m2x2_to_f16x2(w as u16), convert::e5m2x2_to_f16x2((w >> 16) as u16)];
+    // The upper half of an f16.
+    E5M2 as f16 = |w| [integer::permute(w, 0, 0x1404), integer::permute(w, 0, 0x3424)];
     i8 as f16 = |w| convert::i8x4_to_f16x2(w);
 }
 
@@ -91,14 +95,10 @@ const fn merge_row(head_dim: usize) -> usize {
     head_dim + 4
 }
 
-/// Groups of a warp's ring: enough bytes on their way that memory is never waited for, few enough that two blocks of
-/// rows of up to 256 bytes share a multiprocessor.
-const fn stages(head_dim: usize, element: usize, tiles: usize) -> usize {
-    match (head_dim * element, tiles) {
-        (256, 2) => 2,
-        (256.., _) => 3,
-        _ => 6,
-    }
+/// Groups of a warp's ring: enough bytes on their way that memory is never waited for. More would only queue up, and what
+/// else is loaded would wait at the end of the queue.
+const fn stages(head_dim: usize, element: usize) -> usize {
+    if head_dim * element >= 256 { 2 } else { 4 }
 }
 
 /// Blocks that share a multiprocessor.
@@ -106,27 +106,30 @@ pub const fn blocks(head_dim: usize, element: usize) -> u32 {
     if head_dim * element > 256 { 1 } else { 2 }
 }
 
-/// Dynamic shared memory of a block of the kernel for heads of up to `head_dim` elements of `element` bytes in `tiles`
-/// tiles of up to 8 query rows, for `rows` of them.
-pub const fn shared_bytes(head_dim: usize, element: usize, tiles: usize, rows: usize) -> usize {
-    let rings = stages(head_dim, element, tiles) * stage_bytes(head_dim, element);
-    WARPS * (rings + rows * (merge_row(head_dim) + 2) * 4) + 16
+/// Dynamic shared memory of a block of the kernel for heads of up to `head_dim` elements of `element` bytes,
+/// for `rows` query rows.
+pub const fn shared_bytes(head_dim: usize, element: usize, rows: usize) -> usize {
+    let rings = stages(head_dim, element) * stage_bytes(head_dim, element);
+    WARPS * (rings + rows * (merge_row(head_dim) + 2) * 4)
 }
 
-/// The chunk of a sequence of `len` keys, as a power of two: at least 32 chunks from 8192 keys on, so that one sequence
-/// fills the GPU, and few enough partial results that they cost little beside the keys. `hint` overrides it if not 0.
+/// The chunk of a sequence of `len` keys, as a power of two: small enough that one long sequence fills the GPU, large enough
+/// that partial results and the ends of items cost little. `hint` overrides it if not 0.
 #[inline(always)]
 pub const fn chunk_shift(len: u32, hint: u32) -> u32 {
     if hint != 0 {
         hint
-    } else if len <= 8192 {
+    } else if len <= EDGES[0] {
         8
-    } else if len <= 16384 {
+    } else if len <= EDGES[1] {
         9
     } else {
         10
     }
 }
+
+/// The longest sequences of the two smaller chunks.
+const EDGES: [u32; 2] = [2048, 16384];
 
 /// Chunks of a sequence of `len` keys; an empty one has one, which writes zeros.
 #[inline(always)]
@@ -139,14 +142,11 @@ pub const fn chunks(len: u32, hint: u32) -> u32 {
 /// The most chunks of any sequence of at most `max_len` keys.
 pub const fn max_chunks(max_len: u32, hint: u32) -> u32 {
     let mut most = chunks(max_len, hint);
-    let mut edges = [8192, 16384];
     let mut i = 0;
-    while i < edges.len() {
-        if edges[i] > max_len {
-            edges[i] = max_len;
-        }
-        if chunks(edges[i], hint) > most {
-            most = chunks(edges[i], hint);
+    while i < EDGES.len() {
+        let edge = if EDGES[i] < max_len { EDGES[i] } else { max_len };
+        if chunks(edge, hint) > most {
+            most = chunks(edge, hint);
         }
         i += 1;
     }
@@ -178,11 +178,11 @@ const fn swizzle(pieces: usize, row: usize) -> usize {
 struct Item {
     sequence: u32,
     len: u32,
-    /// The first chunk that the sliding window leaves.
-    first_chunk: u32,
-    /// Chunks that the window leaves.
-    chunks: u32,
     chunk: u32,
+    /// Its number among the chunks that the sliding window leaves.
+    part: u32,
+    /// Whether it is the only one.
+    whole: bool,
     head: u32,
 }
 
@@ -195,10 +195,7 @@ struct Cursor {
     /// Keys of this lane's sequence, and of its one of the next 32: a load that nobody waits for.
     len: u32,
     next_len: u32,
-    /// Of this lane's sequence: the first chunk that the sliding window leaves, how many it leaves, and the items up to the
-    /// last of them.
-    first_chunk: u32,
-    chunks: u32,
+    /// Items of the 32 sequences up to this lane's last one.
     sum: u32,
 }
 
@@ -227,6 +224,13 @@ impl Lengths {
     unsafe fn get(self, sequence: u32) -> u32 {
         if sequence < self.batch { self.lens.get(sequence).max(0) as u32 } else { 0 }
     }
+
+    /// Of a sequence of `len` keys: the first chunk that the sliding window leaves, and how many it leaves.
+    #[inline(always)]
+    fn visible_chunks(self, len: u32) -> (u32, u32) {
+        let first = first_visible(len, self.q_len, self.window) >> chunk_shift(len, self.hint);
+        (first, chunks(len, self.hint) - first)
+    }
 }
 
 impl Cursor {
@@ -234,7 +238,7 @@ impl Cursor {
     unsafe fn new(lengths: Lengths) -> Self {
         let lane = warp::lane_id();
         let (len, next_len) = (lengths.get(lane), lengths.get(32 + lane));
-        let mut cursor = Self { base: 0, before: 0, len, next_len, first_chunk: 0, chunks: 0, sum: 0 };
+        let mut cursor = Self { base: 0, before: 0, len, next_len, sum: 0 };
         cursor.count(lengths);
         cursor
     }
@@ -242,12 +246,9 @@ impl Cursor {
     /// Counts the items of the 32 sequences.
     #[inline(always)]
     unsafe fn count(&mut self, lengths: Lengths) {
-        let Lengths { max_len, batch, q_len, heads, window, hint, .. } = lengths;
-        let len = self.len.min(max_len);
-        self.len = len;
-        self.first_chunk = first_visible(len, q_len, window) >> chunk_shift(len, hint);
-        self.chunks = chunks(len, hint) - self.first_chunk;
-        self.sum = if self.base + warp::lane_id() < batch { self.chunks * heads } else { 0 };
+        self.len = self.len.min(lengths.max_len);
+        let (_, chunks) = lengths.visible_chunks(self.len);
+        self.sum = if self.base + warp::lane_id() < lengths.batch { chunks * lengths.heads } else { 0 };
         unroll::<5>(|i| {
             let (below, ok) = warp::warp_shuffle_up(warp::FULL, self.sum, 1 << i, 32);
             self.sum += if ok { below } else { 0 };
@@ -263,15 +264,15 @@ impl Cursor {
                 let owner = found.trailing_zeros();
                 let heads = lengths.heads;
                 core::hint::assert_unchecked(heads != 0);
-                let chunks = warp::shfl_idx(self.chunks, owner);
+                let len = warp::shfl_idx(self.len, owner);
+                let (first_chunk, chunks) = lengths.visible_chunks(len);
                 let within = index - (self.before + warp::shfl_idx(self.sum, owner) - chunks * heads);
-                let first_chunk = warp::shfl_idx(self.first_chunk, owner);
                 return Some(Item {
                     sequence: self.base + owner,
-                    len: warp::shfl_idx(self.len, owner),
-                    first_chunk,
-                    chunks,
+                    len,
                     chunk: first_chunk + within / heads,
+                    part: within / heads,
+                    whole: chunks == 1,
                     head: within % heads,
                 });
             }
@@ -292,8 +293,7 @@ fn wait_for_oldest<const STAGES: usize>(in_ring: u32) {
         match STAGES {
             2 => cp_async::wait_group::<1>(),
             3 => cp_async::wait_group::<2>(),
-            4 => cp_async::wait_group::<3>(),
-            _ => cp_async::wait_group::<5>(),
+            _ => cp_async::wait_group::<3>(),
         }
     } else if in_ring >= 2 {
         cp_async::wait_group::<1>();
@@ -311,11 +311,11 @@ fn wait_for_oldest<const STAGES: usize>(in_ring: u32) {
 /// * `block_table`: `[batch, max_pages]`; `lens`: `[batch]`, keys of each sequence, the query tokens'
 ///   among them; more than `max_pages` hold count as what they hold.
 /// * `lse`: `[batch, q_len, q_heads]` or null; `alibi`, `sinks`: `[q_heads]` or null.
-/// * `partial`: workspace of [`partial_floats`] for each chunk of each head of each sequence, aligned to 16 bytes;
-///   `tickets`: `[batch * heads]`, zero before the first launch and after every one.
+/// * `partial`: workspace of [`partial_floats`] for each of `partial_chunks` chunks of each head of each sequence, aligned
+///   to 16 bytes. Sequences of more than one chunk leave their results there for [`combine`].
 /// * `window`: keys that a query token sees, 0 for all; `soft_cap`: 0 for none; `hint`: for [`chunk_shift`].
 ///
-/// `D` is `head_dim` rounded up to an instance; each KV head is served as `ceil(rows / (8 * TILES))` heads.
+/// `D` is `head_dim` rounded up to an instance; `PREFETCH_Q`: whether there are registers for Q of the next item. Each KV head is served as `ceil(rows / (8 * TILES))` heads.
 /// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILES: usize, const STAGES: usize, const PREFETCH_Q: bool>(
@@ -331,7 +331,6 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
     k_scales: *const f32,
     v_scales: *const f32,
     partial: *mut f32,
-    tickets: *mut u32,
     scale_per_head: u32,
     batch: u32,
     q_len: u32,
@@ -363,6 +362,7 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
     let rows_at_once = const { 32 / (D * size_of::<C>() / 16) };
     let stage_bytes = const { stage_bytes(D, size_of::<C>()) };
     let block_rows = const { 8 * TILES as u32 };
+    let chains = const { if TILES == 1 { 2 } else { 1 } };
     // Whether Q must be converted to be multiplied.
     let converts = const { !matches!((T::DTYPE, C::DTYPE), (DType::Bf16, DType::Bf16) | (DType::F16, _)) };
 
@@ -382,7 +382,7 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
     let (alibi, sinks) = (Global::new(alibi), Global::new(sinks));
     let (k_scales, v_scales) = (Global::new(k_scales), Global::new(v_scales));
     let (out, lse) = (GlobalMut::new(out), GlobalMut::new(lse));
-    let (partial, tickets) = (GlobalMut::new(partial), GlobalMut::new(tickets));
+    let partial = GlobalMut::new(partial);
 
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let warp_id = warp::shfl_idx(tid / 32, 0);
@@ -393,7 +393,6 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
     let merge_row = const { merge_row(D) } as u32;
     let merge = carver.take::<f32>(WARPS * slot_rows as usize * merge_row as usize);
     let stats = carver.take::<f32>(WARPS * slot_rows as usize * 2);
-    let flag = carver.take::<u32>(1);
     let ring = rings.address(warp_id as usize * (STAGES * stage_bytes));
     let ring_end = ring + (STAGES * stage_bytes) as u32;
 
@@ -411,7 +410,11 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
     let (v_row, v_piece) = if element == 2 { (lane % 8 + lane / 16 * 8, lane / 8 % 2) } else { (lane % 16, lane / 16) };
     let v_piece = v_piece ^ swizzle(pieces, v_row as usize) as u32;
     let (k_from, v_from) = (k_row * row_bytes as u32, (v_row + KEYS as u32) * row_bytes as u32);
+    // Of step `s`: the exclusive or changes three bits only, so four sums serve all steps.
+    let operand_at = |from: u32, piece: u32, s: usize| from + (piece ^ 2 * (s % 4) as u32) * 16 + (s / 4 * 128) as u32;
 
+    // The launch of `combine` may begin; it waits for this one to end.
+    dependent_launch::launch_dependents();
     if tid == 0 {
         // What is needed soon: the first access to a page of memory takes long.
         vec::prefetch_l2(table.ptr(0usize));
@@ -419,7 +422,6 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
         vec::prefetch_l2(k.ptr(0usize));
         vec::prefetch_l2(v.ptr(0usize));
         vec::prefetch_l2(partial.ptr(0usize));
-        vec::prefetch_l2(tickets.ptr(0usize));
         vec::prefetch_l2(out.ptr(0usize));
     }
     let lengths = Lengths { lens, max_len: max_pages << page_shift, batch, q_len, heads, window, hint };
@@ -428,7 +430,7 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
 
     // Items come into view one after another, so that no load is waited for: first the next one's page numbers are read,
     // then its Q and its keys, then it is computed.
-    let nothing = Item { sequence: 0, len: 0, first_chunk: 0, chunks: 0, chunk: 0, head: 0 };
+    let nothing = Item { sequence: 0, len: 0, chunk: 0, part: 0, whole: true, head: 0 };
     // The first key of an item that is read (groups start at multiples of 16 keys), and this warp's groups of it.
     let extent = |item: Item| {
         let shift = chunk_shift(item.len, hint);
@@ -488,9 +490,8 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
     let mut valid = false;
     let mut qf = [[[0u32; 2]; 16]; TILES];
     let mut factor = [[0f32; 2]; TILES];
+    let mut k_scale = 1f32;
     let mut limits = [[0u32; 2]; TILES];
-    // The item before it, if its last block is to merge it: whether that is this block is known by now.
-    let (mut split, mut is_split) = (nothing, false);
 
     loop {
         let mut o = [[[0f32; 4]; TILES]; 16];
@@ -540,17 +541,22 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
                         k_at[h] = page * k_page + slot * k_slot + ahead_k;
                         v_at[h] = page * v_page + slot * v_slot + ahead_v;
                     });
+                    let (mut k_from, mut v_from) = (0, 0);
                     for step in 0..KEYS / rows_at_once {
-                        let (h, first) = (step * rows_at_once / 8, step * rows_at_once % 8);
+                        let h = step * rows_at_once / 8;
+                        (k_from, v_from) = if (step * rows_at_once).is_multiple_of(8) {
+                            (k_at[h], v_at[h])
+                        } else {
+                            (k_from + rows_at_once * k_slot, v_from + rows_at_once * v_slot)
+                        };
                         let readable = readable[h] && key + (step * rows_at_once) as u32 + row_of_lane < ahead.len;
                         let bytes = if readable { 16 } else { 0 };
-                        let (k_skip, v_skip) = if readable { (first * k_slot, first * v_slot) } else { (0, 0) };
                         let to = slot_in
                             + copy_to
                             + (step * rows_at_once * row_bytes) as u32
                             + (copy_piece ^ swizzle(pieces, step * rows_at_once) as u32) * 16;
-                        cp_async::copy_16_zfill(to, k.ptr(k_at[h] + k_skip), bytes);
-                        cp_async::copy_16_zfill(to + (KEYS * row_bytes) as u32, v.ptr(v_at[h] + v_skip), bytes);
+                        cp_async::copy_16_zfill(to, k.ptr(k_from), bytes);
+                        cp_async::copy_16_zfill(to + (KEYS * row_bytes) as u32, v.ptr(v_from), bytes);
                     }
                     cp_async::commit_group();
                     ahead_issued += 1;
@@ -565,21 +571,22 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
             wait_for_oldest::<STAGES>(in_ring);
             warp::sync_warp(warp::FULL);
 
-            // Two chains of products, so that one does not wait for the other.
+            // One tile has two chains of products, so that one does not wait for the other.
             let mut s = [[[0f32; 4]; 2]; TILES];
             if element == 2 {
                 for step in 0..D / 16 {
-                    let a = mma::ldmatrix_x4(slot_out + k_from + (k_piece ^ 2 * step as u32) * 16);
-                    unroll::<TILES>(|tile| s[tile][step % 2] = <C::Operand>::mma(a, qf[tile][step], s[tile][step % 2]));
+                    let a = mma::ldmatrix_x4(slot_out + operand_at(k_from, k_piece, step));
+                    unroll::<TILES>(|tile| s[tile][step % chains] = <C::Operand>::mma(a, qf[tile][step], s[tile][step % chains]));
                 }
             } else {
                 for step in 0..D / 32 {
-                    let w = mma::ldmatrix_x4(slot_out + k_from + (k_piece ^ 2 * step as u32) * 16);
+                    let w = mma::ldmatrix_x4(slot_out + operand_at(k_from, k_piece, step));
                     unroll::<2>(|half| {
                         let (low, high) = (C::operands(w[2 * half]), C::operands(w[2 * half + 1]));
                         let a = [low[0], high[0], low[1], high[1]];
                         unroll::<TILES>(|tile| {
-                            s[tile][half] = <C::Operand>::mma(a, qf[tile][2 * step + half], s[tile][half])
+                            let chain = half % chains;
+                            s[tile][chain] = <C::Operand>::mma(a, qf[tile][2 * step + half], s[tile][chain])
                         });
                     });
                 }
@@ -597,7 +604,10 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
             let mut p = [[0u32; 2]; TILES];
             unroll::<TILES>(|tile| {
                 let mut x = [0f32; 4];
-                unroll::<4>(|e| x[e] = (s[tile][0][e] + s[tile][1][e]) * factor[tile][e % 2]);
+                unroll::<4>(|e| {
+                    let sum = if chains == 1 { s[tile][0][e] } else { s[tile][0][e] + s[tile][1][e] };
+                    x[e] = sum * if converts { factor[tile][e % 2] } else { scale * k_scale };
+                });
                 if clear {
                     unroll::<4>(|e| x[e] *= LOG2_E);
                 } else {
@@ -638,12 +648,12 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
             });
             if element == 2 {
                 for step in 0..D / 16 {
-                    let a = mma::ldmatrix_x4_trans(slot_out + v_from + (v_piece ^ 2 * step as u32) * 16);
+                    let a = mma::ldmatrix_x4_trans(slot_out + operand_at(v_from, v_piece, step));
                     unroll::<TILES>(|tile| o[step][tile] = <C::Operand>::mma(a, p[tile], o[step][tile]));
                 }
             } else {
                 for step in 0..D / 32 {
-                    let w = mma::ldmatrix_x4_trans(slot_out + v_from + (v_piece ^ 2 * step as u32) * 16);
+                    let w = mma::ldmatrix_x4_trans(slot_out + operand_at(v_from, v_piece, step));
                     unroll::<2>(|half| {
                         // Two keys of two dimensions in each word, brought together by dimension.
                         let pairs = |w: u32| C::operands(integer::permute(w, 0, 0x3120));
@@ -664,9 +674,9 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
             i += 1;
         }
 
-        // The warps put their results into shared memory.
-        let rows = (all_rows - first_row).min(block_rows);
+        // The warps merge in shared memory.
         if valid {
+            let rows = (all_rows - first_row).min(block_rows);
             unroll::<TILES>(|tile| {
                 unroll::<2>(|c| {
                     unroll::<3>(|i| l[tile][c] += warp::shfl_xor(l[tile][c], 4 << i));
@@ -686,87 +696,11 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
                     }
                 });
             });
-        }
-        // This also passes on what the ticket of the item before has told one warp.
-        thread::sync_threads();
+            thread::sync_threads();
 
-        let slot_floats = partial_floats(head_dim as usize, slot_rows as usize);
-        let slots_of = |item: Item| {
-            let pair = item.sequence as usize * heads as usize + item.head as usize;
-            partial.offset(pair * partial_chunks as usize * slot_floats)
-        };
-        // Writes four dimensions of a row: sums of values and of weights, relative to 2^`top`.
-        let finish = |item: Item, r: u32, d: u32, top: f32, sum: f32, value: [f32; 4]| {
-            let kv_head = item.head / row_blocks;
-            let r = (item.head - kv_head * row_blocks) * block_rows + r;
-            let (token, head) = (r / group, kv_head * group + r % group);
+            let finisher = Finisher { out, lse, sinks, has_lse, has_sinks, q_len, q_heads, group, out_token, out_head };
             let v_scale = if has_v_scale { v_scales.get(kv_head * scale_per_head) } else { 1.0 };
-            let sink = if has_sinks { sinks.get(head) * LOG2_E } else { f32::NEG_INFINITY };
-            let total_top = float::max(top, sink);
-            let reference = if total_top == f32::NEG_INFINITY { 0.0 } else { total_top };
-            let shrink = float::fast::exp2(top - reference);
-            let total = sum * shrink + float::fast::exp2(sink - reference);
-            let query = item.sequence as usize * q_len as usize + token as usize;
-            let weight = if total == 0.0 { 0.0 } else { float::fast::div(shrink, total) * v_scale };
-            let to = query * out_token + head as usize * out_head + d as usize;
-            out.set_as(to, B64::<T, 4>::from_f32(value.map(|v| v * weight)));
-            if has_lse && d == 0 {
-                let value = if total == 0.0 { f32::NEG_INFINITY } else { (reference + float::log2(total)) * LN_2 };
-                lse.set(query * q_heads as usize + head as usize, value);
-            }
-        };
-
-        let quads = const { D as u32 / 4 };
-        if is_split && flag.get(0u32) != 0 {
-            // This block was the last to finish a chunk of that item's sequence and head.
-            let slots = slots_of(split);
-            let kv_head = split.head / row_blocks;
-            let rows = (all_rows - (split.head - kv_head * row_blocks) * block_rows).min(block_rows);
-            let mut e = tid;
-            while e < rows * quads {
-                let (r, d) = (e / quads, e % quads * 4);
-                if d < head_dim {
-                    let (mut top, mut sum, mut value) = (f32::NEG_INFINITY, 0f32, [0f32; 4]);
-                    let mut chunk = 0;
-                    while chunk < split.chunks {
-                        let (mut tops, mut sums) = ([0f32; BATCH], [0f32; BATCH]);
-                        let mut parts = [[0f32; 4]; BATCH];
-                        unroll::<BATCH>(|j| {
-                            let c = chunk + j as u32;
-                            let inside = c < split.chunks;
-                            let slot = slots.offset((if inside { c } else { chunk }) as usize * slot_floats);
-                            let at = slot_rows * head_dim + 2 * r;
-                            let B64([top, sum]) = slot.get_hinted::<B64<f32, 2>>(at, SecondLevel);
-                            let B128(part) = slot.get_hinted::<B128<f32, 4>>(r * head_dim + d, SecondLevel);
-                            (tops[j], sums[j]) = (if inside { top } else { f32::NEG_INFINITY }, sum);
-                            parts[j] = part;
-                        });
-                        let mut new = top;
-                        unroll::<BATCH>(|j| new = float::max(new, tops[j]));
-                        let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
-                        let shrink = float::fast::exp2(top - reference);
-                        top = new;
-                        sum *= shrink;
-                        unroll::<4>(|i| value[i] *= shrink);
-                        unroll::<BATCH>(|j| {
-                            let weight = float::fast::exp2(tops[j] - reference);
-                            sum = float::fma(weight, sums[j], sum);
-                            unroll::<4>(|i| value[i] = float::fma(weight, parts[j][i], value[i]));
-                        });
-                        chunk += BATCH as u32;
-                    }
-                    finish(split, r, d, top, sum, value);
-                }
-                e += THREADS as u32;
-            }
-        }
-        if !valid && !is_ahead {
-            break;
-        }
-
-        (split, is_split) = (item, valid && item.chunks != 1);
-        if valid {
-            // Merge of the warps.
+            let quads = const { D as u32 / 4 };
             let mut e = tid;
             while e < rows * quads {
                 let (r, d) = (e / quads, e % quads * 4);
@@ -784,51 +718,36 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
                         let B128(part) = merge.get_as::<B128<f32, 4>>(at(w) * merge_row + d);
                         unroll::<4>(|j| value[j] = float::fma(weight, part[j], value[j]));
                     }
-                    if is_split {
-                        let slot = slots_of(item).offset((item.chunk - item.first_chunk) as usize * slot_floats);
+                    unroll::<4>(|j| value[j] *= v_scale);
+                    if item.whole {
+                        finisher.finish(item.sequence, kv_head, first_row + r, d, top, sum, value);
+                    } else {
+                        let slot_floats = partial_floats(head_dim as usize, slot_rows as usize);
+                        let pair = item.sequence as usize * heads as usize + item.head as usize;
+                        let part = pair * partial_chunks as usize + item.part as usize;
+                        let slot = partial.offset(part * slot_floats);
                         slot.set_as(r * head_dim + d, B128::<f32, 4>(value));
                         if d == 0 {
                             slot.set_as(slot_rows * head_dim + 2 * r, B64::<f32, 2>([top, sum]));
                         }
-                    } else {
-                        finish(item, r, d, top, sum, value);
                     }
                 }
                 e += THREADS as u32;
             }
             // The next item's results overwrite what this merge has read.
             thread::sync_threads();
-            if is_split && tid == 0 {
-                // One thread's release covers what the barrier ordered before it, and its acquire what comes after the next
-                // barrier. The other warps go on meanwhile.
-                let pair = item.sequence as usize * heads as usize + item.head as usize;
-                let before = tickets.fetch_add(pair, 1, atomic::Device, atomic::AcqRel);
-                let last = before + 1 == item.chunks;
-                if last {
-                    tickets.store(pair, 0, atomic::Device, atomic::Relaxed);
-                }
-                flag.set(0u32, last as u32);
-            }
         }
 
-        // On to the next item, or once more around for the merge of the last.
-        valid = is_ahead;
-        (item, start, own, item_pages) = if is_ahead {
-            (ahead, ahead_start, ahead_own, ahead_pages)
-        } else {
-            (item, start, 0, item_pages)
-        };
-        if !valid {
-            if is_split {
-                continue;
-            }
+        if !is_ahead {
             break;
         }
-        is_ahead = false;
+        // On to the next item.
+        (item, start, own, item_pages) = (ahead, ahead_start, ahead_own, ahead_pages);
+        (is_ahead, valid) = (false, true);
 
         let kv_head = item.head / row_blocks;
         let first_row = (item.head - kv_head * row_blocks) * block_rows;
-        let k_scale = if has_k_scale { k_scales.get(kv_head * scale_per_head) } else { 1.0 };
+        k_scale = if has_k_scale { k_scales.get(kv_head * scale_per_head) } else { 1.0 };
         if PREFETCH_Q {
             unroll::<TILES>(|tile| {
                 for s in 0..D / 16 {
@@ -879,8 +798,138 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
     }
 }
 
-/// Partial results that a thread loads at once.
+/// Where results go.
+#[derive(Clone, Copy)]
+struct Finisher<T> {
+    out: GlobalMut<T>,
+    lse: GlobalMut<f32>,
+    sinks: Global<f32>,
+    has_lse: bool,
+    has_sinks: bool,
+    q_len: u32,
+    q_heads: u32,
+    group: u32,
+    out_token: usize,
+    out_head: usize,
+}
+
+impl<T: TensorFloat> Finisher<T> {
+    /// Writes dimensions `d ..` of row `r` of a KV head: sums of values and of weights, relative to 2^`top`.
+    #[inline(always)]
+    unsafe fn finish(self, sequence: u32, kv_head: u32, r: u32, d: u32, top: f32, sum: f32, value: [f32; 4]) {
+        core::hint::assert_unchecked(self.group != 0);
+        let (token, head) = (r / self.group, kv_head * self.group + r % self.group);
+        let sink = if self.has_sinks { self.sinks.get(head) * LOG2_E } else { f32::NEG_INFINITY };
+        let total_top = float::max(top, sink);
+        let reference = if total_top == f32::NEG_INFINITY { 0.0 } else { total_top };
+        let shrink = float::fast::exp2(top - reference);
+        let total = sum * shrink + float::fast::exp2(sink - reference);
+        let query = sequence as usize * self.q_len as usize + token as usize;
+        let weight = if total == 0.0 { 0.0 } else { float::fast::div(shrink, total) };
+        let to = query * self.out_token + head as usize * self.out_head + d as usize;
+        self.out.set_as(to, B64::<T, 4>::from_f32(value.map(|v| v * weight)));
+        if self.has_lse && d == 0 {
+            let value = if total == 0.0 { f32::NEG_INFINITY } else { (reference + float::log2(total)) * LN_2 };
+            self.lse.set(query * self.q_heads as usize + head as usize, value);
+        }
+    }
+}
+
+/// Threads of a block of [`combine`].
+pub const COMBINE_THREADS: usize = 128;
+/// Partial results that a thread of it loads at once.
 const BATCH: usize = 8;
+
+/// Merges the partial results that [`decode`] leaves of sequences of more than one chunk, in the order of the chunks.
+///
+/// Arguments as there; `slot_rows` are the rows of a partial result: the smaller of `q_heads / kv_heads * q_len` and of the
+/// rows of a block. A block for each head of each sequence, heads running fastest as there; block: [`COMBINE_THREADS`], four dimensions of a
+/// row each.
+#[inline(always)]
+pub unsafe fn combine<T: TensorFloat>(
+    out: *mut T,
+    lse: *mut f32,
+    lens: *const i32,
+    sinks: *const f32,
+    partial: *const f32,
+    q_len: u32,
+    q_heads: u32,
+    kv_heads: u32,
+    slot_rows: u32,
+    head_dim: u32,
+    page_shift: u32,
+    max_pages: u32,
+    partial_chunks: u32,
+    hint: u32,
+    window: u32,
+    out_token: usize,
+    out_head: usize,
+) {
+    core::hint::assert_unchecked(kv_heads != 0);
+    core::hint::assert_unchecked(slot_rows != 0);
+    let group = q_heads / kv_heads;
+    core::hint::assert_unchecked(group != 0);
+    let row_blocks = (group * q_len).div_ceil(slot_rows);
+    core::hint::assert_unchecked(row_blocks != 0);
+    let heads = kv_heads * row_blocks;
+    core::hint::assert_unchecked(heads != 0);
+    let (sequence, head) = (thread::block_idx_x() / heads, thread::block_idx_x() % heads);
+    let kv_head = head / row_blocks;
+    let first_row = (head - kv_head * row_blocks) * slot_rows;
+    let rows = (group * q_len - first_row).min(slot_rows);
+    let (has_lse, has_sinks) = (!lse.is_null(), !sinks.is_null());
+    let (out, lse, sinks) = (GlobalMut::new(out), GlobalMut::new(lse), Global::new(sinks));
+    let finisher = Finisher { out, lse, sinks, has_lse, has_sinks, q_len, q_heads, group, out_token, out_head };
+
+    let len = (Global::new(lens).get(sequence).max(0) as u32).min(max_pages << page_shift);
+    let chunks = chunks(len, hint) - (first_visible(len, q_len, window) >> chunk_shift(len, hint));
+    let slot_floats = partial_floats(head_dim as usize, slot_rows as usize);
+    let pair = sequence as usize * heads as usize + head as usize;
+    let slots = Global::new(partial).offset(pair * partial_chunks as usize * slot_floats);
+    // The partial results are there from here on. Also blocks without work wait: what follows this launch relies on the
+    // end of the one before.
+    dependent_launch::wait();
+    if chunks == 1 {
+        return;
+    }
+    let quads = head_dim / 4;
+    core::hint::assert_unchecked(quads != 0);
+    let mut e = thread::thread_idx_x();
+    while e < rows * quads {
+        let (r, d) = (e / quads, e % quads * 4);
+        let (mut top, mut sum, mut value) = (f32::NEG_INFINITY, 0f32, [0f32; 4]);
+        let mut chunk = 0;
+        while chunk < chunks {
+            let (mut tops, mut sums) = ([0f32; BATCH], [0f32; BATCH]);
+            let mut parts = [[0f32; 4]; BATCH];
+            unroll::<BATCH>(|j| {
+                let c = chunk + j as u32;
+                tops[j] = f32::NEG_INFINITY;
+                if c < chunks {
+                    let slot = slots.offset(c as usize * slot_floats);
+                    let at = slot_rows * head_dim + 2 * r;
+                    B64([tops[j], sums[j]]) = slot.get_hinted::<B64<f32, 2>>(at, SecondLevel);
+                    B128(parts[j]) = slot.get_hinted::<B128<f32, 4>>(r * head_dim + d, SecondLevel);
+                }
+            });
+            let mut new = top;
+            unroll::<BATCH>(|j| new = float::max(new, tops[j]));
+            let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
+            let shrink = float::fast::exp2(top - reference);
+            top = new;
+            sum *= shrink;
+            unroll::<4>(|i| value[i] *= shrink);
+            unroll::<BATCH>(|j| {
+                let weight = float::fast::exp2(tops[j] - reference);
+                sum = float::fma(weight, sums[j], sum);
+                unroll::<4>(|i| value[i] = float::fma(weight, parts[j][i], value[i]));
+            });
+            chunk += BATCH as u32;
+        }
+        finisher.finish(sequence, kv_head, first_row + r, d, top, sum, value);
+        e += COMBINE_THREADS as u32;
+    }
+}
 
 /// Two values as an operand register.
 #[inline(always)]
@@ -899,35 +948,46 @@ entries! {
     pub struct Args<T, C>(
         out: *mut T, lse: *mut f32, q: *const T, k: *const C, v: *const C, block_table: *const i32, lens: *const i32,
         alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32, partial: *mut f32,
-        tickets: *mut u32, scale_per_head: u32, batch: u32, q_len: u32, q_heads: u32, kv_heads: u32, head_dim: u32,
+        scale_per_head: u32, batch: u32, q_len: u32, q_heads: u32, kv_heads: u32, head_dim: u32,
         page_shift: u32, max_pages: u32, pages: u32, partial_chunks: u32, hint: u32, q_token: usize, q_head: usize,
         out_token: usize, out_head: usize, k_page: usize, k_slot: usize, k_head: usize, v_page: usize, v_slot: usize,
         v_head: usize, scale: f32, soft_cap: f32, window: u32,
     );
-    decode_d64_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(64, 2)] => decode::<T, C, 64, 1, { stages(64, 2, 1) }, true>;
-    decode_d128_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2, 1) }, true>;
-    decode_d128_r16_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2, 2) }, true>;
-    decode_d256_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2, 1) }, false>;
-    decode_d128_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1, 1) }, true>;
-    decode_d128_r16_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1, 2) }, true>;
-    decode_d256_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1, 1) }, false>;
-    decode_d128_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1, 1) }, true>;
-    decode_d128_r16_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1, 2) }, true>;
-    decode_d256_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1, 1) }, false>;
-    decode_d128_r8_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1, 1) }, true>;
-    decode_d128_r16_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1, 2) }, true>;
-    decode_d256_r8_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1, 1) }, false>;
-    decode_d64_r8_f16 { type T = f16; type C = f16; } [128, blocks(64, 2)] => decode::<T, C, 64, 1, { stages(64, 2, 1) }, true>;
-    decode_d128_r8_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2, 1) }, true>;
-    decode_d128_r16_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2, 2) }, true>;
-    decode_d256_r8_f16 { type T = f16; type C = f16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2, 1) }, false>;
-    decode_d128_r8_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1, 1) }, true>;
-    decode_d128_r16_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1, 2) }, true>;
-    decode_d256_r8_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1, 1) }, false>;
-    decode_d128_r8_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1, 1) }, true>;
-    decode_d128_r16_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1, 2) }, true>;
-    decode_d256_r8_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1, 1) }, false>;
-    decode_d128_r8_f16_i8 { type T = f16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1, 1) }, true>;
-    decode_d128_r16_f16_i8 { type T = f16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1, 2) }, true>;
-    decode_d256_r8_f16_i8 { type T = f16; type C = i8; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1, 1) }, false>;
+    decode_d64_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(64, 2)] => decode::<T, C, 64, 1, { stages(64, 2) }, true>;
+    decode_d128_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2) }, true>;
+    decode_d128_r16_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2) }, false>;
+    decode_d256_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2) }, false>;
+    decode_d128_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
+    decode_d128_r16_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
+    decode_d256_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
+    decode_d128_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
+    decode_d128_r16_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
+    decode_d256_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
+    decode_d128_r8_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
+    decode_d128_r16_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
+    decode_d256_r8_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
+    decode_d64_r8_f16 { type T = f16; type C = f16; } [128, blocks(64, 2)] => decode::<T, C, 64, 1, { stages(64, 2) }, true>;
+    decode_d128_r8_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2) }, true>;
+    decode_d128_r16_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2) }, false>;
+    decode_d256_r8_f16 { type T = f16; type C = f16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2) }, false>;
+    decode_d128_r8_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
+    decode_d128_r16_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
+    decode_d256_r8_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
+    decode_d128_r8_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
+    decode_d128_r16_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
+    decode_d256_r8_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
+    decode_d128_r8_f16_i8 { type T = f16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
+    decode_d128_r16_f16_i8 { type T = f16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
+    decode_d256_r8_f16_i8 { type T = f16; type C = i8; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
+}
+
+entries! {
+    /// Arguments of every `combine_*` entry; see [`combine`].
+    pub struct CombineArgs<T>(
+        out: *mut T, lse: *mut f32, lens: *const i32, sinks: *const f32, partial: *const f32, q_len: u32, q_heads: u32,
+        kv_heads: u32, slot_rows: u32, head_dim: u32, page_shift: u32, max_pages: u32, partial_chunks: u32, hint: u32,
+        window: u32, out_token: usize, out_head: usize,
+    );
+    combine_bf16 { type T = bf16; } [COMBINE_THREADS] => combine::<T>;
+    combine_f16 { type T = f16; } [COMBINE_THREADS] => combine::<T>;
 }

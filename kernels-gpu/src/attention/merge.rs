@@ -8,6 +8,7 @@
 
 use crate::row::Piece;
 use core::ffi::c_void;
+use cuda_std::vec::Reused;
 use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, float, thread, unroll, vec};
 
 /// The most threads of a block.
@@ -54,7 +55,7 @@ pub unsafe fn merge<T: Float, const V: usize, const VEC: bool>(
     let mut logs = [f32::NEG_INFINITY; MAX_PARTS];
     unroll::<MAX_PARTS>(|i| {
         if (i as u32) < count {
-            logs[i] = Global::new(parts.lse[i]).get(row);
+            logs[i] = Global::new(parts.lse[i]).get_hinted(row, Reused);
         }
     });
     let mut top = f32::NEG_INFINITY;
