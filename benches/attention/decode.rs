@@ -1,9 +1,10 @@
-//! Decode attention of 32 query and 8 KV heads of 128 in bf16, pages of 16 tokens in a shuffled order.
+//! Decode attention with heads of 128, pages of 16 tokens in a shuffled order: bf16 queries over bf16 and e4m3 caches.
 
+use cuda_std::E4M3;
 use warploom::attention::{DecodeOptions, DecodeWorkspace, decode};
-use warploom::kv_cache::{CacheLayout, KvCache};
-use warploom::{Tensor, bf16};
-use warploom_benches::{Cost, Harness, noise};
+use warploom::kv_cache::{CacheElement, CacheLayout, KvCache};
+use warploom::{Device, Result, Stream, Tensor, bf16};
+use warploom_benches::{Cost, Harness, noise, tiled};
 
 pub fn benches(harness: &mut Harness) {
     let shapes = harness.pick(
@@ -11,26 +12,51 @@ pub fn benches(harness: &mut Harness) {
         &[(1, 64), (4, 128)],
     );
     for &(batch, context) in shapes {
-        case(harness, "32-8", batch, context, 32, 8);
+        case(harness, "bf16/32-8", batch, context, 32, 8, noise::<bf16>);
     }
-    if !harness.device().is_simt() {
-        for (name, q_heads, kv_heads) in [("32-32", 32, 32), ("64-8", 64, 8), ("16-1", 16, 1)] {
-            case(harness, name, 32, 4096, q_heads, kv_heads);
-        }
+    if harness.device().is_simt() {
+        return;
+    }
+    for (name, q_heads, kv_heads) in [("32-32", 32, 32), ("64-8", 64, 8), ("16-1", 16, 1)] {
+        case(harness, &format!("bf16/{name}"), 32, 4096, q_heads, kv_heads, noise::<bf16>);
+    }
+    for (batch, context) in [(1, 4096), (32, 4096), (1, 32768), (128, 32768)] {
+        case(harness, "e4m3/32-8", batch, context, 32, 8, e4m3_noise);
     }
 }
 
-fn case(harness: &mut Harness, name: &str, batch: usize, context: usize, q_heads: usize, kv_heads: usize) {
+/// As [`noise`].
+fn e4m3_noise(device: &Device, stream: &Stream, shape: &[usize], seed: usize) -> Result<Tensor<E4M3>> {
+    let mut state = (seed as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        E4M3::round((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
+    };
+    tiled(device, stream, &(0..65_521).map(|_| next()).collect::<Vec<_>>(), shape)
+}
+
+fn case<S: CacheElement>(
+    harness: &mut Harness,
+    name: &str,
+    batch: usize,
+    context: usize,
+    q_heads: usize,
+    kv_heads: usize,
+    fill: fn(&Device, &Stream, &[usize], usize) -> Result<Tensor<S>>,
+) {
     const DIM: usize = 128;
     const PAGE: usize = 16;
     let tokens = batch * context;
-    let cost = Cost::bytes(tokens * kv_heads * DIM * 4 + batch * q_heads * DIM * 2, batch * q_heads * DIM * 2)
-        .flops(4 * tokens * q_heads * DIM);
-    harness.case(&format!("attention/decode/bf16/{name}/{batch}x{context}"), cost, |device, stream, set| {
+    let rows = batch * q_heads * DIM * 2;
+    let cost =
+        Cost::bytes(tokens * kv_heads * DIM * 2 * size_of::<S>() + rows, rows).flops(4 * tokens * q_heads * DIM);
+    harness.case(&format!("attention/decode/{name}/{batch}x{context}"), cost, move |device, stream, set| {
         let pages = tokens / PAGE;
         let shape = [pages, PAGE, kv_heads, DIM];
-        let key = noise::<bf16>(device, stream, &shape, set)?;
-        let value = noise::<bf16>(device, stream, &shape, set + 100)?;
+        let key = fill(device, stream, &shape, set)?;
+        let value = fill(device, stream, &shape, set + 100)?;
         let cache = KvCache::from_tensors(CacheLayout::Nhd, key, value)?;
         // A multiplier without a common factor scatters the pages.
         let table: Vec<i32> = (0..pages).map(|i| (i * 7919 % pages) as i32).collect();

@@ -156,14 +156,12 @@ fn check<T: Float, S: CacheElement>(d: &Device, s: &Stream, shape: &Shape, bend:
 fn shapes() -> impl Strategy<Value = Shape> {
     let lens = prop::collection::vec(prop_oneof![0usize..3, 1usize..150, Just(64), Just(65), Just(128)], 1..4);
     let heads = (1usize..3, 1usize..9);
-    let dim = prop_oneof![Just(32usize), Just(64), Just(80), Just(120), Just(128)];
-    (lens, 1usize..4, heads, dim, prop_oneof![Just(8usize), Just(16), Just(32)], any::<bool>()).prop_map(
-        |(lens, q_len, (kv_heads, group), dim, page, hnd)| {
-            let layout = if hnd { CacheLayout::Hnd } else { CacheLayout::Nhd };
-            let group = if group * q_len > 16 { 16 / q_len } else { group };
-            Shape { lens, q_len, kv_heads, group, dim, page, layout }
-        },
-    )
+    let dim = prop::sample::select(vec![32usize, 64, 80, 96, 112, 120, 128, 192, 256]);
+    let page = prop::sample::select(vec![8usize, 16, 32, 64, 128]);
+    (lens, 1usize..5, heads, dim, page, any::<bool>()).prop_map(|(lens, q_len, (kv_heads, group), dim, page, hnd)| {
+        let layout = if hnd { CacheLayout::Hnd } else { CacheLayout::Nhd };
+        Shape { lens, q_len, kv_heads, group, dim, page, layout }
+    })
 }
 
 fn bends() -> impl Strategy<Value = Bend> {
@@ -177,6 +175,31 @@ fn split_matches_the_reference() {
         check::<bf16, bf16>(d, s, &shape, bend, DecodePath::Split);
         check::<f16, f16>(d, s, &shape, bend, DecodePath::Split);
         Ok(())
+    });
+}
+
+#[test]
+fn split_takes_8_bit_caches() {
+    property(8, (shapes(), bends()), |d, s, (shape, bend)| {
+        // A row of an 8-bit cache must be a multiple of 16 bytes.
+        let shape = Shape { dim: shape.dim.next_multiple_of(16), ..shape };
+        check::<bf16, E4M3>(d, s, &shape, bend, DecodePath::Split);
+        check::<f16, E5M2>(d, s, &shape, bend, DecodePath::Split);
+        check::<bf16, i8>(d, s, &shape, bend, DecodePath::Split);
+        Ok(())
+    });
+}
+
+#[test]
+fn sixteen_query_tokens_of_large_groups() {
+    on_every_device(|d, s| {
+        let layout = CacheLayout::Nhd;
+        for (group, dim, q_len) in [(8, 64, 16), (3, 256, 16), (16, 128, 1), (12, 128, 2)] {
+            let shape = Shape { lens: vec![70, 16, 5, 300], q_len, kv_heads: 2, group, dim, page: 16, layout };
+            let bend = Bend { window: 50, ..Bend::default() };
+            check::<bf16, bf16>(d, s, &shape, bend, DecodePath::Split);
+            check::<f16, E4M3>(d, s, &shape, Bend::default(), DecodePath::Split);
+        }
     });
 }
 
@@ -197,10 +220,15 @@ fn plain_matches_the_reference() {
 #[test]
 fn long_sequences_split_into_chunks() {
     on_every_device(|d, s| {
-        let lens = if d.is_simt() { vec![513, 0, 1, 511, 700] } else { vec![4096, 0, 1, 511, 512, 513, 32768, 1025] };
+        let lens = if d.is_simt() {
+            vec![513, 0, 1, 511, 15, 16, 17, 512, 700]
+        } else {
+            vec![4096, 0, 1, 511, 15, 16, 17, 512, 513, 32768, 1025, 9000]
+        };
         let shape = Shape { lens, q_len: 1, kv_heads: 2, group: 4, dim: 128, page: 16, layout: CacheLayout::Nhd };
         check::<bf16, bf16>(d, s, &shape, Bend::default(), DecodePath::Split);
         check::<bf16, bf16>(d, s, &shape, Bend { window: 300, ..Bend::default() }, DecodePath::Split);
+        check::<bf16, E4M3>(d, s, &shape, Bend::default(), DecodePath::Split);
     });
 }
 
@@ -220,6 +248,75 @@ fn a_sequence_does_not_depend_on_its_batch() {
         let among = run(vec![300, 17, 500, 64]);
         assert_eq!(alone, among[..alone.len()]);
     });
+}
+
+#[test]
+fn a_hint_changes_the_split_alone() {
+    on_every_device(|d, s| {
+        let shape =
+            Shape { lens: vec![700, 1, 0, 129], q_len: 1, kv_heads: 2, group: 4, dim: 64, page: 8, layout: CacheLayout::Nhd };
+        let mut c = case::<f16, f16>(d, &shape);
+        let q = c.q.reshape(&[4, 8, 64]).unwrap();
+        let run = |workspace: &mut DecodeWorkspace| {
+            let mut out = Tensor::<f16>::uninit(d, &[4, 8, 64]).unwrap();
+            let options = DecodeOptions::default();
+            decode(s, &mut out, None, &q, &c.cache, &c.table, &c.lens, &options, workspace).unwrap();
+            widen(&out.to_vec().unwrap())
+        };
+        let want = run(&mut c.workspace);
+        for chunk in [64, 128, 1024] {
+            let mut workspace = DecodeWorkspace::with_chunk(d, 4, 1, 8, 2, 64, 704, chunk).unwrap();
+            let got = run(&mut workspace);
+            assert!(got.iter().zip(&want).all(|(g, w)| (g - w).abs() < 2e-3), "{chunk}");
+        }
+        for chunk in [0, 32, 100, 2048] {
+            let made = DecodeWorkspace::with_chunk(d, 4, 1, 8, 2, 64, 704, chunk);
+            assert!(matches!(made, Err(Error::Value { arg: "chunk", .. })), "{chunk}");
+        }
+    });
+}
+
+#[test]
+fn pages_lie_beyond_32_bits() {
+    // Two caches of 4.6 GB: for a GPU.
+    let Some(d) = warploom_tests::gpu() else { return };
+    if std::env::var("WARPLOOM_TEST_DEVICES").is_ok_and(|v| v == "simt") {
+        return;
+    }
+    let s = Stream::new(&d).unwrap();
+    let [page, heads, dim, pages] = [16, 8, 128, 140_000];
+    // A page is 2^15 bytes: offsets around 2^31 and 2^32, and the last page.
+    let far = [0, 65_535, 65_536, 65_537, 131_071, 131_072, 139_999];
+    let shape = [far.len(), page, heads, dim];
+    let near = (noise_of::<bf16>(shape.iter().product(), 1), noise_of::<bf16>(shape.iter().product(), 2));
+    let (key, value) =
+        (Tensor::from_slice(&d, &near.0, &shape).unwrap(), Tensor::from_slice(&d, &near.1, &shape).unwrap());
+    let small = KvCache::from_tensors(CacheLayout::Nhd, key.clone(), value.clone()).unwrap();
+    let big = || Tensor::<bf16>::uninit(&d, &[pages, page, heads, dim]).unwrap();
+    let (big_key, big_value) = (big(), big());
+    for (i, &at) in far.iter().enumerate() {
+        for (to, from) in [(&big_key, &key), (&big_value, &value)] {
+            s.copy(&mut to.narrow(0, at, 1).unwrap(), &from.narrow(0, i, 1).unwrap()).unwrap();
+        }
+    }
+    let large = KvCache::from_tensors(CacheLayout::Nhd, big_key, big_value).unwrap();
+    let len = far.len() * page - 3;
+    let lens = Tensor::from_slice(&d, &[len as i32], &[1]).unwrap();
+    let q = Tensor::from_slice(&d, &noise_of::<bf16>(32 * dim, 3), &[1, 32, dim]).unwrap();
+    for path in [DecodePath::Split, DecodePath::Plain] {
+        let run = |cache: &KvCache<bf16>, table: &[usize]| {
+            let table: Vec<i32> = table.iter().map(|&p| p as i32).collect();
+            let table = Tensor::from_slice(&d, &table, &[1, table.len()]).unwrap();
+            let mut workspace = DecodeWorkspace::new(&d, 1, 1, 32, heads, dim, far.len() * page).unwrap();
+            let mut out = Tensor::<bf16>::uninit(&d, &[1, 32, dim]).unwrap();
+            let options = DecodeOptions::default().path(path);
+            decode(&s, &mut out, None, &q, cache, &table, &lens, &options, &mut workspace).unwrap();
+            out.to_vec().unwrap()
+        };
+        let want = run(&small, &[0, 1, 2, 3, 4, 5, 6]);
+        assert_eq!(run(&large, &far), want, "{path:?}");
+        assert!(want.iter().any(|v| v.to_f32() != 0.0));
+    }
 }
 
 #[test]

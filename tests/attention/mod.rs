@@ -1,2 +1,3 @@
 mod decode;
 mod prefill;
+mod merge;

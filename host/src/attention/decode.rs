@@ -26,7 +26,8 @@ pub enum DecodePath {
     /// By element types, layout and sizes, never by lengths or batch.
     #[default]
     Auto,
-    /// Chunks of keys through the tensor cores: f16 and bf16, NHD and HND, head sizes that are multiples of 8.
+    /// Chunks of keys through the tensor cores: f16 and bf16 over a cache of the same type or of 8 bits; NHD
+    /// and HND; head sizes that are multiples of 16 bytes.
     Split,
     /// A block for each query and head: everything.
     Plain,
@@ -90,16 +91,17 @@ impl<'a> DecodeOptions<'a> {
     }
 }
 
-/// Scratch memory of [`decode`] for sequences of up to a length: partial results, and tickets that say which block is the
-/// last of a sequence. One workspace serves one stream at a time.
+/// Scratch memory of [`decode`] for sequences of up to a length: the partial results of long ones. One workspace serves one
+/// stream at a time.
 pub struct DecodeWorkspace {
     partial: Tensor<f32>,
-    tickets: Tensor<u32>,
     max_len: usize,
+    chunk_shift: u32,
 }
 
 impl DecodeWorkspace {
     /// For up to `batch` sequences of up to `max_len` keys (what the block table can hold), `q_len` query tokens each.
+    /// How a sequence is split then depends on its length alone.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Value`] if `max_len` is not below 2^31.
@@ -112,38 +114,117 @@ impl DecodeWorkspace {
         head_dim: usize,
         max_len: usize,
     ) -> Result<Self> {
+        Self::with_shift(device, [batch, q_len, q_heads, kv_heads, head_dim, max_len], 0)
+    }
+
+    /// [`new`](Self::new) with a hint of how to split: into chunks of `chunk` keys, a power of two from 64 to 1024.
+    /// Results with another hint differ in their last bits.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new); [`Error::Value`] for another `chunk`.
+    #[expect(clippy::too_many_arguments, reason = "sizes of one operation")]
+    pub fn with_chunk(
+        device: &Device,
+        batch: usize,
+        q_len: usize,
+        q_heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        max_len: usize,
+        chunk: usize,
+    ) -> Result<Self> {
+        if !chunk.is_power_of_two() || !(64..=1 << split::MAX_CHUNK_SHIFT).contains(&chunk) {
+            let expected = format!("a power of two from 64 to {}", 1 << split::MAX_CHUNK_SHIFT);
+            return Err(Error::Value { op: "DecodeWorkspace", arg: "chunk", expected, got: chunk.to_string() });
+        }
+        Self::with_shift(device, [batch, q_len, q_heads, kv_heads, head_dim, max_len], chunk.ilog2())
+    }
+
+    fn with_shift(device: &Device, sizes: [usize; 6], chunk_shift: u32) -> Result<Self> {
+        let [batch, q_len, q_heads, kv_heads, head_dim, max_len] = sizes;
         let Ok(len) = i32::try_from(max_len) else {
             let (expected, got) = ("below 2^31".into(), max_len.to_string());
-            return Err(Error::Value { op: "DecodeWorkspace::new", arg: "max_len", expected, got });
+            return Err(Error::Value { op: "DecodeWorkspace", arg: "max_len", expected, got });
         };
-        let floats = partial_floats(batch, q_len, q_heads, head_dim, len as u32);
-        Ok(Self {
-            partial: Tensor::uninit(device, &[floats])?,
-            tickets: Tensor::zeros(device, &[batch * kv_heads])?,
-            max_len,
-        })
+        let floats = partial_floats(batch, q_len, q_heads, kv_heads, head_dim, len as u32, chunk_shift);
+        Ok(Self { partial: Tensor::uninit(device, &[floats.max(1)])?, max_len, chunk_shift })
     }
 }
 
-/// Floats of [`split::Args`]' `partial` (layer L1).
-pub const fn partial_floats(batch: usize, q_len: usize, q_heads: usize, head_dim: usize, max_len: u32) -> usize {
-    batch * split::max_chunks(max_len) as usize * q_heads * q_len * (head_dim + 2)
+/// Query rows of a KV head that one block serves; more rows are served as several heads.
+pub const fn block_rows(head_dim: usize, rows: usize) -> usize {
+    if rows <= 8 || head_dim > 128 { 8 } else { 16 }
 }
 
-/// The entry of [`DecodePath::Split`] for `rows` query rows that share a KV head, and the head size it is for.
-pub const fn split_entry(dtype: DType, head_dim: usize, rows: usize) -> Option<(Entry<split::Args>, usize)> {
+/// Floats of [`split::Args`]' `partial` (layer L1). `chunk_shift` is its `hint`.
+pub const fn partial_floats(
+    batch: usize,
+    q_len: usize,
+    q_heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    max_len: u32,
+    chunk_shift: u32,
+) -> usize {
+    if kv_heads == 0 {
+        return 0;
+    }
+    let rows = q_heads / kv_heads * q_len;
+    let block = block_rows(head_dim, rows);
+    let pairs = batch * kv_heads * rows.div_ceil(block);
+    let slot = split::partial_floats(head_dim, if rows < block { rows } else { block });
+    match split::max_chunks(max_len, chunk_shift) {
+        1 => 0,
+        chunks => pairs * chunks as usize * slot,
+    }
+}
+
+/// The entry of [`DecodePath::Split`] for tensors of `dtype`, a cache of `cache` and `rows` query rows that share a KV head,
+/// and the head size it is for.
+pub const fn split_entry(
+    dtype: DType,
+    cache: DType,
+    head_dim: usize,
+    rows: usize,
+) -> Option<(Entry<split::Args>, usize)> {
     use split::*;
-    let (bf16, f16, dim) = match (head_dim, rows) {
-        (1..=64, 1..=8) => (decode_d64_r8_bf16::ENTRY, decode_d64_r8_f16::ENTRY, 64),
-        (1..=128, 1..=8) => (decode_d128_r8_bf16::ENTRY, decode_d128_r8_f16::ENTRY, 128),
-        (1..=128, 9..=16) => (decode_d128_r16_bf16::ENTRY, decode_d128_r16_f16::ENTRY, 128),
+    let block = block_rows(head_dim, rows);
+    let dim = match head_dim {
+        1..=64 if block == 8 && cache.size() == 2 => 64,
+        1..=128 => 128,
+        129..=256 => 256,
         _ => return None,
     };
-    match dtype {
-        DType::Bf16 => Some((bf16, dim)),
-        DType::F16 => Some((f16, dim)),
-        _ => None,
-    }
+    let entry = match (dtype, cache, dim, block) {
+        (DType::Bf16, DType::Bf16, 64, _) => decode_d64_r8_bf16::ENTRY,
+        (DType::Bf16, DType::Bf16, 128, 8) => decode_d128_r8_bf16::ENTRY,
+        (DType::Bf16, DType::Bf16, 128, _) => decode_d128_r16_bf16::ENTRY,
+        (DType::Bf16, DType::Bf16, 256, _) => decode_d256_r8_bf16::ENTRY,
+        (DType::Bf16, DType::E4m3, 128, 8) => decode_d128_r8_bf16_e4m3::ENTRY,
+        (DType::Bf16, DType::E4m3, 128, _) => decode_d128_r16_bf16_e4m3::ENTRY,
+        (DType::Bf16, DType::E4m3, 256, _) => decode_d256_r8_bf16_e4m3::ENTRY,
+        (DType::Bf16, DType::E5m2, 128, 8) => decode_d128_r8_bf16_e5m2::ENTRY,
+        (DType::Bf16, DType::E5m2, 128, _) => decode_d128_r16_bf16_e5m2::ENTRY,
+        (DType::Bf16, DType::E5m2, 256, _) => decode_d256_r8_bf16_e5m2::ENTRY,
+        (DType::Bf16, DType::I8, 128, 8) => decode_d128_r8_bf16_i8::ENTRY,
+        (DType::Bf16, DType::I8, 128, _) => decode_d128_r16_bf16_i8::ENTRY,
+        (DType::Bf16, DType::I8, 256, _) => decode_d256_r8_bf16_i8::ENTRY,
+        (DType::F16, DType::F16, 64, _) => decode_d64_r8_f16::ENTRY,
+        (DType::F16, DType::F16, 128, 8) => decode_d128_r8_f16::ENTRY,
+        (DType::F16, DType::F16, 128, _) => decode_d128_r16_f16::ENTRY,
+        (DType::F16, DType::F16, 256, _) => decode_d256_r8_f16::ENTRY,
+        (DType::F16, DType::E4m3, 128, 8) => decode_d128_r8_f16_e4m3::ENTRY,
+        (DType::F16, DType::E4m3, 128, _) => decode_d128_r16_f16_e4m3::ENTRY,
+        (DType::F16, DType::E4m3, 256, _) => decode_d256_r8_f16_e4m3::ENTRY,
+        (DType::F16, DType::E5m2, 128, 8) => decode_d128_r8_f16_e5m2::ENTRY,
+        (DType::F16, DType::E5m2, 128, _) => decode_d128_r16_f16_e5m2::ENTRY,
+        (DType::F16, DType::E5m2, 256, _) => decode_d256_r8_f16_e5m2::ENTRY,
+        (DType::F16, DType::I8, 128, 8) => decode_d128_r8_f16_i8::ENTRY,
+        (DType::F16, DType::I8, 128, _) => decode_d128_r16_f16_i8::ENTRY,
+        (DType::F16, DType::I8, 256, _) => decode_d256_r8_f16_i8::ENTRY,
+        _ => return None,
+    };
+    Some((entry, dim))
 }
 
 /// The entry of [`DecodePath::Plain`] for tensors of `dtype` and a cache of `cache`.
@@ -166,10 +247,28 @@ pub const fn plain_entry(dtype: DType, cache: DType) -> Option<Entry<plain::Args
     })
 }
 
-/// How to launch [`DecodePath::Split`] for heads of `dim` (as [`split_entry`] gives it) on so many multiprocessors.
-pub const fn split_geometry(dim: usize, multiprocessors: u32) -> Geometry {
-    let blocks = if dim <= 64 { 4 } else { 3 };
-    Geometry::linear(blocks * multiprocessors, split::THREADS as u32).shared_bytes(split::shared_bytes(dim) as u32)
+/// How to launch [`DecodePath::Split`] for heads of `dim` (as [`split_entry`] gives it), a cache of `cache` and `rows` query
+/// rows that share a KV head, on so many multiprocessors.
+pub const fn split_geometry(dim: usize, cache: DType, rows: usize, multiprocessors: u32) -> Geometry {
+    let block = block_rows(dim, rows);
+    let shared = split::shared_bytes(dim, cache.size(), if rows < block { rows } else { block });
+    Geometry::linear(split::blocks(dim, cache.size()) * multiprocessors, split::THREADS as u32)
+        .shared_bytes(shared as u32)
+}
+
+/// The entry that merges partial results for tensors of `dtype`; to be launched after [`split_entry`]'s if any sequence may
+/// have more than one chunk.
+pub const fn combine_entry(dtype: DType) -> Option<Entry<split::CombineArgs>> {
+    match dtype {
+        DType::Bf16 => Some(split::combine_bf16::ENTRY),
+        DType::F16 => Some(split::combine_f16::ENTRY),
+        _ => None,
+    }
+}
+
+/// How to launch [`combine_entry`] for so many heads (KV heads times blocks of query rows) of all sequences.
+pub const fn combine_geometry(heads: u32) -> Geometry {
+    Geometry::linear(heads, split::COMBINE_THREADS as u32).dependent()
 }
 
 /// How to launch [`DecodePath::Plain`].
@@ -289,7 +388,9 @@ pub fn decode<T: Float, S: CacheElement>(
     let ((q_token, q_head), (out_token, out_head)) = (tokens(q, "q")?, tokens(out, "out")?);
     let (ks, vs) = (cache.key_strides(), cache.value_strides());
     let group_rows = q_heads / kv_heads * q_len;
-    let need = partial_floats(batch, q_len, q_heads, head_dim, capacity as u32);
+    let hint = workspace.chunk_shift;
+    let need = partial_floats(batch, q_len, q_heads, kv_heads, head_dim, capacity as u32, hint);
+    let scales = check_scales(&mut call, options.scales, kv_heads, T::DTYPE, S::DTYPE)?;
     let args = split::Args {
         out: call.write("out", out)?,
         lse: call.write_opt("lse", lse)?.cast(),
@@ -300,8 +401,10 @@ pub fn decode<T: Float, S: CacheElement>(
         lens: call.read("lens", lens)?.cast(),
         alibi: call.read_opt("options.alibi", options.alibi)?.cast(),
         sinks: call.read_opt("options.sinks", options.sinks)?.cast(),
+        k_scales: scales.key,
+        v_scales: scales.value,
         partial: call.write("workspace", &mut workspace.partial)?.cast(),
-        tickets: call.write("workspace", &mut workspace.tickets)?.cast(),
+        scale_per_head: scales.per_head as u32,
         batch: call.count("q", batch)?,
         q_len: call.count("q", q_len)?,
         q_heads: call.count("q", q_heads)?,
@@ -310,7 +413,8 @@ pub fn decode<T: Float, S: CacheElement>(
         page_shift: cs.block_size.ilog2(),
         max_pages: call.count("block_table", max_pages)?,
         pages: call.count("cache", cs.blocks)?,
-        partial_chunks: split::max_chunks(capacity as u32),
+        partial_chunks: split::max_chunks(capacity as u32, hint),
+        hint,
         q_token,
         q_head,
         out_token,
@@ -325,7 +429,6 @@ pub fn decode<T: Float, S: CacheElement>(
         soft_cap,
         window: u32::try_from(options.window).unwrap_or(u32::MAX / 2).min(u32::MAX / 2),
     };
-    let scales = check_scales(&mut call, options.scales, kv_heads, T::DTYPE, S::DTYPE)?;
     call.check_overlap()?;
     if batch == 0 || q_len == 0 || q_heads == 0 {
         return Ok(());
@@ -334,38 +437,59 @@ pub fn decode<T: Float, S: CacheElement>(
     let aligned = |address: usize, strides: &[usize]| {
         address.is_multiple_of(16) && strides.iter().all(|s| (s * S::DTYPE.size()).is_multiple_of(16))
     };
-    let entry = split_entry(T::DTYPE, head_dim, group_rows).filter(|_| {
-        T::DTYPE == S::DTYPE
-            && cache.layout() != CacheLayout::XSplit
-            && head_dim.is_multiple_of(8)
+    let entry = split_entry(T::DTYPE, S::DTYPE, head_dim, group_rows).filter(|_| {
+        cache.layout() != CacheLayout::XSplit
+            && (head_dim * S::DTYPE.size()).is_multiple_of(16)
             && cs.block_size >= 8
             && cs.block_size.is_power_of_two()
-            && (args.q as usize).is_multiple_of(4)
-            && q_token.is_multiple_of(2)
-            && q_head.is_multiple_of(2)
+            && (args.q as usize).is_multiple_of(16)
+            && q_token.is_multiple_of(8)
+            && q_head.is_multiple_of(8)
+            && (args.out as usize).is_multiple_of(8)
+            && out_token.is_multiple_of(4)
+            && out_head.is_multiple_of(4)
             && aligned(args.k as usize, &[ks.block, ks.token, ks.head])
             && aligned(args.v as usize, &[vs.block, vs.token, vs.head])
     });
     match (options.path, entry) {
         (DecodePath::Auto | DecodePath::Split, Some((entry, dim))) => {
-            let (tickets, floats) = (workspace.tickets.len(), workspace.partial.len());
-            call.value(
-                tickets >= batch * kv_heads && floats >= need,
-                "workspace",
-                format!("of {need} floats and {} tickets", batch * kv_heads),
-                format!("of {floats} and {tickets}"),
-            )?;
-            let geometry = split_geometry(dim, stream.device().properties().multiprocessors);
+            let floats = workspace.partial.len();
+            call.value(floats >= need, "workspace", format!("of {need} floats"), format!("of {floats}"))?;
+            let geometry = split_geometry(dim, S::DTYPE, group_rows, stream.device().properties().multiprocessors);
             // SAFETY: shapes, strides, alignment, device and overlap were checked above; lengths and page numbers are
             // clamped by the kernel.
-            unsafe { stream.launch(&entry, &geometry, &args) }
+            unsafe { stream.launch(&entry, &geometry, &args) }?;
+            let Some(combine) = combine_entry(T::DTYPE).filter(|_| args.partial_chunks > 1) else { return Ok(()) };
+            let block = block_rows(dim, group_rows);
+            let geometry = combine_geometry(call.count("q", batch * kv_heads * group_rows.div_ceil(block))?);
+            let args = split::CombineArgs {
+                out: args.out,
+                lse: args.lse,
+                lens: args.lens,
+                sinks: args.sinks,
+                partial: args.partial,
+                q_len: args.q_len,
+                q_heads: args.q_heads,
+                kv_heads: args.kv_heads,
+                slot_rows: group_rows.min(block) as u32,
+                head_dim: args.head_dim,
+                page_shift: args.page_shift,
+                max_pages: args.max_pages,
+                partial_chunks: args.partial_chunks,
+                hint,
+                window: args.window,
+                out_token,
+                out_head,
+            };
+            // SAFETY: as above; the kernel waits for the launch before it, whose partial results it reads.
+            unsafe { stream.launch(&combine, &geometry, &args) }
         }
         (DecodePath::Split, None) => Err(Error::Unsupported {
             op: OP,
             what: format!(
-                "the split kernel takes f16 or bf16 (not {} over {}), NHD or HND, blocks of 8 tokens or \
-                 more (a power of two), head sizes that are multiples of 8 up to 128, at most 16 query rows a KV head, and \
-                 rows at multiples of 16 bytes; use DecodePath::Auto",
+                "the split kernel takes f16 or bf16 (not {} over {}), or 8-bit caches, NHD or HND, blocks of 8 \
+                 tokens or more (a power of two), heads of a multiple of 16 bytes, queries, keys and values \
+                 at multiples of 16 bytes, outputs of 8; use DecodePath::Auto",
                 T::DTYPE,
                 S::DTYPE
             ),
@@ -377,7 +501,6 @@ pub fn decode<T: Float, S: CacheElement>(
                 expected: format!("{}, e4m3, e5m2 or i8", T::DTYPE),
                 got: S::DTYPE,
             })?;
-            let per_head = scales.per_head as u32;
             let args = plain::Args {
                 out: args.out,
                 lse: args.lse,
@@ -390,7 +513,7 @@ pub fn decode<T: Float, S: CacheElement>(
                 sinks: args.sinks,
                 k_scales: scales.key,
                 v_scales: scales.value,
-                scale_per_head: per_head,
+                scale_per_head: args.scale_per_head,
                 q_heads: args.q_heads,
                 kv_heads: args.kv_heads,
                 head_dim: args.head_dim,

@@ -1,91 +1,176 @@
 //! Attention of a few query tokens a sequence over a paged KV cache (decode), with split KV.
 //!
 //! # Work
-//! A sequence of `len` keys is cut into chunks whose size depends on `len` alone ([`chunk_keys`]), never on the batch
-//! or the grid: so a sequence's result does not depend on what it is batched with. An item is (sequence, chunk, KV
-//! head), KV heads running fastest, because neighbouring heads are neighbours in memory. The grid is fixed; block `b`
-//! takes items `b`, `b + grid`, …, and finds them by a running prefix sum over the lengths, which live on the device.
-//! One captured graph therefore serves every step.
+//! A sequence of `len` keys is cut into chunks whose size depends on `len` alone ([`chunk_shift`]), never on the batch
+//! or the grid: so a sequence's result does not depend on what it is batched with. An item is (sequence, chunk, head),
+//! where a head is a KV head and up to `8 * TILES` of the query rows that share it; heads run fastest, because
+//! neighbouring heads are neighbours in memory. The grid is fixed; block `b` takes items `b`, `b + grid`, …, and finds
+//! them by a running prefix sum over the lengths, which live on the device. One captured graph serves every step.
 //!
-//! # An item
-//! Four warps, each with a pipeline of its own: 16 keys a stage, copied by `cp.async` into the warp's part of shared
-//! memory, so that the loop needs no block barrier. All query rows that share the KV head (GQA group × query tokens)
-//! are served by one read of K and V. Rows are the narrow side of the tensor-core products, in tiles of 8:
+//! # The stream of keys
+//! Groups of 16 keys go round the warps of a block. Each warp has a ring of `STAGES` groups in shared memory, filled by
+//! its own `cp.async`, so that the loop needs no block barrier. The ring runs ahead over the border of items: while an
+//! item is being finished (merge of the warps, partial result, ticket), the first groups of the next are on their way,
+//! and memory never idles. The page numbers of all groups of an item are read at once, a lane for each, and handed out
+//! by shuffles. Rows in shared memory are swizzled by 16-byte pieces, so that `ldmatrix` meets no bank twice.
+//!
+//! # A group
+//! Rows are the narrow side of the tensor-core products, in tiles of 8:
 //!
 //! * `Sᵀ[16 keys, 8 rows] = K[16 keys, D] · Qᵀ[D, 8 rows]`, K from shared memory by `ldmatrix`, Q held in registers;
 //! * softmax over keys, online; a thread's columns of `Sᵀ` and of `Oᵀ` are the same rows, so rescaling needs no shuffle;
 //! * `Oᵀ[D, 8 rows] += Vᵀ[D, 16 keys] · Pᵀ[16 keys, 8 rows]`, V transposed on the way by `ldmatrix.trans`, P turned
 //!   into an operand by `movmatrix`.
 //!
-//! The four warps merge in shared memory. If the sequence has one chunk the block writes the output, otherwise a
-//! partial result (unnormalised O, maximum, sum); the last block of a (sequence, KV head), known by a ticket, merges
-//! the chunks in their order. Sources: FlashDecoding (Dao et al., 2023); paged attention (Kwon et al., 2023).
+//! 8-bit caches become f16 operands in registers, which is exact. `ldmatrix` then moves pairs of elements, so the
+//! dimensions of a step come in another order: Q is loaded in the same order ([`q_dim`]), and the rows of `Oᵀ` are taken
+//! apart in it ([`o_dim`]). Query rows of bf16 are scaled by a power of two into the range of f16 first.
+//!
+//! # The end of an item
+//! The warps merge in shared memory. If the sequence has one chunk the block writes the output, otherwise a partial
+//! result (unnormalised O, maximum, sum), and [`combine`], a launch of its own, merges the chunks in their order. It is
+//! launched as a dependent of this one, so it starts at once. A ticket that tells the last block of a sequence to merge
+//! would save the launch, but needs a fence for each chunk, and a fence that reaches the whole GPU stops the
+//! multiprocessor's stream of copies: it cost a quarter of the bandwidth.
+//!
+//! Sources: FlashDecoding (Dao et al., 2023); paged attention (Kwon et al., 2023).
 
 use super::soft_capped;
+use crate::kv_cache::CacheElement;
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
-use cuda_std::vec::B32;
+use cuda_std::vec::{self, B32, B64, B128, SecondLevel};
 use cuda_std::{
-    Global, GlobalMut, Shared, atomic, bf16, cp_async, entries, f16, float, mma, shared, thread, unroll, warp,
+    DType, E4M3, E5M2, Global, GlobalMut, bf16, convert, cp_async, dependent_launch, entries, f16, float, integer, mma,
+    shared, thread, unroll, warp,
 };
 
-/// Threads of a block: four warps.
-pub const THREADS: usize = 128;
 /// Warps of a block.
-const WARPS: usize = THREADS / 32;
-/// Keys of one stage of a warp's pipeline.
+pub const WARPS: usize = 4;
+/// Threads of a block.
+pub const THREADS: usize = 32 * WARPS;
+/// Keys of a group, which is a stage of a warp's ring.
 const KEYS: usize = 16;
-/// Stages of a warp's pipeline: few, so that three blocks of heads of 128 share a multiprocessor.
-const STAGES: usize = 2;
+/// Groups of an item that one warp can have: each half of the lanes holds a page number for each of them.
+const MAX_GROUPS: usize = 16;
 
-/// Elements of a row of K or V in shared memory: padded by 16 bytes, so that eight rows fall into different banks.
-const fn row_elements(head_dim: usize) -> usize {
-    head_dim + 8
+/// The largest chunk, as a power of two.
+pub const MAX_CHUNK_SHIFT: u32 = (MAX_GROUPS * KEYS * WARPS).ilog2();
+
+/// An element of a cache as the tensor cores take it.
+pub trait CacheOperand: CacheElement {
+    /// What it is multiplied as.
+    type Operand: TensorFloat;
+    /// Four 8-bit elements as two registers of operands. Those of 16 bits are operands as they are.
+    fn operands(word: u32) -> [u32; 2];
 }
 
-/// Dynamic shared memory of a block of the kernel for heads of up to `head_dim` elements.
-pub const fn shared_bytes(head_dim: usize) -> usize {
-    WARPS * STAGES * 2 * KEYS * row_elements(head_dim) * 2 + WARPS * 2 * 32 * 4
+macro_rules! operands {
+    ($($t:ty as $operand:ty = |$w:ident| $widen:expr;)*) => { $(
+        impl CacheOperand for $t {
+            type Operand = $operand;
+            #[inline(always)]
+            fn operands($w: u32) -> [u32; 2] {
+                $widen
+            }
+        }
+    )* };
+}
+operands! {
+    bf16 as bf16 = |w| [w; 2];
+    f16 as f16 = |w| [w; 2];
+    E4M3 as f16 = |w| [convert::e4m3x2_to_f16x2(w as u16), convert::e4m3x2_to_f16x2((w >> 16) as u16)];
+    // The upper half of an f16.
+    E5M2 as f16 = |w| [integer::permute(w, 0, 0x1404), integer::permute(w, 0, 0x3424)];
+    i8 as f16 = |w| convert::i8x4_to_f16x2(w);
 }
 
-/// Keys of a chunk of a sequence of `len` keys: at most 64 chunks up to 65536 keys, and few enough partial results that
-/// they cost a few percent of the traffic.
+/// Bytes of a stage: [`KEYS`] rows of K, then of V.
+const fn stage_bytes(head_dim: usize, element: usize) -> usize {
+    2 * KEYS * head_dim * element
+}
+
+/// Floats from row to row of O in shared memory: the padding keeps the rows that a warp stores at once in other banks.
+const fn merge_row(head_dim: usize) -> usize {
+    head_dim + 4
+}
+
+/// Groups of a warp's ring: enough bytes on their way that memory is never waited for. More would only queue up, and what
+/// else is loaded would wait at the end of the queue.
+const fn stages(head_dim: usize, element: usize) -> usize {
+    if head_dim * element >= 256 { 2 } else { 4 }
+}
+
+/// Blocks that share a multiprocessor.
+pub const fn blocks(head_dim: usize, element: usize) -> u32 {
+    if head_dim * element > 256 { 1 } else { 2 }
+}
+
+/// Dynamic shared memory of a block of the kernel for heads of up to `head_dim` elements of `element` bytes,
+/// for `rows` query rows.
+pub const fn shared_bytes(head_dim: usize, element: usize, rows: usize) -> usize {
+    let rings = stages(head_dim, element) * stage_bytes(head_dim, element);
+    WARPS * (rings + rows * (merge_row(head_dim) + 2) * 4)
+}
+
+/// The chunk of a sequence of `len` keys, as a power of two: small enough that one long sequence fills the GPU, large enough
+/// that partial results and the ends of items cost little. `hint` overrides it if not 0.
 #[inline(always)]
-pub const fn chunk_keys(len: u32) -> u32 {
-    if len <= 1024 {
-        64
-    } else if len <= 2048 {
-        128
-    } else if len <= 8192 {
-        256
-    } else if len <= 32768 {
-        512
+pub const fn chunk_shift(len: u32, hint: u32) -> u32 {
+    if hint != 0 {
+        hint
+    } else if len <= EDGES[0] {
+        8
+    } else if len <= EDGES[1] {
+        9
     } else {
-        1024
+        10
     }
 }
 
+/// The longest sequences of the two smaller chunks.
+const EDGES: [u32; 2] = [2048, 16384];
+
 /// Chunks of a sequence of `len` keys; an empty one has one, which writes zeros.
 #[inline(always)]
-pub const fn chunks(len: u32) -> u32 {
-    if len == 0 { 1 } else { len.div_ceil(chunk_keys(len)) }
+pub const fn chunks(len: u32, hint: u32) -> u32 {
+    let shift = chunk_shift(len, hint);
+    let chunks = len.div_ceil(1 << shift);
+    if chunks == 0 { 1 } else { chunks }
 }
 
 /// The most chunks of any sequence of at most `max_len` keys.
-pub const fn max_chunks(max_len: u32) -> u32 {
-    let mut most = chunks(max_len);
-    let mut edges = [1024, 2048, 8192, 32768];
+pub const fn max_chunks(max_len: u32, hint: u32) -> u32 {
+    let mut most = chunks(max_len, hint);
     let mut i = 0;
-    while i < edges.len() {
-        if edges[i] > max_len {
-            edges[i] = max_len;
-        }
-        if chunks(edges[i]) > most {
-            most = chunks(edges[i]);
+    while i < EDGES.len() {
+        let edge = if EDGES[i] < max_len { EDGES[i] } else { max_len };
+        if chunks(edge, hint) > most {
+            most = chunks(edge, hint);
         }
         i += 1;
     }
     most
+}
+
+/// Floats of a partial result of `rows` rows of heads of up to `head_dim` elements: O, then maximum and sum of each row.
+pub const fn partial_floats(head_dim: usize, rows: usize) -> usize {
+    (rows * (head_dim + 2)).next_multiple_of(4)
+}
+
+/// The dimension that element `i` of register `half` of Q's operand of step `step` holds, in lanes of `t = lane % 4`.
+const fn q_dim(element: usize, step: usize, half: usize, t: usize) -> usize {
+    16 * step + if element == 2 { 8 * half + 2 * t } else { 4 * t + 2 * half }
+}
+
+/// The dimension of rows `g` (`half` 0) and `g + 8` (1) of tile `step` of Oᵀ.
+const fn o_dim(element: usize, step: usize, half: usize, g: usize) -> usize {
+    16 * step + if element == 2 { 8 * half + g } else { 2 * g + half }
+}
+
+/// Which 16-byte piece of a row of `pieces` of them lies where piece 0 would: to be combined by exclusive or.
+const fn swizzle(pieces: usize, row: usize) -> usize {
+    if pieces >= 8 { row % 8 } else { row / 2 % 4 }
 }
 
 /// Where a work item lies.
@@ -93,117 +178,160 @@ pub const fn max_chunks(max_len: u32) -> u32 {
 struct Item {
     sequence: u32,
     len: u32,
-    /// The first chunk that the sliding window leaves.
-    first_chunk: u32,
-    /// Chunks that the window leaves.
-    chunks: u32,
     chunk: u32,
-    kv_head: u32,
+    /// Its number among the chunks that the sliding window leaves.
+    part: u32,
+    /// Whether it is the only one.
+    whole: bool,
+    head: u32,
 }
 
-/// Maps ascending item numbers to items, by a running prefix sum over the sequences.
+/// Maps ascending item numbers to items, by a running prefix sum over the sequences: each lane holds one of 32.
 struct Cursor {
-    /// First sequence of the 32 whose item counts the lanes hold.
+    /// First of the 32 sequences.
     base: u32,
     /// Items before `base`.
     before: u32,
+    /// Keys of this lane's sequence, and of its one of the next 32: a load that nobody waits for.
+    len: u32,
+    next_len: u32,
+    /// Items of the 32 sequences up to this lane's last one.
+    sum: u32,
 }
 
-/// Reach of a sequence: its first visible chunk and how many follow.
+/// The first key that any query token of a sequence sees.
 #[inline(always)]
-fn visible_chunks(len: u32, q_len: u32, window: u32) -> (u32, u32) {
+fn first_visible(len: u32, q_len: u32, window: u32) -> u32 {
     // The first query token sees furthest back: keys from `len - q_len + 1 - window` on.
-    let start = if window == 0 { 0 } else { (len + 1).saturating_sub(q_len + window) };
-    let size = chunk_keys(len);
-    let first = start / size;
-    (first, chunks(len) - first)
+    if window == 0 { 0 } else { (len + 1).saturating_sub(q_len + window) }
+}
+
+/// What a [`Cursor`] needs to know about the launch.
+#[derive(Clone, Copy)]
+struct Lengths {
+    lens: Global<i32>,
+    max_len: u32,
+    batch: u32,
+    q_len: u32,
+    heads: u32,
+    window: u32,
+    hint: u32,
+}
+
+impl Lengths {
+    /// The keys of a sequence; 0 beyond the last.
+    #[inline(always)]
+    unsafe fn get(self, sequence: u32) -> u32 {
+        if sequence < self.batch { self.lens.get(sequence).max(0) as u32 } else { 0 }
+    }
+
+    /// Of a sequence of `len` keys: the first chunk that the sliding window leaves, and how many it leaves.
+    #[inline(always)]
+    fn visible_chunks(self, len: u32) -> (u32, u32) {
+        let first = first_visible(len, self.q_len, self.window) >> chunk_shift(len, self.hint);
+        (first, chunks(len, self.hint) - first)
+    }
 }
 
 impl Cursor {
+    #[inline(always)]
+    unsafe fn new(lengths: Lengths) -> Self {
+        let lane = warp::lane_id();
+        let (len, next_len) = (lengths.get(lane), lengths.get(32 + lane));
+        let mut cursor = Self { base: 0, before: 0, len, next_len, sum: 0 };
+        cursor.count(lengths);
+        cursor
+    }
+
+    /// Counts the items of the 32 sequences.
+    #[inline(always)]
+    unsafe fn count(&mut self, lengths: Lengths) {
+        self.len = self.len.min(lengths.max_len);
+        let (_, chunks) = lengths.visible_chunks(self.len);
+        self.sum = if self.base + warp::lane_id() < lengths.batch { chunks * lengths.heads } else { 0 };
+        unroll::<5>(|i| {
+            let (below, ok) = warp::warp_shuffle_up(warp::FULL, self.sum, 1 << i, 32);
+            self.sum += if ok { below } else { 0 };
+        });
+    }
+
     /// The item of number `index`, which is not below that of the call before; `None` beyond the last. For whole warps.
     #[inline(always)]
-    unsafe fn find(
-        &mut self,
-        lens: Global<i32>,
-        max_len: u32,
-        batch: u32,
-        q_len: u32,
-        kv_heads: u32,
-        window: u32,
-        index: u32,
-    ) -> Option<Item> {
-        let lane = warp::lane_id();
-        while self.base < batch {
-            let sequence = self.base + lane;
-            let len = if sequence < batch { (lens.get(sequence).max(0) as u32).min(max_len) } else { 0 };
-            let (first_chunk, chunks) = visible_chunks(len, q_len, window);
-            let mine = if sequence < batch { chunks * kv_heads } else { 0 };
-            let mut sum = mine;
-            unroll::<5>(|i| {
-                let (below, ok) = warp::warp_shuffle_up(warp::FULL, sum, 1 << i, 32);
-                sum += if ok { below } else { 0 };
-            });
-            let found = warp::warp_vote_ballot(warp::FULL, index < self.before + sum);
+    unsafe fn find(&mut self, lengths: Lengths, index: u32) -> Option<Item> {
+        while self.base < lengths.batch {
+            let found = warp::warp_vote_ballot(warp::FULL, index < self.before + self.sum);
             if found != 0 {
                 let owner = found.trailing_zeros();
-                let start = self.before + warp::shfl_idx(sum - mine, owner);
-                let within = index - start;
-                core::hint::assert_unchecked(kv_heads != 0);
-                let first_chunk = warp::shfl_idx(first_chunk, owner);
+                let heads = lengths.heads;
+                core::hint::assert_unchecked(heads != 0);
+                let len = warp::shfl_idx(self.len, owner);
+                let (first_chunk, chunks) = lengths.visible_chunks(len);
+                let within = index - (self.before + warp::shfl_idx(self.sum, owner) - chunks * heads);
                 return Some(Item {
                     sequence: self.base + owner,
-                    len: warp::shfl_idx(len, owner),
-                    first_chunk,
-                    chunks: warp::shfl_idx(chunks, owner),
-                    chunk: first_chunk + within / kv_heads,
-                    kv_head: within % kv_heads,
+                    len,
+                    chunk: first_chunk + within / heads,
+                    part: within / heads,
+                    whole: chunks == 1,
+                    head: within % heads,
                 });
             }
-            self.before += warp::shfl_idx(sum, 31);
+            self.before += warp::shfl_idx(self.sum, 31);
             self.base += 32;
+            self.len = self.next_len;
+            self.next_len = lengths.get(self.base + 32 + warp::lane_id());
+            self.count(lengths);
         }
         None
     }
 }
 
-/// One operand of the cache: where a token's vector of a head lies, in elements.
-#[derive(Clone, Copy)]
-pub struct CacheStrides {
-    /// From page to page.
-    pub page: usize,
-    /// From token to token of a page.
-    pub slot: usize,
-    /// From head to head.
-    pub head: usize,
+/// Waits until at most `in_ring - 1` of the latest groups of copies are under way: the oldest has landed.
+#[inline(always)]
+fn wait_for_oldest<const STAGES: usize>(in_ring: u32) {
+    if in_ring as usize >= STAGES {
+        match STAGES {
+            2 => cp_async::wait_group::<1>(),
+            3 => cp_async::wait_group::<2>(),
+            _ => cp_async::wait_group::<3>(),
+        }
+    } else if in_ring >= 2 {
+        cp_async::wait_group::<1>();
+    } else {
+        cp_async::wait_group::<0>();
+    }
 }
 
 /// Attention of `q_len` query tokens a sequence over its paged keys and values.
 ///
 /// * `q`: `[batch, q_len, q_heads, head_dim]` with strides `q_token`, `q_head`; `out` likewise with `out_token`, `out_head`.
-/// * `q`: its vectors start at multiples of 4 bytes, and `head_dim` is a multiple of 8.
-/// * `k`, `v`: pages of `1 << page_shift` tokens, at least 8; a token's vector is dense and starts at a multiple of 16 bytes.
+/// * `q`'s vectors start at multiples of 4 bytes, `out`'s at multiples of 8, and `head_dim` is a multiple of 8.
+/// * `k`, `v`: pages of `1 << page_shift` tokens, at least 8; a token's vector is dense, starts at a multiple of 16 bytes
+///   and has a multiple of 16 bytes. `k_scales`, `v_scales`: null, or `[kv_heads]` if `scale_per_head` is 1, or `[1]`.
 /// * `block_table`: `[batch, max_pages]`; `lens`: `[batch]`, keys of each sequence, the query tokens'
 ///   among them; more than `max_pages` hold count as what they hold.
 /// * `lse`: `[batch, q_len, q_heads]` or null; `alibi`, `sinks`: `[q_heads]` or null.
-/// * `partial`: workspace of `batch * kv_heads * max_chunks * rows * (head_dim + 2)` floats; `tickets`:
-///   `[batch * kv_heads]`, zero before the first launch and after every one.
-/// * `window`: keys that a query token sees, 0 for all; `soft_cap`: 0 for none.
+/// * `partial`: workspace of [`partial_floats`] for each of `partial_chunks` chunks of each head of each sequence, aligned
+///   to 16 bytes. Sequences of more than one chunk leave their results there for [`combine`].
+/// * `window`: keys that a query token sees, 0 for all; `soft_cap`: 0 for none; `hint`: for [`chunk_shift`].
 ///
-/// `D` is `head_dim` rounded up to an instance; `TILES * 8` is at least `q_heads / kv_heads * q_len`.
-/// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`.
+/// `D` is `head_dim` rounded up to an instance; `PREFETCH_Q`: whether there are registers for Q of the next item. Each KV head is served as `ceil(rows / (8 * TILES))` heads.
+/// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`].
 #[inline(always)]
-pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
+pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILES: usize, const STAGES: usize, const PREFETCH_Q: bool>(
     out: *mut T,
     lse: *mut f32,
     q: *const T,
-    k: *const T,
-    v: *const T,
+    k: *const C,
+    v: *const C,
     block_table: *const i32,
     lens: *const i32,
     alibi: *const f32,
     sinks: *const f32,
+    k_scales: *const f32,
+    v_scales: *const f32,
     partial: *mut f32,
-    tickets: *mut u32,
+    scale_per_head: u32,
     batch: u32,
     q_len: u32,
     q_heads: u32,
@@ -213,6 +341,7 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
     max_pages: u32,
     pages: u32,
     partial_chunks: u32,
+    hint: u32,
     q_token: usize,
     q_head: usize,
     out_token: usize,
@@ -227,180 +356,272 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
     soft_cap: f32,
     window: u32,
 ) {
-    let k_strides = CacheStrides { page: k_page, slot: k_slot, head: k_head };
-    let v_strides = CacheStrides { page: v_page, slot: v_slot, head: v_head };
+    let element = const { size_of::<C>() };
+    let row_bytes = const { D * size_of::<C>() };
+    let pieces = const { D * size_of::<C>() / 16 };
+    let rows_at_once = const { 32 / (D * size_of::<C>() / 16) };
+    let stage_bytes = const { stage_bytes(D, size_of::<C>()) };
+    let block_rows = const { 8 * TILES as u32 };
+    let chains = const { if TILES == 1 { 2 } else { 1 } };
+    // Whether Q must be converted to be multiplied.
+    let converts = const { !matches!((T::DTYPE, C::DTYPE), (DType::Bf16, DType::Bf16) | (DType::F16, _)) };
+
     core::hint::assert_unchecked(kv_heads != 0 && head_dim != 0);
     let group = q_heads / kv_heads;
     core::hint::assert_unchecked(group != 0);
-    let rows = group * q_len;
+    let all_rows = group * q_len;
+    let row_blocks = all_rows.div_ceil(block_rows);
+    core::hint::assert_unchecked(row_blocks != 0);
+    let slot_rows = all_rows.min(block_rows);
+    let heads = kv_heads * row_blocks;
 
     let (q, lens, table) = (Global::new(q), Global::new(lens), Global::new(block_table));
     let (k, v) = (Global::new(k), Global::new(v));
     let (has_alibi, has_sinks, has_lse) = (!alibi.is_null(), !sinks.is_null(), !lse.is_null());
+    let (has_k_scale, has_v_scale) = (!k_scales.is_null(), !v_scales.is_null());
     let (alibi, sinks) = (Global::new(alibi), Global::new(sinks));
+    let (k_scales, v_scales) = (Global::new(k_scales), Global::new(v_scales));
     let (out, lse) = (GlobalMut::new(out), GlobalMut::new(lse));
-    let (partial, tickets) = (GlobalMut::new(partial), tickets);
+    let partial = GlobalMut::new(partial);
 
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let warp_id = warp::shfl_idx(tid / 32, 0);
     let (g, t) = (lane / 4, lane % 4);
 
-    let row = const { row_elements(D) };
-    let stage_elements = 2 * KEYS * row;
     let mut carver = shared::Carver::new();
-    let stages = carver.take::<T>(WARPS * STAGES * stage_elements);
-    let stats = carver.take::<f32>(WARPS * 2 * 32);
-    let mine = stages.offset(warp_id as usize * (STAGES * stage_elements));
+    let rings = carver.take_aligned::<u8>(WARPS * STAGES * stage_bytes, 1024);
+    let merge_row = const { merge_row(D) } as u32;
+    let merge = carver.take::<f32>(WARPS * slot_rows as usize * merge_row as usize);
+    let stats = carver.take::<f32>(WARPS * slot_rows as usize * 2);
+    let ring = rings.address(warp_id as usize * (STAGES * stage_bytes));
+    let ring_end = ring + (STAGES * stage_bytes) as u32;
 
-    let head_chunks = head_dim.div_ceil(8);
-    let mut cursor = Cursor { base: 0, before: 0 };
+    // Copies: lanes cover `rows_at_once` rows of 16-byte pieces.
+    let (piece, row_of_lane) = (lane % pieces as u32, lane / pieces as u32);
+    let in_head = piece * 16 < head_dim * element as u32;
+    let piece_at = if in_head { piece as usize * (16 / element) } else { 0 };
+    let copy_to = row_of_lane * row_bytes as u32;
+    let copy_piece = piece ^ swizzle(pieces, row_of_lane as usize) as u32;
+    let slot_mask = (1u32 << page_shift) - 1;
+
+    // Operands: where this lane's rows of K and V lie in a stage, and the piece of step 0.
+    let k_row = lane % 16;
+    let k_piece = lane / 16 ^ swizzle(pieces, k_row as usize) as u32;
+    let (v_row, v_piece) = if element == 2 { (lane % 8 + lane / 16 * 8, lane / 8 % 2) } else { (lane % 16, lane / 16) };
+    let v_piece = v_piece ^ swizzle(pieces, v_row as usize) as u32;
+    let (k_from, v_from) = (k_row * row_bytes as u32, (v_row + KEYS as u32) * row_bytes as u32);
+    // Of step `s`: the exclusive or changes three bits only, so four sums serve all steps.
+    let operand_at = |from: u32, piece: u32, s: usize| from + (piece ^ 2 * (s % 4) as u32) * 16 + (s / 4 * 128) as u32;
+
+    // The launch of `combine` may begin; it waits for this one to end.
+    dependent_launch::launch_dependents();
+    if tid == 0 {
+        // What is needed soon: the first access to a page of memory takes long.
+        vec::prefetch_l2(table.ptr(0usize));
+        vec::prefetch_l2(q.ptr(0usize));
+        vec::prefetch_l2(k.ptr(0usize));
+        vec::prefetch_l2(v.ptr(0usize));
+        vec::prefetch_l2(partial.ptr(0usize));
+        vec::prefetch_l2(out.ptr(0usize));
+    }
+    let lengths = Lengths { lens, max_len: max_pages << page_shift, batch, q_len, heads, window, hint };
+    let mut cursor = Cursor::new(lengths);
     let mut index = thread::block_idx_x();
-    while let Some(item) = cursor.find(lens, max_pages << page_shift, batch, q_len, kv_heads, window, index) {
-        index += thread::grid_dim_x();
-        let size = chunk_keys(item.len);
-        let (start, end) = (item.chunk * size, ((item.chunk + 1) * size).min(item.len));
-        let table = table.offset(item.sequence as usize * max_pages as usize);
 
-        // Q as the B operand: register r of step s holds dimensions 16 s + 8 r + 2 t + {0, 1} of row g. Loads come first,
-        // without branches: what lies beyond the rows or the head is read from inside and dropped.
-        let mut qf = [[[0u32; 2]; 16]; TILES];
+    // Items come into view one after another, so that no load is waited for: first the next one's page numbers are read,
+    // then its Q and its keys, then it is computed.
+    let nothing = Item { sequence: 0, len: 0, chunk: 0, part: 0, whole: true, head: 0 };
+    // The first key of an item that is read (groups start at multiples of 16 keys), and this warp's groups of it.
+    let extent = |item: Item| {
+        let shift = chunk_shift(item.len, hint);
+        let visible = first_visible(item.len, q_len, window);
+        let start = (item.chunk << shift).max(visible & !(KEYS as u32 - 1));
+        let groups = ((item.chunk + 1) << shift).min(item.len).saturating_sub(start).div_ceil(KEYS as u32);
+        (start, (groups + (WARPS as u32 - 1) - warp_id) / WARPS as u32)
+    };
+    // Page numbers of an item: of the first 8 keys of this warp's groups in the lower lanes, of the others in the upper ones.
+    // A page has 8 keys or more. Keys that are not seen have no page.
+    let page_numbers = |item: Item| {
+        let (start, own) = extent(item);
+        let group = lane % MAX_GROUPS as u32;
+        let key = start + (group * WARPS as u32 + warp_id) * KEYS as u32 + lane / 16 * 8;
+        let wanted = group < own && key < item.len && key + 8 > first_visible(item.len, q_len, window);
+        let table = table.offset(item.sequence as usize * max_pages as usize);
+        if wanted { table.get(key >> page_shift) as u32 } else { u32::MAX }
+    };
+    // Q of an item as the B operand, whatever lies beyond the rows or the head included.
+    let load_q = |item: Item, qf: &mut [[[u32; 2]; 16]; TILES]| {
+        let kv_head = item.head / row_blocks;
+        let first_row = (item.head - kv_head * row_blocks) * block_rows;
         let q_base = item.sequence as usize * q_len as usize * q_token;
         unroll::<TILES>(|tile| {
-            let r = tile as u32 * 8 + g;
-            let inside = if r < rows { r } else { 0 };
+            let r = first_row + tile as u32 * 8 + g;
+            let inside = if r < all_rows { r } else { first_row };
             let token = inside / group;
-            let head = item.kv_head * group + (inside - token * group);
+            let head = kv_head * group + (inside - token * group);
             let at = q_base + token as usize * q_token + head as usize * q_head;
             for s in 0..D / 16 {
                 unroll::<2>(|half| {
-                    let d = (16 * s + 8 * half) as u32 + 2 * t;
-                    let B32([word]) = q.get_as::<B32<u32, 1>>(at + (if d < head_dim { d } else { 0 }) as usize);
-                    qf[tile][s][half] = if r < rows && d < head_dim { word } else { 0 };
+                    let d = q_dim(element, s, half, t as usize);
+                    let B32([word]) = q.get_as::<B32<u32, 1>>(at + if d < head_dim as usize { d } else { 0 });
+                    qf[tile][s][half] = word;
                 });
             }
         });
+    };
 
-        // What each of this thread's rows (2 t and 2 t + 1 of each tile) may see, and its ALiBi slope.
-        let limit = |tile: usize, c: u32| {
-            let r = tile as u32 * 8 + 2 * t + c;
-            let token = r / group;
-            if r < rows { (item.len + token + 1).saturating_sub(q_len) } else { 0 }
-        };
-        let slope = |tile: usize, c: u32| {
-            let r = tile as u32 * 8 + 2 * t + c;
-            if has_alibi && r < rows { alibi.get(item.kv_head * group + r % group) * LOG2_E } else { 0.0 }
-        };
-        let mut limits = [[0u32; 2]; TILES];
-        unroll::<TILES>(|tile| {
-            limits[tile] = [limit(tile, 0), limit(tile, 1)];
-        });
+    // The item after the one that copies are issued for.
+    let (mut coming, mut coming_pages, mut has_coming) = (nothing, u32::MAX, false);
+    if let Some(first) = cursor.find(lengths, index) {
+        (coming, coming_pages, has_coming) = (first, page_numbers(first), true);
+    }
+    // The item that copies are issued for: the computed one or the next.
+    let mut ahead = nothing;
+    let (mut ahead_start, mut ahead_own, mut ahead_issued, mut ahead_pages) = (0u32, 0u32, 0u32, u32::MAX);
+    let (mut ahead_k, mut ahead_v) = (0usize, 0usize);
+    let mut is_ahead = false;
+    let mut q_ahead = [[[0u32; 2]; 16]; TILES];
+    // Groups in the ring, and where the next goes in and out.
+    let (mut in_ring, mut slot_in, mut slot_out) = (0u32, ring, ring);
 
+    // The item that is computed; none at first.
+    let mut item = nothing;
+    let (mut start, mut own, mut item_pages) = (0u32, 0u32, u32::MAX);
+    let mut valid = false;
+    let mut qf = [[[0u32; 2]; 16]; TILES];
+    let mut factor = [[0f32; 2]; TILES];
+    let mut k_scale = 1f32;
+    let mut limits = [[0u32; 2]; TILES];
+
+    loop {
         let mut o = [[[0f32; 4]; TILES]; 16];
         let mut m = [[f32::NEG_INFINITY; 2]; TILES];
         let mut l = [[0f32; 2]; TILES];
+        let kv_head = item.head / row_blocks;
+        let first_row = (item.head - kv_head * row_blocks) * block_rows;
+        let slope = |tile: usize, c: usize| {
+            let r = first_row + tile as u32 * 8 + 2 * t + c as u32;
+            if has_alibi && r < all_rows { alibi.get(kv_head * group + r % group) * LOG2_E } else { 0.0 }
+        };
 
-        // Groups of 16 keys go round the warps.
-        let groups = (end - start).div_ceil(KEYS as u32);
-        let own = (groups + (WARPS as u32 - 1) - warp_id) / WARPS as u32;
-        let first_key = |i: u32| start + (i * WARPS as u32 + warp_id) * KEYS as u32;
-        // Pages of the two halves of group `i`: a page has 8 keys or more. They are looked up a step ahead of their copies.
-        // A wrong page number must not become a wrong address: it counts as unseen.
-        let pages_of = |i: u32| {
-            let page = |key: u32| {
-                let page = if i < own && key < end { table.get(key >> page_shift) as u32 } else { u32::MAX };
-                if page < pages { page } else { u32::MAX }
-            };
-            [page(first_key(i)), page(first_key(i) + 8)]
-        };
-        // Lanes cover rows of `LANES` 16-byte pieces, several rows at a time.
-        let lanes = const {
-            if D / 8 >= 32 {
-                32
-            } else if D / 8 > 8 {
-                16
-            } else {
-                8
-            }
-        };
-        let rows_at_once = const {
-            32 / if D / 8 >= 32 {
-                32
-            } else if D / 8 > 8 {
-                16
-            } else {
-                8
-            }
-        };
-        let (piece, row_of_lane) = (lane % lanes, lane / lanes);
-        let head_of =
-            |s: CacheStrides| item.kv_head as usize * s.head + if piece < head_chunks { piece as usize * 8 } else { 0 };
-        let (k_head_at, v_head_at) = (head_of(k_strides), head_of(v_strides));
-        let slot_mask = (1u32 << page_shift) - 1;
-        let copy = |i: u32, pages: [u32; 2]| {
-            if i < own {
-                let stage = mine.offset((i % STAGES as u32) as usize * stage_elements);
-                let key = first_key(i);
-                // Where each half's row of this lane starts; a wrong page reads nothing.
-                let half = |s: CacheStrides, head: usize, h: usize| {
-                    let page = if pages[h] == u32::MAX { 0 } else { pages[h] };
-                    let slot = (key + 8 * h as u32) & slot_mask;
-                    page as usize * s.page + slot as usize * s.slot + row_of_lane as usize * s.slot + head
-                };
-                let k_at = [half(k_strides, k_head_at, 0), half(k_strides, k_head_at, 1)];
-                let v_at = [half(v_strides, v_head_at, 0), half(v_strides, v_head_at, 1)];
-                for step in 0..KEYS / rows_at_once as usize {
-                    let (h, first) = (step * rows_at_once as usize / 8, (step * rows_at_once as usize) % 8);
-                    let r = step as u32 * rows_at_once + row_of_lane;
-                    let readable = key + r < end && pages[h] != u32::MAX && piece < head_chunks;
-                    if (piece as usize) < D / 8 {
-                        let to = r as usize * row + piece as usize * 8;
-                        let bytes = if readable { 16 } else { 0 };
-                        let skip = |s: CacheStrides| if readable { first * s.slot } else { 0 };
-                        cp_async::copy_16_zfill(stage.ptr(to), k.ptr(k_at[h] + skip(k_strides)), bytes);
-                        cp_async::copy_16_zfill(stage.ptr(KEYS * row + to), v.ptr(v_at[h] + skip(v_strides)), bytes);
+        let mut i = 0;
+        loop {
+            // Fill the ring, into the next item if need be, but no further.
+            while in_ring < STAGES as u32 {
+                if ahead_issued == ahead_own {
+                    if is_ahead || !has_coming {
+                        break;
+                    }
+                    is_ahead = true;
+                    (ahead, ahead_pages, ahead_issued) = (coming, coming_pages, 0);
+                    (ahead_start, ahead_own) = extent(ahead);
+                    let kv_head = ahead.head / row_blocks;
+                    ahead_k = kv_head as usize * k_head + piece_at;
+                    ahead_v = kv_head as usize * v_head + piece_at;
+                    if PREFETCH_Q {
+                        load_q(ahead, &mut q_ahead);
+                    }
+                    index += thread::grid_dim_x();
+                    has_coming = false;
+                    if let Some(next) = cursor.find(lengths, index) {
+                        (coming, coming_pages, has_coming) = (next, page_numbers(next), true);
                     }
                 }
+                if ahead_issued < ahead_own {
+                    let key = ahead_start + (ahead_issued * WARPS as u32 + warp_id) * KEYS as u32;
+                    // Where each half's row of this lane starts; a wrong page reads nothing.
+                    let mut readable = [false; 2];
+                    let (mut k_at, mut v_at) = ([0usize; 2], [0usize; 2]);
+                    unroll::<2>(|h| {
+                        let page = warp::shfl_idx(ahead_pages, ahead_issued + 16 * h as u32);
+                        // A wrong number must not become a wrong address: it counts as unseen.
+                        readable[h] = page < pages && in_head;
+                        let page = if page < pages { page as usize } else { 0 };
+                        let slot = ((key + 8 * h as u32) & slot_mask) as usize + row_of_lane as usize;
+                        k_at[h] = page * k_page + slot * k_slot + ahead_k;
+                        v_at[h] = page * v_page + slot * v_slot + ahead_v;
+                    });
+                    let (mut k_from, mut v_from) = (0, 0);
+                    for step in 0..KEYS / rows_at_once {
+                        let h = step * rows_at_once / 8;
+                        (k_from, v_from) = if (step * rows_at_once).is_multiple_of(8) {
+                            (k_at[h], v_at[h])
+                        } else {
+                            (k_from + rows_at_once * k_slot, v_from + rows_at_once * v_slot)
+                        };
+                        let readable = readable[h] && key + (step * rows_at_once) as u32 + row_of_lane < ahead.len;
+                        let bytes = if readable { 16 } else { 0 };
+                        let to = slot_in
+                            + copy_to
+                            + (step * rows_at_once * row_bytes) as u32
+                            + (copy_piece ^ swizzle(pieces, step * rows_at_once) as u32) * 16;
+                        cp_async::copy_16_zfill(to, k.ptr(k_from), bytes);
+                        cp_async::copy_16_zfill(to + (KEYS * row_bytes) as u32, v.ptr(v_from), bytes);
+                    }
+                    cp_async::commit_group();
+                    ahead_issued += 1;
+                    in_ring += 1;
+                    slot_in += stage_bytes as u32;
+                    slot_in = if slot_in == ring_end { ring } else { slot_in };
+                }
             }
-            cp_async::commit_group();
-        };
-
-        let mut seen_pages = pages_of(0);
-        copy(0, seen_pages);
-        let mut next_pages = pages_of(1);
-        let mut i = 0;
-        while i < own {
-            // The copies of the step after this one overwrite what the step before it has read, which `sync_warp` at the
-            // end of the loop has waited for.
-            copy(i + 1, next_pages);
-            let pages_after = pages_of(i + 2);
-            cp_async::wait_group::<{ STAGES - 1 }>();
+            if i == own {
+                break;
+            }
+            wait_for_oldest::<STAGES>(in_ring);
             warp::sync_warp(warp::FULL);
 
-            let stage = mine.offset((i % STAGES as u32) as usize * stage_elements);
-            let (ks, vs) = (stage, stage.offset(KEYS * row));
-            // Two chains of products, so that one does not wait for the other.
+            // One tile has two chains of products, so that one does not wait for the other.
             let mut s = [[[0f32; 4]; 2]; TILES];
-            for step in 0..D / 16 {
-                let a = mma::ldmatrix_x4(ks.ptr((lane as usize % 16) * row + 16 * step + 8 * (lane as usize / 16)));
-                unroll::<TILES>(|tile| s[tile][step % 2] = T::mma(a, qf[tile][step], s[tile][step % 2]));
+            if element == 2 {
+                for step in 0..D / 16 {
+                    let a = mma::ldmatrix_x4(slot_out + operand_at(k_from, k_piece, step));
+                    unroll::<TILES>(|tile| s[tile][step % chains] = <C::Operand>::mma(a, qf[tile][step], s[tile][step % chains]));
+                }
+            } else {
+                for step in 0..D / 32 {
+                    let w = mma::ldmatrix_x4(slot_out + operand_at(k_from, k_piece, step));
+                    unroll::<2>(|half| {
+                        let (low, high) = (C::operands(w[2 * half]), C::operands(w[2 * half + 1]));
+                        let a = [low[0], high[0], low[1], high[1]];
+                        unroll::<TILES>(|tile| {
+                            let chain = half % chains;
+                            s[tile][chain] = <C::Operand>::mma(a, qf[tile][2 * step + half], s[tile][chain])
+                        });
+                    });
+                }
             }
 
-            let key = first_key(i) + g;
+            let first_key = start + (i * WARPS as u32 + warp_id) * KEYS as u32;
+            let page_there = [warp::shfl_idx(item_pages, i) < pages, warp::shfl_idx(item_pages, i + 16) < pages];
+            // Whether every row sees all keys of the group, and nothing bends the scores.
+            let clear = page_there[0]
+                && page_there[1]
+                && first_key + KEYS as u32 + q_len <= item.len + 1
+                && (window == 0 || first_key + window >= item.len)
+                && !has_alibi
+                && soft_cap == 0.0;
             let mut p = [[0u32; 2]; TILES];
             unroll::<TILES>(|tile| {
                 let mut x = [0f32; 4];
                 unroll::<4>(|e| {
-                    let (c, key) = (e % 2, key + 8 * (e as u32 / 2));
-                    let score = (s[tile][0][e] + s[tile][1][e]) * scale;
-                    let score = soft_capped(score, soft_cap);
-                    let position = limits[tile][c];
-                    let there = seen_pages[e / 2] != u32::MAX;
-                    let seen = there && key < position && key < end && (window == 0 || key + window >= position);
-                    // The slope is read again each time: it is seldom used and would cost registers.
-                    let distance = (key as i32 + 1 - position as i32) as f32;
-                    let bias = if has_alibi { slope(tile, c as u32) * distance } else { 0.0 };
-                    x[e] = if seen { score * LOG2_E + bias } else { f32::NEG_INFINITY };
+                    let sum = if chains == 1 { s[tile][0][e] } else { s[tile][0][e] + s[tile][1][e] };
+                    x[e] = sum * if converts { factor[tile][e % 2] } else { scale * k_scale };
                 });
+                if clear {
+                    unroll::<4>(|e| x[e] *= LOG2_E);
+                } else {
+                    unroll::<4>(|e| {
+                        let (c, key) = (e % 2, first_key + g + 8 * (e as u32 / 2));
+                        let score = soft_capped(x[e], soft_cap);
+                        let position = limits[tile][c];
+                        let seen = page_there[e / 2] && key < position && (window == 0 || key + window >= position);
+                        // The slope is read again each time: it is seldom used and would cost registers.
+                        let distance = (key as i32 + 1 - position as i32) as f32;
+                        let bias = if has_alibi { slope(tile, c) * distance } else { 0.0 };
+                        x[e] = if seen { score * LOG2_E + bias } else { f32::NEG_INFINITY };
+                    });
+                }
                 let mut rescale = [0f32; 2];
                 unroll::<2>(|c| {
                     let mut top = float::max(x[c], x[c + 2]);
@@ -412,154 +633,361 @@ pub unsafe fn decode<T: TensorFloat, const D: usize, const TILES: usize>(
                     m[tile][c] = new;
                     x[c] = float::fast::exp2(x[c] - reference);
                     x[c + 2] = float::fast::exp2(x[c + 2] - reference);
-                    l[tile][c] = l[tile][c] * rescale[c] + (x[c] + x[c + 2]);
+                    l[tile][c] = float::fma(l[tile][c], rescale[c], x[c] + x[c + 2]);
                 });
                 p[tile] = [
-                    mma::movmatrix_trans(T::pack(T::from_f32(x[0]), T::from_f32(x[1]))),
-                    mma::movmatrix_trans(T::pack(T::from_f32(x[2]), T::from_f32(x[3]))),
+                    mma::movmatrix_trans(pack::<C::Operand>(x[0], x[1])),
+                    mma::movmatrix_trans(pack::<C::Operand>(x[2], x[3])),
                 ];
-                for step in 0..D / 16 {
-                    unroll::<4>(|e| o[step][tile][e] *= rescale[e % 2]);
+                // Maxima settle soon.
+                if warp::warp_vote_any(warp::FULL, rescale[0] != 1.0 || rescale[1] != 1.0) {
+                    for step in 0..D / 16 {
+                        unroll::<4>(|e| o[step][tile][e] *= rescale[e % 2]);
+                    }
                 }
             });
-            for step in 0..D / 16 {
-                let key = (lane % 8 + lane / 16 * 8) as usize;
-                let a = mma::ldmatrix_x4_trans(vs.ptr(key * row + 16 * step + 8 * (lane as usize / 8 % 2)));
-                unroll::<TILES>(|tile| o[step][tile] = T::mma(a, p[tile], o[step][tile]));
+            if element == 2 {
+                for step in 0..D / 16 {
+                    let a = mma::ldmatrix_x4_trans(slot_out + operand_at(v_from, v_piece, step));
+                    unroll::<TILES>(|tile| o[step][tile] = <C::Operand>::mma(a, p[tile], o[step][tile]));
+                }
+            } else {
+                for step in 0..D / 32 {
+                    let w = mma::ldmatrix_x4_trans(slot_out + operand_at(v_from, v_piece, step));
+                    unroll::<2>(|half| {
+                        // Two keys of two dimensions in each word, brought together by dimension.
+                        let pairs = |w: u32| C::operands(integer::permute(w, 0, 0x3120));
+                        let (low, high) = (pairs(w[2 * half]), pairs(w[2 * half + 1]));
+                        let a = [low[0], low[1], high[0], high[1]];
+                        unroll::<TILES>(|tile| {
+                            let step = 2 * step + half;
+                            o[step][tile] = <C::Operand>::mma(a, p[tile], o[step][tile])
+                        });
+                    });
+                }
             }
-            // The next step's copies overwrite what this one has read.
+            // The next copies overwrite what this group has read.
             warp::sync_warp(warp::FULL);
-            seen_pages = next_pages;
-            next_pages = pages_after;
+            in_ring -= 1;
+            slot_out += stage_bytes as u32;
+            slot_out = if slot_out == ring_end { ring } else { slot_out };
             i += 1;
         }
-        cp_async::wait_group::<0>();
 
-        // Merge of the four warps. Their stages are drained, so each reuses its own for its O.
-        unroll::<TILES>(|tile| {
-            unroll::<2>(|c| {
-                unroll::<3>(|i| l[tile][c] += warp::shfl_xor(l[tile][c], 4 << i));
-                if g == 0 {
+        // The warps merge in shared memory.
+        if valid {
+            let rows = (all_rows - first_row).min(block_rows);
+            unroll::<TILES>(|tile| {
+                unroll::<2>(|c| {
+                    unroll::<3>(|i| l[tile][c] += warp::shfl_xor(l[tile][c], 4 << i));
                     let r = tile as u32 * 8 + 2 * t + c as u32;
-                    stats.set(warp_id * 64 + 2 * r, m[tile][c]);
-                    stats.set(warp_id * 64 + 2 * r + 1, l[tile][c]);
+                    if r < rows {
+                        let at = warp_id * slot_rows + r;
+                        if g == 0 {
+                            stats.set(2 * at, m[tile][c]);
+                            stats.set(2 * at + 1, l[tile][c]);
+                        }
+                        for step in 0..D / 16 {
+                            unroll::<2>(|half| {
+                                let d = o_dim(element, step, half, g as usize);
+                                merge.set((at * merge_row) as usize + d, o[step][tile][c + 2 * half]);
+                            });
+                        }
+                    }
+                });
+            });
+            thread::sync_threads();
+
+            let finisher = Finisher { out, lse, sinks, has_lse, has_sinks, q_len, q_heads, group, out_token, out_head };
+            let v_scale = if has_v_scale { v_scales.get(kv_head * scale_per_head) } else { 1.0 };
+            let quads = const { D as u32 / 4 };
+            let mut e = tid;
+            while e < rows * quads {
+                let (r, d) = (e / quads, e % quads * 4);
+                if d < head_dim {
+                    let at = |w: u32| w * slot_rows + r;
+                    let mut top = f32::NEG_INFINITY;
+                    for w in 0..WARPS as u32 {
+                        top = float::max(top, stats.get(2 * at(w)));
+                    }
+                    let reference = if top == f32::NEG_INFINITY { 0.0 } else { top };
+                    let (mut sum, mut value) = (0.0, [0f32; 4]);
+                    for w in 0..WARPS as u32 {
+                        let weight = float::fast::exp2(stats.get(2 * at(w)) - reference);
+                        sum = float::fma(weight, stats.get(2 * at(w) + 1), sum);
+                        let B128(part) = merge.get_as::<B128<f32, 4>>(at(w) * merge_row + d);
+                        unroll::<4>(|j| value[j] = float::fma(weight, part[j], value[j]));
+                    }
+                    unroll::<4>(|j| value[j] *= v_scale);
+                    if item.whole {
+                        finisher.finish(item.sequence, kv_head, first_row + r, d, top, sum, value);
+                    } else {
+                        let slot_floats = partial_floats(head_dim as usize, slot_rows as usize);
+                        let pair = item.sequence as usize * heads as usize + item.head as usize;
+                        let part = pair * partial_chunks as usize + item.part as usize;
+                        let slot = partial.offset(part * slot_floats);
+                        slot.set_as(r * head_dim + d, B128::<f32, 4>(value));
+                        if d == 0 {
+                            slot.set_as(slot_rows * head_dim + 2 * r, B64::<f32, 2>([top, sum]));
+                        }
+                    }
+                }
+                e += THREADS as u32;
+            }
+            // The next item's results overwrite what this merge has read.
+            thread::sync_threads();
+        }
+
+        if !is_ahead {
+            break;
+        }
+        // On to the next item.
+        (item, start, own, item_pages) = (ahead, ahead_start, ahead_own, ahead_pages);
+        (is_ahead, valid) = (false, true);
+
+        let kv_head = item.head / row_blocks;
+        let first_row = (item.head - kv_head * row_blocks) * block_rows;
+        k_scale = if has_k_scale { k_scales.get(kv_head * scale_per_head) } else { 1.0 };
+        if PREFETCH_Q {
+            unroll::<TILES>(|tile| {
+                for s in 0..D / 16 {
+                    unroll::<2>(|half| qf[tile][s][half] = q_ahead[tile][s][half]);
                 }
             });
-        });
-        warp::sync_warp(warp::FULL);
-        let own_o = Shared::<f32>::at(warp_id as usize * (STAGES * stage_elements * 2), TILES * 8 * D);
+        } else {
+            load_q(item, &mut qf);
+        }
         unroll::<TILES>(|tile| {
-            for step in 0..D / 16 {
-                unroll::<4>(|e| {
-                    let (r, d) = (tile as u32 * 8 + 2 * t + e as u32 % 2, step as u32 * 16 + g + 8 * (e as u32 / 2));
-                    own_o.set(r as usize * D + d as usize, o[step][tile][e]);
+            let r = first_row + tile as u32 * 8 + g;
+            for s in 0..D / 16 {
+                unroll::<2>(|half| {
+                    let d = q_dim(element, s, half, t as usize) as u32;
+                    qf[tile][s][half] = if r < all_rows && d < head_dim { qf[tile][s][half] } else { 0 };
                 });
             }
+            // Scores are divided again by what Q is multiplied with: the power of two that brings the row's largest
+            // element to 2^13 .. 2^14.
+            let mut undo = 1f32;
+            if converts {
+                let mut top = 0f32;
+                for s in 0..D / 16 {
+                    unroll::<2>(|half| {
+                        let [a, b] = unpack::<T>(qf[tile][s][half]);
+                        top = float::max(top, float::max(float::abs(a), float::abs(b)));
+                    });
+                }
+                unroll::<2>(|i| top = float::max(top, warp::shfl_xor(top, 1 << i)));
+                let exponent = (top.to_bits() >> 23).clamp(27, 227);
+                let up = f32::from_bits((127 + 127 + 13 - exponent) << 23);
+                undo = f32::from_bits((exponent - 13) << 23);
+                for s in 0..D / 16 {
+                    unroll::<2>(|half| {
+                        let [a, b] = unpack::<T>(qf[tile][s][half]);
+                        qf[tile][s][half] = pack::<C::Operand>(a * up, b * up);
+                    });
+                }
+            }
+            unroll::<2>(|c| {
+                let r = first_row + tile as u32 * 8 + 2 * t + c as u32;
+                let undo = if converts { warp::shfl_idx(undo, (2 * t + c as u32) * 4) } else { 1.0 };
+                factor[tile][c] = scale * k_scale * undo;
+                // How many keys the row sees.
+                limits[tile][c] = if r < all_rows { (item.len + r / group + 1).saturating_sub(q_len) } else { 0 };
+            });
         });
-        thread::sync_threads();
-
-        let whole = item.chunks == 1;
-        let pair = item.sequence * kv_heads + item.kv_head;
-        let slot_floats = rows as usize * (head_dim as usize + 2);
-        let slots = partial.offset(pair as usize * partial_chunks as usize * slot_floats);
-        let finish = |r: u32, d: u32, top: f32, sum: f32, value: f32| {
-            let token = r / group;
-            let head = item.kv_head * group + (r - token * group);
-            let sink = if has_sinks { sinks.get(head) * LOG2_E } else { f32::NEG_INFINITY };
-            let total_top = float::max(top, sink);
-            let reference = if total_top == f32::NEG_INFINITY { 0.0 } else { total_top };
-            let shrink = float::fast::exp2(top - reference);
-            let total = sum * shrink + float::fast::exp2(sink - reference);
-            let query = item.sequence as usize * q_len as usize + token as usize;
-            let value = if total == 0.0 { 0.0 } else { float::fast::div(value * shrink, total) };
-            out.set(query * out_token + head as usize * out_head + d as usize, T::from_f32(value));
-            if has_lse && d == 0 {
-                let value = if total == 0.0 { f32::NEG_INFINITY } else { (reference + float::log2(total)) * LN_2 };
-                lse.set(query * q_heads as usize + head as usize, value);
-            }
-        };
-
-        let mut e = tid;
-        while e < rows * head_dim {
-            let (r, d) = (e / head_dim, e % head_dim);
-            let mut top = f32::NEG_INFINITY;
-            for w in 0..WARPS as u32 {
-                top = float::max(top, stats.get(w * 64 + 2 * r));
-            }
-            let reference = if top == f32::NEG_INFINITY { 0.0 } else { top };
-            let (mut sum, mut value) = (0.0, 0.0);
-            for w in 0..WARPS as u32 {
-                let weight = float::fast::exp2(stats.get(w * 64 + 2 * r) - reference);
-                sum += weight * stats.get(w * 64 + 2 * r + 1);
-                let o = Shared::<f32>::at(w as usize * (STAGES * stage_elements * 2), TILES * 8 * D);
-                value += weight * o.get(r as usize * D + d as usize);
-            }
-            if whole {
-                finish(r, d, top, sum, value);
-            } else {
-                let slot = slots.offset((item.chunk - item.first_chunk) as usize * slot_floats);
-                slot.set(e, value);
-                if d == 0 {
-                    slot.set(rows * head_dim + 2 * r, top);
-                    slot.set(rows * head_dim + 2 * r + 1, sum);
-                }
-            }
-            e += THREADS as u32;
-        }
-        if !whole {
-            // One thread's release covers what the barrier ordered before it, and its acquire what comes after the next.
-            thread::sync_threads();
-            if tid == 0 {
-                let ticket = tickets.add(pair as usize);
-                let before = atomic::fetch_add(ticket, 1, atomic::Device, atomic::AcqRel);
-                let last = before + 1 == item.chunks;
-                if last {
-                    atomic::exchange_u32(ticket, 0);
-                }
-                stats.set(0u32, last as u32 as f32);
-            }
-            thread::sync_threads();
-            if stats.get(0u32) != 0.0 {
-                let mut e = tid;
-                while e < rows * head_dim {
-                    let (r, d) = (e / head_dim, e % head_dim);
-                    let (mut top, mut sum, mut value) = (f32::NEG_INFINITY, 0f32, 0f32);
-                    let mut chunk = 0;
-                    while chunk < item.chunks {
-                        let slot = slots.offset(chunk as usize * slot_floats);
-                        let (t, s) = (slot.get(rows * head_dim + 2 * r), slot.get(rows * head_dim + 2 * r + 1));
-                        let new = float::max(top, t);
-                        let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
-                        let (old_weight, weight) =
-                            (float::fast::exp2(top - reference), float::fast::exp2(t - reference));
-                        sum = sum * old_weight + s * weight;
-                        value = value * old_weight + slot.get(e) * weight;
-                        top = new;
-                        chunk += 1;
-                    }
-                    finish(r, d, top, sum, value);
-                    e += THREADS as u32;
-                }
-            }
-        }
-        // The next item's copies and statistics overwrite what the merge has read.
-        thread::sync_threads();
     }
+}
+
+/// Where results go.
+#[derive(Clone, Copy)]
+struct Finisher<T> {
+    out: GlobalMut<T>,
+    lse: GlobalMut<f32>,
+    sinks: Global<f32>,
+    has_lse: bool,
+    has_sinks: bool,
+    q_len: u32,
+    q_heads: u32,
+    group: u32,
+    out_token: usize,
+    out_head: usize,
+}
+
+impl<T: TensorFloat> Finisher<T> {
+    /// Writes dimensions `d ..` of row `r` of a KV head: sums of values and of weights, relative to 2^`top`.
+    #[inline(always)]
+    unsafe fn finish(self, sequence: u32, kv_head: u32, r: u32, d: u32, top: f32, sum: f32, value: [f32; 4]) {
+        core::hint::assert_unchecked(self.group != 0);
+        let (token, head) = (r / self.group, kv_head * self.group + r % self.group);
+        let sink = if self.has_sinks { self.sinks.get(head) * LOG2_E } else { f32::NEG_INFINITY };
+        let total_top = float::max(top, sink);
+        let reference = if total_top == f32::NEG_INFINITY { 0.0 } else { total_top };
+        let shrink = float::fast::exp2(top - reference);
+        let total = sum * shrink + float::fast::exp2(sink - reference);
+        let query = sequence as usize * self.q_len as usize + token as usize;
+        let weight = if total == 0.0 { 0.0 } else { float::fast::div(shrink, total) };
+        let to = query * self.out_token + head as usize * self.out_head + d as usize;
+        self.out.set_as(to, B64::<T, 4>::from_f32(value.map(|v| v * weight)));
+        if self.has_lse && d == 0 {
+            let value = if total == 0.0 { f32::NEG_INFINITY } else { (reference + float::log2(total)) * LN_2 };
+            self.lse.set(query * self.q_heads as usize + head as usize, value);
+        }
+    }
+}
+
+/// Threads of a block of [`combine`].
+pub const COMBINE_THREADS: usize = 128;
+/// Partial results that a thread of it loads at once.
+const BATCH: usize = 8;
+
+/// Merges the partial results that [`decode`] leaves of sequences of more than one chunk, in the order of the chunks.
+///
+/// Arguments as there; `slot_rows` are the rows of a partial result: the smaller of `q_heads / kv_heads * q_len` and of the
+/// rows of a block. A block for each head of each sequence, heads running fastest as there; block: [`COMBINE_THREADS`], four dimensions of a
+/// row each.
+#[inline(always)]
+pub unsafe fn combine<T: TensorFloat>(
+    out: *mut T,
+    lse: *mut f32,
+    lens: *const i32,
+    sinks: *const f32,
+    partial: *const f32,
+    q_len: u32,
+    q_heads: u32,
+    kv_heads: u32,
+    slot_rows: u32,
+    head_dim: u32,
+    page_shift: u32,
+    max_pages: u32,
+    partial_chunks: u32,
+    hint: u32,
+    window: u32,
+    out_token: usize,
+    out_head: usize,
+) {
+    core::hint::assert_unchecked(kv_heads != 0);
+    core::hint::assert_unchecked(slot_rows != 0);
+    let group = q_heads / kv_heads;
+    core::hint::assert_unchecked(group != 0);
+    let row_blocks = (group * q_len).div_ceil(slot_rows);
+    core::hint::assert_unchecked(row_blocks != 0);
+    let heads = kv_heads * row_blocks;
+    core::hint::assert_unchecked(heads != 0);
+    let (sequence, head) = (thread::block_idx_x() / heads, thread::block_idx_x() % heads);
+    let kv_head = head / row_blocks;
+    let first_row = (head - kv_head * row_blocks) * slot_rows;
+    let rows = (group * q_len - first_row).min(slot_rows);
+    let (has_lse, has_sinks) = (!lse.is_null(), !sinks.is_null());
+    let (out, lse, sinks) = (GlobalMut::new(out), GlobalMut::new(lse), Global::new(sinks));
+    let finisher = Finisher { out, lse, sinks, has_lse, has_sinks, q_len, q_heads, group, out_token, out_head };
+
+    let len = (Global::new(lens).get(sequence).max(0) as u32).min(max_pages << page_shift);
+    let chunks = chunks(len, hint) - (first_visible(len, q_len, window) >> chunk_shift(len, hint));
+    let slot_floats = partial_floats(head_dim as usize, slot_rows as usize);
+    let pair = sequence as usize * heads as usize + head as usize;
+    let slots = Global::new(partial).offset(pair * partial_chunks as usize * slot_floats);
+    // The partial results are there from here on. Also blocks without work wait: what follows this launch relies on the
+    // end of the one before.
+    dependent_launch::wait();
+    if chunks == 1 {
+        return;
+    }
+    let quads = head_dim / 4;
+    core::hint::assert_unchecked(quads != 0);
+    let mut e = thread::thread_idx_x();
+    while e < rows * quads {
+        let (r, d) = (e / quads, e % quads * 4);
+        let (mut top, mut sum, mut value) = (f32::NEG_INFINITY, 0f32, [0f32; 4]);
+        let mut chunk = 0;
+        while chunk < chunks {
+            let (mut tops, mut sums) = ([0f32; BATCH], [0f32; BATCH]);
+            let mut parts = [[0f32; 4]; BATCH];
+            unroll::<BATCH>(|j| {
+                let c = chunk + j as u32;
+                tops[j] = f32::NEG_INFINITY;
+                if c < chunks {
+                    let slot = slots.offset(c as usize * slot_floats);
+                    let at = slot_rows * head_dim + 2 * r;
+                    B64([tops[j], sums[j]]) = slot.get_hinted::<B64<f32, 2>>(at, SecondLevel);
+                    B128(parts[j]) = slot.get_hinted::<B128<f32, 4>>(r * head_dim + d, SecondLevel);
+                }
+            });
+            let mut new = top;
+            unroll::<BATCH>(|j| new = float::max(new, tops[j]));
+            let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
+            let shrink = float::fast::exp2(top - reference);
+            top = new;
+            sum *= shrink;
+            unroll::<4>(|i| value[i] *= shrink);
+            unroll::<BATCH>(|j| {
+                let weight = float::fast::exp2(tops[j] - reference);
+                sum = float::fma(weight, sums[j], sum);
+                unroll::<4>(|i| value[i] = float::fma(weight, parts[j][i], value[i]));
+            });
+            chunk += BATCH as u32;
+        }
+        finisher.finish(sequence, kv_head, first_row + r, d, top, sum, value);
+        e += COMBINE_THREADS as u32;
+    }
+}
+
+/// Two values as an operand register.
+#[inline(always)]
+fn pack<T: TensorFloat>(low: f32, high: f32) -> u32 {
+    if const { matches!(T::DTYPE, DType::Bf16) } { convert::pack_bf16x2(low, high) } else { convert::pack_f16x2(low, high) }
+}
+
+/// Two elements of a word.
+#[inline(always)]
+fn unpack<T: TensorFloat>(word: u32) -> [f32; 2] {
+    if const { matches!(T::DTYPE, DType::Bf16) } { convert::unpack_bf16x2(word) } else { convert::unpack_f16x2(word) }
 }
 
 entries! {
     /// Arguments of every `decode_*` entry; see [`decode`].
-    pub struct Args<T>(
-        out: *mut T, lse: *mut f32, q: *const T, k: *const T, v: *const T, block_table: *const i32, lens: *const i32,
-        alibi: *const f32, sinks: *const f32, partial: *mut f32, tickets: *mut u32, batch: u32, q_len: u32, q_heads: u32,
-        kv_heads: u32, head_dim: u32, page_shift: u32, max_pages: u32, pages: u32, partial_chunks: u32, q_token: usize,
-        q_head: usize, out_token: usize, out_head: usize, k_page: usize, k_slot: usize, k_head: usize, v_page: usize,
-        v_slot: usize, v_head: usize, scale: f32, soft_cap: f32, window: u32,
+    pub struct Args<T, C>(
+        out: *mut T, lse: *mut f32, q: *const T, k: *const C, v: *const C, block_table: *const i32, lens: *const i32,
+        alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32, partial: *mut f32,
+        scale_per_head: u32, batch: u32, q_len: u32, q_heads: u32, kv_heads: u32, head_dim: u32,
+        page_shift: u32, max_pages: u32, pages: u32, partial_chunks: u32, hint: u32, q_token: usize, q_head: usize,
+        out_token: usize, out_head: usize, k_page: usize, k_slot: usize, k_head: usize, v_page: usize, v_slot: usize,
+        v_head: usize, scale: f32, soft_cap: f32, window: u32,
     );
-    decode_d64_r8_bf16 { type T = bf16; } [128, 4] => decode::<T, 64, 1>;
-    decode_d64_r8_f16 { type T = f16; } [128, 4] => decode::<T, 64, 1>;
-    decode_d128_r8_bf16 { type T = bf16; } [128, 3] => decode::<T, 128, 1>;
-    decode_d128_r8_f16 { type T = f16; } [128, 3] => decode::<T, 128, 1>;
-    decode_d128_r16_bf16 { type T = bf16; } [128, 2] => decode::<T, 128, 2>;
-    decode_d128_r16_f16 { type T = f16; } [128, 2] => decode::<T, 128, 2>;
+    decode_d64_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(64, 2)] => decode::<T, C, 64, 1, { stages(64, 2) }, true>;
+    decode_d128_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2) }, true>;
+    decode_d128_r16_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2) }, false>;
+    decode_d256_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2) }, false>;
+    decode_d128_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
+    decode_d128_r16_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
+    decode_d256_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
+    decode_d128_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
+    decode_d128_r16_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
+    decode_d256_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
+    decode_d128_r8_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
+    decode_d128_r16_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
+    decode_d256_r8_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
+    decode_d64_r8_f16 { type T = f16; type C = f16; } [128, blocks(64, 2)] => decode::<T, C, 64, 1, { stages(64, 2) }, true>;
+    decode_d128_r8_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2) }, true>;
+    decode_d128_r16_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2) }, false>;
+    decode_d256_r8_f16 { type T = f16; type C = f16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2) }, false>;
+    decode_d128_r8_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
+    decode_d128_r16_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
+    decode_d256_r8_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
+    decode_d128_r8_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
+    decode_d128_r16_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
+    decode_d256_r8_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
+    decode_d128_r8_f16_i8 { type T = f16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
+    decode_d128_r16_f16_i8 { type T = f16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
+    decode_d256_r8_f16_i8 { type T = f16; type C = i8; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
+}
+
+entries! {
+    /// Arguments of every `combine_*` entry; see [`combine`].
+    pub struct CombineArgs<T>(
+        out: *mut T, lse: *mut f32, lens: *const i32, sinks: *const f32, partial: *const f32, q_len: u32, q_heads: u32,
+        kv_heads: u32, slot_rows: u32, head_dim: u32, page_shift: u32, max_pages: u32, partial_chunks: u32, hint: u32,
+        window: u32, out_token: usize, out_head: usize,
+    );
+    combine_bf16 { type T = bf16; } [COMBINE_THREADS] => combine::<T>;
+    combine_f16 { type T = f16; } [COMBINE_THREADS] => combine::<T>;
 }

@@ -4,3 +4,6 @@ pub mod decode;
 pub mod prefill;
 pub use decode::{Decoded, Query, decode};
 pub use prefill::prefill;
+pub mod merge;
+pub use decode::{Decoded, Query, decode};
+pub use merge::merge;
