@@ -4,6 +4,7 @@ pub mod embedding;
 pub mod linear_dot;
 pub mod linear_fma;
 pub mod linear_stream;
+pub mod linear_wgmma;
 
 use cuda_std::float;
 
