@@ -7,7 +7,7 @@
 //!
 //! Used by kernels of several families, so it lies outside of all of them.
 
-use cuda_std::mbarrier;
+use cuda_std::{mbarrier, warp};
 
 /// A position in a ring of `STAGES` stages, and the parity of the round.
 #[derive(Clone, Copy, Debug)]
@@ -39,24 +39,34 @@ impl<const STAGES: usize> Ring<STAGES> {
 
 /// The mbarriers of a ring: `STAGES` words of shared memory for `full`, and as many behind them for `empty`.
 ///
-/// `CLUSTER`: blocks that share stages by multicast, 1 for none; then consumers release a stage in all of them.
+/// Blocks of a cluster may share stages by multicast: then consumers release a stage in all of them.
 #[derive(Clone, Copy, Debug)]
-pub struct Stages<const STAGES: usize, const CLUSTER: u32> {
+pub struct Stages<const STAGES: usize> {
     /// Address of the first.
     bars: u32,
+    /// How many blocks share stages, and the number in the cluster of their first.
+    blocks: u32,
+    first: u32,
 }
 
-impl<const STAGES: usize, const CLUSTER: u32> Stages<STAGES, CLUSTER> {
+impl<const STAGES: usize> Stages<STAGES> {
     /// Words of shared memory.
     pub const WORDS: usize = 2 * STAGES;
 
-    /// The mbarriers at this address in shared memory.
+    /// The mbarriers at this address in shared memory, of a block that shares its stages with none.
     #[inline(always)]
     pub fn new(bars: u32) -> Self {
-        Self { bars }
+        Self { bars, blocks: 1, first: 0 }
     }
 
-    /// By one thread, before the block's (or cluster's) first barrier. `consumers`: how many of a block release each stage.
+    /// That shares stages in a group of `blocks` (a constant), of which `first` is the first's number in the cluster.
+    #[inline(always)]
+    pub fn shared_by(self, blocks: u32, first: u32) -> Self {
+        Self { blocks, first, ..self }
+    }
+
+    /// By one thread, before the block's (or cluster's) first barrier. `consumers`: how many warps of a block release each
+    /// stage.
     ///
     /// # Safety
     /// The words are aligned, and nobody uses them yet.
@@ -66,7 +76,7 @@ impl<const STAGES: usize, const CLUSTER: u32> Stages<STAGES, CLUSTER> {
         let mut stage = 0;
         while stage < STAGES as u32 {
             mbarrier::init(self.full(stage), 1);
-            mbarrier::init(self.empty(stage), consumers * CLUSTER);
+            mbarrier::init(self.empty(stage), consumers * self.blocks);
             stage += 1;
         }
         mbarrier::fence_init();
@@ -83,13 +93,6 @@ impl<const STAGES: usize, const CLUSTER: u32> Stages<STAGES, CLUSTER> {
         self.bars + 8 * (STAGES as u32 + stage)
     }
 
-    /// Waits for the phase of this parity to end.
-    #[inline(always)]
-    #[track_caller]
-    unsafe fn wait(bar: u32, parity: u32) {
-        if CLUSTER > 1 { mbarrier::wait_parity_cluster(bar, parity) } else { mbarrier::wait_parity(bar, parity) }
-    }
-
     /// The producer: waits until the stage may be filled, and expects `bytes`.
     ///
     /// # Safety
@@ -98,7 +101,7 @@ impl<const STAGES: usize, const CLUSTER: u32> Stages<STAGES, CLUSTER> {
     #[track_caller]
     pub unsafe fn acquire(self, ring: Ring<STAGES>, bytes: u32) {
         // In the first round the phase before the first counts as over.
-        Self::wait(self.empty(ring.stage), ring.parity ^ 1);
+        mbarrier::wait_parity(self.empty(ring.stage), ring.parity ^ 1);
         mbarrier::arrive_expect_tx(self.full(ring.stage), bytes);
     }
 
@@ -109,7 +112,7 @@ impl<const STAGES: usize, const CLUSTER: u32> Stages<STAGES, CLUSTER> {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn wait_full(self, ring: Ring<STAGES>) {
-        Self::wait(self.full(ring.stage), ring.parity);
+        mbarrier::wait_parity(self.full(ring.stage), ring.parity);
     }
 
     /// A consumer warp, all of whose lanes are here with their `lane`: it has read the stage.
@@ -119,9 +122,11 @@ impl<const STAGES: usize, const CLUSTER: u32> Stages<STAGES, CLUSTER> {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn release(self, stage: u32, lane: u32) {
-        if CLUSTER > 1 {
-            if lane < CLUSTER {
-                mbarrier::arrive_cluster(self.empty(stage), lane);
+        // One lane speaks for all.
+        warp::sync_warp(!0);
+        if self.blocks > 1 {
+            if lane < self.blocks {
+                mbarrier::arrive_cluster_relaxed(self.empty(stage), self.first + lane);
             }
         } else if lane == 0 {
             mbarrier::arrive(self.empty(stage));

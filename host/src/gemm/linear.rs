@@ -4,6 +4,7 @@
 //! alignment and device, never by the contents.
 
 use super::linear_host::linear_host;
+use super::linear_wgmma::{self, WgmmaTile};
 use crate::check::{Call, Rows};
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
@@ -55,6 +56,9 @@ pub enum LinearPath {
     Fma,
     /// Weights streamed through the tensor cores: at most 64 tokens, 16-bit floats, rows of multiples of 16 bytes.
     Stream,
+    /// Hopper's tensor cores and copy engine (sm_90a): 16-bit floats, rows that begin at multiples of 16 bytes. For many tokens,
+    /// with [`LinearOptions::tile`].
+    Wgmma,
     /// A warp for each element: for few columns, such as a router's; also f16 or bf16 times f32 weights.
     Dot,
     /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
@@ -70,6 +74,8 @@ pub struct LinearOptions {
     pub epilogue: Epilogue,
     /// Which kernel.
     pub path: LinearPath,
+    /// Which tile, where the path is [`LinearPath::Wgmma`]; `None` chooses by shape.
+    pub tile: Option<WgmmaTile>,
 }
 
 impl LinearOptions {
@@ -82,6 +88,13 @@ impl LinearOptions {
     /// With this kernel.
     pub const fn path(mut self, path: LinearPath) -> Self {
         self.path = path;
+        self
+    }
+
+    /// With [`LinearPath::Wgmma`] and this tile.
+    pub const fn tile(mut self, tile: WgmmaTile) -> Self {
+        self.path = LinearPath::Wgmma;
+        self.tile = Some(tile);
         self
     }
 }
@@ -186,6 +199,12 @@ pub unsafe fn launch<Y: Float, X: Float, W: Float>(
             // SAFETY: forwarded to the caller.
             unsafe { stream.launch(&entry, &stream_geometry(n, tiles), &args) }
         }
+        LinearPath::Wgmma if same::<Y, X, W>() => {
+            let sms = stream.device().properties().multiprocessors;
+            // SAFETY: forwarded to the caller.
+            unsafe { linear_wgmma::launch(stream, Y::DTYPE, WgmmaTile::choose(m, n, k, sms), args) }
+        }
+        LinearPath::Wgmma => Err(unsupported()),
         LinearPath::Host => {
             dot_entry(Y::DTYPE, X::DTYPE, W::DTYPE).ok_or_else(unsupported)?;
             // SAFETY: forwarded to the caller.
@@ -281,12 +300,20 @@ pub fn linear_with<Y: Float, X: Float, W: Float>(
     if args.m == 0 || args.n == 0 {
         return Ok(());
     }
+    let device = stream.device();
     let misaligned = misaligned(&args, [xs, ws], X::DTYPE.size());
+    let unfit = linear_wgmma::misaligned(&args, X::DTYPE.size());
     let path = match options.path {
-        LinearPath::Auto if stream.device().simt_options().is_some_and(|o| o.host_products) => LinearPath::Host,
+        LinearPath::Auto if device.simt_options().is_some_and(|o| o.host_products) => LinearPath::Host,
         LinearPath::Auto if same::<Y, X, W>() => {
-            let streams = args.k > 0 && misaligned.is_none() && stream_entry(X::DTYPE, args.m).is_some();
-            if streams { LinearPath::Stream } else { LinearPath::Fma }
+            let (some, wgmma) = (args.k > 0, linear_wgmma::supports(device, X::DTYPE) && unfit.is_none());
+            if some && misaligned.is_none() && stream_entry(X::DTYPE, args.m).is_some() {
+                LinearPath::Stream
+            } else if some && wgmma && args.m > STREAM_TOKENS {
+                LinearPath::Wgmma
+            } else {
+                LinearPath::Fma
+            }
         }
         LinearPath::Stream if same::<Y, X, W>() => {
             if let Some((arg, address)) = misaligned {
@@ -294,8 +321,23 @@ pub fn linear_with<Y: Float, X: Float, W: Float>(
             }
             LinearPath::Stream
         }
+        LinearPath::Wgmma if same::<Y, X, W>() => {
+            if let Some((arg, address)) = unfit {
+                return Err(Error::Alignment { op: OP, arg, expected: 16, address });
+            }
+            if !linear_wgmma::supports(device, X::DTYPE) || args.k == 0 {
+                let what =
+                    format!("the path Wgmma does not take a depth of {} of {} on {}", args.k, X::DTYPE, device.name());
+                return Err(Error::Unsupported { op: OP, what });
+            }
+            LinearPath::Wgmma
+        }
         path => path,
     };
+    if let (LinearPath::Wgmma, Some(tile), true) = (path, options.tile, same::<Y, X, W>()) {
+        // SAFETY: shapes, device, overlap and alignment were checked above, and that there is a depth.
+        return unsafe { linear_wgmma::launch(stream, X::DTYPE, tile, &args) };
+    }
     // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
     unsafe { launch::<Y, X, W>(stream, path, &args) }
 }

@@ -8,24 +8,26 @@
 //! So no shape needs padding.
 //!
 //! **Many tiles** (`SPLIT` of 1): the grid is persistent. While consumers store a tile the producer is already loading the
-//! next. With `PAIR` of 2, two blocks of a cluster have neighbouring rows of tiles and the same columns, and each loads half
-//! of the tile of `w` for both.
+//! next. Blocks of a cluster may have neighbouring tiles, `DOWN` of them below one another and `ACROSS` beside one another,
+//! and then share what they load: each loads a part of the common tile of `w` or of `x` for all.
 //!
 //! **Few tiles**: `SPLIT` blocks of a cluster share a tile, each a part of K. Their sums meet in shared memory: the tile is
 //! divided among the blocks by columns, each block sends what it has to the owner's shared memory (where the ring was), and
 //! the owner adds the parts in their order. No workspace, no atomics, and the same bits always; the order of summation
 //! depends on `k`, `N` and `SPLIT` only.
 //!
-//! **Epilogues** other than none would be `N / 2` copies of themselves in code, and those of GELU do not fit in registers
-//! beside the sums. They run as a loop over values that a thread puts into shared memory for itself.
+//! **Bias and epilogues** would be `N / 2` copies of themselves in code if written out for a tile. They are written for one
+//! chunk of columns, in a loop whose every round takes the first registers and moves the others down.
 
-use super::epilogue;
+use super::rough;
 use crate::TensorFloat;
 use crate::pipeline::{Raster, Ring, Stages, part};
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
-use cuda_std::{Global, Shared, bf16, cluster, entries, f16, integer, mma, thread, unroll, warp};
+use cuda_std::{
+    Global, Shared, bf16, cluster, dependent_launch, entries, f16, float, integer, mma, thread, unroll, warp,
+};
 
 /// Tokens of a tile.
 pub const ROWS: usize = 128;
@@ -44,7 +46,13 @@ const LINE: u32 = 128;
 
 /// Outputs that a consumer rounds and stores at once, which must divide the tile and be shared evenly if K is split.
 pub const fn chunk(n: usize, split: usize) -> usize {
-    if n.is_multiple_of(64 * split) { 64 } else { 32 }
+    if n.is_multiple_of(64 * split) {
+        64
+    } else if n.is_multiple_of(32) {
+        32
+    } else {
+        16
+    }
 }
 
 /// Chunks of a tile.
@@ -54,7 +62,11 @@ pub const fn chunks(n: usize, split: usize) -> u32 {
 
 /// How a chunk lies in shared memory.
 pub const fn chunk_swizzle(n: usize, split: usize) -> Swizzle {
-    if chunk(n, split) == 64 { Swizzle::B128 } else { Swizzle::B64 }
+    match chunk(n, split) {
+        64 => Swizzle::B128,
+        32 => Swizzle::B64,
+        _ => Swizzle::B32,
+    }
 }
 
 /// Dynamic shared memory for tiles of `n` outputs: the ring, two chunks for each consumer, the mbarriers.
@@ -62,18 +74,19 @@ pub const fn shared_bytes(n: usize, stages: usize, split: usize) -> usize {
     stages * (ROWS + n) * STEP * 2 + 4 * GROUP_ROWS * chunk(n, split) * 2 + 2 * stages * 8
 }
 
-/// `x`: `[m, k]` in boxes of [`STEP`] by [`ROWS`]; `w`: `[n, k]` in boxes of [`STEP`] by `N / PAIR`; both with the 128-byte
-/// swizzle. `y`: `[m, n]` in boxes of [`chunk`] by [`GROUP_ROWS`] with [`chunk_swizzle`]. `bias`: `[n]` or null.
+/// `x`: `[m, k]` in boxes of [`STEP`] by [`ROWS`] / `ACROSS`; `w`: `[n, k]` in boxes of [`STEP`] by `N / DOWN`; both with the
+/// 128-byte swizzle. `y`: `[m, n]` in boxes of [`chunk`] by [`GROUP_ROWS`] with [`chunk_swizzle`]. `bias`: `[n]` or null.
 ///
-/// Grid: `SPLIT` blocks for each tile if K is split, otherwise any number of blocks in clusters of `PAIR`; block:
-/// [`THREADS`]; shared memory: [`shared_bytes`].
+/// Clusters: of `DOWN * ACROSS * SPLIT` blocks. Grid: a cluster for each of its tiles if K is split, otherwise any number of
+/// clusters; block: [`THREADS`]; shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn linear_wgmma<
     T: TensorFloat + Input,
     A: Accumulator + AsRef<[f32]>,
     const N: usize,
     const STAGES: usize,
-    const PAIR: u32,
+    const DOWN: u32,
+    const ACROSS: u32,
     const SPLIT: u32,
 >(
     x: *const TensorMap,
@@ -85,14 +98,14 @@ pub unsafe fn linear_wgmma<
     k: u32,
     kind: u32,
 ) {
-    const { assert!(A::N == N && (PAIR == 1 || SPLIT == 1)) };
-    let blocks = const { PAIR * SPLIT };
-    if blocks > 1 {
-        match blocks {
-            2 => cluster::dims::<2>(),
-            4 => cluster::dims::<4>(),
-            _ => cluster::dims::<8>(),
-        }
+    const { assert!(A::N == N) };
+    let (sharing, blocks) = const { (DOWN * ACROSS, DOWN * ACROSS * SPLIT) };
+    match blocks {
+        1 => {}
+        2 => cluster::dims::<2>(),
+        3 => cluster::dims::<3>(),
+        4 => cluster::dims::<4>(),
+        _ => cluster::dims::<8>(),
     }
     let width = const { chunk(N, SPLIT as usize) };
     let (x_bytes, w_bytes) = (ROWS as u32 * LINE, N as u32 * LINE);
@@ -100,15 +113,21 @@ pub unsafe fn linear_wgmma<
     let xs = carver.take_aligned::<T>(STAGES * ROWS * STEP, 1024);
     let ws = carver.take_aligned::<T>(STAGES * N * STEP, 1024);
     let staging = carver.take_aligned::<u32>(2 * GROUP_ROWS * width, 1024);
-    let bars = carver.take::<u64>(const { Stages::<STAGES, 1>::WORDS });
-    let stages = Stages::<STAGES, PAIR>::new(bars.address(0u32));
-
+    let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
     let (warp_id, lane) = (warp::warp_id(), warp::lane_id());
+    // The block's place in its cluster: part of K, row, column.
     let rank = if blocks > 1 { cluster::rank() } else { 0 };
-    let raster = Raster { rows: m.div_ceil(ROWS as u32 * PAIR), columns: n.div_ceil(N as u32), band: BAND / PAIR };
+    let split = if SPLIT > 1 { rank / sharing } else { 0 };
+    let (base, place) = (split * sharing, if sharing > 1 { rank % sharing } else { 0 });
+    let (down, across) = (place / ACROSS, place % ACROSS);
+    let stages = Stages::<STAGES>::new(bars.address(0u32)).shared_by(sharing, base);
+    let raster = Raster {
+        rows: m.div_ceil(ROWS as u32 * DOWN),
+        columns: n.div_ceil(N as u32 * ACROSS),
+        band: const { BAND / DOWN },
+    };
     let (first, stride) = (thread::block_idx_x() / blocks, thread::grid_dim_x() / blocks);
-    let pair_rank = if PAIR > 1 { rank } else { 0 };
-    let (k0, steps) = part(k.div_ceil(STEP as u32), if SPLIT > 1 { rank } else { 0 }, SPLIT);
+    let (k0, steps) = part(k.div_ceil(STEP as u32), split, SPLIT);
 
     if thread::thread_idx_x() == 0 {
         tma::prefetch_map(x);
@@ -117,35 +136,35 @@ pub unsafe fn linear_wgmma<
         stages.init(CONSUMERS / 32);
     }
     if blocks > 1 {
-        cluster::sync()
+        cluster::arrive_relaxed();
+        cluster::wait();
     } else {
         thread::sync_threads()
     }
+    // What comes before is done; what comes after may prepare itself.
+    dependent_launch::wait();
+    dependent_launch::launch_dependents();
 
     if warp_id < 4 {
-        wgmma::decrease_registers::<24>();
+        wgmma::decrease_registers::<40>();
         if warp_id == 0 && warp::elect_one() {
             let (xs, ws) = (xs.address(0u32), ws.address(0u32));
+            // The blocks that take the same rows of x, and those that take the same rows of w.
+            let x_blocks = ((1 << ACROSS) - 1) << (base + down * ACROSS);
+            let w_blocks = (if DOWN > 1 { 1 | 1 << ACROSS } else { 1 }) << (base + across);
             let mut ring = Ring::<STAGES>::new();
             let mut tile = first;
             while tile < raster.count() {
                 let (row, column) = raster.place(tile);
-                let row = ((row * PAIR + pair_rank) * ROWS as u32) as i32;
-                let column = (column * N as u32) as i32;
+                let row = ((row * DOWN + down) * ROWS as u32) as i32;
+                let column = ((column * ACROSS + across) * N as u32) as i32;
                 let mut step = 0;
                 while step < steps {
                     let (stage, at) = (ring.stage, ((k0 + step) * STEP as u32) as i32);
                     stages.acquire(ring, x_bytes + w_bytes);
                     let full = stages.full(stage);
-                    tma::load_tensor::<2>(xs + stage * x_bytes, x, [at, row], full);
-                    if PAIR > 1 {
-                        let part = N as u32 / PAIR;
-                        let to = ws + stage * w_bytes + rank * part * LINE;
-                        let from = [at, column + (rank * part) as i32];
-                        tma::load_tensor_multicast::<2>(to, w, from, full, (1 << PAIR) - 1);
-                    } else {
-                        tma::load_tensor::<2>(ws + stage * w_bytes, w, [at, column], full);
-                    }
+                    load::<ACROSS>(xs + stage * x_bytes, x, at, row, ROWS as u32, across, x_blocks, full);
+                    load::<DOWN>(ws + stage * w_bytes, w, at, column, N as u32, down, w_blocks, full);
                     ring.advance();
                     step += 1;
                 }
@@ -154,11 +173,12 @@ pub unsafe fn linear_wgmma<
         }
         warp::sync_warp(!0);
         if SPLIT > 1 {
-            cluster::sync();
+            cluster::arrive_relaxed();
+            cluster::wait();
             cluster::sync();
         }
     } else {
-        wgmma::increase_registers::<240>();
+        wgmma::increase_registers::<232>();
         let group = warp_id / 4 - 1;
         let a = Descriptor::<K>::new(xs.address(group * (GROUP_ROWS * STEP) as u32));
         let b = Descriptor::<K>::new(ws.address(0u32));
@@ -171,12 +191,13 @@ pub unsafe fn linear_wgmma<
             kind,
             group,
         };
+        let mut turn = 0;
         let mut ring = Ring::<STAGES>::new();
         let mut tile = first;
         while tile < raster.count() {
             let (row, column) = raster.place(tile);
-            let row = (row * PAIR + pair_rank) * ROWS as u32 + group * GROUP_ROWS as u32;
-            let column = column * N as u32;
+            let row = (row * DOWN + down) * ROWS as u32 + group * GROUP_ROWS as u32;
+            let column = (column * ACROSS + across) * N as u32;
             let mut acc = A::zero();
             let mut previous = ring.stage;
             let mut step = 0;
@@ -204,16 +225,18 @@ pub unsafe fn linear_wgmma<
                 for e in 0..const { N / 2 } {
                     sums[e] = acc.as_ref()[e];
                 }
-                store.tile::<N, 1>(sums, row, column, 0, const { chunks(N, 1) });
+                store.tile::<N, 1>(sums, row, column, 0, const { chunks(N, 1) }, turn);
+                turn ^= const { chunks(N, 1) & 1 };
             } else {
                 // All blocks are done with their rings, whose place the parts of the sums take.
-                cluster::sync();
-                let exchange = Exchange::<N, SPLIT>::new(rank);
+                cluster::arrive_relaxed();
+                cluster::wait();
+                let exchange = Exchange::<N, SPLIT>::new(split, sharing, place);
                 exchange.send(acc.as_ref());
                 cluster::sync();
                 let own = exchange.sum(acc.as_ref());
-                let (first, end) = exchange.owned(rank);
-                store.tile::<N, SPLIT>(own, row, column, first, end);
+                let (first, end) = exchange.owned(split);
+                store.tile::<N, SPLIT>(own, row, column, first, end, 0);
             }
             tile += stride;
             if SPLIT > 1 {
@@ -224,10 +247,32 @@ pub unsafe fn linear_wgmma<
             tma::wait_group_read::<0>();
         }
     }
-    if PAIR > 1 {
+    if sharing > 1 {
         warp::sync_warp(!0);
-        // No block may end while the other can still signal its mbarriers.
-        cluster::sync();
+        // No block may end while another can still signal its mbarriers.
+        cluster::arrive_relaxed();
+        cluster::wait();
+    }
+}
+
+/// Loads a tile of `lines` lines at element `at` of rows from `row` on, alone or as one of `SHARE` blocks that load a part
+/// each for all `blocks`.
+#[inline(always)]
+unsafe fn load<const SHARE: u32>(
+    tile: u32,
+    map: *const TensorMap,
+    at: i32,
+    row: i32,
+    lines: u32,
+    share: u32,
+    blocks: u16,
+    full: u32,
+) {
+    if SHARE > 1 {
+        let first = share * (lines / SHARE);
+        tma::load_tensor_multicast::<2>(tile + first * LINE, map, [at, row + first as i32], full, blocks);
+    } else {
+        tma::load_tensor::<2>(tile, map, [at, row], full);
     }
 }
 
@@ -269,7 +314,8 @@ impl<T: TensorFloat> Store<T> {
         T::pack(low, high)
     }
 
-    /// The chunks from `first` to `end` of the tile at (`row`, `column`), of which this thread has these sums.
+    /// The chunks from `first` to `end` of the tile at (`row`, `column`), of which this thread has these sums. They take turns
+    /// with the two buffers; `turn` says where the tile before left off.
     #[inline(always)]
     unsafe fn tile<const N: usize, const SPLIT: u32>(
         self,
@@ -278,6 +324,7 @@ impl<T: TensorFloat> Store<T> {
         column: u32,
         first: u32,
         end: u32,
+        turn: u32,
     ) {
         let elements = const { chunk(N, SPLIT as usize) / 2 };
         if !self.biased && self.kind == 0 {
@@ -287,66 +334,62 @@ impl<T: TensorFloat> Store<T> {
                     for i in 0..const { chunk(N, SPLIT as usize) / 4 } {
                         words[i] = Self::pack(sums[c * elements + 2 * i], sums[c * elements + 2 * i + 1]);
                     }
-                    // The chunk before the last is read.
-                    if self.leads() {
-                        tma::wait_group_read::<1>();
-                    }
-                    self.sync();
-                    self.chunk::<N, SPLIT>(words, c as u32 & 1, row, column, first + c as u32);
+                    self.free();
+                    self.chunk::<N, SPLIT>(words, (c as u32 + turn) & 1, row, column, first + c as u32);
                 }
             }
             return;
         }
         let mut c = first;
         while c < integer::opaque(end) {
-            // Both buffers, as values of the threads, each thread its own.
-            if self.leads() {
-                tma::wait_group_read::<0>();
+            // Columns `at` and `at + 1` of each group of 8.
+            let at = column + (c * 2 * elements as u32) + 2 * (warp::lane_id() % 4);
+            let mut add = [0f32; 16];
+            for i in 0..const { chunk(N, SPLIT as usize) / 4 } {
+                let at = at + (i as u32 / 2 * 8 + i as u32 % 2);
+                if self.biased && at < self.n {
+                    add[i] = self.bias.get(at).to_f32();
+                }
             }
-            self.sync();
-            let mine = thread::thread_idx_x() % 128;
+            let mut values = [0f32; 32];
             for e in 0..const { chunk(N, SPLIT as usize) / 2 } {
-                self.staging.set(mine + 128 * e as u32, sums[e].to_bits());
+                values[e] = sums[e] + add[e / 4 * 2 + e % 2];
             }
-            self.transform(mine, column + c * 2 * elements as u32, elements as u32);
+            match self.kind {
+                1 => unroll::<32>(|e| values[e] = rough::silu(values[e])),
+                2 => unroll::<32>(|e| values[e] = rough::gelu(values[e])),
+                3 => unroll::<32>(|e| values[e] = rough::gelu_tanh(values[e])),
+                4 => unroll::<32>(|e| values[e] = float::max(values[e], 0.0)),
+                5 => unroll::<32>(|e| {
+                    values[e] = float::max(values[e], 0.0);
+                    values[e] *= values[e];
+                }),
+                _ => {}
+            }
             let mut words = [0u32; 16];
             for i in 0..const { chunk(N, SPLIT as usize) / 4 } {
-                words[i] = self.staging.get(mine + 128 * i as u32);
+                words[i] = Self::pack(values[2 * i], values[2 * i + 1]);
             }
-            self.sync();
-            self.chunk::<N, SPLIT>(words, 0, row, column, c);
-            // What the next round takes moves down, so that the rounds are one piece of code.
-            for e in 0..const { 128 - chunk(N, SPLIT as usize) / 2 } {
-                sums[e] = sums[e + elements];
+            self.free();
+            self.chunk::<N, SPLIT>(words, (c + turn) & 1, row, column, c);
+            // What the next round takes moves down, so that the rounds are one piece of code. (What is done moves up: if it
+            // went away, LLVM would see that registers no longer change after some rounds, and peel those.)
+            let done = sums;
+            let count = const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2 };
+            for e in 0..const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2 } {
+                sums[e] = done[(e + elements) % count];
             }
             c += 1;
         }
     }
 
-    /// Turns this thread's `count` sums in the staging memory, of columns from `column` on, into results, two to a word.
+    /// Waits until the buffer of the chunk before the last has been read.
     #[inline(always)]
-    unsafe fn transform(self, mine: u32, column: u32, count: u32) {
-        let lane = warp::lane_id();
-        let mut e = 0;
-        while e < integer::opaque(count) {
-            // Two columns of two rows.
-            let at = column + 2 * e + 2 * (lane % 4);
-            let mut add = [0f32; 2];
-            unroll::<2>(|i| {
-                if self.biased && at + (i as u32) < self.n {
-                    add[i] = self.bias.get(at + i as u32).to_f32();
-                }
-            });
-            let mut values = [0f32; 4];
-            unroll::<4>(|i| {
-                values[i] = f32::from_bits(self.staging.get(mine + 128 * (e + i as u32))) + add[i % 2];
-            });
-            unroll::<4>(|i| values[i] = epilogue(self.kind, values[i]));
-            // These elements and those before have been read.
-            self.staging.set(mine + 64 * e, Self::pack(values[0], values[1]));
-            self.staging.set(mine + 64 * e + 128, Self::pack(values[2], values[3]));
-            e += 4;
+    unsafe fn free(self) {
+        if self.leads() {
+            tma::wait_group_read::<1>();
         }
+        self.sync();
     }
 
     /// Stores chunk `c` of a tile by way of this buffer, which is free: this thread's results, two to a word.
@@ -381,8 +424,12 @@ impl<T: TensorFloat> Store<T> {
 /// The parts of a tile's sums on their way between the blocks of a cluster.
 #[derive(Clone, Copy)]
 struct Exchange<const N: usize, const SPLIT: u32> {
+    /// This block's part.
     rank: u32,
-    /// This thread's place.
+    /// Blocks with the same part, and this one's number among them.
+    sharing: u32,
+    place: u32,
+    /// This thread.
     mine: u32,
 }
 
@@ -391,8 +438,8 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
     const OWNED: usize = chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2;
 
     #[inline(always)]
-    fn new(rank: u32) -> Self {
-        Self { rank, mine: thread::thread_idx_x() - 128 }
+    fn new(rank: u32, sharing: u32, place: u32) -> Self {
+        Self { rank, sharing, place, mine: thread::thread_idx_x() - 128 }
     }
 
     /// The chunks of an owner.
@@ -405,7 +452,7 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
 
     /// Where element `e` of the owner's, from block `from`, is in the owner's shared memory.
     #[inline(always)]
-    fn place(self, owner: u32, from: u32, e: usize) -> u32 {
+    fn index(self, owner: u32, from: u32, e: usize) -> u32 {
         let slot = if from > owner { from - 1 } else { from };
         (slot * Self::OWNED as u32 + e as u32) * CONSUMERS + self.mine
     }
@@ -416,7 +463,8 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
         let parts = Carver::new().take::<u32>(1);
         for owner in 0..SPLIT {
             if owner != self.rank {
-                let to = cluster::map(parts.address(self.place(owner, self.rank, 0)), owner);
+                let to =
+                    cluster::map(parts.address(self.index(owner, self.rank, 0)), owner * self.sharing + self.place);
                 for e in 0..const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2 }
                 {
                     let i = owner as usize * Self::OWNED + e;
@@ -441,7 +489,7 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
                     if i < N / 2 {
                         let mut total = 0f32;
                         for from in 0..SPLIT {
-                            let value = if from == owner { sums[i] } else { parts.get(self.place(owner, from, e)) };
+                            let value = if from == owner { sums[i] } else { parts.get(self.index(owner, from, e)) };
                             total = if from == 0 { value } else { total + value };
                         }
                         own[e] = total;
@@ -458,20 +506,28 @@ entries! {
     pub struct Args<T>(
         x: TensorMap, w: TensorMap, y: TensorMap, bias: *const T, m: u32, n: u32, k: u32, kind: u32,
     );
-    linear_wgmma_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 1, 1>;
-    linear_wgmma_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 1, 1>;
-    linear_wgmma_n256_pair_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 2, 1>;
-    linear_wgmma_n256_pair_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 2, 1>;
-    linear_wgmma_n256_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 1, 2>;
-    linear_wgmma_n256_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 1, 2>;
-    linear_wgmma_n224_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1>;
-    linear_wgmma_n224_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1>;
-    linear_wgmma_n224_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 2>;
-    linear_wgmma_n224_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 2>;
-    linear_wgmma_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1>;
-    linear_wgmma_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1>;
-    linear_wgmma_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 2>;
-    linear_wgmma_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 2>;
-    linear_wgmma_n128_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 4>;
-    linear_wgmma_n128_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 4>;
+    linear_wgmma_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 1, 1, 1>;
+    linear_wgmma_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 1, 1, 1>;
+    linear_wgmma_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 2, 1, 1>;
+    linear_wgmma_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 2, 1, 1>;
+    linear_wgmma_n224_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 1>;
+    linear_wgmma_n224_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 1>;
+    linear_wgmma_n224_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 2>;
+    linear_wgmma_n224_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 2>;
+    linear_wgmma_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 1>;
+    linear_wgmma_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 1>;
+    linear_wgmma_n128_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 2, 1, 1>;
+    linear_wgmma_n128_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 2, 1, 1>;
+    linear_wgmma_n128_x2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 2, 1>;
+    linear_wgmma_n128_x2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 2, 1>;
+    linear_wgmma_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 2>;
+    linear_wgmma_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 2>;
+    linear_wgmma_n112_x2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 56], 112, 7, 1, 2, 1>;
+    linear_wgmma_n112_x2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 56], 112, 7, 1, 2, 1>;
+    linear_wgmma_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 1>;
+    linear_wgmma_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 1>;
+    linear_wgmma_n64_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 2, 1, 1>;
+    linear_wgmma_n64_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 2, 1, 1>;
+    linear_wgmma_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 2>;
+    linear_wgmma_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 2>;
 }
