@@ -234,8 +234,9 @@ pub fn linear<T: Float>(stream: &Stream, out: &mut Tensor<T>, x: &Tensor<T>, w: 
 /// `out = epilogue(x · wᵀ + bias)`.
 ///
 /// `x` is `[.., k]`, `w` `[n, k]`, `bias` `[n]`, `out` `[.., n]` with the leading dimensions of `x`; each dense in its last
-/// dimension, rows at any one distance. Products and sums are in f32, in an order that depends on `k` and the path only;
-/// one rounding at the end. Element types: f32, f16 or bf16 for all of them; or tokens of f16 or bf16 with weights and
+/// dimension, rows at any one distance. Products and sums are in f32, in an order that depends on `k`, the path and
+/// [`WgmmaTile::split`] only; one rounding at the end. [`LinearPath::Auto`] chooses by the number of tokens too: who needs the
+/// same bits for a token whatever comes with it fixes path and tile. Element types: f32, f16 or bf16 for all of them; or tokens of f16 or bf16 with weights and
 /// results of f32, as routers have them.
 ///
 /// # Errors

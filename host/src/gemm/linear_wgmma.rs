@@ -29,6 +29,13 @@ impl Shape {
         self.down * self.across * self.split
     }
 
+    /// Clusters that run at the same time. Clusters of four do not fill the processors of a GPU: 30 of them fit on an
+    /// H200's 132 multiprocessors.
+    const fn at_once(self, multiprocessors: u32) -> u32 {
+        let clusters = if self.blocks() > 2 { multiprocessors * 10 / 44 } else { multiprocessors / self.blocks() };
+        if clusters == 0 { 1 } else { clusters }
+    }
+
     /// Clusters' worth of tiles.
     const fn tiles(self, m: u32, n: u32) -> u32 {
         m.div_ceil(kernel::ROWS as u32 * self.down) * n.div_ceil(self.n * self.across)
@@ -77,33 +84,32 @@ tiles! {
     N256Weights2 = linear_wgmma_n256_w2_bf16, linear_wgmma_n256_w2_f16: 256, 4, 2, 1, 1;
     /// 224 outputs.
     N224 = linear_wgmma_n224_bf16, linear_wgmma_n224_f16: 224, 4, 1, 1, 1;
-    /// 224 outputs; two blocks share a tile of results, each half of K.
-    N224Split2 = linear_wgmma_n224_split2_bf16, linear_wgmma_n224_split2_f16: 224, 4, 1, 1, 2;
     /// 128 outputs.
     N128 = linear_wgmma_n128_bf16, linear_wgmma_n128_f16: 128, 6, 1, 1, 1;
-    /// 128 outputs; two blocks share weights.
-    N128Weights2 = linear_wgmma_n128_w2_bf16, linear_wgmma_n128_w2_f16: 128, 6, 2, 1, 1;
-    /// 128 outputs; two blocks share tokens.
-    N128Tokens2 = linear_wgmma_n128_x2_bf16, linear_wgmma_n128_x2_f16: 128, 6, 1, 2, 1;
-    /// 128 outputs, K in halves.
+    /// 128 outputs; four blocks share tokens.
+    N128Tokens4 = linear_wgmma_n128_x4_bf16, linear_wgmma_n128_x4_f16: 128, 6, 1, 4, 1;
+    /// 128 outputs; two blocks share a tile of results, each half of K.
     N128Split2 = linear_wgmma_n128_split2_bf16, linear_wgmma_n128_split2_f16: 128, 6, 1, 1, 2;
-    /// 112 outputs; two blocks share tokens.
-    N112Tokens2 = linear_wgmma_n112_x2_bf16, linear_wgmma_n112_x2_f16: 112, 7, 1, 2, 1;
     /// 64 outputs.
     N64 = linear_wgmma_n64_bf16, linear_wgmma_n64_f16: 64, 8, 1, 1, 1;
-    /// 64 outputs; two blocks share weights.
-    N64Weights2 = linear_wgmma_n64_w2_bf16, linear_wgmma_n64_w2_f16: 64, 8, 2, 1, 1;
     /// 64 outputs, K in halves.
     N64Split2 = linear_wgmma_n64_split2_bf16, linear_wgmma_n64_split2_f16: 64, 8, 1, 1, 2;
+    /// 64 outputs, K in quarters.
+    N64Split4 = linear_wgmma_n64_split4_bf16, linear_wgmma_n64_split4_f16: 64, 8, 1, 1, 4;
 }
 
 impl WgmmaTile {
+    /// Into how many parts it divides K. Tiles with as many give the same bits.
+    pub const fn split(self) -> u32 {
+        self.shape().split
+    }
+
     /// How to launch it for `[m, n]` results on a GPU with so many multiprocessors.
     pub const fn geometry(self, m: u32, n: u32, multiprocessors: u32) -> Geometry {
         let shape = self.shape();
-        let (tiles, at_once) = (shape.tiles(m, n), multiprocessors / shape.blocks());
+        let (tiles, at_once) = (shape.tiles(m, n), shape.at_once(multiprocessors));
         // Where K is split a cluster has one tile; otherwise blocks take tiles in turn.
-        let clusters = if shape.split > 1 || tiles <= at_once || at_once == 0 { tiles } else { at_once };
+        let clusters = if shape.split > 1 || tiles < at_once { tiles } else { at_once };
         let shared = kernel::shared_bytes(shape.n as usize, shape.stages as usize, shape.split as usize);
         Geometry::linear(clusters * shape.blocks(), kernel::THREADS as u32)
             .shared_bytes(shared as u32)
@@ -111,9 +117,46 @@ impl WgmmaTile {
             .dependent()
     }
 
-    /// The tile that should be the fastest for `[m, n]` results of depth `k`.
-    pub fn choose(_m: u32, _n: u32, _k: u32, _multiprocessors: u32) -> Self {
-        Self::N256
+    /// The tile that should be the fastest for `[m, n]` results of depth `k`: the one with the least [`estimate`](Self::estimate).
+    pub fn choose(m: u32, n: u32, k: u32, multiprocessors: u32) -> Self {
+        let estimate = |tile: &Self| tile.estimate(m, n, k, multiprocessors);
+        let best = Self::ALL.iter().copied().min_by(|a, b| estimate(a).total_cmp(&estimate(b)));
+        best.unwrap_or(Self::N256)
+    }
+
+    /// Nanoseconds on an H200, roughly: a model of its measured times, whose order is what matters.
+    ///
+    /// Tiles go in rounds, so that a last round with few of them costs as much as a full one; each step along K takes a time
+    /// that depends on the width of the tile, and weights and results pass through memory at 4.4 TB/s at best. What blocks
+    /// load from the L2 cache, in all, costs something in the way of power and waiting.
+    pub fn estimate(self, m: u32, n: u32, k: u32, multiprocessors: u32) -> f64 {
+        /// Bytes of a nanosecond, from memory and from the L2 cache.
+        const MEMORY: f64 = 4400.0;
+        const CACHE: f64 = 150_000.0;
+        /// A launch, from its first load to its last store; what a cluster and the exchange of sums add.
+        const LAUNCH: f64 = 4000.0;
+        const CLUSTER: f64 = 100.0;
+        const EXCHANGE: f64 = 900.0;
+        let shape = self.shape();
+        let (tiles, at_once) = (shape.tiles(m, n), shape.at_once(multiprocessors));
+        let rounds = tiles.div_ceil(at_once) as f64;
+        let steps = k.div_ceil(kernel::STEP as u32).div_ceil(shape.split) as f64;
+        // Narrow tiles wait for shared memory.
+        let step = match shape.n {
+            64 => 200.0,
+            128 => 360.0,
+            224 => 530.0,
+            _ => 600.0,
+        };
+        let products = rounds * (steps * step + 6.0 * shape.n as f64);
+        let (m, n, k) = (m as f64, n as f64, k as f64);
+        // Multiprocessors that a cluster's size leaves idle all the time.
+        let idle = if rounds > 1.0 { multiprocessors as f64 / (at_once * shape.blocks()) as f64 } else { 1.0 };
+        let memory = (n * k + m * k + m * n) * 2.0 / MEMORY * idle;
+        let lines = kernel::ROWS as f64 / shape.across as f64 + shape.n as f64 / shape.down as f64;
+        let cache = (tiles * shape.blocks()) as f64 * steps * lines * 128.0 / CACHE;
+        let more = if shape.blocks() > 1 { CLUSTER } else { 0.0 } + if shape.split > 1 { EXCHANGE } else { 0.0 };
+        products.max(memory) + cache + LAUNCH + more
     }
 }
 

@@ -48,7 +48,7 @@ const LINE: u32 = 128;
 pub const fn chunk(n: usize, split: usize) -> usize {
     if n.is_multiple_of(64 * split) {
         64
-    } else if n.is_multiple_of(32) {
+    } else if n.is_multiple_of(32 * split) {
         32
     } else {
         16
@@ -58,6 +58,15 @@ pub const fn chunk(n: usize, split: usize) -> usize {
 /// Chunks of a tile.
 pub const fn chunks(n: usize, split: usize) -> u32 {
     (n / chunk(n, split)) as u32
+}
+
+/// The chunks that the block with part `rank` of `split` stores.
+#[inline(always)]
+const fn owned(n: usize, split: u32, rank: u32) -> (u32, u32) {
+    let all = chunks(n, split as usize);
+    let each = all.div_ceil(split);
+    let (first, end) = (rank * each, (rank + 1) * each);
+    (if first < all { first } else { all }, if end < all { end } else { all })
 }
 
 /// How a chunk lies in shared memory.
@@ -218,6 +227,9 @@ pub unsafe fn linear_wgmma<
                     break;
                 }
             }
+            // On its way during the last products.
+            let (first_chunk, end_chunk) = owned(N, SPLIT, split);
+            let bias = store.columns::<N, SPLIT>(column, first_chunk);
             wgmma::wait::<0>(&mut acc);
             if SPLIT == 1 {
                 stages.release(previous, lane);
@@ -225,7 +237,7 @@ pub unsafe fn linear_wgmma<
                 for e in 0..const { N / 2 } {
                     sums[e] = acc.as_ref()[e];
                 }
-                store.tile::<N, 1>(sums, row, column, 0, const { chunks(N, 1) }, turn);
+                store.tile::<N, 1>(sums, bias, row, column, 0, const { chunks(N, 1) }, turn);
                 turn ^= const { chunks(N, 1) & 1 };
             } else {
                 // All blocks are done with their rings, whose place the parts of the sums take.
@@ -235,8 +247,7 @@ pub unsafe fn linear_wgmma<
                 exchange.send(acc.as_ref());
                 cluster::sync();
                 let own = exchange.sum(acc.as_ref());
-                let (first, end) = exchange.owned(split);
-                store.tile::<N, SPLIT>(own, row, column, first, end, 0);
+                store.tile::<N, SPLIT>(own, bias, row, column, first_chunk, end_chunk, 0);
             }
             tile += stride;
             if SPLIT > 1 {
@@ -314,12 +325,13 @@ impl<T: TensorFloat> Store<T> {
         T::pack(low, high)
     }
 
-    /// The chunks from `first` to `end` of the tile at (`row`, `column`), of which this thread has these sums. They take turns
+    /// The chunks from `first` to `end` of the tile at (`row`, `column`), of which this thread has these sums, and this bias of the first. They take turns
     /// with the two buffers; `turn` says where the tile before left off.
     #[inline(always)]
     unsafe fn tile<const N: usize, const SPLIT: u32>(
         self,
         mut sums: [f32; 128],
+        mut bias: [f32; 16],
         row: u32,
         column: u32,
         first: u32,
@@ -342,18 +354,11 @@ impl<T: TensorFloat> Store<T> {
         }
         let mut c = first;
         while c < integer::opaque(end) {
-            // Columns `at` and `at + 1` of each group of 8.
-            let at = column + (c * 2 * elements as u32) + 2 * (warp::lane_id() % 4);
-            let mut add = [0f32; 16];
-            for i in 0..const { chunk(N, SPLIT as usize) / 4 } {
-                let at = at + (i as u32 / 2 * 8 + i as u32 % 2);
-                if self.biased && at < self.n {
-                    add[i] = self.bias.get(at).to_f32();
-                }
-            }
+            // On its way while this chunk is worked on.
+            let next = self.columns::<N, SPLIT>(column, c + 1);
             let mut values = [0f32; 32];
             for e in 0..const { chunk(N, SPLIT as usize) / 2 } {
-                values[e] = sums[e] + add[e / 4 * 2 + e % 2];
+                values[e] = sums[e] + bias[e / 4 * 2 + e % 2];
             }
             match self.kind {
                 1 => unroll::<32>(|e| values[e] = rough::silu(values[e])),
@@ -379,8 +384,25 @@ impl<T: TensorFloat> Store<T> {
             for e in 0..const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2 } {
                 sums[e] = done[(e + elements) % count];
             }
+            bias = next;
             c += 1;
         }
+    }
+
+    /// This thread's two columns of each group of 8 of the bias for chunk `c`, zeros without one.
+    #[inline(always)]
+    unsafe fn columns<const N: usize, const SPLIT: u32>(self, column: u32, c: u32) -> [f32; 16] {
+        let mut bias = [0f32; 16];
+        if self.biased {
+            let at = column + c * const { chunk(N, SPLIT as usize) as u32 } + 2 * (warp::lane_id() % 4);
+            for i in 0..const { chunk(N, SPLIT as usize) / 4 } {
+                let at = at + (i as u32 / 2 * 8 + i as u32 % 2);
+                if at < self.n {
+                    bias[i] = self.bias.get(at).to_f32();
+                }
+            }
+        }
+        bias
     }
 
     /// Waits until the buffer of the chunk before the last has been read.
@@ -440,14 +462,6 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
     #[inline(always)]
     fn new(rank: u32, sharing: u32, place: u32) -> Self {
         Self { rank, sharing, place, mine: thread::thread_idx_x() - 128 }
-    }
-
-    /// The chunks of an owner.
-    #[inline(always)]
-    fn owned(self, owner: u32) -> (u32, u32) {
-        let all = chunks(N, SPLIT as usize);
-        let each = all.div_ceil(SPLIT);
-        (owner * each, if (owner + 1) * each < all { (owner + 1) * each } else { all })
     }
 
     /// Where element `e` of the owner's, from block `from`, is in the owner's shared memory.
@@ -512,22 +526,16 @@ entries! {
     linear_wgmma_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 2, 1, 1>;
     linear_wgmma_n224_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 1>;
     linear_wgmma_n224_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 1>;
-    linear_wgmma_n224_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 2>;
-    linear_wgmma_n224_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 2>;
     linear_wgmma_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 1>;
     linear_wgmma_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 1>;
-    linear_wgmma_n128_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 2, 1, 1>;
-    linear_wgmma_n128_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 2, 1, 1>;
-    linear_wgmma_n128_x2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 2, 1>;
-    linear_wgmma_n128_x2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 2, 1>;
+    linear_wgmma_n128_x4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 4, 1>;
+    linear_wgmma_n128_x4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 4, 1>;
     linear_wgmma_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 2>;
     linear_wgmma_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 2>;
-    linear_wgmma_n112_x2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 56], 112, 7, 1, 2, 1>;
-    linear_wgmma_n112_x2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 56], 112, 7, 1, 2, 1>;
     linear_wgmma_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 1>;
     linear_wgmma_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 1>;
-    linear_wgmma_n64_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 2, 1, 1>;
-    linear_wgmma_n64_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 2, 1, 1>;
     linear_wgmma_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 2>;
     linear_wgmma_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 2>;
+    linear_wgmma_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 4>;
+    linear_wgmma_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 4>;
 }
