@@ -84,11 +84,15 @@ tiles! {
     N256Weights2 = linear_wgmma_n256_w2_bf16, linear_wgmma_n256_w2_f16: 256, 4, 2, 1, 1;
     /// 224 outputs.
     N224 = linear_wgmma_n224_bf16, linear_wgmma_n224_f16: 224, 4, 1, 1, 1;
+    /// 192 outputs.
+    N192 = linear_wgmma_n192_bf16, linear_wgmma_n192_f16: 192, 4, 1, 1, 1;
+    /// 192 outputs; two blocks share a tile of results, each half of K.
+    N192Split2 = linear_wgmma_n192_split2_bf16, linear_wgmma_n192_split2_f16: 192, 5, 1, 1, 2;
     /// 128 outputs.
     N128 = linear_wgmma_n128_bf16, linear_wgmma_n128_f16: 128, 6, 1, 1, 1;
     /// 128 outputs; four blocks share tokens.
     N128Tokens4 = linear_wgmma_n128_x4_bf16, linear_wgmma_n128_x4_f16: 128, 6, 1, 4, 1;
-    /// 128 outputs; two blocks share a tile of results, each half of K.
+    /// 128 outputs, K in halves.
     N128Split2 = linear_wgmma_n128_split2_bf16, linear_wgmma_n128_split2_f16: 128, 6, 1, 1, 2;
     /// 64 outputs.
     N64 = linear_wgmma_n64_bf16, linear_wgmma_n64_f16: 64, 8, 1, 1, 1;
@@ -145,6 +149,7 @@ impl WgmmaTile {
         let step = match shape.n {
             64 => 200.0,
             128 => 360.0,
+            192 => 460.0,
             224 => 530.0,
             _ => 600.0,
         };

@@ -395,11 +395,10 @@ impl<T: TensorFloat> Store<T> {
         let mut bias = [0f32; 16];
         if self.biased {
             let at = column + c * const { chunk(N, SPLIT as usize) as u32 } + 2 * (warp::lane_id() % 4);
+            // Columns beyond the last repeat it, and are not stored: loads behind a branch would wait for one another.
             for i in 0..const { chunk(N, SPLIT as usize) / 4 } {
                 let at = at + (i as u32 / 2 * 8 + i as u32 % 2);
-                if at < self.n {
-                    bias[i] = self.bias.get(at).to_f32();
-                }
+                bias[i] = self.bias.get(at.min(self.n - 1)).to_f32();
             }
         }
         bias
@@ -526,6 +525,10 @@ entries! {
     linear_wgmma_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 2, 1, 1>;
     linear_wgmma_n224_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 1>;
     linear_wgmma_n224_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 1>;
+    linear_wgmma_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 4, 1, 1, 1>;
+    linear_wgmma_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 4, 1, 1, 1>;
+    linear_wgmma_n192_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 5, 1, 1, 2>;
+    linear_wgmma_n192_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 5, 1, 1, 2>;
     linear_wgmma_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 1>;
     linear_wgmma_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 1>;
     linear_wgmma_n128_x4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 4, 1>;
