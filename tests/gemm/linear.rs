@@ -183,6 +183,7 @@ fn wgmma_is_chosen_for_many_tokens() {
         // Rows that the copy engine cannot follow go another way, and are refused where the path is asked for.
         let mut odd = Tensor::<bf16>::uninit(d, &[m, 41]).unwrap().narrow(1, 0, n).unwrap();
         linear(s, &mut odd, &x, &w).unwrap();
+        assert_eq!(odd.to_vec().unwrap(), run(LinearPath::Tile));
         let e = linear_with(s, &mut odd, &x, &w, None, &LinearOptions::default().path(LinearPath::Wgmma));
         assert!(matches!(e, Err(Error::Alignment { arg: "out", .. })), "{e:?}");
         let t = |shape: &[usize]| Tensor::<f32>::zeros(d, shape).unwrap();
@@ -193,6 +194,16 @@ fn wgmma_is_chosen_for_many_tokens() {
         let mut y = Tensor::<bf16>::zeros(d, &[m, n]).unwrap();
         let e = linear_with(s, &mut y, &empty, &Tensor::<bf16>::zeros(d, &[n, 0]).unwrap(), None, &wgmma);
         assert!(matches!(e, Err(Error::Unsupported { .. } | Error::Alignment { .. })), "{e:?}");
+    });
+}
+
+#[test]
+fn tile_matches_the_reference() {
+    let shape = (1usize..200, 1usize..200, 1usize..40, any::<bool>(), 0usize..6);
+    property(4, shape, |d, s, (m, n, k8, biased, kind)| {
+        check::<f16>(d, s, m, n, 8 * k8, biased, EPILOGUES[kind], LinearPath::Tile);
+        check::<bf16>(d, s, m, n, 8 * k8, biased, EPILOGUES[kind], LinearPath::Tile);
+        Ok(())
     });
 }
 

@@ -8,7 +8,7 @@ use super::linear_wgmma::{self, WgmmaTile};
 use crate::check::{Call, Rows};
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
-use crate::kernels::gemm::{linear_dot, linear_fma, linear_stream};
+use crate::kernels::gemm::{linear_dot, linear_fma, linear_stream, linear_tile};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Entry, Float};
 
@@ -56,6 +56,8 @@ pub enum LinearPath {
     Fma,
     /// Weights streamed through the tensor cores: at most 64 tokens, 16-bit floats, rows of multiples of 16 bytes.
     Stream,
+    /// Tiles on the tensor cores of sm_80 and later: 16-bit floats, rows of multiples of 16 bytes. For many tokens.
+    Tile,
     /// Hopper's tensor cores and copy engine (sm_90a): 16-bit floats, rows that begin at multiples of 16 bytes. For many tokens,
     /// with [`LinearOptions::tile`].
     Wgmma,
@@ -143,6 +145,15 @@ pub const fn stream_entry(dtype: DType, m: u32) -> Option<(Entry<linear_stream::
     }
 }
 
+/// The entry of [`LinearPath::Tile`].
+pub const fn tile_entry(dtype: DType) -> Option<Entry<linear_tile::Args>> {
+    Some(match dtype {
+        DType::F16 => linear_tile::linear_tile_f16::ENTRY,
+        DType::Bf16 => linear_tile::linear_tile_bf16::ENTRY,
+        _ => return None,
+    })
+}
+
 /// How to launch [`LinearPath::Fma`].
 pub const fn fma_geometry(m: u32, n: u32) -> Geometry {
     let tile = linear_fma::TILE as u32;
@@ -153,6 +164,13 @@ pub const fn fma_geometry(m: u32, n: u32) -> Geometry {
 /// How to launch [`LinearPath::Dot`].
 pub const fn dot_geometry(m: u32, n: u32) -> Geometry {
     Geometry::new([n.div_ceil(linear_dot::WARPS), m, 1], [linear_dot::WARPS * 32, 1, 1])
+}
+
+/// How to launch [`LinearPath::Tile`].
+pub const fn tile_geometry(m: u32, n: u32) -> Geometry {
+    let tile = linear_tile::TILE as u32;
+    Geometry::linear(m.div_ceil(tile) * n.div_ceil(tile), linear_tile::THREADS as u32)
+        .shared_bytes(linear_tile::SHARED_BYTES as u32)
 }
 
 /// How to launch [`LinearPath::Stream`] for tiles of 8 tokens.
@@ -198,6 +216,12 @@ pub unsafe fn launch<Y: Float, X: Float, W: Float>(
             let args = linear_stream::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind };
             // SAFETY: forwarded to the caller.
             unsafe { stream.launch(&entry, &stream_geometry(n, tiles), &args) }
+        }
+        LinearPath::Tile => {
+            let entry = tile_entry(Y::DTYPE).filter(|_| same::<Y, X, W>()).ok_or_else(unsupported)?;
+            let args = linear_tile::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind };
+            // SAFETY: forwarded to the caller.
+            unsafe { stream.launch(&entry, &tile_geometry(m, n), &args) }
         }
         LinearPath::Wgmma if same::<Y, X, W>() => {
             let sms = stream.device().properties().multiprocessors;
@@ -307,20 +331,23 @@ pub fn linear_with<Y: Float, X: Float, W: Float>(
     let path = match options.path {
         LinearPath::Auto if device.simt_options().is_some_and(|o| o.host_products) => LinearPath::Host,
         LinearPath::Auto if same::<Y, X, W>() => {
+            let tiles = misaligned.is_none() && tile_entry(X::DTYPE).is_some();
             let (some, wgmma) = (args.k > 0, linear_wgmma::supports(device, X::DTYPE) && unfit.is_none());
             if some && misaligned.is_none() && stream_entry(X::DTYPE, args.m).is_some() {
                 LinearPath::Stream
             } else if some && wgmma && args.m > STREAM_TOKENS {
                 LinearPath::Wgmma
+            } else if some && tiles && args.m > STREAM_TOKENS {
+                LinearPath::Tile
             } else {
                 LinearPath::Fma
             }
         }
-        LinearPath::Stream if same::<Y, X, W>() => {
+        path @ (LinearPath::Stream | LinearPath::Tile) if same::<Y, X, W>() => {
             if let Some((arg, address)) = misaligned {
                 return Err(Error::Alignment { op: OP, arg, expected: 16, address });
             }
-            LinearPath::Stream
+            path
         }
         LinearPath::Wgmma if same::<Y, X, W>() => {
             if let Some((arg, address)) = unfit {

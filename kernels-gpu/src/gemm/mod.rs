@@ -4,6 +4,7 @@ pub mod embedding;
 pub mod linear_dot;
 pub mod linear_fma;
 pub mod linear_stream;
+pub mod linear_tile;
 pub mod linear_wgmma;
 
 use cuda_std::float;
@@ -34,6 +35,18 @@ pub fn epilogue(kind: u32, x: f32) -> f32 {
 pub mod rough {
     use core::f32::consts::LOG2_E;
     use cuda_std::float::{self, fast};
+
+    /// [`epilogue`](super::epilogue), by these.
+    #[inline(always)]
+    pub fn epilogue(kind: u32, x: f32) -> f32 {
+        match kind {
+            1 => silu(x),
+            2 => gelu(x),
+            3 => gelu_tanh(x),
+            4 | 5 => super::epilogue(kind, x),
+            _ => x,
+        }
+    }
 
     /// `x · sigmoid(x)`.
     #[inline(always)]
