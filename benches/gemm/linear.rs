@@ -1,6 +1,6 @@
 //! Linear layers in bf16, with weights that take turns so that they come from memory.
 
-use warploom::gemm::{LinearOptions, LinearPath, linear_with};
+use warploom::gemm::{Epilogue, LinearOptions, LinearPath, linear_with};
 use warploom::{Tensor, bf16};
 use warploom_benches::{Cost, Harness, noise};
 
@@ -14,10 +14,36 @@ pub fn benches(harness: &mut Harness) {
     }
     if !harness.device().is_simt() {
         case(harness, 8192, 8192, 8192, LinearPath::Auto);
-        for m in [2, 4, 16, 32] {
+        for m in [2, 4, 16, 32, 256, 1024, 2048] {
             case(harness, m, 4096, 14336, LinearPath::Auto);
         }
+        for m in [256, 1024] {
+            case(harness, m, 4096, 4096, LinearPath::Auto);
+        }
+        for epilogue in [Epilogue::None, Epilogue::Silu, Epilogue::Gelu, Epilogue::GeluTanh, Epilogue::Relu2] {
+            biased(harness, 4096, 4096, 14336, epilogue);
+        }
+        harness.overhead("gemm/linear/overhead/128x4096x4096", |device, stream| {
+            let x = noise::<bf16>(device, stream, &[128, 4096], 1)?;
+            let w = noise::<bf16>(device, stream, &[4096, 4096], 2)?;
+            let mut y = Tensor::<bf16>::uninit(device, &[128, 4096])?;
+            Ok(move |s: &_| linear_with(s, &mut y, &x, &w, None, &LinearOptions::default()))
+        });
     }
+}
+
+/// With a bias and an epilogue.
+fn biased(harness: &mut Harness, m: usize, k: usize, n: usize, epilogue: Epilogue) {
+    let cost = Cost::bytes((m * k + n * k + n) * 2, m * n * 2).flops(2 * m * n * k);
+    let name = format!("gemm/linear/bias_{epilogue:?}/bf16/{m}x{k}x{n}").to_lowercase();
+    harness.case(&name, cost, |device, stream, set| {
+        let x = noise::<bf16>(device, stream, &[m, k], set)?;
+        let w = noise::<bf16>(device, stream, &[n, k], set + 100)?;
+        let bias = noise::<bf16>(device, stream, &[n], set + 200)?;
+        let mut y = Tensor::<bf16>::uninit(device, &[m, n])?;
+        let options = LinearOptions::default().epilogue(epilogue);
+        Ok(move |s: &_| linear_with(s, &mut y, &x, &w, Some(&bias), &options))
+    });
 }
 
 fn case(harness: &mut Harness, m: usize, k: usize, n: usize, path: LinearPath) {

@@ -31,6 +31,7 @@ pub mod moe;
 #[cfg(feature = "norm")]
 pub mod norm;
 pub mod operand;
+pub mod pipeline;
 pub mod rope;
 pub mod row;
 mod tensor_float;

@@ -1,6 +1,6 @@
 use cuda_std::Float;
 use proptest::prelude::*;
-use warploom::gemm::{Epilogue, LinearOptions, LinearPath, linear, linear_with};
+use warploom::gemm::{Epilogue, LinearOptions, LinearPath, WgmmaTile, linear, linear_with};
 use warploom::{Device, Error, Graph, SimtOptions, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{assert_close, noise_of, on_every_device, property, widen};
 
@@ -51,6 +51,158 @@ fn stream_matches_the_reference() {
     property(8, shape, |d, s, (m, n, k8, biased, kind)| {
         check::<f16>(d, s, m, n, 8 * k8, biased, EPILOGUES[kind], LinearPath::Stream);
         check::<bf16>(d, s, m, n, 8 * k8, biased, EPILOGUES[kind], LinearPath::Stream);
+        Ok(())
+    });
+}
+
+/// Runs one product by a tile, on rows further apart than they are long, twice, and compares all of it, or so many samples.
+#[allow(clippy::too_many_arguments)]
+fn check_tile<T: Float + PartialEq>(
+    d: &Device,
+    s: &Stream,
+    [m, n, k]: [usize; 3],
+    pads: [usize; 3],
+    biased: bool,
+    kind: Epilogue,
+    tile: WgmmaTile,
+    samples: usize,
+) {
+    let stride = |width: usize, pad: usize| width.next_multiple_of(8) + 8 * pad;
+    let [x_row, w_row, y_row] = [stride(k, pads[0]), stride(k, pads[1]), stride(n, pads[2])];
+    let (x, w, b) = (noise_of::<T>(m * x_row, 1), noise_of::<T>(n * w_row, 2), noise_of::<T>(n, 3));
+    let dx = Tensor::from_slice(d, &x, &[m, x_row]).unwrap().narrow(1, 0, k).unwrap();
+    let dw = Tensor::from_slice(d, &w, &[n, w_row]).unwrap().narrow(1, 0, k).unwrap();
+    let db = Tensor::from_slice(d, &b, &[n]).unwrap();
+    let options = LinearOptions::default().epilogue(kind).tile(tile);
+    let run = || {
+        let mut whole = Tensor::<T>::uninit(d, &[m + 1, y_row]).unwrap();
+        s.fill_bytes(&mut whole, 0xff).unwrap();
+        let mut y = whole.narrow(0, 0, m).unwrap().narrow(1, 0, n).unwrap();
+        linear_with(s, &mut y, &dx, &dw, biased.then_some(&db), &options).unwrap();
+        whole.to_vec().unwrap()
+    };
+    let got = run();
+    let bits = |v: &[T]| v.iter().map(|v| v.to_f32().to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(&got), bits(&run()), "two runs");
+    let outside = |i: usize| i / y_row == m || i % y_row >= n;
+    assert!((0..got.len()).all(|i| !outside(i) || got[i].to_f32().is_nan()), "something outside was written");
+    let steepest = if kind == Epilogue::Relu2 { 4.0 * (k as f64).sqrt() } else { 1.2 };
+    let check = |r: usize, c: usize| {
+        // Shown if it fails.
+        println!("{tile:?}, {m} x {k} x {n}, {kind:?}, bias {biased}: row {r}, column {c}");
+        let (a, b_row) = (widen(&x[r * x_row..][..k]), widen(&w[c * w_row..][..k]));
+        let bias = widen(&b[c..=c]);
+        let want = reference::gemm::linear(&a, &b_row, biased.then_some(&bias), 1, 1, k, kind);
+        let one = &got[r * y_row + c..][..1];
+        assert_close(one, &want, (k + 4) as f64 * 2f64.powi(-24), (k + 4) as f64 / 2.0 * steepest);
+    };
+    if samples == 0 {
+        (0..m * n).for_each(|i| check(i / n, i % n));
+    } else {
+        // Corners, then all over.
+        [(0, 0), (m - 1, 0), (0, n - 1), (m - 1, n - 1)].into_iter().for_each(|(r, c)| check(r, c));
+        (0..samples).for_each(|i| check(i * 7919 % m, i * 104_729 % n));
+    }
+}
+
+#[test]
+fn wgmma_matches_the_reference() {
+    let shape = (1usize..200, 1usize..300, 1usize..200);
+    let how = (0..WgmmaTile::ALL.len(), any::<bool>(), 0usize..6, any::<[bool; 3]>());
+    property(4, (shape, how), |d, s, ((m, n, k), (tile, biased, kind, pads))| {
+        let (tile, pads) = (WgmmaTile::ALL[tile], pads.map(usize::from));
+        check_tile::<f16>(d, s, [m, n, k], pads, biased, EPILOGUES[kind], tile, 0);
+        check_tile::<bf16>(d, s, [m, n, k], pads, biased, EPILOGUES[kind], tile, 0);
+        Ok(())
+    });
+}
+
+#[test]
+fn every_tile_and_epilogue() {
+    on_every_device(|d, s| {
+        for (i, tile) in WgmmaTile::ALL.iter().copied().enumerate() {
+            // Fewer tiles than blocks, and more; and as many steps along K as a ring has, more, and fewer than parts.
+            let (kind, [m, n, k]) = (EPILOGUES[i % 6], [[130, 264, 328], [300, 40, 64], [65, 520, 8]][i % 3]);
+            check_tile::<bf16>(d, s, [m, n, k], [0, 0, 0], i % 2 == 0, kind, tile, 400);
+        }
+    });
+}
+
+#[test]
+fn tiles_agree_where_they_do_not_split() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        let (m, n, k) = (133, 264, 392);
+        let x = Tensor::from_slice(d, &noise_of::<bf16>(m * k, 1), &[m, k]).unwrap();
+        let w = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
+        let run = |tile: WgmmaTile| {
+            let mut y = Tensor::<bf16>::uninit(d, &[m, n]).unwrap();
+            linear_with(s, &mut y, &x, &w, None, &LinearOptions::default().tile(tile)).unwrap();
+            y.to_vec().unwrap()
+        };
+        let want = run(WgmmaTile::N256);
+        for &tile in WgmmaTile::ALL.iter().filter(|t| t.split() == 1) {
+            assert_eq!(run(tile), want, "{tile:?}");
+        }
+    });
+}
+
+#[test]
+fn wgmma_at_model_sizes() {
+    let Some(d) = warploom_tests::gpu().filter(|d| d.properties().compute_capability == (9, 0)) else {
+        return;
+    };
+    let s = Stream::new(&d).unwrap();
+    for (i, tile) in WgmmaTile::ALL.iter().copied().enumerate() {
+        let (kind, biased) = (EPILOGUES[(i + 1) % 6], i % 2 == 1);
+        for [m, n, k] in [[65, 1408, 2880], [128, 4096, 4096], [513, 2880, 1408], [200, 4096, 96]] {
+            check_tile::<bf16>(&d, &s, [m, n, k], [0, 0, 0], false, Epilogue::None, tile, 500);
+        }
+        check_tile::<bf16>(&d, &s, [4097, 1408, 2880], [1, 0, 1], biased, kind, tile, 2000);
+        check_tile::<f16>(&d, &s, [4097, 2880, 1408], [0, 1, 0], biased, kind, tile, 2000);
+    }
+}
+
+#[test]
+fn wgmma_is_chosen_for_many_tokens() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        let (m, n, k) = (70, 40, 72);
+        let x = Tensor::from_slice(d, &noise_of::<bf16>(m * k, 1), &[m, k]).unwrap();
+        let w = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
+        let run = |path| {
+            let mut y = Tensor::<bf16>::uninit(d, &[m, n]).unwrap();
+            linear_with(s, &mut y, &x, &w, None, &LinearOptions::default().path(path)).unwrap();
+            y.to_vec().unwrap()
+        };
+        assert_eq!(run(LinearPath::Auto), run(LinearPath::Wgmma));
+        // Rows that the copy engine cannot follow go another way, and are refused where the path is asked for.
+        let mut odd = Tensor::<bf16>::uninit(d, &[m, 41]).unwrap().narrow(1, 0, n).unwrap();
+        linear(s, &mut odd, &x, &w).unwrap();
+        assert_eq!(odd.to_vec().unwrap(), run(LinearPath::Tile));
+        let e = linear_with(s, &mut odd, &x, &w, None, &LinearOptions::default().path(LinearPath::Wgmma));
+        assert!(matches!(e, Err(Error::Alignment { arg: "out", .. })), "{e:?}");
+        let t = |shape: &[usize]| Tensor::<f32>::zeros(d, shape).unwrap();
+        let wgmma = LinearOptions::default().path(LinearPath::Wgmma);
+        let e = linear_with(s, &mut t(&[4, 4]), &t(&[4, 8]), &t(&[4, 8]), None, &wgmma);
+        assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
+        let empty = Tensor::<bf16>::zeros(d, &[m, 0]).unwrap();
+        let mut y = Tensor::<bf16>::zeros(d, &[m, n]).unwrap();
+        let e = linear_with(s, &mut y, &empty, &Tensor::<bf16>::zeros(d, &[n, 0]).unwrap(), None, &wgmma);
+        assert!(matches!(e, Err(Error::Unsupported { .. } | Error::Alignment { .. })), "{e:?}");
+    });
+}
+
+#[test]
+fn tile_matches_the_reference() {
+    let shape = (1usize..200, 1usize..200, 1usize..40, any::<bool>(), 0usize..6);
+    property(4, shape, |d, s, (m, n, k8, biased, kind)| {
+        check::<f16>(d, s, m, n, 8 * k8, biased, EPILOGUES[kind], LinearPath::Tile);
+        check::<bf16>(d, s, m, n, 8 * k8, biased, EPILOGUES[kind], LinearPath::Tile);
         Ok(())
     });
 }
@@ -166,19 +318,25 @@ fn views_and_misaligned_tensors() {
 #[test]
 fn captured_and_replayed() {
     on_every_device(|d, s| {
-        let (m, n, k) = (4, 33, 64);
-        let mut x = Tensor::from_slice(d, &noise_of::<bf16>(m * k, 1), &[m, k]).unwrap();
-        let w = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
-        let (mut y, mut z) = (Tensor::zeros(d, &[m, n]).unwrap(), Tensor::zeros(d, &[m, n]).unwrap());
-        d.preload(&["gemm"]).unwrap();
-        let graph = Graph::capture(s, |s| linear(s, &mut y, &x, &w)).unwrap();
-        for seed in 5..7 {
-            x.copy_from_slice(&noise_of::<bf16>(m * k, seed)).unwrap();
-            graph.launch(s).unwrap();
-            linear(s, &mut z, &x, &w).unwrap();
-            assert_eq!(y.to_vec().unwrap(), z.to_vec().unwrap());
+        for m in [4, 130] {
+            captured(d, s, m);
         }
     });
+}
+
+fn captured(d: &Device, s: &Stream, m: usize) {
+    let (n, k) = (40, 64);
+    let mut x = Tensor::from_slice(d, &noise_of::<bf16>(m * k, 1), &[m, k]).unwrap();
+    let w = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
+    let (mut y, mut z) = (Tensor::zeros(d, &[m, n]).unwrap(), Tensor::zeros(d, &[m, n]).unwrap());
+    d.preload(&["gemm"]).unwrap();
+    let graph = Graph::capture(s, |s| linear(s, &mut y, &x, &w)).unwrap();
+    for seed in 5..7 {
+        x.copy_from_slice(&noise_of::<bf16>(m * k, seed)).unwrap();
+        graph.launch(s).unwrap();
+        linear(s, &mut z, &x, &w).unwrap();
+        assert_eq!(y.to_vec().unwrap(), z.to_vec().unwrap());
+    }
 }
 
 #[test]

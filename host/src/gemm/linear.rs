@@ -4,10 +4,11 @@
 //! alignment and device, never by the contents.
 
 use super::linear_host::linear_host;
+use super::linear_wgmma::{self, WgmmaTile};
 use crate::check::{Call, Rows};
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
-use crate::kernels::gemm::{linear_dot, linear_fma, linear_stream};
+use crate::kernels::gemm::{linear_dot, linear_fma, linear_stream, linear_tile};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Entry, Float};
 
@@ -55,6 +56,11 @@ pub enum LinearPath {
     Fma,
     /// Weights streamed through the tensor cores: at most 64 tokens, 16-bit floats, rows of multiples of 16 bytes.
     Stream,
+    /// Tiles on the tensor cores of sm_80 and later: 16-bit floats, rows of multiples of 16 bytes. For many tokens.
+    Tile,
+    /// Hopper's tensor cores and copy engine (sm_90a): 16-bit floats, rows that begin at multiples of 16 bytes. For many tokens,
+    /// with [`LinearOptions::tile`].
+    Wgmma,
     /// A warp for each element: for few columns, such as a router's; also f16 or bf16 times f32 weights.
     Dot,
     /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
@@ -70,6 +76,8 @@ pub struct LinearOptions {
     pub epilogue: Epilogue,
     /// Which kernel.
     pub path: LinearPath,
+    /// Which tile, where the path is [`LinearPath::Wgmma`]; `None` chooses by shape.
+    pub tile: Option<WgmmaTile>,
 }
 
 impl LinearOptions {
@@ -82,6 +90,13 @@ impl LinearOptions {
     /// With this kernel.
     pub const fn path(mut self, path: LinearPath) -> Self {
         self.path = path;
+        self
+    }
+
+    /// With [`LinearPath::Wgmma`] and this tile.
+    pub const fn tile(mut self, tile: WgmmaTile) -> Self {
+        self.path = LinearPath::Wgmma;
+        self.tile = Some(tile);
         self
     }
 }
@@ -130,6 +145,15 @@ pub const fn stream_entry(dtype: DType, m: u32) -> Option<(Entry<linear_stream::
     }
 }
 
+/// The entry of [`LinearPath::Tile`].
+pub const fn tile_entry(dtype: DType) -> Option<Entry<linear_tile::Args>> {
+    Some(match dtype {
+        DType::F16 => linear_tile::linear_tile_f16::ENTRY,
+        DType::Bf16 => linear_tile::linear_tile_bf16::ENTRY,
+        _ => return None,
+    })
+}
+
 /// How to launch [`LinearPath::Fma`].
 pub const fn fma_geometry(m: u32, n: u32) -> Geometry {
     let tile = linear_fma::TILE as u32;
@@ -140,6 +164,13 @@ pub const fn fma_geometry(m: u32, n: u32) -> Geometry {
 /// How to launch [`LinearPath::Dot`].
 pub const fn dot_geometry(m: u32, n: u32) -> Geometry {
     Geometry::new([n.div_ceil(linear_dot::WARPS), m, 1], [linear_dot::WARPS * 32, 1, 1])
+}
+
+/// How to launch [`LinearPath::Tile`].
+pub const fn tile_geometry(m: u32, n: u32) -> Geometry {
+    let tile = linear_tile::TILE as u32;
+    Geometry::linear(m.div_ceil(tile) * n.div_ceil(tile), linear_tile::THREADS as u32)
+        .shared_bytes(linear_tile::SHARED_BYTES as u32)
 }
 
 /// How to launch [`LinearPath::Stream`] for tiles of 8 tokens.
@@ -186,6 +217,18 @@ pub unsafe fn launch<Y: Float, X: Float, W: Float>(
             // SAFETY: forwarded to the caller.
             unsafe { stream.launch(&entry, &stream_geometry(n, tiles), &args) }
         }
+        LinearPath::Tile => {
+            let entry = tile_entry(Y::DTYPE).filter(|_| same::<Y, X, W>()).ok_or_else(unsupported)?;
+            let args = linear_tile::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind };
+            // SAFETY: forwarded to the caller.
+            unsafe { stream.launch(&entry, &tile_geometry(m, n), &args) }
+        }
+        LinearPath::Wgmma if same::<Y, X, W>() => {
+            let sms = stream.device().properties().multiprocessors;
+            // SAFETY: forwarded to the caller.
+            unsafe { linear_wgmma::launch(stream, Y::DTYPE, WgmmaTile::choose(m, n, k, sms), args) }
+        }
+        LinearPath::Wgmma => Err(unsupported()),
         LinearPath::Host => {
             dot_entry(Y::DTYPE, X::DTYPE, W::DTYPE).ok_or_else(unsupported)?;
             // SAFETY: forwarded to the caller.
@@ -215,8 +258,9 @@ pub fn linear<T: Float>(stream: &Stream, out: &mut Tensor<T>, x: &Tensor<T>, w: 
 /// `out = epilogue(x · wᵀ + bias)`.
 ///
 /// `x` is `[.., k]`, `w` `[n, k]`, `bias` `[n]`, `out` `[.., n]` with the leading dimensions of `x`; each dense in its last
-/// dimension, rows at any one distance. Products and sums are in f32, in an order that depends on `k` and the path only;
-/// one rounding at the end. Element types: f32, f16 or bf16 for all of them; or tokens of f16 or bf16 with weights and
+/// dimension, rows at any one distance. Products and sums are in f32, in an order that depends on `k`, the path and
+/// [`WgmmaTile::split`] only; one rounding at the end. [`LinearPath::Auto`] chooses by the number of tokens too: who needs the
+/// same bits for a token whatever comes with it fixes path and tile. Element types: f32, f16 or bf16 for all of them; or tokens of f16 or bf16 with weights and
 /// results of f32, as routers have them.
 ///
 /// # Errors
@@ -281,21 +325,47 @@ pub fn linear_with<Y: Float, X: Float, W: Float>(
     if args.m == 0 || args.n == 0 {
         return Ok(());
     }
+    let device = stream.device();
     let misaligned = misaligned(&args, [xs, ws], X::DTYPE.size());
+    let unfit = linear_wgmma::misaligned(&args, X::DTYPE.size());
     let path = match options.path {
-        LinearPath::Auto if stream.device().simt_options().is_some_and(|o| o.host_products) => LinearPath::Host,
+        LinearPath::Auto if device.simt_options().is_some_and(|o| o.host_products) => LinearPath::Host,
         LinearPath::Auto if same::<Y, X, W>() => {
-            let streams = args.k > 0 && misaligned.is_none() && stream_entry(X::DTYPE, args.m).is_some();
-            if streams { LinearPath::Stream } else { LinearPath::Fma }
+            let tiles = misaligned.is_none() && tile_entry(X::DTYPE).is_some();
+            let (some, wgmma) = (args.k > 0, linear_wgmma::supports(device, X::DTYPE) && unfit.is_none());
+            if some && misaligned.is_none() && stream_entry(X::DTYPE, args.m).is_some() {
+                LinearPath::Stream
+            } else if some && wgmma && args.m > STREAM_TOKENS {
+                LinearPath::Wgmma
+            } else if some && tiles && args.m > STREAM_TOKENS {
+                LinearPath::Tile
+            } else {
+                LinearPath::Fma
+            }
         }
-        LinearPath::Stream if same::<Y, X, W>() => {
+        path @ (LinearPath::Stream | LinearPath::Tile) if same::<Y, X, W>() => {
             if let Some((arg, address)) = misaligned {
                 return Err(Error::Alignment { op: OP, arg, expected: 16, address });
             }
-            LinearPath::Stream
+            path
+        }
+        LinearPath::Wgmma if same::<Y, X, W>() => {
+            if let Some((arg, address)) = unfit {
+                return Err(Error::Alignment { op: OP, arg, expected: 16, address });
+            }
+            if !linear_wgmma::supports(device, X::DTYPE) || args.k == 0 {
+                let what =
+                    format!("the path Wgmma does not take a depth of {} of {} on {}", args.k, X::DTYPE, device.name());
+                return Err(Error::Unsupported { op: OP, what });
+            }
+            LinearPath::Wgmma
         }
         path => path,
     };
+    if let (LinearPath::Wgmma, Some(tile), true) = (path, options.tile, same::<Y, X, W>()) {
+        // SAFETY: shapes, device, overlap and alignment were checked above, and that there is a depth.
+        return unsafe { linear_wgmma::launch(stream, X::DTYPE, tile, &args) };
+    }
     // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
     unsafe { launch::<Y, X, W>(stream, path, &args) }
 }

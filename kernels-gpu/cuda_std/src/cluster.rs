@@ -61,6 +61,20 @@ pub fn arrive() {
     simt::cluster_arrive();
 }
 
+/// [`arrive`] that publishes nothing of this thread's ordinary accesses: `barrier.cluster.arrive.relaxed`. Enough after
+/// [`mbarrier::fence_init`](crate::mbarrier::fence_init), and where blocks only say that they are done with something.
+#[inline(always)]
+#[track_caller]
+pub fn arrive_relaxed() {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: counts the thread; `wait` follows.
+    unsafe {
+        sync_ptx!("barrier.cluster.arrive.relaxed.aligned;", options(nostack, preserves_flags))
+    };
+    #[cfg(not(target_arch = "nvptx64"))]
+    simt::cluster_arrive();
+}
+
 /// `barrier.cluster.wait.acquire`: waits until every thread of the cluster has arrived.
 #[inline(always)]
 #[track_caller]

@@ -219,6 +219,7 @@ entries! {
     conformance_wgmma_n96_f16 {} [128, 1; Sm90a] => conformance::<f16, [f32; 48]>;
     conformance_wgmma_n128_e4m3 {} [128, 1; Sm90a] => conformance::<E4M3, [f32; 64]>;
     conformance_wgmma_n192_bf16 {} [128, 1; Sm90a] => conformance::<bf16, [f32; 96]>;
+    conformance_wgmma_n224_f16 {} [128, 1; Sm90a] => conformance::<f16, [f32; 112]>;
     conformance_wgmma_n256_bf16 {} [128, 1; Sm90a] => conformance::<bf16, [f32; 128]>;
     conformance_wgmma_transposed_n64_bf16 {} [128, 1; Sm90a] => transposed::<bf16, [f32; 32]>;
     conformance_wgmma_transposed_n128_f16 {} [128, 1; Sm90a] => transposed::<f16, [f32; 64]>;

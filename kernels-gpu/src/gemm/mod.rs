@@ -4,6 +4,8 @@ pub mod embedding;
 pub mod linear_dot;
 pub mod linear_fma;
 pub mod linear_stream;
+pub mod linear_tile;
+pub mod linear_wgmma;
 
 use cuda_std::float;
 
@@ -26,5 +28,52 @@ pub fn epilogue(kind: u32, x: f32) -> f32 {
             r * r
         }
         _ => x,
+    }
+}
+
+/// Epilogues for results of 16 bits, by special-function instructions: relative errors below 2^-16.
+pub mod rough {
+    use core::f32::consts::LOG2_E;
+    use cuda_std::float::{self, fast};
+
+    /// [`epilogue`](super::epilogue), by these.
+    #[inline(always)]
+    pub fn epilogue(kind: u32, x: f32) -> f32 {
+        match kind {
+            1 => silu(x),
+            2 => gelu(x),
+            3 => gelu_tanh(x),
+            4 | 5 => super::epilogue(kind, x),
+            _ => x,
+        }
+    }
+
+    /// `x · sigmoid(x)`.
+    #[inline(always)]
+    pub fn silu(x: f32) -> f32 {
+        fast::div(x, 1.0 + fast::exp2(-LOG2_E * x))
+    }
+
+    /// GELU's tanh approximation, which is `x · sigmoid(2 u)` where the other way to write it has `tanh(u)`.
+    #[inline(always)]
+    pub fn gelu_tanh(x: f32) -> f32 {
+        // -2 log2(e) sqrt(2 / pi), and 0.044715 times it.
+        let u = x * float::fma(-0.102_943_24, x * x, -2.302_208_2);
+        fast::div(x, 1.0 + fast::exp2(u))
+    }
+
+    /// `x · Φ(x)`. The logarithm of `Φ(-|x|)` is close to a polynomial, here interpolated in Chebyshev's nodes of [0, 6],
+    /// beyond which `x · Φ(-|x|)` is below 6e-9 and taken to be that.
+    #[inline(always)]
+    pub fn gelu(x: f32) -> f32 {
+        let a = float::min(float::abs(x), 6.0);
+        let q = float::fma(-1.991_437_2e-6, a, 6.487_906e-5);
+        let q = float::fma(q, a, -0.000_957_602_97);
+        let q = float::fma(q, a, 0.008_619_216);
+        let q = float::fma(q, a, -0.054_196_646);
+        let q = float::fma(q, a, -0.458_222_38);
+        let q = float::fma(q, a, -1.151_345_5);
+        let tail = fast::exp2(float::fma(q, a, -0.999_989_1));
+        if x < 0.0 { float::max(x, -6.0) * tail } else { float::fma(-x, tail, x) }
     }
 }

@@ -1,0 +1,243 @@
+//! The path of linear layers on Hopper's tensor cores: its tiles, which of them suits a shape, tensor maps and launch.
+
+use crate::device::{Device, Geometry, Stream, Swizzle, TensorMap, TensorMapDescription};
+use crate::error::{Error, Result};
+use crate::kernels::gemm::linear_fma::Args;
+use crate::kernels::gemm::linear_wgmma as kernel;
+use cuda_std::{DType, Entry};
+
+const OP: &str = "linear";
+
+/// What the launch of a tile needs to know.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    /// Outputs.
+    n: u32,
+    /// Stages of the ring.
+    stages: u32,
+    /// Blocks of a cluster with tiles below one another, which share weights.
+    down: u32,
+    /// Blocks with tiles beside one another, which share tokens.
+    across: u32,
+    /// Blocks that share K.
+    split: u32,
+}
+
+impl Shape {
+    /// Blocks of a cluster.
+    const fn blocks(self) -> u32 {
+        self.down * self.across * self.split
+    }
+
+    /// Clusters that run at the same time. Clusters of four do not fill the processors of a GPU: 30 of them fit on an
+    /// H200's 132 multiprocessors.
+    const fn at_once(self, multiprocessors: u32) -> u32 {
+        let clusters = if self.blocks() > 2 { multiprocessors * 10 / 44 } else { multiprocessors / self.blocks() };
+        if clusters == 0 { 1 } else { clusters }
+    }
+
+    /// Clusters' worth of tiles.
+    const fn tiles(self, m: u32, n: u32) -> u32 {
+        m.div_ceil(kernel::ROWS as u32 * self.down) * n.div_ceil(self.n * self.across)
+    }
+}
+
+macro_rules! tiles {
+    ($($(#[$doc:meta])* $Tile:ident = $bf16:ident, $f16:ident: $n:literal, $stages:literal, $down:literal, $across:literal,
+        $split:literal;)*) => {
+        /// Tiles of [`LinearPath::Wgmma`](super::LinearPath::Wgmma): 128 tokens by so many outputs.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum WgmmaTile {
+            $($(#[$doc])* $Tile,)*
+        }
+
+        impl WgmmaTile {
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$Tile),*];
+
+            const fn shape(self) -> Shape {
+                let (n, stages, down, across, split) = match self {
+                    $(Self::$Tile => ($n, $stages, $down, $across, $split),)*
+                };
+                Shape { n, stages, down, across, split }
+            }
+
+            /// The entry for an element type, if there is one.
+            pub const fn entry(self, dtype: DType) -> Option<Entry<kernel::Args>> {
+                let (bf16, f16) = match self {
+                    $(Self::$Tile => (kernel::$bf16::ENTRY, kernel::$f16::ENTRY),)*
+                };
+                match dtype {
+                    DType::Bf16 => Some(bf16),
+                    DType::F16 => Some(f16),
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+tiles! {
+    /// 256 outputs.
+    N256 = linear_wgmma_n256_bf16, linear_wgmma_n256_f16: 256, 4, 1, 1, 1;
+    /// 256 outputs; two blocks share weights.
+    N256Weights2 = linear_wgmma_n256_w2_bf16, linear_wgmma_n256_w2_f16: 256, 4, 2, 1, 1;
+    /// 224 outputs.
+    N224 = linear_wgmma_n224_bf16, linear_wgmma_n224_f16: 224, 4, 1, 1, 1;
+    /// 192 outputs.
+    N192 = linear_wgmma_n192_bf16, linear_wgmma_n192_f16: 192, 4, 1, 1, 1;
+    /// 192 outputs; two blocks share a tile of results, each half of K.
+    N192Split2 = linear_wgmma_n192_split2_bf16, linear_wgmma_n192_split2_f16: 192, 5, 1, 1, 2;
+    /// 128 outputs.
+    N128 = linear_wgmma_n128_bf16, linear_wgmma_n128_f16: 128, 6, 1, 1, 1;
+    /// 128 outputs; four blocks share tokens.
+    N128Tokens4 = linear_wgmma_n128_x4_bf16, linear_wgmma_n128_x4_f16: 128, 6, 1, 4, 1;
+    /// 128 outputs, K in halves.
+    N128Split2 = linear_wgmma_n128_split2_bf16, linear_wgmma_n128_split2_f16: 128, 6, 1, 1, 2;
+    /// 64 outputs.
+    N64 = linear_wgmma_n64_bf16, linear_wgmma_n64_f16: 64, 8, 1, 1, 1;
+    /// 64 outputs, K in halves.
+    N64Split2 = linear_wgmma_n64_split2_bf16, linear_wgmma_n64_split2_f16: 64, 8, 1, 1, 2;
+    /// 64 outputs, K in quarters.
+    N64Split4 = linear_wgmma_n64_split4_bf16, linear_wgmma_n64_split4_f16: 64, 8, 1, 1, 4;
+}
+
+impl WgmmaTile {
+    /// Into how many parts it divides K. Tiles with as many give the same bits.
+    pub const fn split(self) -> u32 {
+        self.shape().split
+    }
+
+    /// How to launch it for `[m, n]` results on a GPU with so many multiprocessors.
+    pub const fn geometry(self, m: u32, n: u32, multiprocessors: u32) -> Geometry {
+        let shape = self.shape();
+        let (tiles, at_once) = (shape.tiles(m, n), shape.at_once(multiprocessors));
+        // Where K is split a cluster has one tile; otherwise blocks take tiles in turn.
+        let clusters = if shape.split > 1 || tiles < at_once { tiles } else { at_once };
+        let shared = kernel::shared_bytes(shape.n as usize, shape.stages as usize, shape.split as usize);
+        Geometry::linear(clusters * shape.blocks(), kernel::THREADS as u32)
+            .shared_bytes(shared as u32)
+            .cluster(shape.blocks())
+            .dependent()
+    }
+
+    /// The tile that should be the fastest for `[m, n]` results of depth `k`: the one with the least [`estimate`](Self::estimate).
+    pub fn choose(m: u32, n: u32, k: u32, multiprocessors: u32) -> Self {
+        let estimate = |tile: &Self| tile.estimate(m, n, k, multiprocessors);
+        let best = Self::ALL.iter().copied().min_by(|a, b| estimate(a).total_cmp(&estimate(b)));
+        best.unwrap_or(Self::N256)
+    }
+
+    /// Nanoseconds on an H200, roughly: a model of its measured times, whose order is what matters.
+    ///
+    /// Tiles go in rounds, so that a last round with few of them costs as much as a full one; each step along K takes a time
+    /// that depends on the width of the tile, and weights and results pass through memory at 4.4 TB/s at best. What blocks
+    /// load from the L2 cache, in all, costs something in the way of power and waiting.
+    pub fn estimate(self, m: u32, n: u32, k: u32, multiprocessors: u32) -> f64 {
+        /// Bytes of a nanosecond, from memory and from the L2 cache.
+        const MEMORY: f64 = 4400.0;
+        const CACHE: f64 = 150_000.0;
+        /// A launch, from its first load to its last store; what a cluster and the exchange of sums add.
+        const LAUNCH: f64 = 4000.0;
+        const CLUSTER: f64 = 100.0;
+        const EXCHANGE: f64 = 900.0;
+        let shape = self.shape();
+        let (tiles, at_once) = (shape.tiles(m, n), shape.at_once(multiprocessors));
+        let rounds = tiles.div_ceil(at_once) as f64;
+        let steps = k.div_ceil(kernel::STEP as u32).div_ceil(shape.split) as f64;
+        // Narrow tiles wait for shared memory.
+        let step = match shape.n {
+            64 => 200.0,
+            128 => 360.0,
+            192 => 460.0,
+            224 => 530.0,
+            _ => 600.0,
+        };
+        let products = rounds * (steps * step + 6.0 * shape.n as f64);
+        let (m, n, k) = (m as f64, n as f64, k as f64);
+        // Multiprocessors that a cluster's size leaves idle all the time.
+        let idle = if rounds > 1.0 { multiprocessors as f64 / (at_once * shape.blocks()) as f64 } else { 1.0 };
+        let memory = (n * k + m * k + m * n) * 2.0 / MEMORY * idle;
+        let lines = kernel::ROWS as f64 / shape.across as f64 + shape.n as f64 / shape.down as f64;
+        let cache = (tiles * shape.blocks()) as f64 * steps * lines * 128.0 / CACHE;
+        let more = if shape.blocks() > 1 { CLUSTER } else { 0.0 } + if shape.split > 1 { EXCHANGE } else { 0.0 };
+        products.max(memory) + cache + LAUNCH + more
+    }
+}
+
+/// Whether a device has the path for an element type.
+pub fn supports(device: &Device, dtype: DType) -> bool {
+    device.properties().compute_capability == (9, 0) && WgmmaTile::N256.entry(dtype).is_some()
+}
+
+/// Whether the copy engine can follow rows of these tensors: each begins at a multiple of 16 bytes. Otherwise the first that
+/// does not, and such an address.
+pub(super) fn misaligned(args: &Args, size: usize) -> Option<(&'static str, usize)> {
+    let check = |arg, address: usize, rows: u32, stride: usize| {
+        if !address.is_multiple_of(16) {
+            Some((arg, address))
+        } else {
+            (rows > 1 && (stride == 0 || !(stride * size).is_multiple_of(16))).then_some((arg, address + stride * size))
+        }
+    };
+    check("x", args.x as usize, args.m, args.x_row)
+        .or_else(|| check("w", args.w as usize, args.n, args.w_row))
+        .or_else(|| check("out", args.y as usize, args.m, args.y_row))
+}
+
+/// A map of `[rows, width]` elements in boxes of `[box_rows, box_width]`.
+fn map(
+    device: &Device,
+    dtype: DType,
+    base: usize,
+    [rows, width]: [u32; 2],
+    stride: usize,
+    [box_rows, box_width]: [usize; 2],
+    swizzle: Swizzle,
+) -> Result<TensorMap> {
+    // The stride of a single row does not matter, but must be one.
+    let stride = if rows > 1 { stride * dtype.size() } else { 16 };
+    device.tensor_map(&TensorMapDescription {
+        base: base as u64,
+        dtype,
+        rank: 2,
+        dims: [width as u64, rows as u64, 1, 1, 1],
+        strides: [stride as u64, 0, 0, 0],
+        box_dims: [box_width as u32, box_rows as u32, 1, 1, 1],
+        swizzle,
+    })
+}
+
+/// Launches a tile on raw pointers (layer L1). Makes the tensor maps on the host; allocates nothing.
+///
+/// # Errors
+/// [`Error::Unsupported`] for an element type without an entry, those of [`Device::tensor_map`] and [`Stream::launch`].
+///
+/// # Safety
+/// As for [`linear::launch`](super::linear::launch); rows begin at multiples of 16 bytes; `k` is not 0.
+pub unsafe fn launch(stream: &Stream, dtype: DType, tile: WgmmaTile, args: &Args) -> Result<()> {
+    let Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind } = *args;
+    let entry = tile.entry(dtype).ok_or_else(|| Error::Unsupported {
+        op: OP,
+        what: format!("the path Wgmma has no kernel for {dtype}; there are f16 and bf16"),
+    })?;
+    let device = stream.device();
+    let Shape { n: width, down, across, split, .. } = tile.shape();
+    let (chunk, swizzle) =
+        (kernel::chunk(width as usize, split as usize), kernel::chunk_swizzle(width as usize, split as usize));
+    let x_box = [kernel::ROWS / across as usize, kernel::STEP];
+    let w_box = [(width / down) as usize, kernel::STEP];
+    let y_box = [kernel::GROUP_ROWS, chunk];
+    let args = kernel::Args {
+        x: map(device, dtype, x as usize, [m, k], x_row, x_box, Swizzle::B128)?,
+        w: map(device, dtype, w as usize, [n, k], w_row, w_box, Swizzle::B128)?,
+        y: map(device, dtype, y as usize, [m, n], y_row, y_box, swizzle)?,
+        bias,
+        m,
+        n,
+        k,
+        kind,
+    };
+    // SAFETY: forwarded to the caller.
+    unsafe { stream.launch(&entry, &tile.geometry(m, n, device.properties().multiprocessors), &args) }
+}

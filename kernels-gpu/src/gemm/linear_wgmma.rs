@@ -1,0 +1,544 @@
+//! `y = epilogue(x · wᵀ + bias)` on Hopper's tensor cores, for many tokens.
+//!
+//! A block computes tiles of [`ROWS`] tokens by `N` outputs. Its first warpgroup is the producer: one thread has the copy
+//! engine bring tiles of `x` and `w`, 64 elements deep, into a ring of stages ([`pipeline`](crate::pipeline)). The two
+//! others are consumers: each multiplies 64 of the tokens by all `N` outputs with `wgmma`, both operands in shared memory,
+//! the sums in registers that the producer gave up. A finished tile is rounded, laid out in shared memory by `stmatrix`, and
+//! stored by the copy engine, which also clips what lies outside of `y`; what lies outside of `x` and `w` it reads as zeros.
+//! So no shape needs padding.
+//!
+//! **Many tiles** (`SPLIT` of 1): the grid is persistent. While consumers store a tile the producer is already loading the
+//! next. Blocks of a cluster may have neighbouring tiles, `DOWN` of them below one another and `ACROSS` beside one another,
+//! and then share what they load: each loads a part of the common tile of `w` or of `x` for all.
+//!
+//! **Few tiles**: `SPLIT` blocks of a cluster share a tile, each a part of K. Their sums meet in shared memory: the tile is
+//! divided among the blocks by columns, each block sends what it has to the owner's shared memory (where the ring was), and
+//! the owner adds the parts in their order. No workspace, no atomics, and the same bits always; the order of summation
+//! depends on `k`, `N` and `SPLIT` only.
+//!
+//! **Bias and epilogues** would be `N / 2` copies of themselves in code if written out for a tile. They are written for one
+//! chunk of columns, in a loop whose every round takes the first registers and moves the others down.
+
+use super::rough;
+use crate::TensorFloat;
+use crate::pipeline::{Raster, Ring, Stages, part};
+use cuda_std::shared::Carver;
+use cuda_std::tma::{self, Swizzle, TensorMap};
+use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
+use cuda_std::{
+    Global, Shared, bf16, cluster, dependent_launch, entries, f16, float, integer, mma, thread, unroll, warp,
+};
+
+/// Tokens of a tile.
+pub const ROWS: usize = 128;
+/// Elements of K in a stage: a line of the 128-byte swizzle.
+pub const STEP: usize = 64;
+/// Threads: a producer and two consumer warpgroups.
+pub const THREADS: usize = 384;
+/// Tokens of a consumer warpgroup.
+pub const GROUP_ROWS: usize = 64;
+/// Threads of the consumers.
+const CONSUMERS: u32 = 256;
+/// Rows of tiles that run side by side.
+const BAND: u32 = 16;
+/// Bytes of a line of the swizzle.
+const LINE: u32 = 128;
+
+/// Outputs that a consumer rounds and stores at once, which must divide the tile and be shared evenly if K is split.
+pub const fn chunk(n: usize, split: usize) -> usize {
+    if n.is_multiple_of(64 * split) {
+        64
+    } else if n.is_multiple_of(32 * split) {
+        32
+    } else {
+        16
+    }
+}
+
+/// Chunks of a tile.
+pub const fn chunks(n: usize, split: usize) -> u32 {
+    (n / chunk(n, split)) as u32
+}
+
+/// The chunks that the block with part `rank` of `split` stores.
+#[inline(always)]
+const fn owned(n: usize, split: u32, rank: u32) -> (u32, u32) {
+    let all = chunks(n, split as usize);
+    let each = all.div_ceil(split);
+    let (first, end) = (rank * each, (rank + 1) * each);
+    (if first < all { first } else { all }, if end < all { end } else { all })
+}
+
+/// How a chunk lies in shared memory.
+pub const fn chunk_swizzle(n: usize, split: usize) -> Swizzle {
+    match chunk(n, split) {
+        64 => Swizzle::B128,
+        32 => Swizzle::B64,
+        _ => Swizzle::B32,
+    }
+}
+
+/// Dynamic shared memory for tiles of `n` outputs: the ring, two chunks for each consumer, the mbarriers.
+pub const fn shared_bytes(n: usize, stages: usize, split: usize) -> usize {
+    stages * (ROWS + n) * STEP * 2 + 4 * GROUP_ROWS * chunk(n, split) * 2 + 2 * stages * 8
+}
+
+/// `x`: `[m, k]` in boxes of [`STEP`] by [`ROWS`] / `ACROSS`; `w`: `[n, k]` in boxes of [`STEP`] by `N / DOWN`; both with the
+/// 128-byte swizzle. `y`: `[m, n]` in boxes of [`chunk`] by [`GROUP_ROWS`] with [`chunk_swizzle`]. `bias`: `[n]` or null.
+///
+/// Clusters: of `DOWN * ACROSS * SPLIT` blocks. Grid: a cluster for each of its tiles if K is split, otherwise any number of
+/// clusters; block: [`THREADS`]; shared memory: [`shared_bytes`].
+#[inline(always)]
+pub unsafe fn linear_wgmma<
+    T: TensorFloat + Input,
+    A: Accumulator + AsRef<[f32]>,
+    const N: usize,
+    const STAGES: usize,
+    const DOWN: u32,
+    const ACROSS: u32,
+    const SPLIT: u32,
+>(
+    x: *const TensorMap,
+    w: *const TensorMap,
+    y: *const TensorMap,
+    bias: *const T,
+    m: u32,
+    n: u32,
+    k: u32,
+    kind: u32,
+) {
+    const { assert!(A::N == N) };
+    let (sharing, blocks) = const { (DOWN * ACROSS, DOWN * ACROSS * SPLIT) };
+    match blocks {
+        1 => {}
+        2 => cluster::dims::<2>(),
+        3 => cluster::dims::<3>(),
+        4 => cluster::dims::<4>(),
+        _ => cluster::dims::<8>(),
+    }
+    let width = const { chunk(N, SPLIT as usize) };
+    let (x_bytes, w_bytes) = (ROWS as u32 * LINE, N as u32 * LINE);
+    let mut carver = Carver::new();
+    let xs = carver.take_aligned::<T>(STAGES * ROWS * STEP, 1024);
+    let ws = carver.take_aligned::<T>(STAGES * N * STEP, 1024);
+    let staging = carver.take_aligned::<u32>(2 * GROUP_ROWS * width, 1024);
+    let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
+    let (warp_id, lane) = (warp::warp_id(), warp::lane_id());
+    // The block's place in its cluster: part of K, row, column.
+    let rank = if blocks > 1 { cluster::rank() } else { 0 };
+    let split = if SPLIT > 1 { rank / sharing } else { 0 };
+    let (base, place) = (split * sharing, if sharing > 1 { rank % sharing } else { 0 });
+    let (down, across) = (place / ACROSS, place % ACROSS);
+    let stages = Stages::<STAGES>::new(bars.address(0u32)).shared_by(sharing, base);
+    let raster = Raster {
+        rows: m.div_ceil(ROWS as u32 * DOWN),
+        columns: n.div_ceil(N as u32 * ACROSS),
+        band: const { BAND / DOWN },
+    };
+    let (first, stride) = (thread::block_idx_x() / blocks, thread::grid_dim_x() / blocks);
+    let (k0, steps) = part(k.div_ceil(STEP as u32), split, SPLIT);
+
+    if thread::thread_idx_x() == 0 {
+        tma::prefetch_map(x);
+        tma::prefetch_map(w);
+        tma::prefetch_map(y);
+        stages.init(CONSUMERS / 32);
+    }
+    if blocks > 1 {
+        cluster::arrive_relaxed();
+        cluster::wait();
+    } else {
+        thread::sync_threads()
+    }
+    // What comes before is done; what comes after may prepare itself.
+    dependent_launch::wait();
+    dependent_launch::launch_dependents();
+
+    if warp_id < 4 {
+        wgmma::decrease_registers::<40>();
+        if warp_id == 0 && warp::elect_one() {
+            let (xs, ws) = (xs.address(0u32), ws.address(0u32));
+            // The blocks that take the same rows of x, and those that take the same rows of w.
+            let x_blocks = ((1 << ACROSS) - 1) << (base + down * ACROSS);
+            let w_blocks = (if DOWN > 1 { 1 | 1 << ACROSS } else { 1 }) << (base + across);
+            let mut ring = Ring::<STAGES>::new();
+            let mut tile = first;
+            while tile < raster.count() {
+                let (row, column) = raster.place(tile);
+                let row = ((row * DOWN + down) * ROWS as u32) as i32;
+                let column = ((column * ACROSS + across) * N as u32) as i32;
+                let mut step = 0;
+                while step < steps {
+                    let (stage, at) = (ring.stage, ((k0 + step) * STEP as u32) as i32);
+                    stages.acquire(ring, x_bytes + w_bytes);
+                    let full = stages.full(stage);
+                    load::<ACROSS>(xs + stage * x_bytes, x, at, row, ROWS as u32, across, x_blocks, full);
+                    load::<DOWN>(ws + stage * w_bytes, w, at, column, N as u32, down, w_blocks, full);
+                    ring.advance();
+                    step += 1;
+                }
+                tile += stride;
+            }
+        }
+        warp::sync_warp(!0);
+        if SPLIT > 1 {
+            cluster::arrive_relaxed();
+            cluster::wait();
+            cluster::sync();
+        }
+    } else {
+        wgmma::increase_registers::<232>();
+        let group = warp_id / 4 - 1;
+        let a = Descriptor::<K>::new(xs.address(group * (GROUP_ROWS * STEP) as u32));
+        let b = Descriptor::<K>::new(ws.address(0u32));
+        let store = Store {
+            y,
+            bias: Global::new(bias),
+            biased: !bias.is_null(),
+            staging: staging.offset(group * (GROUP_ROWS * width) as u32),
+            n,
+            kind,
+            group,
+        };
+        let mut turn = 0;
+        let mut ring = Ring::<STAGES>::new();
+        let mut tile = first;
+        while tile < raster.count() {
+            let (row, column) = raster.place(tile);
+            let row = (row * DOWN + down) * ROWS as u32 + group * GROUP_ROWS as u32;
+            let column = (column * ACROSS + across) * N as u32;
+            let mut acc = A::zero();
+            let mut previous = ring.stage;
+            let mut step = 0;
+            // Written to run at least once; see `cuda_std::wgmma`.
+            loop {
+                stages.wait_full(ring);
+                // The first product of a tile overwrites the sums.
+                acc.multiply::<T, 4, K, K>(a.offset(ring.stage * x_bytes), b.offset(ring.stage * w_bytes), step > 0);
+                // The product before is complete, and its stage can be filled again.
+                wgmma::wait::<1>(&mut acc);
+                if step > 0 {
+                    stages.release(previous, lane);
+                }
+                previous = ring.stage;
+                ring.advance();
+                step += 1;
+                if step >= steps {
+                    break;
+                }
+            }
+            // On its way during the last products.
+            let (first_chunk, end_chunk) = owned(N, SPLIT, split);
+            let bias = store.columns::<N, SPLIT>(column, first_chunk);
+            wgmma::wait::<0>(&mut acc);
+            if SPLIT == 1 {
+                stages.release(previous, lane);
+                let mut sums = [0f32; 128];
+                for e in 0..const { N / 2 } {
+                    sums[e] = acc.as_ref()[e];
+                }
+                store.tile::<N, 1>(sums, bias, row, column, 0, const { chunks(N, 1) }, turn);
+                turn ^= const { chunks(N, 1) & 1 };
+            } else {
+                // All blocks are done with their rings, whose place the parts of the sums take.
+                cluster::arrive_relaxed();
+                cluster::wait();
+                let exchange = Exchange::<N, SPLIT>::new(split, sharing, place);
+                exchange.send(acc.as_ref());
+                cluster::sync();
+                let own = exchange.sum(acc.as_ref());
+                store.tile::<N, SPLIT>(own, bias, row, column, first_chunk, end_chunk, 0);
+            }
+            tile += stride;
+            if SPLIT > 1 {
+                break;
+            }
+        }
+        if store.leads() {
+            tma::wait_group_read::<0>();
+        }
+    }
+    if sharing > 1 {
+        warp::sync_warp(!0);
+        // No block may end while another can still signal its mbarriers.
+        cluster::arrive_relaxed();
+        cluster::wait();
+    }
+}
+
+/// Loads a tile of `lines` lines at element `at` of rows from `row` on, alone or as one of `SHARE` blocks that load a part
+/// each for all `blocks`.
+#[inline(always)]
+unsafe fn load<const SHARE: u32>(
+    tile: u32,
+    map: *const TensorMap,
+    at: i32,
+    row: i32,
+    lines: u32,
+    share: u32,
+    blocks: u16,
+    full: u32,
+) {
+    if SHARE > 1 {
+        let first = share * (lines / SHARE);
+        tma::load_tensor_multicast::<2>(tile + first * LINE, map, [at, row + first as i32], full, blocks);
+    } else {
+        tma::load_tensor::<2>(tile, map, [at, row], full);
+    }
+}
+
+/// Rounds and stores chunks of a tile.
+struct Store<T> {
+    y: *const TensorMap,
+    bias: Global<T>,
+    biased: bool,
+    /// Two chunks of this warpgroup.
+    staging: Shared<u32>,
+    n: u32,
+    kind: u32,
+    group: u32,
+}
+
+impl<T> Clone for Store<T> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Store<T> {}
+
+impl<T: TensorFloat> Store<T> {
+    /// Whether this thread is the one of its warpgroup that has the copy engine store. All lanes of its warp are here.
+    #[inline(always)]
+    fn leads(self) -> bool {
+        (thread::thread_idx_x() / 32).is_multiple_of(4) && warp::elect_one()
+    }
+
+    #[inline(always)]
+    fn sync(self) {
+        thread::sync_named(1 + self.group, 128);
+    }
+
+    #[inline(always)]
+    fn pack(a: f32, b: f32) -> u32 {
+        let [low, high] = T::pair_from_f32([a, b]);
+        T::pack(low, high)
+    }
+
+    /// The chunks from `first` to `end` of the tile at (`row`, `column`), of which this thread has these sums, and this bias of the first. They take turns
+    /// with the two buffers; `turn` says where the tile before left off.
+    #[inline(always)]
+    unsafe fn tile<const N: usize, const SPLIT: u32>(
+        self,
+        mut sums: [f32; 128],
+        mut bias: [f32; 16],
+        row: u32,
+        column: u32,
+        first: u32,
+        end: u32,
+        turn: u32,
+    ) {
+        let elements = const { chunk(N, SPLIT as usize) / 2 };
+        if !self.biased && self.kind == 0 {
+            for c in 0..const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize } {
+                if first + (c as u32) < end {
+                    let mut words = [0u32; 16];
+                    for i in 0..const { chunk(N, SPLIT as usize) / 4 } {
+                        words[i] = Self::pack(sums[c * elements + 2 * i], sums[c * elements + 2 * i + 1]);
+                    }
+                    self.free();
+                    self.chunk::<N, SPLIT>(words, (c as u32 + turn) & 1, row, column, first + c as u32);
+                }
+            }
+            return;
+        }
+        let mut c = first;
+        while c < integer::opaque(end) {
+            // On its way while this chunk is worked on.
+            let next = self.columns::<N, SPLIT>(column, c + 1);
+            let mut values = [0f32; 32];
+            for e in 0..const { chunk(N, SPLIT as usize) / 2 } {
+                values[e] = sums[e] + bias[e / 4 * 2 + e % 2];
+            }
+            match self.kind {
+                1 => unroll::<32>(|e| values[e] = rough::silu(values[e])),
+                2 => unroll::<32>(|e| values[e] = rough::gelu(values[e])),
+                3 => unroll::<32>(|e| values[e] = rough::gelu_tanh(values[e])),
+                4 => unroll::<32>(|e| values[e] = float::max(values[e], 0.0)),
+                5 => unroll::<32>(|e| {
+                    values[e] = float::max(values[e], 0.0);
+                    values[e] *= values[e];
+                }),
+                _ => {}
+            }
+            let mut words = [0u32; 16];
+            for i in 0..const { chunk(N, SPLIT as usize) / 4 } {
+                words[i] = Self::pack(values[2 * i], values[2 * i + 1]);
+            }
+            self.free();
+            self.chunk::<N, SPLIT>(words, (c + turn) & 1, row, column, c);
+            // What the next round takes moves down, so that the rounds are one piece of code. (What is done moves up: if it
+            // went away, LLVM would see that registers no longer change after some rounds, and peel those.)
+            let done = sums;
+            let count = const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2 };
+            for e in 0..const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2 } {
+                sums[e] = done[(e + elements) % count];
+            }
+            bias = next;
+            c += 1;
+        }
+    }
+
+    /// This thread's two columns of each group of 8 of the bias for chunk `c`, zeros without one.
+    #[inline(always)]
+    unsafe fn columns<const N: usize, const SPLIT: u32>(self, column: u32, c: u32) -> [f32; 16] {
+        let mut bias = [0f32; 16];
+        if self.biased {
+            let at = column + c * const { chunk(N, SPLIT as usize) as u32 } + 2 * (warp::lane_id() % 4);
+            // Columns beyond the last repeat it, and are not stored: loads behind a branch would wait for one another.
+            for i in 0..const { chunk(N, SPLIT as usize) / 4 } {
+                let at = at + (i as u32 / 2 * 8 + i as u32 % 2);
+                bias[i] = self.bias.get(at.min(self.n - 1)).to_f32();
+            }
+        }
+        bias
+    }
+
+    /// Waits until the buffer of the chunk before the last has been read.
+    #[inline(always)]
+    unsafe fn free(self) {
+        if self.leads() {
+            tma::wait_group_read::<1>();
+        }
+        self.sync();
+    }
+
+    /// Stores chunk `c` of a tile by way of this buffer, which is free: this thread's results, two to a word.
+    #[inline(always)]
+    unsafe fn chunk<const N: usize, const SPLIT: u32>(
+        self,
+        words: [u32; 16],
+        buffer: u32,
+        row: u32,
+        column: u32,
+        c: u32,
+    ) {
+        let width = const { chunk(N, SPLIT as usize) } as u32;
+        let swizzle = const { chunk_swizzle(N, SPLIT as usize) };
+        let lane = warp::lane_id();
+        let buffer = self.staging.address(buffer * (GROUP_ROWS as u32 * width / 2));
+        // Four 8x8 matrices: upper and lower half of a warp's rows, of two neighbouring groups of 8 columns.
+        let line = warp::warp_id() % 4 * 16 + lane % 16;
+        for j in 0..const { chunk(N, SPLIT as usize) / 16 } {
+            let place = swizzle.apply(line * (2 * width) + (2 * j as u32 + lane / 16) * 16);
+            mma::stmatrix_x4(buffer + place, [words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]]);
+        }
+        tma::fence_async();
+        self.sync();
+        if self.leads() {
+            tma::store_tensor::<2>(self.y, [(column + c * width) as i32, row as i32], buffer);
+            tma::commit_group();
+        }
+    }
+}
+
+/// The parts of a tile's sums on their way between the blocks of a cluster.
+#[derive(Clone, Copy)]
+struct Exchange<const N: usize, const SPLIT: u32> {
+    /// This block's part.
+    rank: u32,
+    /// Blocks with the same part, and this one's number among them.
+    sharing: u32,
+    place: u32,
+    /// This thread.
+    mine: u32,
+}
+
+impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
+    /// Elements of a thread in the chunks of an owner.
+    const OWNED: usize = chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2;
+
+    #[inline(always)]
+    fn new(rank: u32, sharing: u32, place: u32) -> Self {
+        Self { rank, sharing, place, mine: thread::thread_idx_x() - 128 }
+    }
+
+    /// Where element `e` of the owner's, from block `from`, is in the owner's shared memory.
+    #[inline(always)]
+    fn index(self, owner: u32, from: u32, e: usize) -> u32 {
+        let slot = if from > owner { from - 1 } else { from };
+        (slot * Self::OWNED as u32 + e as u32) * CONSUMERS + self.mine
+    }
+
+    /// Sends what others own.
+    #[inline(always)]
+    unsafe fn send(self, sums: &[f32]) {
+        let parts = Carver::new().take::<u32>(1);
+        for owner in 0..SPLIT {
+            if owner != self.rank {
+                let to =
+                    cluster::map(parts.address(self.index(owner, self.rank, 0)), owner * self.sharing + self.place);
+                for e in 0..const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2 }
+                {
+                    let i = owner as usize * Self::OWNED + e;
+                    if i < N / 2 {
+                        cluster::store_u32(to + 4 * CONSUMERS * e as u32, sums[i].to_bits());
+                    }
+                }
+            }
+        }
+    }
+
+    /// The sums that this block owns, all parts added in their order.
+    #[inline(always)]
+    unsafe fn sum(self, sums: &[f32]) -> [f32; 128] {
+        let parts = Carver::new().take::<f32>(const { (SPLIT as usize - 1) * Self::OWNED * CONSUMERS as usize });
+        let mut own = [0f32; 128];
+        for owner in 0..SPLIT {
+            if owner == self.rank {
+                for e in 0..const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2 }
+                {
+                    let i = owner as usize * Self::OWNED + e;
+                    if i < N / 2 {
+                        let mut total = 0f32;
+                        for from in 0..SPLIT {
+                            let value = if from == owner { sums[i] } else { parts.get(self.index(owner, from, e)) };
+                            total = if from == 0 { value } else { total + value };
+                        }
+                        own[e] = total;
+                    }
+                }
+            }
+        }
+        own
+    }
+}
+
+entries! {
+    /// Arguments of every `linear_wgmma_*` entry; see [`linear_wgmma`].
+    pub struct Args<T>(
+        x: TensorMap, w: TensorMap, y: TensorMap, bias: *const T, m: u32, n: u32, k: u32, kind: u32,
+    );
+    linear_wgmma_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 1, 1, 1>;
+    linear_wgmma_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 1, 1, 1>;
+    linear_wgmma_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 2, 1, 1>;
+    linear_wgmma_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 2, 1, 1>;
+    linear_wgmma_n224_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 1>;
+    linear_wgmma_n224_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 1>;
+    linear_wgmma_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 4, 1, 1, 1>;
+    linear_wgmma_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 4, 1, 1, 1>;
+    linear_wgmma_n192_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 5, 1, 1, 2>;
+    linear_wgmma_n192_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 5, 1, 1, 2>;
+    linear_wgmma_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 1>;
+    linear_wgmma_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 1>;
+    linear_wgmma_n128_x4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 4, 1>;
+    linear_wgmma_n128_x4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 4, 1>;
+    linear_wgmma_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 2>;
+    linear_wgmma_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 2>;
+    linear_wgmma_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 1>;
+    linear_wgmma_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 1>;
+    linear_wgmma_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 2>;
+    linear_wgmma_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 2>;
+    linear_wgmma_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 4>;
+    linear_wgmma_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 4>;
+}

@@ -1,0 +1,189 @@
+//! Pieces of Hopper's pipelined matrix products: the ring of stages between the copy engine and the tensor cores, the
+//! order in which blocks take tiles, and the split of K.
+//!
+//! A producer warp has the copy engine fill stages of shared memory; consumer warpgroups multiply what is in them. Two
+//! mbarriers for each stage keep them in step: `full` completes when all bytes of a stage have come, `empty` when every
+//! consumer is done with it. Both sides walk the same [`Ring`], so neither needs to tell the other where it is.
+//!
+//! Used by kernels of several families, so it lies outside of all of them.
+
+use cuda_std::{mbarrier, warp};
+
+/// A position in a ring of `STAGES` stages, and the parity of the round.
+#[derive(Clone, Copy, Debug)]
+pub struct Ring<const STAGES: usize> {
+    /// The stage.
+    pub stage: u32,
+    /// 0 in the first round, 1 in the second, then 0 again.
+    pub parity: u32,
+}
+
+impl<const STAGES: usize> Ring<STAGES> {
+    /// The first stage of the first round.
+    #[inline(always)]
+    #[allow(clippy::new_without_default)]
+    pub fn new() -> Self {
+        Self { stage: 0, parity: 0 }
+    }
+
+    /// On to the next stage.
+    #[inline(always)]
+    pub fn advance(&mut self) {
+        self.stage += 1;
+        if self.stage == STAGES as u32 {
+            self.stage = 0;
+            self.parity ^= 1;
+        }
+    }
+}
+
+/// The mbarriers of a ring: `STAGES` words of shared memory for `full`, and as many behind them for `empty`.
+///
+/// Blocks of a cluster may share stages by multicast: then consumers release a stage in all of them.
+#[derive(Clone, Copy, Debug)]
+pub struct Stages<const STAGES: usize> {
+    /// Address of the first.
+    bars: u32,
+    /// How many blocks share stages, and the number in the cluster of their first.
+    blocks: u32,
+    first: u32,
+}
+
+impl<const STAGES: usize> Stages<STAGES> {
+    /// Words of shared memory.
+    pub const WORDS: usize = 2 * STAGES;
+
+    /// The mbarriers at this address in shared memory, of a block that shares its stages with none.
+    #[inline(always)]
+    pub fn new(bars: u32) -> Self {
+        Self { bars, blocks: 1, first: 0 }
+    }
+
+    /// That shares stages in a group of `blocks` (a constant), of which `first` is the first's number in the cluster.
+    #[inline(always)]
+    pub fn shared_by(self, blocks: u32, first: u32) -> Self {
+        Self { blocks, first, ..self }
+    }
+
+    /// By one thread, before the block's (or cluster's) first barrier. `consumers`: how many warps of a block release each
+    /// stage.
+    ///
+    /// # Safety
+    /// The words are aligned, and nobody uses them yet.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn init(self, consumers: u32) {
+        let mut stage = 0;
+        while stage < STAGES as u32 {
+            mbarrier::init(self.full(stage), 1);
+            mbarrier::init(self.empty(stage), consumers * self.blocks);
+            stage += 1;
+        }
+        mbarrier::fence_init();
+    }
+
+    /// What a copy into the stage signals.
+    #[inline(always)]
+    pub fn full(self, stage: u32) -> u32 {
+        self.bars + 8 * stage
+    }
+
+    #[inline(always)]
+    fn empty(self, stage: u32) -> u32 {
+        self.bars + 8 * (STAGES as u32 + stage)
+    }
+
+    /// The producer: waits until the stage may be filled, and expects `bytes`.
+    ///
+    /// # Safety
+    /// After [`init`](Self::init) and a barrier, by one thread, which then has so many bytes copied.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn acquire(self, ring: Ring<STAGES>, bytes: u32) {
+        // In the first round the phase before the first counts as over.
+        mbarrier::wait_parity(self.empty(ring.stage), ring.parity ^ 1);
+        mbarrier::arrive_expect_tx(self.full(ring.stage), bytes);
+    }
+
+    /// A consumer: waits until the stage is full.
+    ///
+    /// # Safety
+    /// After [`init`](Self::init) and a barrier.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn wait_full(self, ring: Ring<STAGES>) {
+        mbarrier::wait_parity(self.full(ring.stage), ring.parity);
+    }
+
+    /// A consumer warp, all of whose lanes are here with their `lane`: it has read the stage.
+    ///
+    /// # Safety
+    /// After [`wait_full`](Self::wait_full) of that stage, once.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn release(self, stage: u32, lane: u32) {
+        // One lane speaks for all.
+        warp::sync_warp(!0);
+        if self.blocks > 1 {
+            if lane < self.blocks {
+                mbarrier::arrive_cluster_relaxed(self.empty(stage), self.first + lane);
+            }
+        } else if lane == 0 {
+            mbarrier::arrive(self.empty(stage));
+        }
+    }
+}
+
+/// Quotient and remainder, without the check for zero, which would leave a panic path in the PTX.
+///
+/// # Safety
+/// `b` is not zero.
+#[inline(always)]
+unsafe fn div_rem(a: u32, b: u32) -> (u32, u32) {
+    core::hint::assert_unchecked(b != 0);
+    (a / b, a % b)
+}
+
+/// The order of a grid of tiles: bands of up to `band` rows, in each column after column, so that blocks that run at the
+/// same time share rows of the one operand and columns of the other in the L2 cache.
+#[derive(Clone, Copy, Debug)]
+pub struct Raster {
+    /// Rows of tiles.
+    pub rows: u32,
+    /// Columns of tiles.
+    pub columns: u32,
+    /// Rows of a band.
+    pub band: u32,
+}
+
+impl Raster {
+    /// How many tiles.
+    #[inline(always)]
+    pub fn count(self) -> u32 {
+        self.rows * self.columns
+    }
+
+    /// Row and column of tile `i`.
+    ///
+    /// # Safety
+    /// `i < self.count()`, and a band has rows.
+    #[inline(always)]
+    pub unsafe fn place(self, i: u32) -> (u32, u32) {
+        let (band, rest) = div_rem(i, self.band * self.columns);
+        let first = band * self.band;
+        let height = if self.rows - first < self.band { self.rows - first } else { self.band };
+        let (column, row) = div_rem(rest, height);
+        (first + row, column)
+    }
+}
+
+/// The steps `[first, first + count)` that part `part` of `parts` does of all `steps`. Parts differ by one step at most; one
+/// that would have none gets one beyond the last, which must count as zeros.
+#[inline(always)]
+pub fn part(steps: u32, part: u32, parts: u32) -> (u32, u32) {
+    // `parts` is a constant wherever this is used.
+    let (each, more) = if parts <= 1 { (steps, 0) } else { (steps / parts, steps % parts) };
+    let first = part * each + if part < more { part } else { more };
+    let count = each + (part < more) as u32;
+    (first, if count == 0 { 1 } else { count })
+}
