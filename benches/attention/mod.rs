@@ -1,8 +1,8 @@
 //! Attention.
 
 mod decode;
-mod prefill;
 mod merge;
+mod prefill;
 
 use warploom_benches::Harness;
 

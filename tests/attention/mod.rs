@@ -1,3 +1,3 @@
 mod decode;
-mod prefill;
 mod merge;
+mod prefill;

@@ -5,5 +5,4 @@ pub mod prefill;
 pub use decode::{DecodeOptions, DecodePath, DecodeWorkspace, decode};
 pub use prefill::{PrefillOptions, PrefillPath, PrefillWorkspace, prefill};
 pub mod merge;
-pub use decode::{DecodeOptions, DecodePath, DecodeWorkspace, decode};
 pub use merge::merge;

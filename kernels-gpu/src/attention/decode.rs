@@ -318,7 +318,14 @@ fn wait_for_oldest<const STAGES: usize>(in_ring: u32) {
 /// `D` is `head_dim` rounded up to an instance; `PREFETCH_Q`: whether there are registers for Q of the next item. Each KV head is served as `ceil(rows / (8 * TILES))` heads.
 /// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`].
 #[inline(always)]
-pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILES: usize, const STAGES: usize, const PREFETCH_Q: bool>(
+pub unsafe fn decode<
+    T: TensorFloat,
+    C: CacheOperand,
+    const D: usize,
+    const TILES: usize,
+    const STAGES: usize,
+    const PREFETCH_Q: bool,
+>(
     out: *mut T,
     lse: *mut f32,
     q: *const T,
@@ -576,7 +583,9 @@ pub unsafe fn decode<T: TensorFloat, C: CacheOperand, const D: usize, const TILE
             if element == 2 {
                 for step in 0..D / 16 {
                     let a = mma::ldmatrix_x4(slot_out + operand_at(k_from, k_piece, step));
-                    unroll::<TILES>(|tile| s[tile][step % chains] = <C::Operand>::mma(a, qf[tile][step], s[tile][step % chains]));
+                    unroll::<TILES>(|tile| {
+                        s[tile][step % chains] = <C::Operand>::mma(a, qf[tile][step], s[tile][step % chains])
+                    });
                 }
             } else {
                 for step in 0..D / 32 {
@@ -934,7 +943,11 @@ pub unsafe fn combine<T: TensorFloat>(
 /// Two values as an operand register.
 #[inline(always)]
 fn pack<T: TensorFloat>(low: f32, high: f32) -> u32 {
-    if const { matches!(T::DTYPE, DType::Bf16) } { convert::pack_bf16x2(low, high) } else { convert::pack_f16x2(low, high) }
+    if const { matches!(T::DTYPE, DType::Bf16) } {
+        convert::pack_bf16x2(low, high)
+    } else {
+        convert::pack_f16x2(low, high)
+    }
 }
 
 /// Two elements of a word.

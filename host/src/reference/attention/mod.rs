@@ -5,5 +5,4 @@ pub mod prefill;
 pub use decode::{Decoded, Query, decode};
 pub use prefill::prefill;
 pub mod merge;
-pub use decode::{Decoded, Query, decode};
 pub use merge::merge;
