@@ -14,14 +14,14 @@ pub fn benches(harness: &mut Harness) {
             }
         }
     }
-    for &rows in harness.pick(&[1, 8, 32, 64, 128, 256][..], &[1]) {
+    for &rows in harness.pick(&[1, 8, 64, 256][..], &[1]) {
         let k20 = top_p.clone().top_k(20);
         let vocab = 128_256;
         case(harness, "bf16/all/p0.9", rows, vocab, 0, &top_p);
         case(harness, "bf16/k1000/p0.9", rows, vocab, 0, &top_p.clone().top_k(1000));
         case(harness, "bf16/greedy", rows, vocab, 0, &Options::new().greedy());
         case(harness, "bf16/k20/p0.9/batched", rows, vocab, 0, &k20.clone().algorithm(Algorithm::Batched));
-        for splits in harness.pick(&[2, 3, 4, 6, 8, 12, 16, 24, 32, 64][..], &[4]) {
+        for splits in harness.pick(&[2, 4, 8, 16][..], &[4]) {
             let name = format!("bf16/k20/p0.9/split_k{splits}");
             case(harness, &name, rows, vocab, 0, &k20.clone().algorithm(Algorithm::SplitK { splits: *splits }));
         }
