@@ -137,10 +137,9 @@ impl WgmmaTile {
         /// Bytes of a nanosecond, from memory and from the L2 cache.
         const MEMORY: f64 = 4400.0;
         const CACHE: f64 = 150_000.0;
-        /// A launch, from its first load to its last store; what a cluster and the exchange of sums add.
+        /// A launch, from its first load to its last store; what a cluster adds.
         const LAUNCH: f64 = 4000.0;
         const CLUSTER: f64 = 100.0;
-        const EXCHANGE: f64 = 900.0;
         let shape = self.shape();
         let (tiles, at_once) = (shape.tiles(m, n), shape.at_once(multiprocessors));
         let rounds = tiles.div_ceil(at_once) as f64;
@@ -160,8 +159,14 @@ impl WgmmaTile {
         let memory = (n * k + m * k + m * n) * 2.0 / MEMORY * idle;
         let lines = kernel::ROWS as f64 / shape.across as f64 + shape.n as f64 / shape.down as f64;
         let cache = (tiles * shape.blocks()) as f64 * steps * lines * 128.0 / CACHE;
-        let more = if shape.blocks() > 1 { CLUSTER } else { 0.0 } + if shape.split > 1 { EXCHANGE } else { 0.0 };
-        products.max(memory) + cache + LAUNCH + more
+        // The sums that go from block to block, which for wide tiles is more than their share.
+        let exchange = match (shape.split, shape.n) {
+            (1, _) => 0.0,
+            (_, ..=128) => 900.0,
+            _ => 4000.0,
+        };
+        let cluster = if shape.blocks() > 1 { CLUSTER } else { 0.0 };
+        products.max(memory) + cache + LAUNCH + cluster + exchange
     }
 }
 

@@ -234,6 +234,8 @@ pub unsafe fn linear_wgmma<
             if SPLIT == 1 {
                 stages.release(previous, lane);
                 let mut sums = [0f32; 128];
+                // One by one, as a copy of slices would go through memory.
+                #[allow(clippy::manual_memcpy)]
                 for e in 0..const { N / 2 } {
                     sums[e] = acc.as_ref()[e];
                 }

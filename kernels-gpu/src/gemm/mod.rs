@@ -67,11 +67,11 @@ pub mod rough {
     #[inline(always)]
     pub fn gelu(x: f32) -> f32 {
         let a = float::min(float::abs(x), 6.0);
-        let q = float::fma(-1.991_437_2e-6, a, 6.487_906e-5);
-        let q = float::fma(q, a, -0.000_957_602_97);
+        let q = float::fma(-1.991_437e-6, a, 6.487_906e-5);
+        let q = float::fma(q, a, -0.000_957_603);
         let q = float::fma(q, a, 0.008_619_216);
         let q = float::fma(q, a, -0.054_196_646);
-        let q = float::fma(q, a, -0.458_222_38);
+        let q = float::fma(q, a, -0.458_222_4);
         let q = float::fma(q, a, -1.151_345_5);
         let tail = fast::exp2(float::fma(q, a, -0.999_989_1));
         if x < 0.0 { float::max(x, -6.0) * tail } else { float::fma(-x, tail, x) }
