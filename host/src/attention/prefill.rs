@@ -403,6 +403,7 @@ pub fn prefill<T: Float + CacheElement>(
             && aligned(16, args.q as usize, &[q_token, q_head])
             && aligned(16, args.out as usize, &[out_token, out_head])
             && aligned(128, 0, &[ks.head, vs.head])
+            && [ks.head, vs.head].iter().all(|head| head / 64 <= i32::MAX as usize / kv_heads)
             && stream.device().properties().compute_capability == (9, 0)
     });
     let mma = mma_entry(T::DTYPE, head_dim).filter(|(_, tile)| {

@@ -2,7 +2,7 @@
 //!
 //! # Block
 //! A producer warpgroup and two consumers. The producer's first warp finds the block's tiles
-//! ([`Schedule`](super::ragged::Schedule)), looks up their pages and has the copy engine bring Q, K and V to shared memory.
+//! ([`Schedule`]), looks up their pages and has the copy engine bring Q, K and V to shared memory.
 //! A consumer has 64 query rows. A tile's rows are the query heads of one KV head, packed: row `r` is head `r % group` of
 //! token `r / group`. So all heads of a group share K and V however few tokens there are, a tile spans few tokens, and with
 //! causal attention few of its blocks of keys are masked.
