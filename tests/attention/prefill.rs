@@ -297,7 +297,8 @@ fn a_sequence_does_not_depend_on_its_batch() {
         for path in [PrefillPath::Wgmma, PrefillPath::Mma] {
             let run = |sequences: Vec<(usize, usize)>| {
                 let shape = Shape { sequences, kv_heads: 2, group: 4, dim: 64, page: 16, layout: CacheLayout::Nhd };
-                case::<bf16>(d, &shape).run(s, &PrefillOptions::default().path(path)).0
+                // Scores far apart, so that maxima change often.
+                case::<bf16>(d, &shape).run(s, &PrefillOptions::default().scale(3.0).path(path)).0
             };
             let alone = run(vec![(70, 200)]);
             let among = run(vec![(70, 200), (1, 30), (40, 40), (0, 0), (33, 64)]);

@@ -391,6 +391,8 @@ pub unsafe fn prefill<T, O, const D: usize>(
             };
             let q = q.offset(slot * q_bytes);
             let ends = [batch.end(&tile, row / group), batch.end(&tile, (row + 8) / group)];
+            // Other rows, perhaps of the next sequence, must not decide when these are rescaled, which shows in roundings.
+            let there = [row / group < tile.tokens, (row + 8) / group < tile.tokens];
             // Blocks that every row of the tile sees all of.
             let whole_end = batch.end(&tile, 0) / KEYS as u32;
             let whole_start = batch.start(batch.end(&tile, tile_tokens - 1)).div_ceil(KEYS as u32);
@@ -460,7 +462,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
                     let m = float::max(m, warp::shfl_xor(m, 1));
                     new[h] = float::max(float::max(m, warp::shfl_xor(m, 2)), top[h]);
                 });
-                let grows = |h: usize| (new[h] - top[h]) * fold > SLACK;
+                let grows = |h: usize| there[h] && (new[h] - top[h]) * fold > SLACK;
                 let rescale = warp::warp_vote_any(warp::FULL, grows(0) || grows(1));
                 // The last block's second product, which ran meanwhile.
                 wgmma::wait::<0>(&mut o);
