@@ -124,32 +124,16 @@ pub const fn section_keys(dtype: DType, head_dim: usize) -> u32 {
     (SECTION_BYTES / (2 * head_dim * dtype.size())) as u32
 }
 
-/// How [`PrefillPath::Wgmma`] divides the work for a head size.
-#[derive(Clone, Copy, Debug)]
-pub struct WgmmaTile {
-    /// Threads of a block.
-    pub threads: usize,
-    /// Rows of a tile: query tokens times the heads that share a KV head.
-    pub rows: usize,
-    /// Keys of a block of keys; the tensor maps' boxes have as many, or a page's if that is less.
-    pub keys: usize,
-    /// Dynamic shared memory of a block.
-    pub shared_bytes: usize,
-}
-
-/// The entry of [`PrefillPath::Wgmma`] for heads of this size, and how it divides the work.
-pub const fn wgmma_entry(dtype: DType, head_dim: usize) -> Option<(Entry<wgmma::Args>, WgmmaTile)> {
+/// The entry of [`PrefillPath::Wgmma`] for heads of this size.
+pub const fn wgmma_entry(dtype: DType, head_dim: usize) -> Option<Entry<wgmma::Args>> {
     use wgmma::*;
-    // Consumers and keys as in the table of entries.
-    let (entry, consumers, keys) = match (dtype, head_dim) {
-        (DType::Bf16, 128) => (prefill_wgmma_d128_bf16::ENTRY, 2, 128),
-        (DType::F16, 128) => (prefill_wgmma_d128_f16::ENTRY, 2, 128),
-        (DType::Bf16, 64) => (prefill_wgmma_d64_bf16::ENTRY, 3, 64),
-        (DType::F16, 64) => (prefill_wgmma_d64_f16::ENTRY, 3, 64),
+    Some(match (dtype, head_dim) {
+        (DType::Bf16, 128) => prefill_wgmma_d128_bf16::ENTRY,
+        (DType::F16, 128) => prefill_wgmma_d128_f16::ENTRY,
+        (DType::Bf16, 64) => prefill_wgmma_d64_bf16::ENTRY,
+        (DType::F16, 64) => prefill_wgmma_d64_f16::ENTRY,
         _ => return None,
-    };
-    let shared_bytes = shared_bytes(head_dim, consumers, keys);
-    Some((entry, WgmmaTile { threads: threads(consumers), rows: rows(consumers), keys, shared_bytes }))
+    })
 }
 
 /// What there is of [`PrefillPath::Mma`] for a head size.
@@ -192,9 +176,9 @@ pub const fn plain_entry(dtype: DType) -> Option<Entry<plain::Args>> {
     })
 }
 
-/// How to launch [`PrefillPath::Wgmma`] with what [`wgmma_entry`] gave, on so many multiprocessors.
-pub const fn wgmma_geometry(tile: WgmmaTile, multiprocessors: u32) -> Geometry {
-    Geometry::linear(multiprocessors, tile.threads as u32).shared_bytes(tile.shared_bytes as u32)
+/// How to launch [`PrefillPath::Wgmma`] on so many multiprocessors.
+pub const fn wgmma_geometry(head_dim: usize, multiprocessors: u32) -> Geometry {
+    Geometry::linear(multiprocessors, wgmma::THREADS as u32).shared_bytes(wgmma::shared_bytes(head_dim) as u32)
 }
 
 /// How to launch [`PrefillPath::Mma`] with what [`mma_entry`] gave, on so many multiprocessors.
@@ -224,7 +208,6 @@ pub fn wgmma_query_map(
     [tokens, heads, head_dim]: [usize; 3],
     (token, head): (usize, usize),
     group: usize,
-    tile: WgmmaTile,
 ) -> Result<TensorMap> {
     let bytes = dtype.size() as u64;
     device.tensor_map(&TensorMapDescription {
@@ -234,7 +217,7 @@ pub fn wgmma_query_map(
         dims: [head_dim as u64, heads as u64, tokens as u64, 1, 1],
         // Of a single head or token the stride is of no interest, but it must be one.
         strides: [(head as u64 * bytes).max(16), (token as u64 * bytes).max(16), 0, 0],
-        box_dims: [64, group as u32, tile_tokens(tile.rows, group) as u32, 1, 1],
+        box_dims: [64, group as u32, tile_tokens(wgmma::ROWS, group) as u32, 1, 1],
         swizzle: Swizzle::B128,
     })
 }
@@ -246,11 +229,10 @@ pub fn wgmma_cache_map(
     dtype: DType,
     shape: CacheShape,
     strides: PageStrides,
-    tile: WgmmaTile,
 ) -> Result<TensorMap> {
     let bytes = dtype.size() as u64;
     let halves = shape.head_dim as u64 / 64;
-    let keys = shape.block_size.min(tile.keys) as u64;
+    let keys = shape.block_size.min(wgmma::KEYS) as u64;
     device.tensor_map(&TensorMapDescription {
         base,
         dtype,
@@ -411,16 +393,17 @@ pub fn prefill<T: Float + CacheElement>(
         && cs.block_size.is_power_of_two()
         && aligned(16, args.k as usize, &[ks.block, ks.token, ks.head])
         && aligned(16, args.v as usize, &[vs.block, vs.token, vs.head]);
-    let wgmma = wgmma_entry(T::DTYPE, head_dim).filter(|(_, tile)| {
+    let wgmma = wgmma_entry(T::DTYPE, head_dim).filter(|_| {
         paged
             && cs.block_size >= 8
-            && group <= tile.rows
+            && group <= wgmma::ROWS
             && scale > 0.0
             && soft_cap == 0.0
             && options.alibi.is_none()
             && aligned(16, args.q as usize, &[q_token, q_head])
             && aligned(16, args.out as usize, &[out_token, out_head])
             && aligned(128, 0, &[ks.head, vs.head])
+            && [ks.head, vs.head].iter().all(|head| head / 64 <= i32::MAX as usize / kv_heads)
             && stream.device().properties().compute_capability == (9, 0)
     });
     let mma = mma_entry(T::DTYPE, head_dim).filter(|(_, tile)| {
@@ -436,9 +419,9 @@ pub fn prefill<T: Float + CacheElement>(
     let hopper = !stream.device().is_simt();
     match (options.path, wgmma, mma) {
         (PrefillPath::Wgmma, Some(wgmma), _) | (PrefillPath::Auto, Some(wgmma), None) => {
-            launch_wgmma(stream, wgmma, &args, cache, group, tickets)
+            launch_wgmma(stream, &wgmma, &args, cache, group, tickets)
         }
-        (PrefillPath::Auto, Some(wgmma), _) if hopper => launch_wgmma(stream, wgmma, &args, cache, group, tickets),
+        (PrefillPath::Auto, Some(wgmma), _) if hopper => launch_wgmma(stream, &wgmma, &args, cache, group, tickets),
         (PrefillPath::Auto | PrefillPath::Mma, _, Some((entry, tile))) => {
             let args = mma::Args {
                 out: args.out,
@@ -503,7 +486,7 @@ pub fn prefill<T: Float + CacheElement>(
 /// [`PrefillPath::Wgmma`] for arguments that it takes.
 fn launch_wgmma<T: Float + CacheElement>(
     stream: &Stream,
-    (entry, tile): (Entry<wgmma::Args>, WgmmaTile),
+    entry: &Entry<wgmma::Args>,
     args: &plain::Args,
     cache: &KvCache<T>,
     group: usize,
@@ -515,9 +498,9 @@ fn launch_wgmma<T: Float + CacheElement>(
     let args = wgmma::Args {
         out: args.out,
         lse: args.lse,
-        q_map: wgmma_query_map(device, args.q as u64, T::DTYPE, q_shape, (args.q_token, args.q_head), group, tile)?,
-        k_map: wgmma_cache_map(device, args.k as u64, T::DTYPE, cs, ks, tile)?,
-        v_map: wgmma_cache_map(device, args.v as u64, T::DTYPE, cs, vs, tile)?,
+        q_map: wgmma_query_map(device, args.q as u64, T::DTYPE, q_shape, (args.q_token, args.q_head), group)?,
+        k_map: wgmma_cache_map(device, args.k as u64, T::DTYPE, cs, ks)?,
+        v_map: wgmma_cache_map(device, args.v as u64, T::DTYPE, cs, vs)?,
         starts: args.starts,
         lens: args.lens,
         block_table: args.block_table,
@@ -530,7 +513,7 @@ fn launch_wgmma<T: Float + CacheElement>(
         page_shift: cs.block_size.ilog2(),
         max_pages: args.max_pages,
         pages: args.pages,
-        tile_tokens: tile_tokens(tile.rows, group) as u32,
+        tile_tokens: tile_tokens(wgmma::ROWS, group) as u32,
         out_token: args.out_token,
         out_head: args.out_head,
         k_head: (ks.head / 64) as u32,
@@ -540,7 +523,7 @@ fn launch_wgmma<T: Float + CacheElement>(
         causal: args.causal,
         section_keys: section_keys(T::DTYPE, cs.head_dim),
     };
-    let geometry = wgmma_geometry(tile, device.properties().multiprocessors);
+    let geometry = wgmma_geometry(cs.head_dim, device.properties().multiprocessors);
     // SAFETY: as for the other kernels; the maps describe the tensors.
-    unsafe { stream.launch(&entry, &geometry, &args) }
+    unsafe { stream.launch(entry, &geometry, &args) }
 }

@@ -1,15 +1,15 @@
 //! Attention of chunks of query tokens over a paged KV cache, by Hopper's warpgroup products.
 //!
 //! # Block
-//! A producer warpgroup and two or three consumers. The producer's first warp finds the block's tiles
-//! ([`Schedule`](super::ragged::Schedule)), looks up their pages and has the copy engine bring Q, K and V to shared memory.
+//! A producer warpgroup and two consumers. The producer's first warp finds the block's tiles
+//! ([`Schedule`]), looks up their pages and has the copy engine bring Q, K and V to shared memory.
 //! A consumer has 64 query rows. A tile's rows are the query heads of one KV head, packed: row `r` is head `r % group` of
 //! token `r / group`. So all heads of a group share K and V however few tokens there are, a tile spans few tokens, and with
 //! causal attention few of its blocks of keys are masked.
 //!
 //! # Keys in shared memory
-//! A block of `KEYS` keys is `KEYS / page` boxes of one tensor map of five dimensions: 64 columns (a line of the swizzle),
-//! 8 keys, the halves of the head, groups of 8 keys of the page, pages. A box is a page (or `KEYS` of its keys), so pages
+//! A block of 128 keys is `128 / page` boxes of one tensor map of five dimensions: 64 columns (a line of the swizzle),
+//! 8 keys, the halves of the head, groups of 8 keys of the page, pages. A box is a page (or 128 of its keys), so pages
 //! lie one after another as if the cache were contiguous: the atom of 8 keys × 64 columns `(group, half)` is number
 //! `group * halves + half`, which the products' descriptors take as a stride. Pages that do not exist are outside of the
 //! tensor and become zeros; what follows a sequence's end in its last page is overwritten with zeros.
@@ -17,7 +17,7 @@
 //! # Schedule
 //! A consumer issues `S = Q Kᵀ` of the next block and `O += P V` of the last one together, then does the softmax of the
 //! next block while the tensor cores work on the second product; named barriers have the consumers take turns in issuing,
-//! so that one's softmax falls into the others' products. P goes from the accumulators of the first product to the A
+//! so that one's softmax falls into the other's products. P goes from the accumulators of the first product to the A
 //! registers of the second without a shuffle. Blocks go from right to left: the masked ones come first. Q and the output
 //! share memory, which is there twice: the producer fetches the next tile's Q and first keys during the last blocks of a
 //! tile.
@@ -36,26 +36,28 @@ use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, K, Mn};
 use cuda_std::{Global, GlobalMut, bf16, entries, f16, float, mbarrier, mma, thread, tma, unroll, warp};
 
-/// Threads of a block with so many consumers: theirs and those of the producer warpgroup.
-pub const fn threads(consumers: usize) -> usize {
-    128 * (1 + consumers)
-}
+/// Consumer warpgroups of a block.
+const CONSUMERS: usize = 2;
+/// Threads of a block: the consumers and a producer warpgroup.
+pub const THREADS: usize = 128 * (1 + CONSUMERS);
 /// Query rows of a tile.
-pub const fn rows(consumers: usize) -> usize {
-    64 * consumers
-}
+pub const ROWS: usize = 64 * CONSUMERS;
+/// Keys of a block of keys.
+pub const KEYS: usize = 128;
 /// Tiles of Q in shared memory.
 const Q_STAGES: u32 = 2;
 /// Blocks of K, and of V, in shared memory.
 const STAGES: u32 = 2;
+/// A consumer thread's scores of a block.
+type Scores = [f32; KEYS / 2];
 /// Words that say what a tile is.
 const WORDS: usize = 8;
 /// By how much (as an exponent of 2) a maximum may be exceeded.
 const SLACK: f32 = 8.0;
 
 /// Dynamic shared memory of a block.
-pub const fn shared_bytes(head_dim: usize, consumers: usize, keys: usize) -> usize {
-    (Q_STAGES as usize * rows(consumers) + 2 * STAGES as usize * keys) * head_dim * 2 + 512
+pub const fn shared_bytes(head_dim: usize) -> usize {
+    (Q_STAGES as usize * ROWS + 2 * STAGES as usize * KEYS) * head_dim * 2 + 512
 }
 
 /// Barriers, by number.
@@ -106,12 +108,11 @@ fn uniform(value: u32) -> u32 {
 /// * `q_map`: over `[tokens, q_heads, D]`, boxes of 64 × group × `tile_tokens`; `k_map`, `v_map`: as the module says, in
 ///   boxes of `min(page, KEYS)` keys; `k_head`, `v_head`: distance of heads in units of 64 elements.
 /// * `out`: its vectors start at multiples of 16 bytes.
-/// * `tile_tokens * group` is at most [`rows`] of `CONSUMERS`; `scale` is positive.
+/// * `tile_tokens * group` is at most [`ROWS`]; `scale` is positive.
 ///
-/// `S` and `O` hold the sums of `KEYS` and of `D` columns. Block: [`threads`] of `CONSUMERS`; any grid; shared memory:
-/// [`shared_bytes`] of `D`, `CONSUMERS` and `KEYS`.
+/// `O` holds the sums of `D` columns. Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`.
 #[inline(always)]
-pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEYS: usize>(
+pub unsafe fn prefill<T, O, const D: usize>(
     out: *mut T,
     lse: *mut f32,
     q_map: *const TensorMap,
@@ -140,15 +141,14 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
     section_keys: u32,
 ) where
     T: TensorFloat + wgmma::Input,
-    S: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
     O: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
 {
-    const { assert!(S::N == KEYS && O::N == D && (KEYS == 64 || KEYS == 128) && (D == 64 || D == 128)) };
+    const { assert!(O::N == D && (D == 64 || D == 128)) };
     let halves = const { D as u32 / 64 };
-    let tile_rows = const { rows(CONSUMERS) as u32 };
+    let tile_rows = const { ROWS as u32 };
     // Bytes of the tile's rows in one half.
     let half_bytes = tile_rows * 128;
-    let (q_bytes, kv_bytes) = const { ((rows(CONSUMERS) * D * 2) as u32, (KEYS * D * 2) as u32) };
+    let (q_bytes, kv_bytes) = const { ((ROWS * D * 2) as u32, (KEYS * D * 2) as u32) };
     let batch = Batch {
         starts: Global::new(starts),
         lens: Global::new(lens),
@@ -165,7 +165,7 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
     core::hint::assert_unchecked(group != 0);
 
     let mut carver = Carver::new();
-    let q_tiles = carver.take_aligned::<T>(Q_STAGES as usize * rows(CONSUMERS) * D, 1024);
+    let q_tiles = carver.take_aligned::<T>(Q_STAGES as usize * ROWS * D, 1024);
     let k_tiles = carver.take_aligned::<T>(STAGES as usize * KEYS * D, 1024);
     let v_tiles = carver.take_aligned::<T>(STAGES as usize * KEYS * D, 1024);
     let barriers = carver.take::<u64>(BARRIERS);
@@ -204,7 +204,7 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
                 q_tiles.set_as(line * 64 + 8 * i, B128([0u32; 4]));
             }
         }
-        line += const { threads(CONSUMERS) as u32 };
+        line += const { THREADS as u32 };
     }
     tma::fence_async();
     thread::sync_threads();
@@ -347,11 +347,7 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
             }
         }
     } else {
-        if CONSUMERS == 2 {
-            wgmma::increase_registers::<224>();
-        } else {
-            wgmma::increase_registers::<152>();
-        }
+        wgmma::increase_registers::<224>();
         let me = warp_id / 4 - 1;
         let (g, t) = (lane / 4, lane % 4);
         // This thread's rows of the tile: this one and eight further.
@@ -395,33 +391,31 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
             };
             let q = q.offset(slot * q_bytes);
             let ends = [batch.end(&tile, row / group), batch.end(&tile, (row + 8) / group)];
+            // Other rows, perhaps of the next sequence, must not decide when these are rescaled, which shows in roundings.
+            let there = [row / group < tile.tokens, (row + 8) / group < tile.tokens];
             // Blocks that every row of the tile sees all of.
             let whole_end = batch.end(&tile, 0) / KEYS as u32;
             let whole_start = batch.start(batch.end(&tile, tile_tokens - 1)).div_ceil(KEYS as u32);
 
-            let mut s = S::zero();
+            let mut s = Scores::zero();
             let mut o = O::zero();
             let mut top = [f32::NEG_INFINITY; 2];
             let mut sum = [0f32; 2];
 
-            let scores = |s: &mut S, stage: u32| {
+            let scores = |s: &mut Scores, stage: u32| {
                 let k = k.offset(stage * kv_bytes);
                 s.multiply::<T, 4, _, _>(q, k, false);
                 if D > 64 {
                     s.multiply::<T, 4, _, _>(q.offset(half_bytes), k.offset(1024), true);
                 }
             };
-            // Of which the first `KEYS / 16` count.
-            let values = |o: &mut O, p: &[[u32; 4]; 8], stage: u32| {
+            let values = |o: &mut O, p: &[[u32; 4]; KEYS / 16], stage: u32| {
                 let v = v.offset(stage * kv_bytes);
                 o.multiply_registers::<T, 4, _>([p[0], p[1], p[2], p[3]], v, true);
-                if KEYS > 64 {
-                    o.multiply_registers::<T, 4, _>([p[4], p[5], p[6], p[7]], v.advance(4), true);
-                }
+                o.multiply_registers::<T, 4, _>([p[4], p[5], p[6], p[7]], v.advance(4), true);
             };
             // What a row does not see becomes -inf.
-            let mask = |s: &mut S, block: u32, wrong: u32| {
-                let s = s.as_mut();
+            let mask = |s: &mut Scores, block: u32, wrong: u32| {
                 let base = (block * KEYS as u32 + 2 * t) as i32;
                 unroll::<2>(|h| {
                     let end = ends[h] as i32 - base;
@@ -451,7 +445,7 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
             k_ring = v_ring.next();
             let last_block = first_block + blocks - 1;
             let mut block = last_block;
-            let mut p = [[0u32; 4]; 8];
+            let mut p = [[0u32; 4]; KEYS / 16];
             // Its loop begins behind the products, so that what they need is known to be uniform long before them.
             loop {
                 let (k_slot, v_slot) = (uniform(k_ring.slot), uniform(v_ring.slot));
@@ -459,17 +453,16 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
                     mask(&mut s, block, wrong);
                 }
                 let mut new = [0f32; 2];
-                let x = s.as_ref();
                 unroll::<2>(|h| {
                     let mut m = [f32::NEG_INFINITY; 2];
                     for j in 0..KEYS / 8 {
-                        unroll::<2>(|c| m[c] = float::max(m[c], x[4 * j + 2 * h + c]));
+                        unroll::<2>(|c| m[c] = float::max(m[c], s[4 * j + 2 * h + c]));
                     }
                     let m = float::max(m[0], m[1]);
                     let m = float::max(m, warp::shfl_xor(m, 1));
                     new[h] = float::max(float::max(m, warp::shfl_xor(m, 2)), top[h]);
                 });
-                let grows = |h: usize| (new[h] - top[h]) * fold > SLACK;
+                let grows = |h: usize| there[h] && (new[h] - top[h]) * fold > SLACK;
                 let rescale = warp::warp_vote_any(warp::FULL, grows(0) || grows(1));
                 // The last block's second product, which ran meanwhile.
                 wgmma::wait::<0>(&mut o);
@@ -494,13 +487,11 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
                 let reference = |h: usize| if top[h] == f32::NEG_INFINITY { 0.0 } else { -(top[h] * fold) };
                 let reference = [reference(0), reference(1)];
                 let mut part = [[0f32; 2]; 2];
-                let scores_of = s.as_ref();
                 for step in 0..KEYS / 16 {
                     unroll::<4>(|i| {
                         let e = 8 * step + 2 * i;
                         let exponent = |s: f32| float::fma(s, fold, reference[i % 2]);
-                        let (x, y) =
-                            (float::fast::exp2(exponent(scores_of[e])), float::fast::exp2(exponent(scores_of[e + 1])));
+                        let (x, y) = (float::fast::exp2(exponent(s[e])), float::fast::exp2(exponent(s[e + 1])));
                         part[i % 2][0] += x;
                         part[i % 2][1] += y;
                         p[step][i] = T::pack_f32(x, y);
@@ -521,12 +512,8 @@ pub unsafe fn prefill<T, S, O, const D: usize, const CONSUMERS: usize, const KEY
                 thread::arrive_named(turn_after, 256);
                 v_ring = k_ring;
                 k_ring = k_ring.next();
-                // The second product's groups may go on.
-                if KEYS > 64 {
-                    wgmma::wait::<2>(&mut s);
-                } else {
-                    wgmma::wait::<1>(&mut s);
-                }
+                // The second product's two groups may go on.
+                wgmma::wait::<2>(&mut s);
                 release(K_EMPTY, k_slot);
             }
             let stage = v_ring.slot;
@@ -606,8 +593,8 @@ entries! {
         kv_heads: u32, page_shift: u32, max_pages: u32, pages: u32, tile_tokens: u32, out_token: usize, out_head: usize, k_head: u32,
         v_head: u32, scale: f32, window: u32, causal: u32, section_keys: u32,
     );
-    prefill_wgmma_d128_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], [f32; 64], 128, 2, 128>;
-    prefill_wgmma_d128_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], [f32; 64], 128, 2, 128>;
-    prefill_wgmma_d64_bf16 { type T = bf16; } [512, 1; Sm90a] => prefill::<T, [f32; 32], [f32; 32], 64, 3, 64>;
-    prefill_wgmma_d64_f16 { type T = f16; } [512, 1; Sm90a] => prefill::<T, [f32; 32], [f32; 32], 64, 3, 64>;
+    prefill_wgmma_d128_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128>;
+    prefill_wgmma_d128_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128>;
+    prefill_wgmma_d64_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64>;
+    prefill_wgmma_d64_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64>;
 }
