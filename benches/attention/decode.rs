@@ -50,8 +50,7 @@ fn case<S: CacheElement>(
     const PAGE: usize = 16;
     let tokens = batch * context;
     let rows = batch * q_heads * DIM * 2;
-    let cost =
-        Cost::bytes(tokens * kv_heads * DIM * 2 * size_of::<S>() + rows, rows).flops(4 * tokens * q_heads * DIM);
+    let cost = Cost::bytes(tokens * kv_heads * DIM * 2 * size_of::<S>() + rows, rows).flops(4 * tokens * q_heads * DIM);
     harness.case(&format!("attention/decode/{name}/{batch}x{context}"), cost, move |device, stream, set| {
         let pages = tokens / PAGE;
         let shape = [pages, PAGE, kv_heads, DIM];

@@ -253,8 +253,15 @@ fn a_sequence_does_not_depend_on_its_batch() {
 #[test]
 fn a_hint_changes_the_split_alone() {
     on_every_device(|d, s| {
-        let shape =
-            Shape { lens: vec![700, 1, 0, 129], q_len: 1, kv_heads: 2, group: 4, dim: 64, page: 8, layout: CacheLayout::Nhd };
+        let shape = Shape {
+            lens: vec![700, 1, 0, 129],
+            q_len: 1,
+            kv_heads: 2,
+            group: 4,
+            dim: 64,
+            page: 8,
+            layout: CacheLayout::Nhd,
+        };
         let mut c = case::<f16, f16>(d, &shape);
         let q = c.q.reshape(&[4, 8, 64]).unwrap();
         let run = |workspace: &mut DecodeWorkspace| {

@@ -68,8 +68,7 @@ pub fn merge<T: Float>(
     call.value((1..=MAX_PARTS).contains(&parts.len()), "parts", format!("1 to {MAX_PARTS}"), parts.len())?;
     let outer = out.shape()[..out.shape().len() - 1].to_vec();
     let null = std::ptr::null();
-    let mut pointers =
-        Parts { out: [null; MAX_PARTS], lse: [std::ptr::null(); MAX_PARTS], stride: [0; MAX_PARTS] };
+    let mut pointers = Parts { out: [null; MAX_PARTS], lse: [std::ptr::null(); MAX_PARTS], stride: [0; MAX_PARTS] };
     for (i, (part, logs)) in parts.iter().enumerate() {
         call.same_shape("parts", part.shape(), out.shape())?;
         call.same_shape("parts", logs.shape(), &outer)?;
