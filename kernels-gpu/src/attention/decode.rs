@@ -421,12 +421,13 @@ pub unsafe fn decode<
 
     // Operands: where this lane's rows of K and V lie in a stage, and the piece of step 0.
     let k_row = lane % 16;
-    let k_piece = lane / 16 ^ swizzle(pieces, k_row as usize) as u32;
+    let k_piece = (lane / 16) ^ swizzle(pieces, k_row as usize) as u32;
     let (v_row, v_piece) = if element == 2 { (lane % 8 + lane / 16 * 8, lane / 8 % 2) } else { (lane % 16, lane / 16) };
     let v_piece = v_piece ^ swizzle(pieces, v_row as usize) as u32;
     let (k_from, v_from) = (k_row * row_bytes as u32, (v_row + KEYS as u32) * row_bytes as u32);
     // Of step `s`: the exclusive or changes three bits only, so four sums serve all steps.
-    let operand_at = |from: u32, piece: u32, s: usize| from + (piece ^ 2 * (s % 4) as u32) * 16 + (s / 4 * 128) as u32;
+    let operand_at =
+        |from: u32, piece: u32, s: usize| from + (piece ^ (2 * (s % 4) as u32)) * 16 + (s / 4 * 128) as u32;
 
     // The launch of `combine` may begin; it waits for this one to end.
     dependent_launch::launch_dependents();
