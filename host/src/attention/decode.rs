@@ -257,11 +257,14 @@ pub const fn split_geometry(dim: usize, cache: DType, rows: usize, multiprocesso
 }
 
 /// The entry that merges partial results for tensors of `dtype`; to be launched after [`split_entry`]'s if any sequence may
-/// have more than one chunk.
-pub const fn combine_entry(dtype: DType) -> Option<Entry<split::CombineArgs>> {
-    match dtype {
-        DType::Bf16 => Some(split::combine_bf16::ENTRY),
-        DType::F16 => Some(split::combine_f16::ENTRY),
+/// have more than one chunk. Few `heads` (of all sequences, as for [`combine_geometry`]) leave room for more loads in
+/// flight, which changes no result.
+pub const fn combine_entry(dtype: DType, heads: usize) -> Option<Entry<split::CombineArgs>> {
+    match (dtype, heads) {
+        (DType::Bf16, 0..=256) => Some(split::combine_long_bf16::ENTRY),
+        (DType::F16, 0..=256) => Some(split::combine_long_f16::ENTRY),
+        (DType::Bf16, _) => Some(split::combine_bf16::ENTRY),
+        (DType::F16, _) => Some(split::combine_f16::ENTRY),
         _ => None,
     }
 }
@@ -459,9 +462,12 @@ pub fn decode<T: Float, S: CacheElement>(
             // SAFETY: shapes, strides, alignment, device and overlap were checked above; lengths and page numbers are
             // clamped by the kernel.
             unsafe { stream.launch(&entry, &geometry, &args) }?;
-            let Some(combine) = combine_entry(T::DTYPE).filter(|_| args.partial_chunks > 1) else { return Ok(()) };
             let block = block_rows(dim, group_rows);
-            let geometry = combine_geometry(call.count("q", batch * kv_heads * group_rows.div_ceil(block))?);
+            let heads = batch * kv_heads * group_rows.div_ceil(block);
+            let Some(combine) = combine_entry(T::DTYPE, heads).filter(|_| args.partial_chunks > 1) else {
+                return Ok(());
+            };
+            let geometry = combine_geometry(call.count("q", heads)?);
             let args = split::CombineArgs {
                 out: args.out,
                 lse: args.lse,

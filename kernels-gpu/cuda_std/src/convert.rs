@@ -247,7 +247,7 @@ fn e4m3_bytes_to_f16(bytes: u32) -> u32 {
     let magnitude = bytes & 0x7f00_7f00;
     let scaled = times_256(bytes & 0x8000_8000 | magnitude >> 1);
     // NaN is 0x7f alone, which the addition carries into the sign's place.
-    let nan = magnitude + 0x0100_0100 & 0x8000_8000;
+    let nan = (magnitude + 0x0100_0100) & 0x8000_8000;
     let mask = nan - (nan >> 15);
     scaled & !(nan | mask) | mask
 }

@@ -186,8 +186,9 @@ struct Item {
     head: u32,
 }
 
-/// Maps ascending item numbers to items, by a running prefix sum over the sequences: each lane holds one of 32.
-struct Cursor {
+/// Maps ascending item numbers to items, by a running prefix sum over the sequences: each lane holds one of 32. Without
+/// `ROOM` for it, what takes a register is computed again.
+struct Cursor<const ROOM: bool> {
     /// First of the 32 sequences.
     base: u32,
     /// Items before `base`.
@@ -197,6 +198,8 @@ struct Cursor {
     next_len: u32,
     /// Items of the 32 sequences up to this lane's last one.
     sum: u32,
+    /// [`Lengths::visible_chunks`] of this lane's sequence.
+    visible: (u32, u32),
 }
 
 /// The first key that any query token of a sequence sees.
@@ -233,12 +236,12 @@ impl Lengths {
     }
 }
 
-impl Cursor {
+impl<const ROOM: bool> Cursor<ROOM> {
     #[inline(always)]
     unsafe fn new(lengths: Lengths) -> Self {
         let lane = warp::lane_id();
         let (len, next_len) = (lengths.get(lane), lengths.get(32 + lane));
-        let mut cursor = Self { base: 0, before: 0, len, next_len, sum: 0 };
+        let mut cursor = Self { base: 0, before: 0, len, next_len, sum: 0, visible: (0, 0) };
         cursor.count(lengths);
         cursor
     }
@@ -247,8 +250,8 @@ impl Cursor {
     #[inline(always)]
     unsafe fn count(&mut self, lengths: Lengths) {
         self.len = self.len.min(lengths.max_len);
-        let (_, chunks) = lengths.visible_chunks(self.len);
-        self.sum = if self.base + warp::lane_id() < lengths.batch { chunks * lengths.heads } else { 0 };
+        self.visible = lengths.visible_chunks(self.len);
+        self.sum = if self.base + warp::lane_id() < lengths.batch { self.visible.1 * lengths.heads } else { 0 };
         unroll::<5>(|i| {
             let (below, ok) = warp::warp_shuffle_up(warp::FULL, self.sum, 1 << i, 32);
             self.sum += if ok { below } else { 0 };
@@ -265,7 +268,11 @@ impl Cursor {
                 let heads = lengths.heads;
                 core::hint::assert_unchecked(heads != 0);
                 let len = warp::shfl_idx(self.len, owner);
-                let (first_chunk, chunks) = lengths.visible_chunks(len);
+                let (first_chunk, chunks) = if ROOM {
+                    (warp::shfl_idx(self.visible.0, owner), warp::shfl_idx(self.visible.1, owner))
+                } else {
+                    lengths.visible_chunks(len)
+                };
                 let within = index - (self.before + warp::shfl_idx(self.sum, owner) - chunks * heads);
                 return Some(Item {
                     sequence: self.base + owner,
@@ -315,7 +322,8 @@ fn wait_for_oldest<const STAGES: usize>(in_ring: u32) {
 ///   to 16 bytes. Sequences of more than one chunk leave their results there for [`combine`].
 /// * `window`: keys that a query token sees, 0 for all; `soft_cap`: 0 for none; `hint`: for [`chunk_shift`].
 ///
-/// `D` is `head_dim` rounded up to an instance; `PREFETCH_Q`: whether there are registers for Q of the next item. Each KV head is served as `ceil(rows / (8 * TILES))` heads.
+/// `D` is `head_dim` rounded up to an instance; each KV head is served as `ceil(rows / (8 * TILES))` heads. `ROOM`: whether
+/// there are registers for Q of the next item.
 /// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn decode<
@@ -324,7 +332,7 @@ pub unsafe fn decode<
     const D: usize,
     const TILES: usize,
     const STAGES: usize,
-    const PREFETCH_Q: bool,
+    const ROOM: bool,
 >(
     out: *mut T,
     lse: *mut f32,
@@ -413,12 +421,13 @@ pub unsafe fn decode<
 
     // Operands: where this lane's rows of K and V lie in a stage, and the piece of step 0.
     let k_row = lane % 16;
-    let k_piece = lane / 16 ^ swizzle(pieces, k_row as usize) as u32;
+    let k_piece = (lane / 16) ^ swizzle(pieces, k_row as usize) as u32;
     let (v_row, v_piece) = if element == 2 { (lane % 8 + lane / 16 * 8, lane / 8 % 2) } else { (lane % 16, lane / 16) };
     let v_piece = v_piece ^ swizzle(pieces, v_row as usize) as u32;
     let (k_from, v_from) = (k_row * row_bytes as u32, (v_row + KEYS as u32) * row_bytes as u32);
     // Of step `s`: the exclusive or changes three bits only, so four sums serve all steps.
-    let operand_at = |from: u32, piece: u32, s: usize| from + (piece ^ 2 * (s % 4) as u32) * 16 + (s / 4 * 128) as u32;
+    let operand_at =
+        |from: u32, piece: u32, s: usize| from + (piece ^ (2 * (s % 4) as u32)) * 16 + (s / 4 * 128) as u32;
 
     // The launch of `combine` may begin; it waits for this one to end.
     dependent_launch::launch_dependents();
@@ -432,7 +441,7 @@ pub unsafe fn decode<
         vec::prefetch_l2(out.ptr(0usize));
     }
     let lengths = Lengths { lens, max_len: max_pages << page_shift, batch, q_len, heads, window, hint };
-    let mut cursor = Cursor::new(lengths);
+    let mut cursor = Cursor::<ROOM>::new(lengths);
     let mut index = thread::block_idx_x();
 
     // Items come into view one after another, so that no load is waited for: first the next one's page numbers are read,
@@ -525,7 +534,7 @@ pub unsafe fn decode<
                     let kv_head = ahead.head / row_blocks;
                     ahead_k = kv_head as usize * k_head + piece_at;
                     ahead_v = kv_head as usize * v_head + piece_at;
-                    if PREFETCH_Q {
+                    if ROOM {
                         load_q(ahead, &mut q_ahead);
                     }
                     index += thread::grid_dim_x();
@@ -757,7 +766,7 @@ pub unsafe fn decode<
         let kv_head = item.head / row_blocks;
         let first_row = (item.head - kv_head * row_blocks) * block_rows;
         k_scale = if has_k_scale { k_scales.get(kv_head * scale_per_head) } else { 1.0 };
-        if PREFETCH_Q {
+        if ROOM {
             unroll::<TILES>(|tile| {
                 for s in 0..D / 16 {
                     unroll::<2>(|half| qf[tile][s][half] = q_ahead[tile][s][half]);
@@ -846,16 +855,14 @@ impl<T: TensorFloat> Finisher<T> {
 
 /// Threads of a block of [`combine`].
 pub const COMBINE_THREADS: usize = 128;
-/// Partial results that a thread of it loads at once.
-const BATCH: usize = 8;
 
 /// Merges the partial results that [`decode`] leaves of sequences of more than one chunk, in the order of the chunks.
 ///
 /// Arguments as there; `slot_rows` are the rows of a partial result: the smaller of `q_heads / kv_heads * q_len` and of the
 /// rows of a block. A block for each head of each sequence, heads running fastest as there; block: [`COMBINE_THREADS`], four dimensions of a
-/// row each.
+/// row each. A thread has `BATCH` partial results in flight, which changes no result.
 #[inline(always)]
-pub unsafe fn combine<T: TensorFloat>(
+pub unsafe fn combine<T: TensorFloat, const BATCH: usize>(
     out: *mut T,
     lse: *mut f32,
     lens: *const i32,
@@ -906,30 +913,34 @@ pub unsafe fn combine<T: TensorFloat>(
     let mut e = thread::thread_idx_x();
     while e < rows * quads {
         let (r, d) = (e / quads, e % quads * 4);
-        let (mut top, mut sum, mut value) = (f32::NEG_INFINITY, 0f32, [0f32; 4]);
+        // The maximum first, so that the order of the sums is that of the chunks, however many are loaded at once. What lies
+        // beyond the last chunk is the last chunk: it changes no maximum, and has weight 0.
+        let stats_at = slot_rows * head_dim + 2 * r;
+        let slot_of = |c: u32| slots.offset(c.min(chunks - 1) as usize * slot_floats);
+        let mut top = f32::NEG_INFINITY;
+        let mut chunk = 0;
+        while chunks > BATCH as u32 && chunk < chunks {
+            let mut tops = [0f32; BATCH];
+            unroll::<BATCH>(|j| tops[j] = slot_of(chunk + j as u32).get_hinted(stats_at, SecondLevel));
+            unroll::<BATCH>(|j| top = float::max(top, tops[j]));
+            chunk += BATCH as u32;
+        }
+        let (mut sum, mut value) = (0f32, [0f32; 4]);
         let mut chunk = 0;
         while chunk < chunks {
-            let (mut tops, mut sums) = ([0f32; BATCH], [0f32; BATCH]);
+            let (mut weights, mut sums) = ([0f32; BATCH], [0f32; BATCH]);
             let mut parts = [[0f32; 4]; BATCH];
             unroll::<BATCH>(|j| {
                 let c = chunk + j as u32;
-                tops[j] = f32::NEG_INFINITY;
-                if c < chunks {
-                    let slot = slots.offset(c as usize * slot_floats);
-                    let at = slot_rows * head_dim + 2 * r;
-                    B64([tops[j], sums[j]]) = slot.get_hinted::<B64<f32, 2>>(at, SecondLevel);
-                    B128(parts[j]) = slot.get_hinted::<B128<f32, 4>>(r * head_dim + d, SecondLevel);
-                }
+                let B64([top, sum]) = slot_of(c).get_hinted::<B64<f32, 2>>(stats_at, SecondLevel);
+                B128(parts[j]) = slot_of(c).get_hinted::<B128<f32, 4>>(r * head_dim + d, SecondLevel);
+                (weights[j], sums[j]) = (if c < chunks { top } else { f32::NEG_INFINITY }, sum);
             });
-            let mut new = top;
-            unroll::<BATCH>(|j| new = float::max(new, tops[j]));
-            let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
-            let shrink = float::fast::exp2(top - reference);
-            top = new;
-            sum *= shrink;
-            unroll::<4>(|i| value[i] *= shrink);
+            // News only if this is the one batch.
+            unroll::<BATCH>(|j| top = float::max(top, weights[j]));
+            let reference = if top == f32::NEG_INFINITY { 0.0 } else { top };
             unroll::<BATCH>(|j| {
-                let weight = float::fast::exp2(tops[j] - reference);
+                let weight = float::fast::exp2(weights[j] - reference);
                 sum = float::fma(weight, sums[j], sum);
                 unroll::<4>(|i| value[i] = float::fma(weight, parts[j][i], value[i]));
             });
@@ -1001,6 +1012,8 @@ entries! {
         kv_heads: u32, slot_rows: u32, head_dim: u32, page_shift: u32, max_pages: u32, partial_chunks: u32, hint: u32,
         window: u32, out_token: usize, out_head: usize,
     );
-    combine_bf16 { type T = bf16; } [COMBINE_THREADS] => combine::<T>;
-    combine_f16 { type T = f16; } [COMBINE_THREADS] => combine::<T>;
+    combine_bf16 { type T = bf16; } [COMBINE_THREADS] => combine::<T, 4>;
+    combine_f16 { type T = f16; } [COMBINE_THREADS] => combine::<T, 4>;
+    combine_long_bf16 { type T = bf16; } [COMBINE_THREADS] => combine::<T, 16>;
+    combine_long_f16 { type T = f16; } [COMBINE_THREADS] => combine::<T, 16>;
 }

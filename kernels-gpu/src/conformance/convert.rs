@@ -7,7 +7,7 @@ use cuda_std::{E4M3, E5M2, Global, bf16, convert, entries, f16, thread, vec};
 /// Threads of a block.
 pub const THREADS: usize = 128;
 /// Words of a thread.
-pub const WORDS: usize = 63;
+pub const WORDS: usize = 67;
 
 /// The same NaN for all.
 #[inline(always)]
@@ -47,6 +47,9 @@ pub unsafe fn conformance(data: *const f32, out: *mut u32) {
     words.put(convert::pack_i8x4(v));
     let four = i.wrapping_mul(0x0103_0709);
     words.put_all_f32(convert::unpack_i8x4(four));
+    let [low, high] = convert::i8x4_to_f16x2(four);
+    words.put_all_f32(convert::unpack_f16x2(low));
+    words.put_all_f32(convert::unpack_f16x2(high));
 
     words.put(convert::f32_to_e4m3(v[0]).0 as u32 | (convert::f32_to_e5m2(v[0]).0 as u32) << 8);
     words.put(convert::pack_e4m3x2(v[0], v[1]) as u32 | (convert::pack_e5m2x2(v[0], v[1]) as u32) << 16);
