@@ -1,1 +1,7 @@
+mod all_to_all;
+mod dispatch;
 mod eplb;
+mod expert_map;
+mod faults;
+mod layout;
+mod ranks;

@@ -30,6 +30,7 @@ pub use block::{
     BarrierOp, Lanes, MAX_BARRIERS, MAX_THREADS, WARP_SIZE, block_barrier, block_barrier_arrive, warp_collective,
 };
 pub use error::{Access, Dim3, ErrorKind, LaunchError, Loc, Space, StuckThread, ThreadState};
+pub use global_race::Peers;
 pub use launch::{Checks, Defaults, Launch, MAX_SHARED_BYTES, Order, Region, Registered, launch};
 pub use memory::Buffer;
 pub use tensor::{ldmatrix, mma, mma_m16n8k16, stmatrix};
