@@ -318,19 +318,18 @@ fn delays_change_nothing() {
             run(devices, &config, |rank, stream, meeting| {
                 let inputs: Vec<Inputs> = all.iter().map(|round| Inputs::new(rank, round)).collect();
                 let mut routing = rank.routing().unwrap();
+                let shape = [rank.capacity(), config.hidden];
+                let copy = || Tensor::<bf16>::uninit(rank.device(), &shape).unwrap();
+                let mut kept: Vec<_> = inputs.iter().map(|_| copy()).collect();
                 meeting.wait();
                 let mut dice = Dice(rank.rank() as u64 + 1);
                 let options = DispatchOptions::default().arrangement(arrangement);
-                let mut kept = vec![];
-                for inputs in &inputs {
+                for (inputs, copy) in inputs.iter().zip(&mut kept) {
                     std::thread::sleep(Duration::from_millis(dice.below(20) as u64));
                     let received =
                         rank.dispatch(stream, &mut routing, &inputs.x, &inputs.ids, None, &options).unwrap();
                     // Copied by the stream: by the time of the next dispatch, peers may write again.
-                    let rows = received.rows.bf16().unwrap();
-                    let mut copy = Tensor::<bf16>::uninit(rank.device(), rows.shape()).unwrap();
-                    stream.copy(&mut copy, rows).unwrap();
-                    kept.push(copy);
+                    stream.copy(copy, received.rows.bf16().unwrap()).unwrap();
                 }
                 rank.check(stream).unwrap();
                 meeting.wait();

@@ -2,7 +2,7 @@
 
 use super::ranks::{on_every_setup, run};
 use std::time::Duration;
-use warploom::ep::{Arrangement, CombineOptions, Communicator, Config, DispatchOptions, Fault, Phase};
+use warploom::ep::{Arrangement, CombineOptions, Communicator, Config, DispatchOptions, Fault, Phase, Routing};
 use warploom::{Error, Stream, Tensor, bf16};
 
 const TOKENS: usize = 6;
@@ -37,12 +37,24 @@ fn there_and_back(rank: &mut Communicator, stream: &Stream) {
     }
 }
 
-fn dispatch(rank: &mut Communicator, stream: &Stream, ids: &[i32], options: &DispatchOptions<'_>) {
-    let d = rank.device().clone();
-    let x = Tensor::zeros(&d, &[ids.len(), 64]).unwrap();
-    let ids = Tensor::from_slice(&d, ids, &[ids.len(), 1]).unwrap();
-    let mut routing = rank.routing().unwrap();
-    rank.dispatch(stream, &mut routing, &x, &ids, None, options).unwrap();
+/// What a dispatch needs, made before any rank begins: on a GPU that ranks share, that waits for all of them.
+struct Call {
+    x: Tensor<bf16>,
+    ids: Tensor<i32>,
+    routing: Routing,
+}
+
+impl Call {
+    fn new(rank: &Communicator, ids: &[i32]) -> Self {
+        let d = rank.device();
+        let x = Tensor::zeros(d, &[ids.len(), 64]).unwrap();
+        let ids = Tensor::from_slice(d, ids, &[ids.len(), 1]).unwrap();
+        Self { x, ids, routing: rank.routing().unwrap() }
+    }
+
+    fn go(&mut self, rank: &mut Communicator, stream: &Stream, options: &DispatchOptions<'_>) {
+        rank.dispatch(stream, &mut self.routing, &self.x, &self.ids, None, options).unwrap();
+    }
 }
 
 /// Devices of a GPU that several ranks share wait for all of them in `to_vec`; the ranks here go their own ways.
@@ -57,13 +69,15 @@ fn a_dead_rank_is_named() {
             run(devices, &config(), |rank, stream, meeting| {
                 let dead = rank.ranks() - 1;
                 let options = DispatchOptions::default().arrangement(arrangement);
+                let mut call = Call::new(rank, &[0, 11]);
+                meeting.wait();
                 if rank.rank() != dead {
-                    dispatch(rank, stream, &[0, 11], &options);
+                    call.go(rank, stream, &options);
                     let seen = fault(rank.check(stream));
                     assert_eq!(seen, Fault::TimeOut { rank: rank.rank(), peer: dead, phase: Phase::Entry });
                     // What follows fails at once.
                     let start = std::time::Instant::now();
-                    dispatch(rank, stream, &[0, 11], &options);
+                    call.go(rank, stream, &options);
                     assert_eq!(fault(rank.check(stream)), seen);
                     assert!(devices[0].is_simt() || start.elapsed() < Duration::from_millis(250));
                 }
@@ -82,12 +96,14 @@ fn a_dead_rank_is_named() {
 fn a_rank_that_comes_too_late() {
     on_every_setup(&[2], |devices| {
         run(devices, &config(), |rank, stream, meeting| {
+            let mut call = Call::new(rank, &[0, 11]);
+            meeting.wait();
             if rank.rank() == 1 {
                 std::thread::sleep(Duration::from_millis(900));
             }
-            dispatch(rank, stream, &[0, 11], &DispatchOptions::default());
+            call.go(rank, stream, &DispatchOptions::default());
             let first = rank.check(stream);
-            dispatch(rank, stream, &[0, 11], &DispatchOptions::default());
+            call.go(rank, stream, &DispatchOptions::default());
             let second = rank.check(stream);
             // The one in time gives up; the late one is told so, or waits for it in vain, in one operation or the next.
             assert!(first.is_err() || second.is_err());
@@ -110,7 +126,9 @@ fn ranks_that_disagree() {
             // One of them dispatches in another arrangement.
             let odd = rank.rank() == 1;
             let arrangement = if odd { Arrangement::Slots } else { Arrangement::Compact };
-            dispatch(rank, stream, &[0, 11], &DispatchOptions::default().arrangement(arrangement));
+            let (mut call, mut other) = (Call::new(rank, &[0, 11]), Call::new(rank, &[3]));
+            meeting.wait();
+            call.go(rank, stream, &DispatchOptions::default().arrangement(arrangement));
             match fault(rank.check(stream)) {
                 Fault::Disagree { rank: r, peer, .. } => assert!(r == rank.rank() && (odd || peer == 1)),
                 // Somebody else noticed first.
@@ -127,7 +145,7 @@ fn ranks_that_disagree() {
             if rank.rank() == 0 {
                 rank.barrier(stream).unwrap();
             } else {
-                dispatch(rank, stream, &[3], &DispatchOptions::default());
+                other.go(rank, stream, &DispatchOptions::default());
             }
             assert!(matches!(fault(rank.check(stream)), Fault::Disagree { .. } | Fault::TimeOut { .. } | Fault::PeerFailed { .. }));
             meeting.wait();
@@ -143,7 +161,9 @@ fn experts_out_of_range() {
             for bad in [12, i32::MAX, -2] {
                 run(devices, &config(), |rank, stream, meeting| {
                     let ids = if rank.rank() == 0 { [1, 2, bad, -1, 4] } else { [0, 1, 2, 3, 4] };
-                    dispatch(rank, stream, &ids, &DispatchOptions::default().arrangement(arrangement));
+                    let mut call = Call::new(rank, &ids);
+                    meeting.wait();
+                    call.go(rank, stream, &DispatchOptions::default().arrangement(arrangement));
                     let seen = fault(rank.check(stream));
                     if rank.rank() == 0 {
                         assert_eq!(seen, Fault::BadId { rank: 0, token: 2 });
@@ -166,12 +186,14 @@ fn no_room() {
     on_every_setup(&[3], |devices| {
         run(devices, &config().capacity(7), |rank, stream, meeting| {
             // Rank 2 is to get four tokens of each rank.
-            dispatch(rank, stream, &[8, 9, 10, 11], &DispatchOptions::default());
+            let mut calls = [Call::new(rank, &[8, 9, 10, 11]), Call::new(rank, &[8, 9, 4, 0])];
+            meeting.wait();
+            calls[0].go(rank, stream, &DispatchOptions::default());
             let seen = fault(rank.check(stream));
             assert_eq!(seen, Fault::Overflow { rank: rank.rank(), peer: 2, tokens: 12, capacity: 7 });
             meeting.wait();
             rank.recover().unwrap();
-            dispatch(rank, stream, &[8, 9, 4, 0], &DispatchOptions::default());
+            calls[1].go(rank, stream, &DispatchOptions::default());
             rank.check(stream).unwrap();
         });
     });

@@ -14,8 +14,6 @@ use half::bf16;
 pub use kernel::{Args, Job};
 
 const OP: &str = "ep::dispatch";
-/// The most threads of a block.
-const MAX_THREADS: u32 = 1024;
 // Addresses of rows fit in what kernels compute.
 const _: () = assert!(slot::COUNT == 7);
 
@@ -269,8 +267,9 @@ impl Communicator {
         call.read("the communicator's rows", &rows)?;
         call.check_overlap()?;
         aligned(OP, "x", job.x.cast())?;
-        let default = if slots { [64, 256] } else { [24, 1024] };
-        let [blocks, threads] = self.blocks(OP, options.blocks, default, MAX_THREADS)?;
+        let most = entry(options.quantise, options.arrangement).max_threads;
+        let default = if slots { [64, 256] } else { [24, most] };
+        let [blocks, threads] = self.blocks(OP, options.blocks, default, most)?;
         let operation = [4, blocks, threads, slots.into(), options.quantise.into(), options.cached.into()];
         let args = Args { link: self.link(stream, &operation), job };
         // SAFETY: shapes, devices and overlap were checked above; buffers live as long as the group.

@@ -180,7 +180,7 @@ fn pieces(hidden: u32) -> u32 {
     (hidden / 8).div_ceil(32 * DEPTH as u32)
 }
 
-/// The blocks must all be resident; the threads of a block are a multiple of 32, at most 1024. Shared memory:
+/// The blocks must all be resident; the threads of a block are a multiple of 32. Shared memory:
 /// [`SHARED_BYTES`].
 #[inline(always)]
 pub unsafe fn dispatch<const QUANTISED: bool, const SLOTS: bool>(link: Link, job: Job) {
@@ -384,6 +384,6 @@ entries! {
     pub struct Args(link: Link, job: Job);
     ep_dispatch_bf16_compact {} [1024] => dispatch::<false, false>;
     ep_dispatch_bf16_slots {} [1024] => dispatch::<false, true>;
-    ep_dispatch_e4m3_compact {} [1024] => dispatch::<true, false>;
-    ep_dispatch_e4m3_slots {} [1024] => dispatch::<true, true>;
+    ep_dispatch_e4m3_compact {} [768] => dispatch::<true, false>;
+    ep_dispatch_e4m3_slots {} [768] => dispatch::<true, true>;
 }
