@@ -19,9 +19,9 @@ pub fn setups(counts: &[usize]) -> Vec<(String, Vec<Device>)> {
                 setups.push((format!("{n} SIMT ranks, {name}"), Device::simt_peers(n, options)));
             }
         }
-        if which != "simt"
-            && let Some(gpu) = warploom_tests::gpu()
-        {
+        let gpu = if which == "simt" { None } else { warploom_tests::gpu() };
+        assert!(which != "cuda" || gpu.is_some(), "WARPLOOM_TEST_DEVICES=cuda, but there is no GPU");
+        if let Some(gpu) = gpu {
             setups.push((format!("{n} ranks on one GPU"), vec![gpu; n]));
             let all = Device::cuda_count();
             if n > 1 && all > 1 {

@@ -271,6 +271,19 @@ pub fn atomic_access(op: &'static str, address: usize, bytes: usize, order: Atom
     }
 }
 
+/// To be called after an atomic operation that read: what was released to its location until then, by another OS thread
+/// perhaps between [`atomic_access`] and the operation, is ordered before what follows.
+#[inline]
+pub fn atomic_seen(address: usize, order: AtomicOrder) {
+    let lane = current();
+    let block = lane.block();
+    let (base, len) = shared_memory();
+    let shared = (base as usize..base as usize + len).contains(&address);
+    if block.race_on.get() && order.reads && !shared && !order.block {
+        block.synchronise(lane.linear, address, true, true, false, false);
+    }
+}
+
 /// Where a checked access to global memory, in a buffer that begins at `lo`, may be preempted and is checked for races.
 /// Needed only if [`slow_accesses`].
 #[track_caller]
