@@ -232,7 +232,7 @@ pub fn benches(harness: &mut Harness) {
                 harness.measured(&base, Cost::link(bytes), launches, |_| measure(devices, case, &ids));
                 if what != What::Both {
                     for &(count, threads) in &tuning {
-                        let most = if what == What::Combine { 512 } else { 768 };
+                        let most = if what == What::Combine { 640 } else { 768 };
                         let threads = if quantise || what == What::Combine { threads.min(most) } else { threads };
                         let case = Case { blocks: Blocks::count(count).threads(threads), ..case };
                         let name = format!("{base}/b{count}t{threads}");

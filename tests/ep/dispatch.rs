@@ -1,4 +1,4 @@
-use super::ranks::{Dice, Meeting, on_every_setup, run};
+use super::ranks::{Dice, Meeting, on_every_setup, run, run_as};
 use std::time::Duration;
 use warploom::ep::{Arrangement, Blocks, CombineOptions, Communicator, Config, DispatchOptions, Received};
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, reference};
@@ -14,9 +14,8 @@ struct Round {
 
 impl Round {
     fn new(dice: &mut Dice, ranks: usize, config: &Config) -> Self {
-        let counts: Vec<usize> = (0..ranks)
-            .map(|_| if dice.below(4) == 0 { 0 } else { dice.below(config.max_tokens + 1) })
-            .collect();
+        let counts: Vec<usize> =
+            (0..ranks).map(|_| if dice.below(4) == 0 { 0 } else { dice.below(config.max_tokens + 1) }).collect();
         let seed = dice.below(1000) as u64;
         Self {
             ids: counts.iter().map(|&n| dice.experts(n, config.top_k, config.experts)).collect(),
@@ -154,8 +153,7 @@ fn go(rank: &mut Communicator, stream: &Stream, meeting: &Meeting, round: &Round
     rank.combine(stream, &mut out, &routing, results, &options).unwrap();
     rank.check(stream).unwrap();
     meeting.wait();
-    let all: Vec<Vec<f64>> =
-        (0..rank.ranks()).map(|q| widen(&made_up(q, rank.capacity(), c.hidden))).collect();
+    let all: Vec<Vec<f64>> = (0..rank.ranks()).map(|q| widen(&made_up(q, rank.capacity(), c.hidden))).collect();
     let factors: Vec<f64> = factors.iter().map(|&w| w as f64).collect();
     let biases: Vec<Vec<f64>> = biases.iter().map(|b| widen(b)).collect();
     let biases: Vec<&[f64]> = biases.iter().map(|b| &b[..]).collect();
@@ -167,8 +165,14 @@ fn go(rank: &mut Communicator, stream: &Stream, meeting: &Meeting, round: &Round
 
 /// Many rounds in one communicator, of all kinds in turn.
 fn rounds(devices: &[Device], config: Config, seed: u64, count: usize) {
+    rounds_as(Communicator::new(devices, &config).expect("ranks"), config, seed, count);
+}
+
+/// The same with these ranks.
+pub fn rounds_as(ranks: Vec<Communicator>, config: Config, seed: u64, count: usize) {
     let mut dice = Dice(seed * 2 + 1);
-    let ranks = devices.len();
+    let communicators = ranks;
+    let ranks = communicators.len();
     let all: Vec<(Round, Way)> = (0..count)
         .map(|i| {
             let quantise = config.hidden.is_multiple_of(128) && i % 2 == 1;
@@ -183,7 +187,7 @@ fn rounds(devices: &[Device], config: Config, seed: u64, count: usize) {
             (Round::new(&mut dice, ranks, &config), way)
         })
         .collect();
-    run(devices, &config, |rank, stream, meeting| {
+    run_as(communicators, |rank, stream, meeting| {
         for (round, way) in &all {
             go(rank, stream, meeting, round, *way);
         }
@@ -225,8 +229,7 @@ fn cached() {
             let mut options = DispatchOptions::default();
             rank.dispatch(stream, &mut routing, &inputs.x, &inputs.ids, None, &options).unwrap();
             rank.check(stream).unwrap();
-            let twice: Vec<bf16> =
-                round.x[rank.rank()].iter().map(|v| bf16::from_f32(v.to_f32() * 2.0)).collect();
+            let twice: Vec<bf16> = round.x[rank.rank()].iter().map(|v| bf16::from_f32(v.to_f32() * 2.0)).collect();
             let x = Tensor::from_slice(rank.device(), &twice, inputs.x.shape()).unwrap();
             meeting.wait();
             options = options.cached(true);
@@ -326,8 +329,7 @@ fn delays_change_nothing() {
                 let options = DispatchOptions::default().arrangement(arrangement);
                 for (inputs, copy) in inputs.iter().zip(&mut kept) {
                     std::thread::sleep(Duration::from_millis(dice.below(20) as u64));
-                    let received =
-                        rank.dispatch(stream, &mut routing, &inputs.x, &inputs.ids, None, &options).unwrap();
+                    let received = rank.dispatch(stream, &mut routing, &inputs.x, &inputs.ids, None, &options).unwrap();
                     // Copied by the stream: by the time of the next dispatch, peers may write again.
                     stream.copy(copy, received.rows.bf16().unwrap()).unwrap();
                 }

@@ -1,6 +1,6 @@
 //! What goes wrong between ranks, and what is after that.
 
-use super::ranks::{on_every_setup, run};
+use super::ranks::{Meeting, on_every_setup, run};
 use std::time::Duration;
 use warploom::ep::{Arrangement, CombineOptions, Communicator, Config, DispatchOptions, Fault, Phase, Routing};
 use warploom::{Error, Stream, Tensor, bf16};
@@ -19,7 +19,7 @@ fn fault(result: warploom::Result<()>) -> Fault {
 }
 
 /// A dispatch and a combine in which each token goes to one rank, and so comes back as it was.
-fn there_and_back(rank: &mut Communicator, stream: &Stream) {
+fn there_and_back(rank: &mut Communicator, stream: &Stream, meeting: &Meeting) {
     let d = rank.device().clone();
     let values: Vec<bf16> = (0..TOKENS * 64).map(|i| bf16::from_f32((i % 99 + rank.rank()) as f32)).collect();
     let x = Tensor::from_slice(&d, &values, &[TOKENS, 64]).unwrap();
@@ -27,13 +27,16 @@ fn there_and_back(rank: &mut Communicator, stream: &Stream) {
     let ids = Tensor::from_slice(&d, &ids, &[TOKENS, 1]).unwrap();
     let mut out = Tensor::<bf16>::zeros(&d, &[TOKENS, 64]).unwrap();
     let mut routing = rank.routing().unwrap();
+    meeting.wait();
     for arrangement in [Arrangement::Compact, Arrangement::Slots] {
         let options = DispatchOptions::default().arrangement(arrangement);
         let received = rank.dispatch(stream, &mut routing, &x, &ids, None, &options).unwrap();
         let rows = received.rows.bf16().unwrap();
         rank.combine(stream, &mut out, &routing, Some(rows), &CombineOptions::default()).unwrap();
         rank.check(stream).unwrap();
+        meeting.wait();
         assert_eq!(out.to_vec().unwrap(), values);
+        meeting.wait();
     }
 }
 
@@ -57,11 +60,6 @@ impl Call {
     }
 }
 
-/// Devices of a GPU that several ranks share wait for all of them in `to_vec`; the ranks here go their own ways.
-fn apart(devices: &[warploom::Device]) -> bool {
-    devices.iter().enumerate().all(|(i, d)| !devices[..i].contains(d))
-}
-
 #[test]
 fn a_dead_rank_is_named() {
     on_every_setup(&[2, 4], |devices| {
@@ -83,9 +81,7 @@ fn a_dead_rank_is_named() {
                 }
                 meeting.wait();
                 rank.recover().unwrap();
-                if apart(devices) {
-                    there_and_back(rank, stream);
-                }
+                there_and_back(rank, stream, meeting);
                 rank.check(stream).unwrap();
             });
         }
@@ -112,9 +108,7 @@ fn a_rank_that_comes_too_late() {
             }
             meeting.wait();
             rank.recover().unwrap();
-            if apart(devices) {
-                there_and_back(rank, stream);
-            }
+            there_and_back(rank, stream, meeting);
         });
     });
 }
@@ -137,9 +131,7 @@ fn ranks_that_disagree() {
             }
             meeting.wait();
             rank.recover().unwrap();
-            if apart(devices) {
-                there_and_back(rank, stream);
-            }
+            there_and_back(rank, stream, meeting);
             meeting.wait();
             // Another operation altogether.
             if rank.rank() == 0 {
@@ -147,7 +139,10 @@ fn ranks_that_disagree() {
             } else {
                 other.go(rank, stream, &DispatchOptions::default());
             }
-            assert!(matches!(fault(rank.check(stream)), Fault::Disagree { .. } | Fault::TimeOut { .. } | Fault::PeerFailed { .. }));
+            assert!(matches!(
+                fault(rank.check(stream)),
+                Fault::Disagree { .. } | Fault::TimeOut { .. } | Fault::PeerFailed { .. }
+            ));
             meeting.wait();
             rank.recover().unwrap();
         });
@@ -172,9 +167,7 @@ fn experts_out_of_range() {
                     }
                     meeting.wait();
                     rank.recover().unwrap();
-                    if apart(devices) {
-                        there_and_back(rank, stream);
-                    }
+                    there_and_back(rank, stream, meeting);
                 });
             }
         }

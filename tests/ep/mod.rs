@@ -4,4 +4,6 @@ mod eplb;
 mod expert_map;
 mod faults;
 mod layout;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod ranks;

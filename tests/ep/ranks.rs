@@ -50,7 +50,7 @@ impl Meeting {
             self.all.notify_all();
         }
         while state.1 == round {
-            let (next, time) = self.all.wait_timeout(state, Duration::from_secs(60)).unwrap();
+            let (next, time) = self.all.wait_timeout(state, Duration::from_secs(15)).unwrap();
             state = next;
             assert!(!time.timed_out(), "another rank does not come");
         }
@@ -63,7 +63,14 @@ pub fn run<R: Send>(
     config: &Config,
     test: impl Fn(&mut Communicator, &Stream, &Meeting) -> R + Sync,
 ) -> Vec<R> {
-    let ranks = Communicator::new(devices, config).expect("ranks");
+    run_as(Communicator::new(devices, config).expect("ranks"), test)
+}
+
+/// Runs `test` as each of these ranks.
+pub fn run_as<R: Send>(
+    ranks: Vec<Communicator>,
+    test: impl Fn(&mut Communicator, &Stream, &Meeting) -> R + Sync,
+) -> Vec<R> {
     let meeting = Meeting { ranks: ranks.len(), state: Mutex::default(), all: Condvar::new() };
     std::thread::scope(|s| {
         let (test, meeting) = (&test, &meeting);

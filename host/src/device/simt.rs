@@ -3,8 +3,8 @@
 use super::{Geometry, Properties};
 use crate::error::Result;
 use cuda_std::{Entry, KernelArgs};
-use std::sync::{Arc, Mutex};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// How a SIMT device runs kernels, and what it looks for.
 #[derive(Clone, Copy, Debug)]

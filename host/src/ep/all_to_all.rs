@@ -54,6 +54,12 @@ impl Communicator {
         let [count, threads] = self.blocks(OP, blocks, [32, 512], kernel::THREADS)?;
         let vectors = call.count("x", bytes / 16)?;
         let args = Args { link: self.link(stream, &[2, vectors, count, threads]), x: from.cast(), vectors };
+        #[cfg(feature = "nccl")]
+        if self.nccl.is_some() {
+            self.nccl_begin(OP, stream, args.link.signature)?;
+            self.nccl_all_to_all(stream, args.x, bytes)?;
+            return Ok(self.own(|b| b.rows.reinterpret(x.shape())));
+        }
         // SAFETY: sizes and device were checked above; buffers live as long as the group.
         unsafe { launch(stream, count, threads, &args)? };
         Ok(self.own(|b| b.rows.reinterpret(x.shape())))

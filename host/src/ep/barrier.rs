@@ -32,6 +32,11 @@ impl Communicator {
     pub fn barrier(&mut self, stream: &Stream) -> Result<()> {
         self.on_own_device("ep::barrier", stream)?;
         let args = Args { link: self.link(stream, &[1]) };
+        #[cfg(feature = "nccl")]
+        if self.nccl.is_some() {
+            stream.synchronize()?;
+            return self.nccl_begin("ep::barrier", stream, args.link.signature);
+        }
         // SAFETY: the group's buffers, which live as long as any rank, and the graph if there is one.
         unsafe { launch(stream, &args) }
     }

@@ -142,12 +142,17 @@ impl Communicator {
         aligned(OP, "options.biases", job.bias.cast())?;
         aligned(OP, "options.biases", job.bias2.cast())?;
         // As many blocks as for dispatch, or more for few tokens, which are all latency.
-        let default = if tokens * hidden <= 4 << 20 { [128, 512] } else { [24, 512] };
+        let default = if tokens * hidden <= 4 << 20 { [128, 256] } else { [24, MAX_THREADS] };
         let [blocks, threads] = self.blocks(OP, options.blocks, default, MAX_THREADS)?;
         if let Some(results) = results.filter(|r| r.as_ptr() != own.as_ptr()) {
             stream.copy(&mut own.narrow(0, 0, results.dim(0))?, results)?;
         }
         let args = Args { link: self.link(stream, &[5, blocks, threads]), job };
+        #[cfg(feature = "nccl")]
+        if self.nccl.is_some() {
+            self.nccl_begin(OP, stream, args.link.signature)?;
+            self.nccl_get_results(stream, &routing.counts)?;
+        }
         // SAFETY: shapes, devices and overlap were checked above; buffers live as long as the group.
         unsafe { launch(stream, [blocks, threads], &args) }
     }

@@ -25,7 +25,7 @@ pub struct Config {
     pub top_k: usize,
     /// Experts of all ranks together (replicas count each), as many on every rank.
     pub experts: usize,
-    /// The most tokens of a rank in a call, at most 65535.
+    /// The most tokens of a rank in a call, at most 65536.
     pub max_tokens: usize,
     /// Rows that a rank can receive; the worst case unless set: `ranks max_tokens`.
     pub capacity: Option<usize>,
@@ -92,7 +92,7 @@ pub(super) struct Buffers {
 }
 
 impl Buffers {
-    fn new(device: &Device, config: &Config, capacity: usize) -> Result<Self> {
+    pub(super) fn new(device: &Device, config: &Config, capacity: usize) -> Result<Self> {
         let (k, hidden) = (config.top_k, config.hidden);
         Ok(Self {
             flags: Tensor::zeros(device, &[kernel::FLAGS])?,
@@ -107,7 +107,7 @@ impl Buffers {
         })
     }
 
-    fn addresses(&self) -> [u64; slot::COUNT] {
+    pub(super) fn addresses(&self) -> [u64; slot::COUNT] {
         let mut row = [0; slot::COUNT];
         row[slot::FLAGS] = self.flags.as_ptr() as u64;
         row[slot::COUNTS] = self.counts.as_ptr() as u64;
@@ -141,20 +141,35 @@ pub(super) struct Group {
 struct Meeting {
     round: u64,
     here: Vec<bool>,
+    /// What each rank brought, now and in the round before.
+    words: [Vec<u32>; 2],
 }
 
 impl Group {
     /// Waits for all ranks on the host; the first that is missing if some are.
     fn meet(&self, rank: usize, time_out: Duration) -> Result<(), usize> {
+        self.bring(rank, 0, time_out).map(drop)
+    }
+
+    /// Waits for all ranks on the host, each of which brings a word; all of them.
+    #[cfg(feature = "nccl")]
+    pub(super) fn exchange(&self, rank: usize, word: u32) -> Result<Vec<u32>, usize> {
+        self.bring(rank, word, self.config.time_out)
+    }
+
+    fn bring(&self, rank: usize, word: u32, time_out: Duration) -> Result<Vec<u32>, usize> {
         let until = Instant::now() + time_out;
         let mut meeting = self.meeting.lock().unwrap_or_else(PoisonError::into_inner);
         let round = meeting.round;
+        // Nobody is two rounds ahead, so that what was brought stays until all have it.
+        let words = round as usize % 2;
         meeting.here[rank] = true;
+        meeting.words[words][rank] = word;
         if meeting.here.iter().all(|&h| h) {
             meeting.here.fill(false);
             meeting.round += 1;
             self.arrived.notify_all();
-            return Ok(());
+            return Ok(meeting.words[words].clone());
         }
         while meeting.round == round {
             let left = until.saturating_duration_since(Instant::now());
@@ -164,7 +179,7 @@ impl Group {
             }
             meeting = self.arrived.wait_timeout(meeting, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        Ok(())
+        Ok(meeting.words[words].clone())
     }
 }
 
@@ -219,6 +234,9 @@ pub struct Communicator {
     /// `[ranks, slot::COUNT]`
     table: Tensor<u64>,
     fault_words: Mutex<Pinned<u32>>,
+    /// Present if ranks exchange rows over NCCL.
+    #[cfg(feature = "nccl")]
+    pub(super) nccl: Option<Arc<super::nccl::Nccl>>,
 }
 
 impl std::fmt::Debug for Communicator {
@@ -235,6 +253,11 @@ impl Communicator {
     /// [`Error::Value`] for a size that does not work, [`Error::Unsupported`] for GPUs that cannot reach each other's memory,
     /// [`Error::WrongDevice`] for GPUs together with SIMT devices, [`Error::OutOfMemory`], [`Error::Driver`].
     pub fn new(devices: &[Device], config: &Config) -> Result<Vec<Self>> {
+        Self::build(devices, config, true)
+    }
+
+    /// `peers`: they use each other's memory.
+    pub(super) fn build(devices: &[Device], config: &Config, peers: bool) -> Result<Vec<Self>> {
         const OP: &str = "ep::Communicator::new";
         let value = |ok: bool, arg: &'static str, expected: &str, got: usize| {
             if ok {
@@ -250,9 +273,9 @@ impl Communicator {
         value(experts > 0 && experts.is_multiple_of(ranks), "config.experts", "a multiple of the ranks", experts)?;
         value(experts < 1 << 24, "config.experts", "less than 2^24", experts)?;
         let most = kernel::layout::MAX_TOKENS;
-        value((1..=most).contains(&max_tokens), "config.max_tokens", "1 to 65535", max_tokens)?;
+        value((1..=most).contains(&max_tokens), "config.max_tokens", "1 to 65536", max_tokens)?;
         let capacity = config.capacity.unwrap_or(ranks * max_tokens);
-        value((1..=ranks * most).contains(&capacity), "config.capacity", "1 to 65535 for each rank", capacity)?;
+        value((1..=ranks * most).contains(&capacity), "config.capacity", "1 to 65536 for each rank", capacity)?;
         value(hidden < 1 << 20, "config.hidden", "less than 2^20", hidden)?;
         for (i, a) in devices.iter().enumerate() {
             for (j, b) in devices.iter().enumerate() {
@@ -263,7 +286,9 @@ impl Communicator {
                 if a.is_simt() != b.is_simt() {
                     return Err(Error::WrongDevice { op: OP, arg: "devices", expected: a.name(), got: b.name() });
                 }
-                a.enable_peer_access(b)?;
+                if peers {
+                    a.enable_peer_access(b)?;
+                }
             }
             a.preload(&["ep"])?;
         }
@@ -274,7 +299,11 @@ impl Communicator {
             capacity,
             devices: devices.to_vec(),
             buffers: buffers.into_iter().map(Mutex::new).collect(),
-            meeting: Mutex::new(Meeting { round: 0, here: vec![false; ranks] }),
+            meeting: Mutex::new(Meeting {
+                round: 0,
+                here: vec![false; ranks],
+                words: [vec![0; ranks], vec![0; ranks]],
+            }),
             arrived: Condvar::new(),
         });
         let rank = |(rank, device): (usize, &Device)| {
@@ -284,6 +313,8 @@ impl Communicator {
                 device: device.clone(),
                 table: Tensor::from_slice(device, &table, &[ranks, slot::COUNT])?,
                 fault_words: Mutex::new(Pinned::zeros(device, kernel::fault::COUNT)?),
+                #[cfg(feature = "nccl")]
+                nccl: None,
             })
         };
         devices.iter().enumerate().map(rank).collect()
@@ -366,20 +397,24 @@ impl Communicator {
         for buffers in &self.group.buffers {
             let b = buffers.lock().unwrap_or_else(PoisonError::into_inner);
             let symmetric = [b.flags.storage(), b.counts.storage(), b.rows.storage(), b.scales.storage()];
-            let more = [b.ids.storage(), b.weights.storage(), b.results.storage(), b.state.storage(), b.fault.storage()];
+            let more =
+                [b.ids.storage(), b.weights.storage(), b.results.storage(), b.state.storage(), b.fault.storage()];
             symmetric.into_iter().chain(more).for_each(|s| stream.retain(s));
         }
         stream.retain(self.table.storage());
+        let (table, alone) = (&self.table, 0);
+        #[cfg(feature = "nccl")]
+        let (table, alone) = self.nccl.as_ref().map_or((table, alone), |n| (n.table(), 1));
         let (state, fault) = self.own(|b| (b.state.as_mut_ptr(), b.fault.as_mut_ptr()));
         Link {
-            peers: self.table.as_ptr(),
+            peers: table.as_ptr(),
             state,
             fault,
             time_out: self.group.config.time_out.as_nanos().min(u64::MAX as u128 / 2) as u64,
             rank: self.rank as u32,
             ranks: self.ranks() as u32,
             signature: signature(&self.group.config, self.ranks(), operation),
-            padding: 0,
+            alone,
         }
     }
 

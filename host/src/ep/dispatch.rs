@@ -87,6 +87,9 @@ pub struct Routing {
     pub(super) tokens: usize,
     pub(super) group: usize,
     pub(super) rank: usize,
+    /// Over NCCL, what the host knows of it.
+    #[cfg(feature = "nccl")]
+    pub(super) counts: super::nccl::Counts,
 }
 
 impl Routing {
@@ -151,9 +154,9 @@ pub const fn entry(quantise: bool, arrangement: Arrangement) -> Entry<Args> {
     }
 }
 
-/// How to launch any of them.
-pub const fn geometry(blocks: u32, threads: u32) -> Geometry {
-    Geometry::linear(blocks, threads).shared_bytes(kernel::SHARED_BYTES as u32).resident()
+/// How to launch any of them; `counted` tokens, which are none in slots.
+pub const fn geometry(blocks: u32, threads: u32, counted: u32) -> Geometry {
+    Geometry::linear(blocks, threads).shared_bytes(kernel::shared_bytes(counted)).resident()
 }
 
 /// Launches dispatch (layer L1).
@@ -171,8 +174,9 @@ pub unsafe fn launch(
     [blocks, threads]: [u32; 2],
     args: &Args,
 ) -> Result<()> {
+    let counted = if matches!(arrangement, Arrangement::Compact) { args.job.tokens } else { 0 };
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry(quantise, arrangement), &geometry(blocks, threads), args) }
+    unsafe { stream.launch(&entry(quantise, arrangement), &geometry(blocks, threads, counted), args) }
 }
 
 impl Communicator {
@@ -190,6 +194,8 @@ impl Communicator {
             tokens: 0,
             group: self.group_id(),
             rank: self.rank(),
+            #[cfg(feature = "nccl")]
+            counts: Some(Default::default()),
         })
     }
 
@@ -259,9 +265,8 @@ impl Communicator {
             capacity: self.capacity() as u32,
             hidden: config.hidden as u32,
             top_k: config.top_k as u32,
-            per_rank: self.local_experts() as u32,
+            per_rank: self.per_rank(),
             cached: options.cached.into(),
-            padding: 0,
         };
         let rows = self.own(|b| b.rows.clone());
         call.read("the communicator's rows", &rows)?;
@@ -272,9 +277,21 @@ impl Communicator {
         let [blocks, threads] = self.blocks(OP, options.blocks, default, most)?;
         let operation = [4, blocks, threads, slots.into(), options.quantise.into(), options.cached.into()];
         let args = Args { link: self.link(stream, &operation), job };
+        #[cfg(feature = "nccl")]
+        if self.nccl.is_some() {
+            self.nccl_begin(OP, stream, args.link.signature)?;
+            routing.counts = match slots {
+                true => None,
+                false => self.counts_over_nccl(stream, routing, ids, options)?,
+            };
+        }
         // SAFETY: shapes, devices and overlap were checked above; buffers live as long as the group.
         unsafe { launch(stream, options.quantise, options.arrangement, [blocks, threads], &args)? };
         routing.tokens = tokens;
+        #[cfg(feature = "nccl")]
+        if self.nccl.is_some() && self.nccl_fits(&routing.counts) {
+            self.nccl_send_rows(stream, &routing.counts, options.quantise)?;
+        }
         Ok(self.own(|b| Received {
             rows: match options.quantise {
                 false => Rows::Bf16(b.rows.clone()),
@@ -284,5 +301,32 @@ impl Communicator {
             weights: b.weights.clone(),
             offsets: routing.offsets.clone(),
         }))
+    }
+
+    /// Counts this rank's tokens, unless they are known, and learns the other ranks' counts.
+    #[cfg(feature = "nccl")]
+    fn counts_over_nccl(
+        &mut self,
+        stream: &Stream,
+        routing: &mut Routing,
+        ids: &Tensor<i32>,
+        options: &DispatchOptions<'_>,
+    ) -> Result<super::nccl::Counts> {
+        if !options.cached {
+            let tokens = match options.count {
+                None => ids.dim(0),
+                Some(n) => {
+                    stream.synchronize()?;
+                    ids.dim(0).min(n.to_vec()?[0] as usize)
+                }
+            };
+            let ids = ids.narrow(0, 0, tokens)?;
+            let ranks = self.ranks();
+            let mut places = routing.places.narrow(0, 0, tokens)?;
+            let mut totals = routing.totals.narrow(0, 0, ranks)?;
+            self.layout(stream, &mut places, super::LayoutOutput::default().per_rank(&mut totals), &ids)?;
+            stream.synchronize()?;
+        }
+        self.nccl_counts(stream, &routing.totals)
     }
 }

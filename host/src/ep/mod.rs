@@ -16,6 +16,8 @@ pub mod eplb;
 pub mod expert_map;
 mod fault;
 pub mod layout;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 
 pub use combine::CombineOptions;
 pub use communicator::{Blocks, Communicator, Config};
@@ -26,6 +28,7 @@ pub use layout::LayoutOutput;
 
 use crate::device::Stream;
 use crate::error::{Error, Result};
+use cuda_std::integer::Divisor;
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -43,6 +46,11 @@ impl Communicator {
         }
         let (expected, got) = (self.device().name(), stream.device().name());
         Err(Error::WrongDevice { op, arg: "stream", expected, got })
+    }
+
+    /// Experts of a rank, as kernels take it.
+    fn per_rank(&self) -> Divisor {
+        Divisor::new(self.local_experts() as u32)
     }
 
     fn group_id(&self) -> usize {

@@ -94,9 +94,8 @@ fn memory_that_is_given_out_anew_has_no_past() {
     // Without that, it would be a race.
     let data = Buffer::from_slice(&[0u32; 32]);
     let p = data.as_mut_ptr();
-    let write = |device| unsafe {
-        launch().peers(&peers, device).run(|| GlobalMut::new(p).set(thread::thread_idx_x(), 1))
-    };
+    let write =
+        |device| unsafe { launch().peers(&peers, device).run(|| GlobalMut::new(p).set(thread::thread_idx_x(), 1)) };
     write(0).unwrap();
     write(0).unwrap();
     assert!(matches!(write(1).unwrap_err().kind, ErrorKind::Race { .. }));

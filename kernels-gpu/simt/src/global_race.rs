@@ -179,7 +179,9 @@ impl GlobalRace {
         for page in region.lo / 4 / PAGE..=region.hi / 4 / PAGE {
             if let Some(cells) = lock(&self.pages[page % SHARDS]).get_mut(&page) {
                 let words = (page * PAGE..(page + 1) * PAGE).zip(cells.iter_mut());
-                words.filter(|(w, _)| (region.lo..region.hi).contains(&(w * 4))).for_each(|(_, c)| *c = Cell::default());
+                words
+                    .filter(|(w, _)| (region.lo..region.hi).contains(&(w * 4)))
+                    .for_each(|(_, c)| *c = Cell::default());
             }
         }
         lock(&self.released).retain(|address, _| !(region.lo..region.hi).contains(address));

@@ -4,15 +4,18 @@
 //! Reading needs no buffer and no second pass. Before, all ranks must have written their rows (the entry); after, all must have
 //! read them, so that they may be overwritten (the exit).
 //!
-//! Warps take pieces of [`DEPTH`] vectors a lane. The rows of the next rank are under way while those of the one before are
-//! added.
+//! Warps take pieces of [`DEPTH`] vectors a lane. What counts is how many bytes are under way, which registers must hold: of two
+//! rows both are loaded before they are added; of more, and with biases, the next is under way while the one before is added to
+//! sums, [`FEW`] vectors at a time.
 
 use super::{Link, Session, slot, token_count};
 use cuda_std::vec::{B128, SecondLevel, Streaming};
 use cuda_std::{Global, GlobalMut, bf16, entries, float, integer, struct_param, thread, unroll, warp};
 
-/// Vectors of eight values that a lane has under way from each of two ranks.
-pub const DEPTH: usize = 4;
+/// Vectors of eight values that a lane has under way from each of two ranks, if there are no more.
+pub const DEPTH: usize = 7;
+/// As many, if there are more, or biases: sums stay in registers, too.
+const FEW: usize = 3;
 
 /// What is added up, and how.
 #[derive(Clone, Copy, Debug)]
@@ -39,16 +42,16 @@ pub struct Job {
 }
 struct_param!(Job);
 
-type Words = [[u32; 4]; DEPTH];
+type Words<const D: usize> = [[u32; 4]; D];
 
-/// Vectors of a row, `first` and every 32nd after it, of `count`.
+/// Vectors of a row, `first` and every 32nd after it, before `end`.
 #[inline(always)]
 #[track_caller]
-unsafe fn load<const PEER: bool>(row: Global<bf16>, first: u32, count: u32) -> Words {
-    let mut words = [[0; 4]; DEPTH];
-    unroll::<DEPTH>(|j| {
+unsafe fn load<const D: usize, const PEER: bool>(row: Global<bf16>, first: u32, end: u32) -> Words<D> {
+    let mut words = [[0; 4]; D];
+    unroll::<D>(|j| {
         let i = first + 32 * j as u32;
-        if i < count {
+        if i < end {
             // What peers wrote is not read-only for the life of the launch.
             let B128(v) = if PEER {
                 row.get_hinted::<B128<u32, 4>>(i as usize * 8, SecondLevel)
@@ -62,14 +65,17 @@ unsafe fn load<const PEER: bool>(row: Global<bf16>, first: u32, count: u32) -> W
 }
 
 #[inline(always)]
-fn add(sums: &mut [[f32; 8]; DEPTH], words: Words, weight: f32) {
-    unroll::<DEPTH>(|j| {
-        unroll::<4>(|w| {
-            let (low, high) = (f32::from_bits(words[j][w] << 16), f32::from_bits(words[j][w] & 0xffff_0000));
-            sums[j][2 * w] = float::fma(weight, low, sums[j][2 * w]);
-            sums[j][2 * w + 1] = float::fma(weight, high, sums[j][2 * w + 1]);
-        });
+fn add_vector(sums: &mut [f32; 8], words: [u32; 4], weight: f32) {
+    unroll::<4>(|w| {
+        let (low, high) = (f32::from_bits(words[w] << 16), f32::from_bits(words[w] & 0xffff_0000));
+        sums[2 * w] = float::fma(weight, low, sums[2 * w]);
+        sums[2 * w + 1] = float::fma(weight, high, sums[2 * w + 1]);
     });
+}
+
+#[inline(always)]
+fn add(sums: &mut [[f32; 8]; FEW], words: Words<FEW>, weight: f32) {
+    unroll::<FEW>(|j| add_vector(&mut sums[j], words[j], weight));
 }
 
 /// The blocks must all be resident; the threads of a block are a multiple of 32.
@@ -90,13 +96,16 @@ unsafe fn sum(link: &Link, job: &Job) {
     let (lane, ranks) = (warp::lane_id(), link.ranks as usize);
     let (blocks, warps) = (thread::grid_dim_x(), thread::block_dim_x() / 32);
     let count = job.hidden / 8;
-    let pieces = count.div_ceil(32 * DEPTH as u32);
+    let piece = 32 * DEPTH as u32;
+    let pieces = count.div_ceil(piece);
     let (places, weights) = (Global::new(job.places), Global::new(job.weights));
     let out = GlobalMut::new(job.out);
+    let biased = !job.bias.is_null() || !job.bias2.is_null();
     let mut unit = thread::thread_idx_x() / 32 * blocks + thread::block_idx_x();
     while unit < tokens * pieces {
         let token = integer::div(unit, pieces);
-        let first = (unit - token * pieces) * (32 * DEPTH as u32) + lane;
+        let begin = (unit - token * pieces) * piece;
+        let end = count.min(begin + piece);
         let mut place = -1;
         let mut weight = 1.0;
         if lane < link.ranks {
@@ -105,40 +114,70 @@ unsafe fn sum(link: &Link, job: &Job) {
                 weight = weights.get(token as usize * ranks + lane as usize);
             }
         }
-        let mut sums = [[0.0; 8]; DEPTH];
-        let mut pending = [[0; 4]; DEPTH];
-        let mut factor = 0.0;
-        let mut some = false;
-        for d in 0..link.ranks {
-            let row = warp::shfl_idx(place, d);
-            let w = warp::shfl_idx(weight, d);
-            if row >= 0 {
-                let rows = link.buffer::<bf16>(d, slot::RESULTS);
-                let next = load::<true>(Global::new(rows.ptr(row as usize * job.hidden as usize)), first, count);
-                if some {
-                    add(&mut sums, pending, factor);
+        let there = warp::warp_vote_ballot(warp::FULL, place >= 0);
+        let row = |d: u32| {
+            let place = warp::shfl_idx(place, d);
+            let rows = link.buffer::<bf16>(d, slot::RESULTS);
+            Global::new(rows.ptr(place as usize * job.hidden as usize).cast_const())
+        };
+        let to = out.offset(token as usize * job.out_stride);
+        if there.count_ones() <= 2 && !biased {
+            // Both rows are under way before either is looked at, and sums live for a moment only.
+            let (a, b) = (there.trailing_zeros() & 31, 31 - (there | 1).leading_zeros());
+            let (wa, wb) = (warp::shfl_idx(weight, a), warp::shfl_idx(weight, b));
+            let (mut x, mut y) = ([[0; 4]; DEPTH], [[0; 4]; DEPTH]);
+            if there != 0 {
+                x = load::<DEPTH, true>(row(a), begin + lane, end);
+            }
+            if a != b && there != 0 {
+                y = load::<DEPTH, true>(row(b), begin + lane, end);
+            }
+            unroll::<DEPTH>(|j| {
+                let i = begin + lane + 32 * j as u32;
+                if i < end {
+                    let mut sums = [0.0; 8];
+                    add_vector(&mut sums, x[j], wa);
+                    if a != b {
+                        add_vector(&mut sums, y[j], wb);
+                    }
+                    to.set_hinted(i as usize * 8, B128::<bf16, 8>::from_f32(sums), Streaming);
                 }
-                pending = next;
-                factor = w;
-                some = true;
+            });
+        } else {
+            let mut first = begin + lane;
+            while first - lane < end {
+                let mut sums = [[0.0; 8]; FEW];
+                let mut pending = [[0; 4]; FEW];
+                let mut factor = 0.0;
+                for d in 0..link.ranks {
+                    let w = warp::shfl_idx(weight, d);
+                    if there >> d & 1 != 0 {
+                        let next = load::<FEW, true>(row(d), first, end);
+                        // Nothing is pending before the first: zeros, times zero.
+                        add(&mut sums, pending, factor);
+                        pending = next;
+                        factor = w;
+                    }
+                }
+                add(&mut sums, pending, factor);
+                let shift = token as usize * job.hidden as usize;
+                if !job.bias.is_null() {
+                    let bias = Global::new(job.bias).offset(shift);
+                    add(&mut sums, load::<FEW, false>(bias, first, end), 1.0);
+                }
+                if !job.bias2.is_null() {
+                    let bias = Global::new(job.bias2).offset(shift);
+                    add(&mut sums, load::<FEW, false>(bias, first, end), 1.0);
+                }
+                unroll::<FEW>(|j| {
+                    let i = first + 32 * j as u32;
+                    if i < end {
+                        to.set_hinted(i as usize * 8, B128::<bf16, 8>::from_f32(sums[j]), Streaming);
+                    }
+                });
+                first += 32 * FEW as u32;
             }
         }
-        if some {
-            add(&mut sums, pending, factor);
-        }
-        if !job.bias.is_null() {
-            add(&mut sums, load::<false>(Global::new(job.bias).offset(token as usize * job.hidden as usize), first, count), 1.0);
-        }
-        if !job.bias2.is_null() {
-            add(&mut sums, load::<false>(Global::new(job.bias2).offset(token as usize * job.hidden as usize), first, count), 1.0);
-        }
-        unroll::<DEPTH>(|j| {
-            let i = first + 32 * j as u32;
-            if i < count {
-                let v = B128::<bf16, 8>::from_f32(sums[j]);
-                out.set_hinted(token as usize * job.out_stride + i as usize * 8, v, Streaming);
-            }
-        });
         unit += blocks * warps;
     }
 }
@@ -146,5 +185,5 @@ unsafe fn sum(link: &Link, job: &Job) {
 entries! {
     /// Arguments of `ep_combine`; see [`combine`].
     pub struct Args(link: Link, job: Job);
-    ep_combine_bf16 {} [512] => combine;
+    ep_combine_bf16 {} [640] => combine;
 }

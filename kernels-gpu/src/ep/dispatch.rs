@@ -12,17 +12,20 @@
 //! Warps take pieces of [`DEPTH`] vectors a lane, loading all of them before the first is stored; each is loaded once and stored
 //! to all its ranks. In e4m3, 16 lanes hold the 128 values of a scale.
 
-use super::layout::{Routes, SCAN_BYTES, by_rank, scan};
+use super::layout::{Routes, scan, scan_bytes};
 use super::{Link, MAX_RANKS, Session, fault, phase, slot, token_count};
 use crate::row::quantise::{Quantised, group_amax, scale_for};
+use cuda_std::integer::Divisor;
 use cuda_std::shared::{Carver, Shared};
 use cuda_std::vec::{B64, B128, SecondLevel, Streaming};
 use cuda_std::{E4M3, Global, GlobalMut, bf16, entries, float, integer, struct_param, thread, unroll, warp};
 
 /// Vectors of eight values that a lane has under way.
 pub const DEPTH: usize = 4;
-/// Dynamic shared memory of a block.
-pub const SHARED_BYTES: usize = SCAN_BYTES + 2 * MAX_RANKS * 4;
+/// Dynamic shared memory of a block, for so many tokens that are to be counted.
+pub const fn shared_bytes(tokens: u32) -> u32 {
+    scan_bytes(tokens) + (2 * MAX_RANKS * 4) as u32
+}
 
 /// What is sent, and how.
 #[derive(Clone, Copy, Debug)]
@@ -55,11 +58,9 @@ pub struct Job {
     /// At most 32.
     pub top_k: u32,
     /// Experts of a rank.
-    pub per_rank: u32,
+    pub per_rank: Divisor,
     /// Not 0: `places` and `totals` are those of an earlier call.
     pub cached: u32,
-    /// Zero.
-    pub padding: u32,
 }
 struct_param!(Job);
 
@@ -103,7 +104,7 @@ impl Piece {
                 v[2 * w + 1] = f32::from_bits(self.vectors[j][w] & 0xffff_0000);
             });
             scales[j] = scale_for::<E4M3>(group_amax::<8>(v));
-            let factor = float::recip(scales[j]);
+            let factor = float::fast::recip(scales[j]);
             unroll::<8>(|i| v[i] *= factor);
             self.vectors[j][0] = E4M3::four([v[0], v[1], v[2], v[3]]);
             self.vectors[j][1] = E4M3::four([v[4], v[5], v[6], v[7]]);
@@ -167,7 +168,7 @@ impl Experts {
         if lane < job.top_k {
             let at = row * job.top_k as usize + lane as usize;
             let there = self.rank >> rank & 1 != 0;
-            let local = self.id - (rank * job.per_rank) as i32;
+            let local = self.id - (rank * job.per_rank.get()) as i32;
             link.buffer::<i32>(rank, slot::IDS).set(at, if there { local } else { -1 });
             link.buffer::<f32>(rank, slot::WEIGHTS).set(at, if there { self.weight } else { 0.0 });
         }
@@ -181,7 +182,7 @@ fn pieces(hidden: u32) -> u32 {
 }
 
 /// The blocks must all be resident; the threads of a block are a multiple of 32. Shared memory:
-/// [`SHARED_BYTES`].
+/// [`shared_bytes`] of as many tokens as are counted: none in slots.
 #[inline(always)]
 pub unsafe fn dispatch<const QUANTISED: bool, const SLOTS: bool>(link: Link, job: Job) {
     let Some(session) = Session::begin(link) else { return };
@@ -255,20 +256,22 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
     let mut carver = Carver::new();
-    let scratch = carver.take::<u64>(SCAN_BYTES / 8);
     let base: Shared<u32> = carver.take::<u32>(MAX_RANKS);
     let ends: Shared<u32> = carver.take::<u32>(MAX_RANKS);
     let cached = job.cached != 0;
 
     // How many tokens go where.
-    let run = scan(Routes { tokens: if cached { 0 } else { routes.tokens }, ..*routes }, link, scratch);
-    let mut totals = by_rank(run.total);
+    let run = scan(Routes { tokens: if cached { 0 } else { routes.tokens }, ..*routes }, link, &mut carver);
+    let totals = run.totals;
     let ok = run.ok;
     let kept = GlobalMut::new(job.totals);
     if cached {
-        unroll::<MAX_RANKS>(|d| totals[d] = kept.get(d));
-    } else if block == 0 && tid == 0 {
-        unroll::<MAX_RANKS>(|d| kept.set(d, totals[d]));
+        if tid < MAX_RANKS as u32 {
+            totals.set(tid, kept.get(tid));
+        }
+        thread::sync_threads();
+    } else if block == 0 && tid < MAX_RANKS as u32 {
+        kept.set(tid, totals.get(tid));
     }
     session.send_entry(Some(totals));
     if !session.wait_entry() {
@@ -280,8 +283,7 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
     let mut fits = true;
     if tid < link.ranks {
         let (mut before, mut all) = (0, 0);
-        let mut own = 0;
-        unroll::<MAX_RANKS>(|d| own = if d as u32 == tid { totals[d] } else { own });
+        let own = totals.get(tid);
         for s in 0..link.ranks {
             let n = if s == link.rank { own } else { counts.get(s as usize * MAX_RANKS + tid as usize) };
             before = if s == link.rank { all } else { before };
@@ -300,8 +302,7 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
     let end = ends.get(link.rank);
     if block == 0 && tid == 0 {
         let offsets = GlobalMut::new(job.offsets);
-        let mut own = 0;
-        unroll::<MAX_RANKS>(|d| own = if d as u32 == link.rank { totals[d] } else { own });
+        let own = totals.get(link.rank);
         let mut all = 0;
         for s in 0..link.ranks {
             offsets.set(s, all as i32);
@@ -316,20 +317,10 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
     let last = (first + each).min(routes.tokens);
     let places = GlobalMut::new(job.places);
     if !cached {
-        let mut counts = run.before;
-        for token in run.first..run.last {
-            if token >= last {
-                break;
-            }
-            let (mask, _) = routes.mask(token);
-            if token >= first {
-                for d in 0..link.ranks {
-                    let place = if mask >> d & 1 != 0 { (base.get(d) + counts.of(d)) as i32 } else { -1 };
-                    places.set(token as usize * link.ranks as usize + d as usize, place);
-                }
-            }
-            counts.add(mask);
-        }
+        run.places(first, last, |token, d, place| {
+            let place = if place >= 0 { base.get(d) as i32 + place } else { -1 };
+            places.set(token as usize * link.ranks as usize + d as usize, place);
+        });
         // Nothing goes anywhere from beyond the last token, should somebody combine more.
         let mut i = routes.tokens * link.ranks + block * thread::block_dim_x() + tid;
         while i < job.max_tokens * link.ranks {

@@ -24,6 +24,7 @@
 //! words, and while something is there, operations do nothing. A block that failed says so with its exit flag.
 
 use cuda_std::atomic::{AcqRel, Acquire, Device, Relaxed, Release, System};
+use cuda_std::shared::Shared;
 use cuda_std::{Global, GlobalMut, struct_param, thread};
 
 pub mod all_to_all;
@@ -119,8 +120,8 @@ pub struct Link {
     pub ranks: u32,
     /// What all ranks must agree on, without [`FAILED`].
     pub signature: u32,
-    /// Zero.
-    pub padding: u32,
+    /// Not 0: the peers' buffers are stand-ins in this rank's memory, so that nobody is told anything or waited for.
+    pub alone: u32,
 }
 struct_param!(Link);
 
@@ -130,6 +131,12 @@ impl Link {
     pub unsafe fn buffer<T: Copy>(&self, rank: u32, slot: usize) -> GlobalMut<T> {
         let address: u64 = Global::new(self.peers).get(rank as usize * slot::COUNT + slot);
         GlobalMut::new(address as *mut T)
+    }
+
+    /// Whether there is such a rank, and it takes part by itself.
+    #[inline(always)]
+    pub fn waits_for(&self, peer: u32) -> bool {
+        peer < self.ranks && peer != self.rank && self.alone == 0
     }
 
     /// Keeps what went wrong, if it is the first.
@@ -202,14 +209,14 @@ impl Session {
 
     /// Tells peers that this rank has come as far, with its row of counts if there is one. Only block 0 does.
     #[inline(always)]
-    pub unsafe fn send_entry(&self, counts: Option<[u32; MAX_RANKS]>) {
+    pub unsafe fn send_entry(&self, counts: Option<Shared<u32>>) {
         let (link, peer) = (&self.link, thread::thread_idx_x());
-        if thread::block_idx_x() != 0 || peer >= link.ranks || peer == link.rank {
+        if thread::block_idx_x() != 0 || !link.waits_for(peer) {
             return;
         }
         if let Some(counts) = counts {
             let theirs = link.buffer::<u32>(peer, slot::COUNTS).offset(link.rank as usize * MAX_RANKS);
-            cuda_std::unroll::<MAX_RANKS>(|d| theirs.set(d, counts[d]));
+            cuda_std::unroll::<MAX_RANKS>(|d| theirs.set(d, counts.get(d)));
         }
         let flags = link.buffer::<u64>(peer, slot::FLAGS);
         flags.store(link.rank, self.flag(link.signature), System, Release);
@@ -221,7 +228,7 @@ impl Session {
     pub unsafe fn wait_entry(&self) -> bool {
         let (link, peer) = (&self.link, thread::thread_idx_x());
         let mut bad = false;
-        if peer < link.ranks && peer != link.rank {
+        if link.waits_for(peer) {
             bad = !self.wait(link.buffer(link.rank, slot::FLAGS), peer as usize, peer, phase::ENTRY);
         }
         !thread::sync_threads_or(bad)
@@ -242,7 +249,7 @@ impl Session {
     pub unsafe fn finish(self, ok: bool, clean: bool) {
         let (link, tid, block) = (&self.link, thread::thread_idx_x(), thread::block_idx_x());
         let failed = thread::sync_threads_or(!ok);
-        if tid < link.ranks && tid != link.rank {
+        if link.waits_for(tid) {
             let flag = self.flag(link.signature | if failed { FAILED } else { 0 });
             let i = MAX_RANKS + link.rank as usize * MAX_BLOCKS + block as usize;
             link.buffer::<u64>(tid, slot::FLAGS).store(i, flag, System, Release);
@@ -254,7 +261,7 @@ impl Session {
             while i < link.ranks * blocks {
                 let peer = cuda_std::integer::div(i, blocks);
                 let at = MAX_RANKS + peer as usize * MAX_BLOCKS + (i - peer * blocks) as usize;
-                if peer != link.rank && !self.wait(own, at, peer, phase::EXIT) {
+                if link.waits_for(peer) && !self.wait(own, at, peer, phase::EXIT) {
                     break;
                 }
                 i += thread::block_dim_x();
