@@ -227,8 +227,10 @@ fn cached() {
             let inputs = Inputs::new(rank, &round);
             let mut routing = rank.routing().unwrap();
             let mut options = DispatchOptions::default();
+            meeting.wait();
             rank.dispatch(stream, &mut routing, &inputs.x, &inputs.ids, None, &options).unwrap();
             rank.check(stream).unwrap();
+            meeting.wait();
             let twice: Vec<bf16> = round.x[rank.rank()].iter().map(|v| bf16::from_f32(v.to_f32() * 2.0)).collect();
             let x = Tensor::from_slice(rank.device(), &twice, inputs.x.shape()).unwrap();
             meeting.wait();
@@ -353,7 +355,7 @@ fn delays_change_nothing() {
 fn bad_input() {
     on_every_setup(&[2], |devices| {
         let config = Config::new(64, 2, 4, 8).capacity(12);
-        run(devices, &config, |rank, stream, _| {
+        run(devices, &config, |rank, stream, meeting| {
             let d = rank.device().clone();
             let mut routing = rank.routing().unwrap();
             let x = |shape: &[usize]| Tensor::<bf16>::zeros(&d, shape).unwrap();
@@ -385,9 +387,13 @@ fn bad_input() {
             assert!(matches!(e, Err(Error::Value { arg: "options.blocks.threads", .. })), "{e:?}");
             let results = rank.results();
             let overlapping = results.narrow(0, 0, 3).unwrap();
-            let e = rank.dispatch(stream, &mut routing, &overlapping, &ids(&[3, 2]), None, &none);
-            // Results are not where rows arrive, so that this is fine for the checks, up to here.
+            let three = ids(&[3, 2]);
+            meeting.wait();
+            let e = rank.dispatch(stream, &mut routing, &overlapping, &three, None, &none);
+            // Results are not where rows arrive, so that this is fine.
             assert!(e.is_ok(), "{e:?}");
+            rank.check(stream).unwrap();
+            meeting.wait();
             let e = rank.combine(stream, &mut x(&[2, 64]), &routing, None, &CombineOptions::default());
             assert!(matches!(e, Err(Error::Shape { arg: "out", .. })), "{e:?}");
             let e = rank.combine(stream, &mut overlapping.clone(), &routing, None, &CombineOptions::default());

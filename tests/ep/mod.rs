@@ -1,4 +1,5 @@
 mod all_to_all;
+mod block;
 mod dispatch;
 mod eplb;
 mod expert_map;

@@ -8,9 +8,9 @@
 //! rows both are loaded before they are added; of more, and with biases, the next is under way while the one before is added to
 //! sums, [`FEW`] vectors at a time.
 
-use super::{Link, Session, slot, token_count};
+use super::{Link, Session, Walk, slot, token_count};
 use cuda_std::vec::{B128, SecondLevel, Streaming};
-use cuda_std::{Global, GlobalMut, bf16, entries, float, integer, struct_param, thread, unroll, warp};
+use cuda_std::{Global, GlobalMut, bf16, entries, float, struct_param, thread, unroll, warp};
 
 /// Vectors of eight values that a lane has under way from each of two ranks, if there are no more.
 pub const DEPTH: usize = 7;
@@ -101,10 +101,10 @@ unsafe fn sum(link: &Link, job: &Job) {
     let (places, weights) = (Global::new(job.places), Global::new(job.weights));
     let out = GlobalMut::new(job.out);
     let biased = !job.bias.is_null() || !job.bias2.is_null();
-    let mut unit = thread::thread_idx_x() / 32 * blocks + thread::block_idx_x();
-    while unit < tokens * pieces {
-        let token = integer::div(unit, pieces);
-        let begin = (unit - token * pieces) * piece;
+    let mut walk = Walk::new(thread::thread_idx_x() / 32 * blocks + thread::block_idx_x(), blocks * warps, pieces);
+    while walk.row < tokens {
+        let token = walk.row;
+        let begin = walk.piece * piece;
         let end = count.min(begin + piece);
         let mut place = -1;
         let mut weight = 1.0;
@@ -178,7 +178,7 @@ unsafe fn sum(link: &Link, job: &Job) {
                 first += 32 * FEW as u32;
             }
         }
-        unit += blocks * warps;
+        walk.advance();
     }
 }
 

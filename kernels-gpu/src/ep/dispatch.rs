@@ -13,11 +13,11 @@
 //! to all its ranks. In e4m3, 16 lanes hold the 128 values of a scale.
 
 use super::layout::{Routes, scan, scan_bytes};
-use super::{Link, MAX_RANKS, Session, fault, phase, slot, token_count};
+use super::{Link, MAX_RANKS, Session, Walk, fault, phase, slot, token_count};
 use crate::row::quantise::{Quantised, group_amax, scale_for};
 use cuda_std::integer::Divisor;
 use cuda_std::shared::{Carver, Shared};
-use cuda_std::vec::{B64, B128, SecondLevel, Streaming};
+use cuda_std::vec::{B64, B128, Streaming};
 use cuda_std::{E4M3, Global, GlobalMut, bf16, entries, float, integer, struct_param, thread, unroll, warp};
 
 /// Vectors of eight values that a lane has under way.
@@ -92,44 +92,51 @@ impl Piece {
         Self { vectors, first, count }
     }
 
-    /// In e4m3: the scales, and the values in the first two words of each vector.
+    /// In e4m3: the values in the first two words of each vector. Returns the scale that the lane stores: the piece has two for
+    /// each vector of a lane, and lane `2 j + h` takes that of half `h` of the warp's `j`-th, so that they go in one store.
     #[inline(always)]
     #[track_caller]
-    unsafe fn quantise(&mut self) -> [f32; DEPTH] {
-        let mut scales = [0.0; DEPTH];
+    unsafe fn quantise(&mut self) -> f32 {
+        let mut own = 0.0;
+        let lane = warp::lane_id();
         unroll::<DEPTH>(|j| {
             let mut v = [0.0; 8];
             unroll::<4>(|w| {
                 v[2 * w] = f32::from_bits(self.vectors[j][w] << 16);
                 v[2 * w + 1] = f32::from_bits(self.vectors[j][w] & 0xffff_0000);
             });
-            scales[j] = scale_for::<E4M3>(group_amax::<8>(v));
-            let factor = float::fast::recip(scales[j]);
+            let scale = scale_for::<E4M3>(group_amax::<8>(v));
+            let factor = float::fast::recip(scale);
             unroll::<8>(|i| v[i] *= factor);
             self.vectors[j][0] = E4M3::four([v[0], v[1], v[2], v[3]]);
             self.vectors[j][1] = E4M3::four([v[4], v[5], v[6], v[7]]);
+            let half = warp::shfl_idx(scale, (lane & 1) * 16);
+            own = if lane / 2 == j as u32 { half } else { own };
         });
-        scales
+        own
     }
 
     /// To a row of a rank.
     #[inline(always)]
     #[track_caller]
-    unsafe fn store<const QUANTISED: bool>(&self, link: &Link, rank: u32, row: usize, scales: [f32; DEPTH]) {
+    unsafe fn store<const QUANTISED: bool>(&self, link: &Link, rank: u32, row: usize, scale: f32) {
         let bytes = if QUANTISED { 8 } else { 16 };
         let to = link.buffer::<u8>(rank, slot::ROWS).offset(row * self.count as usize * bytes);
         let groups = link.buffer::<f32>(rank, slot::SCALES).offset(row * (self.count / 16) as usize);
+        if QUANTISED {
+            let group = (self.first - self.first % 32) / 16 + warp::lane_id();
+            if warp::lane_id() < 2 * DEPTH as u32 && group < self.count / 16 {
+                groups.set(group, scale);
+            }
+        }
         unroll::<DEPTH>(|j| {
             let i = self.first + 32 * j as u32;
             if i < self.count {
                 let v = self.vectors[j];
                 if QUANTISED {
-                    to.set_hinted(i as usize * 8, B64([v[0], v[1]]), SecondLevel);
-                    if i.is_multiple_of(16) {
-                        groups.set(i / 16, scales[j]);
-                    }
+                    to.set_hinted(i as usize * 8, B64([v[0], v[1]]), Streaming);
                 } else {
-                    to.set_hinted(i as usize * 16, B128(v), SecondLevel);
+                    to.set_hinted(i as usize * 16, B128(v), Streaming);
                 }
             }
         });
@@ -209,13 +216,14 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
     let pieces = pieces(job.hidden);
     let mut ok = true;
     // Blocks take turns, so that all are busy with few tokens.
-    let mut unit = thread::thread_idx_x() / 32 * thread::grid_dim_x() + thread::block_idx_x();
-    while unit < job.max_tokens * pieces {
-        let token = integer::div(unit, pieces);
+    let first = thread::thread_idx_x() / 32 * thread::grid_dim_x() + thread::block_idx_x();
+    let mut walk = Walk::new(first, warps * thread::grid_dim_x(), pieces);
+    while walk.row < job.max_tokens {
+        let token = walk.row;
         let there = token < routes.tokens;
         let mut piece = Piece { vectors: [[0; 4]; DEPTH], first: 0, count: job.hidden / 8 };
         if there {
-            piece = Piece::load(job, token, unit - token * pieces);
+            piece = Piece::load(job, token, walk.piece);
         }
         let (experts, fine) = Experts::load(job, routes, token);
         if !fine {
@@ -224,7 +232,7 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
         }
         let mask = warp::reduce(experts.rank, |a, b| a | b);
         let row = link.rank as usize * job.max_tokens as usize + token as usize;
-        if unit == token * pieces {
+        if walk.piece == 0 {
             for d in 0..link.ranks {
                 experts.store(job, link, d, row);
             }
@@ -234,17 +242,17 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
             }
         }
         if mask != 0 {
-            let mut scales = [0.0; DEPTH];
+            let mut scale = 0.0;
             if QUANTISED {
-                scales = piece.quantise();
+                scale = piece.quantise();
             }
             for d in 0..link.ranks {
                 if mask >> d & 1 != 0 {
-                    piece.store::<QUANTISED>(link, d, row, scales);
+                    piece.store::<QUANTISED>(link, d, row, scale);
                 }
             }
         }
-        unit += warps * thread::grid_dim_x();
+        walk.advance();
     }
     ok
 }
@@ -339,14 +347,13 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
     }
 
     let pieces = pieces(job.hidden);
-    let mut unit = tid / 32;
-    while unit < (last - first) * pieces {
-        let relative = integer::div(unit, pieces);
-        let token = first + relative;
-        let mut piece = Piece::load(job, token, unit - relative * pieces);
+    let mut walk = Walk::new(tid / 32, thread::block_dim_x() / 32, pieces);
+    while first + walk.row < last {
+        let token = first + walk.row;
+        let mut piece = Piece::load(job, token, walk.piece);
         let place =
             if lane < link.ranks { places.get(token as usize * link.ranks as usize + lane as usize) } else { -1 };
-        if unit == relative * pieces {
+        if walk.piece == 0 {
             let (experts, _) = Experts::load(job, routes, token);
             for d in 0..link.ranks {
                 let row = warp::shfl_idx(place, d);
@@ -355,17 +362,17 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
                 }
             }
         }
-        let mut scales = [0.0; DEPTH];
+        let mut scale = 0.0;
         if QUANTISED {
-            scales = piece.quantise();
+            scale = piece.quantise();
         }
         for d in 0..link.ranks {
             let row = warp::shfl_idx(place, d);
             if row >= 0 {
-                piece.store::<QUANTISED>(link, d, row as usize, scales);
+                piece.store::<QUANTISED>(link, d, row as usize, scale);
             }
         }
-        unit += thread::block_dim_x() / 32;
+        walk.advance();
     }
     ok
 }

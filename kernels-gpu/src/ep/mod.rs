@@ -288,3 +288,36 @@ pub unsafe fn token_count(count: *const u32, tokens: u32) -> u32 {
     let n: u32 = Global::new(count).get(0usize);
     if n < tokens { n } else { tokens }
 }
+
+/// Goes through the pieces of rows: from one that is `step` further to the next, without dividing again.
+#[derive(Clone, Copy)]
+pub struct Walk {
+    /// The row.
+    pub row: u32,
+    /// The piece of it.
+    pub piece: u32,
+    pieces: u32,
+    rows: u32,
+    rest: u32,
+}
+
+impl Walk {
+    /// Begins with piece `first` of all, of which a row has `pieces`; not 0.
+    #[inline(always)]
+    pub unsafe fn new(first: u32, step: u32, pieces: u32) -> Self {
+        let row = cuda_std::integer::div(first, pieces);
+        let rows = cuda_std::integer::div(step, pieces);
+        Self { row, piece: first - row * pieces, pieces, rows, rest: step - rows * pieces }
+    }
+
+    /// The next piece.
+    #[inline(always)]
+    pub fn advance(&mut self) {
+        self.row += self.rows;
+        self.piece += self.rest;
+        if self.piece >= self.pieces {
+            self.piece -= self.pieces;
+            self.row += 1;
+        }
+    }
+}
