@@ -61,11 +61,13 @@ fn spread_experts_give_the_same() {
                 stream.synchronize().unwrap();
                 meeting.wait();
                 let way = DispatchOptions::default().arrangement(arrangement);
-                let got = rank.dispatch(stream, &mut routing, &x, &slots, Some(&weights), &way).unwrap();
-                let rows = got.rows.bf16().unwrap();
-                let mut results = rank.results();
-                fused(stream, &mut results, rows, &mine13, &mine2, &got.ids, &got.weights, &options, &mut space)
-                    .unwrap();
+                // Twice, so that the second must wait until the experts have read what the first brought.
+                for _ in 0..2 {
+                    let got = rank.dispatch(stream, &mut routing, &x, &slots, Some(&weights), &way).unwrap();
+                    let (rows, mut results) = (got.rows.bf16().unwrap(), rank.results());
+                    fused(stream, &mut results, rows, &mine13, &mine2, &got.ids, &got.weights, &options, &mut space)
+                        .unwrap();
+                }
                 rank.combine(stream, &mut out, &routing, None, &CombineOptions::default()).unwrap();
                 rank.check(stream).unwrap();
                 meeting.wait();

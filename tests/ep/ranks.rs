@@ -1,11 +1,17 @@
 //! Several ranks in one process: what the tests of their operations share.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 use warploom::ep::{Communicator, Config};
 use warploom::{Device, SimtOptions, Stream};
 
 /// Ways to run ranks: what it is, and a device for each. GPUs with the ranks on one, and one rank on each of several.
+///
+/// Ranks on GPUs wait for each other inside kernels. Whatever makes the driver wait for the GPU meanwhile, such as memory that
+/// another test frees, would make them wait in vain. So these setups are only there if `WARPLOOM_TEST_RANKS=1` says that the tests
+/// have the GPUs to themselves, one at a time:
+/// `WARPLOOM_TEST_RANKS=1 CUDA_DEVICE_MAX_CONNECTIONS=32 WARPLOOM_TEST_DEVICES=cuda cargo test .. ep:: -- --test-threads=1`.
 pub fn setups(counts: &[usize]) -> Vec<(String, Vec<Device>)> {
     let which = std::env::var("WARPLOOM_TEST_DEVICES").unwrap_or_default();
     let mut setups = vec![];
@@ -19,8 +25,13 @@ pub fn setups(counts: &[usize]) -> Vec<(String, Vec<Device>)> {
                 setups.push((format!("{n} SIMT ranks, {name}"), Device::simt_peers(n, options)));
             }
         }
+        let alone = std::env::var("WARPLOOM_TEST_RANKS").is_ok_and(|v| v == "1");
         let gpu = if which == "simt" { None } else { warploom_tests::gpu() };
         assert!(which != "cuda" || gpu.is_some(), "WARPLOOM_TEST_DEVICES=cuda, but there is no GPU");
+        if gpu.is_some() && !alone {
+            eprintln!("ranks on GPUs are skipped: WARPLOOM_TEST_RANKS is not 1");
+        }
+        let gpu = gpu.filter(|_| alone);
         if let Some(gpu) = gpu {
             setups.push((format!("{n} ranks on one GPU"), vec![gpu; n]));
             let all = Device::cuda_count();
@@ -38,6 +49,7 @@ pub struct Meeting {
     ranks: usize,
     state: Mutex<(usize, u64)>,
     all: Condvar,
+    failed: AtomicBool,
 }
 
 impl Meeting {
@@ -50,10 +62,18 @@ impl Meeting {
             self.all.notify_all();
         }
         while state.1 == round {
+            assert!(!self.failed.load(Ordering::Relaxed), "another rank has failed");
             let (next, time) = self.all.wait_timeout(state, Duration::from_secs(15)).unwrap();
             state = next;
             assert!(!time.timed_out(), "another rank does not come");
         }
+    }
+
+    /// Lets all that wait fail.
+    fn fail(&self) {
+        let _state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        self.failed.store(true, Ordering::Relaxed);
+        self.all.notify_all();
     }
 }
 
@@ -71,19 +91,27 @@ pub fn run_as<R: Send>(
     ranks: Vec<Communicator>,
     test: impl Fn(&mut Communicator, &Stream, &Meeting) -> R + Sync,
 ) -> Vec<R> {
-    let meeting = Meeting { ranks: ranks.len(), state: Mutex::default(), all: Condvar::new() };
+    let meeting =
+        Meeting { ranks: ranks.len(), state: Mutex::default(), all: Condvar::new(), failed: AtomicBool::new(false) };
     std::thread::scope(|s| {
         let (test, meeting) = (&test, &meeting);
         let threads: Vec<_> = ranks
             .into_iter()
             .map(|mut rank| {
                 s.spawn(move || {
-                    let stream = Stream::new(rank.device()).expect("a stream");
-                    let outcome = test(&mut rank, &stream, meeting);
-                    stream.synchronize().expect("all of it ran");
-                    // Nobody frees what others still use.
-                    meeting.wait();
-                    outcome
+                    let work = || {
+                        let stream = Stream::new(rank.device()).expect("a stream");
+                        let outcome = test(&mut rank, &stream, meeting);
+                        stream.synchronize().expect("all of it ran");
+                        // Nobody frees what others still use.
+                        meeting.wait();
+                        outcome
+                    };
+                    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+                    outcome.unwrap_or_else(|panic| {
+                        meeting.fail();
+                        std::panic::resume_unwind(panic)
+                    })
                 })
             })
             .collect();

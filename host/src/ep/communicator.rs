@@ -372,13 +372,13 @@ impl Communicator {
         }
     }
 
-    /// Makes the ranks usable again after an error: all of them call this, and wait for each other on the host, as long as one
-    /// wait may take and as all work of their devices takes. Operations count from the beginning again.
+    /// Makes the ranks usable again after an error: all of them call this, and wait for each other on the host, somewhat longer
+    /// than work that fails may take. Operations count from the beginning again.
     ///
     /// # Errors
     /// [`Error::Ep`] if a rank does not call, [`Error::Driver`].
     pub fn recover(&mut self) -> Result<()> {
-        let time_out = self.group.config.time_out.max(Duration::from_secs(1)) * 4;
+        let time_out = self.group.config.time_out * 4 + Duration::from_secs(1);
         let missing = |peer| Error::Ep(Fault::TimeOut { rank: self.rank, peer, phase: Phase::Recovery });
         self.device.synchronize()?;
         self.group.meet(self.rank, time_out).map_err(missing)?;
