@@ -4,8 +4,8 @@
 //! for another keep their order, so a token's place is the number of tokens before it that go there too. Each warp counts a run of
 //! tokens, 32 at a time: a vote for each rank, whose count lane `r` keeps. The warps' counts, added up in shared memory, say what
 //! comes before a run, and within it votes say it again. Every block of a launch does this for all tokens: they fit in
-//! the cache, and a barrier among blocks would take longer. (A first version, in which a thread had a run of its own and divided
-//! by an unknown number, took 50 µs for 4096 tokens: each of its loads touched 32 cache lines.)
+//! the cache, and a barrier among blocks would take longer. (With a run of tokens for each thread, every load touched 32 cache lines, and a
+//! dispatch of 4096 tokens took some 10 µs longer on an H200.)
 
 use super::{Link, MAX_RANKS, fault, phase};
 use cuda_std::integer::Divisor;
