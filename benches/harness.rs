@@ -52,12 +52,19 @@ pub struct Cost {
     pub flops: u64,
     /// Whether they are of 8-bit operands, and not of 16-bit ones.
     pub fp8: bool,
+    /// Bytes that a GPU sends to others, or receives.
+    pub link: u64,
 }
 
 impl Cost {
     /// So many bytes read and written.
     pub const fn bytes(read: usize, written: usize) -> Self {
-        Self { read: read as u64, written: written as u64, flops: 0, fp8: false }
+        Self { read: read as u64, written: written as u64, flops: 0, fp8: false, link: 0 }
+    }
+
+    /// So many bytes between GPUs, and nothing else that counts.
+    pub const fn link(bytes: usize) -> Self {
+        Self { read: 0, written: 0, flops: 0, fp8: false, link: bytes as u64 }
     }
 
     /// And so many operations on tensor cores.
@@ -73,12 +80,14 @@ impl Cost {
     }
 
     /// What an H200 needs at the very least, in µs, by what was measured on one: reading 4.64 TB/s, copying 3.9 TB/s read
-    /// and written together (so that a byte written takes as long as 1.38 read), 807 TFLOP/s in bf16, 1513 in e4m3.
+    /// and written together (so that a byte written takes as long as 1.38 read), 807 TFLOP/s in bf16, 1513 in e4m3, and over
+    /// NVLink 364 GB/s each way.
     pub fn floor_on_h200(&self) -> f64 {
         const READ: f64 = 1.0 / 4.64e6;
         const WRITTEN: f64 = 2.0 / 3.9e6 - READ;
         let memory = self.read as f64 * READ + self.written as f64 * WRITTEN;
-        memory.max(self.flops as f64 / if self.fp8 { 1513e6 } else { 807e6 })
+        let products = self.flops as f64 / if self.fp8 { 1513e6 } else { 807e6 };
+        memory.max(products).max(self.link as f64 / 364e3)
     }
 }
 
@@ -99,7 +108,7 @@ pub struct Record {
     pub min_us: f64,
     /// Nine replays of ten were faster.
     pub p90_us: f64,
-    /// Read and written by one launch.
+    /// Read and written by one launch, or sent.
     pub bytes: u64,
     /// Of one launch.
     pub flops: u64,
@@ -367,7 +376,7 @@ impl Harness {
             median_us: at(0.5),
             min_us: at(0.0),
             p90_us: at(0.9),
-            bytes: cost.read + cost.written,
+            bytes: cost.read + cost.written + cost.link,
             flops: cost.flops,
             floor_us: cost.floor_on_h200(),
             sets,

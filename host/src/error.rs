@@ -161,6 +161,9 @@ pub enum Error {
         /// What was asked for.
         bytes: usize,
     },
+    /// Ranks of [expert parallelism](crate::ep) did not get along.
+    #[error(transparent)]
+    Ep(#[from] crate::ep::Fault),
     /// A stream capture was used wrongly.
     #[error("capture: {0}")]
     Capture(String),

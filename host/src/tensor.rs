@@ -265,6 +265,22 @@ impl<T> Tensor<T> {
         Ok(this)
     }
 
+    /// The same bytes from the first on as elements of another type, contiguous, no more than there are.
+    pub(crate) fn reinterpret<U: Element>(&self, shape: &[usize]) -> Tensor<U> {
+        let bytes = shape.iter().product::<usize>() * size_of::<U>();
+        let start = self.offset * size_of::<T>();
+        assert!(self.is_contiguous() && bytes <= self.len() * size_of::<T>() && start.is_multiple_of(size_of::<U>()));
+        let mut strides = Dims::new(shape).expect("no more dimensions than a tensor has");
+        let shape = strides;
+        let mut stride = 1;
+        for i in (0..shape.len).rev() {
+            strides.values[i] = stride;
+            stride *= shape.values[i].max(1);
+        }
+        let storage = self.storage.clone();
+        Tensor { storage, offset: start / size_of::<U>(), shape, strides, element: PhantomData }
+    }
+
     fn shallow(&self) -> Self {
         Self {
             storage: self.storage.clone(),

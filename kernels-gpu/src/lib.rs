@@ -23,6 +23,8 @@ pub mod attention;
 pub mod chunk;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+#[cfg(feature = "ep")]
+pub mod ep;
 #[cfg(feature = "gemm")]
 pub mod gemm;
 pub mod kv_cache;

@@ -1,1 +1,10 @@
+mod all_to_all;
+mod block;
+mod dispatch;
 mod eplb;
+mod expert_map;
+mod faults;
+mod layout;
+#[cfg(feature = "nccl")]
+mod nccl;
+mod ranks;

@@ -166,10 +166,10 @@ fn cuda(_: &Args) -> Result<()> {
         command
     };
     let packages = ["-p", "warploom", "-p", "warploom-tests", "-p", "warploom-benches"];
-    let mut lints = cargo(&["clippy", "--quiet", "--all-targets", "--features", "cuda"]);
+    let mut lints = cargo(&["clippy", "--quiet", "--all-targets", "--features", "cuda,nccl"]);
     lints.args(packages).args(["--", "-D", "warnings"]);
     must(lints)?;
-    let mut docs = cargo(&["doc", "--quiet", "-p", "warploom", "--no-deps", "--features", "cuda"]);
+    let mut docs = cargo(&["doc", "--quiet", "-p", "warploom", "--no-deps", "--features", "cuda,nccl"]);
     docs.env("RUSTDOCFLAGS", "-Dwarnings");
     must(docs)?;
     must(cargo(&["test", "--quiet", "-p", "warploom", "--features", "cuda", "--lib"]))?;

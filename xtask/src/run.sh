@@ -6,6 +6,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 help() {
     cat <<'TEXT'
 run.sh test [FILTER] [ARGS...]      the tests on the GPU (WARPLOOM_TEST_DEVICES= to run them on the SIMT device as well)
+run.sh ranks [FILTER] [ARGS...]     the tests of several ranks, which need the GPUs for themselves
 run.sh bench [FILTER] [ARGS...]     the benches
 run.sh sanitize [FILTER]            the tests under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
                                     (TOOLS="memcheck" for only some)
@@ -31,6 +32,12 @@ case $what in
 test)
     export WARPLOOM_TEST_DEVICES="${WARPLOOM_TEST_DEVICES-cuda}"
     exec "$here/test" "$@"
+    ;;
+ranks)
+    export WARPLOOM_TEST_DEVICES=cuda WARPLOOM_TEST_RANKS=1 CUDA_DEVICE_MAX_CONNECTIONS=32
+    # Keeps NCCL, if there is one, from NVLink multicast.
+    export NCCL_NVLS_ENABLE=0
+    exec "$here/test" --test-threads=1 "${@:-ep::}"
     ;;
 bench)
     exec "$here/bench" --bench "$@"

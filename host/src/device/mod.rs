@@ -62,6 +62,24 @@ impl Device {
         Self(Arc::new(Backend::Simt(self::simt::SimtDevice::new(options))))
     }
 
+    /// Several SIMT devices whose kernels use each other's memory at the same time, each launched by a host thread of its
+    /// own, as the GPUs of one machine: the ranks of [expert parallelism](crate::ep). With
+    /// [`race`](SimtOptions::race) the race detector looks at all of them together.
+    pub fn simt_peers(count: usize, options: SimtOptions) -> Vec<Self> {
+        let peers = ::simt::Peers::new(count);
+        let device = |n| self::simt::SimtDevice::peer(options, peers.clone(), n);
+        (0..count).map(|n| Self(Arc::new(Backend::Simt(device(n))))).collect()
+    }
+
+    /// Tells the race detector that the host has waited for this SIMT device and all its peers.
+    pub(crate) fn forget_races(&self) {
+        match &*self.0 {
+            Backend::Simt(d) => d.forget_races(),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(_) => {}
+        }
+    }
+
     /// The `ordinal`-th NVIDIA GPU, with its primary context.
     ///
     /// # Errors
@@ -413,6 +431,9 @@ pub struct Geometry {
     /// Whether the kernel may start before the one before it in the stream is done (programmatic dependent launch);
     /// it then waits by itself where it needs to.
     pub dependent: bool,
+    /// Whether blocks wait for each other or for other launches, so that the SIMT device must run all of them at the same
+    /// time. On a GPU the grid must be small enough for that by itself.
+    pub resident: bool,
 }
 
 impl Geometry {
@@ -423,7 +444,7 @@ impl Geometry {
 
     /// A launch of any shape, without dynamic shared memory.
     pub const fn new(grid: [u32; 3], block: [u32; 3]) -> Self {
-        Self { grid, block, shared_bytes: 0, cluster: 1, dependent: false }
+        Self { grid, block, shared_bytes: 0, cluster: 1, dependent: false, resident: false }
     }
 
     /// With this much dynamic shared memory.
@@ -441,6 +462,12 @@ impl Geometry {
     /// As a programmatic dependent launch.
     pub const fn dependent(mut self) -> Self {
         self.dependent = true;
+        self
+    }
+
+    /// With blocks that run at the same time.
+    pub const fn resident(mut self) -> Self {
+        self.resident = true;
         self
     }
 

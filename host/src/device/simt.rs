@@ -3,8 +3,8 @@
 use super::{Geometry, Properties};
 use crate::error::Result;
 use cuda_std::{Entry, KernelArgs};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// How a SIMT device runs kernels, and what it looks for.
 #[derive(Clone, Copy, Debug)]
@@ -53,12 +53,26 @@ pub(crate) struct SimtDevice {
     id: u64,
     /// Held by whatever touches the device's memory, so that host threads that share tensors never race.
     memory: Mutex<()>,
+    /// The devices whose kernels it shares memory with, and its number among them.
+    peers: Option<(Arc<simt::Peers>, usize)>,
 }
 
 impl SimtDevice {
     pub(super) fn new(options: SimtOptions) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        Self { options, id: NEXT.fetch_add(1, Ordering::Relaxed), memory: Mutex::new(()) }
+        Self { options, id: NEXT.fetch_add(1, Ordering::Relaxed), memory: Mutex::new(()), peers: None }
+    }
+
+    /// One of several that reach each other's memory.
+    pub(super) fn peer(options: SimtOptions, peers: Arc<simt::Peers>, number: usize) -> Self {
+        Self { peers: Some((peers, number)), ..Self::new(options) }
+    }
+
+    /// The host has waited for all peers: what they did before races with nothing that follows.
+    pub(super) fn forget_races(&self) {
+        if let Some((peers, _)) = &self.peers {
+            peers.forget();
+        }
     }
 
     pub(super) fn options(&self) -> SimtOptions {
@@ -93,10 +107,15 @@ impl SimtDevice {
             .block(dim(geometry.block))
             .max_threads(entry.max_threads)
             .cluster(geometry.cluster)
+            .together(geometry.resident)
             .shared_bytes(geometry.shared_bytes as usize)
             .order(self.options.order)
             .race(self.options.race)
             .parallel(self.options.parallel);
+        let launch = match &self.peers {
+            Some((peers, number)) => launch.peers(peers, *number),
+            None => launch,
+        };
         // SAFETY: forwarded to the caller.
         self.exclusive(|| unsafe { launch.run(|| entry.call(args)) })?;
         Ok(())

@@ -4,6 +4,7 @@
 
 pub mod activation;
 pub mod attention;
+pub mod ep;
 pub mod gemm;
 pub mod kv_cache;
 pub mod moe;

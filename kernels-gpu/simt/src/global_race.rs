@@ -1,4 +1,4 @@
-//! Race detection for global memory within one launch.
+//! Race detection for global memory, within one launch or among those of several devices.
 //!
 //! Shadow memory, shared by all workers, keeps for each 4-byte word that was touched the last write and two readers
 //! (the first and the latest since that write). Two accesses conflict if they touch a common byte, one of them writes,
@@ -10,12 +10,17 @@
 //!   what came before the block's last device fence. Every atomic that reads acquires: a fence may follow, and a wrong
 //!   alarm would be worse than a race that is missed. For the same reason a release counts for the whole block.
 //!
+//! Launches of devices that are [`Peers`] share one shadow memory: blocks are numbered through, a launch begins with what
+//! is ordered before the device's previous one, and memory that is allocated anew is forgotten.
+//!
 //! As few records are kept, a race may be missed, but none is invented.
 
 use crate::error::{Access, Loc};
+use crate::launch::Region;
 use crate::race::RaceState;
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
 /// Words of a page of shadow memory.
 const PAGE: usize = 256;
@@ -42,7 +47,60 @@ struct Cell {
     reads: [Option<Record>; 2],
 }
 
-type Clocks = HashMap<u32, u32>;
+pub(crate) type Clocks = HashMap<u32, u32>;
+
+/// Devices that reach each other's memory while their kernels run side by side: races are looked for across them.
+pub struct Peers {
+    pub(crate) shadow: GlobalRace,
+    next_block: AtomicU32,
+    /// For each device, what its launches so far were ordered after, themselves included.
+    known: Vec<Mutex<Clocks>>,
+}
+
+/// All that are alive.
+static PEERS: RwLock<Vec<Weak<Peers>>> = RwLock::new(Vec::new());
+
+impl Peers {
+    /// So many devices.
+    pub fn new(devices: usize) -> Arc<Self> {
+        let known = (0..devices).map(|_| Mutex::default()).collect();
+        let this = Arc::new(Self { shadow: GlobalRace::new(), next_block: AtomicU32::new(0), known });
+        let mut all = PEERS.write().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|p| p.strong_count() > 0);
+        all.push(Arc::downgrade(&this));
+        this
+    }
+
+    /// Forgets all accesses so far: to be called where the host has waited for all of the devices.
+    pub fn forget(&self) {
+        self.shadow.pages.iter().for_each(|p| lock(p).clear());
+    }
+
+    /// The number of a launch's first block, and what comes before it.
+    pub(crate) fn begin(&self, device: usize, blocks: u32) -> (u32, Clocks) {
+        (self.next_block.fetch_add(blocks, Ordering::Relaxed), lock(&self.known[device]).clone())
+    }
+
+    /// A block of a launch of the device has ended.
+    pub(crate) fn end(&self, device: usize, view: &GlobalView) {
+        let mut known = lock(&self.known[device]);
+        for (&block, &clock) in view.known.iter().chain([(&view.block, &view.clock)]) {
+            let old = known.entry(block).or_default();
+            *old = clock.max(*old);
+        }
+    }
+}
+
+/// Forgets accesses to memory that is given out anew.
+pub(crate) fn forget(region: Region) {
+    for peers in PEERS.read().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade) {
+        peers.shadow.forget(region);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// What the blocks of one launch share.
 pub(crate) struct GlobalRace {
@@ -62,8 +120,8 @@ pub(crate) struct GlobalView {
 }
 
 impl GlobalView {
-    pub(crate) fn reset(&mut self, block: u32) {
-        *self = Self { block, clock: 1, fenced: 0, known: Clocks::new() };
+    pub(crate) fn reset(&mut self, block: u32, known: Clocks) {
+        *self = Self { block, clock: 1, fenced: 0, known };
     }
 
     /// A fence of device or system scope.
@@ -114,6 +172,19 @@ impl GlobalRace {
             }
             view.clock += release as u32;
         }
+    }
+
+    /// Forgets all accesses to these addresses.
+    fn forget(&self, region: Region) {
+        for page in region.lo / 4 / PAGE..=region.hi / 4 / PAGE {
+            if let Some(cells) = lock(&self.pages[page % SHARDS]).get_mut(&page) {
+                let words = (page * PAGE..(page + 1) * PAGE).zip(cells.iter_mut());
+                words
+                    .filter(|(w, _)| (region.lo..region.hi).contains(&(w * 4)))
+                    .for_each(|(_, c)| *c = Cell::default());
+            }
+        }
+        lock(&self.released).retain(|address, _| !(region.lo..region.hi).contains(address));
     }
 
     /// Records an access of `bytes` bytes.

@@ -30,6 +30,7 @@ pub use block::{
     BarrierOp, Lanes, MAX_BARRIERS, MAX_THREADS, WARP_SIZE, block_barrier, block_barrier_arrive, warp_collective,
 };
 pub use error::{Access, Dim3, ErrorKind, LaunchError, Loc, Space, StuckThread, ThreadState};
+pub use global_race::Peers;
 pub use launch::{Checks, Defaults, Launch, MAX_SHARED_BYTES, Order, Region, Registered, launch};
 pub use memory::Buffer;
 pub use tensor::{ldmatrix, mma, mma_m16n8k16, stmatrix};
@@ -267,6 +268,19 @@ pub fn atomic_access(op: &'static str, address: usize, bytes: usize, order: Atom
         }
         let beyond = !shared && !order.block;
         block.synchronise(lane.linear, address, beyond, order.reads, order.writes, order.release);
+    }
+}
+
+/// To be called after an atomic operation that read: what was released to its location until then, by another OS thread
+/// perhaps between [`atomic_access`] and the operation, is ordered before what follows.
+#[inline]
+pub fn atomic_seen(address: usize, order: AtomicOrder) {
+    let lane = current();
+    let block = lane.block();
+    let (base, len) = shared_memory();
+    let shared = (base as usize..base as usize + len).contains(&address);
+    if block.race_on.get() && order.reads && !shared && !order.block {
+        block.synchronise(lane.linear, address, true, true, false, false);
     }
 }
 

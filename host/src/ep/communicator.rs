@@ -1,0 +1,455 @@
+//! Ranks and what they share.
+
+use super::fault::{Fault, Phase};
+use crate::device::{Device, Pinned, Stream};
+use crate::error::{Error, Result};
+use crate::kernels::ep as kernel;
+use crate::kernels::ep::{Link, slot};
+use crate::tensor::Tensor;
+use half::bf16;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What all ranks must have in common; a part of every signature, so that libraries of different protocols do not talk.
+const PROTOCOL: u32 = 1;
+/// Columns of a scale.
+pub(super) const GROUP: usize = 128;
+
+/// Sizes that all operations of a communicator have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Config {
+    /// Values of a token, a multiple of 8.
+    pub hidden: usize,
+    /// Experts of a token, 1 to 32.
+    pub top_k: usize,
+    /// Experts of all ranks together (replicas count each), as many on every rank.
+    pub experts: usize,
+    /// The most tokens of a rank in a call, at most 65536.
+    pub max_tokens: usize,
+    /// Rows that a rank can receive; the worst case unless set: `ranks max_tokens`.
+    pub capacity: Option<usize>,
+    /// How long one wait for other ranks may take.
+    pub time_out: Duration,
+}
+
+impl Config {
+    /// With room for the worst case, and a time-out of five seconds.
+    pub const fn new(hidden: usize, top_k: usize, experts: usize, max_tokens: usize) -> Self {
+        Self { hidden, top_k, experts, max_tokens, capacity: None, time_out: Duration::from_secs(5) }
+    }
+
+    /// With room for so many rows.
+    pub const fn capacity(mut self, rows: usize) -> Self {
+        self.capacity = Some(rows);
+        self
+    }
+
+    /// With this time-out.
+    pub const fn time_out(mut self, time_out: Duration) -> Self {
+        self.time_out = time_out;
+        self
+    }
+}
+
+/// Blocks of an operation, and their threads; `None` for what suits.
+///
+/// All blocks run at the same time as those of the other ranks, for which every rank needs the multiprocessors: other work of the
+/// GPU that never ends would let them wait in vain.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Blocks {
+    /// How many, the same on all ranks: with 1024 threads, as many multiprocessors are busy.
+    pub count: Option<u32>,
+    /// Threads of each, a multiple of 32.
+    pub threads: Option<u32>,
+}
+
+impl Blocks {
+    /// So many blocks.
+    pub const fn count(count: u32) -> Self {
+        Self { count: Some(count), threads: None }
+    }
+
+    /// Of so many threads.
+    pub const fn threads(mut self, threads: u32) -> Self {
+        self.threads = Some(threads);
+        self
+    }
+}
+
+/// The symmetric buffers of a rank, and what it keeps to itself.
+pub(super) struct Buffers {
+    pub(super) flags: Tensor<u64>,
+    pub(super) counts: Tensor<u32>,
+    pub(super) rows: Tensor<bf16>,
+    pub(super) scales: Tensor<f32>,
+    pub(super) ids: Tensor<i32>,
+    pub(super) weights: Tensor<f32>,
+    pub(super) results: Tensor<bf16>,
+    state: Tensor<u32>,
+    fault: Tensor<u32>,
+}
+
+impl Buffers {
+    pub(super) fn new(device: &Device, config: &Config, capacity: usize) -> Result<Self> {
+        let (k, hidden) = (config.top_k, config.hidden);
+        Ok(Self {
+            flags: Tensor::zeros(device, &[kernel::FLAGS])?,
+            counts: Tensor::zeros(device, &[kernel::MAX_RANKS, kernel::MAX_RANKS])?,
+            rows: Tensor::zeros(device, &[capacity, hidden])?,
+            scales: Tensor::zeros(device, &[capacity, hidden / GROUP])?,
+            ids: Tensor::from_slice(device, &vec![-1; capacity * k], &[capacity, k])?,
+            weights: Tensor::zeros(device, &[capacity, k])?,
+            results: Tensor::zeros(device, &[capacity, hidden])?,
+            state: Tensor::zeros(device, &[kernel::state::COUNT])?,
+            fault: Tensor::zeros(device, &[kernel::fault::COUNT])?,
+        })
+    }
+
+    pub(super) fn addresses(&self) -> [u64; slot::COUNT] {
+        let mut row = [0; slot::COUNT];
+        row[slot::FLAGS] = self.flags.as_ptr() as u64;
+        row[slot::COUNTS] = self.counts.as_ptr() as u64;
+        row[slot::ROWS] = self.rows.as_ptr() as u64;
+        row[slot::SCALES] = self.scales.as_ptr() as u64;
+        row[slot::IDS] = self.ids.as_ptr() as u64;
+        row[slot::WEIGHTS] = self.weights.as_ptr() as u64;
+        row[slot::RESULTS] = self.results.as_ptr() as u64;
+        row
+    }
+
+    /// Forgets all operations.
+    fn reset(&mut self) -> Result<()> {
+        self.flags.copy_from_slice(&[0; kernel::FLAGS])?;
+        self.state.copy_from_slice(&[0; kernel::state::COUNT])?;
+        self.fault.copy_from_slice(&[0; kernel::fault::COUNT])
+    }
+}
+
+/// What the communicators of one group share.
+pub(super) struct Group {
+    pub(super) config: Config,
+    pub(super) capacity: usize,
+    devices: Vec<Device>,
+    pub(super) buffers: Vec<Mutex<Buffers>>,
+    meeting: Mutex<Meeting>,
+    arrived: Condvar,
+}
+
+#[derive(Default)]
+struct Meeting {
+    round: u64,
+    here: Vec<bool>,
+    /// What each rank brought, now and in the round before.
+    words: [Vec<u32>; 2],
+}
+
+impl Group {
+    /// Waits for all ranks on the host; the first that is missing if some are.
+    fn meet(&self, rank: usize, time_out: Duration) -> Result<(), usize> {
+        self.bring(rank, 0, time_out).map(drop)
+    }
+
+    /// Waits for all ranks on the host, each of which brings a word; all of them.
+    #[cfg(feature = "nccl")]
+    pub(super) fn exchange(&self, rank: usize, word: u32) -> Result<Vec<u32>, usize> {
+        self.bring(rank, word, self.config.time_out)
+    }
+
+    fn bring(&self, rank: usize, word: u32, time_out: Duration) -> Result<Vec<u32>, usize> {
+        let until = Instant::now() + time_out;
+        let mut meeting = self.meeting.lock().unwrap_or_else(PoisonError::into_inner);
+        let round = meeting.round;
+        // Nobody is two rounds ahead, so that what was brought stays until all have it.
+        let words = round as usize % 2;
+        meeting.here[rank] = true;
+        meeting.words[words][rank] = word;
+        if meeting.here.iter().all(|&h| h) {
+            meeting.here.fill(false);
+            meeting.round += 1;
+            self.arrived.notify_all();
+            return Ok(meeting.words[words].clone());
+        }
+        while meeting.round == round {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                meeting.here[rank] = false;
+                return Err(meeting.here.iter().enumerate().position(|(r, &h)| r != rank && !h).unwrap_or(rank));
+            }
+            meeting = self.arrived.wait_timeout(meeting, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(meeting.words[words].clone())
+    }
+}
+
+impl Drop for Group {
+    /// Kernels of one GPU may still use the memory of another.
+    fn drop(&mut self) {
+        self.devices.iter().for_each(|d| drop(d.synchronize()));
+    }
+}
+
+/// One of several ranks that exchange tokens: a GPU, or a part of one.
+///
+/// [`new`](Self::new) makes all ranks of a process; each goes to a thread of its own. Every operation must be called by all
+/// ranks, in the same order, with the same options. Operations are stream-ordered like any other: they return when they are
+/// launched, and can be captured in graphs. What goes wrong on the way is told by [`check`](Self::check).
+///
+/// What a rank receives lies in buffers of the communicator, and is good until its next operation.
+///
+/// ```
+/// use warploom::ep::{Communicator, Config, DispatchOptions, CombineOptions};
+/// use warploom::{Device, SimtOptions, Stream, Tensor, bf16};
+/// // Two ranks with two experts each; a token has one expert.
+/// let devices = Device::simt_peers(2, SimtOptions::default());
+/// let ranks = Communicator::new(&devices, &Config::new(8, 1, 4, 2))?;
+/// std::thread::scope(|s| {
+///     for mut rank in ranks {
+///         s.spawn(move || -> warploom::Result<()> {
+///             let stream = Stream::new(rank.device())?;
+///             let x = Tensor::from_slice(rank.device(), &[bf16::from_f32(rank.rank() as f32 + 1.0); 16], &[2, 8])?;
+///             let experts = Tensor::from_slice(rank.device(), &[0, 3], &[2, 1])?;
+///             let mut routing = rank.routing()?;
+///             let received = rank.dispatch(&stream, &mut routing, &x, &experts, None, &DispatchOptions::default())?;
+///             rank.check(&stream)?;
+///             assert_eq!(received.offsets.to_vec()?, [0, 1, 2]); // a token of each rank
+///             assert_eq!(received.ids.to_vec()?[..2], [rank.rank() as i32; 2]);
+///             // The experts would work here; these do nothing.
+///             let results = received.rows.bf16().expect("rows in bf16").clone();
+///             let mut out = Tensor::zeros(rank.device(), &[2, 8])?;
+///             rank.combine(&stream, &mut out, &routing, Some(&results), &CombineOptions::default())?;
+///             rank.check(&stream)?;
+///             assert_eq!(out.to_vec()?, x.to_vec()?);
+///             Ok(())
+///         });
+///     }
+/// });
+/// # Ok::<(), warploom::Error>(())
+/// ```
+pub struct Communicator {
+    pub(super) group: Arc<Group>,
+    rank: usize,
+    device: Device,
+    /// `[ranks, slot::COUNT]`
+    table: Tensor<u64>,
+    fault_words: Mutex<Pinned<u32>>,
+    /// Present if ranks exchange rows over NCCL.
+    #[cfg(feature = "nccl")]
+    pub(super) nccl: Option<Arc<super::nccl::Nccl>>,
+}
+
+impl std::fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "rank {} of {} on {}", self.rank, self.ranks(), self.device.name())
+    }
+}
+
+impl Communicator {
+    /// The ranks of a group, one for each device. A GPU may be there several times: its ranks then share it, with a share of its
+    /// multiprocessors each. SIMT devices are made by [`Device::simt_peers`], and are there once.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a size that does not work, [`Error::Unsupported`] for GPUs that cannot reach each other's memory,
+    /// [`Error::WrongDevice`] for GPUs together with SIMT devices, [`Error::OutOfMemory`], [`Error::Driver`].
+    pub fn new(devices: &[Device], config: &Config) -> Result<Vec<Self>> {
+        Self::build(devices, config, true)
+    }
+
+    /// `peers`: they use each other's memory.
+    pub(super) fn build(devices: &[Device], config: &Config, peers: bool) -> Result<Vec<Self>> {
+        const OP: &str = "ep::Communicator::new";
+        let value = |ok: bool, arg: &'static str, expected: &str, got: usize| {
+            if ok {
+                return Ok(());
+            }
+            Err(Error::Value { op: OP, arg, expected: expected.into(), got: got.to_string() })
+        };
+        let ranks = devices.len();
+        let &Config { hidden, top_k, experts, max_tokens, .. } = config;
+        value((1..=kernel::MAX_RANKS).contains(&ranks), "devices", "1 to 8 devices", ranks)?;
+        value(hidden > 0 && hidden.is_multiple_of(8), "config.hidden", "a positive multiple of 8", hidden)?;
+        value((1..=32).contains(&top_k), "config.top_k", "1 to 32", top_k)?;
+        value(experts > 0 && experts.is_multiple_of(ranks), "config.experts", "a multiple of the ranks", experts)?;
+        value(experts < 1 << 24, "config.experts", "less than 2^24", experts)?;
+        let most = kernel::layout::MAX_TOKENS;
+        value((1..=most).contains(&max_tokens), "config.max_tokens", "1 to 65536", max_tokens)?;
+        let capacity = config.capacity.unwrap_or(ranks * max_tokens);
+        value((1..=ranks * most).contains(&capacity), "config.capacity", "1 to 65536 for each rank", capacity)?;
+        value(hidden < 1 << 20, "config.hidden", "less than 2^20", hidden)?;
+        for (i, a) in devices.iter().enumerate() {
+            for (j, b) in devices.iter().enumerate() {
+                if i != j && a.is_simt() && a == b {
+                    let what = "a SIMT device is one rank only; Device::simt_peers makes several".into();
+                    return Err(Error::Unsupported { op: OP, what });
+                }
+                if a.is_simt() != b.is_simt() {
+                    return Err(Error::WrongDevice { op: OP, arg: "devices", expected: a.name(), got: b.name() });
+                }
+                if peers {
+                    a.enable_peer_access(b)?;
+                }
+            }
+            a.preload(&["ep"])?;
+        }
+        let buffers = devices.iter().map(|d| Buffers::new(d, config, capacity)).collect::<Result<Vec<_>>>()?;
+        let table: Vec<u64> = buffers.iter().flat_map(Buffers::addresses).collect();
+        let group = Arc::new(Group {
+            config: *config,
+            capacity,
+            devices: devices.to_vec(),
+            buffers: buffers.into_iter().map(Mutex::new).collect(),
+            meeting: Mutex::new(Meeting {
+                round: 0,
+                here: vec![false; ranks],
+                words: [vec![0; ranks], vec![0; ranks]],
+            }),
+            arrived: Condvar::new(),
+        });
+        let rank = |(rank, device): (usize, &Device)| {
+            Ok(Self {
+                group: group.clone(),
+                rank,
+                device: device.clone(),
+                table: Tensor::from_slice(device, &table, &[ranks, slot::COUNT])?,
+                fault_words: Mutex::new(Pinned::zeros(device, kernel::fault::COUNT)?),
+                #[cfg(feature = "nccl")]
+                nccl: None,
+            })
+        };
+        devices.iter().enumerate().map(rank).collect()
+    }
+
+    /// This one's number.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// How many there are.
+    pub fn ranks(&self) -> usize {
+        self.group.devices.len()
+    }
+
+    /// Where this one is.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The sizes that all have.
+    pub fn config(&self) -> &Config {
+        &self.group.config
+    }
+
+    /// Rows that a rank can receive.
+    pub fn capacity(&self) -> usize {
+        self.group.capacity
+    }
+
+    /// Experts of a rank.
+    pub fn local_experts(&self) -> usize {
+        self.group.config.experts / self.ranks()
+    }
+
+    /// `[capacity, hidden]`: where [`combine`](Self::combine) takes rows from. Writing results here saves a copy. They may be
+    /// written from when a dispatch is done until the next combine, and again after that.
+    pub fn results(&self) -> Tensor<bf16> {
+        self.own(|b| b.results.clone())
+    }
+
+    /// Waits for the stream and says what went wrong between the ranks, if anything did since the last recovery.
+    ///
+    /// # Errors
+    /// [`Error::Ep`], [`Error::Driver`].
+    pub fn check(&self, stream: &Stream) -> Result<()> {
+        let mut words = self.fault_words.lock().unwrap_or_else(PoisonError::into_inner);
+        let fault = self.own(|b| b.fault.clone());
+        // SAFETY: the copy is waited for, with the lock held.
+        unsafe { stream.download(&mut *words, &fault)? };
+        stream.synchronize()?;
+        match Fault::decode(self.rank, &words, self.group.capacity) {
+            None => Ok(()),
+            Some(fault) => Err(Error::Ep(fault)),
+        }
+    }
+
+    /// Makes the ranks usable again after an error: all of them call this, and wait for each other on the host, somewhat longer
+    /// than work that fails may take. Operations count from the beginning again.
+    ///
+    /// # Errors
+    /// [`Error::Ep`] if a rank does not call, [`Error::Driver`].
+    pub fn recover(&mut self) -> Result<()> {
+        let time_out = self.group.config.time_out * 4 + Duration::from_secs(1);
+        let missing = |peer| Error::Ep(Fault::TimeOut { rank: self.rank, peer, phase: Phase::Recovery });
+        self.device.synchronize()?;
+        self.group.meet(self.rank, time_out).map_err(missing)?;
+        self.own(|b| b.reset())?;
+        self.device.forget_races();
+        self.group.meet(self.rank, time_out).map_err(missing)
+    }
+
+    /// Something of this rank's buffers.
+    pub(super) fn own<R>(&self, f: impl FnOnce(&mut Buffers) -> R) -> R {
+        f(&mut self.group.buffers[self.rank].lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// What kernels get to know, for an operation that all ranks describe by the same numbers.
+    pub(super) fn link(&self, stream: &Stream, operation: &[u32]) -> Link {
+        for buffers in &self.group.buffers {
+            let b = buffers.lock().unwrap_or_else(PoisonError::into_inner);
+            let symmetric = [b.flags.storage(), b.counts.storage(), b.rows.storage(), b.scales.storage()];
+            let more =
+                [b.ids.storage(), b.weights.storage(), b.results.storage(), b.state.storage(), b.fault.storage()];
+            symmetric.into_iter().chain(more).for_each(|s| stream.retain(s));
+        }
+        stream.retain(self.table.storage());
+        let (table, alone) = (&self.table, 0);
+        #[cfg(feature = "nccl")]
+        let (table, alone) = self.nccl.as_ref().map_or((table, alone), |n| (n.table(), 1));
+        let (state, fault) = self.own(|b| (b.state.as_mut_ptr(), b.fault.as_mut_ptr()));
+        Link {
+            peers: table.as_ptr(),
+            state,
+            fault,
+            time_out: self.group.config.time_out.as_nanos().min(u64::MAX as u128 / 2) as u64,
+            rank: self.rank as u32,
+            ranks: self.ranks() as u32,
+            signature: signature(&self.group.config, self.ranks(), operation),
+            alone,
+        }
+    }
+
+    /// Blocks and threads, if they can all be resident.
+    pub(super) fn blocks(
+        &self,
+        op: &'static str,
+        blocks: Blocks,
+        default: [u32; 2],
+        max_threads: u32,
+    ) -> Result<[u32; 2]> {
+        let [count, threads] = if self.device.is_simt() { [2, 64] } else { default };
+        let threads = blocks.threads.unwrap_or(threads);
+        let value = |ok: bool, arg: &'static str, expected: String, got: u32| {
+            if ok { Ok(()) } else { Err(Error::Value { op, arg, expected, got: got.to_string() }) }
+        };
+        let right = threads.is_multiple_of(32) && (32..=max_threads).contains(&threads);
+        value(right, "options.blocks.threads", format!("a multiple of 32, at most {max_threads}"), threads)?;
+        let here = self.group.devices.iter().filter(|d| **d == self.device).count() as u32;
+        // Every multiprocessor has room for 1024 threads of these kernels.
+        let room = match self.device.is_simt() {
+            true => kernel::MAX_BLOCKS as u32,
+            false => self.device.properties().multiprocessors * (1024 / threads).max(1) / here,
+        };
+        let most = room.min(kernel::MAX_BLOCKS as u32);
+        let count = blocks.count.unwrap_or(count.min(most));
+        value((1..=most).contains(&count), "options.blocks.count", format!("1 to {most}"), count)?;
+        Ok([count, threads])
+    }
+}
+
+/// A number for all that ranks must agree on, without the highest bit.
+fn signature(config: &Config, ranks: usize, operation: &[u32]) -> u32 {
+    let common = [PROTOCOL, config.hidden as u32, config.top_k as u32, config.experts as u32, config.max_tokens as u32];
+    // FNV-1a, by words.
+    let words = common.iter().chain([ranks as u32].iter()).chain(operation).copied().collect::<Vec<_>>();
+    words.iter().fold(0x811c_9dc5u32, |hash, w| (hash ^ w).wrapping_mul(0x0100_0193).rotate_left(5)) & !kernel::FAILED
+}

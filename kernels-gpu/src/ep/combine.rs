@@ -1,0 +1,189 @@
+//! Rows back from the ranks of their experts, added up.
+//!
+//! A token's rows are read from the memory of the ranks that have them, in the order of the ranks, added in f32, and rounded once.
+//! Reading needs no buffer and no second pass. Before, all ranks must have written their rows (the entry); after, all must have
+//! read them, so that they may be overwritten (the exit).
+//!
+//! Warps take pieces of [`DEPTH`] vectors a lane. What counts is how many bytes are under way, which registers must hold: of two
+//! rows both are loaded before they are added; of more, and with biases, the next is under way while the one before is added to
+//! sums, [`FEW`] vectors at a time.
+
+use super::{Link, Session, Walk, slot, token_count};
+use cuda_std::vec::{B128, SecondLevel, Streaming};
+use cuda_std::{Global, GlobalMut, bf16, entries, float, struct_param, thread, unroll, warp};
+
+/// Vectors of eight values that a lane has under way from each of two ranks, if there are no more.
+pub const DEPTH: usize = 7;
+/// As many, if there are more, or biases: sums stay in registers, too.
+const FEW: usize = 3;
+
+/// What is added up, and how.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Job {
+    /// `[tokens, hidden]`, rows `out_stride` apart.
+    pub out: *mut bf16,
+    /// `[max_tokens, ranks]`, as dispatch wrote it.
+    pub places: *const i32,
+    /// `[tokens, ranks]`, what a rank's row is multiplied by; or null.
+    pub weights: *const f32,
+    /// `[tokens, hidden]`, contiguous, added after the rows; or null.
+    pub bias: *const bf16,
+    /// Another, added after it; or null.
+    pub bias2: *const bf16,
+    /// How many tokens there are, if not `tokens`; or null.
+    pub count: *const u32,
+    /// In elements.
+    pub out_stride: usize,
+    /// At most `max_tokens`.
+    pub tokens: u32,
+    /// A multiple of 8.
+    pub hidden: u32,
+}
+struct_param!(Job);
+
+type Words<const D: usize> = [[u32; 4]; D];
+
+/// Vectors of a row, `first` and every 32nd after it, before `end`.
+#[inline(always)]
+#[track_caller]
+unsafe fn load<const D: usize, const PEER: bool>(row: Global<bf16>, first: u32, end: u32) -> Words<D> {
+    let mut words = [[0; 4]; D];
+    unroll::<D>(|j| {
+        let i = first + 32 * j as u32;
+        if i < end {
+            // What peers wrote is not read-only for the life of the launch.
+            let B128(v) = if PEER {
+                row.get_hinted::<B128<u32, 4>>(i as usize * 8, SecondLevel)
+            } else {
+                row.get_hinted::<B128<u32, 4>>(i as usize * 8, Streaming)
+            };
+            unroll::<4>(|w| words[j][w] = v[w]);
+        }
+    });
+    words
+}
+
+#[inline(always)]
+fn add_vector(sums: &mut [f32; 8], words: [u32; 4], weight: f32) {
+    unroll::<4>(|w| {
+        let (low, high) = (f32::from_bits(words[w] << 16), f32::from_bits(words[w] & 0xffff_0000));
+        sums[2 * w] = float::fma(weight, low, sums[2 * w]);
+        sums[2 * w + 1] = float::fma(weight, high, sums[2 * w + 1]);
+    });
+}
+
+#[inline(always)]
+fn add(sums: &mut [[f32; 8]; FEW], words: Words<FEW>, weight: f32) {
+    unroll::<FEW>(|j| add_vector(&mut sums[j], words[j], weight));
+}
+
+/// The blocks must all be resident; the threads of a block are a multiple of 32.
+#[inline(always)]
+pub unsafe fn combine(link: Link, job: Job) {
+    let Some(session) = Session::begin(link) else { return };
+    let ok = session.enter();
+    if ok {
+        sum(&link, &job);
+    }
+    session.finish(ok, true);
+}
+
+#[inline(always)]
+#[track_caller]
+unsafe fn sum(link: &Link, job: &Job) {
+    let tokens = token_count(job.count, job.tokens);
+    let (lane, ranks) = (warp::lane_id(), link.ranks as usize);
+    let (blocks, warps) = (thread::grid_dim_x(), thread::block_dim_x() / 32);
+    let count = job.hidden / 8;
+    let piece = 32 * DEPTH as u32;
+    let pieces = count.div_ceil(piece);
+    let (places, weights) = (Global::new(job.places), Global::new(job.weights));
+    let out = GlobalMut::new(job.out);
+    let biased = !job.bias.is_null() || !job.bias2.is_null();
+    let mut walk = Walk::new(thread::thread_idx_x() / 32 * blocks + thread::block_idx_x(), blocks * warps, pieces);
+    while walk.row < tokens {
+        let token = walk.row;
+        let begin = walk.piece * piece;
+        let end = count.min(begin + piece);
+        let mut place = -1;
+        let mut weight = 1.0;
+        if lane < link.ranks {
+            place = places.get(token as usize * ranks + lane as usize);
+            if !job.weights.is_null() {
+                weight = weights.get(token as usize * ranks + lane as usize);
+            }
+        }
+        let there = warp::warp_vote_ballot(warp::FULL, place >= 0);
+        let row = |d: u32| {
+            let place = warp::shfl_idx(place, d);
+            let rows = link.buffer::<bf16>(d, slot::RESULTS);
+            Global::new(rows.ptr(place as usize * job.hidden as usize).cast_const())
+        };
+        let to = out.offset(token as usize * job.out_stride);
+        if there.count_ones() <= 2 && !biased {
+            // Both rows are under way before either is looked at, and sums live for a moment only.
+            let (a, b) = (there.trailing_zeros() & 31, 31 - (there | 1).leading_zeros());
+            let (wa, wb) = (warp::shfl_idx(weight, a), warp::shfl_idx(weight, b));
+            let (mut x, mut y) = ([[0; 4]; DEPTH], [[0; 4]; DEPTH]);
+            if there != 0 {
+                x = load::<DEPTH, true>(row(a), begin + lane, end);
+            }
+            if a != b && there != 0 {
+                y = load::<DEPTH, true>(row(b), begin + lane, end);
+            }
+            unroll::<DEPTH>(|j| {
+                let i = begin + lane + 32 * j as u32;
+                if i < end {
+                    let mut sums = [0.0; 8];
+                    add_vector(&mut sums, x[j], wa);
+                    if a != b {
+                        add_vector(&mut sums, y[j], wb);
+                    }
+                    to.set_hinted(i as usize * 8, B128::<bf16, 8>::from_f32(sums), Streaming);
+                }
+            });
+        } else {
+            let mut first = begin + lane;
+            while first - lane < end {
+                let mut sums = [[0.0; 8]; FEW];
+                let mut pending = [[0; 4]; FEW];
+                let mut factor = 0.0;
+                for d in 0..link.ranks {
+                    let w = warp::shfl_idx(weight, d);
+                    if there >> d & 1 != 0 {
+                        let next = load::<FEW, true>(row(d), first, end);
+                        // Nothing is pending before the first: zeros, times zero.
+                        add(&mut sums, pending, factor);
+                        pending = next;
+                        factor = w;
+                    }
+                }
+                add(&mut sums, pending, factor);
+                let shift = token as usize * job.hidden as usize;
+                if !job.bias.is_null() {
+                    let bias = Global::new(job.bias).offset(shift);
+                    add(&mut sums, load::<FEW, false>(bias, first, end), 1.0);
+                }
+                if !job.bias2.is_null() {
+                    let bias = Global::new(job.bias2).offset(shift);
+                    add(&mut sums, load::<FEW, false>(bias, first, end), 1.0);
+                }
+                unroll::<FEW>(|j| {
+                    let i = first + 32 * j as u32;
+                    if i < end {
+                        to.set_hinted(i as usize * 8, B128::<bf16, 8>::from_f32(sums[j]), Streaming);
+                    }
+                });
+                first += 32 * FEW as u32;
+            }
+        }
+        walk.advance();
+    }
+}
+
+entries! {
+    /// Arguments of `ep_combine`; see [`combine`].
+    pub struct Args(link: Link, job: Job);
+    ep_combine_bf16 {} [640] => combine;
+}

@@ -1,0 +1,323 @@
+//! Expert parallelism: kernels of several GPUs that write to and read from each other's memory.
+//!
+//! A *rank* is one GPU, or one of several sets of buffers on it. Each has *symmetric* buffers, the same on every rank, and
+//! knows the addresses of everybody's ([`slot`]). Every operation is one launch on each rank, whose blocks
+//! 1. may have to know that the others have come as far (the *entry*): block 0 stores a flag in each peer's memory, and every
+//!    block waits for the peers' flags in its own;
+//! 2. move data, straight to where it belongs;
+//! 3. say so (the *exit*): each block stores a flag of its own in each peer's memory, and block 0 waits for the flags of all
+//!    blocks of all peers.
+//!
+//! **Flags** are 64-bit words: the number of the operation (the *epoch*, which each rank counts in its own memory, so that
+//! captured launches go on counting) above a signature of what the rank thinks the operation is. Nothing is ever reset, so
+//! nothing can be reset too late. A peer may be one operation ahead, hence "at least this epoch"; it cannot be two ahead, as
+//! it needs our exit to get there.
+//!
+//! **Memory order.** Data are ordinary stores and loads. A flag is stored with release, read with acquire, both of system scope.
+//! Before its exit flag a block meets at a barrier, which orders its threads' stores before the release of the thread that
+//! stores the flag; release and acquire order that before what the waiting thread does next, which is to meet its own block at a
+//! barrier, or to end the launch, before anybody looks at the data. What an entry flag promises (that the rank reads its
+//! buffers no more) was done by earlier launches of its stream. The race detector of the SIMT device follows the same rules
+//! across ranks.
+//!
+//! **Nothing waits for ever.** Each wait ends after a time; the first thing that goes wrong on a rank is kept in its [`fault`]
+//! words, and while something is there, operations do nothing. A block that failed says so with its exit flag.
+
+use cuda_std::atomic::{AcqRel, Acquire, Device, Relaxed, Release, System};
+use cuda_std::shared::Shared;
+use cuda_std::{Global, GlobalMut, struct_param, thread};
+
+pub mod all_to_all;
+pub mod barrier;
+pub mod combine;
+pub mod dispatch;
+pub mod expert_map;
+pub mod layout;
+
+/// The most ranks.
+pub const MAX_RANKS: usize = 8;
+/// The most blocks of an operation.
+pub const MAX_BLOCKS: usize = 256;
+/// 64-bit words of a rank's flags: entries by peer, then exits by peer and block.
+pub const FLAGS: usize = MAX_RANKS + MAX_RANKS * MAX_BLOCKS;
+
+/// The symmetric buffers, in the order of a rank's row of the table of addresses.
+pub mod slot {
+    /// [`FLAGS`](super::FLAGS) flags.
+    pub const FLAGS: usize = 0;
+    /// Tokens from each rank to each, `[MAX_RANKS, MAX_RANKS]` `u32`.
+    pub const COUNTS: usize = 1;
+    /// Rows that were received.
+    pub const ROWS: usize = 2;
+    /// Their scales.
+    pub const SCALES: usize = 3;
+    /// Their expert ids.
+    pub const IDS: usize = 4;
+    /// Their weights.
+    pub const WEIGHTS: usize = 5;
+    /// Rows to be combined.
+    pub const RESULTS: usize = 6;
+    /// How many there are.
+    pub const COUNT: usize = 7;
+}
+
+/// What a rank keeps to itself, as `u32`.
+pub mod state {
+    /// Operations that are done.
+    pub const EPOCH: usize = 0;
+    /// Blocks that have ended.
+    pub const TICKET: usize = 1;
+    /// Whether every rank is known to be through with what it received.
+    pub const CLEAN: usize = 2;
+    /// How many there are.
+    pub const COUNT: usize = 4;
+}
+
+/// What went wrong first, as `u32`: code, rank, phase, value.
+pub mod fault {
+    /// A wait for `rank` took too long.
+    pub const TIME_OUT: u32 = 1;
+    /// `rank` is at another operation, or at one of other shapes; `value` is its signature.
+    pub const DISAGREE: u32 = 2;
+    /// `rank` says that it failed.
+    pub const PEER_FAILED: u32 = 3;
+    /// An expert of token `value` is not there.
+    pub const BAD_ID: u32 = 4;
+    /// `rank` would get `value` tokens, and has not the room.
+    pub const OVERFLOW: u32 = 5;
+    /// How many words there are.
+    pub const COUNT: usize = 4;
+}
+
+/// Where an operation was.
+pub mod phase {
+    /// Waiting for peers to come as far.
+    pub const ENTRY: u32 = 1;
+    /// Waiting for peers to be done.
+    pub const EXIT: u32 = 2;
+    /// Working by itself.
+    pub const WORK: u32 = 3;
+}
+
+/// Set in the signature of an exit flag: the block failed.
+pub const FAILED: u32 = 1 << 31;
+
+/// What an operation knows of its rank and the others.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Link {
+    /// `[ranks, slot::COUNT]` addresses.
+    pub peers: *const u64,
+    /// `[state::COUNT]`.
+    pub state: *mut u32,
+    /// `[fault::COUNT]`.
+    pub fault: *mut u32,
+    /// Nanoseconds that a wait may take.
+    pub time_out: u64,
+    /// This one.
+    pub rank: u32,
+    /// All of them, at most [`MAX_RANKS`].
+    pub ranks: u32,
+    /// What all ranks must agree on, without [`FAILED`].
+    pub signature: u32,
+    /// Not 0: the peers' buffers are stand-ins in this rank's memory, so that nobody is told anything or waited for.
+    pub alone: u32,
+}
+struct_param!(Link);
+
+impl Link {
+    /// A buffer of a rank.
+    #[inline(always)]
+    pub unsafe fn buffer<T: Copy>(&self, rank: u32, slot: usize) -> GlobalMut<T> {
+        let address: u64 = Global::new(self.peers).get(rank as usize * slot::COUNT + slot);
+        GlobalMut::new(address as *mut T)
+    }
+
+    /// Whether there is such a rank, and it takes part by itself.
+    #[inline(always)]
+    pub fn waits_for(&self, peer: u32) -> bool {
+        peer < self.ranks && peer != self.rank && self.alone == 0
+    }
+
+    /// Keeps what went wrong, if it is the first.
+    pub unsafe fn fail(&self, code: u32, rank: u32, phase: u32, value: u32) {
+        let words = GlobalMut::new(self.fault);
+        if words.compare_exchange(0usize, 0, code, Device, Relaxed) == 0 {
+            words.store(1usize, rank, Device, Relaxed);
+            words.store(2usize, phase, Device, Relaxed);
+            words.store(3usize, value, Device, Relaxed);
+        }
+    }
+}
+
+/// One operation, as one block goes through it. All threads of the block call every function.
+#[derive(Clone, Copy)]
+pub struct Session {
+    /// Rank and peers.
+    pub link: Link,
+    epoch: u32,
+    clean: bool,
+}
+
+impl Session {
+    /// `None` if something is wrong already.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn begin(link: Link) -> Option<Self> {
+        let state = GlobalMut::new(link.state);
+        let (epoch, clean) = (state.get(state::EPOCH).wrapping_add(1), state.get(state::CLEAN) != 0);
+        let first = thread::thread_idx_x() == 0;
+        let failed = first && GlobalMut::new(link.fault).load(0usize, Device, Relaxed) != 0;
+        if thread::sync_threads_or(failed) { None } else { Some(Self { link, epoch, clean }) }
+    }
+
+    /// Whether no rank needs what it received any more, as an operation since has shown.
+    #[inline(always)]
+    pub fn clean(&self) -> bool {
+        self.clean
+    }
+
+    #[inline(always)]
+    fn flag(&self, signature: u32) -> u64 {
+        (self.epoch as u64) << 32 | signature as u64
+    }
+
+    /// One thread waits for a flag; whether it came.
+    #[inline(always)]
+    unsafe fn wait(&self, flags: GlobalMut<u64>, i: usize, peer: u32, phase: u32) -> bool {
+        let start = thread::globaltimer();
+        loop {
+            let seen = flags.load(i, System, Acquire);
+            let ahead = ((seen >> 32) as u32).wrapping_sub(self.epoch) as i32;
+            if ahead >= 0 {
+                let signature = seen as u32;
+                if ahead > 0 || signature == self.link.signature {
+                    return true;
+                }
+                let failed = signature == self.link.signature | FAILED;
+                let code = if failed { fault::PEER_FAILED } else { fault::DISAGREE };
+                self.link.fail(code, peer, phase, signature);
+                return false;
+            }
+            if thread::globaltimer().wrapping_sub(start) > self.link.time_out {
+                self.link.fail(fault::TIME_OUT, peer, phase, 0);
+                return false;
+            }
+            thread::spin_hint();
+        }
+    }
+
+    /// Tells peers that this rank has come as far, with its row of counts if there is one. Only block 0 does.
+    #[inline(always)]
+    pub unsafe fn send_entry(&self, counts: Option<Shared<u32>>) {
+        let (link, peer) = (&self.link, thread::thread_idx_x());
+        if thread::block_idx_x() != 0 || !link.waits_for(peer) {
+            return;
+        }
+        if let Some(counts) = counts {
+            let theirs = link.buffer::<u32>(peer, slot::COUNTS).offset(link.rank as usize * MAX_RANKS);
+            cuda_std::unroll::<MAX_RANKS>(|d| theirs.set(d, counts.get(d)));
+        }
+        let flags = link.buffer::<u64>(peer, slot::FLAGS);
+        flags.store(link.rank, self.flag(link.signature), System, Release);
+    }
+
+    /// Waits until all peers have come as far; whether they have.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn wait_entry(&self) -> bool {
+        let (link, peer) = (&self.link, thread::thread_idx_x());
+        let mut bad = false;
+        if link.waits_for(peer) {
+            bad = !self.wait(link.buffer(link.rank, slot::FLAGS), peer as usize, peer, phase::ENTRY);
+        }
+        !thread::sync_threads_or(bad)
+    }
+
+    /// [`send_entry`](Self::send_entry) and [`wait_entry`](Self::wait_entry).
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn enter(&self) -> bool {
+        self.send_entry(None);
+        self.wait_entry()
+    }
+
+    /// Ends the operation: what the block did is done, well or not (`ok`, of each thread). `clean` afterwards means that all
+    /// ranks were through with what they had received before.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn finish(self, ok: bool, clean: bool) {
+        let (link, tid, block) = (&self.link, thread::thread_idx_x(), thread::block_idx_x());
+        let failed = thread::sync_threads_or(!ok);
+        if link.waits_for(tid) {
+            let flag = self.flag(link.signature | if failed { FAILED } else { 0 });
+            let i = MAX_RANKS + link.rank as usize * MAX_BLOCKS + block as usize;
+            link.buffer::<u64>(tid, slot::FLAGS).store(i, flag, System, Release);
+        }
+        if block == 0 && !failed {
+            let own = link.buffer::<u64>(link.rank, slot::FLAGS);
+            let blocks = thread::grid_dim_x();
+            let mut i = tid;
+            while i < link.ranks * blocks {
+                let peer = cuda_std::integer::div(i, blocks);
+                let at = MAX_RANKS + peer as usize * MAX_BLOCKS + (i - peer * blocks) as usize;
+                if link.waits_for(peer) && !self.wait(own, at, peer, phase::EXIT) {
+                    break;
+                }
+                i += thread::block_dim_x();
+            }
+        }
+        thread::sync_threads();
+        if tid == 0 {
+            let state = GlobalMut::new(link.state);
+            if state.fetch_add(state::TICKET, 1, Device, AcqRel) + 1 == thread::grid_dim_x() {
+                state.store(state::TICKET, 0, Device, Relaxed);
+                state.set(state::EPOCH, self.epoch);
+                state.set(state::CLEAN, clean as u32);
+            }
+        }
+    }
+}
+
+/// The number of valid tokens: `count` if it is there, and at most `tokens`.
+#[inline(always)]
+pub unsafe fn token_count(count: *const u32, tokens: u32) -> u32 {
+    if count.is_null() {
+        return tokens;
+    }
+    let n: u32 = Global::new(count).get(0usize);
+    if n < tokens { n } else { tokens }
+}
+
+/// Goes through the pieces of rows: from one that is `step` further to the next, without dividing again.
+#[derive(Clone, Copy)]
+pub struct Walk {
+    /// The row.
+    pub row: u32,
+    /// The piece of it.
+    pub piece: u32,
+    pieces: u32,
+    rows: u32,
+    rest: u32,
+}
+
+impl Walk {
+    /// Begins with piece `first` of all, of which a row has `pieces`; not 0.
+    #[inline(always)]
+    pub unsafe fn new(first: u32, step: u32, pieces: u32) -> Self {
+        let row = cuda_std::integer::div(first, pieces);
+        let rows = cuda_std::integer::div(step, pieces);
+        Self { row, piece: first - row * pieces, pieces, rows, rest: step - rows * pieces }
+    }
+
+    /// The next piece.
+    #[inline(always)]
+    pub fn advance(&mut self) {
+        self.row += self.rows;
+        self.piece += self.rest;
+        if self.piece >= self.pieces {
+            self.piece -= self.pieces;
+            self.row += 1;
+        }
+    }
+}
