@@ -259,8 +259,9 @@ pub const fn split(pairs: usize, bins: usize) -> Split {
     let most = if fit < kernel::MAX_WARPS { fit } else { kernel::MAX_WARPS };
     let items = kernel::ITEMS;
     let wanted = pairs.div_ceil(32);
-    // A lane for every two experts or so in the scan.
-    let least = bins.div_ceil(64);
+    // A lane for every expert or so in the scan, and some to write padding.
+    let least = bins.div_ceil(32);
+    let least = if least < 4 { 4 } else { least };
     let wanted = if wanted > least { wanted } else { least };
     let warps = if wanted < most { if wanted == 0 { 1 } else { wanted } } else { most };
     if pairs <= 32 * warps * items {
@@ -302,6 +303,8 @@ pub unsafe fn launch(stream: &Stream, args: &Args, workspace: *mut c_void) -> Re
         args.table = workspace.cast_const().cast();
         let count = CountArgs {
             table: workspace.cast(),
+            sorted_ids: args.sorted_ids,
+            sorted_weights: args.sorted_weights,
             topk_ids: args.topk_ids,
             expert_map: args.expert_map,
             num_tokens: args.num_tokens,
@@ -312,6 +315,7 @@ pub unsafe fn launch(stream: &Stream, args: &Args, workspace: *mut c_void) -> Re
             local: args.local,
             shared_experts: args.shared_experts,
             items: args.items,
+            capacity: args.capacity,
             flags: args.flags,
         };
         // SAFETY: forwarded to the caller.
@@ -319,8 +323,11 @@ pub unsafe fn launch(stream: &Stream, args: &Args, workspace: *mut c_void) -> Re
     }
     // A block for every 64 KiB to zero, as many as a GPU has multiprocessors at most.
     let zeroing = args.zero_bytes.div_ceil(64 << 10).min(128) as u32;
+    let mut scatter = geometry(split, bins, zeroing);
+    // It waits for the table by itself; without one it is the first.
+    scatter.dependent = split.chunks > 1;
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&kernel::moe_sort_scatter::ENTRY, &geometry(split, bins, zeroing), &args) }
+    unsafe { stream.launch(&kernel::moe_sort_scatter::ENTRY, &scatter, &args) }
 }
 
 /// Sorts pairs by expert. See [`SortInput`], [`SortOutput`] and [`SortOptions`]; all tensors are contiguous.
