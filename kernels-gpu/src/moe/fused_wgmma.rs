@@ -58,8 +58,8 @@ pub const fn rows(tiles: usize) -> usize {
 }
 
 /// Dynamic shared memory; every part may begin at the next multiple of 16.
-pub const fn shared_bytes(tiles: usize, pairs: usize, stages: usize, bins: usize) -> usize {
-    stages * ((rows(tiles) + pairs) * STEP * 2 + 2 * 8) + GROUPS * pairs * 8 + 16 * 4 + 2 * (bins + 4) * 4 + 7 * 16
+pub const fn shared_bytes(tiles: usize, pairs: usize, lines: usize, stages: usize, bins: usize) -> usize {
+    stages * ((rows(tiles) + pairs) * lines * STEP * 2 + 2 * 8) + GROUPS * pairs * 8 + 16 * 4 + 2 * (bins + 4) * 4 + 7 * 16
 }
 
 /// What both products need to know.
@@ -245,7 +245,9 @@ unsafe fn fused_wgmma<
     const UP: bool,
     const TILES: usize,
     const PAIRS: usize,
+    const LINES: usize,
     const STAGES: usize,
+    const ABL: u32,
 >(
     h: *mut T,
     partial: *mut f32,
@@ -273,8 +275,8 @@ unsafe fn fused_wgmma<
     let warp_id = warp::warp_id();
     let lane = warp::lane_id();
     let mut carver = Carver::new();
-    let weights = carver.take_aligned::<T>(STAGES * rows(TILES) * STEP, 1024);
-    let operands = carver.take::<T>(STAGES * PAIRS * STEP);
+    let weights = carver.take_aligned::<T>(STAGES * LINES * rows(TILES) * STEP, 1024);
+    let operands = carver.take::<T>(STAGES * LINES * PAIRS * STEP);
     let full = carver.take::<u64>(STAGES);
     let empty = carver.take::<u64>(STAGES);
     let ids = carver.take::<u32>(GROUPS * PAIRS);
@@ -352,17 +354,25 @@ unsafe fn fused_wgmma<
     if warp_id < (PRODUCERS / 32) as u32 {
         wgmma::decrease_registers::<40>();
         let mut ring = Ring::<STAGES>::new();
-        let stage_bytes = const { (rows(TILES) * STEP * 2) as u32 };
+        let line_bytes = const { (rows(TILES) * STEP * 2) as u32 };
+        let stage_bytes = LINES as u32 * line_bytes;
         let fetch = |ring: Ring<STAGES>, work: Work, k0: u32| {
             let bar = full.address(ring.stage);
             let (map, bin) = job.map(work.bin);
+            if ABL == 3 {
+                mbarrier::arrive(bar);
+                return;
+            }
             mbarrier::arrive_expect_tx(bar, stage_bytes);
-            tma::load_tensor::<5>(
-                weights.address(0u32) + ring.stage * stage_bytes,
-                map,
-                job.coordinates::<UP, TILES>(k0, work.tile, bin),
-                bar,
-            );
+            unroll::<LINES>(|l| {
+                // Beyond the end of K come zeroes.
+                tma::load_tensor::<5>(
+                    weights.address(0u32) + ring.stage * stage_bytes + l as u32 * line_bytes,
+                    map,
+                    job.coordinates::<UP, TILES>(k0 + (l * STEP) as u32, work.tile, bin),
+                    bar,
+                );
+            });
         };
         let mut item = thread::block_idx_x();
         // Stages whose weights are on their way before `h` is there.
@@ -370,11 +380,11 @@ unsafe fn fused_wgmma<
         if !UP {
             if item < items {
                 let work = job.find::<PAIRS>(item);
-                ahead = k.div_ceil(STEP as u32).min(STAGES as u32);
+                ahead = k.div_ceil((LINES * STEP) as u32).min(STAGES as u32);
                 if tid == 0 {
                     let mut at = ring;
                     for s in 0..ahead {
-                        fetch(at, work, s * STEP as u32);
+                        fetch(at, work, s * (LINES * STEP) as u32);
                         at.advance();
                     }
                 }
@@ -407,20 +417,22 @@ unsafe fn fused_wgmma<
                 } else if tid == 0 {
                     fetch(ring, work, k0);
                 }
-                let column = k0 + 8 * chunk;
-                let to = to + ring.stage * (PAIRS * STEP * 2) as u32;
-                unroll::<9>(|i| {
-                    let row = low + 16 * i as u32;
-                    if (i as u32 * 16) < PAIRS as u32 && row < wide {
-                        let bytes = if row < work.count && column < k { 16 } else { 0 };
-                        let at = source[i] + if bytes > 0 { column as usize } else { 0 };
-                        let from = if UP { job.x.ptr(at) } else { job.h.ptr(at).cast_const() };
-                        cp_async::copy_16_zfill(to + i as u32 * 2048, from, bytes);
-                    }
+                let to = to + ring.stage * (LINES * PAIRS * STEP * 2) as u32;
+                unroll::<LINES>(|l| {
+                    let column = k0 + (l * STEP) as u32 + 8 * chunk;
+                    unroll::<9>(|i| {
+                        let row = low + 16 * i as u32;
+                        if ABL != 2 && (i as u32 * 16) < PAIRS as u32 && row < wide {
+                            let bytes = if ABL != 1 && row < work.count && column < k { 16 } else { 0 };
+                            let at = source[i] + if bytes > 0 { column as usize } else { 0 };
+                            let from = if UP { job.x.ptr(at) } else { job.h.ptr(at).cast_const() };
+                            cp_async::copy_16_zfill(to + (l * PAIRS * STEP * 2 + i * 2048) as u32, from, bytes);
+                        }
+                    });
                 });
                 cp_async::arrive(full.address(ring.stage));
                 ring.advance();
-                k0 += STEP as u32;
+                k0 += (LINES * STEP) as u32;
             }
             item += grid;
         }
@@ -446,7 +458,7 @@ unsafe fn fused_wgmma<
             let wide = columns(PAIRS as u32, work.count);
             macro_rules! product {
                 ($half:literal) => {
-                    consumer.item::<T, [f32; $half], UP, TILES, PAIRS, STAGES>(&job, &mut ring, work)
+                    consumer.item::<T, [f32; $half], UP, TILES, PAIRS, LINES, STAGES, ABL>(&job, &mut ring, work)
                 };
             }
             if PAIRS > 64 {
@@ -523,7 +535,9 @@ impl Consumer {
         const UP: bool,
         const TILES: usize,
         const PAIRS: usize,
+        const LINES: usize,
         const STAGES: usize,
+        const ABL: u32,
     >(
         &self,
         job: &Job<T>,
@@ -550,23 +564,28 @@ impl Consumer {
             mbarrier::wait_parity_or_trap(self.full.address(ring.stage), ring.phase);
             // `cp.async` writes as ordinary instructions do.
             tma::fence_async();
-            let a = self.weights.offset(ring.stage * (rows(TILES) * STEP * 2) as u32);
-            let b = self.operands.offset(ring.stage * (PAIRS * STEP * 2) as u32);
-            unroll::<TILES>(|s| {
-                acc[s].multiply::<T, 4, _, _>(a.offset(s as u32 * (64 * STEP * 2) as u32), b, k0 > 0);
-            });
+            let a = self.weights.offset(ring.stage * (LINES * rows(TILES) * STEP * 2) as u32);
+            let b = self.operands.offset(ring.stage * (LINES * PAIRS * STEP * 2) as u32);
+            if ABL != 4 {
+                unroll::<LINES>(|l| {
+                    let (a, b) = (a.offset((l * rows(TILES) * STEP * 2) as u32), b.offset((l * PAIRS * STEP * 2) as u32));
+                    unroll::<TILES>(|s| {
+                        acc[s].multiply::<T, 4, _, _>(a.offset((s * 64 * STEP * 2) as u32), b, l > 0 || k0 > 0);
+                    });
+                });
+            }
             // The step before is done: its stage can be filled again.
-            if TILES == 1 {
-                wgmma::wait::<1>(&mut acc[0]);
-            } else {
-                wgmma::wait::<2>(&mut acc[0]);
+            match TILES * LINES {
+                1 => wgmma::wait::<1>(&mut acc[0]),
+                2 => wgmma::wait::<2>(&mut acc[0]),
+                _ => wgmma::wait::<4>(&mut acc[0]),
             }
             if k0 > 0 {
                 self.give_back(before);
             }
             before = ring.stage;
             ring.advance();
-            k0 += STEP as u32;
+            k0 += (LINES * STEP) as u32;
             if k0 >= job.k {
                 break;
             }
@@ -589,7 +608,8 @@ impl Consumer {
         thread::sync_named(1 + self.group, 128);
         for s in 0..TILES {
             let row = work.tile * rows(TILES) as u32 + self.first_row + s as u32 * 64;
-            if UP {
+            if ABL == 5 && job.k != 7 {
+            } else if UP {
                 self.store_up::<T, A>(job, work, row, acc[s].as_ref());
             } else {
                 self.store_down::<T, A>(job, work, row, acc[s].as_ref());
@@ -682,12 +702,30 @@ entries! {
         /// See [`fused::Args`](super::fused::Args).
         layout: u32, activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 5>;
-    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 5>;
-    moe_fused_wgmma_up_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 4>;
-    moe_fused_wgmma_up_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 4>;
-    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 5>;
-    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 5>;
-    moe_fused_wgmma_down_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 4>;
-    moe_fused_wgmma_down_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 4>;
+    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 1, 5, 0>;
+    moe_fused_wgmma_up_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 0>;
+    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 1, 5, 0>;
+    moe_fused_wgmma_up_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 0>;
+    moe_fused_wgmma_up_x1_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 1>;
+    moe_fused_wgmma_up_x2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 2>;
+    moe_fused_wgmma_up_x3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 3>;
+    moe_fused_wgmma_up_x4_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 4>;
+    moe_fused_wgmma_up_x5_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 5>;
+    moe_fused_wgmma_up_x6_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 64, 2, 4, 0>;
+    moe_fused_wgmma_up_x7_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 64, 1, 8, 0>;
+    moe_fused_wgmma_up_x8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 1, 5, 2>;
+    moe_fused_wgmma_up_x9_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 1, 5, 4>;
+    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 1, 5, 0>;
+    moe_fused_wgmma_down_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 0>;
+    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 1, 5, 0>;
+    moe_fused_wgmma_down_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 0>;
+    moe_fused_wgmma_down_x1_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 1>;
+    moe_fused_wgmma_down_x2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 2>;
+    moe_fused_wgmma_down_x3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 3>;
+    moe_fused_wgmma_down_x4_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 4>;
+    moe_fused_wgmma_down_x5_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 5>;
+    moe_fused_wgmma_down_x6_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 64, 2, 4, 0>;
+    moe_fused_wgmma_down_x7_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 64, 1, 8, 0>;
+    moe_fused_wgmma_down_x8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 1, 5, 2>;
+    moe_fused_wgmma_down_x9_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 1, 5, 4>;
 }
