@@ -387,8 +387,8 @@ impl Plan {
     ) -> Geometry {
         if self.path.is_wgmma() {
             let bytes = match self.path {
-                FusedPath::Wgmma64 => fused_wgmma::shared_bytes(WGMMA_TILES, 64, 5, shape.bins()),
-                _ => fused_wgmma::shared_bytes(WGMMA_TILES, 144, 4, shape.bins()),
+                FusedPath::Wgmma64 => fused_wgmma::shared_bytes(WGMMA_TILES, 64, 1, 5, shape.bins()),
+                _ => fused_wgmma::shared_bytes(WGMMA_TILES, 144, 1, 4, shape.bins()),
             };
             return Geometry::linear(multiprocessors, fused_wgmma::THREADS as u32).shared_bytes(bytes as u32);
         }
