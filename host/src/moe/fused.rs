@@ -443,7 +443,8 @@ fn weight_map(
     gate_up: Option<GateUp>,
 ) -> Result<TensorMap> {
     let (experts, n, k) = (experts.max(1) as u64, n as u64, k as u64);
-    let groups = fused_wgmma::rows(WGMMA_TILES) as u32 / 16;
+    let abl: usize = std::env::var("WARPLOOM_ABL").ok().and_then(|v| v.parse().ok()).unwrap_or(0);
+    let groups = fused_wgmma::rows(if abl == 6 || abl == 7 { 1 } else { WGMMA_TILES }) as u32 / 16;
     let step = fused_wgmma::STEP as u32;
     let row = 2 * k;
     // From innermost on: elements of a row, 8 rows, gate and value, groups of 8 outputs, experts.
@@ -630,7 +631,44 @@ pub unsafe fn launch(
             stream.launch(&first_product, &first, &up)?;
             stream.launch(&second_product, &second, &down)?;
         },
-        Products::Wgmma(first_product, second_product) => {
+        Products::Wgmma(mut first_product, mut second_product) => {
+            let abl: usize = std::env::var("WARPLOOM_ABL").ok().and_then(|v| v.parse().ok()).unwrap_or(0);
+            let (mut first, mut second) = (first, second);
+            if abl > 0 {
+                use fused_wgmma::*;
+                let ups = [
+                    moe_fused_wgmma_up_x1_bf16::ENTRY,
+                    moe_fused_wgmma_up_x2_bf16::ENTRY,
+                    moe_fused_wgmma_up_x3_bf16::ENTRY,
+                    moe_fused_wgmma_up_x4_bf16::ENTRY,
+                    moe_fused_wgmma_up_x5_bf16::ENTRY,
+                    moe_fused_wgmma_up_x6_bf16::ENTRY,
+                    moe_fused_wgmma_up_x7_bf16::ENTRY,
+                    moe_fused_wgmma_up_x8_bf16::ENTRY,
+                    moe_fused_wgmma_up_x9_bf16::ENTRY,
+                ];
+                let downs = [
+                    moe_fused_wgmma_down_x1_bf16::ENTRY,
+                    moe_fused_wgmma_down_x2_bf16::ENTRY,
+                    moe_fused_wgmma_down_x3_bf16::ENTRY,
+                    moe_fused_wgmma_down_x4_bf16::ENTRY,
+                    moe_fused_wgmma_down_x5_bf16::ENTRY,
+                    moe_fused_wgmma_down_x6_bf16::ENTRY,
+                    moe_fused_wgmma_down_x7_bf16::ENTRY,
+                    moe_fused_wgmma_down_x8_bf16::ENTRY,
+                    moe_fused_wgmma_down_x9_bf16::ENTRY,
+                ];
+                first_product = ups[abl - 1];
+                second_product = downs[abl - 1];
+                let bytes = match abl {
+                    6 => fused_wgmma::shared_bytes(1, 64, 2, 4, shape.bins()),
+                    7 => fused_wgmma::shared_bytes(1, 64, 1, 8, shape.bins()),
+                    8 | 9 => fused_wgmma::shared_bytes(2, 64, 1, 5, shape.bins()),
+                    _ => fused_wgmma::shared_bytes(2, 144, 1, 4, shape.bins()),
+                } as u32;
+                first.shared_bytes = bytes;
+                second.shared_bytes = bytes;
+            }
             let maps = |routed: *const c_void, shared: *const c_void, n: usize, k: usize, gate_up: Option<GateUp>| {
                 let map = weight_map(device, routed, shape.experts, n, k, gate_up)?;
                 let shared = match shape.shared_experts {
