@@ -20,13 +20,15 @@ pub fn benches(harness: &mut Harness) {
         case(harness, model, tokens, FusedPath::Auto, true);
     }
     // What else might have been chosen, where that is a question.
-    use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma64, Wgmma144};
+    use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma16, Wgmma64, Wgmma144};
     for &model in models {
         for &tokens in tokens {
             let pairs = tokens * model.2;
             let each = pairs.div_ceil(model.1);
-            if pairs <= 64 {
-                case(harness, model, tokens, Direct, false);
+            for path in [Direct, Wgmma16] {
+                if pairs <= 64 {
+                    case(harness, model, tokens, path, false);
+                }
             }
             for path in [Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma64, Wgmma144] {
                 let block = match path {

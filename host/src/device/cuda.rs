@@ -530,7 +530,7 @@ impl CudaDevice {
                 [1; 5].as_ptr(),
                 0,
                 d.swizzle as c_int,
-                std::env::var("WARPLOOM_PROMO").ok().and_then(|v| v.parse().ok()).unwrap_or(PROMOTION),
+                PROMOTION,
                 0,
             )?;
         }

@@ -110,6 +110,8 @@ pub enum FusedPath {
     Tile64,
     /// [`Tile32`](Self::Tile32), 128 at a time.
     Tile128,
+    /// [`Wgmma64`](Self::Wgmma64) without sorting, at most 128 pairs, up to 16 of an expert at a time.
+    Wgmma16,
     /// Hopper's matrix products and copy engine, up to 64 pairs of an expert at a time. On Hopper and the SIMT device; types
     /// and rows as for streaming, at most 1024 experts on the device, any activation but [`ExpertActivation::Gelu`].
     Wgmma64,
@@ -130,7 +132,7 @@ impl FusedPath {
             FusedPath::Tile32 => 32,
             FusedPath::Tile64 => 64,
             FusedPath::Tile128 => 128,
-            FusedPath::Wgmma64 | FusedPath::Wgmma144 => fused_wgmma::SORT_BLOCK,
+            FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 => fused_wgmma::SORT_BLOCK,
         }
     }
 
@@ -157,7 +159,12 @@ impl FusedPath {
     }
 
     const fn is_wgmma(self) -> bool {
-        matches!(self, FusedPath::Wgmma64 | FusedPath::Wgmma144)
+        matches!(self, FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144)
+    }
+
+    /// Tiles of 64 rows of weights that a warpgroup takes.
+    const fn tiles(self) -> usize {
+        if matches!(self, FusedPath::Wgmma16) { 1 } else { 2 }
     }
 
     const fn is_tile(self) -> bool {
@@ -319,6 +326,7 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
     if !matches!(path, FusedPath::Fma) && !fits
         || path.is_wgmma() && !wgmma
         || matches!(path, FusedPath::Direct) && shape.pairs() > fused_stream::DIRECT_PAIRS
+        || matches!(path, FusedPath::Wgmma16) && shape.pairs() > fused_wgmma::DIRECT_PAIRS
     {
         return None;
     }
@@ -332,6 +340,8 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
     if path.is_wgmma() {
         use fused_wgmma::*;
         let (up, down) = match (path, is_bf16) {
+            (FusedPath::Wgmma16, true) => (moe_fused_wgmma_up_t16_bf16::ENTRY, moe_fused_wgmma_down_t16_bf16::ENTRY),
+            (FusedPath::Wgmma16, false) => (moe_fused_wgmma_up_t16_f16::ENTRY, moe_fused_wgmma_down_t16_f16::ENTRY),
             (FusedPath::Wgmma64, true) => (moe_fused_wgmma_up_t64_bf16::ENTRY, moe_fused_wgmma_down_t64_bf16::ENTRY),
             (FusedPath::Wgmma64, false) => (moe_fused_wgmma_up_t64_f16::ENTRY, moe_fused_wgmma_down_t64_f16::ENTRY),
             (_, true) => (moe_fused_wgmma_up_t144_bf16::ENTRY, moe_fused_wgmma_down_t144_bf16::ENTRY),
@@ -340,7 +350,7 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
         return Some(Plan { path, products: Products::Wgmma(up, down), reduce });
     }
     let (f16, bf16) = match path {
-        FusedPath::Host | FusedPath::Wgmma64 | FusedPath::Wgmma144 => return None,
+        FusedPath::Host | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 => return None,
         FusedPath::Auto | FusedPath::Fma if matches!(dtype, DType::F32) => {
             let f32 = (moe_fused_fma_up_f32::ENTRY, moe_fused_fma_down_f32::ENTRY);
             (f32, f32)
@@ -386,10 +396,12 @@ impl Plan {
         multiprocessors: u32,
     ) -> Geometry {
         if self.path.is_wgmma() {
-            let bytes = match self.path {
-                FusedPath::Wgmma64 => fused_wgmma::shared_bytes(WGMMA_TILES, 64, 1, 5, shape.bins()),
-                _ => fused_wgmma::shared_bytes(WGMMA_TILES, 144, 1, 4, shape.bins()),
+            let (pairs, stages) = match self.path {
+                FusedPath::Wgmma16 => (16, 11),
+                FusedPath::Wgmma64 => (64, 5),
+                _ => (144, 4),
             };
+            let bytes = fused_wgmma::shared_bytes(self.path.tiles(), pairs, 1, stages, shape.bins());
             return Geometry::linear(multiprocessors, fused_wgmma::THREADS as u32).shared_bytes(bytes as u32);
         }
         let block = self.path.block();
@@ -425,12 +437,9 @@ impl Plan {
     }
 
     const fn sorts(&self) -> bool {
-        !matches!(self.path, FusedPath::Direct)
+        !matches!(self.path, FusedPath::Direct | FusedPath::Wgmma16)
     }
 }
-
-/// Tiles of 64 rows of weights that a warpgroup takes.
-const WGMMA_TILES: usize = 2;
 
 /// The map of weights `[experts, rows, k]` of 16-bit floats for the copy engine; see [`fused_wgmma`]. `n` outputs; `gate_up`
 /// for the first product.
@@ -441,10 +450,10 @@ fn weight_map(
     n: usize,
     k: usize,
     gate_up: Option<GateUp>,
+    tiles: usize,
 ) -> Result<TensorMap> {
     let (experts, n, k) = (experts.max(1) as u64, n as u64, k as u64);
-    let abl: usize = std::env::var("WARPLOOM_ABL").ok().and_then(|v| v.parse().ok()).unwrap_or(0);
-    let groups = fused_wgmma::rows(if abl == 6 || abl == 7 { 1 } else { WGMMA_TILES }) as u32 / 16;
+    let groups = fused_wgmma::rows(tiles) as u32 / 16;
     let step = fused_wgmma::STEP as u32;
     let row = 2 * k;
     // From innermost on: elements of a row, 8 rows, gate and value, groups of 8 outputs, experts.
@@ -631,49 +640,12 @@ pub unsafe fn launch(
             stream.launch(&first_product, &first, &up)?;
             stream.launch(&second_product, &second, &down)?;
         },
-        Products::Wgmma(mut first_product, mut second_product) => {
-            let abl: usize = std::env::var("WARPLOOM_ABL").ok().and_then(|v| v.parse().ok()).unwrap_or(0);
-            let (mut first, mut second) = (first, second);
-            if abl > 0 {
-                use fused_wgmma::*;
-                let ups = [
-                    moe_fused_wgmma_up_x1_bf16::ENTRY,
-                    moe_fused_wgmma_up_x2_bf16::ENTRY,
-                    moe_fused_wgmma_up_x3_bf16::ENTRY,
-                    moe_fused_wgmma_up_x4_bf16::ENTRY,
-                    moe_fused_wgmma_up_x5_bf16::ENTRY,
-                    moe_fused_wgmma_up_x6_bf16::ENTRY,
-                    moe_fused_wgmma_up_x7_bf16::ENTRY,
-                    moe_fused_wgmma_up_x8_bf16::ENTRY,
-                    moe_fused_wgmma_up_x9_bf16::ENTRY,
-                ];
-                let downs = [
-                    moe_fused_wgmma_down_x1_bf16::ENTRY,
-                    moe_fused_wgmma_down_x2_bf16::ENTRY,
-                    moe_fused_wgmma_down_x3_bf16::ENTRY,
-                    moe_fused_wgmma_down_x4_bf16::ENTRY,
-                    moe_fused_wgmma_down_x5_bf16::ENTRY,
-                    moe_fused_wgmma_down_x6_bf16::ENTRY,
-                    moe_fused_wgmma_down_x7_bf16::ENTRY,
-                    moe_fused_wgmma_down_x8_bf16::ENTRY,
-                    moe_fused_wgmma_down_x9_bf16::ENTRY,
-                ];
-                first_product = ups[abl - 1];
-                second_product = downs[abl - 1];
-                let bytes = match abl {
-                    6 => fused_wgmma::shared_bytes(1, 64, 2, 4, shape.bins()),
-                    7 => fused_wgmma::shared_bytes(1, 64, 1, 8, shape.bins()),
-                    8 | 9 => fused_wgmma::shared_bytes(2, 64, 1, 5, shape.bins()),
-                    _ => fused_wgmma::shared_bytes(2, 144, 1, 4, shape.bins()),
-                } as u32;
-                first.shared_bytes = bytes;
-                second.shared_bytes = bytes;
-            }
+        Products::Wgmma(first_product, second_product) => {
             let maps = |routed: *const c_void, shared: *const c_void, n: usize, k: usize, gate_up: Option<GateUp>| {
-                let map = weight_map(device, routed, shape.experts, n, k, gate_up)?;
+                let map = weight_map(device, routed, shape.experts, n, k, gate_up, plan.path.tiles())?;
                 let shared = match shape.shared_experts {
                     0 => map,
-                    experts => weight_map(device, shared, experts, n, k, gate_up)?,
+                    experts => weight_map(device, shared, experts, n, k, gate_up, plan.path.tiles())?,
                 };
                 Ok::<_, Error>((map, shared))
             };
@@ -691,7 +663,14 @@ pub unsafe fn launch(
                 sorted_weights: part(at.sorted_weights).cast(),
                 offsets: part(at.offsets).cast(),
                 expert_counts: part(at.expert_counts).cast(),
+                topk_ids: o.topk_ids,
+                topk_weights: o.topk_weights,
+                expert_map: o.expert_map,
+                num_tokens: o.num_tokens,
+                tokens,
+                top_k,
                 slots,
+                experts,
                 local,
                 bins: shape.bins() as u32,
                 n: up.n,
@@ -1009,11 +988,12 @@ pub fn fused<T: Float>(
     let plan = plan(T::DTYPE, &shape, options.path, streams, wgmma).ok_or_else(|| Error::Unsupported {
         op: OP,
         what: format!(
-            "the path {:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, and `Wgmma..` \
+            "the path {:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, and `Wgmma..` \
              needs Hopper, at most {} experts and an activation other than `Gelu`; here are {} pairs of {}, {hidden} and \
              {intermediate} wide",
             options.path,
             fused_stream::DIRECT_PAIRS,
+            fused_wgmma::DIRECT_PAIRS,
             fused_wgmma::MAX_BINS,
             shape.pairs(),
             T::DTYPE,

@@ -97,7 +97,10 @@ pub unsafe fn fused_reduce<T: Float>(
         dependent_launch::wait();
     }
     let values = vec::from_f32::<T, COLUMNS>(sum);
-    if whole && (out_row | n as usize).is_multiple_of(COLUMNS) && (out.ptr(0u32) as usize).is_multiple_of(4 * size_of::<T>()) {
+    if whole
+        && (out_row | n as usize).is_multiple_of(COLUMNS)
+        && (out.ptr(0u32) as usize).is_multiple_of(4 * size_of::<T>())
+    {
         let at = token as usize * out_row + column as usize;
         if size_of::<T>() == 2 {
             out.set_as(at, B64(values));

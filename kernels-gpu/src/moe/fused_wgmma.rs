@@ -30,6 +30,7 @@
 //! The sum over K runs in one order whatever N is, so a pair's result depends on nothing else in the batch.
 
 use super::fused::{HALVES, PLAIN};
+use super::pairs::{NOWHERE, Pairs, existing_tokens};
 use crate::tensor_float::TensorFloat;
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
@@ -52,6 +53,9 @@ pub const MAX_BINS: usize = 1024;
 /// The place in the sorted list of an expert's first pair is a multiple of this.
 pub const SORT_BLOCK: usize = 8;
 
+/// The most pairs without a sorted list.
+pub const DIRECT_PAIRS: usize = 128;
+
 /// Rows of weights of an item.
 pub const fn rows(tiles: usize) -> usize {
     GROUPS * tiles * 64
@@ -59,7 +63,12 @@ pub const fn rows(tiles: usize) -> usize {
 
 /// Dynamic shared memory; every part may begin at the next multiple of 16.
 pub const fn shared_bytes(tiles: usize, pairs: usize, lines: usize, stages: usize, bins: usize) -> usize {
-    stages * ((rows(tiles) + pairs) * lines * STEP * 2 + 2 * 8) + GROUPS * pairs * 8 + 16 * 4 + 2 * (bins + 4) * 4 + 7 * 16
+    stages * ((rows(tiles) + pairs) * lines * STEP * 2 + 2 * 8)
+        + GROUPS * pairs * 8
+        + 16 * 4
+        + 3 * (bins + 4) * 4
+        + DIRECT_PAIRS * 12
+        + 11 * 16
 }
 
 /// What both products need to know.
@@ -75,15 +84,19 @@ struct Job<T> {
     shared_biased: bool,
     sorted_ids: Global<i32>,
     sorted_weights: Global<f32>,
-    offsets: Global<i32>,
+    /// The same without sorting.
+    direct: bool,
+    own_ids: Shared<u32>,
+    own_weights: Shared<f32>,
     local: u32,
     n: u32,
     k: u32,
     layout: u32,
     activation: Activation,
-    /// For each expert the shares up to its last; and its pairs.
+    /// For each expert the shares up to its last; its pairs, and where they start in the sorted list.
     ends: Shared<u32>,
     counts: Shared<u32>,
+    starts: Shared<u32>,
     bins: u32,
     /// Tiles of rows of an expert.
     tiles: u32,
@@ -211,7 +224,19 @@ impl<T: TensorFloat + Input> Job<T> {
         let count = self.counts.get(bin);
         let size = count.div_ceil(shares).next_multiple_of(8);
         let first = share * size;
-        Work { bin, tile, first: self.offsets.get(bin) as u32 + first, count: (count - first).min(size) }
+        Work { bin, tile, first: self.starts.get(bin) + first, count: (count - first).min(size) }
+    }
+
+    /// The pair at a place of the sorted list.
+    #[inline(always)]
+    unsafe fn pair(&self, at: u32) -> u32 {
+        if self.direct { self.own_ids.get(at) } else { self.sorted_ids.get(at) as u32 }
+    }
+
+    /// The weight of the pair there.
+    #[inline(always)]
+    unsafe fn weight(&self, at: u32) -> f32 {
+        if self.direct { self.own_weights.get(at) } else { self.sorted_weights.get(at) }
     }
 
     #[inline(always)]
@@ -247,7 +272,7 @@ unsafe fn fused_wgmma<
     const PAIRS: usize,
     const LINES: usize,
     const STAGES: usize,
-    const ABL: u32,
+    const DIRECT: bool,
 >(
     h: *mut T,
     partial: *mut f32,
@@ -261,7 +286,14 @@ unsafe fn fused_wgmma<
     sorted_weights: *const f32,
     offsets: *const i32,
     expert_counts: *const i32,
+    topk_ids: *const i32,
+    topk_weights: *const f32,
+    expert_map: *const i32,
+    num_tokens: *const i32,
+    tokens: u32,
+    top_k: u32,
     slots: u32,
+    experts: u32,
     local: u32,
     bins: u32,
     n: u32,
@@ -284,6 +316,10 @@ unsafe fn fused_wgmma<
     let sums = carver.take::<u32>(16);
     let ends = carver.take::<u32>(bins as usize + 4);
     let counts = carver.take::<u32>(bins as usize + 4);
+    let starts = carver.take::<u32>(bins as usize + 4);
+    let own_bins = carver.take::<u32>(DIRECT_PAIRS);
+    let own_ids = carver.take::<u32>(DIRECT_PAIRS);
+    let own_weights = carver.take::<f32>(DIRECT_PAIRS);
     let outputs = if UP { rows(TILES) as u32 / 2 } else { rows(TILES) as u32 };
     let job = Job {
         h: GlobalMut::new(h),
@@ -297,7 +333,9 @@ unsafe fn fused_wgmma<
         shared_biased: !shared_bias.is_null(),
         sorted_ids: Global::new(sorted_ids),
         sorted_weights: Global::new(sorted_weights),
-        offsets: Global::new(offsets),
+        direct: DIRECT,
+        own_ids,
+        own_weights,
         local,
         n,
         k,
@@ -305,6 +343,7 @@ unsafe fn fused_wgmma<
         activation: Activation::new(activation, alpha, limit, layout != PLAIN),
         ends,
         counts,
+        starts,
         bins,
         tiles: n.div_ceil(outputs),
     };
@@ -323,16 +362,63 @@ unsafe fn fused_wgmma<
         dependent_launch::wait();
         dependent_launch::launch_dependents();
     }
-
-    // Shares of the experts, added up: a thread for some neighbouring ones.
-    let expert_counts = Global::new(expert_counts);
     let each = bins.div_ceil(THREADS as u32);
     let (from, to) = ((tid * each).min(bins), ((tid + 1) * each).min(bins));
+    if DIRECT {
+        let map = Pairs {
+            topk_ids: Global::new(topk_ids),
+            expert_map: Global::new(expert_map),
+            mapped: !expert_map.is_null(),
+            top_k,
+            slots,
+            experts,
+            local,
+            shared: bins - local,
+        };
+        let count = (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32);
+        let bin = if tid < count { map.bin(tid) } else { NOWHERE };
+        if tid < count {
+            own_bins.set(tid, bin);
+        }
+        for bin in from..to {
+            counts.set(bin, 0);
+        }
+        thread::sync_threads();
+        if bin < bins {
+            // Pairs of lower experts, those of this one before this pair, and all of this one.
+            let (mut start, mut rank, mut all) = (0, 0, 0);
+            for other in 0..count {
+                let b = own_bins.get(other);
+                start += (b < bin) as u32;
+                rank += (b == bin && other < tid) as u32;
+                all += (b == bin) as u32;
+            }
+            own_ids.set(start + rank, tid);
+            if !UP {
+                // SAFETY: tokens with pairs have slots.
+                core::hint::assert_unchecked(slots != 0);
+                let (token, slot) = (tid / slots, tid % slots);
+                let listed = token as usize * top_k as usize + slot as usize;
+                own_weights.set(start + rank, if slot < top_k { Global::new(topk_weights).get(listed) } else { 1.0 });
+            }
+            if rank == 0 {
+                counts.set(bin, all);
+                starts.set(bin, start);
+            }
+        }
+        thread::sync_threads();
+    } else {
+        let (expert_counts, offsets) = (Global::new(expert_counts), Global::new(offsets));
+        for bin in from..to {
+            counts.set(bin, expert_counts.get(bin) as u32);
+            starts.set(bin, offsets.get(bin) as u32);
+        }
+    }
+
+    // Shares of the experts, added up: a thread for some neighbouring ones.
     let mut sum = 0;
     for bin in from..to {
-        let count = expert_counts.get(bin) as u32;
-        counts.set(bin, count);
-        sum += count.div_ceil(PAIRS as u32);
+        sum += counts.get(bin).div_ceil(PAIRS as u32);
     }
     let up_to = warp::scan(sum, |a, b| a + b);
     if lane == 31 {
@@ -359,10 +445,6 @@ unsafe fn fused_wgmma<
         let fetch = |ring: Ring<STAGES>, work: Work, k0: u32| {
             let bar = full.address(ring.stage);
             let (map, bin) = job.map(work.bin);
-            if ABL == 3 {
-                mbarrier::arrive(bar);
-                return;
-            }
             mbarrier::arrive_expect_tx(bar, stage_bytes);
             unroll::<LINES>(|l| {
                 // Beyond the end of K come zeroes.
@@ -403,7 +485,7 @@ unsafe fn fused_wgmma<
             unroll::<9>(|i| {
                 let row = low + 16 * i as u32;
                 if row < work.count {
-                    let pair = job.sorted_ids.get(work.first + row) as u32;
+                    let pair = job.pair(work.first + row);
                     // SAFETY: tokens with pairs have slots.
                     core::hint::assert_unchecked(slots != 0);
                     source[i] = if UP { (pair / slots) as usize * x_row } else { pair as usize * k as usize };
@@ -422,8 +504,8 @@ unsafe fn fused_wgmma<
                     let column = k0 + (l * STEP) as u32 + 8 * chunk;
                     unroll::<9>(|i| {
                         let row = low + 16 * i as u32;
-                        if ABL != 2 && (i as u32 * 16) < PAIRS as u32 && row < wide {
-                            let bytes = if ABL != 1 && row < work.count && column < k { 16 } else { 0 };
+                        if (i as u32 * 16) < PAIRS as u32 && row < wide {
+                            let bytes = if row < work.count && column < k { 16 } else { 0 };
                             let at = source[i] + if bytes > 0 { column as usize } else { 0 };
                             let from = if UP { job.x.ptr(at) } else { job.h.ptr(at).cast_const() };
                             cp_async::copy_16_zfill(to + (l * PAIRS * STEP * 2 + i * 2048) as u32, from, bytes);
@@ -458,7 +540,7 @@ unsafe fn fused_wgmma<
             let wide = columns(PAIRS as u32, work.count);
             macro_rules! product {
                 ($half:literal) => {
-                    consumer.item::<T, [f32; $half], UP, TILES, PAIRS, LINES, STAGES, ABL>(&job, &mut ring, work)
+                    consumer.item::<T, [f32; $half], UP, TILES, PAIRS, LINES, STAGES>(&job, &mut ring, work)
                 };
             }
             if PAIRS > 64 {
@@ -473,6 +555,7 @@ unsafe fn fused_wgmma<
                 match wide {
                     8 => product!(4),
                     16 => product!(8),
+                    _ if PAIRS == 16 => {}
                     32 => product!(16),
                     _ => product!(32),
                 }
@@ -537,7 +620,6 @@ impl Consumer {
         const PAIRS: usize,
         const LINES: usize,
         const STAGES: usize,
-        const ABL: u32,
     >(
         &self,
         job: &Job<T>,
@@ -550,9 +632,9 @@ impl Consumer {
         unroll::<2>(|i| {
             let column = mine + 128 * i as u32;
             if column < work.count {
-                pair[i] = job.sorted_ids.get(work.first + column) as u32;
+                pair[i] = job.pair(work.first + column);
                 if !UP {
-                    scale[i] = job.sorted_weights.get(work.first + column);
+                    scale[i] = job.weight(work.first + column);
                 }
             }
         });
@@ -566,14 +648,12 @@ impl Consumer {
             tma::fence_async();
             let a = self.weights.offset(ring.stage * (LINES * rows(TILES) * STEP * 2) as u32);
             let b = self.operands.offset(ring.stage * (LINES * PAIRS * STEP * 2) as u32);
-            if ABL != 4 {
-                unroll::<LINES>(|l| {
-                    let (a, b) = (a.offset((l * rows(TILES) * STEP * 2) as u32), b.offset((l * PAIRS * STEP * 2) as u32));
-                    unroll::<TILES>(|s| {
-                        acc[s].multiply::<T, 4, _, _>(a.offset((s * 64 * STEP * 2) as u32), b, l > 0 || k0 > 0);
-                    });
+            unroll::<LINES>(|l| {
+                let (a, b) = (a.offset((l * rows(TILES) * STEP * 2) as u32), b.offset((l * PAIRS * STEP * 2) as u32));
+                unroll::<TILES>(|s| {
+                    acc[s].multiply::<T, 4, _, _>(a.offset((s * 64 * STEP * 2) as u32), b, l > 0 || k0 > 0);
                 });
-            }
+            });
             // The step before is done: its stage can be filled again.
             match TILES * LINES {
                 1 => wgmma::wait::<1>(&mut acc[0]),
@@ -608,8 +688,7 @@ impl Consumer {
         thread::sync_named(1 + self.group, 128);
         for s in 0..TILES {
             let row = work.tile * rows(TILES) as u32 + self.first_row + s as u32 * 64;
-            if ABL == 5 && job.k != 7 {
-            } else if UP {
+            if UP {
                 self.store_up::<T, A>(job, work, row, acc[s].as_ref());
             } else {
                 self.store_down::<T, A>(job, work, row, acc[s].as_ref());
@@ -694,7 +773,9 @@ entries! {
         bias: *const T, shared_bias: *const T,
         /// From [`sort`](super::sort), in blocks of [`SORT_BLOCK`].
         sorted_ids: *const i32, sorted_weights: *const f32, offsets: *const i32, expert_counts: *const i32,
-        slots: u32,
+        /// See [`fused::Args`](super::fused::Args); read where there is no sorted list.
+        topk_ids: *const i32, topk_weights: *const f32, expert_map: *const i32, num_tokens: *const i32, tokens: u32,
+        top_k: u32, slots: u32, experts: u32,
         /// Routed experts of this device; those and the shared ones, at most [`MAX_BINS`].
         local: u32, bins: u32,
         /// Outputs and inner dimension, multiples of 8.
@@ -702,30 +783,16 @@ entries! {
         /// See [`fused::Args`](super::fused::Args).
         layout: u32, activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 1, 5, 0>;
-    moe_fused_wgmma_up_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 0>;
-    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 1, 5, 0>;
-    moe_fused_wgmma_up_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 0>;
-    moe_fused_wgmma_up_x1_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 1>;
-    moe_fused_wgmma_up_x2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 2>;
-    moe_fused_wgmma_up_x3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 3>;
-    moe_fused_wgmma_up_x4_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 4>;
-    moe_fused_wgmma_up_x5_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, 5>;
-    moe_fused_wgmma_up_x6_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 64, 2, 4, 0>;
-    moe_fused_wgmma_up_x7_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 64, 1, 8, 0>;
-    moe_fused_wgmma_up_x8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 1, 5, 2>;
-    moe_fused_wgmma_up_x9_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 1, 5, 4>;
-    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 1, 5, 0>;
-    moe_fused_wgmma_down_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 0>;
-    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 1, 5, 0>;
-    moe_fused_wgmma_down_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 0>;
-    moe_fused_wgmma_down_x1_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 1>;
-    moe_fused_wgmma_down_x2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 2>;
-    moe_fused_wgmma_down_x3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 3>;
-    moe_fused_wgmma_down_x4_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 4>;
-    moe_fused_wgmma_down_x5_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, 5>;
-    moe_fused_wgmma_down_x6_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 64, 2, 4, 0>;
-    moe_fused_wgmma_down_x7_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 64, 1, 8, 0>;
-    moe_fused_wgmma_down_x8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 1, 5, 2>;
-    moe_fused_wgmma_down_x9_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 1, 5, 4>;
+    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 16, 1, 11, true>;
+    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 1, 5, false>;
+    moe_fused_wgmma_up_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false>;
+    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 16, 1, 11, true>;
+    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 1, 5, false>;
+    moe_fused_wgmma_up_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false>;
+    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 16, 1, 11, true>;
+    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 1, 5, false>;
+    moe_fused_wgmma_down_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false>;
+    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 16, 1, 11, true>;
+    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 1, 5, false>;
+    moe_fused_wgmma_down_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false>;
 }
