@@ -20,7 +20,7 @@ pub fn benches(harness: &mut Harness) {
         case(harness, model, tokens, FusedPath::Auto, true);
     }
     // What else might have been chosen, where that is a question.
-    use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma16, Wgmma64, Wgmma144};
+    use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma16, Wgmma64, Wgmma144, Wgmma288};
     for &model in models {
         for &tokens in tokens {
             let pairs = tokens * model.2;
@@ -30,13 +30,13 @@ pub fn benches(harness: &mut Harness) {
                     case(harness, model, tokens, path, false);
                 }
             }
-            for path in [Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma64, Wgmma144] {
+            for path in [Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma64, Wgmma144, Wgmma288] {
                 let block = match path {
                     Wgmma64 => 64,
-                    Wgmma144 => 144,
+                    Wgmma144 | Wgmma288 => 144,
                     path => path.block(),
                 };
-                if each <= 2 * block && (block <= 64 || 8 * each >= block) {
+                if (each <= 2 * block || block == 144) && (block <= 64 || 8 * each >= block) {
                     case(harness, model, tokens, path, false);
                 }
             }

@@ -117,6 +117,8 @@ pub enum FusedPath {
     Wgmma64,
     /// [`Wgmma64`](Self::Wgmma64), up to 144 at a time.
     Wgmma144,
+    /// [`Wgmma144`](Self::Wgmma144) by two blocks of threads, each of which fetches half of the weights for both.
+    Wgmma288,
     /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
     /// [`SimtOptions::host_products`](crate::SimtOptions::host_products) is on.
     Host,
@@ -132,19 +134,25 @@ impl FusedPath {
             FusedPath::Tile32 => 32,
             FusedPath::Tile64 => 64,
             FusedPath::Tile128 => 128,
-            FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 => fused_wgmma::SORT_BLOCK,
+            FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 | FusedPath::Wgmma288 => {
+                fused_wgmma::SORT_BLOCK
+            }
         }
     }
 
     /// The path that suits so many pairs of so many experts, all of which tensor cores take.
     const fn choose(pairs: usize, bins: usize, wgmma: bool) -> Self {
         // Blocks should hold what an expert has on average, with something to spare: then its weights are read once.
-        if pairs <= fused_stream::DIRECT_PAIRS {
-            FusedPath::Direct
+        if wgmma && pairs <= fused_wgmma::DIRECT_PAIRS {
+            FusedPath::Wgmma16
         } else if wgmma && pairs <= 48 * bins {
             FusedPath::Wgmma64
-        } else if wgmma {
+        } else if wgmma && pairs <= 160 * bins {
             FusedPath::Wgmma144
+        } else if wgmma {
+            FusedPath::Wgmma288
+        } else if pairs <= fused_stream::DIRECT_PAIRS {
+            FusedPath::Direct
         } else if pairs <= 4 * bins {
             FusedPath::Stream8
         } else if pairs <= 8 * bins {
@@ -159,12 +167,17 @@ impl FusedPath {
     }
 
     const fn is_wgmma(self) -> bool {
-        matches!(self, FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144)
+        matches!(self, FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 | FusedPath::Wgmma288)
     }
 
     /// Tiles of 64 rows of weights that a warpgroup takes.
     const fn tiles(self) -> usize {
-        if matches!(self, FusedPath::Wgmma16) { 1 } else { 2 }
+        if matches!(self, FusedPath::Wgmma16 | FusedPath::Wgmma64) { 1 } else { 2 }
+    }
+
+    /// Blocks of threads that share weights.
+    const fn cluster(self) -> u32 {
+        if matches!(self, FusedPath::Wgmma288) { 2 } else { 1 }
     }
 
     const fn is_tile(self) -> bool {
@@ -344,13 +357,17 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
             (FusedPath::Wgmma16, false) => (moe_fused_wgmma_up_t16_f16::ENTRY, moe_fused_wgmma_down_t16_f16::ENTRY),
             (FusedPath::Wgmma64, true) => (moe_fused_wgmma_up_t64_bf16::ENTRY, moe_fused_wgmma_down_t64_bf16::ENTRY),
             (FusedPath::Wgmma64, false) => (moe_fused_wgmma_up_t64_f16::ENTRY, moe_fused_wgmma_down_t64_f16::ENTRY),
+            (FusedPath::Wgmma288, true) => (moe_fused_wgmma_up_t288_bf16::ENTRY, moe_fused_wgmma_down_t288_bf16::ENTRY),
+            (FusedPath::Wgmma288, false) => (moe_fused_wgmma_up_t288_f16::ENTRY, moe_fused_wgmma_down_t288_f16::ENTRY),
             (_, true) => (moe_fused_wgmma_up_t144_bf16::ENTRY, moe_fused_wgmma_down_t144_bf16::ENTRY),
             (_, false) => (moe_fused_wgmma_up_t144_f16::ENTRY, moe_fused_wgmma_down_t144_f16::ENTRY),
         };
         return Some(Plan { path, products: Products::Wgmma(up, down), reduce });
     }
     let (f16, bf16) = match path {
-        FusedPath::Host | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 => return None,
+        FusedPath::Host | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 | FusedPath::Wgmma288 => {
+            return None;
+        }
         FusedPath::Auto | FusedPath::Fma if matches!(dtype, DType::F32) => {
             let f32 = (moe_fused_fma_up_f32::ENTRY, moe_fused_fma_down_f32::ENTRY);
             (f32, f32)
@@ -396,13 +413,15 @@ impl Plan {
         multiprocessors: u32,
     ) -> Geometry {
         if self.path.is_wgmma() {
-            let (pairs, stages) = match self.path {
-                FusedPath::Wgmma16 => (16, 11),
-                FusedPath::Wgmma64 => (64, 5),
-                _ => (144, 4),
+            let (pairs, lines, stages) = match self.path {
+                FusedPath::Wgmma16 => (16, 1, 11),
+                FusedPath::Wgmma64 => (64, 2, 4),
+                _ => (144, 1, 4),
             };
-            let bytes = fused_wgmma::shared_bytes(self.path.tiles(), pairs, 1, stages, shape.bins());
-            return Geometry::linear(multiprocessors, fused_wgmma::THREADS as u32).shared_bytes(bytes as u32);
+            let bytes = fused_wgmma::shared_bytes(self.path.tiles(), pairs, lines, stages, shape.bins());
+            let cluster = self.path.cluster();
+            let blocks = multiprocessors / cluster * cluster;
+            return Geometry::linear(blocks, fused_wgmma::THREADS as u32).shared_bytes(bytes as u32).cluster(cluster);
         }
         let block = self.path.block();
         let (rows, threads, bytes) = match self.path {
@@ -450,10 +469,10 @@ fn weight_map(
     n: usize,
     k: usize,
     gate_up: Option<GateUp>,
-    tiles: usize,
+    path: FusedPath,
 ) -> Result<TensorMap> {
     let (experts, n, k) = (experts.max(1) as u64, n as u64, k as u64);
-    let groups = fused_wgmma::rows(tiles) as u32 / 16;
+    let groups = fused_wgmma::rows(path.tiles()) as u32 / 16 / path.cluster();
     let step = fused_wgmma::STEP as u32;
     let row = 2 * k;
     // From innermost on: elements of a row, 8 rows, gate and value, groups of 8 outputs, experts.
@@ -642,10 +661,10 @@ pub unsafe fn launch(
         },
         Products::Wgmma(first_product, second_product) => {
             let maps = |routed: *const c_void, shared: *const c_void, n: usize, k: usize, gate_up: Option<GateUp>| {
-                let map = weight_map(device, routed, shape.experts, n, k, gate_up, plan.path.tiles())?;
+                let map = weight_map(device, routed, shape.experts, n, k, gate_up, plan.path)?;
                 let shared = match shape.shared_experts {
                     0 => map,
-                    experts => weight_map(device, shared, experts, n, k, gate_up, plan.path.tiles())?,
+                    experts => weight_map(device, shared, experts, n, k, gate_up, plan.path)?,
                 };
                 Ok::<_, Error>((map, shared))
             };

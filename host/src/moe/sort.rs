@@ -250,6 +250,9 @@ pub struct Split {
     pub items: u32,
 }
 
+/// The most pairs that one block sorts: more are faster by several, in two launches that overlap.
+const ONE_CHUNK: usize = 1024;
+
 /// How `pairs` pairs of `bins` experts are split.
 pub const fn split(pairs: usize, bins: usize) -> Split {
     const SHARED: usize = 48 << 10;
@@ -264,11 +267,12 @@ pub const fn split(pairs: usize, bins: usize) -> Split {
     let least = if least < 4 { 4 } else { least };
     let wanted = if wanted > least { wanted } else { least };
     let warps = if wanted < most { if wanted == 0 { 1 } else { wanted } } else { most };
-    if pairs <= 32 * warps * items {
+    if pairs <= ONE_CHUNK && pairs <= 32 * warps * items {
         return Split { chunks: 1, warps: warps as u32, items: pairs.div_ceil(32 * warps) as u32 };
     }
-    // Few pairs a lane, for parallelism, unless that makes the table of counters long.
-    let items = if pairs <= 64 * 32 * warps * 2 { 2 } else { items };
+    // Few warps and few pairs a lane, for parallelism, unless that makes the table of counters long.
+    let few = if warps < 16 { warps } else { 16 };
+    let (warps, items) = if pairs <= 64 * 32 * few * 2 { (few, 2) } else { (warps, items) };
     Split { chunks: pairs.div_ceil(32 * warps * items) as u32, warps: warps as u32, items: items as u32 }
 }
 

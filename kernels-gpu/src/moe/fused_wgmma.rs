@@ -34,10 +34,11 @@ use super::pairs::{NOWHERE, Pairs, existing_tokens};
 use crate::tensor_float::TensorFloat;
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
+use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
 use cuda_std::{
-    Global, GlobalMut, Shared, bf16, cp_async, dependent_launch, entries, f16, float, mbarrier, mma, thread, unroll,
-    warp,
+    Global, GlobalMut, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, mbarrier, mma, thread,
+    unroll, warp,
 };
 
 /// Consumer warpgroups.
@@ -111,7 +112,8 @@ struct Activation {
     b: f32,
     least: f32,
     most: f32,
-    squared: bool,
+    /// All ones if so.
+    squared: u32,
     bound: f32,
     c: f32,
 }
@@ -132,27 +134,27 @@ impl Activation {
             b: if kind == 2 { 0.071_354_814 } else { 0.0 },
             least: if kind == 3 { 0.0 } else { -inf },
             most: if oai { limit } else { inf },
-            squared: kind == 3,
+            squared: if kind == 3 { u32::MAX } else { 0 },
             bound: if oai { limit } else { inf },
             c: if oai || !gated { 1.0 } else { 0.0 },
         }
     }
 
-    #[inline(always)]
-    fn apply(self, gate: f32) -> f32 {
-        // Comparisons that keep NaN.
-        let g = if gate > self.most { self.most } else { gate };
-        let g = if g < self.least { self.least } else { g };
-        let s = float::fast::sigmoid(g * float::fma(self.b * g, g, self.a));
-        g * if self.squared { g } else { s }
-    }
-
+    /// Without a branch, so that the chains of many sums overlap.
     #[inline(always)]
     fn gated(self, gate: f32, up: f32) -> f32 {
-        let up = if up > self.bound { self.bound } else { up };
-        let up = if up < -self.bound { -self.bound } else { up };
-        self.apply(gate) * (up + self.c)
+        let g = float::max_propagate(least(gate, self.most), self.least);
+        let s = float::fast::sigmoid(g * float::fma(self.b * g, g, self.a));
+        let s = f32::from_bits(s.to_bits() & !self.squared | g.to_bits() & self.squared);
+        let up = float::max_propagate(least(up, self.bound), -self.bound);
+        g * s * (up + self.c)
     }
+}
+
+/// The smaller one, or NaN.
+#[inline(always)]
+fn least(a: f32, b: f32) -> f32 {
+    -float::max_propagate(-a, -b)
 }
 
 /// A place in the ring.
@@ -198,7 +200,7 @@ impl<T: TensorFloat + Input> Job<T> {
 
     /// Item `item`; all lanes of a warp take part.
     #[inline(always)]
-    unsafe fn find<const PAIRS: usize>(&self, item: u32) -> Work {
+    unsafe fn find<const CLUSTER: u32>(&self, item: u32, rank: u32) -> Work {
         // SAFETY: there are outputs, hence tiles.
         core::hint::assert_unchecked(self.tiles != 0);
         let q = item / self.tiles;
@@ -220,10 +222,10 @@ impl<T: TensorFloat + Input> Job<T> {
         // SAFETY: an expert that holds an item has shares.
         core::hint::assert_unchecked(shares != 0);
         let r = item - begin * self.tiles;
-        let (tile, share) = (r / shares, r % shares);
+        let (tile, share) = (r / shares, r % shares * CLUSTER + rank);
         let count = self.counts.get(bin);
-        let size = count.div_ceil(shares).next_multiple_of(8);
-        let first = share * size;
+        let size = count.div_ceil(CLUSTER).div_ceil(shares).next_multiple_of(8);
+        let first = (share * size).min(count);
         Work { bin, tile, first: self.starts.get(bin) + first, count: (count - first).min(size) }
     }
 
@@ -273,6 +275,7 @@ unsafe fn fused_wgmma<
     const LINES: usize,
     const STAGES: usize,
     const DIRECT: bool,
+    const CLUSTER: u32,
 >(
     h: *mut T,
     partial: *mut f32,
@@ -351,11 +354,16 @@ unsafe fn fused_wgmma<
         for s in 0..STAGES {
             // The weights, and each producer's rows.
             mbarrier::init(full.address(s), 1 + PRODUCERS as u32);
-            mbarrier::init(empty.address(s), 4 * GROUPS as u32);
+            mbarrier::init(empty.address(s), 4 * GROUPS as u32 * CLUSTER);
         }
         mbarrier::fence_init();
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
+    }
+    let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
+    if CLUSTER > 1 {
+        // Barriers are there before another block signals them.
+        cluster::sync();
     }
     if UP {
         // The sorted list may still be in the making.
@@ -418,7 +426,7 @@ unsafe fn fused_wgmma<
     // Shares of the experts, added up: a thread for some neighbouring ones.
     let mut sum = 0;
     for bin in from..to {
-        sum += counts.get(bin).div_ceil(PAIRS as u32);
+        sum += counts.get(bin).div_ceil(CLUSTER * PAIRS as u32);
     }
     let up_to = warp::scan(sum, |a, b| a + b);
     if lane == 31 {
@@ -430,12 +438,12 @@ unsafe fn fused_wgmma<
         end += sums.get(w);
     }
     for bin in from..to {
-        end += counts.get(bin).div_ceil(PAIRS as u32);
+        end += counts.get(bin).div_ceil(CLUSTER * PAIRS as u32);
         ends.set(bin, end);
     }
     thread::sync_threads();
     let items = job.shares() * job.tiles;
-    let grid = thread::grid_dim_x();
+    let (begin, grid) = (thread::block_idx_x() / CLUSTER, thread::grid_dim_x() / CLUSTER);
 
     if warp_id < (PRODUCERS / 32) as u32 {
         wgmma::decrease_registers::<40>();
@@ -448,20 +456,26 @@ unsafe fn fused_wgmma<
             mbarrier::arrive_expect_tx(bar, stage_bytes);
             unroll::<LINES>(|l| {
                 // Beyond the end of K come zeroes.
-                tma::load_tensor::<5>(
-                    weights.address(0u32) + ring.stage * stage_bytes + l as u32 * line_bytes,
-                    map,
-                    job.coordinates::<UP, TILES>(k0 + (l * STEP) as u32, work.tile, bin),
-                    bar,
-                );
+                let to = weights.address(0u32) + ring.stage * stage_bytes + l as u32 * line_bytes;
+                let at = job.coordinates::<UP, TILES>(k0 + (l * STEP) as u32, work.tile, bin);
+                if CLUSTER > 1 {
+                    // Each block fetches a part of the rows for all.
+                    let part = const { (rows(TILES) / 16) as i32 / CLUSTER as i32 } * rank as i32;
+                    let [k, r, pair, group, bin] = at;
+                    let at = if UP { [k, r, pair, group + part, bin] } else { [k, r, pair + 2 * part, group, bin] };
+                    let to = to + rank * (line_bytes / CLUSTER);
+                    tma::load_tensor_multicast::<5>(to, map, at, bar, (1 << CLUSTER) - 1);
+                } else {
+                    tma::load_tensor::<5>(to, map, at, bar);
+                }
             });
         };
-        let mut item = thread::block_idx_x();
+        let mut item = begin;
         // Stages whose weights are on their way before `h` is there.
         let mut ahead = 0;
         if !UP {
             if item < items {
-                let work = job.find::<PAIRS>(item);
+                let work = job.find::<CLUSTER>(item, rank);
                 ahead = k.div_ceil((LINES * STEP) as u32).min(STAGES as u32);
                 if tid == 0 {
                     let mut at = ring;
@@ -478,7 +492,7 @@ unsafe fn fused_wgmma<
         let (chunk, low) = (tid % 8, tid / 8);
         let to = operands.address(0u32) + Swizzle::B128.apply(low * 128 + chunk * 16);
         while item < items {
-            let work = job.find::<PAIRS>(item);
+            let work = job.find::<CLUSTER>(item, rank);
             // Rows of zeroes make up for what a product takes more than there is.
             let wide = columns(PAIRS as u32, work.count);
             let mut source = [0usize; 9];
@@ -493,7 +507,7 @@ unsafe fn fused_wgmma<
             });
             let mut k0 = 0;
             while k0 < k {
-                mbarrier::wait_parity_or_trap(empty.address(ring.stage), ring.phase ^ 1);
+                wait::<CLUSTER>(empty.address(ring.stage), ring.phase ^ 1);
                 if ahead > 0 {
                     ahead -= 1;
                 } else if tid == 0 {
@@ -534,13 +548,13 @@ unsafe fn fused_wgmma<
             first_row: group * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
         let mut ring = Ring::<STAGES>::new();
-        let mut item = thread::block_idx_x();
+        let mut item = begin;
         while item < items {
-            let work = job.find::<PAIRS>(item);
+            let work = job.find::<CLUSTER>(item, rank);
             let wide = columns(PAIRS as u32, work.count);
             macro_rules! product {
                 ($half:literal) => {
-                    consumer.item::<T, [f32; $half], UP, TILES, PAIRS, LINES, STAGES>(&job, &mut ring, work)
+                    consumer.item::<T, [f32; $half], UP, TILES, PAIRS, LINES, STAGES, CLUSTER>(&job, &mut ring, work)
                 };
             }
             if PAIRS > 64 {
@@ -562,6 +576,21 @@ unsafe fn fused_wgmma<
             }
             item += grid;
         }
+    }
+    if CLUSTER > 1 {
+        // No block leaves while another may signal its barriers.
+        warp::sync_warp(warp::FULL);
+        cluster::sync();
+    }
+}
+
+/// Waits for the end of a phase; with clusters also for what other blocks did before it.
+#[inline(always)]
+unsafe fn wait<const CLUSTER: u32>(bar: u32, parity: u32) {
+    if CLUSTER > 1 {
+        mbarrier::wait_parity_cluster(bar, parity);
+    } else {
+        mbarrier::wait_parity(bar, parity);
     }
 }
 
@@ -603,9 +632,14 @@ struct Consumer {
 impl Consumer {
     /// The warp is done with a stage.
     #[inline(always)]
-    unsafe fn give_back(&self, stage: u32) {
+    unsafe fn give_back<const CLUSTER: u32>(&self, stage: u32) {
         warp::sync_warp(warp::FULL);
-        if warp::lane_id() == 0 {
+        let lane = warp::lane_id();
+        if CLUSTER > 1 {
+            if lane < CLUSTER {
+                mbarrier::arrive_cluster(self.empty.address(stage), lane);
+            }
+        } else if lane == 0 {
             mbarrier::arrive(self.empty.address(stage));
         }
     }
@@ -620,6 +654,7 @@ impl Consumer {
         const PAIRS: usize,
         const LINES: usize,
         const STAGES: usize,
+        const CLUSTER: u32,
     >(
         &self,
         job: &Job<T>,
@@ -643,7 +678,7 @@ impl Consumer {
         let mut before = ring.stage;
         let mut k0 = 0;
         loop {
-            mbarrier::wait_parity_or_trap(self.full.address(ring.stage), ring.phase);
+            wait::<CLUSTER>(self.full.address(ring.stage), ring.phase);
             // `cp.async` writes as ordinary instructions do.
             tma::fence_async();
             let a = self.weights.offset(ring.stage * (LINES * rows(TILES) * STEP * 2) as u32);
@@ -661,7 +696,7 @@ impl Consumer {
                 _ => wgmma::wait::<4>(&mut acc[0]),
             }
             if k0 > 0 {
-                self.give_back(before);
+                self.give_back::<CLUSTER>(before);
             }
             before = ring.stage;
             ring.advance();
@@ -672,7 +707,7 @@ impl Consumer {
         }
         wgmma::wait::<0>(&mut acc[0]);
         unroll::<TILES>(|s| acc[s].pin());
-        self.give_back(before);
+        self.give_back::<CLUSTER>(before);
 
         // Everybody is done with the last item's.
         thread::sync_named(1 + self.group, 128);
@@ -722,13 +757,15 @@ impl Consumer {
             let [a, b] = T::pair_from_f32([v(0), v(1)]);
             let word = mma::movmatrix_trans(T::pack(a, b));
             let column = 8 * j as u32 + g;
+            let at = self.ids.get(column) as usize * job.n as usize + (first + 2 * t) as usize;
             if fits && column < work.count {
-                job.h.set_as::<u32>(self.ids.get(column) as usize * job.n as usize + (first + 2 * t) as usize, word);
+                job.h.set_as::<u32>(at, word);
             }
         }
     }
 
-    /// Eight lanes write 32 neighbouring bytes.
+    /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
+    /// neighbouring rows of one column, which are 16 bytes of `partial`.
     #[inline(always)]
     unsafe fn store_down<T: TensorFloat + Input, A: Accumulator>(
         &self,
@@ -737,23 +774,38 @@ impl Consumer {
         row: u32,
         sums: &[f32],
     ) {
-        let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
-        let n = job.n;
-        let bias = [0, 8].map(|half| job.bias(work.bin, n, (row + half + g).min(n - 1)));
+        let lane = warp::lane_id();
+        let (odd, high) = (lane & 4 != 0, lane & 8 != 0);
+        let row = row + (lane & 8) + (lane & 16) / 4;
+        let fits = row < job.n;
+        let mut bias = [0f32; 4];
+        if fits {
+            for i in 0..4 {
+                bias[i] = job.bias(work.bin, job.n, row + i as u32);
+            }
+        }
+        let first = 2 * (lane % 4) + odd as u32;
         for j in 0..A::N / 8 {
-            unroll::<2>(|c| {
-                let column = 8 * j as u32 + 2 * t + c as u32;
-                if column < work.count {
-                    let scale = self.scales.get(column);
-                    let at = self.ids.get(column) as usize * n as usize + (row + g) as usize;
-                    unroll::<2>(|half| {
-                        if row + 8 * (half as u32) < n {
-                            let v = (sums[4 * j + 2 * half + c] + bias[half]) * scale;
-                            job.partial.set(at + 8 * half, v);
-                        }
-                    });
-                }
+            let mut v = [sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]];
+            unroll::<2>(|p| {
+                let got = warp::shfl_xor(if odd { v[2 * p] } else { v[2 * p + 1] }, 4);
+                v[2 * p] = if odd { got } else { v[2 * p] };
+                v[2 * p + 1] = if odd { v[2 * p + 1] } else { got };
             });
+            unroll::<2>(|p| {
+                let got = warp::shfl_xor(if high { v[p] } else { v[2 + p] }, 8);
+                v[p] = if high { got } else { v[p] };
+                v[2 + p] = if high { v[2 + p] } else { got };
+            });
+            let column = 8 * j as u32 + first;
+            let (pair, scale) = (self.ids.get(column), self.scales.get(column));
+            let at = pair as usize * job.n as usize + row as usize;
+            for i in 0..4 {
+                v[i] = (v[i] + bias[i]) * scale;
+            }
+            if fits && column < work.count {
+                job.partial.set_as(at, B128(v));
+            }
         }
     }
 }
@@ -783,16 +835,20 @@ entries! {
         /// See [`fused::Args`](super::fused::Args).
         layout: u32, activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 16, 1, 11, true>;
-    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 1, 5, false>;
-    moe_fused_wgmma_up_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false>;
-    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 16, 1, 11, true>;
-    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 64, 1, 5, false>;
-    moe_fused_wgmma_up_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false>;
-    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 16, 1, 11, true>;
-    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 1, 5, false>;
-    moe_fused_wgmma_down_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false>;
-    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 16, 1, 11, true>;
-    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 64, 1, 5, false>;
-    moe_fused_wgmma_down_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false>;
+    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 16, 1, 11, true, 1>;
+    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 64, 2, 4, false, 1>;
+    moe_fused_wgmma_up_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false, 1>;
+    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 16, 1, 11, true, 1>;
+    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 64, 2, 4, false, 1>;
+    moe_fused_wgmma_up_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false, 1>;
+    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 16, 1, 11, true, 1>;
+    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 64, 2, 4, false, 1>;
+    moe_fused_wgmma_down_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false, 1>;
+    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 16, 1, 11, true, 1>;
+    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 64, 2, 4, false, 1>;
+    moe_fused_wgmma_down_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false, 1>;
+    moe_fused_wgmma_up_t288_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false, 2>;
+    moe_fused_wgmma_up_t288_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false, 2>;
+    moe_fused_wgmma_down_t288_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false, 2>;
+    moe_fused_wgmma_down_t288_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false, 2>;
 }
