@@ -20,7 +20,7 @@ pub fn benches(harness: &mut Harness) {
         case(harness, model, tokens, FusedPath::Auto, true);
     }
     // What else might have been chosen, where that is a question.
-    use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma16, Wgmma64, Wgmma144, Wgmma288};
+    use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma16, Wgmma64, Wgmma144};
     for &model in models {
         for &tokens in tokens {
             let pairs = tokens * model.2;
@@ -30,10 +30,10 @@ pub fn benches(harness: &mut Harness) {
                     case(harness, model, tokens, path, false);
                 }
             }
-            for path in [Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma64, Wgmma144, Wgmma288] {
+            for path in [Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma64, Wgmma144] {
                 let block = match path {
                     Wgmma64 => 64,
-                    Wgmma144 | Wgmma288 => 144,
+                    Wgmma144 => 144,
                     path => path.block(),
                 };
                 if (each <= 2 * block || block == 144) && (block <= 64 || 8 * each >= block) {

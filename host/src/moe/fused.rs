@@ -117,8 +117,6 @@ pub enum FusedPath {
     Wgmma64,
     /// [`Wgmma64`](Self::Wgmma64), up to 144 at a time.
     Wgmma144,
-    /// [`Wgmma144`](Self::Wgmma144) by two blocks of threads, each of which fetches half of the weights for both.
-    Wgmma288,
     /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
     /// [`SimtOptions::host_products`](crate::SimtOptions::host_products) is on.
     Host,
@@ -134,25 +132,22 @@ impl FusedPath {
             FusedPath::Tile32 => 32,
             FusedPath::Tile64 => 64,
             FusedPath::Tile128 => 128,
-            FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 | FusedPath::Wgmma288 => {
-                fused_wgmma::SORT_BLOCK
-            }
+            FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 => fused_wgmma::SORT_BLOCK,
         }
     }
 
-    /// The path that suits so many pairs of so many experts, all of which tensor cores take.
-    const fn choose(pairs: usize, bins: usize, wgmma: bool) -> Self {
+    /// The path that suits so many pairs of so many experts, each with matrices of `width` elements for an output of either
+    /// product, all of which tensor cores take.
+    const fn choose(pairs: usize, bins: usize, width: usize, wgmma: bool) -> Self {
         // Blocks should hold what an expert has on average, with something to spare: then its weights are read once.
-        if wgmma && pairs <= fused_wgmma::DIRECT_PAIRS {
-            FusedPath::Wgmma16
+        // Measured on an H200: without sorting up to 64 pairs, and where little is to be read, several blocks of threads for
+        // each tile of rows start faster than a pipeline.
+        if pairs <= fused_stream::DIRECT_PAIRS {
+            if wgmma && pairs * width >= 1 << 25 { FusedPath::Wgmma16 } else { FusedPath::Direct }
         } else if wgmma && pairs <= 48 * bins {
             FusedPath::Wgmma64
-        } else if wgmma && pairs <= 160 * bins {
-            FusedPath::Wgmma144
         } else if wgmma {
-            FusedPath::Wgmma288
-        } else if pairs <= fused_stream::DIRECT_PAIRS {
-            FusedPath::Direct
+            FusedPath::Wgmma144
         } else if pairs <= 4 * bins {
             FusedPath::Stream8
         } else if pairs <= 8 * bins {
@@ -167,17 +162,12 @@ impl FusedPath {
     }
 
     const fn is_wgmma(self) -> bool {
-        matches!(self, FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 | FusedPath::Wgmma288)
+        matches!(self, FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144)
     }
 
     /// Tiles of 64 rows of weights that a warpgroup takes.
     const fn tiles(self) -> usize {
         if matches!(self, FusedPath::Wgmma16 | FusedPath::Wgmma64) { 1 } else { 2 }
-    }
-
-    /// Blocks of threads that share weights.
-    const fn cluster(self) -> u32 {
-        if matches!(self, FusedPath::Wgmma288) { 2 } else { 1 }
     }
 
     const fn is_tile(self) -> bool {
@@ -333,7 +323,7 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
     let wgmma = wgmma && shape.hidden > 0 && shape.intermediate > 0 && shape.bins() <= fused_wgmma::MAX_BINS;
     let path = match path {
         FusedPath::Auto if !fits => FusedPath::Fma,
-        FusedPath::Auto => FusedPath::choose(shape.pairs(), shape.bins(), wgmma),
+        FusedPath::Auto => FusedPath::choose(shape.pairs(), shape.bins(), shape.hidden * shape.intermediate, wgmma),
         path => path,
     };
     if !matches!(path, FusedPath::Fma) && !fits
@@ -357,15 +347,13 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
             (FusedPath::Wgmma16, false) => (moe_fused_wgmma_up_t16_f16::ENTRY, moe_fused_wgmma_down_t16_f16::ENTRY),
             (FusedPath::Wgmma64, true) => (moe_fused_wgmma_up_t64_bf16::ENTRY, moe_fused_wgmma_down_t64_bf16::ENTRY),
             (FusedPath::Wgmma64, false) => (moe_fused_wgmma_up_t64_f16::ENTRY, moe_fused_wgmma_down_t64_f16::ENTRY),
-            (FusedPath::Wgmma288, true) => (moe_fused_wgmma_up_t288_bf16::ENTRY, moe_fused_wgmma_down_t288_bf16::ENTRY),
-            (FusedPath::Wgmma288, false) => (moe_fused_wgmma_up_t288_f16::ENTRY, moe_fused_wgmma_down_t288_f16::ENTRY),
             (_, true) => (moe_fused_wgmma_up_t144_bf16::ENTRY, moe_fused_wgmma_down_t144_bf16::ENTRY),
             (_, false) => (moe_fused_wgmma_up_t144_f16::ENTRY, moe_fused_wgmma_down_t144_f16::ENTRY),
         };
         return Some(Plan { path, products: Products::Wgmma(up, down), reduce });
     }
     let (f16, bf16) = match path {
-        FusedPath::Host | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 | FusedPath::Wgmma288 => {
+        FusedPath::Host | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 => {
             return None;
         }
         FusedPath::Auto | FusedPath::Fma if matches!(dtype, DType::F32) => {
@@ -419,9 +407,7 @@ impl Plan {
                 _ => (144, 1, 4),
             };
             let bytes = fused_wgmma::shared_bytes(self.path.tiles(), pairs, lines, stages, shape.bins());
-            let cluster = self.path.cluster();
-            let blocks = multiprocessors / cluster * cluster;
-            return Geometry::linear(blocks, fused_wgmma::THREADS as u32).shared_bytes(bytes as u32).cluster(cluster);
+            return Geometry::linear(multiprocessors, fused_wgmma::THREADS as u32).shared_bytes(bytes as u32);
         }
         let block = self.path.block();
         let (rows, threads, bytes) = match self.path {
@@ -472,7 +458,7 @@ fn weight_map(
     path: FusedPath,
 ) -> Result<TensorMap> {
     let (experts, n, k) = (experts.max(1) as u64, n as u64, k as u64);
-    let groups = fused_wgmma::rows(path.tiles()) as u32 / 16 / path.cluster();
+    let groups = fused_wgmma::rows(path.tiles()) as u32 / 16;
     let step = fused_wgmma::STEP as u32;
     let row = 2 * k;
     // From innermost on: elements of a row, 8 rows, gate and value, groups of 8 outputs, experts.

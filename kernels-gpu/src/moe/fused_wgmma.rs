@@ -37,8 +37,8 @@ use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
 use cuda_std::{
-    Global, GlobalMut, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, mbarrier, mma, thread,
-    unroll, warp,
+    Global, GlobalMut, Shared, bf16, cp_async, dependent_launch, entries, f16, float, mbarrier, mma, thread, unroll,
+    warp,
 };
 
 /// Consumer warpgroups.
@@ -200,7 +200,7 @@ impl<T: TensorFloat + Input> Job<T> {
 
     /// Item `item`; all lanes of a warp take part.
     #[inline(always)]
-    unsafe fn find<const CLUSTER: u32>(&self, item: u32, rank: u32) -> Work {
+    unsafe fn find(&self, item: u32) -> Work {
         // SAFETY: there are outputs, hence tiles.
         core::hint::assert_unchecked(self.tiles != 0);
         let q = item / self.tiles;
@@ -222,10 +222,10 @@ impl<T: TensorFloat + Input> Job<T> {
         // SAFETY: an expert that holds an item has shares.
         core::hint::assert_unchecked(shares != 0);
         let r = item - begin * self.tiles;
-        let (tile, share) = (r / shares, r % shares * CLUSTER + rank);
+        let (tile, share) = (r / shares, r % shares);
         let count = self.counts.get(bin);
-        let size = count.div_ceil(CLUSTER).div_ceil(shares).next_multiple_of(8);
-        let first = (share * size).min(count);
+        let size = count.div_ceil(shares).next_multiple_of(8);
+        let first = share * size;
         Work { bin, tile, first: self.starts.get(bin) + first, count: (count - first).min(size) }
     }
 
@@ -275,7 +275,6 @@ unsafe fn fused_wgmma<
     const LINES: usize,
     const STAGES: usize,
     const DIRECT: bool,
-    const CLUSTER: u32,
 >(
     h: *mut T,
     partial: *mut f32,
@@ -354,16 +353,11 @@ unsafe fn fused_wgmma<
         for s in 0..STAGES {
             // The weights, and each producer's rows.
             mbarrier::init(full.address(s), 1 + PRODUCERS as u32);
-            mbarrier::init(empty.address(s), 4 * GROUPS as u32 * CLUSTER);
+            mbarrier::init(empty.address(s), 4 * GROUPS as u32);
         }
         mbarrier::fence_init();
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
-    }
-    let rank = if CLUSTER > 1 { cluster::rank() } else { 0 };
-    if CLUSTER > 1 {
-        // Barriers are there before another block signals them.
-        cluster::sync();
     }
     if UP {
         // The sorted list may still be in the making.
@@ -426,7 +420,7 @@ unsafe fn fused_wgmma<
     // Shares of the experts, added up: a thread for some neighbouring ones.
     let mut sum = 0;
     for bin in from..to {
-        sum += counts.get(bin).div_ceil(CLUSTER * PAIRS as u32);
+        sum += counts.get(bin).div_ceil(PAIRS as u32);
     }
     let up_to = warp::scan(sum, |a, b| a + b);
     if lane == 31 {
@@ -438,12 +432,12 @@ unsafe fn fused_wgmma<
         end += sums.get(w);
     }
     for bin in from..to {
-        end += counts.get(bin).div_ceil(CLUSTER * PAIRS as u32);
+        end += counts.get(bin).div_ceil(PAIRS as u32);
         ends.set(bin, end);
     }
     thread::sync_threads();
     let items = job.shares() * job.tiles;
-    let (begin, grid) = (thread::block_idx_x() / CLUSTER, thread::grid_dim_x() / CLUSTER);
+    let grid = thread::grid_dim_x();
 
     if warp_id < (PRODUCERS / 32) as u32 {
         wgmma::decrease_registers::<40>();
@@ -458,24 +452,15 @@ unsafe fn fused_wgmma<
                 // Beyond the end of K come zeroes.
                 let to = weights.address(0u32) + ring.stage * stage_bytes + l as u32 * line_bytes;
                 let at = job.coordinates::<UP, TILES>(k0 + (l * STEP) as u32, work.tile, bin);
-                if CLUSTER > 1 {
-                    // Each block fetches a part of the rows for all.
-                    let part = const { (rows(TILES) / 16) as i32 / CLUSTER as i32 } * rank as i32;
-                    let [k, r, pair, group, bin] = at;
-                    let at = if UP { [k, r, pair, group + part, bin] } else { [k, r, pair + 2 * part, group, bin] };
-                    let to = to + rank * (line_bytes / CLUSTER);
-                    tma::load_tensor_multicast::<5>(to, map, at, bar, (1 << CLUSTER) - 1);
-                } else {
-                    tma::load_tensor::<5>(to, map, at, bar);
-                }
+                tma::load_tensor::<5>(to, map, at, bar);
             });
         };
-        let mut item = begin;
+        let mut item = thread::block_idx_x();
         // Stages whose weights are on their way before `h` is there.
         let mut ahead = 0;
         if !UP {
             if item < items {
-                let work = job.find::<CLUSTER>(item, rank);
+                let work = job.find(item);
                 ahead = k.div_ceil((LINES * STEP) as u32).min(STAGES as u32);
                 if tid == 0 {
                     let mut at = ring;
@@ -492,7 +477,7 @@ unsafe fn fused_wgmma<
         let (chunk, low) = (tid % 8, tid / 8);
         let to = operands.address(0u32) + Swizzle::B128.apply(low * 128 + chunk * 16);
         while item < items {
-            let work = job.find::<CLUSTER>(item, rank);
+            let work = job.find(item);
             // Rows of zeroes make up for what a product takes more than there is.
             let wide = columns(PAIRS as u32, work.count);
             let mut source = [0usize; 9];
@@ -507,7 +492,7 @@ unsafe fn fused_wgmma<
             });
             let mut k0 = 0;
             while k0 < k {
-                wait::<CLUSTER>(empty.address(ring.stage), ring.phase ^ 1);
+                mbarrier::wait_parity(empty.address(ring.stage), ring.phase ^ 1);
                 if ahead > 0 {
                     ahead -= 1;
                 } else if tid == 0 {
@@ -548,13 +533,13 @@ unsafe fn fused_wgmma<
             first_row: group * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
         let mut ring = Ring::<STAGES>::new();
-        let mut item = begin;
+        let mut item = thread::block_idx_x();
         while item < items {
-            let work = job.find::<CLUSTER>(item, rank);
+            let work = job.find(item);
             let wide = columns(PAIRS as u32, work.count);
             macro_rules! product {
                 ($half:literal) => {
-                    consumer.item::<T, [f32; $half], UP, TILES, PAIRS, LINES, STAGES, CLUSTER>(&job, &mut ring, work)
+                    consumer.item::<T, [f32; $half], UP, TILES, PAIRS, LINES, STAGES>(&job, &mut ring, work)
                 };
             }
             if PAIRS > 64 {
@@ -576,21 +561,6 @@ unsafe fn fused_wgmma<
             }
             item += grid;
         }
-    }
-    if CLUSTER > 1 {
-        // No block leaves while another may signal its barriers.
-        warp::sync_warp(warp::FULL);
-        cluster::sync();
-    }
-}
-
-/// Waits for the end of a phase; with clusters also for what other blocks did before it.
-#[inline(always)]
-unsafe fn wait<const CLUSTER: u32>(bar: u32, parity: u32) {
-    if CLUSTER > 1 {
-        mbarrier::wait_parity_cluster(bar, parity);
-    } else {
-        mbarrier::wait_parity(bar, parity);
     }
 }
 
@@ -632,14 +602,9 @@ struct Consumer {
 impl Consumer {
     /// The warp is done with a stage.
     #[inline(always)]
-    unsafe fn give_back<const CLUSTER: u32>(&self, stage: u32) {
+    unsafe fn give_back(&self, stage: u32) {
         warp::sync_warp(warp::FULL);
-        let lane = warp::lane_id();
-        if CLUSTER > 1 {
-            if lane < CLUSTER {
-                mbarrier::arrive_cluster(self.empty.address(stage), lane);
-            }
-        } else if lane == 0 {
+        if warp::lane_id() == 0 {
             mbarrier::arrive(self.empty.address(stage));
         }
     }
@@ -654,7 +619,6 @@ impl Consumer {
         const PAIRS: usize,
         const LINES: usize,
         const STAGES: usize,
-        const CLUSTER: u32,
     >(
         &self,
         job: &Job<T>,
@@ -678,7 +642,7 @@ impl Consumer {
         let mut before = ring.stage;
         let mut k0 = 0;
         loop {
-            wait::<CLUSTER>(self.full.address(ring.stage), ring.phase);
+            mbarrier::wait_parity(self.full.address(ring.stage), ring.phase);
             // `cp.async` writes as ordinary instructions do.
             tma::fence_async();
             let a = self.weights.offset(ring.stage * (LINES * rows(TILES) * STEP * 2) as u32);
@@ -696,7 +660,7 @@ impl Consumer {
                 _ => wgmma::wait::<4>(&mut acc[0]),
             }
             if k0 > 0 {
-                self.give_back::<CLUSTER>(before);
+                self.give_back(before);
             }
             before = ring.stage;
             ring.advance();
@@ -707,7 +671,7 @@ impl Consumer {
         }
         wgmma::wait::<0>(&mut acc[0]);
         unroll::<TILES>(|s| acc[s].pin());
-        self.give_back::<CLUSTER>(before);
+        self.give_back(before);
 
         // Everybody is done with the last item's.
         thread::sync_named(1 + self.group, 128);
@@ -835,20 +799,16 @@ entries! {
         /// See [`fused::Args`](super::fused::Args).
         layout: u32, activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 16, 1, 11, true, 1>;
-    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 64, 2, 4, false, 1>;
-    moe_fused_wgmma_up_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false, 1>;
-    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 16, 1, 11, true, 1>;
-    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 64, 2, 4, false, 1>;
-    moe_fused_wgmma_up_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false, 1>;
-    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 16, 1, 11, true, 1>;
-    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 64, 2, 4, false, 1>;
-    moe_fused_wgmma_down_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false, 1>;
-    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 16, 1, 11, true, 1>;
-    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 64, 2, 4, false, 1>;
-    moe_fused_wgmma_down_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false, 1>;
-    moe_fused_wgmma_up_t288_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false, 2>;
-    moe_fused_wgmma_up_t288_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false, 2>;
-    moe_fused_wgmma_down_t288_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false, 2>;
-    moe_fused_wgmma_down_t288_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false, 2>;
+    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 16, 1, 11, true>;
+    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_up_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false>;
+    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 16, 1, 11, true>;
+    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_up_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false>;
+    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 16, 1, 11, true>;
+    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_down_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false>;
+    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 16, 1, 11, true>;
+    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_down_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false>;
 }
