@@ -13,15 +13,32 @@ pub fn benches(harness: &mut Harness) {
     let tokens = harness.pick(&[1, 8, 64, 512, 4096][..], &[1, 16]);
     for &model in models {
         for &tokens in tokens {
-            case(harness, model, tokens, FusedPath::Auto);
+            case(harness, model, tokens, FusedPath::Auto, false);
         }
+        // Half of the pairs go to one expert.
+        let tokens = harness.pick(4096, 16);
+        case(harness, model, tokens, FusedPath::Auto, true);
     }
     // What else might have been chosen, where that is a question.
-    use FusedPath::{Stream8, Stream16, Tile32, Tile64, Tile128};
-    for &model in models.iter().filter(|m| m.0 != "deepseek-v3") {
-        for &tokens in tokens.iter().filter(|&&t| t > 8) {
-            for path in [Stream8, Stream16, Tile32, Tile64, Tile128] {
-                case(harness, model, tokens, path);
+    use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma16, Wgmma64, Wgmma144};
+    for &model in models {
+        for &tokens in tokens {
+            let pairs = tokens * model.2;
+            let each = pairs.div_ceil(model.1);
+            for path in [Direct, Wgmma16] {
+                if pairs <= 64 {
+                    case(harness, model, tokens, path, false);
+                }
+            }
+            for path in [Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma64, Wgmma144] {
+                let block = match path {
+                    Wgmma64 => 64,
+                    Wgmma144 => 144,
+                    path => path.block(),
+                };
+                if (each <= 2 * block || block == 144) && (block <= 64 || 8 * each >= block) {
+                    case(harness, model, tokens, path, false);
+                }
             }
         }
     }
@@ -49,23 +66,41 @@ fn case(
     (name, experts, top_k, hidden, inter): (&str, usize, usize, usize, usize),
     tokens: usize,
     path: FusedPath,
+    skewed: bool,
 ) {
+    let routing = |set: usize| {
+        let mut ids = routing(tokens, experts, top_k, set);
+        if skewed {
+            ids.iter_mut().step_by(2).for_each(|id| *id = 0);
+        }
+        ids
+    };
     // Weights of the experts that the first set names, read once, and activations.
-    let mut used = routing(tokens, experts, top_k, 0);
+    let mut used = routing(0);
     used.sort_unstable();
     used.dedup();
     let cost = Cost::bytes((used.len() * 3 * hidden * inter + tokens * hidden) * 2, tokens * hidden * 2)
         .flops(tokens * top_k * 6 * hidden * inter);
-    harness.case(&format!("moe/fused/{path:?}/{name}/{tokens}").to_lowercase(), cost, |device, stream, set| {
+    let kind = if skewed { "skewed/" } else { "" };
+    // One set of weights for all: they are larger than the cache, or the tokens of each set name others.
+    let mut weights = None;
+    harness.case(&format!("moe/fused/{path:?}/{kind}{name}/{tokens}").to_lowercase(), cost, |device, stream, set| {
         let x = noise::<bf16>(device, stream, &[tokens, hidden], set)?;
-        let w13 = noise::<bf16>(device, stream, &[experts, 2 * inter, hidden], set + 100)?;
-        let w2 = noise::<bf16>(device, stream, &[experts, hidden, inter], set + 200)?;
-        let ids = Tensor::from_slice(device, &routing(tokens, experts, top_k, set), &[tokens, top_k])?;
-        let weights = noise::<f32>(device, stream, &[tokens, top_k], set)?;
+        if weights.is_none() {
+            let w13 = noise::<bf16>(device, stream, &[experts, 2 * inter, hidden], 100)?;
+            let w2 = noise::<bf16>(device, stream, &[experts, hidden, inter], 200)?;
+            weights = Some(std::rc::Rc::new((w13, w2)));
+        }
+        let experts_weights = weights.clone().expect("made above");
+        let ids = Tensor::from_slice(device, &routing(set), &[tokens, top_k])?;
+        let topk_weights = noise::<f32>(device, stream, &[tokens, top_k], set)?;
         let bytes = FusedShape::new(tokens, top_k, experts, hidden, inter).workspace_bytes(DType::Bf16);
         let mut workspace = Tensor::uninit(device, &[bytes])?;
         let mut out = Tensor::<bf16>::uninit(device, &[tokens, hidden])?;
         let options = FusedOptions::default().path(path);
-        Ok(move |s: &_| fused(s, &mut out, &x, &w13, &w2, &ids, &weights, &options, &mut workspace))
+        Ok(move |s: &_| {
+            let (w13, w2) = &*experts_weights;
+            fused(s, &mut out, &x, w13, w2, &ids, &topk_weights, &options, &mut workspace)
+        })
     });
 }

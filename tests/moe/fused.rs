@@ -290,6 +290,99 @@ fn tiles_match_the_reference() {
     });
 }
 
+/// What Hopper's kernels take: every activation but the exact GELU.
+fn for_wgmma(mut case: Case, wide: bool) -> Case {
+    if wide {
+        case.path = FusedPath::Wgmma144;
+    } else {
+        case.path = FusedPath::Wgmma64;
+    }
+    if case.activation == ExpertActivation::Gelu {
+        case.activation = ExpertActivation::GeluTanh;
+    }
+    case
+}
+
+#[test]
+fn wgmma_matches_the_reference() {
+    property(4, (cases(), any::<bool>()), |d, s, (case, wide)| {
+        let mut case = for_wgmma(case, wide);
+        check::<f16>(d, s, &case);
+        check::<bf16>(d, s, &case);
+        let slots = case.top_k + if case.listed { 0 } else { case.shared };
+        case.tokens = case.tokens.min(128 / slots);
+        case.present = case.present.min(case.tokens);
+        case.ids.truncate(case.tokens * case.top_k);
+        check::<bf16>(d, s, &case.path(FusedPath::Wgmma16));
+        Ok(())
+    });
+}
+
+/// All widths of products, experts with several shares, several tiles of rows, several rounds of the ring.
+#[test]
+fn wgmma_of_many_pairs() {
+    on_every_device(|d, s| {
+        for (tokens, wide) in [(7, false), (14, false), (30, false), (150, false), (31, true), (61, true), (95, true)] {
+            let mut case = for_wgmma(Case::new(tokens, 1, 2, 328, 136), wide);
+            case.ids.iter_mut().for_each(|id| *id = 1);
+            check::<bf16>(d, s, &case);
+            if tokens <= 128 {
+                check::<bf16>(d, s, &case.path(FusedPath::Wgmma16));
+            }
+        }
+        for tokens in [120, 144, 300] {
+            let mut case = for_wgmma(Case::new(tokens, 1, 3, 72, 72), true);
+            case.gate_up = GateUp::Interleaved;
+            case.ids.iter_mut().skip(5).for_each(|id| *id = 2);
+            check::<f16>(d, s, &case);
+        }
+    });
+}
+
+/// Sizes of models, where the definition would take too long: against the path of ordinary multiply-adds.
+#[test]
+fn wgmma_at_the_sizes_of_models() {
+    let Some(d) = gpu() else { return };
+    {
+        let s = Stream::new(&d).unwrap();
+        for (tokens, top_k, experts, hidden, inter) in [
+            (1, 8, 128, 2048, 768),
+            (100, 8, 128, 2048, 768),
+            (600, 4, 9, 2880, 1408),
+            (333, 2, 8, 1024, 96),
+            (300, 1, 3, 96, 2880),
+        ] {
+            for path in [FusedPath::Wgmma16, FusedPath::Wgmma64, FusedPath::Wgmma144] {
+                if path == FusedPath::Wgmma16 && tokens * top_k > 128 {
+                    continue;
+                }
+                let mut case = Case::new(tokens, top_k, experts, hidden, inter);
+                // Expert 1 has nobody, expert 0 half of all.
+                case.ids.iter_mut().filter(|id| **id == 1).for_each(|id| *id = -1);
+                case.ids.iter_mut().step_by(2).for_each(|id| *id = 0);
+                let inputs = Inputs::<bf16>::new(&d, &case, 1);
+                let run = |path: FusedPath, poison: u8| {
+                    let case = case.clone().path(path);
+                    let mut workspace = inputs.workspace(&d, &s, &case);
+                    s.fill_bytes(&mut workspace, poison).unwrap();
+                    let mut out = Tensor::<bf16>::uninit(&d, &[tokens, hidden]).unwrap();
+                    s.fill_bytes(&mut out, 0xff).unwrap();
+                    inputs.run(&s, &case, &mut out, &mut workspace).unwrap();
+                    widen(&out.to_vec().unwrap())
+                };
+                let (want, got) = (run(FusedPath::Fma, 0xff), run(path, 0xff));
+                assert!(got == run(path, 0x7f), "two runs");
+                let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|v| v * v).sum::<f64>().sqrt();
+                let error = norm(&mut got.iter().zip(&want).map(|(a, b)| a - b)) / norm(&mut want.iter().copied());
+                assert!(error < 4e-3, "{path:?}, {tokens} tokens: {error}");
+                let mean = norm(&mut want.iter().copied()) / (want.len() as f64).sqrt();
+                let most = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                assert!(most < 0.1 * mean, "{path:?}, {tokens} tokens: {most}, of {mean} on average");
+            }
+        }
+    }
+}
+
 /// Several blocks of pairs for an expert, several tiles of rows, several steps along K, none of them whole.
 #[test]
 fn tiles_of_many_pairs() {
@@ -329,6 +422,7 @@ fn widths() {
             case.ids = vec![0, 2, 1, 2];
             check::<bf16>(d, s, &case);
             check::<bf16>(d, s, &case.clone().path(FusedPath::Stream8));
+            check::<bf16>(d, s, &for_wgmma(case, false));
         }
         let case = Case::new(2, 1, 2, 1408, 24);
         check::<f32>(d, s, &case);
@@ -338,7 +432,14 @@ fn widths() {
 #[test]
 fn all_on_one_expert_and_none() {
     on_every_device(|d, s| {
-        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream8, FusedPath::Tile32] {
+        for path in [
+            FusedPath::Fma,
+            FusedPath::Direct,
+            FusedPath::Stream8,
+            FusedPath::Tile32,
+            FusedPath::Wgmma16,
+            FusedPath::Wgmma64,
+        ] {
             for id in [4, -1, 5] {
                 let mut case = Case::new(33, 1, 5, 40, 24).path(path);
                 case.ids.fill(id);
@@ -354,7 +455,7 @@ fn all_on_one_expert_and_none() {
 #[test]
 fn a_token_does_not_depend_on_others() {
     on_every_device(|d, s| {
-        for path in [FusedPath::Fma, FusedPath::Stream8, FusedPath::Tile32] {
+        for path in [FusedPath::Fma, FusedPath::Stream8, FusedPath::Tile32, FusedPath::Wgmma16, FusedPath::Wgmma64] {
             let case = Case::new(21, 2, 4, 72, 40).path(path);
             let inputs = Inputs::<bf16>::new(d, &case, 1);
             let run = |first: usize, tokens: usize| {
@@ -382,7 +483,7 @@ fn a_token_does_not_depend_on_others() {
 #[test]
 fn f16_does_not_overflow_between_the_products() {
     on_every_device(|d, s| {
-        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream8, FusedPath::Tile64] {
+        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream8, FusedPath::Tile64, FusedPath::Wgmma144] {
             let (hidden, inter) = (64, 16);
             let t = |v: f32, shape: &[usize]| {
                 Tensor::from_slice(d, &vec![f16::from_f32(v); shape.iter().product()], shape).unwrap()
@@ -441,7 +542,14 @@ fn views_and_misaligned_tensors() {
 fn captured_and_replayed() {
     on_every_device(|d, s| {
         d.preload(&["moe"]).unwrap();
-        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream8, FusedPath::Tile32] {
+        for path in [
+            FusedPath::Fma,
+            FusedPath::Direct,
+            FusedPath::Stream8,
+            FusedPath::Tile32,
+            FusedPath::Wgmma16,
+            FusedPath::Wgmma64,
+        ] {
             let mut case = Case::new(5, 3, 6, 40, 16).path(path);
             case.shared = 1;
             let mut inputs = Inputs::<bf16>::new(d, &case, 1);

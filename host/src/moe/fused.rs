@@ -7,14 +7,16 @@
 use super::fused_host::fused_host;
 use super::sort;
 use crate::check::Call;
-use crate::device::{Geometry, Stream};
+use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
-use crate::kernels::moe::{fused as kernel, fused_fma, fused_reduce, fused_stream, fused_tile};
+use crate::kernels::moe::{fused as kernel, fused_fma, fused_reduce, fused_stream, fused_tile, fused_wgmma};
 use crate::tensor::Tensor;
+use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 use cuda_std::{DType, Element, Entry, Float};
 use std::ffi::c_void;
 
 pub use fused_reduce::Args as ReduceArgs;
+pub use fused_wgmma::Args as WgmmaArgs;
 pub use kernel::Args;
 
 const OP: &str = "moe::fused";
@@ -108,6 +110,13 @@ pub enum FusedPath {
     Tile64,
     /// [`Tile32`](Self::Tile32), 128 at a time.
     Tile128,
+    /// [`Wgmma64`](Self::Wgmma64) without sorting, at most 128 pairs, up to 16 of an expert at a time.
+    Wgmma16,
+    /// Hopper's matrix products and copy engine, up to 64 pairs of an expert at a time. On Hopper and the SIMT device; types
+    /// and rows as for streaming, at most 1024 experts on the device, any activation but [`ExpertActivation::Gelu`].
+    Wgmma64,
+    /// [`Wgmma64`](Self::Wgmma64), up to 144 at a time.
+    Wgmma144,
     /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
     /// [`SimtOptions::host_products`](crate::SimtOptions::host_products) is on.
     Host,
@@ -123,14 +132,22 @@ impl FusedPath {
             FusedPath::Tile32 => 32,
             FusedPath::Tile64 => 64,
             FusedPath::Tile128 => 128,
+            FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 => fused_wgmma::SORT_BLOCK,
         }
     }
 
-    /// The path that suits so many pairs of so many experts, all of which tensor cores take.
-    const fn choose(pairs: usize, bins: usize) -> Self {
+    /// The path that suits so many pairs of so many experts, each with matrices of `width` elements for an output of either
+    /// product, all of which tensor cores take.
+    const fn choose(pairs: usize, bins: usize, width: usize, wgmma: bool) -> Self {
         // Blocks should hold what an expert has on average, with something to spare: then its weights are read once.
+        // Measured on an H200: without sorting up to 64 pairs, and where little is to be read, several blocks of threads for
+        // each tile of rows start faster than a pipeline.
         if pairs <= fused_stream::DIRECT_PAIRS {
-            FusedPath::Direct
+            if wgmma && pairs * width >= 1 << 25 { FusedPath::Wgmma16 } else { FusedPath::Direct }
+        } else if wgmma && pairs <= 48 * bins {
+            FusedPath::Wgmma64
+        } else if wgmma {
+            FusedPath::Wgmma144
         } else if pairs <= 4 * bins {
             FusedPath::Stream8
         } else if pairs <= 8 * bins {
@@ -142,6 +159,15 @@ impl FusedPath {
         } else {
             FusedPath::Tile128
         }
+    }
+
+    const fn is_wgmma(self) -> bool {
+        matches!(self, FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144)
+    }
+
+    /// Tiles of 64 rows of weights that a warpgroup takes.
+    const fn tiles(self) -> usize {
+        if matches!(self, FusedPath::Wgmma16 | FusedPath::Wgmma64) { 1 } else { 2 }
     }
 
     const fn is_tile(self) -> bool {
@@ -219,6 +245,9 @@ struct Workspace {
     expert_ids: usize,
     totals: usize,
     sort: usize,
+    sorted_weights: usize,
+    offsets: usize,
+    expert_counts: usize,
     /// Elements of `sorted_ids`.
     capacity: usize,
     bytes: usize,
@@ -236,8 +265,23 @@ impl Workspace {
         let expert_ids = after(sorted_ids, capacity * 4);
         let totals = after(expert_ids, capacity / block * 4);
         let sort = after(totals, 4);
-        let bytes = after(sort, sort::workspace_bytes(pairs, shape.bins()));
-        Self { h: 0, partial, sorted_ids, expert_ids, totals, sort, capacity, bytes }
+        let sorted_weights = after(sort, sort::workspace_bytes(pairs, shape.bins()));
+        let offsets = after(sorted_weights, capacity * 4);
+        let expert_counts = after(offsets, (shape.bins() + 1) * 4);
+        let bytes = after(expert_counts, shape.bins() * 4);
+        Self {
+            h: 0,
+            partial,
+            sorted_ids,
+            expert_ids,
+            totals,
+            sort,
+            sorted_weights,
+            offsets,
+            expert_counts,
+            capacity,
+            bytes,
+        }
     }
 }
 
@@ -246,9 +290,15 @@ impl Workspace {
 pub struct Plan {
     /// Not `Auto`.
     pub path: FusedPath,
-    up: Entry<Args>,
-    down: Entry<Args>,
+    products: Products,
     reduce: Entry<ReduceArgs>,
+}
+
+/// The kernels of the first product and the second.
+#[derive(Clone, Copy, Debug)]
+enum Products {
+    Blocks(Entry<Args>, Entry<Args>),
+    Wgmma(Entry<WgmmaArgs>, Entry<WgmmaArgs>),
 }
 
 /// How many warps of a streaming block share a tile of rows: `1 << split_log2(k)`, so that each has some steps to do.
@@ -261,20 +311,25 @@ pub const fn split_log2(k: usize) -> u32 {
     }
 }
 
-/// Chooses the kernels. `streams` says whether addresses and strides suit 16-byte loads.
-pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bool) -> Option<Plan> {
+/// Chooses the kernels. `streams` says whether addresses and strides suit 16-byte loads, `wgmma` whether the device has
+/// Hopper's instructions and the activation is one that they are used with.
+pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bool, wgmma: bool) -> Option<Plan> {
     use kernel::*;
     let fits = streams
         && matches!(dtype, DType::F16 | DType::Bf16)
         && shape.hidden.is_multiple_of(8)
         && shape.intermediate.is_multiple_of(8);
+    // Maps of tensors have something in them.
+    let wgmma = wgmma && shape.hidden > 0 && shape.intermediate > 0 && shape.bins() <= fused_wgmma::MAX_BINS;
     let path = match path {
         FusedPath::Auto if !fits => FusedPath::Fma,
-        FusedPath::Auto => FusedPath::choose(shape.pairs(), shape.bins()),
+        FusedPath::Auto => FusedPath::choose(shape.pairs(), shape.bins(), shape.hidden * shape.intermediate, wgmma),
         path => path,
     };
     if !matches!(path, FusedPath::Fma) && !fits
+        || path.is_wgmma() && !wgmma
         || matches!(path, FusedPath::Direct) && shape.pairs() > fused_stream::DIRECT_PAIRS
+        || matches!(path, FusedPath::Wgmma16) && shape.pairs() > fused_wgmma::DIRECT_PAIRS
     {
         return None;
     }
@@ -284,8 +339,23 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
         DType::Bf16 => fused_reduce::moe_fused_reduce_bf16::ENTRY,
         _ => return None,
     };
+    let is_bf16 = matches!(dtype, DType::Bf16);
+    if path.is_wgmma() {
+        use fused_wgmma::*;
+        let (up, down) = match (path, is_bf16) {
+            (FusedPath::Wgmma16, true) => (moe_fused_wgmma_up_t16_bf16::ENTRY, moe_fused_wgmma_down_t16_bf16::ENTRY),
+            (FusedPath::Wgmma16, false) => (moe_fused_wgmma_up_t16_f16::ENTRY, moe_fused_wgmma_down_t16_f16::ENTRY),
+            (FusedPath::Wgmma64, true) => (moe_fused_wgmma_up_t64_bf16::ENTRY, moe_fused_wgmma_down_t64_bf16::ENTRY),
+            (FusedPath::Wgmma64, false) => (moe_fused_wgmma_up_t64_f16::ENTRY, moe_fused_wgmma_down_t64_f16::ENTRY),
+            (_, true) => (moe_fused_wgmma_up_t144_bf16::ENTRY, moe_fused_wgmma_down_t144_bf16::ENTRY),
+            (_, false) => (moe_fused_wgmma_up_t144_f16::ENTRY, moe_fused_wgmma_down_t144_f16::ENTRY),
+        };
+        return Some(Plan { path, products: Products::Wgmma(up, down), reduce });
+    }
     let (f16, bf16) = match path {
-        FusedPath::Host => return None,
+        FusedPath::Host | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 => {
+            return None;
+        }
         FusedPath::Auto | FusedPath::Fma if matches!(dtype, DType::F32) => {
             let f32 = (moe_fused_fma_up_f32::ENTRY, moe_fused_fma_down_f32::ENTRY);
             (f32, f32)
@@ -315,13 +385,30 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
             (moe_fused_tile_up_t128_bf16::ENTRY, moe_fused_tile_down_t128_bf16::ENTRY),
         ),
     };
-    let (up, down) = if matches!(dtype, DType::Bf16) { bf16 } else { f16 };
-    Some(Plan { path, up, down, reduce })
+    let (up, down) = if is_bf16 { bf16 } else { f16 };
+    Some(Plan { path, products: Products::Blocks(up, down), reduce })
 }
 
 impl Plan {
-    /// How to launch a product of `n` outputs, with or without values, and inner dimension `k`.
-    pub const fn geometry(&self, shape: &FusedShape, n: usize, k: usize, gated: bool) -> Geometry {
+    /// How to launch a product of `n` outputs, with or without values, and inner dimension `k`, on a device with so many
+    /// multiprocessors.
+    pub const fn geometry(
+        &self,
+        shape: &FusedShape,
+        n: usize,
+        k: usize,
+        gated: bool,
+        multiprocessors: u32,
+    ) -> Geometry {
+        if self.path.is_wgmma() {
+            let (pairs, lines, stages) = match self.path {
+                FusedPath::Wgmma16 => (16, 1, 11),
+                FusedPath::Wgmma64 => (64, 2, 4),
+                _ => (144, 1, 4),
+            };
+            let bytes = fused_wgmma::shared_bytes(self.path.tiles(), pairs, lines, stages, shape.bins());
+            return Geometry::linear(multiprocessors, fused_wgmma::THREADS as u32).shared_bytes(bytes as u32);
+        }
         let block = self.path.block();
         let (rows, threads, bytes) = match self.path {
             FusedPath::Auto | FusedPath::Fma | FusedPath::Host => {
@@ -331,7 +418,7 @@ impl Plan {
                 let rows = fused_stream::ROWS * (fused_stream::WARPS >> split_log2(k));
                 (rows, fused_stream::THREADS, fused_stream::shared_bytes(block / 8))
             }
-            FusedPath::Tile32 | FusedPath::Tile64 | FusedPath::Tile128 => {
+            _ => {
                 let stages = if block == 128 { 3 } else { 4 };
                 (fused_tile::ROWS, fused_tile::THREADS, fused_tile::shared_bytes(block / 16, stages))
             }
@@ -345,9 +432,56 @@ impl Plan {
         Geometry::new(grid, [threads as u32, 1, 1]).shared_bytes(bytes as u32)
     }
 
-    const fn sorts(&self) -> bool {
-        !matches!(self.path, FusedPath::Direct)
+    /// How to launch the first product and the second.
+    const fn geometries(&self, shape: &FusedShape, gated: bool, multiprocessors: u32) -> (Geometry, Geometry) {
+        let FusedShape { hidden, intermediate, .. } = *shape;
+        (
+            self.geometry(shape, intermediate, hidden, gated, multiprocessors),
+            self.geometry(shape, hidden, intermediate, false, multiprocessors),
+        )
     }
+
+    const fn sorts(&self) -> bool {
+        !matches!(self.path, FusedPath::Direct | FusedPath::Wgmma16)
+    }
+}
+
+/// The map of weights `[experts, rows, k]` of 16-bit floats for the copy engine; see [`fused_wgmma`]. `n` outputs; `gate_up`
+/// for the first product.
+fn weight_map(
+    device: &Device,
+    base: *const c_void,
+    experts: usize,
+    n: usize,
+    k: usize,
+    gate_up: Option<GateUp>,
+    path: FusedPath,
+) -> Result<TensorMap> {
+    let (experts, n, k) = (experts.max(1) as u64, n as u64, k as u64);
+    let groups = fused_wgmma::rows(path.tiles()) as u32 / 16;
+    let step = fused_wgmma::STEP as u32;
+    let row = 2 * k;
+    // From innermost on: elements of a row, 8 rows, gate and value, groups of 8 outputs, experts.
+    let (dims, strides, box_dims) = match gate_up {
+        Some(GateUp::Halves) => {
+            ([k, 8, 2, n / 8, experts], [row, n * row, 8 * row, 2 * n * row], [step, 8, 2, groups, 1])
+        }
+        Some(GateUp::Interleaved) => {
+            ([k, 8, 2, n / 8, experts], [2 * row, row, 16 * row, 2 * n * row], [step, 8, 2, groups, 1])
+        }
+        // The values lie outside of the tensor: zeroes.
+        Some(GateUp::GateOnly) => ([k, 8, 1, n / 8, experts], [row, row, 8 * row, n * row], [step, 8, 2, groups, 1]),
+        None => ([k, 8, n / 8, 1, experts], [row, 8 * row, n * row, n * row], [step, 8, 2 * groups, 1, 1]),
+    };
+    device.tensor_map(&TensorMapDescription {
+        base: base as u64,
+        dtype: DType::Bf16,
+        rank: 5,
+        dims,
+        strides,
+        box_dims,
+        swizzle: Swizzle::B128,
+    })
 }
 
 /// Pointers and scalars of a call, for [`launch`].
@@ -408,21 +542,22 @@ pub unsafe fn launch(
     let (tokens, top_k, slots) = (shape.tokens as u32, shape.top_k as u32, shape.slots() as u32);
     let (experts, local, shared_experts) = (o.global_experts as u32, shape.experts as u32, shape.shared_experts as u32);
     let (mut sorted_ids, mut expert_ids) = (std::ptr::null(), std::ptr::null());
+    let wgmma = plan.path.is_wgmma();
     if plan.sorts() {
         (sorted_ids, expert_ids) = (part(at.sorted_ids).cast::<i32>(), part(at.expert_ids).cast::<i32>());
         let args = sort::Args {
             sorted_ids: sorted_ids.cast_mut(),
             expert_ids: expert_ids.cast_mut(),
             totals: part(at.totals).cast(),
-            sorted_weights: std::ptr::null_mut(),
+            sorted_weights: if wgmma { part(at.sorted_weights).cast() } else { std::ptr::null_mut() },
             positions: std::ptr::null_mut(),
-            offsets: std::ptr::null_mut(),
-            expert_counts: std::ptr::null_mut(),
+            offsets: if wgmma { part(at.offsets).cast() } else { std::ptr::null_mut() },
+            expert_counts: if wgmma { part(at.expert_counts).cast() } else { std::ptr::null_mut() },
             invalid: std::ptr::null_mut(),
             zero: std::ptr::null_mut(),
             zero_bytes: 0,
             topk_ids: o.topk_ids,
-            topk_weights: std::ptr::null(),
+            topk_weights: if wgmma { o.topk_weights } else { std::ptr::null() },
             expert_map: o.expert_map,
             num_tokens: o.num_tokens,
             table: std::ptr::null(),
@@ -500,15 +635,76 @@ pub unsafe fn launch(
     // Whatever follows one of these kernels may start early: each waits where it has to. Not so the first of them, which
     // must not overtake what the caller launched before.
     let gated = o.gate_up != GateUp::GateOnly;
-    let mut first = plan.geometry(shape, shape.intermediate, shape.hidden, gated);
+    let device = stream.device();
+    let (mut first, second) = plan.geometries(shape, gated, device.properties().multiprocessors);
     first.dependent = plan.sorts();
-    let second = plan.geometry(shape, shape.hidden, shape.intermediate, false).dependent();
-    // SAFETY: forwarded to the caller.
-    unsafe {
-        stream.launch(&plan.up, &first, &up)?;
-        stream.launch(&plan.down, &second, &down)?;
-        stream.launch(&plan.reduce, &reduce_geometry(shape).dependent(), &reduce)
+    let second = second.dependent();
+    match plan.products {
+        // SAFETY: forwarded to the caller.
+        Products::Blocks(first_product, second_product) => unsafe {
+            stream.launch(&first_product, &first, &up)?;
+            stream.launch(&second_product, &second, &down)?;
+        },
+        Products::Wgmma(first_product, second_product) => {
+            let maps = |routed: *const c_void, shared: *const c_void, n: usize, k: usize, gate_up: Option<GateUp>| {
+                let map = weight_map(device, routed, shape.experts, n, k, gate_up, plan.path)?;
+                let shared = match shape.shared_experts {
+                    0 => map,
+                    experts => weight_map(device, shared, experts, n, k, gate_up, plan.path)?,
+                };
+                Ok::<_, Error>((map, shared))
+            };
+            let (map, shared_map) = maps(o.w13, o.shared13, shape.intermediate, shape.hidden, Some(o.gate_up))?;
+            let up = WgmmaArgs {
+                h: up.h,
+                partial: up.partial,
+                x: o.x,
+                x_row: o.x_row,
+                map,
+                shared_map,
+                bias: up.bias,
+                shared_bias: up.shared_bias,
+                sorted_ids,
+                sorted_weights: part(at.sorted_weights).cast(),
+                offsets: part(at.offsets).cast(),
+                expert_counts: part(at.expert_counts).cast(),
+                topk_ids: o.topk_ids,
+                topk_weights: o.topk_weights,
+                expert_map: o.expert_map,
+                num_tokens: o.num_tokens,
+                tokens,
+                top_k,
+                slots,
+                experts,
+                local,
+                bins: shape.bins() as u32,
+                n: up.n,
+                k: up.k,
+                layout: up.layout,
+                activation,
+                alpha,
+                limit,
+            };
+            let (map, shared_map) = maps(o.w2, o.shared2, shape.hidden, shape.intermediate, None)?;
+            let down = WgmmaArgs {
+                map,
+                shared_map,
+                bias: down.bias,
+                shared_bias: down.shared_bias,
+                n: down.n,
+                k: down.k,
+                layout: down.layout,
+                ..up
+            };
+            // SAFETY: forwarded to the caller.
+            unsafe {
+                stream.launch(&first_product, &first, &up)?;
+                stream.launch(&second_product, &second, &down)?;
+            }
+        }
     }
+    // SAFETY: forwarded to the caller.
+    unsafe { stream.launch(&plan.reduce, &reduce_geometry(shape).dependent(), &reduce) }
 }
 
 /// How to launch the sum over slots.
@@ -792,13 +988,18 @@ pub fn fused<T: Float>(
     let aligned = |p: *const c_void| (p as usize).is_multiple_of(16);
     let streams = [operands.x, operands.w13, operands.w2, operands.shared13, operands.shared2].into_iter().all(aligned)
         && (tokens == 1 || (xs.stride * T::DTYPE.size()).is_multiple_of(16));
-    let plan = plan(T::DTYPE, &shape, options.path, streams).ok_or_else(|| Error::Unsupported {
+    let wgmma =
+        stream.device().properties().compute_capability == (9, 0) && options.activation != ExpertActivation::Gelu;
+    let plan = plan(T::DTYPE, &shape, options.path, streams, wgmma).ok_or_else(|| Error::Unsupported {
         op: OP,
         what: format!(
-            "the path {:?} takes 16-bit floats in rows of multiples of 16 bytes only, and `Direct` at most {} pairs; \
-             here are {} pairs of {}, {hidden} and {intermediate} wide",
+            "the path {:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, and `Wgmma..` \
+             needs Hopper, at most {} experts and an activation other than `Gelu`; here are {} pairs of {}, {hidden} and \
+             {intermediate} wide",
             options.path,
             fused_stream::DIRECT_PAIRS,
+            fused_wgmma::DIRECT_PAIRS,
+            fused_wgmma::MAX_BINS,
             shape.pairs(),
             T::DTYPE,
         ),
@@ -807,7 +1008,7 @@ pub fn fused<T: Float>(
     let block = plan.path.block();
     let blocks = sort::capacity(shape.pairs(), shape.bins(), block, false) / block;
     let columns = rows.max(hidden).div_ceil(fused_tile::ROWS).max(1);
-    let most = if plan.path.is_tile() { i32::MAX as usize / columns } else { 65535 };
+    let most = if plan.path.is_tile() || plan.path.is_wgmma() { i32::MAX as usize / columns } else { 65535 };
     call.value(blocks <= most, "topk_ids", format!("at most {most} blocks of {block} pairs"), blocks)?;
     // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
     unsafe { launch(stream, T::DTYPE, &plan, &shape, &operands, workspace) }

@@ -250,6 +250,9 @@ pub struct Split {
     pub items: u32,
 }
 
+/// The most pairs that one block sorts: more are faster by several, in two launches that overlap.
+const ONE_CHUNK: usize = 1024;
+
 /// How `pairs` pairs of `bins` experts are split.
 pub const fn split(pairs: usize, bins: usize) -> Split {
     const SHARED: usize = 48 << 10;
@@ -259,15 +262,17 @@ pub const fn split(pairs: usize, bins: usize) -> Split {
     let most = if fit < kernel::MAX_WARPS { fit } else { kernel::MAX_WARPS };
     let items = kernel::ITEMS;
     let wanted = pairs.div_ceil(32);
-    // A lane for every two experts or so in the scan.
-    let least = bins.div_ceil(64);
+    // A lane for every expert or so in the scan, and some to write padding.
+    let least = bins.div_ceil(32);
+    let least = if least < 4 { 4 } else { least };
     let wanted = if wanted > least { wanted } else { least };
     let warps = if wanted < most { if wanted == 0 { 1 } else { wanted } } else { most };
-    if pairs <= 32 * warps * items {
+    if pairs <= ONE_CHUNK && pairs <= 32 * warps * items {
         return Split { chunks: 1, warps: warps as u32, items: pairs.div_ceil(32 * warps) as u32 };
     }
-    // Few pairs a lane, for parallelism, unless that makes the table of counters long.
-    let items = if pairs <= 64 * 32 * warps * 2 { 2 } else { items };
+    // Few warps and few pairs a lane, for parallelism, unless that makes the table of counters long.
+    let few = if warps < 16 { warps } else { 16 };
+    let (warps, items) = if pairs <= 64 * 32 * few * 2 { (few, 2) } else { (warps, items) };
     Split { chunks: pairs.div_ceil(32 * warps * items) as u32, warps: warps as u32, items: items as u32 }
 }
 
@@ -302,6 +307,8 @@ pub unsafe fn launch(stream: &Stream, args: &Args, workspace: *mut c_void) -> Re
         args.table = workspace.cast_const().cast();
         let count = CountArgs {
             table: workspace.cast(),
+            sorted_ids: args.sorted_ids,
+            sorted_weights: args.sorted_weights,
             topk_ids: args.topk_ids,
             expert_map: args.expert_map,
             num_tokens: args.num_tokens,
@@ -312,6 +319,7 @@ pub unsafe fn launch(stream: &Stream, args: &Args, workspace: *mut c_void) -> Re
             local: args.local,
             shared_experts: args.shared_experts,
             items: args.items,
+            capacity: args.capacity,
             flags: args.flags,
         };
         // SAFETY: forwarded to the caller.
@@ -319,8 +327,11 @@ pub unsafe fn launch(stream: &Stream, args: &Args, workspace: *mut c_void) -> Re
     }
     // A block for every 64 KiB to zero, as many as a GPU has multiprocessors at most.
     let zeroing = args.zero_bytes.div_ceil(64 << 10).min(128) as u32;
+    let mut scatter = geometry(split, bins, zeroing);
+    // It waits for the table by itself; without one it is the first.
+    scatter.dependent = split.chunks > 1;
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&kernel::moe_sort_scatter::ENTRY, &geometry(split, bins, zeroing), &args) }
+    unsafe { stream.launch(&kernel::moe_sort_scatter::ENTRY, &scatter, &args) }
 }
 
 /// Sorts pairs by expert. See [`SortInput`], [`SortOutput`] and [`SortOptions`]; all tensors are contiguous.

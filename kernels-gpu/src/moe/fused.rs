@@ -8,8 +8,9 @@
 //!
 //! The two products are one kernel for each path ([`fused_fma`], [`fused_stream`], [`fused_tile`]), which takes a block of pairs of one
 //! expert and a tile of that expert's outputs. What they have in common is here: arguments, how rows of weights are laid out,
-//! and what happens to a finished sum.
+//! and what happens to a finished sum. [`fused_wgmma`], Hopper's, has arguments and an end of its own.
 //!
+//! [`fused_wgmma`]: super::fused_wgmma
 //! [`fused_fma`]: super::fused_fma
 //! [`fused_stream`]: super::fused_stream
 //! [`fused_tile`]: super::fused_tile

@@ -4,13 +4,15 @@
 //! lives elsewhere, or is none, have no result and count as zero.
 
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
-use cuda_std::vec::B128;
-use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, thread, vec};
+use cuda_std::vec::{B64, B128};
+use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, thread, unroll, vec};
 
 /// Threads of a block.
 pub const THREADS: usize = 256;
 /// Columns of a thread.
 pub const COLUMNS: usize = 4;
+/// Slots that are read at once.
+const GROUP: usize = 8;
 
 /// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`; the others as in
 /// [`fused::Args`](super::fused::Args). Rows of `num_tokens` and beyond are left alone. Grid: (tokens, columns in
@@ -31,7 +33,6 @@ pub unsafe fn fused_reduce<T: Float>(
     shared_experts: u32,
     n: u32,
 ) {
-    dependent_launch::wait();
     let pairs = Pairs {
         topk_ids: Global::new(topk_ids),
         expert_map: Global::new(expert_map),
@@ -50,25 +51,64 @@ pub unsafe fn fused_reduce<T: Float>(
     }
     let whole = n.is_multiple_of(COLUMNS as u32);
     let mut sum = [0f32; COLUMNS];
-    for slot in 0..slots {
-        let bin = pairs.bin_of(token, slot);
-        if bin != NOWHERE && bin != INVALID {
-            let at = (token as usize * slots as usize + slot as usize) * n as usize + column as usize;
-            if whole {
-                let B128(v) = partial.get_as::<B128<f32, COLUMNS>>(at);
-                for i in 0..COLUMNS {
-                    sum[i] += v[i];
+    let mut first = 0;
+    // Slots in groups, whose reads are in flight together; the sum is still one after the other.
+    while first < slots {
+        let mut there = [false; GROUP];
+        unroll::<GROUP>(|s| {
+            if first + (s as u32) < slots {
+                let bin = pairs.bin_of(token, first + s as u32);
+                there[s] = bin != NOWHERE && bin != INVALID;
+            }
+        });
+        if first == 0 {
+            dependent_launch::wait();
+        }
+        let row = (token as usize * slots as usize + first as usize) * n as usize + column as usize;
+        if whole {
+            let mut v = [B128([0f32; COLUMNS]); GROUP];
+            unroll::<GROUP>(|s| {
+                if there[s] {
+                    v[s] = partial.get_as(row + s * n as usize);
                 }
-            } else {
-                for i in 0..COLUMNS {
-                    if column + (i as u32) < n {
-                        sum[i] += partial.get(at + i);
+            });
+            unroll::<GROUP>(|s| {
+                let B128(v) = v[s];
+                if there[s] {
+                    for i in 0..COLUMNS {
+                        sum[i] += v[i];
                     }
                 }
-            }
+            });
+        } else {
+            unroll::<GROUP>(|s| {
+                if there[s] {
+                    for i in 0..COLUMNS {
+                        if column + (i as u32) < n {
+                            sum[i] += partial.get(row + s * n as usize + i);
+                        }
+                    }
+                }
+            });
         }
+        first += GROUP as u32;
+    }
+    if slots == 0 {
+        dependent_launch::wait();
     }
     let values = vec::from_f32::<T, COLUMNS>(sum);
+    if whole
+        && (out_row | n as usize).is_multiple_of(COLUMNS)
+        && (out.ptr(0u32) as usize).is_multiple_of(4 * size_of::<T>())
+    {
+        let at = token as usize * out_row + column as usize;
+        if size_of::<T>() == 2 {
+            out.set_as(at, B64(values));
+        } else {
+            out.set_as(at, B128(values));
+        }
+        return;
+    }
     for i in 0..COLUMNS {
         if column + (i as u32) < n {
             out.set(token as usize * out_row + column as usize + i, values[i]);

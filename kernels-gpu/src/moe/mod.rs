@@ -6,6 +6,7 @@ pub mod fused_fma;
 pub mod fused_reduce;
 pub mod fused_stream;
 pub mod fused_tile;
+pub mod fused_wgmma;
 pub mod gate;
 pub mod pairs;
 pub mod permute;

@@ -37,12 +37,23 @@ impl Pairs {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn bin(self, pair: u32) -> u32 {
+        self.bin_of_id(self.id(pair))
+    }
+
+    /// The id of a pair's expert, whatever it is; appended shared experts have those after the routed ones'.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn id(self, pair: u32) -> i32 {
         if self.slots == self.top_k {
-            return self.bin_of_id(self.topk_ids.get(pair));
+            return self.topk_ids.get(pair);
         }
         // Not zero, or there would be no pairs.
         let slots = self.slots.max(1);
-        self.bin_of(pair / slots, pair % slots)
+        let (token, slot) = (pair / slots, pair % slots);
+        if slot >= self.top_k {
+            return (self.experts + (slot - self.top_k)) as i32;
+        }
+        self.topk_ids.get(token as usize * self.top_k as usize + slot as usize)
     }
 
     /// [`bin`](Self::bin) of a token's slot.
@@ -58,7 +69,7 @@ impl Pairs {
     /// The bin of an expert.
     #[inline(always)]
     #[track_caller]
-    unsafe fn bin_of_id(self, id: i32) -> u32 {
+    pub unsafe fn bin_of_id(self, id: i32) -> u32 {
         if id == -1 {
             return NOWHERE;
         }

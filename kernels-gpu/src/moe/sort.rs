@@ -7,7 +7,8 @@
 //! stay in ascending order.
 //!
 //! Up to some thousand pairs one block does everything in one launch. More are split into chunks, a block each; then
-//! `moe_sort_count` writes the counters of each chunk to a table first, and `moe_sort_scatter` sums the rows above its own.
+//! `moe_sort_count` writes the counters of each chunk to a table first, and `moe_sort_scatter`, which has counted its own pairs
+//! meanwhile, sums the rows above its own. The lists are filled with padding first, and pairs overwrite it.
 //! Further blocks of `moe_sort_scatter` zero a buffer on the side.
 //!
 //! Two conventions of output: flat pair indices, sentinel the number of pairs (vLLM's `moe_align_block_size`); or the token in
@@ -55,8 +56,17 @@ struct Chunk {
 /// Counts the warp's `items` pairs a lane. Returns for each of them its bin in the low half and its rank in the
 /// warp in the high half, or [`NOWHERE`].
 #[inline(always)]
-unsafe fn count(map: Pairs, c: Chunk, mask: bool, items: u32) -> [u32; ITEMS] {
+unsafe fn count(map: Pairs, c: Chunk, mask: bool, items: u32, meanwhile: impl FnOnce()) -> [u32; ITEMS] {
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
+    // All ids are on their way before the first is looked at.
+    let mut ids = [-1i32; ITEMS];
+    unroll::<ITEMS>(|i| {
+        let pair = c.first + i as u32 * 32 + lane;
+        if (i as u32) < items && pair < c.pairs {
+            ids[i] = map.id(pair);
+        }
+    });
+    meanwhile();
     let warps = thread::block_dim_x() / 32;
     let mut i = tid;
     while i < warps * c.columns / 2 {
@@ -68,8 +78,7 @@ unsafe fn count(map: Pairs, c: Chunk, mask: bool, items: u32) -> [u32; ITEMS] {
     let mut keys = [NOWHERE; ITEMS];
     unroll::<ITEMS>(|i| {
         if (i as u32) < items {
-            let pair = c.first + i as u32 * 32 + lane;
-            let mut bin = if pair < c.pairs { map.bin(pair) } else { NOWHERE };
+            let mut bin = map.bin_of_id(ids[i]);
             if mask && bin < map.local && map.expert_map.get(bin) == 0 {
                 bin = NOWHERE;
             }
@@ -102,22 +111,69 @@ fn counters(map: Pairs) -> usize {
 /// Adds a column of the warps' counters up; each becomes the sum of those before it.
 #[inline(always)]
 unsafe fn scan_warps(c: Chunk, column: u32) -> u32 {
+    let warps = thread::block_dim_x() / 32;
     let mut running = 0;
-    for w in 0..thread::block_dim_x() / 32 {
-        let at = w * c.columns + column;
-        let n = c.counts.get(at) as u32;
-        c.counts.set(at, running as u16);
-        running += n;
+    let mut w = 0;
+    // Eight at a time: reads do not wait for the writes before them.
+    while w < warps {
+        let mut n = [0u32; 8];
+        unroll::<8>(|i| {
+            if w + (i as u32) < warps {
+                n[i] = c.counts.get((w + i as u32) * c.columns + column) as u32;
+            }
+        });
+        unroll::<8>(|i| {
+            if w + (i as u32) < warps {
+                c.counts.set((w + i as u32) * c.columns + column, running as u16);
+                running += n[i];
+            }
+        });
+        w += 8;
     }
     running
 }
 
-/// Writes the counters of chunk `blockIdx.x` to its row of `table`, `[chunks][columns]`: the bins, and the invalid ids.
+/// Fills a share, `part` of `parts`, of the lists with padding.
+#[inline(always)]
+unsafe fn pad(sorted_ids: *mut i32, sorted_weights: *mut f32, capacity: u32, sentinel: i32, part: u32, parts: u32) {
+    let weighted = !sorted_weights.is_null();
+    let (ids, weights) = (GlobalMut::new(sorted_ids), GlobalMut::new(sorted_weights));
+    let (first, step) = (part * thread::block_dim_x() + thread::thread_idx_x(), parts * thread::block_dim_x());
+    let aligned = (sorted_ids as usize | sorted_weights as usize).is_multiple_of(16);
+    let fours = if aligned { capacity / 4 } else { 0 };
+    let mut i = first;
+    while i < fours {
+        ids.set_as(4 * i, B128([sentinel; 4]));
+        if weighted {
+            weights.set_as(4 * i, B128([0f32; 4]));
+        }
+        i += step;
+    }
+    let mut i = 4 * fours + first;
+    while i < capacity {
+        ids.set(i, sentinel);
+        if weighted {
+            weights.set(i, 0.0);
+        }
+        i += step;
+    }
+}
+
+/// What padding holds.
+#[inline(always)]
+fn sentinel(flags: u32, tokens: u32, slots: u32, present: u32) -> i32 {
+    if flags & PACKED != 0 { (present & 0xff_ffff | slots << 24) as i32 } else { (tokens * slots) as i32 }
+}
+
+/// Writes the counters of chunk `blockIdx.x` to its row of `table`, `[chunks][columns]`: the bins, and the invalid ids; and
+/// fills the lists with padding.
 ///
 /// The arguments are those of [`sort_scatter`]. Block: `32 w` threads; shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn sort_count(
     table: *mut u32,
+    sorted_ids: *mut i32,
+    sorted_weights: *mut f32,
     topk_ids: *const i32,
     expert_map: *const i32,
     num_tokens: *const i32,
@@ -128,8 +184,10 @@ pub unsafe fn sort_count(
     local: u32,
     shared_experts: u32,
     items: u32,
+    capacity: u32,
     flags: u32,
 ) {
+    dependent_launch::launch_dependents();
     let mask = flags & MASK != 0;
     let map = Pairs {
         topk_ids: Global::new(topk_ids),
@@ -142,8 +200,12 @@ pub unsafe fn sort_count(
         shared: shared_experts,
     };
     let counts = shared::Carver::new().take(counters(map));
-    let c = chunk(map, existing_tokens(tokens, num_tokens), items, counts);
-    count(map, c, mask, items);
+    let present = existing_tokens(tokens, num_tokens);
+    let c = chunk(map, present, items, counts);
+    let padding = sentinel(flags, tokens, slots, present);
+    count(map, c, mask, items, || {
+        pad(sorted_ids, sorted_weights, capacity, padding, thread::block_idx_x(), thread::grid_dim_x());
+    });
     let table = GlobalMut::new(table);
     let mut column = thread::thread_idx_x();
     while column < c.columns {
@@ -226,7 +288,15 @@ pub unsafe fn sort_scatter(
     let (counted, bases) = (carver.take::<u32>(width), carver.take::<u32>(width));
     let (starts, labels) = (carver.take::<u32>(width), carver.take::<u32>(width));
     let c = chunk(map, present, items, carver.take(counters(map)));
-    let keys = count(map, c, mask, items);
+    let padding = sentinel(flags, tokens, slots, present);
+    let keys = count(map, c, mask, items, || {
+        if chunks == 1 {
+            pad(sorted_ids, sorted_weights, capacity, padding, 0, 1);
+        }
+    });
+    if chunks > 1 {
+        dependent_launch::wait();
+    }
 
     // Pairs of each expert, and those in earlier chunks.
     let table = Global::new(table);
@@ -236,10 +306,19 @@ pub unsafe fn sort_scatter(
         let mut before = 0;
         if chunks > 1 {
             total = 0;
-            for g in 0..chunks {
-                let n = table.get(g * c.columns + column);
-                before += if g < chunk_id { n } else { 0 };
-                total += n;
+            let mut g = 0;
+            while g < chunks {
+                let mut n = [0u32; 8];
+                unroll::<8>(|i| {
+                    if g + (i as u32) < chunks {
+                        n[i] = table.get((g + i as u32) * c.columns + column);
+                    }
+                });
+                unroll::<8>(|i| {
+                    before += if g + (i as u32) < chunk_id { n[i] } else { 0 };
+                    total += n[i];
+                });
+                g += 8;
             }
         }
         counted.set(column, total);
@@ -290,6 +369,7 @@ pub unsafe fn sort_scatter(
     let (weighted, inverse) = (!sorted_weights.is_null(), !positions.is_null());
     // There are pairs only if tokens have slots.
     let divisor = slots.max(1);
+    let divided = packed || slots != top_k;
     unroll::<ITEMS>(|i| {
         let pair = c.first + i as u32 * 32 + lane;
         if (i as u32) < items && pair < tokens * slots {
@@ -297,10 +377,10 @@ pub unsafe fn sort_scatter(
             let mut to = u32::MAX;
             if keys[i] != NOWHERE {
                 to = bases.get(bin) + c.counts.get(warp_id * c.columns + bin) as u32 + rank;
-                let (token, slot) = (pair / divisor, pair % divisor);
+                let (token, slot) = if divided { (pair / divisor, pair % divisor) } else { (0, 0) };
                 sorted_ids.set(to, if packed { token | slot << 24 } else { pair } as i32);
                 if weighted {
-                    let listed = token as usize * top_k as usize + slot as usize;
+                    let listed = if divided { token as usize * top_k as usize + slot as usize } else { pair as usize };
                     weights_out.set(to, if slot < top_k { topk_weights.get(listed) } else { 1.0 });
                 }
             }
@@ -310,49 +390,37 @@ pub unsafe fn sort_scatter(
         }
     });
 
-    // Padding, and what describes the experts; each chunk does its share.
-    let sentinel = if packed { present & 0xff_ffff | slots << 24 } else { tokens * slots } as i32;
+    // What describes the experts; each chunk does its share. A block of the list belongs to the last expert that starts at
+    // or before it: those without pairs start where the next one does.
     let expert_ids = GlobalMut::new(expert_ids);
-    let pad = |to: u32| {
-        sorted_ids.set(to, sentinel);
-        if weighted {
-            weights_out.set(to, 0.0);
-        }
-    };
-    let mut bin = chunk_id * warps + warp_id;
-    while bin < bins {
-        let (start, n) = (starts.get(bin), counted.get(bin));
-        let end = if bin + 1 < bins { starts.get(bin + 1) } else { padded };
-        // A masked expert has room for nothing, and nothing was counted.
-        let mut to = start + n + lane;
-        while to < end {
-            pad(to);
-            to += 32;
-        }
-        let mut b = start / block + lane;
-        while b < end / block {
-            expert_ids.set(b, labels.get(bin) as i32);
-            b += 32;
-        }
-        if lane == 0 {
-            if !offsets.is_null() {
-                GlobalMut::new(offsets).set(bin, start as i32);
-            }
-            if !expert_counts.is_null() {
-                GlobalMut::new(expert_counts).set(bin, n as i32);
-            }
-        }
-        bin += chunks * warps;
-    }
-    let mut to = padded + chunk_id * threads + tid;
-    while to < capacity {
-        pad(to);
-        to += chunks * threads;
-    }
-    let mut b = padded / block + chunk_id * threads + tid;
+    let mut b = chunk_id * threads + tid;
     while b < capacity / block {
-        expert_ids.set(b, -1);
+        let position = b * block;
+        let mut label = -1;
+        if position < padded {
+            let (mut low, mut high) = (0, bins);
+            while high - low > 1 {
+                let middle = (low + high) / 2;
+                if starts.get(middle) <= position {
+                    low = middle;
+                } else {
+                    high = middle;
+                }
+            }
+            label = labels.get(low) as i32;
+        }
+        expert_ids.set(b, label);
         b += chunks * threads;
+    }
+    let mut bin = chunk_id * threads + tid;
+    while bin < bins {
+        if !offsets.is_null() {
+            GlobalMut::new(offsets).set(bin, starts.get(bin) as i32);
+        }
+        if !expert_counts.is_null() {
+            GlobalMut::new(expert_counts).set(bin, counted.get(bin) as i32);
+        }
+        bin += chunks * threads;
     }
     if chunk_id == 0 && tid == 0 {
         let totals = GlobalMut::new(totals);
@@ -395,8 +463,9 @@ unsafe fn fill_zero(buffer: *mut u8, bytes: usize, part: u32, parts: u32) {
 entries! {
     /// Arguments of `moe_sort_count`; see [`sort_count`].
     pub struct CountArgs(
-        table: *mut u32, topk_ids: *const i32, expert_map: *const i32, num_tokens: *const i32, tokens: u32, top_k: u32,
-        slots: u32, experts: u32, local: u32, shared_experts: u32, items: u32, flags: u32,
+        table: *mut u32, sorted_ids: *mut i32, sorted_weights: *mut f32, topk_ids: *const i32, expert_map: *const i32,
+        num_tokens: *const i32, tokens: u32, top_k: u32, slots: u32, experts: u32, local: u32, shared_experts: u32,
+        items: u32, capacity: u32, flags: u32,
     );
     moe_sort_count {} [1024] => sort_count;
 }
