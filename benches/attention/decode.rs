@@ -2,7 +2,7 @@
 
 use cuda_std::E4M3;
 use warploom::attention::{DecodeOptions, DecodeWorkspace, decode};
-use warploom::kv_cache::{CacheElement, CacheLayout, KvCache};
+use warploom::kv_cache::{CacheElement, CacheLayout, KvCache, Scales};
 use warploom::{Device, Result, Stream, Tensor, bf16};
 use warploom_benches::{Cost, Harness, noise, tiled};
 
@@ -64,7 +64,12 @@ fn case<S: CacheElement>(
         let q = noise::<bf16>(device, stream, &[batch, q_heads, DIM], set + 200)?;
         let mut out = Tensor::<bf16>::uninit(device, &[batch, q_heads, DIM])?;
         let mut workspace = DecodeWorkspace::new(device, batch, 1, q_heads, kv_heads, DIM, context)?;
-        let options = DecodeOptions::default();
-        Ok(move |s: &_| decode(s, &mut out, None, &q, &cache, &table, &lens, &options, &mut workspace))
+        let scale = Tensor::from_slice(device, &[1.0f32], &[1])?;
+        Ok(move |s: &_| {
+            let scaled = size_of::<S>() == 1;
+            let mut options = DecodeOptions::default();
+            options.scales = scaled.then_some(Scales { key: &scale, value: &scale });
+            decode(s, &mut out, None, &q, &cache, &table, &lens, &options, &mut workspace)
+        })
     });
 }

@@ -175,8 +175,10 @@ pub fn supports(device: &Device, dtype: DType) -> bool {
     device.properties().compute_capability == (9, 0) && WgmmaTile::N256.entry(dtype).is_some()
 }
 
-/// Whether the copy engine can follow rows of these tensors: each begins at a multiple of 16 bytes. Otherwise the first that
-/// does not, and such an address.
+/// Whether the copy engine can follow rows of these tensors: each begins at a multiple of 16 bytes, and those of the output
+/// end there too. Otherwise the first that does not, and such an address.
+///
+/// An H200 was seen to write beyond the end of a row of the output that is no multiple of 16 bytes.
 pub(super) fn misaligned(args: &Args, size: usize) -> Option<(&'static str, usize)> {
     let check = |arg, address: usize, rows: u32, stride: usize| {
         if !address.is_multiple_of(16) {
@@ -188,6 +190,10 @@ pub(super) fn misaligned(args: &Args, size: usize) -> Option<(&'static str, usiz
     check("x", args.x as usize, args.m, args.x_row)
         .or_else(|| check("w", args.w as usize, args.n, args.w_row))
         .or_else(|| check("out", args.y as usize, args.m, args.y_row))
+        .or_else(|| {
+            let width = args.n as usize * size;
+            (!width.is_multiple_of(16)).then_some(("out", args.y as usize + width))
+        })
 }
 
 /// A map of `[rows, width]` elements in boxes of `[box_rows, box_width]`.
@@ -219,7 +225,8 @@ fn map(
 /// [`Error::Unsupported`] for an element type without an entry, those of [`Device::tensor_map`] and [`Stream::launch`].
 ///
 /// # Safety
-/// As for [`linear::launch`](super::linear::launch); rows begin at multiples of 16 bytes; `k` is not 0.
+/// As for [`linear::launch`](super::linear::launch); rows begin at multiples of 16 bytes, and `n` elements of the output are
+/// one; `k` is not 0.
 pub unsafe fn launch(stream: &Stream, dtype: DType, tile: WgmmaTile, args: &Args) -> Result<()> {
     let Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind } = *args;
     let entry = tile.entry(dtype).ok_or_else(|| Error::Unsupported {

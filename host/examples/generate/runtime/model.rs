@@ -13,7 +13,7 @@ use super::weights::Weights;
 use cuda_std::Float;
 use warploom::attention::decode::{DecodeOptions, DecodeWorkspace, decode};
 use warploom::gemm::linear::STREAM_TOKENS;
-use warploom::gemm::{LinearOptions, embedding, linear, linear_with};
+use warploom::gemm::{LinearOptions, LinearPath, embedding, linear_with};
 use warploom::kv_cache::{CacheElement, KvCache, StoreAs};
 use warploom::moe::{FusedOptions, FusedPath, FusedShape, GateOptions, fused, gate};
 use warploom::norm::{fused_add_rms_norm, rms_norm};
@@ -68,12 +68,15 @@ fn experts_path<T: Real>(stream: &Stream, pairs: usize, experts: usize) -> Fused
     if streams && pairs > 8 * experts { FusedPath::Stream16 } else { FusedPath::Auto }
 }
 
-/// `y = x · wᵀ`, [`PRODUCT`] tokens at a time.
+/// `y = x · wᵀ`, [`PRODUCT`] tokens at a time, and by one kernel however many they are.
 fn product<T: Real>(stream: &Stream, y: &mut Tensor<T>, x: &Tensor<T>, w: &Tensor<T>) -> Result<()> {
     let n = x.dim(0);
+    let on_host = stream.device().simt_options().is_some_and(|o| o.host_products);
+    let streams = size_of::<T>() == 2 && !on_host && x.dim(1).is_multiple_of(8);
+    let options = LinearOptions::default().path(if streams { LinearPath::Stream } else { LinearPath::Auto });
     for first in (0..n).step_by(PRODUCT) {
         let part = |t: &Tensor<T>| t.narrow(0, first, PRODUCT.min(n - first));
-        linear(stream, &mut part(y)?, &part(x)?, w)?;
+        linear_with(stream, &mut part(y)?, &part(x)?, w, None, &options)?;
     }
     Ok(())
 }
