@@ -37,6 +37,9 @@ fn e4m3_noise(device: &Device, stream: &Stream, shape: &[usize], seed: usize) ->
     tiled(device, stream, &(0..65_521).map(|_| next()).collect::<Vec<_>>(), shape)
 }
 
+/// Makes a tensor of a shape, other contents for another number.
+type Fill<S> = fn(&Device, &Stream, &[usize], usize) -> Result<Tensor<S>>;
+
 fn case<S: CacheElement>(
     harness: &mut Harness,
     name: &str,
@@ -44,7 +47,7 @@ fn case<S: CacheElement>(
     context: usize,
     q_heads: usize,
     kv_heads: usize,
-    fill: fn(&Device, &Stream, &[usize], usize) -> Result<Tensor<S>>,
+    fill: Fill<S>,
 ) {
     const DIM: usize = 128;
     const PAGE: usize = 16;

@@ -328,7 +328,7 @@ fn a_row_does_not_depend_on_its_batch() {
         let dw = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
         let run = |m: usize| {
             let dx = Tensor::from_slice(d, &x[..m * k], &[m, k]).unwrap();
-            let mut y = Tensor::uninit(d, &[m, n]).unwrap();
+            let mut y = Tensor::<bf16>::uninit(d, &[m, n]).unwrap();
             let stream = LinearOptions::default().path(LinearPath::Stream);
             linear_with(s, &mut y, &dx, &dw, None, &stream).unwrap();
             y.to_vec().unwrap()

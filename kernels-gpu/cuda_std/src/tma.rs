@@ -146,7 +146,7 @@ impl TensorMap {
             simt::trap(format!("a copy with {RANK} coordinates by a tensor map of {}", w[2] >> 8 & 0xff));
         }
         let element = (w[2] >> 32 & 0xff) as usize;
-        if RANK == 1 && coords[0].unsigned_abs() as usize * element % 16 != 0 {
+        if RANK == 1 && !(coords[0].unsigned_abs() as usize * element).is_multiple_of(16) {
             simt::trap(format!(
                 "a copy of one dimension from element {}, which is not a multiple of 16 bytes",
                 coords[0]
@@ -337,6 +337,8 @@ pub unsafe fn load_tensor_multicast<const RANK: usize>(
 
 /// Copies a box from shared memory to the tensor, in the thread's open group. Elements outside the tensor are skipped.
 ///
+/// An H200 was seen to write beyond the end of rows that are no multiple of 16 bytes, so boxes must not reach there.
+///
 /// # Safety
 /// `src` is aligned as for [`load_tensor`] and stays as it is until a [`wait_group_read`]; nobody accesses the
 /// destination unordered. The map is valid and of rank `RANK`.
@@ -356,6 +358,7 @@ pub unsafe fn store_tensor<const RANK: usize>(map: *const TensorMap, coords: [i3
     {
         // SAFETY: forwarded to the caller.
         let tile = unsafe { *map }.tile::<RANK>(c);
+        check_stored(&tile, c);
         simt::store_bulk_tensor(&tile, c, src.shared_address(), false);
     }
 }
@@ -384,7 +387,18 @@ pub unsafe fn add_tensor<const RANK: usize>(map: *const TensorMap, coords: [i32;
         if unsafe { (*map).0[2] } >> 48 != crate::DType::F32 as u64 {
             simt::trap("the SIMT device adds boxes of f32 only");
         }
+        check_stored(&tile, c);
         simt::store_bulk_tensor(&tile, c, src.shared_address(), true);
+    }
+}
+
+/// A box that reaches beyond rows that are no multiple of 16 bytes.
+#[cfg(not(target_arch = "nvptx64"))]
+#[track_caller]
+fn check_stored(tile: &simt::TensorTile, coords: [i32; 5]) {
+    let row = tile.dims[0] as usize * tile.element;
+    if !row.is_multiple_of(16) && i64::from(coords[0]) + i64::from(tile.box_dims[0]) > tile.dims[0] as i64 {
+        simt::trap(format!("a box stored beyond the end of rows of {row} bytes, which is no multiple of 16"));
     }
 }
 

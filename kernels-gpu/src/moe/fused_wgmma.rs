@@ -125,7 +125,7 @@ impl Activation {
         let oai = kind == 4;
         Self {
             a: if kind == 2 {
-                1.595_769_1
+                1.595_769
             } else if oai {
                 alpha
             } else {
