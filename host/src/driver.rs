@@ -39,7 +39,6 @@ const CUDA_ERROR_STUB_LIBRARY: i32 = 34;
 const CUDA_ERROR_NO_DEVICE: i32 = 100;
 pub(crate) const CUDA_ERROR_UNSUPPORTED_PTX_VERSION: i32 = 222;
 pub(crate) const CUDA_ERROR_INVALID_HANDLE: i32 = 400;
-pub(crate) const CUDA_ERROR_NOT_FOUND: i32 = 500;
 pub(crate) const CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED: i32 = 704;
 pub(crate) const STREAM_SET_CAPTURE_DEPENDENCIES: u32 = 1;
 
@@ -355,14 +354,6 @@ pub(crate) fn oldest_for_ptx((major, minor): (u32, u32)) -> Version {
     Version(i32::try_from(1000 * major + 10 * minor).unwrap_or(i32::MAX))
 }
 
-/// The names of the entries of a PTX text.
-pub(crate) fn ptx_entries(ptx: &str) -> impl Iterator<Item = &str> {
-    ptx.lines().filter_map(|line| {
-        let rest = line.trim_start().strip_prefix(".visible")?.trim_start().strip_prefix(".entry")?.trim_start();
-        Some(rest.split(|c: char| c == '(' || c.is_whitespace()).next().unwrap_or(rest)).filter(|n| !n.is_empty())
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -383,10 +374,8 @@ mod tests {
 
     #[test]
     fn versions_of_ptx() {
-        let ptx =
-            "//\n// comment\n\n.version 8.6\n.target sm_90a\n.visible .entry rms_norm_f32(\n)\n.visible .entry b\n(";
+        let ptx = "//\n// comment\n\n.version 8.6\n.target sm_90a\n.visible .entry rms_norm_f32(\n)\n";
         assert_eq!(ptx_version(ptx), Some((8, 6)));
-        assert_eq!(ptx_entries(ptx).collect::<Vec<_>>(), ["rms_norm_f32", "b"]);
         assert_eq!(ptx_version(""), None);
         for (ptx, cuda) in [((7, 0), "11.0"), ((7, 8), "11.8"), ((8, 0), "12.0"), ((8, 5), "12.5"), ((8, 6), "12.7")] {
             assert_eq!(oldest_for_ptx(ptx).to_string(), format!("CUDA {cuda}"));

@@ -2,6 +2,9 @@
 //!
 //! `sm_80` runs on every GPU from compute capability 8.0 on; `sm_90a` has Hopper's own instructions and runs on
 //! compute capability 9.0 only. Entry names are those of [`crate::kernels`]' entry tables.
+//!
+//! A family's file takes a driver seconds to compile, since it has an entry for every instance of its kernels; [`entry`]
+//! gives the text of one alone. [`Device`](crate::Device) compiles entries one by one, at their first launch.
 
 use cuda_std::Arch;
 
@@ -28,3 +31,63 @@ macro_rules! families {
     };
 }
 families!("activation", "attention", "conformance", "ep", "gemm", "kv_cache", "moe", "norm", "rope", "sampling",);
+
+/// What every entry in a family's text begins with.
+const ENTRY: &str = "\n.visible .entry ";
+
+/// The entries in the PTX of a family, in their order in the text. None if there is no such family.
+///
+/// ```
+/// let names: Vec<_> = warploom::ptx::entries(warploom::Arch::Sm80, "norm").collect();
+/// assert!(names.contains(&"rms_norm_any_bf16"));
+/// ```
+pub fn entries(arch: Arch, family: &str) -> impl Iterator<Item = &'static str> {
+    let text = module(arch, family).unwrap_or_default();
+    text.split(ENTRY).skip(1).map(|entry| entry.split('(').next().unwrap_or(entry))
+}
+
+/// The PTX of one entry, complete in itself, or `None` if the family has no such entry for `arch`.
+///
+/// ```
+/// # fn main() -> Result<(), &'static str> {
+/// let text = warploom::ptx::entry(warploom::Arch::Sm80, "norm", "rms_norm_any_bf16").ok_or("no such entry")?;
+/// assert!(text.starts_with(".version 7.8"));
+/// assert_eq!(text.matches(".entry").count(), 1);
+/// # Ok(())
+/// # }
+/// ```
+pub fn entry(arch: Arch, family: &str, name: &str) -> Option<String> {
+    let text = module(arch, family)?;
+    let start = text.find(&format!("{ENTRY}{name}("))?;
+    let head = &text[..text.find(ENTRY)?];
+    let body = &text[start..];
+    let end = body[ENTRY.len()..].find(ENTRY).map_or(body.len(), |next| ENTRY.len() + next);
+    Some([head, &body[..end], "\n"].concat())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A family's text is a head and entries that need nothing but it.
+    #[test]
+    fn entries_are_all_there_is() {
+        for (arch, family) in FAMILIES.iter().flat_map(|f| [(Arch::Sm80, f), (Arch::Sm90a, f)]) {
+            let text = module(arch, family).unwrap();
+            let Some((head, _)) = text.split_once(ENTRY) else { continue };
+            let names: Vec<_> = entries(arch, family).collect();
+            assert_eq!(names.len(), text.matches(".entry").count(), "{family}");
+            assert_eq!(text.matches(".func").count(), 0, "{family}");
+            assert_eq!(head.lines().skip(3).find(|l| !l.starts_with(".extern .shared")), None, "{family}");
+            let mut again = head.to_string();
+            for name in names {
+                let one = entry(arch, family, name).unwrap();
+                again += one[head.len()..].strip_suffix('\n').unwrap();
+            }
+            assert_eq!(again, text, "{family}");
+        }
+        assert_eq!(entry(Arch::Sm80, "norm", "rms_norm_any"), None);
+        assert_eq!(entry(Arch::Sm80, "nonsense", "rms_norm_any_bf16"), None);
+        assert_eq!(entries(Arch::Sm80, "nonsense").next(), None);
+    }
+}

@@ -77,12 +77,13 @@ fn simt_devices_have_memory_of_their_own() {
 }
 
 #[test]
-fn preload_takes_families_only() {
+fn preload_takes_families_and_kernels() {
     on_every_device(|device, _| {
         device.preload(&[]).unwrap();
         device.preload(&["norm", "norm"]).unwrap();
+        device.preload(&["rms_norm_any_bf16", "kv_cache"]).unwrap();
         let error = device.preload(&["norm", "norms"]).unwrap_err();
-        assert!(matches!(&error, Error::Value { arg: "families", .. }), "{error}");
+        assert!(matches!(&error, Error::Value { arg: "names", .. }), "{error}");
         assert!(error.to_string().contains("`norms`"), "{error}");
     });
 }

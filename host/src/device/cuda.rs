@@ -7,9 +7,10 @@
 //! **Current contexts.** Each call looks at the calling thread's current context, which costs some 20 ns, and changes it
 //! only if it is another one; afterwards a thread that had one gets it back.
 //!
-//! **Modules** are loaded by family at the first launch, or by `preload`, from the PTX for the GPU: `sm_90a` on compute
-//! capability 9.0, `sm_80` on all others. A launch finds its function by the address of the entry's name, in a map
-//! behind a lock that only loading writes to.
+//! **Modules** hold one entry each and are loaded at its first launch, or by `preload`, from the PTX for the GPU: `sm_90a`
+//! on compute capability 9.0, `sm_80` on all others. The driver takes 35 to 1100 ms to compile an entry and up to 10 s for
+//! a family, so a program waits only for what it launches. A launch finds its function by the address of the entry's name,
+//! in a map behind a lock that only loading writes to.
 //!
 //! **Copies from and to the host** run on a stream of the context's own, after a wait for everything before. They are
 //! complete when they return: a synchronous copy by the driver may leave the last transfer from pageable memory pending,
@@ -24,7 +25,7 @@
 //! under a lock here.
 
 use super::{Geometry, Properties};
-use crate::driver::{self, CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_NOT_FOUND, Driver, LaunchAttribute, LaunchConfig};
+use crate::driver::{self, CUDA_ERROR_INVALID_HANDLE, Driver, LaunchAttribute, LaunchConfig};
 use crate::error::{Error, Result};
 use crate::ptx;
 use cuda_std::tma::{TensorMap, TensorMapDescription};
@@ -77,7 +78,8 @@ struct Context {
     streams: Mutex<Vec<CUstream>>,
     /// Captures under way. Read-locked while all work is waited for.
     captures: RwLock<usize>,
-    modules: Mutex<HashMap<&'static str, Arc<Module>>>,
+    /// What is loaded or being loaded, by the entry's name.
+    loaded: Mutex<HashMap<&'static str, Arc<Loading>>>,
     /// By address and length of the entry's name.
     functions: RwLock<HashMap<(usize, usize), Arc<Function>>>,
 }
@@ -87,10 +89,8 @@ unsafe impl Send for Context {}
 // SAFETY: as above; what is ours is behind locks.
 unsafe impl Sync for Context {}
 
-/// The PTX of a family, loaded. Unloaded with its context.
-struct Module {
-    functions: HashMap<&'static str, Arc<Function>>,
-}
+/// An entry's function, once it is loaded; locked while it is being loaded. Its module is unloaded with its context.
+type Loading = Mutex<Option<Arc<Function>>>;
 
 struct Function {
     raw: CUfunction,
@@ -172,7 +172,7 @@ impl Context {
             copies,
             streams: Mutex::default(),
             captures: RwLock::default(),
-            modules: Mutex::default(),
+            loaded: Mutex::default(),
             functions: RwLock::default(),
         })
     }
@@ -256,22 +256,24 @@ impl Context {
         Ok(())
     }
 
-    /// The module of a family, loaded if it is not.
-    fn module(&self, family: &'static str) -> Result<Arc<Module>> {
-        // Held while loading, so that nothing is compiled twice.
-        let mut modules = lock(&self.modules);
-        if let Some(module) = modules.get(family) {
-            return Ok(module.clone());
+    /// The function of an entry, loaded if it is not. The lock is that entry's alone, so that nothing is compiled twice.
+    fn load(&self, family: &'static str, name: &'static str) -> Result<Arc<Function>> {
+        let loading = lock(&self.loaded).entry(name).or_default().clone();
+        let mut loaded = lock(&loading);
+        if let Some(function) = &*loaded {
+            return Ok(function.clone());
         }
-        let text = ptx::module(self.arch, family).unwrap_or_default();
-        let module = Arc::new(if driver::ptx_entries(text).next().is_none() {
-            Module { functions: HashMap::new() }
-        } else {
-            let _bound = self.bind()?;
-            Module::load(self.driver, text)?
-        });
-        modules.insert(family, module.clone());
-        Ok(module)
+        let text = ptx::entry(self.arch, family, name).ok_or_else(|| Error::Unsupported {
+            op: name,
+            what: format!(
+                "the PTX of `{family}` for {} has no such entry; `cargo xtask ptx` rebuilds it",
+                self.arch.name()
+            ),
+        })?;
+        let _bound = self.bind()?;
+        let function = Arc::new(Function::load(self.driver, text, name).map_err(|e| of_kernel(e, name))?);
+        *loaded = Some(function.clone());
+        Ok(function)
     }
 
     #[inline]
@@ -292,14 +294,7 @@ impl Context {
         if arch > self.arch {
             return Err(self.too_old(name));
         }
-        let module = self.module(family).map_err(|e| of_kernel(e, name))?;
-        let function = module.functions.get(name).cloned().ok_or_else(|| Error::Unsupported {
-            op: name,
-            what: format!(
-                "the PTX of `{family}` for {} has no such entry; `cargo xtask ptx` rebuilds it",
-                self.arch.name()
-            ),
-        })?;
+        let function = self.load(family, name)?;
         self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function.clone());
         Ok(function)
     }
@@ -379,13 +374,13 @@ fn of_kernel(error: Error, name: &'static str) -> Error {
     }
 }
 
-impl Module {
-    /// Compiles and loads PTX, and looks up its entries. The context is current.
-    fn load(driver: &'static Driver, text: &'static str) -> Result<Self> {
-        let image = CString::new(text).map_err(|_| Error::Unsupported {
-            op: "Device::preload",
-            what: "PTX with a NUL in the midst of it".into(),
-        })?;
+impl Function {
+    /// Compiles and loads the PTX of one entry. The context is current.
+    fn load(driver: &'static Driver, text: String, name: &'static str) -> Result<Self> {
+        let version = driver::ptx_version(&text);
+        let no_nul = |_| Error::Unsupported { op: name, what: "PTX with a NUL in the midst of it".into() };
+        let image = CString::new(text).map_err(no_nul)?;
+        let symbol = CString::new(name).map_err(no_nul)?;
         let mut log = vec![0u8; 16 * 1024];
         let mut keys =
             [JitOption::CU_JIT_ERROR_LOG_BUFFER as c_int, JitOption::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES as c_int];
@@ -404,7 +399,7 @@ impl Module {
         };
         loaded.map_err(|e| match e {
             Error::Driver { code: driver::CUDA_ERROR_UNSUPPORTED_PTX_VERSION, .. } => {
-                driver::too_old(driver.version(), driver::oldest_for_ptx(driver::ptx_version(text).unwrap_or((0, 0))))
+                driver::too_old(driver.version(), driver::oldest_for_ptx(version.unwrap_or((0, 0))))
             }
             Error::Driver { call, code, name, .. } => {
                 let end = log.iter().position(|&b| b == 0).unwrap_or(log.len());
@@ -413,21 +408,11 @@ impl Module {
             }
             e => e,
         })?;
-        let mut functions = HashMap::new();
-        for name in driver::ptx_entries(text) {
-            let symbol = CString::new(name).expect("cut from a C string");
-            // Drivers that load lazily load a function when it is looked up.
-            let mut function: CUfunction = null_mut();
-            // SAFETY: the module was just loaded; the name ends with a NUL.
-            match unsafe { driver.module_get_function(&raw mut function, raw, symbol.as_ptr()) } {
-                Ok(()) => {}
-                // Compiled away, or not for this GPU: missed only if somebody launches it.
-                Err(Error::Driver { code: CUDA_ERROR_NOT_FOUND, .. }) => continue,
-                Err(e) => return Err(e),
-            }
-            functions.insert(name, Arc::new(Function { raw: function, unlimited: AtomicBool::new(false) }));
-        }
-        Ok(Self { functions })
+        let mut function: CUfunction = null_mut();
+        // Drivers that load lazily load a function when it is looked up.
+        // SAFETY: the module was just loaded; the name ends with a NUL.
+        unsafe { driver.module_get_function(&raw mut function, raw, symbol.as_ptr())? };
+        Ok(Self { raw: function, unlimited: AtomicBool::new(false) })
     }
 }
 
@@ -461,8 +446,15 @@ impl CudaDevice {
         Ok((free as u64, total as u64))
     }
 
-    pub(super) fn preload(&self, family: &'static str) -> Result<()> {
-        self.0.module(family).map(drop)
+    /// Loads entries, given as family and name.
+    pub(super) fn preload(&self, entries: &[(&'static str, &'static str)]) -> Result<()> {
+        // One after the other: the driver compiles for one thread at a time (moe: 9.6 s on one thread, 10.2 on eight).
+        entries.iter().try_for_each(|&(family, name)| self.0.load(family, name).map(drop))
+    }
+
+    /// Which PTX the GPU gets.
+    pub(super) fn arch(&self) -> Arch {
+        self.0.arch
     }
 
     pub(super) fn synchronize(&self) -> Result<()> {

@@ -10,6 +10,7 @@ mod simt;
 mod stream;
 
 use crate::error::{Error, Result};
+use cuda_std::Arch;
 use std::fmt;
 use std::sync::Arc;
 
@@ -189,30 +190,42 @@ impl Device {
         }
     }
 
-    /// Loads the PTX of these families now, so that no later launch has to: before a latency-critical phase, and
-    /// before capturing graphs. Without it each family is loaded at its first launch.
+    /// Compiles and loads the PTX of these families or kernels now, so that no later launch has to: before a
+    /// latency-critical phase, and before capturing graphs. Without it each kernel is loaded at its first launch.
+    ///
+    /// `names` are families ([`ptx::FAMILIES`](crate::ptx::FAMILIES)) or single entries
+    /// ([`ptx::entries`](crate::ptx::entries)). A family has every instance of its kernels and takes up to 10 seconds, unless
+    /// the driver finds them in its cache; to load just what a program uses, run it once.
     ///
     /// # Errors
-    /// [`Error::Value`] for an unknown family, [`Error::Driver`] with the JIT log.
-    pub fn preload(&self, families: &[&str]) -> Result<()> {
-        for family in families {
-            let Some(family) = crate::ptx::FAMILIES.iter().find(|known| *known == family) else {
+    /// [`Error::Value`] for a name that is neither, [`Error::Driver`] with the JIT log.
+    pub fn preload(&self, names: &[&str]) -> Result<()> {
+        use crate::ptx;
+        let arch = match &*self.0 {
+            Backend::Simt(_) => Arch::Sm90a,
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => d.arch(),
+        };
+        let all: Vec<_> =
+            ptx::FAMILIES.iter().flat_map(|&f| ptx::entries(arch, f).map(move |name| (f, name))).collect();
+        let mut wanted: Vec<(&str, &str)> = vec![];
+        for &wanted_name in names {
+            let before = wanted.len();
+            wanted.extend(all.iter().filter(|(family, name)| *family == wanted_name || *name == wanted_name));
+            if wanted.len() == before && !ptx::FAMILIES.contains(&wanted_name) {
                 return Err(Error::Value {
                     op: "Device::preload",
-                    arg: "families",
-                    expected: format!("among {:?}", crate::ptx::FAMILIES),
-                    got: format!("`{family}`"),
+                    arg: "names",
+                    expected: format!("kernels or families, which are {:?}", ptx::FAMILIES),
+                    got: format!("`{wanted_name}`"),
                 });
-            };
-            match &*self.0 {
-                Backend::Simt(_) => {
-                    let _ = family;
-                }
-                #[cfg(feature = "cuda")]
-                Backend::Cuda(d) => d.preload(family)?,
             }
         }
-        Ok(())
+        match &*self.0 {
+            Backend::Simt(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => d.preload(&wanted),
+        }
     }
 
     /// Waits until all work on all streams of the device is done.
