@@ -50,6 +50,12 @@ pub fn large_gpu(gigabytes: u64) -> Option<Device> {
     enough.then_some(device)
 }
 
+/// Whether this runs under a sanitizer (`WARPLOOM_TEST_SANITIZER`, which `run.sh sanitize` sets): some 100 times slower, so
+/// that what only repeats the same launches is done less often.
+pub fn sanitizing() -> bool {
+    std::env::var_os("WARPLOOM_TEST_SANITIZER").is_some()
+}
+
 fn no_gpu() -> String {
     Device::cuda(0).err().map(|e| e.to_string()).unwrap_or_default()
 }

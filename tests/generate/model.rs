@@ -10,6 +10,7 @@ use super::runtime::tiny_moe;
 use super::runtime::weights::Weights;
 use serde::Deserialize;
 use warploom::{Device, SimtOptions, Stream, Tensor, bf16};
+use warploom_tests::sanitizing;
 
 /// A prompt of `reference.json`.
 #[derive(Deserialize)]
@@ -177,7 +178,9 @@ fn prompts() -> Vec<Vec<u32>> {
 
 /// Batched, chunked, preempted and single runs give the same tokens.
 fn the_same_however_it_is_run<T: Real>(device: &Device, sampling: Sampling, tokens: usize) {
-    let prompts = prompts();
+    let mut prompts = prompts();
+    let tokens = if sanitizing() { 4 } else { tokens };
+    prompts.truncate(if sanitizing() { 3 } else { usize::MAX });
     let alone: Vec<Vec<u32>> = prompts
         .iter()
         .map(|p| {

@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use warploom::reference::sampling::{self as reference, Adjust, Filters, Ranked, philox};
 use warploom::sampling::{Algorithm, LogProbs, Options, PerRow, Workspace, top_k_top_p};
 use warploom::{Device, Error, Graph, Result, Stream, Tensor, bf16, f16};
-use warploom_tests::{noise, on_every_device, property, widen};
+use warploom_tests::{noise, on_every_device, property, sanitizing, widen};
 
 /// All of them, with a number of splits that leaves a short last part.
 const ALGORITHMS: [Algorithm; 4] =
@@ -436,7 +436,7 @@ fn draws_follow_the_distribution() {
         let flat: Vec<f32> = vec![0.0; vocab];
         let peaky: Vec<f32> = (0..vocab).map(|i| -(i as f32) * 0.6).collect();
         let spiked: Vec<f32> = (0..vocab).map(|i| if i % 60 == 7 { 6.0 + (i % 5) as f32 } else { 0.0 }).collect();
-        let draws = if device.is_simt() { 400 } else { 20_000 };
+        let draws = if device.is_simt() || sanitizing() { 400 } else { 20_000 };
         for (name, row) in [("flat", flat), ("peaky", peaky), ("spiked", spiked)] {
             for (algorithm, filters) in [
                 (Algorithm::Auto, Filters { top_k: 6, top_p: 0.9f32.into(), ..Filters::default() }),

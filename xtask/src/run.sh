@@ -43,7 +43,7 @@ bench)
     exec "$here/bench" --bench "$@"
     ;;
 sanitize)
-    export WARPLOOM_TEST_DEVICES=cuda
+    export WARPLOOM_TEST_DEVICES=cuda WARPLOOM_TEST_SANITIZER=1
     program=$(sanitizer)
     failed=
     for tool in ${TOOLS:-memcheck racecheck initcheck synccheck}; do
