@@ -91,6 +91,30 @@ pub enum Error {
         /// The other argument.
         second: &'static str,
     },
+    /// An output's memory may only be read.
+    #[error("{op}: `{arg}` is written, but its memory is read-only")]
+    ReadOnly {
+        /// The operation.
+        op: &'static str,
+        /// The argument.
+        arg: &'static str,
+    },
+    /// A tensor's memory was [borrowed](crate::borrow), and the borrow has ended.
+    #[error("{op}: the memory of `{arg}` was borrowed, and the borrow has ended")]
+    Expired {
+        /// The operation.
+        op: &'static str,
+        /// The argument.
+        arg: &'static str,
+    },
+    /// A tensor's memory was [borrowed](crate::borrow) for another stream.
+    #[error("{op}: the memory of `{arg}` was borrowed for another stream")]
+    WrongStream {
+        /// The operation.
+        op: &'static str,
+        /// The argument.
+        arg: &'static str,
+    },
     /// A combination that no kernel covers.
     #[error("{op}: {what}")]
     Unsupported {
@@ -151,7 +175,7 @@ pub enum Error {
         needed: String,
     },
     /// This build has no CUDA support.
-    #[error("this build of warploom has no CUDA support: enable the feature `cuda`")]
+    #[error("this build of warploom has no CUDA support: enable the feature `cuda` or `cudarc`")]
     NoCuda,
     /// The device has not enough memory left.
     #[error("{device} cannot allocate {bytes} bytes")]

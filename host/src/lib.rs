@@ -31,9 +31,13 @@
 
 pub mod activation;
 pub mod attention;
+pub mod borrow;
 mod check;
+#[cfg(feature = "cudarc")]
+pub mod cudarc;
 pub mod device;
-#[cfg(feature = "cuda")]
+pub mod dlpack;
+#[cfg(feature = "_driver")]
 mod driver;
 pub mod ep;
 mod error;
