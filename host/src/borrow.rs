@@ -148,7 +148,7 @@ impl<'env> Scope<'env> {
     /// Device memory at an address as a tensor, to read. Without `strides` it is dense.
     ///
     /// # Errors
-    /// [`Error::Tensor`] for a null or misaligned address, too many dimensions, or strides that do not fit the shape.
+    /// [`Error::Alignment`]; [`Error::Tensor`] for a null pointer, too many dimensions, or strides that do not fit the shape.
     ///
     /// # Safety
     /// The elements are memory of the scope's device, on the SIMT device initialised, and nothing writes to them, from now until all

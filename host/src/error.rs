@@ -123,6 +123,14 @@ pub enum Error {
         /// Which combination, and what would work.
         what: String,
     },
+    /// A tensor of another framework comes in a version of [DLPack](crate::dlpack) that is not known here.
+    #[error("dlpack: version {}.{} came, and only {supported}.x is known", .found.0, .found.1)]
+    DlpackVersion {
+        /// Major and minor.
+        found: (u32, u32),
+        /// Major.
+        supported: u32,
+    },
     /// The number of elements does not fit the shape, or a view leaves its tensor.
     #[error("tensor: {0}")]
     Tensor(String),

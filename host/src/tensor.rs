@@ -111,8 +111,8 @@ impl<T: Element> Tensor<T> {
     /// Memory that is only borrowed is lent by a [`borrow::scope`](crate::borrow::scope) instead.
     ///
     /// # Errors
-    /// [`Error::Tensor`] for a null or misaligned address, too many dimensions, or strides that do not fit the shape. Then
-    /// `owner` is dropped at once.
+    /// [`Error::Alignment`]; [`Error::Tensor`] for a null pointer, too many dimensions, or strides that do not fit the shape.
+    /// Then `owner` is dropped at once.
     ///
     /// # Safety
     /// The elements are memory of `device`, for the SIMT device initialised host memory, until `owner` is dropped. Who else
@@ -151,8 +151,12 @@ impl<T: Element> Tensor<T> {
             .ok_or_else(|| Error::Tensor(format!("shape {shape:?} is larger than any memory")))?;
         // What has no elements needs no address of its own.
         let data = if bytes == 0 { std::ptr::without_provenance_mut(align_of::<T>()) } else { data };
-        if data.is_null() || !data.is_aligned() {
-            return Err(Error::Tensor(format!("{data:p} is no address of {} elements", T::DTYPE)));
+        if data.is_null() {
+            return Err(Error::Tensor(format!("a null pointer for shape {shape:?}")));
+        }
+        if !data.is_aligned() {
+            let (expected, address) = (align_of::<T>(), data as usize);
+            return Err(Error::Alignment { op: "Tensor::from_raw", arg: "data", expected, address });
         }
         Ok(Self { storage: storage(data.cast(), bytes), offset: 0, shape: dims, strides, element: PhantomData })
     }
