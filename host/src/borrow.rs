@@ -15,6 +15,25 @@
 //! # Ok::<(), warploom::Error>(())
 //! ```
 //!
+//! Memory that does not outlive the scope, or is lent twice, one of them to be written, does not compile:
+//!
+//! ```compile_fail,E0597
+//! # use warploom::{Device, Stream, borrow};
+//! # let stream = Stream::new(&Device::simt())?;
+//! borrow::scope(&stream, |s| {
+//!     let short_lived = vec![0.0f32; 4];
+//!     s.slice(&short_lived, &[4]).map(drop)
+//! })?;
+//! # Ok::<(), warploom::Error>(())
+//! ```
+//! ```compile_fail,E0499
+//! # use warploom::{Device, Stream, borrow};
+//! # let stream = Stream::new(&Device::simt())?;
+//! let mut x = vec![0.0f32; 4];
+//! borrow::scope(&stream, |s| s.slice_mut(&mut x, &[4]).and(s.slice_mut(&mut x, &[2, 2])).map(drop))?;
+//! # Ok::<(), warploom::Error>(())
+//! ```
+//!
 //! **Leases.** All tensors of a scope share one. An operation holds it from its checks to the end of the launch, and the end of
 //! the scope waits for that, so no thread can launch anything once the scope has ended. Work that was launched may still run
 //! then: it is in the scope's stream, and the tensors are taken on no other ([`Error::WrongStream`]), so whoever owns
@@ -153,7 +172,12 @@ impl<'env> Scope<'env> {
     /// # Safety
     /// The elements are memory of the scope's device, on the SIMT device initialised, and nothing writes to them, from now until all
     /// work that is submitted to the scope's stream before the scope ends is done.
-    pub unsafe fn raw<T: Element>(&self, data: *const T, shape: &[usize], strides: Option<&[usize]>) -> Result<Tensor<T>> {
+    pub unsafe fn raw<T: Element>(
+        &self,
+        data: *const T,
+        shape: &[usize],
+        strides: Option<&[usize]>,
+    ) -> Result<Tensor<T>> {
         // SAFETY: forwarded to the caller.
         unsafe { self.tensor(data.cast_mut(), shape, strides, true) }
     }
@@ -165,7 +189,12 @@ impl<'env> Scope<'env> {
     ///
     /// # Safety
     /// As for [`raw`](Self::raw); besides, nothing reads the elements meanwhile.
-    pub unsafe fn raw_mut<T: Element>(&self, data: *mut T, shape: &[usize], strides: Option<&[usize]>) -> Result<Tensor<T>> {
+    pub unsafe fn raw_mut<T: Element>(
+        &self,
+        data: *mut T,
+        shape: &[usize],
+        strides: Option<&[usize]>,
+    ) -> Result<Tensor<T>> {
         // SAFETY: forwarded to the caller.
         unsafe { self.tensor(data, shape, strides, false) }
     }
@@ -225,7 +254,9 @@ impl Stream {
             return Err(Error::WrongStream { op, arg });
         }
         if self.is_capturing() {
-            return Err(Error::Capture(format!("{op}: the memory of `{arg}` is borrowed, which a graph could outlive")));
+            return Err(Error::Capture(format!(
+                "{op}: the memory of `{arg}` is borrowed, which a graph could outlive"
+            )));
         }
         lease.hold().map(Some).ok_or(Error::Expired { op, arg })
     }

@@ -142,7 +142,8 @@ impl<'env> Scope<'env> {
         if own.is_managing_stream_synchronization() {
             let status = self.stream.capture_status().map_err(of_cudarc)?;
             if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
-                let what = "cudarc would wait for events from outside of the capture: turn its event tracking off first";
+                let what =
+                    "cudarc would wait for events from outside of the capture: turn its event tracking off first";
                 return Err(Error::Capture(what.into()));
             }
         }

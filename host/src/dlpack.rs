@@ -343,37 +343,3 @@ unsafe fn take<T: Element>(device: &Device, tensor: &DLTensor, read_only: bool, 
         unsafe { Storage::foreign(device, foreign) }
     })
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::mem::offset_of;
-
-    /// The layouts of `dlpack.h` 1.0, for 64-bit targets.
-    #[test]
-    fn structs_are_laid_out_as_in_c() {
-        assert_eq!(size_of::<DLTensor>(), 48);
-        assert_eq!([offset_of!(DLTensor, device), offset_of!(DLTensor, ndim), offset_of!(DLTensor, dtype)], [8, 16, 20]);
-        let offsets = [offset_of!(DLTensor, shape), offset_of!(DLTensor, strides), offset_of!(DLTensor, byte_offset)];
-        assert_eq!(offsets, [24, 32, 40]);
-        assert_eq!(size_of::<DLManagedTensorVersioned>(), 80);
-        assert_eq!(offset_of!(DLManagedTensorVersioned, manager_ctx), 8);
-        assert_eq!(offset_of!(DLManagedTensorVersioned, deleter), 16);
-        assert_eq!(offset_of!(DLManagedTensorVersioned, flags), 24);
-        assert_eq!(offset_of!(DLManagedTensorVersioned, dl_tensor), 32);
-        assert_eq!(size_of::<DLManagedTensor>(), 64);
-        assert_eq!([offset_of!(DLManagedTensor, manager_ctx), offset_of!(DLManagedTensor, deleter)], [48, 56]);
-    }
-
-    #[test]
-    fn every_element_type_has_a_code_of_its_own() {
-        for (dtype, code, bits) in TYPES {
-            assert_eq!(dtype.size() * 8, *bits as usize);
-            let dl = DLDataType { code: *code, bits: *bits, lanes: 1 };
-            assert_eq!(dl.dtype(), Some(*dtype));
-            assert_eq!(DLDataType { lanes: 2, ..dl }.dtype(), None);
-            assert_eq!(DLDataType::from(*dtype).dtype(), Some(*dtype));
-        }
-        assert_eq!(DLDataType::from(DType::U8).code, 1);
-    }
-}

@@ -25,11 +25,11 @@ pub(crate) use cust::sys;
 #[cfg(not(any(feature = "cuda", feature = "cudarc")))]
 compile_error!("`_driver` is what the features `cuda` and `cudarc` share: enable one of them");
 
-use crate::error::{Error, Result};
-use cuda_std::tma::TensorMap;
 use self::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUmodule, CUstream,
 };
+use crate::error::{Error, Result};
+use cuda_std::tma::TensorMap;
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;

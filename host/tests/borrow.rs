@@ -91,7 +91,8 @@ fn misuse_is_refused() {
         let error = norm::rms_norm(&stream, &mut x.clone(), &y, None, 0.0).unwrap_err();
         assert_eq!(error.to_string(), "rms_norm: `out` is written, but its memory is read-only");
         assert!(matches!(x.clone().copy_from_slice(&[0.0; 8]), Err(Error::ReadOnly { .. })));
-        let error = Graph::capture(&stream, |s| norm::rms_norm(s, &mut y.clone(), &x, None, 0.0)).map(drop).unwrap_err();
+        let error =
+            Graph::capture(&stream, |s| norm::rms_norm(s, &mut y.clone(), &x, None, 0.0)).map(drop).unwrap_err();
         assert!(matches!(error, Error::Capture(_)), "{error}");
         let other = Device::simt();
         let error = norm::rms_norm(&Stream::new(&other).unwrap(), &mut y.clone(), &x, None, 0.0).unwrap_err();

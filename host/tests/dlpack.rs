@@ -4,7 +4,9 @@ use std::ffi::c_void;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use warploom::dlpack::{self, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor};
+use warploom::dlpack::{
+    self, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLPackVersion, DLTensor,
+};
 use warploom::{DType, Device, E4M3, E5M2, Element, Error, Graph, Stream, Tensor, bf16, f16, norm};
 
 /// A producer's tensor; counts how often it is deleted.
@@ -106,7 +108,11 @@ impl Spec {
         (unsafe { dlpack::import(device, managed) }, deleted)
     }
 
-    fn import_legacy<T: Element>(&self, device: &Device, bytes: &[u8]) -> (warploom::Result<Tensor<T>>, Arc<AtomicUsize>) {
+    fn import_legacy<T: Element>(
+        &self,
+        device: &Device,
+        bytes: &[u8],
+    ) -> (warploom::Result<Tensor<T>>, Arc<AtomicUsize>) {
         let (producer, deleted) = self.produce(bytes);
         // SAFETY: a valid struct, which nobody else has.
         let managed = unsafe { NonNull::new_unchecked(&raw mut (*producer).legacy) };
@@ -316,4 +322,46 @@ fn tensors_of_a_gpu() {
     assert_eq!(z.to_vec().unwrap().iter().map(|v| v * v).sum::<f32>().round(), 2.0);
     let host = Spec::new(DType::F32, &[1]).import::<f32>(&device, &bytes(&[1.0])).0;
     assert!(matches!(host, Err(Error::WrongDevice { .. })));
+}
+
+/// The layouts of `dlpack.h` 1.0, for 64-bit targets.
+#[test]
+fn structs_are_laid_out_as_in_c() {
+    use std::mem::offset_of;
+    assert_eq!(size_of::<DLTensor>(), 48);
+    assert_eq!([offset_of!(DLTensor, device), offset_of!(DLTensor, ndim), offset_of!(DLTensor, dtype)], [8, 16, 20]);
+    let offsets = [offset_of!(DLTensor, shape), offset_of!(DLTensor, strides), offset_of!(DLTensor, byte_offset)];
+    assert_eq!(offsets, [24, 32, 40]);
+    assert_eq!(size_of::<DLManagedTensorVersioned>(), 80);
+    assert_eq!(offset_of!(DLManagedTensorVersioned, manager_ctx), 8);
+    assert_eq!(offset_of!(DLManagedTensorVersioned, deleter), 16);
+    assert_eq!(offset_of!(DLManagedTensorVersioned, flags), 24);
+    assert_eq!(offset_of!(DLManagedTensorVersioned, dl_tensor), 32);
+    assert_eq!(size_of::<DLManagedTensor>(), 64);
+    assert_eq!([offset_of!(DLManagedTensor, manager_ctx), offset_of!(DLManagedTensor, deleter)], [48, 56]);
+}
+
+/// `DLDataTypeCode` of every element type.
+#[test]
+fn codes_of_element_types() {
+    let codes = [
+        (DType::F32, 2, 32),
+        (DType::F16, 2, 16),
+        (DType::Bf16, 4, 16),
+        (DType::E4m3, 10, 8),
+        (DType::E5m2, 12, 8),
+        (DType::I8, 0, 8),
+        (DType::I32, 0, 32),
+        (DType::I64, 0, 64),
+        (DType::U8, 1, 8),
+        (DType::U32, 1, 32),
+        (DType::U64, 1, 64),
+    ];
+    for (dtype, code, bits) in codes {
+        assert_eq!(DLDataType::from(dtype), DLDataType { code, bits, lanes: 1 });
+        assert_eq!(DLDataType { code, bits, lanes: 1 }.dtype(), Some(dtype));
+    }
+    for (code, bits) in [(2, 64), (7, 8), (11, 8), (17, 4), (0, 16)] {
+        assert_eq!(DLDataType { code, bits, lanes: 1 }.dtype(), None);
+    }
 }

@@ -80,13 +80,7 @@ fn simt() -> Result<Stream> {
     Stream::new(device).map_err(Error::wrap)
 }
 
-fn dispatch<O: Operation>(
-    op: &O,
-    dtype: DType,
-    stream: &Stream,
-    outputs: &mut [Lent],
-    inputs: &[Lent],
-) -> Result<()> {
+fn dispatch<O: Operation>(op: &O, dtype: DType, stream: &Stream, outputs: &mut [Lent], inputs: &[Lent]) -> Result<()> {
     match dtype {
         DType::F32 => op.run::<f32>(stream, outputs, inputs),
         DType::F16 => op.run::<f16>(stream, outputs, inputs),
@@ -132,31 +126,40 @@ pub(crate) fn on_cpu<O: Operation>(op: &O, inputs: &[(&CpuStorage, &Layout)]) ->
         outputs.push((storage, shape));
     }
     borrow::scope(&stream, |scope| {
-        let lend_input = |&(storage, layout): &(&'_ CpuStorage, &Layout)| {
+        fn lend_input<'env>(
+            name: &'static str,
+            scope: &borrow::Scope<'env>,
+            storage: &'env CpuStorage,
+            layout: &Layout,
+        ) -> Result<Lent> {
             let dtype = storage.dtype();
             match storage {
-                CpuStorage::U8(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                CpuStorage::U32(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                CpuStorage::I32(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                CpuStorage::I64(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                CpuStorage::F32(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                CpuStorage::F16(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                CpuStorage::BF16(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                _ => bail!("{}: {dtype:?} is not supported", O::NAME),
+                CpuStorage::U8(v) => lent(name, dtype, view(scope, v, layout)),
+                CpuStorage::U32(v) => lent(name, dtype, view(scope, v, layout)),
+                CpuStorage::I32(v) => lent(name, dtype, view(scope, v, layout)),
+                CpuStorage::I64(v) => lent(name, dtype, view(scope, v, layout)),
+                CpuStorage::F32(v) => lent(name, dtype, view(scope, v, layout)),
+                CpuStorage::F16(v) => lent(name, dtype, view(scope, v, layout)),
+                CpuStorage::BF16(v) => lent(name, dtype, view(scope, v, layout)),
+                _ => bail!("{name}: {dtype:?} is not supported"),
             }
-        };
-        let inputs = inputs.iter().map(lend_input).collect::<Result<Vec<_>>>()?;
-        let lend_output = |(storage, shape): &'_ mut (CpuStorage, Shape)| {
+        }
+        let inputs = inputs.iter().map(|(s, l)| lend_input(O::NAME, scope, s, l)).collect::<Result<Vec<_>>>()?;
+        fn lend_output<'env>(
+            name: &'static str,
+            scope: &borrow::Scope<'env>,
+            (storage, shape): &'env mut (CpuStorage, Shape),
+        ) -> Result<Lent> {
             let (dtype, shape) = (storage.dtype(), shape.dims());
             match storage {
-                CpuStorage::U32(v) => lent(O::NAME, dtype, scope.slice_mut(v, shape)),
-                CpuStorage::F32(v) => lent(O::NAME, dtype, scope.slice_mut(v, shape)),
-                CpuStorage::F16(v) => lent(O::NAME, dtype, scope.slice_mut(v, shape)),
-                CpuStorage::BF16(v) => lent(O::NAME, dtype, scope.slice_mut(v, shape)),
-                _ => bail!("{}: {dtype:?} is not supported", O::NAME),
+                CpuStorage::U32(v) => lent(name, dtype, scope.slice_mut(v, shape)),
+                CpuStorage::F32(v) => lent(name, dtype, scope.slice_mut(v, shape)),
+                CpuStorage::F16(v) => lent(name, dtype, scope.slice_mut(v, shape)),
+                CpuStorage::BF16(v) => lent(name, dtype, scope.slice_mut(v, shape)),
+                _ => bail!("{name}: {dtype:?} is not supported"),
             }
-        };
-        let mut lent = outputs.iter_mut().map(lend_output).collect::<Result<Vec<_>>>()?;
+        }
+        let mut lent = outputs.iter_mut().map(|o| lend_output(O::NAME, scope, o)).collect::<Result<Vec<_>>>()?;
         dispatch(op, dtype, &stream, &mut lent, &inputs)
     })?;
     Ok(outputs)
@@ -202,31 +205,40 @@ pub(crate) fn on_cuda<O: Operation>(
         outputs.push((CudaStorage { slice, device: device.clone() }, shape));
     }
     stream.scope(|scope| {
-        let lend_input = |&(storage, layout): &(&'_ CudaStorage, &Layout)| {
+        fn lend_input<'env>(
+            name: &'static str,
+            scope: &Scope<'env>,
+            storage: &'env CudaStorage,
+            layout: &Layout,
+        ) -> Result<Lent> {
             let dtype = storage.dtype();
             match &storage.slice {
-                CudaStorageSlice::U8(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                CudaStorageSlice::U32(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                CudaStorageSlice::I32(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                CudaStorageSlice::I64(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                CudaStorageSlice::F32(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                CudaStorageSlice::F16(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                CudaStorageSlice::BF16(v) => lent(O::NAME, dtype, view(scope, v, layout)),
-                _ => bail!("{}: {dtype:?} is not supported", O::NAME),
+                CudaStorageSlice::U8(v) => lent(name, dtype, view(scope, v, layout)),
+                CudaStorageSlice::U32(v) => lent(name, dtype, view(scope, v, layout)),
+                CudaStorageSlice::I32(v) => lent(name, dtype, view(scope, v, layout)),
+                CudaStorageSlice::I64(v) => lent(name, dtype, view(scope, v, layout)),
+                CudaStorageSlice::F32(v) => lent(name, dtype, view(scope, v, layout)),
+                CudaStorageSlice::F16(v) => lent(name, dtype, view(scope, v, layout)),
+                CudaStorageSlice::BF16(v) => lent(name, dtype, view(scope, v, layout)),
+                _ => bail!("{name}: {dtype:?} is not supported"),
             }
-        };
-        let inputs = inputs.iter().map(lend_input).collect::<Result<Vec<_>>>()?;
-        let lend_output = |(storage, shape): &'_ mut (CudaStorage, Shape)| {
+        }
+        let inputs = inputs.iter().map(|(s, l)| lend_input(O::NAME, scope, s, l)).collect::<Result<Vec<_>>>()?;
+        fn lend_output<'env>(
+            name: &'static str,
+            scope: &Scope<'env>,
+            (storage, shape): &'env mut (CudaStorage, Shape),
+        ) -> Result<Lent> {
             let (dtype, shape) = (storage.dtype(), shape.dims());
             match &mut storage.slice {
-                CudaStorageSlice::U32(v) => lent(O::NAME, dtype, scope.view_mut(v.as_view_mut(), shape)),
-                CudaStorageSlice::F32(v) => lent(O::NAME, dtype, scope.view_mut(v.as_view_mut(), shape)),
-                CudaStorageSlice::F16(v) => lent(O::NAME, dtype, scope.view_mut(v.as_view_mut(), shape)),
-                CudaStorageSlice::BF16(v) => lent(O::NAME, dtype, scope.view_mut(v.as_view_mut(), shape)),
-                _ => bail!("{}: {dtype:?} is not supported", O::NAME),
+                CudaStorageSlice::U32(v) => lent(name, dtype, scope.view_mut(v.as_view_mut(), shape)),
+                CudaStorageSlice::F32(v) => lent(name, dtype, scope.view_mut(v.as_view_mut(), shape)),
+                CudaStorageSlice::F16(v) => lent(name, dtype, scope.view_mut(v.as_view_mut(), shape)),
+                CudaStorageSlice::BF16(v) => lent(name, dtype, scope.view_mut(v.as_view_mut(), shape)),
+                _ => bail!("{name}: {dtype:?} is not supported"),
             }
-        };
-        let mut lent = outputs.iter_mut().map(lend_output).collect::<Result<Vec<_>>>()?;
+        }
+        let mut lent = outputs.iter_mut().map(|o| lend_output(O::NAME, scope, o)).collect::<Result<Vec<_>>>()?;
         dispatch(op, dtype, &stream, &mut lent, &inputs)
     })?;
     Ok(outputs)

@@ -70,7 +70,8 @@ impl Operation for Gate {
 
     fn run<T: Kernel>(&self, stream: &Stream, outputs: &mut [Lent], inputs: &[Lent]) -> Result<()> {
         let (groups, kept) = self.groups;
-        let mut options = GateOptions::default().scoring(self.scoring).groups(groups, kept).renormalize(self.renormalize);
+        let mut options =
+            GateOptions::default().scoring(self.scoring).groups(groups, kept).renormalize(self.renormalize);
         if let Some(factor) = self.scale {
             options = options.routed_scaling_factor(factor).scale_output(true);
         }

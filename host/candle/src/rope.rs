@@ -6,7 +6,7 @@ use warploom::rope::{self, Pairing};
 use warploom::{Element, Float, Stream};
 
 /// Turns pairs of each head's elements by angles that grow with the position.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct Rotary {
     pairing: Pairing,
 }
@@ -24,7 +24,13 @@ impl Rotary {
     ///
     /// # Errors
     /// As for [`RmsNorm::forward`](crate::RmsNorm::forward).
-    pub fn forward(&self, query: &Tensor, key: &Tensor, positions: &Tensor, angles: &Tensor) -> Result<(Tensor, Tensor)> {
+    pub fn forward(
+        &self,
+        query: &Tensor,
+        key: &Tensor,
+        positions: &Tensor,
+        angles: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
         let mut outputs = apply(self, &[query, key, positions, angles])?.into_iter();
         outputs.next().zip(outputs.next()).ok_or_else(|| Error::msg("rotary: no outputs"))
     }

@@ -2,8 +2,8 @@
 
 use crate::lend::{Kept, Kernel, Lent, Operation, apply_one, custom_op};
 use candle_core::{DType, Layout, Result, Shape, Tensor};
-use warploom::sampling::{Options, Workspace, top_k_top_p};
 use warploom::Stream;
+use warploom::sampling::{Options, Workspace, top_k_top_p};
 
 /// Draws a token for each row of logits; a `CustomOp1`.
 ///

@@ -24,17 +24,17 @@
 //! under a lock here.
 
 use super::{Geometry, Properties};
-use crate::driver::{self, CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_NOT_FOUND, Driver, LaunchAttribute, LaunchConfig};
-use crate::error::{Error, Result};
-use crate::ptx;
-use cuda_std::tma::{TensorMap, TensorMapDescription};
-use cuda_std::{Arch, DType, Entry, KernelArgs};
 use crate::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute_enum as Attribute, CUdeviceptr, CUevent, CUevent_flags_enum as EventFlags,
     CUfunction, CUfunction_attribute_enum as FunctionAttribute, CUgraph, CUgraphExec, CUjit_option_enum as JitOption,
     CUmodule, CUstream, CUstream_flags_enum as StreamFlags, CUstreamCaptureMode_enum as CaptureMode,
     CUstreamCaptureStatus_enum as CaptureStatus,
 };
+use crate::driver::{self, CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_NOT_FOUND, Driver, LaunchAttribute, LaunchConfig};
+use crate::error::{Error, Result};
+use crate::ptx;
+use cuda_std::tma::{TensorMap, TensorMapDescription};
+use cuda_std::{Arch, DType, Entry, KernelArgs};
 use std::collections::HashMap;
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::ptr::{NonNull, null, null_mut};
