@@ -45,6 +45,7 @@ pub struct Properties {
 
 /// Memory of a GPU, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MemoryInfo {
     /// What is left, for all processes.
     pub free: u64,
