@@ -1,5 +1,6 @@
 //! Checks that safe operations make before they launch anything.
 
+use crate::borrow::Hold;
 use crate::device::Stream;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
@@ -16,6 +17,8 @@ pub(crate) struct Call<'a> {
     stream: &'a Stream,
     used: [Option<Use>; MAX_TENSORS],
     len: usize,
+    /// Keep borrowed memory usable until the call is over.
+    holds: Vec<Hold>,
 }
 
 #[derive(Clone, Copy)]
@@ -76,7 +79,7 @@ pub(crate) struct Rows {
 
 impl<'a> Call<'a> {
     pub(crate) fn new(op: &'static str, stream: &'a Stream) -> Self {
-        Self { op, stream, used: [None; MAX_TENSORS], len: 0 }
+        Self { op, stream, used: [None; MAX_TENSORS], len: 0, holds: Vec::new() }
     }
 
     fn add<T: Element>(&mut self, arg: &'static str, tensor: &Tensor<T>, written: bool) -> Result<*mut c_void> {
@@ -88,7 +91,7 @@ impl<'a> Call<'a> {
                 got: tensor.device().name(),
             });
         }
-        self.stream.retain(tensor.storage());
+        self.keep(arg, tensor, written)?;
         let start = tensor.as_ptr() as usize;
         assert!(self.len < MAX_TENSORS, "{}: more tensors than Call counts on", self.op);
         let span = tensor.span();
@@ -104,6 +107,13 @@ impl<'a> Call<'a> {
         });
         self.len += 1;
         Ok(start as *mut c_void)
+    }
+
+    /// Keeps a tensor's memory alive until the launch is done, which an operation that knows only addresses needs besides.
+    pub(crate) fn keep<T>(&mut self, arg: &'static str, tensor: &Tensor<T>, written: bool) -> Result<()> {
+        self.holds.extend(self.stream.hold(self.op, arg, tensor, written)?);
+        self.stream.retain(tensor.storage());
+        Ok(())
     }
 
     /// An input; its address.

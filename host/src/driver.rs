@@ -1,6 +1,7 @@
 //! The CUDA driver: what cust leaves to be done.
 //!
-//! The driver's types and constants are cust's (`cust::sys`). Its functions are looked up here at run time, in
+//! The driver's types and constants are cust's (`cust::sys`), or cudarc's where only the feature `cudarc` is on: both were
+//! generated from `cuda.h` and have the same names. Its functions are looked up here at run time, in
 //! `libcuda.so.1`, and return plain integers, for three reasons:
 //!
 //! * A program that calls cust's functions is linked against `libcuda.so.1` and does not even start where there is no
@@ -17,11 +18,18 @@
 //! A library that has the functions but does nothing, such as a stub made for linking, reports version 0 or
 //! `CUDA_ERROR_STUB_LIBRARY`, and is no driver either.
 
-use crate::error::{Error, Result};
-use cuda_std::tma::TensorMap;
-use cust::sys::{
+#[cfg(all(feature = "cudarc", not(feature = "cuda")))]
+pub(crate) use cudarc::driver::sys;
+#[cfg(feature = "cuda")]
+pub(crate) use cust::sys;
+#[cfg(not(any(feature = "cuda", feature = "cudarc")))]
+compile_error!("`_driver` is what the features `cuda` and `cudarc` share: enable one of them");
+
+use self::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUmodule, CUstream,
 };
+use crate::error::{Error, Result};
+use cuda_std::tma::TensorMap;
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;

@@ -91,6 +91,30 @@ pub enum Error {
         /// The other argument.
         second: &'static str,
     },
+    /// An output's memory may only be read.
+    #[error("{op}: `{arg}` is written, but its memory is read-only")]
+    ReadOnly {
+        /// The operation.
+        op: &'static str,
+        /// The argument.
+        arg: &'static str,
+    },
+    /// A tensor's memory was [borrowed](crate::borrow), and the borrow has ended.
+    #[error("{op}: the memory of `{arg}` was borrowed, and the borrow has ended")]
+    Expired {
+        /// The operation.
+        op: &'static str,
+        /// The argument.
+        arg: &'static str,
+    },
+    /// A tensor's memory was [borrowed](crate::borrow) for another stream.
+    #[error("{op}: the memory of `{arg}` was borrowed for another stream")]
+    WrongStream {
+        /// The operation.
+        op: &'static str,
+        /// The argument.
+        arg: &'static str,
+    },
     /// A combination that no kernel covers.
     #[error("{op}: {what}")]
     Unsupported {
@@ -98,6 +122,14 @@ pub enum Error {
         op: &'static str,
         /// Which combination, and what would work.
         what: String,
+    },
+    /// A tensor of another framework comes in a version of [DLPack](crate::dlpack) that is not known here.
+    #[error("dlpack: version {}.{} came, and only {supported}.x is known", .found.0, .found.1)]
+    DlpackVersion {
+        /// Major and minor.
+        found: (u32, u32),
+        /// Major.
+        supported: u32,
     },
     /// The number of elements does not fit the shape, or a view leaves its tensor.
     #[error("tensor: {0}")]
@@ -151,7 +183,7 @@ pub enum Error {
         needed: String,
     },
     /// This build has no CUDA support.
-    #[error("this build of warploom has no CUDA support: enable the feature `cuda`")]
+    #[error("this build of warploom has no CUDA support: enable the feature `cuda` or `cudarc`")]
     NoCuda,
     /// The device has not enough memory left.
     #[error("{device} cannot allocate {bytes} bytes")]

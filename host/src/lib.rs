@@ -25,15 +25,66 @@
 //!   be captured in CUDA graphs.
 //! * **L2**, safe: functions on typed [`Tensor`]s that check everything before anything is launched.
 //!
+//! Memory that this crate did not allocate takes part as well: buffers of cudarc's (module `cudarc`, with the feature of that name), tensors of other
+//! frameworks ([`dlpack`]), slices and raw pointers ([`borrow`], [`Tensor::from_raw`]).
+//!
 //! # Order of arguments
 //!
 //! Stream, outputs (`&mut`), inputs, scalars; options last, as a struct with defaults.
+//!
+//! # What types prevent
+//!
+//! Element types that do not go together, outputs that are only shared, layer L1 without `unsafe`, and devices for streams are errors
+//! of the compiler's:
+//!
+//! ```compile_fail,E0308
+//! # use warploom::{Device, Stream, Tensor, bf16, norm};
+//! # let device = Device::simt();
+//! # let stream = Stream::new(&device)?;
+//! let x = Tensor::<f32>::zeros(&device, &[1, 4])?;
+//! let mut y = Tensor::<bf16>::zeros(&device, &[1, 4])?;
+//! norm::rms_norm(&stream, &mut y, &x, None, 0.0)?; // two element types
+//! # Ok::<(), warploom::Error>(())
+//! ```
+//! ```compile_fail,E0308
+//! # use warploom::{Device, Stream, Tensor, norm};
+//! # let device = Device::simt();
+//! # let stream = Stream::new(&device)?;
+//! # let (x, y) = (Tensor::<f32>::zeros(&device, &[1, 4])?, Tensor::zeros(&device, &[1, 4])?);
+//! norm::rms_norm(&stream, &y, &x, None, 0.0)?; // the output is written
+//! # Ok::<(), warploom::Error>(())
+//! ```
+//! ```compile_fail,E0308
+//! # use warploom::{Device, Tensor, norm};
+//! # let device = Device::simt();
+//! # let (x, mut y) = (Tensor::<f32>::zeros(&device, &[1, 4])?, Tensor::zeros(&device, &[1, 4])?);
+//! norm::rms_norm(&device, &mut y, &x, None, 0.0)?; // a stream of the device is needed
+//! # Ok::<(), warploom::Error>(())
+//! ```
+//! ```compile_fail,E0277
+//! # use warploom::{Device, Stream, Tensor, norm};
+//! # let device = Device::simt();
+//! # let stream = Stream::new(&device)?;
+//! # let (x, mut y) = (Tensor::<i32>::zeros(&device, &[1, 4])?, Tensor::zeros(&device, &[1, 4])?);
+//! norm::rms_norm(&stream, &mut y, &x, None, 0.0)?; // integers cannot be normalised
+//! # Ok::<(), warploom::Error>(())
+//! ```
+//! ```compile_fail,E0133
+//! # use warploom::{DType, Device, Stream, norm};
+//! # fn f(stream: &Stream, args: &norm::rms_norm::Args) -> warploom::Result<()> {
+//! norm::rms_norm::launch(stream, DType::F32, args) // raw pointers: unsafe
+//! # }
+//! ```
 
 pub mod activation;
 pub mod attention;
+pub mod borrow;
 mod check;
+#[cfg(feature = "cudarc")]
+pub mod cudarc;
 pub mod device;
-#[cfg(feature = "cuda")]
+pub mod dlpack;
+#[cfg(feature = "_driver")]
 mod driver;
 pub mod ep;
 mod error;

@@ -1,6 +1,6 @@
 //! Typed tensors in device memory.
 
-use crate::device::{Device, Storage};
+use crate::device::{Device, Foreign, Storage};
 use crate::error::{Error, Result};
 use cuda_std::Element;
 use std::fmt;
@@ -30,6 +30,26 @@ impl Dims {
     fn get(&self) -> &[usize] {
         &self.values[..self.len]
     }
+
+    /// The strides of a dense tensor of this shape.
+    fn dense_strides(&self) -> Self {
+        let mut strides = *self;
+        let mut stride = 1;
+        for i in (0..self.len).rev() {
+            strides.values[i] = stride;
+            stride *= self.values[i].max(1);
+        }
+        strides
+    }
+}
+
+/// Elements from the first to one past the last; `None` for more than there can be.
+fn span(shape: &[usize], strides: &[usize]) -> Option<usize> {
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    let last = |n: usize, (&d, &s): (&usize, &usize)| (d - 1).checked_mul(s).and_then(|e| n.checked_add(e));
+    shape.iter().zip(strides).try_fold(1, last)
 }
 
 /// A typed, strided view of device memory.
@@ -60,12 +80,7 @@ impl<T: Element> Tensor<T> {
             .try_fold(size_of::<T>(), |n, &d| n.checked_mul(d))
             .filter(|&n| n <= isize::MAX as usize)
             .ok_or_else(|| Error::Tensor(format!("shape {:?} is larger than any memory", shape.get())))?;
-        let mut strides = shape;
-        let mut stride = 1;
-        for i in (0..shape.len).rev() {
-            strides.values[i] = stride;
-            stride *= shape.values[i].max(1);
-        }
+        let strides = shape.dense_strides();
         Ok(Self { storage: Storage::new(device, bytes)?, offset: 0, shape, strides, element: PhantomData })
     }
 
@@ -87,6 +102,75 @@ impl<T: Element> Tensor<T> {
         let mut this = Self::uninit(device, shape)?;
         this.copy_from_slice(data)?;
         Ok(this)
+    }
+
+    /// A tensor over memory that this crate did not allocate, which `owner` keeps alive: it is dropped with the last of the
+    /// tensor's clones and views, when all work of the device is done. Nothing is copied. Without `strides`, which count
+    /// elements, the tensor is dense.
+    ///
+    /// Memory that is only borrowed is lent by a [`borrow::scope`](crate::borrow::scope) instead.
+    ///
+    /// # Errors
+    /// [`Error::Alignment`]; [`Error::Tensor`] for a null pointer, too many dimensions, or strides that do not fit the shape.
+    /// Then `owner` is dropped at once.
+    ///
+    /// # Safety
+    /// The elements are memory of `device`, for the SIMT device initialised host memory, until `owner` is dropped. Who else
+    /// uses them meanwhile orders that with the work of this crate's streams.
+    pub unsafe fn from_raw(
+        device: &Device,
+        data: *mut T,
+        shape: &[usize],
+        strides: Option<&[usize]>,
+        owner: impl Send + Sync + 'static,
+    ) -> Result<Self> {
+        Self::over(data, shape, strides, |address, bytes| {
+            let owner: Box<dyn Send + Sync> = Box::new(owner);
+            let foreign = Foreign { address, bytes, read_only: false, owner: Some(owner), lease: None };
+            // SAFETY: promised by the caller.
+            unsafe { Storage::foreign(device, foreign) }
+        })
+    }
+
+    /// A tensor in the storage that `storage` makes of an address and a number of bytes.
+    pub(crate) fn over(
+        data: *mut T,
+        shape: &[usize],
+        strides: Option<&[usize]>,
+        storage: impl FnOnce(*mut u8, usize) -> Arc<Storage>,
+    ) -> Result<Self> {
+        let dims = Dims::new(shape)?;
+        let strides = match strides {
+            None => dims.dense_strides(),
+            Some(strides) if strides.len() == shape.len() => Dims::new(strides)?,
+            Some(strides) => return Err(Error::Tensor(format!("shape {shape:?} with strides {strides:?}"))),
+        };
+        let bytes = span(shape, strides.get())
+            .and_then(|n| n.checked_mul(size_of::<T>()))
+            .filter(|n| shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).is_some() && *n <= isize::MAX as usize)
+            .ok_or_else(|| Error::Tensor(format!("shape {shape:?} is larger than any memory")))?;
+        // What has no elements needs no address of its own.
+        let data = if bytes == 0 { std::ptr::without_provenance_mut(align_of::<T>()) } else { data };
+        if data.is_null() {
+            return Err(Error::Tensor(format!("a null pointer for shape {shape:?}")));
+        }
+        if !data.is_aligned() {
+            let (expected, address) = (align_of::<T>(), data as usize);
+            return Err(Error::Alignment { op: "Tensor::from_raw", arg: "data", expected, address });
+        }
+        Ok(Self { storage: storage(data.cast(), bytes), offset: 0, shape: dims, strides, element: PhantomData })
+    }
+
+    /// The same bytes as elements of another type of the same size, sharing memory: `u8` as an 8-bit float, say.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] if the sizes differ.
+    pub fn cast<U: Element>(&self) -> Result<Tensor<U>> {
+        if size_of::<U>() != size_of::<T>() {
+            return Err(Error::Tensor(format!("{} elements as {}", T::DTYPE, U::DTYPE)));
+        }
+        let Self { storage, offset, shape, strides, .. } = self.shallow();
+        Ok(Tensor { storage, offset, shape, strides, element: PhantomData })
     }
 
     /// Overwrites a contiguous tensor from the host; returns when done. Work submitted before that still uses the
@@ -183,10 +267,7 @@ impl<T> Tensor<T> {
 
     /// Elements from the first to one past the last.
     pub(crate) fn span(&self) -> usize {
-        if self.is_empty() {
-            return 0;
-        }
-        self.shape().iter().zip(self.strides()).map(|(&n, &s)| (n - 1) * s).sum::<usize>() + 1
+        span(self.shape(), self.strides()).expect("checked when it was made")
     }
 
     /// Whether the elements lie one after another in row-major order.
@@ -229,12 +310,7 @@ impl<T> Tensor<T> {
         }
         let mut this = self.shallow();
         this.shape = dims;
-        this.strides = dims;
-        let mut stride = 1;
-        for i in (0..dims.len).rev() {
-            this.strides.values[i] = stride;
-            stride *= dims.values[i].max(1);
-        }
+        this.strides = dims.dense_strides();
         Ok(this)
     }
 
@@ -250,11 +326,7 @@ impl<T> Tensor<T> {
         this.shape = Dims::new(shape)?;
         this.strides = Dims::new(strides)?;
         let empty = shape.contains(&0);
-        let span = shape
-            .iter()
-            .zip(strides)
-            .try_fold(1usize, |n, (&d, &s)| d.saturating_sub(1).checked_mul(s).and_then(|e| n.checked_add(e)));
-        let fits = span.and_then(|n| n.checked_add(offset)).is_some_and(|end| end <= self.span());
+        let fits = span(shape, strides).and_then(|n| n.checked_add(offset)).is_some_and(|end| end <= self.span());
         if !empty && !fits {
             return Err(Error::Tensor(format!(
                 "view {shape:?}, strides {strides:?}, offset {offset} of {} elements",
@@ -270,13 +342,8 @@ impl<T> Tensor<T> {
         let bytes = shape.iter().product::<usize>() * size_of::<U>();
         let start = self.offset * size_of::<T>();
         assert!(self.is_contiguous() && bytes <= self.len() * size_of::<T>() && start.is_multiple_of(size_of::<U>()));
-        let mut strides = Dims::new(shape).expect("no more dimensions than a tensor has");
-        let shape = strides;
-        let mut stride = 1;
-        for i in (0..shape.len).rev() {
-            strides.values[i] = stride;
-            stride *= shape.values[i].max(1);
-        }
+        let shape = Dims::new(shape).expect("no more dimensions than a tensor has");
+        let strides = shape.dense_strides();
         let storage = self.storage.clone();
         Tensor { storage, offset: start / size_of::<U>(), shape, strides, element: PhantomData }
     }

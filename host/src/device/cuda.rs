@@ -25,17 +25,17 @@
 //! under a lock here.
 
 use super::{Geometry, Properties};
-use crate::driver::{self, CUDA_ERROR_INVALID_HANDLE, Driver, LaunchAttribute, LaunchConfig};
-use crate::error::{Error, Result};
-use crate::ptx;
-use cuda_std::tma::{TensorMap, TensorMapDescription};
-use cuda_std::{Arch, DType, Entry, KernelArgs};
-use cust::sys::{
+use crate::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute_enum as Attribute, CUdeviceptr, CUevent, CUevent_flags_enum as EventFlags,
     CUfunction, CUfunction_attribute_enum as FunctionAttribute, CUgraph, CUgraphExec, CUjit_option_enum as JitOption,
     CUmodule, CUstream, CUstream_flags_enum as StreamFlags, CUstreamCaptureMode_enum as CaptureMode,
     CUstreamCaptureStatus_enum as CaptureStatus,
 };
+use crate::driver::{self, CUDA_ERROR_INVALID_HANDLE, Driver, LaunchAttribute, LaunchConfig};
+use crate::error::{Error, Result};
+use crate::ptx;
+use cuda_std::tma::{TensorMap, TensorMapDescription};
+use cuda_std::{Arch, DType, Entry, KernelArgs};
 use std::collections::HashMap;
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::ptr::{NonNull, null, null_mut};
@@ -611,7 +611,7 @@ impl CudaDevice {
 
     pub(super) fn allocate_pinned<T: cuda_std::Element>(&self, len: usize) -> Result<CudaPinned<T>> {
         /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for all contexts.
-        const PORTABLE: c_uint = cust::sys::CU_MEMHOSTALLOC_PORTABLE;
+        const PORTABLE: c_uint = crate::driver::sys::CU_MEMHOSTALLOC_PORTABLE;
         let too_large = || Error::OutOfMemory { device: "pinned host memory".into(), bytes: usize::MAX };
         let bytes = len.checked_mul(size_of::<T>()).filter(|&n| n <= isize::MAX as usize).ok_or_else(too_large)?;
         let mut data = NonNull::dangling();

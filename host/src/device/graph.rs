@@ -52,7 +52,7 @@ pub struct Graph {
 
 enum GraphBackend {
     Simt(Arc<[Work]>),
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "_driver")]
     Cuda(super::cuda::CudaGraph),
 }
 
@@ -65,7 +65,7 @@ impl Graph {
     /// a module while capturing is refused by some drivers.
     pub fn capture(stream: &Stream, f: impl FnOnce(&Stream) -> Result<()>) -> Result<Self> {
         stream.start_capture()?;
-        #[cfg(feature = "cuda")]
+        #[cfg(feature = "_driver")]
         if let StreamBackend::Cuda(s) = stream.backend()
             && let Err(e) = s.begin_capture()
         {
@@ -76,7 +76,7 @@ impl Graph {
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| f(stream)));
         let backend = match stream.backend() {
             StreamBackend::Simt => None,
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             StreamBackend::Cuda(s) => Some(s.end_capture()),
         };
         let capture = stream.stop_capture();
@@ -86,9 +86,9 @@ impl Graph {
         }
         let backend = match backend {
             None => GraphBackend::Simt(capture.work.into()),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Some(graph) => GraphBackend::Cuda(graph?),
-            #[cfg(not(feature = "cuda"))]
+            #[cfg(not(feature = "_driver"))]
             Some(()) => unreachable!("only GPUs have graphs of their own"),
         };
         Ok(Self { device: stream.device().clone(), backend, kept: capture.kept })
@@ -109,7 +109,7 @@ impl Graph {
                 let run = move || work.iter().try_for_each(|w| w());
                 if stream.is_capturing() { stream.record(run) } else { run() }
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             GraphBackend::Cuda(graph) => graph.launch(stream.as_raw()),
         }
     }
@@ -122,7 +122,7 @@ impl Graph {
         self.check_device("Graph::upload", stream)?;
         match &self.backend {
             GraphBackend::Simt(_) => Ok(()),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             GraphBackend::Cuda(graph) => graph.upload(stream.as_raw()),
         }
     }

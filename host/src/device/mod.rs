@@ -3,12 +3,13 @@
 //! A [`Device`] is an NVIDIA GPU or the SIMT device. Work goes to a [`Stream`] of it, in order. On the SIMT device
 //! a stream runs its work at once, on the calling thread and rayon's; everything else is the same.
 
-#[cfg(feature = "cuda")]
+#[cfg(feature = "_driver")]
 mod cuda;
 mod graph;
 mod simt;
 mod stream;
 
+use crate::borrow::{Hold, Lease};
 use crate::error::{Error, Result};
 use cuda_std::Arch;
 use std::fmt;
@@ -25,7 +26,7 @@ pub struct Device(Arc<Backend>);
 
 pub(crate) enum Backend {
     Simt(self::simt::SimtDevice),
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "_driver")]
     Cuda(cuda::CudaDevice),
 }
 
@@ -45,6 +46,7 @@ pub struct Properties {
 
 /// Memory of a GPU, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MemoryInfo {
     /// What is left, for all processes.
     pub free: u64,
@@ -76,7 +78,7 @@ impl Device {
     pub(crate) fn forget_races(&self) {
         match &*self.0 {
             Backend::Simt(d) => d.forget_races(),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(_) => {}
         }
     }
@@ -84,12 +86,12 @@ impl Device {
     /// The `ordinal`-th NVIDIA GPU, with its primary context.
     ///
     /// # Errors
-    /// [`Error::NoCuda`] without the feature `cuda`; [`Error::NoDriver`], [`Error::NoDevice`],
+    /// [`Error::NoCuda`] without the features `cuda` and `cudarc`; [`Error::NoDriver`], [`Error::NoDevice`],
     /// [`Error::DriverTooOld`], [`Error::TooOldGpu`] (below compute capability 8.0).
     pub fn cuda(ordinal: usize) -> Result<Self> {
-        #[cfg(feature = "cuda")]
+        #[cfg(feature = "_driver")]
         return Ok(Self(Arc::new(Backend::Cuda(cuda::CudaDevice::new(ordinal)?))));
-        #[cfg(not(feature = "cuda"))]
+        #[cfg(not(feature = "_driver"))]
         {
             let _ = ordinal;
             Err(Error::NoCuda)
@@ -106,17 +108,17 @@ impl Device {
     /// # Errors
     /// As for [`cuda`](Self::cuda), and [`Error::Driver`] when no context is current.
     pub fn cuda_current() -> Result<Self> {
-        #[cfg(feature = "cuda")]
+        #[cfg(feature = "_driver")]
         return Ok(Self(Arc::new(Backend::Cuda(cuda::CudaDevice::current()?))));
-        #[cfg(not(feature = "cuda"))]
+        #[cfg(not(feature = "_driver"))]
         Err(Error::NoCuda)
     }
 
-    /// How many NVIDIA GPUs there are: 0 without a driver or without the feature `cuda`.
+    /// How many NVIDIA GPUs there are: 0 without a driver or without the features `cuda` and `cudarc`.
     pub fn cuda_count() -> usize {
-        #[cfg(feature = "cuda")]
+        #[cfg(feature = "_driver")]
         return cuda::count().unwrap_or(0);
-        #[cfg(not(feature = "cuda"))]
+        #[cfg(not(feature = "_driver"))]
         0
     }
 
@@ -167,7 +169,7 @@ impl Device {
     pub fn simt_options(&self) -> Option<SimtOptions> {
         match &*self.0 {
             Backend::Simt(d) => Some(d.options()),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(_) => None,
         }
     }
@@ -176,7 +178,7 @@ impl Device {
     pub fn properties(&self) -> Properties {
         match &*self.0 {
             Backend::Simt(d) => d.properties(),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.properties(),
         }
     }
@@ -185,7 +187,7 @@ impl Device {
     pub fn name(&self) -> String {
         match &*self.0 {
             Backend::Simt(d) => d.name(),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.name(),
         }
     }
@@ -203,7 +205,7 @@ impl Device {
         use crate::ptx;
         let arch = match &*self.0 {
             Backend::Simt(_) => Arch::Sm90a,
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.arch(),
         };
         let all: Vec<_> =
@@ -223,7 +225,7 @@ impl Device {
         }
         match &*self.0 {
             Backend::Simt(_) => Ok(()),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.preload(&wanted),
         }
     }
@@ -235,7 +237,7 @@ impl Device {
     pub fn synchronize(&self) -> Result<()> {
         match &*self.0 {
             Backend::Simt(_) => Ok(()),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.synchronize(),
         }
     }
@@ -249,9 +251,9 @@ impl Device {
     pub fn enable_peer_access(&self, peer: &Device) -> Result<()> {
         match (&*self.0, &*peer.0) {
             (Backend::Simt(_), Backend::Simt(_)) => Ok(()),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             (Backend::Cuda(d), Backend::Cuda(peer)) => d.enable_peer_access(peer),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             _ => Err(Error::WrongDevice {
                 op: "Device::enable_peer_access",
                 arg: "peer",
@@ -265,7 +267,7 @@ impl Device {
     pub fn cuda_ordinal(&self) -> Option<usize> {
         match &*self.0 {
             Backend::Simt(_) => None,
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => Some(d.ordinal()),
         }
     }
@@ -285,7 +287,7 @@ impl Device {
         };
         match &*self.0 {
             Backend::Simt(_) => TensorMap::for_simt(description).map_err(invalid),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => {
                 description.validate().map_err(invalid)?;
                 d.tensor_map(description)
@@ -300,7 +302,7 @@ impl Device {
     pub fn memory_info(&self) -> Result<Option<MemoryInfo>> {
         match &*self.0 {
             Backend::Simt(_) => Ok(None),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.memory().map(|(free, total)| Some(MemoryInfo { free, total })),
         }
     }
@@ -309,7 +311,7 @@ impl Device {
     fn exclusive<R>(&self, f: impl FnOnce() -> R) -> R {
         match &*self.0 {
             Backend::Simt(d) => d.exclusive(f),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(_) => f(),
         }
     }
@@ -324,9 +326,9 @@ impl PartialEq for Device {
     fn eq(&self, other: &Self) -> bool {
         match (&*self.0, &*other.0) {
             (Backend::Simt(_), Backend::Simt(_)) => Arc::ptr_eq(&self.0, &other.0),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             (Backend::Cuda(a), Backend::Cuda(b)) => a.same_context(b),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             _ => false,
         }
     }
@@ -344,15 +346,34 @@ pub(crate) struct Storage {
     device: Device,
     address: *mut u8,
     bytes: usize,
-    _memory: Memory,
+    /// Whether nothing may write to it.
+    read_only: bool,
+    /// While it may be used, if it is borrowed.
+    lease: Option<Arc<Lease>>,
+    memory: Memory,
 }
 
 /// The owner of a [`Storage`]'s bytes.
-#[allow(dead_code, reason = "held for its destructor")]
 enum Memory {
-    Simt(::simt::Buffer<u8>),
-    #[cfg(feature = "cuda")]
-    Cuda(cuda::CudaMemory),
+    Simt(#[allow(dead_code, reason = "held for its destructor")] ::simt::Buffer<u8>),
+    #[cfg(feature = "_driver")]
+    Cuda(#[allow(dead_code, reason = "held for its destructor")] cuda::CudaMemory),
+    Foreign {
+        /// What the SIMT device knows it by. Goes before the owner does.
+        lent: Option<::simt::Lent>,
+        /// What keeps it alive.
+        owner: Option<Box<dyn Send + Sync>>,
+    },
+}
+
+/// Memory that this crate did not allocate: what a [`Storage`] is made of.
+pub(crate) struct Foreign {
+    pub(crate) address: *mut u8,
+    pub(crate) bytes: usize,
+    pub(crate) read_only: bool,
+    /// Dropped with the storage, when nothing uses the memory any more.
+    pub(crate) owner: Option<Box<dyn Send + Sync>>,
+    pub(crate) lease: Option<Arc<Lease>>,
 }
 
 // SAFETY: device memory is reached only through the device's streams and copies, which are thread-safe.
@@ -368,13 +389,25 @@ impl Storage {
                 let buffer = ::simt::Buffer::<u8>::poisoned(bytes);
                 (buffer.as_mut_ptr(), Memory::Simt(buffer))
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => {
                 let memory = d.allocate(bytes)?;
                 (memory.address(), Memory::Cuda(memory))
             }
         };
-        Ok(Arc::new(Self { device: device.clone(), address, bytes, _memory: memory }))
+        Ok(Arc::new(Self { device: device.clone(), address, bytes, read_only: false, lease: None, memory }))
+    }
+
+    /// Memory of somebody else.
+    ///
+    /// # Safety
+    /// It is the device's, initialised where that is the host's, and stays so while the owner or the lease lasts; nobody
+    /// else uses it in a way that the operations on it do not expect.
+    pub(crate) unsafe fn foreign(device: &Device, foreign: Foreign) -> Arc<Self> {
+        let Foreign { address, bytes, read_only, owner, lease } = foreign;
+        let lent = (device.is_simt() && bytes > 0).then(|| ::simt::Lent::new(address, bytes));
+        let memory = Memory::Foreign { lent, owner };
+        Arc::new(Self { device: device.clone(), address, bytes, read_only, lease, memory })
     }
 
     pub(crate) fn device(&self) -> &Device {
@@ -385,15 +418,32 @@ impl Storage {
         self.address
     }
 
+    pub(crate) fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    pub(crate) fn lease(&self) -> Option<&Arc<Lease>> {
+        self.lease.as_ref()
+    }
+
+    /// Keeps a borrowed storage usable until the result is dropped.
+    fn hold(&self, op: &'static str, write: bool) -> Result<Option<Hold>> {
+        if write && self.read_only {
+            return Err(Error::ReadOnly { op, arg: "self" });
+        }
+        self.lease.as_ref().map(|lease| lease.hold().ok_or(Error::Expired { op, arg: "self" })).transpose()
+    }
+
     /// Sets all bytes to zero, after all work on the device, and waits for it.
     pub(crate) fn clear(&self) -> Result<()> {
+        let _hold = self.hold("Tensor::zeros", true)?;
         match self.device.backend() {
             Backend::Simt(d) => {
                 // SAFETY: in bounds, and nobody else touches the device's memory.
                 d.exclusive(|| unsafe { std::ptr::write_bytes(self.address, 0, self.bytes) });
                 Ok(())
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.clear(self.address, self.bytes),
         }
     }
@@ -401,6 +451,7 @@ impl Storage {
     /// Copies from the host, after all work on the device, and waits for it.
     pub(crate) fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
         assert!(offset + data.len() <= self.bytes, "write outside of a storage");
+        let _hold = self.hold("Tensor::copy_from_slice", true)?;
         let to = self.address.wrapping_add(offset);
         match self.device.backend() {
             Backend::Simt(d) => {
@@ -408,7 +459,7 @@ impl Storage {
                 d.exclusive(|| unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, data.len()) });
                 Ok(())
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.write(to, data),
         }
     }
@@ -416,6 +467,7 @@ impl Storage {
     /// Copies to the host, after all work on the device is done.
     pub(crate) fn read(&self, offset: usize, data: &mut [u8]) -> Result<()> {
         assert!(offset + data.len() <= self.bytes, "read outside of a storage");
+        let _hold = self.hold("Tensor::to_vec", false)?;
         let from = self.address.wrapping_add(offset);
         match self.device.backend() {
             Backend::Simt(d) => {
@@ -423,8 +475,19 @@ impl Storage {
                 d.exclusive(|| unsafe { std::ptr::copy_nonoverlapping(from, data.as_mut_ptr(), data.len()) });
                 Ok(())
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.read(from, data),
+        }
+    }
+}
+
+impl Drop for Storage {
+    fn drop(&mut self) {
+        let Memory::Foreign { lent, owner } = &mut self.memory else { return };
+        drop(lent.take());
+        if owner.is_some() {
+            // As freeing memory of our own does. A failure would come back from the next call that matters.
+            let _ = self.device.synchronize();
         }
     }
 }

@@ -20,11 +20,13 @@ struct Inner {
     backend: StreamBackend,
     capturing: AtomicBool,
     capture: Mutex<Option<Capture>>,
+    /// What the raw stream belongs to. Goes last.
+    _owner: Option<Box<dyn Send + Sync>>,
 }
 
 pub(super) enum StreamBackend {
     Simt,
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "_driver")]
     Cuda(super::cuda::CudaStream),
 }
 
@@ -36,10 +38,10 @@ impl Stream {
     pub fn new(device: &Device) -> Result<Self> {
         let backend = match device.backend() {
             Backend::Simt(_) => StreamBackend::Simt,
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => StreamBackend::Cuda(d.new_stream()?),
         };
-        Ok(Self::with(device, backend))
+        Ok(Self::with(device, backend, None))
     }
 
     /// A stream that somebody else owns: a `CUstream` of the device's context (null is the legacy default stream). On
@@ -48,21 +50,39 @@ impl Stream {
     /// # Safety
     /// `stream` is a stream of `device`'s context and lives as long as the result and its clones.
     pub unsafe fn from_raw(device: &Device, stream: *mut c_void) -> Self {
+        // SAFETY: forwarded to the caller.
+        unsafe { Self::foreign(device, stream, None) }
+    }
+
+    /// As [`from_raw`](Self::from_raw), with an owner that keeps the stream alive.
+    ///
+    /// # Safety
+    /// `stream` is a stream of `device`'s context and lives as long as `owner`.
+    pub unsafe fn from_raw_owned(device: &Device, stream: *mut c_void, owner: impl Send + Sync + 'static) -> Self {
+        // SAFETY: forwarded to the caller.
+        unsafe { Self::foreign(device, stream, Some(Box::new(owner))) }
+    }
+
+    unsafe fn foreign(device: &Device, stream: *mut c_void, owner: Option<Box<dyn Send + Sync>>) -> Self {
         let backend = match device.backend() {
             Backend::Simt(_) => {
                 let _ = stream;
                 StreamBackend::Simt
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => StreamBackend::Cuda(d.borrowed_stream(stream)),
         };
-        Self::with(device, backend)
+        Self::with(device, backend, owner)
     }
 
-    fn with(device: &Device, backend: StreamBackend) -> Self {
-        let inner =
-            Inner { device: device.clone(), backend, capturing: AtomicBool::new(false), capture: Mutex::new(None) };
-        Self(Arc::new(inner))
+    fn with(device: &Device, backend: StreamBackend, owner: Option<Box<dyn Send + Sync>>) -> Self {
+        Self(Arc::new(Inner {
+            device: device.clone(),
+            backend,
+            capturing: AtomicBool::new(false),
+            capture: Mutex::new(None),
+            _owner: owner,
+        }))
     }
 
     /// The device that the stream belongs to.
@@ -74,7 +94,7 @@ impl Stream {
     pub fn as_raw(&self) -> *mut c_void {
         match &self.0.backend {
             StreamBackend::Simt => std::ptr::null_mut(),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             StreamBackend::Cuda(s) => s.raw(),
         }
     }
@@ -91,7 +111,7 @@ impl Stream {
         self.not_capturing("synchronize")?;
         match &self.0.backend {
             StreamBackend::Simt => Ok(()),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             StreamBackend::Cuda(s) => s.synchronize(),
         }
     }
@@ -116,17 +136,17 @@ impl Stream {
                     return self.record(move || match device.backend() {
                         // SAFETY: promised to `launch` for as long as the graph lives.
                         Backend::Simt(d) => unsafe { d.launch(&entry, &geometry, args.get()) },
-                        #[cfg(feature = "cuda")]
+                        #[cfg(feature = "_driver")]
                         Backend::Cuda(_) => unreachable!("recorded on the SIMT device"),
                     });
                 }
                 // SAFETY: forwarded to the caller.
                 unsafe { d.launch(entry, geometry, args) }
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             // SAFETY: forwarded to the caller.
             (Backend::Cuda(d), StreamBackend::Cuda(s)) => unsafe { d.launch(s, entry, geometry, args) },
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             (Backend::Cuda(_), StreamBackend::Simt) => unreachable!("a stream has its device's backend"),
         }
     }
@@ -166,7 +186,7 @@ impl Stream {
                 };
                 if self.is_capturing() { self.record(copy) } else { copy() }
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             // SAFETY: forwarded to the caller.
             StreamBackend::Cuda(s) => unsafe { s.copy(dst, src, bytes) },
         }
@@ -187,7 +207,7 @@ impl Stream {
                 };
                 if self.is_capturing() { self.record(run) } else { run() }
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             StreamBackend::Cuda(_) => {
                 let _ = work;
                 Err(Error::Unsupported { op, what: "plain loops on the CPU are for the SIMT device".into() })
@@ -225,7 +245,7 @@ impl Stream {
                 };
                 if self.is_capturing() { self.record(fill) } else { fill() }
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             // SAFETY: forwarded to the caller.
             StreamBackend::Cuda(s) => unsafe { s.fill(dst, byte, bytes) },
         }
@@ -276,9 +296,9 @@ impl Stream {
                 *at.lock().expect("event") = Some(std::time::Instant::now());
                 Ok(())
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             (StreamBackend::Cuda(s), EventBackend::Cuda(e)) => s.record(e),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             _ => Err(self.foreign_event("record_event", event)),
         }
     }
@@ -290,14 +310,14 @@ impl Stream {
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         match (&self.0.backend, &event.0) {
             (StreamBackend::Simt, EventBackend::Simt(_)) => Ok(()),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             (StreamBackend::Cuda(s), EventBackend::Cuda(e)) => s.wait(e),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             _ => Err(self.foreign_event("wait_event", event)),
         }
     }
 
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "_driver")]
     fn foreign_event(&self, op: &'static str, event: &Event) -> Error {
         let got = match event.0 {
             EventBackend::Simt(_) => "SIMT".to_string(),
@@ -373,7 +393,7 @@ pub struct Event(EventBackend);
 
 enum EventBackend {
     Simt(Mutex<Option<std::time::Instant>>),
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "_driver")]
     Cuda(super::cuda::CudaEvent),
 }
 
@@ -385,7 +405,7 @@ impl Event {
     pub fn new(device: &Device) -> Result<Self> {
         Ok(Self(match device.backend() {
             Backend::Simt(_) => EventBackend::Simt(Mutex::new(None)),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => EventBackend::Cuda(d.new_event()?),
         }))
     }
@@ -397,7 +417,7 @@ impl Event {
     pub fn synchronize(&self) -> Result<()> {
         match &self.0 {
             EventBackend::Simt(_) => Ok(()),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             EventBackend::Cuda(e) => e.synchronize(),
         }
     }
@@ -420,9 +440,9 @@ impl Event {
                 let b = *b.lock().expect("event");
                 Ok(b.ok_or_else(unrecorded)?.saturating_duration_since(a.ok_or_else(unrecorded)?).as_secs_f64())
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             (EventBackend::Cuda(b), EventBackend::Cuda(a)) => b.seconds_since(a)?.ok_or_else(unrecorded),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             _ => Err(unrecorded()),
         }
     }
@@ -435,7 +455,7 @@ pub struct Pinned<T> {
 
 enum PinnedStorage<T> {
     Simt(Vec<T>),
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "_driver")]
     Cuda(super::cuda::CudaPinned<T>),
 }
 
@@ -448,7 +468,7 @@ impl<T: Element> Pinned<T> {
         let storage = match device.backend() {
             // SAFETY: zero bytes are a value of every element type.
             Backend::Simt(_) => PinnedStorage::Simt(vec![unsafe { std::mem::zeroed() }; len]),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => PinnedStorage::Cuda(d.allocate_pinned(len)?),
         };
         Ok(Self { storage })
@@ -460,7 +480,7 @@ impl<T> std::ops::Deref for Pinned<T> {
     fn deref(&self) -> &[T] {
         match &self.storage {
             PinnedStorage::Simt(v) => v,
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             PinnedStorage::Cuda(p) => p.as_slice(),
         }
     }
@@ -469,7 +489,7 @@ impl<T> std::ops::DerefMut for Pinned<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         match &mut self.storage {
             PinnedStorage::Simt(v) => v,
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             PinnedStorage::Cuda(p) => p.as_mut_slice(),
         }
     }

@@ -157,8 +157,8 @@ pub fn copy_blocks<S: CacheElement>(
     call.check_overlap()?;
     let (n, tensors) = (call.count("pairs", n)?, 2 * caches.layers.len() as u32);
     for layer in &caches.layers {
-        stream.retain(layer.key().storage());
-        stream.retain(layer.value().storage());
+        call.keep("caches", layer.key(), true)?;
+        call.keep("caches", layer.value(), true)?;
     }
     // SAFETY: addresses, extents and strides are those of live tensors on the stream's device; the kernel checks pairs.
     unsafe { launch(stream, n, tensors, &args) }

@@ -137,6 +137,10 @@ impl<S: CacheElement> HostCache<S> {
         }
         let (from, to) = if out { (shape.blocks, self.shape.blocks) } else { (self.shape.blocks, shape.blocks) };
         check_pairs(pairs, from, to, false)?;
+        // Held until all copies are submitted.
+        let tensors = || caches.layers().iter().flat_map(|layer| [layer.key(), layer.value()]);
+        let held = tensors().map(|t| stream.hold(op, "caches", t, !out));
+        let _held = held.filter_map(Result::transpose).collect::<Result<Vec<_>>>()?;
         let runs = if caches.block_stride() == shape.block_len() {
             runs(pairs)
         } else {
@@ -148,12 +152,11 @@ impl<S: CacheElement> HostCache<S> {
                 pending.push(stream.clone());
             }
         }
-        let tensors = caches.layers().iter().flat_map(|l| [l.key().as_ptr(), l.value().as_ptr()]);
-        for (device, &host) in tensors.zip(&self.addresses) {
+        for (tensor, &host) in tensors().zip(&self.addresses) {
             for run in &runs {
                 let bytes = run.len * shape.block_len() * size_of::<S>();
                 let (on_device, on_host) = if out { (run.from, run.to) } else { (run.to, run.from) };
-                let device = device.wrapping_add(on_device * caches.block_stride()).cast_mut().cast::<u8>();
+                let device = tensor.as_ptr().wrapping_add(on_device * caches.block_stride()).cast_mut().cast::<u8>();
                 let host = host.wrapping_add(on_host * shape.block_len()).cast::<u8>();
                 let (dst, src) = if out { (host, device) } else { (device, host) };
                 // SAFETY: both ranges were checked to be in bounds. The device's lives until its copies are done, as all

@@ -1,0 +1,54 @@
+//! warploom's kernels as operations on [candle](https://docs.rs/candle-core) tensors.
+//!
+//! Each operation is a struct of its options. Those with one output are candle's `CustomOp`s, for `apply_op1_no_bwd` and its
+//! like; every one has a method `forward` besides. Tensors are used where they are: a kernel reads candle's memory and writes
+//! into the result's.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use warploom_candle::RmsNorm;
+//!
+//! let x = Tensor::new(&[[3f32, 4.0], [6.0, 8.0]], &Device::Cpu)?;
+//! let weight = Tensor::ones(2, candle_core::DType::F32, &Device::Cpu)?;
+//! let y = RmsNorm::new(1e-6).forward(&x, &weight)?;
+//! assert_eq!(y.get(0)?.to_vec1::<f32>()?, y.get(1)?.to_vec1::<f32>()?);
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+//!
+//! | operation | inputs | outputs |
+//! | --- | --- | --- |
+//! | [`RmsNorm`] | `x`, `weight` | like `x` |
+//! | [`FusedAddRmsNorm`] | `x`, `residual`, `weight` | normalised sum, sum |
+//! | [`SiluAndMul`] | `x` `[.., 2 d]` | `[.., d]` |
+//! | [`Rotary`] | `query`, `key`, positions, angles | turned `query` and `key` |
+//! | [`Gate`] | logits `[tokens, experts]` | weights `f32`, experts `u32`, both `[tokens, top_k]` |
+//! | [`FusedMoe`] | `x`, `w13`, `w2`, experts, weights | like `x` |
+//! | [`Sampler`] | logits `[.., vocab]` | tokens `[..]`, `u32` |
+//! | [`PagedDecode`] | `query`, key and value cache, block table, lengths | like `query` |
+//!
+//! **Where they run.** Tensors of candle's CPU device run on warploom's SIMT device, which emulates a GPU thread by thread: right
+//! to test a model without a GPU, and hundreds of times slower than loops for the CPU. [`FusedMoe`] takes such loops instead. With the
+//! feature `cuda` CUDA tensors run on candle's stream, through cudarc, whose order of streams is kept. Metal is an error.
+//!
+//! **Types.** Floating-point inputs are `f32`, `f16` or `bf16`, all of one type unless said otherwise; indices are `u32` or `i32`.
+//! Strides are taken as far as the kernels do; an error says where a tensor must be contiguous.
+//!
+//! **Gradients.** None: the operations are for inference.
+
+mod activation;
+mod attention;
+mod lend;
+mod moe;
+mod norm;
+mod rope;
+mod sampling;
+
+pub use activation::SiluAndMul;
+pub use attention::PagedDecode;
+pub use moe::{FusedMoe, Gate};
+pub use norm::{FusedAddRmsNorm, RmsNorm};
+pub use rope::Rotary;
+pub use sampling::Sampler;
+pub use warploom::kv_cache::CacheLayout;
+pub use warploom::moe::{ExpertActivation, GateUp, Scoring};
+pub use warploom::rope::Pairing;

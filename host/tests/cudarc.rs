@@ -1,0 +1,163 @@
+//! Operations on cudarc's buffers and streams. Skipped, saying so, where there is no GPU.
+
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, sys};
+use std::sync::Arc;
+use warploom::{Device, Error, Graph, Stream, Tensor, norm};
+
+const ROWS: usize = 64;
+const WIDTH: usize = 4096;
+const SHAPE: &[usize] = &[ROWS, WIDTH];
+
+/// A context of cudarc's on the first GPU, if there is one. cudarc itself panics without a driver.
+fn context() -> Option<Arc<CudaContext>> {
+    match Device::cuda(0) {
+        Ok(_) => Some(CudaContext::new(0).expect("a context")),
+        Err(e) => {
+            eprintln!("GPU tests are skipped: {e}");
+            None
+        }
+    }
+}
+
+fn input(n: usize) -> Vec<f32> {
+    (0..n).map(|i| ((i * 7919) % 2003) as f32 / 1000.0 - 1.0).collect()
+}
+
+fn expected(x: &[f32]) -> Vec<f32> {
+    let device = Device::simt();
+    let x = Tensor::from_slice(&device, x, SHAPE).unwrap();
+    let mut y = Tensor::zeros(&device, SHAPE).unwrap();
+    norm::rms_norm(&Stream::new(&device).unwrap(), &mut y, &x, None, 1e-6).unwrap();
+    y.to_vec().unwrap()
+}
+
+#[track_caller]
+fn assert_close(got: &[f32], want: &[f32]) {
+    assert_eq!(got.len(), want.len());
+    for (i, (g, w)) in got.iter().zip(want).enumerate() {
+        assert!((g - w).abs() <= 1e-5 * w.abs().max(1.0), "element {i}: {g}, expected {w}");
+    }
+}
+
+fn normalise(stream: &warploom::cudarc::Stream, y: &mut CudaSlice<f32>, x: &CudaSlice<f32>) -> warploom::Result<()> {
+    stream.scope(|s| {
+        let x = s.view(x.as_view(), SHAPE)?;
+        let mut y = s.view_mut(y.as_view_mut(), SHAPE)?;
+        norm::rms_norm(stream, &mut y, &x, None, 1e-6)
+    })
+}
+
+fn slices(cuda: &Arc<CudaStream>, x: &[f32]) -> (CudaSlice<f32>, CudaSlice<f32>) {
+    (cuda.clone_htod(x).unwrap(), cuda.alloc_zeros(x.len()).unwrap())
+}
+
+#[test]
+fn slices_are_lent_without_a_copy() {
+    let Some(context) = context() else { return };
+    let cuda = context.new_stream().unwrap();
+    let stream = warploom::cudarc::Stream::new(&cuda).unwrap();
+    assert_eq!(*stream.device(), Device::cuda(0).unwrap());
+    assert_eq!(stream.as_raw(), cuda.cu_stream().cast());
+    let x = input(ROWS * WIDTH);
+    let (dx, mut dy) = slices(&cuda, &x);
+    normalise(&stream, &mut dy, &dx).unwrap();
+    assert_close(&cuda.clone_dtoh(&dy).unwrap(), &expected(&x));
+
+    // Parts of one buffer, at once.
+    let mut parts: CudaSlice<f32> = cuda.clone_htod(&[x.clone(), vec![0.0; x.len()]].concat()).unwrap();
+    let (from, to) = parts.split_at_mut(x.len());
+    stream
+        .scope(|s| {
+            let mut y = s.view_mut(to, SHAPE)?;
+            norm::rms_norm(s.stream(), &mut y, &s.view(from.into_view(), SHAPE)?, None, 1e-6)
+        })
+        .unwrap();
+    assert_close(&cuda.clone_dtoh(&parts).unwrap()[x.len()..], &expected(&x));
+}
+
+/// Three streams of cudarc's that know of each other's work only by its events, and slices that are freed while they are
+/// used. Repeated, so that a missing wait shows.
+#[test]
+fn events_order_the_work_of_streams() {
+    let Some(context) = context() else { return };
+    let streams = [(); 3].map(|()| context.new_stream().unwrap());
+    let [one, two, three] = &streams;
+    let [on_two, on_three] = [two, three].map(|s| warploom::cudarc::Stream::new(s).unwrap());
+    let base = input(ROWS * WIDTH);
+    let want = expected(&base);
+    let twice = expected(&want);
+    for i in 0..100 {
+        let mut x: CudaSlice<f32> = one.alloc_zeros(base.len()).unwrap();
+        one.memcpy_htod(&base, &mut x).unwrap();
+        let mut y: CudaSlice<f32> = one.alloc_zeros(base.len()).unwrap();
+        let mut z: CudaSlice<f32> = one.alloc_zeros(base.len()).unwrap();
+        normalise(&on_two, &mut y, &x).unwrap();
+        if i % 2 == 0 {
+            drop(x);
+        } else {
+            // Waits for what reads it.
+            one.memset_zeros(&mut x).unwrap();
+        }
+        normalise(&on_three, &mut z, &y).unwrap();
+        drop(y);
+        assert_close(&one.clone_dtoh(&z).unwrap(), &twice);
+    }
+    context.check_err().unwrap();
+}
+
+#[test]
+fn a_graph_of_cudarcs_replays_operations() {
+    let Some(context) = context() else { return };
+    // SAFETY: everything here is done on one stream.
+    unsafe { context.disable_event_tracking() };
+    let cuda = context.new_stream().unwrap();
+    let stream = warploom::cudarc::Stream::new(&cuda).unwrap();
+    stream.device().preload(&["norm"]).unwrap();
+    let x = input(ROWS * WIDTH);
+    let (mut dx, mut dy) = slices(&cuda, &x);
+    cuda.synchronize().unwrap();
+    cuda.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    normalise(&stream, &mut dy, &dx).unwrap();
+    let graph = cuda.end_capture(sys::CUgraphInstantiate_flags_enum(0)).unwrap().expect("something was captured");
+    assert!(cuda.clone_dtoh(&dy).unwrap().iter().all(|&v| v == 0.0), "nothing has run yet");
+    for scale in [1.0f32, -3.0] {
+        let x: Vec<f32> = x.iter().enumerate().map(|(i, v)| v * scale + (i % 3) as f32).collect();
+        cuda.memcpy_htod(&x, &mut dx).unwrap();
+        graph.launch().unwrap();
+        assert_close(&cuda.clone_dtoh(&dy).unwrap(), &expected(&x));
+    }
+}
+
+#[test]
+fn misuse_is_refused() {
+    let Some(context) = context() else { return };
+    let cuda = context.new_stream().unwrap();
+    let other = warploom::cudarc::Stream::new(&context.new_stream().unwrap()).unwrap();
+    let stream = warploom::cudarc::Stream::new(&cuda).unwrap();
+    let (x, mut y) = slices(&cuda, &input(ROWS * WIDTH));
+    let escaped = stream.scope(|s| {
+        assert!(matches!(s.view(x.as_view(), &[ROWS, WIDTH + 1]), Err(Error::Tensor(_))));
+        let x = s.view(x.as_view(), SHAPE).unwrap();
+        let mut y = s.view_mut(y.as_view_mut(), SHAPE).unwrap();
+        let error = norm::rms_norm(&other, &mut y, &x, None, 0.0).unwrap_err();
+        assert!(matches!(error, Error::WrongStream { op: "rms_norm", .. }), "{error}");
+        let error = norm::rms_norm(&stream, &mut x.clone(), &y, None, 0.0).unwrap_err();
+        assert!(matches!(error, Error::ReadOnly { op: "rms_norm", arg: "out" }), "{error}");
+        let error = Graph::capture(&stream, |s| norm::rms_norm(s, &mut y, &x, None, 0.0)).map(drop).unwrap_err();
+        assert!(matches!(error, Error::Capture(_)), "{error}");
+        assert!(matches!(s.slice(&[1.0f32], &[1]), Err(Error::Unsupported { .. })));
+        (x, y)
+    });
+    let (x_out, mut y_out) = escaped;
+    let error = norm::rms_norm(&stream, &mut y_out, &x_out, None, 0.0).unwrap_err();
+    assert!(matches!(error, Error::Expired { op: "rms_norm", .. }), "{error}");
+    assert!(matches!(y_out.to_vec(), Err(Error::Expired { .. })));
+
+    // cudarc's events and its captures do not go together.
+    cuda.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    let error = normalise(&stream, &mut y, &x).unwrap_err();
+    let _ = cuda.end_capture(sys::CUgraphInstantiate_flags_enum(0));
+    assert!(matches!(error, Error::Capture(_)), "{error}");
+    normalise(&stream, &mut y, &x).unwrap();
+    cuda.synchronize().unwrap();
+}
