@@ -3,6 +3,7 @@
 mod allow;
 mod bundle;
 mod check;
+mod guide;
 mod ptx;
 mod repo;
 mod report;
