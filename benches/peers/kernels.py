@@ -102,6 +102,56 @@ def reshape_and_cache(key, value, key_cache, value_cache, slots):
 
 
 @triton.jit
+def _gate(
+    weights, ids, logits, bias, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    TOP_K: tl.constexpr, SIGMOID: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, WIDTH)
+    x = tl.load(logits + row * EXPERTS + cols, cols < EXPERTS, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        scores = tl.sigmoid(x)
+        choice = tl.where(cols < EXPERTS, scores + tl.load(bias + cols, cols < EXPERTS, other=0), float("-inf"))
+    else:
+        scores = tl.exp(x - tl.max(x, 0))
+        scores /= tl.sum(scores, 0)
+        choice = tl.where(cols < EXPERTS, scores, float("-inf"))
+    if GROUPS > 1:
+        table = tl.reshape(choice, [GROUPS, WIDTH // GROUPS])
+        within, groups = tl.arange(0, WIDTH // GROUPS), tl.arange(0, GROUPS)
+        rest = tl.where(within[None, :] == tl.argmax(table, 1)[:, None], float("-inf"), table)
+        worth = tl.max(table, 1) + tl.max(rest, 1)
+        stays = tl.zeros([GROUPS], tl.int32)
+        for _ in tl.static_range(KEPT):
+            best = groups == tl.argmax(worth, 0)
+            stays = tl.where(best, 1, stays)
+            worth = tl.where(best, float("-inf"), worth)
+        choice = tl.reshape(tl.where(stays[:, None] > 0, table, float("-inf")), [WIDTH])
+    slots = tl.arange(0, TOP_K)
+    chosen, factors = tl.zeros([TOP_K], tl.int32), tl.zeros([TOP_K], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        best = tl.argmax(choice, 0)
+        here = cols == best
+        chosen = tl.where(slots == slot, best, chosen)
+        factors = tl.where(slots == slot, tl.sum(tl.where(here, scores, 0.0), 0), factors)
+        choice = tl.where(here, float("-inf"), choice)
+    tl.store(ids + row * TOP_K + slots, chosen)
+    tl.store(weights + row * TOP_K + slots, factors / tl.sum(factors, 0))
+
+
+def gate(logits, bias, groups, kept, top_k):
+    """With a bias by sigmoid, else by softmax; `top_k` is a power of two."""
+    rows, experts = logits.shape
+    weights = torch.empty(rows, top_k, device=logits.device, dtype=torch.float32)
+    ids = torch.empty(rows, top_k, device=logits.device, dtype=torch.int32)
+    _gate[(rows,)](
+        weights, ids, logits, bias, EXPERTS=experts, WIDTH=triton.next_power_of_2(experts), GROUPS=groups, KEPT=kept,
+        TOP_K=top_k, SIGMOID=bias is not None, num_warps=1,
+    )  # fmt: skip
+    return weights, ids
+
+
+@triton.jit
 def _decode_part(
     q, key, value, table, lens, part, lse, scale, table_width, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,

@@ -120,9 +120,17 @@ fn power(x: &f64) -> String {
     if *x >= 1.0 { format!("{x:.0}") } else { format!("{x}") }
 }
 
+/// One party's times.
+struct Line<'a> {
+    name: &'a str,
+    colour: RGBColor,
+    width: u32,
+    points: Vec<(f64, f64)>,
+}
+
 /// Time against size: ours, every peer, and the floor.
 fn times(file: &Path, series: &Series, rows: &[(f64, &Row)]) -> Drawn {
-    let mut lines: Vec<(&str, RGBColor, u32, Vec<(f64, f64)>)> = vec![];
+    let mut lines: Vec<Line> = vec![];
     let floor: Vec<_> = rows.iter().filter_map(|(x, row)| Some((*x, row.floor?))).collect();
     let mut peers: Vec<&str> = vec![];
     for (name, _) in rows.iter().flat_map(|(_, row)| &row.peers) {
@@ -133,11 +141,12 @@ fn times(file: &Path, series: &Series, rows: &[(f64, &Row)]) -> Drawn {
     for (i, peer) in peers.iter().enumerate() {
         let time = |row: &Row| row.peers.iter().find(|(name, _)| name == peer).map(|(_, us)| *us);
         let points = rows.iter().filter_map(|(x, row)| Some((*x, time(row)?))).collect();
-        lines.push((peer, PALETTE[i % PALETTE.len()], 2, points));
+        lines.push(Line { name: peer, colour: PALETTE[i % PALETTE.len()], width: 2, points });
     }
-    lines.push(("warploom", OURS, 3, rows.iter().map(|(x, row)| (*x, row.ours)).collect()));
+    let ours = rows.iter().map(|(x, row)| (*x, row.ours)).collect();
+    lines.push(Line { name: "warploom", colour: OURS, width: 3, points: ours });
 
-    let ys = || lines.iter().flat_map(|l| &l.3).map(|p| p.1);
+    let ys = || lines.iter().flat_map(|l| &l.points).map(|p| p.1);
     let (low, high) = (ys().fold(f64::MAX, f64::min), ys().fold(0.0, f64::max));
     let (first, last) = (rows[0].0, rows[rows.len() - 1].0);
     let root = SVGBackend::new(file, (720, 420)).into_drawing_area();
@@ -164,7 +173,7 @@ fn times(file: &Path, series: &Series, rows: &[(f64, &Row)]) -> Drawn {
             .label("ceiling")
             .legend(|(x, y)| PathElement::new([(x, y), (x + 18, y)], FLOOR.stroke_width(2)));
     }
-    for (name, colour, width, points) in lines {
+    for Line { name, colour, width, points } in lines {
         chart
             .draw_series(LineSeries::new(points.iter().copied(), colour.stroke_width(width)))?
             .label(name)
