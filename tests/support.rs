@@ -1,5 +1,8 @@
 //! What the tests of all operations share: devices, inputs, comparisons.
 
+#[cfg(doctest)]
+mod guide;
+
 use cuda_std::Float;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use std::sync::OnceLock;

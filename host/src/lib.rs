@@ -30,7 +30,11 @@
 //!
 //! # Order of arguments
 //!
-//! Stream, outputs (`&mut`), inputs, scalars; options last, as a struct with defaults.
+//! Stream, outputs (`&mut`), inputs, scalars, options as a struct with defaults, and where an operation needs one, a
+//! workspace (in [`sampling`] before the options).
+//!
+//! The guide in the repository's `docs/guide` has examples of every operation, and says how to port, to extend, and to find
+//! out what an error means.
 //!
 //! # What types prevent
 //!

@@ -75,6 +75,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             fs::copy(&program.file, to)?;
         }
     }
+    if !args.no_benches {
+        fs::create_dir_all(out.join("peers"))?;
+        for file in ["peers.py", "kernels.py"] {
+            fs::copy(repo::root().join("benches/peers").join(file), out.join("peers").join(file))?;
+        }
+    }
+    fs::write(out.join("version.txt"), version()?)?;
     let script = out.join("run.sh");
     fs::write(&script, include_str!("run.sh"))?;
     make_executable(&script)?;
@@ -83,6 +90,15 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     println!("{}: {listed:?}, {:.1} MiB", out.display(), bytes as f64 / (1 << 20) as f64);
     ensure!(bytes < MOST_BYTES, "the bundle is larger than {} MiB", MOST_BYTES >> 20);
     Ok(())
+}
+
+/// What is packed: the release, and the commit where git knows it.
+fn version() -> Result<String> {
+    let git = Command::new("git").current_dir(repo::root()).args(["describe", "--always", "--dirty"]).output();
+    let commit =
+        git.ok().filter(|out| out.status.success()).map(|out| String::from_utf8_lossy(&out.stdout).into_owned());
+    let commit = commit.map(|c| format!(" ({})", c.trim())).unwrap_or_default();
+    Ok(format!("{}{commit}\n", repo::version()?))
 }
 
 /// Runs cargo; the programs that it made.

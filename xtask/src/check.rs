@@ -45,6 +45,7 @@ const STEPS: &[Step] = &[
     Step { name: "test", what: "all tests, on the SIMT device in order, with the race detector, at random", run: test },
     Step { name: "ptx", what: "the committed PTX is what the source gives, and ptxas takes it", run: check_ptx },
     Step { name: "doc", what: "documentation without warnings", run: doc },
+    Step { name: "guide", what: "mdBook builds the guide, whose links lead somewhere", run: |_| crate::guide::check() },
     Step { name: "cuda", what: "lints, documentation and tests with the feature `cuda`, without a driver", run: cuda },
     Step { name: "readme", what: "the commands that the README says to run", run: readme },
     Step { name: "package", what: "what is published builds from its packages", run: package },

@@ -3,8 +3,10 @@
 mod allow;
 mod bundle;
 mod check;
+mod guide;
 mod ptx;
 mod repo;
+mod report;
 mod stub;
 mod table;
 
@@ -24,6 +26,7 @@ enum Task {
     Sass(ptx::SassArgs),
     Check(check::Args),
     Bundle(bundle::Args),
+    Report(report::Args),
     CudaStub(stub::Args),
 }
 
@@ -33,6 +36,7 @@ fn main() {
         Task::Sass(args) => ptx::sass(&args),
         Task::Check(args) => check::run(&args),
         Task::Bundle(args) => bundle::run(&args),
+        Task::Report(args) => report::run(&args),
         Task::CudaStub(args) => stub::run(&args),
     };
     if let Err(error) = result {

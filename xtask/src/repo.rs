@@ -43,6 +43,12 @@ pub(crate) fn package_folder(name: &str) -> Result<PathBuf> {
     Ok(Path::new(manifest).parent().context("a manifest lies in a folder")?.to_path_buf())
 }
 
+/// The workspace's version.
+pub(crate) fn version() -> Result<String> {
+    let manifest: toml::Table = std::fs::read_to_string(root().join("Cargo.toml")).context("Cargo.toml")?.parse()?;
+    Ok(manifest["workspace"]["package"]["version"].as_str().context("no version")?.into())
+}
+
 /// The committed PTX.
 pub(crate) fn ptx_dir() -> PathBuf {
     root().join("host/ptx")

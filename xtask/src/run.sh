@@ -8,6 +8,8 @@ help() {
 run.sh test [FILTER] [ARGS...]      the tests on the GPU (WARPLOOM_TEST_DEVICES= to run them on the SIMT device as well)
 run.sh ranks [FILTER] [ARGS...]     the tests of several ranks, which need the GPUs for themselves
 run.sh bench [FILTER] [ARGS...]     the benches
+run.sh report FOLDER [ARGS...]      benches and peers on this GPU, for `cargo xtask report FOLDER`; ARGS go to peers.py
+                                    (--compile takes torch.compile in, --budget SECONDS bounds the peers, 150 by default)
 run.sh sanitize [FILTER]            the tests under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
                                     (TOOLS="memcheck" for only some)
 run.sh example NAME [ARGS...]       an example; without a name, their list
@@ -41,6 +43,19 @@ ranks)
     ;;
 bench)
     exec "$here/bench" --bench "$@"
+    ;;
+report)
+    out=${1:?run.sh report needs a folder}
+    shift
+    mkdir -p "$out"
+    rm -f "$out"/*.jsonl
+    cp "$here/version.txt" "$out/"
+    # Cases that peers have, and no others. Names hold no spaces.
+    # shellcheck disable=SC2046
+    "$here/bench" --bench --quick --json "$out/ours.jsonl" $(python3 "$here/peers/peers.py" --quick --cases) ||
+        echo "run.sh: not every bench passed" >&2
+    # Without PyTorch, ours alone make a report as well.
+    python3 "$here/peers/peers.py" --quick --json "$out/peers.jsonl" "$@" || echo "run.sh: no peers" >&2
     ;;
 sanitize)
     export WARPLOOM_TEST_DEVICES=cuda WARPLOOM_TEST_SANITIZER=1

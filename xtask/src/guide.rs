@@ -1,0 +1,126 @@
+//! The step `guide` of `cargo xtask check`: the mdBook sources in `docs/guide` are whole, and mdBook builds them.
+//!
+//! The examples themselves are tests of documentation: `tests/guide.rs`.
+
+use crate::repo;
+use anyhow::{Context as _, Result, ensure};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The release of mdBook that is installed where there is none: without its server a matter of a minute.
+const MDBOOK: &str = "0.5.4";
+
+/// Checks chapters and links, and builds the book to `target/guide`.
+pub(crate) fn check() -> Result<()> {
+    let folder = repo::root().join("docs/guide");
+    let faults = faults(&folder.join("src"), &std::fs::read_to_string(repo::root().join("tests/guide.rs"))?)?;
+    ensure!(faults.is_empty(), "the guide:\n  {}", faults.join("\n  "));
+
+    let own = repo::device_toolchain().join("mdbook");
+    let mut program = PathBuf::from("mdbook");
+    if Command::new(&program).arg("--version").output().is_err() {
+        program = own.join("bin/mdbook");
+        if !program.exists() {
+            println!("installing mdbook {MDBOOK}, which takes a minute");
+            let mut install = repo::cargo();
+            install.args(["install", "--quiet", "--locked", "--debug", "--no-default-features", "mdbook"]);
+            install.args(["--version", MDBOOK, "--root"]).arg(&own).env("CARGO_PROFILE_DEV_DEBUG", "none");
+            ensure!(install.status().context("cannot run cargo")?.success(), "mdbook cannot be installed");
+        }
+    }
+    let book = repo::target_dir().join("guide");
+    let mut build = Command::new(&program);
+    build.args(["build", "--dest-dir"]).arg(&book).arg(&folder).env("MDBOOK_LOG", "warn");
+    let built = build.output().with_context(|| format!("cannot run {}", program.display()))?;
+    let said = String::from_utf8_lossy(&built.stdout).into_owned() + &String::from_utf8_lossy(&built.stderr);
+    // A chapter or an included file that is not there is a message to mdBook, and no failure.
+    let complains = said.contains("WARN") || said.contains("ERROR");
+    ensure!(built.status.success() && !complains, "mdbook:\n{said}");
+    println!("{}", book.join("index.html").display());
+    Ok(())
+}
+
+/// Chapters that the summary does not list or that are not there, links that lead nowhere, and chapters with Rust that is
+/// not tested.
+fn faults(src: &Path, tested: &str) -> Result<Vec<String>> {
+    let mut faults = vec![];
+    let summary = std::fs::read_to_string(src.join("SUMMARY.md")).context("docs/guide/src/SUMMARY.md")?;
+    let listed: Vec<String> = links(&summary);
+    for file in chapters(src)? {
+        let name = file.strip_prefix(src)?.to_string_lossy().replace('\\', "/");
+        let text = std::fs::read_to_string(&file)?;
+        if name != "SUMMARY.md" && !listed.contains(&name) {
+            faults.push(format!("{name} is not in SUMMARY.md"));
+        }
+        if text.lines().any(|line| line == "```rust") && !tested.contains(&format!("\"{name}\"")) {
+            faults.push(format!("{name} has examples and is not in tests/guide.rs"));
+        }
+        let folder = file.parent().context("a chapter lies in a folder")?;
+        for link in links(&text) {
+            if !folder.join(&link).exists() {
+                faults.push(format!("{name}: no file {link}"));
+            }
+        }
+    }
+    Ok(faults)
+}
+
+/// All Markdown files of a folder and the folders in it.
+fn chapters(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = vec![];
+    for entry in std::fs::read_dir(folder).with_context(|| folder.display().to_string())? {
+        let path = entry?.path();
+        if path.is_dir() {
+            files.extend(chapters(&path)?);
+        } else if path.extension().is_some_and(|e| e == "md") {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// Files that a text links to or includes, without fragments; not what is in code.
+fn links(text: &str) -> Vec<String> {
+    let mut fenced = false;
+    let mut links = vec![];
+    for line in text.lines() {
+        if line.starts_with("```") {
+            fenced = !fenced;
+        }
+        if fenced {
+            continue;
+        }
+        if let Some(file) = line.strip_prefix("{{#include ").and_then(|l| l.strip_suffix("}}")) {
+            links.push(file.to_string());
+        }
+        // Every other piece between backquotes is code.
+        for (_, text) in line.split('`').enumerate().filter(|(i, _)| i % 2 == 0) {
+            for rest in text.split("](").skip(1) {
+                let target = rest.split([')', '#']).next().unwrap_or_default();
+                if !target.is_empty() && !target.contains("://") {
+                    links.push(target.to_string());
+                }
+            }
+        }
+    }
+    links
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_are_found() {
+        let text = "See [a](a.md), [b](x/b.md#top), [c](https://c) and `v[0](d)`.\n```rust\nlet x = y[0](z);\n```\n{{#include ../e.md}}\n";
+        assert_eq!(links(text), ["a.md", "x/b.md", "../e.md"]);
+    }
+
+    #[test]
+    fn the_guide_is_whole() {
+        let tested = std::fs::read_to_string(repo::root().join("tests/guide.rs")).unwrap();
+        let faults = faults(&repo::root().join("docs/guide/src"), &tested).unwrap();
+        assert!(faults.is_empty(), "{faults:#?}");
+    }
+}
