@@ -1,6 +1,6 @@
 use super::ranks::{Dice, Meeting, on_every_setup, run, run_as};
 use std::time::Duration;
-use warploom::ep::{Arrangement, Blocks, CombineOptions, Communicator, Config, DispatchOptions, Received};
+use warploom::ep::{Arrangement, Blocks, CombineOptions, Communicator, Config, DispatchOptions, Mover, Received};
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, reference};
 use warploom_tests::{assert_close, noise, noise_of, widen};
 
@@ -111,6 +111,8 @@ struct Way {
     biases: usize,
     direct: bool,
     blocks: Blocks,
+    own_blocks: u32,
+    mover: Mover,
 }
 
 /// One dispatch and one combine of made-up results.
@@ -131,6 +133,7 @@ fn go(rank: &mut Communicator, stream: &Stream, meeting: &Meeting, round: &Round
     stream.synchronize().unwrap();
     meeting.wait();
     let options = DispatchOptions::default().arrangement(arrangement).quantise(way.quantise).blocks(way.blocks);
+    let options = options.own_blocks(if way.slots { 0 } else { way.own_blocks }).mover(way.mover);
     let weights = way.weighted.then_some(&inputs.weights);
     let received = rank.dispatch(stream, &mut routing, &inputs.x, &inputs.ids, weights, &options).unwrap();
     rank.check(stream).unwrap();
@@ -142,6 +145,10 @@ fn go(rank: &mut Communicator, stream: &Stream, meeting: &Meeting, round: &Round
     meeting.wait();
 
     let mut options = CombineOptions::default().blocks(way.blocks);
+    // The copy engine wants a warp for itself.
+    if way.blocks.threads != Some(32) {
+        options = options.mover(way.mover);
+    }
     options.biases = [dbiases.first(), dbiases.get(1)];
     if way.weighted {
         options = options.weights(&dfactors);
@@ -171,23 +178,26 @@ fn rounds(devices: &[Device], config: Config, seed: u64, count: usize) {
 /// The same with these ranks.
 pub fn rounds_as(ranks: Vec<Communicator>, config: Config, seed: u64, count: usize) {
     let mut dice = Dice(seed * 2 + 1);
-    let communicators = ranks;
-    let ranks = communicators.len();
+    let count_of_ranks = ranks.len();
     let all: Vec<(Round, Way)> = (0..count)
         .map(|i| {
             let quantise = config.hidden.is_multiple_of(128) && i % 2 == 1;
+            let blocks = 1 + dice.below(3) as u32;
+            let engine = ranks.iter().all(|r| r.device().properties().compute_capability == (9, 0));
             let way = Way {
                 slots: dice.below(2) == 0,
                 quantise,
                 weighted: dice.below(2) == 0,
                 biases: dice.below(3),
                 direct: dice.below(2) == 0,
-                blocks: Blocks::count(1 + dice.below(3) as u32).threads(32 * (1 + dice.below(2) as u32)),
+                blocks: Blocks::count(blocks).threads(32 * (1 + dice.below(3) as u32)),
+                own_blocks: dice.below(blocks as usize) as u32,
+                mover: if engine && dice.below(3) > 0 { Mover::CopyEngine } else { Mover::Threads },
             };
-            (Round::new(&mut dice, ranks, &config), way)
+            (Round::new(&mut dice, count_of_ranks, &config), way)
         })
         .collect();
-    run_as(communicators, |rank, stream, meeting| {
+    run_as(ranks, |rank, stream, meeting| {
         for (round, way) in &all {
             go(rank, stream, meeting, round, *way);
         }

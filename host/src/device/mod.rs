@@ -292,6 +292,29 @@ impl Device {
         }
     }
 
+    /// What no other GPU of the machine is called; nothing for the SIMT device.
+    pub(crate) fn uuid(&self) -> Result<[u8; 16]> {
+        match &*self.0 {
+            Backend::Simt(_) => Ok([0; 16]),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => d.uuid(),
+        }
+    }
+
+    /// A name for an allocation (by its first address), by which another process finds it.
+    pub(crate) fn export(&self, op: &'static str, storage: &Storage) -> Result<[u8; 64]> {
+        match &*self.0 {
+            Backend::Simt(_) => {
+                let _ = storage;
+                let what =
+                    "memory of a SIMT device is of its process alone; Device::simt_peers are ranks of one".into();
+                Err(Error::Unsupported { op, what })
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => d.export(storage.address),
+        }
+    }
+
     /// Runs `f`, which touches memory of this SIMT device from the host, while nobody else does.
     fn exclusive<R>(&self, f: impl FnOnce() -> R) -> R {
         match &*self.0 {
@@ -340,6 +363,8 @@ enum Memory {
     Simt(::simt::Buffer<u8>),
     #[cfg(feature = "cuda")]
     Cuda(cuda::CudaMemory),
+    #[cfg(feature = "cuda")]
+    Import(cuda::CudaImport),
 }
 
 // SAFETY: device memory is reached only through the device's streams and copies, which are thread-safe.
@@ -362,6 +387,22 @@ impl Storage {
             }
         };
         Ok(Arc::new(Self { device: device.clone(), address, bytes, _memory: memory }))
+    }
+
+    /// `bytes` of another process, by the name that [`Device::export`] gave them there.
+    pub(crate) fn import(op: &'static str, device: &Device, handle: [u8; 64], bytes: usize) -> Result<Arc<Self>> {
+        match device.backend() {
+            Backend::Simt(_) => {
+                let _ = (handle, bytes);
+                Err(Error::Unsupported { op, what: "a SIMT device has no memory of other processes".into() })
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => {
+                let memory = d.import(handle)?;
+                let address = memory.address();
+                Ok(Arc::new(Self { device: device.clone(), address, bytes, _memory: Memory::Import(memory) }))
+            }
+        }
     }
 
     pub(crate) fn device(&self) -> &Device {

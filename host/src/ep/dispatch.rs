@@ -1,7 +1,7 @@
 //! Tokens to the ranks of their experts.
 
 use super::communicator::GROUP;
-use super::{Blocks, Communicator, aligned};
+use super::{Blocks, Communicator, Mover, aligned};
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
@@ -43,6 +43,10 @@ pub struct DispatchOptions<'a> {
     pub count: Option<&'a Tensor<u32>>,
     /// How many blocks.
     pub blocks: Blocks,
+    /// How many of these copy the rank's own rows and nothing else; 0 if all blocks do both. Compact only.
+    pub own_blocks: u32,
+    /// What moves rows. Threads in slots.
+    pub mover: Mover,
 }
 
 impl<'a> DispatchOptions<'a> {
@@ -73,6 +77,18 @@ impl<'a> DispatchOptions<'a> {
     /// With so many blocks.
     pub const fn blocks(mut self, blocks: Blocks) -> Self {
         self.blocks = blocks;
+        self
+    }
+
+    /// With so many of the blocks for the own rows.
+    pub const fn own_blocks(mut self, own_blocks: u32) -> Self {
+        self.own_blocks = own_blocks;
+        self
+    }
+
+    /// With this to move rows.
+    pub const fn mover(mut self, mover: Mover) -> Self {
+        self.mover = mover;
         self
     }
 }
@@ -144,19 +160,40 @@ pub struct Received {
     pub offsets: Tensor<i32>,
 }
 
-/// The entry of a variant.
-pub const fn entry(quantise: bool, arrangement: Arrangement) -> Entry<Args> {
-    match (quantise, arrangement) {
-        (false, Arrangement::Compact) => kernel::ep_dispatch_bf16_compact::ENTRY,
-        (false, Arrangement::Slots) => kernel::ep_dispatch_bf16_slots::ENTRY,
-        (true, Arrangement::Compact) => kernel::ep_dispatch_e4m3_compact::ENTRY,
-        (true, Arrangement::Slots) => kernel::ep_dispatch_e4m3_slots::ENTRY,
-    }
+/// A kernel of dispatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Variant {
+    /// In e4m3.
+    pub quantise: bool,
+    /// How rows are arranged.
+    pub arrangement: Arrangement,
+    /// The copy engine moves rows: compact only, on Hopper.
+    pub bulk: bool,
 }
 
-/// How to launch any of them; `counted` tokens, which are none in slots.
-pub const fn geometry(blocks: u32, threads: u32, counted: u32) -> Geometry {
-    Geometry::linear(blocks, threads).shared_bytes(kernel::shared_bytes(counted)).resident()
+impl Variant {
+    /// Its entry.
+    pub const fn entry(self) -> Entry<Args> {
+        match (self.quantise, self.arrangement, self.bulk) {
+            (false, Arrangement::Compact, false) => kernel::ep_dispatch_bf16_compact::ENTRY,
+            (true, Arrangement::Compact, false) => kernel::ep_dispatch_e4m3_compact::ENTRY,
+            (false, Arrangement::Compact, true) => kernel::ep_dispatch_bf16_bulk::ENTRY,
+            (true, Arrangement::Compact, true) => kernel::ep_dispatch_e4m3_bulk::ENTRY,
+            (false, Arrangement::Slots, _) => kernel::ep_dispatch_bf16_slots::ENTRY,
+            (true, Arrangement::Slots, _) => kernel::ep_dispatch_e4m3_slots::ENTRY,
+        }
+    }
+
+    /// How to launch it, for so many tokens.
+    pub const fn geometry(self, blocks: u32, threads: u32, tokens: u32) -> Geometry {
+        let bytes = match (self.arrangement, self.bulk) {
+            (Arrangement::Slots, _) => 0,
+            (Arrangement::Compact, false) => kernel::shared_bytes(tokens),
+            (Arrangement::Compact, true) => kernel::bulk_shared_bytes(tokens, threads, self.quantise),
+        };
+        Geometry::linear(blocks, threads).shared_bytes(bytes).resident()
+    }
 }
 
 /// Launches dispatch (layer L1).
@@ -167,16 +204,9 @@ pub const fn geometry(blocks: u32, threads: u32, counted: u32) -> Geometry {
 /// # Safety
 /// The link is that of a rank on the stream's device, and the job's pointers are what [`Job`] documents, until the launch is done;
 /// sizes are those of the ranks' buffers. As many blocks are resident at the same time.
-pub unsafe fn launch(
-    stream: &Stream,
-    quantise: bool,
-    arrangement: Arrangement,
-    [blocks, threads]: [u32; 2],
-    args: &Args,
-) -> Result<()> {
-    let counted = if matches!(arrangement, Arrangement::Compact) { args.job.tokens } else { 0 };
+pub unsafe fn launch(stream: &Stream, variant: Variant, [blocks, threads]: [u32; 2], args: &Args) -> Result<()> {
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry(quantise, arrangement), &geometry(blocks, threads, counted), args) }
+    unsafe { stream.launch(&variant.entry(), &variant.geometry(blocks, threads, args.job.tokens), args) }
 }
 
 impl Communicator {
@@ -267,14 +297,20 @@ impl Communicator {
             top_k: config.top_k as u32,
             per_rank: self.per_rank(),
             cached: options.cached.into(),
+            own_blocks: options.own_blocks,
         };
         let rows = self.own(|b| b.rows.clone());
         call.read("the communicator's rows", &rows)?;
         call.check_overlap()?;
         aligned(OP, "x", job.x.cast())?;
-        let most = entry(options.quantise, options.arrangement).max_threads;
+        let bulk = !slots && options.mover.is_bulk(OP, self.device(), true)?;
+        let variant = Variant { quantise: options.quantise, arrangement: options.arrangement, bulk };
+        let most = variant.entry().max_threads;
         let default = if slots { [64, 256] } else { [24, most] };
-        let [blocks, threads] = self.blocks(OP, options.blocks, default, most)?;
+        let [blocks, threads] =
+            self.blocks(OP, options.blocks, default, most, |t| variant.geometry(1, t, tokens as u32).shared_bytes)?;
+        let own = options.own_blocks;
+        call.value(own < blocks && (own == 0 || !slots), "options.own_blocks", "fewer than blocks; 0 in slots", own)?;
         let operation = [4, blocks, threads, slots.into(), options.quantise.into(), options.cached.into()];
         let args = Args { link: self.link(stream, &operation), job };
         #[cfg(feature = "nccl")]
@@ -286,7 +322,7 @@ impl Communicator {
             };
         }
         // SAFETY: shapes, devices and overlap were checked above; buffers live as long as the group.
-        unsafe { launch(stream, options.quantise, options.arrangement, [blocks, threads], &args)? };
+        unsafe { launch(stream, variant, [blocks, threads], &args)? };
         routing.tokens = tokens;
         #[cfg(feature = "nccl")]
         if self.nccl.is_some() && self.nccl_fits(&routing.counts) {
