@@ -1,6 +1,6 @@
 use super::ranks::{Dice, Meeting, on_every_setup, run, run_as};
 use std::time::Duration;
-use warploom::ep::{Arrangement, Blocks, CombineOptions, Communicator, Config, DispatchOptions, Mover, Received};
+use warploom::ep::{Arrangement, Blocks, CombineOptions, Communicator, Config, DispatchOptions, Received};
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, reference};
 use warploom_tests::{assert_close, noise, noise_of, widen};
 
@@ -111,8 +111,7 @@ struct Way {
     biases: usize,
     direct: bool,
     blocks: Blocks,
-    own_blocks: u32,
-    mover: Mover,
+    own_blocks: Option<u32>,
 }
 
 /// One dispatch and one combine of made-up results.
@@ -132,8 +131,8 @@ fn go(rank: &mut Communicator, stream: &Stream, meeting: &Meeting, round: &Round
     stream.fill_bytes(&mut out, 0xff).unwrap();
     stream.synchronize().unwrap();
     meeting.wait();
-    let options = DispatchOptions::default().arrangement(arrangement).quantise(way.quantise).blocks(way.blocks);
-    let options = options.own_blocks(if way.slots { 0 } else { way.own_blocks }).mover(way.mover);
+    let mut options = DispatchOptions::default().arrangement(arrangement).quantise(way.quantise).blocks(way.blocks);
+    options.own_blocks = way.own_blocks;
     let weights = way.weighted.then_some(&inputs.weights);
     let received = rank.dispatch(stream, &mut routing, &inputs.x, &inputs.ids, weights, &options).unwrap();
     rank.check(stream).unwrap();
@@ -145,10 +144,6 @@ fn go(rank: &mut Communicator, stream: &Stream, meeting: &Meeting, round: &Round
     meeting.wait();
 
     let mut options = CombineOptions::default().blocks(way.blocks);
-    // The copy engine wants a warp for itself.
-    if way.blocks.threads != Some(32) {
-        options = options.mover(way.mover);
-    }
     options.biases = [dbiases.first(), dbiases.get(1)];
     if way.weighted {
         options = options.weights(&dfactors);
@@ -183,7 +178,6 @@ pub fn rounds_as(ranks: Vec<Communicator>, config: Config, seed: u64, count: usi
         .map(|i| {
             let quantise = config.hidden.is_multiple_of(128) && i % 2 == 1;
             let blocks = 1 + dice.below(3) as u32;
-            let engine = ranks.iter().all(|r| r.device().properties().compute_capability == (9, 0));
             let way = Way {
                 slots: dice.below(2) == 0,
                 quantise,
@@ -191,8 +185,7 @@ pub fn rounds_as(ranks: Vec<Communicator>, config: Config, seed: u64, count: usi
                 biases: dice.below(3),
                 direct: dice.below(2) == 0,
                 blocks: Blocks::count(blocks).threads(32 * (1 + dice.below(3) as u32)),
-                own_blocks: dice.below(blocks as usize) as u32,
-                mover: if engine && dice.below(3) > 0 { Mover::CopyEngine } else { Mover::Threads },
+                own_blocks: if dice.below(3) > 0 { Some(dice.below(blocks as usize) as u32) } else { None },
             };
             (Round::new(&mut dice, count_of_ranks, &config), way)
         })
@@ -395,6 +388,9 @@ fn bad_input() {
             let many = none.blocks(Blocks::count(1).threads(48));
             let e = rank.dispatch(stream, &mut routing, &x(&[3, 64]), &ids(&[3, 2]), None, &many);
             assert!(matches!(e, Err(Error::Value { arg: "options.blocks.threads", .. })), "{e:?}");
+            let many = none.own_blocks(2).blocks(Blocks::count(2));
+            let e = rank.dispatch(stream, &mut routing, &x(&[3, 64]), &ids(&[3, 2]), None, &many);
+            assert!(matches!(e, Err(Error::Value { arg: "options.own_blocks", .. })), "{e:?}");
             let results = rank.results();
             let overlapping = results.narrow(0, 0, 3).unwrap();
             let three = ids(&[3, 2]);
@@ -418,6 +414,8 @@ fn bad_input() {
         assert!(matches!(e, Err(Error::Value { arg: "config.experts", .. })), "{e:?}");
         let e = Communicator::new(devices, &Config::new(64, 2, 4, 70000));
         assert!(matches!(e, Err(Error::Value { arg: "config.max_tokens", .. })), "{e:?}");
+        let e = Communicator::new(devices, &Config::new(64, 2, 32770, 8));
+        assert!(matches!(e, Err(Error::Value { arg: "config.experts", .. })), "{e:?}");
         let e = Communicator::new(&[], &Config::new(64, 2, 4, 8));
         assert!(matches!(e, Err(Error::Value { arg: "devices", .. })), "{e:?}");
         let twice = vec![Device::simt(); 2];

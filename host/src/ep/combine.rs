@@ -1,6 +1,6 @@
 //! Rows back from the ranks of their experts, added up.
 
-use super::{Blocks, Communicator, Mover, Routing, aligned};
+use super::{Blocks, Communicator, Routing, aligned};
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
@@ -25,8 +25,6 @@ pub struct CombineOptions<'a> {
     pub count: Option<&'a Tensor<u32>>,
     /// How many blocks.
     pub blocks: Blocks,
-    /// What moves rows.
-    pub mover: Mover,
 }
 
 impl<'a> CombineOptions<'a> {
@@ -53,23 +51,16 @@ impl<'a> CombineOptions<'a> {
         self.blocks = blocks;
         self
     }
-
-    /// With this to move rows.
-    pub const fn mover(mut self, mover: Mover) -> Self {
-        self.mover = mover;
-        self
-    }
 }
 
-/// The entry; with `bulk` the copy engine moves rows, on Hopper.
-pub const fn entry(bulk: bool) -> Entry<Args> {
-    if bulk { kernel::ep_combine_bf16_bulk::ENTRY } else { kernel::ep_combine_bf16::ENTRY }
-}
+/// The entry.
+pub const ENTRY: Entry<Args> = kernel::ep_combine_bf16::ENTRY;
+/// The most threads of a block.
+const MAX_THREADS: u32 = ENTRY.max_threads;
 
 /// How to launch it.
-pub const fn geometry(bulk: bool, blocks: u32, threads: u32) -> Geometry {
-    let bytes = if bulk { kernel::BULK_SHARED_BYTES } else { 0 };
-    Geometry::linear(blocks, threads).shared_bytes(bytes).resident()
+pub const fn geometry(blocks: u32, threads: u32) -> Geometry {
+    Geometry::linear(blocks, threads).resident()
 }
 
 /// Launches combine (layer L1).
@@ -80,9 +71,9 @@ pub const fn geometry(bulk: bool, blocks: u32, threads: u32) -> Geometry {
 /// # Safety
 /// The link is that of a rank on the stream's device, and the job's pointers are what [`Job`] documents, until the launch is done;
 /// places are of a dispatch of the same ranks. As many blocks are resident at the same time.
-pub unsafe fn launch(stream: &Stream, bulk: bool, [blocks, threads]: [u32; 2], args: &Args) -> Result<()> {
+pub unsafe fn launch(stream: &Stream, [blocks, threads]: [u32; 2], args: &Args) -> Result<()> {
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry(bulk), &geometry(bulk, blocks, threads), args) }
+    unsafe { stream.launch(&ENTRY, &geometry(blocks, threads), args) }
 }
 
 impl Communicator {
@@ -152,13 +143,8 @@ impl Communicator {
         aligned(OP, "options.biases", job.bias.cast())?;
         aligned(OP, "options.biases", job.bias2.cast())?;
         // As many blocks as for dispatch, or more for few tokens, which are all latency.
-        let few = tokens * hidden <= 4 << 20;
-        let bulk = options.mover.is_bulk(OP, self.device(), !few)?;
-        let most = entry(bulk).max_threads;
-        let default = if few { [128, 256] } else { [24, most] };
-        let [blocks, threads] =
-            self.blocks(OP, options.blocks, default, most, |t| geometry(bulk, 1, t).shared_bytes)?;
-        call.value(!bulk || threads >= 64, "options.blocks.threads", "at least 64 for the copy engine", threads)?;
+        let default = if tokens * hidden <= 4 << 20 { [128, 256] } else { [24, MAX_THREADS] };
+        let [blocks, threads] = self.blocks(OP, options.blocks, default, MAX_THREADS, |_| 0)?;
         if let Some(results) = results.filter(|r| r.as_ptr() != own.as_ptr()) {
             stream.copy(&mut own.narrow(0, 0, results.dim(0))?, results)?;
         }
@@ -169,6 +155,6 @@ impl Communicator {
             self.nccl_get_results(stream, &routing.counts)?;
         }
         // SAFETY: shapes, devices and overlap were checked above; buffers live as long as the group.
-        unsafe { launch(stream, bulk, [blocks, threads], &args) }
+        unsafe { launch(stream, [blocks, threads], &args) }
     }
 }

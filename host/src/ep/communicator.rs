@@ -106,34 +106,6 @@ impl Blocks {
     }
 }
 
-/// What moves rows between memories. Results are the same.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Mover {
-    /// What suits the GPU.
-    #[default]
-    Auto,
-    /// Loads and stores of threads, through registers: every GPU.
-    Threads,
-    /// The copy engine of each multiprocessor, through shared memory: Hopper, and the SIMT device.
-    CopyEngine,
-}
-
-impl Mover {
-    /// Whether the copy engine is to be used, and can be; `auto` says whether it suits.
-    pub(super) fn is_bulk(self, op: &'static str, device: &Device, auto: bool) -> Result<bool> {
-        let can = device.properties().compute_capability == (9, 0);
-        match self {
-            Mover::Auto => Ok(can && auto),
-            Mover::Threads => Ok(false),
-            Mover::CopyEngine if can => Ok(true),
-            Mover::CopyEngine => {
-                Err(Error::Unsupported { op, what: format!("the copy engine of {} (Hopper has it)", device.name()) })
-            }
-        }
-    }
-}
-
 /// The symmetric buffers of a rank, and what it keeps to itself.
 pub(super) struct Buffers {
     pub(super) flags: Tensor<u64>,

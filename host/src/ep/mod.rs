@@ -21,7 +21,7 @@ pub mod nccl;
 pub mod processes;
 
 pub use combine::CombineOptions;
-pub use communicator::{Blocks, Communicator, Config, Mover};
+pub use communicator::{Blocks, Communicator, Config};
 pub use dispatch::{Arrangement, DispatchOptions, Received, Routing, Rows};
 pub use expert_map::ExpertMap;
 pub use fault::{Fault, Phase};

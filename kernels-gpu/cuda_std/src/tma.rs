@@ -480,14 +480,3 @@ pub fn fence_async() {
         ptx!("fence.proxy.async.shared::cta;", options(nostack, preserves_flags))
     };
 }
-
-/// [`fence_async`] for global memory too: what this thread knows others did there, before the copy engine's accesses.
-/// `fence.proxy.async`.
-#[inline(always)]
-pub fn fence_async_all() {
-    #[cfg(target_arch = "nvptx64")]
-    // SAFETY: a fence.
-    unsafe {
-        ptx!("fence.proxy.async;", options(nostack, preserves_flags))
-    };
-}

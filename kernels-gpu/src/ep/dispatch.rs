@@ -19,34 +19,14 @@ use cuda_std::convert::max_bf16x2;
 use cuda_std::integer::{Divisor, permute};
 use cuda_std::shared::{Carver, Shared};
 use cuda_std::vec::{B64, B128, Streaming};
-use cuda_std::{
-    E4M3, Global, GlobalMut, bf16, entries, float, integer, mbarrier, struct_param, thread, tma, unroll, warp,
-};
+use cuda_std::{E4M3, Global, GlobalMut, bf16, entries, float, integer, struct_param, thread, unroll, warp};
 
-/// Values of eight times 32 lanes that a warp has under way.
-const DEPTH: usize = 4;
-/// As many in e4m3, and in slots.
-const DEEP: usize = 7;
-/// The most bytes of a row that the copy engine moves at once.
-pub const CHUNK: usize = 8192;
-/// Warps that tell the copy engine what to move: one alone is too slow.
-const MOVERS: usize = 4;
-/// Chunks of each in shared memory.
-const STAGES: usize = 4;
-/// Of these, chunks whose stores may be under way while others are loaded.
-const LAG: usize = 2;
-/// Bytes of shared memory for all that.
-const RING_BYTES: usize = MOVERS * STAGES * (CHUNK + 8 + MAX_RANKS * 4);
+/// Vectors of eight values that a lane has under way.
+pub const DEPTH: usize = 4;
 
 /// Dynamic shared memory of a block, for so many tokens that are to be counted.
 pub const fn shared_bytes(tokens: u32) -> u32 {
     scan_bytes(tokens) + (MAX_RANKS * MAX_RANKS * 4) as u32
-}
-
-/// The same if the copy engine moves rows.
-pub const fn bulk_shared_bytes(tokens: u32, threads: u32, quantise: bool) -> u32 {
-    let stages = if quantise { 2 * threads / 32 * DEEP as u32 * 256 } else { RING_BYTES as u32 };
-    stages + shared_bytes(tokens)
 }
 
 /// What is sent, and how.
@@ -88,35 +68,68 @@ pub struct Job {
 }
 struct_param!(Job);
 
+/// The ranks' buffers that dispatch writes to.
+///
+/// `HELD`: lane `r` has the addresses of rank `r`'s, loaded before a wait, after which (an acquire empties the first-level cache)
+/// the table would have to come from the second level again. For few tokens; otherwise registers are worth more.
+#[derive(Clone, Copy)]
+struct Peers<'a, const HELD: bool> {
+    link: &'a Link,
+    bases: [u64; 4],
+}
+
+impl<'a, const HELD: bool> Peers<'a, HELD> {
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn new(link: &'a Link) -> Self {
+        let mut bases = [0; 4];
+        if HELD && warp::lane_id() < link.ranks {
+            unroll::<4>(|i| bases[i] = link.buffer::<u8>(warp::lane_id(), slot::ROWS + i).ptr(0usize) as u64);
+        }
+        Self { link, bases }
+    }
+
+    /// One of the four. All lanes take part.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn buffer<T: Copy>(&self, rank: u32, slot: usize) -> GlobalMut<T> {
+        if HELD {
+            GlobalMut::new(warp::shfl_idx(self.bases[slot - slot::ROWS], rank) as *mut T)
+        } else {
+            self.link.buffer(rank, slot)
+        }
+    }
+}
+
 /// The part of a row that a warp moves at once, loaded.
 #[derive(Clone, Copy)]
-struct Piece<const N: usize> {
-    vectors: [[u32; 4]; N],
+struct Piece {
+    vectors: [[u32; 4]; DEPTH],
     /// The vector of the lane's first.
     first: u32,
     /// Vectors of a row.
     count: u32,
 }
 
-impl<const N: usize> Piece<N> {
+impl Piece {
     /// Pieces of a row.
     #[inline(always)]
     fn count(job: &Job) -> u32 {
-        (job.hidden / 8).div_ceil(32 * N as u32)
+        (job.hidden / 8).div_ceil(32 * DEPTH as u32)
     }
 
     #[inline(always)]
     fn none(job: &Job) -> Self {
-        Self { vectors: [[0; 4]; N], first: 0, count: job.hidden / 8 }
+        Self { vectors: [[0; 4]; DEPTH], first: 0, count: job.hidden / 8 }
     }
 
     #[inline(always)]
     #[track_caller]
     unsafe fn load(job: &Job, token: u32, piece: u32) -> Self {
         let mut this = Self::none(job);
-        this.first = piece * (32 * N as u32) + warp::lane_id();
+        this.first = piece * (32 * DEPTH as u32) + warp::lane_id();
         let row = Global::new(job.x).offset(token as usize * job.x_stride);
-        unroll::<N>(|j| {
+        unroll::<DEPTH>(|j| {
             let i = this.first + 32 * j as u32;
             if i < this.count {
                 let B128(v) = row.get_hinted::<B128<u32, 4>>(i as usize * 8, Streaming);
@@ -126,7 +139,7 @@ impl<const N: usize> Piece<N> {
         this
     }
 
-    /// In e4m3: the values in the first two words of each vector. Lane `2 j + 16 h`, for `j` below `N`, gets the scale of half `h`
+    /// In e4m3: the values in the first two words of each vector. Lane `2 j + 16 h`, for `j` below [`DEPTH`], gets the scale of half `h`
     /// of the warp's `j`-th vectors.
     ///
     /// Magnitudes are compared as pairs of bf16. Lanes of a half warp do so in turn for fewer and fewer vectors: of eight each
@@ -134,10 +147,10 @@ impl<const N: usize> Piece<N> {
     #[inline(always)]
     #[track_caller]
     unsafe fn quantise(&mut self) -> f32 {
-        const { assert!(N <= 8) };
+        const { assert!(DEPTH <= 8) };
         let lane = warp::lane_id();
         let mut largest = [0u32; 8];
-        unroll::<N>(|j| {
+        unroll::<DEPTH>(|j| {
             let v = self.vectors[j];
             let m = |w: usize| v[w] & 0x7fff_7fff;
             largest[j] = max_bf16x2(max_bf16x2(m(0), m(1)), max_bf16x2(m(2), m(3)));
@@ -160,7 +173,7 @@ impl<const N: usize> Piece<N> {
         let amax = f32::from_bits(if lane & 2 != 0 { word & 0xffff_0000 } else { word << 16 });
         let scale = scale_for::<E4M3>(amax);
         let factor = float::fast::recip(scale);
-        unroll::<N>(|j| {
+        unroll::<DEPTH>(|j| {
             let factor = warp::warp_shuffle_idx(warp::FULL, factor, 2 * j as u32, 16).0;
             let mut v = [0.0; 8];
             unroll::<4>(|w| {
@@ -176,25 +189,32 @@ impl<const N: usize> Piece<N> {
     /// The scales of [`quantise`](Self::quantise) to a row of a rank.
     #[inline(always)]
     #[track_caller]
-    unsafe fn store_scales(&self, link: &Link, rank: u32, row: usize, scale: f32) {
+    unsafe fn store_scales<const HELD: bool>(&self, peers: &Peers<'_, HELD>, rank: u32, row: usize, scale: f32) {
+        let scales = peers.buffer::<f32>(rank, slot::SCALES);
         let lane = warp::lane_id();
         let (j, half) = (lane % 16 / 2, lane / 16);
         let group = (self.first - lane) / 16 + 2 * j + half;
-        if lane.is_multiple_of(2) && j < N as u32 && group < self.count / 16 {
-            link.buffer::<f32>(rank, slot::SCALES).offset(row * (self.count / 16) as usize).set(group, scale);
+        if lane.is_multiple_of(2) && j < DEPTH as u32 && group < self.count / 16 {
+            scales.offset(row * (self.count / 16) as usize).set(group, scale);
         }
     }
 
     /// To a row of a rank.
     #[inline(always)]
     #[track_caller]
-    unsafe fn store<const QUANTISED: bool>(&self, link: &Link, rank: u32, row: usize, scale: f32) {
+    unsafe fn store<const QUANTISED: bool, const HELD: bool>(
+        &self,
+        peers: &Peers<'_, HELD>,
+        rank: u32,
+        row: usize,
+        scale: f32,
+    ) {
         let bytes = if QUANTISED { 8 } else { 16 };
-        let to = link.buffer::<u8>(rank, slot::ROWS).offset(row * self.count as usize * bytes);
+        let to = peers.buffer::<u8>(rank, slot::ROWS).offset(row * self.count as usize * bytes);
         if QUANTISED {
-            self.store_scales(link, rank, row, scale);
+            self.store_scales(peers, rank, row, scale);
         }
-        unroll::<N>(|j| {
+        unroll::<DEPTH>(|j| {
             let i = self.first + 32 * j as u32;
             if i < self.count {
                 let v = self.vectors[j];
@@ -236,42 +256,31 @@ impl Experts {
     /// As a rank sees them, to its row.
     #[inline(always)]
     #[track_caller]
-    unsafe fn store(self, job: &Job, link: &Link, rank: u32, row: usize) {
+    unsafe fn store<const HELD: bool>(self, job: &Job, peers: &Peers<'_, HELD>, rank: u32, row: usize) {
         let lane = warp::lane_id();
+        let (ids, weights) = (peers.buffer::<i32>(rank, slot::IDS), peers.buffer::<f32>(rank, slot::WEIGHTS));
         if lane < job.top_k {
             let at = row * job.top_k as usize + lane as usize;
             let there = self.rank >> rank & 1 != 0;
             let local = self.id - (rank * job.per_rank.get()) as i32;
-            link.buffer::<i32>(rank, slot::IDS).set(at, if there { local } else { -1 });
-            link.buffer::<f32>(rank, slot::WEIGHTS).set(at, if there { self.weight } else { 0.0 });
+            ids.set(at, if there { local } else { -1 });
+            weights.set(at, if there { self.weight } else { 0.0 });
         }
     }
 }
 
-/// How a block sends rows.
-pub mod way {
-    /// Warps take pieces of rows, at places that nobody has to know of.
-    pub const SLOTS: u32 = 0;
-    /// Warps take pieces of rows.
-    pub const COMPACT: u32 = 1;
-    /// The copy engine moves them.
-    pub const BULK: u32 = 2;
-}
-
 /// The blocks must all be resident; the threads of a block are a multiple of 32. Shared memory:
-/// [`shared_bytes`] of as many tokens as are counted: none in slots; [`bulk_shared_bytes`] for [`way::BULK`].
+/// [`shared_bytes`] of as many tokens as are counted: none in slots.
 #[inline(always)]
-pub unsafe fn dispatch<const QUANTISED: bool, const WAY: u32>(link: Link, job: Job) {
+pub unsafe fn dispatch<const QUANTISED: bool, const SLOTS: bool>(link: Link, job: Job) {
     let Some(session) = Session::begin(link) else { return };
     let tokens = token_count(job.count, job.tokens);
     let routes =
         Routes { ids: Global::new(job.ids), tokens, top_k: job.top_k, per_rank: job.per_rank, ranks: link.ranks };
-    let ok = match (WAY, QUANTISED) {
-        (way::SLOTS, _) => send_slots::<QUANTISED>(&session, &job, &routes),
-        (way::COMPACT, false) => send_compact::<false, DEPTH>(&session, &job, &routes),
-        (way::COMPACT, true) => send_compact::<true, DEPTH>(&session, &job, &routes),
-        (_, false) => send_bulk(&session, &job, &routes),
-        (_, true) => send_bulk_quantised(&session, &job, &routes),
+    let ok = if SLOTS {
+        send_slots::<QUANTISED>(&session, &job, &routes)
+    } else {
+        send_compact::<QUANTISED>(&session, &job, &routes)
     };
     session.finish(ok, false);
 }
@@ -284,19 +293,24 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
     let places = GlobalMut::new(job.places);
     // Blocks take turns, so that all are busy with few tokens.
     let first = thread::thread_idx_x() / 32 * thread::grid_dim_x() + thread::block_idx_x();
-    let mut walk = Walk::new(first, warps * thread::grid_dim_x(), Piece::<DEEP>::count(job));
+    let mut walk = Walk::new(first, warps * thread::grid_dim_x(), Piece::count(job));
     let load = |walk: Walk| {
-        if walk.row < routes.tokens { Piece::<DEEP>::load(job, walk.row, walk.piece) } else { Piece::none(job) }
+        let there = walk.row < routes.tokens;
+        let piece = if there { Piece::load(job, walk.row, walk.piece) } else { Piece::none(job) };
+        (piece, Experts::load(job, routes, walk.row))
     };
-    // The first piece is under way while the rank waits for the others.
-    let mut piece = load(walk);
-    if !session.clean() && !session.enter() {
+    // The first piece is under way while the rank waits for the others, whom it has told that it is here: that would wait for loads.
+    if !session.clean() {
+        session.announce(0);
+    }
+    let peers = Peers::<true>::new(link);
+    let (mut piece, (mut experts, mut fine)) = load(walk);
+    if !session.clean() && !session.wait_entry() {
         return false;
     }
     let mut ok = true;
     while walk.row < job.max_tokens {
         let token = walk.row;
-        let (experts, fine) = Experts::load(job, routes, token);
         if !fine {
             session.fail(fault::BAD_ID, link.rank, phase::WORK, token);
             ok = false;
@@ -305,7 +319,7 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
         let row = link.rank as usize * job.max_tokens as usize + token as usize;
         if walk.piece == 0 {
             for d in 0..link.ranks {
-                experts.store(job, link, d, row);
+                experts.store(job, &peers, d, row);
             }
             if lane < link.ranks {
                 let place = if mask >> lane & 1 != 0 { row as i32 } else { -1 };
@@ -319,12 +333,12 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
             }
             for d in 0..link.ranks {
                 if mask >> d & 1 != 0 {
-                    piece.store::<QUANTISED>(link, d, row, scale);
+                    piece.store::<QUANTISED, true>(&peers, d, row, scale);
                 }
             }
         }
         walk.advance();
-        piece = load(walk);
+        (piece, (experts, fine)) = load(walk);
     }
     ok
 }
@@ -337,8 +351,6 @@ struct Part {
     last: u32,
     /// As a mask, the ranks that the block sends to.
     to: u32,
-    /// Whether the thread saw nothing wrong.
-    ok: bool,
 }
 
 impl Part {
@@ -355,7 +367,7 @@ impl Part {
         };
         let each = integer::div(tokens + count - 1, count);
         let first = (index * each).min(tokens);
-        Self { first, last: (first + each).min(tokens), to, ok: true }
+        Self { first, last: (first + each).min(tokens), to }
     }
 
     /// The lane's rank's row for a token, -1 if it does not go there, or the block does not send it.
@@ -371,19 +383,21 @@ impl Part {
     }
 }
 
-/// Finds out where the rows of this block's tokens belong; `None` if something is wrong.
 #[inline(always)]
 #[track_caller]
-unsafe fn find_places(session: &Session, job: &Job, routes: &Routes, carver: &mut Carver) -> Option<Part> {
+unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, routes: &Routes) -> bool {
     let link = &session.link;
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
+    let mut carver = Carver::new();
     let counts: Shared<u32> = carver.take::<u32>(MAX_RANKS * MAX_RANKS);
     let cached = job.cached != 0;
-    session.announce();
+    // Block 0 has counts to tell.
+    session.announce(blocks - 1);
 
     // How many tokens go where.
-    let run = scan(Routes { tokens: if cached { 0 } else { routes.tokens }, ..*routes }, link, session.mark(), carver);
+    let run =
+        scan(Routes { tokens: if cached { 0 } else { routes.tokens }, ..*routes }, link, session.mark(), &mut carver);
     let totals = run.totals;
     let kept = GlobalMut::new(job.totals);
     if cached {
@@ -394,8 +408,16 @@ unsafe fn find_places(session: &Session, job: &Job, routes: &Routes, carver: &mu
     } else if block == 0 && tid < MAX_RANKS as u32 {
         kept.set(tid, totals.get(tid));
     }
+    // The first piece is under way while the rank waits for the others.
+    let part = Part::new(job, link, routes.tokens);
+    let mut walk = Walk::new(tid / 32, thread::block_dim_x() / 32, Piece::count(job));
+    let load = |walk: Walk| {
+        let token = part.first + walk.row;
+        if token < part.last { Piece::load(job, token, walk.piece) } else { Piece::none(job) }
+    };
+    let mut piece = load(walk);
     if !session.exchange_counts(totals, counts) {
-        return None;
+        return false;
     }
 
     // Lane `r`: where this rank's rows begin at rank `r`, and how many it gets of all.
@@ -413,7 +435,7 @@ unsafe fn find_places(session: &Session, job: &Job, routes: &Routes, carver: &mu
         if tid == 0 {
             session.fail(fault::OVERFLOW, d, phase::WORK, all);
         }
-        return None;
+        return false;
     }
     let end = warp::shfl_idx(all, link.rank);
     if block == 0 && tid == 0 {
@@ -427,7 +449,6 @@ unsafe fn find_places(session: &Session, job: &Job, routes: &Routes, carver: &mu
     }
 
     // The block's tokens, and their rows.
-    let part = Part { ok: run.ok, ..Part::new(job, link, routes.tokens) };
     let places = GlobalMut::new(job.places);
     if !cached {
         run.places(base, part.first, part.last, |token, d, place| {
@@ -451,21 +472,17 @@ unsafe fn find_places(session: &Session, job: &Job, routes: &Routes, carver: &mu
         ids.set(i, -1);
         i += blocks * thread::block_dim_x();
     }
-    Some(part)
-}
 
-#[inline(always)]
-#[track_caller]
-unsafe fn send_compact<const QUANTISED: bool, const N: usize>(session: &Session, job: &Job, routes: &Routes) -> bool {
-    let link = &session.link;
-    let Some(part) = find_places(session, job, routes, &mut Carver::new()) else { return false };
-    let mut walk = Walk::new(thread::thread_idx_x() / 32, thread::block_dim_x() / 32, Piece::<N>::count(job));
+    let peers = Peers::<false>::new(link);
     while part.first + walk.row < part.last {
         let token = part.first + walk.row;
         let place = part.place(job, link, token);
-        let mut piece = Piece::<N>::load(job, token, walk.piece);
-        if walk.piece == 0 {
-            send_experts(link, job, routes, token, place);
+        let now = walk;
+        walk.advance();
+        // Quantising takes as long as loading: of two pieces one is loaded while the other is worked on.
+        let next = if QUANTISED { load(walk) } else { Piece::none(job) };
+        if now.piece == 0 {
+            send_experts(&peers, job, routes, token, place);
         }
         let mut scale = 0.0;
         if QUANTISED {
@@ -474,179 +491,32 @@ unsafe fn send_compact<const QUANTISED: bool, const N: usize>(session: &Session,
         for d in 0..link.ranks {
             let row = warp::shfl_idx(place, d);
             if row >= 0 {
-                piece.store::<QUANTISED>(link, d, row as usize, scale);
+                piece.store::<QUANTISED, false>(&peers, d, row as usize, scale);
             }
         }
-        walk.advance();
+        piece = if QUANTISED { next } else { load(walk) };
     }
-    part.ok
+    run.ok
 }
 
 /// The experts of a token to its row (`place`) at each rank.
 #[inline(always)]
 #[track_caller]
-unsafe fn send_experts(link: &Link, job: &Job, routes: &Routes, token: u32, place: i32) {
+unsafe fn send_experts(peers: &Peers<'_, false>, job: &Job, routes: &Routes, token: u32, place: i32) {
     let (experts, _) = Experts::load(job, routes, token);
-    for d in 0..link.ranks {
+    for d in 0..peers.link.ranks {
         let row = warp::shfl_idx(place, d);
         if row >= 0 {
-            experts.store(job, link, d, row as usize);
+            experts.store(job, peers, d, row as usize);
         }
     }
-}
-
-/// A few warps let the copy engine load rows, in chunks, and store them to all their ranks; lane `r` stores to rank `r`. Of a
-/// warp's chunks [`LAG`] are stored while the others are loaded. The other warps send experts.
-#[inline(always)]
-#[track_caller]
-unsafe fn send_bulk(session: &Session, job: &Job, routes: &Routes) -> bool {
-    let link = &session.link;
-    let mut carver = Carver::new();
-    let ring = carver.take_aligned::<u8>(MOVERS * STAGES * CHUNK, 128);
-    let full = carver.take::<u64>(MOVERS * STAGES);
-    let kept = carver.take::<i32>(MOVERS * STAGES * MAX_RANKS);
-    let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
-    if tid == 0 {
-        unroll::<{ MOVERS * STAGES }>(|i| mbarrier::init(full.address(i), 1));
-        mbarrier::fence_init();
-    }
-    let Some(part) = find_places(session, job, routes, &mut carver) else { return false };
-    let (warp, warps) = (tid / 32, thread::block_dim_x() / 32);
-    let movers = (MOVERS as u32).min(warps);
-    if warp >= movers || movers == warps {
-        let (index, others) = if movers == warps { (warp, warps) } else { (warp - movers, warps - movers) };
-        let mut token = part.first + index;
-        while token < part.last {
-            send_experts(link, job, routes, token, part.place(job, link, token));
-            token += others;
-        }
-    }
-    if warp >= movers {
-        return part.ok;
-    }
-
-    let ring = ring.offset(warp * const { (STAGES * CHUNK) as u32 });
-    let full = full.offset(warp * STAGES as u32);
-    let kept = kept.offset(warp * const { (STAGES * MAX_RANKS) as u32 });
-    let row_bytes = job.hidden * 2;
-    let chunks = row_bytes.div_ceil(CHUNK as u32);
-    let chunk = integer::div(row_bytes, chunks).next_multiple_of(16);
-    let total = integer::div((part.last - part.first) * chunks + movers - 1 - warp, movers);
-    let at = |n: u32| {
-        let n = n * movers + warp;
-        let row = integer::div(n, chunks);
-        let begin = (n - row * chunks) * chunk;
-        (part.first + row, begin, chunk.min(row_bytes - begin))
-    };
-    let place = |n: u32| if n < total { part.place(job, link, at(n).0) } else { -1 };
-    let load = |n: u32, place: i32| {
-        let stage = n % STAGES as u32;
-        if lane < MAX_RANKS as u32 {
-            kept.set(stage * MAX_RANKS as u32 + lane, place);
-        }
-        if warp::warp_vote_any(warp::FULL, place >= 0) && lane == 0 {
-            let (token, begin, bytes) = at(n);
-            let from = job.x.wrapping_add(token as usize * job.x_stride).cast::<u8>().wrapping_add(begin as usize);
-            mbarrier::arrive_expect_tx(full.address(stage), bytes);
-            tma::copy_bulk(ring.address(stage * CHUNK as u32), from, bytes, full.address(stage));
-        }
-    };
-    let rows = if lane < link.ranks { link.buffer::<u8>(lane, slot::ROWS).ptr(0usize) } else { core::ptr::null_mut() };
-    tma::fence_async_all();
-    let mut first = [-1; STAGES];
-    unroll::<STAGES>(|i| first[i] = place(i as u32));
-    let mut next = place(STAGES as u32);
-    unroll::<STAGES>(|i| {
-        if (i as u32) < total {
-            load(i as u32, first[i]);
-        }
-    });
-    let (mut n, mut parity) = (0, 0u32);
-    while n < total {
-        let stage = n % STAGES as u32;
-        let to = if lane < MAX_RANKS as u32 { kept.get(stage * MAX_RANKS as u32 + lane) } else { -1 };
-        if warp::warp_vote_any(warp::FULL, to >= 0) {
-            mbarrier::wait_parity(full.address(stage), parity >> stage & 1);
-            parity ^= 1 << stage;
-            if to >= 0 {
-                let (_, begin, bytes) = at(n);
-                let to = rows.wrapping_add(to as usize * row_bytes as usize + begin as usize);
-                tma::store_bulk(to, ring.address(stage * CHUNK as u32), bytes);
-            }
-        }
-        tma::commit_group();
-        let refill = n + const { (STAGES - LAG) as u32 };
-        if n >= LAG as u32 && refill < total {
-            tma::wait_group_read::<LAG>();
-            warp::sync_warp(warp::FULL);
-            load(refill, next);
-            next = place(refill + 1);
-        }
-        n += 1;
-    }
-    tma::wait_group::<0>();
-    part.ok
-}
-
-/// Warps take pieces of rows, quantise them into shared memory, and let the copy engine store them from there; lane `r` to
-/// rank `r`. Each warp has two places there, and so does not wait until a piece has gone.
-#[inline(always)]
-#[track_caller]
-unsafe fn send_bulk_quantised(session: &Session, job: &Job, routes: &Routes) -> bool {
-    const BYTES: u32 = DEEP as u32 * 256;
-    let link = &session.link;
-    let mut carver = Carver::new();
-    let (lane, warp, warps) = (warp::lane_id(), thread::thread_idx_x() / 32, thread::block_dim_x() / 32);
-    let stages = carver.take_aligned::<u8>((2 * warps * BYTES) as usize, 128);
-    let Some(part) = find_places(session, job, routes, &mut carver) else { return false };
-    let rows = if lane < link.ranks { link.buffer::<u8>(lane, slot::ROWS).ptr(0usize) } else { core::ptr::null_mut() };
-    let mut walk = Walk::new(warp, warps, Piece::<DEEP>::count(job));
-    let stage = stages.offset(2 * warp * BYTES);
-    let mut shift = 0;
-    tma::fence_async_all();
-    while part.first + walk.row < part.last {
-        let token = part.first + walk.row;
-        let place = part.place(job, link, token);
-        let mut piece = Piece::<DEEP>::load(job, token, walk.piece);
-        if walk.piece == 0 {
-            send_experts(link, job, routes, token, place);
-        }
-        let scale = piece.quantise();
-        tma::wait_group_read::<1>();
-        warp::sync_warp(warp::FULL);
-        let to = stage.offset(shift);
-        unroll::<DEEP>(|j| {
-            let v = piece.vectors[j];
-            to.set_as(j as u32 * 256 + lane * 8, B64([v[0], v[1]]));
-        });
-        tma::fence_async();
-        warp::sync_warp(warp::FULL);
-        let begin = walk.piece * BYTES;
-        if place >= 0 {
-            let row = rows.wrapping_add(place as usize * job.hidden as usize + begin as usize);
-            tma::store_bulk(row, to.address(0u32), BYTES.min(job.hidden - begin));
-        }
-        tma::commit_group();
-        for d in 0..link.ranks {
-            let row = warp::shfl_idx(place, d);
-            if row >= 0 {
-                piece.store_scales(link, d, row as usize, scale);
-            }
-        }
-        shift ^= BYTES;
-        walk.advance();
-    }
-    tma::wait_group::<0>();
-    part.ok
 }
 
 entries! {
     /// Arguments of every `ep_dispatch_*` entry; see [`dispatch`].
     pub struct Args(link: Link, job: Job);
-    ep_dispatch_bf16_compact {} [1024] => dispatch::<false, { way::COMPACT }>;
-    ep_dispatch_bf16_slots {} [1024] => dispatch::<false, { way::SLOTS }>;
-    ep_dispatch_e4m3_compact {} [768] => dispatch::<true, { way::COMPACT }>;
-    ep_dispatch_e4m3_slots {} [768] => dispatch::<true, { way::SLOTS }>;
-    ep_dispatch_bf16_bulk {} [1024; Sm90a] => dispatch::<false, { way::BULK }>;
-    ep_dispatch_e4m3_bulk {} [768; Sm90a] => dispatch::<true, { way::BULK }>;
+    ep_dispatch_bf16_compact {} [1024] => dispatch::<false, false>;
+    ep_dispatch_bf16_slots {} [512, 1] => dispatch::<false, true>;
+    ep_dispatch_e4m3_compact {} [768] => dispatch::<true, false>;
+    ep_dispatch_e4m3_slots {} [512, 1] => dispatch::<true, true>;
 }

@@ -5,8 +5,8 @@
 //! 1. may have to know that the others have come as far (the *entry*): block 0 stores a flag in each peer's memory, and every
 //!    block waits for the peers' flags in its own;
 //! 2. move data, straight to where it belongs;
-//! 3. say so (the *exit*): each block stores a flag of its own in each peer's memory, and block 0 waits for the flags of all
-//!    blocks of all peers.
+//! 3. say so (the *exit*): each block stores a flag of its own in each rank's memory, and block 0 waits for the flags of all
+//!    blocks of all ranks. Then it counts the operation as done.
 //!
 //! **Flags** are 64-bit words: the number of the operation (the *epoch*, which each rank counts in its own memory, so that
 //! captured launches go on counting) above a signature of what the rank thinks the operation is. Nothing is ever reset, so
@@ -23,7 +23,7 @@
 //! **Nothing waits for ever.** Each wait ends after a time; the first thing that goes wrong on a rank is kept in its [`fault`]
 //! words, and while something is there, operations do nothing. A block that failed says so with its exit flag.
 
-use cuda_std::atomic::{AcqRel, Acquire, Device, Relaxed, Release, System};
+use cuda_std::atomic::{Acquire, Device, Relaxed, Release, System};
 use cuda_std::shared::Shared;
 use cuda_std::{Global, GlobalMut, struct_param, thread};
 
@@ -65,12 +65,10 @@ pub mod slot {
 pub mod state {
     /// Operations that are done.
     pub const EPOCH: usize = 0;
-    /// Blocks that have ended.
-    pub const TICKET: usize = 1;
     /// Whether every rank is known to be through with what it received.
-    pub const CLEAN: usize = 2;
+    pub const CLEAN: usize = 1;
     /// How many there are.
-    pub const COUNT: usize = 4;
+    pub const COUNT: usize = 2;
 }
 
 /// What went wrong first, as `u32`: code, rank, phase, value. Above the code's [`CODE_BITS`](fault::CODE_BITS) the first word has the
@@ -228,11 +226,11 @@ impl Session {
         }
     }
 
-    /// Tells peers that this rank has come as far. Only one block does: not block 0, which has counts to tell, if there are more.
+    /// Tells peers that this rank has come as far. Only this block does.
     #[inline(always)]
-    pub unsafe fn announce(&self) {
+    pub unsafe fn announce(&self, block: u32) {
         let (link, peer) = (&self.link, thread::thread_idx_x());
-        if thread::block_idx_x() == thread::grid_dim_x() - 1 && link.waits_for(peer) {
+        if thread::block_idx_x() == block && link.waits_for(peer) {
             let flags = link.buffer::<u64>(peer, slot::FLAGS);
             flags.store(link.rank, self.flag(link.signature), System, Release);
         }
@@ -311,7 +309,7 @@ impl Session {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn enter(&self) -> bool {
-        self.announce();
+        self.announce(0);
         self.wait_entry()
     }
 
@@ -322,32 +320,32 @@ impl Session {
     pub unsafe fn finish(self, ok: bool, clean: bool) {
         let (link, tid, block) = (&self.link, thread::thread_idx_x(), thread::block_idx_x());
         let failed = thread::sync_threads_or(!ok);
-        if link.waits_for(tid) {
+        // In its own memory, too: block 0 counts the operation as done after all blocks have seen which it is.
+        if link.waits_for(tid) || tid == link.rank {
             let flag = self.flag(link.signature | if failed { FAILED } else { 0 });
             let i = MAX_RANKS + link.rank as usize * MAX_BLOCKS + block as usize;
             link.buffer::<u64>(tid, slot::FLAGS).store(i, flag, System, Release);
         }
-        if block == 0 && !failed {
-            let own = link.buffer::<u64>(link.rank, slot::FLAGS);
-            let blocks = thread::grid_dim_x();
-            let mut i = tid;
-            while i < link.ranks * blocks {
-                let peer = cuda_std::integer::div(i, blocks);
-                let at = MAX_RANKS + peer as usize * MAX_BLOCKS + (i - peer * blocks) as usize;
-                if link.waits_for(peer) && !self.wait(own, at, peer, phase::EXIT) {
-                    break;
-                }
-                i += thread::block_dim_x();
+        if block != 0 {
+            return;
+        }
+        let own = link.buffer::<u64>(link.rank, slot::FLAGS);
+        let blocks = thread::grid_dim_x();
+        let mut i = tid;
+        while i < link.ranks * blocks {
+            let peer = cuda_std::integer::div(i, blocks);
+            let at = MAX_RANKS + peer as usize * MAX_BLOCKS + (i - peer * blocks) as usize;
+            let waits = if peer == link.rank { true } else { link.waits_for(peer) && !failed };
+            if waits && !self.wait(own, at, peer, phase::EXIT) && peer != link.rank {
+                break;
             }
+            i += thread::block_dim_x();
         }
         thread::sync_threads();
         if tid == 0 {
             let state = GlobalMut::new(link.state);
-            if state.fetch_add(state::TICKET, 1, Device, AcqRel) + 1 == thread::grid_dim_x() {
-                state.store(state::TICKET, 0, Device, Relaxed);
-                state.set(state::EPOCH, self.epoch);
-                state.set(state::CLEAN, clean as u32);
-            }
+            state.set(state::EPOCH, self.epoch);
+            state.set(state::CLEAN, clean as u32);
         }
     }
 }
