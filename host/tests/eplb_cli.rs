@@ -94,7 +94,8 @@ fn a_refused_case_does_not_spoil_the_others() {
 
 #[test]
 fn a_report_says_what_was_gained() {
-    let old = CASE.replace("\"num_gpus\": 4", "\"num_gpus\": 4, \"old_phy2log\": [[0,1,2,3,4,5,0,1],[0,1,2,3,4,5,0,1]]");
+    let old =
+        CASE.replace("\"num_gpus\": 4", "\"num_gpus\": 4, \"old_phy2log\": [[0,1,2,3,4,5,0,1],[0,1,2,3,4,5,0,1]]");
     let all = printed(&["--input", "-", "--report"], &cases(&[CASE, &old]));
     for case in all["cases"].as_array().unwrap() {
         let [before, after] = ["before", "after"].map(|when| case["report"][when]["mean_imbalance"].as_f64().unwrap());

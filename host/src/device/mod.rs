@@ -71,6 +71,15 @@ impl Device {
         (0..count).map(|n| Self(Arc::new(Backend::Simt(device(n))))).collect()
     }
 
+    /// Whether kernels of the two can wait for each other: for SIMT devices, made by one call of [`simt_peers`](Self::simt_peers).
+    pub(crate) fn runs_beside(&self, other: &Device) -> bool {
+        match (&*self.0, &*other.0) {
+            (Backend::Simt(a), Backend::Simt(b)) => a.is_peer(b),
+            #[cfg(feature = "cuda")]
+            _ => true,
+        }
+    }
+
     /// Tells the race detector that the host has waited for this SIMT device and all its peers.
     pub(crate) fn forget_races(&self) {
         match &*self.0 {

@@ -354,10 +354,10 @@ impl std::fmt::Debug for Communicator {
 
 impl Communicator {
     /// The ranks of a group, one for each device. A GPU may be there several times: its ranks then share it, with a share of its
-    /// multiprocessors each. SIMT devices are made by [`Device::simt_peers`], and are there once.
+    /// multiprocessors each. SIMT devices are made by one call of [`Device::simt_peers`], and are there once.
     ///
     /// # Errors
-    /// [`Error::Value`] for a size that does not work, [`Error::Unsupported`] for GPUs that cannot reach each other's memory,
+    /// [`Error::Value`] for a size that does not work, [`Error::Unsupported`] for devices that cannot reach each other's memory,
     /// [`Error::WrongDevice`] for GPUs together with SIMT devices, [`Error::OutOfMemory`], [`Error::Driver`].
     pub fn new(devices: &[Device], config: &Config) -> Result<Vec<Self>> {
         Self::build(devices, config, true)
@@ -371,6 +371,11 @@ impl Communicator {
             for (j, b) in devices.iter().enumerate() {
                 if i != j && a.is_simt() && a == b {
                     let what = "a SIMT device is one rank only; Device::simt_peers makes several".into();
+                    return Err(Error::Unsupported { op: OP, what });
+                }
+                if i != j && a.is_simt() && b.is_simt() && !a.runs_beside(b) {
+                    let (a, b) = (a.name(), b.name());
+                    let what = format!("{a} cannot reach the memory of {b}; Device::simt_peers makes devices that can");
                     return Err(Error::Unsupported { op: OP, what });
                 }
                 if a.is_simt() != b.is_simt() {
