@@ -118,6 +118,12 @@ impl Piece {
         (job.hidden / 8).div_ceil(32 * DEPTH as u32)
     }
 
+    /// Vectors from the lane's first to the end of the row.
+    #[inline(always)]
+    fn left(&self) -> u32 {
+        self.count.saturating_sub(self.first)
+    }
+
     #[inline(always)]
     fn none(job: &Job) -> Self {
         Self { vectors: [[0; 4]; DEPTH], first: 0, count: job.hidden / 8 }
@@ -128,11 +134,12 @@ impl Piece {
     unsafe fn load(job: &Job, token: u32, piece: u32) -> Self {
         let mut this = Self::none(job);
         this.first = piece * (32 * DEPTH as u32) + warp::lane_id();
-        let row = Global::new(job.x).offset(token as usize * job.x_stride);
+        // One address, and steps that instructions hold.
+        let row = Global::new(job.x).offset(token as usize * job.x_stride + this.first as usize * 8);
+        let left = this.left();
         unroll::<DEPTH>(|j| {
-            let i = this.first + 32 * j as u32;
-            if i < this.count {
-                let B128(v) = row.get_hinted::<B128<u32, 4>>(i as usize * 8, Streaming);
+            if 32 * (j as u32) < left {
+                let B128(v) = row.get_hinted::<B128<u32, 4>>(256 * j, Streaming);
                 unroll::<4>(|w| this.vectors[j][w] = v[w]);
             }
         });
@@ -210,18 +217,19 @@ impl Piece {
         scale: f32,
     ) {
         let bytes = if QUANTISED { 8 } else { 16 };
-        let to = peers.buffer::<u8>(rank, slot::ROWS).offset(row * self.count as usize * bytes);
+        let at = (row * self.count as usize + self.first as usize) * bytes;
+        let to = peers.buffer::<u8>(rank, slot::ROWS).offset(at);
+        let left = self.left();
         if QUANTISED {
             self.store_scales(peers, rank, row, scale);
         }
         unroll::<DEPTH>(|j| {
-            let i = self.first + 32 * j as u32;
-            if i < self.count {
+            if 32 * (j as u32) < left {
                 let v = self.vectors[j];
                 if QUANTISED {
-                    to.set_hinted(i as usize * 8, B64([v[0], v[1]]), Streaming);
+                    to.set_hinted(32 * j * bytes, B64([v[0], v[1]]), Streaming);
                 } else {
-                    to.set_hinted(i as usize * 16, B128(v), Streaming);
+                    to.set_hinted(32 * j * bytes, B128(v), Streaming);
                 }
             }
         });
@@ -477,11 +485,7 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
     while part.first + walk.row < part.last {
         let token = part.first + walk.row;
         let place = part.place(job, link, token);
-        let now = walk;
-        walk.advance();
-        // Quantising takes as long as loading: of two pieces one is loaded while the other is worked on.
-        let next = if QUANTISED { load(walk) } else { Piece::none(job) };
-        if now.piece == 0 {
+        if walk.piece == 0 {
             send_experts(&peers, job, routes, token, place);
         }
         let mut scale = 0.0;
@@ -494,7 +498,8 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
                 piece.store::<QUANTISED, false>(&peers, d, row as usize, scale);
             }
         }
-        piece = if QUANTISED { next } else { load(walk) };
+        walk.advance();
+        piece = load(walk);
     }
     run.ok
 }
@@ -517,6 +522,6 @@ entries! {
     pub struct Args(link: Link, job: Job);
     ep_dispatch_bf16_compact {} [1024] => dispatch::<false, false>;
     ep_dispatch_bf16_slots {} [512, 1] => dispatch::<false, true>;
-    ep_dispatch_e4m3_compact {} [768] => dispatch::<true, false>;
+    ep_dispatch_e4m3_compact {} [1024] => dispatch::<true, false>;
     ep_dispatch_e4m3_slots {} [512, 1] => dispatch::<true, true>;
 }
