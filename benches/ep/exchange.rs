@@ -235,6 +235,7 @@ pub fn benches(harness: &mut Harness) {
                         let most = match (what, slots) {
                             (What::Combine, _) => 640,
                             (_, true) => 512,
+                            _ if quantise => 768,
                             _ => 1024,
                         };
                         let case = Case { blocks: Blocks::count(count).threads(threads.min(most)), ..case };

@@ -14,9 +14,8 @@
 
 use super::layout::{Routes, scan, scan_bytes};
 use super::{Link, MAX_RANKS, Session, Walk, fault, phase, slot, token_count};
-use crate::row::quantise::{Quantised, scale_for};
-use cuda_std::convert::max_bf16x2;
-use cuda_std::integer::{Divisor, permute};
+use crate::row::quantise::{Quantised, group_amax, scale_for};
+use cuda_std::integer::Divisor;
 use cuda_std::shared::{Carver, Shared};
 use cuda_std::vec::{B64, B128, Streaming};
 use cuda_std::{E4M3, Global, GlobalMut, bf16, entries, float, integer, struct_param, thread, unroll, warp};
@@ -146,51 +145,28 @@ impl Piece {
         this
     }
 
-    /// In e4m3: the values in the first two words of each vector. Lane `2 j + 16 h`, for `j` below [`DEPTH`], gets the scale of half `h`
-    /// of the warp's `j`-th vectors.
-    ///
-    /// Magnitudes are compared as pairs of bf16. Lanes of a half warp do so in turn for fewer and fewer vectors: of eight each
-    /// keeps four, two, one, so that a scale and its reciprocal are computed twice, not sixteen times.
+    /// In e4m3: the values in the first two words of each vector. Returns the scale that the lane stores: the piece has two for
+    /// each vector of a lane, and lane `2 j + h` takes that of half `h` of the warp's `j`-th, so that they go in one store.
     #[inline(always)]
     #[track_caller]
     unsafe fn quantise(&mut self) -> f32 {
-        const { assert!(DEPTH <= 8) };
+        let mut own = 0.0;
         let lane = warp::lane_id();
-        let mut largest = [0u32; 8];
         unroll::<DEPTH>(|j| {
-            let v = self.vectors[j];
-            let m = |w: usize| v[w] & 0x7fff_7fff;
-            largest[j] = max_bf16x2(max_bf16x2(m(0), m(1)), max_bf16x2(m(2), m(3)));
-        });
-        // Both halves of a vector in one, two vectors in a word.
-        let mut pair = [0u32; 4];
-        unroll::<4>(|i| {
-            let (a, b) = (largest[2 * i], largest[2 * i + 1]);
-            pair[i] = max_bf16x2(permute(a, b, 0x5410), permute(a, b, 0x7632));
-        });
-        let choose = |bit: u32, a: u32, b: u32| if lane & bit != 0 { (b, a) } else { (a, b) };
-        let (keep0, give0) = choose(8, pair[0], pair[2]);
-        let (keep1, give1) = choose(8, pair[1], pair[3]);
-        let first = max_bf16x2(keep0, warp::shfl_xor(give0, 8));
-        let second = max_bf16x2(keep1, warp::shfl_xor(give1, 8));
-        let (keep, give) = choose(4, first, second);
-        let mut word = max_bf16x2(keep, warp::shfl_xor(give, 4));
-        word = max_bf16x2(word, warp::shfl_xor(word, 2));
-        word = max_bf16x2(word, warp::shfl_xor(word, 1));
-        let amax = f32::from_bits(if lane & 2 != 0 { word & 0xffff_0000 } else { word << 16 });
-        let scale = scale_for::<E4M3>(amax);
-        let factor = float::fast::recip(scale);
-        unroll::<DEPTH>(|j| {
-            let factor = warp::warp_shuffle_idx(warp::FULL, factor, 2 * j as u32, 16).0;
             let mut v = [0.0; 8];
             unroll::<4>(|w| {
-                v[2 * w] = f32::from_bits(self.vectors[j][w] << 16) * factor;
-                v[2 * w + 1] = f32::from_bits(self.vectors[j][w] & 0xffff_0000) * factor;
+                v[2 * w] = f32::from_bits(self.vectors[j][w] << 16);
+                v[2 * w + 1] = f32::from_bits(self.vectors[j][w] & 0xffff_0000);
             });
+            let scale = scale_for::<E4M3>(group_amax::<8>(v));
+            let factor = float::fast::recip(scale);
+            unroll::<8>(|i| v[i] *= factor);
             self.vectors[j][0] = E4M3::four([v[0], v[1], v[2], v[3]]);
             self.vectors[j][1] = E4M3::four([v[4], v[5], v[6], v[7]]);
+            let half = warp::shfl_idx(scale, (lane & 1) * 16);
+            own = if lane / 2 == j as u32 { half } else { own };
         });
-        scale
+        own
     }
 
     /// The scales of [`quantise`](Self::quantise) to a row of a rank.
@@ -199,9 +175,8 @@ impl Piece {
     unsafe fn store_scales<const HELD: bool>(&self, peers: &Peers<'_, HELD>, rank: u32, row: usize, scale: f32) {
         let scales = peers.buffer::<f32>(rank, slot::SCALES);
         let lane = warp::lane_id();
-        let (j, half) = (lane % 16 / 2, lane / 16);
-        let group = (self.first - lane) / 16 + 2 * j + half;
-        if lane.is_multiple_of(2) && j < DEPTH as u32 && group < self.count / 16 {
+        let group = (self.first - lane) / 16 + lane;
+        if lane < 2 * DEPTH as u32 && group < self.count / 16 {
             scales.offset(row * (self.count / 16) as usize).set(group, scale);
         }
     }
@@ -522,6 +497,6 @@ entries! {
     pub struct Args(link: Link, job: Job);
     ep_dispatch_bf16_compact {} [1024] => dispatch::<false, false>;
     ep_dispatch_bf16_slots {} [512, 1] => dispatch::<false, true>;
-    ep_dispatch_e4m3_compact {} [1024] => dispatch::<true, false>;
+    ep_dispatch_e4m3_compact {} [768] => dispatch::<true, false>;
     ep_dispatch_e4m3_slots {} [512, 1] => dispatch::<true, true>;
 }
