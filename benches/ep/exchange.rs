@@ -232,9 +232,13 @@ pub fn benches(harness: &mut Harness) {
                 harness.measured(&base, Cost::link(bytes), launches, |_| measure(devices, case, &ids));
                 if what != What::Both {
                     for &(count, threads) in &tuning {
-                        let most = if what == What::Combine { 640 } else { 768 };
-                        let threads = if quantise || what == What::Combine { threads.min(most) } else { threads };
-                        let case = Case { blocks: Blocks::count(count).threads(threads), ..case };
+                        let most = match (what, slots) {
+                            (What::Combine, _) => 640,
+                            (_, true) => 512,
+                            _ if quantise => 768,
+                            _ => 1024,
+                        };
+                        let case = Case { blocks: Blocks::count(count).threads(threads.min(most)), ..case };
                         let name = format!("{base}/b{count}t{threads}");
                         harness.measured(&name, Cost::link(bytes), launches, |_| measure(devices, case, &ids));
                     }

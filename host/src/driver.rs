@@ -71,6 +71,11 @@ pub(crate) struct LaunchConfig {
     pub(crate) attribute_count: c_uint,
 }
 
+/// `CUipcMemHandle`: 64 opaque bytes, passed by value.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct IpcHandle(pub(crate) [u8; 64]);
+
 /// `CUlaunchAttribute`: which, and a union of 64 bytes.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -166,6 +171,7 @@ api! {
         device_name = "cuDeviceGetName"(name: *mut c_char, len: c_int, device: CUdevice);
         device_memory = "cuDeviceTotalMem_v2"(bytes: *mut usize, device: CUdevice);
         device_attribute = "cuDeviceGetAttribute"(value: *mut c_int, attribute: c_int, device: CUdevice);
+        device_uuid = "cuDeviceGetUuid_v2"(uuid: *mut [u8; 16], device: CUdevice);
         device_can_access_peer = "cuDeviceCanAccessPeer"(can: *mut c_int, device: CUdevice, peer: CUdevice);
 
         primary_ctx_retain = "cuDevicePrimaryCtxRetain"(context: *mut CUcontext, device: CUdevice);
@@ -197,6 +203,10 @@ api! {
         memcpy_htod_async = "cuMemcpyHtoDAsync_v2"(dst: CUdeviceptr, src: *const c_void, bytes: usize, stream: CUstream);
         memcpy_dtoh_async = "cuMemcpyDtoHAsync_v2"(dst: *mut c_void, src: CUdeviceptr, bytes: usize, stream: CUstream);
         memset_d8_async = "cuMemsetD8Async"(dst: CUdeviceptr, byte: u8, bytes: usize, stream: CUstream);
+
+        ipc_get = "cuIpcGetMemHandle"(handle: *mut IpcHandle, address: CUdeviceptr);
+        ipc_open = "cuIpcOpenMemHandle_v2"(address: *mut CUdeviceptr, handle: IpcHandle, flags: c_uint);
+        ipc_close = "cuIpcCloseMemHandle"(address: CUdeviceptr);
 
         stream_create = "cuStreamCreate"(stream: *mut CUstream, flags: c_uint);
         stream_destroy = "cuStreamDestroy_v2"(stream: CUstream);

@@ -196,6 +196,14 @@ pub enum Error {
     /// Ranks of [expert parallelism](crate::ep) did not get along.
     #[error(transparent)]
     Ep(#[from] crate::ep::Fault),
+    /// Ranks in several processes could not bring each other their messages, by the means that they were given.
+    #[error("{op}: exchange between processes: {what}")]
+    Exchange {
+        /// The operation.
+        op: &'static str,
+        /// What went wrong.
+        what: String,
+    },
     /// A stream capture was used wrongly.
     #[error("capture: {0}")]
     Capture(String),

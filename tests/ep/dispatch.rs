@@ -111,6 +111,7 @@ struct Way {
     biases: usize,
     direct: bool,
     blocks: Blocks,
+    own_blocks: Option<u32>,
 }
 
 /// One dispatch and one combine of made-up results.
@@ -130,7 +131,8 @@ fn go(rank: &mut Communicator, stream: &Stream, meeting: &Meeting, round: &Round
     stream.fill_bytes(&mut out, 0xff).unwrap();
     stream.synchronize().unwrap();
     meeting.wait();
-    let options = DispatchOptions::default().arrangement(arrangement).quantise(way.quantise).blocks(way.blocks);
+    let mut options = DispatchOptions::default().arrangement(arrangement).quantise(way.quantise).blocks(way.blocks);
+    options.own_blocks = way.own_blocks;
     let weights = way.weighted.then_some(&inputs.weights);
     let received = rank.dispatch(stream, &mut routing, &inputs.x, &inputs.ids, weights, &options).unwrap();
     rank.check(stream).unwrap();
@@ -171,23 +173,24 @@ fn rounds(devices: &[Device], config: Config, seed: u64, count: usize) {
 /// The same with these ranks.
 pub fn rounds_as(ranks: Vec<Communicator>, config: Config, seed: u64, count: usize) {
     let mut dice = Dice(seed * 2 + 1);
-    let communicators = ranks;
-    let ranks = communicators.len();
+    let count_of_ranks = ranks.len();
     let all: Vec<(Round, Way)> = (0..count)
         .map(|i| {
             let quantise = config.hidden.is_multiple_of(128) && i % 2 == 1;
+            let blocks = 1 + dice.below(3) as u32;
             let way = Way {
                 slots: dice.below(2) == 0,
                 quantise,
                 weighted: dice.below(2) == 0,
                 biases: dice.below(3),
                 direct: dice.below(2) == 0,
-                blocks: Blocks::count(1 + dice.below(3) as u32).threads(32 * (1 + dice.below(2) as u32)),
+                blocks: Blocks::count(blocks).threads(32 * (1 + dice.below(3) as u32)),
+                own_blocks: if dice.below(3) > 0 { Some(dice.below(blocks as usize) as u32) } else { None },
             };
-            (Round::new(&mut dice, ranks, &config), way)
+            (Round::new(&mut dice, count_of_ranks, &config), way)
         })
         .collect();
-    run_as(communicators, |rank, stream, meeting| {
+    run_as(ranks, |rank, stream, meeting| {
         for (round, way) in &all {
             go(rank, stream, meeting, round, *way);
         }
@@ -385,6 +388,9 @@ fn bad_input() {
             let many = none.blocks(Blocks::count(1).threads(48));
             let e = rank.dispatch(stream, &mut routing, &x(&[3, 64]), &ids(&[3, 2]), None, &many);
             assert!(matches!(e, Err(Error::Value { arg: "options.blocks.threads", .. })), "{e:?}");
+            let many = none.own_blocks(2).blocks(Blocks::count(2));
+            let e = rank.dispatch(stream, &mut routing, &x(&[3, 64]), &ids(&[3, 2]), None, &many);
+            assert!(matches!(e, Err(Error::Value { arg: "options.own_blocks", .. })), "{e:?}");
             let results = rank.results();
             let overlapping = results.narrow(0, 0, 3).unwrap();
             let three = ids(&[3, 2]);
@@ -408,6 +414,8 @@ fn bad_input() {
         assert!(matches!(e, Err(Error::Value { arg: "config.experts", .. })), "{e:?}");
         let e = Communicator::new(devices, &Config::new(64, 2, 4, 70000));
         assert!(matches!(e, Err(Error::Value { arg: "config.max_tokens", .. })), "{e:?}");
+        let e = Communicator::new(devices, &Config::new(64, 2, 32770, 8));
+        assert!(matches!(e, Err(Error::Value { arg: "config.experts", .. })), "{e:?}");
         let e = Communicator::new(&[], &Config::new(64, 2, 4, 8));
         assert!(matches!(e, Err(Error::Value { arg: "devices", .. })), "{e:?}");
         let twice = vec![Device::simt(); 2];

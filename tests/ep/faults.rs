@@ -2,8 +2,8 @@
 
 use super::ranks::{Meeting, on_every_setup, run};
 use std::time::Duration;
-use warploom::ep::{Arrangement, CombineOptions, Communicator, Config, DispatchOptions, Fault, Phase, Routing};
-use warploom::{Error, Stream, Tensor, bf16};
+use warploom::ep::{Arrangement, Blocks, CombineOptions, Communicator, Config, DispatchOptions, Fault, Phase, Routing};
+use warploom::{Device, Error, SimtOptions, Stream, Tensor, bf16};
 
 const TOKENS: usize = 6;
 
@@ -147,6 +147,67 @@ fn ranks_that_disagree() {
             rank.recover().unwrap();
         });
     });
+}
+
+/// The same operation, but other shapes or options.
+#[test]
+fn ranks_that_disagree_on_shapes() {
+    on_every_setup(&[2, 3], |devices| {
+        run(devices, &Config::new(128, 1, 12, TOKENS).time_out(Duration::from_millis(300)), |rank, stream, meeting| {
+            let (d, odd) = (rank.device().clone(), rank.rank() == 1);
+            let pieces = Tensor::<f32>::zeros(&d, &[rank.ranks(), if odd { 8 } else { 4 }]).unwrap();
+            let x = Tensor::<bf16>::zeros(&d, &[2, 128]).unwrap();
+            let ids = Tensor::from_slice(&d, &[0, 11], &[2, 1]).unwrap();
+            let mut routing = rank.routing().unwrap();
+            let mut out = Tensor::<bf16>::zeros(&d, &[2, 128]).unwrap();
+            let plain = DispatchOptions::default();
+            let blocks = Blocks::count(if odd { 1 } else { 2 });
+            for case in 0..5 {
+                meeting.wait();
+                match case {
+                    0 => drop(rank.all_to_all(stream, &pieces, Blocks::default()).unwrap()),
+                    1 | 2 => {
+                        let slots = if case == 2 { Arrangement::Slots } else { Arrangement::Compact };
+                        let options = plain.arrangement(slots).quantise(odd);
+                        drop(rank.dispatch(stream, &mut routing, &x, &ids, None, &options).unwrap());
+                    }
+                    3 => drop(rank.dispatch(stream, &mut routing, &x, &ids, None, &plain.blocks(blocks)).unwrap()),
+                    _ => {
+                        let options = CombineOptions::default().blocks(blocks);
+                        rank.combine(stream, &mut out, &routing, None, &options).unwrap();
+                    }
+                }
+                match fault(rank.check(stream)) {
+                    Fault::Disagree { rank: r, peer, .. } => assert!(r == rank.rank() && (odd || peer == 1), "{case}"),
+                    // Somebody else noticed first.
+                    Fault::PeerFailed { .. } => assert!(rank.ranks() > 2, "{case}"),
+                    other => panic!("{case}: {other:?}"),
+                }
+                meeting.wait();
+                rank.recover().unwrap();
+                meeting.wait();
+                // Usable again.
+                rank.dispatch(stream, &mut routing, &x, &ids, None, &plain).unwrap();
+                rank.check(stream).unwrap();
+            }
+        });
+    });
+}
+
+/// Devices whose kernels cannot use each other's memory, or not at the same time.
+#[test]
+fn no_peer_access() {
+    let config = config();
+    let strangers = [Device::simt(), Device::simt()];
+    let e = Communicator::new(&strangers, &config).unwrap_err();
+    assert!(matches!(&e, Error::Unsupported { what, .. } if what.contains("cannot reach the memory of")), "{e:?}");
+    let mut mixed = Device::simt_peers(2, SimtOptions::default());
+    mixed.extend(Device::simt_peers(1, SimtOptions::default()));
+    assert!(matches!(Communicator::new(&mixed, &config), Err(Error::Unsupported { .. })));
+    if let Some(gpu) = warploom_tests::gpu() {
+        let e = Communicator::new(&[gpu, Device::simt()], &config).unwrap_err();
+        assert!(matches!(e, Error::WrongDevice { arg: "devices", .. }), "{e:?}");
+    }
 }
 
 #[test]

@@ -7,4 +7,5 @@ mod faults;
 mod layout;
 #[cfg(feature = "nccl")]
 mod nccl;
+mod processes;
 mod ranks;

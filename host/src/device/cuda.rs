@@ -488,6 +488,34 @@ impl CudaDevice {
         }
     }
 
+    /// What no other GPU is called.
+    pub(super) fn uuid(&self) -> Result<[u8; 16]> {
+        let mut uuid = [0; 16];
+        // SAFETY: the address is that of 16 bytes.
+        unsafe { self.0.driver.device_uuid(&raw mut uuid, self.0.device)? };
+        Ok(uuid)
+    }
+
+    /// A name for an allocation of this GPU, by which another process finds it.
+    pub(super) fn export(&self, address: *const u8) -> Result<[u8; 64]> {
+        let _bound = self.0.bind()?;
+        let mut handle = driver::IpcHandle([0; 64]);
+        // SAFETY: the address is that of a handle; a wrong allocation is an error.
+        unsafe { self.0.driver.ipc_get(&raw mut handle, address as CUdeviceptr)? };
+        Ok(handle.0)
+    }
+
+    /// Maps an allocation of another process, of this GPU or another, for this one's kernels.
+    pub(super) fn import(&self, handle: [u8; 64]) -> Result<CudaImport> {
+        /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
+        const PEER_ACCESS: u32 = 1;
+        let _bound = self.0.bind()?;
+        let mut address = EMPTY;
+        // SAFETY: the address is that of an address; a handle of nothing is an error.
+        unsafe { self.0.driver.ipc_open(&raw mut address, driver::IpcHandle(handle), PEER_ACCESS)? };
+        Ok(CudaImport { context: self.0.clone(), address })
+    }
+
     /// `description` is valid.
     pub(super) fn tensor_map(&self, description: &TensorMapDescription) -> Result<TensorMap> {
         /// `CU_TENSOR_MAP_L2_PROMOTION_L2_64B`: weights that are read once stream 2 to 8 % faster than with 256.
@@ -733,6 +761,27 @@ impl Drop for CudaMemory {
         {
             // SAFETY: allocated by the same context, and nobody has the address any more.
             let _ = unsafe { self.context.driver.mem_free(self.address) };
+        }
+    }
+}
+
+/// Memory of another process.
+pub(super) struct CudaImport {
+    context: Arc<Context>,
+    address: CUdeviceptr,
+}
+
+impl CudaImport {
+    pub(super) fn address(&self) -> *mut u8 {
+        self.address as *mut u8
+    }
+}
+
+impl Drop for CudaImport {
+    fn drop(&mut self) {
+        if let Ok(_bound) = self.context.bind() {
+            // SAFETY: opened by the same context, and nobody has the address any more.
+            let _ = unsafe { self.context.driver.ipc_close(self.address) };
         }
     }
 }

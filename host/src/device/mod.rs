@@ -74,6 +74,15 @@ impl Device {
         (0..count).map(|n| Self(Arc::new(Backend::Simt(device(n))))).collect()
     }
 
+    /// Whether kernels of the two can wait for each other: for SIMT devices, made by one call of [`simt_peers`](Self::simt_peers).
+    pub(crate) fn runs_beside(&self, other: &Device) -> bool {
+        match (&*self.0, &*other.0) {
+            (Backend::Simt(a), Backend::Simt(b)) => a.is_peer(b),
+            #[cfg(feature = "cuda")]
+            _ => true,
+        }
+    }
+
     /// Tells the race detector that the host has waited for this SIMT device and all its peers.
     pub(crate) fn forget_races(&self) {
         match &*self.0 {
@@ -307,6 +316,29 @@ impl Device {
         }
     }
 
+    /// What no other GPU of the machine is called; nothing for the SIMT device.
+    pub(crate) fn uuid(&self) -> Result<[u8; 16]> {
+        match &*self.0 {
+            Backend::Simt(_) => Ok([0; 16]),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => d.uuid(),
+        }
+    }
+
+    /// A name for an allocation (by its first address), by which another process finds it.
+    pub(crate) fn export(&self, op: &'static str, storage: &Storage) -> Result<[u8; 64]> {
+        match &*self.0 {
+            Backend::Simt(_) => {
+                let _ = storage;
+                let what =
+                    "memory of a SIMT device is of its process alone; Device::simt_peers are ranks of one".into();
+                Err(Error::Unsupported { op, what })
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => d.export(storage.address),
+        }
+    }
+
     /// Runs `f`, which touches memory of this SIMT device from the host, while nobody else does.
     fn exclusive<R>(&self, f: impl FnOnce() -> R) -> R {
         match &*self.0 {
@@ -374,6 +406,11 @@ pub(crate) struct Foreign {
     /// Dropped with the storage, when nothing uses the memory any more.
     pub(crate) owner: Option<Box<dyn Send + Sync>>,
     pub(crate) lease: Option<Arc<Lease>>,
+    Simt(::simt::Buffer<u8>),
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::CudaMemory),
+    #[cfg(feature = "cuda")]
+    Import(cuda::CudaImport),
 }
 
 // SAFETY: device memory is reached only through the device's streams and copies, which are thread-safe.
@@ -408,6 +445,22 @@ impl Storage {
         let lent = (device.is_simt() && bytes > 0).then(|| ::simt::Lent::new(address, bytes));
         let memory = Memory::Foreign { lent, owner };
         Arc::new(Self { device: device.clone(), address, bytes, read_only, lease, memory })
+    }
+
+    /// `bytes` of another process, by the name that [`Device::export`] gave them there.
+    pub(crate) fn import(op: &'static str, device: &Device, handle: [u8; 64], bytes: usize) -> Result<Arc<Self>> {
+        match device.backend() {
+            Backend::Simt(_) => {
+                let _ = (handle, bytes);
+                Err(Error::Unsupported { op, what: "a SIMT device has no memory of other processes".into() })
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(d) => {
+                let memory = d.import(handle)?;
+                let address = memory.address();
+                Ok(Arc::new(Self { device: device.clone(), address, bytes, _memory: Memory::Import(memory) }))
+            }
+        }
     }
 
     pub(crate) fn device(&self) -> &Device {

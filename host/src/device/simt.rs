@@ -68,6 +68,14 @@ impl SimtDevice {
         Self { peers: Some((peers, number)), ..Self::new(options) }
     }
 
+    /// Whether the other was made together with this one.
+    pub(super) fn is_peer(&self, other: &Self) -> bool {
+        match (&self.peers, &other.peers) {
+            (Some((a, _)), Some((b, _))) => Arc::ptr_eq(a, b),
+            _ => false,
+        }
+    }
+
     /// The host has waited for all peers: what they did before races with nothing that follows.
     pub(super) fn forget_races(&self) {
         if let Some((peers, _)) = &self.peers {

@@ -51,7 +51,7 @@ impl Communicator {
         call.value(bytes <= room, "x", format!("pieces of at most {room} bytes"), bytes)?;
         let from = call.read("x", x)?;
         super::aligned(OP, "x", from)?;
-        let [count, threads] = self.blocks(OP, blocks, [32, 512], kernel::THREADS)?;
+        let [count, threads] = self.blocks(OP, blocks, [32, 512], kernel::THREADS, |_| 0)?;
         let vectors = call.count("x", bytes / 16)?;
         let args = Args { link: self.link(stream, &[2, vectors, count, threads]), x: from.cast(), vectors };
         #[cfg(feature = "nccl")]

@@ -12,10 +12,6 @@ use half::bf16;
 pub use kernel::{Args, Job};
 
 const OP: &str = "ep::combine";
-/// The entry.
-pub const ENTRY: Entry<Args> = kernel::ep_combine_bf16::ENTRY;
-/// The most threads of a block.
-const MAX_THREADS: u32 = ENTRY.max_threads;
 
 /// Options of [`Communicator::combine`].
 #[derive(Clone, Copy, Debug, Default)]
@@ -56,6 +52,11 @@ impl<'a> CombineOptions<'a> {
         self
     }
 }
+
+/// The entry.
+pub const ENTRY: Entry<Args> = kernel::ep_combine_bf16::ENTRY;
+/// The most threads of a block.
+const MAX_THREADS: u32 = ENTRY.max_threads;
 
 /// How to launch it.
 pub const fn geometry(blocks: u32, threads: u32) -> Geometry {
@@ -143,7 +144,7 @@ impl Communicator {
         aligned(OP, "options.biases", job.bias2.cast())?;
         // As many blocks as for dispatch, or more for few tokens, which are all latency.
         let default = if tokens * hidden <= 4 << 20 { [128, 256] } else { [24, MAX_THREADS] };
-        let [blocks, threads] = self.blocks(OP, options.blocks, default, MAX_THREADS)?;
+        let [blocks, threads] = self.blocks(OP, options.blocks, default, MAX_THREADS, |_| 0)?;
         if let Some(results) = results.filter(|r| r.as_ptr() != own.as_ptr()) {
             stream.copy(&mut own.narrow(0, 0, results.dim(0))?, results)?;
         }

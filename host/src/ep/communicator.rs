@@ -1,17 +1,19 @@
 //! Ranks and what they share.
 
 use super::fault::{Fault, Phase};
+use super::processes::Others;
 use crate::device::{Device, Pinned, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::ep as kernel;
 use crate::kernels::ep::{Link, slot};
 use crate::tensor::Tensor;
+use cuda_std::Element;
 use half::bf16;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// What all ranks must have in common; a part of every signature, so that libraries of different protocols do not talk.
-const PROTOCOL: u32 = 1;
+pub(super) const PROTOCOL: u32 = 2;
 /// Columns of a scale.
 pub(super) const GROUP: usize = 128;
 
@@ -23,7 +25,7 @@ pub struct Config {
     pub hidden: usize,
     /// Experts of a token, 1 to 32.
     pub top_k: usize,
-    /// Experts of all ranks together (replicas count each), as many on every rank.
+    /// Experts of all ranks together (replicas count each), as many on every rank, at most 32768.
     pub experts: usize,
     /// The most tokens of a rank in a call, at most 65536.
     pub max_tokens: usize,
@@ -34,6 +36,32 @@ pub struct Config {
 }
 
 impl Config {
+    /// Whether so many ranks can have these sizes.
+    pub(super) fn check(&self, op: &'static str, ranks: usize) -> Result<()> {
+        let value = |ok: bool, arg: &'static str, expected: &str, got: usize| {
+            if ok {
+                return Ok(());
+            }
+            Err(Error::Value { op, arg, expected: expected.into(), got: got.to_string() })
+        };
+        let &Config { hidden, top_k, experts, max_tokens, .. } = self;
+        value((1..=kernel::MAX_RANKS).contains(&ranks), "devices", "1 to 8 devices", ranks)?;
+        value(hidden > 0 && hidden.is_multiple_of(8), "config.hidden", "a positive multiple of 8", hidden)?;
+        value((1..=32).contains(&top_k), "config.top_k", "1 to 32", top_k)?;
+        value(experts > 0 && experts.is_multiple_of(ranks), "config.experts", "a multiple of the ranks", experts)?;
+        value(experts <= kernel::layout::MAX_EXPERTS, "config.experts", "at most 32768", experts)?;
+        let most = kernel::layout::MAX_TOKENS;
+        value((1..=most).contains(&max_tokens), "config.max_tokens", "1 to 65536", max_tokens)?;
+        let capacity = self.room(ranks);
+        value((1..=ranks * most).contains(&capacity), "config.capacity", "1 to 65536 for each rank", capacity)?;
+        value(hidden < 1 << 20, "config.hidden", "less than 2^20", hidden)
+    }
+
+    /// Rows that a rank can receive.
+    pub(super) fn room(&self, ranks: usize) -> usize {
+        self.capacity.unwrap_or(ranks * self.max_tokens)
+    }
+
     /// With room for the worst case, and a time-out of five seconds.
     pub const fn new(hidden: usize, top_k: usize, experts: usize, max_tokens: usize) -> Self {
         Self { hidden, top_k, experts, max_tokens, capacity: None, time_out: Duration::from_secs(5) }
@@ -81,7 +109,7 @@ impl Blocks {
 /// The symmetric buffers of a rank, and what it keeps to itself.
 pub(super) struct Buffers {
     pub(super) flags: Tensor<u64>,
-    pub(super) counts: Tensor<u32>,
+    pub(super) counts: Tensor<u64>,
     pub(super) rows: Tensor<bf16>,
     pub(super) scales: Tensor<f32>,
     pub(super) ids: Tensor<i32>,
@@ -91,20 +119,65 @@ pub(super) struct Buffers {
     fault: Tensor<u32>,
 }
 
+/// Where buffers come from: allocations of their own, or parts of one that has a name for other processes.
+struct Space<'a> {
+    device: &'a Device,
+    arena: Option<&'a Tensor<u8>>,
+    used: usize,
+}
+
+impl Space<'_> {
+    /// Bytes of a buffer in an arena.
+    const fn bytes<T>(len: usize) -> usize {
+        (len * size_of::<T>()).next_multiple_of(256)
+    }
+
+    fn take<T: Element>(&mut self, shape: &[usize]) -> Result<Tensor<T>> {
+        let Some(arena) = self.arena else { return Tensor::zeros(self.device, shape) };
+        let bytes = Self::bytes::<T>(shape.iter().product());
+        let part = arena.narrow(0, self.used, bytes)?;
+        self.used += bytes;
+        Ok(part.reinterpret(shape))
+    }
+}
+
 impl Buffers {
     pub(super) fn new(device: &Device, config: &Config, capacity: usize) -> Result<Self> {
+        Self::within(&mut Space { device, arena: None, used: 0 }, config, capacity)
+    }
+
+    /// In one allocation, which begins with them.
+    pub(super) fn in_arena(arena: &Tensor<u8>, config: &Config, capacity: usize) -> Result<Self> {
+        Self::within(&mut Space { device: arena.device(), arena: Some(arena), used: 0 }, config, capacity)
+    }
+
+    /// Bytes of an arena.
+    pub(super) fn arena_bytes(config: &Config, capacity: usize) -> usize {
         let (k, hidden) = (config.top_k, config.hidden);
-        Ok(Self {
-            flags: Tensor::zeros(device, &[kernel::FLAGS])?,
-            counts: Tensor::zeros(device, &[kernel::MAX_RANKS, kernel::MAX_RANKS])?,
-            rows: Tensor::zeros(device, &[capacity, hidden])?,
-            scales: Tensor::zeros(device, &[capacity, hidden / GROUP])?,
-            ids: Tensor::from_slice(device, &vec![-1; capacity * k], &[capacity, k])?,
-            weights: Tensor::zeros(device, &[capacity, k])?,
-            results: Tensor::zeros(device, &[capacity, hidden])?,
-            state: Tensor::zeros(device, &[kernel::state::COUNT])?,
-            fault: Tensor::zeros(device, &[kernel::fault::COUNT])?,
-        })
+        Space::bytes::<u64>(kernel::FLAGS)
+            + Space::bytes::<u64>(kernel::MAX_RANKS * kernel::MAX_RANKS)
+            + 2 * Space::bytes::<bf16>(capacity * hidden)
+            + Space::bytes::<f32>(capacity * (hidden / GROUP))
+            + 2 * Space::bytes::<u32>(capacity * k)
+            + Space::bytes::<u32>(kernel::state::COUNT)
+            + Space::bytes::<u32>(kernel::fault::COUNT)
+    }
+
+    fn within(space: &mut Space<'_>, config: &Config, capacity: usize) -> Result<Self> {
+        let (k, hidden) = (config.top_k, config.hidden);
+        let mut this = Self {
+            flags: space.take(&[kernel::FLAGS])?,
+            counts: space.take(&[kernel::MAX_RANKS, kernel::MAX_RANKS])?,
+            rows: space.take(&[capacity, hidden])?,
+            scales: space.take(&[capacity, hidden / GROUP])?,
+            ids: space.take(&[capacity, k])?,
+            weights: space.take(&[capacity, k])?,
+            results: space.take(&[capacity, hidden])?,
+            state: space.take(&[kernel::state::COUNT])?,
+            fault: space.take(&[kernel::fault::COUNT])?,
+        };
+        this.ids.copy_from_slice(&vec![-1; capacity * k])?;
+        Ok(this)
     }
 
     pub(super) fn addresses(&self) -> [u64; slot::COUNT] {
@@ -120,8 +193,9 @@ impl Buffers {
     }
 
     /// Forgets all operations.
-    fn reset(&mut self) -> Result<()> {
+    pub(super) fn reset(&mut self) -> Result<()> {
         self.flags.copy_from_slice(&[0; kernel::FLAGS])?;
+        self.counts.copy_from_slice(&[0; kernel::MAX_RANKS * kernel::MAX_RANKS])?;
         self.state.copy_from_slice(&[0; kernel::state::COUNT])?;
         self.fault.copy_from_slice(&[0; kernel::fault::COUNT])
     }
@@ -131,8 +205,12 @@ impl Buffers {
 pub(super) struct Group {
     pub(super) config: Config,
     pub(super) capacity: usize,
-    devices: Vec<Device>,
+    pub(super) ranks: usize,
+    /// Of the ranks of this process, as the buffers are.
+    pub(super) devices: Vec<Device>,
     pub(super) buffers: Vec<Mutex<Buffers>>,
+    /// Present if the other ranks are in other processes.
+    pub(super) others: Option<Others>,
     meeting: Mutex<Meeting>,
     arrived: Condvar,
 }
@@ -146,9 +224,30 @@ struct Meeting {
 }
 
 impl Group {
-    /// Waits for all ranks on the host; the first that is missing if some are.
-    fn meet(&self, rank: usize, time_out: Duration) -> Result<(), usize> {
-        self.bring(rank, 0, time_out).map(drop)
+    pub(super) fn new(config: &Config, ranks: usize, devices: Vec<Device>, buffers: Vec<Buffers>) -> Self {
+        Self {
+            config: *config,
+            capacity: config.room(ranks),
+            ranks,
+            devices,
+            buffers: buffers.into_iter().map(Mutex::new).collect(),
+            others: None,
+            meeting: Mutex::new(Meeting {
+                round: 0,
+                here: vec![false; ranks],
+                words: [vec![0; ranks], vec![0; ranks]],
+            }),
+            arrived: Condvar::new(),
+        }
+    }
+
+    /// Waits for all ranks on the host, to recover.
+    fn meet(&self, rank: usize, time_out: Duration) -> Result<()> {
+        if let Some(others) = &self.others {
+            return others.meet("ep::Communicator::recover");
+        }
+        let missing = |peer| Error::Ep(Fault::TimeOut { rank, peer, phase: Phase::Recovery });
+        self.bring(rank, 0, time_out).map(drop).map_err(missing)
     }
 
     /// Waits for all ranks on the host, each of which brings a word; all of them.
@@ -157,6 +256,7 @@ impl Group {
         self.bring(rank, word, self.config.time_out)
     }
 
+    /// Waits for all ranks of this process; the first that is missing if some are.
     fn bring(&self, rank: usize, word: u32, time_out: Duration) -> Result<Vec<u32>, usize> {
         let until = Instant::now() + time_out;
         let mut meeting = self.meeting.lock().unwrap_or_else(PoisonError::into_inner);
@@ -187,6 +287,9 @@ impl Drop for Group {
     /// Kernels of one GPU may still use the memory of another.
     fn drop(&mut self) {
         self.devices.iter().for_each(|d| drop(d.synchronize()));
+        if let Some(others) = &mut self.others {
+            others.part();
+        }
     }
 }
 
@@ -230,6 +333,10 @@ impl Drop for Group {
 pub struct Communicator {
     pub(super) group: Arc<Group>,
     rank: usize,
+    /// Which of the group's buffers are its own.
+    own: usize,
+    /// Ranks on its device.
+    sharing: u32,
     device: Device,
     /// `[ranks, slot::COUNT]`
     table: Tensor<u64>,
@@ -247,10 +354,10 @@ impl std::fmt::Debug for Communicator {
 
 impl Communicator {
     /// The ranks of a group, one for each device. A GPU may be there several times: its ranks then share it, with a share of its
-    /// multiprocessors each. SIMT devices are made by [`Device::simt_peers`], and are there once.
+    /// multiprocessors each. SIMT devices are made by one call of [`Device::simt_peers`], and are there once.
     ///
     /// # Errors
-    /// [`Error::Value`] for a size that does not work, [`Error::Unsupported`] for GPUs that cannot reach each other's memory,
+    /// [`Error::Value`] for a size that does not work, [`Error::Unsupported`] for devices that cannot reach each other's memory,
     /// [`Error::WrongDevice`] for GPUs together with SIMT devices, [`Error::OutOfMemory`], [`Error::Driver`].
     pub fn new(devices: &[Device], config: &Config) -> Result<Vec<Self>> {
         Self::build(devices, config, true)
@@ -259,28 +366,16 @@ impl Communicator {
     /// `peers`: they use each other's memory.
     pub(super) fn build(devices: &[Device], config: &Config, peers: bool) -> Result<Vec<Self>> {
         const OP: &str = "ep::Communicator::new";
-        let value = |ok: bool, arg: &'static str, expected: &str, got: usize| {
-            if ok {
-                return Ok(());
-            }
-            Err(Error::Value { op: OP, arg, expected: expected.into(), got: got.to_string() })
-        };
-        let ranks = devices.len();
-        let &Config { hidden, top_k, experts, max_tokens, .. } = config;
-        value((1..=kernel::MAX_RANKS).contains(&ranks), "devices", "1 to 8 devices", ranks)?;
-        value(hidden > 0 && hidden.is_multiple_of(8), "config.hidden", "a positive multiple of 8", hidden)?;
-        value((1..=32).contains(&top_k), "config.top_k", "1 to 32", top_k)?;
-        value(experts > 0 && experts.is_multiple_of(ranks), "config.experts", "a multiple of the ranks", experts)?;
-        value(experts < 1 << 24, "config.experts", "less than 2^24", experts)?;
-        let most = kernel::layout::MAX_TOKENS;
-        value((1..=most).contains(&max_tokens), "config.max_tokens", "1 to 65536", max_tokens)?;
-        let capacity = config.capacity.unwrap_or(ranks * max_tokens);
-        value((1..=ranks * most).contains(&capacity), "config.capacity", "1 to 65536 for each rank", capacity)?;
-        value(hidden < 1 << 20, "config.hidden", "less than 2^20", hidden)?;
+        config.check(OP, devices.len())?;
         for (i, a) in devices.iter().enumerate() {
             for (j, b) in devices.iter().enumerate() {
                 if i != j && a.is_simt() && a == b {
                     let what = "a SIMT device is one rank only; Device::simt_peers makes several".into();
+                    return Err(Error::Unsupported { op: OP, what });
+                }
+                if i != j && a.is_simt() && b.is_simt() && !a.runs_beside(b) {
+                    let (a, b) = (a.name(), b.name());
+                    let what = format!("{a} cannot reach the memory of {b}; Device::simt_peers makes devices that can");
                     return Err(Error::Unsupported { op: OP, what });
                 }
                 if a.is_simt() != b.is_simt() {
@@ -292,32 +387,36 @@ impl Communicator {
             }
             a.preload(&["ep"])?;
         }
+        let capacity = config.room(devices.len());
         let buffers = devices.iter().map(|d| Buffers::new(d, config, capacity)).collect::<Result<Vec<_>>>()?;
         let table: Vec<u64> = buffers.iter().flat_map(Buffers::addresses).collect();
-        let group = Arc::new(Group {
-            config: *config,
-            capacity,
-            devices: devices.to_vec(),
-            buffers: buffers.into_iter().map(Mutex::new).collect(),
-            meeting: Mutex::new(Meeting {
-                round: 0,
-                here: vec![false; ranks],
-                words: [vec![0; ranks], vec![0; ranks]],
-            }),
-            arrived: Condvar::new(),
-        });
+        let group = Arc::new(Group::new(config, devices.len(), devices.to_vec(), buffers));
         let rank = |(rank, device): (usize, &Device)| {
-            Ok(Self {
-                group: group.clone(),
-                rank,
-                device: device.clone(),
-                table: Tensor::from_slice(device, &table, &[ranks, slot::COUNT])?,
-                fault_words: Mutex::new(Pinned::zeros(device, kernel::fault::COUNT)?),
-                #[cfg(feature = "nccl")]
-                nccl: None,
-            })
+            let sharing = devices.iter().filter(|d| *d == device).count() as u32;
+            Self::member(&group, [rank, rank], sharing, device, &table)
         };
         devices.iter().enumerate().map(rank).collect()
+    }
+
+    /// A rank, whose buffers are the group's `own`-th, with all ranks' addresses.
+    pub(super) fn member(
+        group: &Arc<Group>,
+        [rank, own]: [usize; 2],
+        sharing: u32,
+        device: &Device,
+        table: &[u64],
+    ) -> Result<Self> {
+        Ok(Self {
+            group: group.clone(),
+            rank,
+            own,
+            sharing,
+            device: device.clone(),
+            table: Tensor::from_slice(device, table, &[group.ranks, slot::COUNT])?,
+            fault_words: Mutex::new(Pinned::zeros(device, kernel::fault::COUNT)?),
+            #[cfg(feature = "nccl")]
+            nccl: None,
+        })
     }
 
     /// This one's number.
@@ -327,7 +426,7 @@ impl Communicator {
 
     /// How many there are.
     pub fn ranks(&self) -> usize {
-        self.group.devices.len()
+        self.group.ranks
     }
 
     /// Where this one is.
@@ -376,20 +475,19 @@ impl Communicator {
     /// than work that fails may take. Operations count from the beginning again.
     ///
     /// # Errors
-    /// [`Error::Ep`] if a rank does not call, [`Error::Driver`].
+    /// [`Error::Ep`] if a rank does not call, [`Error::Exchange`] between processes, [`Error::Driver`].
     pub fn recover(&mut self) -> Result<()> {
         let time_out = self.group.config.time_out * 4 + Duration::from_secs(1);
-        let missing = |peer| Error::Ep(Fault::TimeOut { rank: self.rank, peer, phase: Phase::Recovery });
         self.device.synchronize()?;
-        self.group.meet(self.rank, time_out).map_err(missing)?;
+        self.group.meet(self.rank, time_out)?;
         self.own(|b| b.reset())?;
         self.device.forget_races();
-        self.group.meet(self.rank, time_out).map_err(missing)
+        self.group.meet(self.rank, time_out)
     }
 
     /// Something of this rank's buffers.
     pub(super) fn own<R>(&self, f: impl FnOnce(&mut Buffers) -> R) -> R {
-        f(&mut self.group.buffers[self.rank].lock().unwrap_or_else(PoisonError::into_inner))
+        f(&mut self.group.buffers[self.own].lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// What kernels get to know, for an operation that all ranks describe by the same numbers.
@@ -401,6 +499,7 @@ impl Communicator {
                 [b.ids.storage(), b.weights.storage(), b.results.storage(), b.state.storage(), b.fault.storage()];
             symmetric.into_iter().chain(more).for_each(|s| stream.retain(s));
         }
+        self.group.others.iter().flat_map(Others::memory).for_each(|s| stream.retain(s));
         stream.retain(self.table.storage());
         let (table, alone) = (&self.table, 0);
         #[cfg(feature = "nccl")]
@@ -418,13 +517,14 @@ impl Communicator {
         }
     }
 
-    /// Blocks and threads, if they can all be resident.
+    /// Blocks and threads, if they can all be resident: of a kernel made for so many threads, with so much shared memory.
     pub(super) fn blocks(
         &self,
         op: &'static str,
         blocks: Blocks,
         default: [u32; 2],
         max_threads: u32,
+        shared_bytes: impl Fn(u32) -> u32,
     ) -> Result<[u32; 2]> {
         let [count, threads] = if self.device.is_simt() { [2, 64] } else { default };
         let threads = blocks.threads.unwrap_or(threads);
@@ -433,11 +533,13 @@ impl Communicator {
         };
         let right = threads.is_multiple_of(32) && (32..=max_threads).contains(&threads);
         value(right, "options.blocks.threads", format!("a multiple of 32, at most {max_threads}"), threads)?;
-        let here = self.group.devices.iter().filter(|d| **d == self.device).count() as u32;
-        // Every multiprocessor has room for 1024 threads of these kernels.
+        // A multiprocessor has registers for as many threads as the kernel was made for, if no more. Of shared memory the driver
+        // takes a kilobyte for each block, and each multiprocessor has that much more than a block may have.
+        let properties = self.device.properties();
+        let each = (properties.max_shared_bytes + 1024) / (shared_bytes(threads) as usize + 1024);
         let room = match self.device.is_simt() {
             true => kernel::MAX_BLOCKS as u32,
-            false => self.device.properties().multiprocessors * (1024 / threads).max(1) / here,
+            false => properties.multiprocessors / self.sharing * (max_threads / threads).min(each as u32),
         };
         let most = room.min(kernel::MAX_BLOCKS as u32);
         let count = blocks.count.unwrap_or(count.min(most));

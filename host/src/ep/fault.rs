@@ -15,6 +15,8 @@ pub enum Phase {
     Exit,
     /// Waiting for the others in [`recover`](super::Communicator::recover).
     Recovery,
+    /// Getting to know the others in [`connect`](super::Communicator::connect).
+    Setup,
 }
 
 impl fmt::Display for Phase {
@@ -24,6 +26,7 @@ impl fmt::Display for Phase {
             Phase::Work => "work",
             Phase::Exit => "exit",
             Phase::Recovery => "recovery",
+            Phase::Setup => "setup",
         })
     }
 }
@@ -52,6 +55,18 @@ pub enum Fault {
         peer: usize,
         /// Where.
         phase: Phase,
+    },
+    /// A peer is of a library with another protocol between ranks.
+    #[error("rank {rank} talks by protocol {own}, rank {peer} by {theirs}")]
+    Version {
+        /// Who noticed.
+        rank: usize,
+        /// Who differs.
+        peer: usize,
+        /// The protocol of `rank`.
+        own: u32,
+        /// That of the peer; 0 if it is none of this library.
+        theirs: u32,
     },
     /// A peer's part of the operation failed; it knows why.
     #[error("rank {rank} was told by rank {peer} that its part failed")]
@@ -93,7 +108,7 @@ impl Fault {
             _ => Phase::Work,
         };
         let (peer, value) = (peer as usize, value as usize);
-        Some(match code {
+        Some(match code & ((1 << fault::CODE_BITS) - 1) {
             fault::TIME_OUT => Fault::TimeOut { rank, peer, phase },
             fault::DISAGREE => Fault::Disagree { rank, peer, phase },
             fault::PEER_FAILED => Fault::PeerFailed { rank, peer },

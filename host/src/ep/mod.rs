@@ -18,6 +18,7 @@ mod fault;
 pub mod layout;
 #[cfg(feature = "nccl")]
 pub mod nccl;
+pub mod processes;
 
 pub use combine::CombineOptions;
 pub use communicator::{Blocks, Communicator, Config};
@@ -25,6 +26,7 @@ pub use dispatch::{Arrangement, DispatchOptions, Received, Routing, Rows};
 pub use expert_map::ExpertMap;
 pub use fault::{Fault, Phase};
 pub use layout::LayoutOutput;
+pub use processes::Exchange;
 
 use crate::device::Stream;
 use crate::error::{Error, Result};

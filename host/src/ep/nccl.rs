@@ -257,18 +257,18 @@ impl Communicator {
     /// Exchanges the ranks' counts: the matrix, on the host and in this rank's buffer.
     pub(super) fn nccl_counts(&self, stream: &Stream, totals: &Tensor<u32>) -> Result<Counts> {
         let own = totals.to_vec()?;
-        let row: [u32; MAX_RANKS] = std::array::from_fn(|d| own[d]);
+        let row: [u64; MAX_RANKS] = std::array::from_fn(|d| own[d].into());
         let counts = self.own(|b| b.counts.clone());
         let base = counts.as_ptr().cast_mut().cast::<u8>();
-        let at = |r: usize| base.wrapping_add(r * MAX_RANKS * 4);
+        let at = |r: usize| base.wrapping_add(r * MAX_RANKS * 8);
         let mut mine = counts.narrow(0, self.rank(), 1)?;
         mine.copy_from_slice(&row)?;
-        let bytes = MAX_RANKS * 4;
+        let bytes = MAX_RANKS * 8;
         // SAFETY: rows of the rank's own matrix.
         unsafe { self.nccl_exchange(stream, |p| vec![(at(self.rank()).cast_const(), bytes, at(p), bytes)])? };
         stream.synchronize()?;
         let all = counts.to_vec()?;
-        Ok(Some(std::array::from_fn(|s| std::array::from_fn(|d| all[s * MAX_RANKS + d]))))
+        Ok(Some(std::array::from_fn(|s| std::array::from_fn(|d| all[s * MAX_RANKS + d] as u32))))
     }
 
     /// Whether no rank would get more than it has room for.

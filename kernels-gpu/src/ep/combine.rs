@@ -82,16 +82,14 @@ fn add(sums: &mut [[f32; 8]; FEW], words: Words<FEW>, weight: f32) {
 #[inline(always)]
 pub unsafe fn combine(link: Link, job: Job) {
     let Some(session) = Session::begin(link) else { return };
-    let ok = session.enter();
-    if ok {
-        sum(&link, &job);
-    }
+    let ok = sum(&session, &job);
     session.finish(ok, true);
 }
 
 #[inline(always)]
 #[track_caller]
-unsafe fn sum(link: &Link, job: &Job) {
+unsafe fn sum(session: &Session, job: &Job) -> bool {
+    let link = &session.link;
     let tokens = token_count(job.count, job.tokens);
     let (lane, ranks) = (warp::lane_id(), link.ranks as usize);
     let (blocks, warps) = (thread::grid_dim_x(), thread::block_dim_x() / 32);
@@ -102,23 +100,39 @@ unsafe fn sum(link: &Link, job: &Job) {
     let out = GlobalMut::new(job.out);
     let biased = !job.bias.is_null() || !job.bias2.is_null();
     let mut walk = Walk::new(thread::thread_idx_x() / 32 * blocks + thread::block_idx_x(), blocks * warps, pieces);
-    while walk.row < tokens {
-        let token = walk.row;
-        let begin = walk.piece * piece;
-        let end = count.min(begin + piece);
-        let mut place = -1;
-        let mut weight = 1.0;
-        if lane < link.ranks {
-            place = places.get(token as usize * ranks + lane as usize);
+    // Lane `r`'s, of the token of a piece. The first, and the table, are under way while the rank waits for the others, whom it has
+    // told that it is here: that would wait for loads.
+    let look_up = |walk: Walk| {
+        let (mut place, mut weight) = (-1, 1.0);
+        if lane < link.ranks && walk.row < tokens {
+            let at = walk.row as usize * ranks + lane as usize;
+            place = places.get(at);
             if !job.weights.is_null() {
-                weight = weights.get(token as usize * ranks + lane as usize);
+                weight = weights.get(at);
             }
         }
+        (place, weight)
+    };
+    session.announce(0);
+    let mut base = 0;
+    if lane < link.ranks {
+        base = link.buffer::<bf16>(lane, slot::RESULTS).ptr(0usize) as u64;
+    }
+    let mut next = look_up(walk);
+    if !session.wait_entry() {
+        return false;
+    }
+    while walk.row < tokens {
+        let (token, begin) = (walk.row, walk.piece * piece);
+        let end = count.min(begin + piece);
+        let (place, weight) = next;
+        walk.advance();
+        next = look_up(walk);
         let there = warp::warp_vote_ballot(warp::FULL, place >= 0);
         let row = |d: u32| {
             let place = warp::shfl_idx(place, d);
-            let rows = link.buffer::<bf16>(d, slot::RESULTS);
-            Global::new(rows.ptr(place as usize * job.hidden as usize).cast_const())
+            let rows = Global::new(warp::shfl_idx(base, d) as *const bf16);
+            rows.offset(place as usize * job.hidden as usize)
         };
         let to = out.offset(token as usize * job.out_stride);
         if there.count_ones() <= 2 && !biased {
@@ -178,8 +192,8 @@ unsafe fn sum(link: &Link, job: &Job) {
                 first += 32 * FEW as u32;
             }
         }
-        walk.advance();
     }
+    true
 }
 
 entries! {

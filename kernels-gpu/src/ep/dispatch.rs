@@ -22,9 +22,10 @@ use cuda_std::{E4M3, Global, GlobalMut, bf16, entries, float, integer, struct_pa
 
 /// Vectors of eight values that a lane has under way.
 pub const DEPTH: usize = 4;
+
 /// Dynamic shared memory of a block, for so many tokens that are to be counted.
 pub const fn shared_bytes(tokens: u32) -> u32 {
-    scan_bytes(tokens) + (2 * MAX_RANKS * 4) as u32
+    scan_bytes(tokens) + (MAX_RANKS * MAX_RANKS * 4) as u32
 }
 
 /// What is sent, and how.
@@ -61,8 +62,43 @@ pub struct Job {
     pub per_rank: Divisor,
     /// Not 0: `places` and `totals` are those of an earlier call.
     pub cached: u32,
+    /// Blocks that copy the rank's own rows and nothing else, while the others send; 0 if all do both. Compact only.
+    pub own_blocks: u32,
 }
 struct_param!(Job);
+
+/// The ranks' buffers that dispatch writes to.
+///
+/// `HELD`: lane `r` has the addresses of rank `r`'s, loaded before a wait, after which (an acquire empties the first-level cache)
+/// the table would have to come from the second level again. For few tokens; otherwise registers are worth more.
+#[derive(Clone, Copy)]
+struct Peers<'a, const HELD: bool> {
+    link: &'a Link,
+    bases: [u64; 4],
+}
+
+impl<'a, const HELD: bool> Peers<'a, HELD> {
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn new(link: &'a Link) -> Self {
+        let mut bases = [0; 4];
+        if HELD && warp::lane_id() < link.ranks {
+            unroll::<4>(|i| bases[i] = link.buffer::<u8>(warp::lane_id(), slot::ROWS + i).ptr(0usize) as u64);
+        }
+        Self { link, bases }
+    }
+
+    /// One of the four. All lanes take part.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn buffer<T: Copy>(&self, rank: u32, slot: usize) -> GlobalMut<T> {
+        if HELD {
+            GlobalMut::new(warp::shfl_idx(self.bases[slot - slot::ROWS], rank) as *mut T)
+        } else {
+            self.link.buffer(rank, slot)
+        }
+    }
+}
 
 /// The part of a row that a warp moves at once, loaded.
 #[derive(Clone, Copy)]
@@ -75,21 +111,38 @@ struct Piece {
 }
 
 impl Piece {
+    /// Pieces of a row.
+    #[inline(always)]
+    fn count(job: &Job) -> u32 {
+        (job.hidden / 8).div_ceil(32 * DEPTH as u32)
+    }
+
+    /// Vectors from the lane's first to the end of the row.
+    #[inline(always)]
+    fn left(&self) -> u32 {
+        self.count.saturating_sub(self.first)
+    }
+
+    #[inline(always)]
+    fn none(job: &Job) -> Self {
+        Self { vectors: [[0; 4]; DEPTH], first: 0, count: job.hidden / 8 }
+    }
+
     #[inline(always)]
     #[track_caller]
     unsafe fn load(job: &Job, token: u32, piece: u32) -> Self {
-        let count = job.hidden / 8;
-        let first = piece * (32 * DEPTH as u32) + warp::lane_id();
-        let row = Global::new(job.x).offset(token as usize * job.x_stride);
-        let mut vectors = [[0; 4]; DEPTH];
+        let mut this = Self::none(job);
+        this.first = piece * (32 * DEPTH as u32) + warp::lane_id();
+        // One address, and steps that instructions hold.
+        let row = Global::new(job.x).offset(token as usize * job.x_stride + this.first as usize * 8);
+        let left = this.left();
         unroll::<DEPTH>(|j| {
-            let i = first + 32 * j as u32;
-            if i < count {
-                let B128(v) = row.get_hinted::<B128<u32, 4>>(i as usize * 8, Streaming);
-                unroll::<4>(|w| vectors[j][w] = v[w]);
+            if 32 * (j as u32) < left {
+                let B128(v) = row.get_hinted::<B128<u32, 4>>(256 * j, Streaming);
+                unroll::<4>(|w| this.vectors[j][w] = v[w]);
             }
         });
-        Self { vectors, first, count }
+        this
     }
 
     /// In e4m3: the values in the first two words of each vector. Returns the scale that the lane stores: the piece has two for
@@ -116,27 +169,42 @@ impl Piece {
         own
     }
 
+    /// The scales of [`quantise`](Self::quantise) to a row of a rank.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn store_scales<const HELD: bool>(&self, peers: &Peers<'_, HELD>, rank: u32, row: usize, scale: f32) {
+        let scales = peers.buffer::<f32>(rank, slot::SCALES);
+        let lane = warp::lane_id();
+        let group = (self.first - lane) / 16 + lane;
+        if lane < 2 * DEPTH as u32 && group < self.count / 16 {
+            scales.offset(row * (self.count / 16) as usize).set(group, scale);
+        }
+    }
+
     /// To a row of a rank.
     #[inline(always)]
     #[track_caller]
-    unsafe fn store<const QUANTISED: bool>(&self, link: &Link, rank: u32, row: usize, scale: f32) {
+    unsafe fn store<const QUANTISED: bool, const HELD: bool>(
+        &self,
+        peers: &Peers<'_, HELD>,
+        rank: u32,
+        row: usize,
+        scale: f32,
+    ) {
         let bytes = if QUANTISED { 8 } else { 16 };
-        let to = link.buffer::<u8>(rank, slot::ROWS).offset(row * self.count as usize * bytes);
-        let groups = link.buffer::<f32>(rank, slot::SCALES).offset(row * (self.count / 16) as usize);
+        let at = (row * self.count as usize + self.first as usize) * bytes;
+        let to = peers.buffer::<u8>(rank, slot::ROWS).offset(at);
+        let left = self.left();
         if QUANTISED {
-            let group = (self.first - self.first % 32) / 16 + warp::lane_id();
-            if warp::lane_id() < 2 * DEPTH as u32 && group < self.count / 16 {
-                groups.set(group, scale);
-            }
+            self.store_scales(peers, rank, row, scale);
         }
         unroll::<DEPTH>(|j| {
-            let i = self.first + 32 * j as u32;
-            if i < self.count {
+            if 32 * (j as u32) < left {
                 let v = self.vectors[j];
                 if QUANTISED {
-                    to.set_hinted(i as usize * 8, B64([v[0], v[1]]), Streaming);
+                    to.set_hinted(32 * j * bytes, B64([v[0], v[1]]), Streaming);
                 } else {
-                    to.set_hinted(i as usize * 16, B128(v), Streaming);
+                    to.set_hinted(32 * j * bytes, B128(v), Streaming);
                 }
             }
         });
@@ -153,6 +221,7 @@ struct Experts {
 }
 
 impl Experts {
+    /// And whether there is such an expert.
     #[inline(always)]
     #[track_caller]
     unsafe fn load(job: &Job, routes: &Routes, token: u32) -> (Self, bool) {
@@ -163,29 +232,24 @@ impl Experts {
         let at = token as usize * job.top_k as usize + lane as usize;
         let id = routes.ids.get(at);
         let weight = if job.weights.is_null() { 1.0 } else { Global::new(job.weights).get(at) };
-        let (rank, fine) = routes.bit(id);
-        (Self { id, weight, rank }, fine)
+        let rank_of = routes.divide();
+        (Self { id, weight, rank: rank_of.bit(id) }, rank_of.is_fine(id))
     }
 
     /// As a rank sees them, to its row.
     #[inline(always)]
     #[track_caller]
-    unsafe fn store(self, job: &Job, link: &Link, rank: u32, row: usize) {
+    unsafe fn store<const HELD: bool>(self, job: &Job, peers: &Peers<'_, HELD>, rank: u32, row: usize) {
         let lane = warp::lane_id();
+        let (ids, weights) = (peers.buffer::<i32>(rank, slot::IDS), peers.buffer::<f32>(rank, slot::WEIGHTS));
         if lane < job.top_k {
             let at = row * job.top_k as usize + lane as usize;
             let there = self.rank >> rank & 1 != 0;
             let local = self.id - (rank * job.per_rank.get()) as i32;
-            link.buffer::<i32>(rank, slot::IDS).set(at, if there { local } else { -1 });
-            link.buffer::<f32>(rank, slot::WEIGHTS).set(at, if there { self.weight } else { 0.0 });
+            ids.set(at, if there { local } else { -1 });
+            weights.set(at, if there { self.weight } else { 0.0 });
         }
     }
-}
-
-/// Pieces of a row.
-#[inline(always)]
-fn pieces(hidden: u32) -> u32 {
-    (hidden / 8).div_ceil(32 * DEPTH as u32)
 }
 
 /// The blocks must all be resident; the threads of a block are a multiple of 32. Shared memory:
@@ -208,33 +272,37 @@ pub unsafe fn dispatch<const QUANTISED: bool, const SLOTS: bool>(link: Link, job
 #[track_caller]
 unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes: &Routes) -> bool {
     let link = &session.link;
-    if !session.clean() && !session.enter() {
-        return false;
-    }
     let (warps, lane) = (thread::block_dim_x() / 32, warp::lane_id());
     let places = GlobalMut::new(job.places);
-    let pieces = pieces(job.hidden);
-    let mut ok = true;
     // Blocks take turns, so that all are busy with few tokens.
     let first = thread::thread_idx_x() / 32 * thread::grid_dim_x() + thread::block_idx_x();
-    let mut walk = Walk::new(first, warps * thread::grid_dim_x(), pieces);
+    let mut walk = Walk::new(first, warps * thread::grid_dim_x(), Piece::count(job));
+    let load = |walk: Walk| {
+        let there = walk.row < routes.tokens;
+        let piece = if there { Piece::load(job, walk.row, walk.piece) } else { Piece::none(job) };
+        (piece, Experts::load(job, routes, walk.row))
+    };
+    // The first piece is under way while the rank waits for the others, whom it has told that it is here: that would wait for loads.
+    if !session.clean() {
+        session.announce(0);
+    }
+    let peers = Peers::<true>::new(link);
+    let (mut piece, (mut experts, mut fine)) = load(walk);
+    if !session.clean() && !session.wait_entry() {
+        return false;
+    }
+    let mut ok = true;
     while walk.row < job.max_tokens {
         let token = walk.row;
-        let there = token < routes.tokens;
-        let mut piece = Piece { vectors: [[0; 4]; DEPTH], first: 0, count: job.hidden / 8 };
-        if there {
-            piece = Piece::load(job, token, walk.piece);
-        }
-        let (experts, fine) = Experts::load(job, routes, token);
         if !fine {
-            link.fail(fault::BAD_ID, link.rank, phase::WORK, token);
+            session.fail(fault::BAD_ID, link.rank, phase::WORK, token);
             ok = false;
         }
         let mask = warp::reduce(experts.rank, |a, b| a | b);
         let row = link.rank as usize * job.max_tokens as usize + token as usize;
         if walk.piece == 0 {
             for d in 0..link.ranks {
-                experts.store(job, link, d, row);
+                experts.store(job, &peers, d, row);
             }
             if lane < link.ranks {
                 let place = if mask >> lane & 1 != 0 { row as i32 } else { -1 };
@@ -248,13 +316,54 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
             }
             for d in 0..link.ranks {
                 if mask >> d & 1 != 0 {
-                    piece.store::<QUANTISED>(link, d, row, scale);
+                    piece.store::<QUANTISED, true>(&peers, d, row, scale);
                 }
             }
         }
         walk.advance();
+        (piece, (experts, fine)) = load(walk);
     }
     ok
+}
+
+/// What a block sends in compact dispatch.
+#[derive(Clone, Copy)]
+struct Part {
+    first: u32,
+    /// One past the last token.
+    last: u32,
+    /// As a mask, the ranks that the block sends to.
+    to: u32,
+}
+
+impl Part {
+    #[inline(always)]
+    unsafe fn new(job: &Job, link: &Link, tokens: u32) -> Self {
+        let (block, blocks, own) = (thread::block_idx_x(), thread::grid_dim_x(), job.own_blocks);
+        let (all, itself) = ((1u32 << link.ranks) - 1, 1u32 << link.rank);
+        let (index, count, to) = if own == 0 {
+            (block, blocks, all)
+        } else if block < own {
+            (block, own, itself)
+        } else {
+            (block - own, blocks - own, all & !itself)
+        };
+        let each = integer::div(tokens + count - 1, count);
+        let first = (index * each).min(tokens);
+        Self { first, last: (first + each).min(tokens), to }
+    }
+
+    /// The lane's rank's row for a token, -1 if it does not go there, or the block does not send it.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn place(&self, job: &Job, link: &Link, token: u32) -> i32 {
+        let lane = warp::lane_id();
+        if self.to >> lane & 1 != 0 {
+            GlobalMut::new(job.places).get(token as usize * link.ranks as usize + lane as usize)
+        } else {
+            -1
+        }
+    }
 }
 
 #[inline(always)]
@@ -264,14 +373,15 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
     let mut carver = Carver::new();
-    let base: Shared<u32> = carver.take::<u32>(MAX_RANKS);
-    let ends: Shared<u32> = carver.take::<u32>(MAX_RANKS);
+    let counts: Shared<u32> = carver.take::<u32>(MAX_RANKS * MAX_RANKS);
     let cached = job.cached != 0;
+    // Block 0 has counts to tell.
+    session.announce(blocks - 1);
 
     // How many tokens go where.
-    let run = scan(Routes { tokens: if cached { 0 } else { routes.tokens }, ..*routes }, link, &mut carver);
+    let run =
+        scan(Routes { tokens: if cached { 0 } else { routes.tokens }, ..*routes }, link, session.mark(), &mut carver);
     let totals = run.totals;
-    let ok = run.ok;
     let kept = GlobalMut::new(job.totals);
     if cached {
         if tid < MAX_RANKS as u32 {
@@ -281,53 +391,53 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
     } else if block == 0 && tid < MAX_RANKS as u32 {
         kept.set(tid, totals.get(tid));
     }
-    session.send_entry(Some(totals));
-    if !session.wait_entry() {
+    // The first piece is under way while the rank waits for the others.
+    let part = Part::new(job, link, routes.tokens);
+    let mut walk = Walk::new(tid / 32, thread::block_dim_x() / 32, Piece::count(job));
+    let load = |walk: Walk| {
+        let token = part.first + walk.row;
+        if token < part.last { Piece::load(job, token, walk.piece) } else { Piece::none(job) }
+    };
+    let mut piece = load(walk);
+    if !session.exchange_counts(totals, counts) {
         return false;
     }
 
-    // Where this rank's rows begin at each.
-    let counts = link.buffer::<u32>(link.rank, slot::COUNTS);
-    let mut fits = true;
-    if tid < link.ranks {
-        let (mut before, mut all) = (0, 0);
-        let own = totals.get(tid);
+    // Lane `r`: where this rank's rows begin at rank `r`, and how many it gets of all.
+    let (mut base, mut all) = (0, 0);
+    if lane < MAX_RANKS as u32 {
         for s in 0..link.ranks {
-            let n = if s == link.rank { own } else { counts.get(s as usize * MAX_RANKS + tid as usize) };
-            before = if s == link.rank { all } else { before };
-            all += n;
-        }
-        base.set(tid, before);
-        ends.set(tid, all);
-        fits = all <= job.capacity;
-        if !fits {
-            link.fail(fault::OVERFLOW, tid, phase::WORK, all);
+            base = if s == link.rank { all } else { base };
+            all += counts.get(s * MAX_RANKS as u32 + lane);
         }
     }
-    if thread::sync_threads_or(!fits) {
+    let full = warp::warp_vote_ballot(warp::FULL, lane < link.ranks && all > job.capacity);
+    if full != 0 {
+        let d = full.trailing_zeros();
+        let all = warp::shfl_idx(all, d);
+        if tid == 0 {
+            session.fail(fault::OVERFLOW, d, phase::WORK, all);
+        }
         return false;
     }
-    let end = ends.get(link.rank);
+    let end = warp::shfl_idx(all, link.rank);
     if block == 0 && tid == 0 {
         let offsets = GlobalMut::new(job.offsets);
-        let own = totals.get(link.rank);
         let mut all = 0;
         for s in 0..link.ranks {
             offsets.set(s, all as i32);
-            all += if s == link.rank { own } else { counts.get(s as usize * MAX_RANKS + link.rank as usize) };
+            all += counts.get(s * MAX_RANKS as u32 + link.rank);
         }
         offsets.set(link.ranks, all as i32);
     }
 
     // The block's tokens, and their rows.
-    let each = integer::div(routes.tokens + blocks - 1, blocks);
-    let first = (block * each).min(routes.tokens);
-    let last = (first + each).min(routes.tokens);
     let places = GlobalMut::new(job.places);
     if !cached {
-        run.places(first, last, |token, d, place| {
-            let place = if place >= 0 { base.get(d) as i32 + place } else { -1 };
-            places.set(token as usize * link.ranks as usize + d as usize, place);
+        run.places(base, part.first, part.last, |token, d, place| {
+            if part.to >> d & 1 != 0 {
+                places.set(token as usize * link.ranks as usize + d as usize, place);
+            }
         });
         // Nothing goes anywhere from beyond the last token, should somebody combine more.
         let mut i = routes.tokens * link.ranks + block * thread::block_dim_x() + tid;
@@ -346,21 +456,12 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
         i += blocks * thread::block_dim_x();
     }
 
-    let pieces = pieces(job.hidden);
-    let mut walk = Walk::new(tid / 32, thread::block_dim_x() / 32, pieces);
-    while first + walk.row < last {
-        let token = first + walk.row;
-        let mut piece = Piece::load(job, token, walk.piece);
-        let place =
-            if lane < link.ranks { places.get(token as usize * link.ranks as usize + lane as usize) } else { -1 };
+    let peers = Peers::<false>::new(link);
+    while part.first + walk.row < part.last {
+        let token = part.first + walk.row;
+        let place = part.place(job, link, token);
         if walk.piece == 0 {
-            let (experts, _) = Experts::load(job, routes, token);
-            for d in 0..link.ranks {
-                let row = warp::shfl_idx(place, d);
-                if row >= 0 {
-                    experts.store(job, link, d, row as usize);
-                }
-            }
+            send_experts(&peers, job, routes, token, place);
         }
         let mut scale = 0.0;
         if QUANTISED {
@@ -369,19 +470,33 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
         for d in 0..link.ranks {
             let row = warp::shfl_idx(place, d);
             if row >= 0 {
-                piece.store::<QUANTISED>(link, d, row as usize, scale);
+                piece.store::<QUANTISED, false>(&peers, d, row as usize, scale);
             }
         }
         walk.advance();
+        piece = load(walk);
     }
-    ok
+    run.ok
+}
+
+/// The experts of a token to its row (`place`) at each rank.
+#[inline(always)]
+#[track_caller]
+unsafe fn send_experts(peers: &Peers<'_, false>, job: &Job, routes: &Routes, token: u32, place: i32) {
+    let (experts, _) = Experts::load(job, routes, token);
+    for d in 0..peers.link.ranks {
+        let row = warp::shfl_idx(place, d);
+        if row >= 0 {
+            experts.store(job, peers, d, row as usize);
+        }
+    }
 }
 
 entries! {
     /// Arguments of every `ep_dispatch_*` entry; see [`dispatch`].
     pub struct Args(link: Link, job: Job);
     ep_dispatch_bf16_compact {} [1024] => dispatch::<false, false>;
-    ep_dispatch_bf16_slots {} [1024] => dispatch::<false, true>;
+    ep_dispatch_bf16_slots {} [512, 1] => dispatch::<false, true>;
     ep_dispatch_e4m3_compact {} [768] => dispatch::<true, false>;
-    ep_dispatch_e4m3_slots {} [768] => dispatch::<true, true>;
+    ep_dispatch_e4m3_slots {} [512, 1] => dispatch::<true, true>;
 }

@@ -11,7 +11,7 @@ use super::{Link, MAX_RANKS, fault, phase};
 use cuda_std::integer::Divisor;
 use cuda_std::shared::{Carver, Shared};
 use cuda_std::vec::B128;
-use cuda_std::{Global, GlobalMut, entries, integer, thread, warp};
+use cuda_std::{Global, GlobalMut, entries, integer, thread, unroll, warp};
 
 /// The most tokens of a call: a block remembers a byte of each.
 pub const MAX_TOKENS: usize = 1 << 16;
@@ -19,6 +19,10 @@ pub const MAX_TOKENS: usize = 1 << 16;
 pub const THREADS: usize = 512;
 /// The most warps of a block.
 const WARPS: usize = 32;
+/// Times 32 tokens that a warp looks at together.
+const STEPS: usize = 4;
+/// The most experts of all ranks; see [`RankOf`].
+pub const MAX_EXPERTS: usize = 1 << 15;
 
 /// Dynamic shared memory of [`scan`].
 pub const fn scan_bytes(tokens: u32) -> u32 {
@@ -41,44 +45,34 @@ pub struct Routes {
 }
 
 impl Routes {
-    /// The ranks of a token as a mask, and whether all its experts are there.
+    /// How to find the rank of an expert.
     #[inline(always)]
-    #[track_caller]
-    unsafe fn mask(&self, token: u32) -> (u32, bool) {
-        let (mut mask, mut ok) = (0, true);
-        let row = self.ids.offset(token as usize * self.top_k as usize);
-        let mut add = |id: i32| {
-            let (bit, fine) = self.bit(id);
-            mask |= bit;
-            ok &= fine;
-        };
-        if self.top_k.is_multiple_of(4) && (self.ids.ptr(0usize) as usize).is_multiple_of(16) {
-            for k in 0..self.top_k / 4 {
-                let B128([a, b, c, d]) = row.get_as::<B128<i32, 4>>(4 * k);
-                add(a);
-                add(b);
-                add(c);
-                add(d);
-            }
-        } else {
-            for k in 0..self.top_k {
-                add(row.get(k));
-            }
-        }
-        (mask, ok)
+    pub unsafe fn divide(&self) -> RankOf {
+        let experts = self.per_rank.get() * self.ranks;
+        RankOf { experts, multiplier: integer::div(u32::MAX, 2 * self.per_rank.get()) + 1 }
+    }
+}
+
+/// The rank of an expert by one multiplication: `e / n = (2 e + 1) / (2 n)`, which `(2 e + 1) m >> 32` with
+/// `m = 2^32 / (2 n) + 1`, rounded down, is as long as `(2 e + 1) (2 n) < 2^32`: with at most [`MAX_EXPERTS`].
+#[derive(Clone, Copy)]
+pub struct RankOf {
+    experts: u32,
+    multiplier: u32,
+}
+
+impl RankOf {
+    /// The rank as a mask, nothing if there is none.
+    #[inline(always)]
+    pub fn bit(self, id: i32) -> u32 {
+        let rank = integer::mul_hi((id as u32).wrapping_mul(2).wrapping_add(1), self.multiplier);
+        if (id as u32) < self.experts { 1u32.wrapping_shl(rank) } else { 0 }
     }
 
-    /// The rank of an expert as a mask, nothing if there is none, and whether that is right.
+    /// Whether there is such an expert, or it is -1 for none.
     #[inline(always)]
-    pub fn bit(&self, id: i32) -> (u32, bool) {
-        let rank = self.per_rank.div(id as u32);
-        if id < 0 {
-            (0, id == -1)
-        } else if rank < self.ranks {
-            (1 << rank, true)
-        } else {
-            (0, false)
-        }
+    pub fn is_fine(self, id: i32) -> bool {
+        id.wrapping_add(1) as u32 <= self.experts
     }
 }
 
@@ -99,67 +93,105 @@ pub struct Run {
     pub ok: bool,
 }
 
-/// Counts all tokens. Every thread of the block takes part; shared memory: [`scan_bytes`].
+/// Counts all tokens. Every thread of the block takes part; shared memory: [`scan_bytes`]. `mark`: of a fault.
 #[inline(always)]
 #[track_caller]
-pub unsafe fn scan(routes: Routes, link: &Link, carver: &mut Carver) -> Run {
-    let counts = carver.take::<u32>(WARPS * MAX_RANKS);
+pub unsafe fn scan(routes: Routes, link: &Link, mark: u32, carver: &mut Carver) -> Run {
+    let counts = carver.take::<u32>(MAX_RANKS * WARPS);
     let totals = carver.take::<u32>(MAX_RANKS);
     let masks = carver.take::<u8>(routes.tokens as usize);
     let (warps, warp, lane) = (thread::block_dim_x() / 32, thread::thread_idx_x() / 32, warp::lane_id());
     let each = integer::div(routes.tokens + warps - 1, warps).next_multiple_of(32);
     let first = (warp * each).min(routes.tokens);
     let last = (first + each).min(routes.tokens);
-    let (mut own, mut ok) = (0, true);
+    let rank_of = routes.divide();
+    let eight = routes.top_k == 8 && (routes.ids.ptr(0usize) as usize).is_multiple_of(16);
+    let (mut own, mut bad) = (0, None);
     let mut step = first;
     while step < last {
-        let token = step + lane;
-        let mut mask = 0;
-        if token < last {
-            let (to, fine) = routes.mask(token);
-            mask = to;
-            masks.set(token, to as u8);
-            if !fine {
-                link.fail(fault::BAD_ID, link.rank, phase::WORK, token);
-                ok = false;
+        // What is loaded for several steps is loaded at once. Beyond the last token it is the last once more.
+        let mut masks_of = [0; STEPS];
+        if eight {
+            let mut ids = [[0; 4]; 2 * STEPS];
+            unroll::<STEPS>(|j| {
+                let token = (step + 32 * j as u32 + lane).min(last - 1);
+                unroll::<2>(|h| {
+                    let B128(four) = routes.ids.get_as::<B128<i32, 4>>(token as usize * 8 + 4 * h);
+                    unroll::<4>(|i| ids[2 * j + h][i] = four[i]);
+                });
+            });
+            unroll::<STEPS>(|j| {
+                let mut fine = true;
+                unroll::<8>(|i| {
+                    let id: i32 = ids[2 * j + i / 4][i % 4];
+                    masks_of[j] |= rank_of.bit(id);
+                    fine &= rank_of.is_fine(id);
+                });
+                if !fine {
+                    bad = Some((step + 32 * j as u32 + lane).min(last - 1));
+                }
+            });
+        } else {
+            unroll::<STEPS>(|j| {
+                let token = (step + 32 * j as u32 + lane).min(last - 1);
+                let row = routes.ids.offset(token as usize * routes.top_k as usize);
+                for k in 0..routes.top_k {
+                    let id = row.get(k);
+                    masks_of[j] |= rank_of.bit(id);
+                    if !rank_of.is_fine(id) {
+                        bad = Some(token);
+                    }
+                }
+            });
+        }
+        unroll::<STEPS>(|j| {
+            let token = step + 32 * j as u32 + lane;
+            let mask = if token < last { masks_of[j] } else { 0 };
+            if token < last {
+                masks.set(token, mask as u8);
             }
-        }
-        for d in 0..link.ranks {
-            let there = warp::warp_vote_ballot(warp::FULL, mask >> d & 1 != 0).count_ones();
-            own += if lane == d { there } else { 0 };
-        }
-        step += 32;
+            for d in 0..link.ranks {
+                let there = warp::warp_vote_ballot(warp::FULL, mask >> d & 1 != 0).count_ones();
+                own += if lane == d { there } else { 0 };
+            }
+        });
+        step += const { 32 * STEPS as u32 };
+    }
+    if let Some(token) = bad {
+        link.fail(mark, fault::BAD_ID, link.rank, phase::WORK, token);
     }
     if lane < MAX_RANKS as u32 {
-        counts.set(warp * MAX_RANKS as u32 + lane, own);
+        counts.set(lane * WARPS as u32 + warp, own);
     }
     thread::sync_threads();
+    // Lane `w` has what warp `w` counted; what is kept is lane `r`'s.
     let (mut before, mut all) = (0, 0);
-    if lane < MAX_RANKS as u32 {
-        for w in 0..warps {
-            before = if w == warp { all } else { before };
-            all += counts.get(w * MAX_RANKS as u32 + lane);
-        }
-        if warp == 0 {
-            totals.set(lane, all);
-        }
+    for d in 0..link.ranks {
+        let n = if lane < warps { counts.get(d * WARPS as u32 + lane) } else { 0 };
+        let total = warp::warp_reduce_add_u32(warp::FULL, n);
+        let earlier = warp::warp_reduce_add_u32(warp::FULL, if lane < warp { n } else { 0 });
+        before = if lane == d { earlier } else { before };
+        all = if lane == d { total } else { all };
+    }
+    if warp == 0 && lane < MAX_RANKS as u32 {
+        totals.set(lane, all);
     }
     thread::sync_threads();
-    Run { first, last, before, totals, masks, ranks: link.ranks, ok }
+    Run { first, last, before, totals, masks, ranks: link.ranks, ok: bad.is_none() }
 }
 
 impl Run {
-    /// For every token of the run within `from .. to` and every rank: `f(token, rank, place)`, where the place is -1 if the token
-    /// does not go there. All lanes take part.
+    /// For every token of the run within `from .. to` and every rank: `f(token, rank, place)`, where places begin at lane `rank`'s
+    /// `base`, and are -1 if the token does not go there. All lanes take part.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn places(&self, from: u32, to: u32, mut f: impl FnMut(u32, u32, i32)) {
+    pub unsafe fn places(&self, base: u32, from: u32, to: u32, mut f: impl FnMut(u32, u32, i32)) {
         if from >= self.last || to <= self.first {
             return;
         }
         let lane = warp::lane_id();
         let below = (1u32 << lane) - 1;
-        let mut count = self.before;
+        let mut count = base + self.before;
         let mut step = self.first;
         while step < self.last.min(to) {
             let token = step + lane;
@@ -195,12 +227,12 @@ pub unsafe fn layout(
     let mut carver = Carver::new();
     let ranks = link.ranks;
     let routes = Routes { ids: Global::new(ids), tokens, top_k, per_rank, ranks };
-    let run = scan(routes, &link, &mut carver);
+    let run = scan(routes, &link, fault::ALONE, &mut carver);
     let (block, blocks, tid) = (thread::block_idx_x(), thread::grid_dim_x(), thread::thread_idx_x());
     let (places, in_rank) = (GlobalMut::new(places), GlobalMut::new(in_rank));
     // Each block writes a part: all of them know everything.
     let part = integer::div(tokens + blocks - 1, blocks);
-    run.places(block * part, (block + 1) * part, |token, d, place| {
+    run.places(0, block * part, (block + 1) * part, |token, d, place| {
         let at = token as usize * ranks as usize + d as usize;
         places.set(at, place);
         if !in_rank.ptr(0usize).is_null() {
@@ -253,5 +285,5 @@ entries! {
         link: Link, places: *mut i32, per_rank_tokens: *mut u32, per_expert: *mut u32, in_rank: *mut u8, ids: *const i32,
         tokens: u32, top_k: u32, per_rank: Divisor,
     );
-    ep_layout {} [512] => layout;
+    ep_layout {} [512, 2] => layout;
 }

@@ -5,8 +5,8 @@
 //! 1. may have to know that the others have come as far (the *entry*): block 0 stores a flag in each peer's memory, and every
 //!    block waits for the peers' flags in its own;
 //! 2. move data, straight to where it belongs;
-//! 3. say so (the *exit*): each block stores a flag of its own in each peer's memory, and block 0 waits for the flags of all
-//!    blocks of all peers.
+//! 3. say so (the *exit*): each block stores a flag of its own in each rank's memory, and block 0 waits for the flags of all
+//!    blocks of all ranks. Then it counts the operation as done.
 //!
 //! **Flags** are 64-bit words: the number of the operation (the *epoch*, which each rank counts in its own memory, so that
 //! captured launches go on counting) above a signature of what the rank thinks the operation is. Nothing is ever reset, so
@@ -23,7 +23,7 @@
 //! **Nothing waits for ever.** Each wait ends after a time; the first thing that goes wrong on a rank is kept in its [`fault`]
 //! words, and while something is there, operations do nothing. A block that failed says so with its exit flag.
 
-use cuda_std::atomic::{AcqRel, Acquire, Device, Relaxed, Release, System};
+use cuda_std::atomic::{Acquire, Device, Relaxed, Release, System};
 use cuda_std::shared::Shared;
 use cuda_std::{Global, GlobalMut, struct_param, thread};
 
@@ -45,7 +45,7 @@ pub const FLAGS: usize = MAX_RANKS + MAX_RANKS * MAX_BLOCKS;
 pub mod slot {
     /// [`FLAGS`](super::FLAGS) flags.
     pub const FLAGS: usize = 0;
-    /// Tokens from each rank to each, `[MAX_RANKS, MAX_RANKS]` `u32`.
+    /// Tokens from each rank to each, `[MAX_RANKS, MAX_RANKS]` `u64`: the epoch above the count.
     pub const COUNTS: usize = 1;
     /// Rows that were received.
     pub const ROWS: usize = 2;
@@ -65,16 +65,19 @@ pub mod slot {
 pub mod state {
     /// Operations that are done.
     pub const EPOCH: usize = 0;
-    /// Blocks that have ended.
-    pub const TICKET: usize = 1;
     /// Whether every rank is known to be through with what it received.
-    pub const CLEAN: usize = 2;
+    pub const CLEAN: usize = 1;
     /// How many there are.
-    pub const COUNT: usize = 4;
+    pub const COUNT: usize = 2;
 }
 
-/// What went wrong first, as `u32`: code, rank, phase, value.
+/// What went wrong first, as `u32`: code, rank, phase, value. Above the code's [`CODE_BITS`](fault::CODE_BITS) the first word has the
+/// mark of the operation in which it did.
 pub mod fault {
+    /// Bits of a code.
+    pub const CODE_BITS: u32 = 8;
+    /// The mark of what is no operation of several ranks.
+    pub const ALONE: u32 = 0;
     /// A wait for `rank` took too long.
     pub const TIME_OUT: u32 = 1;
     /// `rank` is at another operation, or at one of other shapes; `value` is its signature.
@@ -139,10 +142,10 @@ impl Link {
         peer < self.ranks && peer != self.rank && self.alone == 0
     }
 
-    /// Keeps what went wrong, if it is the first.
-    pub unsafe fn fail(&self, code: u32, rank: u32, phase: u32, value: u32) {
+    /// Keeps what went wrong, if it is the first, in the operation with this mark.
+    pub unsafe fn fail(&self, mark: u32, code: u32, rank: u32, phase: u32, value: u32) {
         let words = GlobalMut::new(self.fault);
-        if words.compare_exchange(0usize, 0, code, Device, Relaxed) == 0 {
+        if words.compare_exchange(0usize, 0, mark << fault::CODE_BITS | code, Device, Relaxed) == 0 {
             words.store(1usize, rank, Device, Relaxed);
             words.store(2usize, phase, Device, Relaxed);
             words.store(3usize, value, Device, Relaxed);
@@ -160,15 +163,31 @@ pub struct Session {
 }
 
 impl Session {
-    /// `None` if something is wrong already.
+    /// `None` if something went wrong before. What goes wrong in another block of this operation, which may be ahead, is no reason
+    /// to let peers wait.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn begin(link: Link) -> Option<Self> {
         let state = GlobalMut::new(link.state);
         let (epoch, clean) = (state.get(state::EPOCH).wrapping_add(1), state.get(state::CLEAN) != 0);
-        let first = thread::thread_idx_x() == 0;
-        let failed = first && GlobalMut::new(link.fault).load(0usize, Device, Relaxed) != 0;
-        if thread::sync_threads_or(failed) { None } else { Some(Self { link, epoch, clean }) }
+        let this = Self { link, epoch, clean };
+        let mut failed = false;
+        if thread::thread_idx_x() == 0 {
+            let word = GlobalMut::new(link.fault).load(0usize, Device, Relaxed);
+            failed = word != 0 && word >> fault::CODE_BITS != this.mark();
+        }
+        if thread::sync_threads_or(failed) { None } else { Some(this) }
+    }
+
+    /// Marks faults of this operation; another has the same only after millions.
+    #[inline(always)]
+    pub fn mark(&self) -> u32 {
+        self.epoch & 0x7f_ffff | 0x80_0000
+    }
+
+    /// [`Link::fail`] in this operation.
+    pub unsafe fn fail(&self, code: u32, rank: u32, phase: u32, value: u32) {
+        self.link.fail(self.mark(), code, rank, phase, value);
     }
 
     /// Whether no rank needs what it received any more, as an operation since has shown.
@@ -196,30 +215,82 @@ impl Session {
                 }
                 let failed = signature == self.link.signature | FAILED;
                 let code = if failed { fault::PEER_FAILED } else { fault::DISAGREE };
-                self.link.fail(code, peer, phase, signature);
+                self.fail(code, peer, phase, signature);
                 return false;
             }
             if thread::globaltimer().wrapping_sub(start) > self.link.time_out {
-                self.link.fail(fault::TIME_OUT, peer, phase, 0);
+                self.fail(fault::TIME_OUT, peer, phase, 0);
                 return false;
             }
             thread::spin_hint();
         }
     }
 
-    /// Tells peers that this rank has come as far, with its row of counts if there is one. Only block 0 does.
+    /// Tells peers that this rank has come as far. Only this block does.
     #[inline(always)]
-    pub unsafe fn send_entry(&self, counts: Option<Shared<u32>>) {
+    pub unsafe fn announce(&self, block: u32) {
         let (link, peer) = (&self.link, thread::thread_idx_x());
-        if thread::block_idx_x() != 0 || !link.waits_for(peer) {
-            return;
+        if thread::block_idx_x() == block && link.waits_for(peer) {
+            let flags = link.buffer::<u64>(peer, slot::FLAGS);
+            flags.store(link.rank, self.flag(link.signature), System, Release);
         }
-        if let Some(counts) = counts {
-            let theirs = link.buffer::<u32>(peer, slot::COUNTS).offset(link.rank as usize * MAX_RANKS);
-            cuda_std::unroll::<MAX_RANKS>(|d| theirs.set(d, counts.get(d)));
+    }
+
+    /// Tells peers this rank's row of counts, `own` (by block 0), and learns theirs: the rows of all ranks, in `all`
+    /// (`[MAX_RANKS, MAX_RANKS]`). Each count is a word that says which operation it is of, so nothing orders them. Before, the
+    /// rank has [announced](Self::announce) itself; this waits for the peers' announcements as well. Whether all came.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn exchange_counts(&self, own: Shared<u32>, all: Shared<u32>) -> bool {
+        let (link, tid, threads) = (&self.link, thread::thread_idx_x(), thread::block_dim_x());
+        let words = const { (MAX_RANKS * MAX_RANKS) as u32 };
+        if thread::block_idx_x() == 0 {
+            let mut i = tid;
+            while i < words {
+                let (peer, d) = (i / MAX_RANKS as u32, i % MAX_RANKS as u32);
+                if link.waits_for(peer) {
+                    let row = link.buffer::<u64>(peer, slot::COUNTS).offset(link.rank as usize * MAX_RANKS);
+                    row.store(d, self.flag(own.get(d)), System, Relaxed);
+                }
+                i += threads;
+            }
         }
-        let flags = link.buffer::<u64>(peer, slot::FLAGS);
-        flags.store(link.rank, self.flag(link.signature), System, Release);
+        let mut bad = false;
+        if link.waits_for(tid) {
+            bad = !self.wait(link.buffer(link.rank, slot::FLAGS), tid as usize, tid, phase::ENTRY);
+        }
+        let theirs = link.buffer::<u64>(link.rank, slot::COUNTS);
+        let mut i = tid;
+        while i < words && !bad {
+            let peer = i / MAX_RANKS as u32;
+            if link.waits_for(peer) {
+                let start = thread::globaltimer();
+                loop {
+                    let seen = theirs.load(i, System, Relaxed);
+                    if ((seen >> 32) as u32).wrapping_sub(self.epoch) as i32 >= 0 {
+                        all.set(i, seen as u32);
+                        break;
+                    }
+                    // Who does something else sends no counts, which another thread notices.
+                    let word = GlobalMut::new(link.fault).load(0usize, Device, Relaxed);
+                    let code = word & const { (1 << fault::CODE_BITS) - 1 };
+                    let failed = matches!(code, fault::TIME_OUT | fault::DISAGREE | fault::PEER_FAILED);
+                    if failed || thread::globaltimer().wrapping_sub(start) > link.time_out {
+                        self.fail(fault::TIME_OUT, peer, phase::ENTRY, 0);
+                        bad = true;
+                        break;
+                    }
+                    thread::spin_hint();
+                }
+            } else if peer == link.rank {
+                all.set(i, own.get(i % MAX_RANKS as u32));
+            } else {
+                // Of ranks that are not there nothing, or what the host brought.
+                all.set(i, if peer < link.ranks { theirs.get(i) as u32 } else { 0 });
+            }
+            i += threads;
+        }
+        !thread::sync_threads_or(bad)
     }
 
     /// Waits until all peers have come as far; whether they have.
@@ -234,11 +305,11 @@ impl Session {
         !thread::sync_threads_or(bad)
     }
 
-    /// [`send_entry`](Self::send_entry) and [`wait_entry`](Self::wait_entry).
+    /// [`announce`](Self::announce) and [`wait_entry`](Self::wait_entry).
     #[inline(always)]
     #[track_caller]
     pub unsafe fn enter(&self) -> bool {
-        self.send_entry(None);
+        self.announce(0);
         self.wait_entry()
     }
 
@@ -249,32 +320,32 @@ impl Session {
     pub unsafe fn finish(self, ok: bool, clean: bool) {
         let (link, tid, block) = (&self.link, thread::thread_idx_x(), thread::block_idx_x());
         let failed = thread::sync_threads_or(!ok);
-        if link.waits_for(tid) {
+        // In its own memory, too: block 0 counts the operation as done after all blocks have seen which it is.
+        if link.waits_for(tid) || tid == link.rank {
             let flag = self.flag(link.signature | if failed { FAILED } else { 0 });
             let i = MAX_RANKS + link.rank as usize * MAX_BLOCKS + block as usize;
             link.buffer::<u64>(tid, slot::FLAGS).store(i, flag, System, Release);
         }
-        if block == 0 && !failed {
-            let own = link.buffer::<u64>(link.rank, slot::FLAGS);
-            let blocks = thread::grid_dim_x();
-            let mut i = tid;
-            while i < link.ranks * blocks {
-                let peer = cuda_std::integer::div(i, blocks);
-                let at = MAX_RANKS + peer as usize * MAX_BLOCKS + (i - peer * blocks) as usize;
-                if link.waits_for(peer) && !self.wait(own, at, peer, phase::EXIT) {
-                    break;
-                }
-                i += thread::block_dim_x();
+        if block != 0 {
+            return;
+        }
+        let own = link.buffer::<u64>(link.rank, slot::FLAGS);
+        let blocks = thread::grid_dim_x();
+        let mut i = tid;
+        while i < link.ranks * blocks {
+            let peer = cuda_std::integer::div(i, blocks);
+            let at = MAX_RANKS + peer as usize * MAX_BLOCKS + (i - peer * blocks) as usize;
+            let waits = if peer == link.rank { true } else { link.waits_for(peer) && !failed };
+            if waits && !self.wait(own, at, peer, phase::EXIT) && peer != link.rank {
+                break;
             }
+            i += thread::block_dim_x();
         }
         thread::sync_threads();
         if tid == 0 {
             let state = GlobalMut::new(link.state);
-            if state.fetch_add(state::TICKET, 1, Device, AcqRel) + 1 == thread::grid_dim_x() {
-                state.store(state::TICKET, 0, Device, Relaxed);
-                state.set(state::EPOCH, self.epoch);
-                state.set(state::CLEAN, clean as u32);
-            }
+            state.set(state::EPOCH, self.epoch);
+            state.set(state::CLEAN, clean as u32);
         }
     }
 }
