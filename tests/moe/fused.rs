@@ -360,6 +360,10 @@ fn unordered() {
             check::<bf16>(d, s, &case);
             check::<f16>(d, s, &case);
         }
+        // As many experts as there is room for, and more, where `Auto` takes narrower shares.
+        for (experts, path) in [(544, FusedPath::Wgmma176), (1024, FusedPath::Wgmma64), (1024, FusedPath::Wgmma16)] {
+            check::<bf16>(d, s, &Case::new(20, 2, experts, 16, 8).path(path));
+        }
         let mut case = Case::new(530, 2, 3, 16, 8).path(FusedPath::Wgmma64);
         case.unordered = true;
         check::<bf16>(d, s, &case);
@@ -645,6 +649,8 @@ fn bad_input() {
         let many = Case::new(33, 2, 4, 16, 8).path(FusedPath::Direct);
         let inputs = Inputs::<bf16>::new(d, &many, 1);
         refused!(inputs.run(s, &many, &mut t(&[33, 16]), &mut inputs.workspace(d, s, &many)), Unsupported);
+        let wide = Case::new(3, 2, 545, 16, 8).path(FusedPath::Wgmma176);
+        refused!(run(&Inputs::new(d, &wide, 1), &wide, &[3, 16]), Unsupported);
         let stream = Case::new(3, 2, 4, 16, 8).path(FusedPath::Stream8);
         let inputs = Inputs::<f32>::new(d, &stream, 1);
         let mut out = Tensor::zeros(d, &[3, 16]).unwrap();

@@ -115,7 +115,7 @@ pub enum FusedPath {
     /// Hopper's matrix products and copy engine, up to 64 pairs of an expert at a time. On Hopper and the SIMT device; types
     /// and rows as for streaming, at most 1024 experts on the device, any activation but [`ExpertActivation::Gelu`].
     Wgmma64,
-    /// [`Wgmma64`](Self::Wgmma64), up to 176 at a time.
+    /// [`Wgmma64`](Self::Wgmma64), up to 176 at a time; at most 544 experts.
     Wgmma176,
     /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
     /// [`SimtOptions::host_products`](crate::SimtOptions::host_products) is on.
@@ -144,7 +144,7 @@ impl FusedPath {
         // each tile of rows start faster than a pipeline.
         if pairs <= fused_stream::DIRECT_PAIRS {
             if wgmma && pairs * width >= 1 << 25 { FusedPath::Wgmma16 } else { FusedPath::Direct }
-        } else if wgmma && pairs <= 48 * bins {
+        } else if wgmma && (pairs <= 48 * bins || !FusedPath::Wgmma176.has_room_for(bins)) {
             FusedPath::Wgmma64
         } else if wgmma {
             FusedPath::Wgmma176
@@ -173,6 +173,13 @@ impl FusedPath {
             FusedPath::Wgmma64 => [fused_wgmma::rows(1, false), 64, 2, 4],
             _ => [fused_wgmma::rows(2, false), 176, 1, 4],
         }
+    }
+
+    /// Whether a path on Hopper has room in shared memory for a table of so many experts.
+    const fn has_room_for(self, bins: usize) -> bool {
+        let [rows, pairs, lines, stages] = self.wgmma_tile();
+        bins <= fused_wgmma::MAX_BINS
+            && fused_wgmma::shared_bytes(rows, pairs, lines, stages, bins) <= fused_wgmma::MAX_SHARED_BYTES
     }
 
     const fn is_tile(self) -> bool {
@@ -332,7 +339,7 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
         path => path,
     };
     if !matches!(path, FusedPath::Fma) && !fits
-        || path.is_wgmma() && !wgmma
+        || path.is_wgmma() && !(wgmma && path.has_room_for(shape.bins()))
         || matches!(path, FusedPath::Direct) && shape.pairs() > fused_stream::DIRECT_PAIRS
         || matches!(path, FusedPath::Wgmma16) && shape.pairs() > fused_wgmma::DIRECT_PAIRS
     {
@@ -1013,7 +1020,7 @@ pub fn fused<T: Float>(
         op: OP,
         what: format!(
             "the path {:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, and `Wgmma..` \
-             needs Hopper, at most {} experts and an activation other than `Gelu`; here are {} pairs of {}, {hidden} and \
+             needs Hopper, at most {} experts (544 for `Wgmma176`) and an activation other than `Gelu`; here are {} pairs of {}, {hidden} and \
              {intermediate} wide",
             options.path,
             fused_stream::DIRECT_PAIRS,

@@ -55,6 +55,8 @@ pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 pub const STEP: usize = 64;
 /// The most experts of a device.
 pub const MAX_BINS: usize = 1024;
+/// What Hopper has of shared memory for a block.
+pub const MAX_SHARED_BYTES: usize = 227 << 10;
 /// The place in the sorted list of an expert's first pair is a multiple of this.
 pub const SORT_BLOCK: usize = 8;
 
