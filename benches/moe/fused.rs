@@ -13,31 +13,32 @@ pub fn benches(harness: &mut Harness) {
     let tokens = harness.pick(&[1, 8, 64, 512, 4096][..], &[1, 16]);
     for &model in models {
         for &tokens in tokens {
-            case(harness, model, tokens, FusedPath::Auto, false);
+            case(harness, model, tokens, FusedPath::Auto, "");
         }
-        // Half of the pairs go to one expert.
+        // Half of the pairs go to one expert; sums in any order.
         let tokens = harness.pick(4096, 16);
-        case(harness, model, tokens, FusedPath::Auto, true);
+        case(harness, model, tokens, FusedPath::Auto, "skewed/");
+        case(harness, model, tokens, FusedPath::Auto, "unordered/");
     }
     // What else might have been chosen, where that is a question.
-    use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma16, Wgmma64, Wgmma144};
+    use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma16, Wgmma64, Wgmma176};
     for &model in models {
         for &tokens in tokens {
             let pairs = tokens * model.2;
             let each = pairs.div_ceil(model.1);
             for path in [Direct, Wgmma16] {
                 if pairs <= 64 {
-                    case(harness, model, tokens, path, false);
+                    case(harness, model, tokens, path, "");
                 }
             }
-            for path in [Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma64, Wgmma144] {
+            for path in [Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma64, Wgmma176] {
                 let block = match path {
                     Wgmma64 => 64,
-                    Wgmma144 => 144,
+                    Wgmma176 => 176,
                     path => path.block(),
                 };
-                if (each <= 2 * block || block == 144) && (block <= 64 || 8 * each >= block) {
-                    case(harness, model, tokens, path, false);
+                if (each <= 2 * block || block == 176) && (block <= 64 || 8 * each >= block) {
+                    case(harness, model, tokens, path, "");
                 }
             }
         }
@@ -66,11 +67,11 @@ fn case(
     (name, experts, top_k, hidden, inter): (&str, usize, usize, usize, usize),
     tokens: usize,
     path: FusedPath,
-    skewed: bool,
+    kind: &str,
 ) {
     let routing = |set: usize| {
         let mut ids = routing(tokens, experts, top_k, set);
-        if skewed {
+        if kind == "skewed/" {
             ids.iter_mut().step_by(2).for_each(|id| *id = 0);
         }
         ids
@@ -81,7 +82,6 @@ fn case(
     used.dedup();
     let cost = Cost::bytes((used.len() * 3 * hidden * inter + tokens * hidden) * 2, tokens * hidden * 2)
         .flops(tokens * top_k * 6 * hidden * inter);
-    let kind = if skewed { "skewed/" } else { "" };
     // One set of weights for all: they are larger than the cache, or the tokens of each set name others.
     let mut weights = None;
     harness.case(&format!("moe/fused/{path:?}/{kind}{name}/{tokens}").to_lowercase(), cost, |device, stream, set| {
@@ -97,7 +97,7 @@ fn case(
         let bytes = FusedShape::new(tokens, top_k, experts, hidden, inter).workspace_bytes(DType::Bf16);
         let mut workspace = Tensor::uninit(device, &[bytes])?;
         let mut out = Tensor::<bf16>::uninit(device, &[tokens, hidden])?;
-        let options = FusedOptions::default().path(path);
+        let options = FusedOptions::default().path(path).unordered(kind == "unordered/");
         Ok(move |s: &_| {
             let (w13, w2) = &*experts_weights;
             fused(s, &mut out, &x, w13, w2, &ids, &topk_weights, &options, &mut workspace)

@@ -1,11 +1,13 @@
 mod fused;
 mod gate;
 mod sort;
+mod statistics;
 
 use warploom_benches::Harness;
 
 pub fn benches(harness: &mut Harness) {
     gate::benches(harness);
     sort::benches(harness);
+    statistics::benches(harness);
     fused::benches(harness);
 }

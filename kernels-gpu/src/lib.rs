@@ -33,6 +33,7 @@ pub mod moe;
 #[cfg(feature = "norm")]
 pub mod norm;
 pub mod operand;
+pub mod philox;
 pub mod pipeline;
 pub mod rope;
 pub mod row;

@@ -30,6 +30,7 @@ struct Case {
     map: Option<Vec<i32>>,
     /// Tokens that exist.
     present: usize,
+    unordered: bool,
     path: FusedPath,
 }
 
@@ -50,6 +51,7 @@ impl Case {
             activation: ExpertActivation::Silu,
             map: None,
             present: tokens,
+            unordered: false,
             path: FusedPath::Auto,
         }
     }
@@ -131,6 +133,7 @@ impl<T: Float> Inputs<T> {
             .activation(case.activation)
             .gate_up(case.gate_up)
             .shared_listed(case.listed)
+            .unordered(case.unordered)
             .path(case.path);
         if case.biased {
             o = o.biases(Some(&self.bias13), Some(&self.bias2));
@@ -293,7 +296,7 @@ fn tiles_match_the_reference() {
 /// What Hopper's kernels take: every activation but the exact GELU.
 fn for_wgmma(mut case: Case, wide: bool) -> Case {
     if wide {
-        case.path = FusedPath::Wgmma144;
+        case.path = FusedPath::Wgmma176;
     } else {
         case.path = FusedPath::Wgmma64;
     }
@@ -309,6 +312,9 @@ fn wgmma_matches_the_reference() {
         let mut case = for_wgmma(case, wide);
         check::<f16>(d, s, &case);
         check::<bf16>(d, s, &case);
+        case.unordered = true;
+        check::<bf16>(d, s, &case);
+        case.unordered = false;
         let slots = case.top_k + if case.listed { 0 } else { case.shared };
         case.tokens = case.tokens.min(128 / slots);
         case.present = case.present.min(case.tokens);
@@ -330,12 +336,37 @@ fn wgmma_of_many_pairs() {
                 check::<bf16>(d, s, &case.path(FusedPath::Wgmma16));
             }
         }
-        for tokens in [120, 144, 300] {
+        // Every width of the widest tile.
+        for tokens in [105, 120, 130, 144, 150, 170, 200, 300] {
             let mut case = for_wgmma(Case::new(tokens, 1, 3, 72, 72), true);
             case.gate_up = GateUp::Interleaved;
             case.ids.iter_mut().skip(5).for_each(|id| *id = 2);
             check::<f16>(d, s, &case);
         }
+    });
+}
+
+/// Results that are added up as they come, where there are more tokens than one chunk of sorting has, and where the
+/// path has no use for the permission.
+#[test]
+fn unordered() {
+    on_every_device(|d, s| {
+        for path in [FusedPath::Wgmma64, FusedPath::Wgmma176, FusedPath::Wgmma16, FusedPath::Direct, FusedPath::Fma] {
+            let mut case = Case::new(9, 4, 5, 72, 40).path(path);
+            case.unordered = true;
+            case.ids[3] = -1;
+            case.ids[4..8].fill(-1);
+            case.present = 8;
+            check::<bf16>(d, s, &case);
+            check::<f16>(d, s, &case);
+        }
+        // As many experts as there is room for, and more, where `Auto` takes narrower shares.
+        for (experts, path) in [(544, FusedPath::Wgmma176), (1024, FusedPath::Wgmma64), (1024, FusedPath::Wgmma16)] {
+            check::<bf16>(d, s, &Case::new(20, 2, experts, 16, 8).path(path));
+        }
+        let mut case = Case::new(530, 2, 3, 16, 8).path(FusedPath::Wgmma64);
+        case.unordered = true;
+        check::<bf16>(d, s, &case);
     });
 }
 
@@ -355,7 +386,7 @@ fn wgmma_at_the_sizes_of_models() {
             if sanitizing() && tokens * top_k * hidden * inter > 100_000_000 {
                 continue;
             }
-            for path in [FusedPath::Wgmma16, FusedPath::Wgmma64, FusedPath::Wgmma144] {
+            for path in [FusedPath::Wgmma16, FusedPath::Wgmma64, FusedPath::Wgmma176] {
                 if path == FusedPath::Wgmma16 && tokens * top_k > 128 {
                     continue;
                 }
@@ -486,7 +517,7 @@ fn a_token_does_not_depend_on_others() {
 #[test]
 fn f16_does_not_overflow_between_the_products() {
     on_every_device(|d, s| {
-        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream8, FusedPath::Tile64, FusedPath::Wgmma144] {
+        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream8, FusedPath::Tile64, FusedPath::Wgmma176] {
             let (hidden, inter) = (64, 16);
             let t = |v: f32, shape: &[usize]| {
                 Tensor::from_slice(d, &vec![f16::from_f32(v); shape.iter().product()], shape).unwrap()
@@ -621,6 +652,8 @@ fn bad_input() {
         let many = Case::new(33, 2, 4, 16, 8).path(FusedPath::Direct);
         let inputs = Inputs::<bf16>::new(d, &many, 1);
         refused!(inputs.run(s, &many, &mut t(&[33, 16]), &mut inputs.workspace(d, s, &many)), Unsupported);
+        let wide = Case::new(3, 2, 545, 16, 8).path(FusedPath::Wgmma176);
+        refused!(run(&Inputs::new(d, &wide, 1), &wide, &[3, 16]), Unsupported);
         let stream = Case::new(3, 2, 4, 16, 8).path(FusedPath::Stream8);
         let inputs = Inputs::<f32>::new(d, &stream, 1);
         let mut out = Tensor::zeros(d, &[3, 16]).unwrap();

@@ -1,5 +1,8 @@
+mod balance;
 mod capacity;
 mod fused;
 mod gate;
+mod noisy_top_k;
 mod permute;
 mod sort;
+mod statistics;

@@ -1,8 +1,8 @@
 //! The fused block of experts: `out[t] = Σ w · down(act(gate_up(x[t])))`.
 //!
 //! One operation, several kernels; [`FusedPath`] says which, and [`FusedPath::Auto`] chooses by shape, element type,
-//! alignment and device, never by the contents. Every path is deterministic, and a token's result depends on no other
-//! token.
+//! alignment and device, never by the contents. Every path is deterministic unless [`FusedOptions::unordered`] allows
+//! otherwise, and a token's result depends on no other token.
 
 use super::fused_host::fused_host;
 use super::sort;
@@ -115,8 +115,8 @@ pub enum FusedPath {
     /// Hopper's matrix products and copy engine, up to 64 pairs of an expert at a time. On Hopper and the SIMT device; types
     /// and rows as for streaming, at most 1024 experts on the device, any activation but [`ExpertActivation::Gelu`].
     Wgmma64,
-    /// [`Wgmma64`](Self::Wgmma64), up to 144 at a time.
-    Wgmma144,
+    /// [`Wgmma64`](Self::Wgmma64), up to 176 at a time; at most 544 experts.
+    Wgmma176,
     /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
     /// [`SimtOptions::host_products`](crate::SimtOptions::host_products) is on.
     Host,
@@ -132,7 +132,7 @@ impl FusedPath {
             FusedPath::Tile32 => 32,
             FusedPath::Tile64 => 64,
             FusedPath::Tile128 => 128,
-            FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 => fused_wgmma::SORT_BLOCK,
+            FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma176 => fused_wgmma::SORT_BLOCK,
         }
     }
 
@@ -144,10 +144,10 @@ impl FusedPath {
         // each tile of rows start faster than a pipeline.
         if pairs <= fused_stream::DIRECT_PAIRS {
             if wgmma && pairs * width >= 1 << 25 { FusedPath::Wgmma16 } else { FusedPath::Direct }
-        } else if wgmma && pairs <= 48 * bins {
+        } else if wgmma && (pairs <= 48 * bins || !FusedPath::Wgmma176.has_room_for(bins)) {
             FusedPath::Wgmma64
         } else if wgmma {
-            FusedPath::Wgmma144
+            FusedPath::Wgmma176
         } else if pairs <= 4 * bins {
             FusedPath::Stream8
         } else if pairs <= 8 * bins {
@@ -162,12 +162,24 @@ impl FusedPath {
     }
 
     const fn is_wgmma(self) -> bool {
-        matches!(self, FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144)
+        matches!(self, FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma176)
     }
 
-    /// Tiles of 64 rows of weights that a warpgroup takes.
-    const fn tiles(self) -> usize {
-        if matches!(self, FusedPath::Wgmma16 | FusedPath::Wgmma64) { 1 } else { 2 }
+    /// Rows of weights and pairs of an item, and the ring: elements of K of a stage in units of [`fused_wgmma::STEP`], and how many
+    /// there are. As in the table of instances.
+    const fn wgmma_tile(self) -> [usize; 4] {
+        match self {
+            FusedPath::Wgmma16 => [fused_wgmma::rows(1, true), 16, 4, 5],
+            FusedPath::Wgmma64 => [fused_wgmma::rows(1, false), 64, 2, 4],
+            _ => [fused_wgmma::rows(2, false), 176, 1, 4],
+        }
+    }
+
+    /// Whether a path on Hopper has room in shared memory for a table of so many experts.
+    const fn has_room_for(self, bins: usize) -> bool {
+        let [rows, pairs, lines, stages] = self.wgmma_tile();
+        bins <= fused_wgmma::MAX_BINS
+            && fused_wgmma::shared_bytes(rows, pairs, lines, stages, bins) <= fused_wgmma::MAX_SHARED_BYTES
     }
 
     const fn is_tile(self) -> bool {
@@ -327,7 +339,7 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
         path => path,
     };
     if !matches!(path, FusedPath::Fma) && !fits
-        || path.is_wgmma() && !wgmma
+        || path.is_wgmma() && !(wgmma && path.has_room_for(shape.bins()))
         || matches!(path, FusedPath::Direct) && shape.pairs() > fused_stream::DIRECT_PAIRS
         || matches!(path, FusedPath::Wgmma16) && shape.pairs() > fused_wgmma::DIRECT_PAIRS
     {
@@ -347,13 +359,13 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
             (FusedPath::Wgmma16, false) => (moe_fused_wgmma_up_t16_f16::ENTRY, moe_fused_wgmma_down_t16_f16::ENTRY),
             (FusedPath::Wgmma64, true) => (moe_fused_wgmma_up_t64_bf16::ENTRY, moe_fused_wgmma_down_t64_bf16::ENTRY),
             (FusedPath::Wgmma64, false) => (moe_fused_wgmma_up_t64_f16::ENTRY, moe_fused_wgmma_down_t64_f16::ENTRY),
-            (_, true) => (moe_fused_wgmma_up_t144_bf16::ENTRY, moe_fused_wgmma_down_t144_bf16::ENTRY),
-            (_, false) => (moe_fused_wgmma_up_t144_f16::ENTRY, moe_fused_wgmma_down_t144_f16::ENTRY),
+            (_, true) => (moe_fused_wgmma_up_t176_bf16::ENTRY, moe_fused_wgmma_down_t176_bf16::ENTRY),
+            (_, false) => (moe_fused_wgmma_up_t176_f16::ENTRY, moe_fused_wgmma_down_t176_f16::ENTRY),
         };
         return Some(Plan { path, products: Products::Wgmma(up, down), reduce });
     }
     let (f16, bf16) = match path {
-        FusedPath::Host | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma144 => {
+        FusedPath::Host | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma176 => {
             return None;
         }
         FusedPath::Auto | FusedPath::Fma if matches!(dtype, DType::F32) => {
@@ -401,12 +413,8 @@ impl Plan {
         multiprocessors: u32,
     ) -> Geometry {
         if self.path.is_wgmma() {
-            let (pairs, lines, stages) = match self.path {
-                FusedPath::Wgmma16 => (16, 1, 11),
-                FusedPath::Wgmma64 => (64, 2, 4),
-                _ => (144, 1, 4),
-            };
-            let bytes = fused_wgmma::shared_bytes(self.path.tiles(), pairs, lines, stages, shape.bins());
+            let [rows, pairs, lines, stages] = self.path.wgmma_tile();
+            let bytes = fused_wgmma::shared_bytes(rows, pairs, lines, stages, shape.bins());
             return Geometry::linear(multiprocessors, fused_wgmma::THREADS as u32).shared_bytes(bytes as u32);
         }
         let block = self.path.block();
@@ -458,7 +466,7 @@ fn weight_map(
     path: FusedPath,
 ) -> Result<TensorMap> {
     let (experts, n, k) = (experts.max(1) as u64, n as u64, k as u64);
-    let groups = fused_wgmma::rows(path.tiles()) as u32 / 16;
+    let groups = path.wgmma_tile()[0] as u32 / 16;
     let step = fused_wgmma::STEP as u32;
     let row = 2 * k;
     // From innermost on: elements of a row, 8 rows, gate and value, groups of 8 outputs, experts.
@@ -518,6 +526,7 @@ pub struct Operands {
     pub global_experts: usize,
     pub gate_up: GateUp,
     pub activation: ExpertActivation,
+    pub unordered: bool,
 }
 
 /// Launches on raw pointers (layer L1): sorting unless the path does without, two products, and the sum over slots.
@@ -543,6 +552,7 @@ pub unsafe fn launch(
     let (experts, local, shared_experts) = (o.global_experts as u32, shape.experts as u32, shape.shared_experts as u32);
     let (mut sorted_ids, mut expert_ids) = (std::ptr::null(), std::ptr::null());
     let wgmma = plan.path.is_wgmma();
+    let unordered = o.unordered && wgmma && plan.sorts();
     if plan.sorts() {
         (sorted_ids, expert_ids) = (part(at.sorted_ids).cast::<i32>(), part(at.expert_ids).cast::<i32>());
         let args = sort::Args {
@@ -554,8 +564,8 @@ pub unsafe fn launch(
             offsets: if wgmma { part(at.offsets).cast() } else { std::ptr::null_mut() },
             expert_counts: if wgmma { part(at.expert_counts).cast() } else { std::ptr::null_mut() },
             invalid: std::ptr::null_mut(),
-            zero: std::ptr::null_mut(),
-            zero_bytes: 0,
+            zero: if unordered { part(at.partial).cast() } else { std::ptr::null_mut() },
+            zero_bytes: if unordered { shape.tokens * shape.hidden * 4 } else { 0 },
             topk_ids: o.topk_ids,
             topk_weights: if wgmma { o.topk_weights } else { std::ptr::null() },
             expert_map: o.expert_map,
@@ -617,7 +627,7 @@ pub unsafe fn launch(
         split_log2: split_log2(shape.intermediate),
         ..up
     };
-    let reduce = ReduceArgs {
+    let mut reduce = ReduceArgs {
         out: o.out,
         partial: up.partial.cast_const(),
         topk_ids: o.topk_ids,
@@ -632,6 +642,10 @@ pub unsafe fn launch(
         shared_experts,
         n: up.k,
     };
+    if unordered {
+        // One row for each token, as if there were one expert, which all go to.
+        (reduce.top_k, reduce.slots) = (0, 1);
+    }
     // Whatever follows one of these kernels may start early: each waits where it has to. Not so the first of them, which
     // must not overtake what the caller launched before.
     let gated = o.gate_up != GateUp::GateOnly;
@@ -684,6 +698,7 @@ pub unsafe fn launch(
                 activation,
                 alpha,
                 limit,
+                unordered: unordered as u32,
             };
             let (map, shared_map) = maps(o.w2, o.shared2, shape.hidden, shape.intermediate, None)?;
             let down = WgmmaArgs {
@@ -755,6 +770,9 @@ pub struct FusedOptions<'a, T: Element> {
     pub expert_map: Option<&'a Tensor<i32>>,
     /// `[1]`: how many tokens there are, if fewer than `x` has rows; rows of `out` beyond are left alone.
     pub num_tokens: Option<&'a Tensor<i32>>,
+    /// Allows results to be added up in the order in which they come: less memory is written and read, but the last bits may
+    /// differ from run to run. All is still in f32, with one rounding at the end. `Wgmma64` and `Wgmma176` make use of it.
+    pub unordered: bool,
     /// Which kernels.
     pub path: FusedPath,
 }
@@ -777,6 +795,7 @@ impl<T: Element> Default for FusedOptions<'_, T> {
             shared_listed: false,
             expert_map: None,
             num_tokens: None,
+            unordered: false,
             path: FusedPath::Auto,
         }
     }
@@ -832,6 +851,12 @@ impl<'a, T: Element> FusedOptions<'a, T> {
         self
     }
 
+    /// With results added up in any order, or not.
+    pub const fn unordered(mut self, unordered: bool) -> Self {
+        self.unordered = unordered;
+        self
+    }
+
     /// With these kernels.
     pub const fn path(mut self, path: FusedPath) -> Self {
         self.path = path;
@@ -846,7 +871,7 @@ impl<'a, T: Element> FusedOptions<'a, T> {
 /// elsewhere and out of range contribute nothing. `workspace` has [`FusedShape::workspace_bytes`]; what is in it does not matter.
 ///
 /// Products and sums are in f32; the intermediate row is rounded to `T` after the activation; results are weighted and added
-/// over the slots in their order in f32, with one rounding at the end. Element types: f32, f16, bf16.
+/// over the slots in their order in f32 (unless `options.unordered`), with one rounding at the end. Element types: f32, f16, bf16.
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value), [`Alignment`](Error::Alignment),
@@ -965,6 +990,7 @@ pub fn fused<T: Float>(
         global_experts,
         gate_up: options.gate_up,
         activation: options.activation,
+        unordered: options.unordered,
     };
     let needed = shape.workspace_bytes(T::DTYPE);
     call.contiguous("workspace", workspace)?;
@@ -994,7 +1020,7 @@ pub fn fused<T: Float>(
         op: OP,
         what: format!(
             "the path {:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, and `Wgmma..` \
-             needs Hopper, at most {} experts and an activation other than `Gelu`; here are {} pairs of {}, {hidden} and \
+             needs Hopper, at most {} experts (544 for `Wgmma176`) and an activation other than `Gelu`; here are {} pairs of {}, {hidden} and \
              {intermediate} wide",
             options.path,
             fused_stream::DIRECT_PAIRS,

@@ -1,14 +1,20 @@
 //! Mixture of experts.
 
+pub mod balance;
 pub mod capacity;
 pub mod fused;
 mod fused_host;
 pub mod gate;
+pub mod noisy_top_k;
 pub mod permute;
 pub mod sort;
+pub mod statistics;
 
+pub use balance::{Loads, histogram, update_bias};
 pub use capacity::capacity;
 pub use fused::{ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused};
 pub use gate::{Bias, GateOptions, Scoring, gate};
+pub use noisy_top_k::{NoisyTopKOptions, noisy_top_k};
 pub use permute::{permute, unpermute};
 pub use sort::{Local, SortConvention, SortInput, SortOptions, SortOutput, sort, sort_and_zero};
+pub use statistics::{StatisticsOutput, statistics};

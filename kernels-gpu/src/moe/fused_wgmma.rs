@@ -2,8 +2,9 @@
 //!
 //! # Orientation
 //! The weights are the 64-row side of `m64nNk16` and the pairs of an expert the N side, so that N follows the number of
-//! pairs: 8 for one of them, up to 144, and no weight is multiplied with padding that a classic tile of 128 rows of tokens
-//! would have. A block of threads takes `GROUPS · TILES · 64` rows of weights at a time.
+//! pairs: 8 for one of them, up to 176, and no weight is multiplied with padding that a classic tile of 128 rows of tokens
+//! would have. The consumer warpgroups of a block take `GROUPS · TILES · 64` rows of weights together, or `TILES · 64` in turn
+//! (`ALTERNATE`): small items suit few tokens, where what counts is that all multiprocessors have equally much to read.
 //!
 //! Of every 16 rows of weights 8 are gates and 8 the values that belong to them: the copy engine does that with a tensor
 //! map of five dimensions (`[experts, outputs / 8, gate or value, 8, k]`, a box takes both of a number of groups of 8).
@@ -12,10 +13,13 @@
 //! For the second product the map is `[experts, 1, outputs / 8, 8, k]`, with boxes of as many rows.
 //!
 //! # Pipeline
-//! A ring of stages of 64 elements of K in shared memory, 128-byte swizzle. A producer warpgroup fills it: one thread has
+//! A ring of stages of `LINES` times 64 elements of K in shared memory, 128-byte swizzle. A producer warpgroup fills it: one thread has
 //! the copy engine fetch the weights, all of them gather the rows of `x` or `h` by 16-byte `cp.async`, which take each row
 //! from where it is and fill what is not there with zeroes; both are counted by one mbarrier a stage. Two consumer
-//! warpgroups multiply, half of the rows each, and give stages back.
+//! warpgroups multiply, half of the rows each, and give stages back: when the next stage's products are under way, or at once
+//! (`NOW`), which is better where the products are short and reading is what takes time. If they alternate, each
+//! multiplies a whole item while the other finishes its last; mbarriers hand over, because a group that is more than one
+//! round of the ring behind could not tell the phases of a stage apart.
 //!
 //! The second product waits for `h` only when the ring is full of weights already ([`dependent_launch`]), so the stream of
 //! weights does not end between the two.
@@ -37,8 +41,8 @@ use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
 use cuda_std::{
-    Global, GlobalMut, Shared, bf16, cp_async, dependent_launch, entries, f16, float, mbarrier, mma, thread, unroll,
-    warp,
+    Global, GlobalMut, Shared, atomic, bf16, cp_async, dependent_launch, entries, f16, float, mbarrier, mma, thread,
+    unroll, warp,
 };
 
 /// Consumer warpgroups.
@@ -51,6 +55,8 @@ pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 pub const STEP: usize = 64;
 /// The most experts of a device.
 pub const MAX_BINS: usize = 1024;
+/// What Hopper has of shared memory for a block.
+pub const MAX_SHARED_BYTES: usize = 227 << 10;
 /// The place in the sorted list of an expert's first pair is a multiple of this.
 pub const SORT_BLOCK: usize = 8;
 
@@ -58,18 +64,19 @@ pub const SORT_BLOCK: usize = 8;
 pub const DIRECT_PAIRS: usize = 128;
 
 /// Rows of weights of an item.
-pub const fn rows(tiles: usize) -> usize {
-    GROUPS * tiles * 64
+pub const fn rows(tiles: usize, alternate: bool) -> usize {
+    if alternate { tiles * 64 } else { GROUPS * tiles * 64 }
 }
 
 /// Dynamic shared memory; every part may begin at the next multiple of 16.
-pub const fn shared_bytes(tiles: usize, pairs: usize, lines: usize, stages: usize, bins: usize) -> usize {
-    stages * ((rows(tiles) + pairs) * lines * STEP * 2 + 2 * 8)
+pub const fn shared_bytes(rows: usize, pairs: usize, lines: usize, stages: usize, bins: usize) -> usize {
+    stages * ((rows + pairs) * lines * STEP * 2 + 2 * 8)
+        + GROUPS * 8
         + GROUPS * pairs * 8
         + 16 * 4
         + 3 * (bins + 4) * 4
         + DIRECT_PAIRS * 12
-        + 11 * 16
+        + 12 * 16
 }
 
 /// What both products need to know.
@@ -85,6 +92,9 @@ struct Job<T> {
     shared_biased: bool,
     sorted_ids: Global<i32>,
     sorted_weights: Global<f32>,
+    /// Whether results are added up where they belong as they come, instead of being kept apart.
+    unordered: bool,
+    slots: u32,
     /// The same without sorting.
     direct: bool,
     own_ids: Shared<u32>,
@@ -178,6 +188,14 @@ impl<const STAGES: usize> Ring<STAGES> {
             self.phase ^= 1;
         }
     }
+
+    /// Past so many stages, which are another warpgroup's.
+    #[inline(always)]
+    fn skip(&mut self, stages: u32) {
+        let to = self.stage + stages;
+        self.stage = to % STAGES as u32;
+        self.phase ^= to / STAGES as u32 & 1;
+    }
 }
 
 /// An item of work.
@@ -248,8 +266,8 @@ impl<T: TensorFloat + Input> Job<T> {
 
     /// Where a tile's box starts; see the [module](self).
     #[inline(always)]
-    fn coordinates<const UP: bool, const TILES: usize>(&self, k: u32, tile: u32, bin: i32) -> [i32; 5] {
-        let group = (tile * (rows(TILES) / 16) as u32) as i32;
+    fn coordinates<const UP: bool>(&self, rows: usize, k: u32, tile: u32, bin: i32) -> [i32; 5] {
+        let group = (tile * (rows / 16) as u32) as i32;
         if UP { [k as i32, 0, 0, group, bin] } else { [k as i32, 0, 2 * group, 0, bin] }
     }
 
@@ -270,6 +288,8 @@ impl<T: TensorFloat + Input> Job<T> {
 unsafe fn fused_wgmma<
     T: TensorFloat + Input,
     const UP: bool,
+    const ALTERNATE: bool,
+    const NOW: bool,
     const TILES: usize,
     const PAIRS: usize,
     const LINES: usize,
@@ -304,15 +324,17 @@ unsafe fn fused_wgmma<
     activation: u32,
     alpha: f32,
     limit: f32,
+    unordered: u32,
 ) {
     let tid = thread::thread_idx_x();
     let warp_id = warp::warp_id();
     let lane = warp::lane_id();
     let mut carver = Carver::new();
-    let weights = carver.take_aligned::<T>(STAGES * LINES * rows(TILES) * STEP, 1024);
+    let weights = carver.take_aligned::<T>(STAGES * LINES * rows(TILES, ALTERNATE) * STEP, 1024);
     let operands = carver.take::<T>(STAGES * LINES * PAIRS * STEP);
     let full = carver.take::<u64>(STAGES);
     let empty = carver.take::<u64>(STAGES);
+    let turns = carver.take::<u64>(GROUPS);
     let ids = carver.take::<u32>(GROUPS * PAIRS);
     let scales = carver.take::<f32>(GROUPS * PAIRS);
     let sums = carver.take::<u32>(16);
@@ -322,7 +344,7 @@ unsafe fn fused_wgmma<
     let own_bins = carver.take::<u32>(DIRECT_PAIRS);
     let own_ids = carver.take::<u32>(DIRECT_PAIRS);
     let own_weights = carver.take::<f32>(DIRECT_PAIRS);
-    let outputs = if UP { rows(TILES) as u32 / 2 } else { rows(TILES) as u32 };
+    let outputs = const { if UP { rows(TILES, ALTERNATE) as u32 / 2 } else { rows(TILES, ALTERNATE) as u32 } };
     let job = Job {
         h: GlobalMut::new(h),
         partial: GlobalMut::new(partial),
@@ -335,6 +357,8 @@ unsafe fn fused_wgmma<
         shared_biased: !shared_bias.is_null(),
         sorted_ids: Global::new(sorted_ids),
         sorted_weights: Global::new(sorted_weights),
+        unordered: unordered != 0,
+        slots,
         direct: DIRECT,
         own_ids,
         own_weights,
@@ -353,7 +377,10 @@ unsafe fn fused_wgmma<
         for s in 0..STAGES {
             // The weights, and each producer's rows.
             mbarrier::init(full.address(s), 1 + PRODUCERS as u32);
-            mbarrier::init(empty.address(s), 4 * GROUPS as u32);
+            mbarrier::init(empty.address(s), if ALTERNATE { 4 } else { 4 * GROUPS as u32 });
+        }
+        for g in 0..GROUPS {
+            mbarrier::init(turns.address(g), 4);
         }
         mbarrier::fence_init();
         tma::prefetch_map(map);
@@ -442,7 +469,7 @@ unsafe fn fused_wgmma<
     if warp_id < (PRODUCERS / 32) as u32 {
         wgmma::decrease_registers::<40>();
         let mut ring = Ring::<STAGES>::new();
-        let line_bytes = const { (rows(TILES) * STEP * 2) as u32 };
+        let line_bytes = const { (rows(TILES, ALTERNATE) * STEP * 2) as u32 };
         let stage_bytes = LINES as u32 * line_bytes;
         let fetch = |ring: Ring<STAGES>, work: Work, k0: u32| {
             let bar = full.address(ring.stage);
@@ -451,7 +478,7 @@ unsafe fn fused_wgmma<
             unroll::<LINES>(|l| {
                 // Beyond the end of K come zeroes.
                 let to = weights.address(0u32) + ring.stage * stage_bytes + l as u32 * line_bytes;
-                let at = job.coordinates::<UP, TILES>(k0 + (l * STEP) as u32, work.tile, bin);
+                let at = job.coordinates::<UP>(rows(TILES, ALTERNATE), k0 + (l * STEP) as u32, work.tile, bin);
                 tma::load_tensor::<5>(to, map, at, bar);
             });
         };
@@ -475,19 +502,20 @@ unsafe fn fused_wgmma<
         }
         // A thread copies 16 bytes of every 16th row.
         let (chunk, low) = (tid % 8, tid / 8);
+        let stride = if UP { x_row } else { k as usize };
         let to = operands.address(0u32) + Swizzle::B128.apply(low * 128 + chunk * 16);
         while item < items {
             let work = job.find(item);
             // Rows of zeroes make up for what a product takes more than there is.
             let wide = columns(PAIRS as u32, work.count);
-            let mut source = [0usize; 9];
-            unroll::<9>(|i| {
+            let mut source = [0u32; 16];
+            unroll::<16>(|i| {
                 let row = low + 16 * i as u32;
-                if row < work.count {
+                if (i as u32 * 16) < PAIRS as u32 && row < work.count {
                     let pair = job.pair(work.first + row);
                     // SAFETY: tokens with pairs have slots.
                     core::hint::assert_unchecked(slots != 0);
-                    source[i] = if UP { (pair / slots) as usize * x_row } else { pair as usize * k as usize };
+                    source[i] = if UP { pair / slots } else { pair };
                 }
             });
             let mut k0 = 0;
@@ -501,11 +529,11 @@ unsafe fn fused_wgmma<
                 let to = to + ring.stage * (LINES * PAIRS * STEP * 2) as u32;
                 unroll::<LINES>(|l| {
                     let column = k0 + (l * STEP) as u32 + 8 * chunk;
-                    unroll::<9>(|i| {
+                    unroll::<16>(|i| {
                         let row = low + 16 * i as u32;
                         if (i as u32 * 16) < PAIRS as u32 && row < wide {
                             let bytes = if row < work.count && column < k { 16 } else { 0 };
-                            let at = source[i] + if bytes > 0 { column as usize } else { 0 };
+                            let at = source[i] as usize * stride + if bytes > 0 { column as usize } else { 0 };
                             let from = if UP { job.x.ptr(at) } else { job.h.ptr(at).cast_const() };
                             cp_async::copy_16_zfill(to + (l * PAIRS * STEP * 2 + i * 2048) as u32, from, bytes);
                         }
@@ -522,44 +550,54 @@ unsafe fn fused_wgmma<
     } else {
         wgmma::increase_registers::<232>();
         let group = warp_id / 4 - 1;
+        let within = if ALTERNATE { 0 } else { group };
         let consumer = Consumer {
-            weights: Descriptor::<K>::new(weights.address(0u32) + group * (TILES * 64 * STEP * 2) as u32),
+            weights: Descriptor::<K>::new(weights.address(0u32) + within * (TILES * 64 * STEP * 2) as u32),
             operands: Descriptor::<K>::new(operands.address(0u32)),
             full,
             empty,
+            turns,
             ids: ids.offset(group * PAIRS as u32),
             scales: scales.offset(group * PAIRS as u32),
             group,
-            first_row: group * (TILES * 64) as u32 + warp_id % 4 * 16,
+            first_row: within * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
         let mut ring = Ring::<STAGES>::new();
         let mut item = thread::block_idx_x();
+        let (mut stride, steps) = (grid, k.div_ceil((LINES * STEP) as u32));
+        if ALTERNATE {
+            item += group * grid;
+            stride = GROUPS as u32 * grid;
+            ring.skip(group * steps);
+        }
+        let mut round = 0;
         while item < items {
             let work = job.find(item);
             let wide = columns(PAIRS as u32, work.count);
-            macro_rules! product {
-                ($half:literal) => {
-                    consumer.item::<T, [f32; $half], UP, TILES, PAIRS, LINES, STAGES>(&job, &mut ring, work)
+            if ALTERNATE {
+                // The phase of a stage says nothing to who is more than one behind. The first turn is the first group's.
+                mbarrier::wait_parity(turns.address(group), (round & 1) ^ (group == 0) as u32);
+                round += 1;
+            }
+            macro_rules! products {
+                ($($half:literal)*) => {
+                    match wide {
+                        $(w if w == 2 * $half => consumer
+                            .item::<T, [f32; $half], UP, ALTERNATE, NOW, TILES, PAIRS, LINES, STAGES>(
+                                &job, &mut ring, work),)*
+                        _ => {}
+                    }
                 };
             }
-            if PAIRS > 64 {
-                match wide {
-                    32 => product!(16),
-                    64 => product!(32),
-                    96 => product!(48),
-                    128 => product!(64),
-                    _ => product!(72),
-                }
-            } else {
-                match wide {
-                    8 => product!(4),
-                    16 => product!(8),
-                    _ if PAIRS == 16 => {}
-                    32 => product!(16),
-                    _ => product!(32),
-                }
+            match PAIRS {
+                16 => products!(4 8),
+                64 => products!(4 8 16 32),
+                _ => products!(16 32 48 56 64 68 72 80 88),
             }
-            item += grid;
+            if ALTERNATE {
+                ring.skip(steps);
+            }
+            item += stride;
         }
     }
 }
@@ -567,21 +605,18 @@ unsafe fn fused_wgmma<
 /// The columns of the products that a share of `count` pairs takes.
 #[inline(always)]
 const fn columns(pairs: u32, count: u32) -> u32 {
-    if pairs > 64 {
-        match count {
-            0..=32 => 32,
-            33..=64 => 64,
-            65..=96 => 96,
-            97..=128 => 128,
-            _ => 144,
-        }
-    } else {
-        match count {
-            0..=8 => 8,
-            9..=16 => 16,
-            17..=32 => 32,
-            _ => 64,
-        }
+    match count {
+        0..=8 if pairs <= 64 => 8,
+        9..=16 if pairs <= 64 => 16,
+        0..=32 => 32,
+        33..=64 => 64,
+        65..=96 => 96,
+        97..=112 => 112,
+        113..=128 => 128,
+        129..=136 => 136,
+        137..=144 => 144,
+        145..=160 => 160,
+        _ => 176,
     }
 }
 
@@ -591,6 +626,8 @@ struct Consumer {
     operands: Descriptor<K>,
     full: Shared<u64>,
     empty: Shared<u64>,
+    /// Warpgroups that alternate: whose turn it is to multiply.
+    turns: Shared<u64>,
     /// Pairs of the share, and their weights.
     ids: Shared<u32>,
     scales: Shared<f32>,
@@ -615,6 +652,8 @@ impl Consumer {
         T: TensorFloat + Input,
         A: Accumulator + AsRef<[f32]>,
         const UP: bool,
+        const ALTERNATE: bool,
+        const NOW: bool,
         const TILES: usize,
         const PAIRS: usize,
         const LINES: usize,
@@ -625,6 +664,7 @@ impl Consumer {
         ring: &mut Ring<STAGES>,
         work: Work,
     ) {
+        let rows = const { rows(TILES, ALTERNATE) };
         let mine = thread::thread_idx_x() % 128;
         // What the end needs is on its way while the products run.
         let (mut pair, mut scale) = ([0u32; 2], [0f32; 2]);
@@ -634,6 +674,11 @@ impl Consumer {
                 pair[i] = job.pair(work.first + column);
                 if !UP {
                     scale[i] = job.weight(work.first + column);
+                    if job.unordered {
+                        // SAFETY: tokens with pairs have slots.
+                        core::hint::assert_unchecked(job.slots != 0);
+                        pair[i] /= job.slots;
+                    }
                 }
             }
         });
@@ -645,21 +690,24 @@ impl Consumer {
             mbarrier::wait_parity(self.full.address(ring.stage), ring.phase);
             // `cp.async` writes as ordinary instructions do.
             tma::fence_async();
-            let a = self.weights.offset(ring.stage * (LINES * rows(TILES) * STEP * 2) as u32);
+            let a = self.weights.offset(ring.stage * (LINES * rows * STEP * 2) as u32);
             let b = self.operands.offset(ring.stage * (LINES * PAIRS * STEP * 2) as u32);
             unroll::<LINES>(|l| {
-                let (a, b) = (a.offset((l * rows(TILES) * STEP * 2) as u32), b.offset((l * PAIRS * STEP * 2) as u32));
+                let (a, b) = (a.offset((l * rows * STEP * 2) as u32), b.offset((l * PAIRS * STEP * 2) as u32));
                 unroll::<TILES>(|s| {
                     acc[s].multiply::<T, 4, _, _>(a.offset((s * 64 * STEP * 2) as u32), b, l > 0 || k0 > 0);
                 });
             });
             // The step before is done: its stage can be filled again.
             match TILES * LINES {
+                _ if NOW => wgmma::wait::<0>(&mut acc[0]),
                 1 => wgmma::wait::<1>(&mut acc[0]),
                 2 => wgmma::wait::<2>(&mut acc[0]),
                 _ => wgmma::wait::<4>(&mut acc[0]),
             }
-            if k0 > 0 {
+            if NOW {
+                self.give_back(ring.stage);
+            } else if k0 > 0 {
                 self.give_back(before);
             }
             before = ring.stage;
@@ -669,9 +717,17 @@ impl Consumer {
                 break;
             }
         }
+        if ALTERNATE {
+            warp::sync_warp(warp::FULL);
+            if warp::lane_id() == 0 {
+                mbarrier::arrive(self.turns.address(1 - self.group));
+            }
+        }
         wgmma::wait::<0>(&mut acc[0]);
         unroll::<TILES>(|s| acc[s].pin());
-        self.give_back(before);
+        if !NOW {
+            self.give_back(before);
+        }
 
         // Everybody is done with the last item's.
         thread::sync_named(1 + self.group, 128);
@@ -686,7 +742,7 @@ impl Consumer {
         });
         thread::sync_named(1 + self.group, 128);
         for s in 0..TILES {
-            let row = work.tile * rows(TILES) as u32 + self.first_row + s as u32 * 64;
+            let row = work.tile * rows as u32 + self.first_row + s as u32 * 64;
             if UP {
                 self.store_up::<T, A>(job, work, row, acc[s].as_ref());
             } else {
@@ -768,7 +824,11 @@ impl Consumer {
                 v[i] = (v[i] + bias[i]) * scale;
             }
             if fits && column < work.count {
-                job.partial.set_as(at, B128(v));
+                if job.unordered {
+                    atomic::reduce_add_v4_f32(job.partial.ptr(at), v);
+                } else {
+                    job.partial.set_as(at, B128(v));
+                }
             }
         }
     }
@@ -798,17 +858,19 @@ entries! {
         n: u32, k: u32,
         /// See [`fused::Args`](super::fused::Args).
         layout: u32, activation: u32, alpha: f32, limit: f32,
+        /// 1 if results of the second product are added to `partial`, then `[tokens, hidden]` and zeroed, in any order.
+        unordered: u32,
     );
-    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 16, 1, 11, true>;
-    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_up_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false>;
-    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 16, 1, 11, true>;
-    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_up_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, 2, 144, 1, 4, false>;
-    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 16, 1, 11, true>;
-    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_down_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false>;
-    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 16, 1, 11, true>;
-    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_down_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, 2, 144, 1, 4, false>;
+    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, 1, 16, 4, 5, true>;
+    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_up_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, 1, 16, 4, 5, true>;
+    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_up_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, 1, 16, 4, 5, true>;
+    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_down_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, 1, 16, 4, 5, true>;
+    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_down_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, 2, 176, 1, 4, false>;
 }

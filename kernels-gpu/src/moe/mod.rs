@@ -1,4 +1,5 @@
 //! Mixture of experts.
+pub mod balance;
 pub mod capacity;
 pub mod expert_activation;
 pub mod fused;
@@ -8,6 +9,8 @@ pub mod fused_stream;
 pub mod fused_tile;
 pub mod fused_wgmma;
 pub mod gate;
+pub mod noisy_top_k;
 pub mod pairs;
 pub mod permute;
 pub mod sort;
+pub mod statistics;

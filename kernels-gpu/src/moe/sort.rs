@@ -300,8 +300,10 @@ pub unsafe fn sort_scatter(
 
     // Pairs of each expert, and those in earlier chunks.
     let table = Global::new(table);
+    // The last counts invalid ids, which is one column more than there may be threads.
+    let end = bins + !invalid.is_null() as u32;
     let mut column = tid;
-    while column < c.columns {
+    while column < end {
         let mut total = scan_warps(c, column);
         let mut before = 0;
         if chunks > 1 {

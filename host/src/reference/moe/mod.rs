@@ -1,12 +1,16 @@
 //! Mixture of experts.
 
+pub mod balance;
 mod capacity;
 mod fused;
 pub mod gate;
+pub mod noisy_top_k;
 mod permute;
 mod sort;
+mod statistics;
 pub use capacity::capacity;
 pub use fused::{Block, fused};
 pub use gate::gate;
 pub use permute::unpermute;
 pub use sort::{Sorted, sort};
+pub use statistics::{Statistics, statistics};
