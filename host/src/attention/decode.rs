@@ -27,7 +27,8 @@ pub enum DecodePath {
     /// By element types, layout and sizes, never by lengths or batch.
     #[default]
     Auto,
-    /// As `Split` for a Hopper GPU, keys and values brought by its copy engine. 8-bit caches with heads of up to 128.
+    /// As `Split` for a Hopper GPU, keys and values brought by its copy engine. Heads of 128; over 16-bit caches also of 64
+    /// (up to 8 query rows a KV head) and 256.
     Tma,
     /// Chunks of keys through the tensor cores: f16 and bf16 over a cache of the same type or of 8 bits; NHD
     /// and HND; head sizes that are multiples of 16 bytes.
@@ -261,17 +262,16 @@ pub struct TmaTile {
 }
 
 /// The entry of [`DecodePath::Tma`]; arguments as for [`split_entry`].
-pub const fn tma_entry(dtype: DType, cache: DType, head_dim: usize, rows: usize) -> Option<(Entry<tma::Args>, TmaTile)> {
+pub const fn tma_entry(
+    dtype: DType,
+    cache: DType,
+    head_dim: usize,
+    rows: usize,
+) -> Option<(Entry<tma::Args>, TmaTile)> {
     use tma::*;
-    let block = block_rows(head_dim, rows);
-    let dim = match head_dim {
-        1..=64 if block == 8 && cache.size() == 2 => 64,
-        1..=128 => 128,
-        129..=256 => 256,
-        _ => return None,
-    };
+    let (dim, block) = (head_dim, block_rows(head_dim, rows));
     let entry = match (dtype, cache, dim, block) {
-        (DType::Bf16, DType::Bf16, 64, _) => decode_tma_d64_r8_bf16::ENTRY,
+        (DType::Bf16, DType::Bf16, 64, 8) => decode_tma_d64_r8_bf16::ENTRY,
         (DType::Bf16, DType::Bf16, 128, 8) => decode_tma_d128_r8_bf16::ENTRY,
         (DType::Bf16, DType::Bf16, 128, _) => decode_tma_d128_r16_bf16::ENTRY,
         (DType::Bf16, DType::Bf16, 256, _) => decode_tma_d256_r8_bf16::ENTRY,
@@ -281,7 +281,7 @@ pub const fn tma_entry(dtype: DType, cache: DType, head_dim: usize, rows: usize)
         (DType::Bf16, DType::E5m2, 128, _) => decode_tma_d128_r16_bf16_e5m2::ENTRY,
         (DType::Bf16, DType::I8, 128, 8) => decode_tma_d128_r8_bf16_i8::ENTRY,
         (DType::Bf16, DType::I8, 128, _) => decode_tma_d128_r16_bf16_i8::ENTRY,
-        (DType::F16, DType::F16, 64, _) => decode_tma_d64_r8_f16::ENTRY,
+        (DType::F16, DType::F16, 64, 8) => decode_tma_d64_r8_f16::ENTRY,
         (DType::F16, DType::F16, 128, 8) => decode_tma_d128_r8_f16::ENTRY,
         (DType::F16, DType::F16, 128, _) => decode_tma_d128_r16_f16::ENTRY,
         (DType::F16, DType::F16, 256, _) => decode_tma_d256_r8_f16::ENTRY,
@@ -310,7 +310,7 @@ pub const fn tma_geometry(tile: TmaTile, multiprocessors: u32) -> Geometry {
     Geometry::linear(tile.blocks * multiprocessors, tma::THREADS as u32).shared_bytes(tile.shared_bytes as u32)
 }
 
-/// The tensor map of K or V for [`DecodePath::Tma`]: a box is 128 bytes of up to a page's rows of one head.
+/// The tensor map of K or V for [`DecodePath::Tma`]: a box is up to a page of one head, eight keys of 128 bytes at a time.
 pub fn tma_cache_map(
     device: &Device,
     base: u64,
@@ -319,15 +319,23 @@ pub fn tma_cache_map(
     strides: PageStrides,
     tile: TmaTile,
 ) -> Result<TensorMap> {
-    // Of a single row, head or page the stride is of no interest, but it must be one.
-    let bytes = |stride: usize| (stride * dtype.size()).max(16) as u64;
+    let (size, line) = (dtype.size(), tma::LINE as u64);
+    let bytes = |elements: usize| (elements * size) as u64;
+    let columns = bytes(shape.head_dim) / line;
     device.tensor_map(&TensorMapDescription {
         base,
         dtype,
-        rank: 4,
-        dims: [shape.head_dim as u64, shape.block_size as u64, shape.heads as u64, shape.blocks as u64, 1],
-        strides: [bytes(strides.token), bytes(strides.head), bytes(strides.block), 0],
-        box_dims: [128 / dtype.size() as u32, shape.block_size.min(tile.keys) as u32, 1, 1, 1],
+        rank: 5,
+        dims: [
+            line / size as u64,
+            8,
+            (shape.heads as u64 - 1) * (bytes(strides.head) / line) + columns,
+            shape.block_size as u64 / 8,
+            shape.blocks as u64,
+        ],
+        // Of a single page the stride is of no interest, but it must be one.
+        strides: [bytes(strides.token), line, 8 * bytes(strides.token), bytes(strides.block).max(16)],
+        box_dims: [(line / size as u64) as u32, 8, columns as u32, (shape.block_size.min(tile.keys) / 8) as u32, 1],
         swizzle: Swizzle::B128,
     })
 }
@@ -562,9 +570,17 @@ pub fn decode<T: Float, S: CacheElement>(
     let device = stream.device();
     let (properties, hopper) = (device.properties(), device.properties().compute_capability == (9, 0));
     let split = split_entry(T::DTYPE, S::DTYPE, head_dim, group_rows).filter(|_| takes);
-    let tma = tma_entry(T::DTYPE, S::DTYPE, head_dim, group_rows).filter(|_| takes && hopper && cs.blocks > 0);
-    // The SIMT device runs either, the portable kernel faster.
-    let prefers_tma = options.path == DecodePath::Tma || options.path == DecodePath::Auto && !device.is_simt();
+    let tma = tma_entry(T::DTYPE, S::DTYPE, head_dim, group_rows).filter(|_| {
+        let lines = |head: usize| {
+            let bytes = head * size_of::<S>();
+            bytes.is_multiple_of(tma::LINE) && bytes / tma::LINE <= i32::MAX as usize / kv_heads
+        };
+        takes && hopper && cs.blocks > 0 && lines(ks.head) && lines(vs.head)
+    });
+    // By measurement (docs/decode-attention.md), with an eye on single sequences. The SIMT device runs either, the portable
+    // kernel faster.
+    let gains = size_of::<S>() == 1 || block_rows(head_dim, group_rows) == 16;
+    let prefers_tma = options.path == DecodePath::Tma || options.path == DecodePath::Auto && gains && !device.is_simt();
     match (options.path, split, tma.filter(|_| prefers_tma)) {
         (DecodePath::Auto | DecodePath::Split, Some(_), _) | (_, _, Some(_)) => {
             let floats = workspace.partial.len();
@@ -616,8 +632,8 @@ pub fn decode<T: Float, S: CacheElement>(
             what: format!(
                 "the split kernels take f16 or bf16 (not {} over {}), or 8-bit caches, NHD or HND, blocks of 8 \
                  tokens or more (a power of two), heads of a multiple of 16 bytes, queries, keys and values \
-                 at multiples of 16 bytes, outputs of 8; `Tma` in addition a Hopper GPU, and of 8-bit caches heads of up to \
-                 128; use DecodePath::Auto",
+                 at multiples of 16 bytes, outputs of 8; `Tma` in addition a Hopper GPU and heads of 64, 128 or 256; use \
+                 DecodePath::Auto",
                 T::DTYPE,
                 S::DTYPE
             ),
@@ -681,13 +697,14 @@ fn tma_args<S: CacheElement>(
     tile: TmaTile,
     splitting: DecodeSplit,
 ) -> Result<tma::Args> {
-    let shape = cache.shape();
+    let (shape, ks, vs) = (cache.shape(), cache.key_strides(), cache.value_strides());
+    let lines = |head: usize| (head * size_of::<S>() / tma::LINE) as u32;
     Ok(tma::Args {
         out: args.out,
         lse: args.lse,
         q: args.q,
-        k_map: tma_cache_map(device, args.k as u64, S::DTYPE, shape, cache.key_strides(), tile)?,
-        v_map: tma_cache_map(device, args.v as u64, S::DTYPE, shape, cache.value_strides(), tile)?,
+        k_map: tma_cache_map(device, args.k as u64, S::DTYPE, shape, ks, tile)?,
+        v_map: tma_cache_map(device, args.v as u64, S::DTYPE, shape, vs, tile)?,
         block_table: args.block_table,
         lens: args.lens,
         alibi: args.alibi,
@@ -700,7 +717,6 @@ fn tma_args<S: CacheElement>(
         q_len: args.q_len,
         q_heads: args.q_heads,
         kv_heads: args.kv_heads,
-        head_dim: args.head_dim,
         page_shift: args.page_shift,
         max_pages: args.max_pages,
         pages: args.pages,
@@ -715,6 +731,8 @@ fn tma_args<S: CacheElement>(
         q_head: args.q_head,
         out_token: args.out_token,
         out_head: args.out_head,
+        k_head: lines(ks.head),
+        v_head: lines(vs.head),
         scale: args.scale,
         soft_cap: args.soft_cap,
         window: args.window,

@@ -1,12 +1,14 @@
 //! Decode attention by Hopper's copy engine: [`decode`](super::decode) for a GPU that has one.
 //!
 //! # Roles
-//! A producer warp and four consumers. The producer finds the block's items, looks up their pages and has the copy engine
-//! bring Q, K and V to a ring in shared memory, a step of `64 * TALL` keys at a time. It never waits for anything but room
-//! in the ring, so the ring is full whatever the consumers are at: the ends of chunks and items cost no bandwidth.
+//! Two producer warps and four consumers. The producers find the block's items, look up their pages and have the copy engine
+//! bring K and Q (one of them) and V (the other) to rings in shared memory, a step of `64 * TALL` keys at a time. They never
+//! wait for anything but room in the rings, so the rings are full whatever the consumers are at: the ends of chunks and
+//! items cost no bandwidth.
 //!
-//! A step's boxes are pages of one head, 128 bytes of a row wide, swizzled. Boxes of pages that do not exist are outside of the
-//! tensor and become zeros; what follows a sequence's end in its last page is overwritten with zeros in V.
+//! A box is a page of one head (or the part of it that a step takes), in atoms of 8 keys × 128 bytes, swizzled, as in
+//! [`prefill_wgmma`](super::prefill_wgmma). Boxes of pages that do not exist are outside of the tensor and become zeros; what
+//! follows a sequence's end in its last page is overwritten with zeros in V.
 //!
 //! # A step
 //! Each consumer multiplies its quarter of the keys with Q, as in [`decode`](super::decode), and puts the probabilities into
@@ -38,14 +40,14 @@ use cuda_std::shared::Carver;
 use cuda_std::tma::TensorMap;
 use cuda_std::vec::{self, B32, B64, B128};
 use cuda_std::{
-    DType, E4M3, E5M2, Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, integer, mbarrier, mma,
-    thread, tma, unroll, warp,
+    DType, E4M3, E5M2, Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, integer, mbarrier,
+    mma, thread, tma, unroll, warp,
 };
 
 /// Consumer warps of a block.
 const CONSUMERS: usize = 4;
-/// Threads of a block: the consumers and the producer.
-pub const THREADS: usize = 32 * (CONSUMERS + 1);
+/// Threads of a block: the consumers and the producers.
+pub const THREADS: usize = 32 * (CONSUMERS + 2);
 /// Steps that page numbers are looked up ahead of their copies.
 const AHEAD: u32 = 3;
 /// Descriptions of steps, from the look-up until the consumers are done: more than `AHEAD` and the stages of any ring.
@@ -57,19 +59,19 @@ const Q_SLOTS: u32 = 2;
 /// By how much (as an exponent of 2) a maximum may be exceeded.
 const SLACK: f32 = 8.0;
 /// Bytes of a line of a box.
-const LINE: usize = 128;
+pub const LINE: usize = 128;
+/// Bytes of an atom of a box: 8 lines.
+const ATOM: u32 = 8 * LINE as u32;
 
-/// Words of a step's description.
-const SEQUENCE: u32 = 0;
-const HEAD: u32 = 1;
-const LEN: u32 = 2;
-const KEY: u32 = 3;
-const FLAGS: u32 = 4;
-const PART: u32 = 5;
+/// Of the words of a step's description: the flags, then the step's first key and the sequence's keys.
+const FLAGS: u32 = 0;
+/// A bit for each box: whether it is of no page.
+const WRONG: u32 = 3;
+const SEQUENCE: u32 = 4;
+const HEAD: u32 = 5;
+const PART: u32 = 6;
 /// Two words: the scales of K and V.
-const SCALES: u32 = 6;
-/// A bit for each lane of the producer: whether its box is of no page.
-const WRONG: u32 = 8;
+const SCALES: u32 = 8;
 
 /// The first step of an item.
 const FIRST: u32 = 1;
@@ -99,13 +101,13 @@ const fn p_row_bytes(tall: usize) -> usize {
     2 * step_keys(tall) + 16
 }
 
-/// Dynamic shared memory of a block: heads of up to `head_dim` elements of `element` bytes, `rows` query rows (8 or 16).
+/// Dynamic shared memory of a block: heads of `head_dim` elements of `element` bytes, `rows` query rows (8 or 16).
 pub const fn shared_bytes(head_dim: usize, element: usize, rows: usize, tall: usize, stages: usize) -> usize {
     let stage = 2 * step_keys(tall) * head_dim * element;
     let q = Q_SLOTS as usize * rows * q_row_bytes(head_dim);
     let p = 2 * rows * p_row_bytes(tall);
-    let words = RECORDS * WORDS + (AHEAD + 1) * 32 + 8 + CONSUMERS as u32 * rows as u32;
-    stages * stage + q + p + 4 * words as usize + 8 * (2 * stages + Q_SLOTS as usize)
+    let words = RECORDS * WORDS + 2 * (AHEAD + 1) * 32 + 8 + CONSUMERS as u32 * rows as u32;
+    stages * stage + q + p + 4 * words as usize + 8 * (4 * stages + Q_SLOTS as usize)
 }
 
 /// How sequences of several chunks become items, as `decode` takes it.
@@ -238,11 +240,12 @@ impl<const KEYS: u32> Walk<KEYS> {
 
 /// Arguments as for [`decode`](super::decode::decode), except:
 ///
-/// * `k_map`, `v_map`: over `[pages, heads, page, head_dim]`, boxes of 128 bytes of `min(page, step)` rows of one head.
+/// * `k_map`, `v_map`: of five dimensions: [`LINE`] bytes, 8 keys, lines of the heads, groups of 8 keys of the page, pages; boxes of
+///   a head's lines and `min(page, step)` keys. `k_head`, `v_head`: lines from head to head.
 /// * `q`'s vectors start at multiples of 16 bytes. `page` is a power of two from 8 on.
 /// * `hint` is 0 or no smaller than a step; `splitting`: how sequences become items, a constant of [`split`].
 ///
-/// `D` is a multiple of 64, and a row of the cache of 128 bytes; a step has `64 * TALL` keys.
+/// `D` is the head size, a row of the cache a multiple of [`LINE`]; a step has `64 * TALL` keys.
 /// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn decode<
@@ -271,7 +274,6 @@ pub unsafe fn decode<
     q_len: u32,
     q_heads: u32,
     kv_heads: u32,
-    head_dim: u32,
     page_shift: u32,
     max_pages: u32,
     pages: u32,
@@ -282,22 +284,24 @@ pub unsafe fn decode<
     q_head: usize,
     out_token: usize,
     out_head: usize,
+    k_head: u32,
+    v_head: u32,
     scale: f32,
     soft_cap: f32,
     window: u32,
 ) {
     const { assert!(KEYS as usize == step_keys(TALL)) };
     let element = const { size_of::<C>() };
-    // Columns of boxes, and bytes of a column of a step.
+    // Lines of a row; bytes of eight rows and of a step.
     let columns = const { (D * size_of::<C>() / LINE) as u32 };
-    let column_bytes = const { KEYS * LINE as u32 };
+    let group_bytes = const { 8 * (D * size_of::<C>()) as u32 };
     let kv_bytes = const { KEYS * (D * size_of::<C>()) as u32 };
-    let stage_bytes = 2 * kv_bytes;
+    let head_dim = const { D as u32 };
     let block_rows = const { 8 * TILES as u32 };
     let (q_row, p_row) = const { (q_row_bytes(D) as u32, p_row_bytes(TALL) as u32) };
     let converts = const { !matches!((T::DTYPE, C::DTYPE), (DType::Bf16, DType::Bf16) | (DType::F16, _)) };
 
-    core::hint::assert_unchecked(kv_heads != 0 && head_dim != 0);
+    core::hint::assert_unchecked(kv_heads != 0);
     let group = q_heads / kv_heads;
     core::hint::assert_unchecked(group != 0);
     let all_rows = group * q_len;
@@ -306,23 +310,26 @@ pub unsafe fn decode<
     let slot_rows = all_rows.min(block_rows);
     let heads = kv_heads * row_blocks;
     let max_len = max_pages << page_shift;
-    let mut lengths =
-        Lengths { lens: Global::new(lens), max_len, batch, q_len, heads, window, hint, whole_keys: 0 };
+    let mut lengths = Lengths { lens: Global::new(lens), max_len, batch, q_len, heads, window, hint, whole_keys: 0 };
 
     let mut carver = Carver::new();
-    let ring = carver.take_aligned::<C>(STAGES as usize * 2 * KEYS as usize * D, 1024);
+    let k_ring = carver.take_aligned::<C>(STAGES as usize * KEYS as usize * D, 1024);
+    let v_ring = carver.take_aligned::<C>(STAGES as usize * KEYS as usize * D, 1024);
     let q_slots = carver.take::<u8>(const { Q_SLOTS as usize * 8 * TILES * q_row_bytes(D) });
     let p_slots = carver.take::<u8>(const { 2 * 8 * TILES * p_row_bytes(TALL) });
     let records = carver.take::<u32>(const { (RECORDS * WORDS) as usize });
-    let page_slots = carver.take::<u32>(const { (AHEAD as usize + 1) * 32 });
+    let page_slots = carver.take::<u32>(const { 2 * (AHEAD as usize + 1) * 32 });
     // Whether a warp wants other maxima, in steps of even and of odd number; maxima or sums of its keys.
     let votes = carver.take::<u32>(const { 2 * CONSUMERS });
     let tops = carver.take::<f32>(const { CONSUMERS * 8 * TILES });
-    let barriers = carver.take::<u64>(const { 2 * STAGES as usize + Q_SLOTS as usize });
-    let ring0 = ring.address(0u32);
-    let full = |slot: u32| barriers.address(slot);
-    let empty = |slot: u32| barriers.address(STAGES + slot);
-    let q_empty = |slot: u32| barriers.address(2 * STAGES + slot);
+    let barriers = carver.take::<u64>(const { 4 * STAGES as usize + Q_SLOTS as usize });
+    let (k0, v0) = (k_ring.address(0u32), v_ring.address(0u32));
+    let barrier0 = barriers.address(0u32);
+    let k_full = |slot: u32| barrier0 + 8 * slot;
+    let k_empty = |slot: u32| barrier0 + 8 * (STAGES + slot);
+    let v_full = |slot: u32| barrier0 + 8 * (2 * STAGES + slot);
+    let v_empty = |slot: u32| barrier0 + 8 * (3 * STAGES + slot);
+    let q_empty = |slot: u32| barrier0 + 8 * (4 * STAGES + slot);
 
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let warp_id = warp::shfl_idx(tid / 32, 0);
@@ -332,8 +339,10 @@ pub unsafe fn decode<
     dependent_launch::launch_dependents();
     if tid == 0 {
         for slot in 0..STAGES {
-            mbarrier::init(full(slot), 1);
-            mbarrier::init(empty(slot), CONSUMERS as u32);
+            mbarrier::init(k_full(slot), 1);
+            mbarrier::init(v_full(slot), 1);
+            mbarrier::init(k_empty(slot), CONSUMERS as u32);
+            mbarrier::init(v_empty(slot), CONSUMERS as u32);
         }
         for slot in 0..Q_SLOTS {
             mbarrier::init(q_empty(slot), CONSUMERS as u32);
@@ -347,48 +356,42 @@ pub unsafe fn decode<
         vec::prefetch_l2(partial.cast_const());
         vec::prefetch_l2(out.cast_const());
     }
-    thread::sync_threads();
 
     let box_shift = page_shift.min(const { KEYS.ilog2() });
     let box_keys = 1u32 << box_shift;
 
-    if warp_id == CONSUMERS as u32 {
+    if warp_id >= CONSUMERS as u32 {
+        let brings_k = warp_id == CONSUMERS as u32;
         let (q, table) = (Global::new(q), Global::new(block_table));
-        let (k_scales, v_scales) = (Global::new(k_scales), Global::new(v_scales));
-        let has_scale = if lane == 0 { !k_scales.ptr(0u32).is_null() } else { !v_scales.ptr(0u32).is_null() };
+        let has_scale = if lane == 0 { !k_scales.is_null() } else { !v_scales.is_null() };
+        let scales = Global::new(if lane == 0 { k_scales } else { v_scales });
+        let page_slots = page_slots.offset((warp_id - CONSUMERS as u32) * ((AHEAD + 1) * 32));
         lengths.whole_keys = whole_keys(lengths, splitting);
         let mut walk = Walk::<KEYS>::new(lengths);
-        // A lane for each box: a column of a page.
-        let (my_box, my_column) = (lane / columns, lane % columns);
-        let boxes = (KEYS >> box_shift) * columns;
+        let boxes = KEYS >> box_shift;
         let mut seen = 0u32;
 
-        // Describes the next step and has its page numbers fetched.
+        // Describes the next step and has its page numbers fetched, one by each lane.
         let mut look = || {
-            let record = records.offset(seen % RECORDS * WORDS);
             let item = walk.item;
-            if lane == 0 {
-                record.set(SEQUENCE, item.sequence);
-                record.set(HEAD, item.head);
-                record.set(LEN, item.len);
-                record.set(KEY, walk.key);
-                record.set(FLAGS, walk.flags());
-                record.set(PART, item.part);
-            }
-            if lane < 2 {
-                let head = item.head / row_blocks * scale_per_head;
-                let scales = if lane == 0 { k_scales } else { v_scales };
-                if has_scale && !walk.over {
-                    cp_async::copy::<4, _>(record.address(SCALES + lane), scales.ptr(head), 4);
-                } else {
-                    record.set(SCALES + lane, 1f32.to_bits());
+            if brings_k {
+                let record = records.offset(seen % RECORDS * WORDS);
+                if lane == 0 {
+                    record.set_as(FLAGS, B128([walk.flags(), walk.key, item.len, 0]));
+                    record.set_as(SEQUENCE, B128([item.sequence, item.head, item.part, 0]));
+                }
+                if lane < 2 && walk.first {
+                    if has_scale && !walk.over {
+                        let head = item.head / row_blocks * scale_per_head;
+                        cp_async::copy::<4, _>(record.address(SCALES + lane), scales.ptr(head), 4);
+                    } else {
+                        record.set(SCALES + lane, 1f32.to_bits());
+                    }
                 }
             }
-            let key = walk.key + (my_box << box_shift);
-            let wanted = lane < boxes
-                && !walk.over
-                && key < item.len
-                && key + box_keys > first_visible(item.len, q_len, window);
+            let key = walk.key + (lane << box_shift);
+            let wanted =
+                lane < boxes && !walk.over && key < item.len && key + box_keys > first_visible(item.len, q_len, window);
             let slot = seen % (AHEAD + 1) * 32 + lane;
             if wanted {
                 let at = item.sequence as usize * max_pages as usize + (key >> page_shift) as usize;
@@ -397,59 +400,68 @@ pub unsafe fn decode<
                 page_slots.set(slot, u32::MAX);
             }
             cp_async::commit_group();
+            // What the copies need to know, for when it is their turn.
+            let about = (walk.flags(), walk.key, item.head, item.sequence);
             walk.next(lengths);
             seen += 1;
+            about
         };
-        for _ in 0..AHEAD {
-            look();
-        }
+        // The barriers are not needed before.
+        let mut coming = [look(), look(), look()];
+        thread::sync_threads();
         let (mut step, mut slot, mut parity, mut items) = (0u32, 0u32, 1u32, 0u32);
         loop {
-            look();
-            cp_async::wait_group::<{ AHEAD as usize }>();
-            warp::sync_warp(warp::FULL);
-            let record = records.offset(step % RECORDS * WORDS);
-            let flags = warp::shfl_idx(record.get(FLAGS), 0);
-            mbarrier::wait_parity(empty(slot), parity);
+            let (flags, key, head, sequence) = coming[0];
+            coming = [coming[1], coming[2], look()];
+            let (full, empty) = if brings_k { (k_full(slot), k_empty(slot)) } else { (v_full(slot), v_empty(slot)) };
             if flags & OVER != 0 {
+                mbarrier::wait_parity(empty, parity);
                 if lane == 0 {
-                    mbarrier::arrive(full(slot));
+                    mbarrier::arrive(full);
                 }
                 break;
             }
+            cp_async::wait_group::<{ AHEAD as usize }>();
             let page = page_slots.get(step % (AHEAD + 1) * 32 + lane);
-            let wrong = warp::warp_vote_ballot(warp::FULL, lane < boxes && page >= pages);
-            let (head, key, sequence) = (record.get(HEAD), record.get(KEY), record.get(SEQUENCE));
             let kv_head = head / row_blocks;
-            let first_row = (head - kv_head * row_blocks) * block_rows;
-            let rows = (all_rows - first_row).min(block_rows);
-            let first = flags & FIRST != 0;
-            if first {
-                mbarrier::wait_parity(q_empty(items % Q_SLOTS), items / Q_SLOTS % 2 ^ 1);
-            }
-            if lane == 0 {
-                record.set(WRONG, wrong);
-                let q_bytes = if first { rows * head_dim * 2 } else { 0 };
-                mbarrier::arrive_expect_tx(full(slot), stage_bytes + q_bytes);
-            }
-            warp::sync_warp(warp::FULL);
-            if first {
-                if lane < rows {
+            let wrong = warp::warp_vote_ballot(warp::FULL, lane < boxes && page >= pages);
+            mbarrier::wait_parity(empty, parity);
+            if brings_k {
+                let first = flags & FIRST != 0;
+                let q_slot = items % Q_SLOTS;
+                let first_row = (head - kv_head * row_blocks) * block_rows;
+                let rows = (all_rows - first_row).min(block_rows);
+                if first {
+                    mbarrier::wait_parity(q_empty(q_slot), items / Q_SLOTS % 2 ^ 1);
+                    items += 1;
+                }
+                // What the other lanes have of the records comes before the arrival.
+                warp::sync_warp(warp::FULL);
+                if lane == 0 {
+                    records.set(step % RECORDS * WORDS + WRONG, wrong);
+                    let q_bytes = if first { rows * (head_dim * 2) } else { 0 };
+                    mbarrier::arrive_expect_tx(full, kv_bytes + q_bytes);
+                }
+                warp::sync_warp(warp::FULL);
+                if first && lane < rows {
                     let r = first_row + lane;
                     let (token, head) = (r / group, kv_head * group + r % group);
                     let at = (sequence as usize * q_len as usize + token as usize) * q_token + head as usize * q_head;
-                    let to = q_slots.address((items % Q_SLOTS * block_rows + lane) * q_row);
-                    tma::copy_bulk(to, q.ptr(at), head_dim * 2, full(slot));
+                    let to = q_slots.address((q_slot * block_rows + lane) * q_row);
+                    tma::copy_bulk(to, q.ptr(at), head_dim * 2, full);
                 }
-                items += 1;
+            } else {
+                if lane == 0 {
+                    mbarrier::arrive_expect_tx(full, kv_bytes);
+                }
+                warp::sync_warp(warp::FULL);
             }
             if lane < boxes {
                 let page = if page < pages { page as i32 } else { -1 };
-                let row = (key + (my_box << box_shift)) & ((1 << page_shift) - 1);
-                let at = [(my_column * const { (LINE / size_of::<C>()) as u32 }) as i32, row as i32, kv_head as i32, page];
-                let to = ring0 + slot * stage_bytes + my_column * column_bytes + (my_box << box_shift) * LINE as u32;
-                tma::load_tensor::<4>(to, k_map, at, full(slot));
-                tma::load_tensor::<4>(to + kv_bytes, v_map, at, full(slot));
+                let group = ((key + (lane << box_shift)) & ((1 << page_shift) - 1)) / 8;
+                let (map, ring0, head) = if brings_k { (k_map, k0, k_head) } else { (v_map, v0, v_head) };
+                let to = ring0 + slot * kv_bytes + (lane << box_shift) * (columns * LINE as u32);
+                tma::load_tensor::<5>(to, map, [0, 0, (kv_head * head) as i32, group as i32, page], full);
             }
             step += 1;
             slot += 1;
@@ -457,6 +469,7 @@ pub unsafe fn decode<
         }
         return;
     }
+    thread::sync_threads();
 
     let (has_alibi, has_sinks, has_lse) = (!alibi.is_null(), !sinks.is_null(), !lse.is_null());
     let (alibi, sinks) = (Global::new(alibi), Global::new(sinks));
@@ -467,13 +480,13 @@ pub unsafe fn decode<
     let tiles = const { D / 16 / CONSUMERS };
     let first_tile = warp_id as usize * tiles;
     // Operands: where this lane's rows of K and V lie in a stage. The exclusive or changes three bits only.
-    let k_lane = (warp_id * (16 * TALL as u32) + lane % 16) * LINE as u32;
+    let k_lane = k0 + (warp_id * (2 * TALL as u32) + lane / 8 % 2) * group_bytes + lane % 8 * LINE as u32;
     let k_piece = (lane / 16) ^ (lane % 8);
-    let (v_row, v_piece) = if element == 2 { (lane % 8 + lane / 16 * 8, lane / 8 % 2) } else { (lane % 16, lane / 16) };
-    let v_lane = v_row * LINE as u32 + kv_bytes;
-    let v_piece = v_piece ^ (v_row % 8);
+    let (v_group, v_piece) = if element == 2 { (lane / 16, lane / 8 % 2) } else { (lane / 8 % 2, lane / 16) };
+    let v_lane = v0 + v_group * group_bytes + lane % 8 * LINE as u32;
+    let v_piece = v_piece ^ (lane % 8);
     // Of 32 bytes of a row, the `s`-th.
-    let piece_at = |piece: u32, s: usize| (piece ^ (2 * (s % 4) as u32)) * 16 + (s / 4) as u32 * column_bytes;
+    let piece_at = |piece: u32, s: usize| (piece ^ (2 * (s % 4) as u32)) * 16 + (s / 4) as u32 * ATOM;
     let mut v_at = [0u32; 4];
     for i in 0..D * element / 32 / CONSUMERS {
         v_at[i] = v_lane + piece_at(v_piece, warp_id as usize * (D * element / 32 / CONSUMERS) + i);
@@ -495,21 +508,23 @@ pub unsafe fn decode<
     let mut o = [[[0f32; 4]; TILES]; 4];
     let mut total = [[Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2]; TILES];
     let mut all = [[[0f32; 4]; TILES]; 4];
+    let (mut sequence, mut kv_head, mut first_row, mut pair, mut part) = (0u32, 0u32, 0u32, 0usize, 0u32);
     let (mut step, mut slot, mut parity, mut items) = (0u32, 0u32, 0u32, 0u32);
     loop {
         let record = records.offset(step % RECORDS * WORDS);
-        mbarrier::wait_parity(full(slot), parity);
-        let flags = warp::shfl_idx(record.get(FLAGS), 0);
+        mbarrier::wait_parity(k_full(slot), parity);
+        let B128([flags, key, len, wrong]) = record.get_as::<B128<u32, 4>>(FLAGS);
+        let flags = warp::shfl_idx(flags, 0);
         if flags & OVER != 0 {
             break;
         }
-        let (sequence, head, len) = (record.get(SEQUENCE), record.get(HEAD), record.get(LEN));
-        let (key, part, wrong) = (record.get(KEY), record.get(PART), record.get(WRONG));
-        let kv_head = head / row_blocks;
-        let first_row = (head - kv_head * row_blocks) * block_rows;
-        let stage = ring0 + slot * stage_bytes;
 
         if flags & FIRST != 0 {
+            let head = record.get(HEAD);
+            (sequence, part) = (record.get(SEQUENCE), record.get(PART));
+            kv_head = head / row_blocks;
+            first_row = (head - kv_head * row_blocks) * block_rows;
+            pair = sequence as usize * heads as usize + head as usize;
             k_scale = f32::from_bits(record.get(SCALES));
             v_scale = f32::from_bits(record.get(SCALES + 1));
             let rows = q_slots.offset(items % Q_SLOTS * block_rows * q_row);
@@ -518,8 +533,8 @@ pub unsafe fn decode<
                 for s in 0..D / 16 {
                     unroll::<2>(|half| {
                         let d = q_dim(element, s, half, t as usize) as u32;
-                        // What lies beyond the rows or the head is not Q.
-                        let inside = first_row + r < all_rows && d < head_dim;
+                        // What lies beyond the rows is not Q.
+                        let inside = first_row + r < all_rows;
                         let B32([word]) = if inside { rows.get_as::<B32<u32, 1>>(r * q_row + 2 * d) } else { B32([0]) };
                         qf[tile][s][half] = word;
                     });
@@ -539,25 +554,11 @@ pub unsafe fn decode<
             items += 1;
         }
 
-        // Keys of the last page behind the sequence's end may hold anything, NaN times 0 among it.
-        let beyond = len.wrapping_sub(key);
-        let tail = beyond < KEYS && beyond % box_keys != 0;
-        if tail {
-            let page_end = (beyond | (box_keys - 1)) + 1;
-            let mut i = tid;
-            while i < (page_end - beyond) * columns * 8 {
-                let (row, column) = (beyond + i / 8 / columns, i / 8 % columns);
-                let at = (slot * stage_bytes + kv_bytes + column * column_bytes + row * LINE as u32) / element as u32;
-                ring.set_as(at + i % 8 * const { (16 / size_of::<C>()) as u32 }, B128([0u32; 4]));
-                i += const { 32 * CONSUMERS as u32 };
-            }
-        }
-
         // Scores. A single tile has two chains of products, so that one does not wait for the other.
         let chains = const { if TILES * TALL == 1 { 2 } else { 1 } };
         let mut s = [[[[0f32; 4]; 2]; TILES]; TALL];
         unroll::<TALL>(|tall| {
-            let from = stage + k_lane + tall as u32 * (16 * LINE as u32);
+            let from = k_lane + slot * kv_bytes + tall as u32 * (2 * group_bytes);
             if element == 2 {
                 for step in 0..D / 16 {
                     let a = mma::ldmatrix_x4(from + piece_at(k_piece, step));
@@ -574,12 +575,18 @@ pub unsafe fn decode<
                         let a = [low[0], high[0], low[1], high[1]];
                         unroll::<TILES>(|tile| {
                             let chain = half % chains;
-                            s[tall][tile][chain] = <C::Operand>::mma(a, qf[tile][2 * step + half], s[tall][tile][chain]);
+                            s[tall][tile][chain] =
+                                <C::Operand>::mma(a, qf[tile][2 * step + half], s[tall][tile][chain]);
                         });
                     });
                 }
             }
         });
+
+        warp::sync_warp(warp::FULL);
+        if lane == 0 {
+            mbarrier::arrive(k_empty(slot));
+        }
 
         let mut x = [[[0f32; 4]; TILES]; TALL];
         unroll::<TALL>(|tall| {
@@ -605,14 +612,13 @@ pub unsafe fn decode<
                         let score = soft_capped(x[e], soft_cap);
                         let r = first_row + tile as u32 * 8 + 2 * t + c as u32;
                         // How many keys the row sees: not kept, since it is seldom asked for.
-                        let position =
-                            if r < all_rows { (len + r / group + 1).saturating_sub(q_len) } else { 0 };
-                        let lane_of_box = ((key % KEYS) >> box_shift) * columns;
-                        let seen = wrong >> lane_of_box & 1 == 0
+                        let position = if r < all_rows { (len + r / group + 1).saturating_sub(q_len) } else { 0 };
+                        let seen = wrong >> ((key % KEYS) >> box_shift) & 1 == 0
                             && key < position
                             && (window == 0 || key + window >= position);
                         let bias = if has_alibi {
-                            let slope = if r < all_rows { alibi.get(kv_head * group + r % group) * LOG2_E } else { 0.0 };
+                            let slope =
+                                if r < all_rows { alibi.get(kv_head * group + r % group) * LOG2_E } else { 0.0 };
                             slope * (key as i32 + 1 - position as i32) as f32
                         } else {
                             0.0
@@ -622,6 +628,21 @@ pub unsafe fn decode<
                 }
             });
         });
+
+        // Keys of the last page behind the sequence's end may hold anything, NaN times 0 among it.
+        let beyond = len.wrapping_sub(key);
+        let tail = beyond < KEYS && beyond % box_keys != 0;
+        if tail {
+            mbarrier::wait_parity(v_full(slot), parity);
+            let page_end = (beyond | (box_keys - 1)) + 1;
+            let mut i = tid;
+            while i < (page_end - beyond) * columns * 8 {
+                let (row, column) = (beyond + i / 8 / columns, i / 8 % columns);
+                let at = slot * kv_bytes + row / 8 * group_bytes + column * ATOM + row % 8 * LINE as u32 + i % 8 * 16;
+                v_ring.set_as(at / element as u32, B128([0u32; 4]));
+                i += const { 32 * CONSUMERS as u32 };
+            }
+        }
 
         // Probabilities relative to the maxima so far go to shared memory; perhaps in vain.
         let p_slot = p0 + step % 2 * const { (8 * TILES) as u32 * p_row_bytes(TALL) as u32 };
@@ -695,13 +716,14 @@ pub unsafe fn decode<
         unroll::<TILES>(|tile| unroll::<2>(|c| l[tile][c] += sums[tile][c]));
 
         // This warp's columns of V, all keys.
+        mbarrier::wait_parity(v_full(slot), parity);
         for pair in 0..KEYS as usize / 32 {
             let mut p = [[0u32; 4]; TILES];
             unroll::<TILES>(|tile| {
                 p[tile] = mma::ldmatrix_x4(p_slot + p_from + (tile * 8) as u32 * p_row + (64 * pair) as u32);
             });
             unroll::<2>(|half| {
-                let rows = stage + ((2 * pair + half) * 16 * LINE) as u32;
+                let rows = slot * kv_bytes + (2 * pair + half) as u32 * (2 * group_bytes);
                 if element == 2 {
                     for i in 0..tiles {
                         let a = mma::ldmatrix_x4_trans(rows + v_at[i]);
@@ -732,7 +754,7 @@ pub unsafe fn decode<
         }
         warp::sync_warp(warp::FULL);
         if lane == 0 {
-            mbarrier::arrive(empty(slot));
+            mbarrier::arrive(v_empty(slot));
         }
         step += 1;
         slot += 1;
@@ -768,7 +790,6 @@ pub unsafe fn decode<
             });
         }
         if flags & ITEM_END != 0 {
-            let pair = sequence as usize * heads as usize + head as usize;
             let slot = |part: u32| partial.offset((pair * partial_chunks as usize + part as usize) * slot_floats);
             // One thread of all that have parts of a row.
             let speaks = warp_id == 0 && g == 0;
@@ -783,9 +804,7 @@ pub unsafe fn decode<
                             let (weight, to) = finisher.row(sequence, kv_head, first_row + r, top, sum, speaks);
                             for i in 0..tiles {
                                 unroll::<2>(|h| {
-                                    if d(i, h) < head_dim {
-                                        to.set(d(i, h), T::from_f32(all[i][tile][c + 2 * h] * weight));
-                                    }
+                                    to.set(d(i, h), T::from_f32(all[i][tile][c + 2 * h] * weight));
                                 });
                             }
                             // Nothing is left for `combine` to do.
@@ -796,9 +815,7 @@ pub unsafe fn decode<
                             let slot = slot(part);
                             for i in 0..tiles {
                                 unroll::<2>(|h| {
-                                    if d(i, h) < head_dim {
-                                        slot.set(r * head_dim + d(i, h), all[i][tile][c + 2 * h]);
-                                    }
+                                    slot.set(r * head_dim + d(i, h), all[i][tile][c + 2 * h]);
                                 });
                             }
                             if speaks {
@@ -817,9 +834,9 @@ entries! {
     pub struct Args<T>(
         out: *mut T, lse: *mut f32, q: *const T, k_map: TensorMap, v_map: TensorMap, block_table: *const i32,
         lens: *const i32, alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32,
-        partial: *mut f32, scale_per_head: u32, batch: u32, q_len: u32, q_heads: u32, kv_heads: u32, head_dim: u32,
+        partial: *mut f32, scale_per_head: u32, batch: u32, q_len: u32, q_heads: u32, kv_heads: u32,
         page_shift: u32, max_pages: u32, pages: u32, partial_chunks: u32, hint: u32, splitting: u32, q_token: usize,
-        q_head: usize, out_token: usize, out_head: usize, scale: f32, soft_cap: f32, window: u32,
+        q_head: usize, out_token: usize, out_head: usize, k_head: u32, v_head: u32, scale: f32, soft_cap: f32, window: u32,
     );
     decode_tma_d64_r8_bf16 { type T = bf16; type C = bf16; } [THREADS, 2; Sm90a] => decode::<T, C, 64, 1, 2, 128, 3>;
     decode_tma_d128_r8_bf16 { type T = bf16; type C = bf16; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 1, 64, 3>;

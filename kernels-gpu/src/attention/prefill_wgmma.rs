@@ -27,8 +27,8 @@
 //! *FlashAttention-3*, 2024 (roles, turns, overlap of softmax and products); FlashAttention-4 (slack). What was measured is
 //! in `docs/prefill-attention.md`.
 
-use super::soft_capped;
 use super::ragged::{Batch, Schedule, Tile, draw, finish};
+use super::soft_capped;
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
 use cuda_std::shared::Carver;
