@@ -585,8 +585,6 @@ pub fn decode<T: Float, S: CacheElement>(
         (DecodePath::Auto | DecodePath::Split, Some(_), _) | (_, _, Some(_)) => {
             let floats = workspace.partial.len();
             call.value(floats >= need, "workspace", format!("of {need} floats"), format!("of {floats}"))?;
-            // SAFETY: shapes, strides, alignment, device and overlap were checked above; lengths and page numbers are
-            // clamped by the kernels; the maps describe the cache.
             if let Some((entry, tile)) = tma.filter(|_| prefers_tma) {
                 // Steps are not cut.
                 if hint != 0 {
@@ -594,9 +592,12 @@ pub fn decode<T: Float, S: CacheElement>(
                     args.partial_chunks = split::max_chunks(capacity as u32, args.hint);
                 }
                 let args = tma_args(device, &args, cache, tile, options.split)?;
+                // SAFETY: shapes, strides, alignment, device and overlap were checked above; lengths and page numbers are
+                // clamped by the kernel; the maps describe the cache.
                 unsafe { stream.launch(&entry, &tma_geometry(tile, properties.multiprocessors), &args) }?;
             } else if let Some((entry, dim)) = split {
                 let geometry = split_geometry(dim, S::DTYPE, group_rows, properties.multiprocessors);
+                // SAFETY: as above.
                 unsafe { stream.launch(&entry, &geometry, &args) }?;
             }
             let block = block_rows(head_dim, group_rows);
