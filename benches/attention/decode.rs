@@ -20,6 +20,8 @@ pub fn benches(harness: &mut Harness) {
     for (name, q_heads, kv_heads) in [("32-32", 32, 32), ("64-8", 64, 8), ("16-1", 16, 1)] {
         case(harness, &format!("bf16/{name}"), 32, 4096, q_heads, kv_heads, noise::<bf16>);
     }
+    // As many bytes as 32 x 4096 of 8 KV heads.
+    case(harness, "bf16/16-1", 256, 4096, 16, 1, noise::<bf16>);
     for (batch, context) in [(1, 4096), (32, 4096), (1, 32768), (128, 32768)] {
         case(harness, "e4m3/32-8", batch, context, 32, 8, e4m3_noise);
     }

@@ -1,6 +1,6 @@
 use cuda_std::{E4M3, E5M2, Float};
 use proptest::prelude::*;
-use warploom::attention::{DecodeOptions, DecodePath, DecodeWorkspace, decode};
+use warploom::attention::{DecodeOptions, DecodePath, DecodeSplit, DecodeWorkspace, decode};
 use warploom::kv_cache::layout::Scales;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache};
 use warploom::reference::attention as reference;
@@ -89,6 +89,9 @@ fn case<T: Float, S: CacheElement>(d: &Device, shape: &Shape) -> Case<T, S> {
         workspace: DecodeWorkspace::new(d, batch, q_len, kv_heads * group, kv_heads, dim, max_pages * page).unwrap(),
     }
 }
+
+/// Both kernels that split.
+const SPLITTING: [DecodePath; 2] = [DecodePath::Split, DecodePath::Tma];
 
 /// What bends the scores, in plain numbers.
 #[derive(Clone, Copy, Debug, Default)]
@@ -179,6 +182,113 @@ fn split_matches_the_reference() {
 }
 
 #[test]
+fn tma_matches_the_reference() {
+    property(10, (shapes(), bends()), |d, s, (shape, bend)| {
+        // 64 goes with up to eight rows.
+        let dim = if shape.dim <= 64 && shape.group * shape.q_len <= 8 { 64 } else { shape.dim.next_multiple_of(128) };
+        let shape = Shape { dim, ..shape };
+        check::<bf16, bf16>(d, s, &shape, bend, DecodePath::Tma);
+        check::<f16, f16>(d, s, &shape, bend, DecodePath::Tma);
+        Ok(())
+    });
+}
+
+#[test]
+fn tma_takes_8_bit_caches() {
+    property(6, (shapes(), bends()), |d, s, (shape, bend)| {
+        let shape = Shape { dim: 128, ..shape };
+        check::<bf16, E4M3>(d, s, &shape, bend, DecodePath::Tma);
+        check::<f16, E5M2>(d, s, &shape, bend, DecodePath::Tma);
+        check::<bf16, i8>(d, s, &shape, bend, DecodePath::Tma);
+        Ok(())
+    });
+}
+
+/// However the work is divided among blocks, and whatever else is in the batch, the bits are the same.
+#[test]
+fn results_do_not_depend_on_the_split() {
+    on_every_device(|d, s| {
+        let lens = if d.is_simt() {
+            vec![600, 0, 513, 1, 256, 300]
+        } else {
+            vec![4096, 0, 1, 511, 512, 513, 9000, 32768, 20000, 2048, 2049]
+        };
+        for (group, dim, window) in [(4, 128, 0), (9, 128, 0), (2, 64, 310)] {
+            let run = |lens: &[usize], split: DecodeSplit| {
+                let batch = lens.len();
+                let shape = Shape {
+                    lens: lens.to_vec(),
+                    q_len: 1,
+                    kv_heads: 2,
+                    group,
+                    dim,
+                    page: 16,
+                    layout: CacheLayout::Nhd,
+                };
+                let mut c = case::<bf16, bf16>(d, &shape);
+                let q_heads = 2 * group;
+                let q = c.q.reshape(&[batch, q_heads, dim]).unwrap();
+                let mut out = Tensor::<bf16>::uninit(d, &[batch, q_heads, dim]).unwrap();
+                let mut lse = Tensor::<f32>::uninit(d, &[batch, q_heads]).unwrap();
+                s.fill_bytes(&mut out, 0xff).unwrap();
+                let options = DecodeOptions::default().path(DecodePath::Tma).split(split).window(window);
+                let (table, work) = (&c.table, &mut c.workspace);
+                decode(s, &mut out, Some(&mut lse), &q, &c.cache, table, &c.lens, &options, work).unwrap();
+                let bits = |v: Vec<bf16>| v.into_iter().map(bf16::to_bits).collect::<Vec<_>>();
+                let lse = lse.to_vec().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>();
+                (bits(out.to_vec().unwrap()), lse)
+            };
+            let chunks = run(&lens, DecodeSplit::Chunks);
+            for split in [DecodeSplit::Whole, DecodeSplit::Auto] {
+                assert!(run(&lens, split) == chunks, "{split:?}, {group} x {dim}, window {window}");
+            }
+            // The first of them alone.
+            for split in [DecodeSplit::Chunks, DecodeSplit::Whole, DecodeSplit::Auto] {
+                let (out, lse) = run(&lens[..1], split);
+                assert!(out == chunks.0[..out.len()] && lse == chunks.1[..lse.len()], "{split:?}, {group} x {dim}");
+            }
+        }
+    });
+}
+
+/// Scores that rise from step to step, so that the maxima must follow, and such as overflow a careless exponential.
+#[test]
+fn maxima_follow_rising_scores() {
+    on_every_device(|d, s| {
+        let (len, dim, page) = (300, 64, 16);
+        let shape = CacheShape { blocks: 19, block_size: page, heads: 1, head_dim: dim };
+        let cache = KvCache::<bf16>::zeros(d, CacheLayout::Hnd, shape).unwrap();
+        let (mut keys, mut values) = (vec![bf16::ZERO; 19 * page * dim], vec![bf16::ZERO; 19 * page * dim]);
+        for i in 0..len {
+            // Scores: a saw whose teeth grow.
+            keys[i * dim] = bf16::from_f32((i % 37) as f32 * (i / 37) as f32);
+            values[i * dim..][..dim].fill(bf16::from_f32((i % 11) as f32 - 5.0));
+        }
+        cache.key().clone().copy_from_slice(&keys).unwrap();
+        cache.value().clone().copy_from_slice(&values).unwrap();
+        let mut query = vec![bf16::ZERO; 2 * dim];
+        (query[0], query[dim]) = (bf16::ONE, bf16::from_f32(-3.0));
+        let q = Tensor::from_slice(d, &query, &[1, 2, dim]).unwrap();
+        let table = Tensor::from_slice(d, &(0..19).collect::<Vec<i32>>(), &[1, 19]).unwrap();
+        let lens = Tensor::from_slice(d, &[len as i32], &[1]).unwrap();
+        let rows = |n: &[bf16]| (0..len).map(|i| widen(&n[i * dim..][..dim])).collect::<Vec<_>>();
+        for path in SPLITTING {
+            let mut work = DecodeWorkspace::new(d, 1, 1, 2, 1, dim, 19 * page).unwrap();
+            let mut out = Tensor::<bf16>::uninit(d, &[1, 2, dim]).unwrap();
+            let options = DecodeOptions::default().scale(1.0).path(path);
+            decode(s, &mut out, None, &q, &cache, &table, &lens, &options, &mut work).unwrap();
+            let out = out.to_vec().unwrap();
+            for h in 0..2 {
+                let q = widen(&query[h * dim..][..dim]);
+                let query = reference::Query { q: &q, scale: 1.0, soft_cap: 0.0, slope: 0.0, sink: None, window: 0 };
+                let want = reference::decode(query, &rows(&keys), &rows(&values));
+                assert_close(&out[h * dim..][..dim], &want.out, warploom_tests::epsilon::<bf16>(), 6.0);
+            }
+        }
+    });
+}
+
+#[test]
 fn split_takes_8_bit_caches() {
     property(8, (shapes(), bends()), |d, s, (shape, bend)| {
         // A row of an 8-bit cache must be a multiple of 16 bytes.
@@ -199,6 +309,12 @@ fn sixteen_query_tokens_of_large_groups() {
             let bend = Bend { window: 50, ..Bend::default() };
             check::<bf16, bf16>(d, s, &shape, bend, DecodePath::Split);
             check::<f16, E4M3>(d, s, &shape, Bend::default(), DecodePath::Split);
+            if dim >= 128 {
+                check::<bf16, bf16>(d, s, &shape, bend, DecodePath::Tma);
+            }
+            if dim == 128 {
+                check::<f16, E4M3>(d, s, &shape, Bend::default(), DecodePath::Tma);
+            }
         }
     });
 }
@@ -226,27 +342,31 @@ fn long_sequences_split_into_chunks() {
             vec![4096, 0, 1, 511, 15, 16, 17, 512, 513, 32768, 1025, 9000]
         };
         let shape = Shape { lens, q_len: 1, kv_heads: 2, group: 4, dim: 128, page: 16, layout: CacheLayout::Nhd };
-        check::<bf16, bf16>(d, s, &shape, Bend::default(), DecodePath::Split);
-        check::<bf16, bf16>(d, s, &shape, Bend { window: 300, ..Bend::default() }, DecodePath::Split);
-        check::<bf16, E4M3>(d, s, &shape, Bend::default(), DecodePath::Split);
+        for path in SPLITTING {
+            check::<bf16, bf16>(d, s, &shape, Bend::default(), path);
+            check::<bf16, bf16>(d, s, &shape, Bend { window: 300, ..Bend::default() }, path);
+            check::<bf16, E4M3>(d, s, &shape, Bend::default(), path);
+        }
     });
 }
 
 #[test]
 fn a_sequence_does_not_depend_on_its_batch() {
     on_every_device(|d, s| {
-        let run = |lens: Vec<usize>| {
+        let run = |lens: Vec<usize>, path: DecodePath| {
             let shape = Shape { lens, q_len: 1, kv_heads: 2, group: 4, dim: 64, page: 16, layout: CacheLayout::Nhd };
             let mut c = case::<bf16, bf16>(d, &shape);
             let mut out = Tensor::<bf16>::uninit(d, &[shape.lens.len(), 8, 64]).unwrap();
             let q = c.q.reshape(&[shape.lens.len(), 8, 64]).unwrap();
-            let options = DecodeOptions::default();
+            let options = DecodeOptions::default().path(path);
             decode(s, &mut out, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
             out.to_vec().unwrap()
         };
-        let alone = run(vec![300]);
-        let among = run(vec![300, 17, 500, 64]);
-        assert_eq!(alone, among[..alone.len()]);
+        for path in SPLITTING {
+            let alone = run(vec![300], path);
+            let among = run(vec![300, 17, 500, 64], path);
+            assert_eq!(alone, among[..alone.len()]);
+        }
     });
 }
 
@@ -264,17 +384,17 @@ fn a_hint_changes_the_split_alone() {
         };
         let mut c = case::<f16, f16>(d, &shape);
         let q = c.q.reshape(&[4, 8, 64]).unwrap();
-        let run = |workspace: &mut DecodeWorkspace| {
+        let run = |workspace: &mut DecodeWorkspace, path: DecodePath| {
             let mut out = Tensor::<f16>::uninit(d, &[4, 8, 64]).unwrap();
-            let options = DecodeOptions::default();
+            let options = DecodeOptions::default().path(path);
             decode(s, &mut out, None, &q, &c.cache, &c.table, &c.lens, &options, workspace).unwrap();
             widen(&out.to_vec().unwrap())
         };
-        let want = run(&mut c.workspace);
-        for chunk in [64, 128, 1024] {
+        let want = run(&mut c.workspace, DecodePath::Split);
+        for (chunk, path) in [64, 128, 1024].into_iter().flat_map(|chunk| SPLITTING.map(|path| (chunk, path))) {
             let mut workspace = DecodeWorkspace::with_chunk(d, 4, 1, 8, 2, 64, 704, chunk).unwrap();
-            let got = run(&mut workspace);
-            assert!(got.iter().zip(&want).all(|(g, w)| (g - w).abs() < 2e-3), "{chunk}");
+            let got = run(&mut workspace, path);
+            assert!(got.iter().zip(&want).all(|(g, w)| (g - w).abs() < 2e-3), "{chunk} {path:?}");
         }
         for chunk in [0, 32, 100, 2048] {
             let made = DecodeWorkspace::with_chunk(d, 4, 1, 8, 2, 64, 704, chunk);
@@ -310,7 +430,7 @@ fn pages_lie_beyond_32_bits() {
     let len = far.len() * page - 3;
     let lens = Tensor::from_slice(&d, &[len as i32], &[1]).unwrap();
     let q = Tensor::from_slice(&d, &noise_of::<bf16>(32 * dim, 3), &[1, 32, dim]).unwrap();
-    for path in [DecodePath::Split, DecodePath::Plain] {
+    for path in [DecodePath::Split, DecodePath::Tma, DecodePath::Plain] {
         let run = |cache: &KvCache<bf16>, table: &[usize]| {
             let table: Vec<i32> = table.iter().map(|&p| p as i32).collect();
             let table = Tensor::from_slice(&d, &table, &[1, table.len()]).unwrap();
@@ -330,7 +450,7 @@ fn pages_lie_beyond_32_bits() {
 fn one_graph_serves_growing_sequences() {
     on_every_device(|d, s| {
         let shape = Shape {
-            lens: vec![200, 150],
+            lens: vec![300, 260],
             q_len: 1,
             kv_heads: 1,
             group: 4,
@@ -340,20 +460,23 @@ fn one_graph_serves_growing_sequences() {
         };
         let mut c = case::<f16, f16>(d, &shape);
         let q = c.q.reshape(&[2, 4, 64]).unwrap();
-        let (mut graphed, mut direct) =
-            (Tensor::uninit(d, &[2, 4, 64]).unwrap(), Tensor::uninit(d, &[2, 4, 64]).unwrap());
-        let options = DecodeOptions::default();
         d.preload(&["attention"]).unwrap();
-        let graph = Graph::capture(s, |s| {
-            decode(s, &mut graphed, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace)
-        })
-        .unwrap();
-        for lens in [[1, 150], [65, 0], [200, 149]] {
-            c.lens.copy_from_slice(&lens).unwrap();
-            graph.launch(s).unwrap();
-            s.synchronize().unwrap();
-            decode(s, &mut direct, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
-            assert_eq!(graphed.to_vec().unwrap(), direct.to_vec().unwrap());
+        for path in [DecodePath::Split, DecodePath::Tma, DecodePath::Plain] {
+            let (mut graphed, mut direct) =
+                (Tensor::uninit(d, &[2, 4, 64]).unwrap(), Tensor::uninit(d, &[2, 4, 64]).unwrap());
+            let options = DecodeOptions::default().path(path);
+            c.lens.copy_from_slice(&[200, 150]).unwrap();
+            let graph = Graph::capture(s, |s| {
+                decode(s, &mut graphed, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace)
+            })
+            .unwrap();
+            for lens in [[1, 150], [65, 0], [200, 149], [300, 260]] {
+                c.lens.copy_from_slice(&lens).unwrap();
+                graph.launch(s).unwrap();
+                s.synchronize().unwrap();
+                decode(s, &mut direct, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
+                assert_eq!(graphed.to_vec().unwrap(), direct.to_vec().unwrap(), "{path:?} {lens:?}");
+            }
         }
     });
 }
@@ -365,7 +488,7 @@ fn wrong_pages_and_lengths_stay_inside() {
             Shape { lens: vec![40], q_len: 1, kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
         let mut c = case::<bf16, bf16>(d, &shape);
         let q = c.q.reshape(&[1, 2, 64]).unwrap();
-        for path in [DecodePath::Split, DecodePath::Plain] {
+        for path in [DecodePath::Split, DecodePath::Tma, DecodePath::Plain] {
             for (pages, len) in [([-1, i32::MAX, 1 << 20], 40), ([3, 2, 1], i32::MAX), ([3, 2, 1], -5)] {
                 c.table.copy_from_slice(&pages).unwrap();
                 c.lens.copy_from_slice(&[len]).unwrap();

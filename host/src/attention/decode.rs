@@ -1,17 +1,18 @@
 //! Attention of a few query tokens a sequence over a paged KV cache.
 //!
-//! Two kernels. [`DecodePath::Split`] cuts long sequences into chunks, shares one read of K and V among all query rows of
-//! a KV head, and uses the tensor cores; [`DecodePath::Plain`] is vLLM's first kernel without its tuning and takes every
-//! layout, storage type and head size. Lengths and block tables are read on the device, and the grid does not depend
+//! Three kernels. [`DecodePath::Tma`] and [`DecodePath::Split`] cut long sequences into chunks, share one read of K and V among
+//! all query rows of a KV head, and use the tensor cores, the former with Hopper's copy engine; [`DecodePath::Plain`] is
+//! vLLM's first kernel without its tuning and takes every layout, storage type and head size. Lengths and block tables are read on the device, and the grid does not depend
 //! on them: a captured graph serves every step of a growing batch.
 
 use crate::check::Call;
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
-use crate::kernels::attention::{decode as split, plain};
+use crate::kernels::attention::{decode as split, decode_tma as tma, plain};
 use crate::kv_cache::layout::{Scales, check_scales};
-use crate::kv_cache::{CacheElement, CacheLayout, KvCache};
+use crate::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides};
 use crate::tensor::Tensor;
+use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 use cuda_std::{DType, Entry, Float};
 
 const OP: &str = "decode";
@@ -26,11 +27,26 @@ pub enum DecodePath {
     /// By element types, layout and sizes, never by lengths or batch.
     #[default]
     Auto,
+    /// As `Split` for a Hopper GPU, keys and values brought by its copy engine. Heads of 128; over 16-bit caches also of 64
+    /// (up to 8 query rows a KV head) and 256.
+    Tma,
     /// Chunks of keys through the tensor cores: f16 and bf16 over a cache of the same type or of 8 bits; NHD
     /// and HND; head sizes that are multiples of 16 bytes.
     Split,
     /// A block for each query and head: everything.
     Plain,
+}
+
+/// How [`DecodePath::Tma`] divides the chunks of a sequence's keys among blocks. The result has the same bits either way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DecodeSplit {
+    /// By the lengths of the batch, on the device: whole where there are enough sequences and heads to fill the GPU.
+    #[default]
+    Auto,
+    /// A chunk at a time: the least time for one sequence.
+    Chunks,
+    /// All chunks of a sequence by one block: the least work.
+    Whole,
 }
 
 /// Options of [`decode`].
@@ -51,6 +67,8 @@ pub struct DecodeOptions<'a> {
     pub scales: Option<Scales<'a>>,
     /// Which kernel.
     pub path: DecodePath,
+    /// How the work is divided; a matter of speed only.
+    pub split: DecodeSplit,
 }
 
 impl<'a> DecodeOptions<'a> {
@@ -87,6 +105,11 @@ impl<'a> DecodeOptions<'a> {
     /// With this kernel.
     pub fn path(mut self, path: DecodePath) -> Self {
         self.path = path;
+        self
+    }
+    /// With the work divided like this.
+    pub fn split(mut self, split: DecodeSplit) -> Self {
+        self.split = split;
         self
     }
 }
@@ -225,6 +248,96 @@ pub const fn split_entry(
         _ => return None,
     };
     Some((entry, dim))
+}
+
+/// What there is of [`DecodePath::Tma`] for some element types, head size and number of rows.
+#[derive(Clone, Copy, Debug)]
+pub struct TmaTile {
+    /// Keys of a step.
+    pub keys: usize,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: usize,
+    /// Blocks of a multiprocessor.
+    pub blocks: u32,
+}
+
+/// The entry of [`DecodePath::Tma`]; arguments as for [`split_entry`].
+pub const fn tma_entry(
+    dtype: DType,
+    cache: DType,
+    head_dim: usize,
+    rows: usize,
+) -> Option<(Entry<tma::Args>, TmaTile)> {
+    use tma::*;
+    let (dim, block) = (head_dim, block_rows(head_dim, rows));
+    let entry = match (dtype, cache, dim, block) {
+        (DType::Bf16, DType::Bf16, 64, 8) => decode_tma_d64_r8_bf16::ENTRY,
+        (DType::Bf16, DType::Bf16, 128, 8) => decode_tma_d128_r8_bf16::ENTRY,
+        (DType::Bf16, DType::Bf16, 128, _) => decode_tma_d128_r16_bf16::ENTRY,
+        (DType::Bf16, DType::Bf16, 256, _) => decode_tma_d256_r8_bf16::ENTRY,
+        (DType::Bf16, DType::E4m3, 128, 8) => decode_tma_d128_r8_bf16_e4m3::ENTRY,
+        (DType::Bf16, DType::E4m3, 128, _) => decode_tma_d128_r16_bf16_e4m3::ENTRY,
+        (DType::Bf16, DType::E5m2, 128, 8) => decode_tma_d128_r8_bf16_e5m2::ENTRY,
+        (DType::Bf16, DType::E5m2, 128, _) => decode_tma_d128_r16_bf16_e5m2::ENTRY,
+        (DType::Bf16, DType::I8, 128, 8) => decode_tma_d128_r8_bf16_i8::ENTRY,
+        (DType::Bf16, DType::I8, 128, _) => decode_tma_d128_r16_bf16_i8::ENTRY,
+        (DType::F16, DType::F16, 64, 8) => decode_tma_d64_r8_f16::ENTRY,
+        (DType::F16, DType::F16, 128, 8) => decode_tma_d128_r8_f16::ENTRY,
+        (DType::F16, DType::F16, 128, _) => decode_tma_d128_r16_f16::ENTRY,
+        (DType::F16, DType::F16, 256, _) => decode_tma_d256_r8_f16::ENTRY,
+        (DType::F16, DType::E4m3, 128, 8) => decode_tma_d128_r8_f16_e4m3::ENTRY,
+        (DType::F16, DType::E4m3, 128, _) => decode_tma_d128_r16_f16_e4m3::ENTRY,
+        (DType::F16, DType::E5m2, 128, 8) => decode_tma_d128_r8_f16_e5m2::ENTRY,
+        (DType::F16, DType::E5m2, 128, _) => decode_tma_d128_r16_f16_e5m2::ENTRY,
+        (DType::F16, DType::I8, 128, 8) => decode_tma_d128_r8_f16_i8::ENTRY,
+        (DType::F16, DType::I8, 128, _) => decode_tma_d128_r16_f16_i8::ENTRY,
+        _ => return None,
+    };
+    // As in the table of entries: keys of a step by 64, stages, blocks.
+    let (tall, stages, blocks) = match (dim, cache.size(), block) {
+        (64, ..) | (128, 1, 8) => (2, 3, 2),
+        (128, 1, _) => (2, 6, 1),
+        (128, _, 8) => (1, 3, 2),
+        (128, ..) => (1, 6, 1),
+        _ => (1, 3, 1),
+    };
+    let shared_bytes = shared_bytes(dim, cache.size(), block, tall, stages);
+    Some((entry, TmaTile { keys: step_keys(tall), shared_bytes, blocks }))
+}
+
+/// How to launch [`DecodePath::Tma`] with what [`tma_entry`] gave, on so many multiprocessors.
+pub const fn tma_geometry(tile: TmaTile, multiprocessors: u32) -> Geometry {
+    Geometry::linear(tile.blocks * multiprocessors, tma::THREADS as u32).shared_bytes(tile.shared_bytes as u32)
+}
+
+/// The tensor map of K or V for [`DecodePath::Tma`]: a box is up to a page of one head, eight keys of 128 bytes at a time.
+pub fn tma_cache_map(
+    device: &Device,
+    base: u64,
+    dtype: DType,
+    shape: CacheShape,
+    strides: PageStrides,
+    tile: TmaTile,
+) -> Result<TensorMap> {
+    let (size, line) = (dtype.size(), tma::LINE as u64);
+    let bytes = |elements: usize| (elements * size) as u64;
+    let columns = bytes(shape.head_dim) / line;
+    device.tensor_map(&TensorMapDescription {
+        base,
+        dtype,
+        rank: 5,
+        dims: [
+            line / size as u64,
+            8,
+            (shape.heads as u64 - 1) * (bytes(strides.head) / line) + columns,
+            shape.block_size as u64 / 8,
+            shape.blocks as u64,
+        ],
+        // Of a single page the stride is of no interest, but it must be one.
+        strides: [bytes(strides.token), line, 8 * bytes(strides.token), bytes(strides.block).max(16)],
+        box_dims: [(line / size as u64) as u32, 8, columns as u32, (shape.block_size.min(tile.keys) / 8) as u32, 1],
+        swizzle: Swizzle::B128,
+    })
 }
 
 /// The entry of [`DecodePath::Plain`] for tensors of `dtype` and a cache of `cache`.
@@ -394,7 +507,7 @@ pub fn decode<T: Float, S: CacheElement>(
     let hint = workspace.chunk_shift;
     let need = partial_floats(batch, q_len, q_heads, kv_heads, head_dim, capacity as u32, hint);
     let scales = check_scales(&mut call, options.scales, kv_heads, T::DTYPE, S::DTYPE)?;
-    let args = split::Args {
+    let mut args = split::Args {
         out: call.write("out", out)?,
         lse: call.write_opt("lse", lse)?.cast(),
         q: call.read("q", q)?,
@@ -440,7 +553,7 @@ pub fn decode<T: Float, S: CacheElement>(
     let aligned = |address: usize, strides: &[usize]| {
         address.is_multiple_of(16) && strides.iter().all(|s| (s * S::DTYPE.size()).is_multiple_of(16))
     };
-    let entry = split_entry(T::DTYPE, S::DTYPE, head_dim, group_rows).filter(|_| {
+    let takes = {
         cache.layout() != CacheLayout::XSplit
             && (head_dim * S::DTYPE.size()).is_multiple_of(16)
             && cs.block_size >= 8
@@ -453,16 +566,41 @@ pub fn decode<T: Float, S: CacheElement>(
             && out_head.is_multiple_of(4)
             && aligned(args.k as usize, &[ks.block, ks.token, ks.head])
             && aligned(args.v as usize, &[vs.block, vs.token, vs.head])
+    };
+    let device = stream.device();
+    let (properties, hopper) = (device.properties(), device.properties().compute_capability == (9, 0));
+    let split = split_entry(T::DTYPE, S::DTYPE, head_dim, group_rows).filter(|_| takes);
+    let tma = tma_entry(T::DTYPE, S::DTYPE, head_dim, group_rows).filter(|_| {
+        let lines = |head: usize| {
+            let bytes = head * size_of::<S>();
+            bytes.is_multiple_of(tma::LINE) && bytes / tma::LINE <= i32::MAX as usize / kv_heads
+        };
+        takes && hopper && cs.blocks > 0 && lines(ks.head) && lines(vs.head)
     });
-    match (options.path, entry) {
-        (DecodePath::Auto | DecodePath::Split, Some((entry, dim))) => {
+    // By measurement (docs/decode-attention.md), with an eye on single sequences. The SIMT device runs either, the portable
+    // kernel faster.
+    let gains = size_of::<S>() == 1 || block_rows(head_dim, group_rows) == 16;
+    let prefers_tma = options.path == DecodePath::Tma || options.path == DecodePath::Auto && gains && !device.is_simt();
+    match (options.path, split, tma.filter(|_| prefers_tma)) {
+        (DecodePath::Auto | DecodePath::Split, Some(_), _) | (_, _, Some(_)) => {
             let floats = workspace.partial.len();
             call.value(floats >= need, "workspace", format!("of {need} floats"), format!("of {floats}"))?;
-            let geometry = split_geometry(dim, S::DTYPE, group_rows, stream.device().properties().multiprocessors);
-            // SAFETY: shapes, strides, alignment, device and overlap were checked above; lengths and page numbers are
-            // clamped by the kernel.
-            unsafe { stream.launch(&entry, &geometry, &args) }?;
-            let block = block_rows(dim, group_rows);
+            if let Some((entry, tile)) = tma.filter(|_| prefers_tma) {
+                // Steps are not cut.
+                if hint != 0 {
+                    args.hint = hint.max(tile.keys.ilog2());
+                    args.partial_chunks = split::max_chunks(capacity as u32, args.hint);
+                }
+                let args = tma_args(device, &args, cache, tile, options.split)?;
+                // SAFETY: shapes, strides, alignment, device and overlap were checked above; lengths and page numbers are
+                // clamped by the kernel; the maps describe the cache.
+                unsafe { stream.launch(&entry, &tma_geometry(tile, properties.multiprocessors), &args) }?;
+            } else if let Some((entry, dim)) = split {
+                let geometry = split_geometry(dim, S::DTYPE, group_rows, properties.multiprocessors);
+                // SAFETY: as above.
+                unsafe { stream.launch(&entry, &geometry, &args) }?;
+            }
+            let block = block_rows(head_dim, group_rows);
             let heads = batch * kv_heads * group_rows.div_ceil(block);
             let Some(combine) = combine_entry(T::DTYPE, heads).filter(|_| args.partial_chunks > 1) else {
                 return Ok(());
@@ -482,7 +620,7 @@ pub fn decode<T: Float, S: CacheElement>(
                 page_shift: args.page_shift,
                 max_pages: args.max_pages,
                 partial_chunks: args.partial_chunks,
-                hint,
+                hint: args.hint,
                 window: args.window,
                 out_token,
                 out_head,
@@ -490,12 +628,13 @@ pub fn decode<T: Float, S: CacheElement>(
             // SAFETY: as above; the kernel waits for the launch before it, whose partial results it reads.
             unsafe { stream.launch(&combine, &geometry, &args) }
         }
-        (DecodePath::Split, None) => Err(Error::Unsupported {
+        (DecodePath::Split | DecodePath::Tma, ..) => Err(Error::Unsupported {
             op: OP,
             what: format!(
-                "the split kernel takes f16 or bf16 (not {} over {}), or 8-bit caches, NHD or HND, blocks of 8 \
+                "the split kernels take f16 or bf16 (not {} over {}), or 8-bit caches, NHD or HND, blocks of 8 \
                  tokens or more (a power of two), heads of a multiple of 16 bytes, queries, keys and values \
-                 at multiples of 16 bytes, outputs of 8; use DecodePath::Auto",
+                 at multiples of 16 bytes, outputs of 8; `Tma` in addition a Hopper GPU and heads of 64, 128 or 256; use \
+                 DecodePath::Auto",
                 T::DTYPE,
                 S::DTYPE
             ),
@@ -549,4 +688,54 @@ pub fn decode<T: Float, S: CacheElement>(
             unsafe { stream.launch(&entry, &geometry, &args) }
         }
     }
+}
+
+/// The arguments of [`DecodePath::Tma`] from those of [`DecodePath::Split`].
+fn tma_args<S: CacheElement>(
+    device: &Device,
+    args: &split::Args,
+    cache: &KvCache<S>,
+    tile: TmaTile,
+    splitting: DecodeSplit,
+) -> Result<tma::Args> {
+    let (shape, ks, vs) = (cache.shape(), cache.key_strides(), cache.value_strides());
+    let lines = |head: usize| (head * size_of::<S>() / tma::LINE) as u32;
+    Ok(tma::Args {
+        out: args.out,
+        lse: args.lse,
+        q: args.q,
+        k_map: tma_cache_map(device, args.k as u64, S::DTYPE, shape, ks, tile)?,
+        v_map: tma_cache_map(device, args.v as u64, S::DTYPE, shape, vs, tile)?,
+        block_table: args.block_table,
+        lens: args.lens,
+        alibi: args.alibi,
+        sinks: args.sinks,
+        k_scales: args.k_scales,
+        v_scales: args.v_scales,
+        partial: args.partial,
+        scale_per_head: args.scale_per_head,
+        batch: args.batch,
+        q_len: args.q_len,
+        q_heads: args.q_heads,
+        kv_heads: args.kv_heads,
+        page_shift: args.page_shift,
+        max_pages: args.max_pages,
+        pages: args.pages,
+        partial_chunks: args.partial_chunks,
+        hint: args.hint,
+        splitting: match splitting {
+            DecodeSplit::Auto => tma::split::AUTO,
+            DecodeSplit::Chunks => tma::split::CHUNKS,
+            DecodeSplit::Whole => tma::split::WHOLE,
+        },
+        q_token: args.q_token,
+        q_head: args.q_head,
+        out_token: args.out_token,
+        out_head: args.out_head,
+        k_head: lines(ks.head),
+        v_head: lines(vs.head),
+        scale: args.scale,
+        soft_cap: args.soft_cap,
+        window: args.window,
+    })
 }

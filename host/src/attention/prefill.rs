@@ -23,8 +23,7 @@ pub enum PrefillPath {
     /// By element type, layout, sizes, options and device, never by lengths.
     #[default]
     Auto,
-    /// Hopper's warpgroup products: f16 and bf16, NHD and HND, head sizes 64 and 128, pages of 8 tokens or more, no soft
-    /// cap and no ALiBi.
+    /// Hopper's warpgroup products: f16 and bf16, NHD and HND, head sizes 64 and 128, pages of 8 tokens or more.
     Wgmma,
     /// Tensor cores of every GPU: f16 and bf16, NHD and HND, head sizes that are multiples of 8.
     Mma,
@@ -124,14 +123,18 @@ pub const fn section_keys(dtype: DType, head_dim: usize) -> u32 {
     (SECTION_BYTES / (2 * head_dim * dtype.size())) as u32
 }
 
-/// The entry of [`PrefillPath::Wgmma`] for heads of this size.
-pub const fn wgmma_entry(dtype: DType, head_dim: usize) -> Option<Entry<wgmma::Args>> {
+/// The entry of [`PrefillPath::Wgmma`] for heads of this size; `bent`: with a soft cap or ALiBi.
+pub const fn wgmma_entry(dtype: DType, head_dim: usize, bent: bool) -> Option<Entry<wgmma::Args>> {
     use wgmma::*;
-    Some(match (dtype, head_dim) {
-        (DType::Bf16, 128) => prefill_wgmma_d128_bf16::ENTRY,
-        (DType::F16, 128) => prefill_wgmma_d128_f16::ENTRY,
-        (DType::Bf16, 64) => prefill_wgmma_d64_bf16::ENTRY,
-        (DType::F16, 64) => prefill_wgmma_d64_f16::ENTRY,
+    Some(match (dtype, head_dim, bent) {
+        (DType::Bf16, 128, false) => prefill_wgmma_d128_bf16::ENTRY,
+        (DType::F16, 128, false) => prefill_wgmma_d128_f16::ENTRY,
+        (DType::Bf16, 64, false) => prefill_wgmma_d64_bf16::ENTRY,
+        (DType::F16, 64, false) => prefill_wgmma_d64_f16::ENTRY,
+        (DType::Bf16, 128, true) => prefill_wgmma_d128_bf16_bent::ENTRY,
+        (DType::F16, 128, true) => prefill_wgmma_d128_f16_bent::ENTRY,
+        (DType::Bf16, 64, true) => prefill_wgmma_d64_bf16_bent::ENTRY,
+        (DType::F16, 64, true) => prefill_wgmma_d64_f16_bent::ENTRY,
         _ => return None,
     })
 }
@@ -393,13 +396,12 @@ pub fn prefill<T: Float + CacheElement>(
         && cs.block_size.is_power_of_two()
         && aligned(16, args.k as usize, &[ks.block, ks.token, ks.head])
         && aligned(16, args.v as usize, &[vs.block, vs.token, vs.head]);
-    let wgmma = wgmma_entry(T::DTYPE, head_dim).filter(|_| {
+    let bent = soft_cap > 0.0 || options.alibi.is_some();
+    let wgmma = wgmma_entry(T::DTYPE, head_dim, bent).filter(|_| {
         paged
             && cs.block_size >= 8
             && group <= wgmma::ROWS
             && scale > 0.0
-            && soft_cap == 0.0
-            && options.alibi.is_none()
             && aligned(16, args.q as usize, &[q_token, q_head])
             && aligned(16, args.out as usize, &[out_token, out_head])
             && aligned(128, 0, &[ks.head, vs.head])
@@ -470,7 +472,7 @@ pub fn prefill<T: Float + CacheElement>(
             what: format!(
                 "the tensor-core kernels take f16 or bf16 (not {}), NHD or HND, pages of 8 tokens or more (a power of two), heads of \
                  a multiple of 8 elements and rows at multiples of 16 bytes; `Wgmma` in addition a Hopper GPU, heads of 64 \
-                 or 128, a positive scale, no soft cap and no ALiBi; use PrefillPath::Auto",
+                 or 128 and a positive scale; use PrefillPath::Auto",
                 T::DTYPE
             ),
         }),
@@ -504,6 +506,7 @@ fn launch_wgmma<T: Float + CacheElement>(
         starts: args.starts,
         lens: args.lens,
         block_table: args.block_table,
+        alibi: args.alibi,
         sinks: args.sinks,
         tickets,
         sequences: args.sequences,
@@ -519,6 +522,7 @@ fn launch_wgmma<T: Float + CacheElement>(
         k_head: (ks.head / 64) as u32,
         v_head: (vs.head / 64) as u32,
         scale: args.scale,
+        soft_cap: args.soft_cap,
         window: args.window,
         causal: args.causal,
         section_keys: section_keys(T::DTYPE, cs.head_dim),

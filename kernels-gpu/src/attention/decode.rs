@@ -159,12 +159,12 @@ pub const fn partial_floats(head_dim: usize, rows: usize) -> usize {
 }
 
 /// The dimension that element `i` of register `half` of Q's operand of step `step` holds, in lanes of `t = lane % 4`.
-const fn q_dim(element: usize, step: usize, half: usize, t: usize) -> usize {
+pub(super) const fn q_dim(element: usize, step: usize, half: usize, t: usize) -> usize {
     16 * step + if element == 2 { 8 * half + 2 * t } else { 4 * t + 2 * half }
 }
 
 /// The dimension of rows `g` (`half` 0) and `g + 8` (1) of tile `step` of Oᵀ.
-const fn o_dim(element: usize, step: usize, half: usize, g: usize) -> usize {
+pub(super) const fn o_dim(element: usize, step: usize, half: usize, g: usize) -> usize {
     16 * step + if element == 2 { 8 * half + g } else { 2 * g + half }
 }
 
@@ -175,20 +175,22 @@ const fn swizzle(pieces: usize, row: usize) -> usize {
 
 /// Where a work item lies.
 #[derive(Clone, Copy)]
-struct Item {
-    sequence: u32,
-    len: u32,
-    chunk: u32,
+pub(super) struct Item {
+    pub(super) sequence: u32,
+    pub(super) len: u32,
+    pub(super) chunk: u32,
     /// Its number among the chunks that the sliding window leaves.
-    part: u32,
-    /// Whether it is the only one.
-    whole: bool,
-    head: u32,
+    pub(super) part: u32,
+    /// How many that are.
+    pub(super) chunks: u32,
+    /// Whether it is the sequence's only item.
+    pub(super) whole: bool,
+    pub(super) head: u32,
 }
 
 /// Maps ascending item numbers to items, by a running prefix sum over the sequences: each lane holds one of 32. Without
 /// `ROOM` for it, what takes a register is computed again.
-struct Cursor<const ROOM: bool> {
+pub(super) struct Cursor<const ROOM: bool> {
     /// First of the 32 sequences.
     base: u32,
     /// Items before `base`.
@@ -204,27 +206,29 @@ struct Cursor<const ROOM: bool> {
 
 /// The first key that any query token of a sequence sees.
 #[inline(always)]
-fn first_visible(len: u32, q_len: u32, window: u32) -> u32 {
+pub(super) fn first_visible(len: u32, q_len: u32, window: u32) -> u32 {
     // The first query token sees furthest back: keys from `len - q_len + 1 - window` on.
     if window == 0 { 0 } else { (len + 1).saturating_sub(q_len + window) }
 }
 
 /// What a [`Cursor`] needs to know about the launch.
 #[derive(Clone, Copy)]
-struct Lengths {
-    lens: Global<i32>,
-    max_len: u32,
-    batch: u32,
-    q_len: u32,
-    heads: u32,
-    window: u32,
-    hint: u32,
+pub(super) struct Lengths {
+    pub(super) lens: Global<i32>,
+    pub(super) max_len: u32,
+    pub(super) batch: u32,
+    pub(super) q_len: u32,
+    pub(super) heads: u32,
+    pub(super) window: u32,
+    pub(super) hint: u32,
+    /// A sequence that shows at most so many keys is one item, however many chunks it has.
+    pub(super) whole_keys: u32,
 }
 
 impl Lengths {
     /// The keys of a sequence; 0 beyond the last.
     #[inline(always)]
-    unsafe fn get(self, sequence: u32) -> u32 {
+    pub(super) unsafe fn get(self, sequence: u32) -> u32 {
         if sequence < self.batch { self.lens.get(sequence).max(0) as u32 } else { 0 }
     }
 
@@ -234,11 +238,18 @@ impl Lengths {
         let first = first_visible(len, self.q_len, self.window) >> chunk_shift(len, self.hint);
         (first, chunks(len, self.hint) - first)
     }
+
+    /// How many items of a head there are of a sequence of `len` keys, of which the window leaves so many chunks.
+    #[inline(always)]
+    fn items(self, len: u32, chunks: u32) -> u32 {
+        let seen = len - first_visible(len, self.q_len, self.window);
+        if seen <= self.whole_keys { 1 } else { chunks }
+    }
 }
 
 impl<const ROOM: bool> Cursor<ROOM> {
     #[inline(always)]
-    unsafe fn new(lengths: Lengths) -> Self {
+    pub(super) unsafe fn new(lengths: Lengths) -> Self {
         let lane = warp::lane_id();
         let (len, next_len) = (lengths.get(lane), lengths.get(32 + lane));
         let mut cursor = Self { base: 0, before: 0, len, next_len, sum: 0, visible: (0, 0) };
@@ -251,7 +262,8 @@ impl<const ROOM: bool> Cursor<ROOM> {
     unsafe fn count(&mut self, lengths: Lengths) {
         self.len = self.len.min(lengths.max_len);
         self.visible = lengths.visible_chunks(self.len);
-        self.sum = if self.base + warp::lane_id() < lengths.batch { self.visible.1 * lengths.heads } else { 0 };
+        let items = lengths.items(self.len, self.visible.1);
+        self.sum = if self.base + warp::lane_id() < lengths.batch { items * lengths.heads } else { 0 };
         unroll::<5>(|i| {
             let (below, ok) = warp::warp_shuffle_up(warp::FULL, self.sum, 1 << i, 32);
             self.sum += if ok { below } else { 0 };
@@ -260,7 +272,7 @@ impl<const ROOM: bool> Cursor<ROOM> {
 
     /// The item of number `index`, which is not below that of the call before; `None` beyond the last. For whole warps.
     #[inline(always)]
-    unsafe fn find(&mut self, lengths: Lengths, index: u32) -> Option<Item> {
+    pub(super) unsafe fn find(&mut self, lengths: Lengths, index: u32) -> Option<Item> {
         while self.base < lengths.batch {
             let found = warp::warp_vote_ballot(warp::FULL, index < self.before + self.sum);
             if found != 0 {
@@ -273,13 +285,15 @@ impl<const ROOM: bool> Cursor<ROOM> {
                 } else {
                     lengths.visible_chunks(len)
                 };
-                let within = index - (self.before + warp::shfl_idx(self.sum, owner) - chunks * heads);
+                let items = lengths.items(len, chunks);
+                let within = index - (self.before + warp::shfl_idx(self.sum, owner) - items * heads);
                 return Some(Item {
                     sequence: self.base + owner,
                     len,
                     chunk: first_chunk + within / heads,
                     part: within / heads,
-                    whole: chunks == 1,
+                    chunks,
+                    whole: items == 1,
                     head: within % heads,
                 });
             }
@@ -440,13 +454,14 @@ pub unsafe fn decode<
         vec::prefetch_l2(partial.ptr(0usize));
         vec::prefetch_l2(out.ptr(0usize));
     }
-    let lengths = Lengths { lens, max_len: max_pages << page_shift, batch, q_len, heads, window, hint };
+    let max_len = max_pages << page_shift;
+    let lengths = Lengths { lens, max_len, batch, q_len, heads, window, hint, whole_keys: 0 };
     let mut cursor = Cursor::<ROOM>::new(lengths);
     let mut index = thread::block_idx_x();
 
     // Items come into view one after another, so that no load is waited for: first the next one's page numbers are read,
     // then its Q and its keys, then it is computed.
-    let nothing = Item { sequence: 0, len: 0, chunk: 0, part: 0, whole: true, head: 0 };
+    let nothing = Item { sequence: 0, len: 0, chunk: 0, part: 0, chunks: 1, whole: true, head: 0 };
     // The first key of an item that is read (groups start at multiples of 16 keys), and this warp's groups of it.
     let extent = |item: Item| {
         let shift = chunk_shift(item.len, hint);
@@ -746,6 +761,8 @@ pub unsafe fn decode<
                         let slot = partial.offset(part * slot_floats);
                         slot.set_as(r * head_dim + d, B128::<f32, 4>(value));
                         if d == 0 {
+                            // Infinity has a meaning of its own.
+                            let top = float::min(top, f32::MAX);
                             slot.set_as(slot_rows * head_dim + 2 * r, B64::<f32, 2>([top, sum]));
                         }
                     }
@@ -783,28 +800,7 @@ pub unsafe fn decode<
                     qf[tile][s][half] = if r < all_rows && d < head_dim { qf[tile][s][half] } else { 0 };
                 });
             }
-            // Scores are divided again by what Q is multiplied with: the power of two that brings the row's largest
-            // element to 2^13 .. 2^14.
-            let mut undo = 1f32;
-            if converts {
-                let mut top = 0f32;
-                for s in 0..D / 16 {
-                    unroll::<2>(|half| {
-                        let [a, b] = unpack::<T>(qf[tile][s][half]);
-                        top = float::max(top, float::max(float::abs(a), float::abs(b)));
-                    });
-                }
-                unroll::<2>(|i| top = float::max(top, warp::shfl_xor(top, 1 << i)));
-                let exponent = (top.to_bits() >> 23).clamp(27, 227);
-                let up = f32::from_bits((127 + 127 + 13 - exponent) << 23);
-                undo = f32::from_bits((exponent - 13) << 23);
-                for s in 0..D / 16 {
-                    unroll::<2>(|half| {
-                        let [a, b] = unpack::<T>(qf[tile][s][half]);
-                        qf[tile][s][half] = pack::<C::Operand>(a * up, b * up);
-                    });
-                }
-            }
+            let undo = if converts { fit_operand::<T, C, D>(&mut qf[tile]) } else { 1.0 };
             unroll::<2>(|c| {
                 let r = first_row + tile as u32 * 8 + 2 * t + c as u32;
                 let undo = if converts { warp::shfl_idx(undo, (2 * t + c as u32) * 4) } else { 1.0 };
@@ -816,25 +812,57 @@ pub unsafe fn decode<
     }
 }
 
+/// Turns a row of Q into the cache's operands, scaled by the power of two that brings its largest element to 2^13 .. 2^14;
+/// scores are to be multiplied by what is returned.
+#[inline(always)]
+pub(super) fn fit_operand<T: TensorFloat, C: CacheOperand, const D: usize>(q: &mut [[u32; 2]; 16]) -> f32 {
+    let mut top = 0f32;
+    for s in 0..D / 16 {
+        unroll::<2>(|half| {
+            let [a, b] = unpack::<T>(q[s][half]);
+            top = float::max(top, float::max(float::abs(a), float::abs(b)));
+        });
+    }
+    unroll::<2>(|i| top = float::max(top, warp::shfl_xor(top, 1 << i)));
+    let exponent = (top.to_bits() >> 23).clamp(27, 227);
+    let up = f32::from_bits((127 + 127 + 13 - exponent) << 23);
+    for s in 0..D / 16 {
+        unroll::<2>(|half| {
+            let [a, b] = unpack::<T>(q[s][half]);
+            q[s][half] = pack::<C::Operand>(a * up, b * up);
+        });
+    }
+    f32::from_bits((exponent - 13) << 23)
+}
+
 /// Where results go.
 #[derive(Clone, Copy)]
-struct Finisher<T> {
-    out: GlobalMut<T>,
-    lse: GlobalMut<f32>,
-    sinks: Global<f32>,
-    has_lse: bool,
-    has_sinks: bool,
-    q_len: u32,
-    q_heads: u32,
-    group: u32,
-    out_token: usize,
-    out_head: usize,
+pub(super) struct Finisher<T> {
+    pub(super) out: GlobalMut<T>,
+    pub(super) lse: GlobalMut<f32>,
+    pub(super) sinks: Global<f32>,
+    pub(super) has_lse: bool,
+    pub(super) has_sinks: bool,
+    pub(super) q_len: u32,
+    pub(super) q_heads: u32,
+    pub(super) group: u32,
+    pub(super) out_token: usize,
+    pub(super) out_head: usize,
 }
 
 impl<T: TensorFloat> Finisher<T> {
-    /// Writes dimensions `d ..` of row `r` of a KV head: sums of values and of weights, relative to 2^`top`.
+    /// Of row `r` of a KV head, whose sum of weights relative to 2^`top` is `sum`: what its sums of values are to be multiplied
+    /// with, and where its output begins. Writes the row's log-sum-exp if `first`.
     #[inline(always)]
-    unsafe fn finish(self, sequence: u32, kv_head: u32, r: u32, d: u32, top: f32, sum: f32, value: [f32; 4]) {
+    pub(super) unsafe fn row(
+        self,
+        sequence: u32,
+        kv_head: u32,
+        r: u32,
+        top: f32,
+        sum: f32,
+        first: bool,
+    ) -> (f32, GlobalMut<T>) {
         core::hint::assert_unchecked(self.group != 0);
         let (token, head) = (r / self.group, kv_head * self.group + r % self.group);
         let sink = if self.has_sinks { self.sinks.get(head) * LOG2_E } else { f32::NEG_INFINITY };
@@ -843,13 +871,40 @@ impl<T: TensorFloat> Finisher<T> {
         let shrink = float::fast::exp2(top - reference);
         let total = sum * shrink + float::fast::exp2(sink - reference);
         let query = sequence as usize * self.q_len as usize + token as usize;
-        let weight = if total == 0.0 { 0.0 } else { float::fast::div(shrink, total) };
-        let to = query * self.out_token + head as usize * self.out_head + d as usize;
-        self.out.set_as(to, B64::<T, 4>::from_f32(value.map(|v| v * weight)));
-        if self.has_lse && d == 0 {
+        if self.has_lse && first {
             let value = if total == 0.0 { f32::NEG_INFINITY } else { (reference + float::log2(total)) * LN_2 };
             self.lse.set(query * self.q_heads as usize + head as usize, value);
         }
+        let weight = if total == 0.0 { 0.0 } else { float::fast::div(shrink, total) };
+        (weight, self.out.offset(query * self.out_token + head as usize * self.out_head))
+    }
+
+    /// Writes dimensions `d ..` of row `r` of a KV head: sums of values and of weights, relative to 2^`top`.
+    #[inline(always)]
+    unsafe fn finish(self, sequence: u32, kv_head: u32, r: u32, d: u32, top: f32, sum: f32, value: [f32; 4]) {
+        let (weight, to) = self.row(sequence, kv_head, r, top, sum, d == 0);
+        to.set_as(d, B64::<T, 4>::from_f32(value.map(|v| v * weight)));
+    }
+}
+
+/// Results of some chunks of a row, added in their order: the sum of weights relative to 2^`top`.
+#[derive(Clone, Copy)]
+pub(super) struct Total {
+    pub(super) top: f32,
+    pub(super) sum: f32,
+}
+
+impl Total {
+    /// Adds the next chunk's. Returns what sums of values are to be multiplied with: those so far and the chunk's.
+    #[inline(always)]
+    pub(super) fn add(&mut self, top: f32, sum: f32) -> (f32, f32) {
+        let new = float::max(self.top, top);
+        // Nothing seen yet: any finite reference will do.
+        let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
+        let (old, chunk) = (float::fast::exp2(self.top - reference), float::fast::exp2(top - reference));
+        self.sum = float::fma(self.sum, old, sum * chunk);
+        self.top = new;
+        (old, chunk)
     }
 }
 
@@ -860,7 +915,8 @@ pub const COMBINE_THREADS: usize = 128;
 ///
 /// Arguments as there; `slot_rows` are the rows of a partial result: the smaller of `q_heads / kv_heads * q_len` and of the
 /// rows of a block. A block for each head of each sequence, heads running fastest as there; block: [`COMBINE_THREADS`], four dimensions of a
-/// row each. A thread has `BATCH` partial results in flight, which changes no result.
+/// row each. A thread has `BATCH` partial results in flight, which changes no result. A maximum of infinity in the first partial
+/// result says that the output is there already.
 #[inline(always)]
 pub unsafe fn combine<T: TensorFloat, const BATCH: usize>(
     out: *mut T,
@@ -913,39 +969,30 @@ pub unsafe fn combine<T: TensorFloat, const BATCH: usize>(
     let mut e = thread::thread_idx_x();
     while e < rows * quads {
         let (r, d) = (e / quads, e % quads * 4);
-        // The maximum first, so that the order of the sums is that of the chunks, however many are loaded at once. What lies
-        // beyond the last chunk is the last chunk: it changes no maximum, and has weight 0.
         let stats_at = slot_rows * head_dim + 2 * r;
         let slot_of = |c: u32| slots.offset(c.min(chunks - 1) as usize * slot_floats);
-        let mut top = f32::NEG_INFINITY;
-        let mut chunk = 0;
-        while chunks > BATCH as u32 && chunk < chunks {
-            let mut tops = [0f32; BATCH];
-            unroll::<BATCH>(|j| tops[j] = slot_of(chunk + j as u32).get_hinted(stats_at, SecondLevel));
-            unroll::<BATCH>(|j| top = float::max(top, tops[j]));
-            chunk += BATCH as u32;
-        }
-        let (mut sum, mut value) = (0f32, [0f32; 4]);
-        let mut chunk = 0;
+        let mut total = Total { top: f32::NEG_INFINITY, sum: 0.0 };
+        let (mut value, mut chunk) = ([0f32; 4], 0);
         while chunk < chunks {
-            let (mut weights, mut sums) = ([0f32; BATCH], [0f32; BATCH]);
+            let (mut tops, mut sums) = ([0f32; BATCH], [0f32; BATCH]);
             let mut parts = [[0f32; 4]; BATCH];
             unroll::<BATCH>(|j| {
-                let c = chunk + j as u32;
-                let B64([top, sum]) = slot_of(c).get_hinted::<B64<f32, 2>>(stats_at, SecondLevel);
-                B128(parts[j]) = slot_of(c).get_hinted::<B128<f32, 4>>(r * head_dim + d, SecondLevel);
-                (weights[j], sums[j]) = (if c < chunks { top } else { f32::NEG_INFINITY }, sum);
+                let slot = slot_of(chunk + j as u32);
+                B64([tops[j], sums[j]]) = slot.get_hinted::<B64<f32, 2>>(stats_at, SecondLevel);
+                B128(parts[j]) = slot.get_hinted::<B128<f32, 4>>(r * head_dim + d, SecondLevel);
             });
-            // News only if this is the one batch.
-            unroll::<BATCH>(|j| top = float::max(top, weights[j]));
-            let reference = if top == f32::NEG_INFINITY { 0.0 } else { top };
+            if chunk == 0 && tops[0] == f32::INFINITY {
+                return;
+            }
             unroll::<BATCH>(|j| {
-                let weight = float::fast::exp2(weights[j] - reference);
-                sum = float::fma(weight, sums[j], sum);
-                unroll::<4>(|i| value[i] = float::fma(weight, parts[j][i], value[i]));
+                if chunk + (j as u32) < chunks {
+                    let (old, new) = total.add(tops[j], sums[j]);
+                    unroll::<4>(|i| value[i] = float::fma(value[i], old, parts[j][i] * new));
+                }
             });
             chunk += BATCH as u32;
         }
+        let Total { top, sum } = total;
         finisher.finish(sequence, kv_head, first_row + r, d, top, sum, value);
         e += COMBINE_THREADS as u32;
     }
@@ -953,7 +1000,7 @@ pub unsafe fn combine<T: TensorFloat, const BATCH: usize>(
 
 /// Two values as an operand register.
 #[inline(always)]
-fn pack<T: TensorFloat>(low: f32, high: f32) -> u32 {
+pub(super) fn pack<T: TensorFloat>(low: f32, high: f32) -> u32 {
     if const { matches!(T::DTYPE, DType::Bf16) } {
         convert::pack_bf16x2(low, high)
     } else {
@@ -963,7 +1010,7 @@ fn pack<T: TensorFloat>(low: f32, high: f32) -> u32 {
 
 /// Two elements of a word.
 #[inline(always)]
-fn unpack<T: TensorFloat>(word: u32) -> [f32; 2] {
+pub(super) fn unpack<T: TensorFloat>(word: u32) -> [f32; 2] {
     if const { matches!(T::DTYPE, DType::Bf16) } { convert::unpack_bf16x2(word) } else { convert::unpack_f16x2(word) }
 }
 

@@ -1,6 +1,7 @@
 //! Attention over a paged KV cache.
 
 pub mod decode;
+pub mod decode_tma;
 pub mod merge;
 pub mod plain;
 pub mod prefill;

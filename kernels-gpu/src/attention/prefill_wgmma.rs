@@ -28,6 +28,7 @@
 //! in `docs/prefill-attention.md`.
 
 use super::ragged::{Batch, Schedule, Tile, draw, finish};
+use super::soft_capped;
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
 use cuda_std::shared::Carver;
@@ -110,9 +111,10 @@ fn uniform(value: u32) -> u32 {
 /// * `out`: its vectors start at multiples of 16 bytes.
 /// * `tile_tokens * group` is at most [`ROWS`]; `scale` is positive.
 ///
-/// `O` holds the sums of `D` columns. Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`.
+/// `O` holds the sums of `D` columns. `BENT`: whether there are a soft cap or slopes, which need instructions for every score.
+/// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`.
 #[inline(always)]
-pub unsafe fn prefill<T, O, const D: usize>(
+pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
     out: *mut T,
     lse: *mut f32,
     q_map: *const TensorMap,
@@ -121,6 +123,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
     starts: *const i32,
     lens: *const i32,
     block_table: *const i32,
+    alibi: *const f32,
     sinks: *const f32,
     tickets: *mut u32,
     sequences: u32,
@@ -136,6 +139,7 @@ pub unsafe fn prefill<T, O, const D: usize>(
     k_head: u32,
     v_head: u32,
     scale: f32,
+    soft_cap: f32,
     window: u32,
     causal: u32,
     section_keys: u32,
@@ -352,7 +356,8 @@ pub unsafe fn prefill<T, O, const D: usize>(
         let (g, t) = (lane / 4, lane % 4);
         // This thread's rows of the tile: this one and eight further.
         let row = me * 64 + warp_id % 4 * 16 + g;
-        let fold = scale * LOG2_E;
+        // What makes scores exponents of 2; those that were bent already are.
+        let fold = if BENT { 1.0 } else { scale * LOG2_E };
         let (q, k, v) = (
             Descriptor::<K>::new(q0 + me * (64 * 128)),
             Descriptor::<K>::new(k0).with_stride(1024 * halves),
@@ -414,6 +419,30 @@ pub unsafe fn prefill<T, O, const D: usize>(
                 o.multiply_registers::<T, 4, _>([p[0], p[1], p[2], p[3]], v, true);
                 o.multiply_registers::<T, 4, _>([p[4], p[5], p[6], p[7]], v.advance(4), true);
             };
+            // Slopes of this thread's rows, as exponents of 2, and the places of their tokens.
+            let (mut slopes, mut places) = ([0f32; 2], [0i32; 2]);
+            if BENT {
+                unroll::<2>(|h| {
+                    let (token, head) = ((row + 8 * h as u32) / group, (row + 8 * h as u32) % group);
+                    places[h] = tile.position + token as i32;
+                    if !alibi.is_null() && there[h] {
+                        slopes[h] = Global::new(alibi).get(tile.kv_head * group + head) * LOG2_E;
+                    }
+                });
+            }
+            // Scores become exponents of 2.
+            let bend = |s: &mut Scores, block: u32| {
+                unroll::<2>(|h| {
+                    let distance = (block * KEYS as u32 + 2 * t) as i32 - places[h];
+                    for j in 0..KEYS / 8 {
+                        unroll::<2>(|c| {
+                            let e = 4 * j + 2 * h + c;
+                            let bias = slopes[h] * (distance + (8 * j + c) as i32) as f32;
+                            s[e] = float::fma(soft_capped(s[e] * scale, soft_cap), LOG2_E, bias);
+                        });
+                    }
+                });
+            };
             // What a row does not see becomes -inf.
             let mask = |s: &mut Scores, block: u32, wrong: u32| {
                 let base = (block * KEYS as u32 + 2 * t) as i32;
@@ -449,6 +478,9 @@ pub unsafe fn prefill<T, O, const D: usize>(
             // Its loop begins behind the products, so that what they need is known to be uniform long before them.
             loop {
                 let (k_slot, v_slot) = (uniform(k_ring.slot), uniform(v_ring.slot));
+                if BENT {
+                    bend(&mut s, block);
+                }
                 if block >= whole_end || block < whole_start || wrong != 0 {
                     mask(&mut s, block, wrong);
                 }
@@ -589,12 +621,16 @@ entries! {
     /// Arguments of every `prefill_wgmma_*` entry; see [`prefill`].
     pub struct Args<T>(
         out: *mut T, lse: *mut f32, q_map: TensorMap, k_map: TensorMap, v_map: TensorMap, starts: *const i32,
-        lens: *const i32, block_table: *const i32, sinks: *const f32, tickets: *mut u32, sequences: u32, tokens: u32, q_heads: u32,
+        lens: *const i32, block_table: *const i32, alibi: *const f32, sinks: *const f32, tickets: *mut u32, sequences: u32, tokens: u32, q_heads: u32,
         kv_heads: u32, page_shift: u32, max_pages: u32, pages: u32, tile_tokens: u32, out_token: usize, out_head: usize, k_head: u32,
-        v_head: u32, scale: f32, window: u32, causal: u32, section_keys: u32,
+        v_head: u32, scale: f32, soft_cap: f32, window: u32, causal: u32, section_keys: u32,
     );
-    prefill_wgmma_d128_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128>;
-    prefill_wgmma_d128_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128>;
-    prefill_wgmma_d64_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64>;
-    prefill_wgmma_d64_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64>;
+    prefill_wgmma_d128_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128, false>;
+    prefill_wgmma_d128_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128, true>;
+    prefill_wgmma_d128_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128, false>;
+    prefill_wgmma_d128_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128, true>;
+    prefill_wgmma_d64_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64, false>;
+    prefill_wgmma_d64_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64, true>;
+    prefill_wgmma_d64_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64, false>;
+    prefill_wgmma_d64_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64, true>;
 }

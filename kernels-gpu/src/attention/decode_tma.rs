@@ -1,0 +1,861 @@
+//! Decode attention by Hopper's copy engine: [`decode`](super::decode) for a GPU that has one.
+//!
+//! # Roles
+//! Two producer warps and four consumers. The producers find the block's items, look up their pages and have the copy engine
+//! bring K and Q (one of them) and V (the other) to rings in shared memory, a step of `64 * TALL` keys at a time. They never
+//! wait for anything but room in the rings, so the rings are full whatever the consumers are at: the ends of chunks and
+//! items cost no bandwidth.
+//!
+//! A box is a page of one head (or the part of it that a step takes), in atoms of 8 keys × 128 bytes, swizzled, as in
+//! [`prefill_wgmma`](super::prefill_wgmma). Boxes of pages that do not exist are outside of the tensor and become zeros; what
+//! follows a sequence's end in its last page is overwritten with zeros in V.
+//!
+//! # A step
+//! Each consumer multiplies its quarter of the keys with Q, as in [`decode`](super::decode), and puts the probabilities into
+//! shared memory. Then each multiplies a quarter of V's *columns* with all of them. So O is spread over the block, eight
+//! registers a thread for heads of 128, and there is nothing to merge among the warps but the sums of probabilities, at
+//! the end of a chunk.
+//!
+//! Maxima follow with slack: probabilities are relative to a maximum that all warps know, and may exceed it 2^8 times. So
+//! one barrier a step suffices: only if a warp finds more than that do they agree on new maxima, which is seldom but for the
+//! first step of a chunk. A common factor of numerator and denominator is no error.
+//!
+//! # Chunks and items
+//! Chunks are those of [`decode`](super::decode), by the sequence's length alone. Each chunk is computed from nothing and then
+//! added ([`Total`]) to the chunks before it, in their order. An item is either one chunk, whose result goes to [`combine`]
+//! for adding, or all chunks of a sequence, added here: the same operations on the same numbers, so the same bits. Which it
+//! is may therefore depend on the batch ([`whole_keys`]): sequences are taken whole where enough of them run at once, and
+//! in chunks where the GPU would be idle otherwise.
+//!
+//! [`combine`]: super::decode::combine
+
+use super::decode::{
+    CacheOperand, Cursor, Finisher, Item, Lengths, Total, chunk_shift, first_visible, fit_operand, o_dim, pack,
+    partial_floats, q_dim,
+};
+use super::soft_capped;
+use crate::tensor_float::TensorFloat;
+use core::f32::consts::LOG2_E;
+use cuda_std::shared::Carver;
+use cuda_std::tma::TensorMap;
+use cuda_std::vec::{self, B32, B64, B128};
+use cuda_std::{
+    DType, E4M3, E5M2, Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, integer, mbarrier,
+    mma, thread, tma, unroll, warp,
+};
+
+/// Consumer warps of a block.
+const CONSUMERS: usize = 4;
+/// Threads of a block: the consumers and the producers.
+pub const THREADS: usize = 32 * (CONSUMERS + 2);
+/// Steps that page numbers are looked up ahead of their copies.
+const AHEAD: u32 = 3;
+/// Descriptions of steps, from the look-up until the consumers are done: more than `AHEAD` and the stages of any ring.
+const RECORDS: u32 = 16;
+/// Words of a description.
+const WORDS: u32 = 16;
+/// Tiles of Q in shared memory.
+const Q_SLOTS: u32 = 2;
+/// By how much (as an exponent of 2) a maximum may be exceeded.
+const SLACK: f32 = 8.0;
+/// Bytes of a line of a box.
+pub const LINE: usize = 128;
+/// Bytes of an atom of a box: 8 lines.
+const ATOM: u32 = 8 * LINE as u32;
+
+/// Of the words of a step's description: the flags, then the step's first key and the sequence's keys.
+const FLAGS: u32 = 0;
+/// A bit for each box: whether it is of no page.
+const WRONG: u32 = 3;
+const SEQUENCE: u32 = 4;
+const HEAD: u32 = 5;
+const PART: u32 = 6;
+/// Two words: the scales of K and V.
+const SCALES: u32 = 8;
+
+/// The first step of an item.
+const FIRST: u32 = 1;
+/// The last step of a chunk.
+const CHUNK_END: u32 = 2;
+/// The last step of an item.
+const ITEM_END: u32 = 4;
+/// The item is a whole sequence.
+const WHOLE: u32 = 8;
+/// The sequence has several chunks.
+const SEVERAL: u32 = 16;
+/// There is no step.
+const OVER: u32 = 32;
+
+/// Keys of a step.
+pub const fn step_keys(tall: usize) -> usize {
+    16 * CONSUMERS * tall
+}
+
+/// Bytes from row to row of Q in shared memory: the padding keeps rows in different banks.
+const fn q_row_bytes(head_dim: usize) -> usize {
+    2 * head_dim + 16
+}
+
+/// Bytes from row to row of the probabilities, likewise.
+const fn p_row_bytes(tall: usize) -> usize {
+    2 * step_keys(tall) + 16
+}
+
+/// Dynamic shared memory of a block: heads of `head_dim` elements of `element` bytes, `rows` query rows (8 or 16).
+pub const fn shared_bytes(head_dim: usize, element: usize, rows: usize, tall: usize, stages: usize) -> usize {
+    let stage = 2 * step_keys(tall) * head_dim * element;
+    let q = Q_SLOTS as usize * rows * q_row_bytes(head_dim);
+    let p = 2 * rows * p_row_bytes(tall);
+    let words = RECORDS * WORDS + 2 * (AHEAD + 1) * 32 + 8 + CONSUMERS as u32 * rows as u32;
+    stages * stage + q + p + 4 * words as usize + 8 * (4 * stages + Q_SLOTS as usize)
+}
+
+/// How sequences of several chunks become items, as `decode` takes it.
+pub mod split {
+    /// By the lengths of the batch.
+    pub const AUTO: u32 = 0;
+    /// Each chunk by itself.
+    pub const CHUNKS: u32 = 1;
+    /// All chunks of a sequence together.
+    pub const WHOLE: u32 = 2;
+}
+
+/// Sequences that show at most so many keys are taken whole. For whole warps.
+///
+/// A block that takes a sequence whole may be at it when the others are done. That costs nothing if the blocks that are
+/// still at work keep the memory busy (some 80 of them do), or if the sequence is a small part of a block's share.
+#[inline(always)]
+unsafe fn whole_keys(lengths: Lengths, hint: u32) -> u32 {
+    if hint == split::CHUNKS {
+        return 0;
+    }
+    if hint == split::WHOLE {
+        return u32::MAX;
+    }
+    let (mut keys, mut longest) = (0f32, 0f32);
+    let mut sequence = warp::lane_id();
+    while sequence < lengths.batch {
+        let len = lengths.get(sequence).min(lengths.max_len);
+        let seen = (len - first_visible(len, lengths.q_len, lengths.window)) as f32;
+        keys += seen;
+        longest = float::max(longest, seen);
+        sequence += 32;
+    }
+    let (keys, longest) = (warp::reduce_sum(keys), warp::reduce_max(longest));
+    let blocks = thread::grid_dim_x();
+    core::hint::assert_unchecked(blocks != 0);
+    let pairs = lengths.batch * lengths.heads;
+    let last = pairs % blocks;
+    let even = longest * lengths.batch as f32 <= 1.25 * keys;
+    if even && (last == 0 || 5 * last >= 2 * blocks || pairs >= 8 * blocks) {
+        return u32::MAX;
+    }
+    float::fast::div(keys * lengths.heads as f32, 4.0 * blocks as f32) as u32
+}
+
+/// A block's steps, in their order.
+struct Walk<const KEYS: u32> {
+    cursor: Cursor<true>,
+    /// Number of the item after this one.
+    index: u32,
+    item: Item,
+    chunk: u32,
+    /// Chunks of the item after this one.
+    left: u32,
+    /// The step's first key, and where the chunk's keys end.
+    key: u32,
+    end: u32,
+    first: bool,
+    over: bool,
+}
+
+impl<const KEYS: u32> Walk<KEYS> {
+    #[inline(always)]
+    unsafe fn new(lengths: Lengths) -> Self {
+        let item = Item { sequence: 0, len: 0, chunk: 0, part: 0, chunks: 1, whole: true, head: 0 };
+        let cursor = Cursor::<true>::new(lengths);
+        let index = thread::block_idx_x();
+        let mut walk = Self { cursor, index, item, chunk: 0, left: 0, key: 0, end: 0, first: true, over: false };
+        walk.next_item(lengths);
+        walk
+    }
+
+    #[inline(always)]
+    unsafe fn next_item(&mut self, lengths: Lengths) {
+        let Some(item) = self.cursor.find(lengths, self.index) else {
+            self.over = true;
+            return;
+        };
+        self.index += thread::grid_dim_x();
+        self.item = item;
+        self.chunk = item.chunk;
+        self.left = if item.whole { item.chunks - 1 } else { 0 };
+        self.first = true;
+        self.enter(lengths);
+    }
+
+    /// To the first step of the chunk.
+    #[inline(always)]
+    fn enter(&mut self, lengths: Lengths) {
+        let len = self.item.len;
+        let shift = chunk_shift(len, lengths.hint);
+        let visible = first_visible(len, lengths.q_len, lengths.window);
+        self.key = (self.chunk << shift).max(visible & !(KEYS - 1));
+        self.end = ((self.chunk + 1) << shift).min(len);
+    }
+
+    #[inline(always)]
+    fn ends_chunk(&self) -> bool {
+        self.key + KEYS >= self.end
+    }
+
+    #[inline(always)]
+    fn flags(&self) -> u32 {
+        let ends = self.ends_chunk();
+        let flag = |on: bool, flag: u32| if on { flag } else { 0 };
+        flag(self.first, FIRST)
+            | flag(ends, CHUNK_END)
+            | flag(ends && self.left == 0, ITEM_END)
+            | flag(self.item.whole, WHOLE)
+            | flag(self.item.chunks > 1, SEVERAL)
+            | flag(self.over, OVER)
+    }
+
+    #[inline(always)]
+    unsafe fn next(&mut self, lengths: Lengths) {
+        if self.over {
+        } else if !self.ends_chunk() {
+            self.key += KEYS;
+            self.first = false;
+        } else if self.left > 0 {
+            self.left -= 1;
+            self.chunk += 1;
+            self.first = false;
+            self.enter(lengths);
+        } else {
+            self.next_item(lengths);
+        }
+    }
+}
+
+/// Arguments as for [`decode`](super::decode::decode), except:
+///
+/// * `k_map`, `v_map`: of five dimensions: [`LINE`] bytes, 8 keys, lines of the heads, groups of 8 keys of the page, pages; boxes of
+///   a head's lines and `min(page, step)` keys. `k_head`, `v_head`: lines from head to head.
+/// * `q`'s vectors start at multiples of 16 bytes. `page` is a power of two from 8 on.
+/// * `hint` is 0 or no smaller than a step; `splitting`: how sequences become items, a constant of [`split`].
+///
+/// `D` is the head size, a row of the cache a multiple of [`LINE`]; a step has `64 * TALL` keys.
+/// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`].
+#[inline(always)]
+pub unsafe fn decode<
+    T: TensorFloat,
+    C: CacheOperand,
+    const D: usize,
+    const TILES: usize,
+    const TALL: usize,
+    const KEYS: u32,
+    const STAGES: u32,
+>(
+    out: *mut T,
+    lse: *mut f32,
+    q: *const T,
+    k_map: *const TensorMap,
+    v_map: *const TensorMap,
+    block_table: *const i32,
+    lens: *const i32,
+    alibi: *const f32,
+    sinks: *const f32,
+    k_scales: *const f32,
+    v_scales: *const f32,
+    partial: *mut f32,
+    scale_per_head: u32,
+    batch: u32,
+    q_len: u32,
+    q_heads: u32,
+    kv_heads: u32,
+    page_shift: u32,
+    max_pages: u32,
+    pages: u32,
+    partial_chunks: u32,
+    hint: u32,
+    splitting: u32,
+    q_token: usize,
+    q_head: usize,
+    out_token: usize,
+    out_head: usize,
+    k_head: u32,
+    v_head: u32,
+    scale: f32,
+    soft_cap: f32,
+    window: u32,
+) {
+    const { assert!(KEYS as usize == step_keys(TALL)) };
+    let element = const { size_of::<C>() };
+    // Lines of a row; bytes of eight rows and of a step.
+    let columns = const { (D * size_of::<C>() / LINE) as u32 };
+    let group_bytes = const { 8 * (D * size_of::<C>()) as u32 };
+    let kv_bytes = const { KEYS * (D * size_of::<C>()) as u32 };
+    let head_dim = const { D as u32 };
+    let block_rows = const { 8 * TILES as u32 };
+    let (q_row, p_row) = const { (q_row_bytes(D) as u32, p_row_bytes(TALL) as u32) };
+    let converts = const { !matches!((T::DTYPE, C::DTYPE), (DType::Bf16, DType::Bf16) | (DType::F16, _)) };
+
+    core::hint::assert_unchecked(kv_heads != 0);
+    let group = q_heads / kv_heads;
+    core::hint::assert_unchecked(group != 0);
+    let all_rows = group * q_len;
+    let row_blocks = all_rows.div_ceil(block_rows);
+    core::hint::assert_unchecked(row_blocks != 0);
+    let slot_rows = all_rows.min(block_rows);
+    let heads = kv_heads * row_blocks;
+    let max_len = max_pages << page_shift;
+    let mut lengths = Lengths { lens: Global::new(lens), max_len, batch, q_len, heads, window, hint, whole_keys: 0 };
+
+    let mut carver = Carver::new();
+    let k_ring = carver.take_aligned::<C>(STAGES as usize * KEYS as usize * D, 1024);
+    let v_ring = carver.take_aligned::<C>(STAGES as usize * KEYS as usize * D, 1024);
+    let q_slots = carver.take::<u8>(const { Q_SLOTS as usize * 8 * TILES * q_row_bytes(D) });
+    let p_slots = carver.take::<u8>(const { 2 * 8 * TILES * p_row_bytes(TALL) });
+    let records = carver.take::<u32>(const { (RECORDS * WORDS) as usize });
+    let page_slots = carver.take::<u32>(const { 2 * (AHEAD as usize + 1) * 32 });
+    // Whether a warp wants other maxima, in steps of even and of odd number; maxima or sums of its keys.
+    let votes = carver.take::<u32>(const { 2 * CONSUMERS });
+    let tops = carver.take::<f32>(const { CONSUMERS * 8 * TILES });
+    let barriers = carver.take::<u64>(const { 4 * STAGES as usize + Q_SLOTS as usize });
+    let (k0, v0) = (k_ring.address(0u32), v_ring.address(0u32));
+    let barrier0 = barriers.address(0u32);
+    let k_full = |slot: u32| barrier0 + 8 * slot;
+    let k_empty = |slot: u32| barrier0 + 8 * (STAGES + slot);
+    let v_full = |slot: u32| barrier0 + 8 * (2 * STAGES + slot);
+    let v_empty = |slot: u32| barrier0 + 8 * (3 * STAGES + slot);
+    let q_empty = |slot: u32| barrier0 + 8 * (4 * STAGES + slot);
+
+    let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
+    let warp_id = warp::shfl_idx(tid / 32, 0);
+    let (g, t) = (lane / 4, lane % 4);
+
+    // The launch of `combine` may begin; it waits for this one to end.
+    dependent_launch::launch_dependents();
+    if tid == 0 {
+        for slot in 0..STAGES {
+            mbarrier::init(k_full(slot), 1);
+            mbarrier::init(v_full(slot), 1);
+            mbarrier::init(k_empty(slot), CONSUMERS as u32);
+            mbarrier::init(v_empty(slot), CONSUMERS as u32);
+        }
+        for slot in 0..Q_SLOTS {
+            mbarrier::init(q_empty(slot), CONSUMERS as u32);
+        }
+        mbarrier::fence_init();
+        tma::prefetch_map(k_map);
+        tma::prefetch_map(v_map);
+        // What is needed soon: the first access to a page of memory takes long.
+        vec::prefetch_l2(block_table);
+        vec::prefetch_l2(q);
+        vec::prefetch_l2(partial.cast_const());
+        vec::prefetch_l2(out.cast_const());
+    }
+
+    let box_shift = page_shift.min(const { KEYS.ilog2() });
+    let box_keys = 1u32 << box_shift;
+
+    if warp_id >= CONSUMERS as u32 {
+        let brings_k = warp_id == CONSUMERS as u32;
+        let (q, table) = (Global::new(q), Global::new(block_table));
+        let has_scale = if lane == 0 { !k_scales.is_null() } else { !v_scales.is_null() };
+        let scales = Global::new(if lane == 0 { k_scales } else { v_scales });
+        let page_slots = page_slots.offset((warp_id - CONSUMERS as u32) * ((AHEAD + 1) * 32));
+        lengths.whole_keys = whole_keys(lengths, splitting);
+        let mut walk = Walk::<KEYS>::new(lengths);
+        let boxes = KEYS >> box_shift;
+        let mut seen = 0u32;
+
+        // Describes the next step and has its page numbers fetched, one by each lane.
+        let mut look = || {
+            let item = walk.item;
+            if brings_k {
+                let record = records.offset(seen % RECORDS * WORDS);
+                if lane == 0 {
+                    record.set_as(FLAGS, B128([walk.flags(), walk.key, item.len, 0]));
+                    record.set_as(SEQUENCE, B128([item.sequence, item.head, item.part, 0]));
+                }
+                if lane < 2 && walk.first {
+                    if has_scale && !walk.over {
+                        let head = item.head / row_blocks * scale_per_head;
+                        cp_async::copy::<4, _>(record.address(SCALES + lane), scales.ptr(head), 4);
+                    } else {
+                        record.set(SCALES + lane, 1f32.to_bits());
+                    }
+                }
+            }
+            let key = walk.key + (lane << box_shift);
+            let wanted =
+                lane < boxes && !walk.over && key < item.len && key + box_keys > first_visible(item.len, q_len, window);
+            let slot = seen % (AHEAD + 1) * 32 + lane;
+            if wanted {
+                let at = item.sequence as usize * max_pages as usize + (key >> page_shift) as usize;
+                cp_async::copy::<4, _>(page_slots.address(slot), table.ptr(at), 4);
+            } else {
+                page_slots.set(slot, u32::MAX);
+            }
+            cp_async::commit_group();
+            // What the copies need to know, for when it is their turn.
+            let about = (walk.flags(), walk.key, item.head, item.sequence);
+            walk.next(lengths);
+            seen += 1;
+            about
+        };
+        // The barriers are not needed before.
+        let mut coming = [look(), look(), look()];
+        thread::sync_threads();
+        let (mut step, mut slot, mut parity, mut items) = (0u32, 0u32, 1u32, 0u32);
+        loop {
+            let (flags, key, head, sequence) = coming[0];
+            coming = [coming[1], coming[2], look()];
+            let (full, empty) = if brings_k { (k_full(slot), k_empty(slot)) } else { (v_full(slot), v_empty(slot)) };
+            if flags & OVER != 0 {
+                mbarrier::wait_parity(empty, parity);
+                if lane == 0 {
+                    mbarrier::arrive(full);
+                }
+                break;
+            }
+            cp_async::wait_group::<{ AHEAD as usize }>();
+            let page = page_slots.get(step % (AHEAD + 1) * 32 + lane);
+            let kv_head = head / row_blocks;
+            let wrong = warp::warp_vote_ballot(warp::FULL, lane < boxes && page >= pages);
+            mbarrier::wait_parity(empty, parity);
+            if brings_k {
+                let first = flags & FIRST != 0;
+                let q_slot = items % Q_SLOTS;
+                let first_row = (head - kv_head * row_blocks) * block_rows;
+                let rows = (all_rows - first_row).min(block_rows);
+                if first {
+                    mbarrier::wait_parity(q_empty(q_slot), items / Q_SLOTS % 2 ^ 1);
+                    items += 1;
+                }
+                // What the other lanes have of the records comes before the arrival.
+                warp::sync_warp(warp::FULL);
+                if lane == 0 {
+                    records.set(step % RECORDS * WORDS + WRONG, wrong);
+                    let q_bytes = if first { rows * (head_dim * 2) } else { 0 };
+                    mbarrier::arrive_expect_tx(full, kv_bytes + q_bytes);
+                }
+                warp::sync_warp(warp::FULL);
+                if first && lane < rows {
+                    let r = first_row + lane;
+                    let (token, head) = (r / group, kv_head * group + r % group);
+                    let at = (sequence as usize * q_len as usize + token as usize) * q_token + head as usize * q_head;
+                    let to = q_slots.address((q_slot * block_rows + lane) * q_row);
+                    tma::copy_bulk(to, q.ptr(at), head_dim * 2, full);
+                }
+            } else {
+                if lane == 0 {
+                    mbarrier::arrive_expect_tx(full, kv_bytes);
+                }
+                warp::sync_warp(warp::FULL);
+            }
+            if lane < boxes {
+                let page = if page < pages { page as i32 } else { -1 };
+                let group = ((key + (lane << box_shift)) & ((1 << page_shift) - 1)) / 8;
+                let (map, ring0, head) = if brings_k { (k_map, k0, k_head) } else { (v_map, v0, v_head) };
+                let to = ring0 + slot * kv_bytes + (lane << box_shift) * (columns * LINE as u32);
+                tma::load_tensor::<5>(to, map, [0, 0, (kv_head * head) as i32, group as i32, page], full);
+            }
+            step += 1;
+            slot += 1;
+            (slot, parity) = if slot == STAGES { (0, parity ^ 1) } else { (slot, parity) };
+        }
+        return;
+    }
+    thread::sync_threads();
+
+    let (has_alibi, has_sinks, has_lse) = (!alibi.is_null(), !sinks.is_null(), !lse.is_null());
+    let (alibi, sinks) = (Global::new(alibi), Global::new(sinks));
+    let (out, lse) = (GlobalMut::new(out), GlobalMut::new(lse));
+    let partial = GlobalMut::new(partial);
+
+    // 16-dimension tiles of Oᵀ of this warp, and their first.
+    let tiles = const { D / 16 / CONSUMERS };
+    let first_tile = warp_id as usize * tiles;
+    // Operands: where this lane's rows of K and V lie in a stage. The exclusive or changes three bits only.
+    let k_lane = k0 + (warp_id * (2 * TALL as u32) + lane / 8 % 2) * group_bytes + lane % 8 * LINE as u32;
+    let k_piece = (lane / 16) ^ (lane % 8);
+    let (v_group, v_piece) = if element == 2 { (lane / 16, lane / 8 % 2) } else { (lane / 8 % 2, lane / 16) };
+    let v_lane = v0 + v_group * group_bytes + lane % 8 * LINE as u32;
+    let v_piece = v_piece ^ (lane % 8);
+    // Of 32 bytes of a row, the `s`-th.
+    let piece_at = |piece: u32, s: usize| (piece ^ (2 * (s % 4) as u32)) * 16 + (s / 4) as u32 * ATOM;
+    let mut v_at = [0u32; 4];
+    for i in 0..D * element / 32 / CONSUMERS {
+        v_at[i] = v_lane + piece_at(v_piece, warp_id as usize * (D * element / 32 / CONSUMERS) + i);
+    }
+    // Probabilities: where this lane's go, and its rows as an operand.
+    let p_to = g * p_row + (warp_id * (16 * TALL as u32) + 2 * t) * 2;
+    let p_from = lane % 8 * p_row + lane / 8 * 16;
+    let p0 = p_slots.address(0u32);
+
+    let finisher = Finisher { out, lse, sinks, has_lse, has_sinks, q_len, q_heads, group, out_token, out_head };
+    let slot_floats = partial_floats(head_dim as usize, slot_rows as usize);
+
+    let mut qf = [[[0u32; 2]; 16]; TILES];
+    let mut factor = [[0f32; 2]; TILES];
+    let (mut k_scale, mut v_scale) = (1f32, 1f32);
+    let mut m = [[f32::NEG_INFINITY; 2]; TILES];
+    // Sums of the probabilities of this thread's keys.
+    let mut l = [[0f32; 2]; TILES];
+    let mut o = [[[0f32; 4]; TILES]; 4];
+    let mut total = [[Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2]; TILES];
+    let mut all = [[[0f32; 4]; TILES]; 4];
+    let (mut sequence, mut kv_head, mut first_row, mut pair, mut part) = (0u32, 0u32, 0u32, 0usize, 0u32);
+    let (mut step, mut slot, mut parity, mut items) = (0u32, 0u32, 0u32, 0u32);
+    loop {
+        let record = records.offset(step % RECORDS * WORDS);
+        mbarrier::wait_parity(k_full(slot), parity);
+        let B128([flags, key, len, wrong]) = record.get_as::<B128<u32, 4>>(FLAGS);
+        let flags = warp::shfl_idx(flags, 0);
+        if flags & OVER != 0 {
+            break;
+        }
+
+        if flags & FIRST != 0 {
+            let head = record.get(HEAD);
+            (sequence, part) = (record.get(SEQUENCE), record.get(PART));
+            kv_head = head / row_blocks;
+            first_row = (head - kv_head * row_blocks) * block_rows;
+            pair = sequence as usize * heads as usize + head as usize;
+            k_scale = f32::from_bits(record.get(SCALES));
+            v_scale = f32::from_bits(record.get(SCALES + 1));
+            let rows = q_slots.offset(items % Q_SLOTS * block_rows * q_row);
+            unroll::<TILES>(|tile| {
+                let r = tile as u32 * 8 + g;
+                for s in 0..D / 16 {
+                    unroll::<2>(|half| {
+                        let d = q_dim(element, s, half, t as usize) as u32;
+                        // What lies beyond the rows is not Q.
+                        let inside = first_row + r < all_rows;
+                        let B32([word]) = if inside { rows.get_as::<B32<u32, 1>>(r * q_row + 2 * d) } else { B32([0]) };
+                        qf[tile][s][half] = word;
+                    });
+                }
+                let undo = if converts { fit_operand::<T, C, D>(&mut qf[tile]) } else { 1.0 };
+                unroll::<2>(|c| {
+                    let undo = if converts { warp::shfl_idx(undo, (2 * t + c as u32) * 4) } else { 1.0 };
+                    factor[tile][c] = scale * k_scale * undo;
+                });
+                total[tile] = [Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2];
+                unroll::<4>(|i| all[i][tile] = [0.0; 4]);
+            });
+            warp::sync_warp(warp::FULL);
+            if lane == 0 {
+                mbarrier::arrive(q_empty(items % Q_SLOTS));
+            }
+            items += 1;
+        }
+
+        // Scores. A single tile has two chains of products, so that one does not wait for the other.
+        let chains = const { if TILES * TALL == 1 { 2 } else { 1 } };
+        let mut s = [[[[0f32; 4]; 2]; TILES]; TALL];
+        unroll::<TALL>(|tall| {
+            let from = k_lane + slot * kv_bytes + tall as u32 * (2 * group_bytes);
+            if element == 2 {
+                for step in 0..D / 16 {
+                    let a = mma::ldmatrix_x4(from + piece_at(k_piece, step));
+                    unroll::<TILES>(|tile| {
+                        let chain = step % chains;
+                        s[tall][tile][chain] = <C::Operand>::mma(a, qf[tile][step], s[tall][tile][chain]);
+                    });
+                }
+            } else {
+                for step in 0..D / 32 {
+                    let w = mma::ldmatrix_x4(from + piece_at(k_piece, step));
+                    unroll::<2>(|half| {
+                        let (low, high) = (C::operands(w[2 * half]), C::operands(w[2 * half + 1]));
+                        let a = [low[0], high[0], low[1], high[1]];
+                        unroll::<TILES>(|tile| {
+                            let chain = half % chains;
+                            s[tall][tile][chain] =
+                                <C::Operand>::mma(a, qf[tile][2 * step + half], s[tall][tile][chain]);
+                        });
+                    });
+                }
+            }
+        });
+
+        warp::sync_warp(warp::FULL);
+        if lane == 0 {
+            mbarrier::arrive(k_empty(slot));
+        }
+
+        let mut x = [[[0f32; 4]; TILES]; TALL];
+        unroll::<TALL>(|tall| {
+            let first_key = key + (warp_id * TALL as u32 + tall as u32) * 16;
+            // Whether every row sees all of the keys, and nothing bends the scores.
+            let clear = wrong == 0
+                && first_key + 16 + q_len <= len + 1
+                && (window == 0 || first_key + window >= len)
+                && !has_alibi
+                && soft_cap == 0.0;
+            unroll::<TILES>(|tile| {
+                let x = &mut x[tall][tile];
+                unroll::<4>(|e| {
+                    let s = s[tall][tile];
+                    let sum = if chains == 1 { s[0][e] } else { s[0][e] + s[1][e] };
+                    x[e] = sum * if converts { factor[tile][e % 2] } else { scale * k_scale };
+                });
+                if clear {
+                    unroll::<4>(|e| x[e] *= LOG2_E);
+                } else {
+                    unroll::<4>(|e| {
+                        let (c, key) = (e % 2, first_key + g + 8 * (e as u32 / 2));
+                        let score = soft_capped(x[e], soft_cap);
+                        let r = first_row + tile as u32 * 8 + 2 * t + c as u32;
+                        // How many keys the row sees: not kept, since it is seldom asked for.
+                        let position = if r < all_rows { (len + r / group + 1).saturating_sub(q_len) } else { 0 };
+                        let seen = wrong >> ((key % KEYS) >> box_shift) & 1 == 0
+                            && key < position
+                            && (window == 0 || key + window >= position);
+                        let bias = if has_alibi {
+                            let slope =
+                                if r < all_rows { alibi.get(kv_head * group + r % group) * LOG2_E } else { 0.0 };
+                            slope * (key as i32 + 1 - position as i32) as f32
+                        } else {
+                            0.0
+                        };
+                        x[e] = if seen { score * LOG2_E + bias } else { f32::NEG_INFINITY };
+                    });
+                }
+            });
+        });
+
+        // Keys of the last page behind the sequence's end may hold anything, NaN times 0 among it.
+        let beyond = len.wrapping_sub(key);
+        let tail = beyond < KEYS && beyond % box_keys != 0;
+        if tail {
+            mbarrier::wait_parity(v_full(slot), parity);
+            let page_end = (beyond | (box_keys - 1)) + 1;
+            let mut i = tid;
+            while i < (page_end - beyond) * columns * 8 {
+                let (row, column) = (beyond + i / 8 / columns, i / 8 % columns);
+                let at = slot * kv_bytes + row / 8 * group_bytes + column * ATOM + row % 8 * LINE as u32 + i % 8 * 16;
+                v_ring.set_as(at / element as u32, B128([0u32; 4]));
+                i += const { 32 * CONSUMERS as u32 };
+            }
+        }
+
+        // Probabilities relative to the maxima so far go to shared memory; perhaps in vain.
+        let p_slot = p0 + step % 2 * const { (8 * TILES) as u32 * p_row_bytes(TALL) as u32 };
+        let probabilities = |m: &[[f32; 2]; TILES]| {
+            let mut sums = [[0f32; 2]; TILES];
+            unroll::<TILES>(|tile| {
+                // Nothing seen yet: any finite reference will do.
+                let reference = |c: usize| if m[tile][c] == f32::NEG_INFINITY { 0.0 } else { m[tile][c] };
+                let reference = [reference(0), reference(1)];
+                unroll::<TALL>(|tall| {
+                    unroll::<2>(|half| {
+                        let p = |c: usize| float::fast::exp2(x[tall][tile][2 * half + c] - reference[c]);
+                        let p = [p(0), p(1)];
+                        unroll::<2>(|c| sums[tile][c] += p[c]);
+                        let word = mma::movmatrix_trans(pack::<C::Operand>(p[0], p[1]));
+                        let to = p_to + (tile * 8) as u32 * p_row + (32 * tall + 16 * half) as u32;
+                        p_slots.set_as(step % 2 * (8 * TILES as u32 * p_row) + to, B32([word]));
+                    });
+                });
+            });
+            sums
+        };
+        let mut more = false;
+        unroll::<TILES>(|tile| {
+            unroll::<TALL>(|tall| unroll::<4>(|e| more |= x[tall][tile][e] > m[tile][e % 2] + SLACK));
+        });
+        let more = warp::warp_vote_any(warp::FULL, more);
+        if lane == 0 {
+            votes.set(step % 2 * CONSUMERS as u32 + warp_id, more as u32);
+        }
+        let mut sums = probabilities(&m);
+        thread::sync_named(1, const { 32 * CONSUMERS as u32 });
+        let B128(vote) = votes.get_as::<B128<u32, 4>>(step % 2 * CONSUMERS as u32);
+        if warp::shfl_idx(vote[0] | vote[1] | vote[2] | vote[3], 0) != 0 {
+            unroll::<TILES>(|tile| {
+                unroll::<2>(|c| {
+                    let mut top = f32::NEG_INFINITY;
+                    unroll::<TALL>(|tall| {
+                        top = float::max(top, float::max(x[tall][tile][c], x[tall][tile][c + 2]));
+                    });
+                    unroll::<3>(|i| top = float::max(top, warp::shfl_xor(top, 4 << i)));
+                    if g == 0 {
+                        tops.set(warp_id * block_rows + tile as u32 * 8 + 2 * t + c as u32, top);
+                    }
+                });
+            });
+            thread::sync_named(1, const { 32 * CONSUMERS as u32 });
+            unroll::<TILES>(|tile| {
+                unroll::<2>(|c| {
+                    let (old, mut top) = (m[tile][c], f32::NEG_INFINITY);
+                    unroll::<CONSUMERS>(|w| {
+                        let at = w as u32 * block_rows + tile as u32 * 8 + 2 * t + c as u32;
+                        top = float::max(top, tops.get(at));
+                    });
+                    // Only rows that need it: a row's rounding is no business of the other rows.
+                    let new = if top > old + SLACK { top } else { old };
+                    let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
+                    let rescale = float::fast::exp2(old - reference);
+                    m[tile][c] = new;
+                    l[tile][c] *= rescale;
+                    unroll::<2>(|h| {
+                        for i in 0..tiles {
+                            o[i][tile][c + 2 * h] *= rescale;
+                        }
+                    });
+                });
+            });
+            sums = probabilities(&m);
+            thread::sync_named(1, const { 32 * CONSUMERS as u32 });
+        }
+        unroll::<TILES>(|tile| unroll::<2>(|c| l[tile][c] += sums[tile][c]));
+
+        // This warp's columns of V, all keys.
+        mbarrier::wait_parity(v_full(slot), parity);
+        for pair in 0..KEYS as usize / 32 {
+            let mut p = [[0u32; 4]; TILES];
+            unroll::<TILES>(|tile| {
+                p[tile] = mma::ldmatrix_x4(p_slot + p_from + (tile * 8) as u32 * p_row + (64 * pair) as u32);
+            });
+            unroll::<2>(|half| {
+                let rows = slot * kv_bytes + (2 * pair + half) as u32 * (2 * group_bytes);
+                if element == 2 {
+                    for i in 0..tiles {
+                        let a = mma::ldmatrix_x4_trans(rows + v_at[i]);
+                        unroll::<TILES>(|tile| {
+                            o[i][tile] = <C::Operand>::mma(a, [p[tile][2 * half], p[tile][2 * half + 1]], o[i][tile]);
+                        });
+                    }
+                } else {
+                    for i in 0..tiles / 2 {
+                        let w = mma::ldmatrix_x4_trans(rows + v_at[i]);
+                        unroll::<2>(|side| {
+                            // Two keys of two dimensions in each word, brought together by dimension.
+                            let pairs = |w: u32| C::operands(integer::permute(w, 0, 0x3120));
+                            let (low, high) = (pairs(w[2 * side]), pairs(w[2 * side + 1]));
+                            let a = [low[0], low[1], high[0], high[1]];
+                            let i = 2 * i + side;
+                            unroll::<TILES>(|tile| {
+                                let p = [p[tile][2 * half], p[tile][2 * half + 1]];
+                                o[i][tile] = <C::Operand>::mma(a, p, o[i][tile]);
+                            });
+                        });
+                    }
+                }
+            });
+        }
+        if tail {
+            tma::fence_async();
+        }
+        warp::sync_warp(warp::FULL);
+        if lane == 0 {
+            mbarrier::arrive(v_empty(slot));
+        }
+        step += 1;
+        slot += 1;
+        (slot, parity) = if slot == STAGES { (0, parity ^ 1) } else { (slot, parity) };
+
+        if flags & CHUNK_END != 0 {
+            unroll::<TILES>(|tile| {
+                unroll::<2>(|c| {
+                    unroll::<3>(|i| l[tile][c] += warp::shfl_xor(l[tile][c], 4 << i));
+                    if g == 0 {
+                        tops.set(warp_id * block_rows + tile as u32 * 8 + 2 * t + c as u32, l[tile][c]);
+                    }
+                });
+            });
+            thread::sync_named(1, const { 32 * CONSUMERS as u32 });
+            unroll::<TILES>(|tile| {
+                unroll::<2>(|c| {
+                    let mut sum = 0f32;
+                    unroll::<CONSUMERS>(|w| {
+                        sum += tops.get(w as u32 * block_rows + tile as u32 * 8 + 2 * t + c as u32);
+                    });
+                    let (old, new) = total[tile][c].add(m[tile][c], sum);
+                    for i in 0..tiles {
+                        unroll::<2>(|h| {
+                            let e = c + 2 * h;
+                            all[i][tile][e] = float::fma(all[i][tile][e], old, o[i][tile][e] * v_scale * new);
+                        });
+                    }
+                });
+                m[tile] = [f32::NEG_INFINITY; 2];
+                l[tile] = [0.0; 2];
+                unroll::<4>(|i| o[i][tile] = [0.0; 4]);
+            });
+        }
+        if flags & ITEM_END != 0 {
+            let slot = |part: u32| partial.offset((pair * partial_chunks as usize + part as usize) * slot_floats);
+            // One thread of all that have parts of a row.
+            let speaks = warp_id == 0 && g == 0;
+            unroll::<TILES>(|tile| {
+                unroll::<2>(|c| {
+                    let r = tile as u32 * 8 + 2 * t + c as u32;
+                    let Total { top, sum } = total[tile][c];
+                    if first_row + r < all_rows {
+                        let stats_at = slot_rows * head_dim + 2 * r;
+                        let d = |i: usize, h: usize| o_dim(element, first_tile + i, h, g as usize) as u32;
+                        if flags & WHOLE != 0 {
+                            let (weight, to) = finisher.row(sequence, kv_head, first_row + r, top, sum, speaks);
+                            for i in 0..tiles {
+                                unroll::<2>(|h| {
+                                    to.set(d(i, h), T::from_f32(all[i][tile][c + 2 * h] * weight));
+                                });
+                            }
+                            // Nothing is left for `combine` to do.
+                            if flags & SEVERAL != 0 && speaks {
+                                slot(0).set_as(stats_at, B64::<f32, 2>([f32::INFINITY, 0.0]));
+                            }
+                        } else {
+                            let slot = slot(part);
+                            for i in 0..tiles {
+                                unroll::<2>(|h| {
+                                    slot.set(r * head_dim + d(i, h), all[i][tile][c + 2 * h]);
+                                });
+                            }
+                            if speaks {
+                                slot.set_as(stats_at, B64::<f32, 2>([float::min(top, f32::MAX), sum]));
+                            }
+                        }
+                    }
+                });
+            });
+        }
+    }
+}
+
+entries! {
+    /// Arguments of every `decode_tma_*` entry; see [`decode`].
+    pub struct Args<T>(
+        out: *mut T, lse: *mut f32, q: *const T, k_map: TensorMap, v_map: TensorMap, block_table: *const i32,
+        lens: *const i32, alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32,
+        partial: *mut f32, scale_per_head: u32, batch: u32, q_len: u32, q_heads: u32, kv_heads: u32,
+        page_shift: u32, max_pages: u32, pages: u32, partial_chunks: u32, hint: u32, splitting: u32, q_token: usize,
+        q_head: usize, out_token: usize, out_head: usize, k_head: u32, v_head: u32, scale: f32, soft_cap: f32, window: u32,
+    );
+    decode_tma_d64_r8_bf16 { type T = bf16; type C = bf16; } [THREADS, 2; Sm90a] => decode::<T, C, 64, 1, 2, 128, 3>;
+    decode_tma_d128_r8_bf16 { type T = bf16; type C = bf16; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 1, 64, 3>;
+    decode_tma_d128_r16_bf16 { type T = bf16; type C = bf16; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 1, 64, 6>;
+    decode_tma_d256_r8_bf16 { type T = bf16; type C = bf16; } [THREADS, 1; Sm90a] => decode::<T, C, 256, 1, 1, 64, 3>;
+    decode_tma_d128_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
+    decode_tma_d128_r16_bf16_e4m3 { type T = bf16; type C = E4M3; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
+    decode_tma_d128_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
+    decode_tma_d128_r16_bf16_e5m2 { type T = bf16; type C = E5M2; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
+    decode_tma_d128_r8_bf16_i8 { type T = bf16; type C = i8; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
+    decode_tma_d128_r16_bf16_i8 { type T = bf16; type C = i8; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
+    decode_tma_d64_r8_f16 { type T = f16; type C = f16; } [THREADS, 2; Sm90a] => decode::<T, C, 64, 1, 2, 128, 3>;
+    decode_tma_d128_r8_f16 { type T = f16; type C = f16; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 1, 64, 3>;
+    decode_tma_d128_r16_f16 { type T = f16; type C = f16; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 1, 64, 6>;
+    decode_tma_d256_r8_f16 { type T = f16; type C = f16; } [THREADS, 1; Sm90a] => decode::<T, C, 256, 1, 1, 64, 3>;
+    decode_tma_d128_r8_f16_e4m3 { type T = f16; type C = E4M3; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
+    decode_tma_d128_r16_f16_e4m3 { type T = f16; type C = E4M3; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
+    decode_tma_d128_r8_f16_e5m2 { type T = f16; type C = E5M2; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
+    decode_tma_d128_r16_f16_e5m2 { type T = f16; type C = E5M2; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
+    decode_tma_d128_r8_f16_i8 { type T = f16; type C = i8; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
+    decode_tma_d128_r16_f16_i8 { type T = f16; type C = i8; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
+}
