@@ -391,6 +391,18 @@ mod tests {
     }
 
     #[test]
+    fn an_old_driver_and_no_device_are_one_sentence_each() {
+        let old = Absent::TooOld(Version(11040)).error();
+        let text = old.to_string();
+        assert!(
+            matches!(old, Error::DriverTooOld { .. }) && text.contains("CUDA 11.4") && !text.contains('\n'),
+            "{text}"
+        );
+        let none = Absent::NoDevice.error();
+        assert!(matches!(none, Error::NoDevice { .. }) && !none.to_string().contains('\n'), "{none}");
+    }
+
+    #[test]
     fn versions_of_ptx() {
         let ptx = "//\n// comment\n\n.version 8.6\n.target sm_90a\n.visible .entry rms_norm_f32(\n)\n";
         assert_eq!(ptx_version(ptx), Some((8, 6)));

@@ -85,19 +85,31 @@ fn matches_the_reference_in_bf16() {
     check::<bf16>();
 }
 
-/// Each way that a row is held: two pieces a thread, four, and computed twice.
+/// Each way that a row is held: two pieces a thread, four, and computed twice; few rows by clusters, and the same bits in
+/// many rows without.
 #[test]
 fn rows_of_every_length() {
     on_every_device(|device, stream| {
-        for d in [4096usize, 8200, 16392, 16393] {
-            let x = noise_of::<bf16>(2 * d, 3);
-            let dx = Tensor::from_slice(device, &x, &[1, 2 * d]).unwrap();
-            let mut out = Tensor::<E4M3>::uninit(device, &[1, d]).unwrap();
-            let mut scales = Tensor::<f32>::uninit(device, &[1]).unwrap();
-            activation::silu_and_mul_e4m3_per_token(stream, &mut out, &mut scales, &dx).unwrap();
-            let (scale, want) = (scales.to_vec().unwrap()[0], &rows_of(&x, d)[0]);
-            check_scale(scale, quantise::scale(want, 448.0));
-            check_quantised(&out.to_vec().unwrap(), want, scale);
+        for (d, rows) in [(4096usize, 1), (8200, 2), (16392, 1), (16393, 1), (32776, 1)] {
+            let x = noise_of::<bf16>(rows * 2 * d, 3);
+            let run = |x: &[bf16]| {
+                let rows = x.len() / 2 / d;
+                let x = Tensor::from_slice(device, x, &[rows, 2 * d]).unwrap();
+                let mut out = Tensor::<E4M3>::uninit(device, &[rows, d]).unwrap();
+                let mut scales = Tensor::<f32>::uninit(device, &[rows]).unwrap();
+                activation::silu_and_mul_e4m3_per_token(stream, &mut out, &mut scales, &x).unwrap();
+                (out.to_vec().unwrap(), scales.to_vec().unwrap())
+            };
+            let (out, scales) = run(&x);
+            for ((got, want), scale) in out.chunks(d).zip(rows_of(&x, d)).zip(&scales) {
+                check_scale(*scale, quantise::scale(&want, 448.0));
+                check_quantised(got, &want, *scale);
+            }
+            if rows > 1 {
+                let (many, many_scales) = run(&x.repeat(17));
+                assert_eq!(many_scales, scales.repeat(17));
+                assert!(many.chunks(rows * d).all(|part| all_bytes(part) == all_bytes(&out)), "{d}");
+            }
         }
     });
 }
@@ -181,6 +193,8 @@ fn entries_have_the_names_of_what_they_do() {
         assert_eq!(quant::entry_per_tensor(dtype, true).unwrap().name, name);
         let name = format!("silu_and_mul_e4m3_per_group_any_{dtype}");
         assert_eq!(quant::entry_per_group(dtype, false).unwrap().name, name);
+        let name = format!("silu_and_mul_e4m3_per_token_cluster_{dtype}");
+        assert_eq!(quant::entry_per_token_cluster(dtype).unwrap().name, name);
         for (variant, v) in [(X2, "x2"), (X4, "x4"), (Loop, "loop"), (Any, "any")] {
             let name = format!("silu_and_mul_e4m3_per_token_{v}_{dtype}");
             assert_eq!(quant::entry_per_token(dtype, variant).unwrap().name, name);

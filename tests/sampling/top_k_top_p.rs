@@ -543,13 +543,7 @@ fn no_rows_are_no_work() {
     });
 }
 
-/// The error of a call on `[2, 10]` f32 logits.
-fn error_of(options: &Options<'_>) -> Error {
-    let device = Device::simt();
-    let stream = Stream::new(&device).unwrap();
-    call_on(&stream, options).expect_err("an error")
-}
-
+/// A call on `[2, 10]` f32 logits.
 fn call_on(stream: &Stream, options: &Options<'_>) -> Result<()> {
     let device = stream.device();
     let logits = Tensor::<f32>::zeros(device, &[2, 10])?;
@@ -583,33 +577,31 @@ fn values_out_of_range() {
         ("splits", new().top_k(3).algorithm(Algorithm::SplitK { splits: 0 })),
         ("splits", new().top_k(3).algorithm(Algorithm::SplitK { splits: 513 })),
     ];
-    for (name, mut options) in cases {
-        if name.ends_with("_penalty") {
-            let device = Device::simt();
-            let history = Tensor::<i32>::zeros(&device, &[2, 1]).unwrap();
-            let lengths = Tensor::<i32>::zeros(&device, &[2]).unwrap();
-            let options = options.history(&history, &lengths);
-            let error = call_on(&Stream::new(&device).unwrap(), &options).unwrap_err();
-            assert!(matches!(error, Error::Value { arg, .. } if arg == name), "{name}: {error}");
-            continue;
+    on_every_device(|device, stream| {
+        let history = Tensor::<i32>::zeros(device, &[2, 1]).unwrap();
+        let lengths = Tensor::<i32>::zeros(device, &[2]).unwrap();
+        for (name, options) in &cases {
+            let options = options.clone().seed(1);
+            let options = if name.ends_with("_penalty") { options.history(&history, &lengths) } else { options };
+            let error = call_on(stream, &options).unwrap_err();
+            assert!(matches!(error, Error::Value { arg, .. } if arg == *name), "{name}: {error}");
         }
-        options = options.seed(1);
-        let error = error_of(&options);
-        assert!(matches!(error, Error::Value { arg, .. } if arg == name), "{name}: {error}");
-    }
+    });
 }
 
 #[test]
 fn shapes_strides_devices_and_overlaps() {
-    let device = Device::simt();
-    let stream = Stream::new(&device).unwrap();
-    let logits = Tensor::<f32>::zeros(&device, &[2, 40]).unwrap();
-    let floats = |shape: &[usize]| Tensor::<f32>::zeros(&device, shape).unwrap();
-    let ints = |shape: &[usize]| Tensor::<i32>::zeros(&device, shape).unwrap();
-    let words = |shape: &[usize]| Tensor::<u32>::zeros(&device, shape).unwrap();
+    on_every_device(refuses_tensors);
+}
+
+fn refuses_tensors(device: &Device, stream: &Stream) {
+    let logits = Tensor::<f32>::zeros(device, &[2, 40]).unwrap();
+    let floats = |shape: &[usize]| Tensor::<f32>::zeros(device, shape).unwrap();
+    let ints = |shape: &[usize]| Tensor::<i32>::zeros(device, shape).unwrap();
+    let words = |shape: &[usize]| Tensor::<u32>::zeros(device, shape).unwrap();
     let run = |logits: &Tensor<f32>, mut tokens: Tensor<i32>, options: &Options<'_>| {
-        let mut workspace = Workspace::with_adjustments(&device, 2, 40).unwrap();
-        top_k_top_p(&stream, &mut tokens, None, logits, &mut workspace, options).unwrap_err()
+        let mut workspace = Workspace::with_adjustments(device, 2, 40).unwrap();
+        top_k_top_p(stream, &mut tokens, None, logits, &mut workspace, options).unwrap_err()
     };
     let shape = |e: Error, name: &str| assert!(matches!(e, Error::Shape { arg, .. } if arg == name), "{name}: {e}");
     let new = Options::new;
@@ -636,21 +628,21 @@ fn shapes_strides_devices_and_overlaps() {
     assert!(matches!(overlap, Error::Overlap { first: "tokens", second: "top_k", .. }), "{overlap}");
 
     let with = |mut workspace: Workspace, mut log_probs: LogProbs<i32>, options: &Options<'_>| {
-        top_k_top_p(&stream, &mut ints(&[2]), Some(&mut log_probs), &logits, &mut workspace, options).unwrap_err()
+        top_k_top_p(stream, &mut ints(&[2]), Some(&mut log_probs), &logits, &mut workspace, options).unwrap_err()
     };
     let too_small = |e: Error| assert!(matches!(e, Error::Value { arg: "workspace", .. }), "{e}");
-    too_small(with(Workspace::new(&device, 1, 40).unwrap(), LogProbs::none(), &new()));
-    too_small(with(Workspace::new(&device, 2, 39).unwrap(), LogProbs::none(), &new()));
-    too_small(with(Workspace::new(&device, 2, 40).unwrap(), LogProbs::none(), &new().bias(&floats(&[40]))));
-    let enough = || Workspace::new(&device, 2, 40).unwrap();
-    shape(with(enough(), LogProbs::new(&device, 3, 0).unwrap(), &new()), "log_probs.before");
-    let uneven = LogProbs { top_after: Some(floats(&[2, 4])), ..LogProbs::new(&device, 2, 3).unwrap() };
+    too_small(with(Workspace::new(device, 1, 40).unwrap(), LogProbs::none(), &new()));
+    too_small(with(Workspace::new(device, 2, 39).unwrap(), LogProbs::none(), &new()));
+    too_small(with(Workspace::new(device, 2, 40).unwrap(), LogProbs::none(), &new().bias(&floats(&[40]))));
+    let enough = || Workspace::new(device, 2, 40).unwrap();
+    shape(with(enough(), LogProbs::new(device, 3, 0).unwrap(), &new()), "log_probs.before");
+    let uneven = LogProbs { top_after: Some(floats(&[2, 4])), ..LogProbs::new(device, 2, 3).unwrap() };
     shape(with(enough(), uneven, &new()), "log_probs.top_after");
-    let many = with(enough(), LogProbs::new(&device, 2, 129).unwrap(), &new());
+    let many = with(enough(), LogProbs::new(device, 2, 129).unwrap(), &new());
     assert!(matches!(many, Error::Unsupported { .. }), "{many}");
-    assert!(matches!(Workspace::new(&device, 1, 1 << 31), Err(Error::Value { arg: "vocab", .. })));
+    assert!(matches!(Workspace::new(device, 1, 1 << 31), Err(Error::Value { arg: "vocab", .. })));
 
-    let eight_bits = Tensor::<warploom::E4M3>::zeros(&device, &[2, 40]).unwrap();
-    let error = top_k_top_p(&stream, &mut ints(&[2]), None, &eight_bits, &mut enough(), &new()).unwrap_err();
+    let eight_bits = Tensor::<warploom::E4M3>::zeros(device, &[2, 40]).unwrap();
+    let error = top_k_top_p(stream, &mut ints(&[2]), None, &eight_bits, &mut enough(), &new()).unwrap_err();
     assert!(matches!(error, Error::DType { arg: "logits", .. }), "{error}");
 }

@@ -166,21 +166,21 @@ fn cuda(_: &Args) -> Result<()> {
         command.env("CUDA_LIBRARY_PATH", &folder).env("LD_LIBRARY_PATH", folder.join("lib64"));
         command
     };
+    // The same packages each time, and for tests all of the workspace, so that features of dependencies are those of other
+    // steps: otherwise the kernels and half of the dependencies would be compiled again.
     let packages = ["-p", "warploom", "-p", "warploom-tests", "-p", "warploom-benches"];
     let mut lints = cargo(&["clippy", "--quiet", "--all-targets", "--features", "cuda,cudarc,nccl"]);
     lints.args(packages).args(["--", "-D", "warnings"]);
     must(lints)?;
-    let mut docs = cargo(&["doc", "--quiet", "-p", "warploom", "--no-deps", "--features", "cuda,cudarc,nccl"]);
-    docs.env("RUSTDOCFLAGS", "-Dwarnings");
+    let mut docs = cargo(&["doc", "--quiet", "--no-deps", "--features", "cuda,cudarc,nccl"]);
+    docs.args(packages).env("RUSTDOCFLAGS", "-Dwarnings");
     must(docs)?;
-    let all = ["--lib", "--test", "cudarc", "--example", "cudarc"];
-    let mut units = cargo(&["test", "--quiet", "-p", "warploom", "--features", "cuda,cudarc"]);
-    units.args(all);
-    must(units)?;
+    let tests = ["test", "--quiet", "--workspace", "--features", "warploom-tests/cuda,warploom/cudarc"];
+    must(cargo(&[&tests[..], &["--lib", "--test", "cudarc", "--example", "cudarc"]].concat()))?;
     must(without_cust())?;
 
     // One operation's tests stand for all: they share the code that looks for devices.
-    let tests = ["test", "--quiet", "-p", "warploom-tests", "--features", "cuda", "--", "rms_norm", "--nocapture"];
+    let tests = [&tests[..], &["--test", "warploom", "--", "rms_norm", "--nocapture"]].concat();
     let mut with_simt = cargo(&tests);
     with_simt.env("WARPLOOM_TEST_DEVICES", "");
     let (passed, said) = listen(with_simt)?;
@@ -263,7 +263,9 @@ fn published() -> Result<Vec<String>> {
 const MOST_PACKAGE_BYTES: u64 = 10_000_000;
 
 fn package(_: &Args) -> Result<()> {
-    let mut package = cargo(&["package", "--quiet", "--allow-dirty"]);
+    // Said aloud, the target directory is where packages are built as well, so that they share what they depend on.
+    let mut package = cargo(&["package", "--quiet", "--allow-dirty", "--target-dir"]);
+    package.arg(repo::target_dir());
     for name in published()? {
         package.args(["-p", &name]);
     }
@@ -289,8 +291,10 @@ fn deny(_: &Args) -> Result<()> {
         program = own.join("bin/cargo-deny");
         if !program.exists() {
             println!("installing cargo-deny {CARGO_DENY}, which takes some minutes");
-            let mut install = cargo(&["install", "--quiet", "--locked", "--no-default-features", "cargo-deny"]);
-            install.args(["--version", CARGO_DENY, "--root"]).arg(&own);
+            // It has little to do: a third of the time to compile it counts for more than its speed.
+            let mut install = cargo(&["install", "--quiet", "--debug", "--locked", "--no-default-features"]);
+            install.env("CARGO_PROFILE_DEV_DEBUG", "none").env("CARGO_PROFILE_DEV_OPT_LEVEL", "0");
+            install.args(["cargo-deny", "--version", CARGO_DENY, "--root"]).arg(&own);
             must(install)?;
         }
     }

@@ -51,6 +51,24 @@ pub const fn geometry_per_token(rows: u32, d: u32, dtype: DType, variant: Varian
     variant.geometry(dtype, rows, d, true, kernel::SHARED_BYTES)
 }
 
+/// The entry with a scale for each row, for devices of compute capability 9.0: a cluster of blocks for each row.
+pub const fn entry_per_token_cluster(dtype: DType) -> Option<Entry<TokenArgs>> {
+    pieces::instance(dtype, 12)
+}
+
+/// How to launch [`entry_per_token_cluster`]; `None` where a row has more pieces than a cluster has threads.
+pub const fn geometry_per_token_cluster(rows: u32, d: u32, dtype: DType) -> Option<Geometry> {
+    let threads = d.div_ceil(pieces::piece(dtype, true)).div_ceil(kernel::CLUSTER).next_multiple_of(32);
+    if threads > kernel::CLUSTER_THREADS || rows > u32::MAX / kernel::CLUSTER {
+        return None;
+    }
+    let geometry = Geometry::linear(rows * kernel::CLUSTER, threads);
+    Some(geometry.shared_bytes(kernel::CLUSTER_SHARED_BYTES as u32).cluster(kernel::CLUSTER))
+}
+
+/// Rows that are worth a cluster each: beyond, blocks wait for each other. Measured on an H200.
+const MOST_CLUSTERS: u32 = 32;
+
 fn places(
     dtype: DType,
     gate: *const c_void,
@@ -105,7 +123,16 @@ pub unsafe fn launch_per_group(stream: &Stream, dtype: DType, args: &GroupArgs) 
 pub unsafe fn launch_per_token(stream: &Stream, dtype: DType, rows: u32, args: &TokenArgs) -> Result<()> {
     let places = places(dtype, args.gate, args.up, args.in_stride, args.out, args.out_stride);
     let variant = Variant::new(dtype, args.d, pieces::aligned(dtype, args.d, &places));
-    let (entry, geometry) = (entry_per_token(dtype, variant), geometry_per_token(rows, args.d, dtype, variant));
+    let long = matches!(variant, Variant::X4 | Variant::Loop);
+    let cluster = if long && rows <= MOST_CLUSTERS && stream.device().properties().compute_capability == (9, 0) {
+        geometry_per_token_cluster(rows, args.d, dtype)
+    } else {
+        None
+    };
+    let (entry, geometry) = match cluster {
+        Some(geometry) => (entry_per_token_cluster(dtype), geometry),
+        None => (entry_per_token(dtype, variant), geometry_per_token(rows, args.d, dtype, variant)),
+    };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, PER_TOKEN, dtype, entry, &geometry, args) }
 }

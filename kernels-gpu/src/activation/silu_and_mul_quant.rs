@@ -5,7 +5,8 @@
 //!   largest magnitude by shuffles.
 //! * With a scale for each row: a block for each row keeps the results in registers, `N` pieces a thread, until it
 //!   knows the largest. Rows too long for that (`N = 0`) are computed twice, the second time from the second-level
-//!   cache.
+//!   cache. Few long rows take a cluster of blocks each instead: one multiprocessor reads 64 bytes a cycle, which for a
+//!   row of 14336 is twice the time of all the rest.
 //!
 //! Results are quantised from f32; they are not rounded to the input's type before.
 
@@ -15,7 +16,7 @@ use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
 use crate::row::{Piece, Team};
 use cuda_std::shared::Carver;
-use cuda_std::{E4M3, Float, Global, GlobalMut, entries, float, thread};
+use cuda_std::{E4M3, Float, Global, GlobalMut, Shared, cluster, entries, float, thread};
 
 /// The most warps of a block with a row of its own.
 pub const MAX_WARPS: usize = 32;
@@ -42,9 +43,9 @@ pub unsafe fn per_tensor<T: Float, A: Gated, Q: Quantised, const V: usize, const
     }
     let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
     let out = GlobalMut::new(out).offset(row * out_stride);
-    let factor = float::recip(Global::new(scale).get(0usize));
     let p = Piece::<V, VEC>::new(index, d);
-    p.store_quantised(out, piece::<T, A, V, VEC>(p, gate, up, NONE), factor);
+    let y = piece::<T, A, V, VEC>(p, gate, up, NONE);
+    p.store_quantised(out, y, quantise::factor_of(Global::new(scale).get(0usize)));
 }
 
 /// As [`gated`](super::gated::gated) with `(n, 1)` threads, `n` a multiple of 32; `scales`: `[rows, groups]`, strides in
@@ -72,9 +73,9 @@ pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize, const 
         GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
     let p = Piece::<V, VEC>::new(index, d);
     let y = piece::<T, A, V, VEC>(p, gate, up, NONE);
-    let scale = quantise::scale_for::<Q>(quantise::group_amax(y));
+    let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::group_amax(y), 1.0);
+    p.store_quantised(out, y, factor);
     scales.store::<V>(index, d, scale);
-    p.store_quantised(out, y, float::recip(scale));
 }
 
 /// As [`gated`](super::gated::gated), a block of a multiple of 32 threads for each row; `scales`: `[rows]`.
@@ -107,12 +108,8 @@ pub unsafe fn per_token<T: Float, A: Gated, Q: Quantised, const V: usize, const 
             i += 1;
         }
     }
-    let [largest] = team.reduce::<1, MAX_WARPS>([largest], [Op::Max], scratch);
-    let scale = quantise::scale_for::<Q>(largest);
-    if team.rank == 0 {
-        scales.set(row, scale);
-    }
-    let factor = float::recip(scale);
+    let [largest] = team.reduce_warps::<1, MAX_WARPS>([Op::Max.over_warp(largest)], [Op::Max], scratch);
+    let (scale, factor) = quantise::scale_and_factor::<Q>(largest, 1.0);
     cuda_std::unroll::<N>(|i| at(i).store_quantised(out, y[i], factor));
     if N == 0 {
         let mut i = 0;
@@ -120,6 +117,60 @@ pub unsafe fn per_token<T: Float, A: Gated, Q: Quantised, const V: usize, const 
             at(i).store_quantised(out, piece::<T, A, V, VEC>(at(i), gate, up, NONE), factor);
             i += 1;
         }
+    }
+    if team.rank == 0 {
+        scales.set(row, scale);
+    }
+}
+
+/// Blocks of [`per_token_cluster`] for each row.
+pub const CLUSTER: u32 = 8;
+/// The most threads of such a block.
+pub const CLUSTER_THREADS: u32 = 512;
+const CLUSTER_WARPS: u32 = CLUSTER_THREADS / 32;
+/// Its shared memory.
+pub const CLUSTER_SHARED_BYTES: usize = (CLUSTER_WARPS * CLUSTER) as usize * 4;
+
+/// As [`per_token`] with a cluster of blocks for each row: one piece a thread, a multiple of 32 threads. Every warp tells all
+/// blocks its largest result, at one barrier of the cluster.
+#[inline(always)]
+pub unsafe fn per_token_cluster<T: Float, A: Gated, Q: Quantised, const V: usize>(
+    gate: *const T,
+    up: *const T,
+    out: *mut Q,
+    scales: *mut f32,
+    d: u32,
+    in_stride: usize,
+    out_stride: usize,
+) {
+    cluster::dims::<CLUSTER>();
+    // Nobody may write to a block that does not run yet.
+    cluster::arrive_relaxed();
+    let (row, rank) = ((thread::block_idx_x() / CLUSTER) as usize, cluster::rank());
+    let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
+    let (out, scales) = (GlobalMut::new(out).offset(row * out_stride), GlobalMut::new(scales));
+    let team = Team::current();
+    let (warp_id, lane, warps) = (team.rank / 32, team.rank % 32, team.size / 32);
+    let largest: Shared<f32> = Carver::new().take((CLUSTER_WARPS * CLUSTER) as usize);
+
+    let p = Piece::<V, true>::new(rank * team.size + team.rank, d);
+    let y = piece::<T, A, V, true>(p, gate, up, NONE);
+    let own = quantise::warp_amax(quantise::amax(y));
+    cluster::wait();
+    if lane < CLUSTER {
+        cluster::store_u32(cluster::map(largest.ptr(warp_id * CLUSTER + rank), lane), own.to_bits());
+    }
+    cluster::sync();
+    let mut most = 0.0;
+    let mut i = lane;
+    while i < warps * CLUSTER {
+        most = float::max(most, largest.get(i));
+        i += 32;
+    }
+    let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::warp_amax(most), 1.0);
+    p.store_quantised(out, y, factor);
+    if rank == 0 && team.rank == 0 {
+        scales.set(row, scale);
     }
 }
 
@@ -176,5 +227,8 @@ pub mod tokens {
         silu_and_mul_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 0, false>;
         silu_and_mul_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 0, false>;
         silu_and_mul_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 0, false>;
+        silu_and_mul_e4m3_per_token_cluster_f32 { type T = f32; } [CLUSTER_THREADS; Sm90a] => per_token_cluster::<T, SiluAndMul, E4M3, 4>;
+        silu_and_mul_e4m3_per_token_cluster_f16 { type T = half::f16; } [CLUSTER_THREADS; Sm90a] => per_token_cluster::<T, SiluAndMul, E4M3, 8>;
+        silu_and_mul_e4m3_per_token_cluster_bf16 { type T = half::bf16; } [CLUSTER_THREADS; Sm90a] => per_token_cluster::<T, SiluAndMul, E4M3, 8>;
     }
 }

@@ -35,7 +35,7 @@ use cuda_std::shared::Carver;
 use cuda_std::tma::{Swizzle, TensorMap};
 use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, K, Mn};
-use cuda_std::{Global, GlobalMut, bf16, entries, f16, float, mbarrier, mma, thread, tma, unroll, warp};
+use cuda_std::{Global, GlobalMut, Shared, bf16, entries, f16, float, mbarrier, mma, thread, tma, unroll, warp};
 
 /// Consumer warpgroups of a block.
 const CONSUMERS: usize = 2;
@@ -363,6 +363,9 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
             Descriptor::<K>::new(k0).with_stride(1024 * halves),
             Descriptor::<Mn>::new(v0, 1024).with_stride(1024 * halves),
         );
+        // What the producer wrote, read by the lane that says when it may be overwritten: compute-sanitizer's racecheck does
+        // not see that the others are ordered by the barrier of the warp.
+        let by_one = |words: Shared<u32>, i: u32| warp::shfl_idx(if lane == 0 { words.get(i) } else { 0 }, 0);
         // After what all lanes have read.
         let release = |kind: u32, slot: u32| {
             warp::sync_warp(warp::FULL);
@@ -380,7 +383,7 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
             let Ring { slot, parity } = tiles.uniform();
             tiles = tiles.next();
             mbarrier::wait_parity(bar(Q_FULL, slot), parity);
-            let word = |i: u32| tile_words.get(slot * WORDS as u32 + i);
+            let word = |i: u32| by_one(tile_words, slot * WORDS as u32 + i);
             let blocks = word(5);
             if blocks == 0 {
                 break;
@@ -468,7 +471,7 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
             let mut v_ring = k_ring.uniform();
             mbarrier::wait_parity(bar(K_FULL, v_ring.slot), v_ring.parity);
             scores(&mut s, v_ring.slot);
-            let mut wrong = bad_pages.get(v_ring.slot);
+            let mut wrong = by_one(bad_pages, v_ring.slot);
             wgmma::wait::<0>(&mut s);
             release(K_EMPTY, v_ring.slot);
             k_ring = v_ring.next();
@@ -536,7 +539,7 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
                 block -= 1;
 
                 mbarrier::wait_parity(bar(K_FULL, k_slot), k_ring.parity);
-                wrong = bad_pages.get(k_slot);
+                wrong = by_one(bad_pages, k_slot);
                 thread::sync_named(1 + me, 256);
                 scores(&mut s, k_slot);
                 mbarrier::wait_parity(bar(V_FULL, v_slot), v_ring.parity);

@@ -64,6 +64,22 @@ impl<const V: usize, const N: usize, const VEC: bool> Row<V, N, VEC> {
         }
     }
 
+    /// As [`reduce`](Self::reduce), [`Team::reduce_warps`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn reduce_warps<const K: usize>(
+        self,
+        values: [f32; K],
+        ops: [Op; K],
+        scratch: Shared<f32>,
+    ) -> [f32; K] {
+        if N == 0 {
+            self.team.reduce_warps::<K, MAX_WARPS>(values, ops, scratch)
+        } else {
+            self.team.reduce_warps::<K, { MAX_WARPS / 2 }>(values, ops, scratch)
+        }
+    }
+
     /// How many pieces a thread has, for `N = 0`.
     #[inline(always)]
     pub(crate) fn rounds(self) -> usize {

@@ -6,9 +6,9 @@
 
 use super::rms_norm::{Source, inverse, inverse_rms, scaled, squares};
 use super::{MAX_WARPS, Row};
-use crate::row::Team;
 use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
+use crate::row::{Piece, Team};
 use cuda_std::shared::Carver;
 use cuda_std::{E4M3, Float, Global, GlobalMut, entries, float, thread};
 
@@ -24,34 +24,33 @@ struct Factors<T> {
 }
 
 impl<T: Float> Factors<T> {
-    /// `x * (w + offset) * smooth`
+    /// `x * (w + offset)`
+    #[inline(always)]
+    fn weighted<const V: usize>(self, x: [T; V], w: [T; V]) -> [f32; V] {
+        scaled(x, w, 1.0, self.weight_offset)
+    }
+
+    /// Whether there is anything else.
+    #[inline(always)]
+    fn smooths(self) -> bool {
+        !self.smooth.ptr(0usize).is_null()
+    }
+
+    /// `y * smooth`
     #[inline(always)]
     #[track_caller]
-    unsafe fn apply<const V: usize, const N: usize, const VEC: bool>(
-        self,
-        row: Row<V, N, VEC>,
-        i: usize,
-        x: [T; V],
-        w: [T; V],
-    ) -> [f32; V] {
-        let mut y = scaled(x, w, 1.0, self.weight_offset);
-        if !self.smooth.ptr(0usize).is_null() {
-            let smooth = row.piece(i).load_factors(self.smooth);
-            cuda_std::unroll::<V>(|j| y[j] *= smooth[j]);
-        }
+    unsafe fn smoothed<const V: usize, const VEC: bool>(self, piece: Piece<V, VEC>, mut y: [f32; V]) -> [f32; V] {
+        let smooth = piece.load_factors(self.smooth);
+        cuda_std::unroll::<V>(|j| y[j] *= smooth[j]);
         y
     }
 
-    /// As [`apply`](Self::apply), loading the weight as well.
+    /// `x * (w + offset) * smooth`, loading the weight as well.
     #[inline(always)]
     #[track_caller]
-    unsafe fn apply_at<const V: usize, const N: usize, const VEC: bool>(
-        self,
-        row: Row<V, N, VEC>,
-        i: usize,
-        x: [T; V],
-    ) -> [f32; V] {
-        self.apply(row, i, x, row.piece(i).load_optional(self.weight, true))
+    unsafe fn apply<const V: usize, const VEC: bool>(self, piece: Piece<V, VEC>, x: [T; V]) -> [f32; V] {
+        let y = self.weighted(x, piece.load_optional(self.weight, true));
+        if self.smooths() { self.smoothed(piece, y) } else { y }
     }
 }
 
@@ -114,46 +113,60 @@ unsafe fn normalise<
     let mut w = inputs[0];
     cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
     let x = from.add::<ADD, V, N, VEC>(row, inputs);
-    let mut y = [[0.0; V]; N];
-    cuda_std::unroll::<N>(|i| {
-        total += squares(x[i]);
-        y[i] = factors.apply(row, i, x[i], w[i]);
-        largest = float::max(largest, quantise::amax(y[i]));
-    });
+    cuda_std::unroll::<N>(|i| total += squares(x[i]));
     if N == 0 {
         let mut i = 0;
         while i < row.rounds() {
             let x = from.first::<ADD, V, N, VEC>(row, i);
             total += squares(x);
-            largest = float::max(largest, quantise::amax(factors.apply_at(row, i, x)));
+            if !S::GROUPED {
+                let mut y = [factors.apply(row.piece(i), x)];
+                largest = float::max(largest, quantise::finite_amax::<Q, V, 1>(&mut y));
+            }
             i += 1;
         }
     }
-    let [total, largest] = row.reduce([total, largest], [Op::Sum, Op::Max], scratch);
-    let rms = inverse_rms(total, inverse_n, eps);
-    let scale = quantise::scale_for::<Q>(largest * rms);
-    if !S::GROUPED && team.rank == 0 {
-        scales.store_row(scale);
+    // The shuffles of the sum leave time for what follows.
+    total = Op::Sum.over_warp(total);
+    let (mut y, mut groups) = ([[0.0; V]; N], [0.0; N]);
+    cuda_std::unroll::<N>(|i| y[i] = factors.weighted(x[i], w[i]));
+    if N > 0 && factors.smooths() {
+        cuda_std::unroll::<N>(|i| y[i] = factors.smoothed(row.piece(i), y[i]));
     }
-    let row_factor = rms * float::recip(scale);
+    if S::GROUPED {
+        cuda_std::unroll::<N>(|i| groups[i] = quantise::group_amax(y[i]));
+        [total] = row.reduce_warps([total], [Op::Sum], scratch);
+    } else {
+        if N > 0 {
+            largest = quantise::finite_amax::<Q, V, N>(&mut y);
+        }
+        [total, largest] = row.reduce_warps([total, Op::Max.over_warp(largest)], [Op::Sum, Op::Max], scratch);
+    }
+    let rms = inverse_rms(total, inverse_n, eps);
+    let (scale, row_factor) = quantise::scale_and_factor::<Q>(largest, rms);
 
-    let store = |i: usize, y: [f32; V]| {
-        let factor = if S::GROUPED {
-            let scale = quantise::scale_for::<Q>(quantise::group_amax(y) * rms);
+    let store = |i: usize, y: [f32; V], largest: f32| {
+        if S::GROUPED {
+            let (scale, factor) = quantise::scale_and_factor::<Q>(largest, rms);
+            row.piece(i).store_quantised(out, y, factor);
             scales.store_group::<V>(row.index(i), n, scale);
-            rms * float::recip(scale)
         } else {
-            row_factor
-        };
-        row.piece(i).store_quantised(out, y, factor);
+            row.piece(i).store_quantised(out, y, row_factor);
+        }
     };
-    cuda_std::unroll::<N>(|i| store(i, y[i]));
+    cuda_std::unroll::<N>(|i| store(i, y[i], groups[i]));
     if N == 0 {
         let mut i = 0;
         while i < row.rounds() {
-            store(i, factors.apply_at(row, i, from.again::<ADD, V, N, VEC>(row, i)));
+            let mut y = [factors.apply(row.piece(i), from.again::<ADD, V, N, VEC>(row, i))];
+            let largest =
+                if S::GROUPED { quantise::group_amax(y[0]) } else { quantise::finite_amax::<Q, V, 1>(&mut y) };
+            store(i, y[0], largest);
             i += 1;
         }
+    }
+    if !S::GROUPED && team.rank == 0 {
+        scales.store_row(scale);
     }
 }
 
@@ -257,9 +270,9 @@ pub mod e4m3_per_token {
         rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
         rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
         rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
-        fused_add_rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, E4M3, true, 4, 2, true>;
-        fused_add_rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, E4M3, true, 8, 2, true>;
-        fused_add_rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, true, 4, 2, true>;
+        fused_add_rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true>;
         fused_add_rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, E4M3, true, 4, 4, true>;
         fused_add_rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, E4M3, true, 8, 4, true>;
         fused_add_rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, E4M3, true, 8, 4, true>;
@@ -283,18 +296,18 @@ pub mod i8_per_token {
         rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, i8, false, 4, 2, true>;
         rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, i8, false, 8, 2, true>;
         rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, i8, false, 8, 2, true>;
-        rms_norm_i8_per_token_x4_f32 { type T = f32; } [512, 2] => per_token::<T, i8, false, 4, 4, true>;
-        rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, false, 8, 4, true>;
-        rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, false, 8, 4, true>;
+        rms_norm_i8_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, i8, false, 4, 4, true>;
+        rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, i8, false, 8, 4, true>;
+        rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, i8, false, 8, 4, true>;
         rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, true>;
         rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 8, 0, true>;
         rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 8, 0, true>;
         rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, false>;
         rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 4, 0, false>;
         rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 4, 0, false>;
-        fused_add_rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, i8, true, 4, 2, true>;
-        fused_add_rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, i8, true, 8, 2, true>;
-        fused_add_rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, i8, true, 8, 2, true>;
+        fused_add_rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, i8, true, 4, 2, true>;
+        fused_add_rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, true, 8, 2, true>;
+        fused_add_rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, true, 8, 2, true>;
         fused_add_rms_norm_i8_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, i8, true, 4, 4, true>;
         fused_add_rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, i8, true, 8, 4, true>;
         fused_add_rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, i8, true, 8, 4, true>;
@@ -328,9 +341,9 @@ pub mod e4m3_per_group {
         rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
         rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
         rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
-        fused_add_rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 3] => per_group::<T, E4M3, true, 4, 2, true>;
-        fused_add_rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 3] => per_group::<T, E4M3, true, 8, 2, true>;
-        fused_add_rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 3] => per_group::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, true, 4, 2, true>;
+        fused_add_rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true>;
+        fused_add_rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true>;
         fused_add_rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 1] => per_group::<T, E4M3, true, 4, 4, true>;
         fused_add_rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true>;
         fused_add_rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true>;

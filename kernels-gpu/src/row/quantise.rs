@@ -7,7 +7,7 @@
 
 use super::{GROUP, Piece};
 use cuda_std::vec::{B64, StoreStreaming};
-use cuda_std::{E4M3, Element, GlobalMut, convert, float, warp};
+use cuda_std::{E4M3, Element, GlobalMut, convert, float, integer, warp};
 
 /// The least magnitude that a dynamic scale is made for.
 pub const EPSILON: f32 = 1e-10;
@@ -16,34 +16,53 @@ pub const EPSILON: f32 = 1e-10;
 pub trait Quantised: Element {
     /// The largest number.
     const MAX: f32;
-    /// Rounds to the nearest, ties to even, saturating.
-    fn one(v: f32) -> Self;
-    /// Four values in a word, the first in the lowest bits.
-    fn four(v: [f32; 4]) -> u32;
+    /// Whether NaN can be told. Otherwise [`finite`] must have made zeros of what is no number.
+    const HAS_NAN: bool;
+    /// Rounds `v * factor`, which is at most [`MAX`](Self::MAX) but for the last places, to the nearest, ties to even.
+    fn one(v: f32, factor: f32) -> Self;
+    /// Four values times `factor`, as [`one`](Self::one) has them, in a word, the first in the lowest bits.
+    fn four_times(v: [f32; 4], factor: f32) -> u32;
+    /// As [`four_times`](Self::four_times) with 1.
+    #[inline(always)]
+    fn four(v: [f32; 4]) -> u32 {
+        Self::four_times(v, 1.0)
+    }
 }
 
 impl Quantised for E4M3 {
     const MAX: f32 = E4M3::MAX;
+    const HAS_NAN: bool = true;
+    /// Saturates.
     #[inline(always)]
-    fn one(v: f32) -> Self {
-        convert::f32_to_e4m3(v)
+    fn one(v: f32, factor: f32) -> Self {
+        convert::f32_to_e4m3(v * factor)
     }
     #[inline(always)]
-    fn four([a, b, c, d]: [f32; 4]) -> u32 {
-        convert::pack_e4m3x4([a, b, c, d])
+    fn four_times(v: [f32; 4], factor: f32) -> u32 {
+        convert::pack_e4m3x4(v.map(|v| v * factor))
     }
 }
 
 impl Quantised for i8 {
     const MAX: f32 = 127.0;
+    const HAS_NAN: bool = false;
     #[inline(always)]
-    fn one(v: f32) -> Self {
-        convert::f32_to_i8(v)
+    fn one(v: f32, factor: f32) -> Self {
+        nearest(v, factor) as i8
     }
     #[inline(always)]
-    fn four(v: [f32; 4]) -> u32 {
-        convert::pack_i8x4(v)
+    fn four_times(v: [f32; 4], factor: f32) -> u32 {
+        let [a, b, c, d] = v.map(|v| nearest(v, factor));
+        integer::permute(integer::permute(a, b, 0x0040), integer::permute(c, d, 0x0040), 0x5410)
     }
+}
+
+/// A word whose lowest byte is the integer nearest to `v * factor`, which is at most 2^22 in magnitude.
+///
+/// Adding 1.5 * 2^23 leaves the integer in the low bits. Conversions take four times as long.
+#[inline(always)]
+fn nearest(v: f32, factor: f32) -> u32 {
+    float::fma(v, factor, 12_582_912.0).to_bits()
 }
 
 /// The scale for values up to `amax` in magnitude.
@@ -52,25 +71,95 @@ pub fn scale_for<Q: Quantised>(amax: f32) -> f32 {
     float::max(amax, EPSILON) * (1.0 / Q::MAX)
 }
 
-/// The largest magnitude.
+/// The reciprocal of a scale, within 2 units in the last place; of subnormal ones infinity.
 #[inline(always)]
-pub fn amax<const V: usize>(values: [f32; V]) -> f32 {
+pub fn factor_of(scale: f32) -> f32 {
+    float::fast::recip(scale)
+}
+
+/// The scale for magnitudes up to `amax * common`, and `common` divided by it, which do not wait for each other.
+#[inline(always)]
+pub fn scale_and_factor<Q: Quantised>(amax: f32, common: f32) -> (f32, f32) {
+    let (factor, most) = (Q::MAX * float::fast::recip(amax), common * (Q::MAX / EPSILON));
+    let factor = if !Q::HAS_NAN {
+        // 0 where `common` is NaN.
+        float::min(factor, float::max(most, 0.0))
+    } else if factor < most {
+        factor
+    } else {
+        most
+    };
+    (scale_for::<Q>(amax * common), factor)
+}
+
+/// The largest magnitude of several pieces, in which NaN has no say and becomes zero, as infinities do, where the format
+/// cannot tell it.
+#[inline(always)]
+pub fn finite_amax<Q: Quantised, const V: usize, const N: usize>(pieces: &mut [[f32; V]; N]) -> f32 {
     let mut largest = 0.0;
-    cuda_std::unroll::<V>(|j| largest = float::max(largest, float::abs(values[j])));
+    if Q::HAS_NAN {
+        cuda_std::unroll::<N>(|i| largest = float::max(largest, amax(pieces[i])));
+        return largest;
+    }
+    cuda_std::unroll::<N>(|i| largest = float::max_propagate(largest, tree(pieces[i], float::max_propagate)));
+    if !(largest < f32::INFINITY) {
+        largest = 0.0;
+        cuda_std::unroll::<N>(|i| {
+            largest = float::max(largest, amax(pieces[i]));
+            cuda_std::unroll::<V>(|j| {
+                if !(float::abs(pieces[i][j]) < f32::INFINITY) {
+                    pieces[i][j] = 0.0;
+                }
+            });
+        });
+    }
     largest
 }
 
+/// The largest magnitude; NaN has no say.
+#[inline(always)]
+pub fn amax<const V: usize>(values: [f32; V]) -> f32 {
+    float::max(tree(values, float::max), 0.0)
+}
+
+/// Magnitudes combined in pairs, then the results in pairs, and so on: latency counts.
+#[inline(always)]
+fn tree<const V: usize>(values: [f32; V], op: impl Fn(f32, f32) -> f32) -> f32 {
+    const { assert!(V.is_power_of_two()) };
+    let mut largest = values;
+    let mut half = V / 2;
+    while half > 0 {
+        let mut j = 0;
+        while j < half {
+            largest[j] = op(float::abs(largest[j]), float::abs(largest[j + half]));
+            j += 1;
+        }
+        half /= 2;
+    }
+    float::abs(largest[0])
+}
+
 /// The largest magnitude in the group of [`GROUP`] columns that the piece belongs to. Every lane of the warp takes part.
+///
+/// Magnitudes are ordered as their bits are, so that one instruction does what takes shuffles five steps.
 #[inline(always)]
 #[track_caller]
 pub fn group_amax<const V: usize>(values: [f32; V]) -> f32 {
     const { assert!(V == 4 || V == 8) };
     let own = amax(values);
-    if V == 8 {
-        warp::reduce_segments::<16, f32>(own, float::max)
-    } else {
-        warp::reduce_segments::<32, f32>(own, float::max)
+    if V == 4 {
+        return warp_amax(own);
     }
+    let low = warp::lane_id() < 16;
+    let (first, second) = (warp_amax(if low { own } else { 0.0 }), warp_amax(if low { 0.0 } else { own }));
+    if low { first } else { second }
+}
+
+/// The largest of numbers that are neither negative nor NaN, over the warp.
+#[inline(always)]
+#[track_caller]
+pub fn warp_amax(magnitude: f32) -> f32 {
+    f32::from_bits(warp::warp_reduce_max_u32(warp::FULL, magnitude.to_bits()))
 }
 
 impl<const V: usize, const VEC: bool> Piece<V, VEC> {
@@ -78,13 +167,12 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn store_quantised<Q: Quantised>(self, y: GlobalMut<Q>, values: [f32; V], factor: f32) {
-        let mut v = values;
-        cuda_std::unroll::<V>(|j| v[j] *= factor);
+        let v = values;
         if VEC {
             if self.first < self.n {
-                let low = Q::four([v[0], v[1], v[2], v[3]]);
+                let low = Q::four_times([v[0], v[1], v[2], v[3]], factor);
                 if V == 8 {
-                    let high = Q::four([v[4 % V], v[5 % V], v[6 % V], v[7 % V]]);
+                    let high = Q::four_times([v[4 % V], v[5 % V], v[6 % V], v[7 % V]], factor);
                     y.set_hinted(self.first, B64([low, high]), StoreStreaming);
                 } else {
                     y.set_hinted(self.first, low, StoreStreaming);
@@ -94,7 +182,7 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
             let y = y.offset(self.first);
             cuda_std::unroll::<V>(|j| {
                 if self.has(j) {
-                    y.set(j * Self::STEP, Q::one(v[j]));
+                    y.set(j * Self::STEP, Q::one(v[j], factor));
                 }
             });
         }

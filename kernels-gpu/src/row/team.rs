@@ -1,5 +1,6 @@
 //! The threads that work on one row, and what they find out together.
 
+use super::quantise::warp_amax;
 use cuda_std::shared::{Carver, Shared};
 use cuda_std::vec::B128;
 use cuda_std::{float, thread, warp};
@@ -9,7 +10,7 @@ use cuda_std::{float, thread, warp};
 pub enum Op {
     /// The sum.
     Sum,
-    /// The largest number; NaN loses against any.
+    /// The largest of numbers that are neither negative nor NaN.
     Max,
 }
 
@@ -19,6 +20,16 @@ impl Op {
         match self {
             Op::Sum => a + b,
             Op::Max => float::max(a, b),
+        }
+    }
+
+    /// Over the warp; every lane gets the result.
+    #[inline(always)]
+    #[track_caller]
+    pub fn over_warp(self, value: f32) -> f32 {
+        match self {
+            Op::Sum => warp::reduce(value, |a, b| a + b),
+            Op::Max => warp_amax(value),
         }
     }
 }
@@ -63,30 +74,50 @@ impl Team {
             }
             return out;
         }
-        cuda_std::unroll::<K>(|k| out[k] = warp::reduce(out[k], |a, b| ops[k].apply(a, b)));
+        cuda_std::unroll::<K>(|k| out[k] = ops[k].over_warp(out[k]));
+        self.reduce_warps::<K, WARPS>(out, ops, scratch)
+    }
+
+    /// The rest of [`reduce`](Self::reduce) for teams of whole warps, after [`Op::over_warp`].
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn reduce_warps<const K: usize, const WARPS: usize>(
+        self,
+        values: [f32; K],
+        ops: [Op; K],
+        scratch: Shared<f32>,
+    ) -> [f32; K] {
+        let mut out = values;
         if self.size == 32 {
             return out;
         }
         let (warp, lane, warps) = (self.rank / 32, self.rank % 32, self.size / 32);
-        // Every thread reads all warps' results, which is faster than another round of shuffles. What no warp fills is
-        // neutral: zero for sums and for largest magnitudes alike.
         if lane == 0 {
             cuda_std::unroll::<K>(|k| scratch.set(k * WARPS + warp as usize, out[k]));
         }
         if warp == 0 && lane >= warps && lane < WARPS as u32 {
-            cuda_std::unroll::<K>(|k| scratch.set(k * WARPS + lane as usize, 0.0));
+            cuda_std::unroll::<K>(|k| {
+                if ops[k] == Op::Sum {
+                    scratch.set(k * WARPS + lane as usize, 0.0);
+                }
+            });
         }
         thread::sync_threads();
         cuda_std::unroll::<K>(|k| {
-            let mut quads = [0.0; 4];
-            let mut i = 0;
-            while i < WARPS {
-                let B128(q): B128<f32, 4> = scratch.get_as(k * WARPS + i);
-                cuda_std::unroll::<4>(|j| quads[j] = if i == 0 { q[j] } else { ops[k].apply(quads[j], q[j]) });
-                i += 4;
-            }
-            let [a, b, c, d] = quads;
-            out[k] = ops[k].apply(ops[k].apply(a, b), ops[k].apply(c, d));
+            out[k] = if ops[k] == Op::Max {
+                ops[k].over_warp(if lane < warps { scratch.get(k * WARPS + lane as usize) } else { 0.0 })
+            } else {
+                // Every thread reads all warps' sums, which is faster than another round of shuffles.
+                let mut quads = [0.0; 4];
+                let mut i = 0;
+                while i < WARPS {
+                    let B128(q): B128<f32, 4> = scratch.get_as(k * WARPS + i);
+                    cuda_std::unroll::<4>(|j| quads[j] = if i == 0 { q[j] } else { quads[j] + q[j] });
+                    i += 4;
+                }
+                let [a, b, c, d] = quads;
+                (a + b) + (c + d)
+            };
         });
         out
     }

@@ -471,15 +471,17 @@ unsafe fn rank<I: Copy + Default + Ord, const N: usize>(items: Shared<I>, n: u32
         }
         let mut j = part;
         while j < whole {
-            // Several loads at a time; 0 is never larger.
+            // Several loads at a time, none of them under a condition: it would have each wait for the one before. And a bit
+            // for each comparison: sums would be a chain.
             let mut others = [[I::default(); N]; 4];
+            let (mut hits, mut there) = (0u32, 0u32);
             unroll::<4>(|u| {
                 let at = j + u as u32 * lanes;
-                if at < whole {
-                    others[u] = items.get_as::<B128<I, N>>(at * N as u32).0;
-                }
+                others[u] = items.get_as::<B128<I, N>>((if at < whole { at } else { j }) * N as u32).0;
+                there |= if at < whole { ((1 << N) - 1) << (u * N) } else { 0 };
             });
-            unroll::<4>(|u| unroll::<N>(|v| larger += (others[u][v] > item) as u32));
+            unroll::<4>(|u| unroll::<N>(|v| hits |= ((others[u][v] > item) as u32) << (u * N + v)));
+            larger += (hits & there).count_ones();
             j += 4 * lanes;
         }
         let mut m = 1;

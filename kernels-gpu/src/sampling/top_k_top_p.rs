@@ -15,7 +15,7 @@ use super::weights::{index_of, key, key_of, scaled, scaled_up};
 use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::integer::opaque;
 use cuda_std::shared::Carver;
-use cuda_std::{GlobalMut, Shared, entries, thread, warp};
+use cuda_std::{GlobalMut, Shared, entries, thread, unroll, warp};
 
 /// How many of a row's best are needed; 0 if the row is nothing to these kernels.
 #[inline(always)]
@@ -59,11 +59,21 @@ pub unsafe fn split_k<T: Logit>(logits: *const T, job: Job, splits: u32) {
     if !job.last_of_row(row, splits, scratch.flag) {
         return;
     }
-    let mut i = tid;
-    while i < splits * need {
-        scratch.candidates.set(i, lists.get(i));
-        i += THREADS;
-    }
+    // All loads are under way before the first is waited for.
+    const EACH: usize = CAPACITY.div_ceil(THREADS) as usize;
+    let mut held = [0; EACH];
+    unroll::<EACH>(|i| {
+        let at = i as u32 * THREADS + tid;
+        if at < splits * need {
+            held[i] = lists.get(at);
+        }
+    });
+    unroll::<EACH>(|i| {
+        let at = i as u32 * THREADS + tid;
+        if at < splits * need {
+            scratch.candidates.set(at, held[i]);
+        }
+    });
     thread::sync_threads();
     let len = scratch.keep_best(splits * need, need);
     finish(&scratch, logits, &job, row, len);

@@ -92,7 +92,8 @@ fn exp2(t: f32, bits: u32) -> u64 {
     if t <= -(bits as f32) || t.is_nan() {
         return 0;
     }
-    let whole = t as i32;
+    // SAFETY: from -bits to 0. The checked conversion would take five more instructions of the thirty.
+    let whole = unsafe { t.to_int_unchecked::<i32>() };
     let f = (t - whole as f32) + 1.0;
     // 2^f on [0, 1], least squares at Chebyshev nodes: within 2^-23.9, and 2 at 1.
     let mut p = 0.000_218_775_05;
@@ -102,7 +103,8 @@ fn exp2(t: f32, bits: u32) -> u64 {
     p = float::fma(p, f, 0.240_230_5);
     p = float::fma(p, f, 0.693_146_94);
     p = float::fma(p, f, 1.0);
-    let mantissa = (p * (1 << 23) as f32) as u32;
+    // `p * 2^23`, an integer of 24 bits: from 1 up to 2 the mantissa below a one; and 2 carries into the exponent.
+    let mantissa = p.to_bits() - (126 << 23);
     ((mantissa as u64) << (bits - 23)) >> (1 - whole)
 }
 
