@@ -3,12 +3,14 @@
 pub mod capacity;
 pub mod fused;
 mod fused_host;
+pub mod fused_quant;
 pub mod gate;
 pub mod permute;
 pub mod sort;
 
 pub use capacity::capacity;
 pub use fused::{ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused};
+pub use fused_quant::{FusedQuantOptions, FusedQuantPath, FusedQuantShape, fused_quant};
 pub use gate::{Bias, GateOptions, Scoring, gate};
 pub use permute::{permute, unpermute};
 pub use sort::{Local, SortConvention, SortInput, SortOptions, SortOutput, sort, sort_and_zero};
