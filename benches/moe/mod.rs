@@ -1,4 +1,5 @@
 mod fused;
+mod fused_quant;
 mod gate;
 mod sort;
 
@@ -8,4 +9,5 @@ pub fn benches(harness: &mut Harness) {
     gate::benches(harness);
     sort::benches(harness);
     fused::benches(harness);
+    fused_quant::benches(harness);
 }

@@ -130,9 +130,13 @@ fn kinds() -> impl Strategy<Value = (bool, bool, bool, usize)> {
 #[test]
 fn tile_matches_the_reference() {
     let shape = (1usize..150, 1usize..150, prop_oneof![0usize..20, 100usize..300], any::<[bool; 3]>());
-    property(5, (shape, kinds()), |d, s, ((m, n, k, pads), (blocks, transposed, biased, kind))| {
+    property(3, (shape, kinds()), |d, s, ((m, n, k, pads), (blocks, transposed, biased, kind))| {
         // Odd distances, and rows that begin at multiples of 16 bytes.
-        let pads = if pads[0] { [pads[1] as usize, 3, 1] } else { [k.next_multiple_of(16) - k, k.next_multiple_of(16) - k, 0] };
+        let pads = if pads[0] {
+            [pads[1] as usize, 3, 1]
+        } else {
+            [k.next_multiple_of(16) - k, k.next_multiple_of(16) - k, 0]
+        };
         let case = Case { size: [m, n, k], pads, blocks, transposed, biased, kind: EPILOGUES[kind] };
         let tile = LinearQuantOptions::default().path(LinearQuantPath::Tile);
         check::<E4M3, bf16>(d, s, case, tile, 0);
@@ -145,9 +149,9 @@ fn tile_matches_the_reference() {
 
 #[test]
 fn wgmma_matches_the_reference() {
-    let shape = (1usize..200, (1usize..38).prop_map(|n| 8 * n), 1usize..500);
+    let shape = (1usize..150, (1usize..25).prop_map(|n| 8 * n), 1usize..400);
     let how = (0..LinearQuantTile::ALL.len(), any::<[bool; 3]>());
-    property(4, (shape, how, kinds()), |d, s, ((m, n, k), (tile, pads), (blocks, transposed, biased, kind))| {
+    property(3, (shape, how, kinds()), |d, s, ((m, n, k), (tile, pads), (blocks, transposed, biased, kind))| {
         let tile = LinearQuantTile::ALL[tile];
         let blocks = blocks && tile.entry(DType::Bf16, true).is_some();
         let pad = |pad: bool| k.next_multiple_of(16) - k + 16 * pad as usize;
@@ -169,7 +173,7 @@ fn every_tile() {
             // Fewer tiles than blocks of threads, and more; more steps along K than a ring has, and fewer than parts.
             for blocks in [false, true] {
                 if tile.entry(DType::Bf16, blocks).is_some() {
-                    let size = [[130, 264, 1200], [300, 40, 512], [65, 520, 48]][i % 3];
+                    let size = [[130, 136, 640], [200, 40, 512], [65, 264, 48]][i % 3];
                     let (biased, kind) = (i % 2 == 0, EPILOGUES[i % 6]);
                     let case = Case { size, pads: [0, 0, 0], blocks, transposed: false, biased, kind };
                     check::<E4M3, bf16>(d, s, case, LinearQuantOptions::default().tile(tile), 400);
@@ -198,11 +202,35 @@ fn at_model_sizes() {
     }
 }
 
+/// What was the fastest, or within the noise of it, where all were measured on an H200.
+#[test]
+fn tiles_are_chosen_as_measured() {
+    use LinearQuantTile::*;
+    for ([m, k, n], rows, blocks) in [
+        ([1, 4096, 4096], N64Split2, N64Split2),
+        ([128, 4096, 4096], N64Split2, N64Split2),
+        ([512, 4096, 4096], N128, N128),
+        ([1024, 4096, 4096], N256Weights2, N128),
+        ([4096, 4096, 4096], N256Weights2, N192),
+        ([1, 4096, 14336], N128, N128),
+        ([64, 4096, 14336], N128, N128),
+        ([512, 4096, 14336], N256Weights2, N192),
+        ([64, 7168, 4096], N64Split2, N64Split2),
+        ([4096, 7168, 2112], N192, N192),
+        ([1, 14336, 4096], N64Split2, N64Split2),
+        ([8192, 8192, 8192], N256Weights2, N192),
+    ] {
+        assert_eq!(LinearQuantTile::choose(m, n, k, false, 132), rows, "{m} x {k} x {n}, rows");
+        assert_eq!(LinearQuantTile::choose(m, n, k, true, 132), blocks, "{m} x {k} x {n}, blocks");
+    }
+}
+
 #[test]
 fn one_scale_for_a_tensor() {
     on_every_device(|d, s| {
         let (m, n, k) = (5, 24, 48);
-        let (x, w) = (Operand::<E4M3>::new(d, [m, k], 0, None, false, 1), Operand::<E4M3>::new(d, [n, k], 0, None, false, 2));
+        let (x, w) =
+            (Operand::<E4M3>::new(d, [m, k], 0, None, false, 1), Operand::<E4M3>::new(d, [n, k], 0, None, false, 2));
         let one = |v: f32| Tensor::from_slice(d, &[v], &[1]).unwrap();
         let full = |v: f32, rows: usize| Tensor::from_slice(d, &vec![v; rows], &[rows]).unwrap();
         for path in [LinearQuantPath::Tile, LinearQuantPath::Auto] {
@@ -226,7 +254,17 @@ fn int8_sums_are_exact() {
         // The largest products, of one sign and then of both.
         let (m, n, k) = (2, 3, 4096);
         let x = Tensor::from_slice(d, &vec![-127i8; m * k], &[m, k]).unwrap();
-        let w: Vec<i8> = (0..n * k).map(|i| if i / k == 0 { 127 } else if i % 2 == 0 { 127 } else { -126 }).collect();
+        let w: Vec<i8> = (0..n * k)
+            .map(|i| {
+                if i / k == 0 {
+                    127
+                } else if i % 2 == 0 {
+                    127
+                } else {
+                    -126
+                }
+            })
+            .collect();
         let w = Tensor::from_slice(d, &w, &[n, k]).unwrap();
         let one = Tensor::from_slice(d, &[1.0f32], &[1]).unwrap();
         let mut y = Tensor::<f32>::uninit(d, &[m, n]).unwrap();
@@ -313,7 +351,8 @@ fn bad_input() {
         assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
         let e = run(&[2, 8], &[2, 16], &[2, 1], &[8, 16], &[1, 1], auto.tile(LinearQuantTile::N256));
         assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
-        let (x, w, one) = (Tensor::<i8>::zeros(d, &[2, 16]).unwrap(), Tensor::<i8>::zeros(d, &[8, 16]).unwrap(), f(&[1]));
+        let (x, w, one) =
+            (Tensor::<i8>::zeros(d, &[2, 16]).unwrap(), Tensor::<i8>::zeros(d, &[8, 16]).unwrap(), f(&[1]));
         let mut y = Tensor::<bf16>::zeros(d, &[2, 8]).unwrap();
         let e = linear_quant(s, &mut y, Quantised::new(&x, &one), Quantised::new(&w, &one), None, &wgmma);
         assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");

@@ -1,5 +1,6 @@
 mod capacity;
 mod fused;
+mod fused_quant;
 mod gate;
 mod permute;
 mod sort;

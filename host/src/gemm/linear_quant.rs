@@ -264,7 +264,8 @@ pub fn linear_quant<Y: Float, Q: Element>(
     if args.m == 0 || args.n == 0 {
         return Ok(());
     }
-    let begins = |address: usize, rows: Rows| address.is_multiple_of(16) && (rows.rows == 1 || rows.stride.is_multiple_of(16));
+    let begins =
+        |address: usize, rows: Rows| address.is_multiple_of(16) && (rows.rows == 1 || rows.stride.is_multiple_of(16));
     let aligned = begins(args.x as usize, xs) && begins(args.w as usize, ws);
     let args = Args { aligned: aligned as u32, ..args };
     let device = stream.device();

@@ -104,22 +104,25 @@ impl LinearQuantTile {
 fn estimate(shape: Shape, m: u32, n: u32, steps: u32, blocks: bool, multiprocessors: u32) -> f64 {
     /// Bytes of a nanosecond, from memory and from the L2 cache.
     const MEMORY: f64 = 4000.0;
-    const CACHE: f64 = 150_000.0;
+    const CACHE: f64 = 45_000.0;
     /// A launch, from its first load to its last store; what a cluster adds.
-    const LAUNCH: f64 = 4000.0;
+    const LAUNCH: f64 = 3000.0;
     const CLUSTER: f64 = 100.0;
+    /// What a column of a tile takes to store.
+    const COLUMN: f64 = 12.0;
     let (tiles, at_once) = (shape.tiles(m, n), shape.at_once(multiprocessors));
     let rounds = tiles.div_ceil(at_once) as f64;
     let steps = steps.div_ceil(shape.split) as f64;
-    let step = match shape.n {
-        64 => 200.0,
-        128 => 360.0,
-        192 => 460.0,
-        _ => 600.0,
+    let step = match (shape.n, blocks) {
+        (64, false) => 200.0,
+        (128, false) => 300.0,
+        (192, false) => 445.0,
+        (_, false) => 570.0,
+        (64, true) => 325.0,
+        (128, true) => 450.0,
+        (_, true) => 535.0,
     };
-    // What adding the sums of each step up costs.
-    let step = if blocks { step * 1.1 } else { step };
-    let products = rounds * (steps * step + 6.0 * shape.n as f64);
+    let products = rounds * (steps * step + COLUMN * shape.n as f64);
     let (m, n, k) = (m as f64, n as f64, steps * shape.split as f64 * 128.0);
     let idle = if rounds > 1.0 { multiprocessors as f64 / (at_once * shape.blocks()) as f64 } else { 1.0 };
     let memory = (n * k + m * k + m * n * 2.0) / MEMORY * idle;

@@ -55,13 +55,13 @@ impl FusedQuantPath {
         }
     }
 
-    /// Pairs at a time and stages of a path on Hopper.
-    const fn wgmma(self) -> Option<(usize, usize)> {
+    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, and stages of a path on Hopper.
+    const fn wgmma(self) -> Option<(usize, usize, usize)> {
         match self {
             FusedQuantPath::Auto | FusedQuantPath::Tile => None,
-            FusedQuantPath::Wgmma16 => Some((16, 11)),
-            FusedQuantPath::Wgmma64 => Some((64, 8)),
-            FusedQuantPath::Wgmma144 => Some((144, 6)),
+            FusedQuantPath::Wgmma16 => Some((1, 16, 11)),
+            FusedQuantPath::Wgmma64 => Some((1, 64, 8)),
+            FusedQuantPath::Wgmma144 => Some((1, 144, 6)),
         }
     }
 
@@ -209,10 +209,10 @@ pub const fn wgmma_entries(
 
 /// How to launch a product on Hopper, with so many experts and multiprocessors.
 pub const fn wgmma_geometry(path: FusedQuantPath, experts: usize, multiprocessors: u32) -> Option<Geometry> {
-    let Some((pairs, stages)) = path.wgmma() else {
+    let Some((tiles, pairs, stages)) = path.wgmma() else {
         return None;
     };
-    let bytes = wgmma_kernel::shared_bytes(pairs, stages, experts);
+    let bytes = wgmma_kernel::shared_bytes(tiles, pairs, stages, experts);
     Some(Geometry::linear(multiprocessors, wgmma_kernel::THREADS as u32).shared_bytes(bytes as u32).dependent())
 }
 
@@ -237,7 +237,7 @@ const fn group_geometry(rows: usize, n: usize) -> Geometry {
 }
 
 /// The map of e4m3 weights `[experts, rows, k]` for the copy engine; see
-/// [`fused_wgmma`](crate::kernels::moe::fused_wgmma). `n` outputs; `gate_up` for the first product.
+/// [`fused_wgmma`](crate::kernels::moe::fused_wgmma). `n` outputs; `gate_up` for the first product; so many `rows` of weights at a time.
 fn weight_map(
     device: &Device,
     base: *const c_void,
@@ -245,13 +245,16 @@ fn weight_map(
     n: usize,
     k: usize,
     gate_up: Option<GateUp>,
+    rows: usize,
 ) -> Result<TensorMap> {
     let (experts, n, k) = (experts.max(1) as u64, n as u64, k as u64);
-    let (groups, step) = (wgmma_kernel::ROWS as u32 / 16, wgmma_kernel::STEP as u32);
+    let (groups, step) = (rows as u32 / 16, wgmma_kernel::STEP as u32);
     // From innermost on: elements of a row, 8 rows, gate and value, groups of 8 outputs, experts.
     let (dims, strides, box_dims) = match gate_up {
         Some(GateUp::Halves) => ([k, 8, 2, n / 8, experts], [k, n * k, 8 * k, 2 * n * k], [step, 8, 2, groups, 1]),
-        Some(GateUp::Interleaved) => ([k, 8, 2, n / 8, experts], [2 * k, k, 16 * k, 2 * n * k], [step, 8, 2, groups, 1]),
+        Some(GateUp::Interleaved) => {
+            ([k, 8, 2, n / 8, experts], [2 * k, k, 16 * k, 2 * n * k], [step, 8, 2, groups, 1])
+        }
         // The values lie outside of the tensor: zeroes.
         Some(GateUp::GateOnly) => ([k, 8, 1, n / 8, experts], [k, k, 8 * k, n * k], [step, 8, 2, groups, 1]),
         None => ([k, 8, n / 8, 1, experts], [k, 8 * k, n * k, n * k], [step, 8, 2 * groups, 1, 1]),
@@ -436,6 +439,7 @@ impl Run<'_> {
         let (first, second) = wgmma_entries(self.path, self.dtype).ok_or_else(unsupported)?;
         let device = self.stream.device();
         let geometry = wgmma_geometry(self.path, shape.experts, device.properties().multiprocessors);
+        let rows = wgmma_kernel::rows(self.path.wgmma().ok_or_else(unsupported)?.0);
         let (activation, alpha, limit) = o.activation.parts();
         let FusedQuantShape { hidden, intermediate, .. } = *shape;
         let (n, k) = if up { (intermediate, hidden) } else { (hidden, intermediate) };
@@ -447,7 +451,7 @@ impl Run<'_> {
             x_row: k,
             x_scales: self.part(if up { at.x_scales } else { at.q_scales }).cast(),
             x_scale_row: k.div_ceil(GROUP),
-            map: weight_map(device, w, shape.experts, n, k, up.then_some(o.gate_up))?,
+            map: weight_map(device, w, shape.experts, n, k, up.then_some(o.gate_up), rows)?,
             w_scales: if up { o.w13_scales } else { o.w2_scales },
             sorted_ids: self.part(at.sorted_ids).cast(),
             sorted_weights: self.part(at.sorted_weights).cast(),
@@ -749,10 +753,7 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     call.same_shape("w2", w2.values.shape(), &[experts, hidden, intermediate])?;
     call.contiguous("w13", w13.values)?;
     call.contiguous("w2", w2.values)?;
-    let smooth = [
-        ("options.smooth13", options.smooth13, hidden),
-        ("options.smooth2", options.smooth2, intermediate),
-    ];
+    let smooth = [("options.smooth13", options.smooth13, hidden), ("options.smooth2", options.smooth2, intermediate)];
     for (arg, smooth, width) in smooth {
         if let Some(smooth) = smooth {
             if !int8 {
@@ -834,7 +835,12 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     // Nothing to multiply: the sum over slots alone, of nothing.
     let block = path.block();
     let blocks = sort::capacity(shape.pairs(), experts, block, false) / block;
-    call.value(path.wgmma().is_some() || blocks <= 65535, "topk_ids", format!("at most 65535 blocks of {block} pairs"), blocks)?;
+    call.value(
+        path.wgmma().is_some() || blocks <= 65535,
+        "topk_ids",
+        format!("at most 65535 blocks of {block} pairs"),
+        blocks,
+    )?;
     if shape.pairs() == 0 || experts == 0 || intermediate == 0 {
         return stream_zeros(stream, &shape, T::DTYPE, &operands, workspace);
     }

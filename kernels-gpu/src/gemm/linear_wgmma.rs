@@ -301,7 +301,11 @@ pub unsafe fn scaled<
             loop {
                 stages.wait_full(ring);
                 if SCALES == BLOCKS {
-                    partial.multiply::<X, 4, K, K>(a.offset(ring.stage * x_bytes), b.offset(ring.stage * w_bytes), false);
+                    partial.multiply::<X, 4, K, K>(
+                        a.offset(ring.stage * x_bytes),
+                        b.offset(ring.stage * w_bytes),
+                        false,
+                    );
                     let at = ring.stage * ROWS as u32 + own;
                     let rows = [factors.get(at), factors.get(at + 8)];
                     let now = columns;

@@ -114,7 +114,8 @@ pub unsafe fn blocks<T: Float, Q: Quantised>(w: *const T, out: *mut Q, scales: *
     let (column, row, matrix) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z() as usize);
     let first = (matrix * rows as usize + row as usize * GROUP) * n as usize + column as usize * GROUP;
     let (w, out) = (Global::new(w).offset(first), GlobalMut::new(out).offset(first));
-    let (width, height) = ((n - column * GROUP as u32).min(GROUP as u32), (rows - row * GROUP as u32).min(GROUP as u32));
+    let (width, height) =
+        ((n - column * GROUP as u32).min(GROUP as u32), (rows - row * GROUP as u32).min(GROUP as u32));
     let team = Team::current();
     let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
     // A thread keeps its column.

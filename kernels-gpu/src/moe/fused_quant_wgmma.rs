@@ -3,11 +3,12 @@
 //! Weights have a scale for each block of 128 × 128, rows of `x` and `h` one for each 128 elements (DeepSeek-AI, *DeepSeek-V3 Technical
 //! Report*, 2024, section 3.3). A step of the pipeline is 128 elements of K, one line of the swizzle. Its products have accumulators of
 //! their own, and are then multiplied with their scales and added to the sums in f32; meanwhile the other consumer warpgroup
-//! keeps the tensor cores busy.
+//! keeps the tensor cores busy. Where a warpgroup has 128 rows of weights and many pairs, registers do not suffice for sums and
+//! products of all columns: then it multiplies half of the columns of 64 rows at a time.
 //!
 //! As there, weights are the 64-row side of `m64nNk32` and the pairs of an expert the N side; of every 16 rows of weights 8 are gates and 8
 //! the values that belong to them, so a thread has a gate and its value, of at most two blocks of weights. Scales of pairs come
-//! into the stages along with the rows, 4 bytes each; those of weights are two words a thread and step, loaded a step ahead.
+//! into the stages along with the rows, 4 bytes each; those of weights are two words a thread and step, on their way during the products.
 //!
 //! `h` is stored as `T`, and quantised by [`fused_quant_rows`](super::fused_quant_rows) for the second product: a scale covers 128 outputs,
 //! which are two tiles.
@@ -24,7 +25,8 @@ use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, K};
 use cuda_std::{
-    E4M3, Global, GlobalMut, Shared, bf16, cp_async, dependent_launch, entries, f16, float, mma, thread, unroll, warp,
+    E4M3, Global, GlobalMut, Shared, bf16, cp_async, dependent_launch, entries, f16, float, mbarrier, mma, thread,
+    unroll, warp,
 };
 
 /// Consumer warpgroups.
@@ -33,8 +35,6 @@ const GROUPS: usize = 2;
 const PRODUCERS: usize = 128;
 /// Threads of a block.
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
-/// Rows of weights of an item.
-pub const ROWS: usize = GROUPS * 64;
 /// Elements of K of a stage: a line of the swizzle, and what a scale covers.
 pub const STEP: usize = 128;
 /// The most experts of a device.
@@ -42,9 +42,14 @@ pub const MAX_BINS: usize = 1024;
 /// The place in the sorted list of an expert's first pair is a multiple of this.
 pub const SORT_BLOCK: usize = 8;
 
+/// Rows of weights of an item.
+pub const fn rows(tiles: usize) -> usize {
+    GROUPS * tiles * 64
+}
+
 /// Dynamic shared memory; every part may begin at the next multiple of 16.
-pub const fn shared_bytes(pairs: usize, stages: usize, bins: usize) -> usize {
-    stages * ((ROWS + pairs) * STEP + pairs * 4 + 2 * 8)
+pub const fn shared_bytes(tiles: usize, pairs: usize, stages: usize, bins: usize) -> usize {
+    stages * ((rows(tiles) + pairs) * STEP + pairs * 4 + 2 * 8)
         + GROUPS * pairs * 8
         + super::items::shared_bytes(bins)
         + 5 * 16
@@ -61,7 +66,8 @@ struct Job<T, const DIRECT: bool> {
     /// Rows of an expert's weights, and of their blocks.
     rows: u32,
     layout: u32,
-    activation: Activation,
+    /// Number of the activation, and its scalars.
+    activation: (u32, f32, f32),
 }
 
 impl<T: TensorFloat, const DIRECT: bool> Job<T, DIRECT> {
@@ -88,6 +94,7 @@ impl<T: TensorFloat, const DIRECT: bool> Job<T, DIRECT> {
 unsafe fn fused_quant_wgmma<
     T: TensorFloat,
     const UP: bool,
+    const TILES: usize,
     const PAIRS: usize,
     const STAGES: usize,
     const DIRECT: bool,
@@ -121,7 +128,7 @@ unsafe fn fused_quant_wgmma<
 ) {
     let (tid, warp_id) = (thread::thread_idx_x(), warp::warp_id());
     let mut carver = Carver::new();
-    let weights = carver.take_aligned::<u8>(STAGES * ROWS * STEP, 1024);
+    let weights = carver.take_aligned::<u8>(STAGES * rows(TILES) * STEP, 1024);
     let operands = carver.take_aligned::<u8>(STAGES * PAIRS * STEP, 1024);
     let factors = carver.take::<f32>(STAGES * PAIRS);
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
@@ -138,7 +145,7 @@ unsafe fn fused_quant_wgmma<
         dependent_launch::wait();
         dependent_launch::launch_dependents();
     }
-    let outputs = if UP { ROWS as u32 / 2 } else { ROWS as u32 };
+    let outputs = if UP { rows(TILES) as u32 / 2 } else { rows(TILES) as u32 };
     let tiles = n.div_ceil(outputs);
     let sorted = Sorted {
         ids: Global::new(sorted_ids),
@@ -168,7 +175,7 @@ unsafe fn fused_quant_wgmma<
         k,
         rows: if UP && layout != PLAIN { 2 * n } else { n },
         layout,
-        activation: Activation::new(activation, alpha, limit, layout != PLAIN),
+        activation: (activation, alpha, limit),
     };
     let (all, grid, groups) = (items.count(), thread::grid_dim_x(), job.groups());
 
@@ -176,13 +183,14 @@ unsafe fn fused_quant_wgmma<
         wgmma::decrease_registers::<40>();
         let mut ring = Ring::<STAGES>::new();
         let fetch = |ring: Ring<STAGES>, item: Item, step: u32| {
-            let group = (item.tile * (ROWS / 16) as u32) as i32;
+            let group = (item.tile * (rows(TILES) / 16) as u32) as i32;
             let (k0, bin) = ((step * STEP as u32) as i32, item.bin as i32);
             let at = if UP { [k0, 0, 0, group, bin] } else { [k0, 0, 2 * group, 0, bin] };
             let bar = stages.full(ring.stage);
-            cuda_std::mbarrier::arrive_expect_tx(bar, const { (ROWS * STEP) as u32 });
+            let bytes = const { (rows(TILES) * STEP) as u32 };
+            mbarrier::arrive_expect_tx(bar, bytes);
             // Beyond the end of K come zeroes.
-            tma::load_tensor::<5>(weights.address(ring.stage * const { (ROWS * STEP) as u32 }), map, at, bar);
+            tma::load_tensor::<5>(weights.address(ring.stage * bytes), map, at, bar);
         };
         let mut next = thread::block_idx_x();
         // Stages whose weights are on their way before `h` is there.
@@ -269,13 +277,13 @@ unsafe fn fused_quant_wgmma<
         wgmma::increase_registers::<232>();
         let group = warp_id / 4 - 1;
         let consumer = Consumer {
-            weights: Descriptor::<K>::new(weights.address(group * (64 * STEP) as u32)),
+            weights: Descriptor::<K>::new(weights.address(group * (TILES * 64 * STEP) as u32)),
             operands: Descriptor::<K>::new(operands.address(0u32)),
             factors,
             ids: ids.offset(group * PAIRS as u32),
             scales: scales.offset(group * PAIRS as u32),
             group,
-            first_row: group * 64 + warp_id % 4 * 16,
+            first_row: group * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
         let mut ring = Ring::<STAGES>::new();
         let mut next = thread::block_idx_x();
@@ -284,10 +292,25 @@ unsafe fn fused_quant_wgmma<
             let wide = columns(PAIRS as u32, item.count);
             macro_rules! product {
                 ($half:literal) => {
-                    consumer.item::<T, [f32; $half], UP, PAIRS, STAGES, DIRECT>(&job, stages, &mut ring, item)
+                    consumer.item::<T, [f32; $half], [f32; $half], UP, TILES, PAIRS, STAGES, DIRECT>(
+                        &job, stages, &mut ring, next, item,
+                    )
+                };
+                ($half:literal, $part:literal) => {
+                    consumer.item::<T, [f32; $half], [f32; $part], UP, TILES, PAIRS, STAGES, DIRECT>(
+                        &job, stages, &mut ring, next, item,
+                    )
                 };
             }
-            if PAIRS > 64 {
+            if TILES > 1 {
+                match wide {
+                    32 => product!(16, 8),
+                    64 => product!(32, 16),
+                    96 => product!(48, 24),
+                    128 => product!(64, 32),
+                    _ => product!(72, 36),
+                }
+            } else if PAIRS > 64 {
                 match wide {
                     32 => product!(16),
                     64 => product!(32),
@@ -345,12 +368,14 @@ struct Consumer {
 }
 
 impl Consumer {
-    /// Multiplies an item and finishes it.
+    /// Multiplies an item and finishes it. `P` holds the sums of a step, for all columns or for a part of them at a time.
     #[inline(always)]
     unsafe fn item<
         T: TensorFloat,
         A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
+        P: Accumulator + AsRef<[f32]>,
         const UP: bool,
+        const TILES: usize,
         const PAIRS: usize,
         const STAGES: usize,
         const DIRECT: bool,
@@ -359,54 +384,53 @@ impl Consumer {
         job: &Job<T, DIRECT>,
         stages: Stages<STAGES>,
         ring: &mut Ring<STAGES>,
+        number: u32,
         item: Item,
     ) {
         let (mine, lane) = (thread::thread_idx_x() % 128, warp::lane_id());
-        // What the end needs is on its way while the products run.
-        let (mut pair, mut scale) = ([0u32; 2], [0f32; 2]);
-        unroll::<2>(|i| {
-            let column = mine + 128 * i as u32;
-            if column < item.count {
-                pair[i] = job.items.pair(item.first + column);
-                if !UP {
-                    scale[i] = job.items.weight(item.first + column);
-                }
-            }
-        });
-        // Scales of this thread's two rows of weights. Rows beyond the last repeat it.
-        let row = item.tile * ROWS as u32 + self.first_row;
+        // Scales of this thread's two rows of weights in each tile. Rows beyond the last repeat it.
+        let row = item.tile * rows(TILES) as u32 + self.first_row;
         let groups = job.groups();
-        let first = if UP { row / 2 + lane / 4 } else { row };
         let blocks = job.rows.div_ceil(GROUP as u32);
-        let of = |row: u32| {
-            let block = item.bin as usize * blocks as usize + row as usize / GROUP;
-            job.w_scales.offset(block * groups as usize)
+        let mut at = [[0u32; 2]; TILES];
+        unroll::<TILES>(|s| {
+            let row = row + 64 * s as u32;
+            let output = if UP { row / 2 + lane / 4 } else { row };
+            let rows = job.weight_rows::<UP>(output.min(job.n - 1));
+            at[s] = rows.map(|row| (item.bin * blocks + row / GROUP as u32) * groups);
+        });
+        // Rows of the second product lie in one block.
+        let load = |at: [u32; 2], step: u32| {
+            let first = job.w_scales.get(at[0] as usize + step as usize);
+            [first, if UP { job.w_scales.get(at[1] as usize + step as usize) } else { first }]
         };
-        let rows = job.weight_rows::<UP>(first.min(job.n - 1));
-        let (upper, lower) = (of(rows[0]), of(rows[1]));
 
-        let (mut acc, mut partial) = (A::zero(), A::zero());
-        let mut weight = [upper.get(0u32), lower.get(0u32)];
+        let (mut acc, mut partial) = ([A::zero(); TILES], P::zero());
         let mut step = 0;
         loop {
             stages.wait_full(*ring);
             // `cp.async` writes as ordinary instructions do.
             tma::fence_async();
-            let a = self.weights.offset(ring.stage * (ROWS * STEP) as u32);
+            let a = self.weights.offset(ring.stage * (rows(TILES) * STEP) as u32);
             let b = self.operands.offset(ring.stage * (PAIRS * STEP) as u32);
-            partial.multiply::<E4M3, 4, _, _>(a, b, false);
-            let now = weight;
-            let next = (step + 1).min(groups - 1);
-            // Rows of the second product lie in one block.
-            let ahead = upper.get(next);
-            weight = [ahead, if UP { lower.get(next) } else { ahead }];
-            wgmma::wait::<0>(&mut partial);
-            for j in 0..const { A::N / 8 } {
-                let at = ring.stage * PAIRS as u32 + 8 * j as u32 + 2 * (lane % 4);
-                let B64(pairs) = self.factors.get_as::<B64<f32, 2>>(at);
-                for e in 0..4 {
-                    let by = pairs[e % 2] * now[e / 2];
-                    acc.as_mut()[4 * j + e] = float::fma(partial.as_ref()[4 * j + e], by, acc.as_ref()[4 * j + e]);
+            for s in 0..TILES {
+                // On its way while the products run.
+                let now = load(at[s], step);
+                for part in 0..const { A::N / P::N } {
+                    let columns = b.offset((part * P::N * STEP) as u32);
+                    partial.multiply::<E4M3, 4, _, _>(a.offset((s * 64 * STEP) as u32), columns, false);
+                    wgmma::wait::<0>(&mut partial);
+                    for j in 0..const { P::N / 8 } {
+                        let first = ring.stage * PAIRS as u32 + (part * P::N + 8 * j) as u32 + 2 * (lane % 4);
+                        let B64(pairs) = self.factors.get_as::<B64<f32, 2>>(first);
+                        for e in 0..4 {
+                            let (by, i) = (pairs[e % 2] * now[e / 2], part * P::N / 2 + 4 * j + e);
+                            let sum = acc[s].as_ref()[i];
+                            acc[s].as_mut()[i] = float::fma(partial.as_ref()[4 * j + e], by, sum);
+                        }
+                    }
+                    // Before the next products overwrite them.
+                    acc[s].pin();
                 }
             }
             stages.release(ring.stage, lane);
@@ -417,6 +441,19 @@ impl Consumer {
             }
         }
 
+        // Not ahead of time, and found once more: registers are short.
+        let item = if TILES > 1 { job.items.find(number) } else { item };
+        let row = item.tile * rows(TILES) as u32 + self.first_row;
+        let (mut pair, mut scale) = ([0u32; 2], [0f32; 2]);
+        unroll::<2>(|i| {
+            let column = mine + 128 * i as u32;
+            if column < item.count {
+                pair[i] = job.items.pair(item.first + column);
+                if !UP {
+                    scale[i] = job.items.weight(item.first + column);
+                }
+            }
+        });
         // Everybody is done with the last item's.
         thread::sync_named(1 + self.group, 128);
         unroll::<2>(|i| {
@@ -429,10 +466,13 @@ impl Consumer {
             }
         });
         thread::sync_named(1 + self.group, 128);
-        if UP {
-            self.store_up::<T, A, DIRECT>(job, item, row, acc.as_ref());
-        } else {
-            self.store_down::<T, A, DIRECT>(job, item, row, acc.as_ref());
+        for s in 0..TILES {
+            let row = row + s as u32 * 64;
+            if UP {
+                self.store_up::<T, A, DIRECT>(job, item, row, acc[s].as_ref());
+            } else {
+                self.store_down::<T, A, DIRECT>(job, item, row, acc[s].as_ref());
+            }
         }
     }
 
@@ -448,8 +488,10 @@ impl Consumer {
     ) {
         let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
         let first = row / 2;
+        let (kind, alpha, limit) = job.activation;
+        let activation = Activation::new(kind, alpha, limit, job.layout != PLAIN);
         for j in 0..A::N / 8 {
-            let v = |c: usize| job.activation.gated(sums[4 * j + c], sums[4 * j + 2 + c]);
+            let v = |c: usize| activation.gated(sums[4 * j + c], sums[4 * j + 2 + c]);
             let [a, b] = T::pair_from_f32([v(0), v(1)]);
             let word = mma::movmatrix_trans(T::pack(a, b));
             let column = 8 * j as u32 + g;
@@ -522,16 +564,20 @@ entries! {
         /// See [`fused::Args`](super::fused::Args).
         layout: u32, activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_quant_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 16, 11, true>;
-    moe_fused_quant_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 64, 8, false>;
-    moe_fused_quant_wgmma_up_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 144, 6, false>;
-    moe_fused_quant_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 16, 11, true>;
-    moe_fused_quant_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 64, 8, false>;
-    moe_fused_quant_wgmma_up_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 144, 6, false>;
-    moe_fused_quant_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 16, 11, true>;
-    moe_fused_quant_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 64, 8, false>;
-    moe_fused_quant_wgmma_down_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 144, 6, false>;
-    moe_fused_quant_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 16, 11, true>;
-    moe_fused_quant_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 64, 8, false>;
-    moe_fused_quant_wgmma_down_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 144, 6, false>;
+    moe_fused_quant_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 16, 11, true>;
+    moe_fused_quant_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 64, 8, false>;
+    moe_fused_quant_wgmma_up_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 144, 6, false>;
+    moe_fused_quant_wgmma_up_r256_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 2, 144, 4, false>;
+    moe_fused_quant_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 16, 11, true>;
+    moe_fused_quant_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 64, 8, false>;
+    moe_fused_quant_wgmma_up_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 144, 6, false>;
+    moe_fused_quant_wgmma_up_r256_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 2, 144, 4, false>;
+    moe_fused_quant_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 16, 11, true>;
+    moe_fused_quant_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 64, 8, false>;
+    moe_fused_quant_wgmma_down_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 144, 6, false>;
+    moe_fused_quant_wgmma_down_r256_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 2, 144, 4, false>;
+    moe_fused_quant_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 16, 11, true>;
+    moe_fused_quant_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 64, 8, false>;
+    moe_fused_quant_wgmma_down_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 144, 6, false>;
+    moe_fused_quant_wgmma_down_r256_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 2, 144, 4, false>;
 }
