@@ -18,10 +18,10 @@ pub fn benches(harness: &mut Harness) {
             case(harness, model, tokens, FusedQuantPath::Auto, noise::<E4M3>);
         }
     }
-    use FusedQuantPath::{Tile, Wgmma16, Wgmma64, Wgmma144};
+    use FusedQuantPath::{Tile, Wgmma16, Wgmma64, Wgmma144, Wgmma144Wide};
     for &model in models {
         for &tokens in tokens {
-            for path in [Wgmma16, Wgmma64, Wgmma144] {
+            for path in [Wgmma16, Wgmma64, Wgmma144, Wgmma144Wide] {
                 if path != Wgmma16 || tokens * model.2 <= 128 {
                     case(harness, model, tokens, path, noise::<E4M3>);
                 }

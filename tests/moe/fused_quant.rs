@@ -15,7 +15,8 @@ const ACTIVATIONS: [ExpertActivation; 5] = [
     ExpertActivation::Gelu,
 ];
 const LAYOUTS: [GateUp; 3] = [GateUp::Halves, GateUp::Interleaved, GateUp::GateOnly];
-const WGMMA: [FusedQuantPath; 3] = [FusedQuantPath::Wgmma16, FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma144];
+const WGMMA: [FusedQuantPath; 4] =
+    [FusedQuantPath::Wgmma16, FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma144, FusedQuantPath::Wgmma144Wide];
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -256,7 +257,9 @@ fn wgmma_matches_the_reference() {
             check::<f16, E4M3>(d, s, &Case::new(9, 2, 4, 128, 128, path), e4m3);
         }
         // Every width of a product.
-        for (tokens, path) in [(70, FusedQuantPath::Wgmma64), (150, FusedQuantPath::Wgmma144)] {
+        for (tokens, path) in
+            [(70, FusedQuantPath::Wgmma64), (150, FusedQuantPath::Wgmma144), (150, FusedQuantPath::Wgmma144Wide)]
+        {
             let mut case = Case::new(tokens, 1, 4, 64, 32, path);
             case.ids = (0..tokens as i32)
                 .map(|t| {
@@ -303,6 +306,7 @@ fn at_model_sizes() {
         (16, FusedQuantPath::Wgmma16),
         (64, FusedQuantPath::Wgmma64),
         (700, FusedQuantPath::Wgmma144),
+        (700, FusedQuantPath::Wgmma144Wide),
         (300, FusedQuantPath::Tile),
     ] {
         check::<bf16, E4M3>(&d, &s, &Case::new(tokens, 8, 16, 2048, 768, path), e4m3);

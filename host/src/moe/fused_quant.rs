@@ -44,6 +44,8 @@ pub enum FusedQuantPath {
     Wgmma64,
     /// [`Wgmma64`](Self::Wgmma64), up to 144 at a time.
     Wgmma144,
+    /// [`Wgmma144`](Self::Wgmma144) with 256 rows of weights at a time instead of 128.
+    Wgmma144Wide,
 }
 
 impl FusedQuantPath {
@@ -62,6 +64,7 @@ impl FusedQuantPath {
             FusedQuantPath::Wgmma16 => Some((1, 16, 11)),
             FusedQuantPath::Wgmma64 => Some((1, 64, 8)),
             FusedQuantPath::Wgmma144 => Some((1, 144, 6)),
+            FusedQuantPath::Wgmma144Wide => Some((2, 144, 4)),
         }
     }
 
@@ -194,6 +197,9 @@ pub const fn wgmma_entries(
         (FusedQuantPath::Wgmma144, DType::F16) => {
             (moe_fused_quant_wgmma_up_t144_f16::ENTRY, moe_fused_quant_wgmma_down_t144_f16::ENTRY)
         }
+        (FusedQuantPath::Wgmma144Wide, DType::F16) => {
+            (moe_fused_quant_wgmma_up_r256_f16::ENTRY, moe_fused_quant_wgmma_down_r256_f16::ENTRY)
+        }
         (FusedQuantPath::Wgmma16, DType::Bf16) => {
             (moe_fused_quant_wgmma_up_t16_bf16::ENTRY, moe_fused_quant_wgmma_down_t16_bf16::ENTRY)
         }
@@ -202,6 +208,9 @@ pub const fn wgmma_entries(
         }
         (FusedQuantPath::Wgmma144, DType::Bf16) => {
             (moe_fused_quant_wgmma_up_t144_bf16::ENTRY, moe_fused_quant_wgmma_down_t144_bf16::ENTRY)
+        }
+        (FusedQuantPath::Wgmma144Wide, DType::Bf16) => {
+            (moe_fused_quant_wgmma_up_r256_bf16::ENTRY, moe_fused_quant_wgmma_down_r256_bf16::ENTRY)
         }
         _ => return None,
     })
