@@ -1,9 +1,11 @@
 //! Matrix products.
 
 mod linear;
+mod linear_quant;
 
 use warploom_benches::Harness;
 
 pub fn benches(harness: &mut Harness) {
     linear::benches(harness);
+    linear_quant::benches(harness);
 }

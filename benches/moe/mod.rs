@@ -1,4 +1,5 @@
 mod fused;
+mod fused_quant;
 mod gate;
 mod sort;
 mod statistics;
@@ -10,4 +11,5 @@ pub fn benches(harness: &mut Harness) {
     sort::benches(harness);
     statistics::benches(harness);
     fused::benches(harness);
+    fused_quant::benches(harness);
 }

@@ -37,7 +37,9 @@ pub mod philox;
 pub mod pipeline;
 pub mod rope;
 pub mod row;
+mod tensor_byte;
 mod tensor_float;
+pub use tensor_byte::TensorByte;
 pub use tensor_float::TensorFloat;
 #[cfg(feature = "sampling")]
 pub mod sampling;

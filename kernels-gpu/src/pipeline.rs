@@ -73,9 +73,20 @@ impl<const STAGES: usize> Stages<STAGES> {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn init(self, consumers: u32) {
+        self.init_counted(1, consumers);
+    }
+
+    /// [`init`](Self::init) for stages that are full after so many arrivals of `producers`, that of
+    /// [`acquire`](Self::acquire) among them.
+    ///
+    /// # Safety
+    /// As for [`init`](Self::init).
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn init_counted(self, producers: u32, consumers: u32) {
         let mut stage = 0;
         while stage < STAGES as u32 {
-            mbarrier::init(self.full(stage), 1);
+            mbarrier::init(self.full(stage), producers);
             mbarrier::init(self.empty(stage), consumers * self.blocks);
             stage += 1;
         }
@@ -100,9 +111,19 @@ impl<const STAGES: usize> Stages<STAGES> {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn acquire(self, ring: Ring<STAGES>, bytes: u32) {
+        self.wait_empty(ring);
+        mbarrier::arrive_expect_tx(self.full(ring.stage), bytes);
+    }
+
+    /// A producer: waits until the stage may be filled.
+    ///
+    /// # Safety
+    /// After [`init`](Self::init) and a barrier.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn wait_empty(self, ring: Ring<STAGES>) {
         // In the first round the phase before the first counts as over.
         mbarrier::wait_parity(self.empty(ring.stage), ring.parity ^ 1);
-        mbarrier::arrive_expect_tx(self.full(ring.stage), bytes);
     }
 
     /// A consumer: waits until the stage is full.

@@ -1,2 +1,4 @@
 mod embedding;
 mod linear;
+mod linear_quant;
+mod quantise;

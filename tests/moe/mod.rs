@@ -1,6 +1,7 @@
 mod balance;
 mod capacity;
 mod fused;
+mod fused_quant;
 mod gate;
 mod noisy_top_k;
 mod permute;

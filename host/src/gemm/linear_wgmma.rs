@@ -10,35 +10,46 @@ const OP: &str = "linear";
 
 /// What the launch of a tile needs to know.
 #[derive(Clone, Copy, Debug)]
-struct Shape {
+pub(super) struct Shape {
     /// Outputs.
-    n: u32,
+    pub(super) n: u32,
     /// Stages of the ring.
-    stages: u32,
+    pub(super) stages: u32,
     /// Blocks of a cluster with tiles below one another, which share weights.
-    down: u32,
+    pub(super) down: u32,
     /// Blocks with tiles beside one another, which share tokens.
-    across: u32,
+    pub(super) across: u32,
     /// Blocks that share K.
-    split: u32,
+    pub(super) split: u32,
 }
 
 impl Shape {
     /// Blocks of a cluster.
-    const fn blocks(self) -> u32 {
+    pub(super) const fn blocks(self) -> u32 {
         self.down * self.across * self.split
     }
 
     /// Clusters that run at the same time. Clusters of four do not fill the processors of a GPU: 30 of them fit on an
     /// H200's 132 multiprocessors.
-    const fn at_once(self, multiprocessors: u32) -> u32 {
+    pub(super) const fn at_once(self, multiprocessors: u32) -> u32 {
         let clusters = if self.blocks() > 2 { multiprocessors * 10 / 44 } else { multiprocessors / self.blocks() };
         if clusters == 0 { 1 } else { clusters }
     }
 
     /// Clusters' worth of tiles.
-    const fn tiles(self, m: u32, n: u32) -> u32 {
+    pub(super) const fn tiles(self, m: u32, n: u32) -> u32 {
         m.div_ceil(kernel::ROWS as u32 * self.down) * n.div_ceil(self.n * self.across)
+    }
+
+    /// How to launch it for `[m, n]` results, with so much shared memory.
+    pub(super) const fn geometry(self, m: u32, n: u32, multiprocessors: u32, shared: usize) -> Geometry {
+        let (tiles, at_once) = (self.tiles(m, n), self.at_once(multiprocessors));
+        // Where K is split a cluster has one tile; otherwise blocks take tiles in turn.
+        let clusters = if self.split > 1 || tiles < at_once { tiles } else { at_once };
+        Geometry::linear(clusters * self.blocks(), kernel::THREADS as u32)
+            .shared_bytes(shared as u32)
+            .cluster(self.blocks())
+            .dependent()
     }
 }
 
@@ -111,14 +122,8 @@ impl WgmmaTile {
     /// How to launch it for `[m, n]` results on a GPU with so many multiprocessors.
     pub const fn geometry(self, m: u32, n: u32, multiprocessors: u32) -> Geometry {
         let shape = self.shape();
-        let (tiles, at_once) = (shape.tiles(m, n), shape.at_once(multiprocessors));
-        // Where K is split a cluster has one tile; otherwise blocks take tiles in turn.
-        let clusters = if shape.split > 1 || tiles < at_once { tiles } else { at_once };
         let shared = kernel::shared_bytes(shape.n as usize, shape.stages as usize, shape.split as usize);
-        Geometry::linear(clusters * shape.blocks(), kernel::THREADS as u32)
-            .shared_bytes(shared as u32)
-            .cluster(shape.blocks())
-            .dependent()
+        shape.geometry(m, n, multiprocessors, shared)
     }
 
     /// The tile that should be the fastest for `[m, n]` results of depth `k`: the one with the least [`estimate`](Self::estimate).
@@ -197,7 +202,7 @@ pub(super) fn misaligned(args: &Args, size: usize) -> Option<(&'static str, usiz
 }
 
 /// A map of `[rows, width]` elements in boxes of `[box_rows, box_width]`.
-fn map(
+pub(super) fn map(
     device: &Device,
     dtype: DType,
     base: usize,
@@ -237,7 +242,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, tile: WgmmaTile, args: &Args
     let Shape { n: width, down, across, split, .. } = tile.shape();
     let (chunk, swizzle) =
         (kernel::chunk(width as usize, split as usize), kernel::chunk_swizzle(width as usize, split as usize));
-    let x_box = [kernel::ROWS / across as usize, kernel::STEP];
+    let x_box = [kernel::x_rows(m, across) as usize, kernel::STEP];
     let w_box = [(width / down) as usize, kernel::STEP];
     let y_box = [kernel::GROUP_ROWS, chunk];
     let args = kernel::Args {

@@ -79,7 +79,7 @@ impl GateUp {
         }
     }
 
-    const fn layout(self) -> u32 {
+    pub(super) const fn layout(self) -> u32 {
         match self {
             GateUp::Halves => kernel::HALVES,
             GateUp::Interleaved => kernel::INTERLEAVED,

@@ -215,7 +215,9 @@ entries! {
     conformance_wgmma_n16_f16 {} [128, 1; Sm90a] => conformance::<f16, [f32; 8]>;
     conformance_wgmma_n24_e4m3 {} [128, 1; Sm90a] => conformance::<E4M3, [f32; 12]>;
     conformance_wgmma_n32_e5m2 {} [128, 1; Sm90a] => conformance::<E5M2, [f32; 16]>;
+    conformance_wgmma_n48_e4m3 {} [128, 1; Sm90a] => conformance::<E4M3, [f32; 24]>;
     conformance_wgmma_n64_bf16 {} [128, 1; Sm90a] => conformance::<bf16, [f32; 32]>;
+    conformance_wgmma_n72_e4m3 {} [128, 1; Sm90a] => conformance::<E4M3, [f32; 36]>;
     conformance_wgmma_n96_f16 {} [128, 1; Sm90a] => conformance::<f16, [f32; 48]>;
     conformance_wgmma_n128_e4m3 {} [128, 1; Sm90a] => conformance::<E4M3, [f32; 64]>;
     conformance_wgmma_n192_bf16 {} [128, 1; Sm90a] => conformance::<bf16, [f32; 96]>;

@@ -3,9 +3,13 @@
 pub mod embedding;
 pub mod linear_dot;
 pub mod linear_fma;
+pub mod linear_quant_tile;
+pub mod linear_quant_wgmma;
 pub mod linear_stream;
 pub mod linear_tile;
 pub mod linear_wgmma;
+pub mod quantise;
+pub mod scales;
 
 use cuda_std::float;
 

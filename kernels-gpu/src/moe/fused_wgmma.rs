@@ -117,7 +117,7 @@ struct Job<T> {
 /// That is silu, swiglu_oai, relu² and, as `(1 + tanh y) / 2 = sigmoid(2 y)`, gelu_tanh: a formula small enough to be
 /// unrolled over all sums of a thread.
 #[derive(Clone, Copy)]
-struct Activation {
+pub(super) struct Activation {
     a: f32,
     b: f32,
     least: f32,
@@ -130,7 +130,7 @@ struct Activation {
 
 impl Activation {
     #[inline(always)]
-    fn new(kind: u32, alpha: f32, limit: f32, gated: bool) -> Self {
+    pub(super) fn new(kind: u32, alpha: f32, limit: f32, gated: bool) -> Self {
         let inf = f32::INFINITY;
         let oai = kind == 4;
         Self {
@@ -152,7 +152,7 @@ impl Activation {
 
     /// Without a branch, so that the chains of many sums overlap.
     #[inline(always)]
-    fn gated(self, gate: f32, up: f32) -> f32 {
+    pub(super) fn gated(self, gate: f32, up: f32) -> f32 {
         let g = float::max_propagate(least(gate, self.most), self.least);
         let s = float::fast::sigmoid(g * float::fma(self.b * g, g, self.a));
         let s = f32::from_bits(s.to_bits() & !self.squared | g.to_bits() & self.squared);

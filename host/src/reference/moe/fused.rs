@@ -18,7 +18,7 @@ pub struct Block {
     pub activation: ExpertActivation,
 }
 
-fn activate(activation: ExpertActivation, gate: f64, up: Option<f64>) -> f64 {
+pub(super) fn activate(activation: ExpertActivation, gate: f64, up: Option<f64>) -> f64 {
     use crate::gemm::Epilogue;
     let plain = |kind| epilogue(kind, gate) * up.unwrap_or(1.0);
     match activation {

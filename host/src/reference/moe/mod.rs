@@ -3,6 +3,7 @@
 pub mod balance;
 mod capacity;
 mod fused;
+mod fused_quant;
 pub mod gate;
 pub mod noisy_top_k;
 mod permute;
@@ -10,6 +11,7 @@ mod sort;
 mod statistics;
 pub use capacity::capacity;
 pub use fused::{Block, fused};
+pub use fused_quant::{QuantBlock, QuantResult, fused_quant, quantised};
 pub use gate::gate;
 pub use permute::unpermute;
 pub use sort::{Sorted, sort};

@@ -1,0 +1,84 @@
+//! The fused block with 8-bit weights, tokens in bf16, sorting to output, with random balanced routing: the models of targets.md.
+
+use super::fused::routing;
+use warploom::gemm::{Quantised, QuantisedElement};
+use warploom::moe::{FusedQuantOptions, FusedQuantPath, FusedQuantShape, fused_quant};
+use warploom::{DType, Device, E4M3, Result, Stream, Tensor, bf16};
+use warploom_benches::{Cost, Harness, noise};
+
+/// Name, experts, experts a token, hidden and intermediate width.
+const MODELS: [(&str, usize, usize, usize, usize); 3] =
+    [("mixtral", 8, 2, 4096, 14336), ("qwen3-30b", 128, 8, 2048, 768), ("deepseek-v3", 256, 8, 7168, 2048)];
+
+pub fn benches(harness: &mut Harness) {
+    let models = harness.pick(&MODELS[..], &[("tiny", 16, 4, 256, 64)]);
+    let tokens = harness.pick(&[1, 8, 64, 512, 4096][..], &[1, 16]);
+    for &model in models {
+        for &tokens in tokens {
+            case(harness, model, tokens, FusedQuantPath::Auto, noise::<E4M3>);
+        }
+    }
+    use FusedQuantPath::{Tile, Wgmma16, Wgmma64, Wgmma144, Wgmma144Wide};
+    for &model in models {
+        for &tokens in tokens {
+            for path in [Wgmma16, Wgmma64, Wgmma144, Wgmma144Wide] {
+                if path != Wgmma16 || tokens * model.2 <= 128 {
+                    case(harness, model, tokens, path, noise::<E4M3>);
+                }
+            }
+        }
+        // int8 has no other path.
+        let tokens = harness.pick(512, 16);
+        case(harness, model, tokens, Tile, noise::<E4M3>);
+        case(harness, model, tokens, FusedQuantPath::Auto, constant);
+    }
+}
+
+/// int8 weights, all the same.
+fn constant(device: &Device, stream: &Stream, shape: &[usize], _seed: usize) -> Result<Tensor<i8>> {
+    let mut w = Tensor::uninit(device, shape)?;
+    stream.fill_bytes(&mut w, 0x35)?;
+    Ok(w)
+}
+
+fn case<Q: QuantisedElement>(
+    harness: &mut Harness,
+    (name, experts, top_k, hidden, inter): (&str, usize, usize, usize, usize),
+    tokens: usize,
+    path: FusedQuantPath,
+    of: fn(&Device, &Stream, &[usize], usize) -> Result<Tensor<Q>>,
+) {
+    // Weights of the experts that the first set names, read once, and activations.
+    let mut used = routing(tokens, experts, top_k, 0);
+    used.sort_unstable();
+    used.dedup();
+    let cost = Cost::bytes(used.len() * 3 * hidden * inter + tokens * hidden * 2, tokens * hidden * 2)
+        .flops(tokens * top_k * 6 * hidden * inter);
+    let int8 = Q::DTYPE == DType::I8;
+    let mut weights = None;
+    let case = format!("moe/fused_quant/{path:?}/{}/{name}/{tokens}", Q::DTYPE).to_lowercase();
+    harness.case(&case, cost, |device, stream, set| {
+        let x = noise::<bf16>(device, stream, &[tokens, hidden], set)?;
+        if weights.is_none() {
+            let scales = |n: usize, k: usize, seed: usize| {
+                let blocks = vec![experts, n.div_ceil(128), k.div_ceil(128)];
+                noise::<f32>(device, stream, &if int8 { vec![experts, n] } else { blocks }, seed)
+            };
+            let w13 = (of(device, stream, &[experts, 2 * inter, hidden], 100)?, scales(2 * inter, hidden, 300)?);
+            let w2 = (of(device, stream, &[experts, hidden, inter], 200)?, scales(hidden, inter, 400)?);
+            weights = Some(std::rc::Rc::new((w13, w2)));
+        }
+        let experts_weights = weights.clone().expect("made above");
+        let ids = Tensor::from_slice(device, &routing(tokens, experts, top_k, set), &[tokens, top_k])?;
+        let topk_weights = noise::<f32>(device, stream, &[tokens, top_k], set)?;
+        let bytes = FusedQuantShape::new(tokens, top_k, experts, hidden, inter).workspace_bytes(DType::Bf16);
+        let mut workspace = Tensor::uninit(device, &[bytes])?;
+        let mut out = Tensor::<bf16>::uninit(device, &[tokens, hidden])?;
+        let options = FusedQuantOptions::default().path(path);
+        Ok(move |s: &Stream| {
+            let (w13, w2) = &*experts_weights;
+            let (w13, w2) = (Quantised::new(&w13.0, &w13.1), Quantised::new(&w2.0, &w2.1));
+            fused_quant(s, &mut out, &x, w13, w2, &ids, &topk_weights, &options, &mut workspace)
+        })
+    });
+}

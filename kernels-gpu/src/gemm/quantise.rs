@@ -1,0 +1,212 @@
+//! Operands of 8-bit products: rows of numbers to e4m3 or int8 with scales (see [`quantise`](crate::row::quantise)).
+//!
+//! * A scale for each row, optionally after a multiplication with a factor for each column (smoothing): a block for each row keeps it in
+//!   registers, `N` pieces a thread, until the largest magnitude is known; longer rows (`N = 0`) are read twice.
+//! * A scale for each row and group of 128 columns: one piece a thread; a group is 16 lanes (32 for f32), which agree on its largest
+//!   magnitude by shuffles.
+//! * A scale for each block of 128 by 128: for weights, ahead of time. A block of threads reads its part twice.
+
+use crate::row::quantise::{self, GroupScales, Quantised, amax, scale_for};
+use crate::row::team::{Op, scratch};
+use crate::row::{GROUP, Piece, Team};
+use cuda_std::shared::Carver;
+use cuda_std::{E4M3, Float, Global, GlobalMut, dependent_launch, entries, float, thread};
+
+/// The most warps of a block with a row of its own.
+pub const MAX_WARPS: usize = 32;
+/// Its shared memory.
+pub const SHARED_BYTES: usize = MAX_WARPS * 4;
+/// The most threads of a block where each has one piece.
+pub const MAX_THREADS: usize = 256;
+/// Threads of a block for a block of weights.
+pub const BLOCK_THREADS: usize = 256;
+
+/// A block of a multiple of 32 threads for each row. `x`, `out`: `[rows, n]`; `smooth`: `[n]` or null; `scales`: `[rows]`.
+#[inline(always)]
+pub unsafe fn rows<T: Float, Q: Quantised, const V: usize, const N: usize, const VEC: bool>(
+    x: *const T,
+    smooth: *const f32,
+    out: *mut Q,
+    scales: *mut f32,
+    n: u32,
+    x_stride: usize,
+    out_stride: usize,
+) {
+    let row = thread::block_idx_x() as usize;
+    let (x, smooth) = (Global::new(x).offset(row * x_stride), Global::new(smooth));
+    let (out, scales) = (GlobalMut::new(out).offset(row * out_stride), GlobalMut::new(scales));
+    let team = Team::current();
+    let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
+    let at = |i: usize| Piece::<V, VEC>::new(i as u32 * team.size + team.rank, n);
+    let load = |i: usize| {
+        let (piece, factors) = (at(i).load(x), at(i).load_factors(smooth));
+        let mut v = [0f32; V];
+        cuda_std::unroll::<V>(|j| v[j] = piece[j].to_f32() * factors[j]);
+        v
+    };
+    let rounds = n.div_ceil(V as u32).div_ceil(team.size) as usize;
+    let mut held = [[0.0; V]; N];
+    let mut largest = 0.0;
+    cuda_std::unroll::<N>(|i| held[i] = load(i));
+    cuda_std::unroll::<N>(|i| largest = float::max(largest, amax(held[i])));
+    if N == 0 {
+        let mut i = 0;
+        while i < rounds {
+            largest = float::max(largest, amax(load(i)));
+            i += 1;
+        }
+    }
+    let [largest] = team.reduce::<1, MAX_WARPS>([largest], [Op::Max], scratch);
+    let scale = scale_for::<Q>(largest);
+    if team.rank == 0 {
+        scales.set(row, scale);
+    }
+    let factor = float::recip(scale);
+    cuda_std::unroll::<N>(|i| at(i).store_quantised(out, held[i], factor));
+    if N == 0 {
+        let mut i = 0;
+        while i < rounds {
+            at(i).store_quantised(out, load(i), factor);
+            i += 1;
+        }
+    }
+}
+
+/// `x`, `out`: `[rows, n]`; `scales`: `[rows, groups]`, strides in elements. Block: `(pieces, rows)`, the first a multiple of 32; grid:
+/// `(pieces, rows, rows)`.
+#[inline(always)]
+pub unsafe fn groups<T: Float, Q: Quantised, const V: usize, const VEC: bool>(
+    x: *const T,
+    out: *mut Q,
+    scales: *mut f32,
+    rows: u32,
+    n: u32,
+    x_stride: usize,
+    out_stride: usize,
+    scale_row_stride: usize,
+    scale_group_stride: usize,
+) {
+    dependent_launch::wait();
+    dependent_launch::launch_dependents();
+    let row = (thread::block_idx_z() * thread::grid_dim_y() + thread::block_idx_y()) * thread::block_dim_y()
+        + thread::thread_idx_y();
+    let index = thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x();
+    if row >= rows {
+        return;
+    }
+    let row = row as usize;
+    let out = GlobalMut::new(out).offset(row * out_stride);
+    let scales =
+        GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
+    let at = Piece::<V, VEC>::new(index, n);
+    let piece = at.load(Global::new(x).offset(row * x_stride));
+    let mut v = [0f32; V];
+    cuda_std::unroll::<V>(|j| v[j] = piece[j].to_f32());
+    let scale = scale_for::<Q>(quantise::group_amax(v));
+    scales.store::<V>(index, n, scale);
+    at.store_quantised(out, v, float::recip(scale));
+}
+
+/// `w`, `out`: `[matrices, rows, n]`, dense; `scales`: `[matrices, rows / 128, n / 128]`, dense, the last of each perhaps a smaller block.
+/// Grid: `(blocks of columns, blocks of rows, matrices)`; block: [`BLOCK_THREADS`]; shared memory: [`SHARED_BYTES`].
+#[inline(always)]
+pub unsafe fn blocks<T: Float, Q: Quantised>(w: *const T, out: *mut Q, scales: *mut f32, rows: u32, n: u32) {
+    let (column, row, matrix) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z() as usize);
+    let first = (matrix * rows as usize + row as usize * GROUP) * n as usize + column as usize * GROUP;
+    let (w, out) = (Global::new(w).offset(first), GlobalMut::new(out).offset(first));
+    let (width, height) =
+        ((n - column * GROUP as u32).min(GROUP as u32), (rows - row * GROUP as u32).min(GROUP as u32));
+    let team = Team::current();
+    let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
+    // A thread keeps its column.
+    let (own, low) = (team.rank % GROUP as u32, team.rank / GROUP as u32);
+    let high = if own < width { height } else { 0 };
+    let step = const { (BLOCK_THREADS / GROUP) as u32 };
+    let mut largest = 0f32;
+    let mut r = low;
+    while r < high {
+        largest = float::max(largest, float::abs(w.get(r as usize * n as usize + own as usize).to_f32()));
+        r += step;
+    }
+    let [largest] = team.reduce::<1, MAX_WARPS>([largest], [Op::Max], scratch);
+    let scale = scale_for::<Q>(largest);
+    if team.rank == 0 {
+        let place = (matrix * thread::grid_dim_y() as usize + row as usize) * thread::grid_dim_x() as usize;
+        GlobalMut::new(scales).set(place + column as usize, scale);
+    }
+    let factor = float::recip(scale);
+    let mut r = low;
+    while r < high {
+        let at = r as usize * n as usize + own as usize;
+        out.set(at, Q::one(w.get(at).to_f32() * factor));
+        r += step;
+    }
+}
+
+/// The tables of [`rows`] and [`groups`]: each variant for each element type, f32, f16 and bf16.
+macro_rules! tables {
+    ($($(#[$doc:meta])* $module:ident: $Q:ty,
+        [$($x2:ident, $x4:ident, $looped:ident, $any:ident, $T:ty, $v:literal;)*],
+        [$($vec:ident, $odd:ident, $G:ty, $gv:literal;)*], [$($block:ident, $B:ty;)*];)*) => { $(
+        $(#[$doc])*
+        pub mod $module {
+            use super::*;
+            /// A scale for each row.
+            pub mod rows {
+                use super::*;
+                entries! {
+                    pub struct Args<T>(
+                        x: *const T, smooth: *const f32, out: *mut $Q, scales: *mut f32, n: u32, x_stride: usize,
+                        out_stride: usize,
+                    );
+                    $($x2 { type T = $T; } [512] => super::super::rows::<T, $Q, $v, 2, true>;)*
+                    $($x4 { type T = $T; } [512] => super::super::rows::<T, $Q, $v, 4, true>;)*
+                    $($looped { type T = $T; } [1024] => super::super::rows::<T, $Q, $v, 0, true>;)*
+                    $($any { type T = $T; } [1024] => super::super::rows::<T, $Q, 4, 0, false>;)*
+                }
+            }
+            /// A scale for each row and group of columns.
+            pub mod groups {
+                use super::*;
+                entries! {
+                    pub struct Args<T>(
+                        x: *const T, out: *mut $Q, scales: *mut f32, rows: u32, n: u32, x_stride: usize,
+                        out_stride: usize, scale_row_stride: usize, scale_group_stride: usize,
+                    );
+                    $($vec { type T = $G; } [MAX_THREADS] => super::super::groups::<T, $Q, $gv, true>;)*
+                    $($odd { type T = $G; } [MAX_THREADS] => super::super::groups::<T, $Q, 4, false>;)*
+                }
+            }
+            /// A scale for each block.
+            pub mod blocks {
+                use super::*;
+                entries! {
+                    pub struct Args<T>(w: *const T, out: *mut $Q, scales: *mut f32, rows: u32, n: u32);
+                    $($block { type T = $B; } [BLOCK_THREADS] => super::super::blocks::<T, $Q>;)*
+                }
+            }
+        }
+    )* };
+}
+tables! {
+    /// To e4m3.
+    e4m3: E4M3, [
+        quantise_rows_e4m3_x2_f32, quantise_rows_e4m3_x4_f32, quantise_rows_e4m3_loop_f32, quantise_rows_e4m3_any_f32, f32, 4;
+        quantise_rows_e4m3_x2_f16, quantise_rows_e4m3_x4_f16, quantise_rows_e4m3_loop_f16, quantise_rows_e4m3_any_f16, half::f16, 8;
+        quantise_rows_e4m3_x2_bf16, quantise_rows_e4m3_x4_bf16, quantise_rows_e4m3_loop_bf16, quantise_rows_e4m3_any_bf16, half::bf16, 8;
+    ], [
+        quantise_groups_e4m3_f32, quantise_groups_e4m3_any_f32, f32, 4;
+        quantise_groups_e4m3_f16, quantise_groups_e4m3_any_f16, half::f16, 8;
+        quantise_groups_e4m3_bf16, quantise_groups_e4m3_any_bf16, half::bf16, 8;
+    ], [quantise_blocks_e4m3_f32, f32; quantise_blocks_e4m3_f16, half::f16; quantise_blocks_e4m3_bf16, half::bf16;];
+    /// To int8.
+    int8: i8, [
+        quantise_rows_i8_x2_f32, quantise_rows_i8_x4_f32, quantise_rows_i8_loop_f32, quantise_rows_i8_any_f32, f32, 4;
+        quantise_rows_i8_x2_f16, quantise_rows_i8_x4_f16, quantise_rows_i8_loop_f16, quantise_rows_i8_any_f16, half::f16, 8;
+        quantise_rows_i8_x2_bf16, quantise_rows_i8_x4_bf16, quantise_rows_i8_loop_bf16, quantise_rows_i8_any_bf16, half::bf16, 8;
+    ], [
+        quantise_groups_i8_f32, quantise_groups_i8_any_f32, f32, 4;
+        quantise_groups_i8_f16, quantise_groups_i8_any_f16, half::f16, 8;
+        quantise_groups_i8_bf16, quantise_groups_i8_any_bf16, half::bf16, 8;
+    ], [quantise_blocks_i8_f32, f32; quantise_blocks_i8_f16, half::f16; quantise_blocks_i8_bf16, half::bf16;];
+}

@@ -1,0 +1,80 @@
+//! Scales of 8-bit operands of a matrix product: `x[i, k] · a[i, k] · w[j, k] · b[j, k]`, where `a` and `b` are constant over a row,
+//! or over 128 elements of it.
+//!
+//! All layouts are one here, by distances that may be 0: a scale for the whole tensor, for each row, for each row and 128 columns of `x`,
+//! for each 128 rows and 128 columns of `w`.
+
+use crate::row::GROUP;
+use cuda_std::Global;
+
+/// No scales.
+pub const NONE: u32 = 0;
+/// Of rows of `x` and rows of `w`.
+pub const ROWS: u32 = 1;
+/// Of each 128 elements of a row of `x`, and of blocks of 128 by 128 elements of `w`.
+pub const BLOCKS: u32 = 2;
+
+/// The scales of both operands: [`NONE`], [`ROWS`] or [`BLOCKS`].
+#[derive(Clone, Copy)]
+pub struct Scales<const KIND: u32> {
+    x: Global<f32>,
+    x_row: usize,
+    x_group: usize,
+    w: Global<f32>,
+    w_row: usize,
+    w_group: usize,
+}
+
+impl Scales<NONE> {
+    /// None.
+    #[inline(always)]
+    pub fn none() -> Self {
+        Self::new(core::ptr::null(), 0, 0, core::ptr::null(), 0, 0)
+    }
+}
+
+impl<const KIND: u32> Scales<KIND> {
+    /// `x`: `[m, groups]`; `w`: `[n, groups]`, or `[n / 128, groups]` for [`BLOCKS`], with distances in elements.
+    #[inline(always)]
+    pub fn new(x: *const f32, x_row: usize, x_group: usize, w: *const f32, w_row: usize, w_group: usize) -> Self {
+        Self { x: Global::new(x), x_row, x_group, w: Global::new(w), w_row, w_group }
+    }
+
+    /// The scale of a row of `x` in a group of columns.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn x(self, row: u32, group: u32) -> f32 {
+        self.x.get(row as usize * self.x_row + group as usize * self.x_group)
+    }
+
+    /// Where that is; the last of `groups` stands for those beyond it.
+    #[inline(always)]
+    pub fn x_ptr(self, row: u32, group: u32, groups: u32) -> *const f32 {
+        self.x.ptr(row as usize * self.x_row + group.min(groups - 1) as usize * self.x_group)
+    }
+
+    /// The scale of a row of `w` in a group of columns.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn w(self, row: u32, group: u32) -> f32 {
+        let row = if KIND == BLOCKS { row / GROUP as u32 } else { row };
+        self.w.get(row as usize * self.w_row + group as usize * self.w_group)
+    }
+
+    /// The scales of each 64 of `N` rows of `w` from `row` on (a multiple of 64), of `n`; the last row and the last of `groups` stand for
+    /// those beyond them. One load where all are the same.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn columns<const N: usize>(self, row: u32, n: u32, group: u32, groups: u32) -> [f32; 4] {
+        let mut scales = [0f32; 4];
+        if KIND == BLOCKS {
+            let group = group.min(groups - 1);
+            for i in 0..const { N.div_ceil(64) } {
+                // Tiles that begin at multiples of 128 have both halves of 128 rows in one block.
+                let same = i > 0 && i % 2 == 1 && N.is_multiple_of(GROUP);
+                scales[i] = if same { scales[i - 1] } else { self.w((row + 64 * i as u32).min(n - 1), group) };
+            }
+        }
+        scales
+    }
+}

@@ -1,0 +1,192 @@
+//! Items of work of a persistent grouped product: a tile of rows of an expert's weights, and a share of its pairs.
+//!
+//! An expert's `c` pairs are dealt out to `ceil(c / most)` shares of equal size, rounded up to 8. Items are ordered by expert, tile, share:
+//! shares that read the same weights run side by side, and the weights come from memory once. Which item is which follows from a
+//! prefix sum over experts that every block makes for itself, from the counts of sorting or, without a sorted list, from at most
+//! [`DIRECT_PAIRS`] pairs; the routing stays on the device.
+
+use super::pairs::{NOWHERE, Pairs};
+use cuda_std::shared::Carver;
+use cuda_std::{Global, Shared, thread, warp};
+
+/// The most pairs without a sorted list.
+pub const DIRECT_PAIRS: usize = 128;
+/// The most warps of a block.
+const MAX_WARPS: usize = 16;
+
+/// Shared memory for so many experts; every part may begin at the next multiple of 16.
+pub const fn shared_bytes(bins: usize) -> usize {
+    MAX_WARPS * 4 + 3 * (bins + 4) * 4 + DIRECT_PAIRS * 12 + 7 * 16
+}
+
+/// Where pairs are, in the order of their experts.
+#[derive(Clone, Copy)]
+pub struct Sorted {
+    /// From [`sort`](super::sort); not read without a list.
+    pub ids: Global<i32>,
+    /// Their weights.
+    pub weights: Global<f32>,
+    /// For each expert where its pairs start, and how many they are.
+    pub offsets: Global<i32>,
+    /// As many.
+    pub counts: Global<i32>,
+    /// `[tokens, top_k]`: the weights before sorting.
+    pub topk_weights: Global<f32>,
+}
+
+/// What the threads of a block know of all items.
+#[derive(Clone, Copy)]
+pub struct Items<const DIRECT: bool> {
+    sorted: Sorted,
+    own_ids: Shared<u32>,
+    own_weights: Shared<f32>,
+    /// For each expert the shares up to its last; its pairs, and where they start.
+    ends: Shared<u32>,
+    counts: Shared<u32>,
+    starts: Shared<u32>,
+    bins: u32,
+    /// Tiles of rows of an expert.
+    tiles: u32,
+}
+
+/// An item.
+#[derive(Clone, Copy)]
+pub struct Item {
+    /// The expert.
+    pub bin: u32,
+    /// The tile of rows.
+    pub tile: u32,
+    /// Where the share starts in the order of pairs.
+    pub first: u32,
+    /// Its pairs.
+    pub count: u32,
+}
+
+impl<const DIRECT: bool> Items<DIRECT> {
+    /// By all threads of a block, whose number is a multiple of 32; `count` pairs in all if there is no list, at most [`DIRECT_PAIRS`];
+    /// shares of at most `most` pairs; `tiles` of each expert, not 0.
+    #[inline(always)]
+    pub unsafe fn new(
+        carver: &mut Carver,
+        sorted: Sorted,
+        pairs: Pairs,
+        count: u32,
+        bins: u32,
+        tiles: u32,
+        most: u32,
+    ) -> Self {
+        let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
+        let sums = carver.take::<u32>(MAX_WARPS);
+        let ends = carver.take::<u32>(bins as usize + 4);
+        let counts = carver.take::<u32>(bins as usize + 4);
+        let starts = carver.take::<u32>(bins as usize + 4);
+        let own_bins = carver.take::<u32>(DIRECT_PAIRS);
+        let own_ids = carver.take::<u32>(DIRECT_PAIRS);
+        let own_weights = carver.take::<f32>(DIRECT_PAIRS);
+        // SAFETY: a block has threads, and a share holds pairs.
+        core::hint::assert_unchecked(most != 0);
+        let each = bins.div_ceil(thread::block_dim_x().max(1));
+        let (from, to) = ((tid * each).min(bins), ((tid + 1) * each).min(bins));
+        if DIRECT {
+            let bin = if tid < count { pairs.bin(tid) } else { NOWHERE };
+            if tid < count {
+                own_bins.set(tid, bin);
+            }
+            for bin in from..to {
+                counts.set(bin, 0);
+            }
+            thread::sync_threads();
+            if bin < bins {
+                // Pairs of lower experts, those of this one before this pair, and all of this one.
+                let (mut start, mut rank, mut all) = (0, 0, 0);
+                for other in 0..count {
+                    let b = own_bins.get(other);
+                    start += (b < bin) as u32;
+                    rank += (b == bin && other < tid) as u32;
+                    all += (b == bin) as u32;
+                }
+                own_ids.set(start + rank, tid);
+                own_weights.set(start + rank, sorted.topk_weights.get(tid));
+                if rank == 0 {
+                    counts.set(bin, all);
+                    starts.set(bin, start);
+                }
+            }
+            thread::sync_threads();
+        } else {
+            for bin in from..to {
+                counts.set(bin, sorted.counts.get(bin) as u32);
+                starts.set(bin, sorted.offsets.get(bin) as u32);
+            }
+        }
+        // Shares of the experts, added up: a thread for some neighbouring ones.
+        let mut sum = 0;
+        for bin in from..to {
+            sum += counts.get(bin).div_ceil(most);
+        }
+        let up_to = warp::scan(sum, |a, b| a + b);
+        if lane == 31 {
+            sums.set(warp_id, up_to);
+        }
+        thread::sync_threads();
+        let mut end = up_to - sum;
+        for w in 0..warp_id {
+            end += sums.get(w);
+        }
+        for bin in from..to {
+            end += counts.get(bin).div_ceil(most);
+            ends.set(bin, end);
+        }
+        thread::sync_threads();
+        Self { sorted, own_ids, own_weights, ends, counts, starts, bins, tiles }
+    }
+
+    /// How many there are.
+    #[inline(always)]
+    pub unsafe fn count(&self) -> u32 {
+        if self.bins == 0 { 0 } else { self.ends.get(self.bins - 1) * self.tiles }
+    }
+
+    /// Item `item`; all lanes of a warp take part.
+    #[inline(always)]
+    pub unsafe fn find(&self, item: u32) -> Item {
+        // SAFETY: there are outputs, hence tiles.
+        core::hint::assert_unchecked(self.tiles != 0);
+        let q = item / self.tiles;
+        // The first expert whose shares end beyond `q`: 32 candidates at a time.
+        let lane = warp::lane_id();
+        let (mut bin, mut len) = (0, self.bins);
+        while len > 32 {
+            let each = len.div_ceil(32);
+            let probe = bin + (lane + 1) * each - 1;
+            let before = probe < bin + len && self.ends.get(probe) <= q;
+            let skipped = warp::warp_vote_ballot(warp::FULL, before).count_ones() * each;
+            bin += skipped;
+            len = (len - skipped).min(each);
+        }
+        let before = lane < len && self.ends.get(bin + lane) <= q;
+        bin += warp::warp_vote_ballot(warp::FULL, before).count_ones();
+        let begin = if bin == 0 { 0 } else { self.ends.get(bin - 1) };
+        let shares = self.ends.get(bin) - begin;
+        // SAFETY: an expert that holds an item has shares.
+        core::hint::assert_unchecked(shares != 0);
+        let r = item - begin * self.tiles;
+        let (tile, share) = (r / shares, r % shares);
+        let count = self.counts.get(bin);
+        let size = count.div_ceil(shares).next_multiple_of(8);
+        let first = share * size;
+        Item { bin, tile, first: self.starts.get(bin) + first, count: (count - first).min(size) }
+    }
+
+    /// The pair at a place of the order.
+    #[inline(always)]
+    pub unsafe fn pair(&self, at: u32) -> u32 {
+        if DIRECT { self.own_ids.get(at) } else { self.sorted.ids.get(at) as u32 }
+    }
+
+    /// Its weight.
+    #[inline(always)]
+    pub unsafe fn weight(&self, at: u32) -> f32 {
+        if DIRECT { self.own_weights.get(at) } else { self.sorted.weights.get(at) }
+    }
+}

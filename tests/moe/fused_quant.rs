@@ -1,0 +1,390 @@
+use cuda_std::Float;
+use proptest::prelude::*;
+use warploom::gemm::{Quantised, QuantisedElement};
+use warploom::moe::{ExpertActivation, FusedQuantOptions, FusedQuantPath, FusedQuantShape, GateUp, fused_quant};
+use warploom::reference::gemm::dequantise;
+use warploom::reference::moe::{QuantBlock, fused_quant as reference};
+use warploom::{DType, Device, E4M3, Error, Graph, Stream, Tensor, bf16, f16};
+use warploom_tests::{epsilon, noise, noise_of, on_every_device, property, widen};
+
+const ACTIVATIONS: [ExpertActivation; 5] = [
+    ExpertActivation::Silu,
+    ExpertActivation::GeluTanh,
+    ExpertActivation::Relu2,
+    ExpertActivation::SwigluOai { alpha: 1.702, limit: 1.5 },
+    ExpertActivation::Gelu,
+];
+const LAYOUTS: [GateUp; 3] = [GateUp::Halves, GateUp::Interleaved, GateUp::GateOnly];
+const WGMMA: [FusedQuantPath; 4] =
+    [FusedQuantPath::Wgmma16, FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma144, FusedQuantPath::Wgmma144Wide];
+
+#[derive(Clone, Debug)]
+struct Case {
+    tokens: usize,
+    top_k: usize,
+    experts: usize,
+    hidden: usize,
+    inter: usize,
+    ids: Vec<i32>,
+    gate_up: GateUp,
+    activation: ExpertActivation,
+    smooth: bool,
+    map: Option<Vec<i32>>,
+    /// Tokens that exist.
+    present: usize,
+    path: FusedQuantPath,
+}
+
+impl Case {
+    fn new(tokens: usize, top_k: usize, experts: usize, hidden: usize, inter: usize, path: FusedQuantPath) -> Self {
+        let ids = noise(tokens * top_k, 5).iter().map(|x| ((x + 1.0) / 2.0 * experts as f32) as i32).collect();
+        let (gate_up, activation) = (GateUp::Halves, ExpertActivation::Silu);
+        let (smooth, map, present) = (false, None, tokens);
+        Self { tokens, top_k, experts, hidden, inter, ids, gate_up, activation, smooth, map, present, path }
+    }
+
+    /// Experts of the device.
+    fn local(&self) -> usize {
+        self.map.as_ref().map_or(self.experts, |m| m.iter().filter(|&&e| e >= 0).count())
+    }
+
+    /// A token's experts as the device numbers them, with their weights.
+    fn slots(&self, token: usize, weights: &[f32]) -> Vec<(usize, f64)> {
+        let row = token * self.top_k..(token + 1) * self.top_k;
+        let place = |id: i32| {
+            let id = usize::try_from(id).ok().filter(|id| *id < self.experts)?;
+            self.map.as_ref().map_or(Some(id), |map| usize::try_from(map[id]).ok())
+        };
+        let pairs = self.ids[row.clone()].iter().zip(&weights[row]);
+        pairs.filter_map(|(&id, &w)| Some((place(id)?, w as f64))).collect()
+    }
+}
+
+/// 8-bit weights `[experts, rows, k]`, their scales, and what they stand for.
+struct Weights<Q> {
+    values: Tensor<Q>,
+    scales: Tensor<f32>,
+    meaning: Vec<f64>,
+}
+
+impl<Q: QuantisedElement> Weights<Q> {
+    fn new(d: &Device, [experts, rows, k]: [usize; 3], seed: u64, of: impl Fn(f32) -> (Q, f64)) -> Self {
+        let (values, numbers): (Vec<Q>, Vec<f64>) = noise(experts * rows * k, seed).into_iter().map(of).unzip();
+        let shape = if Q::DTYPE == DType::I8 {
+            vec![experts, rows]
+        } else {
+            vec![experts, rows.div_ceil(128), k.div_ceil(128)]
+        };
+        let unit = if Q::DTYPE == DType::I8 { 0.25 / 127.0 } else { 0.25 };
+        let count = shape.iter().product::<usize>();
+        let scales: Vec<f32> = noise(count, seed + 1).into_iter().map(|s| unit * (1.0 + s.abs())).collect();
+        let wide = widen(&scales);
+        let meaning = numbers
+            .chunks((rows * k).max(1))
+            .zip(wide.chunks((count / experts.max(1)).max(1)))
+            .flat_map(|(n, s)| {
+                let (block, group) = if Q::DTYPE == DType::I8 { (1, k) } else { (128, 128) };
+                dequantise(n, s, k, block, group)
+            })
+            .collect();
+        let values = Tensor::from_slice(d, &values, &[experts, rows, k]).unwrap();
+        Self { values, scales: Tensor::from_slice(d, &scales, &shape).unwrap(), meaning }
+    }
+
+    fn get(&self) -> Quantised<'_, Q> {
+        Quantised::new(&self.values, &self.scales)
+    }
+}
+
+/// Tensors of a case.
+struct Inputs<T: Float, Q: QuantisedElement> {
+    x: Tensor<T>,
+    w13: Weights<Q>,
+    w2: Weights<Q>,
+    smooth: [Tensor<f32>; 2],
+    ids: Tensor<i32>,
+    weights: Tensor<f32>,
+    map: Tensor<i32>,
+    present: Tensor<i32>,
+}
+
+impl<T: Float, Q: QuantisedElement> Inputs<T, Q> {
+    fn new(d: &Device, case: &Case, of: impl Fn(f32) -> (Q, f64) + Copy) -> Self {
+        let (e, h, i) = (case.local(), case.hidden, case.inter);
+        let factors = |seed: u64, n: usize| {
+            let v: Vec<f32> = noise(e * n, seed).into_iter().map(|v| 1.0 + v / 2.0).collect();
+            Tensor::from_slice(d, &v, &[e, n]).unwrap()
+        };
+        let map = case.map.clone().unwrap_or_default();
+        Self {
+            x: Tensor::from_slice(d, &noise_of::<T>(case.tokens * h, 1), &[case.tokens, h]).unwrap(),
+            w13: Weights::new(d, [e, case.gate_up.rows() * i, h], 2, of),
+            w2: Weights::new(d, [e, h, i], 4, of),
+            smooth: [factors(6, h), factors(7, i)],
+            ids: Tensor::from_slice(d, &case.ids, &[case.tokens, case.top_k]).unwrap(),
+            weights: Tensor::from_slice(d, &noise(case.tokens * case.top_k, 10), &[case.tokens, case.top_k]).unwrap(),
+            map: Tensor::from_slice(d, &map, &[map.len()]).unwrap(),
+            present: Tensor::from_slice(d, &[case.present as i32], &[1]).unwrap(),
+        }
+    }
+
+    fn options<'a>(&'a self, case: &Case) -> FusedQuantOptions<'a> {
+        let mut o = FusedQuantOptions::default().activation(case.activation).gate_up(case.gate_up).path(case.path);
+        if case.smooth {
+            o = o.smooth(Some(&self.smooth[0]), Some(&self.smooth[1]));
+        }
+        if case.map.is_some() {
+            o = o.expert_map(&self.map);
+        }
+        if case.present < case.tokens {
+            o = o.num_tokens(&self.present);
+        }
+        o
+    }
+
+    /// On a poisoned output and workspace.
+    fn run(&self, d: &Device, s: &Stream, case: &Case) -> Vec<T> {
+        let shape = FusedQuantShape::new(case.tokens, case.top_k, case.local(), case.hidden, case.inter);
+        let mut workspace = Tensor::<u8>::uninit(d, &[shape.workspace_bytes(T::DTYPE)]).unwrap();
+        let mut out = Tensor::<T>::uninit(d, &[case.tokens, case.hidden]).unwrap();
+        s.fill_bytes(&mut out, 0xff).unwrap();
+        if !d.is_simt() {
+            s.fill_bytes(&mut workspace, 0xff).unwrap();
+        }
+        let (w13, w2, options) = (self.w13.get(), self.w2.get(), self.options(case));
+        fused_quant(s, &mut out, &self.x, w13, w2, &self.ids, &self.weights, &options, &mut workspace).unwrap();
+        out.to_vec().unwrap()
+    }
+}
+
+/// Runs a case twice and compares so many tokens with the reference.
+fn check<T: Float, Q: QuantisedElement>(d: &Device, s: &Stream, case: &Case, of: impl Fn(f32) -> (Q, f64) + Copy) {
+    let inputs = Inputs::<T, Q>::new(d, case, of);
+    let got = inputs.run(d, s, case);
+    let bits = |v: &[T]| v.iter().map(|v| v.to_f32().to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(&got), bits(&inputs.run(d, s, case)), "two runs");
+    let int8 = Q::DTYPE == DType::I8;
+    let vector = |t: &Tensor<f32>| if case.smooth { widen(&t.to_vec().unwrap()) } else { vec![] };
+    let block = QuantBlock {
+        hidden: case.hidden,
+        intermediate: case.inter,
+        w13: inputs.w13.meaning.clone(),
+        w2: inputs.w2.meaning.clone(),
+        smooth13: vector(&inputs.smooth[0]),
+        smooth2: vector(&inputs.smooth[1]),
+        gate_up: case.gate_up,
+        activation: case.activation,
+        int8,
+    };
+    let (x, weights) = (widen(&inputs.x.to_vec().unwrap()), inputs.weights.to_vec().unwrap());
+    // f32 sums; Hopper's tensor cores drop bits of e4m3 sums.
+    let hardware = !d.is_simt() && !int8 && case.path != FusedQuantPath::Tile;
+    let arithmetic = if hardware { 2f64.powi(-11) } else { (case.hidden + case.inter) as f64 * 2f64.powi(-23) };
+    // Shown if something below fails.
+    println!("{} {} {case:?}", T::DTYPE, Q::DTYPE);
+    let every = case.tokens.div_ceil(48).max(1);
+    for t in (0..case.tokens).filter(|t| t % every == 0 || t + 1 == case.tokens) {
+        let row = &got[t * case.hidden..][..case.hidden];
+        if t >= case.present {
+            assert!(row.iter().all(|v| v.to_f32().is_nan()), "token {t} was written");
+            continue;
+        }
+        let want = reference::<T>(&block, &x[t * case.hidden..][..case.hidden], &case.slots(t, &weights));
+        for (c, (got, want)) in row.iter().zip(want).enumerate() {
+            let error = (got.to_f32() as f64 - want.value).abs();
+            let flips = if hardware { 8.0 } else { 2.0 };
+            let bound = epsilon::<T>() * (want.value.abs() + want.rounded)
+                + flips * want.step
+                + arithmetic * want.magnitude
+                + 2f64.powi(-24);
+            assert!(
+                error <= bound,
+                "token {t}, column {c}: {}, expected {} within {bound:e}",
+                got.to_f32(),
+                want.value
+            );
+        }
+    }
+}
+
+fn e4m3(v: f32) -> (E4M3, f64) {
+    let q = E4M3::from_f32(v);
+    (q, q.to_f32() as f64)
+}
+
+fn int8(v: f32) -> (i8, f64) {
+    let q = (v * 127.0) as i8;
+    (q, q as f64)
+}
+
+#[test]
+fn tile_matches_the_reference() {
+    let shape = (1usize..24, 1usize..4, 3usize..6, 1usize..20, 1usize..12);
+    let how = (0usize..5, 0usize..3, any::<bool>());
+    property(2, (shape, how), |d, s, ((tokens, top_k, experts, h, i), (activation, layout, smooth))| {
+        let case = Case {
+            activation: ACTIVATIONS[activation],
+            gate_up: LAYOUTS[layout],
+            ..Case::new(tokens, top_k, experts, 16 * h, 16 * i, FusedQuantPath::Tile)
+        };
+        check::<f32, E4M3>(d, s, &case, e4m3);
+        check::<bf16, E4M3>(d, s, &case, e4m3);
+        let case = Case { smooth, ..case };
+        check::<f32, i8>(d, s, &case, int8);
+        check::<f16, i8>(d, s, &case, int8);
+        Ok(())
+    });
+}
+
+#[test]
+fn wgmma_matches_the_reference() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        for (i, path) in WGMMA.into_iter().enumerate() {
+            // Both sides of a tile and of a group of columns; more pairs of an expert than a share holds.
+            for (j, [tokens, top_k, experts, h, inter]) in
+                [[1, 2, 3, 272, 144], [40, 3, 5, 144, 208]].into_iter().enumerate()
+            {
+                let case = Case {
+                    activation: ACTIVATIONS[(i + j) % 4],
+                    gate_up: LAYOUTS[(i + 2 * j) % 3],
+                    ..Case::new(tokens, top_k, experts, h, inter, path)
+                };
+                check::<bf16, E4M3>(d, s, &case, e4m3);
+            }
+            check::<f16, E4M3>(d, s, &Case::new(9, 2, 4, 128, 128, path), e4m3);
+        }
+        // Every width of a product.
+        for (tokens, path) in
+            [(70, FusedQuantPath::Wgmma64), (150, FusedQuantPath::Wgmma144), (150, FusedQuantPath::Wgmma144Wide)]
+        {
+            let mut case = Case::new(tokens, 1, 4, 64, 32, path);
+            case.ids = (0..tokens as i32)
+                .map(|t| {
+                    if t < 8 {
+                        1
+                    } else if t < 20 {
+                        2
+                    } else {
+                        0
+                    }
+                })
+                .collect();
+            check::<bf16, E4M3>(d, s, &case, e4m3);
+        }
+    });
+}
+
+#[test]
+fn experts_elsewhere_and_tokens_that_are_none() {
+    on_every_device(|d, s| {
+        for path in [FusedQuantPath::Tile, FusedQuantPath::Auto, FusedQuantPath::Wgmma64] {
+            if d.properties().compute_capability != (9, 0) && path != FusedQuantPath::Tile {
+                continue;
+            }
+            let mut case = Case::new(7, 3, 6, 64, 48, path);
+            (case.ids[0], case.ids[4], case.ids[7]) = (-1, 99, -7);
+            (case.map, case.present) = (Some(vec![2, -1, 0, 1, -1, 3]), 5);
+            check::<bf16, E4M3>(d, s, &case, e4m3);
+            if path == FusedQuantPath::Tile {
+                check::<bf16, i8>(d, s, &Case { smooth: true, ..case }, int8);
+            }
+        }
+    });
+}
+
+#[test]
+fn at_model_sizes() {
+    let Some(d) = warploom_tests::gpu().filter(|d| d.properties().compute_capability == (9, 0)) else {
+        return;
+    };
+    let s = Stream::new(&d).unwrap();
+    for (tokens, path) in [
+        (1, FusedQuantPath::Wgmma16),
+        (16, FusedQuantPath::Wgmma16),
+        (64, FusedQuantPath::Wgmma64),
+        (700, FusedQuantPath::Wgmma144),
+        (700, FusedQuantPath::Wgmma144Wide),
+        (300, FusedQuantPath::Tile),
+    ] {
+        check::<bf16, E4M3>(&d, &s, &Case::new(tokens, 8, 16, 2048, 768, path), e4m3);
+        check::<f16, E4M3>(&d, &s, &Case::new(tokens, 2, 5, 1408, 2880, path), e4m3);
+    }
+    check::<bf16, i8>(&d, &s, &Case { smooth: true, ..Case::new(300, 4, 8, 2048, 768, FusedQuantPath::Auto) }, int8);
+}
+
+#[test]
+fn nothing_to_do() {
+    on_every_device(|d, s| {
+        for (tokens, top_k) in [(0, 2), (3, 0)] {
+            let case = Case::new(tokens, top_k, 2, 32, 16, FusedQuantPath::Auto);
+            let got = Inputs::<bf16, E4M3>::new(d, &case, e4m3).run(d, s, &case);
+            assert!(got.iter().all(|v| v.to_f32() == 0.0));
+        }
+    });
+}
+
+#[test]
+fn captured_and_replayed() {
+    on_every_device(|d, s| {
+        let case = Case::new(20, 2, 4, 128, 64, FusedQuantPath::Auto);
+        let mut inputs = Inputs::<bf16, E4M3>::new(d, &case, e4m3);
+        let shape = FusedQuantShape::new(20, 2, 4, 128, 64);
+        let mut workspace = Tensor::<u8>::zeros(d, &[shape.workspace_bytes(DType::Bf16)]).unwrap();
+        let mut out = Tensor::<bf16>::zeros(d, &[20, 128]).unwrap();
+        d.preload(&["moe"]).unwrap();
+        let graph = Graph::capture(s, |s| {
+            let (w13, w2, options) = (inputs.w13.get(), inputs.w2.get(), inputs.options(&case));
+            fused_quant(s, &mut out, &inputs.x, w13, w2, &inputs.ids, &inputs.weights, &options, &mut workspace)
+        })
+        .unwrap();
+        for seed in 5..7 {
+            inputs.x.copy_from_slice(&noise_of::<bf16>(20 * 128, seed)).unwrap();
+            graph.launch(s).unwrap();
+            assert_eq!(out.to_vec().unwrap(), inputs.run(d, s, &case));
+        }
+    });
+}
+
+#[test]
+fn bad_input() {
+    on_every_device(|d, s| {
+        let (t, k, e, h, i) = (3, 2, 4, 32, 16);
+        let x = Tensor::<bf16>::zeros(d, &[t, h]).unwrap();
+        let q = |shape: &[usize]| Tensor::<E4M3>::zeros(d, shape).unwrap();
+        let f = |shape: &[usize]| Tensor::<f32>::zeros(d, shape).unwrap();
+        let ids = Tensor::<i32>::zeros(d, &[t, k]).unwrap();
+        let options = FusedQuantOptions::default();
+        let run =
+            |w13: &[usize], s13: &[usize], w2: &[usize], s2: &[usize], bytes: usize, options: &FusedQuantOptions| {
+                let mut out = Tensor::<bf16>::zeros(d, &[t, h]).unwrap();
+                let mut workspace = Tensor::<u8>::zeros(d, &[bytes]).unwrap();
+                let (w13, s13, w2, s2) = (q(w13), f(s13), q(w2), f(s2));
+                let (w13, w2) = (Quantised::new(&w13, &s13), Quantised::new(&w2, &s2));
+                fused_quant(s, &mut out, &x, w13, w2, &ids, &f(&[t, k]), options, &mut workspace)
+            };
+        let bytes = FusedQuantShape::new(t, k, e, h, i).workspace_bytes(DType::Bf16);
+        let (a, b) = ([e, 2 * i, h], [e, h, i]);
+        assert!(run(&a, &[e, 1, 1], &b, &[e, 1, 1], bytes, &options).is_ok());
+        for (arg, r) in [
+            ("w13", run(&[e, i, h], &[e, 1, 1], &b, &[e, 1, 1], bytes, &options)),
+            ("w13.scales", run(&a, &[e, 2, 1], &b, &[e, 1, 1], bytes, &options)),
+            ("w2.scales", run(&a, &[e, 1, 1], &b, &[e, h], bytes, &options)),
+            ("w2", run(&a, &[e, 1, 1], &[e, h], &[e, 1, 1], bytes, &options)),
+        ] {
+            assert!(matches!(&r, Err(Error::Shape { arg: a, .. }) if *a == arg), "{arg}: {r:?}");
+        }
+        let r = run(&a, &[e, 1, 1], &b, &[e, 1, 1], bytes - 1, &options);
+        assert!(matches!(r, Err(Error::Value { arg: "workspace", .. })), "{r:?}");
+        let r = run(&[e, 2 * 8, h], &[e, 1, 1], &[e, h, 8], &[e, 1, 1], bytes, &options);
+        assert!(matches!(r, Err(Error::Value { arg: "w2", .. })), "{r:?}");
+        let smooth = f(&[e, h]);
+        let r = run(&a, &[e, 1, 1], &b, &[e, 1, 1], bytes, &options.smooth(Some(&smooth), None));
+        assert!(matches!(r, Err(Error::Unsupported { .. })), "{r:?}");
+        let gelu = options.activation(ExpertActivation::Gelu).path(FusedQuantPath::Wgmma64);
+        let r = run(&a, &[e, 1, 1], &b, &[e, 1, 1], bytes, &gelu);
+        assert!(matches!(r, Err(Error::Unsupported { .. })), "{r:?}");
+    });
+}
