@@ -78,7 +78,7 @@ impl Device {
     pub(crate) fn runs_beside(&self, other: &Device) -> bool {
         match (&*self.0, &*other.0) {
             (Backend::Simt(a), Backend::Simt(b)) => a.is_peer(b),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             _ => true,
         }
     }
@@ -320,7 +320,7 @@ impl Device {
     pub(crate) fn uuid(&self) -> Result<[u8; 16]> {
         match &*self.0 {
             Backend::Simt(_) => Ok([0; 16]),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.uuid(),
         }
     }
@@ -334,7 +334,7 @@ impl Device {
                     "memory of a SIMT device is of its process alone; Device::simt_peers are ranks of one".into();
                 Err(Error::Unsupported { op, what })
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.export(storage.address),
         }
     }
@@ -390,6 +390,8 @@ enum Memory {
     Simt(#[allow(dead_code, reason = "held for its destructor")] ::simt::Buffer<u8>),
     #[cfg(feature = "_driver")]
     Cuda(#[allow(dead_code, reason = "held for its destructor")] cuda::CudaMemory),
+    #[cfg(feature = "_driver")]
+    Import(#[allow(dead_code, reason = "held for its destructor")] cuda::CudaImport),
     Foreign {
         /// What the SIMT device knows it by. Goes before the owner does.
         lent: Option<::simt::Lent>,
@@ -406,11 +408,6 @@ pub(crate) struct Foreign {
     /// Dropped with the storage, when nothing uses the memory any more.
     pub(crate) owner: Option<Box<dyn Send + Sync>>,
     pub(crate) lease: Option<Arc<Lease>>,
-    Simt(::simt::Buffer<u8>),
-    #[cfg(feature = "cuda")]
-    Cuda(cuda::CudaMemory),
-    #[cfg(feature = "cuda")]
-    Import(cuda::CudaImport),
 }
 
 // SAFETY: device memory is reached only through the device's streams and copies, which are thread-safe.
@@ -454,11 +451,12 @@ impl Storage {
                 let _ = (handle, bytes);
                 Err(Error::Unsupported { op, what: "a SIMT device has no memory of other processes".into() })
             }
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "_driver")]
             Backend::Cuda(d) => {
                 let memory = d.import(handle)?;
                 let address = memory.address();
-                Ok(Arc::new(Self { device: device.clone(), address, bytes, _memory: Memory::Import(memory) }))
+                let (device, memory) = (device.clone(), Memory::Import(memory));
+                Ok(Arc::new(Self { device, address, bytes, read_only: false, lease: None, memory }))
             }
         }
     }

@@ -138,7 +138,7 @@ pub unsafe fn blocks<T: Float, Q: Quantised>(w: *const T, out: *mut Q, scales: *
     let mut r = low;
     while r < high {
         let at = r as usize * n as usize + own as usize;
-        out.set(at, Q::one(w.get(at).to_f32() * factor));
+        out.set(at, Q::one(w.get(at).to_f32(), factor));
         r += step;
     }
 }
