@@ -34,6 +34,9 @@ pub fn benches(harness: &mut Harness) {
     }
 }
 
+/// Makes weights of a shape from a seed.
+type Weights<Q> = fn(&Device, &Stream, &[usize], usize) -> Result<Tensor<Q>>;
+
 /// int8 weights, all the same.
 fn constant(device: &Device, stream: &Stream, shape: &[usize], _seed: usize) -> Result<Tensor<i8>> {
     let mut w = Tensor::uninit(device, shape)?;
@@ -46,7 +49,7 @@ fn case<Q: QuantisedElement>(
     (name, experts, top_k, hidden, inter): (&str, usize, usize, usize, usize),
     tokens: usize,
     path: FusedQuantPath,
-    of: fn(&Device, &Stream, &[usize], usize) -> Result<Tensor<Q>>,
+    of: Weights<Q>,
 ) {
     // Weights of the experts that the first set names, read once, and activations.
     let mut used = routing(tokens, experts, top_k, 0);

@@ -254,17 +254,7 @@ fn int8_sums_are_exact() {
         // The largest products, of one sign and then of both.
         let (m, n, k) = (2, 3, 4096);
         let x = Tensor::from_slice(d, &vec![-127i8; m * k], &[m, k]).unwrap();
-        let w: Vec<i8> = (0..n * k)
-            .map(|i| {
-                if i / k == 0 {
-                    127
-                } else if i % 2 == 0 {
-                    127
-                } else {
-                    -126
-                }
-            })
-            .collect();
+        let w: Vec<i8> = (0..n * k).map(|i| if i / k == 0 || i % 2 == 0 { 127 } else { -126 }).collect();
         let w = Tensor::from_slice(d, &w, &[n, k]).unwrap();
         let one = Tensor::from_slice(d, &[1.0f32], &[1]).unwrap();
         let mut y = Tensor::<f32>::uninit(d, &[m, n]).unwrap();
