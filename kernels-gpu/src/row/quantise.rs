@@ -102,14 +102,15 @@ pub fn finite_amax<Q: Quantised, const V: usize, const N: usize>(pieces: &mut [[
         return largest;
     }
     cuda_std::unroll::<N>(|i| largest = float::max_propagate(largest, tree(pieces[i], float::max_propagate)));
-    if !(largest < f32::INFINITY) {
+    // Which NaN is not.
+    let finite = largest < f32::INFINITY;
+    if !finite {
         largest = 0.0;
         cuda_std::unroll::<N>(|i| {
             largest = float::max(largest, amax(pieces[i]));
             cuda_std::unroll::<V>(|j| {
-                if !(float::abs(pieces[i][j]) < f32::INFINITY) {
-                    pieces[i][j] = 0.0;
-                }
+                let finite = float::abs(pieces[i][j]) < f32::INFINITY;
+                pieces[i][j] = if finite { pieces[i][j] } else { 0.0 };
             });
         });
     }
