@@ -517,8 +517,8 @@ fn bad_input() {
         assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &nan), Err(Error::Value { arg: "options.scale", .. })));
         let cap = o.soft_cap(-1.0);
         assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &cap), Err(Error::Value { arg: "options.soft_cap", .. })));
-        let capped = o.soft_cap(1.0).path(PrefillPath::Wgmma);
-        assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &capped), Err(Error::Unsupported { .. })));
+        let negative = o.scale(-1.0).path(PrefillPath::Wgmma);
+        assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &negative), Err(Error::Unsupported { .. })));
         let slopes = Tensor::<f32>::zeros(d, &[3]).unwrap();
         assert!(matches!(
             run(&c.q, &full, &[2, 3], 3, 2, &o.alibi(&slopes)),

@@ -357,6 +357,8 @@ pub unsafe fn decode<
         vec::prefetch_l2(out.cast_const());
     }
 
+    thread::sync_threads();
+
     let box_shift = page_shift.min(const { KEYS.ilog2() });
     let box_keys = 1u32 << box_shift;
 
@@ -406,9 +408,7 @@ pub unsafe fn decode<
             seen += 1;
             about
         };
-        // The barriers are not needed before.
         let mut coming = [look(), look(), look()];
-        thread::sync_threads();
         let (mut step, mut slot, mut parity, mut items) = (0u32, 0u32, 1u32, 0u32);
         loop {
             let (flags, key, head, sequence) = coming[0];
@@ -469,7 +469,6 @@ pub unsafe fn decode<
         }
         return;
     }
-    thread::sync_threads();
 
     let (has_alibi, has_sinks, has_lse) = (!alibi.is_null(), !sinks.is_null(), !lse.is_null());
     let (alibi, sinks) = (Global::new(alibi), Global::new(sinks));
