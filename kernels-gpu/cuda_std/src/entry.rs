@@ -323,9 +323,17 @@ macro_rules! __entry {
                 family: $crate::family_of(module_path!()),
                 max_threads: $threads as u32,
                 arch: $crate::Arch::$arch,
-                // SAFETY: forwarded to the caller of `Entry::call`.
-                call: |args| unsafe { $kernel($(<$ty as $crate::__Param>::pass(&args.$arg)),*) },
+                call: __call,
             };
+
+            /// A function of this crate rather than a closure in a constant, which would be compiled with every crate that
+            /// uses the constant.
+            #[cfg(not(target_arch = "nvptx64"))]
+            #[inline(never)]
+            unsafe fn __call(args: &super::$Args) {
+                // SAFETY: forwarded to the caller of `Entry::call`.
+                unsafe { $kernel($(<$ty as $crate::__Param>::pass(&args.$arg)),*) }
+            }
         }
     };
 }

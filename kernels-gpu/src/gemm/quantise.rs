@@ -6,7 +6,7 @@
 //!   magnitude by shuffles.
 //! * A scale for each block of 128 by 128: for weights, ahead of time. A block of threads reads its part twice.
 
-use crate::row::quantise::{self, GroupScales, Quantised, amax, scale_for};
+use crate::row::quantise::{self, GroupScales, Quantised, amax, finite, scale_for};
 use crate::row::team::{Op, scratch};
 use crate::row::{GROUP, Piece, Team};
 use cuda_std::shared::Carver;
@@ -62,11 +62,11 @@ pub unsafe fn rows<T: Float, Q: Quantised, const V: usize, const N: usize, const
         scales.set(row, scale);
     }
     let factor = float::recip(scale);
-    cuda_std::unroll::<N>(|i| at(i).store_quantised(out, held[i], factor));
+    cuda_std::unroll::<N>(|i| at(i).store_quantised(out, finite::<Q, V>(held[i]), factor));
     if N == 0 {
         let mut i = 0;
         while i < rounds {
-            at(i).store_quantised(out, load(i), factor);
+            at(i).store_quantised(out, finite::<Q, V>(load(i)), factor);
             i += 1;
         }
     }
@@ -104,7 +104,7 @@ pub unsafe fn groups<T: Float, Q: Quantised, const V: usize, const VEC: bool>(
     cuda_std::unroll::<V>(|j| v[j] = piece[j].to_f32());
     let scale = scale_for::<Q>(quantise::group_amax(v));
     scales.store::<V>(index, n, scale);
-    at.store_quantised(out, v, float::recip(scale));
+    at.store_quantised(out, finite::<Q, V>(v), float::recip(scale));
 }
 
 /// `w`, `out`: `[matrices, rows, n]`, dense; `scales`: `[matrices, rows / 128, n / 128]`, dense, the last of each perhaps a smaller block.
@@ -138,7 +138,7 @@ pub unsafe fn blocks<T: Float, Q: Quantised>(w: *const T, out: *mut Q, scales: *
     let mut r = low;
     while r < high {
         let at = r as usize * n as usize + own as usize;
-        out.set(at, Q::one(w.get(at).to_f32(), factor));
+        out.set(at, Q::one(finite::<Q, 1>([w.get(at).to_f32()])[0], factor));
         r += step;
     }
 }

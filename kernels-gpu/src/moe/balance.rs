@@ -71,8 +71,10 @@ pub unsafe fn update_bias(bias: *mut f32, loads: *const u8, rate: f32, experts: 
         e += BIAS_THREADS as u32;
     }
     let sum = warp::reduce(sum, |a, b| a + b);
+    // Of the whole warp: not to be asked for by one lane.
+    let warp_id = warp::warp_id();
     if warp::lane_id() == 0 {
-        sums.set(warp::warp_id(), sum);
+        sums.set(warp_id, sum);
     }
     thread::sync_threads();
     let mut total = 0i64;

@@ -8,7 +8,7 @@
 //! Rows that nobody will read, of pairs without an expert here, are left alone.
 
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
-use crate::row::quantise::{amax, group_amax, scale_for};
+use crate::row::quantise::{amax, finite, group_amax, scale_for};
 use crate::row::team::{Op, scratch};
 use crate::row::{GROUP, Piece, Team};
 use cuda_std::shared::Carver;
@@ -170,7 +170,7 @@ pub unsafe fn rows<T: Float>(
     }
     let factor = float::recip(scale);
     for i in 0..rounds {
-        at(i).store_quantised(out, load(i), factor);
+        at(i).store_quantised(out, finite::<i8, 4>(load(i)), factor);
     }
 }
 

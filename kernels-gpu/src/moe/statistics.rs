@@ -150,8 +150,10 @@ pub unsafe fn statistics_part<T: Float>(
 unsafe fn sum_all(value: f32, scratch: Shared<f32>) -> f32 {
     let sum = warp::reduce_sum(value);
     thread::sync_threads();
+    // Of the whole warp: not to be asked for by one lane.
+    let warp_id = warp::warp_id();
     if warp::lane_id() == 0 {
-        scratch.set(warp::warp_id(), sum);
+        scratch.set(warp_id, sum);
     }
     thread::sync_threads();
     let mut all = 0f32;
@@ -248,8 +250,9 @@ pub unsafe fn statistics_finish(
         e += FINISH_THREADS as u32;
     }
     let pairs_here = warp::reduce(pairs, |a, b| a + b);
+    let warp_id = warp::warp_id();
     if warp::lane_id() == 0 {
-        totals.set(warp::warp_id(), pairs_here);
+        totals.set(warp_id, pairs_here);
     }
     thread::sync_threads();
     let mut pairs = 0u64;

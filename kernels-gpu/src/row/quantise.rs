@@ -16,7 +16,7 @@ pub const EPSILON: f32 = 1e-10;
 pub trait Quantised: Element {
     /// The largest number.
     const MAX: f32;
-    /// Whether NaN can be told. Otherwise [`finite`] must have made zeros of what is no number.
+    /// Whether NaN can be told. Otherwise [`finite`] or [`finite_amax`] must have made zeros of what is no number.
     const HAS_NAN: bool;
     /// Rounds `v * factor`, which is at most [`MAX`](Self::MAX) but for the last places, to the nearest, ties to even.
     fn one(v: f32, factor: f32) -> Self;
@@ -115,6 +115,17 @@ pub fn finite_amax<Q: Quantised, const V: usize, const N: usize>(pieces: &mut [[
         });
     }
     largest
+}
+
+/// The values, with zeros for what is no number where the format cannot tell it.
+#[inline(always)]
+pub fn finite<Q: Quantised, const V: usize>(mut values: [f32; V]) -> [f32; V] {
+    if !Q::HAS_NAN {
+        cuda_std::unroll::<V>(|j| {
+            values[j] = if float::abs(values[j]) < f32::INFINITY { values[j] } else { 0.0 };
+        });
+    }
+    values
 }
 
 /// The largest magnitude; NaN has no say.
