@@ -432,7 +432,7 @@ pub unsafe fn decode<
                 let first_row = (head - kv_head * row_blocks) * block_rows;
                 let rows = (all_rows - first_row).min(block_rows);
                 if first {
-                    mbarrier::wait_parity(q_empty(q_slot), items / Q_SLOTS % 2 ^ 1);
+                    mbarrier::wait_parity(q_empty(q_slot), (items / Q_SLOTS % 2) ^ 1);
                     items += 1;
                 }
                 // What the other lanes have of the records comes before the arrival.

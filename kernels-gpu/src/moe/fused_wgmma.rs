@@ -194,7 +194,7 @@ impl<const STAGES: usize> Ring<STAGES> {
     fn skip(&mut self, stages: u32) {
         let to = self.stage + stages;
         self.stage = to % STAGES as u32;
-        self.phase ^= to / STAGES as u32 & 1;
+        self.phase ^= (to / STAGES as u32) & 1;
     }
 }
 
