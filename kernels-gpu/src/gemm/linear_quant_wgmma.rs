@@ -1,4 +1,4 @@
-//! `y = epilogue(x · wᵀ + bias)` of e4m3 tokens and weights on Hopper's tensor cores: [`linear_wgmma`](super::linear_wgmma) with scales.
+//! `y = epilogue(x · wᵀ + bias)` of e4m3 tokens and weights on Hopper's tensor cores: [`linear_wgmma`] with scales.
 //!
 //! With scales of rows the sums of all of K stay in the tensor cores' accumulators, as cuBLAS does it by default: those keep some
 //! 14 bits of what is added to them. With scales of blocks, sums of 128 products are added up in f32 (DeepSeek-AI, *DeepSeek-V3 Technical

@@ -16,7 +16,7 @@
 //! the owner adds the parts in their order. No workspace, no atomics, and the same bits always; the order of summation
 //! depends on `k`, `N` and `SPLIT` only.
 //!
-//! **Scales** ([`Scales`](super::scales::Scales)) of 8-bit operands are either those of a row of `x` and a row of `w`, which a finished
+//! **Scales** ([`Scales`]) of 8-bit operands are either those of a row of `x` and a row of `w`, which a finished
 //! sum is multiplied with; or they change every 128 elements of K, which is a step of 8-bit operands: then the products of a step have
 //! accumulators of their own, and are added to the sums in f32, multiplied with their scales. While one consumer does that the other
 //! keeps the tensor cores busy. A second warp of the producer brings the scales of `x` into the stages.

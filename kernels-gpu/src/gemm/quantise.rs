@@ -1,4 +1,4 @@
-//! Operands of 8-bit products: rows of numbers to e4m3 or int8 with scales (see [`quantise`](crate::row::quantise)).
+//! Operands of 8-bit products: rows of numbers to e4m3 or int8 with scales (see [`quantise`]).
 //!
 //! * A scale for each row, optionally after a multiplication with a factor for each column (smoothing): a block for each row keeps it in
 //!   registers, `N` pieces a thread, until the largest magnitude is known; longer rows (`N = 0`) are read twice.
