@@ -179,7 +179,8 @@ inputs! {
     crate::E5M2 = 3, |b| crate::E5M2(b as u8);
 }
 
-/// One thread's accumulators of 64xN sums: `[f32; N / 2]`, for N of 8, 16, 24, 32, 48, 64, 72, 96, 128, 144, 192, 224 and 256.
+/// One thread's accumulators of 64xN sums: `[f32; N / 2]`, for N of 8, 16, 24, 32, 48, 64, 72, 96, 112, 128, 136,
+/// 144, 160, 176, 192, 224 and 256.
 pub trait Accumulator: Copy + sealed::Sealed {
     /// Columns.
     const N: usize;

@@ -49,7 +49,7 @@ impl Quantised for i8 {
     #[inline(always)]
     fn one(v: f32, factor: f32) -> Self {
         // An instruction on integers between sum and store: ptxas takes the register of a sum for a number, and converts it to
-        // the nearest u8, saturating, when a byte of it is stored (F2IP.U8, seen in the machine code and on an H200).
+        // u8, saturating, when a byte of it is stored (F2IP.U8 in the machine code; 255 on an H200).
         integer::permute(nearest(v, factor), 0, 0x4440) as i8
     }
     #[inline(always)]
@@ -177,11 +177,10 @@ pub fn warp_amax(magnitude: f32) -> f32 {
 }
 
 impl<const V: usize, const VEC: bool> Piece<V, VEC> {
-    /// Stores `values * factor`, quantised.
+    /// Stores `v * factor`, quantised.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn store_quantised<Q: Quantised>(self, y: GlobalMut<Q>, values: [f32; V], factor: f32) {
-        let v = values;
+    pub unsafe fn store_quantised<Q: Quantised>(self, y: GlobalMut<Q>, v: [f32; V], factor: f32) {
         if VEC {
             if self.first < self.n {
                 let low = Q::four_times([v[0], v[1], v[2], v[3]], factor);

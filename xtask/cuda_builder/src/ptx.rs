@@ -70,6 +70,8 @@ pub enum Kind {
     Unpinned,
     /// A marker that is unknown, missing or contradicts another.
     Marker,
+    /// A store of the low bits of a floating-point result.
+    NarrowStore,
     /// The assembler spilled registers.
     Spill,
     /// The assembler put something on the stack.
@@ -87,6 +89,7 @@ impl Kind {
             Kind::Panic => "panic",
             Kind::Unpinned => "unpinned",
             Kind::Marker => "marker",
+            Kind::NarrowStore => "narrow-store",
             Kind::Spill => "spill",
             Kind::Stack => "stack",
             Kind::Performance => "performance",
@@ -323,6 +326,36 @@ fn is_anchor(line: &str, body: &str) -> bool {
     line.strip_prefix("activemask.b32").is_some_and(|r| uses(body, r.trim().trim_end_matches(';')) == 1)
 }
 
+/// Stores of 8 or 16 bits of a register that floating-point arithmetic wrote. The assembler takes such a register for a number and
+/// stores it converted to an integer of that size, saturating (`F2IP.U8`), where the low bits of the number are meant.
+fn narrow_stores(lines: &[String]) -> Vec<&str> {
+    let arithmetic = |op: &str| {
+        let mut parts = op.split('.');
+        matches!(parts.next(), Some("add" | "sub" | "mul" | "fma" | "mad" | "min" | "max" | "abs" | "neg" | "rcp"))
+            && op.split('.').any(|part| part == "f32")
+    };
+    // The instruction's name and its operands, without a predicate.
+    let parts = |statement: &str| -> Vec<String> {
+        let words = statement.split_whitespace().skip_while(|w| w.starts_with('@') || *w == "{");
+        words.map(|w| w.trim_matches(|c| ",{}[]".contains(c)).to_string()).collect()
+    };
+    let statements = || lines.iter().flat_map(|line| code(line).split(';')).map(str::trim);
+    let mut sums = BTreeSet::new();
+    for mut parts in statements().map(parts).filter(|parts| parts.len() > 1) {
+        if arithmetic(&parts[0]) {
+            sums.insert(parts.swap_remove(1));
+        }
+    }
+    let stored = |statement: &&str| {
+        parts(statement).split_first().is_some_and(|(op, operands)| {
+            op.starts_with("st.")
+                && (op.ends_with(".b8") || op.ends_with(".b16"))
+                && operands.iter().skip(1).any(|operand| sums.contains(operand))
+        })
+    };
+    statements().filter(stored).collect()
+}
+
 /// Numbers the labels of a function by first appearance.
 struct Labels(BTreeMap<String, String>);
 
@@ -451,6 +484,9 @@ fn entry(item: &Item, module: &mut Module) -> String {
         } else if t.starts_with(".local ") {
             problem(Kind::LocalMemory, code(t).trim_end().into());
         }
+    }
+    for store in narrow_stores(&item.lines) {
+        problem(Kind::NarrowStore, format!("an integer instruction belongs between the arithmetic and: {store}"));
     }
     if panics > 0 {
         problem(Kind::Panic, format!("{panics} traps that no `trap()` asks for: bounds checks or divisions"));
@@ -601,6 +637,20 @@ mod tests {
         assert_eq!((kinds(&meant), meant.entries[0].traps), (vec![], 1));
         // The marker counts for its own block only.
         assert_eq!(kinds(&module(&(asm("//@trap") + "$L__BB0_1:\n\ttrap;\n"))), [Kind::Panic]);
+    }
+
+    #[test]
+    fn narrow_stores_of_sums_are_found() {
+        let fma = "\tfma.rn.f32 \t%r4, %r1, %r2, 0f4B400000;\n";
+        let store = "\t@%p1 st.global.b8 \t[%rd1], %r4;\n";
+        assert_eq!(kinds(&module(&format!("{fma}{store}"))), [Kind::NarrowStore]);
+        assert_eq!(kinds(&module(&format!("{}{fma}", asm("st.shared.b16 [%rd1], %r4;")))), [Kind::NarrowStore]);
+        // Bits of an integer, of a conversion, and of another register; a whole number.
+        let prmt = "\tprmt.b32 \t%r5, %r4, 0, 17472;\n\tst.global.b8 \t[%rd1], %r5;\n";
+        assert_eq!(kinds(&module(&format!("{fma}{prmt}"))), []);
+        assert_eq!(kinds(&module(&format!("\tcvt.rni.sat.s8.f32 \t%r4, %r1;\n{store}"))), []);
+        assert_eq!(kinds(&module(&format!("{fma}\tst.global.b8 \t[%rd1], %r40;\n"))), []);
+        assert_eq!(kinds(&module(&format!("{fma}\tst.global.b32 \t[%rd1], %r4;\n"))), []);
     }
 
     #[test]
