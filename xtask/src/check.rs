@@ -2,7 +2,8 @@
 
 use crate::{ptx, repo, stub};
 use anyhow::{Context as _, Result, bail, ensure};
-use std::path::PathBuf;
+use std::fs::DirEntry;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -263,11 +264,13 @@ fn published() -> Result<Vec<String>> {
 const MOST_PACKAGE_BYTES: u64 = 10_000_000;
 
 fn package(_: &Args) -> Result<()> {
+    let names = published()?;
+    forget_packages(&names)?;
     // Said aloud, the target directory is where packages are built as well, so that they share what they depend on.
     let mut package = cargo(&["package", "--quiet", "--allow-dirty", "--target-dir"]);
     package.arg(repo::target_dir());
-    for name in published()? {
-        package.args(["-p", &name]);
+    for name in &names {
+        package.args(["-p", name]);
     }
     must(package)?;
     for file in std::fs::read_dir(repo::target_dir().join("package"))?.flatten() {
@@ -278,6 +281,44 @@ fn package(_: &Args) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Removes what cargo unpacked and compiled of our packages when they were packed before. It takes a package of some name and version for
+/// the same for ever, also one that it has made itself, and would check the new packages against the old ones.
+fn forget_packages(names: &[String]) -> Result<()> {
+    let version = repo::version()?;
+    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from).or_else(|| Some(std::env::home_dir()?.join(".cargo")));
+    // Registries that are folders have no host in their names.
+    let sources = home.context("no home directory")?.join("registry/src");
+    for registry in folder(&sources).filter(|r| r.file_name().to_string_lossy().starts_with('-')) {
+        for name in names {
+            let unpacked = registry.path().join(format!("{name}-{version}"));
+            if unpacked.exists() {
+                std::fs::remove_dir_all(&unpacked).with_context(|| unpacked.display().to_string())?;
+            }
+        }
+    }
+    let compiled = repo::target_dir().join("debug");
+    let own = sources.join("-").display().to_string();
+    for file in folder(&compiled.join("deps")).filter(|f| f.path().extension().is_some_and(|e| e == "d")) {
+        let path = file.path();
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+        let Some((_, hash)) = stem.rsplit_once('-') else { continue };
+        if std::fs::read_to_string(&path).is_ok_and(|sources| sources.contains(&own)) {
+            for name in names {
+                let fingerprint = compiled.join(".fingerprint").join(format!("{name}-{hash}"));
+                if fingerprint.exists() {
+                    std::fs::remove_dir_all(&fingerprint).with_context(|| fingerprint.display().to_string())?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What is in a folder; nothing if it is not there.
+fn folder(path: &Path) -> impl Iterator<Item = DirEntry> {
+    std::fs::read_dir(path).into_iter().flatten().flatten()
 }
 
 /// The release of cargo-deny that is installed where there is none.

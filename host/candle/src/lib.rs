@@ -10,7 +10,7 @@
 //!
 //! let x = Tensor::new(&[[3f32, 4.0], [6.0, 8.0]], &Device::Cpu)?;
 //! let weight = Tensor::ones(2, candle_core::DType::F32, &Device::Cpu)?;
-//! let y = RmsNorm::new(1e-6).forward(&x, &weight)?;
+//! let y = RmsNorm::new(0.0).forward(&x, &weight)?;
 //! assert_eq!(y.get(0)?.to_vec1::<f32>()?, y.get(1)?.to_vec1::<f32>()?);
 //! # Ok::<(), candle_core::Error>(())
 //! ```
