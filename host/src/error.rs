@@ -185,6 +185,9 @@ pub enum Error {
     /// This build has no CUDA support.
     #[error("this build of warploom has no CUDA support: enable the feature `cuda` or `cudarc`")]
     NoCuda,
+    /// This build has no kernels for the SIMT device.
+    #[error("this build of warploom has no kernels for the SIMT device: enable the feature `simt`")]
+    NoSimt,
     /// The device has not enough memory left.
     #[error("{device} cannot allocate {bytes} bytes")]
     OutOfMemory {

@@ -55,7 +55,7 @@ pub struct MemoryInfo {
 }
 
 impl Device {
-    /// A SIMT device with default options.
+    /// A SIMT device with default options. Without the feature `simt` it has memory, and launches fail with [`Error::NoSimt`].
     pub fn simt() -> Self {
         Self::simt_with(SimtOptions::default())
     }
@@ -134,7 +134,8 @@ impl Device {
     /// The first NVIDIA GPU if there is one that works, otherwise the SIMT device.
     ///
     /// # Errors
-    /// Only if there is a GPU that should work but cannot be set up, for example for want of memory.
+    /// Only if there is a GPU that should work but cannot be set up, for example for want of memory; without the feature `simt` all
+    /// those of [`cuda`](Self::cuda).
     pub fn auto() -> Result<Self> {
         match Self::cuda(0) {
             Err(
@@ -143,7 +144,7 @@ impl Device {
                 | Error::NoDevice { .. }
                 | Error::DriverTooOld { .. }
                 | Error::TooOldGpu { .. },
-            ) => Ok(Self::simt()),
+            ) if cfg!(feature = "simt") => Ok(Self::simt()),
             other => other,
         }
     }

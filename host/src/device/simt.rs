@@ -1,7 +1,7 @@
 //! The SIMT device: kernels on the CPU.
 
 use super::{Geometry, Properties};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use cuda_std::{Entry, KernelArgs};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -124,8 +124,9 @@ impl SimtDevice {
             Some((peers, number)) => launch.peers(peers, *number),
             None => launch,
         };
+        let call = entry.on_simt().ok_or(Error::NoSimt)?;
         // SAFETY: forwarded to the caller.
-        self.exclusive(|| unsafe { launch.run(|| entry.call(args)) })?;
+        self.exclusive(|| unsafe { launch.run(|| call(args)) })?;
         Ok(())
     }
 }

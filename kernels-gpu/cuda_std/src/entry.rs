@@ -160,19 +160,16 @@ pub struct Entry<A: 'static> {
     /// What PTX it needs.
     pub arch: Arch,
     #[doc(hidden)]
-    pub call: unsafe fn(&A),
+    pub call: Option<unsafe fn(&A)>,
 }
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl<A: KernelArgs> Entry<A> {
-    /// Runs the kernel as one thread of the SIMT device.
-    ///
-    /// # Safety
-    /// Inside a launch of the SIMT device, and as the kernel demands of its arguments.
+    /// What runs the kernel as one thread of the SIMT device: to be called inside a launch of that device, and as the kernel demands
+    /// of its arguments. None without the feature `simt` of this crate: kernels are not compiled for the CPU then.
     #[inline(always)]
-    pub unsafe fn call(&self, args: &A) {
-        // SAFETY: forwarded to the caller.
-        unsafe { (self.call)(args) }
+    pub fn on_simt(&self) -> Option<unsafe fn(&A)> {
+        self.call
     }
 }
 
@@ -323,19 +320,38 @@ macro_rules! __entry {
                 family: $crate::family_of(module_path!()),
                 max_threads: $threads as u32,
                 arch: $crate::Arch::$arch,
-                call: __call,
+                call: $crate::__on_simt! { super::$Args, ($($arg: $ty),*) $kernel },
             };
-
-            /// A function of this crate rather than a closure in a constant, which would be compiled with every crate that
-            /// uses the constant.
-            #[cfg(not(target_arch = "nvptx64"))]
-            #[inline(never)]
-            unsafe fn __call(args: &super::$Args) {
-                // SAFETY: forwarded to the caller of `Entry::call`.
-                unsafe { $kernel($(<$ty as $crate::__Param>::pass(&args.$arg)),*) }
-            }
         }
     };
+}
+
+/// The kernel as a function that the SIMT device calls.
+#[cfg(feature = "simt")]
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __on_simt {
+    ($Args:ty, ($($arg:ident : $ty:ty),*) $kernel:expr) => {{
+        /// A function rather than a closure, which would be compiled again with every crate that uses the constant.
+        #[inline(never)]
+        unsafe fn on_simt(args: &$Args) {
+            // SAFETY: forwarded to the caller of the function that `Entry::on_simt` returns.
+            unsafe { $kernel($(<$ty as $crate::__Param>::pass(&args.$arg)),*) }
+        }
+        Some(on_simt as unsafe fn(&$Args))
+    }};
+}
+
+/// The kernel is named in a closure that nothing calls: checked, but not compiled for the CPU, which takes minutes for many.
+#[cfg(not(feature = "simt"))]
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __on_simt {
+    ($Args:ty, ($($arg:ident : $ty:ty),*) $kernel:expr) => {{
+        // SAFETY: never called.
+        let _ = |args: &$Args| unsafe { $kernel($(<$ty as $crate::__Param>::pass(&args.$arg)),*) };
+        None
+    }};
 }
 
 /// Calls the kernel from its entry. A tensor map is passed by its address in parameter space, without the copy that
