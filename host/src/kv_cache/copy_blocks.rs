@@ -137,8 +137,8 @@ pub unsafe fn launch(stream: &Stream, pairs: u32, tensors: u32, args: &Args) -> 
 pub fn copy_blocks<S: CacheElement>(
     stream: &Stream,
     caches: &mut CacheLayers<S>,
-    pairs: &Tensor<i64>,
     status: Option<&mut Tensor<u32>>,
+    pairs: &Tensor<i64>,
 ) -> Result<()> {
     let mut call = Call::new("copy_blocks", stream);
     let &[n, 2] = pairs.shape() else {

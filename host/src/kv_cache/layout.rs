@@ -22,6 +22,7 @@ pub use crate::kernels::kv_cache::{CacheElement, StoreAs};
 
 /// Where the elements of a block lie; see the [module](self).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum CacheLayout {
     /// Keys `[blocks, heads, dim / x, block_size, x]`, values `[blocks, heads, dim, block_size]`.
     XSplit,
@@ -33,6 +34,8 @@ pub enum CacheLayout {
 
 /// Extents of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+#[must_use]
 pub struct CacheShape {
     /// Blocks (pages).
     pub blocks: usize,
@@ -45,6 +48,11 @@ pub struct CacheShape {
 }
 
 impl CacheShape {
+    /// `blocks` blocks of `block_size` tokens, of `heads` heads of `head_dim` elements.
+    pub const fn new(blocks: usize, block_size: usize, heads: usize, head_dim: usize) -> Self {
+        Self { blocks, block_size, heads, head_dim }
+    }
+
     /// Slots of the cache: `blocks * block_size`.
     pub const fn slots(&self) -> usize {
         self.blocks * self.block_size
@@ -69,6 +77,7 @@ impl CacheShape {
 /// assert_eq!(keys.index(3, 1, 5, 10), 3 * 1024 + 512 + 5 * 8 + 128 + 2);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PageStrides {
     /// From block to block.
     pub block: usize,
@@ -350,11 +359,20 @@ pub fn check_slots(slots: &[i64], shape: CacheShape) -> Result<()> {
 
 /// Scales of a quantised cache: a number, or one for each head. The stored number is `value / scale`.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+#[must_use]
 pub struct Scales<'a> {
     /// Of the keys: `[1]` or `[heads]`.
     pub key: &'a Tensor<f32>,
     /// Of the values: the same shape.
     pub value: &'a Tensor<f32>,
+}
+
+impl<'a> Scales<'a> {
+    /// Of the keys and of the values: `[1]` for all heads or `[heads]`.
+    pub const fn new(key: &'a Tensor<f32>, value: &'a Tensor<f32>) -> Self {
+        Self { key, value }
+    }
 }
 
 /// Scales checked against the cache: addresses, and whether there is one for each head.
