@@ -23,6 +23,12 @@ pub struct CacheLayers<S> {
     block_stride: usize,
 }
 
+impl<S: CacheElement> std::fmt::Debug for CacheLayers<S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CacheLayers").field("layers", &self.layers).finish_non_exhaustive()
+    }
+}
+
 impl<S: CacheElement> CacheLayers<S> {
     /// New dense caches of zeros.
     ///

@@ -71,7 +71,7 @@ impl CacheShape {
 /// use warploom::DType;
 /// use warploom::kv_cache::{CacheLayout, CacheShape, PageStrides};
 ///
-/// let shape = CacheShape { blocks: 4, block_size: 16, heads: 2, head_dim: 32 };
+/// let shape = CacheShape::new(4, 16, 2, 32);
 /// let keys = PageStrides::keys(CacheLayout::XSplit, shape, DType::Bf16);
 /// assert_eq!((keys.block, keys.head, keys.token, keys.run, keys.run_stride), (1024, 512, 8, 8, 128));
 /// assert_eq!(keys.index(3, 1, 5, 10), 3 * 1024 + 512 + 5 * 8 + 128 + 2);
@@ -333,7 +333,7 @@ fn check_x(head_dim: usize, x: usize, arg: &'static str) -> Result<()> {
 ///
 /// ```
 /// use warploom::kv_cache::{CacheShape, check_slots};
-/// let shape = CacheShape { blocks: 2, block_size: 16, heads: 1, head_dim: 64 };
+/// let shape = CacheShape::new(2, 16, 1, 64);
 /// assert!(check_slots(&[3, -1, 4, -1, 31], shape).is_ok());
 /// assert!(check_slots(&[3, 32], shape).is_err());
 /// assert!(check_slots(&[3, 4, 3], shape).is_err());
