@@ -44,7 +44,7 @@ fn run(stream: &Stream, t: &mut Layer, sampling: &mut SamplingWorkspace) -> warp
     moe::fused(stream, &mut t.mixed, &t.normed, &t.w13, &t.w2, &t.ids, &t.weights, &options, &mut t.workspace)?;
     gemm::linear(stream, &mut t.logits, &t.mixed, &t.head)?;
     let options = SamplingOptions::default().temperature(0.8).top_k(20).top_p(0.9).seed(42);
-    top_k_top_p(stream, &mut t.tokens, None, &t.logits, sampling, &options)
+    top_k_top_p(stream, &mut t.tokens, None, &t.logits, &options, sampling)
 }
 
 /// Deterministic numbers, uniform in [-scale, scale).
