@@ -533,8 +533,7 @@ pub struct Operands {
 }
 
 impl Operands {
-    /// Dense rows, experts that are all here, and nothing that is optional;
-    /// null pointers until they are set.
+    /// Null pointers, for the caller to set, with dense rows and all experts here; what may stay null is optional.
     pub const fn new(shape: &FusedShape) -> Self {
         Self {
             out: std::ptr::null_mut(),

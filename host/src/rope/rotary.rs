@@ -65,7 +65,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, pairing: Pairing, args: &Arg
 }
 
 /// What [`rotary`] may be told besides.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 #[must_use]
 pub struct RotaryOptions {
