@@ -1,7 +1,7 @@
 //! Decode attention with heads of 128, pages of 16 tokens in a shuffled order: bf16 queries over bf16 and e4m3 caches.
 
 use cuda_std::E4M3;
-use warploom::attention::{DecodeOptions, DecodeWorkspace, decode};
+use warploom::attention::{DecodeOptions, DecodeShape, DecodeWorkspace, decode};
 use warploom::kv_cache::{CacheElement, CacheLayout, KvCache, Scales};
 use warploom::{Device, Result, Stream, Tensor, bf16};
 use warploom_benches::{Cost, Harness, noise, tiled};
@@ -68,12 +68,12 @@ fn case<S: CacheElement>(
         let lens = Tensor::from_slice(device, &vec![context as i32; batch], &[batch])?;
         let q = noise::<bf16>(device, stream, &[batch, q_heads, DIM], set + 200)?;
         let mut out = Tensor::<bf16>::uninit(device, &[batch, q_heads, DIM])?;
-        let mut workspace = DecodeWorkspace::new(device, batch, 1, q_heads, kv_heads, DIM, context)?;
+        let mut workspace = DecodeWorkspace::new(device, DecodeShape::new(batch, q_heads, kv_heads, DIM, context))?;
         let scale = Tensor::from_slice(device, &[1.0f32], &[1])?;
         Ok(move |s: &_| {
             let scaled = size_of::<S>() == 1;
             let mut options = DecodeOptions::default();
-            options.scales = scaled.then_some(Scales { key: &scale, value: &scale });
+            options.scales = scaled.then_some(Scales::new(&scale, &scale));
             decode(s, &mut out, None, &q, &cache, &table, &lens, &options, &mut workspace)
         })
     });

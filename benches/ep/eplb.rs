@@ -3,7 +3,8 @@
 
 use criterion::{BenchmarkId, Criterion};
 use warploom::ep::eplb::{
-    Cluster, IncrementalOptions, Loads, Options, rebalance_experts, rebalance_experts_with, rebalance_incremental,
+    Cluster, IncrementalOptions, Loads, RebalanceOptions, rebalance_experts, rebalance_experts_with,
+    rebalance_incremental,
 };
 
 const LAYERS: usize = 58;
@@ -36,11 +37,11 @@ pub fn benches(c: &mut Criterion) {
     for (name, num_replicas, num_nodes, num_gpus) in
         [("prefill-32", 288, 4, 32), ("decode-144", 288, 18, 144), ("decode-2048", 4096, 256, 2048)]
     {
-        let cluster = Cluster { num_replicas, num_groups: 8, num_nodes, num_gpus };
+        let cluster = Cluster::new(num_replicas, num_gpus).num_groups(8).num_nodes(num_nodes);
         group.bench_function(BenchmarkId::new("full", name), |b| {
             b.iter(|| rebalance_experts(&now, &cluster).expect("a valid cluster"));
         });
-        let distinct = Options { avoid_duplicates: true, ..Options::default() };
+        let distinct = RebalanceOptions::default().avoid_duplicates(true);
         group.bench_function(BenchmarkId::new("no-duplicates", name), |b| {
             b.iter(|| rebalance_experts_with(&now, &cluster, &distinct).expect("a valid cluster"));
         });

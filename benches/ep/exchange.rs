@@ -91,7 +91,7 @@ fn rank(
     let wrong = |what: &str| warploom::Error::Unsupported { op: "bench", what: format!("rank {r}: wrong {what}") };
     let all = sent.lock().expect("no panic").clone();
     let token = |row: &reference::ep::Arrived| &all[row.source][row.token * case.hidden..][..case.hidden];
-    let got_ids = received.ids.to_vec()?;
+    let got_ids = received.topk_ids.to_vec()?;
     if rows[r].iter().any(|row| got_ids[row.row * TOP_K..][..TOP_K] != row.ids) {
         return Err(wrong("experts"));
     }

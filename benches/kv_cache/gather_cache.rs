@@ -1,7 +1,7 @@
 //! Gathering cached keys and values of eight sequences to contiguous bf16.
 
 use super::{SHAPE, block};
-use warploom::kv_cache::gather_cache::Options;
+use warploom::kv_cache::GatherCacheOptions;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, StoreAs, gather_cache};
 use warploom::{E4M3, Tensor, bf16};
 use warploom_benches::{Cost, Harness};
@@ -24,7 +24,7 @@ where
         harness.case(&name.to_lowercase(), Cost::bytes(n * size_of::<S>(), 2 * n), |device, _, _| {
             let len = tokens / SEQUENCES;
             let each = len.div_ceil(block_size);
-            let shape = CacheShape { blocks: SEQUENCES * each, block_size, heads, head_dim: dim };
+            let shape = CacheShape::new(SEQUENCES * each, block_size, heads, dim);
             let cache = KvCache::<S>::zeros(device, layout, shape)?;
             let tables: Vec<i32> = (0..shape.blocks).map(|i| block(i, shape.blocks) as i32).collect();
             let tables = Tensor::from_slice(device, &tables, &[SEQUENCES, each])?;
@@ -34,11 +34,11 @@ where
             let mut value = Tensor::<bf16>::uninit(device, &[tokens, heads, dim])?;
             let scale = Tensor::from_slice(device, &[0.01f32], &[1])?;
             Ok(move |s: &_| {
-                let mut options = Options::default();
+                let mut options = GatherCacheOptions::default();
                 if bf16::SCALED {
                     options = options.scales(&scale, &scale);
                 }
-                gather_cache(s, &mut key, &mut value, &cache, &tables, &starts, options)
+                gather_cache(s, &mut key, &mut value, None, &cache, &tables, &starts, &options)
             })
         });
     }

@@ -1,7 +1,7 @@
 //! Writing bf16 keys and values to a cache of the same type or of e4m3.
 
 use super::{SHAPE, slots};
-use warploom::kv_cache::reshape_and_cache::Options;
+use warploom::kv_cache::ReshapeAndCacheOptions;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, StoreAs, reshape_and_cache};
 use warploom::{E4M3, Tensor, bf16};
 use warploom_benches::{Cost, Harness, noise};
@@ -26,16 +26,16 @@ where
         harness.case(&name.to_lowercase(), cost, |device, stream, set| {
             let key = noise::<bf16>(device, stream, &[tokens, heads, dim], set)?;
             let value = noise::<bf16>(device, stream, &[tokens, heads, dim], set + 50)?;
-            let shape = CacheShape { blocks: tokens.div_ceil(block_size), block_size, heads, head_dim: dim };
+            let shape = CacheShape::new(tokens.div_ceil(block_size), block_size, heads, dim);
             let mut cache = KvCache::<S>::zeros(device, layout, shape)?;
             let slots = slots(device, tokens, shape)?;
             let scale = Tensor::from_slice(device, &[0.01f32], &[1])?;
             Ok(move |s: &_| {
-                let mut options = Options::default();
+                let mut options = ReshapeAndCacheOptions::default();
                 if bf16::SCALED {
                     options = options.scales(&scale, &scale);
                 }
-                reshape_and_cache(s, &mut cache, &key, &value, &slots, options)
+                reshape_and_cache(s, &mut cache, None, &key, &value, &slots, &options)
             })
         });
     }

@@ -10,7 +10,7 @@ pub fn benches(harness: &mut Harness) {
     let (heads, head_dim, block_size) = SHAPE;
     let (device, blocks) = (harness.device().clone(), harness.pick(256, 16));
     harness.host("kv_cache/swap", |criterion: &mut Criterion| {
-        let shape = CacheShape { blocks, block_size, heads, head_dim };
+        let shape = CacheShape::new(blocks, block_size, heads, head_dim);
         let stream = Stream::new(&device).expect("a stream");
         let mut caches = CacheLayers::<bf16>::zeros(&device, 4, CacheLayout::Nhd, shape).expect("a cache");
         let mut host = HostCache::zeros(&caches, blocks).expect("host memory");

@@ -83,7 +83,7 @@ impl<T: Float> Call<T> {
         if scoring != Scoring::Softmax {
             options = options.bias(&self.bias);
         }
-        gate(stream, &mut self.weights, &mut self.ids, None, &self.logits, topk, &options)
+        gate(stream, &mut self.ids, &mut self.weights, None, &self.logits, topk, &options)
     }
 
     fn args(&mut self) -> gate::Args {

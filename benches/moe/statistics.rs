@@ -54,7 +54,7 @@ fn case(harness: &mut Harness, tokens: usize, experts: usize, top_k: usize) {
         let mut ids = Tensor::uninit(device, &[tokens, top_k])?;
         Ok(move |s: &_| {
             let options = NoisyTopKOptions::default().noise_logits(&spread).random(set as u64, 0, 0);
-            noisy_top_k(s, &mut weights, &mut ids, None, &logits, &options)
+            noisy_top_k(s, &mut ids, &mut weights, None, &logits, &options)
         })
     });
 }

@@ -1,6 +1,6 @@
 //! Normalisation of bf16 rows with 8-bit results, to compare with the unquantised operations.
 
-use warploom::norm::{QuantOptions, rms_norm_e4m3_per_group, rms_norm_e4m3_per_token, rms_norm_i8_per_token};
+use warploom::norm::{RmsNormQuantOptions, rms_norm_e4m3_per_group, rms_norm_e4m3_per_token, rms_norm_i8_per_token};
 use warploom::{E4M3, Tensor, bf16};
 use warploom_benches::{Cost, Harness, noise};
 
@@ -23,9 +23,16 @@ pub fn benches(harness: &mut Harness) {
                     let mut out = Tensor::<E4M3>::uninit(device, &[tokens, n])?;
                     let mut scales = Tensor::<f32>::uninit(device, &[tokens])?;
                     Ok(move |s: &_| {
-                        let options = QuantOptions::default().weight(&weight);
-                        let options = if residual { options.residual(&mut r) } else { options };
-                        rms_norm_e4m3_per_token(s, &mut out, &mut scales, &x, 1e-5, options)
+                        let options = RmsNormQuantOptions::default().weight(&weight);
+                        rms_norm_e4m3_per_token(
+                            s,
+                            &mut out,
+                            &mut scales,
+                            residual.then_some(&mut r),
+                            &x,
+                            1e-5,
+                            &options,
+                        )
                     })
                 });
                 harness.case(&name("e4m3_per_group"), cost(tokens * n / 128), |device, stream, set| {
@@ -35,9 +42,16 @@ pub fn benches(harness: &mut Harness) {
                     let mut out = Tensor::<E4M3>::uninit(device, &[tokens, n])?;
                     let mut scales = Tensor::<f32>::uninit(device, &[tokens, n / 128])?;
                     Ok(move |s: &_| {
-                        let options = QuantOptions::default().weight(&weight);
-                        let options = if residual { options.residual(&mut r) } else { options };
-                        rms_norm_e4m3_per_group(s, &mut out, &mut scales, &x, 1e-5, options)
+                        let options = RmsNormQuantOptions::default().weight(&weight);
+                        rms_norm_e4m3_per_group(
+                            s,
+                            &mut out,
+                            &mut scales,
+                            residual.then_some(&mut r),
+                            &x,
+                            1e-5,
+                            &options,
+                        )
                     })
                 });
                 harness.case(&name("i8_per_token"), cost(tokens), |device, stream, set| {
@@ -47,9 +61,8 @@ pub fn benches(harness: &mut Harness) {
                     let mut out = Tensor::<i8>::uninit(device, &[tokens, n])?;
                     let mut scales = Tensor::<f32>::uninit(device, &[tokens])?;
                     Ok(move |s: &_| {
-                        let options = QuantOptions::default().weight(&weight);
-                        let options = if residual { options.residual(&mut r) } else { options };
-                        rms_norm_i8_per_token(s, &mut out, &mut scales, &x, 1e-5, options)
+                        let options = RmsNormQuantOptions::default().weight(&weight);
+                        rms_norm_i8_per_token(s, &mut out, &mut scales, residual.then_some(&mut r), &x, 1e-5, &options)
                     })
                 });
             }

@@ -245,6 +245,22 @@ def _place(sorted_ids, starts, ids, pairs, BLOCK: tl.constexpr):
     tl.store(sorted_ids + place, at, at < pairs)
 
 
+def sort(ids, experts, m):
+    """Pairs by expert, each expert's padded to whole blocks of `m`, and the expert of each block."""
+    flat = ids.view(-1)
+    pairs = flat.numel()
+    blocks = min((pairs + experts * (m - 1)) // m, pairs)
+    counts = torch.zeros(experts, device=ids.device, dtype=torch.int32)
+    starts = torch.empty_like(counts)
+    expert_ids = torch.empty(blocks, device=ids.device, dtype=torch.int32)
+    sorted_ids = torch.full((blocks * m,), pairs, device=ids.device, dtype=torch.int32)
+    grid = (triton.cdiv(pairs, 256),)
+    _count[grid](counts, flat, pairs, BLOCK=256)
+    _starts[(1,)](counts, starts, expert_ids, blocks, M=m, EXPERTS=experts, BLOCK=32, num_warps=8)
+    _place[grid](sorted_ids, starts, flat, pairs, BLOCK=256)
+    return sorted_ids, expert_ids
+
+
 @triton.jit
 def _experts(
     out, x, w, sorted_ids, expert_ids, factors, n, k, pairs, blocks,
@@ -294,15 +310,8 @@ def fused_moe(x, w13, w2, ids, factors, config):
         sorted_ids[:, 0] = torch.arange(pairs, device=x.device, dtype=torch.int32)
         expert_ids = flat
     else:
-        blocks = min((pairs + experts * (m - 1)) // m, pairs)
-        counts = torch.zeros(experts, device=x.device, dtype=torch.int32)
-        starts = torch.empty_like(counts)
-        expert_ids = torch.empty(blocks, device=x.device, dtype=torch.int32)
-        sorted_ids = torch.full((blocks * m,), pairs, device=x.device, dtype=torch.int32)
-        grid = (triton.cdiv(pairs, 256),)
-        _count[grid](counts, flat, pairs, BLOCK=256)
-        _starts[(1,)](counts, starts, expert_ids, blocks, M=m, EXPERTS=experts, BLOCK=32, num_warps=8)
-        _place[grid](sorted_ids, starts, flat, pairs, BLOCK=256)
+        sorted_ids, expert_ids = sort(ids, experts, m)
+        blocks = expert_ids.numel()
 
     def product(out, a, w, divide, scale):
         grid = (blocks * triton.cdiv(w.shape[1], n),)

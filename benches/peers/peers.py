@@ -3,10 +3,13 @@
 
     python3 peers.py [FILTER..] [OPTIONS]
         FILTER           only cases whose name contains one of these
-        --quick          the sizes of the report only
+        --quick          the sizes of the report only, each for a shorter time
         --compile        torch.compile as well, for a few cases (it compiles for some seconds each)
         --json FILE      append a record for each case and peer
-        --budget SECONDS start nothing new after so long (150 with --quick)
+        --budget SECONDS start nothing new after so long (60 with --quick); what says most comes first: of each operation the
+                         smallest size, then the largest, then those between
+        --limit SECONDS  give a case up after so long (10)
+        --warm JOBS      processes that compile Triton's kernels before anything is timed (as many as half the CPUs, at most 8)
         --list           print cases and their peers
         --cases          print the names of the cases only: filters for warploom's bench binary
 
@@ -14,6 +17,9 @@ Cases have the names, shapes and inputs of `benches/`, and are timed as `benches
 operation on up to twenty sets of inputs in turn, for at least a millisecond; the graph is replayed between two events, and the
 median over the replays counts. Outputs take turns as well. What is missing is said, and left out. What a peer computes is
 compared with PyTorch's own result first, where the result is defined.
+
+Ours and theirs are only comparable on one GPU: run both with the same CUDA_VISIBLE_DEVICES, one after the other, as
+`bundle/run.sh report` does.
 
 The JSON file begins with a line that describes the machine; `cargo xtask report` reads it with that of the bench binary.
 """
@@ -26,7 +32,8 @@ import math
 import os
 import platform
 import re
-import statistics
+import signal
+import subprocess
 import sys
 import time
 
@@ -43,9 +50,14 @@ except ImportError as error:
 SETS = 20
 GRAPH_SECONDS = 1e-3
 MAX_LAUNCHES = 2000
-SECONDS = 0.2
+# For each peer of a case.
+SECONDS, QUICK_SECONDS = 0.2, 0.04
 
 Case = collections.namedtuple("Case", "name inputs peers close quick compiled")
+
+
+# Whether this process only compiles Triton's kernels.
+WARMING = False
 
 
 class Missing(Exception):
@@ -60,9 +72,13 @@ def case(name, inputs, close=True, quick=True, compiled=(), **peers):
 # Inputs
 
 
-def noise(*shape, dtype=None):
-    """Uniform in [-1, 1)."""
-    return torch.empty(shape, device="cuda", dtype=dtype or torch.bfloat16).uniform_(-1, 1)
+def noise(*shape, dtype=None, scale=1):
+    """Uniform in [-scale, scale)."""
+    dtype = dtype or torch.bfloat16
+    if WARMING:
+        # Only types and shapes matter where nothing is launched.
+        return torch.empty(1, device="cuda", dtype=dtype).expand(shape)
+    return torch.empty(shape, device="cuda", dtype=dtype).uniform_(-scale, scale)
 
 
 def scattered(count):
@@ -363,7 +379,10 @@ def decode():
             table = scattered(count).view(b, each)
             # The same keys twice: by pages, and in one piece.
             pages, values = noise(count, PAGE, kv, DIM), noise(count, PAGE, kv, DIM)
-            whole = [t[table.view(-1)].view(b, c, kv, DIM).transpose(1, 2).contiguous() for t in (pages, values)]
+            if WARMING:
+                whole = [noise(b, kv, c, DIM)] * 2
+            else:
+                whole = [t[table.view(-1)].view(b, c, kv, DIM).transpose(1, 2).contiguous() for t in (pages, values)]
             lens = torch.full((b,), c, device="cuda", dtype=torch.int32)
             return (noise(b, h, 1, DIM), *whole, pages, values, table.to(torch.int32), lens)
 
@@ -398,6 +417,13 @@ class Tuned:
         self.best = None
 
     def __call__(self, x, w13, w2, ids, factors):
+        if WARMING:
+            for config in kernels.FEW if ids.numel() / w13.shape[0] <= 16 else kernels.MANY:
+                try:
+                    kernels.fused_moe(x, w13, w2, ids, factors, config)
+                except Exception:  # the process that measures says why
+                    pass
+            return None
         if self.best is None:
             each = ids.numel() / w13.shape[0]
             choices = kernels.FEW if each <= 16 else kernels.MANY
@@ -440,8 +466,8 @@ def fused():
         def inputs(_, tokens, experts=experts, top_k=top_k, hidden=hidden, inter=inter, weights=weights):
             # One set of weights for all, as in the bench: they are larger than the cache, or sets name other experts.
             if not weights:
-                weights["w13"] = noise(experts, 2 * inter, hidden) * 0.05
-                weights["w2"] = noise(experts, hidden, inter) * 0.05
+                weights["w13"] = noise(experts, 2 * inter, hidden, scale=0.05)
+                weights["w2"] = noise(experts, hidden, inter, scale=0.05)
             ids = routing(tokens, experts, top_k)
             factors = torch.rand(tokens, top_k, device="cuda")
             return noise(tokens, hidden), weights["w13"], weights["w2"], ids, factors
@@ -456,7 +482,107 @@ def fused():
         weights.clear()
 
 
-FAMILIES = [activation, norm, rope, kv_cache, sampling, gate, linear, decode, prefill, fused]
+def sort():
+    block = 64
+
+    def torch_sort(experts):
+        def run(ids):
+            flat = ids.view(-1)
+            pairs, device = flat.numel(), ids.device
+            by_expert, order = flat.sort(stable=True)
+            by_expert = by_expert.long()
+            counts = torch.zeros(experts, device=device, dtype=torch.int64).scatter_add_(
+                0, by_expert, torch.ones_like(by_expert)
+            )
+            padded = (counts + block - 1) // block * block
+            ends = padded.cumsum(0)
+            shift = ends - padded - (counts.cumsum(0) - counts)
+            length = (pairs + experts * (block - 1)) // block * block if pairs > experts else pairs * block
+            sorted_ids = torch.full((length,), pairs, device=device, dtype=torch.int32)
+            place = torch.arange(pairs, device=device) + shift[by_expert]
+            sorted_ids.scatter_(0, place, order.to(torch.int32))
+            blocks = torch.arange(0, length, block, device=device)
+            return sorted_ids, torch.searchsorted(ends, blocks, right=True).to(torch.int32)
+
+        return run
+
+    for experts, top_k in ((8, 2), (128, 8), (256, 8)):
+        for tokens in (1, 64, 512, 4096, 16384):
+            yield case(
+                f"moe/sort/flat/{tokens}x{top_k}-{experts}",
+                lambda _, t=tokens, e=experts, k=top_k: (routing(t, e, k),),
+                # Triton's places within an expert are first come, first served.
+                close=False,
+                quick=experts != 8 and tokens in (1, 512, 16384),
+                torch=torch_sort(experts),
+                triton=lambda ids, e=experts: kernels.sort(ids, e, block),
+            )
+
+
+def quantised():
+    def e4m3(*shape):
+        return noise(*shape).to(torch.float8_e4m3fn)
+
+    def positive(*shape):
+        return noise(*shape, dtype=torch.float32).abs() + 0.01
+
+    def scaled(x, w, xs, ws):
+        return torch._scaled_mm(x, w.t(), scale_a=xs, scale_b=ws.t(), out_dtype=torch.bfloat16, use_fast_accum=False)
+
+    shapes = [(m, k, n) for k, n in ((4096, 14336), (4096, 4096), (7168, 4096)) for m in (1, 8, 64, 128, 512, 4096)]
+    for m, k, n in shapes + [(8192, 8192, 8192)]:
+        quick = (k, n) != (4096, 4096) and m not in (8, 512)
+        yield case(
+            f"gemm/linear_quant/auto/e4m3/rows/{m}x{k}x{n}",
+            lambda _, m=m, k=k, n=n: (e4m3(m, k), e4m3(n, k), positive(m, 1), positive(n, 1)),
+            quick=quick,
+            cublas=scaled,
+        )
+        # Scales of tokens column by column, as cuBLAS wants them.
+        yield case(
+            f"gemm/linear_quant/auto/e4m3/blocks/{m}x{k}x{n}",
+            lambda _, m=m, k=k, n=n: (
+                e4m3(m, k), e4m3(n, k), positive(k // 128, m).t(), positive(n // 128, k // 128)
+            ),  # fmt: skip
+            quick=quick,
+            cublas=scaled,
+        )
+
+    def to_rows(x):
+        x = x.float()
+        scale = x.abs().amax(-1, keepdim=True) / 448
+        return (x / scale).to(torch.float8_e4m3fn), scale
+
+    def to_groups(x):
+        y, scale = to_rows(x.view(x.shape[0], -1, 128))
+        return y.view(x.shape), scale
+
+    for tokens in (1, 128, 4096):
+        for name, function in (("rows", to_rows), ("groups", to_groups)):
+            yield case(
+                f"gemm/quantise_{name}/e4m3/bf16/{tokens}x7168",
+                lambda _, t=tokens: (noise(t, 7168),),
+                compiled=(1, 4096),
+                torch=function,
+            )
+
+
+FAMILIES = [fused, decode, prefill, linear, sampling, gate, norm, rope, activation, kv_cache, quantised, sort]
+
+
+def by_value(cases):
+    """Of each operation the smallest size, then the largest, then from both ends inwards."""
+    groups = {}
+    for c in cases:
+        # Numbers of models and widths are part of the operation, the first number of the last part is the size.
+        family, last = c.name.rsplit("/", 1)
+        groups.setdefault((family, re.sub(r"^\d+", "", last)), []).append(c)
+    ranked = []
+    for place, group in enumerate(groups.values()):
+        group = sorted(group, key=lambda c: size_of(c.name))
+        for rank in range(len(group)):
+            ranked.append((rank, place, group.pop(0 if rank % 2 == 0 else -1)))
+    return [c for _, _, c in sorted(ranked, key=lambda r: r[:2])]
 
 
 
@@ -483,7 +609,7 @@ def capture(launches, passes):
     return graph
 
 
-def timed(launches):
+def timed(launches, duration):
     """Microseconds of one launch, for each replay, and launches of a replay."""
     for launch in launches[:3]:
         launch()
@@ -496,10 +622,10 @@ def timed(launches):
         graph = capture(launches, passes)
     count = passes * len(launches)
     first = seconds(graph)
-    until = time.monotonic() + SECONDS / 10
+    until = time.monotonic() + duration / 10
     while time.monotonic() < until:
         seconds(graph)
-    replays = int(min(max(SECONDS / max(first, 1e-9), 3), 100))
+    replays = int(min(max(duration / max(first, 1e-9), 5), 100))
     return [seconds(graph) * 1e6 / count for _ in range(replays)], count
 
 
@@ -613,26 +739,101 @@ def measure(case, args, output, given_up):
     if args.compile and size_of(case.name) in case.compiled:
         peers["torch.compile"] = torch.compile(peers[first], dynamic=False)
     peers = {name: run for name, run in peers.items() if name not in given_up}
-    sets = sets_of(case.inputs)
-    expected = None
-    for name, run in peers.items():
+
+    def attempt(name, what):
+        """What `what` gives, or None if it fails: one that does says so, and the others go on."""
         try:
+            return what()
+        except TimeoutError:
+            raise
+        except Missing as error:
+            given_up.add(name)
+            output.missing(name, str(error))
+        except Exception as error:
+            why = str(error).strip().splitlines() or [type(error).__name__]
+            output.missing(f"{name} for {case.name}", why[0][:200])
+            torch.cuda.synchronize()
+        return None
+
+    sets = sets_of(case.inputs)
+    # Peers work in place, so all of them are compared on copies of the same inputs before any of them is timed.
+    expected, good = None, []
+    for name, run in peers.items():
+
+        def check(name=name, run=run):
+            nonlocal expected
             if case.close:
                 result = run(*copies(sets[0]))
                 expected = result if expected is None else expected
                 worst = differs(result, expected, case.close)
                 if worst > 0.04:
                     raise ArithmeticError(f"its result is off by {worst:.3g} of the largest value")
-                del result
-            times, count = timed([lambda s=s: run(*s) for s in sets])
-            output.record(case.name, name, times, count, len(sets))
-        except Missing as error:
-            given_up.add(name)
-            output.missing(name, str(error))
-        except Exception as error:  # one that fails says so, and the others go on
-            why = str(error).strip().splitlines() or [type(error).__name__]
-            output.missing(f"{name} for {case.name}", why[0][:200])
-            torch.cuda.synchronize()
+            return True
+
+        if attempt(name, check):
+            good.append((name, run))
+    expected = None
+    for name, run in good:
+        found = attempt(name, lambda run=run: timed([lambda s=s: run(*s) for s in sets], args.seconds))
+        if found:
+            output.record(case.name, name, *found, len(sets))
+
+
+def give_up(signum, frame):
+    raise TimeoutError("took too long")
+
+
+def measure_in_time(case, args, output, given_up):
+    signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, args.limit)
+    try:
+        measure(case, args, output, given_up)
+    except TimeoutError:
+        output.missing(case.name, f"not done within {args.limit:.0f} s")
+    except torch.OutOfMemoryError:
+        output.missing(case.name, "not enough memory")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+# Compiling beforehand
+
+
+def warm(cases, share):
+    """Compiles the Triton kernels of some of the cases, in a process of its own; the cache on the disk keeps them."""
+    global WARMING
+    WARMING = True
+    function = kernels.triton.runtime.jit.JITFunction
+    run = function.run
+    function.run = lambda self, *a, grid, warmup, **k: run(self, *a, grid=grid, warmup=True, **k)
+    part, parts = map(int, share.split("/"))
+    # Neighbours share kernels, so they go to different processes only where there are many.
+    for case in [c for c in cases if "triton" in c.peers][part::parts]:
+        try:
+            case.peers["triton"](*case.inputs(0))
+        except Exception as error:  # the process that measures will say so
+            print(f"warm: {case.name}: {str(error).splitlines()[:1]}", file=sys.stderr)
+
+
+def start_warming(args):
+    if kernels is None or args.warm == 0:
+        return []
+    command = [sys.executable, os.path.abspath(__file__), *args.filters, *(["--quick"] if args.quick else [])]
+    return [
+        subprocess.Popen([*command, "--warm-part", f"{n}/{args.warm}"], stdout=subprocess.DEVNULL)
+        for n in range(args.warm)
+    ]
+
+
+def wait_for(children, limit):
+    """Waits for the processes that compile, but not for ever: whoever is late is ended, and its kernels compile later."""
+    until = time.monotonic() + limit
+    for child in children:
+        try:
+            child.wait(max(until - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
 
 def size_of(name):
@@ -703,17 +904,22 @@ def main():
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--budget", type=float, metavar="SECONDS")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", default=10)
+    parser.add_argument("--warm", type=int, metavar="JOBS", default=min((os.cpu_count() or 2) // 2, 8))
+    parser.add_argument("--warm-part", metavar="PART/PARTS", help=argparse.SUPPRESS)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--cases", action="store_true")
     args = parser.parse_args()
-    budget = args.budget or (150 if args.quick else math.inf)
+    args.seconds = QUICK_SECONDS if args.quick else SECONDS
+    budget = args.budget or (60 if args.quick else math.inf)
+    begin = time.monotonic()
 
     def selected(name):
         return not args.filters or any(f in name for f in args.filters)
 
     def cases():
-        for family in FAMILIES:
-            yield from (c for c in family() if selected(c.name) and (c.quick or not args.quick))
+        found = (c for family in FAMILIES for c in family())
+        return by_value(c for c in found if selected(c.name) and (c.quick or not args.quick))
 
     if args.list or args.cases:
         for c in cases():
@@ -726,23 +932,28 @@ def main():
         print("missing: a GPU that PyTorch can use", file=sys.stderr)
         return 2
 
-    begin = time.monotonic()
+    if args.warm_part:
+        warm(cases(), args.warm_part)
+        return 0
+    children = start_warming(args)
     output = Output(args.json)
     given_up = set()
     if kernels is None:
         given_up.add("triton")
         output.missing("triton", NO_TRITON)
     nccl(output, selected)
-    late = 0
+    wait_for(children, min(30, budget / 2))
+    print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
+    late = []
     for c in cases():
         if time.monotonic() - begin > budget:
-            late += 1
+            late.append(c.name)
             continue
-        measure(c, args, output, given_up)
+        measure_in_time(c, args, output, given_up)
         gc.collect()
         torch.cuda.empty_cache()
     if late:
-        output.missing(f"{late} cases", f"not begun within {budget:.0f} s")
+        output.missing(f"{len(late)} cases ({', '.join(late)})", f"not begun within {budget:.0f} s")
     print(f"{time.monotonic() - begin:.0f} s")
     return 0
 

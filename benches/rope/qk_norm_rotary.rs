@@ -2,8 +2,7 @@
 
 use super::{HEADS, POSITIONS, positions};
 use warploom::bf16;
-use warploom::rope::qk_norm_rotary::Options;
-use warploom::rope::{Pairing, qk_norm_rotary};
+use warploom::rope::{QkNormRotaryOptions, qk_norm_rotary};
 use warploom_benches::{Cost, Harness, noise};
 
 pub fn benches(harness: &mut Harness) {
@@ -19,8 +18,8 @@ pub fn benches(harness: &mut Harness) {
             let angles = noise::<f32>(device, stream, &[POSITIONS, dim], set + 100)?;
             let positions = positions(device, tokens)?;
             Ok(move |s: &_| {
-                let (key, w, p) = (Some(&mut key), Some(&weight), Pairing::Neox);
-                qk_norm_rotary(s, &mut query, key, w, w, &positions, &angles, p, 1e-6, Options::default())
+                let options = QkNormRotaryOptions::default().weights(&weight, &weight);
+                qk_norm_rotary(s, &mut query, Some(&mut key), None, &positions, &angles, 1e-6, &options)
             })
         });
     }

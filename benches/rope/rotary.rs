@@ -1,7 +1,7 @@
 //! Rotary embedding of bf16 queries and keys, in both pairings and with angles of both types.
 
 use super::{HEADS, POSITIONS, positions};
-use warploom::rope::rotary::Options;
+use warploom::rope::RotaryOptions;
 use warploom::rope::{Pairing, rotary};
 use warploom::{Float, bf16};
 use warploom_benches::{Cost, Harness, noise};
@@ -25,7 +25,17 @@ fn with_angles<C: Float>(harness: &mut Harness, pairing: Pairing) {
             // Not true angles: numbers that shrink whatever is rotated, so that nothing overflows.
             let angles = noise::<C>(device, stream, &[POSITIONS, dim], set + 100)?;
             let positions = positions(device, tokens)?;
-            Ok(move |s: &_| rotary(s, &mut query, Some(&mut key), &positions, &angles, pairing, Options::default()))
+            Ok(move |s: &_| {
+                rotary(
+                    s,
+                    &mut query,
+                    Some(&mut key),
+                    None,
+                    &positions,
+                    &angles,
+                    &RotaryOptions::default().pairing(pairing),
+                )
+            })
         });
     }
 }

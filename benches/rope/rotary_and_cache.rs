@@ -3,7 +3,7 @@
 use super::{HEADS, POSITIONS, positions};
 use crate::kv_cache::slots;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, StoreAs};
-use warploom::rope::rotary_and_cache::Options;
+use warploom::rope::RotaryAndCacheOptions;
 use warploom::rope::{Pairing, rotary_and_cache};
 use warploom::{E4M3, Tensor, bf16};
 use warploom_benches::{Cost, Harness, noise};
@@ -29,17 +29,28 @@ where
             let key = noise::<bf16>(device, stream, &[tokens, kv_heads, dim], set + 50)?;
             let value = noise::<bf16>(device, stream, &[tokens, kv_heads, dim], set + 70)?;
             let angles = noise::<f32>(device, stream, &[POSITIONS, dim], set + 100)?;
-            let shape = CacheShape { blocks: tokens.div_ceil(16), block_size: 16, heads: kv_heads, head_dim: dim };
+            let shape = CacheShape::new(tokens.div_ceil(16), 16, kv_heads, dim);
             let mut cache = KvCache::<S>::zeros(device, layout, shape)?;
             let (positions, slots) = (positions(device, tokens)?, slots(device, tokens, shape)?);
             let scale = Tensor::from_slice(device, &[0.01f32], &[1])?;
             Ok(move |s: &_| {
-                let mut options = Options::default();
+                let mut options = RotaryAndCacheOptions::default();
                 if bf16::SCALED {
                     options = options.scales(&scale, &scale);
                 }
                 let p = Pairing::Neox;
-                rotary_and_cache(s, &mut query, &mut cache, &key, &value, &positions, &angles, &slots, p, options)
+                rotary_and_cache(
+                    s,
+                    &mut query,
+                    &mut cache,
+                    None,
+                    &key,
+                    &value,
+                    &positions,
+                    &angles,
+                    &slots,
+                    &options.pairing(p),
+                )
             })
         });
     }

@@ -1,11 +1,11 @@
 //! Sampling from bf16 logits of normal distribution: the batches and vocabularies of the peers' table, then variants.
 
-use warploom::sampling::{Algorithm, LogProbs, Options, Workspace, top_k_top_p};
+use warploom::sampling::{LogProbs, SamplingAlgorithm, SamplingOptions, SamplingWorkspace, top_k_top_p};
 use warploom::{Device, Result, Stream, Tensor, bf16};
 use warploom_benches::{Cost, Harness, tiled};
 
 pub fn benches(harness: &mut Harness) {
-    let top_p = Options::new().top_p(0.9).seed(1);
+    let top_p = SamplingOptions::default().top_p(0.9).seed(1);
     let batches = harness.pick(&[1, 8, 16, 32, 64, 128, 256][..], &[1]);
     for vocab in harness.pick(&[128_256, 256_000][..], &[128_256]).iter().copied() {
         for &rows in batches {
@@ -19,26 +19,26 @@ pub fn benches(harness: &mut Harness) {
         let vocab = 128_256;
         case(harness, "bf16/all/p0.9", rows, vocab, 0, &top_p);
         case(harness, "bf16/k1000/p0.9", rows, vocab, 0, &top_p.clone().top_k(1000));
-        case(harness, "bf16/greedy", rows, vocab, 0, &Options::new().greedy());
-        case(harness, "bf16/k20/p0.9/batched", rows, vocab, 0, &k20.clone().algorithm(Algorithm::Batched));
+        case(harness, "bf16/greedy", rows, vocab, 0, &SamplingOptions::default().greedy());
+        case(harness, "bf16/k20/p0.9/batched", rows, vocab, 0, &k20.clone().algorithm(SamplingAlgorithm::Batched));
         for splits in harness.pick(&[2, 4, 8, 16][..], &[4]) {
             let name = format!("bf16/k20/p0.9/split_k{splits}");
-            case(harness, &name, rows, vocab, 0, &k20.clone().algorithm(Algorithm::SplitK { splits: *splits }));
+            case(harness, &name, rows, vocab, 0, &k20.clone().algorithm(SamplingAlgorithm::SplitK { splits: *splits }));
         }
-        case(harness, "bf16/k20/p0.9/radix", rows, vocab, 0, &k20.clone().algorithm(Algorithm::Radix));
+        case(harness, "bf16/k20/p0.9/radix", rows, vocab, 0, &k20.clone().algorithm(SamplingAlgorithm::Radix));
         case(harness, "bf16/k20/p0.9/top20_log_probs", rows, vocab, 20, &k20);
     }
 }
 
-fn case(harness: &mut Harness, name: &str, rows: usize, vocab: usize, n: usize, options: &Options<'static>) {
+fn case(harness: &mut Harness, name: &str, rows: usize, vocab: usize, n: usize, options: &SamplingOptions<'static>) {
     let cost = Cost::bytes(rows * vocab * 2, rows * 4);
     harness.case(&format!("sampling/top_k_top_p/{name}/{rows}x{vocab}"), cost, |device, stream, set| {
         let logits = normal(device, stream, rows, vocab, set)?;
-        let mut workspace = Workspace::new(device, rows, vocab)?;
+        let mut workspace = SamplingWorkspace::new(device, rows, vocab)?;
         let mut tokens = Tensor::<i32>::uninit(device, &[rows])?;
         let mut log_probs = if n > 0 { LogProbs::new(device, rows, n)? } else { LogProbs::none() };
         let options = options.clone();
-        Ok(move |s: &Stream| top_k_top_p(s, &mut tokens, Some(&mut log_probs), &logits, &mut workspace, &options))
+        Ok(move |s: &Stream| top_k_top_p(s, &mut tokens, Some(&mut log_probs), &logits, &options, &mut workspace))
     });
 }
 

@@ -7,7 +7,7 @@ use cudarc::driver::{CudaContext, CudaSlice, CudaStream, sys};
 use std::error::Error;
 use std::sync::Arc;
 use warploom::moe::{FusedOptions, FusedShape, GateOptions};
-use warploom::sampling::{Options, Workspace, top_k_top_p};
+use warploom::sampling::{SamplingOptions, SamplingWorkspace, top_k_top_p};
 use warploom::{DType, Device, Stream, Tensor, bf16, gemm, moe, norm};
 
 const TOKENS: usize = 4;
@@ -36,15 +36,15 @@ struct Layer {
 }
 
 /// Every operation is the same call, whoever owns the memory.
-fn run(stream: &Stream, t: &mut Layer, sampling: &mut Workspace) -> warploom::Result<()> {
+fn run(stream: &Stream, t: &mut Layer, sampling: &mut SamplingWorkspace) -> warploom::Result<()> {
     norm::rms_norm(stream, &mut t.normed, &t.x, Some(&t.norm), 1e-6)?;
     gemm::linear(stream, &mut t.scores, &t.normed, &t.router)?;
-    moe::gate(stream, &mut t.weights, &mut t.ids, None, &t.scores, TOP_K, &GateOptions::default())?;
+    moe::gate(stream, &mut t.ids, &mut t.weights, None, &t.scores, TOP_K, &GateOptions::default())?;
     let options = FusedOptions::default();
     moe::fused(stream, &mut t.mixed, &t.normed, &t.w13, &t.w2, &t.ids, &t.weights, &options, &mut t.workspace)?;
     gemm::linear(stream, &mut t.logits, &t.mixed, &t.head)?;
-    let options = Options::new().temperature(0.8).top_k(20).top_p(0.9).seed(42);
-    top_k_top_p(stream, &mut t.tokens, None, &t.logits, sampling, &options)
+    let options = SamplingOptions::default().temperature(0.8).top_k(20).top_p(0.9).seed(42);
+    top_k_top_p(stream, &mut t.tokens, None, &t.logits, &options, sampling)
 }
 
 /// Deterministic numbers, uniform in [-scale, scale).
@@ -99,7 +99,7 @@ fn on_simt() -> warploom::Result<Outputs> {
         logits: Tensor::zeros(&device, &[TOKENS, VOCAB])?,
         tokens: Tensor::zeros(&device, &[TOKENS])?,
     };
-    run(&Stream::new(&device)?, &mut layer, &mut Workspace::new(&device, TOKENS, VOCAB)?)?;
+    run(&Stream::new(&device)?, &mut layer, &mut SamplingWorkspace::new(&device, TOKENS, VOCAB)?)?;
     Ok((layer.mixed.to_vec()?, layer.tokens.to_vec()?))
 }
 
@@ -120,7 +120,7 @@ fn on_cudarc(cuda: &Arc<CudaStream>) -> Result<Outputs, Box<dyn Error>> {
     println!("device: {}", stream.device().name());
     // Nothing can be loaded or allocated in a capture.
     stream.device().preload(&["norm", "gemm", "moe", "sampling"])?;
-    let mut sampling = Workspace::new(stream.device(), TOKENS, VOCAB)?;
+    let mut sampling = SamplingWorkspace::new(stream.device(), TOKENS, VOCAB)?;
 
     cuda.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
     let captured = stream.scope(|s| {

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 use warploom::moe::{GateOptions, gate};
-use warploom::sampling::{Options, Workspace, top_k_top_p};
+use warploom::sampling::{SamplingOptions, SamplingWorkspace, top_k_top_p};
 use warploom::{Device, Result, Stream, Tensor, bf16};
 
 const TOKENS: usize = 4;
@@ -36,7 +36,7 @@ fn run(device: &Device) -> Result<()> {
     let mut experts = Tensor::<i32>::zeros(device, &[TOKENS, 8])?;
     let options = GateOptions::default().groups(8, 4);
     let start = Instant::now();
-    gate(&stream, &mut weights, &mut experts, None, &scores, 8, &options)?;
+    gate(&stream, &mut experts, &mut weights, None, &scores, 8, &options)?;
     let (weights, experts) = (weights.to_vec()?, experts.to_vec()?);
     println!("gate: {TOKENS} tokens x {EXPERTS} experts in {:.0?}", start.elapsed());
     for t in 0..TOKENS {
@@ -50,10 +50,10 @@ fn run(device: &Device) -> Result<()> {
     let logits: Vec<bf16> = noise(TOKENS * VOCAB, 2).into_iter().map(|v| bf16::from_f32(12.0 * v * v * v)).collect();
     let logits = Tensor::from_slice(device, &logits, &[TOKENS, VOCAB])?;
     let mut tokens = Tensor::<i32>::zeros(device, &[TOKENS])?;
-    let mut workspace = Workspace::new(device, TOKENS, VOCAB)?;
-    let options = Options::new().temperature(0.8).top_k(20).top_p(0.9).seed(42);
+    let mut workspace = SamplingWorkspace::new(device, TOKENS, VOCAB)?;
+    let options = SamplingOptions::default().temperature(0.8).top_k(20).top_p(0.9).seed(42);
     let start = Instant::now();
-    top_k_top_p(&stream, &mut tokens, None, &logits, &mut workspace, &options)?;
+    top_k_top_p(&stream, &mut tokens, None, &logits, &options, &mut workspace)?;
     println!("sampled {:?} from {TOKENS} x {VOCAB} logits in {:.0?}", tokens.to_vec()?, start.elapsed());
     Ok(())
 }

@@ -111,6 +111,12 @@ pub struct Scope<'env> {
     env: PhantomData<&'env mut &'env ()>,
 }
 
+impl std::fmt::Debug for Scope<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Scope").field("stream", &self.stream).finish_non_exhaustive()
+    }
+}
+
 /// Whatever has a destructor.
 pub(crate) trait Guard {}
 impl<T> Guard for T {}

@@ -58,7 +58,7 @@ pub fn device(context: &CudaContext) -> Result<Device> {
 }
 
 /// A stream of cudarc's, for this crate's operations. Cheap to clone; keeps the stream alive.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Stream {
     stream: crate::Stream,
     cuda: Arc<CudaStream>,
@@ -96,6 +96,7 @@ impl Deref for Stream {
 }
 
 /// Where slices are lent to tensors; [`Stream::scope`] makes one.
+#[derive(Debug)]
 pub struct Scope<'env> {
     scope: borrow::Scope<'env>,
     stream: &'env Arc<CudaStream>,

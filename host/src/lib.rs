@@ -30,8 +30,8 @@
 //!
 //! # Order of arguments
 //!
-//! Stream, outputs (`&mut`), inputs, scalars, options as a struct with defaults, and where an operation needs one, a
-//! workspace (in [`sampling`] before the options).
+//! Stream, outputs (`&mut`; optional ones after the others), inputs, scalars, options (`&`, a struct with defaults), and
+//! where an operation needs one, a workspace.
 //!
 //! The guide in the repository's `docs/guide` has examples of every operation, and says how to port, to extend, and to find
 //! out what an error means.
@@ -79,6 +79,30 @@
 //! norm::rms_norm::launch(stream, DType::F32, args) // raw pointers: unsafe
 //! # }
 //! ```
+//! ```compile_fail,E0308
+//! # use warploom::{Stream, Tensor, moe};
+//! # fn f(s: &Stream, ids: &mut Tensor<i32>, weights: &mut Tensor<f32>, logits: &Tensor<f32>) -> warploom::Result<()> {
+//! moe::gate(s, weights, ids, None, logits, 8, &Default::default()) // ids, then weights
+//! # }
+//! ```
+//! ```compile_fail,E0277
+//! # use warploom::{Stream, Tensor, kv_cache::{KvCache, reshape_and_cache}, f16};
+//! # fn f(s: &Stream, cache: &mut KvCache<f32>, key: &Tensor<f16>, slots: &Tensor<i64>) -> warploom::Result<()> {
+//! reshape_and_cache(s, cache, None, key, key, slots, &Default::default()) // f16 is not stored as f32
+//! # }
+//! ```
+//! ```compile_fail,E0639
+//! # use warploom::kv_cache::CacheShape;
+//! let shape = CacheShape { blocks: 1, block_size: 16, heads: 8, head_dim: 128 }; // `CacheShape::new`: there may be more fields
+//! ```
+//! ```compile_fail,E0599
+//! # use warploom::{Stream, Tensor, bf16, moe};
+//! # fn f(s: &Stream, out: &mut Tensor<i32>, table: &Tensor<i32>, x: &Tensor<bf16>) {
+//! moe::GateOptions::default().status(out) // options hold no outputs
+//! # }
+//! ```
+
+#![warn(missing_debug_implementations)]
 
 pub mod activation;
 pub mod attention;

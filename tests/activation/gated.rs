@@ -213,11 +213,11 @@ fn refuses_what_it_cannot_do() {
 fn entries_have_the_names_of_what_they_do() {
     for function in FUNCTIONS {
         for dtype in [DType::F32, DType::F16, DType::Bf16] {
-            let name = |aligned| gated::entry(function, dtype, aligned).unwrap().name;
+            let name = |aligned| gated::entry(dtype, function, aligned).unwrap().name;
             assert_eq!(name(true), format!("{}_{dtype}", function.name()));
             assert_eq!(name(false), format!("{}_any_{dtype}", function.name()));
         }
-        assert!(gated::entry(function, DType::E4m3, true).is_none());
+        assert!(gated::entry(DType::E4m3, function, true).is_none());
     }
 }
 

@@ -138,10 +138,10 @@ fn refuses_what_it_cannot_do() {
 fn entries_have_the_names_of_what_they_do() {
     for function in [Plain::Silu, Plain::Gelu, Plain::GeluTanh, Plain::GeluQuick, Plain::Relu2] {
         for dtype in [DType::F32, DType::F16, DType::Bf16] {
-            let name = |aligned| plain::entry(function, dtype, aligned).unwrap().name;
+            let name = |aligned| plain::entry(dtype, function, aligned).unwrap().name;
             assert_eq!(name(true), format!("{}_{dtype}", function.name()));
             assert_eq!(name(false), format!("{}_any_{dtype}", function.name()));
         }
-        assert!(plain::entry(function, DType::I8, true).is_none());
+        assert!(plain::entry(DType::I8, function, true).is_none());
     }
 }

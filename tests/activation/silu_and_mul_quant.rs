@@ -190,14 +190,14 @@ fn entries_have_the_names_of_what_they_do() {
     use quant::Variant::{Any, Loop, X2, X4};
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
         let name = format!("silu_and_mul_e4m3_per_tensor_{dtype}");
-        assert_eq!(quant::entry_per_tensor(dtype, true).unwrap().name, name);
+        assert_eq!(quant::per_tensor_entry(dtype, true).unwrap().name, name);
         let name = format!("silu_and_mul_e4m3_per_group_any_{dtype}");
-        assert_eq!(quant::entry_per_group(dtype, false).unwrap().name, name);
+        assert_eq!(quant::per_group_entry(dtype, false).unwrap().name, name);
         let name = format!("silu_and_mul_e4m3_per_token_cluster_{dtype}");
-        assert_eq!(quant::entry_per_token_cluster(dtype).unwrap().name, name);
+        assert_eq!(quant::per_token_cluster_entry(dtype).unwrap().name, name);
         for (variant, v) in [(X2, "x2"), (X4, "x4"), (Loop, "loop"), (Any, "any")] {
             let name = format!("silu_and_mul_e4m3_per_token_{v}_{dtype}");
-            assert_eq!(quant::entry_per_token(dtype, variant).unwrap().name, name);
+            assert_eq!(quant::per_token_entry(dtype, variant).unwrap().name, name);
         }
     }
 }

@@ -1,6 +1,6 @@
 use cuda_std::{E4M3, E5M2, Float};
 use proptest::prelude::*;
-use warploom::attention::{DecodeOptions, DecodePath, DecodeSplit, DecodeWorkspace, decode};
+use warploom::attention::{DecodeOptions, DecodePath, DecodeShape, DecodeSplit, DecodeWorkspace, decode};
 use warploom::kv_cache::layout::Scales;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache};
 use warploom::reference::attention as reference;
@@ -37,7 +37,7 @@ fn case<T: Float, S: CacheElement>(d: &Device, shape: &Shape) -> Case<T, S> {
     let max_pages = lens.iter().map(|l| l.div_ceil(page)).max().unwrap_or(0).max(1);
     // Pages are handed out from the highest number down, so that neighbours in a sequence are not neighbours in memory.
     let pages = lens.iter().map(|l| l.div_ceil(page)).sum::<usize>() + 2;
-    let cs = CacheShape { blocks: pages, block_size: page, heads: kv_heads, head_dim: dim };
+    let cs = CacheShape::new(pages, page, kv_heads, dim);
     let mut cache = KvCache::<S>::zeros(d, layout, cs).unwrap();
     let (ks, vs) = (cache.key_strides(), cache.value_strides());
     let nan = S::round(f32::NAN);
@@ -86,7 +86,11 @@ fn case<T: Float, S: CacheElement>(d: &Device, shape: &Shape) -> Case<T, S> {
         query: widen(&q),
         keys,
         values,
-        workspace: DecodeWorkspace::new(d, batch, q_len, kv_heads * group, kv_heads, dim, max_pages * page).unwrap(),
+        workspace: DecodeWorkspace::new(
+            d,
+            DecodeShape::new(batch, kv_heads * group, kv_heads, dim, max_pages * page).q_len(q_len),
+        )
+        .unwrap(),
     }
 }
 
@@ -121,7 +125,7 @@ fn check<T: Float, S: CacheElement>(d: &Device, s: &Stream, shape: &Shape, bend:
     let mut options = DecodeOptions::default().scale(scale).soft_cap(bend.soft_cap).window(bend.window).path(path);
     options.alibi = bend.alibi.then_some(&alibi);
     options.sinks = bend.sinks.then_some(&sink);
-    options.scales = quantised.then_some(Scales { key: &key_scale, value: &value_scale });
+    options.scales = quantised.then_some(Scales::new(&key_scale, &value_scale));
     let shape4 = [batch, shape.q_len, q_heads, shape.dim];
     let mut out = Tensor::<T>::uninit(d, &shape4).unwrap();
     let mut lse = Tensor::<f32>::uninit(d, &shape4[..3]).unwrap();
@@ -256,7 +260,7 @@ fn results_do_not_depend_on_the_split() {
 fn maxima_follow_rising_scores() {
     on_every_device(|d, s| {
         let (len, dim, page) = (300, 64, 16);
-        let shape = CacheShape { blocks: 19, block_size: page, heads: 1, head_dim: dim };
+        let shape = CacheShape::new(19, page, 1, dim);
         let cache = KvCache::<bf16>::zeros(d, CacheLayout::Hnd, shape).unwrap();
         let (mut keys, mut values) = (vec![bf16::ZERO; 19 * page * dim], vec![bf16::ZERO; 19 * page * dim]);
         for i in 0..len {
@@ -273,7 +277,7 @@ fn maxima_follow_rising_scores() {
         let lens = Tensor::from_slice(d, &[len as i32], &[1]).unwrap();
         let rows = |n: &[bf16]| (0..len).map(|i| widen(&n[i * dim..][..dim])).collect::<Vec<_>>();
         for path in SPLITTING {
-            let mut work = DecodeWorkspace::new(d, 1, 1, 2, 1, dim, 19 * page).unwrap();
+            let mut work = DecodeWorkspace::new(d, DecodeShape::new(1, 2, 1, dim, 19 * page)).unwrap();
             let mut out = Tensor::<bf16>::uninit(d, &[1, 2, dim]).unwrap();
             let options = DecodeOptions::default().scale(1.0).path(path);
             decode(s, &mut out, None, &q, &cache, &table, &lens, &options, &mut work).unwrap();
@@ -392,12 +396,12 @@ fn a_hint_changes_the_split_alone() {
         };
         let want = run(&mut c.workspace, DecodePath::Split);
         for (chunk, path) in [64, 128, 1024].into_iter().flat_map(|chunk| SPLITTING.map(|path| (chunk, path))) {
-            let mut workspace = DecodeWorkspace::with_chunk(d, 4, 1, 8, 2, 64, 704, chunk).unwrap();
+            let mut workspace = DecodeWorkspace::new(d, DecodeShape::new(4, 8, 2, 64, 704).chunk(chunk)).unwrap();
             let got = run(&mut workspace, path);
             assert!(got.iter().zip(&want).all(|(g, w)| (g - w).abs() < 2e-3), "{chunk} {path:?}");
         }
         for chunk in [0, 32, 100, 2048] {
-            let made = DecodeWorkspace::with_chunk(d, 4, 1, 8, 2, 64, 704, chunk);
+            let made = DecodeWorkspace::new(d, DecodeShape::new(4, 8, 2, 64, 704).chunk(chunk));
             assert!(matches!(made, Err(Error::Value { arg: "chunk", .. })), "{chunk}");
         }
     });
@@ -434,7 +438,8 @@ fn pages_lie_beyond_32_bits() {
         let run = |cache: &KvCache<bf16>, table: &[usize]| {
             let table: Vec<i32> = table.iter().map(|&p| p as i32).collect();
             let table = Tensor::from_slice(&d, &table, &[1, table.len()]).unwrap();
-            let mut workspace = DecodeWorkspace::new(&d, 1, 1, 32, heads, dim, far.len() * page).unwrap();
+            let mut workspace =
+                DecodeWorkspace::new(&d, DecodeShape::new(1, 32, heads, dim, far.len() * page)).unwrap();
             let mut out = Tensor::<bf16>::uninit(&d, &[1, 32, dim]).unwrap();
             let options = DecodeOptions::default().path(path);
             decode(&s, &mut out, None, &q, cache, &table, &lens, &options, &mut workspace).unwrap();
@@ -522,23 +527,20 @@ fn bad_input() {
         assert!(run(&good, &full, &table, &lens, &o).is_ok());
         let t = |shape: &[usize]| Tensor::<bf16>::zeros(d, shape).unwrap();
         let i = |shape: &[usize]| Tensor::<i32>::zeros(d, shape).unwrap();
-        assert!(matches!(run(&t(&[2, 3, 64]), &[2, 3, 64], &table, &lens, &o), Err(Error::Value { arg: "q", .. })));
-        assert!(matches!(run(&t(&[2, 4, 32]), &[2, 4, 32], &table, &lens, &o), Err(Error::Shape { arg: "q", .. })));
+        assert!(matches!(run(&t(&[2, 3, 64]), &[2, 3, 64], &table, &lens, &o), Err(Error::Value { arg: "query", .. })));
+        assert!(matches!(run(&t(&[2, 4, 32]), &[2, 4, 32], &table, &lens, &o), Err(Error::Shape { arg: "query", .. })));
         assert!(matches!(run(&good, &[2, 4, 32], &table, &lens, &o), Err(Error::Shape { arg: "out", .. })));
         assert!(matches!(run(&good, &full, &i(&[3, 2]), &lens, &o), Err(Error::Shape { arg: "block_table", .. })));
         assert!(matches!(run(&good, &full, &table, &i(&[3]), &o), Err(Error::Shape { arg: "lens", .. })));
         assert!(matches!(run(&good, &full, &i(&[2, 99]), &lens, &o), Err(Error::Value { arg: "workspace", .. })));
         let nan = o.scale(f32::NAN);
-        assert!(matches!(run(&good, &full, &table, &lens, &nan), Err(Error::Value { arg: "options.scale", .. })));
+        assert!(matches!(run(&good, &full, &table, &lens, &nan), Err(Error::Value { arg: "scale", .. })));
         let cap = o.soft_cap(-1.0);
-        assert!(matches!(run(&good, &full, &table, &lens, &cap), Err(Error::Value { arg: "options.soft_cap", .. })));
+        assert!(matches!(run(&good, &full, &table, &lens, &cap), Err(Error::Value { arg: "soft_cap", .. })));
         let many = t(&[2, 17, 4, 64]);
-        assert!(matches!(run(&many, &[2, 17, 4, 64], &table, &lens, &o), Err(Error::Value { arg: "q", .. })));
+        assert!(matches!(run(&many, &[2, 17, 4, 64], &table, &lens, &o), Err(Error::Value { arg: "query", .. })));
         let slopes = Tensor::<f32>::zeros(d, &[3]).unwrap();
-        assert!(matches!(
-            run(&good, &full, &table, &lens, &o.alibi(&slopes)),
-            Err(Error::Shape { arg: "options.alibi", .. })
-        ));
+        assert!(matches!(run(&good, &full, &table, &lens, &o.alibi(&slopes)), Err(Error::Shape { arg: "alibi", .. })));
         assert!(run(&t(&[0, 4, 64]), &[0, 4, 64], &i(&[0, 2]), &i(&[0]), &o).is_ok());
     });
 }

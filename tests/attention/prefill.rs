@@ -46,7 +46,7 @@ fn case<T: Float + CacheElement>(d: &Device, shape: &Shape) -> Case<T> {
     let max_pages = lens.iter().map(|l| l.div_ceil(page)).max().unwrap_or(0).max(1) + 1;
     // Pages are handed out from the highest number down, so that neighbours in a sequence are not neighbours in memory.
     let pages = lens.iter().map(|l| l.div_ceil(page)).sum::<usize>() + 2;
-    let cs = CacheShape { blocks: pages, block_size: page, heads: kv_heads, head_dim: dim };
+    let cs = CacheShape::new(pages, page, kv_heads, dim);
     let cache = KvCache::<T>::zeros(d, layout, cs).unwrap();
     let (ks, vs) = (cache.key_strides(), cache.value_strides());
     let nan = T::from_f32(f32::NAN);
@@ -433,7 +433,7 @@ fn page_offsets_beyond_32_bits() {
         if memory.free < 12 << 30 {
             return;
         }
-        let shape = CacheShape { blocks, block_size: page, heads, head_dim: dim };
+        let shape = CacheShape::new(blocks, page, heads, dim);
         let cache = KvCache::<bf16>::zeros(d, CacheLayout::Nhd, shape).unwrap();
         let (k, v) = (noise_of::<bf16>(page * heads * dim, 1), noise_of::<bf16>(page * heads * dim, 2));
         let last = |t: &Tensor<bf16>| t.narrow(0, blocks - 1, 1).unwrap();
@@ -506,24 +506,21 @@ fn bad_input() {
         let full = [9, 4, 64];
         assert!(run(&c.q, &full, &[2, 3], 3, 2, &o).is_ok());
         assert!(run(&t(&[0, 4, 64]), &[0, 4, 64], &[2, 3], 3, 2, &o).is_ok());
-        assert!(matches!(run(&t(&[9, 3, 64]), &[9, 3, 64], &[2, 3], 3, 2, &o), Err(Error::Value { arg: "q", .. })));
-        assert!(matches!(run(&t(&[9, 4, 32]), &[9, 4, 32], &[2, 3], 3, 2, &o), Err(Error::Shape { arg: "q", .. })));
-        assert!(matches!(run(&t(&[9, 256]), &[9, 256], &[2, 3], 3, 2, &o), Err(Error::Shape { arg: "q", .. })));
+        assert!(matches!(run(&t(&[9, 3, 64]), &[9, 3, 64], &[2, 3], 3, 2, &o), Err(Error::Value { arg: "query", .. })));
+        assert!(matches!(run(&t(&[9, 4, 32]), &[9, 4, 32], &[2, 3], 3, 2, &o), Err(Error::Shape { arg: "query", .. })));
+        assert!(matches!(run(&t(&[9, 256]), &[9, 256], &[2, 3], 3, 2, &o), Err(Error::Shape { arg: "query", .. })));
         assert!(matches!(run(&c.q, &[9, 4, 32], &[2, 3], 3, 2, &o), Err(Error::Shape { arg: "out", .. })));
         assert!(matches!(run(&c.q, &full, &[6], 3, 2, &o), Err(Error::Shape { arg: "block_table", .. })));
         assert!(matches!(run(&c.q, &full, &[2, 3], 2, 2, &o), Err(Error::Shape { arg: "starts", .. })));
         assert!(matches!(run(&c.q, &full, &[2, 3], 3, 3, &o), Err(Error::Shape { arg: "lens", .. })));
         let nan = o.scale(f32::NAN);
-        assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &nan), Err(Error::Value { arg: "options.scale", .. })));
+        assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &nan), Err(Error::Value { arg: "scale", .. })));
         let cap = o.soft_cap(-1.0);
-        assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &cap), Err(Error::Value { arg: "options.soft_cap", .. })));
+        assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &cap), Err(Error::Value { arg: "soft_cap", .. })));
         let negative = o.scale(-1.0).path(PrefillPath::Wgmma);
         assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &negative), Err(Error::Unsupported { .. })));
         let slopes = Tensor::<f32>::zeros(d, &[3]).unwrap();
-        assert!(matches!(
-            run(&c.q, &full, &[2, 3], 3, 2, &o.alibi(&slopes)),
-            Err(Error::Shape { arg: "options.alibi", .. })
-        ));
+        assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &o.alibi(&slopes)), Err(Error::Shape { arg: "alibi", .. })));
         let mut over = c.q.clone();
         let (table, starts, lens) = (&c.table, &c.starts, &c.lens);
         let mut work = PrefillWorkspace::new(d).unwrap();

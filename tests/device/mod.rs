@@ -26,7 +26,7 @@ fn normalise(x: &Tensor<f32>, out: &mut Tensor<f32>) -> (Entry<rms_norm::Args>, 
         eps: 0.0,
     };
     let entry = rms_norm::entry(DType::F32, Variant::Any).expect("an entry");
-    (entry, rms_norm::geometry(1, n, DType::F32, Variant::Any), args)
+    (entry, rms_norm::geometry(DType::F32, Variant::Any, 1, n), args)
 }
 
 #[test]

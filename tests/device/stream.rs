@@ -160,5 +160,5 @@ fn too_large_a_block() {
     assert!(matches!(error, Error::Launch(_)), "{error}");
     assert!(error.to_string().contains(entry.name), "{error}");
     // SAFETY: nothing is launched.
-    unsafe { stream.launch(&entry, &warploom::Geometry { grid: [0, 1, 1], ..geometry }, &args) }.unwrap();
+    unsafe { stream.launch(&entry, &warploom::Geometry::new([0, 1, 1], geometry.block), &args) }.unwrap();
 }

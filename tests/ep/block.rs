@@ -19,7 +19,7 @@ fn spread_experts_give_the_same() {
         let logical = 6;
         // Two spare slots: the busiest experts have replicas, on other ranks.
         let loads = Loads::from_rows(&[[9, 1, 80, 3, 40, 5]]).unwrap();
-        let cluster = Cluster { num_replicas: 8, num_groups: 1, num_nodes: 1, num_gpus: ranks };
+        let cluster = Cluster::new(8, ranks);
         let placement = rebalance_experts(&loads, &cluster).unwrap();
         let w13 = noise_of::<bf16>(logical * 2 * INTER * HIDDEN, 1);
         let w2 = noise_of::<bf16>(logical * HIDDEN * INTER, 2);
@@ -65,8 +65,18 @@ fn spread_experts_give_the_same() {
                 for _ in 0..2 {
                     let got = rank.dispatch(stream, &mut routing, &x, &slots, Some(&weights), &way).unwrap();
                     let (rows, mut results) = (got.rows.bf16().unwrap(), rank.results());
-                    fused(stream, &mut results, rows, &mine13, &mine2, &got.ids, &got.weights, &options, &mut space)
-                        .unwrap();
+                    fused(
+                        stream,
+                        &mut results,
+                        rows,
+                        &mine13,
+                        &mine2,
+                        &got.topk_ids,
+                        &got.topk_weights,
+                        &options,
+                        &mut space,
+                    )
+                    .unwrap();
                 }
                 rank.combine(stream, &mut out, &routing, None, &CombineOptions::default()).unwrap();
                 rank.check(stream).unwrap();

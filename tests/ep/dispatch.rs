@@ -59,13 +59,13 @@ fn check_received(rank: &Communicator, received: &Received, round: &Round, slots
     for row in rows {
         ids[row.row * k..][..k].copy_from_slice(&row.ids);
     }
-    assert_eq!(received.ids.to_vec().unwrap(), ids);
+    assert_eq!(received.topk_ids.to_vec().unwrap(), ids);
     let begins = |s: usize| match slots {
         Some(slots) => (s * slots) as i32,
         None => rows.iter().filter(|row| row.source < s).count() as i32,
     };
     assert_eq!(received.offsets.to_vec().unwrap(), (0..=ranks).map(begins).collect::<Vec<_>>());
-    let got_weights = received.weights.to_vec().unwrap();
+    let got_weights = received.topk_weights.to_vec().unwrap();
     for row in rows {
         for j in 0..k {
             let weight = if weighted { round.weights[row.source][row.token * k + j] } else { 1.0 };
@@ -369,7 +369,7 @@ fn bad_input() {
             let e = rank.dispatch(stream, &mut routing, &x(&[9, 64]), &ids(&[9, 2]), None, &none);
             assert!(matches!(e, Err(Error::Value { arg: "x", .. })), "{e:?}");
             let e = rank.dispatch(stream, &mut routing, &x(&[3, 64]), &ids(&[3, 3]), None, &none);
-            assert!(matches!(e, Err(Error::Shape { arg: "ids", .. })), "{e:?}");
+            assert!(matches!(e, Err(Error::Shape { arg: "topk_ids", .. })), "{e:?}");
             let slots = none.arrangement(Arrangement::Slots);
             let e = rank.dispatch(stream, &mut routing, &x(&[3, 64]), &ids(&[3, 2]), None, &slots);
             assert!(matches!(e, Err(Error::Value { arg: "config.capacity", .. })), "{e:?}");
@@ -384,13 +384,13 @@ fn bad_input() {
             assert!(matches!(e, Err(Error::Alignment { arg: "x", .. })), "{e:?}");
             let many = none.blocks(Blocks::count(300));
             let e = rank.dispatch(stream, &mut routing, &x(&[3, 64]), &ids(&[3, 2]), None, &many);
-            assert!(matches!(e, Err(Error::Value { arg: "options.blocks.count", .. })), "{e:?}");
+            assert!(matches!(e, Err(Error::Value { arg: "blocks.count", .. })), "{e:?}");
             let many = none.blocks(Blocks::count(1).threads(48));
             let e = rank.dispatch(stream, &mut routing, &x(&[3, 64]), &ids(&[3, 2]), None, &many);
-            assert!(matches!(e, Err(Error::Value { arg: "options.blocks.threads", .. })), "{e:?}");
+            assert!(matches!(e, Err(Error::Value { arg: "blocks.threads", .. })), "{e:?}");
             let many = none.own_blocks(2).blocks(Blocks::count(2));
             let e = rank.dispatch(stream, &mut routing, &x(&[3, 64]), &ids(&[3, 2]), None, &many);
-            assert!(matches!(e, Err(Error::Value { arg: "options.own_blocks", .. })), "{e:?}");
+            assert!(matches!(e, Err(Error::Value { arg: "own_blocks", .. })), "{e:?}");
             let results = rank.results();
             let overlapping = results.narrow(0, 0, 3).unwrap();
             let three = ids(&[3, 2]);

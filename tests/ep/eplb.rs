@@ -4,8 +4,8 @@ use proptest::prelude::*;
 use serde::Deserialize;
 use warploom::ep::eplb::simulate::{LoadModel, Outcome, Scenario, Strategy as Plan, simulate};
 use warploom::ep::eplb::{
-    Balance, Cluster, EplbError, IncrementalOptions, Loads, Options, Placement, Policy, Report, balanced_packing,
-    rebalance_experts, rebalance_experts_with, rebalance_incremental, replicate_experts,
+    Balance, Cluster, EplbError, IncrementalOptions, Loads, Placement, Policy, RebalanceOptions, Report,
+    balanced_packing, rebalance_experts, rebalance_experts_with, rebalance_incremental, replicate_experts,
 };
 
 #[derive(Deserialize)]
@@ -54,7 +54,7 @@ impl Input {
 }
 
 fn cluster(num_replicas: usize, num_groups: usize, num_nodes: usize, num_gpus: usize) -> Cluster {
-    Cluster { num_replicas, num_groups, num_nodes, num_gpus }
+    Cluster::new(num_replicas, num_gpus).num_groups(num_groups).num_nodes(num_nodes)
 }
 
 fn vectors() -> Vectors {
@@ -143,12 +143,12 @@ fn refused_counts() {
     // Under the global policy neither groups nor nodes count; if the hierarchical one is asked for, they do.
     let three_groups = cluster(8, 3, 2, 4);
     assert!(rebalance_experts(&loads, &three_groups).is_ok());
-    let hierarchical = Options { policy: Policy::Hierarchical, ..Options::default() };
+    let hierarchical = RebalanceOptions::default().policy(Policy::Hierarchical);
     assert!(matches!(
         rebalance_experts_with(&loads, &three_groups, &hierarchical),
         Err(EplbError::NotDivisible { .. })
     ));
-    let global = Options { policy: Policy::Global, ..Options::default() };
+    let global = RebalanceOptions::default().policy(Policy::Global);
     assert_eq!(
         rebalance_experts_with(&loads, &cluster(8, 2, 2, 4), &global),
         rebalance_experts(&loads, &cluster(8, 1, 1, 4))
@@ -182,7 +182,7 @@ fn refused_placements() {
         assert!(matches!(result, Err(EplbError::Mismatch { .. })), "{result:?}");
     }
     for slack in [-0.1, f64::NAN] {
-        let options = IncrementalOptions { slack, ..options };
+        let options = options.slack(slack);
         let result = rebalance_incremental(&old, &loads, &cluster(8, 1, 1, 4), &options);
         assert!(matches!(result, Err(EplbError::Option { option: "slack", .. })), "{result:?}");
     }
@@ -383,7 +383,7 @@ proptest! {
     fn placements_are_complete((loads, cluster) in problem()) {
         for policy in [Policy::Auto, Policy::Hierarchical, Policy::Global] {
             for avoid_duplicates in [false, true] {
-                let options = Options { policy, avoid_duplicates };
+                let options = RebalanceOptions::default().policy(policy).avoid_duplicates(avoid_duplicates);
                 let placement = rebalance_experts_with(&loads, &cluster, &options).unwrap();
                 check_placement(&placement, &loads, &cluster);
                 if policy != Policy::Global {
@@ -407,7 +407,7 @@ proptest! {
     #[test]
     fn duplicates_are_avoided((loads, cluster) in problem(), global in any::<bool>()) {
         let policy = if global { Policy::Global } else { Policy::Hierarchical };
-        let options = Options { policy, avoid_duplicates: true };
+        let options = RebalanceOptions::default().policy(policy).avoid_duplicates(true);
         let placement = rebalance_experts_with(&loads, &cluster, &options).unwrap();
         let experts = if global { loads.num_experts() } else { loads.num_experts() / cluster.num_nodes };
         let unavoidable = placement.slots_per_gpu().saturating_sub(experts) * cluster.num_gpus;
@@ -415,7 +415,7 @@ proptest! {
             prop_assert_eq!(layer.duplicates, unavoidable);
         }
         // Where the plain plan has none and gives no expert more replicas than GPUs, it is kept.
-        let plain = rebalance_experts_with(&loads, &cluster, &Options { policy, avoid_duplicates: false }).unwrap();
+        let plain = rebalance_experts_with(&loads, &cluster, &RebalanceOptions::default().policy(policy).avoid_duplicates(false)).unwrap();
         let plain_balance = Balance::new(&plain, &loads).unwrap();
         if plain_balance.duplicates() == 0 {
             prop_assert_eq!(plain, placement);
@@ -425,10 +425,10 @@ proptest! {
     /// Never more moves than a full plan, never less even than it by more than the slack, and never over budget.
     #[test]
     fn incremental_plans((before, after, cluster) in change(), avoid_duplicates in any::<bool>(), max_moves in 0usize..6) {
-        let options = Options { policy: Policy::Auto, avoid_duplicates };
+        let options = RebalanceOptions::default().policy(Policy::Auto).avoid_duplicates(avoid_duplicates);
         let old = rebalance_experts_with(&before, &cluster, &options).unwrap();
         let full = rebalance_experts_with(&after, &cluster, &options).unwrap();
-        let incremental = IncrementalOptions { options, slack: 0.02, max_moves: None };
+        let incremental = IncrementalOptions::default().options(options).slack(0.02);
         let new = rebalance_incremental(&old, &after, &cluster, &incremental).unwrap();
         check_placement(&new, &after, &cluster);
         check_groups(&new, &cluster);
@@ -446,7 +446,7 @@ proptest! {
             prop_assert_eq!(report.after.duplicates(), full_report.after.duplicates());
         }
 
-        let budget = IncrementalOptions { max_moves: Some(max_moves), ..incremental };
+        let budget = incremental.max_moves(max_moves);
         let new = rebalance_incremental(&old, &after, &cluster, &budget).unwrap();
         check_placement(&new, &after, &cluster);
         let report = Report::new(&old, &new, &after).unwrap();
@@ -460,7 +460,7 @@ proptest! {
     #[test]
     fn incremental_plans_rest((loads, cluster) in problem(), rotation in 0usize..8) {
         let old = rebalance_experts(&loads, &cluster).unwrap();
-        let options = IncrementalOptions { slack: 0.0, ..IncrementalOptions::default() };
+        let options = IncrementalOptions::default().slack(0.0);
         prop_assert_eq!(
             Report::new(&old, &rebalance_incremental(&old, &loads, &cluster, &options).unwrap(), &loads).unwrap().total_moved(),
             0
@@ -481,24 +481,18 @@ proptest! {
 
 /// Loads of a cluster of the given size that drift, and every strategy.
 fn drift(num_gpus: usize, seed: u64) -> Vec<Outcome> {
-    let options = Options { policy: Policy::Global, avoid_duplicates: false };
+    let options = RebalanceOptions::default().policy(Policy::Global).avoid_duplicates(false);
     let slots_per_gpu = (256 + 32usize).div_ceil(num_gpus).max(2);
-    let scenario = Scenario {
-        cluster: cluster(slots_per_gpu * num_gpus, 8, num_gpus / 8, num_gpus),
-        num_layers: 2,
-        num_experts: 256,
-        tokens: num_gpus * 1024,
-        top_k: 8,
-        steps: 24,
-        interval: 4,
-        model: LoadModel::Drift { exponent: 0.6, rate: 0.005 },
-        seed,
-    };
+    let scenario = Scenario::new(cluster(slots_per_gpu * num_gpus, 8, num_gpus / 8, num_gpus), 2, 256)
+        .tokens(num_gpus * 1024, 8)
+        .steps(24, 4)
+        .model(LoadModel::Drift { exponent: 0.6, rate: 0.005 })
+        .seed(seed);
     let strategies = [
         Plan::Static,
         Plan::Full(options),
-        Plan::Full(Options { avoid_duplicates: true, ..options }),
-        Plan::Incremental(IncrementalOptions { options, ..IncrementalOptions::default() }),
+        Plan::Full(options.avoid_duplicates(true)),
+        Plan::Incremental(IncrementalOptions::default().options(options)),
     ];
     simulate(&scenario, &strategies).unwrap()
 }
@@ -524,7 +518,7 @@ fn duplicates_of_a_hot_expert() {
     let cluster = cluster(24, 4, 1, 4);
     let plain = rebalance_experts(&loads, &cluster).unwrap();
     assert_eq!(plain.replicas(0, 5).len(), 13);
-    let options = Options { avoid_duplicates: true, ..Options::default() };
+    let options = RebalanceOptions::default().avoid_duplicates(true);
     let distinct = rebalance_experts_with(&loads, &cluster, &options).unwrap();
     let balance = Balance::new(&distinct, &loads).unwrap();
     assert_eq!((balance.duplicates(), balance.worst_imbalance()), (0, 1.0));
@@ -538,7 +532,7 @@ fn incremental_plan_moves_one_expert() {
     // Expert 0 was hot; now expert 3 is. A replica of the one becomes one of the other.
     let loads = Loads::from_rows(&[[4, 10, 14, 28, 10, 14, 13]]).unwrap();
     let cluster = cluster(8, 1, 1, 4);
-    let options = IncrementalOptions { slack: 0.3, ..IncrementalOptions::default() };
+    let options = IncrementalOptions::default().slack(0.3);
     let new = rebalance_incremental(&old, &loads, &cluster, &options).unwrap();
     let report = Report::new(&old, &new, &loads).unwrap();
     assert_eq!(report.moved, [1]);
@@ -548,7 +542,7 @@ fn incremental_plan_moves_one_expert() {
     let full = rebalance_experts(&loads, &cluster).unwrap();
     assert!(Report::new(&old, &full, &loads).unwrap().moved[0] > 3);
     // No budget, no change.
-    let none = IncrementalOptions { max_moves: Some(0), ..options };
+    let none = options.max_moves(0);
     assert_eq!(rebalance_incremental(&old, &loads, &cluster, &none).unwrap(), old);
 }
 
@@ -576,32 +570,25 @@ fn simulation_follows_from_its_seed() {
 
 #[test]
 fn refused_scenarios() {
-    let good = Scenario {
-        cluster: cluster(16, 1, 1, 4),
-        num_layers: 1,
-        num_experts: 8,
-        tokens: 100,
-        top_k: 2,
-        steps: 2,
-        interval: 1,
-        model: LoadModel::Zipf { exponent: 1.0 },
-        seed: 0,
-    };
+    let model = |model| Scenario::new(cluster(16, 1, 1, 4), 1, 8).tokens(100, 2).steps(2, 1).model(model);
+    let good = model(LoadModel::Zipf { exponent: 1.0 });
+    let sizes = |cluster, layers, experts| Scenario::new(cluster, layers, experts).tokens(100, 2).steps(2, 1);
+    let gpus = cluster(16, 1, 1, 4);
     assert!(simulate(&good, &[Plan::Static]).is_ok());
     for bad in [
-        Scenario { num_layers: 0, ..good },
-        Scenario { num_experts: 0, ..good },
-        Scenario { tokens: 0, ..good },
-        Scenario { steps: 0, ..good },
-        Scenario { interval: 0, ..good },
-        Scenario { top_k: 0, ..good },
-        Scenario { top_k: 9, ..good },
-        Scenario { model: LoadModel::Zipf { exponent: f64::NAN }, ..good },
-        Scenario { model: LoadModel::Drift { exponent: 1.0, rate: 1.5 }, ..good },
-        Scenario { model: LoadModel::Shift { exponent: -1.0, every: 2 }, ..good },
-        Scenario { model: LoadModel::Shift { exponent: 1.0, every: 0 }, ..good },
-        Scenario { cluster: cluster(15, 1, 1, 4), ..good },
-        Scenario { cluster: cluster(4, 1, 1, 4), ..good },
+        sizes(gpus, 0, 8),
+        sizes(gpus, 1, 0),
+        good.tokens(0, 2),
+        good.steps(0, 1),
+        good.steps(2, 0),
+        good.tokens(100, 0),
+        good.tokens(100, 9),
+        model(LoadModel::Zipf { exponent: f64::NAN }),
+        model(LoadModel::Drift { exponent: 1.0, rate: 1.5 }),
+        model(LoadModel::Shift { exponent: -1.0, every: 2 }),
+        model(LoadModel::Shift { exponent: 1.0, every: 0 }),
+        sizes(cluster(15, 1, 1, 4), 1, 8),
+        sizes(cluster(4, 1, 1, 4), 1, 8),
     ] {
         assert!(simulate(&bad, &[Plan::Static]).is_err(), "{bad:?}");
     }

@@ -8,7 +8,7 @@ use warploom_tests::on_every_device;
 fn replicas_take_turns() {
     on_every_device(|d, s| {
         let loads = Loads::from_rows(&[[90, 132, 40, 61, 104, 165, 39, 4], [1, 2, 3, 4, 5, 6, 7, 80]]).unwrap();
-        let cluster = Cluster { num_replicas: 12, num_groups: 1, num_nodes: 1, num_gpus: 4 };
+        let cluster = Cluster::new(12, 4);
         let placement = rebalance_experts(&loads, &cluster).unwrap();
         for layer in 0..2 {
             let map = ExpertMap::new(d, &placement, layer).unwrap();

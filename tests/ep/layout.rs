@@ -18,8 +18,8 @@ fn matches_the_reference() {
                 let mut per_expert = Tensor::uninit(&d, &[ranks * per_rank]).unwrap();
                 let mut counts = Tensor::uninit(&d, &[ranks]).unwrap();
                 let out = LayoutOutput::default();
-                let out = out.per_rank(&mut counts).per_expert(&mut per_expert).in_rank(&mut in_rank);
-                rank.layout(stream, &mut places, out, &ids).unwrap();
+                let mut out = out.per_rank(&mut counts).per_expert(&mut per_expert).in_rank(&mut in_rank);
+                rank.layout(stream, &mut places, &mut out, &ids).unwrap();
                 rank.check(stream).unwrap();
                 meeting.wait();
                 assert_eq!(places.to_vec().unwrap(), want.places);
@@ -38,10 +38,10 @@ fn bad_input() {
             let d = rank.device().clone();
             let ids = Tensor::from_slice(&d, &[0, 1, 2, 3, 1, 4], &[3, 2]).unwrap();
             let mut places = Tensor::uninit(&d, &[3, 3]).unwrap();
-            let e = rank.layout(stream, &mut places, LayoutOutput::default(), &ids);
+            let e = rank.layout(stream, &mut places, &mut LayoutOutput::default(), &ids);
             assert!(matches!(e, Err(Error::Shape { arg: "places", .. })), "{e:?}");
             let mut places = Tensor::uninit(&d, &[3, 2]).unwrap();
-            rank.layout(stream, &mut places, LayoutOutput::default(), &ids).unwrap();
+            rank.layout(stream, &mut places, &mut LayoutOutput::default(), &ids).unwrap();
             let e = rank.check(stream);
             assert!(matches!(e, Err(Error::Ep(Fault::BadId { token: 2, .. }))), "{e:?}");
         });

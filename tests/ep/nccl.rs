@@ -49,7 +49,7 @@ fn bits(ranks: Vec<Communicator>, slots: bool, quantise: bool) -> Vec<Vec<Vec<u3
             let received = rank.dispatch(stream, &mut routing, &x, &ids, Some(&w), &options).unwrap();
             rank.check(stream).unwrap();
             meeting.wait();
-            let ids = received.ids.to_vec().unwrap();
+            let ids = received.topk_ids.to_vec().unwrap();
             // Rows that nobody sent hold anything.
             let sent: Vec<bool> = ids.chunks(config.top_k).map(|row| row.iter().any(|&id| id >= 0)).collect();
             let kept = |values: Vec<u32>| {
@@ -57,7 +57,7 @@ fn bits(ranks: Vec<Communicator>, slots: bool, quantise: bool) -> Vec<Vec<Vec<u3
                 values.chunks(width).zip(&sent).filter(|(_, s)| **s).flat_map(|(v, _)| v.to_vec()).collect::<Vec<_>>()
             };
             all.push(ids.iter().map(|&i| i as u32).collect());
-            all.push(kept(received.weights.to_vec().unwrap().into_iter().map(f32::to_bits).collect()));
+            all.push(kept(received.topk_weights.to_vec().unwrap().into_iter().map(f32::to_bits).collect()));
             if let Some(rows) = received.rows.bf16() {
                 all.push(kept(rows.to_vec().unwrap().into_iter().map(|v| v.to_bits().into()).collect()));
             }

@@ -7,7 +7,7 @@ use warploom_tests::{on_every_device, property};
 fn matches_the_reference() {
     let input = (1usize..6, 1usize..6, 1usize..8, proptest::collection::vec(-2i32..40, 0..40), any::<u32>());
     property(12, input, |d, s, (block_size, max_blocks, blocks, lens, seed)| {
-        let shape = CacheShape { blocks, block_size, heads: 1, head_dim: 8 };
+        let shape = CacheShape::new(blocks, block_size, 1, 8);
         let n = lens.len();
         let page = |i: usize| ((seed >> (i % 27)) as usize + i) as i32 % (blocks as i32 + 2) - 1;
         let table: Vec<i32> = (0..n * max_blocks).map(page).collect();
@@ -37,7 +37,7 @@ fn matches_the_reference() {
 #[test]
 fn replayed_it_walks_through_the_blocks() {
     on_every_device(|d, s| {
-        let shape = CacheShape { blocks: 9, block_size: 2, heads: 1, head_dim: 8 };
+        let shape = CacheShape::new(9, 2, 1, 8);
         let table = Tensor::from_slice(d, &[7, 3, 8], &[1, 3]).unwrap();
         let mut lens = Tensor::from_slice(d, &[1], &[1]).unwrap();
         let (mut positions, mut slots) = (Tensor::zeros(d, &[1]).unwrap(), Tensor::zeros(d, &[1]).unwrap());
@@ -55,7 +55,7 @@ fn replayed_it_walks_through_the_blocks() {
 #[test]
 fn bad_input() {
     on_every_device(|d, s| {
-        let shape = CacheShape { blocks: 4, block_size: 2, heads: 1, head_dim: 8 };
+        let shape = CacheShape::new(4, 2, 1, 8);
         let i = |n: usize| Tensor::<i32>::zeros(d, &[n]).unwrap();
         let slots = |n: usize| Tensor::<i64>::zeros(d, &[n]).unwrap();
         let table = Tensor::<i32>::zeros(d, &[2, 3]).unwrap();
@@ -67,7 +67,8 @@ fn bad_input() {
         assert!(matches!(e, Err(Error::Shape { arg: "slots", .. })));
         let e = advance(s, &mut i(2), &mut i(2), &mut slots(2), None, &i(6), shape);
         assert!(matches!(e, Err(Error::Shape { arg: "block_table", .. })));
-        let empty = CacheShape { block_size: 0, ..shape };
+        let mut empty = shape;
+        empty.block_size = 0;
         let e = advance(s, &mut i(2), &mut i(2), &mut slots(2), None, &table, empty);
         assert!(matches!(e, Err(Error::Value { arg: "shape", .. })));
         let mut same = i(2);

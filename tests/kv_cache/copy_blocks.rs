@@ -51,7 +51,7 @@ fn check<S: CacheElement>(cases: u32) {
     let dims = (1usize..4, 1usize..40, 1usize..3, prop::sample::select(vec![46usize, 64, 1, 128]));
     let places = (0usize..3, 0usize..3, any::<bool>(), proptest::collection::vec(0i64..20, 0..8));
     property(cases, (dims, places), |device, stream, ((n, block_size, heads, head_dim), (gap, offset, nhd, from))| {
-        let shape = CacheShape { blocks: 20, block_size, heads, head_dim };
+        let shape = CacheShape::new(20, block_size, heads, head_dim);
         let layout = if nhd { CacheLayout::Nhd } else { CacheLayout::Hnd };
         let (gap, offset) = ([0, 3, 16][gap], [0, 1, 16][offset]);
         let mut caches = layers::<S>(device, n, layout, shape, gap, offset);
@@ -62,7 +62,7 @@ fn check<S: CacheElement>(cases: u32) {
         let host: Vec<i64> = pairs.iter().flat_map(|&(a, b)| [a, b]).collect();
         let on_device = Tensor::from_slice(device, &host, &[pairs.len(), 2]).unwrap();
         let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
-        kv_cache::copy_blocks(stream, &mut caches, &on_device, Some(&mut status)).unwrap();
+        kv_cache::copy_blocks(stream, &mut caches, Some(&mut status), &on_device).unwrap();
         for tensor in &mut want {
             // `to_vec` leaves the gaps out.
             reference::kv_cache::copy_blocks(tensor, &pairs, 20, shape.block_len(), shape.block_len());
@@ -85,11 +85,11 @@ fn several_pieces_of_a_block_in_a_graph() {
     on_every_device(|device, stream| {
         device.preload(&["kv_cache"]).unwrap();
         // 40 KiB a block: two pieces and a half.
-        let shape = CacheShape { blocks: 4, block_size: 16, heads: 10, head_dim: 128 };
+        let shape = CacheShape::new(4, 16, 10, 128);
         let mut caches = layers::<bf16>(device, 2, CacheLayout::XSplit, shape, 0, 0);
         let mut want = flat(&caches);
         let mut pairs = Tensor::from_slice(device, &[-1i64; 4], &[2, 2]).unwrap();
-        let graph = Graph::capture(stream, |s| kv_cache::copy_blocks(s, &mut caches, &pairs, None)).unwrap();
+        let graph = Graph::capture(stream, |s| kv_cache::copy_blocks(s, &mut caches, None, &pairs)).unwrap();
         pairs.copy_from_slice(&[0, 3, 1, 2]).unwrap();
         graph.launch(stream).unwrap();
         for tensor in &mut want {
@@ -103,10 +103,10 @@ fn several_pieces_of_a_block_in_a_graph() {
 fn refuses_what_it_cannot_do() {
     let device = &Device::simt();
     let stream = &Stream::new(device).unwrap();
-    let shape = CacheShape { blocks: 4, block_size: 8, heads: 2, head_dim: 16 };
+    let shape = CacheShape::new(4, 8, 2, 16);
     let cache = |layout| KvCache::<bf16>::zeros(device, layout, shape).unwrap();
     let mut caches = CacheLayers::new(vec![cache(CacheLayout::Nhd)]).unwrap();
-    let mut run = |pairs: &Tensor<i64>| kv_cache::copy_blocks(stream, &mut caches, pairs, None);
+    let mut run = |pairs: &Tensor<i64>| kv_cache::copy_blocks(stream, &mut caches, None, pairs);
     let e = run(&Tensor::zeros(device, &[3, 3]).unwrap());
     assert!(matches!(e, Err(Error::Shape { arg: "pairs", .. })));
     let e = run(&Tensor::zeros(device, &[12]).unwrap().as_strided(&[3, 2], &[4, 2], 0).unwrap());
@@ -118,7 +118,7 @@ fn refuses_what_it_cannot_do() {
     assert!(matches!(CacheLayers::<bf16>::new(vec![]), Err(Error::Value { .. })));
     let e = CacheLayers::new(vec![cache(CacheLayout::Nhd), cache(CacheLayout::Hnd)]);
     assert!(matches!(e, Err(Error::Value { .. })));
-    let other = KvCache::zeros(device, CacheLayout::Nhd, CacheShape { blocks: 5, ..shape }).unwrap();
+    let other = KvCache::zeros(device, CacheLayout::Nhd, CacheShape::new(5, 8, 2, 16)).unwrap();
     assert!(matches!(CacheLayers::new(vec![cache(CacheLayout::Nhd), other]), Err(Error::Shape { .. })));
     let other = KvCache::zeros(&Device::simt(), CacheLayout::Nhd, shape).unwrap();
     assert!(matches!(CacheLayers::new(vec![cache(CacheLayout::Nhd), other]), Err(Error::WrongDevice { .. })));

@@ -3,8 +3,8 @@
 use super::{INPUTS, cache_of, rows_of};
 use cuda_std::Float;
 use proptest::prelude::*;
-use warploom::kv_cache::gather_cache::Options;
-use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, StoreAs, reshape_and_cache};
+use warploom::kv_cache::GatherCacheOptions;
+use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, StoreAs};
 use warploom::{Device, E4M3, E5M2, Error, Graph, Stream, Tensor, bf16, f16, kv_cache, reference};
 use warploom_tests::{assert_close, on_every_device, property};
 
@@ -28,14 +28,14 @@ fn case() -> impl Strategy<Value = Case> {
     (layout, dims, sizes, 1usize..4, lengths, (any::<bool>(), 0usize..3, 0usize..3, 0usize..1000)).prop_map(
         |(layout, head_dim, block_size, heads, lengths, (per_head, pad, spare, seed))| {
             let head_dim = if layout == CacheLayout::XSplit { head_dim.next_multiple_of(16) } else { head_dim };
-            let shape = CacheShape { blocks: 23, block_size, heads, head_dim };
+            let shape = CacheShape::new(23, block_size, heads, head_dim);
             Case { layout, shape, lengths, per_head, pad: [0, 1, 16][pad], spare, seed }
         },
     )
 }
 
 fn check_case<T: Float + StoreAs<S>, S: CacheElement>(device: &Device, stream: &Stream, case: &Case) {
-    let CacheShape { blocks, block_size, heads, head_dim } = case.shape;
+    let CacheShape { blocks, block_size, heads, head_dim, .. } = case.shape;
     let scaled = T::SCALED;
     let n = if case.per_head { heads } else { 1 };
     let scale_host: Vec<f32> = (0..n).map(|h| 0.37 + h as f32).collect();
@@ -46,11 +46,11 @@ fn check_case<T: Float + StoreAs<S>, S: CacheElement>(device: &Device, stream: &
     let slots = Tensor::from_slice(device, &slots, &[slots.len()]).unwrap();
     let (k, _) = rows_of::<T>(device, case.shape.slots(), heads, head_dim, 0, 1);
     let (v, _) = rows_of::<T>(device, case.shape.slots(), heads, head_dim, 0, 2);
-    let mut options = reshape_and_cache::Options::default();
+    let mut options = kv_cache::ReshapeAndCacheOptions::default();
     if scaled {
         options = options.scales(&scale, &scale);
     }
-    kv_cache::reshape_and_cache(stream, &mut cache, &k, &v, &slots, options).unwrap();
+    kv_cache::reshape_and_cache(stream, &mut cache, None, &k, &v, &slots, &options).unwrap();
 
     let tokens: usize = case.lengths.iter().sum();
     let rows = tokens + case.spare;
@@ -67,11 +67,21 @@ fn check_case<T: Float + StoreAs<S>, S: CacheElement>(device: &Device, stream: &
     let (mut key, unwritten) = rows_of::<T>(device, rows, heads, head_dim, case.pad, 3);
     let (mut value, _) = rows_of::<T>(device, rows, heads, head_dim, case.pad, 3);
     let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
-    let mut options = Options::default().status(&mut status);
+    let mut options = GatherCacheOptions::default();
     if scaled {
         options = options.scales(&scale, &scale);
     }
-    kv_cache::gather_cache(stream, &mut key, &mut value, &cache, &device_tables, &device_starts, options).unwrap();
+    kv_cache::gather_cache(
+        stream,
+        &mut key,
+        &mut value,
+        Some(&mut status),
+        &cache,
+        &device_tables,
+        &device_starts,
+        &options,
+    )
+    .unwrap();
 
     let scale: Vec<f64> =
         (0..heads).map(|h| if scaled { scale_host[if case.per_head { h } else { 0 }] as f64 } else { 1.0 }).collect();
@@ -116,7 +126,7 @@ fn matches_the_reference() {
 #[test]
 fn tables_that_are_wrong_leave_rows_alone() {
     on_every_device(|device, stream| {
-        let shape = CacheShape { blocks: 3, block_size: 4, heads: 1, head_dim: 16 };
+        let shape = CacheShape::new(3, 4, 1, 16);
         let cache = KvCache::<f32>::zeros(device, CacheLayout::Nhd, shape).unwrap();
         let gather = |tables: &[i32], len: usize, starts: &[i32], wrong: u32, written: &[usize]| {
             let tables = Tensor::from_slice(device, tables, &[starts.len() - 1, len]).unwrap();
@@ -125,8 +135,9 @@ fn tables_that_are_wrong_leave_rows_alone() {
             let mut key = Tensor::from_slice(device, &ones, &[12, 1, 16]).unwrap();
             let mut value = Tensor::from_slice(device, &ones, &[12, 1, 16]).unwrap();
             let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
-            let options = Options::default().status(&mut status);
-            kv_cache::gather_cache(stream, &mut key, &mut value, &cache, &tables, &starts, options).unwrap();
+            let options = GatherCacheOptions::default();
+            kv_cache::gather_cache(stream, &mut key, &mut value, Some(&mut status), &cache, &tables, &starts, &options)
+                .unwrap();
             assert_eq!(status.to_vec().unwrap(), [wrong], "{starts:?}");
             let key = key.to_vec().unwrap();
             let zeros: Vec<usize> = (0..12).filter(|t| key[t * 16..][..16] == [0.0; 16]).collect();
@@ -148,7 +159,7 @@ fn tables_that_are_wrong_leave_rows_alone() {
 fn forty_heads_in_a_graph() {
     on_every_device(|device, stream| {
         device.preload(&["kv_cache"]).unwrap();
-        let shape = CacheShape { blocks: 3, block_size: 16, heads: 40, head_dim: 128 };
+        let shape = CacheShape::new(3, 16, 40, 128);
         let case = |layout| Case { layout, shape, lengths: vec![3, 2], per_head: true, pad: 0, spare: 1, seed: 1 };
         check_case::<bf16, bf16>(device, stream, &case(CacheLayout::Nhd));
         let cache = KvCache::<bf16>::zeros(device, CacheLayout::XSplit, shape).unwrap();
@@ -157,7 +168,16 @@ fn forty_heads_in_a_graph() {
         let (mut key, _) = rows_of::<bf16>(device, 2, 40, 128, 0, 1);
         let (mut value, before) = rows_of::<bf16>(device, 2, 40, 128, 0, 1);
         let graph = Graph::capture(stream, |s| {
-            kv_cache::gather_cache(s, &mut key, &mut value, &cache, &tables, &starts, Options::default())
+            kv_cache::gather_cache(
+                s,
+                &mut key,
+                &mut value,
+                None,
+                &cache,
+                &tables,
+                &starts,
+                &GatherCacheOptions::default(),
+            )
         })
         .unwrap();
         assert_eq!(value.to_vec().unwrap(), before);
@@ -171,27 +191,36 @@ fn forty_heads_in_a_graph() {
 fn refuses_what_it_cannot_do() {
     let device = &Device::simt();
     let stream = &Stream::new(device).unwrap();
-    let shape = CacheShape { blocks: 3, block_size: 4, heads: 2, head_dim: 16 };
+    let shape = CacheShape::new(3, 4, 2, 16);
     let cache = KvCache::<bf16>::zeros(device, CacheLayout::Hnd, shape).unwrap();
     let t = |dims: &[usize]| Tensor::<bf16>::zeros(device, dims).unwrap();
     let i = |dims: &[usize]| Tensor::<i32>::zeros(device, dims).unwrap();
     let run = |key: &Tensor<bf16>, value: &Tensor<bf16>, tables: &Tensor<i32>, starts: &Tensor<i32>| {
         let (mut key, mut value) = (key.clone(), value.clone());
-        kv_cache::gather_cache(stream, &mut key, &mut value, &cache, tables, starts, Options::default())
+        kv_cache::gather_cache(
+            stream,
+            &mut key,
+            &mut value,
+            None,
+            &cache,
+            tables,
+            starts,
+            &GatherCacheOptions::default(),
+        )
     };
     let good = || t(&[5, 2, 16]);
     assert!(run(&good(), &good(), &i(&[1, 2]), &i(&[2])).is_ok());
     assert!(matches!(run(&t(&[5, 3, 16]), &good(), &i(&[1, 2]), &i(&[2])), Err(Error::Shape { arg: "key", .. })));
     assert!(matches!(run(&good(), &t(&[4, 2, 16]), &i(&[1, 2]), &i(&[2])), Err(Error::Shape { arg: "value", .. })));
-    assert!(matches!(run(&good(), &good(), &i(&[2]), &i(&[2])), Err(Error::Shape { arg: "block_tables", .. })));
+    assert!(matches!(run(&good(), &good(), &i(&[2]), &i(&[2])), Err(Error::Shape { arg: "block_table", .. })));
     assert!(matches!(run(&good(), &good(), &i(&[1, 2]), &i(&[1])), Err(Error::Shape { arg: "starts", .. })));
     let same = good();
     assert!(matches!(run(&same, &same, &i(&[1, 2]), &i(&[2])), Err(Error::Overlap { .. })));
     let again = good().as_strided(&[5, 2, 16], &[32, 0, 1], 0).unwrap();
     assert!(matches!(run(&again, &good(), &i(&[1, 2]), &i(&[2])), Err(Error::Stride { arg: "key", .. })));
     let one = Tensor::<f32>::zeros(device, &[1]).unwrap();
-    let options = Options::default().scales(&one, &one);
-    let e = kv_cache::gather_cache(stream, &mut good(), &mut good(), &cache, &i(&[1, 2]), &i(&[2]), options);
+    let options = GatherCacheOptions::default().scales(&one, &one);
+    let e = kv_cache::gather_cache(stream, &mut good(), &mut good(), None, &cache, &i(&[1, 2]), &i(&[2]), &options);
     assert!(matches!(e, Err(Error::Value { arg: "scales", .. })));
 }
 
@@ -202,7 +231,7 @@ fn every_output_type_has_every_cache_type() {
         for output in INPUTS {
             for cache in [output, cuda_std::DType::E4m3, cuda_std::DType::E5m2, cuda_std::DType::I8] {
                 let name = if layout == CacheLayout::XSplit { "xsplit" } else { "flat" };
-                assert_eq!(entry(layout, output, cache).unwrap().name, format!("gather_cache_{name}_{output}_{cache}"));
+                assert_eq!(entry(output, cache, layout).unwrap().name, format!("gather_cache_{name}_{output}_{cache}"));
             }
         }
     }

@@ -4,7 +4,7 @@ use warploom::kv_cache::{CacheLayers, CacheLayout, CacheShape, KvCache};
 use warploom::{Stream, Tensor, bf16, kv_cache};
 use warploom_tests::{large_gpu, noise_of};
 
-const SHAPE: CacheShape = CacheShape { blocks: 140_000, block_size: 16, heads: 8, head_dim: 128 };
+const SHAPE: CacheShape = CacheShape::new(140_000, 16, 8, 128);
 const ROW: usize = SHAPE.heads * SHAPE.head_dim;
 /// Between two tokens.
 const STRIDE: usize = (1 << 31) + 8;
@@ -27,23 +27,23 @@ fn large_caches_on_a_gpu() {
         let mut cache = KvCache::<bf16>::zeros(&device, layout, SHAPE).unwrap();
         let last = SHAPE.blocks - 1;
         let slots = Tensor::from_slice(&device, &[(last * 16 + 15) as i64, (last * 16 + 14) as i64], &[2]).unwrap();
-        let options = kv_cache::reshape_and_cache::Options::default;
-        kv_cache::reshape_and_cache(&stream, &mut cache, &tokens(0), &tokens(ROW), &slots, options()).unwrap();
+        let options = kv_cache::ReshapeAndCacheOptions::default;
+        kv_cache::reshape_and_cache(&stream, &mut cache, None, &tokens(0), &tokens(ROW), &slots, &options()).unwrap();
 
         let mut layers = CacheLayers::new(vec![cache]).unwrap();
         let pairs = Tensor::from_slice(&device, &[last as i64, 5], &[1, 2]).unwrap();
-        kv_cache::copy_blocks(&stream, &mut layers, &pairs, None).unwrap();
+        kv_cache::copy_blocks(&stream, &mut layers, None, &pairs).unwrap();
         let pairs = Tensor::from_slice(&device, &[5, last as i64 - 1], &[1, 2]).unwrap();
-        kv_cache::copy_blocks(&stream, &mut layers, &pairs, None).unwrap();
+        kv_cache::copy_blocks(&stream, &mut layers, None, &pairs).unwrap();
 
         for block in [last, 5, last - 1] {
             let table = Tensor::from_slice(&device, &[block as i32], &[1, 1]).unwrap();
             let starts = Tensor::from_slice(&device, &[0, 16], &[2]).unwrap();
             let mut keys = Tensor::<bf16>::zeros(&device, &[16, SHAPE.heads, SHAPE.head_dim]).unwrap();
             let mut values = Tensor::<bf16>::zeros(&device, keys.shape()).unwrap();
-            let options = kv_cache::gather_cache::Options::default();
+            let options = kv_cache::GatherCacheOptions::default();
             let cache = &layers.layers()[0];
-            kv_cache::gather_cache(&stream, &mut keys, &mut values, cache, &table, &starts, options).unwrap();
+            kv_cache::gather_cache(&stream, &mut keys, &mut values, None, cache, &table, &starts, &options).unwrap();
             for (got, want) in [(keys, wanted(0)), (values, wanted(1))] {
                 let got = got.to_vec().unwrap();
                 assert_eq!(got[15 * ROW..], want[..ROW], "{layout:?}, block {block}");

@@ -17,7 +17,7 @@ proptest! {
         at in any::<[u32; 4]>(),
         blocks in 1usize..1 << 22,
     ) {
-        let shape = CacheShape { blocks, block_size, heads, head_dim: 16 * parts };
+        let shape = CacheShape::new(blocks, block_size, heads, 16 * parts);
         let (block, head) = (at[0] as usize % blocks, at[1] % heads as u32);
         let (token, dim) = (at[2] % block_size as u32, at[3] % (16 * parts) as u32);
         let place_of = (block, head, token, dim);
@@ -50,7 +50,7 @@ proptest! {
 
 #[test]
 fn every_element_has_a_place_of_its_own() {
-    let shape = CacheShape { blocks: 2, block_size: 3, heads: 2, head_dim: 16 };
+    let shape = CacheShape::new(2, 3, 2, 16);
     for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
         for strides in [PageStrides::keys(layout, shape, DType::F16), PageStrides::values(layout, shape)] {
             let mut seen = vec![false; 2 * shape.block_len()];

@@ -3,7 +3,7 @@
 use super::{INPUTS, cache_of, exact_round, new_cache, rows_of};
 use cuda_std::{E4M3, E5M2, Float};
 use proptest::prelude::*;
-use warploom::kv_cache::reshape_and_cache::Options;
+use warploom::kv_cache::ReshapeAndCacheOptions;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides, StoreAs};
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16, kv_cache, reference};
 use warploom_tests::{noise_of, on_every_device, property, widen};
@@ -28,7 +28,7 @@ fn case() -> impl Strategy<Value = Case> {
         |(layout, head_dim, block_size, heads, tokens, (per_head, pad, wide_slots), seed)| {
             // x-split needs multiples of 16 bytes, whatever the type.
             let head_dim = if layout == CacheLayout::XSplit { head_dim.next_multiple_of(16) } else { head_dim };
-            let shape = CacheShape { blocks: 5, block_size, heads, head_dim };
+            let shape = CacheShape::new(5, block_size, heads, head_dim);
             // Misaligned by one element, and with rows that are.
             let pad = [0, 1, 16][pad];
             Case { layout, shape, tokens, per_head, pad, wide_slots, seed }
@@ -68,17 +68,17 @@ fn check_case<T: Float + StoreAs<S>, S: CacheElement>(device: &Device, stream: &
     let mut cache = new_cache::<S>(device, case.layout, case.shape);
     let before = cache_of(&cache);
 
-    let mut options = Options::default().status(&mut status);
+    let mut options = ReshapeAndCacheOptions::default();
     if scaled {
         options = options.scales(&scale, &scale);
     }
     if case.wide_slots {
         let slots = Tensor::from_slice(device, &slots, &[case.tokens]).unwrap();
-        kv_cache::reshape_and_cache(stream, &mut cache, &key, &value, &slots, options).unwrap();
+        kv_cache::reshape_and_cache(stream, &mut cache, Some(&mut status), &key, &value, &slots, &options).unwrap();
     } else {
         let narrow: Vec<i32> = slots.iter().map(|&s| s as i32).collect();
         let slots = Tensor::from_slice(device, &narrow, &[case.tokens]).unwrap();
-        kv_cache::reshape_and_cache(stream, &mut cache, &key, &value, &slots, options).unwrap();
+        kv_cache::reshape_and_cache(stream, &mut cache, None, &key, &value, &slots, &options).unwrap();
     }
 
     let scale: Vec<f64> =
@@ -132,7 +132,7 @@ fn quantises_to_8_bit_types() {
 fn forty_heads_and_a_whole_block_of_neighbouring_slots() {
     for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
         on_every_device(|device, stream| {
-            let shape = CacheShape { blocks: 3, block_size: 16, heads: 40, head_dim: 128 };
+            let shape = CacheShape::new(3, 16, 40, 128);
             let case = Case { layout, shape, tokens: 20, per_head: false, pad: 0, wide_slots: true, seed: 5 };
             check_case::<bf16, bf16>(device, stream, &case);
         });
@@ -142,16 +142,16 @@ fn forty_heads_and_a_whole_block_of_neighbouring_slots() {
 #[test]
 fn saturates_and_keeps_nan() {
     on_every_device(|device, stream| {
-        let shape = CacheShape { blocks: 1, block_size: 8, heads: 1, head_dim: 4 };
+        let shape = CacheShape::new(1, 8, 1, 4);
         let x = Tensor::from_slice(device, &[1e9f32, -1e9, f32::NAN, f32::INFINITY], &[1, 1, 4]).unwrap();
         let slots = Tensor::from_slice(device, &[0i64], &[1]).unwrap();
         let one = Tensor::from_slice(device, &[1f32], &[1]).unwrap();
-        let options = || Options::default().scales(&one, &one);
+        let options = || ReshapeAndCacheOptions::default().scales(&one, &one);
         let mut a = KvCache::<i8>::zeros(device, CacheLayout::Nhd, shape).unwrap();
-        kv_cache::reshape_and_cache(stream, &mut a, &x, &x, &slots, options()).unwrap();
+        kv_cache::reshape_and_cache(stream, &mut a, None, &x, &x, &slots, &options()).unwrap();
         assert_eq!(a.key().to_vec().unwrap()[..4], [127, -128, 0, 127]);
         let mut b = KvCache::<E4M3>::zeros(device, CacheLayout::Nhd, shape).unwrap();
-        kv_cache::reshape_and_cache(stream, &mut b, &x, &x, &slots, options()).unwrap();
+        kv_cache::reshape_and_cache(stream, &mut b, None, &x, &x, &slots, &options()).unwrap();
         let got: Vec<f32> = b.value().to_vec().unwrap()[..4].iter().map(|v| E4M3::widen_all([*v])[0]).collect();
         assert_eq!((got[0], got[1], got[3]), (448.0, -448.0, 448.0));
         assert!(got[2].is_nan());
@@ -161,13 +161,21 @@ fn saturates_and_keeps_nan() {
 #[test]
 fn equal_slots_hold_one_of_their_tokens() {
     on_every_device(|device, stream| {
-        let shape = CacheShape { blocks: 2, block_size: 16, heads: 2, head_dim: 64 };
+        let shape = CacheShape::new(2, 16, 2, 64);
         for layout in [CacheLayout::XSplit, CacheLayout::Nhd] {
             let x: Vec<f32> = (0..20).flat_map(|t| vec![t as f32; 128]).collect();
             let x = Tensor::from_slice(device, &x, &[20, 2, 64]).unwrap();
             let slots = Tensor::from_slice(device, &[7i32; 20], &[20]).unwrap();
             let mut cache = KvCache::<f32>::zeros(device, layout, shape).unwrap();
-            match kv_cache::reshape_and_cache(stream, &mut cache, &x, &x, &slots, Options::default()) {
+            match kv_cache::reshape_and_cache(
+                stream,
+                &mut cache,
+                None,
+                &x,
+                &x,
+                &slots,
+                &ReshapeAndCacheOptions::default(),
+            ) {
                 // The one place that may race: the detector is right.
                 Err(warploom::Error::Launch(e)) if matches!(e.kind, simt::ErrorKind::Race { .. }) => continue,
                 outcome => outcome.unwrap(),
@@ -193,7 +201,8 @@ fn keys_and_values_may_be_halves_of_one_tensor() {
         let key = Tensor::from_slice(device, &k, &[1, 2, 16]).unwrap();
         let value = Tensor::from_slice(device, &v, &[1, 2, 16]).unwrap();
         let slots = Tensor::from_slice(device, &[13i64], &[1]).unwrap();
-        kv_cache::reshape_and_cache(stream, &mut cache, &key, &value, &slots, Options::default()).unwrap();
+        kv_cache::reshape_and_cache(stream, &mut cache, None, &key, &value, &slots, &ReshapeAndCacheOptions::default())
+            .unwrap();
         let all = both.to_vec().unwrap();
         let at = 512 + 5 * 32;
         assert_eq!((&all[at..at + 32], &all[at + 256..at + 288]), (&k[..], &v[..]));
@@ -205,20 +214,37 @@ fn keys_and_values_may_be_halves_of_one_tensor() {
 fn runs_the_same_in_a_graph() {
     on_every_device(|device, stream| {
         device.preload(&["kv_cache"]).unwrap();
-        let shape = CacheShape { blocks: 2, block_size: 16, heads: 2, head_dim: 64 };
+        let shape = CacheShape::new(2, 16, 2, 64);
         let (key, _) = rows_of::<bf16>(device, 9, 2, 64, 0, 1);
         let (value, _) = rows_of::<bf16>(device, 9, 2, 64, 0, 2);
         let mut slots = Tensor::from_slice(device, &[-1i64; 9], &[9]).unwrap();
         let mut captured = KvCache::<bf16>::zeros(device, CacheLayout::XSplit, shape).unwrap();
         let graph = Graph::capture(stream, |s| {
-            kv_cache::reshape_and_cache(s, &mut captured, &key, &value, &slots, Options::default())
+            kv_cache::reshape_and_cache(
+                s,
+                &mut captured,
+                None,
+                &key,
+                &value,
+                &slots,
+                &ReshapeAndCacheOptions::default(),
+            )
         })
         .unwrap();
         slots.copy_from_slice(&[3, 4, 5, 6, 7, -1, 20, 21, 22]).unwrap();
         graph.launch(stream).unwrap();
         graph.launch(stream).unwrap();
         let mut direct = KvCache::<bf16>::zeros(device, CacheLayout::XSplit, shape).unwrap();
-        kv_cache::reshape_and_cache(stream, &mut direct, &key, &value, &slots, Options::default()).unwrap();
+        kv_cache::reshape_and_cache(
+            stream,
+            &mut direct,
+            None,
+            &key,
+            &value,
+            &slots,
+            &ReshapeAndCacheOptions::default(),
+        )
+        .unwrap();
         assert_eq!(cache_of(&captured), cache_of(&direct));
         assert!(cache_of(&direct).0.iter().any(|b| *b != 0));
     });
@@ -228,47 +254,61 @@ fn runs_the_same_in_a_graph() {
 fn refuses_what_it_cannot_do() {
     let device = &Device::simt();
     let stream = &Stream::new(device).unwrap();
-    let shape = CacheShape { blocks: 2, block_size: 16, heads: 2, head_dim: 64 };
+    let shape = CacheShape::new(2, 16, 2, 64);
     let mut cache = KvCache::<f16>::zeros(device, CacheLayout::Nhd, shape).unwrap();
     let x = Tensor::<f16>::zeros(device, &[3, 2, 64]).unwrap();
     let slots = Tensor::<i64>::zeros(device, &[3]).unwrap();
     let one = Tensor::<f32>::zeros(device, &[1]).unwrap();
     let run = |cache: &mut KvCache<f16>, key: &Tensor<f16>, value: &Tensor<f16>, options| {
-        kv_cache::reshape_and_cache(stream, cache, key, value, &slots, options).unwrap_err()
+        kv_cache::reshape_and_cache(stream, cache, None, key, value, &slots, &options).unwrap_err()
     };
     let y = Tensor::<f16>::zeros(device, &[3, 3, 64]).unwrap();
-    assert!(matches!(run(&mut cache, &y, &x, Options::default()), Error::Shape { arg: "key", .. }));
-    assert!(matches!(run(&mut cache, &x, &y, Options::default()), Error::Shape { arg: "value", .. }));
+    assert!(matches!(run(&mut cache, &y, &x, ReshapeAndCacheOptions::default()), Error::Shape { arg: "key", .. }));
+    assert!(matches!(run(&mut cache, &x, &y, ReshapeAndCacheOptions::default()), Error::Shape { arg: "value", .. }));
     let flat = x.reshape(&[384]).unwrap();
-    assert!(matches!(run(&mut cache, &flat, &x, Options::default()), Error::Shape { arg: "key", .. }));
+    assert!(matches!(run(&mut cache, &flat, &x, ReshapeAndCacheOptions::default()), Error::Shape { arg: "key", .. }));
     let sparse = Tensor::<f16>::zeros(device, &[768]).unwrap().as_strided(&[3, 2, 64], &[256, 128, 2], 0).unwrap();
-    assert!(matches!(run(&mut cache, &sparse, &x, Options::default()), Error::Stride { arg: "key", .. }));
-    let scaled = Options::default().scales(&one, &one);
+    assert!(matches!(
+        run(&mut cache, &sparse, &x, ReshapeAndCacheOptions::default()),
+        Error::Stride { arg: "key", .. }
+    ));
+    let scaled = ReshapeAndCacheOptions::default().scales(&one, &one);
     assert!(matches!(run(&mut cache, &x, &x, scaled), Error::Value { arg: "scales", .. }));
     let inside = cache.key().as_strided(&[3, 2, 64], &[128, 64, 1], 0).unwrap();
-    assert!(matches!(run(&mut cache, &inside, &x, Options::default()), Error::Overlap { .. }));
+    assert!(matches!(run(&mut cache, &inside, &x, ReshapeAndCacheOptions::default()), Error::Overlap { .. }));
     let other = Tensor::<f16>::zeros(&Device::simt(), &[3, 2, 64]).unwrap();
-    assert!(matches!(run(&mut cache, &x, &other, Options::default()), Error::WrongDevice { arg: "value", .. }));
+    assert!(matches!(
+        run(&mut cache, &x, &other, ReshapeAndCacheOptions::default()),
+        Error::WrongDevice { arg: "value", .. }
+    ));
 
     let bytes = Tensor::<u8>::zeros(device, &[3]).unwrap();
-    let e = kv_cache::reshape_and_cache(stream, &mut cache, &x, &x, &bytes, Options::default());
+    let e = kv_cache::reshape_and_cache(stream, &mut cache, None, &x, &x, &bytes, &ReshapeAndCacheOptions::default());
     assert!(matches!(e, Err(Error::DType { arg: "slots", .. })));
     let few = Tensor::<i64>::zeros(device, &[2]).unwrap();
-    let e = kv_cache::reshape_and_cache(stream, &mut cache, &x, &x, &few, Options::default());
+    let e = kv_cache::reshape_and_cache(stream, &mut cache, None, &x, &x, &few, &ReshapeAndCacheOptions::default());
     assert!(matches!(e, Err(Error::Shape { arg: "slots", .. })));
 
     let mut small = KvCache::<E4M3>::zeros(device, CacheLayout::Nhd, shape).unwrap();
-    let e = kv_cache::reshape_and_cache(stream, &mut small, &x, &x, &slots, Options::default());
+    let e = kv_cache::reshape_and_cache(stream, &mut small, None, &x, &x, &slots, &ReshapeAndCacheOptions::default());
     assert!(matches!(e, Err(Error::Value { arg: "scales", .. })));
     let three = Tensor::<f32>::zeros(device, &[3]).unwrap();
-    let e = kv_cache::reshape_and_cache(stream, &mut small, &x, &x, &slots, Options::default().scales(&three, &three));
+    let e = kv_cache::reshape_and_cache(
+        stream,
+        &mut small,
+        None,
+        &x,
+        &x,
+        &slots,
+        &ReshapeAndCacheOptions::default().scales(&three, &three),
+    );
     assert!(matches!(e, Err(Error::Shape { arg: "scales.key", .. })));
 }
 
 #[test]
 fn caches_are_checked_when_made() {
     let device = &Device::simt();
-    let shape = |head_dim| CacheShape { blocks: 2, block_size: 16, heads: 2, head_dim };
+    let shape = |head_dim| CacheShape::new(2, 16, 2, head_dim);
     let e = KvCache::<f16>::zeros(device, CacheLayout::XSplit, shape(46));
     assert!(matches!(e, Err(Error::Value { .. })));
     assert!(KvCache::<f16>::zeros(device, CacheLayout::Nhd, shape(0)).is_err());
@@ -292,7 +332,7 @@ fn every_input_type_has_every_cache_type() {
     for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
         for input in INPUTS {
             for cache in [input, cuda_std::DType::E4m3, cuda_std::DType::E5m2, cuda_std::DType::I8] {
-                let entry = entry(layout, input, cache).unwrap();
+                let entry = entry(input, cache, layout).unwrap();
                 let name = if layout == CacheLayout::XSplit { "xsplit" } else { "flat" };
                 assert_eq!(entry.name, format!("reshape_and_cache_{name}_{input}_{cache}"));
             }
@@ -303,7 +343,7 @@ fn every_input_type_has_every_cache_type() {
 /// Addresses of a cache of more than 2^32 elements, and of a batch of more than 2^31.
 #[test]
 fn addresses_go_beyond_32_bits() {
-    let shape = CacheShape { blocks: 1 << 20, block_size: 16, heads: 8, head_dim: 128 };
+    let shape = CacheShape::new(1 << 20, 16, 8, 128);
     let last = shape.blocks - 1;
     for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
         let keys = PageStrides::keys(layout, shape, cuda_std::DType::Bf16);

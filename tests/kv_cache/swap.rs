@@ -2,13 +2,13 @@
 
 use super::{bits, rows_of};
 use proptest::prelude::*;
-use warploom::kv_cache::reshape_and_cache::Options;
+use warploom::kv_cache::ReshapeAndCacheOptions;
 use warploom::kv_cache::swap::{Run, runs};
 use warploom::kv_cache::{CacheLayers, CacheLayout, CacheShape, HostCache};
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, kv_cache};
 use warploom_tests::on_every_device;
 
-const SHAPE: CacheShape = CacheShape { blocks: 6, block_size: 8, heads: 2, head_dim: 16 };
+const SHAPE: CacheShape = CacheShape::new(6, 8, 2, 16);
 
 /// Two layers with all slots written.
 fn filled(device: &Device, stream: &Stream, layout: CacheLayout) -> CacheLayers<bf16> {
@@ -20,7 +20,8 @@ fn filled(device: &Device, stream: &Stream, layout: CacheLayout) -> CacheLayers<
         let slots: Vec<i64> = (0..n as i64).collect();
         let slots = Tensor::from_slice(device, &slots, &[n]).unwrap();
         let layer = caches.layer_mut(l).unwrap();
-        kv_cache::reshape_and_cache(stream, layer, &key, &value, &slots, Options::default()).unwrap();
+        kv_cache::reshape_and_cache(stream, layer, None, &key, &value, &slots, &ReshapeAndCacheOptions::default())
+            .unwrap();
     }
     caches
 }

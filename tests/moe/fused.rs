@@ -141,7 +141,7 @@ impl<T: Float> Inputs<T> {
         if case.shared > 0 {
             let [w13, w2, b13, b2] = &self.shared;
             let (bias13, bias2) = if case.biased { (Some(b13), Some(b2)) } else { (None, None) };
-            o = o.shared_experts(SharedExperts { w13, w2, bias13, bias2 });
+            o = o.shared_experts(SharedExperts::new(w13, w2).biases(bias13, bias2));
         }
         if case.map.is_some() {
             o = o.expert_map(&self.map);
@@ -636,12 +636,12 @@ fn bad_input() {
         refused!(run(&Inputs { w2: t(&[4, 16]), ..inputs() }, &case, &[3, 16]), Shape, "w2");
         refused!(run(&Inputs { x: t(&[3, 24]), ..inputs() }, &case, &[3, 24]), Shape, "w13");
         let biased = Case { biased: true, ..case.clone() };
-        refused!(run(&Inputs { bias13: t(&[4, 8]), ..inputs() }, &biased, &[3, 16]), Shape, "options.bias13");
-        refused!(run(&Inputs { bias2: t(&[3, 16]), ..inputs() }, &biased, &[3, 16]), Shape, "options.bias2");
+        refused!(run(&Inputs { bias13: t(&[4, 8]), ..inputs() }, &biased, &[3, 16]), Shape, "bias13");
+        refused!(run(&Inputs { bias2: t(&[3, 16]), ..inputs() }, &biased, &[3, 16]), Shape, "bias2");
         let weights = Tensor::zeros(d, &[3, 3]).unwrap();
         refused!(run(&Inputs { weights, ..inputs() }, &case, &[3, 16]), Shape, "topk_weights");
         let swiglu = ExpertActivation::SwigluOai { alpha: 1.0, limit: -1.0 };
-        refused!(run(&good, &Case { activation: swiglu, ..case.clone() }, &[3, 16]), Value, "options.activation");
+        refused!(run(&good, &Case { activation: swiglu, ..case.clone() }, &[3, 16]), Value, "activation");
         let mut small = Tensor::zeros(d, &[100]).unwrap();
         refused!(good.run(s, &case, &mut t(&[3, 16]), &mut small), Value, "workspace");
         let big = Tensor::<u8>::zeros(d, &[1 << 16]).unwrap();

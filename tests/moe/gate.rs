@@ -77,7 +77,7 @@ impl<T: Float> Input<T> {
         let (mut weights, mut ids, mut packed) = outputs(device, stream, slots);
         let logits = self.upload(device);
         let mut go = |o: &GateOptions<'_>| {
-            gate(stream, &mut weights, &mut ids, Some(&mut packed), &logits, topk, o).unwrap();
+            gate(stream, &mut ids, &mut weights, Some(&mut packed), &logits, topk, o).unwrap();
         };
         match &self.bias {
             None => go(options),
@@ -373,7 +373,7 @@ fn padding_by_count_and_by_mask() {
                         o = o.row_mask(&mask);
                     }
                     let (mut w, mut ids, mut packed) = outputs(device, stream, [tokens, topk + 1]);
-                    gate(stream, &mut w, &mut ids, Some(&mut packed), &logits, topk, &o).unwrap();
+                    gate(stream, &mut ids, &mut w, Some(&mut packed), &logits, topk, &o).unwrap();
                     let got = Output::new(&w, &ids, Some(&packed));
                     for i in 0..tokens * (topk + 1) {
                         let t = i / (topk + 1);
@@ -474,7 +474,7 @@ fn two_runs_and_a_replay_are_the_same() {
             let mut logits = Tensor::<f32>::zeros(device, &[3, experts]).unwrap();
             device.preload(&["moe"]).unwrap();
             let graph =
-                Graph::capture(stream, |s| gate(s, &mut w, &mut ids, Some(&mut packed), &logits, 8, &options)).unwrap();
+                Graph::capture(stream, |s| gate(s, &mut ids, &mut w, Some(&mut packed), &logits, 8, &options)).unwrap();
             logits.copy_from_slice(&input.logits).unwrap();
             for _ in 0..2 {
                 stream.fill_bytes(&mut ids, 0xff).unwrap();
@@ -491,7 +491,7 @@ fn no_tokens_no_work() {
     on_every_device(|device, stream| {
         let logits = Tensor::<f32>::zeros(device, &[0, 256]).unwrap();
         let (mut w, mut ids, _) = outputs(device, stream, [0, 8]);
-        gate(stream, &mut w, &mut ids, None, &logits, 8, &GateOptions::default()).unwrap();
+        gate(stream, &mut ids, &mut w, None, &logits, 8, &GateOptions::default()).unwrap();
     });
 }
 
@@ -511,7 +511,7 @@ fn bad_values_are_refused() {
         let call = |w: Wrong<'_>| {
             let logits = Tensor::<f32>::zeros(device, &[w.tokens, w.experts]).unwrap();
             let (mut weights, mut ids, _) = outputs(device, stream, [w.tokens, w.width]);
-            gate(stream, &mut weights, &mut ids, None, &logits, w.topk, &w.options)
+            gate(stream, &mut ids, &mut weights, None, &logits, w.topk, &w.options)
         };
         call(right()).unwrap();
         let refused = |arg: &str, change: &dyn Fn(&mut Wrong<'_>)| {
@@ -529,10 +529,10 @@ fn bad_values_are_refused() {
         refused("groups", &|w| w.options = w.options.groups(128, 1));
         refused("topk_group", &|w| w.options = w.options.groups(8, 0));
         refused("topk_group", &|w| w.options = w.options.groups(8, 9));
-        refused("topk", &|w| (w.topk, w.width) = (0, 0));
-        refused("topk", &|w| (w.topk, w.width) = (33, 33));
-        refused("topk", &|w| (w.topk, w.width, w.options) = (9, 9, w.options.groups(8, 1)));
-        refused("topk", &|w| (w.experts, w.topk, w.width) = (3, 4, 4));
+        refused("top_k", &|w| (w.topk, w.width) = (0, 0));
+        refused("top_k", &|w| (w.topk, w.width) = (33, 33));
+        refused("top_k", &|w| (w.topk, w.width, w.options) = (9, 9, w.options.groups(8, 1)));
+        refused("top_k", &|w| (w.experts, w.topk, w.width) = (3, 4, 4));
         for factor in [f32::NAN, f32::INFINITY, 0.0, -1.0, 1e-40] {
             refused("routed_scaling_factor", &|w| w.options = w.options.routed_scaling_factor(factor));
         }
@@ -548,7 +548,7 @@ fn bad_tensors_are_refused() {
         let (weights, ids, packed) = outputs(device, stream, [2, 4]);
         let options = GateOptions::default();
         let call = |w: &Tensor<f32>, i: &Tensor<i32>, p: &Tensor<u32>, l: &Tensor<f32>, o: &GateOptions<'_>| {
-            gate(stream, &mut w.clone(), &mut i.clone(), Some(&mut p.clone()), l, 4, o)
+            gate(stream, &mut i.clone(), &mut w.clone(), Some(&mut p.clone()), l, 4, o)
         };
         call(&weights, &ids, &packed, &logits, &options).unwrap();
 
@@ -561,12 +561,12 @@ fn bad_tensors_are_refused() {
             other => panic!("{name}: {other:?}"),
         };
         let (wide_w, wide_i, wide_p) = outputs(device, stream, [2, 5]);
-        shape(call(&wide_w, &ids, &packed, &logits, &options), "weights");
-        shape(call(&weights, &wide_i, &packed, &logits, &options), "ids");
+        shape(call(&wide_w, &ids, &packed, &logits, &options), "topk_weights");
+        shape(call(&weights, &wide_i, &packed, &logits, &options), "topk_ids");
         shape(call(&weights, &ids, &wide_p, &logits, &options), "packed");
         shape(call(&weights, &ids, &packed, &flat, &options), "logits");
-        stride(call(&wide_w.narrow(1, 0, 4).unwrap(), &ids, &packed, &logits, &options), "weights");
-        stride(call(&weights, &wide_i.narrow(1, 0, 4).unwrap(), &packed, &logits, &options), "ids");
+        stride(call(&wide_w.narrow(1, 0, 4).unwrap(), &ids, &packed, &logits, &options), "topk_weights");
+        stride(call(&weights, &wide_i.narrow(1, 0, 4).unwrap(), &packed, &logits, &options), "topk_ids");
         stride(call(&weights, &ids, &wide_p.narrow(1, 0, 4).unwrap(), &logits, &options), "packed");
         let spread = flat.as_strided(&[2, 64], &[256, 2], 0).unwrap();
         stride(call(&weights, &ids, &packed, &spread, &options), "logits");
@@ -591,19 +591,19 @@ fn bad_tensors_are_refused() {
             other => panic!("{names:?}: {other:?}"),
         };
         let inside = flat.narrow(0, 100, 8).unwrap().reshape(&[2, 4]).unwrap();
-        overlap(call(&inside, &ids, &packed, &logits, &options), ["weights", "logits"]);
+        overlap(call(&inside, &ids, &packed, &logits, &options), ["topk_weights", "logits"]);
         let bias = flat.narrow(0, 200, 64).unwrap();
         let inside = flat.narrow(0, 260, 8).unwrap().reshape(&[2, 4]).unwrap();
-        overlap(call(&inside, &ids, &packed, &logits, &options.bias(&bias)), ["weights", "bias"]);
+        overlap(call(&inside, &ids, &packed, &logits, &options.bias(&bias)), ["topk_weights", "bias"]);
         let flat_ids = ids.reshape(&[8]).unwrap();
         let count = flat_ids.narrow(0, 7, 1).unwrap();
-        overlap(call(&weights, &ids, &packed, &logits, &options.valid_rows(&count)), ["ids", "valid_rows"]);
+        overlap(call(&weights, &ids, &packed, &logits, &options.valid_rows(&count)), ["topk_ids", "valid_rows"]);
 
         let elsewhere = Tensor::zeros(&Device::simt(), &[2, 64]).unwrap();
         let foreign = call(&weights, &ids, &packed, &elsewhere, &options);
         assert!(matches!(foreign, Err(Error::WrongDevice { arg: "logits", .. })), "{foreign:?}");
         let bytes = Tensor::<warploom::E4M3>::zeros(device, &[2, 64]).unwrap();
-        let typed = gate(stream, &mut weights.clone(), &mut ids.clone(), None, &bytes, 4, &options);
+        let typed = gate(stream, &mut ids.clone(), &mut weights.clone(), None, &bytes, 4, &options);
         assert!(matches!(typed, Err(Error::DType { arg: "logits", .. })), "{typed:?}");
         let zeros = Tensor::<f16>::zeros(device, &[64]).unwrap();
         assert_eq!(Bias::from(&zeros).dtype(), warploom::DType::F16);

@@ -29,7 +29,7 @@ fn run<T: Float>(
         Some(n) => options.noise_logits(n),
         None => options,
     };
-    noisy_top_k(s, &mut weights, &mut ids, Some(&mut noisy), &logits, &options).unwrap();
+    noisy_top_k(s, &mut ids, &mut weights, Some(&mut noisy), &logits, &options).unwrap();
     (weights.to_vec().unwrap(), ids.to_vec().unwrap(), noisy.to_vec().unwrap())
 }
 
@@ -154,7 +154,7 @@ fn the_same_numbers_again() {
 
         let tensor = Tensor::from_slice(d, &logits, &[10, experts]).unwrap();
         let (mut w, mut i) = (Tensor::zeros(d, &[10, top_k]).unwrap(), Tensor::zeros(d, &[10, top_k]).unwrap());
-        let graph = Graph::capture(s, |s| noisy_top_k(s, &mut w, &mut i, None, &tensor, &options)).unwrap();
+        let graph = Graph::capture(s, |s| noisy_top_k(s, &mut i, &mut w, None, &tensor, &options)).unwrap();
         graph.launch(s).unwrap();
         assert_eq!((w.to_vec().unwrap(), i.to_vec().unwrap()), (all.0, all.1));
     });
@@ -166,23 +166,23 @@ fn bad_input() {
         let f = |shape: &[usize]| Tensor::<f32>::zeros(d, shape).unwrap();
         let i = |shape: &[usize]| Tensor::<i32>::zeros(d, shape).unwrap();
         let plain = NoisyTopKOptions::default();
-        assert!(noisy_top_k(s, &mut f(&[3, 2]), &mut i(&[3, 2]), None, &f(&[3, 4]), &plain).is_ok());
-        let e = noisy_top_k(s, &mut f(&[3, 1]), &mut i(&[3, 2]), None, &f(&[3, 4]), &plain);
-        assert!(matches!(e, Err(Error::Shape { arg: "weights", .. })), "{e:?}");
-        let e = noisy_top_k(s, &mut f(&[3, 5]), &mut i(&[3, 5]), None, &f(&[3, 4]), &plain);
-        assert!(matches!(e, Err(Error::Value { arg: "ids", .. })), "{e:?}");
-        let e = noisy_top_k(s, &mut f(&[3, 33]), &mut i(&[3, 33]), None, &f(&[3, 40]), &plain);
-        assert!(matches!(e, Err(Error::Value { arg: "ids", .. })), "{e:?}");
-        let e = noisy_top_k(s, &mut f(&[3, 2]), &mut i(&[3, 2]), None, &f(&[3, 2049]), &plain);
+        assert!(noisy_top_k(s, &mut i(&[3, 2]), &mut f(&[3, 2]), None, &f(&[3, 4]), &plain).is_ok());
+        let e = noisy_top_k(s, &mut i(&[3, 2]), &mut f(&[3, 1]), None, &f(&[3, 4]), &plain);
+        assert!(matches!(e, Err(Error::Shape { arg: "topk_weights", .. })), "{e:?}");
+        let e = noisy_top_k(s, &mut i(&[3, 5]), &mut f(&[3, 5]), None, &f(&[3, 4]), &plain);
+        assert!(matches!(e, Err(Error::Value { arg: "topk_ids", .. })), "{e:?}");
+        let e = noisy_top_k(s, &mut i(&[3, 33]), &mut f(&[3, 33]), None, &f(&[3, 40]), &plain);
+        assert!(matches!(e, Err(Error::Value { arg: "topk_ids", .. })), "{e:?}");
+        let e = noisy_top_k(s, &mut i(&[3, 2]), &mut f(&[3, 2]), None, &f(&[3, 2049]), &plain);
         assert!(matches!(e, Err(Error::Value { arg: "logits", .. })), "{e:?}");
-        let e = noisy_top_k(s, &mut f(&[3, 2]), &mut i(&[3, 2]), Some(&mut f(&[3, 3])), &f(&[3, 4]), &plain);
+        let e = noisy_top_k(s, &mut i(&[3, 2]), &mut f(&[3, 2]), Some(&mut f(&[3, 3])), &f(&[3, 4]), &plain);
         assert!(matches!(e, Err(Error::Shape { arg: "noisy", .. })), "{e:?}");
         let other = f(&[2, 4]);
-        let e = noisy_top_k(s, &mut f(&[3, 2]), &mut i(&[3, 2]), None, &f(&[3, 4]), &plain.noise_logits(&other));
-        assert!(matches!(e, Err(Error::Shape { arg: "options.noise_logits", .. })), "{e:?}");
+        let e = noisy_top_k(s, &mut i(&[3, 2]), &mut f(&[3, 2]), None, &f(&[3, 4]), &plain.noise_logits(&other));
+        assert!(matches!(e, Err(Error::Shape { arg: "noise_logits", .. })), "{e:?}");
         for scale in [-1.0, f32::NAN, f32::INFINITY] {
-            let e = noisy_top_k(s, &mut f(&[3, 2]), &mut i(&[3, 2]), None, &f(&[3, 4]), &plain.scale(scale));
-            assert!(matches!(e, Err(Error::Value { arg: "options.scale", .. })), "{e:?}");
+            let e = noisy_top_k(s, &mut i(&[3, 2]), &mut f(&[3, 2]), None, &f(&[3, 4]), &plain.scale(scale));
+            assert!(matches!(e, Err(Error::Value { arg: "scale", .. })), "{e:?}");
         }
     });
 }

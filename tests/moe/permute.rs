@@ -75,7 +75,7 @@ fn bad_input() {
         let e = unpermute(s, &mut t(&[3, 5]), &y, &positions, None, None);
         assert!(matches!(e, Err(Error::Shape { arg: "out", .. })), "{e:?}");
         let e = unpermute(s, &mut t(&[3, 4]), &y, &positions, Some(&t(&[3, 3])), None);
-        assert!(matches!(e, Err(Error::Shape { arg: "weights", .. })), "{e:?}");
+        assert!(matches!(e, Err(Error::Shape { arg: "topk_weights", .. })), "{e:?}");
         let e = unpermute(s, &mut t(&[3, 4]), &y, &positions, None, Some(&t(&[4, 4])));
         assert!(matches!(e, Err(Error::Shape { arg: "pass_through", .. })), "{e:?}");
         let e = unpermute(s, &mut y.narrow(0, 0, 3).unwrap(), &y, &positions, None, None);
@@ -96,7 +96,7 @@ fn bad_input() {
         let e = run(&[6, 8], &[4, 8], &options);
         assert!(matches!(e, Err(Error::Shape { arg: "input.topk_ids", .. })), "{e:?}");
         let e = run(&[6, 8], &[3, 8], &options.convention(warploom::moe::SortConvention::Packed));
-        assert!(matches!(e, Err(Error::Value { arg: "options.convention", .. })), "{e:?}");
+        assert!(matches!(e, Err(Error::Value { arg: "convention", .. })), "{e:?}");
         let e = run(&[6, 8], &[3, 8], &options.block_size(4));
         assert!(matches!(e, Err(Error::Value { arg: "out.sorted_ids", .. })), "{e:?}");
     });

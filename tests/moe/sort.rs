@@ -350,7 +350,7 @@ fn bad_input() {
         let e = run(good, &input, &options.convention(SortConvention::Packed));
         assert!(matches!(e, Err(Error::Shape { arg: "out.totals", .. })), "{e:?}");
         let e = run(good, &input, &options.block_size(0));
-        assert!(matches!(e, Err(Error::Value { arg: "options.block_size", .. })), "{e:?}");
+        assert!(matches!(e, Err(Error::Value { arg: "block_size", .. })), "{e:?}");
         let e = run(good, &SortInput::new(&ids, 2049), &options);
         assert!(matches!(e, Err(Error::Value { arg: "input.experts", .. })), "{e:?}");
         let short = list(2);

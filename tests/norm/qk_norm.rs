@@ -109,15 +109,18 @@ fn refuses_what_it_cannot_do() {
         norm::qk_norm(&stream, &mut q, &mut k, w, None, eps).unwrap_err()
     };
     let (q, k) = (tensor(&[3, 4, 16]), tensor(&[3, 2, 16]));
-    assert!(matches!(refused(tensor(&[3, 64]), k.clone(), None, 0.0), Error::Shape { arg: "q", .. }));
-    assert!(matches!(refused(q.clone(), tensor(&[2, 2, 16]), None, 0.0), Error::Shape { arg: "k", .. }));
-    assert!(matches!(refused(q.clone(), tensor(&[3, 2, 8]), None, 0.0), Error::Shape { arg: "k", .. }));
-    assert!(matches!(refused(q.clone(), k.clone(), Some(&tensor(&[8])), 0.0), Error::Shape { arg: "q_weight", .. }));
+    assert!(matches!(refused(tensor(&[3, 64]), k.clone(), None, 0.0), Error::Shape { arg: "query", .. }));
+    assert!(matches!(refused(q.clone(), tensor(&[2, 2, 16]), None, 0.0), Error::Shape { arg: "key", .. }));
+    assert!(matches!(refused(q.clone(), tensor(&[3, 2, 8]), None, 0.0), Error::Shape { arg: "key", .. }));
+    assert!(matches!(
+        refused(q.clone(), k.clone(), Some(&tensor(&[8])), 0.0),
+        Error::Shape { arg: "query_weight", .. }
+    ));
     assert!(matches!(refused(q.clone(), k.clone(), None, -0.5), Error::Value { arg: "eps", .. }));
     let folded = tensor(&[256]).as_strided(&[3, 4, 16], &[32, 16, 1], 0).unwrap();
-    assert!(matches!(refused(folded, k.clone(), None, 0.0), Error::Stride { arg: "q", .. }));
+    assert!(matches!(refused(folded, k.clone(), None, 0.0), Error::Stride { arg: "query", .. }));
     let spread = tensor(&[512]).as_strided(&[3, 2, 16], &[64, 32, 2], 0).unwrap();
-    assert!(matches!(refused(q.clone(), spread, None, 0.0), Error::Stride { arg: "k", .. }));
+    assert!(matches!(refused(q.clone(), spread, None, 0.0), Error::Stride { arg: "key", .. }));
     assert!(matches!(refused(q.clone(), q.narrow(1, 3, 1).unwrap(), None, 0.0), Error::Overlap { .. }));
     let weight = q.as_strided(&[16], &[1], 0).unwrap();
     assert!(matches!(refused(q, k, Some(&weight), 0.0), Error::Overlap { .. }));

@@ -3,7 +3,7 @@ use crate::rows::{Place, Rows, all_bytes, assert_rounded};
 use cuda_std::Float;
 use proptest::prelude::*;
 use proptest::sample::select;
-use warploom::norm::{self, QuantOptions, Variant, rms_norm_quant as quant};
+use warploom::norm::{self, RmsNormQuantOptions, Variant, rms_norm_quant as quant};
 use warploom::reference::{norm as reference, quantise};
 use warploom::{DType, Device, E4M3, Error, Stream, Tensor, bf16, f16};
 use warploom_tests::{noise_of, on_every_device, property, widen};
@@ -69,14 +69,13 @@ impl<T: Float> Case<T> {
         }
     }
 
-    fn options<'a>(&'a self, residual: &'a mut Tensor<T>) -> QuantOptions<'a, T> {
-        let options = QuantOptions::default();
+    fn options(&self) -> RmsNormQuantOptions<'_, T> {
+        let options = RmsNormQuantOptions::default();
         let options = match (self.with.weight, self.with.one_plus) {
             (true, true) => options.one_plus_weight(&self.weight),
             (true, false) => options.weight(&self.weight),
             _ => options,
         };
-        let options = if self.with.residual { options.residual(residual) } else { options };
         if self.with.smooth { options.smooth(&self.smooth) } else { options }
     }
 
@@ -116,8 +115,17 @@ fn check<T: Float>() {
         let case = Case::<T>::new(device, rows, n, from, with);
         let (out, mut residual) = (Rows::<E4M3>::poisoned(device, rows, n, to), case.residual.view());
         let mut scales = Tensor::<f32>::uninit(device, &[rows]).unwrap();
-        let options = case.options(&mut residual);
-        norm::rms_norm_e4m3_per_token(stream, &mut out.view(), &mut scales, &case.x.view(), 1e-5, options).unwrap();
+        let options = case.options();
+        norm::rms_norm_e4m3_per_token(
+            stream,
+            &mut out.view(),
+            &mut scales,
+            case.with.residual.then_some(&mut residual),
+            &case.x.view(),
+            1e-5,
+            &options,
+        )
+        .unwrap();
         for ((got, want), scale) in out.take().chunks(n).zip(&case.want).zip(scales.to_vec().unwrap()) {
             check_e4m3(got, want, scale);
         }
@@ -125,8 +133,17 @@ fn check<T: Float>() {
 
         let case = Case::<T>::new(device, rows, n, from, with);
         let (out, mut residual) = (Rows::<i8>::poisoned(device, rows, n, to), case.residual.view());
-        let options = case.options(&mut residual);
-        norm::rms_norm_i8_per_token(stream, &mut out.view(), &mut scales, &case.x.view(), 1e-5, options).unwrap();
+        let options = case.options();
+        norm::rms_norm_i8_per_token(
+            stream,
+            &mut out.view(),
+            &mut scales,
+            case.with.residual.then_some(&mut residual),
+            &case.x.view(),
+            1e-5,
+            &options,
+        )
+        .unwrap();
         for ((got, want), scale) in out.take().chunks(n).zip(&case.want).zip(scales.to_vec().unwrap()) {
             check_i8(got, want, scale);
         }
@@ -138,8 +155,17 @@ fn check<T: Float>() {
         let strides = if with.smooth { [groups + 1, 1] } else { [1, rows + 1] };
         let all = Tensor::<f32>::zeros(device, &[(groups + 1) * (rows + 1)]).unwrap();
         let mut scales = all.as_strided(&[rows, groups], &strides, 0).unwrap();
-        let options = case.options(&mut residual);
-        norm::rms_norm_e4m3_per_group(stream, &mut out.view(), &mut scales, &case.x.view(), 1e-5, options).unwrap();
+        let options = case.options();
+        norm::rms_norm_e4m3_per_group(
+            stream,
+            &mut out.view(),
+            &mut scales,
+            case.with.residual.then_some(&mut residual),
+            &case.x.view(),
+            1e-5,
+            &options,
+        )
+        .unwrap();
         let scales = scales.to_vec().unwrap();
         for (r, (got, want)) in out.take().chunks(n).zip(&case.want).enumerate() {
             for (g, (got, want)) in got.chunks(GROUP).zip(want.chunks(GROUP)).enumerate() {
@@ -173,8 +199,17 @@ fn rows_of_every_length() {
             let case = Case::<bf16>::new(device, 1, n, Place::DENSE, with);
             let (out, mut residual) = (Rows::<E4M3>::poisoned(device, 1, n, Place::DENSE), case.residual.view());
             let mut scales = Tensor::<f32>::uninit(device, &[1, n.div_ceil(GROUP)]).unwrap();
-            let (x, options) = (case.x.view(), case.options(&mut residual));
-            norm::rms_norm_e4m3_per_group(stream, &mut out.view(), &mut scales, &x, 1e-5, options).unwrap();
+            let (x, options) = (case.x.view(), case.options());
+            norm::rms_norm_e4m3_per_group(
+                stream,
+                &mut out.view(),
+                &mut scales,
+                case.with.residual.then_some(&mut residual),
+                &x,
+                1e-5,
+                &options,
+            )
+            .unwrap();
             let groups =
                 out.take().chunks(GROUP).map(<[E4M3]>::to_vec).zip(scales.to_vec().unwrap()).collect::<Vec<_>>();
             for ((got, scale), want) in groups.iter().zip(case.want[0].chunks(GROUP)) {
@@ -185,8 +220,17 @@ fn rows_of_every_length() {
             let case = Case::<bf16>::new(device, 1, n, Place::DENSE, With { smooth: true, ..with });
             let (out, mut residual) = (Rows::<i8>::poisoned(device, 1, n, Place::DENSE), case.residual.view());
             let mut scales = Tensor::<f32>::uninit(device, &[1]).unwrap();
-            let (x, options) = (case.x.view(), case.options(&mut residual));
-            norm::rms_norm_i8_per_token(stream, &mut out.view(), &mut scales, &x, 1e-5, options).unwrap();
+            let (x, options) = (case.x.view(), case.options());
+            norm::rms_norm_i8_per_token(
+                stream,
+                &mut out.view(),
+                &mut scales,
+                case.with.residual.then_some(&mut residual),
+                &x,
+                1e-5,
+                &options,
+            )
+            .unwrap();
             check_i8(&out.take(), &case.want[0], scales.to_vec().unwrap()[0]);
             case.check_residual();
         }
@@ -204,8 +248,8 @@ fn zeros_and_not_a_number() {
         let dx = Tensor::from_slice(device, &x, &[3, 32]).unwrap();
         let mut out = Tensor::<E4M3>::uninit(device, &[3, 32]).unwrap();
         let mut scales = Tensor::<f32>::uninit(device, &[3]).unwrap();
-        let options = QuantOptions::default;
-        norm::rms_norm_e4m3_per_token(stream, &mut out, &mut scales, &dx, 1e-5, options()).unwrap();
+        let options = RmsNormQuantOptions::default;
+        norm::rms_norm_e4m3_per_token(stream, &mut out, &mut scales, None, &dx, 1e-5, &options()).unwrap();
         let (out, scales) = (out.to_vec().unwrap(), scales.to_vec().unwrap());
         assert!(out[..32].iter().all(|v| v.to_f32() == 0.0));
         assert!(out[32..64].iter().all(|v| v.to_f32().is_nan()));
@@ -213,7 +257,7 @@ fn zeros_and_not_a_number() {
         assert!(scales.iter().all(|s| s.is_finite() && *s > 0.0));
         let mut out = Tensor::<i8>::uninit(device, &[3, 32]).unwrap();
         let mut scales = Tensor::<f32>::uninit(device, &[3]).unwrap();
-        norm::rms_norm_i8_per_token(stream, &mut out, &mut scales, &dx, 1e-5, options()).unwrap();
+        norm::rms_norm_i8_per_token(stream, &mut out, &mut scales, None, &dx, 1e-5, &options()).unwrap();
         assert!(out.to_vec().unwrap().iter().all(|v| *v == 0));
     });
 }
@@ -226,7 +270,8 @@ fn repeats_bit_for_bit() {
         let run = |x: &Tensor<f16>| {
             let mut out = Tensor::<i8>::uninit(device, x.shape()).unwrap();
             let mut scales = Tensor::<f32>::uninit(device, &[x.dim(0)]).unwrap();
-            norm::rms_norm_i8_per_token(stream, &mut out, &mut scales, x, 1e-5, QuantOptions::default()).unwrap();
+            norm::rms_norm_i8_per_token(stream, &mut out, &mut scales, None, x, 1e-5, &RmsNormQuantOptions::default())
+                .unwrap();
             (out.to_vec().unwrap(), all_bytes(&scales.to_vec().unwrap()))
         };
         let all = run(&x);
@@ -242,11 +287,11 @@ fn refuses_what_it_cannot_do() {
     let floats = |shape: &[usize]| Tensor::<f32>::zeros(&device, shape).unwrap();
     let x = floats(&[4, 256]);
     let mut out = Tensor::<E4M3>::zeros(&device, &[4, 256]).unwrap();
-    let options = QuantOptions::<f32>::default;
+    let options = RmsNormQuantOptions::<f32>::default;
     let (weight, smooth) = (floats(&[255]), floats(&[256]));
 
-    let mut token = |scales: &mut Tensor<f32>, x: &Tensor<f32>, eps: f32, options: QuantOptions<'_, f32>| {
-        norm::rms_norm_e4m3_per_token(&stream, &mut out, scales, x, eps, options).unwrap_err()
+    let mut token = |scales: &mut Tensor<f32>, x: &Tensor<f32>, eps: f32, options: RmsNormQuantOptions<'_, f32>| {
+        norm::rms_norm_e4m3_per_token(&stream, &mut out, scales, None, x, eps, &options).unwrap_err()
     };
     let mut scales = floats(&[4]);
     assert!(matches!(token(&mut floats(&[3]), &x, 0.0, options()), Error::Shape { arg: "scales", .. }));
@@ -254,14 +299,15 @@ fn refuses_what_it_cannot_do() {
     assert!(matches!(token(&mut scales, &x, f32::NAN, options()), Error::Value { arg: "eps", .. }));
     assert!(matches!(token(&mut scales, &x, 0.0, options().weight(&weight)), Error::Shape { arg: "weight", .. }));
     assert!(matches!(token(&mut scales, &x, 0.0, options().smooth(&weight)), Error::Shape { arg: "smooth", .. }));
-    let mut short = floats(&[4, 255]);
-    let e = token(&mut scales, &x, 0.0, options().residual(&mut short));
-    assert!(matches!(e, Error::Shape { arg: "residual", .. }));
     let mut inside = x.as_strided(&[4], &[1], 0).unwrap();
     assert!(matches!(token(&mut inside, &x, 0.0, options()), Error::Overlap { .. }));
 
-    let mut group = |scales: &mut Tensor<f32>, options: QuantOptions<'_, f32>| {
-        norm::rms_norm_e4m3_per_group(&stream, &mut out, scales, &x, 0.0, options).unwrap_err()
+    let mut short = floats(&[4, 255]);
+    let e = norm::rms_norm_e4m3_per_token(&stream, &mut out, &mut scales, Some(&mut short), &x, 0.0, &options());
+    assert!(matches!(e, Err(Error::Shape { arg: "residual", .. })));
+
+    let mut group = |scales: &mut Tensor<f32>, options: RmsNormQuantOptions<'_, f32>| {
+        norm::rms_norm_e4m3_per_group(&stream, &mut out, scales, None, &x, 0.0, &options).unwrap_err()
     };
     assert!(matches!(group(&mut floats(&[4, 1]), options()), Error::Shape { arg: "scales", .. }));
     assert!(matches!(group(&mut floats(&[4, 2]), options().smooth(&smooth)), Error::Unsupported { .. }));

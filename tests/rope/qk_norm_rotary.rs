@@ -2,7 +2,7 @@
 
 use cuda_std::{Element, Float};
 use proptest::prelude::*;
-use warploom::rope::qk_norm_rotary::Options;
+use warploom::rope::QkNormRotaryOptions;
 use warploom::rope::{self, Pairing, Scaling};
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{assert_close, noise_of, on_every_device, property, widen};
@@ -97,15 +97,14 @@ where
     let positions = Tensor::from_slice(device, &narrow, &[tokens]).unwrap();
     let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
 
-    let mut options = Options::default().offset(offset).weight_offset(case.weight_offset).status(&mut status);
+    let mut options =
+        QkNormRotaryOptions::default().offset(offset).weight_offset(case.weight_offset).pairing(case.pairing);
     if case.inverse {
         options = options.inverse();
     }
-    let (query_weight, key_weight) = (query_weight.as_ref(), key_weight.as_ref());
-    let key = key.as_mut();
-    let (pairing, eps) = (case.pairing, case.eps);
-    rope::qk_norm_rotary(stream, &mut query, key, query_weight, key_weight, &positions, &angles, pairing, eps, options)
-        .unwrap();
+    (options.query_weight, options.key_weight) = (query_weight.as_ref(), key_weight.as_ref());
+    let (key, status_word, eps) = (key.as_mut(), Some(&mut status), case.eps);
+    rope::qk_norm_rotary(stream, &mut query, key, status_word, &positions, &angles, eps, &options).unwrap();
 
     let got = fused.to_vec().unwrap();
     let mut same: Vec<usize> = vec![];
@@ -130,7 +129,7 @@ where
                 eps as f64,
                 &row,
                 offset,
-                pairing == Pairing::Gptj,
+                case.pairing == Pairing::Gptj,
                 case.inverse,
             );
             // Three approximations of single precision, of numbers up to about 10.
@@ -193,8 +192,9 @@ fn runs_the_same_in_a_graph_and_twice() {
         let angles = rope::cache::<f32>(device, 64, 128, 1e4, Scaling::None).unwrap();
         let positions = Tensor::from_slice(device, &[0, 9, 63, 31], &[4]).unwrap();
         let run = |s: &Stream, q: &mut Tensor<bf16>| {
-            let options = Options::default();
-            rope::qk_norm_rotary(s, q, None, Some(&weight), None, &positions, &angles, Pairing::Neox, 1e-6, options)
+            let mut options = QkNormRotaryOptions::default();
+            options.query_weight = Some(&weight);
+            rope::qk_norm_rotary(s, q, None, None, &positions, &angles, 1e-6, &options)
         };
         let bits = |t: &Tensor<bf16>| t.to_vec().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
         let mut captured = new();
@@ -218,9 +218,9 @@ fn refuses_what_it_cannot_do() {
     let positions = Tensor::<i32>::zeros(device, &[3]).unwrap();
     let run = |query: &Tensor<f16>, key: Option<&Tensor<f16>>, weight: Option<&Tensor<f16>>, eps| {
         let mut key = key.cloned();
-        let (q, o) = (&mut query.clone(), Options::default());
-        rope::qk_norm_rotary(stream, q, key.as_mut(), weight, weight, &positions, &angles, Pairing::Neox, eps, o)
-            .unwrap_err()
+        let (q, mut o) = (&mut query.clone(), QkNormRotaryOptions::default());
+        (o.query_weight, o.key_weight) = (weight, weight);
+        rope::qk_norm_rotary(stream, q, key.as_mut(), None, &positions, &angles, eps, &o).unwrap_err()
     };
     let q = || t(&[3, 2, 64]);
     assert!(matches!(run(&t(&[3, 64]), None, None, 0.0), Error::Shape { arg: "query", .. }));

@@ -2,7 +2,7 @@
 
 use cuda_std::{Element, Float};
 use proptest::prelude::*;
-use warploom::rope::rotary::Options;
+use warploom::rope::RotaryOptions;
 use warploom::rope::{self, Pairing, Scaling};
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{assert_close, large_gpu, noise_of, on_every_device, property, widen};
@@ -72,11 +72,20 @@ where
     let positions = Tensor::from_slice(device, &narrow, &[tokens]).unwrap();
     let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
 
-    let mut options = Options::default().offset(offset).status(&mut status);
+    let mut options = RotaryOptions::default().offset(offset);
     if case.inverse {
         options = options.inverse();
     }
-    rope::rotary(stream, &mut query, key.as_mut(), &positions, &angles, case.pairing, options).unwrap();
+    rope::rotary(
+        stream,
+        &mut query,
+        key.as_mut(),
+        Some(&mut status),
+        &positions,
+        &angles,
+        &options.pairing(case.pairing),
+    )
+    .unwrap();
 
     let got = fused.to_vec().unwrap();
     let mut same: Vec<usize> = vec![];
@@ -152,7 +161,7 @@ fn heads_before_tokens_in_memory() {
         let angles = rope::cache::<f32>(device, 8, dim, 1e4, Scaling::None).unwrap();
         let rows = angles.to_vec().unwrap();
         let positions = Tensor::from_slice(device, &[4i32, 7, 0], &[3]).unwrap();
-        rope::rotary(stream, &mut query, None, &positions, &angles, Pairing::Neox, Options::default()).unwrap();
+        rope::rotary(stream, &mut query, None, None, &positions, &angles, &RotaryOptions::default()).unwrap();
         let got = all.to_vec().unwrap();
         for (h, t) in (0..heads).flat_map(|h| (0..tokens).map(move |t| (h, t))) {
             let at = (h * tokens + t) * dim;
@@ -171,8 +180,8 @@ fn inverse_undoes_it() {
         let angles = rope::cache::<f32>(device, 100, 64, 1e4, Scaling::None).unwrap();
         let positions = Tensor::from_slice(device, &[0i64, 99, 17, 50, 3], &[5]).unwrap();
         for pairing in [Pairing::Neox, Pairing::Gptj] {
-            for options in [Options::default(), Options::default().inverse()] {
-                rope::rotary(stream, &mut query, None, &positions, &angles, pairing, options).unwrap();
+            for options in [RotaryOptions::default(), RotaryOptions::default().inverse()] {
+                rope::rotary(stream, &mut query, None, None, &positions, &angles, &options.pairing(pairing)).unwrap();
             }
         }
         assert_close(&query.to_vec().unwrap(), &widen(&host), 1e-6, 2.0);
@@ -188,7 +197,7 @@ fn runs_the_same_in_a_graph_and_twice() {
         let mut positions = Tensor::from_slice(device, &[-1i32; 4], &[4]).unwrap();
         let mut captured = Tensor::from_slice(device, &host, &[4, 6, 128]).unwrap();
         let graph = Graph::capture(stream, |s| {
-            rope::rotary(s, &mut captured, None, &positions, &angles, Pairing::Neox, Options::default())
+            rope::rotary(s, &mut captured, None, None, &positions, &angles, &RotaryOptions::default())
         })
         .unwrap();
         positions.copy_from_slice(&[0, 9, 63, 31]).unwrap();
@@ -197,7 +206,7 @@ fn runs_the_same_in_a_graph_and_twice() {
         let once = bits(&captured);
         for _ in 0..2 {
             let mut direct = Tensor::from_slice(device, &host, &[4, 6, 128]).unwrap();
-            rope::rotary(stream, &mut direct, None, &positions, &angles, Pairing::Neox, Options::default()).unwrap();
+            rope::rotary(stream, &mut direct, None, None, &positions, &angles, &RotaryOptions::default()).unwrap();
             assert_eq!(bits(&direct), once);
         }
         assert_ne!(once, host.iter().map(|v| v.to_bits()).collect::<Vec<_>>());
@@ -213,9 +222,9 @@ fn refuses_what_it_cannot_do() {
     let positions = Tensor::<i32>::zeros(device, &[3]).unwrap();
     let run = |query: &Tensor<f16>, key: Option<&Tensor<f16>>, options| {
         let mut key = key.cloned();
-        rope::rotary(stream, &mut query.clone(), key.as_mut(), &positions, &angles, Pairing::Neox, options).unwrap_err()
+        rope::rotary(stream, &mut query.clone(), key.as_mut(), None, &positions, &angles, &options).unwrap_err()
     };
-    let plain = Options::default;
+    let plain = RotaryOptions::default;
     assert!(matches!(run(&t(&[3, 128]), None, plain()), Error::Shape { arg: "query", .. }));
     assert!(matches!(run(&t(&[4, 2, 64]), None, plain()), Error::Shape { arg: "positions", .. }));
     assert!(matches!(run(&t(&[3, 2, 64]), Some(&t(&[4, 2, 64])), plain()), Error::Shape { arg: "key", .. }));
@@ -242,13 +251,13 @@ fn refuses_what_it_cannot_do() {
 
     let mut q = t(&[3, 2, 64]);
     let odd = Tensor::<f32>::zeros(device, &[10, 63]).unwrap();
-    let e = rope::rotary(stream, &mut q, None, &positions, &odd, Pairing::Neox, plain());
+    let e = rope::rotary(stream, &mut q, None, None, &positions, &odd, &plain());
     assert!(matches!(e, Err(Error::Shape { arg: "angles", .. })));
     let other = Tensor::<bf16>::zeros(device, &[10, 64]).unwrap();
-    let e = rope::rotary(stream, &mut q, None, &positions, &other, Pairing::Neox, plain());
+    let e = rope::rotary(stream, &mut q, None, None, &positions, &other, &plain());
     assert!(matches!(e, Err(Error::DType { arg: "angles", .. })));
     let bytes = Tensor::<u8>::zeros(device, &[3]).unwrap();
-    let e = rope::rotary(stream, &mut q, None, &bytes, &angles, Pairing::Neox, plain());
+    let e = rope::rotary(stream, &mut q, None, None, &bytes, &angles, &plain());
     assert!(matches!(e, Err(Error::DType { arg: "positions", .. })));
 }
 
@@ -260,8 +269,8 @@ fn an_empty_cache_knows_no_position() {
         let angles = Tensor::<f32>::zeros(device, &[0, 64]).unwrap();
         let positions = Tensor::from_slice(device, &[0i32], &[1]).unwrap();
         let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
-        let options = Options::default().status(&mut status);
-        rope::rotary(stream, &mut q, None, &positions, &angles, Pairing::Neox, options).unwrap();
+        let options = RotaryOptions::default();
+        rope::rotary(stream, &mut q, None, Some(&mut status), &positions, &angles, &options).unwrap();
         assert_eq!((q.to_vec().unwrap(), status.to_vec().unwrap()), (host, vec![1]));
     });
 }
@@ -283,7 +292,7 @@ fn large_strides_on_a_gpu() {
     let positions = Tensor::from_slice(&device, &[1i32, 0], &[2]).unwrap();
     for (tensor, stride) in [(&near, row), (&far, STRIDE)] {
         let mut query = tensor.as_strided(&[2, heads, head_dim], &[stride, head_dim, 1], 0).unwrap();
-        rope::rotary(&stream, &mut query, None, &positions, &angles, Pairing::Neox, Options::default()).unwrap();
+        rope::rotary(&stream, &mut query, None, None, &positions, &angles, &RotaryOptions::default()).unwrap();
     }
     let near = near.to_vec().unwrap();
     assert_ne!(near[row..], host[row..]);

@@ -3,7 +3,7 @@
 use cuda_std::Float;
 use proptest::prelude::*;
 use warploom::kv_cache::{CacheLayout, CacheShape, KvCache, StoreAs};
-use warploom::rope::rotary_and_cache::Options;
+use warploom::rope::RotaryAndCacheOptions;
 use warploom::rope::{self, Pairing, Scaling};
 use warploom::{Device, E4M3, E5M2, Error, Graph, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{assert_close, noise_of, on_every_device, property, widen};
@@ -53,7 +53,7 @@ fn case() -> impl Strategy<Value = Case> {
                     2 => rest & !15,
                     _ => place as usize / 4 % (rest + 1),
                 };
-                let shape = CacheShape { blocks: 7, block_size, heads, head_dim };
+                let shape = CacheShape::new(7, block_size, heads, head_dim);
                 let pad = [0, 1, 16, 0][pad as usize % 4];
                 Case { layout, shape, tokens, query_heads, rot_dim, offset, pad, pairing, per_head, seed }
             },
@@ -93,7 +93,7 @@ fn check_case<T: Float + StoreAs<S>, S: Float + warploom::kv_cache::CacheElement
     let scale = Tensor::from_slice(device, &scale_host, &[n]).unwrap();
     let mut cache = KvCache::<S>::zeros(device, case.layout, case.shape).unwrap();
     let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
-    let mut options = Options::default().offset(offset).status(&mut status);
+    let mut options = RotaryAndCacheOptions::default().offset(offset);
     if T::SCALED {
         options = options.scales(&scale, &scale);
     }
@@ -102,13 +102,13 @@ fn check_case<T: Float + StoreAs<S>, S: Float + warploom::kv_cache::CacheElement
         stream,
         &mut query,
         &mut cache,
+        Some(&mut status),
         &key,
         &value,
         &positions,
         &angles,
         &device_slots,
-        pairing,
-        options,
+        &options.pairing(pairing),
     )
     .unwrap();
 
@@ -179,7 +179,7 @@ fn forty_heads_of_128() {
         for layout in [CacheLayout::XSplit, CacheLayout::Nhd] {
             let case = Case {
                 layout,
-                shape: CacheShape { blocks: 2, block_size: 16, heads: 40, head_dim: 128 },
+                shape: CacheShape::new(2, 16, 40, 128),
                 tokens: 5,
                 query_heads: 40,
                 rot_dim: 128,
@@ -197,10 +197,10 @@ fn forty_heads_of_128() {
 /// As the two operations one after the other, bit by bit, where the cache has the inputs' type; `i8` besides.
 #[test]
 fn equals_the_two_operations_and_runs_in_a_graph() {
-    use warploom::kv_cache::{self, reshape_and_cache};
+    use warploom::kv_cache;
     on_every_device(|device, stream| {
         device.preload(&["rope", "kv_cache"]).unwrap();
-        let shape = CacheShape { blocks: 2, block_size: 16, heads: 2, head_dim: 64 };
+        let shape = CacheShape::new(2, 16, 2, 64);
         let host = noise_of::<f16>(6 * 8 * 64, 4);
         let new = || Tensor::from_slice(device, &host, &[6, 8, 64]).unwrap();
         let angles = rope::cache::<f32>(device, 50, 64, 1e4, Scaling::None).unwrap();
@@ -216,27 +216,49 @@ fn equals_the_two_operations_and_runs_in_a_graph() {
             );
             let (mut query, key, value) = (part(&a, 0, 4), part(&a, 4, 2), part(&a, 6, 2));
             let graph = Graph::capture(stream, |s| {
-                let (p, o) = (Pairing::Neox, Options::default());
-                rope::rotary_and_cache(s, &mut query, &mut fused, &key, &value, &positions, &angles, &slots, p, o)
+                let (p, o) = (Pairing::Neox, RotaryAndCacheOptions::default());
+                rope::rotary_and_cache(
+                    s,
+                    &mut query,
+                    &mut fused,
+                    None,
+                    &key,
+                    &value,
+                    &positions,
+                    &angles,
+                    &slots,
+                    &o.pairing(p),
+                )
             })
             .unwrap();
             assert_eq!(bits(&a), bits(&b));
             graph.launch(stream).unwrap();
             let (mut query, mut key, value) = (part(&b, 0, 4), part(&b, 4, 2), part(&b, 6, 2));
-            let options = rope::rotary::Options::default();
-            rope::rotary(stream, &mut query, Some(&mut key), &positions, &angles, Pairing::Neox, options).unwrap();
-            let options = reshape_and_cache::Options::default();
-            kv_cache::reshape_and_cache(stream, &mut apart, &key, &value, &slots, options).unwrap();
+            let options = rope::RotaryOptions::default();
+            rope::rotary(stream, &mut query, Some(&mut key), None, &positions, &angles, &options).unwrap();
+            let options = kv_cache::ReshapeAndCacheOptions::default();
+            kv_cache::reshape_and_cache(stream, &mut apart, None, &key, &value, &slots, &options).unwrap();
             assert_eq!(bits(&part(&a, 0, 4)), bits(&part(&b, 0, 4)));
             assert_eq!((bits(fused.key()), bits(fused.value())), (bits(apart.key()), bits(apart.value())));
 
             let scale = Tensor::from_slice(device, &[0.02f32], &[1]).unwrap();
             let mut small = KvCache::<i8>::zeros(device, layout, shape).unwrap();
-            let (c, o) = (new(), Options::default().scales(&scale, &scale));
+            let (c, o) = (new(), RotaryAndCacheOptions::default().scales(&scale, &scale));
             let (mut query, key, value) = (part(&c, 0, 4), part(&c, 4, 2), part(&c, 6, 2));
             let p = Pairing::Neox;
-            rope::rotary_and_cache(stream, &mut query, &mut small, &key, &value, &positions, &angles, &slots, p, o)
-                .unwrap();
+            rope::rotary_and_cache(
+                stream,
+                &mut query,
+                &mut small,
+                None,
+                &key,
+                &value,
+                &positions,
+                &angles,
+                &slots,
+                &o.pairing(p),
+            )
+            .unwrap();
             // x is another one in a cache of bytes, so element by element.
             for (s, e, from, to) in [
                 (small.key(), fused.key(), small.key_strides(), fused.key_strides()),
@@ -258,17 +280,16 @@ fn refuses_what_it_cannot_do() {
     let device = &Device::simt();
     let stream = &Stream::new(device).unwrap();
     let t = |dims: &[usize]| Tensor::<f16>::zeros(device, dims).unwrap();
-    let shape = CacheShape { blocks: 2, block_size: 16, heads: 2, head_dim: 64 };
+    let shape = CacheShape::new(2, 16, 2, 64);
     let cache = KvCache::<f16>::zeros(device, CacheLayout::Nhd, shape).unwrap();
     let angles = Tensor::<f32>::zeros(device, &[10, 64]).unwrap();
     let positions = Tensor::<i32>::zeros(device, &[3]).unwrap();
     let slots = Tensor::<i32>::zeros(device, &[3]).unwrap();
     let run = |query: &Tensor<f16>, key: &Tensor<f16>, value: &Tensor<f16>, slots: &Tensor<i32>, options| {
         let (q, c) = (&mut query.clone(), &mut cache.clone());
-        rope::rotary_and_cache(stream, q, c, key, value, &positions, &angles, slots, Pairing::Neox, options)
-            .unwrap_err()
+        rope::rotary_and_cache(stream, q, c, None, key, value, &positions, &angles, slots, &options).unwrap_err()
     };
-    let (q, k, plain) = (|| t(&[3, 4, 64]), || t(&[3, 2, 64]), Options::default);
+    let (q, k, plain) = (|| t(&[3, 4, 64]), || t(&[3, 2, 64]), RotaryAndCacheOptions::default);
     assert!(matches!(run(&t(&[3, 4, 32]), &k(), &k(), &slots, plain()), Error::Shape { arg: "query", .. }));
     assert!(matches!(run(&q(), &t(&[3, 3, 64]), &k(), &slots, plain()), Error::Shape { arg: "key", .. }));
     assert!(matches!(run(&q(), &k(), &t(&[2, 2, 64]), &slots, plain()), Error::Shape { arg: "value", .. }));

@@ -1,30 +1,39 @@
 use cuda_std::Float;
 use proptest::prelude::*;
 use warploom::reference::sampling::{self as reference, Adjust, Filters, Ranked, philox};
-use warploom::sampling::{Algorithm, LogProbs, Options, PerRow, Workspace, top_k_top_p};
+use warploom::sampling::{LogProbs, PerRow, SamplingAlgorithm, SamplingOptions, SamplingWorkspace, top_k_top_p};
 use warploom::{Device, Error, Graph, Result, Stream, Tensor, bf16, f16};
 use warploom_tests::{noise, on_every_device, property, sanitizing, widen};
 
 /// All of them, with a number of splits that leaves a short last part.
-const ALGORITHMS: [Algorithm; 4] =
-    [Algorithm::Auto, Algorithm::Batched, Algorithm::SplitK { splits: 3 }, Algorithm::Radix];
+const ALGORITHMS: [SamplingAlgorithm; 4] = [
+    SamplingAlgorithm::Auto,
+    SamplingAlgorithm::Batched,
+    SamplingAlgorithm::SplitK { splits: 3 },
+    SamplingAlgorithm::Radix,
+];
 
 /// One call on new buffers: tokens and log-probabilities.
-fn sample<T: Float>(stream: &Stream, logits: &Tensor<T>, n: usize, options: &Options<'_>) -> (Vec<i32>, LogProbs<i32>) {
+fn sample<T: Float>(
+    stream: &Stream,
+    logits: &Tensor<T>,
+    n: usize,
+    options: &SamplingOptions<'_>,
+) -> (Vec<i32>, LogProbs<i32>) {
     let (device, rows, vocab) = (stream.device(), logits.shape()[0], logits.shape()[1]);
-    let mut workspace = Workspace::with_adjustments(device, rows, vocab).unwrap();
+    let mut workspace = SamplingWorkspace::with_adjustments(device, rows, vocab).unwrap();
     let mut tokens = Tensor::<i32>::uninit(device, &[rows]).unwrap();
     let mut log_probs = LogProbs::new(device, rows, n).unwrap();
-    top_k_top_p(stream, &mut tokens, Some(&mut log_probs), logits, &mut workspace, options).unwrap();
+    top_k_top_p(stream, &mut tokens, Some(&mut log_probs), logits, options, &mut workspace).unwrap();
     (tokens.to_vec().unwrap(), log_probs)
 }
 
 /// Tokens alone.
-fn tokens<T: Float>(stream: &Stream, logits: &Tensor<T>, options: &Options<'_>) -> Vec<i32> {
+fn tokens<T: Float>(stream: &Stream, logits: &Tensor<T>, options: &SamplingOptions<'_>) -> Vec<i32> {
     let (device, rows, vocab) = (stream.device(), logits.shape()[0], logits.shape()[1]);
-    let mut workspace = Workspace::with_adjustments(device, rows, vocab).unwrap();
+    let mut workspace = SamplingWorkspace::with_adjustments(device, rows, vocab).unwrap();
     let mut tokens = Tensor::<i32>::uninit(device, &[rows]).unwrap();
-    top_k_top_p(stream, &mut tokens, None, logits, &mut workspace, options).unwrap();
+    top_k_top_p(stream, &mut tokens, None, logits, options, &mut workspace).unwrap();
     tokens.to_vec().unwrap()
 }
 
@@ -125,8 +134,8 @@ fn logits_of(case: &Case) -> Vec<f32> {
     noise.into_iter().enumerate().map(shaped).collect()
 }
 
-fn options_of(case: &Case) -> Options<'static> {
-    let options = Options::new()
+fn options_of(case: &Case) -> SamplingOptions<'static> {
+    let options = SamplingOptions::default()
         .temperature(case.filters.temperature as f32)
         .top_p(case.filters.top_p as f32)
         .min_p(case.filters.min_p as f32)
@@ -210,7 +219,7 @@ fn odd_rows_give_the_same_token_whatever_the_algorithm() {
             let (names, rows): (Vec<_>, Vec<_>) = odd_rows(vocab).into_iter().unzip();
             let logits = tensor::<f32>(device, &rows.concat(), &[rows.len(), vocab]);
             for (k, p) in cuts {
-                let options = Options::new().top_k(k as i32).top_p(p).seed(7);
+                let options = SamplingOptions::default().top_k(k as i32).top_p(p).seed(7);
                 let filters = Filters { top_k: k, top_p: p.into(), ..Filters::default() };
                 // Above 128 all of them search.
                 let all = if k > 128 { &ALGORITHMS[3..] } else { &ALGORITHMS[1..] };
@@ -239,7 +248,7 @@ fn rows_without_a_token_give_the_lowest_allowed() {
         let nothing = Tensor::<u32>::zeros(device, &[bits.len()]).unwrap();
         for algorithm in ALGORITHMS {
             for k in [None, Some(20)] {
-                let options = Options::new().algorithm(algorithm);
+                let options = SamplingOptions::default().algorithm(algorithm);
                 let options = k.map_or(options.clone(), |k| options.top_k(k));
                 let (got, log_probs) = sample(stream, &logits, 2, &options);
                 assert_eq!(got, [0, 0], "{algorithm:?}");
@@ -266,7 +275,10 @@ fn strided_and_misaligned_rows() {
             Tensor::from_slice(device, &noise(start + rows * stride, 5).map_to::<f16>(), &[start + rows * stride]);
         let view = flat.unwrap().as_strided(&[rows, vocab], &[stride, 1], start).unwrap();
         let dense = Tensor::from_slice(device, &view.to_vec().unwrap(), &[rows, vocab]).unwrap();
-        for options in [Options::new().top_k(5.min(vocab as i32)).seed(3), Options::new().top_p(0.8).seed(4)] {
+        for options in [
+            SamplingOptions::default().top_k(5.min(vocab as i32)).seed(3),
+            SamplingOptions::default().top_p(0.8).seed(4),
+        ] {
             for algorithm in ALGORITHMS {
                 let options = options.clone().algorithm(algorithm);
                 prop_assert_eq!(tokens(stream, &view, &options), tokens(stream, &dense, &options));
@@ -302,7 +314,7 @@ fn parameters_by_row_and_rows_apart() {
         let u = |v: &[u64]| Tensor::from_slice(device, v, &[rows]).unwrap();
         let (t, p, m) = (f(&temperature), f(&top_p), f(&min_p));
         let (k, s, o) = (Tensor::from_slice(device, &top_k, &[rows]).unwrap(), u(&seed), u(&offset));
-        let options = Options::new()
+        let options = SamplingOptions::default()
             .temperature(&t)
             .top_k(&k)
             .top_p(&p)
@@ -325,7 +337,7 @@ fn parameters_by_row_and_rows_apart() {
             assert!(got.iter().all(|&t| t == got[0]), "row {r}: {got:?}");
             assert!(may_draw(&exact, &filters, uniform(seed[r], 3, offset[r]), got[0] as usize), "row {r}: {got:?}");
             if filters.temperature.is_finite() {
-                let scalar = Options::new()
+                let scalar = SamplingOptions::default()
                     .temperature(filters.temperature as f32)
                     .top_k(filters.top_k.min(vocab) as i32)
                     .top_p(if filters.top_p > 0.0 { filters.top_p as f32 } else { 1e-9 })
@@ -354,9 +366,12 @@ fn greedy_is_the_first_of_the_largest() {
             .map(|row| (0..5000).rev().max_by(|&a, &b| row[a].partial_cmp(&row[b]).unwrap()).unwrap() as i32)
             .collect();
         for algorithm in ALGORITHMS {
-            assert_eq!(tokens(stream, &logits, &Options::new().greedy().top_p(0.3).algorithm(algorithm)), want);
+            assert_eq!(
+                tokens(stream, &logits, &SamplingOptions::default().greedy().top_p(0.3).algorithm(algorithm)),
+                want
+            );
         }
-        let (_, log_probs) = sample(stream, &logits, 2, &Options::new().greedy());
+        let (_, log_probs) = sample(stream, &logits, 2, &SamplingOptions::default().greedy());
         assert_eq!(log_probs.after.unwrap().to_vec().unwrap(), [0.0; 3]);
         assert_eq!(log_probs.top_after.unwrap().to_vec().unwrap(), [0.0, f32::NEG_INFINITY].repeat(3));
     });
@@ -388,7 +403,7 @@ fn adjustments_match_the_reference() {
             Tensor::from_slice(device, &prompts, &[rows]).unwrap(),
         );
         let penalty = Tensor::from_slice(device, &vec![repetition; rows], &[rows]).unwrap();
-        let options = Options::new()
+        let options = SamplingOptions::default()
             .allowed(&dbits)
             .bias(&dbias)
             .history(&dhistory, &dlengths)
@@ -439,14 +454,14 @@ fn draws_follow_the_distribution() {
         let draws = if device.is_simt() || sanitizing() { 400 } else { 20_000 };
         for (name, row) in [("flat", flat), ("peaky", peaky), ("spiked", spiked)] {
             for (algorithm, filters) in [
-                (Algorithm::Auto, Filters { top_k: 6, top_p: 0.9f32.into(), ..Filters::default() }),
-                (Algorithm::Radix, Filters { top_k: 8, temperature: 2.0, ..Filters::default() }),
+                (SamplingAlgorithm::Auto, Filters { top_k: 6, top_p: 0.9f32.into(), ..Filters::default() }),
+                (SamplingAlgorithm::Radix, Filters { top_k: 8, temperature: 2.0, ..Filters::default() }),
             ] {
                 let batch = 50;
                 let logits = tensor::<bf16>(device, &row.repeat(batch), &[batch, vocab]);
                 let mut counts = vec![0usize; vocab];
                 for offset in 0..draws / batch {
-                    let options = Options::new()
+                    let options = SamplingOptions::default()
                         .top_k(filters.top_k as i32)
                         .top_p(filters.top_p as f32)
                         .temperature(filters.temperature as f32)
@@ -479,9 +494,14 @@ fn large_vocabularies() {
     let logits = tensor::<bf16>(&device, &values, &[1, vocab]);
     let exact = widen(&logits.to_vec().unwrap());
     for (k, p) in [(20, 0.9f32), (50, 1.0), (1000, 0.99), (vocab, 0.9)] {
-        let options = Options::new().top_k(k as i32).top_p(p).seed(9);
-        let got = [Algorithm::Auto, Algorithm::Batched, Algorithm::SplitK { splits: 17 }, Algorithm::Radix]
-            .map(|a| tokens(&stream, &logits, &options.clone().algorithm(a))[0]);
+        let options = SamplingOptions::default().top_k(k as i32).top_p(p).seed(9);
+        let got = [
+            SamplingAlgorithm::Auto,
+            SamplingAlgorithm::Batched,
+            SamplingAlgorithm::SplitK { splits: 17 },
+            SamplingAlgorithm::Radix,
+        ]
+        .map(|a| tokens(&stream, &logits, &options.clone().algorithm(a))[0]);
         assert!(got.iter().all(|&t| t == got[0]), "{got:?}");
         let filters = Filters { top_k: k, top_p: p.into(), ..Filters::default() };
         assert!(may_draw(&exact, &filters, uniform(9, 0, 0), got[0] as usize));
@@ -489,18 +509,18 @@ fn large_vocabularies() {
 }
 
 /// Short lists, lists that are merged, and a search.
-fn variants(offset: &Tensor<u64>) -> [Options<'_>; 3] {
+fn variants(offset: &Tensor<u64>) -> [SamplingOptions<'_>; 3] {
     [
-        Options::new().top_k(20).top_p(0.9).offset(offset),
-        Options::new().top_k(20).offset(offset).algorithm(Algorithm::SplitK { splits: 2 }),
-        Options::new().top_p(0.9).offset(offset),
+        SamplingOptions::default().top_k(20).top_p(0.9).offset(offset),
+        SamplingOptions::default().top_k(20).offset(offset).algorithm(SamplingAlgorithm::SplitK { splits: 2 }),
+        SamplingOptions::default().top_p(0.9).offset(offset),
     ]
 }
 
 #[test]
 fn one_workspace_serves_all_calls_and_graphs() {
     on_every_device(|device, stream| {
-        let mut workspace = Workspace::with_adjustments(device, 5, 9000).unwrap();
+        let mut workspace = SamplingWorkspace::with_adjustments(device, 5, 9000).unwrap();
         let (rows, vocab) = (3, 8500);
         let mut logits = tensor::<bf16>(device, &noise(rows * vocab, 1), &[rows, vocab]);
         let small = tensor::<f32>(device, &noise(2 * 100, 3), &[2, 100]);
@@ -513,8 +533,8 @@ fn one_workspace_serves_all_calls_and_graphs() {
             let graph = {
                 let options = &variants(&offset)[i];
                 Graph::capture(stream, |s| {
-                    top_k_top_p(s, &mut got, Some(&mut log_probs), &logits, &mut workspace, options)?;
-                    top_k_top_p(s, &mut other, None, &small, &mut workspace, &Options::new().top_p(0.5))
+                    top_k_top_p(s, &mut got, Some(&mut log_probs), &logits, options, &mut workspace)?;
+                    top_k_top_p(s, &mut other, None, &small, &SamplingOptions::default().top_p(0.5), &mut workspace)
                 })
                 .unwrap()
             };
@@ -529,7 +549,7 @@ fn one_workspace_serves_all_calls_and_graphs() {
         }
         assert_eq!(
             other.to_vec().unwrap().into_iter().map(|t| t as i32).collect::<Vec<_>>(),
-            tokens(stream, &small, &Options::new().top_p(0.5))
+            tokens(stream, &small, &SamplingOptions::default().top_p(0.5))
         );
     });
 }
@@ -538,23 +558,23 @@ fn one_workspace_serves_all_calls_and_graphs() {
 fn no_rows_are_no_work() {
     on_every_device(|device, stream| {
         let logits = Tensor::<f32>::uninit(device, &[0, 10]).unwrap();
-        assert_eq!(tokens(stream, &logits, &Options::new()), [0; 0]);
-        assert_eq!(tokens(stream, &logits, &Options::new().top_k(3)), [0; 0]);
+        assert_eq!(tokens(stream, &logits, &SamplingOptions::default()), [0; 0]);
+        assert_eq!(tokens(stream, &logits, &SamplingOptions::default().top_k(3)), [0; 0]);
     });
 }
 
 /// A call on `[2, 10]` f32 logits.
-fn call_on(stream: &Stream, options: &Options<'_>) -> Result<()> {
+fn call_on(stream: &Stream, options: &SamplingOptions<'_>) -> Result<()> {
     let device = stream.device();
     let logits = Tensor::<f32>::zeros(device, &[2, 10])?;
-    let mut workspace = Workspace::with_adjustments(device, 2, 10)?;
+    let mut workspace = SamplingWorkspace::with_adjustments(device, 2, 10)?;
     let mut tokens = Tensor::<i32>::zeros(device, &[2])?;
-    top_k_top_p(stream, &mut tokens, None, &logits, &mut workspace, options)
+    top_k_top_p(stream, &mut tokens, None, &logits, options, &mut workspace)
 }
 
 #[test]
 fn values_out_of_range() {
-    let new = Options::new;
+    let new = SamplingOptions::default;
     let cases = [
         ("top_k", new().top_k(0)),
         ("top_k", new().top_k(-1)),
@@ -574,8 +594,8 @@ fn values_out_of_range() {
         ("history", new().presence_penalty(0.1)),
         ("repetition_penalty", new().repetition_penalty(0.0)),
         ("frequency_penalty", new().frequency_penalty(f32::NAN)),
-        ("splits", new().top_k(3).algorithm(Algorithm::SplitK { splits: 0 })),
-        ("splits", new().top_k(3).algorithm(Algorithm::SplitK { splits: 513 })),
+        ("splits", new().top_k(3).algorithm(SamplingAlgorithm::SplitK { splits: 0 })),
+        ("splits", new().top_k(3).algorithm(SamplingAlgorithm::SplitK { splits: 513 })),
     ];
     on_every_device(|device, stream| {
         let history = Tensor::<i32>::zeros(device, &[2, 1]).unwrap();
@@ -599,12 +619,12 @@ fn refuses_tensors(device: &Device, stream: &Stream) {
     let floats = |shape: &[usize]| Tensor::<f32>::zeros(device, shape).unwrap();
     let ints = |shape: &[usize]| Tensor::<i32>::zeros(device, shape).unwrap();
     let words = |shape: &[usize]| Tensor::<u32>::zeros(device, shape).unwrap();
-    let run = |logits: &Tensor<f32>, mut tokens: Tensor<i32>, options: &Options<'_>| {
-        let mut workspace = Workspace::with_adjustments(device, 2, 40).unwrap();
-        top_k_top_p(stream, &mut tokens, None, logits, &mut workspace, options).unwrap_err()
+    let run = |logits: &Tensor<f32>, mut tokens: Tensor<i32>, options: &SamplingOptions<'_>| {
+        let mut workspace = SamplingWorkspace::with_adjustments(device, 2, 40).unwrap();
+        top_k_top_p(stream, &mut tokens, None, logits, options, &mut workspace).unwrap_err()
     };
     let shape = |e: Error, name: &str| assert!(matches!(e, Error::Shape { arg, .. } if arg == name), "{name}: {e}");
-    let new = Options::new;
+    let new = SamplingOptions::default;
 
     shape(run(&floats(&[2, 0]), ints(&[2]), &new()), "logits");
     shape(run(&logits, ints(&[3]), &new()), "tokens");
@@ -627,22 +647,23 @@ fn refuses_tensors(device: &Device, stream: &Stream) {
     let overlap = run(&logits, shared.narrow(0, 0, 2).unwrap(), &new().top_k(&shared));
     assert!(matches!(overlap, Error::Overlap { first: "tokens", second: "top_k", .. }), "{overlap}");
 
-    let with = |mut workspace: Workspace, mut log_probs: LogProbs<i32>, options: &Options<'_>| {
-        top_k_top_p(stream, &mut ints(&[2]), Some(&mut log_probs), &logits, &mut workspace, options).unwrap_err()
+    let with = |mut workspace: SamplingWorkspace, mut log_probs: LogProbs<i32>, options: &SamplingOptions<'_>| {
+        top_k_top_p(stream, &mut ints(&[2]), Some(&mut log_probs), &logits, options, &mut workspace).unwrap_err()
     };
     let too_small = |e: Error| assert!(matches!(e, Error::Value { arg: "workspace", .. }), "{e}");
-    too_small(with(Workspace::new(device, 1, 40).unwrap(), LogProbs::none(), &new()));
-    too_small(with(Workspace::new(device, 2, 39).unwrap(), LogProbs::none(), &new()));
-    too_small(with(Workspace::new(device, 2, 40).unwrap(), LogProbs::none(), &new().bias(&floats(&[40]))));
-    let enough = || Workspace::new(device, 2, 40).unwrap();
+    too_small(with(SamplingWorkspace::new(device, 1, 40).unwrap(), LogProbs::none(), &new()));
+    too_small(with(SamplingWorkspace::new(device, 2, 39).unwrap(), LogProbs::none(), &new()));
+    too_small(with(SamplingWorkspace::new(device, 2, 40).unwrap(), LogProbs::none(), &new().bias(&floats(&[40]))));
+    let enough = || SamplingWorkspace::new(device, 2, 40).unwrap();
     shape(with(enough(), LogProbs::new(device, 3, 0).unwrap(), &new()), "log_probs.before");
-    let uneven = LogProbs { top_after: Some(floats(&[2, 4])), ..LogProbs::new(device, 2, 3).unwrap() };
+    let mut uneven = LogProbs::new(device, 2, 3).unwrap();
+    uneven.top_after = Some(floats(&[2, 4]));
     shape(with(enough(), uneven, &new()), "log_probs.top_after");
     let many = with(enough(), LogProbs::new(device, 2, 129).unwrap(), &new());
     assert!(matches!(many, Error::Unsupported { .. }), "{many}");
-    assert!(matches!(Workspace::new(device, 1, 1 << 31), Err(Error::Value { arg: "vocab", .. })));
+    assert!(matches!(SamplingWorkspace::new(device, 1, 1 << 31), Err(Error::Value { arg: "vocab", .. })));
 
     let eight_bits = Tensor::<warploom::E4M3>::zeros(device, &[2, 40]).unwrap();
-    let error = top_k_top_p(stream, &mut ints(&[2]), None, &eight_bits, &mut enough(), &new()).unwrap_err();
+    let error = top_k_top_p(stream, &mut ints(&[2]), None, &eight_bits, &new(), &mut enough()).unwrap_err();
     assert!(matches!(error, Error::DType { arg: "logits", .. }), "{error}");
 }

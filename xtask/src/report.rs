@@ -188,7 +188,7 @@ fn markdown(run: &Run, plots: &[plot::Plot]) -> Result<String> {
     writeln!(out, "cargo xtask bundle                        # anywhere; copy bundle/ to the machine")?;
     writeln!(
         out,
-        "bundle/run.sh report FOLDER               # there: ours, then the peers (PyTorch and Triton, if installed)"
+        "CUDA_VISIBLE_DEVICES=0 bundle/run.sh report FOLDER  # there: ours, then the peers (PyTorch and Triton, if installed), on one GPU"
     )?;
     writeln!(out, "cargo xtask report FOLDER                 # anywhere: this page\n```\n")?;
 
@@ -207,7 +207,7 @@ fn markdown(run: &Run, plots: &[plot::Plot]) -> Result<String> {
         "\nMedians of one launch in µs, replays of a CUDA graph that launches on up to twenty sets of inputs in turn; peers are timed in\n\
          the same way ([`harness.rs`](../../benches/harness.rs), [`peers.py`](../../benches/peers/peers.py)). *Best peer* is its time by \
          ours: above 1\nwe are quicker. *Of the ceiling* is the least time that an H200 could take by ours: bytes moved once at 4.64 TB/s \
-         read, 3.9 TB/s copied,\nor products at 807 TFLOP/s in bf16; it may be a little above 100 %, as those are rates of plain copies and of cuBLAS. `torch` is PyTorch's eager mode, `triton` the small kernels in \
+         read, 3.9 TB/s copied,\nor products at 807 TFLOP/s in bf16 and 1513 in e4m3; it may be a little above 100 %, as those are rates of plain copies and of cuBLAS. `torch` is PyTorch's eager mode, `triton` the small kernels in \
          [`kernels.py`](../../benches/peers/kernels.py),\n`flash` and `cudnn` PyTorch's attention over contiguous keys (ours reads pages).\n",
     );
     let compared: Vec<f64> = run.rows.iter().filter_map(Row::speed_up).collect();

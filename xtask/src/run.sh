@@ -9,7 +9,9 @@ run.sh test [FILTER] [ARGS...]      the tests on the GPU (WARPLOOM_TEST_DEVICES=
 run.sh ranks [FILTER] [ARGS...]     the tests of several ranks, which need the GPUs for themselves
 run.sh bench [FILTER] [ARGS...]     the benches
 run.sh report FOLDER [ARGS...]      benches and peers on this GPU, for `cargo xtask report FOLDER`; ARGS go to peers.py
-                                    (--compile takes torch.compile in, --budget SECONDS bounds the peers, 150 by default)
+                                    (--compile takes torch.compile in, --budget SECONDS bounds the peers, 60 by default);
+                                    both on the first GPU, or the one that CUDA_VISIBLE_DEVICES names
+run.sh peers FOLDER [ARGS...]       the peers alone, into the same folder: after the above, on the same GPU
 run.sh sanitize [FILTER]            the tests under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
                                     (TOOLS="memcheck" for only some)
 run.sh example NAME [ARGS...]       an example; without a name, their list
@@ -49,6 +51,8 @@ report)
     shift
     mkdir -p "$out"
     rm -f "$out"/*.jsonl
+    # Times of ours and theirs are of one GPU, or they are no comparison.
+    export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-0}"
     cp "$here/version.txt" "$out/"
     # Cases that peers have, and no others. Names hold no spaces.
     # shellcheck disable=SC2046
@@ -56,6 +60,14 @@ report)
         echo "run.sh: not every bench passed" >&2
     # Without PyTorch, ours alone make a report as well.
     python3 "$here/peers/peers.py" --quick --json "$out/peers.jsonl" "$@" || echo "run.sh: no peers" >&2
+    ;;
+peers)
+    out=${1:?run.sh peers needs a folder}
+    shift
+    mkdir -p "$out"
+    rm -f "$out/peers.jsonl"
+    export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-0}"
+    exec python3 "$here/peers/peers.py" --quick --json "$out/peers.jsonl" "$@"
     ;;
 sanitize)
     export WARPLOOM_TEST_DEVICES=cuda WARPLOOM_TEST_SANITIZER=1

@@ -3,7 +3,7 @@
 use crate::lend::{Kept, Kernel, Lent, Operation, apply_one, custom_op};
 use candle_core::{DType, Error, Layout, Result, Shape, Tensor};
 use warploom::Stream;
-use warploom::attention::{DecodeOptions, DecodeWorkspace, decode};
+use warploom::attention::{DecodeOptions, DecodeShape, DecodeWorkspace, decode};
 use warploom::kv_cache::{CacheLayout, KvCache};
 
 /// Attention of each sequence's last tokens over its pages of a cache; a `CustomOp3` of `query`, key cache and value cache.
@@ -17,7 +17,7 @@ pub struct PagedDecode {
     scale: Option<f32>,
     soft_cap: f32,
     window: usize,
-    workspace: Kept<([usize; 6], DecodeWorkspace)>,
+    workspace: Kept<(DecodeShape, DecodeWorkspace)>,
 }
 
 impl PagedDecode {
@@ -100,15 +100,12 @@ impl Operation for PagedDecode {
             [_, heads, _] => (1, heads),
             _ => (0, 0),
         };
-        let sizes = [query.dim(0), q_len, q_heads, shape.heads, shape.head_dim, table.dim(1) * shape.block_size];
+        let max_len = table.dim(1) * shape.block_size;
+        let sizes = DecodeShape::new(query.dim(0), q_heads, shape.heads, shape.head_dim, max_len).q_len(q_len);
         self.workspace.with(
             stream,
             |(made_for, _)| *made_for == sizes,
-            || {
-                let [batch, q_len, q_heads, kv_heads, head_dim, max_len] = sizes;
-                let made = DecodeWorkspace::new(stream.device(), batch, q_len, q_heads, kv_heads, head_dim, max_len)?;
-                Ok((sizes, made))
-            },
+            || Ok((sizes, DecodeWorkspace::new(stream.device(), sizes)?)),
             |(_, w)| decode(stream, out, None, query, &cache, &table, &lengths, &options, w),
         )
     }

@@ -80,7 +80,7 @@ impl Operation for Gate {
         }
         let (weights, ids) = pair(outputs)?;
         let mut ids = ids.indices()?;
-        moe::gate::<T>(stream, weights.get_mut()?, &mut ids, None, inputs[0].get()?, self.top_k, &options)
+        moe::gate::<T>(stream, &mut ids, weights.get_mut()?, None, inputs[0].get()?, self.top_k, &options)
             .map_err(Error::wrap)
     }
 }

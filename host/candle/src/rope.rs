@@ -44,8 +44,9 @@ impl Rotary {
     ) -> Result<()> {
         let (query, key) = pair(outputs)?;
         let (query, key) = (query.get_mut::<T>()?, key.get_mut::<T>()?);
-        let options = rope::rotary::Options::default();
-        rope::rotary(stream, query, Some(key), positions, angles, self.pairing, options).map_err(Error::wrap)
+        let options = rope::RotaryOptions::default();
+        rope::rotary(stream, query, Some(key), None, positions, angles, &options.pairing(self.pairing))
+            .map_err(Error::wrap)
     }
 
     fn with_angles<T: Kernel, I: Element>(

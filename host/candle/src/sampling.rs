@@ -3,7 +3,7 @@
 use crate::lend::{Kept, Kernel, Lent, Operation, apply_one, custom_op};
 use candle_core::{DType, Layout, Result, Shape, Tensor};
 use warploom::Stream;
-use warploom::sampling::{Options, Workspace, top_k_top_p};
+use warploom::sampling::{SamplingOptions, SamplingWorkspace, top_k_top_p};
 
 /// Draws a token for each row of logits; a `CustomOp1`.
 ///
@@ -16,7 +16,7 @@ pub struct Sampler {
     min_p: Option<f32>,
     seed: u64,
     offset: u64,
-    workspace: Kept<Workspace>,
+    workspace: Kept<SamplingWorkspace>,
 }
 
 impl Sampler {
@@ -81,7 +81,7 @@ impl Operation for Sampler {
         let tokens = outputs[0].get_mut::<u32>()?;
         let vocab = logits.shape().last().copied().unwrap_or(0);
         let rows = tokens.len();
-        let mut options = Options::new().temperature(self.temperature).seed(self.seed).offset(self.offset);
+        let mut options = SamplingOptions::default().temperature(self.temperature).seed(self.seed).offset(self.offset);
         if let Some(k) = self.top_k {
             options = options.top_k(k.min(i32::try_from(vocab).unwrap_or(i32::MAX)));
         }
@@ -94,8 +94,8 @@ impl Operation for Sampler {
         self.workspace.with(
             stream,
             |w| w.layout().rows >= rows && w.layout().vocab >= vocab,
-            || Workspace::new(stream.device(), rows, vocab),
-            |w| top_k_top_p(stream, tokens, None, logits, w, &options),
+            || SamplingWorkspace::new(stream.device(), rows, vocab),
+            |w| top_k_top_p(stream, tokens, None, logits, &options, w),
         )
     }
 }

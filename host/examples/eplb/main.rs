@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use warploom::ep::eplb::simulate::{LoadModel, Outcome, Scenario, Strategy, simulate};
 use warploom::ep::eplb::{
-    Balance, Cluster, EplbError, IncrementalOptions, Load, Loads, Options, Placement, Policy, Report,
+    Balance, Cluster, EplbError, IncrementalOptions, Load, Loads, Placement, Policy, RebalanceOptions, Report,
     rebalance_experts_with, rebalance_incremental,
 };
 
@@ -156,17 +156,18 @@ enum ModelName {
 }
 
 impl Planning {
-    fn options(&self) -> Options {
+    fn options(&self) -> RebalanceOptions {
         let policy = match self.policy {
             PolicyName::Auto => Policy::Auto,
             PolicyName::Hierarchical => Policy::Hierarchical,
             PolicyName::Global => Policy::Global,
         };
-        Options { policy, avoid_duplicates: self.avoid_duplicates }
+        RebalanceOptions::default().policy(policy).avoid_duplicates(self.avoid_duplicates)
     }
 
     fn incremental(&self) -> IncrementalOptions {
-        IncrementalOptions { options: self.options(), slack: self.slack, max_moves: self.max_moves }
+        let options = IncrementalOptions::default().options(self.options()).slack(self.slack);
+        self.max_moves.map_or(options, |moves| options.max_moves(moves))
     }
 }
 
@@ -278,7 +279,7 @@ fn plan(case: &RawValue, planning: &Planning) -> Result<Planned, String> {
     let refused = |e: EplbError| e.to_string();
     let loads = Loads::from_rows(&case.weight).map_err(refused)?;
     let &Case { num_replicas, num_groups, num_nodes, num_gpus, .. } = &case;
-    let cluster = Cluster { num_replicas, num_groups, num_nodes, num_gpus };
+    let cluster = Cluster::new(num_replicas, num_gpus).num_groups(num_groups).num_nodes(num_nodes);
     match case.old_phy2log {
         None => {
             let placement = rebalance_experts_with(&loads, &cluster, &planning.options()).map_err(refused)?;
@@ -292,7 +293,7 @@ fn plan(case: &RawValue, planning: &Planning) -> Result<Planned, String> {
             }
             let old = Placement::new(old.concat(), loads.num_experts(), num_replicas, num_gpus).map_err(refused)?;
             let placement = rebalance_incremental(&old, &loads, &cluster, &planning.incremental()).map_err(refused)?;
-            let Report { before, after, moved } = Report::new(&old, &placement, &loads).map_err(refused)?;
+            let Report { before, after, moved, .. } = Report::new(&old, &placement, &loads).map_err(refused)?;
             Ok(Planned { placement, before, after, moved: Some(moved) })
         }
     }
@@ -362,32 +363,24 @@ impl Simulation {
         let gpus = num_gpus.max(1);
         let slots_per_gpu = (self.experts + self.redundant).div_ceil(gpus).max(2);
         let &Simulation { exponent, rate, every, .. } = self;
-        Scenario {
-            cluster: Cluster {
-                num_replicas: slots_per_gpu * gpus,
-                num_groups: self.groups,
-                num_nodes: gpus.div_ceil(self.gpus_per_node.max(1)),
-                num_gpus,
-            },
-            num_layers: self.layers,
-            num_experts: self.experts,
-            tokens: self.tokens.saturating_mul(num_gpus),
-            top_k: self.top_k,
-            steps: self.steps,
-            interval: self.interval,
-            model: match self.model {
+        let cluster = Cluster::new(slots_per_gpu * gpus, num_gpus)
+            .num_groups(self.groups)
+            .num_nodes(gpus.div_ceil(self.gpus_per_node.max(1)));
+        Scenario::new(cluster, self.layers, self.experts)
+            .tokens(self.tokens.saturating_mul(num_gpus), self.top_k)
+            .steps(self.steps, self.interval)
+            .model(match self.model {
                 ModelName::Zipf => LoadModel::Zipf { exponent },
                 ModelName::Drift => LoadModel::Drift { exponent, rate },
                 ModelName::Shift => LoadModel::Shift { exponent, every },
-            },
-            seed: self.seed,
-        }
+            })
+            .seed(self.seed)
     }
 }
 
 fn simulate_clusters(arguments: &Arguments) -> Result<(), (u8, String)> {
     let options = arguments.planning.options();
-    let distinct = Options { avoid_duplicates: true, ..options };
+    let distinct = options.avoid_duplicates(true);
     let incremental = arguments.planning.incremental();
     let strategies = [
         ("static", Strategy::Static),

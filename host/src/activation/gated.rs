@@ -90,12 +90,12 @@ impl Gated {
 ///
 /// `aligned`: `gate`, `up` and `out` and the distances of their rows are multiples of 16 bytes, and `d` is one of 16 bytes
 /// of elements. The others take anything.
-pub const fn entry(function: Gated, dtype: DType, aligned: bool) -> Option<Entry<Args>> {
+pub const fn entry(dtype: DType, function: Gated, aligned: bool) -> Option<Entry<Args>> {
     pieces::instance(dtype, 6 * function.index() + if aligned { 0 } else { 3 })
 }
 
 /// How to launch it for `rows` rows of `d` results.
-pub const fn geometry(rows: u32, d: u32, dtype: DType, aligned: bool) -> Geometry {
+pub const fn geometry(dtype: DType, aligned: bool, rows: u32, d: u32) -> Geometry {
     pieces::elementwise(rows, d, dtype, aligned, false)
 }
 
@@ -110,12 +110,12 @@ pub const fn geometry(rows: u32, d: u32, dtype: DType, aligned: bool) -> Geometr
 /// # Safety
 /// The pointers are device memory of those sizes, aligned to their element type, until the launch is done; `out` overlaps
 /// no other.
-pub unsafe fn launch(stream: &Stream, function: Gated, dtype: DType, args: &Args) -> Result<()> {
+pub unsafe fn launch(stream: &Stream, dtype: DType, function: Gated, args: &Args) -> Result<()> {
     let up = if function.is_interleaved() { std::ptr::null() } else { args.up };
     let size = dtype.size();
     let places = [(args.gate, args.in_stride, size), (up, 0, size), (args.out.cast_const(), args.out_stride, size)];
     let aligned = pieces::aligned(dtype, args.d, &places);
-    let (entry, geometry) = (entry(function, dtype, aligned), geometry(args.rows, args.d, dtype, aligned));
+    let (entry, geometry) = (entry(dtype, function, aligned), geometry(dtype, aligned, args.rows, args.d));
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, function.name(), dtype, entry, &geometry, args) }
 }
@@ -150,7 +150,7 @@ fn run<T: Float>(
     let (rows, d) = (call.count("rows", to.rows)?, call.count("d", d)?);
     let args = Args { gate, up, out, rows, d, in_stride: from.stride, out_stride: to.stride, alpha, limit };
     // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
-    unsafe { launch(stream, function, T::DTYPE, &args) }
+    unsafe { launch(stream, T::DTYPE, function, &args) }
 }
 
 /// The shape with twice the last dimension.

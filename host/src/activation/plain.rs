@@ -43,12 +43,12 @@ impl Plain {
 }
 
 /// The entry for a function and an element type, if there is one. `aligned`: as for [`gated::entry`](super::gated::entry).
-pub const fn entry(function: Plain, dtype: DType, aligned: bool) -> Option<Entry<Args>> {
+pub const fn entry(dtype: DType, function: Plain, aligned: bool) -> Option<Entry<Args>> {
     pieces::instance(dtype, 6 * function as usize + if aligned { 0 } else { 3 })
 }
 
 /// How to launch it for `rows` rows of `d` elements.
-pub const fn geometry(rows: u32, d: u32, dtype: DType, aligned: bool) -> Geometry {
+pub const fn geometry(dtype: DType, aligned: bool, rows: u32, d: u32) -> Geometry {
     pieces::elementwise(rows, d, dtype, aligned, false)
 }
 
@@ -61,11 +61,11 @@ pub const fn geometry(rows: u32, d: u32, dtype: DType, aligned: bool) -> Geometr
 /// # Safety
 /// The pointers are device memory of those sizes, aligned to their element type, until the launch is done, and do not
 /// overlap.
-pub unsafe fn launch(stream: &Stream, function: Plain, dtype: DType, args: &Args) -> Result<()> {
+pub unsafe fn launch(stream: &Stream, dtype: DType, function: Plain, args: &Args) -> Result<()> {
     let size = dtype.size();
     let places = [(args.x, args.x_stride, size), (args.out.cast_const(), args.out_stride, size)];
     let aligned = pieces::aligned(dtype, args.d, &places);
-    let (entry, geometry) = (entry(function, dtype, aligned), geometry(args.rows, args.d, dtype, aligned));
+    let (entry, geometry) = (entry(dtype, function, aligned), geometry(dtype, aligned, args.rows, args.d));
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, function.name(), dtype, entry, &geometry, args) }
 }
@@ -84,7 +84,7 @@ fn run<T: Float>(op: &'static str, stream: &Stream, out: &mut Tensor<T>, x: &Ten
     }
     let args = Args { x, out, rows, d, x_stride: from.stride, out_stride: to.stride };
     // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
-    unsafe { launch(stream, function, T::DTYPE, &args) }
+    unsafe { launch(stream, T::DTYPE, function, &args) }
 }
 
 macro_rules! plain {

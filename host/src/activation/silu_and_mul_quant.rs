@@ -27,37 +27,37 @@ const PER_GROUP: &str = "silu_and_mul_e4m3_per_group";
 
 /// The entry with one scale for all, if there is one for the element type. `aligned`: as for
 /// [`gated::entry`](super::gated::entry), and `out` to as many bytes as 16 bytes of input have elements.
-pub const fn entry_per_tensor(dtype: DType, aligned: bool) -> Option<Entry<TensorArgs>> {
+pub const fn per_tensor_entry(dtype: DType, aligned: bool) -> Option<Entry<TensorArgs>> {
     pieces::instance(dtype, if aligned { 0 } else { 3 })
 }
 
 /// The entry with a scale for each group of 128 columns, if there is one for the element type.
-pub const fn entry_per_group(dtype: DType, aligned: bool) -> Option<Entry<GroupArgs>> {
+pub const fn per_group_entry(dtype: DType, aligned: bool) -> Option<Entry<GroupArgs>> {
     pieces::instance(dtype, if aligned { 0 } else { 3 })
 }
 
 /// The entry with a scale for each row, if there is one for the element type.
-pub const fn entry_per_token(dtype: DType, variant: Variant) -> Option<Entry<TokenArgs>> {
+pub const fn per_token_entry(dtype: DType, variant: Variant) -> Option<Entry<TokenArgs>> {
     pieces::instance(dtype, variant.first())
 }
 
-/// How to launch [`entry_per_tensor`] or [`entry_per_group`] for `rows` rows of `d` results.
-pub const fn geometry(rows: u32, d: u32, dtype: DType, aligned: bool) -> Geometry {
+/// How to launch [`per_tensor_entry`] or [`per_group_entry`] for `rows` rows of `d` results.
+pub const fn geometry(dtype: DType, aligned: bool, rows: u32, d: u32) -> Geometry {
     pieces::elementwise(rows, d, dtype, aligned, true)
 }
 
-/// How to launch [`entry_per_token`].
-pub const fn geometry_per_token(rows: u32, d: u32, dtype: DType, variant: Variant) -> Geometry {
+/// How to launch [`per_token_entry`].
+pub const fn per_token_geometry(dtype: DType, variant: Variant, rows: u32, d: u32) -> Geometry {
     variant.geometry(dtype, rows, d, true, kernel::SHARED_BYTES)
 }
 
 /// The entry with a scale for each row, for devices of compute capability 9.0: a cluster of blocks for each row.
-pub const fn entry_per_token_cluster(dtype: DType) -> Option<Entry<TokenArgs>> {
+pub const fn per_token_cluster_entry(dtype: DType) -> Option<Entry<TokenArgs>> {
     pieces::instance(dtype, 12)
 }
 
-/// How to launch [`entry_per_token_cluster`]; `None` where a row has more pieces than a cluster has threads.
-pub const fn geometry_per_token_cluster(rows: u32, d: u32, dtype: DType) -> Option<Geometry> {
+/// How to launch [`per_token_cluster_entry`]; `None` where a row has more pieces than a cluster has threads.
+pub const fn per_token_cluster_geometry(dtype: DType, rows: u32, d: u32) -> Option<Geometry> {
     let threads = d.div_ceil(pieces::piece(dtype, true)).div_ceil(kernel::CLUSTER).next_multiple_of(32);
     if threads > kernel::CLUSTER_THREADS || rows > u32::MAX / kernel::CLUSTER {
         return None;
@@ -91,7 +91,7 @@ fn places(
 pub unsafe fn launch_per_tensor(stream: &Stream, dtype: DType, args: &TensorArgs) -> Result<()> {
     let places = places(dtype, args.gate, args.up, args.in_stride, args.out, args.out_stride);
     let aligned = pieces::aligned(dtype, args.d, &places);
-    let (entry, geometry) = (entry_per_tensor(dtype, aligned), geometry(args.rows, args.d, dtype, aligned));
+    let (entry, geometry) = (per_tensor_entry(dtype, aligned), geometry(dtype, aligned, args.rows, args.d));
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, PER_TENSOR, dtype, entry, &geometry, args) }
 }
@@ -107,7 +107,7 @@ pub unsafe fn launch_per_tensor(stream: &Stream, dtype: DType, args: &TensorArgs
 pub unsafe fn launch_per_group(stream: &Stream, dtype: DType, args: &GroupArgs) -> Result<()> {
     let places = places(dtype, args.gate, args.up, args.in_stride, args.out, args.out_stride);
     let aligned = pieces::aligned(dtype, args.d, &places);
-    let (entry, geometry) = (entry_per_group(dtype, aligned), geometry(args.rows, args.d, dtype, aligned));
+    let (entry, geometry) = (per_group_entry(dtype, aligned), geometry(dtype, aligned, args.rows, args.d));
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, PER_GROUP, dtype, entry, &geometry, args) }
 }
@@ -125,13 +125,13 @@ pub unsafe fn launch_per_token(stream: &Stream, dtype: DType, rows: u32, args: &
     let variant = Variant::new(dtype, args.d, pieces::aligned(dtype, args.d, &places));
     let long = matches!(variant, Variant::X4 | Variant::Loop);
     let cluster = if long && rows <= MOST_CLUSTERS && stream.device().properties().compute_capability == (9, 0) {
-        geometry_per_token_cluster(rows, args.d, dtype)
+        per_token_cluster_geometry(dtype, rows, args.d)
     } else {
         None
     };
     let (entry, geometry) = match cluster {
-        Some(geometry) => (entry_per_token_cluster(dtype), geometry),
-        None => (entry_per_token(dtype, variant), geometry_per_token(rows, args.d, dtype, variant)),
+        Some(geometry) => (per_token_cluster_entry(dtype), geometry),
+        None => (per_token_entry(dtype, variant), per_token_geometry(dtype, variant, rows, args.d)),
     };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, PER_TOKEN, dtype, entry, &geometry, args) }

@@ -39,6 +39,7 @@ pub enum DecodePath {
 
 /// How [`DecodePath::Tma`] divides the chunks of a sequence's keys among blocks. The result has the same bits either way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum DecodeSplit {
     /// By the lengths of the batch, on the device: whole where there are enough sequences and heads to fill the GPU.
     #[default]
@@ -52,6 +53,7 @@ pub enum DecodeSplit {
 /// Options of [`decode`].
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
+#[must_use]
 pub struct DecodeOptions<'a> {
     /// Multiplies the scores; `1 / sqrt(head_dim)` if `None`.
     pub scale: Option<f32>,
@@ -98,8 +100,8 @@ impl<'a> DecodeOptions<'a> {
         self
     }
     /// With these scales of the cache.
-    pub fn scales(mut self, scales: Scales<'a>) -> Self {
-        self.scales = Some(scales);
+    pub fn scales(mut self, key: &'a Tensor<f32>, value: &'a Tensor<f32>) -> Self {
+        self.scales = Some(Scales::new(key, value));
         self
     }
     /// With this kernel.
@@ -116,6 +118,7 @@ impl<'a> DecodeOptions<'a> {
 
 /// Scratch memory of [`decode`] for sequences of up to a length: the partial results of long ones. One workspace serves one
 /// stream at a time.
+#[derive(Debug)]
 pub struct DecodeWorkspace {
     partial: Tensor<f32>,
     max_len: usize,
@@ -123,54 +126,79 @@ pub struct DecodeWorkspace {
 }
 
 impl DecodeWorkspace {
-    /// For up to `batch` sequences of up to `max_len` keys (what the block table can hold), `q_len` query tokens each.
-    /// How a sequence is split then depends on its length alone.
+    /// For calls of this shape.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Value`] if `max_len` is not below 2^31.
-    pub fn new(
-        device: &Device,
-        batch: usize,
-        q_len: usize,
-        q_heads: usize,
-        kv_heads: usize,
-        head_dim: usize,
-        max_len: usize,
-    ) -> Result<Self> {
-        Self::with_shift(device, [batch, q_len, q_heads, kv_heads, head_dim, max_len], 0)
-    }
-
-    /// [`new`](Self::new) with a hint of how to split: into chunks of `chunk` keys, a power of two from 64 to 1024.
-    /// Results with another hint differ in their last bits.
-    ///
-    /// # Errors
-    /// As for [`new`](Self::new); [`Error::Value`] for another `chunk`.
-    #[expect(clippy::too_many_arguments, reason = "sizes of one operation")]
-    pub fn with_chunk(
-        device: &Device,
-        batch: usize,
-        q_len: usize,
-        q_heads: usize,
-        kv_heads: usize,
-        head_dim: usize,
-        max_len: usize,
-        chunk: usize,
-    ) -> Result<Self> {
-        if !chunk.is_power_of_two() || !(64..=1 << split::MAX_CHUNK_SHIFT).contains(&chunk) {
-            let expected = format!("a power of two from 64 to {}", 1 << split::MAX_CHUNK_SHIFT);
+    /// [`Error::OutOfMemory`]; [`Error::Value`] if `max_len` is not below 2^31, or for a chunk that is not a power of two from
+    /// 64 to 1024.
+    pub fn new(device: &Device, shape: DecodeShape) -> Result<Self> {
+        let DecodeShape { max_len, chunk, .. } = shape;
+        let chunks = 64..=1 << split::MAX_CHUNK_SHIFT;
+        if let Some(chunk) = chunk.filter(|chunk| !chunk.is_power_of_two() || !chunks.contains(chunk)) {
+            let expected = format!("a power of two from 64 to {}", chunks.end());
             return Err(Error::Value { op: "DecodeWorkspace", arg: "chunk", expected, got: chunk.to_string() });
         }
-        Self::with_shift(device, [batch, q_len, q_heads, kv_heads, head_dim, max_len], chunk.ilog2())
-    }
-
-    fn with_shift(device: &Device, sizes: [usize; 6], chunk_shift: u32) -> Result<Self> {
-        let [batch, q_len, q_heads, kv_heads, head_dim, max_len] = sizes;
-        let Ok(len) = i32::try_from(max_len) else {
+        if i32::try_from(max_len).is_err() {
             let (expected, got) = ("below 2^31".into(), max_len.to_string());
             return Err(Error::Value { op: "DecodeWorkspace", arg: "max_len", expected, got });
-        };
-        let floats = partial_floats(batch, q_len, q_heads, kv_heads, head_dim, len as u32, chunk_shift);
-        Ok(Self { partial: Tensor::uninit(device, &[floats.max(1)])?, max_len, chunk_shift })
+        }
+        let partial = Tensor::uninit(device, &[shape.partial_floats().max(1)])?;
+        Ok(Self { partial, max_len, chunk_shift: shape.chunk_shift() })
+    }
+}
+
+/// What [`decode`] is called with at most: the size of its [workspace](DecodeWorkspace).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+#[must_use]
+pub struct DecodeShape {
+    /// Sequences.
+    pub batch: usize,
+    /// Query heads.
+    pub q_heads: usize,
+    /// Heads of the cache.
+    pub kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Keys of a sequence: as many as the block table can hold.
+    pub max_len: usize,
+    /// Query tokens of a sequence; 1.
+    pub q_len: usize,
+    /// Keys of a chunk of a sequence that is split. By default that depends on the sequence's length alone.
+    pub chunk: Option<usize>,
+}
+
+impl DecodeShape {
+    /// For up to `batch` sequences of up to `max_len` keys, one query token each.
+    pub const fn new(batch: usize, q_heads: usize, kv_heads: usize, head_dim: usize, max_len: usize) -> Self {
+        Self { batch, q_heads, kv_heads, head_dim, max_len, q_len: 1, chunk: None }
+    }
+
+    /// With up to this many query tokens of a sequence.
+    pub const fn q_len(mut self, q_len: usize) -> Self {
+        self.q_len = q_len;
+        self
+    }
+
+    /// Split into chunks of `chunk` keys, a power of two from 64 to 1024. Results with another chunk differ in their last
+    /// bits.
+    pub const fn chunk(mut self, chunk: usize) -> Self {
+        self.chunk = Some(chunk);
+        self
+    }
+
+    /// The `hint` of [`split::Args`] (layer L1).
+    pub const fn chunk_shift(&self) -> u32 {
+        match self.chunk {
+            Some(chunk) if chunk > 0 => chunk.ilog2(),
+            _ => 0,
+        }
+    }
+
+    /// Floats of [`split::Args`]' `partial` (layer L1).
+    pub const fn partial_floats(&self) -> usize {
+        let &Self { batch, q_len, q_heads, kv_heads, head_dim, max_len, .. } = self;
+        partial_floats(batch, q_len, q_heads, kv_heads, head_dim, max_len as u32, self.chunk_shift())
     }
 }
 
@@ -179,8 +207,8 @@ pub const fn block_rows(head_dim: usize, rows: usize) -> usize {
     if rows <= 8 || head_dim > 128 { 8 } else { 16 }
 }
 
-/// Floats of [`split::Args`]' `partial` (layer L1). `chunk_shift` is its `hint`.
-pub const fn partial_floats(
+/// [`DecodeShape::partial_floats`].
+const fn partial_floats(
     batch: usize,
     q_len: usize,
     q_heads: usize,
@@ -252,6 +280,7 @@ pub const fn split_entry(
 
 /// What there is of [`DecodePath::Tma`] for some element types, head size and number of rows.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct TmaTile {
     /// Keys of a step.
     pub keys: usize,
@@ -394,7 +423,7 @@ pub const fn plain_geometry(q_heads: u32, q_len: u32, batch: u32) -> Geometry {
 
 /// Attention of the last `q_len` tokens of each sequence over all its keys.
 ///
-/// * `q`, `out`: `[batch, q_heads, head_dim]` for one query token a sequence, or `[batch, q_len, q_heads, head_dim]` for up
+/// * `query`, `out`: `[batch, q_heads, head_dim]` for one query token a sequence, or `[batch, q_len, q_heads, head_dim]` for up
 ///   to 16 (causal among them); dense in the last dimension.
 /// * `cache`: the layer's pages; `q_heads` is a multiple of its heads, and head `h` reads KV head
 ///   `h / (q_heads / kv_heads)`.
@@ -416,7 +445,7 @@ pub fn decode<T: Float, S: CacheElement>(
     stream: &Stream,
     out: &mut Tensor<T>,
     lse: Option<&mut Tensor<f32>>,
-    q: &Tensor<T>,
+    query: &Tensor<T>,
     cache: &KvCache<S>,
     block_table: &Tensor<i32>,
     lens: &Tensor<i32>,
@@ -425,37 +454,37 @@ pub fn decode<T: Float, S: CacheElement>(
 ) -> Result<()> {
     let mut call = Call::new(OP, stream);
     let cs = cache.shape();
-    let (batch, q_len, q_heads) = match *q.shape() {
+    let (batch, q_len, q_heads) = match *query.shape() {
         [batch, heads, _] => (batch, 1, heads),
         [batch, q_len, heads, _] => (batch, q_len, heads),
         _ => {
             return Err(call.bad_shape(
-                "q",
-                q.shape(),
+                "query",
+                query.shape(),
                 "[batch, q_heads, head_dim] or [batch, q_len, q_heads, head_dim]",
             ));
         }
     };
     let (head_dim, kv_heads) = (cs.head_dim, cs.heads);
-    if q.shape().last() != Some(&head_dim) {
-        return Err(call.bad_shape("q", q.shape(), format!("[.., {head_dim}], like the cache")));
+    if query.shape().last() != Some(&head_dim) {
+        return Err(call.bad_shape("query", query.shape(), format!("[.., {head_dim}], like the cache")));
     }
-    call.same_shape("out", out.shape(), q.shape())?;
+    call.same_shape("out", out.shape(), query.shape())?;
     call.value(
         q_len <= MAX_QUERY_TOKENS,
-        "q",
+        "query",
         format!("of at most {MAX_QUERY_TOKENS} query tokens a sequence"),
         q_len,
     )?;
     call.value(
         kv_heads > 0 && q_heads.is_multiple_of(kv_heads),
-        "q",
+        "query",
         format!("of a multiple of the cache's {kv_heads} heads"),
         format!("{q_heads} heads"),
     )?;
     let max_dim = plain::MAX_HEAD_DIM;
     call.value((1..=max_dim).contains(&head_dim), "cache", format!("of heads of 1 to {max_dim}"), head_dim)?;
-    for (arg, t) in [("q", q), ("out", &*out)] {
+    for (arg, t) in [("query", query), ("out", &*out)] {
         if head_dim > 1 && t.strides().last() != Some(&1) {
             let expected = "dense in its last dimension".into();
             return Err(Error::Stride { op: OP, arg, expected, got: t.strides().to_vec() });
@@ -470,19 +499,19 @@ pub fn decode<T: Float, S: CacheElement>(
     call.same_shape("lens", lens.shape(), &[batch])?;
     call.contiguous("lens", lens)?;
     if let Some(lse) = &lse {
-        call.same_shape("lse", lse.shape(), &q.shape()[..q.shape().len() - 1])?;
+        call.same_shape("lse", lse.shape(), &query.shape()[..query.shape().len() - 1])?;
         call.contiguous("lse", lse)?;
     }
-    for (arg, t) in [("options.alibi", options.alibi), ("options.sinks", options.sinks)] {
+    for (arg, t) in [("alibi", options.alibi), ("sinks", options.sinks)] {
         if let Some(t) = t {
             call.same_shape(arg, t.shape(), &[q_heads])?;
             call.contiguous(arg, t)?;
         }
     }
     let scale = options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt());
-    call.value(scale.is_finite(), "options.scale", "finite", scale)?;
+    call.value(scale.is_finite(), "scale", "finite", scale)?;
     let soft_cap = options.soft_cap;
-    call.value(soft_cap >= 0.0 && soft_cap.is_finite(), "options.soft_cap", "finite and not negative", soft_cap)?;
+    call.value(soft_cap >= 0.0 && soft_cap.is_finite(), "soft_cap", "finite and not negative", soft_cap)?;
     let capacity = max_pages.saturating_mul(cs.block_size);
     call.value(
         capacity <= workspace.max_len,
@@ -501,7 +530,7 @@ pub fn decode<T: Float, S: CacheElement>(
         }
         Ok((token, head))
     };
-    let ((q_token, q_head), (out_token, out_head)) = (tokens(q, "q")?, tokens(out, "out")?);
+    let ((q_token, q_head), (out_token, out_head)) = (tokens(query, "query")?, tokens(out, "out")?);
     let (ks, vs) = (cache.key_strides(), cache.value_strides());
     let group_rows = q_heads / kv_heads * q_len;
     let hint = workspace.chunk_shift;
@@ -510,20 +539,20 @@ pub fn decode<T: Float, S: CacheElement>(
     let mut args = split::Args {
         out: call.write("out", out)?,
         lse: call.write_opt("lse", lse)?.cast(),
-        q: call.read("q", q)?,
+        q: call.read("query", query)?,
         k: call.read("cache.key", cache.key())?,
         v: call.read("cache.value", cache.value())?,
         block_table: call.read("block_table", block_table)?.cast(),
         lens: call.read("lens", lens)?.cast(),
-        alibi: call.read_opt("options.alibi", options.alibi)?.cast(),
-        sinks: call.read_opt("options.sinks", options.sinks)?.cast(),
+        alibi: call.read_opt("alibi", options.alibi)?.cast(),
+        sinks: call.read_opt("sinks", options.sinks)?.cast(),
         k_scales: scales.key,
         v_scales: scales.value,
         partial: call.write("workspace", &mut workspace.partial)?.cast(),
         scale_per_head: scales.per_head as u32,
-        batch: call.count("q", batch)?,
-        q_len: call.count("q", q_len)?,
-        q_heads: call.count("q", q_heads)?,
+        batch: call.count("query", batch)?,
+        q_len: call.count("query", q_len)?,
+        q_heads: call.count("query", q_heads)?,
         kv_heads: call.count("cache", kv_heads)?,
         head_dim: call.count("cache", head_dim)?,
         page_shift: cs.block_size.ilog2(),
@@ -605,7 +634,7 @@ pub fn decode<T: Float, S: CacheElement>(
             let Some(combine) = combine_entry(T::DTYPE, heads).filter(|_| args.partial_chunks > 1) else {
                 return Ok(());
             };
-            let geometry = combine_geometry(call.count("q", heads)?);
+            let geometry = combine_geometry(call.count("query", heads)?);
             let args = split::CombineArgs {
                 out: args.out,
                 lse: args.lse,
@@ -683,7 +712,7 @@ pub fn decode<T: Float, S: CacheElement>(
                 soft_cap,
                 window: args.window,
             };
-            let geometry = plain_geometry(args.q_heads, q_len as u32, call.count("q", batch)?);
+            let geometry = plain_geometry(args.q_heads, q_len as u32, call.count("query", batch)?);
             // SAFETY: as above.
             unsafe { stream.launch(&entry, &geometry, &args) }
         }

@@ -18,7 +18,7 @@ pub const fn entry(dtype: DType, aligned: bool) -> Option<Entry<Args>> {
 }
 
 /// How to launch it for `rows` rows of `dim` elements.
-pub const fn geometry(rows: u32, dim: u32, dtype: DType, aligned: bool) -> Geometry {
+pub const fn geometry(dtype: DType, aligned: bool, rows: u32, dim: u32) -> Geometry {
     pieces::elementwise(rows, dim, dtype, aligned, false)
 }
 
@@ -38,7 +38,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
         (place.0, place.1) = (args.parts.out[i], args.parts.stride[i]);
     }
     let aligned = pieces::aligned(dtype, args.dim, &places);
-    let (entry, geometry) = (entry(dtype, aligned), geometry(args.rows, args.dim, dtype, aligned));
+    let (entry, geometry) = (entry(dtype, aligned), geometry(dtype, aligned, args.rows, args.dim));
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, OP, dtype, entry, &geometry, args) }
 }

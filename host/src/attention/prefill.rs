@@ -34,6 +34,7 @@ pub enum PrefillPath {
 /// Options of [`prefill`].
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
+#[must_use]
 pub struct PrefillOptions<'a> {
     /// Multiplies the scores; `1 / sqrt(head_dim)` if `None`.
     pub scale: Option<f32>,
@@ -97,6 +98,7 @@ impl<'a> PrefillOptions<'a> {
 
 /// Scratch memory of [`prefill`]: counters from which blocks draw their work. One workspace serves one stream at a time,
 /// for any shapes.
+#[derive(Debug)]
 pub struct PrefillWorkspace {
     tickets: Tensor<u32>,
 }
@@ -141,6 +143,7 @@ pub const fn wgmma_entry(dtype: DType, head_dim: usize, bent: bool) -> Option<En
 
 /// What there is of [`PrefillPath::Mma`] for a head size.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct MmaTile {
     /// Rows of a tile: query tokens times the heads that share a KV head.
     pub rows: usize,
@@ -260,7 +263,7 @@ pub fn wgmma_cache_map(
 
 /// Attention of the query tokens of each sequence over its keys, its own query tokens' among them.
 ///
-/// * `q`, `out`: `[tokens, q_heads, head_dim]`, the chunks of all sequences one after another; dense in the last dimension.
+/// * `query`, `out`: `[tokens, q_heads, head_dim]`, the chunks of all sequences one after another; dense in the last dimension.
 /// * `cache`: the layer's pages, where the chunks' own keys and values already are; `q_heads` is a multiple of its heads,
 ///   and head `h` reads KV head `h / (q_heads / kv_heads)`.
 /// * `block_table`: `[sequences, max_blocks]`, the pages of each sequence in order. A page number outside of the cache
@@ -284,7 +287,7 @@ pub fn prefill<T: Float + CacheElement>(
     stream: &Stream,
     out: &mut Tensor<T>,
     lse: Option<&mut Tensor<f32>>,
-    q: &Tensor<T>,
+    query: &Tensor<T>,
     cache: &KvCache<T>,
     block_table: &Tensor<i32>,
     starts: &Tensor<i32>,
@@ -295,22 +298,22 @@ pub fn prefill<T: Float + CacheElement>(
     let mut call = Call::new(OP, stream);
     let cs = cache.shape();
     let (head_dim, kv_heads) = (cs.head_dim, cs.heads);
-    let &[tokens, q_heads, q_dim] = q.shape() else {
-        return Err(call.bad_shape("q", q.shape(), "[tokens, q_heads, head_dim]"));
+    let &[tokens, q_heads, q_dim] = query.shape() else {
+        return Err(call.bad_shape("query", query.shape(), "[tokens, q_heads, head_dim]"));
     };
     if q_dim != head_dim {
-        return Err(call.bad_shape("q", q.shape(), format!("[.., {head_dim}], like the cache")));
+        return Err(call.bad_shape("query", query.shape(), format!("[.., {head_dim}], like the cache")));
     }
-    call.same_shape("out", out.shape(), q.shape())?;
+    call.same_shape("out", out.shape(), query.shape())?;
     call.value(
         q_heads.is_multiple_of(kv_heads),
-        "q",
+        "query",
         format!("of a multiple of the cache's {kv_heads} heads"),
         format!("{q_heads} heads"),
     )?;
     let max_dim = plain::MAX_HEAD_DIM;
     call.value(head_dim <= max_dim, "cache", format!("of heads of 1 to {max_dim}"), head_dim)?;
-    call.dense_last("q", q)?;
+    call.dense_last("query", query)?;
     call.dense_last("out", out)?;
     call.distinct("out", out)?;
     let &[sequences, max_pages] = block_table.shape() else {
@@ -325,35 +328,35 @@ pub fn prefill<T: Float + CacheElement>(
         call.same_shape("lse", lse.shape(), &[tokens, q_heads])?;
         call.contiguous("lse", lse)?;
     }
-    for (arg, t) in [("options.alibi", options.alibi), ("options.sinks", options.sinks)] {
+    for (arg, t) in [("alibi", options.alibi), ("sinks", options.sinks)] {
         if let Some(t) = t {
             call.same_shape(arg, t.shape(), &[q_heads])?;
             call.contiguous(arg, t)?;
         }
     }
     let scale = options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt());
-    call.value(scale.is_finite(), "options.scale", "finite", scale)?;
+    call.value(scale.is_finite(), "scale", "finite", scale)?;
     let soft_cap = options.soft_cap;
-    call.value(soft_cap >= 0.0 && soft_cap.is_finite(), "options.soft_cap", "finite and not negative", soft_cap)?;
+    call.value(soft_cap >= 0.0 && soft_cap.is_finite(), "soft_cap", "finite and not negative", soft_cap)?;
     call.count("block_table", max_pages.saturating_mul(cs.block_size))?;
 
-    let (q_token, q_head) = (q.strides()[0], q.strides()[1]);
+    let (q_token, q_head) = (query.strides()[0], query.strides()[1]);
     let (out_token, out_head) = (out.strides()[0], out.strides()[1]);
     let (ks, vs) = (cache.key_strides(), cache.value_strides());
     let args = plain::Args {
         out: call.write("out", out)?,
         lse: call.write_opt("lse", lse)?.cast(),
-        q: call.read("q", q)?,
+        q: call.read("query", query)?,
         k: call.read("cache.key", cache.key())?,
         v: call.read("cache.value", cache.value())?,
         starts: call.read("starts", starts)?.cast(),
         lens: call.read("lens", lens)?.cast(),
         block_table: call.read("block_table", block_table)?.cast(),
-        alibi: call.read_opt("options.alibi", options.alibi)?.cast(),
-        sinks: call.read_opt("options.sinks", options.sinks)?.cast(),
+        alibi: call.read_opt("alibi", options.alibi)?.cast(),
+        sinks: call.read_opt("sinks", options.sinks)?.cast(),
         sequences: call.count("block_table", sequences)?,
-        tokens: call.count("q", tokens)?,
-        q_heads: call.count("q", q_heads)?,
+        tokens: call.count("query", tokens)?,
+        q_heads: call.count("query", q_heads)?,
         kv_heads: call.count("cache", kv_heads)?,
         head_dim: call.count("cache", head_dim)?,
         page_size: call.count("cache", cs.block_size)?,
@@ -378,7 +381,7 @@ pub fn prefill<T: Float + CacheElement>(
         window: u32::try_from(options.window).unwrap_or(u32::MAX / 2).min(u32::MAX / 2),
         causal: options.causal as u32,
     };
-    let rows = call.count("q", tokens.saturating_mul(q_heads))?;
+    let rows = call.count("query", tokens.saturating_mul(q_heads))?;
     let tickets: *mut u32 = call.write("workspace", &mut workspace.tickets)?.cast();
     let section_keys = section_keys(T::DTYPE, head_dim);
     call.check_overlap()?;
@@ -478,7 +481,7 @@ pub fn prefill<T: Float + CacheElement>(
         }),
         _ => {
             let expected = "f32, f16 or bf16".into();
-            let entry = plain_entry(T::DTYPE).ok_or(Error::DType { op: OP, arg: "q", expected, got: T::DTYPE })?;
+            let entry = plain_entry(T::DTYPE).ok_or(Error::DType { op: OP, arg: "query", expected, got: T::DTYPE })?;
             // SAFETY: as above.
             unsafe { stream.launch(&entry, &plain_geometry(rows), &args) }
         }

@@ -50,6 +50,12 @@ pub struct Graph {
     kept: Vec<Arc<Storage>>,
 }
 
+impl std::fmt::Debug for Graph {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Graph").field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
 enum GraphBackend {
     Simt(Arc<[Work]>),
     #[cfg(feature = "_driver")]

@@ -546,6 +546,7 @@ impl Drop for Storage {
 
 /// How a kernel is launched: grid and block, and what comes with them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 #[must_use]
 pub struct Geometry {
     /// Blocks in x, y, z. A launch with a zero anywhere does nothing.

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 /// How a SIMT device runs kernels, and what it looks for.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
+#[must_use]
 pub struct SimtOptions {
     /// In order (fast, reproducible) or random (by a seed).
     pub order: simt::Order,

@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 use cuda_std::{Element, Entry, KernelArgs};
 use std::ffi::c_void;
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -14,6 +15,12 @@ use std::sync::{Arc, Mutex};
 /// Work of one stream runs in order; streams run beside each other. Nothing here synchronises unless it says so.
 #[derive(Clone)]
 pub struct Stream(Arc<Inner>);
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Stream").field("device", self.device()).field("raw", &self.as_raw()).finish()
+    }
+}
 
 struct Inner {
     device: Device,
@@ -391,6 +398,12 @@ impl<T> AssertSend<T> {
 /// A point in a stream, to wait for or to measure from.
 pub struct Event(EventBackend);
 
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Event").finish_non_exhaustive()
+    }
+}
+
 enum EventBackend {
     Simt(Mutex<Option<std::time::Instant>>),
     #[cfg(feature = "_driver")]
@@ -451,6 +464,12 @@ impl Event {
 /// Host memory that a GPU can copy to and from without the CPU. Plain memory for the SIMT device.
 pub struct Pinned<T> {
     storage: PinnedStorage<T>,
+}
+
+impl<T> fmt::Debug for Pinned<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pinned").field("len", &self.len()).finish_non_exhaustive()
+    }
 }
 
 enum PinnedStorage<T> {

@@ -16,6 +16,7 @@ const OP: &str = "ep::combine";
 /// Options of [`Communicator::combine`].
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
+#[must_use]
 pub struct CombineOptions<'a> {
     /// `[tokens, ranks]`: what the rows of each rank are multiplied by.
     pub weights: Option<&'a Tensor<f32>>,
@@ -104,15 +105,15 @@ impl Communicator {
         let out_stride = call.rows("out", out)?.stride;
         call.value(out_stride.is_multiple_of(8), "out", "rows a multiple of 8 apart", out_stride)?;
         if let Some(w) = options.weights {
-            call.same_shape("options.weights", w.shape(), &[tokens, self.ranks()])?;
-            call.contiguous("options.weights", w)?;
+            call.same_shape("weights", w.shape(), &[tokens, self.ranks()])?;
+            call.contiguous("weights", w)?;
         }
         for bias in options.biases.iter().flatten() {
-            call.same_shape("options.biases", bias.shape(), &[tokens, hidden])?;
-            call.contiguous("options.biases", bias)?;
+            call.same_shape("biases", bias.shape(), &[tokens, hidden])?;
+            call.contiguous("biases", bias)?;
         }
         if let Some(n) = options.count {
-            call.same_shape("options.count", n.shape(), &[1])?;
+            call.same_shape("count", n.shape(), &[1])?;
         }
         let own = self.results();
         if let Some(results) = results {
@@ -128,10 +129,10 @@ impl Communicator {
         let job = Job {
             out: call.write("out", out)?.cast(),
             places: call.read("routing", &routing.places)?.cast(),
-            weights: call.read_opt("options.weights", options.weights)?.cast(),
-            bias: call.read_opt("options.biases", options.biases[0])?.cast(),
-            bias2: call.read_opt("options.biases", options.biases[1])?.cast(),
-            count: call.read_opt("options.count", options.count)?.cast(),
+            weights: call.read_opt("weights", options.weights)?.cast(),
+            bias: call.read_opt("biases", options.biases[0])?.cast(),
+            bias2: call.read_opt("biases", options.biases[1])?.cast(),
+            count: call.read_opt("count", options.count)?.cast(),
             out_stride,
             tokens: tokens as u32,
             hidden: hidden as u32,
@@ -140,8 +141,8 @@ impl Communicator {
         call.read("the communicator's results", &own)?;
         call.check_overlap_but(&[("results", "the communicator's results")])?;
         aligned(OP, "out", job.out.cast_const().cast())?;
-        aligned(OP, "options.biases", job.bias.cast())?;
-        aligned(OP, "options.biases", job.bias2.cast())?;
+        aligned(OP, "biases", job.bias.cast())?;
+        aligned(OP, "biases", job.bias2.cast())?;
         // As many blocks as for dispatch, or more for few tokens, which are all latency.
         let default = if tokens * hidden <= 4 << 20 { [128, 256] } else { [24, MAX_THREADS] };
         let [blocks, threads] = self.blocks(OP, options.blocks, default, MAX_THREADS, |_| 0)?;

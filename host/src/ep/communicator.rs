@@ -20,6 +20,7 @@ pub(super) const GROUP: usize = 128;
 /// Sizes that all operations of a communicator have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[must_use]
 pub struct Config {
     /// Values of a token, a multiple of 8.
     pub hidden: usize,
@@ -86,6 +87,7 @@ impl Config {
 /// GPU that never ends would let them wait in vain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
+#[must_use]
 pub struct Blocks {
     /// How many, the same on all ranks: with 1024 threads, as many multiprocessors are busy.
     pub count: Option<u32>,
@@ -317,7 +319,7 @@ impl Drop for Group {
 ///             let received = rank.dispatch(&stream, &mut routing, &x, &experts, None, &DispatchOptions::default())?;
 ///             rank.check(&stream)?;
 ///             assert_eq!(received.offsets.to_vec()?, [0, 1, 2]); // a token of each rank
-///             assert_eq!(received.ids.to_vec()?[..2], [rank.rank() as i32; 2]);
+///             assert_eq!(received.topk_ids.to_vec()?[..2], [rank.rank() as i32; 2]);
 ///             // The experts would work here; these do nothing.
 ///             let results = received.rows.bf16().expect("rows in bf16").clone();
 ///             let mut out = Tensor::zeros(rank.device(), &[2, 8])?;
@@ -532,7 +534,7 @@ impl Communicator {
             if ok { Ok(()) } else { Err(Error::Value { op, arg, expected, got: got.to_string() }) }
         };
         let right = threads.is_multiple_of(32) && (32..=max_threads).contains(&threads);
-        value(right, "options.blocks.threads", format!("a multiple of 32, at most {max_threads}"), threads)?;
+        value(right, "blocks.threads", format!("a multiple of 32, at most {max_threads}"), threads)?;
         // A multiprocessor has registers for as many threads as the kernel was made for, if no more. Of shared memory the driver
         // takes a kilobyte for each block, and each multiprocessor has that much more than a block may have.
         let properties = self.device.properties();
@@ -543,7 +545,7 @@ impl Communicator {
         };
         let most = room.min(kernel::MAX_BLOCKS as u32);
         let count = blocks.count.unwrap_or(count.min(most));
-        value((1..=most).contains(&count), "options.blocks.count", format!("1 to {most}"), count)?;
+        value((1..=most).contains(&count), "blocks.count", format!("1 to {most}"), count)?;
         Ok([count, threads])
     }
 }

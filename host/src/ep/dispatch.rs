@@ -32,6 +32,7 @@ pub enum Arrangement {
 /// Options of [`Communicator::dispatch`].
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
+#[must_use]
 pub struct DispatchOptions<'a> {
     /// How rows are arranged.
     pub arrangement: Arrangement,
@@ -137,7 +138,7 @@ impl Rows {
 
 /// What a rank has received, in the communicator's buffers: good until its next operation.
 ///
-/// [`moe::fused`](crate::moe::fused()) takes the rows with `ids` and `weights` as they are, as the block of this rank's experts;
+/// [`moe::fused`](crate::moe::fused()) takes the rows with `topk_ids` and `topk_weights` as they are, as the block of this rank's experts;
 /// [`moe::permute`](crate::moe::permute()) puts them in the order of the experts.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -145,9 +146,9 @@ pub struct Received {
     /// The tokens.
     pub rows: Rows,
     /// `[capacity, top_k]`: experts of this rank, from 0; -1 for those of others, and in rows that nobody sent.
-    pub ids: Tensor<i32>,
+    pub topk_ids: Tensor<i32>,
     /// `[capacity, top_k]`: their weights, 1 if none were passed.
-    pub weights: Tensor<f32>,
+    pub topk_weights: Tensor<f32>,
     /// `[ranks + 1]`: where the rows of each rank begin, and the end. In [`Slots`](Arrangement::Slots) the worst case.
     pub offsets: Tensor<i32>,
 }
@@ -223,8 +224,8 @@ impl Communicator {
 
     /// Sends each token to the ranks of its experts, once to each.
     ///
-    /// `x`: `[tokens, hidden]`; `ids`: `[tokens, top_k]`, experts of all ranks together, `experts / ranks` on each; -1 for none;
-    /// `weights`: the same. What arrives is in the order of source ranks and tokens, whatever the timing.
+    /// `x`: `[tokens, hidden]`; `topk_ids`: `[tokens, top_k]`, experts of all ranks together, `experts / ranks` on each; -1 for none;
+    /// `topk_weights`: the same. What arrives is in the order of source ranks and tokens, whatever the timing.
     ///
     /// # Errors
     /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Alignment`](crate::Error::Alignment) (16 bytes),
@@ -236,8 +237,8 @@ impl Communicator {
         stream: &Stream,
         routing: &mut Routing,
         x: &Tensor<bf16>,
-        ids: &Tensor<i32>,
-        weights: Option<&Tensor<f32>>,
+        topk_ids: &Tensor<i32>,
+        topk_weights: Option<&Tensor<f32>>,
         options: &DispatchOptions<'_>,
     ) -> Result<Received> {
         self.on_own_device(OP, stream)?;
@@ -249,14 +250,14 @@ impl Communicator {
             _ => return Err(call.bad_shape("x", x.shape(), format!("[tokens, {}]", config.hidden))),
         };
         call.value(tokens <= config.max_tokens, "x", format!("at most {} tokens", config.max_tokens), tokens)?;
-        call.same_shape("ids", ids.shape(), &[tokens, config.top_k])?;
-        call.contiguous("ids", ids)?;
-        if let Some(w) = weights {
-            call.same_shape("weights", w.shape(), &[tokens, config.top_k])?;
-            call.contiguous("weights", w)?;
+        call.same_shape("topk_ids", topk_ids.shape(), &[tokens, config.top_k])?;
+        call.contiguous("topk_ids", topk_ids)?;
+        if let Some(w) = topk_weights {
+            call.same_shape("topk_weights", w.shape(), &[tokens, config.top_k])?;
+            call.contiguous("topk_weights", w)?;
         }
         if let Some(n) = options.count {
-            call.same_shape("options.count", n.shape(), &[1])?;
+            call.same_shape("count", n.shape(), &[1])?;
         }
         let slots = options.arrangement == Arrangement::Slots;
         if options.quantise {
@@ -266,7 +267,7 @@ impl Communicator {
         if slots {
             let worst = self.ranks() * config.max_tokens;
             call.value(self.capacity() >= worst, "config.capacity", format!("{worst} for slots"), self.capacity())?;
-            call.value(!options.cached, "options.cached", "false for slots", true)?;
+            call.value(!options.cached, "cached", "false for slots", true)?;
         }
         if options.cached {
             call.value(tokens == routing.tokens, "x", format!("{} tokens, as before", routing.tokens), tokens)?;
@@ -275,9 +276,9 @@ impl Communicator {
         call.value(x_stride.is_multiple_of(8), "x", "rows a multiple of 8 apart", x_stride)?;
         let mut job = Job {
             x: call.read("x", x)?.cast(),
-            ids: call.read("ids", ids)?.cast(),
-            weights: call.read_opt("weights", weights)?.cast(),
-            count: call.read_opt("options.count", options.count)?.cast(),
+            ids: call.read("topk_ids", topk_ids)?.cast(),
+            weights: call.read_opt("topk_weights", topk_weights)?.cast(),
+            count: call.read_opt("count", options.count)?.cast(),
             places: call.write("routing", &mut routing.places)?.cast(),
             totals: call.write("routing", &mut routing.totals)?.cast(),
             offsets: call.write("routing", &mut routing.offsets)?.cast(),
@@ -302,7 +303,7 @@ impl Communicator {
         let [blocks, threads] = self.blocks(OP, options.blocks, default, most, bytes)?;
         let fits = options.own_blocks.is_none_or(|own| own < blocks);
         let own = options.own_blocks.unwrap_or_else(|| own_blocks(blocks, self.ranks() as u32, options.quantise));
-        call.value(fits, "options.own_blocks", format!("less than {blocks}"), own)?;
+        call.value(fits, "own_blocks", format!("less than {blocks}"), own)?;
         job.own_blocks = own;
         let operation = [4, blocks, threads, slots.into(), options.quantise.into(), options.cached.into()];
         let args = Args { link: self.link(stream, &operation), job };
@@ -311,7 +312,7 @@ impl Communicator {
             self.nccl_begin(OP, stream, args.link.signature)?;
             routing.counts = match slots {
                 true => None,
-                false => self.counts_over_nccl(stream, routing, ids, options)?,
+                false => self.counts_over_nccl(stream, routing, topk_ids, options)?,
             };
         }
         // SAFETY: shapes, devices and overlap were checked above; buffers live as long as the group.
@@ -326,8 +327,8 @@ impl Communicator {
                 false => Rows::Bf16(b.rows.clone()),
                 true => Rows::E4m3(b.rows.reinterpret(b.rows.shape()), b.scales.clone()),
             },
-            ids: b.ids.clone(),
-            weights: b.weights.clone(),
+            topk_ids: b.ids.clone(),
+            topk_weights: b.weights.clone(),
             offsets: routing.offsets.clone(),
         }))
     }
@@ -338,22 +339,22 @@ impl Communicator {
         &mut self,
         stream: &Stream,
         routing: &mut Routing,
-        ids: &Tensor<i32>,
+        topk_ids: &Tensor<i32>,
         options: &DispatchOptions<'_>,
     ) -> Result<super::nccl::Counts> {
         if !options.cached {
             let tokens = match options.count {
-                None => ids.dim(0),
+                None => topk_ids.dim(0),
                 Some(n) => {
                     stream.synchronize()?;
-                    ids.dim(0).min(n.to_vec()?[0] as usize)
+                    topk_ids.dim(0).min(n.to_vec()?[0] as usize)
                 }
             };
-            let ids = ids.narrow(0, 0, tokens)?;
+            let topk_ids = topk_ids.narrow(0, 0, tokens)?;
             let ranks = self.ranks();
             let mut places = routing.places.narrow(0, 0, tokens)?;
             let mut totals = routing.totals.narrow(0, 0, ranks)?;
-            self.layout(stream, &mut places, super::LayoutOutput::default().per_rank(&mut totals), &ids)?;
+            self.layout(stream, &mut places, &mut super::LayoutOutput::default().per_rank(&mut totals), &topk_ids)?;
             stream.synchronize()?;
         }
         self.nccl_counts(stream, &routing.totals)

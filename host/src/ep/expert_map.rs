@@ -59,32 +59,32 @@ impl ExpertMap {
         })
     }
 
-    /// Replaces each expert of `ids` `[tokens, top_k]` by a replica of it: token `t` takes number `t + turn`, modulo as many as
+    /// Replaces each expert of `topk_ids` `[tokens, top_k]` by a replica of it: token `t` takes number `t + turn`, modulo as many as
     /// there are, so that replicas share the load whatever the tokens. Ranks should pass different turns. Negative ids stay.
     /// An expert that is not there becomes one that dispatch reports.
     ///
     /// # Errors
     /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice).
-    pub fn apply(&self, stream: &Stream, out: &mut Tensor<i32>, ids: &Tensor<i32>, turn: u32) -> Result<()> {
+    pub fn apply(&self, stream: &Stream, out: &mut Tensor<i32>, topk_ids: &Tensor<i32>, turn: u32) -> Result<()> {
         let mut call = Call::new(OP, stream);
-        let [tokens, top_k] = *ids.shape() else {
-            return Err(call.bad_shape("ids", ids.shape(), "[tokens, top_k]"));
+        let [tokens, top_k] = *topk_ids.shape() else {
+            return Err(call.bad_shape("topk_ids", topk_ids.shape(), "[tokens, top_k]"));
         };
-        call.contiguous("ids", ids)?;
-        call.same_shape("out", out.shape(), ids.shape())?;
+        call.contiguous("topk_ids", topk_ids)?;
+        call.same_shape("out", out.shape(), topk_ids.shape())?;
         call.contiguous("out", out)?;
         let args = Args {
             out: call.write("out", out)?.cast(),
-            ids: call.read("ids", ids)?.cast(),
+            ids: call.read("topk_ids", topk_ids)?.cast(),
             replicas: call.read("the map's replicas", &self.replicas)?.cast(),
             counts: call.read("the map's counts", &self.counts)?.cast(),
-            pairs: call.count("ids", tokens * top_k)?,
-            top_k: call.count("ids", top_k)?,
+            pairs: call.count("topk_ids", tokens * top_k)?,
+            top_k: call.count("topk_ids", top_k)?,
             experts: call.count("the map", self.counts.len())?,
             stride: call.count("the map", self.replicas.dim(1))?,
             turn,
         };
-        call.check_overlap_but(&[("out", "ids")])?;
+        call.check_overlap_but(&[("out", "topk_ids")])?;
         // SAFETY: shapes, devices and overlap were checked above.
         unsafe { launch(stream, &args) }
     }

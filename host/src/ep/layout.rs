@@ -36,6 +36,7 @@ pub unsafe fn launch(stream: &Stream, args: &Args) -> Result<()> {
 /// What [`Communicator::layout`] writes; what is `None` is left out.
 #[derive(Debug, Default)]
 #[non_exhaustive]
+#[must_use]
 pub struct LayoutOutput<'a> {
     /// `[ranks]`: tokens that go to each rank.
     pub per_rank: Option<&'a mut Tensor<u32>>,
@@ -67,7 +68,7 @@ impl<'a> LayoutOutput<'a> {
 
 impl Communicator {
     /// Where tokens go: `places` `[tokens, ranks]` becomes the number of earlier tokens that go to the same rank, or -1 if the
-    /// token does not go there. `ids`: `[tokens, top_k]`, of all ranks' experts; -1 for none.
+    /// token does not go there. `topk_ids`: `[tokens, top_k]`, of all ranks' experts; -1 for none.
     ///
     /// This involves no other rank, and dispatch does not need it.
     ///
@@ -79,30 +80,30 @@ impl Communicator {
         &mut self,
         stream: &Stream,
         places: &mut Tensor<i32>,
-        out: LayoutOutput<'_>,
-        ids: &Tensor<i32>,
+        out: &mut LayoutOutput<'_>,
+        topk_ids: &Tensor<i32>,
     ) -> Result<()> {
         self.on_own_device(OP, stream)?;
         let mut call = Call::new(OP, stream);
         let (top_k, experts, ranks) = (self.config().top_k, self.config().experts, self.ranks());
-        let tokens = match *ids.shape() {
+        let tokens = match *topk_ids.shape() {
             [tokens, k] if k == top_k => tokens,
-            _ => return Err(call.bad_shape("ids", ids.shape(), format!("[tokens, {top_k}]"))),
+            _ => return Err(call.bad_shape("topk_ids", topk_ids.shape(), format!("[tokens, {top_k}]"))),
         };
         let most = self.config().max_tokens;
-        call.value(tokens <= most, "ids", format!("at most {most} tokens"), tokens)?;
+        call.value(tokens <= most, "topk_ids", format!("at most {most} tokens"), tokens)?;
         call.value(experts <= 32768, "config.experts", "at most 32768 to be counted", experts)?;
-        call.contiguous("ids", ids)?;
+        call.contiguous("topk_ids", topk_ids)?;
         call.same_shape("places", places.shape(), &[tokens, ranks])?;
         call.contiguous("places", places)?;
-        let LayoutOutput { per_rank, per_expert, in_rank } = out;
+        let LayoutOutput { per_rank, per_expert, in_rank } = &mut *out;
         let mut args = Args {
             link: self.link(stream, &[3]),
             places: call.write("places", places)?.cast(),
             per_rank_tokens: null_mut(),
             per_expert: null_mut(),
             in_rank: null_mut(),
-            ids: call.read("ids", ids)?.cast(),
+            ids: call.read("topk_ids", topk_ids)?.cast(),
             tokens: tokens as u32,
             top_k: top_k as u32,
             per_rank: self.per_rank(),

@@ -71,6 +71,7 @@ pub enum LinearPath {
 /// Options of [`linear_with`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
+#[must_use]
 pub struct LinearOptions {
     /// What happens to each element before it is stored.
     pub epilogue: Epilogue,

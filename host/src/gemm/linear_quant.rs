@@ -25,6 +25,8 @@ const OP: &str = "linear_quant";
 
 /// An 8-bit tensor and the scales of its elements.
 #[derive(Debug)]
+#[non_exhaustive]
+#[must_use]
 pub struct Quantised<'a, Q: Element> {
     /// e4m3 or int8.
     pub values: &'a Tensor<Q>,
@@ -64,6 +66,7 @@ pub enum LinearQuantPath {
 /// Options of [`linear_quant`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
+#[must_use]
 pub struct LinearQuantOptions {
     /// What happens to each element before it is stored.
     pub epilogue: Epilogue,

@@ -23,6 +23,12 @@ pub struct CacheLayers<S> {
     block_stride: usize,
 }
 
+impl<S: CacheElement> std::fmt::Debug for CacheLayers<S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CacheLayers").field("layers", &self.layers).finish_non_exhaustive()
+    }
+}
+
 impl<S: CacheElement> CacheLayers<S> {
     /// New dense caches of zeros.
     ///
@@ -137,8 +143,8 @@ pub unsafe fn launch(stream: &Stream, pairs: u32, tensors: u32, args: &Args) -> 
 pub fn copy_blocks<S: CacheElement>(
     stream: &Stream,
     caches: &mut CacheLayers<S>,
-    pairs: &Tensor<i64>,
     status: Option<&mut Tensor<u32>>,
+    pairs: &Tensor<i64>,
 ) -> Result<()> {
     let mut call = Call::new("copy_blocks", stream);
     let &[n, 2] = pairs.shape() else {

@@ -17,7 +17,7 @@ pub use super::reshape_and_cache::geometry;
 pub use kernel::Args;
 
 /// The entry for outputs and a cache of these types, if there is one.
-pub const fn entry(layout: CacheLayout, dtype: DType, cache: DType) -> Option<Entry<Args>> {
+pub const fn entry(dtype: DType, cache: DType, layout: CacheLayout) -> Option<Entry<Args>> {
     use kernel::*;
     Some(match (layout, dtype, cache) {
         (CacheLayout::XSplit, DType::F32, DType::F32) => gather_cache_xsplit_f32_f32::ENTRY,
@@ -56,60 +56,55 @@ pub const fn entry(layout: CacheLayout, dtype: DType, cache: DType) -> Option<En
 /// # Safety
 /// The pointers are device memory of the sizes that strides and extents imply, aligned to their element types, until
 /// the launch is done; the outputs overlap no input and not each other; `block_size` is not 0.
-pub unsafe fn launch(stream: &Stream, layout: CacheLayout, dtype: DType, cache: DType, args: &Args) -> Result<()> {
-    let entry = entry(layout, dtype, cache).ok_or_else(|| Error::Unsupported {
+pub unsafe fn launch(stream: &Stream, dtype: DType, cache: DType, layout: CacheLayout, args: &Args) -> Result<()> {
+    let entry = entry(dtype, cache, layout).ok_or_else(|| Error::Unsupported {
         op: "gather_cache",
         what: format!(
             "no kernel from {cache} to {dtype}; there are f32, f16 and bf16 from themselves, e4m3, e5m2 and i8"
         ),
     })?;
-    let geometry: Geometry = geometry(layout, dtype, args.tokens, args.heads, args.head_dim);
+    let geometry: Geometry = geometry(dtype, layout, args.tokens, args.heads, args.head_dim);
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&entry, &geometry, args) }
 }
 
 /// What [`gather_cache`] may be told besides.
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
-pub struct Options<'a> {
+#[must_use]
+pub struct GatherCacheOptions<'a> {
     /// Scales of an 8-bit cache.
     pub scales: Option<Scales<'a>>,
-    /// `[1]`: counted up by the number of tokens for which the tables name no block.
-    pub status: Option<&'a mut Tensor<u32>>,
 }
 
-impl<'a> Options<'a> {
+impl<'a> GatherCacheOptions<'a> {
     /// With these scales.
     pub fn scales(mut self, key: &'a Tensor<f32>, value: &'a Tensor<f32>) -> Self {
-        self.scales = Some(Scales { key, value });
-        self
-    }
-
-    /// With a count of tokens without a block.
-    pub fn status(mut self, status: &'a mut Tensor<u32>) -> Self {
-        self.status = Some(status);
+        self.scales = Some(Scales::new(key, value));
         self
     }
 }
 
-/// Gathers sequences `starts[s] .. starts[s + 1]` of the outputs from the blocks `block_tables[s]`.
+/// Gathers sequences `starts[s] .. starts[s + 1]` of the outputs from the blocks `block_table[s]`.
 ///
-/// `key` and `value` are `[tokens, heads, head_dim]`, dense in the last dimension; `block_tables` is
+/// `key` and `value` are `[tokens, heads, head_dim]`, dense in the last dimension; `block_table` is
 /// `[sequences, blocks of the longest]`, with dense rows; `starts` is `[sequences + 1]`, dense, ascending from 0. Rows of
 /// the outputs from `starts[sequences]` on are left as they are. So are rows for which the tables name no block of the
-/// cache, which are counted in [`Options::status`].
+/// cache, which are counted up in `status`, `[1]`.
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice);
 /// [`Value`](Error::Value) for scales that are missing or not wanted, or extents beyond 2^31 - 1.
+#[allow(clippy::too_many_arguments, reason = "tensors, in the order of all operations")]
 pub fn gather_cache<T: StoreAs<S>, S: CacheElement>(
     stream: &Stream,
     key: &mut Tensor<T>,
     value: &mut Tensor<T>,
+    status: Option<&mut Tensor<u32>>,
     cache: &KvCache<S>,
-    block_tables: &Tensor<i32>,
+    block_table: &Tensor<i32>,
     starts: &Tensor<i32>,
-    options: Options<'_>,
+    options: &GatherCacheOptions<'_>,
 ) -> Result<()> {
     let mut call = Call::new("gather_cache", stream);
     let (layout, shape) = (cache.layout(), cache.shape());
@@ -119,10 +114,10 @@ pub fn gather_cache<T: StoreAs<S>, S: CacheElement>(
     let expected = [tokens, shape.heads, shape.head_dim];
     call.same_shape("key", key.shape(), &expected)?;
     call.same_shape("value", value.shape(), &expected)?;
-    let &[sequences, table_len] = block_tables.shape() else {
-        return Err(call.bad_shape("block_tables", block_tables.shape(), "[sequences, blocks]"));
+    let &[sequences, table_len] = block_table.shape() else {
+        return Err(call.bad_shape("block_table", block_table.shape(), "[sequences, blocks]"));
     };
-    call.dense_last("block_tables", block_tables)?;
+    call.dense_last("block_table", block_table)?;
     call.same_shape("starts", starts.shape(), &[sequences + 1])?;
     call.contiguous("starts", starts)?;
     for (arg, t) in [("key", &*key), ("value", &*value)] {
@@ -140,22 +135,22 @@ pub fn gather_cache<T: StoreAs<S>, S: CacheElement>(
         value: call.write("value", value)?,
         key_cache: call.read("cache.key", cache.key())?,
         value_cache: call.read("cache.value", cache.value())?,
-        block_tables: call.read("block_tables", block_tables)?.cast(),
+        block_tables: call.read("block_table", block_table)?.cast(),
         starts: call.read("starts", starts)?.cast(),
         key_scale: scales.key,
         value_scale: scales.value,
-        status: status_word(&mut call, options.status)?,
+        status: status_word(&mut call, status)?,
         key_page_block_stride: k.block,
         key_page_head_stride: k.head,
         key_page_token_stride: k.token,
         value_page_block_stride: v.block,
         value_page_head_stride: v.head,
         value_page_token_stride: v.token,
-        table_stride: block_tables.strides()[0],
+        table_stride: block_table.strides()[0],
         blocks: shape.blocks,
         block_size: call.count("block_size", shape.block_size)?,
         sequences: call.count("sequences", sequences)?,
-        table_len: call.count("block_tables", table_len)?,
+        table_len: call.count("block_table", table_len)?,
         tokens: call.count("tokens", tokens)?,
         heads: call.count("heads", shape.heads)?,
         head_dim: call.count("head_dim", shape.head_dim)?,
@@ -167,5 +162,5 @@ pub fn gather_cache<T: StoreAs<S>, S: CacheElement>(
     }
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; the kernel checks
     // starts and tables.
-    unsafe { launch(stream, layout, T::DTYPE, S::DTYPE, &args) }
+    unsafe { launch(stream, T::DTYPE, S::DTYPE, layout, &args) }
 }

@@ -22,6 +22,7 @@ pub use crate::kernels::kv_cache::{CacheElement, StoreAs};
 
 /// Where the elements of a block lie; see the [module](self).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum CacheLayout {
     /// Keys `[blocks, heads, dim / x, block_size, x]`, values `[blocks, heads, dim, block_size]`.
     XSplit,
@@ -33,6 +34,8 @@ pub enum CacheLayout {
 
 /// Extents of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+#[must_use]
 pub struct CacheShape {
     /// Blocks (pages).
     pub blocks: usize,
@@ -45,6 +48,11 @@ pub struct CacheShape {
 }
 
 impl CacheShape {
+    /// `blocks` blocks of `block_size` tokens, of `heads` heads of `head_dim` elements.
+    pub const fn new(blocks: usize, block_size: usize, heads: usize, head_dim: usize) -> Self {
+        Self { blocks, block_size, heads, head_dim }
+    }
+
     /// Slots of the cache: `blocks * block_size`.
     pub const fn slots(&self) -> usize {
         self.blocks * self.block_size
@@ -63,12 +71,13 @@ impl CacheShape {
 /// use warploom::DType;
 /// use warploom::kv_cache::{CacheLayout, CacheShape, PageStrides};
 ///
-/// let shape = CacheShape { blocks: 4, block_size: 16, heads: 2, head_dim: 32 };
+/// let shape = CacheShape::new(4, 16, 2, 32);
 /// let keys = PageStrides::keys(CacheLayout::XSplit, shape, DType::Bf16);
 /// assert_eq!((keys.block, keys.head, keys.token, keys.run, keys.run_stride), (1024, 512, 8, 8, 128));
 /// assert_eq!(keys.index(3, 1, 5, 10), 3 * 1024 + 512 + 5 * 8 + 128 + 2);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PageStrides {
     /// From block to block.
     pub block: usize,
@@ -324,7 +333,7 @@ fn check_x(head_dim: usize, x: usize, arg: &'static str) -> Result<()> {
 ///
 /// ```
 /// use warploom::kv_cache::{CacheShape, check_slots};
-/// let shape = CacheShape { blocks: 2, block_size: 16, heads: 1, head_dim: 64 };
+/// let shape = CacheShape::new(2, 16, 1, 64);
 /// assert!(check_slots(&[3, -1, 4, -1, 31], shape).is_ok());
 /// assert!(check_slots(&[3, 32], shape).is_err());
 /// assert!(check_slots(&[3, 4, 3], shape).is_err());
@@ -350,11 +359,20 @@ pub fn check_slots(slots: &[i64], shape: CacheShape) -> Result<()> {
 
 /// Scales of a quantised cache: a number, or one for each head. The stored number is `value / scale`.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+#[must_use]
 pub struct Scales<'a> {
     /// Of the keys: `[1]` or `[heads]`.
     pub key: &'a Tensor<f32>,
     /// Of the values: the same shape.
     pub value: &'a Tensor<f32>,
+}
+
+impl<'a> Scales<'a> {
+    /// Of the keys and of the values: `[1]` for all heads or `[heads]`.
+    pub const fn new(key: &'a Tensor<f32>, value: &'a Tensor<f32>) -> Self {
+        Self { key, value }
+    }
 }
 
 /// Scales checked against the cache: addresses, and whether there is one for each head.

@@ -16,7 +16,7 @@ pub use kernel::{Args, SCALE_PER_HEAD, SLOTS_I64};
 
 /// The entry for inputs and a cache of these types, if there is one: a cache has the inputs' type, or `e4m3`, `e5m2` or
 /// `i8`.
-pub const fn entry(layout: CacheLayout, dtype: DType, cache: DType) -> Option<Entry<Args>> {
+pub const fn entry(dtype: DType, cache: DType, layout: CacheLayout) -> Option<Entry<Args>> {
     use kernel::*;
     Some(match (layout, dtype, cache) {
         (CacheLayout::XSplit, DType::F32, DType::F32) => reshape_and_cache_xsplit_f32_f32::ENTRY,
@@ -48,7 +48,7 @@ pub const fn entry(layout: CacheLayout, dtype: DType, cache: DType) -> Option<En
 }
 
 /// How to launch it.
-pub const fn geometry(layout: CacheLayout, dtype: DType, tokens: u32, heads: u32, head_dim: u32) -> Geometry {
+pub const fn geometry(dtype: DType, layout: CacheLayout, tokens: u32, heads: u32, head_dim: u32) -> Geometry {
     let chunks = head_dim.div_ceil(16 / dtype.size() as u32);
     match layout {
         CacheLayout::XSplit => token_major(tokens, heads, chunks),
@@ -99,38 +99,31 @@ const fn at_most(n: u32, most: u32) -> u32 {
 /// # Safety
 /// The pointers are device memory of the sizes that strides and extents imply, aligned to their element types, until
 /// the launch is done; the caches overlap no input and not each other; `block_size` is not 0.
-pub unsafe fn launch(stream: &Stream, layout: CacheLayout, dtype: DType, cache: DType, args: &Args) -> Result<()> {
-    let entry = entry(layout, dtype, cache).ok_or_else(|| Error::Unsupported {
+pub unsafe fn launch(stream: &Stream, dtype: DType, cache: DType, layout: CacheLayout, args: &Args) -> Result<()> {
+    let entry = entry(dtype, cache, layout).ok_or_else(|| Error::Unsupported {
         op: "reshape_and_cache",
         what: format!(
             "no kernel from {dtype} to {cache}; there are f32, f16 and bf16 to themselves, e4m3, e5m2 and i8"
         ),
     })?;
-    let geometry = geometry(layout, dtype, args.tokens, args.heads, args.head_dim);
+    let geometry = geometry(dtype, layout, args.tokens, args.heads, args.head_dim);
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&entry, &geometry, args) }
 }
 
 /// What [`reshape_and_cache`] may be told besides.
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
-pub struct Options<'a> {
+#[must_use]
+pub struct ReshapeAndCacheOptions<'a> {
     /// Scales of an 8-bit cache.
     pub scales: Option<Scales<'a>>,
-    /// `[1]`: counted up by the number of tokens whose slot is outside of the cache and not -1.
-    pub status: Option<&'a mut Tensor<u32>>,
 }
 
-impl<'a> Options<'a> {
+impl<'a> ReshapeAndCacheOptions<'a> {
     /// With these scales.
     pub fn scales(mut self, key: &'a Tensor<f32>, value: &'a Tensor<f32>) -> Self {
-        self.scales = Some(Scales { key, value });
-        self
-    }
-
-    /// With a count of wrong slots.
-    pub fn status(mut self, status: &'a mut Tensor<u32>) -> Self {
-        self.status = Some(status);
+        self.scales = Some(Scales::new(key, value));
         self
     }
 }
@@ -140,10 +133,10 @@ impl<'a> Options<'a> {
 /// `key` and `value` are `[tokens, heads, head_dim]`, dense in the last dimension; `slots` is `[tokens]` of `i32` or
 /// `i64`, dense. A cache of the inputs' type holds their very bits; one of `E4M3`, `E5M2` or `i8` holds
 /// `value / scale` rounded to the nearest, saturating, with a scale for all heads or one for each
-/// ([`Options::scales`]).
+/// ([`ReshapeAndCacheOptions::scales`]).
 ///
 /// Tokens with the slot -1 are skipped (padding). Tokens with another slot outside of the cache are skipped as well and
-/// counted in [`Options::status`]; [`check_slots`](super::check_slots) finds them on the host. If several tokens have
+/// counted up in `status`, `[1]`; [`check_slots`](super::check_slots) finds them on the host. If several tokens have
 /// the same slot, each element there is that of one of them; which one is not specified, and may differ between
 /// elements.
 ///
@@ -153,10 +146,11 @@ impl<'a> Options<'a> {
 pub fn reshape_and_cache<T: StoreAs<S>, S: CacheElement, I: Element>(
     stream: &Stream,
     cache: &mut KvCache<S>,
+    status: Option<&mut Tensor<u32>>,
     key: &Tensor<T>,
     value: &Tensor<T>,
     slots: &Tensor<I>,
-    options: Options<'_>,
+    options: &ReshapeAndCacheOptions<'_>,
 ) -> Result<()> {
     let mut call = Call::new("reshape_and_cache", stream);
     let (layout, shape) = (cache.layout(), cache.shape());
@@ -173,7 +167,7 @@ pub fn reshape_and_cache<T: StoreAs<S>, S: CacheElement, I: Element>(
         call.dense_last(arg, t)?;
     }
     let scales = check_scales(&mut call, options.scales, shape.heads, T::DTYPE, S::DTYPE)?;
-    let status = status_word(&mut call, options.status)?;
+    let status = status_word(&mut call, status)?;
     let (k, v) = (cache.key_strides(), cache.value_strides());
     let (key_cache, value_cache) = write_cache(&mut call, cache)?;
     let args = Args {
@@ -209,7 +203,7 @@ pub fn reshape_and_cache<T: StoreAs<S>, S: CacheElement, I: Element>(
     }
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; slots are checked
     // by the kernel.
-    unsafe { launch(stream, layout, T::DTYPE, S::DTYPE, &args) }
+    unsafe { launch(stream, T::DTYPE, S::DTYPE, layout, &args) }
 }
 
 /// A `status` word: `[1]`; null if absent.

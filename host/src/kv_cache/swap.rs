@@ -52,6 +52,13 @@ pub struct HostCache<S: CacheElement> {
     pending: Mutex<Vec<Stream>>,
 }
 
+impl<S: CacheElement> std::fmt::Debug for HostCache<S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let layers = self.addresses.len() / 2;
+        f.debug_struct("HostCache").field("layers", &layers).field("shape", &self.shape).finish_non_exhaustive()
+    }
+}
+
 // SAFETY: the addresses are those of memory that the value owns; it is read only behind `wait`.
 unsafe impl<S: CacheElement> Send for HostCache<S> {}
 // SAFETY: as above; copies are submitted through `&mut` or to the device only.

@@ -190,6 +190,7 @@ impl FusedPath {
 /// The sizes of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[must_use]
 pub struct FusedShape {
     /// Tokens.
     pub tokens: usize,
@@ -299,6 +300,7 @@ impl Workspace {
 
 /// What a path launches for a shape: chosen by [`plan`].
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Plan {
     /// Not `Auto`.
     pub path: FusedPath,
@@ -494,6 +496,7 @@ fn weight_map(
 
 /// Pointers and scalars of a call, for [`launch`].
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 #[allow(missing_docs)]
 pub struct Operands {
     /// `[tokens, hidden]`, rows `out_row` apart.
@@ -527,6 +530,34 @@ pub struct Operands {
     pub gate_up: GateUp,
     pub activation: ExpertActivation,
     pub unordered: bool,
+}
+
+impl Operands {
+    /// Null pointers, for the caller to set, with dense rows and all experts here; what may stay null is optional.
+    pub const fn new(shape: &FusedShape) -> Self {
+        Self {
+            out: std::ptr::null_mut(),
+            out_row: shape.hidden,
+            x: std::ptr::null(),
+            x_row: shape.hidden,
+            w13: std::ptr::null(),
+            w2: std::ptr::null(),
+            bias13: std::ptr::null(),
+            bias2: std::ptr::null(),
+            shared13: std::ptr::null(),
+            shared2: std::ptr::null(),
+            shared_bias13: std::ptr::null(),
+            shared_bias2: std::ptr::null(),
+            topk_ids: std::ptr::null(),
+            topk_weights: std::ptr::null(),
+            expert_map: std::ptr::null(),
+            num_tokens: std::ptr::null(),
+            global_experts: shape.experts,
+            gate_up: GateUp::Halves,
+            activation: ExpertActivation::Silu,
+            unordered: false,
+        }
+    }
 }
 
 /// Launches on raw pointers (layer L1): sorting unless the path does without, two products, and the sum over slots.
@@ -730,6 +761,8 @@ pub const fn reduce_geometry(shape: &FusedShape) -> Geometry {
 
 /// Weights of shared experts.
 #[derive(Debug)]
+#[non_exhaustive]
+#[must_use]
 pub struct SharedExperts<'a, T: Element> {
     /// `[shared, rows · I, H]`, laid out as `w13`.
     pub w13: &'a Tensor<T>,
@@ -748,9 +781,23 @@ impl<T: Element> Clone for SharedExperts<'_, T> {
 }
 impl<T: Element> Copy for SharedExperts<'_, T> {}
 
+impl<'a, T: Element> SharedExperts<'a, T> {
+    /// Without biases.
+    pub const fn new(w13: &'a Tensor<T>, w2: &'a Tensor<T>) -> Self {
+        Self { w13, w2, bias13: None, bias2: None }
+    }
+
+    /// With these biases.
+    pub const fn biases(mut self, bias13: Option<&'a Tensor<T>>, bias2: Option<&'a Tensor<T>>) -> Self {
+        (self.bias13, self.bias2) = (bias13, bias2);
+        self
+    }
+}
+
 /// Options of [`fused`].
 #[derive(Debug)]
 #[non_exhaustive]
+#[must_use]
 pub struct FusedOptions<'a, T: Element> {
     /// What happens between the products.
     pub activation: ExpertActivation,
@@ -937,34 +984,34 @@ pub fn fused<T: Float>(
     };
     dense("w13", Some(w13), &[experts, rows, hidden])?;
     dense("w2", Some(w2), &[experts, hidden, intermediate])?;
-    dense("options.bias13", options.bias13, &[experts, rows])?;
-    dense("options.bias2", options.bias2, &[experts, hidden])?;
+    dense("bias13", options.bias13, &[experts, rows])?;
+    dense("bias2", options.bias2, &[experts, hidden])?;
     let shared = options.shared;
-    dense("options.shared.w13", shared.map(|s| s.w13), &[shared_experts, rows, hidden])?;
-    dense("options.shared.w2", shared.map(|s| s.w2), &[shared_experts, hidden, intermediate])?;
-    dense("options.shared.bias13", shared.and_then(|s| s.bias13), &[shared_experts, rows])?;
-    dense("options.shared.bias2", shared.and_then(|s| s.bias2), &[shared_experts, hidden])?;
+    dense("shared.w13", shared.map(|s| s.w13), &[shared_experts, rows, hidden])?;
+    dense("shared.w2", shared.map(|s| s.w2), &[shared_experts, hidden, intermediate])?;
+    dense("shared.bias13", shared.and_then(|s| s.bias13), &[shared_experts, rows])?;
+    dense("shared.bias2", shared.and_then(|s| s.bias2), &[shared_experts, hidden])?;
     call.contiguous("topk_ids", topk_ids)?;
     call.contiguous("topk_weights", topk_weights)?;
     let global_experts = match options.expert_map {
         Some(map) => {
             let [n] = *map.shape() else {
-                return Err(call.bad_shape("options.expert_map", map.shape(), "[all experts]"));
+                return Err(call.bad_shape("expert_map", map.shape(), "[all experts]"));
             };
-            call.contiguous("options.expert_map", map)?;
+            call.contiguous("expert_map", map)?;
             n
         }
         None => experts,
     };
     if let Some(n) = options.num_tokens {
-        call.same_shape("options.num_tokens", n.shape(), &[1])?;
+        call.same_shape("num_tokens", n.shape(), &[1])?;
     }
-    for (arg, n) in [("w2", shape.bins()), ("options.expert_map", global_experts)] {
+    for (arg, n) in [("w2", shape.bins()), ("expert_map", global_experts)] {
         call.value(n <= sort::MAX_EXPERTS, arg, format!("at most {} experts", sort::MAX_EXPERTS), n)?;
     }
     if let ExpertActivation::SwigluOai { alpha, limit } = options.activation {
-        call.value(!alpha.is_nan(), "options.activation", "an alpha that is a number", alpha)?;
-        call.value(limit >= 0.0, "options.activation", "a limit that is not negative", limit)?;
+        call.value(!alpha.is_nan(), "activation", "an alpha that is a number", alpha)?;
+        call.value(limit >= 0.0, "activation", "a limit that is not negative", limit)?;
     }
     // The kernels count pairs, blocks of them, rows and columns in 32 bits; the grid's height is limited as well.
     call.count("topk_ids", tokens.saturating_mul(shape.slots()))?;
@@ -977,16 +1024,16 @@ pub fn fused<T: Float>(
         x_row: xs.stride,
         w13: call.read("w13", w13)?,
         w2: call.read("w2", w2)?,
-        bias13: call.read_opt("options.bias13", options.bias13)?,
-        bias2: call.read_opt("options.bias2", options.bias2)?,
-        shared13: call.read_opt("options.shared.w13", shared.map(|s| s.w13))?,
-        shared2: call.read_opt("options.shared.w2", shared.map(|s| s.w2))?,
-        shared_bias13: call.read_opt("options.shared.bias13", shared.and_then(|s| s.bias13))?,
-        shared_bias2: call.read_opt("options.shared.bias2", shared.and_then(|s| s.bias2))?,
+        bias13: call.read_opt("bias13", options.bias13)?,
+        bias2: call.read_opt("bias2", options.bias2)?,
+        shared13: call.read_opt("shared.w13", shared.map(|s| s.w13))?,
+        shared2: call.read_opt("shared.w2", shared.map(|s| s.w2))?,
+        shared_bias13: call.read_opt("shared.bias13", shared.and_then(|s| s.bias13))?,
+        shared_bias2: call.read_opt("shared.bias2", shared.and_then(|s| s.bias2))?,
         topk_ids: call.read("topk_ids", topk_ids)?.cast(),
         topk_weights: call.read("topk_weights", topk_weights)?.cast(),
-        expert_map: call.read_opt("options.expert_map", options.expert_map)?.cast(),
-        num_tokens: call.read_opt("options.num_tokens", options.num_tokens)?.cast(),
+        expert_map: call.read_opt("expert_map", options.expert_map)?.cast(),
+        num_tokens: call.read_opt("num_tokens", options.num_tokens)?.cast(),
         global_experts,
         gate_up: options.gate_up,
         activation: options.activation,

@@ -87,6 +87,7 @@ impl FusedQuantPath {
 /// The sizes of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[must_use]
 pub struct FusedQuantShape {
     /// Tokens.
     pub tokens: usize,
@@ -281,6 +282,7 @@ fn weight_map(
 
 /// Pointers and scalars of a call, for [`launch`].
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 #[allow(missing_docs)]
 pub struct Operands {
     /// `[tokens, hidden]`, rows `out_row` apart.
@@ -309,6 +311,31 @@ pub struct Operands {
     pub global_experts: usize,
     pub gate_up: GateUp,
     pub activation: ExpertActivation,
+}
+
+impl Operands {
+    /// Null pointers, for the caller to set, with dense rows and all experts here; what may stay null is optional.
+    pub const fn new(shape: &FusedQuantShape) -> Self {
+        Self {
+            out: std::ptr::null_mut(),
+            out_row: shape.hidden,
+            x: std::ptr::null(),
+            x_row: shape.hidden,
+            w13: std::ptr::null(),
+            w13_scales: std::ptr::null(),
+            w2: std::ptr::null(),
+            w2_scales: std::ptr::null(),
+            smooth13: std::ptr::null(),
+            smooth2: std::ptr::null(),
+            topk_ids: std::ptr::null(),
+            topk_weights: std::ptr::null(),
+            expert_map: std::ptr::null(),
+            num_tokens: std::ptr::null(),
+            global_experts: shape.experts,
+            gate_up: GateUp::Halves,
+            activation: ExpertActivation::Silu,
+        }
+    }
 }
 
 /// One call: what its launches have in common.
@@ -644,6 +671,7 @@ pub unsafe fn launch(
 /// Options of [`fused_quant`].
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
+#[must_use]
 pub struct FusedQuantOptions<'a> {
     /// What happens between the products.
     pub activation: ExpertActivation,
@@ -762,7 +790,7 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     call.same_shape("w2", w2.values.shape(), &[experts, hidden, intermediate])?;
     call.contiguous("w13", w13.values)?;
     call.contiguous("w2", w2.values)?;
-    let smooth = [("options.smooth13", options.smooth13, hidden), ("options.smooth2", options.smooth2, intermediate)];
+    let smooth = [("smooth13", options.smooth13, hidden), ("smooth2", options.smooth2, intermediate)];
     for (arg, smooth, width) in smooth {
         if let Some(smooth) = smooth {
             if !int8 {
@@ -778,25 +806,25 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     let global_experts = match options.expert_map {
         Some(map) => {
             let [n] = *map.shape() else {
-                return Err(call.bad_shape("options.expert_map", map.shape(), "[all experts]"));
+                return Err(call.bad_shape("expert_map", map.shape(), "[all experts]"));
             };
-            call.contiguous("options.expert_map", map)?;
+            call.contiguous("expert_map", map)?;
             n
         }
         None => experts,
     };
     if let Some(n) = options.num_tokens {
-        call.same_shape("options.num_tokens", n.shape(), &[1])?;
+        call.same_shape("num_tokens", n.shape(), &[1])?;
     }
-    for (arg, n) in [("w2", experts), ("options.expert_map", global_experts)] {
+    for (arg, n) in [("w2", experts), ("expert_map", global_experts)] {
         call.value(n <= sort::MAX_EXPERTS, arg, format!("at most {} experts", sort::MAX_EXPERTS), n)?;
     }
     for (arg, width) in [("x", hidden), ("w2", intermediate)] {
         call.value(width.is_multiple_of(16), arg, "a width that is a multiple of 16", width)?;
     }
     if let ExpertActivation::SwigluOai { alpha, limit } = options.activation {
-        call.value(!alpha.is_nan(), "options.activation", "an alpha that is a number", alpha)?;
-        call.value(limit >= 0.0, "options.activation", "a limit that is not negative", limit)?;
+        call.value(!alpha.is_nan(), "activation", "an alpha that is a number", alpha)?;
+        call.value(limit >= 0.0, "activation", "a limit that is not negative", limit)?;
     }
     // The kernels count pairs, rows and columns in 32 bits.
     call.count("topk_ids", tokens.saturating_mul(top_k))?;
@@ -811,12 +839,12 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
         w13_scales: call.read("w13.scales", w13.scales)?.cast(),
         w2: call.read("w2", w2.values)?,
         w2_scales: call.read("w2.scales", w2.scales)?.cast(),
-        smooth13: call.read_opt("options.smooth13", options.smooth13)?.cast(),
-        smooth2: call.read_opt("options.smooth2", options.smooth2)?.cast(),
+        smooth13: call.read_opt("smooth13", options.smooth13)?.cast(),
+        smooth2: call.read_opt("smooth2", options.smooth2)?.cast(),
         topk_ids: call.read("topk_ids", topk_ids)?.cast(),
         topk_weights: call.read("topk_weights", topk_weights)?.cast(),
-        expert_map: call.read_opt("options.expert_map", options.expert_map)?.cast(),
-        num_tokens: call.read_opt("options.num_tokens", options.num_tokens)?.cast(),
+        expert_map: call.read_opt("expert_map", options.expert_map)?.cast(),
+        num_tokens: call.read_opt("num_tokens", options.num_tokens)?.cast(),
         global_experts,
         gate_up: options.gate_up,
         activation: options.activation,

@@ -6,7 +6,7 @@
 //! 2. *Bias*: `b[e] = s[e] + bias[e]`. It has a say in what is chosen, not in the weights.
 //! 3. *Groups*: experts `g n .. (g + 1) n` are group `g`, which is worth the sum of its two largest `b` (of its only one
 //!    if `n` is 1). The `topk_group` groups worth most stay, the experts of the others are out.
-//! 4. *Choice*: the `topk` experts with the largest `b`, in descending order.
+//! 4. *Choice*: the `top_k` experts with the largest `b`, in descending order.
 //! 5. *Weights*: `w[r] = s[expert of rank r]`, divided by their sum with [`renormalize`](GateOptions::renormalize), and
 //!    multiplied by the [routed scaling factor](GateOptions::routed_scaling_factor) if that
 //!    [applies to the output](GateOptions::scale_output).
@@ -136,6 +136,7 @@ pub const fn bias_code(dtype: DType) -> Option<u32> {
 /// ```
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
+#[must_use]
 pub struct GateOptions<'a> {
     /// How logits become scores.
     pub scoring: Scoring,
@@ -183,70 +184,60 @@ impl Default for GateOptions<'_> {
 
 impl<'a> GateOptions<'a> {
     /// Sets [`scoring`](Self::scoring).
-    #[must_use]
     pub fn scoring(mut self, scoring: Scoring) -> Self {
         self.scoring = scoring;
         self
     }
 
     /// Sets [`bias`](Self::bias).
-    #[must_use]
     pub fn bias(mut self, bias: impl Into<Bias<'a>>) -> Self {
         self.bias = Some(bias.into());
         self
     }
 
     /// Sets [`groups`](Self::groups) and [`topk_group`](Self::topk_group).
-    #[must_use]
     pub fn groups(mut self, groups: usize, topk_group: usize) -> Self {
         (self.groups, self.topk_group) = (groups, topk_group);
         self
     }
 
     /// Sets [`renormalize`](Self::renormalize).
-    #[must_use]
     pub fn renormalize(mut self, renormalize: bool) -> Self {
         self.renormalize = renormalize;
         self
     }
 
     /// Sets [`routed_scaling_factor`](Self::routed_scaling_factor).
-    #[must_use]
     pub fn routed_scaling_factor(mut self, factor: f32) -> Self {
         self.routed_scaling_factor = factor;
         self
     }
 
     /// Sets [`scale_output`](Self::scale_output).
-    #[must_use]
     pub fn scale_output(mut self, scale_output: bool) -> Self {
         self.scale_output = scale_output;
         self
     }
 
     /// Sets [`shared_experts`](Self::shared_experts).
-    #[must_use]
     pub fn shared_experts(mut self, shared_experts: usize) -> Self {
         self.shared_experts = shared_experts;
         self
     }
 
     /// Sets [`valid_rows`](Self::valid_rows).
-    #[must_use]
     pub fn valid_rows(mut self, valid_rows: &'a Tensor<i32>) -> Self {
         self.valid_rows = Some(valid_rows);
         self
     }
 
     /// Sets [`row_mask`](Self::row_mask).
-    #[must_use]
     pub fn row_mask(mut self, row_mask: &'a Tensor<u8>) -> Self {
         self.row_mask = Some(row_mask);
         self
     }
 
     /// Sets [`expert_map`](Self::expert_map).
-    #[must_use]
     pub fn expert_map(mut self, expert_map: &'a Tensor<i32>) -> Self {
         self.expert_map = Some(expert_map);
         self
@@ -364,10 +355,10 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
     unsafe { stream.launch(&entry, &geometry, args) }
 }
 
-/// Chooses `topk` experts for each token, and weighs them.
+/// Chooses `top_k` experts for each token, and weighs them.
 ///
-/// `logits` is `[tokens, experts]` of f32, f16 or bf16, with dense rows at any distance. `weights` and `ids` are
-/// `[tokens, topk + shared_experts]`, contiguous. `packed`, of the same shape, gets both in one word, as kernels that
+/// `logits` is `[tokens, experts]` of f32, f16 or bf16, with dense rows at any distance. `topk_ids` and `topk_weights` are
+/// `[tokens, top_k + shared_experts]`, contiguous. `packed`, of the same shape, gets both in one word, as kernels that
 /// sort tokens by expert take them: the lower 16 bits of the id in the upper half, the weight as bf16 in the lower half.
 ///
 /// Up to 1024 experts and 32 of them a token. See the [module](mod@self) for what is computed.
@@ -382,7 +373,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
 /// let logits = Tensor::from_slice(&device, &[3.0f32, -2.0, 1.0, 1.0], &[1, 4])?;
 /// let mut weights = Tensor::zeros(&device, &[1, 2])?;
 /// let mut ids = Tensor::zeros(&device, &[1, 2])?;
-/// gate(&stream, &mut weights, &mut ids, None, &logits, 2, &GateOptions::default().groups(2, 1))?;
+/// gate(&stream, &mut ids, &mut weights, None, &logits, 2, &GateOptions::default().groups(2, 1))?;
 /// assert_eq!(ids.to_vec()?, [2, 3]); // together worth more than the best one and the worst one
 /// assert_eq!(weights.to_vec()?, [0.5, 0.5]);
 /// # Ok::<(), warploom::Error>(())
@@ -391,15 +382,15 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
 /// # Errors
 /// Before anything is launched: [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap),
 /// [`WrongDevice`](Error::WrongDevice) for the tensors; [`Value`](Error::Value) for experts beyond 1024 or not divisible
-/// by `groups`, `topk_group` outside `1 ..= groups`, `topk` outside `1 ..= 32` or above the number of experts that the
+/// by `groups`, `topk_group` outside `1 ..= groups`, `top_k` outside `1 ..= 32` or above the number of experts that the
 /// kept groups hold, a routed scaling factor that is not finite and positive; [`DType`](Error::DType) for 8-bit logits.
 pub fn gate<T: Float>(
     stream: &Stream,
-    weights: &mut Tensor<f32>,
-    ids: &mut Tensor<i32>,
+    topk_ids: &mut Tensor<i32>,
+    topk_weights: &mut Tensor<f32>,
     packed: Option<&mut Tensor<u32>>,
     logits: &Tensor<T>,
-    topk: usize,
+    top_k: usize,
     options: &GateOptions<'_>,
 ) -> Result<()> {
     let mut call = Call::new(OP, stream);
@@ -422,21 +413,21 @@ pub fn gate<T: Float>(
     let kept = experts / groups * topk_group;
     let max_topk = kept.min(kernel::MAX_TOPK as usize);
     call.value(
-        (1..=max_topk).contains(&topk),
-        "topk",
+        (1..=max_topk).contains(&top_k),
+        "top_k",
         format_args!("1 to {max_topk}: at most {}, and the kept groups hold {kept} experts", kernel::MAX_TOPK),
-        topk,
+        top_k,
     )?;
     let factor = options.routed_scaling_factor;
     let usable = factor > 0.0 && factor.is_finite() && factor.recip().is_finite();
     call.value(usable, "routed_scaling_factor", "positive and finite, and so its reciprocal", factor)?;
     let shared_experts = call.count("shared_experts", options.shared_experts)?;
 
-    let slots = [tokens, topk + options.shared_experts];
-    call.same_shape("weights", weights.shape(), &slots)?;
-    call.contiguous("weights", weights)?;
-    call.same_shape("ids", ids.shape(), &slots)?;
-    call.contiguous("ids", ids)?;
+    let slots = [tokens, top_k + options.shared_experts];
+    call.same_shape("topk_weights", topk_weights.shape(), &slots)?;
+    call.contiguous("topk_weights", topk_weights)?;
+    call.same_shape("topk_ids", topk_ids.shape(), &slots)?;
+    call.contiguous("topk_ids", topk_ids)?;
     if let Some(packed) = &packed {
         call.same_shape("packed", packed.shape(), &slots)?;
         call.contiguous("packed", packed)?;
@@ -458,7 +449,7 @@ pub fn gate<T: Float>(
         experts: experts as u32,
         groups: groups as u32,
         topk_group: topk_group as u32,
-        topk: topk as u32,
+        topk: top_k as u32,
         shared_experts,
         scoring: options.scoring.code(),
         renormalize: options.renormalize.into(),
@@ -471,8 +462,8 @@ pub fn gate<T: Float>(
         valid_rows: call.read_opt("valid_rows", options.valid_rows)?.cast(),
         row_mask: call.read_opt("row_mask", options.row_mask)?.cast(),
         expert_map: call.read_opt("expert_map", options.expert_map)?.cast(),
-        weights: call.write("weights", weights)?.cast(),
-        ids: call.write("ids", ids)?.cast(),
+        weights: call.write("topk_weights", topk_weights)?.cast(),
+        ids: call.write("topk_ids", topk_ids)?.cast(),
         packed: call.write_opt("packed", packed)?.cast(),
     };
     call.check_overlap()?;

@@ -49,6 +49,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
 /// Options of [`noisy_top_k`].
 #[derive(Debug)]
 #[non_exhaustive]
+#[must_use]
 pub struct NoisyTopKOptions<'a, T: Element> {
     /// `[tokens, experts]`, dense in its last dimension: the softplus of these is the standard deviation of the noise. Without
     /// them it is 1.
@@ -57,8 +58,8 @@ pub struct NoisyTopKOptions<'a, T: Element> {
     pub scale: f32,
     /// Key of the random numbers.
     pub seed: u64,
-    /// Row `t` draws from the sequence `sequence + t`.
-    pub sequence: u64,
+    /// Row `t` draws from the sequence `subsequence + t`.
+    pub subsequence: u64,
     /// Blocks of four numbers to skip in every sequence. A call uses `experts / 4` blocks, rounded up.
     pub offset: u64,
 }
@@ -72,7 +73,7 @@ impl<T: Element> Copy for NoisyTopKOptions<'_, T> {}
 
 impl<T: Element> Default for NoisyTopKOptions<'_, T> {
     fn default() -> Self {
-        Self { noise_logits: None, scale: 1.0, seed: 0, sequence: 0, offset: 0 }
+        Self { noise_logits: None, scale: 1.0, seed: 0, subsequence: 0, offset: 0 }
     }
 }
 
@@ -90,22 +91,22 @@ impl<'a, T: Element> NoisyTopKOptions<'a, T> {
     }
 
     /// With these random numbers.
-    pub const fn random(mut self, seed: u64, sequence: u64, offset: u64) -> Self {
-        (self.seed, self.sequence, self.offset) = (seed, sequence, offset);
+    pub const fn random(mut self, seed: u64, subsequence: u64, offset: u64) -> Self {
+        (self.seed, self.subsequence, self.offset) = (seed, subsequence, offset);
         self
     }
 }
 
 /// Chooses the `top_k` experts with the largest noisy logits, and gives them the softmax over the chosen as weights.
 ///
-/// `weights` and `ids`: `[tokens, top_k]`, best first, contiguous; `noisy`: `[tokens, experts]`, contiguous: the noisy logits `H`, for
+/// `topk_ids` and `topk_weights`: `[tokens, top_k]`, best first, contiguous; `noisy`: `[tokens, experts]`, contiguous: the noisy logits `H`, for
 /// what training derives from them; `logits`: `[tokens, experts]`, dense in its last dimension. `top_k` from 1 to 32, at most 2048
 /// experts. Ties go to the lower index; NaN ranks last and has weight 0.
 ///
 /// The normally distributed number of expert `e` and row `t` is number `e % 4` of the four that belong to block
-/// `offset + e / 4` of Philox4x32-10's sequence (seed, sequence `+ t`): with its words `x, y, z, w` they are `r sin a, r cos a` of
+/// `offset + e / 4` of Philox4x32-10's sequence (seed, `subsequence + t`): with its words `x, y, z, w` they are `r sin a, r cos a` of
 /// `(x, y)`, then of `(z, w)`, where `r = sqrt(-2 ln((x + 1/2) / 2³²))` and `a = 2π (y + 1/2) / 2³²`. So a call can be repeated, and a
-/// batch can be split if `sequence` follows.
+/// batch can be split if `subsequence` follows.
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value), [`DType`](Error::DType),
@@ -119,15 +120,15 @@ impl<'a, T: Element> NoisyTopKOptions<'a, T> {
 /// let mut weights = Tensor::zeros(&device, &[1, 2])?;
 /// let mut ids = Tensor::zeros(&device, &[1, 2])?;
 /// let options = moe::NoisyTopKOptions::default().scale(0.0);
-/// moe::noisy_top_k(&stream, &mut weights, &mut ids, None, &logits, &options)?;
+/// moe::noisy_top_k(&stream, &mut ids, &mut weights, None, &logits, &options)?;
 /// assert_eq!(ids.to_vec()?, [1, 3]);
 /// assert_eq!(weights.to_vec()?, [0.5, 0.5]);
 /// # Ok::<(), warploom::Error>(())
 /// ```
 pub fn noisy_top_k<T: Float>(
     stream: &Stream,
-    weights: &mut Tensor<f32>,
-    ids: &mut Tensor<i32>,
+    topk_ids: &mut Tensor<i32>,
+    topk_weights: &mut Tensor<f32>,
     noisy: Option<&mut Tensor<f32>>,
     logits: &Tensor<T>,
     options: &NoisyTopKOptions<'_, T>,
@@ -136,17 +137,17 @@ pub fn noisy_top_k<T: Float>(
     let [tokens, experts] = *logits.shape() else {
         return Err(call.bad_shape("logits", logits.shape(), "[tokens, experts]"));
     };
-    let [_, top_k] = *ids.shape() else {
-        return Err(call.bad_shape("ids", ids.shape(), "[tokens, top_k]"));
+    let [_, top_k] = *topk_ids.shape() else {
+        return Err(call.bad_shape("topk_ids", topk_ids.shape(), "[tokens, top_k]"));
     };
     call.dtype_among("logits", T::DTYPE, &[DType::F32, DType::F16, DType::Bf16])?;
-    call.same_shape("ids", ids.shape(), &[tokens, top_k])?;
-    call.same_shape("weights", weights.shape(), &[tokens, top_k])?;
-    call.contiguous("ids", ids)?;
-    call.contiguous("weights", weights)?;
+    call.same_shape("topk_ids", topk_ids.shape(), &[tokens, top_k])?;
+    call.same_shape("topk_weights", topk_weights.shape(), &[tokens, top_k])?;
+    call.contiguous("topk_ids", topk_ids)?;
+    call.contiguous("topk_weights", topk_weights)?;
     call.value((1..=MAX_EXPERTS).contains(&experts), "logits", format!("from 1 to {MAX_EXPERTS} experts"), experts)?;
     let most = experts.min(MAX_TOP_K);
-    call.value((1..=most).contains(&top_k), "ids", format!("from 1 to {most} experts a token"), top_k)?;
+    call.value((1..=most).contains(&top_k), "topk_ids", format!("from 1 to {most} experts a token"), top_k)?;
     if let Some(noisy) = &noisy {
         call.same_shape("noisy", noisy.shape(), &[tokens, experts])?;
         call.contiguous("noisy", noisy)?;
@@ -154,23 +155,23 @@ pub fn noisy_top_k<T: Float>(
     let rows = call.rows("logits", logits)?;
     let noise_row = match options.noise_logits {
         Some(noise) => {
-            call.same_shape("options.noise_logits", noise.shape(), &[tokens, experts])?;
-            call.rows("options.noise_logits", noise)?.stride
+            call.same_shape("noise_logits", noise.shape(), &[tokens, experts])?;
+            call.rows("noise_logits", noise)?.stride
         }
         None => 0,
     };
     let finite = options.scale.is_finite() && options.scale >= 0.0;
-    call.value(finite, "options.scale", "a finite number that is not negative", options.scale)?;
+    call.value(finite, "scale", "a finite number that is not negative", options.scale)?;
     let args = Args {
-        weights: call.write("weights", weights)?.cast(),
-        ids: call.write("ids", ids)?.cast(),
+        weights: call.write("topk_weights", topk_weights)?.cast(),
+        ids: call.write("topk_ids", topk_ids)?.cast(),
         noisy: call.write_opt("noisy", noisy)?.cast(),
         logits: call.read("logits", logits)?,
         row: rows.stride,
-        noise: call.read_opt("options.noise_logits", options.noise_logits)?,
+        noise: call.read_opt("noise_logits", options.noise_logits)?,
         noise_row,
         seed: options.seed,
-        sequence: options.sequence,
+        sequence: options.subsequence,
         offset: options.offset,
         scale: options.scale,
         tokens: call.count("logits", tokens)?,

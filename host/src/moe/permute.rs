@@ -84,7 +84,7 @@ pub fn permute<T: Element>(
 ) -> Result<()> {
     let mut call = Call::new("moe::permute", stream);
     let flat = options.convention == sort::SortConvention::Flat;
-    call.value(flat, "options.convention", "Flat", format!("{:?}", options.convention))?;
+    call.value(flat, "convention", "Flat", format!("{:?}", options.convention))?;
     let [tokens, n] = *x.shape() else {
         return Err(call.bad_shape("x", x.shape(), "[tokens, n]"));
     };
@@ -123,7 +123,7 @@ pub fn permute<T: Element>(
 /// `out[t] = Σ weight · y[position]` over the slots of token `t`, in their order: the way back from [`permute`].
 ///
 /// `y`: `[capacity, n]`, contiguous; `positions`: `[tokens, slots]` (-1, and whatever else is no row of `y`, counts as zero);
-/// `weights`: the same, ones if `None`; `out`: `[tokens, n]`. A token without any position gets its row of `pass_through`
+/// `topk_weights`: the same, ones if `None`; `out`: `[tokens, n]`. A token without any position gets its row of `pass_through`
 /// `[tokens, n]`, or zeros without it: overflow of an expert's capacity. Sums are in f32, with one rounding at the end.
 ///
 /// # Errors
@@ -148,7 +148,7 @@ pub fn unpermute<T: Float>(
     out: &mut Tensor<T>,
     y: &Tensor<T>,
     positions: &Tensor<i32>,
-    weights: Option<&Tensor<f32>>,
+    topk_weights: Option<&Tensor<f32>>,
     pass_through: Option<&Tensor<T>>,
 ) -> Result<()> {
     let mut call = Call::new("moe::unpermute", stream);
@@ -161,9 +161,9 @@ pub fn unpermute<T: Float>(
     call.same_shape("out", out.shape(), &[tokens, n])?;
     call.contiguous("y", y)?;
     call.contiguous("positions", positions)?;
-    if let Some(w) = weights {
-        call.same_shape("weights", w.shape(), &[tokens, slots])?;
-        call.contiguous("weights", w)?;
+    if let Some(w) = topk_weights {
+        call.same_shape("topk_weights", w.shape(), &[tokens, slots])?;
+        call.contiguous("topk_weights", w)?;
     }
     let mut pass_row = 0;
     if let Some(pass) = pass_through {
@@ -176,7 +176,7 @@ pub fn unpermute<T: Float>(
         out: call.write("out", out)?,
         y: call.read("y", y)?,
         positions: call.read("positions", positions)?.cast(),
-        weights: call.read_opt("weights", weights)?.cast(),
+        weights: call.read_opt("topk_weights", topk_weights)?.cast(),
         pass: call.read_opt("pass_through", pass_through)?,
         places: call.count("y", places)?,
         slots: call.count("positions", slots)?,

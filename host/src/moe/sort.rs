@@ -31,6 +31,7 @@ pub enum SortConvention {
 
 /// Which experts live on this device.
 #[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
 pub enum Local<'a> {
     /// All.
     #[default]
@@ -44,6 +45,7 @@ pub enum Local<'a> {
 /// What is sorted.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
+#[must_use]
 pub struct SortInput<'a> {
     /// `[tokens, top_k]`: experts by their global number; -1 for none. Others out of range are ignored and counted.
     pub topk_ids: &'a Tensor<i32>,
@@ -93,6 +95,7 @@ impl<'a> SortInput<'a> {
 /// Options of [`sort`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[must_use]
 pub struct SortOptions {
     /// Every expert's share is padded to a multiple of this.
     pub block_size: usize,
@@ -161,6 +164,7 @@ impl SortOptions {
 /// What [`sort`] writes. Experts are numbered as on this device, shared ones last.
 #[derive(Debug)]
 #[non_exhaustive]
+#[must_use]
 pub struct SortOutput<'a> {
     /// `[capacity]` with at least [`capacity`] elements: pairs by expert, each expert padded.
     pub sorted_ids: &'a mut Tensor<i32>,
@@ -241,6 +245,7 @@ pub const fn capacity(pairs: usize, bins: usize, block_size: usize, keep_empty: 
 
 /// How the pairs are split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Split {
     /// Blocks that sort.
     pub chunks: u32,
@@ -414,11 +419,11 @@ fn sort_impl<T: Element>(
     };
     call.contiguous("topk_ids", input.topk_ids)?;
     let block = options.block_size;
-    call.value((1..=1 << 16).contains(&block), "options.block_size", "from 1 to 65536", block)?;
+    call.value((1..=1 << 16).contains(&block), "block_size", "from 1 to 65536", block)?;
     let (slots, local) = (options.slots(top_k), input.bins());
     let bins = local + options.shared_experts;
     call.value(input.experts <= MAX_EXPERTS, "input.experts", format!("at most {MAX_EXPERTS}"), input.experts)?;
-    call.value(bins <= MAX_EXPERTS, "options.shared_experts", format!("at most {MAX_EXPERTS} in all"), bins)?;
+    call.value(bins <= MAX_EXPERTS, "shared_experts", format!("at most {MAX_EXPERTS} in all"), bins)?;
     let packed = options.convention == SortConvention::Packed;
     if packed {
         call.value(tokens < 1 << 24, "topk_ids", "fewer than 2^24 tokens for packed ids", tokens)?;

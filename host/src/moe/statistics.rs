@@ -21,6 +21,7 @@ pub const SUMMARY: usize = kernel::SUMMARY;
 /// What [`statistics`] writes; all contiguous.
 #[derive(Debug)]
 #[non_exhaustive]
+#[must_use]
 pub struct StatisticsOutput<'a> {
     /// `[5]`, see [`SUMMARY`]:
     /// 0. the coefficient of variation of the loads: their standard deviation (of the population) divided by their mean;

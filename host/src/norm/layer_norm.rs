@@ -20,7 +20,7 @@ pub const fn entry(dtype: DType, variant: Variant) -> Option<Entry<Args>> {
 }
 
 /// How to launch it for `rows` rows of `n` elements.
-pub const fn geometry(rows: u32, n: u32, dtype: DType, variant: Variant) -> Geometry {
+pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
     variant.geometry(dtype, rows, n, false, kernel::SHARED_BYTES)
 }
 
@@ -43,7 +43,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
         (args.out.cast_const(), args.out_stride, size),
     ];
     let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
-    let geometry = geometry(args.rows, args.n, dtype, variant);
+    let geometry = geometry(dtype, variant, args.rows, args.n);
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, "layer_norm", dtype, entry(dtype, variant), &geometry, args) }
 }

@@ -14,4 +14,6 @@ pub use crate::pieces::Variant;
 pub use layer_norm::layer_norm;
 pub use qk_norm::{gemma_qk_norm, qk_norm};
 pub use rms_norm::{fused_add_rms_norm, fused_add_rms_norm_to, gemma_fused_add_rms_norm, gemma_rms_norm, rms_norm};
-pub use rms_norm_quant::{QuantOptions, rms_norm_e4m3_per_group, rms_norm_e4m3_per_token, rms_norm_i8_per_token};
+pub use rms_norm_quant::{
+    RmsNormQuantOptions, rms_norm_e4m3_per_group, rms_norm_e4m3_per_token, rms_norm_i8_per_token,
+};

@@ -25,7 +25,7 @@ pub const fn entry(dtype: DType, aligned: bool) -> Option<Entry<Args>> {
 }
 
 /// How to launch it for `tokens` tokens of `heads` heads, queries and keys together, of `head_dim` elements.
-pub const fn geometry(tokens: u32, heads: u32, head_dim: u32, dtype: DType, aligned: bool) -> Geometry {
+pub const fn geometry(dtype: DType, aligned: bool, tokens: u32, heads: u32, head_dim: u32) -> Geometry {
     let lanes = if aligned {
         // Two pieces a thread of 16-bit elements, four of f32.
         let pieces = head_dim.div_ceil(pieces::piece(dtype, true));
@@ -57,28 +57,28 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, tokens: u32, args: &Args) ->
         (args.k_weight, 0, size),
     ];
     let aligned = pieces::aligned(dtype, args.n, &places);
-    let geometry = geometry(tokens, args.q_heads + args.k_heads, args.n, dtype, aligned);
+    let geometry = geometry(dtype, aligned, tokens, args.q_heads + args.k_heads, args.n);
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, "qk_norm", dtype, entry(dtype, aligned), &geometry, args) }
 }
 
-/// `x = x / sqrt(mean(x²) + eps) * weight` for each head `x` of each token of `q` and of `k`, in place.
+/// `x = x / sqrt(mean(x²) + eps) * weight` for each head `x` of each token of `query` and of `key`, in place.
 ///
-/// `q` is `[tokens, q_heads, head_dim]` and `k` is `[tokens, k_heads, head_dim]`, at most [`MAX_HEAD_DIM`] wide; views
-/// of one fused tensor are fine. `q_weight` and `k_weight` are `[head_dim]`, ones if `None`.
+/// `query` is `[tokens, q_heads, head_dim]` and `key` is `[tokens, k_heads, head_dim]`, at most [`MAX_HEAD_DIM`] wide; views
+/// of one fused tensor are fine. `query_weight` and `key_weight` are `[head_dim]`, ones if `None`.
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice);
 /// [`Value`](Error::Value) for an `eps` that is negative or NaN; [`Unsupported`](Error::Unsupported) for larger heads.
 pub fn qk_norm<T: Float>(
     stream: &Stream,
-    q: &mut Tensor<T>,
-    k: &mut Tensor<T>,
-    q_weight: Option<&Tensor<T>>,
-    k_weight: Option<&Tensor<T>>,
+    query: &mut Tensor<T>,
+    key: &mut Tensor<T>,
+    query_weight: Option<&Tensor<T>>,
+    key_weight: Option<&Tensor<T>>,
     eps: f32,
 ) -> Result<()> {
-    run("qk_norm", stream, q, k, q_weight, k_weight, 0.0, eps)
+    run("qk_norm", stream, query, key, query_weight, key_weight, 0.0, eps)
 }
 
 /// [`qk_norm`] with the factors `1 + weight`, as Gemma has it.
@@ -87,55 +87,55 @@ pub fn qk_norm<T: Float>(
 /// As for [`qk_norm`].
 pub fn gemma_qk_norm<T: Float>(
     stream: &Stream,
-    q: &mut Tensor<T>,
-    k: &mut Tensor<T>,
-    q_weight: &Tensor<T>,
-    k_weight: &Tensor<T>,
+    query: &mut Tensor<T>,
+    key: &mut Tensor<T>,
+    query_weight: &Tensor<T>,
+    key_weight: &Tensor<T>,
     eps: f32,
 ) -> Result<()> {
-    run("gemma_qk_norm", stream, q, k, Some(q_weight), Some(k_weight), 1.0, eps)
+    run("gemma_qk_norm", stream, query, key, Some(query_weight), Some(key_weight), 1.0, eps)
 }
 
 #[allow(clippy::too_many_arguments, reason = "two tensors and their weights")]
 fn run<T: Float>(
     op: &'static str,
     stream: &Stream,
-    q: &mut Tensor<T>,
-    k: &mut Tensor<T>,
-    q_weight: Option<&Tensor<T>>,
-    k_weight: Option<&Tensor<T>>,
+    query: &mut Tensor<T>,
+    key: &mut Tensor<T>,
+    query_weight: Option<&Tensor<T>>,
+    key_weight: Option<&Tensor<T>>,
     weight_offset: f32,
     eps: f32,
 ) -> Result<()> {
     let mut call = Call::new(op, stream);
-    for (arg, x) in [("q", &*q), ("k", &*k)] {
+    for (arg, x) in [("query", &*query), ("key", &*key)] {
         if x.shape().len() != 3 {
             return Err(call.bad_shape(arg, x.shape(), "[tokens, heads, head_dim]"));
         }
         call.dense_last(arg, x)?;
         call.distinct(arg, x)?;
     }
-    let &[tokens, q_heads, n] = q.shape() else { unreachable!("three dimensions") };
-    let k_heads = k.dim(1);
-    call.same_shape("k", k.shape(), &[tokens, k_heads, n])?;
-    check_vector(&call, "q_weight", q_weight, n)?;
-    check_vector(&call, "k_weight", k_weight, n)?;
+    let &[tokens, q_heads, n] = query.shape() else { unreachable!("three dimensions") };
+    let k_heads = key.dim(1);
+    call.same_shape("key", key.shape(), &[tokens, k_heads, n])?;
+    check_vector(&call, "query_weight", query_weight, n)?;
+    check_vector(&call, "key_weight", key_weight, n)?;
     check_eps(&call, eps)?;
     if n > MAX_HEAD_DIM {
         return Err(Error::Unsupported { op, what: format!("heads of {n} elements; at most {MAX_HEAD_DIM}") });
     }
     let args = Args {
-        q: call.write("q", q)?,
-        k: call.write("k", k)?,
-        q_weight: call.read_opt("q_weight", q_weight)?,
-        k_weight: call.read_opt("k_weight", k_weight)?,
+        q: call.write("query", query)?,
+        k: call.write("key", key)?,
+        q_weight: call.read_opt("query_weight", query_weight)?,
+        k_weight: call.read_opt("key_weight", key_weight)?,
         q_heads: call.count("q_heads", q_heads)?,
         k_heads: call.count("k_heads", k_heads)?,
         n: call.count("head_dim", n)?,
-        q_stride: q.strides()[0],
-        q_head_stride: q.strides()[1],
-        k_stride: k.strides()[0],
-        k_head_stride: k.strides()[1],
+        q_stride: query.strides()[0],
+        q_head_stride: query.strides()[1],
+        k_stride: key.strides()[0],
+        k_head_stride: key.strides()[1],
         weight_offset,
         eps,
     };

@@ -26,7 +26,7 @@ pub const fn fused_add_entry(dtype: DType, variant: Variant) -> Option<Entry<Fus
 }
 
 /// How to launch either for `rows` rows of `n` elements.
-pub const fn geometry(rows: u32, n: u32, dtype: DType, variant: Variant) -> Geometry {
+pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
     variant.geometry(dtype, rows, n, false, kernel::SHARED_BYTES)
 }
 
@@ -45,7 +45,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
     let places =
         [(args.x, args.x_stride, size), (args.weight, 0, size), (args.out.cast_const(), args.out_stride, size)];
     let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
-    let geometry = geometry(args.rows, args.n, dtype, variant);
+    let geometry = geometry(dtype, variant, args.rows, args.n);
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, "rms_norm", dtype, entry(dtype, variant), &geometry, args) }
 }
@@ -67,7 +67,7 @@ pub unsafe fn launch_fused_add(stream: &Stream, dtype: DType, args: &FusedAddArg
         (args.residual_out.cast_const(), args.residual_out_stride, size),
     ];
     let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
-    let geometry = geometry(args.rows, args.n, dtype, variant);
+    let geometry = geometry(dtype, variant, args.rows, args.n);
     let entry = fused_add_entry(dtype, variant);
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, "fused_add_rms_norm", dtype, entry, &geometry, args) }

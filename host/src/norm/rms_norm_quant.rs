@@ -42,7 +42,7 @@ pub const fn e4m3_per_group_entry(dtype: DType, variant: Variant, fused_add: boo
 }
 
 /// How to launch any of them for `rows` rows of `n` elements.
-pub const fn geometry(rows: u32, n: u32, dtype: DType, variant: Variant) -> Geometry {
+pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
     variant.geometry(dtype, rows, n, true, kernel::SHARED_BYTES)
 }
 
@@ -72,7 +72,7 @@ macro_rules! launches {
             ];
             let variant = Variant::new(dtype, $args.n, pieces::aligned(dtype, $args.n, &places));
             let entry = $entry(dtype, variant, !$args.residual.is_null());
-            let geometry = geometry(rows, $args.n, dtype, variant);
+            let geometry = geometry(dtype, variant, rows, $args.n);
             // SAFETY: forwarded to the caller; the entry fits the alignment.
             unsafe { pieces::launch(stream, $op, dtype, entry, &geometry, $args) }
         }
@@ -92,25 +92,32 @@ launches! {
 /// What may be added to a quantised normalisation.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct QuantOptions<'a, T: Element> {
+#[must_use]
+pub struct RmsNormQuantOptions<'a, T: Element> {
     /// `[n]`; ones if absent.
     pub weight: Option<&'a Tensor<T>>,
     /// Whether the factor is `1 + weight`, as Gemma has it.
     pub one_plus_weight: bool,
-    /// `[.., n]` like `x`: added to `x` first. The sum, rounded to the element type, replaces it and is normalised.
-    pub residual: Option<&'a mut Tensor<T>>,
     /// `[n]`: results are multiplied by it before they are quantised (pass reciprocals of SmoothQuant's factors). Per
     /// token only.
     pub smooth: Option<&'a Tensor<f32>>,
 }
 
-impl<T: Element> Default for QuantOptions<'_, T> {
-    fn default() -> Self {
-        Self { weight: None, one_plus_weight: false, residual: None, smooth: None }
+impl<T: Element> Clone for RmsNormQuantOptions<'_, T> {
+    fn clone(&self) -> Self {
+        *self
     }
 }
 
-impl<'a, T: Element> QuantOptions<'a, T> {
+impl<T: Element> Copy for RmsNormQuantOptions<'_, T> {}
+
+impl<T: Element> Default for RmsNormQuantOptions<'_, T> {
+    fn default() -> Self {
+        Self { weight: None, one_plus_weight: false, smooth: None }
+    }
+}
+
+impl<'a, T: Element> RmsNormQuantOptions<'a, T> {
     /// With this weight.
     pub fn weight(mut self, weight: &'a Tensor<T>) -> Self {
         self.weight = Some(weight);
@@ -121,12 +128,6 @@ impl<'a, T: Element> QuantOptions<'a, T> {
     pub fn one_plus_weight(mut self, weight: &'a Tensor<T>) -> Self {
         self.one_plus_weight = true;
         self.weight(weight)
-    }
-
-    /// With this residual, which is updated.
-    pub fn residual(mut self, residual: &'a mut Tensor<T>) -> Self {
-        self.residual = Some(residual);
-        self
     }
 
     /// With this factor for each column.
@@ -154,9 +155,10 @@ struct Checked {
 fn check<T: Float, Q: Element>(
     call: &mut Call<'_>,
     out: &mut Tensor<Q>,
+    residual: Option<&mut Tensor<T>>,
     x: &Tensor<T>,
     eps: f32,
-    options: QuantOptions<'_, T>,
+    options: &RmsNormQuantOptions<'_, T>,
 ) -> Result<Checked> {
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("out", out.shape(), x.shape())?;
@@ -164,13 +166,13 @@ fn check<T: Float, Q: Element>(
     check_vector(call, "smooth", options.smooth, from.width)?;
     check_eps(call, eps)?;
     let mut residual_stride = 0;
-    if let Some(residual) = &options.residual {
+    if let Some(residual) = &residual {
         call.same_shape("residual", residual.shape(), x.shape())?;
         residual_stride = call.rows("residual", residual)?.stride;
     }
     Ok(Checked {
         x: call.read("x", x)?,
-        residual: call.write_opt("residual", options.residual)?,
+        residual: call.write_opt("residual", residual)?,
         weight: call.read_opt("weight", options.weight)?,
         smooth: call.read_opt("smooth", options.smooth)?.cast(),
         out: call.write("out", out)?,
@@ -188,7 +190,8 @@ macro_rules! per_token {
         $(#[$m])*
         ///
         /// `x` and `out` are `[.., n]` of the same shape, the rows of each at one distance from each other; `scales` is
-        /// `[rows]`, dense, where `rows` is the product of all dimensions of `x` but the last.
+        /// `[rows]`, dense, where `rows` is the product of all dimensions of `x` but the last. A `residual`, of the shape
+        /// of `x`, is added to `x` first; the sum, rounded to the element type, replaces it and is normalised.
         ///
         /// # Errors
         /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
@@ -198,12 +201,13 @@ macro_rules! per_token {
             stream: &Stream,
             out: &mut Tensor<$Q>,
             scales: &mut Tensor<f32>,
+            residual: Option<&mut Tensor<T>>,
             x: &Tensor<T>,
             eps: f32,
-            options: QuantOptions<'_, T>,
+            options: &RmsNormQuantOptions<'_, T>,
         ) -> Result<()> {
             let mut call = Call::new(stringify!($name), stream);
-            let c = check(&mut call, out, x, eps, options)?;
+            let c = check(&mut call, out, residual, x, eps, options)?;
             call.same_shape("scales", scales.shape(), &[c.from.rows])?;
             call.contiguous("scales", scales)?;
             let args = $Args {
@@ -236,7 +240,8 @@ per_token! {
 /// RMS normalisation with e4m3 results and a scale for each row and each group of 128 columns.
 ///
 /// `x` and `out` are `[.., n]` of the same shape, the rows of each at one distance from each other; `scales` is
-/// `[rows, ceil(n / 128)]`, with any strides. The last group may be narrower.
+/// `[rows, ceil(n / 128)]`, with any strides. The last group may be narrower. A `residual` is as for
+/// [`rms_norm_e4m3_per_token`].
 ///
 /// # Errors
 /// As for [`rms_norm_e4m3_per_token`]; [`Unsupported`](crate::Error::Unsupported) for `smooth`.
@@ -244,16 +249,17 @@ pub fn rms_norm_e4m3_per_group<T: Float>(
     stream: &Stream,
     out: &mut Tensor<E4M3>,
     scales: &mut Tensor<f32>,
+    residual: Option<&mut Tensor<T>>,
     x: &Tensor<T>,
     eps: f32,
-    options: QuantOptions<'_, T>,
+    options: &RmsNormQuantOptions<'_, T>,
 ) -> Result<()> {
     const OP: &str = "rms_norm_e4m3_per_group";
     if options.smooth.is_some() {
         return Err(crate::Error::Unsupported { op: OP, what: "no smoothing with scales for groups".into() });
     }
     let mut call = Call::new(OP, stream);
-    let c = check(&mut call, out, x, eps, options)?;
+    let c = check(&mut call, out, residual, x, eps, options)?;
     let (scale_row_stride, scale_group_stride) = pieces::scale_strides(&call, scales, c.from.rows, c.from.width)?;
     let args = E4m3PerGroupArgs {
         x: c.x,

@@ -6,6 +6,6 @@ pub mod rotary;
 pub mod rotary_and_cache;
 
 pub use cache::{Scaling, cache};
-pub use qk_norm_rotary::qk_norm_rotary;
-pub use rotary::{Pairing, rotary};
-pub use rotary_and_cache::rotary_and_cache;
+pub use qk_norm_rotary::{QkNormRotaryOptions, qk_norm_rotary};
+pub use rotary::{Pairing, RotaryOptions, rotary};
+pub use rotary_and_cache::{RotaryAndCacheOptions, rotary_and_cache};

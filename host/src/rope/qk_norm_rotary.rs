@@ -60,7 +60,7 @@ pub fn wide(dtype: DType, args: &Args) -> bool {
 }
 
 /// How to launch it.
-pub const fn geometry(dtype: DType, tokens: u32, args: &Args, narrow: bool) -> Geometry {
+pub const fn geometry(dtype: DType, narrow: bool, tokens: u32, args: &Args) -> Geometry {
     let items = if narrow { kernel::NARROW_ITEMS } else { 1 };
     let lanes = pairs(args, chunk(dtype, narrow)).div_ceil(items).next_power_of_two();
     // Whole warps, since lanes are combined by shuffles.
@@ -86,13 +86,20 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, pairing: Pairing, tokens: u3
     let entry = entry(dtype, pairing, narrow)
         .ok_or_else(|| unsupported(format!("no kernel for {dtype}; there are f32, f16 and bf16")))?;
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry, &geometry(dtype, tokens, args, narrow), args) }
+    unsafe { stream.launch(&entry, &geometry(dtype, narrow, tokens, args), args) }
 }
 
 /// What [`qk_norm_rotary`] may be told besides.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 #[non_exhaustive]
-pub struct Options<'a> {
+#[must_use]
+pub struct QkNormRotaryOptions<'a, T: Element> {
+    /// Of the queries' norm, `[head_dim]`; ones if absent.
+    pub query_weight: Option<&'a Tensor<T>>,
+    /// Of the keys' norm, `[head_dim]`; ones if absent.
+    pub key_weight: Option<&'a Tensor<T>>,
+    /// Which elements turn together; [`Pairing::Neox`].
+    pub pairing: Pairing,
     /// Added to the weights: 1 for Gemma's.
     pub weight_offset: f32,
     /// Where in a head the rotated part starts; 0.
@@ -101,11 +108,43 @@ pub struct Options<'a> {
     pub inverse: bool,
     /// The largest position, if the caller knows it: checked against the cache.
     pub largest_position: Option<usize>,
-    /// `[1]`: counted up by the number of tokens whose position is outside of the cache.
-    pub status: Option<&'a mut Tensor<u32>>,
 }
 
-impl<'a> Options<'a> {
+impl<T: Element> Clone for QkNormRotaryOptions<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T: Element> Copy for QkNormRotaryOptions<'_, T> {}
+
+impl<T: Element> Default for QkNormRotaryOptions<'_, T> {
+    fn default() -> Self {
+        Self {
+            query_weight: None,
+            key_weight: None,
+            pairing: Pairing::default(),
+            weight_offset: 0.0,
+            offset: 0,
+            inverse: false,
+            largest_position: None,
+        }
+    }
+}
+
+impl<'a, T: Element> QkNormRotaryOptions<'a, T> {
+    /// With these weights of the norms.
+    pub fn weights(mut self, query: &'a Tensor<T>, key: &'a Tensor<T>) -> Self {
+        (self.query_weight, self.key_weight) = (Some(query), Some(key));
+        self
+    }
+
+    /// With these elements turning together.
+    pub fn pairing(mut self, pairing: Pairing) -> Self {
+        self.pairing = pairing;
+        self
+    }
+
     /// Adds this to the weights.
     pub fn weight_offset(mut self, offset: f32) -> Self {
         self.weight_offset = offset;
@@ -129,12 +168,6 @@ impl<'a> Options<'a> {
         self.largest_position = Some(position);
         self
     }
-
-    /// With a count of wrong positions.
-    pub fn status(mut self, status: &'a mut Tensor<u32>) -> Self {
-        self.status = Some(status);
-        self
-    }
 }
 
 /// Normalises each head of `query` and `key` and rotates it, in place.
@@ -150,13 +183,11 @@ pub fn qk_norm_rotary<T: Float, C: Float, I: Element>(
     stream: &Stream,
     query: &mut Tensor<T>,
     key: Option<&mut Tensor<T>>,
-    query_weight: Option<&Tensor<T>>,
-    key_weight: Option<&Tensor<T>>,
+    status: Option<&mut Tensor<u32>>,
     positions: &Tensor<I>,
     angles: &Tensor<C>,
-    pairing: Pairing,
     eps: f32,
-    options: Options<'_>,
+    options: &QkNormRotaryOptions<'_, T>,
 ) -> Result<()> {
     let mut call = Call::new("qk_norm_rotary", stream);
     let &[tokens, query_heads, head_dim] = query.shape() else {
@@ -177,6 +208,7 @@ pub fn qk_norm_rotary<T: Float, C: Float, I: Element>(
         key_heads = heads;
         (key_token_stride, key_head_stride) = (key.strides()[0], key.strides()[1]);
     }
+    let (query_weight, key_weight) = (options.query_weight, options.key_weight);
     for (arg, weight) in [("query_weight", query_weight), ("key_weight", key_weight)] {
         if let Some(weight) = weight {
             call.same_shape(arg, weight.shape(), &[head_dim])?;
@@ -194,7 +226,7 @@ pub fn qk_norm_rotary<T: Float, C: Float, I: Element>(
         key_weight: call.read_opt("key_weight", key_weight)?,
         positions: rotation.positions,
         angles: rotation.angles,
-        status: status_word(&mut call, options.status)?,
+        status: status_word(&mut call, status)?,
         query_token_stride,
         query_head_stride,
         key_token_stride,
@@ -216,5 +248,5 @@ pub fn qk_norm_rotary<T: Float, C: Float, I: Element>(
     }
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; positions are
     // checked by the kernel.
-    unsafe { launch(stream, T::DTYPE, pairing, tokens, &args) }
+    unsafe { launch(stream, T::DTYPE, options.pairing, tokens, &args) }
 }

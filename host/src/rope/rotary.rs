@@ -17,9 +17,11 @@ pub use kernel::Args;
 pub use rotation::{ANGLES_F32, INVERSE, POSITIONS_I64};
 
 /// Which elements of a head turn together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Pairing {
     /// `(x[i], x[i + rot_dim / 2])`: Llama, Qwen, NeoX.
+    #[default]
     Neox,
     /// `(x[2 i], x[2 i + 1])`: GPT-J, DeepSeek, ChatGLM.
     Gptj,
@@ -63,20 +65,27 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, pairing: Pairing, args: &Arg
 }
 
 /// What [`rotary`] may be told besides.
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Options<'a> {
+#[must_use]
+pub struct RotaryOptions {
+    /// Which elements turn together; [`Pairing::Neox`].
+    pub pairing: Pairing,
     /// Where in a head the rotated part starts; 0.
     pub offset: usize,
     /// Turns back.
     pub inverse: bool,
     /// The largest position, if the caller knows it: checked against the cache.
     pub largest_position: Option<usize>,
-    /// `[1]`: counted up by the number of tokens whose position is outside of the cache.
-    pub status: Option<&'a mut Tensor<u32>>,
 }
 
-impl<'a> Options<'a> {
+impl RotaryOptions {
+    /// With these elements turning together.
+    pub fn pairing(mut self, pairing: Pairing) -> Self {
+        self.pairing = pairing;
+        self
+    }
+
     /// Rotates the elements from `offset` on.
     pub fn offset(mut self, offset: usize) -> Self {
         self.offset = offset;
@@ -94,12 +103,6 @@ impl<'a> Options<'a> {
         self.largest_position = Some(position);
         self
     }
-
-    /// With a count of wrong positions.
-    pub fn status(mut self, status: &'a mut Tensor<u32>) -> Self {
-        self.status = Some(status);
-        self
-    }
 }
 
 /// Rotates `query`, and `key` if there is one, in place.
@@ -107,22 +110,23 @@ impl<'a> Options<'a> {
 /// `query` is `[tokens, heads, head_dim]` and `key` `[tokens, kv_heads, head_dim]` (their head dimensions may differ),
 /// dense in the last dimension, otherwise of any strides, such as views of one `[tokens, q | k | v]` tensor. `positions`
 /// is `[tokens]` of `i32` or `i64`, dense. `angles` is `[max_positions, rot_dim]` of `f32` or `T`, dense, as
-/// [`rope::cache`](super::cache()) makes it: `rot_dim` elements of each head turn, from [`Options::offset`] on.
+/// [`rope::cache`](super::cache()) makes it: `rot_dim` elements of each head turn, from [`RotaryOptions::offset`] on.
 ///
-/// A token whose position is negative or not in the cache is left as it is, and counted in [`Options::status`].
+/// A token whose position is negative or not in the cache is left as it is, and counted up in `status`, `[1]`, if there is
+/// one.
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType), [`Overlap`](Error::Overlap),
 /// [`WrongDevice`](Error::WrongDevice); [`Value`](Error::Value) for a rotated part that is odd or does not fit into a
-/// head, a [`largest_position`](Options::largest_position) outside of the cache, and extents beyond 2^31 - 1.
+/// head, a [`largest_position`](RotaryOptions::largest_position) outside of the cache, and extents beyond 2^31 - 1.
 pub fn rotary<T: Float, C: Float, I: Element>(
     stream: &Stream,
     query: &mut Tensor<T>,
     key: Option<&mut Tensor<T>>,
+    status: Option<&mut Tensor<u32>>,
     positions: &Tensor<I>,
     angles: &Tensor<C>,
-    pairing: Pairing,
-    options: Options<'_>,
+    options: &RotaryOptions,
 ) -> Result<()> {
     let mut call = Call::new("rotary", stream);
     let &[tokens, query_heads, _] = query.shape() else {
@@ -151,7 +155,7 @@ pub fn rotary<T: Float, C: Float, I: Element>(
         key: call.write_opt("key", key)?,
         positions: rotation.positions,
         angles: rotation.angles,
-        status: status_word(&mut call, options.status)?,
+        status: status_word(&mut call, status)?,
         query_token_stride,
         query_head_stride,
         key_token_stride,
@@ -170,7 +174,7 @@ pub fn rotary<T: Float, C: Float, I: Element>(
     }
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; positions are
     // checked by the kernel.
-    unsafe { launch(stream, T::DTYPE, pairing, &args) }
+    unsafe { launch(stream, T::DTYPE, options.pairing, &args) }
 }
 
 /// Positions and angles, checked.

@@ -18,7 +18,7 @@ use cuda_std::{DType, Element, Entry, Float};
 pub use kernel::{Args, INTERLEAVED, SCALE_PER_HEAD, SLOTS_I64};
 
 /// The entry for tensors and a cache of these types, if there is one.
-pub const fn entry(layout: CacheLayout, dtype: DType, cache: DType) -> Option<Entry<Args>> {
+pub const fn entry(dtype: DType, cache: DType, layout: CacheLayout) -> Option<Entry<Args>> {
     use kernel::*;
     Some(match (layout, dtype, cache) {
         (CacheLayout::XSplit, DType::F32, DType::F32) => rotary_and_cache_xsplit_f32_f32::ENTRY,
@@ -50,7 +50,7 @@ pub const fn entry(layout: CacheLayout, dtype: DType, cache: DType) -> Option<En
 }
 
 /// How to launch it.
-pub const fn geometry(layout: CacheLayout, dtype: DType, args: &Args) -> Geometry {
+pub const fn geometry(dtype: DType, layout: CacheLayout, args: &Args) -> Geometry {
     let chunks = kernel::pairs(args.head_dim, args.rot_dim, 16 / dtype.size() as u32);
     let heads = args.query_heads + 2 * args.kv_heads;
     match layout {
@@ -67,33 +67,39 @@ pub const fn geometry(layout: CacheLayout, dtype: DType, args: &Args) -> Geometr
 /// # Safety
 /// As for [`rotary::launch`](super::rotary::launch) and
 /// [`reshape_and_cache::launch`](crate::kv_cache::reshape_and_cache::launch).
-pub unsafe fn launch(stream: &Stream, layout: CacheLayout, dtype: DType, cache: DType, args: &Args) -> Result<()> {
-    let entry = entry(layout, dtype, cache).ok_or_else(|| Error::Unsupported {
+pub unsafe fn launch(stream: &Stream, dtype: DType, cache: DType, layout: CacheLayout, args: &Args) -> Result<()> {
+    let entry = entry(dtype, cache, layout).ok_or_else(|| Error::Unsupported {
         op: "rotary_and_cache",
         what: format!(
             "no kernel from {dtype} to {cache}; there are f32, f16 and bf16 to themselves, e4m3, e5m2 and i8"
         ),
     })?;
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry, &geometry(layout, dtype, args), args) }
+    unsafe { stream.launch(&entry, &geometry(dtype, layout, args), args) }
 }
 
 /// What [`rotary_and_cache`] may be told besides.
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
-pub struct Options<'a> {
+#[must_use]
+pub struct RotaryAndCacheOptions<'a> {
+    /// Which elements turn together; [`Pairing::Neox`].
+    pub pairing: Pairing,
     /// Where in a head the rotated part starts; 0.
     pub offset: usize,
     /// The largest position, if the caller knows it: checked against the rows of `angles`.
     pub largest_position: Option<usize>,
     /// Scales of an 8-bit cache.
     pub scales: Option<Scales<'a>>,
-    /// `[1]`: counted up by the number of tokens whose position is outside of `angles`, or whose slot is outside of the
-    /// cache and not -1.
-    pub status: Option<&'a mut Tensor<u32>>,
 }
 
-impl<'a> Options<'a> {
+impl<'a> RotaryAndCacheOptions<'a> {
+    /// With these elements turning together.
+    pub fn pairing(mut self, pairing: Pairing) -> Self {
+        self.pairing = pairing;
+        self
+    }
+
     /// Rotates the elements from `offset` on.
     pub fn offset(mut self, offset: usize) -> Self {
         self.offset = offset;
@@ -108,13 +114,7 @@ impl<'a> Options<'a> {
 
     /// With these scales.
     pub fn scales(mut self, key: &'a Tensor<f32>, value: &'a Tensor<f32>) -> Self {
-        self.scales = Some(Scales { key, value });
-        self
-    }
-
-    /// With a count of wrong positions and slots.
-    pub fn status(mut self, status: &'a mut Tensor<u32>) -> Self {
-        self.status = Some(status);
+        self.scales = Some(Scales::new(key, value));
         self
     }
 }
@@ -122,11 +122,11 @@ impl<'a> Options<'a> {
 /// Rotates `query` in place, and `cache[slots[t]] = rotated key[t], value[t]` for each token `t`.
 ///
 /// `query` is `[tokens, heads, head_dim]`, `key` and `value` are `[tokens, kv_heads, head_dim]`, dense in the last
-/// dimension; `positions`, `angles` and `pairing` are as for [`rotary`](super::rotary()); `slots`, the cache and its
+/// dimension; `positions` and `angles` are as for [`rotary`](super::rotary()); `slots`, the cache and its
 /// scales as for [`reshape_and_cache`](crate::kv_cache::reshape_and_cache()). The head dimension is the cache's.
 ///
 /// A token whose position is not in `angles` is left out altogether; one whose slot is -1 or outside of the cache only
-/// has its query rotated. All of these but -1 count in [`Options::status`].
+/// has its query rotated. All of these but -1 are counted up in `status`, `[1]`, if there is one.
 ///
 /// # Errors
 /// Those of the two operations.
@@ -135,13 +135,13 @@ pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Ele
     stream: &Stream,
     query: &mut Tensor<T>,
     cache: &mut KvCache<S>,
+    status: Option<&mut Tensor<u32>>,
     key: &Tensor<T>,
     value: &Tensor<T>,
     positions: &Tensor<I>,
     angles: &Tensor<C>,
     slots: &Tensor<J>,
-    pairing: Pairing,
-    options: Options<'_>,
+    options: &RotaryAndCacheOptions<'_>,
 ) -> Result<()> {
     let mut call = Call::new("rotary_and_cache", stream);
     let (layout, shape) = (cache.layout(), cache.shape());
@@ -163,7 +163,7 @@ pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Ele
     call.contiguous("slots", slots)?;
     call.dtype_among("slots", J::DTYPE, &[DType::I32, DType::I64])?;
     let scales = check_scales(&mut call, options.scales, shape.heads, T::DTYPE, S::DTYPE)?;
-    let status = status_word(&mut call, options.status)?;
+    let status = status_word(&mut call, status)?;
     let (k, v) = (cache.key_strides(), cache.value_strides());
     let (key_cache, value_cache) = write_cache(&mut call, cache)?;
     let args = Args {
@@ -202,7 +202,7 @@ pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Ele
         flags: rotation.flags
             | if J::DTYPE == DType::I64 { SLOTS_I64 } else { 0 }
             | if scales.per_head { SCALE_PER_HEAD } else { 0 }
-            | if pairing == Pairing::Gptj { INTERLEAVED } else { 0 },
+            | if options.pairing == Pairing::Gptj { INTERLEAVED } else { 0 },
     };
     call.count("heads", query_heads + 2 * shape.heads)?;
     call.check_overlap()?;
@@ -211,5 +211,5 @@ pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Ele
     }
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; positions and
     // slots are checked by the kernel.
-    unsafe { launch(stream, layout, T::DTYPE, S::DTYPE, &args) }
+    unsafe { launch(stream, T::DTYPE, S::DTYPE, layout, &args) }
 }

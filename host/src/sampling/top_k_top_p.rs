@@ -4,8 +4,8 @@
 //!
 //! For each row of logits, in this order:
 //!
-//! 1. Tokens whose bit in [`allowed`](Options::allowed) is 0 are out. [`bias`](Options::bias) is added.
-//! 2. Tokens of the [`history`](Options::history) are penalised: positive logits are divided by the repetition penalty and
+//! 1. Tokens whose bit in [`allowed`](SamplingOptions::allowed) is 0 are out. [`bias`](SamplingOptions::bias) is added.
+//! 2. Tokens of the [`history`](SamplingOptions::history) are penalised: positive logits are divided by the repetition penalty and
 //!    others multiplied by it; then `frequency * count + presence` is subtracted, of those generated.
 //! 3. The rest are ranked: larger logits first, of equal ones the lower token. `weight = exp((x - max) / temperature)`.
 //! 4. min-p keeps tokens of at least `min_p` times the largest weight.
@@ -33,8 +33,8 @@
 //!
 //! # Algorithms
 //!
-//! Up to 128 tokens kept, the best k are found in one pass over the logits: [`Algorithm::Batched`] with a block a
-//! row, [`Algorithm::SplitK`] with several and a merge. Above that, or without top-k, [`Algorithm::Radix`] searches by
+//! Up to 128 tokens kept, the best k are found in one pass over the logits: [`SamplingAlgorithm::Batched`] with a block a
+//! row, [`SamplingAlgorithm::SplitK`] with several and a merge. Above that, or without top-k, [`SamplingAlgorithm::Radix`] searches by
 //! histograms of the logits' bits.
 //!
 //! Sources: Fan et al., *Hierarchical neural story generation*, 2018 (top-k); Holtzman et al., *The curious case of neural
@@ -60,6 +60,7 @@ const OP: &str = "top_k_top_p";
 
 /// A parameter of all rows, or one of each.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub enum PerRow<'a, T: Element> {
     /// The same for all rows.
     All(T),
@@ -81,7 +82,7 @@ impl<'a, T: Element> From<&'a Tensor<T>> for PerRow<'a, T> {
 /// How to find what top-k and top-p keep. All give the same tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Algorithm {
+pub enum SamplingAlgorithm {
     /// By the number of rows, the vocabulary and `k`.
     #[default]
     Auto,
@@ -100,7 +101,8 @@ pub enum Algorithm {
 /// What is optional about [`top_k_top_p`]; the default is to sample from the softmax of the logits with seed 0.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Options<'a> {
+#[must_use]
+pub struct SamplingOptions<'a> {
     temperature: PerRow<'a, f32>,
     top_k: Option<PerRow<'a, i32>>,
     max_top_k: Option<usize>,
@@ -116,10 +118,10 @@ pub struct Options<'a> {
     repetition: PerRow<'a, f32>,
     presence: PerRow<'a, f32>,
     frequency: PerRow<'a, f32>,
-    algorithm: Algorithm,
+    algorithm: SamplingAlgorithm,
 }
 
-impl Default for Options<'_> {
+impl Default for SamplingOptions<'_> {
     fn default() -> Self {
         Self {
             temperature: PerRow::All(1.0),
@@ -137,17 +139,12 @@ impl Default for Options<'_> {
             repetition: PerRow::All(1.0),
             presence: PerRow::All(0.0),
             frequency: PerRow::All(0.0),
-            algorithm: Algorithm::Auto,
+            algorithm: SamplingAlgorithm::Auto,
         }
     }
 }
 
-impl<'a> Options<'a> {
-    /// The defaults.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
+impl<'a> SamplingOptions<'a> {
     /// Divides the logits; 0 is greedy. Default 1.
     pub fn temperature(mut self, temperature: impl Into<PerRow<'a, f32>>) -> Self {
         self.temperature = temperature.into();
@@ -247,8 +244,8 @@ impl<'a> Options<'a> {
         self
     }
 
-    /// How to do it. Default: [`Algorithm::Auto`].
-    pub fn algorithm(mut self, algorithm: Algorithm) -> Self {
+    /// How to do it. Default: [`SamplingAlgorithm::Auto`].
+    pub fn algorithm(mut self, algorithm: SamplingAlgorithm) -> Self {
         self.algorithm = algorithm;
         self
     }
@@ -277,6 +274,7 @@ mod private {
 /// The top tokens are the most probable in order of rank; places beyond the last token above -inf hold -1 (as `u32`, its
 /// largest value) and -inf.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct LogProbs<I: TokenId> {
     /// Of the sampled token: `[rows]`.
     pub before: Option<Tensor<f32>>,
@@ -318,9 +316,16 @@ impl<I: TokenId> LogProbs<I> {
     }
 }
 
+impl<I: TokenId> Default for LogProbs<I> {
+    fn default() -> Self {
+        Self::none()
+    }
+}
+
 /// How the workspace of so many rows and tokens is laid out. All of it is zeros before its first use, and operations leave
 /// zeros where they need them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Layout {
     /// The most rows.
     pub rows: usize,
@@ -331,6 +336,11 @@ pub struct Layout {
 }
 
 impl Layout {
+    /// Of up to `rows` rows of up to `vocab` tokens.
+    pub const fn new(rows: usize, vocab: usize, adjusted: bool) -> Self {
+        Self { rows, vocab, adjusted }
+    }
+
     const TICKETS: usize = size_of::<u32>();
     const STATE: usize = size_of::<RowState>();
     const HISTOGRAMS: usize = HISTOGRAMS * HISTOGRAM_WORDS * size_of::<u64>();
@@ -387,12 +397,12 @@ impl Layout {
 /// Device memory that [`top_k_top_p`] needs beside its arguments. One call uses it at a time: calls on one stream may
 /// share it, and so may a captured graph that is launched again and again.
 #[derive(Debug)]
-pub struct Workspace {
+pub struct SamplingWorkspace {
     layout: Layout,
     memory: Tensor<u8>,
 }
 
-impl Workspace {
+impl SamplingWorkspace {
     /// For up to `rows` rows of up to `vocab` tokens, without adjustments: about 84 KB a row.
     ///
     /// # Errors
@@ -401,8 +411,8 @@ impl Workspace {
         Self::with(device, Layout { rows, vocab, adjusted: false })
     }
 
-    /// The same with room for adjusted logits, four bytes for each: for [`allowed`](Options::allowed),
-    /// [`bias`](Options::bias) and [`history`](Options::history).
+    /// The same with room for adjusted logits, four bytes for each: for [`allowed`](SamplingOptions::allowed),
+    /// [`bias`](SamplingOptions::bias) and [`history`](SamplingOptions::history).
     ///
     /// # Errors
     /// As for [`new`](Self::new).
@@ -413,7 +423,7 @@ impl Workspace {
     fn with(device: &Device, layout: Layout) -> Result<Self> {
         if layout.vocab > MAX_VOCAB {
             return Err(Error::Value {
-                op: "Workspace::new",
+                op: "SamplingWorkspace::new",
                 arg: "vocab",
                 expected: format!("at most {MAX_VOCAB}"),
                 got: layout.vocab.to_string(),
@@ -433,6 +443,7 @@ const MAX_VOCAB: usize = i32::MAX as usize - 16;
 
 /// Which kernels a call launches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Plan {
     /// Blocks of a row for `split_k`; 1 for `batched`; 0 for neither.
     pub splits: u32,
@@ -444,6 +455,11 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// These kernels.
+    pub const fn new(splits: u32, goals: u32, sums: bool) -> Self {
+        Self { splits, goals, sums }
+    }
+
     /// Blocks of a row that keep the device busy without making the merge long.
     pub fn splits(multiprocessors: u32, rows: usize, vocab: usize, need: usize) -> u32 {
         // One block a multiprocessor is fastest where that is several blocks a row; otherwise two, the most that fit.
@@ -471,22 +487,22 @@ macro_rules! entry_of {
 }
 entry_of! {
     /// One block a row.
-    batched -> kernel::BatchedArgs { top_k_top_p_batched_f32, top_k_top_p_batched_f16, top_k_top_p_batched_bf16 }
+    batched_entry -> kernel::BatchedArgs { top_k_top_p_batched_f32, top_k_top_p_batched_f16, top_k_top_p_batched_bf16 }
         in crate::kernels::sampling::top_k_top_p;
     /// Several blocks a row.
-    split_k -> kernel::SplitKArgs { top_k_top_p_split_k_f32, top_k_top_p_split_k_f16, top_k_top_p_split_k_bf16 }
+    split_k_entry -> kernel::SplitKArgs { top_k_top_p_split_k_f32, top_k_top_p_split_k_f16, top_k_top_p_split_k_bf16 }
         in crate::kernels::sampling::top_k_top_p;
     /// The largest logit of each row.
-    row_max -> row_sum::Args { sampling_row_max_f32, sampling_row_max_f16, sampling_row_max_bf16 }
+    row_max_entry -> row_sum::Args { sampling_row_max_f32, sampling_row_max_f16, sampling_row_max_bf16 }
         in crate::kernels::sampling::row_sum;
     /// The sum of weights of each row.
     row_sum_entry -> row_sum::Args { sampling_row_sum_f32, sampling_row_sum_f16, sampling_row_sum_bf16 }
         in crate::kernels::sampling::row_sum;
     /// One histogram of the radix search.
-    radix_search -> radix::Args { sampling_radix_search_f32, sampling_radix_search_f16, sampling_radix_search_bf16 }
+    radix_search_entry -> radix::Args { sampling_radix_search_f32, sampling_radix_search_f16, sampling_radix_search_bf16 }
         in crate::kernels::sampling::radix;
     /// The end of the radix search.
-    radix_pick -> radix::Args { sampling_radix_pick_f32, sampling_radix_pick_f16, sampling_radix_pick_bf16 }
+    radix_pick_entry -> radix::Args { sampling_radix_pick_f32, sampling_radix_pick_f16, sampling_radix_pick_bf16 }
         in crate::kernels::sampling::radix;
     /// Mask, bias and penalties.
     adjust_entry -> adjust::Args { sampling_adjust_f32, sampling_adjust_f16, sampling_adjust_bf16 }
@@ -539,7 +555,7 @@ pub unsafe fn launch(
         }
         if plan.sums || plan.goals > 0 {
             let args = row_sum::Args { logits, job };
-            stream.launch(&row_max(dtype).ok_or_else(unsupported)?, &by_chunk(0), &args)?;
+            stream.launch(&row_max_entry(dtype).ok_or_else(unsupported)?, &by_chunk(0), &args)?;
             if plan.sums {
                 stream.launch(&row_sum_entry(dtype).ok_or_else(unsupported)?, &by_chunk(0), &args)?;
             }
@@ -548,20 +564,20 @@ pub unsafe fn launch(
             0 => {}
             1 => {
                 let args = kernel::BatchedArgs { logits, job };
-                stream.launch(&batched(dtype).ok_or_else(unsupported)?, &by_row(1), &args)?;
+                stream.launch(&batched_entry(dtype).ok_or_else(unsupported)?, &by_row(1), &args)?;
             }
             splits => {
                 let args = kernel::SplitKArgs { logits, job, splits };
-                stream.launch(&split_k(dtype).ok_or_else(unsupported)?, &by_row(splits), &args)?;
+                stream.launch(&split_k_entry(dtype).ok_or_else(unsupported)?, &by_row(splits), &args)?;
             }
         }
         if plan.goals > 0 {
             let args = radix::Args { logits, job };
-            let search = radix_search(dtype).ok_or_else(unsupported)?;
+            let search = radix_search_entry(dtype).ok_or_else(unsupported)?;
             for _ in 0..radix::passes(key_bits(dtype), plan.goals) {
                 stream.launch(&search, &by_chunk(radix::SEARCH_SHARED_BYTES), &args)?;
             }
-            let pick = radix_pick(dtype).ok_or_else(unsupported)?;
+            let pick = radix_pick_entry(dtype).ok_or_else(unsupported)?;
             stream.launch(&pick, &by_chunk(radix::PICK_SHARED_BYTES), &args)?;
         }
     }
@@ -574,16 +590,16 @@ pub unsafe fn launch(
 /// dimension, dense. Parameters that differ by row are `[rows]`.
 ///
 /// ```
-/// use warploom::sampling::{Options, Workspace, top_k_top_p};
+/// use warploom::sampling::{SamplingOptions, SamplingWorkspace, top_k_top_p};
 /// use warploom::{Device, Stream, Tensor};
 ///
 /// let device = Device::simt();
 /// let stream = Stream::new(&device)?;
 /// let logits = Tensor::from_slice(&device, &[0.0f32, 3.0, 2.9, -1.0], &[1, 4])?;
-/// let mut workspace = Workspace::new(&device, 1, 4)?;
+/// let mut workspace = SamplingWorkspace::new(&device, 1, 4)?;
 /// let mut token = Tensor::<i32>::zeros(&device, &[1])?;
-/// let options = Options::new().top_k(2).top_p(0.9).temperature(0.7).seed(42);
-/// top_k_top_p(&stream, &mut token, None, &logits, &mut workspace, &options)?;
+/// let options = SamplingOptions::default().top_k(2).top_p(0.9).temperature(0.7).seed(42);
+/// top_k_top_p(&stream, &mut token, None, &logits, &options, &mut workspace)?;
 /// assert!([1, 2].contains(&token.to_vec()?[0]));
 /// # Ok::<(), warploom::Error>(())
 /// ```
@@ -598,11 +614,11 @@ pub fn top_k_top_p<T: Float, I: TokenId>(
     tokens: &mut Tensor<I>,
     log_probs: Option<&mut LogProbs<I>>,
     logits: &Tensor<T>,
-    workspace: &mut Workspace,
-    options: &Options<'_>,
+    options: &SamplingOptions<'_>,
+    workspace: &mut SamplingWorkspace,
 ) -> Result<()> {
     let call = Call::new(OP, stream);
-    if batched(T::DTYPE).is_none() {
+    if batched_entry(T::DTYPE).is_none() {
         return Err(Error::DType { op: OP, arg: "logits", expected: "f32, f16 or bf16".into(), got: T::DTYPE });
     }
     let shape = call.rows("logits", logits)?;
@@ -675,13 +691,13 @@ pub fn top_k_top_p<T: Float, I: TokenId>(
     let need = top_n.max(limits.quick as usize);
     let splits = match options.algorithm {
         _ if need == 0 => 0,
-        Algorithm::Batched => 1,
-        Algorithm::SplitK { splits } => splits as u32,
-        Algorithm::Auto | Algorithm::Radix => {
+        SamplingAlgorithm::Batched => 1,
+        SamplingAlgorithm::SplitK { splits } => splits as u32,
+        SamplingAlgorithm::Auto | SamplingAlgorithm::Radix => {
             Plan::splits(stream.device().properties().multiprocessors, rows, vocab, need)
         }
     };
-    if let Algorithm::SplitK { splits } = options.algorithm {
+    if let SamplingAlgorithm::SplitK { splits } = options.algorithm {
         let most = CAPACITY as usize / need.max(1);
         inputs.call.value(splits >= 1 && splits <= most, "splits", format!("from 1 to {most}"), splits)?;
     }
@@ -761,7 +777,7 @@ impl Inputs<'_> {
         Ok(if n == Some(0) { std::ptr::null_mut() } else { pointer })
     }
 
-    fn limits(&self, options: &Options<'_>) -> Result<Limits> {
+    fn limits(&self, options: &SamplingOptions<'_>) -> Result<Limits> {
         let vocab = self.vocab;
         let mut max_k = vocab;
         if let Some(k) = options.max_top_k {
@@ -785,7 +801,7 @@ impl Inputs<'_> {
             Some(PerRow::Each(_)) => (max_k, options.max_top_k.is_some() || vocab <= MAX_K as usize),
         };
         let quick = match options.algorithm {
-            Algorithm::Radix => 0,
+            SamplingAlgorithm::Radix => 0,
             _ if most <= MAX_K as usize => most,
             _ if known => 0,
             _ => MAX_K as usize,
@@ -798,7 +814,7 @@ impl Inputs<'_> {
 
     fn adjustments(
         &mut self,
-        options: &Options<'_>,
+        options: &SamplingOptions<'_>,
         job: &Job,
         out: *mut f32,
         out_stride: usize,

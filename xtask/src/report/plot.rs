@@ -33,8 +33,8 @@ const fn series(
 }
 
 const TOKENS: &str = "tokens";
-/// Of memory alone: [`MEMORY`]; of weights, keys and products: [`PRODUCTS`]. The gate is neither: it takes no time to speak of.
-const SERIES: [Series; 15] = [
+/// Of memory alone: [`MEMORY`]; of weights, keys and products: [`PRODUCTS`]. The gate and the sort are neither: they take no time to speak of.
+const SERIES: [Series; 17] = [
     series("silu_and_mul", "silu_and_mul, 14336", "activation/silu_and_mul/bf16/", "x14336", TOKENS),
     series("rms_norm", "rms_norm, 8192", "norm/rms_norm/bf16/", "x8192", TOKENS),
     series("fused_add_rms_norm", "fused_add_rms_norm, 8192", "norm/fused_add_rms_norm/bf16/", "x8192", TOKENS),
@@ -49,6 +49,7 @@ const SERIES: [Series; 15] = [
     series("sampling", "sampling, k 20, p 0.9, of 128256", "sampling/top_k_top_p/bf16/k20/p0.9/", "x128256", "rows"),
     series("linear", "linear, 4096 to 14336", "gemm/linear/auto/bf16/", "x4096x14336", TOKENS),
     series("linear_logits", "linear, 4096 to 128256", "gemm/linear/auto/bf16/", "x4096x128256", TOKENS),
+    series("linear_quant", "linear, e4m3, 4096 to 14336", "gemm/linear_quant/auto/e4m3/rows/", "x4096x14336", TOKENS),
     series("decode", "decode, one sequence, 32 / 8 heads", "attention/decode/bf16/32-8/1x", "", "cached tokens"),
     series("decode_32", "decode, contexts of 4096, 32 / 8 heads", "attention/decode/bf16/32-8/", "x4096", "sequences"),
     series("prefill", "prefill, one prompt, 32 / 8 heads", "attention/prefill/bf16/32-8-128/1x", "", TOKENS),
@@ -56,10 +57,11 @@ const SERIES: [Series; 15] = [
     series("fused_qwen3", "fused MoE, Qwen3-30B", "moe/fused/auto/qwen3-30b/", "", TOKENS),
     series("fused_deepseek", "fused MoE, DeepSeek-V3", "moe/fused/auto/deepseek-v3/", "", TOKENS),
     series("gate", "gate, 256 experts in 8 groups", "moe/gate/sigmoid/bf16/256-8-4-8/", "", TOKENS),
+    series("sort", "sorting by expert, 8 of 256", "moe/sort/flat/", "x8-256", TOKENS),
 ];
 
 const MEMORY: &[Series] = SERIES.split_at(6).0;
-const PRODUCTS: &[Series] = SERIES.split_at(6).1.split_at(8).0;
+const PRODUCTS: &[Series] = SERIES.split_at(6).1.split_at(9).0;
 
 impl Series {
     /// Its cases by the number.

@@ -149,7 +149,7 @@ pub struct ModelExecutor<T> {
     logits: Tensor<T>,
     /// Last tokens of prefilled sequences.
     last: Tensor<T>,
-    workspace: sampling::Workspace,
+    workspace: sampling::SamplingWorkspace,
     rows: Rows,
     /// The block table as it shall be, copies that steps in flight read, and whether the device has the latest.
     table: Vec<i32>,
@@ -172,7 +172,7 @@ impl<T: Real> ModelExecutor<T> {
         let c = model.config.clone();
         let Sizes { rows, chunk, blocks, block_size, max_len } = sizes;
         let row_blocks = max_len.div_ceil(block_size);
-        let shape = CacheShape { blocks, block_size, heads: c.num_key_value_heads, head_dim: c.head_dim };
+        let shape = CacheShape::new(blocks, block_size, c.num_key_value_heads, c.head_dim);
         let caches: warploom::Result<_> =
             (0..c.num_layers).map(|_| KvCache::zeros(device, CacheLayout::Nhd, shape)).collect();
         let pinned = |n| Pinned::<i32>::zeros(device, n);
@@ -188,7 +188,7 @@ impl<T: Real> ModelExecutor<T> {
             prefill: Scratch::new(device, &c, chunk, span(&c), row_blocks * block_size)?,
             logits: Tensor::zeros(device, &[rows, c.vocab_size])?,
             last: Tensor::zeros(device, &[rows, c.hidden_size])?,
-            workspace: sampling::Workspace::new(device, rows, c.vocab_size)?,
+            workspace: sampling::SamplingWorkspace::new(device, rows, c.vocab_size)?,
             rows: Rows {
                 tokens: Tensor::zeros(device, &[rows])?,
                 lens: Tensor::zeros(device, &[rows])?,
@@ -356,10 +356,10 @@ fn sample<T: Real>(
     tokens: &mut Tensor<i32>,
     logits: &Tensor<T>,
     counters: &Tensor<u64>,
-    workspace: &mut sampling::Workspace,
+    workspace: &mut sampling::SamplingWorkspace,
     s: &Sampling,
 ) -> Result<()> {
-    let mut options = sampling::Options::new()
+    let mut options = sampling::SamplingOptions::default()
         .temperature(s.temperature)
         .top_p(s.top_p)
         .min_p(s.min_p)
@@ -369,7 +369,7 @@ fn sample<T: Real>(
     if s.top_k > 0 {
         options = options.top_k(s.top_k.min(logits.dim(1)) as i32);
     }
-    Ok(top_k_top_p(stream, tokens, None, logits, workspace, &options)?)
+    Ok(top_k_top_p(stream, tokens, None, logits, &options, workspace)?)
 }
 
 impl<T: Real> Executor for ModelExecutor<T> {

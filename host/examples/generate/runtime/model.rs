@@ -11,13 +11,13 @@ use super::config::Config;
 use super::problem::Result;
 use super::weights::Weights;
 use cuda_std::Float;
-use warploom::attention::decode::{DecodeOptions, DecodeWorkspace, decode};
+use warploom::attention::{DecodeOptions, DecodeShape, DecodeWorkspace, decode};
 use warploom::gemm::linear::STREAM_TOKENS;
 use warploom::gemm::{LinearOptions, LinearPath, embedding, linear_with};
 use warploom::kv_cache::{CacheElement, KvCache, StoreAs};
 use warploom::moe::{FusedOptions, FusedPath, FusedShape, GateOptions, fused, gate};
 use warploom::norm::{fused_add_rms_norm, rms_norm};
-use warploom::rope::{self, Pairing, Scaling, rotary_and_cache};
+use warploom::rope::{self, Scaling, rotary_and_cache};
 use warploom::{Device, Stream, Tensor};
 
 /// The types that a model may compute in: bf16, f16, f32.
@@ -180,7 +180,10 @@ impl<T: Real> Scratch<T> {
             ids: Tensor::zeros(device, &[tokens, c.slots()])?,
             experts: Tensor::zeros(device, &[experts.workspace_bytes(T::DTYPE)])?,
             // Pieces that are shorter than `q_len` may be as many as there are tokens, but take one call each.
-            attention: DecodeWorkspace::new(device, tokens.div_ceil(q_len), q_len, heads, kv_heads, dim, max_len)?,
+            attention: DecodeWorkspace::new(
+                device,
+                DecodeShape::new(tokens.div_ceil(q_len), heads, kv_heads, dim, max_len).q_len(q_len),
+            )?,
         })
     }
 }
@@ -280,18 +283,7 @@ impl<T: Real> Model<T> {
             product(stream, &mut qkv, &x, &layer.qkv)?;
             observer.launched(stream, "linear qkv", cost_of(&layer.qkv))?;
             let (positions, slots, cache) = (batch.positions, batch.slots, &mut caches[l]);
-            rotary_and_cache(
-                stream,
-                &mut q,
-                cache,
-                &k,
-                &v,
-                positions,
-                angles,
-                slots,
-                Pairing::Neox,
-                Default::default(),
-            )?;
+            rotary_and_cache(stream, &mut q, cache, None, &k, &v, positions, angles, slots, &Default::default())?;
             observer.launched(stream, "rotary_and_cache", moved(2 * n * c.qkv_heads() * dim))?;
             for span in batch.spans {
                 let shape = [span.sequences, span.q_len, heads, dim];
@@ -320,7 +312,7 @@ impl<T: Real> Model<T> {
                 .routed_scaling_factor(c.routed_scaling_factor)
                 .scale_output(true)
                 .shared_experts(c.num_shared_experts);
-            gate(stream, &mut weights, &mut ids, None, &router, c.experts_per_token, &options)?;
+            gate(stream, &mut ids, &mut weights, None, &router, c.experts_per_token, &options)?;
             observer.launched(stream, "moe::gate", Cost { bytes: router.len() * 4 + ids.len() * 8, flops: 0 })?;
             observer.routed(&ids, &weights)?;
             let (w13, w2) = (&layer.w13, &layer.w2);

@@ -11,10 +11,11 @@ use rayon::prelude::*;
 
 use super::error::{divides, nonzero};
 use super::placement::LayerPlacement;
-use super::{Cluster, EplbError, Loads, Options, Placement, Plan};
+use super::{Cluster, EplbError, Loads, Placement, Plan, RebalanceOptions};
 
 /// Where [`balanced_packing`] puts each item. Both tables are `[layers, items]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Packing {
     /// The pack of each item.
     pub pack_index: Vec<usize>,
@@ -24,6 +25,7 @@ pub struct Packing {
 
 /// Which experts [`replicate_experts`] gives more than one replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Replication {
     /// The logical expert of each replica: first every expert once, then the additional replicas as they were made.
     /// `[layers, replicas]`
@@ -77,7 +79,7 @@ pub fn replicate_experts(loads: &Loads, num_replicas: usize) -> Result<Replicati
 /// Counts of zero; under the hierarchical policy experts that do not divide into the groups or GPUs over the nodes;
 /// replicas that do not divide over the GPUs; fewer replicas than experts; tables that do not fit in memory.
 pub fn rebalance_experts(loads: &Loads, cluster: &Cluster) -> Result<Placement, EplbError> {
-    rebalance_experts_with(loads, cluster, &Options::default())
+    rebalance_experts_with(loads, cluster, &RebalanceOptions::default())
 }
 
 /// As [`rebalance_experts`], with a choice of policy and without duplicates on a GPU if so wished.
@@ -85,7 +87,11 @@ pub fn rebalance_experts(loads: &Loads, cluster: &Cluster) -> Result<Placement, 
 /// # Errors
 /// As [`rebalance_experts`]; with [`Policy::Hierarchical`](super::Policy::Hierarchical) also groups that do not divide
 /// over the nodes.
-pub fn rebalance_experts_with(loads: &Loads, cluster: &Cluster, options: &Options) -> Result<Placement, EplbError> {
+pub fn rebalance_experts_with(
+    loads: &Loads,
+    cluster: &Cluster,
+    options: &RebalanceOptions,
+) -> Result<Placement, EplbError> {
     let plan = Plan::new(loads.num_experts(), cluster, options.policy)?;
     room_for(loads.num_layers(), plan.num_replicas)?;
     let layers: Vec<_> =
@@ -102,7 +108,7 @@ fn room_for(num_layers: usize, num_replicas: usize) -> Result<(), EplbError> {
 }
 
 /// One layer: groups to nodes, replicas in each node, replicas to the GPUs of the node.
-pub(super) fn place(loads: &[f32], plan: &Plan, options: &Options) -> LayerPlacement {
+pub(super) fn place(loads: &[f32], plan: &Plan, options: &RebalanceOptions) -> LayerPlacement {
     let &Plan { num_replicas, num_nodes, group_size, .. } = plan;
     let group_loads: Vec<f32> = loads.chunks_exact(group_size).map(sum).collect();
     // The experts of each node, in the order of their groups' ranks there.

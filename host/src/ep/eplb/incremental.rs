@@ -20,13 +20,15 @@ use super::assignment::assign;
 use super::balance::place;
 use super::error::same;
 use super::report::{LayerBalance, moved};
-use super::{Cluster, EplbError, Loads, Options, Placement, Plan};
+use super::{Cluster, EplbError, Loads, Placement, Plan, RebalanceOptions};
 
 /// How much balance to give up for fewer moves.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+#[must_use]
 pub struct IncrementalOptions {
     /// Policy and duplicates, as for a full plan. With `avoid_duplicates` no step makes a duplicate.
-    pub options: Options,
+    pub options: RebalanceOptions,
     /// By how much the highest GPU load of a layer may exceed that of the full plan: 0.05 is 5 %. 0 or more.
     pub slack: f64,
     /// The most experts to move in each layer. If the goal cannot be reached within it, the most even placement that
@@ -36,7 +38,27 @@ pub struct IncrementalOptions {
 
 impl Default for IncrementalOptions {
     fn default() -> Self {
-        IncrementalOptions { options: Options::default(), slack: 0.05, max_moves: None }
+        IncrementalOptions { options: RebalanceOptions::default(), slack: 0.05, max_moves: None }
+    }
+}
+
+impl IncrementalOptions {
+    /// With this policy, and with or without duplicates.
+    pub const fn options(mut self, options: RebalanceOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// With this slack.
+    pub const fn slack(mut self, slack: f64) -> Self {
+        self.slack = slack;
+        self
+    }
+
+    /// With at most this many moves in a layer.
+    pub const fn max_moves(mut self, moves: usize) -> Self {
+        self.max_moves = Some(moves);
+        self
     }
 }
 

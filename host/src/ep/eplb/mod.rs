@@ -20,13 +20,13 @@
 //! lightest pack with room, ties to the lowest pack. Heaps replace its linear searches, and layers run in parallel.
 //! Results depend on neither.
 //!
-//! Beyond it: [`Options::avoid_duplicates`], [`rebalance_incremental`], [`Balance`] and [`Report`], and [`simulate`].
+//! Beyond it: [`RebalanceOptions::avoid_duplicates`], [`rebalance_incremental`], [`Balance`] and [`Report`], and [`simulate`].
 //!
 //! ```
 //! use warploom::ep::eplb::{Cluster, Loads, rebalance_experts};
 //!
 //! let loads = Loads::from_rows(&[[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]])?;
-//! let placement = rebalance_experts(&loads, &Cluster { num_replicas: 16, num_groups: 4, num_nodes: 2, num_gpus: 8 })?;
+//! let placement = rebalance_experts(&loads, &Cluster::new(16, 8).num_groups(4).num_nodes(2))?;
 //! assert_eq!(placement.phy2log(0), [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1]);
 //! assert_eq!(placement.replicas(0, 5), [0, 2]); // expert 5 lies in slots 0 and 2, that is on GPUs 0 and 1
 //! # Ok::<(), warploom::ep::eplb::EplbError>(())
@@ -54,6 +54,8 @@ use error::{divides, nonzero};
 
 /// The slots and machines to plan for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+#[must_use]
 pub struct Cluster {
     /// Slots for experts in a layer, over all GPUs: the logical experts and their redundant replicas. A multiple of
     /// `num_gpus`, at least the number of logical experts.
@@ -67,8 +69,28 @@ pub struct Cluster {
     pub num_gpus: usize,
 }
 
+impl Cluster {
+    /// These many slots on these many GPUs of one node, for a model without groups.
+    pub const fn new(num_replicas: usize, num_gpus: usize) -> Self {
+        Self { num_replicas, num_groups: 1, num_nodes: 1, num_gpus }
+    }
+
+    /// With this many groups.
+    pub const fn num_groups(mut self, num_groups: usize) -> Self {
+        self.num_groups = num_groups;
+        self
+    }
+
+    /// With this many nodes.
+    pub const fn num_nodes(mut self, num_nodes: usize) -> Self {
+        self.num_nodes = num_nodes;
+        self
+    }
+}
+
 /// Whether groups of experts are kept together on nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Policy {
     /// Hierarchical if the groups divide over the nodes, otherwise global; the behaviour of DeepSeek's EPLB.
     #[default]
@@ -81,13 +103,29 @@ pub enum Policy {
 
 /// How to plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Options {
+#[non_exhaustive]
+#[must_use]
+pub struct RebalanceOptions {
     /// Whether groups of experts are kept together on nodes.
     pub policy: Policy,
     /// Never put two replicas of an expert on one GPU, where they share what they were made to relieve, unless GPUs
     /// have more slots than there are experts for them (under the hierarchical policy: experts of their node). Then
     /// the number of such duplicates is the least possible. With `false` the plan is that of DeepSeek's EPLB.
     pub avoid_duplicates: bool,
+}
+
+impl RebalanceOptions {
+    /// With this policy.
+    pub const fn policy(mut self, policy: Policy) -> Self {
+        self.policy = policy;
+        self
+    }
+
+    /// With or without duplicates.
+    pub const fn avoid_duplicates(mut self, avoid: bool) -> Self {
+        self.avoid_duplicates = avoid;
+        self
+    }
 }
 
 /// A checked [`Cluster`] under a settled policy: global is one node with one group.

@@ -9,6 +9,7 @@ use super::{EplbError, Loads, Placement};
 
 /// The loads of the GPUs in one layer.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct LayerBalance {
     /// The load of each GPU, in the unit of the expert loads.
     pub gpu_loads: Vec<f64>,
@@ -20,6 +21,7 @@ pub struct LayerBalance {
 
 /// The loads of the GPUs in every layer.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Balance {
     /// The layers in order.
     pub layers: Vec<LayerBalance>,
@@ -102,6 +104,7 @@ impl Balance {
 
 /// What a rebalancing achieves and costs.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Report {
     /// The balance of the old placement under the new loads.
     pub before: Balance,

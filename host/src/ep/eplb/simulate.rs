@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 
 use super::error::nonzero;
 use super::{
-    Balance, Cluster, EplbError, IncrementalOptions, Loads, Options, Placement, Report, rebalance_experts_with,
-    rebalance_incremental,
+    Balance, Cluster, EplbError, IncrementalOptions, Loads, Placement, RebalanceOptions, Report,
+    rebalance_experts_with, rebalance_incremental,
 };
 
 /// How popular experts are, and how that changes. Experts are ranked in each layer; the one of rank `r` (from 1) gets
 /// tokens in proportion to `r` to the power of `-exponent`, and at most every token. Exponent 0 is uniform.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum LoadModel {
     /// A random ranking that stays.
     Zipf {
@@ -40,6 +41,8 @@ pub enum LoadModel {
 
 /// What is simulated.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+#[must_use]
 pub struct Scenario {
     /// Slots, groups, nodes and GPUs.
     pub cluster: Cluster,
@@ -61,19 +64,62 @@ pub struct Scenario {
     pub seed: u64,
 }
 
+impl Scenario {
+    /// 40 steps of 4096 tokens a GPU, each of which goes to 8 experts, with a plan every 8 steps and loads that drift.
+    pub const fn new(cluster: Cluster, num_layers: usize, num_experts: usize) -> Self {
+        Self {
+            cluster,
+            num_layers,
+            num_experts,
+            tokens: 4096usize.saturating_mul(cluster.num_gpus),
+            top_k: 8,
+            steps: 40,
+            interval: 8,
+            model: LoadModel::Drift { exponent: 0.8, rate: 0.001 },
+            seed: 0,
+        }
+    }
+
+    /// With this many tokens in a step, of all GPUs together, each of which goes to `top_k` experts.
+    pub const fn tokens(mut self, tokens: usize, top_k: usize) -> Self {
+        (self.tokens, self.top_k) = (tokens, top_k);
+        self
+    }
+
+    /// With this many steps, and a plan every `interval` of them.
+    pub const fn steps(mut self, steps: usize, interval: usize) -> Self {
+        (self.steps, self.interval) = (steps, interval);
+        self
+    }
+
+    /// With loads by this law.
+    pub const fn model(mut self, model: LoadModel) -> Self {
+        self.model = model;
+        self
+    }
+
+    /// With other random numbers.
+    pub const fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+}
+
 /// How plans are made.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum Strategy {
     /// Never: [`Placement::round_robin`] stays.
     Static,
     /// A full plan each time.
-    Full(Options),
+    Full(RebalanceOptions),
     /// From the plan in force.
     Incremental(IncrementalOptions),
 }
 
 /// How one strategy did.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Outcome {
     /// The strategy.
     pub strategy: Strategy,
