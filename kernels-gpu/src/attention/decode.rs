@@ -761,8 +761,6 @@ pub unsafe fn decode<
                         let slot = partial.offset(part * slot_floats);
                         slot.set_as(r * head_dim + d, B128::<f32, 4>(value));
                         if d == 0 {
-                            // Infinity has a meaning of its own.
-                            let top = float::min(top, f32::MAX);
                             slot.set_as(slot_rows * head_dim + 2 * r, B64::<f32, 2>([top, sum]));
                         }
                     }
@@ -881,7 +879,16 @@ impl<T: TensorFloat> Finisher<T> {
 
     /// Writes dimensions `d ..` of row `r` of a KV head: sums of values and of weights, relative to 2^`top`.
     #[inline(always)]
-    unsafe fn finish(self, sequence: u32, kv_head: u32, r: u32, d: u32, top: f32, sum: f32, value: [f32; 4]) {
+    pub(super) unsafe fn finish(
+        self,
+        sequence: u32,
+        kv_head: u32,
+        r: u32,
+        d: u32,
+        top: f32,
+        sum: f32,
+        value: [f32; 4],
+    ) {
         let (weight, to) = self.row(sequence, kv_head, r, top, sum, d == 0);
         to.set_as(d, B64::<T, 4>::from_f32(value.map(|v| v * weight)));
     }
@@ -908,6 +915,36 @@ impl Total {
     }
 }
 
+/// Adds the partial results of all chunks in their order: four dimensions of a row, whose maximum and sum, and whose dimensions,
+/// lie there in each. `BATCH` of them are in flight at a time, which changes no result.
+#[inline(always)]
+pub(super) unsafe fn add_chunks<const BATCH: usize>(
+    slots: Global<f32>,
+    slot_floats: usize,
+    chunks: u32,
+    (stats_at, value_at): (u32, u32),
+) -> (Total, [f32; 4]) {
+    let mut total = Total { top: f32::NEG_INFINITY, sum: 0.0 };
+    let (mut value, mut chunk) = ([0f32; 4], 0);
+    while chunk < chunks {
+        let (mut tops, mut sums) = ([0f32; BATCH], [0f32; BATCH]);
+        let mut parts = [[0f32; 4]; BATCH];
+        unroll::<BATCH>(|j| {
+            let slot = slots.offset((chunk + j as u32).min(chunks - 1) as usize * slot_floats);
+            B64([tops[j], sums[j]]) = slot.get_hinted::<B64<f32, 2>>(stats_at, SecondLevel);
+            B128(parts[j]) = slot.get_hinted::<B128<f32, 4>>(value_at, SecondLevel);
+        });
+        unroll::<BATCH>(|j| {
+            if chunk + (j as u32) < chunks {
+                let (old, new) = total.add(tops[j], sums[j]);
+                unroll::<4>(|i| value[i] = float::fma(value[i], old, parts[j][i] * new));
+            }
+        });
+        chunk += BATCH as u32;
+    }
+    (total, value)
+}
+
 /// Threads of a block of [`combine`].
 pub const COMBINE_THREADS: usize = 128;
 
@@ -915,8 +952,7 @@ pub const COMBINE_THREADS: usize = 128;
 ///
 /// Arguments as there; `slot_rows` are the rows of a partial result: the smaller of `q_heads / kv_heads * q_len` and of the
 /// rows of a block. A block for each head of each sequence, heads running fastest as there; block: [`COMBINE_THREADS`], four dimensions of a
-/// row each. A thread has `BATCH` partial results in flight, which changes no result. A maximum of infinity in the first partial
-/// result says that the output is there already.
+/// row each, [`add_chunks`] of `BATCH`.
 #[inline(always)]
 pub unsafe fn combine<T: TensorFloat, const BATCH: usize>(
     out: *mut T,
@@ -969,30 +1005,8 @@ pub unsafe fn combine<T: TensorFloat, const BATCH: usize>(
     let mut e = thread::thread_idx_x();
     while e < rows * quads {
         let (r, d) = (e / quads, e % quads * 4);
-        let stats_at = slot_rows * head_dim + 2 * r;
-        let slot_of = |c: u32| slots.offset(c.min(chunks - 1) as usize * slot_floats);
-        let mut total = Total { top: f32::NEG_INFINITY, sum: 0.0 };
-        let (mut value, mut chunk) = ([0f32; 4], 0);
-        while chunk < chunks {
-            let (mut tops, mut sums) = ([0f32; BATCH], [0f32; BATCH]);
-            let mut parts = [[0f32; 4]; BATCH];
-            unroll::<BATCH>(|j| {
-                let slot = slot_of(chunk + j as u32);
-                B64([tops[j], sums[j]]) = slot.get_hinted::<B64<f32, 2>>(stats_at, SecondLevel);
-                B128(parts[j]) = slot.get_hinted::<B128<f32, 4>>(r * head_dim + d, SecondLevel);
-            });
-            if chunk == 0 && tops[0] == f32::INFINITY {
-                return;
-            }
-            unroll::<BATCH>(|j| {
-                if chunk + (j as u32) < chunks {
-                    let (old, new) = total.add(tops[j], sums[j]);
-                    unroll::<4>(|i| value[i] = float::fma(value[i], old, parts[j][i] * new));
-                }
-            });
-            chunk += BATCH as u32;
-        }
-        let Total { top, sum } = total;
+        let at = (slot_rows * head_dim + 2 * r, r * head_dim + d);
+        let (Total { top, sum }, value) = add_chunks::<BATCH>(slots, slot_floats, chunks, at);
         finisher.finish(sequence, kv_head, first_row + r, d, top, sum, value);
         e += COMBINE_THREADS as u32;
     }

@@ -1,8 +1,8 @@
 //! Decode attention by Hopper's copy engine: [`decode`](super::decode) for a GPU that has one.
 //!
 //! # Roles
-//! Two producer warps and four consumers. The producers find the block's items, look up their pages and have the copy engine
-//! bring K and Q (one of them) and V (the other) to rings in shared memory, a step of `64 * TALL` keys at a time. They never
+//! Two producer warps and four or eight consumers. The producers find the block's items, look up their pages and have the copy engine
+//! bring K and Q (one of them) and V (the other) to rings in shared memory, a step of 64 or 128 keys at a time. They never
 //! wait for anything but room in the rings, so the rings are full whatever the consumers are at: the ends of chunks and
 //! items cost no bandwidth.
 //!
@@ -11,8 +11,8 @@
 //! follows a sequence's end in its last page is overwritten with zeros in V.
 //!
 //! # A step
-//! Each consumer multiplies its quarter of the keys with Q, as in [`decode`](super::decode), and puts the probabilities into
-//! shared memory. Then each multiplies a quarter of V's *columns* with all of them. So O is spread over the block, eight
+//! Each consumer multiplies its share of the keys with Q, as in [`decode`](super::decode), and puts the probabilities into
+//! shared memory. Then each multiplies a share of V's *columns* with all of them. So O is spread over the block, eight
 //! registers a thread for heads of 128, and there is nothing to merge among the warps but the sums of probabilities, at
 //! the end of a chunk.
 //!
@@ -22,16 +22,14 @@
 //!
 //! # Chunks and items
 //! Chunks are those of [`decode`](super::decode), by the sequence's length alone. Each chunk is computed from nothing and then
-//! added ([`Total`]) to the chunks before it, in their order. An item is either one chunk, whose result goes to [`combine`]
-//! for adding, or all chunks of a sequence, added here: the same operations on the same numbers, so the same bits. Which it
-//! is may therefore depend on the batch ([`whole_keys`]): sequences are taken whole where enough of them run at once, and
-//! in chunks where the GPU would be idle otherwise.
-//!
-//! [`combine`]: super::decode::combine
+//! added ([`Total`]) to the chunks before it, in their order. An item is either all chunks of a sequence, added as they come,
+//! or one chunk, whose result goes to memory; the block that draws the last ticket of a sequence's head adds them: the
+//! same operations on the same numbers, so the same bits. Which it is may therefore depend on the batch ([`whole_keys`]):
+//! sequences are taken whole where enough of them run at once, and in chunks where the GPU would be idle otherwise.
 
 use super::decode::{
-    CacheOperand, Cursor, Finisher, Item, Lengths, Total, chunk_shift, first_visible, fit_operand, o_dim, pack,
-    partial_floats, q_dim,
+    CacheOperand, Cursor, Finisher, Item, Lengths, Total, add_chunks, chunk_shift, first_visible, fit_operand, o_dim,
+    pack, partial_floats, q_dim,
 };
 use super::soft_capped;
 use crate::tensor_float::TensorFloat;
@@ -40,14 +38,14 @@ use cuda_std::shared::Carver;
 use cuda_std::tma::TensorMap;
 use cuda_std::vec::{self, B32, B64, B128};
 use cuda_std::{
-    DType, E4M3, E5M2, Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, integer, mbarrier,
-    mma, thread, tma, unroll, warp,
+    DType, E4M3, E5M2, Global, GlobalMut, atomic, bf16, cp_async, entries, f16, float, integer, mbarrier, mma, thread,
+    tma, unroll, warp,
 };
 
-/// Consumer warps of a block.
-const CONSUMERS: usize = 4;
 /// Threads of a block: the consumers and the producers.
-pub const THREADS: usize = 32 * (CONSUMERS + 2);
+pub const fn threads(consumers: usize) -> usize {
+    32 * (consumers + 2)
+}
 /// Steps that page numbers are looked up ahead of their copies.
 const AHEAD: u32 = 3;
 /// Descriptions of steps, from the look-up until the consumers are done: more than `AHEAD` and the stages of any ring.
@@ -70,6 +68,7 @@ const WRONG: u32 = 3;
 const SEQUENCE: u32 = 4;
 const HEAD: u32 = 5;
 const PART: u32 = 6;
+const CHUNKS: u32 = 7;
 /// Two words: the scales of K and V.
 const SCALES: u32 = 8;
 
@@ -81,14 +80,12 @@ const CHUNK_END: u32 = 2;
 const ITEM_END: u32 = 4;
 /// The item is a whole sequence.
 const WHOLE: u32 = 8;
-/// The sequence has several chunks.
-const SEVERAL: u32 = 16;
 /// There is no step.
 const OVER: u32 = 32;
 
 /// Keys of a step.
-pub const fn step_keys(tall: usize) -> usize {
-    16 * CONSUMERS * tall
+pub const fn step_keys(consumers: usize, tall: usize) -> usize {
+    16 * consumers * tall
 }
 
 /// Bytes from row to row of Q in shared memory: the padding keeps rows in different banks.
@@ -97,16 +94,24 @@ const fn q_row_bytes(head_dim: usize) -> usize {
 }
 
 /// Bytes from row to row of the probabilities, likewise.
-const fn p_row_bytes(tall: usize) -> usize {
-    2 * step_keys(tall) + 16
+const fn p_row_bytes(keys: usize) -> usize {
+    2 * keys + 16
 }
 
-/// Dynamic shared memory of a block: heads of `head_dim` elements of `element` bytes, `rows` query rows (8 or 16).
-pub const fn shared_bytes(head_dim: usize, element: usize, rows: usize, tall: usize, stages: usize) -> usize {
-    let stage = 2 * step_keys(tall) * head_dim * element;
+/// Dynamic shared memory of a block: heads of `head_dim` elements of `element` bytes, `rows` query rows (8 or 16), steps of
+/// `keys` keys.
+pub const fn shared_bytes(
+    head_dim: usize,
+    element: usize,
+    rows: usize,
+    consumers: usize,
+    keys: usize,
+    stages: usize,
+) -> usize {
+    let stage = 2 * keys * head_dim * element;
     let q = Q_SLOTS as usize * rows * q_row_bytes(head_dim);
-    let p = 2 * rows * p_row_bytes(tall);
-    let words = RECORDS * WORDS + 2 * (AHEAD + 1) * 32 + 8 + CONSUMERS as u32 * rows as u32;
+    let p = 2 * rows * p_row_bytes(keys);
+    let words = RECORDS * WORDS + 2 * (AHEAD + 1) * 32 + 4 + (consumers * (2 + rows)) as u32;
     stages * stage + q + p + 4 * words as usize + 8 * (4 * stages + Q_SLOTS as usize)
 }
 
@@ -217,7 +222,6 @@ impl<const KEYS: u32> Walk<KEYS> {
             | flag(ends, CHUNK_END)
             | flag(ends && self.left == 0, ITEM_END)
             | flag(self.item.whole, WHOLE)
-            | flag(self.item.chunks > 1, SEVERAL)
             | flag(self.over, OVER)
     }
 
@@ -243,16 +247,18 @@ impl<const KEYS: u32> Walk<KEYS> {
 /// * `k_map`, `v_map`: of five dimensions: [`LINE`] bytes, 8 keys, lines of the heads, groups of 8 keys of the page, pages; boxes of
 ///   a head's lines and `min(page, step)` keys. `k_head`, `v_head`: lines from head to head.
 /// * `q`'s vectors start at multiples of 16 bytes. `page` is a power of two from 8 on.
+/// * `tickets`: a zero for each head of each sequence, [`partial_floats`]' and `partial`'s pairs; zeros again afterwards.
 /// * `hint` is 0 or no smaller than a step; `splitting`: how sequences become items, a constant of [`split`].
 ///
-/// `D` is the head size, a row of the cache a multiple of [`LINE`]; a step has `64 * TALL` keys.
-/// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`].
+/// `D` is the head size, a row of the cache a multiple of [`LINE`]; a step has `KEYS`, `16 * TALL` a consumer.
+/// Block: [`threads`]; any grid; shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn decode<
     T: TensorFloat,
     C: CacheOperand,
     const D: usize,
     const TILES: usize,
+    const CONSUMERS: usize,
     const TALL: usize,
     const KEYS: u32,
     const STAGES: u32,
@@ -269,6 +275,7 @@ pub unsafe fn decode<
     k_scales: *const f32,
     v_scales: *const f32,
     partial: *mut f32,
+    tickets: *mut u32,
     scale_per_head: u32,
     batch: u32,
     q_len: u32,
@@ -290,7 +297,7 @@ pub unsafe fn decode<
     soft_cap: f32,
     window: u32,
 ) {
-    const { assert!(KEYS as usize == step_keys(TALL)) };
+    const { assert!(KEYS as usize == step_keys(CONSUMERS, TALL)) };
     let element = const { size_of::<C>() };
     // Lines of a row; bytes of eight rows and of a step.
     let columns = const { (D * size_of::<C>() / LINE) as u32 };
@@ -298,7 +305,7 @@ pub unsafe fn decode<
     let kv_bytes = const { KEYS * (D * size_of::<C>()) as u32 };
     let head_dim = const { D as u32 };
     let block_rows = const { 8 * TILES as u32 };
-    let (q_row, p_row) = const { (q_row_bytes(D) as u32, p_row_bytes(TALL) as u32) };
+    let (q_row, p_row) = const { (q_row_bytes(D) as u32, p_row_bytes(KEYS as usize) as u32) };
     let converts = const { !matches!((T::DTYPE, C::DTYPE), (DType::Bf16, DType::Bf16) | (DType::F16, _)) };
 
     core::hint::assert_unchecked(kv_heads != 0);
@@ -316,11 +323,13 @@ pub unsafe fn decode<
     let k_ring = carver.take_aligned::<C>(STAGES as usize * KEYS as usize * D, 1024);
     let v_ring = carver.take_aligned::<C>(STAGES as usize * KEYS as usize * D, 1024);
     let q_slots = carver.take::<u8>(const { Q_SLOTS as usize * 8 * TILES * q_row_bytes(D) });
-    let p_slots = carver.take::<u8>(const { 2 * 8 * TILES * p_row_bytes(TALL) });
+    let p_slots = carver.take::<u8>(const { 2 * 8 * TILES * p_row_bytes(KEYS as usize) });
     let records = carver.take::<u32>(const { (RECORDS * WORDS) as usize });
     let page_slots = carver.take::<u32>(const { 2 * (AHEAD as usize + 1) * 32 });
     // Whether a warp wants other maxima, in steps of even and of odd number; maxima or sums of its keys.
     let votes = carver.take::<u32>(const { 2 * CONSUMERS });
+    // Whether this block adds the chunks.
+    let adds = carver.take::<u32>(4);
     let tops = carver.take::<f32>(const { CONSUMERS * 8 * TILES });
     let barriers = carver.take::<u64>(const { 4 * STAGES as usize + Q_SLOTS as usize });
     let (k0, v0) = (k_ring.address(0u32), v_ring.address(0u32));
@@ -335,8 +344,6 @@ pub unsafe fn decode<
     let warp_id = warp::shfl_idx(tid / 32, 0);
     let (g, t) = (lane / 4, lane % 4);
 
-    // The launch of `combine` may begin; it waits for this one to end.
-    dependent_launch::launch_dependents();
     if tid == 0 {
         for slot in 0..STAGES {
             mbarrier::init(k_full(slot), 1);
@@ -380,7 +387,7 @@ pub unsafe fn decode<
                 let record = records.offset(seen % RECORDS * WORDS);
                 if lane == 0 {
                     record.set_as(FLAGS, B128([walk.flags(), walk.key, item.len, 0]));
-                    record.set_as(SEQUENCE, B128([item.sequence, item.head, item.part, 0]));
+                    record.set_as(SEQUENCE, B128([item.sequence, item.head, item.part, item.chunks]));
                 }
                 if lane < 2 && walk.first {
                     if has_scale && !walk.over {
@@ -507,7 +514,8 @@ pub unsafe fn decode<
     let mut o = [[[0f32; 4]; TILES]; 4];
     let mut total = [[Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2]; TILES];
     let mut all = [[[0f32; 4]; TILES]; 4];
-    let (mut sequence, mut kv_head, mut first_row, mut pair, mut part) = (0u32, 0u32, 0u32, 0usize, 0u32);
+    let (mut sequence, mut kv_head, mut first_row, mut pair) = (0u32, 0u32, 0u32, 0usize);
+    let (mut part, mut chunks) = (0u32, 1u32);
     let (mut step, mut slot, mut parity, mut items) = (0u32, 0u32, 0u32, 0u32);
     loop {
         let record = records.offset(step % RECORDS * WORDS);
@@ -520,7 +528,8 @@ pub unsafe fn decode<
 
         if flags & FIRST != 0 {
             let head = record.get(HEAD);
-            (sequence, part) = (record.get(SEQUENCE), record.get(PART));
+            sequence = record.get(SEQUENCE);
+            (part, chunks) = (record.get(PART), record.get(CHUNKS));
             kv_head = head / row_blocks;
             first_row = (head - kv_head * row_blocks) * block_rows;
             pair = sequence as usize * heads as usize + head as usize;
@@ -644,7 +653,7 @@ pub unsafe fn decode<
         }
 
         // Probabilities relative to the maxima so far go to shared memory; perhaps in vain.
-        let p_slot = p0 + step % 2 * const { (8 * TILES) as u32 * p_row_bytes(TALL) as u32 };
+        let p_slot = p0 + step % 2 * const { (8 * TILES) as u32 * p_row_bytes(KEYS as usize) as u32 };
         let probabilities = |m: &[[f32; 2]; TILES]| {
             let mut sums = [[0f32; 2]; TILES];
             unroll::<TILES>(|tile| {
@@ -674,8 +683,7 @@ pub unsafe fn decode<
         }
         let mut sums = probabilities(&m);
         thread::sync_named(1, const { 32 * CONSUMERS as u32 });
-        let B128(vote) = votes.get_as::<B128<u32, 4>>(step % 2 * CONSUMERS as u32);
-        if warp::shfl_idx(vote[0] | vote[1] | vote[2] | vote[3], 0) != 0 {
+        if warp::warp_vote_any(warp::FULL, votes.get(step % 2 * CONSUMERS as u32 + lane % CONSUMERS as u32) != 0) {
             unroll::<TILES>(|tile| {
                 unroll::<2>(|c| {
                     let mut top = f32::NEG_INFINITY;
@@ -788,42 +796,61 @@ pub unsafe fn decode<
                 unroll::<4>(|i| o[i][tile] = [0.0; 4]);
             });
         }
-        if flags & ITEM_END != 0 {
-            let slot = |part: u32| partial.offset((pair * partial_chunks as usize + part as usize) * slot_floats);
-            // One thread of all that have parts of a row.
-            let speaks = warp_id == 0 && g == 0;
-            unroll::<TILES>(|tile| {
-                unroll::<2>(|c| {
-                    let r = tile as u32 * 8 + 2 * t + c as u32;
-                    let Total { top, sum } = total[tile][c];
-                    if first_row + r < all_rows {
-                        let stats_at = slot_rows * head_dim + 2 * r;
-                        let d = |i: usize, h: usize| o_dim(element, first_tile + i, h, g as usize) as u32;
-                        if flags & WHOLE != 0 {
-                            let (weight, to) = finisher.row(sequence, kv_head, first_row + r, top, sum, speaks);
-                            for i in 0..tiles {
-                                unroll::<2>(|h| {
-                                    to.set(d(i, h), T::from_f32(all[i][tile][c + 2 * h] * weight));
-                                });
-                            }
-                            // Nothing is left for `combine` to do.
-                            if flags & SEVERAL != 0 && speaks {
-                                slot(0).set_as(stats_at, B64::<f32, 2>([f32::INFINITY, 0.0]));
-                            }
-                        } else {
-                            let slot = slot(part);
-                            for i in 0..tiles {
-                                unroll::<2>(|h| {
-                                    slot.set(r * head_dim + d(i, h), all[i][tile][c + 2 * h]);
-                                });
-                            }
-                            if speaks {
-                                slot.set_as(stats_at, B64::<f32, 2>([float::min(top, f32::MAX), sum]));
-                            }
+        if flags & ITEM_END == 0 {
+            continue;
+        }
+        let whole = flags & WHOLE != 0;
+        let slots = partial.offset(pair * partial_chunks as usize * slot_floats);
+        let slot = slots.offset(part as usize * slot_floats);
+        // One thread of all that have parts of a row.
+        let speaks = warp_id == 0 && g == 0;
+        unroll::<TILES>(|tile| {
+            unroll::<2>(|c| {
+                let r = tile as u32 * 8 + 2 * t + c as u32;
+                let Total { top, sum } = total[tile][c];
+                if first_row + r < all_rows {
+                    let d = |i: usize, h: usize| o_dim(element, first_tile + i, h, g as usize) as u32;
+                    if whole {
+                        let (weight, to) = finisher.row(sequence, kv_head, first_row + r, top, sum, speaks);
+                        for i in 0..tiles {
+                            unroll::<2>(|h| to.set(d(i, h), T::from_f32(all[i][tile][c + 2 * h] * weight)));
+                        }
+                    } else {
+                        for i in 0..tiles {
+                            unroll::<2>(|h| slot.set(r * head_dim + d(i, h), all[i][tile][c + 2 * h]));
+                        }
+                        if speaks {
+                            slot.set_as(slot_rows * head_dim + 2 * r, B64::<f32, 2>([top, sum]));
                         }
                     }
-                });
+                }
             });
+        });
+        if !whole {
+            // The block that comes last has all chunks' results before it, and leaves the tickets as they were.
+            thread::sync_named(1, const { 32 * CONSUMERS as u32 });
+            if tid == 0 {
+                let ticket = tickets.wrapping_add(pair);
+                let last = atomic::fetch_add(ticket, 1, atomic::Device, atomic::AcqRel) + 1 == chunks;
+                if last {
+                    atomic::exchange_u32(ticket, 0);
+                }
+                adds.set(0u32, last as u32);
+            }
+            thread::sync_named(1, const { 32 * CONSUMERS as u32 });
+            if warp::shfl_idx(adds.get(0u32), 0) != 0 {
+                let rows = (all_rows - first_row).min(block_rows);
+                let quads = const { D as u32 / 4 };
+                let slots = Global::new(slots.ptr(0u32).cast_const());
+                let mut e = tid;
+                while e < rows * quads {
+                    let (r, d) = (e / quads, e % quads * 4);
+                    let at = (slot_rows * head_dim + 2 * r, r * head_dim + d);
+                    let (Total { top, sum }, value) = add_chunks::<8>(slots, slot_floats, chunks, at);
+                    finisher.finish(sequence, kv_head, first_row + r, d, top, sum, value);
+                    e += const { 32 * CONSUMERS as u32 };
+                }
+            }
         }
     }
 }
@@ -833,28 +860,28 @@ entries! {
     pub struct Args<T>(
         out: *mut T, lse: *mut f32, q: *const T, k_map: TensorMap, v_map: TensorMap, block_table: *const i32,
         lens: *const i32, alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32,
-        partial: *mut f32, scale_per_head: u32, batch: u32, q_len: u32, q_heads: u32, kv_heads: u32,
+        partial: *mut f32, tickets: *mut u32, scale_per_head: u32, batch: u32, q_len: u32, q_heads: u32, kv_heads: u32,
         page_shift: u32, max_pages: u32, pages: u32, partial_chunks: u32, hint: u32, splitting: u32, q_token: usize,
         q_head: usize, out_token: usize, out_head: usize, k_head: u32, v_head: u32, scale: f32, soft_cap: f32, window: u32,
     );
-    decode_tma_d64_r8_bf16 { type T = bf16; type C = bf16; } [THREADS, 2; Sm90a] => decode::<T, C, 64, 1, 2, 128, 3>;
-    decode_tma_d128_r8_bf16 { type T = bf16; type C = bf16; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 1, 64, 3>;
-    decode_tma_d128_r16_bf16 { type T = bf16; type C = bf16; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 1, 64, 6>;
-    decode_tma_d256_r8_bf16 { type T = bf16; type C = bf16; } [THREADS, 1; Sm90a] => decode::<T, C, 256, 1, 1, 64, 3>;
-    decode_tma_d128_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
-    decode_tma_d128_r16_bf16_e4m3 { type T = bf16; type C = E4M3; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
-    decode_tma_d128_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
-    decode_tma_d128_r16_bf16_e5m2 { type T = bf16; type C = E5M2; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
-    decode_tma_d128_r8_bf16_i8 { type T = bf16; type C = i8; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
-    decode_tma_d128_r16_bf16_i8 { type T = bf16; type C = i8; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
-    decode_tma_d64_r8_f16 { type T = f16; type C = f16; } [THREADS, 2; Sm90a] => decode::<T, C, 64, 1, 2, 128, 3>;
-    decode_tma_d128_r8_f16 { type T = f16; type C = f16; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 1, 64, 3>;
-    decode_tma_d128_r16_f16 { type T = f16; type C = f16; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 1, 64, 6>;
-    decode_tma_d256_r8_f16 { type T = f16; type C = f16; } [THREADS, 1; Sm90a] => decode::<T, C, 256, 1, 1, 64, 3>;
-    decode_tma_d128_r8_f16_e4m3 { type T = f16; type C = E4M3; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
-    decode_tma_d128_r16_f16_e4m3 { type T = f16; type C = E4M3; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
-    decode_tma_d128_r8_f16_e5m2 { type T = f16; type C = E5M2; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
-    decode_tma_d128_r16_f16_e5m2 { type T = f16; type C = E5M2; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
-    decode_tma_d128_r8_f16_i8 { type T = f16; type C = i8; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
-    decode_tma_d128_r16_f16_i8 { type T = f16; type C = i8; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
+    decode_tma_d64_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 2; Sm90a] => decode::<T, C, 64, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3>;
+    decode_tma_d128_r16_bf16 { type T = bf16; type C = bf16; } [threads(8), 1; Sm90a] => decode::<T, C, 128, 2, 8, 1, 128, 3>;
+    decode_tma_d256_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 1; Sm90a] => decode::<T, C, 256, 1, 4, 1, 64, 3>;
+    decode_tma_d128_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r16_bf16_e4m3 { type T = bf16; type C = E4M3; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
+    decode_tma_d128_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r16_bf16_e5m2 { type T = bf16; type C = E5M2; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
+    decode_tma_d128_r8_bf16_i8 { type T = bf16; type C = i8; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r16_bf16_i8 { type T = bf16; type C = i8; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
+    decode_tma_d64_r8_f16 { type T = f16; type C = f16; } [threads(4), 2; Sm90a] => decode::<T, C, 64, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r8_f16 { type T = f16; type C = f16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3>;
+    decode_tma_d128_r16_f16 { type T = f16; type C = f16; } [threads(8), 1; Sm90a] => decode::<T, C, 128, 2, 8, 1, 128, 3>;
+    decode_tma_d256_r8_f16 { type T = f16; type C = f16; } [threads(4), 1; Sm90a] => decode::<T, C, 256, 1, 4, 1, 64, 3>;
+    decode_tma_d128_r8_f16_e4m3 { type T = f16; type C = E4M3; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r16_f16_e4m3 { type T = f16; type C = E4M3; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
+    decode_tma_d128_r8_f16_e5m2 { type T = f16; type C = E5M2; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r16_f16_e5m2 { type T = f16; type C = E5M2; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
+    decode_tma_d128_r8_f16_i8 { type T = f16; type C = i8; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r16_f16_i8 { type T = f16; type C = i8; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
 }
