@@ -40,10 +40,10 @@ pub enum DecodePath {
 /// How [`DecodePath::Tma`] divides the chunks of a sequence's keys among blocks. The result has the same bits either way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DecodeSplit {
-    /// By the lengths of the batch, on the device: whole where there are enough sequences and heads to fill the GPU.
+    /// By the lengths of the batch, on the device: whole where that keeps all blocks busy, by chunks otherwise.
     #[default]
     Auto,
-    /// A chunk at a time: the least time for one sequence.
+    /// As many keys to each block, sequences being divided between chunks where need be: the least time.
     Chunks,
     /// All chunks of a sequence by one block: the least work.
     Whole,
@@ -325,7 +325,9 @@ pub const fn tma_entry(
 
 /// How to launch [`DecodePath::Tma`] with what [`tma_entry`] gave, on so many multiprocessors.
 pub const fn tma_geometry(tile: TmaTile, multiprocessors: u32) -> Geometry {
-    Geometry::linear(tile.blocks * multiprocessors, tile.threads as u32).shared_bytes(tile.shared_bytes as u32)
+    Geometry::linear(tile.blocks * multiprocessors, tile.threads as u32)
+        .shared_bytes(tile.shared_bytes as u32)
+        .dependent()
 }
 
 /// The tensor map of K or V for [`DecodePath::Tma`]: a box is up to a page of one head, eight keys of 128 bytes at a time.

@@ -181,8 +181,6 @@ pub(super) struct Item {
     pub(super) chunk: u32,
     /// Its number among the chunks that the sliding window leaves.
     pub(super) part: u32,
-    /// How many that are.
-    pub(super) chunks: u32,
     /// Whether it is the sequence's only item.
     pub(super) whole: bool,
     pub(super) head: u32,
@@ -221,8 +219,6 @@ pub(super) struct Lengths {
     pub(super) heads: u32,
     pub(super) window: u32,
     pub(super) hint: u32,
-    /// A sequence that shows at most so many keys is one item, however many chunks it has.
-    pub(super) whole_keys: u32,
 }
 
 impl Lengths {
@@ -234,16 +230,9 @@ impl Lengths {
 
     /// Of a sequence of `len` keys: the first chunk that the sliding window leaves, and how many it leaves.
     #[inline(always)]
-    fn visible_chunks(self, len: u32) -> (u32, u32) {
+    pub(super) fn visible_chunks(self, len: u32) -> (u32, u32) {
         let first = first_visible(len, self.q_len, self.window) >> chunk_shift(len, self.hint);
         (first, chunks(len, self.hint) - first)
-    }
-
-    /// How many items of a head there are of a sequence of `len` keys, of which the window leaves so many chunks.
-    #[inline(always)]
-    fn items(self, len: u32, chunks: u32) -> u32 {
-        let seen = len - first_visible(len, self.q_len, self.window);
-        if seen <= self.whole_keys { 1 } else { chunks }
     }
 }
 
@@ -262,8 +251,7 @@ impl<const ROOM: bool> Cursor<ROOM> {
     unsafe fn count(&mut self, lengths: Lengths) {
         self.len = self.len.min(lengths.max_len);
         self.visible = lengths.visible_chunks(self.len);
-        let items = lengths.items(self.len, self.visible.1);
-        self.sum = if self.base + warp::lane_id() < lengths.batch { items * lengths.heads } else { 0 };
+        self.sum = if self.base + warp::lane_id() < lengths.batch { self.visible.1 * lengths.heads } else { 0 };
         unroll::<5>(|i| {
             let (below, ok) = warp::warp_shuffle_up(warp::FULL, self.sum, 1 << i, 32);
             self.sum += if ok { below } else { 0 };
@@ -285,15 +273,13 @@ impl<const ROOM: bool> Cursor<ROOM> {
                 } else {
                     lengths.visible_chunks(len)
                 };
-                let items = lengths.items(len, chunks);
-                let within = index - (self.before + warp::shfl_idx(self.sum, owner) - items * heads);
+                let within = index - (self.before + warp::shfl_idx(self.sum, owner) - chunks * heads);
                 return Some(Item {
                     sequence: self.base + owner,
                     len,
                     chunk: first_chunk + within / heads,
                     part: within / heads,
-                    chunks,
-                    whole: items == 1,
+                    whole: chunks == 1,
                     head: within % heads,
                 });
             }
@@ -455,13 +441,13 @@ pub unsafe fn decode<
         vec::prefetch_l2(out.ptr(0usize));
     }
     let max_len = max_pages << page_shift;
-    let lengths = Lengths { lens, max_len, batch, q_len, heads, window, hint, whole_keys: 0 };
+    let lengths = Lengths { lens, max_len, batch, q_len, heads, window, hint };
     let mut cursor = Cursor::<ROOM>::new(lengths);
     let mut index = thread::block_idx_x();
 
     // Items come into view one after another, so that no load is waited for: first the next one's page numbers are read,
     // then its Q and its keys, then it is computed.
-    let nothing = Item { sequence: 0, len: 0, chunk: 0, part: 0, chunks: 1, whole: true, head: 0 };
+    let nothing = Item { sequence: 0, len: 0, chunk: 0, part: 0, whole: true, head: 0 };
     // The first key of an item that is read (groups start at multiples of 16 keys), and this warp's groups of it.
     let extent = |item: Item| {
         let shift = chunk_shift(item.len, hint);

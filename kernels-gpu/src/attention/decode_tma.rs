@@ -20,16 +20,16 @@
 //! one barrier a step suffices: only if a warp finds more than that do they agree on new maxima, which is seldom but for the
 //! first step of a chunk. A common factor of numerator and denominator is no error.
 //!
-//! # Chunks and items
+//! # Chunks and shares
 //! Chunks are those of [`decode`](super::decode), by the sequence's length alone. Each chunk is computed from nothing and then
-//! added ([`Total`]) to the chunks before it, in their order. An item is either all chunks of a sequence, added as they come,
-//! or one chunk, whose result goes to memory; the block that draws the last ticket of a sequence's head adds them: the
-//! same operations on the same numbers, so the same bits. Which it is may therefore depend on the batch ([`whole_keys`]):
-//! sequences are taken whole where enough of them run at once, and in chunks where the GPU would be idle otherwise.
+//! added ([`Total`]) to the chunks before it, in their order. How they are dealt to blocks ([`Share`]) therefore has no say in
+//! the result: the chunks of a sequence that are all a block's are added as they come; otherwise each goes to memory, and the
+//! block that draws the last ticket of a sequence's head adds them, the same operations on the same numbers. A block's share is
+//! consecutive, so only its first and its last sequence can be in want of a ticket, which costs some microseconds.
 
 use super::decode::{
-    CacheOperand, Cursor, Finisher, Item, Lengths, Total, add_chunks, chunk_shift, first_visible, fit_operand, o_dim,
-    pack, partial_floats, q_dim,
+    CacheOperand, Finisher, Lengths, Total, add_chunks, chunk_shift, first_visible, fit_operand, o_dim, pack,
+    partial_floats, q_dim,
 };
 use super::soft_capped;
 use crate::tensor_float::TensorFloat;
@@ -38,8 +38,8 @@ use cuda_std::shared::Carver;
 use cuda_std::tma::TensorMap;
 use cuda_std::vec::{self, B32, B64, B128};
 use cuda_std::{
-    DType, E4M3, E5M2, Global, GlobalMut, atomic, bf16, cp_async, entries, f16, float, integer, mbarrier, mma, thread,
-    tma, unroll, warp,
+    DType, E4M3, E5M2, Global, GlobalMut, atomic, bf16, cp_async, dependent_launch, entries, f16, float, integer,
+    mbarrier, mma, thread, tma, unroll, warp,
 };
 
 /// Threads of a block: the consumers and the producers.
@@ -68,7 +68,7 @@ const WRONG: u32 = 3;
 const SEQUENCE: u32 = 4;
 const HEAD: u32 = 5;
 const PART: u32 = 6;
-const CHUNKS: u32 = 7;
+const PARTS: u32 = 7;
 /// Two words: the scales of K and V.
 const SCALES: u32 = 8;
 
@@ -81,7 +81,9 @@ const ITEM_END: u32 = 4;
 /// The item is a whole sequence.
 const WHOLE: u32 = 8;
 /// There is no step.
-const OVER: u32 = 32;
+const OVER: u32 = 16;
+/// Keys of a unit of work, as a power of two, unless there are too many.
+const UNIT_SHIFT: u32 = 6;
 
 /// Keys of a step.
 pub const fn step_keys(consumers: usize, tall: usize) -> usize {
@@ -119,50 +121,118 @@ pub const fn shared_bytes(
 pub mod split {
     /// By the lengths of the batch.
     pub const AUTO: u32 = 0;
-    /// Each chunk by itself.
+    /// Evenly, whatever the borders of sequences.
     pub const CHUNKS: u32 = 1;
     /// All chunks of a sequence together.
     pub const WHOLE: u32 = 2;
 }
 
-/// Sequences that show at most so many keys are taken whole. For whole warps.
-///
-/// A block that takes a sequence whole may be at it when the others are done. That costs nothing if the blocks that are
-/// still at work keep the memory busy (some 80 of them do), or if the sequence is a small part of a block's share.
-#[inline(always)]
-unsafe fn whole_keys(lengths: Lengths, hint: u32) -> u32 {
-    if hint == split::CHUNKS {
-        return 0;
+/// A block's share of the work: one head, and from the first of some units of keys up to the last one.
+struct Share {
+    /// Keys of a unit, as a power of two.
+    unit: u32,
+    from: u32,
+    to: u32,
+    head: u32,
+    /// Whether sequences are not divided.
+    whole: bool,
+}
+
+impl Share {
+    /// For whole warps.
+    ///
+    /// As many blocks as there are heads take the same keys at the same time, each those of its head: what they read are
+    /// neighbours in memory. All units of the batch, in the order of its sequences, are dealt evenly to such groups of blocks.
+    #[inline(always)]
+    unsafe fn new(lengths: Lengths, splitting: u32) -> Self {
+        let Lengths { batch, heads, max_len, hint, .. } = lengths;
+        // The sum of all units must fit in 31 bits.
+        let most = batch as u64 * (max_len as u64 + 1);
+        let unit = (34 - most.leading_zeros().min(34)).max(UNIT_SHIFT);
+        let (mut units, mut chunks, mut longest) = (0u32, 0u32, 0u32);
+        let mut sequence = warp::lane_id();
+        while sequence < batch {
+            let mut lens = [0u32; 4];
+            unroll::<4>(|i| lens[i] = lengths.get(sequence + 32 * i as u32));
+            unroll::<4>(|i| {
+                if sequence + 32 * (i as u32) < batch {
+                    let len = lens[i].min(max_len);
+                    let (first, visible) = lengths.visible_chunks(len);
+                    let own = Self::units(unit, len - (first << chunk_shift(len, hint)));
+                    units += own;
+                    chunks += visible;
+                    longest = longest.max(own);
+                }
+            });
+            sequence += 128;
+        }
+        let units = warp::warp_reduce_add_u32(warp::FULL, units);
+        let chunks = warp::warp_reduce_add_u32(warp::FULL, chunks);
+        let longest = warp::warp_reduce_max_u32(warp::FULL, longest);
+
+        let (blocks, block) = (thread::grid_dim_x(), thread::block_idx_x());
+        core::hint::assert_unchecked(heads != 0 && blocks != 0);
+        let groups = (blocks / heads).max(1);
+        let whole = match splitting {
+            split::CHUNKS => false,
+            split::WHOLE => true,
+            _ => {
+                // Adding chunks up at the end takes as long as some units.
+                core::hint::assert_unchecked(groups != 0);
+                batch.div_ceil(groups) * longest <= units / groups + 4
+            }
+        };
+        // Blocks without work are the last ones, so that the others have multiprocessors of their own.
+        let parts = groups.min(if whole { batch } else { chunks });
+        core::hint::assert_unchecked(parts != 0);
+        let (group, head) = (block / heads, block % heads);
+        if group >= parts {
+            return Self { unit, from: 0, to: 0, head, whole };
+        }
+        let (each, rest) = (units / parts, units % parts);
+        let border = |part: u32| part * each + part * rest / parts;
+        Self { unit, from: border(group), to: border(group + 1), head, whole }
     }
-    if hint == split::WHOLE {
-        return u32::MAX;
+
+    /// The units of a sequence that shows so many keys. One more is for what a sequence costs besides.
+    #[inline(always)]
+    fn units(unit: u32, keys: u32) -> u32 {
+        ((keys + ((1 << unit) - 1)) >> unit) + 1
     }
-    let (mut keys, mut longest) = (0f32, 0f32);
-    let mut sequence = warp::lane_id();
-    while sequence < lengths.batch {
-        let len = lengths.get(sequence).min(lengths.max_len);
-        let seen = (len - first_visible(len, lengths.q_len, lengths.window)) as f32;
-        keys += seen;
-        longest = float::max(longest, seen);
-        sequence += 32;
-    }
-    let (keys, longest) = (warp::reduce_sum(keys), warp::reduce_max(longest));
-    let blocks = thread::grid_dim_x();
-    core::hint::assert_unchecked(blocks != 0);
-    let pairs = lengths.batch * lengths.heads;
-    let last = pairs % blocks;
-    let even = longest * lengths.batch as f32 <= 1.25 * keys;
-    if even && (last == 0 || 5 * last >= 2 * blocks || pairs >= 8 * blocks) {
-        return u32::MAX;
-    }
-    float::fast::div(keys * lengths.heads as f32, 4.0 * blocks as f32) as u32
+}
+
+/// Consecutive chunks of a head of a sequence.
+#[derive(Clone, Copy)]
+struct Item {
+    sequence: u32,
+    /// The sequence's keys.
+    len: u32,
+    head: u32,
+    /// The first chunk, its number among those that the sliding window leaves, and how many those are.
+    chunk: u32,
+    part: u32,
+    parts: u32,
+    /// Whether there are no other chunks.
+    whole: bool,
 }
 
 /// A block's steps, in their order.
 struct Walk<const KEYS: u32> {
-    cursor: Cursor<true>,
-    /// Number of the item after this one.
-    index: u32,
+    share: Share,
+    /// First of the 32 sequences that lanes hold one each of.
+    base: u32,
+    /// Units before `base`, and those up to this lane's sequence.
+    before: u32,
+    sum: u32,
+    /// This lane's sequence: keys, the first chunk that the sliding window leaves, how many it leaves, and from and up to
+    /// which of these are the block's.
+    len: u32,
+    first_chunk: u32,
+    chunks: u32,
+    start: u32,
+    stop: u32,
+    /// Lanes whose sequences are yet to come.
+    todo: u32,
     item: Item,
     chunk: u32,
     /// Chunks of the item after this one.
@@ -176,25 +246,94 @@ struct Walk<const KEYS: u32> {
 
 impl<const KEYS: u32> Walk<KEYS> {
     #[inline(always)]
-    unsafe fn new(lengths: Lengths) -> Self {
-        let item = Item { sequence: 0, len: 0, chunk: 0, part: 0, chunks: 1, whole: true, head: 0 };
-        let cursor = Cursor::<true>::new(lengths);
-        let index = thread::block_idx_x();
-        let mut walk = Self { cursor, index, item, chunk: 0, left: 0, key: 0, end: 0, first: true, over: false };
-        walk.next_item(lengths);
+    unsafe fn new(lengths: Lengths, splitting: u32) -> Self {
+        let item = Item { sequence: 0, len: 0, head: 0, chunk: 0, part: 0, parts: 1, whole: true };
+        let share = Share::new(lengths, splitting);
+        let over = share.from == share.to;
+        let mut walk = Self {
+            share,
+            base: 0,
+            before: 0,
+            sum: 0,
+            len: 0,
+            first_chunk: 0,
+            chunks: 0,
+            start: 0,
+            stop: 0,
+            todo: 0,
+            item,
+            chunk: 0,
+            left: 0,
+            key: 0,
+            end: 0,
+            first: true,
+            over,
+        };
+        if !walk.over {
+            walk.look(lengths);
+            walk.next_item(lengths);
+        }
         walk
+    }
+
+    /// Looks at the 32 sequences from `base` on.
+    #[inline(always)]
+    unsafe fn look(&mut self, lengths: Lengths) {
+        let Share { unit, from, to, whole, .. } = self.share;
+        let sequence = self.base + warp::lane_id();
+        self.len = lengths.get(sequence).min(lengths.max_len);
+        let shift = chunk_shift(self.len, lengths.hint);
+        (self.first_chunk, self.chunks) = lengths.visible_chunks(self.len);
+        let there = sequence < lengths.batch;
+        let units = if there { Share::units(unit, self.len - (self.first_chunk << shift)) } else { 0 };
+        self.sum = warp::scan(units, |a, b| a + b);
+        // A chunk belongs to the block that its first unit belongs to.
+        let begin = self.before + self.sum - units;
+        let chunks = self.chunks;
+        let bound = |border: u32| {
+            if border <= begin {
+                0
+            } else if whole {
+                chunks
+            } else {
+                chunks.min((((border - begin).min(units) << unit) + ((1 << shift) - 1)) >> shift)
+            }
+        };
+        (self.start, self.stop) = (bound(from), bound(to));
+        self.todo = warp::warp_vote_ballot(warp::FULL, there && self.start < self.stop);
     }
 
     #[inline(always)]
     unsafe fn next_item(&mut self, lengths: Lengths) {
-        let Some(item) = self.cursor.find(lengths, self.index) else {
-            self.over = true;
-            return;
+        while self.todo == 0 {
+            self.before += warp::shfl_idx(self.sum, 31);
+            self.base += 32;
+            if self.base >= lengths.batch || self.before >= self.share.to {
+                // More heads than blocks.
+                self.share.head += thread::grid_dim_x();
+                if self.share.head >= lengths.heads {
+                    self.over = true;
+                    return;
+                }
+                (self.base, self.before) = (0, 0);
+            }
+            self.look(lengths);
+        }
+        let owner = self.todo.trailing_zeros();
+        self.todo &= self.todo - 1;
+        let (start, stop) = (warp::shfl_idx(self.start, owner), warp::shfl_idx(self.stop, owner));
+        let parts = warp::shfl_idx(self.chunks, owner);
+        self.item = Item {
+            sequence: self.base + owner,
+            len: warp::shfl_idx(self.len, owner),
+            head: self.share.head,
+            chunk: warp::shfl_idx(self.first_chunk, owner) + start,
+            part: start,
+            parts,
+            whole: stop - start == parts,
         };
-        self.index += thread::grid_dim_x();
-        self.item = item;
-        self.chunk = item.chunk;
-        self.left = if item.whole { item.chunks - 1 } else { 0 };
+        self.chunk = self.item.chunk;
+        self.left = stop - start - 1;
         self.first = true;
         self.enter(lengths);
     }
@@ -317,7 +456,7 @@ pub unsafe fn decode<
     let slot_rows = all_rows.min(block_rows);
     let heads = kv_heads * row_blocks;
     let max_len = max_pages << page_shift;
-    let mut lengths = Lengths { lens: Global::new(lens), max_len, batch, q_len, heads, window, hint, whole_keys: 0 };
+    let lengths = Lengths { lens: Global::new(lens), max_len, batch, q_len, heads, window, hint };
 
     let mut carver = Carver::new();
     let k_ring = carver.take_aligned::<C>(STAGES as usize * KEYS as usize * D, 1024);
@@ -363,7 +502,9 @@ pub unsafe fn decode<
         vec::prefetch_l2(partial.cast_const());
         vec::prefetch_l2(out.cast_const());
     }
-
+    // What was launched before may still be running until here, and what comes next may begin to wait for this.
+    dependent_launch::launch_dependents();
+    dependent_launch::wait();
     thread::sync_threads();
 
     let box_shift = page_shift.min(const { KEYS.ilog2() });
@@ -375,8 +516,7 @@ pub unsafe fn decode<
         let has_scale = if lane == 0 { !k_scales.is_null() } else { !v_scales.is_null() };
         let scales = Global::new(if lane == 0 { k_scales } else { v_scales });
         let page_slots = page_slots.offset((warp_id - CONSUMERS as u32) * ((AHEAD + 1) * 32));
-        lengths.whole_keys = whole_keys(lengths, splitting);
-        let mut walk = Walk::<KEYS>::new(lengths);
+        let mut walk = Walk::<KEYS>::new(lengths, splitting);
         let boxes = KEYS >> box_shift;
         let mut seen = 0u32;
 
@@ -387,7 +527,7 @@ pub unsafe fn decode<
                 let record = records.offset(seen % RECORDS * WORDS);
                 if lane == 0 {
                     record.set_as(FLAGS, B128([walk.flags(), walk.key, item.len, 0]));
-                    record.set_as(SEQUENCE, B128([item.sequence, item.head, item.part, item.chunks]));
+                    record.set_as(SEQUENCE, B128([item.sequence, item.head, item.part, item.parts]));
                 }
                 if lane < 2 && walk.first {
                     if has_scale && !walk.over {
@@ -515,7 +655,8 @@ pub unsafe fn decode<
     let mut total = [[Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2]; TILES];
     let mut all = [[[0f32; 4]; TILES]; 4];
     let (mut sequence, mut kv_head, mut first_row, mut pair) = (0u32, 0u32, 0u32, 0usize);
-    let (mut part, mut chunks) = (0u32, 1u32);
+    // The chunk's number and how many there are; the chunks that this item has put into memory.
+    let (mut part, mut parts, mut stored) = (0u32, 1u32, 0u32);
     let (mut step, mut slot, mut parity, mut items) = (0u32, 0u32, 0u32, 0u32);
     loop {
         let record = records.offset(step % RECORDS * WORDS);
@@ -529,7 +670,7 @@ pub unsafe fn decode<
         if flags & FIRST != 0 {
             let head = record.get(HEAD);
             sequence = record.get(SEQUENCE);
-            (part, chunks) = (record.get(PART), record.get(CHUNKS));
+            (part, parts, stored) = (record.get(PART), record.get(PARTS), 0);
             kv_head = head / row_blocks;
             first_row = (head - kv_head * row_blocks) * block_rows;
             pair = sequence as usize * heads as usize + head as usize;
@@ -552,8 +693,6 @@ pub unsafe fn decode<
                     let undo = if converts { warp::shfl_idx(undo, (2 * t + c as u32) * 4) } else { 1.0 };
                     factor[tile][c] = scale * k_scale * undo;
                 });
-                total[tile] = [Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2];
-                unroll::<4>(|i| all[i][tile] = [0.0; 4]);
             });
             warp::sync_warp(warp::FULL);
             if lane == 0 {
@@ -796,10 +935,10 @@ pub unsafe fn decode<
                 unroll::<4>(|i| o[i][tile] = [0.0; 4]);
             });
         }
-        if flags & ITEM_END == 0 {
+        let whole = flags & WHOLE != 0;
+        if flags & (if whole { ITEM_END } else { CHUNK_END }) == 0 {
             continue;
         }
-        let whole = flags & WHOLE != 0;
         let slots = partial.offset(pair * partial_chunks as usize * slot_floats);
         let slot = slots.offset(part as usize * slot_floats);
         // One thread of all that have parts of a row.
@@ -825,13 +964,19 @@ pub unsafe fn decode<
                     }
                 }
             });
+            total[tile] = [Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2];
+            unroll::<4>(|i| all[i][tile] = [0.0; 4]);
         });
+        (part, stored) = (part + 1, stored + 1);
+        if flags & ITEM_END == 0 {
+            continue;
+        }
         if !whole {
             // The block that comes last has all chunks' results before it, and leaves the tickets as they were.
             thread::sync_named(1, const { 32 * CONSUMERS as u32 });
             if tid == 0 {
                 let ticket = tickets.wrapping_add(pair);
-                let last = atomic::fetch_add(ticket, 1, atomic::Device, atomic::AcqRel) + 1 == chunks;
+                let last = atomic::fetch_add(ticket, stored, atomic::Device, atomic::AcqRel) + stored == parts;
                 if last {
                     atomic::exchange_u32(ticket, 0);
                 }
@@ -846,7 +991,7 @@ pub unsafe fn decode<
                 while e < rows * quads {
                     let (r, d) = (e / quads, e % quads * 4);
                     let at = (slot_rows * head_dim + 2 * r, r * head_dim + d);
-                    let (Total { top, sum }, value) = add_chunks::<8>(slots, slot_floats, chunks, at);
+                    let (Total { top, sum }, value) = add_chunks::<8>(slots, slot_floats, parts, at);
                     finisher.finish(sequence, kv_head, first_row + r, d, top, sum, value);
                     e += const { 32 * CONSUMERS as u32 };
                 }
