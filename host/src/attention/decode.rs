@@ -201,7 +201,7 @@ pub const fn partial_floats(
     }
     let rows = q_heads / kv_heads * q_len;
     let block = block_rows(head_dim, rows);
-    let pairs = tickets(batch, q_len, q_heads, kv_heads, head_dim);
+    let pairs = batch * kv_heads * rows.div_ceil(block);
     let slot = split::partial_floats(head_dim, if rows < block { rows } else { block });
     match split::max_chunks(max_len, chunk_shift) {
         1 => 0,
@@ -212,7 +212,7 @@ pub const fn partial_floats(
 /// Words of [`tma::Args`]' `tickets` (layer L1), which are zero before the first launch.
 pub const fn tickets(batch: usize, q_len: usize, q_heads: usize, kv_heads: usize, head_dim: usize) -> usize {
     match q_heads.checked_div(kv_heads) {
-        Some(group) => batch * kv_heads * (group * q_len).div_ceil(block_rows(head_dim, group * q_len)),
+        Some(group) => (batch + 1) * kv_heads * (group * q_len).div_ceil(block_rows(head_dim, group * q_len)),
         None => 0,
     }
 }
@@ -613,8 +613,8 @@ pub fn decode<T: Float, S: CacheElement>(
                     args.hint = hint.max(tile.keys.ilog2());
                     args.partial_chunks = split::max_chunks(capacity as u32, args.hint);
                 }
-                let heads = tickets(batch, q_len, q_heads, kv_heads, head_dim);
-                call.value(tickets_there >= heads, "workspace", format!("for {heads} heads"), tickets_there)?;
+                let need = tickets(batch, q_len, q_heads, kv_heads, head_dim);
+                call.value(tickets_there >= need, "workspace", format!("of {need} tickets"), tickets_there)?;
                 let args = tma_args(device, &args, ticket_words, cache, tile, options.split)?;
                 return unsafe { stream.launch(&entry, &tma_geometry(tile, properties.multiprocessors), &args) };
             }
