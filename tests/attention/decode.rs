@@ -255,6 +255,56 @@ fn results_do_not_depend_on_the_split() {
     });
 }
 
+/// Sequences and heads of any number, dealt to blocks in three manners. All of it with one workspace: each launch leaves it
+/// fit for the next.
+#[test]
+fn any_division_gives_the_same_bits() {
+    let lens = prop::collection::vec(prop_oneof![0usize..3, 1usize..600, Just(256), Just(512), Just(513)], 1..7);
+    let window = prop_oneof![Just(0usize), 1usize..400];
+    property(6, (lens, 1usize..7, 1usize..3, window), |d, s, (lens, kv_heads, q_len, window)| {
+        let batch = lens.len();
+        let shape = Shape { lens, q_len, kv_heads, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
+        let mut c = case::<bf16, bf16>(d, &shape);
+        let mut first = None;
+        for split in [DecodeSplit::Chunks, DecodeSplit::Whole, DecodeSplit::Auto, DecodeSplit::Chunks] {
+            let mut out = Tensor::<bf16>::uninit(d, &[batch, q_len, 2 * kv_heads, 64]).unwrap();
+            let mut lse = Tensor::<f32>::uninit(d, &[batch, q_len, 2 * kv_heads]).unwrap();
+            s.fill_bytes(&mut out, 0xff).unwrap();
+            let options = DecodeOptions::default().path(DecodePath::Tma).split(split).window(window);
+            let (table, work) = (&c.table, &mut c.workspace);
+            decode(s, &mut out, Some(&mut lse), &c.q, &c.cache, table, &c.lens, &options, work).unwrap();
+            let bits: Vec<u16> = out.to_vec().unwrap().into_iter().map(bf16::to_bits).collect();
+            let all = (bits, lse.to_vec().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>());
+            prop_assert!(*first.get_or_insert_with(|| all.clone()) == all, "{split:?}");
+        }
+        Ok(())
+    });
+}
+
+/// So many sequences that blocks claim what they do after their first part.
+#[test]
+fn blocks_claim_more_work() {
+    on_every_device(|d, s| {
+        // Two groups of blocks on the SIMT device, of four heads each.
+        let (kv_heads, many) = if d.is_simt() { (4, 330) } else { (64, 600) };
+        let mut lens: Vec<usize> = (0..many).map(|i| i * 7 % 3).collect();
+        (lens[5], lens[40], lens[150], lens[many - 1]) = (600, 300, 513, 257);
+        let shape = Shape { lens, q_len: 1, kv_heads, group: 1, dim: 64, page: 16, layout: CacheLayout::Hnd };
+        let mut c = case::<bf16, bf16>(d, &shape);
+        let mut run = |split: DecodeSplit| {
+            let mut out = Tensor::<bf16>::uninit(d, &[many, 1, kv_heads, 64]).unwrap();
+            s.fill_bytes(&mut out, 0xff).unwrap();
+            let options = DecodeOptions::default().path(DecodePath::Tma).split(split);
+            decode(s, &mut out, None, &c.q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
+            out.to_vec().unwrap().into_iter().map(bf16::to_bits).collect::<Vec<_>>()
+        };
+        let whole = run(DecodeSplit::Whole);
+        for _ in 0..3 {
+            assert!(run(DecodeSplit::Chunks) == whole);
+        }
+    });
+}
+
 /// Scores that rise from step to step, so that the maxima must follow, and such as overflow a careless exponential.
 #[test]
 fn maxima_follow_rising_scores() {
@@ -466,10 +516,12 @@ fn one_graph_serves_growing_sequences() {
         let mut c = case::<f16, f16>(d, &shape);
         let q = c.q.reshape(&[2, 4, 64]).unwrap();
         d.preload(&["attention"]).unwrap();
-        for path in [DecodePath::Split, DecodePath::Tma, DecodePath::Plain] {
+        let (chunks, whole) = (DecodeSplit::Chunks, DecodeSplit::Whole);
+        let ways = [(DecodePath::Split, chunks), (DecodePath::Plain, chunks)];
+        for (path, split) in ways.into_iter().chain([chunks, whole].map(|split| (DecodePath::Tma, split))) {
             let (mut graphed, mut direct) =
                 (Tensor::uninit(d, &[2, 4, 64]).unwrap(), Tensor::uninit(d, &[2, 4, 64]).unwrap());
-            let options = DecodeOptions::default().path(path);
+            let options = DecodeOptions::default().path(path).split(split);
             c.lens.copy_from_slice(&[200, 150]).unwrap();
             let graph = Graph::capture(s, |s| {
                 decode(s, &mut graphed, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace)
@@ -477,10 +529,15 @@ fn one_graph_serves_growing_sequences() {
             .unwrap();
             for lens in [[1, 150], [65, 0], [200, 149], [300, 260]] {
                 c.lens.copy_from_slice(&lens).unwrap();
-                graph.launch(s).unwrap();
-                s.synchronize().unwrap();
-                decode(s, &mut direct, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
-                assert_eq!(graphed.to_vec().unwrap(), direct.to_vec().unwrap(), "{path:?} {lens:?}");
+                // The second launch finds what the first has left in the workspace.
+                for _ in 0..2 {
+                    s.fill_bytes(&mut graphed, 0xff).unwrap();
+                    graph.launch(s).unwrap();
+                    s.synchronize().unwrap();
+                    let mut work = DecodeWorkspace::new(d, DecodeShape::new(2, 4, 1, 64, 304)).unwrap();
+                    decode(s, &mut direct, None, &q, &c.cache, &c.table, &c.lens, &options, &mut work).unwrap();
+                    assert_eq!(graphed.to_vec().unwrap(), direct.to_vec().unwrap(), "{path:?} {split:?} {lens:?}");
+                }
             }
         }
     });

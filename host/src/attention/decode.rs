@@ -41,10 +41,10 @@ pub enum DecodePath {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DecodeSplit {
-    /// By the lengths of the batch, on the device: whole where there are enough sequences and heads to fill the GPU.
+    /// By the lengths of the batch, on the device: whole where that keeps all blocks busy, by chunks otherwise.
     #[default]
     Auto,
-    /// A chunk at a time: the least time for one sequence.
+    /// As many keys to each block, sequences being divided between chunks where need be: the least time.
     Chunks,
     /// All chunks of a sequence by one block: the least work.
     Whole,
@@ -121,6 +121,7 @@ impl<'a> DecodeOptions<'a> {
 #[derive(Debug)]
 pub struct DecodeWorkspace {
     partial: Tensor<f32>,
+    tickets: Tensor<u32>,
     max_len: usize,
     chunk_shift: u32,
 }
@@ -143,7 +144,8 @@ impl DecodeWorkspace {
             return Err(Error::Value { op: "DecodeWorkspace", arg: "max_len", expected, got });
         }
         let partial = Tensor::uninit(device, &[shape.partial_floats().max(1)])?;
-        Ok(Self { partial, max_len, chunk_shift: shape.chunk_shift() })
+        let tickets = Tensor::zeros(device, &[shape.tickets().max(1)])?;
+        Ok(Self { partial, tickets, max_len, chunk_shift: shape.chunk_shift() })
     }
 }
 
@@ -200,6 +202,11 @@ impl DecodeShape {
         let &Self { batch, q_len, q_heads, kv_heads, head_dim, max_len, .. } = self;
         partial_floats(batch, q_len, q_heads, kv_heads, head_dim, max_len as u32, self.chunk_shift())
     }
+
+    /// Words of [`tma::Args`]' `tickets` (layer L1), which are zero before the first launch.
+    pub const fn tickets(&self) -> usize {
+        tickets(self.batch, self.q_len, self.q_heads, self.kv_heads, self.head_dim)
+    }
 }
 
 /// Query rows of a KV head that one block serves; more rows are served as several heads.
@@ -227,6 +234,14 @@ const fn partial_floats(
     match split::max_chunks(max_len, chunk_shift) {
         1 => 0,
         chunks => pairs * chunks as usize * slot,
+    }
+}
+
+/// [`DecodeShape::tickets`].
+const fn tickets(batch: usize, q_len: usize, q_heads: usize, kv_heads: usize, head_dim: usize) -> usize {
+    match q_heads.checked_div(kv_heads) {
+        Some(group) => (batch + 1) * kv_heads * (group * q_len).div_ceil(block_rows(head_dim, group * q_len)),
+        None => 0,
     }
 }
 
@@ -282,6 +297,8 @@ pub const fn split_entry(
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct TmaTile {
+    /// Threads of a block.
+    pub threads: usize,
     /// Keys of a step.
     pub keys: usize,
     /// Dynamic shared memory of a block.
@@ -322,21 +339,24 @@ pub const fn tma_entry(
         (DType::F16, DType::I8, 128, _) => decode_tma_d128_r16_f16_i8::ENTRY,
         _ => return None,
     };
-    // As in the table of entries: keys of a step by 64, stages, blocks.
-    let (tall, stages, blocks) = match (dim, cache.size(), block) {
-        (64, ..) | (128, 1, 8) => (2, 3, 2),
-        (128, 1, _) => (2, 6, 1),
-        (128, _, 8) => (1, 3, 2),
-        (128, ..) => (1, 6, 1),
-        _ => (1, 3, 1),
+    // As in the table of entries.
+    let (consumers, tall, stages, blocks) = match (dim, cache.size(), block) {
+        (64, ..) | (128, 1, 8) => (4, 2, 3, 2),
+        (128, 1, _) => (4, 2, 6, 1),
+        (128, _, 8) => (4, 1, 3, 2),
+        (128, ..) => (8, 1, 3, 1),
+        _ => (4, 1, 3, 1),
     };
-    let shared_bytes = shared_bytes(dim, cache.size(), block, tall, stages);
-    Some((entry, TmaTile { keys: step_keys(tall), shared_bytes, blocks }))
+    let keys = step_keys(consumers, tall);
+    let shared_bytes = shared_bytes(dim, cache.size(), block, consumers, keys, stages);
+    Some((entry, TmaTile { threads: threads(consumers), keys, shared_bytes, blocks }))
 }
 
 /// How to launch [`DecodePath::Tma`] with what [`tma_entry`] gave, on so many multiprocessors.
 pub const fn tma_geometry(tile: TmaTile, multiprocessors: u32) -> Geometry {
-    Geometry::linear(tile.blocks * multiprocessors, tma::THREADS as u32).shared_bytes(tile.shared_bytes as u32)
+    Geometry::linear(tile.blocks * multiprocessors, tile.threads as u32)
+        .shared_bytes(tile.shared_bytes as u32)
+        .dependent()
 }
 
 /// The tensor map of K or V for [`DecodePath::Tma`]: a box is up to a page of one head, eight keys of 128 bytes at a time.
@@ -574,6 +594,8 @@ pub fn decode<T: Float, S: CacheElement>(
         soft_cap,
         window: u32::try_from(options.window).unwrap_or(u32::MAX / 2).min(u32::MAX / 2),
     };
+    let tickets_there = workspace.tickets.len();
+    let ticket_words: *mut u32 = call.write("workspace", &mut workspace.tickets)?.cast();
     call.check_overlap()?;
     if batch == 0 || q_len == 0 || q_heads == 0 {
         return Ok(());
@@ -606,27 +628,27 @@ pub fn decode<T: Float, S: CacheElement>(
         };
         takes && hopper && cs.blocks > 0 && lines(ks.head) && lines(vs.head)
     });
-    // By measurement (docs/decode-attention.md), with an eye on single sequences. The SIMT device runs either, the portable
-    // kernel faster.
-    let gains = size_of::<S>() == 1 || block_rows(head_dim, group_rows) == 16;
-    let prefers_tma = options.path == DecodePath::Tma || options.path == DecodePath::Auto && gains && !device.is_simt();
+    // The SIMT device runs either, the portable kernel faster.
+    let prefers_tma = options.path == DecodePath::Tma || options.path == DecodePath::Auto && !device.is_simt();
     match (options.path, split, tma.filter(|_| prefers_tma)) {
         (DecodePath::Auto | DecodePath::Split, Some(_), _) | (_, _, Some(_)) => {
             let floats = workspace.partial.len();
             call.value(floats >= need, "workspace", format!("of {need} floats"), format!("of {floats}"))?;
+            // SAFETY: shapes, strides, alignment, device and overlap were checked above; lengths and page numbers are
+            // clamped by the kernels; the maps describe the cache.
             if let Some((entry, tile)) = tma.filter(|_| prefers_tma) {
                 // Steps are not cut.
                 if hint != 0 {
                     args.hint = hint.max(tile.keys.ilog2());
                     args.partial_chunks = split::max_chunks(capacity as u32, args.hint);
                 }
-                let args = tma_args(device, &args, cache, tile, options.split)?;
-                // SAFETY: shapes, strides, alignment, device and overlap were checked above; lengths and page numbers are
-                // clamped by the kernel; the maps describe the cache.
-                unsafe { stream.launch(&entry, &tma_geometry(tile, properties.multiprocessors), &args) }?;
-            } else if let Some((entry, dim)) = split {
+                let need = tickets(batch, q_len, q_heads, kv_heads, head_dim);
+                call.value(tickets_there >= need, "workspace", format!("of {need} tickets"), tickets_there)?;
+                let args = tma_args(device, &args, ticket_words, cache, tile, options.split)?;
+                return unsafe { stream.launch(&entry, &tma_geometry(tile, properties.multiprocessors), &args) };
+            }
+            if let Some((entry, dim)) = split {
                 let geometry = split_geometry(dim, S::DTYPE, group_rows, properties.multiprocessors);
-                // SAFETY: as above.
                 unsafe { stream.launch(&entry, &geometry, &args) }?;
             }
             let block = block_rows(head_dim, group_rows);
@@ -723,6 +745,7 @@ pub fn decode<T: Float, S: CacheElement>(
 fn tma_args<S: CacheElement>(
     device: &Device,
     args: &split::Args,
+    tickets: *mut u32,
     cache: &KvCache<S>,
     tile: TmaTile,
     splitting: DecodeSplit,
@@ -742,6 +765,7 @@ fn tma_args<S: CacheElement>(
         k_scales: args.k_scales,
         v_scales: args.v_scales,
         partial: args.partial,
+        tickets,
         scale_per_head: args.scale_per_head,
         batch: args.batch,
         q_len: args.q_len,

@@ -181,8 +181,6 @@ pub(super) struct Item {
     pub(super) chunk: u32,
     /// Its number among the chunks that the sliding window leaves.
     pub(super) part: u32,
-    /// How many that are.
-    pub(super) chunks: u32,
     /// Whether it is the sequence's only item.
     pub(super) whole: bool,
     pub(super) head: u32,
@@ -221,8 +219,6 @@ pub(super) struct Lengths {
     pub(super) heads: u32,
     pub(super) window: u32,
     pub(super) hint: u32,
-    /// A sequence that shows at most so many keys is one item, however many chunks it has.
-    pub(super) whole_keys: u32,
 }
 
 impl Lengths {
@@ -234,16 +230,9 @@ impl Lengths {
 
     /// Of a sequence of `len` keys: the first chunk that the sliding window leaves, and how many it leaves.
     #[inline(always)]
-    fn visible_chunks(self, len: u32) -> (u32, u32) {
+    pub(super) fn visible_chunks(self, len: u32) -> (u32, u32) {
         let first = first_visible(len, self.q_len, self.window) >> chunk_shift(len, self.hint);
         (first, chunks(len, self.hint) - first)
-    }
-
-    /// How many items of a head there are of a sequence of `len` keys, of which the window leaves so many chunks.
-    #[inline(always)]
-    fn items(self, len: u32, chunks: u32) -> u32 {
-        let seen = len - first_visible(len, self.q_len, self.window);
-        if seen <= self.whole_keys { 1 } else { chunks }
     }
 }
 
@@ -262,8 +251,7 @@ impl<const ROOM: bool> Cursor<ROOM> {
     unsafe fn count(&mut self, lengths: Lengths) {
         self.len = self.len.min(lengths.max_len);
         self.visible = lengths.visible_chunks(self.len);
-        let items = lengths.items(self.len, self.visible.1);
-        self.sum = if self.base + warp::lane_id() < lengths.batch { items * lengths.heads } else { 0 };
+        self.sum = if self.base + warp::lane_id() < lengths.batch { self.visible.1 * lengths.heads } else { 0 };
         unroll::<5>(|i| {
             let (below, ok) = warp::warp_shuffle_up(warp::FULL, self.sum, 1 << i, 32);
             self.sum += if ok { below } else { 0 };
@@ -285,15 +273,13 @@ impl<const ROOM: bool> Cursor<ROOM> {
                 } else {
                     lengths.visible_chunks(len)
                 };
-                let items = lengths.items(len, chunks);
-                let within = index - (self.before + warp::shfl_idx(self.sum, owner) - items * heads);
+                let within = index - (self.before + warp::shfl_idx(self.sum, owner) - chunks * heads);
                 return Some(Item {
                     sequence: self.base + owner,
                     len,
                     chunk: first_chunk + within / heads,
                     part: within / heads,
-                    chunks,
-                    whole: items == 1,
+                    whole: chunks == 1,
                     head: within % heads,
                 });
             }
@@ -455,13 +441,13 @@ pub unsafe fn decode<
         vec::prefetch_l2(out.ptr(0usize));
     }
     let max_len = max_pages << page_shift;
-    let lengths = Lengths { lens, max_len, batch, q_len, heads, window, hint, whole_keys: 0 };
+    let lengths = Lengths { lens, max_len, batch, q_len, heads, window, hint };
     let mut cursor = Cursor::<ROOM>::new(lengths);
     let mut index = thread::block_idx_x();
 
     // Items come into view one after another, so that no load is waited for: first the next one's page numbers are read,
     // then its Q and its keys, then it is computed.
-    let nothing = Item { sequence: 0, len: 0, chunk: 0, part: 0, chunks: 1, whole: true, head: 0 };
+    let nothing = Item { sequence: 0, len: 0, chunk: 0, part: 0, whole: true, head: 0 };
     // The first key of an item that is read (groups start at multiples of 16 keys), and this warp's groups of it.
     let extent = |item: Item| {
         let shift = chunk_shift(item.len, hint);
@@ -761,8 +747,6 @@ pub unsafe fn decode<
                         let slot = partial.offset(part * slot_floats);
                         slot.set_as(r * head_dim + d, B128::<f32, 4>(value));
                         if d == 0 {
-                            // Infinity has a meaning of its own.
-                            let top = float::min(top, f32::MAX);
                             slot.set_as(slot_rows * head_dim + 2 * r, B64::<f32, 2>([top, sum]));
                         }
                     }
@@ -881,7 +865,16 @@ impl<T: TensorFloat> Finisher<T> {
 
     /// Writes dimensions `d ..` of row `r` of a KV head: sums of values and of weights, relative to 2^`top`.
     #[inline(always)]
-    unsafe fn finish(self, sequence: u32, kv_head: u32, r: u32, d: u32, top: f32, sum: f32, value: [f32; 4]) {
+    pub(super) unsafe fn finish(
+        self,
+        sequence: u32,
+        kv_head: u32,
+        r: u32,
+        d: u32,
+        top: f32,
+        sum: f32,
+        value: [f32; 4],
+    ) {
         let (weight, to) = self.row(sequence, kv_head, r, top, sum, d == 0);
         to.set_as(d, B64::<T, 4>::from_f32(value.map(|v| v * weight)));
     }
@@ -908,6 +901,36 @@ impl Total {
     }
 }
 
+/// Adds the partial results of all chunks in their order: four dimensions of a row, whose maximum and sum, and whose dimensions,
+/// lie there in each. `BATCH` of them are in flight at a time, which changes no result.
+#[inline(always)]
+pub(super) unsafe fn add_chunks<const BATCH: usize>(
+    slots: Global<f32>,
+    slot_floats: usize,
+    chunks: u32,
+    (stats_at, value_at): (u32, u32),
+) -> (Total, [f32; 4]) {
+    let mut total = Total { top: f32::NEG_INFINITY, sum: 0.0 };
+    let (mut value, mut chunk) = ([0f32; 4], 0);
+    while chunk < chunks {
+        let (mut tops, mut sums) = ([0f32; BATCH], [0f32; BATCH]);
+        let mut parts = [[0f32; 4]; BATCH];
+        unroll::<BATCH>(|j| {
+            let slot = slots.offset((chunk + j as u32).min(chunks - 1) as usize * slot_floats);
+            B64([tops[j], sums[j]]) = slot.get_hinted::<B64<f32, 2>>(stats_at, SecondLevel);
+            B128(parts[j]) = slot.get_hinted::<B128<f32, 4>>(value_at, SecondLevel);
+        });
+        unroll::<BATCH>(|j| {
+            if chunk + (j as u32) < chunks {
+                let (old, new) = total.add(tops[j], sums[j]);
+                unroll::<4>(|i| value[i] = float::fma(value[i], old, parts[j][i] * new));
+            }
+        });
+        chunk += BATCH as u32;
+    }
+    (total, value)
+}
+
 /// Threads of a block of [`combine`].
 pub const COMBINE_THREADS: usize = 128;
 
@@ -915,8 +938,7 @@ pub const COMBINE_THREADS: usize = 128;
 ///
 /// Arguments as there; `slot_rows` are the rows of a partial result: the smaller of `q_heads / kv_heads * q_len` and of the
 /// rows of a block. A block for each head of each sequence, heads running fastest as there; block: [`COMBINE_THREADS`], four dimensions of a
-/// row each. A thread has `BATCH` partial results in flight, which changes no result. A maximum of infinity in the first partial
-/// result says that the output is there already.
+/// row each, [`add_chunks`] of `BATCH`.
 #[inline(always)]
 pub unsafe fn combine<T: TensorFloat, const BATCH: usize>(
     out: *mut T,
@@ -969,30 +991,8 @@ pub unsafe fn combine<T: TensorFloat, const BATCH: usize>(
     let mut e = thread::thread_idx_x();
     while e < rows * quads {
         let (r, d) = (e / quads, e % quads * 4);
-        let stats_at = slot_rows * head_dim + 2 * r;
-        let slot_of = |c: u32| slots.offset(c.min(chunks - 1) as usize * slot_floats);
-        let mut total = Total { top: f32::NEG_INFINITY, sum: 0.0 };
-        let (mut value, mut chunk) = ([0f32; 4], 0);
-        while chunk < chunks {
-            let (mut tops, mut sums) = ([0f32; BATCH], [0f32; BATCH]);
-            let mut parts = [[0f32; 4]; BATCH];
-            unroll::<BATCH>(|j| {
-                let slot = slot_of(chunk + j as u32);
-                B64([tops[j], sums[j]]) = slot.get_hinted::<B64<f32, 2>>(stats_at, SecondLevel);
-                B128(parts[j]) = slot.get_hinted::<B128<f32, 4>>(r * head_dim + d, SecondLevel);
-            });
-            if chunk == 0 && tops[0] == f32::INFINITY {
-                return;
-            }
-            unroll::<BATCH>(|j| {
-                if chunk + (j as u32) < chunks {
-                    let (old, new) = total.add(tops[j], sums[j]);
-                    unroll::<4>(|i| value[i] = float::fma(value[i], old, parts[j][i] * new));
-                }
-            });
-            chunk += BATCH as u32;
-        }
-        let Total { top, sum } = total;
+        let at = (slot_rows * head_dim + 2 * r, r * head_dim + d);
+        let (Total { top, sum }, value) = add_chunks::<BATCH>(slots, slot_floats, chunks, at);
         finisher.finish(sequence, kv_head, first_row + r, d, top, sum, value);
         e += COMBINE_THREADS as u32;
     }

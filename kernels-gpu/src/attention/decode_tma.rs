@@ -1,8 +1,8 @@
 //! Decode attention by Hopper's copy engine: [`decode`](super::decode) for a GPU that has one.
 //!
 //! # Roles
-//! Two producer warps and four consumers. The producers find the block's items, look up their pages and have the copy engine
-//! bring K and Q (one of them) and V (the other) to rings in shared memory, a step of `64 * TALL` keys at a time. They never
+//! Two producer warps and four or eight consumers. The producers find the block's items, look up their pages and have the copy engine
+//! bring K and Q (one of them) and V (the other) to rings in shared memory, a step of 64 or 128 keys at a time. They never
 //! wait for anything but room in the rings, so the rings are full whatever the consumers are at: the ends of chunks and
 //! items cost no bandwidth.
 //!
@@ -11,8 +11,8 @@
 //! follows a sequence's end in its last page is overwritten with zeros in V.
 //!
 //! # A step
-//! Each consumer multiplies its quarter of the keys with Q, as in [`decode`](super::decode), and puts the probabilities into
-//! shared memory. Then each multiplies a quarter of V's *columns* with all of them. So O is spread over the block, eight
+//! Each consumer multiplies its share of the keys with Q, as in [`decode`](super::decode), and puts the probabilities into
+//! shared memory. Then each multiplies a share of V's *columns* with all of them. So O is spread over the block, eight
 //! registers a thread for heads of 128, and there is nothing to merge among the warps but the sums of probabilities, at
 //! the end of a chunk.
 //!
@@ -20,34 +20,32 @@
 //! one barrier a step suffices: only if a warp finds more than that do they agree on new maxima, which is seldom but for the
 //! first step of a chunk. A common factor of numerator and denominator is no error.
 //!
-//! # Chunks and items
+//! # Chunks and shares
 //! Chunks are those of [`decode`](super::decode), by the sequence's length alone. Each chunk is computed from nothing and then
-//! added ([`Total`]) to the chunks before it, in their order. An item is either one chunk, whose result goes to [`combine`]
-//! for adding, or all chunks of a sequence, added here: the same operations on the same numbers, so the same bits. Which it
-//! is may therefore depend on the batch ([`whole_keys`]): sequences are taken whole where enough of them run at once, and
-//! in chunks where the GPU would be idle otherwise.
-//!
-//! [`combine`]: super::decode::combine
+//! added ([`Total`]) to the chunks before it, in their order. How they are dealt to blocks ([`Share`]) therefore has no say in
+//! the result: the chunks of a sequence that are all a block's are added as they come; otherwise each goes to memory, and the
+//! block that draws the last ticket of a sequence's head adds them, the same operations on the same numbers. A block's share is
+//! consecutive, so only its first and its last sequence can be in want of a ticket, which costs some microseconds.
 
 use super::decode::{
-    CacheOperand, Cursor, Finisher, Item, Lengths, Total, chunk_shift, first_visible, fit_operand, o_dim, pack,
+    CacheOperand, Finisher, Lengths, Total, add_chunks, chunk_shift, first_visible, fit_operand, o_dim, pack,
     partial_floats, q_dim,
 };
 use super::soft_capped;
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::LOG2_E;
-use cuda_std::shared::Carver;
+use cuda_std::shared::{Carver, Shared};
 use cuda_std::tma::TensorMap;
 use cuda_std::vec::{self, B32, B64, B128};
 use cuda_std::{
-    DType, E4M3, E5M2, Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, integer, mbarrier,
-    mma, thread, tma, unroll, warp,
+    DType, E4M3, E5M2, Global, GlobalMut, atomic, bf16, cp_async, dependent_launch, entries, f16, float, integer,
+    mbarrier, mma, thread, tma, unroll, warp,
 };
 
-/// Consumer warps of a block.
-const CONSUMERS: usize = 4;
 /// Threads of a block: the consumers and the producers.
-pub const THREADS: usize = 32 * (CONSUMERS + 2);
+pub const fn threads(consumers: usize) -> usize {
+    32 * (consumers + 2)
+}
 /// Steps that page numbers are looked up ahead of their copies.
 const AHEAD: u32 = 3;
 /// Descriptions of steps, from the look-up until the consumers are done: more than `AHEAD` and the stages of any ring.
@@ -70,6 +68,7 @@ const WRONG: u32 = 3;
 const SEQUENCE: u32 = 4;
 const HEAD: u32 = 5;
 const PART: u32 = 6;
+const PARTS: u32 = 7;
 /// Two words: the scales of K and V.
 const SCALES: u32 = 8;
 
@@ -81,14 +80,17 @@ const CHUNK_END: u32 = 2;
 const ITEM_END: u32 = 4;
 /// The item is a whole sequence.
 const WHOLE: u32 = 8;
-/// The sequence has several chunks.
-const SEVERAL: u32 = 16;
 /// There is no step.
-const OVER: u32 = 32;
+const OVER: u32 = 16;
+/// Keys of a unit of work, as a power of two, unless there are too many.
+const UNIT_SHIFT: u32 = 6;
+/// The fewest units of a part if there are several for each group of blocks, and how many there are at most.
+const PART_UNITS: u32 = 128;
+const MOST_PARTS: u32 = 8;
 
 /// Keys of a step.
-pub const fn step_keys(tall: usize) -> usize {
-    16 * CONSUMERS * tall
+pub const fn step_keys(consumers: usize, tall: usize) -> usize {
+    16 * consumers * tall
 }
 
 /// Bytes from row to row of Q in shared memory: the padding keeps rows in different banks.
@@ -97,67 +99,201 @@ const fn q_row_bytes(head_dim: usize) -> usize {
 }
 
 /// Bytes from row to row of the probabilities, likewise.
-const fn p_row_bytes(tall: usize) -> usize {
-    2 * step_keys(tall) + 16
+const fn p_row_bytes(keys: usize) -> usize {
+    2 * keys + 16
 }
 
-/// Dynamic shared memory of a block: heads of `head_dim` elements of `element` bytes, `rows` query rows (8 or 16).
-pub const fn shared_bytes(head_dim: usize, element: usize, rows: usize, tall: usize, stages: usize) -> usize {
-    let stage = 2 * step_keys(tall) * head_dim * element;
+/// Dynamic shared memory of a block: heads of `head_dim` elements of `element` bytes, `rows` query rows (8 or 16), steps of
+/// `keys` keys.
+pub const fn shared_bytes(
+    head_dim: usize,
+    element: usize,
+    rows: usize,
+    consumers: usize,
+    keys: usize,
+    stages: usize,
+) -> usize {
+    let stage = 2 * keys * head_dim * element;
     let q = Q_SLOTS as usize * rows * q_row_bytes(head_dim);
-    let p = 2 * rows * p_row_bytes(tall);
-    let words = RECORDS * WORDS + 2 * (AHEAD + 1) * 32 + 8 + CONSUMERS as u32 * rows as u32;
-    stages * stage + q + p + 4 * words as usize + 8 * (4 * stages + Q_SLOTS as usize)
+    let p = 2 * rows * p_row_bytes(keys);
+    let words = RECORDS * WORDS + 2 * (AHEAD + 1) * 32 + 4 + (consumers * (2 + rows)) as u32;
+    stages * stage + q + p + 4 * words as usize + 8 * (4 * stages + Q_SLOTS as usize + 1)
 }
 
 /// How sequences of several chunks become items, as `decode` takes it.
 pub mod split {
     /// By the lengths of the batch.
     pub const AUTO: u32 = 0;
-    /// Each chunk by itself.
+    /// Evenly, whatever the borders of sequences.
     pub const CHUNKS: u32 = 1;
     /// All chunks of a sequence together.
     pub const WHOLE: u32 = 2;
 }
 
-/// Sequences that show at most so many keys are taken whole. For whole warps.
+/// A block's share of the work: one head, and from the first of some units of keys up to the last one.
+struct Share {
+    /// Keys of a unit, as a power of two.
+    unit: u32,
+    /// All units, the parts they are in, and how many groups of blocks take parts.
+    units: u32,
+    parts: u32,
+    groups: u32,
+    from: u32,
+    to: u32,
+    head: u32,
+    /// Whether sequences are not divided.
+    whole: bool,
+}
+
+impl Share {
+    /// For whole warps.
+    ///
+    /// As many blocks as there are heads take the same keys at the same time, each those of its head: what they read are
+    /// neighbours in memory. All units of the batch, in the order of its sequences, are dealt evenly to such groups of blocks.
+    ///
+    /// Multiprocessors do not get equal parts of the memory's bandwidth: by a half more for some of them. So where there is
+    /// much to do there are several parts for each group, and blocks claim another when they are through with one ([`Claims`]).
+    #[inline(always)]
+    unsafe fn new(lengths: Lengths, splitting: u32) -> Self {
+        let Lengths { batch, heads, max_len, hint, .. } = lengths;
+        // The sum of all units must fit in 31 bits.
+        let most = batch as u64 * (max_len as u64 + 1);
+        let unit = (34 - most.leading_zeros().min(34)).max(UNIT_SHIFT);
+        let (mut units, mut chunks, mut longest) = (0u32, 0u32, 0u32);
+        let mut sequence = warp::lane_id();
+        while sequence < batch {
+            let mut lens = [0u32; 4];
+            unroll::<4>(|i| lens[i] = lengths.get(sequence + 32 * i as u32));
+            unroll::<4>(|i| {
+                if sequence + 32 * (i as u32) < batch {
+                    let len = lens[i].min(max_len);
+                    let (first, visible) = lengths.visible_chunks(len);
+                    let own = Self::units(unit, len - (first << chunk_shift(len, hint)));
+                    units += own;
+                    chunks += visible;
+                    longest = longest.max(own);
+                }
+            });
+            sequence += 128;
+        }
+        let units = warp::warp_reduce_add_u32(warp::FULL, units);
+        let chunks = warp::warp_reduce_add_u32(warp::FULL, chunks);
+        let longest = warp::warp_reduce_max_u32(warp::FULL, longest);
+
+        let (blocks, block) = (thread::grid_dim_x(), thread::block_idx_x());
+        core::hint::assert_unchecked(heads != 0 && blocks != 0);
+        let groups = (blocks / heads).max(1);
+        let whole = match splitting {
+            split::CHUNKS => false,
+            split::WHOLE => true,
+            _ => {
+                // Adding chunks up at the end takes as long as some units.
+                core::hint::assert_unchecked(groups != 0);
+                batch.div_ceil(groups) * longest <= units / groups + 4
+            }
+        };
+        // Blocks without work are the last ones, so that the others have multiprocessors of their own.
+        let groups = groups.min(if whole { batch } else { chunks });
+        core::hint::assert_unchecked(groups != 0);
+        let each = if whole || heads > blocks { 1 } else { (units / groups / PART_UNITS).clamp(1, MOST_PARTS) };
+        let (group, head) = (block / heads, block % heads);
+        let mut share = Self { unit, units, parts: groups * each, groups, from: 0, to: 0, head, whole };
+        if group < groups {
+            share.take(group);
+        }
+        share
+    }
+
+    /// Makes it this part.
+    #[inline(always)]
+    fn take(&mut self, part: u32) {
+        let Self { units, parts, .. } = *self;
+        // SAFETY: there is a part at least.
+        unsafe { core::hint::assert_unchecked(parts != 0) };
+        let (each, rest) = (units / parts, units % parts);
+        let border = |part: u32| part * each + part * rest / parts;
+        (self.from, self.to) = (border(part), border(part + 1));
+    }
+
+    /// The units of a sequence that shows so many keys. One more is for what a sequence costs besides.
+    #[inline(always)]
+    fn units(unit: u32, keys: u32) -> u32 {
+        ((keys + ((1 << unit) - 1)) >> unit) + 1
+    }
+}
+
+/// How the producers of a block learn which part of the work is theirs after the first: one asks, the other is told.
 ///
-/// A block that takes a sequence whole may be at it when the others are done. That costs nothing if the blocks that are
-/// still at work keep the memory busy (some 80 of them do), or if the sequence is a small part of a block's share.
-#[inline(always)]
-unsafe fn whole_keys(lengths: Lengths, hint: u32) -> u32 {
-    if hint == split::CHUNKS {
-        return 0;
+/// The one that asks is ahead of the other by a few steps and parts have many, so it is never two answers ahead.
+struct Claims {
+    /// A counter for each head, zero before and after: each of the head's blocks is refused once, and all answers together are as
+    /// many as there are parts.
+    counters: *mut u32,
+    asks: bool,
+    answers: Shared<u32>,
+    barrier: u32,
+    count: u32,
+}
+
+impl Claims {
+    /// The next part of a head; `None` if there is no other. For whole warps.
+    #[inline(always)]
+    unsafe fn next(&mut self, share: &Share) -> Option<u32> {
+        if share.parts == share.groups {
+            return None;
+        }
+        let place = self.count % 2;
+        if self.asks {
+            if warp::lane_id() == 0 {
+                let counter = self.counters.wrapping_add(share.head as usize);
+                let before = atomic::fetch_add(counter, 1, atomic::Device, atomic::Relaxed);
+                if before + 1 == share.parts {
+                    atomic::exchange_u32(counter, 0);
+                }
+                self.answers.set(place, before + share.groups);
+                mbarrier::arrive(self.barrier);
+            }
+        }
+        mbarrier::wait_parity(self.barrier, place);
+        self.count += 1;
+        let part = warp::shfl_idx(self.answers.get(place), 0);
+        if part < share.parts { Some(part) } else { None }
     }
-    if hint == split::WHOLE {
-        return u32::MAX;
-    }
-    let (mut keys, mut longest) = (0f32, 0f32);
-    let mut sequence = warp::lane_id();
-    while sequence < lengths.batch {
-        let len = lengths.get(sequence).min(lengths.max_len);
-        let seen = (len - first_visible(len, lengths.q_len, lengths.window)) as f32;
-        keys += seen;
-        longest = float::max(longest, seen);
-        sequence += 32;
-    }
-    let (keys, longest) = (warp::reduce_sum(keys), warp::reduce_max(longest));
-    let blocks = thread::grid_dim_x();
-    core::hint::assert_unchecked(blocks != 0);
-    let pairs = lengths.batch * lengths.heads;
-    let last = pairs % blocks;
-    let even = longest * lengths.batch as f32 <= 1.25 * keys;
-    if even && (last == 0 || 5 * last >= 2 * blocks || pairs >= 8 * blocks) {
-        return u32::MAX;
-    }
-    float::fast::div(keys * lengths.heads as f32, 4.0 * blocks as f32) as u32
+}
+
+/// Consecutive chunks of a head of a sequence.
+#[derive(Clone, Copy)]
+struct Item {
+    sequence: u32,
+    /// The sequence's keys.
+    len: u32,
+    head: u32,
+    /// The first chunk, its number among those that the sliding window leaves, and how many those are.
+    chunk: u32,
+    part: u32,
+    parts: u32,
+    /// Whether there are no other chunks.
+    whole: bool,
 }
 
 /// A block's steps, in their order.
 struct Walk<const KEYS: u32> {
-    cursor: Cursor<true>,
-    /// Number of the item after this one.
-    index: u32,
+    share: Share,
+    claims: Claims,
+    /// First of the 32 sequences that lanes hold one each of.
+    base: u32,
+    /// Units before `base`, and those up to this lane's sequence.
+    before: u32,
+    sum: u32,
+    /// This lane's sequence: keys, the first chunk that the sliding window leaves, how many it leaves, and from and up to
+    /// which of these are the block's.
+    len: u32,
+    first_chunk: u32,
+    chunks: u32,
+    start: u32,
+    stop: u32,
+    /// Lanes whose sequences are yet to come.
+    todo: u32,
     item: Item,
     chunk: u32,
     /// Chunks of the item after this one.
@@ -171,25 +307,102 @@ struct Walk<const KEYS: u32> {
 
 impl<const KEYS: u32> Walk<KEYS> {
     #[inline(always)]
-    unsafe fn new(lengths: Lengths) -> Self {
-        let item = Item { sequence: 0, len: 0, chunk: 0, part: 0, chunks: 1, whole: true, head: 0 };
-        let cursor = Cursor::<true>::new(lengths);
-        let index = thread::block_idx_x();
-        let mut walk = Self { cursor, index, item, chunk: 0, left: 0, key: 0, end: 0, first: true, over: false };
-        walk.next_item(lengths);
+    unsafe fn new(lengths: Lengths, splitting: u32, claims: Claims) -> Self {
+        let item = Item { sequence: 0, len: 0, head: 0, chunk: 0, part: 0, parts: 1, whole: true };
+        let share = Share::new(lengths, splitting);
+        let over = share.from == share.to;
+        let mut walk = Self {
+            share,
+            claims,
+            base: 0,
+            before: 0,
+            sum: 0,
+            len: 0,
+            first_chunk: 0,
+            chunks: 0,
+            start: 0,
+            stop: 0,
+            todo: 0,
+            item,
+            chunk: 0,
+            left: 0,
+            key: 0,
+            end: 0,
+            first: true,
+            over,
+        };
+        if !walk.over {
+            walk.look(lengths);
+            walk.next_item(lengths);
+        }
         walk
+    }
+
+    /// Looks at the 32 sequences from `base` on.
+    #[inline(always)]
+    unsafe fn look(&mut self, lengths: Lengths) {
+        let Share { unit, from, to, whole, .. } = self.share;
+        let sequence = self.base + warp::lane_id();
+        self.len = lengths.get(sequence).min(lengths.max_len);
+        let shift = chunk_shift(self.len, lengths.hint);
+        (self.first_chunk, self.chunks) = lengths.visible_chunks(self.len);
+        let there = sequence < lengths.batch;
+        let units = if there { Share::units(unit, self.len - (self.first_chunk << shift)) } else { 0 };
+        self.sum = warp::scan(units, |a, b| a + b);
+        // A chunk belongs to the block that its first unit belongs to.
+        let begin = self.before + self.sum - units;
+        let chunks = self.chunks;
+        let bound = |border: u32| {
+            if border <= begin {
+                0
+            } else if whole {
+                chunks
+            } else {
+                chunks.min((((border - begin).min(units) << unit) + ((1 << shift) - 1)) >> shift)
+            }
+        };
+        (self.start, self.stop) = (bound(from), bound(to));
+        self.todo = warp::warp_vote_ballot(warp::FULL, there && self.start < self.stop);
     }
 
     #[inline(always)]
     unsafe fn next_item(&mut self, lengths: Lengths) {
-        let Some(item) = self.cursor.find(lengths, self.index) else {
-            self.over = true;
-            return;
+        while self.todo == 0 {
+            let before = self.before + warp::shfl_idx(self.sum, 31);
+            if self.base + 32 < lengths.batch && before < self.share.to {
+                (self.base, self.before) = (self.base + 32, before);
+            } else {
+                if let Some(part) = self.claims.next(&self.share) {
+                    self.share.take(part);
+                    // It lies behind the one before.
+                    self.look(lengths);
+                    continue;
+                }
+                // More heads than blocks.
+                self.share.head += thread::grid_dim_x();
+                if self.share.head >= lengths.heads {
+                    self.over = true;
+                    return;
+                }
+                (self.base, self.before) = (0, 0);
+            }
+            self.look(lengths);
+        }
+        let owner = self.todo.trailing_zeros();
+        self.todo &= self.todo - 1;
+        let (start, stop) = (warp::shfl_idx(self.start, owner), warp::shfl_idx(self.stop, owner));
+        let parts = warp::shfl_idx(self.chunks, owner);
+        self.item = Item {
+            sequence: self.base + owner,
+            len: warp::shfl_idx(self.len, owner),
+            head: self.share.head,
+            chunk: warp::shfl_idx(self.first_chunk, owner) + start,
+            part: start,
+            parts,
+            whole: stop - start == parts,
         };
-        self.index += thread::grid_dim_x();
-        self.item = item;
-        self.chunk = item.chunk;
-        self.left = if item.whole { item.chunks - 1 } else { 0 };
+        self.chunk = self.item.chunk;
+        self.left = stop - start - 1;
         self.first = true;
         self.enter(lengths);
     }
@@ -217,7 +430,6 @@ impl<const KEYS: u32> Walk<KEYS> {
             | flag(ends, CHUNK_END)
             | flag(ends && self.left == 0, ITEM_END)
             | flag(self.item.whole, WHOLE)
-            | flag(self.item.chunks > 1, SEVERAL)
             | flag(self.over, OVER)
     }
 
@@ -243,16 +455,18 @@ impl<const KEYS: u32> Walk<KEYS> {
 /// * `k_map`, `v_map`: of five dimensions: [`LINE`] bytes, 8 keys, lines of the heads, groups of 8 keys of the page, pages; boxes of
 ///   a head's lines and `min(page, step)` keys. `k_head`, `v_head`: lines from head to head.
 /// * `q`'s vectors start at multiples of 16 bytes. `page` is a power of two from 8 on.
+/// * `tickets`: a zero for each head of each sequence, and one more for each head; zeros again afterwards.
 /// * `hint` is 0 or no smaller than a step; `splitting`: how sequences become items, a constant of [`split`].
 ///
-/// `D` is the head size, a row of the cache a multiple of [`LINE`]; a step has `64 * TALL` keys.
-/// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`].
+/// `D` is the head size, a row of the cache a multiple of [`LINE`]; a step has `KEYS`, `16 * TALL` a consumer.
+/// Block: [`threads`]; any grid; shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn decode<
     T: TensorFloat,
     C: CacheOperand,
     const D: usize,
     const TILES: usize,
+    const CONSUMERS: usize,
     const TALL: usize,
     const KEYS: u32,
     const STAGES: u32,
@@ -269,6 +483,7 @@ pub unsafe fn decode<
     k_scales: *const f32,
     v_scales: *const f32,
     partial: *mut f32,
+    tickets: *mut u32,
     scale_per_head: u32,
     batch: u32,
     q_len: u32,
@@ -290,7 +505,7 @@ pub unsafe fn decode<
     soft_cap: f32,
     window: u32,
 ) {
-    const { assert!(KEYS as usize == step_keys(TALL)) };
+    const { assert!(KEYS as usize == step_keys(CONSUMERS, TALL)) };
     let element = const { size_of::<C>() };
     // Lines of a row; bytes of eight rows and of a step.
     let columns = const { (D * size_of::<C>() / LINE) as u32 };
@@ -298,7 +513,7 @@ pub unsafe fn decode<
     let kv_bytes = const { KEYS * (D * size_of::<C>()) as u32 };
     let head_dim = const { D as u32 };
     let block_rows = const { 8 * TILES as u32 };
-    let (q_row, p_row) = const { (q_row_bytes(D) as u32, p_row_bytes(TALL) as u32) };
+    let (q_row, p_row) = const { (q_row_bytes(D) as u32, p_row_bytes(KEYS as usize) as u32) };
     let converts = const { !matches!((T::DTYPE, C::DTYPE), (DType::Bf16, DType::Bf16) | (DType::F16, _)) };
 
     core::hint::assert_unchecked(kv_heads != 0);
@@ -310,19 +525,21 @@ pub unsafe fn decode<
     let slot_rows = all_rows.min(block_rows);
     let heads = kv_heads * row_blocks;
     let max_len = max_pages << page_shift;
-    let mut lengths = Lengths { lens: Global::new(lens), max_len, batch, q_len, heads, window, hint, whole_keys: 0 };
+    let lengths = Lengths { lens: Global::new(lens), max_len, batch, q_len, heads, window, hint };
 
     let mut carver = Carver::new();
     let k_ring = carver.take_aligned::<C>(STAGES as usize * KEYS as usize * D, 1024);
     let v_ring = carver.take_aligned::<C>(STAGES as usize * KEYS as usize * D, 1024);
     let q_slots = carver.take::<u8>(const { Q_SLOTS as usize * 8 * TILES * q_row_bytes(D) });
-    let p_slots = carver.take::<u8>(const { 2 * 8 * TILES * p_row_bytes(TALL) });
+    let p_slots = carver.take::<u8>(const { 2 * 8 * TILES * p_row_bytes(KEYS as usize) });
     let records = carver.take::<u32>(const { (RECORDS * WORDS) as usize });
     let page_slots = carver.take::<u32>(const { 2 * (AHEAD as usize + 1) * 32 });
     // Whether a warp wants other maxima, in steps of even and of odd number; maxima or sums of its keys.
     let votes = carver.take::<u32>(const { 2 * CONSUMERS });
+    // Whether this block adds the chunks; two answers of [`Claims`].
+    let adds = carver.take::<u32>(4);
     let tops = carver.take::<f32>(const { CONSUMERS * 8 * TILES });
-    let barriers = carver.take::<u64>(const { 4 * STAGES as usize + Q_SLOTS as usize });
+    let barriers = carver.take::<u64>(const { 4 * STAGES as usize + Q_SLOTS as usize + 1 });
     let (k0, v0) = (k_ring.address(0u32), v_ring.address(0u32));
     let barrier0 = barriers.address(0u32);
     let k_full = |slot: u32| barrier0 + 8 * slot;
@@ -330,13 +547,12 @@ pub unsafe fn decode<
     let v_full = |slot: u32| barrier0 + 8 * (2 * STAGES + slot);
     let v_empty = |slot: u32| barrier0 + 8 * (3 * STAGES + slot);
     let q_empty = |slot: u32| barrier0 + 8 * (4 * STAGES + slot);
+    let claimed = barrier0 + 8 * (4 * STAGES + Q_SLOTS);
 
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let warp_id = warp::shfl_idx(tid / 32, 0);
     let (g, t) = (lane / 4, lane % 4);
 
-    // The launch of `combine` may begin; it waits for this one to end.
-    dependent_launch::launch_dependents();
     if tid == 0 {
         for slot in 0..STAGES {
             mbarrier::init(k_full(slot), 1);
@@ -347,6 +563,7 @@ pub unsafe fn decode<
         for slot in 0..Q_SLOTS {
             mbarrier::init(q_empty(slot), CONSUMERS as u32);
         }
+        mbarrier::init(claimed, 1);
         mbarrier::fence_init();
         tma::prefetch_map(k_map);
         tma::prefetch_map(v_map);
@@ -356,7 +573,9 @@ pub unsafe fn decode<
         vec::prefetch_l2(partial.cast_const());
         vec::prefetch_l2(out.cast_const());
     }
-
+    // What was launched before may still be running until here, and what comes next may begin to wait for this.
+    dependent_launch::launch_dependents();
+    dependent_launch::wait();
     thread::sync_threads();
 
     let box_shift = page_shift.min(const { KEYS.ilog2() });
@@ -368,8 +587,14 @@ pub unsafe fn decode<
         let has_scale = if lane == 0 { !k_scales.is_null() } else { !v_scales.is_null() };
         let scales = Global::new(if lane == 0 { k_scales } else { v_scales });
         let page_slots = page_slots.offset((warp_id - CONSUMERS as u32) * ((AHEAD + 1) * 32));
-        lengths.whole_keys = whole_keys(lengths, splitting);
-        let mut walk = Walk::<KEYS>::new(lengths);
+        let claims = Claims {
+            counters: tickets.wrapping_add(batch as usize * heads as usize),
+            asks: brings_k,
+            answers: adds.offset(2u32),
+            barrier: claimed,
+            count: 0,
+        };
+        let mut walk = Walk::<KEYS>::new(lengths, splitting, claims);
         let boxes = KEYS >> box_shift;
         let mut seen = 0u32;
 
@@ -380,7 +605,7 @@ pub unsafe fn decode<
                 let record = records.offset(seen % RECORDS * WORDS);
                 if lane == 0 {
                     record.set_as(FLAGS, B128([walk.flags(), walk.key, item.len, 0]));
-                    record.set_as(SEQUENCE, B128([item.sequence, item.head, item.part, 0]));
+                    record.set_as(SEQUENCE, B128([item.sequence, item.head, item.part, item.parts]));
                 }
                 if lane < 2 && walk.first {
                     if has_scale && !walk.over {
@@ -507,7 +732,9 @@ pub unsafe fn decode<
     let mut o = [[[0f32; 4]; TILES]; 4];
     let mut total = [[Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2]; TILES];
     let mut all = [[[0f32; 4]; TILES]; 4];
-    let (mut sequence, mut kv_head, mut first_row, mut pair, mut part) = (0u32, 0u32, 0u32, 0usize, 0u32);
+    let (mut sequence, mut kv_head, mut first_row, mut pair) = (0u32, 0u32, 0u32, 0usize);
+    // The chunk's number and how many there are; the chunks that this item has put into memory.
+    let (mut part, mut parts, mut stored) = (0u32, 1u32, 0u32);
     let (mut step, mut slot, mut parity, mut items) = (0u32, 0u32, 0u32, 0u32);
     loop {
         let record = records.offset(step % RECORDS * WORDS);
@@ -520,7 +747,8 @@ pub unsafe fn decode<
 
         if flags & FIRST != 0 {
             let head = record.get(HEAD);
-            (sequence, part) = (record.get(SEQUENCE), record.get(PART));
+            sequence = record.get(SEQUENCE);
+            (part, parts, stored) = (record.get(PART), record.get(PARTS), 0);
             kv_head = head / row_blocks;
             first_row = (head - kv_head * row_blocks) * block_rows;
             pair = sequence as usize * heads as usize + head as usize;
@@ -543,8 +771,6 @@ pub unsafe fn decode<
                     let undo = if converts { warp::shfl_idx(undo, (2 * t + c as u32) * 4) } else { 1.0 };
                     factor[tile][c] = scale * k_scale * undo;
                 });
-                total[tile] = [Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2];
-                unroll::<4>(|i| all[i][tile] = [0.0; 4]);
             });
             warp::sync_warp(warp::FULL);
             if lane == 0 {
@@ -644,7 +870,7 @@ pub unsafe fn decode<
         }
 
         // Probabilities relative to the maxima so far go to shared memory; perhaps in vain.
-        let p_slot = p0 + step % 2 * const { (8 * TILES) as u32 * p_row_bytes(TALL) as u32 };
+        let p_slot = p0 + step % 2 * const { (8 * TILES) as u32 * p_row_bytes(KEYS as usize) as u32 };
         let probabilities = |m: &[[f32; 2]; TILES]| {
             let mut sums = [[0f32; 2]; TILES];
             unroll::<TILES>(|tile| {
@@ -674,8 +900,7 @@ pub unsafe fn decode<
         }
         let mut sums = probabilities(&m);
         thread::sync_named(1, const { 32 * CONSUMERS as u32 });
-        let B128(vote) = votes.get_as::<B128<u32, 4>>(step % 2 * CONSUMERS as u32);
-        if warp::shfl_idx(vote[0] | vote[1] | vote[2] | vote[3], 0) != 0 {
+        if warp::warp_vote_any(warp::FULL, votes.get(step % 2 * CONSUMERS as u32 + lane % CONSUMERS as u32) != 0) {
             unroll::<TILES>(|tile| {
                 unroll::<2>(|c| {
                     let mut top = f32::NEG_INFINITY;
@@ -788,42 +1013,67 @@ pub unsafe fn decode<
                 unroll::<4>(|i| o[i][tile] = [0.0; 4]);
             });
         }
-        if flags & ITEM_END != 0 {
-            let slot = |part: u32| partial.offset((pair * partial_chunks as usize + part as usize) * slot_floats);
-            // One thread of all that have parts of a row.
-            let speaks = warp_id == 0 && g == 0;
-            unroll::<TILES>(|tile| {
-                unroll::<2>(|c| {
-                    let r = tile as u32 * 8 + 2 * t + c as u32;
-                    let Total { top, sum } = total[tile][c];
-                    if first_row + r < all_rows {
-                        let stats_at = slot_rows * head_dim + 2 * r;
-                        let d = |i: usize, h: usize| o_dim(element, first_tile + i, h, g as usize) as u32;
-                        if flags & WHOLE != 0 {
-                            let (weight, to) = finisher.row(sequence, kv_head, first_row + r, top, sum, speaks);
-                            for i in 0..tiles {
-                                unroll::<2>(|h| {
-                                    to.set(d(i, h), T::from_f32(all[i][tile][c + 2 * h] * weight));
-                                });
-                            }
-                            // Nothing is left for `combine` to do.
-                            if flags & SEVERAL != 0 && speaks {
-                                slot(0).set_as(stats_at, B64::<f32, 2>([f32::INFINITY, 0.0]));
-                            }
-                        } else {
-                            let slot = slot(part);
-                            for i in 0..tiles {
-                                unroll::<2>(|h| {
-                                    slot.set(r * head_dim + d(i, h), all[i][tile][c + 2 * h]);
-                                });
-                            }
-                            if speaks {
-                                slot.set_as(stats_at, B64::<f32, 2>([float::min(top, f32::MAX), sum]));
-                            }
+        let whole = flags & WHOLE != 0;
+        if flags & (if whole { ITEM_END } else { CHUNK_END }) == 0 {
+            continue;
+        }
+        let slots = partial.offset(pair * partial_chunks as usize * slot_floats);
+        let slot = slots.offset(part as usize * slot_floats);
+        // One thread of all that have parts of a row.
+        let speaks = warp_id == 0 && g == 0;
+        unroll::<TILES>(|tile| {
+            unroll::<2>(|c| {
+                let r = tile as u32 * 8 + 2 * t + c as u32;
+                let Total { top, sum } = total[tile][c];
+                if first_row + r < all_rows {
+                    let d = |i: usize, h: usize| o_dim(element, first_tile + i, h, g as usize) as u32;
+                    if whole {
+                        let (weight, to) = finisher.row(sequence, kv_head, first_row + r, top, sum, speaks);
+                        for i in 0..tiles {
+                            unroll::<2>(|h| to.set(d(i, h), T::from_f32(all[i][tile][c + 2 * h] * weight)));
+                        }
+                    } else {
+                        for i in 0..tiles {
+                            unroll::<2>(|h| slot.set(r * head_dim + d(i, h), all[i][tile][c + 2 * h]));
+                        }
+                        if speaks {
+                            slot.set_as(slot_rows * head_dim + 2 * r, B64::<f32, 2>([top, sum]));
                         }
                     }
-                });
+                }
             });
+            total[tile] = [Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2];
+            unroll::<4>(|i| all[i][tile] = [0.0; 4]);
+        });
+        (part, stored) = (part + 1, stored + 1);
+        if flags & ITEM_END == 0 {
+            continue;
+        }
+        if !whole {
+            // The block that comes last has all chunks' results before it, and leaves the tickets as they were.
+            thread::sync_named(1, const { 32 * CONSUMERS as u32 });
+            if tid == 0 {
+                let ticket = tickets.wrapping_add(pair);
+                let last = atomic::fetch_add(ticket, stored, atomic::Device, atomic::AcqRel) + stored == parts;
+                if last {
+                    atomic::exchange_u32(ticket, 0);
+                }
+                adds.set(0u32, last as u32);
+            }
+            thread::sync_named(1, const { 32 * CONSUMERS as u32 });
+            if warp::shfl_idx(adds.get(0u32), 0) != 0 {
+                let rows = (all_rows - first_row).min(block_rows);
+                let quads = const { D as u32 / 4 };
+                let slots = Global::new(slots.ptr(0u32).cast_const());
+                let mut e = tid;
+                while e < rows * quads {
+                    let (r, d) = (e / quads, e % quads * 4);
+                    let at = (slot_rows * head_dim + 2 * r, r * head_dim + d);
+                    let (Total { top, sum }, value) = add_chunks::<8>(slots, slot_floats, parts, at);
+                    finisher.finish(sequence, kv_head, first_row + r, d, top, sum, value);
+                    e += const { 32 * CONSUMERS as u32 };
+                }
+            }
         }
     }
 }
@@ -833,28 +1083,28 @@ entries! {
     pub struct Args<T>(
         out: *mut T, lse: *mut f32, q: *const T, k_map: TensorMap, v_map: TensorMap, block_table: *const i32,
         lens: *const i32, alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32,
-        partial: *mut f32, scale_per_head: u32, batch: u32, q_len: u32, q_heads: u32, kv_heads: u32,
+        partial: *mut f32, tickets: *mut u32, scale_per_head: u32, batch: u32, q_len: u32, q_heads: u32, kv_heads: u32,
         page_shift: u32, max_pages: u32, pages: u32, partial_chunks: u32, hint: u32, splitting: u32, q_token: usize,
         q_head: usize, out_token: usize, out_head: usize, k_head: u32, v_head: u32, scale: f32, soft_cap: f32, window: u32,
     );
-    decode_tma_d64_r8_bf16 { type T = bf16; type C = bf16; } [THREADS, 2; Sm90a] => decode::<T, C, 64, 1, 2, 128, 3>;
-    decode_tma_d128_r8_bf16 { type T = bf16; type C = bf16; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 1, 64, 3>;
-    decode_tma_d128_r16_bf16 { type T = bf16; type C = bf16; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 1, 64, 6>;
-    decode_tma_d256_r8_bf16 { type T = bf16; type C = bf16; } [THREADS, 1; Sm90a] => decode::<T, C, 256, 1, 1, 64, 3>;
-    decode_tma_d128_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
-    decode_tma_d128_r16_bf16_e4m3 { type T = bf16; type C = E4M3; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
-    decode_tma_d128_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
-    decode_tma_d128_r16_bf16_e5m2 { type T = bf16; type C = E5M2; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
-    decode_tma_d128_r8_bf16_i8 { type T = bf16; type C = i8; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
-    decode_tma_d128_r16_bf16_i8 { type T = bf16; type C = i8; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
-    decode_tma_d64_r8_f16 { type T = f16; type C = f16; } [THREADS, 2; Sm90a] => decode::<T, C, 64, 1, 2, 128, 3>;
-    decode_tma_d128_r8_f16 { type T = f16; type C = f16; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 1, 64, 3>;
-    decode_tma_d128_r16_f16 { type T = f16; type C = f16; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 1, 64, 6>;
-    decode_tma_d256_r8_f16 { type T = f16; type C = f16; } [THREADS, 1; Sm90a] => decode::<T, C, 256, 1, 1, 64, 3>;
-    decode_tma_d128_r8_f16_e4m3 { type T = f16; type C = E4M3; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
-    decode_tma_d128_r16_f16_e4m3 { type T = f16; type C = E4M3; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
-    decode_tma_d128_r8_f16_e5m2 { type T = f16; type C = E5M2; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
-    decode_tma_d128_r16_f16_e5m2 { type T = f16; type C = E5M2; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
-    decode_tma_d128_r8_f16_i8 { type T = f16; type C = i8; } [THREADS, 2; Sm90a] => decode::<T, C, 128, 1, 2, 128, 3>;
-    decode_tma_d128_r16_f16_i8 { type T = f16; type C = i8; } [THREADS, 1; Sm90a] => decode::<T, C, 128, 2, 2, 128, 6>;
+    decode_tma_d64_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 2; Sm90a] => decode::<T, C, 64, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3>;
+    decode_tma_d128_r16_bf16 { type T = bf16; type C = bf16; } [threads(8), 1; Sm90a] => decode::<T, C, 128, 2, 8, 1, 128, 3>;
+    decode_tma_d256_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 1; Sm90a] => decode::<T, C, 256, 1, 4, 1, 64, 3>;
+    decode_tma_d128_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r16_bf16_e4m3 { type T = bf16; type C = E4M3; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
+    decode_tma_d128_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r16_bf16_e5m2 { type T = bf16; type C = E5M2; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
+    decode_tma_d128_r8_bf16_i8 { type T = bf16; type C = i8; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r16_bf16_i8 { type T = bf16; type C = i8; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
+    decode_tma_d64_r8_f16 { type T = f16; type C = f16; } [threads(4), 2; Sm90a] => decode::<T, C, 64, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r8_f16 { type T = f16; type C = f16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3>;
+    decode_tma_d128_r16_f16 { type T = f16; type C = f16; } [threads(8), 1; Sm90a] => decode::<T, C, 128, 2, 8, 1, 128, 3>;
+    decode_tma_d256_r8_f16 { type T = f16; type C = f16; } [threads(4), 1; Sm90a] => decode::<T, C, 256, 1, 4, 1, 64, 3>;
+    decode_tma_d128_r8_f16_e4m3 { type T = f16; type C = E4M3; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r16_f16_e4m3 { type T = f16; type C = E4M3; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
+    decode_tma_d128_r8_f16_e5m2 { type T = f16; type C = E5M2; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r16_f16_e5m2 { type T = f16; type C = E5M2; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
+    decode_tma_d128_r8_f16_i8 { type T = f16; type C = i8; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
+    decode_tma_d128_r16_f16_i8 { type T = f16; type C = i8; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
 }
