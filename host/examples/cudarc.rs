@@ -3,6 +3,7 @@
 //!
 //! `cargo run --release --features cudarc --example cudarc`
 
+use clap::Parser;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, sys};
 use std::error::Error;
 use std::sync::Arc;
@@ -151,7 +152,14 @@ fn on_cudarc(cuda: &Arc<CudaStream>) -> Result<Outputs, Box<dyn Error>> {
     Ok((cuda.clone_dtoh(&mixed)?, cuda.clone_dtoh(&tokens)?))
 }
 
+/// Runs one layer and the choice of the next token on buffers and a stream of cudarc's, in a graph of cudarc's, and again on
+/// the SIMT device. Takes the first GPU; without one it says why it does nothing.
+#[derive(Parser)]
+#[command(name = "cudarc")]
+struct Arguments {}
+
 fn main() -> Result<(), Box<dyn Error>> {
+    let Arguments {} = Arguments::parse();
     // Says in one sentence what is missing where cudarc would panic for want of a driver.
     if let Err(e) = Device::cuda(0) {
         eprintln!("skipped: {e}");

@@ -3,6 +3,7 @@
 //!
 //! `cargo run --release --example route_and_sample -- [--device simt|cuda:N|auto]`
 
+use clap::Parser;
 use std::time::Instant;
 use warploom::moe::{GateOptions, gate};
 use warploom::sampling::{SamplingOptions, SamplingWorkspace, top_k_top_p};
@@ -58,17 +59,18 @@ fn run(device: &Device) -> Result<()> {
     Ok(())
 }
 
+/// Routes tokens to experts and samples from real-size logits.
+#[derive(Parser)]
+#[command(name = "route_and_sample")]
+struct Arguments {
+    /// simt, cuda:N or auto: a GPU if there is one
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    device: String,
+}
+
 fn main() {
-    let args: Vec<String> = std::env::args().skip(1).collect();
-    let device = match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        [] => Device::auto(),
-        ["--device", name] => Device::from_name(name),
-        _ => {
-            eprintln!("usage: route_and_sample [--device simt|cuda:N|auto]");
-            std::process::exit(2);
-        }
-    };
-    if let Err(e) = device.and_then(|device| run(&device)) {
+    let arguments = Arguments::parse();
+    if let Err(e) = Device::from_name(&arguments.device).and_then(|device| run(&device)) {
         eprintln!("{e}");
         std::process::exit(2);
     }

@@ -1,6 +1,7 @@
 //! What operations run on: devices, streams, events, graphs, tensors, errors.
 
 mod cuda;
+mod dlpack;
 mod graph;
 mod stream;
 mod tensor;
