@@ -3,8 +3,8 @@
 //!
 //! Blocks read their part of the row once, find its best k ([`Scratch::best_of_row`]), and need nothing else of it: min-p
 //! compares with the largest logit, and top-p counts among the k. A warp then turns the sorted list into weights, sums
-//! them in order, cuts, and finds where the random number falls. `split_k` hands lists of `k` candidates over through
-//! the workspace, in one launch.
+//! them in order, cuts, and finds where the random number falls. `split_k` hands lists of candidates over through the
+//! workspace, in one launch: unsorted, with some that are not among the best, where there is room for those.
 //!
 //! Rows that keep more than [`Job::quick_limit`] tokens belong to `radix`; of those only the `top_n` best are listed.
 
@@ -175,6 +175,8 @@ unsafe fn sample(scratch: &Scratch, job: &Job, row: u32, settings: &Settings, dr
     let (place, _) = first_with(scaled(kept_mass, draw) + 1);
 
     let probs = LogProbs { weights, temperature: settings.temperature, sum, kept_mass };
+    // All have read the sum that is reset now.
+    warp::sync_warp(warp::FULL);
     if lane == 0 {
         let chosen = best.get(place);
         write_token(job, row, index_of(chosen), key_of(chosen), Some(&probs));
