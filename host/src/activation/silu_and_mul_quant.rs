@@ -52,7 +52,7 @@ pub const fn geometry_per_group_few(rows: u32, d: u32) -> Geometry {
     Geometry::new([d.div_ceil(4).div_ceil(kernel::FEW_THREADS), y, z], [kernel::FEW_THREADS, 1, 1])
 }
 
-/// Results for which [`entry_per_group_few`] is faster. Measured on an H200.
+/// Up to so many results [`entry_per_group_few`] is faster. Measured on an H200.
 const FEW: u64 = 1 << 20;
 
 /// The entry with a scale for each row, if there is one for the element type.
