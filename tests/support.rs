@@ -54,7 +54,7 @@ pub fn large_gpu(gigabytes: u64) -> Option<Device> {
 }
 
 /// Whether this runs under a sanitizer (`WARPLOOM_TEST_SANITIZER`, which `run.sh sanitize` sets): some 100 times slower, so
-/// that what only repeats the same launches is done less often.
+/// that what only repeats the same launches is done less often, and on the GPU alone.
 pub fn sanitizing() -> bool {
     std::env::var_os("WARPLOOM_TEST_SANITIZER").is_some()
 }
@@ -75,13 +75,15 @@ pub fn on_every_device(test: impl Fn(&Device, &Stream)) {
     }
 }
 
-/// Runs a property on every device, with `cases` inputs drawn from `strategy` on each SIMT mode and as many on a GPU.
+/// Runs a property on every device, with `cases` inputs drawn from `strategy` on each SIMT mode and as many on a GPU; a third
+/// of them under a sanitizer.
 /// The inputs are the same on every run; `PROPTEST_CASES` multiplies nothing and `PROPTEST_SEED` is not read.
 pub fn property<S>(cases: u32, strategy: S, test: impl Fn(&Device, &Stream, S::Value) -> Result<(), TestCaseError>)
 where
     S: proptest::strategy::Strategy,
     S::Value: Clone,
 {
+    let cases = if sanitizing() { cases.div_ceil(3) } else { cases };
     on_every_device(|device, stream| {
         let config = Config { cases, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };
         let mut runner = TestRunner::new_with_rng(

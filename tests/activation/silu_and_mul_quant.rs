@@ -114,6 +114,30 @@ fn rows_of_every_length() {
     });
 }
 
+/// Few rows take pieces of half the size: the same bits, in rows with and without a narrower last group.
+#[test]
+fn groups_of_many_rows_and_of_few() {
+    on_every_device(|device, stream| {
+        for (d, rows) in [(8192usize, 1), (8200, 1)] {
+            let x = noise_of::<bf16>(rows * 2 * d, 4);
+            let run = |times: usize| {
+                let (rows, x) = (rows * times, x.repeat(times));
+                let x = Tensor::from_slice(device, &x, &[rows, 2 * d]).unwrap();
+                let mut out = Tensor::<E4M3>::uninit(device, &[rows, d]).unwrap();
+                let mut scales = Tensor::<f32>::uninit(device, &[rows, d.div_ceil(GROUP)]).unwrap();
+                activation::silu_and_mul_e4m3_per_group(stream, &mut out, &mut scales, &x).unwrap();
+                (all_bytes(&out.to_vec().unwrap()), scales.to_vec().unwrap())
+            };
+            let ((few, few_scales), (many, many_scales)) = (run(1), run(129));
+            assert!(many == few.repeat(129) && many_scales == few_scales.repeat(129), "{d}");
+            let want = &rows_of(&x, d)[0];
+            for (g, want) in want.chunks(GROUP).enumerate() {
+                check_scale(few_scales[g], quantise::scale(want, 448.0));
+            }
+        }
+    });
+}
+
 #[test]
 fn zeros_not_a_number_infinities_and_saturation() {
     on_every_device(|device, stream| {

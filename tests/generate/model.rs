@@ -36,14 +36,18 @@ struct Routing {
     weights: Vec<Vec<f32>>,
 }
 
+/// All of them; two under a sanitizer.
 fn references() -> Vec<Reference> {
-    serde_json::from_slice(&std::fs::read(tiny_moe().join("reference.json")).unwrap()).unwrap()
+    let mut all: Vec<Reference> =
+        serde_json::from_slice(&std::fs::read(tiny_moe().join("reference.json")).unwrap()).unwrap();
+    all.truncate(if sanitizing() { 2 } else { usize::MAX });
+    all
 }
 
-/// The SIMT device as the example uses it, and the GPU if there is one.
+/// The SIMT device as the example uses it, and the GPU if there is one: that alone under a sanitizer.
 fn devices() -> Vec<Device> {
-    let simt = Device::simt_with(SimtOptions::default().host_products(true));
-    std::iter::once(simt).chain(warploom_tests::gpu()).collect()
+    let simt = (!sanitizing()).then(|| Device::simt_with(SimtOptions::default().host_products(true)));
+    simt.into_iter().chain(warploom_tests::gpu()).collect()
 }
 
 fn executor<T: Real>(
@@ -93,6 +97,7 @@ impl Observer for Routes {
 /// Last logits within `logits`, routing where weights differ by more than `routing`, and greedy tokens up to the first gap
 /// below `gap`.
 fn compare<T: Real>(device: &Device, logits: f32, gap: f32, routing: Option<f32>, tokens: usize) {
+    let tokens = if sanitizing() { 4 } else { tokens };
     let mut e = executor::<T>(device, 1, 64, 70, Sampling::default());
     e.kept_logits = Some(vec![]);
     for r in references() {
@@ -150,6 +155,9 @@ fn bf16_is_near_the_reference() {
 /// The same with every product in the emulator: a prompt and a few tokens.
 #[test]
 fn emulated_products_are_near_the_reference() {
+    if sanitizing() {
+        return;
+    }
     let text = Text::read(&tiny_moe().join("tokenizer.json"), "<|file|>", 4096).unwrap();
     let r = references().into_iter().min_by_key(|r| r.prompt_ids.len()).unwrap();
     assert_eq!(text.encode(&r.prompt).unwrap(), r.prompt_ids);
@@ -190,12 +198,14 @@ fn the_same_however_it_is_run<T: Real>(device: &Device, sampling: Sampling, toke
         .collect();
     let longest = prompts.iter().map(Vec::len).max().unwrap() + tokens;
     // Everybody together; in chunks; two at a time; with so few blocks that somebody has to wait.
-    for (rows, chunk, blocks) in [(6, 256, 100), (6, 7, 100), (2, 33, 100), (6, 64, longest.div_ceil(16) + 2)] {
+    let runs = [(6, 64, longest.div_ceil(16) + 2), (6, 7, 100), (6, 256, 100), (2, 33, 100)];
+    for (rows, chunk, blocks) in runs.into_iter().take(if sanitizing() { 2 } else { 4 }) {
         let mut engine = Engine::new(executor::<T>(device, rows, chunk, blocks, sampling)).unwrap();
         let together = generate(&mut engine, &prompts, tokens);
         assert_eq!(together, alone, "{rows} rows, chunks of {chunk}, {blocks} blocks on {device:?}");
         assert_eq!(engine.free_blocks(), blocks);
-        if blocks < 100 {
+        // The few tokens of a run under a sanitizer may find room.
+        if blocks < 100 && !sanitizing() {
             assert!(engine.counts().preempted > 0, "{:?}", engine.counts());
         }
     }

@@ -12,8 +12,10 @@ run.sh report FOLDER [ARGS...]      benches and peers on this GPU, for `cargo xt
                                     (--compile takes torch.compile in, --budget SECONDS bounds the peers, 60 by default);
                                     both on the first GPU, or the one that CUDA_VISIBLE_DEVICES names
 run.sh peers FOLDER [ARGS...]       the peers alone, into the same folder: after the above, on the same GPU
-run.sh sanitize [FILTER]            the tests under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
-                                    (TOOLS="memcheck" for only some)
+run.sh sanitize [FILTER...]         the tests under compute-sanitizer: memcheck, racecheck, initcheck, synccheck. Several processes
+                                    beside each other, a few tests each; a line for each tool and family says what came of it.
+                                    TOOLS="memcheck" for only some; JOBS processes (as many as cores), LIMIT seconds for
+                                    each (100), TOTAL for all, AT_ONCE tests in each (4), logs in LOGS (sanitize/ beside this)
 run.sh example NAME [ARGS...]       an example; without a name, their list
 TEXT
 }
@@ -70,20 +72,79 @@ peers)
     exec python3 "$here/peers/peers.py" --quick --json "$out/peers.jsonl" "$@"
     ;;
 sanitize)
-    export WARPLOOM_TEST_DEVICES=cuda WARPLOOM_TEST_SANITIZER=1
     program=$(sanitizer)
+    logs=${LOGS:-$here/sanitize}
+    tools=${TOOLS:-racecheck initcheck memcheck synccheck}
+    rm -rf "$logs"
+    mkdir -p "$logs"
+    "$here/test" --list "$@" | sed -n 's/: test$//p' >"$logs/all"
+    # Those that take longest come first; none of these shares a process with another.
+    slow='^(generate::model|moe::fused|gemm::linear|attention::prefill|sampling::top_k_top_p::draws|conformance)'
+    {
+        grep -E "$slow" "$logs/all" || true
+        grep -vE "$slow" "$logs/all" || true
+    } | awk -v folder="$logs" -v most="${AT_ONCE:-4}" -v slow="$slow" '
+        {
+            split($0, part, "::")
+            if ($0 ~ slow || n == most || part[1] != family) {
+                family = part[1]
+                n = 0
+                file = sprintf("%s/tests-%s-%03d", folder, family, ++files)
+                print file >(folder "/files")
+            }
+            n = $0 ~ slow ? most : n + 1
+            print >file
+        }'
+    for tool in $tools; do
+        sed "s|^|$tool |" "$logs/files"
+    done >"$logs/queue"
+    PROGRAM="$program" LIMIT="${LIMIT:-100}" timeout "${TOTAL:-36000}" \
+        xargs -P "${JOBS:-$(nproc)}" -n 2 "$here/run.sh" sanitize-some <"$logs/queue" || echo "sanitize: out of time"
     failed=
-    for tool in ${TOOLS:-memcheck racecheck initcheck synccheck}; do
-        echo "== $tool"
-        if ! "$program" --tool "$tool" --report-api-errors no --error-exitcode 9 "$here/test" --test-threads=1 "$@"; then
-            failed="$failed $tool"
-        fi
+    for tool in $tools; do
+        for family in $(sed 's/::.*//' "$logs/all" | sort -u); do
+            line=$(cat "$logs/$tool-$family-"*.result 2>/dev/null | awk -v all="$(grep -c "^$family::" "$logs/all")" '
+                { passed += $1; run += $2; errors += $3; late += $4; dead += $5 }
+                END {
+                    printf "%d of %d tests passed, %d errors, ", passed, all, errors
+                    printf "%s", late || run < all ? "NOT finished" : "finished"
+                    if (run < all) printf " (%d tests not begun)", all - run
+                    if (late) printf " (%d processes ran out of time)", late
+                    if (dead) printf " (%d processes gave no summary)", dead
+                }')
+            printf '%-10s %-12s %s\n' "$tool" "$family" "$line"
+            case $line in *" 0 errors, finished") ;; *) failed=yes ;; esac
+            cat "$logs/$tool-$family-"*.missing 2>/dev/null || true
+            grep -q "not passed" "$logs/$tool-$family-"*.missing 2>/dev/null && failed=yes
+        done
     done
-    if [ -n "$failed" ]; then
-        echo "sanitize: failed:$failed"
-        exit 1
-    fi
-    echo "sanitize: all passed"
+    [ -z "$failed" ] || exit 1
+    ;;
+sanitize-some)
+    # One process: a tool, and a file of tests. Leaves what it said, a line of numbers, and the tests that did not pass.
+    tool=$1
+    tests=$2
+    log=$(dirname "$tests")/$tool-$(basename "$tests" | sed 's/^tests-//')
+    export WARPLOOM_TEST_DEVICES=cuda WARPLOOM_TEST_SANITIZER=1
+    code=0
+    # Names of tests hold no spaces.
+    # shellcheck disable=SC2046
+    timeout -k 5 "$LIMIT" "$PROGRAM" --tool "$tool" --report-api-errors no --error-exitcode 9 "$here/test" --exact \
+        --test-threads=1 $(cat "$tests") >"$log.log" 2>&1 </dev/null || code=$?
+    late=0
+    case $code in 124 | 137) late=1 ;; esac
+    awk -v late="$late" -v missing="$log.missing" '
+        NR == FNR { all[++n] = $0; next }
+        # Something may be printed between the name of a test and what came of it.
+        $1 == "test" && $3 == "..." { name = $2 }
+        / ok$/ || /^ok$/ { if (name != "") { good[name] = 1; passed++; name = "" } }
+        /ERROR SUMMARY:/ && /[0-9]+ errors?$/ { summary = 1; errors += $(NF - 1) }
+        /RACECHECK SUMMARY:/ { summary = 1; for (i = 1; i <= NF; i++) if ($i ~ /^error/) errors += substr($(i - 1), 2) }
+        END {
+            print passed + 0, n, errors + 0, late, !late && !summary
+            printf "" >missing
+            for (i = 1; i <= n; i++) if (!(all[i] in good)) print "    not passed: " all[i] >missing
+        }' "$tests" "$log.log" >"$log.result"
     ;;
 example)
     if [ $# -eq 0 ]; then

@@ -2,7 +2,8 @@
 //!
 //! * With a given scale for the whole tensor: one piece a thread, as [`gated`](super::gated).
 //! * With a scale for each group of 128 columns: the same; a group is 16 lanes (32 for f32), which agree on its
-//!   largest magnitude by shuffles.
+//!   largest magnitude. Few rows take pieces of half the size (`few`): a group is a warp then, which agrees in one instruction,
+//!   and a thread has half as much to do after its loads have come.
 //! * With a scale for each row: a block for each row keeps the results in registers, `N` pieces a thread, until it
 //!   knows the largest. Rows too long for that (`N = 0`) are computed twice, the second time from the second-level
 //!   cache. Few long rows take a cluster of blocks each instead: one multiprocessor reads 64 bytes a cycle, which for a
@@ -22,6 +23,9 @@ use cuda_std::{E4M3, Float, Global, GlobalMut, Shared, cluster, entries, float, 
 pub const MAX_WARPS: usize = 32;
 /// Its shared memory.
 pub const SHARED_BYTES: usize = MAX_WARPS * 4;
+
+/// Threads of a block of the instances for few rows.
+pub const FEW_THREADS: u32 = 256;
 
 const NONE: Params = Params { alpha: 0.0, limit: 0.0 };
 
@@ -205,6 +209,8 @@ pub mod groups {
         silu_and_mul_e4m3_per_group_any_f32 { type T = f32; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
         silu_and_mul_e4m3_per_group_any_f16 { type T = half::f16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
         silu_and_mul_e4m3_per_group_any_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
+        silu_and_mul_e4m3_per_group_few_f16 { type T = half::f16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, true>;
+        silu_and_mul_e4m3_per_group_few_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, true>;
     }
 }
 

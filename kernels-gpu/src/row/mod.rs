@@ -4,7 +4,7 @@
 //! they came, packed, so that a row is read once. Two kinds of instances:
 //!
 //! * `VEC`: every address and distance is a multiple of 16 bytes, and `n` one of `V`. A piece is 16 bytes of
-//!   neighbours, moved by one access.
+//!   neighbours, moved by one access; or 8 bytes, where only loads and 8-bit results are asked for.
 //! * Otherwise (odd widths, odd strides, a base that is off by one element; entries with `any` in their names) each
 //!   element is moved by itself, and the pieces of a group of [`GROUP`] columns interleave: element `j` of the `l`-th of
 //!   its `GROUP / V` threads is column `j * GROUP / V + l`. So accesses of neighbouring threads stay next to each other,
@@ -19,7 +19,7 @@ pub mod team;
 pub use quantise::Quantised;
 pub use team::Team;
 
-use cuda_std::vec::{B128, LoadHint, Reused, SecondLevel, StoreStreaming, Streaming};
+use cuda_std::vec::{B64, B128, LoadHint, Reused, SecondLevel, StoreStreaming, Streaming};
 use cuda_std::{DType, Float, Global, GlobalMut, integer};
 
 /// Elements of a group that shares one scale.
@@ -47,7 +47,7 @@ const fn one_word(dtype: DType) -> u32 {
     }
 }
 
-/// What a 16-byte load brings, as elements. `T` and `V` make up 16 bytes wherever this is run.
+/// What a 16-byte load brings, or an 8-byte load and zeros, as elements. `T` and `V` make up so much wherever this is run.
 #[inline(always)]
 unsafe fn elements<T: Float, const V: usize>(words: B128<u32, 4>) -> [T; V] {
     core::mem::transmute_copy(&words)
@@ -100,7 +100,12 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
         let mut piece = [outside; V];
         if VEC {
             if self.first < self.n {
-                piece = elements(x.get_hinted(self.first, hint));
+                piece = if V * size_of::<T>() == 8 {
+                    let B64([a, b]): B64<u32, 2> = x.get_hinted(self.first, hint);
+                    elements(B128([a, b, 0, 0]))
+                } else {
+                    elements(x.get_hinted(self.first, hint))
+                };
             }
         } else {
             let x = x.offset(self.first);

@@ -123,9 +123,7 @@ cuda_std::struct_param!(Job);
 /// The parameters of a row, as the kernels use them.
 #[derive(Clone, Copy)]
 pub struct Settings {
-    /// Always the most probable token.
-    pub greedy: bool,
-    /// Tokens kept: 1 to the vocabulary.
+    /// Tokens kept: 1, of greedy rows, to the vocabulary.
     pub k: u32,
     /// 1 for greedy rows, of which log-probabilities may be wanted nevertheless.
     pub temperature: f32,
@@ -149,13 +147,7 @@ impl Job {
         let min_p = self.min_p.get(row);
         let one = 1u64 << bits_of(self.vocab);
         let least = if min_p >= 1.0 { one } else { (min_p * one as f32) as u64 };
-        Settings {
-            greedy,
-            k: if greedy { 1 } else { k },
-            temperature: if greedy { 1.0 } else { temperature },
-            top_p,
-            least,
-        }
+        Settings { k: if greedy { 1 } else { k }, temperature: if greedy { 1.0 } else { temperature }, top_p, least }
     }
 
     /// The weights of a row whose largest logit has this key.

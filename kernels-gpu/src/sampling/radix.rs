@@ -20,7 +20,8 @@ use super::weights::{KEY_NEG_INF, Weights, candidate, index_of, key, key_of, sca
 use cuda_std::atomic::{Block, Device, Relaxed};
 use cuda_std::integer::opaque;
 use cuda_std::shared::Carver;
-use cuda_std::{Global, GlobalMut, Shared, entries, thread, warp};
+use cuda_std::vec::B128;
+use cuda_std::{Global, GlobalMut, Shared, entries, thread, unroll, warp};
 
 /// Bits of a digit, at most.
 const DIGIT: u32 = BINS.ilog2();
@@ -109,27 +110,32 @@ impl Bins {
     }
 
     /// The bin at `position` of a histogram in global memory, in descending order of bins, positions counting tokens or
-    /// mass; and the total mass. By all threads.
+    /// mass; and the total mass. By all threads, which have no use for the histogram in shared memory any more.
     #[inline(always)]
     #[track_caller]
     unsafe fn find(&self, histogram: GlobalMut<u64>, position: u64, by_mass: bool) -> (Found, u64) {
         const EACH: u32 = BINS / THREADS;
         let tid = own_index();
+        // All loads are under way before the first is waited for. Between two looks at them they are in shared memory.
+        let mut bins = [[0; 2]; EACH as usize];
+        unroll::<{ EACH as usize }>(|i| {
+            bins[i] = histogram.get_as::<B128<u64, 2>>(2 * (BINS - 1 - (tid * EACH + i as u32))).0;
+        });
         let (mut count, mut mass) = (0, 0);
-        let mut i = 0;
-        while i < EACH {
-            let bin = BINS - 1 - (tid * EACH + i);
-            count += histogram.get(2 * bin);
-            mass += histogram.get(2 * bin + 1);
-            i += 1;
-        }
+        unroll::<{ EACH as usize }>(|i| {
+            let ([c, m], own) = (bins[i], i as u32 * THREADS + tid);
+            // A row has fewer than 2^31 tokens.
+            self.count.set(own, c as u32);
+            self.low.set(own, m as u32);
+            self.high.set(own, (m >> 32) as u32);
+            (count, mass) = (count + c, mass + m);
+        });
         let (count_upto, _) = prefix_sum(self.sums, count);
         let (mass_upto, total) = prefix_sum(self.sums, mass);
         let (mut count_above, mut mass_above) = (count_upto - count, mass_upto - mass);
-        let mut i = 0;
-        while i < EACH {
-            let bin = BINS - 1 - (tid * EACH + i);
-            let (c, m) = (histogram.get(2 * bin), histogram.get(2 * bin + 1));
+        unroll::<{ EACH as usize }>(|i| {
+            let (bin, own) = (BINS - 1 - (tid * EACH + i as u32), i as u32 * THREADS + tid);
+            let (c, m) = (self.count.get(own) as u64, self.low.get(own) as u64 | (self.high.get(own) as u64) << 32);
             let (from, len) = if by_mass { (mass_above, m) } else { (count_above, c) };
             if from <= position && position - from < len {
                 self.found.set(0u32, bin as u64);
@@ -138,8 +144,7 @@ impl Bins {
             }
             count_above += c;
             mass_above += m;
-            i += 1;
-        }
+        });
         thread::sync_threads();
         let found = Found {
             bin: self.found.get(0u32) as u32,
@@ -373,24 +378,39 @@ pub unsafe fn pick<T: Logit>(logits: *const T, job: Job) {
     }
 
     // The chunk, then the thread that has it among its neighbours. `position` is below the number of tokens of that key.
+    let lane = warp::lane_id();
     let mut position = position;
     let mut chunk = 0;
     loop {
-        let count = counts.get(chunk) as u64;
-        if position < count || chunk + 1 == chunks {
+        let count = if chunk + lane < chunks { counts.get(chunk + lane) as u64 } else { 0 };
+        let upto = warp::scan(count, |a, b| a + b);
+        let beyond = warp::warp_vote_ballot(warp::FULL, position < upto);
+        if beyond != 0 {
+            let at = beyond.trailing_zeros();
+            position -= warp::shfl_idx(upto - count, at);
+            chunk += at;
             break;
         }
-        position -= count;
-        chunk += 1;
+        if chunk + 32 >= chunks {
+            // Nothing is at the position.
+            chunk = chunks - 1;
+            break;
+        }
+        position -= warp::shfl_idx(upto, 31);
+        chunk += 32;
     }
     const EACH: u32 = CHUNK / THREADS;
     let first = chunk * CHUNK + tid * EACH;
+    let mut held = [0.0; EACH as usize];
+    unroll::<{ EACH as usize }>(|e| {
+        if first + (e as u32) < job.vocab {
+            held[e] = data.get(first + e as u32);
+        }
+    });
     let mut hits = 0u32;
-    let mut e = 0;
-    while e < EACH {
-        hits |= ((first + e < job.vocab && key(data.get(first + e)) == wanted) as u32) << e;
-        e += 1;
-    }
+    unroll::<{ EACH as usize }>(|e| {
+        hits |= ((first + (e as u32) < job.vocab && key(held[e]) == wanted) as u32) << e;
+    });
     let found = hits.count_ones() as u64;
     let (upto, _) = prefix_sum(sums, found);
     let mut before = upto - found;

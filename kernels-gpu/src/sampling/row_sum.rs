@@ -6,6 +6,7 @@
 use super::job::Job;
 use super::logit::{Logit, Row};
 use super::weights::key;
+use cuda_std::shared::Carver;
 use cuda_std::{Global, atomic, entries, thread, unroll, warp};
 
 /// Threads of a block of these kernels and of those of `radix` and `adjust`.
@@ -40,6 +41,10 @@ pub(super) unsafe fn for_each_of_chunk<T: Logit>(row: Row<T>, index: u32, mut f:
     });
 }
 
+/// Shared memory of [`row_max`].
+pub const MAX_SHARED_BYTES: usize = 4 * WARPS;
+const WARPS: usize = THREADS as usize / 32;
+
 /// Row and chunk of this block.
 #[inline(always)]
 pub(super) fn place(vocab: u32) -> (u32, u32, u32) {
@@ -59,8 +64,19 @@ pub unsafe fn row_max<T: Logit>(logits: *const T, job: Job) {
     let mut largest = 0;
     for_each_of_chunk(job.row(logits, row), index, |x| largest = largest.max(key(x)));
     let largest = warp::warp_reduce_max_u32(warp::FULL, largest);
-    if warp::lane_id() == 0 {
-        atomic::fetch_max_u32(&raw mut (*job.state.wrapping_add(row as usize)).max_key, largest);
+    // One access to the row's word for each block: they wait for each other.
+    let of_warps = Carver::new().take::<u32>(WARPS);
+    let (warp_id, lane) = (thread::thread_idx_x() / 32, warp::lane_id());
+    if lane == 0 {
+        of_warps.set(warp_id, largest);
+    }
+    thread::sync_threads();
+    if warp_id == 0 {
+        let largest = if lane < WARPS as u32 { of_warps.get(lane) } else { 0 };
+        let largest = warp::warp_reduce_max_u32(warp::FULL, largest);
+        if lane == 0 {
+            atomic::fetch_max_u32(&raw mut (*job.state.wrapping_add(row as usize)).max_key, largest);
+        }
     }
 }
 

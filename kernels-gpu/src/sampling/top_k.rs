@@ -32,8 +32,8 @@ const _: () = assert!(CAPACITY >= (WARPS + 1) * MAX_K);
 /// Enough for a number of each group.
 const GROUP_BITS: u32 = 8;
 
-/// Candidates of a thread.
-const PRUNED: usize = CAPACITY.div_ceil(THREADS) as usize;
+/// Candidates of a thread, if all have as many.
+pub const PRUNED: usize = CAPACITY.div_ceil(THREADS) as usize;
 
 /// Vectors of a tile for each thread.
 const HELD: usize = 4;
@@ -141,20 +141,25 @@ pub fn own_index() -> u32 {
 /// Shared memory of the block.
 #[derive(Clone, Copy)]
 pub struct Scratch {
-    /// Candidates in any order.
+    /// Candidates in any order, and two zeros.
     pub candidates: Shared<u64>,
     /// The best, in order.
     pub best: Shared<u64>,
-    /// The best of each group.
+    /// The best of each group, and four zeros.
     groups: Shared<u32>,
     bound: Shared<u32>,
     count: Shared<u32>,
     /// For [`super::job::Job::last_of_row`] and the like.
     pub flag: Shared<u32>,
+    /// For the parameters of the row.
+    pub parameters: Shared<u32>,
 }
 
+/// Words of [`Scratch::parameters`].
+pub const PARAMETERS: usize = 8;
+
 /// Bytes of [`Scratch`].
-const SCRATCH_BYTES: usize = 8 * (CAPACITY + MAX_K) as usize + 4 * (THREADS as usize + 12);
+const SCRATCH_BYTES: usize = 8 * (CAPACITY + 2 + MAX_K) as usize + 4 * (THREADS as usize + 4 + 12 + PARAMETERS);
 
 /// Shared memory of a block that has a [`Ring`] and a [`Scratch`].
 pub const SHARED_BYTES: usize = RING_BYTES + SCRATCH_BYTES;
@@ -164,12 +169,13 @@ impl Scratch {
     #[inline(always)]
     pub unsafe fn new(carver: &mut Carver) -> Self {
         Self {
-            candidates: carver.take_aligned(CAPACITY as usize, 16),
+            candidates: carver.take_aligned(CAPACITY as usize + 2, 16),
             best: carver.take(MAX_K as usize),
-            groups: carver.take_aligned(THREADS as usize, 16),
+            groups: carver.take_aligned(THREADS as usize + 4, 16),
             bound: carver.take(4),
             count: carver.take(4),
             flag: carver.take(4),
+            parameters: carver.take(PARAMETERS),
         }
     }
 
@@ -196,7 +202,7 @@ impl Scratch {
         let group = tid >> shift;
         if tid & ((1 << shift) - 1) == 0 {
             // Short of its last bits, which say whose it is: no two are equal.
-            let best = best >> GROUP_BITS << GROUP_BITS;
+            let best = best >> (GROUP_BITS + 1) << GROUP_BITS;
             self.groups.set(group, if best == 0 { 0 } else { best | group });
         }
         if tid == 0 {
@@ -206,9 +212,9 @@ impl Scratch {
         if tid == 0 {
             self.count.set(0u32, 0);
         }
-        rank::<u32, 4>(self.groups, THREADS >> shift, |rank, item| {
+        rank::<u32, 4>(self.groups, THREADS >> shift, THREADS, |rank, item| {
             if rank == k - 1 && item != 0 {
-                self.bound.set(0u32, item >> GROUP_BITS << GROUP_BITS);
+                self.bound.set(0u32, item >> GROUP_BITS << (GROUP_BITS + 1));
             }
         });
         thread::sync_threads();
@@ -242,32 +248,51 @@ impl Scratch {
     pub unsafe fn keep_best(&self, n: u32, k: u32) -> u32 {
         // Ranking takes time with the square of their number.
         let prune = n > THREADS / 2;
-        let n = if prune { self.prune(n, k) } else { n };
-        rank::<u64, 2>(self.candidates, n, |rank, item| {
+        let n = if prune {
+            let tid = own_index();
+            let mut held = [0; PRUNED];
+            unroll::<PRUNED>(|i| {
+                let at = i as u32 * THREADS + tid;
+                if at < n {
+                    held[i] = self.candidates.get(at);
+                }
+            });
+            self.prune(held, k)
+        } else {
+            n
+        };
+        self.keep_ranked(n, k, prune)
+    }
+
+    /// As [`keep_best`](Self::keep_best), of what the threads hold.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn keep_best_of(&self, held: [u64; PRUNED], k: u32) -> u32 {
+        let n = self.prune(held, k);
+        self.keep_ranked(n, k, true)
+    }
+
+    /// The rest of [`keep_best`](Self::keep_best). `all`: none of the candidates is 0.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn keep_ranked(&self, n: u32, k: u32, all: bool) -> u32 {
+        rank::<u64, 2>(self.candidates, n, CAPACITY, |rank, item| {
             if rank < k && item != 0 {
                 self.best.set(rank, item);
             }
         });
         let tid = own_index();
         let some = thread::sync_threads_count(tid < n && self.candidates.get(tid) != 0);
-        let some = if prune { n } else { some };
+        let some = if all { n } else { some };
         if some < k { some } else { k }
     }
 
-    /// Drops candidates below a bound; how many are left.
+    /// Leaves the candidates above a bound, in any order; how many they are.
     #[inline(always)]
     #[track_caller]
-    unsafe fn prune(&self, n: u32, k: u32) -> u32 {
-        let tid = own_index();
-        let mut held = [0; PRUNED];
+    unsafe fn prune(&self, held: [u64; PRUNED], k: u32) -> u32 {
         let mut best = 0;
-        unroll::<PRUNED>(|i| {
-            let at = i as u32 * THREADS + tid;
-            if at < n {
-                held[i] = self.candidates.get(at);
-                best = held[i].max(best);
-            }
-        });
+        unroll::<PRUNED>(|i| best = held[i].max(best));
         let bound = self.bound(k, key_of(best)).max(1);
         let mut mine = 0;
         unroll::<PRUNED>(|i| mine += (key_of(held[i]) >= bound) as u32);
@@ -282,7 +307,9 @@ impl Scratch {
         self.reserved()
     }
 
-    /// The best `k` of one of `parts` parts of a row that are above -inf, to `best`, in order; how many there are.
+    /// The best `k` of one of `parts` parts of a row that are above -inf: how many there are, and where, in order. If these and
+    /// some others that the last round could not tell from them are at most `room`, all those, in any order.
+    /// `meanwhile` is called while the first tiles are on their way.
     ///
     /// By rounds of tiles. The first round, of as many tiles as the ring holds, finds a bound for itself. From then on
     /// candidates must be better than the `k`-th best so far, which stays as it is for a round, so that warps go through its
@@ -290,7 +317,16 @@ impl Scratch {
     /// `2k` candidates.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn best_of_row<T: Logit>(&self, ring: Ring<T>, row: Row<T>, part: u32, parts: u32, k: u32) -> u32 {
+    pub unsafe fn best_of_row<T: Logit>(
+        &self,
+        ring: Ring<T>,
+        row: Row<T>,
+        part: u32,
+        parts: u32,
+        k: u32,
+        room: u32,
+        meanwhile: impl FnOnce(),
+    ) -> (u32, Shared<u64>) {
         let share = row.vectors.div_ceil(parts);
         let begin = if part * share < row.vectors { part * share } else { row.vectors };
         let end = if row.vectors - begin < share { row.vectors } else { begin + share };
@@ -299,6 +335,14 @@ impl Scratch {
         let mut tiles = STAGES;
         let mut stage = 0;
         ring.fill(row, at, end);
+        let tid = own_index();
+        if tid < 4 {
+            self.groups.set(THREADS + tid, 0);
+            if tid < 2 {
+                self.candidates.set(CAPACITY + tid, 0);
+            }
+        }
+        meanwhile();
         loop {
             let (tid, k) = (own_index(), opaque(k));
             let next = at + tiles * TILE;
@@ -318,7 +362,7 @@ impl Scratch {
             }
             let least = if len == k {
                 // Indices only grow, so an equal logit comes too late.
-                let least = float::from_sortable((self.best.get(k - 1) >> 32) as u32 + 1);
+                let least = float::from_sortable(key_of(self.best.get(k - 1)) + 1);
                 if tid == 0 {
                     self.count.set(0u32, 0);
                 }
@@ -385,12 +429,15 @@ impl Scratch {
                     };
                     self.insert_all(row, first, last, least, len, k);
                 }
+                if next >= end && n <= room {
+                    return (n, self.candidates);
+                }
                 if found > 0 {
                     len = self.keep_best(n, k);
                 }
                 at = next;
                 if at >= end {
-                    return len;
+                    return (len, self.best);
                 }
                 tiles = if len == k { 3 * tiles } else { tiles.min(STAGES) };
             }
@@ -442,14 +489,34 @@ impl Scratch {
     }
 }
 
+/// Numbers whose highest bit is 0.
+trait Ranked: Copy + Default {
+    /// 1 if `other` is larger, else 0. The sign of a difference: comparisons would all go through the few predicates that are
+    /// free, one after another.
+    fn is_below(self, other: Self) -> u32;
+}
+impl Ranked for u32 {
+    #[inline(always)]
+    fn is_below(self, other: u32) -> u32 {
+        self.wrapping_sub(other) >> 31
+    }
+}
+impl Ranked for u64 {
+    #[inline(always)]
+    fn is_below(self, other: u64) -> u32 {
+        (self.wrapping_sub(other) >> 63) as u32
+    }
+}
+
 /// Calls `f(rank, item)` once for each of `n` items, which start at a multiple of 16 bytes: its rank is the number of
-/// those that are larger.
+/// those that are larger. From item `zeros` on, a multiple of `N`, there are `N` that are zero; of `N = 4`, `n` is a multiple.
 ///
 /// As many lanes as there are to spare share the work of one item. All threads take part.
 #[inline(always)]
 #[track_caller]
-unsafe fn rank<I: Copy + Default + Ord, const N: usize>(items: Shared<I>, n: u32, mut f: impl FnMut(u32, I)) {
+unsafe fn rank<I: Ranked, const N: usize>(items: Shared<I>, n: u32, zeros: u32, mut f: impl FnMut(u32, I)) {
     const { assert!(N * size_of::<I>() == 16 && N.is_power_of_two()) };
+    const AT_ONCE: u32 = 4;
     let tid = own_index();
     // Lanes of an item: 2^shift.
     let mut shift = 0;
@@ -458,31 +525,29 @@ unsafe fn rank<I: Copy + Default + Ord, const N: usize>(items: Shared<I>, n: u32
     }
     let lanes = 1 << shift;
     let (part, step) = (tid & (lanes - 1), THREADS >> shift);
+    let whole = n / N as u32;
     let mut first = 0;
     while first < n {
         let i = first + (tid >> shift);
         let item = if i < n { items.get(i) } else { I::default() };
         let mut larger = 0;
-        let whole = n / N as u32;
-        let mut j = whole * N as u32 + part;
-        while j < n {
-            larger += (items.get(j) > item) as u32;
-            j += lanes;
+        // Behind the whole vectors.
+        if N == 2 {
+            let last = if n % 2 == 1 { n - 1 } else { zeros };
+            let last = item.is_below(items.get(last));
+            larger = if part == 0 { last } else { 0 };
         }
-        let mut j = part;
-        while j < whole {
-            // Several loads at a time, none of them under a condition: it would have each wait for the one before. And a bit
-            // for each comparison: sums would be a chain.
-            let mut others = [[I::default(); N]; 4];
-            let (mut hits, mut there) = (0u32, 0u32);
-            unroll::<4>(|u| {
-                let at = j + u as u32 * lanes;
-                others[u] = items.get_as::<B128<I, N>>((if at < whole { at } else { j }) * N as u32).0;
-                there |= if at < whole { ((1 << N) - 1) << (u * N) } else { 0 };
+        let mut at = part;
+        while at - part < whole {
+            let mut others = [[I::default(); N]; AT_ONCE as usize];
+            unroll::<{ AT_ONCE as usize }>(|u| {
+                let from = at + u as u32 * lanes;
+                others[u] = items.get_as::<B128<I, N>>(if from < whole { from * N as u32 } else { zeros }).0;
             });
-            unroll::<4>(|u| unroll::<N>(|v| hits |= ((others[u][v] > item) as u32) << (u * N + v)));
-            larger += (hits & there).count_ones();
-            j += 4 * lanes;
+            // All are under way before the first is waited for.
+            warp::sync_warp(warp::FULL);
+            unroll::<{ AT_ONCE as usize }>(|u| unroll::<N>(|v| larger += item.is_below(others[u][v])));
+            at += AT_ONCE * lanes;
         }
         let mut m = 1;
         while m < lanes {

@@ -3,14 +3,14 @@
 //!
 //! Blocks read their part of the row once, find its best k ([`Scratch::best_of_row`]), and need nothing else of it: min-p
 //! compares with the largest logit, and top-p counts among the k. A warp then turns the sorted list into weights, sums
-//! them in order, cuts, and finds where the random number falls. `split_k` hands lists of `k` candidates over through
-//! the workspace, in one launch.
+//! them in order, cuts, and finds where the random number falls. `split_k` hands lists of candidates over through the
+//! workspace, in one launch: unsorted, with some that are not among the best, where there is room for those.
 //!
 //! Rows that keep more than [`Job::quick_limit`] tokens belong to `radix`; of those only the `top_n` best are listed.
 
 use super::job::{Job, LogProbs, Settings};
 use super::logit::{Logit, Row};
-use super::top_k::{CAPACITY, MAX_K, Ring, Scratch, THREADS, own_index};
+use super::top_k::{CAPACITY, MAX_K, PRUNED, Ring, Scratch, THREADS, own_index};
 use super::weights::{index_of, key, key_of, scaled, scaled_up};
 use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::integer::opaque;
@@ -32,8 +32,28 @@ pub unsafe fn batched<T: Logit>(logits: *const T, job: Job) {
     let row = thread::block_idx_x();
     let need = needed(&job, row);
     if need > 0 {
-        let len = scratch.best_of_row(ring, job.row(logits, row), 0, 1, need);
+        let (len, _) = scratch.best_of_row(ring, job.row(logits, row), 0, 1, need, 0, || look_up(&scratch, &job, row));
         finish(&scratch, logits, &job, row, len);
+    }
+}
+
+/// Leaves the parameters of the row and its random bits where [`finish`] finds them after a barrier: by one thread, of a warp
+/// that has nothing else to do.
+#[inline(always)]
+#[track_caller]
+unsafe fn look_up(scratch: &Scratch, job: &Job, row: u32) {
+    if own_index() == 32 {
+        let settings = job.settings(row);
+        let words = [
+            settings.k,
+            settings.temperature.to_bits(),
+            settings.top_p.is_some() as u32,
+            settings.top_p.unwrap_or(0),
+            settings.least as u32,
+            (settings.least >> 32) as u32,
+            job.draw(row),
+        ];
+        unroll::<7>(|i| scratch.parameters.set(i as u32, words[i]));
     }
 }
 
@@ -49,33 +69,32 @@ pub unsafe fn split_k<T: Logit>(logits: *const T, job: Job, splits: u32) {
     if need == 0 {
         return;
     }
-    let len = scratch.best_of_row(ring, job.row(logits, row), split, splits, need);
+    // Of two rounds, the second finds about as many as the first has kept.
+    let room = CAPACITY / splits;
+    let room = if room < 3 * need { room } else { 3 * need };
+    let (len, from) =
+        scratch.best_of_row(ring, job.row(logits, row), split, splits, need, room, || look_up(&scratch, &job, row));
 
     let tid = own_index();
+    // The lists' entries in turn: where they are in order, the best ones go to different threads, which makes for a good bound.
     let lists = GlobalMut::new(job.lists).offset(row as usize * CAPACITY as usize);
-    if tid < need {
-        lists.set(split * need + tid, if tid < len { scratch.best.get(tid) } else { 0 });
+    let mut i = tid;
+    while i < room {
+        lists.set(i * splits + split, if i < len { from.get(i) } else { 0 });
+        i += THREADS;
     }
     if !job.last_of_row(row, splits, scratch.flag) {
         return;
     }
     // All loads are under way before the first is waited for.
-    const EACH: usize = CAPACITY.div_ceil(THREADS) as usize;
-    let mut held = [0; EACH];
-    unroll::<EACH>(|i| {
+    let mut held = [0; PRUNED];
+    unroll::<PRUNED>(|i| {
         let at = i as u32 * THREADS + tid;
-        if at < splits * need {
+        if at < splits * room {
             held[i] = lists.get(at);
         }
     });
-    unroll::<EACH>(|i| {
-        let at = i as u32 * THREADS + tid;
-        if at < splits * need {
-            scratch.candidates.set(at, held[i]);
-        }
-    });
-    thread::sync_threads();
-    let len = scratch.keep_best(splits * need, need);
+    let len = scratch.keep_best_of(held, need);
     finish(&scratch, logits, &job, row, len);
 }
 
@@ -83,9 +102,15 @@ pub unsafe fn split_k<T: Logit>(logits: *const T, job: Job, splits: u32) {
 #[inline(always)]
 #[track_caller]
 unsafe fn finish<T: Logit>(scratch: &Scratch, logits: *const T, job: &Job, row: u32, len: u32) {
-    // Parameters are looked up again rather than kept in registers all the time.
+    // Looked up again rather than kept in registers all the time.
     let (row, tid) = (opaque(row), own_index());
-    let settings = job.settings(row);
+    let [k, temperature, cuts, top_p, low, high, draw] = [0u32, 1, 2, 3, 4, 5, 6].map(|i| scratch.parameters.get(i));
+    let settings = Settings {
+        k,
+        temperature: f32::from_bits(temperature),
+        top_p: if cuts != 0 { Some(top_p) } else { None },
+        least: low as u64 | (high as u64) << 32,
+    };
     if settings.k > job.quick_limit {
         if tid < job.top_n {
             let at = row as usize * MAX_K as usize + tid as usize;
@@ -101,61 +126,57 @@ unsafe fn finish<T: Logit>(scratch: &Scratch, logits: *const T, job: &Job, row: 
             write_top(job, row, tid, 0, false, None);
         }
     } else if tid < 32 {
-        sample(scratch, job, row, &settings, len);
+        sample(scratch, job, row, &settings, draw, len);
     }
 }
 
 /// By one warp: top-p, min-p, the draw, and what is to be written.
 #[inline(always)]
 #[track_caller]
-unsafe fn sample(scratch: &Scratch, job: &Job, row: u32, settings: &Settings, len: u32) {
+unsafe fn sample(scratch: &Scratch, job: &Job, row: u32, settings: &Settings, draw: u32, len: u32) {
+    /// Candidates of a lane.
+    const EACH: usize = MAX_K as usize / 32;
     let best = scratch.best;
     let lane = warp::lane_id();
     let sum = if job.wants_before() { GlobalMut::new(job.state).get(row).sum } else { 0 };
     let weights = job.weights(settings, key_of(best.get(0u32)));
-    // Mass of each token kept by top-k and min-p and of all before it. The candidates are not needed any more.
-    let upto = scratch.candidates;
+    // Mass of each token kept by top-k and min-p, and of it and all before it.
+    let (mut masses, mut upto) = ([0; EACH], [0; EACH]);
     let mut total = 0;
-    let mut i = lane;
-    while i - lane < len {
-        let w = if i < len && i < settings.k { weights.of(key_of(best.get(i))) } else { 0 };
-        let sum = total + warp::scan(if w < settings.least { 0 } else { w }, |a, b| a + b);
-        upto.set(i, sum);
-        total = warp::shfl_idx(sum, 31);
-        i += 32;
-    }
-    warp::sync_warp(warp::FULL);
+    unroll::<EACH>(|r| {
+        if r as u32 * 32 < len {
+            let i = r as u32 * 32 + lane;
+            let w = if i < len && i < settings.k { weights.of(key_of(best.get(i))) } else { 0 };
+            masses[r] = if w < settings.least { 0 } else { w };
+            upto[r] = total + warp::scan(masses[r], |a, b| a + b);
+            total = warp::shfl_idx(upto[r], 31);
+        }
+    });
     // A token is kept if those before it have less than this.
     let target = match settings.top_p {
         Some(p) => scaled_up(total, p).max(1),
         None => u64::MAX,
     };
-    let is_kept = |i: u32| {
-        let before = if i > 0 { upto.get(i - 1) } else { 0 };
-        before < target && before < upto.get(i)
+    // The first place up to which there is at least some mass, and how much; the mass of all where there is no such place.
+    let first_with = |mass: u64| {
+        let mut found = None;
+        unroll::<EACH>(|r| {
+            if found.is_none() && r as u32 * 32 < len {
+                let there = warp::warp_vote_ballot(warp::FULL, upto[r] >= mass);
+                if there != 0 {
+                    let from = there.trailing_zeros();
+                    found = Some((r as u32 * 32 + from, warp::shfl_idx(upto[r], from)));
+                }
+            }
+        });
+        found.unwrap_or((0, total))
     };
-    let mut kept_mass = 0;
-    let mut i = lane;
-    while i - lane < len {
-        let kept = warp::warp_vote_ballot(warp::FULL, is_kept(i));
-        if kept != 0 {
-            kept_mass = warp::shfl_idx(upto.get(i), 31 - kept.leading_zeros());
-        }
-        i += 32;
-    }
-    let point = scaled(kept_mass, job.draw(row));
-    let mut i = lane;
-    let mut place = 0;
-    while i - lane < len {
-        let beyond = warp::warp_vote_ballot(warp::FULL, upto.get(i) > point);
-        if beyond != 0 {
-            place = i - lane + beyond.trailing_zeros();
-            break;
-        }
-        i += 32;
-    }
+    let (_, kept_mass) = first_with(target);
+    let (place, _) = first_with(scaled(kept_mass, draw) + 1);
 
     let probs = LogProbs { weights, temperature: settings.temperature, sum, kept_mass };
+    // All have read the sum that is reset now.
+    warp::sync_warp(warp::FULL);
     if lane == 0 {
         let chosen = best.get(place);
         write_token(job, row, index_of(chosen), key_of(chosen), Some(&probs));
@@ -164,7 +185,13 @@ unsafe fn sample(scratch: &Scratch, job: &Job, row: u32, settings: &Settings, le
     let mut i = lane;
     while i < job.top_n {
         let entry = if i < len { best.get(i) } else { 0 };
-        write_top(job, row, i, entry, i < len && is_kept(i), Some(&probs));
+        let mut kept = false;
+        unroll::<EACH>(|r| {
+            if i == r as u32 * 32 + lane {
+                kept = masses[r] > 0 && upto[r] - masses[r] < target;
+            }
+        });
+        write_top(job, row, i, entry, kept, Some(&probs));
         i += 32;
     }
 }

@@ -35,22 +35,25 @@ pub fn value(key: u32) -> f32 {
     if key <= KEY_NEG_INF { f32::NEG_INFINITY } else { float::from_sortable(key) }
 }
 
-/// Key and index of a candidate as one number: larger keys first, then lower indices. Never 0 for a key above 0.
+/// Bits of an index.
+const INDEX_BITS: u32 = 31;
+
+/// Key and index of a candidate as one number below 2^63: larger keys first, then lower indices. Never 0 for a key above 0.
 #[inline(always)]
 pub fn candidate(key: u32, index: u32) -> u64 {
-    (key as u64) << 32 | !index as u64
+    (key as u64) << INDEX_BITS | (!index << 1 >> 1) as u64
 }
 
 /// Of a [`candidate`].
 #[inline(always)]
 pub fn key_of(candidate: u64) -> u32 {
-    (candidate >> 32) as u32
+    (candidate >> INDEX_BITS) as u32
 }
 
 /// Of a [`candidate`].
 #[inline(always)]
 pub fn index_of(candidate: u64) -> u32 {
-    !(candidate as u32)
+    !(candidate as u32) << 1 >> 1
 }
 
 /// Fewer places for larger vocabularies, so that a sum of all weights stays below 2^63.
