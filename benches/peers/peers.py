@@ -53,7 +53,7 @@ MAX_LAUNCHES = 2000
 # Four times an H200's second-level cache.
 CACHED = 200 << 20
 # For each peer of a case.
-SECONDS, QUICK_SECONDS = 0.2, 0.04
+SECONDS, QUICK_SECONDS = 0.2, 0.06
 
 Case = collections.namedtuple("Case", "name inputs peers close quick compiled")
 
