@@ -52,8 +52,8 @@ GRAPH_SECONDS = 1e-3
 MAX_LAUNCHES = 2000
 # Four times an H200's second-level cache.
 CACHED = 200 << 20
-# For each peer of a case.
-SECONDS, QUICK_SECONDS = 0.2, 0.06
+# For each peer of a case; with --quick only where a launch takes long, since clocks fall under products that go on and on.
+SECONDS, QUICK_SECONDS, LONG = 0.2, 0.05, 100e-6
 
 Case = collections.namedtuple("Case", "name inputs peers close quick compiled")
 
@@ -620,10 +620,12 @@ def timed(launches, duration):
     launches[0]()
     torch.cuda.synchronize()
     # What takes long needs no more turns than a measurement has time for.
-    launches = launches[: max(math.ceil(duration / (time.monotonic() - begin)), 4)]
+    launches = launches[: max(math.ceil(SECONDS / 4 / (time.monotonic() - begin)), 4)]
     graph = capture(launches, 1)
     seconds(graph)
     once = max(seconds(graph), 1e-6)
+    if once / len(launches) > LONG:
+        duration = SECONDS
     passes = max(1, min(math.ceil(GRAPH_SECONDS / once), MAX_LAUNCHES // len(launches)))
     if passes > 1:
         graph = capture(launches, passes)
