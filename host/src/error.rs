@@ -199,6 +199,12 @@ pub enum Error {
     /// Ranks of [expert parallelism](crate::ep) did not get along.
     #[error(transparent)]
     Ep(#[from] crate::ep::Fault),
+    /// The allocator of the cache's blocks refused.
+    #[error(transparent)]
+    Allocator(#[from] crate::kv_cache::AllocatorError),
+    /// A plan of experts was refused.
+    #[error(transparent)]
+    Eplb(#[from] crate::ep::eplb::EplbError),
     /// Ranks in several processes could not bring each other their messages, by the means that they were given.
     #[error("{op}: exchange between processes: {what}")]
     Exchange {

@@ -78,7 +78,7 @@ fn check_case<T: Float + StoreAs<S>, S: CacheElement>(device: &Device, stream: &
     } else {
         let narrow: Vec<i32> = slots.iter().map(|&s| s as i32).collect();
         let slots = Tensor::from_slice(device, &narrow, &[case.tokens]).unwrap();
-        kv_cache::reshape_and_cache(stream, &mut cache, None, &key, &value, &slots, &options).unwrap();
+        kv_cache::reshape_and_cache(stream, &mut cache, Some(&mut status), &key, &value, &slots, &options).unwrap();
     }
 
     let scale: Vec<f64> =

@@ -212,7 +212,7 @@ fn markdown(run: &Run, plots: &[plot::Plot]) -> Result<String> {
     );
     let compared: Vec<f64> = run.rows.iter().filter_map(Row::speed_up).collect();
     if !compared.is_empty() {
-        let mean = (compared.iter().map(|x| x.ln()).sum::<f64>() / compared.len() as f64).exp();
+        let mean = geometric_mean(&compared);
         let behind = compared.iter().filter(|x| **x < 0.98).count();
         let level = compared.iter().filter(|x| (0.98..=1.02).contains(*x)).count();
         let (ahead, all) = (compared.len() - behind - level, compared.len());
@@ -222,6 +222,7 @@ fn markdown(run: &Run, plots: &[plot::Plot]) -> Result<String> {
              geometric mean is {mean:.2}.\n"
         )?;
     }
+    summary(&mut out, run)?;
     for plot in plots {
         writeln!(out, "![{}]({})\n", plot.title, plot.file)?;
     }
@@ -253,6 +254,42 @@ fn markdown(run: &Run, plots: &[plot::Plot]) -> Result<String> {
         }
     }
     Ok(out)
+}
+
+/// `moe/gate/sigmoid/bf16/..` is `moe/gate`.
+fn operation(case: &str) -> &str {
+    case.match_indices('/').nth(1).map_or(case, |(at, _)| &case[..at])
+}
+
+fn geometric_mean(values: &[f64]) -> f64 {
+    (values.iter().map(|x| x.ln()).sum::<f64>() / values.len() as f64).exp()
+}
+
+/// A row for each operation that has peers.
+fn summary(out: &mut String, run: &Run) -> Result<()> {
+    let mut operations: Vec<&str> = vec![];
+    for row in run.rows.iter().filter(|row| row.best().is_some()) {
+        if !operations.contains(&operation(&row.case)) {
+            operations.push(operation(&row.case));
+        }
+    }
+    if operations.is_empty() {
+        return Ok(());
+    }
+    writeln!(out, "| operation | cases | best peer, mean | worst | best | of the ceiling, mean |")?;
+    writeln!(out, "| --- | ---: | ---: | ---: | ---: | ---: |")?;
+    for name in operations {
+        let rows = || run.rows.iter().filter(|row| operation(&row.case) == name);
+        let mut speed_ups: Vec<f64> = rows().filter_map(Row::speed_up).collect();
+        speed_ups.sort_by(f64::total_cmp);
+        let shares: Vec<f64> = rows().filter(|row| row.best().is_some()).filter_map(Row::share).collect();
+        let share = if shares.is_empty() { String::new() } else { format!("{:.0} %", 100.0 * geometric_mean(&shares)) };
+        let (worst, best) = (speed_ups[0], speed_ups[speed_ups.len() - 1]);
+        let (count, mean) = (speed_ups.len(), geometric_mean(&speed_ups));
+        writeln!(out, "| {name} | {count} | {mean:.2} | {worst:.2} | {best:.2} | {share} |")?;
+    }
+    out.push('\n');
+    Ok(())
 }
 
 /// The cases of one operation, a column for each peer.
@@ -312,6 +349,7 @@ mod tests {
         let text = markdown(&run, &[]).unwrap();
         assert!(text.contains("| 16x8192 | 2.00 | 5.00 | 2.50 | 25 % |"), "{text}");
         assert!(text.contains("| 256x8192 | 4.00 |  |  | 50 % |"), "{text}");
+        assert!(text.contains("| norm/rms_norm | 1 | 2.50 | 2.50 | 2.50 | 25 % |"), "{text}");
         assert!(text.contains("- triton: not installed") && text.contains("| torch | 2.11 |"), "{text}");
     }
 
