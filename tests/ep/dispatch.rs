@@ -354,6 +354,117 @@ fn delays_change_nothing() {
     });
 }
 
+/// Many rounds there and back in a stream, with nothing but the kernels to keep ranks in step, which come late, each in its own way.
+/// Arrangements change.
+#[test]
+fn back_to_back() {
+    on_every_setup(&[2, 3], |devices| {
+        let config = Config::new(264, 2, 6, 9);
+        let mut dice = Dice(31);
+        let all: Vec<(Round, bool)> = (0..8)
+            .map(|_| {
+                let slots = dice.below(2) == 0;
+                (Round::new(&mut dice, devices.len(), &config), slots)
+            })
+            .collect();
+        run(devices, &config, |rank, stream, meeting| {
+            let (r, d, ranks) = (rank.rank(), rank.device().clone(), rank.ranks());
+            let inputs: Vec<Inputs> = all.iter().map(|(round, ..)| Inputs::new(rank, round)).collect();
+            let mut routing = rank.routing().unwrap();
+            let mut outs: Vec<Tensor<bf16>> = inputs.iter().map(|i| Tensor::zeros(&d, i.x.shape()).unwrap()).collect();
+            meeting.wait();
+            let mut dice = Dice(r as u64 + 7);
+            for (((_, slots), inputs), out) in all.iter().zip(&inputs).zip(&mut outs) {
+                std::thread::sleep(Duration::from_millis(dice.below(12) as u64));
+                let arrangement = if *slots { Arrangement::Slots } else { Arrangement::Compact };
+                let options = DispatchOptions::default().arrangement(arrangement);
+                let received = rank.dispatch(stream, &mut routing, &inputs.x, &inputs.ids, None, &options).unwrap();
+                std::thread::sleep(Duration::from_millis(dice.below(12) as u64));
+                let options = CombineOptions::default().blocks(Blocks::count(3).threads(64));
+                rank.combine(stream, out, &routing, received.rows.bf16(), &options).unwrap();
+            }
+            rank.check(stream).unwrap();
+            meeting.wait();
+            for (i, ((round, ..), out)) in all.iter().zip(&outs).enumerate() {
+                let sent = reference::ep::layout(&round.ids[r], config.top_k, rank.local_experts(), ranks);
+                let got = out.to_vec().unwrap();
+                for (t, there) in sent.in_rank.chunks(ranks).enumerate() {
+                    let times = there.iter().sum::<u8>() as f32;
+                    for (x, got) in round.x[r][t * 264..][..264].iter().zip(&got[t * 264..]) {
+                        assert_eq!(got.to_f32(), bf16::from_f32(x.to_f32() * times).to_f32(), "round {i}, token {t}");
+                    }
+                }
+            }
+            meeting.wait();
+        });
+    });
+}
+
+/// What suits must be the same on all ranks, however many tokens each has: with few in all, combine takes more blocks.
+#[test]
+fn many_tokens_on_one_rank_only() {
+    on_every_setup(&[2], |devices| {
+        let config = Config::new(8192, 1, 2, 600);
+        run(devices, &config, |rank, stream, meeting| {
+            let (d, r) = (rank.device().clone(), rank.rank());
+            let tokens = if r == 0 { 600 } else { 3 };
+            let x = Tensor::<bf16>::zeros(&d, &[tokens, 8192]).unwrap();
+            let ids = Tensor::<i32>::zeros(&d, &[tokens, 1]).unwrap();
+            let mut out = Tensor::<bf16>::zeros(&d, &[tokens, 8192]).unwrap();
+            // So that there is little to do.
+            let count = Tensor::from_slice(&d, &[2u32], &[1]).unwrap();
+            let mut routing = rank.routing().unwrap();
+            for arrangement in [Arrangement::Compact, Arrangement::Slots] {
+                meeting.wait();
+                let options = DispatchOptions::default().arrangement(arrangement).count(&count);
+                rank.dispatch(stream, &mut routing, &x, &ids, None, &options).unwrap();
+                rank.combine(stream, &mut out, &routing, None, &CombineOptions::default().count(&count)).unwrap();
+                rank.check(stream).unwrap();
+            }
+            meeting.wait();
+        });
+    });
+}
+
+/// One routing for both arrangements in turn.
+#[test]
+fn a_routing_is_used_again() {
+    on_every_setup(&[2], |devices| {
+        let config = Config::new(128, 2, 4, 6);
+        let mut dice = Dice(3);
+        let all: Vec<Round> = (0..3).map(|_| Round::new(&mut dice, 2, &config)).collect();
+        run(devices, &config, |rank, stream, meeting| {
+            let mut routing = rank.routing().unwrap();
+            for (i, round) in all.iter().enumerate() {
+                let inputs = Inputs::new(rank, round);
+                let slots = i == 1;
+                let arrangement = if slots { Arrangement::Slots } else { Arrangement::Compact };
+                let options = DispatchOptions::default().arrangement(arrangement);
+                let again = DispatchOptions::default().cached(true);
+                meeting.wait();
+                if i != 1 {
+                    // Nothing that is compact came before.
+                    let e = rank.dispatch(stream, &mut routing, &inputs.x, &inputs.ids, None, &again);
+                    assert!(matches!(e, Err(Error::Value { arg: "cached", .. })), "{e:?}");
+                }
+                let received = rank.dispatch(stream, &mut routing, &inputs.x, &inputs.ids, None, &options).unwrap();
+                rank.check(stream).unwrap();
+                meeting.wait();
+                check_received(rank, &received, round, slots, false);
+                // What peers write to is no argument.
+                let rows = received.rows.bf16().unwrap();
+                let (x, ids) = (rows.narrow(0, 0, 1).unwrap(), received.ids.narrow(0, 0, 1).unwrap());
+                let e = rank.dispatch(stream, &mut routing, &x, &ids, None, &options);
+                assert!(matches!(e, Err(Error::Overlap { .. })), "{e:?}");
+                let pieces = rows.narrow(0, 0, 2).unwrap();
+                let e = rank.all_to_all(stream, &pieces, Blocks::default());
+                assert!(matches!(e, Err(Error::Overlap { .. })), "{e:?}");
+                meeting.wait();
+            }
+        });
+    });
+}
+
 #[test]
 fn bad_input() {
     on_every_setup(&[2], |devices| {
@@ -402,6 +513,9 @@ fn bad_input() {
             meeting.wait();
             let e = rank.combine(stream, &mut x(&[2, 64]), &routing, None, &CombineOptions::default());
             assert!(matches!(e, Err(Error::Shape { arg: "out", .. })), "{e:?}");
+            let some = results.narrow(0, 1, 3).unwrap();
+            let e = rank.combine(stream, &mut x(&[3, 64]), &routing, Some(&some), &CombineOptions::default());
+            assert!(matches!(e, Err(Error::Overlap { .. })), "{e:?}");
             let e = rank.combine(stream, &mut overlapping.clone(), &routing, None, &CombineOptions::default());
             assert!(matches!(e, Err(Error::Overlap { .. })), "{e:?}");
             rank.check(stream).unwrap();

@@ -88,6 +88,42 @@ fn a_dead_rank_is_named() {
     });
 }
 
+/// A rank is lost when its experts have the rows.
+#[test]
+fn a_rank_that_dies_before_combine() {
+    on_every_setup(&[2, 3], |devices| {
+        for arrangement in [Arrangement::Compact, Arrangement::Slots] {
+            run(devices, &config(), |rank, stream, meeting| {
+                let dead = rank.ranks() - 1;
+                let mut call = Call::new(rank, &[0, 11, 5]);
+                let mut out = Tensor::<bf16>::zeros(rank.device(), &[3, 64]).unwrap();
+                let options = CombineOptions::default();
+                meeting.wait();
+                call.go(rank, stream, &DispatchOptions::default().arrangement(arrangement));
+                rank.check(stream).unwrap();
+                meeting.wait();
+                if rank.rank() != dead {
+                    rank.combine(stream, &mut out, &call.routing, None, &options).unwrap();
+                    match fault(rank.check(stream)) {
+                        Fault::TimeOut { rank: r, peer, phase: Phase::Entry } => {
+                            assert_eq!((r, peer), (rank.rank(), dead));
+                        }
+                        // Somebody else gave up first.
+                        Fault::PeerFailed { .. } => assert!(rank.ranks() > 2),
+                        other => panic!("{other:?}"),
+                    }
+                }
+                meeting.wait();
+                rank.recover().unwrap();
+                there_and_back(rank, stream, meeting);
+                // What the dispatch before said holds no more after a recovery, but does no harm.
+                rank.combine(stream, &mut out, &call.routing, None, &options).unwrap();
+                drop(rank.check(stream));
+            });
+        }
+    });
+}
+
 #[test]
 fn a_rank_that_comes_too_late() {
     on_every_setup(&[2], |devices| {

@@ -172,10 +172,13 @@ fn ranks_of_several_processes() {
         eprintln!("skipped: ranks of several processes need a GPU, and WARPLOOM_TEST_RANKS=1");
         return;
     }
-    for scenario in ["work", "sizes", "failure", "gone"] {
-        let start = std::time::Instant::now();
-        assert_eq!(run(2, scenario), [true, true], "{scenario}");
-        eprintln!("{scenario}: {:.1} s", start.elapsed().as_secs_f64());
+    // Two, on one GPU if there are no more, and a process for each of four GPUs.
+    for ranks in [2, 4].into_iter().filter(|&n| n == 2 || n <= Device::cuda_count()) {
+        for scenario in ["work", "sizes", "failure", "gone"] {
+            let start = std::time::Instant::now();
+            assert_eq!(run(ranks, scenario), vec![true; ranks], "{scenario}");
+            eprintln!("{scenario}, {ranks} processes: {:.1} s", start.elapsed().as_secs_f64());
+        }
     }
 }
 

@@ -36,7 +36,7 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`WrongDevice`](crate::Error::WrongDevice),
-    /// [`Alignment`](crate::Error::Alignment), [`Value`](crate::Error::Value) if pieces have a wrong size or there is no room, or
+    /// [`Alignment`](crate::Error::Alignment), [`Overlap`](crate::Error::Overlap) of `x` with what was received, [`Value`](crate::Error::Value) if pieces have a wrong size or there is no room, or
     /// for `blocks`. [`check`](Self::check) tells what goes wrong between the ranks.
     pub fn all_to_all<T: Element>(&mut self, stream: &Stream, x: &Tensor<T>, blocks: Blocks) -> Result<Tensor<T>> {
         self.on_own_device(OP, stream)?;
@@ -50,6 +50,8 @@ impl Communicator {
         let room = self.capacity() * self.config().hidden * 2 / self.ranks();
         call.value(bytes <= room, "x", format!("pieces of at most {room} bytes"), bytes)?;
         let from = call.read("x", x)?;
+        self.writes_received(&mut call)?;
+        call.check_overlap()?;
         super::aligned(OP, "x", from)?;
         let [count, threads] = self.blocks(OP, blocks, [32, 512], kernel::THREADS, |_| 0)?;
         let vectors = call.count("x", bytes / 16)?;

@@ -1,6 +1,6 @@
 //! Rows back from the ranks of their experts, added up.
 
-use super::{Blocks, Communicator, Routing, aligned};
+use super::{Arrangement, Blocks, Communicator, Routing, aligned};
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
@@ -115,7 +115,8 @@ impl Communicator {
         if let Some(n) = options.count {
             call.same_shape("count", n.shape(), &[1])?;
         }
-        let own = self.results();
+        let mut own = self.results();
+        let copied = results.filter(|r| r.as_ptr() != own.as_ptr());
         if let Some(results) = results {
             match *results.shape() {
                 [rows, h] if h == hidden && rows <= self.capacity() => {}
@@ -137,16 +138,23 @@ impl Communicator {
             tokens: tokens as u32,
             hidden: hidden as u32,
         };
-        call.read_opt("results", results)?;
-        call.read("the communicator's results", &own)?;
-        call.check_overlap_but(&[("results", "the communicator's results")])?;
+        call.read_opt("results", copied)?;
+        if copied.is_some() {
+            call.write("the communicator's results", &mut own)?;
+        } else {
+            call.read("the communicator's results", &own)?;
+        }
+        call.check_overlap()?;
         aligned(OP, "out", job.out.cast_const().cast())?;
         aligned(OP, "biases", job.bias.cast())?;
         aligned(OP, "biases", job.bias2.cast())?;
-        // As many blocks as for dispatch, or more for few tokens, which are all latency.
-        let default = if tokens * hidden <= 4 << 20 { [128, 256] } else { [24, MAX_THREADS] };
+        // As many blocks as for dispatch, or more for few tokens, which are all latency. How many tokens a rank has, others do not
+        // know, and blocks are the same on all.
+        let slots = routing.arrangement == Some(Arrangement::Slots);
+        let few = slots || self.config().max_tokens * hidden <= 4 << 20;
+        let default = if few { [128, 256] } else { [24, MAX_THREADS] };
         let [blocks, threads] = self.blocks(OP, options.blocks, default, MAX_THREADS, |_| 0)?;
-        if let Some(results) = results.filter(|r| r.as_ptr() != own.as_ptr()) {
+        if let Some(results) = copied {
             stream.copy(&mut own.narrow(0, 0, results.dim(0))?, results)?;
         }
         let args = Args { link: self.link(stream, &[5, blocks, threads]), job };

@@ -301,7 +301,8 @@ impl Drop for Group {
 /// ranks, in the same order, with the same options. Operations are stream-ordered like any other: they return when they are
 /// launched, and can be captured in graphs. What goes wrong on the way is told by [`check`](Self::check).
 ///
-/// What a rank receives lies in buffers of the communicator, and is good until its next operation.
+/// What a rank receives lies in buffers of the communicator, and is good until its next operation. Operations of a rank follow one
+/// another: they go to one stream, or to streams that wait for each other.
 ///
 /// ```
 /// use warploom::ep::{Communicator, Config, DispatchOptions, CombineOptions};
@@ -337,7 +338,7 @@ pub struct Communicator {
     rank: usize,
     /// Which of the group's buffers are its own.
     own: usize,
-    /// Ranks on its device.
+    /// Ranks on the device that has most: blocks are the same on all.
     sharing: u32,
     device: Device,
     /// `[ranks, slot::COUNT]`
@@ -393,10 +394,9 @@ impl Communicator {
         let buffers = devices.iter().map(|d| Buffers::new(d, config, capacity)).collect::<Result<Vec<_>>>()?;
         let table: Vec<u64> = buffers.iter().flat_map(Buffers::addresses).collect();
         let group = Arc::new(Group::new(config, devices.len(), devices.to_vec(), buffers));
-        let rank = |(rank, device): (usize, &Device)| {
-            let sharing = devices.iter().filter(|d| *d == device).count() as u32;
-            Self::member(&group, [rank, rank], sharing, device, &table)
-        };
+        let on = |device: &Device| devices.iter().filter(|d| *d == device).count() as u32;
+        let sharing = devices.iter().map(on).max().unwrap_or(1);
+        let rank = |(rank, device): (usize, &Device)| Self::member(&group, [rank, rank], sharing, device, &table);
         devices.iter().enumerate().map(rank).collect()
     }
 
@@ -528,7 +528,8 @@ impl Communicator {
         max_threads: u32,
         shared_bytes: impl Fn(u32) -> u32,
     ) -> Result<[u32; 2]> {
-        let [count, threads] = if self.device.is_simt() { [2, 64] } else { default };
+        // On the SIMT device a few, but as different from each other as on a GPU.
+        let [count, threads] = if self.device.is_simt() { [1 + default[0].div_ceil(64), 64] } else { default };
         let threads = blocks.threads.unwrap_or(threads);
         let value = |ok: bool, arg: &'static str, expected: String, got: u32| {
             if ok { Ok(()) } else { Err(Error::Value { op, arg, expected, got: got.to_string() }) }
@@ -556,4 +557,50 @@ fn signature(config: &Config, ranks: usize, operation: &[u32]) -> u32 {
     // FNV-1a, by words.
     let words = common.iter().chain([ranks as u32].iter()).chain(operation).copied().collect::<Vec<_>>();
     words.iter().fold(0x811c_9dc5u32, |hash, w| (hash ^ w).wrapping_mul(0x0100_0193).rotate_left(5)) & !kernel::FAILED
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ep::{Arrangement, Blocks, CombineOptions, DispatchOptions};
+    use crate::{SimtOptions, Stream};
+
+    /// Flags and counts that only some operations have may be from long ago when they are looked at: half the range of epochs, or when
+    /// these begin again. Rank 1 is late, so that whoever takes what is there for what is awaited gets something else.
+    #[test]
+    fn long_ago_is_not_now() {
+        for (i, start) in [1 << 31, (1 << 31) + 7, u32::MAX - 4, u32::MAX - 3].into_iter().enumerate() {
+            let options = [SimtOptions::default(), SimtOptions::random(i as u64)][i % 2];
+            let devices = Device::simt_peers(2, options);
+            let config = Config::new(64, 1, 4, 6).time_out(Duration::from_secs(20));
+            let ranks = Communicator::new(&devices, &config).unwrap();
+            std::thread::scope(|s| {
+                for mut rank in ranks {
+                    s.spawn(move || {
+                        let (d, r) = (rank.device().clone(), rank.rank());
+                        rank.own(|b| b.state.copy_from_slice(&[start, 0])).unwrap();
+                        let stream = Stream::new(&d).unwrap();
+                        let ids = Tensor::from_slice(&d, &[0, 3, 1, 2, 3], &[5, 1]).unwrap();
+                        let mut routing = rank.routing().unwrap();
+                        for round in 0..4 {
+                            let values: Vec<bf16> =
+                                (0..5 * 64).map(|v| bf16::from_f32((v % 50 + 60 * r + round) as f32)).collect();
+                            let x = Tensor::from_slice(&d, &values, &[5, 64]).unwrap();
+                            let mut out = Tensor::zeros(&d, &[5, 64]).unwrap();
+                            std::thread::sleep(Duration::from_millis(30 * r as u64));
+                            let blocks = Blocks::count(1 + round as u32).threads(32);
+                            let slots = if round % 2 == 0 { Arrangement::Compact } else { Arrangement::Slots };
+                            let options = DispatchOptions::default().arrangement(slots).blocks(blocks);
+                            let received = rank.dispatch(&stream, &mut routing, &x, &ids, None, &options).unwrap();
+                            std::thread::sleep(Duration::from_millis(30 * r as u64));
+                            let options = CombineOptions::default().blocks(blocks);
+                            rank.combine(&stream, &mut out, &routing, received.rows.bf16(), &options).unwrap();
+                            rank.check(&stream).unwrap();
+                            assert_eq!(out.to_vec().unwrap(), values, "from epoch {start}, round {round}");
+                        }
+                    });
+                }
+            });
+        }
+    }
 }

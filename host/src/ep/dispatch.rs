@@ -5,8 +5,8 @@ use super::{Blocks, Communicator, aligned};
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
+use crate::kernels::ep::MAX_RANKS;
 use crate::kernels::ep::dispatch as kernel;
-use crate::kernels::ep::{MAX_RANKS, slot};
 use crate::tensor::Tensor;
 use cuda_std::{E4M3, Entry};
 use half::bf16;
@@ -14,8 +14,6 @@ use half::bf16;
 pub use kernel::{Args, Job};
 
 const OP: &str = "ep::dispatch";
-// Addresses of rows fit in what kernels compute.
-const _: () = assert!(slot::COUNT == 7);
 
 /// How received rows are arranged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,7 +36,8 @@ pub struct DispatchOptions<'a> {
     pub arrangement: Arrangement,
     /// Sends e4m3 with a scale for each 128 values instead of bf16.
     pub quantise: bool,
-    /// Keeps the routing of the dispatch before, which all ranks must do: the same tokens to the same ranks. Compact only.
+    /// Keeps the routing of the dispatch before, a compact one, which all ranks must do: the same tokens to the same ranks. Compact
+    /// only.
     pub cached: bool,
     /// `[1]`: how many of the tokens there are, read by the kernel.
     pub count: Option<&'a Tensor<u32>>,
@@ -94,6 +93,8 @@ pub struct Routing {
     pub(super) totals: Tensor<u32>,
     offsets: Tensor<i32>,
     pub(super) tokens: usize,
+    /// That of the last dispatch.
+    pub(super) arrangement: Option<Arrangement>,
     pub(super) group: usize,
     pub(super) rank: usize,
     /// Over NCCL, what the host knows of it.
@@ -215,6 +216,7 @@ impl Communicator {
             totals: Tensor::zeros(device, &[MAX_RANKS])?,
             offsets: Tensor::from_slice(device, &slots, &[ranks + 1])?,
             tokens: 0,
+            arrangement: None,
             group: self.group_id(),
             rank: self.rank(),
             #[cfg(feature = "nccl")]
@@ -270,6 +272,8 @@ impl Communicator {
             call.value(!options.cached, "cached", "false for slots", true)?;
         }
         if options.cached {
+            let compact = routing.arrangement == Some(Arrangement::Compact);
+            call.value(compact, "options.cached", "false without a compact dispatch before", true)?;
             call.value(tokens == routing.tokens, "x", format!("{} tokens, as before", routing.tokens), tokens)?;
         }
         let x_stride = call.rows("x", x)?.stride;
@@ -292,8 +296,7 @@ impl Communicator {
             cached: options.cached.into(),
             own_blocks: 0,
         };
-        let rows = self.own(|b| b.rows.clone());
-        call.read("the communicator's rows", &rows)?;
+        self.writes_received(&mut call)?;
         call.check_overlap()?;
         aligned(OP, "x", job.x.cast())?;
         let most = entry(options.quantise, options.arrangement).max_threads;
@@ -318,6 +321,7 @@ impl Communicator {
         // SAFETY: shapes, devices and overlap were checked above; buffers live as long as the group.
         unsafe { launch(stream, options.quantise, options.arrangement, [blocks, threads], &args)? };
         routing.tokens = tokens;
+        routing.arrangement = Some(options.arrangement);
         #[cfg(feature = "nccl")]
         if self.nccl.is_some() && self.nccl_fits(&routing.counts) {
             self.nccl_send_rows(stream, &routing.counts, options.quantise)?;

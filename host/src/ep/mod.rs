@@ -28,6 +28,7 @@ pub use fault::{Fault, Phase};
 pub use layout::LayoutOutput;
 pub use processes::Exchange;
 
+use crate::check::Call;
 use crate::device::Stream;
 use crate::error::{Error, Result};
 use cuda_std::integer::Divisor;
@@ -48,6 +49,17 @@ impl Communicator {
         }
         let (expected, got) = (self.device().name(), stream.device().name());
         Err(Error::WrongDevice { op, arg: "stream", expected, got })
+    }
+
+    /// Peers write to what was received before, which can be no argument.
+    fn writes_received(&self, call: &mut Call) -> Result<()> {
+        let (mut rows, mut scales, mut ids, mut weights) =
+            self.own(|b| (b.rows.clone(), b.scales.clone(), b.ids.clone(), b.weights.clone()));
+        call.write("the communicator's rows", &mut rows)?;
+        call.write("the communicator's scales", &mut scales)?;
+        call.write("the communicator's ids", &mut ids)?;
+        call.write("the communicator's weights", &mut weights)?;
+        Ok(())
     }
 
     /// Experts of a rank, as kernels take it.

@@ -225,7 +225,8 @@ impl Communicator {
             table.extend(own.map(|address| address - arena.as_ptr() as u64 + base));
         }
         debug_assert_eq!(table.len(), ranks * slot::COUNT);
-        let sharing = all.iter().filter(|m| m.uuid == hello.uuid).count() as u32;
+        let on = |uuid| all.iter().filter(|m| m.uuid == uuid).count() as u32;
+        let sharing = all.iter().map(|m| on(m.uuid)).max().unwrap_or(1);
         let mut group = Group::new(config, ranks, vec![device.clone()], vec![buffers]);
         group.others = Some(others);
         Self::member(&Arc::new(group), [rank, 0], sharing, device, &table)

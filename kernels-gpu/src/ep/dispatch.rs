@@ -44,7 +44,7 @@ pub struct Job {
     pub places: *mut i32,
     /// `[MAX_RANKS]`: tokens for each rank. Written, but for `cached`. Compact only.
     pub totals: *mut u32,
-    /// `[ranks + 1]`: where each rank's rows begin, and the end. Compact only.
+    /// `[ranks + 1]`: where each rank's rows begin, and the end; in slots of the worst case.
     pub offsets: *mut i32,
     /// In elements.
     pub x_stride: usize,
@@ -290,6 +290,9 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
     let (mut piece, (mut experts, mut fine)) = load(walk);
     if !session.clean() && !session.wait_entry() {
         return false;
+    }
+    if thread::block_idx_x() == 0 && thread::thread_idx_x() <= link.ranks {
+        GlobalMut::new(job.offsets).set(thread::thread_idx_x(), (thread::thread_idx_x() * job.max_tokens) as i32);
     }
     let mut ok = true;
     while walk.row < job.max_tokens {

@@ -10,8 +10,9 @@
 //!
 //! **Flags** are 64-bit words: the number of the operation (the *epoch*, which each rank counts in its own memory, so that
 //! captured launches go on counting) above a signature of what the rank thinks the operation is. Nothing is ever reset, so
-//! nothing can be reset too late. A peer may be one operation ahead, hence "at least this epoch"; it cannot be two ahead, as
-//! it needs our exit to get there.
+//! nothing can be reset too late. A peer may be one operation ahead, hence "this epoch or the next"; it cannot be two ahead, as
+//! it needs our exit to get there. Any other epoch is one long ago, as not every operation has all flags: when numbers begin
+//! again ([`next_epoch`]), that may well be a larger one.
 //!
 //! **Memory order.** Data are ordinary stores and loads. A flag is stored with release, read with acquire, both of system scope.
 //! Before its exit flag a block meets at a barrier, which orders its threads' stores before the release of the thread that
@@ -153,6 +154,12 @@ impl Link {
     }
 }
 
+/// The number of the operation after this one: never 0, which flags are before their first operation, nor what comes before it.
+#[inline(always)]
+pub fn next_epoch(epoch: u32) -> u32 {
+    if epoch < u32::MAX - 1 { epoch + 1 } else { 1 }
+}
+
 /// One operation, as one block goes through it. All threads of the block call every function.
 #[derive(Clone, Copy)]
 pub struct Session {
@@ -169,7 +176,7 @@ impl Session {
     #[track_caller]
     pub unsafe fn begin(link: Link) -> Option<Self> {
         let state = GlobalMut::new(link.state);
-        let (epoch, clean) = (state.get(state::EPOCH).wrapping_add(1), state.get(state::CLEAN) != 0);
+        let (epoch, clean) = (next_epoch(state.get(state::EPOCH)), state.get(state::CLEAN) != 0);
         let this = Self { link, epoch, clean };
         let mut failed = false;
         if thread::thread_idx_x() == 0 {
@@ -207,10 +214,10 @@ impl Session {
         let start = thread::globaltimer();
         loop {
             let seen = flags.load(i, System, Acquire);
-            let ahead = ((seen >> 32) as u32).wrapping_sub(self.epoch) as i32;
-            if ahead >= 0 {
-                let signature = seen as u32;
-                if ahead > 0 || signature == self.link.signature {
+            let (at, signature) = ((seen >> 32) as u32, seen as u32);
+            let ahead = at == next_epoch(self.epoch);
+            if ahead || at == self.epoch {
+                if ahead || signature == self.link.signature {
                     return true;
                 }
                 let failed = signature == self.link.signature | FAILED;
@@ -267,7 +274,8 @@ impl Session {
                 let start = thread::globaltimer();
                 loop {
                     let seen = theirs.load(i, System, Relaxed);
-                    if ((seen >> 32) as u32).wrapping_sub(self.epoch) as i32 >= 0 {
+                    // No peer is further: it needs our exit.
+                    if (seen >> 32) as u32 == self.epoch {
                         all.set(i, seen as u32);
                         break;
                     }
@@ -331,13 +339,14 @@ impl Session {
         }
         let own = link.buffer::<u64>(link.rank, slot::FLAGS);
         let blocks = thread::grid_dim_x();
-        let mut i = tid;
+        let (mut i, mut lost) = (tid, failed);
         while i < link.ranks * blocks {
             let peer = cuda_std::integer::div(i, blocks);
             let at = MAX_RANKS + peer as usize * MAX_BLOCKS + (i - peer * blocks) as usize;
-            let waits = if peer == link.rank { true } else { link.waits_for(peer) && !failed };
-            if waits && !self.wait(own, at, peer, phase::EXIT) && peer != link.rank {
-                break;
+            // Own blocks are waited for whatever happened: some may still have to read which operation it is.
+            let waits = if peer == link.rank { true } else { link.waits_for(peer) && !lost };
+            if waits && !self.wait(own, at, peer, phase::EXIT) {
+                lost = true;
             }
             i += thread::block_dim_x();
         }
