@@ -1,12 +1,12 @@
 //! Element types of 8 bits that the tensor cores of sm_80 and later multiply.
 
 use crate::row::Quantised;
-use cuda_std::{E4M3, convert, mma, unroll};
+use cuda_std::{E4M3, convert, mma, unroll, wgmma};
 
 /// An 8-bit type for `m16n8k32` products, with the fragments of [`mma`].
 pub trait TensorByte: Quantised {
     /// The type of sums.
-    type Sum: Copy;
+    type Sum: wgmma::Sum;
     /// Zero.
     const ZERO: Self::Sum;
     /// `a · b + c`.

@@ -10,9 +10,9 @@
 //! Every element is summed in ascending K whatever the grid: results do not depend on how a batch is composed.
 
 use super::epilogue;
-use super::scales::{BLOCKS, ROWS, Scales};
 use crate::pipeline::Raster;
 use crate::row::GROUP;
+use crate::scales::{BLOCKS, ROWS, Scales};
 use crate::tensor_byte::TensorByte;
 use cuda_std::vec::{B64, B128};
 use cuda_std::{

@@ -5,8 +5,8 @@
 //! Report*, 2024, section 3.3).
 
 use super::linear_wgmma;
-use super::scales::{BLOCKS, ROWS, Scales};
 use crate::TensorFloat;
+use crate::scales::{BLOCKS, ROWS, Scales};
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::Accumulator;
 use cuda_std::{E4M3, bf16, entries, f16};

@@ -25,9 +25,9 @@
 //! chunk of columns, in a loop whose every round takes the first registers and moves the others down.
 
 use super::rough;
-use super::scales::{BLOCKS, NONE, ROWS as ROW_SCALES, Scales};
 use crate::TensorFloat;
 use crate::pipeline::{Raster, Ring, Stages, part};
+use crate::scales::{BLOCKS, NONE, ROWS as ROW_SCALES, Scales};
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::B128;
