@@ -76,6 +76,11 @@ impl FusedQuantPath {
         }
     }
 
+    /// Blocks of a cluster, which share rows of activations. As in the table of instances.
+    const fn share(self, scales: QuantScales) -> u32 {
+        if matches!((self, scales), (FusedQuantPath::Wgmma144, QuantScales::Blocks)) { 2 } else { 1 }
+    }
+
     const fn is_wgmma(self) -> bool {
         !matches!(self, FusedQuantPath::Auto | FusedQuantPath::Tile)
     }
@@ -225,9 +230,9 @@ pub const fn wgmma_entries(
             moe_fused_quant_wgmma_down_t64_rows_e4m3
         ),
         (FusedQuantPath::Wgmma144, DType::E4m3, QuantScales::Rows) => entries!(
-            moe_fused_quant_wgmma_up_r256_rows_e4m3_bf16,
-            moe_fused_quant_wgmma_up_r256_rows_e4m3_f16,
-            moe_fused_quant_wgmma_down_r256_rows_e4m3
+            moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16,
+            moe_fused_quant_wgmma_up_t144_rows_e4m3_f16,
+            moe_fused_quant_wgmma_down_t144_rows_e4m3
         ),
         (FusedQuantPath::Wgmma16, DType::I8, QuantScales::Rows) => entries!(
             moe_fused_quant_wgmma_up_t16_rows_i8_bf16,
@@ -240,9 +245,9 @@ pub const fn wgmma_entries(
             moe_fused_quant_wgmma_down_t64_rows_i8
         ),
         (FusedQuantPath::Wgmma144, DType::I8, QuantScales::Rows) => entries!(
-            moe_fused_quant_wgmma_up_r256_rows_i8_bf16,
-            moe_fused_quant_wgmma_up_r256_rows_i8_f16,
-            moe_fused_quant_wgmma_down_r256_rows_i8
+            moe_fused_quant_wgmma_up_t144_rows_i8_bf16,
+            moe_fused_quant_wgmma_up_t144_rows_i8_f16,
+            moe_fused_quant_wgmma_down_t144_rows_i8
         ),
         _ => return None,
     })
@@ -259,7 +264,9 @@ pub const fn wgmma_geometry(
         return None;
     };
     let bytes = wgmma_kernel::shared_bytes(tiles, pairs, stages, experts);
-    Some(Geometry::linear(multiprocessors, wgmma_kernel::THREADS as u32).shared_bytes(bytes as u32).dependent())
+    let share = path.share(scales);
+    let blocks = if multiprocessors < share { share } else { multiprocessors / share * share };
+    Some(Geometry::linear(blocks, wgmma_kernel::THREADS as u32).shared_bytes(bytes as u32).dependent())
 }
 
 /// How to launch a product of [`FusedQuantPath::Tile`] of `rows` rows of weights, for so many blocks of pairs.
@@ -271,12 +278,12 @@ pub const fn tile_geometry(rows: usize, blocks: usize) -> Geometry {
 /// How to quantise so many rows of `n` columns, with a scale for each 128 columns or for each row.
 pub const fn rows_geometry(rows: usize, n: usize, scales: QuantScales) -> Geometry {
     if matches!(scales, QuantScales::Rows) {
-        return Geometry::linear(rows as u32, rows_kernel::ROW_THREADS as u32)
-            .shared_bytes(rows_kernel::SHARED_BYTES as u32);
+        let pieces = n.div_ceil(rows_kernel::COLUMNS).next_multiple_of(32);
+        let threads = if pieces < rows_kernel::ROW_THREADS { pieces } else { rows_kernel::ROW_THREADS };
+        return Geometry::linear(rows as u32, threads as u32).shared_bytes(rows_kernel::SHARED_BYTES as u32);
     }
-    let pieces = n.div_ceil(rows_kernel::COLUMNS).next_multiple_of(32);
-    let threads = if pieces < rows_kernel::MAX_THREADS { pieces } else { rows_kernel::MAX_THREADS };
-    Geometry::new([rows as u32, pieces.div_ceil(threads) as u32, 1], [threads as u32, 1, 1])
+    let groups = rows * n.div_ceil(GROUP);
+    Geometry::linear(groups.div_ceil(rows_kernel::GROUPS) as u32, rows_kernel::GROUP_THREADS as u32)
 }
 
 /// The entry that quantises rows.

@@ -151,12 +151,18 @@ impl<M: Major> Descriptor<M> {
 
 /// Types of sums: `f32`, and `i32` of products of `i8`.
 pub trait Sum: Copy + Default + sealed::Sealed {
+    /// Rounded to the nearest.
+    fn to_f32(self) -> f32;
     #[cfg(not(target_arch = "nvptx64"))]
     #[doc(hidden)]
     fn multiply_add(self, a: Self, b: Self) -> Self;
 }
 impl sealed::Sealed for f32 {}
 impl Sum for f32 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
     #[cfg(not(target_arch = "nvptx64"))]
     fn multiply_add(self, a: f32, b: f32) -> f32 {
         self + a * b
@@ -164,6 +170,10 @@ impl Sum for f32 {
 }
 impl sealed::Sealed for i32 {}
 impl Sum for i32 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self as f32
+    }
     #[cfg(not(target_arch = "nvptx64"))]
     fn multiply_add(self, a: i32, b: i32) -> i32 {
         self.wrapping_add(a.wrapping_mul(b))

@@ -18,11 +18,6 @@ pub trait Small: Element {
     /// The integer `v`.
     fn small(v: f32) -> Self;
 }
-/// A type of sums.
-pub trait Number: Sum {
-    /// In f32, exactly.
-    fn number(self) -> f32;
-}
 macro_rules! floats {
     ($($t:ty)*) => { $(
         impl Small for $t {
@@ -40,19 +35,6 @@ impl Small for i8 {
         v as i32 as i8
     }
 }
-impl Number for f32 {
-    #[inline(always)]
-    fn number(self) -> f32 {
-        self
-    }
-}
-impl Number for i32 {
-    #[inline(always)]
-    fn number(self) -> f32 {
-        self as f32
-    }
-}
-
 /// Value `k` of line `i` of an operand.
 #[inline(always)]
 fn small(i: u32, k: u32) -> f32 {
@@ -73,17 +55,17 @@ unsafe fn fill<T: Small>(tile: Shared<T>, lines: u32, swizzle: Swizzle, value: i
 
 /// Everything that lies in registers, in one word.
 #[inline(always)]
-fn hash<S: Number>(sums: &[S]) -> u32 {
+fn hash<S: Sum>(sums: &[S]) -> u32 {
     let mut h = 0u32;
     for &v in sums {
-        h = h.rotate_left(5).wrapping_mul(0x9e37_79b1) ^ v.number().to_bits();
+        h = h.rotate_left(5).wrapping_mul(0x9e37_79b1) ^ v.to_f32().to_bits();
     }
     h
 }
 
 /// `out`: `[THREADS, WORDS]`. Grid: 1; block: `THREADS`.
 #[inline(always)]
-pub unsafe fn conformance<S: Number, T: Input<S> + Small, A: Accumulator<S> + AsRef<[S]>>(out: *mut u32) {
+pub unsafe fn conformance<S: Sum, T: Input<S> + Small, A: Accumulator<S> + AsRef<[S]>>(out: *mut u32) {
     let mut words = Words::new(out, WORDS);
     let width = 128 / size_of::<T>() as u32;
     let n = A::N as u32;
@@ -101,8 +83,8 @@ pub unsafe fn conformance<S: Number, T: Input<S> + Small, A: Accumulator<S> + As
     acc.multiply::<T, 4, _, _>(da, db, false);
     wgmma::wait::<0>(&mut acc);
     words.put(hash(acc.as_ref()));
-    words.put_f32(acc.as_ref()[0].number());
-    words.put_f32(acc.as_ref()[3].number());
+    words.put_f32(acc.as_ref()[0].to_f32());
+    words.put_f32(acc.as_ref()[3].to_f32());
     acc.multiply::<T, 2, _, _>(da.advance(1), db.advance(2), true);
     acc.multiply::<T, 1, _, _>(da.offset(96), db, true);
     wgmma::wait::<1>(&mut acc);
@@ -137,13 +119,13 @@ pub unsafe fn conformance<S: Number, T: Input<S> + Small, A: Accumulator<S> + As
     // The narrower swizzles: a step or two along K.
     narrow::<S, T, A, { 64 * 64 }>(&mut words, &mut acc, tiles, Swizzle::B64);
     narrow::<S, T, A, { 64 * 32 }>(&mut words, &mut acc, tiles, Swizzle::B32);
-    words.put(convert::pack_bf16x2(acc.as_ref()[1].number(), acc.as_ref()[2].number()));
+    words.put(convert::pack_bf16x2(acc.as_ref()[1].to_f32(), acc.as_ref()[2].to_f32()));
     words.done();
 }
 
 /// A product of tiles with lines of 64 or 32 bytes, A in `BYTES`.
 #[inline(always)]
-unsafe fn narrow<S: Number, T: Input<S> + Small, A: Accumulator<S> + AsRef<[S]>, const BYTES: usize>(
+unsafe fn narrow<S: Sum, T: Input<S> + Small, A: Accumulator<S> + AsRef<[S]>, const BYTES: usize>(
     words: &mut Words,
     acc: &mut A,
     tiles: Shared<T>,

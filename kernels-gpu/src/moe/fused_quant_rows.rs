@@ -1,7 +1,7 @@
 //! Rows of the fused block quantised on the way: tokens before the first product, `h` before the second.
 //!
 //! * Scales of groups, e4m3: one for each row and 128 columns. A thread has 8 neighbouring columns, and 16 of them agree on the largest
-//!   magnitude.
+//!   magnitude. Groups are dealt out to threads whatever their rows, so that blocks are whole however wide rows are.
 //! * Scales of rows, e4m3 or int8: one for each row, perhaps after a multiplication with its expert's smoothing vector. A block for each row,
 //!   which reads it twice, the second time from a cache.
 //!
@@ -16,11 +16,13 @@ use crate::row::{GROUP, Piece, Team};
 use cuda_std::shared::Carver;
 use cuda_std::{E4M3, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, unroll};
 
-/// The most threads of a block for groups.
-pub const MAX_THREADS: usize = 256;
 /// Columns of a thread.
 pub const COLUMNS: usize = 8;
-/// Threads of a block with a row of its own.
+/// Threads of a block for groups.
+pub const GROUP_THREADS: usize = 256;
+/// Groups of such a block.
+pub const GROUPS: usize = GROUP_THREADS * COLUMNS / GROUP;
+/// The most threads of a block with a row of its own.
 pub const ROW_THREADS: usize = 256;
 /// Its shared memory.
 pub const SHARED_BYTES: usize = 32 * 4;
@@ -37,8 +39,6 @@ pub const PAIRS: u32 = 2;
 struct Row {
     /// Where it comes from.
     source: u32,
-    /// The expert, of rows of pairs.
-    bin: u32,
     /// Where it goes to: places of so many pairs from `first` on, or as they are.
     first: u32,
     count: u32,
@@ -62,19 +62,18 @@ impl Rows {
         let (tokens, slots) = (existing_tokens(self.tokens, self.num_tokens), self.pairs.slots);
         if from == TOKENS {
             let (first, count) = if self.sorted { (row * slots, slots) } else { (row, 1) };
-            return if row < tokens { Some(Row { source: row, bin: 0, first, count }) } else { None };
+            return if row < tokens { Some(Row { source: row, first, count }) } else { None };
         }
         if row >= tokens * slots {
             return None;
         }
-        let bin = self.pairs.bin(row);
-        if bin == NOWHERE || bin == INVALID {
+        let place = self.place(row);
+        if place == u32::MAX || !self.sorted && matches!(self.pairs.bin(row), NOWHERE | INVALID) {
             return None;
         }
         // SAFETY: there are pairs.
         core::hint::assert_unchecked(slots != 0);
-        let source = if from == PAIRS { self.place(row) } else { row / slots };
-        Some(Row { source, bin, first: row, count: 1 })
+        Some(Row { source: if from == PAIRS { place } else { row / slots }, first: row, count: 1 })
     }
 
     /// The place of a pair, or the pair itself; `u32::MAX` if it has none.
@@ -127,8 +126,8 @@ unsafe fn load<T: Float>(x: Global<T>, index: u32, n: u32) -> [f32; COLUMNS] {
 
 /// Scales of groups. Rows of `x` are `n` columns wide, a multiple of 8, and `x_row` apart; `from` says which they are: [`TOKENS`] or [`PAIRS`].
 /// `out`: dense rows; `scales`: from row to row and from group to group. With `positions`, `[tokens, slots]` of
-/// [`sort`](super::sort), rows of `out` and `h` are those of places, otherwise those of tokens or pairs. Grid: (rows, columns); block: a multiple
-/// of 32 threads.
+/// [`sort`](super::sort), rows of `out` and `h` are those of places, otherwise those of tokens or pairs. Grid: all rows' groups in
+/// steps of [`GROUPS`]; block: [`GROUP_THREADS`].
 #[inline(always)]
 pub unsafe fn groups<T: Float>(
     x: *const T,
@@ -156,14 +155,20 @@ pub unsafe fn groups<T: Float>(
     dependent_launch::wait();
     dependent_launch::launch_dependents();
     let rows = listed(topk_ids, expert_map, num_tokens, positions, tokens, top_k, slots, experts, local, shared);
-    let Some(row) = rows.row(thread::block_idx_x(), from) else {
-        return;
-    };
-    let index = thread::block_idx_y() * thread::block_dim_x() + thread::thread_idx_x();
-    let v = load(Global::new(x).offset(row.source as usize * x_row), index, n);
-    let scale = scale_for::<E4M3>(group_amax(v));
     let lanes = const { (GROUP / COLUMNS) as u32 };
-    let first = index.is_multiple_of(lanes) && index * (COLUMNS as u32) < n;
+    let group = thread::block_idx_x() * GROUPS as u32 + thread::thread_idx_x() / lanes;
+    // Not zero, or there would be nothing to do.
+    let each = n.div_ceil(GROUP as u32).max(1);
+    let found = rows.row(group / each, from);
+    let index = group % each * lanes + thread::thread_idx_x() % lanes;
+    // All lanes take part in what follows.
+    let row = found.unwrap_or(Row { source: 0, first: 0, count: 0 });
+    let mut v = [0f32; COLUMNS];
+    if found.is_some() {
+        v = load(Global::new(x).offset(row.source as usize * x_row), index, n);
+    }
+    let scale = scale_for::<E4M3>(group_amax(v));
+    let first = index.is_multiple_of(lanes);
     let factor = float::recip(scale);
     for i in 0..row.count {
         // A token's row is its own place without a list.
@@ -181,7 +186,8 @@ pub unsafe fn groups<T: Float>(
 }
 
 /// Scales of rows, `scale_row` apart; otherwise as [`groups`]. `smooth`: `[local, n]` or null, `shared_smooth`: `[shared, n]` or null; with either
-/// `from` is [`TOKENS_OF_PAIRS`] or [`PAIRS`]. Grid: rows; block: [`ROW_THREADS`]; shared memory: [`SHARED_BYTES`].
+/// `from` is [`TOKENS_OF_PAIRS`] or [`PAIRS`]. Grid: rows; block: at most [`ROW_THREADS`], a multiple of
+/// 32; shared memory: [`SHARED_BYTES`].
 #[inline(always)]
 pub unsafe fn rows<T: Float, Q: Quantised>(
     x: *const T,
@@ -212,8 +218,10 @@ pub unsafe fn rows<T: Float, Q: Quantised>(
     let Some(row) = rows.row(thread::block_idx_x(), from) else {
         return;
     };
-    let (smooth, bin) = if row.bin < local { (smooth, row.bin) } else { (shared_smooth, row.bin - local) };
-    let smoothed = !smooth.is_null();
+    let smooths = !smooth.is_null() || !shared_smooth.is_null();
+    let bin = if smooths { rows.pairs.bin(row.first) } else { 0 };
+    let (smooth, bin) = if bin < local { (smooth, bin) } else { (shared_smooth, bin - local) };
+    let smoothed = smooths && !smooth.is_null();
     let smooth = Global::new(smooth).offset(if smoothed { bin as usize * n as usize } else { 0 });
     let x = Global::new(x).offset(row.source as usize * x_row);
     let team = Team::current();
@@ -226,8 +234,10 @@ pub unsafe fn rows<T: Float, Q: Quantised>(
         v
     };
     let pieces = n / COLUMNS as u32;
-    let mut largest = 0f32;
-    let mut index = team.rank;
+    // The first piece stays in registers.
+    let own = load(team.rank);
+    let mut largest = amax(own);
+    let mut index = team.rank + team.size;
     while index < pieces {
         largest = float::max(largest, amax(load(index)));
         index += team.size;
@@ -245,7 +255,7 @@ pub unsafe fn rows<T: Float, Q: Quantised>(
     }
     let mut index = team.rank;
     while index < pieces {
-        let v = finite::<Q, COLUMNS>(load(index));
+        let v = finite::<Q, COLUMNS>(if index == team.rank { own } else { load(index) });
         for i in 0..row.count {
             let place = rows.place(row.first + i);
             if place != u32::MAX {
@@ -265,9 +275,9 @@ entries! {
         num_tokens: *const i32, tokens: u32, top_k: u32, slots: u32, experts: u32, local: u32, shared: u32, n: u32,
         x_row: usize, from: u32,
     );
-    moe_fused_quant_groups_e4m3_f32 { type T = f32; } [MAX_THREADS] => groups::<T>;
-    moe_fused_quant_groups_e4m3_f16 { type T = f16; } [MAX_THREADS] => groups::<T>;
-    moe_fused_quant_groups_e4m3_bf16 { type T = bf16; } [MAX_THREADS] => groups::<T>;
+    moe_fused_quant_groups_e4m3_f32 { type T = f32; } [GROUP_THREADS] => groups::<T>;
+    moe_fused_quant_groups_e4m3_f16 { type T = f16; } [GROUP_THREADS] => groups::<T>;
+    moe_fused_quant_groups_e4m3_bf16 { type T = bf16; } [GROUP_THREADS] => groups::<T>;
     moe_fused_quant_rows_e4m3_f32 { type T = f32; } [ROW_THREADS] => rows::<T, E4M3>;
     moe_fused_quant_rows_e4m3_f16 { type T = f16; } [ROW_THREADS] => rows::<T, E4M3>;
     moe_fused_quant_rows_e4m3_bf16 { type T = bf16; } [ROW_THREADS] => rows::<T, E4M3>;

@@ -10,6 +10,7 @@ use super::fused::{HALVES, PLAIN};
 use super::pairs::NOWHERE;
 use crate::row::GROUP;
 use crate::tensor_byte::TensorByte;
+use cuda_std::wgmma::Sum as _;
 use cuda_std::{
     E4M3, Float, Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, mma, shared, thread, unroll,
     warp,
@@ -200,7 +201,7 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
                 unroll::<TILES>(|p| {
                     unroll::<4>(|e| {
                         let scale = by_row[2 * r + e / 2] * by_pair[2 * p + e % 2];
-                        acc[r][p][e] = float::fma(Q::widen(sums[r][p][e]), scale, acc[r][p][e]);
+                        acc[r][p][e] = float::fma(sums[r][p][e].to_f32(), scale, acc[r][p][e]);
                         sums[r][p][e] = Q::ZERO;
                     });
                 });

@@ -4,8 +4,7 @@
 //! * Of blocks, e4m3: weights have a scale for each block of 128 × 128, rows of `x` and `h` one for each 128 elements (DeepSeek-AI,
 //!   *DeepSeek-V3 Technical Report*, 2024, section 3.3). A step of the pipeline is 128 elements of K, one line of the swizzle. Its products
 //!   have accumulators of their own, and are then multiplied with their scales and added to the sums in f32; meanwhile the other consumer
-//!   warpgroup keeps the tensor cores busy. Where a warpgroup has 128 rows of weights and many pairs, registers do not suffice for
-//!   sums and products of all columns: then it multiplies half of the columns of 64 rows at a time.
+//!   warpgroup keeps the tensor cores busy.
 //! * Of rows, e4m3 or int8: one for each output of an expert, or one for an expert, and one for each row of `x` and `h`. They multiply
 //!   finished sums, which stay in the tensor cores' accumulators throughout; those of int8 are exact.
 //!
@@ -17,7 +16,8 @@
 //! Quantising sorts: rows of `x` and of `h` lie in the order of the sorted list, so the copy engine brings those of a share in boxes, and
 //! their scales, which lie group by group, as one line. (Rows gathered by `cp.async` came at 5 TB/s at most in all of an H200.) Rows beyond the
 //! share's last are those of other pairs or none; they fill columns that nobody reads. Without a sorted list (`DIRECT`) rows are few, and
-//! gathered by `cp.async`. Scales of blocks of weights are two words a thread and step, on their way during the products.
+//! gathered by `cp.async`. Blocks of a cluster (`SHARE`) take neighbouring tiles of weights for the same pairs, and each has a part of their
+//! rows brought for all. Scales of blocks of weights are two words a thread and step, on their way during the products.
 //!
 //! `h` is stored as `T`, and quantised by [`fused_quant_rows`](super::fused_quant_rows) for the second product: a scale covers 128 outputs
 //! or all of them, which are several tiles.
@@ -34,10 +34,10 @@ use crate::tensor_float::TensorFloat;
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
-use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
+use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum as _};
 use cuda_std::{
-    E4M3, Global, GlobalMut, Shared, bf16, cp_async, dependent_launch, entries, f16, float, mbarrier, mma, thread,
-    unroll, warp,
+    E4M3, Global, GlobalMut, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, mbarrier, mma,
+    thread, unroll, warp,
 };
 
 /// Consumer warpgroups.
@@ -58,7 +58,7 @@ pub const BEYOND: usize = 144;
 /// The most pairs of an item without a sorted list.
 const PAIRS_DIRECT: usize = 16;
 
-/// Rows of weights of an item.
+/// Rows of weights of an item, of which a warpgroup has so many tiles.
 pub const fn rows(tiles: usize) -> usize {
     GROUPS * tiles * 64
 }
@@ -102,9 +102,19 @@ struct Job<T, const SCALES: u32, const DIRECT: bool> {
     layout: u32,
     /// Number of the activation, and its scalars.
     activation: (u32, f32, f32),
+    /// Blocks that share rows, which take neighbouring tiles, and the place of this one.
+    share: u32,
+    rank: u32,
 }
 
 impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIRECT> {
+    /// Item number `number`.
+    #[inline(always)]
+    unsafe fn find(&self, number: u32) -> Item {
+        let item = self.items.find(number);
+        Item { tile: item.tile * self.share + self.rank, ..item }
+    }
+
     /// Groups of columns.
     #[inline(always)]
     fn groups(&self) -> u32 {
@@ -158,8 +168,8 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
     }
 }
 
-/// One of the products; see [`Args`]. `UP`: the first. `SPLIT`: products of half of the columns at a time, with scales of blocks. Grid: any
-/// number of blocks; block: [`THREADS`]; shared memory: [`shared_bytes`].
+/// One of the products; see [`Args`]. `UP`: the first. Clusters: of `SHARE` blocks. Grid: any number of clusters; block: [`THREADS`]; shared
+/// memory: [`shared_bytes`].
 #[inline(always)]
 unsafe fn fused_quant_wgmma<
     T: TensorFloat,
@@ -170,7 +180,7 @@ unsafe fn fused_quant_wgmma<
     const PAIRS: usize,
     const STAGES: usize,
     const DIRECT: bool,
-    const OVERLAP: bool,
+    const SHARE: u32,
 >(
     h: *mut T,
     partial: *mut f32,
@@ -227,7 +237,11 @@ unsafe fn fused_quant_wgmma<
     let ids = carver.take::<u32>(GROUPS * PAIRS);
     let scales = carver.take::<f32>(GROUPS * PAIRS);
     let row_scales = carver.take::<f32>(GROUPS * PAIRS);
-    let stages = Stages::<STAGES>::new(bars.address(0u32));
+    let stages = Stages::<STAGES>::new(bars.address(0u32)).shared_by(SHARE, 0);
+    let rank = if SHARE > 1 { cluster::rank() } else { 0 };
+    if SHARE > 1 {
+        cluster::dims::<2>();
+    }
     if tid == 0 {
         // What is copied by the copy engine, and each producer's rows.
         stages.init_counted(if DIRECT { 1 + PRODUCERS as u32 } else { 1 }, 4 * GROUPS as u32);
@@ -243,7 +257,7 @@ unsafe fn fused_quant_wgmma<
         dependent_launch::launch_dependents();
     }
     let outputs = if UP { rows(TILES) as u32 / 2 } else { rows(TILES) as u32 };
-    let tiles = n.div_ceil(outputs);
+    let tiles = n.div_ceil(outputs).div_ceil(SHARE);
     let sorted = Sorted {
         ids: Global::new(sorted_ids),
         weights: Global::new(sorted_weights),
@@ -283,14 +297,18 @@ unsafe fn fused_quant_wgmma<
         rows: if UP && layout != PLAIN { 2 * n } else { n },
         layout,
         activation: (activation, alpha, limit),
+        share: SHARE,
+        rank,
     };
-    let (all, grid, groups) = (items.count(), thread::grid_dim_x(), job.groups());
+    let (all, grid, groups) = (items.count(), thread::grid_dim_x() / SHARE, job.groups());
+    let first = thread::block_idx_x() / SHARE;
+    if SHARE > 1 {
+        // All blocks' mbarriers are there.
+        cluster::sync();
+    }
 
     if warp_id < (PRODUCERS / 32) as u32 {
         wgmma::decrease_registers::<40>();
-        if !DIRECT && warp_id > 0 {
-            return;
-        }
         let mut ring = Ring::<STAGES>::new();
         // Weights, of a share whose products have so many columns.
         let fetch = |ring: Ring<STAGES>, item: Item, step: u32, wide: u32| {
@@ -305,12 +323,12 @@ unsafe fn fused_quant_wgmma<
             // Beyond the end of K come zeroes.
             tma::load_tensor::<5>(weights.address(ring.stage * bytes), map, at, bar);
         };
-        let mut next = thread::block_idx_x();
+        let mut next = first;
         // Stages whose weights are on their way before `h` is there.
         let mut ahead = 0;
         if !UP {
             if next < all {
-                let item = items.find(next);
+                let item = job.find(next);
                 ahead = groups.min(STAGES as u32);
                 if tid == 0 {
                     let mut at = ring;
@@ -327,8 +345,8 @@ unsafe fn fused_quant_wgmma<
         if !DIRECT {
             // Each lane has a box of rows brought, one of them the scales.
             let each = const { box_rows(PAIRS) as u32 };
-            while next < all {
-                let item = items.find(next);
+            while warp_id == 0 && next < all {
+                let item = job.find(next);
                 let wide = columns(PAIRS as u32, item.count);
                 let mut step = 0;
                 while step < groups {
@@ -341,10 +359,14 @@ unsafe fn fused_quant_wgmma<
                     // Bytes are expected before they come.
                     warp::sync_warp(warp::FULL);
                     let bar = stages.full(ring.stage);
-                    if lane * each < wide {
+                    if lane * each < wide && lane % SHARE == rank {
                         let to = operands.address(ring.stage * (PAIRS * STEP) as u32 + lane * each * STEP as u32);
                         let at = [(step * STEP as u32) as i32, (item.first + lane * each) as i32];
-                        tma::load_tensor::<2>(to, x_map, at, bar);
+                        if SHARE > 1 {
+                            tma::load_tensor_multicast::<2>(to, x_map, at, bar, const { (1u16 << SHARE) - 1 });
+                        } else {
+                            tma::load_tensor::<2>(to, x_map, at, bar);
+                        }
                     }
                     if SCALES == BLOCKS && lane == 31 {
                         let from = x_scales.ptr(step as usize * x_scale_group + item.first as usize);
@@ -355,13 +377,12 @@ unsafe fn fused_quant_wgmma<
                 }
                 next += grid;
             }
-            return;
         }
         // A thread copies 16 bytes of every 16th row, and the scale of a row.
         let (chunk, low) = (tid % 8, tid / 8);
         let to = operands.address(0u32) + Swizzle::B128.apply(low * STEP as u32 + chunk * 16);
-        while next < all {
-            let item = items.find(next);
+        while DIRECT && next < all {
+            let item = job.find(next);
             // Rows of zeroes make up for what a product takes more than there is.
             let wide = columns(PAIRS as u32, item.count);
             let mut source = [0usize; PAIRS_DIRECT / 16];
@@ -402,8 +423,10 @@ unsafe fn fused_quant_wgmma<
             }
             next += grid;
         }
-        // The block's shared memory must outlive its copies.
-        cp_async::wait_group::<0>();
+        if DIRECT {
+            // The block's shared memory must outlive its copies.
+            cp_async::wait_group::<0>();
+        }
     } else {
         wgmma::increase_registers::<232>();
         let group = warp_id / 4 - 1;
@@ -418,26 +441,18 @@ unsafe fn fused_quant_wgmma<
             first_row: group * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
         let mut ring = Ring::<STAGES>::new();
-        let mut next = thread::block_idx_x();
+        let mut next = first;
         while next < all {
-            let item = items.find(next);
+            let item = job.find(next);
             let wide = columns(PAIRS as u32, item.count);
             macro_rules! product {
-                ($half:literal $part:literal) => {
+                ($half:literal) => {
                     if SCALES == ROWS {
                         consumer.rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, STAGES, DIRECT>(
                             &job, stages, &mut ring, next, item,
                         )
-                    } else if OVERLAP && $half > $part {
-                        consumer.overlapped::<T, [f32; $half], [f32; $part], SCALES, UP, TILES, PAIRS, STAGES, DIRECT>(
-                            &job, stages, &mut ring, next, item,
-                        )
-                    } else if TILES > 1 {
-                        consumer.blocks::<T, [f32; $half], [f32; $part], SCALES, UP, TILES, PAIRS, STAGES, DIRECT>(
-                            &job, stages, &mut ring, next, item,
-                        )
                     } else {
-                        consumer.blocks::<T, [f32; $half], [f32; $half], SCALES, UP, TILES, PAIRS, STAGES, DIRECT>(
+                        consumer.blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, STAGES, DIRECT>(
                             &job, stages, &mut ring, next, item,
                         )
                     }
@@ -445,23 +460,29 @@ unsafe fn fused_quant_wgmma<
             }
             if PAIRS > 64 {
                 match wide {
-                    32 => product!(16 8),
-                    64 => product!(32 16),
-                    96 => product!(48 24),
-                    128 => product!(64 32),
-                    _ => product!(72 36),
+                    32 => product!(16),
+                    64 => product!(32),
+                    96 => product!(48),
+                    128 => product!(64),
+                    _ => product!(72),
                 }
             } else {
                 match wide {
-                    8 => product!(4 4),
-                    16 => product!(8 4),
+                    8 => product!(4),
+                    16 => product!(8),
                     _ if PAIRS == 16 => {}
-                    32 => product!(16 8),
-                    _ => product!(32 16),
+                    32 => product!(16),
+                    _ => product!(32),
                 }
             }
             next += grid;
         }
+    }
+    if SHARE > 1 {
+        warp::sync_warp(warp::FULL);
+        // No block may end while another can still signal its mbarriers.
+        cluster::arrive_relaxed();
+        cluster::wait();
     }
 }
 
@@ -531,39 +552,11 @@ impl<const UP: bool, const TILES: usize> WeightScales<UP, TILES> {
 }
 
 impl Consumer {
-    /// Adds the products of a part of a step's columns to the sums, multiplied with their scales.
-    #[inline(always)]
-    unsafe fn promote<
-        A: Accumulator + AsMut<[f32]> + AsRef<[f32]>,
-        P: Accumulator + AsRef<[f32]>,
-        const PAIRS: usize,
-    >(
-        &self,
-        sums: &mut A,
-        products: &P,
-        weights: [f32; 2],
-        stage: u32,
-        part: usize,
-    ) {
-        let lane = warp::lane_id();
-        for j in 0..const { P::N / 8 } {
-            let first = stage * PAIRS as u32 + (part * P::N + 8 * j) as u32 + 2 * (lane % 4);
-            let B64(pairs) = self.factors.get_as::<B64<f32, 2>>(first);
-            for e in 0..4 {
-                let (by, i) = (pairs[e % 2] * weights[e / 2], part * P::N / 2 + 4 * j + e);
-                let sum = sums.as_ref()[i];
-                sums.as_mut()[i] = float::fma(products.as_ref()[4 * j + e], by, sum);
-            }
-        }
-    }
-
-    /// Multiplies an item with scales of blocks and finishes it. `P` holds the sums of a step, for all columns or for a part of them at a
-    /// time.
+    /// Multiplies an item with scales of blocks and finishes it.
     #[inline(always)]
     unsafe fn blocks<
         T: TensorFloat,
         A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
-        P: Accumulator + AsRef<[f32]>,
         const SCALES: u32,
         const UP: bool,
         const TILES: usize,
@@ -580,7 +573,7 @@ impl Consumer {
     ) {
         let (lane, groups) = (warp::lane_id(), job.groups());
         let scales = WeightScales::<UP, TILES>::new(job, item.bin, item.tile * rows(TILES) as u32 + self.first_row);
-        let (mut acc, mut partial) = ([A::zero(); TILES], P::zero());
+        let (mut acc, mut partial) = ([A::zero(); TILES], A::zero());
         let mut step = 0;
         loop {
             stages.wait_full(*ring);
@@ -593,65 +586,20 @@ impl Consumer {
             for s in 0..TILES {
                 // On its way while the products run.
                 let now = scales.load(s, step);
-                for part in 0..const { A::N / P::N } {
-                    let columns = b.offset((part * P::N * STEP) as u32);
-                    partial.multiply::<E4M3, 4, _, _>(a.offset((s * 64 * STEP) as u32), columns, false);
-                    wgmma::wait::<0>(&mut partial);
-                    self.promote::<A, P, PAIRS>(&mut acc[s], &partial, now, ring.stage, part);
-                    // Before the next products overwrite them.
-                    acc[s].pin();
+                partial.multiply::<E4M3, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, false);
+                wgmma::wait::<0>(&mut partial);
+                for j in 0..const { A::N / 8 } {
+                    let first = ring.stage * PAIRS as u32 + 8 * j as u32 + 2 * (lane % 4);
+                    let B64(pairs) = self.factors.get_as::<B64<f32, 2>>(first);
+                    for e in 0..4 {
+                        let (by, i) = (pairs[e % 2] * now[e / 2], 4 * j + e);
+                        let sum = acc[s].as_ref()[i];
+                        acc[s].as_mut()[i] = float::fma(partial.as_ref()[i], by, sum);
+                    }
                 }
+                // Before the next products overwrite them.
+                acc[s].pin();
             }
-            stages.release(ring.stage, lane);
-            ring.advance();
-            step += 1;
-            if step >= groups {
-                break;
-            }
-        }
-        self.finish::<T, E4M3, A, SCALES, UP, TILES, PAIRS, DIRECT>(job, number, item, &acc);
-    }
-
-    /// [`blocks`](Self::blocks) of one tile, with products of one half of the columns under way while the other half is added.
-    #[inline(always)]
-    unsafe fn overlapped<
-        T: TensorFloat,
-        A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
-        P: Accumulator + AsRef<[f32]>,
-        const SCALES: u32,
-        const UP: bool,
-        const TILES: usize,
-        const PAIRS: usize,
-        const STAGES: usize,
-        const DIRECT: bool,
-    >(
-        &self,
-        job: &Job<T, SCALES, DIRECT>,
-        stages: Stages<STAGES>,
-        ring: &mut Ring<STAGES>,
-        number: u32,
-        item: Item,
-    ) {
-        let (lane, groups) = (warp::lane_id(), job.groups());
-        let scales = WeightScales::<UP, TILES>::new(job, item.bin, item.tile * rows(TILES) as u32 + self.first_row);
-        let (mut acc, mut low, mut high) = ([A::zero(); TILES], P::zero(), P::zero());
-        let mut step = 0;
-        loop {
-            stages.wait_full(*ring);
-            if DIRECT {
-                tma::fence_async();
-            }
-            let a = self.weights.offset(ring.stage * (rows(TILES) * STEP) as u32);
-            let b = self.operands.offset(ring.stage * (PAIRS * STEP) as u32);
-            let now = scales.load(0, step);
-            low.multiply::<E4M3, 4, _, _>(a, b, false);
-            high.multiply::<E4M3, 4, _, _>(a, b.offset((P::N * STEP) as u32), false);
-            wgmma::wait::<1>(&mut low);
-            self.promote::<A, P, PAIRS>(&mut acc[0], &low, now, ring.stage, 0);
-            acc[0].pin();
-            wgmma::wait::<0>(&mut high);
-            self.promote::<A, P, PAIRS>(&mut acc[0], &high, now, ring.stage, 1);
-            acc[0].pin();
             stages.release(ring.stage, lane);
             ring.advance();
             step += 1;
@@ -736,7 +684,7 @@ impl Consumer {
     ) {
         let mine = thread::thread_idx_x() % 128;
         // Not ahead of time, and found once more: registers are short.
-        let item = if TILES > 1 { job.items.find(number) } else { item };
+        let item = if TILES > 1 { job.find(number) } else { item };
         let row = item.tile * rows(TILES) as u32 + self.first_row;
         let (mut pair, mut scale, mut row_scale) = ([0u32; 2], [0f32; 2], [0f32; 2]);
         unroll::<2>(|i| {
@@ -779,7 +727,7 @@ impl Consumer {
                 let column = 8 * j as u32 + 2 * (warp::lane_id() % 4);
                 let B64(pairs) = if SCALES == ROWS { self.row_scales.get_as(column) } else { B64([1f32; 2]) };
                 for e in 0..4 {
-                    let sum = Q::widen(acc[s].as_ref()[4 * j + e]);
+                    let sum = acc[s].as_ref()[4 * j + e].to_f32();
                     v[e] = if SCALES == ROWS { sum * (by[e / 2] * pairs[e % 2]) } else { sum };
                 }
                 v
@@ -901,40 +849,31 @@ entries! {
         /// See [`fused::Args`](super::fused::Args).
         layout: u32, activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_quant_wgmma_up_t16_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, true, 1, 16, 11, true, false>;
-    moe_fused_quant_wgmma_up_t16_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, true, 1, 16, 11, true, false>;
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, true, 1, 64, 8, false, false>;
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, true, 1, 64, 8, false, false>;
-    moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, true, 1, 144, 6, false, false>;
-    moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, true, 1, 144, 6, false, false>;
-    moe_fused_quant_wgmma_up_r256_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, true, 2, 144, 4, false, false>;
-    moe_fused_quant_wgmma_up_r256_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, true, 2, 144, 4, false, false>;
-    moe_fused_quant_wgmma_up_o64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, true, 1, 64, 8, false, true>;
-    moe_fused_quant_wgmma_up_o64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, true, 1, 64, 8, false, true>;
-    moe_fused_quant_wgmma_up_o144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, true, 1, 144, 6, false, true>;
-    moe_fused_quant_wgmma_up_o144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, true, 1, 144, 6, false, true>;
-    moe_fused_quant_wgmma_down_t16_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, false, 1, 16, 11, true, false>;
-    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, false, 1, 64, 8, false, false>;
-    moe_fused_quant_wgmma_down_t144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, false, 1, 144, 6, false, false>;
-    moe_fused_quant_wgmma_down_r256_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, false, 2, 144, 4, false, false>;
-    moe_fused_quant_wgmma_down_o64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, false, 1, 64, 8, false, true>;
-    moe_fused_quant_wgmma_down_o144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, BLOCKS, false, 1, 144, 6, false, true>;
-    moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, ROWS, true, 1, 16, 11, true, false>;
-    moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, ROWS, true, 1, 16, 11, true, false>;
-    moe_fused_quant_wgmma_up_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, ROWS, true, 1, 64, 8, false, false>;
-    moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, ROWS, true, 1, 64, 8, false, false>;
-    moe_fused_quant_wgmma_up_r256_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, ROWS, true, 2, 144, 4, false, false>;
-    moe_fused_quant_wgmma_up_r256_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, ROWS, true, 2, 144, 4, false, false>;
-    moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, ROWS, false, 1, 16, 11, true, false>;
-    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, ROWS, false, 1, 64, 8, false, false>;
-    moe_fused_quant_wgmma_down_r256_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, ROWS, false, 2, 144, 4, false, false>;
-    moe_fused_quant_wgmma_up_t16_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, ROWS, true, 1, 16, 11, true, false>;
-    moe_fused_quant_wgmma_up_t16_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, ROWS, true, 1, 16, 11, true, false>;
-    moe_fused_quant_wgmma_up_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, ROWS, true, 1, 64, 8, false, false>;
-    moe_fused_quant_wgmma_up_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, ROWS, true, 1, 64, 8, false, false>;
-    moe_fused_quant_wgmma_up_r256_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, ROWS, true, 2, 144, 4, false, false>;
-    moe_fused_quant_wgmma_up_r256_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, ROWS, true, 2, 144, 4, false, false>;
-    moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, ROWS, false, 1, 16, 11, true, false>;
-    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, ROWS, false, 1, 64, 8, false, false>;
-    moe_fused_quant_wgmma_down_r256_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, ROWS, false, 2, 144, 4, false, false>;
+    moe_fused_quant_wgmma_up_t16_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t16_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 6, false, 2>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 6, false, 2>;
+    moe_fused_quant_wgmma_down_t16_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_down_t144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 6, false, 2>;
+    moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 4, false, 1>;
+    moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_down_t144_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t16_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t16_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 4, false, 1>;
+    moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 4, false, 1>;
 }
