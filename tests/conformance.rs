@@ -353,7 +353,7 @@ fn warpgroup_products() {
         let transposed = entry.name.contains("transposed");
         let words = if transposed { WORDS_TRANSPOSED } else { WORDS };
         let out = check(*entry, geometry, words, |_, out| (Args { out }, ()));
-        let depth = if entry.name.ends_with('3') || entry.name.ends_with('2') { 128 } else { 64 };
+        let depth = if ["_e4m3", "_e5m2", "_i8"].iter().any(|t| entry.name.ends_with(t)) { 128 } else { 64 };
         for (thread, row, column) in [(0, 0, 0), (37, 17, 2), (127, 55, 6)] {
             let got = f32::from_bits(out[thread * words + 1]);
             assert_eq!(got, sum(row, column, depth), "{}, ({row}, {column})", entry.name);

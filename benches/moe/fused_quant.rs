@@ -2,7 +2,7 @@
 
 use super::fused::routing;
 use warploom::gemm::{Quantised, QuantisedElement};
-use warploom::moe::{FusedQuantOptions, FusedQuantPath, FusedQuantShape, fused_quant};
+use warploom::moe::{FusedQuantOptions, FusedQuantPath, FusedShape, fused_quant};
 use warploom::{DType, Device, E4M3, Result, Stream, Tensor, bf16};
 use warploom_benches::{Cost, Harness, noise};
 
@@ -15,22 +15,23 @@ pub fn benches(harness: &mut Harness) {
     let tokens = harness.pick(&[1, 8, 64, 512, 4096][..], &[1, 16]);
     for &model in models {
         for &tokens in tokens {
-            case(harness, model, tokens, FusedQuantPath::Auto, noise::<E4M3>);
+            case(harness, model, tokens, FusedQuantPath::Auto, true, noise::<E4M3>);
+            case(harness, model, tokens, FusedQuantPath::Auto, false, noise::<E4M3>);
+            case(harness, model, tokens, FusedQuantPath::Auto, false, constant);
         }
     }
-    use FusedQuantPath::{Tile, Wgmma16, Wgmma64, Wgmma144, Wgmma144Wide};
+    use FusedQuantPath::{Tile, Wgmma16, Wgmma64, Wgmma144};
     for &model in models {
         for &tokens in tokens {
-            for path in [Wgmma16, Wgmma64, Wgmma144, Wgmma144Wide] {
+            for path in [Wgmma16, Wgmma64, Wgmma144] {
                 if path != Wgmma16 || tokens * model.2 <= 128 {
-                    case(harness, model, tokens, path, noise::<E4M3>);
+                    case(harness, model, tokens, path, true, noise::<E4M3>);
                 }
             }
         }
-        // int8 has no other path.
         let tokens = harness.pick(512, 16);
-        case(harness, model, tokens, Tile, noise::<E4M3>);
-        case(harness, model, tokens, FusedQuantPath::Auto, constant);
+        case(harness, model, tokens, Tile, true, noise::<E4M3>);
+        case(harness, model, tokens, Tile, false, constant);
     }
 }
 
@@ -49,6 +50,7 @@ fn case<Q: QuantisedElement>(
     (name, experts, top_k, hidden, inter): (&str, usize, usize, usize, usize),
     tokens: usize,
     path: FusedQuantPath,
+    blocks: bool,
     of: Weights<Q>,
 ) {
     // Weights of the experts that the first set names, read once, and activations.
@@ -57,15 +59,16 @@ fn case<Q: QuantisedElement>(
     used.dedup();
     let cost = Cost::bytes(used.len() * 3 * hidden * inter + tokens * hidden * 2, tokens * hidden * 2)
         .flops(tokens * top_k * 6 * hidden * inter);
-    let int8 = Q::DTYPE == DType::I8;
     let mut weights = None;
-    let case = format!("moe/fused_quant/{path:?}/{}/{name}/{tokens}", Q::DTYPE).to_lowercase();
+    let case =
+        format!("moe/fused_quant/{path:?}/{}/{}/{name}/{tokens}", Q::DTYPE, if blocks { "blocks" } else { "rows" });
+    let case = case.to_lowercase();
     harness.case(&case, cost, |device, stream, set| {
         let x = noise::<bf16>(device, stream, &[tokens, hidden], set)?;
         if weights.is_none() {
             let scales = |n: usize, k: usize, seed: usize| {
-                let blocks = vec![experts, n.div_ceil(128), k.div_ceil(128)];
-                noise::<f32>(device, stream, &if int8 { vec![experts, n] } else { blocks }, seed)
+                let of_blocks = vec![experts, n.div_ceil(128), k.div_ceil(128)];
+                noise::<f32>(device, stream, &if blocks { of_blocks } else { vec![experts, n] }, seed)
             };
             let w13 = (of(device, stream, &[experts, 2 * inter, hidden], 100)?, scales(2 * inter, hidden, 300)?);
             let w2 = (of(device, stream, &[experts, hidden, inter], 200)?, scales(hidden, inter, 400)?);
@@ -74,7 +77,7 @@ fn case<Q: QuantisedElement>(
         let experts_weights = weights.clone().expect("made above");
         let ids = Tensor::from_slice(device, &routing(tokens, experts, top_k, set), &[tokens, top_k])?;
         let topk_weights = noise::<f32>(device, stream, &[tokens, top_k], set)?;
-        let bytes = FusedQuantShape::new(tokens, top_k, experts, hidden, inter).workspace_bytes(DType::Bf16);
+        let bytes = FusedShape::new(tokens, top_k, experts, hidden, inter).quant_workspace_bytes(DType::Bf16);
         let mut workspace = Tensor::uninit(device, &[bytes])?;
         let mut out = Tensor::<bf16>::uninit(device, &[tokens, hidden])?;
         let options = FusedQuantOptions::default().path(path);

@@ -37,6 +37,7 @@ pub mod philox;
 pub mod pipeline;
 pub mod rope;
 pub mod row;
+pub mod scales;
 mod tensor_byte;
 mod tensor_float;
 pub use tensor_byte::TensorByte;

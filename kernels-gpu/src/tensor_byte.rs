@@ -1,18 +1,16 @@
 //! Element types of 8 bits that the tensor cores of sm_80 and later multiply.
 
 use crate::row::Quantised;
-use cuda_std::{E4M3, convert, mma, unroll};
+use cuda_std::{E4M3, convert, mma, unroll, wgmma};
 
 /// An 8-bit type for `m16n8k32` products, with the fragments of [`mma`].
 pub trait TensorByte: Quantised {
     /// The type of sums.
-    type Sum: Copy;
+    type Sum: wgmma::Sum;
     /// Zero.
     const ZERO: Self::Sum;
     /// `a · b + c`.
     fn mma(a: [u32; 4], b: [u32; 2], c: [Self::Sum; 4]) -> [Self::Sum; 4];
-    /// A sum in f32.
-    fn widen(sum: Self::Sum) -> f32;
 }
 
 /// By way of f16, which holds every e4m3 number, since sm_80 multiplies none. A product of K = 32 is two of K = 16, and it does not
@@ -32,10 +30,6 @@ impl TensorByte for E4M3 {
         });
         sum
     }
-    #[inline(always)]
-    fn widen(sum: f32) -> f32 {
-        sum
-    }
 }
 
 /// Exact sums: 2^17 products of the largest numbers fit.
@@ -46,9 +40,5 @@ impl TensorByte for i8 {
     #[track_caller]
     fn mma(a: [u32; 4], b: [u32; 2], c: [i32; 4]) -> [i32; 4] {
         mma::m16n8k32_i8(a, b, c)
-    }
-    #[inline(always)]
-    fn widen(sum: i32) -> f32 {
-        sum as f32
     }
 }

@@ -453,7 +453,7 @@ fn a_routing_is_used_again() {
                 check_received(rank, &received, round, slots, false);
                 // What peers write to is no argument.
                 let rows = received.rows.bf16().unwrap();
-                let (x, ids) = (rows.narrow(0, 0, 1).unwrap(), received.ids.narrow(0, 0, 1).unwrap());
+                let (x, ids) = (rows.narrow(0, 0, 1).unwrap(), received.topk_ids.narrow(0, 0, 1).unwrap());
                 let e = rank.dispatch(stream, &mut routing, &x, &ids, None, &options);
                 assert!(matches!(e, Err(Error::Overlap { .. })), "{e:?}");
                 let pieces = rows.narrow(0, 0, 2).unwrap();

@@ -153,12 +153,15 @@ fn wgmma_matches_the_reference() {
     let how = (0..LinearQuantTile::ALL.len(), any::<[bool; 3]>());
     property(3, (shape, how, kinds()), |d, s, ((m, n, k), (tile, pads), (blocks, transposed, biased, kind))| {
         let tile = LinearQuantTile::ALL[tile];
-        let blocks = blocks && tile.entry(DType::Bf16, true).is_some();
+        let blocks = blocks && tile.entry(DType::E4m3, DType::Bf16, true).is_some();
         let pad = |pad: bool| k.next_multiple_of(16) - k + 16 * pad as usize;
         let pads = [pad(pads[0]), pad(pads[1]), 8 * pads[2] as usize];
         let case = Case { size: [m, n, k], pads, blocks, transposed, biased, kind: EPILOGUES[kind] };
         check::<E4M3, f16>(d, s, case, LinearQuantOptions::default().tile(tile), 0);
         check::<E4M3, bf16>(d, s, case, LinearQuantOptions::default().tile(tile), 0);
+        if !blocks {
+            check::<i8, bf16>(d, s, case, LinearQuantOptions::default().tile(tile), 0);
+        }
         Ok(())
     });
 }
@@ -172,11 +175,14 @@ fn every_tile() {
         for (i, tile) in LinearQuantTile::ALL.iter().copied().enumerate() {
             // Fewer tiles than blocks of threads, and more; more steps along K than a ring has, and fewer than parts.
             for blocks in [false, true] {
-                if tile.entry(DType::Bf16, blocks).is_some() {
+                if tile.entry(DType::E4m3, DType::Bf16, blocks).is_some() {
                     let size = [[130, 136, 640], [200, 40, 512], [65, 264, 48]][i % 3];
                     let (biased, kind) = (i % 2 == 0, EPILOGUES[i % 6]);
                     let case = Case { size, pads: [0, 0, 0], blocks, transposed: false, biased, kind };
                     check::<E4M3, bf16>(d, s, case, LinearQuantOptions::default().tile(tile), 400);
+                    if !blocks {
+                        check::<i8, f16>(d, s, case, LinearQuantOptions::default().tile(tile), 400);
+                    }
                 }
             }
         }
@@ -198,7 +204,9 @@ fn at_model_sizes() {
         };
         for &size in sizes {
             let case = Case { size, pads: [0; 3], blocks, transposed: true, biased: false, kind: Epilogue::None };
-            for tile in LinearQuantTile::ALL.iter().copied().filter(|t| t.entry(DType::Bf16, blocks).is_some()) {
+            for tile in
+                LinearQuantTile::ALL.iter().copied().filter(|t| t.entry(DType::E4m3, DType::Bf16, blocks).is_some())
+            {
                 check::<E4M3, bf16>(&d, &s, case, LinearQuantOptions::default().tile(tile), 300);
             }
             check::<E4M3, bf16>(&d, &s, case, LinearQuantOptions::default(), 300);
@@ -347,10 +355,12 @@ fn bad_input() {
         assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
         let e = run(&[2, 8], &[2, 16], &[2, 1], &[8, 16], &[1, 1], auto.tile(LinearQuantTile::N256));
         assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
+        // int8 in blocks is `Tile`'s.
         let (x, w, one) =
             (Tensor::<i8>::zeros(d, &[2, 16]).unwrap(), Tensor::<i8>::zeros(d, &[8, 16]).unwrap(), f(&[1]));
+        let (xs, ws) = (f(&[2, 1]), f(&[1, 1]));
         let mut y = Tensor::<bf16>::zeros(d, &[2, 8]).unwrap();
-        let e = linear_quant(s, &mut y, Quantised::new(&x, &one), Quantised::new(&w, &one), None, &wgmma);
+        let e = linear_quant(s, &mut y, Quantised::new(&x, &xs), Quantised::new(&w, &ws), None, &wgmma);
         assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
         let e = linear_quant(s, &mut y, Quantised::new(&one, &one), Quantised::new(&one, &one), None, &auto);
         assert!(matches!(e, Err(Error::DType { arg: "x", .. })), "{e:?}");

@@ -1,7 +1,10 @@
 use cuda_std::Float;
 use proptest::prelude::*;
 use warploom::gemm::{Quantised, QuantisedElement};
-use warploom::moe::{ExpertActivation, FusedQuantOptions, FusedQuantPath, FusedQuantShape, GateUp, fused_quant};
+use warploom::moe::{
+    ExpertActivation, FusedQuantOptions, FusedQuantPath, FusedShape, GateUp, QuantScales, SharedQuantExperts,
+    fused_quant,
+};
 use warploom::reference::gemm::dequantise;
 use warploom::reference::moe::{QuantBlock, fused_quant as reference};
 use warploom::{DType, Device, E4M3, Error, Graph, Stream, Tensor, bf16, f16};
@@ -15,8 +18,16 @@ const ACTIVATIONS: [ExpertActivation; 5] = [
     ExpertActivation::Gelu,
 ];
 const LAYOUTS: [GateUp; 3] = [GateUp::Halves, GateUp::Interleaved, GateUp::GateOnly];
-const WGMMA: [FusedQuantPath; 4] =
-    [FusedQuantPath::Wgmma16, FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma144, FusedQuantPath::Wgmma144Wide];
+const WGMMA: [FusedQuantPath; 3] = [FusedQuantPath::Wgmma16, FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma144];
+
+/// The scales of weights.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Scales {
+    Blocks,
+    Rows,
+    /// One for each expert, which rows of activations have one of their own with.
+    Experts,
+}
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -28,7 +39,12 @@ struct Case {
     ids: Vec<i32>,
     gate_up: GateUp,
     activation: ExpertActivation,
+    scales: Scales,
     smooth: bool,
+    biased: bool,
+    /// Shared experts, and whether `ids` lists them.
+    shared: usize,
+    listed: bool,
     map: Option<Vec<i32>>,
     /// Tokens that exist.
     present: usize,
@@ -39,8 +55,36 @@ impl Case {
     fn new(tokens: usize, top_k: usize, experts: usize, hidden: usize, inter: usize, path: FusedQuantPath) -> Self {
         let ids = noise(tokens * top_k, 5).iter().map(|x| ((x + 1.0) / 2.0 * experts as f32) as i32).collect();
         let (gate_up, activation) = (GateUp::Halves, ExpertActivation::Silu);
-        let (smooth, map, present) = (false, None, tokens);
-        Self { tokens, top_k, experts, hidden, inter, ids, gate_up, activation, smooth, map, present, path }
+        let (scales, map, present) = (Scales::Blocks, None, tokens);
+        let (smooth, biased, shared, listed) = (false, false, 0, false);
+        Self {
+            tokens,
+            top_k,
+            experts,
+            hidden,
+            inter,
+            ids,
+            gate_up,
+            activation,
+            scales,
+            smooth,
+            biased,
+            shared,
+            listed,
+            map,
+            present,
+            path,
+        }
+    }
+
+    fn shape(&self) -> FusedShape {
+        let mut shape = FusedShape::new(self.tokens, self.top_k, self.local(), self.hidden, self.inter);
+        (shape.shared_experts, shape.append_shared) = (self.shared, !self.listed);
+        shape
+    }
+
+    fn rows(&self) -> usize {
+        self.gate_up.rows() * self.inter
     }
 
     /// Experts of the device.
@@ -48,15 +92,22 @@ impl Case {
         self.map.as_ref().map_or(self.experts, |m| m.iter().filter(|&&e| e >= 0).count())
     }
 
-    /// A token's experts as the device numbers them, with their weights.
+    /// A token's experts as the device numbers them, shared ones last, with their weights.
     fn slots(&self, token: usize, weights: &[f32]) -> Vec<(usize, f64)> {
         let row = token * self.top_k..(token + 1) * self.top_k;
         let place = |id: i32| {
-            let id = usize::try_from(id).ok().filter(|id| *id < self.experts)?;
+            let id = usize::try_from(id).ok()?;
+            if id >= self.experts {
+                return (id - self.experts < self.shared).then(|| self.local() + id - self.experts);
+            }
             self.map.as_ref().map_or(Some(id), |map| usize::try_from(map[id]).ok())
         };
         let pairs = self.ids[row.clone()].iter().zip(&weights[row]);
-        pairs.filter_map(|(&id, &w)| Some((place(id)?, w as f64))).collect()
+        let appended = if self.listed { 0 } else { self.shared };
+        pairs
+            .filter_map(|(&id, &w)| Some((place(id)?, w as f64)))
+            .chain((0..appended).map(|s| (self.local() + s, 1.0)))
+            .collect()
     }
 }
 
@@ -68,12 +119,12 @@ struct Weights<Q> {
 }
 
 impl<Q: QuantisedElement> Weights<Q> {
-    fn new(d: &Device, [experts, rows, k]: [usize; 3], seed: u64, of: impl Fn(f32) -> (Q, f64)) -> Self {
+    fn new(d: &Device, [experts, rows, k]: [usize; 3], kind: Scales, seed: u64, of: impl Fn(f32) -> (Q, f64)) -> Self {
         let (values, numbers): (Vec<Q>, Vec<f64>) = noise(experts * rows * k, seed).into_iter().map(of).unzip();
-        let shape = if Q::DTYPE == DType::I8 {
-            vec![experts, rows]
-        } else {
-            vec![experts, rows.div_ceil(128), k.div_ceil(128)]
+        let shape = match kind {
+            Scales::Blocks => vec![experts, rows.div_ceil(128), k.div_ceil(128)],
+            Scales::Rows => vec![experts, rows],
+            Scales::Experts => vec![experts],
         };
         let unit = if Q::DTYPE == DType::I8 { 0.25 / 127.0 } else { 0.25 };
         let count = shape.iter().product::<usize>();
@@ -83,7 +134,11 @@ impl<Q: QuantisedElement> Weights<Q> {
             .chunks((rows * k).max(1))
             .zip(wide.chunks((count / experts.max(1)).max(1)))
             .flat_map(|(n, s)| {
-                let (block, group) = if Q::DTYPE == DType::I8 { (1, k) } else { (128, 128) };
+                let (block, group) = match kind {
+                    Scales::Blocks => (128, 128),
+                    Scales::Rows => (1, k),
+                    Scales::Experts => (rows, k),
+                };
                 dequantise(n, s, k, block, group)
             })
             .collect();
@@ -96,12 +151,35 @@ impl<Q: QuantisedElement> Weights<Q> {
     }
 }
 
+/// Experts: weights, biases, and smoothing vectors.
+struct Experts<Q> {
+    w13: Weights<Q>,
+    w2: Weights<Q>,
+    biases: [Tensor<f32>; 2],
+    smooth: [Tensor<f32>; 2],
+}
+
+impl<Q: QuantisedElement> Experts<Q> {
+    fn new(d: &Device, case: &Case, experts: usize, seed: u64, of: impl Fn(f32) -> (Q, f64) + Copy) -> Self {
+        let (h, i, rows) = (case.hidden, case.inter, case.rows());
+        let vector = |seed: u64, n: usize, base: f32| {
+            let v: Vec<f32> = noise(experts * n, seed).into_iter().map(|v| base + v / 2.0).collect();
+            Tensor::from_slice(d, &v, &[experts, n]).unwrap()
+        };
+        Self {
+            w13: Weights::new(d, [experts, rows, h], case.scales, seed, of),
+            w2: Weights::new(d, [experts, h, i], case.scales, seed + 2, of),
+            biases: [vector(seed + 20, rows, 0.0), vector(seed + 21, h, 0.0)],
+            smooth: [vector(seed + 22, h, 1.0), vector(seed + 23, i, 1.0)],
+        }
+    }
+}
+
 /// Tensors of a case.
 struct Inputs<T: Float, Q: QuantisedElement> {
     x: Tensor<T>,
-    w13: Weights<Q>,
-    w2: Weights<Q>,
-    smooth: [Tensor<f32>; 2],
+    routed: Experts<Q>,
+    shared: Experts<Q>,
     ids: Tensor<i32>,
     weights: Tensor<f32>,
     map: Tensor<i32>,
@@ -110,17 +188,12 @@ struct Inputs<T: Float, Q: QuantisedElement> {
 
 impl<T: Float, Q: QuantisedElement> Inputs<T, Q> {
     fn new(d: &Device, case: &Case, of: impl Fn(f32) -> (Q, f64) + Copy) -> Self {
-        let (e, h, i) = (case.local(), case.hidden, case.inter);
-        let factors = |seed: u64, n: usize| {
-            let v: Vec<f32> = noise(e * n, seed).into_iter().map(|v| 1.0 + v / 2.0).collect();
-            Tensor::from_slice(d, &v, &[e, n]).unwrap()
-        };
         let map = case.map.clone().unwrap_or_default();
         Self {
-            x: Tensor::from_slice(d, &noise_of::<T>(case.tokens * h, 1), &[case.tokens, h]).unwrap(),
-            w13: Weights::new(d, [e, case.gate_up.rows() * i, h], 2, of),
-            w2: Weights::new(d, [e, h, i], 4, of),
-            smooth: [factors(6, h), factors(7, i)],
+            x: Tensor::from_slice(d, &noise_of::<T>(case.tokens * case.hidden, 1), &[case.tokens, case.hidden])
+                .unwrap(),
+            routed: Experts::new(d, case, case.local(), 2, of),
+            shared: Experts::new(d, case, case.shared, 102, of),
             ids: Tensor::from_slice(d, &case.ids, &[case.tokens, case.top_k]).unwrap(),
             weights: Tensor::from_slice(d, &noise(case.tokens * case.top_k, 10), &[case.tokens, case.top_k]).unwrap(),
             map: Tensor::from_slice(d, &map, &[map.len()]).unwrap(),
@@ -128,10 +201,19 @@ impl<T: Float, Q: QuantisedElement> Inputs<T, Q> {
         }
     }
 
-    fn options<'a>(&'a self, case: &Case) -> FusedQuantOptions<'a> {
+    fn options<'a>(&'a self, case: &Case) -> FusedQuantOptions<'a, Q> {
         let mut o = FusedQuantOptions::default().activation(case.activation).gate_up(case.gate_up).path(case.path);
+        let mut shared = SharedQuantExperts::new(self.shared.w13.get(), self.shared.w2.get());
         if case.smooth {
-            o = o.smooth(Some(&self.smooth[0]), Some(&self.smooth[1]));
+            o = o.smooth(Some(&self.routed.smooth[0]), Some(&self.routed.smooth[1]));
+            (shared.smooth13, shared.smooth2) = (Some(&self.shared.smooth[0]), Some(&self.shared.smooth[1]));
+        }
+        if case.biased {
+            o = o.biases(Some(&self.routed.biases[0]), Some(&self.routed.biases[1]));
+            (shared.bias13, shared.bias2) = (Some(&self.shared.biases[0]), Some(&self.shared.biases[1]));
+        }
+        if case.shared > 0 {
+            o = o.shared_experts(shared).shared_listed(case.listed);
         }
         if case.map.is_some() {
             o = o.expert_map(&self.map);
@@ -142,16 +224,21 @@ impl<T: Float, Q: QuantisedElement> Inputs<T, Q> {
         o
     }
 
+    /// Routed experts' numbers, then the shared ones'.
+    fn both(&self, of: impl Fn(&Experts<Q>) -> Vec<f64>) -> Vec<f64> {
+        [of(&self.routed), of(&self.shared)].concat()
+    }
+
     /// On a poisoned output and workspace.
     fn run(&self, d: &Device, s: &Stream, case: &Case) -> Vec<T> {
-        let shape = FusedQuantShape::new(case.tokens, case.top_k, case.local(), case.hidden, case.inter);
-        let mut workspace = Tensor::<u8>::uninit(d, &[shape.workspace_bytes(T::DTYPE)]).unwrap();
+        let bytes = case.shape().quant_workspace_bytes(T::DTYPE);
+        let mut workspace = Tensor::<u8>::uninit(d, &[bytes]).unwrap();
         let mut out = Tensor::<T>::uninit(d, &[case.tokens, case.hidden]).unwrap();
         s.fill_bytes(&mut out, 0xff).unwrap();
         if !d.is_simt() {
             s.fill_bytes(&mut workspace, 0xff).unwrap();
         }
-        let (w13, w2, options) = (self.w13.get(), self.w2.get(), self.options(case));
+        let (w13, w2, options) = (self.routed.w13.get(), self.routed.w2.get(), self.options(case));
         fused_quant(s, &mut out, &self.x, w13, w2, &self.ids, &self.weights, &options, &mut workspace).unwrap();
         out.to_vec().unwrap()
     }
@@ -164,17 +251,20 @@ fn check<T: Float, Q: QuantisedElement>(d: &Device, s: &Stream, case: &Case, of:
     let bits = |v: &[T]| v.iter().map(|v| v.to_f32().to_bits()).collect::<Vec<_>>();
     assert_eq!(bits(&got), bits(&inputs.run(d, s, case)), "two runs");
     let int8 = Q::DTYPE == DType::I8;
-    let vector = |t: &Tensor<f32>| if case.smooth { widen(&t.to_vec().unwrap()) } else { vec![] };
+    let vector = |there: bool, t: &Tensor<f32>| if there { widen(&t.to_vec().unwrap()) } else { vec![] };
     let block = QuantBlock {
         hidden: case.hidden,
         intermediate: case.inter,
-        w13: inputs.w13.meaning.clone(),
-        w2: inputs.w2.meaning.clone(),
-        smooth13: vector(&inputs.smooth[0]),
-        smooth2: vector(&inputs.smooth[1]),
+        w13: inputs.both(|e| e.w13.meaning.clone()),
+        w2: inputs.both(|e| e.w2.meaning.clone()),
+        bias13: inputs.both(|e| vector(case.biased, &e.biases[0])),
+        bias2: inputs.both(|e| vector(case.biased, &e.biases[1])),
+        smooth13: inputs.both(|e| vector(case.smooth, &e.smooth[0])),
+        smooth2: inputs.both(|e| vector(case.smooth, &e.smooth[1])),
         gate_up: case.gate_up,
         activation: case.activation,
         int8,
+        scales: if case.scales == Scales::Blocks { QuantScales::Blocks } else { QuantScales::Rows },
     };
     let (x, weights) = (widen(&inputs.x.to_vec().unwrap()), inputs.weights.to_vec().unwrap());
     // f32 sums; Hopper's tensor cores drop bits of e4m3 sums.
@@ -220,16 +310,20 @@ fn int8(v: f32) -> (i8, f64) {
 #[test]
 fn tile_matches_the_reference() {
     let shape = (1usize..24, 1usize..4, 3usize..6, 1usize..20, 1usize..12);
-    let how = (0usize..5, 0usize..3, any::<bool>());
-    property(2, (shape, how), |d, s, ((tokens, top_k, experts, h, i), (activation, layout, smooth))| {
+    let how = (0usize..5, 0usize..3, any::<[bool; 4]>(), 0usize..3);
+    property(2, (shape, how), |d, s, ((tokens, top_k, experts, h, i), (activation, layout, which, shared))| {
+        let [smooth, biased, one, listed] = which;
         let case = Case {
             activation: ACTIVATIONS[activation],
             gate_up: LAYOUTS[layout],
+            biased,
+            shared,
+            listed,
             ..Case::new(tokens, top_k, experts, 16 * h, 16 * i, FusedQuantPath::Tile)
         };
         check::<f32, E4M3>(d, s, &case, e4m3);
+        let case = Case { smooth, scales: if one { Scales::Experts } else { Scales::Rows }, ..case };
         check::<bf16, E4M3>(d, s, &case, e4m3);
-        let case = Case { smooth, ..case };
         check::<f32, i8>(d, s, &case, int8);
         check::<f16, i8>(d, s, &case, int8);
         Ok(())
@@ -245,21 +339,38 @@ fn wgmma_matches_the_reference() {
         for (i, path) in WGMMA.into_iter().enumerate() {
             // Both sides of a tile and of a group of columns; more pairs of an expert than a share holds.
             for (j, [tokens, top_k, experts, h, inter]) in
-                [[1, 2, 3, 272, 144], [40, 3, 5, 144, 208]].into_iter().enumerate()
+                [[1, 2, 3, 272, 144], [30, 3, 4, 144, 208]].into_iter().enumerate()
             {
                 let case = Case {
                     activation: ACTIVATIONS[(i + j) % 4],
                     gate_up: LAYOUTS[(i + 2 * j) % 3],
+                    biased: j == 1,
+                    shared: j,
                     ..Case::new(tokens, top_k, experts, h, inter, path)
                 };
                 check::<bf16, E4M3>(d, s, &case, e4m3);
+                let rows = Case { scales: Scales::Rows, smooth: j == 1, gate_up: LAYOUTS[(i + j) % 3], ..case };
+                check::<bf16, E4M3>(d, s, &rows, e4m3);
+                check::<bf16, i8>(d, s, &rows, int8);
             }
-            check::<f16, E4M3>(d, s, &Case::new(9, 2, 4, 128, 128, path), e4m3);
+            let mut case = Case { biased: true, ..Case::new(9, 2, 4, 128, 128, path) };
+            check::<f16, E4M3>(d, s, &case, e4m3);
+            // Shared experts that are listed.
+            (case.scales, case.shared, case.listed) = (Scales::Experts, 2, true);
+            (case.ids[1], case.ids[4], case.ids[9]) = (4, 5, 4);
+            check::<f16, i8>(d, s, &case, int8);
+            check::<f16, E4M3>(d, s, &Case { smooth: true, ..case }, e4m3);
         }
-        // Every width of a product.
-        for (tokens, path) in
-            [(70, FusedQuantPath::Wgmma64), (150, FusedQuantPath::Wgmma144), (150, FusedQuantPath::Wgmma144Wide)]
-        {
+    });
+}
+
+#[test]
+fn every_width_of_a_product() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        for (tokens, path) in [(70, FusedQuantPath::Wgmma64), (150, FusedQuantPath::Wgmma144)] {
             let mut case = Case::new(tokens, 1, 4, 64, 32, path);
             case.ids = (0..tokens as i32)
                 .map(|t| {
@@ -273,6 +384,8 @@ fn wgmma_matches_the_reference() {
                 })
                 .collect();
             check::<bf16, E4M3>(d, s, &case, e4m3);
+            let case = Case { scales: Scales::Rows, ..case };
+            check::<bf16, i8>(d, s, &case, int8);
         }
     });
 }
@@ -288,9 +401,7 @@ fn experts_elsewhere_and_tokens_that_are_none() {
             (case.ids[0], case.ids[4], case.ids[7]) = (-1, 99, -7);
             (case.map, case.present) = (Some(vec![2, -1, 0, 1, -1, 3]), 5);
             check::<bf16, E4M3>(d, s, &case, e4m3);
-            if path == FusedQuantPath::Tile {
-                check::<bf16, i8>(d, s, &Case { smooth: true, ..case }, int8);
-            }
+            check::<bf16, i8>(d, s, &Case { smooth: true, shared: 1, scales: Scales::Rows, ..case }, int8);
         }
     });
 }
@@ -307,7 +418,6 @@ fn at_model_sizes() {
         (16, 8, 16, FusedQuantPath::Wgmma16),
         (100, 1, 1, FusedQuantPath::Wgmma64),
         (200, 1, 1, FusedQuantPath::Wgmma144),
-        (200, 1, 1, FusedQuantPath::Wgmma144Wide),
         (100, 1, 3, FusedQuantPath::Tile),
     ] {
         if sanitizing() && tokens > 16 {
@@ -315,9 +425,14 @@ fn at_model_sizes() {
             continue;
         }
         check::<bf16, E4M3>(&d, &s, &Case::new(tokens, top_k, experts, 2048, 768, path), e4m3);
-        check::<f16, E4M3>(&d, &s, &Case::new(tokens, top_k, experts, 704, 1440, path), e4m3);
+        let case = Case::new(tokens, top_k, experts, 704, 1440, path);
+        check::<f16, E4M3>(&d, &s, &case, e4m3);
+        let case = Case { scales: Scales::Rows, biased: true, ..case };
+        check::<bf16, E4M3>(&d, &s, &case, e4m3);
+        check::<bf16, i8>(&d, &s, &case, int8);
     }
-    check::<bf16, i8>(&d, &s, &Case { smooth: true, ..Case::new(60, 2, 8, 2048, 768, FusedQuantPath::Auto) }, int8);
+    let case = Case::new(60, 2, 8, 2048, 768, FusedQuantPath::Auto);
+    check::<bf16, i8>(&d, &s, &Case { smooth: true, shared: 1, scales: Scales::Rows, ..case }, int8);
 }
 
 #[test]
@@ -336,12 +451,12 @@ fn captured_and_replayed() {
     on_every_device(|d, s| {
         let case = Case::new(20, 2, 4, 128, 64, FusedQuantPath::Auto);
         let mut inputs = Inputs::<bf16, E4M3>::new(d, &case, e4m3);
-        let shape = FusedQuantShape::new(20, 2, 4, 128, 64);
-        let mut workspace = Tensor::<u8>::zeros(d, &[shape.workspace_bytes(DType::Bf16)]).unwrap();
+        let bytes = case.shape().quant_workspace_bytes(DType::Bf16);
+        let mut workspace = Tensor::<u8>::zeros(d, &[bytes]).unwrap();
         let mut out = Tensor::<bf16>::zeros(d, &[20, 128]).unwrap();
         d.preload(&["moe"]).unwrap();
         let graph = Graph::capture(s, |s| {
-            let (w13, w2, options) = (inputs.w13.get(), inputs.w2.get(), inputs.options(&case));
+            let (w13, w2, options) = (inputs.routed.w13.get(), inputs.routed.w2.get(), inputs.options(&case));
             fused_quant(s, &mut out, &inputs.x, w13, w2, &inputs.ids, &inputs.weights, &options, &mut workspace)
         })
         .unwrap();
@@ -361,16 +476,22 @@ fn bad_input() {
         let q = |shape: &[usize]| Tensor::<E4M3>::zeros(d, shape).unwrap();
         let f = |shape: &[usize]| Tensor::<f32>::zeros(d, shape).unwrap();
         let ids = Tensor::<i32>::zeros(d, &[t, k]).unwrap();
+        let blocks = f(&[e, 1, 1]);
         let options = FusedQuantOptions::default();
-        let run =
-            |w13: &[usize], s13: &[usize], w2: &[usize], s2: &[usize], bytes: usize, options: &FusedQuantOptions| {
-                let mut out = Tensor::<bf16>::zeros(d, &[t, h]).unwrap();
-                let mut workspace = Tensor::<u8>::zeros(d, &[bytes]).unwrap();
-                let (w13, s13, w2, s2) = (q(w13), f(s13), q(w2), f(s2));
-                let (w13, w2) = (Quantised::new(&w13, &s13), Quantised::new(&w2, &s2));
-                fused_quant(s, &mut out, &x, w13, w2, &ids, &f(&[t, k]), options, &mut workspace)
-            };
-        let bytes = FusedQuantShape::new(t, k, e, h, i).workspace_bytes(DType::Bf16);
+        let run = |w13: &[usize],
+                   s13: &[usize],
+                   w2: &[usize],
+                   s2: &[usize],
+                   bytes: usize,
+                   options: &FusedQuantOptions<E4M3>| {
+            let mut out = Tensor::<bf16>::zeros(d, &[t, h]).unwrap();
+            let mut workspace = Tensor::<u8>::zeros(d, &[bytes]).unwrap();
+            let (w13, s13, w2, s2) = (q(w13), f(s13), q(w2), f(s2));
+            let (w13, w2) = (Quantised::new(&w13, &s13), Quantised::new(&w2, &s2));
+            fused_quant(s, &mut out, &x, w13, w2, &ids, &f(&[t, k]), options, &mut workspace)
+        };
+        let bytes = FusedShape::new(t, k, e, h, i).shared_experts(1).quant_workspace_bytes(DType::Bf16);
+        let least = FusedShape::new(t, k, e, h, i).quant_workspace_bytes(DType::Bf16);
         let (a, b) = ([e, 2 * i, h], [e, h, i]);
         assert!(run(&a, &[e, 1, 1], &b, &[e, 1, 1], bytes, &options).is_ok());
         for (arg, r) in [
@@ -378,13 +499,46 @@ fn bad_input() {
             ("w13.scales", run(&a, &[e, 2, 1], &b, &[e, 1, 1], bytes, &options)),
             ("w2.scales", run(&a, &[e, 1, 1], &b, &[e, h], bytes, &options)),
             ("w2", run(&a, &[e, 1, 1], &[e, h], &[e, 1, 1], bytes, &options)),
+            ("w2.scales", run(&a, &[e, 2 * i], &b, &[e, 1, 1], bytes, &options)),
+            ("w13.scales", run(&a, &[e, i], &b, &[e, h], bytes, &options)),
+            ("w13.scales", run(&a, &[], &b, &[e], bytes, &options)),
         ] {
             assert!(matches!(&r, Err(Error::Shape { arg: a, .. }) if *a == arg), "{arg}: {r:?}");
         }
-        let r = run(&a, &[e, 1, 1], &b, &[e, 1, 1], bytes - 1, &options);
+        let r = run(&a, &[e, 1, 1], &b, &[e, 1, 1], least - 1, &options);
         assert!(matches!(r, Err(Error::Value { arg: "workspace", .. })), "{r:?}");
         let r = run(&[e, 2 * 8, h], &[e, 1, 1], &[e, h, 8], &[e, 1, 1], bytes, &options);
         assert!(matches!(r, Err(Error::Value { arg: "w2", .. })), "{r:?}");
+        assert!(run(&a, &[e], &b, &[e, h], bytes, &options).is_ok());
+        // Companions of other shapes.
+        let (bias, other) = (f(&[e, h]), f(&[e, 2 * h]));
+        let r = run(&a, &[e], &b, &[e], bytes, &options.biases(Some(&bias), None));
+        assert!(matches!(r, Err(Error::Shape { arg: "bias13", .. })) == (2 * i != h), "{r:?}");
+        let r = run(&a, &[e], &b, &[e], bytes, &options.biases(None, Some(&other)));
+        assert!(matches!(r, Err(Error::Shape { arg: "bias2", .. })), "{r:?}");
+        let r = run(&a, &[e], &b, &[e], bytes, &options.smooth(None, Some(&other)));
+        assert!(matches!(r, Err(Error::Shape { arg: "smooth2", .. })), "{r:?}");
+        // Shared experts with other scales.
+        let (w13, w2) = (q(&[1, 2 * i, h]), q(&[1, h, i]));
+        let (of_expert, of_rows, of_blocks) = (f(&[1]), f(&[1, h]), f(&[1, 1, 1]));
+        let with = |s13, s2| {
+            let shared = SharedQuantExperts::new(Quantised::new(&w13, s13), Quantised::new(&w2, s2));
+            run(&a, &[e], &b, &[e], bytes, &options.shared_experts(shared))
+        };
+        assert!(with(&of_expert, &of_expert).is_ok());
+        for (arg, r) in
+            [("shared.w2.scales", with(&of_expert, &of_rows)), ("shared.w13.scales", with(&of_blocks, &of_expert))]
+        {
+            assert!(matches!(&r, Err(Error::Shape { arg: a, .. }) if *a == arg), "{arg}: {r:?}");
+        }
+        // int8 in blocks, and e4m3 in blocks smoothed.
+        let (w13, w2) = (Tensor::<i8>::zeros(d, &a).unwrap(), Tensor::<i8>::zeros(d, &b).unwrap());
+        let (w13, w2) = (Quantised::new(&w13, &blocks), Quantised::new(&w2, &blocks));
+        let mut out = Tensor::<bf16>::zeros(d, &[t, h]).unwrap();
+        let mut workspace = Tensor::<u8>::zeros(d, &[bytes]).unwrap();
+        let weights = f(&[t, k]);
+        let r = fused_quant(s, &mut out, &x, w13, w2, &ids, &weights, &FusedQuantOptions::default(), &mut workspace);
+        assert!(matches!(r, Err(Error::Unsupported { .. })), "{r:?}");
         let smooth = f(&[e, h]);
         let r = run(&a, &[e, 1, 1], &b, &[e, 1, 1], bytes, &options.smooth(Some(&smooth), None));
         assert!(matches!(r, Err(Error::Unsupported { .. })), "{r:?}");

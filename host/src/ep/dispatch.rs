@@ -273,7 +273,7 @@ impl Communicator {
         }
         if options.cached {
             let compact = routing.arrangement == Some(Arrangement::Compact);
-            call.value(compact, "options.cached", "false without a compact dispatch before", true)?;
+            call.value(compact, "cached", "false without a compact dispatch before", true)?;
             call.value(tokens == routing.tokens, "x", format!("{} tokens, as before", routing.tokens), tokens)?;
         }
         let x_stride = call.rows("x", x)?.stride;

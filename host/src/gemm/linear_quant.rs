@@ -57,8 +57,8 @@ pub enum LinearQuantPath {
     Auto,
     /// Tiles on the tensor cores of sm_80 and later: takes everything. int8 sums are exact (up to a depth of 2¹⁷).
     Tile,
-    /// Hopper's tensor cores and copy engine (sm_90a): e4m3, results of f16 or bf16, rows that begin at multiples of 16 bytes, rows of the
-    /// output that end there as well. With scales of rows, sums have the tensor cores' precision over all of K: they drop what is below
+    /// Hopper's tensor cores and copy engine (sm_90a): e4m3, or int8 with scales of rows, results of f16 or bf16, rows that begin at multiples of 16 bytes, rows of the
+    /// output that end there as well. With scales of rows, sums of e4m3 have the tensor cores' precision over all of K: they drop what is below
     /// some 2⁻¹³ of the largest of what they add at a time.
     Wgmma,
 }
@@ -141,13 +141,12 @@ pub unsafe fn launch(
         what: format!("the path {path:?} has no kernel for {operands} and results of {results}"),
     };
     match path {
-        LinearQuantPath::Wgmma if operands == DType::E4m3 => {
+        LinearQuantPath::Wgmma => {
             let multiprocessors = stream.device().properties().multiprocessors;
             let tile = LinearQuantTile::choose(args.m, args.n, args.k, args.blocks != 0, multiprocessors);
             // SAFETY: forwarded to the caller.
-            unsafe { linear_quant_wgmma::launch(stream, results, tile, args) }
+            unsafe { linear_quant_wgmma::launch(stream, operands, results, tile, args) }
         }
-        LinearQuantPath::Wgmma => Err(unsupported()),
         LinearQuantPath::Auto | LinearQuantPath::Tile => {
             let entry = tile_entry(operands, results).ok_or_else(unsupported)?;
             // SAFETY: forwarded to the caller.
@@ -273,7 +272,7 @@ pub fn linear_quant<Y: Float, Q: Element>(
     let args = Args { aligned: aligned as u32, ..args };
     let device = stream.device();
     let unfit = linear_quant_wgmma::misaligned(&args, Y::DTYPE.size());
-    let supported = Q::DTYPE == DType::E4m3 && linear_quant_wgmma::supports(device, Y::DTYPE) && args.k > 0;
+    let supported = linear_quant_wgmma::supports(device, Q::DTYPE, Y::DTYPE, blocks) && args.k > 0;
     let path = match options.path {
         LinearQuantPath::Auto if supported && unfit.is_none() => LinearQuantPath::Wgmma,
         LinearQuantPath::Auto => LinearQuantPath::Tile,
@@ -296,7 +295,7 @@ pub fn linear_quant<Y: Float, Q: Element>(
     };
     if let (LinearQuantPath::Wgmma, Some(tile)) = (path, options.tile) {
         // SAFETY: shapes, device, overlap and alignment were checked above, and that there is a depth.
-        return unsafe { linear_quant_wgmma::launch(stream, Y::DTYPE, tile, &args) };
+        return unsafe { linear_quant_wgmma::launch(stream, Q::DTYPE, Y::DTYPE, tile, &args) };
     }
     // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
     unsafe { launch(stream, Q::DTYPE, Y::DTYPE, path, &args) }

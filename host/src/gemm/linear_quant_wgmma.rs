@@ -12,7 +12,7 @@ const OP: &str = "linear_quant";
 
 macro_rules! tiles {
     ($($(#[$doc:meta])* $Tile:ident: $n:literal, $down:literal, $split:literal,
-        rows $($rows:literal = $rows_bf16:ident, $rows_f16:ident)?,
+        rows $rows:literal = $rows_bf16:ident, $rows_f16:ident, $i8_bf16:ident, $i8_f16:ident,
         blocks $($blocks:literal = $blocks_bf16:ident, $blocks_f16:ident)?;)*) => {
         /// Tiles of [`LinearQuantPath::Wgmma`](super::LinearQuantPath::Wgmma): 128 tokens by so many outputs.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -28,7 +28,7 @@ macro_rules! tiles {
             /// What a launch needs to know, if there are kernels for these scales.
             const fn shape(self, blocks: bool) -> Option<Shape> {
                 let (n, down, split, stages) = match (self, blocks) {
-                    $($((Self::$Tile, false) => ($n, $down, $split, $rows),)?)*
+                    $((Self::$Tile, false) => ($n, $down, $split, $rows),)*
                     $($((Self::$Tile, true) => ($n, $down, $split, $blocks),)?)*
                     #[allow(unreachable_patterns)]
                     _ => return None,
@@ -36,11 +36,12 @@ macro_rules! tiles {
                 Some(Shape { n, stages, down, across: 1, split })
             }
 
-            /// The entry for results of an element type and these scales, if there is one.
-            pub const fn entry(self, dtype: DType, blocks: bool) -> Option<Entry<kernel::Args>> {
-                let (bf16, f16) = match (self, blocks) {
-                    $($((Self::$Tile, false) => (kernel::$rows_bf16::ENTRY, kernel::$rows_f16::ENTRY),)?)*
-                    $($((Self::$Tile, true) => (kernel::$blocks_bf16::ENTRY, kernel::$blocks_f16::ENTRY),)?)*
+            /// The entry for operands and results of these types and these scales, if there is one.
+            pub const fn entry(self, operands: DType, dtype: DType, blocks: bool) -> Option<Entry<kernel::Args>> {
+                let (bf16, f16) = match (self, operands, blocks) {
+                    $((Self::$Tile, DType::E4m3, false) => (kernel::$rows_bf16::ENTRY, kernel::$rows_f16::ENTRY),)*
+                    $((Self::$Tile, DType::I8, false) => (kernel::$i8_bf16::ENTRY, kernel::$i8_f16::ENTRY),)*
+                    $($((Self::$Tile, DType::E4m3, true) => (kernel::$blocks_bf16::ENTRY, kernel::$blocks_f16::ENTRY),)?)*
                     #[allow(unreachable_patterns)]
                     _ => return None,
                 };
@@ -55,26 +56,34 @@ macro_rules! tiles {
 }
 tiles! {
     /// 256 outputs; scales of rows.
-    N256: 256, 1, 1, rows 4 = linear_quant_wgmma_rows_n256_bf16, linear_quant_wgmma_rows_n256_f16, blocks;
+    N256: 256, 1, 1, rows 4 = linear_quant_wgmma_rows_n256_bf16, linear_quant_wgmma_rows_n256_f16,
+        linear_quant_wgmma_i8_n256_bf16, linear_quant_wgmma_i8_n256_f16, blocks;
     /// 256 outputs; two blocks share weights; scales of rows.
-    N256Weights2: 256, 2, 1, rows 4 = linear_quant_wgmma_rows_n256_w2_bf16, linear_quant_wgmma_rows_n256_w2_f16, blocks;
+    N256Weights2: 256, 2, 1, rows 4 = linear_quant_wgmma_rows_n256_w2_bf16, linear_quant_wgmma_rows_n256_w2_f16,
+        linear_quant_wgmma_i8_n256_w2_bf16, linear_quant_wgmma_i8_n256_w2_f16, blocks;
     /// 192 outputs.
     N192: 192, 1, 1, rows 4 = linear_quant_wgmma_rows_n192_bf16, linear_quant_wgmma_rows_n192_f16,
+        linear_quant_wgmma_i8_n192_bf16, linear_quant_wgmma_i8_n192_f16,
         blocks 4 = linear_quant_wgmma_blocks_n192_bf16, linear_quant_wgmma_blocks_n192_f16;
     /// 128 outputs.
     N128: 128, 1, 1, rows 6 = linear_quant_wgmma_rows_n128_bf16, linear_quant_wgmma_rows_n128_f16,
+        linear_quant_wgmma_i8_n128_bf16, linear_quant_wgmma_i8_n128_f16,
         blocks 5 = linear_quant_wgmma_blocks_n128_bf16, linear_quant_wgmma_blocks_n128_f16;
     /// 128 outputs, K in halves.
     N128Split2: 128, 1, 2, rows 6 = linear_quant_wgmma_rows_n128_split2_bf16, linear_quant_wgmma_rows_n128_split2_f16,
+        linear_quant_wgmma_i8_n128_split2_bf16, linear_quant_wgmma_i8_n128_split2_f16,
         blocks 5 = linear_quant_wgmma_blocks_n128_split2_bf16, linear_quant_wgmma_blocks_n128_split2_f16;
     /// 64 outputs.
     N64: 64, 1, 1, rows 8 = linear_quant_wgmma_rows_n64_bf16, linear_quant_wgmma_rows_n64_f16,
+        linear_quant_wgmma_i8_n64_bf16, linear_quant_wgmma_i8_n64_f16,
         blocks 7 = linear_quant_wgmma_blocks_n64_bf16, linear_quant_wgmma_blocks_n64_f16;
     /// 64 outputs, K in halves.
     N64Split2: 64, 1, 2, rows 8 = linear_quant_wgmma_rows_n64_split2_bf16, linear_quant_wgmma_rows_n64_split2_f16,
+        linear_quant_wgmma_i8_n64_split2_bf16, linear_quant_wgmma_i8_n64_split2_f16,
         blocks 7 = linear_quant_wgmma_blocks_n64_split2_bf16, linear_quant_wgmma_blocks_n64_split2_f16;
     /// 64 outputs, K in quarters.
     N64Split4: 64, 1, 4, rows 8 = linear_quant_wgmma_rows_n64_split4_bf16, linear_quant_wgmma_rows_n64_split4_f16,
+        linear_quant_wgmma_i8_n64_split4_bf16, linear_quant_wgmma_i8_n64_split4_f16,
         blocks 7 = linear_quant_wgmma_blocks_n64_split4_bf16, linear_quant_wgmma_blocks_n64_split4_f16;
 }
 
@@ -133,9 +142,9 @@ fn estimate(shape: Shape, m: u32, n: u32, steps: u32, blocks: bool, multiprocess
     products.max(memory) + cache + LAUNCH + cluster + exchange
 }
 
-/// Whether a device has the path, for results of an element type.
-pub fn supports(device: &Device, dtype: DType) -> bool {
-    device.properties().compute_capability == (9, 0) && LinearQuantTile::N128.entry(dtype, false).is_some()
+/// Whether a device has the path, for operands and results of these types and these scales.
+pub fn supports(device: &Device, operands: DType, dtype: DType, blocks: bool) -> bool {
+    device.properties().compute_capability == (9, 0) && LinearQuantTile::N128.entry(operands, dtype, blocks).is_some()
 }
 
 /// Whether the copy engine can follow rows of these tensors: each begins at a multiple of 16 bytes, and those of the output, whose
@@ -155,7 +164,7 @@ pub(super) fn misaligned(args: &Args, size: usize) -> Option<(&'static str, usiz
         .or_else(|| (!width.is_multiple_of(16)).then_some(("out", args.y as usize + width)))
 }
 
-/// Launches a tile on raw pointers (layer L1), for e4m3. Makes the tensor maps on the host; allocates nothing.
+/// Launches a tile on raw pointers (layer L1). Makes the tensor maps on the host; allocates nothing.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for element types or scales without an entry, those of [`Device::tensor_map`] and [`Stream::launch`].
@@ -163,11 +172,11 @@ pub(super) fn misaligned(args: &Args, size: usize) -> Option<(&'static str, usiz
 /// # Safety
 /// As for [`linear_quant::launch`](super::linear_quant::launch); rows begin at multiples of 16 bytes, and those of the output end there;
 /// `k` is not 0.
-pub unsafe fn launch(stream: &Stream, dtype: DType, tile: LinearQuantTile, args: &Args) -> Result<()> {
+pub unsafe fn launch(stream: &Stream, operands: DType, dtype: DType, tile: LinearQuantTile, args: &Args) -> Result<()> {
     let blocks = args.blocks != 0;
-    let (Some(entry), Some(shape)) = (tile.entry(dtype, blocks), tile.shape(blocks)) else {
+    let (Some(entry), Some(shape)) = (tile.entry(operands, dtype, blocks), tile.shape(blocks)) else {
         let scales = if blocks { "blocks" } else { "rows" };
-        let what = format!("no kernel of the tile {tile:?} for results of {dtype} and scales of {scales}");
+        let what = format!("no kernel of the tile {tile:?} for {operands}, results of {dtype} and scales of {scales}");
         return Err(Error::Unsupported { op: OP, what });
     };
     let (device, multiprocessors) = (stream.device(), stream.device().properties().multiprocessors);

@@ -4,6 +4,7 @@
 //! alignment and device, never by the contents. Every path is deterministic unless [`FusedOptions::unordered`] allows
 //! otherwise, and a token's result depends on no other token.
 
+use super::block::{self, Block, Description, dense};
 use super::fused_host::fused_host;
 use super::sort;
 use crate::check::Call;
@@ -230,7 +231,8 @@ impl FusedShape {
         self.tokens * self.slots()
     }
 
-    const fn bins(&self) -> usize {
+    /// Experts whose weights are at hand.
+    pub(super) const fn bins(&self) -> usize {
         self.experts + self.shared_experts
     }
 
@@ -958,65 +960,29 @@ pub fn fused<T: Float>(
     workspace: &mut Tensor<u8>,
 ) -> Result<()> {
     let mut call = Call::new(OP, stream);
-    let [tokens, hidden] = *x.shape() else {
-        return Err(call.bad_shape("x", x.shape(), "[tokens, hidden]"));
-    };
-    let [experts, _, intermediate] = *w2.shape() else {
-        return Err(call.bad_shape("w2", w2.shape(), "[experts, hidden, intermediate]"));
-    };
-    let [_, top_k] = *topk_ids.shape() else {
-        return Err(call.bad_shape("topk_ids", topk_ids.shape(), "[tokens, top_k]"));
-    };
-    let rows = options.gate_up.rows() * intermediate;
-    let shared_experts = options.shared.map_or(0, |s| s.w2.shape().first().copied().unwrap_or(0));
-    let shape = FusedShape {
-        shared_experts,
-        append_shared: !options.shared_listed,
-        ..FusedShape::new(tokens, top_k, experts, hidden, intermediate)
-    };
-    call.same_shape("out", out.shape(), &[tokens, hidden])?;
-    call.same_shape("topk_ids", topk_ids.shape(), &[tokens, top_k])?;
-    call.same_shape("topk_weights", topk_weights.shape(), &[tokens, top_k])?;
-    let (xs, outs) = (call.rows("x", x)?, call.rows("out", out)?);
-    let dense = |arg: &'static str, tensor: Option<&Tensor<T>>, shape: &[usize]| match tensor {
-        Some(t) => call.same_shape(arg, t.shape(), shape).and_then(|()| call.contiguous(arg, t)),
-        None => Ok(()),
-    };
-    dense("w13", Some(w13), &[experts, rows, hidden])?;
-    dense("w2", Some(w2), &[experts, hidden, intermediate])?;
-    dense("bias13", options.bias13, &[experts, rows])?;
-    dense("bias2", options.bias2, &[experts, hidden])?;
     let shared = options.shared;
-    dense("shared.w13", shared.map(|s| s.w13), &[shared_experts, rows, hidden])?;
-    dense("shared.w2", shared.map(|s| s.w2), &[shared_experts, hidden, intermediate])?;
-    dense("shared.bias13", shared.and_then(|s| s.bias13), &[shared_experts, rows])?;
-    dense("shared.bias2", shared.and_then(|s| s.bias2), &[shared_experts, hidden])?;
-    call.contiguous("topk_ids", topk_ids)?;
-    call.contiguous("topk_weights", topk_weights)?;
-    let global_experts = match options.expert_map {
-        Some(map) => {
-            let [n] = *map.shape() else {
-                return Err(call.bad_shape("expert_map", map.shape(), "[all experts]"));
-            };
-            call.contiguous("expert_map", map)?;
-            n
-        }
-        None => experts,
+    let description = Description {
+        x,
+        topk_ids,
+        topk_weights,
+        w2: w2.shape(),
+        shared_w2: shared.map(|s| s.w2.shape()),
+        shared_listed: options.shared_listed,
+        gate_up: options.gate_up,
+        activation: options.activation,
+        expert_map: options.expert_map,
+        num_tokens: options.num_tokens,
     };
-    if let Some(n) = options.num_tokens {
-        call.same_shape("num_tokens", n.shape(), &[1])?;
-    }
-    for (arg, n) in [("w2", shape.bins()), ("expert_map", global_experts)] {
-        call.value(n <= sort::MAX_EXPERTS, arg, format!("at most {} experts", sort::MAX_EXPERTS), n)?;
-    }
-    if let ExpertActivation::SwigluOai { alpha, limit } = options.activation {
-        call.value(!alpha.is_nan(), "activation", "an alpha that is a number", alpha)?;
-        call.value(limit >= 0.0, "activation", "a limit that is not negative", limit)?;
-    }
-    // The kernels count pairs, blocks of them, rows and columns in 32 bits; the grid's height is limited as well.
-    call.count("topk_ids", tokens.saturating_mul(shape.slots()))?;
-    call.count("w13", rows)?;
-    call.count("x", hidden)?;
+    let Block { shape, rows, global_experts, x: xs, out: outs } = description.check(&call, out)?;
+    let FusedShape { tokens, experts, hidden, intermediate, shared_experts, .. } = shape;
+    dense(&call, "w13", Some(w13), &[experts, rows, hidden])?;
+    dense(&call, "w2", Some(w2), &[experts, hidden, intermediate])?;
+    dense(&call, "bias13", options.bias13, &[experts, rows])?;
+    dense(&call, "bias2", options.bias2, &[experts, hidden])?;
+    dense(&call, "shared.w13", shared.map(|s| s.w13), &[shared_experts, rows, hidden])?;
+    dense(&call, "shared.w2", shared.map(|s| s.w2), &[shared_experts, hidden, intermediate])?;
+    dense(&call, "shared.bias13", shared.and_then(|s| s.bias13), &[shared_experts, rows])?;
+    dense(&call, "shared.bias2", shared.and_then(|s| s.bias2), &[shared_experts, hidden])?;
     let operands = Operands {
         out: call.write("out", out)?,
         out_row: outs.stride,
@@ -1039,17 +1005,7 @@ pub fn fused<T: Float>(
         activation: options.activation,
         unordered: options.unordered,
     };
-    let needed = shape.workspace_bytes(T::DTYPE);
-    call.contiguous("workspace", workspace)?;
-    call.value(workspace.len() >= needed, "workspace", format!("at least {needed} bytes"), workspace.len())?;
-    let workspace = call.write("workspace", workspace)?;
-    call.check_overlap()?;
-    if !matches!(T::DTYPE, DType::F32 | DType::F16 | DType::Bf16) {
-        return Err(Error::DType { op: OP, arg: "x", expected: "f32, f16 or bf16".into(), got: T::DTYPE });
-    }
-    if !(workspace as usize).is_multiple_of(16) {
-        return Err(Error::Alignment { op: OP, arg: "workspace", expected: 16, address: workspace as usize });
-    }
+    let workspace = block::workspace(&mut call, OP, workspace, shape.workspace_bytes(T::DTYPE))?;
     if tokens == 0 || hidden == 0 {
         return Ok(());
     }

@@ -1,16 +1,17 @@
 //! The fused block of experts with 8-bit weights: `out[t] = Σ w · down(act(gate_up(x[t])))`.
 //!
-//! Tokens come and go as f32, f16 or bf16; both products multiply 8-bit numbers, to which rows are quantised on the way:
+//! Tokens come and go as f32, f16 or bf16; both products multiply 8-bit numbers, to which rows are quantised on the way, with scales
 //!
-//! * e4m3 with scales for 128 × 128 blocks of weights, and for each row and 128 columns of activations (DeepSeek-AI, *DeepSeek-V3
-//!   Technical Report*, 2024, section 3.3). Sums of 128 products are multiplied with their scales and added up in f32.
-//! * int8 with a scale for each row of weights, and a dynamic one for each row of activations, which are multiplied with a smoothing
-//!   vector of their expert first (Xiao et al., *SmoothQuant*, 2022).
+//! * of blocks, e4m3: of 128 × 128 weights, and of each row and 128 columns of activations (DeepSeek-AI, *DeepSeek-V3 Technical Report*,
+//!   2024, section 3.3). Sums of 128 products are multiplied with their scales and added up in f32.
+//! * of rows, e4m3 or int8: of each row of weights or each expert, and of each row of activations, dynamic; activations may be
+//!   multiplied with a smoothing vector of their expert first (Xiao et al., *SmoothQuant*, 2022).
 //!
 //! One operation, several kernels; [`FusedQuantPath`] says which, chosen by shape, alignment and device, never by the contents. Every
 //! path is deterministic, and a token's result depends on no other token.
 
-use super::fused::{ExpertActivation, GateUp};
+use super::block::{self, Block, Description, dense};
+use super::fused::{ExpertActivation, FusedShape, GateUp, reduce_geometry};
 use super::sort;
 use crate::check::Call;
 use crate::device::{Device, Geometry, Stream};
@@ -19,11 +20,11 @@ use crate::gemm::{Quantised, QuantisedElement};
 use crate::kernels::moe::fused_quant_rows as rows_kernel;
 use crate::kernels::moe::fused_quant_tile as tile_kernel;
 use crate::kernels::moe::fused_quant_wgmma as wgmma_kernel;
-use crate::kernels::moe::{fused, fused_reduce};
+use crate::kernels::moe::{fused, fused_reduce, items};
 use crate::kernels::row::GROUP;
 use crate::tensor::Tensor;
 use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
-use cuda_std::{DType, Entry, Float};
+use cuda_std::{DType, Element, Entry, Float};
 use std::ffi::c_void;
 
 const OP: &str = "moe::fused_quant";
@@ -37,15 +38,23 @@ pub enum FusedQuantPath {
     Auto,
     /// Tiles on the tensor cores of sm_80 and later, 32 pairs of an expert at a time.
     Tile,
-    /// Hopper's matrix products and copy engine, e4m3, tokens of f16 or bf16: no sorting, at most 128 pairs, up to 16 of an expert at a time.
-    /// At most 1024 experts on the device, any activation but [`ExpertActivation::Gelu`].
+    /// Hopper's matrix products and copy engine, tokens of f16 or bf16: no sorting, at most 128 pairs, up to 16 of an expert at a time. At most
+    /// 1024 experts on the device, any activation but [`ExpertActivation::Gelu`].
     Wgmma16,
     /// [`Wgmma16`](Self::Wgmma16) after sorting, up to 64 pairs at a time, any number in all.
     Wgmma64,
     /// [`Wgmma64`](Self::Wgmma64), up to 144 at a time.
     Wgmma144,
-    /// [`Wgmma144`](Self::Wgmma144) with 256 rows of weights at a time instead of 128.
-    Wgmma144Wide,
+}
+
+/// What scales are of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum QuantScales {
+    /// Of 128 × 128 weights, and of each row and 128 columns of activations.
+    Blocks,
+    /// Of rows of weights or whole experts, and of rows of activations.
+    Rows,
 }
 
 impl FusedQuantPath {
@@ -57,19 +66,33 @@ impl FusedQuantPath {
         }
     }
 
-    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, and stages of a path on Hopper.
-    const fn wgmma(self) -> Option<(usize, usize, usize)> {
-        match self {
-            FusedQuantPath::Auto | FusedQuantPath::Tile => None,
-            FusedQuantPath::Wgmma16 => Some((1, 16, 11)),
-            FusedQuantPath::Wgmma64 => Some((1, 64, 8)),
-            FusedQuantPath::Wgmma144 => Some((1, 144, 6)),
-            FusedQuantPath::Wgmma144Wide => Some((2, 144, 4)),
+    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, and stages of a path on Hopper. As in the table of instances.
+    const fn wgmma(self, scales: QuantScales) -> Option<(usize, usize, usize)> {
+        match (self, scales) {
+            (FusedQuantPath::Auto | FusedQuantPath::Tile, _) => None,
+            (FusedQuantPath::Wgmma16, _) => Some((1, 16, 11)),
+            (FusedQuantPath::Wgmma64, _) => Some((1, 64, 8)),
+            (FusedQuantPath::Wgmma144, QuantScales::Blocks) => Some((1, 144, 6)),
+            (FusedQuantPath::Wgmma144, QuantScales::Rows) => Some((2, 144, 4)),
         }
+    }
+
+    /// Blocks of a cluster, which share rows of activations. As in the table of instances.
+    const fn share(self, scales: QuantScales) -> u32 {
+        if matches!((self, scales), (FusedQuantPath::Wgmma144, QuantScales::Blocks)) { 2 } else { 1 }
+    }
+
+    const fn is_wgmma(self) -> bool {
+        !matches!(self, FusedQuantPath::Auto | FusedQuantPath::Tile)
     }
 
     const fn sorts(self) -> bool {
         !matches!(self, FusedQuantPath::Wgmma16)
+    }
+
+    /// Whether quantised rows lie in the order of the sorted list.
+    const fn in_order(self) -> bool {
+        self.is_wgmma() && self.sorts()
     }
 
     /// The path on Hopper that suits so many pairs of so many experts.
@@ -84,36 +107,9 @@ impl FusedQuantPath {
     }
 }
 
-/// The sizes of a problem.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-#[must_use]
-pub struct FusedQuantShape {
-    /// Tokens.
-    pub tokens: usize,
-    /// Experts listed for each.
-    pub top_k: usize,
-    /// Experts of this device.
-    pub experts: usize,
-    /// Width of tokens, a multiple of 16.
-    pub hidden: usize,
-    /// Width between the products, a multiple of 16.
-    pub intermediate: usize,
-}
-
-impl FusedQuantShape {
-    /// These sizes.
-    pub const fn new(tokens: usize, top_k: usize, experts: usize, hidden: usize, intermediate: usize) -> Self {
-        Self { tokens, top_k, experts, hidden, intermediate }
-    }
-
-    /// Pairs of tokens and slots.
-    pub const fn pairs(&self) -> usize {
-        self.tokens * self.top_k
-    }
-
-    /// Bytes of workspace for tokens of an element type, enough for every path and either type of weights.
-    pub const fn workspace_bytes(&self, dtype: DType) -> usize {
+impl FusedShape {
+    /// Bytes of workspace of [`fused_quant`] for tokens of an element type, enough for every path and any weights.
+    pub const fn quant_workspace_bytes(&self, dtype: DType) -> usize {
         let (a, b) = (Workspace::new(self, dtype, 8).bytes, Workspace::new(self, dtype, tile_kernel::PAIRS).bytes);
         if a > b { a } else { b }
     }
@@ -122,7 +118,7 @@ impl FusedQuantShape {
 /// Where the parts of the workspace are, in bytes.
 #[derive(Clone, Copy, Debug)]
 struct Workspace {
-    /// Quantised tokens, of each pair for int8, and their scales.
+    /// Quantised tokens and their scales.
     x: usize,
     x_scales: usize,
     h: usize,
@@ -135,33 +131,40 @@ struct Workspace {
     totals: usize,
     sort: usize,
     sorted_weights: usize,
+    positions: usize,
     offsets: usize,
     expert_counts: usize,
     /// Elements of `sorted_ids`.
     capacity: usize,
+    /// From group to group of scales in the order of the sorted list.
+    scale_group: usize,
     bytes: usize,
 }
 
 impl Workspace {
-    const fn new(shape: &FusedQuantShape, dtype: DType, block: usize) -> Self {
+    const fn new(shape: &FusedShape, dtype: DType, block: usize) -> Self {
         const fn after(at: usize, bytes: usize) -> usize {
             (at + bytes).next_multiple_of(256)
         }
-        let (pairs, experts) = (shape.pairs(), shape.experts);
-        let capacity = sort::capacity(pairs, experts, block, false);
-        let x_scales = after(0, pairs * shape.hidden);
-        let h = after(x_scales, pairs * shape.hidden.div_ceil(GROUP) * 4);
-        let q = after(h, pairs * shape.intermediate * dtype.size());
-        let q_scales = after(q, pairs * shape.intermediate);
-        let partial = after(q_scales, pairs * shape.intermediate.div_ceil(GROUP) * 4);
+        let (pairs, bins) = (shape.pairs(), shape.bins());
+        let capacity = sort::capacity(pairs, bins, block, false);
+        // Rows are those of pairs, or of places of the sorted list of the paths on Hopper.
+        let rows = if block == wgmma_kernel::SORT_BLOCK && capacity > pairs { capacity } else { pairs };
+        let scale_group = (rows + wgmma_kernel::BEYOND).next_multiple_of(4);
+        let x_scales = after(0, rows * shape.hidden);
+        let h = after(x_scales, scale_group * shape.hidden.div_ceil(GROUP) * 4);
+        let q = after(h, rows * shape.intermediate * dtype.size());
+        let q_scales = after(q, rows * shape.intermediate);
+        let partial = after(q_scales, scale_group * shape.intermediate.div_ceil(GROUP) * 4);
         let sorted_ids = after(partial, pairs * shape.hidden * 4);
         let expert_ids = after(sorted_ids, capacity * 4);
         let totals = after(expert_ids, capacity / block * 4);
         let sort = after(totals, 4);
-        let sorted_weights = after(sort, sort::workspace_bytes(pairs, experts));
-        let offsets = after(sorted_weights, capacity * 4);
-        let expert_counts = after(offsets, (experts + 1) * 4);
-        let bytes = after(expert_counts, experts * 4);
+        let sorted_weights = after(sort, sort::workspace_bytes(pairs, bins));
+        let positions = after(sorted_weights, capacity * 4);
+        let offsets = after(positions, pairs * 4);
+        let expert_counts = after(offsets, (bins + 1) * 4);
+        let bytes = after(expert_counts, bins * 4);
         Self {
             x: 0,
             x_scales,
@@ -174,56 +177,97 @@ impl Workspace {
             totals,
             sort,
             sorted_weights,
+            positions,
             offsets,
             expert_counts,
             capacity,
+            scale_group,
             bytes,
         }
     }
 }
 
-/// The entries of a product on Hopper: the first and the second.
+/// The entries of the products on Hopper for weights and tokens of these types: the first and the second.
 pub const fn wgmma_entries(
     path: FusedQuantPath,
+    weights: DType,
+    scales: QuantScales,
     dtype: DType,
 ) -> Option<(Entry<wgmma_kernel::Args>, Entry<wgmma_kernel::Args>)> {
     use wgmma_kernel::*;
-    Some(match (path, dtype) {
-        (FusedQuantPath::Wgmma16, DType::F16) => {
-            (moe_fused_quant_wgmma_up_t16_f16::ENTRY, moe_fused_quant_wgmma_down_t16_f16::ENTRY)
-        }
-        (FusedQuantPath::Wgmma64, DType::F16) => {
-            (moe_fused_quant_wgmma_up_t64_f16::ENTRY, moe_fused_quant_wgmma_down_t64_f16::ENTRY)
-        }
-        (FusedQuantPath::Wgmma144, DType::F16) => {
-            (moe_fused_quant_wgmma_up_t144_f16::ENTRY, moe_fused_quant_wgmma_down_t144_f16::ENTRY)
-        }
-        (FusedQuantPath::Wgmma144Wide, DType::F16) => {
-            (moe_fused_quant_wgmma_up_r256_f16::ENTRY, moe_fused_quant_wgmma_down_r256_f16::ENTRY)
-        }
-        (FusedQuantPath::Wgmma16, DType::Bf16) => {
-            (moe_fused_quant_wgmma_up_t16_bf16::ENTRY, moe_fused_quant_wgmma_down_t16_bf16::ENTRY)
-        }
-        (FusedQuantPath::Wgmma64, DType::Bf16) => {
-            (moe_fused_quant_wgmma_up_t64_bf16::ENTRY, moe_fused_quant_wgmma_down_t64_bf16::ENTRY)
-        }
-        (FusedQuantPath::Wgmma144, DType::Bf16) => {
-            (moe_fused_quant_wgmma_up_t144_bf16::ENTRY, moe_fused_quant_wgmma_down_t144_bf16::ENTRY)
-        }
-        (FusedQuantPath::Wgmma144Wide, DType::Bf16) => {
-            (moe_fused_quant_wgmma_up_r256_bf16::ENTRY, moe_fused_quant_wgmma_down_r256_bf16::ENTRY)
-        }
+    macro_rules! entries {
+        ($bf16:ident, $f16:ident, $down:ident) => {
+            match dtype {
+                DType::Bf16 => ($bf16::ENTRY, $down::ENTRY),
+                DType::F16 => ($f16::ENTRY, $down::ENTRY),
+                _ => return None,
+            }
+        };
+    }
+    Some(match (path, weights, scales) {
+        (FusedQuantPath::Wgmma16, DType::E4m3, QuantScales::Blocks) => entries!(
+            moe_fused_quant_wgmma_up_t16_blocks_e4m3_bf16,
+            moe_fused_quant_wgmma_up_t16_blocks_e4m3_f16,
+            moe_fused_quant_wgmma_down_t16_blocks_e4m3
+        ),
+        (FusedQuantPath::Wgmma64, DType::E4m3, QuantScales::Blocks) => entries!(
+            moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16,
+            moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16,
+            moe_fused_quant_wgmma_down_t64_blocks_e4m3
+        ),
+        (FusedQuantPath::Wgmma144, DType::E4m3, QuantScales::Blocks) => entries!(
+            moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16,
+            moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16,
+            moe_fused_quant_wgmma_down_t144_blocks_e4m3
+        ),
+        (FusedQuantPath::Wgmma16, DType::E4m3, QuantScales::Rows) => entries!(
+            moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16,
+            moe_fused_quant_wgmma_up_t16_rows_e4m3_f16,
+            moe_fused_quant_wgmma_down_t16_rows_e4m3
+        ),
+        (FusedQuantPath::Wgmma64, DType::E4m3, QuantScales::Rows) => entries!(
+            moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16,
+            moe_fused_quant_wgmma_up_t64_rows_e4m3_f16,
+            moe_fused_quant_wgmma_down_t64_rows_e4m3
+        ),
+        (FusedQuantPath::Wgmma144, DType::E4m3, QuantScales::Rows) => entries!(
+            moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16,
+            moe_fused_quant_wgmma_up_t144_rows_e4m3_f16,
+            moe_fused_quant_wgmma_down_t144_rows_e4m3
+        ),
+        (FusedQuantPath::Wgmma16, DType::I8, QuantScales::Rows) => entries!(
+            moe_fused_quant_wgmma_up_t16_rows_i8_bf16,
+            moe_fused_quant_wgmma_up_t16_rows_i8_f16,
+            moe_fused_quant_wgmma_down_t16_rows_i8
+        ),
+        (FusedQuantPath::Wgmma64, DType::I8, QuantScales::Rows) => entries!(
+            moe_fused_quant_wgmma_up_t64_rows_i8_bf16,
+            moe_fused_quant_wgmma_up_t64_rows_i8_f16,
+            moe_fused_quant_wgmma_down_t64_rows_i8
+        ),
+        (FusedQuantPath::Wgmma144, DType::I8, QuantScales::Rows) => entries!(
+            moe_fused_quant_wgmma_up_t144_rows_i8_bf16,
+            moe_fused_quant_wgmma_up_t144_rows_i8_f16,
+            moe_fused_quant_wgmma_down_t144_rows_i8
+        ),
         _ => return None,
     })
 }
 
 /// How to launch a product on Hopper, with so many experts and multiprocessors.
-pub const fn wgmma_geometry(path: FusedQuantPath, experts: usize, multiprocessors: u32) -> Option<Geometry> {
-    let Some((tiles, pairs, stages)) = path.wgmma() else {
+pub const fn wgmma_geometry(
+    path: FusedQuantPath,
+    scales: QuantScales,
+    experts: usize,
+    multiprocessors: u32,
+) -> Option<Geometry> {
+    let Some((tiles, pairs, stages)) = path.wgmma(scales) else {
         return None;
     };
     let bytes = wgmma_kernel::shared_bytes(tiles, pairs, stages, experts);
-    Some(Geometry::linear(multiprocessors, wgmma_kernel::THREADS as u32).shared_bytes(bytes as u32).dependent())
+    let share = path.share(scales);
+    let blocks = if multiprocessors < share { share } else { multiprocessors / share * share };
+    Some(Geometry::linear(blocks, wgmma_kernel::THREADS as u32).shared_bytes(bytes as u32).dependent())
 }
 
 /// How to launch a product of [`FusedQuantPath::Tile`] of `rows` rows of weights, for so many blocks of pairs.
@@ -232,21 +276,35 @@ pub const fn tile_geometry(rows: usize, blocks: usize) -> Geometry {
     Geometry::new(grid, [tile_kernel::THREADS as u32, 1, 1]).shared_bytes(tile_kernel::SHARED_BYTES as u32).dependent()
 }
 
-/// How to launch the sum over slots.
-const fn reduce_geometry(shape: &FusedQuantShape) -> Geometry {
-    let columns = fused_reduce::THREADS * fused_reduce::COLUMNS;
-    Geometry::new([shape.tokens as u32, shape.hidden.div_ceil(columns) as u32, 1], [fused_reduce::THREADS as u32, 1, 1])
-        .dependent()
+/// How to quantise so many rows of `n` columns, with a scale for each 128 columns or for each row.
+pub const fn rows_geometry(rows: usize, n: usize, scales: QuantScales) -> Geometry {
+    if matches!(scales, QuantScales::Rows) {
+        let pieces = n.div_ceil(rows_kernel::COLUMNS).next_multiple_of(32);
+        let threads = if pieces < rows_kernel::ROW_THREADS { pieces } else { rows_kernel::ROW_THREADS };
+        return Geometry::linear(rows as u32, threads as u32).shared_bytes(rows_kernel::SHARED_BYTES as u32);
+    }
+    let groups = rows * n.div_ceil(GROUP);
+    Geometry::linear(groups.div_ceil(rows_kernel::GROUPS) as u32, rows_kernel::GROUP_THREADS as u32)
 }
 
-/// How to quantise so many rows of `n` columns to e4m3.
-const fn group_geometry(rows: usize, n: usize) -> Geometry {
-    let pieces = n.div_ceil(rows_kernel::COLUMNS).next_multiple_of(32);
-    let threads = if pieces < rows_kernel::MAX_THREADS { pieces } else { rows_kernel::MAX_THREADS };
-    Geometry::new([rows as u32, pieces.div_ceil(threads) as u32, 1], [threads as u32, 1, 1])
+/// The entry that quantises rows.
+pub const fn rows_entry(weights: DType, scales: QuantScales, dtype: DType) -> Option<Entry<rows_kernel::Args>> {
+    use rows_kernel::*;
+    Some(match (weights, scales, dtype) {
+        (DType::E4m3, QuantScales::Blocks, DType::F32) => moe_fused_quant_groups_e4m3_f32::ENTRY,
+        (DType::E4m3, QuantScales::Blocks, DType::F16) => moe_fused_quant_groups_e4m3_f16::ENTRY,
+        (DType::E4m3, QuantScales::Blocks, DType::Bf16) => moe_fused_quant_groups_e4m3_bf16::ENTRY,
+        (DType::E4m3, QuantScales::Rows, DType::F32) => moe_fused_quant_rows_e4m3_f32::ENTRY,
+        (DType::E4m3, QuantScales::Rows, DType::F16) => moe_fused_quant_rows_e4m3_f16::ENTRY,
+        (DType::E4m3, QuantScales::Rows, DType::Bf16) => moe_fused_quant_rows_e4m3_bf16::ENTRY,
+        (DType::I8, QuantScales::Rows, DType::F32) => moe_fused_quant_rows_i8_f32::ENTRY,
+        (DType::I8, QuantScales::Rows, DType::F16) => moe_fused_quant_rows_i8_f16::ENTRY,
+        (DType::I8, QuantScales::Rows, DType::Bf16) => moe_fused_quant_rows_i8_bf16::ENTRY,
+        _ => return None,
+    })
 }
 
-/// The map of e4m3 weights `[experts, rows, k]` for the copy engine; see
+/// The map of 8-bit weights `[experts, rows, k]` for the copy engine; see
 /// [`fused_wgmma`](crate::kernels::moe::fused_wgmma). `n` outputs; `gate_up` for the first product; so many `rows` of weights at a time.
 fn weight_map(
     device: &Device,
@@ -280,6 +338,55 @@ fn weight_map(
     })
 }
 
+/// The map of quantised rows `[rows, k]` in the order of the sorted list.
+fn row_map(device: &Device, base: *const c_void, rows: usize, k: usize, pairs: usize) -> Result<TensorMap> {
+    device.tensor_map(&TensorMapDescription {
+        base: base as u64,
+        dtype: DType::U8,
+        rank: 2,
+        dims: [k as u64, rows as u64, 1, 1, 1],
+        strides: [k as u64, 0, 0, 0],
+        box_dims: [wgmma_kernel::STEP as u32, wgmma_kernel::box_rows(pairs) as u32, 1, 1, 1],
+        swizzle: Swizzle::B128,
+    })
+}
+
+/// Weights of experts: pointers, for [`launch`]. Biases and smoothing vectors may be null.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+#[allow(missing_docs)]
+pub struct Experts {
+    /// `[experts, rows · intermediate, hidden]`, and scales.
+    pub w13: *const c_void,
+    pub w13_scales: *const f32,
+    /// `[experts, hidden, intermediate]`, and scales.
+    pub w2: *const c_void,
+    pub w2_scales: *const f32,
+    /// `[experts, rows · intermediate]` and `[experts, hidden]`.
+    pub bias13: *const f32,
+    pub bias2: *const f32,
+    /// `[experts, hidden]` and `[experts, intermediate]`; with scales of rows.
+    pub smooth13: *const f32,
+    pub smooth2: *const f32,
+}
+
+impl Experts {
+    /// None.
+    pub const NONE: Self = Self {
+        w13: std::ptr::null(),
+        w13_scales: std::ptr::null(),
+        w2: std::ptr::null(),
+        w2_scales: std::ptr::null(),
+        bias13: std::ptr::null(),
+        bias2: std::ptr::null(),
+        smooth13: std::ptr::null(),
+        smooth2: std::ptr::null(),
+    };
+}
+
+/// Where scales of rows of weights are: from expert to expert and from row to row.
+pub type ScaleStrides = (usize, usize);
+
 /// Pointers and scalars of a call, for [`launch`].
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
@@ -291,15 +398,13 @@ pub struct Operands {
     /// `[tokens, hidden]`, rows `x_row` apart.
     pub x: *const c_void,
     pub x_row: usize,
-    /// `[experts, rows · intermediate, hidden]`, and scales.
-    pub w13: *const c_void,
-    pub w13_scales: *const f32,
-    /// `[experts, hidden, intermediate]`, and scales.
-    pub w2: *const c_void,
-    pub w2_scales: *const f32,
-    /// `[experts, hidden]` and `[experts, intermediate]`, or null; for int8.
-    pub smooth13: *const f32,
-    pub smooth2: *const f32,
+    /// Routed and shared experts.
+    pub routed: Experts,
+    pub shared: Experts,
+    pub scales: QuantScales,
+    /// With scales of rows, of both kinds of experts.
+    pub w13_strides: ScaleStrides,
+    pub w2_strides: ScaleStrides,
     /// `[tokens, top_k]`.
     pub topk_ids: *const i32,
     pub topk_weights: *const f32,
@@ -307,7 +412,7 @@ pub struct Operands {
     pub expert_map: *const i32,
     /// `[1]` or null.
     pub num_tokens: *const i32,
-    /// Experts of all devices.
+    /// Routed experts of all devices.
     pub global_experts: usize,
     pub gate_up: GateUp,
     pub activation: ExpertActivation,
@@ -315,18 +420,17 @@ pub struct Operands {
 
 impl Operands {
     /// Null pointers, for the caller to set, with dense rows and all experts here; what may stay null is optional.
-    pub const fn new(shape: &FusedQuantShape) -> Self {
+    pub const fn new(shape: &FusedShape, scales: QuantScales) -> Self {
         Self {
             out: std::ptr::null_mut(),
             out_row: shape.hidden,
             x: std::ptr::null(),
             x_row: shape.hidden,
-            w13: std::ptr::null(),
-            w13_scales: std::ptr::null(),
-            w2: std::ptr::null(),
-            w2_scales: std::ptr::null(),
-            smooth13: std::ptr::null(),
-            smooth2: std::ptr::null(),
+            routed: Experts::NONE,
+            shared: Experts::NONE,
+            scales,
+            w13_strides: (0, 0),
+            w2_strides: (0, 0),
             topk_ids: std::ptr::null(),
             topk_weights: std::ptr::null(),
             expert_map: std::ptr::null(),
@@ -342,8 +446,9 @@ impl Operands {
 struct Run<'a> {
     stream: &'a Stream,
     dtype: DType,
+    weights: DType,
     path: FusedQuantPath,
-    shape: &'a FusedQuantShape,
+    shape: &'a FusedShape,
     o: &'a Operands,
     at: Workspace,
     workspace: *mut c_void,
@@ -354,74 +459,68 @@ impl Run<'_> {
         self.workspace.wrapping_byte_add(offset)
     }
 
-    /// Quantises `x`, or `h` (`by_pair`), of `n` columns.
+    fn unsupported(&self) -> Error {
+        unsupported(self.path, self.weights, self.dtype)
+    }
+
+    /// Whether tokens are quantised for each expert they go to.
+    fn smooths_tokens(&self) -> bool {
+        !self.o.routed.smooth13.is_null() || !self.o.shared.smooth13.is_null()
+    }
+
+    /// From row to row and from group to group of scales of quantised rows, `n` columns wide.
+    fn scale_strides(&self, n: usize) -> (usize, usize) {
+        match self.o.scales {
+            QuantScales::Rows => (1, 0),
+            QuantScales::Blocks if self.path.in_order() => (1, self.at.scale_group),
+            QuantScales::Blocks => (n.div_ceil(GROUP), 1),
+        }
+    }
+
+    /// Quantises `x`, or `h` (`by_pair`).
     ///
     /// # Safety
     /// As for [`launch`].
-    unsafe fn quantise(&self, weights: DType, by_pair: bool, dependent: bool) -> Result<()> {
-        let (o, shape) = (self.o, self.shape);
+    unsafe fn quantise(&self, by_pair: bool, dependent: bool) -> Result<()> {
+        let (o, shape, at) = (self.o, self.shape, self.at);
         let (x, x_row, n, out, scales, smooth) = if by_pair {
             let n = shape.intermediate;
-            (self.part(self.at.h).cast_const(), n, n, self.at.q, self.at.q_scales, o.smooth2)
+            (self.part(at.h).cast_const(), n, n, at.q, at.q_scales, [o.routed.smooth2, o.shared.smooth2])
         } else {
-            (o.x, o.x_row, shape.hidden, self.at.x, self.at.x_scales, o.smooth13)
+            (o.x, o.x_row, shape.hidden, at.x, at.x_scales, [o.routed.smooth13, o.shared.smooth13])
         };
-        let (out, scales) = (self.part(out), self.part(scales).cast::<f32>());
-        let (tokens, top_k) = (shape.tokens as u32, shape.top_k as u32);
-        let (experts, local, by_pair) = (o.global_experts as u32, shape.experts as u32, by_pair as u32);
-        let (topk_ids, expert_map, num_tokens, n32) = (o.topk_ids, o.expert_map, o.num_tokens, n as u32);
-        let rows = if by_pair != 0 { shape.pairs() } else { shape.tokens };
-        if weights == DType::I8 {
-            use rows_kernel::int8::*;
-            let entry = match self.dtype {
-                DType::F32 => moe_fused_quant_rows_i8_f32::ENTRY,
-                DType::F16 => moe_fused_quant_rows_i8_f16::ENTRY,
-                _ => moe_fused_quant_rows_i8_bf16::ENTRY,
-            };
-            let args = Args {
-                x,
-                smooth,
-                out: out.cast(),
-                scales,
-                topk_ids,
-                expert_map,
-                num_tokens,
-                tokens,
-                top_k,
-                experts,
-                local,
-                n: n32,
-                x_row,
-                by_pair,
-            };
-            let mut geometry = Geometry::linear(shape.pairs() as u32, rows_kernel::ROW_THREADS as u32)
-                .shared_bytes(rows_kernel::SHARED_BYTES as u32);
-            geometry.dependent = dependent;
-            // SAFETY: forwarded to the caller.
-            return unsafe { self.stream.launch(&entry, &geometry, &args) };
-        }
-        use rows_kernel::e4m3::*;
-        let entry = match self.dtype {
-            DType::F32 => moe_fused_quant_rows_e4m3_f32::ENTRY,
-            DType::F16 => moe_fused_quant_rows_e4m3_f16::ENTRY,
-            _ => moe_fused_quant_rows_e4m3_bf16::ENTRY,
+        let (from, rows) = if by_pair {
+            (rows_kernel::PAIRS, shape.pairs())
+        } else if self.smooths_tokens() {
+            (rows_kernel::TOKENS_OF_PAIRS, shape.pairs())
+        } else {
+            (rows_kernel::TOKENS, shape.tokens)
         };
-        let args = Args {
+        let (scale_row, scale_group) = self.scale_strides(n);
+        let args = rows_kernel::Args {
             x,
-            out: out.cast(),
-            scales,
-            topk_ids,
-            expert_map,
-            num_tokens,
-            tokens,
-            top_k,
-            experts,
-            local,
-            n: n32,
+            out: self.part(out).cast(),
+            scales: self.part(scales).cast(),
+            scale_row,
+            scale_group,
+            smooth: smooth[0],
+            shared_smooth: smooth[1],
+            positions: if self.path.in_order() { self.part(at.positions).cast() } else { std::ptr::null() },
+            topk_ids: o.topk_ids,
+            expert_map: o.expert_map,
+            num_tokens: o.num_tokens,
+            tokens: shape.tokens as u32,
+            top_k: shape.top_k as u32,
+            slots: shape.slots() as u32,
+            experts: o.global_experts as u32,
+            local: shape.experts as u32,
+            shared: shape.shared_experts as u32,
+            n: n as u32,
             x_row,
-            by_pair,
+            from,
         };
-        let mut geometry = group_geometry(rows, n);
+        let entry = rows_entry(self.weights, o.scales, self.dtype).ok_or_else(|| self.unsupported())?;
+        let mut geometry = rows_geometry(rows, n, o.scales);
         geometry.dependent = dependent;
         // SAFETY: forwarded to the caller.
         unsafe { self.stream.launch(&entry, &geometry, &args) }
@@ -431,30 +530,30 @@ impl Run<'_> {
     /// As for [`launch`].
     unsafe fn sort(&self) -> Result<()> {
         let (o, shape, at) = (self.o, self.shape, self.at);
-        let wgmma = self.path.wgmma().is_some();
+        let wgmma = self.path.is_wgmma();
         let null = std::ptr::null_mut();
         let args = sort::Args {
             sorted_ids: self.part(at.sorted_ids).cast(),
             expert_ids: self.part(at.expert_ids).cast(),
             totals: self.part(at.totals).cast(),
-            sorted_weights: if wgmma { self.part(at.sorted_weights).cast() } else { std::ptr::null_mut() },
-            positions: std::ptr::null_mut(),
+            sorted_weights: self.part(at.sorted_weights).cast(),
+            positions: if wgmma { self.part(at.positions).cast() } else { std::ptr::null_mut() },
             offsets: if wgmma { self.part(at.offsets).cast() } else { std::ptr::null_mut() },
             expert_counts: if wgmma { self.part(at.expert_counts).cast() } else { std::ptr::null_mut() },
             invalid: std::ptr::null_mut(),
             zero: null,
             zero_bytes: 0,
             topk_ids: o.topk_ids,
-            topk_weights: if wgmma { o.topk_weights } else { std::ptr::null() },
+            topk_weights: o.topk_weights,
             expert_map: o.expert_map,
             num_tokens: o.num_tokens,
             table: std::ptr::null(),
             tokens: shape.tokens as u32,
             top_k: shape.top_k as u32,
-            slots: shape.top_k as u32,
+            slots: shape.slots() as u32,
             experts: o.global_experts as u32,
             local: shape.experts as u32,
-            shared_experts: 0,
+            shared_experts: shape.shared_experts as u32,
             block: self.path.block() as u32,
             items: 0,
             chunks: 0,
@@ -471,24 +570,47 @@ impl Run<'_> {
     /// As for [`launch`].
     unsafe fn wgmma(&self, up: bool) -> Result<()> {
         let (o, shape, at) = (self.o, self.shape, self.at);
-        let unsupported = || unsupported(self.path, DType::E4m3, self.dtype);
-        let (first, second) = wgmma_entries(self.path, self.dtype).ok_or_else(unsupported)?;
+        let entries = wgmma_entries(self.path, self.weights, o.scales, self.dtype);
         let device = self.stream.device();
-        let geometry = wgmma_geometry(self.path, shape.experts, device.properties().multiprocessors);
-        let rows = wgmma_kernel::rows(self.path.wgmma().ok_or_else(unsupported)?.0);
+        let geometry = wgmma_geometry(self.path, o.scales, shape.bins(), device.properties().multiprocessors);
+        let (Some((first, second)), Some(geometry), Some((tiles, pairs, _))) =
+            (entries, geometry, self.path.wgmma(o.scales))
+        else {
+            return Err(self.unsupported());
+        };
+        let rows = wgmma_kernel::rows(tiles);
         let (activation, alpha, limit) = o.activation.parts();
-        let FusedQuantShape { hidden, intermediate, .. } = *shape;
+        let FusedShape { hidden, intermediate, .. } = *shape;
         let (n, k) = if up { (intermediate, hidden) } else { (hidden, intermediate) };
-        let w = if up { o.w13 } else { o.w2 };
+        let gate_up = up.then_some(o.gate_up);
+        let of = |e: &Experts| if up { (e.w13, e.w13_scales, e.bias13) } else { (e.w2, e.w2_scales, e.bias2) };
+        let ((w, w_scales, bias), (shared_w, shared_w_scales, shared_bias)) = (of(&o.routed), of(&o.shared));
+        let (scale_expert, scale_row) = if up { o.w13_strides } else { o.w2_strides };
+        let map = weight_map(device, w, shape.experts, n, k, gate_up, rows)?;
+        let shared_map = match shape.shared_experts {
+            0 => map,
+            experts => weight_map(device, shared_w, experts, n, k, gate_up, rows)?,
+        };
+        let x = self.part(if up { at.x } else { at.q });
+        let (x_scale_row, x_scale_group) = self.scale_strides(k);
         let args = wgmma_kernel::Args {
             h: self.part(at.h),
             partial: self.part(at.partial).cast(),
-            x: self.part(if up { at.x } else { at.q }).cast(),
+            x: x.cast(),
             x_row: k,
+            x_map: if self.path.in_order() { row_map(device, x, at.capacity, k, pairs)? } else { map },
             x_scales: self.part(if up { at.x_scales } else { at.q_scales }).cast(),
-            x_scale_row: k.div_ceil(GROUP),
-            map: weight_map(device, w, shape.experts, n, k, up.then_some(o.gate_up), rows)?,
-            w_scales: if up { o.w13_scales } else { o.w2_scales },
+            x_scale_row,
+            x_scale_group,
+            x_divisor: if up && !self.smooths_tokens() { shape.slots() as u32 } else { 1 },
+            map,
+            shared_map,
+            w_scales,
+            shared_w_scales,
+            w_scale_expert: scale_expert as u32,
+            w_scale_row: scale_row as u32,
+            bias,
+            shared_bias,
             sorted_ids: self.part(at.sorted_ids).cast(),
             sorted_weights: self.part(at.sorted_weights).cast(),
             offsets: self.part(at.offsets).cast(),
@@ -499,8 +621,10 @@ impl Run<'_> {
             num_tokens: o.num_tokens,
             tokens: shape.tokens as u32,
             top_k: shape.top_k as u32,
+            slots: shape.slots() as u32,
             experts: o.global_experts as u32,
-            bins: shape.experts as u32,
+            local: shape.experts as u32,
+            bins: shape.bins() as u32,
             n: n as u32,
             k: k as u32,
             layout: if up { o.gate_up.layout() } else { fused::PLAIN },
@@ -510,27 +634,25 @@ impl Run<'_> {
         };
         let entry = if up { first } else { second };
         // SAFETY: forwarded to the caller.
-        unsafe { self.stream.launch(&entry, &geometry.ok_or_else(unsupported)?, &args) }
+        unsafe { self.stream.launch(&entry, &geometry, &args) }
     }
 
     /// A product of [`FusedQuantPath::Tile`].
     ///
     /// # Safety
     /// As for [`launch`].
-    unsafe fn tile(&self, weights: DType, up: bool) -> Result<()> {
+    unsafe fn tile(&self, up: bool) -> Result<()> {
         let (o, shape, at) = (self.o, self.shape, self.at);
         let (activation, alpha, limit) = o.activation.parts();
-        let FusedQuantShape { hidden, intermediate, .. } = *shape;
+        let FusedShape { hidden, intermediate, .. } = *shape;
         let (n, k) = if up { (intermediate, hidden) } else { (hidden, intermediate) };
-        let int8 = weights == DType::I8;
         let out = self.part(if up { at.h } else { at.partial });
-        let (x, w) = (self.part(if up { at.x } else { at.q }), if up { o.w13 } else { o.w2 });
-        let x_scales = self.part(if up { at.x_scales } else { at.q_scales }).cast::<f32>();
-        // Tokens that experts smooth differently have a row for each pair.
-        let x_divisor = if up && !int8 { shape.top_k as u32 } else { 1 };
+        let of = |e: &Experts| if up { (e.w13, e.w13_scales, e.bias13) } else { (e.w2, e.w2_scales, e.bias2) };
+        let ((w, w_scales, bias), (shared_w, shared_w_scales, shared_bias)) = (of(&o.routed), of(&o.shared));
+        let (scale_expert, scale_row) = if up { o.w13_strides } else { o.w2_strides };
         let geometry = tile_geometry(n * if up { o.gate_up.rows() } else { 1 }, at.capacity / self.path.block());
         macro_rules! launch {
-            ($module:ident, $f32:ident, $f16:ident, $bf16:ident, $down:ident, $blocks:expr, $scale_row:expr) => {{
+            ($module:ident, $f32:ident, $f16:ident, $bf16:ident, $down:ident) => {{
                 use tile_kernel::$module::*;
                 let entry = match (up, self.dtype) {
                     (false, _) => $down::ENTRY,
@@ -540,16 +662,23 @@ impl Run<'_> {
                 };
                 let args = Args {
                     out,
-                    x: x.cast(),
+                    x: self.part(if up { at.x } else { at.q }).cast(),
                     x_row: k,
-                    x_scales,
-                    x_scale_row: $scale_row,
-                    x_divisor,
+                    x_scales: self.part(if up { at.x_scales } else { at.q_scales }).cast(),
+                    x_scale_row: self.scale_strides(k).0,
+                    x_divisor: if up && !self.smooths_tokens() { shape.slots() as u32 } else { 1 },
                     w: w.cast(),
-                    w_scales: if up { o.w13_scales } else { o.w2_scales },
+                    shared_w: shared_w.cast(),
+                    w_scales,
+                    shared_w_scales,
+                    w_scale_expert: scale_expert,
+                    w_scale_row: scale_row,
+                    bias,
+                    shared_bias,
+                    local: shape.experts as u32,
                     sorted_ids: self.part(at.sorted_ids).cast(),
+                    sorted_weights: self.part(at.sorted_weights).cast(),
                     expert_ids: self.part(at.expert_ids).cast(),
-                    topk_weights: o.topk_weights,
                     pairs: shape.pairs() as u32,
                     n: n as u32,
                     k: k as u32,
@@ -557,21 +686,19 @@ impl Run<'_> {
                     activation,
                     alpha,
                     limit,
-                    blocks: $blocks,
+                    blocks: (o.scales == QuantScales::Blocks) as u32,
                 };
                 // SAFETY: forwarded to the caller.
                 unsafe { self.stream.launch(&entry, &geometry, &args) }
             }};
         }
-        if int8 {
+        if self.weights == DType::I8 {
             launch!(
                 int8,
                 moe_fused_quant_tile_up_i8_f32,
                 moe_fused_quant_tile_up_i8_f16,
                 moe_fused_quant_tile_up_i8_bf16,
-                moe_fused_quant_tile_down_i8,
-                0,
-                1
+                moe_fused_quant_tile_down_i8
             )
         } else {
             launch!(
@@ -579,9 +706,7 @@ impl Run<'_> {
                 moe_fused_quant_tile_up_e4m3_f32,
                 moe_fused_quant_tile_up_e4m3_f16,
                 moe_fused_quant_tile_up_e4m3_bf16,
-                moe_fused_quant_tile_down_e4m3,
-                1,
-                k.div_ceil(GROUP)
+                moe_fused_quant_tile_down_e4m3
             )
         }
     }
@@ -604,23 +729,23 @@ impl Run<'_> {
             out_row: o.out_row,
             tokens: shape.tokens as u32,
             top_k: shape.top_k as u32,
-            slots: shape.top_k as u32,
+            slots: shape.slots() as u32,
             experts: o.global_experts as u32,
             local: shape.experts as u32,
-            shared_experts: 0,
+            shared_experts: shape.shared_experts as u32,
             n: shape.hidden as u32,
         };
         // SAFETY: forwarded to the caller.
-        unsafe { self.stream.launch(&entry, &reduce_geometry(shape), &args) }
+        unsafe { self.stream.launch(&entry, &reduce_geometry(shape).dependent(), &args) }
     }
 }
 
 fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
     let most = wgmma_kernel::MAX_BINS;
     let what = format!(
-        "the path {path:?} has no kernel for weights of {weights} and tokens of {dtype}, or for these sizes: `Wgmma..` takes e4m3 and 16-bit \
+        "the path {path:?} has no kernel for weights of {weights} and tokens of {dtype}, or for these sizes: `Wgmma..` takes tokens of 16-bit \
          floats on Hopper, at most {most} experts and an activation other than `Gelu`, `Wgmma16` at most {} pairs",
-        crate::kernels::moe::items::DIRECT_PAIRS
+        items::DIRECT_PAIRS
     );
     Error::Unsupported { op: OP, what }
 }
@@ -633,19 +758,20 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
 ///
 /// # Safety
 /// The pointers are device memory of the documented sizes until the launches are done, `x`, weights and `workspace` and every row of theirs
-/// aligned to 16 bytes; `workspace` has [`FusedQuantShape::workspace_bytes`]. No output overlaps another argument. `hidden` and
-/// `intermediate` are multiples of 16, nothing is 0, and what the path asks of activation and sizes is met.
+/// aligned to 16 bytes; `workspace` has [`FusedShape::quant_workspace_bytes`]. No output overlaps another argument. `hidden` and
+/// `intermediate` are multiples of 16, nothing is 0 (but perhaps the number of shared experts), and what the path asks of activation and sizes is
+/// met.
 pub unsafe fn launch(
     stream: &Stream,
     dtype: DType,
     weights: DType,
     path: FusedQuantPath,
-    shape: &FusedQuantShape,
+    shape: &FusedShape,
     o: &Operands,
     workspace: *mut c_void,
 ) -> Result<()> {
     let at = Workspace::new(shape, dtype, path.block());
-    let run = Run { stream, dtype, path, shape, o, at, workspace };
+    let run = Run { stream, dtype, weights, path, shape, o, at, workspace };
     // Whatever follows the first launch may start early: each waits where it has to. Not so the first, which must not overtake what the
     // caller launched before.
     // SAFETY: forwarded to the caller.
@@ -653,35 +779,88 @@ pub unsafe fn launch(
         if path.sorts() {
             run.sort()?;
         }
-        run.quantise(weights, false, path.sorts())?;
+        run.quantise(false, path.sorts())?;
         for up in [true, false] {
-            if path.wgmma().is_some() {
+            if path.is_wgmma() {
                 run.wgmma(up)?;
             } else {
-                run.tile(weights, up)?;
+                run.tile(up)?;
             }
             if up {
-                run.quantise(weights, true, true)?;
+                run.quantise(true, true)?;
             }
         }
         run.reduce()
     }
 }
 
-/// Options of [`fused_quant`].
-#[derive(Clone, Copy, Debug, Default)]
+/// Weights of shared experts with their companions.
+#[derive(Debug)]
 #[non_exhaustive]
 #[must_use]
-pub struct FusedQuantOptions<'a> {
+pub struct SharedQuantExperts<'a, Q: Element> {
+    /// `[shared, rows · I, H]`, laid out as `w13`; scales as its.
+    pub w13: Quantised<'a, Q>,
+    /// `[shared, H, I]`; scales as those of `w2`.
+    pub w2: Quantised<'a, Q>,
+    /// `[shared, rows · I]`.
+    pub bias13: Option<&'a Tensor<f32>>,
+    /// `[shared, H]`.
+    pub bias2: Option<&'a Tensor<f32>>,
+    /// `[shared, H]`.
+    pub smooth13: Option<&'a Tensor<f32>>,
+    /// `[shared, I]`.
+    pub smooth2: Option<&'a Tensor<f32>>,
+}
+
+impl<Q: Element> Clone for SharedQuantExperts<'_, Q> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<Q: Element> Copy for SharedQuantExperts<'_, Q> {}
+
+impl<'a, Q: Element> SharedQuantExperts<'a, Q> {
+    /// Without biases and smoothing.
+    pub const fn new(w13: Quantised<'a, Q>, w2: Quantised<'a, Q>) -> Self {
+        Self { w13, w2, bias13: None, bias2: None, smooth13: None, smooth2: None }
+    }
+
+    /// With these biases.
+    pub const fn biases(mut self, bias13: Option<&'a Tensor<f32>>, bias2: Option<&'a Tensor<f32>>) -> Self {
+        (self.bias13, self.bias2) = (bias13, bias2);
+        self
+    }
+
+    /// With these smoothing vectors.
+    pub const fn smooth(mut self, smooth13: Option<&'a Tensor<f32>>, smooth2: Option<&'a Tensor<f32>>) -> Self {
+        (self.smooth13, self.smooth2) = (smooth13, smooth2);
+        self
+    }
+}
+
+/// Options of [`fused_quant`].
+#[derive(Debug)]
+#[non_exhaustive]
+#[must_use]
+pub struct FusedQuantOptions<'a, Q: Element> {
     /// What happens between the products.
     pub activation: ExpertActivation,
     /// What the rows of `w13` are.
     pub gate_up: GateUp,
-    /// `[experts, H]`, for int8: what tokens are multiplied with before they are quantised for an expert (reciprocals of SmoothQuant's
-    /// factors).
+    /// `[experts, rows · I]`: added to finished sums.
+    pub bias13: Option<&'a Tensor<f32>>,
+    /// `[experts, H]`.
+    pub bias2: Option<&'a Tensor<f32>>,
+    /// `[experts, H]`, with scales of rows: what tokens are multiplied with before they are quantised for an expert (reciprocals of
+    /// SmoothQuant's factors).
     pub smooth13: Option<&'a Tensor<f32>>,
-    /// `[experts, I]`, for int8: the same for the second product.
+    /// `[experts, I]`, with scales of rows: the same for the second product.
     pub smooth2: Option<&'a Tensor<f32>>,
+    /// Experts that take every token, with weight 1. They have the width of the others; a wider one is several of them.
+    pub shared: Option<SharedQuantExperts<'a, Q>>,
+    /// Whether `topk_ids` lists the shared experts, with ids after those of the routed ones, and `topk_weights` their weights.
+    pub shared_listed: bool,
     /// `[all experts]`: the place in `w13` and `w2` of each expert that `topk_ids` may name, or -1 if it lives on another
     /// device. Without it they are all here.
     pub expert_map: Option<&'a Tensor<i32>>,
@@ -691,7 +870,32 @@ pub struct FusedQuantOptions<'a> {
     pub path: FusedQuantPath,
 }
 
-impl<'a> FusedQuantOptions<'a> {
+impl<Q: Element> Clone for FusedQuantOptions<'_, Q> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<Q: Element> Copy for FusedQuantOptions<'_, Q> {}
+
+impl<Q: Element> Default for FusedQuantOptions<'_, Q> {
+    fn default() -> Self {
+        Self {
+            activation: ExpertActivation::default(),
+            gate_up: GateUp::default(),
+            bias13: None,
+            bias2: None,
+            smooth13: None,
+            smooth2: None,
+            shared: None,
+            shared_listed: false,
+            expert_map: None,
+            num_tokens: None,
+            path: FusedQuantPath::Auto,
+        }
+    }
+}
+
+impl<'a, Q: Element> FusedQuantOptions<'a, Q> {
     /// With this activation.
     pub const fn activation(mut self, activation: ExpertActivation) -> Self {
         self.activation = activation;
@@ -704,10 +908,29 @@ impl<'a> FusedQuantOptions<'a> {
         self
     }
 
+    /// With biases of the first and second product.
+    pub const fn biases(mut self, bias13: Option<&'a Tensor<f32>>, bias2: Option<&'a Tensor<f32>>) -> Self {
+        self.bias13 = bias13;
+        self.bias2 = bias2;
+        self
+    }
+
     /// With these smoothing vectors of both products.
     pub const fn smooth(mut self, smooth13: Option<&'a Tensor<f32>>, smooth2: Option<&'a Tensor<f32>>) -> Self {
         self.smooth13 = smooth13;
         self.smooth2 = smooth2;
+        self
+    }
+
+    /// With shared experts.
+    pub const fn shared_experts(mut self, shared: SharedQuantExperts<'a, Q>) -> Self {
+        self.shared = Some(shared);
+        self
+    }
+
+    /// Whether `topk_ids` lists the shared experts.
+    pub const fn shared_listed(mut self, listed: bool) -> Self {
+        self.shared_listed = listed;
         self
     }
 
@@ -730,25 +953,49 @@ impl<'a> FusedQuantOptions<'a> {
     }
 }
 
+/// Checks the scales of `[experts, n, k]` weights, which `first` decides the kind of; returns their strides if they are of rows.
+fn scale_strides(
+    call: &Call<'_>,
+    arg: &'static str,
+    scales: &Tensor<f32>,
+    kind: QuantScales,
+    [experts, n, k]: [usize; 3],
+) -> Result<ScaleStrides> {
+    call.contiguous(arg, scales)?;
+    match kind {
+        QuantScales::Blocks => {
+            call.same_shape(arg, scales.shape(), &[experts, n.div_ceil(GROUP), k.div_ceil(GROUP)])?;
+            Ok((0, 0))
+        }
+        QuantScales::Rows if *scales.shape() == [experts] => Ok((1, 0)),
+        QuantScales::Rows => {
+            call.same_shape(arg, scales.shape(), &[experts, n])?;
+            Ok((n, 1))
+        }
+    }
+}
+
 /// `out[t] = Σ w · down(act(gate_up(x[t])))` over the slots of token `t`, with 8-bit weights.
 ///
-/// `x` and `out`: `[tokens, H]`, each dense in its last dimension, rows of `x` at multiples of 16 bytes; `w13`: `[experts, 2 I, H]`
+/// `x` and `out`: `[tokens, H]`, each dense in its last dimension, rows of `x` at multiples of 16 bytes; `w13`: `[experts, rows · I, H]`
 /// ([`GateUp`]); `w2`: `[experts, H, I]`; `topk_ids` and `topk_weights`: `[tokens, top_k]`; all but `x` and `out` contiguous. `H` and `I` are
-/// multiples of 16. Scales:
+/// multiples of 16. Scales are of one of these kinds throughout, those of shared experts laid out as those of the others:
 ///
-/// | weights | `w13.scales` | `w2.scales` | activations |
-/// | --- | --- | --- | --- |
-/// | e4m3 | `[experts, ceil(2 I / 128), ceil(H / 128)]` | `[experts, ceil(H / 128), ceil(I / 128)]` | of each row and 128 columns, dynamic |
-/// | int8 | `[experts, 2 I]` | `[experts, H]` | of each row, dynamic, after smoothing |
+/// | scales | weights | `w13.scales` | `w2.scales` | activations |
+/// | --- | --- | --- | --- | --- |
+/// | of blocks | e4m3 | `[experts, ceil(rows · I / 128), ceil(H / 128)]` | `[experts, ceil(H / 128), ceil(I / 128)]` | of each row and 128 columns, dynamic |
+/// | of rows | e4m3, int8 | `[experts, rows · I]` or `[experts]` | `[experts, H]` or `[experts]` | of each row, dynamic, after smoothing |
 ///
-/// Ids of -1, of experts that live elsewhere and out of range contribute nothing. `workspace` has [`FusedQuantShape::workspace_bytes`]; what is
-/// in it does not matter. Sums are in f32; the row between the products is rounded to `T` after the activation, then quantised; results are
-/// weighted and added over the slots in their order in f32, with one rounding at the end. Tokens: f32, f16, bf16.
+/// Ids of -1, of experts that live elsewhere and out of range contribute nothing. `workspace` has [`FusedShape::quant_workspace_bytes`]; what is
+/// in it does not matter. Sums are in f32, or of int8 exact; biases are added to them, in f32. The row between the products is rounded to `T`
+/// after the activation, then quantised; results are weighted and added over the slots in their order in f32, with one rounding at
+/// the end. Tokens: f32, f16, bf16.
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value), [`Alignment`](Error::Alignment),
 /// [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice), [`DType`](Error::DType);
-/// [`Unsupported`](Error::Unsupported) if `options.path` asks for kernels that do not take these tensors, and for smoothing of e4m3.
+/// [`Unsupported`](Error::Unsupported) if `options.path` asks for kernels that do not take these tensors, for smoothing with scales of blocks,
+/// and for int8 with those.
 #[allow(clippy::too_many_arguments)]
 pub fn fused_quant<T: Float, Q: QuantisedElement>(
     stream: &Stream,
@@ -758,89 +1005,92 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     w2: Quantised<'_, Q>,
     topk_ids: &Tensor<i32>,
     topk_weights: &Tensor<f32>,
-    options: &FusedQuantOptions<'_>,
+    options: &FusedQuantOptions<'_, Q>,
     workspace: &mut Tensor<u8>,
 ) -> Result<()> {
     let mut call = Call::new(OP, stream);
-    call.dtype_among("x", T::DTYPE, &[DType::F32, DType::F16, DType::Bf16])?;
-    let [tokens, hidden] = *x.shape() else {
-        return Err(call.bad_shape("x", x.shape(), "[tokens, hidden]"));
+    let shared = options.shared;
+    let description = Description {
+        x,
+        topk_ids,
+        topk_weights,
+        w2: w2.values.shape(),
+        shared_w2: shared.map(|s| s.w2.values.shape()),
+        shared_listed: options.shared_listed,
+        gate_up: options.gate_up,
+        activation: options.activation,
+        expert_map: options.expert_map,
+        num_tokens: options.num_tokens,
     };
-    let [experts, _, intermediate] = *w2.values.shape() else {
-        return Err(call.bad_shape("w2", w2.values.shape(), "[experts, hidden, intermediate]"));
-    };
-    let [_, top_k] = *topk_ids.shape() else {
-        return Err(call.bad_shape("topk_ids", topk_ids.shape(), "[tokens, top_k]"));
-    };
-    let int8 = Q::DTYPE == DType::I8;
-    let rows = options.gate_up.rows() * intermediate;
-    let shape = FusedQuantShape::new(tokens, top_k, experts, hidden, intermediate);
-    call.same_shape("out", out.shape(), &[tokens, hidden])?;
-    call.same_shape("topk_ids", topk_ids.shape(), &[tokens, top_k])?;
-    call.same_shape("topk_weights", topk_weights.shape(), &[tokens, top_k])?;
-    call.same_shape("w13", w13.values.shape(), &[experts, rows, hidden])?;
-    for (arg, w, n, k) in [("w13.scales", w13, rows, hidden), ("w2.scales", w2, hidden, intermediate)] {
-        if int8 {
-            call.same_shape(arg, w.scales.shape(), &[experts, n])?;
-        } else {
-            call.same_shape(arg, w.scales.shape(), &[experts, n.div_ceil(GROUP), k.div_ceil(GROUP)])?;
-        }
-        call.contiguous(arg, w.scales)?;
+    let Block { shape, rows, global_experts, x: xs, out: outs } = description.check(&call, out)?;
+    let FusedShape { tokens, experts, hidden, intermediate, shared_experts, .. } = shape;
+    let scales = if w13.scales.shape().len() == 3 { QuantScales::Blocks } else { QuantScales::Rows };
+    let (first, second) = ([experts, rows, hidden], [experts, hidden, intermediate]);
+    dense(&call, "w13", Some(w13.values), &first)?;
+    dense(&call, "w2", Some(w2.values), &second)?;
+    let w13_strides = scale_strides(&call, "w13.scales", w13.scales, scales, first)?;
+    let w2_strides = scale_strides(&call, "w2.scales", w2.scales, scales, second)?;
+    dense(&call, "bias13", options.bias13, &[experts, rows])?;
+    dense(&call, "bias2", options.bias2, &[experts, hidden])?;
+    dense(&call, "smooth13", options.smooth13, &[experts, hidden])?;
+    dense(&call, "smooth2", options.smooth2, &[experts, intermediate])?;
+    let mut smooths = options.smooth13.is_some() || options.smooth2.is_some();
+    if let Some(s) = shared {
+        let (first, second) = ([shared_experts, rows, hidden], [shared_experts, hidden, intermediate]);
+        dense(&call, "shared.w13", Some(s.w13.values), &first)?;
+        dense(&call, "shared.w2", Some(s.w2.values), &second)?;
+        // Laid out as those of the routed experts.
+        let of_one = |scales: &Tensor<f32>| scales.shape().iter().skip(1).copied().collect::<Vec<_>>();
+        call.same_shape("shared.w13.scales", &of_one(s.w13.scales), &of_one(w13.scales))?;
+        call.same_shape("shared.w2.scales", &of_one(s.w2.scales), &of_one(w2.scales))?;
+        scale_strides(&call, "shared.w13.scales", s.w13.scales, scales, first)?;
+        scale_strides(&call, "shared.w2.scales", s.w2.scales, scales, second)?;
+        dense(&call, "shared.bias13", s.bias13, &[shared_experts, rows])?;
+        dense(&call, "shared.bias2", s.bias2, &[shared_experts, hidden])?;
+        dense(&call, "shared.smooth13", s.smooth13, &[shared_experts, hidden])?;
+        dense(&call, "shared.smooth2", s.smooth2, &[shared_experts, intermediate])?;
+        smooths |= s.smooth13.is_some() || s.smooth2.is_some();
     }
-    call.same_shape("w2", w2.values.shape(), &[experts, hidden, intermediate])?;
-    call.contiguous("w13", w13.values)?;
-    call.contiguous("w2", w2.values)?;
-    let smooth = [("smooth13", options.smooth13, hidden), ("smooth2", options.smooth2, intermediate)];
-    for (arg, smooth, width) in smooth {
-        if let Some(smooth) = smooth {
-            if !int8 {
-                return Err(Error::Unsupported { op: OP, what: "no smoothing with weights of e4m3".into() });
-            }
-            call.same_shape(arg, smooth.shape(), &[experts, width])?;
-            call.contiguous(arg, smooth)?;
-        }
-    }
-    let (xs, outs) = (call.rows("x", x)?, call.rows("out", out)?);
-    call.contiguous("topk_ids", topk_ids)?;
-    call.contiguous("topk_weights", topk_weights)?;
-    let global_experts = match options.expert_map {
-        Some(map) => {
-            let [n] = *map.shape() else {
-                return Err(call.bad_shape("expert_map", map.shape(), "[all experts]"));
-            };
-            call.contiguous("expert_map", map)?;
-            n
-        }
-        None => experts,
-    };
-    if let Some(n) = options.num_tokens {
-        call.same_shape("num_tokens", n.shape(), &[1])?;
-    }
-    for (arg, n) in [("w2", experts), ("expert_map", global_experts)] {
-        call.value(n <= sort::MAX_EXPERTS, arg, format!("at most {} experts", sort::MAX_EXPERTS), n)?;
+    if scales == QuantScales::Blocks && (smooths || Q::DTYPE == DType::I8) {
+        let what =
+            format!("with scales of blocks, weights are e4m3 and nothing is smoothed; here they are {}", Q::DTYPE);
+        return Err(Error::Unsupported { op: OP, what });
     }
     for (arg, width) in [("x", hidden), ("w2", intermediate)] {
         call.value(width.is_multiple_of(16), arg, "a width that is a multiple of 16", width)?;
     }
-    if let ExpertActivation::SwigluOai { alpha, limit } = options.activation {
-        call.value(!alpha.is_nan(), "activation", "an alpha that is a number", alpha)?;
-        call.value(limit >= 0.0, "activation", "a limit that is not negative", limit)?;
-    }
-    // The kernels count pairs, rows and columns in 32 bits.
-    call.count("topk_ids", tokens.saturating_mul(top_k))?;
-    call.count("w13", rows)?;
-    call.count("x", hidden)?;
+    let shared_operands = match shared {
+        Some(s) => Experts {
+            w13: call.read("shared.w13", s.w13.values)?,
+            w13_scales: call.read("shared.w13.scales", s.w13.scales)?.cast(),
+            w2: call.read("shared.w2", s.w2.values)?,
+            w2_scales: call.read("shared.w2.scales", s.w2.scales)?.cast(),
+            bias13: call.read_opt("shared.bias13", s.bias13)?.cast(),
+            bias2: call.read_opt("shared.bias2", s.bias2)?.cast(),
+            smooth13: call.read_opt("shared.smooth13", s.smooth13)?.cast(),
+            smooth2: call.read_opt("shared.smooth2", s.smooth2)?.cast(),
+        },
+        None => Experts::NONE,
+    };
     let operands = Operands {
         out: call.write("out", out)?,
         out_row: outs.stride,
         x: call.read("x", x)?,
         x_row: xs.stride,
-        w13: call.read("w13", w13.values)?,
-        w13_scales: call.read("w13.scales", w13.scales)?.cast(),
-        w2: call.read("w2", w2.values)?,
-        w2_scales: call.read("w2.scales", w2.scales)?.cast(),
-        smooth13: call.read_opt("smooth13", options.smooth13)?.cast(),
-        smooth2: call.read_opt("smooth2", options.smooth2)?.cast(),
+        routed: Experts {
+            w13: call.read("w13", w13.values)?,
+            w13_scales: call.read("w13.scales", w13.scales)?.cast(),
+            w2: call.read("w2", w2.values)?,
+            w2_scales: call.read("w2.scales", w2.scales)?.cast(),
+            bias13: call.read_opt("bias13", options.bias13)?.cast(),
+            bias2: call.read_opt("bias2", options.bias2)?.cast(),
+            smooth13: call.read_opt("smooth13", options.smooth13)?.cast(),
+            smooth2: call.read_opt("smooth2", options.smooth2)?.cast(),
+        },
+        shared: shared_operands,
+        scales,
+        w13_strides,
+        w2_strides,
         topk_ids: call.read("topk_ids", topk_ids)?.cast(),
         topk_weights: call.read("topk_weights", topk_weights)?.cast(),
         expert_map: call.read_opt("expert_map", options.expert_map)?.cast(),
@@ -849,17 +1099,14 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
         gate_up: options.gate_up,
         activation: options.activation,
     };
-    let needed = shape.workspace_bytes(T::DTYPE);
-    call.contiguous("workspace", workspace)?;
-    call.value(workspace.len() >= needed, "workspace", format!("at least {needed} bytes"), workspace.len())?;
-    let workspace = call.write("workspace", workspace)?;
-    call.check_overlap()?;
+    let workspace = block::workspace(&mut call, OP, workspace, shape.quant_workspace_bytes(T::DTYPE))?;
     for (arg, address) in [
-        ("workspace", workspace as usize),
         ("x", operands.x as usize),
         ("x", if tokens > 1 { operands.x as usize + xs.stride * T::DTYPE.size() } else { 0 }),
-        ("w13", operands.w13 as usize),
-        ("w2", operands.w2 as usize),
+        ("w13", operands.routed.w13 as usize),
+        ("w2", operands.routed.w2 as usize),
+        ("shared.w13", operands.shared.w13 as usize),
+        ("shared.w2", operands.shared.w2 as usize),
     ] {
         if !address.is_multiple_of(16) {
             return Err(Error::Alignment { op: OP, arg, expected: 16, address });
@@ -871,15 +1118,15 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     let path = resolve(stream.device(), Q::DTYPE, T::DTYPE, &shape, options)?;
     // Nothing to multiply: the sum over slots alone, of nothing.
     let block = path.block();
-    let blocks = sort::capacity(shape.pairs(), experts, block, false) / block;
+    let blocks = sort::capacity(shape.pairs(), shape.bins(), block, false) / block;
     call.value(
-        path.wgmma().is_some() || blocks <= 65535,
+        path.is_wgmma() || blocks <= 65535,
         "topk_ids",
         format!("at most 65535 blocks of {block} pairs"),
         blocks,
     )?;
-    if shape.pairs() == 0 || experts == 0 || intermediate == 0 {
-        return stream_zeros(stream, &shape, T::DTYPE, &operands, workspace);
+    if shape.pairs() == 0 || shape.bins() == 0 || intermediate == 0 {
+        return stream_zeros(stream, &shape, Q::DTYPE, T::DTYPE, &operands, workspace);
     }
     // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
     unsafe { launch(stream, T::DTYPE, Q::DTYPE, path, &shape, &operands, workspace) }
@@ -888,34 +1135,34 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
 /// The result where nothing contributes: tokens without slots.
 fn stream_zeros(
     stream: &Stream,
-    shape: &FusedQuantShape,
+    shape: &FusedShape,
+    weights: DType,
     dtype: DType,
     o: &Operands,
     workspace: *mut c_void,
 ) -> Result<()> {
-    let none = FusedQuantShape { top_k: 0, ..*shape };
+    let none = FusedShape { top_k: 0, shared_experts: 0, ..*shape };
     let at = Workspace::new(&none, dtype, tile_kernel::PAIRS);
-    let run = Run { stream, dtype, path: FusedQuantPath::Tile, shape: &none, o, at, workspace };
+    let run = Run { stream, dtype, weights, path: FusedQuantPath::Tile, shape: &none, o, at, workspace };
     // SAFETY: without slots only `out` is written, which was checked.
     unsafe { run.reduce() }
 }
 
 /// The path for these types and sizes.
-fn resolve(
+fn resolve<Q: Element>(
     device: &Device,
     weights: DType,
     dtype: DType,
-    shape: &FusedQuantShape,
-    options: &FusedQuantOptions<'_>,
+    shape: &FusedShape,
+    options: &FusedQuantOptions<'_, Q>,
 ) -> Result<FusedQuantPath> {
-    let wgmma = weights == DType::E4m3
-        && dtype != DType::F32
+    let wgmma = dtype != DType::F32
         && device.properties().compute_capability == (9, 0)
-        && shape.experts <= wgmma_kernel::MAX_BINS
+        && shape.bins() <= wgmma_kernel::MAX_BINS
         && options.activation != ExpertActivation::Gelu;
-    let direct = shape.pairs() <= crate::kernels::moe::items::DIRECT_PAIRS;
+    let direct = shape.pairs() <= items::DIRECT_PAIRS;
     match options.path {
-        FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(shape.pairs(), shape.experts)),
+        FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(shape.pairs(), shape.bins())),
         FusedQuantPath::Auto | FusedQuantPath::Tile => Ok(FusedQuantPath::Tile),
         path if !wgmma || (path == FusedQuantPath::Wgmma16 && !direct) => Err(unsupported(path, weights, dtype)),
         path => Ok(path),

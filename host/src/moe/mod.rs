@@ -1,6 +1,7 @@
 //! Mixture of experts.
 
 pub mod balance;
+mod block;
 pub mod capacity;
 pub mod fused;
 mod fused_host;
@@ -14,7 +15,7 @@ pub mod statistics;
 pub use balance::{Loads, histogram, update_bias};
 pub use capacity::capacity;
 pub use fused::{ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused};
-pub use fused_quant::{FusedQuantOptions, FusedQuantPath, FusedQuantShape, fused_quant};
+pub use fused_quant::{FusedQuantOptions, FusedQuantPath, QuantScales, SharedQuantExperts, fused_quant};
 pub use gate::{Bias, GateOptions, Scoring, gate};
 pub use noisy_top_k::{NoisyTopKOptions, noisy_top_k};
 pub use permute::{permute, unpermute};

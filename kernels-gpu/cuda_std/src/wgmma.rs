@@ -149,23 +149,54 @@ impl<M: Major> Descriptor<M> {
     }
 }
 
-/// Types of the elements of A and B: [`half::bf16`], [`half::f16`], [`E4M3`](crate::E4M3), [`E5M2`](crate::E5M2). A step
-/// along K is 32 bytes of them.
-pub trait Input: crate::Float + sealed::Sealed {
+/// Types of sums: `f32`, and `i32` of products of `i8`.
+pub trait Sum: Copy + Default + sealed::Sealed {
+    /// Rounded to the nearest.
+    fn to_f32(self) -> f32;
+    #[cfg(not(target_arch = "nvptx64"))]
+    #[doc(hidden)]
+    fn multiply_add(self, a: Self, b: Self) -> Self;
+}
+impl sealed::Sealed for f32 {}
+impl Sum for f32 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn multiply_add(self, a: f32, b: f32) -> f32 {
+        self + a * b
+    }
+}
+impl sealed::Sealed for i32 {}
+impl Sum for i32 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self as f32
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn multiply_add(self, a: i32, b: i32) -> i32 {
+        self.wrapping_add(a.wrapping_mul(b))
+    }
+}
+
+/// Types of the elements of A and B, whose products have sums of type `S`: [`half::bf16`], [`half::f16`], [`E4M3`](crate::E4M3) and
+/// [`E5M2`](crate::E5M2) in `f32`, `i8` in `i32` (exact; they wrap around). A step along K is 32 bytes of them.
+pub trait Input<S: Sum = f32>: crate::Element + sealed::Sealed {
     #[doc(hidden)]
     const ID: u32;
     #[cfg(not(target_arch = "nvptx64"))]
     #[doc(hidden)]
-    fn widen(bits: u32) -> f32;
+    fn widen(bits: u32) -> S;
 }
 macro_rules! inputs {
-    ($($t:ty = $id:literal, |$b:ident| $widen:expr;)*) => { $(
+    ($($t:ty = $id:literal, $sum:ty, |$b:ident| $widen:expr;)*) => { $(
         impl sealed::Sealed for $t {}
-        impl Input for $t {
+        impl Input<$sum> for $t {
             const ID: u32 = $id;
             #[cfg(not(target_arch = "nvptx64"))]
-            fn widen($b: u32) -> f32 {
-                $widen.to_f32()
+            fn widen($b: u32) -> $sum {
+                $widen
             }
         }
     )* };
@@ -173,15 +204,27 @@ macro_rules! inputs {
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::Float;
 inputs! {
-    half::bf16 = 0, |b| half::bf16::from_bits(b as u16);
-    half::f16 = 1, |b| half::f16::from_bits(b as u16);
-    crate::E4M3 = 2, |b| crate::E4M3(b as u8);
-    crate::E5M2 = 3, |b| crate::E5M2(b as u8);
+    half::bf16 = 0, f32, |b| half::bf16::from_bits(b as u16).to_f32();
+    half::f16 = 1, f32, |b| half::f16::from_bits(b as u16).to_f32();
+    crate::E4M3 = 2, f32, |b| crate::E4M3(b as u8).to_f32();
+    crate::E5M2 = 3, f32, |b| crate::E5M2(b as u8).to_f32();
+    i8 = 4, i32, |b| b as i8 as i32;
+}
+
+/// Registers that products write, whatever their type.
+pub trait Registers: Copy + sealed::Sealed {
+    /// Ties the accumulators to this point of the program: reads of them cannot move above it. What [`wait`] does for
+    /// one accumulator, where several are in use.
+    fn pin(&mut self);
+
+    #[doc(hidden)]
+    #[track_caller]
+    fn wait_group<const PENDING: usize>(&mut self);
 }
 
 /// One thread's accumulators of 64xN sums: `[f32; N / 2]`, for N of 8, 16, 24, 32, 48, 64, 72, 96, 112, 128, 136,
-/// 144, 160, 176, 192, 224 and 256.
-pub trait Accumulator: Copy + sealed::Sealed {
+/// 144, 160, 176, 192, 224 and 256, and `[i32; N / 2]` for those of them but 72 and 136.
+pub trait Accumulator<S: Sum = f32>: Registers {
     /// Columns.
     const N: usize;
 
@@ -194,7 +237,7 @@ pub trait Accumulator: Copy + sealed::Sealed {
     /// The whole warpgroup is here with the same descriptors, which describe readable tiles that stay as they are until
     /// a [`wait`]; nothing but further products touches the accumulators until then.
     #[track_caller]
-    unsafe fn multiply<T: Input, const STEPS: usize, A: Major, B: Major>(
+    unsafe fn multiply<T: Input<S>, const STEPS: usize, A: Major, B: Major>(
         &mut self,
         a: Descriptor<A>,
         b: Descriptor<B>,
@@ -206,7 +249,7 @@ pub trait Accumulator: Copy + sealed::Sealed {
     /// # Safety
     /// As for [`multiply`](Self::multiply).
     #[track_caller]
-    unsafe fn multiply_registers<T: Input, const STEPS: usize, B: Major>(
+    unsafe fn multiply_registers<T: Input<S>, const STEPS: usize, B: Major>(
         &mut self,
         a: [[u32; 4]; STEPS],
         b: Descriptor<B>,
@@ -218,21 +261,13 @@ pub trait Accumulator: Copy + sealed::Sealed {
     /// # Safety
     /// As for [`multiply`](Self::multiply).
     #[track_caller]
-    unsafe fn step<T: Input, A: Major, B: Major>(&mut self, a: Descriptor<A>, b: Descriptor<B>, accumulate: bool);
-
-    /// Ties the accumulators to this point of the program: reads of them cannot move above it. What [`wait`] does for
-    /// one accumulator, where several are in use.
-    fn pin(&mut self);
-
-    #[doc(hidden)]
-    #[track_caller]
-    fn wait_group<const PENDING: usize>(&mut self);
+    unsafe fn step<T: Input<S>, A: Major, B: Major>(&mut self, a: Descriptor<A>, b: Descriptor<B>, accumulate: bool);
 }
 
 /// `wgmma.wait_group`: all but the latest `PENDING` groups are complete, those of `acc` among them.
 #[inline(always)]
 #[track_caller]
-pub fn wait<const PENDING: usize>(acc: &mut impl Accumulator) {
+pub fn wait<const PENDING: usize>(acc: &mut impl Registers) {
     acc.wait_group::<PENDING>();
 }
 
@@ -299,6 +334,10 @@ macro_rules! text {
     (types 1) => { "k16.f32.f16.f16" };
     (types 2) => { "k32.f32.e4m3.e4m3" };
     (types 3) => { "k32.f32.e5m2.e5m2" };
+    (types 4) => { "k32.s32.s8.s8" };
+    // The signs of A and B, which integers do not choose.
+    (signs 4) => { "" };
+    (signs $type:literal) => { ", 1, 1" };
     // Whether operands are transposed; 8-bit types have no choice.
     (transpose shared 0) => { ", {ta}, {tb}" };
     (transpose shared 1) => { ", {ta}, {tb}" };
@@ -322,7 +361,7 @@ macro_rules! group {
                     text!(advance $s "add.u32 %x, %x, {sa}; add.u32 %y, %y, {sb}; "),
                     "mov.b64 %a, {{%x, {ah}}}; mov.b64 %b, {{%y, {bh}}};\n\t",
                     "wgmma.mma_async.sync.aligned.m64n", $n, text!(types $type), " ", text!(list $list), ", %a, %b, ",
-                    text!(predicate $s), ", 1, 1", text!(transpose shared $type), ";\n\t",
+                    text!(predicate $s), text!(signs $type), text!(transpose shared $type), ";\n\t",
                 )*
                 "wgmma.commit_group.sync.aligned; }}"
             ),
@@ -344,7 +383,8 @@ macro_rules! group {
                 $(
                     text!(advance $s "add.u32 %y, %y, {sb}; "), "mov.b64 %b, {{%y, {bh}}};\n\t",
                     "wgmma.mma_async.sync.aligned.m64n", $n, text!(types $type), " ", text!(list $list), ", ",
-                    text!(words $s), ", %b, ", text!(predicate $s), ", 1, 1", text!(transpose registers $type), ";\n\t",
+                    text!(words $s), ", %b, ", text!(predicate $s), text!(signs $type),
+                    text!(transpose registers $type), ";\n\t",
                 )*
                 "wgmma.commit_group.sync.aligned; }}"
             ),
@@ -362,7 +402,7 @@ macro_rules! group {
                 "{{ .reg .pred %p; .reg .b64 %a, %b; // {ta}{tb}\n\t",
                 "setp.ne.b32 %p, {d}, 0; mov.b64 %a, {{{al}, {ah}}}; mov.b64 %b, {{{bl}, {bh}}};\n\t",
                 "wgmma.mma_async.sync.aligned.m64n", $n, text!(types $type), " ", text!(list $list),
-                ", %a, %b, %p, 1, 1", text!(transpose shared $type), "; }}"
+                ", %a, %b, %p", text!(signs $type), text!(transpose shared $type), "; }}"
             ),
             $(inout(reg32) $acc[$i],)*
             al = in(reg32) $a.lo, ah = in(reg32) $a.hi, bl = in(reg32) $b.lo, bh = in(reg32) $b.hi,
@@ -375,13 +415,17 @@ macro_rules! group {
 /// [`group`] for the type and the number of steps that are asked for.
 #[cfg(target_arch = "nvptx64")]
 macro_rules! choose {
-    (shared $T:ident $STEPS:ident $vars:tt $n:literal $list:tt $i:tt) => {
+    (i32 step $T:ident $vars:tt $n:literal $list:tt $i:tt) => { group!(step $vars $n 4 $list $i) };
+    (i32 $kind:ident $T:ident $STEPS:ident $vars:tt $n:literal $list:tt $i:tt) => {
+        choose!(@steps $STEPS, $kind $vars $n 4 $list $i)
+    };
+    (f32 shared $T:ident $STEPS:ident $vars:tt $n:literal $list:tt $i:tt) => {
         choose!(@types $T, $STEPS, shared $vars $n $list $i)
     };
-    (registers $T:ident $STEPS:ident $vars:tt $n:literal $list:tt $i:tt) => {
+    (f32 registers $T:ident $STEPS:ident $vars:tt $n:literal $list:tt $i:tt) => {
         choose!(@types $T, $STEPS, registers $vars $n $list $i)
     };
-    (step $T:ident $vars:tt $n:literal $list:tt $i:tt) => {
+    (f32 step $T:ident $vars:tt $n:literal $list:tt $i:tt) => {
         match $T::ID {
             0 => group!(step $vars $n 0 $list $i),
             1 => group!(step $vars $n 1 $list $i),
@@ -417,7 +461,7 @@ macro_rules! choose {
 }
 
 /// What holds for every product.
-const fn check<T: Input, const STEPS: usize, A: Major, B: Major>() {
+const fn check<S: Sum, T: Input<S>, const STEPS: usize, A: Major, B: Major>() {
     assert!(STEPS == 1 || STEPS == 2 || STEPS == 4, "1, 2 or 4 steps");
     assert!(T::ID < 2 || A::TRANSPOSED + B::TRANSPOSED == 0, "8-bit operands are K-major");
 }
@@ -425,43 +469,43 @@ const fn check<T: Input, const STEPS: usize, A: Major, B: Major>() {
 /// The SIMT device's step: 32 bytes along K.
 #[cfg(not(target_arch = "nvptx64"))]
 #[track_caller]
-fn simt_step<T: Input>(acc: &mut [f32], a: simt::Left, b: simt::Operand, accumulate: bool) {
+fn simt_step<S: Sum, T: Input<S>>(acc: &mut [S], a: simt::Left, b: simt::Operand, accumulate: bool) {
     match size_of::<T>() {
-        1 => simt::wgmma::<4>("wgmma", acc, a, b, accumulate, T::widen),
-        _ => simt::wgmma::<2>("wgmma", acc, a, b, accumulate, T::widen),
+        1 => simt::wgmma::<4, S>("wgmma", acc, a, b, accumulate, T::widen, S::multiply_add),
+        _ => simt::wgmma::<2, S>("wgmma", acc, a, b, accumulate, T::widen, S::multiply_add),
     }
 }
 
 macro_rules! accumulators {
-    ($($n:literal $half:literal [$($i:literal)*];)*) => { $(
-        impl sealed::Sealed for [f32; $half] {}
-        impl Accumulator for [f32; $half] {
+    ($sum:tt: $($n:literal $half:literal [$($i:literal)*];)*) => { $(
+        impl sealed::Sealed for [$sum; $half] {}
+        impl Accumulator<$sum> for [$sum; $half] {
             const N: usize = $n;
 
             #[inline(always)]
             fn zero() -> Self {
-                [0.0; $half]
+                [Default::default(); $half]
             }
 
             #[inline(always)]
             #[track_caller]
-            unsafe fn multiply<T: Input, const STEPS: usize, A: Major, B: Major>(
+            unsafe fn multiply<T: Input<$sum>, const STEPS: usize, A: Major, B: Major>(
                 &mut self,
                 a: Descriptor<A>,
                 b: Descriptor<B>,
                 accumulate: bool,
             ) {
-                const { check::<T, STEPS, A, B>() };
+                const { check::<$sum, T, STEPS, A, B>() };
                 #[cfg(target_arch = "nvptx64")]
                 // SAFETY: forwarded to the caller.
                 unsafe {
-                    choose!(shared T STEPS (self a b accumulate A B) $n ($($i)*) [$($i)*])
+                    choose!($sum shared T STEPS (self a b accumulate A B) $n ($($i)*) [$($i)*])
                 };
                 #[cfg(not(target_arch = "nvptx64"))]
                 {
                     for s in 0..STEPS as u32 {
                         let left = simt::Left::Shared(a.advance(s).operand());
-                        simt_step::<T>(self, left, b.advance(s).operand(), accumulate || s > 0);
+                        simt_step::<$sum, T>(self, left, b.advance(s).operand(), accumulate || s > 0);
                     }
                     commit_group();
                 }
@@ -469,23 +513,23 @@ macro_rules! accumulators {
 
             #[inline(always)]
             #[track_caller]
-            unsafe fn multiply_registers<T: Input, const STEPS: usize, B: Major>(
+            unsafe fn multiply_registers<T: Input<$sum>, const STEPS: usize, B: Major>(
                 &mut self,
                 a: [[u32; 4]; STEPS],
                 b: Descriptor<B>,
                 accumulate: bool,
             ) {
-                const { check::<T, STEPS, K, B>() };
+                const { check::<$sum, T, STEPS, K, B>() };
                 #[cfg(target_arch = "nvptx64")]
                 // SAFETY: forwarded to the caller.
                 unsafe {
-                    choose!(registers T STEPS (self a b accumulate B) $n ($($i)*) [$($i)*])
+                    choose!($sum registers T STEPS (self a b accumulate B) $n ($($i)*) [$($i)*])
                 };
                 #[cfg(not(target_arch = "nvptx64"))]
                 {
                     for s in 0..STEPS {
                         let b = b.advance(s as u32).operand();
-                        simt_step::<T>(self, simt::Left::Registers(a[s]), b, accumulate || s > 0);
+                        simt_step::<$sum, T>(self, simt::Left::Registers(a[s]), b, accumulate || s > 0);
                     }
                     commit_group();
                 }
@@ -493,22 +537,23 @@ macro_rules! accumulators {
 
             #[inline(always)]
             #[track_caller]
-            unsafe fn step<T: Input, A: Major, B: Major>(
+            unsafe fn step<T: Input<$sum>, A: Major, B: Major>(
                 &mut self,
                 a: Descriptor<A>,
                 b: Descriptor<B>,
                 accumulate: bool,
             ) {
-                const { check::<T, 1, A, B>() };
+                const { check::<$sum, T, 1, A, B>() };
                 #[cfg(target_arch = "nvptx64")]
                 // SAFETY: forwarded to the caller.
                 unsafe {
-                    choose!(step T (self a b accumulate A B) $n ($($i)*) [$($i)*])
+                    choose!($sum step T (self a b accumulate A B) $n ($($i)*) [$($i)*])
                 };
                 #[cfg(not(target_arch = "nvptx64"))]
-                simt_step::<T>(self, simt::Left::Shared(a.operand()), b.operand(), accumulate);
+                simt_step::<$sum, T>(self, simt::Left::Shared(a.operand()), b.operand(), accumulate);
             }
-
+        }
+        impl Registers for [$sum; $half] {
             #[inline(always)]
             fn pin(&mut self) {
                 #[cfg(target_arch = "nvptx64")]
@@ -534,7 +579,7 @@ macro_rules! accumulators {
         }
     )* };
 }
-accumulators! {
+accumulators! { f32:
     8 4 [0 1 2 3];
     16 8 [0 1 2 3 4 5 6 7];
     24 12 [0 1 2 3 4 5 6 7 8 9 10 11];
@@ -559,6 +604,59 @@ accumulators! {
     136 68 [
         0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36 37
         38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67
+    ];
+    144 72 [
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
+        37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67 68 69 70
+        71
+    ];
+    160 80 [
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36 37
+        38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67 68 69 70 71 72
+        73 74 75 76 77 78 79
+    ];
+    176 88 [
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36 37
+        38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67 68 69 70 71 72
+        73 74 75 76 77 78 79 80 81 82 83 84 85 86 87
+    ];
+    192 96 [
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
+        37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67 68 69
+        70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95
+    ];
+    224 112 [
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36 37 38 39
+        40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67 68 69 70 71 72 73 74 75
+        76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95 96 97 98 99 100 101 102 103 104 105 106 107 108
+        109 110 111
+    ];
+    256 128 [
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
+        37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67 68 69
+        70 71 72 73 74 75 76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95 96 97 98 99 100 101
+        102 103 104 105 106 107 108 109 110 111 112 113 114 115 116 117 118 119 120 121 122 123 124 125 126
+        127
+    ];
+}
+accumulators! { i32:
+    8 4 [0 1 2 3];
+    16 8 [0 1 2 3 4 5 6 7];
+    24 12 [0 1 2 3 4 5 6 7 8 9 10 11];
+    32 16 [0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15];
+    48 24 [0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23];
+    64 32 [0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31];
+    96 48 [
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
+        37 38 39 40 41 42 43 44 45 46 47
+    ];
+    112 56 [
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36 37
+        38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55
+    ];
+    128 64 [
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36
+        37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63
     ];
     144 72 [
         0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36

@@ -96,26 +96,27 @@ fn checksum(block: &Block, offsets: &[u32], bytes: usize) -> u64 {
 }
 
 /// One lane's part of a product.
-struct Io {
+struct Io<S> {
     left: Left,
     right: Operand,
     accumulate: bool,
-    acc: *mut f32,
+    acc: *mut S,
 }
 
-/// `wgmma.mma_async.sync.aligned.m64nNkK.f32`: `acc = A B (+ acc)`, with `K` of 32 bytes and elements of `E` to a
+/// `wgmma.mma_async.sync.aligned.m64nNkK`: `acc = A B (+ acc)`, with `K` of 32 bytes and elements of `E` to a
 /// 32-bit word, that is of `4 / E` bytes; `acc` holds this lane's `N / 2` accumulators.
 ///
-/// `widen` turns the low bits of a word into a value. Products are summed in `f32` in ascending `k`; hardware sums in
-/// another order with fewer bits, so compare with a tolerance.
+/// `widen` turns the low bits of a word into a value, and `multiply_add(c, a, b)` is `c + a b`. Products are summed in ascending
+/// `k`; hardware sums floats in another order with fewer bits, so compare with a tolerance.
 #[track_caller]
-pub fn wgmma<const E: usize>(
+pub fn wgmma<const E: usize, S: Copy + Default>(
     op: &'static str,
-    acc: &mut [f32],
+    acc: &mut [S],
     left: Left,
     right: Operand,
     accumulate: bool,
-    widen: impl Fn(u32) -> f32,
+    widen: impl Fn(u32) -> S,
+    multiply_add: impl Fn(S, S, S) -> S,
 ) {
     let at = Location::caller();
     let (n, bytes, k) = (acc.len() * 2, 4 / E, 8 * E);
@@ -147,7 +148,7 @@ pub fn wgmma<const E: usize>(
             };
             widen(word)
         };
-        let mut a = vec![0.0f32; 16 * k];
+        let mut a = vec![S::default(); 16 * k];
         match io.left {
             Left::Shared(left) => {
                 for (i, a) in a.iter_mut().enumerate() {
@@ -168,11 +169,11 @@ pub fn wgmma<const E: usize>(
                 }
             }
         }
-        let mut b = vec![0.0f32; k * n];
+        let mut b = vec![S::default(); k * n];
         for (i, b) in b.iter_mut().enumerate() {
             *b = read(right, i % n, i / n);
         }
-        let mut d = vec![0.0f32; 16 * n];
+        let mut d = vec![S::default(); 16 * n];
         let at_lane = |l: u32, e: usize| {
             let (g, t) = (l as usize / 4, l as usize % 4);
             (g + 8 * (e >> 1 & 1)) * n + 8 * (e / 4) + 2 * t + (e & 1)
@@ -188,7 +189,7 @@ pub fn wgmma<const E: usize>(
         for (a, d) in a.chunks_exact(k).zip(d.chunks_exact_mut(n)) {
             for (&a, b) in a.iter().zip(b.chunks_exact(n)) {
                 for (d, &b) in d.iter_mut().zip(b) {
-                    *d += a * b;
+                    *d = multiply_add(*d, a, b);
                 }
             }
         }

@@ -10,11 +10,12 @@
 //! Every element is summed in ascending K whatever the grid: results do not depend on how a batch is composed.
 
 use super::epilogue;
-use super::scales::{BLOCKS, ROWS, Scales};
 use crate::pipeline::Raster;
 use crate::row::GROUP;
+use crate::scales::{BLOCKS, ROWS, Scales};
 use crate::tensor_byte::TensorByte;
 use cuda_std::vec::{B64, B128};
+use cuda_std::wgmma::Sum as _;
 use cuda_std::{
     E4M3, Float, Global, GlobalMut, bf16, cp_async, entries, f16, float, mma, shared, thread, unroll, warp,
 };
@@ -178,7 +179,7 @@ pub unsafe fn linear_quant_tile<Q: TensorByte, Y: Float>(
                     unroll::<4>(|j| {
                         unroll::<2>(|c| {
                             let e = 2 * h + c;
-                            acc[i][j][e] = float::fma(Q::widen(sums[i][j][e]), scale, acc[i][j][e]);
+                            acc[i][j][e] = float::fma(sums[i][j][e].to_f32(), scale, acc[i][j][e]);
                             sums[i][j][e] = Q::ZERO;
                         });
                     });
@@ -197,7 +198,7 @@ pub unsafe fn linear_quant_tile<Q: TensorByte, Y: Float>(
                 let row = warp_row + 16 * i as u32 + g + 8 * h as u32;
                 let at = row * SUMS_ROW as u32 + warp_col + 8 * j as u32 + 2 * t;
                 // What was added up already has left zeros.
-                let v = |c: usize| acc[i][j][2 * h + c] + Q::widen(sums[i][j][2 * h + c]);
+                let v = |c: usize| acc[i][j][2 * h + c] + sums[i][j][2 * h + c].to_f32();
                 all.set_as(at, B64([v(0), v(1)]));
             });
         });

@@ -1,14 +1,14 @@
-//! `y = epilogue(x · wᵀ + bias)` of e4m3 tokens and weights on Hopper's tensor cores: [`linear_wgmma`] with scales.
+//! `y = epilogue(x · wᵀ + bias)` of e4m3 or int8 tokens and weights on Hopper's tensor cores: [`linear_wgmma`] with scales.
 //!
 //! With scales of rows the sums of all of K stay in the tensor cores' accumulators, as cuBLAS does it by default: those keep some
-//! 14 bits of what is added to them. With scales of blocks, sums of 128 products are added up in f32 (DeepSeek-AI, *DeepSeek-V3 Technical
+//! 14 bits of what is added to them; those of int8 are exact, and rounded to f32 once (where K is split, each part). With scales of blocks, sums of 128 products are added up in f32 (DeepSeek-AI, *DeepSeek-V3 Technical
 //! Report*, 2024, section 3.3).
 
 use super::linear_wgmma;
-use super::scales::{BLOCKS, ROWS, Scales};
 use crate::TensorFloat;
+use crate::scales::{BLOCKS, ROWS, Scales};
 use cuda_std::tma::TensorMap;
-use cuda_std::wgmma::Accumulator;
+use cuda_std::wgmma::{Accumulator, Input, Sum};
 use cuda_std::{E4M3, bf16, entries, f16};
 
 /// Elements of K in a stage.
@@ -23,8 +23,11 @@ pub const fn shared_bytes(n: usize, stages: usize, split: usize, blocks: bool) -
 /// As [`linear_wgmma`](linear_wgmma::linear_wgmma), with boxes of [`STEP`] columns; scales as [`Scales::new`] takes them.
 #[inline(always)]
 pub unsafe fn linear_quant_wgmma<
+    X: Input<S>,
+    S: Sum,
     T: TensorFloat,
     A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
+    P: Accumulator<S> + AsRef<[S]>,
     const SCALES: u32,
     const N: usize,
     const STAGES: usize,
@@ -48,7 +51,7 @@ pub unsafe fn linear_quant_wgmma<
     kind: u32,
 ) {
     let scales = Scales::new(x_scales, x_scale_row, x_scale_group, w_scales, w_scale_row, w_scale_group);
-    linear_wgmma::scaled::<E4M3, T, A, SCALES, N, STAGES, DOWN, ACROSS, SPLIT>(x, w, y, bias, scales, m, n, k, kind)
+    linear_wgmma::scaled::<X, S, T, A, P, SCALES, N, STAGES, DOWN, ACROSS, SPLIT>(x, w, y, bias, scales, m, n, k, kind)
 }
 
 entries! {
@@ -58,32 +61,48 @@ entries! {
         x_scale_group: usize, w_scales: *const f32, w_scale_row: usize, w_scale_group: usize, m: u32, n: u32, k: u32,
         kind: u32,
     );
-    linear_quant_wgmma_rows_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 128], ROWS, 256, 4, 1, 1, 1>;
-    linear_quant_wgmma_rows_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 128], ROWS, 256, 4, 1, 1, 1>;
-    linear_quant_wgmma_rows_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 128], ROWS, 256, 4, 2, 1, 1>;
-    linear_quant_wgmma_rows_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 128], ROWS, 256, 4, 2, 1, 1>;
-    linear_quant_wgmma_rows_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 96], ROWS, 192, 4, 1, 1, 1>;
-    linear_quant_wgmma_rows_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 96], ROWS, 192, 4, 1, 1, 1>;
-    linear_quant_wgmma_rows_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 64], ROWS, 128, 6, 1, 1, 1>;
-    linear_quant_wgmma_rows_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 64], ROWS, 128, 6, 1, 1, 1>;
-    linear_quant_wgmma_rows_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 64], ROWS, 128, 6, 1, 1, 2>;
-    linear_quant_wgmma_rows_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 64], ROWS, 128, 6, 1, 1, 2>;
-    linear_quant_wgmma_rows_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 32], ROWS, 64, 8, 1, 1, 1>;
-    linear_quant_wgmma_rows_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 32], ROWS, 64, 8, 1, 1, 1>;
-    linear_quant_wgmma_rows_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 32], ROWS, 64, 8, 1, 1, 2>;
-    linear_quant_wgmma_rows_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 32], ROWS, 64, 8, 1, 1, 2>;
-    linear_quant_wgmma_rows_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 32], ROWS, 64, 8, 1, 1, 4>;
-    linear_quant_wgmma_rows_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 32], ROWS, 64, 8, 1, 1, 4>;
-    linear_quant_wgmma_blocks_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 96], BLOCKS, 192, 4, 1, 1, 1>;
-    linear_quant_wgmma_blocks_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 96], BLOCKS, 192, 4, 1, 1, 1>;
-    linear_quant_wgmma_blocks_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 64], BLOCKS, 128, 5, 1, 1, 1>;
-    linear_quant_wgmma_blocks_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 64], BLOCKS, 128, 5, 1, 1, 1>;
-    linear_quant_wgmma_blocks_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 64], BLOCKS, 128, 5, 1, 1, 2>;
-    linear_quant_wgmma_blocks_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 64], BLOCKS, 128, 5, 1, 1, 2>;
-    linear_quant_wgmma_blocks_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 32], BLOCKS, 64, 7, 1, 1, 1>;
-    linear_quant_wgmma_blocks_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 32], BLOCKS, 64, 7, 1, 1, 1>;
-    linear_quant_wgmma_blocks_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 32], BLOCKS, 64, 7, 1, 1, 2>;
-    linear_quant_wgmma_blocks_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 32], BLOCKS, 64, 7, 1, 1, 2>;
-    linear_quant_wgmma_blocks_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 32], BLOCKS, 64, 7, 1, 1, 4>;
-    linear_quant_wgmma_blocks_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<T, [f32; 32], BLOCKS, 64, 7, 1, 1, 4>;
+    linear_quant_wgmma_rows_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 4, 1, 1, 1>;
+    linear_quant_wgmma_rows_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 4, 1, 1, 1>;
+    linear_quant_wgmma_rows_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 4, 2, 1, 1>;
+    linear_quant_wgmma_rows_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 4, 2, 1, 1>;
+    linear_quant_wgmma_rows_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], [f32; 96], ROWS, 192, 4, 1, 1, 1>;
+    linear_quant_wgmma_rows_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], [f32; 96], ROWS, 192, 4, 1, 1, 1>;
+    linear_quant_wgmma_rows_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 6, 1, 1, 1>;
+    linear_quant_wgmma_rows_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 6, 1, 1, 1>;
+    linear_quant_wgmma_rows_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 6, 1, 1, 2>;
+    linear_quant_wgmma_rows_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 6, 1, 1, 2>;
+    linear_quant_wgmma_rows_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 8, 1, 1, 1>;
+    linear_quant_wgmma_rows_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 8, 1, 1, 1>;
+    linear_quant_wgmma_rows_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 8, 1, 1, 2>;
+    linear_quant_wgmma_rows_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 8, 1, 1, 2>;
+    linear_quant_wgmma_rows_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 8, 1, 1, 4>;
+    linear_quant_wgmma_rows_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 8, 1, 1, 4>;
+    linear_quant_wgmma_i8_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 4, 1, 1, 1>;
+    linear_quant_wgmma_i8_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 4, 1, 1, 1>;
+    linear_quant_wgmma_i8_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 4, 2, 1, 1>;
+    linear_quant_wgmma_i8_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 4, 2, 1, 1>;
+    linear_quant_wgmma_i8_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 96], [i32; 96], ROWS, 192, 4, 1, 1, 1>;
+    linear_quant_wgmma_i8_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 96], [i32; 96], ROWS, 192, 4, 1, 1, 1>;
+    linear_quant_wgmma_i8_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 6, 1, 1, 1>;
+    linear_quant_wgmma_i8_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 6, 1, 1, 1>;
+    linear_quant_wgmma_i8_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 6, 1, 1, 2>;
+    linear_quant_wgmma_i8_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 6, 1, 1, 2>;
+    linear_quant_wgmma_i8_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 1>;
+    linear_quant_wgmma_i8_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 1>;
+    linear_quant_wgmma_i8_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 2>;
+    linear_quant_wgmma_i8_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 2>;
+    linear_quant_wgmma_i8_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 4>;
+    linear_quant_wgmma_i8_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 4>;
+    linear_quant_wgmma_blocks_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], [f32; 96], BLOCKS, 192, 4, 1, 1, 1>;
+    linear_quant_wgmma_blocks_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], [f32; 96], BLOCKS, 192, 4, 1, 1, 1>;
+    linear_quant_wgmma_blocks_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], BLOCKS, 128, 5, 1, 1, 1>;
+    linear_quant_wgmma_blocks_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], BLOCKS, 128, 5, 1, 1, 1>;
+    linear_quant_wgmma_blocks_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], BLOCKS, 128, 5, 1, 1, 2>;
+    linear_quant_wgmma_blocks_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], BLOCKS, 128, 5, 1, 1, 2>;
+    linear_quant_wgmma_blocks_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 7, 1, 1, 1>;
+    linear_quant_wgmma_blocks_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 7, 1, 1, 1>;
+    linear_quant_wgmma_blocks_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 7, 1, 1, 2>;
+    linear_quant_wgmma_blocks_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 7, 1, 1, 2>;
+    linear_quant_wgmma_blocks_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 7, 1, 1, 4>;
+    linear_quant_wgmma_blocks_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 7, 1, 1, 4>;
 }

@@ -25,13 +25,13 @@
 //! chunk of columns, in a loop whose every round takes the first registers and moves the others down.
 
 use super::rough;
-use super::scales::{BLOCKS, NONE, ROWS as ROW_SCALES, Scales};
 use crate::TensorFloat;
 use crate::pipeline::{Raster, Ring, Stages, part};
+use crate::scales::{BLOCKS, NONE, ROWS as ROW_SCALES, Scales};
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::B128;
-use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
+use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum};
 use cuda_std::{
     Global, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, integer, mma, thread, unroll, warp,
 };
@@ -122,16 +122,18 @@ pub unsafe fn linear_wgmma<
     k: u32,
     kind: u32,
 ) {
-    scaled::<T, T, A, NONE, N, STAGES, DOWN, ACROSS, SPLIT>(x, w, y, bias, Scales::none(), m, n, k, kind)
+    scaled::<T, f32, T, A, A, NONE, N, STAGES, DOWN, ACROSS, SPLIT>(x, w, y, bias, Scales::none(), m, n, k, kind)
 }
 
-/// [`linear_wgmma`] for operands of any type, with scales. A step has 128 bytes of K; scales that change along K need
+/// [`linear_wgmma`] for operands of any type, whose products `P` have sums of type `S`, with scales. A step has 128 bytes of K; scales that change along K need
 /// `4 ROWS STAGES` bytes more of shared memory.
 #[inline(always)]
 pub unsafe fn scaled<
-    X: Input,
+    X: Input<S>,
+    S: Sum,
     T: TensorFloat,
     A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
+    P: Accumulator<S> + AsRef<[S]>,
     const SCALES: u32,
     const N: usize,
     const STAGES: usize,
@@ -149,7 +151,7 @@ pub unsafe fn scaled<
     k: u32,
     kind: u32,
 ) {
-    const { assert!(A::N == N) };
+    const { assert!(A::N == N && P::N == N) };
     let step_size = const { LINE / size_of::<X>() as u32 };
     let (sharing, blocks) = const { (DOWN * ACROSS, DOWN * ACROSS * SPLIT) };
     match blocks {
@@ -293,7 +295,8 @@ pub unsafe fn scaled<
             // This thread's rows, and its place in a tile of scales.
             let own = group * GROUP_ROWS as u32 + warp_id % 4 * 16 + lane / 4;
             let groups = k.div_ceil(step_size);
-            let mut partial = A::zero();
+            // Those of a step, or without scales that change all of them.
+            let mut partial = P::zero();
             let mut columns = scales.columns::<N>(column, n, k0, groups);
             let mut previous = ring.stage;
             let mut step = 0;
@@ -320,7 +323,7 @@ pub unsafe fn scaled<
                     }
                     for e in 0..const { N / 2 } {
                         let scale = both[e / 2 % 2][e / 4 * 8 / SCALED as usize % 4];
-                        acc.as_mut()[e] = float::fma(partial.as_ref()[e], scale, acc.as_ref()[e]);
+                        acc.as_mut()[e] = float::fma(partial.as_ref()[e].to_f32(), scale, acc.as_ref()[e]);
                     }
                     ring.advance();
                     step += 1;
@@ -330,9 +333,13 @@ pub unsafe fn scaled<
                     continue;
                 }
                 // The first product of a tile overwrites the sums.
-                acc.multiply::<X, 4, K, K>(a.offset(ring.stage * x_bytes), b.offset(ring.stage * w_bytes), step > 0);
+                partial.multiply::<X, 4, K, K>(
+                    a.offset(ring.stage * x_bytes),
+                    b.offset(ring.stage * w_bytes),
+                    step > 0,
+                );
                 // The product before is complete, and its stage can be filled again.
-                wgmma::wait::<1>(&mut acc);
+                wgmma::wait::<1>(&mut partial);
                 if step > 0 {
                     stages.release(previous, lane);
                 }
@@ -349,7 +356,10 @@ pub unsafe fn scaled<
             let scale = store.column_scales::<N, SPLIT>(column, first_chunk);
             let rows = store.row_scales(row + warp_id % 4 * 16 + lane / 4, m);
             if SCALES != BLOCKS {
-                wgmma::wait::<0>(&mut acc);
+                wgmma::wait::<0>(&mut partial);
+                for e in 0..const { N / 2 } {
+                    acc.as_mut()[e] = partial.as_ref()[e].to_f32();
+                }
             }
             if SPLIT == 1 {
                 if SCALES != BLOCKS {

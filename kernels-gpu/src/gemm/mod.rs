@@ -9,7 +9,6 @@ pub mod linear_stream;
 pub mod linear_tile;
 pub mod linear_wgmma;
 pub mod quantise;
-pub mod scales;
 
 use cuda_std::float;
 

@@ -1,27 +1,48 @@
 //! Rows of the fused block quantised on the way: tokens before the first product, `h` before the second.
 //!
-//! * e4m3, a scale for each row and 128 columns: a thread has 8 neighbouring columns, and 16 of them agree on the largest magnitude by
-//!   shuffles.
-//! * int8, a scale for each row, after a multiplication with its expert's smoothing vector: a block for each row, which reads it twice, the
-//!   second time from a cache. Experts smooth differently, so a token's row becomes one for each of its pairs.
+//! * Scales of groups, e4m3: one for each row and 128 columns. A thread has 8 neighbouring columns, and 16 of them agree on the largest
+//!   magnitude. Groups are dealt out to threads whatever their rows, so that blocks are whole however wide rows are.
+//! * Scales of rows, e4m3 or int8: one for each row, perhaps after a multiplication with its expert's smoothing vector. A block for each row,
+//!   which reads it twice, the second time from a cache.
 //!
-//! Rows that nobody will read, of pairs without an expert here, are left alone.
+//! Where results lie in the order of a sorted list (`positions`), a token's row goes to the place of each of its pairs, quantised once; if
+//! experts smooth it differently, it is quantised for each of them. Rows that nobody will read, of pairs without an expert here, are left
+//! alone.
 
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
-use crate::row::quantise::{amax, finite, group_amax, scale_for};
+use crate::row::quantise::{Quantised, amax, finite, group_amax, scale_for};
 use crate::row::team::{Op, scratch};
 use crate::row::{GROUP, Piece, Team};
 use cuda_std::shared::Carver;
 use cuda_std::{E4M3, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, unroll};
 
-/// The most threads of a block for groups.
-pub const MAX_THREADS: usize = 256;
 /// Columns of a thread.
 pub const COLUMNS: usize = 8;
-/// Threads of a block with a row of its own.
+/// Threads of a block for groups.
+pub const GROUP_THREADS: usize = 256;
+/// Groups of such a block.
+pub const GROUPS: usize = GROUP_THREADS * COLUMNS / GROUP;
+/// The most threads of a block with a row of its own.
 pub const ROW_THREADS: usize = 256;
 /// Its shared memory.
 pub const SHARED_BYTES: usize = 32 * 4;
+
+/// Rows are tokens.
+pub const TOKENS: u32 = 0;
+/// Rows are tokens, once for each pair.
+pub const TOKENS_OF_PAIRS: u32 = 1;
+/// Rows are those of `h`.
+pub const PAIRS: u32 = 2;
+
+/// A row to be quantised.
+#[derive(Clone, Copy)]
+struct Row {
+    /// Where it comes from.
+    source: u32,
+    /// Where it goes to: places of so many pairs from `first` on, or as they are.
+    first: u32,
+    count: u32,
+}
 
 /// Which rows there are.
 #[derive(Clone, Copy)]
@@ -29,18 +50,37 @@ struct Rows {
     pairs: Pairs,
     tokens: u32,
     num_tokens: *const i32,
+    positions: Global<i32>,
+    sorted: bool,
 }
 
 impl Rows {
-    /// The bin of a pair, if its row is needed.
+    /// Row number `row`, if it is needed.
     #[inline(always)]
     #[track_caller]
-    unsafe fn bin(self, pair: u32) -> Option<u32> {
-        if pair >= existing_tokens(self.tokens, self.num_tokens) * self.pairs.top_k {
+    unsafe fn row(self, row: u32, from: u32) -> Option<Row> {
+        let (tokens, slots) = (existing_tokens(self.tokens, self.num_tokens), self.pairs.slots);
+        if from == TOKENS {
+            let (first, count) = if self.sorted { (row * slots, slots) } else { (row, 1) };
+            return if row < tokens { Some(Row { source: row, first, count }) } else { None };
+        }
+        if row >= tokens * slots {
             return None;
         }
-        let bin = self.pairs.bin(pair);
-        if bin == NOWHERE || bin == INVALID { None } else { Some(bin) }
+        let place = self.place(row);
+        if place == u32::MAX || !self.sorted && matches!(self.pairs.bin(row), NOWHERE | INVALID) {
+            return None;
+        }
+        // SAFETY: there are pairs.
+        core::hint::assert_unchecked(slots != 0);
+        Some(Row { source: if from == PAIRS { place } else { row / slots }, first: row, count: 1 })
+    }
+
+    /// The place of a pair, or the pair itself; `u32::MAX` if it has none.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn place(self, pair: u32) -> u32 {
+        if self.sorted { self.positions.get(pair) as u32 } else { pair }
     }
 }
 
@@ -49,159 +89,199 @@ fn listed(
     topk_ids: *const i32,
     expert_map: *const i32,
     num_tokens: *const i32,
+    positions: *const i32,
     tokens: u32,
     top_k: u32,
+    slots: u32,
     experts: u32,
     local: u32,
+    shared: u32,
 ) -> Rows {
     let pairs = Pairs {
         topk_ids: Global::new(topk_ids),
         expert_map: Global::new(expert_map),
         mapped: !expert_map.is_null(),
         top_k,
-        slots: top_k,
+        slots,
         experts,
         local,
-        shared: 0,
+        shared,
     };
-    Rows { pairs, tokens, num_tokens }
+    Rows { pairs, tokens, num_tokens, positions: Global::new(positions), sorted: !positions.is_null() }
 }
 
-/// `x`: `[tokens, n]` if not `by_pair`, else `[tokens * top_k, n]`, rows `x_row` apart; `out`: the same, dense; `scales`: `[.., n / 128]`,
-/// dense. `n` is a multiple of 8. Grid: (rows, columns); block: a multiple of 32 threads.
+/// [`COLUMNS`] columns of a row, piece number `index`; zeros where it has ended.
+#[inline(always)]
+#[track_caller]
+unsafe fn load<T: Float>(x: Global<T>, index: u32, n: u32) -> [f32; COLUMNS] {
+    let mut v = [0f32; COLUMNS];
+    if size_of::<T>() == 2 {
+        let piece = Piece::<COLUMNS, true>::new(index, n).load(x);
+        unroll::<COLUMNS>(|j| v[j] = piece[j].to_f32());
+    } else if index * (COLUMNS as u32) < n {
+        unroll::<COLUMNS>(|j| v[j] = x.get(index as usize * COLUMNS + j).to_f32());
+    }
+    v
+}
+
+/// Scales of groups. Rows of `x` are `n` columns wide, a multiple of 8, and `x_row` apart; `from` says which they are: [`TOKENS`] or [`PAIRS`].
+/// `out`: dense rows; `scales`: from row to row and from group to group. With `positions`, `[tokens, slots]` of
+/// [`sort`](super::sort), rows of `out` and `h` are those of places, otherwise those of tokens or pairs. Grid: all rows' groups in
+/// steps of [`GROUPS`]; block: [`GROUP_THREADS`].
 #[inline(always)]
 pub unsafe fn groups<T: Float>(
     x: *const T,
-    out: *mut E4M3,
+    out: *mut u8,
     scales: *mut f32,
+    scale_row: usize,
+    scale_group: usize,
+    smooth: *const f32,
+    shared_smooth: *const f32,
+    positions: *const i32,
     topk_ids: *const i32,
     expert_map: *const i32,
     num_tokens: *const i32,
     tokens: u32,
     top_k: u32,
+    slots: u32,
     experts: u32,
     local: u32,
+    shared: u32,
     n: u32,
     x_row: usize,
-    by_pair: u32,
+    from: u32,
 ) {
+    let _ = (smooth, shared_smooth);
     dependent_launch::wait();
     dependent_launch::launch_dependents();
-    let row = thread::block_idx_x();
-    let rows = listed(topk_ids, expert_map, num_tokens, tokens, top_k, experts, local);
-    let needed = if by_pair != 0 { rows.bin(row).is_some() } else { row < existing_tokens(tokens, num_tokens) };
-    if !needed {
-        return;
-    }
-    let index = thread::block_idx_y() * thread::block_dim_x() + thread::thread_idx_x();
-    let at = Piece::<COLUMNS, true>::new(index, n);
-    let row = row as usize;
+    let rows = listed(topk_ids, expert_map, num_tokens, positions, tokens, top_k, slots, experts, local, shared);
+    let lanes = const { (GROUP / COLUMNS) as u32 };
+    let group = thread::block_idx_x() * GROUPS as u32 + thread::thread_idx_x() / lanes;
+    // Not zero, or there would be nothing to do.
+    let each = n.div_ceil(GROUP as u32).max(1);
+    let found = rows.row(group / each, from);
+    let index = group % each * lanes + thread::thread_idx_x() % lanes;
+    // All lanes take part in what follows.
+    let row = found.unwrap_or(Row { source: 0, first: 0, count: 0 });
     let mut v = [0f32; COLUMNS];
-    if size_of::<T>() == 2 {
-        let piece = at.load(Global::new(x).offset(row * x_row));
-        unroll::<COLUMNS>(|j| v[j] = piece[j].to_f32());
-    } else {
-        let from = Global::new(x).offset(row * x_row);
-        unroll::<COLUMNS>(|j| {
-            if at.has(j) {
-                v[j] = from.get(index as usize * COLUMNS + j).to_f32();
-            }
-        });
+    if found.is_some() {
+        v = load(Global::new(x).offset(row.source as usize * x_row), index, n);
     }
     let scale = scale_for::<E4M3>(group_amax(v));
-    let lanes = const { (GROUP / COLUMNS) as u32 };
-    if index.is_multiple_of(lanes) && index * (COLUMNS as u32) < n {
-        GlobalMut::new(scales).set(row * n.div_ceil(GROUP as u32) as usize + (index / lanes) as usize, scale);
+    let first = index.is_multiple_of(lanes);
+    let factor = float::recip(scale);
+    for i in 0..row.count {
+        // A token's row is its own place without a list.
+        let place = rows.place(row.first + i);
+        if place == u32::MAX {
+            continue;
+        }
+        if first {
+            let at = place as usize * scale_row + (index / lanes) as usize * scale_group;
+            GlobalMut::new(scales).set(at, scale);
+        }
+        let out = GlobalMut::new(out.cast::<E4M3>()).offset(place as usize * n as usize);
+        Piece::<COLUMNS, true>::new(index, n).store_quantised(out, v, factor);
     }
-    at.store_quantised(GlobalMut::new(out).offset(row * n as usize), v, float::recip(scale));
 }
 
-/// `x`: `[tokens, n]` if not `by_pair`, else `[tokens * top_k, n]`, rows `x_row` apart; `smooth`: `[local, n]` or null; `out`: `[tokens *
-/// top_k, n]`, dense; `scales`: `[tokens * top_k]`. Grid: pairs; block: [`ROW_THREADS`]; shared memory: [`SHARED_BYTES`].
+/// Scales of rows, `scale_row` apart; otherwise as [`groups`]. `smooth`: `[local, n]` or null, `shared_smooth`: `[shared, n]` or null; with either
+/// `from` is [`TOKENS_OF_PAIRS`] or [`PAIRS`]. Grid: rows; block: at most [`ROW_THREADS`], a multiple of
+/// 32; shared memory: [`SHARED_BYTES`].
 #[inline(always)]
-pub unsafe fn rows<T: Float>(
+pub unsafe fn rows<T: Float, Q: Quantised>(
     x: *const T,
-    smooth: *const f32,
-    out: *mut i8,
+    out: *mut u8,
     scales: *mut f32,
+    scale_row: usize,
+    scale_group: usize,
+    smooth: *const f32,
+    shared_smooth: *const f32,
+    positions: *const i32,
     topk_ids: *const i32,
     expert_map: *const i32,
     num_tokens: *const i32,
     tokens: u32,
     top_k: u32,
+    slots: u32,
     experts: u32,
     local: u32,
+    shared: u32,
     n: u32,
     x_row: usize,
-    by_pair: u32,
+    from: u32,
 ) {
+    let _ = scale_group;
     dependent_launch::wait();
     dependent_launch::launch_dependents();
-    let pair = thread::block_idx_x();
-    let rows = listed(topk_ids, expert_map, num_tokens, tokens, top_k, experts, local);
-    let Some(bin) = rows.bin(pair) else {
+    let rows = listed(topk_ids, expert_map, num_tokens, positions, tokens, top_k, slots, experts, local, shared);
+    let Some(row) = rows.row(thread::block_idx_x(), from) else {
         return;
     };
-    // SAFETY: there are pairs.
-    core::hint::assert_unchecked(top_k != 0);
-    let source = if by_pair != 0 { pair } else { pair / top_k };
-    let smoothed = !smooth.is_null();
-    let (x, smooth) = (Global::new(x).offset(source as usize * x_row), Global::new(smooth));
-    let smooth = if smoothed { smooth.offset(bin as usize * n as usize) } else { smooth };
-    let out = GlobalMut::new(out).offset(pair as usize * n as usize);
+    let smooths = !smooth.is_null() || !shared_smooth.is_null();
+    let bin = if smooths { rows.pairs.bin(row.first) } else { 0 };
+    let (smooth, bin) = if bin < local { (smooth, bin) } else { (shared_smooth, bin - local) };
+    let smoothed = smooths && !smooth.is_null();
+    let smooth = Global::new(smooth).offset(if smoothed { bin as usize * n as usize } else { 0 });
+    let x = Global::new(x).offset(row.source as usize * x_row);
     let team = Team::current();
     let scratch = scratch::<1, 32>(&mut Carver::new());
-    let at = |i: u32| Piece::<4, false>::new(i * team.size + team.rank, n);
-    let load = |i: u32| {
-        let (piece, factors) = (at(i).load(x), at(i).load_factors(smooth));
-        let mut v = [0f32; 4];
-        unroll::<4>(|j| v[j] = piece[j].to_f32() * factors[j]);
+    let load = |index: u32| {
+        let mut v = load(x, index, n);
+        if smoothed && index * (COLUMNS as u32) < n {
+            unroll::<COLUMNS>(|j| v[j] *= smooth.get(index as usize * COLUMNS + j));
+        }
         v
     };
-    let rounds = n.div_ceil(4).next_multiple_of(32).div_ceil(team.size);
-    let mut largest = 0f32;
-    for i in 0..rounds {
-        largest = float::max(largest, amax(load(i)));
+    let pieces = n / COLUMNS as u32;
+    // The first piece stays in registers.
+    let own = load(team.rank);
+    let mut largest = amax(own);
+    let mut index = team.rank + team.size;
+    while index < pieces {
+        largest = float::max(largest, amax(load(index)));
+        index += team.size;
     }
     let [largest] = team.reduce::<1, 32>([largest], [Op::Max], scratch);
-    let scale = scale_for::<i8>(largest);
-    if team.rank == 0 {
-        GlobalMut::new(scales).set(pair, scale);
-    }
+    let scale = scale_for::<Q>(largest);
     let factor = float::recip(scale);
-    for i in 0..rounds {
-        at(i).store_quantised(out, finite::<i8, 4>(load(i)), factor);
+    if team.rank == 0 {
+        for i in 0..row.count {
+            let place = rows.place(row.first + i);
+            if place != u32::MAX {
+                GlobalMut::new(scales).set(place as usize * scale_row, scale);
+            }
+        }
+    }
+    let mut index = team.rank;
+    while index < pieces {
+        let v = finite::<Q, COLUMNS>(if index == team.rank { own } else { load(index) });
+        for i in 0..row.count {
+            let place = rows.place(row.first + i);
+            if place != u32::MAX {
+                let out = GlobalMut::new(out.cast::<Q>()).offset(place as usize * n as usize);
+                Piece::<COLUMNS, true>::new(index, n).store_quantised(out, v, factor);
+            }
+        }
+        index += team.size;
     }
 }
 
-/// To e4m3.
-pub mod e4m3 {
-    use super::*;
-    entries! {
-        /// Arguments of [`groups`].
-        pub struct Args<T>(
-            x: *const T, out: *mut E4M3, scales: *mut f32, topk_ids: *const i32, expert_map: *const i32,
-            num_tokens: *const i32, tokens: u32, top_k: u32, experts: u32, local: u32, n: u32, x_row: usize,
-            by_pair: u32,
-        );
-        moe_fused_quant_rows_e4m3_f32 { type T = f32; } [MAX_THREADS] => groups::<T>;
-        moe_fused_quant_rows_e4m3_f16 { type T = f16; } [MAX_THREADS] => groups::<T>;
-        moe_fused_quant_rows_e4m3_bf16 { type T = bf16; } [MAX_THREADS] => groups::<T>;
-    }
-}
-
-/// To int8.
-pub mod int8 {
-    use super::*;
-    entries! {
-        /// Arguments of [`rows`].
-        pub struct Args<T>(
-            x: *const T, smooth: *const f32, out: *mut i8, scales: *mut f32, topk_ids: *const i32,
-            expert_map: *const i32, num_tokens: *const i32, tokens: u32, top_k: u32, experts: u32, local: u32, n: u32,
-            x_row: usize, by_pair: u32,
-        );
-        moe_fused_quant_rows_i8_f32 { type T = f32; } [ROW_THREADS] => rows::<T>;
-        moe_fused_quant_rows_i8_f16 { type T = f16; } [ROW_THREADS] => rows::<T>;
-        moe_fused_quant_rows_i8_bf16 { type T = bf16; } [ROW_THREADS] => rows::<T>;
-    }
+entries! {
+    /// Arguments of [`groups`] and [`rows`].
+    pub struct Args<T>(
+        x: *const T, out: *mut u8, scales: *mut f32, scale_row: usize, scale_group: usize, smooth: *const f32,
+        shared_smooth: *const f32, positions: *const i32, topk_ids: *const i32, expert_map: *const i32,
+        num_tokens: *const i32, tokens: u32, top_k: u32, slots: u32, experts: u32, local: u32, shared: u32, n: u32,
+        x_row: usize, from: u32,
+    );
+    moe_fused_quant_groups_e4m3_f32 { type T = f32; } [GROUP_THREADS] => groups::<T>;
+    moe_fused_quant_groups_e4m3_f16 { type T = f16; } [GROUP_THREADS] => groups::<T>;
+    moe_fused_quant_groups_e4m3_bf16 { type T = bf16; } [GROUP_THREADS] => groups::<T>;
+    moe_fused_quant_rows_e4m3_f32 { type T = f32; } [ROW_THREADS] => rows::<T, E4M3>;
+    moe_fused_quant_rows_e4m3_f16 { type T = f16; } [ROW_THREADS] => rows::<T, E4M3>;
+    moe_fused_quant_rows_e4m3_bf16 { type T = bf16; } [ROW_THREADS] => rows::<T, E4M3>;
+    moe_fused_quant_rows_i8_f32 { type T = f32; } [ROW_THREADS] => rows::<T, i8>;
+    moe_fused_quant_rows_i8_f16 { type T = f16; } [ROW_THREADS] => rows::<T, i8>;
+    moe_fused_quant_rows_i8_bf16 { type T = bf16; } [ROW_THREADS] => rows::<T, i8>;
 }

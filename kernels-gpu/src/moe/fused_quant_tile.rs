@@ -10,6 +10,7 @@ use super::fused::{HALVES, PLAIN};
 use super::pairs::NOWHERE;
 use crate::row::GROUP;
 use crate::tensor_byte::TensorByte;
+use cuda_std::wgmma::Sum as _;
 use cuda_std::{
     E4M3, Float, Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, mma, shared, thread, unroll,
     warp,
@@ -32,8 +33,8 @@ const TILES: usize = PAIRS / 16;
 /// Sums of a pair in shared memory: padded, so that the warps' stores spread over the banks.
 const SUMS_ROW: usize = ROWS + 4;
 
-/// Dynamic shared memory: the stages, of which the sums take part at the end, and the pairs' ids.
-pub const SHARED_BYTES: usize = STAGES * (ROWS + PAIRS) * STEP + PAIRS * 4;
+/// Dynamic shared memory: the stages, of which the sums take part at the end, and the pairs' ids and weights.
+pub const SHARED_BYTES: usize = STAGES * (ROWS + PAIRS) * STEP + PAIRS * 8;
 const _: () = assert!(PAIRS * SUMS_ROW * 4 <= STAGES * (ROWS + PAIRS) * STEP);
 
 /// Where a chunk lies in a tile of rows of [`STEP`] bytes.
@@ -53,10 +54,17 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
     x_scale_row: usize,
     x_divisor: u32,
     w: *const Q,
+    shared_w: *const Q,
     w_scales: *const f32,
+    shared_w_scales: *const f32,
+    w_scale_expert: usize,
+    w_scale_row: usize,
+    bias: *const f32,
+    shared_bias: *const f32,
+    local: u32,
     sorted_ids: *const i32,
+    sorted_weights: *const f32,
     expert_ids: *const i32,
-    topk_weights: *const f32,
     pairs: u32,
     n: u32,
     k: u32,
@@ -77,12 +85,16 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
     if bin < 0 {
         return;
     }
-    let bin = bin as usize;
+    // Routed experts and shared ones.
+    let routed = (bin as u32) < local;
+    let bin = if routed { bin as u32 } else { bin as u32 - local } as usize;
+    let (w, w_scales, bias) = if routed { (w, w_scales, bias) } else { (shared_w, shared_w_scales, shared_bias) };
     let first_output = column_tile * outputs;
     let mut carver = shared::Carver::new();
     let ws = carver.take::<u8>(STAGES * ROWS * STEP);
     let xs = carver.take::<u8>(STAGES * PAIRS * STEP);
     let ids = carver.take::<u32>(PAIRS);
+    let weights_of = carver.take::<f32>(PAIRS);
     let groups = k.div_ceil(GROUP as u32);
     // The row of weights behind a row of the tile. Rows beyond the last repeat it.
     let weight_row = |row: u32| {
@@ -102,6 +114,9 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
     let there = pair < pairs;
     if chunk == 0 {
         ids.set(low, if there { pair } else { NOWHERE });
+        if !UP {
+            weights_of.set(low, if there { Global::new(sorted_weights).get(block * PAIRS as u32 + low) } else { 0.0 });
+        }
     }
     // SAFETY: it is the number of slots, or 1.
     core::hint::assert_unchecked(x_divisor != 0);
@@ -136,7 +151,7 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
         w_scale[i] = if blocks {
             w_scales.offset((bin * all.div_ceil(GROUP) + row / GROUP) * groups as usize)
         } else {
-            w_scales.offset(bin * all + row)
+            w_scales.offset(bin * w_scale_expert + row * w_scale_row)
         };
     });
     let x_scales = Global::new(x_scales);
@@ -186,7 +201,7 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
                 unroll::<TILES>(|p| {
                     unroll::<4>(|e| {
                         let scale = by_row[2 * r + e / 2] * by_pair[2 * p + e % 2];
-                        acc[r][p][e] = float::fma(Q::widen(sums[r][p][e]), scale, acc[r][p][e]);
+                        acc[r][p][e] = float::fma(sums[r][p][e].to_f32(), scale, acc[r][p][e]);
                         sums[r][p][e] = Q::ZERO;
                     });
                 });
@@ -213,6 +228,8 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
     thread::sync_threads();
     let activation = ExpertActivation { kind: activation, alpha, limit };
     let out = GlobalMut::new(out);
+    let (bias, biased) = (Global::new(bias), !bias.is_null());
+    let bias = |row: u32| if biased { bias.get(bin * rows as usize + row as usize) } else { 0.0 };
     let mut i = tid;
     while i < PAIRS as u32 * outputs {
         let (column, o) = (i / outputs, i % outputs);
@@ -221,11 +238,12 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
             let row = column * SUMS_ROW as u32;
             let value = if gated {
                 let row = row + o / 8 * 16 + o % 8;
-                activation.gated(all.get(row), all.get(row + 8))
+                let (gate, up) = if layout == HALVES { (output, output + n) } else { (2 * output, 2 * output + 1) };
+                activation.gated(all.get(row) + bias(gate), all.get(row + 8) + bias(up))
             } else if UP {
-                activation.apply(all.get(row + o))
+                activation.apply(all.get(row + o) + bias(output))
             } else {
-                all.get(row + o) * Global::new(topk_weights).get(pair)
+                (all.get(row + o) + bias(output)) * weights_of.get(column)
             };
             out.set(pair as usize * n as usize + output as usize, T::from_f32(value));
         }
@@ -246,10 +264,16 @@ macro_rules! tables {
                     out: *mut T,
                     /// Row `pair / x_divisor` belongs to a pair; rows `x_row` apart, those of scales `x_scale_row`.
                     x: *const $Q, x_row: usize, x_scales: *const f32, x_scale_row: usize, x_divisor: u32,
-                    /// `[experts, rows, k]`; `[experts, rows / 128, k / 128]` if `blocks`, else `[experts, rows]`.
-                    w: *const $Q, w_scales: *const f32,
-                    /// From [`sort`](crate::moe::sort), in blocks of [`PAIRS`]; weights of pairs.
-                    sorted_ids: *const i32, expert_ids: *const i32, topk_weights: *const f32, pairs: u32,
+                    /// `[local, rows, k]`, and of the shared experts.
+                    w: *const $Q, shared_w: *const $Q,
+                    /// `[.., rows / 128, k / 128]` if `blocks`, else those of rows, `w_scale_row` apart, of experts, `w_scale_expert` apart.
+                    w_scales: *const f32, shared_w_scales: *const f32, w_scale_expert: usize, w_scale_row: usize,
+                    /// `[.., rows]` or null.
+                    bias: *const f32, shared_bias: *const f32,
+                    /// Routed experts of this device.
+                    local: u32,
+                    /// From [`sort`](crate::moe::sort), in blocks of [`PAIRS`].
+                    sorted_ids: *const i32, sorted_weights: *const f32, expert_ids: *const i32, pairs: u32,
                     /// Outputs and inner dimension.
                     n: u32, k: u32,
                     /// See [`fused::Args`](crate::moe::fused::Args).

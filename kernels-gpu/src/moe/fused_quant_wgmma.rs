@@ -1,17 +1,26 @@
-//! Products of the fused block with e4m3 weights and activations on Hopper: [`fused_wgmma`](super::fused_wgmma) with scales.
+//! Products of the fused block with 8-bit weights and activations on Hopper: [`fused_wgmma`](super::fused_wgmma) with scales.
 //!
-//! Weights have a scale for each block of 128 × 128, rows of `x` and `h` one for each 128 elements (DeepSeek-AI, *DeepSeek-V3 Technical
-//! Report*, 2024, section 3.3). A step of the pipeline is 128 elements of K, one line of the swizzle. Its products have accumulators of
-//! their own, and are then multiplied with their scales and added to the sums in f32; meanwhile the other consumer warpgroup
-//! keeps the tensor cores busy. Where a warpgroup has 128 rows of weights and many pairs, registers do not suffice for sums and
-//! products of all columns: then it multiplies half of the columns of 64 rows at a time.
+//! # Scales
+//! * Of blocks, e4m3: weights have a scale for each block of 128 × 128, rows of `x` and `h` one for each 128 elements (DeepSeek-AI,
+//!   *DeepSeek-V3 Technical Report*, 2024, section 3.3). A step of the pipeline is 128 elements of K, one line of the swizzle. Its products
+//!   have accumulators of their own, and are then multiplied with their scales and added to the sums in f32; meanwhile the other consumer
+//!   warpgroup keeps the tensor cores busy.
+//! * Of rows, e4m3 or int8: one for each output of an expert, or one for an expert, and one for each row of `x` and `h`. They multiply
+//!   finished sums, which stay in the tensor cores' accumulators throughout; those of int8 are exact.
 //!
-//! As there, weights are the 64-row side of `m64nNk32` and the pairs of an expert the N side; of every 16 rows of weights 8 are gates and 8
-//! the values that belong to them, so a thread has a gate and its value, of at most two blocks of weights. Scales of pairs come
-//! into the stages along with the rows, 4 bytes each; those of weights are two words a thread and step, on their way during the products.
+//! # Orientation
+//! As in [`fused_wgmma`](super::fused_wgmma) weights are the 64-row side of `m64nNk32` and the pairs of an expert the N side; of every 16 rows
+//! of weights 8 are gates and 8 the values that belong to them, so a thread has a gate and its value, of at most two blocks of weights.
 //!
-//! `h` is stored as `T`, and quantised by [`fused_quant_rows`](super::fused_quant_rows) for the second product: a scale covers 128 outputs,
-//! which are two tiles.
+//! # What comes into the stages
+//! Quantising sorts: rows of `x` and of `h` lie in the order of the sorted list, so the copy engine brings those of a share in boxes, and
+//! their scales, which lie group by group, as one line. (Rows gathered by `cp.async` came at 5 TB/s at most in all of an H200.) Rows beyond the
+//! share's last are those of other pairs or none; they fill columns that nobody reads. Without a sorted list (`DIRECT`) rows are few, and
+//! gathered by `cp.async`. Blocks of a cluster (`SHARE`) take neighbouring tiles of weights for the same pairs, and each has a part of their
+//! rows brought for all. Scales of blocks of weights are two words a thread and step, on their way during the products.
+//!
+//! `h` is stored as `T`, and quantised by [`fused_quant_rows`](super::fused_quant_rows) for the second product: a scale covers 128 outputs
+//! or all of them, which are several tiles.
 
 use super::fused::{HALVES, PLAIN};
 use super::fused_wgmma::Activation;
@@ -19,94 +28,177 @@ use super::items::{DIRECT_PAIRS, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
 use crate::pipeline::{Ring, Stages};
 use crate::row::GROUP;
+use crate::scales::{BLOCKS, ROWS};
+use crate::tensor_byte::TensorByte;
 use crate::tensor_float::TensorFloat;
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
-use cuda_std::wgmma::{self, Accumulator, Descriptor, K};
+use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum as _};
 use cuda_std::{
-    E4M3, Global, GlobalMut, Shared, bf16, cp_async, dependent_launch, entries, f16, float, mbarrier, mma, thread,
-    unroll, warp,
+    E4M3, Global, GlobalMut, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, mbarrier, mma,
+    thread, unroll, warp,
 };
 
 /// Consumer warpgroups.
 const GROUPS: usize = 2;
-/// Threads that fill the ring.
+/// Threads of the warpgroup that fills the ring. All of them copy if there is no sorted list, otherwise a warp.
 const PRODUCERS: usize = 128;
 /// Threads of a block.
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
-/// Elements of K of a stage: a line of the swizzle, and what a scale covers.
+/// Elements of K of a stage: a line of the swizzle, and what a scale of blocks covers.
 pub const STEP: usize = 128;
 /// The most experts of a device.
 pub const MAX_BINS: usize = 1024;
 /// The place in the sorted list of an expert's first pair is a multiple of this.
 pub const SORT_BLOCK: usize = 8;
+/// Columns that a product may have more than there are places in the sorted list: so many scales may be read beyond the last.
+pub const BEYOND: usize = 144;
 
-/// Rows of weights of an item.
+/// The most pairs of an item without a sorted list.
+const PAIRS_DIRECT: usize = 16;
+
+/// Rows of weights of an item, of which a warpgroup has so many tiles.
 pub const fn rows(tiles: usize) -> usize {
     GROUPS * tiles * 64
+}
+
+/// Rows of a box of `x` or `h`, for at most so many pairs.
+pub const fn box_rows(pairs: usize) -> usize {
+    if pairs > 64 { 16 } else { 8 }
 }
 
 /// Dynamic shared memory; every part may begin at the next multiple of 16.
 pub const fn shared_bytes(tiles: usize, pairs: usize, stages: usize, bins: usize) -> usize {
     stages * ((rows(tiles) + pairs) * STEP + pairs * 4 + 2 * 8)
-        + GROUPS * pairs * 8
+        + GROUPS * pairs * 12
         + super::items::shared_bytes(bins)
-        + 5 * 16
+        + 6 * 16
 }
 
 /// What both products need to know.
-struct Job<T, const DIRECT: bool> {
+struct Job<T, const SCALES: u32, const DIRECT: bool> {
     h: GlobalMut<T>,
     partial: GlobalMut<f32>,
+    x_scales: Global<f32>,
+    /// Pairs that have a row of `x` in common.
+    x_divisor: u32,
     w_scales: Global<f32>,
+    shared_w_scales: Global<f32>,
+    /// Scales of an expert, and from row to row, where they are of rows.
+    w_scale_expert: u32,
+    w_scale_row: u32,
+    bias: Global<f32>,
+    biased: bool,
+    shared_bias: Global<f32>,
+    shared_biased: bool,
+    /// Routed experts of this device.
+    local: u32,
     items: Items<DIRECT>,
     n: u32,
     k: u32,
-    /// Rows of an expert's weights, and of their blocks.
+    /// Rows of an expert's weights.
     rows: u32,
     layout: u32,
     /// Number of the activation, and its scalars.
     activation: (u32, f32, f32),
+    /// Blocks that share rows, which take neighbouring tiles, and the place of this one.
+    share: u32,
+    rank: u32,
 }
 
-impl<T: TensorFloat, const DIRECT: bool> Job<T, DIRECT> {
+impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIRECT> {
+    /// Item number `number`.
+    #[inline(always)]
+    unsafe fn find(&self, number: u32) -> Item {
+        let item = self.items.find(number);
+        Item { tile: item.tile * self.share + self.rank, ..item }
+    }
+
     /// Groups of columns.
     #[inline(always)]
     fn groups(&self) -> u32 {
         self.k.div_ceil(GROUP as u32)
     }
 
-    /// Rows of weights of output `output`: its gate and its value, or twice itself.
+    /// Rows of weights of a thread in 64 of them from `row` on: a gate and its value, or two outputs. Those beyond the last repeat it.
     #[inline(always)]
-    fn weight_rows<const UP: bool>(&self, output: u32) -> [u32; 2] {
+    fn weight_rows<const UP: bool>(&self, row: u32) -> [u32; 2] {
+        let (g, last) = (warp::lane_id() / 4, self.n - 1);
+        if !UP {
+            return [(row + g).min(last), (row + g + 8).min(last)];
+        }
+        let output = (row / 2 + g).min(last);
         match self.layout {
-            HALVES if UP => [output, output + self.n],
+            HALVES => [output, output + self.n],
             PLAIN => [output, output],
             _ => [2 * output, 2 * output + 1],
         }
     }
+
+    /// The scales of an expert's weights.
+    #[inline(always)]
+    fn scales_of(&self, bin: u32) -> Global<f32> {
+        let each =
+            if SCALES == BLOCKS { self.rows.div_ceil(GROUP as u32) * self.groups() } else { self.w_scale_expert };
+        let (scales, index) =
+            if bin < self.local { (self.w_scales, bin) } else { (self.shared_w_scales, bin - self.local) };
+        scales.offset(index as usize * each as usize)
+    }
+
+    #[inline(always)]
+    unsafe fn bias(&self, bin: u32, row: u32) -> f32 {
+        let (bias, biased, index) = if bin < self.local {
+            (self.bias, self.biased, bin)
+        } else {
+            (self.shared_bias, self.shared_biased, bin - self.local)
+        };
+        if biased { bias.get(index as usize * self.rows as usize + row as usize) } else { 0.0 }
+    }
+
+    /// The row of `x` or `h` of a place in the order of pairs.
+    #[inline(always)]
+    unsafe fn row(&self, place: u32) -> u32 {
+        if !DIRECT {
+            return place;
+        }
+        // SAFETY: it is the number of slots, or 1.
+        core::hint::assert_unchecked(self.x_divisor != 0);
+        self.items.pair(place) / self.x_divisor
+    }
 }
 
-/// One of the products; see [`Args`]. `UP`: the first. Grid: any number of blocks; block: [`THREADS`]; shared memory:
-/// [`shared_bytes`].
+/// One of the products; see [`Args`]. `UP`: the first. Clusters: of `SHARE` blocks. Grid: any number of clusters; block: [`THREADS`]; shared
+/// memory: [`shared_bytes`].
 #[inline(always)]
 unsafe fn fused_quant_wgmma<
     T: TensorFloat,
+    Q: TensorByte + Input<<Q as TensorByte>::Sum>,
+    const SCALES: u32,
     const UP: bool,
     const TILES: usize,
     const PAIRS: usize,
     const STAGES: usize,
     const DIRECT: bool,
+    const SHARE: u32,
 >(
     h: *mut T,
     partial: *mut f32,
-    x: *const E4M3,
+    x: *const u8,
     x_row: usize,
+    x_map: *const TensorMap,
     x_scales: *const f32,
     x_scale_row: usize,
+    x_scale_group: usize,
+    x_divisor: u32,
     map: *const TensorMap,
+    shared_map: *const TensorMap,
     w_scales: *const f32,
+    shared_w_scales: *const f32,
+    w_scale_expert: u32,
+    w_scale_row: u32,
+    bias: *const f32,
+    shared_bias: *const f32,
     sorted_ids: *const i32,
     sorted_weights: *const f32,
     offsets: *const i32,
@@ -117,7 +209,9 @@ unsafe fn fused_quant_wgmma<
     num_tokens: *const i32,
     tokens: u32,
     top_k: u32,
+    slots: u32,
     experts: u32,
+    local: u32,
     bins: u32,
     n: u32,
     k: u32,
@@ -125,8 +219,16 @@ unsafe fn fused_quant_wgmma<
     activation: u32,
     alpha: f32,
     limit: f32,
-) {
-    let (tid, warp_id) = (thread::thread_idx_x(), warp::warp_id());
+) where
+    [Q::Sum; 4]: Accumulator<Q::Sum>,
+    [Q::Sum; 8]: Accumulator<Q::Sum>,
+    [Q::Sum; 16]: Accumulator<Q::Sum>,
+    [Q::Sum; 32]: Accumulator<Q::Sum>,
+    [Q::Sum; 48]: Accumulator<Q::Sum>,
+    [Q::Sum; 64]: Accumulator<Q::Sum>,
+    [Q::Sum; 72]: Accumulator<Q::Sum>,
+{
+    let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
     let mut carver = Carver::new();
     let weights = carver.take_aligned::<u8>(STAGES * rows(TILES) * STEP, 1024);
     let operands = carver.take_aligned::<u8>(STAGES * PAIRS * STEP, 1024);
@@ -134,11 +236,20 @@ unsafe fn fused_quant_wgmma<
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
     let ids = carver.take::<u32>(GROUPS * PAIRS);
     let scales = carver.take::<f32>(GROUPS * PAIRS);
-    let stages = Stages::<STAGES>::new(bars.address(0u32));
+    let row_scales = carver.take::<f32>(GROUPS * PAIRS);
+    let stages = Stages::<STAGES>::new(bars.address(0u32)).shared_by(SHARE, 0);
+    let rank = if SHARE > 1 { cluster::rank() } else { 0 };
+    if SHARE > 1 {
+        cluster::dims::<2>();
+    }
     if tid == 0 {
-        // The weights, and each producer's rows.
-        stages.init_counted(1 + PRODUCERS as u32, 4 * GROUPS as u32);
+        // What is copied by the copy engine, and each producer's rows.
+        stages.init_counted(if DIRECT { 1 + PRODUCERS as u32 } else { 1 }, 4 * GROUPS as u32);
         tma::prefetch_map(map);
+        tma::prefetch_map(shared_map);
+        if !DIRECT {
+            tma::prefetch_map(x_map);
+        }
     }
     if UP {
         // The sorted list may still be in the making.
@@ -146,7 +257,7 @@ unsafe fn fused_quant_wgmma<
         dependent_launch::launch_dependents();
     }
     let outputs = if UP { rows(TILES) as u32 / 2 } else { rows(TILES) as u32 };
-    let tiles = n.div_ceil(outputs);
+    let tiles = n.div_ceil(outputs).div_ceil(SHARE);
     let sorted = Sorted {
         ids: Global::new(sorted_ids),
         weights: Global::new(sorted_weights),
@@ -159,50 +270,70 @@ unsafe fn fused_quant_wgmma<
         expert_map: Global::new(expert_map),
         mapped: !expert_map.is_null(),
         top_k,
-        slots: top_k,
+        slots,
         experts,
-        local: bins,
-        shared: 0,
+        local,
+        shared: bins - local,
     };
-    let count = if DIRECT { (existing_tokens(tokens, num_tokens) * top_k).min(DIRECT_PAIRS as u32) } else { 0 };
+    let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
     let items = Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32);
-    let job = Job {
+    let job = Job::<T, SCALES, DIRECT> {
         h: GlobalMut::new(h),
         partial: GlobalMut::new(partial),
+        x_scales: Global::new(x_scales),
+        x_divisor,
         w_scales: Global::new(w_scales),
+        shared_w_scales: Global::new(shared_w_scales),
+        w_scale_expert,
+        w_scale_row,
+        bias: Global::new(bias),
+        biased: !bias.is_null(),
+        shared_bias: Global::new(shared_bias),
+        shared_biased: !shared_bias.is_null(),
+        local,
         items,
         n,
         k,
         rows: if UP && layout != PLAIN { 2 * n } else { n },
         layout,
         activation: (activation, alpha, limit),
+        share: SHARE,
+        rank,
     };
-    let (all, grid, groups) = (items.count(), thread::grid_dim_x(), job.groups());
+    let (all, grid, groups) = (items.count(), thread::grid_dim_x() / SHARE, job.groups());
+    let first = thread::block_idx_x() / SHARE;
+    if SHARE > 1 {
+        // All blocks' mbarriers are there.
+        cluster::sync();
+    }
 
     if warp_id < (PRODUCERS / 32) as u32 {
         wgmma::decrease_registers::<40>();
         let mut ring = Ring::<STAGES>::new();
-        let fetch = |ring: Ring<STAGES>, item: Item, step: u32| {
+        // Weights, of a share whose products have so many columns.
+        let fetch = |ring: Ring<STAGES>, item: Item, step: u32, wide: u32| {
             let group = (item.tile * (rows(TILES) / 16) as u32) as i32;
-            let (k0, bin) = ((step * STEP as u32) as i32, item.bin as i32);
+            let (map, bin) = if item.bin < local { (map, item.bin) } else { (shared_map, item.bin - local) };
+            let (k0, bin) = ((step * STEP as u32) as i32, bin as i32);
             let at = if UP { [k0, 0, 0, group, bin] } else { [k0, 0, 2 * group, 0, bin] };
             let bar = stages.full(ring.stage);
             let bytes = const { (rows(TILES) * STEP) as u32 };
-            mbarrier::arrive_expect_tx(bar, bytes);
+            let column = if SCALES == BLOCKS { STEP as u32 + 4 } else { STEP as u32 };
+            mbarrier::arrive_expect_tx(bar, if DIRECT { bytes } else { bytes + wide * column });
             // Beyond the end of K come zeroes.
             tma::load_tensor::<5>(weights.address(ring.stage * bytes), map, at, bar);
         };
-        let mut next = thread::block_idx_x();
+        let mut next = first;
         // Stages whose weights are on their way before `h` is there.
         let mut ahead = 0;
         if !UP {
             if next < all {
-                let item = items.find(next);
+                let item = job.find(next);
                 ahead = groups.min(STAGES as u32);
                 if tid == 0 {
                     let mut at = ring;
                     for s in 0..ahead {
-                        fetch(at, item, s);
+                        fetch(at, item, s, columns(PAIRS as u32, item.count));
                         at.advance();
                     }
                 }
@@ -210,69 +341,92 @@ unsafe fn fused_quant_wgmma<
             dependent_launch::wait();
             dependent_launch::launch_dependents();
         }
-        let (x, x_scales) = (Global::new(x), Global::new(x_scales));
-        // A thread copies 16 bytes of every 16th row, and the scale of one row or two.
+        let (x, x_scales) = (Global::new(x), job.x_scales);
+        if !DIRECT {
+            // Each lane has a box of rows brought, one of them the scales.
+            let each = const { box_rows(PAIRS) as u32 };
+            while warp_id == 0 && next < all {
+                let item = job.find(next);
+                let wide = columns(PAIRS as u32, item.count);
+                let mut step = 0;
+                while step < groups {
+                    stages.wait_empty(ring);
+                    if ahead > 0 {
+                        ahead -= 1;
+                    } else if tid == 0 {
+                        fetch(ring, item, step, wide);
+                    }
+                    // Bytes are expected before they come.
+                    warp::sync_warp(warp::FULL);
+                    let bar = stages.full(ring.stage);
+                    if lane * each < wide && lane % SHARE == rank {
+                        let to = operands.address(ring.stage * (PAIRS * STEP) as u32 + lane * each * STEP as u32);
+                        let at = [(step * STEP as u32) as i32, (item.first + lane * each) as i32];
+                        if SHARE > 1 {
+                            tma::load_tensor_multicast::<2>(to, x_map, at, bar, const { (1u16 << SHARE) - 1 });
+                        } else {
+                            tma::load_tensor::<2>(to, x_map, at, bar);
+                        }
+                    }
+                    if SCALES == BLOCKS && lane == 31 {
+                        let from = x_scales.ptr(step as usize * x_scale_group + item.first as usize);
+                        tma::copy_bulk(factors.address(ring.stage * PAIRS as u32), from, wide * 4, bar);
+                    }
+                    ring.advance();
+                    step += 1;
+                }
+                next += grid;
+            }
+        }
+        // A thread copies 16 bytes of every 16th row, and the scale of a row.
         let (chunk, low) = (tid % 8, tid / 8);
         let to = operands.address(0u32) + Swizzle::B128.apply(low * STEP as u32 + chunk * 16);
-        while next < all {
-            let item = items.find(next);
+        while DIRECT && next < all {
+            let item = job.find(next);
             // Rows of zeroes make up for what a product takes more than there is.
             let wide = columns(PAIRS as u32, item.count);
-            let row_of = |place: u32| {
-                let pair = items.pair(item.first + place);
-                // SAFETY: tokens with pairs have slots.
-                core::hint::assert_unchecked(top_k != 0);
-                if UP { pair / top_k } else { pair }
-            };
-            let mut source = [0usize; 9];
-            unroll::<9>(|i| {
+            let mut source = [0usize; PAIRS_DIRECT / 16];
+            unroll::<{ PAIRS_DIRECT / 16 }>(|i| {
                 let row = low + 16 * i as u32;
                 if row < item.count {
-                    source[i] = row_of(row) as usize * x_row;
+                    source[i] = job.row(item.first + row) as usize * x_row;
                 }
             });
-            let mut scale = [0usize; 2];
-            unroll::<2>(|i| {
-                let place = tid + 128 * i as u32;
-                if place < item.count {
-                    scale[i] = row_of(place) as usize * x_scale_row;
-                }
-            });
+            let scale = if tid < item.count { job.row(item.first + tid) as usize * x_scale_row } else { 0 };
             let mut step = 0;
             while step < groups {
                 stages.wait_empty(ring);
                 if ahead > 0 {
                     ahead -= 1;
                 } else if tid == 0 {
-                    fetch(ring, item, step);
+                    fetch(ring, item, step, wide);
                 }
                 let to = to + ring.stage * (PAIRS * STEP) as u32;
                 let column = step * STEP as u32 + 16 * chunk;
-                unroll::<9>(|i| {
+                unroll::<{ PAIRS_DIRECT / 16 }>(|i| {
                     let row = low + 16 * i as u32;
-                    if (i as u32 * 16) < PAIRS as u32 && row < wide {
+                    if row < wide {
                         let bytes = if row < item.count && column < k { 16 } else { 0 };
                         let at = source[i] + if bytes > 0 { column as usize } else { 0 };
                         cp_async::copy_16_zfill(to + (i * 16 * STEP) as u32, x.ptr(at), bytes);
                     }
                 });
-                unroll::<2>(|i| {
-                    let place = tid + 128 * i as u32;
-                    if i * 128 < PAIRS && place < wide {
-                        let there = place < item.count;
-                        let at = scale[i] + if there { step as usize } else { 0 };
-                        let to = factors.address(ring.stage * PAIRS as u32 + place);
-                        cp_async::copy::<4, _>(to, x_scales.ptr(at), if there { 4 } else { 0 });
-                    }
-                });
+                if SCALES == BLOCKS && tid < wide {
+                    let there = tid < item.count;
+                    let at = if there { scale + step as usize * x_scale_group } else { 0 };
+                    let to = factors.address(ring.stage * PAIRS as u32 + tid);
+                    cp_async::copy::<4, _>(to, x_scales.ptr(at), if there { 4 } else { 0 });
+                }
                 cp_async::arrive(stages.full(ring.stage));
                 ring.advance();
                 step += 1;
             }
             next += grid;
         }
-        // The block's shared memory must outlive its copies.
-        cp_async::wait_group::<0>();
+        if DIRECT {
+            // The block's shared memory must outlive its copies.
+            cp_async::wait_group::<0>();
+        }
     } else {
         wgmma::increase_registers::<232>();
         let group = warp_id / 4 - 1;
@@ -282,35 +436,29 @@ unsafe fn fused_quant_wgmma<
             factors,
             ids: ids.offset(group * PAIRS as u32),
             scales: scales.offset(group * PAIRS as u32),
+            row_scales: row_scales.offset(group * PAIRS as u32),
             group,
             first_row: group * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
         let mut ring = Ring::<STAGES>::new();
-        let mut next = thread::block_idx_x();
+        let mut next = first;
         while next < all {
-            let item = items.find(next);
+            let item = job.find(next);
             let wide = columns(PAIRS as u32, item.count);
             macro_rules! product {
                 ($half:literal) => {
-                    consumer.item::<T, [f32; $half], [f32; $half], UP, TILES, PAIRS, STAGES, DIRECT>(
-                        &job, stages, &mut ring, next, item,
-                    )
-                };
-                ($half:literal, $part:literal) => {
-                    consumer.item::<T, [f32; $half], [f32; $part], UP, TILES, PAIRS, STAGES, DIRECT>(
-                        &job, stages, &mut ring, next, item,
-                    )
+                    if SCALES == ROWS {
+                        consumer.rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, STAGES, DIRECT>(
+                            &job, stages, &mut ring, next, item,
+                        )
+                    } else {
+                        consumer.blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, STAGES, DIRECT>(
+                            &job, stages, &mut ring, next, item,
+                        )
+                    }
                 };
             }
-            if TILES > 1 {
-                match wide {
-                    32 => product!(16, 8),
-                    64 => product!(32, 16),
-                    96 => product!(48, 24),
-                    128 => product!(64, 32),
-                    _ => product!(72, 36),
-                }
-            } else if PAIRS > 64 {
+            if PAIRS > 64 {
                 match wide {
                     32 => product!(16),
                     64 => product!(32),
@@ -329,6 +477,12 @@ unsafe fn fused_quant_wgmma<
             }
             next += grid;
         }
+    }
+    if SHARE > 1 {
+        warp::sync_warp(warp::FULL);
+        // No block may end while another can still signal its mbarriers.
+        cluster::arrive_relaxed();
+        cluster::wait();
     }
 }
 
@@ -359,21 +513,51 @@ struct Consumer {
     operands: Descriptor<K>,
     /// Scales of the pairs, for each stage.
     factors: Shared<f32>,
-    /// Pairs of the share, and their weights.
+    /// Pairs of the share, their weights, and the scales of their rows.
     ids: Shared<u32>,
     scales: Shared<f32>,
+    row_scales: Shared<f32>,
     group: u32,
     /// The warp's first row within the tile.
     first_row: u32,
 }
 
-impl Consumer {
-    /// Multiplies an item and finishes it. `P` holds the sums of a step, for all columns or for a part of them at a time.
+/// Where a thread's scales of weights are in each of its tiles, for the steps of a product.
+#[derive(Clone, Copy)]
+struct WeightScales<const UP: bool, const TILES: usize> {
+    scales: Global<f32>,
+    at: [[u32; 2]; TILES],
+}
+
+impl<const UP: bool, const TILES: usize> WeightScales<UP, TILES> {
     #[inline(always)]
-    unsafe fn item<
+    unsafe fn new<T: TensorFloat, const SCALES: u32, const DIRECT: bool>(
+        job: &Job<T, SCALES, DIRECT>,
+        bin: u32,
+        row: u32,
+    ) -> Self {
+        let mut at = [[0u32; 2]; TILES];
+        unroll::<TILES>(|s| {
+            at[s] = job.weight_rows::<UP>(row + 64 * s as u32).map(|row| row / GROUP as u32 * job.groups());
+        });
+        Self { scales: job.scales_of(bin), at }
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, s: usize, step: u32) -> [f32; 2] {
+        let first = self.scales.get(self.at[s][0] + step);
+        // Rows of the second product lie in one block.
+        [first, if UP { self.scales.get(self.at[s][1] + step) } else { first }]
+    }
+}
+
+impl Consumer {
+    /// Multiplies an item with scales of blocks and finishes it.
+    #[inline(always)]
+    unsafe fn blocks<
         T: TensorFloat,
         A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
-        P: Accumulator + AsRef<[f32]>,
+        const SCALES: u32,
         const UP: bool,
         const TILES: usize,
         const PAIRS: usize,
@@ -381,57 +565,40 @@ impl Consumer {
         const DIRECT: bool,
     >(
         &self,
-        job: &Job<T, DIRECT>,
+        job: &Job<T, SCALES, DIRECT>,
         stages: Stages<STAGES>,
         ring: &mut Ring<STAGES>,
         number: u32,
         item: Item,
     ) {
-        let (mine, lane) = (thread::thread_idx_x() % 128, warp::lane_id());
-        // Scales of this thread's two rows of weights in each tile. Rows beyond the last repeat it.
-        let row = item.tile * rows(TILES) as u32 + self.first_row;
-        let groups = job.groups();
-        let blocks = job.rows.div_ceil(GROUP as u32);
-        let mut at = [[0u32; 2]; TILES];
-        unroll::<TILES>(|s| {
-            let row = row + 64 * s as u32;
-            let output = if UP { row / 2 + lane / 4 } else { row };
-            let rows = job.weight_rows::<UP>(output.min(job.n - 1));
-            at[s] = rows.map(|row| (item.bin * blocks + row / GROUP as u32) * groups);
-        });
-        // Rows of the second product lie in one block.
-        let load = |at: [u32; 2], step: u32| {
-            let first = job.w_scales.get(at[0] as usize + step as usize);
-            [first, if UP { job.w_scales.get(at[1] as usize + step as usize) } else { first }]
-        };
-
-        let (mut acc, mut partial) = ([A::zero(); TILES], P::zero());
+        let (lane, groups) = (warp::lane_id(), job.groups());
+        let scales = WeightScales::<UP, TILES>::new(job, item.bin, item.tile * rows(TILES) as u32 + self.first_row);
+        let (mut acc, mut partial) = ([A::zero(); TILES], A::zero());
         let mut step = 0;
         loop {
             stages.wait_full(*ring);
-            // `cp.async` writes as ordinary instructions do.
-            tma::fence_async();
+            if DIRECT {
+                // `cp.async` writes as ordinary instructions do.
+                tma::fence_async();
+            }
             let a = self.weights.offset(ring.stage * (rows(TILES) * STEP) as u32);
             let b = self.operands.offset(ring.stage * (PAIRS * STEP) as u32);
             for s in 0..TILES {
                 // On its way while the products run.
-                let now = load(at[s], step);
-                for part in 0..const { A::N / P::N } {
-                    let columns = b.offset((part * P::N * STEP) as u32);
-                    partial.multiply::<E4M3, 4, _, _>(a.offset((s * 64 * STEP) as u32), columns, false);
-                    wgmma::wait::<0>(&mut partial);
-                    for j in 0..const { P::N / 8 } {
-                        let first = ring.stage * PAIRS as u32 + (part * P::N + 8 * j) as u32 + 2 * (lane % 4);
-                        let B64(pairs) = self.factors.get_as::<B64<f32, 2>>(first);
-                        for e in 0..4 {
-                            let (by, i) = (pairs[e % 2] * now[e / 2], part * P::N / 2 + 4 * j + e);
-                            let sum = acc[s].as_ref()[i];
-                            acc[s].as_mut()[i] = float::fma(partial.as_ref()[4 * j + e], by, sum);
-                        }
+                let now = scales.load(s, step);
+                partial.multiply::<E4M3, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, false);
+                wgmma::wait::<0>(&mut partial);
+                for j in 0..const { A::N / 8 } {
+                    let first = ring.stage * PAIRS as u32 + 8 * j as u32 + 2 * (lane % 4);
+                    let B64(pairs) = self.factors.get_as::<B64<f32, 2>>(first);
+                    for e in 0..4 {
+                        let (by, i) = (pairs[e % 2] * now[e / 2], 4 * j + e);
+                        let sum = acc[s].as_ref()[i];
+                        acc[s].as_mut()[i] = float::fma(partial.as_ref()[i], by, sum);
                     }
-                    // Before the next products overwrite them.
-                    acc[s].pin();
                 }
+                // Before the next products overwrite them.
+                acc[s].pin();
             }
             stages.release(ring.stage, lane);
             ring.advance();
@@ -440,17 +607,96 @@ impl Consumer {
                 break;
             }
         }
+        self.finish::<T, E4M3, A, SCALES, UP, TILES, PAIRS, DIRECT>(job, number, item, &acc);
+    }
 
+    /// Multiplies an item with scales of rows and finishes it.
+    #[inline(always)]
+    unsafe fn rows<
+        T: TensorFloat,
+        Q: TensorByte + Input<Q::Sum>,
+        A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
+        const SCALES: u32,
+        const UP: bool,
+        const TILES: usize,
+        const PAIRS: usize,
+        const STAGES: usize,
+        const DIRECT: bool,
+    >(
+        &self,
+        job: &Job<T, SCALES, DIRECT>,
+        stages: Stages<STAGES>,
+        ring: &mut Ring<STAGES>,
+        number: u32,
+        item: Item,
+    ) {
+        let (lane, groups) = (warp::lane_id(), job.groups());
+        let mut acc = [A::zero(); TILES];
+        let mut before = ring.stage;
+        let mut step = 0;
+        loop {
+            stages.wait_full(*ring);
+            if DIRECT {
+                tma::fence_async();
+            }
+            let a = self.weights.offset(ring.stage * (rows(TILES) * STEP) as u32);
+            let b = self.operands.offset(ring.stage * (PAIRS * STEP) as u32);
+            unroll::<TILES>(|s| acc[s].multiply::<Q, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, step > 0));
+            // The step before is done: its stage can be filled again.
+            if TILES == 1 {
+                wgmma::wait::<1>(&mut acc[0]);
+            } else {
+                wgmma::wait::<2>(&mut acc[0]);
+            }
+            if step > 0 {
+                stages.release(before, lane);
+            }
+            before = ring.stage;
+            ring.advance();
+            step += 1;
+            if step >= groups {
+                break;
+            }
+        }
+        wgmma::wait::<0>(&mut acc[0]);
+        unroll::<TILES>(|s| acc[s].pin());
+        stages.release(before, lane);
+        self.finish::<T, Q, A, SCALES, UP, TILES, PAIRS, DIRECT>(job, number, item, &acc);
+    }
+
+    /// What is done to the sums of an item.
+    #[inline(always)]
+    unsafe fn finish<
+        T: TensorFloat,
+        Q: TensorByte,
+        A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
+        const SCALES: u32,
+        const UP: bool,
+        const TILES: usize,
+        const PAIRS: usize,
+        const DIRECT: bool,
+    >(
+        &self,
+        job: &Job<T, SCALES, DIRECT>,
+        number: u32,
+        item: Item,
+        acc: &[A; TILES],
+    ) {
+        let mine = thread::thread_idx_x() % 128;
         // Not ahead of time, and found once more: registers are short.
-        let item = if TILES > 1 { job.items.find(number) } else { item };
+        let item = if TILES > 1 { job.find(number) } else { item };
         let row = item.tile * rows(TILES) as u32 + self.first_row;
-        let (mut pair, mut scale) = ([0u32; 2], [0f32; 2]);
+        let (mut pair, mut scale, mut row_scale) = ([0u32; 2], [0f32; 2], [0f32; 2]);
         unroll::<2>(|i| {
             let column = mine + 128 * i as u32;
             if column < item.count {
-                pair[i] = job.items.pair(item.first + column);
+                let place = item.first + column;
+                pair[i] = if UP && !DIRECT { place } else { job.items.pair(place) };
                 if !UP {
-                    scale[i] = job.items.weight(item.first + column);
+                    scale[i] = job.items.weight(place);
+                }
+                if SCALES == ROWS {
+                    row_scale[i] = job.x_scales.get(job.row(place));
                 }
             }
         });
@@ -463,35 +709,58 @@ impl Consumer {
                 if !UP {
                     self.scales.set(column, scale[i]);
                 }
+                if SCALES == ROWS {
+                    self.row_scales.set(column, row_scale[i]);
+                }
             }
         });
         thread::sync_named(1 + self.group, 128);
         for s in 0..TILES {
             let row = row + s as u32 * 64;
+            let mut by = [1f32; 2];
+            if SCALES == ROWS {
+                let scales = job.scales_of(item.bin);
+                by = job.weight_rows::<UP>(row).map(|row| scales.get(row * job.w_scale_row));
+            }
+            let sums = |j: usize| {
+                let mut v = [0f32; 4];
+                let column = 8 * j as u32 + 2 * (warp::lane_id() % 4);
+                let B64(pairs) = if SCALES == ROWS { self.row_scales.get_as(column) } else { B64([1f32; 2]) };
+                for e in 0..4 {
+                    let sum = acc[s].as_ref()[4 * j + e].to_f32();
+                    v[e] = if SCALES == ROWS { sum * (by[e / 2] * pairs[e % 2]) } else { sum };
+                }
+                v
+            };
             if UP {
-                self.store_up::<T, A, DIRECT>(job, item, row, acc[s].as_ref());
+                self.store_up(job, item, row, A::N, sums);
             } else {
-                self.store_down::<T, A, DIRECT>(job, item, row, acc[s].as_ref());
+                self.store_down(job, item, row, A::N, sums);
             }
         }
     }
 
     /// Of 16 rows the first 8 are gates, the others their values. Pairs of sums in a thread belong to neighbouring columns
-    /// (tokens); a transposition in registers makes them neighbouring outputs.
+    /// (tokens); a transposition in registers makes them neighbouring outputs. `sums` are those of a group of 8 columns.
     #[inline(always)]
-    unsafe fn store_up<T: TensorFloat, A: Accumulator, const DIRECT: bool>(
+    unsafe fn store_up<T: TensorFloat, const SCALES: u32, const DIRECT: bool>(
         &self,
-        job: &Job<T, DIRECT>,
+        job: &Job<T, SCALES, DIRECT>,
         item: Item,
         row: u32,
-        sums: &[f32],
+        columns: usize,
+        sums: impl Fn(usize) -> [f32; 4],
     ) {
         let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
         let first = row / 2;
         let (kind, alpha, limit) = job.activation;
         let activation = Activation::new(kind, alpha, limit, job.layout != PLAIN);
-        for j in 0..A::N / 8 {
-            let v = |c: usize| activation.gated(sums[4 * j + c], sums[4 * j + 2 + c]);
+        let [gate, value] = job.weight_rows::<true>(row);
+        let gates = job.bias(item.bin, gate);
+        let values = if job.layout == PLAIN { 0.0 } else { job.bias(item.bin, value) };
+        for j in 0..columns / 8 {
+            let sums = sums(j);
+            let v = |c: usize| activation.gated(sums[c] + gates, sums[2 + c] + values);
             let [a, b] = T::pair_from_f32([v(0), v(1)]);
             let word = mma::movmatrix_trans(T::pack(a, b));
             let column = 8 * j as u32 + g;
@@ -505,19 +774,26 @@ impl Consumer {
     /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
     /// neighbouring rows of one column, which are 16 bytes of `partial`.
     #[inline(always)]
-    unsafe fn store_down<T: TensorFloat, A: Accumulator, const DIRECT: bool>(
+    unsafe fn store_down<T: TensorFloat, const SCALES: u32, const DIRECT: bool>(
         &self,
-        job: &Job<T, DIRECT>,
+        job: &Job<T, SCALES, DIRECT>,
         item: Item,
         row: u32,
-        sums: &[f32],
+        columns: usize,
+        sums: impl Fn(usize) -> [f32; 4],
     ) {
         let lane = warp::lane_id();
         let (odd, high) = (lane & 4 != 0, lane & 8 != 0);
         let row = row + (lane & 8) + (lane & 16) / 4;
         let first = 2 * (lane % 4) + odd as u32;
-        for j in 0..A::N / 8 {
-            let mut v = [sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]];
+        let mut bias = [0f32; 4];
+        if row < job.n {
+            for i in 0..4 {
+                bias[i] = job.bias(item.bin, row + i as u32);
+            }
+        }
+        for j in 0..columns / 8 {
+            let mut v = sums(j);
             unroll::<2>(|p| {
                 let got = warp::shfl_xor(if odd { v[2 * p] } else { v[2 * p + 1] }, 4);
                 v[2 * p] = if odd { got } else { v[2 * p] };
@@ -532,7 +808,7 @@ impl Consumer {
             let (pair, scale) = (self.ids.get(column), self.scales.get(column));
             let at = pair as usize * job.n as usize + row as usize;
             for i in 0..4 {
-                v[i] *= scale;
+                v[i] = (v[i] + bias[i]) * scale;
             }
             if row < job.n && column < item.count {
                 job.partial.set_as(at, B128(v));
@@ -544,40 +820,60 @@ impl Consumer {
 entries! {
     /// Arguments of both products.
     pub struct Args<T>(
-        /// `[tokens * top_k, intermediate]`: written by the first product.
+        /// The first product's results, `[.., intermediate]`: a row for each place of the sorted list, or without it for each pair. Not used by the
+        /// second.
         h: *mut T,
-        /// `[tokens * top_k, hidden]`: written by the second product.
+        /// `[tokens * slots, hidden]`: written by the second product.
         partial: *mut f32,
-        /// `[tokens, hidden]`, or for the second product the quantised `h`; rows `x_row` apart. Their scales, `[.., k / 128]`.
-        x: *const E4M3, x_row: usize, x_scales: *const f32, x_scale_row: usize,
-        /// The weights; see [`fused_wgmma`](super::fused_wgmma). Their scales, `[experts, rows / 128, k / 128]`.
-        map: TensorMap, w_scales: *const f32,
+        /// Quantised rows of tokens, or for the second product of `h`, `x_row` apart: row `pair / x_divisor` belongs to a pair, if there is no
+        /// sorted list; otherwise they are in its order, and `x_map` describes them, in boxes of [`STEP`] by [`box_rows`].
+        x: *const u8, x_row: usize, x_map: TensorMap,
+        /// Their scales, from row to row and from group to group; rows lie next to each other in the order of a sorted list, and [`BEYOND`] more can
+        /// be read.
+        x_scales: *const f32, x_scale_row: usize, x_scale_group: usize, x_divisor: u32,
+        /// The weights of the routed experts and of the shared ones; see [`fused_wgmma`](super::fused_wgmma).
+        map: TensorMap, shared_map: TensorMap,
+        /// Their scales: `[experts, rows / 128, k / 128]`, or those of rows, `w_scale_row` apart, of experts, `w_scale_expert` apart.
+        w_scales: *const f32, shared_w_scales: *const f32, w_scale_expert: u32, w_scale_row: u32,
+        /// `[local, rows]` or null; `[shared, rows]` or null.
+        bias: *const f32, shared_bias: *const f32,
         /// From [`sort`](super::sort), in blocks of [`SORT_BLOCK`].
         sorted_ids: *const i32, sorted_weights: *const f32, offsets: *const i32, expert_counts: *const i32,
         /// See [`fused::Args`](super::fused::Args); read where there is no sorted list.
         topk_ids: *const i32, topk_weights: *const f32, expert_map: *const i32, num_tokens: *const i32, tokens: u32,
-        top_k: u32, experts: u32,
-        /// Experts of this device, at most [`MAX_BINS`].
-        bins: u32,
+        top_k: u32, slots: u32, experts: u32,
+        /// Routed experts of this device; those and the shared ones, at most [`MAX_BINS`].
+        local: u32, bins: u32,
         /// Outputs and inner dimension, multiples of 16.
         n: u32, k: u32,
         /// See [`fused::Args`](super::fused::Args).
         layout: u32, activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_quant_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 16, 11, true>;
-    moe_fused_quant_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 64, 8, false>;
-    moe_fused_quant_wgmma_up_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 144, 6, false>;
-    moe_fused_quant_wgmma_up_r256_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 2, 144, 4, false>;
-    moe_fused_quant_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 16, 11, true>;
-    moe_fused_quant_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 64, 8, false>;
-    moe_fused_quant_wgmma_up_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 144, 6, false>;
-    moe_fused_quant_wgmma_up_r256_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 2, 144, 4, false>;
-    moe_fused_quant_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 16, 11, true>;
-    moe_fused_quant_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 64, 8, false>;
-    moe_fused_quant_wgmma_down_t144_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 144, 6, false>;
-    moe_fused_quant_wgmma_down_r256_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 2, 144, 4, false>;
-    moe_fused_quant_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 16, 11, true>;
-    moe_fused_quant_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 64, 8, false>;
-    moe_fused_quant_wgmma_down_t144_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 144, 6, false>;
-    moe_fused_quant_wgmma_down_r256_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 2, 144, 4, false>;
+    moe_fused_quant_wgmma_up_t16_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t16_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 6, false, 2>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 6, false, 2>;
+    moe_fused_quant_wgmma_down_t16_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_down_t144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 6, false, 2>;
+    moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 4, false, 1>;
+    moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_down_t144_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t16_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t16_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 4, false, 1>;
+    moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 11, true, 1>;
+    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 8, false, 1>;
+    moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 4, false, 1>;
 }

@@ -1,11 +1,11 @@
 //! The fused block of experts with 8-bit weights.
 
 use super::fused::activate;
-use crate::moe::{ExpertActivation, GateUp};
+use crate::moe::{ExpertActivation, GateUp, QuantScales};
 use cuda_std::{E4M3, Float};
 
-/// Dequantised weights of experts, `w13` `[experts, rows · I, H]` and `w2` `[experts, H, I]`; smoothing vectors, `[experts, H]` and `[experts,
-/// I]`, perhaps empty.
+/// Dequantised weights of experts, shared ones last, `w13` `[experts, rows · I, H]` and `w2` `[experts, H, I]`; biases, `[experts, rows · I]` and
+/// `[experts, H]`, and smoothing vectors, `[experts, H]` and `[experts, I]`, perhaps empty.
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
 pub struct QuantBlock {
@@ -13,18 +13,23 @@ pub struct QuantBlock {
     pub intermediate: usize,
     pub w13: Vec<f64>,
     pub w2: Vec<f64>,
+    pub bias13: Vec<f64>,
+    pub bias2: Vec<f64>,
     pub smooth13: Vec<f64>,
     pub smooth2: Vec<f64>,
     pub gate_up: GateUp,
     pub activation: ExpertActivation,
-    /// Whether rows are quantised to int8, with one scale, or to e4m3, with one for each 128 columns.
+    /// Whether rows are quantised to int8, or to e4m3.
     pub int8: bool,
+    /// Whether a quantised row has one scale, or one for each 128 columns.
+    pub scales: QuantScales,
 }
 
 /// What a row stands for once it is quantised, and the largest step between neighbouring numbers at each element. In f32 as the kernels do
 /// it, since a step is too coarse for a tolerance.
-pub fn quantised(row: &[f64], int8: bool) -> Vec<(f64, f64)> {
-    let (group, largest) = if int8 { (row.len().max(1), 127.0f32) } else { (128, 448.0) };
+pub fn quantised(row: &[f64], int8: bool, scales: QuantScales) -> Vec<(f64, f64)> {
+    let largest = if int8 { 127.0f32 } else { 448.0 };
+    let group = if scales == QuantScales::Rows { row.len().max(1) } else { 128 };
     row.chunks(group)
         .flat_map(|group| {
             let most = group.iter().fold(1e-10f32, |a, v| a.max(v.abs() as f32));
@@ -66,10 +71,11 @@ pub fn fused_quant<T: Float>(block: &QuantBlock, x: &[f64], slots: &[(usize, f64
     };
     let mut out = vec![QuantResult::default(); hidden];
     for &(expert, weight) in slots {
-        let x = quantised(&smooth(x.to_vec(), &block.smooth13, expert), block.int8);
+        let x = quantised(&smooth(x.to_vec(), &block.smooth13, expert), block.int8, block.scales);
         let dot = |row: usize| -> f64 {
             let w = &block.w13[(expert * rows + row) * hidden..][..hidden];
-            w.iter().zip(&x).map(|(w, x)| w * x.0).sum()
+            let bias = block.bias13.get(expert * rows + row).copied().unwrap_or(0.0);
+            w.iter().zip(&x).map(|(w, x)| w * x.0).sum::<f64>() + bias
         };
         let h = (0..inter).map(|i| {
             let (gate, up) = match block.gate_up {
@@ -79,12 +85,13 @@ pub fn fused_quant<T: Float>(block: &QuantBlock, x: &[f64], slots: &[(usize, f64
             };
             T::from_f32(activate(block.activation, gate, up) as f32).to_f32() as f64
         });
-        let h = quantised(&smooth(h.collect(), &block.smooth2, expert), block.int8);
+        let h = quantised(&smooth(h.collect(), &block.smooth2, expert), block.int8, block.scales);
         for (c, out) in out.iter_mut().enumerate() {
             let w = &block.w2[(expert * hidden + c) * inter..][..inter];
             let terms = || w.iter().zip(&h);
-            let magnitude = weight.abs() * terms().map(|(w, h)| (w * h.0).abs()).sum::<f64>();
-            out.value += weight * terms().map(|(w, h)| w * h.0).sum::<f64>();
+            let bias = block.bias2.get(expert * hidden + c).copied().unwrap_or(0.0);
+            let magnitude = weight.abs() * (terms().map(|(w, h)| (w * h.0).abs()).sum::<f64>() + bias.abs());
+            out.value += weight * (terms().map(|(w, h)| w * h.0).sum::<f64>() + bias);
             out.rounded += magnitude;
             out.step += weight.abs() * terms().fold(0.0, |a, (w, h)| f64::max(a, w.abs() * h.1));
             out.magnitude += magnitude;
