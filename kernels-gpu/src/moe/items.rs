@@ -106,7 +106,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
                     all += (b == bin) as u32;
                 }
                 own_ids.set(start + rank, tid);
-                own_weights.set(start + rank, sorted.topk_weights.get(tid));
+                own_weights.set(start + rank, pairs.weight(tid, sorted.topk_weights));
                 if rank == 0 {
                     counts.set(bin, all);
                     starts.set(bin, start);
