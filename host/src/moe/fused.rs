@@ -1017,8 +1017,10 @@ pub fn fused<T: Float>(
     let aligned = |p: *const c_void| (p as usize).is_multiple_of(16);
     let streams = [operands.x, operands.w13, operands.w2, operands.shared13, operands.shared2].into_iter().all(aligned)
         && (tokens == 1 || (xs.stride * T::DTYPE.size()).is_multiple_of(16));
-    let wgmma =
-        stream.device().properties().compute_capability == (9, 0) && options.activation != ExpertActivation::Gelu;
+    // Those kernels keep where rows of `x` and of `h` start in units of 16 bytes, in 32 bits.
+    let wgmma = stream.device().properties().compute_capability == (9, 0)
+        && options.activation != ExpertActivation::Gelu
+        && tokens.saturating_mul(xs.stride).max(shape.pairs() * shape.intermediate) < 1 << 35;
     let plan = plan(T::DTYPE, &shape, options.path, streams, wgmma).ok_or_else(|| Error::Unsupported {
         op: OP,
         what: format!(

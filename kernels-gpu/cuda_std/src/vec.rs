@@ -273,6 +273,29 @@ pub unsafe fn store<V: Vector, H: StoreHint>(ptr: *mut V, value: V, hint: H) {
     }
 }
 
+/// Stores 16 bytes to global memory if `condition`, as one predicated instruction: there is no branch that would keep other
+/// instructions from moving past it. The accessors' `set_if` checks bounds as well.
+///
+/// # Safety
+/// As for [`store`], if `condition`.
+#[inline(always)]
+pub unsafe fn store_if<V: Copy>(condition: bool, ptr: *mut V, value: V) {
+    const { assert!(size_of::<V>() == 16) };
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: forwarded to the caller; the vector has four words.
+    unsafe {
+        let w: [u32; 4] = core::mem::transmute_copy(&value);
+        ptx!("{{ .reg .b64 %a; .reg .pred %p; cvta.to.global.u64 %a, {p}; setp.ne.u32 %p, {c}, 0; @%p st.global.v4.b32 [%a], {{{w}, {x}, {y}, {z}}}; }}",
+            p = in(reg64) ptr, c = in(reg32) condition as u32, w = in(reg32) w[0], x = in(reg32) w[1],
+            y = in(reg32) w[2], z = in(reg32) w[3], options(nostack, preserves_flags))
+    };
+    #[cfg(not(target_arch = "nvptx64"))]
+    if condition {
+        // SAFETY: forwarded to the caller.
+        unsafe { ptr.write(value) }
+    }
+}
+
 /// Brings the line around `ptr` into the second-level cache. Any global address is fine.
 #[inline(always)]
 pub fn prefetch_l2<T>(ptr: *const T) {

@@ -24,21 +24,25 @@
 //! The second product waits for `h` only when the ring is full of weights already ([`dependent_launch`]), so the stream of
 //! weights does not end between the two.
 //!
+//! # Results
+//! Of few pairs they go from registers to memory. Of many (`STAGED`) that takes longer than the products of a short K: a product of
+//! 768 elements of K took 314 µs, and 166 when it kept its results to itself. So each of the two consumers keeps one of an item's
+//! last two stages back from the producer, lays its results out there, a pair's outputs side by side, and has the copy engine store
+//! them pair by pair (512 bytes a piece in the second product, 128 in the first), while the next item's products begin.
+//!
 //! # Work
-//! Blocks of threads stay, one a multiprocessor, and take items `blockIdx + i · gridDim`. An item is a tile of rows of an
-//! expert and a share of its pairs. An expert's `c` pairs are dealt out to `ceil(c / PAIRS)` shares of equal size, rounded
-//! up to 8. Items are ordered by expert, tile, share: shares that read the same weights run side by side, and the weights
-//! come from memory once. Which item is which follows from a prefix sum over experts that every block makes for itself;
-//! the routing stays on the device.
+//! Blocks of threads stay, one a multiprocessor, and take [`items`](super::items) `blockIdx + i · gridDim`.
 //!
 //! The sum over K runs in one order whatever N is, so a pair's result depends on nothing else in the batch.
 
 use super::fused::{HALVES, PLAIN};
-use super::pairs::{NOWHERE, Pairs, existing_tokens};
+pub use super::items::DIRECT_PAIRS;
+use super::items::{Item, Items, Sorted};
+use super::pairs::{Pairs, existing_tokens};
 use crate::tensor_float::TensorFloat;
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
-use cuda_std::vec::B128;
+use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
 use cuda_std::{
     Global, GlobalMut, Shared, atomic, bf16, cp_async, dependent_launch, entries, f16, float, mbarrier, mma, thread,
@@ -53,15 +57,14 @@ const PRODUCERS: usize = 128;
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// Elements of K of a stage: a line of the swizzle.
 pub const STEP: usize = 64;
+/// Rows of pairs that a thread fetches, at most.
+const PAIRS_16: usize = 176 / 16;
 /// The most experts of a device.
 pub const MAX_BINS: usize = 1024;
 /// What Hopper has of shared memory for a block.
 pub const MAX_SHARED_BYTES: usize = 227 << 10;
 /// The place in the sorted list of an expert's first pair is a multiple of this.
 pub const SORT_BLOCK: usize = 8;
-
-/// The most pairs without a sorted list.
-pub const DIRECT_PAIRS: usize = 128;
 
 /// Rows of weights of an item.
 pub const fn rows(tiles: usize, alternate: bool) -> usize {
@@ -73,14 +76,12 @@ pub const fn shared_bytes(rows: usize, pairs: usize, lines: usize, stages: usize
     stages * ((rows + pairs) * lines * STEP * 2 + 2 * 8)
         + GROUPS * 8
         + GROUPS * pairs * 8
-        + 16 * 4
-        + 3 * (bins + 4) * 4
-        + DIRECT_PAIRS * 12
-        + 12 * 16
+        + super::items::shared_bytes(bins)
+        + 5 * 16
 }
 
 /// What both products need to know.
-struct Job<T> {
+struct Job<T, const DIRECT: bool> {
     h: GlobalMut<T>,
     partial: GlobalMut<f32>,
     x: Global<T>,
@@ -90,27 +91,14 @@ struct Job<T> {
     biased: bool,
     shared_bias: Global<T>,
     shared_biased: bool,
-    sorted_ids: Global<i32>,
-    sorted_weights: Global<f32>,
     /// Whether results are added up where they belong as they come, instead of being kept apart.
     unordered: bool,
     slots: u32,
-    /// The same without sorting.
-    direct: bool,
-    own_ids: Shared<u32>,
-    own_weights: Shared<f32>,
     local: u32,
     n: u32,
-    k: u32,
     layout: u32,
     activation: Activation,
-    /// For each expert the shares up to its last; its pairs, and where they start in the sorted list.
-    ends: Shared<u32>,
-    counts: Shared<u32>,
-    starts: Shared<u32>,
-    bins: u32,
-    /// Tiles of rows of an expert.
-    tiles: u32,
+    items: Items<DIRECT>,
 }
 
 /// An activation as `g' · sigmoid(g' · (a + b g'²)) · (u' + c)`, with bounds on `g'` and `u'`; or with `g'` for the sigmoid.
@@ -126,6 +114,8 @@ pub(super) struct Activation {
     squared: u32,
     bound: f32,
     c: f32,
+    /// SiLU of a gate times its value, and nothing else.
+    silu: bool,
 }
 
 impl Activation {
@@ -147,6 +137,7 @@ impl Activation {
             squared: if kind == 3 { u32::MAX } else { 0 },
             bound: if oai { limit } else { inf },
             c: if oai || !gated { 1.0 } else { 0.0 },
+            silu: kind == 0 && gated,
         }
     }
 
@@ -198,67 +189,7 @@ impl<const STAGES: usize> Ring<STAGES> {
     }
 }
 
-/// An item of work.
-#[derive(Clone, Copy)]
-struct Work {
-    bin: u32,
-    /// The tile of rows.
-    tile: u32,
-    /// Where the share starts in the sorted list, and its pairs.
-    first: u32,
-    count: u32,
-}
-
-impl<T: TensorFloat + Input> Job<T> {
-    /// The last share's end: how many there are.
-    #[inline(always)]
-    unsafe fn shares(&self) -> u32 {
-        if self.bins == 0 { 0 } else { self.ends.get(self.bins - 1) }
-    }
-
-    /// Item `item`; all lanes of a warp take part.
-    #[inline(always)]
-    unsafe fn find(&self, item: u32) -> Work {
-        // SAFETY: there are outputs, hence tiles.
-        core::hint::assert_unchecked(self.tiles != 0);
-        let q = item / self.tiles;
-        // The first expert whose shares end beyond `q`: 32 candidates at a time.
-        let lane = warp::lane_id();
-        let (mut bin, mut len) = (0, self.bins);
-        while len > 32 {
-            let each = len.div_ceil(32);
-            let probe = bin + (lane + 1) * each - 1;
-            let before = probe < bin + len && self.ends.get(probe) <= q;
-            let skipped = warp::warp_vote_ballot(warp::FULL, before).count_ones() * each;
-            bin += skipped;
-            len = (len - skipped).min(each);
-        }
-        let before = lane < len && self.ends.get(bin + lane) <= q;
-        bin += warp::warp_vote_ballot(warp::FULL, before).count_ones();
-        let begin = if bin == 0 { 0 } else { self.ends.get(bin - 1) };
-        let shares = self.ends.get(bin) - begin;
-        // SAFETY: an expert that holds an item has shares.
-        core::hint::assert_unchecked(shares != 0);
-        let r = item - begin * self.tiles;
-        let (tile, share) = (r / shares, r % shares);
-        let count = self.counts.get(bin);
-        let size = count.div_ceil(shares).next_multiple_of(8);
-        let first = share * size;
-        Work { bin, tile, first: self.starts.get(bin) + first, count: (count - first).min(size) }
-    }
-
-    /// The pair at a place of the sorted list.
-    #[inline(always)]
-    unsafe fn pair(&self, at: u32) -> u32 {
-        if self.direct { self.own_ids.get(at) } else { self.sorted_ids.get(at) as u32 }
-    }
-
-    /// The weight of the pair there.
-    #[inline(always)]
-    unsafe fn weight(&self, at: u32) -> f32 {
-        if self.direct { self.own_weights.get(at) } else { self.sorted_weights.get(at) }
-    }
-
+impl<T: TensorFloat + Input, const DIRECT: bool> Job<T, DIRECT> {
     #[inline(always)]
     fn map(&self, bin: u32) -> (*const TensorMap, i32) {
         if bin < self.local { (self.map, bin as i32) } else { (self.shared_map, (bin - self.local) as i32) }
@@ -269,6 +200,18 @@ impl<T: TensorFloat + Input> Job<T> {
     fn coordinates<const UP: bool>(&self, rows: usize, k: u32, tile: u32, bin: i32) -> [i32; 5] {
         let group = (tile * (rows / 16) as u32) as i32;
         if UP { [k as i32, 0, 0, group, bin] } else { [k as i32, 0, 2 * group, 0, bin] }
+    }
+
+    /// The biases of an output's gate and of its value.
+    #[inline(always)]
+    unsafe fn biases(&self, bin: u32, output: u32) -> [f32; 2] {
+        let rows = if self.layout == PLAIN { self.n } else { 2 * self.n };
+        let [gate, value] = match self.layout {
+            PLAIN => [output, rows],
+            HALVES => [output, output + self.n],
+            _ => [2 * output, 2 * output + 1],
+        };
+        [self.bias(bin, rows, gate), self.bias(bin, rows, value)]
     }
 
     #[inline(always)]
@@ -290,6 +233,7 @@ unsafe fn fused_wgmma<
     const UP: bool,
     const ALTERNATE: bool,
     const NOW: bool,
+    const STAGED: bool,
     const TILES: usize,
     const PAIRS: usize,
     const LINES: usize,
@@ -328,7 +272,6 @@ unsafe fn fused_wgmma<
 ) {
     let tid = thread::thread_idx_x();
     let warp_id = warp::warp_id();
-    let lane = warp::lane_id();
     let mut carver = Carver::new();
     let weights = carver.take_aligned::<T>(STAGES * LINES * rows(TILES, ALTERNATE) * STEP, 1024);
     let operands = carver.take::<T>(STAGES * LINES * PAIRS * STEP);
@@ -337,42 +280,7 @@ unsafe fn fused_wgmma<
     let turns = carver.take::<u64>(GROUPS);
     let ids = carver.take::<u32>(GROUPS * PAIRS);
     let scales = carver.take::<f32>(GROUPS * PAIRS);
-    let sums = carver.take::<u32>(16);
-    let ends = carver.take::<u32>(bins as usize + 4);
-    let counts = carver.take::<u32>(bins as usize + 4);
-    let starts = carver.take::<u32>(bins as usize + 4);
-    let own_bins = carver.take::<u32>(DIRECT_PAIRS);
-    let own_ids = carver.take::<u32>(DIRECT_PAIRS);
-    let own_weights = carver.take::<f32>(DIRECT_PAIRS);
     let outputs = const { if UP { rows(TILES, ALTERNATE) as u32 / 2 } else { rows(TILES, ALTERNATE) as u32 } };
-    let job = Job {
-        h: GlobalMut::new(h),
-        partial: GlobalMut::new(partial),
-        x: Global::new(x),
-        map,
-        shared_map,
-        bias: Global::new(bias),
-        biased: !bias.is_null(),
-        shared_bias: Global::new(shared_bias),
-        shared_biased: !shared_bias.is_null(),
-        sorted_ids: Global::new(sorted_ids),
-        sorted_weights: Global::new(sorted_weights),
-        unordered: unordered != 0,
-        slots,
-        direct: DIRECT,
-        own_ids,
-        own_weights,
-        local,
-        n,
-        k,
-        layout,
-        activation: Activation::new(activation, alpha, limit, layout != PLAIN),
-        ends,
-        counts,
-        starts,
-        bins,
-        tiles: n.div_ceil(outputs),
-    };
     if tid == 0 {
         for s in 0..STAGES {
             // The weights, and each producer's rows.
@@ -391,87 +299,53 @@ unsafe fn fused_wgmma<
         dependent_launch::wait();
         dependent_launch::launch_dependents();
     }
-    let each = bins.div_ceil(THREADS as u32);
-    let (from, to) = ((tid * each).min(bins), ((tid + 1) * each).min(bins));
-    if DIRECT {
-        let map = Pairs {
-            topk_ids: Global::new(topk_ids),
-            expert_map: Global::new(expert_map),
-            mapped: !expert_map.is_null(),
-            top_k,
-            slots,
-            experts,
-            local,
-            shared: bins - local,
-        };
-        let count = (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32);
-        let bin = if tid < count { map.bin(tid) } else { NOWHERE };
-        if tid < count {
-            own_bins.set(tid, bin);
-        }
-        for bin in from..to {
-            counts.set(bin, 0);
-        }
-        thread::sync_threads();
-        if bin < bins {
-            // Pairs of lower experts, those of this one before this pair, and all of this one.
-            let (mut start, mut rank, mut all) = (0, 0, 0);
-            for other in 0..count {
-                let b = own_bins.get(other);
-                start += (b < bin) as u32;
-                rank += (b == bin && other < tid) as u32;
-                all += (b == bin) as u32;
-            }
-            own_ids.set(start + rank, tid);
-            if !UP {
-                // SAFETY: tokens with pairs have slots.
-                core::hint::assert_unchecked(slots != 0);
-                let (token, slot) = (tid / slots, tid % slots);
-                let listed = token as usize * top_k as usize + slot as usize;
-                own_weights.set(start + rank, if slot < top_k { Global::new(topk_weights).get(listed) } else { 1.0 });
-            }
-            if rank == 0 {
-                counts.set(bin, all);
-                starts.set(bin, start);
-            }
-        }
-        thread::sync_threads();
-    } else {
-        let (expert_counts, offsets) = (Global::new(expert_counts), Global::new(offsets));
-        for bin in from..to {
-            counts.set(bin, expert_counts.get(bin) as u32);
-            starts.set(bin, offsets.get(bin) as u32);
-        }
-    }
-
-    // Shares of the experts, added up: a thread for some neighbouring ones.
-    let mut sum = 0;
-    for bin in from..to {
-        sum += counts.get(bin).div_ceil(PAIRS as u32);
-    }
-    let up_to = warp::scan(sum, |a, b| a + b);
-    if lane == 31 {
-        sums.set(warp_id, up_to);
-    }
-    thread::sync_threads();
-    let mut end = up_to - sum;
-    for w in 0..warp_id {
-        end += sums.get(w);
-    }
-    for bin in from..to {
-        end += counts.get(bin).div_ceil(PAIRS as u32);
-        ends.set(bin, end);
-    }
-    thread::sync_threads();
-    let items = job.shares() * job.tiles;
-    let grid = thread::grid_dim_x();
+    let sorted = Sorted {
+        ids: Global::new(sorted_ids),
+        weights: Global::new(sorted_weights),
+        offsets: Global::new(offsets),
+        counts: Global::new(expert_counts),
+        topk_weights: Global::new(topk_weights),
+    };
+    let pairs = Pairs {
+        topk_ids: Global::new(topk_ids),
+        expert_map: Global::new(expert_map),
+        mapped: !expert_map.is_null(),
+        top_k,
+        slots,
+        experts,
+        local,
+        shared: bins - local,
+    };
+    let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
+    let tiles = n.div_ceil(outputs);
+    let job = Job {
+        h: GlobalMut::new(h),
+        partial: GlobalMut::new(partial),
+        x: Global::new(x),
+        map,
+        shared_map,
+        bias: Global::new(bias),
+        biased: !bias.is_null(),
+        shared_bias: Global::new(shared_bias),
+        shared_biased: !shared_bias.is_null(),
+        unordered: unordered != 0,
+        slots,
+        local,
+        n,
+        layout,
+        activation: Activation::new(activation, alpha, limit, layout != PLAIN),
+        items: Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32),
+    };
+    let (items, grid) = (job.items.count(), thread::grid_dim_x());
+    // Two at least if results go by way of stages: there is a stage for each consumer then.
+    let steps = k.div_ceil((LINES * STEP) as u32).max(if STAGED { 2 } else { 1 });
 
     if warp_id < (PRODUCERS / 32) as u32 {
         wgmma::decrease_registers::<40>();
         let mut ring = Ring::<STAGES>::new();
         let line_bytes = const { (rows(TILES, ALTERNATE) * STEP * 2) as u32 };
         let stage_bytes = LINES as u32 * line_bytes;
-        let fetch = |ring: Ring<STAGES>, work: Work, k0: u32| {
+        let fetch = |ring: Ring<STAGES>, work: Item, k0: u32| {
             let bar = full.address(ring.stage);
             let (map, bin) = job.map(work.bin);
             mbarrier::arrive_expect_tx(bar, stage_bytes);
@@ -487,8 +361,8 @@ unsafe fn fused_wgmma<
         let mut ahead = 0;
         if !UP {
             if item < items {
-                let work = job.find(item);
-                ahead = k.div_ceil((LINES * STEP) as u32).min(STAGES as u32);
+                let work = job.items.find(item);
+                ahead = steps.min(STAGES as u32);
                 if tid == 0 {
                     let mut at = ring;
                     for s in 0..ahead {
@@ -500,27 +374,28 @@ unsafe fn fused_wgmma<
             dependent_launch::wait();
             dependent_launch::launch_dependents();
         }
-        // A thread copies 16 bytes of every 16th row.
+        // A thread copies 16 bytes of every 16th row. Where its rows start it keeps in units of 16 bytes.
         let (chunk, low) = (tid % 8, tid / 8);
-        let stride = if UP { x_row } else { k as usize };
+        let stride = if UP { x_row / 8 } else { k as usize / 8 };
         let to = operands.address(0u32) + Swizzle::B128.apply(low * 128 + chunk * 16);
         while item < items {
-            let work = job.find(item);
-            // Rows of zeroes make up for what a product takes more than there is.
+            let work = job.items.find(item);
             let wide = columns(PAIRS as u32, work.count);
-            let mut source = [0u32; 16];
-            unroll::<16>(|i| {
+            // Rows of zeroes make up for what a product takes more than there is: fetching any others takes time.
+            let mut source = [u32::MAX; PAIRS_16];
+            unroll::<PAIRS_16>(|i| {
                 let row = low + 16 * i as u32;
-                if (i as u32 * 16) < PAIRS as u32 && row < work.count {
-                    let pair = job.pair(work.first + row);
+                if i * 16 < PAIRS && row < work.count {
+                    let pair = job.items.pair(work.first + row);
                     // SAFETY: tokens with pairs have slots.
                     core::hint::assert_unchecked(slots != 0);
-                    source[i] = if UP { pair / slots } else { pair };
+                    source[i] = (if UP { pair / slots } else { pair }) * stride as u32;
                 }
             });
-            let mut k0 = 0;
-            while k0 < k {
+            let mut step = 0;
+            while step < steps {
                 mbarrier::wait_parity(empty.address(ring.stage), ring.phase ^ 1);
+                let k0 = step * (LINES * STEP) as u32;
                 if ahead > 0 {
                     ahead -= 1;
                 } else if tid == 0 {
@@ -529,19 +404,21 @@ unsafe fn fused_wgmma<
                 let to = to + ring.stage * (LINES * PAIRS * STEP * 2) as u32;
                 unroll::<LINES>(|l| {
                     let column = k0 + (l * STEP) as u32 + 8 * chunk;
-                    unroll::<16>(|i| {
-                        let row = low + 16 * i as u32;
-                        if (i as u32 * 16) < PAIRS as u32 && row < wide {
-                            let bytes = if row < work.count && column < k { 16 } else { 0 };
-                            let at = source[i] as usize * stride + if bytes > 0 { column as usize } else { 0 };
-                            let from = if UP { job.x.ptr(at) } else { job.h.ptr(at).cast_const() };
+                    // Zeroes beyond the end of K, not just any numbers: those of the weights would not make up for a NaN.
+                    let (column, bytes) = if column < k { (column, 16) } else { (0, 0) };
+                    let from = if UP { job.x.ptr(column) } else { job.h.ptr(column).cast_const() };
+                    let from = from.cast::<B128<T, 8>>();
+                    unroll::<PAIRS_16>(|i| {
+                        if i * 16 < PAIRS && (i as u32 * 16) < wide {
+                            let bytes = if source[i] == u32::MAX { 0 } else { bytes };
+                            let from = from.wrapping_add(source[i] as usize);
                             cp_async::copy_16_zfill(to + (l * PAIRS * STEP * 2 + i * 2048) as u32, from, bytes);
                         }
                     });
                 });
                 cp_async::arrive(full.address(ring.stage));
                 ring.advance();
-                k0 += (LINES * STEP) as u32;
+                step += 1;
             }
             item += grid;
         }
@@ -552,6 +429,7 @@ unsafe fn fused_wgmma<
         let group = warp_id / 4 - 1;
         let within = if ALTERNATE { 0 } else { group };
         let consumer = Consumer {
+            stages: [weights, operands],
             weights: Descriptor::<K>::new(weights.address(0u32) + within * (TILES * 64 * STEP * 2) as u32),
             operands: Descriptor::<K>::new(operands.address(0u32)),
             full,
@@ -564,7 +442,7 @@ unsafe fn fused_wgmma<
         };
         let mut ring = Ring::<STAGES>::new();
         let mut item = thread::block_idx_x();
-        let (mut stride, steps) = (grid, k.div_ceil((LINES * STEP) as u32));
+        let mut stride = grid;
         if ALTERNATE {
             item += group * grid;
             stride = GROUPS as u32 * grid;
@@ -572,7 +450,7 @@ unsafe fn fused_wgmma<
         }
         let mut round = 0;
         while item < items {
-            let work = job.find(item);
+            let work = job.items.find(item);
             let wide = columns(PAIRS as u32, work.count);
             if ALTERNATE {
                 // The phase of a stage says nothing to who is more than one behind. The first turn is the first group's.
@@ -583,8 +461,8 @@ unsafe fn fused_wgmma<
                 ($($half:literal)*) => {
                     match wide {
                         $(w if w == 2 * $half => consumer
-                            .item::<T, [f32; $half], UP, ALTERNATE, NOW, TILES, PAIRS, LINES, STAGES>(
-                                &job, &mut ring, work),)*
+                            .item::<[f32; $half], UP, ALTERNATE, NOW, STAGED, TILES, PAIRS, LINES, STAGES, DIRECT>(
+                                &job, &mut ring, work, steps),)*
                         _ => {}
                     }
                 };
@@ -621,7 +499,9 @@ const fn columns(pairs: u32, count: u32) -> u32 {
 }
 
 /// What a consumer warpgroup works with.
-struct Consumer {
+struct Consumer<T> {
+    /// The parts of the ring.
+    stages: [Shared<T>; 2],
     weights: Descriptor<K>,
     operands: Descriptor<K>,
     full: Shared<u64>,
@@ -636,7 +516,7 @@ struct Consumer {
     first_row: u32,
 }
 
-impl Consumer {
+impl<T: TensorFloat + Input> Consumer<T> {
     /// The warp is done with a stage.
     #[inline(always)]
     unsafe fn give_back(&self, stage: u32) {
@@ -649,20 +529,22 @@ impl Consumer {
     /// Multiplies an item and finishes it.
     #[inline(always)]
     unsafe fn item<
-        T: TensorFloat + Input,
         A: Accumulator + AsRef<[f32]>,
         const UP: bool,
         const ALTERNATE: bool,
         const NOW: bool,
+        const STAGED: bool,
         const TILES: usize,
         const PAIRS: usize,
         const LINES: usize,
         const STAGES: usize,
+        const DIRECT: bool,
     >(
         &self,
-        job: &Job<T>,
+        job: &Job<T, DIRECT>,
         ring: &mut Ring<STAGES>,
-        work: Work,
+        work: Item,
+        steps: u32,
     ) {
         let rows = const { rows(TILES, ALTERNATE) };
         let mine = thread::thread_idx_x() % 128;
@@ -671,9 +553,9 @@ impl Consumer {
         unroll::<2>(|i| {
             let column = mine + 128 * i as u32;
             if column < work.count {
-                pair[i] = job.pair(work.first + column);
+                pair[i] = job.items.pair(work.first + column);
                 if !UP {
-                    scale[i] = job.weight(work.first + column);
+                    scale[i] = job.items.weight(work.first + column);
                     if job.unordered {
                         // SAFETY: tokens with pairs have slots.
                         core::hint::assert_unchecked(job.slots != 0);
@@ -685,7 +567,8 @@ impl Consumer {
 
         let mut acc = [A::zero(); TILES];
         let mut before = ring.stage;
-        let mut k0 = 0;
+        let mut last;
+        let mut step = 0;
         loop {
             mbarrier::wait_parity(self.full.address(ring.stage), ring.phase);
             // `cp.async` writes as ordinary instructions do.
@@ -695,7 +578,7 @@ impl Consumer {
             unroll::<LINES>(|l| {
                 let (a, b) = (a.offset((l * rows * STEP * 2) as u32), b.offset((l * PAIRS * STEP * 2) as u32));
                 unroll::<TILES>(|s| {
-                    acc[s].multiply::<T, 4, _, _>(a.offset((s * 64 * STEP * 2) as u32), b, l > 0 || k0 > 0);
+                    acc[s].multiply::<T, 4, _, _>(a.offset((s * 64 * STEP * 2) as u32), b, l > 0 || step > 0);
                 });
             });
             // The step before is done: its stage can be filled again.
@@ -705,15 +588,16 @@ impl Consumer {
                 2 => wgmma::wait::<2>(&mut acc[0]),
                 _ => wgmma::wait::<4>(&mut acc[0]),
             }
+            step += 1;
             if NOW {
                 self.give_back(ring.stage);
-            } else if k0 > 0 {
+            } else if step > 1 && !(STAGED && step == steps) {
                 self.give_back(before);
             }
+            last = [before, ring.stage];
             before = ring.stage;
             ring.advance();
-            k0 += (LINES * STEP) as u32;
-            if k0 >= job.k {
+            if step == steps {
                 break;
             }
         }
@@ -725,7 +609,11 @@ impl Consumer {
         }
         wgmma::wait::<0>(&mut acc[0]);
         unroll::<TILES>(|s| acc[s].pin());
-        if !NOW {
+        if STAGED {
+            // Each consumer takes one of the last two stages for its results, when both are done with them.
+            thread::sync_named(1 + GROUPS as u32, GROUPS as u32 * 128);
+            self.give_back(if self.group == 0 { last[1] } else { last[0] });
+        } else if !NOW {
             self.give_back(before);
         }
 
@@ -741,12 +629,29 @@ impl Consumer {
             }
         });
         thread::sync_named(1 + self.group, 128);
+        if STAGED {
+            let stage = if self.group == 0 { last[0] } else { last[1] };
+            let buffers = [
+                self.stages[0].offset(stage * (LINES * rows * STEP) as u32),
+                self.stages[1].offset(stage * (LINES * PAIRS * STEP) as u32),
+            ];
+            let row = work.tile * rows as u32 + self.group * const { TILES as u32 * 64 };
+            if !UP {
+                self.stage_down::<A, TILES, PAIRS, DIRECT>(job, work, row, buffers, &acc);
+            } else if job.activation.silu && !job.biased && !job.shared_biased {
+                self.stage_up::<A, TILES, true, DIRECT>(job, work, row, buffers[0], &acc);
+            } else {
+                self.stage_up::<A, TILES, false, DIRECT>(job, work, row, buffers[0], &acc);
+            }
+            self.give_back(stage);
+            return;
+        }
         for s in 0..TILES {
             let row = work.tile * rows as u32 + self.first_row + s as u32 * 64;
             if UP {
-                self.store_up::<T, A>(job, work, row, acc[s].as_ref());
+                self.store_up::<A, DIRECT>(job, work, row, acc[s].as_ref());
             } else {
-                self.store_down::<T, A>(job, work, row, acc[s].as_ref());
+                self.store_down::<A, DIRECT>(job, work, row, acc[s].as_ref());
             }
         }
     }
@@ -754,10 +659,10 @@ impl Consumer {
     /// Of 16 rows the first 8 are gates, the others their values. Pairs of sums in a thread belong to neighbouring columns
     /// (tokens); a transposition in registers makes them neighbouring outputs.
     #[inline(always)]
-    unsafe fn store_up<T: TensorFloat + Input, A: Accumulator>(
+    unsafe fn store_up<A: Accumulator, const DIRECT: bool>(
         &self,
-        job: &Job<T>,
-        work: Work,
+        job: &Job<T, DIRECT>,
+        work: Item,
         row: u32,
         sums: &[f32],
     ) {
@@ -765,13 +670,7 @@ impl Consumer {
         let first = row / 2;
         let fits = first < job.n;
         let output = (first + g).min(job.n - 1);
-        let rows = if job.layout == PLAIN { job.n } else { 2 * job.n };
-        let [gate, value] = match job.layout {
-            PLAIN => [output, rows],
-            HALVES => [output, output + job.n],
-            _ => [2 * output, 2 * output + 1],
-        };
-        let (gates, values) = (job.bias(work.bin, rows, gate), job.bias(work.bin, rows, value));
+        let [gates, values] = job.biases(work.bin, output);
         for j in 0..A::N / 8 {
             let v = |c: usize| job.activation.gated(sums[4 * j + c] + gates, sums[4 * j + 2 + c] + values);
             let [a, b] = T::pair_from_f32([v(0), v(1)]);
@@ -787,10 +686,10 @@ impl Consumer {
     /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
     /// neighbouring rows of one column, which are 16 bytes of `partial`.
     #[inline(always)]
-    unsafe fn store_down<T: TensorFloat + Input, A: Accumulator>(
+    unsafe fn store_down<A: Accumulator, const DIRECT: bool>(
         &self,
-        job: &Job<T>,
-        work: Work,
+        job: &Job<T, DIRECT>,
+        work: Item,
         row: u32,
         sums: &[f32],
     ) {
@@ -823,15 +722,138 @@ impl Consumer {
             for i in 0..4 {
                 v[i] = (v[i] + bias[i]) * scale;
             }
-            if fits && column < work.count {
-                if job.unordered {
+            let stored = fits && column < work.count;
+            if job.unordered {
+                if stored {
                     atomic::reduce_add_v4_f32(job.partial.ptr(at), v);
-                } else {
-                    job.partial.set_as(at, B128(v));
                 }
+            } else {
+                job.partial.set_if(stored, at, B128(v));
             }
         }
     }
+
+    /// Results of the first product by way of shared memory, from where the copy engine takes each pair's outputs. `row`: the
+    /// warpgroup's first; `SILU`: that is the activation, and there are no biases.
+    #[inline(always)]
+    unsafe fn stage_up<A: Accumulator + AsRef<[f32]>, const TILES: usize, const SILU: bool, const DIRECT: bool>(
+        &self,
+        job: &Job<T, DIRECT>,
+        work: Item,
+        row: u32,
+        buffer: Shared<T>,
+        acc: &[A; TILES],
+    ) {
+        let (lane, mine) = (warp::lane_id(), thread::thread_idx_x() % 128);
+        let (g, t) = (lane / 4, lane % 4);
+        let first = row / 2;
+        let outputs = job.n.saturating_sub(first).min(const { TILES as u32 * 32 });
+        // 16 bytes apart from a multiple of 128: no two lanes that store together meet in a bank.
+        let pitch = const { TILES as u32 * 32 + 8 };
+        let within = warp::warp_id() % 4 * 8;
+        for s in 0..TILES {
+            let at = within + s as u32 * 32;
+            let [gates, values] = if SILU { [0.0; 2] } else { job.biases(work.bin, (first + at + g).min(job.n - 1)) };
+            let sums = acc[s].as_ref();
+            for j in 0..A::N / 8 {
+                let v = |c: usize| {
+                    let (gate, value) = (sums[4 * j + c], sums[4 * j + 2 + c]);
+                    if SILU {
+                        gate * float::fast::sigmoid(gate) * value
+                    } else {
+                        job.activation.gated(gate + gates, value + values)
+                    }
+                };
+                let [a, b] = T::pair_from_f32([v(0), v(1)]);
+                let word = mma::movmatrix_trans(T::pack(a, b));
+                buffer.set_as::<u32>((8 * j as u32 + g) * pitch + at + 2 * t, word);
+            }
+        }
+        tma::fence_async();
+        thread::sync_named(1 + self.group, 128);
+        unroll::<2>(|i| {
+            let column = mine + 128 * i as u32;
+            if 128 * i < A::N && column < work.count && outputs > 0 {
+                let at = self.ids.get(column) as usize * job.n as usize + first as usize;
+                tma::store_bulk(job.h.ptr(at), buffer.address(column * pitch), outputs * 2);
+            }
+        });
+        tma::commit_group();
+        tma::wait_group_read::<0>();
+    }
+
+    /// Results of the second product by way of shared memory, a number of columns at a time in two buffers in turn, from where the copy
+    /// engine takes each pair's.
+    #[inline(always)]
+    unsafe fn stage_down<A: Accumulator + AsRef<[f32]>, const TILES: usize, const PAIRS: usize, const DIRECT: bool>(
+        &self,
+        job: &Job<T, DIRECT>,
+        work: Item,
+        first: u32,
+        buffers: [Shared<T>; 2],
+        acc: &[A; TILES],
+    ) {
+        let (lane, mine) = (warp::lane_id(), thread::thread_idx_x() % 128);
+        let (g, t) = (lane / 4, lane % 4);
+        let within = warp::warp_id() % 4 * 16 + g;
+        let rows = job.n.saturating_sub(first).min(const { TILES as u32 * 64 });
+        let mut bias = [[0f32; 2]; TILES];
+        if job.biased || job.shared_biased {
+            unroll::<TILES>(|s| {
+                for h in 0..2 {
+                    bias[s][h] = job.bias(work.bin, job.n, first + within + s as u32 * 64 + h as u32 * 8);
+                }
+            });
+        }
+        // 16 bytes apart from a multiple of 128: no two lanes that store together meet in a bank.
+        let pitch = const { TILES * 64 * 2 + 8 };
+        let fit = const { [staged_columns(TILES, GROUPS * TILES * 64), staged_columns(TILES, PAIRS)] };
+        unroll::<4>(|round| {
+            let from = round / 2 * (fit[0] + fit[1]) + round % 2 * fit[0];
+            let to = from + fit[round % 2];
+            let buffer = buffers[round % 2];
+            if from < A::N {
+                if round >= 2 {
+                    tma::wait_group_read::<1>();
+                    thread::sync_named(1 + self.group, 128);
+                }
+                for j in 0..A::N / 8 {
+                    if 8 * j >= from && 8 * j < to {
+                        let B64(scale) = self.scales.get_as::<B64<f32, 2>>(8 * j as u32 + 2 * t);
+                        for s in 0..TILES {
+                            let sums = acc[s].as_ref();
+                            for e in 0..4 {
+                                // Of a row and the 8th below it two columns each.
+                                let (h, c) = (e / 2, e % 2);
+                                let place = (8 * j - from + c) * pitch + s * 128 + h * 16;
+                                let at = place as u32 + 2 * t * pitch as u32 + 2 * within;
+                                buffer.set_as::<f32>(at, (sums[4 * j + e] + bias[s][h]) * scale[c]);
+                            }
+                        }
+                    }
+                }
+                tma::fence_async();
+                thread::sync_named(1 + self.group, 128);
+                let column = from as u32 + mine;
+                if mine < (to - from) as u32 && column < work.count && rows > 0 {
+                    let at = self.ids.get(column) as usize * job.n as usize + first as usize;
+                    let from = buffer.address(mine * pitch as u32);
+                    if job.unordered {
+                        tma::add_bulk_f32(job.partial.ptr(at), from, rows * 4);
+                    } else {
+                        tma::store_bulk(job.partial.ptr(at), from, rows * 4);
+                    }
+                }
+                tma::commit_group();
+            }
+        });
+        tma::wait_group_read::<0>();
+    }
+}
+
+/// How many columns of `tiles * 64` f32, 16 bytes apart, have room in so many lines of a stage, in steps of 8.
+const fn staged_columns(tiles: usize, lines: usize) -> usize {
+    lines * STEP / (tiles * 128 + 8) / 8 * 8
 }
 
 entries! {
@@ -861,16 +883,16 @@ entries! {
         /// 1 if results of the second product are added to `partial`, then `[tokens, hidden]` and zeroed, in any order.
         unordered: u32,
     );
-    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, 1, 16, 4, 5, true>;
-    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_up_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, 2, 176, 1, 4, false>;
-    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, 1, 16, 4, 5, true>;
-    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_up_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, 2, 176, 1, 4, false>;
-    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, 1, 16, 4, 5, true>;
-    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_down_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, 2, 176, 1, 4, false>;
-    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, 1, 16, 4, 5, true>;
-    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_down_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, 1, 16, 4, 5, true>;
+    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_up_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, 1, 16, 4, 5, true>;
+    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_up_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, 1, 16, 4, 5, true>;
+    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_down_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, 1, 16, 4, 5, true>;
+    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_down_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, 2, 176, 1, 4, false>;
 }

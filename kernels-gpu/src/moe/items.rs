@@ -106,12 +106,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
                     all += (b == bin) as u32;
                 }
                 own_ids.set(start + rank, tid);
-                // SAFETY: tokens with pairs have slots.
-                core::hint::assert_unchecked(pairs.slots != 0);
-                let (token, slot) = (tid / pairs.slots, tid % pairs.slots);
-                let listed = token as usize * pairs.top_k as usize + slot as usize;
-                let weight = if slot < pairs.top_k { sorted.topk_weights.get(listed) } else { 1.0 };
-                own_weights.set(start + rank, weight);
+                own_weights.set(start + rank, pairs.weight(tid, sorted.topk_weights));
                 if rank == 0 {
                     counts.set(bin, all);
                     starts.set(bin, start);

@@ -56,6 +56,19 @@ impl Pairs {
         self.topk_ids.get(token as usize * self.top_k as usize + slot as usize)
     }
 
+    /// The weight of a pair; 1 for an appended shared expert. `topk_weights`: `[tokens, top_k]`.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn weight(self, pair: u32, topk_weights: Global<f32>) -> f32 {
+        if self.slots == self.top_k {
+            return topk_weights.get(pair);
+        }
+        // Not zero, or there would be no pairs.
+        let slots = self.slots.max(1);
+        let (token, slot) = (pair / slots, pair % slots);
+        if slot < self.top_k { topk_weights.get(token as usize * self.top_k as usize + slot as usize) } else { 1.0 }
+    }
+
     /// [`bin`](Self::bin) of a token's slot.
     #[inline(always)]
     #[track_caller]
