@@ -1,18 +1,22 @@
 //! Attention of chunks of query tokens over a paged KV cache, by Hopper's warpgroup products.
 //!
 //! # Block
-//! A producer warpgroup and two consumers. The producer's first warp finds the block's tiles
-//! ([`Schedule`]), looks up their pages and has the copy engine bring Q, K and V to shared memory.
+//! A producer warpgroup and two or three consumers ([`Shape`]). The producer's first warp finds the block's tiles ([`Schedule`])
+//! and has the copy engine bring Q and K to shared memory, its second warp does so for V; each looks up the pages.
 //! A consumer has 64 query rows. A tile's rows are the query heads of one KV head, packed: row `r` is head `r % group` of
 //! token `r / group`. So all heads of a group share K and V however few tokens there are, a tile spans few tokens, and with
 //! causal attention few of its blocks of keys are masked.
 //!
 //! # Keys in shared memory
-//! A block of 128 keys is `128 / page` boxes of one tensor map of five dimensions: 64 columns (a line of the swizzle),
-//! 8 keys, the halves of the head, groups of 8 keys of the page, pages. A box is a page (or 128 of its keys), so pages
-//! lie one after another as if the cache were contiguous: the atom of 8 keys × 64 columns `(group, half)` is number
-//! `group * halves + half`, which the products' descriptors take as a stride. Pages that do not exist are outside of the
-//! tensor and become zeros; what follows a sequence's end in its last page is overwritten with zeros.
+//! A block of keys is as many boxes of one tensor map of five dimensions as it has pages: a line of the swizzle (64 columns, or
+//! 32 for heads of 96), 8 keys, the lines (parts) of the head, groups of 8 keys of the page, pages. A box is a page (or so
+//! many of its keys as a block has), so pages lie one after another as if the cache were contiguous: the atom of 8 keys × a
+//! line `(group, part)` is number `group * parts + part`, which the products' descriptors take as a stride. Pages that do not
+//! exist are outside of the tensor and become zeros; what follows a sequence's end in its last page is overwritten with
+//! zeros.
+//!
+//! Of a cache of 8-bit elements the boxes are rows, half a block at a time, and a warpgroup of its own widens them to
+//! f16 in the layout above, which holds all three types exactly. The consumers bring a Q of bf16 into f16's range first.
 //!
 //! # Schedule
 //! A consumer issues `S = Q Kᵀ` of the next block and `O += P V` of the last one together, then does the softmax of the
@@ -584,60 +588,58 @@ pub unsafe fn prefill<
         }
     } else if NARROW && warp_id < 8 {
         wgmma::decrease_registers::<40>();
-        {
-            // Wideners: the blocks in the order in which they are needed, K of the next block before V of this one.
-            let (mut k_ring, mut v_ring) = (Ring::<STAGES>::new(), Ring::<STAGES>::new());
-            let (mut k_round, mut v_round) = (0, 0);
-            let share = warp_id - 4;
-            // Of the tile: blocks of K less blocks of V, and whether there is no more of K.
-            let (mut ahead, mut last) = (0, false);
-            loop {
-                let is_v = last || ahead == 2;
-                let (ring, round) = if is_v { (v_ring, v_round) } else { (k_ring, k_round) };
-                let (full, empty) = if is_v { (v_full, v_empty) } else { (k_full, k_empty) };
-                let (raw_full, raw_empty) = if is_v { (raw_v_full, raw_v_empty) } else { (raw_k_full, raw_k_empty) };
-                let (tile0, which) = if is_v { (v_tiles.offset(0u32), 1) } else { (k_tiles.offset(0u32), 0) };
-                let mut word = 0;
-                for half in 0..2u32 {
-                    mbarrier::wait_parity(bar(raw_full, half), round);
-                    word = by_one(raw_words, 4 * which + 2 * half);
-                    let wrong = by_one(raw_words, 4 * which + 2 * half + 1);
-                    if word & OVER != 0 {
-                        break;
-                    }
-                    if half == 0 {
-                        mbarrier::wait_parity(bar(empty, ring.slot), ring.parity ^ 1);
-                    }
-                    let to = tile0.offset(ring.slot * (kv_bytes / 2) + half * (kv_bytes / 4));
-                    let from = raw_tiles.offset(which * (kv_bytes / 2) + half * (kv_bytes / 4));
-                    let there = word & KEYS_THERE;
-                    match kind {
-                        narrow::E4M3 => widen::<P, E4M3, 64, PARTS>(from, to, share, there),
-                        narrow::E5M2 => widen::<P, E5M2, 64, PARTS>(from, to, share, there),
-                        _ => widen::<P, i8, 64, PARTS>(from, to, share, there),
-                    }
-                    tma::fence_async();
-                    warp::sync_warp(warp::FULL);
-                    if lane == 0 {
-                        if !is_v && share == 0 {
-                            bad_pages.set(ring.slot, wrong);
-                        }
-                        mbarrier::arrive(bar(full, ring.slot));
-                        mbarrier::arrive(bar(raw_empty, half));
-                    }
-                }
+        // Wideners: the blocks in the order in which they are needed, K of the next block before V of this one.
+        let (mut k_ring, mut v_ring) = (Ring::<STAGES>::new(), Ring::<STAGES>::new());
+        let (mut k_round, mut v_round) = (0, 0);
+        let share = warp_id - 4;
+        // Of the tile: blocks of K less blocks of V, and whether there is no more of K.
+        let (mut ahead, mut last) = (0, false);
+        loop {
+            let is_v = last || ahead == 2;
+            let (ring, round) = if is_v { (v_ring, v_round) } else { (k_ring, k_round) };
+            let (full, empty) = if is_v { (v_full, v_empty) } else { (k_full, k_empty) };
+            let (raw_full, raw_empty) = if is_v { (raw_v_full, raw_v_empty) } else { (raw_k_full, raw_k_empty) };
+            let (tile0, which) = if is_v { (v_tiles.offset(0u32), 1) } else { (k_tiles.offset(0u32), 0) };
+            let mut word = 0;
+            for half in 0..2u32 {
+                mbarrier::wait_parity(bar(raw_full, half), round);
+                word = by_one(raw_words, 4 * which + 2 * half);
+                let wrong = by_one(raw_words, 4 * which + 2 * half + 1);
                 if word & OVER != 0 {
                     break;
                 }
-                if is_v {
-                    (v_ring, v_round) = (v_ring.next(), v_round ^ 1);
-                    ahead -= 1;
-                    last &= ahead != 0;
-                } else {
-                    (k_ring, k_round) = (k_ring.next(), k_round ^ 1);
-                    ahead += 1;
-                    last = word & LAST != 0;
+                if half == 0 {
+                    mbarrier::wait_parity(bar(empty, ring.slot), ring.parity ^ 1);
                 }
+                let to = tile0.offset(ring.slot * (kv_bytes / 2) + half * (kv_bytes / 4));
+                let from = raw_tiles.offset(which * (kv_bytes / 2) + half * (kv_bytes / 4));
+                let there = word & KEYS_THERE;
+                match kind {
+                    narrow::E4M3 => widen::<P, E4M3, 64, PARTS>(from, to, share, there),
+                    narrow::E5M2 => widen::<P, E5M2, 64, PARTS>(from, to, share, there),
+                    _ => widen::<P, i8, 64, PARTS>(from, to, share, there),
+                }
+                tma::fence_async();
+                warp::sync_warp(warp::FULL);
+                if lane == 0 {
+                    if !is_v && share == 0 {
+                        bad_pages.set(ring.slot, wrong);
+                    }
+                    mbarrier::arrive(bar(full, ring.slot));
+                    mbarrier::arrive(bar(raw_empty, half));
+                }
+            }
+            if word & OVER != 0 {
+                break;
+            }
+            if is_v {
+                (v_ring, v_round) = (v_ring.next(), v_round ^ 1);
+                ahead -= 1;
+                last &= ahead != 0;
+            } else {
+                (k_ring, k_round) = (k_ring.next(), k_round ^ 1);
+                ahead += 1;
+                last = word & LAST != 0;
             }
         }
     } else {
@@ -904,7 +906,7 @@ pub unsafe fn prefill<
             wgmma::wait::<0>(&mut o);
             release(v_empty, stage);
 
-            // Out through the memory of Q, which both warpgroups have read: each its own rows.
+            // Out through the memory of Q, which a consumer's warps have read: each its own rows.
             thread::sync_named(own_barrier, 128);
             let o = o.as_ref();
             // Pieces of eight columns in a line.
