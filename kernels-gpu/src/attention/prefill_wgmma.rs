@@ -537,10 +537,11 @@ pub unsafe fn prefill<
                 mbarrier::wait_parity(bar(told, slot), tiles.parity);
                 tiles = tiles.next();
                 let word = |i: u32| by_one(tile_words, slot * WORDS as u32 + i);
-                let (first, blocks) = (word(4), word(5));
+                let blocks = word(5);
                 if blocks == 0 {
                     break;
                 }
+                let first = word(4);
                 let (len, kv_head) = (word(2), word(6));
                 let table = Global::new(block_table).offset(word(7) as usize * max_pages as usize);
                 let mut block = first + blocks;
@@ -604,10 +605,10 @@ pub unsafe fn prefill<
             for half in 0..2u32 {
                 mbarrier::wait_parity(bar(raw_full, half), round);
                 word = by_one(raw_words, 4 * which + 2 * half);
-                let wrong = by_one(raw_words, 4 * which + 2 * half + 1);
                 if word & OVER != 0 {
                     break;
                 }
+                let wrong = by_one(raw_words, 4 * which + 2 * half + 1);
                 if half == 0 {
                     mbarrier::wait_parity(bar(empty, ring.slot), ring.parity ^ 1);
                 }
