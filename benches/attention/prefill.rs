@@ -1,7 +1,8 @@
-//! Causal prefill of whole prompts, 32 query and 8 KV heads of 128 in bf16, pages of 16 tokens in a shuffled order.
+//! Causal prefill in bf16 over pages of 16 tokens in a shuffled order, most with 32 query and 8 KV heads of 128.
 
+use cuda_std::{E4M3, Float};
 use warploom::attention::{PrefillOptions, PrefillPath, PrefillWorkspace, prefill};
-use warploom::kv_cache::{CacheLayout, KvCache};
+use warploom::kv_cache::{CacheElement, CacheLayout, KvCache, Scales};
 use warploom::{Tensor, bf16};
 use warploom_benches::{Cost, Harness, noise};
 
@@ -19,12 +20,25 @@ pub fn benches(harness: &mut Harness) {
     for heads in [(32, 32), (64, 8), (16, 1)] {
         case(harness, auto, [8, 4096, 4096], heads, 128);
     }
-    case(harness, auto, [8, 4096, 4096], (32, 8), 64);
+    for dim in [64, 96, 256] {
+        case(harness, auto, [8, 4096, 4096], (32, 8), dim);
+    }
+    // Short prompts, and a short chunk of a long one.
+    for shape in [[1, 128, 128], [1, 512, 512], [8, 256, 256], [1, 64, 8192]] {
+        case(harness, auto, shape, (32, 8), 128);
+    }
+    for shape in [[1, 4096, 4096], [8, 4096, 4096], [8, 512, 8192]] {
+        case_over::<E4M3>(harness, auto, shape, (32, 8), 128);
+    }
     case(harness, ("mma-", PrefillPath::Mma), [8, 4096, 4096], (32, 8), 128);
 }
 
-/// `[batch, chunk, len]`: query tokens and keys of each sequence.
-fn case(
+fn case(harness: &mut Harness, path: (&str, PrefillPath), shape: [usize; 3], heads: (usize, usize), dim: usize) {
+    case_over::<bf16>(harness, path, shape, heads, dim);
+}
+
+/// `[batch, chunk, len]`: query tokens and keys of each sequence, over a cache of `S`.
+fn case_over<S: CacheElement + Float>(
     harness: &mut Harness,
     (name, path): (&str, PrefillPath),
     [batch, chunk, len]: [usize; 3],
@@ -36,14 +50,17 @@ fn case(
     let kv = batch * len * kv_heads * dim;
     // Keys that are seen: half of the chunk's own, up to the diagonal.
     let seen = len as f64 - chunk as f64 / 2.0;
-    let cost = Cost::bytes(2 * rows * dim + 4 * kv, 2 * rows * dim).flops((4.0 * seen * (rows * dim) as f64) as usize);
+    let cost = Cost::bytes(2 * rows * dim + 2 * size_of::<S>() * kv, 2 * rows * dim)
+        .flops((4.0 * seen * (rows * dim) as f64) as usize);
     let shape = if chunk == len { format!("{batch}x{len}") } else { format!("{batch}x{chunk}of{len}") };
     let heads = format!("{q_heads}-{kv_heads}-{dim}");
-    harness.case(&format!("attention/prefill/{name}bf16/{heads}/{shape}"), cost, |device, stream, set| {
+    let narrow = size_of::<S>() == 1;
+    let types = if narrow { format!("bf16-{}", S::DTYPE) } else { "bf16".into() };
+    harness.case(&format!("attention/prefill/{name}{types}/{heads}/{shape}"), cost, |device, stream, set| {
         let pages = (batch * len).div_ceil(PAGE);
         let shape = [pages, PAGE, kv_heads, dim];
-        let key = noise::<bf16>(device, stream, &shape, set)?;
-        let value = noise::<bf16>(device, stream, &shape, set + 100)?;
+        let key = noise::<S>(device, stream, &shape, set)?;
+        let value = noise::<S>(device, stream, &shape, set + 100)?;
         let cache = KvCache::from_tensors(CacheLayout::Nhd, key, value)?;
         // A multiplier without a common factor scatters the pages.
         let table: Vec<i32> = (0..batch * len.div_ceil(PAGE)).map(|i| (i * 7919 % pages) as i32).collect();
@@ -53,8 +70,12 @@ fn case(
         let lens = Tensor::from_slice(device, &vec![len as i32; batch], &[batch])?;
         let q = noise::<bf16>(device, stream, &[batch * chunk, q_heads, dim], set + 200)?;
         let mut out = Tensor::<bf16>::uninit(device, &[batch * chunk, q_heads, dim])?;
-        let options = PrefillOptions::default().path(path);
+        let one = Tensor::from_slice(device, &[1.0f32], &[1])?;
         let mut workspace = PrefillWorkspace::new(device)?;
-        Ok(move |s: &_| prefill(s, &mut out, None, &q, &cache, &table, &starts, &lens, &options, &mut workspace))
+        Ok(move |s: &_| {
+            let mut options = PrefillOptions::default().path(path);
+            options.scales = narrow.then_some(Scales::new(&one, &one));
+            prefill(s, &mut out, None, &q, &cache, &table, &starts, &lens, &options, &mut workspace)
+        })
     });
 }

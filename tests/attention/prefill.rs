@@ -1,7 +1,7 @@
-use cuda_std::Float;
+use cuda_std::{E4M3, E5M2, Float};
 use proptest::prelude::*;
 use warploom::attention::{PrefillOptions, PrefillPath, PrefillWorkspace, prefill};
-use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache};
+use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, Scales};
 use warploom::reference::attention as reference;
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{assert_close, noise, noise_of, on_every_device, property, widen};
@@ -27,9 +27,11 @@ impl Shape {
 }
 
 /// A batch: its cache with NaN in every slot that no sequence owns, and what the cache means.
-struct Case<T> {
+struct Case<T, S = T> {
     q: Tensor<T>,
-    cache: KvCache<T>,
+    cache: KvCache<S>,
+    /// Of keys and values, head by head, if the cache is of 8 bits.
+    scales: Option<[Tensor<f32>; 2]>,
     table: Tensor<i32>,
     pages: Vec<i32>,
     starts: Tensor<i32>,
@@ -41,24 +43,37 @@ struct Case<T> {
 }
 
 fn case<T: Float + CacheElement>(d: &Device, shape: &Shape) -> Case<T> {
+    case_over::<T, T>(d, shape)
+}
+
+fn case_over<T: Float + CacheElement, S: CacheElement>(d: &Device, shape: &Shape) -> Case<T, S> {
     let Shape { sequences, kv_heads, dim, page, layout, .. } = shape.clone();
     let lens: Vec<usize> = sequences.iter().map(|s| s.1).collect();
     let max_pages = lens.iter().map(|l| l.div_ceil(page)).max().unwrap_or(0).max(1) + 1;
     // Pages are handed out from the highest number down, so that neighbours in a sequence are not neighbours in memory.
     let pages = lens.iter().map(|l| l.div_ceil(page)).sum::<usize>() + 2;
     let cs = CacheShape::new(pages, page, kv_heads, dim);
-    let cache = KvCache::<T>::zeros(d, layout, cs).unwrap();
+    let cache = KvCache::<S>::zeros(d, layout, cs).unwrap();
     let (ks, vs) = (cache.key_strides(), cache.value_strides());
-    let nan = T::from_f32(f32::NAN);
+    let narrow = size_of::<S>() == 1;
+    let scales = [0.02, 0.03]
+        .map(|first| (0..kv_heads).map(|h| if narrow { first + 0.01 * h as f32 } else { 1.0 }).collect::<Vec<f32>>());
+    let nan = S::round(f32::NAN);
     let (mut k, mut v) = (vec![nan; pages * cs.block_len()], vec![nan; pages * cs.block_len()]);
     // Behind a sequence's pages there may be anything: a page of NaN here.
     let mut table = vec![pages as i32 - 1; sequences.len() * max_pages];
     let (mut keys, mut values) = (vec![], vec![]);
     let mut free = pages - 2;
     for (b, &len) in lens.iter().enumerate() {
-        let round = |n: Vec<f32>| n.into_iter().map(T::from_f32).collect::<Vec<_>>();
-        let (kn, vn) =
-            (round(noise(len * kv_heads * dim, 7 + b as u64)), round(noise(len * kv_heads * dim, 99 + b as u64)));
+        let round = |n: Vec<f32>, scales: &[f32]| {
+            n.chunks(dim)
+                .enumerate()
+                .flat_map(|(i, n)| n.iter().map(move |v| S::round(v / scales[i % kv_heads])))
+                .collect()
+        };
+        let kn: Vec<S> = round(noise(len * kv_heads * dim, 7 + b as u64), &scales[0]);
+        let vn: Vec<S> = round(noise(len * kv_heads * dim, 99 + b as u64), &scales[1]);
+        let meant = |n: &[S], scale: f32| n.iter().map(|v| v.widen() as f64 * scale as f64).collect::<Vec<_>>();
         for p in 0..len.div_ceil(page) {
             table[b * max_pages + p] = free as i32;
             free -= 1;
@@ -73,8 +88,8 @@ fn case<T: Float + CacheElement>(d: &Device, shape: &Shape) -> Case<T> {
                     k[ks.index(block, h, i % page, x)] = kn[at + x];
                     v[vs.index(block, h, i % page, x)] = vn[at + x];
                 }
-                hk.push(widen(&kn[at..at + dim]));
-                hv.push(widen(&vn[at..at + dim]));
+                hk.push(meant(&kn[at..at + dim], scales[0][h]));
+                hv.push(meant(&vn[at..at + dim], scales[1][h]));
             }
             heads.0.push(hk);
             heads.1.push(hv);
@@ -82,7 +97,7 @@ fn case<T: Float + CacheElement>(d: &Device, shape: &Shape) -> Case<T> {
         keys.push(heads.0);
         values.push(heads.1);
     }
-    let fill = |t: &Tensor<T>, data: &[T]| t.clone().copy_from_slice(data).unwrap();
+    let fill = |t: &Tensor<S>, data: &[S]| t.clone().copy_from_slice(data).unwrap();
     fill(cache.key(), &k);
     fill(cache.value(), &v);
     let q = noise_of::<T>(shape.tokens() * shape.q_heads() * dim, 3);
@@ -92,6 +107,7 @@ fn case<T: Float + CacheElement>(d: &Device, shape: &Shape) -> Case<T> {
     Case {
         q: Tensor::from_slice(d, &q, &[shape.tokens(), shape.q_heads(), dim]).unwrap(),
         cache,
+        scales: narrow.then(|| scales.map(|s| Tensor::from_slice(d, &s, &[kv_heads]).unwrap())),
         table: Tensor::from_slice(d, &table, &[lens.len(), max_pages]).unwrap(),
         pages: table,
         starts: Tensor::from_slice(d, &starts, &[starts.len()]).unwrap(),
@@ -102,7 +118,7 @@ fn case<T: Float + CacheElement>(d: &Device, shape: &Shape) -> Case<T> {
     }
 }
 
-impl<T: Float + CacheElement> Case<T> {
+impl<T: Float + CacheElement, S: CacheElement> Case<T, S> {
     fn run(&self, s: &Stream, options: &PrefillOptions<'_>) -> (Vec<T>, Vec<f32>) {
         let d = s.device();
         let mut out = Tensor::<T>::uninit(d, self.q.shape()).unwrap();
@@ -111,7 +127,9 @@ impl<T: Float + CacheElement> Case<T> {
         s.fill_bytes(&mut lse, 0xff).unwrap();
         let mut work = PrefillWorkspace::new(d).unwrap();
         let (table, starts, lens) = (&self.table, &self.starts, &self.lens);
-        prefill(s, &mut out, Some(&mut lse), &self.q, &self.cache, table, starts, lens, options, &mut work).unwrap();
+        let mut options = *options;
+        options.scales = self.scales.as_ref().map(|[key, value]| Scales::new(key, value));
+        prefill(s, &mut out, Some(&mut lse), &self.q, &self.cache, table, starts, lens, &options, &mut work).unwrap();
         (out.to_vec().unwrap(), lse.to_vec().unwrap())
     }
 }
@@ -130,7 +148,18 @@ const STRAIGHT: Bend = Bend { soft_cap: 0.0, window: 0, alibi: false, sinks: fal
 
 /// Compares with the reference every `step`th query token of each sequence, its first and its last one.
 fn check<T: Float + CacheElement>(d: &Device, s: &Stream, shape: &Shape, bend: Bend, path: PrefillPath, step: usize) {
-    let c = case::<T>(d, shape);
+    check_over::<T, T>(d, s, shape, bend, path, step);
+}
+
+fn check_over<T: Float + CacheElement, S: CacheElement>(
+    d: &Device,
+    s: &Stream,
+    shape: &Shape,
+    bend: Bend,
+    path: PrefillPath,
+    step: usize,
+) {
+    let c = case_over::<T, S>(d, shape);
     let q_heads = shape.q_heads();
     let slopes: Vec<f32> = (0..q_heads).map(|h| 0.5f32.powi(h as i32 + 1)).collect();
     let sinks: Vec<f32> = (0..q_heads).map(|h| h as f32 * 0.25 - 0.5).collect();
@@ -195,10 +224,21 @@ fn bends() -> impl Strategy<Value = Bend> {
 
 #[test]
 fn wgmma_matches_the_reference() {
-    property(6, (shapes(&[64, 128], &[8, 16, 32, 128]), bends()), |d, s, (shape, bend)| {
+    property(6, (shapes(&[64, 96, 128, 256], &[8, 16, 32, 128]), bends()), |d, s, (shape, bend)| {
         let straight = Bend { soft_cap: 0.0, alibi: false, ..bend };
         check::<bf16>(d, s, &shape, straight, PrefillPath::Wgmma, 5);
         check::<f16>(d, s, &shape, bend, PrefillPath::Wgmma, 5);
+        Ok(())
+    });
+}
+
+#[test]
+fn wgmma_takes_8_bit_caches() {
+    property(4, (shapes(&[48, 64, 128], &[8, 16, 64, 128]), bends()), |d, s, (shape, bend)| {
+        let straight = Bend { soft_cap: 0.0, alibi: false, ..bend };
+        check_over::<bf16, E4M3>(d, s, &shape, straight, PrefillPath::Wgmma, 5);
+        check_over::<f16, E5M2>(d, s, &shape, bend, PrefillPath::Wgmma, 5);
+        check_over::<bf16, i8>(d, s, &shape, bend, PrefillPath::Auto, 5);
         Ok(())
     });
 }
@@ -225,6 +265,9 @@ fn plain_matches_the_reference() {
         check::<bf16>(d, s, &split, bend, PrefillPath::Auto, 5);
         check::<f16>(d, s, &odd, bend, PrefillPath::Auto, 5);
         check::<f32>(d, s, &odd, bend, PrefillPath::Plain, 5);
+        check_over::<f32, E4M3>(d, s, &split, bend, PrefillPath::Auto, 5);
+        check_over::<f16, E5M2>(d, s, &odd, bend, PrefillPath::Auto, 5);
+        check_over::<bf16, i8>(d, s, &odd, bend, PrefillPath::Plain, 5);
         Ok(())
     });
 }
@@ -253,6 +296,14 @@ fn lengths_around_pages_and_blocks() {
                 check::<f16>(d, s, &shape, Bend { window: 700, sinks: true, ..STRAIGHT }, path, step);
                 let shape = Shape { group: 3, kv_heads: 3, dim: 64, page: 64, ..shape };
                 check::<bf16>(d, s, &shape, Bend { causal: false, ..STRAIGHT }, path, step);
+                if path == PrefillPath::Wgmma {
+                    let shape = Shape { sequences: sequences.clone(), dim: 128, page: 16, ..shape };
+                    check_over::<bf16, E4M3>(d, s, &shape, STRAIGHT, path, step);
+                    check_over::<f16, i8>(d, s, &shape, Bend { window: 700, ..STRAIGHT }, path, step);
+                    for dim in [96, 256] {
+                        check::<bf16>(d, s, &Shape { dim, ..shape.clone() }, STRAIGHT, path, step);
+                    }
+                }
             }
         }
     });
@@ -276,6 +327,7 @@ fn chunks_are_the_whole() {
                     starts: Tensor::from_slice(d, &[0, (to - from) as i32], &[2]).unwrap(),
                     lens: Tensor::from_slice(d, &[to as i32], &[1]).unwrap(),
                     cache: c.cache.clone(),
+                    scales: None,
                     table: c.table.clone(),
                     pages: vec![],
                     query: vec![],
@@ -443,6 +495,7 @@ fn page_offsets_beyond_32_bits() {
         let c = Case {
             q: Tensor::from_slice(d, &q, &[page, heads, dim]).unwrap(),
             cache,
+            scales: None,
             table: Tensor::from_slice(d, &[blocks as i32 - 1], &[1, 1]).unwrap(),
             pages: vec![],
             starts: Tensor::from_slice(d, &[0, page as i32], &[2]).unwrap(),
@@ -526,6 +579,12 @@ fn bad_input() {
         let mut work = PrefillWorkspace::new(d).unwrap();
         let overlap = prefill(s, &mut over, None, &c.q, &c.cache, table, starts, lens, &o, &mut work);
         assert!(matches!(overlap, Err(Error::Overlap { .. })));
+        let narrow = case_over::<bf16, E4M3>(d, &shape);
+        let none = prefill(s, &mut t(&full), None, &c.q, &narrow.cache, table, starts, lens, &o, &mut work);
+        assert!(matches!(none, Err(Error::Value { arg: "scales", .. })));
+        let [key, value] = narrow.scales.as_ref().unwrap();
+        let given = o.scales(key, value);
+        assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &given), Err(Error::Value { arg: "scales", .. })));
         // A negative factor turns maxima round: another kernel takes it.
         assert!(run(&c.q, &full, &[2, 3], 3, 2, &o.scale(-1.0)).is_ok());
     });

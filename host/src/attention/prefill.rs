@@ -1,14 +1,15 @@
 //! Attention of chunks of query tokens of a ragged batch over a paged KV cache.
 //!
 //! Three kernels. [`PrefillPath::Wgmma`] is Hopper's: warpgroup products fed by the copy engine. [`PrefillPath::Mma`] does the
-//! same on every GPU since sm_80, for more head sizes and options. [`PrefillPath::Plain`] takes every layout, element type
+//! same on every GPU since sm_80, over caches of 16 bits. [`PrefillPath::Plain`] takes every layout, element type
 //! and head size. Where chunks begin, how long sequences are and which pages they own is read on the device, and the
 //! grid does not depend on it: a captured graph serves every step with as many query tokens.
 
 use crate::check::Call;
 use crate::device::{Device, Geometry, Stream, TensorMap, TensorMapDescription};
 use crate::error::{Error, Result};
-use crate::kernels::attention::{prefill as mma, prefill_plain as plain, prefill_wgmma as wgmma};
+use crate::kernels::attention::{narrow, prefill as mma, prefill_plain as plain, prefill_wgmma as wgmma};
+use crate::kv_cache::layout::{Scales, check_scales};
 use crate::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides};
 use crate::tensor::Tensor;
 use cuda_std::tma::Swizzle;
@@ -23,9 +24,10 @@ pub enum PrefillPath {
     /// By element type, layout, sizes, options and device, never by lengths.
     #[default]
     Auto,
-    /// Hopper's warpgroup products: f16 and bf16, NHD and HND, head sizes 64 and 128, pages of 8 tokens or more.
+    /// Hopper's warpgroup products: f16 and bf16 over a cache of the same type, head sizes 64, 96, 128 and 256, or of 8
+    /// bits, head sizes up to 128 that are multiples of 16; NHD and HND, pages of 8 tokens or more.
     Wgmma,
-    /// Tensor cores of every GPU: f16 and bf16, NHD and HND, head sizes that are multiples of 8.
+    /// Tensor cores of every GPU: f16 and bf16 over a cache of the same type, NHD and HND, head sizes that are multiples of 8.
     Mma,
     /// A warp for each query token and head: everything.
     Plain,
@@ -48,13 +50,24 @@ pub struct PrefillOptions<'a> {
     pub alibi: Option<&'a Tensor<f32>>,
     /// Attention sinks, `[q_heads]`: scores without keys that take part in the softmax.
     pub sinks: Option<&'a Tensor<f32>>,
+    /// Scales of a cache of 8-bit elements, which needs them; not negative.
+    pub scales: Option<Scales<'a>>,
     /// Which kernel.
     pub path: PrefillPath,
 }
 
 impl Default for PrefillOptions<'_> {
     fn default() -> Self {
-        Self { scale: None, soft_cap: 0.0, window: 0, causal: true, alibi: None, sinks: None, path: PrefillPath::Auto }
+        Self {
+            scale: None,
+            soft_cap: 0.0,
+            window: 0,
+            causal: true,
+            alibi: None,
+            sinks: None,
+            scales: None,
+            path: PrefillPath::Auto,
+        }
     }
 }
 
@@ -87,6 +100,11 @@ impl<'a> PrefillOptions<'a> {
     /// With these sinks.
     pub fn sinks(mut self, sinks: &'a Tensor<f32>) -> Self {
         self.sinks = Some(sinks);
+        self
+    }
+    /// With these scales of the cache.
+    pub fn scales(mut self, key: &'a Tensor<f32>, value: &'a Tensor<f32>) -> Self {
+        self.scales = Some(Scales::new(key, value));
         self
     }
     /// With this kernel.
@@ -125,20 +143,61 @@ pub const fn section_keys(dtype: DType, head_dim: usize) -> u32 {
     (SECTION_BYTES / (2 * head_dim * dtype.size())) as u32
 }
 
-/// The entry of [`PrefillPath::Wgmma`] for heads of this size; `bent`: with a soft cap or ALiBi.
-pub const fn wgmma_entry(dtype: DType, head_dim: usize, bent: bool) -> Option<Entry<wgmma::Args>> {
+/// The entry of [`PrefillPath::Wgmma`] for heads of this size over a cache of `cache` elements, and how it divides the work;
+/// `bent`: with a soft cap or ALiBi.
+pub const fn wgmma_entry(
+    dtype: DType,
+    cache: DType,
+    head_dim: usize,
+    bent: bool,
+) -> Option<(Entry<wgmma::Args>, wgmma::Shape)> {
     use wgmma::*;
-    Some(match (dtype, head_dim, bent) {
-        (DType::Bf16, 128, false) => prefill_wgmma_d128_bf16::ENTRY,
-        (DType::F16, 128, false) => prefill_wgmma_d128_f16::ENTRY,
-        (DType::Bf16, 64, false) => prefill_wgmma_d64_bf16::ENTRY,
-        (DType::F16, 64, false) => prefill_wgmma_d64_f16::ENTRY,
-        (DType::Bf16, 128, true) => prefill_wgmma_d128_bf16_bent::ENTRY,
-        (DType::F16, 128, true) => prefill_wgmma_d128_f16_bent::ENTRY,
-        (DType::Bf16, 64, true) => prefill_wgmma_d64_bf16_bent::ENTRY,
-        (DType::F16, 64, true) => prefill_wgmma_d64_f16_bent::ENTRY,
+    let narrow = cache.size() == 1;
+    let width = match head_dim {
+        _ if narrow && !head_dim.is_multiple_of(16) => return None,
+        // The copy engine fills rows of 8-bit elements up with zeros.
+        1..=64 if narrow => 64,
+        65..=128 if narrow => 128,
+        64 | 96 | 128 | 256 => head_dim,
         _ => return None,
-    })
+    };
+    if !narrow && dtype as u8 != cache as u8 {
+        return None;
+    }
+    let entry = match (dtype, width, narrow, bent) {
+        (DType::Bf16, 64, false, false) => prefill_wgmma_d64_bf16::ENTRY,
+        (DType::F16, 64, false, false) => prefill_wgmma_d64_f16::ENTRY,
+        (DType::Bf16, 64, false, true) => prefill_wgmma_d64_bf16_bent::ENTRY,
+        (DType::F16, 64, false, true) => prefill_wgmma_d64_f16_bent::ENTRY,
+        (DType::Bf16, 64, true, false) => prefill_wgmma_d64_bf16_8::ENTRY,
+        (DType::F16, 64, true, false) => prefill_wgmma_d64_f16_8::ENTRY,
+        (DType::Bf16, 64, true, true) => prefill_wgmma_d64_bf16_8_bent::ENTRY,
+        (DType::F16, 64, true, true) => prefill_wgmma_d64_f16_8_bent::ENTRY,
+        (DType::Bf16, 96, false, false) => prefill_wgmma_d96_bf16::ENTRY,
+        (DType::F16, 96, false, false) => prefill_wgmma_d96_f16::ENTRY,
+        (DType::Bf16, 96, false, true) => prefill_wgmma_d96_bf16_bent::ENTRY,
+        (DType::F16, 96, false, true) => prefill_wgmma_d96_f16_bent::ENTRY,
+        (DType::Bf16, 128, false, false) => prefill_wgmma_d128_bf16::ENTRY,
+        (DType::F16, 128, false, false) => prefill_wgmma_d128_f16::ENTRY,
+        (DType::Bf16, 128, false, true) => prefill_wgmma_d128_bf16_bent::ENTRY,
+        (DType::F16, 128, false, true) => prefill_wgmma_d128_f16_bent::ENTRY,
+        (DType::Bf16, 128, true, false) => prefill_wgmma_d128_bf16_8::ENTRY,
+        (DType::F16, 128, true, false) => prefill_wgmma_d128_f16_8::ENTRY,
+        (DType::Bf16, 128, true, true) => prefill_wgmma_d128_bf16_8_bent::ENTRY,
+        (DType::F16, 128, true, true) => prefill_wgmma_d128_f16_8_bent::ENTRY,
+        (DType::Bf16, 256, false, false) => prefill_wgmma_d256_bf16::ENTRY,
+        (DType::F16, 256, false, false) => prefill_wgmma_d256_f16::ENTRY,
+        (DType::Bf16, 256, false, true) => prefill_wgmma_d256_bf16_bent::ENTRY,
+        (DType::F16, 256, false, true) => prefill_wgmma_d256_f16_bent::ENTRY,
+        _ => return None,
+    };
+    // As in the table of entries.
+    let (keys, consumers, q_stages) = match width {
+        64 if !narrow && !bent => (128, 3, 2),
+        256 => (64, 2, 1),
+        _ => (128, 2, 2),
+    };
+    Some((entry, Shape { head_dim: width, keys, consumers, q_stages, stages: 2, narrow }))
 }
 
 /// What there is of [`PrefillPath::Mma`] for a head size.
@@ -172,19 +231,34 @@ pub const fn mma_entry(dtype: DType, head_dim: usize) -> Option<(Entry<mma::Args
     }
 }
 
-/// The entry of [`PrefillPath::Plain`].
-pub const fn plain_entry(dtype: DType) -> Option<Entry<plain::Args>> {
-    Some(match dtype {
-        DType::F32 => plain::prefill_plain_f32::ENTRY,
-        DType::F16 => plain::prefill_plain_f16::ENTRY,
-        DType::Bf16 => plain::prefill_plain_bf16::ENTRY,
+/// The entry of [`PrefillPath::Plain`] over a cache of `cache` elements.
+pub const fn plain_entry(dtype: DType, cache: DType) -> Option<Entry<plain::Args>> {
+    use plain::*;
+    Some(match (dtype, narrow_kind(cache)) {
+        (DType::F32, Some(_)) => prefill_plain_f32_8::ENTRY,
+        (DType::F16, Some(_)) => prefill_plain_f16_8::ENTRY,
+        (DType::Bf16, Some(_)) => prefill_plain_bf16_8::ENTRY,
+        _ if dtype as u8 != cache as u8 => return None,
+        (DType::F32, _) => prefill_plain_f32::ENTRY,
+        (DType::F16, _) => prefill_plain_f16::ENTRY,
+        (DType::Bf16, _) => prefill_plain_bf16::ENTRY,
+        _ => return None,
+    })
+}
+
+/// The `kind` of [`plain::Args`] and [`wgmma::Args`] for an 8-bit type.
+pub const fn narrow_kind(cache: DType) -> Option<u32> {
+    Some(match cache {
+        DType::E4m3 => narrow::E4M3,
+        DType::E5m2 => narrow::E5M2,
+        DType::I8 => narrow::I8,
         _ => return None,
     })
 }
 
 /// How to launch [`PrefillPath::Wgmma`] on so many multiprocessors.
-pub const fn wgmma_geometry(head_dim: usize, multiprocessors: u32) -> Geometry {
-    Geometry::linear(multiprocessors, wgmma::THREADS as u32).shared_bytes(wgmma::shared_bytes(head_dim) as u32)
+pub const fn wgmma_geometry(shape: wgmma::Shape, multiprocessors: u32) -> Geometry {
+    Geometry::linear(multiprocessors, shape.threads() as u32).shared_bytes(shape.shared_bytes() as u32)
 }
 
 /// How to launch [`PrefillPath::Mma`] with what [`mma_entry`] gave, on so many multiprocessors.
@@ -211,6 +285,7 @@ pub fn wgmma_query_map(
     device: &Device,
     base: u64,
     dtype: DType,
+    tile: wgmma::Shape,
     [tokens, heads, head_dim]: [usize; 3],
     (token, head): (usize, usize),
     group: usize,
@@ -223,48 +298,56 @@ pub fn wgmma_query_map(
         dims: [head_dim as u64, heads as u64, tokens as u64, 1, 1],
         // Of a single head or token the stride is of no interest, but it must be one.
         strides: [(head as u64 * bytes).max(16), (token as u64 * bytes).max(16), 0, 0],
-        box_dims: [64, group as u32, tile_tokens(wgmma::ROWS, group) as u32, 1, 1],
-        swizzle: Swizzle::B128,
+        box_dims: [tile.line() as u32, group as u32, tile_tokens(tile.rows(), group) as u32, 1, 1],
+        swizzle: tile.swizzle(),
     })
 }
 
-/// The tensor map of K or V for [`PrefillPath::Wgmma`]: a box is a page of one head, eight keys of 64 columns at a time.
+/// The tensor map of K or V for [`PrefillPath::Wgmma`]. A box is up to a page of one head: of 16-bit elements eight keys of a
+/// line at a time, of 8-bit elements row after row.
 pub fn wgmma_cache_map(
     device: &Device,
     base: u64,
     dtype: DType,
+    tile: wgmma::Shape,
     shape: CacheShape,
     strides: PageStrides,
 ) -> Result<TensorMap> {
-    let bytes = dtype.size() as u64;
-    let halves = shape.head_dim as u64 / 64;
-    let keys = shape.block_size.min(wgmma::KEYS) as u64;
-    device.tensor_map(&TensorMapDescription {
-        base,
-        dtype,
-        rank: 5,
-        dims: [
-            64,
-            8,
-            (shape.heads as u64 - 1) * (strides.head as u64 / 64) + halves,
-            shape.block_size as u64 / 8,
-            shape.blocks as u64,
-        ],
-        strides: [
-            strides.token as u64 * bytes,
-            64 * bytes,
-            8 * strides.token as u64 * bytes,
-            (strides.block as u64 * bytes).max(16),
-        ],
-        box_dims: [64, 8, halves as u32, (keys / 8) as u32, 1],
-        swizzle: Swizzle::B128,
+    // Of a single head or page the stride is of no interest, but it must be one.
+    let bytes = |stride: usize| (stride as u64 * dtype.size() as u64).max(16);
+    let (dim, heads, slots, blocks) =
+        (shape.head_dim as u64, shape.heads as u64, shape.block_size as u64, shape.blocks as u64);
+    let box_slots = shape.block_size.min(tile.box_keys()) as u32;
+    device.tensor_map(&if tile.narrow {
+        TensorMapDescription {
+            base,
+            dtype,
+            rank: 4,
+            dims: [dim, slots, heads, blocks, 1],
+            strides: [bytes(strides.token), bytes(strides.head), bytes(strides.block), 0],
+            box_dims: [tile.head_dim as u32, box_slots, 1, 1, 1],
+            swizzle: Swizzle::None,
+        }
+    } else {
+        let line = tile.line() as u64;
+        let lines = dim / line;
+        TensorMapDescription {
+            base,
+            dtype,
+            rank: 5,
+            dims: [line, 8, (heads - 1) * (strides.head as u64 / line) + lines, slots / 8, blocks],
+            strides: [bytes(strides.token), 2 * line, 8 * bytes(strides.token), bytes(strides.block)],
+            box_dims: [line as u32, 8, lines as u32, box_slots / 8, 1],
+            swizzle: tile.swizzle(),
+        }
     })
 }
 
 /// Attention of the query tokens of each sequence over its keys, its own query tokens' among them.
 ///
 /// * `query`, `out`: `[tokens, q_heads, head_dim]`, the chunks of all sequences one after another; dense in the last dimension.
-/// * `cache`: the layer's pages, where the chunks' own keys and values already are; `q_heads` is a multiple of its heads,
+/// * `cache`: the layer's pages, where the chunks' own keys and values already are, of the type of `query` or of 8 bits with
+///   `scales`; `q_heads` is a multiple of its heads,
 ///   and head `h` reads KV head `h / (q_heads / kv_heads)`.
 /// * `block_table`: `[sequences, max_blocks]`, the pages of each sequence in order. A page number outside of the cache
 ///   counts as unseen keys.
@@ -283,12 +366,12 @@ pub fn wgmma_cache_map(
 /// [`DType`](Error::DType), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice),
 /// [`Unsupported`](Error::Unsupported) if `options.path` does not take these tensors.
 #[expect(clippy::too_many_arguments, reason = "outputs, inputs and workspace of one operation")]
-pub fn prefill<T: Float + CacheElement>(
+pub fn prefill<T: Float + CacheElement, S: CacheElement>(
     stream: &Stream,
     out: &mut Tensor<T>,
     lse: Option<&mut Tensor<f32>>,
     query: &Tensor<T>,
-    cache: &KvCache<T>,
+    cache: &KvCache<S>,
     block_table: &Tensor<i32>,
     starts: &Tensor<i32>,
     lens: &Tensor<i32>,
@@ -343,6 +426,7 @@ pub fn prefill<T: Float + CacheElement>(
     let (q_token, q_head) = (query.strides()[0], query.strides()[1]);
     let (out_token, out_head) = (out.strides()[0], out.strides()[1]);
     let (ks, vs) = (cache.key_strides(), cache.value_strides());
+    let scales = check_scales(&mut call, options.scales, kv_heads, T::DTYPE, S::DTYPE)?;
     let args = plain::Args {
         out: call.write("out", out)?,
         lse: call.write_opt("lse", lse)?.cast(),
@@ -354,6 +438,10 @@ pub fn prefill<T: Float + CacheElement>(
         block_table: call.read("block_table", block_table)?.cast(),
         alibi: call.read_opt("alibi", options.alibi)?.cast(),
         sinks: call.read_opt("sinks", options.sinks)?.cast(),
+        k_scales: scales.key,
+        v_scales: scales.value,
+        scale_per_head: scales.per_head as u32,
+        kind: narrow_kind(S::DTYPE).unwrap_or_default(),
         sequences: call.count("block_table", sequences)?,
         tokens: call.count("query", tokens)?,
         q_heads: call.count("query", q_heads)?,
@@ -383,7 +471,7 @@ pub fn prefill<T: Float + CacheElement>(
     };
     let rows = call.count("query", tokens.saturating_mul(q_heads))?;
     let tickets: *mut u32 = call.write("workspace", &mut workspace.tickets)?.cast();
-    let section_keys = section_keys(T::DTYPE, head_dim);
+    let section_keys = section_keys(S::DTYPE, head_dim);
     call.check_overlap()?;
     if tokens == 0 || q_heads == 0 || sequences == 0 {
         return Ok(());
@@ -391,42 +479,45 @@ pub fn prefill<T: Float + CacheElement>(
 
     // What the tensor-core kernels take.
     let group = q_heads / kv_heads;
-    let aligned = |to: usize, address: usize, strides: &[usize]| {
-        address.is_multiple_of(to) && strides.iter().all(|s| (s * size_of::<T>()).is_multiple_of(to))
+    let aligned = |to: usize, address: usize, strides: &[usize], size: usize| {
+        address.is_multiple_of(to) && strides.iter().all(|s| (s * size).is_multiple_of(to))
     };
+    let size = size_of::<T>();
     let paged = cache.layout() != CacheLayout::XSplit
         && cs.blocks > 0
         && cs.block_size.is_power_of_two()
-        && aligned(16, args.k as usize, &[ks.block, ks.token, ks.head])
-        && aligned(16, args.v as usize, &[vs.block, vs.token, vs.head]);
+        && cs.block_size >= 8
+        && aligned(16, args.k as usize, &[ks.block, ks.token, ks.head], size_of::<S>())
+        && aligned(16, args.v as usize, &[vs.block, vs.token, vs.head], size_of::<S>());
     let bent = soft_cap > 0.0 || options.alibi.is_some();
-    let wgmma = wgmma_entry(T::DTYPE, head_dim, bent).filter(|_| {
+    let wgmma = wgmma_entry(T::DTYPE, S::DTYPE, head_dim, bent).filter(|(_, shape)| {
         paged
-            && cs.block_size >= 8
-            && group <= wgmma::ROWS
+            && group <= shape.rows()
             && scale > 0.0
-            && aligned(16, args.q as usize, &[q_token, q_head])
-            && aligned(16, args.out as usize, &[out_token, out_head])
-            && aligned(128, 0, &[ks.head, vs.head])
-            && [ks.head, vs.head].iter().all(|head| head / 64 <= i32::MAX as usize / kv_heads)
+            && (shape.narrow || aligned(2 * shape.line(), 0, &[ks.head, vs.head], size))
+            && [ks.head, vs.head].iter().all(|head| head / shape.line() <= i32::MAX as usize / kv_heads)
+            && aligned(16, args.q as usize, &[q_token, q_head], size)
+            && aligned(16, args.out as usize, &[out_token, out_head], size)
             && stream.device().properties().compute_capability == (9, 0)
     });
     let mma = mma_entry(T::DTYPE, head_dim).filter(|(_, tile)| {
         paged
+            && T::DTYPE == S::DTYPE
             && head_dim.is_multiple_of(8)
-            && cs.block_size >= 8
             && group <= tile.rows
-            && aligned(4, args.q as usize, &[q_token, q_head])
-            && aligned(4, args.out as usize, &[out_token, out_head])
+            && aligned(4, args.q as usize, &[q_token, q_head], size)
+            && aligned(4, args.out as usize, &[out_token, out_head], size)
     });
     let multiprocessors = stream.device().properties().multiprocessors;
     // The SIMT device runs either, the portable kernel faster.
     let hopper = !stream.device().is_simt();
     match (options.path, wgmma, mma) {
         (PrefillPath::Wgmma, Some(wgmma), _) | (PrefillPath::Auto, Some(wgmma), None) => {
-            launch_wgmma(stream, &wgmma, &args, cache, group, tickets)
+            launch_wgmma::<T, S>(stream, wgmma, &args, cache, group, tickets)
         }
-        (PrefillPath::Auto, Some(wgmma), _) if hopper => launch_wgmma(stream, &wgmma, &args, cache, group, tickets),
+        (PrefillPath::Auto, Some(wgmma), _) if hopper => {
+            launch_wgmma::<T, S>(stream, wgmma, &args, cache, group, tickets)
+        }
         (PrefillPath::Auto | PrefillPath::Mma, _, Some((entry, tile))) => {
             let args = mma::Args {
                 out: args.out,
@@ -473,15 +564,18 @@ pub fn prefill<T: Float + CacheElement>(
         (PrefillPath::Wgmma | PrefillPath::Mma, _, _) => Err(Error::Unsupported {
             op: OP,
             what: format!(
-                "the tensor-core kernels take f16 or bf16 (not {}), NHD or HND, pages of 8 tokens or more (a power of two), heads of \
-                 a multiple of 8 elements and rows at multiples of 16 bytes; `Wgmma` in addition a Hopper GPU, heads of 64 \
-                 or 128 and a positive scale; use PrefillPath::Auto",
-                T::DTYPE
+                "the tensor-core kernels take f16 or bf16 (not {} over {}), NHD or HND, pages of 8 tokens or more (a power of \
+                 two), heads of a multiple of 8 elements and rows at multiples of 16 bytes; `Wgmma` in addition a Hopper GPU, \
+                 a positive scale and heads of 64, 96, 128 or 256, or over 8-bit caches a multiple of 16 up to 128; use \
+                 PrefillPath::Auto",
+                T::DTYPE,
+                S::DTYPE
             ),
         }),
         _ => {
-            let expected = "f32, f16 or bf16".into();
-            let entry = plain_entry(T::DTYPE).ok_or(Error::DType { op: OP, arg: "query", expected, got: T::DTYPE })?;
+            let expected = format!("{}, e4m3, e5m2 or i8 for {}", T::DTYPE, T::DTYPE);
+            let wrong = Error::DType { op: OP, arg: "cache", expected, got: S::DTYPE };
+            let entry = plain_entry(T::DTYPE, S::DTYPE).ok_or(wrong)?;
             // SAFETY: as above.
             unsafe { stream.launch(&entry, &plain_geometry(rows), &args) }
         }
@@ -489,48 +583,54 @@ pub fn prefill<T: Float + CacheElement>(
 }
 
 /// [`PrefillPath::Wgmma`] for arguments that it takes.
-fn launch_wgmma<T: Float + CacheElement>(
+fn launch_wgmma<T: Float, S: CacheElement>(
     stream: &Stream,
-    entry: &Entry<wgmma::Args>,
+    (entry, shape): (Entry<wgmma::Args>, wgmma::Shape),
     args: &plain::Args,
-    cache: &KvCache<T>,
+    cache: &KvCache<S>,
     group: usize,
     tickets: *mut u32,
 ) -> Result<()> {
     let (device, cs) = (stream.device(), cache.shape());
     let (ks, vs) = (cache.key_strides(), cache.value_strides());
     let q_shape = [args.tokens as usize, args.q_heads as usize, cs.head_dim];
+    let q_strides = (args.q_token, args.q_head);
     let args = wgmma::Args {
         out: args.out,
         lse: args.lse,
-        q_map: wgmma_query_map(device, args.q as u64, T::DTYPE, q_shape, (args.q_token, args.q_head), group)?,
-        k_map: wgmma_cache_map(device, args.k as u64, T::DTYPE, cs, ks)?,
-        v_map: wgmma_cache_map(device, args.v as u64, T::DTYPE, cs, vs)?,
+        q_map: wgmma_query_map(device, args.q as u64, T::DTYPE, shape, q_shape, q_strides, group)?,
+        k_map: wgmma_cache_map(device, args.k as u64, S::DTYPE, shape, cs, ks)?,
+        v_map: wgmma_cache_map(device, args.v as u64, S::DTYPE, shape, cs, vs)?,
         starts: args.starts,
         lens: args.lens,
         block_table: args.block_table,
         alibi: args.alibi,
         sinks: args.sinks,
+        k_scales: args.k_scales,
+        v_scales: args.v_scales,
         tickets,
+        scale_per_head: args.scale_per_head,
+        kind: args.kind,
         sequences: args.sequences,
         tokens: args.tokens,
         q_heads: args.q_heads,
         kv_heads: args.kv_heads,
+        head_dim: args.head_dim,
         page_shift: cs.block_size.ilog2(),
         max_pages: args.max_pages,
         pages: args.pages,
-        tile_tokens: tile_tokens(wgmma::ROWS, group) as u32,
+        tile_tokens: tile_tokens(shape.rows(), group) as u32,
         out_token: args.out_token,
         out_head: args.out_head,
-        k_head: (ks.head / 64) as u32,
-        v_head: (vs.head / 64) as u32,
+        k_head: (ks.head / shape.line()) as u32,
+        v_head: (vs.head / shape.line()) as u32,
         scale: args.scale,
         soft_cap: args.soft_cap,
         window: args.window,
         causal: args.causal,
-        section_keys: section_keys(T::DTYPE, cs.head_dim),
+        section_keys: section_keys(S::DTYPE, cs.head_dim),
     };
-    let geometry = wgmma_geometry(cs.head_dim, device.properties().multiprocessors);
+    let geometry = wgmma_geometry(shape, device.properties().multiprocessors);
     // SAFETY: as for the other kernels; the maps describe the tensors.
-    unsafe { stream.launch(entry, &geometry, &args) }
+    unsafe { stream.launch(&entry, &geometry, &args) }
 }

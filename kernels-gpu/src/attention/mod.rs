@@ -11,6 +11,16 @@ pub mod ragged;
 
 use cuda_std::float;
 
+/// The 8-bit types by number, as the kernels of prefill take them.
+pub mod narrow {
+    /// [`E4M3`](cuda_std::E4M3).
+    pub const E4M3: u32 = 0;
+    /// [`E5M2`](cuda_std::E5M2).
+    pub const E5M2: u32 = 1;
+    /// `i8`.
+    pub const I8: u32 = 2;
+}
+
 /// `cap · tanh(score / cap)`, within about `2^-22 · cap`; the score itself if `cap` is 0.
 ///
 /// As `1 - 2 / (e^2x + 1)`, which is exact enough where it counts: the error of a score is absolute, since scores are

@@ -4,9 +4,9 @@
 //! softmax step for all 32, then the values, each lane with its own dimensions. What the tensor-core kernels do not cover
 //! comes here, and it is their second oracle.
 
-use super::soft_capped;
+use super::{narrow, soft_capped};
 use crate::kv_cache::CacheElement;
-use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, float, shared, thread, warp};
+use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, entries, f16, float, shared, thread, warp};
 
 /// Threads of a block: a row for each warp.
 pub const THREADS: usize = 128;
@@ -17,9 +17,11 @@ pub const SHARED_BYTES: usize = THREADS / 32 * MAX_HEAD_DIM * 4;
 
 /// Arguments as for [`prefill`](super::prefill::prefill), and: any `head_dim` up to [`MAX_HEAD_DIM`] and any `page_size`;
 /// the element of dimension `d` of a key lies at `d / k_run * k_run_stride + d % k_run` of its vector, of a value likewise.
+/// `NARROW`: the cache has elements of 8 bits, of which `kind` says the type ([`narrow`]) and `k_scales`, `v_scales` the scales: one,
+/// or one for each KV head if `scale_per_head`.
 /// Grid: a block for each four of `tokens * q_heads` rows; block: [`THREADS`]; shared memory: [`SHARED_BYTES`].
 #[inline(always)]
-pub unsafe fn plain<T: Float + CacheElement>(
+pub unsafe fn plain<T: Float + CacheElement, const NARROW: bool>(
     out: *mut T,
     lse: *mut f32,
     q: *const T,
@@ -30,6 +32,10 @@ pub unsafe fn plain<T: Float + CacheElement>(
     block_table: *const i32,
     alibi: *const f32,
     sinks: *const f32,
+    k_scales: *const f32,
+    v_scales: *const f32,
+    scale_per_head: u32,
+    kind: u32,
     sequences: u32,
     tokens: u32,
     q_heads: u32,
@@ -98,7 +104,23 @@ pub unsafe fn plain<T: Float + CacheElement>(
     }
     warp::sync_warp(warp::FULL);
 
-    let (k, v) = (Global::new(k), Global::new(v));
+    let (mut k_scale, mut v_scale) = (1.0, 1.0);
+    if NARROW {
+        let at = if scale_per_head != 0 { kv_head } else { 0 };
+        (k_scale, v_scale) = (Global::new(k_scales).get(at), Global::new(v_scales).get(at));
+    }
+    let element = |of: *const T, at: usize| {
+        if NARROW {
+            let byte = Global::new(of.cast::<u8>()).get(at);
+            match kind {
+                narrow::E4M3 => E4M3(byte).widen(),
+                narrow::E5M2 => E5M2(byte).widen(),
+                _ => CacheElement::widen(byte as i8),
+            }
+        } else {
+            Global::new(of).get(at).widen()
+        }
+    };
     let table = Global::new(block_table).offset(sequence as usize * max_pages as usize);
     let slope = if alibi.is_null() { 0.0 } else { Global::new(alibi).get(head) };
     const OWN: usize = MAX_HEAD_DIM / 32;
@@ -111,15 +133,15 @@ pub unsafe fn plain<T: Float + CacheElement>(
         let mut score = f32::NEG_INFINITY;
         if page < pages {
             let at = page as usize * k_page + (key % page_size) as usize * k_slot + kv_head as usize * k_head;
-            let k = k.offset(at);
+            let first = at;
             let mut dot = 0f32;
             let mut d = 0;
             while d < head_dim {
                 let at = (d / k_run) as usize * k_run_stride + (d % k_run) as usize;
-                dot = float::fma(query.get(d), k.get(at).widen(), dot);
+                dot = float::fma(query.get(d), element(k, first + at), dot);
                 d += 1;
             }
-            score = float::fma(slope, (key as i32 - position) as f32, soft_capped(dot * scale, soft_cap));
+            score = float::fma(slope, (key as i32 - position) as f32, soft_capped(dot * (scale * k_scale), soft_cap));
         }
         let new = float::max(top, warp::reduce(score, float::max));
         let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
@@ -134,12 +156,12 @@ pub unsafe fn plain<T: Float + CacheElement>(
             if page < pages {
                 let key = block + i;
                 let at = page as usize * v_page + (key % page_size) as usize * v_slot + kv_head as usize * v_head;
-                let v = v.offset(at);
+                let first = at;
                 for (j, o) in o.iter_mut().enumerate() {
                     let d = lane + 32 * j as u32;
                     if d < head_dim {
                         let at = (d / v_run) as usize * v_run_stride + (d % v_run) as usize;
-                        *o = float::fma(p, v.get(at).widen(), *o);
+                        *o = float::fma(p, element(v, first + at), *o);
                     }
                 }
             }
@@ -157,7 +179,7 @@ pub unsafe fn plain<T: Float + CacheElement>(
     for (j, o) in o.iter().enumerate() {
         let d = lane + 32 * j as u32;
         if d < head_dim {
-            out.set(d, T::from_f32(if total == 0.0 { 0.0 } else { float::fast::div(o * shrink, total) }));
+            out.set(d, T::from_f32(if total == 0.0 { 0.0 } else { float::fast::div(o * (shrink * v_scale), total) }));
         }
     }
     if !lse.is_null() && lane == 0 {
@@ -170,13 +192,17 @@ entries! {
     /// Arguments of every `prefill_plain_*` entry; see [`plain`].
     pub struct Args<T>(
         out: *mut T, lse: *mut f32, q: *const T, k: *const T, v: *const T, starts: *const i32, lens: *const i32,
-        block_table: *const i32, alibi: *const f32, sinks: *const f32, sequences: u32, tokens: u32, q_heads: u32,
+        block_table: *const i32, alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32,
+        scale_per_head: u32, kind: u32, sequences: u32, tokens: u32, q_heads: u32,
         kv_heads: u32, head_dim: u32, page_size: u32, max_pages: u32, pages: u32, q_token: usize, q_head: usize,
         out_token: usize, out_head: usize, k_page: usize, k_slot: usize, k_head: usize, k_run: u32, k_run_stride: usize,
         v_page: usize, v_slot: usize, v_head: usize, v_run: u32, v_run_stride: usize, scale: f32, soft_cap: f32,
         window: u32, causal: u32,
     );
-    prefill_plain_f32 { type T = f32; } [128, 4] => plain::<T>;
-    prefill_plain_f16 { type T = f16; } [128, 4] => plain::<T>;
-    prefill_plain_bf16 { type T = bf16; } [128, 4] => plain::<T>;
+    prefill_plain_f32 { type T = f32; } [128, 4] => plain::<T, false>;
+    prefill_plain_f32_8 { type T = f32; } [128, 4] => plain::<T, true>;
+    prefill_plain_f16 { type T = f16; } [128, 4] => plain::<T, false>;
+    prefill_plain_f16_8 { type T = f16; } [128, 4] => plain::<T, true>;
+    prefill_plain_bf16 { type T = bf16; } [128, 4] => plain::<T, false>;
+    prefill_plain_bf16_8 { type T = bf16; } [128, 4] => plain::<T, true>;
 }

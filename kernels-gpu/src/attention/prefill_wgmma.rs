@@ -1,18 +1,22 @@
 //! Attention of chunks of query tokens over a paged KV cache, by Hopper's warpgroup products.
 //!
 //! # Block
-//! A producer warpgroup and two consumers. The producer's first warp finds the block's tiles
-//! ([`Schedule`]), looks up their pages and has the copy engine bring Q, K and V to shared memory.
+//! A producer warpgroup and two or three consumers ([`Shape`]). The producer's first warp finds the block's tiles ([`Schedule`])
+//! and has the copy engine bring Q and K to shared memory, its second warp does so for V; each looks up the pages.
 //! A consumer has 64 query rows. A tile's rows are the query heads of one KV head, packed: row `r` is head `r % group` of
 //! token `r / group`. So all heads of a group share K and V however few tokens there are, a tile spans few tokens, and with
 //! causal attention few of its blocks of keys are masked.
 //!
 //! # Keys in shared memory
-//! A block of 128 keys is `128 / page` boxes of one tensor map of five dimensions: 64 columns (a line of the swizzle),
-//! 8 keys, the halves of the head, groups of 8 keys of the page, pages. A box is a page (or 128 of its keys), so pages
-//! lie one after another as if the cache were contiguous: the atom of 8 keys × 64 columns `(group, half)` is number
-//! `group * halves + half`, which the products' descriptors take as a stride. Pages that do not exist are outside of the
-//! tensor and become zeros; what follows a sequence's end in its last page is overwritten with zeros.
+//! A block of keys is as many boxes of one tensor map of five dimensions as it has pages: a line of the swizzle (64 columns, or
+//! 32 for heads of 96), 8 keys, the lines (parts) of the head, groups of 8 keys of the page, pages. A box is a page (or so
+//! many of its keys as a block has), so pages lie one after another as if the cache were contiguous: the atom of 8 keys × a
+//! line `(group, part)` is number `group * parts + part`, which the products' descriptors take as a stride. Pages that do not
+//! exist are outside of the tensor and become zeros; what follows a sequence's end in its last page is overwritten with
+//! zeros.
+//!
+//! Of a cache of 8-bit elements the boxes are rows, half a block at a time, and a warpgroup of its own widens them to
+//! f16 in the layout above, which holds all three types exactly. The consumers bring a Q of bf16 into f16's range first.
 //!
 //! # Schedule
 //! A consumer issues `S = Q Kᵀ` of the next block and `O += P V` of the last one together, then does the softmax of the
@@ -27,49 +31,78 @@
 //! *FlashAttention-3*, 2024 (roles, turns, overlap of softmax and products); FlashAttention-4 (slack). What was measured is
 //! in `docs/prefill-attention.md`.
 
+use super::decode::CacheOperand;
 use super::ragged::{Batch, Schedule, Tile, draw, finish};
-use super::soft_capped;
+use super::{narrow, soft_capped};
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
 use cuda_std::shared::Carver;
 use cuda_std::tma::{Swizzle, TensorMap};
 use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, K, Mn};
-use cuda_std::{Global, GlobalMut, Shared, bf16, entries, f16, float, mbarrier, mma, thread, tma, unroll, warp};
+use cuda_std::{
+    E4M3, E5M2, Global, GlobalMut, Shared, bf16, entries, f16, float, mbarrier, mma, thread, tma, unroll, warp,
+};
 
-/// Consumer warpgroups of a block.
-const CONSUMERS: usize = 2;
-/// Threads of a block: the consumers and a producer warpgroup.
-pub const THREADS: usize = 128 * (1 + CONSUMERS);
-/// Query rows of a tile.
-pub const ROWS: usize = 64 * CONSUMERS;
-/// Keys of a block of keys.
-pub const KEYS: usize = 128;
-/// Tiles of Q in shared memory.
-const Q_STAGES: u32 = 2;
-/// Blocks of K, and of V, in shared memory.
-const STAGES: u32 = 2;
-/// A consumer thread's scores of a block.
-type Scores = [f32; KEYS / 2];
-/// Words that say what a tile is.
-const WORDS: usize = 8;
-/// By how much (as an exponent of 2) a maximum may be exceeded.
-const SLACK: f32 = 8.0;
-
-/// Dynamic shared memory of a block.
-pub const fn shared_bytes(head_dim: usize) -> usize {
-    (Q_STAGES as usize * ROWS + 2 * STAGES as usize * KEYS) * head_dim * 2 + 512
+/// How an instance divides the work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Columns of Q, K and V: head sizes up to this.
+    pub head_dim: usize,
+    /// Keys of a block of keys.
+    pub keys: usize,
+    /// Consumer warpgroups of a block.
+    pub consumers: usize,
+    /// Tiles of Q in shared memory.
+    pub q_stages: usize,
+    /// Blocks of K, and of V, in shared memory.
+    pub stages: usize,
+    /// Whether the cache is of 8-bit elements.
+    pub narrow: bool,
 }
 
-/// Barriers, by number.
-const Q_FULL: u32 = 0;
-const Q_EMPTY: u32 = Q_FULL + Q_STAGES;
-const K_FULL: u32 = Q_EMPTY + Q_STAGES;
-const K_EMPTY: u32 = K_FULL + STAGES;
-const V_FULL: u32 = K_EMPTY + STAGES;
-const V_EMPTY: u32 = V_FULL + STAGES;
-const TAIL: u32 = V_EMPTY + STAGES;
-const BARRIERS: usize = TAIL as usize + 1;
+impl Shape {
+    /// Threads of a block: a producer warpgroup, one of wideners for 8-bit elements, and the consumers.
+    pub const fn threads(self) -> usize {
+        128 * (1 + self.narrow as usize + self.consumers)
+    }
+
+    /// Query rows of a tile.
+    pub const fn rows(self) -> usize {
+        64 * self.consumers
+    }
+
+    /// Columns of a line of the swizzle.
+    pub const fn line(self) -> usize {
+        if self.head_dim.is_multiple_of(64) { 64 } else { 32 }
+    }
+
+    /// How lines are swizzled.
+    pub const fn swizzle(self) -> Swizzle {
+        if self.line() == 64 { Swizzle::B128 } else { Swizzle::B64 }
+    }
+
+    /// Keys that a box has at most: what divides a block, or of 8-bit elements half of one.
+    pub const fn box_keys(self) -> usize {
+        1 << (self.keys.trailing_zeros() - self.narrow as u32)
+    }
+
+    /// Dynamic shared memory of a block.
+    pub const fn shared_bytes(self) -> usize {
+        // Two blocks of 8-bit elements, of K and of V.
+        let narrow = if self.narrow { 2 * self.keys * self.head_dim } else { 0 };
+        (self.q_stages * self.rows() + 2 * self.stages * self.keys) * self.head_dim * 2 + narrow + 512
+    }
+}
+
+/// Halves of a block of 8-bit elements in shared memory, of K and of V.
+const RAW_STAGES: u32 = 2;
+/// Warps that widen 8-bit elements: a warpgroup.
+const WIDENERS: u32 = 4;
+/// Words that say what a tile is.
+const WORDS: usize = 12;
+/// By how much (as an exponent of 2) a maximum may be exceeded.
+const SLACK: f32 = 8.0;
 
 /// A place in a ring of `N` slots.
 #[derive(Clone, Copy)]
@@ -104,17 +137,92 @@ fn uniform(value: u32) -> u32 {
     warp::shfl_idx(value, 0)
 }
 
+/// What a widener is told of half a block of 8-bit elements: keys that there are, ...
+const KEYS_THERE: u32 = 0xffff;
+/// ... whether the block is a tile's last one, ...
+const LAST: u32 = 1 << 16;
+/// ... or that there is no block.
+const OVER: u32 = 1 << 17;
+
+/// A warp's share of widening `KEYS` keys of `PARTS * 64` 8-bit elements, which lie row after row, to lines of 64 elements
+/// of 16 bits. Keys from `there` on become zeros.
+#[inline(always)]
+unsafe fn widen<P: TensorFloat, C: CacheOperand, const KEYS: usize, const PARTS: usize>(
+    raw: Shared<u8>,
+    to: Shared<P>,
+    share: u32,
+    there: u32,
+) {
+    const { assert!(KEYS == 16 * WIDENERS as usize) };
+    let lane = warp::lane_id();
+    // Eight rows of this warp, then eight of each of the others. A lane takes pieces of 16 elements, here of its first row.
+    // Eight lanes take half of the line of two rows each, so that they meet all banks both in reading and writing.
+    let (row, piece) = if PARTS == 1 {
+        (lane / 4, lane % 4)
+    } else {
+        let (second, other) = (lane / 4 % 2, lane / 8 % 2);
+        (lane / 16 * 2 + second, lane % 4 + 4 * (second ^ other))
+    };
+    let from = raw.offset((share * 8 + row) * const { PARTS as u32 * 64 } + piece * 16);
+    let to = to.offset((share * PARTS as u32 + piece / 4) * 512);
+    // A lane's rows of eight are so far apart.
+    let apart = const { 8 / PARTS as u32 };
+    let mut words = [[[0u32; 4]; PARTS]; 2];
+    unroll::<2>(|i| {
+        unroll::<PARTS>(|r| {
+            let at = (i as u32 * const { 8 * WIDENERS } + r as u32 * apart) * const { PARTS as u32 * 64 };
+            let B128(w) = from.get_as::<B128<u32, 4>>(at);
+            words[i][r] = w;
+        });
+    });
+    unroll::<PARTS>(|r| {
+        let row = row + r as u32 * apart;
+        let at = |half: u32| row * 64 + ((piece % 4 * 2 + half) ^ row) * 8;
+        let (first, second) = (to.offset(at(0)), to.offset(at(1)));
+        unroll::<2>(|i| {
+            let mut wide = [0u32; 8];
+            unroll::<4>(|j| [wide[2 * j], wide[2 * j + 1]] = C::operands(words[i][r][j]));
+            let before = i as u32 * const { 8 * WIDENERS };
+            if there < const { KEYS as u32 } && before + share * 8 + row >= there {
+                wide = [0; 8];
+            }
+            let at = before * const { PARTS as u32 * 64 };
+            first.set_as(at, B128([wide[0], wide[1], wide[2], wide[3]]));
+            second.set_as(at, B128([wide[4], wide[5], wide[6], wide[7]]));
+        });
+    });
+}
+
 /// Arguments as for [`prefill`](super::prefill::prefill), except:
 ///
-/// * `q_map`: over `[tokens, q_heads, D]`, boxes of 64 × group × `tile_tokens`; `k_map`, `v_map`: as the module says, in
-///   boxes of `min(page, KEYS)` keys; `k_head`, `v_head`: distance of heads in units of 64 elements.
-/// * `out`: its vectors start at multiples of 16 bytes.
-/// * `tile_tokens * group` is at most [`ROWS`]; `scale` is positive.
+/// * `q_map`: over `[tokens, q_heads, head_dim]`, boxes of a line × group × `tile_tokens`; `k_map`, `v_map`: of 16-bit
+///   elements as the module says, in boxes of `min(page, Shape::box_keys)` keys; of 8-bit elements over `[pages, heads, slots,
+///   head_dim]`, in boxes of so many slots by `D` elements. `k_head`, `v_head`: of 16-bit elements, lines from head to head.
+/// * `k_scales`, `v_scales`: of 8-bit elements, one or, if `scale_per_head`, one for each KV head; not negative; null for 16
+///   bits. `kind`: of the 8-bit elements, a constant of [`narrow`].
+/// * `out`: its vectors start at multiples of 16 bytes; `head_dim` is `D`, or a smaller multiple of 16 for 8-bit elements.
+/// * `tile_tokens * group` is at most [`Shape::rows`]; `scale` is positive.
 ///
-/// `O` holds the sums of `D` columns. `BENT`: whether there are a soft cap or slopes, which need instructions for every score.
-/// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`.
+/// Operands of the products are of type `P`: `T`, or f16 where the cache has 8-bit elements (`NARROW`), which f16 holds
+/// exactly; then `Q` is scaled row by row to fit. `S` holds the scores of `KEYS` keys, `O` the sums of `D` columns. `BENT`:
+/// whether there are a soft cap or slopes, which need instructions for every score.
+/// Block: [`Shape::threads`]; any grid; shared memory: [`Shape::shared_bytes`].
 #[inline(always)]
-pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
+pub unsafe fn prefill<
+    T: TensorFloat,
+    P: TensorFloat + wgmma::Input,
+    S,
+    O,
+    const D: usize,
+    const LINE: usize,
+    const PARTS: usize,
+    const KEYS: usize,
+    const CONSUMERS: usize,
+    const Q_STAGES: u32,
+    const STAGES: u32,
+    const NARROW: bool,
+    const BENT: bool,
+>(
     out: *mut T,
     lse: *mut f32,
     q_map: *const TensorMap,
@@ -125,11 +233,16 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
     block_table: *const i32,
     alibi: *const f32,
     sinks: *const f32,
+    k_scales: *const f32,
+    v_scales: *const f32,
     tickets: *mut u32,
+    scale_per_head: u32,
+    kind: u32,
     sequences: u32,
     tokens: u32,
     q_heads: u32,
     kv_heads: u32,
+    head_dim: u32,
     page_shift: u32,
     max_pages: u32,
     pages: u32,
@@ -144,15 +257,39 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
     causal: u32,
     section_keys: u32,
 ) where
-    T: TensorFloat + wgmma::Input,
+    S: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
     O: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
 {
-    const { assert!(O::N == D && (D == 64 || D == 128)) };
-    let halves = const { D as u32 / 64 };
-    let tile_rows = const { ROWS as u32 };
-    // Bytes of the tile's rows in one half.
-    let half_bytes = tile_rows * 128;
-    let (q_bytes, kv_bytes) = const { ((ROWS * D * 2) as u32, (KEYS * D * 2) as u32) };
+    const { assert!(O::N == D && S::N == KEYS && D == LINE * PARTS && (LINE == 64 || LINE == 32)) };
+    // As the wideners are written.
+    const { assert!(!NARROW || KEYS == 128 && LINE == 64 && PARTS <= 2) };
+    let shape = const {
+        let (q_stages, stages) = (Q_STAGES as usize, STAGES as usize);
+        Shape { head_dim: D, keys: KEYS, consumers: CONSUMERS, q_stages, stages, narrow: NARROW }
+    };
+    let parts = PARTS as u32;
+    // Warpgroups before the consumers.
+    let helpers = const { 1 + NARROW as u32 };
+    let tile_rows = const { 64 * CONSUMERS as u32 };
+    let swizzle = shape.swizzle();
+    // Bytes of a line, of eight lines, of the tile's rows in one part.
+    let line_bytes = const { 2 * LINE as u32 };
+    let (atom, q_part) = (8 * line_bytes, tile_rows * line_bytes);
+    let (q_bytes, kv_bytes) = (parts * q_part, const { (2 * KEYS * D) as u32 });
+    // Barriers, by number.
+    let q_full = 0;
+    let q_empty = q_full + Q_STAGES;
+    let k_full = q_empty + Q_STAGES;
+    let k_empty = k_full + STAGES;
+    let v_full = k_empty + STAGES;
+    let v_empty = v_full + STAGES;
+    let tail_full = v_empty + STAGES;
+    // What the tile is.
+    let told = tail_full + 1;
+    let raw_k_full = told + Q_STAGES;
+    let raw_k_empty = raw_k_full + RAW_STAGES;
+    let raw_v_full = raw_k_empty + RAW_STAGES;
+    let raw_v_empty = raw_v_full + RAW_STAGES;
     let batch = Batch {
         starts: Global::new(starts),
         lens: Global::new(lens),
@@ -169,31 +306,42 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
     core::hint::assert_unchecked(group != 0);
 
     let mut carver = Carver::new();
-    let q_tiles = carver.take_aligned::<T>(Q_STAGES as usize * ROWS * D, 1024);
-    let k_tiles = carver.take_aligned::<T>(STAGES as usize * KEYS * D, 1024);
-    let v_tiles = carver.take_aligned::<T>(STAGES as usize * KEYS * D, 1024);
-    let barriers = carver.take::<u64>(BARRIERS);
+    let q_tiles = carver.take_aligned::<P>(Q_STAGES as usize * 64 * CONSUMERS * D, 1024);
+    let k_tiles = carver.take_aligned::<P>(STAGES as usize * KEYS * D, 1024);
+    let v_tiles = carver.take_aligned::<P>(STAGES as usize * KEYS * D, 1024);
+    let raw_tiles = carver.take_aligned::<u8>(if NARROW { 2 * KEYS * D } else { 0 }, 128);
+    let barriers = carver.take::<u64>((raw_v_empty + RAW_STAGES) as usize);
     let tile_words = carver.take::<u32>(Q_STAGES as usize * WORDS);
+    let raw_words = carver.take::<u32>(4 * RAW_STAGES as usize);
     let bad_pages = carver.take::<u32>(STAGES as usize);
     let (q0, k0, v0) = (q_tiles.address(0u32), k_tiles.address(0u32), v_tiles.address(0u32));
+    let raw0 = raw_tiles.address(0u32);
     let bar0 = barriers.address(0u32);
     let bar = |kind: u32, slot: u32| bar0 + 8 * (kind + slot);
 
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let warp_id = warp::shfl_idx(tid / 32, 0);
     if tid == 0 {
-        // Full: an arrival of the producer. Empty: one of each consumer warp.
+        // Full: an arrival of the producer, or of each widener for each half. Empty: one of each consumer warp, or widener.
+        let full_count = if NARROW { 2 * WIDENERS } else { 1 };
         for slot in 0..Q_STAGES {
-            mbarrier::init(bar(Q_FULL, slot), 1);
-            mbarrier::init(bar(Q_EMPTY, slot), const { 4 * CONSUMERS as u32 });
+            mbarrier::init(bar(q_full, slot), 1);
+            mbarrier::init(bar(told, slot), 1);
+            mbarrier::init(bar(q_empty, slot), const { 4 * CONSUMERS as u32 });
         }
         for slot in 0..STAGES {
-            mbarrier::init(bar(K_FULL, slot), 1);
-            mbarrier::init(bar(V_FULL, slot), 1);
-            mbarrier::init(bar(K_EMPTY, slot), const { 4 * CONSUMERS as u32 });
-            mbarrier::init(bar(V_EMPTY, slot), const { 4 * CONSUMERS as u32 });
+            mbarrier::init(bar(k_full, slot), full_count);
+            mbarrier::init(bar(v_full, slot), full_count);
+            mbarrier::init(bar(k_empty, slot), const { 4 * CONSUMERS as u32 });
+            mbarrier::init(bar(v_empty, slot), const { 4 * CONSUMERS as u32 });
         }
-        mbarrier::init(bar(TAIL, 0), 1);
+        mbarrier::init(bar(tail_full, 0), 1);
+        for slot in 0..RAW_STAGES {
+            mbarrier::init(bar(raw_k_full, slot), 1);
+            mbarrier::init(bar(raw_v_full, slot), 1);
+            mbarrier::init(bar(raw_k_empty, slot), WIDENERS);
+            mbarrier::init(bar(raw_v_empty, slot), WIDENERS);
+        }
         mbarrier::fence_init();
         tma::prefetch_map(q_map);
         tma::prefetch_map(k_map);
@@ -202,40 +350,106 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
     // Rows that no box fills are read by the products, though nothing of them is stored.
     let filled = tile_tokens * group;
     let mut line = tid;
-    while line < Q_STAGES * halves * tile_rows {
+    while line < Q_STAGES * parts * tile_rows {
         if line % tile_rows >= filled {
-            for i in 0..8u32 {
-                q_tiles.set_as(line * 64 + 8 * i, B128([0u32; 4]));
+            for i in 0..const { LINE as u32 / 8 } {
+                q_tiles.set_as(line * LINE as u32 + 8 * i, B128([0u32; 4]));
             }
         }
-        line += const { THREADS as u32 };
+        line += shape.threads() as u32;
     }
     tma::fence_async();
     thread::sync_threads();
 
+    // What the producer wrote, read by the lane that says when it may be overwritten: compute-sanitizer's racecheck does
+    // not see that the others are ordered by the barrier of the warp.
+    let by_one = |words: Shared<u32>, i: u32| warp::shfl_idx(if lane == 0 { words.get(i) } else { 0 }, 0);
     if warp_id < 4 {
-        wgmma::decrease_registers::<56>();
+        match (CONSUMERS, NARROW) {
+            (3, _) => wgmma::decrease_registers::<32>(),
+            (_, true) => wgmma::decrease_registers::<40>(),
+            _ => wgmma::decrease_registers::<56>(),
+        }
+        // How blocks are cut into boxes.
+        let page_size = 1u32 << page_shift;
+        let most = shape.box_keys() as u32;
+        let box_keys = if page_size < most { page_size } else { most };
+        let box_shift = if page_size < most { page_shift } else { most.ilog2() };
+        let boxes = KEYS as u32 >> box_shift;
+        let box_bytes = box_keys * if NARROW { D as u32 } else { D as u32 * 2 };
+        // A lane for each box of a block. Its page: -1 if there is none, which is outside of the tensor.
+        let key_of = |block: u32| block * KEYS as u32 + (lane << box_shift);
+        let page_of = |table: Global<i32>, len: u32, block: u32| {
+            let key = key_of(block);
+            if lane < boxes && key < len { table.get(key >> page_shift) } else { -1 }
+        };
+        let checked = |page: i32| if (page as u32) < pages { page } else { -1 };
+        // Has the copy engine bring a block.
+        let load = |to: u32, map: *const TensorMap, kv_head: u32, line: u32, block: u32, page: i32, full: u32| {
+            warp::sync_warp(warp::FULL);
+            if lane < boxes {
+                let group = ((key_of(block) & (page_size - 1)) / 8) as i32;
+                let at = [0, 0, (kv_head * line) as i32, group, checked(page)];
+                tma::load_tensor::<5>(to + lane * box_bytes, map, at, full);
+            }
+        };
+        // Has it bring a block of 8-bit elements, in halves, for the wideners.
+        let load_raw = |ring: u32,
+                        map: *const TensorMap,
+                        kv_head: u32,
+                        block: u32,
+                        page: i32,
+                        count: u32,
+                        len: u32,
+                        word: u32,
+                        wrong: u32| {
+            let (is_v, round) = (ring, count % 2);
+            for half in 0..2u32 {
+                let slot = half;
+                let full = if is_v != 0 { bar(raw_v_full, slot) } else { bar(raw_k_full, slot) };
+                let empty = if is_v != 0 { bar(raw_v_empty, slot) } else { bar(raw_k_empty, slot) };
+                mbarrier::wait_parity(empty, round ^ 1);
+                let start = block * KEYS as u32 + half * const { KEYS as u32 / 2 };
+                let left = len.saturating_sub(start);
+                let there = if left < const { KEYS as u32 / 2 } { left } else { KEYS as u32 / 2 };
+                let place = 2 * is_v + slot;
+                if lane == 0 {
+                    raw_words.set(2 * place, word | there);
+                    raw_words.set(2 * place + 1, wrong);
+                    mbarrier::arrive_expect_tx(full, kv_bytes / 4);
+                }
+                warp::sync_warp(warp::FULL);
+                if lane < boxes && lane / (boxes / 2) == half {
+                    let slot = (key_of(block) & (page_size - 1)) as i32;
+                    let to = raw0 + is_v * (kv_bytes / 2) + lane * box_bytes;
+                    tma::load_tensor::<4>(to, map, [0, slot, kv_head as i32, checked(page)], full);
+                }
+            }
+        };
+        core::hint::assert_unchecked(boxes >= 2 || !NARROW);
         if warp_id == 0 {
-            let table = Global::new(block_table);
-            let page = 1u32 << page_shift;
-            let box_keys = if page < KEYS as u32 { page } else { KEYS as u32 };
-            let box_shift = if page < KEYS as u32 { page_shift } else { const { KEYS.ilog2() } };
-            let boxes = KEYS as u32 >> box_shift;
-            let box_bytes = box_keys * (D as u32 * 2);
+            // Finds tiles, brings Q and K.
             let mut schedule = Schedule::new(&batch, section_keys);
             let mut index = thread::block_idx_x();
-            let (mut tiles, mut k_ring, mut v_ring) =
-                (Ring::<Q_STAGES>::new(), Ring::<STAGES>::new(), Ring::<STAGES>::new());
-            let mut tails = 0;
+            let (mut tiles, mut k_ring) = (Ring::<Q_STAGES>::new(), Ring::<STAGES>::new());
+            let mut count = 0;
             loop {
                 let found = schedule.find(&batch, index);
                 let slot = tiles.slot;
                 let words = tile_words.offset(slot * WORDS as u32);
                 let Some(tile) = found else {
-                    mbarrier::wait_parity(bar(Q_EMPTY, slot), tiles.parity ^ 1);
+                    mbarrier::wait_parity(bar(q_empty, slot), tiles.parity ^ 1);
+                    if NARROW {
+                        mbarrier::wait_parity(bar(raw_k_empty, 0), (count % 2) ^ 1);
+                    }
                     if lane == 0 {
                         words.set(5u32, 0);
-                        mbarrier::arrive(bar(Q_FULL, slot));
+                        mbarrier::arrive(bar(q_full, slot));
+                        mbarrier::arrive(bar(told, slot));
+                        if NARROW {
+                            raw_words.set(0u32, OVER);
+                            mbarrier::arrive(bar(raw_k_full, 0));
+                        }
                         finish(tickets);
                     }
                     break;
@@ -246,17 +460,29 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
                 let blocks = end.div_ceil(KEYS as u32).saturating_sub(first).max(1);
                 let last = first + blocks - 1;
 
-                // A lane for each box of a block. Its page: -1 if there is none, which is outside of the tensor.
-                let group_of = |block: u32| ((block * KEYS as u32) % page / 8) as i32;
-                let row = table.offset(tile.sequence as usize * max_pages as usize);
-                let page_of = |block: u32| {
-                    let key = block * KEYS as u32 + (lane << box_shift);
-                    if lane < boxes && key < tile.len { row.get(key >> page_shift) } else { -1 }
-                };
+                let table = Global::new(block_table).offset(tile.sequence as usize * max_pages as usize);
                 // Pages are looked up a block ahead of the copies.
-                let mut page_v = page_of(last);
-                let mut page_k = if blocks > 1 { page_of(last - 1) } else { -1 };
-                mbarrier::wait_parity(bar(Q_EMPTY, slot), tiles.parity ^ 1);
+                let mut page = page_of(table, tile.len, last);
+                let load_k = |block: u32, at: Ring<STAGES>, count: u32, page: i32| {
+                    let wrong = lane < boxes && key_of(block) < tile.len && checked(page) < 0;
+                    let wrong = warp::warp_vote_ballot(warp::FULL, wrong);
+                    if NARROW {
+                        let word = if block == first { LAST } else { 0 };
+                        load_raw(0, k_map, tile.kv_head, block, page, count, u32::MAX, word, wrong);
+                        return;
+                    }
+                    mbarrier::wait_parity(bar(k_empty, at.slot), at.parity ^ 1);
+                    if lane == 0 {
+                        bad_pages.set(at.slot, wrong);
+                        mbarrier::arrive_expect_tx(bar(k_full, at.slot), kv_bytes);
+                    }
+                    load(k0 + at.slot * kv_bytes, k_map, tile.kv_head, k_head, block, page, bar(k_full, at.slot));
+                };
+                // With a single tile of Q in memory, the one before may still be in use.
+                if Q_STAGES == 1 {
+                    load_k(last, k_ring, count, page);
+                }
+                mbarrier::wait_parity(bar(q_empty, slot), tiles.parity ^ 1);
                 if lane == 0 {
                     words.set(0u32, tile.first);
                     words.set(1u32, tile.tokens);
@@ -265,107 +491,174 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
                     words.set(4u32, first);
                     words.set(5u32, blocks);
                     words.set(6u32, tile.kv_head);
-                    mbarrier::arrive_expect_tx(bar(Q_FULL, slot), filled * (D as u32 * 2));
-                    for half in 0..halves {
-                        let to = q0 + slot * q_bytes + half * half_bytes;
-                        let at = [64 * half as i32, (tile.kv_head * group) as i32, tile.first as i32];
-                        tma::load_tensor::<3>(to, q_map, at, bar(Q_FULL, slot));
+                    words.set(7u32, tile.sequence);
+                    if NARROW {
+                        let at = if scale_per_head != 0 { tile.kv_head } else { 0 };
+                        words.set(8u32, Global::new(k_scales).get(at).to_bits());
+                        words.set(9u32, Global::new(v_scales).get(at).to_bits());
+                    }
+                    mbarrier::arrive(bar(told, slot));
+                    mbarrier::arrive_expect_tx(bar(q_full, slot), filled * (D as u32 * 2));
+                    for part in 0..parts {
+                        let to = q0 + slot * q_bytes + part * q_part;
+                        let at = [(LINE as u32 * part) as i32, (tile.kv_head * group) as i32, tile.first as i32];
+                        tma::load_tensor::<3>(to, q_map, at, bar(q_full, slot));
                     }
                 }
                 tiles = tiles.next();
-
-                let checked = |page: i32| if (page as u32) < pages { page } else { -1 };
-                let load_k = |block: u32, at: Ring<STAGES>, page: i32| {
-                    let stage = at.slot;
-                    let key = block * KEYS as u32 + (lane << box_shift);
-                    let wrong = lane < boxes && key < tile.len && checked(page) < 0;
-                    let wrong = warp::warp_vote_ballot(warp::FULL, wrong);
-                    mbarrier::wait_parity(bar(K_EMPTY, stage), at.parity ^ 1);
-                    if lane == 0 {
-                        bad_pages.set(stage, wrong);
-                        mbarrier::arrive_expect_tx(bar(K_FULL, stage), kv_bytes);
-                    }
-                    warp::sync_warp(warp::FULL);
-                    if lane < boxes {
-                        let to = k0 + stage * kv_bytes + lane * box_bytes;
-                        let at = [0, 0, (tile.kv_head * k_head) as i32, group_of(block), checked(page)];
-                        tma::load_tensor::<5>(to, k_map, at, bar(K_FULL, stage));
-                    }
-                };
-                let mut block = last;
-                load_k(block, k_ring, page_v);
+                if Q_STAGES > 1 {
+                    load_k(last, k_ring, count, page);
+                }
                 k_ring = k_ring.next();
+                count += 1;
+                // The number of the next tile is on its way until it is needed.
                 let mut drawn = 0;
-                loop {
-                    let more = block > first;
-                    if more {
-                        load_k(block - 1, k_ring, page_k);
-                        k_ring = k_ring.next();
+                if lane == 0 {
+                    drawn = draw(tickets);
+                }
+                let mut block = last;
+                page = if blocks > 1 { page_of(table, tile.len, block - 1) } else { -1 };
+                while block > first {
+                    block -= 1;
+                    let next = if block > first { page_of(table, tile.len, block - 1) } else { -1 };
+                    load_k(block, k_ring, count, page);
+                    k_ring = k_ring.next();
+                    count += 1;
+                    page = next;
+                }
+                index = warp::shfl_idx(drawn, 0);
+            }
+        } else if warp_id == 1 {
+            // Brings V.
+            let (mut tiles, mut v_ring) = (Ring::<Q_STAGES>::new(), Ring::<STAGES>::new());
+            let (mut count, mut tails) = (0, 0);
+            loop {
+                let slot = tiles.slot;
+                mbarrier::wait_parity(bar(told, slot), tiles.parity);
+                tiles = tiles.next();
+                let word = |i: u32| by_one(tile_words, slot * WORDS as u32 + i);
+                let blocks = word(5);
+                if blocks == 0 {
+                    break;
+                }
+                let first = word(4);
+                let (len, kv_head) = (word(2), word(6));
+                let table = Global::new(block_table).offset(word(7) as usize * max_pages as usize);
+                let mut block = first + blocks;
+                let mut next = page_of(table, len, block - 1);
+                while block > first {
+                    block -= 1;
+                    let page = next;
+                    next = if block > first { page_of(table, len, block - 1) } else { -1 };
+                    if NARROW {
+                        load_raw(1, v_map, kv_head, block, page, count, len, 0, 0);
+                        count += 1;
+                        continue;
                     }
                     let stage = v_ring.slot;
-                    mbarrier::wait_parity(bar(V_EMPTY, stage), v_ring.parity ^ 1);
+                    mbarrier::wait_parity(bar(v_empty, stage), v_ring.parity ^ 1);
                     v_ring = v_ring.next();
                     // Keys of the last page behind the sequence's end may hold anything, NaN times 0 among it.
-                    let beyond = tile.len.wrapping_sub(block * KEYS as u32);
+                    let beyond = len.wrapping_sub(block * KEYS as u32);
                     let tail = beyond < KEYS as u32 && beyond % box_keys != 0;
-                    let full = if tail { bar(TAIL, 0) } else { bar(V_FULL, stage) };
+                    let full = if tail { bar(tail_full, 0) } else { bar(v_full, stage) };
                     if lane == 0 {
                         mbarrier::arrive_expect_tx(full, kv_bytes);
                     }
-                    warp::sync_warp(warp::FULL);
-                    if lane < boxes {
-                        let to = v0 + stage * kv_bytes + lane * box_bytes;
-                        let at = [0, 0, (tile.kv_head * v_head) as i32, group_of(block), checked(page_v)];
-                        tma::load_tensor::<5>(to, v_map, at, full);
-                    }
+                    load(v0 + stage * kv_bytes, v_map, kv_head, v_head, block, page, full);
                     if tail {
                         mbarrier::wait_parity(full, tails % 2);
                         tails += 1;
                         let page_end = (beyond | (box_keys - 1)) + 1;
-                        let lines = (page_end - beyond) * halves;
+                        let pieces = const { LINE as u32 / 8 };
                         let mut i = lane;
-                        while i < 8 * lines {
-                            let (key, half) = (beyond + i / 8 / halves, i / 8 % halves);
-                            let at = ((key / 8 * halves + half) * 8 + key % 8) * 64 + i % 8 * 8;
+                        while i < (page_end - beyond) * parts * pieces {
+                            let (key, part) = (beyond + i / pieces / parts, i / pieces % parts);
+                            let at = ((key / 8 * parts + part) * 8 + key % 8) * LINE as u32 + i % pieces * 8;
                             v_tiles.offset(stage * (kv_bytes / 2)).set_as(at, B128([0u32; 4]));
                             i += 32;
                         }
                         tma::fence_async();
                         warp::sync_warp(warp::FULL);
                         if lane == 0 {
-                            mbarrier::arrive(bar(V_FULL, stage));
+                            mbarrier::arrive(bar(v_full, stage));
                         }
                     }
-                    // The number of the next tile is on its way until it is needed.
-                    if block == last && lane == 0 {
-                        drawn = draw(tickets);
-                    }
-                    page_v = page_k;
-                    page_k = if block > first + 1 { page_of(block - 2) } else { -1 };
-                    if !more {
-                        break;
-                    }
-                    block -= 1;
                 }
-                index = warp::shfl_idx(drawn, 0);
+            }
+        }
+    } else if NARROW && warp_id < 8 {
+        wgmma::decrease_registers::<40>();
+        // Wideners: the blocks in the order in which they are needed, K of the next block before V of this one.
+        let (mut k_ring, mut v_ring) = (Ring::<STAGES>::new(), Ring::<STAGES>::new());
+        let (mut k_round, mut v_round) = (0, 0);
+        let share = warp_id - 4;
+        // Of the tile: blocks of K less blocks of V, and whether there is no more of K.
+        let (mut ahead, mut last) = (0, false);
+        loop {
+            let is_v = last || ahead == 2;
+            let (ring, round) = if is_v { (v_ring, v_round) } else { (k_ring, k_round) };
+            let (full, empty) = if is_v { (v_full, v_empty) } else { (k_full, k_empty) };
+            let (raw_full, raw_empty) = if is_v { (raw_v_full, raw_v_empty) } else { (raw_k_full, raw_k_empty) };
+            let (tile0, which) = if is_v { (v_tiles.offset(0u32), 1) } else { (k_tiles.offset(0u32), 0) };
+            let mut word = 0;
+            for half in 0..2u32 {
+                mbarrier::wait_parity(bar(raw_full, half), round);
+                word = by_one(raw_words, 4 * which + 2 * half);
+                if word & OVER != 0 {
+                    break;
+                }
+                let wrong = by_one(raw_words, 4 * which + 2 * half + 1);
+                if half == 0 {
+                    mbarrier::wait_parity(bar(empty, ring.slot), ring.parity ^ 1);
+                }
+                let to = tile0.offset(ring.slot * (kv_bytes / 2) + half * (kv_bytes / 4));
+                let from = raw_tiles.offset(which * (kv_bytes / 2) + half * (kv_bytes / 4));
+                let there = word & KEYS_THERE;
+                match kind {
+                    narrow::E4M3 => widen::<P, E4M3, 64, PARTS>(from, to, share, there),
+                    narrow::E5M2 => widen::<P, E5M2, 64, PARTS>(from, to, share, there),
+                    _ => widen::<P, i8, 64, PARTS>(from, to, share, there),
+                }
+                tma::fence_async();
+                warp::sync_warp(warp::FULL);
+                if lane == 0 {
+                    if !is_v && share == 0 {
+                        bad_pages.set(ring.slot, wrong);
+                    }
+                    mbarrier::arrive(bar(full, ring.slot));
+                    mbarrier::arrive(bar(raw_empty, half));
+                }
+            }
+            if word & OVER != 0 {
+                break;
+            }
+            if is_v {
+                (v_ring, v_round) = (v_ring.next(), v_round ^ 1);
+                ahead -= 1;
+                last &= ahead != 0;
+            } else {
+                (k_ring, k_round) = (k_ring.next(), k_round ^ 1);
+                ahead += 1;
+                last = word & LAST != 0;
             }
         }
     } else {
-        wgmma::increase_registers::<224>();
-        let me = warp_id / 4 - 1;
+        match (CONSUMERS, NARROW) {
+            (3, _) => wgmma::increase_registers::<160>(),
+            (2, true) => wgmma::increase_registers::<216>(),
+            (2, _) => wgmma::increase_registers::<224>(),
+            _ => wgmma::increase_registers::<200>(),
+        }
+        let me = warp_id / 4 - helpers;
         let (g, t) = (lane / 4, lane % 4);
         // This thread's rows of the tile: this one and eight further.
         let row = me * 64 + warp_id % 4 * 16 + g;
-        // What makes scores exponents of 2; those that were bent already are.
-        let fold = if BENT { 1.0 } else { scale * LOG2_E };
         let (q, k, v) = (
-            Descriptor::<K>::new(q0 + me * (64 * 128)),
-            Descriptor::<K>::new(k0).with_stride(1024 * halves),
-            Descriptor::<Mn>::new(v0, 1024).with_stride(1024 * halves),
+            Descriptor::<K>::with_lines(q0 + me * (64 * line_bytes), swizzle),
+            Descriptor::<K>::with_lines(k0, swizzle).with_stride(atom * parts),
+            Descriptor::<Mn>::with_lines(v0, atom, swizzle).with_stride(atom * parts),
         );
-        // What the producer wrote, read by the lane that says when it may be overwritten: compute-sanitizer's racecheck does
-        // not see that the others are ordered by the barrier of the warp.
-        let by_one = |words: Shared<u32>, i: u32| warp::shfl_idx(if lane == 0 { words.get(i) } else { 0 }, 0);
         // After what all lanes have read.
         let release = |kind: u32, slot: u32| {
             warp::sync_warp(warp::FULL);
@@ -375,14 +668,15 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
         };
         // The consumers issue in turn; the first begins.
         let turn_after = if me + 1 == CONSUMERS as u32 { 1 } else { 2 + me };
-        if turn_after == 1 {
+        if CONSUMERS > 1 && turn_after == 1 {
             thread::arrive_named(1, 256);
         }
+        let own_barrier = const { 1 + CONSUMERS as u32 } + me;
         let (mut tiles, mut k_ring) = (Ring::<Q_STAGES>::new(), Ring::<STAGES>::new());
         loop {
             let Ring { slot, parity } = tiles.uniform();
             tiles = tiles.next();
-            mbarrier::wait_parity(bar(Q_FULL, slot), parity);
+            mbarrier::wait_parity(bar(q_full, slot), parity);
             let word = |i: u32| by_one(tile_words, slot * WORDS as u32 + i);
             let blocks = word(5);
             if blocks == 0 {
@@ -397,6 +691,23 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
                 len: word(2),
                 position: word(3) as i32,
             };
+            let rows = q_tiles.offset(slot * (q_bytes / 2) + (me * 64 + warp_id % 4 * 16) * LINE as u32);
+            // What scores are multiplied with, row by row, and sums of values.
+            let (mut scales, mut v_scale) = ([scale; 2], 1.0);
+            if NARROW {
+                let k_scale = f32::from_bits(word(8));
+                v_scale = f32::from_bits(word(9));
+                let mut undo = [1.0; 2];
+                if T::DTYPE as u8 != P::DTYPE as u8 {
+                    undo = fit::<P, PARTS>(rows, q_part / 2);
+                    tma::fence_async();
+                    thread::sync_named(own_barrier, 128);
+                }
+                // Of a head of zeros the scale may be 0, but -inf must stay -inf.
+                scales = undo.map(|undo| float::max(scale * k_scale * undo, 1e-37));
+            }
+            // What makes scores exponents of 2; those that were bent already are.
+            let fold = if BENT { [1.0; 2] } else { scales.map(|s| s * LOG2_E) };
             let q = q.offset(slot * q_bytes);
             let ends = [batch.end(&tile, row / group), batch.end(&tile, (row + 8) / group)];
             // Other rows, perhaps of the next sequence, must not decide when these are rescaled, which shows in roundings.
@@ -405,22 +716,31 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
             let whole_end = batch.end(&tile, 0) / KEYS as u32;
             let whole_start = batch.start(batch.end(&tile, tile_tokens - 1)).div_ceil(KEYS as u32);
 
-            let mut s = Scores::zero();
+            let mut s = S::zero();
             let mut o = O::zero();
             let mut top = [f32::NEG_INFINITY; 2];
             let mut sum = [0f32; 2];
 
-            let scores = |s: &mut Scores, stage: u32| {
+            let scores = |s: &mut S, stage: u32| {
                 let k = k.offset(stage * kv_bytes);
-                s.multiply::<T, 4, _, _>(q, k, false);
-                if D > 64 {
-                    s.multiply::<T, 4, _, _>(q.offset(half_bytes), k.offset(1024), true);
-                }
+                unroll::<PARTS>(|part| {
+                    let (q, k) = (q.offset(part as u32 * q_part), k.offset(part as u32 * atom));
+                    if LINE == 64 {
+                        s.multiply::<P, 4, _, _>(q, k, part > 0);
+                    } else {
+                        s.multiply::<P, 2, _, _>(q, k, part > 0);
+                    }
+                });
             };
-            let values = |o: &mut O, p: &[[u32; 4]; KEYS / 16], stage: u32| {
+            let values = |o: &mut O, p: &[[u32; 4]; 12], stage: u32| {
                 let v = v.offset(stage * kv_bytes);
-                o.multiply_registers::<T, 4, _>([p[0], p[1], p[2], p[3]], v, true);
-                o.multiply_registers::<T, 4, _>([p[4], p[5], p[6], p[7]], v.advance(4), true);
+                o.multiply_registers::<P, 4, _>([p[0], p[1], p[2], p[3]], v, true);
+                if KEYS > 64 {
+                    o.multiply_registers::<P, 4, _>([p[4], p[5], p[6], p[7]], v.advance(4), true);
+                }
+                if KEYS > 128 {
+                    o.multiply_registers::<P, 4, _>([p[8], p[9], p[10], p[11]], v.advance(8), true);
+                }
             };
             // Slopes of this thread's rows, as exponents of 2, and the places of their tokens.
             let (mut slopes, mut places) = ([0f32; 2], [0i32; 2]);
@@ -434,20 +754,20 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
                 });
             }
             // Scores become exponents of 2.
-            let bend = |s: &mut Scores, block: u32| {
+            let bend = |s: &mut [f32], block: u32| {
                 unroll::<2>(|h| {
                     let distance = (block * KEYS as u32 + 2 * t) as i32 - places[h];
                     for j in 0..KEYS / 8 {
                         unroll::<2>(|c| {
                             let e = 4 * j + 2 * h + c;
                             let bias = slopes[h] * (distance + (8 * j + c) as i32) as f32;
-                            s[e] = float::fma(soft_capped(s[e] * scale, soft_cap), LOG2_E, bias);
+                            s[e] = float::fma(soft_capped(s[e] * scales[h], soft_cap), LOG2_E, bias);
                         });
                     }
                 });
             };
             // What a row does not see becomes -inf.
-            let mask = |s: &mut Scores, block: u32, wrong: u32| {
+            let mask = |s: &mut [f32], block: u32, wrong: u32| {
                 let base = (block * KEYS as u32 + 2 * t) as i32;
                 unroll::<2>(|h| {
                     let end = ends[h] as i32 - base;
@@ -460,7 +780,7 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
                     }
                 });
                 if wrong != 0 {
-                    let box_shift = page_shift.min(const { KEYS.ilog2() });
+                    let box_shift = page_shift.min(shape.box_keys().ilog2());
                     for j in 0..KEYS / 8 {
                         let unseen = wrong >> ((8 * j as u32) >> box_shift) & 1 != 0;
                         unroll::<4>(|e| s[4 * j + e] = if unseen { f32::NEG_INFINITY } else { s[4 * j + e] });
@@ -469,40 +789,40 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
             };
             // V takes the slots that K took a block before.
             let mut v_ring = k_ring.uniform();
-            mbarrier::wait_parity(bar(K_FULL, v_ring.slot), v_ring.parity);
+            mbarrier::wait_parity(bar(k_full, v_ring.slot), v_ring.parity);
             scores(&mut s, v_ring.slot);
             let mut wrong = by_one(bad_pages, v_ring.slot);
             wgmma::wait::<0>(&mut s);
-            release(K_EMPTY, v_ring.slot);
+            release(k_empty, v_ring.slot);
             k_ring = v_ring.next();
             let last_block = first_block + blocks - 1;
             let mut block = last_block;
-            let mut p = [[0u32; 4]; KEYS / 16];
+            let mut p = [[0u32; 4]; 12];
             // Its loop begins behind the products, so that what they need is known to be uniform long before them.
             loop {
                 let (k_slot, v_slot) = (uniform(k_ring.slot), uniform(v_ring.slot));
                 if BENT {
-                    bend(&mut s, block);
+                    bend(s.as_mut(), block);
                 }
                 if block >= whole_end || block < whole_start || wrong != 0 {
-                    mask(&mut s, block, wrong);
+                    mask(s.as_mut(), block, wrong);
+                }
+                // Four chains at a time: one would wait for each of its links.
+                let mut m = [[f32::NEG_INFINITY; 2]; 2];
+                for j in 0..KEYS / 8 {
+                    let s = s.as_ref();
+                    unroll::<4>(|e| m[e / 2][e % 2] = float::max(m[e / 2][e % 2], s[4 * j + e]));
                 }
                 let mut new = [0f32; 2];
-                unroll::<2>(|h| {
-                    let mut m = [f32::NEG_INFINITY; 2];
-                    for j in 0..KEYS / 8 {
-                        unroll::<2>(|c| m[c] = float::max(m[c], s[4 * j + 2 * h + c]));
-                    }
-                    let m = float::max(m[0], m[1]);
-                    let m = float::max(m, warp::shfl_xor(m, 1));
-                    new[h] = float::max(float::max(m, warp::shfl_xor(m, 2)), top[h]);
-                });
-                let grows = |h: usize| there[h] && (new[h] - top[h]) * fold > SLACK;
+                unroll::<2>(|h| new[h] = float::max(m[h][0], m[h][1]));
+                unroll::<2>(|h| new[h] = float::max(new[h], warp::shfl_xor(new[h], 1)));
+                unroll::<2>(|h| new[h] = float::max(float::max(new[h], warp::shfl_xor(new[h], 2)), top[h]));
+                let grows = |h: usize| there[h] && (new[h] - top[h]) * fold[h] > SLACK;
                 let rescale = warp::warp_vote_any(warp::FULL, grows(0) || grows(1));
                 // The last block's second product, which ran meanwhile.
                 wgmma::wait::<0>(&mut o);
                 if block != last_block {
-                    release(V_EMPTY, (v_slot + (STAGES - 1)) % STAGES);
+                    release(v_empty, (v_slot + (STAGES - 1)) % STAGES);
                 }
                 if rescale {
                     let o = o.as_mut();
@@ -510,7 +830,7 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
                         // Nothing seen yet: 0 times anything finite.
                         let old = top[h];
                         let factor =
-                            if old == f32::NEG_INFINITY { 0.0 } else { float::fast::exp2((old - new[h]) * fold) };
+                            if old == f32::NEG_INFINITY { 0.0 } else { float::fast::exp2((old - new[h]) * fold[h]) };
                         top[h] = new[h];
                         sum[h] *= factor;
                         for j in 0..D / 8 {
@@ -519,17 +839,18 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
                     });
                 }
                 // Scores become probabilities, relative to the maximum so far.
-                let reference = |h: usize| if top[h] == f32::NEG_INFINITY { 0.0 } else { -(top[h] * fold) };
+                let reference = |h: usize| if top[h] == f32::NEG_INFINITY { 0.0 } else { -(top[h] * fold[h]) };
                 let reference = [reference(0), reference(1)];
                 let mut part = [[0f32; 2]; 2];
                 for step in 0..KEYS / 16 {
+                    let s = s.as_ref();
                     unroll::<4>(|i| {
                         let e = 8 * step + 2 * i;
-                        let exponent = |s: f32| float::fma(s, fold, reference[i % 2]);
+                        let exponent = |s: f32| float::fma(s, fold[i % 2], reference[i % 2]);
                         let (x, y) = (float::fast::exp2(exponent(s[e])), float::fast::exp2(exponent(s[e + 1])));
                         part[i % 2][0] += x;
                         part[i % 2][1] += y;
-                        p[step][i] = T::pack_f32(x, y);
+                        p[step][i] = P::pack_f32(x, y);
                     });
                 }
                 unroll::<2>(|h| sum[h] += part[h][0] + part[h][1]);
@@ -538,21 +859,29 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
                 }
                 block -= 1;
 
-                mbarrier::wait_parity(bar(K_FULL, k_slot), k_ring.parity);
+                mbarrier::wait_parity(bar(k_full, k_slot), k_ring.parity);
                 wrong = by_one(bad_pages, k_slot);
-                thread::sync_named(1 + me, 256);
+                if CONSUMERS > 1 {
+                    thread::sync_named(1 + me, 256);
+                }
                 scores(&mut s, k_slot);
-                mbarrier::wait_parity(bar(V_FULL, v_slot), v_ring.parity);
+                mbarrier::wait_parity(bar(v_full, v_slot), v_ring.parity);
                 values(&mut o, &p, v_slot);
-                thread::arrive_named(turn_after, 256);
+                if CONSUMERS > 1 {
+                    thread::arrive_named(turn_after, 256);
+                }
                 v_ring = k_ring;
                 k_ring = k_ring.next();
-                // The second product's two groups may go on.
-                wgmma::wait::<2>(&mut s);
-                release(K_EMPTY, k_slot);
+                // The second product's groups may go on.
+                match KEYS / 64 {
+                    1 => wgmma::wait::<1>(&mut s),
+                    2 => wgmma::wait::<2>(&mut s),
+                    _ => wgmma::wait::<3>(&mut s),
+                }
+                release(k_empty, k_slot);
             }
             let stage = v_ring.slot;
-            mbarrier::wait_parity(bar(V_FULL, stage), v_ring.parity);
+            mbarrier::wait_parity(bar(v_full, stage), v_ring.parity);
             values(&mut o, &p, stage);
 
             // Denominators while the last product runs.
@@ -565,75 +894,128 @@ pub unsafe fn prefill<T, O, const D: usize, const BENT: bool>(
                 let there = token < tile.tokens;
                 let sink =
                     if !sinks.is_null() && there { Global::new(sinks).get(head) * LOG2_E } else { f32::NEG_INFINITY };
-                let seen = float::max(top[h] * fold, f32::MIN);
+                let seen = float::max(top[h] * fold[h], f32::MIN);
                 let reference = float::max(seen, sink);
                 let shrink = float::fast::exp2(seen - reference);
                 let whole = float::fma(total, shrink, float::fast::exp2(sink - reference));
-                inverse[h] = if whole > 0.0 { float::fast::div(shrink, whole) } else { 0.0 };
+                inverse[h] = if whole > 0.0 { float::fast::div(shrink, whole) * v_scale } else { 0.0 };
                 if !lse.is_null() && there && t == 0 {
                     let value = if whole > 0.0 { (reference + float::log2(whole)) * LN_2 } else { f32::NEG_INFINITY };
                     GlobalMut::new(lse).set((tile.first + token) as usize * q_heads as usize + head as usize, value);
                 }
             });
             wgmma::wait::<0>(&mut o);
-            release(V_EMPTY, stage);
+            release(v_empty, stage);
 
-            // Out through the memory of Q, which both warpgroups have read: each its own rows.
-            thread::sync_named(const { 1 + CONSUMERS as u32 } + me, 128);
-            let rows = q_tiles.offset(slot * (q_bytes / 2) + me * (64 * 64) + warp_id % 4 * (16 * 64));
+            // Out through the memory of Q, which a consumer's warps have read: each its own rows.
+            thread::sync_named(own_barrier, 128);
             let o = o.as_ref();
-            for half in 0..D / 64 {
-                unroll::<4>(|pair| {
-                    let at = |i: usize| 4 * (8 * half + 2 * pair) + 2 * i;
-                    let word = |i: usize| T::pack_f32(o[at(i)] * inverse[i % 2], o[at(i) + 1] * inverse[i % 2]);
-                    // Matrices: rows, rows + 8, then the next eight columns.
-                    let (r, column) = (lane % 16, 2 * pair as u32 + lane / 16);
-                    let to = Swizzle::B128.apply(r * 128 + column * 16);
-                    mma::stmatrix_x4(
-                        rows.address(half * (half_bytes as usize / 2)) + to,
-                        [word(0), word(1), word(2), word(3)],
-                    );
-                });
+            // Pieces of eight columns in a line.
+            let pieces = const { LINE as u32 / 8 };
+            for pair in 0..D / 16 {
+                let at = |i: usize| 8 * pair + 2 * i;
+                let word = |i: usize| T::pack_f32(o[at(i)] * inverse[i % 2], o[at(i) + 1] * inverse[i % 2]);
+                // Matrices: rows, rows + 8, then the next eight columns.
+                let (r, column) = (lane % 16, (2 * pair as u32) % pieces + lane / 16);
+                let to = swizzle.apply(r * line_bytes + column * 16);
+                let part = rows.address((2 * pair as u32) / pieces * (q_part / 2));
+                mma::stmatrix_x4(part + to, [word(0), word(1), word(2), word(3)]);
             }
             warp::sync_warp(warp::FULL);
             let out = GlobalMut::new(out);
-            let pieces = const { D as u32 / 8 };
+            let all = const { D as u32 / 8 };
             for i in 0..D / 16 {
                 let at = i as u32 * 32 + lane;
-                let (r, column) = (at / pieces, at % pieces);
-                let from = Swizzle::B128.apply(r * 128 + column % 8 * 16) / 2 + column / 8 * (half_bytes / 2);
+                let (r, column) = (at / all, at % all);
+                let from = swizzle.apply(r * line_bytes + column % pieces * 16) / 2 + column / pieces * (q_part / 2);
                 let value = rows.get_as::<B128<u32, 4>>(from);
                 let r = me * 64 + warp_id % 4 * 16 + r;
                 let (token, head) = (r / group, tile.kv_head * group + r % group);
-                if token < tile.tokens {
+                if token < tile.tokens && column * 8 < head_dim {
                     let to = (tile.first + token) as usize * out_token + head as usize * out_head;
                     out.set_as(to + column as usize * 8, value);
                 }
             }
             tma::fence_async();
-            release(Q_EMPTY, slot);
+            release(q_empty, slot);
         }
         // Every arrival is waited for.
-        if me == 0 {
+        if CONSUMERS > 1 && me == 0 {
             thread::sync_named(1, 256);
         }
     }
 }
 
+/// Turns a warp's 16 rows of Q from bf16 to f16, each scaled by the power of two that brings its largest element to
+/// 2^13 .. 2^14: what the lane's two rows' scores are to be multiplied with.
+#[inline(always)]
+unsafe fn fit<P: TensorFloat, const PARTS: usize>(rows: Shared<P>, part: u32) -> [f32; 2] {
+    let lane = warp::lane_id();
+    let mut undo = [0f32; 4];
+    unroll::<4>(|step| {
+        // Eight lanes a row; where in its line an element is does not matter.
+        let at = (4 * step as u32 + lane / 8) * 64 + lane % 8 * 8;
+        let mut words = [[0u32; 4]; PARTS];
+        let mut top = 0;
+        unroll::<PARTS>(|i| {
+            let B128(w) = rows.get_as::<B128<u32, 4>>(at + i as u32 * part);
+            words[i] = w;
+            // Magnitudes are in the order of their bits.
+            unroll::<4>(|j| top = top.max(w[j] & 0x7fff_0000).max(w[j] << 16 & 0x7fff_0000));
+        });
+        unroll::<3>(|i| top = top.max(warp::shfl_xor(top, 1 << i)));
+        let exponent = (top >> 23).clamp(27, 227);
+        let up = f32::from_bits((127 + 127 + 13 - exponent) << 23);
+        undo[step] = f32::from_bits((exponent - 13) << 23);
+        unroll::<PARTS>(|i| {
+            let mut w = [0u32; 4];
+            unroll::<4>(|j| {
+                let (low, high) = (f32::from_bits(words[i][j] << 16), f32::from_bits(words[i][j] & 0xffff_0000));
+                w[j] = P::pack_f32(low * up, high * up);
+            });
+            rows.set_as(at + i as u32 * part, B128(w));
+        });
+    });
+    // Row `g` of the lane's was in the hands of lanes `8 (g % 4)` and on.
+    let g = lane / 4;
+    let of = |a: f32, b: f32| {
+        let (a, b) = (warp::shfl_idx(a, g % 4 * 8), warp::shfl_idx(b, g % 4 * 8));
+        if g < 4 { a } else { b }
+    };
+    [of(undo[0], undo[1]), of(undo[2], undo[3])]
+}
+
 entries! {
     /// Arguments of every `prefill_wgmma_*` entry; see [`prefill`].
     pub struct Args<T>(
-        out: *mut T, lse: *mut f32, q_map: TensorMap, k_map: TensorMap, v_map: TensorMap, starts: *const i32,
-        lens: *const i32, block_table: *const i32, alibi: *const f32, sinks: *const f32, tickets: *mut u32, sequences: u32, tokens: u32, q_heads: u32,
-        kv_heads: u32, page_shift: u32, max_pages: u32, pages: u32, tile_tokens: u32, out_token: usize, out_head: usize, k_head: u32,
-        v_head: u32, scale: f32, soft_cap: f32, window: u32, causal: u32, section_keys: u32,
+        out: *mut T, lse: *mut f32, q_map: TensorMap, k_map: TensorMap, v_map: TensorMap, starts: *const i32, lens: *const i32,
+        block_table: *const i32, alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32, tickets: *mut u32,
+        scale_per_head: u32, kind: u32, sequences: u32, tokens: u32, q_heads: u32, kv_heads: u32, head_dim: u32, page_shift: u32,
+        max_pages: u32, pages: u32, tile_tokens: u32, out_token: usize, out_head: usize, k_head: u32, v_head: u32, scale: f32, soft_cap: f32, window: u32,
+        causal: u32, section_keys: u32,
     );
-    prefill_wgmma_d128_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128, false>;
-    prefill_wgmma_d128_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128, true>;
-    prefill_wgmma_d128_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128, false>;
-    prefill_wgmma_d128_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 64], 128, true>;
-    prefill_wgmma_d64_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64, false>;
-    prefill_wgmma_d64_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64, true>;
-    prefill_wgmma_d64_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64, false>;
-    prefill_wgmma_d64_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, [f32; 32], 64, true>;
+    prefill_wgmma_d64_bf16 { type T = bf16; } [512, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 3, 2, 2, false, false>;
+    prefill_wgmma_d64_f16 { type T = f16; } [512, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 3, 2, 2, false, false>;
+    prefill_wgmma_d64_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, false, true>;
+    prefill_wgmma_d64_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, false, true>;
+    prefill_wgmma_d64_bf16_8 { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, false>;
+    prefill_wgmma_d64_f16_8 { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, false>;
+    prefill_wgmma_d64_bf16_8_bent { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, true>;
+    prefill_wgmma_d64_f16_8_bent { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, true>;
+    prefill_wgmma_d96_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, false>;
+    prefill_wgmma_d96_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, false>;
+    prefill_wgmma_d96_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, true>;
+    prefill_wgmma_d96_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, true>;
+    prefill_wgmma_d128_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, false>;
+    prefill_wgmma_d128_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, false>;
+    prefill_wgmma_d128_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, true>;
+    prefill_wgmma_d128_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, true>;
+    prefill_wgmma_d128_bf16_8 { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, false>;
+    prefill_wgmma_d128_f16_8 { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, false>;
+    prefill_wgmma_d128_bf16_8_bent { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, true>;
+    prefill_wgmma_d128_f16_8_bent { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, true>;
+    prefill_wgmma_d256_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, false>;
+    prefill_wgmma_d256_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, false>;
+    prefill_wgmma_d256_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, true>;
+    prefill_wgmma_d256_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, true>;
 }
