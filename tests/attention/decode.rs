@@ -281,30 +281,6 @@ fn any_division_gives_the_same_bits() {
     });
 }
 
-/// So many sequences that blocks claim what they do after their first part.
-#[test]
-fn blocks_claim_more_work() {
-    on_every_device(|d, s| {
-        // Two groups of blocks on the SIMT device, of four heads each.
-        let (kv_heads, many) = if d.is_simt() { (4, 330) } else { (64, 600) };
-        let mut lens: Vec<usize> = (0..many).map(|i| i * 7 % 3).collect();
-        (lens[5], lens[40], lens[150], lens[many - 1]) = (600, 300, 513, 257);
-        let shape = Shape { lens, q_len: 1, kv_heads, group: 1, dim: 64, page: 16, layout: CacheLayout::Hnd };
-        let mut c = case::<bf16, bf16>(d, &shape);
-        let mut run = |split: DecodeSplit| {
-            let mut out = Tensor::<bf16>::uninit(d, &[many, 1, kv_heads, 64]).unwrap();
-            s.fill_bytes(&mut out, 0xff).unwrap();
-            let options = DecodeOptions::default().path(DecodePath::Tma).split(split);
-            decode(s, &mut out, None, &c.q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
-            out.to_vec().unwrap().into_iter().map(bf16::to_bits).collect::<Vec<_>>()
-        };
-        let whole = run(DecodeSplit::Whole);
-        for _ in 0..3 {
-            assert!(run(DecodeSplit::Chunks) == whole);
-        }
-    });
-}
-
 /// Scores that rise from step to step, so that the maxima must follow, and such as overflow a careless exponential.
 #[test]
 fn maxima_follow_rising_scores() {

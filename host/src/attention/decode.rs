@@ -229,7 +229,7 @@ const fn partial_floats(
     }
     let rows = q_heads / kv_heads * q_len;
     let block = block_rows(head_dim, rows);
-    let pairs = batch * kv_heads * rows.div_ceil(block);
+    let pairs = tickets(batch, q_len, q_heads, kv_heads, head_dim);
     let slot = split::partial_floats(head_dim, if rows < block { rows } else { block });
     match split::max_chunks(max_len, chunk_shift) {
         1 => 0,
@@ -240,7 +240,7 @@ const fn partial_floats(
 /// [`DecodeShape::tickets`].
 const fn tickets(batch: usize, q_len: usize, q_heads: usize, kv_heads: usize, head_dim: usize) -> usize {
     match q_heads.checked_div(kv_heads) {
-        Some(group) => (batch + 1) * kv_heads * (group * q_len).div_ceil(block_rows(head_dim, group * q_len)),
+        Some(group) => batch * kv_heads * (group * q_len).div_ceil(block_rows(head_dim, group * q_len)),
         None => 0,
     }
 }
@@ -628,27 +628,29 @@ pub fn decode<T: Float, S: CacheElement>(
         };
         takes && hopper && cs.blocks > 0 && lines(ks.head) && lines(vs.head)
     });
-    // The SIMT device runs either, the portable kernel faster.
-    let prefers_tma = options.path == DecodePath::Tma || options.path == DecodePath::Auto && !device.is_simt();
+    // By measurement (docs/decode-attention.md). The SIMT device runs either, the portable kernel faster.
+    let gains = size_of::<S>() == 1 || block_rows(head_dim, group_rows) == 16;
+    let prefers_tma = options.path == DecodePath::Tma || options.path == DecodePath::Auto && gains && !device.is_simt();
     match (options.path, split, tma.filter(|_| prefers_tma)) {
         (DecodePath::Auto | DecodePath::Split, Some(_), _) | (_, _, Some(_)) => {
             let floats = workspace.partial.len();
             call.value(floats >= need, "workspace", format!("of {need} floats"), format!("of {floats}"))?;
-            // SAFETY: shapes, strides, alignment, device and overlap were checked above; lengths and page numbers are
-            // clamped by the kernels; the maps describe the cache.
             if let Some((entry, tile)) = tma.filter(|_| prefers_tma) {
                 // Steps are not cut.
                 if hint != 0 {
                     args.hint = hint.max(tile.keys.ilog2());
                     args.partial_chunks = split::max_chunks(capacity as u32, args.hint);
                 }
-                let need = tickets(batch, q_len, q_heads, kv_heads, head_dim);
-                call.value(tickets_there >= need, "workspace", format!("of {need} tickets"), tickets_there)?;
+                let heads = tickets(batch, q_len, q_heads, kv_heads, head_dim);
+                call.value(tickets_there >= heads, "workspace", format!("for {heads} heads"), tickets_there)?;
                 let args = tma_args(device, &args, ticket_words, cache, tile, options.split)?;
+                // SAFETY: shapes, strides, alignment, device and overlap were checked above; lengths and page numbers are
+                // clamped by the kernel; the maps describe the cache.
                 return unsafe { stream.launch(&entry, &tma_geometry(tile, properties.multiprocessors), &args) };
             }
             if let Some((entry, dim)) = split {
                 let geometry = split_geometry(dim, S::DTYPE, group_rows, properties.multiprocessors);
+                // SAFETY: as above, without maps.
                 unsafe { stream.launch(&entry, &geometry, &args) }?;
             }
             let block = block_rows(head_dim, group_rows);

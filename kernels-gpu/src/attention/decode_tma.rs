@@ -34,7 +34,7 @@ use super::decode::{
 use super::soft_capped;
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::LOG2_E;
-use cuda_std::shared::{Carver, Shared};
+use cuda_std::shared::Carver;
 use cuda_std::tma::TensorMap;
 use cuda_std::vec::{self, B32, B64, B128};
 use cuda_std::{
@@ -84,9 +84,6 @@ const WHOLE: u32 = 8;
 const OVER: u32 = 16;
 /// Keys of a unit of work, as a power of two, unless there are too many.
 const UNIT_SHIFT: u32 = 6;
-/// The fewest units of a part if there are several for each group of blocks, and how many there are at most.
-const PART_UNITS: u32 = 128;
-const MOST_PARTS: u32 = 8;
 
 /// Keys of a step.
 pub const fn step_keys(consumers: usize, tall: usize) -> usize {
@@ -117,7 +114,7 @@ pub const fn shared_bytes(
     let q = Q_SLOTS as usize * rows * q_row_bytes(head_dim);
     let p = 2 * rows * p_row_bytes(keys);
     let words = RECORDS * WORDS + 2 * (AHEAD + 1) * 32 + 4 + (consumers * (2 + rows)) as u32;
-    stages * stage + q + p + 4 * words as usize + 8 * (4 * stages + Q_SLOTS as usize + 1)
+    stages * stage + q + p + 4 * words as usize + 8 * (4 * stages + Q_SLOTS as usize)
 }
 
 /// How sequences of several chunks become items, as `decode` takes it.
@@ -134,10 +131,6 @@ pub mod split {
 struct Share {
     /// Keys of a unit, as a power of two.
     unit: u32,
-    /// All units, the parts they are in, and how many groups of blocks take parts.
-    units: u32,
-    parts: u32,
-    groups: u32,
     from: u32,
     to: u32,
     head: u32,
@@ -150,9 +143,6 @@ impl Share {
     ///
     /// As many blocks as there are heads take the same keys at the same time, each those of its head: what they read are
     /// neighbours in memory. All units of the batch, in the order of its sequences, are dealt evenly to such groups of blocks.
-    ///
-    /// Multiprocessors do not get equal parts of the memory's bandwidth: by a half more for some of them. So where there is
-    /// much to do there are several parts for each group, and blocks claim another when they are through with one ([`Claims`]).
     #[inline(always)]
     unsafe fn new(lengths: Lengths, splitting: u32) -> Self {
         let Lengths { batch, heads, max_len, hint, .. } = lengths;
@@ -193,71 +183,21 @@ impl Share {
             }
         };
         // Blocks without work are the last ones, so that the others have multiprocessors of their own.
-        let groups = groups.min(if whole { batch } else { chunks });
-        core::hint::assert_unchecked(groups != 0);
-        let each = if whole || heads > blocks { 1 } else { (units / groups / PART_UNITS).clamp(1, MOST_PARTS) };
+        let parts = groups.min(if whole { batch } else { chunks });
+        core::hint::assert_unchecked(parts != 0);
         let (group, head) = (block / heads, block % heads);
-        let mut share = Self { unit, units, parts: groups * each, groups, from: 0, to: 0, head, whole };
-        if group < groups {
-            share.take(group);
+        if group >= parts {
+            return Self { unit, from: 0, to: 0, head, whole };
         }
-        share
-    }
-
-    /// Makes it this part.
-    #[inline(always)]
-    fn take(&mut self, part: u32) {
-        let Self { units, parts, .. } = *self;
-        // SAFETY: there is a part at least.
-        unsafe { core::hint::assert_unchecked(parts != 0) };
         let (each, rest) = (units / parts, units % parts);
         let border = |part: u32| part * each + part * rest / parts;
-        (self.from, self.to) = (border(part), border(part + 1));
+        Self { unit, from: border(group), to: border(group + 1), head, whole }
     }
 
     /// The units of a sequence that shows so many keys. One more is for what a sequence costs besides.
     #[inline(always)]
     fn units(unit: u32, keys: u32) -> u32 {
         ((keys + ((1 << unit) - 1)) >> unit) + 1
-    }
-}
-
-/// How the producers of a block learn which part of the work is theirs after the first: one asks, the other is told.
-///
-/// The one that asks is ahead of the other by a few steps and parts have many, so it is never two answers ahead.
-struct Claims {
-    /// A counter for each head, zero before and after: each of the head's blocks is refused once, and all answers together are as
-    /// many as there are parts.
-    counters: *mut u32,
-    asks: bool,
-    answers: Shared<u32>,
-    barrier: u32,
-    count: u32,
-}
-
-impl Claims {
-    /// The next part of a head; `None` if there is no other. For whole warps.
-    #[inline(always)]
-    unsafe fn next(&mut self, share: &Share) -> Option<u32> {
-        if share.parts == share.groups {
-            return None;
-        }
-        let place = self.count % 2;
-        if self.asks {
-            if warp::lane_id() == 0 {
-                let counter = self.counters.wrapping_add(share.head as usize);
-                let before = atomic::fetch_add(counter, 1, atomic::Device, atomic::Relaxed);
-                if before + 1 == share.parts {
-                    atomic::exchange_u32(counter, 0);
-                }
-                self.answers.set(place, before + share.groups);
-                mbarrier::arrive(self.barrier);
-            }
-        }
-        mbarrier::wait_parity(self.barrier, place);
-        self.count += 1;
-        let part = warp::shfl_idx(self.answers.get(place), 0);
-        if part < share.parts { Some(part) } else { None }
     }
 }
 
@@ -279,7 +219,6 @@ struct Item {
 /// A block's steps, in their order.
 struct Walk<const KEYS: u32> {
     share: Share,
-    claims: Claims,
     /// First of the 32 sequences that lanes hold one each of.
     base: u32,
     /// Units before `base`, and those up to this lane's sequence.
@@ -307,13 +246,12 @@ struct Walk<const KEYS: u32> {
 
 impl<const KEYS: u32> Walk<KEYS> {
     #[inline(always)]
-    unsafe fn new(lengths: Lengths, splitting: u32, claims: Claims) -> Self {
+    unsafe fn new(lengths: Lengths, splitting: u32) -> Self {
         let item = Item { sequence: 0, len: 0, head: 0, chunk: 0, part: 0, parts: 1, whole: true };
         let share = Share::new(lengths, splitting);
         let over = share.from == share.to;
         let mut walk = Self {
             share,
-            claims,
             base: 0,
             before: 0,
             sum: 0,
@@ -368,16 +306,9 @@ impl<const KEYS: u32> Walk<KEYS> {
     #[inline(always)]
     unsafe fn next_item(&mut self, lengths: Lengths) {
         while self.todo == 0 {
-            let before = self.before + warp::shfl_idx(self.sum, 31);
-            if self.base + 32 < lengths.batch && before < self.share.to {
-                (self.base, self.before) = (self.base + 32, before);
-            } else {
-                if let Some(part) = self.claims.next(&self.share) {
-                    self.share.take(part);
-                    // It lies behind the one before.
-                    self.look(lengths);
-                    continue;
-                }
+            self.before += warp::shfl_idx(self.sum, 31);
+            self.base += 32;
+            if self.base >= lengths.batch || self.before >= self.share.to {
                 // More heads than blocks.
                 self.share.head += thread::grid_dim_x();
                 if self.share.head >= lengths.heads {
@@ -455,7 +386,7 @@ impl<const KEYS: u32> Walk<KEYS> {
 /// * `k_map`, `v_map`: of five dimensions: [`LINE`] bytes, 8 keys, lines of the heads, groups of 8 keys of the page, pages; boxes of
 ///   a head's lines and `min(page, step)` keys. `k_head`, `v_head`: lines from head to head.
 /// * `q`'s vectors start at multiples of 16 bytes. `page` is a power of two from 8 on.
-/// * `tickets`: a zero for each head of each sequence, and one more for each head; zeros again afterwards.
+/// * `tickets`: a zero for each head of each sequence, [`partial_floats`]' and `partial`'s pairs; zeros again afterwards.
 /// * `hint` is 0 or no smaller than a step; `splitting`: how sequences become items, a constant of [`split`].
 ///
 /// `D` is the head size, a row of the cache a multiple of [`LINE`]; a step has `KEYS`, `16 * TALL` a consumer.
@@ -536,10 +467,10 @@ pub unsafe fn decode<
     let page_slots = carver.take::<u32>(const { 2 * (AHEAD as usize + 1) * 32 });
     // Whether a warp wants other maxima, in steps of even and of odd number; maxima or sums of its keys.
     let votes = carver.take::<u32>(const { 2 * CONSUMERS });
-    // Whether this block adds the chunks; two answers of [`Claims`].
+    // Whether this block adds the chunks.
     let adds = carver.take::<u32>(4);
     let tops = carver.take::<f32>(const { CONSUMERS * 8 * TILES });
-    let barriers = carver.take::<u64>(const { 4 * STAGES as usize + Q_SLOTS as usize + 1 });
+    let barriers = carver.take::<u64>(const { 4 * STAGES as usize + Q_SLOTS as usize });
     let (k0, v0) = (k_ring.address(0u32), v_ring.address(0u32));
     let barrier0 = barriers.address(0u32);
     let k_full = |slot: u32| barrier0 + 8 * slot;
@@ -547,7 +478,6 @@ pub unsafe fn decode<
     let v_full = |slot: u32| barrier0 + 8 * (2 * STAGES + slot);
     let v_empty = |slot: u32| barrier0 + 8 * (3 * STAGES + slot);
     let q_empty = |slot: u32| barrier0 + 8 * (4 * STAGES + slot);
-    let claimed = barrier0 + 8 * (4 * STAGES + Q_SLOTS);
 
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let warp_id = warp::shfl_idx(tid / 32, 0);
@@ -563,7 +493,6 @@ pub unsafe fn decode<
         for slot in 0..Q_SLOTS {
             mbarrier::init(q_empty(slot), CONSUMERS as u32);
         }
-        mbarrier::init(claimed, 1);
         mbarrier::fence_init();
         tma::prefetch_map(k_map);
         tma::prefetch_map(v_map);
@@ -587,14 +516,7 @@ pub unsafe fn decode<
         let has_scale = if lane == 0 { !k_scales.is_null() } else { !v_scales.is_null() };
         let scales = Global::new(if lane == 0 { k_scales } else { v_scales });
         let page_slots = page_slots.offset((warp_id - CONSUMERS as u32) * ((AHEAD + 1) * 32));
-        let claims = Claims {
-            counters: tickets.wrapping_add(batch as usize * heads as usize),
-            asks: brings_k,
-            answers: adds.offset(2u32),
-            barrier: claimed,
-            count: 0,
-        };
-        let mut walk = Walk::<KEYS>::new(lengths, splitting, claims);
+        let mut walk = Walk::<KEYS>::new(lengths, splitting);
         let boxes = KEYS >> box_shift;
         let mut seen = 0u32;
 
