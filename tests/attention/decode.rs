@@ -281,6 +281,32 @@ fn any_division_gives_the_same_bits() {
     });
 }
 
+/// Long sequences divided between many blocks, again and again: blocks that add up results hold up their neighbours on the multiprocessor, and what
+/// is read from shared memory must still be read before it is filled anew.
+#[test]
+fn divided_again_and_again() {
+    on_every_device(|d, s| {
+        let (lens, times) = match d.is_simt() || warploom_tests::sanitizing() {
+            true => (vec![600, 300], 1),
+            false => ([vec![20000; 12], vec![9000; 5], vec![3000; 20], vec![0, 1, 1]].concat(), 200),
+        };
+        let batch = lens.len();
+        let shape = Shape { lens, q_len: 1, kv_heads: 2, group: 4, dim: 128, page: 16, layout: CacheLayout::Nhd };
+        let mut c = case::<bf16, bf16>(d, &shape);
+        let q = c.q.reshape(&[batch, 8, 128]).unwrap();
+        let mut out = Tensor::<bf16>::uninit(d, &[batch, 8, 128]).unwrap();
+        let mut run = |split| {
+            let options = DecodeOptions::default().path(DecodePath::Tma).split(split);
+            decode(s, &mut out, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
+            out.to_vec().unwrap().into_iter().map(bf16::to_bits).collect::<Vec<_>>()
+        };
+        let whole = run(DecodeSplit::Whole);
+        for time in 0..times {
+            assert!(run(DecodeSplit::Chunks) == whole, "the {time}-th time");
+        }
+    });
+}
+
 /// Scores that rise from step to step, so that the maxima must follow, and such as overflow a careless exponential.
 #[test]
 fn maxima_follow_rising_scores() {

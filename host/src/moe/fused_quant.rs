@@ -267,7 +267,7 @@ pub const fn wgmma_geometry(
     let bytes = wgmma_kernel::shared_bytes(tiles, pairs, stages, experts);
     let share = path.share(scales);
     let blocks = if multiprocessors < share { share } else { multiprocessors / share * share };
-    Some(Geometry::linear(blocks, wgmma_kernel::THREADS as u32).shared_bytes(bytes as u32).dependent())
+    Some(Geometry::linear(blocks, wgmma_kernel::THREADS as u32).shared_bytes(bytes as u32).cluster(share).dependent())
 }
 
 /// How to launch a product of [`FusedQuantPath::Tile`] of `rows` rows of weights, for so many blocks of pairs.

@@ -201,6 +201,14 @@ impl Share {
     }
 }
 
+/// To be called before shared memory is given back to the copy engine. Reads are in flight when the arrival at a barrier is issued, and while
+/// another block of the multiprocessor waits for memory they may stay so for longer than a copy takes: without the fence some rows of K
+/// were those of a later step, in some of a hundred launches.
+#[inline(always)]
+fn read_before_refill() {
+    tma::fence_async();
+}
+
 /// Consecutive chunks of a head of a sequence.
 #[derive(Clone, Copy)]
 struct Item {
@@ -694,6 +702,7 @@ pub unsafe fn decode<
                     factor[tile][c] = scale * k_scale * undo;
                 });
             });
+            read_before_refill();
             warp::sync_warp(warp::FULL);
             if lane == 0 {
                 mbarrier::arrive(q_empty(items % Q_SLOTS));
@@ -730,6 +739,7 @@ pub unsafe fn decode<
             }
         });
 
+        read_before_refill();
         warp::sync_warp(warp::FULL);
         if lane == 0 {
             mbarrier::arrive(k_empty(slot));
@@ -895,9 +905,8 @@ pub unsafe fn decode<
                 }
             });
         }
-        if tail {
-            tma::fence_async();
-        }
+        // The zeros above, too.
+        read_before_refill();
         warp::sync_warp(warp::FULL);
         if lane == 0 {
             mbarrier::arrive(v_empty(slot));
