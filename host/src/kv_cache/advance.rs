@@ -39,7 +39,7 @@ pub unsafe fn launch(stream: &Stream, args: &Args) -> Result<()> {
 /// Makes each sequence one token longer: `positions[i] = lens[i]`, `slots[i]` is that position's slot,
 /// `counters[i] = positions[i]`, `lens[i] += 1`.
 ///
-/// `lens`, `positions`, `slots` and `counters` (such as [offsets](crate::sampling::Options::offset) of random numbers) are
+/// `lens`, `positions`, `slots` and `counters` (such as [offsets](crate::sampling::SamplingOptions::offset) of random numbers) are
 /// `[n]`, dense; `block_table` is `[n, max_blocks]`. `shape` is that of the cache. A row with a length below 1 has no sequence;
 /// one whose blocks are all full cannot grow. Both get position -1, slot -1 and counter 0, and keep their length. So does the
 /// slot of a block that the cache has not.
