@@ -95,9 +95,12 @@ sanitize)
             n = $0 ~ slow ? most : n + 1
             print >file
         }'
-    for tool in $tools; do
-        sed "s|^|$tool |" "$logs/files"
-    done >"$logs/queue"
+    # Tools take turns: should time run out, each has seen the same tests.
+    while read -r file; do
+        for tool in $tools; do
+            echo "$tool $file"
+        done
+    done <"$logs/files" >"$logs/queue"
     PROGRAM="$program" LIMIT="${LIMIT:-100}" timeout "${TOTAL:-36000}" \
         xargs -P "${JOBS:-$(nproc)}" -n 2 "$here/run.sh" sanitize-some <"$logs/queue" || echo "sanitize: out of time"
     failed=
@@ -139,6 +142,8 @@ sanitize-some)
         $1 == "test" && $3 == "..." { name = $2 }
         / ok$/ || /^ok$/ { if (name != "") { good[name] = 1; passed++; name = "" } }
         /ERROR SUMMARY:/ && /[0-9]+ errors?$/ { summary = 1; errors += $(NF - 1) }
+        # Tests of the host alone: there was nothing to look at.
+        /before first instrumented API call/ { summary = 1 }
         /RACECHECK SUMMARY:/ { summary = 1; for (i = 1; i <= NF; i++) if ($i ~ /^error/) errors += substr($(i - 1), 2) }
         END {
             print passed + 0, n, errors + 0, late, !late && !summary
