@@ -44,7 +44,7 @@ pub enum DecodeSplit {
     /// By the lengths of the batch, on the device: whole where that keeps all blocks busy, by chunks otherwise.
     #[default]
     Auto,
-    /// As many keys to each block, sequences being divided between chunks where need be: the least time.
+    /// As many keys to each block, sequences being divided between chunks where need be.
     Chunks,
     /// All chunks of a sequence by one block: the least work.
     Whole,
