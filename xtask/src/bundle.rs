@@ -53,18 +53,19 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     fs::create_dir_all(out.join("examples"))?;
 
-    // One call for all, and of the whole workspace as in other steps: the features of dependencies depend on what is built together,
-    // and the kernels would be compiled once for each set of them.
+    // Of the whole workspace as in other steps: the features of dependencies depend on what is built together, and the kernels would be
+    // compiled once for each set of them.
     let features = "warploom/cuda,warploom-tests/cuda,warploom-benches/cuda";
-    let mut command = vec!["test", "--no-run", "--workspace", "--features", features, "--profile", &args.profile];
-    command.extend(["--test", "warploom"]);
+    let shared = ["--workspace", "--features", features, "--profile", &args.profile];
+    let mut tests = vec!["test", "--no-run", "--test", "warploom"];
     if !args.no_benches {
-        command.extend(["--bench", "warploom"]);
+        tests.extend(["--bench", "warploom"]);
     }
+    let mut programs = build(&cuda, &[&tests[..], &shared].concat())?;
     if !args.no_examples {
-        command.push("--examples");
+        // `cargo test` would make tests of them.
+        programs.extend(build(&cuda, &[&["build", "--examples"], &shared[..]].concat())?);
     }
-    let programs = build(&cuda, &command)?;
     for kind in ["test", "bench"].iter().take(if args.no_benches { 1 } else { 2 }) {
         ensure!(programs.iter().any(|p| p.kind == *kind), "cargo built no program of the kind `{kind}`");
     }

@@ -2,8 +2,7 @@
 
 use crate::{ptx, repo, stub};
 use anyhow::{Context as _, Result, bail, ensure};
-use std::fs::DirEntry;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -49,7 +48,7 @@ const STEPS: &[Step] = &[
     Step { name: "guide", what: "mdBook builds the guide, whose links lead somewhere", run: |_| crate::guide::check() },
     Step { name: "cuda", what: "lints, documentation and tests with the feature `cuda`, without a driver", run: cuda },
     Step { name: "readme", what: "the commands that the README says to run", run: readme },
-    Step { name: "package", what: "what is published builds from its packages", run: package },
+    Step { name: "package", what: "what is published builds from its packages", run: |_| crate::package::check() },
     Step { name: "deny", what: "licences and sources of all dependencies are on the list", run: deny },
     Step { name: "msrv", what: "the published crates build with the Rust version that they promise", run: msrv },
 ];
@@ -180,8 +179,8 @@ fn cuda(_: &Args) -> Result<()> {
     must(cargo(&[&tests[..], &["--lib", "--test", "cudarc", "--example", "cudarc"]].concat()))?;
     must(without_cust())?;
 
-    // One operation's tests stand for all: they share the code that looks for devices.
-    let tests = [&tests[..], &["--test", "warploom", "--", "rms_norm", "--nocapture"]].concat();
+    // One small test stands for all: they share the code that looks for devices.
+    let tests = [&tests[..], &["--test", "devices", "--", "--nocapture"]].concat();
     let mut with_simt = cargo(&tests);
     with_simt.env("WARPLOOM_TEST_DEVICES", "");
     let (passed, said) = listen(with_simt)?;
@@ -250,78 +249,6 @@ fn words(line: &str) -> Vec<String> {
     joined.split_whitespace().map(|word| word.replace('\0', " ")).collect()
 }
 
-/// The workspace's packages that are published, dependencies before what needs them.
-fn published() -> Result<Vec<String>> {
-    let metadata = repo::metadata()?;
-    let members = metadata["workspace_members"].as_array().context("no members")?;
-    let packages = metadata["packages"].as_array().context("no packages")?;
-    let published = packages.iter().filter(|p| {
-        members.contains(&p["id"]) && p["publish"].as_array().is_none_or(|registries| !registries.is_empty())
-    });
-    Ok(published.filter_map(|p| p["name"].as_str()).map(String::from).collect())
-}
-
-/// crates.io takes no larger ones.
-const MOST_PACKAGE_BYTES: u64 = 10_000_000;
-
-fn package(_: &Args) -> Result<()> {
-    let names = published()?;
-    forget_packages(&names)?;
-    // Said aloud, the target directory is where packages are built as well, so that they share what they depend on.
-    let mut package = cargo(&["package", "--quiet", "--allow-dirty", "--target-dir"]);
-    package.arg(repo::target_dir());
-    for name in &names {
-        package.args(["-p", name]);
-    }
-    must(package)?;
-    for file in std::fs::read_dir(repo::target_dir().join("package"))?.flatten() {
-        let (name, bytes) = (file.file_name(), file.metadata()?.len());
-        if file.path().extension().is_some_and(|e| e == "crate") {
-            println!("{} {:.2} MB", name.to_string_lossy(), bytes as f64 / 1e6);
-            ensure!(bytes < MOST_PACKAGE_BYTES, "{} is too large to publish", name.to_string_lossy());
-        }
-    }
-    Ok(())
-}
-
-/// Removes what cargo unpacked and compiled of our packages when they were packed before. It takes a package of some name and version for
-/// the same for ever, also one that it has made itself, and would check the new packages against the old ones.
-fn forget_packages(names: &[String]) -> Result<()> {
-    let version = repo::version()?;
-    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from).or_else(|| Some(std::env::home_dir()?.join(".cargo")));
-    // Registries that are folders have no host in their names.
-    let sources = home.context("no home directory")?.join("registry/src");
-    for registry in folder(&sources).filter(|r| r.file_name().to_string_lossy().starts_with('-')) {
-        for name in names {
-            let unpacked = registry.path().join(format!("{name}-{version}"));
-            if unpacked.exists() {
-                std::fs::remove_dir_all(&unpacked).with_context(|| unpacked.display().to_string())?;
-            }
-        }
-    }
-    let compiled = repo::target_dir().join("debug");
-    let own = sources.join("-").display().to_string();
-    for file in folder(&compiled.join("deps")).filter(|f| f.path().extension().is_some_and(|e| e == "d")) {
-        let path = file.path();
-        let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-        let Some((_, hash)) = stem.rsplit_once('-') else { continue };
-        if std::fs::read_to_string(&path).is_ok_and(|sources| sources.contains(&own)) {
-            for name in names {
-                let fingerprint = compiled.join(".fingerprint").join(format!("{name}-{hash}"));
-                if fingerprint.exists() {
-                    std::fs::remove_dir_all(&fingerprint).with_context(|| fingerprint.display().to_string())?;
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
-/// What is in a folder; nothing if it is not there.
-fn folder(path: &Path) -> impl Iterator<Item = DirEntry> {
-    std::fs::read_dir(path).into_iter().flatten().flatten()
-}
-
 /// The release of cargo-deny that is installed where there is none.
 const CARGO_DENY: &str = "0.20.2";
 
@@ -357,7 +284,7 @@ fn msrv(_: &Args) -> Result<()> {
     }
     let mut check = Command::new("rustup");
     check.current_dir(repo::root()).args(["run", &promised, "cargo", "check", "--quiet"]);
-    for name in published()? {
+    for name in crate::package::published()? {
         check.args(["-p", &name]);
     }
     check.env_remove("RUSTC").env_remove("CARGO").env_remove("RUSTUP_TOOLCHAIN");

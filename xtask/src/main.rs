@@ -4,6 +4,7 @@ mod allow;
 mod bundle;
 mod check;
 mod guide;
+mod package;
 mod ptx;
 mod repo;
 mod report;

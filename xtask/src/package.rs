@@ -1,0 +1,85 @@
+//! `cargo xtask check --only package`: what would be published, packed, unpacked, and compiled as a user's cargo would find it.
+
+use crate::repo;
+use anyhow::{Context as _, Result, ensure};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// The registry takes no larger ones.
+const MOST_BYTES: u64 = 10_000_000;
+
+/// Packs every package that is published, and checks what is in them against one another.
+///
+/// `cargo package` would compile each by itself, and the kernels with it: minutes that tell nothing that `cargo check` of the packed
+/// files does not, since the tests have compiled the same code.
+pub(crate) fn check() -> Result<()> {
+    let names = published()?;
+    let packed = repo::target_dir().join("package");
+    let mut package = repo::cargo();
+    package.args(["package", "--quiet", "--allow-dirty", "--no-verify", "--target-dir"]).arg(repo::target_dir());
+    for name in &names {
+        package.args(["-p", name]);
+    }
+    run(package)?;
+
+    let folder = packed.join("unpacked");
+    if folder.exists() {
+        fs::remove_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    }
+    fs::create_dir_all(&folder)?;
+    let version = repo::version()?;
+    for name in &names {
+        let file = packed.join(format!("{name}-{version}.crate"));
+        let bytes = fs::metadata(&file).with_context(|| file.display().to_string())?.len();
+        println!("{name} {:.2} MB", bytes as f64 / 1e6);
+        ensure!(bytes < MOST_BYTES, "{name} is too large to publish");
+        let mut unpack = Command::new("tar");
+        unpack.arg("-xzf").arg(&file).arg("-C").arg(&folder);
+        run(unpack)?;
+    }
+    fs::write(folder.join("Cargo.toml"), workspace(&names, &version)?)?;
+    fs::copy(repo::root().join("Cargo.lock"), folder.join("Cargo.lock"))?;
+    let mut check = repo::cargo();
+    check.current_dir(&folder).args(["check", "--quiet", "--workspace", "--target-dir"]).arg(repo::target_dir());
+    run(check)
+}
+
+/// A workspace of the unpacked packages, which find each other here and not in the registry. Its profiles are ours, so that what they
+/// depend on is not compiled again.
+fn workspace(names: &[String], version: &str) -> Result<String> {
+    let manifest = fs::read_to_string(repo::root().join("Cargo.toml")).context("Cargo.toml")?;
+    let ours: toml::Table = manifest.parse()?;
+    let members: Vec<_> = names.iter().map(|name| format!("{name}-{version}")).collect();
+    let path = |(name, folder): (&String, &String)| {
+        (name.clone(), toml::Value::Table(toml::Table::from_iter([("path".into(), folder.clone().into())])))
+    };
+    let patch: toml::Table = names.iter().zip(&members).map(path).collect();
+    let mut theirs = toml::Table::new();
+    let resolver = ours["workspace"]["resolver"].clone();
+    theirs.insert(
+        "workspace".into(),
+        toml::Table::from_iter([("resolver".into(), resolver), ("members".into(), members.into())]).into(),
+    );
+    theirs.insert("patch".into(), toml::Table::from_iter([("crates-io".into(), patch.into())]).into());
+    theirs.insert("profile".into(), ours["profile"].clone());
+    Ok(theirs.to_string())
+}
+
+/// The workspace's packages that are published, dependencies before what needs them.
+pub(crate) fn published() -> Result<Vec<String>> {
+    let metadata = repo::metadata()?;
+    let members = metadata["workspace_members"].as_array().context("no members")?;
+    let packages = metadata["packages"].as_array().context("no packages")?;
+    let published = packages.iter().filter(|p| {
+        members.contains(&p["id"]) && p["publish"].as_array().is_none_or(|registries| !registries.is_empty())
+    });
+    Ok(published.filter_map(|p| p["name"].as_str()).map(String::from).collect())
+}
+
+fn run(mut command: Command) -> Result<()> {
+    let program = Path::new(command.get_program()).display().to_string();
+    let status = command.status().with_context(|| format!("cannot run {program}"))?;
+    ensure!(status.success(), "{program} failed");
+    Ok(())
+}
