@@ -116,7 +116,7 @@ pub const fn shared_bytes(
     let q = Q_SLOTS as usize * rows * q_row_bytes(head_dim);
     let p = 2 * rows * p_row_bytes(keys);
     let words = RECORDS * WORDS + 2 * (AHEAD + 1) * 32 + 4 + (consumers * (2 + rows)) as u32;
-    stages * stage + q + p + 4 * words as usize + 8 * (4 * stages + Q_SLOTS as usize + 2)
+    stages * stage + q + p + 4 * words as usize + 8 * 4 * stages
 }
 
 /// How sequences of several chunks become items, as `decode` takes it.
@@ -469,15 +469,17 @@ pub unsafe fn decode<
     // Whether this block adds the chunks.
     let adds = carver.take::<u32>(4);
     let tops = carver.take::<f32>(const { CONSUMERS * 8 * TILES });
-    let barriers = carver.take::<u64>(const { 4 * STAGES as usize + Q_SLOTS as usize + 2 });
+    let barriers = carver.take::<u64>(const { 4 * STAGES as usize });
     let (k0, v0) = (k_ring.address(0u32), v_ring.address(0u32));
     let barrier0 = barriers.address(0u32);
     let k_full = |slot: u32| barrier0 + 8 * slot;
     let k_empty = |slot: u32| barrier0 + 8 * (STAGES + slot);
     let v_full = |slot: u32| barrier0 + 8 * (2 * STAGES + slot);
     let v_empty = |slot: u32| barrier0 + 8 * (3 * STAGES + slot);
-    let q_empty = |slot: u32| barrier0 + 8 * (4 * STAGES + slot);
-    let records_empty = |half: u32| barrier0 + 8 * (4 * STAGES + Q_SLOTS + half);
+    // Named barriers of the consumers and of the producer that waits for room: all lanes have read there.
+    let q_empty = |slot: u32| 2 + slot;
+    let records_empty = |half: u32| 2 + Q_SLOTS + half;
+    let with_producer = const { 32 * (CONSUMERS as u32 + 1) };
 
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let warp_id = warp::shfl_idx(tid / 32, 0);
@@ -489,12 +491,6 @@ pub unsafe fn decode<
             mbarrier::init(v_full(slot), 1);
             mbarrier::init(k_empty(slot), 1);
             mbarrier::init(v_empty(slot), 1);
-        }
-        for slot in 0..Q_SLOTS {
-            mbarrier::init(q_empty(slot), const { 32 * CONSUMERS as u32 });
-        }
-        for half in 0..2 {
-            mbarrier::init(records_empty(half), const { 32 * CONSUMERS as u32 });
         }
         mbarrier::fence_init();
         tma::prefetch_map(k_map);
@@ -529,7 +525,7 @@ pub unsafe fn decode<
             let item = walk.item;
             if brings_k {
                 if seen >= RECORDS && seen % HALF == 0 {
-                    mbarrier::wait_parity(records_empty(seen / HALF % 2), (seen / RECORDS % 2) ^ 1);
+                    thread::sync_named(records_empty(seen / HALF % 2), with_producer);
                 }
                 let record = records.offset(seen % RECORDS * WORDS);
                 if lane == 0 {
@@ -589,7 +585,9 @@ pub unsafe fn decode<
                 let first_row = (head - kv_head * row_blocks) * block_rows;
                 let rows = (all_rows - first_row).min(block_rows);
                 if first {
-                    mbarrier::wait_parity(q_empty(q_slot), (items / Q_SLOTS % 2) ^ 1);
+                    if items >= Q_SLOTS {
+                        thread::sync_named(q_empty(q_slot), with_producer);
+                    }
                     items += 1;
                 }
                 // What the other lanes have of the records comes before the arrival.
@@ -832,10 +830,10 @@ pub unsafe fn decode<
             }
         }
         if flags & FIRST != 0 {
-            mbarrier::arrive(q_empty((items - 1) % Q_SLOTS));
+            thread::arrive_named(q_empty((items - 1) % Q_SLOTS), with_producer);
         }
         if step % HALF == HALF - 1 {
-            mbarrier::arrive(records_empty(step / HALF % 2));
+            thread::arrive_named(records_empty(step / HALF % 2), with_producer);
         }
         if warp::warp_vote_any(warp::FULL, votes.get(step % 2 * CONSUMERS as u32 + lane % CONSUMERS as u32) != 0) {
             unroll::<TILES>(|tile| {
@@ -1003,7 +1001,7 @@ pub unsafe fn decode<
                 while e < rows * quads {
                     let (r, d) = (e / quads, e % quads * 4);
                     let at = (slot_rows * head_dim + 2 * r, r * head_dim + d);
-                    let (Total { top, sum }, value) = add_chunks::<8>(slots, slot_floats, parts, at);
+                    let (Total { top, sum }, value) = add_chunks::<4, true>(slots, slot_floats, parts, at);
                     finisher.finish(sequence, kv_head, first_row + r, d, top, sum, value);
                     e += const { 32 * CONSUMERS as u32 };
                 }
