@@ -901,32 +901,56 @@ impl Total {
     }
 }
 
-/// Adds the partial results of all chunks in their order: four dimensions of a row, whose maximum and sum, and whose dimensions,
-/// lie there in each. `BATCH` of them are in flight at a time, which changes no result.
+/// What some chunks left of four dimensions of a row: maximum and sum of the row, and the sums of values.
+type Parts<const BATCH: usize> = ([[f32; 2]; BATCH], [[f32; 4]; BATCH]);
+
+/// Fetches chunks `chunk ..`; beyond the last it is the last.
 #[inline(always)]
-pub(super) unsafe fn add_chunks<const BATCH: usize>(
+unsafe fn fetch_chunks<const BATCH: usize>(
+    slots: Global<f32>,
+    slot_floats: usize,
+    (chunk, chunks): (u32, u32),
+    (stats_at, value_at): (u32, u32),
+) -> Parts<BATCH> {
+    let (mut stats, mut values) = ([[0f32; 2]; BATCH], [[0f32; 4]; BATCH]);
+    unroll::<BATCH>(|j| {
+        let slot = slots.offset((chunk + j as u32).min(chunks - 1) as usize * slot_floats);
+        B64(stats[j]) = slot.get_hinted::<B64<f32, 2>>(stats_at, SecondLevel);
+        B128(values[j]) = slot.get_hinted::<B128<f32, 4>>(value_at, SecondLevel);
+    });
+    (stats, values)
+}
+
+/// Adds the partial results of all chunks in their order: four dimensions of a row, whose maximum and sum, and whose dimensions,
+/// lie there in each. `BATCH` of them are fetched at a time, if `AHEAD` while those before are added; neither changes the result.
+#[inline(always)]
+pub(super) unsafe fn add_chunks<const BATCH: usize, const AHEAD: bool>(
     slots: Global<f32>,
     slot_floats: usize,
     chunks: u32,
-    (stats_at, value_at): (u32, u32),
+    at: (u32, u32),
 ) -> (Total, [f32; 4]) {
     let mut total = Total { top: f32::NEG_INFINITY, sum: 0.0 };
     let (mut value, mut chunk) = ([0f32; 4], 0);
+    let mut coming = if AHEAD {
+        fetch_chunks::<BATCH>(slots, slot_floats, (0, chunks), at)
+    } else {
+        ([[0.0; 2]; BATCH], [[0.0; 4]; BATCH])
+    };
     while chunk < chunks {
-        let (mut tops, mut sums) = ([0f32; BATCH], [0f32; BATCH]);
-        let mut parts = [[0f32; 4]; BATCH];
-        unroll::<BATCH>(|j| {
-            let slot = slots.offset((chunk + j as u32).min(chunks - 1) as usize * slot_floats);
-            B64([tops[j], sums[j]]) = slot.get_hinted::<B64<f32, 2>>(stats_at, SecondLevel);
-            B128(parts[j]) = slot.get_hinted::<B128<f32, 4>>(value_at, SecondLevel);
-        });
+        let next = chunk + BATCH as u32;
+        let (stats, values) =
+            if AHEAD { coming } else { fetch_chunks::<BATCH>(slots, slot_floats, (chunk, chunks), at) };
+        if AHEAD && next < chunks {
+            coming = fetch_chunks::<BATCH>(slots, slot_floats, (next, chunks), at);
+        }
         unroll::<BATCH>(|j| {
             if chunk + (j as u32) < chunks {
-                let (old, new) = total.add(tops[j], sums[j]);
-                unroll::<4>(|i| value[i] = float::fma(value[i], old, parts[j][i] * new));
+                let (old, new) = total.add(stats[j][0], stats[j][1]);
+                unroll::<4>(|i| value[i] = float::fma(value[i], old, values[j][i] * new));
             }
         });
-        chunk += BATCH as u32;
+        chunk = next;
     }
     (total, value)
 }
@@ -992,7 +1016,7 @@ pub unsafe fn combine<T: TensorFloat, const BATCH: usize>(
     while e < rows * quads {
         let (r, d) = (e / quads, e % quads * 4);
         let at = (slot_rows * head_dim + 2 * r, r * head_dim + d);
-        let (Total { top, sum }, value) = add_chunks::<BATCH>(slots, slot_floats, chunks, at);
+        let (Total { top, sum }, value) = add_chunks::<BATCH, false>(slots, slot_floats, chunks, at);
         finisher.finish(sequence, kv_head, first_row + r, d, top, sum, value);
         e += COMBINE_THREADS as u32;
     }

@@ -50,6 +50,8 @@ pub const fn threads(consumers: usize) -> usize {
 const AHEAD: u32 = 3;
 /// Descriptions of steps, from the look-up until the consumers are done: more than `AHEAD` and the stages of any ring.
 const RECORDS: u32 = 16;
+/// Descriptions that the consumers give back together.
+const HALF: u32 = RECORDS / 2;
 /// Words of a description.
 const WORDS: u32 = 16;
 /// Tiles of Q in shared memory.
@@ -114,7 +116,7 @@ pub const fn shared_bytes(
     let q = Q_SLOTS as usize * rows * q_row_bytes(head_dim);
     let p = 2 * rows * p_row_bytes(keys);
     let words = RECORDS * WORDS + 2 * (AHEAD + 1) * 32 + 4 + (consumers * (2 + rows)) as u32;
-    stages * stage + q + p + 4 * words as usize + 8 * (4 * stages + Q_SLOTS as usize)
+    stages * stage + q + p + 4 * words as usize + 8 * 4 * stages
 }
 
 /// How sequences of several chunks become items, as `decode` takes it.
@@ -177,9 +179,10 @@ impl Share {
             split::CHUNKS => false,
             split::WHOLE => true,
             _ => {
-                // Adding chunks up at the end takes as long as some units.
+                // Partial results cost a few parts in a hundred of the bandwidth, and adding them up at the end as much as some units.
                 core::hint::assert_unchecked(groups != 0);
-                batch.div_ceil(groups) * longest <= units / groups + 4
+                let even = units / groups;
+                batch.div_ceil(groups) * longest <= even + even / 16 + 4
             }
         };
         // Blocks without work are the last ones, so that the others have multiprocessors of their own.
@@ -201,14 +204,6 @@ impl Share {
     }
 }
 
-/// To be called before shared memory is given back to the copy engine. Reads are in flight when the arrival at a barrier is issued, and while
-/// another block of the multiprocessor waits for memory they may stay so for longer than a copy takes: without the fence some rows of K
-/// were those of a later step, in some of a hundred launches.
-#[inline(always)]
-fn read_before_refill() {
-    tma::fence_async();
-}
-
 /// Consecutive chunks of a head of a sequence.
 #[derive(Clone, Copy)]
 struct Item {
@@ -227,7 +222,7 @@ struct Item {
 /// A block's steps, in their order.
 struct Walk<const KEYS: u32> {
     share: Share,
-    /// First of the 32 sequences that lanes hold one each of.
+    /// First of the 32 sequences that lanes hold one each of; before the first `next` those before the batch.
     base: u32,
     /// Units before `base`, and those up to this lane's sequence.
     before: u32,
@@ -253,14 +248,15 @@ struct Walk<const KEYS: u32> {
 }
 
 impl<const KEYS: u32> Walk<KEYS> {
+    /// Before the first step: [`next`](Self::next) leads there.
     #[inline(always)]
     unsafe fn new(lengths: Lengths, splitting: u32) -> Self {
         let item = Item { sequence: 0, len: 0, head: 0, chunk: 0, part: 0, parts: 1, whole: true };
         let share = Share::new(lengths, splitting);
         let over = share.from == share.to;
-        let mut walk = Self {
+        Self {
             share,
-            base: 0,
+            base: 0u32.wrapping_sub(32),
             before: 0,
             sum: 0,
             len: 0,
@@ -276,12 +272,7 @@ impl<const KEYS: u32> Walk<KEYS> {
             end: 0,
             first: true,
             over,
-        };
-        if !walk.over {
-            walk.look(lengths);
-            walk.next_item(lengths);
         }
-        walk
     }
 
     /// Looks at the 32 sequences from `base` on.
@@ -315,7 +306,7 @@ impl<const KEYS: u32> Walk<KEYS> {
     unsafe fn next_item(&mut self, lengths: Lengths) {
         while self.todo == 0 {
             self.before += warp::shfl_idx(self.sum, 31);
-            self.base += 32;
+            self.base = self.base.wrapping_add(32);
             if self.base >= lengths.batch || self.before >= self.share.to {
                 // More heads than blocks.
                 self.share.head += thread::grid_dim_x();
@@ -478,14 +469,17 @@ pub unsafe fn decode<
     // Whether this block adds the chunks.
     let adds = carver.take::<u32>(4);
     let tops = carver.take::<f32>(const { CONSUMERS * 8 * TILES });
-    let barriers = carver.take::<u64>(const { 4 * STAGES as usize + Q_SLOTS as usize });
+    let barriers = carver.take::<u64>(const { 4 * STAGES as usize });
     let (k0, v0) = (k_ring.address(0u32), v_ring.address(0u32));
     let barrier0 = barriers.address(0u32);
     let k_full = |slot: u32| barrier0 + 8 * slot;
     let k_empty = |slot: u32| barrier0 + 8 * (STAGES + slot);
     let v_full = |slot: u32| barrier0 + 8 * (2 * STAGES + slot);
     let v_empty = |slot: u32| barrier0 + 8 * (3 * STAGES + slot);
-    let q_empty = |slot: u32| barrier0 + 8 * (4 * STAGES + slot);
+    // Named barriers of the consumers and of the producer that waits for room: all lanes have read there.
+    let q_empty = |slot: u32| 2 + slot;
+    let records_empty = |half: u32| 2 + Q_SLOTS + half;
+    let with_producer = const { 32 * (CONSUMERS as u32 + 1) };
 
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let warp_id = warp::shfl_idx(tid / 32, 0);
@@ -495,11 +489,8 @@ pub unsafe fn decode<
         for slot in 0..STAGES {
             mbarrier::init(k_full(slot), 1);
             mbarrier::init(v_full(slot), 1);
-            mbarrier::init(k_empty(slot), CONSUMERS as u32);
-            mbarrier::init(v_empty(slot), CONSUMERS as u32);
-        }
-        for slot in 0..Q_SLOTS {
-            mbarrier::init(q_empty(slot), CONSUMERS as u32);
+            mbarrier::init(k_empty(slot), 1);
+            mbarrier::init(v_empty(slot), 1);
         }
         mbarrier::fence_init();
         tma::prefetch_map(k_map);
@@ -530,8 +521,12 @@ pub unsafe fn decode<
 
         // Describes the next step and has its page numbers fetched, one by each lane.
         let mut look = || {
+            walk.next(lengths);
             let item = walk.item;
             if brings_k {
+                if seen >= RECORDS && seen % HALF == 0 {
+                    thread::sync_named(records_empty(seen / HALF % 2), with_producer);
+                }
                 let record = records.offset(seen % RECORDS * WORDS);
                 if lane == 0 {
                     record.set_as(FLAGS, B128([walk.flags(), walk.key, item.len, 0]));
@@ -557,17 +552,20 @@ pub unsafe fn decode<
                 page_slots.set(slot, u32::MAX);
             }
             cp_async::commit_group();
-            // What the copies need to know, for when it is their turn.
-            let about = (walk.flags(), walk.key, item.head, item.sequence);
-            walk.next(lengths);
+            // And what the copies need to know, for when it is their turn.
             seen += 1;
-            about
+            (walk.flags(), walk.key, item.head, item.sequence)
         };
-        let mut coming = [look(), look(), look()];
+        // One place in the code to look from: it is long, and what is run once for each place would come from far.
+        let (mut coming, mut ahead) = ([(0u32, 0u32, 0u32, 0u32); AHEAD as usize], 0);
         let (mut step, mut slot, mut parity, mut items) = (0u32, 0u32, 1u32, 0u32);
         loop {
             let (flags, key, head, sequence) = coming[0];
             coming = [coming[1], coming[2], look()];
+            if ahead < AHEAD {
+                ahead += 1;
+                continue;
+            }
             let (full, empty) = if brings_k { (k_full(slot), k_empty(slot)) } else { (v_full(slot), v_empty(slot)) };
             if flags & OVER != 0 {
                 mbarrier::wait_parity(empty, parity);
@@ -587,7 +585,9 @@ pub unsafe fn decode<
                 let first_row = (head - kv_head * row_blocks) * block_rows;
                 let rows = (all_rows - first_row).min(block_rows);
                 if first {
-                    mbarrier::wait_parity(q_empty(q_slot), (items / Q_SLOTS % 2) ^ 1);
+                    if items >= Q_SLOTS {
+                        thread::sync_named(q_empty(q_slot), with_producer);
+                    }
                     items += 1;
                 }
                 // What the other lanes have of the records comes before the arrival.
@@ -702,11 +702,6 @@ pub unsafe fn decode<
                     factor[tile][c] = scale * k_scale * undo;
                 });
             });
-            read_before_refill();
-            warp::sync_warp(warp::FULL);
-            if lane == 0 {
-                mbarrier::arrive(q_empty(items % Q_SLOTS));
-            }
             items += 1;
         }
 
@@ -738,12 +733,6 @@ pub unsafe fn decode<
                 }
             }
         });
-
-        read_before_refill();
-        warp::sync_warp(warp::FULL);
-        if lane == 0 {
-            mbarrier::arrive(k_empty(slot));
-        }
 
         let mut x = [[[0f32; 4]; TILES]; TALL];
         unroll::<TALL>(|tall| {
@@ -832,6 +821,20 @@ pub unsafe fn decode<
         }
         let mut sums = probabilities(&m);
         thread::sync_named(1, const { 32 * CONSUMERS as u32 });
+        // Behind the barrier all words of K and Q have been used, and those of V in the step before: the copy engine may have
+        // their places. Arriving where the loads are issued would not do, since they are not over by then.
+        if tid == 0 {
+            mbarrier::arrive(k_empty(slot));
+            if step > 0 {
+                mbarrier::arrive(v_empty(if slot == 0 { STAGES - 1 } else { slot - 1 }));
+            }
+        }
+        if flags & FIRST != 0 {
+            thread::arrive_named(q_empty((items - 1) % Q_SLOTS), with_producer);
+        }
+        if step % HALF == HALF - 1 {
+            thread::arrive_named(records_empty(step / HALF % 2), with_producer);
+        }
         if warp::warp_vote_any(warp::FULL, votes.get(step % 2 * CONSUMERS as u32 + lane % CONSUMERS as u32) != 0) {
             unroll::<TILES>(|tile| {
                 unroll::<2>(|c| {
@@ -905,11 +908,9 @@ pub unsafe fn decode<
                 }
             });
         }
-        // The zeros above, too.
-        read_before_refill();
-        warp::sync_warp(warp::FULL);
-        if lane == 0 {
-            mbarrier::arrive(v_empty(slot));
+        if tail {
+            // The zeros above come before what the copy engine writes there next.
+            tma::fence_async();
         }
         step += 1;
         slot += 1;
@@ -1000,7 +1001,7 @@ pub unsafe fn decode<
                 while e < rows * quads {
                     let (r, d) = (e / quads, e % quads * 4);
                     let at = (slot_rows * head_dim + 2 * r, r * head_dim + d);
-                    let (Total { top, sum }, value) = add_chunks::<8>(slots, slot_floats, parts, at);
+                    let (Total { top, sum }, value) = add_chunks::<4, true>(slots, slot_floats, parts, at);
                     finisher.finish(sequence, kv_head, first_row + r, d, top, sum, value);
                     e += const { 32 * CONSUMERS as u32 };
                 }
