@@ -233,7 +233,7 @@ pub fn benches(harness: &mut Harness) {
                 if what != What::Both {
                     for &(count, threads) in &tuning {
                         let most = match (what, slots) {
-                            (What::Combine, _) => 640,
+                            (What::Combine, _) => 512,
                             (_, true) => 512,
                             _ if quantise => 768,
                             _ => 1024,

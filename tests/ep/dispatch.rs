@@ -177,7 +177,7 @@ pub fn rounds_as(ranks: Vec<Communicator>, config: Config, seed: u64, count: usi
     let all: Vec<(Round, Way)> = (0..count)
         .map(|i| {
             let quantise = config.hidden.is_multiple_of(128) && i % 2 == 1;
-            let blocks = 1 + dice.below(3) as u32;
+            let blocks = 1 + dice.below(5) as u32;
             let way = Way {
                 slots: dice.below(2) == 0,
                 quantise,

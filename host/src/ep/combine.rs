@@ -152,7 +152,7 @@ impl Communicator {
         // know, and blocks are the same on all.
         let slots = routing.arrangement == Some(Arrangement::Slots);
         let few = slots || self.config().max_tokens * hidden <= 4 << 20;
-        let default = if few { [128, 256] } else { [24, MAX_THREADS] };
+        let default = [if few { 64 } else { 24 }, MAX_THREADS];
         let [blocks, threads] = self.blocks(OP, options.blocks, default, MAX_THREADS, |_| 0)?;
         if let Some(results) = copied {
             stream.copy(&mut own.narrow(0, 0, results.dim(0))?, results)?;

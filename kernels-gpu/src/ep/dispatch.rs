@@ -304,7 +304,8 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
         let mask = warp::reduce(experts.rank, |a, b| a | b);
         let row = link.rank as usize * job.max_tokens as usize + token as usize;
         if walk.piece == 0 {
-            for d in 0..link.ranks {
+            for i in 0..link.ranks {
+                let d = link.turn(i);
                 experts.store(job, &peers, d, row);
             }
             if lane < link.ranks {
@@ -317,7 +318,8 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
             if QUANTISED {
                 scale = piece.quantise();
             }
-            for d in 0..link.ranks {
+            for i in 0..link.ranks {
+                let d = link.turn(i);
                 if mask >> d & 1 != 0 {
                     piece.store::<QUANTISED, true>(&peers, d, row, scale);
                 }
@@ -340,16 +342,23 @@ struct Part {
 }
 
 impl Part {
+    /// Of blocks that send to peers, each sends to one and the same, if there are enough: stores to several would wait in line for the
+    /// slowest of these. In e4m3 each row would be quantised for each peer.
     #[inline(always)]
-    unsafe fn new(job: &Job, link: &Link, tokens: u32) -> Self {
+    unsafe fn new<const QUANTISED: bool>(job: &Job, link: &Link, tokens: u32) -> Self {
         let (block, blocks, own) = (thread::block_idx_x(), thread::grid_dim_x(), job.own_blocks);
         let (all, itself) = ((1u32 << link.ranks) - 1, 1u32 << link.rank);
+        let (senders, peers) = (blocks - own, link.ranks - 1);
         let (index, count, to) = if own == 0 {
             (block, blocks, all)
         } else if block < own {
             (block, own, itself)
+        } else if QUANTISED || peers < 2 || senders < peers {
+            (block - own, senders, all & !itself)
         } else {
-            (block - own, blocks - own, all & !itself)
+            let index = integer::div(block - own, peers);
+            let peer = block - own - index * peers;
+            (index, integer::div(senders - peer + peers - 1, peers), 1 << link.turn(peer))
         };
         let each = integer::div(tokens + count - 1, count);
         let first = (index * each).min(tokens);
@@ -395,7 +404,7 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
         kept.set(tid, totals.get(tid));
     }
     // The first piece is under way while the rank waits for the others.
-    let part = Part::new(job, link, routes.tokens);
+    let part = Part::new::<QUANTISED>(job, link, routes.tokens);
     let mut walk = Walk::new(tid / 32, thread::block_dim_x() / 32, Piece::count(job));
     let load = |walk: Walk| {
         let token = part.first + walk.row;
@@ -470,7 +479,8 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
         if QUANTISED {
             scale = piece.quantise();
         }
-        for d in 0..link.ranks {
+        for i in 0..link.ranks {
+            let d = link.turn(i);
             let row = warp::shfl_idx(place, d);
             if row >= 0 {
                 piece.store::<QUANTISED, false>(&peers, d, row as usize, scale);
@@ -487,7 +497,8 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
 #[track_caller]
 unsafe fn send_experts(peers: &Peers<'_, false>, job: &Job, routes: &Routes, token: u32, place: i32) {
     let (experts, _) = Experts::load(job, routes, token);
-    for d in 0..peers.link.ranks {
+    for i in 0..peers.link.ranks {
+        let d = peers.link.turn(i);
         let row = warp::shfl_idx(place, d);
         if row >= 0 {
             experts.store(job, peers, d, row as usize);

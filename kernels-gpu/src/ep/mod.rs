@@ -143,6 +143,14 @@ impl Link {
         peer < self.ranks && peer != self.rank && self.alone == 0
     }
 
+    /// The rank that gets the `i`-th copy of a row: the next one first, the own last. So ranks that begin at the same time do not all send
+    /// to the same one, and stores to the own memory do not wait between those that wait for a link.
+    #[inline(always)]
+    pub fn turn(&self, i: u32) -> u32 {
+        let rank = self.rank + 1 + i;
+        if rank < self.ranks { rank } else { rank - self.ranks }
+    }
+
     /// Keeps what went wrong, if it is the first, in the operation with this mark.
     pub unsafe fn fail(&self, mark: u32, code: u32, rank: u32, phase: u32, value: u32) {
         let words = GlobalMut::new(self.fault);
