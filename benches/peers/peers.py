@@ -521,6 +521,57 @@ def sort():
             )
 
 
+def permute():
+    def there(top_k, experts):
+        def run(x, ids):
+            # By expert, tokens in order within one; where each pair went; where each expert starts.
+            by_expert, order = ids.view(-1).sort(stable=True)
+            positions = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+            bounds = torch.arange(experts + 1, device=order.device, dtype=by_expert.dtype)
+            return x.index_select(0, order // top_k), positions, torch.searchsorted(by_expert, bounds)
+
+        return run
+
+    def back(y, positions, weights):
+        return (y[positions].float() * weights.unsqueeze(-1)).sum(1).to(y.dtype)
+
+    def by_product(y, positions, weights):
+        return torch.bmm(weights.to(y.dtype).unsqueeze(1), y[positions]).squeeze(1)
+
+    def by_adding(y, positions, weights):
+        # Pairs in the order of their experts, as an implementation has them that keeps the order and not the way back.
+        tokens, top_k = positions.shape
+        order = torch.empty_like(positions.view(-1))
+        order.scatter_(0, positions.view(-1), torch.arange(order.numel(), device=y.device))
+        out = torch.zeros(tokens, y.shape[1], device=y.device, dtype=torch.float32)
+        out.index_add_(0, order // top_k, y.float() * weights.view(-1)[order].unsqueeze(-1))
+        return out.to(y.dtype)
+
+    def places(tokens, top_k):
+        return torch.randperm(tokens * top_k, device="cuda").view(tokens, top_k)
+
+    for experts, top_k, n in ((8, 2, 4096), (128, 8, 2048), (256, 8, 7168)):
+        for tokens in (1, 64, 512, 4096):
+            name = f"{tokens}x{top_k}-{experts}x{n}"
+            quick = experts != 8 and tokens in (1, 512, 4096)
+            yield case(
+                f"moe/permute/bf16/{name}",
+                lambda _, t=tokens, e=experts, k=top_k, n=n: (noise(t, n), routing(t, e, k)),
+                quick=quick,
+                compiled=(1, 512, 4096) if experts == 128 else (),
+                torch=there(top_k, experts),
+            )
+            yield case(
+                f"moe/unpermute/bf16/{name}",
+                lambda _, t=tokens, k=top_k, n=n: (noise(t * k, n), places(t, k), noise(t, k, dtype=torch.float32)),
+                quick=quick,
+                compiled=(1, 512, 4096),
+                torch=back,
+                torch_bmm=by_product,
+                torch_index_add=by_adding,
+            )
+
+
 def quantised():
     def e4m3(*shape):
         return noise(*shape).to(torch.float8_e4m3fn)
@@ -569,7 +620,7 @@ def quantised():
             )
 
 
-FAMILIES = [fused, decode, prefill, linear, sampling, gate, norm, rope, activation, kv_cache, quantised, sort]
+FAMILIES = [fused, decode, prefill, linear, sampling, gate, norm, rope, activation, kv_cache, quantised, sort, permute]
 
 
 def by_value(cases):

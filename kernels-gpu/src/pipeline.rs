@@ -101,7 +101,9 @@ impl<const STAGES: usize> Stages<STAGES> {
 
     #[inline(always)]
     fn empty(self, stage: u32) -> u32 {
-        self.bars + 8 * (STAGES as u32 + stage)
+        // In these words, so that the machine code has an address for `full` and a distance for this one: racecheck does not see the
+        // distance of `cp.async`'s arrivals, and takes what they count for races.
+        self.full(stage) + const { 8 * STAGES as u32 }
     }
 
     /// The producer: waits until the stage may be filled, and expects `bytes`.
@@ -152,6 +154,17 @@ impl<const STAGES: usize> Stages<STAGES> {
         } else if lane == 0 {
             mbarrier::arrive(self.empty(stage));
         }
+    }
+
+    /// A lane of a consumer, of which each counts for itself: it has read the stage, which it does not share with other blocks. For ordinary
+    /// loads from what `cp.async` writes: racecheck does not see who speaks for a warp in [`release`](Self::release).
+    ///
+    /// # Safety
+    /// As for [`release`](Self::release).
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn release_lane(self, stage: u32) {
+        mbarrier::arrive(self.empty(stage));
     }
 }
 

@@ -85,12 +85,12 @@ fn matches_the_reference_in_bf16() {
     check::<bf16>();
 }
 
-/// Each way that a row is held: two pieces a thread, four, and computed twice; few rows by clusters, and the same bits in
+/// Each way that a row is held: one piece a thread, two, four, and computed twice; few rows by clusters, and the same bits in
 /// many rows without.
 #[test]
 fn rows_of_every_length() {
     on_every_device(|device, stream| {
-        for (d, rows) in [(4096usize, 1), (8200, 2), (16392, 1), (16393, 1), (32776, 1)] {
+        for (d, rows) in [(8usize, 3), (2056, 2), (4096, 1), (4104, 2), (8200, 2), (16392, 1), (16393, 1), (32776, 1)] {
             let x = noise_of::<bf16>(rows * 2 * d, 3);
             let run = |x: &[bf16]| {
                 let rows = x.len() / 2 / d;
@@ -106,8 +106,8 @@ fn rows_of_every_length() {
                 check_quantised(got, &want, *scale);
             }
             if rows > 1 {
-                let (many, many_scales) = run(&x.repeat(17));
-                assert_eq!(many_scales, scales.repeat(17));
+                let (many, many_scales) = run(&x.repeat(33));
+                assert_eq!(many_scales, scales.repeat(33));
                 assert!(many.chunks(rows * d).all(|part| all_bytes(part) == all_bytes(&out)), "{d}");
             }
         }
@@ -219,6 +219,8 @@ fn entries_have_the_names_of_what_they_do() {
         assert_eq!(quant::per_group_entry(dtype, false).unwrap().name, name);
         let name = format!("silu_and_mul_e4m3_per_token_cluster_{dtype}");
         assert_eq!(quant::per_token_cluster_entry(dtype).unwrap().name, name);
+        let name = format!("silu_and_mul_e4m3_per_token_short_{dtype}");
+        assert_eq!(quant::per_token_short_entry(dtype).unwrap().name, name);
         for (variant, v) in [(X2, "x2"), (X4, "x4"), (Loop, "loop"), (Any, "any")] {
             let name = format!("silu_and_mul_e4m3_per_token_{v}_{dtype}");
             assert_eq!(quant::per_token_entry(dtype, variant).unwrap().name, name);

@@ -36,11 +36,11 @@ struct Routing {
     weights: Vec<Vec<f32>>,
 }
 
-/// All of them; two under a sanitizer.
+/// All of them; one under a sanitizer.
 fn references() -> Vec<Reference> {
     let mut all: Vec<Reference> =
         serde_json::from_slice(&std::fs::read(tiny_moe().join("reference.json")).unwrap()).unwrap();
-    all.truncate(if sanitizing() { 2 } else { usize::MAX });
+    all.truncate(if sanitizing() { 1 } else { usize::MAX });
     all
 }
 
@@ -187,8 +187,11 @@ fn prompts() -> Vec<Vec<u32>> {
 /// Batched, chunked, preempted and single runs give the same tokens.
 fn the_same_however_it_is_run<T: Real>(device: &Device, sampling: Sampling, tokens: usize) {
     let mut prompts = prompts();
-    let tokens = if sanitizing() { 4 } else { tokens };
-    prompts.truncate(if sanitizing() { 3 } else { usize::MAX });
+    let tokens = if sanitizing() { 3 } else { tokens };
+    if sanitizing() {
+        // A short one, and one that is longer than a chunk.
+        prompts = vec![prompts.swap_remove(0), prompts.swap_remove(2)];
+    }
     let alone: Vec<Vec<u32>> = prompts
         .iter()
         .map(|p| {
@@ -214,7 +217,10 @@ fn the_same_however_it_is_run<T: Real>(device: &Device, sampling: Sampling, toke
 #[test]
 fn greedy_runs_are_the_same_however_they_are_run() {
     for device in devices() {
-        the_same_however_it_is_run::<f32>(&device, Sampling::default(), 20);
+        // `f32_is_the_reference` shows these kernels to a sanitizer.
+        if !sanitizing() {
+            the_same_however_it_is_run::<f32>(&device, Sampling::default(), 20);
+        }
         the_same_however_it_is_run::<bf16>(&device, Sampling::default(), 20);
     }
 }
@@ -223,7 +229,9 @@ fn greedy_runs_are_the_same_however_they_are_run() {
 fn sampled_runs_are_the_same_however_they_are_run() {
     let sampling = Sampling { temperature: 0.9, top_k: 30, top_p: 0.9, min_p: 0.01, seed: 5 };
     for device in devices() {
-        the_same_however_it_is_run::<f32>(&device, sampling, 20);
+        if !sanitizing() {
+            the_same_however_it_is_run::<f32>(&device, sampling, 20);
+        }
         the_same_however_it_is_run::<bf16>(&device, Sampling { top_k: 0, ..sampling }, 20);
     }
 }

@@ -45,12 +45,13 @@ pub const fn per_group_few_entry(dtype: DType) -> Option<Entry<GroupArgs>> {
     }
 }
 
-/// How to launch [`per_group_few_entry`].
+/// How to launch [`per_group_few_entry`] for at most [`MOST_FEW_ROWS`] rows.
 pub const fn per_group_few_geometry(rows: u32, d: u32) -> Geometry {
-    let y = if rows < 65535 { rows } else { 65535 };
-    let z = if rows == 0 { 0 } else { rows.div_ceil(y) };
-    Geometry::new([d.div_ceil(4).div_ceil(kernel::FEW_THREADS), y, z], [kernel::FEW_THREADS, 1, 1])
+    Geometry::new([d.div_ceil(4).div_ceil(kernel::FEW_THREADS), rows, 1], [kernel::FEW_THREADS, 1, 1])
 }
+
+/// The most rows of [`per_group_few_entry`].
+pub const MOST_FEW_ROWS: u32 = 65535;
 
 /// Up to so many results [`per_group_few_entry`] is faster. Measured on an H200.
 const FEW: u64 = 1 << 20;
@@ -85,8 +86,22 @@ pub const fn per_token_cluster_geometry(dtype: DType, rows: u32, d: u32) -> Opti
     Some(geometry.shared_bytes(kernel::CLUSTER_SHARED_BYTES as u32).cluster(kernel::CLUSTER))
 }
 
-/// Rows that are worth a cluster each: beyond, blocks wait for each other. Measured on an H200.
-const MOST_CLUSTERS: u32 = 32;
+/// The entry with a scale for each row, for short rows, aligned.
+pub const fn per_token_short_entry(dtype: DType) -> Option<Entry<TokenArgs>> {
+    pieces::instance(dtype, 15)
+}
+
+/// How to launch [`per_token_short_entry`]; `None` where a row has more pieces than a block has threads, or none.
+pub const fn per_token_short_geometry(dtype: DType, rows: u32, d: u32) -> Option<Geometry> {
+    let threads = d.div_ceil(pieces::piece(dtype, true)).next_multiple_of(32);
+    if threads > kernel::SHORT_THREADS || d == 0 {
+        return None;
+    }
+    Some(Geometry::linear(rows, threads).shared_bytes(kernel::SHARED_BYTES as u32))
+}
+
+/// Rows that are worth a cluster each, if they are not short: beyond, blocks wait for each other. Measured on an H200.
+const MOST_CLUSTERS: u32 = 64;
 
 fn places(
     dtype: DType,
@@ -126,7 +141,8 @@ pub unsafe fn launch_per_tensor(stream: &Stream, dtype: DType, args: &TensorArgs
 pub unsafe fn launch_per_group(stream: &Stream, dtype: DType, args: &GroupArgs) -> Result<()> {
     let places = places(dtype, args.gate, args.up, args.in_stride, args.out, args.out_stride);
     let aligned = pieces::aligned(dtype, args.d, &places);
-    let few = per_group_few_entry(dtype).filter(|_| aligned && args.rows as u64 * args.d as u64 <= FEW);
+    let few = per_group_few_entry(dtype)
+        .filter(|_| aligned && args.d > 0 && args.rows <= MOST_FEW_ROWS && args.rows as u64 * args.d as u64 <= FEW);
     let (entry, geometry) = match few {
         Some(_) => (few, per_group_few_geometry(args.rows, args.d)),
         None => (per_group_entry(dtype, aligned), geometry(dtype, aligned, args.rows, args.d)),
@@ -145,16 +161,16 @@ pub unsafe fn launch_per_group(stream: &Stream, dtype: DType, args: &GroupArgs) 
 /// As for [`gated::launch`](super::gated::launch).
 pub unsafe fn launch_per_token(stream: &Stream, dtype: DType, rows: u32, args: &TokenArgs) -> Result<()> {
     let places = places(dtype, args.gate, args.up, args.in_stride, args.out, args.out_stride);
-    let variant = Variant::new(dtype, args.d, pieces::aligned(dtype, args.d, &places));
-    let long = matches!(variant, Variant::X4 | Variant::Loop);
-    let cluster = if long && rows <= MOST_CLUSTERS && stream.device().properties().compute_capability == (9, 0) {
-        per_token_cluster_geometry(dtype, rows, args.d)
-    } else {
-        None
-    };
-    let (entry, geometry) = match cluster {
-        Some(geometry) => (per_token_cluster_entry(dtype), geometry),
-        None => (per_token_entry(dtype, variant), per_token_geometry(dtype, variant, rows, args.d)),
+    let aligned = pieces::aligned(dtype, args.d, &places);
+    let variant = Variant::new(dtype, args.d, aligned);
+    let short = if aligned { per_token_short_geometry(dtype, rows, args.d) } else { None };
+    let clusters =
+        aligned && args.d > 0 && rows <= MOST_CLUSTERS && stream.device().properties().compute_capability == (9, 0);
+    let cluster = if clusters { per_token_cluster_geometry(dtype, rows, args.d) } else { None };
+    let (entry, geometry) = match (short, cluster) {
+        (Some(geometry), _) => (per_token_short_entry(dtype), geometry),
+        (None, Some(geometry)) => (per_token_cluster_entry(dtype), geometry),
+        (None, None) => (per_token_entry(dtype, variant), per_token_geometry(dtype, variant, rows, args.d)),
     };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, PER_TOKEN, dtype, entry, &geometry, args) }

@@ -139,6 +139,25 @@ pub unsafe fn load_u32(address: u32) -> u32 {
     }
 }
 
+/// `st.async` of 32 bits: a store that counts as 4 of the bytes which the mbarrier at `bar` expects
+/// ([`mbarrier::expect_tx`](crate::mbarrier::expect_tx)). Who has waited for that phase sees it, without a fence or a barrier of the cluster.
+///
+/// # Safety
+/// As for [`store_u32`], in a cluster that the launch asked for; `bar` came from [`map`] with the same block, of an mbarrier that was
+/// initialised, and whose phase does not end before.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn store_async_u32(address: u32, value: u32, bar: u32) {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        ptx!("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [{a}], {v}, [{b}];", a = in(reg32) address,
+            v = in(reg32) value, b = in(reg32) bar, options(nostack, preserves_flags))
+    };
+    #[cfg(not(target_arch = "nvptx64"))]
+    simt::store_async(address, value, bar);
+}
+
 /// `st.shared::cluster` of 32 bits.
 ///
 /// # Safety

@@ -24,7 +24,7 @@ mod wgmma;
 pub use asynch::{
     TensorTile, bulk_commit, bulk_wait, cp_async, cp_async_bulk, cp_async_bulk_tensor, cp_async_bulk_tensor_multicast,
     cp_async_commit, cp_async_mbarrier_arrive, cp_async_wait, mbarrier_arrive, mbarrier_arrive_at, mbarrier_expect_tx,
-    mbarrier_init, mbarrier_invalidate, mbarrier_try_wait, store_bulk, store_bulk_tensor,
+    mbarrier_init, mbarrier_invalidate, mbarrier_try_wait, store_async, store_bulk, store_bulk_tensor,
 };
 pub use block::{
     BarrierOp, Lanes, MAX_BARRIERS, MAX_THREADS, WARP_SIZE, block_barrier, block_barrier_arrive, warp_collective,

@@ -3,9 +3,9 @@
 //! * With a given scale for the whole tensor: one piece a thread, as [`gated`](super::gated).
 //! * With a scale for each group of 128 columns: the same; a group is 16 lanes (32 for f32), which agree on its
 //!   largest magnitude. Few rows take pieces of half the size (`few`): a group is a warp then, which agrees in one instruction,
-//!   and a thread has half as much to do after its loads have come.
+//!   and a thread has half as much to do after its loads have come. Before them it asks for as little as it can.
 //! * With a scale for each row: a block for each row keeps the results in registers, `N` pieces a thread, until it
-//!   knows the largest. Rows too long for that (`N = 0`) are computed twice, the second time from the second-level
+//!   knows the largest; one piece a thread if that is enough (`short`). Rows too long for that (`N = 0`) are computed twice, the second time from the second-level
 //!   cache. Few long rows take a cluster of blocks each instead: one multiprocessor reads 64 bytes a cycle, which for a
 //!   row of 14336 is twice the time of all the rest.
 //!
@@ -17,7 +17,7 @@ use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
 use crate::row::{Piece, Team};
 use cuda_std::shared::Carver;
-use cuda_std::{E4M3, Float, Global, GlobalMut, Shared, cluster, entries, float, thread};
+use cuda_std::{E4M3, Float, Global, GlobalMut, Shared, cluster, entries, float, mbarrier, thread, warp};
 
 /// The most warps of a block with a row of its own.
 pub const MAX_WARPS: usize = 32;
@@ -26,6 +26,9 @@ pub const SHARED_BYTES: usize = MAX_WARPS * 4;
 
 /// Threads of a block of the instances for few rows.
 pub const FEW_THREADS: u32 = 256;
+
+/// The most threads of a block with a short row of its own.
+pub const SHORT_THREADS: u32 = 512;
 
 const NONE: Params = Params { alpha: 0.0, limit: 0.0 };
 
@@ -82,6 +85,87 @@ pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize, const 
     scales.store::<V>(index, d, scale);
 }
 
+/// Piece number `index` of a row of at least one, all of it aligned, and its results; beyond the end those of the last piece.
+///
+/// Where all time is latency, a load under a condition is late: its address takes a slower path, and what it brings has to be merged
+/// with zeros.
+#[inline(always)]
+#[track_caller]
+unsafe fn near_piece<T: Float, A: Gated, const V: usize>(
+    index: u32,
+    row: usize,
+    gate: *const T,
+    up: *const T,
+    d: u32,
+    in_stride: usize,
+) -> (Piece<V, true>, [f32; V]) {
+    let near = index.min(d / V as u32 - 1);
+    // SAFETY: a row is whole pieces, and this one is none beyond the last.
+    core::hint::assert_unchecked(near * (V as u32) < d);
+    let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
+    (Piece::new(index, d), piece::<T, A, V, true>(Piece::new(near, d), gate, up, NONE))
+}
+
+/// As [`per_group`] for few rows of 16-bit elements, aligned and not empty: the second number of a block of [`FEW_THREADS`] threads is the
+/// row's. `rows` is not read.
+#[inline(always)]
+pub unsafe fn per_group_few<T: Float, A: Gated, Q: Quantised>(
+    gate: *const T,
+    up: *const T,
+    out: *mut Q,
+    scales: *mut f32,
+    _rows: u32,
+    d: u32,
+    in_stride: usize,
+    out_stride: usize,
+    scale_row_stride: usize,
+    scale_group_stride: usize,
+) {
+    let row = thread::block_idx_y() as usize;
+    let index = thread::block_idx_x() * FEW_THREADS + thread::thread_idx_x();
+    // Whole warps beyond the end.
+    if (index - index % 32) * 4 >= d {
+        return;
+    }
+    let (p, y) = near_piece::<T, A, 4>(index, row, gate, up, d, in_stride);
+    let largest = quantise::warp_amax(quantise::amax_from_epsilon(y));
+    let (scale, factor) = quantise::scale_and_factor_from_epsilon::<Q>(largest);
+    p.store_quantised(GlobalMut::new(out).offset(row * out_stride), y, factor);
+    let scales =
+        GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
+    scales.store::<4>(index, d, scale);
+}
+
+/// As [`per_token`] for short rows, aligned and not empty: one piece a thread.
+#[inline(always)]
+pub unsafe fn per_token_short<T: Float, A: Gated, Q: Quantised, const V: usize>(
+    gate: *const T,
+    up: *const T,
+    out: *mut Q,
+    scales: *mut f32,
+    d: u32,
+    in_stride: usize,
+    out_stride: usize,
+) {
+    let row = thread::block_idx_x() as usize;
+    let team = Team::current();
+    let (warp_id, lane, warps) = (team.rank / 32, team.rank % 32, team.size / 32);
+    let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
+    let (p, y) = near_piece::<T, A, V>(team.rank, row, gate, up, d, in_stride);
+    let own = quantise::warp_amax(quantise::amax_from_epsilon(y));
+    // As `Team::reduce_warps`, but of single warps too: behind a branch the address of shared memory would be asked for now.
+    if lane == 0 {
+        scratch.set(warp_id, own);
+    }
+    thread::sync_threads();
+    let largest = quantise::warp_amax(scratch.get(if lane < warps { lane } else { 0 }));
+    let (scale, factor) = quantise::scale_and_factor_from_epsilon::<Q>(largest);
+    p.store_quantised(GlobalMut::new(out).offset(row * out_stride), y, factor);
+    if team.rank == 0 {
+        GlobalMut::new(scales).set(row, scale);
+    }
+}
+
 /// As [`gated`](super::gated::gated), a block of a multiple of 32 threads for each row; `scales`: `[rows]`.
 #[inline(always)]
 pub unsafe fn per_token<T: Float, A: Gated, Q: Quantised, const V: usize, const N: usize, const VEC: bool>(
@@ -133,10 +217,11 @@ pub const CLUSTER: u32 = 8;
 pub const CLUSTER_THREADS: u32 = 512;
 const CLUSTER_WARPS: u32 = CLUSTER_THREADS / 32;
 /// Its shared memory.
-pub const CLUSTER_SHARED_BYTES: usize = (CLUSTER_WARPS * CLUSTER) as usize * 4;
+pub const CLUSTER_SHARED_BYTES: usize = (CLUSTER_WARPS * CLUSTER) as usize * 4 + 8;
 
 /// As [`per_token`] with a cluster of blocks for each row: one piece a thread, a multiple of 32 threads. Every warp tells all
-/// blocks its largest result, at one barrier of the cluster.
+/// blocks its largest result, by stores that an mbarrier of each block counts: the only barrier of the cluster is that before the
+/// first of them, and passes while inputs are on their way.
 #[inline(always)]
 pub unsafe fn per_token_cluster<T: Float, A: Gated, Q: Quantised, const V: usize>(
     gate: *const T,
@@ -148,33 +233,40 @@ pub unsafe fn per_token_cluster<T: Float, A: Gated, Q: Quantised, const V: usize
     out_stride: usize,
 ) {
     cluster::dims::<CLUSTER>();
-    // Nobody may write to a block that does not run yet.
+    let team = Team::current();
+    let (warp_id, lane, maxima) = (team.rank / 32, team.rank % 32, team.size / 32 * CLUSTER);
+    let mut carver = Carver::new();
+    let largest: Shared<f32> = carver.take((CLUSTER_WARPS * CLUSTER) as usize);
+    let came = carver.take::<u64>(1).ptr(0u32);
+    if team.rank == 0 {
+        mbarrier::init(came, 1);
+        mbarrier::fence_init();
+        mbarrier::arrive_expect_tx(came, maxima * 4);
+    }
+    warp::sync_warp(warp::FULL);
+    // Nobody may write to a block that does not run yet, or has no mbarrier.
     cluster::arrive_relaxed();
     let (row, rank) = ((thread::block_idx_x() / CLUSTER) as usize, cluster::rank());
-    let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
-    let (out, scales) = (GlobalMut::new(out).offset(row * out_stride), GlobalMut::new(scales));
-    let team = Team::current();
-    let (warp_id, lane, warps) = (team.rank / 32, team.rank % 32, team.size / 32);
-    let largest: Shared<f32> = Carver::new().take((CLUSTER_WARPS * CLUSTER) as usize);
-
-    let p = Piece::<V, true>::new(rank * team.size + team.rank, d);
-    let y = piece::<T, A, V, true>(p, gate, up, NONE);
-    let own = quantise::warp_amax(quantise::amax(y));
+    let (p, y) = near_piece::<T, A, V>(rank * team.size + team.rank, row, gate, up, d, in_stride);
+    let own = quantise::warp_amax(quantise::amax_from_epsilon(y));
     cluster::wait();
     if lane < CLUSTER {
-        cluster::store_u32(cluster::map(largest.ptr(warp_id * CLUSTER + rank), lane), own.to_bits());
+        let to = cluster::map(largest.ptr(warp_id * CLUSTER + rank), lane);
+        cluster::store_async_u32(to, own.to_bits(), cluster::map(came, lane));
     }
-    cluster::sync();
+    // Blocks that have all of it have been written to for the last time, and may end.
+    mbarrier::wait_parity(came, 0);
     let mut most = 0.0;
-    let mut i = lane;
-    while i < warps * CLUSTER {
-        most = float::max(most, largest.get(i));
-        i += 32;
-    }
-    let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::warp_amax(most), 1.0);
-    p.store_quantised(out, y, factor);
+    cuda_std::unroll::<{ (CLUSTER_WARPS * CLUSTER / 32) as usize }>(|i| {
+        let i = i as u32 * 32 + lane;
+        if i < maxima {
+            most = float::max(most, largest.get(i));
+        }
+    });
+    let (scale, factor) = quantise::scale_and_factor_from_epsilon::<Q>(quantise::warp_amax(most));
+    p.store_quantised(GlobalMut::new(out).offset(row * out_stride), y, factor);
     if rank == 0 && team.rank == 0 {
-        scales.set(row, scale);
+        GlobalMut::new(scales).set(row, scale);
     }
 }
 
@@ -209,8 +301,8 @@ pub mod groups {
         silu_and_mul_e4m3_per_group_any_f32 { type T = f32; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
         silu_and_mul_e4m3_per_group_any_f16 { type T = half::f16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
         silu_and_mul_e4m3_per_group_any_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
-        silu_and_mul_e4m3_per_group_few_f16 { type T = half::f16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, true>;
-        silu_and_mul_e4m3_per_group_few_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, true>;
+        silu_and_mul_e4m3_per_group_few_f16 { type T = half::f16; } [MAX_THREADS] => per_group_few::<T, SiluAndMul, E4M3>;
+        silu_and_mul_e4m3_per_group_few_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group_few::<T, SiluAndMul, E4M3>;
     }
 }
 
@@ -236,5 +328,8 @@ pub mod tokens {
         silu_and_mul_e4m3_per_token_cluster_f32 { type T = f32; } [CLUSTER_THREADS; Sm90a] => per_token_cluster::<T, SiluAndMul, E4M3, 4>;
         silu_and_mul_e4m3_per_token_cluster_f16 { type T = half::f16; } [CLUSTER_THREADS; Sm90a] => per_token_cluster::<T, SiluAndMul, E4M3, 8>;
         silu_and_mul_e4m3_per_token_cluster_bf16 { type T = half::bf16; } [CLUSTER_THREADS; Sm90a] => per_token_cluster::<T, SiluAndMul, E4M3, 8>;
+        silu_and_mul_e4m3_per_token_short_f32 { type T = f32; } [SHORT_THREADS] => per_token_short::<T, SiluAndMul, E4M3, 4>;
+        silu_and_mul_e4m3_per_token_short_f16 { type T = half::f16; } [SHORT_THREADS] => per_token_short::<T, SiluAndMul, E4M3, 8>;
+        silu_and_mul_e4m3_per_token_short_bf16 { type T = half::bf16; } [SHORT_THREADS] => per_token_short::<T, SiluAndMul, E4M3, 8>;
     }
 }

@@ -8,7 +8,7 @@ use cuda_std::{cluster, entries, mbarrier, thread};
 /// Threads of a block.
 pub const THREADS: usize = 64;
 /// Words of a thread.
-pub const WORDS: usize = 6;
+pub const WORDS: usize = 7;
 /// Dynamic shared memory.
 pub const SHARED_BYTES: usize = 1024;
 
@@ -22,14 +22,15 @@ pub unsafe fn conformance<const BLOCKS: u32>(map: *const TensorMap, out: *mut u3
     let mut words = Words::new(out, WORDS);
     let t = thread::thread_idx_x();
     let mut carver = Carver::new();
-    let (tile, shared, bars) = (carver.take_aligned::<f32>(128, 128), carver.take::<u32>(64), carver.take::<u64>(2));
-    let (full, empty) = (bars.address(0u32), bars.address(1u32));
+    let (tile, shared, bars) = (carver.take_aligned::<f32>(128, 128), carver.take::<u32>(64), carver.take::<u64>(3));
+    let (full, empty, came) = (bars.address(0u32), bars.address(1u32), bars.address(2u32));
     let rank = cluster::rank();
     let other = (rank + 1) % BLOCKS;
     shared.set(t, t + 100 * thread::block_idx_x());
     if t == 0 {
         mbarrier::init(full, 1);
         mbarrier::init(empty, BLOCKS);
+        mbarrier::init(came, 1);
         mbarrier::fence_init();
     }
     cluster::sync();
@@ -63,6 +64,19 @@ pub unsafe fn conformance<const BLOCKS: u32>(map: *const TensorMap, out: *mut u3
     }
     mbarrier::wait_parity_cluster(empty, 0);
     words.put(mbarrier::try_wait_parity_cluster(empty, 0) as u32);
+    // Words that an mbarrier counts.
+    if t == 0 {
+        mbarrier::arrive_expect_tx(came, 4 * THREADS as u32);
+    }
+    // They need a cluster that the launch asked for as well.
+    if BLOCKS > 1 {
+        cluster::store_async_u32(cluster::map(shared.ptr(t), other), 11 * t + rank, cluster::map(came, other));
+        mbarrier::wait_parity(came, 0);
+    } else {
+        shared.set(t, 11 * t + rank);
+        thread::sync_threads();
+    }
+    words.put(shared.get(t ^ 2));
     // Nobody leaves while others may still signal.
     cluster::arrive_relaxed();
     cluster::wait();

@@ -244,7 +244,8 @@ unsafe fn fused_quant_wgmma<
     }
     if tid == 0 {
         // What is copied by the copy engine, and each producer's rows.
-        stages.init_counted(if DIRECT { 1 + PRODUCERS as u32 } else { 1 }, 4 * GROUPS as u32);
+        let consumers = const { GROUPS as u32 * if counts_lanes(SCALES, DIRECT) { 128 } else { 4 } };
+        stages.init_counted(if DIRECT { 1 + PRODUCERS as u32 } else { 1 }, consumers);
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
         if !DIRECT {
@@ -486,6 +487,11 @@ unsafe fn fused_quant_wgmma<
     }
 }
 
+/// Whether every lane of a consumer says that it has read a stage.
+const fn counts_lanes(scales: u32, direct: bool) -> bool {
+    direct && scales == BLOCKS
+}
+
 /// The columns of the products that a share of `count` pairs takes.
 #[inline(always)]
 const fn columns(pairs: u32, count: u32) -> u32 {
@@ -600,7 +606,13 @@ impl Consumer {
                 // Before the next products overwrite them.
                 acc[s].pin();
             }
-            stages.release(ring.stage, lane);
+            if const { counts_lanes(SCALES, DIRECT) } {
+                stages.release_lane(ring.stage);
+            } else {
+                // The copy engine writes the next scales by another proxy than that of the loads.
+                tma::fence_async();
+                stages.release(ring.stage, lane);
+            }
             ring.advance();
             step += 1;
             if step >= groups {

@@ -136,6 +136,25 @@ pub fn amax<const V: usize>(values: [f32; V]) -> f32 {
     float::max(tree(values, float::max), 0.0)
 }
 
+/// [`amax`], and [`EPSILON`] at least, which comes in where nothing waits for it.
+#[inline(always)]
+pub fn amax_from_epsilon<const V: usize>(values: [f32; V]) -> f32 {
+    const { assert!(V == 4 || V == 8) };
+    let at = |i: usize| values[i % V];
+    let mut largest = float::max(tree([at(0), at(1)], float::max), EPSILON);
+    largest = float::max(largest, tree([at(2), at(3)], float::max));
+    if V == 8 {
+        largest = float::max(largest, tree([at(4), at(5), at(6), at(7)], float::max));
+    }
+    largest
+}
+
+/// The scale for magnitudes up to one of [`amax_from_epsilon`], and its reciprocal, which do not wait for each other.
+#[inline(always)]
+pub fn scale_and_factor_from_epsilon<Q: Quantised>(amax: f32) -> (f32, f32) {
+    (amax * (1.0 / Q::MAX), Q::MAX * float::fast::recip(amax))
+}
+
 /// Magnitudes combined in pairs, then the results in pairs, and so on: latency counts.
 #[inline(always)]
 fn tree<const V: usize>(values: [f32; V], op: impl Fn(f32, f32) -> f32) -> f32 {

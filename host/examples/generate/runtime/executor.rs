@@ -2,8 +2,8 @@
 //!
 //! A decode step has a *row* for each sequence. Last token, length and block table of every row live on the device; a step
 //! grows the lengths ([`advance`]), runs the network and samples, and what it samples is what the next step reads. It is
-//! captured once for each *bucket*, a power of two of rows, and launched as a graph. Rows without a sequence have
-//! length 0. The host only writes block tables, when a sequence needs another block, and all of the state when
+//! captured once for each *bucket*, a power of two of rows, and launched as a graph. The first step of a bucket runs as it is:
+//! it loads kernels, which a capture cannot. Rows without a sequence have length 0. The host only writes block tables, when a sequence needs another block, and all of the state when
 //! sequences join or leave.
 //!
 //! Tokens come back through pinned memory: [`Executor::launch`] submits a step, [`Executor::read`] waits for the oldest
@@ -177,7 +177,6 @@ impl<T: Real> ModelExecutor<T> {
             (0..c.num_layers).map(|_| KvCache::zeros(device, CacheLayout::Nhd, shape)).collect();
         let pinned = |n| Pinned::<i32>::zeros(device, n);
         let step = |_| -> Result<Step> { Ok(Step { tokens: pinned(rows)?, done: Event::new(device)? }) };
-        device.preload(&["activation", "attention", "gemm", "kv_cache", "moe", "norm", "rope", "sampling"])?;
         Ok(Self {
             device: device.clone(),
             stream: Stream::new(device)?,
@@ -411,16 +410,6 @@ impl<T: Real> Executor for ModelExecutor<T> {
 
     fn launch(&mut self) -> Result<()> {
         let bucket = self.bucket;
-        if !self.graphs.contains_key(&bucket) {
-            let stream = self.stream.clone();
-            let mut outcome = Ok(());
-            let graph = Graph::capture(&stream, |s| {
-                outcome = decode_step(self, s, bucket, 0, &mut Nobody);
-                Ok(())
-            })?;
-            outcome?;
-            self.graphs.insert(bucket, graph);
-        }
         let mut step = self.spare.pop().expect("no more steps in flight than there is room for");
         if self.table_changed {
             let mut pinned = self.tables.pop_front().expect("a table more than steps in flight");
@@ -430,7 +419,19 @@ impl<T: Real> Executor for ModelExecutor<T> {
             self.tables.push_back(pinned);
             self.table_changed = false;
         }
-        self.graphs[&bucket].launch(&self.stream)?;
+        if let Some(graph) = self.graphs.get(&bucket) {
+            graph.launch(&self.stream)?;
+        } else {
+            let stream = self.stream.clone();
+            decode_step(self, &stream, bucket, 0, &mut Nobody)?;
+            let mut outcome = Ok(());
+            let graph = Graph::capture(&stream, |s| {
+                outcome = decode_step(self, s, bucket, 0, &mut Nobody);
+                Ok(())
+            })?;
+            outcome?;
+            self.graphs.insert(bucket, graph);
+        }
         // SAFETY: the step owns the memory, and is not touched before its event has happened.
         unsafe { self.stream.download(&mut step.tokens, &self.rows.tokens)? };
         self.stream.record_event(&step.done)?;
