@@ -59,16 +59,18 @@ pub(super) fn map(
     let line = kernel::LINE as u64;
     let tile_rows = tile_rows(gate_up) as u64;
     let outputs = if gate_up.is_some() { 32 } else { 64 };
-    // The innermost dimension runs through a strip from the tile's row on that the next one says, so that a step along K is a tile.
-    // Dimensions of one element take no notice of their strides.
+    // The innermost dimension runs through a strip, from the row of a tile on that the next dimension says, so that a step along K is a tile. It
+    // ends with the first row of the last tile, which the last row is as far from as the strip's end. Dimensions of one element take no notice of
+    // their strides.
+    let step = (kernel::LINE / dtype.size()) as u64;
     let strip = tile_rows * k as u64;
     let (strips, bytes) = ((experts.max(1) * n / outputs) as u64, strip * dtype.size() as u64);
-    let step = (kernel::LINE / dtype.size()) as u32;
+    let along = strip - (tile_rows - 1) * step;
     let (dims, strides, box_dims) = if tile_rows == 64 {
-        ([strip, 64, 1, 1, strips], [line, line, line, bytes], [step, 64, 1, 1, rows as u32 / 64])
+        ([along, 64, 1, 1, strips], [line, line, line, bytes], [step as u32, 64, 1, 1, rows as u32 / 64])
     } else {
         // 8 rows, gates without values, 4 times: the values lie outside, and are zeroes.
-        ([strip, 8, 1, 4, strips], [line, 8 * line, 8 * line, bytes], [step, 8, 2, 4, rows as u32 / 64])
+        ([along, 8, 1, 4, strips], [line, 8 * line, 8 * line, bytes], [step as u32, 8, 2, 4, rows as u32 / 64])
     };
     TensorMapDescription { base: base as u64, dtype, rank: 5, dims, strides, box_dims, swizzle: Swizzle::B128 }
 }
