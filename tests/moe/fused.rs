@@ -1,6 +1,8 @@
 use cuda_std::Float;
 use proptest::prelude::*;
-use warploom::moe::{ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused};
+use warploom::moe::{
+    ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused, shuffle_weights,
+};
 use warploom::reference::moe::{Block, fused as reference};
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{epsilon, gpu, noise, noise_of, on_every_device, property, sanitizing, widen};
@@ -31,6 +33,7 @@ struct Case {
     /// Tokens that exist.
     present: usize,
     unordered: bool,
+    shuffled: bool,
     path: FusedPath,
 }
 
@@ -52,6 +55,7 @@ impl Case {
             map: None,
             present: tokens,
             unordered: false,
+            shuffled: false,
             path: FusedPath::Auto,
         }
     }
@@ -134,6 +138,7 @@ impl<T: Float> Inputs<T> {
             .gate_up(case.gate_up)
             .shared_listed(case.listed)
             .unordered(case.unordered)
+            .shuffled(case.shuffled)
             .path(case.path);
         if case.biased {
             o = o.biases(Some(&self.bias13), Some(&self.bias2));
@@ -150,6 +155,20 @@ impl<T: Float> Inputs<T> {
             o = o.num_tokens(&self.present);
         }
         o
+    }
+
+    /// The same with shuffled weights.
+    fn shuffle(self, d: &Device, s: &Stream, case: &Case) -> Self {
+        let shuffled = |w: &Tensor<T>, gate_up: Option<GateUp>| {
+            let mut out = Tensor::uninit(d, w.shape()).unwrap();
+            shuffle_weights(s, &mut out, w, gate_up).unwrap();
+            out
+        };
+        let gate_up = Some(case.gate_up);
+        let (w13, w2) = (shuffled(&self.w13, gate_up), shuffled(&self.w2, None));
+        let [s13, s2, bias13, bias2] = self.shared;
+        let shared = [shuffled(&s13, gate_up), shuffled(&s2, None), bias13, bias2];
+        Self { w13, w2, shared, ..self }
     }
 
     fn workspace(&self, d: &Device, s: &Stream, case: &Case) -> Tensor<u8> {
@@ -321,6 +340,76 @@ fn wgmma_matches_the_reference() {
         case.ids.truncate(case.tokens * case.top_k);
         check::<bf16>(d, s, &case.path(FusedPath::Wgmma16));
         Ok(())
+    });
+}
+
+/// A case's results, as bits.
+fn bits_of<T: Float>(d: &Device, s: &Stream, inputs: &Inputs<T>, case: &Case) -> Vec<u32> {
+    let mut out = Tensor::<T>::uninit(d, &[case.tokens, case.hidden]).unwrap();
+    s.fill_bytes(&mut out, 0xff).unwrap();
+    inputs.run(s, case, &mut out, &mut inputs.workspace(d, s, case)).unwrap();
+    out.to_vec().unwrap().iter().map(|v| v.to_f32().to_bits()).collect()
+}
+
+/// Weights in the order in which they are read, and as they come: the same bits on every path.
+fn check_shuffled<T: Float>(d: &Device, s: &Stream, case: &Case) {
+    let plain = Inputs::<T>::new(d, case, 1);
+    let shuffled = Inputs::<T>::new(d, case, 1).shuffle(d, s, case);
+    for path in [FusedPath::Wgmma16, FusedPath::Wgmma64, FusedPath::Wgmma176] {
+        let case = case.clone().path(path);
+        let want = bits_of(d, s, &plain, &case);
+        let case = Case { shuffled: true, ..case };
+        assert_eq!(bits_of(d, s, &shuffled, &case), want, "{case:?}");
+        let few = case.tokens * (case.top_k + case.shared) <= 64;
+        if few && path == FusedPath::Wgmma16 {
+            assert_eq!(bits_of(d, s, &shuffled, &case.path(FusedPath::Auto)), want);
+        }
+    }
+}
+
+#[test]
+fn shuffled_weights() {
+    property(4, (cases(), 1usize..4, 1usize..4), |d, s, (case, hidden, inter)| {
+        let mut case = for_wgmma(case, false);
+        (case.hidden, case.inter) = (64 * hidden, 64 * inter);
+        let slots = case.top_k + if case.listed { 0 } else { case.shared };
+        case.tokens = case.tokens.min(128 / slots);
+        case.present = case.present.min(case.tokens);
+        case.ids.truncate(case.tokens * case.top_k);
+        check_shuffled::<f16>(d, s, &case);
+        check_shuffled::<bf16>(d, s, &case);
+        Ok(())
+    });
+    // Several strips, and rounds of the ring.
+    on_every_device(|d, s| {
+        for gate_up in LAYOUTS {
+            let case = Case { gate_up, biased: true, shared: 1, ..Case::new(9, 2, 3, 320, 448) };
+            check_shuffled::<bf16>(d, s, &case);
+        }
+    });
+}
+
+#[test]
+fn shuffled_weights_that_nothing_takes() {
+    on_every_device(|d, s| {
+        for (path, hidden, inter) in [
+            (FusedPath::Direct, 64, 64),
+            (FusedPath::Tile32, 64, 64),
+            (FusedPath::Fma, 64, 64),
+            (FusedPath::Host, 64, 64),
+            (FusedPath::Auto, 96, 64),
+            (FusedPath::Wgmma64, 64, 72),
+        ] {
+            let case = Case { shuffled: true, ..Case::new(3, 2, 4, hidden, inter).path(path) };
+            let inputs = Inputs::<bf16>::new(d, &case, 1);
+            let mut out = Tensor::zeros(d, &[3, hidden]).unwrap();
+            let e = inputs.run(s, &case, &mut out, &mut inputs.workspace(d, s, &case));
+            assert!(matches!(e, Err(Error::Unsupported { .. })), "{case:?}: {e:?}");
+        }
+        let case = Case { activation: ExpertActivation::Gelu, shuffled: true, ..Case::new(3, 2, 4, 64, 64) };
+        let inputs = Inputs::<bf16>::new(d, &case, 1);
+        let e = inputs.run(s, &case, &mut Tensor::zeros(d, &[3, 64]).unwrap(), &mut inputs.workspace(d, s, &case));
+        assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
     });
 }
 

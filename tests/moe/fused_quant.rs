@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use warploom::gemm::{Quantised, QuantisedElement};
 use warploom::moe::{
     ExpertActivation, FusedQuantOptions, FusedQuantPath, FusedShape, GateUp, QuantScales, SharedQuantExperts,
-    fused_quant,
+    fused_quant, shuffle_weights,
 };
 use warploom::reference::gemm::dequantise;
 use warploom::reference::moe::{QuantBlock, fused_quant as reference};
@@ -48,6 +48,7 @@ struct Case {
     map: Option<Vec<i32>>,
     /// Tokens that exist.
     present: usize,
+    shuffled: bool,
     path: FusedQuantPath,
 }
 
@@ -73,6 +74,7 @@ impl Case {
             listed,
             map,
             present,
+            shuffled: false,
             path,
         }
     }
@@ -202,7 +204,11 @@ impl<T: Float, Q: QuantisedElement> Inputs<T, Q> {
     }
 
     fn options<'a>(&'a self, case: &Case) -> FusedQuantOptions<'a, Q> {
-        let mut o = FusedQuantOptions::default().activation(case.activation).gate_up(case.gate_up).path(case.path);
+        let mut o = FusedQuantOptions::default()
+            .activation(case.activation)
+            .gate_up(case.gate_up)
+            .shuffled(case.shuffled)
+            .path(case.path);
         let mut shared = SharedQuantExperts::new(self.shared.w13.get(), self.shared.w2.get());
         if case.smooth {
             o = o.smooth(Some(&self.routed.smooth[0]), Some(&self.routed.smooth[1]));
@@ -222,6 +228,18 @@ impl<T: Float, Q: QuantisedElement> Inputs<T, Q> {
             o = o.num_tokens(&self.present);
         }
         o
+    }
+
+    /// The same with shuffled weights.
+    fn shuffle(mut self, d: &Device, s: &Stream, case: &Case) -> Self {
+        for experts in [&mut self.routed, &mut self.shared] {
+            for (weights, gate_up) in [(&mut experts.w13, Some(case.gate_up)), (&mut experts.w2, None)] {
+                let mut out = Tensor::uninit(d, weights.values.shape()).unwrap();
+                shuffle_weights(s, &mut out, &weights.values, gate_up).unwrap();
+                weights.values = out;
+            }
+        }
+        self
     }
 
     /// Routed experts' numbers, then the shared ones'.
@@ -464,6 +482,44 @@ fn captured_and_replayed() {
             inputs.x.copy_from_slice(&noise_of::<bf16>(20 * 128, seed)).unwrap();
             graph.launch(s).unwrap();
             assert_eq!(out.to_vec().unwrap(), inputs.run(d, s, &case));
+        }
+    });
+}
+
+/// Weights in the order in which they are read, and as they come: the same bits on every path.
+fn check_shuffled<Q: QuantisedElement>(d: &Device, s: &Stream, case: &Case, of: impl Fn(f32) -> (Q, f64) + Copy) {
+    let bits = |v: Vec<bf16>| v.into_iter().map(bf16::to_bits).collect::<Vec<_>>();
+    let plain = Inputs::<bf16, Q>::new(d, case, of);
+    let shuffled = Inputs::<bf16, Q>::new(d, case, of).shuffle(d, s, case);
+    for path in WGMMA {
+        let case = Case { path, ..case.clone() };
+        let want = bits(plain.run(d, s, &case));
+        assert_eq!(bits(shuffled.run(d, s, &Case { shuffled: true, ..case.clone() })), want, "{case:?}");
+    }
+}
+
+#[test]
+fn shuffled_weights() {
+    on_every_device(|d, s| {
+        for (i, gate_up) in LAYOUTS.into_iter().enumerate() {
+            let activation = ACTIVATIONS[i];
+            let of = |hidden, inter| Case::new(9, 2, 3, hidden, inter, FusedQuantPath::Auto);
+            let case = Case { gate_up, activation, biased: i == 1, shared: i, ..of(256, 384) };
+            check_shuffled(d, s, &case, e4m3);
+            let case = Case { scales: Scales::Rows, smooth: i == 1, ..case };
+            check_shuffled(d, s, &case, e4m3);
+            check_shuffled(d, s, &Case { hidden: 128, inter: 256, ..case }, int8);
+        }
+        for (path, hidden) in [(FusedQuantPath::Tile, 128), (FusedQuantPath::Auto, 192), (FusedQuantPath::Wgmma64, 64)]
+        {
+            let case = Case { shuffled: true, ..Case::new(3, 2, 4, hidden, 128, path) };
+            let inputs = Inputs::<bf16, E4M3>::new(d, &case, e4m3);
+            let mut workspace = Tensor::zeros(d, &[case.shape().quant_workspace_bytes(DType::Bf16)]).unwrap();
+            let mut out = Tensor::<bf16>::zeros(d, &[case.tokens, hidden]).unwrap();
+            let (w13, w2, options) = (inputs.routed.w13.get(), inputs.routed.w2.get(), inputs.options(&case));
+            let e =
+                fused_quant(s, &mut out, &inputs.x, w13, w2, &inputs.ids, &inputs.weights, &options, &mut workspace);
+            assert!(matches!(e, Err(Error::Unsupported { .. })), "{case:?}: {e:?}");
         }
     });
 }

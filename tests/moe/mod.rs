@@ -5,5 +5,6 @@ mod fused_quant;
 mod gate;
 mod noisy_top_k;
 mod permute;
+mod shuffle;
 mod sort;
 mod statistics;

@@ -6,7 +6,7 @@
 
 use super::block::{self, Block, Description, dense};
 use super::fused_host::fused_host;
-use super::sort;
+use super::{shuffle, sort};
 use crate::check::Call;
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
@@ -139,12 +139,12 @@ impl FusedPath {
 
     /// The path that suits so many pairs of so many experts, each with matrices of `width` elements for an output of either
     /// product, all of which tensor cores take.
-    const fn choose(pairs: usize, bins: usize, width: usize, wgmma: bool) -> Self {
+    const fn choose(pairs: usize, bins: usize, width: usize, wgmma: bool, shuffled: bool) -> Self {
         // Blocks should hold what an expert has on average, with something to spare: then its weights are read once.
         // Measured on an H200: without sorting up to 64 pairs, and where little is to be read, several blocks of threads for
         // each tile of rows start faster than a pipeline.
         if pairs <= fused_stream::DIRECT_PAIRS {
-            if wgmma && pairs * width >= 1 << 25 { FusedPath::Wgmma16 } else { FusedPath::Direct }
+            if wgmma && (shuffled || pairs * width >= 1 << 25) { FusedPath::Wgmma16 } else { FusedPath::Direct }
         } else if wgmma && (pairs <= 48 * bins || !FusedPath::Wgmma176.has_room_for(bins)) {
             FusedPath::Wgmma64
         } else if wgmma {
@@ -328,8 +328,16 @@ pub const fn split_log2(k: usize) -> u32 {
 }
 
 /// Chooses the kernels. `streams` says whether addresses and strides suit 16-byte loads, `wgmma` whether the device has
-/// Hopper's instructions and the activation is one that they are used with.
-pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bool, wgmma: bool) -> Option<Plan> {
+/// Hopper's instructions and the activation is one that they are used with, `shuffled` whether the weights are
+/// [shuffled](shuffle::shuffle_weights).
+pub const fn plan(
+    dtype: DType,
+    shape: &FusedShape,
+    path: FusedPath,
+    streams: bool,
+    wgmma: bool,
+    shuffled: bool,
+) -> Option<Plan> {
     use kernel::*;
     let fits = streams
         && matches!(dtype, DType::F16 | DType::Bf16)
@@ -339,9 +347,14 @@ pub const fn plan(dtype: DType, shape: &FusedShape, path: FusedPath, streams: bo
     let wgmma = wgmma && shape.hidden > 0 && shape.intermediate > 0 && shape.bins() <= fused_wgmma::MAX_BINS;
     let path = match path {
         FusedPath::Auto if !fits => FusedPath::Fma,
-        FusedPath::Auto => FusedPath::choose(shape.pairs(), shape.bins(), shape.hidden * shape.intermediate, wgmma),
+        FusedPath::Auto => {
+            FusedPath::choose(shape.pairs(), shape.bins(), shape.hidden * shape.intermediate, wgmma, shuffled)
+        }
         path => path,
     };
+    if shuffled && !(path.is_wgmma() && shuffle::takes(dtype, shape.hidden, shape.intermediate)) {
+        return None;
+    }
     if !matches!(path, FusedPath::Fma) && !fits
         || path.is_wgmma() && !(wgmma && path.has_room_for(shape.bins()))
         || matches!(path, FusedPath::Direct) && shape.pairs() > fused_stream::DIRECT_PAIRS
@@ -468,9 +481,14 @@ fn weight_map(
     k: usize,
     gate_up: Option<GateUp>,
     path: FusedPath,
+    shuffled: bool,
 ) -> Result<TensorMap> {
+    let rows = path.wgmma_tile()[0];
+    if shuffled {
+        return device.tensor_map(&shuffle::map(base, DType::Bf16, [experts, n, k], gate_up, rows));
+    }
     let (experts, n, k) = (experts.max(1) as u64, n as u64, k as u64);
-    let groups = path.wgmma_tile()[0] as u32 / 16;
+    let groups = rows as u32 / 16;
     let step = fused_wgmma::STEP as u32;
     let row = 2 * k;
     // From innermost on: elements of a row, 8 rows, gate and value, groups of 8 outputs, experts.
@@ -532,6 +550,8 @@ pub struct Operands {
     pub gate_up: GateUp,
     pub activation: ExpertActivation,
     pub unordered: bool,
+    /// As the plan was made for.
+    pub shuffled: bool,
 }
 
 impl Operands {
@@ -558,6 +578,7 @@ impl Operands {
             gate_up: GateUp::Halves,
             activation: ExpertActivation::Silu,
             unordered: false,
+            shuffled: false,
         }
     }
 }
@@ -679,13 +700,11 @@ pub unsafe fn launch(
         // One row for each token, as if there were one expert, which all go to.
         (reduce.top_k, reduce.slots) = (0, 1);
     }
-    // Whatever follows one of these kernels may start early: each waits where it has to. Not so the first of them, which
-    // must not overtake what the caller launched before.
+    // Whatever follows one of these kernels may start early: each waits where it has to, and the first of them at once.
     let gated = o.gate_up != GateUp::GateOnly;
     let device = stream.device();
-    let (mut first, second) = plan.geometries(shape, gated, device.properties().multiprocessors);
-    first.dependent = plan.sorts();
-    let second = second.dependent();
+    let (first, second) = plan.geometries(shape, gated, device.properties().multiprocessors);
+    let (first, second) = (first.dependent(), second.dependent());
     match plan.products {
         // SAFETY: forwarded to the caller.
         Products::Blocks(first_product, second_product) => unsafe {
@@ -694,10 +713,10 @@ pub unsafe fn launch(
         },
         Products::Wgmma(first_product, second_product) => {
             let maps = |routed: *const c_void, shared: *const c_void, n: usize, k: usize, gate_up: Option<GateUp>| {
-                let map = weight_map(device, routed, shape.experts, n, k, gate_up, plan.path)?;
+                let map = weight_map(device, routed, shape.experts, n, k, gate_up, plan.path, o.shuffled)?;
                 let shared = match shape.shared_experts {
                     0 => map,
-                    experts => weight_map(device, shared, experts, n, k, gate_up, plan.path)?,
+                    experts => weight_map(device, shared, experts, n, k, gate_up, plan.path, o.shuffled)?,
                 };
                 Ok::<_, Error>((map, shared))
             };
@@ -728,6 +747,7 @@ pub unsafe fn launch(
                 n: up.n,
                 k: up.k,
                 layout: up.layout,
+                shuffled: if o.shuffled { shuffle::tile_rows(Some(o.gate_up)) as u32 } else { 0 },
                 activation,
                 alpha,
                 limit,
@@ -742,6 +762,7 @@ pub unsafe fn launch(
                 n: down.n,
                 k: down.k,
                 layout: down.layout,
+                shuffled: if o.shuffled { shuffle::tile_rows(None) as u32 } else { 0 },
                 ..up
             };
             // SAFETY: forwarded to the caller.
@@ -822,6 +843,9 @@ pub struct FusedOptions<'a, T: Element> {
     /// Allows results to be added up in the order in which they come: less memory is written and read, but the last bits may
     /// differ from run to run. All is still in f32, with one rounding at the end. `Wgmma64` and `Wgmma176` make use of it.
     pub unordered: bool,
+    /// Whether `w13` and `w2`, those of shared experts too, come from [`shuffle_weights`](super::shuffle_weights()): for the `Wgmma` paths, one
+    /// of which [`FusedPath::Auto`] then is; widths are multiples of 128 bytes.
+    pub shuffled: bool,
     /// Which kernels.
     pub path: FusedPath,
 }
@@ -845,6 +869,7 @@ impl<T: Element> Default for FusedOptions<'_, T> {
             expert_map: None,
             num_tokens: None,
             unordered: false,
+            shuffled: false,
             path: FusedPath::Auto,
         }
     }
@@ -903,6 +928,12 @@ impl<'a, T: Element> FusedOptions<'a, T> {
     /// With results added up in any order, or not.
     pub const fn unordered(mut self, unordered: bool) -> Self {
         self.unordered = unordered;
+        self
+    }
+
+    /// With shuffled weights, or not.
+    pub const fn shuffled(mut self, shuffled: bool) -> Self {
+        self.shuffled = shuffled;
         self
     }
 
@@ -1004,13 +1035,14 @@ pub fn fused<T: Float>(
         gate_up: options.gate_up,
         activation: options.activation,
         unordered: options.unordered,
+        shuffled: options.shuffled,
     };
     let workspace = block::workspace(&mut call, OP, workspace, shape.workspace_bytes(T::DTYPE))?;
     if tokens == 0 || hidden == 0 {
         return Ok(());
     }
-    let host_products = stream.device().simt_options().is_some_and(|o| o.host_products);
-    if options.path == FusedPath::Host || (options.path == FusedPath::Auto && host_products) {
+    let host_products = stream.device().simt_options().is_some_and(|o| o.host_products) && !options.shuffled;
+    if options.path == FusedPath::Host && !options.shuffled || (options.path == FusedPath::Auto && host_products) {
         // SAFETY: shapes, device and overlap were checked above.
         return unsafe { fused_host::<T>(stream, &shape, &operands) };
     }
@@ -1021,18 +1053,19 @@ pub fn fused<T: Float>(
     let wgmma = stream.device().properties().compute_capability == (9, 0)
         && options.activation != ExpertActivation::Gelu
         && tokens.saturating_mul(xs.stride).max(shape.pairs() * shape.intermediate) < 1 << 35;
-    let plan = plan(T::DTYPE, &shape, options.path, streams, wgmma).ok_or_else(|| Error::Unsupported {
+    let plan = plan(T::DTYPE, &shape, options.path, streams, wgmma, options.shuffled).ok_or_else(|| Error::Unsupported {
         op: OP,
         what: format!(
             "the path {:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, and `Wgmma..` \
-             needs Hopper, at most {} experts (544 for `Wgmma176`) and an activation other than `Gelu`; here are {} pairs of {}, {hidden} and \
-             {intermediate} wide",
+             needs Hopper, at most {} experts (544 for `Wgmma176`) and an activation other than `Gelu`; shuffled weights need such a path and widths of \
+             multiples of 64; here are {} pairs of {}, {hidden} and {intermediate} wide, shuffled: {}",
             options.path,
             fused_stream::DIRECT_PAIRS,
             fused_wgmma::DIRECT_PAIRS,
             fused_wgmma::MAX_BINS,
             shape.pairs(),
             T::DTYPE,
+            options.shuffled,
         ),
     })?;
     // Grids are limited in height, and in all.

@@ -12,7 +12,7 @@
 
 use super::block::{self, Block, Description, dense};
 use super::fused::{ExpertActivation, FusedShape, GateUp, reduce_geometry};
-use super::sort;
+use super::{shuffle, sort};
 use crate::check::Call;
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
@@ -314,7 +314,11 @@ fn weight_map(
     k: usize,
     gate_up: Option<GateUp>,
     rows: usize,
+    shuffled: bool,
 ) -> Result<TensorMap> {
+    if shuffled {
+        return device.tensor_map(&shuffle::map(base, DType::U8, [experts, n, k], gate_up, rows));
+    }
     let (experts, n, k) = (experts.max(1) as u64, n as u64, k as u64);
     let (groups, step) = (rows as u32 / 16, wgmma_kernel::STEP as u32);
     // From innermost on: elements of a row, 8 rows, gate and value, groups of 8 outputs, experts.
@@ -416,6 +420,8 @@ pub struct Operands {
     pub global_experts: usize,
     pub gate_up: GateUp,
     pub activation: ExpertActivation,
+    /// Whether the weights are [shuffled](shuffle::shuffle_weights); not for [`FusedQuantPath::Tile`].
+    pub shuffled: bool,
 }
 
 impl Operands {
@@ -438,6 +444,7 @@ impl Operands {
             global_experts: shape.experts,
             gate_up: GateUp::Halves,
             activation: ExpertActivation::Silu,
+            shuffled: false,
         }
     }
 }
@@ -481,7 +488,7 @@ impl Run<'_> {
     ///
     /// # Safety
     /// As for [`launch`].
-    unsafe fn quantise(&self, by_pair: bool, dependent: bool) -> Result<()> {
+    unsafe fn quantise(&self, by_pair: bool) -> Result<()> {
         let (o, shape, at) = (self.o, self.shape, self.at);
         let (x, x_row, n, out, scales, smooth) = if by_pair {
             let n = shape.intermediate;
@@ -520,8 +527,7 @@ impl Run<'_> {
             from,
         };
         let entry = rows_entry(self.weights, o.scales, self.dtype).ok_or_else(|| self.unsupported())?;
-        let mut geometry = rows_geometry(rows, n, o.scales);
-        geometry.dependent = dependent;
+        let geometry = rows_geometry(rows, n, o.scales).dependent();
         // SAFETY: forwarded to the caller.
         unsafe { self.stream.launch(&entry, &geometry, &args) }
     }
@@ -586,10 +592,10 @@ impl Run<'_> {
         let of = |e: &Experts| if up { (e.w13, e.w13_scales, e.bias13) } else { (e.w2, e.w2_scales, e.bias2) };
         let ((w, w_scales, bias), (shared_w, shared_w_scales, shared_bias)) = (of(&o.routed), of(&o.shared));
         let (scale_expert, scale_row) = if up { o.w13_strides } else { o.w2_strides };
-        let map = weight_map(device, w, shape.experts, n, k, gate_up, rows)?;
+        let map = weight_map(device, w, shape.experts, n, k, gate_up, rows, o.shuffled)?;
         let shared_map = match shape.shared_experts {
             0 => map,
-            experts => weight_map(device, shared_w, experts, n, k, gate_up, rows)?,
+            experts => weight_map(device, shared_w, experts, n, k, gate_up, rows, o.shuffled)?,
         };
         let x = self.part(if up { at.x } else { at.q });
         let (x_scale_row, x_scale_group) = self.scale_strides(k);
@@ -628,6 +634,7 @@ impl Run<'_> {
             n: n as u32,
             k: k as u32,
             layout: if up { o.gate_up.layout() } else { fused::PLAIN },
+            shuffled: if o.shuffled { shuffle::tile_rows(gate_up) as u32 } else { 0 },
             activation,
             alpha,
             limit,
@@ -744,7 +751,8 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
     let most = wgmma_kernel::MAX_BINS;
     let what = format!(
         "the path {path:?} has no kernel for weights of {weights} and tokens of {dtype}, or for these sizes: `Wgmma..` takes tokens of 16-bit \
-         floats on Hopper, at most {most} experts and an activation other than `Gelu`, `Wgmma16` at most {} pairs",
+         floats on Hopper, at most {most} experts and an activation other than `Gelu`, `Wgmma16` at most {} pairs; shuffled weights need such a \
+         path and widths of multiples of 128",
         items::DIRECT_PAIRS
     );
     Error::Unsupported { op: OP, what }
@@ -772,14 +780,13 @@ pub unsafe fn launch(
 ) -> Result<()> {
     let at = Workspace::new(shape, dtype, path.block());
     let run = Run { stream, dtype, weights, path, shape, o, at, workspace };
-    // Whatever follows the first launch may start early: each waits where it has to. Not so the first, which must not overtake what the
-    // caller launched before.
+    // Whatever follows one of these launches may start early: each waits where it has to, the first at once.
     // SAFETY: forwarded to the caller.
     unsafe {
         if path.sorts() {
             run.sort()?;
         }
-        run.quantise(false, path.sorts())?;
+        run.quantise(false)?;
         for up in [true, false] {
             if path.is_wgmma() {
                 run.wgmma(up)?;
@@ -787,7 +794,7 @@ pub unsafe fn launch(
                 run.tile(up)?;
             }
             if up {
-                run.quantise(true, true)?;
+                run.quantise(true)?;
             }
         }
         run.reduce()
@@ -866,6 +873,9 @@ pub struct FusedQuantOptions<'a, Q: Element> {
     pub expert_map: Option<&'a Tensor<i32>>,
     /// `[1]`: how many tokens there are, if fewer than `x` has rows; rows of `out` beyond are left alone.
     pub num_tokens: Option<&'a Tensor<i32>>,
+    /// Whether values of `w13` and `w2`, those of shared experts too, come from [`shuffle_weights`](super::shuffle_weights()): for the `Wgmma` paths,
+    /// one of which [`FusedQuantPath::Auto`] then is; widths are multiples of 128.
+    pub shuffled: bool,
     /// Which kernels.
     pub path: FusedQuantPath,
 }
@@ -890,6 +900,7 @@ impl<Q: Element> Default for FusedQuantOptions<'_, Q> {
             shared_listed: false,
             expert_map: None,
             num_tokens: None,
+            shuffled: false,
             path: FusedQuantPath::Auto,
         }
     }
@@ -943,6 +954,12 @@ impl<'a, Q: Element> FusedQuantOptions<'a, Q> {
     /// With a token count in device memory.
     pub const fn num_tokens(mut self, num_tokens: &'a Tensor<i32>) -> Self {
         self.num_tokens = Some(num_tokens);
+        self
+    }
+
+    /// With shuffled weights, or not.
+    pub const fn shuffled(mut self, shuffled: bool) -> Self {
+        self.shuffled = shuffled;
         self
     }
 
@@ -1098,6 +1115,7 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
         global_experts,
         gate_up: options.gate_up,
         activation: options.activation,
+        shuffled: options.shuffled,
     };
     let workspace = block::workspace(&mut call, OP, workspace, shape.quant_workspace_bytes(T::DTYPE))?;
     for (arg, address) in [
@@ -1161,7 +1179,9 @@ fn resolve<Q: Element>(
         && shape.bins() <= wgmma_kernel::MAX_BINS
         && options.activation != ExpertActivation::Gelu;
     let direct = shape.pairs() <= items::DIRECT_PAIRS;
+    let takes = wgmma && shuffle::takes(weights, shape.hidden, shape.intermediate);
     match options.path {
+        path if options.shuffled && !(takes && path != FusedQuantPath::Tile) => Err(unsupported(path, weights, dtype)),
         FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(shape.pairs(), shape.bins())),
         FusedQuantPath::Auto | FusedQuantPath::Tile => Ok(FusedQuantPath::Tile),
         path if !wgmma || (path == FusedQuantPath::Wgmma16 && !direct) => Err(unsupported(path, weights, dtype)),

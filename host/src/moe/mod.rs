@@ -9,6 +9,7 @@ pub mod fused_quant;
 pub mod gate;
 pub mod noisy_top_k;
 pub mod permute;
+pub mod shuffle;
 pub mod sort;
 pub mod statistics;
 
@@ -19,5 +20,6 @@ pub use fused_quant::{FusedQuantOptions, FusedQuantPath, QuantScales, SharedQuan
 pub use gate::{Bias, GateOptions, Scoring, gate};
 pub use noisy_top_k::{NoisyTopKOptions, noisy_top_k};
 pub use permute::{permute, unpermute};
+pub use shuffle::shuffle_weights;
 pub use sort::{Local, SortConvention, SortInput, SortOptions, SortOutput, sort, sort_and_zero};
 pub use statistics::{StatisticsOutput, statistics};

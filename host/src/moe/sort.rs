@@ -344,9 +344,8 @@ pub unsafe fn launch(stream: &Stream, args: &Args, workspace: *mut c_void) -> Re
     }
     // A block for every 64 KiB to zero, as many as a GPU has multiprocessors at most.
     let zeroing = args.zero_bytes.div_ceil(64 << 10).min(128) as u32;
-    let mut scatter = geometry(split, bins, zeroing);
-    // It waits for the table by itself; without one it is the first.
-    scatter.dependent = split.chunks > 1;
+    // It waits by itself: for the table, or as the first launch for all before.
+    let scatter = geometry(split, bins, zeroing).dependent();
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&kernel::moe_sort_scatter::ENTRY, &scatter, &args) }
 }

@@ -20,7 +20,7 @@ use super::expert_activation::ExpertActivation;
 use super::fused_fma::Fma;
 use super::fused_stream::Stream;
 use super::fused_tile::Tile;
-use super::pairs::{Pairs, existing_tokens};
+use super::pairs::Pairs;
 use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, thread};
 
 /// `layout`: the second product, or a first one without values.
@@ -77,7 +77,8 @@ pub struct Fused<T> {
     pub sorted: bool,
     pub sorted_ids: Global<i32>,
     pub expert_ids: Global<i32>,
-    pub present: u32,
+    /// How many tokens exist, or null; see [`existing_tokens`](super::pairs::existing_tokens).
+    pub num_tokens: *const i32,
     pub tokens: u32,
     pub n: u32,
     pub k: u32,
@@ -216,7 +217,7 @@ unsafe fn run<T: Float, K: Kernel<T>>(
         sorted: !sorted_ids.is_null(),
         sorted_ids: Global::new(sorted_ids),
         expert_ids: Global::new(expert_ids),
-        present: existing_tokens(tokens, num_tokens),
+        num_tokens,
         tokens,
         n,
         k,

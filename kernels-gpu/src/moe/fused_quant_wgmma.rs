@@ -26,6 +26,7 @@ use super::fused::{HALVES, PLAIN};
 use super::fused_wgmma::Activation;
 use super::items::{DIRECT_PAIRS, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
+use super::shuffle;
 use crate::pipeline::{Ring, Stages};
 use crate::row::GROUP;
 use crate::scales::{BLOCKS, ROWS};
@@ -216,6 +217,7 @@ unsafe fn fused_quant_wgmma<
     n: u32,
     k: u32,
     layout: u32,
+    shuffled: u32,
     activation: u32,
     alpha: f32,
     limit: f32,
@@ -316,7 +318,11 @@ unsafe fn fused_quant_wgmma<
             let group = (item.tile * (rows(TILES) / 16) as u32) as i32;
             let (map, bin) = if item.bin < local { (map, item.bin) } else { (shared_map, item.bin - local) };
             let (k0, bin) = ((step * STEP as u32) as i32, bin as i32);
-            let at = if UP { [k0, 0, 0, group, bin] } else { [k0, 0, 2 * group, 0, bin] };
+            let at = match (shuffled, UP) {
+                (0, true) => [k0, 0, 0, group, bin],
+                (0, false) => [k0, 0, 2 * group, 0, bin],
+                _ => shuffle::coordinates::<UP>(shuffled, step * STEP as u32, n, item.tile * rows(TILES) as u32, bin),
+            };
             let bar = stages.full(ring.stage);
             let bytes = const { (rows(TILES) * STEP) as u32 };
             let column = if SCALES == BLOCKS { STEP as u32 + 4 } else { STEP as u32 };
@@ -859,7 +865,11 @@ entries! {
         /// Outputs and inner dimension, multiples of 16.
         n: u32, k: u32,
         /// See [`fused::Args`](super::fused::Args).
-        layout: u32, activation: u32, alpha: f32, limit: f32,
+        layout: u32,
+        /// 0, or for [shuffled](super::shuffle) weights the rows of a tile.
+        shuffled: u32,
+        /// See [`fused::Args`](super::fused::Args).
+        activation: u32, alpha: f32, limit: f32,
     );
     moe_fused_quant_wgmma_up_t16_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 16, 11, true, 1>;
     moe_fused_quant_wgmma_up_t16_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 16, 11, true, 1>;

@@ -47,6 +47,8 @@ pub unsafe fn fused_reduce<T: Float>(
     let token = thread::block_idx_x();
     let column = (thread::block_idx_y() * THREADS as u32 + thread::thread_idx_x()) * COLUMNS as u32;
     if token >= existing_tokens(tokens, num_tokens) || column >= n {
+        // Whoever comes next takes the end of this grid for the end of all before it.
+        dependent_launch::wait();
         return;
     }
     let whole = n.is_multiple_of(COLUMNS as u32);
@@ -63,6 +65,7 @@ pub unsafe fn fused_reduce<T: Float>(
         });
         if first == 0 {
             dependent_launch::wait();
+            dependent_launch::launch_dependents();
         }
         let row = (token as usize * slots as usize + first as usize) * n as usize + column as usize;
         if whole {

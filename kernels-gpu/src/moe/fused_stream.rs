@@ -14,7 +14,7 @@
 //! its expert's first, or its 9th, 17th, ...
 
 use super::fused::{Expert, Fused, Kernel, tile};
-use super::pairs::{INVALID, NOWHERE};
+use super::pairs::{INVALID, NOWHERE, existing_tokens};
 use crate::tensor_float::TensorFloat;
 use cuda_std::vec::{self, B128};
 use cuda_std::{Global, dependent_launch, shared, thread, unroll, warp};
@@ -218,7 +218,7 @@ unsafe fn finish<T: TensorFloat, const UP: bool, const TILES: usize>(
 #[inline(always)]
 unsafe fn direct_pairs<T: TensorFloat>(a: &Fused<T>, leader: u32, g: u32) -> (u32, u32) {
     let lane = warp::lane_id();
-    let count = a.present * a.pairs.slots;
+    let count = existing_tokens(a.tokens, a.num_tokens) * a.pairs.slots;
     let bin = |pair: u32| if pair < count { a.pairs.bin(pair) } else { NOWHERE };
     let bins = [bin(lane), bin(lane + 32)];
     let wanted = warp::shfl_idx(if leader < 32 { bins[0] } else { bins[1] }, leader % 32);

@@ -10,7 +10,8 @@
 //! map of five dimensions (`[experts, outputs / 8, gate or value, 8, k]`, a box takes both of a number of groups of 8).
 //! `wgmma` gives a thread rows `g` and `g + 8` of 16, which then are a gate and its value: the activation is element by
 //! element, in registers. Where there are no values the boxes reach beyond the tensor, and the copy engine puts zeroes there.
-//! For the second product the map is `[experts, 1, outputs / 8, 8, k]`, with boxes of as many rows.
+//! For the second product the map is `[experts, 1, outputs / 8, 8, k]`, with boxes of as many rows. Weights that were [shuffled](super::shuffle)
+//! have another map and other coordinates, and arrive in the same order.
 //!
 //! # Pipeline
 //! A ring of stages of `LINES` times 64 elements of K in shared memory, 128-byte swizzle. A producer warpgroup fills it: one thread has
@@ -39,6 +40,7 @@ use super::fused::{HALVES, PLAIN};
 pub use super::items::DIRECT_PAIRS;
 use super::items::{Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
+use super::shuffle;
 use crate::tensor_float::TensorFloat;
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
@@ -97,6 +99,7 @@ struct Job<T, const DIRECT: bool> {
     local: u32,
     n: u32,
     layout: u32,
+    shuffled: u32,
     activation: Activation,
     items: Items<DIRECT>,
 }
@@ -198,6 +201,9 @@ impl<T: TensorFloat + Input, const DIRECT: bool> Job<T, DIRECT> {
     /// Where a tile's box starts; see the [module](self).
     #[inline(always)]
     fn coordinates<const UP: bool>(&self, rows: usize, k: u32, tile: u32, bin: i32) -> [i32; 5] {
+        if self.shuffled != 0 {
+            return shuffle::coordinates::<UP>(self.shuffled, k, self.n, tile * rows as u32, bin);
+        }
         let group = (tile * (rows / 16) as u32) as i32;
         if UP { [k as i32, 0, 0, group, bin] } else { [k as i32, 0, 2 * group, 0, bin] }
     }
@@ -265,6 +271,7 @@ unsafe fn fused_wgmma<
     n: u32,
     k: u32,
     layout: u32,
+    shuffled: u32,
     activation: u32,
     alpha: f32,
     limit: f32,
@@ -333,6 +340,7 @@ unsafe fn fused_wgmma<
         local,
         n,
         layout,
+        shuffled,
         activation: Activation::new(activation, alpha, limit, layout != PLAIN),
         items: Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32),
     };
@@ -879,7 +887,11 @@ entries! {
         /// Outputs and inner dimension, multiples of 8.
         n: u32, k: u32,
         /// See [`fused::Args`](super::fused::Args).
-        layout: u32, activation: u32, alpha: f32, limit: f32,
+        layout: u32,
+        /// 0, or for [shuffled](super::shuffle) weights the rows of a tile.
+        shuffled: u32,
+        /// See [`fused::Args`](super::fused::Args).
+        activation: u32, alpha: f32, limit: f32,
         /// 1 if results of the second product are added to `partial`, then `[tokens, hidden]` and zeroed, in any order.
         unordered: u32,
     );

@@ -16,5 +16,6 @@ pub mod items;
 pub mod noisy_top_k;
 pub mod pairs;
 pub mod permute;
+pub mod shuffle;
 pub mod sort;
 pub mod statistics;

@@ -260,6 +260,10 @@ pub unsafe fn sort_scatter(
     capacity: u32,
     flags: u32,
 ) {
+    if chunks <= 1 {
+        // The first launch: it may start before what the caller launched before is done, and what comes next may not.
+        dependent_launch::wait();
+    }
     dependent_launch::launch_dependents();
     let chunk_id = thread::block_idx_x();
     if chunk_id >= chunks {
