@@ -47,10 +47,11 @@ impl<const KIND: u32> Scales<KIND> {
         self.x.get(row as usize * self.x_row + group as usize * self.x_group)
     }
 
-    /// Where that is; the last of `groups` stands for those beyond it.
+    /// The scale of row `row` of `m`; the last row and the last of `groups` stand for those beyond them.
     #[inline(always)]
-    pub fn x_ptr(self, row: u32, group: u32, groups: u32) -> *const f32 {
-        self.x.ptr(row as usize * self.x_row + group.min(groups - 1) as usize * self.x_group)
+    #[track_caller]
+    pub unsafe fn row(self, row: u32, m: u32, group: u32, groups: u32) -> f32 {
+        if KIND == BLOCKS { self.x(row.min(m - 1), group.min(groups - 1)) } else { 1.0 }
     }
 
     /// The scale of a row of `w` in a group of columns.
@@ -61,20 +62,26 @@ impl<const KIND: u32> Scales<KIND> {
         self.w.get(row as usize * self.w_row + group as usize * self.w_group)
     }
 
-    /// The scales of each 64 of `N` rows of `w` from `row` on (a multiple of 64), of `n`; the last row and the last of `groups` stand for
-    /// those beyond them. One load where all are the same.
+    /// What [`spread`](Self::spread) takes for `N` rows of `w` from `row` on (a multiple of 64), of `n`; the last row and the last of `groups` stand for
+    /// those beyond them. One load for each scale that may differ.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn columns<const N: usize>(self, row: u32, n: u32, group: u32, groups: u32) -> [f32; 4] {
-        let mut scales = [0f32; 4];
+    pub unsafe fn columns<const N: usize>(self, row: u32, n: u32, group: u32, groups: u32) -> [f32; 2] {
+        const { assert!(KIND != BLOCKS || N <= 192) };
         if KIND == BLOCKS {
             let group = group.min(groups - 1);
-            for i in 0..const { N.div_ceil(64) } {
-                // Tiles that begin at multiples of 128 have both halves of 128 rows in one block.
-                let same = i > 0 && i % 2 == 1 && N.is_multiple_of(GROUP);
-                scales[i] = if same { scales[i - 1] } else { self.w((row + 64 * i as u32).min(n - 1), group) };
-            }
+            let first = self.w(row.min(n - 1), group);
+            [first, if N > GROUP { self.w((row + N as u32 - 64).min(n - 1), group) } else { first }]
+        } else {
+            [0.0; 2]
         }
-        scales
+    }
+
+    /// The scales of each 64 of `N` rows of `w` from `row` on. Not where they are loaded: it would wait for them.
+    #[inline(always)]
+    pub fn spread<const N: usize>(row: u32, [first, last]: [f32; 2]) -> [f32; 4] {
+        // Of 192 rows the middle third is in the block of the first or of the last.
+        let middle = if N > GROUP && !row.is_multiple_of(GROUP as u32) { last } else { first };
+        [first, middle, last, last]
     }
 }

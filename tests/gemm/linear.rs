@@ -1,6 +1,6 @@
 use cuda_std::Float;
 use proptest::prelude::*;
-use warploom::gemm::{Epilogue, LinearOptions, LinearPath, WgmmaTile, linear, linear_with};
+use warploom::gemm::{Epilogue, LinearOptions, LinearPath, WgmmaTile, linear, linear_few, linear_with};
 use warploom::{Device, Error, Graph, SimtOptions, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{assert_close, noise_of, on_every_device, property, sanitizing, widen};
 
@@ -64,7 +64,7 @@ fn check_tile<T: Float + PartialEq>(
     pads: [usize; 3],
     biased: bool,
     kind: Epilogue,
-    tile: WgmmaTile,
+    options: LinearOptions,
     samples: usize,
 ) {
     let stride = |width: usize, pad: usize| width.next_multiple_of(8) + 8 * pad;
@@ -73,7 +73,7 @@ fn check_tile<T: Float + PartialEq>(
     let dx = Tensor::from_slice(d, &x, &[m, x_row]).unwrap().narrow(1, 0, k).unwrap();
     let dw = Tensor::from_slice(d, &w, &[n, w_row]).unwrap().narrow(1, 0, k).unwrap();
     let db = Tensor::from_slice(d, &b, &[n]).unwrap();
-    let options = LinearOptions::default().epilogue(kind).tile(tile);
+    let options = options.epilogue(kind);
     let run = || {
         let mut whole = Tensor::<T>::uninit(d, &[m + 1, y_row]).unwrap();
         s.fill_bytes(&mut whole, 0xff).unwrap();
@@ -87,7 +87,7 @@ fn check_tile<T: Float + PartialEq>(
     let outside = |i: usize| i / y_row == m || i % y_row >= n;
     assert!((0..got.len()).all(|i| !outside(i) || got[i].to_f32().is_nan()), "something outside was written");
     // Shown if something below fails.
-    println!("{tile:?}, {m} x {k} x {n}, {kind:?}, bias {biased}");
+    println!("{options:?}, {m} x {k} x {n}, {kind:?}, bias {biased}");
     let steepest = if kind == Epilogue::Relu2 { 4.0 * (k as f64).sqrt() } else { 1.2 };
     let check = |r: usize, c: usize| {
         let (a, b_row) = (widen(&x[r * x_row..][..k]), widen(&w[c * w_row..][..k]));
@@ -111,10 +111,94 @@ fn wgmma_matches_the_reference() {
     let shape = (1usize..200, (1usize..38).prop_map(|n| 8 * n), 1usize..200);
     let how = (0..WgmmaTile::ALL.len(), any::<bool>(), 0usize..6, any::<[bool; 3]>());
     property(4, (shape, how), |d, s, ((m, n, k), (tile, biased, kind, pads))| {
-        let (tile, pads) = (WgmmaTile::ALL[tile], pads.map(usize::from));
+        let (tile, pads) = (LinearOptions::default().tile(WgmmaTile::ALL[tile]), pads.map(usize::from));
         check_tile::<f16>(d, s, [m, n, k], pads, biased, EPILOGUES[kind], tile, 0);
         check_tile::<bf16>(d, s, [m, n, k], pads, biased, EPILOGUES[kind], tile, 0);
         Ok(())
+    });
+}
+
+#[test]
+fn few_matches_the_reference() {
+    let shape = (1usize..=64, (1usize..38).prop_map(|n| 8 * n), 1usize..700);
+    let how = (any::<bool>(), 0usize..6, any::<[bool; 3]>());
+    property(6, (shape, how), |d, s, ((m, n, k), (biased, kind, pads))| {
+        let (few, pads) = (LinearOptions::default().path(LinearPath::Few), pads.map(usize::from));
+        let m = m.min(linear_few::TOKENS as usize);
+        check_tile::<f16>(d, s, [m, n, k], pads, biased, EPILOGUES[kind], few, 400);
+        check_tile::<bf16>(d, s, [m, n, k], pads, biased, EPILOGUES[kind], few, 400);
+        Ok(())
+    });
+}
+
+#[test]
+fn few_of_many_outputs_share_tokens() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability == (9, 0) {
+            // A cluster whose last blocks have no rows; fewer steps than a ring has, and more.
+            let few = LinearOptions::default().path(LinearPath::Few);
+            check_tile::<bf16>(d, s, [41, 13_840, 72], [1, 0, 1], true, Epilogue::GeluTanh, few, 800);
+            check_tile::<f16>(
+                d,
+                s,
+                [64, 14_336, if d.is_simt() { 200 } else { 712 }],
+                [0, 0, 0],
+                false,
+                Epilogue::None,
+                few,
+                800,
+            );
+        }
+    });
+}
+
+#[test]
+fn few_at_model_sizes() {
+    let Some(d) = warploom_tests::gpu().filter(|d| d.properties().compute_capability == (9, 0)) else {
+        return;
+    };
+    let s = Stream::new(&d).unwrap();
+    let few = LinearOptions::default().path(LinearPath::Few);
+    for (i, m) in [1, 7, 8, 9, 16, 31, 50, 64].into_iter().filter(|m| *m <= linear_few::TOKENS as usize).enumerate() {
+        let (kind, biased) = (EPILOGUES[i % 6], i % 2 == 1);
+        for [n, k] in if sanitizing() { [[136, 712], [72, 8]] } else { [[4096, 4096], [14336, 2880]] } {
+            check_tile::<bf16>(&d, &s, [m, n, k], [1, 0, 1], biased, kind, few, 1000);
+        }
+    }
+}
+
+/// Launches that may overlap, each of which reads what the one before wrote.
+#[test]
+fn few_in_a_row() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        let (m, k, steps) = (5, 256, if d.is_simt() { 3 } else { 200 });
+        let small = |i| noise_of::<bf16>(k * k, i).iter().map(|v| bf16::from_f32(v.to_f32() / 8.0)).collect::<Vec<_>>();
+        let w: Vec<_> = (5..8).map(|i| Tensor::from_slice(d, &small(i), &[k, k]).unwrap()).collect();
+        let bias = Tensor::from_slice(d, &noise_of::<bf16>(k, 9), &[k]).unwrap();
+        let x = Tensor::from_slice(d, &noise_of::<bf16>(m * k, 1), &[m, k]).unwrap();
+        let run = |wait: bool| {
+            let mut all = vec![x.clone()];
+            for _ in 0..steps {
+                let mut y = Tensor::<bf16>::uninit(d, &[m, k]).unwrap();
+                s.fill_bytes(&mut y, 0xff).unwrap();
+                all.push(y);
+            }
+            for i in 0..steps {
+                let (before, after) = all.split_at_mut(i + 1);
+                let few = LinearOptions::default().path(LinearPath::Few).epilogue(Epilogue::Silu);
+                linear_with(s, &mut after[0], &before[i], &w[i % 3], Some(&bias), &few).unwrap();
+                if wait {
+                    s.synchronize().unwrap();
+                }
+            }
+            all.iter().map(|t| t.to_vec().unwrap()).collect::<Vec<_>>()
+        };
+        let want = run(true);
+        assert!(want.iter().flatten().all(|v| v.is_finite()));
+        assert!(run(false) == want);
     });
 }
 
@@ -124,6 +208,7 @@ fn every_tile_and_epilogue() {
         for (i, tile) in WgmmaTile::ALL.iter().copied().enumerate() {
             // Fewer tiles than blocks, and more; and as many steps along K as a ring has, more, and fewer than parts.
             let (kind, [m, n, k]) = (EPILOGUES[i % 6], [[130, 264, 328], [300, 40, 64], [65, 520, 8]][i % 3]);
+            let tile = LinearOptions::default().tile(tile);
             check_tile::<bf16>(d, s, [m, n, k], [0, 0, 0], i % 2 == 0, kind, tile, 400);
         }
     });
@@ -159,6 +244,7 @@ fn wgmma_at_model_sizes() {
     let s = Stream::new(&d).unwrap();
     for (i, tile) in WgmmaTile::ALL.iter().copied().enumerate() {
         let (kind, biased) = (EPILOGUES[(i + 1) % 6], i % 2 == 1);
+        let tile = LinearOptions::default().tile(tile);
         if sanitizing() {
             // Several tiles, several times round the ring.
             check_tile::<bf16>(&d, &s, [300, 520, 712], [1, 0, 1], biased, kind, tile, 50);
@@ -212,6 +298,7 @@ fn wgmma_is_chosen_for_many_tokens() {
         let w = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
         let run = |path| {
             let mut y = Tensor::<bf16>::uninit(d, &[m, n]).unwrap();
+            s.fill_bytes(&mut y, 0xff).unwrap();
             linear_with(s, &mut y, &x, &w, None, &LinearOptions::default().path(path)).unwrap();
             y.to_vec().unwrap()
         };
@@ -332,16 +419,21 @@ fn a_row_does_not_depend_on_its_batch() {
         let (n, k) = (40, 264);
         let x = noise_of::<bf16>(64 * k, 1);
         let dw = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
-        let run = |m: usize| {
+        let run = |path, m: usize| {
             let dx = Tensor::from_slice(d, &x[..m * k], &[m, k]).unwrap();
             let mut y = Tensor::<bf16>::uninit(d, &[m, n]).unwrap();
-            let stream = LinearOptions::default().path(LinearPath::Stream);
-            linear_with(s, &mut y, &dx, &dw, None, &stream).unwrap();
+            s.fill_bytes(&mut y, 0xff).unwrap();
+            linear_with(s, &mut y, &dx, &dw, None, &LinearOptions::default().path(path)).unwrap();
             y.to_vec().unwrap()
         };
-        let one = run(1);
-        for m in [7, 9, 30, 64] {
-            assert_eq!(run(m)[..n], one, "{m} tokens");
+        let few = d.properties().compute_capability == (9, 0);
+        for (path, most) in
+            [(LinearPath::Stream, 64), (LinearPath::Few, if few { linear_few::TOKENS as usize } else { 0 })]
+        {
+            let one = if most > 0 { run(path, 1) } else { continue };
+            for m in [7, 9, 30, 64].into_iter().filter(|m| *m <= most) {
+                assert_eq!(run(path, m)[..n], one, "{path:?}, {m} tokens");
+            }
         }
     });
 }

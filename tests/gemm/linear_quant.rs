@@ -250,6 +250,7 @@ fn one_scale_for_a_tensor() {
         for path in [LinearQuantPath::Tile, LinearQuantPath::Auto] {
             let run = |a: &Tensor<f32>, b: &Tensor<f32>| {
                 let mut y = Tensor::<bf16>::uninit(d, &[m, n]).unwrap();
+                s.fill_bytes(&mut y, 0xff).unwrap();
                 let (x, w) = (Quantised::new(&x.values, a), Quantised::new(&w.values, b));
                 linear_quant(s, &mut y, x, w, None, &LinearQuantOptions::default().path(path)).unwrap();
                 y.to_vec().unwrap()
@@ -292,6 +293,7 @@ fn not_a_number_stays_where_it_is() {
         let (xs, ws) = (ones(&[m, 2]), ones(&[1, 2]));
         for path in [LinearQuantPath::Tile, LinearQuantPath::Auto] {
             let mut y = Tensor::<bf16>::uninit(d, &[m, n]).unwrap();
+            s.fill_bytes(&mut y, 0xff).unwrap();
             let options = LinearQuantOptions::default().path(path);
             linear_quant(s, &mut y, Quantised::new(&x, &xs), Quantised::new(&w, &ws), None, &options).unwrap();
             for (i, v) in y.to_vec().unwrap().iter().enumerate() {

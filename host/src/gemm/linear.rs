@@ -3,6 +3,7 @@
 //! One operation, several kernels; [`LinearPath`] says which, and [`LinearPath::Auto`] chooses by shape, element type,
 //! alignment and device, never by the contents.
 
+use super::linear_few;
 use super::linear_host::linear_host;
 use super::linear_wgmma::{self, WgmmaTile};
 use crate::check::{Call, Rows};
@@ -61,6 +62,9 @@ pub enum LinearPath {
     /// Hopper's tensor cores and copy engine (sm_90a): 16-bit floats, rows that begin at multiples of 16 bytes, rows of the
     /// output that end there as well. For many tokens, with [`LinearOptions::tile`].
     Wgmma,
+    /// Weights streamed through Hopper's tensor cores by the copy engine (sm_90a): at most [`linear_few::TOKENS`] tokens, otherwise what
+    /// [`Wgmma`](Self::Wgmma) takes. The order of sums depends on `k`, and for more than 32 tokens on `n`.
+    Few,
     /// A warp for each element: for few columns, such as a router's; also f16 or bf16 times f32 weights.
     Dot,
     /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
@@ -106,10 +110,6 @@ const OP: &str = "linear";
 
 /// The most tokens of [`LinearPath::Stream`].
 pub const STREAM_TOKENS: u32 = 64;
-
-/// The most tokens for which [`LinearPath::Auto`] takes [`LinearPath::Stream`] where there is [`LinearPath::Wgmma`], whose
-/// tile costs the same for 1 to 128: on an H200 4096 × 14336 takes it 34 µs, the other 33 for 8, 36 for 16 and 45 for 32.
-const AUTO_STREAM_TOKENS: u32 = 16;
 
 /// The entry of [`LinearPath::Fma`].
 pub const fn fma_entry(dtype: DType) -> Option<Entry<linear_fma::Args>> {
@@ -233,7 +233,9 @@ pub unsafe fn launch<Y: Float, X: Float, W: Float>(
             // SAFETY: forwarded to the caller.
             unsafe { linear_wgmma::launch(stream, Y::DTYPE, WgmmaTile::choose(m, n, k, sms), args) }
         }
-        LinearPath::Wgmma => Err(unsupported()),
+        // SAFETY: forwarded to the caller.
+        LinearPath::Few if same::<Y, X, W>() => unsafe { linear_few::launch(stream, Y::DTYPE, args) },
+        LinearPath::Wgmma | LinearPath::Few => Err(unsupported()),
         LinearPath::Host => {
             dot_entry(Y::DTYPE, X::DTYPE, W::DTYPE).ok_or_else(unsupported)?;
             // SAFETY: forwarded to the caller.
@@ -264,7 +266,7 @@ pub fn linear<T: Float>(stream: &Stream, out: &mut Tensor<T>, x: &Tensor<T>, w: 
 ///
 /// `x` is `[.., k]`, `w` `[n, k]`, `bias` `[n]`, `out` `[.., n]` with the leading dimensions of `x`; each dense in its last
 /// dimension, rows at any one distance. Products and sums are in f32, in an order that depends on `k`, the path and
-/// [`WgmmaTile::split`] only; one rounding at the end. [`LinearPath::Auto`] chooses by the number of tokens too: who needs the
+/// [`WgmmaTile::split`] only (but see [`LinearPath::Few`]); one rounding at the end. [`LinearPath::Auto`] chooses by the number of tokens too: who needs the
 /// same bits for a token whatever comes with it fixes path and tile. Element types: f32, f16 or bf16 for all of them; or tokens of f16 or bf16 with weights and
 /// results of f32, as routers have them.
 ///
@@ -338,8 +340,8 @@ pub fn linear_with<Y: Float, X: Float, W: Float>(
         LinearPath::Auto if same::<Y, X, W>() => {
             let tiles = misaligned.is_none() && tile_entry(X::DTYPE).is_some();
             let (some, wgmma) = (args.k > 0, linear_wgmma::supports(device, X::DTYPE) && unfit.is_none());
-            if some && wgmma && args.m > AUTO_STREAM_TOKENS {
-                LinearPath::Wgmma
+            if some && wgmma {
+                if args.m <= linear_few::TOKENS { LinearPath::Few } else { LinearPath::Wgmma }
             } else if some && misaligned.is_none() && stream_entry(X::DTYPE, args.m).is_some() {
                 LinearPath::Stream
             } else if some && tiles && args.m > STREAM_TOKENS {
@@ -354,16 +356,20 @@ pub fn linear_with<Y: Float, X: Float, W: Float>(
             }
             path
         }
-        LinearPath::Wgmma if same::<Y, X, W>() => {
+        path @ (LinearPath::Wgmma | LinearPath::Few) if same::<Y, X, W>() => {
             if let Some((arg, address)) = unfit {
                 return Err(Error::Alignment { op: OP, arg, expected: 16, address });
             }
             if !linear_wgmma::supports(device, X::DTYPE) || args.k == 0 {
-                let what =
-                    format!("the path Wgmma does not take a depth of {} of {} on {}", args.k, X::DTYPE, device.name());
+                let what = format!(
+                    "the path {path:?} does not take a depth of {} of {} on {}",
+                    args.k,
+                    X::DTYPE,
+                    device.name()
+                );
                 return Err(Error::Unsupported { op: OP, what });
             }
-            LinearPath::Wgmma
+            path
         }
         path => path,
     };

@@ -93,7 +93,7 @@ impl LinearQuantTile {
         let Some(shape) = self.shape(blocks) else {
             return None;
         };
-        let bytes = kernel::shared_bytes(shape.n as usize, shape.stages as usize, shape.split as usize, blocks);
+        let bytes = body::shared_bytes(shape.n as usize, shape.stages as usize, shape.split as usize);
         Some(shape.geometry(m, n, multiprocessors, bytes))
     }
 
@@ -181,7 +181,7 @@ pub unsafe fn launch(stream: &Stream, operands: DType, dtype: DType, tile: Linea
     };
     let (device, multiprocessors) = (stream.device(), stream.device().properties().multiprocessors);
     let (n, split) = (shape.n as usize, shape.split as usize);
-    let bytes = kernel::shared_bytes(n, shape.stages as usize, split, blocks);
+    let bytes = body::shared_bytes(n, shape.stages as usize, split);
     let (m, all) = (args.m, args.n);
     let (x, w, y) = (args.x as usize, args.w as usize, args.y as usize);
     let (x_box, w_box) = ([body::x_rows(m, 1) as usize, kernel::STEP], [n / shape.down as usize, kernel::STEP]);

@@ -2,6 +2,7 @@
 
 pub mod embedding;
 pub mod linear;
+pub mod linear_few;
 pub(crate) mod linear_host;
 pub mod linear_quant;
 pub mod linear_quant_wgmma;

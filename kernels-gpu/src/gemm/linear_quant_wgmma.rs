@@ -14,12 +14,6 @@ use cuda_std::{E4M3, bf16, entries, f16};
 /// Elements of K in a stage.
 pub const STEP: usize = 128;
 
-/// Dynamic shared memory for tiles of `n` outputs, with scales of blocks or of rows.
-pub const fn shared_bytes(n: usize, stages: usize, split: usize, blocks: bool) -> usize {
-    let factors = if blocks { stages * linear_wgmma::ROWS * 4 } else { 0 };
-    linear_wgmma::shared_bytes(n, stages, split) + factors
-}
-
 /// As [`linear_wgmma`](linear_wgmma::linear_wgmma), with boxes of [`STEP`] columns; scales as [`Scales::new`] takes them.
 #[inline(always)]
 pub unsafe fn linear_quant_wgmma<

@@ -19,7 +19,7 @@
 //! **Scales** ([`Scales`]) of 8-bit operands are either those of a row of `x` and a row of `w`, which a finished
 //! sum is multiplied with; or they change every 128 elements of K, which is a step of 8-bit operands: then the products of a step have
 //! accumulators of their own, and are added to the sums in f32, multiplied with their scales. While one consumer does that the other
-//! keeps the tensor cores busy. A second warp of the producer brings the scales of `x` into the stages.
+//! keeps the tensor cores busy. Each thread loads the scales of its two rows and of the tile's columns a step ahead.
 //!
 //! **Bias and epilogues** would be `N / 2` copies of themselves in code if written out for a tile. They are written for one
 //! chunk of columns, in a loop whose every round takes the first registers and moves the others down.
@@ -32,9 +32,7 @@ use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum};
-use cuda_std::{
-    Global, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, integer, mma, thread, unroll, warp,
-};
+use cuda_std::{Global, Shared, bf16, cluster, dependent_launch, entries, f16, float, integer, mma, thread, warp};
 
 /// Tokens of a tile.
 pub const ROWS: usize = 128;
@@ -125,8 +123,7 @@ pub unsafe fn linear_wgmma<
     scaled::<T, f32, T, A, A, NONE, N, STAGES, DOWN, ACROSS, SPLIT>(x, w, y, bias, Scales::none(), m, n, k, kind)
 }
 
-/// [`linear_wgmma`] for operands of any type, whose products `P` have sums of type `S`, with scales. A step has 128 bytes of K; scales that change along K need
-/// `4 ROWS STAGES` bytes more of shared memory.
+/// [`linear_wgmma`] for operands of any type, whose products `P` have sums of type `S`, with scales. A step has 128 bytes of K.
 #[inline(always)]
 pub unsafe fn scaled<
     X: Input<S>,
@@ -168,7 +165,6 @@ pub unsafe fn scaled<
     let ws = carver.take_aligned::<u8>(STAGES * N * LINE as usize, 1024);
     let staging = carver.take_aligned::<u32>(2 * GROUP_ROWS * width, 1024);
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
-    let factors = carver.take::<f32>(if SCALES == BLOCKS { STAGES * ROWS } else { 0 });
     let (warp_id, lane) = (warp::warp_id(), warp::lane_id());
     // The block's place in its cluster: part of K, row, column.
     let rank = if blocks > 1 { cluster::rank() } else { 0 };
@@ -200,8 +196,7 @@ pub unsafe fn scaled<
         tma::prefetch_map(x);
         tma::prefetch_map(w);
         tma::prefetch_map(y);
-        // One arrival for the tiles, and those of the warp that brings scales.
-        stages.init_counted(if SCALES == BLOCKS { 33 } else { 1 }, CONSUMERS / 32);
+        stages.init(CONSUMERS / 32);
     }
     if blocks > 1 {
         cluster::arrive_relaxed();
@@ -239,30 +234,6 @@ pub unsafe fn scaled<
                 tile += stride;
             }
         }
-        if SCALES == BLOCKS && warp_id == 1 {
-            let mut ring = Ring::<STAGES>::new();
-            let mut tile = first;
-            while tile < raster.count() {
-                let (row, _) = raster.place(tile);
-                let row = (row * DOWN + down) * ROWS as u32 + lane;
-                let mut step = 0;
-                while step < steps {
-                    stages.wait_empty(ring);
-                    unroll::<{ ROWS / 32 }>(|i| {
-                        let row = row + 32 * i as u32;
-                        let from = scales.x_ptr(row.min(m - 1), k0 + step, k.div_ceil(step_size));
-                        let to = factors.address(ring.stage * ROWS as u32 + 32 * i as u32 + lane);
-                        cp_async::copy::<4, _>(to, from, if row < m { 4 } else { 0 });
-                    });
-                    cp_async::arrive(stages.full(ring.stage));
-                    ring.advance();
-                    step += 1;
-                }
-                tile += stride;
-            }
-            // The block's shared memory must outlive its copies.
-            cp_async::wait_group::<0>();
-        }
         warp::sync_warp(!0);
         if SPLIT > 1 {
             cluster::arrive_relaxed();
@@ -287,17 +258,30 @@ pub unsafe fn scaled<
         let mut turn = 0;
         let mut ring = Ring::<STAGES>::new();
         let mut tile = first;
-        while tile < raster.count() {
+        let corner = |tile: u32| {
             let (row, column) = raster.place(tile);
             let row = (row * DOWN + down) * ROWS as u32 + group * GROUP_ROWS as u32;
-            let column = (column * ACROSS + across) * N as u32;
+            (row, (column * ACROSS + across) * N as u32)
+        };
+        // This thread's rows of a tile: that and the 8th below. Lanes with an odd number load the scale of the latter.
+        let own = warp_id % 4 * 16 + lane / 4;
+        let loaded = own + lane % 2 * 8;
+        // The scales of a tile's first step.
+        let groups = k.div_ceil(step_size);
+        let begin = |tile: u32| {
+            if SCALES == BLOCKS && tile < raster.count() {
+                let (row, column) = corner(tile);
+                (scales.columns::<N>(column, n, k0, groups), scales.row(row + loaded, m, k0, groups))
+            } else {
+                ([0f32; 2], 0f32)
+            }
+        };
+        let (mut columns, mut row_scale) = begin(tile);
+        while tile < raster.count() {
+            let (row, column) = corner(tile);
             let mut acc = A::zero();
-            // This thread's rows, and its place in a tile of scales.
-            let own = group * GROUP_ROWS as u32 + warp_id % 4 * 16 + lane / 4;
-            let groups = k.div_ceil(step_size);
             // Those of a step, or without scales that change all of them.
             let mut partial = P::zero();
-            let mut columns = scales.columns::<N>(column, n, k0, groups);
             let mut previous = ring.stage;
             let mut step = 0;
             // Written to run at least once; see `cuda_std::wgmma`.
@@ -309,16 +293,16 @@ pub unsafe fn scaled<
                         b.offset(ring.stage * w_bytes),
                         false,
                     );
-                    let at = ring.stage * ROWS as u32 + own;
-                    let rows = [factors.get(at), factors.get(at + 8)];
-                    let now = columns;
+                    let now = Scales::<SCALES>::spread::<N>(column, columns);
+                    let factors = [warp::shfl_idx(row_scale, lane & !1), warp::shfl_idx(row_scale, lane | 1)];
                     columns = scales.columns::<N>(column, n, k0 + step + 1, groups);
+                    row_scale = scales.row(row + loaded, m, k0 + step + 1, groups);
                     wgmma::wait::<0>(&mut partial);
                     stages.release(ring.stage, lane);
                     let mut both = [[0f32; 4]; 2];
                     for h in 0..2 {
                         for c in 0..4 {
-                            both[h][c] = rows[h] * now[c];
+                            both[h][c] = factors[h] * now[c];
                         }
                     }
                     for e in 0..const { N / 2 } {
@@ -354,7 +338,7 @@ pub unsafe fn scaled<
             let (first_chunk, end_chunk) = owned(N, SPLIT, split);
             let bias = store.columns::<N, SPLIT>(column, first_chunk);
             let scale = store.column_scales::<N, SPLIT>(column, first_chunk);
-            let rows = store.row_scales(row + warp_id % 4 * 16 + lane / 4, m);
+            let rows = store.row_scales(row + own, m);
             if SCALES != BLOCKS {
                 wgmma::wait::<0>(&mut partial);
                 for e in 0..const { N / 2 } {
@@ -364,6 +348,9 @@ pub unsafe fn scaled<
             if SPLIT == 1 {
                 if SCALES != BLOCKS {
                     stages.release(previous, lane);
+                } else {
+                    // On their way while this tile is stored.
+                    (columns, row_scale) = begin(tile + stride);
                 }
                 let mut sums = [0f32; 128];
                 // One by one, as a copy of slices would go through memory.
@@ -510,17 +497,7 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
                     sums[e] + bias[place]
                 };
             }
-            match self.kind {
-                1 => unroll::<32>(|e| values[e] = rough::silu(values[e])),
-                2 => unroll::<32>(|e| values[e] = rough::gelu(values[e])),
-                3 => unroll::<32>(|e| values[e] = rough::gelu_tanh(values[e])),
-                4 => unroll::<32>(|e| values[e] = float::max(values[e], 0.0)),
-                5 => unroll::<32>(|e| {
-                    values[e] = float::max(values[e], 0.0);
-                    values[e] *= values[e];
-                }),
-                _ => {}
-            }
+            rough::epilogues(self.kind, &mut values);
             let mut words = [0u32; 16];
             for i in 0..const { chunk(N, SPLIT as usize) / 4 } {
                 words[i] = Self::pack(values[2 * i], values[2 * i + 1]);

@@ -2,6 +2,7 @@
 
 pub mod embedding;
 pub mod linear_dot;
+pub mod linear_few;
 pub mod linear_fma;
 pub mod linear_quant_tile;
 pub mod linear_quant_wgmma;
@@ -38,6 +39,7 @@ pub fn epilogue(kind: u32, x: f32) -> f32 {
 pub mod rough {
     use core::f32::consts::LOG2_E;
     use cuda_std::float::{self, fast};
+    use cuda_std::unroll;
 
     /// [`epilogue`](super::epilogue), by these.
     #[inline(always)]
@@ -48,6 +50,22 @@ pub mod rough {
             3 => gelu_tanh(x),
             4 | 5 => super::epilogue(kind, x),
             _ => x,
+        }
+    }
+
+    /// [`epilogue`] of several values, chosen once.
+    #[inline(always)]
+    pub fn epilogues<const N: usize>(kind: u32, values: &mut [f32; N]) {
+        match kind {
+            1 => unroll::<N>(|e| values[e] = silu(values[e])),
+            2 => unroll::<N>(|e| values[e] = gelu(values[e])),
+            3 => unroll::<N>(|e| values[e] = gelu_tanh(values[e])),
+            4 => unroll::<N>(|e| values[e] = float::max(values[e], 0.0)),
+            5 => unroll::<N>(|e| {
+                values[e] = float::max(values[e], 0.0);
+                values[e] *= values[e];
+            }),
+            _ => {}
         }
     }
 
