@@ -476,9 +476,7 @@ impl Plan {
 fn weight_map(
     device: &Device,
     base: *const c_void,
-    experts: usize,
-    n: usize,
-    k: usize,
+    [experts, n, k]: [usize; 3],
     gate_up: Option<GateUp>,
     path: FusedPath,
     shuffled: bool,
@@ -713,10 +711,10 @@ pub unsafe fn launch(
         },
         Products::Wgmma(first_product, second_product) => {
             let maps = |routed: *const c_void, shared: *const c_void, n: usize, k: usize, gate_up: Option<GateUp>| {
-                let map = weight_map(device, routed, shape.experts, n, k, gate_up, plan.path, o.shuffled)?;
+                let map = weight_map(device, routed, [shape.experts, n, k], gate_up, plan.path, o.shuffled)?;
                 let shared = match shape.shared_experts {
                     0 => map,
-                    experts => weight_map(device, shared, experts, n, k, gate_up, plan.path, o.shuffled)?,
+                    experts => weight_map(device, shared, [experts, n, k], gate_up, plan.path, o.shuffled)?,
                 };
                 Ok::<_, Error>((map, shared))
             };

@@ -309,9 +309,7 @@ pub const fn rows_entry(weights: DType, scales: QuantScales, dtype: DType) -> Op
 fn weight_map(
     device: &Device,
     base: *const c_void,
-    experts: usize,
-    n: usize,
-    k: usize,
+    [experts, n, k]: [usize; 3],
     gate_up: Option<GateUp>,
     rows: usize,
     shuffled: bool,
@@ -592,10 +590,10 @@ impl Run<'_> {
         let of = |e: &Experts| if up { (e.w13, e.w13_scales, e.bias13) } else { (e.w2, e.w2_scales, e.bias2) };
         let ((w, w_scales, bias), (shared_w, shared_w_scales, shared_bias)) = (of(&o.routed), of(&o.shared));
         let (scale_expert, scale_row) = if up { o.w13_strides } else { o.w2_strides };
-        let map = weight_map(device, w, shape.experts, n, k, gate_up, rows, o.shuffled)?;
+        let map = weight_map(device, w, [shape.experts, n, k], gate_up, rows, o.shuffled)?;
         let shared_map = match shape.shared_experts {
             0 => map,
-            experts => weight_map(device, shared_w, experts, n, k, gate_up, rows, o.shuffled)?,
+            experts => weight_map(device, shared_w, [experts, n, k], gate_up, rows, o.shuffled)?,
         };
         let x = self.part(if up { at.x } else { at.q });
         let (x_scale_row, x_scale_group) = self.scale_strides(k);
