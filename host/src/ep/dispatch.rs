@@ -173,15 +173,19 @@ pub const fn geometry(blocks: u32, threads: u32, counted: u32) -> Geometry {
 ///
 /// A multiprocessor's stores leave in order, so that those to the own memory wait behind those to peers, and the link for them in
 /// turn; blocks of their own keep out of the way. On two H200s eight blocks of 1024 threads copy 4096 rows of 7168 in the time in which
-/// NVLink carries as many (172 µs with eight to ten of 24 blocks, 193 with seven, 204 with none). The others share the link best if each
-/// GPC, which blocks take in turn, has as many of them: on four H200s 410 µs with 8 of 24 for own rows, 409 with 15, 413 with 9,
-/// 428 to 484 with other numbers. With even more peers, each of which has blocks of its own, it is as many blocks for each. In e4m3 each row
-/// would be quantised twice.
+/// NVLink carries as many (172 µs with eight to ten of 24 blocks, 193 with seven, 204 with none). How many the others are matters in jumps
+/// (perhaps as to how they are spread over GPCs): on four H200s 410 to 414 µs with 8 of 24 for own rows, 409 to 417 with 15, 414 with 9, 428
+/// to 484 with other numbers. With even more peers, each of which has blocks of its own, it is as many for each. In e4m3 each row would be
+/// quantised twice.
 const fn own_blocks(blocks: u32, ranks: u32, quantise: bool) -> u32 {
     if ranks == 1 || quantise {
         return 0;
     }
-    let own = if ranks <= 4 { 8 } else { 3 + blocks.saturating_sub(3) % (ranks - 1) };
+    let own = match ranks {
+        ..=4 if blocks > 16 => 8,
+        ..=4 => 8u32.div_ceil(ranks - 1),
+        _ => 3 + blocks.saturating_sub(3) % (ranks - 1),
+    };
     if 2 * own < blocks { own } else { 0 }
 }
 
