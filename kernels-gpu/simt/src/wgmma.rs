@@ -122,8 +122,8 @@ pub fn wgmma<const E: usize, S: Copy + Default>(
     let (n, bytes, k) = (acc.len() * 2, 4 / E, 8 * E);
     let me = current();
     let block = me.block();
-    if block.block_dim.get().count() % 128 != 0 {
-        crate::trap("wgmma in a block that is not made of whole warpgroups");
+    if u64::from(me.linear / 128 + 1) * 128 > block.block_dim.get().count() {
+        crate::trap("wgmma in a warpgroup that is not whole");
     }
     let first_row = (me.linear / 32 % 4) as usize * 16;
     let mut io = Io { left, right, accumulate, acc: acc.as_mut_ptr() };
