@@ -14,6 +14,7 @@ pub fn benches(harness: &mut Harness) {
     for &model in models {
         for &tokens in tokens {
             case(harness, model, tokens, FusedPath::Auto, "");
+            case(harness, model, tokens, FusedPath::Auto, "shuffled/");
         }
         // Half of the pairs go to one expert; sums in any order.
         let tokens = harness.pick(4096, 16);
@@ -97,7 +98,8 @@ fn case(
         let bytes = FusedShape::new(tokens, top_k, experts, hidden, inter).workspace_bytes(DType::Bf16);
         let mut workspace = Tensor::uninit(device, &[bytes])?;
         let mut out = Tensor::<bf16>::uninit(device, &[tokens, hidden])?;
-        let options = FusedOptions::default().path(path).unordered(kind == "unordered/");
+        // Random numbers are as random in any order.
+        let options = FusedOptions::default().path(path).unordered(kind == "unordered/").shuffled(kind == "shuffled/");
         Ok(move |s: &_| {
             let (w13, w2) = &*experts_weights;
             fused(s, &mut out, &x, w13, w2, &ids, &topk_weights, &options, &mut workspace)
