@@ -119,30 +119,32 @@ fn on_cudarc(cuda: &Arc<CudaStream>) -> Result<Outputs, Box<dyn Error>> {
 
     let stream = warploom::cudarc::Stream::new(cuda)?;
     println!("device: {}", stream.device().name());
-    // Nothing can be loaded or allocated in a capture.
-    stream.device().preload(&["norm", "gemm", "moe", "sampling"])?;
     let mut sampling = SamplingWorkspace::new(stream.device(), TOKENS, VOCAB)?;
-
+    let mut launch = || {
+        stream.scope(|s| {
+            let mut layer = Layer {
+                x: s.view(x.as_view(), &[TOKENS, HIDDEN])?,
+                norm: s.view(norm.as_view(), &[HIDDEN])?,
+                router: s.view(router.as_view(), &[EXPERTS, HIDDEN])?,
+                w13: s.view(w13.as_view(), &[EXPERTS, 2 * WIDTH, HIDDEN])?,
+                w2: s.view(w2.as_view(), &[EXPERTS, HIDDEN, WIDTH])?,
+                head: s.view(head.as_view(), &[VOCAB, HIDDEN])?,
+                normed: s.view_mut(normed.as_view_mut(), &[TOKENS, HIDDEN])?,
+                scores: s.view_mut(scores.as_view_mut(), &[TOKENS, EXPERTS])?,
+                ids: s.view_mut(ids.as_view_mut(), &[TOKENS, TOP_K])?,
+                weights: s.view_mut(weights.as_view_mut(), &[TOKENS, TOP_K])?,
+                mixed: s.view_mut(mixed.as_view_mut(), &[TOKENS, HIDDEN])?,
+                workspace: s.view_mut(workspace.as_view_mut(), &[workspace_bytes()])?,
+                logits: s.view_mut(logits.as_view_mut(), &[TOKENS, VOCAB])?,
+                tokens: s.view_mut(tokens.as_view_mut(), &[TOKENS])?,
+            };
+            run(&stream, &mut layer, &mut sampling)
+        })
+    };
+    // Nothing can be loaded or allocated in a capture, and the first launch of a kernel loads it.
+    launch()?;
     cuda.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
-    let captured = stream.scope(|s| {
-        let mut layer = Layer {
-            x: s.view(x.as_view(), &[TOKENS, HIDDEN])?,
-            norm: s.view(norm.as_view(), &[HIDDEN])?,
-            router: s.view(router.as_view(), &[EXPERTS, HIDDEN])?,
-            w13: s.view(w13.as_view(), &[EXPERTS, 2 * WIDTH, HIDDEN])?,
-            w2: s.view(w2.as_view(), &[EXPERTS, HIDDEN, WIDTH])?,
-            head: s.view(head.as_view(), &[VOCAB, HIDDEN])?,
-            normed: s.view_mut(normed.as_view_mut(), &[TOKENS, HIDDEN])?,
-            scores: s.view_mut(scores.as_view_mut(), &[TOKENS, EXPERTS])?,
-            ids: s.view_mut(ids.as_view_mut(), &[TOKENS, TOP_K])?,
-            weights: s.view_mut(weights.as_view_mut(), &[TOKENS, TOP_K])?,
-            mixed: s.view_mut(mixed.as_view_mut(), &[TOKENS, HIDDEN])?,
-            workspace: s.view_mut(workspace.as_view_mut(), &[workspace_bytes()])?,
-            logits: s.view_mut(logits.as_view_mut(), &[TOKENS, VOCAB])?,
-            tokens: s.view_mut(tokens.as_view_mut(), &[TOKENS])?,
-        };
-        run(&stream, &mut layer, &mut sampling)
-    });
+    let captured = launch();
     let graph = cuda.end_capture(sys::CUgraphInstantiate_flags_enum(0))?;
     captured?;
     let graph = graph.ok_or("nothing was captured")?;

@@ -304,7 +304,7 @@ fn wgmma_is_chosen_for_many_tokens() {
         };
         assert_eq!(run(LinearPath::Auto), run(LinearPath::Wgmma));
         // Rows that the copy engine cannot follow go another way, and are refused where the path is asked for.
-        let mut odd = Tensor::<bf16>::uninit(d, &[m, 41]).unwrap().narrow(1, 0, n).unwrap();
+        let mut odd = Tensor::<bf16>::zeros(d, &[m, 41]).unwrap().narrow(1, 0, n).unwrap();
         linear(s, &mut odd, &x, &w).unwrap();
         assert_eq!(odd.to_vec().unwrap(), run(LinearPath::Tile));
         let e = linear_with(s, &mut odd, &x, &w, None, &LinearOptions::default().path(LinearPath::Wgmma));

@@ -103,8 +103,6 @@ fn generate<T: Real>(arguments: &Arguments, device: &Device, files: &Files, prom
         block_size: BLOCK,
         max_len: config.max_position_embeddings,
     };
-    // Now, and not while somebody waits for a token.
-    device.preload(&["activation", "attention", "gemm", "kv_cache", "moe", "norm", "rope", "sampling"])?;
     let mut executor = ModelExecutor::new(device, model, sizes, arguments.sampling())?;
     executor.kept_logits = arguments.json.then(Vec::new);
     let mut engine = Engine::new(executor)?;

@@ -524,7 +524,7 @@ pub unsafe fn decode<
             walk.next(lengths);
             let item = walk.item;
             if brings_k {
-                if seen >= RECORDS && seen % HALF == 0 {
+                if seen >= RECORDS && seen.is_multiple_of(HALF) {
                     thread::sync_named(records_empty(seen / HALF % 2), with_producer);
                 }
                 let record = records.offset(seen % RECORDS * WORDS);
