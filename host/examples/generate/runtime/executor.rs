@@ -3,8 +3,8 @@
 //! A decode step has a *row* for each sequence. Last token, length and block table of every row live on the device; a step
 //! grows the lengths ([`advance`]), runs the network and samples, and what it samples is what the next step reads. It is
 //! captured once for each *bucket*, a power of two of rows, and launched as a graph. The first step of a bucket runs as it is:
-//! it loads kernels, which a capture cannot. Rows without a sequence have length 0. The host only writes block tables, when a sequence needs another block, and all of the state when
-//! sequences join or leave.
+//! it loads kernels, which a capture cannot. Rows without a sequence have length 0. The host only writes block tables, when a
+//! sequence needs another block, and all of the state when sequences join or leave.
 //!
 //! Tokens come back through pinned memory: [`Executor::launch`] submits a step, [`Executor::read`] waits for the oldest
 //! one that was not read yet.
