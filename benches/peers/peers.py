@@ -3,13 +3,13 @@
 
     python3 peers.py [FILTER..] [OPTIONS]
         FILTER           only cases whose name contains one of these
-        --quick          the sizes of the report only, each for a shorter time
-        --compile        torch.compile as well, for a few cases (it compiles for some seconds each)
+        --quick          the sizes of the report only
+        --compile        torch.compile as well, for a few cases
         --json FILE      append a record for each case and peer
-        --budget SECONDS start nothing new after so long (60 with --quick); what says most comes first: of each operation the
+        --budget SECONDS start nothing new after so long (160 with --quick); what says most comes first: of each operation the
                          smallest size, then the largest, then those between
         --limit SECONDS  give a case up after so long (10)
-        --warm JOBS      processes that compile Triton's kernels before anything is timed (as many as half the CPUs, at most 8)
+        --warm JOBS      processes that compile before anything is timed (as many as half the CPUs, at most 8)
         --list           print cases and their peers
         --cases          print the names of the cases only: filters for warploom's bench binary
 
@@ -19,7 +19,7 @@ median over the replays counts. Outputs take turns as well. What is missing is s
 compared with PyTorch's own result first, where the result is defined.
 
 Ours and theirs are only comparable on one GPU: run both with the same CUDA_VISIBLE_DEVICES, one after the other, as
-`bundle/run.sh report` does.
+`bundle/run.sh report` does. NCCL needs several: `peers.py ep/`.
 
 The JSON file begins with a line that describes the machine; `cargo xtask report` reads it with that of the bench binary.
 """
@@ -52,8 +52,9 @@ GRAPH_SECONDS = 1e-3
 MAX_LAUNCHES = 2000
 # Four times an H200's second-level cache.
 CACHED = 200 << 20
-# For each peer of a case; with --quick only where a launch takes long, since clocks fall under products that go on and on.
-SECONDS, QUICK_SECONDS, LONG = 0.2, 0.05, 100e-6
+# For each peer of a case, as the benches do: clocks fall under products that go on and on, and what is replayed for a shorter
+# time than another is measured at higher ones.
+SECONDS = 0.2
 
 Case = collections.namedtuple("Case", "name inputs peers close quick compiled")
 
@@ -468,10 +469,10 @@ def fused():
         def inputs(_, tokens, experts=experts, top_k=top_k, hidden=hidden, inter=inter, weights=weights):
             # One set of weights for all, as in the bench: they are larger than the cache, or sets name other experts.
             if not weights:
-                weights["w13"] = noise(experts, 2 * inter, hidden, scale=0.05)
-                weights["w2"] = noise(experts, hidden, inter, scale=0.05)
+                weights["w13"] = noise(experts, 2 * inter, hidden)
+                weights["w2"] = noise(experts, hidden, inter)
             ids = routing(tokens, experts, top_k)
-            factors = torch.rand(tokens, top_k, device="cuda")
+            factors = noise(tokens, top_k, dtype=torch.float32)
             return noise(tokens, hidden), weights["w13"], weights["w2"], ids, factors
 
         for tokens in (1, 8, 64, 512, 4096):
@@ -547,8 +548,11 @@ def permute():
         out.index_add_(0, order // top_k, y.float() * weights.view(-1)[order].unsqueeze(-1))
         return out.to(y.dtype)
 
-    def places(tokens, top_k):
-        return torch.randperm(tokens * top_k, device="cuda").view(tokens, top_k)
+    def places(tokens, experts, top_k):
+        """Where pairs are once they are in the order of their experts."""
+        order = routing(tokens, experts, top_k).view(-1).sort(stable=True).indices
+        there = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device="cuda"))
+        return there.view(tokens, top_k)
 
     for experts, top_k, n in ((8, 2, 4096), (128, 8, 2048), (256, 8, 7168)):
         for tokens in (1, 64, 512, 4096):
@@ -563,7 +567,11 @@ def permute():
             )
             yield case(
                 f"moe/unpermute/bf16/{name}",
-                lambda _, t=tokens, k=top_k, n=n: (noise(t * k, n), places(t, k), noise(t, k, dtype=torch.float32)),
+                lambda _, t=tokens, e=experts, k=top_k, n=n: (
+                    noise(t * k, n),
+                    places(t, e, k),
+                    noise(t, k, dtype=torch.float32),
+                ),
                 quick=quick,
                 compiled=(1, 512, 4096),
                 torch=back,
@@ -662,7 +670,7 @@ def capture(launches, passes):
     return graph
 
 
-def timed(launches, duration):
+def timed(launches):
     """Microseconds of one launch, for each replay, and launches of a replay."""
     for launch in launches[:3]:
         launch()
@@ -675,17 +683,15 @@ def timed(launches, duration):
     graph = capture(launches, 1)
     seconds(graph)
     once = max(seconds(graph), 1e-6)
-    if once / len(launches) > LONG:
-        duration = SECONDS
     passes = max(1, min(math.ceil(GRAPH_SECONDS / once), MAX_LAUNCHES // len(launches)))
     if passes > 1:
         graph = capture(launches, passes)
     count = passes * len(launches)
     first = seconds(graph)
-    until = time.monotonic() + duration / 10
+    until = time.monotonic() + SECONDS / 10
     while time.monotonic() < until:
         seconds(graph)
-    replays = int(min(max(duration / max(first, 1e-9), 5), 100))
+    replays = int(min(max(SECONDS / max(first, 1e-9), 3), 100))
     return [seconds(graph) * 1e6 / count for _ in range(replays)], count
 
 
@@ -841,7 +847,7 @@ def measure(case, args, output, given_up):
             good.append((name, run))
     expected = None
     for name, run in good:
-        found = attempt(name, lambda run=run: timed([lambda s=s: run(*s) for s in sets], args.seconds))
+        found = attempt(name, lambda run=run: timed([lambda s=s: run(*s) for s in sets]))
         if found:
             output.record(case.name, name, *found, len(sets))
 
@@ -866,26 +872,36 @@ def measure_in_time(case, args, output, given_up):
 # Compiling beforehand
 
 
-def warm(cases, share):
-    """Compiles the Triton kernels of some of the cases, in a process of its own; the cache on the disk keeps them."""
+def warm(cases, args):
+    """Compiles what some of the cases need, in a process of its own; the caches on the disk keep it."""
     global WARMING
+    part, parts = map(int, args.warm_part.split("/"))
+    cases = list(cases)
+    if args.compile:
+        for case in [c for c in cases if size_of(c.name) in c.compiled][part::parts]:
+            try:
+                torch.compile(next(iter(case.peers.values())), dynamic=False)(*case.inputs(0))
+            except Exception as error:  # the process that measures will say so
+                print(f"warm: {case.name}: {str(error).splitlines()[:1]}", file=sys.stderr)
+    if kernels is None:
+        return
     WARMING = True
     function = kernels.triton.runtime.jit.JITFunction
     run = function.run
     function.run = lambda self, *a, grid, warmup, **k: run(self, *a, grid=grid, warmup=True, **k)
-    part, parts = map(int, share.split("/"))
     # Neighbours share kernels, so they go to different processes only where there are many.
     for case in [c for c in cases if "triton" in c.peers][part::parts]:
         try:
             case.peers["triton"](*case.inputs(0))
-        except Exception as error:  # the process that measures will say so
+        except Exception as error:
             print(f"warm: {case.name}: {str(error).splitlines()[:1]}", file=sys.stderr)
 
 
 def start_warming(args):
-    if kernels is None or args.warm == 0:
+    if kernels is None and not args.compile or args.warm == 0:
         return []
-    command = [sys.executable, os.path.abspath(__file__), *args.filters, *(["--quick"] if args.quick else [])]
+    flags = [*(["--quick"] if args.quick else []), *(["--compile"] if args.compile else [])]
+    command = [sys.executable, os.path.abspath(__file__), *args.filters, *flags]
     return [
         subprocess.Popen([*command, "--warm-part", f"{n}/{args.warm}"], stdout=subprocess.DEVNULL)
         for n in range(args.warm)
@@ -946,6 +962,9 @@ def nccl_rank(rank, ranks, tokens, file, out):
 def nccl(output, selected):
     import tempfile
 
+    if torch.cuda.device_count() < 2 and selected("norm/"):
+        # A run on one GPU for everything else: `run.sh report` asks for this by itself where there are several.
+        return
     for ranks in (2, 4, 8):
         cases = [(f"ep/dispatch/bf16/compact/{ranks}x4096x7168", 4096), (f"ep/dispatch/bf16/slots/{ranks}x128x7168", 128)]
         cases = [c for c in cases if selected(c[0])]
@@ -977,8 +996,7 @@ def main():
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--cases", action="store_true")
     args = parser.parse_args()
-    args.seconds = QUICK_SECONDS if args.quick else SECONDS
-    budget = args.budget or (60 if args.quick else math.inf)
+    budget = args.budget or (160 if args.quick else math.inf)
     begin = time.monotonic()
 
     def selected(name):
@@ -1000,7 +1018,7 @@ def main():
         return 2
 
     if args.warm_part:
-        warm(cases(), args.warm_part)
+        warm(cases(), args)
         return 0
     children = start_warming(args)
     output = Output(args.json)
@@ -1009,7 +1027,7 @@ def main():
         given_up.add("triton")
         output.missing("triton", NO_TRITON)
     nccl(output, selected)
-    wait_for(children, min(30, budget / 2))
+    wait_for(children, min(60 if args.compile else 30, budget / 2))
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
     late = []
     for c in cases():

@@ -40,7 +40,11 @@ struct Program {
 impl Program {
     /// Where in the bundle it goes.
     fn place(&self) -> PathBuf {
-        if self.kind == "example" { Path::new("examples").join(&self.name) } else { self.kind.clone().into() }
+        match self.kind.as_str() {
+            "example" => Path::new("examples").join(&self.name),
+            "test" if self.name != "warploom" => Path::new("tests").join(&self.name),
+            kind => kind.into(),
+        }
     }
 }
 
@@ -52,12 +56,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         fs::remove_dir_all(&out)?;
     }
     fs::create_dir_all(out.join("examples"))?;
+    fs::create_dir_all(out.join("tests"))?;
 
     // Of the whole workspace as in other steps: the features of dependencies depend on what is built together, and the kernels would be
     // compiled once for each set of them.
     let features = "warploom/cuda,warploom-tests/cuda,warploom-benches/cuda";
     let shared = ["--workspace", "--features", features, "--profile", &args.profile];
-    let mut tests = vec!["test", "--no-run", "--test", "warploom"];
+    let mut tests = vec!["test", "--no-run", "--test", "warploom", "--test", "cudarc", "--test", "dlpack"];
     if !args.no_benches {
         tests.extend(["--bench", "warploom"]);
     }
@@ -157,13 +162,18 @@ mod tests {
     fn programs_are_found_in_cargos_messages() {
         let messages = r#"{"reason":"compiler-artifact","target":{"name":"lib","kind":["lib"]},"executable":null}
 {"reason":"compiler-artifact","target":{"name":"warploom","kind":["test"]},"executable":"/t/warploom-1"}
+{"reason":"compiler-artifact","target":{"name":"dlpack","kind":["test"]},"executable":"/t/dlpack-3"}
 {"reason":"compiler-artifact","target":{"name":"generate","kind":["example"]},"executable":"/t/generate-2"}
 no json
 {"reason":"build-finished","success":true}"#;
         let places: Vec<_> = programs(messages).iter().map(|p| (p.place(), p.file.clone())).collect();
         assert_eq!(
             places,
-            [("test".into(), "/t/warploom-1".into()), ("examples/generate".into(), "/t/generate-2".into())]
+            [
+                ("test".into(), "/t/warploom-1".into()),
+                ("tests/dlpack".into(), "/t/dlpack-3".into()),
+                ("examples/generate".into(), "/t/generate-2".into()),
+            ]
         );
     }
 }

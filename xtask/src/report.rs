@@ -73,6 +73,11 @@ impl Row {
         self.best().map(|(_, us)| us / self.ours)
     }
 
+    /// Whether every peer is put together from PyTorch's operations, launched one by one.
+    fn only_eager(&self) -> bool {
+        self.peers.iter().all(|(name, _)| name.starts_with("torch") && name != "torch.compile")
+    }
+
     /// Which part of the ceiling is reached.
     fn share(&self) -> Option<f64> {
         self.floor.map(|floor| floor / self.ours)
@@ -188,8 +193,9 @@ fn markdown(run: &Run, plots: &[plot::Plot]) -> Result<String> {
     writeln!(out, "cargo xtask bundle                        # anywhere; copy bundle/ to the machine")?;
     writeln!(
         out,
-        "CUDA_VISIBLE_DEVICES=0 bundle/run.sh report FOLDER  # there: ours, then the peers (PyTorch and Triton, if installed), on one GPU"
+        "bundle/run.sh report FOLDER               # there: ours, then the peers that are installed, on one GPU;"
     )?;
+    writeln!(out, "                                          # then exchange and NCCL, where there are several")?;
     writeln!(out, "cargo xtask report FOLDER                 # anywhere: this page\n```\n")?;
 
     writeln!(out, "| | |\n| --- | --- |")?;
@@ -205,7 +211,8 @@ fn markdown(run: &Run, plots: &[plot::Plot]) -> Result<String> {
     }
     out.push_str(
         "\nMedians of one launch in µs, replays of a CUDA graph that launches on up to twenty sets of inputs in turn; peers are timed in\n\
-         the same way ([`harness.rs`](../../benches/harness.rs), [`peers.py`](../../benches/peers/peers.py)). *Best peer* is its time by \
+         the same way, for as long, on inputs of the same kind, after all of ours ([`harness.rs`](../../benches/harness.rs), \
+         [`peers.py`](../../benches/peers/peers.py); they have four to twenty sets\nof inputs, at least 200 MB). *Best peer* is its time by \
          ours: above 1\nwe are quicker. *Of the ceiling* is the least time that an H200 could take by ours: bytes moved once at 4.64 TB/s \
          read, 3.9 TB/s copied,\nor products at 807 TFLOP/s in bf16 and 1513 in e4m3; it may be a little above 100 %, as those are rates of plain copies and of cuBLAS. `torch` is PyTorch's eager mode, `triton` the small kernels in \
          [`kernels.py`](../../benches/peers/kernels.py),\n`flash` and `cudnn` PyTorch's attention over contiguous keys (ours reads pages).\n",
@@ -216,11 +223,17 @@ fn markdown(run: &Run, plots: &[plot::Plot]) -> Result<String> {
         let behind = compared.iter().filter(|x| **x < 0.98).count();
         let level = compared.iter().filter(|x| (0.98..=1.02).contains(*x)).count();
         let (ahead, all) = (compared.len() - behind - level, compared.len());
-        writeln!(
+        write!(
             out,
             "\nOf {all} cases with a peer {ahead} are more than 2 % quicker than the best one, {level} within 2 %, {behind} slower; the \
-             geometric mean is {mean:.2}.\n"
+             geometric mean is {mean:.2}."
         )?;
+        let tuned: Vec<f64> = run.rows.iter().filter(|row| !row.only_eager()).filter_map(Row::speed_up).collect();
+        if !tuned.is_empty() && tuned.len() < all {
+            let (eager, mean) = (all - tuned.len(), geometric_mean(&tuned));
+            write!(out, " {eager} have no peer but eager PyTorch; the mean of the others is {mean:.2}.")?;
+        }
+        out.push_str("\n\n");
     }
     summary(&mut out, run)?;
     for plot in plots {

@@ -5,12 +5,13 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 help() {
     cat <<'TEXT'
-run.sh test [FILTER] [ARGS...]      the tests on the GPU (WARPLOOM_TEST_DEVICES= to run them on the SIMT device as well)
+run.sh test [FILTER] [ARGS...]      the tests on the GPU (WARPLOOM_TEST_DEVICES= to run them on the SIMT device as well);
+                                    without arguments those of cudarc and DLPack too
 run.sh ranks [FILTER] [ARGS...]     the tests of several ranks, which need the GPUs for themselves
 run.sh bench [FILTER] [ARGS...]     the benches
 run.sh report FOLDER [ARGS...]      benches and peers on this GPU, for `cargo xtask report FOLDER`; ARGS go to peers.py
-                                    (--compile takes torch.compile in, --budget SECONDS bounds the peers, 60 by default);
-                                    both on the first GPU, or the one that CUDA_VISIBLE_DEVICES names
+                                    (--budget SECONDS bounds the peers, 160 by default). Both on the first GPU, or the first
+                                    that CUDA_VISIBLE_DEVICES names; where it leaves several, exchange and NCCL on them
 run.sh peers FOLDER [ARGS...]       the peers alone, into the same folder: after the above, on the same GPU
 run.sh sanitize [FILTER...]         the tests under compute-sanitizer: memcheck, racecheck, initcheck, synccheck. Several processes
                                     beside each other, a few tests each; a line for each tool and family says what came of it.
@@ -37,7 +38,12 @@ what=${1:-help}
 case $what in
 test)
     export WARPLOOM_TEST_DEVICES="${WARPLOOM_TEST_DEVICES-cuda}"
-    exec "$here/test" "$@"
+    [ $# -eq 0 ] || exec "$here/test" "$@"
+    code=0
+    for program in "$here/test" "$here"/tests/*; do
+        [ ! -x "$program" ] || "$program" || code=$?
+    done
+    exit $code
     ;;
 ranks)
     export WARPLOOM_TEST_DEVICES=cuda WARPLOOM_TEST_RANKS=1 CUDA_DEVICE_MAX_CONNECTIONS=32
@@ -53,15 +59,25 @@ report)
     shift
     mkdir -p "$out"
     rm -f "$out"/*.jsonl
-    # Times of ours and theirs are of one GPU, or they are no comparison.
-    export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-0}"
     cp "$here/version.txt" "$out/"
+    # Times of ours and theirs are of one GPU, or they are no comparison.
+    one() {
+        first=${CUDA_VISIBLE_DEVICES-0}
+        CUDA_VISIBLE_DEVICES="${first%%,*}" "$@"
+    }
     # Cases that peers have, and no others. Names hold no spaces.
     # shellcheck disable=SC2046
-    "$here/bench" --bench --quick --json "$out/ours.jsonl" $(python3 "$here/peers/peers.py" --quick --cases) ||
+    one "$here/bench" --bench --quick --json "$out/ours.jsonl" \
+        $(python3 "$here/peers/peers.py" --quick --cases) generate/ overhead ||
         echo "run.sh: not every bench passed" >&2
     # Without PyTorch, ours alone make a report as well.
-    python3 "$here/peers/peers.py" --quick --json "$out/peers.jsonl" "$@" || echo "run.sh: no peers" >&2
+    one python3 "$here/peers/peers.py" --quick --compile --json "$out/peers.jsonl" "$@" || echo "run.sh: no peers" >&2
+    if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] && case ${CUDA_VISIBLE_DEVICES-,} in *,*) true ;; *) false ;; esac; then
+        export NCCL_NVLS_ENABLE=0 CUDA_DEVICE_MAX_CONNECTIONS=32
+        "$here/bench" --bench --quick --json "$out/ours-ranks.jsonl" ep/dispatch ep/combine ||
+            echo "run.sh: not every bench of several GPUs passed" >&2
+        python3 "$here/peers/peers.py" --quick --json "$out/peers-ranks.jsonl" ep/ || echo "run.sh: no NCCL" >&2
+    fi
     ;;
 peers)
     out=${1:?run.sh peers needs a folder}
