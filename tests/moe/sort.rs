@@ -1,5 +1,5 @@
 use proptest::prelude::*;
-use warploom::moe::sort::{capacity, workspace_bytes};
+use warploom::moe::sort::{capacity, cluster_split, workspace_bytes};
 use warploom::moe::{Local, SortConvention, SortInput, SortOptions, SortOutput, sort, sort_and_zero};
 use warploom::{Device, Error, Graph, Stream, Tensor, reference};
 use warploom_tests::{gpu, noise, on_every_device, property, sanitizing};
@@ -273,13 +273,27 @@ fn matches_the_reference() {
     });
 }
 
+/// So many tokens of 37 experts each.
+fn with_tokens(mut case: Case, tokens: usize) -> Case {
+    case.ids = Case::new(tokens, case.experts, 37, case.options.block_size, 9).ids;
+    (case.tokens, case.room, case.top_k) = (tokens - 1, tokens, 37);
+    case
+}
+
+#[test]
+fn a_cluster_matches_the_reference() {
+    property(6, (cases(), 31usize..200), |d, s, (case, tokens)| {
+        assert_eq!(cluster_split(tokens * 37, case.experts).map(|split| split.chunks), Some(8));
+        check(d, s, &with_tokens(case, tokens));
+        Ok(())
+    });
+}
+
 #[test]
 fn two_launches_match_the_reference() {
-    property(2, (cases(), 260usize..300), |d, s, (mut case, tokens)| {
-        let other = Case::new(tokens, case.experts, 37, case.options.block_size, 9);
-        case.ids = other.ids;
-        (case.tokens, case.room, case.top_k) = (tokens - 1, tokens, 37);
-        check(d, s, &case);
+    property(2, (cases(), 260usize..300), |d, s, (case, tokens)| {
+        assert_eq!(cluster_split(tokens * 37, case.experts), None);
+        check(d, s, &with_tokens(case, tokens));
         Ok(())
     });
 }

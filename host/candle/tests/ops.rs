@@ -1,4 +1,5 @@
-//! Every operation against the same thing put together from candle's own, on the CPU.
+//! Every operation against the same thing put together from candle's own, which runs on the CPU. With the feature `cuda` the
+//! operations run on the first GPU (candle's build needs nvcc for that), otherwise on the SIMT device.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use warploom_candle::{
@@ -6,6 +7,23 @@ use warploom_candle::{
 };
 
 const CPU: &Device = &Device::Cpu;
+
+/// A tensor on the device where operations run, with the layout that it has.
+fn on(tensor: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    {
+        // One for all tests: candle's devices are equal only to themselves.
+        static GPU: std::sync::OnceLock<Device> = std::sync::OnceLock::new();
+        tensor.to_device(GPU.get_or_init(|| Device::new_cuda(0).expect("a GPU: these tests were built with `cuda`")))
+    }
+    #[cfg(not(feature = "cuda"))]
+    Ok(tensor.clone())
+}
+
+/// A tensor where candle computes what is expected.
+fn back(tensor: &Tensor) -> Result<Tensor> {
+    tensor.to_device(CPU)
+}
 
 /// Deterministic numbers, uniform in [-1, 1).
 fn noise(shape: &[usize], seed: u64) -> Tensor {
@@ -23,7 +41,7 @@ fn noise(shape: &[usize], seed: u64) -> Tensor {
 /// The largest difference, in units of the larger of 1 and the largest number.
 fn difference(got: &Tensor, want: &Tensor) -> Result<f32> {
     assert_eq!(got.dims(), want.dims());
-    let (got, want) = (got.to_dtype(DType::F32)?, want.to_dtype(DType::F32)?);
+    let (got, want) = (back(got)?.to_dtype(DType::F32)?, back(want)?.to_dtype(DType::F32)?);
     let scale = want.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?.max(1.0);
     Ok((got - want)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()? / scale)
 }
@@ -51,17 +69,17 @@ fn norms() -> Result<()> {
         let (wide, weight) = (noise(&[3, 5, 96], 1).to_dtype(dtype)?, noise(&[64], 2).to_dtype(dtype)?);
         // A view with gaps between its rows, and an offset.
         let x = wide.narrow(2, 32, 64)?.narrow(0, 1, 2)?;
-        let y = RmsNorm::new(1e-5).forward(&x, &weight)?;
+        let y = RmsNorm::new(1e-5).forward(&on(&x)?, &on(&weight)?)?;
         assert_eq!(y.dtype(), dtype);
         assert_close(&y, &rms_norm(&x, &weight, 1e-5)?);
-        let custom = x.apply_op2_no_bwd(&weight, &RmsNorm::new(1e-5))?;
+        let custom = on(&x)?.apply_op2_no_bwd(&on(&weight)?, &RmsNorm::new(1e-5))?;
         assert_eq!(difference(&custom, &y)?, 0.0);
 
         let residual = noise(&[2, 5, 64], 3).to_dtype(dtype)?;
-        let (normed, sum) = FusedAddRmsNorm::new(1e-5).forward(&x, &residual, &weight)?;
+        let (normed, sum) = FusedAddRmsNorm::new(1e-5).forward(&on(&x)?, &on(&residual)?, &on(&weight)?)?;
         let want = (&x + &residual)?;
         assert_close(&sum, &want);
-        assert_close(&normed, &rms_norm(&sum, &weight, 1e-5)?);
+        assert_close(&normed, &rms_norm(&back(&sum)?, &weight, 1e-5)?);
     }
     Ok(())
 }
@@ -72,8 +90,8 @@ fn gated_activation() -> Result<()> {
         let x = (noise(&[4, 66], 1) * 4.0)?.to_dtype(dtype)?;
         let exact = x.to_dtype(DType::F32)?;
         let want = (exact.narrow(1, 0, 33)?.silu()? * exact.narrow(1, 33, 33)?)?;
-        assert_close(&SiluAndMul.forward(&x)?, &want);
-        assert_close(&x.apply_op1_no_bwd(&SiluAndMul)?, &want);
+        assert_close(&SiluAndMul.forward(&on(&x)?)?, &want);
+        assert_close(&on(&x)?.apply_op1_no_bwd(&SiluAndMul)?, &want);
     }
     Ok(())
 }
@@ -101,13 +119,15 @@ fn rotary_embedding() -> Result<()> {
         let (a, b) = turned(&pairs.narrow(3, 0, 1)?.squeeze(3)?, &pairs.narrow(3, 1, 1)?.squeeze(3)?)?;
         Tensor::stack(&[a, b], 3)?.reshape(x.shape())
     };
+    let (q, k, angles) = (on(&query)?, on(&key)?, on(&angles)?);
     for positions in [at.clone(), at.to_dtype(DType::I64)?] {
-        let (q, k) = Rotary::new(Pairing::Neox).forward(&query, &key, &positions, &angles)?;
-        assert_close(&q, &neox(&query)?);
-        assert_close(&k, &neox(&key)?);
-        let (q, k) = Rotary::new(Pairing::Gptj).forward(&query, &key, &positions, &angles)?;
-        assert_close(&q, &gptj(&query)?);
-        assert_close(&k, &gptj(&key)?);
+        let positions = on(&positions)?;
+        let (turned_q, turned_k) = Rotary::new(Pairing::Neox).forward(&q, &k, &positions, &angles)?;
+        assert_close(&turned_q, &neox(&query)?);
+        assert_close(&turned_k, &neox(&key)?);
+        let (turned_q, turned_k) = Rotary::new(Pairing::Gptj).forward(&q, &k, &positions, &angles)?;
+        assert_close(&turned_q, &gptj(&query)?);
+        assert_close(&turned_k, &gptj(&key)?);
     }
     Ok(())
 }
@@ -121,10 +141,10 @@ fn softmax(x: &Tensor) -> Result<Tensor> {
 fn gate() -> Result<()> {
     let (tokens, experts, top_k) = (7, 16, 3);
     let logits = (noise(&[tokens, experts], 1) * 3.0)?;
-    let (weights, ids) = Gate::new(top_k, Scoring::Softmax).forward(&logits)?;
+    let (weights, ids) = Gate::new(top_k, Scoring::Softmax).forward(&on(&logits)?)?;
     let (scores, order) = softmax(&logits)?.sort_last_dim(false)?;
     let chosen = scores.narrow(1, 0, top_k)?;
-    assert_eq!(ids.to_vec2::<u32>()?, order.narrow(1, 0, top_k)?.to_vec2::<u32>()?);
+    assert_eq!(back(&ids)?.to_vec2::<u32>()?, order.narrow(1, 0, top_k)?.to_vec2::<u32>()?);
     assert_close(&weights, &chosen.broadcast_div(&chosen.sum_keepdim(1)?)?);
 
     // With a bias for the choice, of sigmoids, without dividing.
@@ -133,8 +153,8 @@ fn gate() -> Result<()> {
     let (_, order) = sigmoid.broadcast_add(&bias)?.sort_last_dim(false)?;
     let order = order.narrow(1, 0, top_k)?.contiguous()?;
     let (weights, ids) =
-        Gate::new(top_k, Scoring::Sigmoid).bias(&bias).renormalize(false).scale(2.5).forward(&logits)?;
-    assert_eq!(ids.to_vec2::<u32>()?, order.to_vec2::<u32>()?);
+        Gate::new(top_k, Scoring::Sigmoid).bias(&on(&bias)?).renormalize(false).scale(2.5).forward(&on(&logits)?)?;
+    assert_eq!(back(&ids)?.to_vec2::<u32>()?, order.to_vec2::<u32>()?);
     assert_close(&weights, &(sigmoid.gather(&order, 1)? * 2.5)?);
     Ok(())
 }
@@ -146,13 +166,15 @@ fn fused_moe() -> Result<()> {
         let x = noise(&[tokens, hidden], 1).to_dtype(dtype)?;
         let w13 = noise(&[experts, 2 * width, hidden], 2).to_dtype(dtype)?;
         let w2 = noise(&[experts, hidden, width], 3).to_dtype(dtype)?;
-        let (weights, ids) = Gate::new(top_k, Scoring::Softmax).forward(&noise(&[tokens, experts], 4))?;
+        let (weights, ids) = Gate::new(top_k, Scoring::Softmax).forward(&on(&noise(&[tokens, experts], 4))?)?;
         let op = FusedMoe::new(&ids, &weights);
-        let out = op.forward(&x, &w13, &w2)?;
+        let out = op.forward(&on(&x)?, &on(&w13)?, &on(&w2)?)?;
         let exact = |t: &Tensor| t.to_dtype(DType::F32);
         let (x32, up, down) = (exact(&x)?, exact(&w13)?, exact(&w2)?);
         let mut rows = vec![];
-        for (t, (ids, weights)) in ids.to_vec2::<u32>()?.iter().zip(weights.to_vec2::<f32>()?).enumerate() {
+        for (t, (ids, weights)) in
+            back(&ids)?.to_vec2::<u32>()?.iter().zip(back(&weights)?.to_vec2::<f32>()?).enumerate()
+        {
             let mut sum = Tensor::zeros((1, hidden), DType::F32, CPU)?;
             for (&e, w) in ids.iter().zip(weights) {
                 let h = x32.narrow(0, t, 1)?.matmul(&up.get(e as usize)?.t()?)?;
@@ -164,7 +186,7 @@ fn fused_moe() -> Result<()> {
         }
         let want = Tensor::cat(&rows, 0)?;
         assert_close(&out, &want);
-        assert_eq!(difference(&x.apply_op3_no_bwd(&w13, &w2, &op)?, &out)?, 0.0);
+        assert_eq!(difference(&on(&x)?.apply_op3_no_bwd(&on(&w13)?, &on(&w2)?, &op)?, &out)?, 0.0);
     }
     Ok(())
 }
@@ -173,18 +195,20 @@ fn fused_moe() -> Result<()> {
 fn sampling() -> Result<()> {
     let logits = (noise(&[3, 2, 500], 1) * 5.0)?;
     let best = logits.argmax(D::Minus1)?.to_vec2::<u32>()?;
-    assert_eq!(Sampler::greedy().forward(&logits)?.to_vec2::<u32>()?, best);
-    assert_eq!(logits.apply_op1_no_bwd(&Sampler::new(5).top_k(1))?.to_vec2::<u32>()?, best);
-    assert_eq!(Sampler::new(5).top_p(1e-6).forward(&logits)?.to_vec2::<u32>()?, best);
+    let lent = on(&logits)?;
+    assert_eq!(back(&Sampler::greedy().forward(&lent)?)?.to_vec2::<u32>()?, best);
+    assert_eq!(back(&lent.apply_op1_no_bwd(&Sampler::new(5).top_k(1))?)?.to_vec2::<u32>()?, best);
+    assert_eq!(back(&Sampler::new(5).top_p(1e-6).forward(&lent)?)?.to_vec2::<u32>()?, best);
     // Only tokens that may be drawn, the same for the same seed and offset, and all of them sooner or later.
     let row = logits.narrow(0, 0, 1)?.narrow(1, 0, 1)?.flatten_to(1)?.bf16_exact()?;
     let allowed = row.sort_last_dim(false)?.1.narrow(1, 0, 4)?.flatten_all()?.to_vec1::<u32>()?;
     let mut sampler = Sampler::new(9).top_k(4).temperature(4.0);
-    let mut drawn = vec![];
+    let (row, mut drawn) = (on(&row)?, vec![]);
     for offset in 0..64 {
         sampler.set_offset(4 * offset);
-        let token = sampler.forward(&row)?.to_vec1::<u32>()?[0];
-        assert_eq!(sampler.forward(&row)?.to_vec1::<u32>()?[0], token);
+        let mut draw = || back(&sampler.forward(&row)?)?.to_vec1::<u32>();
+        let token = draw()?[0];
+        assert_eq!(draw()?, [token]);
         assert!(allowed.contains(&token));
         drawn.push(token);
     }
@@ -211,9 +235,10 @@ fn paged_decode() -> Result<()> {
         let query = noise(&[2, heads, dim], 1).to_dtype(dtype)?;
         let key = noise(&[blocks, block, kv_heads, dim], 2).to_dtype(dtype)?;
         let value = noise(&[blocks, block, kv_heads, dim], 3).to_dtype(dtype)?;
-        let lens = Tensor::new(&lengths.map(|n| n as u32), CPU)?;
-        let mut op = PagedDecode::new(&Tensor::new(&table, CPU)?, &lens);
-        let out = op.forward(&query, &key, &value)?;
+        let lens = on(&Tensor::new(&lengths.map(|n| n as u32), CPU)?)?;
+        let mut op = PagedDecode::new(&on(&Tensor::new(&table, CPU)?)?, &lens);
+        let (q, k, v) = (on(&query)?, on(&key)?, on(&value)?);
+        let out = op.forward(&q, &k, &v)?;
         let mut want = vec![];
         for (b, &n) in lengths.iter().enumerate() {
             let pages = Tensor::new(&table[b], CPU)?;
@@ -229,14 +254,14 @@ fn paged_decode() -> Result<()> {
         }
         let want = Tensor::stack(&want, 0)?;
         assert_close(&out, &want);
-        assert_eq!(difference(&query.apply_op3_no_bwd(&key, &value, &op)?, &out)?, 0.0);
+        assert_eq!(difference(&q.apply_op3_no_bwd(&k, &v, &op)?, &out)?, 0.0);
         // The other layout, and pages in another order.
-        let swap = |t: &Tensor| t.transpose(1, 2)?.contiguous();
-        let hnd = PagedDecode::new(&Tensor::new(&table, CPU)?, &lens).layout(CacheLayout::Hnd);
-        assert_close(&hnd.forward(&query, &swap(&key)?, &swap(&value)?)?, &want);
-        op.route(&Tensor::new(&[[0u32, 6], [5, 2]], CPU)?, &Tensor::new(&[3u32, 11], CPU)?);
+        let swap = |t: &Tensor| on(&t.transpose(1, 2)?.contiguous()?);
+        let hnd = PagedDecode::new(&on(&Tensor::new(&table, CPU)?)?, &lens).layout(CacheLayout::Hnd);
+        assert_close(&hnd.forward(&q, &swap(&key)?, &swap(&value)?)?, &want);
+        op.route(&on(&Tensor::new(&[[0u32, 6], [5, 2]], CPU)?)?, &on(&Tensor::new(&[3u32, 11], CPU)?)?);
         let flip = Tensor::new(&[1u32, 0], CPU)?;
-        let flipped = op.forward(&query.index_select(&flip, 0)?, &key, &value)?;
+        let flipped = back(&op.forward(&on(&query.index_select(&flip, 0)?)?, &k, &v)?)?;
         assert_eq!(difference(&flipped.index_select(&flip, 0)?, &out)?, 0.0);
     }
     Ok(())
@@ -245,6 +270,7 @@ fn paged_decode() -> Result<()> {
 /// Errors are warploom's, and name operation and argument.
 #[test]
 fn misuse_is_an_error() -> Result<()> {
+    let noise = |shape: &[usize], seed| on(&noise(shape, seed)).unwrap();
     let (x, weight) = (noise(&[2, 8], 1), noise(&[8], 2));
     let says = |result: Result<Tensor>, what: &str| {
         let error = result.map(drop).unwrap_err().to_string();
@@ -258,7 +284,7 @@ fn misuse_is_an_error() -> Result<()> {
     says(norm.forward(&x.to_dtype(DType::U32)?, &weight), "must be f32, f16 or bf16, but is U32");
     says(SiluAndMul.forward(&noise(&[2, 7], 1)), "silu_and_mul: `x` must have shape");
     says(Sampler::new(0).temperature(-1.0).forward(&x), "temperature");
-    let ids = Tensor::zeros((2, 1), DType::U32, CPU)?;
+    let ids = on(&Tensor::zeros((2, 1), DType::U32, CPU)?)?;
     let moe = FusedMoe::new(&ids, &noise(&[2, 1], 1));
     says(moe.forward(&x, &noise(&[3, 8, 8], 1), &noise(&[4, 8, 4], 1)), "`w13` must have shape");
     Ok(())

@@ -6,22 +6,28 @@
 //! rounded up to whole blocks, and each pair goes to start + ranks. Nothing depends on timing: within an expert pairs
 //! stay in ascending order.
 //!
-//! Up to some thousand pairs one block does everything in one launch. More are split into chunks, a block each; then
-//! `moe_sort_count` writes the counters of each chunk to a table first, and `moe_sort_scatter`, which has counted its own pairs
-//! meanwhile, sums the rows above its own. The lists are filled with padding first, and pairs overwrite it.
-//! Further blocks of `moe_sort_scatter` zero a buffer on the side.
+//! Up to some hundred pairs one block does everything in one launch. More are split into chunks, a block each, which must
+//! know each other's counters. On Hopper the blocks of `moe_sort_cluster`, some thousand pairs, send them to each other's
+//! shared memory. Otherwise `moe_sort_count` writes the counters of each chunk to a table first, and `moe_sort_scatter`, which has
+//! counted its own pairs meanwhile, sums the rows above its own.
+//!
+//! The lists are filled with padding first, and pairs overwrite it; but nothing orders the blocks of a cluster after they have
+//! counted, so there padding goes just where no pairs go. Further blocks zero a buffer on the side.
 //!
 //! Two conventions of output: flat pair indices, sentinel the number of pairs (vLLM's `moe_align_block_size`); or the token in
 //! the low 24 bits and the slot in the high 8, sentinel token count and slot count (CK Tile's `moe_sorting`).
 
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
 use cuda_std::vec::B128;
-use cuda_std::{Global, GlobalMut, Shared, dependent_launch, entries, shared, thread, unroll, warp};
+use cuda_std::{Global, GlobalMut, Shared, cluster, dependent_launch, entries, mbarrier, shared, thread, unroll, warp};
 
 /// Pairs that a lane keeps in registers, at most.
 pub const ITEMS: usize = 8;
 /// Warps of a block, at most.
 pub const MAX_WARPS: usize = 32;
+
+/// Chunks of `moe_sort_cluster`.
+pub const CLUSTER: u32 = 8;
 
 /// `flags`: packed ids and totals (CK Tile's convention).
 pub const PACKED: u32 = 1;
@@ -38,6 +44,11 @@ pub const fn columns(bins: usize) -> usize {
 /// Dynamic shared memory for `bins` experts and `warps` warps.
 pub const fn shared_bytes(bins: usize, warps: usize) -> usize {
     MAX_WARPS * 8 + columns(bins) * (4 * 4 + 2 * warps)
+}
+
+/// The same for `moe_sort_cluster`.
+pub const fn cluster_shared_bytes(bins: usize, warps: usize) -> usize {
+    8 + columns(bins) * 2 * CLUSTER as usize + shared_bytes(bins, warps)
 }
 
 /// What a block knows about its chunk after counting.
@@ -108,9 +119,10 @@ fn counters(map: Pairs) -> usize {
     (thread::block_dim_x() / 32) as usize * columns((map.local + map.shared) as usize)
 }
 
-/// Adds a column of the warps' counters up; each becomes the sum of those before it.
+/// Adds two columns of the warps' counters up, `2 word` in the low half and the next in the high one; each becomes the sum of
+/// those before it. A chunk has fewer pairs than 16 bits count.
 #[inline(always)]
-unsafe fn scan_warps(c: Chunk, column: u32) -> u32 {
+unsafe fn scan_warps(c: Chunk, word: u32) -> u32 {
     let warps = thread::block_dim_x() / 32;
     let mut running = 0;
     let mut w = 0;
@@ -119,12 +131,12 @@ unsafe fn scan_warps(c: Chunk, column: u32) -> u32 {
         let mut n = [0u32; 8];
         unroll::<8>(|i| {
             if w + (i as u32) < warps {
-                n[i] = c.counts.get((w + i as u32) * c.columns + column) as u32;
+                n[i] = c.counts.get_as((w + i as u32) * c.columns + 2 * word);
             }
         });
         unroll::<8>(|i| {
             if w + (i as u32) < warps {
-                c.counts.set((w + i as u32) * c.columns + column, running as u16);
+                c.counts.set_as::<u32>((w + i as u32) * c.columns + 2 * word, running);
                 running += n[i];
             }
         });
@@ -165,8 +177,8 @@ fn sentinel(flags: u32, tokens: u32, slots: u32, present: u32) -> i32 {
     if flags & PACKED != 0 { (present & 0xff_ffff | slots << 24) as i32 } else { (tokens * slots) as i32 }
 }
 
-/// Writes the counters of chunk `blockIdx.x` to its row of `table`, `[chunks][columns]`: the bins, and the invalid ids; and
-/// fills the lists with padding.
+/// Writes the counters of chunk `blockIdx.x` to its row of `table`, `[chunks][columns / 2]`, two in a word: the bins, and the
+/// invalid ids; and fills the lists with padding.
 ///
 /// The arguments are those of [`sort_scatter`]. Block: `32 w` threads; shared memory: [`shared_bytes`].
 #[inline(always)]
@@ -207,10 +219,10 @@ pub unsafe fn sort_count(
         pad(sorted_ids, sorted_weights, capacity, padding, thread::block_idx_x(), thread::grid_dim_x());
     });
     let table = GlobalMut::new(table);
-    let mut column = thread::thread_idx_x();
-    while column < c.columns {
-        table.set(thread::block_idx_x() * c.columns + column, scan_warps(c, column));
-        column += thread::block_dim_x();
+    let mut word = thread::thread_idx_x();
+    while word < c.columns / 2 {
+        table.set(thread::block_idx_x() * c.columns / 2 + word, scan_warps(c, word));
+        word += thread::block_dim_x();
     }
 }
 
@@ -231,8 +243,11 @@ unsafe fn chunk(map: Pairs, tokens: u32, items: u32, counts: Shared<u16>) -> Chu
 /// packed; and those that may be null: `sorted_weights` `[capacity]`, `positions` `[tokens, slots]` (where each pair went, -1
 /// for nowhere), `offsets` `[bins + 1]` (where each expert starts), `expert_counts` `[bins]`, `invalid` `[1]`.
 /// Grid: `chunks` and blocks that zero `zero_bytes` from `zero` on; block: `32 w` threads; shared memory: [`shared_bytes`].
+///
+/// If `CLUSTERED`, `chunks` is [`CLUSTER`], the grid consists of clusters of so many blocks, there is no `table`, and shared memory
+/// is [`cluster_shared_bytes`].
 #[inline(always)]
-pub unsafe fn sort_scatter(
+pub unsafe fn sort_scatter<const CLUSTERED: bool>(
     sorted_ids: *mut i32,
     expert_ids: *mut i32,
     totals: *mut i32,
@@ -260,19 +275,39 @@ pub unsafe fn sort_scatter(
     capacity: u32,
     flags: u32,
 ) {
-    if chunks <= 1 {
+    let (tid, lane, threads) = (thread::thread_idx_x(), warp::lane_id(), thread::block_dim_x());
+    let (warp_id, warps) = (tid / 32, threads / 32);
+    let bins = local + shared_experts;
+    let width = columns(bins as usize);
+    // Words of two counters: of a row, and of those that are looked at. The last counter is that of invalid ids.
+    let (row, counted_words) = (width as u32 / 2, (bins + !invalid.is_null() as u32).div_ceil(2));
+    let mut carver = shared::Carver::new();
+    let chunk_id = thread::block_idx_x();
+    let came = carver.take::<u64>(CLUSTERED as usize);
+    let rows = carver.take::<u32>(if CLUSTERED { CLUSTER as usize * width / 2 } else { 0 });
+    if CLUSTERED {
+        cluster::dims::<CLUSTER>();
+        if chunk_id < chunks {
+            if tid == 0 {
+                mbarrier::init(came.ptr(0u32), 1);
+                mbarrier::fence_init();
+                mbarrier::arrive_expect_tx(came.ptr(0u32), CLUSTER * counted_words * 4);
+            }
+            warp::sync_warp(warp::FULL);
+            // Nobody may send to a block that does not run yet, or has no mbarrier.
+            cluster::arrive_relaxed();
+        }
+    }
+    if chunks <= 1 || CLUSTERED {
         // The first launch: it may start before what the caller launched before is done, and what comes next may not.
         dependent_launch::wait();
     }
     dependent_launch::launch_dependents();
-    let chunk_id = thread::block_idx_x();
     if chunk_id >= chunks {
         return fill_zero(zero, zero_bytes, chunk_id - chunks, thread::grid_dim_x() - chunks);
     }
     // SAFETY: blocks are not empty.
     core::hint::assert_unchecked(block != 0);
-    let (tid, lane, threads) = (thread::thread_idx_x(), warp::lane_id(), thread::block_dim_x());
-    let (warp_id, warps) = (tid / 32, threads / 32);
     let (mask, packed) = (flags & MASK != 0, flags & PACKED != 0);
     let present = existing_tokens(tokens, num_tokens);
     let map = Pairs {
@@ -285,9 +320,6 @@ pub unsafe fn sort_scatter(
         local,
         shared: shared_experts,
     };
-    let bins = local + shared_experts;
-    let width = columns(bins as usize);
-    let mut carver = shared::Carver::new();
     let warp_sums = carver.take::<u64>(MAX_WARPS);
     let (counted, bases) = (carver.take::<u32>(width), carver.take::<u32>(width));
     let (starts, labels) = (carver.take::<u32>(width), carver.take::<u32>(width));
@@ -298,38 +330,59 @@ pub unsafe fn sort_scatter(
             pad(sorted_ids, sorted_weights, capacity, padding, 0, 1);
         }
     });
-    if chunks > 1 {
+    if CLUSTERED {
+        cluster::wait();
+        let mut word = tid;
+        while word < counted_words {
+            let sums = scan_warps(c, word);
+            let place = rows.ptr(chunk_id * row + word);
+            unroll::<{ CLUSTER as usize }>(|r| {
+                let to = r as u32;
+                cluster::store_async_u32(cluster::map(place, to), sums, cluster::map(came.ptr(0u32), to));
+            });
+            word += threads;
+        }
+        // Blocks that have all of it have been sent to for the last time, and may end.
+        mbarrier::wait_parity(came.ptr(0u32), 0);
+    } else if chunks > 1 {
         dependent_launch::wait();
     }
 
     // Pairs of each expert, and those in earlier chunks.
     let table = Global::new(table);
-    // The last counts invalid ids, which is one column more than there may be threads.
-    let end = bins + !invalid.is_null() as u32;
-    let mut column = tid;
-    while column < end {
-        let mut total = scan_warps(c, column);
-        let mut before = 0;
-        if chunks > 1 {
-            total = 0;
+    let mut word = tid;
+    while word < counted_words {
+        let (mut total, mut before) = ([0u32; 2], [0u32; 2]);
+        let mut add = |chunk: u32, sums: u32| {
+            let sums = [sums & 0xffff, sums >> 16];
+            unroll::<2>(|i| {
+                before[i] += if chunk < chunk_id { sums[i] } else { 0 };
+                total[i] += sums[i];
+            });
+        };
+        if CLUSTERED {
+            unroll::<{ CLUSTER as usize }>(|g| add(g as u32, rows.get(g as u32 * row + word)));
+        } else if chunks > 1 {
+            scan_warps(c, word);
             let mut g = 0;
             while g < chunks {
                 let mut n = [0u32; 8];
                 unroll::<8>(|i| {
                     if g + (i as u32) < chunks {
-                        n[i] = table.get((g + i as u32) * c.columns + column);
+                        n[i] = table.get((g + i as u32) * row + word);
                     }
                 });
-                unroll::<8>(|i| {
-                    before += if g + (i as u32) < chunk_id { n[i] } else { 0 };
-                    total += n[i];
-                });
+                unroll::<8>(|i| add(g + i as u32, n[i]));
                 g += 8;
             }
+        } else {
+            add(0, scan_warps(c, word));
         }
-        counted.set(column, total);
-        bases.set(column, before);
-        column += threads;
+        unroll::<2>(|i| {
+            counted.set(2 * word + i as u32, total[i]);
+            bases.set(2 * word + i as u32, before[i]);
+        });
+        word += threads;
     }
     thread::sync_threads();
 
@@ -399,24 +452,60 @@ pub unsafe fn sort_scatter(
     // What describes the experts; each chunk does its share. A block of the list belongs to the last expert that starts at
     // or before it: those without pairs start where the next one does.
     let expert_ids = GlobalMut::new(expert_ids);
-    let mut b = chunk_id * threads + tid;
-    while b < capacity / block {
-        let position = b * block;
-        let mut label = -1;
-        if position < padded {
-            let (mut low, mut high) = (0, bins);
-            while high - low > 1 {
-                let middle = (low + high) / 2;
-                if starts.get(middle) <= position {
-                    low = middle;
-                } else {
-                    high = middle;
+    let label_of = |position: u32| {
+        let (mut low, mut high) = (0, bins);
+        while high - low > 1 {
+            let middle = (low + high) / 2;
+            if starts.get(middle) <= position {
+                low = middle;
+            } else {
+                high = middle;
+            }
+        }
+        low
+    };
+    if CLUSTERED {
+        // Each warp has its share of the list's blocks, a lane finds one's expert, and the warp pads them one by one.
+        let (all, listed) = (capacity.div_ceil(block), capacity / block);
+        // SAFETY: no block is empty.
+        core::hint::assert_unchecked(warps != 0);
+        let share = all.div_ceil(CLUSTER * warps);
+        let first = (chunk_id * warps + warp_id) * share;
+        let last = (first + share).min(all);
+        let mut some = first;
+        while some < last {
+            let b = some + lane;
+            let position = b * block;
+            let (mut label, mut paired) = (-1, 0);
+            if b < last && position < padded {
+                let bin = label_of(position);
+                label = labels.get(bin) as i32;
+                paired = starts.get(bin) + counted.get(bin);
+            }
+            if b < last && b < listed {
+                expert_ids.set(b, label);
+            }
+            let turns = (last - some).min(32);
+            for turn in 0..turns {
+                let (from, to) = ((some + turn) * block, ((some + turn + 1) * block).min(capacity));
+                let mut i = from.max(warp::shfl_idx(paired, turn)) + lane;
+                while i < to {
+                    sorted_ids.set(i, padding);
+                    if weighted {
+                        weights_out.set(i, 0.0);
+                    }
+                    i += 32;
                 }
             }
-            label = labels.get(low) as i32;
+            some += 32;
         }
-        expert_ids.set(b, label);
-        b += chunks * threads;
+    } else {
+        let mut b = chunk_id * threads + tid;
+        while b < capacity / block {
+            let position = b * block;
+            expert_ids.set(b, if position < padded { labels.get(label_of(position)) as i32 } else { -1 });
+            b += chunks * threads;
+        }
     }
     let mut bin = chunk_id * threads + tid;
     while bin < bins {
@@ -484,5 +573,6 @@ entries! {
         table: *const u32, tokens: u32, top_k: u32, slots: u32, experts: u32, local: u32, shared_experts: u32,
         block: u32, items: u32, chunks: u32, capacity: u32, flags: u32,
     );
-    moe_sort_scatter {} [1024] => sort_scatter;
+    moe_sort_scatter {} [1024] => sort_scatter::<false>;
+    moe_sort_cluster {} [1024; Sm90a] => sort_scatter::<true>;
 }
