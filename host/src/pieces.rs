@@ -73,7 +73,7 @@ pub(crate) const fn elementwise(rows: u32, n: u32, dtype: DType, aligned: bool, 
     let (columns, rows) = (pieces.div_ceil(x), rows.div_ceil(y));
     let y_extent = if rows < 65535 { rows } else { 65535 };
     let z_extent = if rows == 0 { 0 } else { rows.div_ceil(y_extent) };
-    Geometry::new([columns, y_extent, z_extent], [x, y, 1])
+    Geometry::new([columns, y_extent, z_extent], [x, y, 1]).dependent()
 }
 
 /// The strides of scales: `[rows, groups]`, in any order, no two of them in one place.
@@ -152,7 +152,7 @@ impl Variant {
     /// A launch of blocks of [`block`](Self::block).
     pub(crate) const fn geometry(self, dtype: DType, rows: u32, n: u32, whole_blocks: bool, shared: usize) -> Geometry {
         let (x, y) = self.block(dtype, n, whole_blocks);
-        Geometry::new([rows.div_ceil(y), 1, 1], [x, y, 1]).shared_bytes(shared as u32)
+        Geometry::new([rows.div_ceil(y), 1, 1], [x, y, 1]).shared_bytes(shared as u32).dependent()
     }
 }
 

@@ -90,4 +90,14 @@ mod tests {
         assert_eq!(entry(Arch::Sm80, "nonsense", "rms_norm_any_bf16"), None);
         assert_eq!(entries(Arch::Sm80, "nonsense").next(), None);
     }
+
+    /// Launches of nearly all kernels overlap with the end of the kernel before, so nearly all wait for it.
+    #[test]
+    fn kernels_wait_for_those_before() {
+        for family in FAMILIES.iter().filter(|f| !["conformance", "ep"].contains(f)) {
+            for name in entries(Arch::Sm90a, family).filter(|name| *name != "moe_sort_count") {
+                assert!(entry(Arch::Sm90a, family, name).unwrap().contains("griddepcontrol.wait"), "{name}");
+            }
+        }
+    }
 }

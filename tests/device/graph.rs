@@ -1,7 +1,7 @@
 //! Capture and replay.
 
-use warploom::{Device, Error, Event, Graph, Stream, Tensor, norm};
-use warploom_tests::on_every_device;
+use warploom::{Device, Error, Event, Graph, Result, Stream, Tensor, activation, norm};
+use warploom_tests::{noise, on_every_device};
 
 #[test]
 fn captured_work_runs_when_launched_and_not_before() {
@@ -167,6 +167,65 @@ fn a_graph_stays_on_its_device() {
         assert_ne!(elsewhere.device(), device);
         for error in [graph.launch(&elsewhere).unwrap_err(), graph.upload(&elsewhere).unwrap_err()] {
             assert!(matches!(error, Error::WrongDevice { arg: "graph", .. }), "{error}");
+        }
+    });
+}
+
+/// Launches overlap (programmatic dependent launch), which nobody may see: each reads what the one before it wrote, and writes over
+/// what that one read. On one stream, on two that take turns, and captured.
+#[test]
+fn overlapping_launches_keep_their_order() {
+    on_every_device(|device, stream| {
+        let (rows, n, rounds) = if device.is_simt() { (2, 64, 2) } else { (300, 2048, 50) };
+        let both = Tensor::<f32>::zeros(device, &[rows, 2 * n]).unwrap();
+        let residual = Tensor::<f32>::zeros(device, &[rows, n]).unwrap();
+        // Where launch `i` goes is what `turn` says, which may do something between two launches.
+        let chain = |turn: &dyn Fn(usize) -> Result<Stream>| -> Result<()> {
+            let (mut x, mut y) = (both.narrow(1, 0, n)?, both.narrow(1, n, n)?);
+            for i in (0..3 * rounds).step_by(3) {
+                norm::fused_add_rms_norm(&turn(i)?, &mut x, &mut residual.clone(), None, 1e-6)?;
+                norm::rms_norm(&turn(i + 1)?, &mut y, &residual, None, 1e-6)?;
+                activation::silu_and_mul(&turn(i + 2)?, &mut x, &both)?;
+            }
+            Ok(())
+        };
+        let result = |run: &dyn Fn() -> Result<()>| {
+            both.clone().copy_from_slice(&noise(rows * 2 * n, 1)).unwrap();
+            residual.clone().copy_from_slice(&noise(rows * n, 2)).unwrap();
+            run().unwrap();
+            device.synchronize().unwrap();
+            [both.to_vec().unwrap(), residual.to_vec().unwrap()]
+        };
+        let expected = result(&|| chain(&|_| stream.synchronize().map(|()| stream.clone())));
+        assert!(expected.iter().flatten().all(|v| v.is_finite()));
+        let same = |how: &str, run: &dyn Fn() -> Result<()>| assert!(result(run) == expected, "{how}");
+        let one = || chain(&|_| Ok(stream.clone()));
+        same("one stream", &one);
+        let graph = Graph::capture(stream, |_| one()).unwrap();
+        same("captured", &|| graph.launch(stream));
+
+        let streams = [stream.clone(), Stream::new(device).unwrap()];
+        let events: Vec<_> = (0..=3 * rounds).map(|_| Event::new(device).unwrap()).collect();
+        let in_turn = || {
+            chain(&|i| {
+                let [before, now] = [i + 1, i].map(|i| &streams[i % 2]);
+                before.record_event(&events[i])?;
+                now.wait_event(&events[i])?;
+                Ok(now.clone())
+            })?;
+            streams[1].record_event(&events[3 * rounds])?;
+            streams[0].wait_event(&events[3 * rounds])
+        };
+        same("two streams", &in_turn);
+        if !device.is_simt() {
+            // Streams of the SIMT device are captured one by one. The first event is then of a stream that is not captured yet.
+            let graph = Graph::capture(stream, |s| {
+                s.record_event(&events[0])?;
+                streams[1].wait_event(&events[0])?;
+                in_turn()
+            });
+            let graph = graph.unwrap();
+            same("two streams, captured", &|| graph.launch(stream));
         }
     });
 }

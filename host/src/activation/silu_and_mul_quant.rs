@@ -47,7 +47,7 @@ pub const fn per_group_few_entry(dtype: DType) -> Option<Entry<GroupArgs>> {
 
 /// How to launch [`per_group_few_entry`] for at most [`MOST_FEW_ROWS`] rows.
 pub const fn per_group_few_geometry(rows: u32, d: u32) -> Geometry {
-    Geometry::new([d.div_ceil(4).div_ceil(kernel::FEW_THREADS), rows, 1], [kernel::FEW_THREADS, 1, 1])
+    Geometry::new([d.div_ceil(4).div_ceil(kernel::FEW_THREADS), rows, 1], [kernel::FEW_THREADS, 1, 1]).dependent()
 }
 
 /// The most rows of [`per_group_few_entry`].
@@ -83,7 +83,7 @@ pub const fn per_token_cluster_geometry(dtype: DType, rows: u32, d: u32) -> Opti
         return None;
     }
     let geometry = Geometry::linear(rows * kernel::CLUSTER, threads);
-    Some(geometry.shared_bytes(kernel::CLUSTER_SHARED_BYTES as u32).cluster(kernel::CLUSTER))
+    Some(geometry.shared_bytes(kernel::CLUSTER_SHARED_BYTES as u32).cluster(kernel::CLUSTER).dependent())
 }
 
 /// The entry with a scale for each row, for short rows, aligned.
@@ -97,7 +97,7 @@ pub const fn per_token_short_geometry(dtype: DType, rows: u32, d: u32) -> Option
     if threads > kernel::SHORT_THREADS || d == 0 {
         return None;
     }
-    Some(Geometry::linear(rows, threads).shared_bytes(kernel::SHARED_BYTES as u32))
+    Some(Geometry::linear(rows, threads).shared_bytes(kernel::SHARED_BYTES as u32).dependent())
 }
 
 /// Rows that are worth a cluster each, if they are not short: beyond, blocks wait for each other. Measured on an H200.

@@ -428,6 +428,7 @@ pub const fn split_geometry(dim: usize, cache: DType, rows: usize, multiprocesso
     let shared = split::shared_bytes(dim, cache.size(), if rows < block { rows } else { block });
     Geometry::linear(split::blocks(dim, cache.size()) * multiprocessors, split::THREADS as u32)
         .shared_bytes(shared as u32)
+        .dependent()
 }
 
 /// The entry that merges partial results for tensors of `dtype`; to be launched after [`split_entry`]'s if any sequence may
@@ -450,7 +451,9 @@ pub const fn combine_geometry(heads: u32) -> Geometry {
 
 /// How to launch [`DecodePath::Plain`].
 pub const fn plain_geometry(q_heads: u32, q_len: u32, batch: u32) -> Geometry {
-    Geometry::new([q_heads, q_len, batch], [plain::THREADS as u32, 1, 1]).shared_bytes(plain::SHARED_BYTES as u32)
+    Geometry::new([q_heads, q_len, batch], [plain::THREADS as u32, 1, 1])
+        .shared_bytes(plain::SHARED_BYTES as u32)
+        .dependent()
 }
 
 /// Attention of the last `q_len` tokens of each sequence over all its keys.

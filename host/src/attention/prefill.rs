@@ -258,17 +258,20 @@ pub const fn narrow_kind(cache: DType) -> Option<u32> {
 
 /// How to launch [`PrefillPath::Wgmma`] on so many multiprocessors.
 pub const fn wgmma_geometry(shape: wgmma::Shape, multiprocessors: u32) -> Geometry {
-    Geometry::linear(multiprocessors, shape.threads() as u32).shared_bytes(shape.shared_bytes() as u32)
+    Geometry::linear(multiprocessors, shape.threads() as u32).shared_bytes(shape.shared_bytes() as u32).dependent()
 }
 
 /// How to launch [`PrefillPath::Mma`] with what [`mma_entry`] gave, on so many multiprocessors.
 pub const fn mma_geometry(tile: MmaTile, multiprocessors: u32) -> Geometry {
-    Geometry::linear(tile.blocks * multiprocessors, mma::THREADS as u32).shared_bytes(tile.shared_bytes as u32)
+    Geometry::linear(tile.blocks * multiprocessors, mma::THREADS as u32)
+        .shared_bytes(tile.shared_bytes as u32)
+        .dependent()
 }
 
 /// How to launch [`PrefillPath::Plain`] for so many query tokens times heads.
 pub const fn plain_geometry(rows: u32) -> Geometry {
     Geometry::linear(rows.div_ceil(plain::THREADS as u32 / 32), plain::THREADS as u32)
+        .dependent()
         .shared_bytes(plain::SHARED_BYTES as u32)
 }
 

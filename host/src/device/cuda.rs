@@ -94,6 +94,8 @@ type Loading = Mutex<Option<Arc<Function>>>;
 
 struct Function {
     raw: CUfunction,
+    /// Whether it waits for the kernels before it, as one that may start before they are done must.
+    waits: bool,
     /// Whether the limits of dynamic shared memory and cluster size have been lifted.
     unlimited: AtomicBool,
 }
@@ -378,6 +380,7 @@ impl Function {
     /// Compiles and loads the PTX of one entry. The context is current.
     fn load(driver: &'static Driver, text: String, name: &'static str) -> Result<Self> {
         let version = driver::ptx_version(&text);
+        let waits = text.contains("griddepcontrol.wait");
         let no_nul = |_| Error::Unsupported { op: name, what: "PTX with a NUL in the midst of it".into() };
         let image = CString::new(text).map_err(no_nul)?;
         let symbol = CString::new(name).map_err(no_nul)?;
@@ -412,7 +415,7 @@ impl Function {
         // Drivers that load lazily load a function when it is looked up.
         // SAFETY: the module was just loaded; the name ends with a NUL.
         unsafe { driver.module_get_function(&raw mut function, raw, symbol.as_ptr())? };
-        Ok(Self { raw: function, unlimited: AtomicBool::new(false) })
+        Ok(Self { raw: function, waits, unlimited: AtomicBool::new(false) })
     }
 }
 
@@ -702,7 +705,7 @@ impl CudaDevice {
             return Err(context.too_old(name));
         }
         // A kernel built for sm_80 has no instruction to wait for the one before it, so it must not start early.
-        let dependent = geometry.dependent && hopper;
+        let dependent = geometry.dependent && function.waits;
         let launched = if geometry.cluster <= 1 && !dependent {
             // SAFETY: forwarded to the caller; the function and the stream are of this context, which is current.
             unsafe {

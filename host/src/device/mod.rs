@@ -557,8 +557,9 @@ pub struct Geometry {
     pub shared_bytes: u32,
     /// Blocks of a cluster (along x); 1 for none.
     pub cluster: u32,
-    /// Whether the kernel may start before the one before it in the stream is done (programmatic dependent launch);
-    /// it then waits by itself where it needs to.
+    /// Whether the kernel may start before the one before it in the stream is done (programmatic dependent launch,
+    /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`); it then waits by itself where it needs to. Without effect on the
+    /// SIMT device, and for kernels built for `sm_80`.
     pub dependent: bool,
     /// Whether blocks wait for each other or for other launches, so that the SIMT device must run all of them at the same
     /// time. On a GPU the grid must be small enough for that by itself.

@@ -32,7 +32,7 @@ pub const fn geometry(dtype: DType, n: u32, width: u32) -> Geometry {
         pieces
     };
     let y = 128 / x;
-    Geometry::new([n.div_ceil(y), pieces.div_ceil(x), 1], [x, y, 1])
+    Geometry::new([n.div_ceil(y), pieces.div_ceil(x), 1], [x, y, 1]).dependent()
 }
 
 /// Launches on raw pointers (layer L1), as [`kernel::embedding`](crate::kernels::gemm::embedding::embedding) documents.

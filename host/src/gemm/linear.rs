@@ -163,24 +163,27 @@ pub const fn tile_entry(dtype: DType) -> Option<Entry<linear_tile::Args>> {
 pub const fn fma_geometry(m: u32, n: u32) -> Geometry {
     let tile = linear_fma::TILE as u32;
     Geometry::new([n.div_ceil(tile), m.div_ceil(tile), 1], [linear_fma::THREADS as u32, 1, 1])
+        .dependent()
         .shared_bytes(linear_fma::SHARED_BYTES as u32)
 }
 
 /// How to launch [`LinearPath::Dot`].
 pub const fn dot_geometry(m: u32, n: u32) -> Geometry {
-    Geometry::new([n.div_ceil(linear_dot::WARPS), m, 1], [linear_dot::WARPS * 32, 1, 1])
+    Geometry::new([n.div_ceil(linear_dot::WARPS), m, 1], [linear_dot::WARPS * 32, 1, 1]).dependent()
 }
 
 /// How to launch [`LinearPath::Tile`].
 pub const fn tile_geometry(m: u32, n: u32) -> Geometry {
     let tile = linear_tile::TILE as u32;
     Geometry::linear(m.div_ceil(tile) * n.div_ceil(tile), linear_tile::THREADS as u32)
+        .dependent()
         .shared_bytes(linear_tile::SHARED_BYTES as u32)
 }
 
 /// How to launch [`LinearPath::Stream`] for tiles of 8 tokens.
 pub const fn stream_geometry(n: u32, tiles: usize) -> Geometry {
     Geometry::linear(n.div_ceil(linear_stream::ROWS as u32), linear_stream::THREADS as u32)
+        .dependent()
         .shared_bytes(linear_stream::shared_bytes(tiles) as u32)
 }
 

@@ -45,6 +45,7 @@ pub trait QuantisedElement: Element + sealed::Sealed {
 pub const fn block_geometry(matrices: u32, rows: u32, n: u32) -> Geometry {
     let group = GROUP as u32;
     Geometry::new([n.div_ceil(group), rows.div_ceil(group), matrices], [kernel::BLOCK_THREADS as u32, 1, 1])
+        .dependent()
         .shared_bytes(kernel::SHARED_BYTES as u32)
 }
 

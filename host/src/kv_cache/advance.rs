@@ -20,7 +20,7 @@ pub const fn entry() -> Entry<Args> {
 
 /// How to launch it for `n` sequences.
 pub const fn geometry(n: u32) -> Geometry {
-    Geometry::linear(n.div_ceil(256), if n < 256 { n } else { 256 })
+    Geometry::linear(n.div_ceil(256), if n < 256 { n } else { 256 }).dependent()
 }
 
 /// Launches on raw pointers (layer L1), as [`kernel::advance`](crate::kernels::kv_cache::advance::advance) documents.

@@ -116,7 +116,7 @@ pub const fn entry() -> Entry<Args> {
 /// How to launch it for as many pairs and tensors (two a layer).
 pub const fn geometry(pairs: u32, tensors: u32, block_bytes: usize) -> Geometry {
     let pieces = block_bytes.div_ceil(kernel::PIECE_BYTES) as u32;
-    Geometry::new([pairs, tensors, pieces], [kernel::THREADS, 1, 1])
+    Geometry::new([pairs, tensors, pieces], [kernel::THREADS, 1, 1]).dependent()
 }
 
 /// Launches on raw pointers (layer L1), as [`Args`] says.

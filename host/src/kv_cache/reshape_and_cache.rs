@@ -61,7 +61,7 @@ pub(crate) const fn chunk_major(tokens: u32, heads: u32, chunks: u32) -> Geometr
     let x = share(chunks, 512);
     let y = share(heads, 512 / x);
     let z = share(tokens, at_most(128 / (x * y), 64));
-    Geometry::new([tokens.div_ceil(z), heads.div_ceil(y), chunks.div_ceil(x)], [x, y, z])
+    Geometry::new([tokens.div_ceil(z), heads.div_ceil(y), chunks.div_ceil(x)], [x, y, z]).dependent()
 }
 
 /// Blocks of (tokens, chunks, heads), of 256 threads, for layouts in which neighbouring tokens are neighbours.
@@ -69,7 +69,7 @@ pub(crate) const fn token_major(tokens: u32, heads: u32, chunks: u32) -> Geometr
     let x = at_most(tokens, 16);
     let y = share(chunks, 256 / x);
     let z = share(heads, at_most(256 / (x * y), 64));
-    Geometry::new([tokens.div_ceil(x), heads.div_ceil(z), chunks.div_ceil(y)], [x, y, z])
+    Geometry::new([tokens.div_ceil(x), heads.div_ceil(z), chunks.div_ceil(y)], [x, y, z]).dependent()
 }
 
 /// `n` things in as few equal shares as possible, of at most `most` (or 1): how many there are in a share.

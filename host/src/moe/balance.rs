@@ -16,12 +16,12 @@ pub const MAX_EXPERTS: usize = 8192;
 
 /// How to launch `moe_histogram` for `n` ids.
 pub const fn histogram_geometry(n: u32, experts: u32) -> Geometry {
-    Geometry::linear(n.div_ceil(kernel::CHUNK as u32), kernel::THREADS as u32).shared_bytes(4 * experts)
+    Geometry::linear(n.div_ceil(kernel::CHUNK as u32), kernel::THREADS as u32).shared_bytes(4 * experts).dependent()
 }
 
 /// How to launch `moe_update_bias`.
 pub const fn bias_geometry() -> Geometry {
-    Geometry::linear(1, kernel::BIAS_THREADS as u32).shared_bytes(kernel::BIAS_SHARED_BYTES as u32)
+    Geometry::linear(1, kernel::BIAS_THREADS as u32).shared_bytes(kernel::BIAS_SHARED_BYTES as u32).dependent()
 }
 
 /// Launches the count on raw pointers (layer L1).

@@ -12,7 +12,7 @@ pub use kernel::Args;
 
 /// How to launch it.
 pub const fn geometry(experts: u32) -> Geometry {
-    Geometry::linear(1, kernel::THREADS as u32).shared_bytes(kernel::shared_bytes(experts as usize) as u32)
+    Geometry::linear(1, kernel::THREADS as u32).shared_bytes(kernel::shared_bytes(experts as usize) as u32).dependent()
 }
 
 /// Launches on raw pointers (layer L1).

@@ -320,7 +320,7 @@ pub const fn geometry(fixed: bool, tokens: u32, experts: u32) -> Geometry {
         _ => 4,
     };
     let shared = if fixed { 0 } else { warps * kernel::dynamic_shared_bytes(experts) };
-    Geometry::linear(tokens.div_ceil(warps), warps * 32).shared_bytes(shared)
+    Geometry::linear(tokens.div_ceil(warps), warps * 32).shared_bytes(shared).dependent()
 }
 
 /// Launches on raw pointers (layer L1), with the kernel that suits `args`.

@@ -16,6 +16,7 @@ const OP: &str = "moe::noisy_top_k";
 /// How to launch it.
 pub const fn geometry(tokens: u32, experts: u32) -> Geometry {
     Geometry::linear(tokens.div_ceil(kernel::WARPS as u32), 32 * kernel::WARPS as u32)
+        .dependent()
         .shared_bytes(kernel::shared_bytes(experts as usize) as u32)
 }
 

@@ -16,11 +16,13 @@ pub const fn geometry(places: u32, row_bytes: usize, unit: u32) -> Geometry {
         [places, row_bytes.div_ceil(unit as usize * kernel::THREADS) as u32, 1],
         [kernel::THREADS as u32, 1, 1],
     )
+    .dependent()
 }
 
 /// How to launch `moe_unpermute` for `tokens` rows of `n`.
 pub const fn unpermute_geometry(tokens: u32, n: u32) -> Geometry {
     Geometry::new([tokens, n.div_ceil((kernel::COLUMNS * kernel::THREADS) as u32), 1], [kernel::THREADS as u32, 1, 1])
+        .dependent()
 }
 
 /// The entry of `moe_unpermute` for an element type, if there is one.

@@ -31,7 +31,7 @@ pub const fn takes(dtype: DType, hidden: usize, intermediate: usize) -> bool {
 
 /// How to launch `moe_shuffle` for so many tiles.
 pub const fn geometry(tiles: u32) -> Geometry {
-    Geometry::linear(tiles, kernel::THREADS as u32)
+    Geometry::linear(tiles, kernel::THREADS as u32).dependent()
 }
 
 /// Launches on raw pointers (layer L1), for so many experts.

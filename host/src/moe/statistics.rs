@@ -82,12 +82,16 @@ pub const fn workspace_bytes(tokens: usize, experts: usize) -> usize {
 
 /// How to launch `moe_statistics_part_*`.
 pub const fn part_geometry(tokens: usize) -> Geometry {
-    Geometry::linear(split(tokens).1 as u32, kernel::THREADS as u32).shared_bytes(kernel::part_shared_bytes() as u32)
+    Geometry::linear(split(tokens).1 as u32, kernel::THREADS as u32)
+        .shared_bytes(kernel::part_shared_bytes() as u32)
+        .dependent()
 }
 
 /// How to launch `moe_statistics_finish`.
 pub const fn finish_geometry(experts: usize) -> Geometry {
-    Geometry::linear(1, kernel::FINISH_THREADS as u32).shared_bytes(kernel::finish_shared_bytes(experts) as u32)
+    Geometry::linear(1, kernel::FINISH_THREADS as u32)
+        .shared_bytes(kernel::finish_shared_bytes(experts) as u32)
+        .dependent()
 }
 
 /// The entry of the first kernel for an element type, if there is one.
@@ -131,7 +135,7 @@ pub unsafe fn launch(
     // SAFETY: forwarded to the caller.
     unsafe {
         stream.launch(&entry, &part_geometry(part.tokens as usize), &part)?;
-        stream.launch(&kernel::moe_statistics_finish::ENTRY, &last.dependent(), &finish)
+        stream.launch(&kernel::moe_statistics_finish::ENTRY, &last, &finish)
     }
 }
 

@@ -66,7 +66,7 @@ pub const fn geometry(dtype: DType, narrow: bool, tokens: u32, args: &Args) -> G
     // Whole warps, since lanes are combined by shuffles.
     let heads = args.query_heads + args.key_heads;
     let y = share(heads, 256 / lanes).next_multiple_of(32 / lanes);
-    Geometry::new([tokens, heads.div_ceil(y), 1], [lanes, y, 1])
+    Geometry::new([tokens, heads.div_ceil(y), 1], [lanes, y, 1]).dependent()
 }
 
 /// Launches on raw pointers (layer L1), as [`Args`] says.

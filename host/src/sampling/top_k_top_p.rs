@@ -544,8 +544,9 @@ pub unsafe fn launch(
     let unsupported =
         || Error::Unsupported { op: OP, what: format!("no kernel for {dtype}; there are f32, f16 and bf16") };
     let chunks = row_sum::chunks(job.vocab);
-    let by_chunk = |shared: usize| Geometry::linear(rows * chunks, row_sum::THREADS).shared_bytes(shared as u32);
-    let by_row = |blocks: u32| Geometry::linear(rows * blocks, THREADS).shared_bytes(SHARED_BYTES as u32);
+    let by_chunk =
+        |shared: usize| Geometry::linear(rows * chunks, row_sum::THREADS).shared_bytes(shared as u32).dependent();
+    let by_row = |blocks: u32| Geometry::linear(rows * blocks, THREADS).shared_bytes(SHARED_BYTES as u32).dependent();
     let (mut dtype, mut logits) = (dtype, logits);
     // SAFETY: all of these: forwarded to the caller.
     unsafe {

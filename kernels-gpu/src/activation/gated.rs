@@ -7,7 +7,7 @@
 
 use super::{FatreluAndMul, Gated, GeluAndMul, GeluTanhAndMul, Params, SiluAndMul, SiluAndMulClamp, SwigluOai};
 use crate::row::Piece;
-use cuda_std::{Float, Global, GlobalMut, entries, thread, vec};
+use cuda_std::{Float, Global, GlobalMut, dependent_launch, entries, thread, vec};
 
 /// The most threads of a block.
 pub const MAX_THREADS: u32 = 256;
@@ -50,6 +50,7 @@ pub unsafe fn gated<T: Float, A: Gated, const V: usize, const VEC: bool>(
     alpha: f32,
     limit: f32,
 ) {
+    dependent_launch::begin();
     let (row, index) = position();
     if row >= rows as usize {
         return;

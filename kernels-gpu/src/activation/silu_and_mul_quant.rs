@@ -17,7 +17,9 @@ use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
 use crate::row::{Piece, Team};
 use cuda_std::shared::Carver;
-use cuda_std::{E4M3, Float, Global, GlobalMut, Shared, cluster, entries, float, mbarrier, thread, warp};
+use cuda_std::{
+    E4M3, Float, Global, GlobalMut, Shared, cluster, dependent_launch, entries, float, mbarrier, thread, warp,
+};
 
 /// The most warps of a block with a row of its own.
 pub const MAX_WARPS: usize = 32;
@@ -44,6 +46,7 @@ pub unsafe fn per_tensor<T: Float, A: Gated, Q: Quantised, const V: usize, const
     in_stride: usize,
     out_stride: usize,
 ) {
+    dependent_launch::begin();
     let (row, index) = position();
     if row >= rows as usize {
         return;
@@ -70,6 +73,7 @@ pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize, const 
     scale_row_stride: usize,
     scale_group_stride: usize,
 ) {
+    dependent_launch::begin();
     let (row, index) = position();
     if row >= rows as usize {
         return;
@@ -121,6 +125,7 @@ pub unsafe fn per_group_few<T: Float, A: Gated, Q: Quantised>(
     scale_row_stride: usize,
     scale_group_stride: usize,
 ) {
+    dependent_launch::begin();
     let row = thread::block_idx_y() as usize;
     let index = thread::block_idx_x() * FEW_THREADS + thread::thread_idx_x();
     // Whole warps beyond the end.
@@ -147,6 +152,7 @@ pub unsafe fn per_token_short<T: Float, A: Gated, Q: Quantised, const V: usize>(
     in_stride: usize,
     out_stride: usize,
 ) {
+    dependent_launch::begin();
     let row = thread::block_idx_x() as usize;
     let team = Team::current();
     let (warp_id, lane, warps) = (team.rank / 32, team.rank % 32, team.size / 32);
@@ -177,6 +183,7 @@ pub unsafe fn per_token<T: Float, A: Gated, Q: Quantised, const V: usize, const 
     in_stride: usize,
     out_stride: usize,
 ) {
+    dependent_launch::begin();
     let row = thread::block_idx_x() as usize;
     let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
     let (out, scales) = (GlobalMut::new(out).offset(row * out_stride), GlobalMut::new(scales));
@@ -232,6 +239,7 @@ pub unsafe fn per_token_cluster<T: Float, A: Gated, Q: Quantised, const V: usize
     in_stride: usize,
     out_stride: usize,
 ) {
+    dependent_launch::begin();
     cluster::dims::<CLUSTER>();
     let team = Team::current();
     let (warp_id, lane, maxima) = (team.rank / 32, team.rank % 32, team.size / 32 * CLUSTER);

@@ -429,8 +429,8 @@ pub unsafe fn decode<
     let operand_at =
         |from: u32, piece: u32, s: usize| from + (piece ^ (2 * (s % 4) as u32)) * 16 + (s / 4 * 128) as u32;
 
-    // The launch of `combine` may begin; it waits for this one to end.
-    dependent_launch::launch_dependents();
+    // From here on `combine` may be launched; it waits for this one to end.
+    dependent_launch::begin();
     if tid == 0 {
         // What is needed soon: the first access to a page of memory takes long.
         vec::prefetch_l2(table.ptr(0usize));

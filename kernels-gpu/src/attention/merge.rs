@@ -9,7 +9,7 @@
 use crate::row::Piece;
 use core::ffi::c_void;
 use cuda_std::vec::Reused;
-use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, float, thread, unroll, vec};
+use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, unroll, vec};
 
 /// The most threads of a block.
 pub const MAX_THREADS: u32 = 256;
@@ -45,6 +45,7 @@ pub unsafe fn merge<T: Float, const V: usize, const VEC: bool>(
     dim: u32,
     out_stride: usize,
 ) {
+    dependent_launch::begin();
     let row = (thread::block_idx_z() * thread::grid_dim_y() + thread::block_idx_y()) * thread::block_dim_y()
         + thread::thread_idx_y();
     let index = thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x();

@@ -8,7 +8,9 @@
 
 use super::soft_capped;
 use crate::kv_cache::CacheElement;
-use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, entries, f16, float, shared, thread, warp};
+use cuda_std::{
+    E4M3, E5M2, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, shared, thread, warp,
+};
 
 /// Threads of a block.
 pub const THREADS: usize = 128;
@@ -79,6 +81,7 @@ pub unsafe fn plain<T: Float, C: CacheElement>(
     soft_cap: f32,
     window: u32,
 ) {
+    dependent_launch::begin();
     core::hint::assert_unchecked(kv_heads != 0 && page_size != 0 && k_run != 0 && v_run != 0 && q_heads >= kv_heads);
     let (head, token, sequence) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
     let q_len = thread::grid_dim_y();

@@ -17,7 +17,9 @@ use super::soft_capped;
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
 use cuda_std::vec::{B32, B128};
-use cuda_std::{Global, GlobalMut, bf16, cp_async, entries, f16, float, mma, shared, thread, unroll, warp};
+use cuda_std::{
+    Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, mma, shared, thread, unroll, warp,
+};
 
 /// Threads of a block: four warps.
 pub const THREADS: usize = 128;
@@ -89,6 +91,7 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
     causal: u32,
     section_keys: u32,
 ) {
+    dependent_launch::begin();
     const { assert!(D.is_multiple_of(16) && (KEYS == 32 || KEYS == 64) && (M == 1 || M == 2)) };
     core::hint::assert_unchecked(kv_heads != 0);
     let group = q_heads / kv_heads;

@@ -6,7 +6,9 @@
 
 use super::{narrow, soft_capped};
 use crate::kv_cache::CacheElement;
-use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, entries, f16, float, shared, thread, warp};
+use cuda_std::{
+    E4M3, E5M2, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, shared, thread, warp,
+};
 
 /// Threads of a block: a row for each warp.
 pub const THREADS: usize = 128;
@@ -63,6 +65,7 @@ pub unsafe fn plain<T: Float + CacheElement, const NARROW: bool>(
     window: u32,
     causal: u32,
 ) {
+    dependent_launch::begin();
     core::hint::assert_unchecked(kv_heads != 0 && page_size != 0 && k_run != 0 && v_run != 0 && q_heads != 0);
     let group = q_heads / kv_heads;
     core::hint::assert_unchecked(group != 0);

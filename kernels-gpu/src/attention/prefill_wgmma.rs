@@ -41,7 +41,8 @@ use cuda_std::tma::{Swizzle, TensorMap};
 use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, K, Mn};
 use cuda_std::{
-    E4M3, E5M2, Global, GlobalMut, Shared, bf16, entries, f16, float, mbarrier, mma, thread, tma, unroll, warp,
+    E4M3, E5M2, Global, GlobalMut, Shared, bf16, dependent_launch, entries, f16, float, mbarrier, mma, thread, tma,
+    unroll, warp,
 };
 
 /// How an instance divides the work.
@@ -260,6 +261,7 @@ pub unsafe fn prefill<
     S: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
     O: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
 {
+    dependent_launch::begin();
     const { assert!(O::N == D && S::N == KEYS && D == LINE * PARTS && (LINE == 64 || LINE == 32)) };
     // As the wideners are written.
     const { assert!(!NARROW || KEYS == 128 && LINE == 64 && PARTS <= 2) };

@@ -4,7 +4,7 @@
 //! aligned to that. Ids outside of the table give zeros.
 
 use crate::chunk;
-use cuda_std::{Element, Global, GlobalMut, bf16, entries, f16, thread};
+use cuda_std::{Element, Global, GlobalMut, bf16, dependent_launch, entries, f16, thread};
 
 /// Bytes that a thread moves.
 pub const BYTES: usize = 16;
@@ -22,6 +22,7 @@ pub unsafe fn embedding<T: Element, const N: usize>(
     out_row: usize,
     table_row: usize,
 ) {
+    dependent_launch::begin();
     let size = size_of::<T>();
     let strides = (out_row | table_row) * size;
     let whole = (out as usize as u32 | table as usize as u32 | strides as u32).is_multiple_of(BYTES as u32);

@@ -6,7 +6,7 @@
 
 use super::epilogue;
 use crate::chunk;
-use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, float, thread, unroll, warp};
+use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, unroll, warp};
 
 /// Warps of a block: neighbouring columns of a token.
 pub const WARPS: u32 = 4;
@@ -30,6 +30,7 @@ pub unsafe fn linear_dot<Y: Float, X: Float, W: Float>(
     w_row: usize,
     kind: u32,
 ) {
+    dependent_launch::begin();
     let biased = !bias.is_null();
     let x_places = x as usize as u32 | (x_row * size_of::<X>()) as u32;
     let w_places = w as usize as u32 | (w_row * size_of::<W>()) as u32;

@@ -7,7 +7,7 @@
 
 use super::epilogue;
 use cuda_std::vec::B128;
-use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, float, shared, thread};
+use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, shared, thread};
 
 /// Rows and columns of a block's tile.
 pub const TILE: usize = 64;
@@ -36,6 +36,7 @@ pub unsafe fn linear_fma<T: Float>(
     w_row: usize,
     kind: u32,
 ) {
+    dependent_launch::begin();
     let mut carver = shared::Carver::new();
     let (xs, ws) = (carver.take::<f32>(STEP * ROW), carver.take::<f32>(STEP * ROW));
     let biased = !bias.is_null();

@@ -17,7 +17,8 @@ use crate::tensor_byte::TensorByte;
 use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::Sum as _;
 use cuda_std::{
-    E4M3, Float, Global, GlobalMut, bf16, cp_async, entries, f16, float, mma, shared, thread, unroll, warp,
+    E4M3, Float, Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, mma, shared, thread, unroll,
+    warp,
 };
 
 /// Tokens and outputs of a block.
@@ -100,6 +101,7 @@ pub unsafe fn linear_quant_tile<Q: TensorByte, Y: Float>(
     blocks: u32,
     aligned: u32,
 ) {
+    dependent_launch::begin();
     let (biased, blocks, aligned) = (!bias.is_null(), blocks != 0, aligned != 0);
     let by_row = Scales::<ROWS>::new(x_scales, x_scale_row, x_scale_group, w_scales, w_scale_row, w_scale_group);
     let by_block = Scales::<BLOCKS>::new(x_scales, x_scale_row, x_scale_group, w_scales, w_scale_row, w_scale_group);

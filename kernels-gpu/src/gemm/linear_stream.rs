@@ -13,7 +13,7 @@
 use super::epilogue;
 use crate::tensor_float::TensorFloat;
 use cuda_std::vec::B128;
-use cuda_std::{Global, GlobalMut, bf16, entries, f16, shared, thread, unroll, warp};
+use cuda_std::{Global, GlobalMut, bf16, dependent_launch, entries, f16, shared, thread, unroll, warp};
 
 /// Rows of `w` that a block computes.
 pub const ROWS: usize = 16;
@@ -46,6 +46,7 @@ pub unsafe fn linear_stream<T: TensorFloat, const TILES: usize, const BATCH: usi
     w_row: usize,
     kind: u32,
 ) {
+    dependent_launch::begin();
     let biased = !bias.is_null();
     let (x, w, bias, y) = (Global::new(x), Global::new(w), Global::new(bias), GlobalMut::new(y));
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());

@@ -13,7 +13,7 @@ use super::rough;
 use crate::TensorFloat;
 use crate::pipeline::Raster;
 use cuda_std::vec::B64;
-use cuda_std::{Global, GlobalMut, bf16, cp_async, entries, f16, mma, shared, thread, unroll, warp};
+use cuda_std::{Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, mma, shared, thread, unroll, warp};
 
 /// Tokens and outputs of a block.
 pub const TILE: usize = 128;
@@ -58,6 +58,7 @@ pub unsafe fn linear_tile<T: TensorFloat>(
     w_row: usize,
     kind: u32,
 ) {
+    dependent_launch::begin();
     let biased = !bias.is_null();
     let (x, w, bias, y) = (Global::new(x), Global::new(w), Global::new(bias), GlobalMut::new(y));
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());

@@ -32,6 +32,7 @@ pub unsafe fn rows<T: Float, Q: Quantised, const V: usize, const N: usize, const
     x_stride: usize,
     out_stride: usize,
 ) {
+    dependent_launch::begin();
     let row = thread::block_idx_x() as usize;
     let (x, smooth) = (Global::new(x).offset(row * x_stride), Global::new(smooth));
     let (out, scales) = (GlobalMut::new(out).offset(row * out_stride), GlobalMut::new(scales));
@@ -86,8 +87,7 @@ pub unsafe fn groups<T: Float, Q: Quantised, const V: usize, const VEC: bool>(
     scale_row_stride: usize,
     scale_group_stride: usize,
 ) {
-    dependent_launch::wait();
-    dependent_launch::launch_dependents();
+    dependent_launch::begin();
     let row = (thread::block_idx_z() * thread::grid_dim_y() + thread::block_idx_y()) * thread::block_dim_y()
         + thread::thread_idx_y();
     let index = thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x();
@@ -111,6 +111,7 @@ pub unsafe fn groups<T: Float, Q: Quantised, const V: usize, const VEC: bool>(
 /// Grid: `(blocks of columns, blocks of rows, matrices)`; block: [`BLOCK_THREADS`]; shared memory: [`SHARED_BYTES`].
 #[inline(always)]
 pub unsafe fn blocks<T: Float, Q: Quantised>(w: *const T, out: *mut Q, scales: *mut f32, rows: u32, n: u32) {
+    dependent_launch::begin();
     let (column, row, matrix) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z() as usize);
     let first = (matrix * rows as usize + row as usize * GROUP) * n as usize + column as usize * GROUP;
     let (w, out) = (Global::new(w).offset(first), GlobalMut::new(out).offset(first));

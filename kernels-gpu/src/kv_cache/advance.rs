@@ -4,7 +4,7 @@
 //! to come from the host between steps: the new token's position is the length so far, its slot is that position's in
 //! the block that the table names, and the length grows by one. A thread for each sequence.
 
-use cuda_std::{Global, GlobalMut, entries, thread};
+use cuda_std::{Global, GlobalMut, dependent_launch, entries, thread};
 
 /// `lens`: `[n]`, keys so far, of which those below 1 belong to rows without a sequence; `positions`, `slots`, `counters`
 /// (or null): `[n]`; `block_table`: `[n, max_blocks]`, rows `table_row` apart. A row without a sequence, one that has no
@@ -23,6 +23,7 @@ pub unsafe fn advance(
     blocks: u32,
     table_row: usize,
 ) {
+    dependent_launch::begin();
     core::hint::assert_unchecked(block_size != 0);
     let counted = !counters.is_null();
     let i = thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x();

@@ -5,7 +5,7 @@
 
 use crate::operand;
 use cuda_std::vec::{B128, Streaming};
-use cuda_std::{Global, GlobalMut, entries, thread};
+use cuda_std::{Global, GlobalMut, dependent_launch, entries, thread};
 
 /// Threads of a block.
 pub const THREADS: u32 = 256;
@@ -25,6 +25,7 @@ pub unsafe fn copy_blocks(
     block_stride: usize,
     blocks: usize,
 ) {
+    dependent_launch::begin();
     let (pair, tensor, piece) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
     let tid = thread::thread_idx_x() as usize;
     let pairs = Global::new(pairs).offset(2 * pair as usize);

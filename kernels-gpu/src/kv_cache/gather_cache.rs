@@ -9,7 +9,7 @@ use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, load, sp
 use crate::kv_cache::reshape_and_cache::SCALE_PER_HEAD;
 use crate::kv_cache::{CacheElement, StoreAs};
 use crate::operand;
-use cuda_std::{E4M3, E5M2, Global, GlobalMut, bf16, entries, f16, thread};
+use cuda_std::{E4M3, E5M2, Global, GlobalMut, bf16, dependent_launch, entries, f16, thread};
 
 /// Where a token of the output is in the cache: block and place in the block.
 enum Place {
@@ -101,6 +101,7 @@ pub unsafe fn gather_cache<
     head_dim: u32,
     flags: u32,
 ) {
+    dependent_launch::begin();
     let (tx, ty, tz) = (thread::thread_idx_x(), thread::thread_idx_y(), thread::thread_idx_z());
     let (bx, by, bz) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
     let (nx, ny, nz) = (thread::block_dim_x(), thread::block_dim_y(), thread::block_dim_z());

@@ -13,7 +13,7 @@ use crate::chunk;
 use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_slot, store};
 use crate::kv_cache::{CacheElement, StoreAs};
 use crate::operand;
-use cuda_std::{E4M3, E5M2, Global, GlobalMut, bf16, entries, f16, float, thread};
+use cuda_std::{E4M3, E5M2, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread};
 
 /// `slots` holds 64-bit numbers rather than 32-bit ones.
 pub const SLOTS_I64: u32 = 1;
@@ -57,6 +57,7 @@ pub unsafe fn reshape_and_cache<
     head_dim: u32,
     flags: u32,
 ) {
+    dependent_launch::begin();
     let (tx, ty, tz) = (thread::thread_idx_x(), thread::thread_idx_y(), thread::thread_idx_z());
     let (bx, by, bz) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
     let (nx, ny, nz) = (thread::block_dim_x(), thread::block_dim_y(), thread::block_dim_z());

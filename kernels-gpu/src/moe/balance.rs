@@ -8,7 +8,7 @@
 
 use crate::operand;
 use cuda_std::atomic::{Block, Device, Relaxed};
-use cuda_std::{Global, GlobalMut, entries, shared, thread, unroll, warp};
+use cuda_std::{Global, GlobalMut, dependent_launch, entries, shared, thread, unroll, warp};
 
 /// Threads of a block of [`histogram`].
 pub const THREADS: usize = 512;
@@ -23,6 +23,7 @@ pub const BIAS_THREADS: usize = 1024;
 /// ids; block: [`THREADS`]; shared memory: 4 bytes an expert.
 #[inline(always)]
 pub unsafe fn histogram(counts: *mut i64, ids: *const i32, n: u32, experts: u32) {
+    dependent_launch::begin();
     let tid = thread::thread_idx_x();
     let (counts, ids) = (GlobalMut::new(counts), Global::new(ids));
     let first = thread::block_idx_x() as usize * CHUNK + tid as usize;
@@ -62,6 +63,7 @@ pub unsafe fn histogram(counts: *mut i64, ids: *const i32, n: u32, experts: u32)
 /// `load · experts` with the sum. Grid: 1; block: [`BIAS_THREADS`].
 #[inline(always)]
 pub unsafe fn update_bias(bias: *mut f32, loads: *const u8, rate: f32, experts: u32, wide: u32) {
+    dependent_launch::begin();
     let tid = thread::thread_idx_x();
     let sums = shared::Carver::new().take::<i64>(BIAS_THREADS / 32);
     let mut sum = 0i64;

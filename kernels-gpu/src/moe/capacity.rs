@@ -9,7 +9,7 @@
 //! plus the warps before its own, plus the equal lanes below (`match_any`); so it does not depend on timing.
 
 use cuda_std::atomic::{Block, Relaxed};
-use cuda_std::{Global, GlobalMut, entries, shared, thread, warp};
+use cuda_std::{Global, GlobalMut, dependent_launch, entries, shared, thread, warp};
 
 /// Threads of the block.
 pub const THREADS: usize = 512;
@@ -33,6 +33,7 @@ pub unsafe fn capacity(
     experts: u32,
     capacity: u32,
 ) {
+    dependent_launch::begin();
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let warp_id = tid / 32;
     let (kept, ids) = (GlobalMut::new(kept), Global::new(topk_ids));

@@ -30,7 +30,7 @@
 
 use cuda_std::shared::Shared;
 use cuda_std::vec::{B32, B64, B128};
-use cuda_std::{Float, Global, GlobalMut, convert, entries, float, thread, unroll, warp};
+use cuda_std::{Float, Global, GlobalMut, convert, dependent_launch, entries, float, thread, unroll, warp};
 use half::{bf16, f16};
 
 /// Values of the argument `scoring`: `1 / (1 + e^-x)`.
@@ -790,6 +790,7 @@ unsafe fn gate<T: Float, S: Select>(
     routed_scale: f32,
     shared_weight: f32,
 ) {
+    dependent_launch::begin();
     let token = thread::block_idx_x() * (thread::block_dim_x() / 32) + thread::thread_idx_x() / 32;
     if token >= tokens {
         return;

@@ -9,7 +9,7 @@
 //! the softmax over the chosen is a reduction over the warp.
 
 use crate::philox;
-use cuda_std::{Float, Global, GlobalMut, Shared, bf16, entries, f16, float, shared, thread, warp};
+use cuda_std::{Float, Global, GlobalMut, Shared, bf16, dependent_launch, entries, f16, float, shared, thread, warp};
 
 /// Warps of a block, each with a token.
 pub const WARPS: usize = 4;
@@ -76,6 +76,7 @@ pub unsafe fn noisy_top_k<T: Float>(
     experts: u32,
     top_k: u32,
 ) {
+    dependent_launch::begin();
     let (lane, warp_id) = (warp::lane_id(), warp::warp_id());
     let token = thread::block_idx_x() * WARPS as u32 + warp_id;
     let values = shared::Carver::new().take::<f32>(WARPS * (experts as usize).next_multiple_of(4));

@@ -4,7 +4,7 @@
 //! zeroes padding; `moe_unpermute` adds up what the places of a token hold, weighted, in the order of its slots.
 
 use cuda_std::vec::{self, B64, B128};
-use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, float, thread, unroll};
+use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, unroll};
 
 /// Threads of a block.
 pub const THREADS: usize = 256;
@@ -25,6 +25,7 @@ pub unsafe fn permute(
     slots: u32,
     unit: u32,
 ) {
+    dependent_launch::begin();
     let place = thread::block_idx_x();
     let pair = Global::new(sorted_ids).get(place) as u32;
     let at = (thread::block_idx_y() * THREADS as u32 + thread::thread_idx_x()) as usize * unit as usize;
@@ -67,6 +68,7 @@ pub unsafe fn unpermute<T: Float>(
     slots: u32,
     n: u32,
 ) {
+    dependent_launch::begin();
     let (weighted, passes) = (!weights.is_null(), !pass.is_null());
     let (out, y, pass) = (GlobalMut::new(out), Global::new(y), Global::new(pass));
     let (positions, weights) = (Global::new(positions), Global::new(weights));

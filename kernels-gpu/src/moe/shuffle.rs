@@ -11,7 +11,7 @@
 
 use super::fused::{HALVES, INTERLEAVED};
 use cuda_std::vec::B128;
-use cuda_std::{Global, GlobalMut, entries, thread};
+use cuda_std::{Global, GlobalMut, dependent_launch, entries, thread};
 
 /// Threads of a block.
 pub const THREADS: usize = 256;
@@ -23,6 +23,7 @@ pub const LINE: usize = 128;
 /// [`THREADS`].
 #[inline(always)]
 pub unsafe fn shuffle(out: *mut u8, weights: *const u8, rows: u32, lines: u32, order: u32, tile_rows: u32) {
+    dependent_launch::begin();
     let (out, weights) = (GlobalMut::new(out), Global::new(weights));
     let tile = thread::block_idx_x();
     // Not zero, or there would be no tiles.

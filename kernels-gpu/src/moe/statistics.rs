@@ -57,7 +57,7 @@ pub unsafe fn statistics_part<T: Float>(
     experts: u32,
     each: u32,
 ) {
-    dependent_launch::launch_dependents();
+    dependent_launch::begin();
     let (tid, lane, warp_id) = (thread::thread_idx_x(), warp::lane_id(), warp::warp_id());
     let first = thread::block_idx_x() * each;
     let here = (tokens - first).min(each);

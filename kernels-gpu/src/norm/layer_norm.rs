@@ -8,7 +8,7 @@ use super::{MAX_WARPS, Row};
 use crate::row::team::{Op, scratch};
 use crate::row::{Team, packed, zero};
 use cuda_std::shared::Carver;
-use cuda_std::{Float, Global, GlobalMut, entries, float, thread, vec};
+use cuda_std::{Float, Global, GlobalMut, dependent_launch, entries, float, thread, vec};
 
 /// Dynamic shared memory of a block: a scratch for each reduction.
 pub const SHARED_BYTES: usize = 2 * MAX_WARPS * 4;
@@ -104,6 +104,7 @@ pub unsafe fn layer_norm<T: Float, const V: usize, const N: usize, const VEC: bo
     out_stride: usize,
     eps: f32,
 ) {
+    dependent_launch::begin();
     let row = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
     let live = row < rows as usize;
     let (x, out) = (Global::new(x).offset(row * x_stride), GlobalMut::new(out).offset(row * out_stride));

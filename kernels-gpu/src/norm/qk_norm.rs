@@ -8,7 +8,7 @@ use super::{MAX_WARPS, Row};
 use crate::row::team::{Op, scratch};
 use crate::row::{Team, packed, zero};
 use cuda_std::shared::Carver;
-use cuda_std::{Float, Global, GlobalMut, entries, thread, vec};
+use cuda_std::{Float, Global, GlobalMut, dependent_launch, entries, thread, vec};
 
 /// Dynamic shared memory of a block. Teams of lanes need none, so this is for form's sake of the reduction.
 pub const SHARED_BYTES: usize = MAX_WARPS * 4;
@@ -58,6 +58,7 @@ pub unsafe fn qk_norm<T: Float, const V: usize, const N: usize, const VEC: bool>
     weight_offset: f32,
     eps: f32,
 ) {
+    dependent_launch::begin();
     let token = thread::block_idx_x() as usize;
     let at = thread::block_idx_y() * thread::block_dim_y() + thread::thread_idx_y();
     let live = at < q_heads + k_heads;

@@ -7,7 +7,7 @@ use super::{MAX_WARPS, Row};
 use crate::row::team::{Op, scratch};
 use crate::row::{Team, packed, zero};
 use cuda_std::shared::Carver;
-use cuda_std::{Float, Global, GlobalMut, entries, float, thread, vec};
+use cuda_std::{Float, Global, GlobalMut, dependent_launch, entries, float, thread, vec};
 
 /// Dynamic shared memory of a block.
 pub const SHARED_BYTES: usize = MAX_WARPS * 4;
@@ -182,6 +182,7 @@ pub unsafe fn rms_norm<T: Float, const V: usize, const N: usize, const VEC: bool
     weight_offset: f32,
     eps: f32,
 ) {
+    dependent_launch::begin();
     let row = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
     let live = row < rows as usize;
     let out = GlobalMut::new(out);
@@ -208,6 +209,7 @@ pub unsafe fn fused_add_rms_norm<T: Float, const V: usize, const N: usize, const
     weight_offset: f32,
     eps: f32,
 ) {
+    dependent_launch::begin();
     let row = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
     let live = row < rows as usize;
     let from = Source {

@@ -10,7 +10,7 @@ use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
 use crate::row::{Piece, Team};
 use cuda_std::shared::Carver;
-use cuda_std::{E4M3, Float, Global, GlobalMut, entries, float, thread};
+use cuda_std::{E4M3, Float, Global, GlobalMut, dependent_launch, entries, float, thread};
 
 /// Dynamic shared memory of a block: a sum and a largest magnitude for each warp.
 pub const SHARED_BYTES: usize = 2 * MAX_WARPS * 4;
@@ -221,6 +221,7 @@ pub unsafe fn per_token<T: Float, Q: Quantised, const ADD: bool, const V: usize,
     weight_offset: f32,
     eps: f32,
 ) {
+    dependent_launch::begin();
     let scales = GlobalMut::new(scales).offset(thread::block_idx_x());
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
     io.run::<_, ADD, V, N, VEC>(smooth, scales, n, weight_offset, eps);
@@ -243,6 +244,7 @@ pub unsafe fn per_group<T: Float, Q: Quantised, const ADD: bool, const V: usize,
     weight_offset: f32,
     eps: f32,
 ) {
+    dependent_launch::begin();
     let row = thread::block_idx_x() as usize;
     let scales =
         GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };

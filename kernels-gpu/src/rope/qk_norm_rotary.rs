@@ -10,7 +10,7 @@
 use crate::chunk;
 use crate::operand;
 use crate::rope::rotation::{Angles, POSITIONS_I64};
-use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, float, thread, vec, warp};
+use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, vec, warp};
 
 /// Pairs of chunks that a lane of the narrow kernels holds.
 pub const NARROW_ITEMS: u32 = 8;
@@ -80,6 +80,7 @@ pub unsafe fn qk_norm_rotary<T: Float, const N: usize, const H: usize, const ITE
     eps: f32,
     weight_offset: f32,
 ) {
+    dependent_launch::begin();
     let (lane, lanes) = (thread::thread_idx_x(), thread::block_dim_x());
     let token = thread::block_idx_x();
     let slot = thread::block_idx_y() * thread::block_dim_y() + thread::thread_idx_y();

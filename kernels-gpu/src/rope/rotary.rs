@@ -11,7 +11,7 @@
 use crate::chunk;
 use crate::operand;
 use crate::rope::rotation::{ANGLES_F32, Angles, INVERSE, POSITIONS_I64, angle_part, turn};
-use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, thread, vec};
+use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, thread, vec};
 
 /// `query`, `key`: `[tokens, heads, ..]` by strides, rotated in the `rot_dim` elements from `offset` on; `angles`:
 /// `[max_positions, rot_dim]`, dense. Grid: (tokens, heads of both, chunks); block: (chunks, heads, tokens).
@@ -34,6 +34,7 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
     rot_dim: u32,
     flags: u32,
 ) {
+    dependent_launch::begin();
     let (tx, ty, tz) = (thread::thread_idx_x(), thread::thread_idx_y(), thread::thread_idx_z());
     let (nx, ny, nz) = (thread::block_dim_x(), thread::block_dim_y(), thread::block_dim_z());
     let part = thread::block_idx_z() * nx + tx;

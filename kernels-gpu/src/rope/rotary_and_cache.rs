@@ -11,7 +11,7 @@ use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_sl
 use crate::kv_cache::{CacheElement, StoreAs};
 use crate::operand;
 use crate::rope::rotation::{ANGLES_F32, Angles, INVERSE, POSITIONS_I64, angle_part, turn};
-use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, entries, f16, float, thread, vec};
+use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, vec};
 
 /// Pairs are neighbours (GPT-J).
 pub const INTERLEAVED: u32 = 8;
@@ -82,6 +82,7 @@ pub unsafe fn rotary_and_cache<
     rot_dim: u32,
     flags: u32,
 ) {
+    dependent_launch::begin();
     let (tx, ty, tz) = (thread::thread_idx_x(), thread::thread_idx_y(), thread::thread_idx_z());
     let (bx, by, bz) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
     let (nx, ny, nz) = (thread::block_dim_x(), thread::block_dim_y(), thread::block_dim_z());

@@ -10,7 +10,7 @@ use super::row_sum::{CHUNK, THREADS};
 use super::weights::BANNED;
 use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::shared::Carver;
-use cuda_std::{Float, Global, GlobalMut, entries, thread};
+use cuda_std::{Float, Global, GlobalMut, dependent_launch, entries, thread};
 
 /// Dynamic shared memory.
 pub const SHARED_BYTES: usize = 4 * CHUNK as usize;
@@ -63,6 +63,7 @@ cuda_std::struct_param!(Adjustments);
 /// Grid: `chunks` blocks for each row, rows one after another.
 #[inline(always)]
 pub unsafe fn adjust<T: Float>(logits: *const T, args: Adjustments, chunks: u32) {
+    dependent_launch::begin();
     core::hint::assert_unchecked(chunks != 0);
     let (row, chunk) = (thread::block_idx_x() / chunks, thread::block_idx_x() % chunks);
     let seen = Carver::new().take::<u32>(CHUNK as usize);

@@ -21,7 +21,7 @@ use cuda_std::atomic::{Block, Device, Relaxed};
 use cuda_std::integer::opaque;
 use cuda_std::shared::Carver;
 use cuda_std::vec::B128;
-use cuda_std::{Global, GlobalMut, Shared, entries, thread, unroll, warp};
+use cuda_std::{Global, GlobalMut, Shared, dependent_launch, entries, thread, unroll, warp};
 
 /// Bits of a digit, at most.
 const DIGIT: u32 = BINS.ilog2();
@@ -173,6 +173,7 @@ fn filtered(weights: &Weights, settings: &Settings, key: u32) -> u64 {
 /// Grid: [`super::row_sum::chunks`] blocks for each row, rows one after another. After `row_max`, [`passes`] times.
 #[inline(always)]
 pub unsafe fn search<T: Logit>(logits: *const T, job: Job) {
+    dependent_launch::begin();
     let (row, index, chunks) = place(job.vocab);
     let settings = job.settings(row);
     if settings.k <= job.quick_limit {
@@ -346,6 +347,7 @@ unsafe fn prefix_sum(sums: Shared<u64>, value: u64) -> (u64, u64) {
 /// Grid: as [`search`], after the last of them.
 #[inline(always)]
 pub unsafe fn pick<T: Logit>(logits: *const T, job: Job) {
+    dependent_launch::begin();
     let (row, index, chunks) = place(job.vocab);
     let settings = job.settings(row);
     if settings.k <= job.quick_limit {

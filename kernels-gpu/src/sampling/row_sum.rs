@@ -7,7 +7,7 @@ use super::job::Job;
 use super::logit::{Logit, Row};
 use super::weights::key;
 use cuda_std::shared::Carver;
-use cuda_std::{Global, atomic, entries, thread, unroll, warp};
+use cuda_std::{Global, atomic, dependent_launch, entries, thread, unroll, warp};
 
 /// Threads of a block of these kernels and of those of `radix` and `adjust`.
 pub const THREADS: u32 = 512;
@@ -57,6 +57,7 @@ pub(super) fn place(vocab: u32) -> (u32, u32, u32) {
 /// Grid: [`chunks`] blocks for each row, rows one after another.
 #[inline(always)]
 pub unsafe fn row_max<T: Logit>(logits: *const T, job: Job) {
+    dependent_launch::begin();
     let (row, index, _) = place(job.vocab);
     if !job.wants_before() && job.settings(row).k <= job.quick_limit {
         return;
@@ -83,6 +84,7 @@ pub unsafe fn row_max<T: Logit>(logits: *const T, job: Job) {
 /// Grid: as [`row_max`], which runs before.
 #[inline(always)]
 pub unsafe fn row_sum<T: Logit>(logits: *const T, job: Job) {
+    dependent_launch::begin();
     let (row, index, _) = place(job.vocab);
     // The field alone: other blocks add to the sum beside it.
     let max_key = Global::new(&raw const (*job.state.wrapping_add(row as usize)).max_key).get(0u32);

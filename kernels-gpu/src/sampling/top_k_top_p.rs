@@ -15,7 +15,7 @@ use super::weights::{index_of, key, key_of, scaled, scaled_up};
 use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::integer::opaque;
 use cuda_std::shared::Carver;
-use cuda_std::{GlobalMut, Shared, entries, thread, unroll, warp};
+use cuda_std::{GlobalMut, Shared, dependent_launch, entries, thread, unroll, warp};
 
 /// How many of a row's best are needed; 0 if the row is nothing to these kernels.
 #[inline(always)]
@@ -27,6 +27,7 @@ unsafe fn needed(job: &Job, row: u32) -> u32 {
 /// Grid: rows.
 #[inline(always)]
 pub unsafe fn batched<T: Logit>(logits: *const T, job: Job) {
+    dependent_launch::begin();
     let mut carver = Carver::new();
     let (ring, scratch) = (Ring::new(&mut carver), Scratch::new(&mut carver));
     let row = thread::block_idx_x();
@@ -61,6 +62,7 @@ unsafe fn look_up(scratch: &Scratch, job: &Job, row: u32) {
 /// [`CAPACITY`].
 #[inline(always)]
 pub unsafe fn split_k<T: Logit>(logits: *const T, job: Job, splits: u32) {
+    dependent_launch::begin();
     let mut carver = Carver::new();
     let (ring, scratch) = (Ring::new(&mut carver), Scratch::new(&mut carver));
     core::hint::assert_unchecked(splits != 0);
