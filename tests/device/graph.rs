@@ -178,14 +178,15 @@ fn overlapping_launches_keep_their_order() {
     on_every_device(|device, stream| {
         let (rows, n, rounds) = if device.is_simt() { (2, 64, 2) } else { (300, 2048, 50) };
         let both = Tensor::<f32>::zeros(device, &[rows, 2 * n]).unwrap();
-        let residual = Tensor::<f32>::zeros(device, &[rows, n]).unwrap();
+        let [other, residual] = [0; 2].map(|_| Tensor::<f32>::zeros(device, &[rows, n]).unwrap());
         // Where launch `i` goes is what `turn` says, which may do something between two launches.
         let chain = |turn: &dyn Fn(usize) -> Result<Stream>| -> Result<()> {
-            let (mut x, mut y) = (both.narrow(1, 0, n)?, both.narrow(1, n, n)?);
-            for i in (0..3 * rounds).step_by(3) {
-                norm::fused_add_rms_norm(&turn(i)?, &mut x, &mut residual.clone(), None, 1e-6)?;
-                norm::rms_norm(&turn(i + 1)?, &mut y, &residual, None, 1e-6)?;
-                activation::silu_and_mul(&turn(i + 2)?, &mut x, &both)?;
+            let (mut x, mut y, mut z) = (both.narrow(1, 0, n)?, both.narrow(1, n, n)?, other.clone());
+            for i in (0..4 * rounds).step_by(4) {
+                norm::rms_norm(&turn(i)?, &mut y, &residual, None, 1e-6)?;
+                activation::silu_and_mul(&turn(i + 1)?, &mut z, &both)?;
+                norm::fused_add_rms_norm(&turn(i + 2)?, &mut z, &mut residual.clone(), None, 1e-6)?;
+                norm::rms_norm(&turn(i + 3)?, &mut x, &z, None, 1e-6)?;
             }
             Ok(())
         };
@@ -205,7 +206,7 @@ fn overlapping_launches_keep_their_order() {
         same("captured", &|| graph.launch(stream));
 
         let streams = [stream.clone(), Stream::new(device).unwrap()];
-        let events: Vec<_> = (0..=3 * rounds).map(|_| Event::new(device).unwrap()).collect();
+        let events: Vec<_> = (0..=4 * rounds).map(|_| Event::new(device).unwrap()).collect();
         let in_turn = || {
             chain(&|i| {
                 let [before, now] = [i + 1, i].map(|i| &streams[i % 2]);
@@ -213,8 +214,8 @@ fn overlapping_launches_keep_their_order() {
                 now.wait_event(&events[i])?;
                 Ok(now.clone())
             })?;
-            streams[1].record_event(&events[3 * rounds])?;
-            streams[0].wait_event(&events[3 * rounds])
+            streams[1].record_event(&events[4 * rounds])?;
+            streams[0].wait_event(&events[4 * rounds])
         };
         same("two streams", &in_turn);
         if !device.is_simt() {
