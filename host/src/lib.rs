@@ -107,7 +107,7 @@
 pub mod activation;
 pub mod attention;
 pub mod borrow;
-mod check;
+pub mod check;
 #[cfg(feature = "cudarc")]
 pub mod cudarc;
 pub mod device;
