@@ -52,7 +52,7 @@ fn faults(src: &Path, tested: &str) -> Result<Vec<String>> {
         if name != "SUMMARY.md" && !listed.contains(&name) {
             faults.push(format!("{name} is not in SUMMARY.md"));
         }
-        if text.lines().any(|line| line == "```rust") && !tested.contains(&format!("\"{name}\"")) {
+        if text.lines().any(is_tested) && !tested.contains(&format!("\"{name}\"")) {
             faults.push(format!("{name} has examples and is not in tests/guide.rs"));
         }
         let folder = file.parent().context("a chapter lies in a folder")?;
@@ -63,6 +63,11 @@ fn faults(src: &Path, tested: &str) -> Result<Vec<String>> {
         }
     }
     Ok(faults)
+}
+
+/// Whether a line opens Rust that is compiled with the tests.
+fn is_tested(line: &str) -> bool {
+    line.strip_prefix("```rust").is_some_and(|attributes| !attributes.contains("ignore"))
 }
 
 /// All Markdown files of a folder and the folders in it.
