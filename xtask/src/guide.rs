@@ -134,7 +134,7 @@ fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
 }
 
 /// Files that a text links to or includes, without fragments; not what is in code.
-fn links(text: &str) -> Vec<String> {
+pub(crate) fn links(text: &str) -> Vec<String> {
     let mut fenced = false;
     let mut links = vec![];
     for line in text.lines() {
