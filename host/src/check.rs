@@ -168,11 +168,7 @@ impl<'a> Call<'a> {
     ///
     /// # Errors
     /// As for [`read`](Self::read).
-    pub fn read_opt<T: Element>(
-        &mut self,
-        arg: &'static str,
-        tensor: Option<&Tensor<T>>,
-    ) -> Result<*const c_void> {
+    pub fn read_opt<T: Element>(&mut self, arg: &'static str, tensor: Option<&Tensor<T>>) -> Result<*const c_void> {
         tensor.map_or(Ok(std::ptr::null()), |t| self.read(arg, t))
     }
 
@@ -188,11 +184,7 @@ impl<'a> Call<'a> {
     ///
     /// # Errors
     /// As for [`write`](Self::write).
-    pub fn write_opt<T: Element>(
-        &mut self,
-        arg: &'static str,
-        tensor: Option<&mut Tensor<T>>,
-    ) -> Result<*mut c_void> {
+    pub fn write_opt<T: Element>(&mut self, arg: &'static str, tensor: Option<&mut Tensor<T>>) -> Result<*mut c_void> {
         tensor.map_or(Ok(std::ptr::null_mut()), |t| self.write(arg, t))
     }
 
