@@ -26,6 +26,7 @@ chapters! {
     eplb: "operations/eplb.md",
     interop: "interop.md",
     new_kernel: "new-kernel.md",
+    porting: "porting.md",
     simt: "simt.md",
     troubleshooting: "troubleshooting.md",
 }

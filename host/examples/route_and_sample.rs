@@ -1,7 +1,7 @@
 //! Routes tokens to experts and samples from real-size logits, on the GPU if there is one and on the SIMT device
 //! otherwise.
 //!
-//! `cargo run --release --example route_and_sample -- [--device simt|cuda:N|auto]`
+//! `cargo run --example route_and_sample -- [--device simt|cuda:N|auto]`
 
 use clap::Parser;
 use std::time::Instant;

@@ -1,4 +1,30 @@
-//! Checks that safe operations make before they launch anything.
+//! Checks that safe operations (layer L2) make before they launch anything: of this crate, and of kernels of yours.
+//!
+//! A [`Call`] is made first. Its checks of shapes and numbers need only the tensors; [`read`](Call::read) and [`write`](Call::write)
+//! give the addresses for the kernel's arguments, after they have seen that a tensor lives on the stream's device, that its memory is there
+//! still if it was [borrowed](crate::borrow), and that a graph which is being captured keeps it. When all tensors are named,
+//! [`check_overlap`](Call::check_overlap) compares them. The call must live until the launch is made.
+//!
+//! ```
+//! use warploom::check::Call;
+//! use warploom::{Device, Result, Stream, Tensor};
+//!
+//! /// The addresses for a kernel that adds up the rows of `x`, `[.., n]`, to `out`, `[rows]`.
+//! fn sum(stream: &Stream, out: &mut Tensor<f32>, x: &Tensor<f32>) -> Result<()> {
+//!     let mut call = Call::new("sum", stream);
+//!     let rows = call.rows("x", x)?;
+//!     call.same_shape("out", out.shape(), &[rows.rows])?;
+//!     call.contiguous("out", out)?;
+//!     let (_x, _out) = (call.read("x", x)?, call.write("out", out)?);
+//!     call.check_overlap()
+//! }
+//!
+//! let device = Device::simt();
+//! let x = Tensor::<f32>::zeros(&device, &[3, 4])?;
+//! let error = sum(&Stream::new(&device)?, &mut Tensor::zeros(&device, &[4])?, &x).unwrap_err();
+//! assert_eq!(error.to_string(), "sum: `out` must have shape [3], but has [4]");
+//! # Ok::<(), warploom::Error>(())
+//! ```
 
 use crate::borrow::Hold;
 use crate::device::Stream;
@@ -12,7 +38,7 @@ use std::fmt::Display;
 const MAX_TENSORS: usize = 24;
 
 /// One call of a safe operation: collects its tensors, checks their devices, and finds overlaps.
-pub(crate) struct Call<'a> {
+pub struct Call<'a> {
     op: &'static str,
     stream: &'a Stream,
     used: [Option<Use>; MAX_TENSORS],
@@ -68,17 +94,27 @@ pub(crate) fn shares_elements<T>(tensor: &Tensor<T>) -> bool {
 }
 
 /// A tensor seen as rows: `[.., width]` with neighbours in a row next to each other.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Rows {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Rows {
     /// Product of all dimensions but the last.
-    pub(crate) rows: usize,
-    pub(crate) width: usize,
+    pub rows: usize,
+    /// Elements of a row.
+    pub width: usize,
     /// Distance from row to row, in elements.
-    pub(crate) stride: usize,
+    pub stride: usize,
+}
+
+impl std::fmt::Debug for Call<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let tensors: Vec<_> = self.used.iter().flatten().map(|u| u.arg).collect();
+        f.debug_struct("Call").field("op", &self.op).field("tensors", &tensors).finish_non_exhaustive()
+    }
 }
 
 impl<'a> Call<'a> {
-    pub(crate) fn new(op: &'static str, stream: &'a Stream) -> Self {
+    /// A call of the operation `op`, whose name errors have, on a stream.
+    pub fn new(op: &'static str, stream: &'a Stream) -> Self {
         Self { op, stream, used: [None; MAX_TENSORS], len: 0, holds: Vec::new() }
     }
 
@@ -117,41 +153,55 @@ impl<'a> Call<'a> {
     }
 
     /// An input; its address.
-    pub(crate) fn read<T: Element>(&mut self, arg: &'static str, tensor: &Tensor<T>) -> Result<*const c_void> {
+    ///
+    /// # Errors
+    /// [`WrongDevice`](Error::WrongDevice); [`Expired`](Error::Expired) and [`WrongStream`](Error::WrongStream) for borrowed memory;
+    /// [`Capture`](Error::Capture) if that is taken in a capture which may outlive it.
+    ///
+    /// # Panics
+    /// With more than 24 tensors of one call.
+    pub fn read<T: Element>(&mut self, arg: &'static str, tensor: &Tensor<T>) -> Result<*const c_void> {
         Ok(self.add(arg, tensor, false)?.cast_const())
     }
 
     /// An optional input; null if absent.
-    pub(crate) fn read_opt<T: Element>(
-        &mut self,
-        arg: &'static str,
-        tensor: Option<&Tensor<T>>,
-    ) -> Result<*const c_void> {
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read).
+    pub fn read_opt<T: Element>(&mut self, arg: &'static str, tensor: Option<&Tensor<T>>) -> Result<*const c_void> {
         tensor.map_or(Ok(std::ptr::null()), |t| self.read(arg, t))
     }
 
     /// An output, or an argument changed in place; its address.
-    pub(crate) fn write<T: Element>(&mut self, arg: &'static str, tensor: &mut Tensor<T>) -> Result<*mut c_void> {
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read); [`ReadOnly`](Error::ReadOnly).
+    pub fn write<T: Element>(&mut self, arg: &'static str, tensor: &mut Tensor<T>) -> Result<*mut c_void> {
         self.add(arg, tensor, true)
     }
 
     /// An optional output; null if absent.
-    pub(crate) fn write_opt<T: Element>(
-        &mut self,
-        arg: &'static str,
-        tensor: Option<&mut Tensor<T>>,
-    ) -> Result<*mut c_void> {
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write).
+    pub fn write_opt<T: Element>(&mut self, arg: &'static str, tensor: Option<&mut Tensor<T>>) -> Result<*mut c_void> {
         tensor.map_or(Ok(std::ptr::null_mut()), |t| self.write(arg, t))
     }
 
     /// No output shares memory with any other argument. (Views that take turns in one tensor do not, as long as their
     /// largest strides are the same; other interleaved views count as sharing.)
-    pub(crate) fn check_overlap(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Overlap`](Error::Overlap), with the names of both.
+    pub fn check_overlap(&self) -> Result<()> {
         self.check_overlap_but(&[])
     }
 
     /// As [`check_overlap`](Self::check_overlap), but these pairs may be the very same memory.
-    pub(crate) fn check_overlap_but(&self, in_place: &[(&str, &str)]) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Overlap`](Error::Overlap), with the names of both.
+    pub fn check_overlap_but(&self, in_place: &[(&str, &str)]) -> Result<()> {
         let used = || self.used.iter().flatten();
         for (i, w) in used().enumerate().filter(|(_, u)| u.written) {
             for (j, o) in used().enumerate() {
@@ -168,7 +218,10 @@ impl<'a> Call<'a> {
     }
 
     /// Neighbours in the last dimension lie next to each other.
-    pub(crate) fn dense_last<T: Element>(&self, arg: &'static str, tensor: &Tensor<T>) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Stride`](Error::Stride).
+    pub fn dense_last<T: Element>(&self, arg: &'static str, tensor: &Tensor<T>) -> Result<()> {
         match (tensor.shape(), tensor.strides()) {
             (&[.., n], &[.., stride]) if n > 1 && stride != 1 => {
                 let expected = "dense in its last dimension".into();
@@ -179,7 +232,10 @@ impl<'a> Call<'a> {
     }
 
     /// No two elements of an output have one address.
-    pub(crate) fn distinct<T: Element>(&self, arg: &'static str, tensor: &Tensor<T>) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Stride`](Error::Stride).
+    pub fn distinct<T: Element>(&self, arg: &'static str, tensor: &Tensor<T>) -> Result<()> {
         if !shares_elements(tensor) {
             return Ok(());
         }
@@ -188,7 +244,10 @@ impl<'a> Call<'a> {
     }
 
     /// The element type of an argument is one of these.
-    pub(crate) fn dtype_among(&self, arg: &'static str, got: DType, expected: &[DType]) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`DType`](Error::DType).
+    pub fn dtype_among(&self, arg: &'static str, got: DType, expected: &[DType]) -> Result<()> {
         if expected.contains(&got) {
             return Ok(());
         }
@@ -197,7 +256,10 @@ impl<'a> Call<'a> {
     }
 
     /// `got` is `expected`, dimension by dimension.
-    pub(crate) fn same_shape(&self, arg: &'static str, got: &[usize], expected: &[usize]) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Shape`](Error::Shape).
+    pub fn same_shape(&self, arg: &'static str, got: &[usize], expected: &[usize]) -> Result<()> {
         if got == expected {
             return Ok(());
         }
@@ -205,11 +267,15 @@ impl<'a> Call<'a> {
     }
 
     /// The error for a tensor of a wrong shape.
-    pub(crate) fn bad_shape(&self, arg: &'static str, got: &[usize], expected: impl Display) -> Error {
+    pub fn bad_shape(&self, arg: &'static str, got: &[usize], expected: impl Display) -> Error {
         Error::Shape { op: self.op, arg, expected: expected.to_string(), got: got.to_vec() }
     }
 
-    pub(crate) fn contiguous<T: Element>(&self, arg: &'static str, tensor: &Tensor<T>) -> Result<()> {
+    /// The elements lie one after another in row-major order.
+    ///
+    /// # Errors
+    /// [`Stride`](Error::Stride).
+    pub fn contiguous<T: Element>(&self, arg: &'static str, tensor: &Tensor<T>) -> Result<()> {
         if tensor.is_contiguous() {
             return Ok(());
         }
@@ -217,7 +283,10 @@ impl<'a> Call<'a> {
     }
 
     /// The tensor as rows: at least one dimension, the last one dense, and one distance from row to row.
-    pub(crate) fn rows<T: Element>(&self, arg: &'static str, tensor: &Tensor<T>) -> Result<Rows> {
+    ///
+    /// # Errors
+    /// [`Shape`](Error::Shape) for a tensor without dimensions, [`Stride`](Error::Stride).
+    pub fn rows<T: Element>(&self, arg: &'static str, tensor: &Tensor<T>) -> Result<Rows> {
         let (shape, strides) = (tensor.shape(), tensor.strides());
         let Some((&width, outer)) = shape.split_last() else {
             return Err(self.bad_shape(arg, shape, "[.., width]"));
@@ -248,7 +317,10 @@ impl<'a> Call<'a> {
     }
 
     /// `ok`, or the error that names the argument.
-    pub(crate) fn value(&self, ok: bool, arg: &'static str, expected: impl Display, got: impl Display) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Value`](Error::Value).
+    pub fn value(&self, ok: bool, arg: &'static str, expected: impl Display, got: impl Display) -> Result<()> {
         if ok {
             return Ok(());
         }
@@ -256,7 +328,10 @@ impl<'a> Call<'a> {
     }
 
     /// A count that the kernel takes as `u32`.
-    pub(crate) fn count(&self, arg: &'static str, n: usize) -> Result<u32> {
+    ///
+    /// # Errors
+    /// [`Value`](Error::Value) beyond 2³¹ - 1.
+    pub fn count(&self, arg: &'static str, n: usize) -> Result<u32> {
         u32::try_from(n).ok().filter(|&n| n <= i32::MAX as u32).ok_or_else(|| Error::Value {
             op: self.op,
             arg,

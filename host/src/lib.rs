@@ -33,6 +33,50 @@
 //! Stream, outputs (`&mut`; optional ones after the others), inputs, scalars, options (`&`, a struct with defaults), and
 //! where an operation needs one, a workspace.
 //!
+//! # Numerics
+//!
+//! * **Precision.** Inputs and results are in the tensors' type, everything between in f32: products and sums of [`gemm`], [`moe`] and
+//!   [`attention`], squares and means of [`norm`], scores and softmax. Sums of int8 products are exact. Each operation has one definition in
+//!   f64, in [`reference`](mod@reference), and tests compare with it.
+//! * **Rounding** is once, to the nearest, ties to even, where a result is stored. Operations that stand for several layers round in between
+//!   where separate ones would: [`norm::fused_add_rms_norm`] the sum, [`moe::fused()`] the row between its products. Attention's
+//!   tensor-core paths multiply probabilities rounded to the type of the values. 8-bit results saturate; a scale is the largest magnitude that
+//!   it covers, at least 10⁻¹⁰, by the largest number of the format.
+//! * **Determinism.** The same call gives the same bits on the same kind of device: sums have an order that depends on shapes, alignment and the path, never on
+//!   timing. ([`moe::FusedOptions::unordered`] gives that up.) A row's result depends on that row only, whatever else is in the batch,
+//!   but for [`gemm::LinearPath::Auto`], which chooses a kernel by the number of rows. Random numbers are Philox4x32-10's, by seed,
+//!   subsequence and offset. Sampled tokens are the same on GPUs and the SIMT device from the same
+//!   logits; other results may differ in their last bits where tensor cores or a GPU's approximations add up otherwise.
+//! * **Ties** go to the lower index.
+//! * **NaN** ranks last, like -inf, and never becomes an index: a row of logits without a number gives the lowest token that is allowed,
+//!   and the lowest experts. Activations, norms and products pass NaN on. It has no say in a scale of 8-bit results, and becomes NaN in
+//!   e4m3 and 0 in int8.
+//!
+//! # Errors
+//!
+//! Every operation returns [`Error`], whose text begins with the operation and names the argument as the signature spells it (an option by its own
+//! name, a part of a struct with a dot). When they come:
+//!
+//! * **Before the launch**, so that no output is changed: [`Shape`](Error::Shape), [`Stride`](Error::Stride),
+//!   [`Alignment`](Error::Alignment), [`DType`](Error::DType), [`Value`](Error::Value) for what an argument is;
+//!   [`WrongDevice`](Error::WrongDevice), [`Overlap`](Error::Overlap), [`ReadOnly`](Error::ReadOnly),
+//!   [`Expired`](Error::Expired), [`WrongStream`](Error::WrongStream) for whose memory it is; [`Unsupported`](Error::Unsupported) for
+//!   a combination that no kernel covers; [`Capture`](Error::Capture) for what a graph cannot hold. Of these checks layer L1 makes that of
+//!   combinations only.
+//! * **When something is made**: [`NoDriver`](Error::NoDriver), [`NoDevice`](Error::NoDevice),
+//!   [`DriverTooOld`](Error::DriverTooOld), [`TooOldGpu`](Error::TooOldGpu), [`NoCuda`](Error::NoCuda) and
+//!   [`NoSimt`](Error::NoSimt) for devices; [`OutOfMemory`](Error::OutOfMemory) and [`Tensor`](Error::Tensor) for
+//!   tensors; [`DlpackVersion`](Error::DlpackVersion) for those of others.
+//! * **From the launch on**: [`Launch`](Error::Launch), at once, for a fault on the SIMT device; [`Driver`](Error::Driver) for what
+//!   the CUDA driver refuses. A GPU's kernels run later, so that a fault of theirs (which safe operations do not cause) is a `Driver` error of some later call.
+//! * **Between ranks**: [`Ep`](Error::Ep), which waits for [`Communicator::check`](ep::Communicator::check), and
+//!   [`Exchange`](Error::Exchange).
+//! * **On the host alone**: [`Allocator`](Error::Allocator) and [`Eplb`](Error::Eplb), with the errors of
+//!   [`kv_cache::BlockAllocator`] and [`ep::eplb`].
+//!
+//! What counts as wrong only in the contents of device memory (a slot, a position, a token's expert) is no error: it is skipped, and
+//! counted in `status` where an operation has one. Operations do not panic; what does says so under *Panics*.
+//!
 //! The guide in the repository's `docs/guide` has examples of every operation, and says how to port, to extend, and to find
 //! out what an error means.
 //!
@@ -107,7 +151,7 @@
 pub mod activation;
 pub mod attention;
 pub mod borrow;
-mod check;
+pub mod check;
 #[cfg(feature = "cudarc")]
 pub mod cudarc;
 pub mod device;

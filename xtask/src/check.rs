@@ -50,7 +50,7 @@ const STEPS: &[Step] = &[
     Step { name: "readme", what: "the commands that the README says to run", run: readme },
     Step { name: "package", what: "what is published builds from its packages", run: |_| crate::package::check() },
     Step { name: "deny", what: "licences and sources of all dependencies are on the list", run: deny },
-    Step { name: "msrv", what: "the published crates build with the Rust version that they promise", run: msrv },
+    Step { name: "msrv", what: "the published crates promise a Rust version, and build with it", run: msrv },
 ];
 
 /// Runs `cargo xtask check`.
@@ -272,20 +272,32 @@ fn deny(_: &Args) -> Result<()> {
     must(deny)
 }
 
+/// As long as the promised version is that of `rust-toolchain.toml`, nothing is built here: every other step builds with it, and no older one
+/// is promised or tried. What is left is that every published crate makes the promise.
 fn msrv(_: &Args) -> Result<()> {
     let manifest = std::fs::read_to_string(repo::root().join("Cargo.toml"))?;
     let manifest: toml::Table = manifest.parse()?;
     let promised = manifest["workspace"]["package"]["rust-version"].as_str().context("no rust-version")?.to_string();
+    let published = crate::package::published()?;
+    for package in repo::metadata()?["packages"].as_array().into_iter().flatten() {
+        let (name, version) = (package["name"].as_str().unwrap_or_default(), package["rust_version"].as_str());
+        let ours = published.iter().any(|p| p == name) && package["source"].is_null();
+        ensure!(!ours || version == Some(&promised), "{name} promises Rust {version:?} and not {promised}");
+    }
     let version = cargo(&["--version"]).output().context("cannot run cargo")?;
     let version = String::from_utf8_lossy(&version.stdout).into_owned();
     if is_version(&version, &promised) {
-        println!("the compiler of this workspace is {promised}: the other steps have shown it");
+        println!(
+            "nothing to build: all {} published crates promise Rust {promised}, which is the pinned release that the other steps \
+             build with; older ones are neither promised nor tried",
+            published.len()
+        );
         return Ok(());
     }
     let mut check = Command::new("rustup");
     check.current_dir(repo::root()).args(["run", &promised, "cargo", "check", "--quiet"]);
-    for name in crate::package::published()? {
-        check.args(["-p", &name]);
+    for name in &published {
+        check.args(["-p", name]);
     }
     check.env_remove("RUSTC").env_remove("CARGO").env_remove("RUSTUP_TOOLCHAIN");
     check.arg("--target-dir").arg(repo::target_dir().join("msrv"));

@@ -13,7 +13,8 @@ const MDBOOK: &str = "0.5.4";
 /// Checks chapters and links, and builds the book to `target/guide`.
 pub(crate) fn check() -> Result<()> {
     let folder = repo::root().join("docs/guide");
-    let faults = faults(&folder.join("src"), &std::fs::read_to_string(repo::root().join("tests/guide.rs"))?)?;
+    let mut faults = faults(&folder.join("src"), &std::fs::read_to_string(repo::root().join("tests/guide.rs"))?)?;
+    faults.extend(unexplained()?);
     ensure!(faults.is_empty(), "the guide:\n  {}", faults.join("\n  "));
 
     let own = repo::device_toolchain().join("mdbook");
@@ -52,7 +53,7 @@ fn faults(src: &Path, tested: &str) -> Result<Vec<String>> {
         if name != "SUMMARY.md" && !listed.contains(&name) {
             faults.push(format!("{name} is not in SUMMARY.md"));
         }
-        if text.lines().any(|line| line == "```rust") && !tested.contains(&format!("\"{name}\"")) {
+        if text.lines().any(is_tested) && !tested.contains(&format!("\"{name}\"")) {
             faults.push(format!("{name} has examples and is not in tests/guide.rs"));
         }
         let folder = file.parent().context("a chapter lies in a folder")?;
@@ -65,14 +66,66 @@ fn faults(src: &Path, tested: &str) -> Result<Vec<String>> {
     Ok(faults)
 }
 
+/// Whether a line opens Rust that is compiled with the tests.
+fn is_tested(line: &str) -> bool {
+    line.strip_prefix("```rust").is_some_and(|attributes| !attributes.contains("ignore"))
+}
+
+/// Messages of the library's errors that the chapter on troubleshooting does not have.
+fn unexplained() -> Result<Vec<String>> {
+    let chapter = repo::root().join("docs/guide/src/troubleshooting.md");
+    let chapter = std::fs::read_to_string(&chapter).with_context(|| chapter.display().to_string())?;
+    let mut missing = vec![];
+    let mut seen = 0;
+    for file in files(&repo::root().join("host/src"), "rs")? {
+        for message in messages(&std::fs::read_to_string(&file)?) {
+            seen += 1;
+            if !explains(&chapter, &message) {
+                missing.push(format!("troubleshooting.md lacks `{message}` of {}", file.display()));
+            }
+        }
+    }
+    ensure!(seen > 0, "no errors are found in host/src");
+    Ok(missing)
+}
+
+/// The texts of `thiserror`'s attributes in a source.
+fn messages(source: &str) -> Vec<String> {
+    let texts = source.split("#[error(").skip(1).filter(|rest| !rest.starts_with("transparent"));
+    texts.filter_map(|rest| Some(rest.split_once('"')?.1.split_once('"')?.0.to_string())).collect()
+}
+
+/// Whether a line has all of a message that is neither filled in nor after a semicolon, where remedies begin. The beginning of a part may be
+/// left out: `… for another stream`.
+fn explains(chapter: &str, message: &str) -> bool {
+    let end = message.find(';').unwrap_or(message.len());
+    // Between the braces are names, and behind every other one a part.
+    let parts = message[..end].split('{').map(|part| part.split_once('}').map_or(part, |(_, text)| text));
+    let parts: Vec<String> = parts
+        .map(|part| part.replace('`', "").trim_matches(|c: char| !c.is_ascii_alphanumeric()).to_string())
+        .filter(|part| part.contains(|c: char| c.is_ascii_alphabetic()))
+        .collect();
+    let has = |line: &str, part: &str| {
+        let tails = part.match_indices(' ').map(|(at, _)| &part[at + 1..]).filter(|tail| tail.contains(' '));
+        line.contains(part) || tails.into_iter().any(|tail| line.contains(&format!("… {tail}")))
+    };
+    let line_has = |line: &str| parts.iter().all(|part| has(line, part));
+    chapter.lines().filter(|line| line.starts_with('|')).map(|line| line.replace('`', "")).any(|line| line_has(&line))
+}
+
 /// All Markdown files of a folder and the folders in it.
 fn chapters(folder: &Path) -> Result<Vec<PathBuf>> {
+    files(folder, "md")
+}
+
+/// All files of a folder and the folders in it whose names end like this.
+fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     let mut files = vec![];
     for entry in std::fs::read_dir(folder).with_context(|| folder.display().to_string())? {
         let path = entry?.path();
         if path.is_dir() {
-            files.extend(chapters(&path)?);
-        } else if path.extension().is_some_and(|e| e == "md") {
+            files.extend(self::files(&path, extension)?);
+        } else if path.extension().is_some_and(|e| e == extension) {
             files.push(path);
         }
     }
@@ -81,7 +134,7 @@ fn chapters(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Files that a text links to or includes, without fragments; not what is in code.
-fn links(text: &str) -> Vec<String> {
+pub(crate) fn links(text: &str) -> Vec<String> {
     let mut fenced = false;
     let mut links = vec![];
     for line in text.lines() {
@@ -115,6 +168,24 @@ mod tests {
     fn links_are_found() {
         let text = "See [a](a.md), [b](x/b.md#top), [c](https://c) and `v[0](d)`.\n```rust\nlet x = y[0](z);\n```\n{{#include ../e.md}}\n";
         assert_eq!(links(text), ["a.md", "x/b.md", "../e.md"]);
+    }
+
+    #[test]
+    fn messages_are_explained() {
+        let source = "#[error(\"{op}: `{arg}` has {got}; use more\")]\nA,\n#[error(transparent)]\nB,\n#[error(\n    \"no CUDA device {n}\"\n)]\nC,";
+        assert_eq!(messages(source), ["{op}: `{arg}` has {got}; use more", "no CUDA device {n}"]);
+        let chapter = "no CUDA device 1\n| ``OP: `x` has 1; …`` | `… for another stream` | `eplb: 3 of 4` |\n";
+        assert!(explains(chapter, "{op}: `{arg}` has {got}; use more"));
+        assert!(explains(chapter, "{op}: borrowed for another stream"));
+        assert!(explains(chapter, "eplb: {a} of {b}"));
+        assert!(!explains(chapter, "no CUDA device {n}"), "not in a table");
+        assert!(!explains(chapter, "eplb: {a} from {b}") && !explains(chapter, "{op}: borrowed by another stream"));
+    }
+
+    #[test]
+    fn all_messages_are_explained() {
+        let missing = unexplained().unwrap();
+        assert!(missing.is_empty(), "{missing:#?}");
     }
 
     #[test]

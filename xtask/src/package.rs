@@ -37,12 +37,42 @@ pub(crate) fn check() -> Result<()> {
         let mut unpack = Command::new("tar");
         unpack.arg("-xzf").arg(&file).arg("-C").arg(&folder);
         run(unpack)?;
+        let lacks = lacks(&folder.join(format!("{name}-{version}")))?;
+        ensure!(lacks.is_empty(), "{name} lacks {}", lacks.join(", "));
     }
     fs::write(folder.join("Cargo.toml"), workspace(&names, &version)?)?;
     fs::copy(repo::root().join("Cargo.lock"), folder.join("Cargo.lock"))?;
     let mut check = repo::cargo();
     check.current_dir(&folder).args(["check", "--quiet", "--workspace", "--target-dir"]).arg(repo::target_dir());
     run(check)
+}
+
+/// What a package in `folder` has not of what a registry shows and a licence demands: both licences, whole; a readme of its own, without links
+/// to files, which lead nowhere there; a description and words to find it by.
+fn lacks(folder: &Path) -> Result<Vec<String>> {
+    let mut lacks = vec![];
+    for name in ["LICENSE-MIT", "LICENSE-APACHE"] {
+        let ours = fs::read_to_string(repo::root().join(name)).context(name)?;
+        if fs::read_to_string(folder.join(name)).ok().as_ref() != Some(&ours) {
+            lacks.push(format!("the text of {name}"));
+        }
+    }
+    let manifest = fs::read_to_string(folder.join("Cargo.toml")).with_context(|| folder.display().to_string())?;
+    let manifest: toml::Table = manifest.parse()?;
+    let package = manifest["package"].as_table().context("no package")?;
+    for key in ["description", "license", "keywords", "categories", "readme"] {
+        if !package.contains_key(key) {
+            lacks.push(format!("`{key}` in its manifest"));
+        }
+    }
+    match fs::read_to_string(folder.join("README.md")) {
+        Ok(readme) => {
+            let dead = crate::guide::links(&readme);
+            lacks.extend(dead.iter().map(|link| format!("{link}, which its readme links to, on a registry")));
+        }
+        Err(_) => lacks.push("a readme".into()),
+    }
+    Ok(lacks)
 }
 
 /// A workspace of the unpacked packages, which find each other here and not in the registry. Its profiles are ours, so that what they
@@ -82,4 +112,23 @@ fn run(mut command: Command) -> Result<()> {
     let status = command.status().with_context(|| format!("cannot run {program}"))?;
     ensure!(status.success(), "{program} failed");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn published_packages_are_complete() {
+        for name in published().unwrap() {
+            assert_eq!(lacks(&repo::package_folder(&name).unwrap()).unwrap(), Vec::<String>::new(), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_lacks_is_found() {
+        let lacks = lacks(&repo::root().join("xtask")).unwrap();
+        let expected = ["the text of LICENSE-MIT", "the text of LICENSE-APACHE", "`description` in its manifest"];
+        assert!(lacks.starts_with(&expected.map(String::from)) && lacks.contains(&"a readme".into()), "{lacks:?}");
+    }
 }

@@ -206,8 +206,9 @@ impl Device {
     /// latency-critical phase, and before capturing graphs. Without it each kernel is loaded at its first launch.
     ///
     /// `names` are families ([`ptx::FAMILIES`](crate::ptx::FAMILIES)) or single entries
-    /// ([`ptx::entries`](crate::ptx::entries)). A family has every instance of its kernels and takes up to 10 seconds, unless
-    /// the driver finds them in its cache; to load just what a program uses, run it once.
+    /// ([`ptx::entries`](crate::ptx::entries)). Unless it finds it in its cache, the driver takes 35 to 1100 ms for an entry, one thread
+    /// at a time; a family, which has every instance of its kernels (9 to 145), takes from a second to most of a minute. To load
+    /// just what a program uses, run it once.
     ///
     /// # Errors
     /// [`Error::Value`] for a name that is neither, [`Error::Driver`] with the JIT log.
