@@ -11,6 +11,30 @@ use std::fmt::Display;
 /// The most tensors of one operation.
 const MAX_TENSORS: usize = 24;
 
+/// The product of sizes, or the largest number if that is larger: no tensor is so long, no device has so much memory, so
+/// whatever compares it or allocates refuses it.
+pub(crate) const fn product(sizes: &[usize]) -> usize {
+    let (mut product, mut i) = (1usize, 0);
+    while i < sizes.len() {
+        // Nothing is no less nothing beside sizes that are absurd.
+        if sizes[i] == 0 {
+            return 0;
+        }
+        product = product.saturating_mul(sizes[i]);
+        i += 1;
+    }
+    product
+}
+
+/// Where the next part of a workspace starts, aligned to 256 bytes, after one of `bytes` at `at`; or the largest number, as
+/// [`product`].
+pub(crate) const fn after(at: usize, bytes: usize) -> usize {
+    match at.saturating_add(bytes).checked_next_multiple_of(256) {
+        Some(next) => next,
+        None => usize::MAX,
+    }
+}
+
 /// One call of a safe operation: collects its tensors, checks their devices, and finds overlaps.
 pub(crate) struct Call<'a> {
     op: &'static str,

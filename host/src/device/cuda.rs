@@ -640,15 +640,22 @@ impl CudaDevice {
     pub(super) fn allocate_pinned<T: cuda_std::Element>(&self, len: usize) -> Result<CudaPinned<T>> {
         /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for all contexts.
         const PORTABLE: c_uint = crate::driver::sys::CU_MEMHOSTALLOC_PORTABLE;
-        let too_large = || Error::OutOfMemory { device: "pinned host memory".into(), bytes: usize::MAX };
-        let bytes = len.checked_mul(size_of::<T>()).filter(|&n| n <= isize::MAX as usize).ok_or_else(too_large)?;
+        let out_of_memory = || Error::OutOfMemory {
+            device: "pinned memory of the host".into(),
+            bytes: len.saturating_mul(size_of::<T>()),
+        };
+        let bytes = len.checked_mul(size_of::<T>()).filter(|&n| n <= isize::MAX as usize).ok_or_else(out_of_memory)?;
         let mut data = NonNull::dangling();
         if bytes > 0 {
             let _bound = self.0.bind()?;
             let mut address = null_mut();
             // SAFETY: the address is that of a pointer.
-            unsafe { self.0.driver.mem_host_alloc(&raw mut address, bytes, PORTABLE)? };
-            data = NonNull::new(address.cast::<T>()).ok_or_else(too_large)?;
+            let result = unsafe { self.0.driver.mem_host_alloc(&raw mut address, bytes, PORTABLE) };
+            result.map_err(|e| match e {
+                Error::Driver { code: driver::CUDA_ERROR_OUT_OF_MEMORY, .. } => out_of_memory(),
+                e => e,
+            })?;
+            data = NonNull::new(address.cast::<T>()).ok_or_else(out_of_memory)?;
             // SAFETY: so many bytes were allocated, and zero bytes are a value of every element type.
             unsafe { data.write_bytes(0, len) };
         }

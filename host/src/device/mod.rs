@@ -421,7 +421,8 @@ impl Storage {
     pub(crate) fn new(device: &Device, bytes: usize) -> Result<Arc<Self>> {
         let (address, memory) = match device.backend() {
             Backend::Simt(_) => {
-                let buffer = ::simt::Buffer::<u8>::poisoned(bytes);
+                let buffer = ::simt::Buffer::<u8>::try_poisoned(bytes)
+                    .ok_or_else(|| Error::OutOfMemory { device: device.name(), bytes })?;
                 (buffer.as_mut_ptr(), Memory::Simt(buffer))
             }
             #[cfg(feature = "_driver")]

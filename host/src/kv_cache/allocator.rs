@@ -218,9 +218,10 @@ impl BlockAllocator {
     /// An allocator of blocks `0 .. blocks` of `block_size` tokens each.
     ///
     /// # Errors
-    /// [`AllocatorError::BadSize`] if either is 0, or there are more than 2^31 - 1 blocks.
+    /// [`AllocatorError::BadSize`] if either is 0, there are more than 2^31 - 1 blocks, or a slot would not fit an `i64`.
     pub fn new(blocks: usize, block_size: usize) -> Result<Self> {
-        if blocks == 0 || block_size == 0 || blocks > i32::MAX as usize {
+        let fit = blocks <= i32::MAX as usize && blocks.saturating_mul(block_size) <= i64::MAX as usize;
+        if blocks == 0 || block_size == 0 || !fit {
             return Err(AllocatorError::BadSize { blocks, block_size });
         }
         static NEXT: AtomicU64 = AtomicU64::new(0);

@@ -13,7 +13,7 @@
 use super::block::{self, Block, Description, dense};
 use super::fused::{ExpertActivation, FusedShape, GateUp, reduce_geometry};
 use super::{shuffle, sort};
-use crate::check::Call;
+use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::gemm::{Quantised, QuantisedElement};
@@ -99,7 +99,7 @@ impl FusedQuantPath {
     const fn choose(pairs: usize, bins: usize) -> Self {
         if pairs <= 64 {
             FusedQuantPath::Wgmma16
-        } else if pairs <= 48 * bins {
+        } else if pairs <= product(&[48, bins]) {
             FusedQuantPath::Wgmma64
         } else {
             FusedQuantPath::Wgmma144
@@ -108,7 +108,8 @@ impl FusedQuantPath {
 }
 
 impl FusedShape {
-    /// Bytes of workspace of [`fused_quant`] for tokens of an element type, enough for every path and any weights.
+    /// Bytes of workspace of [`fused_quant`] for tokens of an element type, enough for every path and any weights; the
+    /// largest number for sizes that none takes.
     pub const fn quant_workspace_bytes(&self, dtype: DType) -> usize {
         let (a, b) = (Workspace::new(self, dtype, 8).bytes, Workspace::new(self, dtype, tile_kernel::PAIRS).bytes);
         if a > b { a } else { b }
@@ -143,28 +144,28 @@ struct Workspace {
 
 impl Workspace {
     const fn new(shape: &FusedShape, dtype: DType, block: usize) -> Self {
-        const fn after(at: usize, bytes: usize) -> usize {
-            (at + bytes).next_multiple_of(256)
-        }
         let (pairs, bins) = (shape.pairs(), shape.bins());
         let capacity = sort::capacity(pairs, bins, block, false);
         // Rows are those of pairs, or of places of the sorted list of the paths on Hopper.
         let rows = if block == wgmma_kernel::SORT_BLOCK && capacity > pairs { capacity } else { pairs };
-        let scale_group = (rows + wgmma_kernel::BEYOND).next_multiple_of(4);
-        let x_scales = after(0, rows * shape.hidden);
-        let h = after(x_scales, scale_group * shape.hidden.div_ceil(GROUP) * 4);
-        let q = after(h, rows * shape.intermediate * dtype.size());
-        let q_scales = after(q, rows * shape.intermediate);
-        let partial = after(q_scales, scale_group * shape.intermediate.div_ceil(GROUP) * 4);
-        let sorted_ids = after(partial, pairs * shape.hidden * 4);
-        let expert_ids = after(sorted_ids, capacity * 4);
-        let totals = after(expert_ids, capacity / block * 4);
+        let scale_group = match rows.saturating_add(wgmma_kernel::BEYOND).checked_next_multiple_of(4) {
+            Some(group) => group,
+            None => usize::MAX,
+        };
+        let x_scales = after(0, product(&[rows, shape.hidden]));
+        let h = after(x_scales, product(&[scale_group, shape.hidden.div_ceil(GROUP), 4]));
+        let q = after(h, product(&[rows, shape.intermediate, dtype.size()]));
+        let q_scales = after(q, product(&[rows, shape.intermediate]));
+        let partial = after(q_scales, product(&[scale_group, shape.intermediate.div_ceil(GROUP), 4]));
+        let sorted_ids = after(partial, product(&[pairs, shape.hidden, 4]));
+        let expert_ids = after(sorted_ids, product(&[capacity, 4]));
+        let totals = after(expert_ids, product(&[capacity / block, 4]));
         let sort = after(totals, 4);
         let sorted_weights = after(sort, sort::workspace_bytes(pairs, bins));
-        let positions = after(sorted_weights, capacity * 4);
-        let offsets = after(positions, pairs * 4);
-        let expert_counts = after(offsets, (bins + 1) * 4);
-        let bytes = after(expert_counts, bins * 4);
+        let positions = after(sorted_weights, product(&[capacity, 4]));
+        let offsets = after(positions, product(&[pairs, 4]));
+        let expert_counts = after(offsets, product(&[bins.saturating_add(1), 4]));
+        let bytes = after(expert_counts, product(&[bins, 4]));
         Self {
             x: 0,
             x_scales,

@@ -14,7 +14,7 @@
 
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, host_memory};
 use cuda_std::Float;
 use std::f64::consts::TAU;
 
@@ -174,7 +174,15 @@ pub fn cache<C: Float>(
 ) -> Result<Tensor<C>> {
     let frequencies = scaling.frequencies(rot_dim, theta)?;
     let factor = scaling.attention_factor();
-    let mut rows = Vec::with_capacity(max_positions * rot_dim);
+    // Before anything as long is made: hardly a model turns more than 256 numbers of a head.
+    let room = max_positions.checked_mul(rot_dim).filter(|&n| n <= isize::MAX as usize / size_of::<C>());
+    let room = room.ok_or_else(|| Error::Value {
+        op: "rope::cache",
+        arg: "max_positions",
+        expected: format!("such that a cache of rows of {rot_dim} elements fits into memory"),
+        got: max_positions.to_string(),
+    })?;
+    let mut rows = host_memory(room)?;
     for p in 0..max_positions {
         let angle = |f: &f64| p as f64 * f;
         rows.extend(frequencies.iter().map(|f| round::<C>(factor * angle(f).cos())));

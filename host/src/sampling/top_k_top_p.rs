@@ -41,7 +41,7 @@
 //! text degeneration*, 2020 (top-p); Nguyen et al., *Turning up the heat*, 2024 (min-p); Keskar et al., *CTRL*, 2019
 //! (repetition penalty); OpenAI's API (presence and frequency); Salmon et al., 2011 (Philox).
 
-use crate::check::Call;
+use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::sampling::{adjust, radix, row_sum, top_k_top_p as kernel};
@@ -348,15 +348,20 @@ impl Layout {
     const BEST: usize = MAX_K as usize * size_of::<u64>();
 
     const fn chunk_counts(&self) -> usize {
-        row_sum::chunks(self.vocab as u32) as usize * size_of::<u32>()
+        // Beyond what a workspace is made for, at least as many as there would be.
+        let vocab = if self.vocab > MAX_VOCAB { u32::MAX } else { self.vocab as u32 };
+        product(&[row_sum::chunks(vocab) as usize, size_of::<u32>()])
     }
 
     /// Elements of a row of adjusted logits.
     const fn adjusted_stride(&self) -> usize {
-        self.vocab.next_multiple_of(8)
+        match self.vocab.checked_next_multiple_of(8) {
+            Some(stride) => stride,
+            None => usize::MAX,
+        }
     }
 
-    /// Where part `i` starts; its last value is the size of all.
+    /// Where part `i` starts; its last value is the size of all. The largest number if that is larger.
     const fn start(&self, i: usize) -> usize {
         let rows = [
             Self::STATE,
@@ -365,18 +370,18 @@ impl Layout {
             Self::BEST,
             Self::TICKETS,
             self.chunk_counts(),
-            if self.adjusted { self.adjusted_stride() * size_of::<f32>() } else { 0 },
+            if self.adjusted { product(&[self.adjusted_stride(), size_of::<f32>()]) } else { 0 },
         ];
         let mut at = 0;
         let mut part = 0;
         while part < i {
-            at += (rows[part] * self.rows).next_multiple_of(256);
+            at = after(at, product(&[rows[part], self.rows]));
             part += 1;
         }
         at
     }
 
-    /// Bytes of the workspace, which is aligned to 16.
+    /// Bytes of the workspace, which is aligned to 16; the largest number if there would be more.
     pub const fn bytes(&self) -> usize {
         self.start(7)
     }
@@ -406,7 +411,7 @@ impl SamplingWorkspace {
     /// For up to `rows` rows of up to `vocab` tokens, without adjustments: about 84 KB a row.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Value`] for a vocabulary of 2^31 or more.
+    /// [`Error::OutOfMemory`]; [`Error::Value`] for a vocabulary of 2^31 or more, and for more than 2^31 - 1 rows.
     pub fn new(device: &Device, rows: usize, vocab: usize) -> Result<Self> {
         Self::with(device, Layout { rows, vocab, adjusted: false })
     }
@@ -421,13 +426,12 @@ impl SamplingWorkspace {
     }
 
     fn with(device: &Device, layout: Layout) -> Result<Self> {
-        if layout.vocab > MAX_VOCAB {
-            return Err(Error::Value {
-                op: "SamplingWorkspace::new",
-                arg: "vocab",
-                expected: format!("at most {MAX_VOCAB}"),
-                got: layout.vocab.to_string(),
-            });
+        // What a launch can have, and so few that nothing overflows.
+        for (arg, value, most) in [("rows", layout.rows, i32::MAX as usize), ("vocab", layout.vocab, MAX_VOCAB)] {
+            if value > most {
+                let (expected, got) = (format!("at most {most}"), value.to_string());
+                return Err(Error::Value { op: "SamplingWorkspace::new", arg, expected, got });
+            }
         }
         Ok(Self { layout, memory: Tensor::zeros(device, &[layout.bytes()])? })
     }
