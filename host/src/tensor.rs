@@ -20,7 +20,7 @@ struct Dims {
 impl Dims {
     fn new(values: &[usize]) -> Result<Self> {
         if values.len() > MAX_DIMS {
-            return Err(Error::Tensor(format!("{} dimensions, {MAX_DIMS} at most", values.len())));
+            return Err(Error::Tensor(format!("{} dimensions, {MAX_DIMS} at most; fold some into one", values.len())));
         }
         let mut this = Self { len: values.len(), values: [0; MAX_DIMS] };
         this.values[..values.len()].copy_from_slice(values);
@@ -57,6 +57,11 @@ impl Dims {
         })?;
         Ok((dims, distances, span))
     }
+}
+
+/// The error where data do not fit a shape.
+pub(crate) fn wrong_number(len: usize, shape: &[usize]) -> Error {
+    Error::Tensor(format!("{len} elements for shape {shape:?}; give as many as its extents multiply to"))
 }
 
 fn too_large(shape: &[usize]) -> Error {
@@ -192,7 +197,9 @@ impl<T: Element> Tensor<T> {
         // What has no elements needs no address of its own.
         let data = if bytes == 0 { std::ptr::without_provenance_mut(align_of::<T>()) } else { data };
         if data.is_null() {
-            return Err(Error::Tensor(format!("a null pointer for shape {shape:?}")));
+            return Err(Error::Tensor(format!(
+                "a null pointer for shape {shape:?}; only what has no elements needs no memory"
+            )));
         }
         if !data.is_aligned() {
             let (expected, address) = (align_of::<T>(), data as usize);
@@ -207,7 +214,7 @@ impl<T: Element> Tensor<T> {
     /// [`Error::Tensor`] if the sizes differ.
     pub fn cast<U: Element>(&self) -> Result<Tensor<U>> {
         if size_of::<U>() != size_of::<T>() {
-            return Err(Error::Tensor(format!("{} elements as {}", T::DTYPE, U::DTYPE)));
+            return Err(Error::Tensor(format!("{} elements as {}; give a type of the same size", T::DTYPE, U::DTYPE)));
         }
         let Self { storage, offset, shape, strides, .. } = self.shallow();
         Ok(Tensor { storage, offset, shape, strides, element: PhantomData })
@@ -220,10 +227,13 @@ impl<T: Element> Tensor<T> {
     /// [`Error::Tensor`] if the numbers of elements differ or the tensor is not contiguous.
     pub fn copy_from_slice(&mut self, data: &[T]) -> Result<()> {
         if data.len() != self.len() {
-            return Err(Error::Tensor(format!("{} elements for shape {:?}", data.len(), self.shape())));
+            return Err(wrong_number(data.len(), self.shape()));
         }
         if !self.is_contiguous() {
-            return Err(Error::Tensor(format!("copy into strides {:?}", self.strides())));
+            return Err(Error::Tensor(format!(
+                "copy into strides {:?}; copy into a contiguous tensor",
+                self.strides()
+            )));
         }
         // SAFETY: elements are plain bits without padding.
         let bytes = unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), size_of_val(data)) };
@@ -327,9 +337,13 @@ impl<T> Tensor<T> {
     /// # Errors
     /// [`Error::Tensor`] if there is no such dimension or range.
     pub fn narrow(&self, dim: usize, start: usize, len: usize) -> Result<Self> {
-        let extent = *self.shape().get(dim).ok_or_else(|| Error::Tensor(format!("no dimension {dim}")))?;
+        let extent = *self.shape().get(dim).ok_or_else(|| {
+            Error::Tensor(format!("no dimension {dim} in shape {:?}; they count from 0", self.shape()))
+        })?;
         if start.checked_add(len).is_none_or(|end| end > extent) {
-            return Err(Error::Tensor(format!("{len} elements from {start} on, of {extent} in dimension {dim}")));
+            return Err(Error::Tensor(format!(
+                "{len} elements from {start} on, of {extent} in dimension {dim}; end no later than it does"
+            )));
         }
         let mut this = self.shallow();
         this.shape.values[dim] = len;
@@ -345,8 +359,10 @@ impl<T> Tensor<T> {
     pub fn reshape(&self, shape: &[usize]) -> Result<Self> {
         let (dims, strides, len) = Dims::dense::<T>(shape)?;
         if len != self.len() || !self.is_contiguous() {
-            let what = format!("{:?} with strides {:?} as {shape:?}", self.shape(), self.strides());
-            return Err(Error::Tensor(what));
+            let (own, strides) = (self.shape(), self.strides());
+            return Err(Error::Tensor(format!(
+                "{own:?} with strides {strides:?} as {shape:?}; reshape contiguous tensors, to as many elements"
+            )));
         }
         let mut this = self.shallow();
         this.shape = dims;
@@ -363,7 +379,7 @@ impl<T> Tensor<T> {
         let empty = span == 0;
         if !empty && span.checked_add(offset).is_none_or(|end| end > self.span()) {
             return Err(Error::Tensor(format!(
-                "view {shape:?}, strides {strides:?}, offset {offset} of {} elements",
+                "view {shape:?}, strides {strides:?}, offset {offset} of {} elements; stay within them",
                 self.span()
             )));
         }

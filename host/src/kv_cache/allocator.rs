@@ -35,7 +35,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[non_exhaustive]
 pub enum AllocatorError {
     /// Not enough blocks are free or could be evicted.
-    #[error("{needed} blocks needed, {available} available")]
+    #[error("{needed} blocks needed, {available} available; free a sequence, or swap one out")]
     OutOfBlocks {
         /// Blocks needed.
         needed: usize,
@@ -44,7 +44,9 @@ pub enum AllocatorError {
     },
     /// A shared block would have to be copied before all of its keys and values were written: see
     /// [`BlockAllocator::mark_computed`].
-    #[error("a shared block must be copied, but of {len} tokens only {computed} are computed")]
+    #[error(
+        "a shared block must be copied, but of {len} tokens only {computed} are computed; compute the others, and mark them, first"
+    )]
     NotComputed {
         /// Tokens of the sequence.
         len: usize,
@@ -52,7 +54,7 @@ pub enum AllocatorError {
         computed: usize,
     },
     /// The block is being copied to by a swap that is not finished.
-    #[error("block {block} is being swapped")]
+    #[error("block {block} is being swapped; finish the swap first")]
     InFlight {
         /// The block.
         block: usize,
@@ -61,10 +63,10 @@ pub enum AllocatorError {
     #[error("copies are pending; take them before swapping")]
     PendingCopies,
     /// The sequence, or swap, is another allocator's.
-    #[error("the sequence belongs to another allocator")]
+    #[error("the sequence belongs to another allocator; give it to the one that started it")]
     Foreign,
     /// More tokens than the sequence has.
-    #[error("{given} tokens of a sequence of {len}")]
+    #[error("{given} tokens named of a sequence of {len}; name no more than it has")]
     BeyondEnd {
         /// Tokens named.
         given: usize,
@@ -72,7 +74,9 @@ pub enum AllocatorError {
         len: usize,
     },
     /// An allocator of no blocks, or of empty ones, or one for blocks of another size.
-    #[error("{blocks} blocks of {block_size} tokens")]
+    #[error(
+        "{blocks} blocks of {block_size} tokens; there are 1 to 2^31 - 1 blocks of at least a token, of one size on both sides of a swap"
+    )]
     BadSize {
         /// Blocks.
         blocks: usize,

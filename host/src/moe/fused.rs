@@ -520,40 +520,48 @@ fn weight_map(
 /// Pointers and scalars of a call, for [`launch`].
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
-#[allow(missing_docs)]
 pub struct Operands {
-    /// `[tokens, hidden]`, rows `out_row` apart.
+    /// Receives the result: `[tokens, hidden]`, rows `out_row` apart.
     pub out: *mut c_void,
+    /// From row to row of `out`, in elements.
     pub out_row: usize,
-    /// `[tokens, hidden]`, rows `x_row` apart.
+    /// The tokens: `[tokens, hidden]`, rows `x_row` apart.
     pub x: *const c_void,
+    /// From row to row of `x`, in elements.
     pub x_row: usize,
-    /// `[experts, rows · intermediate, hidden]`.
+    /// Weights of the first product: `[experts, rows · intermediate, hidden]`.
     pub w13: *const c_void,
-    /// `[experts, hidden, intermediate]`.
+    /// Weights of the second product: `[experts, hidden, intermediate]`.
     pub w2: *const c_void,
-    /// `[experts, rows · intermediate]` or null.
+    /// Bias of the first product, `[experts, rows · intermediate]`, or null.
     pub bias13: *const c_void,
-    /// `[experts, hidden]` or null.
+    /// Bias of the second product, `[experts, hidden]`, or null.
     pub bias2: *const c_void,
-    /// The same of the shared experts.
+    /// `w13` of the shared experts; null if there are none.
     pub shared13: *const c_void,
+    /// `w2` of the shared experts; null if there are none.
     pub shared2: *const c_void,
+    /// `bias13` of the shared experts, or null.
     pub shared_bias13: *const c_void,
+    /// `bias2` of the shared experts, or null.
     pub shared_bias2: *const c_void,
-    /// `[tokens, top_k]`.
+    /// Experts of each token: `[tokens, top_k]`.
     pub topk_ids: *const i32,
+    /// Their weights: `[tokens, top_k]`.
     pub topk_weights: *const f32,
-    /// `[global_experts]` or null.
+    /// Places of all experts on this device or -1, `[global_experts]`; null if all are here.
     pub expert_map: *const i32,
-    /// `[1]` or null.
+    /// How many tokens there are, `[1]`; null for all.
     pub num_tokens: *const i32,
     /// Routed experts of all devices.
     pub global_experts: usize,
+    /// What the rows of `w13` are.
     pub gate_up: GateUp,
+    /// What happens between the products.
     pub activation: ExpertActivation,
+    /// Whether results may be added up in any order; see [`FusedOptions::unordered`].
     pub unordered: bool,
-    /// As the plan was made for.
+    /// Whether weights are [shuffled](shuffle::shuffle_weights), as the plan was made for.
     pub shuffled: bool,
 }
 

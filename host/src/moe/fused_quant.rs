@@ -357,19 +357,22 @@ fn row_map(device: &Device, base: *const c_void, rows: usize, k: usize, pairs: u
 /// Weights of experts: pointers, for [`launch`]. Biases and smoothing vectors may be null.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
-#[allow(missing_docs)]
 pub struct Experts {
-    /// `[experts, rows · intermediate, hidden]`, and scales.
+    /// Values of the first product's weights: `[experts, rows · intermediate, hidden]`.
     pub w13: *const c_void,
+    /// Their scales, of the kind that [`Operands::scales`] says.
     pub w13_scales: *const f32,
-    /// `[experts, hidden, intermediate]`, and scales.
+    /// Values of the second product's weights: `[experts, hidden, intermediate]`.
     pub w2: *const c_void,
+    /// Their scales, of the same kind.
     pub w2_scales: *const f32,
-    /// `[experts, rows · intermediate]` and `[experts, hidden]`.
+    /// Bias of the first product, `[experts, rows · intermediate]`, or null.
     pub bias13: *const f32,
+    /// Bias of the second product, `[experts, hidden]`, or null.
     pub bias2: *const f32,
-    /// `[experts, hidden]` and `[experts, intermediate]`; with scales of rows.
+    /// Smoothing of the first product's input, `[experts, hidden]`, with scales of rows; or null.
     pub smooth13: *const f32,
+    /// Smoothing of the second product's input, `[experts, intermediate]`, with scales of rows; or null.
     pub smooth2: *const f32,
 }
 
@@ -393,31 +396,38 @@ pub type ScaleStrides = (usize, usize);
 /// Pointers and scalars of a call, for [`launch`].
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
-#[allow(missing_docs)]
 pub struct Operands {
-    /// `[tokens, hidden]`, rows `out_row` apart.
+    /// Receives the result: `[tokens, hidden]`, rows `out_row` apart.
     pub out: *mut c_void,
+    /// From row to row of `out`, in elements.
     pub out_row: usize,
-    /// `[tokens, hidden]`, rows `x_row` apart.
+    /// The tokens: `[tokens, hidden]`, rows `x_row` apart.
     pub x: *const c_void,
+    /// From row to row of `x`, in elements.
     pub x_row: usize,
-    /// Routed and shared experts.
+    /// Routed experts of this device.
     pub routed: Experts,
+    /// Shared experts; [`Experts::NONE`] if there are none.
     pub shared: Experts,
+    /// What the scales of all weights are of.
     pub scales: QuantScales,
-    /// With scales of rows, of both kinds of experts.
+    /// Where scales of rows of `w13` are, of both kinds of experts.
     pub w13_strides: ScaleStrides,
+    /// Where scales of rows of `w2` are, of both kinds of experts.
     pub w2_strides: ScaleStrides,
-    /// `[tokens, top_k]`.
+    /// Experts of each token: `[tokens, top_k]`.
     pub topk_ids: *const i32,
+    /// Their weights: `[tokens, top_k]`.
     pub topk_weights: *const f32,
-    /// `[global_experts]` or null.
+    /// Places of all experts on this device or -1, `[global_experts]`; null if all are here.
     pub expert_map: *const i32,
-    /// `[1]` or null.
+    /// How many tokens there are, `[1]`; null for all.
     pub num_tokens: *const i32,
     /// Routed experts of all devices.
     pub global_experts: usize,
+    /// What the rows of `w13` are.
     pub gate_up: GateUp,
+    /// What happens between the products.
     pub activation: ExpertActivation,
     /// Whether the weights are [shuffled](shuffle::shuffle_weights); not for [`FusedQuantPath::Tile`].
     pub shuffled: bool,
