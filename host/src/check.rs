@@ -289,3 +289,17 @@ impl<'a> Call<'a> {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_stay_at_the_largest_number() {
+        assert_eq!((product(&[]), product(&[3, 4, 5]), product(&[1 << 32, 1 << 31])), (1, 60, 1 << 63));
+        assert_eq!((product(&[1 << 32, 1 << 32]), product(&[usize::MAX, usize::MAX, 0])), (usize::MAX, 0));
+        assert_eq!((after(0, 0), after(0, 1), after(256, 256), after(512, 300)), (0, 256, 512, 1024));
+        assert_eq!((after(256, usize::MAX), after(usize::MAX, 0)), (usize::MAX, usize::MAX));
+        assert_eq!(after(0, usize::MAX - 255), usize::MAX - 255);
+    }
+}

@@ -73,14 +73,6 @@ fn one_device_from_many_threads() {
     });
 }
 
-#[test]
-fn more_memory_than_there_is() {
-    let Some(device) = gpu() else { return };
-    let error = Tensor::<u8>::uninit(&device, &[1 << 50]).map(|_| ()).unwrap_err();
-    assert!(matches!(error, Error::OutOfMemory { bytes, .. } if bytes == 1 << 50), "{error}");
-    assert!(error.to_string().contains(&device.name()), "{error}");
-}
-
 /// A failed launch names the kernel and the driver's error, and leaves the device usable.
 #[test]
 fn errors_of_launches_name_the_kernel() {

@@ -192,9 +192,10 @@ impl DecodeShape {
         self
     }
 
-    /// The `hint` of [`split::Args`] (layer L1).
+    /// The `hint` of [`split::Args`] (layer L1); that of 1024 keys for a larger chunk.
     pub const fn chunk_shift(&self) -> u32 {
         match self.chunk {
+            Some(chunk) if chunk > 1 << split::MAX_CHUNK_SHIFT => split::MAX_CHUNK_SHIFT,
             Some(chunk) if chunk > 0 => chunk.ilog2(),
             _ => 0,
         }

@@ -606,3 +606,25 @@ impl Geometry {
         self.grid[0] == 0 || self.grid[1] == 0 || self.grid[2] == 0
     }
 }
+
+#[cfg(all(test, not(feature = "simt")))]
+mod tests {
+    use super::*;
+    use crate::Tensor;
+
+    #[test]
+    fn without_its_kernels_the_simt_device_has_memory_alone() {
+        let device = Device::simt();
+        let stream = Stream::new(&device).unwrap();
+        let x = Tensor::from_slice(&device, &[3.0f32, 4.0], &[1, 2]).unwrap();
+        let mut y = Tensor::<f32>::zeros(&device, &[1, 2]).unwrap();
+        let error = crate::norm::rms_norm(&stream, &mut y, &x, None, 0.0).unwrap_err();
+        assert!(matches!(error, Error::NoSimt), "{error}");
+        assert!(error.to_string().contains("feature `simt`"), "{error}");
+        stream.copy(&mut y, &x).unwrap();
+        assert_eq!(y.to_vec().unwrap(), [3.0, 4.0]);
+        // There is no device that could run kernels, which `auto` says.
+        #[cfg(not(feature = "_driver"))]
+        assert!(matches!(Device::auto(), Err(Error::NoCuda)));
+    }
+}
