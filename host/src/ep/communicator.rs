@@ -560,7 +560,8 @@ fn signature(config: &Config, ranks: usize, operation: &[u32]) -> u32 {
     words.iter().fold(0x811c_9dc5u32, |hash, w| (hash ^ w).wrapping_mul(0x0100_0193).rotate_left(5)) & !kernel::FAILED
 }
 
-#[cfg(test)]
+// They launch kernels.
+#[cfg(all(test, feature = "simt"))]
 mod tests {
     use super::*;
     use crate::ep::{Arrangement, Blocks, CombineOptions, DispatchOptions};
