@@ -383,6 +383,9 @@ pub const fn tma_geometry(tile: TmaTile, multiprocessors: u32) -> Geometry {
 }
 
 /// The tensor map of K or V for [`DecodePath::Tma`]: a box is up to a page of one head, eight keys of 128 bytes at a time.
+///
+/// # Errors
+/// Those of [`Device::tensor_map`].
 pub fn tma_cache_map(
     device: &Device,
     base: u64,

@@ -483,7 +483,7 @@ impl Communicator {
         let time_out = self.group.config.time_out.saturating_mul(4).saturating_add(Duration::from_secs(1));
         self.device.synchronize()?;
         self.group.meet(self.rank, time_out)?;
-        self.own(|b| b.reset())?;
+        self.own(Buffers::reset)?;
         self.device.forget_races();
         self.group.meet(self.rank, time_out)
     }
@@ -541,9 +541,10 @@ impl Communicator {
         // takes a kilobyte for each block, and each multiprocessor has that much more than a block may have.
         let properties = self.device.properties();
         let each = (properties.max_shared_bytes + 1024) / (shared_bytes(threads) as usize + 1024);
-        let room = match self.device.is_simt() {
-            true => kernel::MAX_BLOCKS as u32,
-            false => properties.multiprocessors / self.sharing * (max_threads / threads).min(each as u32),
+        let room = if self.device.is_simt() {
+            kernel::MAX_BLOCKS as u32
+        } else {
+            properties.multiprocessors / self.sharing * (max_threads / threads).min(each as u32)
         };
         let most = room.min(kernel::MAX_BLOCKS as u32);
         let count = blocks.count.unwrap_or(count.min(most));

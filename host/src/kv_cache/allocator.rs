@@ -284,7 +284,9 @@ impl BlockAllocator {
         // Sharing an idle block takes it from the available ones.
         let taken = shared.iter().filter(|b| self.blocks[**b as usize].references == 0).count();
         self.require(needed, taken)?;
-        shared.iter().for_each(|&b| self.retain(b));
+        for &block in &shared {
+            self.retain(block);
+        }
         let computed = shared.len() * self.block_size;
         let mut blocks = shared;
         blocks.extend((0..needed).map(|_| self.allocate()));

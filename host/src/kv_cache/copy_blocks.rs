@@ -87,7 +87,7 @@ impl<S: CacheElement> CacheLayers<S> {
         let addresses: Vec<u64> =
             layers.iter().flat_map(|l| [l.key().as_ptr() as u64, l.value().as_ptr() as u64]).collect();
         let addresses = Tensor::from_slice(device, &addresses, &[layers.len(), 2])?;
-        Ok(Self { addresses, block_stride, layers })
+        Ok(Self { layers, addresses, block_stride })
     }
 
     /// The layers.

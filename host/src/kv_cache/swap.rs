@@ -109,7 +109,7 @@ impl<S: CacheElement> HostCache<S> {
         }
         self.wait()?;
         let n = self.shape.block_len();
-        let of = |m: &'_ Pinned<S>| -> *const [S] { &m[block * n..][..n] };
+        let of = |m: &'_ Pinned<S>| -> *const [S] { &raw const m[block * n..][..n] };
         // SAFETY: no copy is under way, and the borrow of `self` keeps `swap_out` from submitting one.
         Ok(unsafe { (&*of(&self.memory[2 * layer]), &*of(&self.memory[2 * layer + 1])) })
     }

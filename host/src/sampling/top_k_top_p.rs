@@ -805,7 +805,7 @@ impl Inputs<'_> {
     ) -> Result<*mut c_void> {
         let Some(tensor) = tensor else { return Ok(std::ptr::null_mut()) };
         let rows = [self.rows, n.unwrap_or(0)];
-        self.call.same_shape(arg, tensor.shape(), &rows[..1 + n.is_some() as usize])?;
+        self.call.same_shape(arg, tensor.shape(), &rows[..=n.is_some() as usize])?;
         self.call.contiguous(arg, tensor)?;
         let pointer = self.call.write(arg, tensor)?;
         Ok(if n == Some(0) { std::ptr::null_mut() } else { pointer })
