@@ -138,6 +138,8 @@ fn more_memory_than_there_is() {
             let error = Tensor::<u8>::uninit(device, &[bytes]).map(|_| ()).unwrap_err();
             assert!(matches!(error, Error::OutOfMemory { bytes: b, .. } if b == bytes), "{error}");
             assert!(error.to_string().contains(&device.name()), "{error}");
+            // Nothing is wrong with the device after that.
+            assert_eq!(Tensor::from_slice(device, &[1u8, 2], &[2]).unwrap().to_vec().unwrap(), [1, 2]);
             let error = Pinned::<u8>::zeros(device, bytes).map(|_| ()).unwrap_err();
             assert!(matches!(error, Error::OutOfMemory { .. } | Error::Driver { .. }), "{error}");
         }
