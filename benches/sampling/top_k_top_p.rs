@@ -10,22 +10,22 @@ pub fn benches(harness: &mut Harness) {
     for vocab in harness.pick(&[128_256, 256_000][..], &[128_256]).iter().copied() {
         for &rows in batches {
             for k in [20, 50] {
-                case(harness, &format!("bf16/k{k}/p0.9"), rows, vocab, 0, &top_p.clone().top_k(k));
+                case(harness, &format!("bf16/k{k}/p0.9"), rows, vocab, 0, &top_p.top_k(k));
             }
         }
     }
     for &rows in harness.pick(&[1, 8, 64, 256][..], &[1]) {
-        let k20 = top_p.clone().top_k(20);
+        let k20 = top_p.top_k(20);
         let vocab = 128_256;
         case(harness, "bf16/all/p0.9", rows, vocab, 0, &top_p);
-        case(harness, "bf16/k1000/p0.9", rows, vocab, 0, &top_p.clone().top_k(1000));
+        case(harness, "bf16/k1000/p0.9", rows, vocab, 0, &top_p.top_k(1000));
         case(harness, "bf16/greedy", rows, vocab, 0, &SamplingOptions::default().greedy());
-        case(harness, "bf16/k20/p0.9/batched", rows, vocab, 0, &k20.clone().algorithm(SamplingAlgorithm::Batched));
+        case(harness, "bf16/k20/p0.9/batched", rows, vocab, 0, &k20.algorithm(SamplingAlgorithm::Batched));
         for splits in harness.pick(&[2, 4, 8, 16][..], &[4]) {
             let name = format!("bf16/k20/p0.9/split_k{splits}");
-            case(harness, &name, rows, vocab, 0, &k20.clone().algorithm(SamplingAlgorithm::SplitK { splits: *splits }));
+            case(harness, &name, rows, vocab, 0, &k20.algorithm(SamplingAlgorithm::SplitK { splits: *splits }));
         }
-        case(harness, "bf16/k20/p0.9/radix", rows, vocab, 0, &k20.clone().algorithm(SamplingAlgorithm::Radix));
+        case(harness, "bf16/k20/p0.9/radix", rows, vocab, 0, &k20.algorithm(SamplingAlgorithm::Radix));
         case(harness, "bf16/k20/p0.9/top20_log_probs", rows, vocab, 20, &k20);
     }
 }
@@ -37,7 +37,7 @@ fn case(harness: &mut Harness, name: &str, rows: usize, vocab: usize, n: usize, 
         let mut workspace = SamplingWorkspace::new(device, rows, vocab)?;
         let mut tokens = Tensor::<i32>::uninit(device, &[rows])?;
         let mut log_probs = if n > 0 { LogProbs::new(device, rows, n)? } else { LogProbs::none() };
-        let options = options.clone();
+        let options = *options;
         Ok(move |s: &Stream| top_k_top_p(s, &mut tokens, Some(&mut log_probs), &logits, &options, &mut workspace))
     });
 }

@@ -43,7 +43,7 @@
 
 use crate::device::{Device, Foreign, Storage, Stream};
 use crate::error::{Error, Result};
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, wrong_number};
 use cuda_std::Element;
 use std::cell::RefCell;
 use std::ffi::c_void;
@@ -238,7 +238,7 @@ pub(crate) fn holds(len: usize, shape: &[usize]) -> Result<()> {
     if shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) == Some(len) {
         return Ok(());
     }
-    Err(Error::Tensor(format!("{len} elements for shape {shape:?}")))
+    Err(wrong_number(len, shape))
 }
 
 impl Stream {

@@ -37,6 +37,30 @@ use std::fmt::Display;
 /// The most tensors of one operation.
 const MAX_TENSORS: usize = 24;
 
+/// The product of sizes, or the largest number if that is larger: no tensor is so long, no device has so much memory, so
+/// whatever compares it or allocates refuses it.
+pub(crate) const fn product(sizes: &[usize]) -> usize {
+    let (mut product, mut i) = (1usize, 0);
+    while i < sizes.len() {
+        // Nothing is no less nothing beside sizes that are absurd.
+        if sizes[i] == 0 {
+            return 0;
+        }
+        product = product.saturating_mul(sizes[i]);
+        i += 1;
+    }
+    product
+}
+
+/// Where the next part of a workspace starts, aligned to 256 bytes, after one of `bytes` at `at`; or the largest number, as
+/// [`product`].
+pub(crate) const fn after(at: usize, bytes: usize) -> usize {
+    match at.saturating_add(bytes).checked_next_multiple_of(256) {
+        Some(next) => next,
+        None => usize::MAX,
+    }
+}
+
 /// One call of a safe operation: collects its tensors, checks their devices, and finds overlaps.
 pub struct Call<'a> {
     op: &'static str,
@@ -338,5 +362,19 @@ impl<'a> Call<'a> {
             expected: "at most 2^31 - 1".into(),
             got: n.to_string(),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_stay_at_the_largest_number() {
+        assert_eq!((product(&[]), product(&[3, 4, 5]), product(&[1 << 32, 1 << 31])), (1, 60, 1 << 63));
+        assert_eq!((product(&[1 << 32, 1 << 32]), product(&[usize::MAX, usize::MAX, 0])), (usize::MAX, 0));
+        assert_eq!((after(0, 0), after(0, 1), after(256, 256), after(512, 300)), (0, 256, 512, 1024));
+        assert_eq!((after(256, usize::MAX), after(usize::MAX, 0)), (usize::MAX, usize::MAX));
+        assert_eq!(after(0, usize::MAX - 255), usize::MAX - 255);
     }
 }

@@ -36,8 +36,9 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// The version of the ABI that [`export`] makes. [`import`] takes every minor version of the same major one.
-pub const VERSION: DLPackVersion = DLPackVersion { major: 1, minor: 0 };
+/// The version of the ABI that [`export`] makes: 1.1, in which 8-bit floats came. [`import`] takes every minor version of the same
+/// major one.
+pub const VERSION: DLPackVersion = DLPackVersion { major: 1, minor: 1 };
 
 /// The memory must not be written.
 pub const FLAG_READ_ONLY: u64 = 1 << 0;
@@ -314,18 +315,19 @@ unsafe fn take<T: Element>(device: &Device, tensor: &DLTensor, read_only: bool, 
         let got = format!("DLPack's device {} of type {}", place.device_id, place.device_type);
         return Err(Error::WrongDevice { op: OP, arg: "managed", expected: device.name(), got });
     }
-    let ndim = usize::try_from(tensor.ndim).map_err(|_| Error::Tensor(format!("{} dimensions", tensor.ndim)))?;
+    let ndim = usize::try_from(tensor.ndim)
+        .map_err(|_| Error::Tensor(format!("{} dimensions; there are none below 0", tensor.ndim)))?;
     let list = |values: *mut i64| match ndim {
         0 => &[][..],
         // SAFETY: not null, and as many values as there are dimensions.
         _ => unsafe { std::slice::from_raw_parts(values, ndim) },
     };
     if ndim > 0 && tensor.shape.is_null() {
-        return Err(Error::Tensor(format!("{ndim} dimensions without a shape")));
+        return Err(Error::Tensor(format!("{ndim} dimensions without a shape; only a scalar has none")));
     }
     let extents = list(tensor.shape);
     let shape = extents.iter().map(|&n| usize::try_from(n)).collect::<Result<Vec<_>, _>>();
-    let shape = shape.map_err(|_| Error::Tensor(format!("shape {extents:?}")))?;
+    let shape = shape.map_err(|_| Error::Tensor(format!("shape {extents:?}; extents are not negative")))?;
     let strides = if tensor.strides.is_null() {
         None
     } else {

@@ -100,7 +100,7 @@ pub enum Error {
         arg: &'static str,
     },
     /// A tensor's memory was [borrowed](crate::borrow), and the borrow has ended.
-    #[error("{op}: the memory of `{arg}` was borrowed, and the borrow has ended")]
+    #[error("{op}: the memory of `{arg}` was borrowed, and the borrow has ended; use the tensor inside of its scope")]
     Expired {
         /// The operation.
         op: &'static str,
@@ -108,7 +108,7 @@ pub enum Error {
         arg: &'static str,
     },
     /// A tensor's memory was [borrowed](crate::borrow) for another stream.
-    #[error("{op}: the memory of `{arg}` was borrowed for another stream")]
+    #[error("{op}: the memory of `{arg}` was borrowed for another stream; use the stream of its scope")]
     WrongStream {
         /// The operation.
         op: &'static str,
@@ -155,7 +155,9 @@ pub enum Error {
     #[error("no CUDA driver: {0}; use Device::simt(), or install NVIDIA's driver")]
     NoDriver(String),
     /// There is no such GPU.
-    #[error("no CUDA device {ordinal}: {found} found")]
+    #[error(
+        "no CUDA device {ordinal}: {found} found; count from 0, see whether CUDA_VISIBLE_DEVICES hides any, or use Device::simt()"
+    )]
     NoDevice {
         /// The device asked for.
         ordinal: usize,
@@ -171,7 +173,9 @@ pub enum Error {
         needed: String,
     },
     /// The GPU is too old, or lacks what a kernel needs.
-    #[error("{device} has compute capability {found}; {what} needs {needed}")]
+    #[error(
+        "{device} has compute capability {found}; {what} needs {needed}: leave paths at `Auto`, or use a newer GPU or Device::simt()"
+    )]
     TooOldGpu {
         /// The device.
         device: String,
@@ -189,7 +193,9 @@ pub enum Error {
     #[error("this build of warploom has no kernels for the SIMT device: enable the feature `simt`")]
     NoSimt,
     /// The device has not enough memory left.
-    #[error("{device} cannot allocate {bytes} bytes")]
+    #[error(
+        "{device} cannot allocate {bytes} bytes; ask for less, or drop tensors, caches and workspaces that are not in use"
+    )]
     OutOfMemory {
         /// The device.
         device: String,

@@ -20,7 +20,7 @@ struct Dims {
 impl Dims {
     fn new(values: &[usize]) -> Result<Self> {
         if values.len() > MAX_DIMS {
-            return Err(Error::Tensor(format!("{} dimensions, {MAX_DIMS} at most", values.len())));
+            return Err(Error::Tensor(format!("{} dimensions, {MAX_DIMS} at most; fold some into one", values.len())));
         }
         let mut this = Self { len: values.len(), values: [0; MAX_DIMS] };
         this.values[..values.len()].copy_from_slice(values);
@@ -31,25 +31,81 @@ impl Dims {
         &self.values[..self.len]
     }
 
-    /// The strides of a dense tensor of this shape.
-    fn dense_strides(&self) -> Self {
-        let mut strides = *self;
+    /// Extents and strides of a dense tensor of such elements, and how many it has.
+    fn dense<T>(shape: &[usize]) -> Result<(Self, Self, usize)> {
+        let dims = Self::new(shape)?;
+        let count = count::<T>(shape).ok_or_else(|| too_large(shape))?;
+        let mut strides = dims;
         let mut stride = 1;
-        for i in (0..self.len).rev() {
+        for i in (0..dims.len).rev() {
             strides.values[i] = stride;
-            stride *= self.values[i].max(1);
+            stride *= dims.values[i].max(1);
         }
-        strides
+        Ok((dims, strides, if shape.contains(&0) { 0 } else { count }))
+    }
+
+    /// Extents and strides as given, and the elements from the first to one past the last.
+    fn strided<T>(shape: &[usize], strides: &[usize]) -> Result<(Self, Self, usize)> {
+        if shape.len() != strides.len() {
+            return Err(Error::Tensor(format!(
+                "shape {shape:?} with strides {strides:?}: give one stride a dimension"
+            )));
+        }
+        let (dims, distances) = (Self::new(shape)?, Self::new(strides)?);
+        let span = span::<T>(shape, strides).ok_or_else(|| {
+            Error::Tensor(format!("shape {shape:?} with strides {strides:?} is larger than any memory"))
+        })?;
+        Ok((dims, distances, span))
     }
 }
 
-/// Elements from the first to one past the last; `None` for more than there can be.
-fn span(shape: &[usize], strides: &[usize]) -> Option<usize> {
-    if shape.contains(&0) {
-        return Some(0);
-    }
-    let last = |n: usize, (&d, &s): (&usize, &usize)| (d - 1).checked_mul(s).and_then(|e| n.checked_add(e));
-    shape.iter().zip(strides).try_fold(1, last)
+/// The error where data do not fit a shape.
+pub(crate) fn wrong_number(len: usize, shape: &[usize]) -> Error {
+    Error::Tensor(format!("{len} elements for shape {shape:?}; give as many as its extents multiply to"))
+}
+
+fn too_large(shape: &[usize]) -> Error {
+    Error::Tensor(format!("shape {shape:?} is larger than any memory"))
+}
+
+/// Elements from the first to one past the last of a tensor of such elements; `None` if there can be none.
+///
+/// No product of some of the extents, an extent of 0 counting as 1, may be more bytes than an address space holds, and no
+/// distance either. So nothing that is computed of a tensor's extents and strides overflows, whether it is empty or not,
+/// dense or a view whose strides are 0, and neither it nor a view of it can be larger than it says.
+fn span<T>(shape: &[usize], strides: &[usize]) -> Option<usize> {
+    count::<T>(shape)?;
+    let last = |n: usize, (&d, &s): (&usize, &usize)| (d.max(1) - 1).checked_mul(s).and_then(|e| n.checked_add(e));
+    let span = shape.iter().zip(strides).try_fold(1, last).filter(|&n| n <= most::<T>())?;
+    strides.iter().all(|&s| s <= most::<T>()).then_some(())?;
+    Some(if shape.contains(&0) { 0 } else { span })
+}
+
+/// The product of extents, an extent of 0 counting as 1; `None` for more elements than an address space holds.
+fn count<T>(shape: &[usize]) -> Option<usize> {
+    shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d.max(1))).filter(|&n| n <= most::<T>())
+}
+
+/// The most elements of an address space.
+const fn most<T>() -> usize {
+    isize::MAX as usize / size_of::<T>()
+}
+
+/// Room for so many elements on the host.
+pub(crate) fn host_memory<T>(len: usize) -> Result<Vec<T>> {
+    let mut memory = Vec::new();
+    memory
+        .try_reserve_exact(len)
+        .map_err(|_| Error::OutOfMemory { device: "the host".into(), bytes: len.saturating_mul(size_of::<T>()) })?;
+    Ok(memory)
+}
+
+/// So many elements of zero bytes on the host.
+pub(crate) fn host_zeros<T: Element>(len: usize) -> Result<Vec<T>> {
+    let mut memory = host_memory(len)?;
+    // SAFETY: zero bytes are a value of every element type.
+    memory.resize(len, unsafe { std::mem::zeroed() });
+    Ok(memory)
 }
 
 /// A typed, strided view of device memory.
@@ -73,15 +129,9 @@ impl<T: Element> Tensor<T> {
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Tensor`] for a shape of too many dimensions or bytes.
     pub fn uninit(device: &Device, shape: &[usize]) -> Result<Self> {
-        let shape = Dims::new(shape)?;
-        let bytes = shape
-            .get()
-            .iter()
-            .try_fold(size_of::<T>(), |n, &d| n.checked_mul(d))
-            .filter(|&n| n <= isize::MAX as usize)
-            .ok_or_else(|| Error::Tensor(format!("shape {:?} is larger than any memory", shape.get())))?;
-        let strides = shape.dense_strides();
-        Ok(Self { storage: Storage::new(device, bytes)?, offset: 0, shape, strides, element: PhantomData })
+        let (shape, strides, span) = Dims::dense::<T>(shape)?;
+        let storage = Storage::new(device, span * size_of::<T>())?;
+        Ok(Self { storage, offset: 0, shape, strides, element: PhantomData })
     }
 
     /// A tensor of zero bytes, which are zeros in every element type.
@@ -139,20 +189,17 @@ impl<T: Element> Tensor<T> {
         strides: Option<&[usize]>,
         storage: impl FnOnce(*mut u8, usize) -> Arc<Storage>,
     ) -> Result<Self> {
-        let dims = Dims::new(shape)?;
-        let strides = match strides {
-            None => dims.dense_strides(),
-            Some(strides) if strides.len() == shape.len() => Dims::new(strides)?,
-            Some(strides) => return Err(Error::Tensor(format!("shape {shape:?} with strides {strides:?}"))),
+        let (dims, strides, span) = match strides {
+            None => Dims::dense::<T>(shape)?,
+            Some(strides) => Dims::strided::<T>(shape, strides)?,
         };
-        let bytes = span(shape, strides.get())
-            .and_then(|n| n.checked_mul(size_of::<T>()))
-            .filter(|n| shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).is_some() && *n <= isize::MAX as usize)
-            .ok_or_else(|| Error::Tensor(format!("shape {shape:?} is larger than any memory")))?;
+        let bytes = span * size_of::<T>();
         // What has no elements needs no address of its own.
         let data = if bytes == 0 { std::ptr::without_provenance_mut(align_of::<T>()) } else { data };
         if data.is_null() {
-            return Err(Error::Tensor(format!("a null pointer for shape {shape:?}")));
+            return Err(Error::Tensor(format!(
+                "a null pointer for shape {shape:?}; only what has no elements needs no memory"
+            )));
         }
         if !data.is_aligned() {
             let (expected, address) = (align_of::<T>(), data as usize);
@@ -167,7 +214,7 @@ impl<T: Element> Tensor<T> {
     /// [`Error::Tensor`] if the sizes differ.
     pub fn cast<U: Element>(&self) -> Result<Tensor<U>> {
         if size_of::<U>() != size_of::<T>() {
-            return Err(Error::Tensor(format!("{} elements as {}", T::DTYPE, U::DTYPE)));
+            return Err(Error::Tensor(format!("{} elements as {}; give a type of the same size", T::DTYPE, U::DTYPE)));
         }
         let Self { storage, offset, shape, strides, .. } = self.shallow();
         Ok(Tensor { storage, offset, shape, strides, element: PhantomData })
@@ -180,10 +227,13 @@ impl<T: Element> Tensor<T> {
     /// [`Error::Tensor`] if the numbers of elements differ or the tensor is not contiguous.
     pub fn copy_from_slice(&mut self, data: &[T]) -> Result<()> {
         if data.len() != self.len() {
-            return Err(Error::Tensor(format!("{} elements for shape {:?}", data.len(), self.shape())));
+            return Err(wrong_number(data.len(), self.shape()));
         }
         if !self.is_contiguous() {
-            return Err(Error::Tensor(format!("copy into strides {:?}", self.strides())));
+            return Err(Error::Tensor(format!(
+                "copy into strides {:?}; copy into a contiguous tensor",
+                self.strides()
+            )));
         }
         // SAFETY: elements are plain bits without padding.
         let bytes = unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), size_of_val(data)) };
@@ -193,18 +243,18 @@ impl<T: Element> Tensor<T> {
     /// The elements in row-major order, after all work on the device is done.
     ///
     /// # Errors
-    /// [`Error::Driver`] if that work failed.
+    /// [`Error::Driver`] if that work failed; [`Error::OutOfMemory`] if the host has no room for so many, as of a view whose
+    /// strides are 0.
     pub fn to_vec(&self) -> Result<Vec<T>> {
         let span = self.span();
-        // SAFETY: zero bytes are a value of every element type.
-        let mut flat: Vec<T> = vec![unsafe { std::mem::zeroed() }; span];
+        let mut flat = host_zeros::<T>(span)?;
         // SAFETY: elements are plain bits without padding, and every pattern is a value.
         let bytes = unsafe { std::slice::from_raw_parts_mut(flat.as_mut_ptr().cast::<u8>(), span * size_of::<T>()) };
         self.storage.read(self.offset * size_of::<T>(), bytes)?;
         if self.is_contiguous() {
             return Ok(flat);
         }
-        let mut out = Vec::with_capacity(self.len());
+        let mut out = host_memory(self.len())?;
         let mut index = [0; MAX_DIMS];
         for _ in 0..self.len() {
             out.push(flat[(0..self.shape.len).map(|d| index[d] * self.strides.values[d]).sum::<usize>()]);
@@ -267,7 +317,7 @@ impl<T> Tensor<T> {
 
     /// Elements from the first to one past the last.
     pub(crate) fn span(&self) -> usize {
-        span(self.shape(), self.strides()).expect("checked when it was made")
+        span::<T>(self.shape(), self.strides()).expect("checked when it was made")
     }
 
     /// Whether the elements lie one after another in row-major order.
@@ -287,14 +337,18 @@ impl<T> Tensor<T> {
     /// # Errors
     /// [`Error::Tensor`] if there is no such dimension or range.
     pub fn narrow(&self, dim: usize, start: usize, len: usize) -> Result<Self> {
-        let extent = *self.shape().get(dim).ok_or_else(|| Error::Tensor(format!("no dimension {dim}")))?;
+        let extent = *self.shape().get(dim).ok_or_else(|| {
+            Error::Tensor(format!("no dimension {dim} in shape {:?}; they count from 0", self.shape()))
+        })?;
         if start.checked_add(len).is_none_or(|end| end > extent) {
-            return Err(Error::Tensor(format!("{len} elements from {start} on, of {extent} in dimension {dim}")));
+            return Err(Error::Tensor(format!(
+                "{len} elements from {start} on, of {extent} in dimension {dim}; end no later than it does"
+            )));
         }
         let mut this = self.shallow();
-        // An empty view may start at the end; keep its address inside.
-        this.offset += if len == 0 { 0 } else { start * self.strides.values[dim] };
         this.shape.values[dim] = len;
+        // An empty view may start anywhere; keep its address inside.
+        this.offset += if this.is_empty() { 0 } else { start * self.strides.values[dim] };
         Ok(this)
     }
 
@@ -303,14 +357,16 @@ impl<T> Tensor<T> {
     /// # Errors
     /// [`Error::Tensor`] if the number of elements differs or the tensor is not contiguous.
     pub fn reshape(&self, shape: &[usize]) -> Result<Self> {
-        let dims = Dims::new(shape)?;
-        if shape.iter().product::<usize>() != self.len() || !self.is_contiguous() {
-            let what = format!("{:?} with strides {:?} as {shape:?}", self.shape(), self.strides());
-            return Err(Error::Tensor(what));
+        let (dims, strides, len) = Dims::dense::<T>(shape)?;
+        if len != self.len() || !self.is_contiguous() {
+            let (own, strides) = (self.shape(), self.strides());
+            return Err(Error::Tensor(format!(
+                "{own:?} with strides {strides:?} as {shape:?}; reshape contiguous tensors, to as many elements"
+            )));
         }
         let mut this = self.shallow();
         this.shape = dims;
-        this.strides = dims.dense_strides();
+        this.strides = strides;
         Ok(this)
     }
 
@@ -319,31 +375,27 @@ impl<T> Tensor<T> {
     /// # Errors
     /// [`Error::Tensor`] if it would leave the tensor's memory.
     pub fn as_strided(&self, shape: &[usize], strides: &[usize], offset: usize) -> Result<Self> {
-        if shape.len() != strides.len() {
-            return Err(Error::Tensor(format!("shape {shape:?} with strides {strides:?}")));
-        }
-        let mut this = self.shallow();
-        this.shape = Dims::new(shape)?;
-        this.strides = Dims::new(strides)?;
-        let empty = shape.contains(&0);
-        let fits = span(shape, strides).and_then(|n| n.checked_add(offset)).is_some_and(|end| end <= self.span());
-        if !empty && !fits {
+        let (dims, distances, span) = Dims::strided::<T>(shape, strides)?;
+        let empty = span == 0;
+        if !empty && span.checked_add(offset).is_none_or(|end| end > self.span()) {
             return Err(Error::Tensor(format!(
-                "view {shape:?}, strides {strides:?}, offset {offset} of {} elements",
+                "view {shape:?}, strides {strides:?}, offset {offset} of {} elements; stay within them",
                 self.span()
             )));
         }
+        let mut this = self.shallow();
+        this.shape = dims;
+        this.strides = distances;
+        // An empty view may start anywhere; keep its address inside.
         this.offset += if empty { 0 } else { offset };
         Ok(this)
     }
 
     /// The same bytes from the first on as elements of another type, contiguous, no more than there are.
     pub(crate) fn reinterpret<U: Element>(&self, shape: &[usize]) -> Tensor<U> {
-        let bytes = shape.iter().product::<usize>() * size_of::<U>();
-        let start = self.offset * size_of::<T>();
+        let (shape, strides, len) = Dims::dense::<U>(shape).expect("no larger than the tensor");
+        let (bytes, start) = (len * size_of::<U>(), self.offset * size_of::<T>());
         assert!(self.is_contiguous() && bytes <= self.len() * size_of::<T>() && start.is_multiple_of(size_of::<U>()));
-        let shape = Dims::new(shape).expect("no more dimensions than a tensor has");
-        let strides = shape.dense_strides();
         let storage = self.storage.clone();
         Tensor { storage, offset: start / size_of::<U>(), shape, strides, element: PhantomData }
     }

@@ -251,6 +251,8 @@ fn an_exported_tensor_says_what_it_is() {
         let m = managed.as_ref();
         let t = &m.dl_tensor;
         assert_eq!((m.version, m.flags, t.device, t.byte_offset), (dlpack::VERSION, 0, CPU, 0));
+        // The first version with codes of 8-bit floats.
+        assert_eq!(m.version, DLPackVersion { major: 1, minor: 1 });
         assert_eq!(t.dtype, DLDataType { code: 2, bits: 32, lanes: 1 });
         let (shape, strides) = (std::slice::from_raw_parts(t.shape, 2), std::slice::from_raw_parts(t.strides, 2));
         assert_eq!((t.ndim, shape, strides), (2, &[3, 2][..], &[4, 1][..]));

@@ -142,5 +142,5 @@ fn an_interrupt_ends_it_cleanly() {
     let began = std::time::Instant::now();
     stdout.read_to_end(&mut vec![]).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    assert!(began.elapsed() < Duration::from_secs(60));
+    assert!(began.elapsed() < Duration::from_mins(1));
 }

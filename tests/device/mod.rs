@@ -2,6 +2,7 @@
 
 mod cuda;
 mod dlpack;
+mod extents;
 mod graph;
 mod stream;
 mod tensor;

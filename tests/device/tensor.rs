@@ -1,7 +1,7 @@
 //! Tensors: shapes, views, copies.
 
 use proptest::prelude::*;
-use warploom::{Error, Tensor};
+use warploom::{Error, Pinned, Tensor};
 use warploom_tests::{on_every_device, property};
 
 fn counted(device: &warploom::Device, shape: &[usize]) -> Tensor<u32> {
@@ -82,6 +82,19 @@ fn shapes_that_do_not_fit() {
         tensor_error(x.as_strided(&[4, 6], &[6, 1], 1));
         tensor_error(x.as_strided(&[2], &[usize::MAX], 1));
         tensor_error(x.as_strided(&[2, 2], &[1], 0));
+        // The product is 0 in 64 bits.
+        let empty = x.narrow(0, 0, 0).unwrap();
+        for wraps in [&[1 << 32, 1 << 32][..], &[1 << 62, 4], &[1 << 63, 2], &[2, 1 << 31, 1 << 32]] {
+            tensor_error(empty.reshape(wraps));
+            tensor_error(x.reshape(wraps));
+            tensor_error(Tensor::uninit(device, wraps));
+            tensor_error(x.as_strided(wraps, &vec![0; wraps.len()], 0));
+        }
+        tensor_error(empty.reshape(&[0, usize::MAX, 2]));
+        tensor_error(Tensor::uninit(device, &[0, usize::MAX, 2]));
+        tensor_error(x.as_strided(&[0, usize::MAX, 2], &[0; 3], 0));
+        tensor_error(x.as_strided(&[0, 2], &[1, usize::MAX], 0));
+        tensor_error(x.as_strided(&[1], &[usize::MAX], 0));
         let mut x = x;
         assert!(matches!(x.copy_from_slice(&[0; 23]), Err(Error::Tensor(_))));
         assert!(matches!(x.narrow(1, 0, 3).unwrap().copy_from_slice(&[0; 12]), Err(Error::Tensor(_))));
@@ -101,7 +114,12 @@ fn empty_tensors() {
         let end = x.narrow(0, 4, 0).unwrap();
         assert_eq!(end.shape(), [0, 6]);
         assert!(end.to_vec().unwrap().is_empty());
-        assert!(x.as_strided(&[0, 9], &[100, 100], 0).unwrap().to_vec().unwrap().is_empty());
+        let nowhere = x.as_strided(&[0, 9], &[100, 100], 7).unwrap();
+        assert!(nowhere.to_vec().unwrap().is_empty());
+        // Neither does an empty part of it lie anywhere.
+        let part = nowhere.narrow(1, 8, 1).unwrap();
+        assert_eq!((part.shape(), part.as_ptr()), (&[0, 1][..], x.as_ptr()));
+        assert!(part.to_vec().unwrap().is_empty());
     });
 }
 
@@ -111,4 +129,21 @@ fn fresh_memory_is_poisoned() {
     let device = warploom::Device::simt();
     assert!(Tensor::<f32>::uninit(&device, &[9]).unwrap().to_vec().unwrap().iter().all(|v| v.is_nan()));
     assert!(Tensor::<warploom::f16>::uninit(&device, &[9]).unwrap().to_vec().unwrap().iter().all(|v| v.is_nan()));
+}
+
+#[test]
+fn more_memory_than_there_is() {
+    on_every_device(|device, _| {
+        for bytes in [1 << 50, isize::MAX as usize] {
+            let error = Tensor::<u8>::uninit(device, &[bytes]).map(|_| ()).unwrap_err();
+            assert!(matches!(error, Error::OutOfMemory { bytes: b, .. } if b == bytes), "{error}");
+            assert!(error.to_string().contains(&device.name()), "{error}");
+            // Nothing is wrong with the device after that.
+            assert_eq!(Tensor::from_slice(device, &[1u8, 2], &[2]).unwrap().to_vec().unwrap(), [1, 2]);
+            let error = Pinned::<u8>::zeros(device, bytes).map(|_| ()).unwrap_err();
+            assert!(matches!(error, Error::OutOfMemory { .. } | Error::Driver { .. }), "{error}");
+        }
+        let error = Pinned::<u32>::zeros(device, usize::MAX).map(|_| ()).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+    });
 }

@@ -382,6 +382,8 @@ fn what_the_other_side_has_is_not_copied_again() {
 fn refuses_what_it_cannot_do() {
     assert!(matches!(BlockAllocator::new(0, 4), Err(AllocatorError::BadSize { .. })));
     assert!(matches!(BlockAllocator::new(4, 0), Err(AllocatorError::BadSize { .. })));
+    assert!(matches!(BlockAllocator::new(1 << 31, 1), Err(AllocatorError::BadSize { .. })));
+    assert!(matches!(BlockAllocator::new(4, 1 << 62), Err(AllocatorError::BadSize { .. })));
     let (mut a, mut b) = (BlockAllocator::new(3, 4).unwrap(), BlockAllocator::new(3, 4).unwrap());
     let mut x = a.start(&[1, 2, 3, 4, 5], 0).unwrap();
     assert_eq!(x.slots(0..6), None);

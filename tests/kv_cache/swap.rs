@@ -86,6 +86,11 @@ fn refuses_what_it_cannot_do() {
         let e = kv_cache::swap_out(stream, &mut host, &one, &[(0, 0)]);
         assert!(matches!(e, Err(Error::Value { arg: "host", .. })));
         assert!(matches!(host.block(0, 3), Err(Error::Value { .. })));
+        // As many blocks as make nothing of 64 bits, and as many as make little.
+        for blocks in [1usize << 63, usize::MAX / caches.shape().block_len() + 2, usize::MAX] {
+            let e = HostCache::zeros(&caches, blocks).map(drop);
+            assert!(matches!(e, Err(Error::Value { arg: "blocks", .. })), "{blocks}: {e:?}");
+        }
         let elsewhere = CacheLayers::<bf16>::zeros(&Device::simt(), 2, CacheLayout::Nhd, SHAPE).unwrap();
         let e = kv_cache::swap_out(stream, &mut host, &elsewhere, &[(0, 0)]);
         assert!(matches!(e, Err(Error::WrongDevice { .. })));

@@ -367,6 +367,14 @@ fn bad_input() {
         assert!(matches!(e, Err(Error::Value { arg: "block_size", .. })), "{e:?}");
         let e = run(good, &SortInput::new(&ids, 2049), &options);
         assert!(matches!(e, Err(Error::Value { arg: "input.experts", .. })), "{e:?}");
+        for append in [false, true] {
+            let e = run(good, &input, &options.shared_experts(usize::MAX, append));
+            assert!(matches!(e, Err(Error::Value { arg: "shared_experts", .. })), "{e:?}");
+        }
+        let map = list(3);
+        let e =
+            run(good, &SortInput::new(&ids, 3).local(Local::Map(&map, usize::MAX)), &options.shared_experts(2, true));
+        assert!(matches!(e, Err(Error::Value { arg: "shared_experts", .. })), "{e:?}");
         let short = list(2);
         let e = run(good, &SortInput::new(&ids, 3).local(Local::Mask(&short)), &options);
         assert!(matches!(e, Err(Error::Shape { arg: "input.local", .. })), "{e:?}");

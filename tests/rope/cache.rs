@@ -130,6 +130,8 @@ fn refuses_numbers_that_make_no_sense() {
     };
     bad(7, 1e4, Scaling::None, "rot_dim");
     bad(0, 1e4, Scaling::None, "rot_dim");
+    bad(rope::cache::MAX_ROT_DIM + 2, 1e4, Scaling::None, "rot_dim");
+    bad(usize::MAX - 1, 1e4, Scaling::None, "rot_dim");
     bad(64, 1.0, Scaling::None, "theta");
     bad(64, f64::NAN, Scaling::None, "theta");
     bad(2, 1e4, Scaling::Ntk { factor: 2.0 }, "rot_dim");
@@ -139,5 +141,12 @@ fn refuses_numbers_that_make_no_sense() {
     let (original_max_position, factor) = (8192, 8.0);
     let swapped = Scaling::Llama3 { factor, low_freq_factor: 4.0, high_freq_factor: 1.0, original_max_position };
     bad(64, 1e4, swapped, "scaling");
-    assert!(rope::cache::<f32>(&Device::simt(), 0, 64, 1e4, Scaling::None).unwrap().is_empty());
+    let device = Device::simt();
+    assert!(rope::cache::<f32>(&device, 0, 64, 1e4, Scaling::None).unwrap().is_empty());
+    for (positions, rot_dim) in [(1 << 62, 4), (1 << 60, 64), (usize::MAX, 2)] {
+        let error = rope::cache::<f32>(&device, positions, rot_dim, 1e4, Scaling::None).map(|_| ()).unwrap_err();
+        assert!(matches!(error, Error::Value { arg: "max_positions", .. }), "{error}");
+    }
+    let error = rope::cache::<f32>(&device, 1 << 48, 2, 1e4, Scaling::None).map(|_| ()).unwrap_err();
+    assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
 }

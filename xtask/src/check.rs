@@ -177,7 +177,8 @@ fn cuda(_: &Args) -> Result<()> {
     must(docs)?;
     let tests = ["test", "--quiet", "--workspace", "--features", "warploom-tests/cuda,warploom/cudarc"];
     must(cargo(&[&tests[..], &["--lib", "--test", "cudarc", "--example", "cudarc"]].concat()))?;
-    must(without_cust())?;
+    must(without_cust(&["clippy", "--all-targets"], &["--", "-D", "warnings"]))?;
+    must(without_cust(&["test", "--lib"], &[]))?;
 
     // One small test stands for all: they share the code that looks for devices.
     let tests = [&tests[..], &["--test", "devices", "--", "--nocapture"]].concat();
@@ -192,12 +193,12 @@ fn cuda(_: &Args) -> Result<()> {
     Ok(())
 }
 
-/// The feature `cudarc` alone, which needs no libcuda and no SIMT device: lints without the stub.
-fn without_cust() -> Command {
-    let mut lints = cargo(&["clippy", "--quiet", "--all-targets", "-p", "warploom", "--features", "cudarc"]);
-    lints.arg("--no-default-features");
-    lints.args(["--", "-D", "warnings"]).env_remove("CUDA_LIBRARY_PATH");
-    lints
+/// A command of cargo's for the feature `cudarc` alone, which needs no libcuda and no SIMT device: without the stub.
+fn without_cust(command: &[&str], rest: &[&str]) -> Command {
+    let mut cargo = cargo(command);
+    cargo.args(["--quiet", "-p", "warploom", "--features", "cudarc", "--no-default-features"]).args(rest);
+    cargo.env_remove("CUDA_LIBRARY_PATH");
+    cargo
 }
 
 /// Runs a command quietly: whether it succeeded, and what it printed.

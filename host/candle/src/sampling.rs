@@ -36,7 +36,8 @@ impl Sampler {
         self
     }
 
-    /// Among the `k` most likely tokens only.
+    /// Among the `k` most likely tokens only. The vocabulary is not known before [`forward`](Self::forward), so a larger `k` is all
+    /// of it, as in the device arrays of [`top_k_top_p`](top_k_top_p()); 0 is an error there.
     pub fn top_k(mut self, k: u32) -> Self {
         self.top_k = Some(i32::try_from(k).unwrap_or(i32::MAX));
         self

@@ -199,6 +199,12 @@ fn sampling() -> Result<()> {
     assert_eq!(back(&Sampler::greedy().forward(&lent)?)?.to_vec2::<u32>()?, best);
     assert_eq!(back(&lent.apply_op1_no_bwd(&Sampler::new(5).top_k(1))?)?.to_vec2::<u32>()?, best);
     assert_eq!(back(&Sampler::new(5).top_p(1e-6).forward(&lent)?)?.to_vec2::<u32>()?, best);
+    // More tokens than there are is all of them; none is an error.
+    let all = back(&Sampler::new(5).forward(&lent)?)?.to_vec2::<u32>()?;
+    for k in [500, 501, u32::MAX] {
+        assert_eq!(back(&Sampler::new(5).top_k(k).forward(&lent)?)?.to_vec2::<u32>()?, all);
+    }
+    assert!(Sampler::new(5).top_k(0).forward(&lent).is_err());
     // Only tokens that may be drawn, the same for the same seed and offset, and all of them sooner or later.
     let row = logits.narrow(0, 0, 1)?.narrow(1, 0, 1)?.flatten_to(1)?.bf16_exact()?;
     let allowed = row.sort_last_dim(false)?.1.narrow(1, 0, 4)?.flatten_all()?.to_vec1::<u32>()?;

@@ -136,12 +136,11 @@ fn run<T: Float>(
     let d = to.width;
     call.same_shape("x", x.shape(), &doubled(out.shape()))?;
     let (alpha, limit) = function.params();
-    match function {
-        Gated::FatreluAndMul { .. } => call.value(!alpha.is_nan(), "threshold", "a number", alpha)?,
-        _ => {
-            call.value(alpha.is_finite(), "alpha", "finite", alpha)?;
-            call.value(limit >= 0.0, "limit", "not negative", limit)?;
-        }
+    if matches!(function, Gated::FatreluAndMul { .. }) {
+        call.value(!alpha.is_nan(), "threshold", "a number", alpha)?;
+    } else {
+        call.value(alpha.is_finite(), "alpha", "finite", alpha)?;
+        call.value(limit >= 0.0, "limit", "not negative", limit)?;
     }
     let (first, out) = (call.read("x", x)?, call.write("out", out)?);
     call.check_overlap()?;

@@ -5,7 +5,7 @@
 //! vLLM's first kernel without its tuning and takes every layout, storage type and head size. Lengths and block tables are read on the device, and the grid does not depend
 //! on them: a captured graph serves every step of a growing batch.
 
-use crate::check::Call;
+use crate::check::{Call, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::attention::{decode as split, decode_tma as tma, plain};
@@ -133,8 +133,8 @@ impl DecodeWorkspace {
     /// For calls of this shape.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Value`] if `max_len` is not below 2^31, or for a chunk that is not a power of two from
-    /// 64 to 1024.
+    /// [`Error::OutOfMemory`], or [`Error::Tensor`] for sizes beyond any memory; [`Error::Value`] if `max_len` is not below 2^31,
+    /// or for a chunk that is not a power of two from 64 to 1024.
     pub fn new(device: &Device, shape: DecodeShape) -> Result<Self> {
         let DecodeShape { max_len, chunk, .. } = shape;
         let chunks = 64..=1 << split::MAX_CHUNK_SHIFT;
@@ -192,21 +192,27 @@ impl DecodeShape {
         self
     }
 
-    /// The `hint` of [`split::Args`] (layer L1).
+    /// The `hint` of [`split::Args`] (layer L1); that of 1024 keys for a larger chunk.
     pub const fn chunk_shift(&self) -> u32 {
         match self.chunk {
+            Some(chunk) if chunk > 1 << split::MAX_CHUNK_SHIFT => split::MAX_CHUNK_SHIFT,
             Some(chunk) if chunk > 0 => chunk.ilog2(),
             _ => 0,
         }
     }
 
-    /// Floats of [`split::Args`]' `partial` (layer L1).
+    /// Floats of [`split::Args`]' `partial` (layer L1); the largest number if there would be more, or `max_len` is not below
+    /// 2^31.
     pub const fn partial_floats(&self) -> usize {
         let &Self { batch, q_len, q_heads, kv_heads, head_dim, max_len, .. } = self;
+        if max_len > i32::MAX as usize {
+            return usize::MAX;
+        }
         partial_floats(batch, q_len, q_heads, kv_heads, head_dim, max_len as u32, self.chunk_shift())
     }
 
-    /// Words of [`tma::Args`]' `tickets` (layer L1), which are zero before the first launch.
+    /// Words of [`tma::Args`]' `tickets` (layer L1), which are zero before the first launch; the largest number if there would
+    /// be more.
     pub const fn tickets(&self) -> usize {
         tickets(self.batch, self.q_len, self.q_heads, self.kv_heads, self.head_dim)
     }
@@ -230,20 +236,25 @@ const fn partial_floats(
     if kv_heads == 0 {
         return 0;
     }
-    let rows = q_heads / kv_heads * q_len;
+    let rows = product(&[q_heads / kv_heads, q_len]);
     let block = block_rows(head_dim, rows);
     let pairs = tickets(batch, q_len, q_heads, kv_heads, head_dim);
+    // No kernel that leaves partial results has larger heads; a block of rows of this size stays far from any overflow.
+    let head_dim = if head_dim > i32::MAX as usize { i32::MAX as usize } else { head_dim };
     let slot = split::partial_floats(head_dim, if rows < block { rows } else { block });
     match split::max_chunks(max_len, chunk_shift) {
         1 => 0,
-        chunks => pairs * chunks as usize * slot,
+        chunks => product(&[pairs, chunks as usize, slot]),
     }
 }
 
 /// [`DecodeShape::tickets`].
 const fn tickets(batch: usize, q_len: usize, q_heads: usize, kv_heads: usize, head_dim: usize) -> usize {
     match q_heads.checked_div(kv_heads) {
-        Some(group) => batch * kv_heads * (group * q_len).div_ceil(block_rows(head_dim, group * q_len)),
+        Some(group) => {
+            let rows = product(&[group, q_len]);
+            product(&[batch, kv_heads, rows.div_ceil(block_rows(head_dim, rows))])
+        }
         None => 0,
     }
 }
@@ -372,6 +383,9 @@ pub const fn tma_geometry(tile: TmaTile, multiprocessors: u32) -> Geometry {
 }
 
 /// The tensor map of K or V for [`DecodePath::Tma`]: a box is up to a page of one head, eight keys of 128 bytes at a time.
+///
+/// # Errors
+/// Those of [`Device::tensor_map`].
 pub fn tma_cache_map(
     device: &Device,
     base: u64,
@@ -669,7 +683,7 @@ pub fn decode<T: Float, S: CacheElement>(
                 unsafe { stream.launch(&entry, &geometry, &args) }?;
             }
             let block = block_rows(head_dim, group_rows);
-            let heads = batch * kv_heads * group_rows.div_ceil(block);
+            let heads = tickets(batch, q_len, q_heads, kv_heads, head_dim);
             let Some(combine) = combine_entry(T::DTYPE, heads).filter(|_| args.partial_chunks > 1) else {
                 return Ok(());
             };

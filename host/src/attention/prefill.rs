@@ -284,6 +284,9 @@ pub const fn tile_tokens(rows: usize, group: usize) -> usize {
 }
 
 /// The tensor map of Q for [`PrefillPath::Wgmma`]: `[tokens, heads, head_dim]` at `base`, strides in elements.
+///
+/// # Errors
+/// Those of [`Device::tensor_map`].
 pub fn wgmma_query_map(
     device: &Device,
     base: u64,
@@ -308,6 +311,9 @@ pub fn wgmma_query_map(
 
 /// The tensor map of K or V for [`PrefillPath::Wgmma`]. A box is up to a page of one head: of 16-bit elements eight keys of a
 /// line at a time, of 8-bit elements row after row.
+///
+/// # Errors
+/// Those of [`Device::tensor_map`].
 pub fn wgmma_cache_map(
     device: &Device,
     base: u64,

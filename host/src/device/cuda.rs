@@ -46,6 +46,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 const FREE_SHARED_BYTES: u32 = 48 * 1024;
 /// Blocks of a cluster that every GPU with clusters takes.
 const PORTABLE_CLUSTER: u32 = 8;
+/// What the driver says where there is not enough memory.
+const NO_MEMORY: i32 = driver::CUDA_ERROR_OUT_OF_MEMORY;
+/// What it may say of a size that no address space holds: the only argument of an allocation that can be wrong.
+const TOO_MUCH: i32 = driver::CUDA_ERROR_INVALID_VALUE;
 /// What an allocation of no bytes has for an address: aligned for everything, and never read.
 const EMPTY: CUdeviceptr = 1024;
 
@@ -566,9 +570,7 @@ impl CudaDevice {
             let _bound = self.0.bind()?;
             // SAFETY: the address is that of an address.
             unsafe { self.0.driver.mem_alloc(&raw mut address, bytes) }.map_err(|e| match e {
-                Error::Driver { code: driver::CUDA_ERROR_OUT_OF_MEMORY, .. } => {
-                    Error::OutOfMemory { device: self.name(), bytes }
-                }
+                Error::Driver { code: NO_MEMORY | TOO_MUCH, .. } => Error::OutOfMemory { device: self.name(), bytes },
                 e => e,
             })?;
         }
@@ -643,15 +645,22 @@ impl CudaDevice {
     pub(super) fn allocate_pinned<T: cuda_std::Element>(&self, len: usize) -> Result<CudaPinned<T>> {
         /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for all contexts.
         const PORTABLE: c_uint = crate::driver::sys::CU_MEMHOSTALLOC_PORTABLE;
-        let too_large = || Error::OutOfMemory { device: "pinned host memory".into(), bytes: usize::MAX };
-        let bytes = len.checked_mul(size_of::<T>()).filter(|&n| n <= isize::MAX as usize).ok_or_else(too_large)?;
+        let out_of_memory = || Error::OutOfMemory {
+            device: "pinned memory of the host".into(),
+            bytes: len.saturating_mul(size_of::<T>()),
+        };
+        let bytes = len.checked_mul(size_of::<T>()).filter(|&n| n <= isize::MAX as usize).ok_or_else(out_of_memory)?;
         let mut data = NonNull::dangling();
         if bytes > 0 {
             let _bound = self.0.bind()?;
             let mut address = null_mut();
             // SAFETY: the address is that of a pointer.
-            unsafe { self.0.driver.mem_host_alloc(&raw mut address, bytes, PORTABLE)? };
-            data = NonNull::new(address.cast::<T>()).ok_or_else(too_large)?;
+            let result = unsafe { self.0.driver.mem_host_alloc(&raw mut address, bytes, PORTABLE) };
+            result.map_err(|e| match e {
+                Error::Driver { code: NO_MEMORY | TOO_MUCH, .. } => out_of_memory(),
+                e => e,
+            })?;
+            data = NonNull::new(address.cast::<T>()).ok_or_else(out_of_memory)?;
             // SAFETY: so many bytes were allocated, and zero bytes are a value of every element type.
             unsafe { data.write_bytes(0, len) };
         }

@@ -422,7 +422,8 @@ impl Storage {
     pub(crate) fn new(device: &Device, bytes: usize) -> Result<Arc<Self>> {
         let (address, memory) = match device.backend() {
             Backend::Simt(_) => {
-                let buffer = ::simt::Buffer::<u8>::poisoned(bytes);
+                let buffer = ::simt::Buffer::<u8>::try_poisoned(bytes)
+                    .ok_or_else(|| Error::OutOfMemory { device: device.name(), bytes })?;
                 (buffer.as_mut_ptr(), Memory::Simt(buffer))
             }
             #[cfg(feature = "_driver")]
@@ -605,5 +606,27 @@ impl Geometry {
     /// Whether nothing would run.
     pub const fn is_empty(&self) -> bool {
         self.grid[0] == 0 || self.grid[1] == 0 || self.grid[2] == 0
+    }
+}
+
+#[cfg(all(test, not(feature = "simt")))]
+mod tests {
+    use super::*;
+    use crate::Tensor;
+
+    #[test]
+    fn without_its_kernels_the_simt_device_has_memory_alone() {
+        let device = Device::simt();
+        let stream = Stream::new(&device).unwrap();
+        let x = Tensor::from_slice(&device, &[3.0f32, 4.0], &[1, 2]).unwrap();
+        let mut y = Tensor::<f32>::zeros(&device, &[1, 2]).unwrap();
+        let error = crate::norm::rms_norm(&stream, &mut y, &x, None, 0.0).unwrap_err();
+        assert!(matches!(error, Error::NoSimt), "{error}");
+        assert!(error.to_string().contains("feature `simt`"), "{error}");
+        stream.copy(&mut y, &x).unwrap();
+        assert_eq!(y.to_vec().unwrap(), [3.0, 4.0]);
+        // There is no device that could run kernels, which `auto` says.
+        #[cfg(not(feature = "_driver"))]
+        assert!(matches!(Device::auto(), Err(Error::NoCuda)));
     }
 }

@@ -3,7 +3,7 @@
 use super::graph::Capture;
 use super::{Backend, Device, Geometry, Storage};
 use crate::error::{Error, Result};
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, host_zeros};
 use cuda_std::{Element, Entry, KernelArgs};
 use std::ffi::c_void;
 use std::fmt;
@@ -482,11 +482,10 @@ impl<T: Element> Pinned<T> {
     /// `len` elements of zero bytes.
     ///
     /// # Errors
-    /// [`Error::Driver`].
+    /// [`Error::OutOfMemory`], [`Error::Driver`].
     pub fn zeros(device: &Device, len: usize) -> Result<Self> {
         let storage = match device.backend() {
-            // SAFETY: zero bytes are a value of every element type.
-            Backend::Simt(_) => PinnedStorage::Simt(vec![unsafe { std::mem::zeroed() }; len]),
+            Backend::Simt(_) => PinnedStorage::Simt(host_zeros(len)?),
             #[cfg(feature = "_driver")]
             Backend::Cuda(d) => PinnedStorage::Cuda(d.allocate_pinned(len)?),
         };

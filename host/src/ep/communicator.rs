@@ -60,7 +60,7 @@ impl Config {
 
     /// Rows that a rank can receive.
     pub(super) fn room(&self, ranks: usize) -> usize {
-        self.capacity.unwrap_or(ranks * self.max_tokens)
+        self.capacity.unwrap_or(ranks.saturating_mul(self.max_tokens))
     }
 
     /// With room for the worst case, and a time-out of five seconds.
@@ -260,7 +260,8 @@ impl Group {
 
     /// Waits for all ranks of this process; the first that is missing if some are.
     fn bring(&self, rank: usize, word: u32, time_out: Duration) -> Result<Vec<u32>, usize> {
-        let until = Instant::now() + time_out;
+        // A time that no clock shows is none.
+        let until = Instant::now().checked_add(time_out);
         let mut meeting = self.meeting.lock().unwrap_or_else(PoisonError::into_inner);
         let round = meeting.round;
         // Nobody is two rounds ahead, so that what was brought stays until all have it.
@@ -274,7 +275,7 @@ impl Group {
             return Ok(meeting.words[words].clone());
         }
         while meeting.round == round {
-            let left = until.saturating_duration_since(Instant::now());
+            let left = until.map_or(Duration::MAX, |until| until.saturating_duration_since(Instant::now()));
             if left.is_zero() {
                 meeting.here[rank] = false;
                 return Err(meeting.here.iter().enumerate().position(|(r, &h)| r != rank && !h).unwrap_or(rank));
@@ -479,10 +480,10 @@ impl Communicator {
     /// # Errors
     /// [`Error::Ep`] if a rank does not call, [`Error::Exchange`] between processes, [`Error::Driver`].
     pub fn recover(&mut self) -> Result<()> {
-        let time_out = self.group.config.time_out * 4 + Duration::from_secs(1);
+        let time_out = self.group.config.time_out.saturating_mul(4).saturating_add(Duration::from_secs(1));
         self.device.synchronize()?;
         self.group.meet(self.rank, time_out)?;
-        self.own(|b| b.reset())?;
+        self.own(Buffers::reset)?;
         self.device.forget_races();
         self.group.meet(self.rank, time_out)
     }
@@ -540,9 +541,10 @@ impl Communicator {
         // takes a kilobyte for each block, and each multiprocessor has that much more than a block may have.
         let properties = self.device.properties();
         let each = (properties.max_shared_bytes + 1024) / (shared_bytes(threads) as usize + 1024);
-        let room = match self.device.is_simt() {
-            true => kernel::MAX_BLOCKS as u32,
-            false => properties.multiprocessors / self.sharing * (max_threads / threads).min(each as u32),
+        let room = if self.device.is_simt() {
+            kernel::MAX_BLOCKS as u32
+        } else {
+            properties.multiprocessors / self.sharing * (max_threads / threads).min(each as u32)
         };
         let most = room.min(kernel::MAX_BLOCKS as u32);
         let count = blocks.count.unwrap_or(count.min(most));
@@ -559,7 +561,8 @@ fn signature(config: &Config, ranks: usize, operation: &[u32]) -> u32 {
     words.iter().fold(0x811c_9dc5u32, |hash, w| (hash ^ w).wrapping_mul(0x0100_0193).rotate_left(5)) & !kernel::FAILED
 }
 
-#[cfg(test)]
+// They launch kernels.
+#[cfg(all(test, feature = "simt"))]
 mod tests {
     use super::*;
     use crate::ep::{Arrangement, Blocks, CombineOptions, DispatchOptions};

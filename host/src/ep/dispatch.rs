@@ -319,10 +319,7 @@ impl Communicator {
         #[cfg(feature = "nccl")]
         if self.nccl.is_some() {
             self.nccl_begin(OP, stream, args.link.signature)?;
-            routing.counts = match slots {
-                true => None,
-                false => self.counts_over_nccl(stream, routing, topk_ids, options)?,
-            };
+            routing.counts = if slots { None } else { self.counts_over_nccl(stream, routing, topk_ids, options)? };
         }
         // SAFETY: shapes, devices and overlap were checked above; buffers live as long as the group.
         unsafe { launch(stream, options.quantise, options.arrangement, [blocks, threads], &args)? };
@@ -333,9 +330,10 @@ impl Communicator {
             self.nccl_send_rows(stream, &routing.counts, options.quantise)?;
         }
         Ok(self.own(|b| Received {
-            rows: match options.quantise {
-                false => Rows::Bf16(b.rows.clone()),
-                true => Rows::E4m3(b.rows.reinterpret(b.rows.shape()), b.scales.clone()),
+            rows: if options.quantise {
+                Rows::E4m3(b.rows.reinterpret(b.rows.shape()), b.scales.clone())
+            } else {
+                Rows::Bf16(b.rows.clone())
             },
             topk_ids: b.ids.clone(),
             topk_weights: b.weights.clone(),

@@ -222,9 +222,10 @@ impl BlockAllocator {
     /// An allocator of blocks `0 .. blocks` of `block_size` tokens each.
     ///
     /// # Errors
-    /// [`AllocatorError::BadSize`] if either is 0, or there are more than 2^31 - 1 blocks.
+    /// [`AllocatorError::BadSize`] if either is 0, there are more than 2^31 - 1 blocks, or a slot would not fit an `i64`.
     pub fn new(blocks: usize, block_size: usize) -> Result<Self> {
-        if blocks == 0 || block_size == 0 || blocks > i32::MAX as usize {
+        let fit = blocks <= i32::MAX as usize && blocks.saturating_mul(block_size) <= i64::MAX as usize;
+        if blocks == 0 || block_size == 0 || !fit {
             return Err(AllocatorError::BadSize { blocks, block_size });
         }
         static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -283,7 +284,9 @@ impl BlockAllocator {
         // Sharing an idle block takes it from the available ones.
         let taken = shared.iter().filter(|b| self.blocks[**b as usize].references == 0).count();
         self.require(needed, taken)?;
-        shared.iter().for_each(|&b| self.retain(b));
+        for &block in &shared {
+            self.retain(block);
+        }
         let computed = shared.len() * self.block_size;
         let mut blocks = shared;
         blocks.extend((0..needed).map(|_| self.allocate()));

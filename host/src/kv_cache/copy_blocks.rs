@@ -23,6 +23,15 @@ pub struct CacheLayers<S> {
     block_stride: usize,
 }
 
+/// The tensors of all layers are a dimension of a grid.
+fn too_many_layers(layers: usize) -> Result<()> {
+    if layers <= 32767 {
+        return Ok(());
+    }
+    let (expected, got) = ("at most 32767 layers".into(), layers.to_string());
+    Err(Error::Value { op: "CacheLayers::new", arg: "layers", expected, got })
+}
+
 impl<S: CacheElement> std::fmt::Debug for CacheLayers<S> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CacheLayers").field("layers", &self.layers).finish_non_exhaustive()
@@ -35,6 +44,7 @@ impl<S: CacheElement> CacheLayers<S> {
     /// # Errors
     /// As for [`new`](Self::new) and [`KvCache::zeros`].
     pub fn zeros(device: &Device, layers: usize, layout: CacheLayout, shape: CacheShape) -> Result<Self> {
+        too_many_layers(layers)?;
         let layers = (0..layers).map(|_| KvCache::zeros(device, layout, shape)).collect::<Result<_>>()?;
         Self::new(layers)
     }
@@ -52,9 +62,7 @@ impl<S: CacheElement> CacheLayers<S> {
         let Some(first) = layers.first() else {
             return Err(value("not empty", "0 layers".into()));
         };
-        if layers.len() > 32767 {
-            return Err(value("at most 32767 layers", layers.len().to_string()));
-        }
+        too_many_layers(layers.len())?;
         let device = first.key().device();
         let block_stride = first.key_strides().block;
         for (i, layer) in layers.iter().enumerate() {
@@ -79,7 +87,7 @@ impl<S: CacheElement> CacheLayers<S> {
         let addresses: Vec<u64> =
             layers.iter().flat_map(|l| [l.key().as_ptr() as u64, l.value().as_ptr() as u64]).collect();
         let addresses = Tensor::from_slice(device, &addresses, &[layers.len(), 2])?;
-        Ok(Self { addresses, block_stride, layers })
+        Ok(Self { layers, addresses, block_stride })
     }
 
     /// The layers.

@@ -12,7 +12,7 @@
 //! with `x` as many elements as 16 bytes hold. Kernels see strides ([`PageStrides`]), so the tensors may be views, for
 //! example the two halves of one `[blocks, 2, ..]` tensor.
 
-use crate::check::{Call, shares_elements};
+use crate::check::{Call, product, shares_elements};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
@@ -53,14 +53,14 @@ impl CacheShape {
         Self { blocks, block_size, heads, head_dim }
     }
 
-    /// Slots of the cache: `blocks * block_size`.
+    /// Slots of the cache: `blocks * block_size`; the largest number if there would be more.
     pub const fn slots(&self) -> usize {
-        self.blocks * self.block_size
+        product(&[self.blocks, self.block_size])
     }
 
-    /// Elements of a block of keys, or of values.
+    /// Elements of a block of keys, or of values; the largest number if there would be more.
     pub const fn block_len(&self) -> usize {
-        self.block_size * self.heads * self.head_dim
+        product(&[self.block_size, self.heads, self.head_dim])
     }
 }
 
@@ -92,24 +92,25 @@ pub struct PageStrides {
 }
 
 impl PageStrides {
-    /// Of the keys of a dense cache.
+    /// Of the keys of a dense cache. Distances that no memory holds are the largest number.
     pub const fn keys(layout: CacheLayout, shape: CacheShape, dtype: DType) -> Self {
         match layout {
             CacheLayout::XSplit => {
                 let x = 16 / dtype.size();
-                let page = shape.head_dim * shape.block_size;
-                Self { block: shape.heads * page, head: page, token: x, run: x, run_stride: shape.block_size * x }
+                let page = product(&[shape.head_dim, shape.block_size]);
+                let run_stride = product(&[shape.block_size, x]);
+                Self { block: shape.block_len(), head: page, token: x, run: x, run_stride }
             }
             _ => Self::flat(layout, shape),
         }
     }
 
-    /// Of the values of a dense cache.
+    /// Of the values of a dense cache. Distances that no memory holds are the largest number.
     pub const fn values(layout: CacheLayout, shape: CacheShape) -> Self {
         match layout {
             CacheLayout::XSplit => {
-                let page = shape.head_dim * shape.block_size;
-                Self { block: shape.heads * page, head: page, token: 1, run: 1, run_stride: shape.block_size }
+                let page = product(&[shape.head_dim, shape.block_size]);
+                Self { block: shape.block_len(), head: page, token: 1, run: 1, run_stride: shape.block_size }
             }
             _ => Self::flat(layout, shape),
         }
@@ -117,8 +118,8 @@ impl PageStrides {
 
     const fn flat(layout: CacheLayout, shape: CacheShape) -> Self {
         let (head, token) = match layout {
-            CacheLayout::Nhd => (shape.head_dim, shape.heads * shape.head_dim),
-            _ => (shape.block_size * shape.head_dim, shape.head_dim),
+            CacheLayout::Nhd => (shape.head_dim, product(&[shape.heads, shape.head_dim])),
+            _ => (product(&[shape.block_size, shape.head_dim]), shape.head_dim),
         };
         Self { block: shape.block_len(), head, token, run: shape.head_dim, run_stride: shape.head_dim }
     }

@@ -32,7 +32,7 @@ pub fn runs(pairs: &[(usize, usize)]) -> Vec<Run> {
     let mut runs: Vec<Run> = vec![];
     for (from, to) in pairs {
         match runs.last_mut() {
-            Some(r) if r.from + r.len == from && r.to + r.len == to => r.len += 1,
+            Some(r) if from - r.from == r.len && to.checked_sub(r.to) == Some(r.len) => r.len += 1,
             _ => runs.push(Run { from, to, len: 1 }),
         }
     }
@@ -68,11 +68,17 @@ impl<S: CacheElement> HostCache<S> {
     /// `blocks` blocks of zeros for each layer of `caches`.
     ///
     /// # Errors
-    /// Those of [`Pinned::zeros`].
+    /// [`Error::Value`] for more blocks than memory can hold, and those of [`Pinned::zeros`].
     pub fn zeros(caches: &CacheLayers<S>, blocks: usize) -> Result<Self> {
         let device = caches.layers()[0].key().device();
         let shape = CacheShape { blocks, ..caches.shape() };
-        let new = |_| Pinned::<S>::zeros(device, blocks * shape.block_len());
+        let len = blocks.checked_mul(shape.block_len()).ok_or_else(|| Error::Value {
+            op: "HostCache::zeros",
+            arg: "blocks",
+            expected: format!("as many blocks of {} elements as memory can hold", shape.block_len()),
+            got: blocks.to_string(),
+        })?;
+        let new = |_| Pinned::<S>::zeros(device, len);
         let mut memory = (0..2 * caches.layers().len()).map(new).collect::<Result<Vec<_>>>()?;
         let addresses = memory.iter_mut().map(|m| m.as_mut_ptr()).collect();
         Ok(Self { memory, addresses, shape, pending: Mutex::default() })
@@ -103,7 +109,7 @@ impl<S: CacheElement> HostCache<S> {
         }
         self.wait()?;
         let n = self.shape.block_len();
-        let of = |m: &'_ Pinned<S>| -> *const [S] { &m[block * n..][..n] };
+        let of = |m: &'_ Pinned<S>| -> *const [S] { &raw const m[block * n..][..n] };
         // SAFETY: no copy is under way, and the borrow of `self` keeps `swap_out` from submitting one.
         Ok(unsafe { (&*of(&self.memory[2 * layer]), &*of(&self.memory[2 * layer + 1])) })
     }

@@ -97,9 +97,10 @@ pub fn histogram(stream: &Stream, counts: &mut Tensor<i64>, topk_ids: &Tensor<i3
 /// [`SortOutput::expert_counts`](super::SortOutput::expert_counts)) or of several ([`histogram`]).
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
-#[allow(missing_docs)]
 pub enum Loads<'a> {
+    /// In 32 bits, as the operations on a batch count them.
     I32(&'a Tensor<i32>),
+    /// In 64 bits, as sums of many batches.
     I64(&'a Tensor<i64>),
 }
 

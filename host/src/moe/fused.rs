@@ -7,7 +7,7 @@
 use super::block::{self, Block, Description, dense};
 use super::fused_host::fused_host;
 use super::{shuffle, sort};
-use crate::check::Call;
+use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::moe::{fused as kernel, fused_fma, fused_reduce, fused_stream, fused_tile, fused_wgmma};
@@ -144,18 +144,22 @@ impl FusedPath {
         // Measured on an H200: without sorting up to 64 pairs, and where little is to be read, several blocks of threads for
         // each tile of rows start faster than a pipeline.
         if pairs <= fused_stream::DIRECT_PAIRS {
-            if wgmma && (shuffled || pairs * width >= 1 << 25) { FusedPath::Wgmma16 } else { FusedPath::Direct }
-        } else if wgmma && (pairs <= 48 * bins || !FusedPath::Wgmma176.has_room_for(bins)) {
+            if wgmma && (shuffled || product(&[pairs, width]) >= 1 << 25) {
+                FusedPath::Wgmma16
+            } else {
+                FusedPath::Direct
+            }
+        } else if wgmma && (pairs <= product(&[48, bins]) || !FusedPath::Wgmma176.has_room_for(bins)) {
             FusedPath::Wgmma64
         } else if wgmma {
             FusedPath::Wgmma176
-        } else if pairs <= 4 * bins {
+        } else if pairs <= product(&[4, bins]) {
             FusedPath::Stream8
-        } else if pairs <= 8 * bins {
+        } else if pairs <= product(&[8, bins]) {
             FusedPath::Stream16
-        } else if pairs <= 24 * bins {
+        } else if pairs <= product(&[24, bins]) {
             FusedPath::Tile32
-        } else if pairs <= 96 * bins {
+        } else if pairs <= product(&[96, bins]) {
             FusedPath::Tile64
         } else {
             FusedPath::Tile128
@@ -223,20 +227,20 @@ impl FusedShape {
 
     /// Slots of a token.
     pub const fn slots(&self) -> usize {
-        self.top_k + if self.append_shared { self.shared_experts } else { 0 }
+        self.top_k.saturating_add(if self.append_shared { self.shared_experts } else { 0 })
     }
 
     /// Pairs of tokens and slots.
     pub const fn pairs(&self) -> usize {
-        self.tokens * self.slots()
+        product(&[self.tokens, self.slots()])
     }
 
     /// Experts whose weights are at hand.
     pub(super) const fn bins(&self) -> usize {
-        self.experts + self.shared_experts
+        self.experts.saturating_add(self.shared_experts)
     }
 
-    /// Bytes of workspace, enough for every path.
+    /// Bytes of workspace, enough for every path; the largest number for sizes that none takes.
     pub const fn workspace_bytes(&self, dtype: DType) -> usize {
         let (mut most, mut i) = (0, 0);
         while i < BLOCKS.len() {
@@ -270,20 +274,17 @@ struct Workspace {
 
 impl Workspace {
     const fn new(shape: &FusedShape, dtype: DType, block: usize) -> Self {
-        const fn after(at: usize, bytes: usize) -> usize {
-            (at + bytes).next_multiple_of(256)
-        }
         let pairs = shape.pairs();
         let capacity = sort::capacity(pairs, shape.bins(), block, false);
-        let partial = after(0, pairs * shape.intermediate * dtype.size());
-        let sorted_ids = after(partial, pairs * shape.hidden * 4);
-        let expert_ids = after(sorted_ids, capacity * 4);
-        let totals = after(expert_ids, capacity / block * 4);
+        let partial = after(0, product(&[pairs, shape.intermediate, dtype.size()]));
+        let sorted_ids = after(partial, product(&[pairs, shape.hidden, 4]));
+        let expert_ids = after(sorted_ids, product(&[capacity, 4]));
+        let totals = after(expert_ids, product(&[capacity / block, 4]));
         let sort = after(totals, 4);
         let sorted_weights = after(sort, sort::workspace_bytes(pairs, shape.bins()));
-        let offsets = after(sorted_weights, capacity * 4);
-        let expert_counts = after(offsets, (shape.bins() + 1) * 4);
-        let bytes = after(expert_counts, shape.bins() * 4);
+        let offsets = after(sorted_weights, product(&[capacity, 4]));
+        let expert_counts = after(offsets, product(&[shape.bins().saturating_add(1), 4]));
+        let bytes = after(expert_counts, product(&[shape.bins(), 4]));
         Self {
             h: 0,
             partial,
@@ -347,9 +348,13 @@ pub const fn plan(
     let wgmma = wgmma && shape.hidden > 0 && shape.intermediate > 0 && shape.bins() <= fused_wgmma::MAX_BINS;
     let path = match path {
         FusedPath::Auto if !fits => FusedPath::Fma,
-        FusedPath::Auto => {
-            FusedPath::choose(shape.pairs(), shape.bins(), shape.hidden * shape.intermediate, wgmma, shuffled)
-        }
+        FusedPath::Auto => FusedPath::choose(
+            shape.pairs(),
+            shape.bins(),
+            product(&[shape.hidden, shape.intermediate]),
+            wgmma,
+            shuffled,
+        ),
         path => path,
     };
     if shuffled && !(path.is_wgmma() && shuffle::takes(dtype, shape.hidden, shape.intermediate)) {
@@ -515,40 +520,48 @@ fn weight_map(
 /// Pointers and scalars of a call, for [`launch`].
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
-#[allow(missing_docs)]
 pub struct Operands {
-    /// `[tokens, hidden]`, rows `out_row` apart.
+    /// Receives the result: `[tokens, hidden]`, rows `out_row` apart.
     pub out: *mut c_void,
+    /// From row to row of `out`, in elements.
     pub out_row: usize,
-    /// `[tokens, hidden]`, rows `x_row` apart.
+    /// The tokens: `[tokens, hidden]`, rows `x_row` apart.
     pub x: *const c_void,
+    /// From row to row of `x`, in elements.
     pub x_row: usize,
-    /// `[experts, rows · intermediate, hidden]`.
+    /// Weights of the first product: `[experts, rows · intermediate, hidden]`.
     pub w13: *const c_void,
-    /// `[experts, hidden, intermediate]`.
+    /// Weights of the second product: `[experts, hidden, intermediate]`.
     pub w2: *const c_void,
-    /// `[experts, rows · intermediate]` or null.
+    /// Bias of the first product, `[experts, rows · intermediate]`, or null.
     pub bias13: *const c_void,
-    /// `[experts, hidden]` or null.
+    /// Bias of the second product, `[experts, hidden]`, or null.
     pub bias2: *const c_void,
-    /// The same of the shared experts.
+    /// `w13` of the shared experts; null if there are none.
     pub shared13: *const c_void,
+    /// `w2` of the shared experts; null if there are none.
     pub shared2: *const c_void,
+    /// `bias13` of the shared experts, or null.
     pub shared_bias13: *const c_void,
+    /// `bias2` of the shared experts, or null.
     pub shared_bias2: *const c_void,
-    /// `[tokens, top_k]`.
+    /// Experts of each token: `[tokens, top_k]`.
     pub topk_ids: *const i32,
+    /// Their weights: `[tokens, top_k]`.
     pub topk_weights: *const f32,
-    /// `[global_experts]` or null.
+    /// Places of all experts on this device or -1, `[global_experts]`; null if all are here.
     pub expert_map: *const i32,
-    /// `[1]` or null.
+    /// How many tokens there are, `[1]`; null for all.
     pub num_tokens: *const i32,
     /// Routed experts of all devices.
     pub global_experts: usize,
+    /// What the rows of `w13` are.
     pub gate_up: GateUp,
+    /// What happens between the products.
     pub activation: ExpertActivation,
+    /// Whether results may be added up in any order; see [`FusedOptions::unordered`].
     pub unordered: bool,
-    /// As the plan was made for.
+    /// Whether weights are [shuffled](shuffle::shuffle_weights), as the plan was made for.
     pub shuffled: bool,
 }
 

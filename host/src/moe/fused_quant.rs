@@ -13,7 +13,7 @@
 use super::block::{self, Block, Description, dense};
 use super::fused::{ExpertActivation, FusedShape, GateUp, reduce_geometry};
 use super::{shuffle, sort};
-use crate::check::Call;
+use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::gemm::{Quantised, QuantisedElement};
@@ -99,7 +99,7 @@ impl FusedQuantPath {
     const fn choose(pairs: usize, bins: usize) -> Self {
         if pairs <= 64 {
             FusedQuantPath::Wgmma16
-        } else if pairs <= 48 * bins {
+        } else if pairs <= product(&[48, bins]) {
             FusedQuantPath::Wgmma64
         } else {
             FusedQuantPath::Wgmma144
@@ -108,7 +108,8 @@ impl FusedQuantPath {
 }
 
 impl FusedShape {
-    /// Bytes of workspace of [`fused_quant`] for tokens of an element type, enough for every path and any weights.
+    /// Bytes of workspace of [`fused_quant`] for tokens of an element type, enough for every path and any weights; the
+    /// largest number for sizes that none takes.
     pub const fn quant_workspace_bytes(&self, dtype: DType) -> usize {
         let (a, b) = (Workspace::new(self, dtype, 8).bytes, Workspace::new(self, dtype, tile_kernel::PAIRS).bytes);
         if a > b { a } else { b }
@@ -143,28 +144,28 @@ struct Workspace {
 
 impl Workspace {
     const fn new(shape: &FusedShape, dtype: DType, block: usize) -> Self {
-        const fn after(at: usize, bytes: usize) -> usize {
-            (at + bytes).next_multiple_of(256)
-        }
         let (pairs, bins) = (shape.pairs(), shape.bins());
         let capacity = sort::capacity(pairs, bins, block, false);
         // Rows are those of pairs, or of places of the sorted list of the paths on Hopper.
         let rows = if block == wgmma_kernel::SORT_BLOCK && capacity > pairs { capacity } else { pairs };
-        let scale_group = (rows + wgmma_kernel::BEYOND).next_multiple_of(4);
-        let x_scales = after(0, rows * shape.hidden);
-        let h = after(x_scales, scale_group * shape.hidden.div_ceil(GROUP) * 4);
-        let q = after(h, rows * shape.intermediate * dtype.size());
-        let q_scales = after(q, rows * shape.intermediate);
-        let partial = after(q_scales, scale_group * shape.intermediate.div_ceil(GROUP) * 4);
-        let sorted_ids = after(partial, pairs * shape.hidden * 4);
-        let expert_ids = after(sorted_ids, capacity * 4);
-        let totals = after(expert_ids, capacity / block * 4);
+        let scale_group = match rows.saturating_add(wgmma_kernel::BEYOND).checked_next_multiple_of(4) {
+            Some(group) => group,
+            None => usize::MAX,
+        };
+        let x_scales = after(0, product(&[rows, shape.hidden]));
+        let h = after(x_scales, product(&[scale_group, shape.hidden.div_ceil(GROUP), 4]));
+        let q = after(h, product(&[rows, shape.intermediate, dtype.size()]));
+        let q_scales = after(q, product(&[rows, shape.intermediate]));
+        let partial = after(q_scales, product(&[scale_group, shape.intermediate.div_ceil(GROUP), 4]));
+        let sorted_ids = after(partial, product(&[pairs, shape.hidden, 4]));
+        let expert_ids = after(sorted_ids, product(&[capacity, 4]));
+        let totals = after(expert_ids, product(&[capacity / block, 4]));
         let sort = after(totals, 4);
         let sorted_weights = after(sort, sort::workspace_bytes(pairs, bins));
-        let positions = after(sorted_weights, capacity * 4);
-        let offsets = after(positions, pairs * 4);
-        let expert_counts = after(offsets, (bins + 1) * 4);
-        let bytes = after(expert_counts, bins * 4);
+        let positions = after(sorted_weights, product(&[capacity, 4]));
+        let offsets = after(positions, product(&[pairs, 4]));
+        let expert_counts = after(offsets, product(&[bins.saturating_add(1), 4]));
+        let bytes = after(expert_counts, product(&[bins, 4]));
         Self {
             x: 0,
             x_scales,
@@ -356,19 +357,22 @@ fn row_map(device: &Device, base: *const c_void, rows: usize, k: usize, pairs: u
 /// Weights of experts: pointers, for [`launch`]. Biases and smoothing vectors may be null.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
-#[allow(missing_docs)]
 pub struct Experts {
-    /// `[experts, rows · intermediate, hidden]`, and scales.
+    /// Values of the first product's weights: `[experts, rows · intermediate, hidden]`.
     pub w13: *const c_void,
+    /// Their scales, of the kind that [`Operands::scales`] says.
     pub w13_scales: *const f32,
-    /// `[experts, hidden, intermediate]`, and scales.
+    /// Values of the second product's weights: `[experts, hidden, intermediate]`.
     pub w2: *const c_void,
+    /// Their scales, of the same kind.
     pub w2_scales: *const f32,
-    /// `[experts, rows · intermediate]` and `[experts, hidden]`.
+    /// Bias of the first product, `[experts, rows · intermediate]`, or null.
     pub bias13: *const f32,
+    /// Bias of the second product, `[experts, hidden]`, or null.
     pub bias2: *const f32,
-    /// `[experts, hidden]` and `[experts, intermediate]`; with scales of rows.
+    /// Smoothing of the first product's input, `[experts, hidden]`, with scales of rows; or null.
     pub smooth13: *const f32,
+    /// Smoothing of the second product's input, `[experts, intermediate]`, with scales of rows; or null.
     pub smooth2: *const f32,
 }
 
@@ -392,31 +396,38 @@ pub type ScaleStrides = (usize, usize);
 /// Pointers and scalars of a call, for [`launch`].
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
-#[allow(missing_docs)]
 pub struct Operands {
-    /// `[tokens, hidden]`, rows `out_row` apart.
+    /// Receives the result: `[tokens, hidden]`, rows `out_row` apart.
     pub out: *mut c_void,
+    /// From row to row of `out`, in elements.
     pub out_row: usize,
-    /// `[tokens, hidden]`, rows `x_row` apart.
+    /// The tokens: `[tokens, hidden]`, rows `x_row` apart.
     pub x: *const c_void,
+    /// From row to row of `x`, in elements.
     pub x_row: usize,
-    /// Routed and shared experts.
+    /// Routed experts of this device.
     pub routed: Experts,
+    /// Shared experts; [`Experts::NONE`] if there are none.
     pub shared: Experts,
+    /// What the scales of all weights are of.
     pub scales: QuantScales,
-    /// With scales of rows, of both kinds of experts.
+    /// Where scales of rows of `w13` are, of both kinds of experts.
     pub w13_strides: ScaleStrides,
+    /// Where scales of rows of `w2` are, of both kinds of experts.
     pub w2_strides: ScaleStrides,
-    /// `[tokens, top_k]`.
+    /// Experts of each token: `[tokens, top_k]`.
     pub topk_ids: *const i32,
+    /// Their weights: `[tokens, top_k]`.
     pub topk_weights: *const f32,
-    /// `[global_experts]` or null.
+    /// Places of all experts on this device or -1, `[global_experts]`; null if all are here.
     pub expert_map: *const i32,
-    /// `[1]` or null.
+    /// How many tokens there are, `[1]`; null for all.
     pub num_tokens: *const i32,
     /// Routed experts of all devices.
     pub global_experts: usize,
+    /// What the rows of `w13` are.
     pub gate_up: GateUp,
+    /// What happens between the products.
     pub activation: ExpertActivation,
     /// Whether the weights are [shuffled](shuffle::shuffle_weights); not for [`FusedQuantPath::Tile`].
     pub shuffled: bool,

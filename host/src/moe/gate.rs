@@ -63,10 +63,12 @@ impl Scoring {
 /// A correction bias, `[experts]`, of any of the types that logits may have, whichever they have.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
-#[allow(missing_docs)]
 pub enum Bias<'a> {
+    /// In single precision.
     F32(&'a Tensor<f32>),
+    /// In half precision.
     F16(&'a Tensor<f16>),
+    /// As brain floats.
     Bf16(&'a Tensor<bf16>),
 }
 

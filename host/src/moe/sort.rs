@@ -2,7 +2,7 @@
 //!
 //! One launch up to some hundred pairs, on Hopper up to some thousand, two beyond; stable, so deterministic.
 
-use crate::check::Call;
+use crate::check::{Call, product};
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::moe::sort as kernel;
@@ -157,7 +157,7 @@ impl SortOptions {
     }
 
     const fn slots(&self, top_k: usize) -> usize {
-        top_k + if self.append_shared { self.shared_experts } else { 0 }
+        top_k.saturating_add(if self.append_shared { self.shared_experts } else { 0 })
     }
 }
 
@@ -234,13 +234,15 @@ impl<'a> SortOutput<'a> {
     }
 }
 
-/// Length of the lists for `pairs` pairs of `bins` experts of this device: enough for any routing, a multiple of `block_size`.
+/// Length of the lists for `pairs` pairs of `bins` experts of this device: enough for any routing, a multiple of `block_size`. The
+/// largest such number if that is larger.
 pub const fn capacity(pairs: usize, bins: usize, block_size: usize, keep_empty: bool) -> usize {
     // Every expert with pairs wastes at most block_size - 1 places.
     let used = if pairs < bins { pairs } else { bins };
-    let padding = used * (block_size - 1);
-    let empty = if keep_empty { (bins - used) * block_size } else { 0 };
-    (pairs + padding + empty) / block_size * block_size
+    let block_size = if block_size == 0 { 1 } else { block_size };
+    let padding = product(&[used, block_size - 1]);
+    let empty = if keep_empty { product(&[bins - used, block_size]) } else { 0 };
+    pairs.saturating_add(padding).saturating_add(empty) / block_size * block_size
 }
 
 /// How the pairs are split.
@@ -312,8 +314,12 @@ pub const fn cluster_split(pairs: usize, bins: usize) -> Option<Split> {
     Some(split)
 }
 
-/// Bytes of workspace for `pairs` pairs of `bins` experts of this device, shared ones included; 0 for few pairs.
+/// Bytes of workspace for `pairs` pairs of `bins` experts of this device, shared ones included; 0 for few pairs, the largest number
+/// for more experts or pairs than [`sort`] takes.
 pub const fn workspace_bytes(pairs: usize, bins: usize) -> usize {
+    if bins > MAX_EXPERTS || pairs > i32::MAX as usize {
+        return usize::MAX;
+    }
     let split = split(pairs, bins);
     if split.chunks == 1 { 0 } else { split.chunks as usize * kernel::columns(bins) * 2 }
 }
@@ -452,7 +458,7 @@ fn sort_impl<T: Element>(
     let block = options.block_size;
     call.value((1..=1 << 16).contains(&block), "block_size", "from 1 to 65536", block)?;
     let (slots, local) = (options.slots(top_k), input.bins());
-    let bins = local + options.shared_experts;
+    let bins = local.saturating_add(options.shared_experts);
     call.value(input.experts <= MAX_EXPERTS, "input.experts", format!("at most {MAX_EXPERTS}"), input.experts)?;
     call.value(bins <= MAX_EXPERTS, "shared_experts", format!("at most {MAX_EXPERTS} in all"), bins)?;
     let packed = options.convention == SortConvention::Packed;

@@ -3,7 +3,7 @@
 //! Sources: Shazeer et al., *Outrageously Large Neural Networks*, 2017; Fedus et al., *Switch Transformers*, 2021; Zoph et al.,
 //! *ST-MoE*, 2022.
 
-use crate::check::Call;
+use crate::check::{Call, product};
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::moe::statistics as kernel;
@@ -75,9 +75,12 @@ const fn split(tokens: usize) -> (usize, usize) {
     (each, tokens.div_ceil(each))
 }
 
-/// Bytes of workspace.
+/// Bytes of workspace; the largest number for more experts than [`statistics`] takes.
 pub const fn workspace_bytes(tokens: usize, experts: usize) -> usize {
-    split(tokens).1 * kernel::columns(experts) * 4
+    if experts > kernel::MAX_EXPERTS {
+        return usize::MAX;
+    }
+    product(&[split(tokens).1, kernel::columns(experts), 4])
 }
 
 /// How to launch `moe_statistics_part_*`.

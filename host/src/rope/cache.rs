@@ -14,9 +14,12 @@
 
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, host_memory};
 use cuda_std::Float;
 use std::f64::consts::TAU;
+
+/// The most elements of a head that are turned: far beyond any model's, so that the frequencies of a head are little memory.
+pub const MAX_ROT_DIM: usize = 1 << 16;
 
 /// How frequencies differ from those that `theta` gives.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -125,7 +128,8 @@ impl Scaling {
         let value = |ok: bool, arg: &'static str, expected: &str, got: String| {
             if ok { Ok(()) } else { Err(Error::Value { op: "rope::cache", arg, expected: expected.into(), got }) }
         };
-        value(rot_dim >= 2 && rot_dim.is_multiple_of(2), "rot_dim", "even and not 0", rot_dim.to_string())?;
+        let even = rot_dim.is_multiple_of(2) && (2..=MAX_ROT_DIM).contains(&rot_dim);
+        value(even, "rot_dim", &format!("even, from 2 to {MAX_ROT_DIM}"), rot_dim.to_string())?;
         value(theta > 1.0 && theta.is_finite(), "theta", "finite and above 1", theta.to_string())?;
         let (factor, ordered, trained) = match *self {
             Self::None => return Ok(()),
@@ -153,8 +157,9 @@ impl Scaling {
 /// queries.
 ///
 /// # Errors
-/// [`Error::Value`] for an odd `rot_dim`, a `theta` that is not above 1, or a scaling whose numbers make no sense; those
-/// of [`Tensor::from_slice`].
+/// [`Error::Value`] for a `rot_dim` that is odd, 0 or above [`MAX_ROT_DIM`], a `theta` that is not above 1, a scaling whose numbers
+/// make no sense, or more positions than memory can hold; [`Error::OutOfMemory`] if the host or the device has no room for so
+/// many.
 ///
 /// ```
 /// use warploom::rope::{self, Scaling};
@@ -174,7 +179,14 @@ pub fn cache<C: Float>(
 ) -> Result<Tensor<C>> {
     let frequencies = scaling.frequencies(rot_dim, theta)?;
     let factor = scaling.attention_factor();
-    let mut rows = Vec::with_capacity(max_positions * rot_dim);
+    let room = max_positions.checked_mul(rot_dim).filter(|&n| n <= isize::MAX as usize / size_of::<C>());
+    let room = room.ok_or_else(|| Error::Value {
+        op: "rope::cache",
+        arg: "max_positions",
+        expected: format!("such that a cache of rows of {rot_dim} elements fits into memory"),
+        got: max_positions.to_string(),
+    })?;
+    let mut rows = host_memory(room)?;
     for p in 0..max_positions {
         let angle = |f: &f64| p as f64 * f;
         rows.extend(frequencies.iter().map(|f| round::<C>(factor * angle(f).cos())));

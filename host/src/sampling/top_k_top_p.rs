@@ -41,7 +41,7 @@
 //! text degeneration*, 2020 (top-p); Nguyen et al., *Turning up the heat*, 2024 (min-p); Keskar et al., *CTRL*, 2019
 //! (repetition penalty); OpenAI's API (presence and frequency); Salmon et al., 2011 (Philox).
 
-use crate::check::Call;
+use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::sampling::{adjust, radix, row_sum, top_k_top_p as kernel};
@@ -99,26 +99,50 @@ pub enum SamplingAlgorithm {
 }
 
 /// What is optional about [`top_k_top_p`]; the default is to sample from the softmax of the logits with seed 0.
-#[derive(Clone, Debug)]
+///
+/// Random numbers are unsigned, so that no sign is lost on the way to the key:
+///
+/// ```compile_fail,E0277
+/// # use warploom::sampling::SamplingOptions;
+/// SamplingOptions::default().seed(-1i64) // `u64`, of all rows or of each
+/// # ;
+/// ```
+#[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 #[must_use]
 pub struct SamplingOptions<'a> {
-    temperature: PerRow<'a, f32>,
-    top_k: Option<PerRow<'a, i32>>,
-    max_top_k: Option<usize>,
-    top_p: PerRow<'a, f32>,
-    min_p: PerRow<'a, f32>,
-    seed: PerRow<'a, u64>,
-    offset: PerRow<'a, u64>,
-    subsequence: Option<PerRow<'a, u64>>,
-    allowed: Option<&'a Tensor<u32>>,
-    bias: Option<&'a Tensor<f32>>,
-    history: Option<(&'a Tensor<i32>, &'a Tensor<i32>)>,
-    prompt_lengths: Option<&'a Tensor<i32>>,
-    repetition: PerRow<'a, f32>,
-    presence: PerRow<'a, f32>,
-    frequency: PerRow<'a, f32>,
-    algorithm: SamplingAlgorithm,
+    /// What the logits are divided by; 0 is greedy.
+    pub temperature: PerRow<'a, f32>,
+    /// How many of the most probable tokens are kept; all if `None`.
+    pub top_k: Option<PerRow<'a, i32>>,
+    /// The largest value of a `top_k` array, if it is known.
+    pub max_top_k: Option<usize>,
+    /// The probability that the kept tokens have together; 1 for all.
+    pub top_p: PerRow<'a, f32>,
+    /// How probable tokens are that are kept, compared with the most probable; 0 for all.
+    pub min_p: PerRow<'a, f32>,
+    /// Key of the random numbers.
+    pub seed: PerRow<'a, u64>,
+    /// Which number of its sequence a row takes.
+    pub offset: PerRow<'a, u64>,
+    /// The sequence of a row; the row's number if `None`.
+    pub subsequence: Option<PerRow<'a, u64>>,
+    /// Bits of the tokens that are allowed, `[words]` or `[rows, words]`.
+    pub allowed: Option<&'a Tensor<u32>>,
+    /// Is added to the logits, `[vocab]` or `[rows, vocab]`.
+    pub bias: Option<&'a Tensor<f32>>,
+    /// The tokens so far, `[rows, capacity]`, and how many each row has, `[rows]`.
+    pub history: Option<(&'a Tensor<i32>, &'a Tensor<i32>)>,
+    /// How many tokens of each row's history are its prompt, `[rows]`.
+    pub prompt_lengths: Option<&'a Tensor<i32>>,
+    /// Divides positive logits of the history's tokens and multiplies others; 1 for none.
+    pub repetition_penalty: PerRow<'a, f32>,
+    /// Is subtracted from logits of generated tokens.
+    pub presence_penalty: PerRow<'a, f32>,
+    /// Is subtracted from logits of generated tokens as often as they were generated.
+    pub frequency_penalty: PerRow<'a, f32>,
+    /// How it is done.
+    pub algorithm: SamplingAlgorithm,
 }
 
 impl Default for SamplingOptions<'_> {
@@ -136,9 +160,9 @@ impl Default for SamplingOptions<'_> {
             bias: None,
             history: None,
             prompt_lengths: None,
-            repetition: PerRow::All(1.0),
-            presence: PerRow::All(0.0),
-            frequency: PerRow::All(0.0),
+            repetition_penalty: PerRow::All(1.0),
+            presence_penalty: PerRow::All(0.0),
+            frequency_penalty: PerRow::All(0.0),
             algorithm: SamplingAlgorithm::Auto,
         }
     }
@@ -228,19 +252,19 @@ impl<'a> SamplingOptions<'a> {
 
     /// Divides positive logits of the history's tokens and multiplies others; above 0. Default 1.
     pub fn repetition_penalty(mut self, penalty: impl Into<PerRow<'a, f32>>) -> Self {
-        self.repetition = penalty.into();
+        self.repetition_penalty = penalty.into();
         self
     }
 
     /// Is subtracted from logits of generated tokens. Default 0.
     pub fn presence_penalty(mut self, penalty: impl Into<PerRow<'a, f32>>) -> Self {
-        self.presence = penalty.into();
+        self.presence_penalty = penalty.into();
         self
     }
 
     /// Is subtracted from logits of generated tokens as often as they were generated. Default 0.
     pub fn frequency_penalty(mut self, penalty: impl Into<PerRow<'a, f32>>) -> Self {
-        self.frequency = penalty.into();
+        self.frequency_penalty = penalty.into();
         self
     }
 
@@ -348,15 +372,20 @@ impl Layout {
     const BEST: usize = MAX_K as usize * size_of::<u64>();
 
     const fn chunk_counts(&self) -> usize {
-        row_sum::chunks(self.vocab as u32) as usize * size_of::<u32>()
+        // Beyond what a workspace is made for, at least as many as there would be.
+        let vocab = if self.vocab > MAX_VOCAB { u32::MAX } else { self.vocab as u32 };
+        product(&[row_sum::chunks(vocab) as usize, size_of::<u32>()])
     }
 
     /// Elements of a row of adjusted logits.
     const fn adjusted_stride(&self) -> usize {
-        self.vocab.next_multiple_of(8)
+        match self.vocab.checked_next_multiple_of(8) {
+            Some(stride) => stride,
+            None => usize::MAX,
+        }
     }
 
-    /// Where part `i` starts; its last value is the size of all.
+    /// Where part `i` starts; its last value is the size of all. The largest number if that is larger.
     const fn start(&self, i: usize) -> usize {
         let rows = [
             Self::STATE,
@@ -365,18 +394,18 @@ impl Layout {
             Self::BEST,
             Self::TICKETS,
             self.chunk_counts(),
-            if self.adjusted { self.adjusted_stride() * size_of::<f32>() } else { 0 },
+            if self.adjusted { product(&[self.adjusted_stride(), size_of::<f32>()]) } else { 0 },
         ];
         let mut at = 0;
         let mut part = 0;
         while part < i {
-            at += (rows[part] * self.rows).next_multiple_of(256);
+            at = after(at, product(&[rows[part], self.rows]));
             part += 1;
         }
         at
     }
 
-    /// Bytes of the workspace, which is aligned to 16.
+    /// Bytes of the workspace, which is aligned to 16; the largest number if there would be more.
     pub const fn bytes(&self) -> usize {
         self.start(7)
     }
@@ -406,7 +435,7 @@ impl SamplingWorkspace {
     /// For up to `rows` rows of up to `vocab` tokens, without adjustments: about 84 KB a row.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Value`] for a vocabulary of 2^31 or more.
+    /// [`Error::OutOfMemory`]; [`Error::Value`] for a vocabulary of 2^31 or more, and for more than 2^31 - 1 rows.
     pub fn new(device: &Device, rows: usize, vocab: usize) -> Result<Self> {
         Self::with(device, Layout { rows, vocab, adjusted: false })
     }
@@ -421,13 +450,12 @@ impl SamplingWorkspace {
     }
 
     fn with(device: &Device, layout: Layout) -> Result<Self> {
-        if layout.vocab > MAX_VOCAB {
-            return Err(Error::Value {
-                op: "SamplingWorkspace::new",
-                arg: "vocab",
-                expected: format!("at most {MAX_VOCAB}"),
-                got: layout.vocab.to_string(),
-            });
+        // What a launch can have, and so few that nothing overflows.
+        for (arg, value, most) in [("rows", layout.rows, i32::MAX as usize), ("vocab", layout.vocab, MAX_VOCAB)] {
+            if value > most {
+                let (expected, got) = (format!("at most {most}"), value.to_string());
+                return Err(Error::Value { op: "SamplingWorkspace::new", arg, expected, got });
+            }
         }
         Ok(Self { layout, memory: Tensor::zeros(device, &[layout.bytes()])? })
     }
@@ -778,7 +806,7 @@ impl Inputs<'_> {
     ) -> Result<*mut c_void> {
         let Some(tensor) = tensor else { return Ok(std::ptr::null_mut()) };
         let rows = [self.rows, n.unwrap_or(0)];
-        self.call.same_shape(arg, tensor.shape(), &rows[..1 + n.is_some() as usize])?;
+        self.call.same_shape(arg, tensor.shape(), &rows[..=n.is_some() as usize])?;
         self.call.contiguous(arg, tensor)?;
         let pointer = self.call.write(arg, tensor)?;
         Ok(if n == Some(0) { std::ptr::null_mut() } else { pointer })
@@ -827,15 +855,16 @@ impl Inputs<'_> {
         out_stride: usize,
     ) -> Result<Option<Adjustments>> {
         let penalises = |p: PerRow<'_, f32>, none: f32| !matches!(p, PerRow::All(v) if v == none);
-        let penalties = penalises(options.repetition, 1.0)
-            || penalises(options.presence, 0.0)
-            || penalises(options.frequency, 0.0)
+        let penalties = penalises(options.repetition_penalty, 1.0)
+            || penalises(options.presence_penalty, 0.0)
+            || penalises(options.frequency_penalty, 0.0)
             || options.prompt_lengths.is_some();
         self.call.value(!penalties || options.history.is_some(), "history", "given with penalties", "none")?;
         let positive = |p: f32| p > 0.0 && p.is_finite();
-        let repetition = self.per_row("repetition_penalty", options.repetition, positive, "finite and above 0")?;
-        let presence = self.per_row("presence_penalty", options.presence, f32::is_finite, "finite")?;
-        let frequency = self.per_row("frequency_penalty", options.frequency, f32::is_finite, "finite")?;
+        let repetition =
+            self.per_row("repetition_penalty", options.repetition_penalty, positive, "finite and above 0")?;
+        let presence = self.per_row("presence_penalty", options.presence_penalty, f32::is_finite, "finite")?;
+        let frequency = self.per_row("frequency_penalty", options.frequency_penalty, f32::is_finite, "finite")?;
         if !options.adjusts() {
             return Ok(None);
         }

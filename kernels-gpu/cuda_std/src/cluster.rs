@@ -174,6 +174,6 @@ pub unsafe fn store_u32(address: u32, value: u32) {
     #[cfg(not(target_arch = "nvptx64"))]
     // SAFETY: `cluster_access` checks it.
     unsafe {
-        simt::cluster_access(address, 4, simt::Access::Write).cast::<u32>().write(value)
+        simt::cluster_access(address, 4, simt::Access::Write).cast::<u32>().write(value);
     };
 }

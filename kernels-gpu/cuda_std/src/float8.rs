@@ -86,7 +86,7 @@ mod tests {
             if code < finite {
                 let (a, b) = (to(code) as f64, to(code + 1) as f64);
                 assert!(a < b);
-                let mid = ((a + b) / 2.0) as f32;
+                let mid = f64::midpoint(a, b) as f32;
                 assert_eq!(from(mid), if code % 2 == 0 { code } else { code + 1 }, "tie above {code:#x}");
                 assert_eq!(from(f32::from_bits(mid.to_bits() - 1)), code);
                 assert_eq!(from(f32::from_bits(mid.to_bits() + 1)), code + 1);

@@ -26,6 +26,8 @@
     // Instructions that turn an address into another do not access what it points to.
     allow(clippy::pointers_in_nomem_asm_block)
 )]
+// That compiler's clippy is another version than the one for the CPU, which sees to style.
+#![cfg_attr(target_arch = "nvptx64", allow(clippy::pedantic))]
 #![allow(internal_features)]
 // Every function here that touches memory or synchronises has the contract of the PTX instruction that it stands
 // for; see the module documentation.

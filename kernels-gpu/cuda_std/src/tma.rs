@@ -72,6 +72,9 @@ pub struct TensorMapDescription {
 
 impl TensorMapDescription {
     /// Checks what the driver would check.
+    ///
+    /// # Errors
+    /// What the description must be such that, in words.
     pub fn validate(&self) -> Result<(), &'static str> {
         let rank = self.rank as usize;
         if !(1..=5).contains(&rank) {
@@ -120,7 +123,10 @@ const SIMT_MARK: u64 = u64::from_le_bytes(*b"simt map");
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl TensorMap {
-    /// A map for the SIMT device; the error is what [`TensorMapDescription::validate`] found.
+    /// A map for the SIMT device.
+    ///
+    /// # Errors
+    /// What [`TensorMapDescription::validate`] found.
     pub fn for_simt(description: &TensorMapDescription) -> Result<Self, &'static str> {
         description.validate()?;
         let d = description;

@@ -269,7 +269,7 @@ pub unsafe fn store<V: Vector, H: StoreHint>(ptr: *mut V, value: V, hint: H) {
     #[cfg(not(target_arch = "nvptx64"))]
     // SAFETY: forwarded to the caller.
     unsafe {
-        ptr.write(value)
+        ptr.write(value);
     }
 }
 

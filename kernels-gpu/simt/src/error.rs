@@ -243,7 +243,7 @@ fn fmt_stuck(f: &mut fmt::Formatter<'_>, threads: &[StuckThread]) -> fmt::Result
                 ThreadState::Warp { op, mask, at } => write!(f, " at {op}, mask {mask:#010x}, {at}")?,
                 ThreadState::Barrier { op, id: 0, at, .. } => write!(f, " at {op}, {at}")?,
                 ThreadState::Barrier { op, id, expected, at } => {
-                    write!(f, " at {op} (barrier {id}, {expected} threads), {at}")?
+                    write!(f, " at {op} (barrier {id}, {expected} threads), {at}")?;
                 }
                 ThreadState::Spin { op, at } => write!(f, " polling in {op}, {at}")?,
             }

@@ -261,7 +261,7 @@ impl Cell {
             let mine = |r: &Option<Record>| {
                 r.is_none_or(|r| r.bytes & !bytes == 0 && (r.atomic == touch.atomic) && ordered(&r))
             };
-            let slot = if mine(&self.reads[0]) { 0 } else { 1 };
+            let slot = usize::from(!mine(&self.reads[0]));
             self.reads[slot] = record;
         }
         Ok(())

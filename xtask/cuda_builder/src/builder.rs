@@ -78,6 +78,9 @@ impl CudaBuilder {
     }
 
     /// Compiles, post-processes and checks.
+    ///
+    /// # Errors
+    /// What is not set, what rustc or ptxas refuses, and what a kernel must not have.
     pub fn build(&self) -> Result<Built> {
         let toolchain = self.toolchain.as_ref().ok_or(Error::Incomplete("toolchain"))?;
         let arch = self.arch.as_ref().ok_or(Error::Incomplete("architecture"))?;

@@ -58,6 +58,9 @@ pub struct Pin {
 
 impl Pin {
     /// Reads the TOML file at `path`.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or says something else.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path).map_err(at(path))?;
         Self::parse(&text).map_err(|reason| Error::Pin { path: path.into(), reason })
@@ -82,6 +85,9 @@ impl Pin {
     }
 
     /// The architecture called `name`.
+    ///
+    /// # Errors
+    /// An architecture that the file does not name.
     pub fn arch(&self, name: &str) -> Result<Arch> {
         let isa = self.isa.get(name).ok_or_else(|| Error::Arch {
             arch: name.into(),

@@ -224,6 +224,9 @@ fn is_generated(symbol: &str) -> bool {
 }
 
 /// Post-processes and checks the PTX that rustc emitted for `arch`.
+///
+/// # Errors
+/// PTX that is not as expected, and what a kernel must not have.
 pub fn process(ptx: &str, arch: &str) -> Result<Module> {
     let (head, mut items) = split(ptx)?;
     items.retain(|i| i.kind != ItemKind::Entry || belongs(i, arch));

@@ -53,6 +53,9 @@ impl CudaTools {
 
     /// The path of `tool`: from PATH if it is of the pinned release (13.0 of 13.0.88), so that what it reports can be
     /// compared between machines; else from the wheel.
+    ///
+    /// # Errors
+    /// A wheel that cannot be had.
     pub fn find(&self, tool: &str) -> Result<PathBuf> {
         let wheel = &self.pin.cuda[tool];
         let release: String = wheel.version.split('.').take(2).collect::<Vec<_>>().join(".");
@@ -78,6 +81,9 @@ impl CudaTools {
     }
 
     /// Assembles `file` for the machine architecture `sm` into `cubin`.
+    ///
+    /// # Errors
+    /// Those of [`find`](Self::find), and what ptxas refuses.
     pub fn assemble(&self, file: &Path, sm: &str, cubin: &Path) -> Result<Report> {
         let ptxas = self.find("ptxas")?;
         let text = fs::read(file).map_err(at(file))?;
@@ -107,6 +113,9 @@ impl CudaTools {
     }
 
     /// The machine code in `cubin`, of one kernel or of all.
+    ///
+    /// # Errors
+    /// Those of [`find`](Self::find), and what the tools refuse.
     pub fn disassemble(&self, cubin: &Path, entry: Option<&str>) -> Result<String> {
         let (cuobjdump, nvdisasm) = (self.find("cuobjdump")?, self.find("nvdisasm")?);
         let mut command = Command::new(&cuobjdump);

@@ -39,6 +39,9 @@ pub struct DeviceToolchain {
 
 impl DeviceToolchain {
     /// Finds the pinned toolchain or installs it.
+    ///
+    /// # Errors
+    /// A toolchain that is neither there nor can be had.
     pub fn obtain(pin: &Pin, options: &Options) -> Result<Self> {
         let name = match find(pin)? {
             Some(name) => name,

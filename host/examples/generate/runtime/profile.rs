@@ -120,12 +120,11 @@ pub fn profile<T: Real>(e: &mut ModelExecutor<T>, rows: usize, len: usize, budge
         for (what, cost, event) in &timeline.launches {
             let seconds = event.seconds_since(before)?;
             before = event;
-            let line = match lines.iter_mut().find(|l| l.what == *what) {
-                Some(line) => line,
-                None => {
-                    lines.push(Line { what, launches: 0, seconds: 0.0, cost: Cost::default() });
-                    lines.last_mut().expect("just pushed")
-                }
+            let line = if let Some(i) = lines.iter().position(|l| l.what == *what) {
+                &mut lines[i]
+            } else {
+                lines.push(Line { what, launches: 0, seconds: 0.0, cost: Cost::default() });
+                lines.last_mut().expect("just pushed")
             };
             line.launches += 1;
             line.seconds += seconds;

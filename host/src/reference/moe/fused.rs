@@ -6,15 +6,22 @@ use crate::reference::gemm::linear::epilogue;
 /// Weights of experts, shared ones last: `w13` `[experts, rows · I, H]`, `w2` `[experts, H, I]`, biases `[experts, rows · I]` and
 /// `[experts, H]`, perhaps empty.
 #[derive(Clone, Debug)]
-#[allow(missing_docs)]
 pub struct Block {
+    /// Width of tokens, `H`.
     pub hidden: usize,
+    /// Width between the products, `I`.
     pub intermediate: usize,
+    /// Weights of the first product.
     pub w13: Vec<f64>,
+    /// Weights of the second product.
     pub w2: Vec<f64>,
+    /// Bias of the first product.
     pub bias13: Vec<f64>,
+    /// Bias of the second product.
     pub bias2: Vec<f64>,
+    /// What the rows of `w13` are.
     pub gate_up: GateUp,
+    /// What happens between the products.
     pub activation: ExpertActivation,
 }
 

@@ -7,17 +7,26 @@ use cuda_std::{E4M3, Float};
 /// Dequantised weights of experts, shared ones last, `w13` `[experts, rows · I, H]` and `w2` `[experts, H, I]`; biases, `[experts, rows · I]` and
 /// `[experts, H]`, and smoothing vectors, `[experts, H]` and `[experts, I]`, perhaps empty.
 #[derive(Clone, Debug)]
-#[allow(missing_docs)]
 pub struct QuantBlock {
+    /// Width of tokens, `H`.
     pub hidden: usize,
+    /// Width between the products, `I`.
     pub intermediate: usize,
+    /// Weights of the first product.
     pub w13: Vec<f64>,
+    /// Weights of the second product.
     pub w2: Vec<f64>,
+    /// Bias of the first product.
     pub bias13: Vec<f64>,
+    /// Bias of the second product.
     pub bias2: Vec<f64>,
+    /// What the first product's input is multiplied with.
     pub smooth13: Vec<f64>,
+    /// What the second product's input is multiplied with.
     pub smooth2: Vec<f64>,
+    /// What the rows of `w13` are.
     pub gate_up: GateUp,
+    /// What happens between the products.
     pub activation: ExpertActivation,
     /// Whether rows are quantised to int8, or to e4m3.
     pub int8: bool,
@@ -52,11 +61,14 @@ pub fn quantised(row: &[f64], int8: bool, scales: QuantScales) -> Vec<(f64, f64)
 /// A token's result and what it may be off by: `eps` times the second number for the rounding of the intermediate row to `T`; the third if
 /// that rounding changes how an element of a slot's row is quantised; and the errors of sums act on the fourth.
 #[derive(Clone, Debug, Default)]
-#[allow(missing_docs)]
 pub struct QuantResult {
+    /// The result.
     pub value: f64,
+    /// What the rounding of the intermediate row acts on.
     pub rounded: f64,
+    /// How far one more or less in an element that is quantised takes it.
     pub step: f64,
+    /// What the errors of sums act on.
     pub magnitude: f64,
 }
 

@@ -73,9 +73,13 @@ pub fn gate(logits: &[f64], bias: Option<&[f64]>, topk: usize, options: &GateOpt
     let mut weights: Vec<f64> = ids.iter().map(|&e| if scores[e].is_nan() { 0.0 } else { scores[e] }).collect();
     if options.renormalize {
         let sum: f64 = weights.iter().sum();
-        weights.iter_mut().for_each(|w| *w = if sum > 0.0 { *w / sum } else { 0.0 });
+        for w in &mut weights {
+            *w = if sum > 0.0 { *w / sum } else { 0.0 };
+        }
     }
-    weights.iter_mut().for_each(|w| *w *= options.routed_scale() as f64);
+    for w in &mut weights {
+        *w *= options.routed_scale() as f64;
+    }
 
     ids.extend((0..options.shared_experts).map(|i| experts + i));
     weights.resize(ids.len(), options.shared_weight() as f64);

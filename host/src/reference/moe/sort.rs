@@ -4,14 +4,20 @@ use crate::moe::{SortConvention, SortOptions};
 
 /// What [`sort`] gives: the outputs of [`crate::moe::sort()`], as long as the padded list.
 #[derive(Clone, Debug, PartialEq)]
-#[allow(missing_docs)]
 pub struct Sorted {
+    /// Pairs by expert, each expert padded.
     pub sorted_ids: Vec<i32>,
+    /// The expert of each block.
     pub expert_ids: Vec<i32>,
+    /// Weights in the order of `sorted_ids`, 0 for padding.
     pub sorted_weights: Vec<f32>,
+    /// Where each pair went, -1 for nowhere.
     pub positions: Vec<i32>,
+    /// Where each expert starts.
     pub offsets: Vec<i32>,
+    /// Pairs of each expert.
     pub expert_counts: Vec<i32>,
+    /// Ids out of range.
     pub invalid: i32,
 }
 
