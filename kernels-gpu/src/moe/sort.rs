@@ -48,7 +48,8 @@ pub const fn shared_bytes(bins: usize, warps: usize) -> usize {
 
 /// The same for `moe_sort_cluster`.
 pub const fn cluster_shared_bytes(bins: usize, warps: usize) -> usize {
-    8 + columns(bins) * 2 * CLUSTER as usize + shared_bytes(bins, warps)
+    // The mbarrier, and what aligns what follows it.
+    16 + columns(bins) * 2 * CLUSTER as usize + shared_bytes(bins, warps)
 }
 
 /// What a block knows about its chunk after counting.
