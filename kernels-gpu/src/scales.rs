@@ -47,6 +47,19 @@ impl<const KIND: u32> Scales<KIND> {
         self.x.get(row as usize * self.x_row + group as usize * self.x_group)
     }
 
+    /// Where [`x`](Self::x) reads.
+    #[inline(always)]
+    pub fn x_ptr(self, row: u32, group: u32) -> *const f32 {
+        self.x.ptr(row as usize * self.x_row + group as usize * self.x_group)
+    }
+
+    /// Where [`w`](Self::w) reads.
+    #[inline(always)]
+    pub fn w_ptr(self, row: u32, group: u32) -> *const f32 {
+        let row = if KIND == BLOCKS { row / GROUP as u32 } else { row };
+        self.w.ptr(row as usize * self.w_row + group as usize * self.w_group)
+    }
+
     /// The scale of row `row` of `m`; the last row and the last of `groups` stand for those beyond them.
     #[inline(always)]
     #[track_caller]

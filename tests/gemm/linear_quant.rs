@@ -1,6 +1,8 @@
 use cuda_std::{Element, Float};
 use proptest::prelude::*;
-use warploom::gemm::{Epilogue, LinearQuantOptions, LinearQuantPath, LinearQuantTile, Quantised, linear_quant};
+use warploom::gemm::{
+    Epilogue, LinearQuantOptions, LinearQuantPath, LinearQuantTile, Quantised, linear_quant, linear_quant_few,
+};
 use warploom::{DType, Device, E4M3, Error, Graph, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{assert_close, noise, on_every_device, property, sanitizing, widen};
 
@@ -167,6 +169,105 @@ fn wgmma_matches_the_reference() {
 }
 
 #[test]
+fn few_matches_the_reference() {
+    // Widths whose tiles of rows lie in two blocks of scales; fewer steps along K than parts, more than a chunk of scales and than two.
+    let shape = prop_oneof![(1usize..=64, 1usize..60, 1usize..700), (1usize..=20, 1usize..12, 4000usize..9000)];
+    property(6, (shape, any::<[bool; 3]>(), kinds()), |d, s, ((m, n, k), pads, (blocks, transposed, biased, kind))| {
+        let n = 8 * n;
+        let pad = |pad: bool| k.next_multiple_of(16) - k + 16 * pad as usize;
+        let pads = [pad(pads[0]), pad(pads[1]), 8 * pads[2] as usize];
+        let case = Case { size: [m, n, k], pads, blocks, transposed, biased, kind: EPILOGUES[kind] };
+        let few = LinearQuantOptions::default().path(LinearQuantPath::Few);
+        check::<E4M3, f16>(d, s, case, few, 200);
+        check::<E4M3, bf16>(d, s, case, few, 200);
+        if !blocks {
+            check::<i8, f16>(d, s, case, few, 200);
+            check::<i8, bf16>(d, s, case, few, 200);
+        }
+        Ok(())
+    });
+}
+
+/// K in one part: widths with more than one block for each multiprocessor, fewer rows of weights than a block has room for, and the last block
+/// with only some of them.
+#[test]
+fn few_with_many_outputs() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability == (9, 0) {
+            let depth = if d.is_simt() { 272 } else { 1424 };
+            for (i, (size, blocks)) in [
+                ([3, 8464, 144], false),
+                ([7, 8464, depth], true),
+                ([13, 8456, depth], true),
+                ([25, 8600, 144], false),
+                ([25, 8600, depth], true),
+                ([50, 4240, depth], false),
+                ([41, 13_840, 144], false),
+                ([64, 14_336, depth], true),
+            ]
+            .into_iter()
+            .enumerate()
+            {
+                let (biased, kind) = (i % 2 == 0, EPILOGUES[i % 6]);
+                let case = Case { size, pads: [0; 3], blocks, transposed: false, biased, kind };
+                check::<E4M3, bf16>(d, s, case, LinearQuantOptions::default().path(LinearQuantPath::Few), 500);
+            }
+        }
+    });
+}
+
+/// What was the fastest, or within the noise of it, where all were measured on an H200.
+#[test]
+fn few_is_chosen_as_measured() {
+    for (blocks, m, n, name) in [
+        (false, 1, 4096, "rows_t8_split2"),
+        (false, 1, 6144, "rows_t8_split2"),
+        (false, 16, 14_336, "rows_t16"),
+        (false, 32, 28_672, "rows_t32"),
+        (false, 64, 4096, "rows_t64_split2"),
+        (false, 64, 6144, "rows_t64"),
+        (false, 64, 14_336, "rows_t64_r5"),
+        (true, 8, 4096, "blocks_t8_split2"),
+        (true, 1, 14_336, "blocks_t8"),
+        (true, 64, 8192, "blocks_t64_split2"),
+        (true, 64, 14_336, "blocks_t64"),
+    ] {
+        let entry = linear_quant_few::entry(DType::E4m3, DType::Bf16, blocks, m, n).unwrap();
+        assert_eq!(entry.name, format!("linear_quant_few_{name}_bf16"), "{m} x {n}");
+    }
+    assert!(linear_quant_few::entry(DType::I8, DType::F16, false, 65, 4096).is_none());
+    assert!(linear_quant_few::entry(DType::I8, DType::F16, true, 1, 4096).is_none());
+}
+
+/// Tokens get the same bits however many there are of them, and as of the tiles with K in two parts.
+#[test]
+fn few_tokens_or_many() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        for blocks in [false, true] {
+            let (n, k) = (200, 1000);
+            let x = Operand::<E4M3>::new(d, [64, k], 8, blocks.then_some(1), false, 1);
+            let w = Operand::<E4M3>::new(d, [n, k], 8, blocks.then_some(128), false, 11);
+            let run = |m: usize, options: LinearQuantOptions| {
+                let (values, scales) = (x.values.narrow(0, 0, m).unwrap(), x.scales.narrow(0, 0, m).unwrap());
+                let mut y = Tensor::<bf16>::uninit(d, &[m, n]).unwrap();
+                s.fill_bytes(&mut y, 0xff).unwrap();
+                linear_quant(s, &mut y, Quantised::new(&values, &scales), w.get(), None, &options).unwrap();
+                y.to_vec().unwrap()
+            };
+            let few = LinearQuantOptions::default().path(LinearQuantPath::Few);
+            let all = run(64, few);
+            assert_eq!(all, run(64, few.tile(LinearQuantTile::N64Split2)));
+            for m in [1, 8, 9, 16, 17, 32, 33] {
+                assert_eq!(all[..m * n], run(m, few), "{m} tokens");
+            }
+        }
+    });
+}
+
+#[test]
 fn every_tile() {
     on_every_device(|d, s| {
         if d.properties().compute_capability != (9, 0) {
@@ -210,6 +311,16 @@ fn at_model_sizes() {
                 check::<E4M3, bf16>(&d, &s, case, LinearQuantOptions::default().tile(tile), 300);
             }
             check::<E4M3, bf16>(&d, &s, case, LinearQuantOptions::default(), 300);
+            if size[0] <= linear_quant_few::TOKENS as usize {
+                check::<E4M3, bf16>(&d, &s, case, LinearQuantOptions::default().path(LinearQuantPath::Few), 300);
+                check::<i8, bf16>(
+                    &d,
+                    &s,
+                    Case { blocks: false, ..case },
+                    LinearQuantOptions::default().path(LinearQuantPath::Few),
+                    300,
+                );
+            }
             check::<E4M3, f32>(&d, &s, case, LinearQuantOptions::default().path(LinearQuantPath::Tile), 300);
             check::<i8, bf16>(&d, &s, case, LinearQuantOptions::default(), 300);
         }
@@ -355,6 +466,11 @@ fn bad_input() {
         assert!(matches!(e, Err(Error::Alignment { arg: "x", .. } | Error::Unsupported { .. })), "{e:?}");
         let e = run(&[2, 8], &[2, 0], &[2], &[8, 0], &[8], wgmma);
         assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
+        let few = auto.path(LinearQuantPath::Few);
+        let e = run(&[65, 8], &[65, 16], &[65], &[8, 16], &[8], few);
+        assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
+        let e = run(&[2, 7], &[2, 16], &[2], &[7, 16], &[7], few);
+        assert!(matches!(e, Err(Error::Alignment { arg: "out", .. } | Error::Unsupported { .. })), "{e:?}");
         let e = run(&[2, 8], &[2, 16], &[2, 1], &[8, 16], &[1, 1], auto.tile(LinearQuantTile::N256));
         assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
         // int8 in blocks is `Tile`'s.

@@ -10,6 +10,7 @@
 //! [`quantise`](super::quantise) makes both, as do the quantising norms and activations.
 
 use super::linear::Epilogue;
+use super::linear_quant_few;
 use super::linear_quant_wgmma::{self, LinearQuantTile};
 use crate::check::{Call, Rows};
 use crate::device::{Geometry, Stream};
@@ -61,6 +62,9 @@ pub enum LinearQuantPath {
     /// output that end there as well. With scales of rows, sums of e4m3 have the tensor cores' precision over all of K: they drop what is below
     /// some 2⁻¹³ of the largest of what they add at a time.
     Wgmma,
+    /// Weights streamed through Hopper's tensor cores by the copy engine (sm_90a): at most [`linear_quant_few::TOKENS`] tokens, otherwise what
+    /// [`Wgmma`](Self::Wgmma) takes, with the same precision.
+    Few,
 }
 
 /// Options of [`linear_quant`].
@@ -129,7 +133,7 @@ pub const fn tile_geometry(m: u32, n: u32) -> Geometry {
 ///
 /// # Safety
 /// The pointers are device memory of the documented sizes and alignments until the launch is done; `y` overlaps no other. For
-/// [`LinearQuantPath::Wgmma`] rows begin at multiples of 16 bytes, those of the output end there, and `k` is not 0.
+/// [`LinearQuantPath::Wgmma`] and [`LinearQuantPath::Few`] rows begin at multiples of 16 bytes, those of the output end there, and `k` is not 0.
 pub unsafe fn launch(
     stream: &Stream,
     operands: DType,
@@ -148,6 +152,8 @@ pub unsafe fn launch(
             // SAFETY: forwarded to the caller.
             unsafe { linear_quant_wgmma::launch(stream, operands, results, tile, args) }
         }
+        // SAFETY: forwarded to the caller.
+        LinearQuantPath::Few => unsafe { linear_quant_few::launch(stream, operands, results, args) },
         LinearQuantPath::Auto | LinearQuantPath::Tile => {
             let entry = tile_entry(operands, results).ok_or_else(unsupported)?;
             // SAFETY: forwarded to the caller.
@@ -192,7 +198,7 @@ fn scale_strides<Q: Element>(
 /// | `x.scales` | `[rows]` or `[1]` | `[rows, ceil(k / 128)]` |
 /// | `w.scales` | `[n]` or `[1]` | `[ceil(n / 128), ceil(k / 128)]` |
 ///
-/// Sums are in f32 (of int8: exact, but between blocks), in an order that depends on `k`, the path and how a tile splits K only; one rounding
+/// Sums are in f32 (of int8: exact, but between blocks), in an order that depends on `k`, the path and how a tile splits K only (for [`LinearQuantPath::Few`]: on `k`, `n`, and whether there are more than 32 tokens); one rounding
 /// at the end. Element types: e4m3 or int8 for both operands; f32, f16 or bf16 for results.
 ///
 /// # Errors
@@ -275,13 +281,19 @@ pub fn linear_quant<Y: Float, Q: Element>(
     let unfit = linear_quant_wgmma::misaligned(&args, Y::DTYPE.size());
     let supported = linear_quant_wgmma::supports(device, Q::DTYPE, Y::DTYPE, blocks) && args.k > 0;
     let path = match options.path {
-        LinearQuantPath::Auto if supported && unfit.is_none() => LinearQuantPath::Wgmma,
+        LinearQuantPath::Auto if supported && unfit.is_none() => {
+            if args.m <= linear_quant_few::TOKENS {
+                LinearQuantPath::Few
+            } else {
+                LinearQuantPath::Wgmma
+            }
+        }
         LinearQuantPath::Auto => LinearQuantPath::Tile,
-        LinearQuantPath::Wgmma => {
+        path @ (LinearQuantPath::Wgmma | LinearQuantPath::Few) => {
             if !supported {
                 let (k, name) = (args.k, device.name());
                 let what = format!(
-                    "the path Wgmma does not take a depth of {k} of {} and results of {} on {name}",
+                    "the path {path:?} does not take a depth of {k} of {} and results of {} on {name}",
                     Q::DTYPE,
                     Y::DTYPE
                 );
@@ -290,7 +302,7 @@ pub fn linear_quant<Y: Float, Q: Element>(
             if let Some((arg, address)) = unfit {
                 return Err(Error::Alignment { op: OP, arg, expected: 16, address });
             }
-            LinearQuantPath::Wgmma
+            path
         }
         path => path,
     };

@@ -5,6 +5,7 @@ pub mod linear;
 pub mod linear_few;
 pub(crate) mod linear_host;
 pub mod linear_quant;
+pub mod linear_quant_few;
 pub mod linear_quant_wgmma;
 pub mod linear_wgmma;
 pub mod quantise;

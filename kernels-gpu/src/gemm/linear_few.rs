@@ -1,11 +1,17 @@
 //! `y = epilogue(x · wᵀ + bias)` on Hopper for few tokens: a stream of weights through the copy engine and `wgmma`.
 //!
 //! With few tokens the time is that of reading `w` once. The weights are the 64-row side of `m64nNk16` and the tokens the N side, which
-//! follows their number. A block has [`ROWS`] rows of weights and a part of K: a producer warp has the copy engine bring steps of 64 elements of K
-//! into a ring ([`pipeline`](crate::pipeline)), a consumer warpgroup multiplies them.
+//! follows their number. A block has up to [`ROWS`] rows of weights and a part of K: a producer warp has the copy engine bring steps of 128 bytes of K
+//! into a ring ([`pipeline`](crate::pipeline)), a consumer warpgroup multiplies them. Rows are fewer where all multiprocessors then get equally many:
+//! the tensor cores have time for those that nobody needs.
 //!
 //! **Parts of K** (`SPLIT`): so many blocks of a cluster have the same rows. Each owns as many of the tokens, whose sums the others send to its shared memory;
-//! it adds the parts in their order, and stores 16 bytes at a time. The order of summation depends on `k` and `SPLIT` only.
+//! it adds the parts in their order, and stores 16 bytes at a time. The order of summation depends on `k` and `SPLIT` only. Of few tokens the sums go by
+//! stores that an mbarrier of the owner counts; a barrier of the cluster that publishes stores waits for `MEMBAR.ALL.GPU`.
+//!
+//! **Scales** ([`Scales`]) of 8-bit operands are either those of a row of `x` and a row of `w`, which are fetched at the beginning and
+//! multiply finished sums; or they change every 128 elements of K, which is a step. Then products of a step have accumulators of their
+//! own, and are added to the sums in f32, multiplied with their scales. The consumers fetch those for [`CHUNK`] steps at once.
 //!
 //! **Sharing tokens** (`SHARE`): of many tokens a block with 64 rows of weights reads as much as of weights, from the L2 cache, which then is what takes the
 //! time. So many blocks of a cluster have neighbouring rows and the same part of K; each loads some of the tokens for all.
@@ -17,15 +23,20 @@
 use super::rough;
 use crate::TensorFloat;
 use crate::pipeline::{Ring, Stages, part};
+use crate::row::GROUP;
+use crate::scales::{BLOCKS, NONE, ROWS as ROW_SCALES, Scales};
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, TensorMap};
-use cuda_std::vec::B128;
-use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
-use cuda_std::{Global, GlobalMut, bf16, cluster, dependent_launch, entries, f16, thread, unroll, warp};
+use cuda_std::vec::{B64, B128};
+use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum};
+use cuda_std::{
+    Global, GlobalMut, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, mbarrier, thread,
+    unroll, warp,
+};
 
 /// Rows of weights of a block.
 pub const ROWS: usize = 64;
-/// Elements of K in a stage: a line of the 128-byte swizzle.
+/// Elements of 16 bits of K in a stage: a line of the 128-byte swizzle.
 pub const STEP: usize = 64;
 /// Threads: the consumers and a producer warp.
 pub const THREADS: usize = CONSUMERS as usize + 32;
@@ -36,9 +47,31 @@ const LINE: u32 = 128;
 /// Words between a token's sums and the next's: more than there are rows, so that lanes with other tokens are in other banks.
 const WIDTH: usize = ROWS + 4;
 
-/// Dynamic shared memory: the ring, sums, mbarriers.
-pub const fn shared_bytes(tokens: usize, stages: usize) -> usize {
-    stages * (ROWS + tokens) * STEP * 2 + tokens * WIDTH * 4 + 2 * stages * 8
+/// Steps whose scales of blocks are brought at once.
+const CHUNK: u32 = 16;
+
+/// Words of shared memory for scales of this kind.
+const fn scale_words(tokens: usize, scales: u32) -> usize {
+    match scales {
+        NONE => 0,
+        BLOCKS => 2 * CHUNK as usize * slot_words(tokens),
+        _ => ROWS + tokens,
+    }
+}
+
+/// Words for the scales of a step: those of tokens, and those of the first and of the last row of weights, which may lie in two blocks.
+const fn slot_words(tokens: usize) -> usize {
+    tokens + 2
+}
+
+/// Whether an mbarrier of the owner counts the parts of so many tokens' sums, word by word. Of many that takes longer than a barrier of the cluster.
+const fn counted(tokens: usize, split: u32) -> bool {
+    split > 1 && tokens <= 16
+}
+
+/// Dynamic shared memory: the ring, sums, scales of a kind of [`scales`](crate::scales), mbarriers.
+pub const fn shared_bytes(tokens: usize, stages: usize, scales: u32) -> usize {
+    stages * (ROWS + tokens) * LINE as usize + (tokens * WIDTH + scale_words(tokens, scales)) * 4 + (2 * stages + 1) * 8
 }
 
 /// Rows of a box of `x`: not all that the kernel has room for, as rows outside of the tensor cost the copy engine time as well.
@@ -46,14 +79,14 @@ pub const fn x_rows(m: u32, tokens: u32, share: u32) -> u32 {
     if share > 1 { tokens / share } else { m.next_multiple_of(8) }
 }
 
-/// `x`: `[m, k]` with `m <= TOKENS`, in boxes of [`STEP`] by [`x_rows`]; `w`: `[n, k]` in boxes of [`STEP`] by [`ROWS`]; both with the
+/// `x`: `[m, k]` with `m <= TOKENS`, in boxes of [`STEP`] by [`x_rows`]; `w`: `[n, k]` in boxes of [`STEP`] by `rows`, a multiple of 8 up to [`ROWS`]; both with the
 /// 128-byte swizzle. `y`: `[m, n]`, rows `y_row` apart; `n` and `y_row` are multiples of 8, `y` is aligned to 16 bytes. `bias`: `[n]` or null.
 ///
-/// Clusters: of `SPLIT * SHARE` blocks. Grid: a cluster for each `SHARE` tiles of rows; block: [`THREADS`]; shared memory: [`shared_bytes`].
+/// Clusters: of `SPLIT * SHARE` blocks. Grid: a cluster for each `SHARE` tiles of `rows`; block: [`THREADS`]; shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn linear_few<
     T: TensorFloat + Input,
-    A: Accumulator + AsRef<[f32]>,
+    A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
     const TOKENS: usize,
     const STAGES: usize,
     const SPLIT: u32,
@@ -67,11 +100,55 @@ pub unsafe fn linear_few<
     n: u32,
     k: u32,
     y_row: usize,
+    rows: u32,
     kind: u32,
 ) {
-    const { assert!(A::N == TOKENS && TOKENS.is_multiple_of(SPLIT as usize)) };
+    scaled::<T, f32, T, A, A, NONE, TOKENS, STAGES, SPLIT, SHARE>(
+        x,
+        w,
+        y,
+        bias,
+        Scales::none(),
+        m,
+        n,
+        k,
+        y_row,
+        rows,
+        kind,
+    )
+}
+
+/// [`linear_few`] for operands of any type, whose products `P` have sums of type `S`, with scales. A step has 128 bytes of K.
+#[inline(always)]
+pub unsafe fn scaled<
+    X: Input<S>,
+    S: Sum,
+    T: TensorFloat,
+    A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
+    P: Accumulator<S> + AsRef<[S]>,
+    const SCALES: u32,
+    const TOKENS: usize,
+    const STAGES: usize,
+    const SPLIT: u32,
+    const SHARE: u32,
+>(
+    x: *const TensorMap,
+    w: *const TensorMap,
+    y: *mut T,
+    bias: *const T,
+    scales: Scales<SCALES>,
+    m: u32,
+    n: u32,
+    k: u32,
+    y_row: usize,
+    rows: u32,
+    kind: u32,
+) {
+    const { assert!(A::N == TOKENS && P::N == TOKENS && TOKENS.is_multiple_of(SPLIT as usize)) };
+    let step_size = const { LINE / size_of::<X>() as u32 };
     let blocks = const { SPLIT * SHARE };
     match blocks {
+        1 => {}
         2 => cluster::dims::<2>(),
         _ => cluster::dims::<4>(),
     }
@@ -80,30 +157,46 @@ pub unsafe fn linear_few<
     let ws = carver.take_aligned::<u8>(STAGES * w_bytes as usize, 1024);
     let xs = carver.take_aligned::<u8>(STAGES * x_bytes as usize, 1024);
     let sums = carver.take::<f32>(TOKENS * WIDTH);
-    let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
+    let factors = carver.take::<f32>(const { scale_words(TOKENS, SCALES) });
+    let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS + 1 });
     let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
     let rank = cluster::rank();
     // The part of K, and the place among those that share tokens.
     let (split, place) = (rank / SHARE, rank % SHARE);
-    let row0 = (thread::block_idx_x() / blocks * SHARE + place) * ROWS as u32;
+    let row0 = (thread::block_idx_x() / blocks * SHARE + place) * rows;
     let stages = Stages::<STAGES>::new(bars.address(0u32)).shared_by(SHARE, split * SHARE);
-    let (k0, steps) = part(k.div_ceil(STEP as u32), split, SPLIT);
+    let (k0, steps) = part(k.div_ceil(step_size), split, SPLIT);
     let x_box = x_rows(m, TOKENS as u32, SHARE);
-    if SHARE == 1 && x_box < TOKENS as u32 {
-        // What no box fills.
-        let mut at = tid * 16;
-        while at < STAGES as u32 * x_bytes {
-            if at % x_bytes >= x_box * LINE {
-                xs.set_as(at, B128([0u32; 4]));
+    // A part has the tokens of a block, one after the other. Sums for them from other blocks may be counted as they come.
+    let counted = const { counted(TOKENS, SPLIT) };
+    let each = const { TOKENS as u32 / SPLIT };
+    let came = bars.address(const { Stages::<STAGES>::WORDS as u32 });
+    // What no box fills.
+    let clear = |tiles: Shared<u8>, bytes: u32, filled: u32| {
+        if filled < bytes {
+            let mut at = tid * 16;
+            while at < STAGES as u32 * bytes {
+                if at % bytes >= filled {
+                    tiles.set_as(at, B128([0u32; 4]));
+                }
+                at += 16 * THREADS as u32;
             }
-            at += 16 * THREADS as u32;
+            tma::fence_async();
         }
-        tma::fence_async();
-    }
+    };
+    clear(ws, w_bytes, rows * LINE);
+    clear(xs, x_bytes, SHARE * x_box * LINE);
     if tid == CONSUMERS {
         tma::prefetch_map(w);
         tma::prefetch_map(x);
+        if counted {
+            mbarrier::init(came, 1);
+        }
         stages.init(CONSUMERS / 32);
+        if counted {
+            let own = m.saturating_sub(split * each).min(each);
+            mbarrier::arrive_expect_tx(came, own * rows * const { (SPLIT - 1) * 4 });
+        }
     }
     cluster::arrive_relaxed();
     cluster::wait();
@@ -117,8 +210,8 @@ pub unsafe fn linear_few<
             let mut ring = Ring::<STAGES>::new();
             let mut step = 0;
             while step < steps {
-                let (stage, at) = (ring.stage, ((k0 + step) * STEP as u32) as i32);
-                stages.acquire(ring, SHARE * x_box * LINE + w_bytes);
+                let (stage, at) = (ring.stage, ((k0 + step) * step_size) as i32);
+                stages.acquire(ring, (SHARE * x_box + rows) * LINE);
                 let full = stages.full(stage);
                 tma::load_tensor::<2>(ws + stage * w_bytes, w, [at, row0 as i32], full);
                 let (to, token) = (xs + stage * x_bytes, (place * x_box) as i32);
@@ -135,21 +228,62 @@ pub unsafe fn linear_few<
             }
         }
         warp::sync_warp(!0);
-        cluster::sync();
+        if SPLIT > 1 && !counted {
+            cluster::sync();
+        } else if SHARE > 1 {
+            cluster::arrive_relaxed();
+            cluster::wait();
+        }
         return;
     }
 
     let (a, b) = (Descriptor::<K>::new(ws.address(0u32)), Descriptor::<K>::new(xs.address(0u32)));
+    let ahead = Ahead::<SCALES, TOKENS> {
+        words: factors,
+        scales,
+        m,
+        rows: [row0.min(n - 1), (row0 + rows - 1).min(n - 1)],
+        // Of a part of K that has no step of its own, the last.
+        first: k0.min(k.div_ceil(step_size) - 1),
+        steps,
+    };
+    if SCALES == ROW_SCALES {
+        // Used at the end.
+        if tid < ROWS as u32 {
+            cp_async::copy::<4, _>(factors.address(tid), scales.w_ptr((row0 + tid).min(n - 1), 0), 4);
+        } else if tid < const { (ROWS + TOKENS) as u32 } {
+            cp_async::copy::<4, _>(factors.address(tid), scales.x_ptr((tid - ROWS as u32).min(m - 1), 0), 4);
+        }
+        cp_async::commit_group();
+    }
+    if SCALES == BLOCKS {
+        ahead.bring(0);
+    }
     let mut acc = A::zero();
+    // Those of a step, or without scales that change all of them.
+    let mut partial = P::zero();
     let mut ring = Ring::<STAGES>::new();
     let mut previous = ring.stage;
     let mut step = 0;
     // Written to run at least once; see `cuda_std::wgmma`.
     loop {
         stages.wait_full(ring);
-        acc.multiply::<T, 4, K, K>(a.offset(ring.stage * w_bytes), b.offset(ring.stage * x_bytes), step > 0);
+        if SCALES == BLOCKS {
+            partial.multiply::<X, 4, K, K>(a.offset(ring.stage * w_bytes), b.offset(ring.stage * x_bytes), false);
+            let factors = ahead.factors(step);
+            wgmma::wait::<0>(&mut partial);
+            stages.release(ring.stage, lane);
+            factors.add(&mut acc, &partial);
+            ring.advance();
+            step += 1;
+            if step >= steps {
+                break;
+            }
+            continue;
+        }
+        partial.multiply::<X, 4, K, K>(a.offset(ring.stage * w_bytes), b.offset(ring.stage * x_bytes), step > 0);
         // The product before is complete, and its stage can be filled again.
-        wgmma::wait::<1>(&mut acc);
+        wgmma::wait::<1>(&mut partial);
         if step > 0 {
             stages.release(previous, lane);
         }
@@ -160,25 +294,46 @@ pub unsafe fn linear_few<
             break;
         }
     }
-    wgmma::wait::<0>(&mut acc);
+    if SCALES != BLOCKS {
+        wgmma::wait::<0>(&mut partial);
+        for e in 0..const { TOKENS / 2 } {
+            acc.as_mut()[e] = partial.as_ref()[e].to_f32();
+        }
+    }
+    if SCALES == ROW_SCALES {
+        cp_async::wait_group::<0>();
+    }
 
-    // A part has the tokens of a block, one after the other.
-    let each = const { TOKENS as u32 / SPLIT };
+    if SPLIT == 1 && SHARE > 1 {
+        // Done with what is shared. No block may end while another can still signal its mbarriers.
+        cluster::arrive_relaxed();
+    }
     let row = warp_id * 16 + lane / 4;
     for e in 0..const { TOKENS / 2 } {
         let token = (e as u32 / 4) * 8 + 2 * (lane % 4) + e as u32 % 2;
-        if token < m {
-            let at = (split * each + token % each) * WIDTH as u32 + row + 8 * (e as u32 / 2 % 2);
-            let value = acc.as_ref()[e];
-            if SPLIT > 1 {
-                cluster::store_u32(cluster::map(sums.address(at), token / each * SHARE + place), value.to_bits());
-            } else {
+        let row = row + 8 * (e as u32 / 2 % 2);
+        if token < m && row < rows {
+            let at = (split * each + token % each) * WIDTH as u32 + row;
+            let (value, owner) = (acc.as_ref()[e], token / each);
+            let there = |address| cluster::map(address, owner * SHARE + place);
+            if SPLIT == 1 || counted && owner == split {
                 sums.set(at, value);
+            } else if counted {
+                cluster::store_async_u32(there(sums.address(at)), value.to_bits(), there(came));
+            } else {
+                cluster::store_u32(there(sums.address(at)), value.to_bits());
             }
         }
     }
-    // Also: no block ends while another can still signal its mbarriers or send to it.
-    cluster::sync();
+    if SPLIT > 1 && !counted {
+        cluster::sync();
+    } else {
+        thread::sync_named(1, CONSUMERS);
+    }
+    if counted {
+        // Nobody writes to this block after that, which therefore may end.
+        mbarrier::wait_parity(came, 0);
+    }
     let (bias, y) = (Global::new(bias), GlobalMut::new(y));
     let biased = !bias.ptr(0u32).is_null();
     let units = const { ROWS as u32 / 8 };
@@ -186,7 +341,7 @@ pub unsafe fn linear_few<
     while unit < each * units {
         let (local, row) = (unit / units, unit % units * 8);
         let (token, column) = (split * each + local, row0 + row);
-        if token < m && column < n {
+        if token < m && row < rows && column < n {
             let mut values = [0f32; 8];
             for from in 0..SPLIT {
                 let at = (from * each + local) * WIDTH as u32 + row;
@@ -196,7 +351,14 @@ pub unsafe fn linear_few<
                     values[i] = if from == 0 { value } else { values[i] + value };
                 }
             }
-            if biased {
+            if SCALES == ROW_SCALES {
+                let of_x = factors.get(ROWS as u32 + token);
+                let of_w: [B128<f32, 4>; 2] = [factors.get_as(row), factors.get_as(row + 4)];
+                unroll::<8>(|i| {
+                    let bias = if biased { bias.get(column + i as u32).to_f32() } else { 0.0 };
+                    values[i] = float::fma(values[i], of_x * of_w[i / 4].0[i % 4], bias);
+                });
+            } else if biased {
                 unroll::<8>(|i| values[i] += bias.get(column + i as u32).to_f32());
             }
             rough::epilogues(kind, &mut values);
@@ -208,12 +370,98 @@ pub unsafe fn linear_few<
         }
         unit += CONSUMERS;
     }
+    if SPLIT == 1 && SHARE > 1 {
+        warp::sync_warp(!0);
+        cluster::wait();
+    }
+}
+
+/// Scales of blocks, which the consumers bring to shared memory for [`CHUNK`] steps at once, while those before are used.
+struct Ahead<const SCALES: u32, const TOKENS: usize> {
+    /// Two chunks of slots.
+    words: Shared<f32>,
+    scales: Scales<SCALES>,
+    m: u32,
+    /// The first and the last row of weights: all others have the scales of one of them.
+    rows: [u32; 2],
+    /// The first step along K, and how many there are.
+    first: u32,
+    steps: u32,
+}
+
+impl<const SCALES: u32, const TOKENS: usize> Ahead<SCALES, TOKENS> {
+    /// The words of a step.
+    #[inline(always)]
+    fn slot(&self, step: u32) -> u32 {
+        step % (2 * CHUNK) * const { slot_words(TOKENS) as u32 }
+    }
+
+    /// Has the scales of the chunk from step `step` on brought, by all consumers. Neighbouring threads have neighbouring groups of a row.
+    #[inline(always)]
+    unsafe fn bring(&self, step: u32) {
+        for i in 0..const { (CHUNK * slot_words(TOKENS) as u32).div_ceil(CONSUMERS) } {
+            let unit = i * CONSUMERS + thread::thread_idx_x();
+            let (step, word) = (step + unit % CHUNK, unit / CHUNK);
+            let (tokens, words) = const { (TOKENS as u32, slot_words(TOKENS) as u32) };
+            if step < self.steps && word < words {
+                let from = if word < tokens {
+                    self.scales.x_ptr(word.min(self.m - 1), self.first + step)
+                } else {
+                    self.scales.w_ptr(if word == tokens { self.rows[0] } else { self.rows[1] }, self.first + step)
+                };
+                cp_async::copy::<4, _>(self.words.address(self.slot(step) + word), from, 4);
+            }
+        }
+        cp_async::commit_group();
+    }
+
+    /// The scales of this thread's sums of a step. By all consumers, for one step after the other.
+    #[inline(always)]
+    unsafe fn factors(&self, step: u32) -> Factors<TOKENS> {
+        if step.is_multiple_of(CHUNK) {
+            cp_async::wait_group::<0>();
+            // This chunk is there, and nobody uses the one before any more.
+            thread::sync_named(2, CONSUMERS);
+            self.bring(step + CHUNK);
+        }
+        let (slot, row) = (self.slot(step), self.rows[0] + warp::warp_id() * 16);
+        let last = |row: u32| (row / GROUP as u32 != self.rows[0] / GROUP as u32) as u32;
+        let w = [last(row), last(row + 8)].map(|last| self.words.get(slot + TOKENS as u32 + last));
+        let mut x = [[0f32; 2]; 8];
+        for j in 0..const { TOKENS / 8 } {
+            B64(x[j]) = self.words.get_as(slot + j as u32 * 8 + 2 * (warp::lane_id() % 4));
+        }
+        Factors { x, w }
+    }
+}
+
+/// The scales of a thread's sums of a step: of two neighbouring tokens of each eight, of two rows of weights.
+struct Factors<const TOKENS: usize> {
+    x: [[f32; 2]; 8],
+    w: [f32; 2],
+}
+
+impl<const TOKENS: usize> Factors<TOKENS> {
+    /// Adds the products of a step, multiplied with their scales.
+    #[inline(always)]
+    fn add<A: AsMut<[f32]>, S: Sum, P: AsRef<[S]>>(&self, acc: &mut A, products: &P) {
+        for j in 0..const { TOKENS / 8 } {
+            for h in 0..2 {
+                for c in 0..2 {
+                    let e = 4 * j + 2 * h + c;
+                    let sum = products.as_ref()[e].to_f32();
+                    acc.as_mut()[e] = float::fma(sum, self.x[j][c] * self.w[h], acc.as_mut()[e]);
+                }
+            }
+        }
+    }
 }
 
 entries! {
     /// Arguments of every `linear_few_*` entry; see [`linear_few`].
     pub struct Args<T>(
-        x: TensorMap, w: TensorMap, y: *mut T, bias: *const T, m: u32, n: u32, k: u32, y_row: usize, kind: u32,
+        x: TensorMap, w: TensorMap, y: *mut T, bias: *const T, m: u32, n: u32, k: u32, y_row: usize,
+        rows: u32, kind: u32,
     );
     linear_few_t8_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 4], 8, 10, 2, 1>;
     linear_few_t8_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 4], 8, 10, 2, 1>;

@@ -32,7 +32,9 @@ use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum};
-use cuda_std::{Global, Shared, bf16, cluster, dependent_launch, entries, f16, float, integer, mma, thread, warp};
+use cuda_std::{
+    Global, Shared, bf16, cluster, dependent_launch, entries, f16, float, integer, mbarrier, mma, thread, warp,
+};
 
 /// Tokens of a tile.
 pub const ROWS: usize = 128;
@@ -93,7 +95,7 @@ pub const fn chunk_swizzle(n: usize, split: usize) -> Swizzle {
 
 /// Dynamic shared memory for tiles of `n` outputs: the ring, two chunks for each consumer, the mbarriers.
 pub const fn shared_bytes(n: usize, stages: usize, split: usize) -> usize {
-    stages * (ROWS + n) * STEP * 2 + 4 * GROUP_ROWS * chunk(n, split) * 2 + 2 * stages * 8
+    stages * (ROWS + n) * STEP * 2 + 4 * GROUP_ROWS * chunk(n, split) * 2 + (2 * stages + 1) * 8
 }
 
 /// `x`: `[m, k]` in boxes of [`STEP`] by [`x_rows`]; `w`: `[n, k]` in boxes of [`STEP`] by `N / DOWN`; both with the
@@ -164,7 +166,9 @@ pub unsafe fn scaled<
     let xs = carver.take_aligned::<u8>(STAGES * ROWS * LINE as usize, 1024);
     let ws = carver.take_aligned::<u8>(STAGES * N * LINE as usize, 1024);
     let staging = carver.take_aligned::<u32>(2 * GROUP_ROWS * width, 1024);
-    let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
+    let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS + 1 });
+    // Counts sums that come from other blocks.
+    let came = bars.address(const { Stages::<STAGES>::WORDS as u32 });
     let (warp_id, lane) = (warp::warp_id(), warp::lane_id());
     // The block's place in its cluster: part of K, row, column.
     let rank = if blocks > 1 { cluster::rank() } else { 0 };
@@ -196,7 +200,13 @@ pub unsafe fn scaled<
         tma::prefetch_map(x);
         tma::prefetch_map(w);
         tma::prefetch_map(y);
+        if SPLIT > 1 {
+            mbarrier::init(came, 1);
+        }
         stages.init(CONSUMERS / 32);
+        if SPLIT > 1 {
+            mbarrier::arrive_expect_tx(came, Exchange::<N, SPLIT>::bytes(split));
+        }
     }
     if blocks > 1 {
         cluster::arrive_relaxed();
@@ -238,7 +248,6 @@ pub unsafe fn scaled<
         if SPLIT > 1 {
             cluster::arrive_relaxed();
             cluster::wait();
-            cluster::sync();
         }
     } else {
         wgmma::increase_registers::<232>();
@@ -365,8 +374,9 @@ pub unsafe fn scaled<
                 cluster::arrive_relaxed();
                 cluster::wait();
                 let exchange = Exchange::<N, SPLIT>::new(split, sharing, place);
-                exchange.send(acc.as_ref());
-                cluster::sync();
+                exchange.send(acc.as_ref(), came);
+                // Nobody writes to this block after that, which therefore may end.
+                mbarrier::wait_parity(came, 0);
                 let own = exchange.sum(acc.as_ref());
                 store.tile::<N, SPLIT>(own, bias, scale, rows, row, column, first_chunk, end_chunk, 0);
             }
@@ -623,19 +633,27 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
         (slot * Self::OWNED as u32 + e as u32) * CONSUMERS + self.mine
     }
 
-    /// Sends what others own.
+    /// How many bytes the others send to the block with part `rank`.
     #[inline(always)]
-    unsafe fn send(self, sums: &[f32]) {
+    fn bytes(rank: u32) -> u32 {
+        let left = (N as u32 / 2).saturating_sub(rank * Self::OWNED as u32);
+        left.min(Self::OWNED as u32) * const { (SPLIT - 1) * CONSUMERS * 4 }
+    }
+
+    /// Sends what others own; their mbarriers at `came` count it. (A barrier of the cluster that publishes ordinary stores would wait for
+    /// `MEMBAR.ALL.GPU`.)
+    #[inline(always)]
+    unsafe fn send(self, sums: &[f32], came: u32) {
         let parts = Carver::new().take::<u32>(1);
         for owner in 0..SPLIT {
             if owner != self.rank {
-                let to =
-                    cluster::map(parts.address(self.index(owner, self.rank, 0)), owner * self.sharing + self.place);
+                let there = |address| cluster::map(address, owner * self.sharing + self.place);
+                let (to, came) = (there(parts.address(self.index(owner, self.rank, 0))), there(came));
                 for e in 0..const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2 }
                 {
                     let i = owner as usize * Self::OWNED + e;
                     if i < N / 2 {
-                        cluster::store_u32(to + 4 * CONSUMERS * e as u32, sums[i].to_bits());
+                        cluster::store_async_u32(to + 4 * CONSUMERS * e as u32, sums[i].to_bits(), came);
                     }
                 }
             }
