@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// What all ranks must have in common; a part of every signature, so that libraries of different protocols do not talk.
-pub(super) const PROTOCOL: u32 = 2;
+pub(super) const PROTOCOL: u32 = 3;
 /// Columns of a scale.
 pub(super) const GROUP: usize = 128;
 
@@ -108,6 +108,14 @@ impl Blocks {
     }
 }
 
+/// Words of counts.
+const COUNTS: usize = kernel::MAX_BLOCKS * kernel::MAX_RANKS * kernel::MAX_RANKS;
+
+/// Words that say which tokens go where.
+const fn votes(config: &Config) -> usize {
+    config.max_tokens.div_ceil(32) * 2 * kernel::MAX_RANKS
+}
+
 /// The symmetric buffers of a rank, and what it keeps to itself.
 pub(super) struct Buffers {
     pub(super) flags: Tensor<u64>,
@@ -117,6 +125,7 @@ pub(super) struct Buffers {
     pub(super) ids: Tensor<i32>,
     pub(super) weights: Tensor<f32>,
     pub(super) results: Tensor<bf16>,
+    pub(super) votes: Tensor<u64>,
     state: Tensor<u32>,
     fault: Tensor<u32>,
 }
@@ -157,10 +166,11 @@ impl Buffers {
     pub(super) fn arena_bytes(config: &Config, capacity: usize) -> usize {
         let (k, hidden) = (config.top_k, config.hidden);
         Space::bytes::<u64>(kernel::FLAGS)
-            + Space::bytes::<u64>(kernel::MAX_RANKS * kernel::MAX_RANKS)
+            + Space::bytes::<u64>(COUNTS)
             + 2 * Space::bytes::<bf16>(capacity * hidden)
             + Space::bytes::<f32>(capacity * (hidden / GROUP))
             + 2 * Space::bytes::<u32>(capacity * k)
+            + Space::bytes::<u64>(votes(config))
             + Space::bytes::<u32>(kernel::state::COUNT)
             + Space::bytes::<u32>(kernel::fault::COUNT)
     }
@@ -169,12 +179,13 @@ impl Buffers {
         let (k, hidden) = (config.top_k, config.hidden);
         let mut this = Self {
             flags: space.take(&[kernel::FLAGS])?,
-            counts: space.take(&[kernel::MAX_RANKS, kernel::MAX_RANKS])?,
+            counts: space.take(&[kernel::MAX_BLOCKS * kernel::MAX_RANKS, kernel::MAX_RANKS])?,
             rows: space.take(&[capacity, hidden])?,
             scales: space.take(&[capacity, hidden / GROUP])?,
             ids: space.take(&[capacity, k])?,
             weights: space.take(&[capacity, k])?,
             results: space.take(&[capacity, hidden])?,
+            votes: space.take(&[votes(config)])?,
             state: space.take(&[kernel::state::COUNT])?,
             fault: space.take(&[kernel::fault::COUNT])?,
         };
@@ -197,7 +208,8 @@ impl Buffers {
     /// Forgets all operations.
     pub(super) fn reset(&mut self) -> Result<()> {
         self.flags.copy_from_slice(&[0; kernel::FLAGS])?;
-        self.counts.copy_from_slice(&[0; kernel::MAX_RANKS * kernel::MAX_RANKS])?;
+        self.counts.copy_from_slice(&vec![0; COUNTS])?;
+        self.votes.copy_from_slice(&vec![0; self.votes.len()])?;
         self.state.copy_from_slice(&[0; kernel::state::COUNT])?;
         self.fault.copy_from_slice(&[0; kernel::fault::COUNT])
     }
@@ -498,9 +510,9 @@ impl Communicator {
         for buffers in &self.group.buffers {
             let b = buffers.lock().unwrap_or_else(PoisonError::into_inner);
             let symmetric = [b.flags.storage(), b.counts.storage(), b.rows.storage(), b.scales.storage()];
-            let more =
-                [b.ids.storage(), b.weights.storage(), b.results.storage(), b.state.storage(), b.fault.storage()];
-            symmetric.into_iter().chain(more).for_each(|s| stream.retain(s));
+            let more = [b.ids.storage(), b.weights.storage(), b.results.storage()];
+            let own = [b.votes.storage(), b.state.storage(), b.fault.storage()];
+            symmetric.into_iter().chain(more).chain(own).for_each(|s| stream.retain(s));
         }
         self.group.others.iter().flat_map(Others::memory).for_each(|s| stream.retain(s));
         stream.retain(self.table.storage());
@@ -581,7 +593,9 @@ mod tests {
                 for mut rank in ranks {
                     s.spawn(move || {
                         let (d, r) = (rank.device().clone(), rank.rank());
-                        rank.own(|b| b.state.copy_from_slice(&[start, 0])).unwrap();
+                        let mut state = [0; kernel::state::COUNT];
+                        state[kernel::state::EPOCH] = start;
+                        rank.own(|b| b.state.copy_from_slice(&state)).unwrap();
                         let stream = Stream::new(&d).unwrap();
                         let ids = Tensor::from_slice(&d, &[0, 3, 1, 2, 3], &[5, 1]).unwrap();
                         let mut routing = rank.routing().unwrap();

@@ -164,29 +164,38 @@ pub const fn entry(quantise: bool, arrangement: Arrangement) -> Entry<Args> {
     }
 }
 
-/// How to launch any of them; `counted` tokens, which are none in slots.
-pub const fn geometry(blocks: u32, threads: u32, counted: u32) -> Geometry {
-    Geometry::linear(blocks, threads).shared_bytes(kernel::shared_bytes(counted)).resident()
+/// How to launch any of them, for as many tokens.
+pub const fn geometry(quantise: bool, arrangement: Arrangement, blocks: u32, threads: u32, tokens: u32) -> Geometry {
+    let bytes = match arrangement {
+        Arrangement::Compact => kernel::shared_bytes(tokens, threads, quantise),
+        Arrangement::Slots => 0,
+    };
+    Geometry::linear(blocks, threads).shared_bytes(bytes).resident()
 }
 
 /// Blocks that copy a rank's own rows and nothing else.
 ///
 /// A multiprocessor's stores leave in order, so that those to the own memory wait behind those to peers, and the link for them in
 /// turn; blocks of their own keep out of the way. On two H200s eight blocks of 1024 threads copy 4096 rows of 7168 in the time in which
-/// NVLink carries as many (172 µs with eight to ten of 24 blocks, 193 with seven, 204 with none). How many the others are matters in jumps
-/// (perhaps as to how they are spread over GPCs): on four H200s 410 to 414 µs with 8 of 24 for own rows, 409 to 417 with 15, 414 with 9, 428
-/// to 484 with other numbers. With even more peers, each of which has blocks of its own, it is as many for each. In e4m3 each row would be
-/// quantised twice.
+/// NVLink carries as many. With more peers, each of which has blocks of its own, it is as many for each. In e4m3 each row would be quantised
+/// twice.
 const fn own_blocks(blocks: u32, ranks: u32, quantise: bool) -> u32 {
     if ranks == 1 || quantise {
         return 0;
     }
     let own = match ranks {
-        ..=4 if blocks > 16 => 8,
+        ..=2 if blocks > 20 => 10,
+        ..=4 if blocks > 18 => 9,
         ..=4 => 8u32.div_ceil(ranks - 1),
         _ => 3 + blocks.saturating_sub(3) % (ranks - 1),
     };
     if 2 * own < blocks { own } else { 0 }
+}
+
+/// Rows that warps get a piece at a time, of so many warps. Whole rows take fewer instructions, which counts in e4m3 if a row goes to one peer;
+/// pieces let all warps end together.
+const fn singles(warps: u32, ranks: u32, quantise: bool) -> u32 {
+    if quantise && ranks <= 2 { warps } else { u32::MAX }
 }
 
 /// Launches dispatch (layer L1).
@@ -204,9 +213,9 @@ pub unsafe fn launch(
     [blocks, threads]: [u32; 2],
     args: &Args,
 ) -> Result<()> {
-    let counted = if matches!(arrangement, Arrangement::Compact) { args.job.tokens } else { 0 };
+    let geometry = geometry(quantise, arrangement, blocks, threads, args.job.tokens);
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry(quantise, arrangement), &geometry(blocks, threads, counted), args) }
+    unsafe { stream.launch(&entry(quantise, arrangement), &geometry, args) }
 }
 
 impl Communicator {
@@ -301,19 +310,21 @@ impl Communicator {
             per_rank: self.per_rank(),
             cached: options.cached.into(),
             own_blocks: 0,
+            votes: self.own(|b| b.votes.as_mut_ptr()),
+            singles: 0,
         };
         self.writes_received(&mut call)?;
         call.check_overlap()?;
         aligned(OP, "x", job.x.cast())?;
         let most = entry(options.quantise, options.arrangement).max_threads;
         let default = if slots { [64, 256] } else { [24, most] };
-        let counted = if slots { 0 } else { tokens as u32 };
-        let bytes = |threads| geometry(1, threads, counted).shared_bytes;
+        let bytes = |threads| geometry(options.quantise, options.arrangement, 1, threads, tokens as u32).shared_bytes;
         let [blocks, threads] = self.blocks(OP, options.blocks, default, most, bytes)?;
         let fits = options.own_blocks.is_none_or(|own| own < blocks);
         let own = options.own_blocks.unwrap_or_else(|| own_blocks(blocks, self.ranks() as u32, options.quantise));
         call.value(fits, "own_blocks", format!("less than {blocks}"), own)?;
         job.own_blocks = own;
+        job.singles = singles(blocks * threads / 32, self.ranks() as u32, options.quantise);
         let operation = [4, blocks, threads, slots.into(), options.quantise.into(), options.cached.into()];
         let args = Args { link: self.link(stream, &operation), job };
         #[cfg(feature = "nccl")]

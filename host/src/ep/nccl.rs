@@ -267,7 +267,7 @@ impl Communicator {
         // SAFETY: rows of the rank's own matrix.
         unsafe { self.nccl_exchange(stream, |p| vec![(at(self.rank()).cast_const(), bytes, at(p), bytes)])? };
         stream.synchronize()?;
-        let all = counts.to_vec()?;
+        let all = counts.narrow(0, 0, MAX_RANKS)?.to_vec()?;
         Ok(Some(std::array::from_fn(|s| std::array::from_fn(|d| all[s * MAX_RANKS + d] as u32))))
     }
 

@@ -13,8 +13,8 @@ const DEPTH: usize = 4;
 /// resident; the threads of a block are a multiple of 32.
 #[inline(always)]
 pub unsafe fn all_to_all(link: Link, x: *const u8, vectors: u32) {
-    let Some(session) = Session::begin(link) else { return };
-    let ok = session.enter();
+    let Some(session) = Session::begin(link, 0, false) else { return };
+    let ok = session.wait_entry();
     if ok {
         let x = Global::new(x);
         let (threads, blocks) = (thread::block_dim_x(), thread::grid_dim_x());

@@ -6,7 +6,7 @@ use cuda_std::entries;
 /// One block of 32 threads or more.
 #[inline(always)]
 pub unsafe fn barrier(link: Link) {
-    if let Some(session) = Session::begin(link) {
+    if let Some(session) = Session::begin(link, u32::MAX, false) {
         session.finish(true, true);
     }
 }

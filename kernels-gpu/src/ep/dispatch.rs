@@ -4,28 +4,33 @@
 //! and their weights. Two arrangements:
 //!
 //! * *compact*: the rows of rank 0, then those of rank 1, ..., each in the order of its tokens, without gaps. Where a row goes
-//!   follows from how many tokens all ranks send to all, so every rank counts its tokens ([`scan`]), sends its row of counts with
-//!   the entry flag, and waits for those of the others. No row is moved twice.
+//!   follows from how many tokens all ranks send to all. Each block counts a slice of the rank's tokens ([`Slice`]) and tells all ranks, and
+//!   the other blocks which they are; all blocks add up what all blocks of all ranks tell. No row is moved twice.
 //! * *slots*: token `t` of rank `s` is row `s slots + t`, and rows that nobody sent have no experts. Nothing is known before and
 //!   nothing is waited for (unless a rank may still read what came before): for few tokens, where time is latency.
 //!
 //! Warps take pieces of [`DEPTH`] vectors a lane, loading all of them before the first is stored; each is loaded once and stored
-//! to all its ranks. In e4m3, 16 lanes hold the 128 values of a scale.
+//! to all its ranks. In e4m3, eight lanes hold the 128 values of a scale, 16 each, which are one store afterwards. In compact dispatch pieces
+//! or whole rows are handed out as warps ask for them ([`Work`]): multiprocessors are not equally fast at storing to a peer.
 
-use super::layout::{Routes, scan, scan_bytes};
-use super::{Link, MAX_RANKS, Session, Walk, fault, phase, slot, token_count};
-use crate::row::quantise::{Quantised, group_amax, scale_for};
+use super::layout::Routes;
+use super::{Deal, Link, MAX_BLOCKS, MAX_RANKS, Session, Unit, Walk, fault, phase, slot, token_count};
+use crate::row::quantise::{Quantised, scale_for};
+use cuda_std::atomic::{Device, Relaxed};
 use cuda_std::integer::Divisor;
 use cuda_std::shared::{Carver, Shared};
-use cuda_std::vec::{B64, B128, Streaming};
-use cuda_std::{E4M3, Global, GlobalMut, bf16, entries, float, integer, struct_param, thread, unroll, warp};
+use cuda_std::vec::{B128, Reused, Streaming};
+use cuda_std::{
+    E4M3, Global, GlobalMut, bf16, convert, cp_async, entries, float, integer, struct_param, thread, unroll, warp,
+};
 
 /// Vectors of eight values that a lane has under way.
 pub const DEPTH: usize = 4;
 
-/// Dynamic shared memory of a block, for so many tokens that are to be counted.
-pub const fn shared_bytes(tokens: u32) -> u32 {
-    scan_bytes(tokens) + (MAX_RANKS * MAX_RANKS * 4) as u32
+/// Dynamic shared memory of a block in compact dispatch of so many tokens, with so many threads. None in slots.
+pub const fn shared_bytes(tokens: u32, threads: u32, quantise: bool) -> u32 {
+    let ring = if quantise { threads / 32 * STAGES * PIECE } else { 0 };
+    tokens.next_multiple_of(32) + 32 + ((MAX_RANKS + MAX_BLOCKS) * MAX_RANKS * 4) as u32 + ring
 }
 
 /// What is sent, and how.
@@ -64,6 +69,11 @@ pub struct Job {
     pub cached: u32,
     /// Blocks that copy the rank's own rows and nothing else, while the others send; 0 if all do both. Compact only.
     pub own_blocks: u32,
+    /// `[max_tokens / 32, 2, MAX_RANKS]`, rounded up: for each 32 tokens which go to a rank, and how many of those before that the same block
+    /// counted; each with the epoch above.
+    pub votes: *mut u64,
+    /// Rows, the last, that warps get a piece at a time; the others they get whole. Compact only.
+    pub singles: u32,
 }
 struct_param!(Job);
 
@@ -104,10 +114,6 @@ impl<'a, const HELD: bool> Peers<'a, HELD> {
 #[derive(Clone, Copy)]
 struct Piece {
     vectors: [[u32; 4]; DEPTH],
-    /// The vector of the lane's first.
-    first: u32,
-    /// Vectors of a row.
-    count: u32,
 }
 
 impl Piece {
@@ -117,94 +123,99 @@ impl Piece {
         (job.hidden / 8).div_ceil(32 * DEPTH as u32)
     }
 
-    /// Vectors from the lane's first to the end of the row.
+    /// The lane's first vector of a piece of a row, and how many there are from there to the row's end.
     #[inline(always)]
-    fn left(&self) -> u32 {
-        self.count.saturating_sub(self.first)
+    fn span<const QUANTISED: bool>(job: &Job, piece: u32) -> (u32, u32) {
+        let first = piece * (32 * DEPTH as u32) + warp::lane_id() * if QUANTISED { 2 } else { 1 };
+        (first, (job.hidden / 8).saturating_sub(first))
     }
 
+    /// The `j`-th vector of a lane, from its first: in e4m3 pairs, which are 16 bytes afterwards.
     #[inline(always)]
-    fn none(job: &Job) -> Self {
-        Self { vectors: [[0; 4]; DEPTH], first: 0, count: job.hidden / 8 }
+    const fn step<const QUANTISED: bool>(j: usize) -> usize {
+        if QUANTISED { 64 * (j / 2) + j % 2 } else { 32 * j }
     }
 
+    /// Zeros beyond the last of `rows`.
     #[inline(always)]
     #[track_caller]
-    unsafe fn load(job: &Job, token: u32, piece: u32) -> Self {
-        let mut this = Self::none(job);
-        this.first = piece * (32 * DEPTH as u32) + warp::lane_id();
-        // One address, and steps that instructions hold.
-        let row = Global::new(job.x).offset(token as usize * job.x_stride + this.first as usize * 8);
-        let left = this.left();
-        unroll::<DEPTH>(|j| {
-            if 32 * (j as u32) < left {
-                let B128(v) = row.get_hinted::<B128<u32, 4>>(256 * j, Streaming);
-                unroll::<4>(|w| this.vectors[j][w] = v[w]);
-            }
-        });
-        this
+    unsafe fn load<const QUANTISED: bool>(job: &Job, at: Unit, rows: u32) -> Self {
+        let mut vectors = [[0; 4]; DEPTH];
+        if at.row < rows {
+            let (first, left) = Self::span::<QUANTISED>(job, at.piece);
+            // One address, and steps that instructions hold.
+            let row = Global::new(job.x).offset(at.row as usize * job.x_stride + first as usize * 8);
+            unroll::<DEPTH>(|j| {
+                if (Self::step::<QUANTISED>(j) as u32) < left {
+                    let at = 8 * Self::step::<QUANTISED>(j);
+                    // The second of a pair finds its sectors in the first-level cache.
+                    let B128(v) = if QUANTISED {
+                        row.get_hinted::<B128<u32, 4>>(at, Reused)
+                    } else {
+                        row.get_hinted::<B128<u32, 4>>(at, Streaming)
+                    };
+                    unroll::<4>(|w| vectors[j][w] = v[w]);
+                }
+            });
+        }
+        Self { vectors }
     }
 
-    /// In e4m3: the values in the first two words of each vector. Returns the scale that the lane stores: the piece has two for
-    /// each vector of a lane, and lane `2 j + h` takes that of half `h` of the warp's `j`-th, so that they go in one store.
+    /// In e4m3: the values in the first two words of each vector. Returns the scale of the piece's group of the lane's number, modulo
+    /// eight.
     #[inline(always)]
     #[track_caller]
     unsafe fn quantise(&mut self) -> f32 {
-        let mut own = 0.0;
-        let lane = warp::lane_id();
-        unroll::<DEPTH>(|j| {
-            let mut v = [0.0; 8];
-            unroll::<4>(|w| {
-                v[2 * w] = f32::from_bits(self.vectors[j][w] << 16);
-                v[2 * w + 1] = f32::from_bits(self.vectors[j][w] & 0xffff_0000);
-            });
-            let scale = scale_for::<E4M3>(group_amax::<8>(v));
-            let factor = float::fast::recip(scale);
-            unroll::<8>(|i| v[i] *= factor);
-            self.vectors[j][0] = E4M3::four([v[0], v[1], v[2], v[3]]);
-            self.vectors[j][1] = E4M3::four([v[4], v[5], v[6], v[7]]);
-            let half = warp::shfl_idx(scale, (lane & 1) * 16);
-            own = if lane / 2 == j as u32 { half } else { own };
+        const { assert!(DEPTH == 4) };
+        // The largest magnitude of each pair's two halves, as eight lanes have it.
+        let mut halves = [0; 2];
+        unroll::<2>(|s| {
+            let magnitude = |i: usize| self.vectors[2 * s + i / 4][i % 4] & 0x7fff_7fff;
+            let pair = |i: usize| convert::max_bf16x2(magnitude(i), magnitude(i + 4));
+            let (a, b) = (convert::max_bf16x2(pair(0), pair(1)), convert::max_bf16x2(pair(2), pair(3)));
+            halves[s] = convert::max_bf16x2(a, b);
         });
-        own
-    }
-
-    /// The scales of [`quantise`](Self::quantise) to a row of a rank.
-    #[inline(always)]
-    #[track_caller]
-    unsafe fn store_scales<const HELD: bool>(&self, peers: &Peers<'_, HELD>, rank: u32, row: usize, scale: f32) {
-        let scales = peers.buffer::<f32>(rank, slot::SCALES);
+        // Of both pairs in a word.
+        let low = integer::permute(halves[0], halves[1], 0x5410);
+        let high = integer::permute(halves[0], halves[1], 0x7632);
+        let mut most = convert::max_bf16x2(low, high);
+        unroll::<3>(|i| most = convert::max_bf16x2(most, warp::shfl_xor(most, 1 << i)));
+        let mut scales = [0.0; 2];
+        unroll::<2>(|s| {
+            let amax = f32::from_bits(if s == 0 { most << 16 } else { most & 0xffff_0000 });
+            scales[s] = scale_for::<E4M3>(amax);
+            let factor = float::fast::recip(scales[s]);
+            unroll::<2>(|h| {
+                let mut v = [0.0; 8];
+                unroll::<4>(|w| {
+                    let word = self.vectors[2 * s + h][w];
+                    v[2 * w] = f32::from_bits(word << 16) * factor;
+                    v[2 * w + 1] = f32::from_bits(word & 0xffff_0000) * factor;
+                });
+                self.vectors[2 * s + h][0] = E4M3::four([v[0], v[1], v[2], v[3]]);
+                self.vectors[2 * s + h][1] = E4M3::four([v[4], v[5], v[6], v[7]]);
+            });
+        });
         let lane = warp::lane_id();
-        let group = (self.first - lane) / 16 + lane;
-        if lane < 2 * DEPTH as u32 && group < self.count / 16 {
-            scales.offset(row * (self.count / 16) as usize).set(group, scale);
-        }
+        let (first, second) = (warp::shfl_idx(scales[0], lane % 4 * 8), warp::shfl_idx(scales[1], lane % 4 * 8));
+        if lane % 8 < 4 { first } else { second }
     }
 
-    /// To a row of a rank.
+    /// To a row.
     #[inline(always)]
     #[track_caller]
-    unsafe fn store<const QUANTISED: bool, const HELD: bool>(
-        &self,
-        peers: &Peers<'_, HELD>,
-        rank: u32,
-        row: usize,
-        scale: f32,
-    ) {
+    unsafe fn store<const QUANTISED: bool>(&self, job: &Job, row: GlobalMut<u8>, piece: u32) {
         let bytes = if QUANTISED { 8 } else { 16 };
-        let at = (row * self.count as usize + self.first as usize) * bytes;
-        let to = peers.buffer::<u8>(rank, slot::ROWS).offset(at);
-        let left = self.left();
-        if QUANTISED {
-            self.store_scales(peers, rank, row, scale);
-        }
+        let (first, left) = Self::span::<QUANTISED>(job, piece);
+        let to = row.offset(first as usize * bytes);
         unroll::<DEPTH>(|j| {
-            if 32 * (j as u32) < left {
+            if (Self::step::<QUANTISED>(j) as u32) < left {
                 let v = self.vectors[j];
-                if QUANTISED {
-                    to.set_hinted(32 * j * bytes, B64([v[0], v[1]]), Streaming);
-                } else {
-                    to.set_hinted(32 * j * bytes, B128(v), Streaming);
+                if !QUANTISED {
+                    to.set_hinted(Self::step::<false>(j) * bytes, B128(v), Streaming);
+                } else if j % 2 == 0 {
+                    let w = self.vectors[j + 1 - j % 2];
+                    to.set_hinted(Self::step::<true>(j) * bytes, B128([v[0], v[1], w[0], w[1]]), Streaming);
                 }
             }
         });
@@ -216,35 +227,31 @@ impl Piece {
 struct Experts {
     id: i32,
     weight: f32,
-    /// As a mask, of the lane's expert.
-    rank: u32,
 }
 
 impl Experts {
-    /// And whether there is such an expert.
     #[inline(always)]
     #[track_caller]
-    unsafe fn load(job: &Job, routes: &Routes, token: u32) -> (Self, bool) {
+    unsafe fn load(job: &Job, token: u32, tokens: u32) -> Self {
         let lane = warp::lane_id();
-        if lane >= job.top_k || token >= routes.tokens {
-            return (Self { id: -1, weight: 0.0, rank: 0 }, true);
+        let mut this = Self { id: -1, weight: 0.0 };
+        if lane < job.top_k && token < tokens {
+            let at = token as usize * job.top_k as usize + lane as usize;
+            this.id = Global::new(job.ids).get(at);
+            this.weight = if job.weights.is_null() { 1.0 } else { Global::new(job.weights).get(at) };
         }
-        let at = token as usize * job.top_k as usize + lane as usize;
-        let id = routes.ids.get(at);
-        let weight = if job.weights.is_null() { 1.0 } else { Global::new(job.weights).get(at) };
-        let rank_of = routes.divide();
-        (Self { id, weight, rank: rank_of.bit(id) }, rank_of.is_fine(id))
+        this
     }
 
     /// As a rank sees them, to its row.
     #[inline(always)]
     #[track_caller]
-    unsafe fn store<const HELD: bool>(self, job: &Job, peers: &Peers<'_, HELD>, rank: u32, row: usize) {
+    unsafe fn store<const HELD: bool>(self, job: &Job, peers: &Peers<'_, HELD>, mask: u32, rank: u32, row: usize) {
         let lane = warp::lane_id();
         let (ids, weights) = (peers.buffer::<i32>(rank, slot::IDS), peers.buffer::<f32>(rank, slot::WEIGHTS));
         if lane < job.top_k {
             let at = row * job.top_k as usize + lane as usize;
-            let there = self.rank >> rank & 1 != 0;
+            let there = mask >> rank & 1 != 0;
             let local = self.id - (rank * job.per_rank.get()) as i32;
             ids.set(at, if there { local } else { -1 });
             weights.set(at, if there { self.weight } else { 0.0 });
@@ -252,11 +259,11 @@ impl Experts {
     }
 }
 
-/// The blocks must all be resident; the threads of a block are a multiple of 32. Shared memory:
-/// [`shared_bytes`] of as many tokens as are counted: none in slots.
+/// The blocks must all be resident; the threads of a block are a multiple of 32. Shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn dispatch<const QUANTISED: bool, const SLOTS: bool>(link: Link, job: Job) {
-    let Some(session) = Session::begin(link) else { return };
+    let announcer = if SLOTS { 0 } else { thread::grid_dim_x() - 1 };
+    let Some(session) = Session::begin(link, announcer, SLOTS) else { return };
     let tokens = token_count(job.count, job.tokens);
     let routes =
         Routes { ids: Global::new(job.ids), tokens, top_k: job.top_k, per_rank: job.per_rank, ranks: link.ranks };
@@ -278,35 +285,34 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
     let first = thread::thread_idx_x() / 32 * thread::grid_dim_x() + thread::block_idx_x();
     let mut walk = Walk::new(first, warps * thread::grid_dim_x(), Piece::count(job));
     let load = |walk: Walk| {
-        let there = walk.row < routes.tokens;
-        let piece = if there { Piece::load(job, walk.row, walk.piece) } else { Piece::none(job) };
-        (piece, Experts::load(job, routes, walk.row))
+        let piece = Piece::load::<QUANTISED>(job, Unit { row: walk.row, piece: walk.piece }, routes.tokens);
+        (piece, Experts::load(job, walk.row, routes.tokens))
     };
     // The first piece is under way while the rank waits for the others, whom it has told that it is here: that would wait for loads.
-    if !session.clean() {
-        session.announce(0);
-    }
     let peers = Peers::<true>::new(link);
-    let (mut piece, (mut experts, mut fine)) = load(walk);
+    let (mut piece, mut experts) = load(walk);
     if !session.clean() && !session.wait_entry() {
         return false;
     }
     if thread::block_idx_x() == 0 && thread::thread_idx_x() <= link.ranks {
         GlobalMut::new(job.offsets).set(thread::thread_idx_x(), (thread::thread_idx_x() * job.max_tokens) as i32);
     }
+    let rank_of = routes.divide();
+    let row_bytes = job.hidden as usize * if QUANTISED { 1 } else { 2 };
     let mut ok = true;
     while walk.row < job.max_tokens {
         let token = walk.row;
-        if !fine {
+        if !rank_of.is_fine(experts.id) {
             session.fail(fault::BAD_ID, link.rank, phase::WORK, token);
             ok = false;
         }
-        let mask = warp::reduce(experts.rank, |a, b| a | b);
+        let rank = rank_of.bit(experts.id);
+        let mask = warp::reduce(rank, |a, b| a | b);
         let row = link.rank as usize * job.max_tokens as usize + token as usize;
         if walk.piece == 0 {
             for i in 0..link.ranks {
                 let d = link.turn(i);
-                experts.store(job, &peers, d, row);
+                experts.store(job, &peers, rank, d, row);
             }
             if lane < link.ranks {
                 let place = if mask >> lane & 1 != 0 { row as i32 } else { -1 };
@@ -321,59 +327,278 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
             for i in 0..link.ranks {
                 let d = link.turn(i);
                 if mask >> d & 1 != 0 {
-                    piece.store::<QUANTISED, true>(&peers, d, row, scale);
+                    piece.store::<QUANTISED>(
+                        job,
+                        peers.buffer::<u8>(d, slot::ROWS).offset(row * row_bytes),
+                        walk.piece,
+                    );
+                    if QUANTISED {
+                        let (group, groups) = (walk.piece * 8 + lane, job.hidden / GROUP);
+                        let scales = peers.buffer::<f32>(d, slot::SCALES).offset(row * groups as usize);
+                        if lane < 8 && group < groups {
+                            scales.set(group, scale);
+                        }
+                    }
                 }
             }
         }
         walk.advance();
-        (piece, (experts, fine)) = load(walk);
+        (piece, experts) = load(walk);
     }
     ok
 }
 
+/// The pieces of a warp in compact dispatch: of whole rows at first, so that what belongs to a row is done once, of others towards the end, so that
+/// all warps end together.
+#[derive(Clone, Copy)]
+struct Work {
+    deal: Deal,
+    /// Which it is.
+    at: Unit,
+    /// One past the last of the row.
+    end: u32,
+    /// Rows that are dealt whole.
+    whole: u32,
+    pieces: u32,
+}
+
+impl Work {
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn new(link: &Link, part: &Part, rows: u32, pieces: u32, singles: u32) -> Self {
+        let deal = Deal::new(link, part.to.trailing_zeros(), part.index, part.count);
+        let whole = rows.saturating_sub(singles);
+        let mut this = Self { deal, at: Unit { row: 0, piece: 0 }, end: 0, whole, pieces };
+        this.set(deal.first());
+        this
+    }
+
+    #[inline(always)]
+    unsafe fn set(&mut self, unit: u32) {
+        if unit < self.whole {
+            (self.at, self.end) = (Unit { row: unit, piece: 0 }, self.pieces);
+        } else {
+            let part = Unit::new(unit - self.whole, self.pieces);
+            (self.at, self.end) = (Unit { row: self.whole + part.row, piece: part.piece }, part.piece + 1);
+        }
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn advance(&mut self) {
+        if self.at.piece + 1 < self.end {
+            self.at.piece += 1;
+        } else {
+            let unit = self.deal.next();
+            self.set(unit);
+        }
+    }
+}
+
+/// Where a warp's next pieces arrive, `[STAGES, 2048]` bytes, in e4m3: so that registers do not have to hold what is under way.
+#[derive(Clone, Copy)]
+struct Ring {
+    words: Shared<u32>,
+    stage: u32,
+}
+
+/// Pieces of a ring.
+const STAGES: u32 = 2;
+/// Bytes of a piece.
+const PIECE: u32 = 32 * DEPTH as u32 * 16;
+
+impl Ring {
+    /// Begins to load a piece into the present stage; zeros beyond the end of the row, or the last of `rows`.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn copy(&self, job: &Job, at: Unit, rows: u32) {
+        let (first, left) = Piece::span::<false>(job, at.piece);
+        let left = if at.row < rows { left } else { 0 };
+        let row = Global::new(job.x).offset(at.row as usize * job.x_stride + first as usize * 8);
+        let to = self.words.offset(self.stage * (PIECE / 4) + warp::lane_id() * 4);
+        unroll::<DEPTH>(|j| {
+            let bytes = if 32 * (j as u32) < left { 16 } else { 0 };
+            cp_async::copy_16_zfill(to.offset(128 * j), row.ptr(256 * j), bytes);
+        });
+        cp_async::commit_group();
+    }
+
+    /// What has arrived there.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn get(&self) -> Piece {
+        let mut vectors = [[0; 4]; DEPTH];
+        cp_async::wait_group::<{ STAGES as usize - 1 }>();
+        warp::sync_warp(warp::FULL);
+        let from = self.words.offset(self.stage * (PIECE / 4) + warp::lane_id() * 8);
+        unroll::<DEPTH>(|j| {
+            let B128(v) = from.get_as::<B128<u32, 4>>(4 * Piece::step::<true>(j));
+            unroll::<4>(|w| vectors[j][w] = v[w]);
+        });
+        warp::sync_warp(warp::FULL);
+        Piece { vectors }
+    }
+}
+
+/// Values of a scale.
+const GROUP: u32 = 128;
+
 /// What a block sends in compact dispatch.
 #[derive(Clone, Copy)]
 struct Part {
-    first: u32,
-    /// One past the last token.
-    last: u32,
     /// As a mask, the ranks that the block sends to.
     to: u32,
+    /// Blocks that do the same, and which of them this one is.
+    index: u32,
+    count: u32,
 }
 
 impl Part {
     /// Of blocks that send to peers, each sends to one and the same, if there are enough: stores to several would wait in line for the
     /// slowest of these. In e4m3 each row would be quantised for each peer.
     #[inline(always)]
-    unsafe fn new<const QUANTISED: bool>(job: &Job, link: &Link, tokens: u32) -> Self {
+    unsafe fn new<const QUANTISED: bool>(job: &Job, link: &Link) -> Self {
         let (block, blocks, own) = (thread::block_idx_x(), thread::grid_dim_x(), job.own_blocks);
         let (all, itself) = ((1u32 << link.ranks) - 1, 1u32 << link.rank);
         let (senders, peers) = (blocks - own, link.ranks - 1);
-        let (index, count, to) = if own == 0 {
-            (block, blocks, all)
+        if own == 0 {
+            Self { to: all, index: block, count: blocks }
         } else if block < own {
-            (block, own, itself)
+            Self { to: itself, index: block, count: own }
         } else if QUANTISED || peers < 2 || senders < peers {
-            (block - own, senders, all & !itself)
+            Self { to: all & !itself, index: block - own, count: senders }
         } else {
             let index = integer::div(block - own, peers);
             let peer = block - own - index * peers;
-            (index, integer::div(senders - peer + peers - 1, peers), 1 << link.turn(peer))
-        };
-        let each = integer::div(tokens + count - 1, count);
-        let first = (index * each).min(tokens);
-        Self { first, last: (first + each).min(tokens), to }
+            Self { to: 1 << link.turn(peer), index, count: integer::div(senders - peer + peers - 1, peers) }
+        }
+    }
+}
+
+/// The tokens that a block counts.
+#[derive(Clone, Copy)]
+struct Slice {
+    /// Of a block, a multiple of 32, not 0.
+    each: u32,
+    first: u32,
+    /// One past the last.
+    last: u32,
+}
+
+impl Slice {
+    #[inline(always)]
+    unsafe fn new(tokens: u32) -> Self {
+        let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
+        let each = integer::div(tokens + blocks - 1, blocks).next_multiple_of(32).max(32);
+        let first = (block * each).min(tokens);
+        Self { each, first, last: (first + each).min(tokens) }
     }
 
-    /// The lane's rank's row for a token, -1 if it does not go there, or the block does not send it.
+    /// 32 tokens each.
+    #[inline(always)]
+    fn groups(&self) -> u32 {
+        (self.last - self.first).div_ceil(32)
+    }
+
+    /// Which tokens of each group go to which rank: `votes`, `[groups, MAX_RANKS]`, after a barrier. Whether the thread saw only experts that are there;
+    /// otherwise the fault says which are not.
     #[inline(always)]
     #[track_caller]
-    unsafe fn place(&self, job: &Job, link: &Link, token: u32) -> i32 {
+    unsafe fn vote(&self, session: &Session, routes: &Routes, votes: Shared<u32>) -> bool {
         let lane = warp::lane_id();
-        if self.to >> lane & 1 != 0 {
-            GlobalMut::new(job.places).get(token as usize * link.ranks as usize + lane as usize)
-        } else {
-            -1
+        let rank_of = routes.divide();
+        let eight = routes.top_k == 8 && (routes.ids.ptr(0usize) as usize).is_multiple_of(16);
+        let mut bad = None;
+        let mut group = thread::thread_idx_x() / 32;
+        while group < self.groups() {
+            let token = self.first + 32 * group + lane;
+            let at = token.min(self.last - 1);
+            let (mut mask, mut fine) = (0, true);
+            if eight {
+                unroll::<2>(|h| {
+                    let B128(four) = routes.ids.get_as::<B128<i32, 4>>(at as usize * 8 + 4 * h);
+                    unroll::<4>(|i| {
+                        let id: i32 = four[i];
+                        mask |= rank_of.bit(id);
+                        fine &= rank_of.is_fine(id);
+                    });
+                });
+            } else {
+                for k in 0..routes.top_k {
+                    let id = routes.ids.get(at as usize * routes.top_k as usize + k as usize);
+                    mask |= rank_of.bit(id);
+                    fine &= rank_of.is_fine(id);
+                }
+            }
+            if !fine {
+                bad = Some(at);
+            }
+            let mut vote = 0;
+            for d in 0..routes.ranks {
+                let there = warp::warp_vote_ballot(warp::FULL, token < self.last && mask >> d & 1 != 0);
+                vote = if lane == d { there } else { vote };
+            }
+            if lane < MAX_RANKS as u32 {
+                votes.set(group * MAX_RANKS as u32 + lane, vote);
+            }
+            group += thread::block_dim_x() / 32;
+        }
+        if let Some(token) = bad {
+            session.fail(fault::BAD_ID, session.link.rank, phase::WORK, token);
+        }
+        thread::sync_threads();
+        bad.is_none()
+    }
+
+    /// Tells the other blocks, and all ranks how many they are. In a dispatch that keeps its routing block 0 tells what was kept.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn tell(&self, session: &Session, job: &Job, votes: Shared<u32>) {
+        let lane = warp::lane_id();
+        let words = GlobalMut::new(job.votes).offset(self.first / 32 * 16);
+        let mut d = thread::thread_idx_x() / 32;
+        while d < session.link.ranks {
+            let (mut first, mut sum) = (0, 0);
+            while first < self.groups() {
+                let group = first + lane;
+                let vote = if group < self.groups() { votes.get(group * MAX_RANKS as u32 + d) } else { 0 };
+                let with = sum + warp::scan(vote.count_ones(), |a, b| a + b);
+                if group < self.groups() {
+                    words.store(group * 16 + d, session.flag(vote), Device, Relaxed);
+                    words.store(group * 16 + 8 + d, session.flag(with - vote.count_ones()), Device, Relaxed);
+                }
+                sum = warp::shfl_idx(with, 31);
+                first += 32;
+            }
+            if job.cached != 0 && thread::block_idx_x() == 0 {
+                sum = GlobalMut::new(job.totals).get(d);
+            }
+            session.tell_count(d, sum);
+            d += thread::block_dim_x() / 32;
+        }
+    }
+
+    /// Writes where the tokens go.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn places(&self, job: &Job, link: &Link, votes: Shared<u32>, before: Shared<u32>) {
+        let (lane, block) = (warp::lane_id(), thread::block_idx_x());
+        let (places, words) = (GlobalMut::new(job.places), GlobalMut::new(job.votes));
+        let mut group = thread::thread_idx_x() / 32;
+        while group < self.groups() {
+            let token = self.first + 32 * group + lane;
+            for d in 0..link.ranks {
+                let vote = votes.get(group * MAX_RANKS as u32 + d);
+                let earlier = words.load((self.first / 32 + group) * 16 + 8 + d, Device, Relaxed) as u32;
+                let first = before.get(block * MAX_RANKS as u32 + d) + earlier;
+                if token < self.last {
+                    let place = first + (vote & ((1u32 << lane) - 1)).count_ones();
+                    let there = vote >> lane & 1 != 0;
+                    places
+                        .set(token as usize * link.ranks as usize + d as usize, if there { place as i32 } else { -1 });
+                }
+            }
+            group += thread::block_dim_x() / 32;
         }
     }
 }
@@ -387,34 +612,75 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
     let mut carver = Carver::new();
     let counts: Shared<u32> = carver.take::<u32>(MAX_RANKS * MAX_RANKS);
     let cached = job.cached != 0;
-    // Block 0 has counts to tell.
-    session.announce(blocks - 1);
-
-    // How many tokens go where.
-    let run =
-        scan(Routes { tokens: if cached { 0 } else { routes.tokens }, ..*routes }, link, session.mark(), &mut carver);
-    let totals = run.totals;
-    let kept = GlobalMut::new(job.totals);
-    if cached {
-        if tid < MAX_RANKS as u32 {
-            totals.set(tid, kept.get(tid));
+    let part = Part::new::<QUANTISED>(job, link);
+    let mut work = Work::new(link, &part, routes.tokens, Piece::count(job), job.singles);
+    work.deal.ask();
+    let load = |at: Unit| Piece::load::<QUANTISED>(job, at, routes.tokens);
+    let (places, words) = (GlobalMut::new(job.places), GlobalMut::new(job.votes));
+    let before: Shared<u32> = carver.take::<u32>(MAX_BLOCKS * MAX_RANKS);
+    // Of a token, what its place follows from: its place if that is known.
+    let look_up = |row: u32| {
+        let mut found = session.flag(0);
+        if cached {
+            if lane < link.ranks && row < routes.tokens {
+                found = places.get(row as usize * link.ranks as usize + lane as usize) as u32 as u64;
+            }
+        } else if lane % 8 < link.ranks && lane < 16 && row < routes.tokens {
+            found = words.load(row / 32 * 16 + lane, Device, Relaxed);
         }
-        thread::sync_threads();
-    } else if block == 0 && tid < MAX_RANKS as u32 {
-        kept.set(tid, totals.get(tid));
-    }
-    // The first piece is under way while the rank waits for the others.
-    let part = Part::new::<QUANTISED>(job, link, routes.tokens);
-    let mut walk = Walk::new(tid / 32, thread::block_dim_x() / 32, Piece::count(job));
-    let load = |walk: Walk| {
-        let token = part.first + walk.row;
-        if token < part.last { Piece::load(job, token, walk.piece) } else { Piece::none(job) }
+        found
     };
-    let mut piece = load(walk);
-    if !session.exchange_counts(totals, counts) {
+    let mut here = work.at;
+    let ring = carver.take_aligned::<u32>(
+        if QUANTISED { (thread::block_dim_x() / 32 * STAGES * PIECE / 4) as usize } else { 0 },
+        16,
+    );
+    let at = if QUANTISED { tid / 32 * STAGES * PIECE / 4 } else { 0 };
+    let mut ring = Ring { words: ring.offset(at), stage: 0 };
+    // How many tokens go where.
+    let slice = Slice::new(if cached { 0 } else { routes.tokens });
+    let votes = carver.take::<u32>(slice.each as usize / 32 * MAX_RANKS);
+    let mut i = tid;
+    while i < const { (MAX_RANKS * MAX_RANKS) as u32 } {
+        counts.set(i, 0);
+        i += thread::block_dim_x();
+    }
+    let ok = slice.vote(session, routes, votes);
+    // The first pieces are under way while the rank waits for the others.
+    let mut piece = Piece { vectors: [[0; 4]; DEPTH] };
+    if QUANTISED {
+        ring.copy(job, here, routes.tokens);
+        ring.stage = 1;
+        work.advance();
+        ring.copy(job, work.at, routes.tokens);
+        ring.stage = 0;
+    }
+    slice.tell(session, job, votes);
+    if !QUANTISED {
+        piece = load(here);
+        work.advance();
+    }
+    let mut ahead = work.at;
+    let mut experts = Experts::load(job, here.row, routes.tokens);
+    let rank_of = routes.divide();
+    let mut scale = 0.0;
+    let mut quantise = || {
+        let mut piece = ring.get();
+        work.advance();
+        ring.copy(job, work.at, routes.tokens);
+        scale = piece.quantise();
+        piece
+    };
+    // Those that have no counts to wait for quantise meanwhile.
+    let waits = session.waits_for_counts(tid / 32 * 32);
+    if QUANTISED && !waits {
+        piece = quantise();
+    }
+    let bad = !session.wait_counts(counts, before);
+    let mut found = look_up(here.row);
+    if thread::sync_threads_or(bad) {
         return false;
     }
-
     // Lane `r`: where this rank's rows begin at rank `r`, and how many it gets of all.
     let (mut base, mut all) = (0, 0);
     if lane < MAX_RANKS as u32 {
@@ -423,6 +689,23 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
             all += counts.get(s * MAX_RANKS as u32 + lane);
         }
     }
+    // Where the rows of each block's tokens begin.
+    let mut d = tid / 32;
+    while d < link.ranks && !cached {
+        let (mut first, mut sum) = (0, warp::shfl_idx(base, d));
+        while first < blocks {
+            let at = (first + lane) * MAX_RANKS as u32 + d;
+            let n = if first + lane < blocks { before.get(at) } else { 0 };
+            let with = sum + warp::scan(n, |a, b| a + b);
+            if first + lane < blocks {
+                before.set(at, with - n);
+            }
+            sum = warp::shfl_idx(with, 31);
+            first += 32;
+        }
+        d += thread::block_dim_x() / 32;
+    }
+
     let full = warp::warp_vote_ballot(warp::FULL, lane < link.ranks && all > job.capacity);
     if full != 0 {
         let d = full.trailing_zeros();
@@ -432,7 +715,110 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
         }
         return false;
     }
-    let end = warp::shfl_idx(all, link.rank);
+
+    if QUANTISED && waits {
+        piece = quantise();
+    }
+    thread::sync_threads();
+    // What combine looks at: now, as the end waits for all that was stored, the rows last.
+    if !cached {
+        slice.places(job, link, votes, before);
+    }
+    let peers = Peers::<false>::new(link);
+    let sends = lane < link.ranks && part.to >> lane & 1 != 0;
+    let row_bytes = job.hidden * if QUANTISED { 1 } else { 2 };
+    let mut row = u32::MAX;
+    // Lane `r`: the row at rank `r`, and where it is.
+    let (mut place, mut target) = (-1, 0);
+    let (mut scales, mut scales_from) = (0.0, 0);
+    while here.row < routes.tokens {
+        if here.row != row {
+            row = here.row;
+            scales_from = here.piece;
+            place = found as i32;
+            if !cached {
+                // The counts were there, so these come.
+                while warp::warp_vote_any(warp::FULL, (found >> 32) as u32 != session.epoch()) {
+                    found = look_up(row);
+                }
+                let bit = 1u32 << (row % 32);
+                let (there, earlier) = (found as u32, warp::shfl_idx(found as u32, lane % 8 + 8));
+                place = -1;
+                if there & bit != 0 {
+                    let first = before.get(integer::div(row, slice.each) * MAX_RANKS as u32 + lane % 8);
+                    place = (first + earlier + (there & (bit - 1)).count_ones()) as i32;
+                }
+            }
+            if !sends {
+                place = -1;
+            }
+            if place >= 0 {
+                target = link.buffer::<u8>(lane, slot::ROWS).ptr(place as usize * row_bytes as usize) as u64;
+            }
+            if here.piece == 0 {
+                if !QUANTISED {
+                    experts = Experts::load(job, row, routes.tokens);
+                }
+                let mask = rank_of.bit(experts.id);
+                for i in 0..link.ranks {
+                    let d = link.turn(i);
+                    let row = warp::shfl_idx(place, d);
+                    if row >= 0 {
+                        experts.store(job, &peers, mask, d, row as usize);
+                    }
+                }
+            }
+        }
+        if ahead.row != row {
+            found = look_up(ahead.row);
+            if QUANTISED {
+                experts = Experts::load(job, ahead.row, routes.tokens);
+            }
+        }
+        // Scales of four pieces together, or of as many as there are.
+        let mut whole = false;
+        if QUANTISED {
+            scales = if lane / 8 == here.piece % 4 { scale } else { scales };
+            whole = here.piece % 4 == 3 || ahead.row != row || ahead.piece != here.piece + 1;
+        }
+        for i in 0..link.ranks {
+            let d = link.turn(i);
+            if warp::shfl_idx(place, d) >= 0 {
+                piece.store::<QUANTISED>(job, GlobalMut::new(warp::shfl_idx(target, d) as *mut u8), here.piece);
+                if whole {
+                    let at = warp::shfl_idx(place, d) as usize * (job.hidden / GROUP) as usize;
+                    let group = here.piece / 4 * 32 + lane;
+                    if group >= scales_from * 8 && group < (here.piece + 1) * 8 && group < job.hidden / GROUP {
+                        peers.buffer::<f32>(d, slot::SCALES).offset(at).set(group, scales);
+                    }
+                }
+            }
+        }
+        if whole {
+            scales_from = ahead.piece;
+        }
+        here = ahead;
+        if QUANTISED {
+            ahead = work.at;
+            ring.stage ^= 1;
+            piece = ring.get();
+            work.advance();
+            ring.copy(job, work.at, routes.tokens);
+            scale = piece.quantise();
+        } else {
+            work.advance();
+            ahead = work.at;
+            piece = load(here);
+        }
+    }
+    if QUANTISED {
+        cp_async::wait_group::<0>();
+    }
+
+    let mut end = 0;
+    for s in 0..link.ranks {
+        end += counts.get(s * MAX_RANKS as u32 + link.rank);
+    }
     if block == 0 && tid == 0 {
         let offsets = GlobalMut::new(job.offsets);
         let mut all = 0;
@@ -442,24 +828,17 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
         }
         offsets.set(link.ranks, all as i32);
     }
-
-    // The block's tokens, and their rows.
-    let places = GlobalMut::new(job.places);
+    if block == 0 && tid < link.ranks {
+        GlobalMut::new(job.totals).set(tid, counts.get(link.rank * MAX_RANKS as u32 + tid));
+    }
     if !cached {
-        run.places(base, part.first, part.last, |token, d, place| {
-            if part.to >> d & 1 != 0 {
-                places.set(token as usize * link.ranks as usize + d as usize, place);
-            }
-        });
         // Nothing goes anywhere from beyond the last token, should somebody combine more.
         let mut i = routes.tokens * link.ranks + block * thread::block_dim_x() + tid;
         while i < job.max_tokens * link.ranks {
             places.set(i, -1);
             i += blocks * thread::block_dim_x();
         }
-        thread::sync_threads();
     }
-
     // Rows beyond the last have no experts.
     let ids = link.buffer::<i32>(link.rank, slot::IDS);
     let mut i = end * job.top_k + block * thread::block_dim_x() + tid;
@@ -467,43 +846,7 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
         ids.set(i, -1);
         i += blocks * thread::block_dim_x();
     }
-
-    let peers = Peers::<false>::new(link);
-    while part.first + walk.row < part.last {
-        let token = part.first + walk.row;
-        let place = part.place(job, link, token);
-        if walk.piece == 0 {
-            send_experts(&peers, job, routes, token, place);
-        }
-        let mut scale = 0.0;
-        if QUANTISED {
-            scale = piece.quantise();
-        }
-        for i in 0..link.ranks {
-            let d = link.turn(i);
-            let row = warp::shfl_idx(place, d);
-            if row >= 0 {
-                piece.store::<QUANTISED, false>(&peers, d, row as usize, scale);
-            }
-        }
-        walk.advance();
-        piece = load(walk);
-    }
-    run.ok
-}
-
-/// The experts of a token to its row (`place`) at each rank.
-#[inline(always)]
-#[track_caller]
-unsafe fn send_experts(peers: &Peers<'_, false>, job: &Job, routes: &Routes, token: u32, place: i32) {
-    let (experts, _) = Experts::load(job, routes, token);
-    for i in 0..peers.link.ranks {
-        let d = peers.link.turn(i);
-        let row = warp::shfl_idx(place, d);
-        if row >= 0 {
-            experts.store(job, peers, d, row as usize);
-        }
-    }
+    ok
 }
 
 entries! {
@@ -511,6 +854,6 @@ entries! {
     pub struct Args(link: Link, job: Job);
     ep_dispatch_bf16_compact {} [1024] => dispatch::<false, false>;
     ep_dispatch_bf16_slots {} [512, 1] => dispatch::<false, true>;
-    ep_dispatch_e4m3_compact {} [768] => dispatch::<true, false>;
+    ep_dispatch_e4m3_compact {} [640] => dispatch::<true, false>;
     ep_dispatch_e4m3_slots {} [512, 1] => dispatch::<true, true>;
 }

@@ -2,7 +2,7 @@
 //!
 //! A *rank* is one GPU, or one of several sets of buffers on it. Each has *symmetric* buffers, the same on every rank, and
 //! knows the addresses of everybody's ([`slot`]). Every operation is one launch on each rank, whose blocks
-//! 1. may have to know that the others have come as far (the *entry*): block 0 stores a flag in each peer's memory, and every
+//! 1. may have to know that the others have come as far (the *entry*): one block stores a flag in each peer's memory, and every
 //!    block waits for the peers' flags in its own;
 //! 2. move data, straight to where it belongs;
 //! 3. say so (the *exit*): each block stores a flag of its own in each rank's memory, and block 0 waits for the flags of all
@@ -24,7 +24,7 @@
 //! **Nothing waits for ever.** Each wait ends after a time; the first thing that goes wrong on a rank is kept in its [`fault`]
 //! words, and while something is there, operations do nothing. A block that failed says so with its exit flag.
 
-use cuda_std::atomic::{Acquire, Device, Relaxed, Release, System};
+use cuda_std::atomic::{Acquire, Block, Device, Relaxed, Release, System};
 use cuda_std::shared::Shared;
 use cuda_std::{Global, GlobalMut, struct_param, thread};
 
@@ -46,7 +46,7 @@ pub const FLAGS: usize = MAX_RANKS + MAX_RANKS * MAX_BLOCKS;
 pub mod slot {
     /// [`FLAGS`](super::FLAGS) flags.
     pub const FLAGS: usize = 0;
-    /// Tokens from each rank to each, `[MAX_RANKS, MAX_RANKS]` `u64`: the epoch above the count.
+    /// Tokens that a block of each rank has for each, `[MAX_BLOCKS, MAX_RANKS, MAX_RANKS]` `u64`: the epoch above the count.
     pub const COUNTS: usize = 1;
     /// Rows that were received.
     pub const ROWS: usize = 2;
@@ -68,8 +68,10 @@ pub mod state {
     pub const EPOCH: usize = 0;
     /// Whether every rank is known to be through with what it received.
     pub const CLEAN: usize = 1;
+    /// For the ranks that rows go to, how many parts of rows were handed out; 0 between operations.
+    pub const DEALT: usize = 32;
     /// How many there are.
-    pub const COUNT: usize = 2;
+    pub const COUNT: usize = DEALT + super::MAX_RANKS;
 }
 
 /// What went wrong first, as `u32`: code, rank, phase, value. Above the code's [`CODE_BITS`](fault::CODE_BITS) the first word has the
@@ -180,24 +182,45 @@ pub struct Session {
 impl Session {
     /// `None` if something went wrong before. What goes wrong in another block of this operation, which may be ahead, is no reason
     /// to let peers wait.
+    ///
+    /// Block `announcer` tells the peers that this rank has come as far, in an operation that is not `unless_clean`, or after one that was
+    /// not [`clean`](Self::clean).
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn begin(link: Link) -> Option<Self> {
-        let state = GlobalMut::new(link.state);
+    pub unsafe fn begin(link: Link, announcer: u32, unless_clean: bool) -> Option<Self> {
+        let (state, tid) = (GlobalMut::new(link.state), thread::thread_idx_x());
+        // All loads together: each takes half a microsecond.
+        let announces = thread::block_idx_x() == announcer && link.waits_for(tid);
+        let mut flags = GlobalMut::new(core::ptr::null_mut());
+        if announces {
+            flags = link.buffer::<u64>(tid, slot::FLAGS);
+        }
         let (epoch, clean) = (next_epoch(state.get(state::EPOCH)), state.get(state::CLEAN) != 0);
         let this = Self { link, epoch, clean };
         let mut failed = false;
-        if thread::thread_idx_x() == 0 {
+        if tid == 0 {
             let word = GlobalMut::new(link.fault).load(0usize, Device, Relaxed);
             failed = word != 0 && word >> fault::CODE_BITS != this.mark();
         }
-        if thread::sync_threads_or(failed) { None } else { Some(this) }
+        if thread::sync_threads_or(failed) {
+            return None;
+        }
+        if announces && !(unless_clean && clean) {
+            flags.store(link.rank, this.flag(link.signature), System, Release);
+        }
+        Some(this)
     }
 
     /// Marks faults of this operation; another has the same only after millions.
     #[inline(always)]
     pub fn mark(&self) -> u32 {
         self.epoch & 0x7f_ffff | 0x80_0000
+    }
+
+    /// This operation's number.
+    #[inline(always)]
+    pub fn epoch(&self) -> u32 {
+        self.epoch
     }
 
     /// [`Link::fail`] in this operation.
@@ -211,8 +234,9 @@ impl Session {
         self.clean
     }
 
+    /// A word that says which operation it is of.
     #[inline(always)]
-    fn flag(&self, signature: u32) -> u64 {
+    pub fn flag(&self, signature: u32) -> u64 {
         (self.epoch as u64) << 32 | signature as u64
     }
 
@@ -241,50 +265,51 @@ impl Session {
         }
     }
 
-    /// Tells peers that this rank has come as far. Only this block does.
+    /// Tells all ranks, itself as well, how many of the tokens that the block has counted go to rank `to`. One warp does, for each rank. A
+    /// word says which operation it is of, so nothing orders them.
     #[inline(always)]
-    pub unsafe fn announce(&self, block: u32) {
-        let (link, peer) = (&self.link, thread::thread_idx_x());
-        if thread::block_idx_x() == block && link.waits_for(peer) {
-            let flags = link.buffer::<u64>(peer, slot::FLAGS);
-            flags.store(link.rank, self.flag(link.signature), System, Release);
+    #[track_caller]
+    pub unsafe fn tell_count(&self, to: u32, tokens: u32) {
+        let (link, peer) = (&self.link, cuda_std::warp::lane_id());
+        if link.waits_for(peer) || peer == link.rank {
+            let at = (thread::block_idx_x() as usize * MAX_RANKS + link.rank as usize) * MAX_RANKS + to as usize;
+            link.buffer::<u64>(peer, slot::COUNTS).store(at, self.flag(tokens), System, Relaxed);
         }
     }
 
-    /// Tells peers this rank's row of counts, `own` (by block 0), and learns theirs: the rows of all ranks, in `all`
-    /// (`[MAX_RANKS, MAX_RANKS]`). Each count is a word that says which operation it is of, so nothing orders them. Before, the
-    /// rank has [announced](Self::announce) itself; this waits for the peers' announcements as well. Whether all came.
+    /// Whether the thread of that number has something to do in [`wait_counts`](Self::wait_counts).
+    #[inline(always)]
+    pub fn waits_for_counts(&self, thread: u32) -> bool {
+        thread < self.link.ranks * self.link.ranks * thread::grid_dim_x()
+    }
+
+    /// Learns what all blocks of all ranks have counted. Adds to `all` (`[MAX_RANKS, MAX_RANKS]`, zeros before a barrier before) how many
+    /// tokens each rank has for each; `own`, `[blocks, MAX_RANKS]`, is those of this rank. Waits for the peers' announcements as well.
+    /// Whether all came. Visible after the next barrier.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn exchange_counts(&self, own: Shared<u32>, all: Shared<u32>) -> bool {
+    pub unsafe fn wait_counts(&self, all: Shared<u32>, own: Shared<u32>) -> bool {
         let (link, tid, threads) = (&self.link, thread::thread_idx_x(), thread::block_dim_x());
-        let words = const { (MAX_RANKS * MAX_RANKS) as u32 };
-        if thread::block_idx_x() == 0 {
-            let mut i = tid;
-            while i < words {
-                let (peer, d) = (i / MAX_RANKS as u32, i % MAX_RANKS as u32);
-                if link.waits_for(peer) {
-                    let row = link.buffer::<u64>(peer, slot::COUNTS).offset(link.rank as usize * MAX_RANKS);
-                    row.store(d, self.flag(own.get(d)), System, Relaxed);
-                }
-                i += threads;
-            }
-        }
+        let ranks = link.ranks;
         let mut bad = false;
         if link.waits_for(tid) {
             bad = !self.wait(link.buffer(link.rank, slot::FLAGS), tid as usize, tid, phase::ENTRY);
         }
         let theirs = link.buffer::<u64>(link.rank, slot::COUNTS);
         let mut i = tid;
-        while i < words && !bad {
-            let peer = i / MAX_RANKS as u32;
-            if link.waits_for(peer) {
+        while self.waits_for_counts(i) && !bad {
+            let row = cuda_std::integer::div(i, ranks);
+            let block = cuda_std::integer::div(row, ranks);
+            let (to, peer) = (i - row * ranks, row - block * ranks);
+            let at = (block as usize * MAX_RANKS + peer as usize) * MAX_RANKS + to as usize;
+            let mut count = 0;
+            if link.waits_for(peer) || peer == link.rank {
                 let start = thread::globaltimer();
                 loop {
-                    let seen = theirs.load(i, System, Relaxed);
+                    let seen = theirs.load(at, System, Relaxed);
                     // No peer is further: it needs our exit.
                     if (seen >> 32) as u32 == self.epoch {
-                        all.set(i, seen as u32);
+                        count = seen as u32;
                         break;
                     }
                     // Who does something else sends no counts, which another thread notices.
@@ -298,15 +323,17 @@ impl Session {
                     }
                     thread::spin_hint();
                 }
-            } else if peer == link.rank {
-                all.set(i, own.get(i % MAX_RANKS as u32));
-            } else {
-                // Of ranks that are not there nothing, or what the host brought.
-                all.set(i, if peer < link.ranks { theirs.get(i) as u32 } else { 0 });
+            } else if block == 0 {
+                // What the host brought.
+                count = theirs.get(at) as u32;
+            }
+            all.fetch_add(peer * MAX_RANKS as u32 + to, count, Block, Relaxed);
+            if peer == link.rank {
+                own.set(block * MAX_RANKS as u32 + to, count);
             }
             i += threads;
         }
-        !thread::sync_threads_or(bad)
+        !bad
     }
 
     /// Waits until all peers have come as far; whether they have.
@@ -321,31 +348,29 @@ impl Session {
         !thread::sync_threads_or(bad)
     }
 
-    /// [`announce`](Self::announce) and [`wait_entry`](Self::wait_entry).
-    #[inline(always)]
-    #[track_caller]
-    pub unsafe fn enter(&self) -> bool {
-        self.announce(0);
-        self.wait_entry()
-    }
-
     /// Ends the operation: what the block did is done, well or not (`ok`, of each thread). `clean` afterwards means that all
     /// ranks were through with what they had received before.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn finish(self, ok: bool, clean: bool) {
         let (link, tid, block) = (&self.link, thread::thread_idx_x(), thread::block_idx_x());
+        // Looked up before the barrier.
+        let tells = link.waits_for(tid) || tid == link.rank;
+        let mut flags = GlobalMut::new(core::ptr::null_mut());
+        if tells {
+            flags = link.buffer::<u64>(tid, slot::FLAGS);
+        }
+        let own = link.buffer::<u64>(link.rank, slot::FLAGS);
         let failed = thread::sync_threads_or(!ok);
         // In its own memory, too: block 0 counts the operation as done after all blocks have seen which it is.
-        if link.waits_for(tid) || tid == link.rank {
+        if tells {
             let flag = self.flag(link.signature | if failed { FAILED } else { 0 });
             let i = MAX_RANKS + link.rank as usize * MAX_BLOCKS + block as usize;
-            link.buffer::<u64>(tid, slot::FLAGS).store(i, flag, System, Release);
+            flags.store(i, flag, System, Release);
         }
         if block != 0 {
             return;
         }
-        let own = link.buffer::<u64>(link.rank, slot::FLAGS);
         let blocks = thread::grid_dim_x();
         let (mut i, mut lost) = (tid, failed);
         while i < link.ranks * blocks {
@@ -364,6 +389,80 @@ impl Session {
             state.set(state::EPOCH, self.epoch);
             state.set(state::CLEAN, clean as u32);
         }
+        if tid < MAX_RANKS as u32 {
+            GlobalMut::new(link.state).set(state::DEALT + tid as usize, 0);
+        }
+    }
+}
+
+/// Hands out units of work to the warps of several blocks: one to each by its number, the others as they ask for them.
+/// Multiprocessors are not equally fast, so that with the same share for each all would wait for the slowest.
+#[derive(Clone, Copy)]
+pub struct Deal {
+    next: GlobalMut<u32>,
+    /// Number of the warp, and how many there are.
+    warp: u32,
+    warps: u32,
+    /// Lane 0's, under way.
+    asked: u32,
+}
+
+impl Deal {
+    /// For a warp of the block that is the `index`-th of `count` that share the units of `class`, one of the ranks.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn new(link: &Link, class: u32, index: u32, count: u32) -> Self {
+        let warps = thread::block_dim_x() / 32;
+        let next = GlobalMut::new(link.state).offset(state::DEALT + class as usize);
+        Self { next, warp: thread::thread_idx_x() / 32 * count + index, warps: warps * count, asked: 0 }
+    }
+
+    /// How many warps take part.
+    #[inline(always)]
+    pub fn warps(&self) -> u32 {
+        self.warps
+    }
+
+    /// The first unit.
+    #[inline(always)]
+    pub fn first(&self) -> u32 {
+        self.warp
+    }
+
+    /// Asks for another, some time before it is [looked at](Self::next). All lanes take part.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn ask(&mut self) {
+        if cuda_std::warp::lane_id() == 0 {
+            self.asked = self.next.fetch_add(0usize, 1, Device, Relaxed);
+        }
+    }
+
+    /// The unit that was asked for; another is.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn next(&mut self) -> u32 {
+        let unit = self.warps + cuda_std::warp::shfl_idx(self.asked, 0);
+        self.ask();
+        unit
+    }
+}
+
+/// A piece of a row.
+#[derive(Clone, Copy)]
+pub struct Unit {
+    /// The row.
+    pub row: u32,
+    /// The piece of it.
+    pub piece: u32,
+}
+
+impl Unit {
+    /// The `unit`-th of all, of which a row has `pieces`; not 0.
+    #[inline(always)]
+    pub unsafe fn new(unit: u32, pieces: u32) -> Self {
+        let row = cuda_std::integer::div(unit, pieces);
+        Self { row, piece: unit - row * pieces }
     }
 }
 
