@@ -78,54 +78,60 @@ pub const fn shared_bytes(tiles: usize, pairs: usize, stages: usize, bins: usize
 }
 
 /// What both products need to know.
-struct Job<T, const SCALES: u32, const DIRECT: bool> {
-    h: GlobalMut<T>,
-    partial: GlobalMut<f32>,
-    x_scales: Global<f32>,
+pub(super) struct Job<T, const SCALES: u32, const DIRECT: bool> {
+    pub(super) h: GlobalMut<T>,
+    pub(super) partial: GlobalMut<f32>,
+    pub(super) x_scales: Global<f32>,
     /// Pairs that have a row of `x` in common.
-    x_divisor: u32,
-    w_scales: Global<f32>,
-    shared_w_scales: Global<f32>,
+    pub(super) x_divisor: u32,
+    pub(super) w_scales: Global<f32>,
+    pub(super) shared_w_scales: Global<f32>,
     /// Scales of an expert, and from row to row, where they are of rows.
-    w_scale_expert: u32,
-    w_scale_row: u32,
-    bias: Global<f32>,
-    biased: bool,
-    shared_bias: Global<f32>,
-    shared_biased: bool,
+    pub(super) w_scale_expert: u32,
+    pub(super) w_scale_row: u32,
+    pub(super) bias: Global<f32>,
+    pub(super) biased: bool,
+    pub(super) shared_bias: Global<f32>,
+    pub(super) shared_biased: bool,
     /// Routed experts of this device.
-    local: u32,
-    items: Items<DIRECT>,
-    n: u32,
-    k: u32,
+    pub(super) local: u32,
+    pub(super) items: Items<DIRECT>,
+    pub(super) n: u32,
+    pub(super) k: u32,
     /// Rows of an expert's weights.
-    rows: u32,
-    layout: u32,
+    pub(super) rows: u32,
+    pub(super) layout: u32,
     /// Number of the activation, and its scalars.
-    activation: (u32, f32, f32),
+    pub(super) activation: (u32, f32, f32),
     /// Blocks that share rows, which take neighbouring tiles, and the place of this one.
-    share: u32,
-    rank: u32,
+    pub(super) share: u32,
+    pub(super) rank: u32,
 }
 
 impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIRECT> {
     /// Item number `number`.
     #[inline(always)]
-    unsafe fn find(&self, number: u32) -> Item {
+    pub(super) unsafe fn find(&self, number: u32) -> Item {
         let item = self.items.find(number);
         Item { tile: item.tile * self.share + self.rank, ..item }
     }
 
     /// Groups of columns.
     #[inline(always)]
-    fn groups(&self) -> u32 {
+    pub(super) fn groups(&self) -> u32 {
         self.k.div_ceil(GROUP as u32)
     }
 
     /// Rows of weights of a thread in 64 of them from `row` on: a gate and its value, or two outputs. Those beyond the last repeat it.
     #[inline(always)]
-    fn weight_rows<const UP: bool>(&self, row: u32) -> [u32; 2] {
-        let (g, last) = (warp::lane_id() / 4, self.n - 1);
+    pub(super) fn weight_rows<const UP: bool>(&self, row: u32) -> [u32; 2] {
+        self.weight_rows_of::<UP>(row, warp::lane_id() / 4)
+    }
+
+    /// Rows of weights `g` and `g + 8` of 16 from `row` on.
+    #[inline(always)]
+    pub(super) fn weight_rows_of<const UP: bool>(&self, row: u32, g: u32) -> [u32; 2] {
+        let last = self.n - 1;
         if !UP {
             return [(row + g).min(last), (row + g + 8).min(last)];
         }
@@ -139,7 +145,7 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
 
     /// The scales of an expert's weights.
     #[inline(always)]
-    fn scales_of(&self, bin: u32) -> Global<f32> {
+    pub(super) fn scales_of(&self, bin: u32) -> Global<f32> {
         let each =
             if SCALES == BLOCKS { self.rows.div_ceil(GROUP as u32) * self.groups() } else { self.w_scale_expert };
         let (scales, index) =
@@ -159,13 +165,90 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
 
     /// The row of `x` or `h` of a place in the order of pairs.
     #[inline(always)]
-    unsafe fn row(&self, place: u32) -> u32 {
+    pub(super) unsafe fn row(&self, place: u32) -> u32 {
         if !DIRECT {
             return place;
         }
         // SAFETY: it is the number of slots, or 1.
         core::hint::assert_unchecked(self.x_divisor != 0);
         self.items.pair(place) / self.x_divisor
+    }
+
+    /// Of 16 rows the first 8 are gates, the others their values. Pairs of sums in a thread belong to neighbouring columns
+    /// (tokens); a transposition in registers makes them neighbouring outputs. `pairs` says whose a column is, and `sums` are those of a
+    /// group of 8.
+    #[inline(always)]
+    pub(super) unsafe fn store_up(
+        &self,
+        item: Item,
+        row: u32,
+        columns: usize,
+        pairs: impl Fn(u32) -> u32,
+        sums: impl Fn(usize) -> [f32; 4],
+    ) {
+        let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+        let first = row / 2;
+        let (kind, alpha, limit) = self.activation;
+        let activation = Activation::new(kind, alpha, limit, self.layout != PLAIN);
+        let [gate, value] = self.weight_rows::<true>(row);
+        let gates = self.bias(item.bin, gate);
+        let values = if self.layout == PLAIN { 0.0 } else { self.bias(item.bin, value) };
+        for j in 0..columns / 8 {
+            let sums = sums(j);
+            let v = |c: usize| activation.gated(sums[c] + gates, sums[2 + c] + values);
+            let [a, b] = T::pair_from_f32([v(0), v(1)]);
+            let word = mma::movmatrix_trans(T::pack(a, b));
+            let column = 8 * j as u32 + g;
+            let at = pairs(column) as usize * self.n as usize + (first + 2 * t) as usize;
+            if first < self.n && column < item.count {
+                self.h.set_as::<u32>(at, word);
+            }
+        }
+    }
+
+    /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
+    /// neighbouring rows of one column, which are 16 bytes of `partial`.
+    #[inline(always)]
+    pub(super) unsafe fn store_down(
+        &self,
+        item: Item,
+        row: u32,
+        columns: usize,
+        pairs: impl Fn(u32) -> (u32, f32),
+        sums: impl Fn(usize) -> [f32; 4],
+    ) {
+        let lane = warp::lane_id();
+        let (odd, high) = (lane & 4 != 0, lane & 8 != 0);
+        let row = row + (lane & 8) + (lane & 16) / 4;
+        let first = 2 * (lane % 4) + odd as u32;
+        let mut bias = [0f32; 4];
+        if row < self.n {
+            for i in 0..4 {
+                bias[i] = self.bias(item.bin, row + i as u32);
+            }
+        }
+        for j in 0..columns / 8 {
+            let mut v = sums(j);
+            unroll::<2>(|p| {
+                let got = warp::shfl_xor(if odd { v[2 * p] } else { v[2 * p + 1] }, 4);
+                v[2 * p] = if odd { got } else { v[2 * p] };
+                v[2 * p + 1] = if odd { v[2 * p + 1] } else { got };
+            });
+            unroll::<2>(|p| {
+                let got = warp::shfl_xor(if high { v[p] } else { v[2 + p] }, 8);
+                v[p] = if high { got } else { v[p] };
+                v[2 + p] = if high { v[2 + p] } else { got };
+            });
+            let column = 8 * j as u32 + first;
+            let (pair, scale) = pairs(column);
+            let at = pair as usize * self.n as usize + row as usize;
+            for i in 0..4 {
+                v[i] = (v[i] + bias[i]) * scale;
+            }
+            if row < self.n && column < item.count {
+                self.partial.set_as(at, B128(v));
+            }
+        }
     }
 }
 
@@ -751,85 +834,9 @@ impl Consumer {
                 v
             };
             if UP {
-                self.store_up(job, item, row, A::N, sums);
+                job.store_up(item, row, A::N, |column| self.ids.get(column), sums);
             } else {
-                self.store_down(job, item, row, A::N, sums);
-            }
-        }
-    }
-
-    /// Of 16 rows the first 8 are gates, the others their values. Pairs of sums in a thread belong to neighbouring columns
-    /// (tokens); a transposition in registers makes them neighbouring outputs. `sums` are those of a group of 8 columns.
-    #[inline(always)]
-    unsafe fn store_up<T: TensorFloat, const SCALES: u32, const DIRECT: bool>(
-        &self,
-        job: &Job<T, SCALES, DIRECT>,
-        item: Item,
-        row: u32,
-        columns: usize,
-        sums: impl Fn(usize) -> [f32; 4],
-    ) {
-        let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
-        let first = row / 2;
-        let (kind, alpha, limit) = job.activation;
-        let activation = Activation::new(kind, alpha, limit, job.layout != PLAIN);
-        let [gate, value] = job.weight_rows::<true>(row);
-        let gates = job.bias(item.bin, gate);
-        let values = if job.layout == PLAIN { 0.0 } else { job.bias(item.bin, value) };
-        for j in 0..columns / 8 {
-            let sums = sums(j);
-            let v = |c: usize| activation.gated(sums[c] + gates, sums[2 + c] + values);
-            let [a, b] = T::pair_from_f32([v(0), v(1)]);
-            let word = mma::movmatrix_trans(T::pack(a, b));
-            let column = 8 * j as u32 + g;
-            let at = self.ids.get(column) as usize * job.n as usize + (first + 2 * t) as usize;
-            if first < job.n && column < item.count {
-                job.h.set_as::<u32>(at, word);
-            }
-        }
-    }
-
-    /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
-    /// neighbouring rows of one column, which are 16 bytes of `partial`.
-    #[inline(always)]
-    unsafe fn store_down<T: TensorFloat, const SCALES: u32, const DIRECT: bool>(
-        &self,
-        job: &Job<T, SCALES, DIRECT>,
-        item: Item,
-        row: u32,
-        columns: usize,
-        sums: impl Fn(usize) -> [f32; 4],
-    ) {
-        let lane = warp::lane_id();
-        let (odd, high) = (lane & 4 != 0, lane & 8 != 0);
-        let row = row + (lane & 8) + (lane & 16) / 4;
-        let first = 2 * (lane % 4) + odd as u32;
-        let mut bias = [0f32; 4];
-        if row < job.n {
-            for i in 0..4 {
-                bias[i] = job.bias(item.bin, row + i as u32);
-            }
-        }
-        for j in 0..columns / 8 {
-            let mut v = sums(j);
-            unroll::<2>(|p| {
-                let got = warp::shfl_xor(if odd { v[2 * p] } else { v[2 * p + 1] }, 4);
-                v[2 * p] = if odd { got } else { v[2 * p] };
-                v[2 * p + 1] = if odd { v[2 * p + 1] } else { got };
-            });
-            unroll::<2>(|p| {
-                let got = warp::shfl_xor(if high { v[p] } else { v[2 + p] }, 8);
-                v[p] = if high { got } else { v[p] };
-                v[2 + p] = if high { v[2 + p] } else { got };
-            });
-            let column = 8 * j as u32 + first;
-            let (pair, scale) = (self.ids.get(column), self.scales.get(column));
-            let at = pair as usize * job.n as usize + row as usize;
-            for i in 0..4 {
-                v[i] = (v[i] + bias[i]) * scale;
-            }
-            if row < job.n && column < item.count {
-                job.partial.set_as(at, B128(v));
+                job.store_down(item, row, A::N, |column| (self.ids.get(column), self.scales.get(column)), sums);
             }
         }
     }
