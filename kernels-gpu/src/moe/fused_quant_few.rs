@@ -43,7 +43,7 @@ pub const fn shared_bytes(lines: usize, stages: usize, bins: usize) -> usize {
 
 /// One of the products; see [`Args`]. `UP`: the first. Grid: any number of blocks; block: [`THREADS`]; shared memory: [`shared_bytes`].
 #[inline(always)]
-unsafe fn fused_quant_few<T: TensorFloat, const UP: bool, const LINES: usize, const STAGES: usize>(
+unsafe fn fused_quant_few<T: TensorFloat, const UP: bool, const LINES: usize, const STAGES: usize, const AHEAD: u32>(
     h: *mut T,
     partial: *mut f32,
     x: *const T,
@@ -51,6 +51,10 @@ unsafe fn fused_quant_few<T: TensorFloat, const UP: bool, const LINES: usize, co
     x_divisor: u32,
     map: *const TensorMap,
     shared_map: *const TensorMap,
+    next_map: *const TensorMap,
+    next_shared_map: *const TensorMap,
+    next_n: u32,
+    next_shuffled: u32,
     w_scales: *const f32,
     shared_w_scales: *const f32,
     bias: *const f32,
@@ -184,6 +188,29 @@ unsafe fn fused_quant_few<T: TensorFloat, const UP: bool, const LINES: usize, co
                 step += 1;
             }
             next += grid;
+        }
+        if UP && AHEAD > 0 {
+            // The first weights of the second product, while this one ends.
+            let items = job.items.with_tiles(next_n.div_ceil(ROWS as u32));
+            let (all, lines) = (items.count(), job.n.div_ceil(STEP as u32));
+            let (mut next, mut left) = (thread::block_idx_x(), AHEAD);
+            while next < all && left > 0 {
+                let item = items.find(next);
+                let (map, bin) =
+                    if item.bin < local { (next_map, item.bin) } else { (next_shared_map, item.bin - local) };
+                let mut line = lane;
+                while line < lines.min(left) {
+                    let (k0, group) = (line * STEP as u32, (item.tile * (ROWS / 8) as u32) as i32);
+                    let at = match next_shuffled {
+                        0 => [k0 as i32, 0, group, 0, bin as i32],
+                        _ => shuffle::coordinates::<false>(next_shuffled, k0, next_n, item.tile * ROWS as u32, bin as i32),
+                    };
+                    tma::prefetch_tensor::<5>(map, at);
+                    line += 32;
+                }
+                left -= lines.min(left);
+                next += grid;
+            }
         }
         // The block's shared memory must outlive its copies.
         cp_async::wait_group::<0>();
@@ -409,6 +436,8 @@ entries! {
         x: *const T, x_row: usize, x_divisor: u32,
         /// The weights of the routed experts and of the shared ones; see [`fused_wgmma`](super::fused_wgmma).
         map: TensorMap, shared_map: TensorMap,
+        /// The first product: what the second one has for these, of `next_n` outputs and `n` elements of K. Otherwise they are not used.
+        next_map: TensorMap, next_shared_map: TensorMap, next_n: u32, next_shuffled: u32,
         /// Their scales: `[experts, rows / 128, k / 128]`.
         w_scales: *const f32, shared_w_scales: *const f32,
         /// `[local, rows]` or null; `[shared, rows]` or null.
@@ -427,10 +456,13 @@ entries! {
         /// See [`fused::Args`](super::fused::Args).
         activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_quant_few_up_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5>;
-    moe_fused_quant_few_down_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 4, 5>;
-    moe_fused_quant_few_up2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10>;
-    moe_fused_quant_few_down2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 2, 10>;
-    moe_fused_quant_few_up1_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 1, 20>;
-    moe_fused_quant_few_down1_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 1, 20>;
+    moe_fused_quant_few_up_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 0>;
+    moe_fused_quant_few_down_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 4, 5, 0>;
+    moe_fused_quant_few_up2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10, 0>;
+    moe_fused_quant_few_down2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 2, 10, 0>;
+    moe_fused_quant_few_up1_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 1, 20, 0>;
+    moe_fused_quant_few_down1_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 1, 20, 0>;
+    moe_fused_quant_few_up_p_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 20>;
+    moe_fused_quant_few_up_q_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 40>;
+    moe_fused_quant_few_up2_p_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10, 20>;
 }

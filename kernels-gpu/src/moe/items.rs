@@ -88,8 +88,11 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let each = bins.div_ceil(thread::block_dim_x().max(1));
         let (from, to) = ((tid * each).min(bins), ((tid + 1) * each).min(bins));
         if DIRECT {
-            let bin = if tid < count { pairs.bin(tid) } else { NOWHERE };
+            // Both from memory at once.
+            let (mut bin, mut weight) = (NOWHERE, 0.0);
             if tid < count {
+                weight = pairs.weight(tid, sorted.topk_weights);
+                bin = pairs.bin(tid);
                 own_bins.set(tid, bin);
             }
             for bin in from..to {
@@ -106,7 +109,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
                     all += (b == bin) as u32;
                 }
                 own_ids.set(start + rank, tid);
-                own_weights.set(start + rank, pairs.weight(tid, sorted.topk_weights));
+                own_weights.set(start + rank, weight);
                 if rank == 0 {
                     counts.set(bin, all);
                     starts.set(bin, start);
@@ -139,6 +142,12 @@ impl<const DIRECT: bool> Items<DIRECT> {
         }
         thread::sync_threads();
         Self { sorted, own_ids, own_weights, ends, counts, starts, bins, tiles }
+    }
+
+    /// Of weights with so many tiles of rows, for the same pairs.
+    #[inline(always)]
+    pub fn with_tiles(self, tiles: u32) -> Self {
+        Self { tiles, ..self }
     }
 
     /// How many there are.
