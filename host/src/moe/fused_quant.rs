@@ -17,6 +17,7 @@ use crate::check::Call;
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::gemm::{Quantised, QuantisedElement};
+use crate::kernels::moe::fused_quant_few as few_kernel;
 use crate::kernels::moe::fused_quant_rows as rows_kernel;
 use crate::kernels::moe::fused_quant_tile as tile_kernel;
 use crate::kernels::moe::fused_quant_wgmma as wgmma_kernel;
@@ -66,11 +67,13 @@ impl FusedQuantPath {
         }
     }
 
-    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, and stages of a path on Hopper. As in the table of instances.
+    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, and stages of a path on Hopper, unless it is one for [few](Self::is_few) tokens.
+    /// As in the table of instances.
     const fn wgmma(self, scales: QuantScales) -> Option<(usize, usize, usize)> {
         match (self, scales) {
             (FusedQuantPath::Auto | FusedQuantPath::Tile, _) => None,
-            (FusedQuantPath::Wgmma16, _) => Some((1, 16, 11)),
+            (FusedQuantPath::Wgmma16, QuantScales::Blocks) => None,
+            (FusedQuantPath::Wgmma16, QuantScales::Rows) => Some((1, 16, 11)),
             (FusedQuantPath::Wgmma64, _) => Some((1, 64, 8)),
             (FusedQuantPath::Wgmma144, QuantScales::Blocks) => Some((1, 144, 6)),
             (FusedQuantPath::Wgmma144, QuantScales::Rows) => Some((2, 144, 4)),
@@ -84,6 +87,11 @@ impl FusedQuantPath {
 
     const fn is_wgmma(self) -> bool {
         !matches!(self, FusedQuantPath::Auto | FusedQuantPath::Tile)
+    }
+
+    /// Whether the products quantise rows themselves.
+    const fn is_few(self, scales: QuantScales) -> bool {
+        matches!((self, scales), (FusedQuantPath::Wgmma16, QuantScales::Blocks))
     }
 
     const fn sorts(self) -> bool {
@@ -205,11 +213,6 @@ pub const fn wgmma_entries(
         };
     }
     Some(match (path, weights, scales) {
-        (FusedQuantPath::Wgmma16, DType::E4m3, QuantScales::Blocks) => entries!(
-            moe_fused_quant_wgmma_up_t16_blocks_e4m3_bf16,
-            moe_fused_quant_wgmma_up_t16_blocks_e4m3_f16,
-            moe_fused_quant_wgmma_down_t16_blocks_e4m3
-        ),
         (FusedQuantPath::Wgmma64, DType::E4m3, QuantScales::Blocks) => entries!(
             moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16,
             moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16,
@@ -252,6 +255,23 @@ pub const fn wgmma_entries(
         ),
         _ => return None,
     })
+}
+
+/// The entries of the products of [`FusedQuantPath::Wgmma16`] with scales of blocks, which quantise rows themselves, for tokens of this type: the
+/// first and the second.
+pub const fn few_entries(dtype: DType) -> Option<(Entry<few_kernel::Args>, Entry<few_kernel::Args>)> {
+    use few_kernel::*;
+    Some(match dtype {
+        DType::Bf16 => (moe_fused_quant_few_up_bf16::ENTRY, moe_fused_quant_few_down_bf16::ENTRY),
+        DType::F16 => (moe_fused_quant_few_up_f16::ENTRY, moe_fused_quant_few_down_f16::ENTRY),
+        _ => return None,
+    })
+}
+
+/// How to launch those, with so many experts and multiprocessors.
+pub const fn few_geometry(experts: usize, multiprocessors: u32) -> Geometry {
+    let bytes = few_kernel::shared_bytes(few_kernel::LINES, few_kernel::STAGES, experts);
+    Geometry::linear(multiprocessors, few_kernel::THREADS as u32).shared_bytes(bytes as u32).dependent()
 }
 
 /// How to launch a product on Hopper, with so many experts and multiprocessors.
@@ -596,7 +616,6 @@ impl Run<'_> {
             experts => weight_map(device, shared_w, [experts, n, k], gate_up, rows, o.shuffled)?,
         };
         let x = self.part(if up { at.x } else { at.q });
-        let (x_scale_row, x_scale_group) = self.scale_strides(k);
         let args = wgmma_kernel::Args {
             h: self.part(at.h),
             partial: self.part(at.partial).cast(),
@@ -604,8 +623,7 @@ impl Run<'_> {
             x_row: k,
             x_map: if self.path.in_order() { row_map(device, x, at.capacity, k, pairs)? } else { map },
             x_scales: self.part(if up { at.x_scales } else { at.q_scales }).cast(),
-            x_scale_row,
-            x_scale_group,
+            x_scale_group: self.scale_strides(k).1,
             x_divisor: if up && !self.smooths_tokens() { shape.slots() as u32 } else { 1 },
             map,
             shared_map,
@@ -640,6 +658,85 @@ impl Run<'_> {
         let entry = if up { first } else { second };
         // SAFETY: forwarded to the caller.
         unsafe { self.stream.launch(&entry, &geometry, &args) }
+    }
+
+    /// Both products for few tokens, which quantise rows themselves.
+    ///
+    /// # Safety
+    /// As for [`launch`].
+    unsafe fn few(&self) -> Result<()> {
+        let (o, shape, at, rows) = (self.o, self.shape, self.at, few_kernel::ROWS);
+        let (first, second) = few_entries(self.dtype).ok_or_else(|| self.unsupported())?;
+        let device = self.stream.device();
+        let geometry = few_geometry(shape.bins(), device.properties().multiprocessors);
+        let (activation, alpha, limit) = o.activation.parts();
+        let FusedShape { experts, shared_experts, hidden, intermediate, .. } = *shape;
+        let maps = |routed, shared, n, k, gate_up: Option<GateUp>| -> Result<[TensorMap; 2]> {
+            let map = weight_map(device, routed, [experts, n, k], gate_up, rows, o.shuffled)?;
+            let shared = match shared_experts {
+                0 => map,
+                experts => weight_map(device, shared, [experts, n, k], gate_up, rows, o.shuffled)?,
+            };
+            Ok([map, shared])
+        };
+        let [map13, shared_map13] = maps(o.routed.w13, o.shared.w13, intermediate, hidden, Some(o.gate_up))?;
+        let [map2, shared_map2] = maps(o.routed.w2, o.shared.w2, hidden, intermediate, None)?;
+        let shuffled = |gate_up| if o.shuffled { shuffle::tile_rows(gate_up) as u32 } else { 0 };
+        let args = few_kernel::Args {
+            h: self.part(at.h),
+            partial: self.part(at.partial).cast(),
+            x: o.x,
+            x_row: o.x_row,
+            x_divisor: shape.slots() as u32,
+            map: map13,
+            shared_map: shared_map13,
+            next_map: map2,
+            next_shared_map: shared_map2,
+            next_n: hidden as u32,
+            next_shuffled: shuffled(None),
+            w_scales: o.routed.w13_scales,
+            shared_w_scales: o.shared.w13_scales,
+            bias: o.routed.bias13,
+            shared_bias: o.shared.bias13,
+            topk_ids: o.topk_ids,
+            topk_weights: o.topk_weights,
+            expert_map: o.expert_map,
+            num_tokens: o.num_tokens,
+            tokens: shape.tokens as u32,
+            top_k: shape.top_k as u32,
+            slots: shape.slots() as u32,
+            experts: o.global_experts as u32,
+            local: experts as u32,
+            bins: shape.bins() as u32,
+            n: intermediate as u32,
+            k: hidden as u32,
+            layout: o.gate_up.layout(),
+            shuffled: shuffled(Some(o.gate_up)),
+            activation,
+            alpha,
+            limit,
+        };
+        let next = few_kernel::Args {
+            x: self.part(at.h),
+            x_row: intermediate,
+            x_divisor: 1,
+            map: map2,
+            shared_map: shared_map2,
+            w_scales: o.routed.w2_scales,
+            shared_w_scales: o.shared.w2_scales,
+            bias: o.routed.bias2,
+            shared_bias: o.shared.bias2,
+            n: hidden as u32,
+            k: intermediate as u32,
+            layout: fused::PLAIN,
+            shuffled: shuffled(None),
+            ..args
+        };
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            self.stream.launch(&first, &geometry, &args)?;
+            self.stream.launch(&second, &geometry, &next)
+        }
     }
 
     /// A product of [`FusedQuantPath::Tile`].
@@ -783,6 +880,10 @@ pub unsafe fn launch(
     unsafe {
         if path.sorts() {
             run.sort()?;
+        }
+        if path.is_few(o.scales) {
+            run.few()?;
+            return run.reduce();
         }
         run.quantise(false)?;
         for up in [true, false] {

@@ -30,6 +30,10 @@ pub const THREADS: usize = GROUPS * 128 + QUANTISERS + 32;
 pub const PAIRS: usize = 16;
 /// Rows of weights of an item.
 pub const ROWS: usize = 64;
+/// Lines of 128 elements of K of a stage, and stages.
+pub const LINES: usize = 4;
+/// See [`LINES`].
+pub const STAGES: usize = 5;
 /// Scales of weights of 128 elements of K: of a gate and its value, for each warp of a consumer.
 const FACTORS: usize = 8;
 
@@ -95,6 +99,17 @@ unsafe fn fused_quant_few<T: TensorFloat, const UP: bool, const LINES: usize, co
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
     }
+    // Columns without a pair are zeroes, or what was there for another item: products take them, and nobody reads what comes of them.
+    let mut at = tid;
+    while at < const { (STAGES * LINES * PAIRS * STEP / 16) as u32 } {
+        operands.set_as(16 * at, B128([0u32; 4]));
+        at += THREADS as u32;
+    }
+    if tid < const { (STAGES * LINES * PAIRS) as u32 } {
+        x_factors.set(tid, 0.0);
+    }
+    const { assert!(STAGES * LINES * PAIRS <= THREADS) };
+    tma::fence_async();
     if UP {
         dependent_launch::wait();
     }
@@ -458,6 +473,8 @@ entries! {
     );
     moe_fused_quant_few_up_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 0>;
     moe_fused_quant_few_down_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 4, 5, 0>;
+    moe_fused_quant_few_up_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 0>;
+    moe_fused_quant_few_down_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 4, 5, 0>;
     moe_fused_quant_few_up2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10, 0>;
     moe_fused_quant_few_down2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 2, 10, 0>;
     moe_fused_quant_few_up1_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 1, 20, 0>;

@@ -16,7 +16,7 @@
 //! Quantising sorts: rows of `x` and of `h` lie in the order of the sorted list, so the copy engine brings those of a share in boxes, and
 //! their scales, which lie group by group, as one line. (Rows gathered by `cp.async` came at 5 TB/s at most in all of an H200.) Rows beyond the
 //! share's last are those of other pairs or none; they fill columns that nobody reads. Without a sorted list (`DIRECT`) rows are few, and
-//! gathered by `cp.async`. Blocks of a cluster (`SHARE`) take neighbouring tiles of weights for the same pairs, and each has a part of their
+//! gathered by `cp.async`; that is for scales of rows, and those of blocks have [`fused_quant_few`](super::fused_quant_few). Blocks of a cluster (`SHARE`) take neighbouring tiles of weights for the same pairs, and each has a part of their
 //! rows brought for all. Scales of blocks of weights are two words a thread and step, on their way during the products.
 //!
 //! `h` is stored as `T`, and quantised by [`fused_quant_rows`](super::fused_quant_rows) for the second product: a scale covers 128 outputs
@@ -272,7 +272,6 @@ unsafe fn fused_quant_wgmma<
     x_row: usize,
     x_map: *const TensorMap,
     x_scales: *const f32,
-    x_scale_row: usize,
     x_scale_group: usize,
     x_divisor: u32,
     map: *const TensorMap,
@@ -329,8 +328,7 @@ unsafe fn fused_quant_wgmma<
     }
     if tid == 0 {
         // What is copied by the copy engine, and each producer's rows.
-        let consumers = const { GROUPS as u32 * if counts_lanes(SCALES, DIRECT) { 128 } else { 4 } };
-        stages.init_counted(if DIRECT { 1 + PRODUCERS as u32 } else { 1 }, consumers);
+        stages.init_counted(if DIRECT { 1 + PRODUCERS as u32 } else { 1 }, 4 * GROUPS as u32);
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
         if !DIRECT {
@@ -468,7 +466,7 @@ unsafe fn fused_quant_wgmma<
                 next += grid;
             }
         }
-        // A thread copies 16 bytes of every 16th row, and the scale of a row.
+        // A thread copies 16 bytes of every 16th row.
         let (chunk, low) = (tid % 8, tid / 8);
         let to = operands.address(0u32) + Swizzle::B128.apply(low * STEP as u32 + chunk * 16);
         while DIRECT && next < all {
@@ -482,7 +480,6 @@ unsafe fn fused_quant_wgmma<
                     source[i] = job.row(item.first + row) as usize * x_row;
                 }
             });
-            let scale = if tid < item.count { job.row(item.first + tid) as usize * x_scale_row } else { 0 };
             let mut step = 0;
             while step < groups {
                 stages.wait_empty(ring);
@@ -501,12 +498,6 @@ unsafe fn fused_quant_wgmma<
                         cp_async::copy_16_zfill(to + (i * 16 * STEP) as u32, x.ptr(at), bytes);
                     }
                 });
-                if SCALES == BLOCKS && tid < wide {
-                    let there = tid < item.count;
-                    let at = if there { scale + step as usize * x_scale_group } else { 0 };
-                    let to = factors.address(ring.stage * PAIRS as u32 + tid);
-                    cp_async::copy::<4, _>(to, x_scales.ptr(at), if there { 4 } else { 0 });
-                }
                 cp_async::arrive(stages.full(ring.stage));
                 ring.advance();
                 step += 1;
@@ -574,11 +565,6 @@ unsafe fn fused_quant_wgmma<
         cluster::arrive_relaxed();
         cluster::wait();
     }
-}
-
-/// Whether every lane of a consumer says that it has read a stage.
-const fn counts_lanes(scales: u32, direct: bool) -> bool {
-    direct && scales == BLOCKS
 }
 
 /// The columns of the products that a share of `count` pairs takes.
@@ -672,10 +658,6 @@ impl Consumer {
         let mut step = 0;
         loop {
             stages.wait_full(*ring);
-            if DIRECT {
-                // `cp.async` writes as ordinary instructions do.
-                tma::fence_async();
-            }
             let a = self.weights.offset(ring.stage * (rows(TILES) * STEP) as u32);
             let b = self.operands.offset(ring.stage * (PAIRS * STEP) as u32);
             for s in 0..TILES {
@@ -695,13 +677,9 @@ impl Consumer {
                 // Before the next products overwrite them.
                 acc[s].pin();
             }
-            if const { counts_lanes(SCALES, DIRECT) } {
-                stages.release_lane(ring.stage);
-            } else {
-                // The copy engine writes the next scales by another proxy than that of the loads.
-                tma::fence_async();
-                stages.release(ring.stage, lane);
-            }
+            // The copy engine writes the next scales by another proxy than that of the loads.
+            tma::fence_async();
+            stages.release(ring.stage, lane);
             ring.advance();
             step += 1;
             if step >= groups {
@@ -853,9 +831,8 @@ entries! {
         /// Quantised rows of tokens, or for the second product of `h`, `x_row` apart: row `pair / x_divisor` belongs to a pair, if there is no
         /// sorted list; otherwise they are in its order, and `x_map` describes them, in boxes of [`STEP`] by [`box_rows`].
         x: *const u8, x_row: usize, x_map: TensorMap,
-        /// Their scales, from row to row and from group to group; rows lie next to each other in the order of a sorted list, and [`BEYOND`] more can
-        /// be read.
-        x_scales: *const f32, x_scale_row: usize, x_scale_group: usize, x_divisor: u32,
+        /// Their scales, from group to group; those of rows lie next to each other, and in the order of a sorted list [`BEYOND`] more can be read.
+        x_scales: *const f32, x_scale_group: usize, x_divisor: u32,
         /// The weights of the routed experts and of the shared ones; see [`fused_wgmma`](super::fused_wgmma).
         map: TensorMap, shared_map: TensorMap,
         /// Their scales: `[experts, rows / 128, k / 128]`, or those of rows, `w_scale_row` apart, of experts, `w_scale_expert` apart.
@@ -878,13 +855,10 @@ entries! {
         /// See [`fused::Args`](super::fused::Args).
         activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_quant_wgmma_up_t16_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t16_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 16, 11, true, 1>;
     moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 8, false, 1>;
     moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 8, false, 1>;
     moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 6, false, 2>;
     moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 6, false, 2>;
-    moe_fused_quant_wgmma_down_t16_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 16, 11, true, 1>;
     moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 8, false, 1>;
     moe_fused_quant_wgmma_down_t144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 6, false, 2>;
     moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 11, true, 1>;
