@@ -47,7 +47,14 @@ pub const fn shared_bytes(lines: usize, stages: usize, bins: usize) -> usize {
 
 /// One of the products; see [`Args`]. `UP`: the first. Grid: any number of blocks; block: [`THREADS`]; shared memory: [`shared_bytes`].
 #[inline(always)]
-unsafe fn fused_quant_few<T: TensorFloat, const UP: bool, const LINES: usize, const STAGES: usize, const AHEAD: u32>(
+unsafe fn fused_quant_few<
+    T: TensorFloat,
+    const UP: bool,
+    const LINES: usize,
+    const STAGES: usize,
+    const AHEAD: u32,
+    const DIRECT: bool,
+>(
     h: *mut T,
     partial: *mut f32,
     x: *const T,
@@ -63,6 +70,10 @@ unsafe fn fused_quant_few<T: TensorFloat, const UP: bool, const LINES: usize, co
     shared_w_scales: *const f32,
     bias: *const f32,
     shared_bias: *const f32,
+    sorted_ids: *const i32,
+    sorted_weights: *const f32,
+    offsets: *const i32,
+    expert_counts: *const i32,
     topk_ids: *const i32,
     topk_weights: *const f32,
     expert_map: *const i32,
@@ -115,12 +126,11 @@ unsafe fn fused_quant_few<T: TensorFloat, const UP: bool, const LINES: usize, co
     }
     dependent_launch::launch_dependents();
     let tiles = n.div_ceil(const { if UP { ROWS as u32 / 2 } else { ROWS as u32 } });
-    let none = Global::new(core::ptr::null());
     let sorted = Sorted {
-        ids: none,
-        weights: Global::new(topk_weights),
-        offsets: none,
-        counts: none,
+        ids: Global::new(sorted_ids),
+        weights: Global::new(sorted_weights),
+        offsets: Global::new(offsets),
+        counts: Global::new(expert_counts),
         topk_weights: Global::new(topk_weights),
     };
     let pairs = Pairs {
@@ -133,9 +143,9 @@ unsafe fn fused_quant_few<T: TensorFloat, const UP: bool, const LINES: usize, co
         local,
         shared: bins - local,
     };
-    let count = (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32);
-    let items = Items::<true>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32);
-    let job = Job::<T, BLOCKS, true> {
+    let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
+    let items = Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32);
+    let job = Job::<T, BLOCKS, DIRECT> {
         h: GlobalMut::new(h),
         partial: GlobalMut::new(partial),
         x_scales: Global::new(core::ptr::null()),
@@ -233,7 +243,7 @@ unsafe fn fused_quant_few<T: TensorFloat, const UP: bool, const LINES: usize, co
         if !UP {
             dependent_launch::wait();
         }
-        quantise::<T, LINES, STAGES>(
+        quantise::<T, LINES, STAGES, DIRECT>(
             &job,
             stages,
             Source { x: Global::new(x), x_row, operands, factors: x_factors },
@@ -263,9 +273,9 @@ unsafe fn fused_quant_few<T: TensorFloat, const UP: bool, const LINES: usize, co
                 }
             };
             if item.count <= 8 {
-                consumer.item::<T, [f32; 4], UP, LINES, STAGES>(&job, stages, &mut ring, item, steps, done);
+                consumer.item::<T, [f32; 4], UP, LINES, STAGES, DIRECT>(&job, stages, &mut ring, item, steps, done);
             } else {
-                consumer.item::<T, [f32; 8], UP, LINES, STAGES>(&job, stages, &mut ring, item, steps, done);
+                consumer.item::<T, [f32; 8], UP, LINES, STAGES, DIRECT>(&job, stages, &mut ring, item, steps, done);
             }
             ring.skip(steps);
             next += GROUPS as u32 * grid;
@@ -283,8 +293,8 @@ struct Source<T> {
 
 /// By [`QUANTISERS`] threads: rows of every item to stages, quantised.
 #[inline(always)]
-unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize>(
-    job: &Job<T, BLOCKS, true>,
+unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, const DIRECT: bool>(
+    job: &Job<T, BLOCKS, DIRECT>,
     stages: Stages<STAGES>,
     source: Source<T>,
     all: u32,
@@ -295,16 +305,25 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize>(
     let team = thread::thread_idx_x() % QUANTISERS as u32 / 16;
     let (line, low, part) = (team % LINES as u32, team / LINES as u32, thread::thread_idx_x() % 16);
     let rows = teams / LINES as u32;
-    let load = |item: Item, step: u32| {
+    // Where the rows of an item begin, in units of 16 bytes.
+    let find = |item: Item| {
+        let mut from = [u32::MAX; 8];
+        unroll::<8>(|i| {
+            let row = low + i as u32 * rows;
+            if i < 2 * LINES && row < item.count {
+                // SAFETY: it is the number of slots, or 1.
+                core::hint::assert_unchecked(job.x_divisor != 0);
+                from[i] = job.items.pair(item.first + row) / job.x_divisor * (source.x_row / 8) as u32;
+            }
+        });
+        from
+    };
+    let load = |from: [u32; 8], step: u32| {
         let mut v = [B128([T::ZERO; 8]); 8];
         let column = (step * LINES as u32 + line) * STEP as u32 + 8 * part;
         unroll::<8>(|i| {
-            if i < 2 * LINES {
-                let row = low + i as u32 * rows;
-                if row < item.count && column < job.k {
-                    let at = job.row(item.first + row) as usize * source.x_row + column as usize;
-                    v[i] = source.x.get_as(at);
-                }
+            if i < 2 * LINES && from[i] != u32::MAX && column < job.k {
+                v[i] = source.x.get_as(8 * from[i] as usize + column as usize);
             }
         });
         v
@@ -316,17 +335,21 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize>(
         return;
     }
     let mut item = job.find(next);
-    let mut now = load(item, 0);
+    let mut from = find(item);
+    let mut now = load(from, 0);
     loop {
         let mut step = 0;
         let mut following = item;
         while step < steps {
             // On its way while this step is quantised.
-            let last = step + 1 == steps;
-            if last && next + grid < all {
+            let mut ahead = now;
+            if step + 1 < steps {
+                ahead = load(from, step + 1);
+            } else if next + grid < all {
                 following = job.find(next + grid);
+                from = find(following);
+                ahead = load(from, 0);
             }
-            let ahead = if last && next + grid >= all { now } else { load(following, if last { 0 } else { step + 1 }) };
             stages.wait_empty(ring);
             unroll::<8>(|i| {
                 if i < 2 * LINES && (i as u32) * rows < item.count {
@@ -378,9 +401,10 @@ impl Consumer {
         const UP: bool,
         const LINES: usize,
         const STAGES: usize,
+        const DIRECT: bool,
     >(
         &self,
-        job: &Job<T, BLOCKS, true>,
+        job: &Job<T, BLOCKS, DIRECT>,
         stages: Stages<STAGES>,
         ring: &mut Ring<STAGES>,
         item: Item,
@@ -388,6 +412,18 @@ impl Consumer {
         done: impl Fn(),
     ) {
         let (lane, warp) = (warp::lane_id(), warp::warp_id() % 4);
+        // What the end needs is on its way while the products run: a lane's columns are the one in every eight.
+        let column = if UP { lane / 4 } else { 2 * (lane % 4) + lane / 4 % 2 };
+        let (mut pair, mut scale) = ([0u32; 2], [0f32; 2]);
+        unroll::<2>(|j| {
+            let column = column + 8 * j as u32;
+            if column < item.count {
+                pair[j] = job.items.pair(item.first + column);
+                if !UP {
+                    scale[j] = job.items.weight(item.first + column);
+                }
+            }
+        });
         let (mut acc, mut partial) = (A::zero(), [A::zero(); LINES]);
         let mut step = 0;
         loop {
@@ -422,7 +458,6 @@ impl Consumer {
         }
         done();
         let row = item.tile * ROWS as u32 + 16 * warp;
-        let place = |column: u32| item.first + column.min(item.count - 1);
         let sums = |j: usize| {
             let mut v = [0f32; 4];
             for e in 0..4 {
@@ -431,10 +466,10 @@ impl Consumer {
             v
         };
         if UP {
-            job.store_up(item, row, A::N, |column| job.items.pair(place(column)), sums);
+            job.store_up(item, row, A::N, |column| if column < 8 { pair[0] } else { pair[1] }, sums);
         } else {
-            let pairs = |column| (job.items.pair(place(column)), job.items.weight(place(column)));
-            job.store_down(item, row, A::N, pairs, sums);
+            let of = |column| if column < 8 { (pair[0], scale[0]) } else { (pair[1], scale[1]) };
+            job.store_down(item, row, A::N, of, sums);
         }
     }
 }
@@ -457,7 +492,9 @@ entries! {
         w_scales: *const f32, shared_w_scales: *const f32,
         /// `[local, rows]` or null; `[shared, rows]` or null.
         bias: *const f32, shared_bias: *const f32,
-        /// See [`fused::Args`](super::fused::Args).
+        /// From [`sort`](super::sort), in blocks of [`SORT_BLOCK`](super::fused_quant_wgmma::SORT_BLOCK); not read without a sorted list.
+        sorted_ids: *const i32, sorted_weights: *const f32, offsets: *const i32, expert_counts: *const i32,
+        /// See [`fused::Args`](super::fused::Args); read where there is no sorted list.
         topk_ids: *const i32, topk_weights: *const f32, expert_map: *const i32, num_tokens: *const i32, tokens: u32,
         top_k: u32, slots: u32, experts: u32,
         /// Routed experts of this device; those and the shared ones, at most [`MAX_BINS`](super::fused_quant_wgmma::MAX_BINS).
@@ -471,15 +508,18 @@ entries! {
         /// See [`fused::Args`](super::fused::Args).
         activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_quant_few_up_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 0>;
-    moe_fused_quant_few_down_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 4, 5, 0>;
-    moe_fused_quant_few_up_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 0>;
-    moe_fused_quant_few_down_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 4, 5, 0>;
-    moe_fused_quant_few_up2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10, 0>;
-    moe_fused_quant_few_down2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 2, 10, 0>;
-    moe_fused_quant_few_up1_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 1, 20, 0>;
-    moe_fused_quant_few_down1_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 1, 20, 0>;
-    moe_fused_quant_few_up_p_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 20>;
-    moe_fused_quant_few_up_q_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 40>;
-    moe_fused_quant_few_up2_p_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10, 20>;
+    moe_fused_quant_few_up_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 0, true>;
+    moe_fused_quant_few_up_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 0, true>;
+    moe_fused_quant_few_down_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 4, 5, 0, true>;
+    moe_fused_quant_few_down_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 4, 5, 0, true>;
+    moe_fused_quant_few_up2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10, 0, true>;
+    moe_fused_quant_few_down2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 2, 10, 0, true>;
+    moe_fused_quant_few_up_p_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 20, true>;
+    moe_fused_quant_few_up_q_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 40, true>;
+    moe_fused_quant_few_up2_p_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10, 20, true>;
+    moe_fused_quant_few_up_s_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 0, false>;
+    moe_fused_quant_few_up_sp_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 20, false>;
+    moe_fused_quant_few_down_s_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 4, 5, 0, false>;
+    moe_fused_quant_few_up2_sp_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10, 20, false>;
+    moe_fused_quant_few_down2_s_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 2, 10, 0, false>;
 }
