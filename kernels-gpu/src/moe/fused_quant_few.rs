@@ -105,8 +105,8 @@ unsafe fn fused_quant_few<
         for g in 0..GROUPS {
             mbarrier::init(turns.address(g), 4);
         }
-        // Weights, the lanes that fetch their scales, and those that quantise; every lane of the consumer.
-        stages.init_counted(1 + 32 + QUANTISERS as u32, 128);
+        // Weights, the lanes that fetch their scales, and those of the warp that quantises; every lane of the consumer.
+        stages.init_counted(1 + 32 + 32, 128);
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
     }
@@ -283,6 +283,9 @@ unsafe fn fused_quant_few<
     }
 }
 
+/// Pieces of 128 elements that half a warp quantises at a time.
+const CHUNK: usize = 8;
+
 /// Rows to be quantised, and where to.
 struct Source<T> {
     x: Global<T>,
@@ -291,7 +294,7 @@ struct Source<T> {
     factors: Shared<f32>,
 }
 
-/// By [`QUANTISERS`] threads: rows of every item to stages, quantised.
+/// By [`QUANTISERS`] threads: rows of every item to stages, quantised. Warps take stages in turn, as loads take longer than a stage may.
 #[inline(always)]
 unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, const DIRECT: bool>(
     job: &Job<T, BLOCKS, DIRECT>,
@@ -300,87 +303,105 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
     all: u32,
     steps: u32,
 ) {
-    // Sixteen lanes take 128 elements of a row, eight each; so eight rows at a time, or fewer of several lines.
-    let teams = const { (QUANTISERS / 16) as u32 };
-    let team = thread::thread_idx_x() % QUANTISERS as u32 / 16;
-    let (line, low, part) = (team % LINES as u32, team / LINES as u32, thread::thread_idx_x() % 16);
-    let rows = teams / LINES as u32;
-    // Where the rows of an item begin, in units of 16 bytes.
-    let find = |item: Item| {
-        let mut from = [u32::MAX; 8];
-        unroll::<8>(|i| {
-            let row = low + i as u32 * rows;
-            if i < 2 * LINES && row < item.count {
-                // SAFETY: it is the number of slots, or 1.
-                core::hint::assert_unchecked(job.x_divisor != 0);
-                from[i] = job.items.pair(item.first + row) / job.x_divisor * (source.x_row / 8) as u32;
-            }
-        });
-        from
+    let (warps, grid) = (const { (QUANTISERS / 32) as u32 }, thread::grid_dim_x());
+    // Sixteen lanes take 128 elements of a row, eight each: pieces of two lines or rows at a time, in chunks of so many.
+    let (half, part) = (warp::lane_id() / 16, warp::lane_id() % 16);
+    let mut number = warp::warp_id() % warps;
+    // Steps of all items of the block, of which every so manyth is this warp's.
+    let mut step = number;
+    let mut ring = Ring::<STAGES>::new();
+    ring.skip(number);
+    number = thread::block_idx_x();
+    while step >= steps && number < all {
+        (step, number) = (step - steps, number + grid);
+    }
+    if number >= all {
+        return;
+    }
+    const { assert!(LINES.is_multiple_of(2), "rows of a piece are those of all lanes") };
+    // The piece number `i` of a chunk: its line, and its row of the item.
+    let piece = |chunk: u32, i: usize| {
+        let at = 2 * (CHUNK as u32 * chunk + i as u32) + half;
+        (at % LINES as u32, at / LINES as u32)
     };
-    let load = |from: [u32; 8], step: u32| {
-        let mut v = [B128([T::ZERO; 8]); 8];
-        let column = (step * LINES as u32 + line) * STEP as u32 + 8 * part;
-        unroll::<8>(|i| {
-            if i < 2 * LINES && from[i] != u32::MAX && column < job.k {
-                v[i] = source.x.get_as(8 * from[i] as usize + column as usize);
+    // Where the rows of an item begin, one a lane, in units of 16 bytes.
+    let rows = |item: Item| {
+        let row = warp::lane_id().min(item.count - 1);
+        // SAFETY: it is the number of slots, or 1.
+        core::hint::assert_unchecked(job.x_divisor != 0);
+        job.items.pair(item.first + row) / job.x_divisor * (source.x_row / 8) as u32
+    };
+    let load = |item: Item, rows: u32, step: u32, chunk: u32| {
+        let mut v = [B128([T::ZERO; 8]); CHUNK];
+        unroll::<CHUNK>(|i| {
+            let (line, row) = piece(chunk, i);
+            let column = (step * LINES as u32 + line) * STEP as u32 + 8 * part;
+            let from = warp::shfl_idx(rows, row);
+            if row < item.count && column < job.k {
+                v[i] = source.x.get_as(8 * from as usize + column as usize);
             }
         });
         v
     };
-    let grid = thread::grid_dim_x();
-    let mut ring = Ring::<STAGES>::new();
-    let mut next = thread::block_idx_x();
-    if next >= all {
-        return;
-    }
-    let mut item = job.find(next);
-    let mut from = find(item);
-    let mut now = load(from, 0);
+    let chunks = |item: Item| (item.count * LINES as u32).div_ceil(const { 2 * CHUNK as u32 });
+    let mut item = job.find(number);
+    let mut from = rows(item);
+    let mut chunk = 0;
+    let mut now = load(item, from, step, 0);
     loop {
-        let mut step = 0;
-        let mut following = item;
-        while step < steps {
-            // On its way while this step is quantised.
-            let mut ahead = now;
-            if step + 1 < steps {
-                ahead = load(from, step + 1);
-            } else if next + grid < all {
-                following = job.find(next + grid);
-                from = find(following);
-                ahead = load(from, 0);
+        // On its way while this chunk is quantised.
+        let (here, first, last) = (item, chunk == 0, chunk + 1 == chunks(item));
+        let (this_chunk, this_ring) = (chunk, ring);
+        let mut ahead = now;
+        let mut more = true;
+        if last {
+            chunk = 0;
+            step += warps;
+            ring.skip(warps);
+            let before = number;
+            while step >= steps && number < all {
+                (step, number) = (step - steps, number + grid);
             }
-            stages.wait_empty(ring);
-            unroll::<8>(|i| {
-                if i < 2 * LINES && (i as u32) * rows < item.count {
-                    let row = low + i as u32 * rows;
-                    let v = now[i].to_f32();
-                    let scale = scale_for::<E4M3>(group_amax(v));
-                    let factor = float::recip(scale);
-                    if row < item.count {
-                        let low = E4M3::four_times([v[0], v[1], v[2], v[3]], factor);
-                        let high = E4M3::four_times([v[4], v[5], v[6], v[7]], factor);
-                        let place = ring.stage * LINES as u32 + line;
-                        let at = place * (PAIRS * STEP) as u32 + Swizzle::B128.apply(row * STEP as u32 + 8 * part);
-                        source.operands.set_as(at, B64([low, high]));
-                        if part == 0 {
-                            source.factors.set(place * PAIRS as u32 + row, scale);
-                        }
-                    }
+            more = number < all;
+            if number != before && more {
+                item = job.find(number);
+                from = rows(item);
+            }
+        } else {
+            chunk += 1;
+        }
+        if more {
+            ahead = load(item, from, step, chunk);
+        }
+        if first {
+            stages.wait_empty(this_ring);
+        }
+        unroll::<CHUNK>(|i| {
+            // All lanes or none.
+            if piece(this_chunk, i).1 < here.count {
+                let (line, row) = piece(this_chunk, i);
+                let v = now[i].to_f32();
+                let scale = scale_for::<E4M3>(group_amax(v));
+                let factor = float::recip(scale);
+                let low = E4M3::four_times([v[0], v[1], v[2], v[3]], factor);
+                let high = E4M3::four_times([v[4], v[5], v[6], v[7]], factor);
+                let place = this_ring.stage * LINES as u32 + line;
+                let at = place * (PAIRS * STEP) as u32 + Swizzle::B128.apply(row * STEP as u32 + 8 * part);
+                source.operands.set_as(at, B64([low, high]));
+                if part == 0 {
+                    source.factors.set(place * PAIRS as u32 + row, scale);
                 }
-            });
+            }
+        });
+        if last {
             // Products read it by another proxy.
             tma::fence_async();
-            mbarrier::arrive(stages.full(ring.stage));
-            now = ahead;
-            ring.advance();
-            step += 1;
+            mbarrier::arrive(stages.full(this_ring.stage));
         }
-        next += grid;
-        if next >= all {
+        if !more {
             break;
         }
-        item = following;
+        now = ahead;
     }
 }
 
@@ -517,7 +538,6 @@ entries! {
     moe_fused_quant_few_up_p_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 20, true>;
     moe_fused_quant_few_up_q_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 40, true>;
     moe_fused_quant_few_up2_p_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10, 20, true>;
-    moe_fused_quant_few_up_s_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 0, false>;
     moe_fused_quant_few_up_sp_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 20, false>;
     moe_fused_quant_few_down_s_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 4, 5, 0, false>;
     moe_fused_quant_few_up2_sp_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10, 20, false>;
