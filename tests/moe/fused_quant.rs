@@ -388,7 +388,9 @@ fn every_width_of_a_product() {
         if d.properties().compute_capability != (9, 0) {
             return;
         }
-        for (tokens, path) in [(70, FusedQuantPath::Wgmma64), (150, FusedQuantPath::Wgmma144)] {
+        for (tokens, path) in
+            [(70, FusedQuantPath::Wgmma16), (70, FusedQuantPath::Wgmma64), (150, FusedQuantPath::Wgmma144)]
+        {
             let mut case = Case::new(tokens, 1, 4, 64, 32, path);
             case.ids = (0..tokens as i32)
                 .map(|t| {

@@ -7,7 +7,7 @@ use super::items::{DIRECT_PAIRS, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
 use super::shuffle;
 use crate::pipeline::{Ring, Stages};
-use crate::row::GROUP;
+use crate::row::{GROUP, elements};
 use crate::row::quantise::{Quantised, group_amax, scale_for};
 use crate::scales::BLOCKS;
 use crate::tensor_float::TensorFloat;
@@ -16,8 +16,8 @@ use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, K};
 use cuda_std::{
-    E4M3, Global, GlobalMut, Shared, bf16, cp_async, dependent_launch, entries, f16, float, mbarrier, thread, unroll,
-    warp,
+    E4M3, Global, GlobalMut, Shared, bf16, cp_async, dependent_launch, entries, f16, float, integer, mbarrier, thread,
+    unroll, vec, warp,
 };
 
 /// Consumer warpgroups, which take items in turn.
@@ -285,6 +285,8 @@ unsafe fn fused_quant_few<
 
 /// Pieces of 128 elements that half a warp quantises at a time.
 const CHUNK: usize = 8;
+/// Of which so many are computed together.
+const TOGETHER: usize = 4;
 
 /// Rows to be quantised, and where to.
 struct Source<T> {
@@ -332,7 +334,8 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
         job.items.pair(item.first + row) / job.x_divisor * (source.x_row / 8) as u32
     };
     let load = |item: Item, rows: u32, step: u32, chunk: u32| {
-        let mut v = [B128([T::ZERO; 8]); CHUNK];
+        // As words: as elements each would take a register, and be waited for at once.
+        let mut v = [B128([0u32; 4]); CHUNK];
         unroll::<CHUNK>(|i| {
             let (line, row) = piece(chunk, i);
             let column = (step * LINES as u32 + line) * STEP as u32 + 8 * part;
@@ -376,21 +379,29 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
         if first {
             stages.wait_empty(this_ring);
         }
-        unroll::<CHUNK>(|i| {
+        unroll::<{ CHUNK / TOGETHER }>(|group| {
             // All lanes or none.
-            if piece(this_chunk, i).1 < here.count {
-                let (line, row) = piece(this_chunk, i);
-                let v = now[i].to_f32();
-                let scale = scale_for::<E4M3>(group_amax(v));
-                let factor = float::recip(scale);
-                let low = E4M3::four_times([v[0], v[1], v[2], v[3]], factor);
-                let high = E4M3::four_times([v[4], v[5], v[6], v[7]], factor);
-                let place = this_ring.stage * LINES as u32 + line;
-                let at = place * (PAIRS * STEP) as u32 + Swizzle::B128.apply(row * STEP as u32 + 8 * part);
-                source.operands.set_as(at, B64([low, high]));
-                if part == 0 {
-                    source.factors.set(place * PAIRS as u32 + row, scale);
-                }
+            if piece(this_chunk, group * TOGETHER).1 < here.count {
+                let (mut words, mut scales) = ([B64([0u32; 2]); TOGETHER], [0f32; TOGETHER]);
+                unroll::<TOGETHER>(|i| {
+                    let B128(loaded) = now[group * TOGETHER + i];
+                    let v = vec::to_f32(elements::<T, 8>(B128(loaded.map(integer::opaque))));
+                    scales[i] = scale_for::<E4M3>(group_amax(v));
+                    let factor = float::recip(scales[i]);
+                    let low = E4M3::four_times([v[0], v[1], v[2], v[3]], factor);
+                    words[i] = B64([low, E4M3::four_times([v[4], v[5], v[6], v[7]], factor)]);
+                });
+                unroll::<TOGETHER>(|i| {
+                    let (line, row) = piece(this_chunk, group * TOGETHER + i);
+                    let place = this_ring.stage * LINES as u32 + line;
+                    let at = place * (PAIRS * STEP) as u32 + Swizzle::B128.apply(row * STEP as u32 + 8 * part);
+                    if row < here.count {
+                        source.operands.set_as(at, words[i]);
+                        if part == 0 {
+                            source.factors.set(place * PAIRS as u32 + row, scales[i]);
+                        }
+                    }
+                });
             }
         });
         if last {
