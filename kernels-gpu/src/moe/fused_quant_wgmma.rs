@@ -70,8 +70,8 @@ pub const fn box_rows(pairs: usize) -> usize {
 }
 
 /// Dynamic shared memory; every part may begin at the next multiple of 16.
-pub const fn shared_bytes(tiles: usize, pairs: usize, stages: usize, bins: usize) -> usize {
-    stages * ((rows(tiles) + pairs) * STEP + pairs * 4 + 2 * 8)
+pub const fn shared_bytes(tiles: usize, pairs: usize, lines: usize, stages: usize, bins: usize) -> usize {
+    stages * (lines * ((rows(tiles) + pairs) * STEP + pairs * 4) + 2 * 8)
         + GROUPS * pairs * 12
         + super::items::shared_bytes(bins)
         + 6 * 16
@@ -262,6 +262,7 @@ unsafe fn fused_quant_wgmma<
     const UP: bool,
     const TILES: usize,
     const PAIRS: usize,
+    const LINES: usize,
     const STAGES: usize,
     const DIRECT: bool,
     const SHARE: u32,
@@ -314,9 +315,9 @@ unsafe fn fused_quant_wgmma<
 {
     let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
     let mut carver = Carver::new();
-    let weights = carver.take_aligned::<u8>(STAGES * rows(TILES) * STEP, 1024);
-    let operands = carver.take_aligned::<u8>(STAGES * PAIRS * STEP, 1024);
-    let factors = carver.take::<f32>(STAGES * PAIRS);
+    let weights = carver.take_aligned::<u8>(STAGES * LINES * rows(TILES) * STEP, 1024);
+    let operands = carver.take_aligned::<u8>(STAGES * LINES * PAIRS * STEP, 1024);
+    let factors = carver.take::<f32>(STAGES * LINES * PAIRS);
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
     let ids = carver.take::<u32>(GROUPS * PAIRS);
     let scales = carver.take::<f32>(GROUPS * PAIRS);
@@ -385,6 +386,7 @@ unsafe fn fused_quant_wgmma<
         rank,
     };
     let (all, grid, groups) = (items.count(), thread::grid_dim_x() / SHARE, job.groups());
+    let steps = groups.div_ceil(LINES as u32);
     let first = thread::block_idx_x() / SHARE;
     if SHARE > 1 {
         // All blocks' mbarriers are there.
@@ -398,18 +400,20 @@ unsafe fn fused_quant_wgmma<
         let fetch = |ring: Ring<STAGES>, item: Item, step: u32, wide: u32| {
             let group = (item.tile * (rows(TILES) / 16) as u32) as i32;
             let (map, bin) = if item.bin < local { (map, item.bin) } else { (shared_map, item.bin - local) };
-            let (k0, bin) = ((step * STEP as u32) as i32, bin as i32);
-            let at = match (shuffled, UP) {
-                (0, true) => [k0, 0, 0, group, bin],
-                (0, false) => [k0, 0, 2 * group, 0, bin],
-                _ => shuffle::coordinates::<UP>(shuffled, step * STEP as u32, n, item.tile * rows(TILES) as u32, bin),
-            };
             let bar = stages.full(ring.stage);
             let bytes = const { (rows(TILES) * STEP) as u32 };
             let column = if SCALES == BLOCKS { STEP as u32 + 4 } else { STEP as u32 };
-            mbarrier::arrive_expect_tx(bar, if DIRECT { bytes } else { bytes + wide * column });
-            // Beyond the end of K come zeroes.
-            tma::load_tensor::<5>(weights.address(ring.stage * bytes), map, at, bar);
+            mbarrier::arrive_expect_tx(bar, LINES as u32 * if DIRECT { bytes } else { bytes + wide * column });
+            unroll::<LINES>(|l| {
+                let k0 = (step * LINES as u32 + l as u32) * STEP as u32;
+                let at = match (shuffled, UP) {
+                    (0, true) => [k0 as i32, 0, 0, group, bin as i32],
+                    (0, false) => [k0 as i32, 0, 2 * group, 0, bin as i32],
+                    _ => shuffle::coordinates::<UP>(shuffled, k0, n, item.tile * rows(TILES) as u32, bin as i32),
+                };
+                // Beyond the end of K come zeroes.
+                tma::load_tensor::<5>(weights.address((ring.stage * LINES as u32 + l as u32) * bytes), map, at, bar);
+            });
         };
         let mut next = first;
         // Stages whose weights are on their way before `h` is there.
@@ -417,7 +421,7 @@ unsafe fn fused_quant_wgmma<
         if !UP {
             if next < all {
                 let item = job.find(next);
-                ahead = groups.min(STAGES as u32);
+                ahead = steps.min(STAGES as u32);
                 if tid == 0 {
                     let mut at = ring;
                     for s in 0..ahead {
@@ -437,7 +441,7 @@ unsafe fn fused_quant_wgmma<
                 let item = job.find(next);
                 let wide = columns(PAIRS as u32, item.count);
                 let mut step = 0;
-                while step < groups {
+                while step < steps {
                     stages.wait_empty(ring);
                     if ahead > 0 {
                         ahead -= 1;
@@ -447,19 +451,24 @@ unsafe fn fused_quant_wgmma<
                     // Bytes are expected before they come.
                     warp::sync_warp(warp::FULL);
                     let bar = stages.full(ring.stage);
-                    if lane * each < wide && lane % SHARE == rank {
-                        let to = operands.address(ring.stage * (PAIRS * STEP) as u32 + lane * each * STEP as u32);
-                        let at = [(step * STEP as u32) as i32, (item.first + lane * each) as i32];
-                        if SHARE > 1 {
-                            tma::load_tensor_multicast::<2>(to, x_map, at, bar, const { (1u16 << SHARE) - 1 });
-                        } else {
-                            tma::load_tensor::<2>(to, x_map, at, bar);
+                    unroll::<LINES>(|l| {
+                        let (line, group) = (ring.stage * LINES as u32 + l as u32, step * LINES as u32 + l as u32);
+                        if lane * each < wide && lane % SHARE == rank {
+                            let to = operands.address(line * (PAIRS * STEP) as u32 + lane * each * STEP as u32);
+                            let at = [(group * STEP as u32) as i32, (item.first + lane * each) as i32];
+                            if SHARE > 1 {
+                                tma::load_tensor_multicast::<2>(to, x_map, at, bar, const { (1u16 << SHARE) - 1 });
+                            } else {
+                                tma::load_tensor::<2>(to, x_map, at, bar);
+                            }
                         }
-                    }
-                    if SCALES == BLOCKS && lane == 31 {
-                        let from = x_scales.ptr(step as usize * x_scale_group + item.first as usize);
-                        tma::copy_bulk(factors.address(ring.stage * PAIRS as u32), from, wide * 4, bar);
-                    }
+                        if SCALES == BLOCKS && lane == 31 {
+                            // Any will do for zeroes beyond the end.
+                            let group = group.min(groups - 1) as usize;
+                            let from = x_scales.ptr(group * x_scale_group + item.first as usize);
+                            tma::copy_bulk(factors.address(line * PAIRS as u32), from, wide * 4, bar);
+                        }
+                    });
                     ring.advance();
                     step += 1;
                 }
@@ -469,6 +478,7 @@ unsafe fn fused_quant_wgmma<
         // A thread copies 16 bytes of every 16th row.
         let (chunk, low) = (tid % 8, tid / 8);
         let to = operands.address(0u32) + Swizzle::B128.apply(low * STEP as u32 + chunk * 16);
+        const { assert!(!DIRECT || LINES == 1) };
         while DIRECT && next < all {
             let item = job.find(next);
             // Rows of zeroes make up for what a product takes more than there is.
@@ -529,11 +539,11 @@ unsafe fn fused_quant_wgmma<
             macro_rules! product {
                 ($half:literal) => {
                     if SCALES == ROWS {
-                        consumer.rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, STAGES, DIRECT>(
+                        consumer.rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT>(
                             &job, stages, &mut ring, next, item,
                         )
                     } else {
-                        consumer.blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, STAGES, DIRECT>(
+                        consumer.blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT>(
                             &job, stages, &mut ring, next, item,
                         )
                     }
@@ -553,6 +563,7 @@ unsafe fn fused_quant_wgmma<
                     16 => product!(8),
                     _ if PAIRS == 16 => {}
                     32 => product!(16),
+                    _ if PAIRS == 32 => {}
                     _ => product!(32),
                 }
             }
@@ -642,6 +653,7 @@ impl Consumer {
         const UP: bool,
         const TILES: usize,
         const PAIRS: usize,
+        const LINES: usize,
         const STAGES: usize,
         const DIRECT: bool,
     >(
@@ -653,36 +665,40 @@ impl Consumer {
         item: Item,
     ) {
         let (lane, groups) = (warp::lane_id(), job.groups());
+        let steps = groups.div_ceil(LINES as u32);
         let scales = WeightScales::<UP, TILES>::new(job, item.bin, item.tile * rows(TILES) as u32 + self.first_row);
         let (mut acc, mut partial) = ([A::zero(); TILES], A::zero());
         let mut step = 0;
         loop {
             stages.wait_full(*ring);
-            let a = self.weights.offset(ring.stage * (rows(TILES) * STEP) as u32);
-            let b = self.operands.offset(ring.stage * (PAIRS * STEP) as u32);
-            for s in 0..TILES {
-                // On its way while the products run.
-                let now = scales.load(s, step);
-                partial.multiply::<E4M3, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, false);
-                wgmma::wait::<0>(&mut partial);
-                for j in 0..const { A::N / 8 } {
-                    let first = ring.stage * PAIRS as u32 + 8 * j as u32 + 2 * (lane % 4);
-                    let B64(pairs) = self.factors.get_as::<B64<f32, 2>>(first);
-                    for e in 0..4 {
-                        let (by, i) = (pairs[e % 2] * now[e / 2], 4 * j + e);
-                        let sum = acc[s].as_ref()[i];
-                        acc[s].as_mut()[i] = float::fma(partial.as_ref()[i], by, sum);
+            for l in 0..LINES {
+                let line = ring.stage * LINES as u32 + l as u32;
+                let a = self.weights.offset(line * (rows(TILES) * STEP) as u32);
+                let b = self.operands.offset(line * (PAIRS * STEP) as u32);
+                for s in 0..TILES {
+                    // On its way while the products run.
+                    let now = scales.load(s, (step * LINES as u32 + l as u32).min(groups - 1));
+                    partial.multiply::<E4M3, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, false);
+                    wgmma::wait::<0>(&mut partial);
+                    for j in 0..const { A::N / 8 } {
+                        let first = line * PAIRS as u32 + 8 * j as u32 + 2 * (lane % 4);
+                        let B64(pairs) = self.factors.get_as::<B64<f32, 2>>(first);
+                        for e in 0..4 {
+                            let (by, i) = (pairs[e % 2] * now[e / 2], 4 * j + e);
+                            let sum = acc[s].as_ref()[i];
+                            acc[s].as_mut()[i] = float::fma(partial.as_ref()[i], by, sum);
+                        }
                     }
+                    // Before the next products overwrite them.
+                    acc[s].pin();
                 }
-                // Before the next products overwrite them.
-                acc[s].pin();
             }
             // The copy engine writes the next scales by another proxy than that of the loads.
             tma::fence_async();
             stages.release(ring.stage, lane);
             ring.advance();
             step += 1;
-            if step >= groups {
+            if step >= steps {
                 break;
             }
         }
@@ -699,6 +715,7 @@ impl Consumer {
         const UP: bool,
         const TILES: usize,
         const PAIRS: usize,
+        const LINES: usize,
         const STAGES: usize,
         const DIRECT: bool,
     >(
@@ -709,7 +726,7 @@ impl Consumer {
         number: u32,
         item: Item,
     ) {
-        let (lane, groups) = (warp::lane_id(), job.groups());
+        let (lane, steps) = (warp::lane_id(), job.groups().div_ceil(LINES as u32));
         let mut acc = [A::zero(); TILES];
         let mut before = ring.stage;
         let mut step = 0;
@@ -718,14 +735,18 @@ impl Consumer {
             if DIRECT {
                 tma::fence_async();
             }
-            let a = self.weights.offset(ring.stage * (rows(TILES) * STEP) as u32);
-            let b = self.operands.offset(ring.stage * (PAIRS * STEP) as u32);
-            unroll::<TILES>(|s| acc[s].multiply::<Q, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, step > 0));
+            unroll::<LINES>(|l| {
+                let line = ring.stage * LINES as u32 + l as u32;
+                let a = self.weights.offset(line * (rows(TILES) * STEP) as u32);
+                let b = self.operands.offset(line * (PAIRS * STEP) as u32);
+                unroll::<TILES>(|s| {
+                    acc[s].multiply::<Q, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, l > 0 || step > 0);
+                });
+            });
             // The step before is done: its stage can be filled again.
-            if TILES == 1 {
-                wgmma::wait::<1>(&mut acc[0]);
-            } else {
-                wgmma::wait::<2>(&mut acc[0]);
+            match const { TILES * LINES } {
+                1 => wgmma::wait::<1>(&mut acc[0]),
+                _ => wgmma::wait::<2>(&mut acc[0]),
             }
             if step > 0 {
                 stages.release(before, lane);
@@ -733,7 +754,7 @@ impl Consumer {
             before = ring.stage;
             ring.advance();
             step += 1;
-            if step >= groups {
+            if step >= steps {
                 break;
             }
         }
@@ -855,28 +876,32 @@ entries! {
         /// See [`fused::Args`](super::fused::Args).
         activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 6, false, 2>;
-    moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 6, false, 2>;
-    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_down_t144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 6, false, 2>;
-    moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 4, false, 1>;
-    moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_down_t144_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t16_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t16_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 4, false, 1>;
-    moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2>;
+    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_down_t144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 1, 6, false, 2>;
+    moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1>;
+    moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 16, 1, 11, true, 1>;
+    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_down_t144_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t16_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t16_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1>;
+    moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 1, 11, true, 1>;
+    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t64b_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;
+    moe_fused_quant_wgmma_down_t64b_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t32_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 32, 2, 5, false, 1>;
+    moe_fused_quant_wgmma_down_t32_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 32, 2, 5, false, 1>;
 }
