@@ -29,6 +29,8 @@ use cuda_std::{DType, Element, Entry, Float};
 use std::ffi::c_void;
 
 const OP: &str = "moe::fused_quant";
+/// Up to so many pairs of each expert [`FusedQuantPath::Wgmma16`] is best with scales of blocks.
+const FEW: usize = 4;
 
 /// The kernels of [`fused_quant`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,10 +41,11 @@ pub enum FusedQuantPath {
     Auto,
     /// Tiles on the tensor cores of sm_80 and later, 32 pairs of an expert at a time.
     Tile,
-    /// Hopper's matrix products and copy engine, tokens of f16 or bf16: no sorting, at most 128 pairs, up to 16 of an expert at a time. At most
-    /// 1024 experts on the device, any activation but [`ExpertActivation::Gelu`].
+    /// Hopper's matrix products and copy engine, tokens of f16 or bf16: up to 16 pairs of an expert at a time. At most 128 pairs in all, without
+    /// sorting; with scales of blocks any number, sorted if they are more. At most 1024 experts on the device, any activation but
+    /// [`ExpertActivation::Gelu`].
     Wgmma16,
-    /// [`Wgmma16`](Self::Wgmma16) after sorting, up to 64 pairs at a time, any number in all.
+    /// Up to 64 pairs at a time, any number in all, sorted; otherwise as [`Wgmma16`](Self::Wgmma16).
     Wgmma64,
     /// [`Wgmma64`](Self::Wgmma64), up to 144 at a time.
     Wgmma144,
@@ -67,16 +70,17 @@ impl FusedQuantPath {
         }
     }
 
-    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, and stages of a path on Hopper, unless it is one for [few](Self::is_few) tokens.
+    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, lines of a stage, and stages of a path on Hopper, unless it is one for [few](Self::is_few) tokens.
     /// As in the table of instances.
-    const fn wgmma(self, scales: QuantScales) -> Option<(usize, usize, usize)> {
+    const fn wgmma(self, scales: QuantScales) -> Option<(usize, usize, usize, usize)> {
         match (self, scales) {
             (FusedQuantPath::Auto | FusedQuantPath::Tile, _) => None,
             (FusedQuantPath::Wgmma16, QuantScales::Blocks) => None,
-            (FusedQuantPath::Wgmma16, QuantScales::Rows) => Some((1, 16, 11)),
-            (FusedQuantPath::Wgmma64, _) => Some((1, 64, 8)),
-            (FusedQuantPath::Wgmma144, QuantScales::Blocks) => Some((1, 144, 6)),
-            (FusedQuantPath::Wgmma144, QuantScales::Rows) => Some((2, 144, 4)),
+            (FusedQuantPath::Wgmma16, QuantScales::Rows) => Some((1, 16, 1, 11)),
+            (FusedQuantPath::Wgmma64, QuantScales::Blocks) => Some((1, 64, 2, 4)),
+            (FusedQuantPath::Wgmma64, QuantScales::Rows) => Some((1, 64, 1, 8)),
+            (FusedQuantPath::Wgmma144, QuantScales::Blocks) => Some((1, 144, 1, 6)),
+            (FusedQuantPath::Wgmma144, QuantScales::Rows) => Some((2, 144, 1, 4)),
         }
     }
 
@@ -94,18 +98,23 @@ impl FusedQuantPath {
         matches!((self, scales), (FusedQuantPath::Wgmma16, QuantScales::Blocks))
     }
 
-    const fn sorts(self) -> bool {
-        !matches!(self, FusedQuantPath::Wgmma16)
+    /// Whether so many pairs are sorted.
+    const fn sorts(self, pairs: usize) -> bool {
+        !matches!(self, FusedQuantPath::Wgmma16) || pairs > items::DIRECT_PAIRS
     }
 
     /// Whether quantised rows lie in the order of the sorted list.
     const fn in_order(self) -> bool {
-        self.is_wgmma() && self.sorts()
+        self.is_wgmma() && !matches!(self, FusedQuantPath::Wgmma16)
     }
 
     /// The path on Hopper that suits so many pairs of so many experts.
-    const fn choose(pairs: usize, bins: usize) -> Self {
-        if pairs <= 64 {
+    const fn choose(scales: QuantScales, pairs: usize, bins: usize) -> Self {
+        let few = match scales {
+            QuantScales::Blocks => pairs <= FEW * bins,
+            QuantScales::Rows => pairs <= 64,
+        };
+        if few {
             FusedQuantPath::Wgmma16
         } else if pairs <= 48 * bins {
             FusedQuantPath::Wgmma64
@@ -257,13 +266,17 @@ pub const fn wgmma_entries(
     })
 }
 
-/// The entries of the products of [`FusedQuantPath::Wgmma16`] with scales of blocks, which quantise rows themselves, for tokens of this type: the
-/// first and the second.
-pub const fn few_entries(dtype: DType) -> Option<(Entry<few_kernel::Args>, Entry<few_kernel::Args>)> {
+/// The entries of the products of [`FusedQuantPath::Wgmma16`] with scales of blocks, which quantise rows themselves, for tokens of this type, with
+/// a sorted list or without: the first and the second.
+pub const fn few_entries(dtype: DType, sorted: bool) -> Option<(Entry<few_kernel::Args>, Entry<few_kernel::Args>)> {
     use few_kernel::*;
-    Some(match dtype {
-        DType::Bf16 => (moe_fused_quant_few_up_bf16::ENTRY, moe_fused_quant_few_down_bf16::ENTRY),
-        DType::F16 => (moe_fused_quant_few_up_f16::ENTRY, moe_fused_quant_few_down_f16::ENTRY),
+    Some(match (dtype, sorted) {
+        (DType::Bf16, false) => (moe_fused_quant_few_up_bf16::ENTRY, moe_fused_quant_few_down_bf16::ENTRY),
+        (DType::F16, false) => (moe_fused_quant_few_up_f16::ENTRY, moe_fused_quant_few_down_f16::ENTRY),
+        (DType::Bf16, true) => {
+            (moe_fused_quant_few_up_sorted_bf16::ENTRY, moe_fused_quant_few_down_sorted_bf16::ENTRY)
+        }
+        (DType::F16, true) => (moe_fused_quant_few_up_sorted_f16::ENTRY, moe_fused_quant_few_down_sorted_f16::ENTRY),
         _ => return None,
     })
 }
@@ -281,10 +294,10 @@ pub const fn wgmma_geometry(
     experts: usize,
     multiprocessors: u32,
 ) -> Option<Geometry> {
-    let Some((tiles, pairs, stages)) = path.wgmma(scales) else {
+    let Some((tiles, pairs, lines, stages)) = path.wgmma(scales) else {
         return None;
     };
-    let bytes = wgmma_kernel::shared_bytes(tiles, pairs, stages, experts);
+    let bytes = wgmma_kernel::shared_bytes(tiles, pairs, lines, stages, experts);
     let share = path.share(scales);
     let blocks = if multiprocessors < share { share } else { multiprocessors / share * share };
     Some(Geometry::linear(blocks, wgmma_kernel::THREADS as u32).shared_bytes(bytes as u32).cluster(share).dependent())
@@ -597,7 +610,7 @@ impl Run<'_> {
         let entries = wgmma_entries(self.path, self.weights, o.scales, self.dtype);
         let device = self.stream.device();
         let geometry = wgmma_geometry(self.path, o.scales, shape.bins(), device.properties().multiprocessors);
-        let (Some((first, second)), Some(geometry), Some((tiles, pairs, _))) =
+        let (Some((first, second)), Some(geometry), Some((tiles, pairs, ..))) =
             (entries, geometry, self.path.wgmma(o.scales))
         else {
             return Err(self.unsupported());
@@ -666,7 +679,7 @@ impl Run<'_> {
     /// As for [`launch`].
     unsafe fn few(&self) -> Result<()> {
         let (o, shape, at, rows) = (self.o, self.shape, self.at, few_kernel::ROWS);
-        let (first, second) = few_entries(self.dtype).ok_or_else(|| self.unsupported())?;
+        let (first, second) = few_entries(self.dtype, self.path.sorts(shape.pairs())).ok_or_else(|| self.unsupported())?;
         let device = self.stream.device();
         let geometry = few_geometry(shape.bins(), device.properties().multiprocessors);
         let (activation, alpha, limit) = o.activation.parts();
@@ -690,10 +703,6 @@ impl Run<'_> {
             x_divisor: shape.slots() as u32,
             map: map13,
             shared_map: shared_map13,
-            next_map: map2,
-            next_shared_map: shared_map2,
-            next_n: hidden as u32,
-            next_shuffled: shuffled(None),
             w_scales: o.routed.w13_scales,
             shared_w_scales: o.shared.w13_scales,
             bias: o.routed.bias13,
@@ -850,7 +859,7 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
     let most = wgmma_kernel::MAX_BINS;
     let what = format!(
         "the path {path:?} has no kernel for weights of {weights} and tokens of {dtype}, or for these sizes: `Wgmma..` takes tokens of 16-bit \
-         floats on Hopper, at most {most} experts and an activation other than `Gelu`, `Wgmma16` at most {} pairs; shuffled weights need such a \
+         floats on Hopper, at most {most} experts and an activation other than `Gelu`, `Wgmma16` with scales of rows at most {} pairs; shuffled weights need such a \
          path and widths of multiples of 128",
         items::DIRECT_PAIRS
     );
@@ -882,7 +891,7 @@ pub unsafe fn launch(
     // Whatever follows one of these launches may start early: each waits where it has to, the first at once.
     // SAFETY: forwarded to the caller.
     unsafe {
-        if path.sorts() {
+        if path.sorts(shape.pairs()) {
             run.sort()?;
         }
         if path.is_few(o.scales) {
@@ -1236,7 +1245,7 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     if tokens == 0 || hidden == 0 {
         return Ok(());
     }
-    let path = resolve(stream.device(), Q::DTYPE, T::DTYPE, &shape, options)?;
+    let path = resolve(stream.device(), Q::DTYPE, T::DTYPE, scales, &shape, options)?;
     // Nothing to multiply: the sum over slots alone, of nothing.
     let block = path.block();
     let blocks = sort::capacity(shape.pairs(), shape.bins(), block, false) / block;
@@ -1274,6 +1283,7 @@ fn resolve<Q: Element>(
     device: &Device,
     weights: DType,
     dtype: DType,
+    scales: QuantScales,
     shape: &FusedShape,
     options: &FusedQuantOptions<'_, Q>,
 ) -> Result<FusedQuantPath> {
@@ -1281,13 +1291,13 @@ fn resolve<Q: Element>(
         && device.properties().compute_capability == (9, 0)
         && shape.bins() <= wgmma_kernel::MAX_BINS
         && options.activation != ExpertActivation::Gelu;
-    let direct = shape.pairs() <= items::DIRECT_PAIRS;
+    let many = shape.pairs() > items::DIRECT_PAIRS && scales == QuantScales::Rows;
     let takes = wgmma && shuffle::takes(weights, shape.hidden, shape.intermediate);
     match options.path {
         path if options.shuffled && !(takes && path != FusedQuantPath::Tile) => Err(unsupported(path, weights, dtype)),
-        FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(shape.pairs(), shape.bins())),
+        FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(scales, shape.pairs(), shape.bins())),
         FusedQuantPath::Auto | FusedQuantPath::Tile => Ok(FusedQuantPath::Tile),
-        path if !wgmma || (path == FusedQuantPath::Wgmma16 && !direct) => Err(unsupported(path, weights, dtype)),
+        path if !wgmma || (path == FusedQuantPath::Wgmma16 && many) => Err(unsupported(path, weights, dtype)),
         path => Ok(path),
     }
 }

@@ -299,22 +299,6 @@ pub unsafe fn load_tensor<const RANK: usize>(
     }
 }
 
-/// Asks for the box whose first element has these coordinates in the second-level cache; see [`load_tensor`].
-///
-/// # Safety
-/// The map is valid and of rank `RANK`.
-#[inline(always)]
-pub unsafe fn prefetch_tensor<const RANK: usize>(map: *const TensorMap, coords: [i32; RANK]) {
-    let c = five(coords);
-    #[cfg(target_arch = "nvptx64")]
-    // SAFETY: a hint.
-    unsafe {
-        tensor!(RANK, c, "cp.async.bulk.prefetch.tensor", ".L2.global.tile [{m}, ", "];", (m = in(reg64) map))
-    };
-    #[cfg(not(target_arch = "nvptx64"))]
-    let _ = (map, c);
-}
-
 /// [`load_tensor`] to the same place in every block of the cluster whose bit is in `blocks`; the mbarrier at the place
 /// of `bar` in each of them counts the bytes.
 ///

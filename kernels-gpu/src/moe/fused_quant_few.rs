@@ -1,5 +1,27 @@
-//! Products of the fused block with 8-bit weights and few tokens on Hopper: [`fused_quant_wgmma`](super::fused_quant_wgmma) with scales of
-//! blocks, where all there is to do is to read weights.
+//! Products of the fused block with 8-bit weights, scales of blocks and few pairs of an expert, on Hopper: what
+//! [`fused_quant_wgmma`](super::fused_quant_wgmma) computes, where all that takes time is reading weights.
+//!
+//! # Quantising
+//! The products read rows of `x`, or `h`, as they are and quantise them on the way to the tensor cores, with the same bits as
+//! [`fused_quant_rows`](super::fused_quant_rows): for one token a launch that only quantises takes 2 to 3 µs of 90, and there would be two.
+//! A row is quantised by every block that reads it, for each of its items, which costs nothing as long as rows are few: a stage holds 512
+//! elements of K, 32 KiB of weights, which take a multiprocessor 0.9 µs to come by, and of rows as many as there are pairs, at most 16. But
+//! what a warp loads comes 1 to 2 µs later while weights stream in, so each of several warps has stages of its own, and all loads of a stage
+//! under way before it quantises the last one.
+//!
+//! # Pipeline
+//! A ring of stages as elsewhere. One warp has the copy engine fetch weights, and brings their scales, two for each 16 rows (a gate's and its
+//! value's) and 128 elements of K, by `cp.async`; some warps quantise; two consumer warpgroups multiply 64 rows of weights by 8 or 16 pairs,
+//! items in turn, so that one finishes an item while the other multiplies. Small items suit few tokens, where all multiprocessors should have
+//! equally much to read, and 512 bytes of a row at a time suit memory. Products of 128 elements of K start from zero and are added
+//! up in f32 with their scales, in the order of K.
+//!
+//! Columns of a stage beyond the pairs of an item hold what was there before, and nobody reads what comes of them.
+//!
+//! # Launches
+//! Weights and their scales depend on no launch of the chain, so those of the second product fill the ring while the first one ends; only the
+//! warps that quantise wait for `h`. The kernel does not move registers from producers to consumers: it needs few, and leaves some for the blocks
+//! that add up slots, which wait on the same multiprocessors for the end.
 
 use super::fused::PLAIN;
 use super::fused_quant_wgmma::{Job, STEP};
@@ -52,7 +74,6 @@ unsafe fn fused_quant_few<
     const UP: bool,
     const LINES: usize,
     const STAGES: usize,
-    const AHEAD: u32,
     const DIRECT: bool,
 >(
     h: *mut T,
@@ -62,10 +83,6 @@ unsafe fn fused_quant_few<
     x_divisor: u32,
     map: *const TensorMap,
     shared_map: *const TensorMap,
-    next_map: *const TensorMap,
-    next_shared_map: *const TensorMap,
-    next_n: u32,
-    next_shuffled: u32,
     w_scales: *const f32,
     shared_w_scales: *const f32,
     bias: *const f32,
@@ -213,29 +230,6 @@ unsafe fn fused_quant_few<
                 step += 1;
             }
             next += grid;
-        }
-        if UP && AHEAD > 0 {
-            // The first weights of the second product, while this one ends.
-            let items = job.items.with_tiles(next_n.div_ceil(ROWS as u32));
-            let (all, lines) = (items.count(), job.n.div_ceil(STEP as u32));
-            let (mut next, mut left) = (thread::block_idx_x(), AHEAD);
-            while next < all && left > 0 {
-                let item = items.find(next);
-                let (map, bin) =
-                    if item.bin < local { (next_map, item.bin) } else { (next_shared_map, item.bin - local) };
-                let mut line = lane;
-                while line < lines.min(left) {
-                    let (k0, group) = (line * STEP as u32, (item.tile * (ROWS / 8) as u32) as i32);
-                    let at = match next_shuffled {
-                        0 => [k0 as i32, 0, group, 0, bin as i32],
-                        _ => shuffle::coordinates::<false>(next_shuffled, k0, next_n, item.tile * ROWS as u32, bin as i32),
-                    };
-                    tma::prefetch_tensor::<5>(map, at);
-                    line += 32;
-                }
-                left -= lines.min(left);
-                next += grid;
-            }
         }
         // The block's shared memory must outlive its copies.
         cp_async::wait_group::<0>();
@@ -518,8 +512,6 @@ entries! {
         x: *const T, x_row: usize, x_divisor: u32,
         /// The weights of the routed experts and of the shared ones; see [`fused_wgmma`](super::fused_wgmma).
         map: TensorMap, shared_map: TensorMap,
-        /// The first product: what the second one has for these, of `next_n` outputs and `n` elements of K. Otherwise they are not used.
-        next_map: TensorMap, next_shared_map: TensorMap, next_n: u32, next_shuffled: u32,
         /// Their scales: `[experts, rows / 128, k / 128]`.
         w_scales: *const f32, shared_w_scales: *const f32,
         /// `[local, rows]` or null; `[shared, rows]` or null.
@@ -540,17 +532,12 @@ entries! {
         /// See [`fused::Args`](super::fused::Args).
         activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_quant_few_up_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 0, true>;
-    moe_fused_quant_few_up_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 0, true>;
-    moe_fused_quant_few_down_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 4, 5, 0, true>;
-    moe_fused_quant_few_down_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 4, 5, 0, true>;
-    moe_fused_quant_few_up2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10, 0, true>;
-    moe_fused_quant_few_down2_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 2, 10, 0, true>;
-    moe_fused_quant_few_up_p_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 20, true>;
-    moe_fused_quant_few_up_q_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 40, true>;
-    moe_fused_quant_few_up2_p_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10, 20, true>;
-    moe_fused_quant_few_up_sp_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 4, 5, 20, false>;
-    moe_fused_quant_few_down_s_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 4, 5, 0, false>;
-    moe_fused_quant_few_up2_sp_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, 2, 10, 20, false>;
-    moe_fused_quant_few_down2_s_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, 2, 10, 0, false>;
+    moe_fused_quant_few_up_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_up_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_up_sorted_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, false>;
+    moe_fused_quant_few_up_sorted_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, false>;
+    moe_fused_quant_few_down_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_down_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_down_sorted_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, { LINES }, { STAGES }, false>;
+    moe_fused_quant_few_down_sorted_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, { LINES }, { STAGES }, false>;
 }

@@ -563,7 +563,6 @@ unsafe fn fused_quant_wgmma<
                     16 => product!(8),
                     _ if PAIRS == 16 => {}
                     32 => product!(16),
-                    _ if PAIRS == 32 => {}
                     _ => product!(32),
                 }
             }
@@ -876,11 +875,11 @@ entries! {
         /// See [`fused::Args`](super::fused::Args).
         activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 1, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;
     moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2>;
     moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2>;
-    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1>;
     moe_fused_quant_wgmma_down_t144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 1, 6, false, 2>;
     moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1>;
     moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1>;
@@ -900,8 +899,4 @@ entries! {
     moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 1, 11, true, 1>;
     moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1>;
     moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t64b_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;
-    moe_fused_quant_wgmma_down_t64b_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t32_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 32, 2, 5, false, 1>;
-    moe_fused_quant_wgmma_down_t32_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 32, 2, 5, false, 1>;
 }

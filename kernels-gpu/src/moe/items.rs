@@ -12,7 +12,7 @@ use cuda_std::{Global, Shared, thread, warp};
 /// The most pairs without a sorted list.
 pub const DIRECT_PAIRS: usize = 128;
 /// The most warps of a block.
-const MAX_WARPS: usize = 16;
+const MAX_WARPS: usize = 32;
 
 /// Shared memory for so many experts; every part may begin at the next multiple of 16.
 pub const fn shared_bytes(bins: usize) -> usize {
@@ -142,12 +142,6 @@ impl<const DIRECT: bool> Items<DIRECT> {
         }
         thread::sync_threads();
         Self { sorted, own_ids, own_weights, ends, counts, starts, bins, tiles }
-    }
-
-    /// Of weights with so many tiles of rows, for the same pairs.
-    #[inline(always)]
-    pub fn with_tiles(self, tiles: u32) -> Self {
-        Self { tiles, ..self }
     }
 
     /// How many there are.
