@@ -44,8 +44,12 @@ use cuda_std::{
 
 /// Consumer warpgroups, which take items in turn.
 const GROUPS: usize = 2;
+/// Teams that quantise the rows of stages, in turn, and warps of a team. A team that waits for a stage is less than a round ahead of the consumers.
+const TEAMS: usize = 4;
+/// See [`TEAMS`].
+const TEAM: usize = 2;
 /// Threads that quantise rows.
-const QUANTISERS: usize = 128;
+const QUANTISERS: usize = TEAMS * TEAM * 32;
 /// Threads of a block: consumers, those that quantise, and a warp for weights.
 pub const THREADS: usize = GROUPS * 128 + QUANTISERS + 32;
 /// The most pairs of an item.
@@ -122,8 +126,8 @@ unsafe fn fused_quant_few<
         for g in 0..GROUPS {
             mbarrier::init(turns.address(g), 4);
         }
-        // Weights, the lanes that fetch their scales, and those of the warp that quantises; every lane of the consumer.
-        stages.init_counted(1 + 32 + 32, 128);
+        // Weights, the lanes that fetch their scales, and those of a team that quantises; every lane of the consumer.
+        stages.init_counted(1 + 32 + 32 * TEAM as u32, 128);
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
     }
@@ -277,7 +281,7 @@ unsafe fn fused_quant_few<
     }
 }
 
-/// Pieces of 128 elements that half a warp quantises at a time.
+/// Pieces of 128 elements that half a warp has under way.
 const CHUNK: usize = 8;
 /// Of which so many are computed together.
 const TOGETHER: usize = 4;
@@ -290,7 +294,7 @@ struct Source<T> {
     factors: Shared<f32>,
 }
 
-/// By [`QUANTISERS`] threads: rows of every item to stages, quantised. Warps take stages in turn, as loads take longer than a stage may.
+/// By [`QUANTISERS`] threads: rows of every item to stages, quantised. Teams take stages in turn, as loads take longer than a stage may.
 #[inline(always)]
 unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, const DIRECT: bool>(
     job: &Job<T, BLOCKS, DIRECT>,
@@ -299,11 +303,12 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
     all: u32,
     steps: u32,
 ) {
-    let (warps, grid) = (const { (QUANTISERS / 32) as u32 }, thread::grid_dim_x());
-    // Sixteen lanes take 128 elements of a row, eight each: pieces of two lines or rows at a time, in chunks of so many.
-    let (half, part) = (warp::lane_id() / 16, warp::lane_id() % 16);
-    let mut number = warp::warp_id() % warps;
-    // Steps of all items of the block, of which every so manyth is this warp's.
+    const { assert!(TEAMS <= STAGES) };
+    let (teams, grid) = (TEAMS as u32, thread::grid_dim_x());
+    // Sixteen lanes take 128 elements of a row, eight each: pieces of several lines or rows at a time, in chunks of so many.
+    let (half, part) = (warp::warp_id() % TEAM as u32 * 2 + warp::lane_id() / 16, warp::lane_id() % 16);
+    let mut number = warp::warp_id() / TEAM as u32 % teams;
+    // Steps of all items of the block, of which every so manyth is this team's.
     let mut step = number;
     let mut ring = Ring::<STAGES>::new();
     ring.skip(number);
@@ -314,10 +319,10 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
     if number >= all {
         return;
     }
-    const { assert!(LINES.is_multiple_of(2), "rows of a piece are those of all lanes") };
+    const { assert!(LINES.is_multiple_of(2 * TEAM), "rows of a piece are those of all lanes") };
     // The piece number `i` of a chunk: its line, and its row of the item.
     let piece = |chunk: u32, i: usize| {
-        let at = 2 * (CHUNK as u32 * chunk + i as u32) + half;
+        let at = const { 2 * TEAM as u32 } * (CHUNK as u32 * chunk + i as u32) + half;
         (at % LINES as u32, at / LINES as u32)
     };
     // Where the rows of an item begin, one a lane, in units of 16 bytes.
@@ -340,7 +345,7 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
         });
         v
     };
-    let chunks = |item: Item| (item.count * LINES as u32).div_ceil(const { 2 * CHUNK as u32 });
+    let chunks = |item: Item| (item.count * LINES as u32).div_ceil(const { (2 * TEAM * CHUNK) as u32 });
     let mut item = job.find(number);
     let mut from = rows(item);
     let mut chunk = 0;
@@ -353,8 +358,8 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
         let mut more = true;
         if last {
             chunk = 0;
-            step += warps;
-            ring.skip(warps);
+            step += teams;
+            ring.skip(teams);
             let before = number;
             while step >= steps && number < all {
                 (step, number) = (step - steps, number + grid);
