@@ -273,9 +273,7 @@ pub const fn few_entries(dtype: DType, sorted: bool) -> Option<(Entry<few_kernel
     Some(match (dtype, sorted) {
         (DType::Bf16, false) => (moe_fused_quant_few_up_bf16::ENTRY, moe_fused_quant_few_down_bf16::ENTRY),
         (DType::F16, false) => (moe_fused_quant_few_up_f16::ENTRY, moe_fused_quant_few_down_f16::ENTRY),
-        (DType::Bf16, true) => {
-            (moe_fused_quant_few_up_sorted_bf16::ENTRY, moe_fused_quant_few_down_sorted_bf16::ENTRY)
-        }
+        (DType::Bf16, true) => (moe_fused_quant_few_up_sorted_bf16::ENTRY, moe_fused_quant_few_down_sorted_bf16::ENTRY),
         (DType::F16, true) => (moe_fused_quant_few_up_sorted_f16::ENTRY, moe_fused_quant_few_down_sorted_f16::ENTRY),
         _ => return None,
     })
@@ -679,7 +677,8 @@ impl Run<'_> {
     /// As for [`launch`].
     unsafe fn few(&self) -> Result<()> {
         let (o, shape, at, rows) = (self.o, self.shape, self.at, few_kernel::ROWS);
-        let (first, second) = few_entries(self.dtype, self.path.sorts(shape.pairs())).ok_or_else(|| self.unsupported())?;
+        let (first, second) =
+            few_entries(self.dtype, self.path.sorts(shape.pairs())).ok_or_else(|| self.unsupported())?;
         let device = self.stream.device();
         let geometry = few_geometry(shape.bins(), device.properties().multiprocessors);
         let (activation, alpha, limit) = o.activation.parts();

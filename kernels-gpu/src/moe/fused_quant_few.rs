@@ -29,8 +29,8 @@ use super::items::{DIRECT_PAIRS, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
 use super::shuffle;
 use crate::pipeline::{Ring, Stages};
-use crate::row::{GROUP, elements};
 use crate::row::quantise::{Quantised, group_amax, scale_for};
+use crate::row::{GROUP, elements};
 use crate::scales::BLOCKS;
 use crate::tensor_float::TensorFloat;
 use cuda_std::shared::Carver;
@@ -282,7 +282,7 @@ unsafe fn fused_quant_few<
 }
 
 /// Pieces of 128 elements that half a warp has under way.
-const CHUNK: usize = 8;
+const CHUNK: usize = 4;
 /// Of which so many are computed together.
 const TOGETHER: usize = 4;
 
