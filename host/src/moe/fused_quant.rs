@@ -29,8 +29,8 @@ use cuda_std::{DType, Element, Entry, Float};
 use std::ffi::c_void;
 
 const OP: &str = "moe::fused_quant";
-/// Up to so many pairs of each expert [`FusedQuantPath::Wgmma16`] is best with scales of blocks.
-const FEW: usize = 4;
+/// Up to so many pairs of an expert [`FusedQuantPath::Wgmma16`] is best with scales of blocks: where it sorts, and where not.
+const FEW: [usize; 2] = [4, 8];
 
 /// The kernels of [`fused_quant`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -111,7 +111,7 @@ impl FusedQuantPath {
     /// The path on Hopper that suits so many pairs of so many experts.
     const fn choose(scales: QuantScales, pairs: usize, bins: usize) -> Self {
         let few = match scales {
-            QuantScales::Blocks => pairs <= FEW * bins,
+            QuantScales::Blocks => pairs <= FEW[0] * bins || pairs <= 64 && pairs <= FEW[1] * bins,
             QuantScales::Rows => pairs <= 64,
         };
         if few {

@@ -6,8 +6,8 @@
 //! [`fused_quant_rows`](super::fused_quant_rows): for one token a launch that only quantises takes 2 to 3 µs of 90, and there would be two.
 //! A row is quantised by every block that reads it, for each of its items, which costs nothing as long as rows are few: a stage holds 512
 //! elements of K, 32 KiB of weights, which take a multiprocessor 0.9 µs to come by, and of rows as many as there are pairs, at most 16. But
-//! what a warp loads comes 1 to 2 µs later while weights stream in, so each of several warps has stages of its own, and all loads of a stage
-//! under way before it quantises the last one.
+//! what a warp loads comes 1 to 2 µs later while weights stream in, so teams of two warps have stages of their own, and the loads of a chunk of
+//! rows are under way before the last one is quantised.
 //!
 //! # Pipeline
 //! A ring of stages as elsewhere. One warp has the copy engine fetch weights, and brings their scales, two for each 16 rows (a gate's and its
