@@ -30,7 +30,7 @@ use std::ffi::c_void;
 
 const OP: &str = "moe::fused_quant";
 /// Up to so many pairs of an expert [`FusedQuantPath::Wgmma16`] is best with scales of blocks: where it sorts, and where not.
-const FEW: [usize; 2] = [4, 8];
+const FEW: [usize; 2] = [4, 6];
 
 /// The kernels of [`fused_quant`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

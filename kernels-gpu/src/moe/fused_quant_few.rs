@@ -20,8 +20,7 @@
 //!
 //! # Launches
 //! Weights and their scales depend on no launch of the chain, so those of the second product fill the ring while the first one ends; only the
-//! warps that quantise wait for `h`. The kernel does not move registers from producers to consumers: it needs few, and leaves some for the blocks
-//! that add up slots, which wait on the same multiprocessors for the end.
+//! warps that quantise wait for `h`. The kernel does not move registers from producers to consumers: it needs few.
 
 use super::fused::PLAIN;
 use super::fused_quant_wgmma::{Job, STEP};
