@@ -866,7 +866,7 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
 }
 
 /// Launches on raw pointers (layer L1) for tokens of `dtype` and weights of `weights`: sorting unless the path does without, two products,
-/// before each of which rows are quantised, and the sum over slots. `path` is not [`FusedQuantPath::Auto`].
+/// before each of which rows are quantised unless it does that itself, and the sum over slots. `path` is not [`FusedQuantPath::Auto`].
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a path without kernels for these types, and those of [`Stream::launch`].
