@@ -11,8 +11,8 @@ use cuda_std::{Global, Shared, thread, warp};
 
 /// The most pairs without a sorted list.
 pub const DIRECT_PAIRS: usize = 128;
-/// The most warps of a block.
-const MAX_WARPS: usize = 32;
+/// The most warps of a block but the last, whose sum nobody asks for.
+const MAX_WARPS: usize = 16;
 
 /// Shared memory for so many experts; every part may begin at the next multiple of 16.
 pub const fn shared_bytes(bins: usize) -> usize {
@@ -128,7 +128,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
             sum += counts.get(bin).div_ceil(most);
         }
         let up_to = warp::scan(sum, |a, b| a + b);
-        if lane == 31 {
+        if lane == 31 && warp_id < MAX_WARPS as u32 {
             sums.set(warp_id, up_to);
         }
         thread::sync_threads();
