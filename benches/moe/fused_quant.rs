@@ -24,7 +24,7 @@ pub fn benches(harness: &mut Harness) {
     for &model in models {
         for &tokens in tokens {
             for path in [Wgmma16, Wgmma64, Wgmma144] {
-                if path != Wgmma16 || tokens * model.2 <= 128 {
+                if path != Wgmma16 || tokens <= 64 {
                     case(harness, model, tokens, path, true, noise::<E4M3>);
                 }
             }

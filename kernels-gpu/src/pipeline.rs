@@ -35,6 +35,14 @@ impl<const STAGES: usize> Ring<STAGES> {
             self.parity ^= 1;
         }
     }
+
+    /// Past so many stages, which are somebody else's.
+    #[inline(always)]
+    pub fn skip(&mut self, stages: u32) {
+        let to = self.stage + stages;
+        self.stage = to % STAGES as u32;
+        self.parity ^= (to / STAGES as u32) & 1;
+    }
 }
 
 /// The mbarriers of a ring: `STAGES` words of shared memory for `full`, and as many behind them for `empty`.

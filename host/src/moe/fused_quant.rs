@@ -17,6 +17,7 @@ use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::gemm::{Quantised, QuantisedElement};
+use crate::kernels::moe::fused_quant_few as few_kernel;
 use crate::kernels::moe::fused_quant_rows as rows_kernel;
 use crate::kernels::moe::fused_quant_tile as tile_kernel;
 use crate::kernels::moe::fused_quant_wgmma as wgmma_kernel;
@@ -28,6 +29,8 @@ use cuda_std::{DType, Element, Entry, Float};
 use std::ffi::c_void;
 
 const OP: &str = "moe::fused_quant";
+/// Up to so many pairs of an expert [`FusedQuantPath::Wgmma16`] is best with scales of blocks: where it sorts, and where not.
+const FEW: [usize; 2] = [4, 6];
 
 /// The kernels of [`fused_quant`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,10 +41,11 @@ pub enum FusedQuantPath {
     Auto,
     /// Tiles on the tensor cores of sm_80 and later, 32 pairs of an expert at a time.
     Tile,
-    /// Hopper's matrix products and copy engine, tokens of f16 or bf16: no sorting, at most 128 pairs, up to 16 of an expert at a time. At most
-    /// 1024 experts on the device, any activation but [`ExpertActivation::Gelu`].
+    /// Hopper's matrix products and copy engine, tokens of f16 or bf16: up to 16 pairs of an expert at a time. At most 128 pairs in all, without
+    /// sorting; with scales of blocks any number, sorted if they are more. At most 1024 experts on the device, any activation but
+    /// [`ExpertActivation::Gelu`].
     Wgmma16,
-    /// [`Wgmma16`](Self::Wgmma16) after sorting, up to 64 pairs at a time, any number in all.
+    /// Up to 64 pairs at a time, any number in all, sorted; otherwise as [`Wgmma16`](Self::Wgmma16).
     Wgmma64,
     /// [`Wgmma64`](Self::Wgmma64), up to 144 at a time.
     Wgmma144,
@@ -66,14 +70,17 @@ impl FusedQuantPath {
         }
     }
 
-    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, and stages of a path on Hopper. As in the table of instances.
-    const fn wgmma(self, scales: QuantScales) -> Option<(usize, usize, usize)> {
+    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, lines of a stage, and stages of a path on Hopper, unless it is one for [few](Self::is_few) tokens.
+    /// As in the table of instances.
+    const fn wgmma(self, scales: QuantScales) -> Option<(usize, usize, usize, usize)> {
         match (self, scales) {
             (FusedQuantPath::Auto | FusedQuantPath::Tile, _) => None,
-            (FusedQuantPath::Wgmma16, _) => Some((1, 16, 11)),
-            (FusedQuantPath::Wgmma64, _) => Some((1, 64, 8)),
-            (FusedQuantPath::Wgmma144, QuantScales::Blocks) => Some((1, 144, 6)),
-            (FusedQuantPath::Wgmma144, QuantScales::Rows) => Some((2, 144, 4)),
+            (FusedQuantPath::Wgmma16, QuantScales::Blocks) => None,
+            (FusedQuantPath::Wgmma16, QuantScales::Rows) => Some((1, 16, 1, 11)),
+            (FusedQuantPath::Wgmma64, QuantScales::Blocks) => Some((1, 64, 2, 4)),
+            (FusedQuantPath::Wgmma64, QuantScales::Rows) => Some((1, 64, 1, 8)),
+            (FusedQuantPath::Wgmma144, QuantScales::Blocks) => Some((1, 144, 1, 6)),
+            (FusedQuantPath::Wgmma144, QuantScales::Rows) => Some((2, 144, 1, 4)),
         }
     }
 
@@ -86,18 +93,28 @@ impl FusedQuantPath {
         !matches!(self, FusedQuantPath::Auto | FusedQuantPath::Tile)
     }
 
-    const fn sorts(self) -> bool {
-        !matches!(self, FusedQuantPath::Wgmma16)
+    /// Whether the products quantise rows themselves.
+    const fn is_few(self, scales: QuantScales) -> bool {
+        matches!((self, scales), (FusedQuantPath::Wgmma16, QuantScales::Blocks))
+    }
+
+    /// Whether so many pairs are sorted.
+    const fn sorts(self, pairs: usize) -> bool {
+        !matches!(self, FusedQuantPath::Wgmma16) || pairs > items::DIRECT_PAIRS
     }
 
     /// Whether quantised rows lie in the order of the sorted list.
     const fn in_order(self) -> bool {
-        self.is_wgmma() && self.sorts()
+        self.is_wgmma() && !matches!(self, FusedQuantPath::Wgmma16)
     }
 
     /// The path on Hopper that suits so many pairs of so many experts.
-    const fn choose(pairs: usize, bins: usize) -> Self {
-        if pairs <= 64 {
+    const fn choose(scales: QuantScales, pairs: usize, bins: usize) -> Self {
+        let few = match scales {
+            QuantScales::Blocks => pairs <= FEW[0] * bins || pairs <= 64 && pairs <= FEW[1] * bins,
+            QuantScales::Rows => pairs <= 64,
+        };
+        if few {
             FusedQuantPath::Wgmma16
         } else if pairs <= product(&[48, bins]) {
             FusedQuantPath::Wgmma64
@@ -206,11 +223,6 @@ pub const fn wgmma_entries(
         };
     }
     Some(match (path, weights, scales) {
-        (FusedQuantPath::Wgmma16, DType::E4m3, QuantScales::Blocks) => entries!(
-            moe_fused_quant_wgmma_up_t16_blocks_e4m3_bf16,
-            moe_fused_quant_wgmma_up_t16_blocks_e4m3_f16,
-            moe_fused_quant_wgmma_down_t16_blocks_e4m3
-        ),
         (FusedQuantPath::Wgmma64, DType::E4m3, QuantScales::Blocks) => entries!(
             moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16,
             moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16,
@@ -255,6 +267,25 @@ pub const fn wgmma_entries(
     })
 }
 
+/// The entries of the products of [`FusedQuantPath::Wgmma16`] with scales of blocks, which quantise rows themselves, for tokens of this type, with
+/// a sorted list or without: the first and the second.
+pub const fn few_entries(dtype: DType, sorted: bool) -> Option<(Entry<few_kernel::Args>, Entry<few_kernel::Args>)> {
+    use few_kernel::*;
+    Some(match (dtype, sorted) {
+        (DType::Bf16, false) => (moe_fused_quant_few_up_bf16::ENTRY, moe_fused_quant_few_down_bf16::ENTRY),
+        (DType::F16, false) => (moe_fused_quant_few_up_f16::ENTRY, moe_fused_quant_few_down_f16::ENTRY),
+        (DType::Bf16, true) => (moe_fused_quant_few_up_sorted_bf16::ENTRY, moe_fused_quant_few_down_sorted_bf16::ENTRY),
+        (DType::F16, true) => (moe_fused_quant_few_up_sorted_f16::ENTRY, moe_fused_quant_few_down_sorted_f16::ENTRY),
+        _ => return None,
+    })
+}
+
+/// How to launch those, with so many experts and multiprocessors.
+pub const fn few_geometry(experts: usize, multiprocessors: u32) -> Geometry {
+    let bytes = few_kernel::shared_bytes(few_kernel::LINES, few_kernel::STAGES, experts);
+    Geometry::linear(multiprocessors, few_kernel::THREADS as u32).shared_bytes(bytes as u32).dependent()
+}
+
 /// How to launch a product on Hopper, with so many experts and multiprocessors.
 pub const fn wgmma_geometry(
     path: FusedQuantPath,
@@ -262,10 +293,10 @@ pub const fn wgmma_geometry(
     experts: usize,
     multiprocessors: u32,
 ) -> Option<Geometry> {
-    let Some((tiles, pairs, stages)) = path.wgmma(scales) else {
+    let Some((tiles, pairs, lines, stages)) = path.wgmma(scales) else {
         return None;
     };
-    let bytes = wgmma_kernel::shared_bytes(tiles, pairs, stages, experts);
+    let bytes = wgmma_kernel::shared_bytes(tiles, pairs, lines, stages, experts);
     let share = path.share(scales);
     let blocks = if multiprocessors < share { share } else { multiprocessors / share * share };
     Some(Geometry::linear(blocks, wgmma_kernel::THREADS as u32).shared_bytes(bytes as u32).cluster(share).dependent())
@@ -588,7 +619,7 @@ impl Run<'_> {
         let entries = wgmma_entries(self.path, self.weights, o.scales, self.dtype);
         let device = self.stream.device();
         let geometry = wgmma_geometry(self.path, o.scales, shape.bins(), device.properties().multiprocessors);
-        let (Some((first, second)), Some(geometry), Some((tiles, pairs, _))) =
+        let (Some((first, second)), Some(geometry), Some((tiles, pairs, ..))) =
             (entries, geometry, self.path.wgmma(o.scales))
         else {
             return Err(self.unsupported());
@@ -607,7 +638,6 @@ impl Run<'_> {
             experts => weight_map(device, shared_w, [experts, n, k], gate_up, rows, o.shuffled)?,
         };
         let x = self.part(if up { at.x } else { at.q });
-        let (x_scale_row, x_scale_group) = self.scale_strides(k);
         let args = wgmma_kernel::Args {
             h: self.part(at.h),
             partial: self.part(at.partial).cast(),
@@ -615,8 +645,7 @@ impl Run<'_> {
             x_row: k,
             x_map: if self.path.in_order() { row_map(device, x, at.capacity, k, pairs)? } else { map },
             x_scales: self.part(if up { at.x_scales } else { at.q_scales }).cast(),
-            x_scale_row,
-            x_scale_group,
+            x_scale_group: self.scale_strides(k).1,
             x_divisor: if up && !self.smooths_tokens() { shape.slots() as u32 } else { 1 },
             map,
             shared_map,
@@ -651,6 +680,86 @@ impl Run<'_> {
         let entry = if up { first } else { second };
         // SAFETY: forwarded to the caller.
         unsafe { self.stream.launch(&entry, &geometry, &args) }
+    }
+
+    /// Both products for few tokens, which quantise rows themselves.
+    ///
+    /// # Safety
+    /// As for [`launch`].
+    unsafe fn few(&self) -> Result<()> {
+        let (o, shape, at, rows) = (self.o, self.shape, self.at, few_kernel::ROWS);
+        let (first, second) =
+            few_entries(self.dtype, self.path.sorts(shape.pairs())).ok_or_else(|| self.unsupported())?;
+        let device = self.stream.device();
+        let geometry = few_geometry(shape.bins(), device.properties().multiprocessors);
+        let (activation, alpha, limit) = o.activation.parts();
+        let FusedShape { experts, shared_experts, hidden, intermediate, .. } = *shape;
+        let maps = |routed, shared, n, k, gate_up: Option<GateUp>| -> Result<[TensorMap; 2]> {
+            let map = weight_map(device, routed, [experts, n, k], gate_up, rows, o.shuffled)?;
+            let shared = match shared_experts {
+                0 => map,
+                experts => weight_map(device, shared, [experts, n, k], gate_up, rows, o.shuffled)?,
+            };
+            Ok([map, shared])
+        };
+        let [map13, shared_map13] = maps(o.routed.w13, o.shared.w13, intermediate, hidden, Some(o.gate_up))?;
+        let [map2, shared_map2] = maps(o.routed.w2, o.shared.w2, hidden, intermediate, None)?;
+        let shuffled = |gate_up| if o.shuffled { shuffle::tile_rows(gate_up) as u32 } else { 0 };
+        let args = few_kernel::Args {
+            h: self.part(at.h),
+            partial: self.part(at.partial).cast(),
+            x: o.x,
+            x_row: o.x_row,
+            x_divisor: shape.slots() as u32,
+            map: map13,
+            shared_map: shared_map13,
+            w_scales: o.routed.w13_scales,
+            shared_w_scales: o.shared.w13_scales,
+            bias: o.routed.bias13,
+            shared_bias: o.shared.bias13,
+            sorted_ids: self.part(at.sorted_ids).cast(),
+            sorted_weights: self.part(at.sorted_weights).cast(),
+            offsets: self.part(at.offsets).cast(),
+            expert_counts: self.part(at.expert_counts).cast(),
+            topk_ids: o.topk_ids,
+            topk_weights: o.topk_weights,
+            expert_map: o.expert_map,
+            num_tokens: o.num_tokens,
+            tokens: shape.tokens as u32,
+            top_k: shape.top_k as u32,
+            slots: shape.slots() as u32,
+            experts: o.global_experts as u32,
+            local: experts as u32,
+            bins: shape.bins() as u32,
+            n: intermediate as u32,
+            k: hidden as u32,
+            layout: o.gate_up.layout(),
+            shuffled: shuffled(Some(o.gate_up)),
+            activation,
+            alpha,
+            limit,
+        };
+        let next = few_kernel::Args {
+            x: self.part(at.h),
+            x_row: intermediate,
+            x_divisor: 1,
+            map: map2,
+            shared_map: shared_map2,
+            w_scales: o.routed.w2_scales,
+            shared_w_scales: o.shared.w2_scales,
+            bias: o.routed.bias2,
+            shared_bias: o.shared.bias2,
+            n: hidden as u32,
+            k: intermediate as u32,
+            layout: fused::PLAIN,
+            shuffled: shuffled(None),
+            ..args
+        };
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            self.stream.launch(&first, &geometry, &args)?;
+            self.stream.launch(&second, &geometry, &next)
+        }
     }
 
     /// A product of [`FusedQuantPath::Tile`].
@@ -760,7 +869,7 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
     let most = wgmma_kernel::MAX_BINS;
     let what = format!(
         "the path {path:?} has no kernel for weights of {weights} and tokens of {dtype}, or for these sizes: `Wgmma..` takes tokens of 16-bit \
-         floats on Hopper, at most {most} experts and an activation other than `Gelu`, `Wgmma16` at most {} pairs; shuffled weights need such a \
+         floats on Hopper, at most {most} experts and an activation other than `Gelu`, `Wgmma16` with scales of rows at most {} pairs; shuffled weights need such a \
          path and widths of multiples of 128",
         items::DIRECT_PAIRS
     );
@@ -768,7 +877,7 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
 }
 
 /// Launches on raw pointers (layer L1) for tokens of `dtype` and weights of `weights`: sorting unless the path does without, two products,
-/// before each of which rows are quantised, and the sum over slots. `path` is not [`FusedQuantPath::Auto`].
+/// before each of which rows are quantised unless it does that itself, and the sum over slots. `path` is not [`FusedQuantPath::Auto`].
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a path without kernels for these types, and those of [`Stream::launch`].
@@ -792,8 +901,12 @@ pub unsafe fn launch(
     // Whatever follows one of these launches may start early: each waits where it has to, the first at once.
     // SAFETY: forwarded to the caller.
     unsafe {
-        if path.sorts() {
+        if path.sorts(shape.pairs()) {
             run.sort()?;
+        }
+        if path.is_few(o.scales) {
+            run.few()?;
+            return run.reduce();
         }
         run.quantise(false)?;
         for up in [true, false] {
@@ -1142,7 +1255,7 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     if tokens == 0 || hidden == 0 {
         return Ok(());
     }
-    let path = resolve(stream.device(), Q::DTYPE, T::DTYPE, &shape, options)?;
+    let path = resolve(stream.device(), Q::DTYPE, T::DTYPE, scales, &shape, options)?;
     // Nothing to multiply: the sum over slots alone, of nothing.
     let block = path.block();
     let blocks = sort::capacity(shape.pairs(), shape.bins(), block, false) / block;
@@ -1180,6 +1293,7 @@ fn resolve<Q: Element>(
     device: &Device,
     weights: DType,
     dtype: DType,
+    scales: QuantScales,
     shape: &FusedShape,
     options: &FusedQuantOptions<'_, Q>,
 ) -> Result<FusedQuantPath> {
@@ -1187,13 +1301,13 @@ fn resolve<Q: Element>(
         && device.properties().compute_capability == (9, 0)
         && shape.bins() <= wgmma_kernel::MAX_BINS
         && options.activation != ExpertActivation::Gelu;
-    let direct = shape.pairs() <= items::DIRECT_PAIRS;
+    let many = shape.pairs() > items::DIRECT_PAIRS && scales == QuantScales::Rows;
     let takes = wgmma && shuffle::takes(weights, shape.hidden, shape.intermediate);
     match options.path {
         path if options.shuffled && !(takes && path != FusedQuantPath::Tile) => Err(unsupported(path, weights, dtype)),
-        FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(shape.pairs(), shape.bins())),
+        FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(scales, shape.pairs(), shape.bins())),
         FusedQuantPath::Auto | FusedQuantPath::Tile => Ok(FusedQuantPath::Tile),
-        path if !wgmma || (path == FusedQuantPath::Wgmma16 && !direct) => Err(unsupported(path, weights, dtype)),
+        path if !wgmma || (path == FusedQuantPath::Wgmma16 && many) => Err(unsupported(path, weights, dtype)),
         path => Ok(path),
     }
 }

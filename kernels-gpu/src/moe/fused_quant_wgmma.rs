@@ -16,7 +16,7 @@
 //! Quantising sorts: rows of `x` and of `h` lie in the order of the sorted list, so the copy engine brings those of a share in boxes, and
 //! their scales, which lie group by group, as one line. (Rows gathered by `cp.async` came at 5 TB/s at most in all of an H200.) Rows beyond the
 //! share's last are those of other pairs or none; they fill columns that nobody reads. Without a sorted list (`DIRECT`) rows are few, and
-//! gathered by `cp.async`. Blocks of a cluster (`SHARE`) take neighbouring tiles of weights for the same pairs, and each has a part of their
+//! gathered by `cp.async`; that is for scales of rows, and those of blocks have [`fused_quant_few`](super::fused_quant_few). Blocks of a cluster (`SHARE`) take neighbouring tiles of weights for the same pairs, and each has a part of their
 //! rows brought for all. Scales of blocks of weights are two words a thread and step, on their way during the products.
 //!
 //! `h` is stored as `T`, and quantised by [`fused_quant_rows`](super::fused_quant_rows) for the second product: a scale covers 128 outputs
@@ -70,62 +70,68 @@ pub const fn box_rows(pairs: usize) -> usize {
 }
 
 /// Dynamic shared memory; every part may begin at the next multiple of 16.
-pub const fn shared_bytes(tiles: usize, pairs: usize, stages: usize, bins: usize) -> usize {
-    stages * ((rows(tiles) + pairs) * STEP + pairs * 4 + 2 * 8)
+pub const fn shared_bytes(tiles: usize, pairs: usize, lines: usize, stages: usize, bins: usize) -> usize {
+    stages * (lines * ((rows(tiles) + pairs) * STEP + pairs * 4) + 2 * 8)
         + GROUPS * pairs * 12
         + super::items::shared_bytes(bins)
         + 6 * 16
 }
 
 /// What both products need to know.
-struct Job<T, const SCALES: u32, const DIRECT: bool> {
-    h: GlobalMut<T>,
-    partial: GlobalMut<f32>,
-    x_scales: Global<f32>,
+pub(super) struct Job<T, const SCALES: u32, const DIRECT: bool> {
+    pub(super) h: GlobalMut<T>,
+    pub(super) partial: GlobalMut<f32>,
+    pub(super) x_scales: Global<f32>,
     /// Pairs that have a row of `x` in common.
-    x_divisor: u32,
-    w_scales: Global<f32>,
-    shared_w_scales: Global<f32>,
+    pub(super) x_divisor: u32,
+    pub(super) w_scales: Global<f32>,
+    pub(super) shared_w_scales: Global<f32>,
     /// Scales of an expert, and from row to row, where they are of rows.
-    w_scale_expert: u32,
-    w_scale_row: u32,
-    bias: Global<f32>,
-    biased: bool,
-    shared_bias: Global<f32>,
-    shared_biased: bool,
+    pub(super) w_scale_expert: u32,
+    pub(super) w_scale_row: u32,
+    pub(super) bias: Global<f32>,
+    pub(super) biased: bool,
+    pub(super) shared_bias: Global<f32>,
+    pub(super) shared_biased: bool,
     /// Routed experts of this device.
-    local: u32,
-    items: Items<DIRECT>,
-    n: u32,
-    k: u32,
+    pub(super) local: u32,
+    pub(super) items: Items<DIRECT>,
+    pub(super) n: u32,
+    pub(super) k: u32,
     /// Rows of an expert's weights.
-    rows: u32,
-    layout: u32,
+    pub(super) rows: u32,
+    pub(super) layout: u32,
     /// Number of the activation, and its scalars.
-    activation: (u32, f32, f32),
+    pub(super) activation: (u32, f32, f32),
     /// Blocks that share rows, which take neighbouring tiles, and the place of this one.
-    share: u32,
-    rank: u32,
+    pub(super) share: u32,
+    pub(super) rank: u32,
 }
 
 impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIRECT> {
     /// Item number `number`.
     #[inline(always)]
-    unsafe fn find(&self, number: u32) -> Item {
+    pub(super) unsafe fn find(&self, number: u32) -> Item {
         let item = self.items.find(number);
         Item { tile: item.tile * self.share + self.rank, ..item }
     }
 
     /// Groups of columns.
     #[inline(always)]
-    fn groups(&self) -> u32 {
+    pub(super) fn groups(&self) -> u32 {
         self.k.div_ceil(GROUP as u32)
     }
 
     /// Rows of weights of a thread in 64 of them from `row` on: a gate and its value, or two outputs. Those beyond the last repeat it.
     #[inline(always)]
-    fn weight_rows<const UP: bool>(&self, row: u32) -> [u32; 2] {
-        let (g, last) = (warp::lane_id() / 4, self.n - 1);
+    pub(super) fn weight_rows<const UP: bool>(&self, row: u32) -> [u32; 2] {
+        self.weight_rows_of::<UP>(row, warp::lane_id() / 4)
+    }
+
+    /// Rows of weights `g` and `g + 8` of 16 from `row` on.
+    #[inline(always)]
+    pub(super) fn weight_rows_of<const UP: bool>(&self, row: u32, g: u32) -> [u32; 2] {
+        let last = self.n - 1;
         if !UP {
             return [(row + g).min(last), (row + g + 8).min(last)];
         }
@@ -139,7 +145,7 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
 
     /// The scales of an expert's weights.
     #[inline(always)]
-    fn scales_of(&self, bin: u32) -> Global<f32> {
+    pub(super) fn scales_of(&self, bin: u32) -> Global<f32> {
         let each =
             if SCALES == BLOCKS { self.rows.div_ceil(GROUP as u32) * self.groups() } else { self.w_scale_expert };
         let (scales, index) =
@@ -159,13 +165,90 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
 
     /// The row of `x` or `h` of a place in the order of pairs.
     #[inline(always)]
-    unsafe fn row(&self, place: u32) -> u32 {
+    pub(super) unsafe fn row(&self, place: u32) -> u32 {
         if !DIRECT {
             return place;
         }
         // SAFETY: it is the number of slots, or 1.
         core::hint::assert_unchecked(self.x_divisor != 0);
         self.items.pair(place) / self.x_divisor
+    }
+
+    /// Of 16 rows the first 8 are gates, the others their values. Pairs of sums in a thread belong to neighbouring columns
+    /// (tokens); a transposition in registers makes them neighbouring outputs. `pairs` says whose a column is, and `sums` are those of a
+    /// group of 8.
+    #[inline(always)]
+    pub(super) unsafe fn store_up(
+        &self,
+        item: Item,
+        row: u32,
+        columns: usize,
+        pairs: impl Fn(u32) -> u32,
+        sums: impl Fn(usize) -> [f32; 4],
+    ) {
+        let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+        let first = row / 2;
+        let (kind, alpha, limit) = self.activation;
+        let activation = Activation::new(kind, alpha, limit, self.layout != PLAIN);
+        let [gate, value] = self.weight_rows::<true>(row);
+        let gates = self.bias(item.bin, gate);
+        let values = if self.layout == PLAIN { 0.0 } else { self.bias(item.bin, value) };
+        for j in 0..columns / 8 {
+            let sums = sums(j);
+            let v = |c: usize| activation.gated(sums[c] + gates, sums[2 + c] + values);
+            let [a, b] = T::pair_from_f32([v(0), v(1)]);
+            let word = mma::movmatrix_trans(T::pack(a, b));
+            let column = 8 * j as u32 + g;
+            let at = pairs(column) as usize * self.n as usize + (first + 2 * t) as usize;
+            if first < self.n && column < item.count {
+                self.h.set_as::<u32>(at, word);
+            }
+        }
+    }
+
+    /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
+    /// neighbouring rows of one column, which are 16 bytes of `partial`.
+    #[inline(always)]
+    pub(super) unsafe fn store_down(
+        &self,
+        item: Item,
+        row: u32,
+        columns: usize,
+        pairs: impl Fn(u32) -> (u32, f32),
+        sums: impl Fn(usize) -> [f32; 4],
+    ) {
+        let lane = warp::lane_id();
+        let (odd, high) = (lane & 4 != 0, lane & 8 != 0);
+        let row = row + (lane & 8) + (lane & 16) / 4;
+        let first = 2 * (lane % 4) + odd as u32;
+        let mut bias = [0f32; 4];
+        if row < self.n {
+            for i in 0..4 {
+                bias[i] = self.bias(item.bin, row + i as u32);
+            }
+        }
+        for j in 0..columns / 8 {
+            let mut v = sums(j);
+            unroll::<2>(|p| {
+                let got = warp::shfl_xor(if odd { v[2 * p] } else { v[2 * p + 1] }, 4);
+                v[2 * p] = if odd { got } else { v[2 * p] };
+                v[2 * p + 1] = if odd { v[2 * p + 1] } else { got };
+            });
+            unroll::<2>(|p| {
+                let got = warp::shfl_xor(if high { v[p] } else { v[2 + p] }, 8);
+                v[p] = if high { got } else { v[p] };
+                v[2 + p] = if high { v[2 + p] } else { got };
+            });
+            let column = 8 * j as u32 + first;
+            let (pair, scale) = pairs(column);
+            let at = pair as usize * self.n as usize + row as usize;
+            for i in 0..4 {
+                v[i] = (v[i] + bias[i]) * scale;
+            }
+            if row < self.n && column < item.count {
+                self.partial.set_as(at, B128(v));
+            }
+        }
     }
 }
 
@@ -179,6 +262,7 @@ unsafe fn fused_quant_wgmma<
     const UP: bool,
     const TILES: usize,
     const PAIRS: usize,
+    const LINES: usize,
     const STAGES: usize,
     const DIRECT: bool,
     const SHARE: u32,
@@ -189,7 +273,6 @@ unsafe fn fused_quant_wgmma<
     x_row: usize,
     x_map: *const TensorMap,
     x_scales: *const f32,
-    x_scale_row: usize,
     x_scale_group: usize,
     x_divisor: u32,
     map: *const TensorMap,
@@ -232,9 +315,9 @@ unsafe fn fused_quant_wgmma<
 {
     let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
     let mut carver = Carver::new();
-    let weights = carver.take_aligned::<u8>(STAGES * rows(TILES) * STEP, 1024);
-    let operands = carver.take_aligned::<u8>(STAGES * PAIRS * STEP, 1024);
-    let factors = carver.take::<f32>(STAGES * PAIRS);
+    let weights = carver.take_aligned::<u8>(STAGES * LINES * rows(TILES) * STEP, 1024);
+    let operands = carver.take_aligned::<u8>(STAGES * LINES * PAIRS * STEP, 1024);
+    let factors = carver.take::<f32>(STAGES * LINES * PAIRS);
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
     let ids = carver.take::<u32>(GROUPS * PAIRS);
     let scales = carver.take::<f32>(GROUPS * PAIRS);
@@ -246,8 +329,7 @@ unsafe fn fused_quant_wgmma<
     }
     if tid == 0 {
         // What is copied by the copy engine, and each producer's rows.
-        let consumers = const { GROUPS as u32 * if counts_lanes(SCALES, DIRECT) { 128 } else { 4 } };
-        stages.init_counted(if DIRECT { 1 + PRODUCERS as u32 } else { 1 }, consumers);
+        stages.init_counted(if DIRECT { 1 + PRODUCERS as u32 } else { 1 }, 4 * GROUPS as u32);
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
         if !DIRECT {
@@ -304,6 +386,7 @@ unsafe fn fused_quant_wgmma<
         rank,
     };
     let (all, grid, groups) = (items.count(), thread::grid_dim_x() / SHARE, job.groups());
+    let steps = groups.div_ceil(LINES as u32);
     let first = thread::block_idx_x() / SHARE;
     if SHARE > 1 {
         // All blocks' mbarriers are there.
@@ -317,18 +400,20 @@ unsafe fn fused_quant_wgmma<
         let fetch = |ring: Ring<STAGES>, item: Item, step: u32, wide: u32| {
             let group = (item.tile * (rows(TILES) / 16) as u32) as i32;
             let (map, bin) = if item.bin < local { (map, item.bin) } else { (shared_map, item.bin - local) };
-            let (k0, bin) = ((step * STEP as u32) as i32, bin as i32);
-            let at = match (shuffled, UP) {
-                (0, true) => [k0, 0, 0, group, bin],
-                (0, false) => [k0, 0, 2 * group, 0, bin],
-                _ => shuffle::coordinates::<UP>(shuffled, step * STEP as u32, n, item.tile * rows(TILES) as u32, bin),
-            };
             let bar = stages.full(ring.stage);
             let bytes = const { (rows(TILES) * STEP) as u32 };
             let column = if SCALES == BLOCKS { STEP as u32 + 4 } else { STEP as u32 };
-            mbarrier::arrive_expect_tx(bar, if DIRECT { bytes } else { bytes + wide * column });
-            // Beyond the end of K come zeroes.
-            tma::load_tensor::<5>(weights.address(ring.stage * bytes), map, at, bar);
+            mbarrier::arrive_expect_tx(bar, LINES as u32 * if DIRECT { bytes } else { bytes + wide * column });
+            unroll::<LINES>(|l| {
+                let k0 = (step * LINES as u32 + l as u32) * STEP as u32;
+                let at = match (shuffled, UP) {
+                    (0, true) => [k0 as i32, 0, 0, group, bin as i32],
+                    (0, false) => [k0 as i32, 0, 2 * group, 0, bin as i32],
+                    _ => shuffle::coordinates::<UP>(shuffled, k0, n, item.tile * rows(TILES) as u32, bin as i32),
+                };
+                // Beyond the end of K come zeroes.
+                tma::load_tensor::<5>(weights.address((ring.stage * LINES as u32 + l as u32) * bytes), map, at, bar);
+            });
         };
         let mut next = first;
         // Stages whose weights are on their way before `h` is there.
@@ -336,7 +421,7 @@ unsafe fn fused_quant_wgmma<
         if !UP {
             if next < all {
                 let item = job.find(next);
-                ahead = groups.min(STAGES as u32);
+                ahead = steps.min(STAGES as u32);
                 if tid == 0 {
                     let mut at = ring;
                     for s in 0..ahead {
@@ -356,7 +441,7 @@ unsafe fn fused_quant_wgmma<
                 let item = job.find(next);
                 let wide = columns(PAIRS as u32, item.count);
                 let mut step = 0;
-                while step < groups {
+                while step < steps {
                     stages.wait_empty(ring);
                     if ahead > 0 {
                         ahead -= 1;
@@ -366,28 +451,34 @@ unsafe fn fused_quant_wgmma<
                     // Bytes are expected before they come.
                     warp::sync_warp(warp::FULL);
                     let bar = stages.full(ring.stage);
-                    if lane * each < wide && lane % SHARE == rank {
-                        let to = operands.address(ring.stage * (PAIRS * STEP) as u32 + lane * each * STEP as u32);
-                        let at = [(step * STEP as u32) as i32, (item.first + lane * each) as i32];
-                        if SHARE > 1 {
-                            tma::load_tensor_multicast::<2>(to, x_map, at, bar, const { (1u16 << SHARE) - 1 });
-                        } else {
-                            tma::load_tensor::<2>(to, x_map, at, bar);
+                    unroll::<LINES>(|l| {
+                        let (line, group) = (ring.stage * LINES as u32 + l as u32, step * LINES as u32 + l as u32);
+                        if lane * each < wide && lane % SHARE == rank {
+                            let to = operands.address(line * (PAIRS * STEP) as u32 + lane * each * STEP as u32);
+                            let at = [(group * STEP as u32) as i32, (item.first + lane * each) as i32];
+                            if SHARE > 1 {
+                                tma::load_tensor_multicast::<2>(to, x_map, at, bar, const { (1u16 << SHARE) - 1 });
+                            } else {
+                                tma::load_tensor::<2>(to, x_map, at, bar);
+                            }
                         }
-                    }
-                    if SCALES == BLOCKS && lane == 31 {
-                        let from = x_scales.ptr(step as usize * x_scale_group + item.first as usize);
-                        tma::copy_bulk(factors.address(ring.stage * PAIRS as u32), from, wide * 4, bar);
-                    }
+                        if SCALES == BLOCKS && lane == 31 {
+                            // Any will do for zeroes beyond the end.
+                            let group = group.min(groups - 1) as usize;
+                            let from = x_scales.ptr(group * x_scale_group + item.first as usize);
+                            tma::copy_bulk(factors.address(line * PAIRS as u32), from, wide * 4, bar);
+                        }
+                    });
                     ring.advance();
                     step += 1;
                 }
                 next += grid;
             }
         }
-        // A thread copies 16 bytes of every 16th row, and the scale of a row.
+        // A thread copies 16 bytes of every 16th row.
         let (chunk, low) = (tid % 8, tid / 8);
         let to = operands.address(0u32) + Swizzle::B128.apply(low * STEP as u32 + chunk * 16);
+        const { assert!(!DIRECT || LINES == 1) };
         while DIRECT && next < all {
             let item = job.find(next);
             // Rows of zeroes make up for what a product takes more than there is.
@@ -399,7 +490,6 @@ unsafe fn fused_quant_wgmma<
                     source[i] = job.row(item.first + row) as usize * x_row;
                 }
             });
-            let scale = if tid < item.count { job.row(item.first + tid) as usize * x_scale_row } else { 0 };
             let mut step = 0;
             while step < groups {
                 stages.wait_empty(ring);
@@ -418,12 +508,6 @@ unsafe fn fused_quant_wgmma<
                         cp_async::copy_16_zfill(to + (i * 16 * STEP) as u32, x.ptr(at), bytes);
                     }
                 });
-                if SCALES == BLOCKS && tid < wide {
-                    let there = tid < item.count;
-                    let at = if there { scale + step as usize * x_scale_group } else { 0 };
-                    let to = factors.address(ring.stage * PAIRS as u32 + tid);
-                    cp_async::copy::<4, _>(to, x_scales.ptr(at), if there { 4 } else { 0 });
-                }
                 cp_async::arrive(stages.full(ring.stage));
                 ring.advance();
                 step += 1;
@@ -455,11 +539,11 @@ unsafe fn fused_quant_wgmma<
             macro_rules! product {
                 ($half:literal) => {
                     if SCALES == ROWS {
-                        consumer.rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, STAGES, DIRECT>(
+                        consumer.rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT>(
                             &job, stages, &mut ring, next, item,
                         )
                     } else {
-                        consumer.blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, STAGES, DIRECT>(
+                        consumer.blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT>(
                             &job, stages, &mut ring, next, item,
                         )
                     }
@@ -491,11 +575,6 @@ unsafe fn fused_quant_wgmma<
         cluster::arrive_relaxed();
         cluster::wait();
     }
-}
-
-/// Whether every lane of a consumer says that it has read a stage.
-const fn counts_lanes(scales: u32, direct: bool) -> bool {
-    direct && scales == BLOCKS
 }
 
 /// The columns of the products that a share of `count` pairs takes.
@@ -573,6 +652,7 @@ impl Consumer {
         const UP: bool,
         const TILES: usize,
         const PAIRS: usize,
+        const LINES: usize,
         const STAGES: usize,
         const DIRECT: bool,
     >(
@@ -584,44 +664,40 @@ impl Consumer {
         item: Item,
     ) {
         let (lane, groups) = (warp::lane_id(), job.groups());
+        let steps = groups.div_ceil(LINES as u32);
         let scales = WeightScales::<UP, TILES>::new(job, item.bin, item.tile * rows(TILES) as u32 + self.first_row);
         let (mut acc, mut partial) = ([A::zero(); TILES], A::zero());
         let mut step = 0;
         loop {
             stages.wait_full(*ring);
-            if DIRECT {
-                // `cp.async` writes as ordinary instructions do.
-                tma::fence_async();
-            }
-            let a = self.weights.offset(ring.stage * (rows(TILES) * STEP) as u32);
-            let b = self.operands.offset(ring.stage * (PAIRS * STEP) as u32);
-            for s in 0..TILES {
-                // On its way while the products run.
-                let now = scales.load(s, step);
-                partial.multiply::<E4M3, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, false);
-                wgmma::wait::<0>(&mut partial);
-                for j in 0..const { A::N / 8 } {
-                    let first = ring.stage * PAIRS as u32 + 8 * j as u32 + 2 * (lane % 4);
-                    let B64(pairs) = self.factors.get_as::<B64<f32, 2>>(first);
-                    for e in 0..4 {
-                        let (by, i) = (pairs[e % 2] * now[e / 2], 4 * j + e);
-                        let sum = acc[s].as_ref()[i];
-                        acc[s].as_mut()[i] = float::fma(partial.as_ref()[i], by, sum);
+            for l in 0..LINES {
+                let line = ring.stage * LINES as u32 + l as u32;
+                let a = self.weights.offset(line * (rows(TILES) * STEP) as u32);
+                let b = self.operands.offset(line * (PAIRS * STEP) as u32);
+                for s in 0..TILES {
+                    // On its way while the products run.
+                    let now = scales.load(s, (step * LINES as u32 + l as u32).min(groups - 1));
+                    partial.multiply::<E4M3, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, false);
+                    wgmma::wait::<0>(&mut partial);
+                    for j in 0..const { A::N / 8 } {
+                        let first = line * PAIRS as u32 + 8 * j as u32 + 2 * (lane % 4);
+                        let B64(pairs) = self.factors.get_as::<B64<f32, 2>>(first);
+                        for e in 0..4 {
+                            let (by, i) = (pairs[e % 2] * now[e / 2], 4 * j + e);
+                            let sum = acc[s].as_ref()[i];
+                            acc[s].as_mut()[i] = float::fma(partial.as_ref()[i], by, sum);
+                        }
                     }
+                    // Before the next products overwrite them.
+                    acc[s].pin();
                 }
-                // Before the next products overwrite them.
-                acc[s].pin();
             }
-            if const { counts_lanes(SCALES, DIRECT) } {
-                stages.release_lane(ring.stage);
-            } else {
-                // The copy engine writes the next scales by another proxy than that of the loads.
-                tma::fence_async();
-                stages.release(ring.stage, lane);
-            }
+            // The copy engine writes the next scales by another proxy than that of the loads.
+            tma::fence_async();
+            stages.release(ring.stage, lane);
             ring.advance();
             step += 1;
-            if step >= groups {
+            if step >= steps {
                 break;
             }
         }
@@ -638,6 +714,7 @@ impl Consumer {
         const UP: bool,
         const TILES: usize,
         const PAIRS: usize,
+        const LINES: usize,
         const STAGES: usize,
         const DIRECT: bool,
     >(
@@ -648,7 +725,7 @@ impl Consumer {
         number: u32,
         item: Item,
     ) {
-        let (lane, groups) = (warp::lane_id(), job.groups());
+        let (lane, steps) = (warp::lane_id(), job.groups().div_ceil(LINES as u32));
         let mut acc = [A::zero(); TILES];
         let mut before = ring.stage;
         let mut step = 0;
@@ -657,14 +734,18 @@ impl Consumer {
             if DIRECT {
                 tma::fence_async();
             }
-            let a = self.weights.offset(ring.stage * (rows(TILES) * STEP) as u32);
-            let b = self.operands.offset(ring.stage * (PAIRS * STEP) as u32);
-            unroll::<TILES>(|s| acc[s].multiply::<Q, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, step > 0));
+            unroll::<LINES>(|l| {
+                let line = ring.stage * LINES as u32 + l as u32;
+                let a = self.weights.offset(line * (rows(TILES) * STEP) as u32);
+                let b = self.operands.offset(line * (PAIRS * STEP) as u32);
+                unroll::<TILES>(|s| {
+                    acc[s].multiply::<Q, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, l > 0 || step > 0);
+                });
+            });
             // The step before is done: its stage can be filled again.
-            if TILES == 1 {
-                wgmma::wait::<1>(&mut acc[0]);
-            } else {
-                wgmma::wait::<2>(&mut acc[0]);
+            match const { TILES * LINES } {
+                1 => wgmma::wait::<1>(&mut acc[0]),
+                _ => wgmma::wait::<2>(&mut acc[0]),
             }
             if step > 0 {
                 stages.release(before, lane);
@@ -672,7 +753,7 @@ impl Consumer {
             before = ring.stage;
             ring.advance();
             step += 1;
-            if step >= groups {
+            if step >= steps {
                 break;
             }
         }
@@ -751,85 +832,9 @@ impl Consumer {
                 v
             };
             if UP {
-                self.store_up(job, item, row, A::N, sums);
+                job.store_up(item, row, A::N, |column| self.ids.get(column), sums);
             } else {
-                self.store_down(job, item, row, A::N, sums);
-            }
-        }
-    }
-
-    /// Of 16 rows the first 8 are gates, the others their values. Pairs of sums in a thread belong to neighbouring columns
-    /// (tokens); a transposition in registers makes them neighbouring outputs. `sums` are those of a group of 8 columns.
-    #[inline(always)]
-    unsafe fn store_up<T: TensorFloat, const SCALES: u32, const DIRECT: bool>(
-        &self,
-        job: &Job<T, SCALES, DIRECT>,
-        item: Item,
-        row: u32,
-        columns: usize,
-        sums: impl Fn(usize) -> [f32; 4],
-    ) {
-        let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
-        let first = row / 2;
-        let (kind, alpha, limit) = job.activation;
-        let activation = Activation::new(kind, alpha, limit, job.layout != PLAIN);
-        let [gate, value] = job.weight_rows::<true>(row);
-        let gates = job.bias(item.bin, gate);
-        let values = if job.layout == PLAIN { 0.0 } else { job.bias(item.bin, value) };
-        for j in 0..columns / 8 {
-            let sums = sums(j);
-            let v = |c: usize| activation.gated(sums[c] + gates, sums[2 + c] + values);
-            let [a, b] = T::pair_from_f32([v(0), v(1)]);
-            let word = mma::movmatrix_trans(T::pack(a, b));
-            let column = 8 * j as u32 + g;
-            let at = self.ids.get(column) as usize * job.n as usize + (first + 2 * t) as usize;
-            if first < job.n && column < item.count {
-                job.h.set_as::<u32>(at, word);
-            }
-        }
-    }
-
-    /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
-    /// neighbouring rows of one column, which are 16 bytes of `partial`.
-    #[inline(always)]
-    unsafe fn store_down<T: TensorFloat, const SCALES: u32, const DIRECT: bool>(
-        &self,
-        job: &Job<T, SCALES, DIRECT>,
-        item: Item,
-        row: u32,
-        columns: usize,
-        sums: impl Fn(usize) -> [f32; 4],
-    ) {
-        let lane = warp::lane_id();
-        let (odd, high) = (lane & 4 != 0, lane & 8 != 0);
-        let row = row + (lane & 8) + (lane & 16) / 4;
-        let first = 2 * (lane % 4) + odd as u32;
-        let mut bias = [0f32; 4];
-        if row < job.n {
-            for i in 0..4 {
-                bias[i] = job.bias(item.bin, row + i as u32);
-            }
-        }
-        for j in 0..columns / 8 {
-            let mut v = sums(j);
-            unroll::<2>(|p| {
-                let got = warp::shfl_xor(if odd { v[2 * p] } else { v[2 * p + 1] }, 4);
-                v[2 * p] = if odd { got } else { v[2 * p] };
-                v[2 * p + 1] = if odd { v[2 * p + 1] } else { got };
-            });
-            unroll::<2>(|p| {
-                let got = warp::shfl_xor(if high { v[p] } else { v[2 + p] }, 8);
-                v[p] = if high { got } else { v[p] };
-                v[2 + p] = if high { v[2 + p] } else { got };
-            });
-            let column = 8 * j as u32 + first;
-            let (pair, scale) = (self.ids.get(column), self.scales.get(column));
-            let at = pair as usize * job.n as usize + row as usize;
-            for i in 0..4 {
-                v[i] = (v[i] + bias[i]) * scale;
-            }
-            if row < job.n && column < item.count {
-                job.partial.set_as(at, B128(v));
+                job.store_down(item, row, A::N, |column| (self.ids.get(column), self.scales.get(column)), sums);
             }
         }
     }
@@ -846,9 +851,8 @@ entries! {
         /// Quantised rows of tokens, or for the second product of `h`, `x_row` apart: row `pair / x_divisor` belongs to a pair, if there is no
         /// sorted list; otherwise they are in its order, and `x_map` describes them, in boxes of [`STEP`] by [`box_rows`].
         x: *const u8, x_row: usize, x_map: TensorMap,
-        /// Their scales, from row to row and from group to group; rows lie next to each other in the order of a sorted list, and [`BEYOND`] more can
-        /// be read.
-        x_scales: *const f32, x_scale_row: usize, x_scale_group: usize, x_divisor: u32,
+        /// Their scales, from group to group; those of rows lie next to each other, and in the order of a sorted list [`BEYOND`] more can be read.
+        x_scales: *const f32, x_scale_group: usize, x_divisor: u32,
         /// The weights of the routed experts and of the shared ones; see [`fused_wgmma`](super::fused_wgmma).
         map: TensorMap, shared_map: TensorMap,
         /// Their scales: `[experts, rows / 128, k / 128]`, or those of rows, `w_scale_row` apart, of experts, `w_scale_expert` apart.
@@ -871,31 +875,28 @@ entries! {
         /// See [`fused::Args`](super::fused::Args).
         activation: u32, alpha: f32, limit: f32,
     );
-    moe_fused_quant_wgmma_up_t16_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t16_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 6, false, 2>;
-    moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 6, false, 2>;
-    moe_fused_quant_wgmma_down_t16_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_down_t144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 6, false, 2>;
-    moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 4, false, 1>;
-    moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_down_t144_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t16_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t16_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 4, false, 1>;
-    moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 11, true, 1>;
-    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 8, false, 1>;
-    moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2>;
+    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1>;
+    moe_fused_quant_wgmma_down_t144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 1, 6, false, 2>;
+    moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1>;
+    moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 16, 1, 11, true, 1>;
+    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_down_t144_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t16_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t16_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1>;
+    moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 1, 11, true, 1>;
+    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1>;
+    moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1>;
 }

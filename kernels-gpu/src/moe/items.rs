@@ -11,7 +11,7 @@ use cuda_std::{Global, Shared, thread, warp};
 
 /// The most pairs without a sorted list.
 pub const DIRECT_PAIRS: usize = 128;
-/// The most warps of a block.
+/// The most warps of a block but the last, whose sum nobody asks for.
 const MAX_WARPS: usize = 16;
 
 /// Shared memory for so many experts; every part may begin at the next multiple of 16.
@@ -88,8 +88,11 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let each = bins.div_ceil(thread::block_dim_x().max(1));
         let (from, to) = ((tid * each).min(bins), ((tid + 1) * each).min(bins));
         if DIRECT {
-            let bin = if tid < count { pairs.bin(tid) } else { NOWHERE };
+            // Both from memory at once.
+            let (mut bin, mut weight) = (NOWHERE, 0.0);
             if tid < count {
+                weight = pairs.weight(tid, sorted.topk_weights);
+                bin = pairs.bin(tid);
                 own_bins.set(tid, bin);
             }
             for bin in from..to {
@@ -106,7 +109,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
                     all += (b == bin) as u32;
                 }
                 own_ids.set(start + rank, tid);
-                own_weights.set(start + rank, pairs.weight(tid, sorted.topk_weights));
+                own_weights.set(start + rank, weight);
                 if rank == 0 {
                     counts.set(bin, all);
                     starts.set(bin, start);
@@ -125,7 +128,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
             sum += counts.get(bin).div_ceil(most);
         }
         let up_to = warp::scan(sum, |a, b| a + b);
-        if lane == 31 {
+        if lane == 31 && warp_id < MAX_WARPS as u32 {
             sums.set(warp_id, up_to);
         }
         thread::sync_threads();

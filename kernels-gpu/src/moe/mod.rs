@@ -4,6 +4,7 @@ pub mod capacity;
 pub mod expert_activation;
 pub mod fused;
 pub mod fused_fma;
+pub mod fused_quant_few;
 pub mod fused_quant_rows;
 pub mod fused_quant_tile;
 pub mod fused_quant_wgmma;

@@ -49,7 +49,7 @@ const fn one_word(dtype: DType) -> u32 {
 
 /// What a 16-byte load brings, or an 8-byte load and zeros, as elements. `T` and `V` make up so much wherever this is run.
 #[inline(always)]
-unsafe fn elements<T: Float, const V: usize>(words: B128<u32, 4>) -> [T; V] {
+pub(crate) unsafe fn elements<T: Float, const V: usize>(words: B128<u32, 4>) -> [T; V] {
     core::mem::transmute_copy(&words)
 }
 

@@ -1,0 +1,547 @@
+//! Products of the fused block with 8-bit weights, scales of blocks and few pairs of an expert, on Hopper: what
+//! [`fused_quant_wgmma`](super::fused_quant_wgmma) computes, where all that takes time is reading weights.
+//!
+//! # Quantising
+//! The products read rows of `x`, or `h`, as they are and quantise them on the way to the tensor cores, with the same bits as
+//! [`fused_quant_rows`](super::fused_quant_rows): for one token a launch that only quantises takes 2 to 3 µs of 90, and there would be two.
+//! A row is quantised by every block that reads it, for each of its items, which costs nothing as long as rows are few: a stage holds 512
+//! elements of K, 32 KiB of weights, which take a multiprocessor 0.9 µs to come by, and of rows as many as there are pairs, at most 16. But
+//! what a warp loads comes 1 to 2 µs later while weights stream in, so teams of two warps have stages of their own, and the loads of a chunk of
+//! rows are under way before the last one is quantised.
+//!
+//! # Pipeline
+//! A ring of stages as elsewhere. One warp has the copy engine fetch weights, and brings their scales, two for each 16 rows (a gate's and its
+//! value's) and 128 elements of K, by `cp.async`; some warps quantise; two consumer warpgroups multiply 64 rows of weights by 8 or 16 pairs,
+//! items in turn, so that one finishes an item while the other multiplies. Small items suit few tokens, where all multiprocessors should have
+//! equally much to read, and 512 bytes of a row at a time suit memory. Products of 128 elements of K start from zero and are added
+//! up in f32 with their scales, in the order of K.
+//!
+//! Columns of a stage beyond the pairs of an item hold what was there before, and nobody reads what comes of them.
+//!
+//! # Launches
+//! Weights and their scales depend on no launch of the chain, so those of the second product fill the ring while the first one ends; only the
+//! warps that quantise wait for `h`. The kernel does not move registers from producers to consumers: it needs few.
+
+use super::fused::PLAIN;
+use super::fused_quant_wgmma::{Job, STEP};
+use super::items::{DIRECT_PAIRS, Item, Items, Sorted};
+use super::pairs::{Pairs, existing_tokens};
+use super::shuffle;
+use crate::pipeline::{Ring, Stages};
+use crate::row::quantise::{Quantised, group_amax, scale_for};
+use crate::row::{GROUP, elements};
+use crate::scales::BLOCKS;
+use crate::tensor_float::TensorFloat;
+use cuda_std::shared::Carver;
+use cuda_std::tma::{self, Swizzle, TensorMap};
+use cuda_std::vec::{B64, B128};
+use cuda_std::wgmma::{self, Accumulator, Descriptor, K};
+use cuda_std::{
+    E4M3, Global, GlobalMut, Shared, bf16, cp_async, dependent_launch, entries, f16, float, integer, mbarrier, thread,
+    unroll, vec, warp,
+};
+
+/// Consumer warpgroups, which take items in turn.
+const GROUPS: usize = 2;
+/// Teams that quantise the rows of stages, in turn, and warps of a team. A team that waits for a stage is less than a round ahead of the consumers.
+const TEAMS: usize = 4;
+/// See [`TEAMS`].
+const TEAM: usize = 2;
+/// Threads that quantise rows.
+const QUANTISERS: usize = TEAMS * TEAM * 32;
+/// Threads of a block: consumers, those that quantise, and a warp for weights.
+pub const THREADS: usize = GROUPS * 128 + QUANTISERS + 32;
+/// The most pairs of an item.
+pub const PAIRS: usize = 16;
+/// Rows of weights of an item.
+pub const ROWS: usize = 64;
+/// Lines of 128 elements of K of a stage, and stages.
+pub const LINES: usize = 4;
+/// See [`LINES`].
+pub const STAGES: usize = 5;
+/// Scales of weights of 128 elements of K: of a gate and its value, for each warp of a consumer.
+const FACTORS: usize = 8;
+
+/// Dynamic shared memory; every part may begin at the next multiple of 16.
+pub const fn shared_bytes(lines: usize, stages: usize, bins: usize) -> usize {
+    stages * (lines * ((ROWS + PAIRS) * STEP + (PAIRS + FACTORS) * 4) + 2 * 8)
+        + GROUPS * 8
+        + super::items::shared_bytes(bins)
+        + 5 * 16
+}
+
+/// One of the products; see [`Args`]. `UP`: the first. Grid: any number of blocks; block: [`THREADS`]; shared memory: [`shared_bytes`].
+#[inline(always)]
+unsafe fn fused_quant_few<
+    T: TensorFloat,
+    const UP: bool,
+    const LINES: usize,
+    const STAGES: usize,
+    const DIRECT: bool,
+>(
+    h: *mut T,
+    partial: *mut f32,
+    x: *const T,
+    x_row: usize,
+    x_divisor: u32,
+    map: *const TensorMap,
+    shared_map: *const TensorMap,
+    w_scales: *const f32,
+    shared_w_scales: *const f32,
+    bias: *const f32,
+    shared_bias: *const f32,
+    sorted_ids: *const i32,
+    sorted_weights: *const f32,
+    offsets: *const i32,
+    expert_counts: *const i32,
+    topk_ids: *const i32,
+    topk_weights: *const f32,
+    expert_map: *const i32,
+    num_tokens: *const i32,
+    tokens: u32,
+    top_k: u32,
+    slots: u32,
+    experts: u32,
+    local: u32,
+    bins: u32,
+    n: u32,
+    k: u32,
+    layout: u32,
+    shuffled: u32,
+    activation: u32,
+    alpha: f32,
+    limit: f32,
+) {
+    let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
+    let mut carver = Carver::new();
+    let weights = carver.take_aligned::<u8>(STAGES * LINES * ROWS * STEP, 1024);
+    let operands = carver.take_aligned::<u8>(STAGES * LINES * PAIRS * STEP, 1024);
+    let x_factors = carver.take::<f32>(STAGES * LINES * PAIRS);
+    let w_factors = carver.take::<f32>(STAGES * LINES * FACTORS);
+    let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
+    let turns = carver.take::<u64>(GROUPS);
+    let stages = Stages::<STAGES>::new(bars.address(0u32));
+    if tid == 0 {
+        for g in 0..GROUPS {
+            mbarrier::init(turns.address(g), 4);
+        }
+        // Weights, the lanes that fetch their scales, and those of a team that quantises; every lane of the consumer.
+        stages.init_counted(1 + 32 + 32 * TEAM as u32, 128);
+        tma::prefetch_map(map);
+        tma::prefetch_map(shared_map);
+    }
+    // Columns without a pair are zeroes, or what was there for another item: products take them, and nobody reads what comes of them.
+    let mut at = tid;
+    while at < const { (STAGES * LINES * PAIRS * STEP / 16) as u32 } {
+        operands.set_as(16 * at, B128([0u32; 4]));
+        at += THREADS as u32;
+    }
+    if tid < const { (STAGES * LINES * PAIRS) as u32 } {
+        x_factors.set(tid, 0.0);
+    }
+    const { assert!(STAGES * LINES * PAIRS <= THREADS) };
+    tma::fence_async();
+    if UP {
+        dependent_launch::wait();
+    }
+    dependent_launch::launch_dependents();
+    let tiles = n.div_ceil(const { if UP { ROWS as u32 / 2 } else { ROWS as u32 } });
+    let sorted = Sorted {
+        ids: Global::new(sorted_ids),
+        weights: Global::new(sorted_weights),
+        offsets: Global::new(offsets),
+        counts: Global::new(expert_counts),
+        topk_weights: Global::new(topk_weights),
+    };
+    let pairs = Pairs {
+        topk_ids: Global::new(topk_ids),
+        expert_map: Global::new(expert_map),
+        mapped: !expert_map.is_null(),
+        top_k,
+        slots,
+        experts,
+        local,
+        shared: bins - local,
+    };
+    let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
+    let items = Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32);
+    let job = Job::<T, BLOCKS, DIRECT> {
+        h: GlobalMut::new(h),
+        partial: GlobalMut::new(partial),
+        x_scales: Global::new(core::ptr::null()),
+        x_divisor,
+        w_scales: Global::new(w_scales),
+        shared_w_scales: Global::new(shared_w_scales),
+        w_scale_expert: 0,
+        w_scale_row: 0,
+        bias: Global::new(bias),
+        biased: !bias.is_null(),
+        shared_bias: Global::new(shared_bias),
+        shared_biased: !shared_bias.is_null(),
+        local,
+        items,
+        n,
+        k,
+        rows: if UP && layout != PLAIN { 2 * n } else { n },
+        layout,
+        activation: (activation, alpha, limit),
+        share: 1,
+        rank: 0,
+    };
+    let (all, grid) = (items.count(), thread::grid_dim_x());
+    let steps = k.div_ceil((LINES * STEP) as u32);
+    let mut ring = Ring::<STAGES>::new();
+    let mut next = thread::block_idx_x();
+
+    if warp_id >= ((GROUPS * 128 + QUANTISERS) / 32) as u32 {
+        // Weights are written by nobody in this chain of launches, and the first one has waited for all before it.
+        let (line, warp, half) = (lane / FACTORS as u32, lane % FACTORS as u32 / 2, lane % 2);
+        while next < all {
+            let item = job.find(next);
+            let [gate, value] = job.weight_rows_of::<UP>(item.tile * ROWS as u32 + 16 * warp, 0);
+            let row = if half == 0 { gate } else { value };
+            let scales = job.scales_of(item.bin).offset((row / GROUP as u32 * job.groups()) as usize);
+            let (map, bin) = if item.bin < local { (map, item.bin) } else { (shared_map, item.bin - local) };
+            let mut step = 0;
+            while step < steps {
+                stages.wait_empty(ring);
+                let bar = stages.full(ring.stage);
+                if lane == 0 {
+                    mbarrier::arrive_expect_tx(bar, const { (LINES * ROWS * STEP) as u32 });
+                    unroll::<LINES>(|l| {
+                        let k0 = (step * LINES as u32 + l as u32) * STEP as u32;
+                        let group = (item.tile * (ROWS / 16) as u32) as i32;
+                        let at = match (shuffled, UP) {
+                            (0, true) => [k0 as i32, 0, 0, group, bin as i32],
+                            (0, false) => [k0 as i32, 0, 2 * group, 0, bin as i32],
+                            _ => shuffle::coordinates::<UP>(shuffled, k0, n, item.tile * ROWS as u32, bin as i32),
+                        };
+                        let to = (ring.stage * LINES as u32 + l as u32) * (ROWS * STEP) as u32;
+                        // Beyond the end of K come zeroes.
+                        tma::load_tensor::<5>(weights.address(to), map, at, bar);
+                    });
+                }
+                if line < LINES as u32 {
+                    let group = step * LINES as u32 + line;
+                    let there = group < job.groups();
+                    let to = (ring.stage * LINES as u32 + line) * FACTORS as u32 + lane % FACTORS as u32;
+                    let from = scales.ptr(if there { group } else { 0 });
+                    cp_async::copy::<4, _>(w_factors.address(to), from, if there { 4 } else { 0 });
+                }
+                cp_async::arrive(bar);
+                ring.advance();
+                step += 1;
+            }
+            next += grid;
+        }
+        // The block's shared memory must outlive its copies.
+        cp_async::wait_group::<0>();
+    } else if warp_id >= (GROUPS * 4) as u32 {
+        if !UP {
+            dependent_launch::wait();
+        }
+        quantise::<T, LINES, STAGES, DIRECT>(
+            &job,
+            stages,
+            Source { x: Global::new(x), x_row, operands, factors: x_factors },
+            all,
+            steps,
+        );
+    } else {
+        let group = warp_id / 4;
+        let consumer = Consumer {
+            weights: Descriptor::<K>::new(weights.address(0u32)),
+            operands: Descriptor::<K>::new(operands.address(0u32)),
+            x_factors,
+            w_factors,
+        };
+        next += group * grid;
+        ring.skip(group * steps);
+        let mut round = 0;
+        while next < all {
+            let item = job.find(next);
+            // The parity of a stage says nothing to who is more than one round behind. The first turn is the first group's.
+            mbarrier::wait_parity(turns.address(group), (round & 1) ^ (group == 0) as u32);
+            round += 1;
+            let done = || {
+                warp::sync_warp(warp::FULL);
+                if warp::lane_id() == 0 {
+                    mbarrier::arrive(turns.address(1 - group));
+                }
+            };
+            if item.count <= 8 {
+                consumer.item::<T, [f32; 4], UP, LINES, STAGES, DIRECT>(&job, stages, &mut ring, item, steps, done);
+            } else {
+                consumer.item::<T, [f32; 8], UP, LINES, STAGES, DIRECT>(&job, stages, &mut ring, item, steps, done);
+            }
+            ring.skip(steps);
+            next += GROUPS as u32 * grid;
+        }
+    }
+}
+
+/// Pieces of 128 elements that half a warp has under way.
+const CHUNK: usize = 4;
+/// Of which so many are computed together.
+const TOGETHER: usize = 4;
+
+/// Rows to be quantised, and where to.
+struct Source<T> {
+    x: Global<T>,
+    x_row: usize,
+    operands: Shared<u8>,
+    factors: Shared<f32>,
+}
+
+/// By [`QUANTISERS`] threads: rows of every item to stages, quantised. Teams take stages in turn, as loads take longer than a stage may.
+#[inline(always)]
+unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, const DIRECT: bool>(
+    job: &Job<T, BLOCKS, DIRECT>,
+    stages: Stages<STAGES>,
+    source: Source<T>,
+    all: u32,
+    steps: u32,
+) {
+    const { assert!(TEAMS <= STAGES) };
+    let (teams, grid) = (TEAMS as u32, thread::grid_dim_x());
+    // Sixteen lanes take 128 elements of a row, eight each: pieces of several lines or rows at a time, in chunks of so many.
+    let (half, part) = (warp::warp_id() % TEAM as u32 * 2 + warp::lane_id() / 16, warp::lane_id() % 16);
+    let mut number = warp::warp_id() / TEAM as u32 % teams;
+    // Steps of all items of the block, of which every so manyth is this team's.
+    let mut step = number;
+    let mut ring = Ring::<STAGES>::new();
+    ring.skip(number);
+    number = thread::block_idx_x();
+    while step >= steps && number < all {
+        (step, number) = (step - steps, number + grid);
+    }
+    if number >= all {
+        return;
+    }
+    const { assert!(LINES.is_multiple_of(2 * TEAM), "rows of a piece are those of all lanes") };
+    // The piece number `i` of a chunk: its line, and its row of the item.
+    let piece = |chunk: u32, i: usize| {
+        let at = const { 2 * TEAM as u32 } * (CHUNK as u32 * chunk + i as u32) + half;
+        (at % LINES as u32, at / LINES as u32)
+    };
+    // Where the rows of an item begin, one a lane, in units of 16 bytes.
+    let rows = |item: Item| {
+        let row = warp::lane_id().min(item.count - 1);
+        // SAFETY: it is the number of slots, or 1.
+        core::hint::assert_unchecked(job.x_divisor != 0);
+        job.items.pair(item.first + row) / job.x_divisor * (source.x_row / 8) as u32
+    };
+    let load = |item: Item, rows: u32, step: u32, chunk: u32| {
+        // As words: as elements each would take a register, and be waited for at once.
+        let mut v = [B128([0u32; 4]); CHUNK];
+        unroll::<CHUNK>(|i| {
+            let (line, row) = piece(chunk, i);
+            let column = (step * LINES as u32 + line) * STEP as u32 + 8 * part;
+            let from = warp::shfl_idx(rows, row);
+            if row < item.count && column < job.k {
+                v[i] = source.x.get_as(8 * from as usize + column as usize);
+            }
+        });
+        v
+    };
+    let chunks = |item: Item| (item.count * LINES as u32).div_ceil(const { (2 * TEAM * CHUNK) as u32 });
+    let mut item = job.find(number);
+    let mut from = rows(item);
+    let mut chunk = 0;
+    let mut now = load(item, from, step, 0);
+    loop {
+        // On its way while this chunk is quantised.
+        let (here, first, last) = (item, chunk == 0, chunk + 1 == chunks(item));
+        let (this_chunk, this_ring) = (chunk, ring);
+        let mut ahead = now;
+        let mut more = true;
+        if last {
+            chunk = 0;
+            step += teams;
+            ring.skip(teams);
+            let before = number;
+            while step >= steps && number < all {
+                (step, number) = (step - steps, number + grid);
+            }
+            more = number < all;
+            if number != before && more {
+                item = job.find(number);
+                from = rows(item);
+            }
+        } else {
+            chunk += 1;
+        }
+        if more {
+            ahead = load(item, from, step, chunk);
+        }
+        if first {
+            stages.wait_empty(this_ring);
+        }
+        unroll::<{ CHUNK / TOGETHER }>(|group| {
+            // All lanes or none.
+            if piece(this_chunk, group * TOGETHER).1 < here.count {
+                let (mut words, mut scales) = ([B64([0u32; 2]); TOGETHER], [0f32; TOGETHER]);
+                unroll::<TOGETHER>(|i| {
+                    let B128(loaded) = now[group * TOGETHER + i];
+                    let v = vec::to_f32(elements::<T, 8>(B128(loaded.map(integer::opaque))));
+                    scales[i] = scale_for::<E4M3>(group_amax(v));
+                    let factor = float::recip(scales[i]);
+                    let low = E4M3::four_times([v[0], v[1], v[2], v[3]], factor);
+                    words[i] = B64([low, E4M3::four_times([v[4], v[5], v[6], v[7]], factor)]);
+                });
+                unroll::<TOGETHER>(|i| {
+                    let (line, row) = piece(this_chunk, group * TOGETHER + i);
+                    let place = this_ring.stage * LINES as u32 + line;
+                    let at = place * (PAIRS * STEP) as u32 + Swizzle::B128.apply(row * STEP as u32 + 8 * part);
+                    if row < here.count {
+                        source.operands.set_as(at, words[i]);
+                        if part == 0 {
+                            source.factors.set(place * PAIRS as u32 + row, scales[i]);
+                        }
+                    }
+                });
+            }
+        });
+        if last {
+            // Products read it by another proxy.
+            tma::fence_async();
+            mbarrier::arrive(stages.full(this_ring.stage));
+        }
+        if !more {
+            break;
+        }
+        now = ahead;
+    }
+}
+
+/// What a consumer warpgroup works with.
+struct Consumer {
+    weights: Descriptor<K>,
+    operands: Descriptor<K>,
+    x_factors: Shared<f32>,
+    w_factors: Shared<f32>,
+}
+
+impl Consumer {
+    /// Multiplies an item and finishes it; calls `done` between.
+    #[inline(always)]
+    unsafe fn item<
+        T: TensorFloat,
+        A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
+        const UP: bool,
+        const LINES: usize,
+        const STAGES: usize,
+        const DIRECT: bool,
+    >(
+        &self,
+        job: &Job<T, BLOCKS, DIRECT>,
+        stages: Stages<STAGES>,
+        ring: &mut Ring<STAGES>,
+        item: Item,
+        steps: u32,
+        done: impl Fn(),
+    ) {
+        let (lane, warp) = (warp::lane_id(), warp::warp_id() % 4);
+        // What the end needs is on its way while the products run: a lane's columns are the one in every eight.
+        let column = if UP { lane / 4 } else { 2 * (lane % 4) + lane / 4 % 2 };
+        let (mut pair, mut scale) = ([0u32; 2], [0f32; 2]);
+        unroll::<2>(|j| {
+            let column = column + 8 * j as u32;
+            if column < item.count {
+                pair[j] = job.items.pair(item.first + column);
+                if !UP {
+                    scale[j] = job.items.weight(item.first + column);
+                }
+            }
+        });
+        let (mut acc, mut partial) = (A::zero(), [A::zero(); LINES]);
+        let mut step = 0;
+        loop {
+            stages.wait_full(*ring);
+            let first = ring.stage * LINES as u32;
+            unroll::<LINES>(|l| {
+                let line = first + l as u32;
+                let (a, b) = (line * (ROWS * STEP) as u32, line * (PAIRS * STEP) as u32);
+                partial[l].multiply::<E4M3, 4, _, _>(self.weights.offset(a), self.operands.offset(b), false);
+            });
+            wgmma::wait::<0>(&mut partial[0]);
+            unroll::<LINES>(|l| {
+                partial[l].pin();
+                let line = first + l as u32;
+                let B64(by) = self.w_factors.get_as::<B64<f32, 2>>(line * FACTORS as u32 + 2 * warp);
+                for j in 0..const { A::N / 8 } {
+                    let column = 8 * j as u32 + 2 * (lane % 4);
+                    let B64(pairs) = self.x_factors.get_as::<B64<f32, 2>>(line * PAIRS as u32 + column);
+                    for e in 0..4 {
+                        let i = 4 * j + e;
+                        let sum = acc.as_ref()[i];
+                        acc.as_mut()[i] = float::fma(partial[l].as_ref()[i], pairs[e % 2] * by[e / 2], sum);
+                    }
+                }
+            });
+            stages.release_lane(ring.stage);
+            ring.advance();
+            step += 1;
+            if step >= steps {
+                break;
+            }
+        }
+        done();
+        let row = item.tile * ROWS as u32 + 16 * warp;
+        let sums = |j: usize| {
+            let mut v = [0f32; 4];
+            for e in 0..4 {
+                v[e] = acc.as_ref()[4 * j + e];
+            }
+            v
+        };
+        if UP {
+            job.store_up(item, row, A::N, |column| if column < 8 { pair[0] } else { pair[1] }, sums);
+        } else {
+            let of = |column| if column < 8 { (pair[0], scale[0]) } else { (pair[1], scale[1]) };
+            job.store_down(item, row, A::N, of, sums);
+        }
+    }
+}
+
+entries! {
+    /// Arguments of both products.
+    pub struct Args<T>(
+        /// The first product's results, `[tokens * slots, intermediate]`. Not used by the second.
+        h: *mut T,
+        /// `[tokens * slots, hidden]`: written by the second product.
+        partial: *mut f32,
+        /// Rows of tokens, or for the second product of `h`, `x_row` elements apart, which begin at multiples of 16 bytes: row
+        /// `pair / x_divisor` belongs to a pair.
+        x: *const T, x_row: usize, x_divisor: u32,
+        /// The weights of the routed experts and of the shared ones; see [`fused_wgmma`](super::fused_wgmma).
+        map: TensorMap, shared_map: TensorMap,
+        /// Their scales: `[experts, rows / 128, k / 128]`.
+        w_scales: *const f32, shared_w_scales: *const f32,
+        /// `[local, rows]` or null; `[shared, rows]` or null.
+        bias: *const f32, shared_bias: *const f32,
+        /// From [`sort`](super::sort), in blocks of [`SORT_BLOCK`](super::fused_quant_wgmma::SORT_BLOCK); not read without a sorted list.
+        sorted_ids: *const i32, sorted_weights: *const f32, offsets: *const i32, expert_counts: *const i32,
+        /// See [`fused::Args`](super::fused::Args); read where there is no sorted list.
+        topk_ids: *const i32, topk_weights: *const f32, expert_map: *const i32, num_tokens: *const i32, tokens: u32,
+        top_k: u32, slots: u32, experts: u32,
+        /// Routed experts of this device; those and the shared ones, at most [`MAX_BINS`](super::fused_quant_wgmma::MAX_BINS).
+        local: u32, bins: u32,
+        /// Outputs and inner dimension, multiples of 16.
+        n: u32, k: u32,
+        /// See [`fused::Args`](super::fused::Args).
+        layout: u32,
+        /// 0, or for [shuffled](super::shuffle) weights the rows of a tile.
+        shuffled: u32,
+        /// See [`fused::Args`](super::fused::Args).
+        activation: u32, alpha: f32, limit: f32,
+    );
+    moe_fused_quant_few_up_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_up_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_up_sorted_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, false>;
+    moe_fused_quant_few_up_sorted_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, false>;
+    moe_fused_quant_few_down_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_down_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_down_sorted_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, { LINES }, { STAGES }, false>;
+    moe_fused_quant_few_down_sorted_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, { LINES }, { STAGES }, false>;
+}
