@@ -74,8 +74,7 @@ impl FusedQuantPath {
     /// As in the table of instances.
     const fn wgmma(self, scales: QuantScales) -> Option<(usize, usize, usize, usize)> {
         match (self, scales) {
-            (FusedQuantPath::Auto | FusedQuantPath::Tile, _) => None,
-            (FusedQuantPath::Wgmma16, QuantScales::Blocks) => None,
+            (FusedQuantPath::Auto | FusedQuantPath::Tile, _) | (FusedQuantPath::Wgmma16, QuantScales::Blocks) => None,
             (FusedQuantPath::Wgmma16, QuantScales::Rows) => Some((1, 16, 1, 11)),
             (FusedQuantPath::Wgmma64, QuantScales::Blocks) => Some((1, 64, 2, 4)),
             (FusedQuantPath::Wgmma64, QuantScales::Rows) => Some((1, 64, 1, 8)),
