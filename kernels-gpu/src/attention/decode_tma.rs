@@ -309,11 +309,12 @@ impl<const KEYS: u32> Walk<KEYS> {
             let (mut units, mut chunks, mut longest) = (0u32, 0u32, 0u32);
             let mut base = 0;
             while base < batch {
-                let mut lens = [0u32; 8];
-                unroll::<8>(|i| lens[i] = lengths.get(base + 32 * i as u32 + lane));
+                // Loads under conditions would wait for one another.
+                let mut lens = [0i32; 8];
+                unroll::<8>(|i| lens[i] = lengths.lens.get((base + 32 * i as u32 + lane).min(batch - 1)));
                 unroll::<8>(|i| {
                     let first = base + 32 * i as u32;
-                    let window = Window::new(lengths, unit, lens[i], first + lane < batch);
+                    let window = Window::new(lengths, unit, lens[i].max(0) as u32, first + lane < batch);
                     chunks += window.chunks;
                     longest = longest.max(window.units);
                     let sum = warp::warp_reduce_add_u32(warp::FULL, window.units);
