@@ -178,11 +178,17 @@ fn few_matches_the_reference() {
         let pads = [pad(pads[0]), pad(pads[1]), 8 * pads[2] as usize];
         let case = Case { size: [m, n, k], pads, blocks, transposed, biased, kind: EPILOGUES[kind] };
         let few = LinearQuantOptions::default().path(LinearQuantPath::Few);
-        check::<E4M3, f16>(d, s, case, few, 200);
+        // Squares of sums over some thousand products are beyond f16.
+        let narrow = k < 1000 || case.kind != Epilogue::Relu2;
         check::<E4M3, bf16>(d, s, case, few, 200);
+        if narrow {
+            check::<E4M3, f16>(d, s, case, few, 200);
+        }
         if !blocks {
-            check::<i8, f16>(d, s, case, few, 200);
             check::<i8, bf16>(d, s, case, few, 200);
+        }
+        if !blocks && narrow {
+            check::<i8, f16>(d, s, case, few, 200);
         }
         Ok(())
     });

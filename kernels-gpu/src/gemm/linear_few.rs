@@ -265,6 +265,9 @@ pub unsafe fn scaled<
     let mut ring = Ring::<STAGES>::new();
     let mut previous = ring.stage;
     let mut step = 0;
+    // Whether the stage of a step is filled again. If not, nobody waits for its release, which would still be on its way to a block of the
+    // cluster when that one ends.
+    let refilled = |step: u32| step + (STAGES as u32) < steps;
     // Written to run at least once; see `cuda_std::wgmma`.
     loop {
         stages.wait_full(ring);
@@ -272,7 +275,9 @@ pub unsafe fn scaled<
             partial.multiply::<X, 4, K, K>(a.offset(ring.stage * w_bytes), b.offset(ring.stage * x_bytes), false);
             let factors = ahead.factors(step);
             wgmma::wait::<0>(&mut partial);
-            stages.release(ring.stage, lane);
+            if refilled(step) {
+                stages.release(ring.stage, lane);
+            }
             factors.add(&mut acc, &partial);
             ring.advance();
             step += 1;
@@ -284,7 +289,7 @@ pub unsafe fn scaled<
         partial.multiply::<X, 4, K, K>(a.offset(ring.stage * w_bytes), b.offset(ring.stage * x_bytes), step > 0);
         // The product before is complete, and its stage can be filled again.
         wgmma::wait::<1>(&mut partial);
-        if step > 0 {
+        if step > 0 && refilled(step - 1) {
             stages.release(previous, lane);
         }
         previous = ring.stage;
