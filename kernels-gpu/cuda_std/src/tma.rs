@@ -459,23 +459,6 @@ pub fn prefetch_map(map: *const TensorMap) {
     let _ = map;
 }
 
-/// For a tensor map that lies in global memory, once in each block before its first use:
-/// `fence.proxy.tensormap::generic.acquire.gpu`.
-///
-/// # Safety
-/// `map` points at a tensor map in global memory.
-#[inline(always)]
-pub unsafe fn acquire_map(map: *const TensorMap) {
-    #[cfg(target_arch = "nvptx64")]
-    // SAFETY: forwarded to the caller.
-    unsafe {
-        ptx!("fence.proxy.tensormap::generic.acquire.gpu [{m}], 128;", m = in(reg64) map,
-            options(nostack, preserves_flags))
-    };
-    #[cfg(not(target_arch = "nvptx64"))]
-    let _ = map;
-}
-
 /// Orders this thread's ordinary accesses to shared memory before later ones of the copy engine and of
 /// [`wgmma`](crate::wgmma): `fence.proxy.async.shared::cta`.
 #[inline(always)]

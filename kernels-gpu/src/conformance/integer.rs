@@ -32,7 +32,7 @@ pub unsafe fn conformance(data: *const u32, divisor: Divisor, divisor1: Divisor,
     words.put(rest);
     words.put(divisor1.div(b) ^ divisor1.get());
     words.put(a.count_ones() | a.leading_zeros() << 8 | a.trailing_zeros() << 16);
-    words.put(a.reverse_bits() ^ a.rotate_left(t % 32));
+    words.put(a.reverse_bits() ^ integer::opaque(a.rotate_left(t % 32)));
     words.done();
 }
 

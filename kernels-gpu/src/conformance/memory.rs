@@ -8,9 +8,9 @@ use cuda_std::{Global, GlobalMut, cp_async, entries, mbarrier, thread};
 /// Threads of the block.
 pub const THREADS: usize = 64;
 /// Words of a thread.
-pub const WORDS: usize = 21;
+pub const WORDS: usize = 25;
 /// Words of `scratch`.
-pub const SCRATCH: usize = 5 * 4 * THREADS;
+pub const SCRATCH: usize = 8 * 4 * THREADS;
 /// Dynamic shared memory.
 pub const SHARED_BYTES: usize = 8192;
 
@@ -48,6 +48,11 @@ pub unsafe fn conformance(data: *const u32, scratch: *mut u32, out: *mut u32) {
     output.set_hinted(1024 + 2 * t, B64([e, f]), vec::StoreStreaming);
     output.set_hinted(1152 + t, t * 7, vec::StoreStreaming);
     output.set_hinted(1216 + t, B32([t as u16, 9u16]), vec::Streaming);
+    output.set_as(1280 + 4 * t, B128([t, t + 1, t + 2, t + 3]));
+    output.set_as(1536 + 4 * t, four);
+    output.set_if(t % 3 == 0, 1536 + 4 * t, B128([t * 5; 4]));
+    output.set_as(1792 + 4 * t, four);
+    vec::store_if(t % 3 == 1, scratch.wrapping_add(1792 + 4 * t as usize).cast(), B128([t * 9; 4]));
     thread::sync_threads();
     let other = t ^ 33;
     let B128(v) = output.get_hinted::<B128<u32, 4>>(256 * (t % 4) + 4 * other, vec::SecondLevel);
@@ -55,6 +60,9 @@ pub unsafe fn conformance(data: *const u32, scratch: *mut u32, out: *mut u32) {
     words.put(output.get(1024 + other) ^ output.get(1088 + other));
     words.put(output.get(1152 + other));
     words.put(output.get(1216 + other));
+    words.put(output.get(1280 + 4 * other + 3));
+    words.put(output.get(1536 + 4 * other + 1));
+    words.put(output.get(1792 + 4 * other + 2));
 
     // cp.async in all widths, with and without a rest of zeroes, in two groups.
     let mut carver = Carver::new();
@@ -95,6 +103,10 @@ pub unsafe fn conformance(data: *const u32, scratch: *mut u32, out: *mut u32) {
     // The first phase of the second barrier is under way, the one before it over.
     words.put(mbarrier::try_wait_parity(bars.ptr(1u32), 1) as u32);
     thread::sync_threads();
+    tile.set_as(2 * t, B64([t, t + 100]));
+    thread::sync_threads();
+    let B64([low, high]) = tile.get_as::<B64<u32, 2>>(2 * other);
+    words.put(low << 16 | high);
     if t == 0 {
         mbarrier::invalidate(bars.ptr(0u32));
         mbarrier::invalidate(bars.ptr(1u32));

@@ -9,7 +9,7 @@ pub const THREADS: usize = 64;
 /// Blocks, as `[2, 1, 1]`.
 pub const BLOCKS: usize = 2;
 /// Words of a thread.
-pub const WORDS: usize = 17;
+pub const WORDS: usize = 18;
 /// Dynamic shared memory.
 pub const SHARED_BYTES: usize = 1024;
 
@@ -54,9 +54,11 @@ pub unsafe fn conformance(out: *mut u32) {
     words.put((thread::clock() != 0x1234_5678 || thread::smid() < 4096) as u32);
     words.put(thread::sync_threads_count(thread::elect_one()));
 
-    // What does nothing without a cluster and without a dependent launch.
+    // What does nothing without a cluster and without a dependent launch, and what never does anything to a result.
     dependent_launch::wait();
     dependent_launch::launch_dependents();
+    dependent_launch::begin();
+    thread::spin_hint();
     words.put(cuda_std::shared::address(shared.ptr(8u32)) - cuda_std::shared::address(shared.ptr(0u32)));
     words.put(shared.address(3u32) - shared.address(0u32));
 
@@ -76,6 +78,7 @@ pub unsafe fn conformance(out: *mut u32) {
     thread::sync_threads();
     words.put(halves.get(t ^ 1) as u32);
     words.put_f32(last.get(0u32));
+    words.put((shared.ptr(0u32) == cuda_std::shared::dynamic_shared_mem()) as u32);
     words.done();
 }
 

@@ -7,7 +7,7 @@ use cuda_std::{bf16, entries, f16, thread};
 /// Threads of the block: two warps.
 pub const THREADS: usize = 64;
 /// Words of a thread.
-pub const WORDS: usize = 43;
+pub const WORDS: usize = 44;
 
 /// `out`: `[THREADS, WORDS]`. Grid: 1; block: `THREADS`.
 #[inline(always)]
@@ -68,6 +68,7 @@ pub unsafe fn conformance(out: *mut u32) {
     // In divergent halves.
     words.put(if lane < 20 { warp::warp_reduce_add_u32(0xf_ffff, t) } else { warp::warp_reduce_xor(0xfff0_0000, t) });
     warp::sync_warp(FULL);
+    words.put(warp::reduce(t ^ 21, |a, b| a.max(b)));
     words.done();
 }
 
