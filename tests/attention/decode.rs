@@ -307,7 +307,35 @@ fn divided_again_and_again() {
     });
 }
 
-/// A sequence gives the same bits alone and among others by the kernel that `Auto` takes, too.
+/// What `Auto` takes on a Hopper GPU, which may not depend on the batch at hand.
+#[test]
+fn auto_goes_by_sizes_and_the_workspace() {
+    use cuda_std::DType::{Bf16, E4m3, E5m2, F16, I8};
+    use warploom::attention::decode::{auto_takes_tma, tma_entry};
+    // Cache, head size, rows of a KV head, sequences of the workspace.
+    for (cache, head_dim, rows, sequences, takes) in [
+        (Bf16, 128, 4, 1, false),
+        (F16, 128, 8, 1, false),
+        (Bf16, 64, 1, 1, false),
+        (Bf16, 128, 9, 1, true),
+        (Bf16, 256, 4, 1, true),
+        (E4m3, 128, 4, 1, true),
+        (E5m2, 128, 16, 1, true),
+        (I8, 128, 1, 1, true),
+        (Bf16, 128, 4, 2, true),
+        (F16, 64, 4, 2, true),
+        (Bf16, 128, 4, 4096, true),
+    ] {
+        let case = (cache, head_dim, rows, sequences);
+        assert_eq!(auto_takes_tma(cache, head_dim, rows, sequences), takes, "{case:?}");
+        assert!(tma_entry(if cache == F16 { F16 } else { Bf16 }, cache, head_dim, rows).is_some(), "{case:?}");
+    }
+    for sequences in 2..100 {
+        assert_eq!(auto_takes_tma(Bf16, 128, 4, sequences), auto_takes_tma(Bf16, 128, 4, 2));
+    }
+}
+
+/// With one workspace, a sequence gives the same bits alone and among others by the kernel that `Auto` takes, too.
 #[test]
 fn auto_does_not_depend_on_the_batch() {
     on_every_device(|d, s| {
