@@ -212,7 +212,7 @@ fn sampling() -> Result<()> {
     let (row, mut drawn) = (on(&row)?, vec![]);
     for offset in 0..64 {
         sampler.set_offset(4 * offset);
-        let mut draw = || back(&sampler.forward(&row)?)?.to_vec1::<u32>();
+        let draw = || back(&sampler.forward(&row)?)?.to_vec1::<u32>();
         let token = draw()?[0];
         assert_eq!(draw()?, [token]);
         assert!(allowed.contains(&token));

@@ -50,9 +50,9 @@ pub unsafe fn conformance(data: *const u32, scratch: *mut u32, out: *mut u32) {
     output.set_hinted(1216 + t, B32([t as u16, 9u16]), vec::Streaming);
     output.set_as(1280 + 4 * t, B128([t, t + 1, t + 2, t + 3]));
     output.set_as(1536 + 4 * t, four);
-    output.set_if(t % 3 == 0, 1536 + 4 * t, B128([t * 5; 4]));
+    output.set_if(t.is_multiple_of(3), 1536 + 4 * t, B128([t * 5; 4]));
     output.set_as(1792 + 4 * t, four);
-    vec::store_if(t % 3 == 1, scratch.wrapping_add(1792 + 4 * t as usize).cast(), B128([t * 9; 4]));
+    vec::store_if((t + 2).is_multiple_of(3), scratch.wrapping_add(1792 + 4 * t as usize).cast(), B128([t * 9; 4]));
     thread::sync_threads();
     let other = t ^ 33;
     let B128(v) = output.get_hinted::<B128<u32, 4>>(256 * (t % 4) + 4 * other, vec::SecondLevel);

@@ -68,7 +68,7 @@ pub unsafe fn conformance(out: *mut u32) {
     // In divergent halves.
     words.put(if lane < 20 { warp::warp_reduce_add_u32(0xf_ffff, t) } else { warp::warp_reduce_xor(0xfff0_0000, t) });
     warp::sync_warp(FULL);
-    words.put(warp::reduce(t ^ 21, |a, b| a.max(b)));
+    words.put(warp::reduce(t ^ 21, u32::max));
     words.done();
 }
 
