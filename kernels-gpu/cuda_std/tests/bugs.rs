@@ -614,7 +614,8 @@ fn the_last_block_sees_what_all_wrote() {
                 thread::device_fence();
                 let sum = (0..BLOCKS).map(|i| x.get(i)).sum();
                 x.set(BLOCKS + 1, sum);
-                x.set(BLOCKS, 0);
+                // Atomically: fences order what came before the other blocks' additions, not those themselves.
+                atomic::store(p.add(BLOCKS as usize), 0, atomic::Device, atomic::Relaxed);
             }
         }
     };
