@@ -219,20 +219,19 @@ impl Device {
             #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.arch(),
         };
-        let all: Vec<_> =
-            ptx::FAMILIES.iter().flat_map(|&f| ptx::entries(arch, f).map(move |name| (f, name))).collect();
         let mut wanted: Vec<(&str, &str)> = vec![];
-        for &wanted_name in names {
-            let before = wanted.len();
-            wanted.extend(all.iter().filter(|(family, name)| *family == wanted_name || *name == wanted_name));
-            if wanted.len() == before && !ptx::FAMILIES.contains(&wanted_name) {
-                return Err(Error::Value {
-                    op: "Device::preload",
-                    arg: "names",
-                    expected: format!("kernels or families, which are {:?}", ptx::FAMILIES),
-                    got: format!("`{wanted_name}`"),
-                });
+        for &name in names {
+            if let Some(&family) = ptx::FAMILIES.iter().find(|&&family| family == name) {
+                wanted.extend(ptx::entries(arch, family).map(|entry| (family, entry)));
+                continue;
             }
+            let of = |&family: &&'static str| ptx::entries(arch, family).find(|e| *e == name).map(|e| (family, e));
+            wanted.push(ptx::FAMILIES.iter().find_map(of).ok_or_else(|| Error::Value {
+                op: "Device::preload",
+                arg: "names",
+                expected: format!("kernels or families, which are {:?}", ptx::FAMILIES),
+                got: format!("`{name}`"),
+            })?);
         }
         match &*self.0 {
             Backend::Simt(_) => Ok(()),
