@@ -5,13 +5,13 @@ use crate::repo;
 use crate::table::Table;
 use anyhow::{Context as _, Result, bail, ensure};
 use cuda_builder::ptx::{Module, entry_names, entry_text};
+use cuda_builder::ptxas::Report;
 use cuda_builder::{Arch, CudaBuilder, CudaTools, DeviceToolchain, Error, Options, Pin};
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, mpsc};
+use std::sync::{Condvar, Mutex, mpsc};
 use std::time::Instant;
 
 /// Builds the kernels to host/ptx/ARCH/FAMILY.ptx.zst, checks them, and records what ptxas says in host/ptx/resources.md
@@ -172,27 +172,67 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let allow = Mutex::new(AllowList::read()?);
     let built = repo::target_dir().join("ptx/built");
 
-    let jobs =
-        |arch: &Arch| families.iter().map(|f| Job { arch: arch.clone(), family: (*f).clone() }).collect::<Vec<_>>();
-    if args.table_only {
-        for job in archs.iter().flat_map(jobs) {
-            write_if_changed(&job.file(&built), &read_packed(&job.committed())?)?;
+    let jobs: Vec<Job> = archs
+        .iter()
+        .flat_map(|arch| families.iter().map(|f| Job { arch: arch.clone(), family: (*f).clone() }))
+        .collect();
+    let tools = ptxas(&pin, args.require_ptxas)?;
+    let ready = Ready::default();
+    let (sender, results) = mpsc::channel();
+    let assemble = |sender: mpsc::Sender<_>| {
+        while let (Some(tools), Some((job, sm, recorded))) = (&tools, ready.next()) {
+            let cubin = repo::target_dir().join(format!("ptx/cubin/{sm}/{}-{}.cubin", job.arch.name(), job.family));
+            let report = tools.assemble(&job.file(&built), sm, &cubin);
+            sender.send((job, sm, recorded, report)).expect("the receiver outlives the threads");
         }
+    };
+    if args.table_only {
+        for job in &jobs {
+            write_if_changed(&job.file(&built), &read_packed(&job.committed())?)?;
+            ready.add(job);
+        }
+        std::thread::scope(|scope| {
+            for _ in 0..cores() {
+                let (assemble, sender) = (&assemble, sender.clone());
+                scope.spawn(move || assemble(sender));
+            }
+        });
     } else {
         let (_, toolchain) = toolchain(args.rust_src.clone())?;
         println!("device compiler: {} with the library from {}", toolchain.name(), toolchain.library_origin());
-        // One cargo for each architecture: in one folder, one would wait for the other's lock.
+        ready.expect(archs.len());
+        let build = |arch: &Arch, sender| -> Result<()> {
+            let mut jobs = jobs.iter().filter(|job| job.arch == *arch);
+            let result = jobs.try_for_each(|job| {
+                if compile(job, &toolchain, &built, args.check, &allow, &complaints)? {
+                    ready.add(job);
+                }
+                Ok(())
+            });
+            ready.compiled();
+            assemble(sender);
+            result
+        };
+        // One cargo for each architecture: in one folder, one would wait for the other's lock. Threads that have compiled what they had to
+        // assemble, as those do that the machine has cores for.
         std::thread::scope(|scope| {
-            let build = |arch: &Arch| {
-                jobs(arch).iter().try_for_each(|j| compile(j, &toolchain, &built, args.check, &allow, &complaints))
+            for _ in archs.len()..cores() {
+                let (assemble, sender) = (&assemble, sender.clone());
+                scope.spawn(move || assemble(sender));
+            }
+            let start = |arch| {
+                let (build, sender) = (&build, sender.clone());
+                scope.spawn(move || build(arch, sender))
             };
-            let threads: Vec<_> = archs.iter().map(|arch| scope.spawn(move || build(arch))).collect();
+            let threads: Vec<_> = archs.iter().map(start).collect();
             threads.into_iter().try_for_each(|t| t.join().expect("no panics"))
         })?;
     }
-
-    let jobs: Vec<Job> = archs.iter().flat_map(jobs).collect();
-    let table = assemble(&jobs, args, &pin, &built, &allow, &complaints)?;
+    drop(sender);
+    let table = match tools {
+        Some(_) => Some(record(results.into_iter().collect(), &allow, &complaints)?),
+        None => None,
+    };
     let entries = jobs.iter().flat_map(|j| entry_names(&fs::read_to_string(j.file(&built)).unwrap_or_default()));
     let entries: BTreeSet<String> = entries.collect();
     if let Some(table) = table {
@@ -218,7 +258,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Compiles one file: its text goes below `base` and, unless only to `check`, into the committed file.
+/// Compiles one file: its text goes below `base` and, unless only to `check`, into the committed file. Whether nothing is wrong with it.
 fn compile(
     job: &Job,
     toolchain: &DeviceToolchain,
@@ -226,7 +266,7 @@ fn compile(
     check: bool,
     allow: &Mutex<AllowList>,
     complaints: &Complaints,
-) -> Result<()> {
+) -> Result<bool> {
     let start = Instant::now();
     let root = repo::root();
     let built = CudaBuilder::new(root.join("kernels-gpu"))
@@ -260,10 +300,14 @@ fn compile(
         let _ = fs::remove_file(job.file(base));
         let rejected = job.file(&repo::target_dir().join("ptx/rejected"));
         println!("    rejected; the text is in {}", rejected.display());
-        return write_if_changed(&rejected, text);
+        write_if_changed(&rejected, text)?;
+        return Ok(false);
     }
     write_if_changed(&job.file(base), text)?;
-    if check { Ok(()) } else { write_packed(&job.committed(), text) }
+    if !check {
+        write_packed(&job.committed(), text)?;
+    }
+    Ok(true)
 }
 
 fn write_if_changed(file: &Path, text: &str) -> Result<()> {
@@ -274,53 +318,76 @@ fn write_if_changed(file: &Path, text: &str) -> Result<()> {
     fs::write(file, text).with_context(|| file.display().to_string())
 }
 
-/// Assembles every file for every machine; the table, unless there is no ptxas.
-fn assemble(
-    jobs: &[Job],
-    args: &Args,
-    pin: &Pin,
-    base: &Path,
+/// The assembler; none where there is none, unless it is `required`.
+fn ptxas(pin: &Pin, required: bool) -> Result<Option<CudaTools>> {
+    let tools = CudaTools::new(pin, repo::device_toolchain());
+    match tools.find("ptxas") {
+        Ok(_) => Ok(Some(tools)),
+        Err(error) if required => Err(error.into()),
+        Err(error) => {
+            println!("skipping ptxas: {error}");
+            Ok(None)
+        }
+    }
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(8)
+}
+
+/// A file to assemble, for which machine, and whether the table records what comes of it.
+type Assembly<'a> = (&'a Job, &'static str, bool);
+
+/// What there is to assemble, while others still compile.
+#[derive(Default)]
+struct Ready<'a> {
+    state: Mutex<(VecDeque<Assembly<'a>>, usize)>,
+    changed: Condvar,
+}
+
+impl<'a> Ready<'a> {
+    /// As many threads will say `compiled`.
+    fn expect(&self, compiling: usize) {
+        self.state.lock().expect("no panics").1 = compiling;
+    }
+
+    /// A file has been compiled.
+    fn add(&self, job: &'a Job) {
+        let machines = machines(job.arch.name()).iter().map(|&(sm, recorded)| (job, sm, recorded));
+        self.state.lock().expect("no panics").0.extend(machines);
+        self.changed.notify_all();
+    }
+
+    /// A thread compiles nothing more.
+    fn compiled(&self) {
+        self.state.lock().expect("no panics").1 -= 1;
+        self.changed.notify_all();
+    }
+
+    /// What to assemble next, which may have to be waited for; `None` if nothing will come any more.
+    fn next(&self) -> Option<Assembly<'a>> {
+        let state = self.state.lock().expect("no panics");
+        let nothing = |state: &mut (VecDeque<_>, usize)| state.0.is_empty() && state.1 > 0;
+        self.changed.wait_while(state, nothing).expect("no panics").0.pop_front()
+    }
+}
+
+/// The table of what the assembler said.
+fn record(
+    mut results: Vec<(&Job, &str, bool, cuda_builder::Result<Report>)>,
     allow: &Mutex<AllowList>,
     complaints: &Complaints,
-) -> Result<Option<Table>> {
-    let tools = CudaTools::new(pin, repo::device_toolchain());
-    if let Err(error) = tools.find("ptxas") {
-        if args.require_ptxas {
-            return Err(error.into());
-        }
-        println!("skipping ptxas: {error}");
-        return Ok(None);
-    }
+) -> Result<Table> {
     let mut table = read_table();
-    let work: Vec<_> = jobs.iter().flat_map(|j| machines(j.arch.name()).iter().map(move |m| (j, *m))).collect();
-    let next = AtomicUsize::new(0);
-    let (sender, results) = mpsc::channel();
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from).min(8) {
-            let (sender, next, work, tools) = (sender.clone(), &next, &work, &tools);
-            scope.spawn(move || {
-                while let Some((job, (sm, recorded))) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let cubin =
-                        repo::target_dir().join(format!("ptx/cubin/{sm}/{}-{}.cubin", job.arch.name(), job.family));
-                    let file = job.file(base);
-                    let report = file.exists().then(|| tools.assemble(&file, sm, &cubin));
-                    sender.send((*job, *sm, *recorded, report)).expect("the receiver outlives the threads");
-                }
-            });
-        }
-    });
-    drop(sender);
-    let mut results: Vec<_> = results.into_iter().collect();
     results.sort_by(|a, b| (&a.0.family, a.0.arch.name(), a.1).cmp(&(&b.0.family, b.0.arch.name(), b.1)));
     for (job, sm, recorded, report) in results {
         let report = match report {
-            None => continue,
-            Some(Ok(report)) => report,
-            Some(Err(error @ Error::Ptxas { .. })) => {
+            Ok(report) => report,
+            Err(error @ Error::Ptxas { .. }) => {
                 complaints.add(error.to_string());
                 continue;
             }
-            Some(Err(error)) => return Err(error.into()),
+            Err(error) => return Err(error.into()),
         };
         if recorded {
             for problem in &report.problems {
@@ -331,7 +398,7 @@ fn assemble(
             table.set(&job.family, sm, report.kernels);
         }
     }
-    Ok(Some(table))
+    Ok(table)
 }
 
 fn table_file() -> PathBuf {

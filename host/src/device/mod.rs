@@ -624,6 +624,9 @@ mod tests {
         assert!(error.to_string().contains("feature `simt`"), "{error}");
         stream.copy(&mut y, &x).unwrap();
         assert_eq!(y.to_vec().unwrap(), [3.0, 4.0]);
+        device.preload(&["norm", "rms_norm_any_bf16", "moe"]).unwrap();
+        let error = device.preload(&["norm", "rms_norm_any_bf"]).unwrap_err();
+        assert!(error.to_string().contains("`rms_norm_any_bf`"), "{error}");
         // There is no device that could run kernels, which `auto` says.
         #[cfg(not(feature = "_driver"))]
         assert!(matches!(Device::auto(), Err(Error::NoCuda)));
