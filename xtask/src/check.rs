@@ -156,8 +156,11 @@ fn check_ptx(args: &Args) -> Result<()> {
     })
 }
 
+/// What is documented. With the examples, dependencies have the features that they have for clippy, and are not checked again.
+const DOC: [&str; 7] = ["doc", "--quiet", "--workspace", "--no-deps", "--lib", "--bins", "--examples"];
+
 fn doc(_: &Args) -> Result<()> {
-    let mut doc = cargo(&["doc", "--quiet", "--workspace", "--no-deps"]);
+    let mut doc = cargo(&DOC);
     doc.env("RUSTDOCFLAGS", "-Dwarnings");
     must(doc)
 }
@@ -174,12 +177,12 @@ fn cuda(_: &Args) -> Result<()> {
     // dependencies would be compiled again.
     let features =
         ["warploom/cuda", "warploom/cudarc", "warploom/nccl", "warploom-tests/nccl", "warploom-benches/nccl"];
-    let all = ["--quiet", "--workspace", "--features", &features.join(",")];
-    let mut lints = cargo(&["clippy", "--all-targets"]);
-    lints.args(all).args(["--", "-D", "warnings"]);
+    let features = ["--features", &features.join(",")];
+    let mut lints = cargo(&["clippy", "--quiet", "--workspace", "--all-targets"]);
+    lints.args(features).args(["--", "-D", "warnings"]);
     must(lints)?;
-    let mut docs = cargo(&["doc", "--no-deps"]);
-    docs.args(all).env("RUSTDOCFLAGS", "-Dwarnings");
+    let mut docs = cargo(&DOC);
+    docs.args(features).env("RUSTDOCFLAGS", "-Dwarnings");
     must(docs)?;
     let tests = ["test", "--quiet", "--workspace", "--features", "warploom-tests/cuda,warploom/cudarc"];
     must(cargo(&[&tests[..], &["--lib", "--test", "cudarc", "--example", "cudarc"]].concat()))?;
