@@ -49,7 +49,11 @@ const STEPS: &[Step] = &[
     Step { name: "cuda", what: "lints, documentation and tests with the feature `cuda`, without a driver", run: cuda },
     Step { name: "readme", what: "the commands that the README says to run", run: readme },
     Step { name: "package", what: "what is published builds from its packages", run: |_| crate::package::check() },
-    Step { name: "deny", what: "licences and sources of all dependencies are on the list", run: deny },
+    Step {
+        name: "deny",
+        what: "licences and sources of all dependencies are on the list",
+        run: |_| crate::deny::check(),
+    },
     Step { name: "msrv", what: "the published crates promise a Rust version, and build with it", run: msrv },
 ];
 
@@ -152,8 +156,11 @@ fn check_ptx(args: &Args) -> Result<()> {
     })
 }
 
+/// What is documented. With the examples, dependencies have the features that they have for clippy, and are not checked again.
+const DOC: [&str; 7] = ["doc", "--quiet", "--workspace", "--no-deps", "--lib", "--bins", "--examples"];
+
 fn doc(_: &Args) -> Result<()> {
-    let mut doc = cargo(&["doc", "--quiet", "--workspace", "--no-deps"]);
+    let mut doc = cargo(&DOC);
     doc.env("RUSTDOCFLAGS", "-Dwarnings");
     must(doc)
 }
@@ -166,14 +173,16 @@ fn cuda(_: &Args) -> Result<()> {
         command.env("CUDA_LIBRARY_PATH", &folder).env("LD_LIBRARY_PATH", folder.join("lib64"));
         command
     };
-    // The same packages each time, and for tests all of the workspace, so that features of dependencies are those of other
-    // steps: otherwise the kernels and half of the dependencies would be compiled again.
-    let packages = ["-p", "warploom", "-p", "warploom-tests", "-p", "warploom-benches"];
-    let mut lints = cargo(&["clippy", "--quiet", "--all-targets", "--features", "cuda,cudarc,nccl"]);
-    lints.args(packages).args(["--", "-D", "warnings"]);
+    // All of the workspace each time, so that features of dependencies are those of other steps: otherwise the kernels and half of the
+    // dependencies would be compiled again.
+    let features =
+        ["warploom/cuda", "warploom/cudarc", "warploom/nccl", "warploom-tests/nccl", "warploom-benches/nccl"];
+    let features = ["--features", &features.join(",")];
+    let mut lints = cargo(&["clippy", "--quiet", "--workspace", "--all-targets"]);
+    lints.args(features).args(["--", "-D", "warnings"]);
     must(lints)?;
-    let mut docs = cargo(&["doc", "--quiet", "--no-deps", "--features", "cuda,cudarc,nccl"]);
-    docs.args(packages).env("RUSTDOCFLAGS", "-Dwarnings");
+    let mut docs = cargo(&DOC);
+    docs.args(features).env("RUSTDOCFLAGS", "-Dwarnings");
     must(docs)?;
     let tests = ["test", "--quiet", "--workspace", "--features", "warploom-tests/cuda,warploom/cudarc"];
     must(cargo(&[&tests[..], &["--lib", "--test", "cudarc", "--example", "cudarc"]].concat()))?;
@@ -248,29 +257,6 @@ fn words(line: &str) -> Vec<String> {
         .map(|(i, part)| if i % 2 == 1 { part.replace(' ', "\0") } else { part.into() })
         .collect();
     joined.split_whitespace().map(|word| word.replace('\0', " ")).collect()
-}
-
-/// The release of cargo-deny that is installed where there is none.
-const CARGO_DENY: &str = "0.20.2";
-
-/// Advisories are left out: their database changes from day to day, and a network that has only a registry lacks it.
-fn deny(_: &Args) -> Result<()> {
-    let own = repo::device_toolchain().join("cargo-deny");
-    let mut program = PathBuf::from("cargo-deny");
-    if Command::new(&program).arg("--version").output().is_err() {
-        program = own.join("bin/cargo-deny");
-        if !program.exists() {
-            println!("installing cargo-deny {CARGO_DENY}, which takes some minutes");
-            // It has little to do: a third of the time to compile it counts for more than its speed.
-            let mut install = cargo(&["install", "--quiet", "--debug", "--locked", "--no-default-features"]);
-            install.env("CARGO_PROFILE_DEV_DEBUG", "none").env("CARGO_PROFILE_DEV_OPT_LEVEL", "0");
-            install.args(["cargo-deny", "--version", CARGO_DENY, "--root"]).arg(&own);
-            must(install)?;
-        }
-    }
-    let mut deny = Command::new(&program);
-    deny.current_dir(repo::root()).args(["--log-level", "error", "check", "licenses", "bans", "sources"]);
-    must(deny)
 }
 
 /// As long as the promised version is that of `rust-toolchain.toml`, nothing is built here: every other step builds with it, and no older one

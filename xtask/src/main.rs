@@ -3,6 +3,7 @@
 mod allow;
 mod bundle;
 mod check;
+mod deny;
 mod guide;
 mod package;
 mod ptx;

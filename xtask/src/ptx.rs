@@ -5,15 +5,18 @@ use crate::repo;
 use crate::table::Table;
 use anyhow::{Context as _, Result, bail, ensure};
 use cuda_builder::ptx::{Module, entry_names, entry_text};
+use cuda_builder::ptxas::Report;
 use cuda_builder::{Arch, CudaBuilder, CudaTools, DeviceToolchain, Error, Options, Pin};
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::fs;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, mpsc};
+use std::sync::{Condvar, Mutex, mpsc};
 use std::time::Instant;
 
-/// Builds the kernels to host/ptx/ARCH/FAMILY.ptx, checks them, and records what ptxas says in host/ptx/resources.md
+/// Builds the kernels to host/ptx/ARCH/FAMILY.ptx.zst, checks them, and records what ptxas says in host/ptx/resources.md
+///
+/// The files are packed, and stay as they are where the text in them is what the source gives. What was built is in target/ptx/built, as text.
 ///
 /// The compiler is pinned in xtask/device-toolchain.toml; what the machine lacks of it is fetched into
 /// target/device-toolchain, or where WARPLOOM_DEVICE_TOOLCHAIN says.
@@ -31,6 +34,12 @@ pub(crate) struct Args {
     /// Compile nothing; only assemble the PTX there is and write the table
     #[arg(long, conflicts_with = "check")]
     pub(crate) table_only: bool,
+    /// Only print the committed PTX of a family, for the newest architecture unless `--arch` says another
+    #[arg(long, value_name = "FAMILY", conflicts_with_all = ["check", "table_only", "family"])]
+    pub(crate) text: Option<String>,
+    /// Of that, only this kernel
+    #[arg(long, value_name = "NAME", requires = "text")]
+    pub(crate) entry: Option<String>,
     /// Fail where no ptxas is to be had, instead of leaving the table as it is
     #[arg(long)]
     pub(crate) require_ptxas: bool,
@@ -75,9 +84,50 @@ struct Job {
 }
 
 impl Job {
+    /// The text, below `base`.
     fn file(&self, base: &Path) -> PathBuf {
         base.join(self.arch.name()).join(format!("{}.ptx", self.family))
     }
+
+    /// The committed file.
+    fn committed(&self) -> PathBuf {
+        committed(self.arch.name(), &self.family)
+    }
+}
+
+/// The committed file of a family.
+fn committed(arch: &str, family: &str) -> PathBuf {
+    repo::ptx_dir().join(arch).join(format!("{family}{PACKED}"))
+}
+
+/// How the names of committed files end.
+const PACKED: &str = ".ptx.zst";
+
+/// Higher ones need more memory to unpack, for a thousandth less.
+const LEVEL: i32 = 19;
+
+fn pack(text: &str) -> Result<Vec<u8>> {
+    zstd::bulk::compress(text.as_bytes(), LEVEL).context("zstd")
+}
+
+fn unpack(packed: &[u8]) -> Result<String> {
+    let bytes = zstd::stream::decode_all(packed)?;
+    Ok(String::from_utf8(bytes)?)
+}
+
+/// The text in a committed file.
+fn read_packed(file: &Path) -> Result<String> {
+    let name = || file.display().to_string();
+    unpack(&fs::read(file).with_context(name)?).with_context(name)
+}
+
+/// Writes a committed file, unless the text in it is this one: another release of the encoder may pack the same text in other bytes.
+fn write_packed(file: &Path, text: &str) -> Result<()> {
+    if read_packed(file).is_ok_and(|old| old == text) {
+        return Ok(());
+    }
+    fs::create_dir_all(file.parent().context("no folder")?)?;
+    fs::write(file, pack(text)?).with_context(|| file.display().to_string())
 }
 
 /// What is wrong, in the order found, and the compiler's warnings, which come once for each file.
@@ -114,27 +164,75 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         [] => pin.archs(),
         names => names.iter().map(|n| pin.arch(n)).collect::<Result<_, _>>()?,
     };
+    if let Some(family) = &args.text {
+        return print_text(family, args.entry.as_deref(), &all, &archs);
+    }
     let whole = args.family.is_empty() && args.arch.is_empty();
     let complaints = Complaints::default();
     let allow = Mutex::new(AllowList::read()?);
-    let built = if args.check { repo::target_dir().join("ptx/checked") } else { repo::ptx_dir() };
+    let built = repo::target_dir().join("ptx/built");
 
-    let jobs =
-        |arch: &Arch| families.iter().map(|f| Job { arch: arch.clone(), family: (*f).clone() }).collect::<Vec<_>>();
-    if !args.table_only {
+    let jobs: Vec<Job> = archs
+        .iter()
+        .flat_map(|arch| families.iter().map(|f| Job { arch: arch.clone(), family: (*f).clone() }))
+        .collect();
+    let tools = ptxas(&pin, args.require_ptxas)?;
+    let ready = Ready::default();
+    let (sender, results) = mpsc::channel();
+    let assemble = |sender: mpsc::Sender<_>| {
+        while let (Some(tools), Some((job, sm, recorded))) = (&tools, ready.next()) {
+            let cubin = repo::target_dir().join(format!("ptx/cubin/{sm}/{}-{}.cubin", job.arch.name(), job.family));
+            let report = tools.assemble(&job.file(&built), sm, &cubin);
+            sender.send((job, sm, recorded, report)).expect("the receiver outlives the threads");
+        }
+    };
+    if args.table_only {
+        for job in &jobs {
+            write_if_changed(&job.file(&built), &read_packed(&job.committed())?)?;
+            ready.add(job);
+        }
+        std::thread::scope(|scope| {
+            for _ in 0..cores() {
+                let (assemble, sender) = (&assemble, sender.clone());
+                scope.spawn(move || assemble(sender));
+            }
+        });
+    } else {
         let (_, toolchain) = toolchain(args.rust_src.clone())?;
         println!("device compiler: {} with the library from {}", toolchain.name(), toolchain.library_origin());
-        // One cargo for each architecture: in one folder, one would wait for the other's lock.
+        ready.expect(archs.len());
+        let build = |arch: &Arch, sender| -> Result<()> {
+            let mut jobs = jobs.iter().filter(|job| job.arch == *arch);
+            let result = jobs.try_for_each(|job| {
+                if compile(job, &toolchain, &built, args.check, &allow, &complaints)? {
+                    ready.add(job);
+                }
+                Ok(())
+            });
+            ready.compiled();
+            assemble(sender);
+            result
+        };
+        // One cargo for each architecture: in one folder, one would wait for the other's lock. Threads that have compiled what they had to
+        // assemble, as those do that the machine has cores for.
         std::thread::scope(|scope| {
-            let build =
-                |arch: &Arch| jobs(arch).iter().try_for_each(|j| compile(j, &toolchain, &built, &allow, &complaints));
-            let threads: Vec<_> = archs.iter().map(|arch| scope.spawn(move || build(arch))).collect();
+            for _ in archs.len()..cores() {
+                let (assemble, sender) = (&assemble, sender.clone());
+                scope.spawn(move || assemble(sender));
+            }
+            let start = |arch| {
+                let (build, sender) = (&build, sender.clone());
+                scope.spawn(move || build(arch, sender))
+            };
+            let threads: Vec<_> = archs.iter().map(start).collect();
             threads.into_iter().try_for_each(|t| t.join().expect("no panics"))
         })?;
     }
-
-    let jobs: Vec<Job> = archs.iter().flat_map(jobs).collect();
-    let table = assemble(&jobs, args, &pin, &built, &allow, &complaints)?;
+    drop(sender);
+    let table = match tools {
+        Some(_) => Some(record(results.into_iter().collect(), &allow, &complaints)?),
+        None => None,
+    };
     let entries = jobs.iter().flat_map(|j| entry_names(&fs::read_to_string(j.file(&built)).unwrap_or_default()));
     let entries: BTreeSet<String> = entries.collect();
     if let Some(table) = table {
@@ -146,7 +244,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     if args.check {
         for job in &jobs {
-            compare(&job.file(&repo::ptx_dir()), &job.file(&built), &complaints);
+            compare(&job.committed(), &job.file(&built), &complaints);
         }
     }
     if whole {
@@ -160,14 +258,15 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Compiles one file.
+/// Compiles one file: its text goes below `base` and, unless only to `check`, into the committed file. Whether nothing is wrong with it.
 fn compile(
     job: &Job,
     toolchain: &DeviceToolchain,
     base: &Path,
+    check: bool,
     allow: &Mutex<AllowList>,
     complaints: &Complaints,
-) -> Result<()> {
+) -> Result<bool> {
     let start = Instant::now();
     let root = repo::root();
     let built = CudaBuilder::new(root.join("kernels-gpu"))
@@ -196,14 +295,19 @@ fn compile(
             bad += 1;
         }
     }
-    let file = if bad == 0 {
-        job.file(base)
-    } else {
+    if bad > 0 {
+        // What an earlier source gave is not to be taken for it.
+        let _ = fs::remove_file(job.file(base));
         let rejected = job.file(&repo::target_dir().join("ptx/rejected"));
         println!("    rejected; the text is in {}", rejected.display());
-        rejected
-    };
-    write_if_changed(&file, text)
+        write_if_changed(&rejected, text)?;
+        return Ok(false);
+    }
+    write_if_changed(&job.file(base), text)?;
+    if !check {
+        write_packed(&job.committed(), text)?;
+    }
+    Ok(true)
 }
 
 fn write_if_changed(file: &Path, text: &str) -> Result<()> {
@@ -214,53 +318,76 @@ fn write_if_changed(file: &Path, text: &str) -> Result<()> {
     fs::write(file, text).with_context(|| file.display().to_string())
 }
 
-/// Assembles every file for every machine; the table, unless there is no ptxas.
-fn assemble(
-    jobs: &[Job],
-    args: &Args,
-    pin: &Pin,
-    base: &Path,
+/// The assembler; none where there is none, unless it is `required`.
+fn ptxas(pin: &Pin, required: bool) -> Result<Option<CudaTools>> {
+    let tools = CudaTools::new(pin, repo::device_toolchain());
+    match tools.find("ptxas") {
+        Ok(_) => Ok(Some(tools)),
+        Err(error) if required => Err(error.into()),
+        Err(error) => {
+            println!("skipping ptxas: {error}");
+            Ok(None)
+        }
+    }
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(8)
+}
+
+/// A file to assemble, for which machine, and whether the table records what comes of it.
+type Assembly<'a> = (&'a Job, &'static str, bool);
+
+/// What there is to assemble, while others still compile.
+#[derive(Default)]
+struct Ready<'a> {
+    state: Mutex<(VecDeque<Assembly<'a>>, usize)>,
+    changed: Condvar,
+}
+
+impl<'a> Ready<'a> {
+    /// As many threads will say `compiled`.
+    fn expect(&self, compiling: usize) {
+        self.state.lock().expect("no panics").1 = compiling;
+    }
+
+    /// A file has been compiled.
+    fn add(&self, job: &'a Job) {
+        let machines = machines(job.arch.name()).iter().map(|&(sm, recorded)| (job, sm, recorded));
+        self.state.lock().expect("no panics").0.extend(machines);
+        self.changed.notify_all();
+    }
+
+    /// A thread compiles nothing more.
+    fn compiled(&self) {
+        self.state.lock().expect("no panics").1 -= 1;
+        self.changed.notify_all();
+    }
+
+    /// What to assemble next, which may have to be waited for; `None` if nothing will come any more.
+    fn next(&self) -> Option<Assembly<'a>> {
+        let state = self.state.lock().expect("no panics");
+        let nothing = |state: &mut (VecDeque<_>, usize)| state.0.is_empty() && state.1 > 0;
+        self.changed.wait_while(state, nothing).expect("no panics").0.pop_front()
+    }
+}
+
+/// The table of what the assembler said.
+fn record(
+    mut results: Vec<(&Job, &str, bool, cuda_builder::Result<Report>)>,
     allow: &Mutex<AllowList>,
     complaints: &Complaints,
-) -> Result<Option<Table>> {
-    let tools = CudaTools::new(pin, repo::device_toolchain());
-    if let Err(error) = tools.find("ptxas") {
-        if args.require_ptxas {
-            return Err(error.into());
-        }
-        println!("skipping ptxas: {error}");
-        return Ok(None);
-    }
+) -> Result<Table> {
     let mut table = read_table();
-    let work: Vec<_> = jobs.iter().flat_map(|j| machines(j.arch.name()).iter().map(move |m| (j, *m))).collect();
-    let next = AtomicUsize::new(0);
-    let (sender, results) = mpsc::channel();
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from).min(8) {
-            let (sender, next, work, tools) = (sender.clone(), &next, &work, &tools);
-            scope.spawn(move || {
-                while let Some((job, (sm, recorded))) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let cubin =
-                        repo::target_dir().join(format!("ptx/cubin/{sm}/{}-{}.cubin", job.arch.name(), job.family));
-                    let file = job.file(base);
-                    let report = file.exists().then(|| tools.assemble(&file, sm, &cubin));
-                    sender.send((*job, *sm, *recorded, report)).expect("the receiver outlives the threads");
-                }
-            });
-        }
-    });
-    drop(sender);
-    let mut results: Vec<_> = results.into_iter().collect();
     results.sort_by(|a, b| (&a.0.family, a.0.arch.name(), a.1).cmp(&(&b.0.family, b.0.arch.name(), b.1)));
     for (job, sm, recorded, report) in results {
         let report = match report {
-            None => continue,
-            Some(Ok(report)) => report,
-            Some(Err(error @ Error::Ptxas { .. })) => {
+            Ok(report) => report,
+            Err(error @ Error::Ptxas { .. }) => {
                 complaints.add(error.to_string());
                 continue;
             }
-            Some(Err(error)) => return Err(error.into()),
+            Err(error) => return Err(error.into()),
         };
         if recorded {
             for problem in &report.problems {
@@ -271,7 +398,7 @@ fn assemble(
             table.set(&job.family, sm, report.kernels);
         }
     }
-    Ok(Some(table))
+    Ok(table)
 }
 
 fn table_file() -> PathBuf {
@@ -303,11 +430,10 @@ fn finish_table(mut table: Table, args: &Args, all: &[String], whole: bool, comp
 /// Complains of every difference between the committed file and the one just built.
 fn compare(committed: &Path, built: &Path, complaints: &Complaints) {
     let name = committed.strip_prefix(repo::root()).unwrap_or(committed).display().to_string();
-    let (Ok(old), Ok(new)) = (fs::read_to_string(committed), fs::read_to_string(built)) else {
-        if built.exists() {
-            complaints.add(format!("{name} is missing: run `cargo xtask ptx`"));
-        }
-        return;
+    let Ok(new) = fs::read_to_string(built) else { return };
+    let old = match read_packed(committed) {
+        Ok(old) => old,
+        Err(error) => return complaints.add(format!("{error:#}: run `cargo xtask ptx`")),
     };
     for difference in differences(&old, &new) {
         complaints.add(format!("{name}: {difference}"));
@@ -350,7 +476,8 @@ fn strangers(families: &[String], check: bool, pin: &Pin, complaints: &Complaint
     for folder in fs::read_dir(repo::ptx_dir())?.flatten().map(|e| e.path()).filter(|p| p.is_dir()) {
         let known = archs.iter().any(|a| folder.ends_with(a.name()));
         for file in fs::read_dir(&folder)?.flatten().map(|e| e.path()) {
-            let stem = file.file_stem().and_then(|s| s.to_str()).unwrap_or_default();
+            let name = file.file_name().and_then(|s| s.to_str()).unwrap_or_default();
+            let stem = name.strip_suffix(PACKED).unwrap_or_default();
             if known && families.iter().any(|f| f == stem) {
                 continue;
             }
@@ -362,6 +489,22 @@ fn strangers(families: &[String], check: bool, pin: &Pin, complaints: &Complaint
         }
     }
     Ok(())
+}
+
+/// Prints committed PTX: of the last of `archs`.
+fn print_text(family: &String, entry: Option<&str>, families: &[String], archs: &[Arch]) -> Result<()> {
+    ensure!(families.contains(family), "no family `{family}`; there are {}", families.join(", "));
+    let arch = archs.last().context("no architecture")?.name();
+    let text = read_packed(&committed(arch, family))?;
+    let text = match entry {
+        Some(name) => entry_text(&text, name).with_context(|| format!("no kernel `{name}` in {family} for {arch}"))?,
+        None => &text,
+    };
+    // Readers such as `head` need not read to the end.
+    match std::io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
+        _ => Ok(()),
+    }
 }
 
 /// Machine code without its encoding.
@@ -376,26 +519,27 @@ pub(crate) fn sass(args: &SassArgs) -> Result<()> {
     let arch = if args.sm == "sm_90a" { "sm_90a" } else { "sm_80" };
     let mut hits = vec![];
     for family in repo::families()? {
-        let file = repo::ptx_dir().join(arch).join(format!("{family}.ptx"));
-        let names = entry_names(&fs::read_to_string(&file).unwrap_or_default());
-        hits.extend(names.into_iter().filter(|n| n.contains(&args.entry)).map(|n| (file.clone(), n)));
+        let text = read_packed(&committed(arch, &family))?;
+        let names = entry_names(&text);
+        hits.extend(names.into_iter().filter(|n| n.contains(&args.entry)).map(|n| (family.clone(), n)));
     }
     let exact = hits.iter().position(|(_, n)| *n == args.entry);
-    let (file, entry) = match (exact, hits.as_slice()) {
+    let (family, entry) = match (exact, hits.as_slice()) {
         (Some(i), _) => &hits[i],
         (None, [hit]) => hit,
         (None, []) => bail!("no kernel `{}` in the PTX of {arch}", args.entry),
         (None, many) => bail!("several: {}", many.iter().map(|h| h.1.as_str()).collect::<Vec<_>>().join(", ")),
     };
+    let text = read_packed(&committed(arch, family))?;
     if args.ptx {
-        let text = fs::read_to_string(file)?;
         print!("{}", entry_text(&text, entry).context("no such entry")?);
         return Ok(());
     }
     let tools = CudaTools::new(&pin, repo::device_toolchain());
-    let stem = file.file_stem().and_then(|s| s.to_str()).unwrap_or_default();
-    let cubin = repo::target_dir().join(format!("ptx/cubin/{}/{arch}-{stem}.cubin", args.sm));
-    let report = tools.assemble(file, &args.sm, &cubin)?;
+    let file = repo::target_dir().join(format!("ptx/committed/{arch}/{family}.ptx"));
+    write_if_changed(&file, &text)?;
+    let cubin = repo::target_dir().join(format!("ptx/cubin/{}/{arch}-{family}.cubin", args.sm));
+    let report = tools.assemble(&file, &args.sm, &cubin)?;
     print!("{}", readable(&tools.disassemble(&cubin, Some(entry))?));
     for k in report.kernels.iter().filter(|k| k.entry == *entry) {
         println!("{k:?}");
@@ -423,6 +567,28 @@ mod tests {
         assert_eq!(all[2], "d is not committed");
         assert_eq!(differences(&old, &old), Vec::<String>::new());
         assert_eq!(differences(&old, &old.replace("7.1", "7.2")), ["differs outside of entries"]);
+    }
+
+    #[test]
+    fn texts_are_packed_and_unpacked() {
+        let text = file(&[("a", &"add;".repeat(1000)), ("b", "mul;")]);
+        let packed = pack(&text).unwrap();
+        assert!(packed.len() < text.len() / 10);
+        assert_eq!(unpack(&packed).unwrap(), text);
+        assert!(unpack(&packed[1..]).is_err() && unpack(text.as_bytes()).is_err());
+    }
+
+    #[test]
+    fn a_file_with_the_same_text_stays() {
+        let file = repo::target_dir().join("tmp/same-text.ptx.zst");
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        let other_bytes = zstd::bulk::compress(b"text", 1).unwrap();
+        fs::write(&file, &other_bytes).unwrap();
+        write_packed(&file, "text").unwrap();
+        assert_eq!(fs::read(&file).unwrap(), other_bytes);
+        write_packed(&file, "texts").unwrap();
+        assert_eq!(read_packed(&file).unwrap(), "texts");
+        fs::remove_file(file).unwrap();
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The model is `tiny-moe`, of 5.2 million parameters, trained on the source of Rust's standard library; `train.py` beside it
-//! defines it. The same code runs it on the SIMT device and on GPUs: see [`runtime`].
+//! defines it. The same code runs it on the SIMT device and on GPUs: see the module `runtime`.
 #![allow(unreachable_pub, reason = "the modules are written as those of a library, and tests use them as one")]
 
 mod arguments;

@@ -153,7 +153,7 @@ impl Context {
             what: "every kernel".into(),
             needed: "8.0".into(),
         })?;
-        check_ptx(driver, ptx::FAMILIES.iter().filter_map(|family| ptx::module(arch, family)))?;
+        check_ptx(driver, ptx::version(arch))?;
 
         let mut memory = 0;
         // SAFETY: the address is that of an integer.
@@ -360,13 +360,10 @@ fn arch_of(capability: (u32, u32)) -> Option<Arch> {
     }
 }
 
-/// The driver is new enough for these PTX texts.
-fn check_ptx(driver: &Driver, texts: impl Iterator<Item = &'static str>) -> Result<()> {
-    let needed = texts.filter_map(driver::ptx_version).max().map(driver::oldest_for_ptx);
-    match needed {
-        Some(needed) if needed > driver.version() => Err(driver::too_old(driver.version(), needed)),
-        _ => Ok(()),
-    }
+/// The driver is new enough for the PTX.
+fn check_ptx(driver: &Driver, version: (u32, u32)) -> Result<()> {
+    let needed = driver::oldest_for_ptx(version);
+    if needed > driver.version() { Err(driver::too_old(driver.version(), needed)) } else { Ok(()) }
 }
 
 /// The same error, naming the kernel.

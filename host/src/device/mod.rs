@@ -219,20 +219,19 @@ impl Device {
             #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.arch(),
         };
-        let all: Vec<_> =
-            ptx::FAMILIES.iter().flat_map(|&f| ptx::entries(arch, f).map(move |name| (f, name))).collect();
         let mut wanted: Vec<(&str, &str)> = vec![];
-        for &wanted_name in names {
-            let before = wanted.len();
-            wanted.extend(all.iter().filter(|(family, name)| *family == wanted_name || *name == wanted_name));
-            if wanted.len() == before && !ptx::FAMILIES.contains(&wanted_name) {
-                return Err(Error::Value {
-                    op: "Device::preload",
-                    arg: "names",
-                    expected: format!("kernels or families, which are {:?}", ptx::FAMILIES),
-                    got: format!("`{wanted_name}`"),
-                });
+        for &name in names {
+            if let Some(&family) = ptx::FAMILIES.iter().find(|&&family| family == name) {
+                wanted.extend(ptx::entries(arch, family).map(|entry| (family, entry)));
+                continue;
             }
+            let of = |&family: &&'static str| ptx::entries(arch, family).find(|e| *e == name).map(|e| (family, e));
+            wanted.push(ptx::FAMILIES.iter().find_map(of).ok_or_else(|| Error::Value {
+                op: "Device::preload",
+                arg: "names",
+                expected: format!("kernels or families, which are {:?}", ptx::FAMILIES),
+                got: format!("`{name}`"),
+            })?);
         }
         match &*self.0 {
             Backend::Simt(_) => Ok(()),
@@ -625,6 +624,9 @@ mod tests {
         assert!(error.to_string().contains("feature `simt`"), "{error}");
         stream.copy(&mut y, &x).unwrap();
         assert_eq!(y.to_vec().unwrap(), [3.0, 4.0]);
+        device.preload(&["norm", "rms_norm_any_bf16", "moe"]).unwrap();
+        let error = device.preload(&["norm", "rms_norm_any_bf"]).unwrap_err();
+        assert!(error.to_string().contains("`rms_norm_any_bf`"), "{error}");
         // There is no device that could run kernels, which `auto` says.
         #[cfg(not(feature = "_driver"))]
         assert!(matches!(Device::auto(), Err(Error::NoCuda)));

@@ -303,14 +303,22 @@ macro_rules! __entry {
                 $( param::<$ty>(); )*
             };
 
-            #[cfg(target_arch = "nvptx64")]
-            #[unsafe(no_mangle)]
-            pub unsafe extern "ptx-kernel" fn $name($($arg: $ty),*) {
-                // SAFETY: forwarded to the host that launches it.
-                unsafe {
-                    $crate::__launch_bounds!($threads, $min_blocks, $arch);
-                    $crate::__entry_call! { $name ($($arg: $ty),*) [$(stringify!($arg)),*] $kernel }
+            $crate::__on_gpu! { $arch
+                #[unsafe(no_mangle)]
+                pub unsafe extern "ptx-kernel" fn $name($($arg: $ty),*) {
+                    // SAFETY: forwarded to the host that launches it.
+                    unsafe {
+                        $crate::__launch_bounds!($threads, $min_blocks, $arch);
+                        $crate::__entry_call! { $name ($($arg: $ty),*) [$(stringify!($arg)),*] $kernel }
+                    }
                 }
+                // Where the entry is left out: what it calls is still named, and no compiler says that nothing calls it.
+                const _: () = {
+                    // SAFETY: never called.
+                    let _ = |$($arg: $ty),*| unsafe {
+                        $kernel($(<$ty as $crate::__Param>::pass($arg, || ::core::ptr::null())),*)
+                    };
+                };
             }
 
             #[cfg(not(target_arch = "nvptx64"))]
@@ -323,6 +331,23 @@ macro_rules! __entry {
                 call: $crate::__on_simt! { super::$Args, ($($arg: $ty),*) $kernel },
             };
         }
+    };
+}
+
+/// Of two items for the GPU the first where machines have what the entry needs, otherwise the second: entries for Hopper are the larger part of
+/// what there is to compile, and nothing of them is in other files.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __on_gpu {
+    (Sm80 $entry:item $absent:item) => {
+        #[cfg(target_arch = "nvptx64")]
+        $entry
+    };
+    (Sm90a $entry:item $absent:item) => {
+        #[cfg(all(target_arch = "nvptx64", target_feature = "sm_90"))]
+        $entry
+        #[cfg(all(target_arch = "nvptx64", not(target_feature = "sm_90")))]
+        $absent
     };
 }
 
