@@ -3,7 +3,6 @@
 mod allow;
 mod bundle;
 mod check;
-mod deny;
 mod guide;
 mod package;
 mod ptx;
