@@ -184,7 +184,7 @@ const fn own_blocks(blocks: u32, ranks: u32, quantise: bool) -> u32 {
         return 0;
     }
     let own = match ranks {
-        ..=2 if blocks > 20 => 10,
+        ..=2 if blocks > 20 => 11,
         ..=4 if blocks > 18 => 9,
         ..=4 => 8u32.div_ceil(ranks - 1),
         _ => 3 + blocks.saturating_sub(3) % (ranks - 1),

@@ -189,7 +189,7 @@ impl Piece {
                 self.vectors[2 * s + h][1] = E4M3::four([v[4], v[5], v[6], v[7]]);
             });
         });
-        if warp::lane_id() % 2 == 0 { scales[0] } else { scales[1] }
+        if warp::lane_id().is_multiple_of(2) { scales[0] } else { scales[1] }
     }
 
     /// The scale of a group of the piece, one of eight, in what [`quantise`](Self::quantise) returned. All lanes take part.
@@ -660,8 +660,8 @@ impl Slice {
         (tables.votes.get(group * MAX_RANKS as u32 + d), first)
     }
 
-    /// Experts and weights, to the ranks that get the tokens. Rows of a group lie one after another, so that this is a stream of 32 values at a time,
-    /// which begin where a line does: a few bytes take as long on a link as a whole line.
+    /// Experts and weights, to the ranks that get the tokens. Rows of a group lie one after another, so that this is a stream, stored 32 values at a
+    /// time from where a line begins: each line that is stored to has a header on the link, which for one row's values is as long as they.
     #[inline(always)]
     #[track_caller]
     unsafe fn experts<const LINES: usize>(&self, job: &Job, link: &Link, routes: &Routes, tables: &Tables) {
@@ -688,7 +688,7 @@ impl Slice {
             let (ids, weights) = (link.buffer::<i32>(d, slot::IDS), link.buffer::<f32>(d, slot::WEIGHTS));
             let from = first as usize * top_k as usize;
             let end = vote.count_ones() * top_k;
-            // The lane's value, from the first row's, before which it may begin, and its row and number there, the first that there are.
+            // Which value the lane has, from the first row's, before which it may begin; and of which row and expert it or, then, the next is.
             let mut at = lane as i32 - (from % 32) as i32;
             let start = if at < 0 { at + 32 } else { at } as u32;
             let mut row = integer::div(start, top_k);
@@ -911,7 +911,7 @@ unsafe fn send_compact<const QUANTISED: bool>(
                         link.buffer::<f32>(d, slot::SCALES).offset(warp::shfl_idx(place, d) as usize * groups as usize);
                     let pair = here.piece / 8 * 32 + lane;
                     if pair >= scales_from * 4 && pair < (here.piece + 1) * 4 {
-                        if groups % 2 == 0 && 2 * pair < groups {
+                        if groups.is_multiple_of(2) && 2 * pair < groups {
                             row.set_as(2 * pair, B64(scales));
                         } else {
                             unroll::<2>(|i| {
