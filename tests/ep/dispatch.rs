@@ -217,14 +217,17 @@ fn long_rows_and_many_experts() {
         rounds(devices, Config::new(7168, 8, 256, 6), 4, 4);
         rounds(devices, Config::new(8, 32, 64, 70), 5, 2);
         rounds(devices, Config::new(1032, 1, 2, 40), 6, 2);
+        // More pieces than scales are stored of at once, of even and odd numbers of scales.
+        rounds(devices, Config::new(9216, 3, 8, 5), 7, 8);
+        rounds(devices, Config::new(8832, 2, 8, 40), 8, 4);
     });
 }
 
-/// The same tokens again, without counting them.
+/// The same tokens again, without counting them, with weights, which were not there before.
 #[test]
 fn cached() {
     on_every_setup(&[3], |devices| {
-        let config = Config::new(64, 2, 6, 12);
+        let config = Config::new(64, 2, 6, 70);
         let round = Round::new(&mut Dice(11), 3, &config);
         run(devices, &config, |rank, stream, meeting| {
             let inputs = Inputs::new(rank, &round);
@@ -238,12 +241,13 @@ fn cached() {
             let x = Tensor::from_slice(rank.device(), &twice, inputs.x.shape()).unwrap();
             meeting.wait();
             options = options.cached(true);
-            let received = rank.dispatch(stream, &mut routing, &x, &inputs.ids, None, &options).unwrap();
+            let received =
+                rank.dispatch(stream, &mut routing, &x, &inputs.ids, Some(&inputs.weights), &options).unwrap();
             rank.check(stream).unwrap();
             meeting.wait();
             let mut doubled = round.clone();
             doubled.x.iter_mut().flatten().for_each(|v| *v = bf16::from_f32(v.to_f32() * 2.0));
-            check_received(rank, &received, &doubled, false, false);
+            check_received(rank, &received, &doubled, false, true);
             meeting.wait();
         });
     });

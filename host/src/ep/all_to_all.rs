@@ -14,7 +14,7 @@ const OP: &str = "ep::all_to_all";
 
 /// How to launch `ep_all_to_all`.
 pub const fn geometry(blocks: u32, threads: u32) -> Geometry {
-    Geometry::linear(blocks, threads).resident()
+    Geometry::linear(blocks, threads).resident().dependent()
 }
 
 /// Launches the exchange (layer L1).

@@ -9,7 +9,7 @@ pub use kernel::Args;
 
 /// How to launch `ep_barrier`.
 pub const fn geometry() -> Geometry {
-    Geometry::linear(1, 32).resident()
+    Geometry::linear(1, 32).resident().dependent()
 }
 
 /// Launches the barrier (layer L1).

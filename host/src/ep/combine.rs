@@ -61,7 +61,7 @@ const MAX_THREADS: u32 = ENTRY.max_threads;
 
 /// How to launch it.
 pub const fn geometry(blocks: u32, threads: u32) -> Geometry {
-    Geometry::linear(blocks, threads).resident()
+    Geometry::linear(blocks, threads).resident().dependent()
 }
 
 /// Launches combine (layer L1).

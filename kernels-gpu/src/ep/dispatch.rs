@@ -19,7 +19,7 @@ use crate::row::quantise::{Quantised, scale_for};
 use cuda_std::atomic::{Device, Relaxed};
 use cuda_std::integer::Divisor;
 use cuda_std::shared::{Carver, Shared};
-use cuda_std::vec::{B128, Reused, Streaming};
+use cuda_std::vec::{B64, B128, Reused, Streaming};
 use cuda_std::{
     E4M3, Global, GlobalMut, bf16, convert, cp_async, entries, float, integer, struct_param, thread, unroll, warp,
 };
@@ -77,36 +77,30 @@ pub struct Job {
 }
 struct_param!(Job);
 
-/// The ranks' buffers that dispatch writes to.
-///
-/// `HELD`: lane `r` has the addresses of rank `r`'s, loaded before a wait, after which (an acquire empties the first-level cache)
-/// the table would have to come from the second level again. For few tokens; otherwise registers are worth more.
+/// The ranks' buffers that dispatch in slots writes to: lane `r` has the addresses of rank `r`'s, loaded before a wait, after which (an acquire
+/// empties the first-level cache) the table would have to come from the second level again. For few tokens; otherwise registers are worth
+/// more.
 #[derive(Clone, Copy)]
-struct Peers<'a, const HELD: bool> {
-    link: &'a Link,
+struct Peers {
     bases: [u64; 4],
 }
 
-impl<'a, const HELD: bool> Peers<'a, HELD> {
+impl Peers {
     #[inline(always)]
     #[track_caller]
-    unsafe fn new(link: &'a Link) -> Self {
+    unsafe fn new(link: &Link) -> Self {
         let mut bases = [0; 4];
-        if HELD && warp::lane_id() < link.ranks {
+        if warp::lane_id() < link.ranks {
             unroll::<4>(|i| bases[i] = link.buffer::<u8>(warp::lane_id(), slot::ROWS + i).ptr(0usize) as u64);
         }
-        Self { link, bases }
+        Self { bases }
     }
 
     /// One of the four. All lanes take part.
     #[inline(always)]
     #[track_caller]
     unsafe fn buffer<T: Copy>(&self, rank: u32, slot: usize) -> GlobalMut<T> {
-        if HELD {
-            GlobalMut::new(warp::shfl_idx(self.bases[slot - slot::ROWS], rank) as *mut T)
-        } else {
-            self.link.buffer(rank, slot)
-        }
+        GlobalMut::new(warp::shfl_idx(self.bases[slot - slot::ROWS], rank) as *mut T)
     }
 }
 
@@ -161,8 +155,7 @@ impl Piece {
         Self { vectors }
     }
 
-    /// In e4m3: the values in the first two words of each vector. Returns the scale of the piece's group of the lane's number, modulo
-    /// eight.
+    /// In e4m3: the values in the first two words of each vector. Returns what [`scale`](Self::scale) finds scales in.
     #[inline(always)]
     #[track_caller]
     unsafe fn quantise(&mut self) -> f32 {
@@ -196,9 +189,14 @@ impl Piece {
                 self.vectors[2 * s + h][1] = E4M3::four([v[4], v[5], v[6], v[7]]);
             });
         });
-        let lane = warp::lane_id();
-        let (first, second) = (warp::shfl_idx(scales[0], lane % 4 * 8), warp::shfl_idx(scales[1], lane % 4 * 8));
-        if lane % 8 < 4 { first } else { second }
+        if warp::lane_id().is_multiple_of(2) { scales[0] } else { scales[1] }
+    }
+
+    /// The scale of a group of the piece, one of eight, in what [`quantise`](Self::quantise) returned. All lanes take part.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn scale(scales: f32, group: u32) -> f32 {
+        warp::shfl_idx(scales, group % 4 * 8 + group / 4)
     }
 
     /// To a row.
@@ -222,7 +220,7 @@ impl Piece {
     }
 }
 
-/// The experts of a token, one for each lane.
+/// The experts of a token, one for each lane, in dispatch in slots.
 #[derive(Clone, Copy)]
 struct Experts {
     id: i32,
@@ -246,7 +244,7 @@ impl Experts {
     /// As a rank sees them, to its row.
     #[inline(always)]
     #[track_caller]
-    unsafe fn store<const HELD: bool>(self, job: &Job, peers: &Peers<'_, HELD>, mask: u32, rank: u32, row: usize) {
+    unsafe fn store(self, job: &Job, peers: &Peers, mask: u32, rank: u32, row: usize) {
         let lane = warp::lane_id();
         let (ids, weights) = (peers.buffer::<i32>(rank, slot::IDS), peers.buffer::<f32>(rank, slot::WEIGHTS));
         if lane < job.top_k {
@@ -262,17 +260,51 @@ impl Experts {
 /// The blocks must all be resident; the threads of a block are a multiple of 32. Shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn dispatch<const QUANTISED: bool, const SLOTS: bool>(link: Link, job: Job) {
-    let announcer = if SLOTS { 0 } else { thread::grid_dim_x() - 1 };
-    let Some(session) = Session::begin(link, announcer, SLOTS) else { return };
-    let tokens = token_count(job.count, job.tokens);
-    let routes =
-        Routes { ids: Global::new(job.ids), tokens, top_k: job.top_k, per_rank: job.per_rank, ranks: link.ranks };
-    let ok = if SLOTS {
-        send_slots::<QUANTISED>(&session, &job, &routes)
-    } else {
-        send_compact::<QUANTISED>(&session, &job, &routes)
+    cuda_std::dependent_launch::wait();
+    let routes = |tokens| Routes {
+        ids: Global::new(job.ids),
+        tokens,
+        top_k: job.top_k,
+        per_rank: job.per_rank,
+        ranks: link.ranks,
     };
-    session.finish(ok, false);
+    if SLOTS {
+        let Some((session, ())) = Session::begin_with(link, 0, true, || ()) else { return };
+        let ok = send_slots::<QUANTISED>(&session, &job, &routes(token_count(job.count, job.tokens)));
+        session.finish(ok, false);
+    } else {
+        let mut carver = Carver::new();
+        let counts = carver.take::<u32>(MAX_RANKS * MAX_RANKS);
+        let before = carver.take::<u32>(MAX_BLOCKS * MAX_RANKS);
+        let ring = carver.take_aligned::<u32>(
+            if QUANTISED { (thread::block_dim_x() / 32 * STAGES * PIECE / 4) as usize } else { 0 },
+            16,
+        );
+        let at = if QUANTISED { thread::thread_idx_x() / 32 * STAGES * PIECE / 4 } else { 0 };
+        let ring = Ring { words: ring.offset(at), address: ring.address(at) + 16 * warp::lane_id(), stage: 0 };
+        let routes = routes(token_count(job.count, job.tokens));
+        // How many tokens go where.
+        let slice = Slice::new(routes.tokens);
+        let tables = Tables { counts, before, votes: carver.take::<u32>(slice.each as usize / 32 * MAX_RANKS) };
+        let meanwhile = || {
+            let mut i = thread::thread_idx_x();
+            while i < const { (MAX_RANKS * MAX_RANKS) as u32 } {
+                counts.set(i, 0);
+                i += thread::block_dim_x();
+            }
+            let told = Session::counts_of_peer(&link);
+            (told, if job.cached != 0 { None } else { slice.vote(&routes, &tables) })
+        };
+        let Some((session, (told, bad))) = Session::begin_with(link, thread::grid_dim_x() - 1, false, meanwhile) else {
+            return;
+        };
+        if let Some(token) = bad {
+            session.fail(fault::BAD_ID, link.rank, phase::WORK, token);
+        }
+        slice.tell(&session, &job, &tables, told);
+        let ok = send_compact::<QUANTISED>(&session, &job, &routes, ring, &slice, &tables);
+        session.finish(ok && bad.is_none(), false);
+    }
 }
 
 #[inline(always)]
@@ -289,7 +321,7 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
         (piece, Experts::load(job, walk.row, routes.tokens))
     };
     // The first piece is under way while the rank waits for the others, whom it has told that it is here: that would wait for loads.
-    let peers = Peers::<true>::new(link);
+    let peers = Peers::new(link);
     let (mut piece, mut experts) = load(walk);
     if !session.clean() && !session.wait_entry() {
         return false;
@@ -322,7 +354,7 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
         if mask != 0 {
             let mut scale = 0.0;
             if QUANTISED {
-                scale = piece.quantise();
+                scale = Piece::scale(piece.quantise(), lane % 8);
             }
             for i in 0..link.ranks {
                 let d = link.turn(i);
@@ -355,7 +387,7 @@ struct Work {
     deal: Deal,
     /// Which it is.
     at: Unit,
-    /// One past the last of the row.
+    /// One past the last of the unit, in its row.
     end: u32,
     /// Rows that are dealt whole.
     whole: u32,
@@ -374,12 +406,16 @@ impl Work {
     }
 
     #[inline(always)]
+    #[track_caller]
     unsafe fn set(&mut self, unit: u32) {
         if unit < self.whole {
             (self.at, self.end) = (Unit { row: unit, piece: 0 }, self.pieces);
         } else {
             let part = Unit::new(unit - self.whole, self.pieces);
             (self.at, self.end) = (Unit { row: self.whole + part.row, piece: part.piece }, part.piece + 1);
+        }
+        if self.end - self.at.piece <= LEAD {
+            self.deal.ask();
         }
     }
 
@@ -388,17 +424,25 @@ impl Work {
     unsafe fn advance(&mut self) {
         if self.at.piece + 1 < self.end {
             self.at.piece += 1;
+            if self.end - self.at.piece == LEAD {
+                self.deal.ask();
+            }
         } else {
-            let unit = self.deal.next();
+            let unit = self.deal.take();
             self.set(unit);
         }
     }
 }
 
+/// Pieces before the end of a unit at which a warp asks for the next one: in time, but no earlier, as nobody else can have that then.
+const LEAD: u32 = 2;
+
 /// Where a warp's next pieces arrive, `[STAGES, 2048]` bytes, in e4m3: so that registers do not have to hold what is under way.
 #[derive(Clone, Copy)]
 struct Ring {
     words: Shared<u32>,
+    /// The lane's.
+    address: u32,
     stage: u32,
 }
 
@@ -415,11 +459,16 @@ impl Ring {
         let (first, left) = Piece::span::<false>(job, at.piece);
         let left = if at.row < rows { left } else { 0 };
         let row = Global::new(job.x).offset(at.row as usize * job.x_stride + first as usize * 8);
-        let to = self.words.offset(self.stage * (PIECE / 4) + warp::lane_id() * 4);
-        unroll::<DEPTH>(|j| {
-            let bytes = if 32 * (j as u32) < left { 16 } else { 0 };
-            cp_async::copy_16_zfill(to.offset(128 * j), row.ptr(256 * j), bytes);
-        });
+        let to = self.address + self.stage * PIECE;
+        // The whole piece, in nearly all cases, with fewer instructions.
+        if at.row < rows && (at.piece + 1) * (32 * DEPTH as u32) <= job.hidden / 8 {
+            unroll::<DEPTH>(|j| cp_async::copy_16(to + 512 * j as u32, row.ptr(256 * j)));
+        } else {
+            unroll::<DEPTH>(|j| {
+                let bytes = if 32 * (j as u32) < left { 16 } else { 0 };
+                cp_async::copy_16_zfill(to + 512 * j as u32, row.ptr(256 * j), bytes);
+            });
+        }
         cp_async::commit_group();
     }
 
@@ -442,6 +491,23 @@ impl Ring {
 
 /// Values of a scale.
 const GROUP: u32 = 128;
+
+/// The place of a set bit: the lowest is number 0.
+#[inline(always)]
+fn nth_bit(bits: u32, number: u32) -> u32 {
+    if bits == u32::MAX {
+        return number;
+    }
+    let (mut place, mut rest) = (0, number);
+    unroll::<5>(|i| {
+        let width = 16 >> i as u32;
+        let low = (bits >> place & ((1 << width) - 1)).count_ones();
+        if rest >= low {
+            (place, rest) = (place + width, rest - low);
+        }
+    });
+    place
+}
 
 /// What a block sends in compact dispatch.
 #[derive(Clone, Copy)]
@@ -475,7 +541,18 @@ impl Part {
     }
 }
 
-/// The tokens that a block counts.
+/// What a block's shared memory holds of who gets which tokens, in compact dispatch.
+#[derive(Clone, Copy)]
+struct Tables {
+    /// `[MAX_RANKS, MAX_RANKS]`: how many tokens each rank has for each.
+    counts: Shared<u32>,
+    /// `[MAX_BLOCKS, MAX_RANKS]`: how many this rank's blocks have for each, later where the rows of these begin.
+    before: Shared<u32>,
+    /// `[groups, MAX_RANKS]`: which tokens of each 32 of the block's go to each.
+    votes: Shared<u32>,
+}
+
+/// The tokens that a block counts, and whose experts it tells.
 #[derive(Clone, Copy)]
 struct Slice {
     /// Of a block, a multiple of 32, not 0.
@@ -500,11 +577,10 @@ impl Slice {
         (self.last - self.first).div_ceil(32)
     }
 
-    /// Which tokens of each group go to which rank: `votes`, `[groups, MAX_RANKS]`, after a barrier. Whether the thread saw only experts that are there;
-    /// otherwise the fault says which are not.
+    /// Which tokens of each group go to which rank, as the votes say after a barrier. One whose experts are not all there, if the thread saw any.
     #[inline(always)]
     #[track_caller]
-    unsafe fn vote(&self, session: &Session, routes: &Routes, votes: Shared<u32>) -> bool {
+    unsafe fn vote(&self, routes: &Routes, tables: &Tables) -> Option<u32> {
         let lane = warp::lane_id();
         let rank_of = routes.divide();
         let eight = routes.top_k == 8 && (routes.ids.ptr(0usize) as usize).is_multiple_of(16);
@@ -539,29 +615,25 @@ impl Slice {
                 vote = if lane == d { there } else { vote };
             }
             if lane < MAX_RANKS as u32 {
-                votes.set(group * MAX_RANKS as u32 + lane, vote);
+                tables.votes.set(group * MAX_RANKS as u32 + lane, vote);
             }
             group += thread::block_dim_x() / 32;
         }
-        if let Some(token) = bad {
-            session.fail(fault::BAD_ID, session.link.rank, phase::WORK, token);
-        }
-        thread::sync_threads();
-        bad.is_none()
+        bad
     }
 
     /// Tells the other blocks, and all ranks how many they are. In a dispatch that keeps its routing block 0 tells what was kept.
     #[inline(always)]
     #[track_caller]
-    unsafe fn tell(&self, session: &Session, job: &Job, votes: Shared<u32>) {
+    unsafe fn tell(&self, session: &Session, job: &Job, tables: &Tables, counts: GlobalMut<u64>) {
         let lane = warp::lane_id();
         let words = GlobalMut::new(job.votes).offset(self.first / 32 * 16);
         let mut d = thread::thread_idx_x() / 32;
         while d < session.link.ranks {
             let (mut first, mut sum) = (0, 0);
-            while first < self.groups() {
+            while first < self.groups() && job.cached == 0 {
                 let group = first + lane;
-                let vote = if group < self.groups() { votes.get(group * MAX_RANKS as u32 + d) } else { 0 };
+                let vote = if group < self.groups() { tables.votes.get(group * MAX_RANKS as u32 + d) } else { 0 };
                 let with = sum + warp::scan(vote.count_ones(), |a, b| a + b);
                 if group < self.groups() {
                     words.store(group * 16 + d, session.flag(vote), Device, Relaxed);
@@ -573,24 +645,97 @@ impl Slice {
             if job.cached != 0 && thread::block_idx_x() == 0 {
                 sum = GlobalMut::new(job.totals).get(d);
             }
-            session.tell_count(d, sum);
+            session.tell_count(counts, d, sum);
             d += thread::block_dim_x() / 32;
+        }
+    }
+
+    /// Which tokens of a group go to rank `d`, and the row of the first.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn group(&self, job: &Job, tables: &Tables, group: u32, d: u32) -> (u32, u32) {
+        let words = GlobalMut::new(job.votes);
+        let earlier = words.load((self.first / 32 + group) * 16 + 8 + d, Device, Relaxed) as u32;
+        let first = tables.before.get(thread::block_idx_x() * MAX_RANKS as u32 + d) + earlier;
+        (tables.votes.get(group * MAX_RANKS as u32 + d), first)
+    }
+
+    /// Experts and weights, to the ranks that get the tokens. Rows of a group lie one after another, so that this is a stream, stored 32 values at a
+    /// time from where a line begins: each line that is stored to has a header on the link, which for one row's values is as long as they.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn experts<const LINES: usize>(&self, job: &Job, link: &Link, routes: &Routes, tables: &Tables) {
+        let (lane, warps, ranks, top_k) = (warp::lane_id(), thread::block_dim_x() / 32, link.ranks, job.top_k);
+        let rank_of = routes.divide();
+        let (rows_of_32, rest_of_32) = (integer::div(32, top_k), integer::rem(32, top_k));
+        // The first warps write places.
+        let mut task = warps - 1 - thread::thread_idx_x() / 32;
+        while task < self.groups() * ranks {
+            let group = integer::div(task, ranks);
+            let d = link.turn(task - group * ranks);
+            task += warps;
+            let begin = self.first + 32 * group;
+            let (vote, first) = if job.cached != 0 {
+                let mut place = -1;
+                if begin + lane < self.last {
+                    place = GlobalMut::new(job.places).get((begin + lane) as usize * ranks as usize + d as usize);
+                }
+                let vote = warp::warp_vote_ballot(warp::FULL, place >= 0);
+                (vote, warp::shfl_idx(place, vote.trailing_zeros() % 32) as u32)
+            } else {
+                self.group(job, tables, group, d)
+            };
+            let (ids, weights) = (link.buffer::<i32>(d, slot::IDS), link.buffer::<f32>(d, slot::WEIGHTS));
+            let from = first as usize * top_k as usize;
+            let end = vote.count_ones() * top_k;
+            // Which value the lane has, from the first row's, before which it may begin; and of which row and expert it or, then, the next is.
+            let mut at = lane as i32 - (from % 32) as i32;
+            let start = if at < 0 { at + 32 } else { at } as u32;
+            let mut row = integer::div(start, top_k);
+            let mut k = start - row * top_k;
+            while (at - lane as i32) < end as i32 {
+                let mut values = [(0, 0.0); LINES];
+                let mut ats = [0; LINES];
+                unroll::<LINES>(|i| {
+                    ats[i] = at;
+                    if at >= 0 && (at as u32) < end {
+                        let token = begin + nth_bit(vote, row);
+                        let from = token as usize * top_k as usize + k as usize;
+                        let weight = if job.weights.is_null() { 1.0 } else { Global::new(job.weights).get(from) };
+                        values[i] = (Global::new(job.ids).get(from), weight);
+                    }
+                    if at >= 0 {
+                        (row, k) = (row + rows_of_32, k + rest_of_32);
+                        if k >= top_k {
+                            (row, k) = (row + 1, k - top_k);
+                        }
+                    }
+                    at += 32;
+                });
+                unroll::<LINES>(|i| {
+                    if ats[i] >= 0 && (ats[i] as u32) < end {
+                        let (id, weight) = values[i];
+                        let there = rank_of.bit(id) >> d & 1 != 0;
+                        let to = from + ats[i] as usize;
+                        ids.set(to, if there { id - (d * job.per_rank.get()) as i32 } else { -1 });
+                        weights.set(to, if there { weight } else { 0.0 });
+                    }
+                });
+            }
         }
     }
 
     /// Writes where the tokens go.
     #[inline(always)]
     #[track_caller]
-    unsafe fn places(&self, job: &Job, link: &Link, votes: Shared<u32>, before: Shared<u32>) {
-        let (lane, block) = (warp::lane_id(), thread::block_idx_x());
-        let (places, words) = (GlobalMut::new(job.places), GlobalMut::new(job.votes));
+    unsafe fn places(&self, job: &Job, link: &Link, tables: &Tables) {
+        let lane = warp::lane_id();
+        let places = GlobalMut::new(job.places);
         let mut group = thread::thread_idx_x() / 32;
         while group < self.groups() {
             let token = self.first + 32 * group + lane;
             for d in 0..link.ranks {
-                let vote = votes.get(group * MAX_RANKS as u32 + d);
-                let earlier = words.load((self.first / 32 + group) * 16 + 8 + d, Device, Relaxed) as u32;
-                let first = before.get(block * MAX_RANKS as u32 + d) + earlier;
+                let (vote, first) = self.group(job, tables, group, d);
                 if token < self.last {
                     let place = first + (vote & ((1u32 << lane) - 1)).count_ones();
                     let there = vote >> lane & 1 != 0;
@@ -605,19 +750,23 @@ impl Slice {
 
 #[inline(always)]
 #[track_caller]
-unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, routes: &Routes) -> bool {
+unsafe fn send_compact<const QUANTISED: bool>(
+    session: &Session,
+    job: &Job,
+    routes: &Routes,
+    mut ring: Ring,
+    slice: &Slice,
+    tables: &Tables,
+) -> bool {
+    let Tables { counts, before, .. } = *tables;
     let link = &session.link;
     let (tid, lane) = (thread::thread_idx_x(), warp::lane_id());
     let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
-    let mut carver = Carver::new();
-    let counts: Shared<u32> = carver.take::<u32>(MAX_RANKS * MAX_RANKS);
     let cached = job.cached != 0;
     let part = Part::new::<QUANTISED>(job, link);
     let mut work = Work::new(link, &part, routes.tokens, Piece::count(job), job.singles);
-    work.deal.ask();
     let load = |at: Unit| Piece::load::<QUANTISED>(job, at, routes.tokens);
     let (places, words) = (GlobalMut::new(job.places), GlobalMut::new(job.votes));
-    let before: Shared<u32> = carver.take::<u32>(MAX_BLOCKS * MAX_RANKS);
     // Of a token, what its place follows from: its place if that is known.
     let look_up = |row: u32| {
         let mut found = session.flag(0);
@@ -631,21 +780,6 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
         found
     };
     let mut here = work.at;
-    let ring = carver.take_aligned::<u32>(
-        if QUANTISED { (thread::block_dim_x() / 32 * STAGES * PIECE / 4) as usize } else { 0 },
-        16,
-    );
-    let at = if QUANTISED { tid / 32 * STAGES * PIECE / 4 } else { 0 };
-    let mut ring = Ring { words: ring.offset(at), stage: 0 };
-    // How many tokens go where.
-    let slice = Slice::new(if cached { 0 } else { routes.tokens });
-    let votes = carver.take::<u32>(slice.each as usize / 32 * MAX_RANKS);
-    let mut i = tid;
-    while i < const { (MAX_RANKS * MAX_RANKS) as u32 } {
-        counts.set(i, 0);
-        i += thread::block_dim_x();
-    }
-    let ok = slice.vote(session, routes, votes);
     // The first pieces are under way while the rank waits for the others.
     let mut piece = Piece { vectors: [[0; 4]; DEPTH] };
     if QUANTISED {
@@ -655,14 +789,10 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
         ring.copy(job, work.at, routes.tokens);
         ring.stage = 0;
     }
-    slice.tell(session, job, votes);
     if !QUANTISED {
-        piece = load(here);
         work.advance();
     }
     let mut ahead = work.at;
-    let mut experts = Experts::load(job, here.row, routes.tokens);
-    let rank_of = routes.divide();
     let mut scale = 0.0;
     let mut quantise = || {
         let mut piece = ring.get();
@@ -716,21 +846,26 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
         return false;
     }
 
-    if QUANTISED && waits {
-        piece = quantise();
-    }
     thread::sync_threads();
     // What combine looks at: now, as the end waits for all that was stored, the rows last.
     if !cached {
-        slice.places(job, link, votes, before);
+        slice.places(job, link, tables);
     }
-    let peers = Peers::<false>::new(link);
+    if QUANTISED {
+        slice.experts::<3>(job, link, routes, tables);
+    } else {
+        slice.experts::<1>(job, link, routes, tables);
+        piece = load(here);
+    }
+    if QUANTISED && waits {
+        piece = quantise();
+    }
     let sends = lane < link.ranks && part.to >> lane & 1 != 0;
     let row_bytes = job.hidden * if QUANTISED { 1 } else { 2 };
     let mut row = u32::MAX;
     // Lane `r`: the row at rank `r`, and where it is.
     let (mut place, mut target) = (-1, 0);
-    let (mut scales, mut scales_from) = (0.0, 0);
+    let (mut scales, mut scales_from) = ([0.0; 2], 0);
     while here.row < routes.tokens {
         if here.row != row {
             row = here.row;
@@ -755,41 +890,36 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
             if place >= 0 {
                 target = link.buffer::<u8>(lane, slot::ROWS).ptr(place as usize * row_bytes as usize) as u64;
             }
-            if here.piece == 0 {
-                if !QUANTISED {
-                    experts = Experts::load(job, row, routes.tokens);
-                }
-                let mask = rank_of.bit(experts.id);
-                for i in 0..link.ranks {
-                    let d = link.turn(i);
-                    let row = warp::shfl_idx(place, d);
-                    if row >= 0 {
-                        experts.store(job, &peers, mask, d, row as usize);
-                    }
-                }
-            }
         }
         if ahead.row != row {
             found = look_up(ahead.row);
-            if QUANTISED {
-                experts = Experts::load(job, ahead.row, routes.tokens);
-            }
         }
-        // Scales of four pieces together, or of as many as there are.
+        // Scales of eight pieces together, or of as many as there are, two in a lane.
         let mut whole = false;
         if QUANTISED {
-            scales = if lane / 8 == here.piece % 4 { scale } else { scales };
-            whole = here.piece % 4 == 3 || ahead.row != row || ahead.piece != here.piece + 1;
+            let pair = [Piece::scale(scale, lane % 4 * 2), Piece::scale(scale, lane % 4 * 2 + 1)];
+            unroll::<2>(|i| scales[i] = if lane / 4 == here.piece % 8 { pair[i] } else { scales[i] });
+            whole = here.piece % 8 == 7 || ahead.row != row || ahead.piece != here.piece + 1;
         }
         for i in 0..link.ranks {
             let d = link.turn(i);
             if warp::shfl_idx(place, d) >= 0 {
                 piece.store::<QUANTISED>(job, GlobalMut::new(warp::shfl_idx(target, d) as *mut u8), here.piece);
                 if whole {
-                    let at = warp::shfl_idx(place, d) as usize * (job.hidden / GROUP) as usize;
-                    let group = here.piece / 4 * 32 + lane;
-                    if group >= scales_from * 8 && group < (here.piece + 1) * 8 && group < job.hidden / GROUP {
-                        peers.buffer::<f32>(d, slot::SCALES).offset(at).set(group, scales);
+                    let groups = job.hidden / GROUP;
+                    let row =
+                        link.buffer::<f32>(d, slot::SCALES).offset(warp::shfl_idx(place, d) as usize * groups as usize);
+                    let pair = here.piece / 8 * 32 + lane;
+                    if pair >= scales_from * 4 && pair < (here.piece + 1) * 4 {
+                        if groups.is_multiple_of(2) && 2 * pair < groups {
+                            row.set_as(2 * pair, B64(scales));
+                        } else {
+                            unroll::<2>(|i| {
+                                if 2 * pair + (i as u32) < groups {
+                                    row.set(2 * pair + i as u32, scales[i]);
+                                }
+                            });
+                        }
                     }
                 }
             }
@@ -846,7 +976,7 @@ unsafe fn send_compact<const QUANTISED: bool>(session: &Session, job: &Job, rout
         ids.set(i, -1);
         i += blocks * thread::block_dim_x();
     }
-    ok
+    true
 }
 
 entries! {

@@ -188,12 +188,28 @@ impl Session {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn begin(link: Link, announcer: u32, unless_clean: bool) -> Option<Self> {
+        cuda_std::dependent_launch::wait();
+        Self::begin_with(link, announcer, unless_clean, || ()).map(|(this, ())| this)
+    }
+
+    /// [`begin`](Self::begin), and what a block can do before it knows which operation it is, while that is loaded. A barrier follows.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn begin_with<R>(
+        link: Link,
+        announcer: u32,
+        unless_clean: bool,
+        meanwhile: impl FnOnce() -> R,
+    ) -> Option<(Self, R)> {
         let (state, tid) = (GlobalMut::new(link.state), thread::thread_idx_x());
-        // All loads together: each takes half a microsecond.
-        let announces = thread::block_idx_x() == announcer && link.waits_for(tid);
+        // All loads together: each takes half a microsecond. The last warp announces, as that takes a microsecond, in which the first has
+        // other things to do.
+        let peer = cuda_std::warp::lane_id();
+        let announces =
+            thread::block_idx_x() == announcer && tid / 32 == (thread::block_dim_x() - 1) / 32 && link.waits_for(peer);
         let mut flags = GlobalMut::new(core::ptr::null_mut());
         if announces {
-            flags = link.buffer::<u64>(tid, slot::FLAGS);
+            flags = link.buffer::<u64>(peer, slot::FLAGS);
         }
         let (epoch, clean) = (next_epoch(state.get(state::EPOCH)), state.get(state::CLEAN) != 0);
         let this = Self { link, epoch, clean };
@@ -202,13 +218,14 @@ impl Session {
             let word = GlobalMut::new(link.fault).load(0usize, Device, Relaxed);
             failed = word != 0 && word >> fault::CODE_BITS != this.mark();
         }
+        let result = meanwhile();
         if thread::sync_threads_or(failed) {
             return None;
         }
         if announces && !(unless_clean && clean) {
             flags.store(link.rank, this.flag(link.signature), System, Release);
         }
-        Some(this)
+        Some((this, result))
     }
 
     /// Marks faults of this operation; another has the same only after millions.
@@ -269,12 +286,24 @@ impl Session {
     /// word says which operation it is of, so nothing orders them.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn tell_count(&self, to: u32, tokens: u32) {
+    pub unsafe fn tell_count(&self, counts: GlobalMut<u64>, to: u32, tokens: u32) {
         let (link, peer) = (&self.link, cuda_std::warp::lane_id());
         if link.waits_for(peer) || peer == link.rank {
             let at = (thread::block_idx_x() as usize * MAX_RANKS + link.rank as usize) * MAX_RANKS + to as usize;
-            link.buffer::<u64>(peer, slot::COUNTS).store(at, self.flag(tokens), System, Relaxed);
+            counts.store(at, self.flag(tokens), System, Relaxed);
         }
+    }
+
+    /// Where a lane tells counts in [`tell_count`](Self::tell_count).
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn counts_of_peer(link: &Link) -> GlobalMut<u64> {
+        let peer = cuda_std::warp::lane_id();
+        let mut counts = GlobalMut::new(core::ptr::null_mut());
+        if link.waits_for(peer) || peer == link.rank {
+            counts = link.buffer::<u64>(peer, slot::COUNTS);
+        }
+        counts
     }
 
     /// Whether the thread of that number has something to do in [`wait_counts`](Self::wait_counts).
@@ -369,6 +398,7 @@ impl Session {
             flags.store(i, flag, System, Release);
         }
         if block != 0 {
+            cuda_std::dependent_launch::launch_dependents();
             return;
         }
         let blocks = thread::grid_dim_x();
@@ -384,6 +414,7 @@ impl Session {
             i += thread::block_dim_x();
         }
         thread::sync_threads();
+        cuda_std::dependent_launch::launch_dependents();
         if tid == 0 {
             let state = GlobalMut::new(link.state);
             state.set(state::EPOCH, self.epoch);
@@ -429,7 +460,7 @@ impl Deal {
         self.warp
     }
 
-    /// Asks for another, some time before it is [looked at](Self::next). All lanes take part.
+    /// Asks for another, some time before it is [looked at](Self::take). All lanes take part.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn ask(&mut self) {
@@ -438,11 +469,18 @@ impl Deal {
         }
     }
 
+    /// The unit that was asked for.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn take(&self) -> u32 {
+        self.warps + cuda_std::warp::shfl_idx(self.asked, 0)
+    }
+
     /// The unit that was asked for; another is.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn next(&mut self) -> u32 {
-        let unit = self.warps + cuda_std::warp::shfl_idx(self.asked, 0);
+        let unit = self.take();
         self.ask();
         unit
     }
