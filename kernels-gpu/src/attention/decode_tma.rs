@@ -72,7 +72,6 @@ const FLAGS: u32 = 0;
 const SEQUENCE: u32 = 4;
 /// The scales of K and V, then the KV head and its first row.
 const SCALES: u32 = 8;
-const KV_HEAD: u32 = 10;
 
 /// The first step of an item.
 const FIRST: u32 = 1;
@@ -697,6 +696,8 @@ pub unsafe fn decode<
                         && page >= pages;
                     let wrong = warp::warp_vote_ballot(warp::FULL, missing);
                     let record = records.offset(step % RECORDS * WORDS);
+                    let v_scale = warp::shfl_idx(scale, 1);
+                    // All by the lane that arrives.
                     if lane == 0 {
                         let flag = |on: bool, flag: u32| if on { flag } else { 0 };
                         let flags = flag(first, FIRST)
@@ -706,13 +707,8 @@ pub unsafe fn decode<
                             | flag(item_end && coming.item.over, LAST);
                         record.set_as(FLAGS, B128([flags, key, len, wrong]));
                         record.set_as(SEQUENCE, B128([sequence, head, item.part, item.parts]));
-                        record.set_as(KV_HEAD, B64([kv_head, first_row]));
+                        record.set_as(SCALES, B128([scale.to_bits(), v_scale.to_bits(), kv_head, first_row]));
                     }
-                    if lane < 2 {
-                        record.set(SCALES + lane, scale.to_bits());
-                    }
-                    // What the other lanes have of the record comes before the arrival.
-                    warp::sync_warp(warp::FULL);
                 }
                 mbarrier::wait_parity(empty, parity);
                 if lane == 0 {
