@@ -97,13 +97,14 @@ fn case<T: Float, S: CacheElement>(d: &Device, shape: &Shape) -> Case<T, S> {
 /// Both kernels that split.
 const SPLITTING: [DecodePath; 2] = [DecodePath::Split, DecodePath::Tma];
 
-/// What bends the scores, in plain numbers.
+/// What bends the scores, in plain numbers, and how chunks are dealt to blocks.
 #[derive(Clone, Copy, Debug, Default)]
 struct Bend {
     soft_cap: f32,
     window: usize,
     alibi: bool,
     sinks: bool,
+    split: DecodeSplit,
 }
 
 fn check<T: Float, S: CacheElement>(d: &Device, s: &Stream, shape: &Shape, bend: Bend, path: DecodePath) {
@@ -123,6 +124,7 @@ fn check<T: Float, S: CacheElement>(d: &Device, s: &Stream, shape: &Shape, bend:
 
     let scale = 0.17f32;
     let mut options = DecodeOptions::default().scale(scale).soft_cap(bend.soft_cap).window(bend.window).path(path);
+    options.split = bend.split;
     options.alibi = bend.alibi.then_some(&alibi);
     options.sinks = bend.sinks.then_some(&sink);
     options.scales = quantised.then_some(Scales::new(&key_scale, &value_scale));
@@ -172,8 +174,12 @@ fn shapes() -> impl Strategy<Value = Shape> {
 }
 
 fn bends() -> impl Strategy<Value = Bend> {
-    (any::<bool>(), prop_oneof![Just(0usize), 1usize..100], any::<bool>(), any::<bool>())
-        .prop_map(|(cap, window, alibi, sinks)| Bend { soft_cap: if cap { 2.5 } else { 0.0 }, window, alibi, sinks })
+    (any::<bool>(), prop_oneof![Just(0usize), 1usize..100], any::<bool>(), any::<bool>()).prop_map(
+        |(cap, window, alibi, sinks)| {
+            let soft_cap = if cap { 2.5 } else { 0.0 };
+            Bend { soft_cap, window, alibi, sinks, ..Bend::default() }
+        },
+    )
 }
 
 #[test]
@@ -204,6 +210,46 @@ fn tma_takes_8_bit_caches() {
         check::<bf16, E4M3>(d, s, &shape, bend, DecodePath::Tma);
         check::<f16, E5M2>(d, s, &shape, bend, DecodePath::Tma);
         check::<bf16, i8>(d, s, &shape, bend, DecodePath::Tma);
+        Ok(())
+    });
+}
+
+/// A long sequence among such of no key or one: it covers whole shares, in which neither a sequence nor a chunk begins. Their
+/// blocks have no work, and must not take another's for theirs. All instances of the kernel.
+#[test]
+fn shares_in_which_nothing_begins() {
+    type Check = fn(&Device, &Stream, &Shape, Bend, DecodePath);
+    let sixteen: [(Check, usize, bool); 8] = [
+        (check::<bf16, bf16>, 64, false),
+        (check::<bf16, bf16>, 128, false),
+        (check::<bf16, bf16>, 128, true),
+        (check::<bf16, bf16>, 256, false),
+        (check::<f16, f16>, 64, false),
+        (check::<f16, f16>, 128, false),
+        (check::<f16, f16>, 128, true),
+        (check::<f16, f16>, 256, false),
+    ];
+    let eight: [Check; 6] = [
+        check::<bf16, E4M3>,
+        check::<bf16, E5M2>,
+        check::<bf16, i8>,
+        check::<f16, E4M3>,
+        check::<f16, E5M2>,
+        check::<f16, i8>,
+    ];
+    let lens = (65usize..270, prop::collection::vec(0usize..2, 2..7), 0usize..7).prop_map(|(long, mut lens, at)| {
+        lens.insert(at.min(lens.len()), long);
+        lens
+    });
+    property(2, (lens, 1usize..9, any::<bool>()), |d, s, (lens, group, whole)| {
+        let split = if whole { DecodeSplit::Whole } else { DecodeSplit::Chunks };
+        let eight = eight.into_iter().flat_map(|check| [(check, 128, false), (check, 128, true)]);
+        for (check, dim, tall) in sixteen.into_iter().chain(eight) {
+            let group = if tall { group + 8 } else { group };
+            let shape =
+                Shape { lens: lens.clone(), q_len: 1, kv_heads: 1, group, dim, page: 16, layout: CacheLayout::Nhd };
+            check(d, s, &shape, Bend { split, ..Bend::default() }, DecodePath::Tma);
+        }
         Ok(())
     });
 }
@@ -307,35 +353,7 @@ fn divided_again_and_again() {
     });
 }
 
-/// What `Auto` takes on a Hopper GPU, which may not depend on the batch at hand.
-#[test]
-fn auto_goes_by_sizes_and_the_workspace() {
-    use cuda_std::DType::{Bf16, E4m3, E5m2, F16, I8};
-    use warploom::attention::decode::{auto_takes_tma, tma_entry};
-    // Cache, head size, rows of a KV head, sequences of the workspace.
-    for (cache, head_dim, rows, sequences, takes) in [
-        (Bf16, 128, 4, 1, false),
-        (F16, 128, 8, 1, false),
-        (Bf16, 64, 1, 1, false),
-        (Bf16, 128, 9, 1, true),
-        (Bf16, 256, 4, 1, true),
-        (E4m3, 128, 4, 1, true),
-        (E5m2, 128, 16, 1, true),
-        (I8, 128, 1, 1, true),
-        (Bf16, 128, 4, 2, true),
-        (F16, 64, 4, 2, true),
-        (Bf16, 128, 4, 4096, true),
-    ] {
-        let case = (cache, head_dim, rows, sequences);
-        assert_eq!(auto_takes_tma(cache, head_dim, rows, sequences), takes, "{case:?}");
-        assert!(tma_entry(if cache == F16 { F16 } else { Bf16 }, cache, head_dim, rows).is_some(), "{case:?}");
-    }
-    for sequences in 2..100 {
-        assert_eq!(auto_takes_tma(Bf16, 128, 4, sequences), auto_takes_tma(Bf16, 128, 4, 2));
-    }
-}
-
-/// With one workspace, a sequence gives the same bits alone and among others by the kernel that `Auto` takes, too.
+/// A sequence gives the same bits alone and among others by the kernel that `Auto` takes, too.
 #[test]
 fn auto_does_not_depend_on_the_batch() {
     on_every_device(|d, s| {

@@ -101,9 +101,7 @@ impl Operation for PagedDecode {
             _ => (0, 0),
         };
         let max_len = table.dim(1) * shape.block_size;
-        // For two sequences at least: a workspace for one may be served by another kernel, and a sequence is to give the same bits
-        // alone as among others.
-        let sizes = DecodeShape::new(query.dim(0).max(2), q_heads, shape.heads, shape.head_dim, max_len).q_len(q_len);
+        let sizes = DecodeShape::new(query.dim(0), q_heads, shape.heads, shape.head_dim, max_len).q_len(q_len);
         self.workspace.with(
             stream,
             |(made_for, _)| *made_for == sizes,

@@ -848,12 +848,16 @@ impl<T: TensorFloat> Finisher<T> {
         first: bool,
     ) -> (f32, GlobalMut<T>) {
         core::hint::assert_unchecked(self.group != 0);
-        let (token, head) = (r / self.group, kv_head * self.group + r % self.group);
-        let sink = if self.has_sinks { self.sinks.get(head) * LOG2_E } else { f32::NEG_INFINITY };
-        let total_top = float::max(top, sink);
-        let reference = if total_top == f32::NEG_INFINITY { 0.0 } else { total_top };
-        let shrink = float::fast::exp2(top - reference);
-        let total = sum * shrink + float::fast::exp2(sink - reference);
+        let token = if self.q_len == 1 { 0 } else { r / self.group };
+        let head = kv_head * self.group + (r - token * self.group);
+        let (mut reference, mut shrink, mut total) = (if top == f32::NEG_INFINITY { 0.0 } else { top }, 1.0, sum);
+        if self.has_sinks {
+            let sink = self.sinks.get(head) * LOG2_E;
+            let total_top = float::max(top, sink);
+            reference = if total_top == f32::NEG_INFINITY { 0.0 } else { total_top };
+            shrink = float::fast::exp2(top - reference);
+            total = sum * shrink + float::fast::exp2(sink - reference);
+        }
         let query = sequence as usize * self.q_len as usize + token as usize;
         if self.has_lse && first {
             let value = if total == 0.0 { f32::NEG_INFINITY } else { (reference + float::log2(total)) * LN_2 };

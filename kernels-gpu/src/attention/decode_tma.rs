@@ -8,7 +8,12 @@
 //!
 //! A box is a page of one head (or the part of it that a step takes), in atoms of 8 keys × 128 bytes, swizzled, as in
 //! [`prefill_wgmma`](super::prefill_wgmma). Boxes of pages that do not exist are outside of the tensor and become zeros; what
-//! follows a sequence's end in its last page is overwritten with zeros in V.
+//! follows a sequence's end in its last page may be anything, and V's operands are masked there.
+//!
+//! What comes before the first copy is a chain of loads that wait for one another, lengths, pages, keys, and of arithmetic by one
+//! warp, some five cycles an instruction: for short sequences it is half of the time. So page numbers are fetched for 32 boxes
+//! at once (a [`Run`]), a lane each, and stay in registers; blocks go to their part of a large batch without looking at what lies
+//! before it; and the producer of K tells the consumers at once if there is no work, and with the last step that it is the last.
 //!
 //! # A step
 //! Each consumer multiplies its share of the keys with Q, as in [`decode`](super::decode), and puts the probabilities into
@@ -17,8 +22,8 @@
 //! the end of a chunk.
 //!
 //! Maxima follow with slack: probabilities are relative to a maximum that all warps know, and may exceed it 2^8 times. So
-//! one barrier a step suffices: only if a warp finds more than that do they agree on new maxima, which is seldom but for the
-//! first step of a chunk. A common factor of numerator and denominator is no error.
+//! one barrier a step suffices: only if a warp finds more than that do they agree on new maxima, which is seldom. In the first
+//! step of a chunk they do so at once. A common factor of numerator and denominator is no error.
 //!
 //! # Chunks and shares
 //! Chunks are those of [`decode`](super::decode), by the sequence's length alone. Each chunk is computed from nothing and then
@@ -38,17 +43,15 @@ use cuda_std::shared::Carver;
 use cuda_std::tma::TensorMap;
 use cuda_std::vec::{self, B32, B64, B128};
 use cuda_std::{
-    DType, E4M3, E5M2, Global, GlobalMut, atomic, bf16, cp_async, dependent_launch, entries, f16, float, integer,
-    mbarrier, mma, thread, tma, unroll, warp,
+    DType, E4M3, E5M2, Global, GlobalMut, atomic, bf16, dependent_launch, entries, f16, float, integer, mbarrier, mma,
+    thread, tma, unroll, warp,
 };
 
 /// Threads of a block: the consumers and the producers.
 pub const fn threads(consumers: usize) -> usize {
     32 * (consumers + 2)
 }
-/// Steps that page numbers are looked up ahead of their copies.
-const AHEAD: u32 = 3;
-/// Descriptions of steps, from the look-up until the consumers are done: more than `AHEAD` and the stages of any ring.
+/// Descriptions of steps, from their copies until the consumers are done: more than the stages of any ring.
 const RECORDS: u32 = 16;
 /// Descriptions that the consumers give back together.
 const HALF: u32 = RECORDS / 2;
@@ -63,15 +66,11 @@ pub const LINE: usize = 128;
 /// Bytes of an atom of a box: 8 lines.
 const ATOM: u32 = 8 * LINE as u32;
 
-/// Of the words of a step's description: the flags, then the step's first key and the sequence's keys.
+/// Of the words of a step's description: the flags, then the step's first key, the sequence's keys, and a bit for each box,
+/// whether it is of no page.
 const FLAGS: u32 = 0;
-/// A bit for each box: whether it is of no page.
-const WRONG: u32 = 3;
 const SEQUENCE: u32 = 4;
-const HEAD: u32 = 5;
-const PART: u32 = 6;
-const PARTS: u32 = 7;
-/// Two words: the scales of K and V.
+/// The scales of K and V, then the KV head and its first row.
 const SCALES: u32 = 8;
 
 /// The first step of an item.
@@ -82,8 +81,8 @@ const CHUNK_END: u32 = 2;
 const ITEM_END: u32 = 4;
 /// The item is a whole sequence.
 const WHOLE: u32 = 8;
-/// There is no step.
-const OVER: u32 = 16;
+/// The block's last step.
+const LAST: u32 = 16;
 /// Keys of a unit of work, as a power of two, unless there are too many.
 const UNIT_SHIFT: u32 = 6;
 
@@ -115,7 +114,7 @@ pub const fn shared_bytes(
     let stage = 2 * keys * head_dim * element;
     let q = Q_SLOTS as usize * rows * q_row_bytes(head_dim);
     let p = 2 * rows * p_row_bytes(keys);
-    let words = RECORDS * WORDS + 2 * (AHEAD + 1) * 32 + 4 + (consumers * (2 + rows)) as u32;
+    let words = RECORDS * WORDS + 4 + (2 * consumers * (1 + rows)) as u32;
     stages * stage + q + p + 4 * words as usize + 8 * 4 * stages
 }
 
@@ -130,9 +129,15 @@ pub mod split {
 }
 
 /// A block's share of the work: one head, and from the first of some units of keys up to the last one.
+#[derive(Clone, Copy)]
 struct Share {
     /// Keys of a unit, as a power of two.
     unit: u32,
+    /// Groups of blocks, and this block's.
+    groups: u32,
+    group: u32,
+    /// The most sequences of a group, if they are not divided.
+    rounds: u32,
     from: u32,
     to: u32,
     head: u32,
@@ -140,61 +145,69 @@ struct Share {
     whole: bool,
 }
 
+/// Up to 32 sequences, each lane's one.
+#[derive(Clone, Copy)]
+struct Window {
+    /// Keys, the first chunk that the sliding window leaves, how many it leaves, and their units.
+    len: u32,
+    first_chunk: u32,
+    chunks: u32,
+    units: u32,
+}
+
+impl Window {
+    /// Of a sequence of `len` keys, if it is `there`.
+    #[inline(always)]
+    fn new(lengths: Lengths, unit: u32, len: u32, there: bool) -> Self {
+        let len = len.min(lengths.max_len);
+        let (first_chunk, chunks) = lengths.visible_chunks(len);
+        let units = Share::units(unit, len - (first_chunk << chunk_shift(len, lengths.hint)));
+        Self { len, first_chunk, chunks: if there { chunks } else { 0 }, units: if there { units } else { 0 } }
+    }
+
+    #[inline(always)]
+    unsafe fn read(lengths: Lengths, unit: u32, base: u32) -> Self {
+        let sequence = base + warp::lane_id();
+        Self::new(lengths, unit, lengths.get(sequence), sequence < lengths.batch)
+    }
+}
+
 impl Share {
-    /// For whole warps.
-    ///
     /// As many blocks as there are heads take the same keys at the same time, each those of its head: what they read are
     /// neighbours in memory. All units of the batch, in the order of its sequences, are dealt evenly to such groups of blocks.
+    ///
+    /// This much is known without the lengths.
     #[inline(always)]
-    unsafe fn new(lengths: Lengths, splitting: u32) -> Self {
-        let Lengths { batch, heads, max_len, hint, .. } = lengths;
+    unsafe fn new(lengths: Lengths) -> Self {
+        let Lengths { batch, heads, max_len, .. } = lengths;
         // The sum of all units must fit in 31 bits.
         let most = batch as u64 * (max_len as u64 + 1);
         let unit = (34 - most.leading_zeros().min(34)).max(UNIT_SHIFT);
-        let (mut units, mut chunks, mut longest) = (0u32, 0u32, 0u32);
-        let mut sequence = warp::lane_id();
-        while sequence < batch {
-            let mut lens = [0u32; 4];
-            unroll::<4>(|i| lens[i] = lengths.get(sequence + 32 * i as u32));
-            unroll::<4>(|i| {
-                if sequence + 32 * (i as u32) < batch {
-                    let len = lens[i].min(max_len);
-                    let (first, visible) = lengths.visible_chunks(len);
-                    let own = Self::units(unit, len - (first << chunk_shift(len, hint)));
-                    units += own;
-                    chunks += visible;
-                    longest = longest.max(own);
-                }
-            });
-            sequence += 128;
-        }
-        let units = warp::warp_reduce_add_u32(warp::FULL, units);
-        let chunks = warp::warp_reduce_add_u32(warp::FULL, chunks);
-        let longest = warp::warp_reduce_max_u32(warp::FULL, longest);
-
         let (blocks, block) = (thread::grid_dim_x(), thread::block_idx_x());
         core::hint::assert_unchecked(heads != 0 && blocks != 0);
         let groups = (blocks / heads).max(1);
-        let whole = match splitting {
+        core::hint::assert_unchecked(groups != 0);
+        let (group, head) = (block / heads, block % heads);
+        Self { unit, groups, group, rounds: batch.div_ceil(groups), from: 0, to: 0, head, whole: true }
+    }
+
+    /// A group's borders, of `units` in `chunks`, no sequence having more than `longest` units.
+    #[inline(always)]
+    fn deal(&mut self, batch: u32, splitting: u32, units: u32, chunks: u32, longest: u32) {
+        let Self { groups, group, rounds, .. } = *self;
+        self.whole = match splitting {
             split::CHUNKS => false,
             split::WHOLE => true,
-            _ => {
-                // Partial results cost a few parts in a hundred of the bandwidth, and adding them up at the end as much as some units.
-                core::hint::assert_unchecked(groups != 0);
-                let even = units / groups;
-                batch.div_ceil(groups) * longest <= even + even / 16 + 4
-            }
+            // Partial results cost a few parts in a hundred of the bandwidth, and adding them up at the end as much as some
+            // units.
+            _ => (groups * rounds) as u64 * longest as u64 <= units as u64 + (units / 16 + 4 * groups) as u64,
         };
         // Blocks without work are the last ones, so that the others have multiprocessors of their own.
-        let parts = groups.min(if whole { batch } else { chunks });
-        core::hint::assert_unchecked(parts != 0);
-        let (group, head) = (block / heads, block % heads);
-        if group >= parts {
-            return Self { unit, from: 0, to: 0, head, whole };
-        }
-        let (each, rest) = (units / parts, units % parts);
-        let border = |part: u32| part * each + part * rest / parts;
-        Self { unit, from: border(group), to: border(group + 1), head, whole }
+        let parts = groups.min(if self.whole { batch } else { chunks });
+        // Any borders would do that rise and end with the last unit.
+        let each = units as f32 * float::fast::recip(parts as f32);
+        let border = |part: u32| if part >= parts { units } else { ((part as f32 * each) as u32).min(units) };
+        (self.from, self.to) = (border(group), border(group + 1));
     }
 
     /// The units of a sequence that shows so many keys. One more is for what a sequence costs besides.
@@ -211,84 +224,124 @@ struct Item {
     /// The sequence's keys.
     len: u32,
     head: u32,
-    /// The first chunk, its number among those that the sliding window leaves, and how many those are.
-    chunk: u32,
+    /// The first chunk's number among those that the sliding window leaves, and how many those are.
     part: u32,
     parts: u32,
     /// Whether there are no other chunks.
     whole: bool,
-}
-
-/// A block's steps, in their order.
-struct Walk<const KEYS: u32> {
-    share: Share,
-    /// First of the 32 sequences that lanes hold one each of; before the first `next` those before the batch.
-    base: u32,
-    /// Units before `base`, and those up to this lane's sequence.
-    before: u32,
-    sum: u32,
-    /// This lane's sequence: keys, the first chunk that the sliding window leaves, how many it leaves, and from and up to
-    /// which of these are the block's.
-    len: u32,
-    first_chunk: u32,
-    chunks: u32,
-    start: u32,
-    stop: u32,
-    /// Lanes whose sequences are yet to come.
-    todo: u32,
-    item: Item,
-    chunk: u32,
-    /// Chunks of the item after this one.
-    left: u32,
-    /// The step's first key, and where the chunk's keys end.
+    /// The first step's first key, and where the last one ends.
     key: u32,
     end: u32,
-    first: bool,
+    /// There is no item.
     over: bool,
 }
 
+/// As many of an item's next steps as the lanes of a warp can look up pages for.
+#[derive(Clone, Copy)]
+struct Run {
+    item: Item,
+    kv_head: u32,
+    /// The first step's first key.
+    key: u32,
+    /// The page of this lane's box, of which a step has some.
+    page: u32,
+    /// Lanes 0 and 1: the scales of K and V.
+    scale: f32,
+}
+
+/// A block's items, in their order.
+struct Walk<const KEYS: u32> {
+    share: Share,
+    /// The first of the window's sequences, and the units before it.
+    base: u32,
+    before: u32,
+    window: Window,
+    /// Units up to this lane's sequence.
+    sum: u32,
+    /// From and up to which of the chunks of this lane's sequence are the block's.
+    start: u32,
+    stop: u32,
+    /// Whether `window` is read, and its chunks have been dealt.
+    read: bool,
+    dealt: bool,
+    /// Lanes whose sequences are yet to come.
+    todo: u32,
+    item: Item,
+}
+
 impl<const KEYS: u32> Walk<KEYS> {
-    /// Before the first step: [`next`](Self::next) leads there.
+    /// What is known without the lengths.
     #[inline(always)]
-    unsafe fn new(lengths: Lengths, splitting: u32) -> Self {
-        let item = Item { sequence: 0, len: 0, head: 0, chunk: 0, part: 0, parts: 1, whole: true };
-        let share = Share::new(lengths, splitting);
-        let over = share.from == share.to;
+    unsafe fn new(lengths: Lengths) -> Self {
+        let window = Window { len: 0, first_chunk: 0, chunks: 0, units: 0 };
+        let item = Item { sequence: 0, len: 0, head: 0, part: 0, parts: 1, whole: true, key: 0, end: 0, over: false };
         Self {
-            share,
-            base: 0u32.wrapping_sub(32),
+            share: Share::new(lengths),
+            base: 0,
             before: 0,
+            window,
             sum: 0,
-            len: 0,
-            first_chunk: 0,
-            chunks: 0,
             start: 0,
             stop: 0,
+            read: false,
+            dealt: false,
             todo: 0,
             item,
-            chunk: 0,
-            left: 0,
-            key: 0,
-            end: 0,
-            first: true,
-            over,
         }
     }
 
-    /// Looks at the 32 sequences from `base` on.
+    /// Leads before the first item: [`next`](Self::next) goes there. For whole warps.
+    #[inline(always)]
+    unsafe fn begin(&mut self, lengths: Lengths, splitting: u32) {
+        let Lengths { batch, .. } = lengths;
+        let (unit, lane) = (self.share.unit, warp::lane_id());
+        if batch <= 32 {
+            self.window = Window::read(lengths, unit, 0);
+            self.sum = warp::scan(self.window.units, |a, b| a + b);
+            self.read = true;
+            let units = warp::shfl_idx(self.sum, 31);
+            let chunks = warp::warp_reduce_add_u32(warp::FULL, self.window.chunks);
+            let longest = warp::warp_reduce_max_u32(warp::FULL, self.window.units);
+            self.share.deal(batch, splitting, units, chunks, longest);
+        } else {
+            // A lane for the units of each 32 sequences: the last lane's are all that are left.
+            let (mut units, mut chunks, mut longest) = (0u32, 0u32, 0u32);
+            let mut base = 0;
+            while base < batch {
+                // Loads under conditions would wait for one another.
+                let mut lens = [0i32; 8];
+                unroll::<8>(|i| lens[i] = lengths.lens.get((base + 32 * i as u32 + lane).min(batch - 1)));
+                unroll::<8>(|i| {
+                    let first = base + 32 * i as u32;
+                    let window = Window::new(lengths, unit, lens[i].max(0) as u32, first + lane < batch);
+                    chunks += window.chunks;
+                    longest = longest.max(window.units);
+                    let sum = warp::warp_reduce_add_u32(warp::FULL, window.units);
+                    units += if lane == (first / 32).min(31) { sum } else { 0 };
+                });
+                base += 256;
+            }
+            let sums = warp::scan(units, |a, b| a + b);
+            let units = warp::shfl_idx(sums, 31);
+            let chunks = warp::warp_reduce_add_u32(warp::FULL, chunks);
+            let longest = warp::warp_reduce_max_u32(warp::FULL, longest);
+            self.share.deal(batch, splitting, units, chunks, longest);
+            // What lies before the share altogether need not be looked at.
+            let before = warp::warp_vote_ballot(warp::FULL, sums <= self.share.from && lane < 31).trailing_ones();
+            self.base = 32 * before;
+            self.before = if before == 0 { 0 } else { warp::shfl_idx(sums, before - 1) };
+        }
+        self.item.over = self.share.from == self.share.to;
+    }
+
+    /// Deals the chunks of the window's sequences.
     #[inline(always)]
     unsafe fn look(&mut self, lengths: Lengths) {
         let Share { unit, from, to, whole, .. } = self.share;
-        let sequence = self.base + warp::lane_id();
-        self.len = lengths.get(sequence).min(lengths.max_len);
-        let shift = chunk_shift(self.len, lengths.hint);
-        (self.first_chunk, self.chunks) = lengths.visible_chunks(self.len);
-        let there = sequence < lengths.batch;
-        let units = if there { Share::units(unit, self.len - (self.first_chunk << shift)) } else { 0 };
-        self.sum = warp::scan(units, |a, b| a + b);
+        let Window { len, chunks, units, .. } = self.window;
+        let shift = chunk_shift(len, lengths.hint);
         // A chunk belongs to the block that its first unit belongs to.
         let begin = self.before + self.sum - units;
-        let chunks = self.chunks;
         let bound = |border: u32| {
             if border <= begin {
                 0
@@ -299,84 +352,127 @@ impl<const KEYS: u32> Walk<KEYS> {
             }
         };
         (self.start, self.stop) = (bound(from), bound(to));
-        self.todo = warp::warp_vote_ballot(warp::FULL, there && self.start < self.stop);
+        self.todo = warp::warp_vote_ballot(warp::FULL, self.start < self.stop);
+        self.dealt = true;
     }
 
+    /// Does nothing behind the last item.
     #[inline(always)]
-    unsafe fn next_item(&mut self, lengths: Lengths) {
+    unsafe fn next(&mut self, lengths: Lengths) {
+        if self.item.over {
+            return;
+        }
         while self.todo == 0 {
-            self.before += warp::shfl_idx(self.sum, 31);
-            self.base = self.base.wrapping_add(32);
-            if self.base >= lengths.batch || self.before >= self.share.to {
-                // More heads than blocks.
-                self.share.head += thread::grid_dim_x();
-                if self.share.head >= lengths.heads {
-                    self.over = true;
-                    return;
+            if self.dealt {
+                self.before += warp::shfl_idx(self.sum, 31);
+                self.base += 32;
+                self.read = false;
+                if self.base >= lengths.batch || self.before >= self.share.to {
+                    // More heads than blocks.
+                    self.share.head += thread::grid_dim_x();
+                    if self.share.head >= lengths.heads {
+                        self.item.over = true;
+                        return;
+                    }
+                    (self.base, self.before) = (0, 0);
                 }
-                (self.base, self.before) = (0, 0);
+            }
+            if !self.read {
+                self.window = Window::read(lengths, self.share.unit, self.base);
+                self.sum = warp::scan(self.window.units, |a, b| a + b);
             }
             self.look(lengths);
         }
         let owner = self.todo.trailing_zeros();
         self.todo &= self.todo - 1;
         let (start, stop) = (warp::shfl_idx(self.start, owner), warp::shfl_idx(self.stop, owner));
-        let parts = warp::shfl_idx(self.chunks, owner);
+        let parts = warp::shfl_idx(self.window.chunks, owner);
+        let first_chunk = warp::shfl_idx(self.window.first_chunk, owner);
+        let len = warp::shfl_idx(self.window.len, owner);
+        let shift = chunk_shift(len, lengths.hint);
+        let visible = first_visible(len, lengths.q_len, lengths.window);
         self.item = Item {
             sequence: self.base + owner,
-            len: warp::shfl_idx(self.len, owner),
+            len,
             head: self.share.head,
-            chunk: warp::shfl_idx(self.first_chunk, owner) + start,
             part: start,
             parts,
             whole: stop - start == parts,
+            key: ((first_chunk + start) << shift).max(visible & !(KEYS - 1)),
+            end: ((first_chunk + stop) << shift).min(len),
+            over: false,
         };
-        self.chunk = self.item.chunk;
-        self.left = stop - start - 1;
-        self.first = true;
-        self.enter(lengths);
     }
+}
 
-    /// To the first step of the chunk.
-    #[inline(always)]
-    fn enter(&mut self, lengths: Lengths) {
-        let len = self.item.len;
-        let shift = chunk_shift(len, lengths.hint);
-        let visible = first_visible(len, lengths.q_len, lengths.window);
-        self.key = (self.chunk << shift).max(visible & !(KEYS - 1));
-        self.end = ((self.chunk + 1) << shift).min(len);
+/// Adds a step's values, times the probabilities, to a warp's columns `o`.
+///
+/// `p_at`: this lane's address for the probabilities; `v_at`: those for 32 bytes of columns each, less `stage`; `key`: the first
+/// key of this lane in an operand. If `TAIL` the step has keys behind the sequence's end, at `len`, which may hold anything.
+#[inline(always)]
+unsafe fn multiply<
+    C: CacheOperand,
+    const D: usize,
+    const TILES: usize,
+    const CONSUMERS: usize,
+    const KEYS: u32,
+    const TAIL: bool,
+>(
+    o: &mut [[[f32; 4]; TILES]; 4],
+    p_at: u32,
+    stage: u32,
+    v_at: [u32; 4],
+    key: u32,
+    len: u32,
+) {
+    let tiles = const { D / 16 / CONSUMERS };
+    let p_row = const { p_row_bytes(KEYS as usize) as u32 };
+    // Keys 2t, 2t + 1 and 8 more of an operand's 16: NaN times 0 would be NaN.
+    let there = |key: u32, bits: u32| if key < len { bits } else { 0 };
+    let pair = |key: u32| there(key, 0xffff) | there(key + 1, 0xffff_0000);
+    // A single tile has two chains of products, so that one does not wait for the other.
+    let single = const { TILES * D == 16 * CONSUMERS && size_of::<C>() == 2 };
+    let mut odd = [0f32; 4];
+    for two in 0..KEYS as usize / 32 {
+        let mut p = [[0u32; 4]; TILES];
+        unroll::<TILES>(|tile| p[tile] = mma::ldmatrix_x4(p_at + (tile * 8) as u32 * p_row + (64 * two) as u32));
+        unroll::<2>(|half| {
+            let group = (2 * two + half) as u32;
+            let rows = stage + group * const { 2 * 8 * (D * size_of::<C>()) as u32 };
+            let keep = if TAIL { [pair(key + 16 * group), pair(key + 16 * group + 8)] } else { [u32::MAX; 2] };
+            let kept = |a: [u32; 4]| [a[0] & keep[0], a[1] & keep[0], a[2] & keep[1], a[3] & keep[1]];
+            if const { size_of::<C>() == 2 } {
+                for i in 0..tiles {
+                    let a = kept(mma::ldmatrix_x4_trans(rows + v_at[i]));
+                    unroll::<TILES>(|tile| {
+                        let p = [p[tile][2 * half], p[tile][2 * half + 1]];
+                        if single && half == 1 {
+                            odd = <C::Operand>::mma(a, p, odd);
+                        } else {
+                            o[i][tile] = <C::Operand>::mma(a, p, o[i][tile]);
+                        }
+                    });
+                }
+            } else {
+                for i in 0..tiles / 2 {
+                    let w = mma::ldmatrix_x4_trans(rows + v_at[i]);
+                    unroll::<2>(|side| {
+                        // Two keys of two dimensions in each word, brought together by dimension.
+                        let pairs = |w: u32| C::operands(integer::permute(w, 0, 0x3120));
+                        let (low, high) = (pairs(w[2 * side]), pairs(w[2 * side + 1]));
+                        let a = kept([low[0], low[1], high[0], high[1]]);
+                        let i = 2 * i + side;
+                        unroll::<TILES>(|tile| {
+                            let p = [p[tile][2 * half], p[tile][2 * half + 1]];
+                            o[i][tile] = <C::Operand>::mma(a, p, o[i][tile]);
+                        });
+                    });
+                }
+            }
+        });
     }
-
-    #[inline(always)]
-    fn ends_chunk(&self) -> bool {
-        self.key + KEYS >= self.end
-    }
-
-    #[inline(always)]
-    fn flags(&self) -> u32 {
-        let ends = self.ends_chunk();
-        let flag = |on: bool, flag: u32| if on { flag } else { 0 };
-        flag(self.first, FIRST)
-            | flag(ends, CHUNK_END)
-            | flag(ends && self.left == 0, ITEM_END)
-            | flag(self.item.whole, WHOLE)
-            | flag(self.over, OVER)
-    }
-
-    #[inline(always)]
-    unsafe fn next(&mut self, lengths: Lengths) {
-        if self.over {
-        } else if !self.ends_chunk() {
-            self.key += KEYS;
-            self.first = false;
-        } else if self.left > 0 {
-            self.left -= 1;
-            self.chunk += 1;
-            self.first = false;
-            self.enter(lengths);
-        } else {
-            self.next_item(lengths);
-        }
+    if single {
+        unroll::<4>(|e| o[0][0][e] += odd[e]);
     }
 }
 
@@ -463,12 +559,12 @@ pub unsafe fn decode<
     let q_slots = carver.take::<u8>(const { Q_SLOTS as usize * 8 * TILES * q_row_bytes(D) });
     let p_slots = carver.take::<u8>(const { 2 * 8 * TILES * p_row_bytes(KEYS as usize) });
     let records = carver.take::<u32>(const { (RECORDS * WORDS) as usize });
-    let page_slots = carver.take::<u32>(const { 2 * (AHEAD as usize + 1) * 32 });
-    // Whether a warp wants other maxima, in steps of even and of odd number; maxima or sums of its keys.
+    // Whether a warp wants other maxima, in steps of even and of odd number; maxima and sums of its keys.
     let votes = carver.take::<u32>(const { 2 * CONSUMERS });
-    // Whether this block adds the chunks.
+    // Whether this block adds the chunks; whether it has no work.
     let adds = carver.take::<u32>(4);
     let tops = carver.take::<f32>(const { CONSUMERS * 8 * TILES });
+    let own_sums = carver.take::<f32>(const { CONSUMERS * 8 * TILES });
     let barriers = carver.take::<u64>(const { 4 * STAGES as usize });
     let (k0, v0) = (k_ring.address(0u32), v_ring.address(0u32));
     let barrier0 = barriers.address(0u32);
@@ -496,16 +592,17 @@ pub unsafe fn decode<
         tma::prefetch_map(k_map);
         tma::prefetch_map(v_map);
         // What is needed soon: the first access to a page of memory takes long.
+        vec::prefetch_l2(lens);
         vec::prefetch_l2(block_table);
         vec::prefetch_l2(q);
         vec::prefetch_l2(partial.cast_const());
         vec::prefetch_l2(out.cast_const());
     }
-    // What was launched before may still be running until here, and what comes next may begin to wait for this.
-    dependent_launch::launch_dependents();
-    dependent_launch::wait();
-    thread::sync_threads();
-
+    // Of the first warp and the producers: the barriers in shared memory may be used. Of the consumers and the producer of K: it is
+    // known whether there is work. Two, since all that wait at a named barrier must do so at one place in the code.
+    let ready = const { 2 + Q_SLOTS + 2 };
+    let known = const { 2 + Q_SLOTS + 3 };
+    let first_and_producers = const { 32 * (1 + 2) };
     let box_shift = page_shift.min(const { KEYS.ilog2() });
     let box_keys = 1u32 << box_shift;
 
@@ -514,114 +611,148 @@ pub unsafe fn decode<
         let (q, table) = (Global::new(q), Global::new(block_table));
         let has_scale = if lane == 0 { !k_scales.is_null() } else { !v_scales.is_null() };
         let scales = Global::new(if lane == 0 { k_scales } else { v_scales });
-        let page_slots = page_slots.offset((warp_id - CONSUMERS as u32) * ((AHEAD + 1) * 32));
-        let mut walk = Walk::<KEYS>::new(lengths, splitting);
-        let boxes = KEYS >> box_shift;
-        let mut seen = 0u32;
+        let boxes_shift = const { KEYS.ilog2() } - box_shift;
+        let boxes = 1u32 << boxes_shift;
+        let mut walk = Walk::<KEYS>::new(lengths);
+        // What was launched before may still be running until here, and what comes next may begin to wait for this.
+        dependent_launch::launch_dependents();
+        dependent_launch::wait();
+        walk.begin(lengths, splitting);
+        let (mut run_key, none) = (0, walk.item);
 
-        // Describes the next step and has its page numbers fetched, one by each lane.
+        // The next run: its page numbers are fetched, which nobody waits for before its turn.
         let mut look = || {
-            walk.next(lengths);
+            run_key += 32 << box_shift;
+            if run_key >= walk.item.end {
+                walk.next(lengths);
+                run_key = walk.item.key;
+            }
             let item = walk.item;
-            if brings_k {
-                if seen >= RECORDS && seen.is_multiple_of(HALF) {
-                    thread::sync_named(records_empty(seen / HALF % 2), with_producer);
-                }
-                let record = records.offset(seen % RECORDS * WORDS);
-                if lane == 0 {
-                    record.set_as(FLAGS, B128([walk.flags(), walk.key, item.len, 0]));
-                    record.set_as(SEQUENCE, B128([item.sequence, item.head, item.part, item.parts]));
-                }
-                if lane < 2 && walk.first {
-                    if has_scale && !walk.over {
-                        let head = item.head / row_blocks * scale_per_head;
-                        cp_async::copy::<4, _>(record.address(SCALES + lane), scales.ptr(head), 4);
-                    } else {
-                        record.set(SCALES + lane, 1f32.to_bits());
-                    }
-                }
-            }
-            let key = walk.key + (lane << box_shift);
-            let wanted =
-                lane < boxes && !walk.over && key < item.len && key + box_keys > first_visible(item.len, q_len, window);
-            let slot = seen % (AHEAD + 1) * 32 + lane;
-            if wanted {
-                let at = item.sequence as usize * max_pages as usize + (key >> page_shift) as usize;
-                cp_async::copy::<4, _>(page_slots.address(slot), table.ptr(at), 4);
+            let key = run_key + (lane << box_shift);
+            let visible = first_visible(item.len, q_len, window);
+            // Nothing is done with the number yet: it would have to be waited for.
+            let page = if !item.over && key < item.end && key + box_keys > visible {
+                table.get(item.sequence as usize * max_pages as usize + (key >> page_shift) as usize) as u32
             } else {
-                page_slots.set(slot, u32::MAX);
-            }
-            cp_async::commit_group();
-            // And what the copies need to know, for when it is their turn.
-            seen += 1;
-            (walk.flags(), walk.key, item.head, item.sequence)
+                u32::MAX
+            };
+            let kv_head = if row_blocks == 1 { item.head } else { item.head / row_blocks };
+            let scale = if brings_k && lane < 2 && has_scale && !item.over {
+                scales.get(kv_head * scale_per_head)
+            } else {
+                1.0
+            };
+            Run { item, kv_head, key: run_key, page, scale }
         };
         // One place in the code to look from: it is long, and what is run once for each place would come from far.
-        let (mut coming, mut ahead) = ([(0u32, 0u32, 0u32, 0u32); AHEAD as usize], 0);
+        let (mut coming, mut begun) = (Run { item: none, kv_head: 0, key: 0, page: 0, scale: 1.0 }, false);
         let (mut step, mut slot, mut parity, mut items) = (0u32, 0u32, 1u32, 0u32);
         loop {
-            let (flags, key, head, sequence) = coming[0];
-            coming = [coming[1], coming[2], look()];
-            if ahead < AHEAD {
-                ahead += 1;
+            let Run { item, kv_head, key: first_key, page: own_page, scale } = coming;
+            coming = look();
+            if !begun {
+                begun = true;
+                // Only now: no sequence or chunk may begin in a share, though it has units.
+                if brings_k {
+                    if lane == 0 {
+                        adds.set(1u32, coming.item.over as u32);
+                    }
+                    thread::arrive_named(known, with_producer);
+                }
+                thread::sync_named(ready, first_and_producers);
+                if coming.item.over {
+                    return;
+                }
                 continue;
             }
-            let (full, empty) = if brings_k { (k_full(slot), k_empty(slot)) } else { (v_full(slot), v_empty(slot)) };
-            if flags & OVER != 0 {
+            let Item { sequence, len, head, .. } = item;
+            let first_row = (head - kv_head * row_blocks) * block_rows;
+            let rows = (all_rows - first_row).min(block_rows);
+            let chunk_mask = (1u32 << chunk_shift(len, hint)) - 1;
+            let mut key = first_key;
+            loop {
+                let (full, empty) =
+                    if brings_k { (k_full(slot), k_empty(slot)) } else { (v_full(slot), v_empty(slot)) };
+                let first = key == item.key;
+                let next_key = key + KEYS;
+                let item_end = next_key >= item.end;
+                let page = warp::shfl_idx(own_page, (((key - first_key) >> box_shift) + lane) % 32);
+                let q_slot = items % Q_SLOTS;
+                if brings_k {
+                    if step >= RECORDS && step.is_multiple_of(HALF) {
+                        thread::sync_named(records_empty(step / HALF % 2), with_producer);
+                    }
+                    if first {
+                        if items >= Q_SLOTS {
+                            thread::sync_named(q_empty(q_slot), with_producer);
+                        }
+                        items += 1;
+                    }
+                    // Only keys that somebody wants are missed.
+                    let own = key + (lane << box_shift);
+                    let missing = own < item.end
+                        && own + box_keys > first_visible(len, q_len, window)
+                        && lane < boxes
+                        && page >= pages;
+                    let wrong = warp::warp_vote_ballot(warp::FULL, missing);
+                    let record = records.offset(step % RECORDS * WORDS);
+                    let v_scale = warp::shfl_idx(scale, 1);
+                    // All by the lane that arrives.
+                    if lane == 0 {
+                        let flag = |on: bool, flag: u32| if on { flag } else { 0 };
+                        let flags = flag(first, FIRST)
+                            | flag(item_end || next_key & chunk_mask == 0, CHUNK_END)
+                            | flag(item_end, ITEM_END)
+                            | flag(item.whole, WHOLE)
+                            | flag(item_end && coming.item.over, LAST);
+                        record.set_as(FLAGS, B128([flags, key, len, wrong]));
+                        record.set_as(SEQUENCE, B128([sequence, head, item.part, item.parts]));
+                        record.set_as(SCALES, B128([scale.to_bits(), v_scale.to_bits(), kv_head, first_row]));
+                    }
+                }
                 mbarrier::wait_parity(empty, parity);
                 if lane == 0 {
-                    mbarrier::arrive(full);
-                }
-                break;
-            }
-            cp_async::wait_group::<{ AHEAD as usize }>();
-            let page = page_slots.get(step % (AHEAD + 1) * 32 + lane);
-            let kv_head = head / row_blocks;
-            let wrong = warp::warp_vote_ballot(warp::FULL, lane < boxes && page >= pages);
-            mbarrier::wait_parity(empty, parity);
-            if brings_k {
-                let first = flags & FIRST != 0;
-                let q_slot = items % Q_SLOTS;
-                let first_row = (head - kv_head * row_blocks) * block_rows;
-                let rows = (all_rows - first_row).min(block_rows);
-                if first {
-                    if items >= Q_SLOTS {
-                        thread::sync_named(q_empty(q_slot), with_producer);
-                    }
-                    items += 1;
-                }
-                // What the other lanes have of the records comes before the arrival.
-                warp::sync_warp(warp::FULL);
-                if lane == 0 {
-                    records.set(step % RECORDS * WORDS + WRONG, wrong);
-                    let q_bytes = if first { rows * (head_dim * 2) } else { 0 };
+                    let q_bytes = if brings_k && first { rows * (head_dim * 2) } else { 0 };
                     mbarrier::arrive_expect_tx(full, kv_bytes + q_bytes);
                 }
                 warp::sync_warp(warp::FULL);
-                if first && lane < rows {
+                if lane < boxes {
+                    let page = if page < pages { page as i32 } else { -1 };
+                    let group = ((key + (lane << box_shift)) & ((1 << page_shift) - 1)) / 8;
+                    let (map, ring0, head) = if brings_k { (k_map, k0, k_head) } else { (v_map, v0, v_head) };
+                    let to = ring0 + slot * kv_bytes + (lane << box_shift) * (columns * LINE as u32);
+                    tma::load_tensor::<5>(to, map, [0, 0, (kv_head * head) as i32, group as i32, page], full);
+                }
+                if brings_k && first && lane < rows {
                     let r = first_row + lane;
-                    let (token, head) = (r / group, kv_head * group + r % group);
+                    let token = if q_len == 1 { 0 } else { r / group };
+                    let head = kv_head * group + (r - token * group);
                     let at = (sequence as usize * q_len as usize + token as usize) * q_token + head as usize * q_head;
                     let to = q_slots.address((q_slot * block_rows + lane) * q_row);
                     tma::copy_bulk(to, q.ptr(at), head_dim * 2, full);
                 }
-            } else {
-                if lane == 0 {
-                    mbarrier::arrive_expect_tx(full, kv_bytes);
+                step += 1;
+                slot += 1;
+                (slot, parity) = if slot == STAGES { (0, parity ^ 1) } else { (slot, parity) };
+                key = next_key;
+                if key >= item.end || key - first_key >= 32 << box_shift {
+                    break;
                 }
-                warp::sync_warp(warp::FULL);
             }
-            if lane < boxes {
-                let page = if page < pages { page as i32 } else { -1 };
-                let group = ((key + (lane << box_shift)) & ((1 << page_shift) - 1)) / 8;
-                let (map, ring0, head) = if brings_k { (k_map, k0, k_head) } else { (v_map, v0, v_head) };
-                let to = ring0 + slot * kv_bytes + (lane << box_shift) * (columns * LINE as u32);
-                tma::load_tensor::<5>(to, map, [0, 0, (kv_head * head) as i32, group as i32, page], full);
+            if key >= item.end && coming.item.over {
+                break;
             }
-            step += 1;
-            slot += 1;
-            (slot, parity) = if slot == STAGES { (0, parity ^ 1) } else { (slot, parity) };
         }
+        return;
+    }
+
+    if warp_id == 0 {
+        thread::arrive_named(ready, first_and_producers);
+    }
+    dependent_launch::launch_dependents();
+    dependent_launch::wait();
+    thread::sync_named(known, with_producer);
+    if warp::shfl_idx(adds.get(1u32), 0) != 0 {
         return;
     }
 
@@ -662,28 +793,24 @@ pub unsafe fn decode<
     let mut o = [[[0f32; 4]; TILES]; 4];
     let mut total = [[Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2]; TILES];
     let mut all = [[[0f32; 4]; TILES]; 4];
-    let (mut sequence, mut kv_head, mut first_row, mut pair) = (0u32, 0u32, 0u32, 0usize);
+    let (mut sequence, mut kv_head, mut first_row, mut pair) = (0u32, 0u32, 0u32, 0u32);
     // The chunk's number and how many there are; the chunks that this item has put into memory.
     let (mut part, mut parts, mut stored) = (0u32, 1u32, 0u32);
     let (mut step, mut slot, mut parity, mut items) = (0u32, 0u32, 0u32, 0u32);
+    // Whether it is a chunk's first step, for which there are no maxima yet.
+    let mut fresh = true;
     loop {
         let record = records.offset(step % RECORDS * WORDS);
         mbarrier::wait_parity(k_full(slot), parity);
         let B128([flags, key, len, wrong]) = record.get_as::<B128<u32, 4>>(FLAGS);
         let flags = warp::shfl_idx(flags, 0);
-        if flags & OVER != 0 {
-            break;
-        }
-
         if flags & FIRST != 0 {
-            let head = record.get(HEAD);
-            sequence = record.get(SEQUENCE);
-            (part, parts, stored) = (record.get(PART), record.get(PARTS), 0);
-            kv_head = head / row_blocks;
-            first_row = (head - kv_head * row_blocks) * block_rows;
-            pair = sequence as usize * heads as usize + head as usize;
-            k_scale = f32::from_bits(record.get(SCALES));
-            v_scale = f32::from_bits(record.get(SCALES + 1));
+            let B128([of_sequence, head, of_part, of_parts]) = record.get_as::<B128<u32, 4>>(SEQUENCE);
+            let B128([k_bits, v_bits, of_kv_head, of_first_row]) = record.get_as::<B128<u32, 4>>(SCALES);
+            (sequence, part, parts, stored) = (of_sequence, of_part, of_parts, 0);
+            (kv_head, first_row) = (of_kv_head, of_first_row);
+            pair = sequence * heads + head;
+            (k_scale, v_scale) = (f32::from_bits(k_bits), f32::from_bits(v_bits));
             let rows = q_slots.offset(items % Q_SLOTS * block_rows * q_row);
             unroll::<TILES>(|tile| {
                 let r = tile as u32 * 8 + g;
@@ -735,14 +862,15 @@ pub unsafe fn decode<
         });
 
         let mut x = [[[0f32; 4]; TILES]; TALL];
+        // Whether all rows see the same keys: all of them.
+        let simple = wrong == 0 && q_len == 1 && window == 0 && !has_alibi;
         unroll::<TALL>(|tall| {
             let first_key = key + (warp_id * TALL as u32 + tall as u32) * 16;
-            // Whether every row sees all of the keys, and nothing bends the scores.
+            // Whether every row sees all of the keys.
             let clear = wrong == 0
                 && first_key + 16 + q_len <= len + 1
                 && (window == 0 || first_key + window >= len)
-                && !has_alibi
-                && soft_cap == 0.0;
+                && !has_alibi;
             unroll::<TILES>(|tile| {
                 let x = &mut x[tall][tile];
                 unroll::<4>(|e| {
@@ -750,45 +878,41 @@ pub unsafe fn decode<
                     let sum = if chains == 1 { s[0][e] } else { s[0][e] + s[1][e] };
                     x[e] = sum * if converts { factor[tile][e % 2] } else { scale * k_scale };
                 });
+                if soft_cap > 0.0 {
+                    unroll::<4>(|e| x[e] = soft_capped(x[e], soft_cap));
+                }
+                unroll::<4>(|e| x[e] *= LOG2_E);
                 if clear {
-                    unroll::<4>(|e| x[e] *= LOG2_E);
-                } else {
+                } else if simple {
+                    // Rows beyond the last are nobody's.
                     unroll::<4>(|e| {
-                        let (c, key) = (e % 2, first_key + g + 8 * (e as u32 / 2));
-                        let score = soft_capped(x[e], soft_cap);
+                        if first_key + g + 8 * (e as u32 / 2) >= len {
+                            x[e] = f32::NEG_INFINITY;
+                        }
+                    });
+                } else {
+                    unroll::<2>(|c| {
                         let r = first_row + tile as u32 * 8 + 2 * t + c as u32;
                         // How many keys the row sees: not kept, since it is seldom asked for.
-                        let position = if r < all_rows { (len + r / group + 1).saturating_sub(q_len) } else { 0 };
-                        let seen = wrong >> ((key % KEYS) >> box_shift) & 1 == 0
-                            && key < position
-                            && (window == 0 || key + window >= position);
-                        let bias = if has_alibi {
-                            let slope =
-                                if r < all_rows { alibi.get(kv_head * group + r % group) * LOG2_E } else { 0.0 };
-                            slope * (key as i32 + 1 - position as i32) as f32
+                        let token = if q_len == 1 { 0 } else { r / group };
+                        let position = if r < all_rows { (len + token + 1).saturating_sub(q_len) } else { 0 };
+                        let slope = if has_alibi && r < all_rows {
+                            alibi.get(kv_head * group + (r - token * group)) * LOG2_E
                         } else {
                             0.0
                         };
-                        x[e] = if seen { score * LOG2_E + bias } else { f32::NEG_INFINITY };
+                        unroll::<2>(|h| {
+                            let (e, key) = (2 * h + c, first_key + g + 8 * h as u32);
+                            let seen = wrong >> ((key % KEYS) >> box_shift) & 1 == 0
+                                && key < position
+                                && (window == 0 || key + window >= position);
+                            let bias = if has_alibi { slope * (key as i32 + 1 - position as i32) as f32 } else { 0.0 };
+                            x[e] = if seen { x[e] + bias } else { f32::NEG_INFINITY };
+                        });
                     });
                 }
             });
         });
-
-        // Keys of the last page behind the sequence's end may hold anything, NaN times 0 among it.
-        let beyond = len.wrapping_sub(key);
-        let tail = beyond < KEYS && beyond % box_keys != 0;
-        if tail {
-            mbarrier::wait_parity(v_full(slot), parity);
-            let page_end = (beyond | (box_keys - 1)) + 1;
-            let mut i = tid;
-            while i < (page_end - beyond) * columns * 8 {
-                let (row, column) = (beyond + i / 8 / columns, i / 8 % columns);
-                let at = slot * kv_bytes + row / 8 * group_bytes + column * ATOM + row % 8 * LINE as u32 + i % 8 * 16;
-                v_ring.set_as(at / element as u32, B128([0u32; 4]));
-                i += const { 32 * CONSUMERS as u32 };
-            }
-        }
 
         // Probabilities relative to the maxima so far go to shared memory; perhaps in vain.
         let p_slot = p0 + step % 2 * const { (8 * TILES) as u32 * p_row_bytes(KEYS as usize) as u32 };
@@ -811,15 +935,34 @@ pub unsafe fn decode<
             });
             sums
         };
-        let mut more = false;
-        unroll::<TILES>(|tile| {
-            unroll::<TALL>(|tall| unroll::<4>(|e| more |= x[tall][tile][e] > m[tile][e % 2] + SLACK));
-        });
-        let more = warp::warp_vote_any(warp::FULL, more);
-        if lane == 0 {
-            votes.set(step % 2 * CONSUMERS as u32 + warp_id, more as u32);
+        let share_tops = || {
+            unroll::<TILES>(|tile| {
+                unroll::<2>(|c| {
+                    let mut top = f32::NEG_INFINITY;
+                    unroll::<TALL>(|tall| {
+                        top = float::max(top, float::max(x[tall][tile][c], x[tall][tile][c + 2]));
+                    });
+                    unroll::<3>(|i| top = float::max(top, warp::shfl_xor(top, 4 << i)));
+                    if g == 0 {
+                        tops.set(warp_id * block_rows + tile as u32 * 8 + 2 * t + c as u32, top);
+                    }
+                });
+            });
+        };
+        let mut sums = [[0f32; 2]; TILES];
+        if fresh {
+            share_tops();
+        } else {
+            let mut more = false;
+            unroll::<TILES>(|tile| {
+                unroll::<TALL>(|tall| unroll::<4>(|e| more |= x[tall][tile][e] > m[tile][e % 2] + SLACK));
+            });
+            let more = warp::warp_vote_any(warp::FULL, more);
+            if lane == 0 {
+                votes.set(step % 2 * CONSUMERS as u32 + warp_id, more as u32);
+            }
+            sums = probabilities(&m);
         }
-        let mut sums = probabilities(&m);
         thread::sync_named(1, const { 32 * CONSUMERS as u32 });
         // Behind the barrier all words of K and Q have been used, and those of V in the step before: the copy engine may have
         // their places. Arriving where the loads are issued would not do, since they are not over by then.
@@ -835,20 +978,12 @@ pub unsafe fn decode<
         if step % HALF == HALF - 1 {
             thread::arrive_named(records_empty(step / HALF % 2), with_producer);
         }
-        if warp::warp_vote_any(warp::FULL, votes.get(step % 2 * CONSUMERS as u32 + lane % CONSUMERS as u32) != 0) {
-            unroll::<TILES>(|tile| {
-                unroll::<2>(|c| {
-                    let mut top = f32::NEG_INFINITY;
-                    unroll::<TALL>(|tall| {
-                        top = float::max(top, float::max(x[tall][tile][c], x[tall][tile][c + 2]));
-                    });
-                    unroll::<3>(|i| top = float::max(top, warp::shfl_xor(top, 4 << i)));
-                    if g == 0 {
-                        tops.set(warp_id * block_rows + tile as u32 * 8 + 2 * t + c as u32, top);
-                    }
-                });
-            });
-            thread::sync_named(1, const { 32 * CONSUMERS as u32 });
+        let vote = || votes.get(step % 2 * CONSUMERS as u32 + lane % CONSUMERS as u32) != 0;
+        if fresh || warp::warp_vote_any(warp::FULL, vote()) {
+            if !fresh {
+                share_tops();
+                thread::sync_named(1, const { 32 * CONSUMERS as u32 });
+            }
             unroll::<TILES>(|tile| {
                 unroll::<2>(|c| {
                     let (old, mut top) = (m[tile][c], f32::NEG_INFINITY);
@@ -873,64 +1008,51 @@ pub unsafe fn decode<
             thread::sync_named(1, const { 32 * CONSUMERS as u32 });
         }
         unroll::<TILES>(|tile| unroll::<2>(|c| l[tile][c] += sums[tile][c]));
+        fresh = flags & CHUNK_END != 0;
+        if fresh {
+            unroll::<TILES>(|tile| {
+                unroll::<2>(|c| {
+                    unroll::<3>(|i| l[tile][c] += warp::shfl_xor(l[tile][c], 4 << i));
+                    if g == 0 {
+                        own_sums.set(warp_id * block_rows + tile as u32 * 8 + 2 * t + c as u32, l[tile][c]);
+                    }
+                });
+            });
+        }
 
         // This warp's columns of V, all keys.
         mbarrier::wait_parity(v_full(slot), parity);
-        for pair in 0..KEYS as usize / 32 {
-            let mut p = [[0u32; 4]; TILES];
-            unroll::<TILES>(|tile| {
-                p[tile] = mma::ldmatrix_x4(p_slot + p_from + (tile * 8) as u32 * p_row + (64 * pair) as u32);
-            });
-            unroll::<2>(|half| {
-                let rows = slot * kv_bytes + (2 * pair + half) as u32 * (2 * group_bytes);
-                if element == 2 {
-                    for i in 0..tiles {
-                        let a = mma::ldmatrix_x4_trans(rows + v_at[i]);
-                        unroll::<TILES>(|tile| {
-                            o[i][tile] = <C::Operand>::mma(a, [p[tile][2 * half], p[tile][2 * half + 1]], o[i][tile]);
-                        });
-                    }
-                } else {
-                    for i in 0..tiles / 2 {
-                        let w = mma::ldmatrix_x4_trans(rows + v_at[i]);
-                        unroll::<2>(|side| {
-                            // Two keys of two dimensions in each word, brought together by dimension.
-                            let pairs = |w: u32| C::operands(integer::permute(w, 0, 0x3120));
-                            let (low, high) = (pairs(w[2 * side]), pairs(w[2 * side + 1]));
-                            let a = [low[0], low[1], high[0], high[1]];
-                            let i = 2 * i + side;
-                            unroll::<TILES>(|tile| {
-                                let p = [p[tile][2 * half], p[tile][2 * half + 1]];
-                                o[i][tile] = <C::Operand>::mma(a, p, o[i][tile]);
-                            });
-                        });
-                    }
-                }
-            });
-        }
-        if tail {
-            // The zeros above come before what the copy engine writes there next.
-            tma::fence_async();
+        let beyond = len.wrapping_sub(key);
+        if beyond < KEYS && beyond % box_keys != 0 {
+            multiply::<C, D, TILES, CONSUMERS, KEYS, true>(
+                &mut o,
+                p_slot + p_from,
+                slot * kv_bytes,
+                v_at,
+                key + 2 * t,
+                len,
+            );
+        } else {
+            multiply::<C, D, TILES, CONSUMERS, KEYS, false>(
+                &mut o,
+                p_slot + p_from,
+                slot * kv_bytes,
+                v_at,
+                key + 2 * t,
+                len,
+            );
         }
         step += 1;
         slot += 1;
         (slot, parity) = if slot == STAGES { (0, parity ^ 1) } else { (slot, parity) };
 
-        if flags & CHUNK_END != 0 {
-            unroll::<TILES>(|tile| {
-                unroll::<2>(|c| {
-                    unroll::<3>(|i| l[tile][c] += warp::shfl_xor(l[tile][c], 4 << i));
-                    if g == 0 {
-                        tops.set(warp_id * block_rows + tile as u32 * 8 + 2 * t + c as u32, l[tile][c]);
-                    }
-                });
-            });
+        if fresh {
             thread::sync_named(1, const { 32 * CONSUMERS as u32 });
             unroll::<TILES>(|tile| {
                 unroll::<2>(|c| {
                     let mut sum = 0f32;
                     unroll::<CONSUMERS>(|w| {
-                        sum += tops.get(w as u32 * block_rows + tile as u32 * 8 + 2 * t + c as u32);
+                        sum += own_sums.get(w as u32 * block_rows + tile as u32 * 8 + 2 * t + c as u32);
                     });
                     let (old, new) = total[tile][c].add(m[tile][c], sum);
                     for i in 0..tiles {
@@ -949,31 +1071,45 @@ pub unsafe fn decode<
         if flags & (if whole { ITEM_END } else { CHUNK_END }) == 0 {
             continue;
         }
-        let slots = partial.offset(pair * partial_chunks as usize * slot_floats);
-        let slot = slots.offset(part as usize * slot_floats);
         // One thread of all that have parts of a row.
         let speaks = warp_id == 0 && g == 0;
-        unroll::<TILES>(|tile| {
-            unroll::<2>(|c| {
-                let r = tile as u32 * 8 + 2 * t + c as u32;
-                let Total { top, sum } = total[tile][c];
-                if first_row + r < all_rows {
-                    let d = |i: usize, h: usize| o_dim(element, first_tile + i, h, g as usize) as u32;
-                    if whole {
-                        let (weight, to) = finisher.row(sequence, kv_head, first_row + r, top, sum, speaks);
+        let d = |i: usize, h: usize| o_dim(element, first_tile + i, h, g as usize) as u32;
+        if whole {
+            unroll::<TILES>(|tile| {
+                // Both rows' at once: what there is to wait for is waited for once.
+                let mut to = [(0f32, out); 2];
+                unroll::<2>(|c| {
+                    let r = first_row + tile as u32 * 8 + 2 * t + c as u32;
+                    let Total { top, sum } = total[tile][c];
+                    to[c] = finisher.row(sequence, kv_head, r.min(all_rows - 1), top, sum, speaks && r < all_rows);
+                });
+                unroll::<2>(|c| {
+                    let (weight, to) = to[c];
+                    if first_row + tile as u32 * 8 + 2 * t + (c as u32) < all_rows {
                         for i in 0..tiles {
                             unroll::<2>(|h| to.set(d(i, h), T::from_f32(all[i][tile][c + 2 * h] * weight)));
                         }
-                    } else {
+                    }
+                });
+            });
+        } else {
+            let slot = partial.offset((pair as usize * partial_chunks as usize + part as usize) * slot_floats);
+            unroll::<TILES>(|tile| {
+                unroll::<2>(|c| {
+                    let r = tile as u32 * 8 + 2 * t + c as u32;
+                    if first_row + r < all_rows {
                         for i in 0..tiles {
                             unroll::<2>(|h| slot.set(r * head_dim + d(i, h), all[i][tile][c + 2 * h]));
                         }
                         if speaks {
+                            let Total { top, sum } = total[tile][c];
                             slot.set_as(slot_rows * head_dim + 2 * r, B64::<f32, 2>([top, sum]));
                         }
                     }
-                }
+                });
             });
+        }
+        unroll::<TILES>(|tile| {
             total[tile] = [Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2];
             unroll::<4>(|i| all[i][tile] = [0.0; 4]);
         });
@@ -985,7 +1121,7 @@ pub unsafe fn decode<
             // The block that comes last has all chunks' results before it, and leaves the tickets as they were.
             thread::sync_named(1, const { 32 * CONSUMERS as u32 });
             if tid == 0 {
-                let ticket = tickets.wrapping_add(pair);
+                let ticket = tickets.wrapping_add(pair as usize);
                 let last = atomic::fetch_add(ticket, stored, atomic::Device, atomic::AcqRel) + stored == parts;
                 if last {
                     atomic::exchange_u32(ticket, 0);
@@ -996,6 +1132,7 @@ pub unsafe fn decode<
             if warp::shfl_idx(adds.get(0u32), 0) != 0 {
                 let rows = (all_rows - first_row).min(block_rows);
                 let quads = const { D as u32 / 4 };
+                let slots = partial.offset(pair as usize * partial_chunks as usize * slot_floats);
                 let slots = Global::new(slots.ptr(0u32).cast_const());
                 let mut e = tid;
                 while e < rows * quads {
@@ -1006,6 +1143,9 @@ pub unsafe fn decode<
                     e += const { 32 * CONSUMERS as u32 };
                 }
             }
+        }
+        if flags & LAST != 0 {
+            break;
         }
     }
 }

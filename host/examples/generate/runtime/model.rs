@@ -182,9 +182,7 @@ impl<T: Real> Scratch<T> {
             // Pieces that are shorter than `q_len` may be as many as there are tokens, but take one call each.
             attention: DecodeWorkspace::new(
                 device,
-                // For two sequences at least: a workspace for one may be served by another kernel, and a sequence is to give the
-                // same text alone as among others.
-                DecodeShape::new(tokens.div_ceil(q_len).max(2), heads, kv_heads, dim, max_len).q_len(q_len),
+                DecodeShape::new(tokens.div_ceil(q_len), heads, kv_heads, dim, max_len).q_len(q_len),
             )?,
         })
     }
