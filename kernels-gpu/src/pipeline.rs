@@ -146,6 +146,16 @@ impl<const STAGES: usize> Stages<STAGES> {
         mbarrier::wait_parity(self.full(ring.stage), ring.parity);
     }
 
+    /// A consumer, ahead of [`wait_full`](Self::wait_full): whether that would not have to wait. Then it may be left out.
+    ///
+    /// # Safety
+    /// After [`init`](Self::init) and a barrier.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn is_full(self, ring: Ring<STAGES>) -> bool {
+        mbarrier::test_wait_parity(self.full(ring.stage), ring.parity)
+    }
+
     /// A consumer warp, all of whose lanes are here with their `lane`: it has read the stage.
     ///
     /// # Safety

@@ -60,13 +60,6 @@ impl<const KIND: u32> Scales<KIND> {
         self.w.ptr(row as usize * self.w_row + group as usize * self.w_group)
     }
 
-    /// The scale of row `row` of `m`; the last row and the last of `groups` stand for those beyond them.
-    #[inline(always)]
-    #[track_caller]
-    pub unsafe fn row(self, row: u32, m: u32, group: u32, groups: u32) -> f32 {
-        if KIND == BLOCKS { self.x(row.min(m - 1), group.min(groups - 1)) } else { 1.0 }
-    }
-
     /// The scale of a row of `w` in a group of columns.
     #[inline(always)]
     #[track_caller]
@@ -75,24 +68,11 @@ impl<const KIND: u32> Scales<KIND> {
         self.w.get(row as usize * self.w_row + group as usize * self.w_group)
     }
 
-    /// What [`spread`](Self::spread) takes for `N` rows of `w` from `row` on (a multiple of 64), of `n`; the last row and the last of `groups` stand for
-    /// those beyond them. One load for each scale that may differ.
-    #[inline(always)]
-    #[track_caller]
-    pub unsafe fn columns<const N: usize>(self, row: u32, n: u32, group: u32, groups: u32) -> [f32; 2] {
-        const { assert!(KIND != BLOCKS || N <= 192) };
-        if KIND == BLOCKS {
-            let group = group.min(groups - 1);
-            let first = self.w(row.min(n - 1), group);
-            [first, if N > GROUP { self.w((row + N as u32 - 64).min(n - 1), group) } else { first }]
-        } else {
-            [0.0; 2]
-        }
-    }
-
-    /// The scales of each 64 of `N` rows of `w` from `row` on. Not where they are loaded: it would wait for them.
+    /// The scales of each 64 of `N` rows of `w` from `row` on, a multiple of 64, of those of the first and of the last. Not where they are loaded: it would wait for
+    /// them.
     #[inline(always)]
     pub fn spread<const N: usize>(row: u32, [first, last]: [f32; 2]) -> [f32; 4] {
+        const { assert!(N <= 192) };
         // Of 192 rows the middle third is in the block of the first or of the last.
         let middle = if N > GROUP && !row.is_multiple_of(GROUP as u32) { last } else { first };
         [first, middle, last, last]

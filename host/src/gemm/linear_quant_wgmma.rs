@@ -3,6 +3,7 @@
 use super::linear_wgmma::{Shape, map};
 use crate::device::{Device, Geometry, Stream, Swizzle};
 use crate::error::{Error, Result};
+use crate::kernels::gemm::linear_quant_blocks;
 use crate::kernels::gemm::linear_quant_tile::Args;
 use crate::kernels::gemm::linear_quant_wgmma as kernel;
 use crate::kernels::gemm::linear_wgmma as body;
@@ -11,10 +12,10 @@ use cuda_std::{DType, Entry};
 const OP: &str = "linear_quant";
 
 macro_rules! tiles {
-    ($($(#[$doc:meta])* $Tile:ident: $n:literal, $down:literal, $split:literal,
-        rows $rows:literal = $rows_bf16:ident, $rows_f16:ident, $i8_bf16:ident, $i8_f16:ident,
+    ($($(#[$doc:meta])* $Tile:ident: $waves:literal, $n:literal, $down:literal, $split:literal,
+        rows $($rows:literal = $rows_bf16:ident, $rows_f16:ident, $i8_bf16:ident, $i8_f16:ident)?,
         blocks $($blocks:literal = $blocks_bf16:ident, $blocks_f16:ident)?;)*) => {
-        /// Tiles of [`LinearQuantPath::Wgmma`](super::LinearQuantPath::Wgmma): 128 tokens by so many outputs.
+        /// Tiles of [`LinearQuantPath::Wgmma`](super::LinearQuantPath::Wgmma): 128 tokens, or as many as the name says, by so many outputs.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum LinearQuantTile {
@@ -27,20 +28,20 @@ macro_rules! tiles {
 
             /// What a launch needs to know, if there are kernels for these scales.
             const fn shape(self, blocks: bool) -> Option<Shape> {
-                let (n, down, split, stages) = match (self, blocks) {
-                    $((Self::$Tile, false) => ($n, $down, $split, $rows),)*
-                    $($((Self::$Tile, true) => ($n, $down, $split, $blocks),)?)*
+                let (waves, n, down, split, stages) = match (self, blocks) {
+                    $($((Self::$Tile, false) => ($waves, $n, $down, $split, $rows),)?)*
+                    $($((Self::$Tile, true) => ($waves, $n, $down, $split, $blocks),)?)*
                     #[allow(unreachable_patterns)]
                     _ => return None,
                 };
-                Some(Shape { n, stages, down, across: 1, split })
+                Some(Shape { n, stages, down, across: 1, split, waves })
             }
 
             /// The entry for operands and results of these types and these scales, if there is one.
             pub const fn entry(self, operands: DType, dtype: DType, blocks: bool) -> Option<Entry<kernel::Args>> {
                 let (bf16, f16) = match (self, operands, blocks) {
-                    $((Self::$Tile, DType::E4m3, false) => (kernel::$rows_bf16::ENTRY, kernel::$rows_f16::ENTRY),)*
-                    $((Self::$Tile, DType::I8, false) => (kernel::$i8_bf16::ENTRY, kernel::$i8_f16::ENTRY),)*
+                    $($((Self::$Tile, DType::E4m3, false) => (kernel::$rows_bf16::ENTRY, kernel::$rows_f16::ENTRY),)?)*
+                    $($((Self::$Tile, DType::I8, false) => (kernel::$i8_bf16::ENTRY, kernel::$i8_f16::ENTRY),)?)*
                     $($((Self::$Tile, DType::E4m3, true) => (kernel::$blocks_bf16::ENTRY, kernel::$blocks_f16::ENTRY),)?)*
                     #[allow(unreachable_patterns)]
                     _ => return None,
@@ -56,35 +57,37 @@ macro_rules! tiles {
 }
 tiles! {
     /// 256 outputs; scales of rows.
-    N256: 256, 1, 1, rows 4 = linear_quant_wgmma_rows_n256_bf16, linear_quant_wgmma_rows_n256_f16,
+    N256: 1, 256, 1, 1, rows 4 = linear_quant_wgmma_rows_n256_bf16, linear_quant_wgmma_rows_n256_f16,
         linear_quant_wgmma_i8_n256_bf16, linear_quant_wgmma_i8_n256_f16, blocks;
     /// 256 outputs; two blocks share weights; scales of rows.
-    N256Weights2: 256, 2, 1, rows 4 = linear_quant_wgmma_rows_n256_w2_bf16, linear_quant_wgmma_rows_n256_w2_f16,
+    N256Weights2: 1, 256, 2, 1, rows 4 = linear_quant_wgmma_rows_n256_w2_bf16, linear_quant_wgmma_rows_n256_w2_f16,
         linear_quant_wgmma_i8_n256_w2_bf16, linear_quant_wgmma_i8_n256_w2_f16, blocks;
     /// 192 outputs.
-    N192: 192, 1, 1, rows 4 = linear_quant_wgmma_rows_n192_bf16, linear_quant_wgmma_rows_n192_f16,
+    N192: 1, 192, 1, 1, rows 4 = linear_quant_wgmma_rows_n192_bf16, linear_quant_wgmma_rows_n192_f16,
         linear_quant_wgmma_i8_n192_bf16, linear_quant_wgmma_i8_n192_f16,
         blocks 4 = linear_quant_wgmma_blocks_n192_bf16, linear_quant_wgmma_blocks_n192_f16;
+    /// 256 tokens by 128 outputs; scales of blocks.
+    N128Tokens256: 2, 128, 1, 1, rows, blocks 4 = linear_quant_wgmma_blocks_n128_t256_bf16, linear_quant_wgmma_blocks_n128_t256_f16;
     /// 128 outputs.
-    N128: 128, 1, 1, rows 6 = linear_quant_wgmma_rows_n128_bf16, linear_quant_wgmma_rows_n128_f16,
+    N128: 1, 128, 1, 1, rows 6 = linear_quant_wgmma_rows_n128_bf16, linear_quant_wgmma_rows_n128_f16,
         linear_quant_wgmma_i8_n128_bf16, linear_quant_wgmma_i8_n128_f16,
-        blocks 5 = linear_quant_wgmma_blocks_n128_bf16, linear_quant_wgmma_blocks_n128_f16;
+        blocks 6 = linear_quant_wgmma_blocks_n128_bf16, linear_quant_wgmma_blocks_n128_f16;
     /// 128 outputs, K in halves.
-    N128Split2: 128, 1, 2, rows 6 = linear_quant_wgmma_rows_n128_split2_bf16, linear_quant_wgmma_rows_n128_split2_f16,
+    N128Split2: 1, 128, 1, 2, rows 6 = linear_quant_wgmma_rows_n128_split2_bf16, linear_quant_wgmma_rows_n128_split2_f16,
         linear_quant_wgmma_i8_n128_split2_bf16, linear_quant_wgmma_i8_n128_split2_f16,
-        blocks 5 = linear_quant_wgmma_blocks_n128_split2_bf16, linear_quant_wgmma_blocks_n128_split2_f16;
+        blocks 6 = linear_quant_wgmma_blocks_n128_split2_bf16, linear_quant_wgmma_blocks_n128_split2_f16;
     /// 64 outputs.
-    N64: 64, 1, 1, rows 8 = linear_quant_wgmma_rows_n64_bf16, linear_quant_wgmma_rows_n64_f16,
+    N64: 1, 64, 1, 1, rows 8 = linear_quant_wgmma_rows_n64_bf16, linear_quant_wgmma_rows_n64_f16,
         linear_quant_wgmma_i8_n64_bf16, linear_quant_wgmma_i8_n64_f16,
-        blocks 7 = linear_quant_wgmma_blocks_n64_bf16, linear_quant_wgmma_blocks_n64_f16;
+        blocks 8 = linear_quant_wgmma_blocks_n64_bf16, linear_quant_wgmma_blocks_n64_f16;
     /// 64 outputs, K in halves.
-    N64Split2: 64, 1, 2, rows 8 = linear_quant_wgmma_rows_n64_split2_bf16, linear_quant_wgmma_rows_n64_split2_f16,
+    N64Split2: 1, 64, 1, 2, rows 8 = linear_quant_wgmma_rows_n64_split2_bf16, linear_quant_wgmma_rows_n64_split2_f16,
         linear_quant_wgmma_i8_n64_split2_bf16, linear_quant_wgmma_i8_n64_split2_f16,
-        blocks 7 = linear_quant_wgmma_blocks_n64_split2_bf16, linear_quant_wgmma_blocks_n64_split2_f16;
+        blocks 8 = linear_quant_wgmma_blocks_n64_split2_bf16, linear_quant_wgmma_blocks_n64_split2_f16;
     /// 64 outputs, K in quarters.
-    N64Split4: 64, 1, 4, rows 8 = linear_quant_wgmma_rows_n64_split4_bf16, linear_quant_wgmma_rows_n64_split4_f16,
+    N64Split4: 1, 64, 1, 4, rows 8 = linear_quant_wgmma_rows_n64_split4_bf16, linear_quant_wgmma_rows_n64_split4_f16,
         linear_quant_wgmma_i8_n64_split4_bf16, linear_quant_wgmma_i8_n64_split4_f16,
-        blocks 7 = linear_quant_wgmma_blocks_n64_split4_bf16, linear_quant_wgmma_blocks_n64_split4_f16;
+        blocks 8 = linear_quant_wgmma_blocks_n64_split4_bf16, linear_quant_wgmma_blocks_n64_split4_f16;
 }
 
 impl LinearQuantTile {
@@ -93,7 +96,7 @@ impl LinearQuantTile {
         let Some(shape) = self.shape(blocks) else {
             return None;
         };
-        let bytes = body::shared_bytes(shape.n as usize, shape.stages as usize, shape.split as usize);
+        let bytes = shared_bytes(shape, blocks);
         Some(shape.geometry(m, n, multiprocessors, bytes))
     }
 
@@ -105,6 +108,17 @@ impl LinearQuantTile {
         };
         let best = Self::ALL.iter().copied().min_by(|a, b| estimate(a).total_cmp(&estimate(b)));
         best.unwrap_or(Self::N128)
+    }
+}
+
+/// Dynamic shared memory of a tile.
+const fn shared_bytes(shape: Shape, blocks: bool) -> usize {
+    let Shape { n, stages, split, waves, .. } = shape;
+    let (n, stages, split) = (n as usize, stages as usize, split as usize);
+    if blocks {
+        linear_quant_blocks::shared_bytes(n, waves as usize, stages, split)
+    } else {
+        body::shared_bytes(n, stages, split)
     }
 }
 
@@ -122,20 +136,20 @@ fn estimate(shape: Shape, m: u32, n: u32, steps: u32, blocks: bool, multiprocess
     let (tiles, at_once) = (shape.tiles(m, n), shape.at_once(multiprocessors));
     let rounds = tiles.div_ceil(at_once) as f64;
     let steps = steps.div_ceil(shape.split) as f64;
-    let step = match (shape.n, blocks) {
-        (64, false) => 200.0,
-        (128, false) => 300.0,
-        (192, false) => 445.0,
-        (_, false) => 570.0,
-        (64, true) => 325.0,
-        (128, true) => 450.0,
-        (_, true) => 535.0,
+    let step = match (shape.n, shape.waves, blocks) {
+        (64, ..) => 200.0,
+        (128, _, false) => 300.0,
+        (192, _, false) => 445.0,
+        (_, _, false) => 570.0,
+        (128, 1, true) => 340.0,
+        (128, _, true) => 700.0,
+        (_, _, true) => 520.0,
     };
-    let products = rounds * (steps * step + COLUMN * shape.n as f64);
+    let products = rounds * (steps * step + COLUMN * (shape.n * shape.waves) as f64);
     let (m, n, k) = (m as f64, n as f64, steps * shape.split as f64 * 128.0);
     let idle = if rounds > 1.0 { multiprocessors as f64 / (at_once * shape.blocks()) as f64 } else { 1.0 };
     let memory = (n * k + m * k + m * n * 2.0) / MEMORY * idle;
-    let lines = body::ROWS as f64 + shape.n as f64 / shape.down as f64;
+    let lines = (body::ROWS as u32 * shape.waves) as f64 + shape.n as f64 / shape.down as f64;
     let cache = (tiles * shape.blocks()) as f64 * steps * lines * 128.0 / CACHE;
     let exchange = if shape.split == 1 { 0.0 } else { 900.0 };
     let cluster = if shape.blocks() > 1 { CLUSTER } else { 0.0 };
@@ -181,10 +195,11 @@ pub unsafe fn launch(stream: &Stream, operands: DType, dtype: DType, tile: Linea
     };
     let (device, multiprocessors) = (stream.device(), stream.device().properties().multiprocessors);
     let (n, split) = (shape.n as usize, shape.split as usize);
-    let bytes = body::shared_bytes(n, shape.stages as usize, split);
+    let bytes = shared_bytes(shape, blocks);
     let (m, all) = (args.m, args.n);
     let (x, w, y) = (args.x as usize, args.w as usize, args.y as usize);
-    let (x_box, w_box) = ([body::x_rows(m, 1) as usize, kernel::STEP], [n / shape.down as usize, kernel::STEP]);
+    let (x_box, w_box) =
+        ([linear_quant_blocks::x_rows(m, shape.waves) as usize, kernel::STEP], [n / shape.down as usize, kernel::STEP]);
     let y_box = [body::GROUP_ROWS, body::chunk(n, split)];
     let launched = kernel::Args {
         x: map(device, DType::U8, x, [m, args.k], args.x_row, x_box, Swizzle::B128)?,

@@ -21,6 +21,8 @@ pub(super) struct Shape {
     pub(super) across: u32,
     /// Blocks that share K.
     pub(super) split: u32,
+    /// Tokens, in units of 128.
+    pub(super) waves: u32,
 }
 
 impl Shape {
@@ -38,7 +40,7 @@ impl Shape {
 
     /// Clusters' worth of tiles.
     pub(super) const fn tiles(self, m: u32, n: u32) -> u32 {
-        m.div_ceil(kernel::ROWS as u32 * self.down) * n.div_ceil(self.n * self.across)
+        m.div_ceil(kernel::ROWS as u32 * self.waves * self.down) * n.div_ceil(self.n * self.across)
     }
 
     /// How to launch it for `[m, n]` results, with so much shared memory.
@@ -71,7 +73,7 @@ macro_rules! tiles {
                 let (n, stages, down, across, split) = match self {
                     $(Self::$Tile => ($n, $stages, $down, $across, $split),)*
                 };
-                Shape { n, stages, down, across, split }
+                Shape { n, stages, down, across, split, waves: 1 }
             }
 
             /// The entry for an element type, if there is one.

@@ -151,6 +151,30 @@ pub unsafe fn try_wait_parity(bar: impl SharedAddress, parity: u32) -> bool {
     simt::mbarrier_try_wait(bar.shared_address(), parity)
 }
 
+/// [`try_wait_parity`] that never sleeps: for a look ahead, whose answer is not needed yet.
+///
+/// # Safety
+/// As for [`arrive`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn test_wait_parity(bar: impl SharedAddress, parity: u32) -> bool {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let done: u32;
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            ptx!(
+                "{{ .reg .pred %p; mbarrier.test_wait.parity.shared.b64 %p, [{b}], {q}; selp.u32 {o}, 1, 0, %p; }}",
+                o = lateout(reg32) done, b = in(reg32) bar.shared_address(), q = in(reg32) parity,
+                options(nostack, preserves_flags)
+            );
+        }
+        done != 0
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    simt::mbarrier_try_wait(bar.shared_address(), parity)
+}
+
 /// [`try_wait_parity`] that acquires what threads of the whole cluster released (sm_90).
 ///
 /// # Safety

@@ -1,12 +1,13 @@
 //! `y = epilogue(x · wᵀ + bias)` of e4m3 or int8 tokens and weights on Hopper's tensor cores: [`linear_wgmma`] with scales.
 //!
 //! With scales of rows the sums of all of K stay in the tensor cores' accumulators, as cuBLAS does it by default: those keep some
-//! 14 bits of what is added to them; those of int8 are exact, and rounded to f32 once (where K is split, each part). With scales of blocks, sums of 128 products are added up in f32 (DeepSeek-AI, *DeepSeek-V3 Technical
-//! Report*, 2024, section 3.3).
+//! 14 bits of what is added to them; those of int8 are exact, and rounded to f32 once (where K is split, each part). Scales of blocks:
+//! [`linear_quant_blocks`](mod@super::linear_quant_blocks).
 
+use super::linear_quant_blocks::linear_quant_blocks;
 use super::linear_wgmma;
 use crate::TensorFloat;
-use crate::scales::{BLOCKS, ROWS, Scales};
+use crate::scales::{ROWS, Scales};
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Accumulator, Input, Sum};
 use cuda_std::{E4M3, bf16, entries, f16};
@@ -87,16 +88,18 @@ entries! {
     linear_quant_wgmma_i8_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 2>;
     linear_quant_wgmma_i8_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 4>;
     linear_quant_wgmma_i8_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 4>;
-    linear_quant_wgmma_blocks_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], [f32; 96], BLOCKS, 192, 4, 1, 1, 1>;
-    linear_quant_wgmma_blocks_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], [f32; 96], BLOCKS, 192, 4, 1, 1, 1>;
-    linear_quant_wgmma_blocks_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], BLOCKS, 128, 5, 1, 1, 1>;
-    linear_quant_wgmma_blocks_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], BLOCKS, 128, 5, 1, 1, 1>;
-    linear_quant_wgmma_blocks_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], BLOCKS, 128, 5, 1, 1, 2>;
-    linear_quant_wgmma_blocks_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], BLOCKS, 128, 5, 1, 1, 2>;
-    linear_quant_wgmma_blocks_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 7, 1, 1, 1>;
-    linear_quant_wgmma_blocks_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 7, 1, 1, 1>;
-    linear_quant_wgmma_blocks_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 7, 1, 1, 2>;
-    linear_quant_wgmma_blocks_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 7, 1, 1, 2>;
-    linear_quant_wgmma_blocks_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 7, 1, 1, 4>;
-    linear_quant_wgmma_blocks_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 7, 1, 1, 4>;
+    linear_quant_wgmma_blocks_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 96], 192, 192, 4, 1>;
+    linear_quant_wgmma_blocks_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 96], 192, 192, 4, 1>;
+    linear_quant_wgmma_blocks_n128_t256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 256, 128, 4, 1>;
+    linear_quant_wgmma_blocks_n128_t256_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 256, 128, 4, 1>;
+    linear_quant_wgmma_blocks_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 128, 128, 6, 1>;
+    linear_quant_wgmma_blocks_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 128, 128, 6, 1>;
+    linear_quant_wgmma_blocks_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 128, 128, 6, 2>;
+    linear_quant_wgmma_blocks_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 128, 128, 6, 2>;
+    linear_quant_wgmma_blocks_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 32], 64, 64, 8, 1>;
+    linear_quant_wgmma_blocks_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 32], 64, 64, 8, 1>;
+    linear_quant_wgmma_blocks_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 32], 64, 64, 8, 2>;
+    linear_quant_wgmma_blocks_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 32], 64, 64, 8, 2>;
+    linear_quant_wgmma_blocks_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 32], 64, 64, 8, 4>;
+    linear_quant_wgmma_blocks_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 32], 64, 64, 8, 4>;
 }

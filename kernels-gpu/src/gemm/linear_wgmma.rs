@@ -16,10 +16,8 @@
 //! the owner adds the parts in their order. No workspace, no atomics, and the same bits always; the order of summation
 //! depends on `k`, `N` and `SPLIT` only.
 //!
-//! **Scales** ([`Scales`]) of 8-bit operands are either those of a row of `x` and a row of `w`, which a finished
-//! sum is multiplied with; or they change every 128 elements of K, which is a step of 8-bit operands: then the products of a step have
-//! accumulators of their own, and are added to the sums in f32, multiplied with their scales. While one consumer does that the other
-//! keeps the tensor cores busy. Each thread loads the scales of its two rows and of the tile's columns a step ahead.
+//! **Scales** ([`Scales`]) of 8-bit operands are those of a row of `x` and a row of `w`, which a finished sum is multiplied with. For those that change every 128
+//! elements of K see [`linear_quant_blocks`](super::linear_quant_blocks).
 //!
 //! **Bias and epilogues** would be `N / 2` copies of themselves in code if written out for a tile. They are written for one
 //! chunk of columns, in a loop whose every round takes the first registers and moves the others down.
@@ -27,7 +25,7 @@
 use super::rough;
 use crate::TensorFloat;
 use crate::pipeline::{Raster, Ring, Stages, part};
-use crate::scales::{BLOCKS, NONE, ROWS as ROW_SCALES, Scales};
+use crate::scales::{NONE, ROWS as ROW_SCALES, Scales};
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::B128;
@@ -45,14 +43,11 @@ pub const THREADS: usize = 384;
 /// Tokens of a consumer warpgroup.
 pub const GROUP_ROWS: usize = 64;
 /// Threads of the consumers.
-const CONSUMERS: u32 = 256;
+pub(super) const CONSUMERS: u32 = 256;
 /// Rows of tiles that run side by side.
-const BAND: u32 = 16;
+pub(super) const BAND: u32 = 16;
 /// Bytes of a line of the swizzle.
-const LINE: u32 = 128;
-/// Columns that may differ in their scales.
-const SCALED: u32 = 64;
-
+pub(super) const LINE: u32 = 128;
 /// Outputs that a consumer rounds and stores at once, which must divide the tile and be shared evenly if K is split.
 pub const fn chunk(n: usize, split: usize) -> usize {
     if n.is_multiple_of(64 * split) {
@@ -77,7 +72,7 @@ pub const fn chunks(n: usize, split: usize) -> u32 {
 
 /// The chunks that the block with part `rank` of `split` stores.
 #[inline(always)]
-const fn owned(n: usize, split: u32, rank: u32) -> (u32, u32) {
+pub(super) const fn owned(n: usize, split: u32, rank: u32) -> (u32, u32) {
     let all = chunks(n, split as usize);
     let each = all.div_ceil(split);
     let (first, end) = (rank * each, (rank + 1) * each);
@@ -263,6 +258,7 @@ pub unsafe fn scaled<
             n,
             kind,
             group,
+            waves: 1,
         };
         let mut turn = 0;
         let mut ring = Ring::<STAGES>::new();
@@ -272,59 +268,17 @@ pub unsafe fn scaled<
             let row = (row * DOWN + down) * ROWS as u32 + group * GROUP_ROWS as u32;
             (row, (column * ACROSS + across) * N as u32)
         };
-        // This thread's rows of a tile: that and the 8th below. Lanes with an odd number load the scale of the latter.
+        // This thread's first row of a tile; the other is the 8th below.
         let own = warp_id % 4 * 16 + lane / 4;
-        let loaded = own + lane % 2 * 8;
-        // The scales of a tile's first step.
-        let groups = k.div_ceil(step_size);
-        let begin = |tile: u32| {
-            if SCALES == BLOCKS && tile < raster.count() {
-                let (row, column) = corner(tile);
-                (scales.columns::<N>(column, n, k0, groups), scales.row(row + loaded, m, k0, groups))
-            } else {
-                ([0f32; 2], 0f32)
-            }
-        };
-        let (mut columns, mut row_scale) = begin(tile);
         while tile < raster.count() {
             let (row, column) = corner(tile);
             let mut acc = A::zero();
-            // Those of a step, or without scales that change all of them.
             let mut partial = P::zero();
             let mut previous = ring.stage;
             let mut step = 0;
             // Written to run at least once; see `cuda_std::wgmma`.
             loop {
                 stages.wait_full(ring);
-                if SCALES == BLOCKS {
-                    partial.multiply::<X, 4, K, K>(
-                        a.offset(ring.stage * x_bytes),
-                        b.offset(ring.stage * w_bytes),
-                        false,
-                    );
-                    let now = Scales::<SCALES>::spread::<N>(column, columns);
-                    let factors = [warp::shfl_idx(row_scale, lane & !1), warp::shfl_idx(row_scale, lane | 1)];
-                    columns = scales.columns::<N>(column, n, k0 + step + 1, groups);
-                    row_scale = scales.row(row + loaded, m, k0 + step + 1, groups);
-                    wgmma::wait::<0>(&mut partial);
-                    stages.release(ring.stage, lane);
-                    let mut both = [[0f32; 4]; 2];
-                    for h in 0..2 {
-                        for c in 0..4 {
-                            both[h][c] = factors[h] * now[c];
-                        }
-                    }
-                    for e in 0..const { N / 2 } {
-                        let scale = both[e / 2 % 2][e / 4 * 8 / SCALED as usize % 4];
-                        acc.as_mut()[e] = float::fma(partial.as_ref()[e].to_f32(), scale, acc.as_ref()[e]);
-                    }
-                    ring.advance();
-                    step += 1;
-                    if step >= steps {
-                        break;
-                    }
-                    continue;
-                }
                 // The first product of a tile overwrites the sums.
                 partial.multiply::<X, 4, K, K>(
                     a.offset(ring.stage * x_bytes),
@@ -348,19 +302,12 @@ pub unsafe fn scaled<
             let bias = store.columns::<N, SPLIT>(column, first_chunk);
             let scale = store.column_scales::<N, SPLIT>(column, first_chunk);
             let rows = store.row_scales(row + own, m);
-            if SCALES != BLOCKS {
-                wgmma::wait::<0>(&mut partial);
-                for e in 0..const { N / 2 } {
-                    acc.as_mut()[e] = partial.as_ref()[e].to_f32();
-                }
+            wgmma::wait::<0>(&mut partial);
+            for e in 0..const { N / 2 } {
+                acc.as_mut()[e] = partial.as_ref()[e].to_f32();
             }
             if SPLIT == 1 {
-                if SCALES != BLOCKS {
-                    stages.release(previous, lane);
-                } else {
-                    // On their way while this tile is stored.
-                    (columns, row_scale) = begin(tile + stride);
-                }
+                stages.release(previous, lane);
                 let mut sums = [0f32; 128];
                 // One by one, as a copy of slices would go through memory.
                 #[allow(clippy::manual_memcpy)]
@@ -419,16 +366,18 @@ unsafe fn load<const SHARE: u32>(
 }
 
 /// Rounds and stores chunks of a tile.
-struct Store<T, const SCALES: u32> {
-    y: *const TensorMap,
-    bias: Global<T>,
-    biased: bool,
-    scales: Scales<SCALES>,
+pub(super) struct Store<T, const SCALES: u32> {
+    pub(super) y: *const TensorMap,
+    pub(super) bias: Global<T>,
+    pub(super) biased: bool,
+    pub(super) scales: Scales<SCALES>,
     /// Two chunks of this warpgroup.
-    staging: Shared<u32>,
-    n: u32,
-    kind: u32,
-    group: u32,
+    pub(super) staging: Shared<u32>,
+    pub(super) n: u32,
+    pub(super) kind: u32,
+    pub(super) group: u32,
+    /// A tile is so many, of [`ROWS`] rows each, below one another: the chunks of one follow those of the other.
+    pub(super) waves: u32,
 }
 
 impl<T, const SCALES: u32> Clone for Store<T, SCALES> {
@@ -442,17 +391,28 @@ impl<T, const SCALES: u32> Copy for Store<T, SCALES> {}
 impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
     /// Whether this thread is the one of its warpgroup that has the copy engine store. All lanes of its warp are here.
     #[inline(always)]
-    fn leads(self) -> bool {
+    pub(super) fn leads(self) -> bool {
         (thread::thread_idx_x() / 32).is_multiple_of(4) && warp::elect_one()
     }
 
+    /// The place of chunk `c` of `all` in its wave, and how many rows below the first wave that is.
     #[inline(always)]
-    fn sync(self) {
+    fn place(self, c: u32, all: u32) -> (u32, u32) {
+        if self.waves == 1 {
+            (c, 0)
+        } else {
+            let each = all / self.waves;
+            (c % each, c / each * ROWS as u32)
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn sync(self) {
         thread::sync_named(1 + self.group, 128);
     }
 
     #[inline(always)]
-    fn pack(a: f32, b: f32) -> u32 {
+    pub(super) fn pack(a: f32, b: f32) -> u32 {
         let [low, high] = T::pair_from_f32([a, b]);
         T::pack(low, high)
     }
@@ -460,7 +420,7 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
     /// The chunks from `first` to `end` of the tile at (`row`, `column`), of which this thread has these sums, and this bias and these
     /// scales of the first; `rows` are the scales of its two rows. Chunks take turns with the two buffers; `turn` says where the tile before left off.
     #[inline(always)]
-    unsafe fn tile<const N: usize, const SPLIT: u32>(
+    pub(super) unsafe fn tile<const N: usize, const SPLIT: u32>(
         self,
         mut sums: [f32; 128],
         mut bias: [f32; 16],
@@ -530,10 +490,13 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
 
     /// This thread's two columns of each group of 8 of the bias for chunk `c`, zeros without one.
     #[inline(always)]
-    unsafe fn columns<const N: usize, const SPLIT: u32>(self, column: u32, c: u32) -> [f32; 16] {
+    pub(super) unsafe fn columns<const N: usize, const SPLIT: u32>(self, column: u32, c: u32) -> [f32; 16] {
         let mut bias = [0f32; 16];
         if self.biased {
+            let c = self.place(c, const { chunks(N, SPLIT as usize) }).0;
             let at = column + c * const { chunk(N, SPLIT as usize) as u32 } + 2 * (warp::lane_id() % 4);
+            // Or with chunks of several waves each of these would be kept in a register.
+            let at = if self.waves > 1 { integer::opaque(at) } else { at };
             // Columns beyond the last repeat it, and are not stored: loads behind a branch would wait for one another.
             for i in 0..const { chunk(N, SPLIT as usize) / 4 } {
                 let at = at + (i as u32 / 2 * 8 + i as u32 % 2);
@@ -545,7 +508,7 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
 
     /// The scales of the columns that [`columns`](Self::columns) has the bias of.
     #[inline(always)]
-    unsafe fn column_scales<const N: usize, const SPLIT: u32>(self, column: u32, c: u32) -> [f32; 16] {
+    pub(super) unsafe fn column_scales<const N: usize, const SPLIT: u32>(self, column: u32, c: u32) -> [f32; 16] {
         let mut scales = [0f32; 16];
         if SCALES == ROW_SCALES {
             let at = column + c * const { chunk(N, SPLIT as usize) as u32 } + 2 * (warp::lane_id() % 4);
@@ -559,7 +522,7 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
 
     /// The scales of row `row` and the 8th below, of `m`.
     #[inline(always)]
-    unsafe fn row_scales(self, row: u32, m: u32) -> [f32; 2] {
+    pub(super) unsafe fn row_scales(self, row: u32, m: u32) -> [f32; 2] {
         if SCALES == ROW_SCALES {
             [self.scales.x(row.min(m - 1), 0), self.scales.x((row + 8).min(m - 1), 0)]
         } else {
@@ -569,7 +532,7 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
 
     /// Waits until the buffer of the chunk before the last has been read.
     #[inline(always)]
-    unsafe fn free(self) {
+    pub(super) unsafe fn free(self) {
         if self.leads() {
             tma::wait_group_read::<1>();
         }
@@ -578,7 +541,7 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
 
     /// Stores chunk `c` of a tile by way of this buffer, which is free: this thread's results, two to a word.
     #[inline(always)]
-    unsafe fn chunk<const N: usize, const SPLIT: u32>(
+    pub(super) unsafe fn chunk<const N: usize, const SPLIT: u32>(
         self,
         words: [u32; 16],
         buffer: u32,
@@ -599,7 +562,8 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
         tma::fence_async();
         self.sync();
         if self.leads() {
-            tma::store_tensor::<2>(self.y, [(column + c * width) as i32, row as i32], buffer);
+            let (c, below) = self.place(c, const { chunks(N, SPLIT as usize) });
+            tma::store_tensor::<2>(self.y, [(column + c * width) as i32, (row + below) as i32], buffer);
             tma::commit_group();
         }
     }
@@ -607,7 +571,7 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
 
 /// The parts of a tile's sums on their way between the blocks of a cluster.
 #[derive(Clone, Copy)]
-struct Exchange<const N: usize, const SPLIT: u32> {
+pub(super) struct Exchange<const N: usize, const SPLIT: u32> {
     /// This block's part.
     rank: u32,
     /// Blocks with the same part, and this one's number among them.
@@ -622,20 +586,20 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
     const OWNED: usize = chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize * chunk(N, SPLIT as usize) / 2;
 
     #[inline(always)]
-    fn new(rank: u32, sharing: u32, place: u32) -> Self {
+    pub(super) fn new(rank: u32, sharing: u32, place: u32) -> Self {
         Self { rank, sharing, place, mine: thread::thread_idx_x() - 128 }
     }
 
     /// Where element `e` of the owner's, from block `from`, is in the owner's shared memory.
     #[inline(always)]
-    fn index(self, owner: u32, from: u32, e: usize) -> u32 {
+    pub(super) fn index(self, owner: u32, from: u32, e: usize) -> u32 {
         let slot = if from > owner { from - 1 } else { from };
         (slot * Self::OWNED as u32 + e as u32) * CONSUMERS + self.mine
     }
 
     /// How many bytes the others send to the block with part `rank`.
     #[inline(always)]
-    fn bytes(rank: u32) -> u32 {
+    pub(super) fn bytes(rank: u32) -> u32 {
         let left = (N as u32 / 2).saturating_sub(rank * Self::OWNED as u32);
         left.min(Self::OWNED as u32) * const { (SPLIT - 1) * CONSUMERS * 4 }
     }
@@ -643,7 +607,7 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
     /// Sends what others own; their mbarriers at `came` count it. (A barrier of the cluster that publishes ordinary stores would wait for
     /// `MEMBAR.ALL.GPU`.)
     #[inline(always)]
-    unsafe fn send(self, sums: &[f32], came: u32) {
+    pub(super) unsafe fn send(self, sums: &[f32], came: u32) {
         let parts = Carver::new().take::<u32>(1);
         for owner in 0..SPLIT {
             if owner != self.rank {
@@ -662,7 +626,7 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
 
     /// The sums that this block owns, all parts added in their order.
     #[inline(always)]
-    unsafe fn sum(self, sums: &[f32]) -> [f32; 128] {
+    pub(super) unsafe fn sum(self, sums: &[f32]) -> [f32; 128] {
         let parts = Carver::new().take::<f32>(const { (SPLIT as usize - 1) * Self::OWNED * CONSUMERS as usize });
         let mut own = [0f32; 128];
         for owner in 0..SPLIT {

@@ -668,8 +668,12 @@ impl Consumer {
         let scales = WeightScales::<UP, TILES>::new(job, item.bin, item.tile * rows(TILES) as u32 + self.first_row);
         let (mut acc, mut partial) = ([A::zero(); TILES], A::zero());
         let mut step = 0;
+        // Whether the stage to come is known to be full.
+        let mut ready = false;
         loop {
-            stages.wait_full(*ring);
+            if !ready {
+                stages.wait_full(*ring);
+            }
             for l in 0..LINES {
                 let line = ring.stage * LINES as u32 + l as u32;
                 let a = self.weights.offset(line * (rows(TILES) * STEP) as u32);
@@ -679,6 +683,12 @@ impl Consumer {
                     let now = scales.load(s, (step * LINES as u32 + l as u32).min(groups - 1));
                     partial.multiply::<E4M3, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, false);
                     wgmma::wait::<0>(&mut partial);
+                    if l == LINES - 1 && s == TILES - 1 {
+                        // The answer comes while sums are added.
+                        let mut next = *ring;
+                        next.advance();
+                        ready = stages.is_full(next);
+                    }
                     for j in 0..const { A::N / 8 } {
                         let first = line * PAIRS as u32 + 8 * j as u32 + 2 * (lane % 4);
                         let B64(pairs) = self.factors.get_as::<B64<f32, 2>>(first);
