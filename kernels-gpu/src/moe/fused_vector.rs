@@ -24,15 +24,15 @@
 //! them, from memory without the ring. Thus blocks wait only for such as run. A claim is a number that no other launch has, so what the words hold before does
 //! not matter; replays of a graph repeat it, so the last block to see all shares done zeroes the words.
 
-use super::expert_activation::ExpertActivation;
 use super::fused::{Expert, HALVES, PLAIN, Weights};
+use super::fused_wgmma::Activation;
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
 use crate::tensor_float::TensorFloat;
-use cuda_std::atomic::{AcqRel, Acquire, Block, Device, Relaxed, Release};
+use cuda_std::atomic::{AcqRel, Device, Relaxed, Release};
 use cuda_std::shared::Carver;
 use cuda_std::vec::B128;
 use cuda_std::{
-    Global, GlobalMut, Shared, bf16, cp_async, dependent_launch, entries, f16, mbarrier, thread, tma, unroll, warp,
+    Global, GlobalMut, Shared, bf16, dependent_launch, entries, f16, float, mbarrier, thread, tma, unroll, warp,
 };
 
 /// The most pairs.
@@ -70,43 +70,37 @@ pub struct Share {
     pub rows: u32,
 }
 
-/// Where a share begins and ends: rows, and units as parts of 2³² of all.
+/// Where a share begins and ends: rows, and units as parts of all.
 #[derive(Clone, Copy)]
 struct Borders {
     rows: [u32; 2],
-    units: [u64; 2],
+    units: [f32; 2],
 }
 
 impl Borders {
     /// `lines`: rows of the first product that make a unit.
     #[inline(always)]
     fn new(block: u32, blocks: u32, hidden: u32, lines: u32) -> Self {
-        let (blocks, hidden, lines) = (blocks as u64, hidden as u64, lines as u64);
-        // SAFETY: there are blocks, and outputs.
-        unsafe { core::hint::assert_unchecked(blocks != 0 && hidden != 0 && lines != 0) };
-        let at = [block as u64, block as u64 + 1];
-        let rows = [at[0] * hidden / blocks, at[1] * hidden / blocks];
+        // SAFETY: there are blocks.
+        unsafe { core::hint::assert_unchecked(blocks != 0) };
+        let rows = [block * hidden / blocks, (block + 1) * hidden / blocks];
         // For each element between the products there are `lines` rows of `hidden` elements, then one: so in all of them are
-        // `(lines + 1) · hidden` to be read, of which a row of the second product is one.
+        // `(lines + 1) · hidden` to be read, of which a row of the second product is one. Rounding is monotonous.
         let even = lines * hidden < blocks;
-        let all = if even { blocks } else { blocks * lines * hidden };
-        let units = |at: u64, row: u64| {
+        let all = if even { blocks } else { blocks * lines * hidden } as f32;
+        let units = |at: u32, row: u32| {
             let before = if even { at } else { at * (lines + 1) * hidden - blocks * row };
-            (before << 32) / all
+            float::fast::div(before as f32, all)
         };
-        Self { rows: [rows[0] as u32, rows[1] as u32], units: [units(at[0], rows[0]), units(at[1], rows[1])] }
+        Self { rows, units: [units(block, rows[0]), if block + 1 == blocks { 1.0 } else { units(block + 1, rows[1]) }] }
     }
 
     /// Of so many units.
     #[inline(always)]
     fn share(self, units: u32) -> Share {
-        let [from, to] = [(self.units[0] * units as u64) >> 32, (self.units[1] * units as u64) >> 32];
-        Share {
-            unit: from as u32,
-            units: (to - from) as u32,
-            row: self.rows[0],
-            rows: self.rows[1] - self.rows[0],
-        }
+        let at = |part: f32| if part == 1.0 { units } else { ((units as f32 * part) as u32).min(units) };
+        let (from, to) = (at(self.units[0]), at(self.units[1]));
+        Share { unit: from, units: to - from, row: self.rows[0], rows: self.rows[1] - self.rows[0] }
     }
 }
 
@@ -117,17 +111,55 @@ impl Share {
     }
 }
 
-/// A piece: of one row of weights or two.
+/// Pieces of a product that are a warp's, in turn with the others'.
 #[derive(Clone, Copy)]
-struct Piece {
+struct Cursor {
     /// Whose, among the pairs that exist.
     pair: u32,
-    /// The output, or the first of two.
-    output: u32,
-    both: bool,
-    /// Elements of the rows.
-    start: u32,
-    len: u32,
+    /// The unit, among the pair's.
+    unit: u32,
+    /// Which piece of it.
+    part: u32,
+    /// Units of a pair, pieces of a unit.
+    units: u32,
+    parts: u32,
+    /// From one piece to the warp's next.
+    next_unit: u32,
+    next_part: u32,
+}
+
+impl Cursor {
+    /// From piece `part` of unit `unit` on.
+    #[inline(always)]
+    fn new(unit: u32, part: u32, units: u32, parts: u32, warps: u32) -> Self {
+        let mut cursor = Self { pair: 0, unit, part, units, parts, next_unit: 0, next_part: warps };
+        while cursor.next_part >= parts {
+            cursor.next_part -= parts;
+            cursor.next_unit += 1;
+        }
+        cursor.carry();
+        cursor
+    }
+
+    /// No divisions: they are long, and what runs once comes from memory.
+    #[inline(always)]
+    fn carry(&mut self) {
+        while self.part >= self.parts {
+            self.part -= self.parts;
+            self.unit += 1;
+        }
+        while self.unit >= self.units {
+            self.unit -= self.units;
+            self.pair += 1;
+        }
+    }
+
+    #[inline(always)]
+    fn advance(&mut self) {
+        self.part += self.next_part;
+        self.unit += self.next_unit;
+        self.carry();
+    }
 }
 
 /// What all warps of a block know.
@@ -139,7 +171,7 @@ struct Job<T, const STEPS: usize> {
     hidden: u32,
     intermediate: u32,
     layout: u32,
-    activation: ExpertActivation,
+    activation: Activation,
     /// For each pair that exists its expert.
     bins: Shared<u32>,
     sums: Shared<f32>,
@@ -153,39 +185,10 @@ impl<T: TensorFloat, const STEPS: usize> Job<T, STEPS> {
         if self.layout == PLAIN { 1 } else { 2 }
     }
 
-    /// Pieces of a unit of the first product; of the second.
+    /// Pieces of a row.
     #[inline(always)]
-    fn pieces(&self, down: bool) -> u32 {
+    fn parts(&self, down: bool) -> u32 {
         (if down { self.intermediate } else { self.hidden }).div_ceil(Self::LEN).max(1)
-    }
-
-    #[inline(always)]
-    fn up(&self, share: Share, i: u32) -> Piece {
-        let pieces = self.pieces(false);
-        let (unit, start) = (share.unit + i / pieces, i % pieces * Self::LEN);
-        let width = self.intermediate.max(1);
-        Piece {
-            pair: unit / width,
-            output: unit % width,
-            both: self.layout != PLAIN,
-            start,
-            len: (self.hidden - start).min(Self::LEN),
-        }
-    }
-
-    #[inline(always)]
-    fn down(&self, share: Share, i: u32) -> Piece {
-        let pieces = self.pieces(true);
-        let (unit, start) = (i / pieces, i % pieces * Self::LEN);
-        let each = share.rows.div_ceil(2).max(1);
-        let row = 2 * (unit % each);
-        Piece {
-            pair: unit / each,
-            output: share.row + row,
-            both: row + 1 < share.rows,
-            start,
-            len: (self.intermediate - start).min(Self::LEN),
-        }
     }
 
     /// An expert's weights of the first product, or of the second.
@@ -209,38 +212,26 @@ impl<T: TensorFloat, const STEPS: usize> Job<T, STEPS> {
         }
     }
 
-    /// Where a piece's rows start; the same twice if there is one.
-    #[inline(always)]
-    fn weights(&self, piece: Piece, bin: u32, down: bool) -> (Global<T>, Global<T>) {
-        let expert = self.expert(bin, down);
-        let k = if down { self.intermediate } else { self.hidden };
-        let row = |second: bool| {
-            let second = second && piece.both;
-            let row = if down { piece.output + second as u32 } else { self.row(piece.output, second) };
-            expert.weights.offset(row as usize * k as usize + piece.start as usize)
-        };
-        (row(false), row(true))
-    }
-
-    /// Multiplies a piece with the part of the vector that `operand` begins with, and keeps the sums as number `i`.
+    /// Multiplies up to `LEN` elements of one row or two with the vector at `operand`. Every lane of the warp's lower half gets the first
+    /// row's sum, of the upper half the second's.
     #[inline(always)]
     unsafe fn multiply(
         &self,
-        piece: Piece,
-        i: u32,
+        len: u32,
+        both: bool,
         operand: Shared<T>,
         first: impl Fn(u32) -> B128<u32, 4>,
         second: impl Fn(u32) -> B128<u32, 4>,
-    ) {
+    ) -> f32 {
         let lane = warp::lane_id();
         let mut acc = [[0f32; 4]; 2];
         unroll::<STEPS>(|s| {
             let at = s as u32 * 256 + lane * 8;
             let (mut a, mut b, mut x) = ([0u32; 4], [0u32; 4], [0u32; 4]);
-            if at < piece.len {
+            if at < len {
                 x = operand.get_as::<B128<u32, 4>>(at).0;
                 a = first(at).0;
-                if piece.both {
+                if both {
                     b = second(at).0;
                 }
             }
@@ -249,50 +240,35 @@ impl<T: TensorFloat, const STEPS: usize> Job<T, STEPS> {
         });
         // Lane `4 g + t` has columns `2 t` and `2 t + 1` of row `g`, one of which may be `g`.
         let (g, t) = (lane / 4, lane % 4);
-        let mine = t == g / 2;
         let on = |row: usize| {
             let (even, odd) = (acc[0][row] + acc[1][row], acc[0][row + 1] + acc[1][row + 1]);
             let v = if g % 2 == 0 { even } else { odd };
-            if mine { v } else { 0.0 }
+            if t == g / 2 { v } else { 0.0 }
         };
         let (a, b) = (on(0), on(2));
-        // The lower half of the warp adds up the first row, the upper half the second.
         let upper = lane >= 16;
         let mut sum = if upper { b } else { a } + warp::shfl_xor(if upper { a } else { b }, 16);
         unroll::<4>(|i| sum += warp::shfl_xor(sum, 8 >> i));
-        if lane % 16 == 0 {
-            self.sums.set(2 * i + lane / 16, sum);
-        }
+        sum
     }
 
     /// Adds up pieces of a row.
     #[inline(always)]
-    unsafe fn total(&self, unit: u32, second: u32, pieces: u32) -> f32 {
+    unsafe fn total(&self, unit: u32, second: u32, parts: u32) -> f32 {
         let mut sum = 0f32;
-        for i in 0..pieces {
-            sum += self.sums.get(2 * (unit * pieces + i) + second);
+        for i in 0..parts {
+            sum += self.sums.get(2 * (unit * parts + i) + second);
         }
         sum
     }
 
-    /// Stores a share's `h`, by all threads, when all have their sums.
+    /// Stores an output of the first product.
     #[inline(always)]
-    unsafe fn finish_up(&self, share: Share) {
-        let pieces = self.pieces(false);
-        let mut unit = thread::thread_idx_x();
-        while unit < share.units {
-            let Piece { pair, output, .. } = self.up(share, unit * pieces);
-            let expert = self.expert(self.bins.get(pair), false);
-            let gate = self.total(unit, 0, pieces) + expert.bias(self.row(output, false));
-            let v = if self.layout == PLAIN {
-                self.activation.apply(gate)
-            } else {
-                let up = self.total(unit, 1, pieces) + expert.bias(self.row(output, true));
-                self.activation.gated(gate, up)
-            };
-            self.h.set(share.unit + unit, T::from_f32(v));
-            unit += thread::block_dim_x();
-        }
+    unsafe fn finish(&self, unit: u32, pair: u32, output: u32, gate: f32, up: f32) {
+        let expert = self.expert(self.bins.get(pair), false);
+        let gate = gate + expert.bias(self.row(output, false));
+        let up = if self.layout == PLAIN { 0.0 } else { up + expert.bias(self.row(output, true)) };
+        self.h.set(unit, T::from_f32(self.activation.gated(gate, up)));
     }
 }
 
@@ -341,9 +317,9 @@ impl Words {
     }
 }
 
-/// See the [module](self) and [`Args`]. Grid: at most [`MAX_BLOCKS`]; block: `WARPS` warps; shared memory: [`shared_bytes`].
+/// See the [module](self) and [`Args`]. Grid: at most [`MAX_BLOCKS`]; block: `WARPS` warps and one more; shared memory: [`shared_bytes`].
 #[inline(always)]
-unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
+unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, const TRACE: bool>(
     out: *mut T,
     out_row: usize,
     h: *mut T,
@@ -381,6 +357,12 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
 ) {
     let (tid, lane, warp_id) = (thread::thread_idx_x(), warp::lane_id(), warp::warp_id());
     let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
+    let trace = GlobalMut::new(words);
+    let mark = |i: u32| {
+        if TRACE && lane == 0 {
+            trace.set(512 + block * 16 + i, thread::globaltimer());
+        }
+    };
     let mut carver = Carver::new();
     let bars = carver.take::<u64>(WARPS * MAX_STAGES + 1);
     let bins = carver.take::<u32>(MAX_PAIRS);
@@ -390,22 +372,22 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
     let sums = carver.take::<f32>(sums as usize);
     let operand = carver.take::<T>(operands as usize);
     let ring = carver.take_aligned::<T>(WARPS * stages as usize * 2 * STEPS * 256, 128);
+    let all_threads = const { WARPS as u32 * 32 + 32 };
     let len = const { STEPS as u32 * 256 };
-    let ring = ring.offset(warp_id * stages * 2 * len);
-    let bar = |stage: u32| bars.address(warp_id * MAX_STAGES as u32 + stage);
     let vector = bars.address(WARPS * MAX_STAGES);
-    if lane == 0 {
-        for s in 0..stages {
-            mbarrier::init(bar(s), 1);
-        }
-        if warp_id == 0 {
-            mbarrier::init(vector, 1);
-        }
-        mbarrier::fence_init();
+    if tid < WARPS as u32 * MAX_STAGES as u32 + 1 {
+        mbarrier::init(bars.address(tid), 1);
     }
-    warp::sync_warp(warp::FULL);
+    mbarrier::fence_init();
+    thread::sync_threads();
     let borders = Borders::new(block, blocks, hidden, if layout == PLAIN { 1 } else { 2 });
+    if warp_id == 0 {
+        mark(0);
+    }
     dependent_launch::begin();
+    if warp_id == 0 {
+        mark(1);
+    }
 
     // Each warp makes itself a list of the pairs that exist, one a lane.
     let pairs = Pairs {
@@ -426,15 +408,19 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
     }
     let there = warp::warp_vote_ballot(warp::FULL, bin != NOWHERE && bin != INVALID);
     let count = there.count_ones();
-    let mut rest = there;
-    for i in 0..31 {
-        if i < lane {
+    let mut pair = lane;
+    if there & there.wrapping_add(1) != 0 {
+        let (mut rest, mut i) = (there, 0);
+        while i < lane {
             rest &= rest.wrapping_sub(1);
+            i += 1;
         }
+        pair = if rest == 0 { 0 } else { rest.trailing_zeros() };
+        warp::sync_warp(warp::FULL);
+        bin = warp::shfl_idx(bin, pair);
+        scale = warp::shfl_idx(scale, pair);
     }
-    let pair = if rest == 0 { 0 } else { rest.trailing_zeros() };
-    let (bin, scale) = (warp::shfl_idx(bin, pair), warp::shfl_idx(scale, pair));
-    let token = pair / slots.max(1);
+    let token = if tokens == 1 { 0 } else { pair / slots.max(1) };
 
     let job = Job::<T, STEPS> {
         routed: [Weights::new(w13, bias13), Weights::new(w2, bias2)],
@@ -444,172 +430,238 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
         hidden,
         intermediate,
         layout,
-        activation: ExpertActivation { kind: activation, alpha, limit },
+        activation: Activation::new(activation, alpha, limit, layout != PLAIN),
         bins,
         sums,
     };
     let share = borders.share(count * intermediate);
-    let first = share.units * job.pieces(false);
-    let all = first + count * share.rows.div_ceil(2) * job.pieces(true);
-    let fetch = |i: u32, stage: u32| {
-        let down = i >= first;
-        let piece = if down { job.down(share, i - first) } else { job.up(share, i) };
-        let bin = warp::shfl_idx(bin, piece.pair);
-        if lane == 0 {
-            let (one, two) = job.weights(piece, bin, down);
-            let to = ring.address(stage * 2 * len);
-            mbarrier::arrive_expect_tx(bar(stage), if piece.both { 4 } else { 2 } * piece.len);
-            tma::copy_bulk(to, one.ptr(0u32), 2 * piece.len, bar(stage));
-            if piece.both {
-                tma::copy_bulk(to + 2 * len, two.ptr(0u32), 2 * piece.len, bar(stage));
-            }
-        }
-    };
-    let (mut at, mut next) = (warp_id, warp_id);
-    for s in 0..stages {
-        if next < all {
-            fetch(next, s);
-            next += WARPS as u32;
-        }
-    }
     let words = Words::new(words, blocks, launch);
-    if warp_id == 0 {
+    let width = intermediate.max(1);
+
+    if warp_id == WARPS as u32 {
         if lane < count {
             bins.set(lane, bin);
             scales.set(lane, scale);
             tokens_of.set(lane, token);
         }
+        let mut won = false;
         if lane == 0 {
             mbarrier::arrive_expect_tx(vector, tokens * hidden * 2);
             for t in 0..tokens {
                 tma::copy_bulk(operand.address(t * hidden), x.wrapping_add(t as usize * x_row), hidden * 2, vector);
             }
+            won = words.claim(block);
+            notes.set(0u32, won as u32);
         }
-    }
-    thread::sync_threads();
-    if tid == 32 {
-        notes.set(0u32, words.claim(block) as u32);
-    }
-    mbarrier::wait_parity(vector, 0);
-
-    let (mut stage, mut parity) = (0, 0);
-    // The next piece of this warp, with the vector for it.
-    let mut multiply = |piece: Piece, operand: Shared<T>, i: u32| {
-        mbarrier::wait_parity(bar(stage), parity);
-        let from = ring.offset(stage * 2 * len);
-        job.multiply(piece, i, operand, |at| from.get_as(at), |at| from.get_as(len + at));
         warp::sync_warp(warp::FULL);
-        if next < all {
-            fetch(next, stage);
-            next += WARPS as u32;
+        mark(8);
+        thread::arrive_named(1, all_threads);
+        thread::sync_named(2, all_threads);
+        mark(9);
+        if won {
+            words.publish(block);
         }
+        mark(10);
+        let mut polls = 0;
+        loop {
+            let (mut ok, mut idle) = (true, u32::MAX);
+            unroll::<{ MAX_BLOCKS / 32 }>(|i| {
+                let other = lane + 32 * i as u32;
+                if other < blocks {
+                    let word = words.words.load(other, Device, Relaxed);
+                    ok &= word == words.done;
+                    if word != words.done && word != words.taken {
+                        idle = other;
+                    }
+                }
+            });
+            if warp::warp_vote_all(warp::FULL, ok) {
+                break;
+            }
+            polls += 1;
+            if polls > PATIENCE {
+                let who = warp::warp_vote_ballot(warp::FULL, idle != u32::MAX);
+                if who != 0 {
+                    let other = warp::shfl_idx(idle, who.trailing_zeros());
+                    let won = lane == 0 && words.claim(other);
+                    if warp::warp_vote_any(warp::FULL, won) {
+                        let lines = if layout == PLAIN { 1 } else { 2 };
+                        let share = Share::new(other, blocks, count, hidden, intermediate, lines);
+                        for unit in share.unit..share.unit + share.units {
+                            let (pair, output) = (unit / width, unit % width);
+                            let (bin, token) = (bins.get(pair), tokens_of.get(pair));
+                            let weights = job.expert(bin, false).weights;
+                            let row = |up: bool| weights.offset(job.row(output, up) as usize * hidden as usize);
+                            let (gates, values) = (row(false), row(layout != PLAIN));
+                            let (mut sum, mut start) = (0f32, 0);
+                            while start < hidden {
+                                sum += job.multiply(
+                                    (hidden - start).min(len),
+                                    layout != PLAIN,
+                                    operand.offset(token * hidden + start),
+                                    |at| gates.get_as(start + at),
+                                    |at| values.get_as(start + at),
+                                );
+                                start += len;
+                            }
+                            let up = warp::shfl_idx(sum, 16);
+                            if lane == 0 {
+                                job.finish(unit, pair, output, sum, up);
+                            }
+                        }
+                        if won {
+                            words.publish(other);
+                        }
+                    }
+                }
+            }
+            thread::spin_hint();
+        }
+        thread::device_fence();
+        mark(11);
+        if lane == 0 {
+            // All of `h`, in place of `x`.
+            tma::fence_async_global();
+            mbarrier::arrive_expect_tx(vector, count * intermediate * 2);
+            if count > 0 {
+                tma::copy_bulk(operand.address(0u32), job.h.ptr(0u32).cast_const(), count * intermediate * 2, vector);
+            }
+            words.leave();
+        }
+        mark(12);
+        return;
+    }
+
+    let ring = ring.offset(warp_id * stages * 2 * len);
+    let bar = |stage: u32| bars.address(warp_id * MAX_STAGES as u32 + stage);
+    let first = share.units * job.parts(false);
+    let all = first + count * share.rows.div_ceil(2) * job.parts(true);
+    // What is to come and what is next, in pieces; stages that are filled and which is.
+    let (mut at, mut next, mut ahead, mut stage, mut to, mut parity) = (warp_id, warp_id, 0, 0, 0, 0);
+    let mut cursor = Cursor::new(share.unit, warp_id, width, job.parts(false), WARPS as u32);
+    let (mut fetching_down, mut down) = (false, false);
+    // Of a stage, in the lane of its number: where its vector starts; the length of its rows, whether there are two, where the second is.
+    let (mut from, mut what) = (0u32, 0u32);
+    if warp_id == 0 {
+        mark(2);
+    }
+    loop {
+        while ahead < stages && next < all {
+            if next >= first && !fetching_down {
+                fetching_down = true;
+                let each = share.rows.div_ceil(2).max(1);
+                cursor = Cursor::new(0, next - first, each, job.parts(true), WARPS as u32);
+            }
+            let (k, start) = (if fetching_down { intermediate } else { hidden }, cursor.part * len);
+            let n = (k - start).min(len);
+            let both = if fetching_down { 2 * cursor.unit + 1 < share.rows } else { layout != PLAIN };
+            let whose = warp::shfl_idx(bin, cursor.pair);
+            let vector = if fetching_down { cursor.pair } else { warp::shfl_idx(token, cursor.pair) };
+            // Rows of the second product that are read as a whole come as one.
+            let joint = fetching_down && cursor.parts == 1;
+            let second = if joint { n } else { len };
+            if lane == to {
+                from = vector * k + start;
+                what = n | (both as u32) << 15 | second << 16;
+            }
+            if lane == 0 {
+                let (row, other) = if fetching_down {
+                    let row = share.row + 2 * cursor.unit;
+                    (row, row + 1)
+                } else {
+                    (job.row(cursor.unit, false), job.row(cursor.unit, true))
+                };
+                let weights = job.expert(whose, fetching_down).weights;
+                let stage = ring.address(to * 2 * len);
+                let bytes = if both { 4 } else { 2 } * n;
+                mbarrier::arrive_expect_tx(bar(to), bytes);
+                let piece = weights.ptr(row as usize * k as usize + start as usize);
+                tma::copy_bulk(stage, piece, if joint { bytes } else { 2 * n }, bar(to));
+                if both && !joint {
+                    let piece = weights.ptr(other as usize * k as usize + start as usize);
+                    tma::copy_bulk(stage + 2 * len, piece, 2 * n, bar(to));
+                }
+            }
+            to = if to + 1 == stages { 0 } else { to + 1 };
+            cursor.advance();
+            next += WARPS as u32;
+            ahead += 1;
+        }
+        if at >= first && !down {
+            down = true;
+            if warp_id == 0 {
+                mark(5);
+            }
+            thread::sync_named(1, all_threads);
+            if notes.get(0u32) != 0 {
+                let (parts, mut unit) = (job.parts(false), tid);
+                while unit < share.units {
+                    let global = share.unit + unit;
+                    let up = if layout == PLAIN { 0.0 } else { job.total(unit, 1, parts) };
+                    job.finish(global, global / width, global % width, job.total(unit, 0, parts), up);
+                    unit += const { WARPS as u32 * 32 };
+                }
+            }
+            thread::arrive_named(2, all_threads);
+        }
+        if at >= all {
+            break;
+        }
+        mbarrier::wait_parity(vector, down as u32);
+        if warp_id == 0 {
+            if at == 0 {
+                mark(3);
+            }
+            if TRACE && down && at < first + WARPS as u32 {
+                mark(6);
+            }
+        }
+        let (start, what) = (warp::shfl_idx(from, stage), warp::shfl_idx(what, stage));
+        let rows = ring.offset(stage * 2 * len);
+        let second = rows.offset(what >> 16);
+        mbarrier::wait_parity(bar(stage), parity);
+        if warp_id == 0 && at == 0 {
+            mark(4);
+        }
+        let sum = job.multiply(
+            what & 0x7fff,
+            what & 0x8000 != 0,
+            operand.offset(start),
+            |at| rows.get_as(at),
+            |at| second.get_as(at),
+        );
+        if lane % 16 == 0 {
+            sums.set(2 * (if down { at - first } else { at }) + lane / 16, sum);
+        }
+        warp::sync_warp(warp::FULL);
         stage += 1;
         if stage == stages {
             (stage, parity) = (0, parity ^ 1);
         }
-    };
-    while at < first {
-        let piece = job.up(share, at);
-        let token = warp::shfl_idx(token, piece.pair);
-        multiply(piece, operand.offset(token * hidden + piece.start), at);
+        ahead -= 1;
         at += WARPS as u32;
     }
-    thread::sync_threads();
-    if notes.get(0u32) != 0 {
-        job.finish_up(share);
-        thread::sync_threads();
-        if tid == 0 {
-            words.publish(block);
-        }
+    if warp_id == 0 {
+        mark(7);
     }
-
-    loop {
-        let (mut polls, mut ok, mut idle) = (0, false, u32::MAX);
-        while !ok && polls < PATIENCE {
-            (ok, idle) = (true, u32::MAX);
-            let mut i = tid;
-            while i < blocks {
-                let word = words.words.load(i, Device, Acquire);
-                ok &= word == words.done;
-                if word != words.done && word != words.taken {
-                    idle = i;
-                }
-                i += const { WARPS as u32 * 32 };
-            }
-            polls += 1;
-            thread::spin_hint();
-        }
-        if thread::sync_threads_and(ok) {
-            break;
-        }
-        if tid == 0 {
-            notes.set(1u32, u32::MAX);
-        }
-        thread::sync_threads();
-        if idle != u32::MAX {
-            notes.fetch_min(1u32, idle, Block, Relaxed);
-        }
-        thread::sync_threads();
-        let other = notes.get(1u32);
-        if other != u32::MAX {
-            if tid == 0 {
-                notes.set(2u32, words.claim(other) as u32);
-            }
-            thread::sync_threads();
-            if notes.get(2u32) != 0 {
-                let share =
-                    Share::new(other, blocks, count, hidden, intermediate, if layout == PLAIN { 1 } else { 2 });
-                let mut i = warp_id;
-                while i < share.units * job.pieces(false) {
-                    let piece = job.up(share, i);
-                    let (first, second) = job.weights(piece, bins.get(piece.pair), false);
-                    let operand = operand.offset(tokens_of.get(piece.pair) * hidden + piece.start);
-                    job.multiply(piece, i, operand, |at| first.get_as(at), |at| second.get_as(at));
-                    i += WARPS as u32;
-                }
-                thread::sync_threads();
-                job.finish_up(share);
-                thread::sync_threads();
-                if tid == 0 {
-                    words.publish(other);
-                }
-            }
-        }
-        thread::sync_threads();
-    }
-
-    // All of `h`, in place of `x`.
-    let mut i = 8 * tid;
-    while i < count * intermediate {
-        cp_async::copy_16(operand.address(i), job.h.ptr(i).cast_const());
-        i += const { WARPS as u32 * 32 * 8 };
-    }
-    cp_async::commit_group();
-    if tid == 32 {
-        words.leave();
-    }
-    cp_async::wait_group::<0>();
-    thread::sync_threads();
-    while at < all {
-        let piece = job.down(share, at - first);
-        multiply(piece, operand.offset(piece.pair * intermediate + piece.start), at - first);
-        at += WARPS as u32;
-    }
-    thread::sync_threads();
-    let (pieces, each) = (job.pieces(true), share.rows.div_ceil(2));
+    thread::sync_named(3, const { WARPS as u32 * 32 });
+    let (parts, each) = (job.parts(true), share.rows.div_ceil(2));
     let mut i = tid;
     while i < tokens * share.rows {
-        let (token, row) = (i / share.rows.max(1), i % share.rows.max(1));
+        let (token, row) = if tokens == 1 { (0, i) } else { (i / share.rows.max(1), i % share.rows.max(1)) };
         let mut sum = 0f32;
         for pair in 0..count {
             if tokens_of.get(pair) == token {
-                let v = job.total(pair * each + row / 2, row % 2, pieces);
+                let v = job.total(pair * each + row / 2, row % 2, parts);
                 let bias = job.expert(bins.get(pair), true).bias(share.row + row);
                 sum += (v + bias) * scales.get(pair);
             }
         }
         GlobalMut::new(out).set(token as usize * out_row + (share.row + row) as usize, T::from_f32(sum));
         i += const { WARPS as u32 * 32 };
+    }
+    if warp_id == 0 {
+        mark(13);
     }
 }
 
@@ -633,8 +685,10 @@ entries! {
         /// Room in shared memory for vectors and sums, in elements, and the stages of each warp.
         operands: u32, sums: u32, stages: u32,
     );
-    moe_fused_vector_f16 { type T = f16; } [256, 1; Sm90a] => fused_vector::<T, 8, 4>;
-    moe_fused_vector_bf16 { type T = bf16; } [256, 1; Sm90a] => fused_vector::<T, 8, 4>;
-    moe_fused_vector_v2_bf16 { type T = bf16; } [512, 1; Sm90a] => fused_vector::<T, 16, 2>;
-    moe_fused_vector_v3_bf16 { type T = bf16; } [512, 1; Sm90a] => fused_vector::<T, 16, 4>;
+    moe_fused_vector_f16 { type T = f16; } [544, 1; Sm90a] => fused_vector::<T, 16, 4, false>;
+    moe_fused_vector_bf16 { type T = bf16; } [544, 1; Sm90a] => fused_vector::<T, 16, 4, false>;
+    moe_fused_vector_v2_bf16 { type T = bf16; } [288, 1; Sm90a] => fused_vector::<T, 8, 4, false>;
+    moe_fused_vector_v3_bf16 { type T = bf16; } [288, 1; Sm90a] => fused_vector::<T, 8, 8, false>;
+    moe_fused_vector_v4_bf16 { type T = bf16; } [416, 1; Sm90a] => fused_vector::<T, 12, 4, false>;
+    moe_fused_vector_v5_bf16 { type T = bf16; } [544, 1; Sm90a] => fused_vector::<T, 16, 4, true>;
 }
