@@ -369,7 +369,7 @@ pub const fn split_log2(k: usize) -> u32 {
 
 /// Chooses the kernels. `streams` says whether addresses and strides suit 16-byte loads, `wgmma` whether the device has
 /// Hopper's instructions and the activation is one that they are used with, `shuffled` whether the weights are
-/// [shuffled](shuffle::shuffle_weights). `blocks`: the multiprocessors if they are Hopper's, or 0.
+/// [shuffled](shuffle::shuffle_weights). `multiprocessors`: the device's.
 pub const fn plan(
     dtype: DType,
     shape: &FusedShape,
@@ -377,7 +377,7 @@ pub const fn plan(
     streams: bool,
     wgmma: bool,
     shuffled: bool,
-    blocks: u32,
+    multiprocessors: u32,
 ) -> Option<Plan> {
     use kernel::*;
     let fits = streams
@@ -386,10 +386,13 @@ pub const fn plan(
         && shape.intermediate.is_multiple_of(8);
     // Maps of tensors have something in them.
     let wgmma = wgmma && shape.hidden > 0 && shape.intermediate > 0 && shape.bins() <= fused_wgmma::MAX_BINS;
-    let vector = fits && !shuffled && FusedPath::vector_parts(shape, vector_blocks(blocks) as usize).is_some();
+    let vector = fits
+        && wgmma
+        && !shuffled
+        && FusedPath::vector_parts(shape, vector_blocks(multiprocessors) as usize).is_some();
     let path = match path {
         FusedPath::Auto if !fits => FusedPath::Fma,
-        FusedPath::Auto if vector && wgmma && shape.tokens <= VECTOR_TOKENS => FusedPath::Vector,
+        FusedPath::Auto if vector && shape.tokens <= VECTOR_TOKENS => FusedPath::Vector,
         FusedPath::Auto => FusedPath::choose(
             shape.pairs(),
             shape.bins(),
@@ -1174,12 +1177,10 @@ pub fn fused<T: Float>(
         && (tokens == 1 || (xs.stride * T::DTYPE.size()).is_multiple_of(16));
     // Those kernels keep where rows of `x` and of `h` start in units of 16 bytes, in 32 bits.
     let properties = stream.device().properties();
-    let hopper = properties.compute_capability == (9, 0);
-    let blocks = if hopper { properties.multiprocessors } else { 0 };
-    let wgmma = hopper
+    let wgmma = properties.compute_capability == (9, 0)
         && options.activation != ExpertActivation::Gelu
         && tokens.saturating_mul(xs.stride).max(shape.pairs() * shape.intermediate) < 1 << 35;
-    let plan = plan(T::DTYPE, &shape, options.path, streams, wgmma, options.shuffled, blocks);
+    let plan = plan(T::DTYPE, &shape, options.path, streams, wgmma, options.shuffled, properties.multiprocessors);
     let plan = plan.ok_or_else(|| Error::Unsupported {
         op: OP,
         what: format!(

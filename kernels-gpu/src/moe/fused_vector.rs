@@ -35,6 +35,12 @@ use cuda_std::{
     Global, GlobalMut, Shared, bf16, dependent_launch, entries, f16, float, mbarrier, thread, tma, unroll, warp,
 };
 
+/// Warps of a block that multiply.
+pub const WARPS: usize = 16;
+/// Elements of a row of a piece, in units of 256: a warp's lanes take 8 each.
+pub const STEPS: usize = 4;
+/// Threads of a block: the warps that multiply, and one more.
+pub const THREADS: usize = WARPS * 32 + 32;
 /// The most pairs.
 pub const MAX_PAIRS: usize = 32;
 /// The most blocks.
@@ -47,14 +53,14 @@ pub const MAX_STAGES: usize = 8;
 const PATIENCE: u32 = 100;
 
 /// Dynamic shared memory for vectors of so many elements in all (`x`, then `h`), so many sums, and stages of each warp.
-pub const fn shared_bytes(warps: usize, steps: usize, operands: usize, sums: usize, stages: usize) -> usize {
-    (warps * MAX_STAGES + 2) * 8
-        + 3 * MAX_PAIRS * 4
+pub const fn shared_bytes(operands: usize, sums: usize, stages: usize) -> usize {
+    (WARPS * MAX_STAGES + 2) * 8
+        + 2 * MAX_PAIRS * 4
         + 16
         + sums.next_multiple_of(4) * 4
         + operands.next_multiple_of(8) * 2
         + 128
-        + warps * stages * 2 * steps * 256 * 2
+        + WARPS * stages * 2 * STEPS * 256 * 2
 }
 
 /// What a block does: units of the first product, and rows of the second.
@@ -212,29 +218,28 @@ impl<T: TensorFloat, const STEPS: usize> Job<T, STEPS> {
         }
     }
 
-    /// Multiplies up to `LEN` elements of one row or two with the vector at `operand`. Every lane of the warp's lower half gets the first
-    /// row's sum, of the upper half the second's.
+    /// Multiplies up to `LEN` elements of two rows, which may be the same, with the vector at `operand`. Every lane of the warp's lower half gets
+    /// the first row's sum, of the upper half the second's.
     #[inline(always)]
     unsafe fn multiply(
         &self,
         len: u32,
-        both: bool,
         operand: Shared<T>,
         first: impl Fn(u32) -> B128<u32, 4>,
         second: impl Fn(u32) -> B128<u32, 4>,
     ) -> f32 {
         let lane = warp::lane_id();
-        let mut acc = [[0f32; 4]; 2];
+        let zero = B128([0u32; 4]);
+        let (mut a, mut b, mut x) = ([zero; STEPS], [zero; STEPS], [zero; STEPS]);
         unroll::<STEPS>(|s| {
             let at = s as u32 * 256 + lane * 8;
-            let (mut a, mut b, mut x) = ([0u32; 4], [0u32; 4], [0u32; 4]);
             if at < len {
-                x = operand.get_as::<B128<u32, 4>>(at).0;
-                a = first(at).0;
-                if both {
-                    b = second(at).0;
-                }
+                (x[s], a[s], b[s]) = (operand.get_as(at), first(at), second(at));
             }
+        });
+        let mut acc = [[0f32; 4]; 2];
+        unroll::<STEPS>(|s| {
+            let (B128(a), B128(b), B128(x)) = (a[s], b[s], x[s]);
             acc[0] = T::mma([a[0], b[0], a[1], b[1]], [x[0], x[1]], acc[0]);
             acc[1] = T::mma([a[2], b[2], a[3], b[3]], [x[2], x[3]], acc[1]);
         });
@@ -306,13 +311,18 @@ impl Words {
         self.words.store(share, self.done, Device, Release);
     }
 
-    /// By one thread of each block when all shares are done. The last leaves zeroes.
+    /// By a warp of each block when all shares are done. The last leaves zeroes.
     #[inline(always)]
     unsafe fn leave(self) {
-        if self.words.fetch_add(self.shares, 1, Device, AcqRel) == self.shares as u64 - 1 {
-            for i in 0..=self.shares {
-                self.words.store(i, 0, Device, Relaxed);
-            }
+        let lane = warp::lane_id();
+        let before = if lane == 0 { self.words.fetch_add(self.shares, 1, Device, AcqRel) } else { 0 };
+        if warp::shfl_idx(before, 0) == self.shares as u64 - 1 {
+            unroll::<{ WORDS.div_ceil(32) }>(|i| {
+                let word = lane + 32 * i as u32;
+                if word <= self.shares {
+                    self.words.store(word, 0, Device, Relaxed);
+                }
+            });
         }
     }
 }
@@ -366,7 +376,6 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
     let mut carver = Carver::new();
     let bars = carver.take::<u64>(WARPS * MAX_STAGES + 1);
     let bins = carver.take::<u32>(MAX_PAIRS);
-    let scales = carver.take::<f32>(MAX_PAIRS);
     let tokens_of = carver.take::<u32>(MAX_PAIRS);
     let notes = carver.take::<u32>(4);
     let sums = carver.take::<f32>(sums as usize);
@@ -441,7 +450,6 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
     if warp_id == WARPS as u32 {
         if lane < count {
             bins.set(lane, bin);
-            scales.set(lane, scale);
             tokens_of.set(lane, token);
         }
         let mut won = false;
@@ -497,7 +505,6 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
                             while start < hidden {
                                 sum += job.multiply(
                                     (hidden - start).min(len),
-                                    layout != PLAIN,
                                     operand.offset(token * hidden + start),
                                     |at| gates.get_as(start + at),
                                     |at| values.get_as(start + at),
@@ -526,8 +533,8 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             if count > 0 {
                 tma::copy_bulk(operand.address(0u32), job.h.ptr(0u32).cast_const(), count * intermediate * 2, vector);
             }
-            words.leave();
         }
+        words.leave();
         mark(12);
         return;
     }
@@ -540,7 +547,7 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
     let (mut at, mut next, mut ahead, mut stage, mut to, mut parity) = (warp_id, warp_id, 0, 0, 0, 0);
     let mut cursor = Cursor::new(share.unit, warp_id, width, job.parts(false), WARPS as u32);
     let (mut fetching_down, mut down) = (false, false);
-    // Of a stage, in the lane of its number: where its vector starts; the length of its rows, whether there are two, where the second is.
+    // Of a stage, in the lane of its number: where its vector starts; the length of its rows, and where the second is, which may be the first.
     let (mut from, mut what) = (0u32, 0u32);
     if warp_id == 0 {
         mark(2);
@@ -559,10 +566,9 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             let vector = if fetching_down { cursor.pair } else { warp::shfl_idx(token, cursor.pair) };
             // Rows of the second product that are read as a whole come as one.
             let joint = fetching_down && cursor.parts == 1;
-            let second = if joint { n } else { len };
             if lane == to {
                 from = vector * k + start;
-                what = n | (both as u32) << 15 | second << 16;
+                what = n | if both { if joint { n } else { len } } else { 0 } << 16;
             }
             if lane == 0 {
                 let (row, other) = if fetching_down {
@@ -623,13 +629,8 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
         if warp_id == 0 && at == 0 {
             mark(4);
         }
-        let sum = job.multiply(
-            what & 0x7fff,
-            what & 0x8000 != 0,
-            operand.offset(start),
-            |at| rows.get_as(at),
-            |at| second.get_as(at),
-        );
+        let sum =
+            job.multiply(what & 0xffff, operand.offset(start), |at| rows.get_as(at), |at| second.get_as(at));
         if lane % 16 == 0 {
             sums.set(2 * (if down { at - first } else { at }) + lane / 16, sum);
         }
@@ -645,20 +646,25 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
         mark(7);
     }
     thread::sync_named(3, const { WARPS as u32 * 32 });
+    // A warp takes a row, a lane a pair; then a lane has a token, and adds up its pairs in their order.
     let (parts, each) = (job.parts(true), share.rows.div_ceil(2));
-    let mut i = tid;
-    while i < tokens * share.rows {
-        let (token, row) = if tokens == 1 { (0, i) } else { (i / share.rows.max(1), i % share.rows.max(1)) };
+    let out = GlobalMut::new(out);
+    let mut row = warp_id;
+    while row < share.rows {
+        let mut v = 0f32;
+        if lane < count {
+            let bias = job.expert(bin, true).bias(share.row + row);
+            v = (job.total(lane * each + row / 2, row % 2, parts) + bias) * scale;
+        }
         let mut sum = 0f32;
         for pair in 0..count {
-            if tokens_of.get(pair) == token {
-                let v = job.total(pair * each + row / 2, row % 2, parts);
-                let bias = job.expert(bins.get(pair), true).bias(share.row + row);
-                sum += (v + bias) * scales.get(pair);
-            }
+            let (v, whose) = (warp::shfl_idx(v, pair), warp::shfl_idx(token, pair));
+            sum += if whose == lane { v } else { 0.0 };
         }
-        GlobalMut::new(out).set(token as usize * out_row + (share.row + row) as usize, T::from_f32(sum));
-        i += const { WARPS as u32 * 32 };
+        if lane < tokens {
+            out.set(lane as usize * out_row + (share.row + row) as usize, T::from_f32(sum));
+        }
+        row += WARPS as u32;
     }
     if warp_id == 0 {
         mark(13);
@@ -688,7 +694,6 @@ entries! {
     moe_fused_vector_f16 { type T = f16; } [544, 1; Sm90a] => fused_vector::<T, 16, 4, false>;
     moe_fused_vector_bf16 { type T = bf16; } [544, 1; Sm90a] => fused_vector::<T, 16, 4, false>;
     moe_fused_vector_v2_bf16 { type T = bf16; } [288, 1; Sm90a] => fused_vector::<T, 8, 4, false>;
-    moe_fused_vector_v3_bf16 { type T = bf16; } [288, 1; Sm90a] => fused_vector::<T, 8, 8, false>;
     moe_fused_vector_v4_bf16 { type T = bf16; } [416, 1; Sm90a] => fused_vector::<T, 12, 4, false>;
     moe_fused_vector_v5_bf16 { type T = bf16; } [544, 1; Sm90a] => fused_vector::<T, 16, 4, true>;
 }
