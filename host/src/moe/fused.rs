@@ -195,8 +195,9 @@ impl FusedPath {
             && fused_wgmma::shared_bytes(rows, pairs, lines, stages, bins) <= fused_wgmma::MAX_SHARED_BYTES
     }
 
-    /// For [`Vector`](Self::Vector) on so many blocks: elements of vectors, sums, and stages of a warp, or nothing if there is no room.
-    const fn vector_parts(shape: &FusedShape, blocks: usize) -> Option<[usize; 3]> {
+    /// How to launch [`Vector`](Self::Vector) on so many multiprocessors, if there is room in shared memory.
+    const fn vector_parts(shape: &FusedShape, multiprocessors: usize) -> Option<VectorParts> {
+        let blocks = if multiprocessors < fused_vector::MAX_BLOCKS { multiprocessors } else { fused_vector::MAX_BLOCKS };
         let FusedShape { tokens, hidden, intermediate, .. } = *shape;
         let (pairs, len) = (shape.pairs(), fused_vector::STEPS * 256);
         if blocks == 0 || hidden == 0 || intermediate == 0 || pairs > fused_vector::MAX_PAIRS {
@@ -207,15 +208,22 @@ impl FusedPath {
         if operands > fused_wgmma::MAX_SHARED_BYTES {
             return None;
         }
-        // A block's units are at most its part of them all and what a row of the second product less is worth.
-        let units = h / blocks + h / hidden + 3;
-        let up = product(&[units, hidden.div_ceil(len)]);
+        // A chunk is 8 pieces or a unit. A block may draw twice its part of those there are.
+        let parts = hidden.div_ceil(len);
+        let chunk_log2 = if parts > 8 { 0 } else { (8 / parts).ilog2() };
+        let chunks = 2 * (h >> (chunk_log2 + 1)).div_ceil(blocks) + 4;
+        let chunks = if chunks < fused_vector::MAX_CHUNKS { chunks } else { fused_vector::MAX_CHUNKS };
+        // Of the units that are not drawn a block has at most its part of them all and what a row of the second product less is worth.
+        let dealt = h.div_ceil(2) + (1 << chunk_log2);
+        let units = dealt / blocks + h / hidden + 3 + (chunks << chunk_log2);
+        let up = product(&[units, parts]);
         let down = product(&[pairs, (hidden / blocks + 1).div_ceil(2), intermediate.div_ceil(len)]);
         let sums = product(&[2, if up > down { up } else { down }]);
         let mut stages = fused_vector::MAX_STAGES;
-        while stages > 1 {
-            if fused_vector::shared_bytes(operands, sums, stages) <= fused_wgmma::MAX_SHARED_BYTES {
-                return Some([operands, sums, stages]);
+        while stages > 0 {
+            let shared_bytes = fused_vector::shared_bytes(operands, sums, stages);
+            if shared_bytes <= fused_wgmma::MAX_SHARED_BYTES {
+                return Some(VectorParts { blocks, operands, sums, stages, chunk_log2, chunks, shared_bytes });
             }
             stages -= 1;
         }
@@ -352,9 +360,21 @@ pub struct Plan {
 /// The kernels of the first product and the second, or the one for all.
 #[derive(Clone, Copy, Debug)]
 enum Products {
-    Vector(Entry<VectorArgs>),
+    Vector(Entry<VectorArgs>, VectorParts),
     Blocks(Entry<Args>, Entry<Args>),
     Wgmma(Entry<WgmmaArgs>, Entry<WgmmaArgs>),
+}
+
+/// What a launch of [`FusedPath::Vector`] needs to know; see [`VectorArgs`].
+#[derive(Clone, Copy, Debug)]
+struct VectorParts {
+    blocks: usize,
+    operands: usize,
+    sums: usize,
+    stages: usize,
+    chunk_log2: u32,
+    chunks: usize,
+    shared_bytes: usize,
 }
 
 /// How many warps of a streaming block share a tile of rows: `1 << split_log2(k)`, so that each has some steps to do.
@@ -386,13 +406,14 @@ pub const fn plan(
         && shape.intermediate.is_multiple_of(8);
     // Maps of tensors have something in them.
     let wgmma = wgmma && shape.hidden > 0 && shape.intermediate > 0 && shape.bins() <= fused_wgmma::MAX_BINS;
-    let vector = fits
-        && wgmma
-        && !shuffled
-        && FusedPath::vector_parts(shape, vector_blocks(multiprocessors) as usize).is_some();
+    let vector = if fits && wgmma && !shuffled {
+        FusedPath::vector_parts(shape, multiprocessors as usize)
+    } else {
+        None
+    };
     let path = match path {
         FusedPath::Auto if !fits => FusedPath::Fma,
-        FusedPath::Auto if vector && shape.tokens <= VECTOR_TOKENS => FusedPath::Vector,
+        FusedPath::Auto if vector.is_some() && shape.tokens <= VECTOR_TOKENS => FusedPath::Vector,
         FusedPath::Auto => FusedPath::choose(
             shape.pairs(),
             shape.bins(),
@@ -409,7 +430,7 @@ pub const fn plan(
         || path.is_wgmma() && !(wgmma && path.has_room_for(shape.bins()))
         || matches!(path, FusedPath::Direct) && shape.pairs() > fused_stream::DIRECT_PAIRS
         || matches!(path, FusedPath::Wgmma16) && shape.pairs() > fused_wgmma::DIRECT_PAIRS
-        || matches!(path, FusedPath::Vector) && !vector
+        || matches!(path, FusedPath::Vector) && vector.is_none()
     {
         return None;
     }
@@ -432,10 +453,10 @@ pub const fn plan(
         };
         return Some(Plan { path, products: Products::Wgmma(up, down), reduce });
     }
-    if matches!(path, FusedPath::Vector) {
+    if let (FusedPath::Vector, Some(parts)) = (path, vector) {
         use fused_vector::*;
         let entry = if is_bf16 { moe_fused_vector_bf16::ENTRY } else { moe_fused_vector_f16::ENTRY };
-        return Some(Plan { path, products: Products::Vector(entry), reduce });
+        return Some(Plan { path, products: Products::Vector(entry, parts), reduce });
     }
     let (f16, bf16) = match path {
         FusedPath::Host | FusedPath::Vector | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma176 => {
@@ -477,11 +498,6 @@ pub const fn plan(
 /// The most tokens for which `Auto` takes [`FusedPath::Vector`].
 const VECTOR_TOKENS: usize = 1;
 
-/// Blocks of [`FusedPath::Vector`] on so many multiprocessors.
-const fn vector_blocks(multiprocessors: u32) -> u32 {
-    if multiprocessors < fused_vector::MAX_BLOCKS as u32 { multiprocessors } else { fused_vector::MAX_BLOCKS as u32 }
-}
-
 /// A number that no other launch of this process has, and nobody else knows: the first is random.
 fn launch_number() -> u64 {
     static NEXT: LazyLock<AtomicU64> = LazyLock::new(|| AtomicU64::new(RandomState::new().hash_one(()) >> 2 | 1));
@@ -504,14 +520,9 @@ impl Plan {
             let bytes = fused_wgmma::shared_bytes(rows, pairs, lines, stages, shape.bins());
             return Geometry::linear(multiprocessors, fused_wgmma::THREADS as u32).shared_bytes(bytes as u32);
         }
-        if let Products::Vector(_) = self.products {
-            let blocks = vector_blocks(multiprocessors);
-            let bytes = match FusedPath::vector_parts(shape, blocks as usize) {
-                Some([operands, sums, stages]) => fused_vector::shared_bytes(operands, sums, stages),
-                None => 0,
-            };
-            let geometry = Geometry::linear(blocks, fused_vector::THREADS as u32);
-            return geometry.shared_bytes(bytes as u32).resident();
+        if let Products::Vector(_, parts) = self.products {
+            let geometry = Geometry::linear(parts.blocks as u32, fused_vector::THREADS as u32);
+            return geometry.shared_bytes(parts.shared_bytes as u32).resident();
         }
         let block = self.path.block();
         let (rows, threads, bytes) = match self.path {
@@ -791,8 +802,7 @@ pub unsafe fn launch(
     let (first, second) = plan.geometries(shape, gated, device.properties().multiprocessors);
     let (first, second) = (first.dependent(), second.dependent());
     match plan.products {
-        Products::Vector(entry) => {
-            let [operands, sums, stages] = FusedPath::vector_parts(shape, first.grid[0] as usize).unwrap_or_default();
+        Products::Vector(entry, parts) => {
             let args = VectorArgs {
                 out: o.out,
                 out_row: o.out_row,
@@ -825,9 +835,11 @@ pub unsafe fn launch(
                 activation,
                 alpha,
                 limit,
-                operands: operands as u32,
-                sums: sums as u32,
-                stages: stages as u32,
+                operands: parts.operands as u32,
+                sums: parts.sums as u32,
+                stages: parts.stages as u32,
+                chunk_log2: parts.chunk_log2,
+                chunks: parts.chunks as u32,
             };
             // SAFETY: forwarded to the caller. Sums over slots are part of it.
             return unsafe { stream.launch(&entry, &first, &args) };

@@ -28,7 +28,7 @@ use super::fused::{Expert, HALVES, PLAIN, Weights};
 use super::fused_wgmma::Activation;
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
 use crate::tensor_float::TensorFloat;
-use cuda_std::atomic::{AcqRel, Device, Relaxed, Release};
+use cuda_std::atomic::{AcqRel, Acquire, Block, Device, Relaxed, Release};
 use cuda_std::shared::Carver;
 use cuda_std::vec::B128;
 use cuda_std::{
@@ -45,8 +45,15 @@ pub const THREADS: usize = WARPS * 32 + 32;
 pub const MAX_PAIRS: usize = 32;
 /// The most blocks.
 pub const MAX_BLOCKS: usize = 256;
-/// Words of the workspace: one for each share, and how many blocks have seen all of them done.
-pub const WORDS: usize = MAX_BLOCKS + 1;
+/// Words of the workspace: one for each share, how many blocks have seen all of them done, whether the number of chunks that are drawn is there, and it.
+pub const WORDS: usize = MAX_BLOCKS + 3;
+/// The most chunks that a block draws for its warps.
+pub const MAX_CHUNKS: usize = 128;
+/// Chunks that a block draws before its warps come to them.
+const AHEAD: u32 = 2;
+/// In place of a chunk's first unit: not known yet; there is none.
+const UNKNOWN: u32 = u32::MAX;
+const NONE: u32 = u32::MAX - 1;
 /// The most stages of a warp's ring.
 pub const MAX_STAGES: usize = 8;
 /// How often a block looks for words before it helps out: about 100 µs.
@@ -57,6 +64,7 @@ pub const fn shared_bytes(operands: usize, sums: usize, stages: usize) -> usize 
     (WARPS * MAX_STAGES + 2) * 8
         + 2 * MAX_PAIRS * 4
         + 16
+        + (MAX_CHUNKS + 4) * 4
         + sums.next_multiple_of(4) * 4
         + operands.next_multiple_of(8) * 2
         + 128
@@ -110,24 +118,14 @@ impl Borders {
     }
 }
 
-impl Share {
-    /// Of `pairs` pairs.
-    pub fn new(block: u32, blocks: u32, pairs: u32, hidden: u32, intermediate: u32, lines: u32) -> Self {
-        Borders::new(block, blocks, hidden, lines).share(pairs * intermediate)
-    }
-}
-
 /// Pieces of a product that are a warp's, in turn with the others'.
 #[derive(Clone, Copy)]
 struct Cursor {
-    /// Whose, among the pairs that exist.
-    pair: u32,
-    /// The unit, among the pair's.
+    /// The unit, among the block's.
     unit: u32,
     /// Which piece of it.
     part: u32,
-    /// Units of a pair, pieces of a unit.
-    units: u32,
+    /// Pieces of a unit.
     parts: u32,
     /// From one piece to the warp's next.
     next_unit: u32,
@@ -135,10 +133,10 @@ struct Cursor {
 }
 
 impl Cursor {
-    /// From piece `part` of unit `unit` on.
+    /// From piece `part` of all on.
     #[inline(always)]
-    fn new(unit: u32, part: u32, units: u32, parts: u32, warps: u32) -> Self {
-        let mut cursor = Self { pair: 0, unit, part, units, parts, next_unit: 0, next_part: warps };
+    fn new(part: u32, parts: u32, warps: u32) -> Self {
+        let mut cursor = Self { unit: 0, part, parts, next_unit: 0, next_part: warps };
         while cursor.next_part >= parts {
             cursor.next_part -= parts;
             cursor.next_unit += 1;
@@ -154,10 +152,6 @@ impl Cursor {
             self.part -= self.parts;
             self.unit += 1;
         }
-        while self.unit >= self.units {
-            self.unit -= self.units;
-            self.pair += 1;
-        }
     }
 
     #[inline(always)]
@@ -166,6 +160,17 @@ impl Cursor {
         self.unit += self.next_unit;
         self.carry();
     }
+}
+
+/// The pair and its output that a unit is, if each has `width`.
+#[inline(always)]
+fn split(unit: u32, width: u32) -> (u32, u32) {
+    let (mut pair, mut output) = (0, unit);
+    while output >= width {
+        output -= width;
+        pair += 1;
+    }
+    (pair, output)
 }
 
 /// What all warps of a block know.
@@ -180,6 +185,7 @@ struct Job<T, const STEPS: usize> {
     activation: Activation,
     /// For each pair that exists its expert.
     bins: Shared<u32>,
+    tokens_of: Shared<u32>,
     sums: Shared<f32>,
 }
 
@@ -267,6 +273,32 @@ impl<T: TensorFloat, const STEPS: usize> Job<T, STEPS> {
         sum
     }
 
+    /// Units of the first product, by one warp, from memory.
+    #[inline(always)]
+    unsafe fn alone(&self, first: u32, units: u32, operand: Shared<T>) {
+        for unit in first..first + units {
+            let (pair, output) = split(unit, self.intermediate);
+            let (bin, token) = (self.bins.get(pair), self.tokens_of.get(pair));
+            let weights = self.expert(bin, false).weights;
+            let row = |up: bool| weights.offset(self.row(output, up) as usize * self.hidden as usize);
+            let (gates, values) = (row(false), row(self.layout != PLAIN));
+            let (mut sum, mut start) = (0f32, 0);
+            while start < self.hidden {
+                sum += self.multiply(
+                    (self.hidden - start).min(Self::LEN),
+                    operand.offset(token * self.hidden + start),
+                    |at| gates.get_as(start + at),
+                    |at| values.get_as(start + at),
+                );
+                start += Self::LEN;
+            }
+            let up = warp::shfl_idx(sum, 16);
+            if warp::lane_id() == 0 {
+                self.finish(unit, pair, output, sum, up);
+            }
+        }
+    }
+
     /// Stores an output of the first product.
     #[inline(always)]
     unsafe fn finish(&self, unit: u32, pair: u32, output: u32, gate: f32, up: f32) {
@@ -311,6 +343,30 @@ impl Words {
         self.words.store(share, self.done, Device, Release);
     }
 
+    /// Makes sure that chunks are counted from zero.
+    #[inline(always)]
+    unsafe fn open(self) {
+        let word = self.shares + 1;
+        loop {
+            let found = self.words.load(word, Device, Acquire);
+            if found == self.done {
+                break;
+            }
+            if found != self.taken && self.words.compare_exchange(word, found, self.taken, Device, Relaxed) == found {
+                self.words.store(self.shares + 2, 0, Device, Relaxed);
+                self.words.store(word, self.done, Device, Release);
+                break;
+            }
+            thread::spin_hint();
+        }
+    }
+
+    /// The next chunk.
+    #[inline(always)]
+    unsafe fn draw(self) -> u32 {
+        self.words.fetch_add(self.shares + 2, 1, Device, Relaxed) as u32
+    }
+
     /// By a warp of each block when all shares are done. The last leaves zeroes.
     #[inline(always)]
     unsafe fn leave(self) {
@@ -319,7 +375,7 @@ impl Words {
         if warp::shfl_idx(before, 0) == self.shares as u64 - 1 {
             unroll::<{ WORDS.div_ceil(32) }>(|i| {
                 let word = lane + 32 * i as u32;
-                if word <= self.shares {
+                if word < self.shares + 3 {
                     self.words.store(word, 0, Device, Relaxed);
                 }
             });
@@ -364,6 +420,8 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
     operands: u32,
     sums: u32,
     stages: u32,
+    chunk_log2: u32,
+    chunks: u32,
 ) {
     let (tid, lane, warp_id) = (thread::thread_idx_x(), warp::lane_id(), warp::warp_id());
     let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
@@ -378,6 +436,7 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
     let bins = carver.take::<u32>(MAX_PAIRS);
     let tokens_of = carver.take::<u32>(MAX_PAIRS);
     let notes = carver.take::<u32>(4);
+    let table = carver.take::<u32>(MAX_CHUNKS + 4);
     let sums = carver.take::<f32>(sums as usize);
     let operand = carver.take::<T>(operands as usize);
     let ring = carver.take_aligned::<T>(WARPS * stages as usize * 2 * STEPS * 256, 128);
@@ -386,6 +445,14 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
     let vector = bars.address(WARPS * MAX_STAGES);
     if tid < WARPS as u32 * MAX_STAGES as u32 + 1 {
         mbarrier::init(bars.address(tid), 1);
+    }
+    let mut i = tid;
+    while i < MAX_CHUNKS as u32 + 4 {
+        table.set(i, UNKNOWN);
+        i += const { WARPS as u32 * 32 + 32 };
+    }
+    if tid == 0 {
+        notes.set(1u32, 0);
     }
     mbarrier::fence_init();
     thread::sync_threads();
@@ -441,9 +508,14 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
         layout,
         activation: Activation::new(activation, alpha, limit, layout != PLAIN),
         bins,
+        tokens_of,
         sums,
     };
-    let share = borders.share(count * intermediate);
+    // Half of all units are drawn in chunks, if any.
+    let units = count * intermediate;
+    let drawn = if chunks == 0 { 0 } else { units >> (chunk_log2 + 1) };
+    let dealt = units - (drawn << chunk_log2);
+    let share = borders.share(dealt);
     let words = Words::new(words, blocks, launch);
     let width = intermediate.max(1);
 
@@ -452,20 +524,56 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             bins.set(lane, bin);
             tokens_of.set(lane, token);
         }
-        let mut won = false;
         if lane == 0 {
             mbarrier::arrive_expect_tx(vector, tokens * hidden * 2);
             for t in 0..tokens {
                 tma::copy_bulk(operand.address(t * hidden), x.wrapping_add(t as usize * x_row), hidden * 2, vector);
             }
-            won = words.claim(block);
-            notes.set(0u32, won as u32);
         }
         warp::sync_warp(warp::FULL);
+        if lane == 1 {
+            words.open();
+        }
+        let won = lane == 0 && words.claim(block);
+        let own = warp::warp_vote_any(warp::FULL, won);
         mark(8);
+        // Chunks for this block's warps, until there are none.
+        let (mut known, mut next) = (0, 0);
+        while own && known < chunks {
+            // By one lane, and for all of them: what it sees may change.
+            let mut near = false;
+            while !near {
+                let seen = if lane == 0 { notes.load(1u32, Block, Relaxed) } else { 0 };
+                near = known < warp::shfl_idx(seen, 0) + AHEAD;
+                thread::spin_hint();
+            }
+            let number = if lane == 0 { words.draw() } else { 0 };
+            next = warp::shfl_idx(number, 0);
+            if next >= drawn {
+                break;
+            }
+            if lane == 0 {
+                table.store(known, dealt + (next << chunk_log2), Block, Relaxed);
+            }
+            known += 1;
+        }
+        if lane == 0 {
+            notes.set(0u32, own as u32);
+            table.store(known, NONE, Block, Relaxed);
+        }
+        mark(9);
+        // If that is because there was no room for more:
+        while own && next < drawn {
+            let number = if lane == 0 { words.draw() } else { 0 };
+            next = warp::shfl_idx(number, 0);
+            if next < drawn {
+                mbarrier::wait_parity(vector, 0);
+                job.alone(dealt + (next << chunk_log2), 1 << chunk_log2, operand);
+            }
+        }
+        warp::sync_warp(warp::FULL);
         thread::arrive_named(1, all_threads);
         thread::sync_named(2, all_threads);
-        mark(9);
         if won {
             words.publish(block);
         }
@@ -494,28 +602,9 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
                     let won = lane == 0 && words.claim(other);
                     if warp::warp_vote_any(warp::FULL, won) {
                         let lines = if layout == PLAIN { 1 } else { 2 };
-                        let share = Share::new(other, blocks, count, hidden, intermediate, lines);
-                        for unit in share.unit..share.unit + share.units {
-                            let (pair, output) = (unit / width, unit % width);
-                            let (bin, token) = (bins.get(pair), tokens_of.get(pair));
-                            let weights = job.expert(bin, false).weights;
-                            let row = |up: bool| weights.offset(job.row(output, up) as usize * hidden as usize);
-                            let (gates, values) = (row(false), row(layout != PLAIN));
-                            let (mut sum, mut start) = (0f32, 0);
-                            while start < hidden {
-                                sum += job.multiply(
-                                    (hidden - start).min(len),
-                                    operand.offset(token * hidden + start),
-                                    |at| gates.get_as(start + at),
-                                    |at| values.get_as(start + at),
-                                );
-                                start += len;
-                            }
-                            let up = warp::shfl_idx(sum, 16);
-                            if lane == 0 {
-                                job.finish(unit, pair, output, sum, up);
-                            }
-                        }
+                        let share = Borders::new(other, blocks, hidden, lines).share(dealt);
+                        mbarrier::wait_parity(vector, 0);
+                        job.alone(share.unit, share.units, operand);
                         if won {
                             words.publish(other);
                         }
@@ -541,12 +630,22 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
 
     let ring = ring.offset(warp_id * stages * 2 * len);
     let bar = |stage: u32| bars.address(warp_id * MAX_STAGES as u32 + stage);
-    let first = share.units * job.parts(false);
-    let all = first + count * share.rows.div_ceil(2) * job.parts(true);
+    // Pieces of the first product, when their number is known, and all of them.
+    let (mut first, mut all) = (u32::MAX, u32::MAX);
+    // Chunks that are known.
+    let mut known = 0;
     // What is to come and what is next, in pieces; stages that are filled and which is.
     let (mut at, mut next, mut ahead, mut stage, mut to, mut parity) = (warp_id, warp_id, 0, 0, 0, 0);
-    let mut cursor = Cursor::new(share.unit, warp_id, width, job.parts(false), WARPS as u32);
-    let (mut fetching_down, mut down) = (false, false);
+    let mut cursor = Cursor::new(warp_id, job.parts(false), WARPS as u32);
+    let mut down = false;
+    let unit_of = |unit: u32| {
+        if unit < share.units {
+            share.unit + unit
+        } else {
+            let drawn = unit - share.units;
+            table.load(drawn >> chunk_log2, Block, Relaxed) + (drawn & ((1 << chunk_log2) - 1))
+        }
+    };
     // Of a stage, in the lane of its number: where its vector starts; the length of its rows, and where the second is, which may be the first.
     let (mut from, mut what) = (0u32, 0u32);
     if warp_id == 0 {
@@ -554,16 +653,45 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
     }
     loop {
         while ahead < stages && next < all {
-            if next >= first && !fetching_down {
-                fetching_down = true;
-                let each = share.rows.div_ceil(2).max(1);
-                cursor = Cursor::new(0, next - first, each, job.parts(true), WARPS as u32);
+            if first == u32::MAX && cursor.unit >= share.units {
+                // Whether the chunk is there.
+                let wanted = (cursor.unit - share.units) >> chunk_log2;
+                let mut value = 0;
+                while known <= wanted {
+                    value = table.load(known, Block, Relaxed);
+                    if value >= NONE {
+                        break;
+                    }
+                    known += 1;
+                    if lane == 0 {
+                        notes.fetch_max(1u32, known, Block, Relaxed);
+                    }
+                }
+                if value == UNKNOWN {
+                    if ahead > 0 {
+                        break;
+                    }
+                    thread::spin_hint();
+                    continue;
+                }
+                if value == NONE {
+                    first = (share.units + (known << chunk_log2)) * job.parts(false);
+                    all = first + count * share.rows.div_ceil(2) * job.parts(true);
+                    cursor = Cursor::new(next - first, job.parts(true), WARPS as u32);
+                    continue;
+                }
             }
+            let fetching_down = first != u32::MAX;
+            let (pair, unit) = if fetching_down {
+                split(cursor.unit, share.rows.div_ceil(2))
+            } else {
+                split(unit_of(cursor.unit), width)
+            };
             let (k, start) = (if fetching_down { intermediate } else { hidden }, cursor.part * len);
             let n = (k - start).min(len);
-            let both = if fetching_down { 2 * cursor.unit + 1 < share.rows } else { layout != PLAIN };
-            let whose = warp::shfl_idx(bin, cursor.pair);
-            let vector = if fetching_down { cursor.pair } else { warp::shfl_idx(token, cursor.pair) };
+            let both = if fetching_down { 2 * unit + 1 < share.rows } else { layout != PLAIN };
+            let whose = warp::shfl_idx(bin, pair);
+            let vector = if fetching_down { pair } else { warp::shfl_idx(token, pair) };
             // Rows of the second product that are read as a whole come as one.
             let joint = fetching_down && cursor.parts == 1;
             if lane == to {
@@ -572,10 +700,10 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             }
             if lane == 0 {
                 let (row, other) = if fetching_down {
-                    let row = share.row + 2 * cursor.unit;
+                    let row = share.row + 2 * unit;
                     (row, row + 1)
                 } else {
-                    (job.row(cursor.unit, false), job.row(cursor.unit, true))
+                    (job.row(unit, false), job.row(unit, true))
                 };
                 let weights = job.expert(whose, fetching_down).weights;
                 let stage = ring.address(to * 2 * len);
@@ -601,10 +729,11 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             thread::sync_named(1, all_threads);
             if notes.get(0u32) != 0 {
                 let (parts, mut unit) = (job.parts(false), tid);
-                while unit < share.units {
-                    let global = share.unit + unit;
+                while unit < share.units + (known << chunk_log2) {
+                    let global = unit_of(unit);
+                    let (pair, output) = split(global, width);
                     let up = if layout == PLAIN { 0.0 } else { job.total(unit, 1, parts) };
-                    job.finish(global, global / width, global % width, job.total(unit, 0, parts), up);
+                    job.finish(global, pair, output, job.total(unit, 0, parts), up);
                     unit += const { WARPS as u32 * 32 };
                 }
             }
@@ -690,10 +819,9 @@ entries! {
         layout: u32, activation: u32, alpha: f32, limit: f32,
         /// Room in shared memory for vectors and sums, in elements, and the stages of each warp.
         operands: u32, sums: u32, stages: u32,
+        /// Units of a chunk, and how many of these a block draws at most.
+        chunk_log2: u32, chunks: u32,
     );
-    moe_fused_vector_f16 { type T = f16; } [544, 1; Sm90a] => fused_vector::<T, 16, 4, false>;
-    moe_fused_vector_bf16 { type T = bf16; } [544, 1; Sm90a] => fused_vector::<T, 16, 4, false>;
-    moe_fused_vector_v2_bf16 { type T = bf16; } [288, 1; Sm90a] => fused_vector::<T, 8, 4, false>;
-    moe_fused_vector_v4_bf16 { type T = bf16; } [416, 1; Sm90a] => fused_vector::<T, 12, 4, false>;
-    moe_fused_vector_v5_bf16 { type T = bf16; } [544, 1; Sm90a] => fused_vector::<T, 16, 4, true>;
+    moe_fused_vector_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_vector::<T, WARPS, STEPS, false>;
+    moe_fused_vector_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_vector::<T, WARPS, STEPS, false>;
 }

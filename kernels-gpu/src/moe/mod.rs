@@ -12,7 +12,6 @@ pub mod fused_reduce;
 pub mod fused_stream;
 pub mod fused_tile;
 pub mod fused_vector;
-pub mod fused_vector_dyn;
 pub mod fused_wgmma;
 pub mod gate;
 pub mod items;
