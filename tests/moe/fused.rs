@@ -4,7 +4,7 @@ use warploom::moe::{
     ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused, shuffle_weights,
 };
 use warploom::reference::moe::{Block, fused as reference};
-use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16};
+use warploom::{Device, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{epsilon, gpu, noise, noise_of, on_every_device, property, sanitizing, widen};
 
 const ACTIVATIONS: [ExpertActivation; 5] = [
@@ -390,6 +390,71 @@ fn vector_of_long_rows() {
         check::<bf16>(d, s, &Case::new(0, 2, 3, 8, 8).path(FusedPath::Vector));
         check::<bf16>(d, s, &Case::new(3, 0, 3, 8, 8).path(FusedPath::Vector));
     });
+}
+
+/// Blocks one after the other, so that the first has to do what it would wait for, and those that begin later find it done: the same bits.
+#[test]
+fn vector_where_blocks_do_not_run_at_the_same_time() {
+    use warploom::kernels::moe::fused_vector::{THREADS, moe_fused_vector_bf16, shared_bytes};
+    if sanitizing() {
+        return;
+    }
+    let d = Device::simt();
+    let s = Stream::new(&d).unwrap();
+    let case = Case::new(1, 3, 4, 40, 48).path(FusedPath::Vector);
+    let inputs = Inputs::<bf16>::new(&d, &case, 1);
+    let want = bits_of(&d, &s, &inputs, &case);
+    for blocks in [1, 3, 5] {
+        let mut out = Tensor::<bf16>::zeros(&d, &[40]).unwrap();
+        let mut workspace = inputs.workspace(&d, &s, &case);
+        let mut words = Tensor::<u64>::uninit(&d, &[300]).unwrap();
+        s.fill_bytes(&mut words, 0x7f).unwrap();
+        let none = std::ptr::null();
+        let (operands, sums, stages) = (40 + 3 * 48, 2000, 2);
+        let args = fused::VectorArgs {
+            out: out.as_mut_ptr().cast(),
+            out_row: 40,
+            h: workspace.as_mut_ptr().cast(),
+            words: words.as_mut_ptr(),
+            launch: 12345,
+            x: inputs.x.as_ptr().cast(),
+            x_row: 40,
+            w13: inputs.w13.as_ptr().cast(),
+            bias13: none,
+            w2: inputs.w2.as_ptr().cast(),
+            bias2: none,
+            shared13: none,
+            shared_bias13: none,
+            shared2: none,
+            shared_bias2: none,
+            topk_ids: inputs.ids.as_ptr(),
+            topk_weights: inputs.weights.as_ptr(),
+            expert_map: std::ptr::null(),
+            num_tokens: std::ptr::null(),
+            tokens: 1,
+            top_k: 3,
+            slots: 3,
+            experts: 4,
+            local: 4,
+            shared_experts: 0,
+            hidden: 40,
+            intermediate: 48,
+            layout: 1,
+            activation: 0,
+            alpha: 0.0,
+            limit: 0.0,
+            operands,
+            sums,
+            stages,
+        };
+        let bytes = shared_bytes(operands as usize, sums as usize, stages as usize);
+        let geometry = Geometry::linear(blocks, THREADS as u32).shared_bytes(bytes as u32);
+        // SAFETY: the arguments are tensors of the sizes that they say.
+        unsafe { s.launch(&moe_fused_vector_bf16::ENTRY, &geometry, &args).unwrap() };
+        let got: Vec<_> = out.to_vec().unwrap().iter().map(|v| v.to_f32().to_bits()).collect();
+        assert_eq!(got, want, "{blocks} blocks");
+        assert!(words.to_vec().unwrap()[..blocks as usize + 1].iter().all(|&w| w == 0), "zeroes are left");
+    }
 }
 
 /// A case's results, as bits.

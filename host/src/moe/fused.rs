@@ -10,7 +10,9 @@ use super::{shuffle, sort};
 use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
-use crate::kernels::moe::{fused as kernel, fused_fma, fused_reduce, fused_stream, fused_tile, fused_vector, fused_wgmma};
+use crate::kernels::moe::{
+    fused as kernel, fused_fma, fused_reduce, fused_stream, fused_tile, fused_vector, fused_wgmma,
+};
 use crate::tensor::Tensor;
 use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 use cuda_std::{DType, Element, Entry, Float};
@@ -197,33 +199,28 @@ impl FusedPath {
 
     /// How to launch [`Vector`](Self::Vector) on so many multiprocessors, if there is room in shared memory.
     const fn vector_parts(shape: &FusedShape, multiprocessors: usize) -> Option<VectorParts> {
-        let blocks = if multiprocessors < fused_vector::MAX_BLOCKS { multiprocessors } else { fused_vector::MAX_BLOCKS };
+        let blocks =
+            if multiprocessors < fused_vector::MAX_BLOCKS { multiprocessors } else { fused_vector::MAX_BLOCKS };
         let FusedShape { tokens, hidden, intermediate, .. } = *shape;
         let (pairs, len) = (shape.pairs(), fused_vector::STEPS * 256);
         if blocks == 0 || hidden == 0 || intermediate == 0 || pairs > fused_vector::MAX_PAIRS {
             return None;
         }
         let (x, h) = (product(&[tokens, hidden]), product(&[pairs, intermediate]));
-        let operands = if x > h { x } else { h };
+        let operands = x.saturating_add(h);
         if operands > fused_wgmma::MAX_SHARED_BYTES {
             return None;
         }
-        // A chunk is 8 pieces or a unit. A block may draw twice its part of those there are.
-        let parts = hidden.div_ceil(len);
-        let chunk_log2 = if parts > 8 { 0 } else { (8 / parts).ilog2() };
-        let chunks = 2 * (h >> (chunk_log2 + 1)).div_ceil(blocks) + 4;
-        let chunks = if chunks < fused_vector::MAX_CHUNKS { chunks } else { fused_vector::MAX_CHUNKS };
-        // Of the units that are not drawn a block has at most its part of them all and what a row of the second product less is worth.
-        let dealt = h.div_ceil(2) + (1 << chunk_log2);
-        let units = dealt / blocks + h / hidden + 3 + (chunks << chunk_log2);
-        let up = product(&[units, parts]);
+        // A block's units are at most its part of them all and what a row of the second product less is worth, rounded up in both groups.
+        let units = h / blocks + h / hidden + 5;
+        let up = product(&[units, hidden.div_ceil(len)]);
         let down = product(&[pairs, (hidden / blocks + 1).div_ceil(2), intermediate.div_ceil(len)]);
-        let sums = product(&[2, if up > down { up } else { down }]);
+        let sums = product(&[2, up.saturating_add(down)]);
         let mut stages = fused_vector::MAX_STAGES;
         while stages > 0 {
             let shared_bytes = fused_vector::shared_bytes(operands, sums, stages);
             if shared_bytes <= fused_wgmma::MAX_SHARED_BYTES {
-                return Some(VectorParts { blocks, operands, sums, stages, chunk_log2, chunks, shared_bytes });
+                return Some(VectorParts { blocks, operands, sums, stages, shared_bytes });
             }
             stages -= 1;
         }
@@ -372,8 +369,6 @@ struct VectorParts {
     operands: usize,
     sums: usize,
     stages: usize,
-    chunk_log2: u32,
-    chunks: usize,
     shared_bytes: usize,
 }
 
@@ -406,14 +401,13 @@ pub const fn plan(
         && shape.intermediate.is_multiple_of(8);
     // Maps of tensors have something in them.
     let wgmma = wgmma && shape.hidden > 0 && shape.intermediate > 0 && shape.bins() <= fused_wgmma::MAX_BINS;
-    let vector = if fits && wgmma && !shuffled {
-        FusedPath::vector_parts(shape, multiprocessors as usize)
-    } else {
-        None
-    };
+    let vector =
+        if fits && wgmma && !shuffled { FusedPath::vector_parts(shape, multiprocessors as usize) } else { None };
     let path = match path {
         FusedPath::Auto if !fits => FusedPath::Fma,
-        FusedPath::Auto if vector.is_some() && shape.tokens <= VECTOR_TOKENS => FusedPath::Vector,
+        FusedPath::Auto if shape.tokens <= VECTOR_TOKENS && matches!(vector, Some(parts) if parts.stages > 1) => {
+            FusedPath::Vector
+        }
         FusedPath::Auto => FusedPath::choose(
             shape.pairs(),
             shape.bins(),
@@ -838,8 +832,6 @@ pub unsafe fn launch(
                 operands: parts.operands as u32,
                 sums: parts.sums as u32,
                 stages: parts.stages as u32,
-                chunk_log2: parts.chunk_log2,
-                chunks: parts.chunks as u32,
             };
             // SAFETY: forwarded to the caller. Sums over slots are part of it.
             return unsafe { stream.launch(&entry, &first, &args) };

@@ -2,14 +2,18 @@
 //!
 //! All that takes time is reading weights, so nothing may stop their stream: not the launch of a second kernel, not the wait for `h`,
 //! not the end of a block's share. Each warp has a ring of stages in shared memory of its own, which its first lane has the copy engine
-//! fill with pieces of rows of weights, as they lie in memory. Which pieces those are follows from the ids alone; so while the last rows of
-//! the first product are multiplied, all of the ring (some 200 KiB a multiprocessor, 5 µs at the rate of memory) is already under way to hold the
-//! second product's weights, and goes on arriving while the blocks exchange `h`.
+//! fill with pieces of rows of weights, as they lie in memory.
+//!
+//! # Order
+//! Pairs are in two groups. A block takes part in the first product of the first group, then of the second; then in the second product of the
+//! first group, and of the second. While it reads weights of one group, the blocks exchange the `h` of the other: a block's last warp
+//! makes them of the sums that the others leave in shared memory, says that they are there, waits for those of all blocks, and brings them. The warps that
+//! multiply find them when they come to them.
 //!
 //! # Shares
 //! A unit of the first product is an output of a pair: a row of gates and a row of values; of the second two rows of weights of a pair. A block takes
 //! the same rows of the second product for all pairs, so that it has all there is to add up for its outputs: no partial results leave it. Rows come in
-//! whole numbers; whoever has one more of the second product has less of the first, so that all read equally much ([`Share`]). Within a block
+//! whole numbers; whoever has one more of the second product has less of the first, so that all read equally much ([`Borders`]). Within a block
 //! pieces of [`STEPS`] times 256 elements of two rows go to warps in turn.
 //!
 //! # Products
@@ -19,16 +23,17 @@
 //! weights where multiply-adds take 50. Sums of a piece go to shared memory, and are added up in the order of K.
 //!
 //! # Blocks that wait for each other
-//! Each share has a word in the workspace. Who begins it claims the word, who has stored all of its `h` says so there; a block goes on to the second product when
-//! all words say so. Blocks need not run at the same time for that: who has waited for long claims shares that nobody began and computes
-//! them, from memory without the ring. Thus blocks wait only for such as run. A claim is a number that no other launch has, so what the words hold before does
-//! not matter; replays of a graph repeat it, so the last block to see all shares done zeroes the words.
+//! Each share has a word in the workspace. Who begins it claims the word, and says there which `h` are stored. Blocks need not run at the same
+//! time for that: who has waited for long claims shares that nobody began and computes them, from memory without the ring. Thus blocks wait only
+//! for such as run. A claim is a number that no other launch has, so what the words hold before does
+//! not matter; replays of a graph repeat it, so the last block to see all done zeroes the words. A warp of its own does all that, because fences of
+//! a thread wait for the copies that it has asked for.
 
 use super::fused::{Expert, HALVES, PLAIN, Weights};
 use super::fused_wgmma::Activation;
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
 use crate::tensor_float::TensorFloat;
-use cuda_std::atomic::{AcqRel, Acquire, Block, Device, Relaxed, Release};
+use cuda_std::atomic::{AcqRel, Device, Relaxed, Release};
 use cuda_std::shared::Carver;
 use cuda_std::vec::B128;
 use cuda_std::{
@@ -45,15 +50,8 @@ pub const THREADS: usize = WARPS * 32 + 32;
 pub const MAX_PAIRS: usize = 32;
 /// The most blocks.
 pub const MAX_BLOCKS: usize = 256;
-/// Words of the workspace: one for each share, how many blocks have seen all of them done, whether the number of chunks that are drawn is there, and it.
-pub const WORDS: usize = MAX_BLOCKS + 3;
-/// The most chunks that a block draws for its warps.
-pub const MAX_CHUNKS: usize = 128;
-/// Chunks that a block draws before its warps come to them.
-const AHEAD: u32 = 2;
-/// In place of a chunk's first unit: not known yet; there is none.
-const UNKNOWN: u32 = u32::MAX;
-const NONE: u32 = u32::MAX - 1;
+/// Words of the workspace: one for each share, and how many blocks have seen all of them done.
+pub const WORDS: usize = MAX_BLOCKS + 1;
 /// The most stages of a warp's ring.
 pub const MAX_STAGES: usize = 8;
 /// How often a block looks for words before it helps out: about 100 µs.
@@ -61,27 +59,12 @@ const PATIENCE: u32 = 100;
 
 /// Dynamic shared memory for vectors of so many elements in all (`x`, then `h`), so many sums, and stages of each warp.
 pub const fn shared_bytes(operands: usize, sums: usize, stages: usize) -> usize {
-    (WARPS * MAX_STAGES + 2) * 8
+    (WARPS * MAX_STAGES + 4) * 8
         + 2 * MAX_PAIRS * 4
-        + 16
-        + (MAX_CHUNKS + 4) * 4
         + sums.next_multiple_of(4) * 4
         + operands.next_multiple_of(8) * 2
         + 128
         + WARPS * stages * 2 * STEPS * 256 * 2
-}
-
-/// What a block does: units of the first product, and rows of the second.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Share {
-    /// The first of them.
-    pub unit: u32,
-    /// How many.
-    pub units: u32,
-    /// The first of them.
-    pub row: u32,
-    /// How many.
-    pub rows: u32,
 }
 
 /// Where a share begins and ends: rows, and units as parts of all.
@@ -109,19 +92,19 @@ impl Borders {
         Self { rows, units: [units(block, rows[0]), if block + 1 == blocks { 1.0 } else { units(block + 1, rows[1]) }] }
     }
 
-    /// Of so many units.
+    /// Of so many units the first one, and how many.
     #[inline(always)]
-    fn share(self, units: u32) -> Share {
+    fn share(self, units: u32) -> (u32, u32) {
         let at = |part: f32| if part == 1.0 { units } else { ((units as f32 * part) as u32).min(units) };
         let (from, to) = (at(self.units[0]), at(self.units[1]));
-        Share { unit: from, units: to - from, row: self.rows[0], rows: self.rows[1] - self.rows[0] }
+        (from, to - from)
     }
 }
 
 /// Pieces of a product that are a warp's, in turn with the others'.
 #[derive(Clone, Copy)]
 struct Cursor {
-    /// The unit, among the block's.
+    /// The unit, among the group's or the product's.
     unit: u32,
     /// Which piece of it.
     part: u32,
@@ -263,20 +246,20 @@ impl<T: TensorFloat, const STEPS: usize> Job<T, STEPS> {
         sum
     }
 
-    /// Adds up pieces of a row.
+    /// Adds up pieces of a row, from this one on.
     #[inline(always)]
-    unsafe fn total(&self, unit: u32, second: u32, parts: u32) -> f32 {
+    unsafe fn total(&self, first: u32, second: u32, parts: u32) -> f32 {
         let mut sum = 0f32;
         for i in 0..parts {
-            sum += self.sums.get(2 * (unit * parts + i) + second);
+            sum += self.sums.get(2 * (first + i) + second);
         }
         sum
     }
 
-    /// Units of the first product, by one warp, from memory.
+    /// A unit of the first product, by one warp, from memory.
     #[inline(always)]
-    unsafe fn alone(&self, first: u32, units: u32, operand: Shared<T>) {
-        for unit in first..first + units {
+    unsafe fn alone(&self, unit: u32, operand: Shared<T>) {
+        {
             let (pair, output) = split(unit, self.intermediate);
             let (bin, token) = (self.bins.get(pair), self.tokens_of.get(pair));
             let weights = self.expert(bin, false).weights;
@@ -314,57 +297,37 @@ impl<T: TensorFloat, const STEPS: usize> Job<T, STEPS> {
 struct Words {
     words: GlobalMut<u64>,
     shares: u32,
+    /// What a word is if somebody has begun the share; with one more for each group that is done.
     taken: u64,
-    done: u64,
 }
 
 impl Words {
     #[inline(always)]
     fn new(words: *mut u64, shares: u32, launch: u64) -> Self {
-        Self { words: GlobalMut::new(words), shares, taken: launch << 1, done: launch << 1 | 1 }
+        Self { words: GlobalMut::new(words), shares, taken: launch << 2 }
+    }
+
+    /// Whether a word says that nobody has begun its share.
+    #[inline(always)]
+    fn is_idle(self, word: u64) -> bool {
+        word & !3 != self.taken
     }
 
     /// Whether nobody had begun this share.
     #[inline(always)]
     unsafe fn claim(self, share: u32) -> bool {
         let found = self.words.load(share, Device, Relaxed);
-        found != self.taken
-            && found != self.done
-            && self.words.compare_exchange(share, found, self.taken, Device, Relaxed) == found
+        self.is_idle(found) && self.words.compare_exchange(share, found, self.taken, Device, Relaxed) == found
     }
 
-    /// By one thread, after a barrier of those that have stored the share's `h`.
+    /// By one thread, after a barrier of those that have stored the share's `h` of so many groups.
     #[inline(always)]
-    unsafe fn publish(self, share: u32) {
+    unsafe fn publish(self, share: u32, groups: u64) {
         if share == 0 {
             // Who has seen this share done finds a number here.
             self.words.store(self.shares, 0, Device, Relaxed);
         }
-        self.words.store(share, self.done, Device, Release);
-    }
-
-    /// Makes sure that chunks are counted from zero.
-    #[inline(always)]
-    unsafe fn open(self) {
-        let word = self.shares + 1;
-        loop {
-            let found = self.words.load(word, Device, Acquire);
-            if found == self.done {
-                break;
-            }
-            if found != self.taken && self.words.compare_exchange(word, found, self.taken, Device, Relaxed) == found {
-                self.words.store(self.shares + 2, 0, Device, Relaxed);
-                self.words.store(word, self.done, Device, Release);
-                break;
-            }
-            thread::spin_hint();
-        }
-    }
-
-    /// The next chunk.
-    #[inline(always)]
-    unsafe fn draw(self) -> u32 {
-        self.words.fetch_add(self.shares + 2, 1, Device, Relaxed) as u32
+        self.words.store(share, self.taken + groups, Device, Release);
     }
 
     /// By a warp of each block when all shares are done. The last leaves zeroes.
@@ -375,7 +338,7 @@ impl Words {
         if warp::shfl_idx(before, 0) == self.shares as u64 - 1 {
             unroll::<{ WORDS.div_ceil(32) }>(|i| {
                 let word = lane + 32 * i as u32;
-                if word < self.shares + 3 {
+                if word <= self.shares {
                     self.words.store(word, 0, Device, Relaxed);
                 }
             });
@@ -420,8 +383,6 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
     operands: u32,
     sums: u32,
     stages: u32,
-    chunk_log2: u32,
-    chunks: u32,
 ) {
     let (tid, lane, warp_id) = (thread::thread_idx_x(), warp::lane_id(), warp::warp_id());
     let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
@@ -432,27 +393,18 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
         }
     };
     let mut carver = Carver::new();
-    let bars = carver.take::<u64>(WARPS * MAX_STAGES + 1);
+    let bars = carver.take::<u64>(WARPS * MAX_STAGES + 3);
     let bins = carver.take::<u32>(MAX_PAIRS);
     let tokens_of = carver.take::<u32>(MAX_PAIRS);
-    let notes = carver.take::<u32>(4);
-    let table = carver.take::<u32>(MAX_CHUNKS + 4);
     let sums = carver.take::<f32>(sums as usize);
-    let operand = carver.take::<T>(operands as usize);
+    let vectors = carver.take::<T>(operands as usize);
     let ring = carver.take_aligned::<T>(WARPS * stages as usize * 2 * STEPS * 256, 128);
     let all_threads = const { WARPS as u32 * 32 + 32 };
     let len = const { STEPS as u32 * 256 };
-    let vector = bars.address(WARPS * MAX_STAGES);
-    if tid < WARPS as u32 * MAX_STAGES as u32 + 1 {
+    // `x`, then `h` of either group.
+    let there = |i: u32| bars.address(const { (WARPS * MAX_STAGES) as u32 } + i);
+    if tid < const { (WARPS * MAX_STAGES) as u32 + 3 } {
         mbarrier::init(bars.address(tid), 1);
-    }
-    let mut i = tid;
-    while i < MAX_CHUNKS as u32 + 4 {
-        table.set(i, UNKNOWN);
-        i += const { WARPS as u32 * 32 + 32 };
-    }
-    if tid == 0 {
-        notes.set(1u32, 0);
     }
     mbarrier::fence_init();
     thread::sync_threads();
@@ -482,11 +434,11 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
         bin = pairs.bin(lane);
         scale = pairs.weight(lane, Global::new(topk_weights));
     }
-    let there = warp::warp_vote_ballot(warp::FULL, bin != NOWHERE && bin != INVALID);
-    let count = there.count_ones();
+    let exist = warp::warp_vote_ballot(warp::FULL, bin != NOWHERE && bin != INVALID);
+    let count = exist.count_ones();
     let mut pair = lane;
-    if there & there.wrapping_add(1) != 0 {
-        let (mut rest, mut i) = (there, 0);
+    if exist & exist.wrapping_add(1) != 0 {
+        let (mut rest, mut i) = (exist, 0);
         while i < lane {
             rest &= rest.wrapping_sub(1);
             i += 1;
@@ -511,11 +463,20 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
         tokens_of,
         sums,
     };
-    // Half of all units are drawn in chunks, if any.
-    let units = count * intermediate;
-    let drawn = if chunks == 0 { 0 } else { units >> (chunk_log2 + 1) };
-    let dealt = units - (drawn << chunk_log2);
-    let share = borders.share(dealt);
+    // Pairs of the first group; the block's units of both.
+    let early = count / 2;
+    let groups = [early * intermediate, (count - early) * intermediate];
+    let shares = |borders: Borders| {
+        let ((a, na), (b, nb)) = (borders.share(groups[0]), borders.share(groups[1]));
+        ([a, groups[0] + b], [na, nb])
+    };
+    let (starts, units) = shares(borders);
+    let (first_row, rows) = (borders.rows[0], borders.rows[1] - borders.rows[0]);
+    let up_parts = job.parts(false);
+    // Pieces up to the end of the first product of either group, and of all.
+    let middle = units[0] * up_parts;
+    let first = middle + units[1] * up_parts;
+    let h_vectors = vectors.offset(tokens * hidden);
     let words = Words::new(words, blocks, launch);
     let width = intermediate.max(1);
 
@@ -525,102 +486,83 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             tokens_of.set(lane, token);
         }
         if lane == 0 {
-            mbarrier::arrive_expect_tx(vector, tokens * hidden * 2);
+            mbarrier::arrive_expect_tx(there(0), tokens * hidden * 2);
             for t in 0..tokens {
-                tma::copy_bulk(operand.address(t * hidden), x.wrapping_add(t as usize * x_row), hidden * 2, vector);
+                tma::copy_bulk(vectors.address(t * hidden), x.wrapping_add(t as usize * x_row), hidden * 2, there(0));
             }
-        }
-        warp::sync_warp(warp::FULL);
-        if lane == 1 {
-            words.open();
         }
         let won = lane == 0 && words.claim(block);
         let own = warp::warp_vote_any(warp::FULL, won);
         mark(8);
-        // Chunks for this block's warps, until there are none.
-        let (mut known, mut next) = (0, 0);
-        while own && known < chunks {
-            // By one lane, and for all of them: what it sees may change.
-            let mut near = false;
-            while !near {
-                let seen = if lane == 0 { notes.load(1u32, Block, Relaxed) } else { 0 };
-                near = known < warp::shfl_idx(seen, 0) + AHEAD;
-                thread::spin_hint();
-            }
-            let number = if lane == 0 { words.draw() } else { 0 };
-            next = warp::shfl_idx(number, 0);
-            if next >= drawn {
-                break;
-            }
-            if lane == 0 {
-                table.store(known, dealt + (next << chunk_log2), Block, Relaxed);
-            }
-            known += 1;
-        }
-        if lane == 0 {
-            notes.set(0u32, own as u32);
-            table.store(known, NONE, Block, Relaxed);
-        }
-        mark(9);
-        // If that is because there was no room for more:
-        while own && next < drawn {
-            let number = if lane == 0 { words.draw() } else { 0 };
-            next = warp::shfl_idx(number, 0);
-            if next < drawn {
-                mbarrier::wait_parity(vector, 0);
-                job.alone(dealt + (next << chunk_log2), 1 << chunk_log2, operand);
-            }
-        }
-        warp::sync_warp(warp::FULL);
-        thread::arrive_named(1, all_threads);
-        thread::sync_named(2, all_threads);
-        if won {
-            words.publish(block);
-        }
-        mark(10);
         let mut polls = 0;
-        loop {
-            let (mut ok, mut idle) = (true, u32::MAX);
-            unroll::<{ MAX_BLOCKS / 32 }>(|i| {
-                let other = lane + 32 * i as u32;
-                if other < blocks {
-                    let word = words.words.load(other, Device, Relaxed);
-                    ok &= word == words.done;
-                    if word != words.done && word != words.taken {
-                        idle = other;
-                    }
+        for group in 0..2u32 {
+            thread::sync_named(1 + group, all_threads);
+            mark(5 + 4 * group);
+            if own {
+                let (start, units) = if group == 0 { (starts[0], units[0]) } else { (starts[1], units[1]) };
+                let base = if group == 0 { 0 } else { middle };
+                let mut unit = lane;
+                while unit < units {
+                    let (pair, output) = split(start + unit, width);
+                    let piece = base + unit * up_parts;
+                    let up = if layout == PLAIN { 0.0 } else { job.total(piece, 1, up_parts) };
+                    job.finish(start + unit, pair, output, job.total(piece, 0, up_parts), up);
+                    unit += 32;
                 }
-            });
-            if warp::warp_vote_all(warp::FULL, ok) {
-                break;
+                warp::sync_warp(warp::FULL);
+                if won {
+                    words.publish(block, group as u64 + 1);
+                }
             }
-            polls += 1;
-            if polls > PATIENCE {
-                let who = warp::warp_vote_ballot(warp::FULL, idle != u32::MAX);
-                if who != 0 {
-                    let other = warp::shfl_idx(idle, who.trailing_zeros());
-                    let won = lane == 0 && words.claim(other);
-                    if warp::warp_vote_any(warp::FULL, won) {
-                        let lines = if layout == PLAIN { 1 } else { 2 };
-                        let share = Borders::new(other, blocks, hidden, lines).share(dealt);
-                        mbarrier::wait_parity(vector, 0);
-                        job.alone(share.unit, share.units, operand);
-                        if won {
-                            words.publish(other);
+            mark(6 + 4 * group);
+            loop {
+                let (mut ok, mut idle) = (true, u32::MAX);
+                unroll::<{ MAX_BLOCKS / 32 }>(|i| {
+                    let other = lane + 32 * i as u32;
+                    if other < blocks {
+                        let word = words.words.load(other, Device, Relaxed);
+                        if words.is_idle(word) {
+                            idle = other;
+                        }
+                        ok &= !words.is_idle(word) && (word & 3) as u32 > group;
+                    }
+                });
+                if warp::warp_vote_all(warp::FULL, ok) {
+                    break;
+                }
+                polls += 1;
+                if polls > PATIENCE {
+                    let who = warp::warp_vote_ballot(warp::FULL, idle != u32::MAX);
+                    if who != 0 {
+                        let other = warp::shfl_idx(idle, who.trailing_zeros());
+                        let won = lane == 0 && words.claim(other);
+                        if warp::warp_vote_any(warp::FULL, won) {
+                            let lines = if layout == PLAIN { 1 } else { 2 };
+                            let (starts, units) = shares(Borders::new(other, blocks, hidden, lines));
+                            mbarrier::wait_parity(there(0), 0);
+                            for unit in 0..units[0] + units[1] {
+                                let late = unit >= units[0];
+                                let unit = if late { starts[1] + unit - units[0] } else { starts[0] + unit };
+                                job.alone(unit, vectors);
+                            }
+                            warp::sync_warp(warp::FULL);
+                            if won {
+                                words.publish(other, 2);
+                            }
                         }
                     }
                 }
+                thread::spin_hint();
             }
-            thread::spin_hint();
-        }
-        thread::device_fence();
-        mark(11);
-        if lane == 0 {
-            // All of `h`, in place of `x`.
-            tma::fence_async_global();
-            mbarrier::arrive_expect_tx(vector, count * intermediate * 2);
-            if count > 0 {
-                tma::copy_bulk(operand.address(0u32), job.h.ptr(0u32).cast_const(), count * intermediate * 2, vector);
+            thread::device_fence();
+            mark(7 + 4 * group);
+            if lane == 0 {
+                let (from, n) = if group == 0 { (0, groups[0]) } else { (groups[0], groups[1]) };
+                tma::fence_async_global();
+                mbarrier::arrive_expect_tx(there(1 + group), n * 2);
+                if n > 0 {
+                    tma::copy_bulk(h_vectors.address(from), job.h.ptr(from).cast_const(), n * 2, there(1 + group));
+                }
             }
         }
         words.leave();
@@ -630,22 +572,13 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
 
     let ring = ring.offset(warp_id * stages * 2 * len);
     let bar = |stage: u32| bars.address(warp_id * MAX_STAGES as u32 + stage);
-    // Pieces of the first product, when their number is known, and all of them.
-    let (mut first, mut all) = (u32::MAX, u32::MAX);
-    // Chunks that are known.
-    let mut known = 0;
-    // What is to come and what is next, in pieces; stages that are filled and which is.
+    let (each, down_parts) = (rows.div_ceil(2), job.parts(true));
+    let late = first + early * each * down_parts;
+    let all = first + count * each * down_parts;
+    // What is to come and what is next, in pieces; stages that are filled and which is; where what is to come is in the order of the groups, and of what is next.
     let (mut at, mut next, mut ahead, mut stage, mut to, mut parity) = (warp_id, warp_id, 0, 0, 0, 0);
-    let mut cursor = Cursor::new(warp_id, job.parts(false), WARPS as u32);
-    let mut down = false;
-    let unit_of = |unit: u32| {
-        if unit < share.units {
-            share.unit + unit
-        } else {
-            let drawn = unit - share.units;
-            table.load(drawn >> chunk_log2, Block, Relaxed) + (drawn & ((1 << chunk_log2) - 1))
-        }
-    };
+    let mut cursor = Cursor::new(warp_id, up_parts, WARPS as u32);
+    let (mut fetching, mut phase) = (0u32, 0u32);
     // Of a stage, in the lane of its number: where its vector starts; the length of its rows, and where the second is, which may be the first.
     let (mut from, mut what) = (0u32, 0u32);
     if warp_id == 0 {
@@ -653,54 +586,34 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
     }
     loop {
         while ahead < stages && next < all {
-            if first == u32::MAX && cursor.unit >= share.units {
-                // Whether the chunk is there.
-                let wanted = (cursor.unit - share.units) >> chunk_log2;
-                let mut value = 0;
-                while known <= wanted {
-                    value = table.load(known, Block, Relaxed);
-                    if value >= NONE {
-                        break;
-                    }
-                    known += 1;
-                    if lane == 0 {
-                        notes.fetch_max(1u32, known, Block, Relaxed);
-                    }
-                }
-                if value == UNKNOWN {
-                    if ahead > 0 {
-                        break;
-                    }
-                    thread::spin_hint();
-                    continue;
-                }
-                if value == NONE {
-                    first = (share.units + (known << chunk_log2)) * job.parts(false);
-                    all = first + count * share.rows.div_ceil(2) * job.parts(true);
-                    cursor = Cursor::new(next - first, job.parts(true), WARPS as u32);
-                    continue;
-                }
+            if fetching == 0 && next >= middle {
+                fetching = 1;
+                cursor = Cursor::new(next - middle, up_parts, WARPS as u32);
             }
-            let fetching_down = first != u32::MAX;
+            if fetching == 1 && next >= first {
+                fetching = 2;
+                cursor = Cursor::new(next - first, down_parts, WARPS as u32);
+            }
+            let fetching_down = fetching == 2;
             let (pair, unit) = if fetching_down {
-                split(cursor.unit, share.rows.div_ceil(2))
+                split(cursor.unit, each)
             } else {
-                split(unit_of(cursor.unit), width)
+                split(cursor.unit + if fetching == 0 { starts[0] } else { starts[1] }, width)
             };
             let (k, start) = (if fetching_down { intermediate } else { hidden }, cursor.part * len);
             let n = (k - start).min(len);
-            let both = if fetching_down { 2 * unit + 1 < share.rows } else { layout != PLAIN };
+            let both = if fetching_down { 2 * unit + 1 < rows } else { layout != PLAIN };
             let whose = warp::shfl_idx(bin, pair);
             let vector = if fetching_down { pair } else { warp::shfl_idx(token, pair) };
             // Rows of the second product that are read as a whole come as one.
             let joint = fetching_down && cursor.parts == 1;
             if lane == to {
-                from = vector * k + start;
+                from = vector * k + start + if fetching_down { tokens * hidden } else { 0 };
                 what = n | if both { if joint { n } else { len } } else { 0 } << 16;
             }
             if lane == 0 {
                 let (row, other) = if fetching_down {
-                    let row = share.row + 2 * unit;
+                    let row = first_row + 2 * unit;
                     (row, row + 1)
                 } else {
                     (job.row(unit, false), job.row(unit, true))
@@ -721,47 +634,43 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             next += WARPS as u32;
             ahead += 1;
         }
-        if at >= first && !down {
-            down = true;
-            if warp_id == 0 {
-                mark(5);
-            }
-            thread::sync_named(1, all_threads);
-            if notes.get(0u32) != 0 {
-                let (parts, mut unit) = (job.parts(false), tid);
-                while unit < share.units + (known << chunk_log2) {
-                    let global = unit_of(unit);
-                    let (pair, output) = split(global, width);
-                    let up = if layout == PLAIN { 0.0 } else { job.total(unit, 1, parts) };
-                    job.finish(global, pair, output, job.total(unit, 0, parts), up);
-                    unit += const { WARPS as u32 * 32 };
-                }
-            }
+        // The sums of a group are complete as far as this warp is concerned.
+        if phase == 0 && at >= middle {
+            phase = 1;
+            warp::sync_warp(warp::FULL);
+            thread::arrive_named(1, all_threads);
+        }
+        if phase == 1 && at >= first {
+            phase = 2;
+            warp::sync_warp(warp::FULL);
             thread::arrive_named(2, all_threads);
         }
         if at >= all {
             break;
         }
-        mbarrier::wait_parity(vector, down as u32);
-        if warp_id == 0 {
-            if at == 0 {
-                mark(3);
-            }
-            if TRACE && down && at < first + WARPS as u32 {
-                mark(6);
-            }
+        mbarrier::wait_parity(
+            there(if at < first {
+                0
+            } else if at < late {
+                1
+            } else {
+                2
+            }),
+            0,
+        );
+        if TRACE && warp_id == 0 && at == 0 {
+            mark(3);
         }
         let (start, what) = (warp::shfl_idx(from, stage), warp::shfl_idx(what, stage));
         let rows = ring.offset(stage * 2 * len);
         let second = rows.offset(what >> 16);
         mbarrier::wait_parity(bar(stage), parity);
-        if warp_id == 0 && at == 0 {
+        if TRACE && warp_id == 0 && at == 0 {
             mark(4);
         }
-        let sum =
-            job.multiply(what & 0xffff, operand.offset(start), |at| rows.get_as(at), |at| second.get_as(at));
+        let sum = job.multiply(what & 0xffff, vectors.offset(start), |at| rows.get_as(at), |at| second.get_as(at));
         if lane % 16 == 0 {
-            sums.set(2 * (if down { at - first } else { at }) + lane / 16, sum);
+            sums.set(2 * at + lane / 16, sum);
         }
         warp::sync_warp(warp::FULL);
         stage += 1;
@@ -772,18 +681,17 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
         at += WARPS as u32;
     }
     if warp_id == 0 {
-        mark(7);
+        mark(14);
     }
     thread::sync_named(3, const { WARPS as u32 * 32 });
     // A warp takes a row, a lane a pair; then a lane has a token, and adds up its pairs in their order.
-    let (parts, each) = (job.parts(true), share.rows.div_ceil(2));
     let out = GlobalMut::new(out);
     let mut row = warp_id;
-    while row < share.rows {
+    while row < rows {
         let mut v = 0f32;
         if lane < count {
-            let bias = job.expert(bin, true).bias(share.row + row);
-            v = (job.total(lane * each + row / 2, row % 2, parts) + bias) * scale;
+            let bias = job.expert(bin, true).bias(first_row + row);
+            v = (job.total(first + (lane * each + row / 2) * down_parts, row % 2, down_parts) + bias) * scale;
         }
         let mut sum = 0f32;
         for pair in 0..count {
@@ -791,7 +699,7 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             sum += if whose == lane { v } else { 0.0 };
         }
         if lane < tokens {
-            out.set(lane as usize * out_row + (share.row + row) as usize, T::from_f32(sum));
+            out.set(lane as usize * out_row + (first_row + row) as usize, T::from_f32(sum));
         }
         row += WARPS as u32;
     }
@@ -819,9 +727,11 @@ entries! {
         layout: u32, activation: u32, alpha: f32, limit: f32,
         /// Room in shared memory for vectors and sums, in elements, and the stages of each warp.
         operands: u32, sums: u32, stages: u32,
-        /// Units of a chunk, and how many of these a block draws at most.
-        chunk_log2: u32, chunks: u32,
     );
     moe_fused_vector_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_vector::<T, WARPS, STEPS, false>;
     moe_fused_vector_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_vector::<T, WARPS, STEPS, false>;
+    moe_fused_vector_v2_bf16 { type T = bf16; } [416, 1; Sm90a] => fused_vector::<T, 12, 4, false>;
+    moe_fused_vector_v3_bf16 { type T = bf16; } [480, 1; Sm90a] => fused_vector::<T, 14, 4, false>;
+    moe_fused_vector_v4_bf16 { type T = bf16; } [352, 1; Sm90a] => fused_vector::<T, 10, 4, false>;
+    moe_fused_vector_v5_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_vector::<T, WARPS, STEPS, true>;
 }
