@@ -405,7 +405,12 @@ pub const fn plan(
         if fits && wgmma && !shuffled { FusedPath::vector_parts(shape, multiprocessors as usize) } else { None };
     let path = match path {
         FusedPath::Auto if !fits => FusedPath::Fma,
-        FusedPath::Auto if shape.tokens <= VECTOR_TOKENS && matches!(vector, Some(parts) if parts.stages > 1) => {
+        // One token of large matrices: what is gained by one stream of weights is more than the blocks' waiting for each other costs.
+        FusedPath::Auto
+            if shape.tokens == 1
+                && product(&[shape.pairs(), shape.hidden, shape.intermediate]) >= 1 << 25
+                && matches!(vector, Some(parts) if parts.stages > 1) =>
+        {
             FusedPath::Vector
         }
         FusedPath::Auto => FusedPath::choose(
@@ -488,9 +493,6 @@ pub const fn plan(
     let (up, down) = if is_bf16 { bf16 } else { f16 };
     Some(Plan { path, products: Products::Blocks(up, down), reduce })
 }
-
-/// The most tokens for which `Auto` takes [`FusedPath::Vector`].
-const VECTOR_TOKENS: usize = 1;
 
 /// A number that no other launch of this process has, and nobody else knows: the first is random.
 fn launch_number() -> u64 {

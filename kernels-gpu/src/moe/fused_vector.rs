@@ -41,7 +41,7 @@ use cuda_std::{
 };
 
 /// Warps of a block that multiply.
-pub const WARPS: usize = 16;
+pub const WARPS: usize = 12;
 /// Elements of a row of a piece, in units of 256: a warp's lanes take 8 each.
 pub const STEPS: usize = 4;
 /// Threads of a block: the warps that multiply, and one more.
@@ -259,26 +259,24 @@ impl<T: TensorFloat, const STEPS: usize> Job<T, STEPS> {
     /// A unit of the first product, by one warp, from memory.
     #[inline(always)]
     unsafe fn alone(&self, unit: u32, operand: Shared<T>) {
-        {
-            let (pair, output) = split(unit, self.intermediate);
-            let (bin, token) = (self.bins.get(pair), self.tokens_of.get(pair));
-            let weights = self.expert(bin, false).weights;
-            let row = |up: bool| weights.offset(self.row(output, up) as usize * self.hidden as usize);
-            let (gates, values) = (row(false), row(self.layout != PLAIN));
-            let (mut sum, mut start) = (0f32, 0);
-            while start < self.hidden {
-                sum += self.multiply(
-                    (self.hidden - start).min(Self::LEN),
-                    operand.offset(token * self.hidden + start),
-                    |at| gates.get_as(start + at),
-                    |at| values.get_as(start + at),
-                );
-                start += Self::LEN;
-            }
-            let up = warp::shfl_idx(sum, 16);
-            if warp::lane_id() == 0 {
-                self.finish(unit, pair, output, sum, up);
-            }
+        let (pair, output) = split(unit, self.intermediate);
+        let (bin, token) = (self.bins.get(pair), self.tokens_of.get(pair));
+        let weights = self.expert(bin, false).weights;
+        let row = |up: bool| weights.offset(self.row(output, up) as usize * self.hidden as usize);
+        let (gates, values) = (row(false), row(self.layout != PLAIN));
+        let (mut sum, mut start) = (0f32, 0);
+        while start < self.hidden {
+            sum += self.multiply(
+                (self.hidden - start).min(Self::LEN),
+                operand.offset(token * self.hidden + start),
+                |at| gates.get_as(start + at),
+                |at| values.get_as(start + at),
+            );
+            start += Self::LEN;
+        }
+        let up = warp::shfl_idx(sum, 16);
+        if warp::lane_id() == 0 {
+            self.finish(unit, pair, output, sum, up);
         }
     }
 
@@ -348,7 +346,7 @@ impl Words {
 
 /// See the [module](self) and [`Args`]. Grid: at most [`MAX_BLOCKS`]; block: `WARPS` warps and one more; shared memory: [`shared_bytes`].
 #[inline(always)]
-unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, const TRACE: bool>(
+unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
     out: *mut T,
     out_row: usize,
     h: *mut T,
@@ -386,12 +384,6 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
 ) {
     let (tid, lane, warp_id) = (thread::thread_idx_x(), warp::lane_id(), warp::warp_id());
     let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
-    let trace = GlobalMut::new(words);
-    let mark = |i: u32| {
-        if TRACE && lane == 0 {
-            trace.set(512 + block * 16 + i, thread::globaltimer());
-        }
-    };
     let mut carver = Carver::new();
     let bars = carver.take::<u64>(WARPS * MAX_STAGES + 3);
     let bins = carver.take::<u32>(MAX_PAIRS);
@@ -409,13 +401,7 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
     mbarrier::fence_init();
     thread::sync_threads();
     let borders = Borders::new(block, blocks, hidden, if layout == PLAIN { 1 } else { 2 });
-    if warp_id == 0 {
-        mark(0);
-    }
     dependent_launch::begin();
-    if warp_id == 0 {
-        mark(1);
-    }
 
     // Each warp makes itself a list of the pairs that exist, one a lane.
     let pairs = Pairs {
@@ -493,11 +479,9 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
         }
         let won = lane == 0 && words.claim(block);
         let own = warp::warp_vote_any(warp::FULL, won);
-        mark(8);
         let mut polls = 0;
         for group in 0..2u32 {
             thread::sync_named(1 + group, all_threads);
-            mark(5 + 4 * group);
             if own {
                 let (start, units) = if group == 0 { (starts[0], units[0]) } else { (starts[1], units[1]) };
                 let base = if group == 0 { 0 } else { middle };
@@ -514,7 +498,6 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
                     words.publish(block, group as u64 + 1);
                 }
             }
-            mark(6 + 4 * group);
             loop {
                 let (mut ok, mut idle) = (true, u32::MAX);
                 unroll::<{ MAX_BLOCKS / 32 }>(|i| {
@@ -555,7 +538,6 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
                 thread::spin_hint();
             }
             thread::device_fence();
-            mark(7 + 4 * group);
             if lane == 0 {
                 let (from, n) = if group == 0 { (0, groups[0]) } else { (groups[0], groups[1]) };
                 tma::fence_async_global();
@@ -566,7 +548,6 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             }
         }
         words.leave();
-        mark(12);
         return;
     }
 
@@ -581,9 +562,6 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
     let (mut fetching, mut phase) = (0u32, 0u32);
     // Of a stage, in the lane of its number: where its vector starts; the length of its rows, and where the second is, which may be the first.
     let (mut from, mut what) = (0u32, 0u32);
-    if warp_id == 0 {
-        mark(2);
-    }
     loop {
         while ahead < stages && next < all {
             if fetching == 0 && next >= middle {
@@ -658,16 +636,10 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             }),
             0,
         );
-        if TRACE && warp_id == 0 && at == 0 {
-            mark(3);
-        }
         let (start, what) = (warp::shfl_idx(from, stage), warp::shfl_idx(what, stage));
         let rows = ring.offset(stage * 2 * len);
         let second = rows.offset(what >> 16);
         mbarrier::wait_parity(bar(stage), parity);
-        if TRACE && warp_id == 0 && at == 0 {
-            mark(4);
-        }
         let sum = job.multiply(what & 0xffff, vectors.offset(start), |at| rows.get_as(at), |at| second.get_as(at));
         if lane % 16 == 0 {
             sums.set(2 * at + lane / 16, sum);
@@ -679,9 +651,6 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
         }
         ahead -= 1;
         at += WARPS as u32;
-    }
-    if warp_id == 0 {
-        mark(14);
     }
     thread::sync_named(3, const { WARPS as u32 * 32 });
     // A warp takes a row, a lane a pair; then a lane has a token, and adds up its pairs in their order.
@@ -702,9 +671,6 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             out.set(lane as usize * out_row + (first_row + row) as usize, T::from_f32(sum));
         }
         row += WARPS as u32;
-    }
-    if warp_id == 0 {
-        mark(13);
     }
 }
 
@@ -728,10 +694,6 @@ entries! {
         /// Room in shared memory for vectors and sums, in elements, and the stages of each warp.
         operands: u32, sums: u32, stages: u32,
     );
-    moe_fused_vector_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_vector::<T, WARPS, STEPS, false>;
-    moe_fused_vector_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_vector::<T, WARPS, STEPS, false>;
-    moe_fused_vector_v2_bf16 { type T = bf16; } [416, 1; Sm90a] => fused_vector::<T, 12, 4, false>;
-    moe_fused_vector_v3_bf16 { type T = bf16; } [480, 1; Sm90a] => fused_vector::<T, 14, 4, false>;
-    moe_fused_vector_v4_bf16 { type T = bf16; } [352, 1; Sm90a] => fused_vector::<T, 10, 4, false>;
-    moe_fused_vector_v5_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_vector::<T, WARPS, STEPS, true>;
+    moe_fused_vector_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_vector::<T, WARPS, STEPS>;
+    moe_fused_vector_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_vector::<T, WARPS, STEPS>;
 }
