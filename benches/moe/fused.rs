@@ -22,13 +22,13 @@ pub fn benches(harness: &mut Harness) {
         case(harness, model, tokens, FusedPath::Auto, "unordered/");
     }
     // What else might have been chosen, where that is a question.
-    use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma16, Wgmma64, Wgmma176};
+    use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Vector, Wgmma16, Wgmma64, Wgmma176};
     for &model in models {
         for &tokens in tokens {
             let pairs = tokens * model.2;
             let each = pairs.div_ceil(model.1);
-            for path in [Direct, Wgmma16] {
-                if pairs <= 64 {
+            for path in [Direct, Wgmma16, Vector] {
+                if pairs <= 64 && (path != Vector || tokens == 1) {
                     case(harness, model, tokens, path, "");
                 }
             }

@@ -4,7 +4,7 @@ use warploom::moe::{
     ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused, shuffle_weights,
 };
 use warploom::reference::moe::{Block, fused as reference};
-use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16};
+use warploom::{Device, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{epsilon, gpu, noise, noise_of, on_every_device, property, sanitizing, widen};
 
 const ACTIVATIONS: [ExpertActivation; 5] = [
@@ -343,6 +343,120 @@ fn wgmma_matches_the_reference() {
     });
 }
 
+/// The first tokens of a case, so few that there are at most 32 pairs.
+fn for_vector(mut case: Case) -> Case {
+    let slots = case.top_k + if case.listed { 0 } else { case.shared };
+    case.tokens = case.tokens.min(32 / slots);
+    case.present = case.present.min(case.tokens);
+    case.ids.truncate(case.tokens * case.top_k);
+    if case.activation == ExpertActivation::Gelu {
+        case.activation = ExpertActivation::GeluTanh;
+    }
+    case.path(FusedPath::Vector)
+}
+
+#[test]
+fn vector_matches_the_reference() {
+    property(5, (cases(), any::<bool>()), |d, s, (mut case, one)| {
+        if one {
+            case.tokens = case.tokens.min(1);
+        }
+        let case = for_vector(case);
+        check::<f16>(d, s, &case);
+        check::<bf16>(d, s, &case);
+        Ok(())
+    });
+}
+
+/// Rows of several pieces, shares of several rounds of the ring, and blocks with nothing to do.
+#[test]
+fn vector_of_long_rows() {
+    on_every_device(|d, s| {
+        for (gate_up, tokens, top_k, hidden, inter) in [
+            (GateUp::Halves, 1, 2, 2080, 24),
+            (GateUp::Interleaved, 2, 3, 1032, 40),
+            (GateUp::GateOnly, 1, 3, 40, 2064),
+            (GateUp::Halves, 1, 1, 8, 8),
+            (GateUp::Halves, 3, 1, 16, 1032),
+            (GateUp::Halves, 1, 32, 24, 16),
+        ] {
+            let mut case = Case { gate_up, biased: true, ..Case::new(tokens, top_k, 4, hidden, inter) };
+            check::<bf16>(d, s, &case.clone().path(FusedPath::Vector));
+            case.ids[0] = -1;
+            check::<bf16>(d, s, &case.clone().path(FusedPath::Vector));
+            case.ids.fill(-1);
+            check::<f16>(d, s, &case.path(FusedPath::Vector));
+        }
+        check::<bf16>(d, s, &Case::new(0, 2, 3, 8, 8).path(FusedPath::Vector));
+        check::<bf16>(d, s, &Case::new(3, 0, 3, 8, 8).path(FusedPath::Vector));
+    });
+}
+
+/// Blocks one after the other, so that the first has to do what it would wait for, and those that begin later find it done: the same bits.
+#[test]
+fn vector_where_blocks_do_not_run_at_the_same_time() {
+    use warploom::kernels::moe::fused_vector::{THREADS, moe_fused_vector_bf16, shared_bytes};
+    if sanitizing() {
+        return;
+    }
+    let d = Device::simt();
+    let s = Stream::new(&d).unwrap();
+    let case = Case::new(1, 3, 4, 40, 48).path(FusedPath::Vector);
+    let inputs = Inputs::<bf16>::new(&d, &case, 1);
+    let want = bits_of(&d, &s, &inputs, &case);
+    for blocks in [1, 3, 5] {
+        let mut out = Tensor::<bf16>::zeros(&d, &[40]).unwrap();
+        let mut workspace = inputs.workspace(&d, &s, &case);
+        let mut words = Tensor::<u64>::uninit(&d, &[300]).unwrap();
+        s.fill_bytes(&mut words, 0x7f).unwrap();
+        let none = std::ptr::null();
+        let (operands, sums, stages) = (40 + 3 * 48, 2000, 2);
+        let args = fused::VectorArgs {
+            out: out.as_mut_ptr().cast(),
+            out_row: 40,
+            h: workspace.as_mut_ptr().cast(),
+            words: words.as_mut_ptr(),
+            launch: 12345,
+            x: inputs.x.as_ptr().cast(),
+            x_row: 40,
+            w13: inputs.w13.as_ptr().cast(),
+            bias13: none,
+            w2: inputs.w2.as_ptr().cast(),
+            bias2: none,
+            shared13: none,
+            shared_bias13: none,
+            shared2: none,
+            shared_bias2: none,
+            topk_ids: inputs.ids.as_ptr(),
+            topk_weights: inputs.weights.as_ptr(),
+            expert_map: std::ptr::null(),
+            num_tokens: std::ptr::null(),
+            tokens: 1,
+            top_k: 3,
+            slots: 3,
+            experts: 4,
+            local: 4,
+            shared_experts: 0,
+            hidden: 40,
+            intermediate: 48,
+            layout: 1,
+            activation: 0,
+            alpha: 0.0,
+            limit: 0.0,
+            operands,
+            sums,
+            stages,
+        };
+        let bytes = shared_bytes(operands as usize, sums as usize, stages as usize);
+        let geometry = Geometry::linear(blocks, THREADS as u32).shared_bytes(bytes as u32);
+        // SAFETY: the arguments are tensors of the sizes that they say.
+        unsafe { s.launch(&moe_fused_vector_bf16::ENTRY, &geometry, &args).unwrap() };
+        let got: Vec<_> = out.to_vec().unwrap().iter().map(|v| v.to_f32().to_bits()).collect();
+        assert_eq!(got, want, "{blocks} blocks");
+        assert!(words.to_vec().unwrap()[..blocks as usize + 1].iter().all(|&w| w == 0), "zeroes are left");
+    }
+}
+
 /// A case's results, as bits.
 fn bits_of<T: Float>(d: &Device, s: &Stream, inputs: &Inputs<T>, case: &Case) -> Vec<u32> {
     let mut out = Tensor::<T>::uninit(d, &[case.tokens, case.hidden]).unwrap();
@@ -475,8 +589,13 @@ fn wgmma_at_the_sizes_of_models() {
             if sanitizing() && tokens * top_k * hidden * inter > 20_000_000 {
                 continue;
             }
-            for path in [FusedPath::Wgmma16, FusedPath::Wgmma64, FusedPath::Wgmma176] {
-                if path == FusedPath::Wgmma16 && tokens * top_k > 128 {
+            for path in [FusedPath::Wgmma16, FusedPath::Wgmma64, FusedPath::Wgmma176, FusedPath::Vector] {
+                let most = match path {
+                    FusedPath::Wgmma16 => 128,
+                    FusedPath::Vector => 32,
+                    _ => usize::MAX,
+                };
+                if tokens * top_k > most {
                     continue;
                 }
                 let mut case = Case::new(tokens, top_k, experts, hidden, inter);
@@ -581,8 +700,15 @@ fn all_on_one_expert_and_none() {
 #[test]
 fn a_token_does_not_depend_on_others() {
     on_every_device(|d, s| {
-        for path in [FusedPath::Fma, FusedPath::Stream8, FusedPath::Tile32, FusedPath::Wgmma16, FusedPath::Wgmma64] {
-            let case = Case::new(21, 2, 4, 72, 40).path(path);
+        for path in [
+            FusedPath::Fma,
+            FusedPath::Stream8,
+            FusedPath::Tile32,
+            FusedPath::Wgmma16,
+            FusedPath::Wgmma64,
+            FusedPath::Vector,
+        ] {
+            let case = Case::new(16, 2, 4, 72, 40).path(path);
             let inputs = Inputs::<bf16>::new(d, &case, 1);
             let run = |first: usize, tokens: usize| {
                 let ids = case.ids[2 * first..][..2 * tokens].to_vec();
@@ -597,8 +723,8 @@ fn a_token_does_not_depend_on_others() {
                 inputs.run(s, &part, &mut out, &mut workspace).unwrap();
                 out.to_vec().unwrap()
             };
-            let all = run(0, 21);
-            for (first, tokens) in [(0, 1), (20, 1), (3, 10)] {
+            let all = run(0, 16);
+            for (first, tokens) in [(0, 1), (15, 1), (3, 10)] {
                 assert_eq!(run(first, tokens), all[first * case.hidden..][..tokens * case.hidden], "{path:?}");
             }
         }
@@ -609,7 +735,14 @@ fn a_token_does_not_depend_on_others() {
 #[test]
 fn f16_does_not_overflow_between_the_products() {
     on_every_device(|d, s| {
-        for path in [FusedPath::Fma, FusedPath::Direct, FusedPath::Stream8, FusedPath::Tile64, FusedPath::Wgmma176] {
+        for path in [
+            FusedPath::Fma,
+            FusedPath::Direct,
+            FusedPath::Stream8,
+            FusedPath::Tile64,
+            FusedPath::Wgmma176,
+            FusedPath::Vector,
+        ] {
             let (hidden, inter) = (64, 16);
             let t = |v: f32, shape: &[usize]| {
                 Tensor::from_slice(d, &vec![f16::from_f32(v); shape.iter().product()], shape).unwrap()
@@ -675,6 +808,7 @@ fn captured_and_replayed() {
             FusedPath::Tile32,
             FusedPath::Wgmma16,
             FusedPath::Wgmma64,
+            FusedPath::Vector,
         ] {
             let mut case = Case::new(5, 3, 6, 40, 16).path(path);
             case.shared = 1;
@@ -744,6 +878,11 @@ fn bad_input() {
         let many = Case::new(33, 2, 4, 16, 8).path(FusedPath::Direct);
         let inputs = Inputs::<bf16>::new(d, &many, 1);
         refused!(inputs.run(s, &many, &mut t(&[33, 16]), &mut inputs.workspace(d, s, &many)), Unsupported);
+        let many = Case::new(17, 2, 4, 16, 8).path(FusedPath::Vector);
+        let inputs = Inputs::<bf16>::new(d, &many, 1);
+        refused!(inputs.run(s, &many, &mut t(&[17, 16]), &mut inputs.workspace(d, s, &many)), Unsupported);
+        let exact = Case { activation: ExpertActivation::Gelu, ..Case::new(3, 2, 4, 16, 8).path(FusedPath::Vector) };
+        refused!(run(&good, &exact, &[3, 16]), Unsupported);
         let wide = Case::new(3, 2, 545, 16, 8).path(FusedPath::Wgmma176);
         refused!(run(&Inputs::new(d, &wide, 1), &wide, &[3, 16]), Unsupported);
         let stream = Case::new(3, 2, 4, 16, 8).path(FusedPath::Stream8);

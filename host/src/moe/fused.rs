@@ -10,13 +10,19 @@ use super::{shuffle, sort};
 use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
-use crate::kernels::moe::{fused as kernel, fused_fma, fused_reduce, fused_stream, fused_tile, fused_wgmma};
+use crate::kernels::moe::{
+    fused as kernel, fused_fma, fused_reduce, fused_stream, fused_tile, fused_vector, fused_wgmma,
+};
 use crate::tensor::Tensor;
 use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 use cuda_std::{DType, Element, Entry, Float};
 use std::ffi::c_void;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use fused_reduce::Args as ReduceArgs;
+pub use fused_vector::Args as VectorArgs;
 pub use fused_wgmma::Args as WgmmaArgs;
 pub use kernel::Args;
 
@@ -118,6 +124,10 @@ pub enum FusedPath {
     Wgmma64,
     /// [`Wgmma64`](Self::Wgmma64), up to 176 at a time; at most 544 experts.
     Wgmma176,
+    /// Everything in one launch, for very few pairs: one stream of weights for both products, without sorting. On Hopper and the SIMT device; at
+    /// most 32 pairs, types and rows as for streaming, and what is kept in shared memory (`x`, then what lies between the products) about 64 Ki
+    /// elements in all.
+    Vector,
     /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
     /// [`SimtOptions::host_products`](crate::SimtOptions::host_products) is on.
     Host,
@@ -128,7 +138,7 @@ impl FusedPath {
     pub const fn block(self) -> usize {
         match self {
             FusedPath::Auto | FusedPath::Fma | FusedPath::Host => fused_fma::PAIRS,
-            FusedPath::Direct | FusedPath::Stream8 => 8,
+            FusedPath::Direct | FusedPath::Stream8 | FusedPath::Vector => 8,
             FusedPath::Stream16 => 16,
             FusedPath::Tile32 => 32,
             FusedPath::Tile64 => 64,
@@ -185,6 +195,36 @@ impl FusedPath {
         let [rows, pairs, lines, stages] = self.wgmma_tile();
         bins <= fused_wgmma::MAX_BINS
             && fused_wgmma::shared_bytes(rows, pairs, lines, stages, bins) <= fused_wgmma::MAX_SHARED_BYTES
+    }
+
+    /// How to launch [`Vector`](Self::Vector) on so many multiprocessors, if there is room in shared memory.
+    const fn vector_parts(shape: &FusedShape, multiprocessors: usize) -> Option<VectorParts> {
+        let blocks =
+            if multiprocessors < fused_vector::MAX_BLOCKS { multiprocessors } else { fused_vector::MAX_BLOCKS };
+        let FusedShape { tokens, hidden, intermediate, .. } = *shape;
+        let (pairs, len) = (shape.pairs(), fused_vector::STEPS * 256);
+        if blocks == 0 || hidden == 0 || intermediate == 0 || pairs > fused_vector::MAX_PAIRS {
+            return None;
+        }
+        let (x, h) = (product(&[tokens, hidden]), product(&[pairs, intermediate]));
+        let operands = x.saturating_add(h);
+        if operands > fused_wgmma::MAX_SHARED_BYTES {
+            return None;
+        }
+        // A block's units are at most its part of them all and what a row of the second product less is worth, rounded up in both groups.
+        let units = h / blocks + h / hidden + 5;
+        let up = product(&[units, hidden.div_ceil(len)]);
+        let down = product(&[pairs, (hidden / blocks + 1).div_ceil(2), intermediate.div_ceil(len)]);
+        let sums = product(&[2, up.saturating_add(down)]);
+        let mut stages = fused_vector::MAX_STAGES;
+        while stages > 0 {
+            let shared_bytes = fused_vector::shared_bytes(operands, sums, stages);
+            if shared_bytes <= fused_wgmma::MAX_SHARED_BYTES {
+                return Some(VectorParts { blocks, operands, sums, stages, shared_bytes });
+            }
+            stages -= 1;
+        }
+        None
     }
 
     const fn is_tile(self) -> bool {
@@ -267,6 +307,7 @@ struct Workspace {
     sorted_weights: usize,
     offsets: usize,
     expert_counts: usize,
+    words: usize,
     /// Elements of `sorted_ids`.
     capacity: usize,
     bytes: usize,
@@ -284,7 +325,8 @@ impl Workspace {
         let sorted_weights = after(sort, sort::workspace_bytes(pairs, shape.bins()));
         let offsets = after(sorted_weights, product(&[capacity, 4]));
         let expert_counts = after(offsets, product(&[shape.bins().saturating_add(1), 4]));
-        let bytes = after(expert_counts, product(&[shape.bins(), 4]));
+        let words = after(expert_counts, product(&[shape.bins(), 4]));
+        let bytes = after(words, fused_vector::WORDS * 8);
         Self {
             h: 0,
             partial,
@@ -295,6 +337,7 @@ impl Workspace {
             sorted_weights,
             offsets,
             expert_counts,
+            words,
             capacity,
             bytes,
         }
@@ -311,11 +354,22 @@ pub struct Plan {
     reduce: Entry<ReduceArgs>,
 }
 
-/// The kernels of the first product and the second.
+/// The kernels of the first product and the second, or the one for all.
 #[derive(Clone, Copy, Debug)]
 enum Products {
+    Vector(Entry<VectorArgs>, VectorParts),
     Blocks(Entry<Args>, Entry<Args>),
     Wgmma(Entry<WgmmaArgs>, Entry<WgmmaArgs>),
+}
+
+/// What a launch of [`FusedPath::Vector`] needs to know; see [`VectorArgs`].
+#[derive(Clone, Copy, Debug)]
+struct VectorParts {
+    blocks: usize,
+    operands: usize,
+    sums: usize,
+    stages: usize,
+    shared_bytes: usize,
 }
 
 /// How many warps of a streaming block share a tile of rows: `1 << split_log2(k)`, so that each has some steps to do.
@@ -330,7 +384,7 @@ pub const fn split_log2(k: usize) -> u32 {
 
 /// Chooses the kernels. `streams` says whether addresses and strides suit 16-byte loads, `wgmma` whether the device has
 /// Hopper's instructions and the activation is one that they are used with, `shuffled` whether the weights are
-/// [shuffled](shuffle::shuffle_weights).
+/// [shuffled](shuffle::shuffle_weights). `multiprocessors`: the device's.
 pub const fn plan(
     dtype: DType,
     shape: &FusedShape,
@@ -338,6 +392,7 @@ pub const fn plan(
     streams: bool,
     wgmma: bool,
     shuffled: bool,
+    multiprocessors: u32,
 ) -> Option<Plan> {
     use kernel::*;
     let fits = streams
@@ -346,8 +401,18 @@ pub const fn plan(
         && shape.intermediate.is_multiple_of(8);
     // Maps of tensors have something in them.
     let wgmma = wgmma && shape.hidden > 0 && shape.intermediate > 0 && shape.bins() <= fused_wgmma::MAX_BINS;
+    let vector =
+        if fits && wgmma && !shuffled { FusedPath::vector_parts(shape, multiprocessors as usize) } else { None };
     let path = match path {
         FusedPath::Auto if !fits => FusedPath::Fma,
+        // One token of large matrices: what is gained by one stream of weights is more than the blocks' waiting for each other costs.
+        FusedPath::Auto
+            if shape.tokens == 1
+                && product(&[shape.pairs(), shape.hidden, shape.intermediate]) >= 1 << 25
+                && matches!(vector, Some(parts) if parts.stages > 1) =>
+        {
+            FusedPath::Vector
+        }
         FusedPath::Auto => FusedPath::choose(
             shape.pairs(),
             shape.bins(),
@@ -364,6 +429,7 @@ pub const fn plan(
         || path.is_wgmma() && !(wgmma && path.has_room_for(shape.bins()))
         || matches!(path, FusedPath::Direct) && shape.pairs() > fused_stream::DIRECT_PAIRS
         || matches!(path, FusedPath::Wgmma16) && shape.pairs() > fused_wgmma::DIRECT_PAIRS
+        || matches!(path, FusedPath::Vector) && vector.is_none()
     {
         return None;
     }
@@ -386,8 +452,13 @@ pub const fn plan(
         };
         return Some(Plan { path, products: Products::Wgmma(up, down), reduce });
     }
+    if let (FusedPath::Vector, Some(parts)) = (path, vector) {
+        use fused_vector::*;
+        let entry = if is_bf16 { moe_fused_vector_bf16::ENTRY } else { moe_fused_vector_f16::ENTRY };
+        return Some(Plan { path, products: Products::Vector(entry, parts), reduce });
+    }
     let (f16, bf16) = match path {
-        FusedPath::Host | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma176 => {
+        FusedPath::Host | FusedPath::Vector | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma176 => {
             return None;
         }
         FusedPath::Auto | FusedPath::Fma if matches!(dtype, DType::F32) => {
@@ -423,9 +494,15 @@ pub const fn plan(
     Some(Plan { path, products: Products::Blocks(up, down), reduce })
 }
 
+/// A number that no other launch of this process has, and nobody else knows: the first is random.
+fn launch_number() -> u64 {
+    static NEXT: LazyLock<AtomicU64> = LazyLock::new(|| AtomicU64::new(RandomState::new().hash_one(()) >> 2 | 1));
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
 impl Plan {
     /// How to launch a product of `n` outputs, with or without values, and inner dimension `k`, on a device with so many
-    /// multiprocessors.
+    /// multiprocessors; for [`FusedPath::Vector`] the only launch.
     pub const fn geometry(
         &self,
         shape: &FusedShape,
@@ -438,6 +515,10 @@ impl Plan {
             let [rows, pairs, lines, stages] = self.path.wgmma_tile();
             let bytes = fused_wgmma::shared_bytes(rows, pairs, lines, stages, shape.bins());
             return Geometry::linear(multiprocessors, fused_wgmma::THREADS as u32).shared_bytes(bytes as u32);
+        }
+        if let Products::Vector(_, parts) = self.products {
+            let geometry = Geometry::linear(parts.blocks as u32, fused_vector::THREADS as u32);
+            return geometry.shared_bytes(parts.shared_bytes as u32).resident();
         }
         let block = self.path.block();
         let (rows, threads, bytes) = match self.path {
@@ -472,7 +553,7 @@ impl Plan {
     }
 
     const fn sorts(&self) -> bool {
-        !matches!(self.path, FusedPath::Direct | FusedPath::Wgmma16)
+        !matches!(self.path, FusedPath::Direct | FusedPath::Wgmma16 | FusedPath::Vector)
     }
 }
 
@@ -717,6 +798,46 @@ pub unsafe fn launch(
     let (first, second) = plan.geometries(shape, gated, device.properties().multiprocessors);
     let (first, second) = (first.dependent(), second.dependent());
     match plan.products {
+        Products::Vector(entry, parts) => {
+            let args = VectorArgs {
+                out: o.out,
+                out_row: o.out_row,
+                h: up.h,
+                words: part(at.words).cast(),
+                launch: launch_number(),
+                x: o.x,
+                x_row: o.x_row,
+                w13: o.w13,
+                bias13: o.bias13,
+                w2: o.w2,
+                bias2: o.bias2,
+                shared13: o.shared13,
+                shared_bias13: o.shared_bias13,
+                shared2: o.shared2,
+                shared_bias2: o.shared_bias2,
+                topk_ids: o.topk_ids,
+                topk_weights: o.topk_weights,
+                expert_map: o.expert_map,
+                num_tokens: o.num_tokens,
+                tokens,
+                top_k,
+                slots,
+                experts,
+                local,
+                shared_experts,
+                hidden: up.k,
+                intermediate: up.n,
+                layout: up.layout,
+                activation,
+                alpha,
+                limit,
+                operands: parts.operands as u32,
+                sums: parts.sums as u32,
+                stages: parts.stages as u32,
+            };
+            // SAFETY: forwarded to the caller. Sums over slots are part of it.
+            return unsafe { stream.launch(&entry, &first, &args) };
+        }
         // SAFETY: forwarded to the caller.
         Products::Blocks(first_product, second_product) => unsafe {
             stream.launch(&first_product, &first, &up)?;
@@ -1061,18 +1182,21 @@ pub fn fused<T: Float>(
     let streams = [operands.x, operands.w13, operands.w2, operands.shared13, operands.shared2].into_iter().all(aligned)
         && (tokens == 1 || (xs.stride * T::DTYPE.size()).is_multiple_of(16));
     // Those kernels keep where rows of `x` and of `h` start in units of 16 bytes, in 32 bits.
-    let wgmma = stream.device().properties().compute_capability == (9, 0)
+    let properties = stream.device().properties();
+    let wgmma = properties.compute_capability == (9, 0)
         && options.activation != ExpertActivation::Gelu
         && tokens.saturating_mul(xs.stride).max(shape.pairs() * shape.intermediate) < 1 << 35;
-    let plan = plan(T::DTYPE, &shape, options.path, streams, wgmma, options.shuffled).ok_or_else(|| Error::Unsupported {
+    let plan = plan(T::DTYPE, &shape, options.path, streams, wgmma, options.shuffled, properties.multiprocessors);
+    let plan = plan.ok_or_else(|| Error::Unsupported {
         op: OP,
         what: format!(
-            "the path {:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, and `Wgmma..` \
-             needs Hopper, at most {} experts (544 for `Wgmma176`) and an activation other than `Gelu`; shuffled weights need such a path and widths of \
+            "the path {:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, `Vector` at most {} \
+             on Hopper with about 64 Ki elements of `x` and between the products, and `Wgmma..` needs Hopper, at most {} experts (544 for `Wgmma176`) and an activation other than `Gelu`; shuffled weights need such a path and widths of \
              multiples of 64; here are {} pairs of {}, {hidden} and {intermediate} wide, shuffled: {}",
             options.path,
             fused_stream::DIRECT_PAIRS,
             fused_wgmma::DIRECT_PAIRS,
+            fused_vector::MAX_PAIRS,
             fused_wgmma::MAX_BINS,
             shape.pairs(),
             T::DTYPE,

@@ -469,3 +469,13 @@ pub fn fence_async() {
         ptx!("fence.proxy.async.shared::cta;", options(nostack, preserves_flags))
     };
 }
+
+/// Orders what this thread has seen of ordinary accesses to global memory before later ones of the copy engine: `fence.proxy.async.global`.
+#[inline(always)]
+pub fn fence_async_global() {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: a fence.
+    unsafe {
+        ptx!("fence.proxy.async.global;", options(nostack, preserves_flags))
+    };
+}

@@ -40,8 +40,25 @@ pub struct Weights<T> {
 
 impl<T: Float> Weights<T> {
     #[inline(always)]
-    fn new(weights: *const T, bias: *const T) -> Self {
+    pub(super) fn new(weights: *const T, bias: *const T) -> Self {
         Self { weights: Global::new(weights), bias: Global::new(bias), biased: !bias.is_null() }
+    }
+
+    /// One or the other, word by word: a choice between structs would be one between addresses, in local memory.
+    #[inline(always)]
+    pub(super) fn choose(first: bool, a: Self, b: Self) -> Self {
+        Self {
+            weights: if first { a.weights } else { b.weights },
+            bias: if first { a.bias } else { b.bias },
+            biased: if first { a.biased } else { b.biased },
+        }
+    }
+
+    /// Those of one expert, which has `rows` rows of `k` elements.
+    #[inline(always)]
+    pub(super) fn expert(self, index: u32, rows: u32, k: u32) -> Expert<T> {
+        let row = index as usize * rows as usize;
+        Expert { weights: self.weights.offset(row * k as usize), bias: self.bias.offset(row), biased: self.biased }
     }
 }
 
@@ -57,7 +74,7 @@ pub struct Expert<T> {
 impl<T: Float> Expert<T> {
     #[inline(always)]
     #[track_caller]
-    unsafe fn bias(self, row: u32) -> f32 {
+    pub(super) unsafe fn bias(self, row: u32) -> f32 {
         if self.biased { self.bias.get(row).to_f32() } else { 0.0 }
     }
 }
@@ -107,11 +124,9 @@ impl<T: Float> Fused<T> {
     /// The weights of an expert of this device.
     #[inline(always)]
     pub fn expert(&self, bin: u32) -> Expert<T> {
-        let rows = if self.gated() { 2 * self.n } else { self.n } as usize;
         let (from, index) =
             if bin < self.pairs.local { (self.routed, bin) } else { (self.shared, bin - self.pairs.local) };
-        let row = index as usize * rows;
-        Expert { weights: from.weights.offset(row * self.k as usize), bias: from.bias.offset(row), biased: from.biased }
+        from.expert(index, if self.gated() { 2 * self.n } else { self.n }, self.k)
     }
 
     /// Where the operand of a pair starts: in `x` for the first product, in `h` for the second.

@@ -11,6 +11,7 @@ pub mod fused_quant_wgmma;
 pub mod fused_reduce;
 pub mod fused_stream;
 pub mod fused_tile;
+pub mod fused_vector;
 pub mod fused_wgmma;
 pub mod gate;
 pub mod items;
