@@ -60,13 +60,7 @@ impl Share {
     #[inline(always)]
     pub const fn new(items: u32, threads: u32, group: u32, tokens_first: bool) -> Self {
         let whole = if items > 1 { 32 - (items - 1).leading_zeros() } else { 0 };
-        let most = if !tokens_first {
-            threads
-        } else if group < threads {
-            threads - group
-        } else {
-            0
-        };
+        let most = if tokens_first { threads.saturating_sub(group) } else { threads };
         let wide = if whole < most && !tokens_first { whole } else { most };
         let tokens = (group + wide).saturating_sub(threads);
         Self { wide, tokens, blocks: ((items >> wide) + (items & ((1 << wide) - 1) != 0) as u32) << tokens }
