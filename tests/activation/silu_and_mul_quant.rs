@@ -114,7 +114,7 @@ fn rows_of_every_length() {
     });
 }
 
-/// Few rows take pieces of half the size: the same bits, in rows with and without a narrower last group.
+/// Few rows take pieces of half the size: the same bits, in rows with and without a narrower last group, and with a given scale.
 #[test]
 fn groups_of_many_rows_and_of_few() {
     on_every_device(|device, stream| {
@@ -126,9 +126,13 @@ fn groups_of_many_rows_and_of_few() {
                 let mut out = Tensor::<E4M3>::uninit(device, &[rows, d]).unwrap();
                 let mut scales = Tensor::<f32>::uninit(device, &[rows, d.div_ceil(GROUP)]).unwrap();
                 activation::silu_and_mul_e4m3_per_group(stream, &mut out, &mut scales, &x).unwrap();
-                (all_bytes(&out.to_vec().unwrap()), scales.to_vec().unwrap())
+                let grouped = (all_bytes(&out.to_vec().unwrap()), scales.to_vec().unwrap());
+                let scale = Tensor::from_slice(device, &[0.003f32], &[1]).unwrap();
+                activation::silu_and_mul_e4m3_per_tensor(stream, &mut out, &x, &scale).unwrap();
+                (grouped, all_bytes(&out.to_vec().unwrap()))
             };
-            let ((few, few_scales), (many, many_scales)) = (run(1), run(129));
+            let (((few, few_scales), of_few), ((many, many_scales), of_many)) = (run(1), run(129));
+            assert!(of_many == of_few.repeat(129), "{d}");
             assert!(many == few.repeat(129) && many_scales == few_scales.repeat(129), "{d}");
             let want = &rows_of(&x, d)[0];
             for (g, want) in want.chunks(GROUP).enumerate() {

@@ -31,6 +31,20 @@ pub const fn per_tensor_entry(dtype: DType, aligned: bool) -> Option<Entry<Tenso
     pieces::instance(dtype, if aligned { 0 } else { 3 })
 }
 
+/// The entry with one scale for all for few rows of 16-bit elements, aligned.
+pub const fn per_tensor_few_entry(dtype: DType) -> Option<Entry<TensorArgs>> {
+    few(dtype)
+}
+
+/// The instance for few rows, if there is one for the element type.
+const fn few<A: cuda_std::KernelArgs>(dtype: DType) -> Option<Entry<A>> {
+    // The tables go on with f16 and bf16.
+    match dtype {
+        DType::F32 => None,
+        _ => pieces::instance(dtype, 5),
+    }
+}
+
 /// The entry with a scale for each group of 128 columns, if there is one for the element type.
 pub const fn per_group_entry(dtype: DType, aligned: bool) -> Option<Entry<GroupArgs>> {
     pieces::instance(dtype, if aligned { 0 } else { 3 })
@@ -38,23 +52,25 @@ pub const fn per_group_entry(dtype: DType, aligned: bool) -> Option<Entry<GroupA
 
 /// The entry with a scale for each group of 128 columns for few rows of 16-bit elements, aligned.
 pub const fn per_group_few_entry(dtype: DType) -> Option<Entry<GroupArgs>> {
-    // The table goes on with f16 and bf16.
-    match dtype {
-        DType::F32 => None,
-        _ => pieces::instance(dtype, 5),
-    }
+    few(dtype)
 }
 
-/// How to launch [`per_group_few_entry`] for at most [`MOST_FEW_ROWS`] rows.
-pub const fn per_group_few_geometry(rows: u32, d: u32) -> Geometry {
-    Geometry::new([d.div_ceil(4).div_ceil(kernel::FEW_THREADS), rows, 1], [kernel::FEW_THREADS, 1, 1]).dependent()
+/// How to launch [`per_tensor_few_entry`] or [`per_group_few_entry`] for at most [`MOST_FEW_ROWS`] rows.
+pub const fn few_geometry(rows: u32, d: u32) -> Geometry {
+    // The smaller ones spread few rows; more of them take longer to start than to run. Measured on an H200.
+    let threads = if rows as u64 * d as u64 <= 1 << 19 { 128 } else { 256 };
+    Geometry::new([d.div_ceil(4).div_ceil(threads), rows, 1], [threads, 1, 1]).dependent()
 }
 
-/// The most rows of [`per_group_few_entry`].
+/// The most rows of [`few_geometry`].
 pub const MOST_FEW_ROWS: u32 = 65535;
 
-/// Up to so many results [`per_group_few_entry`] is faster. Measured on an H200.
+/// Up to so many results the entries for few rows are faster. Measured on an H200.
 const FEW: u64 = 1 << 20;
+
+const fn is_few(aligned: bool, rows: u32, d: u32) -> bool {
+    aligned && d > 0 && rows <= MOST_FEW_ROWS && rows as u64 * d as u64 <= FEW
+}
 
 /// The entry with a scale for each row, if there is one for the element type.
 pub const fn per_token_entry(dtype: DType, variant: Variant) -> Option<Entry<TokenArgs>> {
@@ -100,8 +116,12 @@ pub const fn per_token_short_geometry(dtype: DType, rows: u32, d: u32) -> Option
     Some(Geometry::linear(rows, threads).shared_bytes(kernel::SHARED_BYTES as u32).dependent())
 }
 
-/// Rows that are worth a cluster each, if they are not short: beyond, blocks wait for each other. Measured on an H200.
+/// Rows that are worth a cluster each: beyond, blocks wait for each other. Measured on an H200, as what follows.
 const MOST_CLUSTERS: u32 = 64;
+/// The same of rows that a block can hold with a piece a thread.
+const MOST_SHORT_CLUSTERS: u32 = 32;
+/// Up to so many pieces a row is not worth a cluster.
+const SHORTEST_CLUSTER: u32 = 256;
 
 fn places(
     dtype: DType,
@@ -125,7 +145,11 @@ fn places(
 pub unsafe fn launch_per_tensor(stream: &Stream, dtype: DType, args: &TensorArgs) -> Result<()> {
     let places = places(dtype, args.gate, args.up, args.in_stride, args.out, args.out_stride);
     let aligned = pieces::aligned(dtype, args.d, &places);
-    let (entry, geometry) = (per_tensor_entry(dtype, aligned), geometry(dtype, aligned, args.rows, args.d));
+    let few = per_tensor_few_entry(dtype).filter(|_| is_few(aligned, args.rows, args.d));
+    let (entry, geometry) = match few {
+        Some(_) => (few, few_geometry(args.rows, args.d)),
+        None => (per_tensor_entry(dtype, aligned), geometry(dtype, aligned, args.rows, args.d)),
+    };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, PER_TENSOR, dtype, entry, &geometry, args) }
 }
@@ -141,10 +165,9 @@ pub unsafe fn launch_per_tensor(stream: &Stream, dtype: DType, args: &TensorArgs
 pub unsafe fn launch_per_group(stream: &Stream, dtype: DType, args: &GroupArgs) -> Result<()> {
     let places = places(dtype, args.gate, args.up, args.in_stride, args.out, args.out_stride);
     let aligned = pieces::aligned(dtype, args.d, &places);
-    let few = per_group_few_entry(dtype)
-        .filter(|_| aligned && args.d > 0 && args.rows <= MOST_FEW_ROWS && args.rows as u64 * args.d as u64 <= FEW);
+    let few = per_group_few_entry(dtype).filter(|_| is_few(aligned, args.rows, args.d));
     let (entry, geometry) = match few {
-        Some(_) => (few, per_group_few_geometry(args.rows, args.d)),
+        Some(_) => (few, few_geometry(args.rows, args.d)),
         None => (per_group_entry(dtype, aligned), geometry(dtype, aligned, args.rows, args.d)),
     };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
@@ -164,12 +187,15 @@ pub unsafe fn launch_per_token(stream: &Stream, dtype: DType, rows: u32, args: &
     let aligned = pieces::aligned(dtype, args.d, &places);
     let variant = Variant::new(dtype, args.d, aligned);
     let short = if aligned { per_token_short_geometry(dtype, rows, args.d) } else { None };
-    let clusters =
-        aligned && args.d > 0 && rows <= MOST_CLUSTERS && stream.device().properties().compute_capability == (9, 0);
+    let most = if short.is_some() { MOST_SHORT_CLUSTERS } else { MOST_CLUSTERS };
+    let clusters = aligned
+        && args.d > SHORTEST_CLUSTER * pieces::piece(dtype, true)
+        && rows <= most
+        && stream.device().properties().compute_capability == (9, 0);
     let cluster = if clusters { per_token_cluster_geometry(dtype, rows, args.d) } else { None };
-    let (entry, geometry) = match (short, cluster) {
-        (Some(geometry), _) => (per_token_short_entry(dtype), geometry),
-        (None, Some(geometry)) => (per_token_cluster_entry(dtype), geometry),
+    let (entry, geometry) = match (cluster, short) {
+        (Some(geometry), _) => (per_token_cluster_entry(dtype), geometry),
+        (None, Some(geometry)) => (per_token_short_entry(dtype), geometry),
         (None, None) => (per_token_entry(dtype, variant), per_token_geometry(dtype, variant, rows, args.d)),
     };
     // SAFETY: forwarded to the caller; the entry fits the alignment.

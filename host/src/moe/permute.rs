@@ -19,18 +19,24 @@ pub const fn geometry(places: u32, row_bytes: usize, unit: u32) -> Geometry {
     .dependent()
 }
 
-/// How to launch `moe_unpermute` for `tokens` rows of `n`.
-pub const fn unpermute_geometry(tokens: u32, n: u32) -> Geometry {
-    Geometry::new([tokens, n.div_ceil((kernel::COLUMNS * kernel::THREADS) as u32), 1], [kernel::THREADS as u32, 1, 1])
-        .dependent()
+/// How to launch `moe_unpermute` for `tokens` rows of `n`, sums of `slots` rows.
+pub const fn unpermute_geometry(tokens: u32, slots: u32, n: u32) -> Geometry {
+    // Threads with little to do take larger blocks, of which fewer have to be started.
+    let threads = if slots > 4 { 128 } else { kernel::THREADS as u32 };
+    Geometry::new([tokens, n.div_ceil(kernel::COLUMNS as u32 * threads), 1], [threads, 1, 1]).dependent()
 }
 
-/// The entry of `moe_unpermute` for an element type, if there is one.
-pub const fn unpermute_entry(dtype: DType) -> Option<Entry<UnpermuteArgs>> {
-    Some(match dtype {
-        DType::F32 => kernel::moe_unpermute_f32::ENTRY,
-        DType::F16 => kernel::moe_unpermute_f16::ENTRY,
-        DType::Bf16 => kernel::moe_unpermute_bf16::ENTRY,
+/// The entry of `moe_unpermute` for an element type, a number of tokens and of slots, if there is one.
+pub const fn unpermute_entry(dtype: DType, tokens: u32, slots: u32) -> Option<Entry<UnpermuteArgs>> {
+    // Measured on an H200.
+    let few = tokens <= 128 && slots > 4;
+    Some(match (dtype, few) {
+        (DType::F32, true) => kernel::moe_unpermute_few_f32::ENTRY,
+        (DType::F16, true) => kernel::moe_unpermute_few_f16::ENTRY,
+        (DType::Bf16, true) => kernel::moe_unpermute_few_bf16::ENTRY,
+        (DType::F32, false) => kernel::moe_unpermute_f32::ENTRY,
+        (DType::F16, false) => kernel::moe_unpermute_f16::ENTRY,
+        (DType::Bf16, false) => kernel::moe_unpermute_bf16::ENTRY,
         _ => return None,
     })
 }
@@ -57,12 +63,12 @@ pub unsafe fn launch(stream: &Stream, places: u32, args: &Args) -> Result<()> {
 /// The pointers are device memory as [`unpermute`](kernel::unpermute()) documents, for `tokens` tokens, until the launch is
 /// done; `out` overlaps no other argument.
 pub unsafe fn launch_unpermute(stream: &Stream, dtype: DType, tokens: u32, args: &UnpermuteArgs) -> Result<()> {
-    let entry = unpermute_entry(dtype).ok_or_else(|| Error::Unsupported {
+    let entry = unpermute_entry(dtype, tokens, args.slots).ok_or_else(|| Error::Unsupported {
         op: "moe::unpermute",
         what: format!("no kernel for {dtype}; there are f32, f16 and bf16"),
     })?;
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry, &unpermute_geometry(tokens, args.n), args) }
+    unsafe { stream.launch(&entry, &unpermute_geometry(tokens, args.slots, args.n), args) }
 }
 
 /// Sorts pairs by expert as [`moe::sort`](sort::sort), and copies each pair's row of `x` to its place.

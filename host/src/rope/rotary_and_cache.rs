@@ -10,7 +10,7 @@ use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::rope::rotary_and_cache as kernel;
 use crate::kv_cache::layout::{check_scales, write_cache};
-use crate::kv_cache::reshape_and_cache::{chunk_major, status_word, token_major};
+use crate::kv_cache::reshape_and_cache::status_word;
 use crate::kv_cache::{CacheElement, CacheLayout, KvCache, Scales, StoreAs};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Element, Entry, Float};
@@ -51,12 +51,25 @@ pub const fn entry(dtype: DType, cache: DType, layout: CacheLayout) -> Option<En
 
 /// How to launch it.
 pub const fn geometry(dtype: DType, layout: CacheLayout, args: &Args) -> Geometry {
-    let chunks = kernel::pairs(args.head_dim, args.rot_dim, 16 / dtype.size() as u32);
-    let heads = args.query_heads + 2 * args.kv_heads;
-    match layout {
-        CacheLayout::XSplit => token_major(args.tokens, heads, chunks),
-        _ => chunk_major(args.tokens, heads, chunks),
+    /// Up to so many chunk pairs the x-split layout has a warp to a block: values take many stores, of which a multiprocessor does a few at
+    /// once, so that few tokens had better take many of them. Beyond, starting blocks takes longer than their work. Measured on an H200.
+    const FEW: u64 = 1 << 17;
+    let n = 16 / dtype.size() as u32;
+    let tokens_first = matches!(layout, CacheLayout::XSplit);
+    let kv_items = 2 * args.kv_heads * kernel::pairs(args.head_dim, args.rot_dim, n);
+    let query_items = args.query_heads * kernel::turning(args.rot_dim, n);
+    let few = args.tokens as u64 * (kv_items as u64 + query_items as u64) <= FEW;
+    // Threads of a block and tokens of a group, as powers of two.
+    let (threads, mut group) = (if tokens_first && few { 5 } else { 7 }, 0);
+    while group < 4 && args.tokens > 1 << group {
+        group += 1;
     }
+    let blocks = kernel::Share::new(kv_items, threads, group, tokens_first).blocks
+        + kernel::Share::new(query_items, threads, group, false).blocks;
+    let groups = args.tokens.div_ceil(1 << group);
+    let y = if groups < 65535 { groups } else { 65535 };
+    let z = if groups == 0 { 0 } else { groups.div_ceil(y) };
+    Geometry::new([blocks, y, z], [1 << group, 1 << (threads - group), 1]).dependent()
 }
 
 /// Launches on raw pointers (layer L1), as [`Args`] says.
@@ -204,7 +217,8 @@ pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Ele
             | if scales.per_head { SCALE_PER_HEAD } else { 0 }
             | if options.pairing == Pairing::Gptj { INTERLEAVED } else { 0 },
     };
-    call.count("heads", query_heads + 2 * shape.heads)?;
+    let items = shape.heads.max(query_heads).saturating_mul(2).saturating_mul(head_dim);
+    call.count("heads", items)?;
     call.check_overlap()?;
     if tokens == 0 {
         return Ok(());
@@ -212,4 +226,31 @@ pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Ele
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; positions and
     // slots are checked by the kernel.
     unsafe { launch(stream, T::DTYPE, S::DTYPE, layout, &args) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_chunk_of_every_token_has_one_thread() {
+        for (items, threads, group, first) in [1u32, 2, 5, 16, 64, 127, 128, 129, 300]
+            .into_iter()
+            .flat_map(|i| [5, 7, 8].into_iter().flat_map(move |t| (0..=4).map(move |g| (i, t, g))))
+            .flat_map(|(i, t, g)| [false, true].map(|f| (i, t, g, f)))
+        {
+            let share = kernel::Share::new(items, threads, group, first);
+            let mut seen = vec![0; (items << group) as usize];
+            for (block, thread) in (0..share.blocks).flat_map(|b| (0..1 << threads).map(move |t| (b, t))) {
+                let (token, item) = share.of(block, thread, threads, first);
+                if token < 1 << group && item < items {
+                    seen[(item << group | token) as usize] += 1;
+                }
+            }
+            assert!(
+                seen.iter().all(|n| *n == 1),
+                "{items} items, 2^{threads} threads, 2^{group} tokens, {first}: {seen:?}"
+            );
+        }
+    }
 }

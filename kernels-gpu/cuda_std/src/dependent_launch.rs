@@ -33,3 +33,23 @@ pub fn begin() {
     wait();
     launch_dependents();
 }
+
+/// As [`begin`], with words that are computed before the wait, while the kernels before still run: which part of the work a thread has, from
+/// its numbers and the arguments. What is computed after the wait is in line. Nothing before may touch global memory.
+#[inline(always)]
+pub fn begin_with<const N: usize>(words: [u32; N]) -> [u32; N] {
+    begin_at::<u8, 0, N>([], words).1
+}
+
+/// As [`begin_with`], with addresses besides.
+#[inline(always)]
+pub fn begin_at<T, const P: usize, const N: usize>(
+    mut addresses: [*const T; P],
+    mut words: [u32; N],
+) -> ([*const T; P], [u32; N]) {
+    // Otherwise they would be computed where they are used first.
+    crate::unroll::<P>(|i| addresses[i] = crate::integer::opaque_address(addresses[i]));
+    crate::unroll::<N>(|i| words[i] = crate::integer::opaque(words[i]));
+    begin();
+    (addresses, words)
+}

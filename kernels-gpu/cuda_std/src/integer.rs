@@ -18,6 +18,20 @@ pub fn opaque(word: u32) -> u32 {
     word
 }
 
+/// As [`opaque`], of an address.
+#[inline(always)]
+pub fn opaque_address<T>(address: *const T) -> *const T {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let mut out = address;
+        // SAFETY: no instruction.
+        unsafe { ptx!("// {o}", o = inout(reg64) out, options(nomem, nostack, preserves_flags)) };
+        out
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    address
+}
+
 /// The high half of the 64-bit product: `mul.hi.u32`.
 #[inline(always)]
 pub fn mul_hi(a: u32, b: u32) -> u32 {

@@ -12,12 +12,14 @@ use cuda_std::{Float, Global, GlobalMut, dependent_launch, entries, thread, vec}
 /// The most threads of a block.
 pub const MAX_THREADS: u32 = 256;
 
-/// The row and the piece of the calling thread.
+/// The row and the piece of the calling thread, and the beginning of the kernel.
 #[inline(always)]
-pub(super) fn position() -> (usize, u32) {
+pub(super) fn begin() -> (usize, u32) {
     let row = (thread::block_idx_z() * thread::grid_dim_y() + thread::block_idx_y()) * thread::block_dim_y()
         + thread::thread_idx_y();
-    (row as usize, thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x())
+    let index = thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x();
+    let [row, index] = dependent_launch::begin_with([row, index]);
+    (row as usize, index)
 }
 
 /// The results of one piece, in f32.
@@ -50,8 +52,7 @@ pub unsafe fn gated<T: Float, A: Gated, const V: usize, const VEC: bool>(
     alpha: f32,
     limit: f32,
 ) {
-    dependent_launch::begin();
-    let (row, index) = position();
+    let (row, index) = begin();
     if row >= rows as usize {
         return;
     }

@@ -2,10 +2,10 @@
 //!
 //! One piece of 16 bytes a thread, in the grid of [`gated`](super::gated).
 
-use super::gated::{MAX_THREADS, position};
+use super::gated::{MAX_THREADS, begin};
 use super::{Gelu, GeluQuick, GeluTanh, Plain, Relu2, Silu};
 use crate::row::Piece;
-use cuda_std::{Float, Global, GlobalMut, dependent_launch, entries, vec};
+use cuda_std::{Float, Global, GlobalMut, entries, vec};
 
 /// `x`, `out`: `[rows, d]`, rows `x_stride` and `out_stride` elements apart. See [`row`](crate::row) for `VEC`.
 #[inline(always)]
@@ -17,8 +17,7 @@ pub unsafe fn plain<T: Float, A: Plain, const V: usize, const VEC: bool>(
     x_stride: usize,
     out_stride: usize,
 ) {
-    dependent_launch::begin();
-    let (row, index) = position();
+    let (row, index) = begin();
     if row >= rows as usize {
         return;
     }

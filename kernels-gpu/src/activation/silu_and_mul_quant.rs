@@ -1,9 +1,9 @@
 //! `silu_and_mul` with e4m3 results: the down projection's input, quantised on the way.
 //!
-//! * With a given scale for the whole tensor: one piece a thread, as [`gated`](super::gated).
+//! * With a given scale for the whole tensor: one piece a thread, as [`gated`](super::gated); few rows (`few`) as below.
 //! * With a scale for each group of 128 columns: the same; a group is 16 lanes (32 for f32), which agree on its
 //!   largest magnitude. Few rows take pieces of half the size (`few`): a group is a warp then, which agrees in one instruction,
-//!   and a thread has half as much to do after its loads have come. Before them it asks for as little as it can.
+//!   and a thread has half as much to do after its loads have come. Their addresses are computed before it waits for the kernels before.
 //! * With a scale for each row: a block for each row keeps the results in registers, `N` pieces a thread, until it
 //!   knows the largest; one piece a thread if that is enough (`short`). Rows too long for that (`N = 0`) are computed twice, the second time from the second-level
 //!   cache. Few long rows take a cluster of blocks each instead: one multiprocessor reads 64 bytes a cycle, which for a
@@ -11,7 +11,7 @@
 //!
 //! Results are quantised from f32; they are not rounded to the input's type before.
 
-use super::gated::{MAX_THREADS, piece, position};
+use super::gated::{MAX_THREADS, begin, piece};
 use super::{Gated, Params, SiluAndMul};
 use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
@@ -25,9 +25,6 @@ use cuda_std::{
 pub const MAX_WARPS: usize = 32;
 /// Its shared memory.
 pub const SHARED_BYTES: usize = MAX_WARPS * 4;
-
-/// Threads of a block of the instances for few rows.
-pub const FEW_THREADS: u32 = 256;
 
 /// The most threads of a block with a short row of its own.
 pub const SHORT_THREADS: u32 = 512;
@@ -46,8 +43,7 @@ pub unsafe fn per_tensor<T: Float, A: Gated, Q: Quantised, const V: usize, const
     in_stride: usize,
     out_stride: usize,
 ) {
-    dependent_launch::begin();
-    let (row, index) = position();
+    let (row, index) = begin();
     if row >= rows as usize {
         return;
     }
@@ -73,8 +69,7 @@ pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize, const 
     scale_row_stride: usize,
     scale_group_stride: usize,
 ) {
-    dependent_launch::begin();
-    let (row, index) = position();
+    let (row, index) = begin();
     if row >= rows as usize {
         return;
     }
@@ -89,28 +84,52 @@ pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize, const 
     scales.store::<V>(index, d, scale);
 }
 
-/// Piece number `index` of a row of at least one, all of it aligned, and its results; beyond the end those of the last piece.
+/// Where a thread reads piece number `index` of a row of at least one, all of it aligned; beyond the end the last piece.
 ///
 /// Where all time is latency, a load under a condition is late: its address takes a slower path, and what it brings has to be merged
 /// with zeros.
 #[inline(always)]
-#[track_caller]
-unsafe fn near_piece<T: Float, A: Gated, const V: usize>(
+fn near<T: Float, const V: usize>(
     index: u32,
-    row: usize,
+    row: u32,
     gate: *const T,
     up: *const T,
     d: u32,
     in_stride: usize,
-) -> (Piece<V, true>, [f32; V]) {
-    let near = index.min(d / V as u32 - 1);
-    // SAFETY: a row is whole pieces, and this one is none beyond the last.
-    core::hint::assert_unchecked(near * (V as u32) < d);
-    let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
-    (Piece::new(index, d), piece::<T, A, V, true>(Piece::new(near, d), gate, up, NONE))
+) -> [*const T; 2] {
+    let first = row as usize * in_stride + index.min(d / V as u32 - 1) as usize * V;
+    [gate.wrapping_add(first), up.wrapping_add(first)]
 }
 
-/// As [`per_group`] for few rows of 16-bit elements, aligned and not empty: the second number of a block of [`FEW_THREADS`] threads is the
+/// The results of a piece at an address of [`near`].
+#[inline(always)]
+#[track_caller]
+unsafe fn near_piece<T: Float, A: Gated, const V: usize>([gate, up]: [*const T; 2]) -> [f32; V] {
+    piece::<T, A, V, true>(Piece::new(0, V as u32), Global::new(gate), Global::new(up), NONE)
+}
+
+/// As [`per_tensor`] for few rows of 16-bit elements, as [`per_group_few`].
+#[inline(always)]
+pub unsafe fn per_tensor_few<T: Float, A: Gated, Q: Quantised>(
+    gate: *const T,
+    up: *const T,
+    out: *mut Q,
+    scale: *const f32,
+    _rows: u32,
+    d: u32,
+    in_stride: usize,
+    out_stride: usize,
+) {
+    let [row, index] = [thread::block_idx_y(), thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x()];
+    let near = near::<T, 4>(index, row, gate, up, d, in_stride);
+    let (near, [row, index]) = dependent_launch::begin_at(near, [row, index]);
+    let scale = Global::new(scale).get(0usize);
+    let y = near_piece::<T, A, 4>(near);
+    let out = GlobalMut::new(out).offset(row as usize * out_stride);
+    Piece::<4, true>::new(index, d).store_quantised(out, y, quantise::factor_of(scale));
+}
+
+/// As [`per_group`] for few rows of 16-bit elements, aligned and not empty: the second number of a block is the
 /// row's. `rows` is not read.
 #[inline(always)]
 pub unsafe fn per_group_few<T: Float, A: Gated, Q: Quantised>(
@@ -125,14 +144,15 @@ pub unsafe fn per_group_few<T: Float, A: Gated, Q: Quantised>(
     scale_row_stride: usize,
     scale_group_stride: usize,
 ) {
-    dependent_launch::begin();
-    let row = thread::block_idx_y() as usize;
-    let index = thread::block_idx_x() * FEW_THREADS + thread::thread_idx_x();
+    let [row, index] = [thread::block_idx_y(), thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x()];
+    let near = near::<T, 4>(index, row, gate, up, d, in_stride);
+    let (near, [row, index]) = dependent_launch::begin_at(near, [row, index]);
+    let row = row as usize;
     // Whole warps beyond the end.
     if (index - index % 32) * 4 >= d {
         return;
     }
-    let (p, y) = near_piece::<T, A, 4>(index, row, gate, up, d, in_stride);
+    let (p, y) = (Piece::<4, true>::new(index, d), near_piece::<T, A, 4>(near));
     let largest = quantise::warp_amax(quantise::amax_from_epsilon(y));
     let (scale, factor) = quantise::scale_and_factor_from_epsilon::<Q>(largest);
     p.store_quantised(GlobalMut::new(out).offset(row * out_stride), y, factor);
@@ -152,12 +172,13 @@ pub unsafe fn per_token_short<T: Float, A: Gated, Q: Quantised, const V: usize>(
     in_stride: usize,
     out_stride: usize,
 ) {
-    dependent_launch::begin();
-    let row = thread::block_idx_x() as usize;
     let team = Team::current();
+    let near = near::<T, V>(team.rank, thread::block_idx_x(), gate, up, d, in_stride);
+    let (near, [row, rank]) = dependent_launch::begin_at(near, [thread::block_idx_x(), team.rank]);
+    let (row, team) = (row as usize, Team { rank, ..team });
     let (warp_id, lane, warps) = (team.rank / 32, team.rank % 32, team.size / 32);
     let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
-    let (p, y) = near_piece::<T, A, V>(team.rank, row, gate, up, d, in_stride);
+    let (p, y) = (Piece::<V, true>::new(team.rank, d), near_piece::<T, A, V>(near));
     let own = quantise::warp_amax(quantise::amax_from_epsilon(y));
     // As `Team::reduce_warps`, but of single warps too: behind a branch the address of shared memory would be asked for now.
     if lane == 0 {
@@ -184,10 +205,9 @@ pub unsafe fn per_token<T: Float, A: Gated, Q: Quantised, const V: usize, const 
     out_stride: usize,
 ) {
     dependent_launch::begin();
-    let row = thread::block_idx_x() as usize;
+    let (team, row) = (Team::current(), thread::block_idx_x() as usize);
     let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
     let (out, scales) = (GlobalMut::new(out).offset(row * out_stride), GlobalMut::new(scales));
-    let team = Team::current();
     let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
     let at = |i: usize| Piece::<V, VEC>::new(i as u32 * team.size + team.rank, d);
     let rounds = d.div_ceil(V as u32).div_ceil(team.size) as usize;
@@ -228,7 +248,7 @@ pub const CLUSTER_SHARED_BYTES: usize = (CLUSTER_WARPS * CLUSTER) as usize * 4 +
 
 /// As [`per_token`] with a cluster of blocks for each row: one piece a thread, a multiple of 32 threads. Every warp tells all
 /// blocks its largest result, by stores that an mbarrier of each block counts: the only barrier of the cluster is that before the
-/// first of them, and passes while inputs are on their way.
+/// first of them, and passes while the kernels before still run.
 #[inline(always)]
 pub unsafe fn per_token_cluster<T: Float, A: Gated, Q: Quantised, const V: usize>(
     gate: *const T,
@@ -239,7 +259,6 @@ pub unsafe fn per_token_cluster<T: Float, A: Gated, Q: Quantised, const V: usize
     in_stride: usize,
     out_stride: usize,
 ) {
-    dependent_launch::begin();
     cluster::dims::<CLUSTER>();
     let team = Team::current();
     let (warp_id, lane, maxima) = (team.rank / 32, team.rank % 32, team.size / 32 * CLUSTER);
@@ -252,12 +271,16 @@ pub unsafe fn per_token_cluster<T: Float, A: Gated, Q: Quantised, const V: usize
         mbarrier::arrive_expect_tx(came, maxima * 4);
     }
     warp::sync_warp(warp::FULL);
-    // Nobody may write to a block that does not run yet, or has no mbarrier.
+    // Nobody may write to a block that does not run yet, or has no mbarrier. All of this is done while the kernels before still run.
     cluster::arrive_relaxed();
-    let (row, rank) = ((thread::block_idx_x() / CLUSTER) as usize, cluster::rank());
-    let (p, y) = near_piece::<T, A, V>(rank * team.size + team.rank, row, gate, up, d, in_stride);
-    let own = quantise::warp_amax(quantise::amax_from_epsilon(y));
+    let (row, rank) = (thread::block_idx_x() / CLUSTER, cluster::rank());
+    let index = rank * team.size + team.rank;
+    let near = near::<T, V>(index, row, gate, up, d, in_stride);
     cluster::wait();
+    let (near, [row, index]) = dependent_launch::begin_at(near, [row, index]);
+    let row = row as usize;
+    let (p, y) = (Piece::<V, true>::new(index, d), near_piece::<T, A, V>(near));
+    let own = quantise::warp_amax(quantise::amax_from_epsilon(y));
     if lane < CLUSTER {
         let to = cluster::map(largest.ptr(warp_id * CLUSTER + rank), lane);
         cluster::store_async_u32(to, own.to_bits(), cluster::map(came, lane));
@@ -292,6 +315,8 @@ pub mod tensor {
         silu_and_mul_e4m3_per_tensor_any_f32 { type T = f32; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 4, false>;
         silu_and_mul_e4m3_per_tensor_any_f16 { type T = half::f16; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 4, false>;
         silu_and_mul_e4m3_per_tensor_any_bf16 { type T = half::bf16; } [MAX_THREADS] => per_tensor::<T, SiluAndMul, E4M3, 4, false>;
+        silu_and_mul_e4m3_per_tensor_few_f16 { type T = half::f16; } [MAX_THREADS] => per_tensor_few::<T, SiluAndMul, E4M3>;
+        silu_and_mul_e4m3_per_tensor_few_bf16 { type T = half::bf16; } [MAX_THREADS] => per_tensor_few::<T, SiluAndMul, E4M3>;
     }
 }
 

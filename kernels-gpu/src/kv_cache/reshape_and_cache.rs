@@ -57,7 +57,6 @@ pub unsafe fn reshape_and_cache<
     head_dim: u32,
     flags: u32,
 ) {
-    dependent_launch::begin();
     let (tx, ty, tz) = (thread::thread_idx_x(), thread::thread_idx_y(), thread::thread_idx_z());
     let (bx, by, bz) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
     let (nx, ny, nz) = (thread::block_dim_x(), thread::block_dim_y(), thread::block_dim_z());
@@ -66,6 +65,7 @@ pub unsafe fn reshape_and_cache<
     } else {
         (bx * nz + tz, by * ny + ty, bz * nx + tx)
     };
+    let [token, head, part] = dependent_launch::begin_with([token, head, part]);
     let parts = head_dim.div_ceil(N as u32);
     if token >= tokens || head >= heads || part >= parts {
         return;

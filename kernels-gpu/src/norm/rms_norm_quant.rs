@@ -148,8 +148,9 @@ unsafe fn normalise<
     let store = |i: usize, y: [f32; V], largest: f32| {
         if S::GROUPED {
             let (scale, factor) = quantise::scale_and_factor::<Q>(largest, rms);
-            row.piece(i).store_quantised(out, y, factor);
+            // Its address is what takes time, while the factor's reciprocal is on its way.
             scales.store_group::<V>(row.index(i), n, scale);
+            row.piece(i).store_quantised(out, y, factor);
         } else {
             row.piece(i).store_quantised(out, y, row_factor);
         }

@@ -2,9 +2,11 @@
 //! [`rotary`](super::rotary) and [`reshape_and_cache`](crate::kv_cache::reshape_and_cache), one read and one write of
 //! each element.
 //!
-//! Heads are those of queries, keys and values, one after another. A thread has a pair of chunks of one of them, as in
-//! [`qk_norm_rotary`](super::qk_norm_rotary): the two that turn together, or two that do not turn. Threads are ordered
-//! for the layout of the cache, as in `reshape_and_cache`. What is not aligned goes element by element.
+//! Queries have blocks of their own: only what turns is touched, and neighbouring threads take neighbouring memory of one token, since
+//! that is how queries are read and written. Keys and values follow the order of the layout of the cache, as in `reshape_and_cache`: where neighbouring
+//! tokens are neighbours, so are the threads. A thread has a pair of chunks of a head: the two that turn together, as in
+//! [`qk_norm_rotary`](super::qk_norm_rotary), or two that do not turn. A launch is cut into groups of tokens, with the blocks for their queries and those for
+//! their keys and values next to each other ([`Share`]). What is not aligned goes element by element.
 
 use crate::chunk;
 use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_slot, store};
@@ -36,8 +38,68 @@ fn quantised<S: CacheElement, const N: usize>(mut values: [f32; N], inverse_scal
     S::round_all(values)
 }
 
+/// Chunk pairs of a head that turn.
+pub const fn turning(rot_dim: u32, n: u32) -> u32 {
+    (rot_dim / 2).div_ceil(n)
+}
+
+/// How blocks share the chunk pairs, `items` for each token, of a group of tokens.
+#[derive(Clone, Copy)]
+pub struct Share {
+    /// A block has `1 << wide` neighbouring items of each of its tokens.
+    wide: u32,
+    /// `1 << tokens` blocks have the same items of different tokens.
+    tokens: u32,
+    /// How many blocks.
+    pub blocks: u32,
+}
+
+impl Share {
+    /// `1 << threads` threads in a block, `1 << group` tokens in a group; as many items of a token as there are, or as leave threads
+    /// for all tokens if `tokens_first`.
+    #[inline(always)]
+    pub const fn new(items: u32, threads: u32, group: u32, tokens_first: bool) -> Self {
+        let whole = if items > 1 { 32 - (items - 1).leading_zeros() } else { 0 };
+        let most = if tokens_first { threads.saturating_sub(group) } else { threads };
+        let wide = if whole < most && !tokens_first { whole } else { most };
+        let tokens = (group + wide).saturating_sub(threads);
+        Self { wide, tokens, blocks: ((items >> wide) + (items & ((1 << wide) - 1) != 0) as u32) << tokens }
+    }
+
+    /// The token in the group and the item of thread `thread` of block `block`.
+    #[inline(always)]
+    pub const fn of(self, block: u32, thread: u32, threads: u32, tokens_first: bool) -> (u32, u32) {
+        let (first, own) = (block & ((1 << self.tokens) - 1), block >> self.tokens);
+        let (token, item) = if tokens_first {
+            (thread & ((1 << (threads - self.wide)) - 1), thread >> (threads - self.wide))
+        } else {
+            (thread >> self.wide, thread & ((1 << self.wide) - 1))
+        };
+        ((first << (threads - self.wide)) + token, (own << self.wide) + item)
+    }
+}
+
+/// `i / by` and the rest; a shift for powers of two, which numbers of chunks mostly are.
+#[inline(always)]
+unsafe fn split(i: u32, by: u32) -> (u32, u32) {
+    // SAFETY: the caller's promise: an item of none does not exist.
+    unsafe { core::hint::assert_unchecked(by != 0) };
+    if by.is_power_of_two() { (i >> by.trailing_zeros(), i & (by - 1)) } else { (i / by, i % by) }
+}
+
+/// Which elements pair `pair` is, counted in what turns, and the cosine and sine of its angle.
+#[inline(always)]
+#[track_caller]
+unsafe fn single<T: Float>(angles: *const u8, row: usize, half: u32, pair: u32, flags: u32) -> ((u32, u32), f32, f32) {
+    let places = if flags & INTERLEAVED != 0 { (2 * pair, 2 * pair + 1) } else { (pair, half + pair) };
+    let sign = if flags & INVERSE != 0 { -1.0 } else { 1.0 };
+    let cos = angle_part::<T>(angles, row + pair as usize, flags);
+    (places, cos, sign * angle_part::<T>(angles, row + half as usize + pair as usize, flags))
+}
+
 /// Arguments as for [`rotary`](super::rotary::rotary) and
 /// [`reshape_and_cache`](crate::kv_cache::reshape_and_cache::reshape_and_cache); keys and values have `kv_heads` heads.
+/// Blocks are `(g, n)` threads, both powers of two, for `g` tokens; the grid is (blocks of a group's keys and values, then of its queries; groups; groups).
 #[inline(always)]
 pub unsafe fn rotary_and_cache<
     T: Float + StoreAs<S>,
@@ -82,37 +144,79 @@ pub unsafe fn rotary_and_cache<
     rot_dim: u32,
     flags: u32,
 ) {
-    dependent_launch::begin();
-    let (tx, ty, tz) = (thread::thread_idx_x(), thread::thread_idx_y(), thread::thread_idx_z());
-    let (bx, by, bz) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
-    let (nx, ny, nz) = (thread::block_dim_x(), thread::block_dim_y(), thread::block_dim_z());
-    let (token, head, part) = if TOKENS_FIRST {
-        (bx * nx + tx, by * nz + tz, bz * ny + ty)
+    let (nx, ny) = (thread::block_dim_x().trailing_zeros(), thread::block_dim_y().trailing_zeros());
+    let (threads, thread) = (nx + ny, (thread::thread_idx_y() << nx) + thread::thread_idx_x());
+    let (parts, turning) = (pairs(head_dim, rot_dim, N as u32), turning(rot_dim, N as u32));
+    let kv_items = 2 * kv_heads * parts;
+    let kv = Share::new(kv_items, threads, nx, TOKENS_FIRST);
+    let group = thread::block_idx_z() * thread::grid_dim_y() + thread::block_idx_y();
+    let of_queries = thread::block_idx_x() >= kv.blocks;
+    let items = if of_queries { query_heads * turning } else { kv_items };
+    let (in_group, item) = if of_queries {
+        Share::new(items, threads, nx, false).of(thread::block_idx_x() - kv.blocks, thread, threads, false)
     } else {
-        (bx * nz + tz, by * ny + ty, bz * nx + tx)
+        kv.of(thread::block_idx_x(), thread, threads, TOKENS_FIRST)
     };
-    let parts = pairs(head_dim, rot_dim, N as u32);
-    if token >= tokens || head >= query_heads + 2 * kv_heads || part >= parts {
+    let [token, item] = dependent_launch::begin_with([(group << nx) + in_group, item]);
+    if in_group >> nx != 0 || token >= tokens || item >= items {
         return;
     }
-    let (is_query, is_key) = (head < query_heads, head < query_heads + kv_heads);
-    let (base, token_stride, head_stride, own) = if is_query {
-        (query.cast_const(), query_token_stride, query_head_stride, head)
-    } else if is_key {
-        (key, key_token_stride, key_head_stride, head - query_heads)
-    } else {
-        (value, value_token_stride, value_head_stride, head - query_heads - kv_heads)
-    };
-    let start = token as usize * token_stride + own as usize * head_stride;
-    let x = Global::new(base).offset(start);
-    let query = GlobalMut::new(query).offset(start);
-
     let (half, n) = (rot_dim / 2, N as u32);
     let angles_aligned = if flags & ANGLES_F32 != 0 {
         chunk::aligned::<f32, N>(angles as usize, rot_dim as usize)
     } else {
         chunk::aligned::<T, N>(angles as usize, rot_dim as usize)
     };
+
+    if of_queries {
+        let (head, part) = split(item, turning);
+        let x = GlobalMut::new(query)
+            .offset(token as usize * query_token_stride + head as usize * query_head_stride + offset as usize);
+        let source = Global::new(x.ptr(0u32).cast_const());
+        let whole = (half | offset).is_multiple_of(n)
+            && chunk::aligned::<T, N>(query as usize, query_token_stride | query_head_stride)
+            && angles_aligned;
+        let (at, pair_at) = ((part * n) as usize, (half + part * n) as usize);
+        let (mut a, mut b) = ([T::from_f32(0.0); N], [T::from_f32(0.0); N]);
+        if whole {
+            a = chunk::load(source, at);
+            b = chunk::load(source, pair_at);
+        }
+        let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
+        if (position as u64) >= max_positions as u64 {
+            return;
+        }
+        let row = position as usize * rot_dim as usize;
+        if whole {
+            let (c, d) = (vec::to_f32(a), vec::to_f32(b));
+            let (c, d) = if flags & INTERLEAVED != 0 {
+                Angles::<N>::load::<T, H, true>(angles, row, half, part, flags).rotate::<H, true>(c, d)
+            } else {
+                Angles::<N>::load::<T, H, false>(angles, row, half, part, flags).rotate::<H, false>(c, d)
+            };
+            chunk::store::<T, N>(x, at, vec::from_f32(c));
+            chunk::store::<T, N>(x, pair_at, vec::from_f32(d));
+            return;
+        }
+        let mut pair = part;
+        while pair < half {
+            let ((i, j), cos, sin) = single::<T>(angles, row, half, pair, flags);
+            let (c, d) = turn(source.get(i).to_f32(), source.get(j).to_f32(), cos, sin);
+            x.set(i, T::from_f32(c));
+            x.set(j, T::from_f32(d));
+            pair += turning;
+        }
+        return;
+    }
+
+    let (head, part) = split(item, parts);
+    let is_key = head < kv_heads;
+    let (base, token_stride, head_stride, own) = if is_key {
+        (key, key_token_stride, key_head_stride, head)
+    } else {
+        (value, value_token_stride, value_head_stride, head - kv_heads)
+    };
+    let x = Global::new(base).offset(token as usize * token_stride + own as usize * head_stride);
     // Single elements of a run are aligned anyway.
     let (key_pages, value_pages) = (
         key_page_block_stride | key_page_head_stride | key_page_token_stride,
@@ -147,25 +251,26 @@ pub unsafe fn rotary_and_cache<
         }
     }
 
+    let mut scale = 1.0;
+    if T::SCALED {
+        let scales = if is_key { key_scale } else { value_scale };
+        scale = Global::new(scales).get(if flags & SCALE_PER_HEAD != 0 { own } else { 0 });
+    }
     let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
     let slot = operand::integer(slots, token, flags & SLOTS_I64 != 0);
     let known = (position as u64) < max_positions as u64;
     let usable = (slot as u64) < slot_count as u64;
-    operand::count(status, (!known || !usable && slot != -1) && head == 0 && part == 0);
-    if !known || !is_query && !usable {
+    operand::count(status, (!known || !usable && slot != -1) && item == 0);
+    if !known || !usable {
         return;
     }
     let row = position as usize * rot_dim as usize;
 
+    let inverse_scale = if T::SCALED { float::recip(scale) } else { 1.0 };
     let (key_cache, value_cache) = (GlobalMut::new(key_cache), GlobalMut::new(value_cache));
     let key_layout = K::new(key_page_block_stride, key_page_head_stride, key_page_token_stride, block_size);
     let value_layout = V::new(value_page_block_stride, value_page_head_stride, value_page_token_stride, block_size);
-    let mut inverse_scale = 1.0;
-    if T::SCALED && !is_query {
-        let scales = if is_key { key_scale } else { value_scale };
-        inverse_scale = float::recip(Global::new(scales).get(if flags & SCALE_PER_HEAD != 0 { own } else { 0 }));
-    }
-    let (block, at) = if is_query { (0, 0) } else { split_slot(slot as u64, block_size) };
+    let (block, at) = split_slot(slot as u64, block_size);
 
     if whole {
         if turns {
@@ -175,16 +280,9 @@ pub unsafe fn rotary_and_cache<
             } else {
                 Angles::<N>::load::<T, H, false>(angles, row, half, part, flags).rotate::<H, false>(c, d)
             };
-            if is_query {
-                chunk::store::<T, N>(query, first as usize, vec::from_f32(c));
-                chunk::store::<T, N>(query, second as usize, vec::from_f32(d));
-            } else {
-                let page = key_cache.offset(key_layout.page(block, own));
-                store::<S, K, N>(page, key_layout, at, first, quantised(c, inverse_scale));
-                store::<S, K, N>(page, key_layout, at, second, quantised(d, inverse_scale));
-            }
-        } else if is_query {
-            // What does not turn stays.
+            let page = key_cache.offset(key_layout.page(block, own));
+            store::<S, K, N>(page, key_layout, at, first, quantised(c, inverse_scale));
+            store::<S, K, N>(page, key_layout, at, second, quantised(d, inverse_scale));
         } else if is_key {
             let page = key_cache.offset(key_layout.page(block, own));
             store::<S, K, N>(page, key_layout, at, first, T::store(a, inverse_scale));
@@ -211,26 +309,18 @@ pub unsafe fn rotary_and_cache<
         }
         return;
     }
-    let page = key_cache.offset(if is_query { 0 } else { key_layout.page(block, own) });
-    let sign = if flags & INVERSE != 0 { -1.0 } else { 1.0 };
+    let page = key_cache.offset(key_layout.page(block, own));
     let mut pair = part;
     while pair < half {
-        let (i, j) = if flags & INTERLEAVED != 0 { (2 * pair, 2 * pair + 1) } else { (pair, half + pair) };
+        let ((i, j), cos, sin) = single::<T>(angles, row, half, pair, flags);
         let (i, j) = (offset + i, offset + j);
-        let cos = angle_part::<T>(angles, row + pair as usize, flags);
-        let sin = sign * angle_part::<T>(angles, row + half as usize + pair as usize, flags);
         let (c, d) = turn(x.get(i).to_f32(), x.get(j).to_f32(), cos, sin);
-        if is_query {
-            query.set(i, T::from_f32(c));
-            query.set(j, T::from_f32(d));
-        } else {
-            let [c, d] = quantised::<S, 2>([c, d], inverse_scale);
-            page.set(key_layout.within(at, i), c);
-            page.set(key_layout.within(at, j), d);
-        }
+        let [c, d] = quantised::<S, 2>([c, d], inverse_scale);
+        page.set(key_layout.within(at, i), c);
+        page.set(key_layout.within(at, j), d);
         pair += parts;
     }
-    let mut rest = if is_query { head_dim } else { part };
+    let mut rest = part;
     while rest < head_dim - rot_dim {
         let d = if rest < offset { rest } else { rest + rot_dim };
         let [k] = T::store([x.get(d)], inverse_scale);
@@ -276,52 +366,52 @@ entries! {
         rot_dim: u32,
         flags: u32
     );
-    rotary_and_cache_flat_f32_f32 { type T = f32; type S = f32; } [512]
+    rotary_and_cache_flat_f32_f32 { type T = f32; type S = f32; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 4, 2, false>;
-    rotary_and_cache_flat_f32_e4m3 { type T = f32; type S = E4M3; } [512]
+    rotary_and_cache_flat_f32_e4m3 { type T = f32; type S = E4M3; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 4, 2, false>;
-    rotary_and_cache_flat_f32_e5m2 { type T = f32; type S = E5M2; } [512]
+    rotary_and_cache_flat_f32_e5m2 { type T = f32; type S = E5M2; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 4, 2, false>;
-    rotary_and_cache_flat_f32_i8 { type T = f32; type S = i8; } [512]
+    rotary_and_cache_flat_f32_i8 { type T = f32; type S = i8; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 4, 2, false>;
-    rotary_and_cache_flat_f16_f16 { type T = f16; type S = f16; } [512]
+    rotary_and_cache_flat_f16_f16 { type T = f16; type S = f16; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
-    rotary_and_cache_flat_f16_e4m3 { type T = f16; type S = E4M3; } [512]
+    rotary_and_cache_flat_f16_e4m3 { type T = f16; type S = E4M3; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
-    rotary_and_cache_flat_f16_e5m2 { type T = f16; type S = E5M2; } [512]
+    rotary_and_cache_flat_f16_e5m2 { type T = f16; type S = E5M2; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
-    rotary_and_cache_flat_f16_i8 { type T = f16; type S = i8; } [512]
+    rotary_and_cache_flat_f16_i8 { type T = f16; type S = i8; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
-    rotary_and_cache_flat_bf16_bf16 { type T = bf16; type S = bf16; } [512]
+    rotary_and_cache_flat_bf16_bf16 { type T = bf16; type S = bf16; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
-    rotary_and_cache_flat_bf16_e4m3 { type T = bf16; type S = E4M3; } [512]
+    rotary_and_cache_flat_bf16_e4m3 { type T = bf16; type S = E4M3; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
-    rotary_and_cache_flat_bf16_e5m2 { type T = bf16; type S = E5M2; } [512]
+    rotary_and_cache_flat_bf16_e5m2 { type T = bf16; type S = E5M2; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
-    rotary_and_cache_flat_bf16_i8 { type T = bf16; type S = i8; } [512]
+    rotary_and_cache_flat_bf16_i8 { type T = bf16; type S = i8; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
-    rotary_and_cache_xsplit_f32_f32 { type T = f32; type S = f32; } [512]
+    rotary_and_cache_xsplit_f32_f32 { type T = f32; type S = f32; } [256]
         => rotary_and_cache::<T, S, XSplitKey<4>, XSplitValue, 4, 2, true>;
-    rotary_and_cache_xsplit_f32_e4m3 { type T = f32; type S = E4M3; } [512]
+    rotary_and_cache_xsplit_f32_e4m3 { type T = f32; type S = E4M3; } [256]
         => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 4, 2, true>;
-    rotary_and_cache_xsplit_f32_e5m2 { type T = f32; type S = E5M2; } [512]
+    rotary_and_cache_xsplit_f32_e5m2 { type T = f32; type S = E5M2; } [256]
         => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 4, 2, true>;
-    rotary_and_cache_xsplit_f32_i8 { type T = f32; type S = i8; } [512]
+    rotary_and_cache_xsplit_f32_i8 { type T = f32; type S = i8; } [256]
         => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 4, 2, true>;
-    rotary_and_cache_xsplit_f16_f16 { type T = f16; type S = f16; } [512]
+    rotary_and_cache_xsplit_f16_f16 { type T = f16; type S = f16; } [256]
         => rotary_and_cache::<T, S, XSplitKey<8>, XSplitValue, 8, 4, true>;
-    rotary_and_cache_xsplit_f16_e4m3 { type T = f16; type S = E4M3; } [512]
+    rotary_and_cache_xsplit_f16_e4m3 { type T = f16; type S = E4M3; } [256]
         => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
-    rotary_and_cache_xsplit_f16_e5m2 { type T = f16; type S = E5M2; } [512]
+    rotary_and_cache_xsplit_f16_e5m2 { type T = f16; type S = E5M2; } [256]
         => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
-    rotary_and_cache_xsplit_f16_i8 { type T = f16; type S = i8; } [512]
+    rotary_and_cache_xsplit_f16_i8 { type T = f16; type S = i8; } [256]
         => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
-    rotary_and_cache_xsplit_bf16_bf16 { type T = bf16; type S = bf16; } [512]
+    rotary_and_cache_xsplit_bf16_bf16 { type T = bf16; type S = bf16; } [256]
         => rotary_and_cache::<T, S, XSplitKey<8>, XSplitValue, 8, 4, true>;
-    rotary_and_cache_xsplit_bf16_e4m3 { type T = bf16; type S = E4M3; } [512]
+    rotary_and_cache_xsplit_bf16_e4m3 { type T = bf16; type S = E4M3; } [256]
         => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
-    rotary_and_cache_xsplit_bf16_e5m2 { type T = bf16; type S = E5M2; } [512]
+    rotary_and_cache_xsplit_bf16_e5m2 { type T = bf16; type S = E5M2; } [256]
         => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
-    rotary_and_cache_xsplit_bf16_i8 { type T = bf16; type S = i8; } [512]
+    rotary_and_cache_xsplit_bf16_i8 { type T = bf16; type S = i8; } [256]
         => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
 }
