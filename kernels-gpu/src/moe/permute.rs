@@ -52,8 +52,8 @@ pub unsafe fn permute(
     }
 }
 
-/// Adds the rows of `B` slots of a token from slot `first` on to `sum`, in order; whether there were any. All of a thread's loads are
-/// asked for together: places, then rows. More at once take less time and more registers: 8 for few tokens, which leave a GPU half empty.
+/// Adds the rows of all slots of a token to `sum`, in order; whether there were any. Loads of `B` slots are asked for together: places, then
+/// weights, then rows. More at once take less time and more registers: 8 for few tokens, which leave a GPU half empty.
 #[inline(always)]
 #[track_caller]
 unsafe fn add_slots<T: Float, const B: usize>(
