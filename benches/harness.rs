@@ -6,6 +6,10 @@
 //! time is that between the events, divided by the launches of the graph, and the median over the replays is what counts.
 //! It includes the gap between two dependent launches of a graph, some 0.7 µs, as the model would see it.
 //!
+//! **In bursts** (`--burst`) a GPU rests before each replay, and a replay is some [`BURST_SECONDS`], or one launch:
+//! large products, replayed on and on, bring a GPU to its power limit within some 50 ms, and its clocks down by a quarter.
+//! A server that is always busy sees the usual times, one that waits for requests those of bursts.
+//!
 //! **On the SIMT device** a case is timed by the wall clock, with one set. That says how fast the emulator is, and nothing
 //! about GPUs.
 //!
@@ -16,6 +20,7 @@
 //! cargo bench -p warploom-benches [--features cuda] -- [FILTER..] [OPTIONS]
 //!     FILTER             only cases whose name contains one of these
 //!     --quick            leave criterion out           (or WARPLOOM_BENCH_QUICK=1)
+//!     --burst            only cases that products bound, in bursts, without criterion
 //!     --json FILE        append a record for each case (or WARPLOOM_BENCH_JSON=FILE)
 //!     --device NAME      simt, cuda:N or auto          (or WARPLOOM_BENCH_DEVICE=NAME)
 //!     --list             only print the names of the cases
@@ -39,6 +44,12 @@ const GRAPH_SECONDS: f64 = 1e-3;
 const MAX_LAUNCHES: usize = 2000;
 /// How long a case is replayed, after a tenth of that to warm up.
 const SECONDS: f64 = 0.2;
+/// What a burst takes at most at the rates of [`Cost::floor_on_h200`], unless that is one launch.
+const BURST_SECONDS: f64 = 5e-3;
+/// How long a GPU rests before each.
+const REST: Duration = Duration::from_millis(100);
+/// How many bursts there are.
+const BURSTS: usize = 10;
 
 /// What one launch moves and computes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -83,11 +94,22 @@ impl Cost {
     /// and written together (so that a byte written takes as long as 1.38 read), 807 TFLOP/s in bf16, 1513 in e4m3, and over
     /// NVLink 364 GB/s each way.
     pub fn floor_on_h200(&self) -> f64 {
+        self.memory_on_h200().max(self.products_on_h200()).max(self.link as f64 / 364e3)
+    }
+
+    fn memory_on_h200(&self) -> f64 {
         const READ: f64 = 1.0 / 4.64e6;
         const WRITTEN: f64 = 2.0 / 3.9e6 - READ;
-        let memory = self.read as f64 * READ + self.written as f64 * WRITTEN;
-        let products = self.flops as f64 / if self.fp8 { 1513e6 } else { 807e6 };
-        memory.max(products).max(self.link as f64 / 364e3)
+        self.read as f64 * READ + self.written as f64 * WRITTEN
+    }
+
+    fn products_on_h200(&self) -> f64 {
+        self.flops as f64 / if self.fp8 { 1513e6 } else { 807e6 }
+    }
+
+    /// Whether products take so much of the time that a GPU may come to its power limit.
+    fn takes_power(&self) -> bool {
+        self.products_on_h200() > 0.5 * self.memory_on_h200()
     }
 }
 
@@ -118,6 +140,9 @@ pub struct Record {
     pub sets: usize,
     /// Launches of a replay.
     pub launches: usize,
+    /// Whether the device rested before each replay.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub burst: bool,
 }
 
 impl Record {
@@ -150,6 +175,7 @@ impl std::fmt::Display for Figures {
 struct Options {
     filters: Vec<String>,
     quick: bool,
+    burst: bool,
     list: bool,
     json: Option<String>,
     table: Option<String>,
@@ -172,6 +198,7 @@ impl Options {
                 // cargo's.
                 "--bench" => {}
                 "--quick" => this.quick = true,
+                "--burst" => this.burst = true,
                 "--list" => this.list = true,
                 "--json" => this.json = value()?,
                 "--table" => this.table = value()?,
@@ -257,11 +284,15 @@ impl Harness {
                     println!("no GPU: {e}");
                 }
             } else {
-                println!("device: {}, driver {driver}: replays of a graph, up to {SETS} input sets", device.name());
+                println!(
+                    "device: {}, driver {driver}: replays of a graph, up to {SETS} input sets{}",
+                    device.name(),
+                    if options.burst { ", in bursts" } else { "" }
+                );
             }
             println!("{:<52} {:>10} {:>10} {:>10} {:>8}", "case", "µs", "GB/s", "TFLOP/s", "ceiling");
         }
-        let criterion = (!options.quick).then_some(criterion);
+        let criterion = (!options.quick && !options.burst).then_some(criterion);
         Ok(Self { options, device, stream, driver, criterion, json, failures: 0 })
     }
 
@@ -283,7 +314,7 @@ impl Harness {
     where
         F: FnMut(&Stream) -> Result<()>,
     {
-        if !self.starts(name) {
+        if self.options.burst && !cost.takes_power() || !self.starts(name) {
             return;
         }
         let outcome = self.measure(name, cost, make);
@@ -296,7 +327,7 @@ impl Harness {
     where
         F: FnMut(&Stream) -> Result<()>,
     {
-        if !self.device.is_simt() && self.starts(name) {
+        if !self.options.burst && !self.device.is_simt() && self.starts(name) {
             let outcome = self.measure_overhead(name, make);
             self.finish(name, outcome);
         }
@@ -311,7 +342,7 @@ impl Harness {
         launches: usize,
         measure: impl FnOnce(&Device) -> Result<Vec<f64>, String>,
     ) {
-        if !self.starts(name) {
+        if self.options.burst || !self.starts(name) {
             return;
         }
         let outcome = measure(&self.device).map(|times| self.record(name, cost, times, 1, launches));
@@ -320,6 +351,9 @@ impl Harness {
 
     /// Benches of work on the host only, which criterion does alone. In quick mode on a GPU only if `name` is asked for.
     pub fn host(&mut self, name: &str, benches: impl FnOnce(&mut Criterion)) {
+        if self.options.burst {
+            return;
+        }
         let asked = self.options.filters.iter().any(|f| name.contains(f.as_str()) || f.contains(name));
         if self.options.list {
             println!("{name}");
@@ -381,6 +415,7 @@ impl Harness {
             floor_us: cost.floor_on_h200(),
             sets,
             launches,
+            burst: self.options.burst,
         }
     }
 
@@ -393,10 +428,13 @@ impl Harness {
     where
         F: FnMut(&Stream) -> Result<()>,
     {
-        let wanted = match self.device.memory_info()? {
+        let mut wanted = match self.device.memory_info()? {
             None => 1,
             Some(memory) => (memory.free / 2 / (cost.read + cost.written).max(1)).clamp(1, SETS as u64) as usize,
         };
+        if self.options.burst {
+            wanted = wanted.min((BURST_SECONDS * 1e6 / cost.floor_on_h200()) as usize).max(1);
+        }
         let mut sets = vec![make(&self.device, &self.stream, 0)?];
         while sets.len() < wanted {
             match make(&self.device, &self.stream, sets.len()) {
@@ -420,9 +458,14 @@ impl Harness {
         while Instant::now() < until {
             timer.seconds()?;
         }
-        let replays = (SECONDS / first.max(1e-9)).clamp(3.0, 100.0) as usize;
-        let times: Result<Vec<f64>> = (0..replays).map(|_| Ok(timer.seconds()? * 1e6 / launches as f64)).collect();
-        let times = times?;
+        let replays = if self.options.burst { BURSTS } else { (SECONDS / first.max(1e-9)).clamp(3.0, 100.0) as usize };
+        let mut times = Vec::with_capacity(replays);
+        for _ in 0..replays {
+            if self.options.burst {
+                std::thread::sleep(REST);
+            }
+            times.push(timer.seconds()? * 1e6 / launches as f64);
+        }
 
         if let Some(criterion) = &mut self.criterion {
             let (family, rest) = name.split_once('/').unwrap_or(("other", name));
@@ -587,7 +630,7 @@ fn table(json: &str) -> Result<String, String> {
     for (i, line) in json.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let record: Record = serde_json::from_str(line).map_err(|e| format!("line {}: {e}", i + 1))?;
         let records = devices.entry(record.device.clone()).or_default();
-        match records.iter_mut().find(|r| r.case == record.case) {
+        match records.iter_mut().find(|r| r.case == record.case && r.burst == record.burst) {
             Some(old) => *old = record,
             None => records.push(record),
         }
@@ -603,7 +646,8 @@ fn table(json: &str) -> Result<String, String> {
         for record in records {
             let [us, bytes, flops, share] = record.columns();
             let (min, p90) = (Figures(record.min_us), Figures(record.p90_us));
-            let _ = writeln!(out, "| {} | {us} | {min:.4} | {p90:.4} | {bytes} | {flops} | {share} |", record.case);
+            let case = format!("{}{}", record.case, if record.burst { ", in bursts" } else { "" });
+            let _ = writeln!(out, "| {case} | {us} | {min:.4} | {p90:.4} | {bytes} | {flops} | {share} |");
         }
         out.push('\n');
     }

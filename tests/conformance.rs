@@ -328,6 +328,7 @@ fn copy_engine() {
         let scratch = scratch.to_vec().unwrap();
         let mut want = vec![0.0f32; SCRATCH];
         (0..32).for_each(|i| want[i] = i as f32);
+        (0..THREADS).for_each(|i| want[64 + i] = (3 * i) as f32);
         for (row, column) in (0..8).flat_map(|r| (0..32).map(move |c| (r, c))) {
             want[(4 + row) * 64 + 32 + column] = (row * 32 + column) as f32;
         }

@@ -5,6 +5,7 @@
         FILTER           only cases whose name contains one of these
         --quick          the sizes of the report only
         --compile        torch.compile as well, for a few cases
+        --burst          in bursts, as the bench binary's option; the cases are those of `bench --bench --burst --list`
         --json FILE      append a record for each case and peer
         --budget SECONDS start nothing new after so long (160 with --quick); what says most comes first: of each operation the
                          smallest size, then the largest, then those between
@@ -55,6 +56,9 @@ CACHED = 200 << 20
 # For each peer of a case, as the benches do: clocks fall under products that go on and on, and what is replayed for a shorter
 # time than another is measured at higher ones.
 SECONDS = 0.2
+# As the benches' `--burst`: what a burst takes at most unless one launch takes longer, rest before each, how many.
+BURST_SECONDS, REST, BURSTS = 5e-3, 0.1, 10
+BURST = False
 
 Case = collections.namedtuple("Case", "name inputs peers close quick compiled")
 
@@ -681,8 +685,9 @@ def timed(launches):
     begin = time.monotonic()
     launches[0]()
     torch.cuda.synchronize()
+    once = time.monotonic() - begin
     # What takes long needs no more turns than a measurement has time for.
-    launches = launches[: max(math.ceil(SECONDS / 4 / (time.monotonic() - begin)), 4)]
+    launches = launches[: max(int(BURST_SECONDS / once), 1) if BURST else max(math.ceil(SECONDS / 4 / once), 4)]
     graph = capture(launches, 1)
     seconds(graph)
     once = max(seconds(graph), 1e-6)
@@ -694,8 +699,13 @@ def timed(launches):
     until = time.monotonic() + SECONDS / 10
     while time.monotonic() < until:
         seconds(graph)
-    replays = int(min(max(SECONDS / max(first, 1e-9), 3), 100))
-    return [seconds(graph) * 1e6 / count for _ in range(replays)], count
+    replays = BURSTS if BURST else int(min(max(SECONDS / max(first, 1e-9), 3), 100))
+    times = []
+    for _ in range(replays):
+        if BURST:
+            time.sleep(REST)
+        times.append(seconds(graph) * 1e6 / count)
+    return times, count
 
 
 def tensors(result):
@@ -805,7 +815,7 @@ class Output:
         print(f"{case:<52} {peer:<18} {at(0.5):>10.3f}", flush=True)
         self.write({
             "device": self.device, "driver": self.driver, "date": now(), "case": case, "peer": peer,
-            "median_us": at(0.5), "min_us": at(0), "p90_us": at(0.9), "sets": sets, "launches": count,
+            "median_us": at(0.5), "min_us": at(0), "p90_us": at(0.9), "sets": sets, "launches": count, "burst": BURST,
         })  # fmt: skip
 
 
@@ -990,6 +1000,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("filters", nargs="*", metavar="FILTER")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--burst", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--budget", type=float, metavar="SECONDS")
@@ -999,6 +1010,8 @@ def main():
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--cases", action="store_true")
     args = parser.parse_args()
+    global BURST
+    BURST = args.burst
     budget = args.budget or (160 if args.quick else math.inf)
     begin = time.monotonic()
 

@@ -50,6 +50,8 @@ struct Record {
     median_us: f64,
     #[serde(default)]
     floor_us: f64,
+    #[serde(default)]
+    burst: bool,
 }
 
 /// One case: our time, and those of the peers that were measured.
@@ -100,6 +102,14 @@ struct Run {
     /// What was built, if the folder says.
     version: Option<String>,
     rows: Vec<Row>,
+    /// Cases measured in bursts.
+    bursts: Vec<Row>,
+}
+
+impl Run {
+    fn rows_of(&mut self, burst: bool) -> &mut Vec<Row> {
+        if burst { &mut self.bursts } else { &mut self.rows }
+    }
 }
 
 /// Runs `cargo xtask report`.
@@ -151,15 +161,17 @@ fn read(files: &[(PathBuf, String)]) -> Result<Run> {
                         peers.push(record);
                         continue;
                     }
-                    run.rows.retain(|row| row.case != record.case);
+                    let rows = run.rows_of(record.burst);
+                    rows.retain(|row| row.case != record.case);
                     let floor = Some(record.floor_us).filter(|us| *us > 0.0 && record.device.contains("H200"));
-                    run.rows.push(Row { case: record.case, ours: record.median_us, floor, peers: vec![] });
+                    rows.push(Row { case: record.case, ours: record.median_us, floor, peers: vec![] });
                 }
             }
         }
     }
     for record in peers {
-        let Some(row) = run.rows.iter_mut().find(|row| row.case == record.case) else { continue };
+        let rows = run.rows_of(record.burst);
+        let Some(row) = rows.iter_mut().find(|row| row.case == record.case) else { continue };
         let name = record.peer.unwrap_or_default();
         row.peers.retain(|(known, _)| *known != name);
         row.peers.push((name, record.median_us));
@@ -249,16 +261,14 @@ fn markdown(run: &Run, plots: &[plot::Plot]) -> Result<String> {
     for family in families {
         writeln!(out, "## {family}\n")?;
         let rows: Vec<&Row> = run.rows.iter().filter(|row| row.case.split('/').next() == Some(family)).collect();
-        let mut groups: Vec<&str> = vec![];
-        for (group, _) in rows.iter().map(|row| row.split()) {
-            if !groups.contains(&group) {
-                groups.push(group);
-            }
-        }
-        for group in groups {
-            let rows: Vec<&Row> = rows.iter().filter(|row| row.split().0 == group).copied().collect();
-            table(&mut out, group, &rows)?;
-        }
+        tables(&mut out, &rows)?;
+    }
+    if !run.bursts.is_empty() {
+        out.push_str(
+            "## In bursts\n\nLarge products, replayed on and on, bring a GPU to its power limit: the times above. Here it rests for 0.1 s before each \
+             replay of some 5 ms, or\none launch, ours and peers' alike; the median of ten.\n\n",
+        );
+        tables(&mut out, &run.bursts.iter().collect::<Vec<_>>())?;
     }
     if !run.missing.is_empty() {
         writeln!(out, "## Not measured\n")?;
@@ -303,6 +313,20 @@ fn summary(out: &mut String, run: &Run) -> Result<()> {
     }
     out.push('\n');
     Ok(())
+}
+
+/// A table for each operation.
+fn tables(out: &mut String, rows: &[&Row]) -> Result<()> {
+    let mut groups: Vec<&str> = vec![];
+    for (group, _) in rows.iter().map(|row| row.split()) {
+        if !groups.contains(&group) {
+            groups.push(group);
+        }
+    }
+    groups.into_iter().try_for_each(|group| {
+        let rows: Vec<&Row> = rows.iter().filter(|row| row.split().0 == group).copied().collect();
+        table(out, group, &rows)
+    })
 }
 
 /// The cases of one operation, a column for each peer.
@@ -364,6 +388,17 @@ mod tests {
         assert!(text.contains("| 256x8192 | 4.00 |  |  | 50 % |"), "{text}");
         assert!(text.contains("| norm/rms_norm | 1 | 2.50 | 2.50 | 2.50 | 25 % |"), "{text}");
         assert!(text.contains("- triton: not installed") && text.contains("| torch | 2.11 |"), "{text}");
+    }
+
+    #[test]
+    fn bursts_are_apart() {
+        let burst = |text: &str| text.replace("\"median_us\":", "\"burst\":true,\"median_us\":");
+        let run = read(&files(&[OURS, PEERS, &burst(OURS), &burst(PEERS)])).unwrap();
+        assert_eq!((run.rows.len(), run.bursts.len(), run.bursts[0].peers.len()), (2, 2, 1));
+        let text = markdown(&run, &[]).unwrap();
+        let (above, below) = text.split_once("## In bursts").unwrap();
+        assert!(above.contains("| 16x8192 |") && below.contains("| 16x8192 |"), "{text}");
+        assert!(above.contains("Of 1 cases with a peer"), "{text}");
     }
 
     #[test]

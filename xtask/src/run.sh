@@ -10,8 +10,8 @@ run.sh test [FILTER] [ARGS...]      the tests on the GPU (WARPLOOM_TEST_DEVICES=
 run.sh ranks [FILTER] [ARGS...]     the tests of several ranks, which need the GPUs for themselves
 run.sh bench [FILTER] [ARGS...]     the benches
 run.sh report FOLDER [ARGS...]      benches and peers on this GPU, for `cargo xtask report FOLDER`; ARGS go to peers.py
-                                    (--budget SECONDS bounds the peers, 160 by default). Both on the first GPU, or the first
-                                    that CUDA_VISIBLE_DEVICES names; where it leaves several, exchange and NCCL on them
+                                    (--budget SECONDS bounds the peers, 160 by default). Then what products bound once more, in
+                                    bursts. All on the first GPU, or the first that CUDA_VISIBLE_DEVICES names; where it leaves several, exchange and NCCL on them
 run.sh peers FOLDER [ARGS...]       the peers alone, into the same folder: after the above, on the same GPU
 run.sh sanitize [FILTER...]         the tests under compute-sanitizer: memcheck, racecheck, initcheck, synccheck. Several processes
                                     beside each other, a few tests each; a line for each tool and family says what came of it.
@@ -66,12 +66,18 @@ report)
         CUDA_VISIBLE_DEVICES="${first%%,*}" "$@"
     }
     # Cases that peers have, and no others. Names hold no spaces.
-    # shellcheck disable=SC2046
-    one "$here/bench" --bench --quick --json "$out/ours.jsonl" \
-        $(python3 "$here/peers/peers.py" --quick --cases) generate/ overhead ||
+    cases=$(python3 "$here/peers/peers.py" --quick --cases)
+    # shellcheck disable=SC2086
+    one "$here/bench" --bench --quick --json "$out/ours.jsonl" $cases generate/ overhead ||
         echo "run.sh: not every bench passed" >&2
     # Without PyTorch, ours alone make a report as well.
     one python3 "$here/peers/peers.py" --quick --compile --json "$out/peers.jsonl" "$@" || echo "run.sh: no peers" >&2
+    # shellcheck disable=SC2086
+    one "$here/bench" --bench --burst --json "$out/ours-bursts.jsonl" $cases ||
+        echo "run.sh: not every bench passed in bursts" >&2
+    # shellcheck disable=SC2046,SC2086
+    one python3 "$here/peers/peers.py" --quick --burst --json "$out/peers-bursts.jsonl" \
+        $("$here/bench" --bench --burst --list $cases) || echo "run.sh: no peers in bursts" >&2
     if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] && case ${CUDA_VISIBLE_DEVICES-,} in *,*) true ;; *) false ;; esac; then
         export NCCL_NVLS_ENABLE=0 CUDA_DEVICE_MAX_CONNECTIONS=32
         "$here/bench" --bench --quick --json "$out/ours-ranks.jsonl" ep/dispatch ep/combine ||

@@ -3,12 +3,12 @@
 use super::Words;
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
-use cuda_std::{Global, entries, mbarrier, mma, thread};
+use cuda_std::{Global, GlobalMut, entries, mbarrier, mma, thread};
 
 /// Threads of the block.
 pub const THREADS: usize = 64;
 /// Words of a thread.
-pub const WORDS: usize = 21;
+pub const WORDS: usize = 22;
 /// Dynamic shared memory.
 pub const SHARED_BYTES: usize = 20 * 1024;
 /// The tensor of `map`: f32, innermost first.
@@ -101,6 +101,18 @@ pub unsafe fn conformance(
         tma::wait_group::<0>();
         thread::device_fence();
     }
+    thread::sync_threads();
+
+    // What threads have stored to global memory, by the copy engine.
+    GlobalMut::new(scratch).set(64 + t, (3 * t) as f32);
+    thread::sync_threads();
+    if t == 0 {
+        tma::fence_async_global();
+        mbarrier::arrive_expect_tx(bar, 256);
+        tma::copy_bulk(line.ptr(0u32), scratch.wrapping_add(64).cast_const(), 256, bar);
+    }
+    mbarrier::wait_parity(bar, 1);
+    words.put_f32(line.get(t ^ 1));
     thread::sync_threads();
 
     // Several arrivals at once, and from the cluster.

@@ -3,12 +3,12 @@
 use super::Words;
 use cuda_std::shared::Carver;
 use cuda_std::vec::{self, B32, B64, B128};
-use cuda_std::{Global, GlobalMut, cp_async, entries, mbarrier, thread};
+use cuda_std::{Global, GlobalMut, cp_async, dependent_launch, entries, mbarrier, thread};
 
 /// Threads of the block.
 pub const THREADS: usize = 64;
 /// Words of a thread.
-pub const WORDS: usize = 25;
+pub const WORDS: usize = 31;
 /// Words of `scratch`.
 pub const SCRATCH: usize = 8 * 4 * THREADS;
 /// Dynamic shared memory.
@@ -18,9 +18,16 @@ pub const SHARED_BYTES: usize = 8192;
 #[inline(always)]
 pub unsafe fn conformance(data: *const u32, scratch: *mut u32, out: *mut u32) {
     let t = thread::thread_idx_x();
+    // What is computed before the wait for other kernels stays what it is.
+    let ([second, fourth], [seven, sum]) =
+        dependent_launch::begin_at([data.wrapping_add(t as usize), data.wrapping_add(3 * t as usize)], [7 * t, t + 5]);
+    let [nine] = dependent_launch::begin_with([9 * t]);
     let (input, output) = (Global::new(data), GlobalMut::new(scratch));
     let mut words = Words::new(out, WORDS);
     vec::prefetch_l2(data);
+    words.put(Global::new(second).get(1u32) ^ Global::new(fourth).get(2u32));
+    words.put(seven ^ sum << 16);
+    words.put(nine);
 
     // Loads: each hint in each width once.
     let B128([a, ..]) = input.get_hinted::<B128<u32, 4>>(4 * t, vec::Reused);
@@ -102,6 +109,9 @@ pub unsafe fn conformance(data: *const u32, scratch: *mut u32, out: *mut u32) {
     words.put(mbarrier::try_wait_parity(bars.ptr(0u32), 1) as u32);
     // The first phase of the second barrier is under way, the one before it over.
     words.put(mbarrier::try_wait_parity(bars.ptr(1u32), 1) as u32);
+    words.put(mbarrier::test_wait_parity(bars.ptr(0u32), 1) as u32);
+    words.put(mbarrier::test_wait_parity(bars.ptr(1u32), 1) as u32);
+    words.put(mbarrier::test_wait_parity(bars.ptr(1u32), 0) as u32);
     thread::sync_threads();
     tile.set_as(2 * t, B64([t, t + 100]));
     thread::sync_threads();
