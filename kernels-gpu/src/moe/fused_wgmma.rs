@@ -31,6 +31,9 @@
 //! last two stages back from the producer, lays its results out there, a pair's outputs side by side, and has the copy engine store
 //! them pair by pair (512 bytes a piece in the second product, 128 in the first), while the next item's products begin.
 //!
+//! Results of the second product lie between it and the sum over slots, written and read once, in f32: what is most of the traffic of small
+//! experts. Where it is allowed (`ROUNDED`) they are rounded to the element type, which is half of it.
+//!
 //! # Work
 //! Blocks of threads stay, one a multiprocessor, and take [`items`](super::items) `blockIdx + i · gridDim`.
 //!
@@ -48,7 +51,7 @@ use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
 use cuda_std::{
     Global, GlobalMut, Shared, atomic, bf16, cp_async, dependent_launch, entries, f16, float, mbarrier, mma, thread,
-    unroll, warp,
+    unroll, vec, warp,
 };
 
 /// Consumer warpgroups.
@@ -86,6 +89,8 @@ pub const fn shared_bytes(rows: usize, pairs: usize, lines: usize, stages: usize
 struct Job<T, const DIRECT: bool> {
     h: GlobalMut<T>,
     partial: GlobalMut<f32>,
+    /// The same, if results are rounded.
+    rounded: GlobalMut<T>,
     x: Global<T>,
     map: *const TensorMap,
     shared_map: *const TensorMap,
@@ -240,6 +245,7 @@ unsafe fn fused_wgmma<
     const ALTERNATE: bool,
     const NOW: bool,
     const STAGED: bool,
+    const ROUNDED: bool,
     const TILES: usize,
     const PAIRS: usize,
     const LINES: usize,
@@ -328,6 +334,7 @@ unsafe fn fused_wgmma<
     let job = Job {
         h: GlobalMut::new(h),
         partial: GlobalMut::new(partial),
+        rounded: GlobalMut::new(partial.cast()),
         x: Global::new(x),
         map,
         shared_map,
@@ -469,7 +476,7 @@ unsafe fn fused_wgmma<
                 ($($half:literal)*) => {
                     match wide {
                         $(w if w == 2 * $half => consumer
-                            .item::<[f32; $half], UP, ALTERNATE, NOW, STAGED, TILES, PAIRS, LINES, STAGES, DIRECT>(
+                            .item::<[f32; $half], UP, ALTERNATE, NOW, STAGED, ROUNDED, TILES, PAIRS, LINES, STAGES, DIRECT>(
                                 &job, &mut ring, work, steps),)*
                         _ => {}
                     }
@@ -542,6 +549,7 @@ impl<T: TensorFloat + Input> Consumer<T> {
         const ALTERNATE: bool,
         const NOW: bool,
         const STAGED: bool,
+        const ROUNDED: bool,
         const TILES: usize,
         const PAIRS: usize,
         const LINES: usize,
@@ -644,7 +652,9 @@ impl<T: TensorFloat + Input> Consumer<T> {
                 self.stages[1].offset(stage * (LINES * PAIRS * STEP) as u32),
             ];
             let row = work.tile * rows as u32 + self.group * const { TILES as u32 * 64 };
-            if !UP {
+            if !UP && ROUNDED {
+                self.stage_rounded::<A, TILES, DIRECT>(job, work, row, buffers, &acc);
+            } else if !UP {
                 self.stage_down::<A, TILES, PAIRS, DIRECT>(job, work, row, buffers, &acc);
             } else if job.activation.silu && !job.biased && !job.shared_biased {
                 self.stage_up::<A, TILES, true, DIRECT>(job, work, row, buffers[0], &acc);
@@ -659,7 +669,7 @@ impl<T: TensorFloat + Input> Consumer<T> {
             if UP {
                 self.store_up::<A, DIRECT>(job, work, row, acc[s].as_ref());
             } else {
-                self.store_down::<A, DIRECT>(job, work, row, acc[s].as_ref());
+                self.store_down::<A, ROUNDED, DIRECT>(job, work, row, acc[s].as_ref());
             }
         }
     }
@@ -692,9 +702,9 @@ impl<T: TensorFloat + Input> Consumer<T> {
     }
 
     /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
-    /// neighbouring rows of one column, which are 16 bytes of `partial`.
+    /// neighbouring rows of one column, which are 16 bytes of `partial`, or 8 if they are rounded.
     #[inline(always)]
-    unsafe fn store_down<A: Accumulator, const DIRECT: bool>(
+    unsafe fn store_down<A: Accumulator, const ROUNDED: bool, const DIRECT: bool>(
         &self,
         job: &Job<T, DIRECT>,
         work: Item,
@@ -731,7 +741,11 @@ impl<T: TensorFloat + Input> Consumer<T> {
                 v[i] = (v[i] + bias[i]) * scale;
             }
             let stored = fits && column < work.count;
-            if job.unordered {
+            if ROUNDED {
+                if stored {
+                    job.rounded.set_as(at, B64(vec::from_f32::<T, 4>(v)));
+                }
+            } else if job.unordered {
                 if stored {
                     atomic::reduce_add_v4_f32(job.partial.ptr(at), v);
                 }
@@ -815,7 +829,7 @@ impl<T: TensorFloat + Input> Consumer<T> {
         }
         // 16 bytes apart from a multiple of 128: no two lanes that store together meet in a bank.
         let pitch = const { TILES * 64 * 2 + 8 };
-        let fit = const { [staged_columns(TILES, GROUPS * TILES * 64), staged_columns(TILES, PAIRS)] };
+        let fit = const { [staged_columns(TILES, GROUPS * TILES * 64, 4), staged_columns(TILES, PAIRS, 4)] };
         unroll::<4>(|round| {
             let from = round / 2 * (fit[0] + fit[1]) + round % 2 * fit[0];
             let to = from + fit[round % 2];
@@ -857,11 +871,81 @@ impl<T: TensorFloat + Input> Consumer<T> {
         });
         tma::wait_group_read::<0>();
     }
+
+    /// The same of results that are rounded: the first columns in one buffer, the others in the other one.
+    #[inline(always)]
+    unsafe fn stage_rounded<A: Accumulator + AsRef<[f32]>, const TILES: usize, const DIRECT: bool>(
+        &self,
+        job: &Job<T, DIRECT>,
+        work: Item,
+        first: u32,
+        buffers: [Shared<T>; 2],
+        acc: &[A; TILES],
+    ) {
+        let within = warp::warp_id() % 4 * 16 + warp::lane_id() / 4;
+        let mut bias = [[0f32; 2]; TILES];
+        if job.biased || job.shared_biased {
+            unroll::<TILES>(|s| {
+                for h in 0..2 {
+                    bias[s][h] = job.bias(work.bin, job.n, first + within + s as u32 * 64 + h as u32 * 8);
+                }
+            });
+        }
+        let fit = const { staged_columns(TILES, GROUPS * TILES * 64, 2) };
+        self.stage_columns(job, work, first, [0, fit.min(A::N)], buffers[0], acc, bias);
+        if fit < A::N {
+            self.stage_columns(job, work, first, [fit, A::N], buffers[1], acc, bias);
+        }
+        tma::wait_group_read::<0>();
+    }
+
+    /// Columns `from..to` of [`stage_rounded`](Self::stage_rounded); two tiles.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    unsafe fn stage_columns<A: Accumulator + AsRef<[f32]>, const TILES: usize, const DIRECT: bool>(
+        &self,
+        job: &Job<T, DIRECT>,
+        work: Item,
+        first: u32,
+        [from, to]: [usize; 2],
+        buffer: Shared<T>,
+        acc: &[A; TILES],
+        bias: [[f32; 2]; TILES],
+    ) {
+        let (lane, mine) = (warp::lane_id(), thread::thread_idx_x() % 128);
+        let rows = job.n.saturating_sub(first).min(const { TILES as u32 * 64 });
+        // 16 bytes apart from a multiple of 128: no two lanes that store together meet in a bank.
+        let pitch = const { TILES * 64 + 8 };
+        // Lane 8 i + r says where row r of the i-th of four matrices goes, transposed: of a tile's 16 rows the upper and the lower 8, in both tiles.
+        let place = lane % 8 * pitch as u32 + warp::warp_id() % 4 * 16 + lane / 8 % 2 * 8 + lane / 16 * 64;
+        let place = buffer.address(place);
+        for j in 0..A::N / 8 {
+            if 8 * j >= from && 8 * j < to {
+                let B64(scale) = self.scales.get_as::<B64<f32, 2>>(8 * j as u32 + 2 * (lane % 4));
+                let mut words = [0; 4];
+                for i in 0..4 {
+                    let (s, h) = (i / 2, i % 2);
+                    let sums = acc[s].as_ref();
+                    let value = |c: usize| (sums[4 * j + 2 * h + c] + bias[s][h]) * scale[c];
+                    words[i] = T::pack_f32(value(0), value(1));
+                }
+                mma::stmatrix_x4_trans(place + ((8 * j - from) * pitch * 2) as u32, words);
+            }
+        }
+        tma::fence_async();
+        thread::sync_named(1 + self.group, 128);
+        let column = from as u32 + mine;
+        if mine < (to - from) as u32 && column < work.count && rows > 0 {
+            let at = self.ids.get(column) as usize * job.n as usize + first as usize;
+            tma::store_bulk(job.rounded.ptr(at), buffer.address(mine * pitch as u32), rows * 2);
+        }
+        tma::commit_group();
+    }
 }
 
-/// How many columns of `tiles * 64` f32, 16 bytes apart, have room in so many lines of a stage, in steps of 8.
-const fn staged_columns(tiles: usize, lines: usize) -> usize {
-    lines * STEP / (tiles * 128 + 8) / 8 * 8
+/// How many columns of `tiles * 64` numbers of so many `bytes`, 16 bytes apart, have room in so many lines of a stage, in steps of 8.
+const fn staged_columns(tiles: usize, lines: usize, bytes: usize) -> usize {
+    lines * STEP * 2 / (tiles * 64 * bytes + 16) / 8 * 8
 }
 
 entries! {
@@ -869,7 +953,7 @@ entries! {
     pub struct Args<T>(
         /// `[tokens * slots, intermediate]`: written by the first product, read by the second.
         h: *mut T,
-        /// `[tokens * slots, hidden]`: written by the second product.
+        /// `[tokens * slots, hidden]`: written by the second product; rounded results as elements, from the same place on.
         partial: *mut f32,
         /// `[tokens, hidden]`, rows `x_row` apart.
         x: *const T, x_row: usize,
@@ -895,16 +979,20 @@ entries! {
         /// 1 if results of the second product are added to `partial`, then `[tokens, hidden]` and zeroed, in any order.
         unordered: u32,
     );
-    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, 1, 16, 4, 5, true>;
-    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_up_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, 2, 176, 1, 4, false>;
-    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, 1, 16, 4, 5, true>;
-    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_up_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, 2, 176, 1, 4, false>;
-    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, 1, 16, 4, 5, true>;
-    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_down_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, 2, 176, 1, 4, false>;
-    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, 1, 16, 4, 5, true>;
-    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_down_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true>;
+    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, false, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_up_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true>;
+    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, false, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_up_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 1, 16, 4, 5, true>;
+    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, false, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_down_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 1, 16, 4, 5, true>;
+    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, false, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_down_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_down_rounded_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, true, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_down_rounded_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, true, 1, 64, 2, 4, false>;
+    moe_fused_wgmma_down_rounded_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_down_rounded_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false>;
 }
