@@ -567,6 +567,39 @@ fn wgmma_of_many_pairs() {
     });
 }
 
+/// More pairs on average than a share has: blocks in twos. Even and odd numbers of shares, tiles that the second block of two does not find, experts of nobody,
+/// weights that are shuffled; the same bits as with shares of 64.
+#[test]
+fn wgmma_blocks_in_twos() {
+    on_every_device(|d, s| {
+        for (tokens, top_k, experts, hidden, inter, skewed) in [
+            (180, 1, 1, 72, 40, false),
+            (300, 2, 2, 136, 136, false),
+            (410, 1, 2, 264, 72, true),
+            (540, 1, 3, 328, 136, true),
+            (720, 1, 4, 40, 24, false),
+        ] {
+            let mut case = Case::new(tokens, top_k, experts, hidden, inter).path(FusedPath::Wgmma176);
+            if skewed {
+                case.ids.iter_mut().skip(9).for_each(|id| *id = 1);
+            }
+            case.biased = top_k == 2;
+            check::<bf16>(d, s, &case);
+            let inputs = Inputs::<bf16>::new(d, &case, 1);
+            let want = bits_of(d, s, &inputs, &case.clone().path(FusedPath::Wgmma64));
+            assert_eq!(bits_of(d, s, &inputs, &case), want, "{case:?}");
+            check_rounded::<f16>(d, s, &case);
+            case.unordered = true;
+            check::<bf16>(d, s, &case);
+        }
+        let case = Case { biased: true, ..Case::new(190, 2, 2, 192, 320).path(FusedPath::Wgmma176) };
+        let plain = Inputs::<bf16>::new(d, &case, 1);
+        let shuffled = Inputs::<bf16>::new(d, &case, 1).shuffle(d, s, &case);
+        let want = bits_of(d, s, &plain, &case);
+        assert_eq!(bits_of(d, s, &shuffled, &Case { shuffled: true, ..case }), want);
+    });
+}
+
 /// Results that are added up as they come, where there are more tokens than one chunk of sorting has, and where the
 /// path has no use for the permission.
 #[test]

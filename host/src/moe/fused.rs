@@ -352,6 +352,8 @@ pub struct Plan {
     pub path: FusedPath,
     products: Products,
     reduce: Entry<ReduceArgs>,
+    /// Blocks of a cluster of the products.
+    cluster: usize,
     /// The second product and the sum of [`FusedOptions::rounded_slots`], where the path makes use of it.
     rounded: Option<(Entry<WgmmaArgs>, Entry<ReduceArgs>)>,
 }
@@ -444,7 +446,14 @@ pub const fn plan(
     let is_bf16 = matches!(dtype, DType::Bf16);
     if path.is_wgmma() {
         use fused_wgmma::*;
+        // Blocks in twos where experts have more pairs on average than a share.
+        let two = matches!(path, FusedPath::Wgmma176)
+            && shape.pairs() > product(&[path.wgmma_tile()[1], shape.bins()])
+            && multiprocessors as usize >= PAIR;
+        let cluster = if two { PAIR } else { 1 };
         let (up, down) = match (path, is_bf16) {
+            (_, true) if two => (moe_fused_wgmma_up_t176_two_bf16::ENTRY, moe_fused_wgmma_down_t176_two_bf16::ENTRY),
+            (_, false) if two => (moe_fused_wgmma_up_t176_two_f16::ENTRY, moe_fused_wgmma_down_t176_two_f16::ENTRY),
             (FusedPath::Wgmma16, true) => (moe_fused_wgmma_up_t16_bf16::ENTRY, moe_fused_wgmma_down_t16_bf16::ENTRY),
             (FusedPath::Wgmma16, false) => (moe_fused_wgmma_up_t16_f16::ENTRY, moe_fused_wgmma_down_t16_f16::ENTRY),
             (FusedPath::Wgmma64, true) => (moe_fused_wgmma_up_t64_bf16::ENTRY, moe_fused_wgmma_down_t64_bf16::ENTRY),
@@ -453,6 +462,8 @@ pub const fn plan(
             (_, false) => (moe_fused_wgmma_up_t176_f16::ENTRY, moe_fused_wgmma_down_t176_f16::ENTRY),
         };
         let rounded = match (path, is_bf16) {
+            (_, true) if two => Some(moe_fused_wgmma_down_rounded_t176_two_bf16::ENTRY),
+            (_, false) if two => Some(moe_fused_wgmma_down_rounded_t176_two_f16::ENTRY),
             (FusedPath::Wgmma64, true) => Some(moe_fused_wgmma_down_rounded_t64_bf16::ENTRY),
             (FusedPath::Wgmma64, false) => Some(moe_fused_wgmma_down_rounded_t64_f16::ENTRY),
             (FusedPath::Wgmma176, true) => Some(moe_fused_wgmma_down_rounded_t176_bf16::ENTRY),
@@ -464,12 +475,12 @@ pub const fn plan(
             Some(down) => Some((down, fused_reduce::moe_fused_reduce_rounded_f16::ENTRY)),
             None => None,
         };
-        return Some(Plan { path, products: Products::Wgmma(up, down), reduce, rounded });
+        return Some(Plan { path, products: Products::Wgmma(up, down), reduce, cluster, rounded });
     }
     if let (FusedPath::Vector, Some(parts)) = (path, vector) {
         use fused_vector::*;
         let entry = if is_bf16 { moe_fused_vector_bf16::ENTRY } else { moe_fused_vector_f16::ENTRY };
-        return Some(Plan { path, products: Products::Vector(entry, parts), reduce, rounded: None });
+        return Some(Plan { path, products: Products::Vector(entry, parts), reduce, cluster: 1, rounded: None });
     }
     let (f16, bf16) = match path {
         FusedPath::Host | FusedPath::Vector | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma176 => {
@@ -505,7 +516,7 @@ pub const fn plan(
         ),
     };
     let (up, down) = if is_bf16 { bf16 } else { f16 };
-    Some(Plan { path, products: Products::Blocks(up, down), reduce, rounded: None })
+    Some(Plan { path, products: Products::Blocks(up, down), reduce, cluster: 1, rounded: None })
 }
 
 /// A number that no other launch of this process has, and nobody else knows: the first is random.
@@ -528,7 +539,9 @@ impl Plan {
         if self.path.is_wgmma() {
             let [rows, pairs, lines, stages] = self.path.wgmma_tile();
             let bytes = fused_wgmma::shared_bytes(rows, pairs, lines, stages, shape.bins());
-            return Geometry::linear(multiprocessors, fused_wgmma::THREADS as u32).shared_bytes(bytes as u32);
+            let blocks = self.cluster as u32;
+            let geometry = Geometry::linear(multiprocessors / blocks * blocks, fused_wgmma::THREADS as u32);
+            return geometry.shared_bytes(bytes as u32).cluster(blocks);
         }
         if let Products::Vector(_, parts) = self.products {
             let geometry = Geometry::linear(parts.blocks as u32, fused_vector::THREADS as u32);
@@ -578,10 +591,11 @@ fn weight_map(
     base: *const c_void,
     [experts, n, k]: [usize; 3],
     gate_up: Option<GateUp>,
-    path: FusedPath,
+    plan: &Plan,
     shuffled: bool,
 ) -> Result<TensorMap> {
-    let rows = path.wgmma_tile()[0];
+    // Each block of a cluster brings a part.
+    let rows = plan.path.wgmma_tile()[0] / plan.cluster;
     if shuffled {
         return device.tensor_map(&shuffle::map(base, DType::Bf16, [experts, n, k], gate_up, rows));
     }
@@ -863,10 +877,10 @@ pub unsafe fn launch(
         },
         Products::Wgmma(first_product, second_product) => {
             let maps = |routed: *const c_void, shared: *const c_void, n: usize, k: usize, gate_up: Option<GateUp>| {
-                let map = weight_map(device, routed, [shape.experts, n, k], gate_up, plan.path, o.shuffled)?;
+                let map = weight_map(device, routed, [shape.experts, n, k], gate_up, plan, o.shuffled)?;
                 let shared = match shape.shared_experts {
                     0 => map,
-                    experts => weight_map(device, shared, [experts, n, k], gate_up, plan.path, o.shuffled)?,
+                    experts => weight_map(device, shared, [experts, n, k], gate_up, plan, o.shuffled)?,
                 };
                 Ok::<_, Error>((map, shared))
             };
