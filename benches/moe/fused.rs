@@ -16,10 +16,11 @@ pub fn benches(harness: &mut Harness) {
             case(harness, model, tokens, FusedPath::Auto, "");
             case(harness, model, tokens, FusedPath::Auto, "shuffled/");
         }
-        // Half of the pairs go to one expert; sums in any order.
+        // Half of the pairs go to one expert; sums in any order; slots rounded.
         let tokens = harness.pick(4096, 16);
         case(harness, model, tokens, FusedPath::Auto, "skewed/");
         case(harness, model, tokens, FusedPath::Auto, "unordered/");
+        case(harness, model, tokens, FusedPath::Auto, "rounded/");
     }
     // What else might have been chosen, where that is a question.
     use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Vector, Wgmma16, Wgmma64, Wgmma176};
@@ -99,7 +100,11 @@ fn case(
         let mut workspace = Tensor::uninit(device, &[bytes])?;
         let mut out = Tensor::<bf16>::uninit(device, &[tokens, hidden])?;
         // Random numbers are as random in any order.
-        let options = FusedOptions::default().path(path).unordered(kind == "unordered/").shuffled(kind == "shuffled/");
+        let options = FusedOptions::default()
+            .path(path)
+            .unordered(kind == "unordered/")
+            .rounded_slots(kind == "rounded/")
+            .shuffled(kind == "shuffled/");
         Ok(move |s: &_| {
             let (w13, w2) = &*experts_weights;
             fused(s, &mut out, &x, w13, w2, &ids, &topk_weights, &options, &mut workspace)

@@ -33,6 +33,7 @@ struct Case {
     /// Tokens that exist.
     present: usize,
     unordered: bool,
+    rounded: bool,
     shuffled: bool,
     path: FusedPath,
 }
@@ -55,6 +56,7 @@ impl Case {
             map: None,
             present: tokens,
             unordered: false,
+            rounded: false,
             shuffled: false,
             path: FusedPath::Auto,
         }
@@ -138,6 +140,7 @@ impl<T: Float> Inputs<T> {
             .gate_up(case.gate_up)
             .shared_listed(case.listed)
             .unordered(case.unordered)
+            .rounded_slots(case.rounded)
             .shuffled(case.shuffled)
             .path(case.path);
         if case.biased {
@@ -224,11 +227,22 @@ fn check<T: Float>(d: &Device, s: &Stream, case: &Case) {
             continue;
         }
         let slots = case.slots(token, &weights);
-        let (want, rounded, bound) = reference(&block, &x[token * case.hidden..][..case.hidden], &slots);
+        let x = &x[token * case.hidden..][..case.hidden];
+        let (want, rounded, bound) = reference(&block, x, &slots);
+        // What the rounding of each slot's result acts on.
+        let mut each = vec![0.0; case.hidden];
+        for slot in slots.iter().filter(|_| case.rounded) {
+            let (want, rounded, bound) = reference(&block, x, std::slice::from_ref(slot));
+            for c in 0..case.hidden {
+                let error = epsilon::<T>() * 1.01 * rounded[c] + terms * 2f64.powi(-23) * bound[c];
+                each[c] += want[c].abs() + error + 2f64.powi(-14);
+            }
+        }
         for c in 0..case.hidden {
             let (got, want) = (got[c].to_f32() as f64, want[c]);
             let eps = epsilon::<T>();
-            let allowed = eps * (want.abs() + 1.01 * rounded[c] + 2f64.powi(-14)) + terms * 2f64.powi(-23) * bound[c];
+            let allowed = eps * (want.abs() + 1.01 * rounded[c] + 1.01 * each[c] + 2f64.powi(-14))
+                + terms * 2f64.powi(-23) * bound[c];
             assert!(
                 (got - want).abs() <= allowed,
                 "token {token}, column {c}: {got}, expected {want} within {allowed:e}"
@@ -334,6 +348,10 @@ fn wgmma_matches_the_reference() {
         case.unordered = true;
         check::<bf16>(d, s, &case);
         case.unordered = false;
+        case.rounded = true;
+        check::<f16>(d, s, &case);
+        check::<bf16>(d, s, &case);
+        case.rounded = false;
         let slots = case.top_k + if case.listed { 0 } else { case.shared };
         case.tokens = case.tokens.min(128 / slots);
         case.present = case.present.min(case.tokens);
@@ -549,6 +567,39 @@ fn wgmma_of_many_pairs() {
     });
 }
 
+/// More pairs on average than a share has: blocks in twos. Even and odd numbers of shares, tiles that the second block of two does not find, experts of nobody,
+/// weights that are shuffled; the same bits as with shares of 64.
+#[test]
+fn wgmma_blocks_in_twos() {
+    on_every_device(|d, s| {
+        for (tokens, top_k, experts, hidden, inter, skewed) in [
+            (180, 1, 1, 72, 40, false),
+            (300, 2, 2, 136, 136, false),
+            (410, 1, 2, 264, 72, true),
+            (540, 1, 3, 328, 136, true),
+            (720, 1, 4, 40, 24, false),
+        ] {
+            let mut case = Case::new(tokens, top_k, experts, hidden, inter).path(FusedPath::Wgmma176);
+            if skewed {
+                case.ids.iter_mut().skip(9).for_each(|id| *id = 1);
+            }
+            case.biased = top_k == 2;
+            check::<bf16>(d, s, &case);
+            let inputs = Inputs::<bf16>::new(d, &case, 1);
+            let want = bits_of(d, s, &inputs, &case.clone().path(FusedPath::Wgmma64));
+            assert_eq!(bits_of(d, s, &inputs, &case), want, "{case:?}");
+            check_rounded::<f16>(d, s, &case);
+            case.unordered = true;
+            check::<bf16>(d, s, &case);
+        }
+        let case = Case { biased: true, ..Case::new(190, 2, 2, 192, 320).path(FusedPath::Wgmma176) };
+        let plain = Inputs::<bf16>::new(d, &case, 1);
+        let shuffled = Inputs::<bf16>::new(d, &case, 1).shuffle(d, s, &case);
+        let want = bits_of(d, s, &plain, &case);
+        assert_eq!(bits_of(d, s, &shuffled, &Case { shuffled: true, ..case }), want);
+    });
+}
+
 /// Results that are added up as they come, where there are more tokens than one chunk of sorting has, and where the
 /// path has no use for the permission.
 #[test]
@@ -570,6 +621,75 @@ fn unordered() {
         let mut case = Case::new(530, 2, 3, 16, 8).path(FusedPath::Wgmma64);
         case.unordered = true;
         check::<bf16>(d, s, &case);
+    });
+}
+
+/// Each slot's result rounded: exactly what the slots give by themselves, added up. Widths of shares from 8 to 176 columns, tiles of rows that are not
+/// whole; where sums come in any order, and on paths that have no use for the permission, it makes no difference.
+fn check_rounded<T: Float>(d: &Device, s: &Stream, case: &Case) {
+    let plain = Inputs::<T>::new(d, case, 1);
+    let whole = bits_of(d, s, &plain, case);
+    let rounded = Case { rounded: true, ..case.clone() };
+    let got = bits_of(d, s, &plain, &rounded);
+    check::<T>(d, s, &rounded);
+    if !matches!(case.path, FusedPath::Wgmma64 | FusedPath::Wgmma176) {
+        assert_eq!(got, whole, "{case:?}");
+        return;
+    }
+    let mut sums = vec![0f32; case.tokens * case.hidden];
+    let weights = plain.weights.to_vec().unwrap();
+    for slot in 0..case.top_k {
+        let column = |v: &mut dyn Iterator<Item = usize>| v.skip(slot).step_by(case.top_k).collect::<Vec<_>>();
+        let places = column(&mut (0..case.tokens * case.top_k));
+        let ids: Vec<_> = places.iter().map(|&i| case.ids[i]).collect();
+        let weights: Vec<_> = places.iter().map(|&i| weights[i]).collect();
+        let one = Case { top_k: 1, ids, ..case.clone() };
+        let weights = Tensor::from_slice(d, &weights, &[case.tokens, 1]).unwrap();
+        let inputs = Inputs { weights, ..Inputs::<T>::new(d, &one, 1) };
+        for (sum, bits) in sums.iter_mut().zip(bits_of(d, s, &inputs, &one)) {
+            *sum += f32::from_bits(bits);
+        }
+    }
+    let want: Vec<_> = sums.iter().map(|&v| T::from_f32(v).to_f32().to_bits()).collect();
+    assert_eq!(got, want, "{case:?}");
+    assert!(case.top_k == 1 || got != whole, "a rounding more");
+}
+
+#[test]
+fn rounded_slots() {
+    on_every_device(|d, s| {
+        for (path, tokens, top_k) in [
+            (FusedPath::Wgmma64, 5, 2),
+            (FusedPath::Wgmma64, 40, 3),
+            (FusedPath::Wgmma176, 9, 9),
+            (FusedPath::Wgmma176, 60, 2),
+            (FusedPath::Wgmma176, 130, 2),
+            (FusedPath::Wgmma16, 9, 2),
+            (FusedPath::Stream8, 9, 2),
+        ] {
+            let mut case = Case::new(tokens, top_k, 3, 328, 72).path(path);
+            case.biased = top_k == 2;
+            check_rounded::<bf16>(d, s, &case);
+            (case.hidden, case.inter) = (72, 40);
+            check_rounded::<f16>(d, s, &case);
+        }
+        // Every width of the widest tile.
+        for tokens in [95, 105, 120, 130, 144, 150, 170] {
+            let mut case = Case::new(tokens, 1, 2, 72, 40).path(FusedPath::Wgmma176);
+            case.ids.fill(1);
+            check_rounded::<bf16>(d, s, &case);
+        }
+        // Both permissions: sums in any order, of what is not rounded.
+        let case = Case { unordered: true, rounded: true, ..Case::new(9, 4, 5, 72, 40).path(FusedPath::Wgmma176) };
+        check::<f16>(d, s, &case);
+        // Nobody and some of nobody.
+        let mut case = Case { rounded: true, ..Case::new(9, 4, 5, 72, 40).path(FusedPath::Wgmma64) };
+        case.ids[..6].fill(-1);
+        check::<bf16>(d, s, &case);
+        case.ids.fill(-1);
+        check::<bf16>(d, s, &case);
+        check::<bf16>(d, s, &Case { rounded: true, ..Case::new(0, 2, 3, 8, 8).path(FusedPath::Wgmma176) });
+        check::<bf16>(d, s, &Case { rounded: true, ..Case::new(3, 0, 3, 8, 8).path(FusedPath::Wgmma176) });
     });
 }
 

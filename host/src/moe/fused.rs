@@ -352,6 +352,10 @@ pub struct Plan {
     pub path: FusedPath,
     products: Products,
     reduce: Entry<ReduceArgs>,
+    /// Blocks of a cluster of the products.
+    cluster: usize,
+    /// The second product and the sum of [`FusedOptions::rounded_slots`], where the path makes use of it.
+    rounded: Option<(Entry<WgmmaArgs>, Entry<ReduceArgs>)>,
 }
 
 /// The kernels of the first product and the second, or the one for all.
@@ -442,7 +446,14 @@ pub const fn plan(
     let is_bf16 = matches!(dtype, DType::Bf16);
     if path.is_wgmma() {
         use fused_wgmma::*;
+        // Blocks in twos where experts have more pairs on average than a share.
+        let two = matches!(path, FusedPath::Wgmma176)
+            && shape.pairs() > product(&[path.wgmma_tile()[1], shape.bins()])
+            && multiprocessors as usize >= PAIR;
+        let cluster = if two { PAIR } else { 1 };
         let (up, down) = match (path, is_bf16) {
+            (_, true) if two => (moe_fused_wgmma_up_t176_two_bf16::ENTRY, moe_fused_wgmma_down_t176_two_bf16::ENTRY),
+            (_, false) if two => (moe_fused_wgmma_up_t176_two_f16::ENTRY, moe_fused_wgmma_down_t176_two_f16::ENTRY),
             (FusedPath::Wgmma16, true) => (moe_fused_wgmma_up_t16_bf16::ENTRY, moe_fused_wgmma_down_t16_bf16::ENTRY),
             (FusedPath::Wgmma16, false) => (moe_fused_wgmma_up_t16_f16::ENTRY, moe_fused_wgmma_down_t16_f16::ENTRY),
             (FusedPath::Wgmma64, true) => (moe_fused_wgmma_up_t64_bf16::ENTRY, moe_fused_wgmma_down_t64_bf16::ENTRY),
@@ -450,12 +461,26 @@ pub const fn plan(
             (_, true) => (moe_fused_wgmma_up_t176_bf16::ENTRY, moe_fused_wgmma_down_t176_bf16::ENTRY),
             (_, false) => (moe_fused_wgmma_up_t176_f16::ENTRY, moe_fused_wgmma_down_t176_f16::ENTRY),
         };
-        return Some(Plan { path, products: Products::Wgmma(up, down), reduce });
+        let rounded = match (path, is_bf16) {
+            (_, true) if two => Some(moe_fused_wgmma_down_rounded_t176_two_bf16::ENTRY),
+            (_, false) if two => Some(moe_fused_wgmma_down_rounded_t176_two_f16::ENTRY),
+            (FusedPath::Wgmma64, true) => Some(moe_fused_wgmma_down_rounded_t64_bf16::ENTRY),
+            (FusedPath::Wgmma64, false) => Some(moe_fused_wgmma_down_rounded_t64_f16::ENTRY),
+            (FusedPath::Wgmma176, true) => Some(moe_fused_wgmma_down_rounded_t176_bf16::ENTRY),
+            (FusedPath::Wgmma176, false) => Some(moe_fused_wgmma_down_rounded_t176_f16::ENTRY),
+            _ => None,
+        };
+        let rounded = match rounded {
+            Some(down) if is_bf16 => Some((down, fused_reduce::moe_fused_reduce_rounded_bf16::ENTRY)),
+            Some(down) => Some((down, fused_reduce::moe_fused_reduce_rounded_f16::ENTRY)),
+            None => None,
+        };
+        return Some(Plan { path, products: Products::Wgmma(up, down), reduce, cluster, rounded });
     }
     if let (FusedPath::Vector, Some(parts)) = (path, vector) {
         use fused_vector::*;
         let entry = if is_bf16 { moe_fused_vector_bf16::ENTRY } else { moe_fused_vector_f16::ENTRY };
-        return Some(Plan { path, products: Products::Vector(entry, parts), reduce });
+        return Some(Plan { path, products: Products::Vector(entry, parts), reduce, cluster: 1, rounded: None });
     }
     let (f16, bf16) = match path {
         FusedPath::Host | FusedPath::Vector | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma176 => {
@@ -491,7 +516,7 @@ pub const fn plan(
         ),
     };
     let (up, down) = if is_bf16 { bf16 } else { f16 };
-    Some(Plan { path, products: Products::Blocks(up, down), reduce })
+    Some(Plan { path, products: Products::Blocks(up, down), reduce, cluster: 1, rounded: None })
 }
 
 /// A number that no other launch of this process has, and nobody else knows: the first is random.
@@ -514,7 +539,9 @@ impl Plan {
         if self.path.is_wgmma() {
             let [rows, pairs, lines, stages] = self.path.wgmma_tile();
             let bytes = fused_wgmma::shared_bytes(rows, pairs, lines, stages, shape.bins());
-            return Geometry::linear(multiprocessors, fused_wgmma::THREADS as u32).shared_bytes(bytes as u32);
+            let blocks = self.cluster as u32;
+            let geometry = Geometry::linear(multiprocessors / blocks * blocks, fused_wgmma::THREADS as u32);
+            return geometry.shared_bytes(bytes as u32).cluster(blocks);
         }
         if let Products::Vector(_, parts) = self.products {
             let geometry = Geometry::linear(parts.blocks as u32, fused_vector::THREADS as u32);
@@ -564,10 +591,11 @@ fn weight_map(
     base: *const c_void,
     [experts, n, k]: [usize; 3],
     gate_up: Option<GateUp>,
-    path: FusedPath,
+    plan: &Plan,
     shuffled: bool,
 ) -> Result<TensorMap> {
-    let rows = path.wgmma_tile()[0];
+    // Each block of a cluster brings a part.
+    let rows = plan.path.wgmma_tile()[0] / plan.cluster;
     if shuffled {
         return device.tensor_map(&shuffle::map(base, DType::Bf16, [experts, n, k], gate_up, rows));
     }
@@ -642,6 +670,8 @@ pub struct Operands {
     pub activation: ExpertActivation,
     /// Whether results may be added up in any order; see [`FusedOptions::unordered`].
     pub unordered: bool,
+    /// Whether results of slots may be rounded; see [`FusedOptions::rounded_slots`].
+    pub rounded_slots: bool,
     /// Whether weights are [shuffled](shuffle::shuffle_weights), as the plan was made for.
     pub shuffled: bool,
 }
@@ -670,6 +700,7 @@ impl Operands {
             gate_up: GateUp::Halves,
             activation: ExpertActivation::Silu,
             unordered: false,
+            rounded_slots: false,
             shuffled: false,
         }
     }
@@ -699,6 +730,7 @@ pub unsafe fn launch(
     let (mut sorted_ids, mut expert_ids) = (std::ptr::null(), std::ptr::null());
     let wgmma = plan.path.is_wgmma();
     let unordered = o.unordered && wgmma && plan.sorts();
+    let rounded = plan.rounded.filter(|_| o.rounded_slots && !unordered);
     if plan.sorts() {
         (sorted_ids, expert_ids) = (part(at.sorted_ids).cast::<i32>(), part(at.expert_ids).cast::<i32>());
         let args = sort::Args {
@@ -775,7 +807,7 @@ pub unsafe fn launch(
     };
     let mut reduce = ReduceArgs {
         out: o.out,
-        partial: up.partial.cast_const(),
+        partial: up.partial.cast_const().cast(),
         topk_ids: o.topk_ids,
         expert_map: o.expert_map,
         num_tokens: o.num_tokens,
@@ -845,10 +877,10 @@ pub unsafe fn launch(
         },
         Products::Wgmma(first_product, second_product) => {
             let maps = |routed: *const c_void, shared: *const c_void, n: usize, k: usize, gate_up: Option<GateUp>| {
-                let map = weight_map(device, routed, [shape.experts, n, k], gate_up, plan.path, o.shuffled)?;
+                let map = weight_map(device, routed, [shape.experts, n, k], gate_up, plan, o.shuffled)?;
                 let shared = match shape.shared_experts {
                     0 => map,
-                    experts => weight_map(device, shared, [experts, n, k], gate_up, plan.path, o.shuffled)?,
+                    experts => weight_map(device, shared, [experts, n, k], gate_up, plan, o.shuffled)?,
                 };
                 Ok::<_, Error>((map, shared))
             };
@@ -900,17 +932,30 @@ pub unsafe fn launch(
             // SAFETY: forwarded to the caller.
             unsafe {
                 stream.launch(&first_product, &first, &up)?;
-                stream.launch(&second_product, &second, &down)?;
+                stream.launch(&rounded.map_or(second_product, |(down, _)| down), &second, &down)?;
             }
         }
     }
+    let (entry, geometry) = match rounded {
+        Some((_, reduce)) => (reduce, rounded_reduce_geometry(shape)),
+        None => (plan.reduce, reduce_geometry(shape)),
+    };
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&plan.reduce, &reduce_geometry(shape).dependent(), &reduce) }
+    unsafe { stream.launch(&entry, &geometry.dependent(), &reduce) }
 }
 
 /// How to launch the sum over slots.
 pub const fn reduce_geometry(shape: &FusedShape) -> Geometry {
-    let columns = fused_reduce::THREADS * fused_reduce::COLUMNS;
+    sum_geometry(shape, fused_reduce::COLUMNS)
+}
+
+/// How to launch the sum over slots whose results are [rounded](FusedOptions::rounded_slots).
+pub const fn rounded_reduce_geometry(shape: &FusedShape) -> Geometry {
+    sum_geometry(shape, fused_reduce::ROUNDED_COLUMNS)
+}
+
+const fn sum_geometry(shape: &FusedShape, columns: usize) -> Geometry {
+    let columns = fused_reduce::THREADS * columns;
     Geometry::new([shape.tokens as u32, shape.hidden.div_ceil(columns) as u32, 1], [fused_reduce::THREADS as u32, 1, 1])
 }
 
@@ -975,6 +1020,10 @@ pub struct FusedOptions<'a, T: Element> {
     /// Allows results to be added up in the order in which they come: less memory is written and read, but the last bits may
     /// differ from run to run. All is still in f32, with one rounding at the end. `Wgmma64` and `Wgmma176` make use of it.
     pub unordered: bool,
+    /// Allows the weighted result of each slot to be rounded to `T` before those of a token are added up, in f32 and in their order as without: half as
+    /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma64` and `Wgmma176` make use of it, unless
+    /// they do of `unordered`.
+    pub rounded_slots: bool,
     /// Whether `w13` and `w2`, those of shared experts too, come from [`shuffle_weights`](super::shuffle_weights()): for the `Wgmma` paths, one
     /// of which [`FusedPath::Auto`] then is; widths are multiples of 128 bytes.
     pub shuffled: bool,
@@ -1001,6 +1050,7 @@ impl<T: Element> Default for FusedOptions<'_, T> {
             expert_map: None,
             num_tokens: None,
             unordered: false,
+            rounded_slots: false,
             shuffled: false,
             path: FusedPath::Auto,
         }
@@ -1063,6 +1113,12 @@ impl<'a, T: Element> FusedOptions<'a, T> {
         self
     }
 
+    /// With each slot's result rounded, or not.
+    pub const fn rounded_slots(mut self, rounded_slots: bool) -> Self {
+        self.rounded_slots = rounded_slots;
+        self
+    }
+
     /// With shuffled weights, or not.
     pub const fn shuffled(mut self, shuffled: bool) -> Self {
         self.shuffled = shuffled;
@@ -1083,7 +1139,8 @@ impl<'a, T: Element> FusedOptions<'a, T> {
 /// elsewhere and out of range contribute nothing. `workspace` has [`FusedShape::workspace_bytes`]; what is in it does not matter.
 ///
 /// Products and sums are in f32; the intermediate row is rounded to `T` after the activation; results are weighted and added
-/// over the slots in their order in f32 (unless `options.unordered`), with one rounding at the end. Element types: f32, f16, bf16.
+/// over the slots in their order in f32 (unless `options.unordered`), with one rounding at the end (and one of each slot's, with
+/// `options.rounded_slots`). Element types: f32, f16, bf16.
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value), [`Alignment`](Error::Alignment),
@@ -1167,6 +1224,7 @@ pub fn fused<T: Float>(
         gate_up: options.gate_up,
         activation: options.activation,
         unordered: options.unordered,
+        rounded_slots: options.rounded_slots,
         shuffled: options.shuffled,
     };
     let workspace = block::workspace(&mut call, OP, workspace, shape.workspace_bytes(T::DTYPE))?;

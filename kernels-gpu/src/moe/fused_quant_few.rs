@@ -164,7 +164,7 @@ unsafe fn fused_quant_few<
         shared: bins - local,
     };
     let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
-    let items = Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32);
+    let items = Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32, false);
     let job = Job::<T, BLOCKS, DIRECT> {
         h: GlobalMut::new(h),
         partial: GlobalMut::new(partial),

@@ -112,7 +112,7 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
     /// Item number `number`.
     #[inline(always)]
     pub(super) unsafe fn find(&self, number: u32) -> Item {
-        let item = self.items.find(number);
+        let item = self.items.find(number, 0);
         Item { tile: item.tile * self.share + self.rank, ..item }
     }
 
@@ -361,7 +361,7 @@ unsafe fn fused_quant_wgmma<
         shared: bins - local,
     };
     let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
-    let items = Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32);
+    let items = Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32, false);
     let job = Job::<T, SCALES, DIRECT> {
         h: GlobalMut::new(h),
         partial: GlobalMut::new(partial),

@@ -1,7 +1,7 @@
 //! The last step of the fused block: a token's weighted results added up in the order of its slots.
 //!
-//! A thread for four neighbouring columns of a token, or for one where rows are not multiples of four. Slots whose expert
-//! lives elsewhere, or is none, have no result and count as zero.
+//! A thread for 16 bytes of neighbouring columns of a token's results, which are f32 or, where that is allowed, rounded to elements; one by one
+//! where rows are not multiples of that. Slots whose expert lives elsewhere, or is none, have no result and count as zero.
 
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
 use cuda_std::vec::{B64, B128};
@@ -9,18 +9,20 @@ use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, t
 
 /// Threads of a block.
 pub const THREADS: usize = 256;
-/// Columns of a thread.
+/// Columns of a thread: 16 bytes of `partial`.
 pub const COLUMNS: usize = 4;
+/// The same of results that are rounded.
+pub const ROUNDED_COLUMNS: usize = 8;
 /// Slots that are read at once.
 const GROUP: usize = 8;
 
-/// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`; the others as in
+/// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`, of f32 or elements; the others as in
 /// [`fused::Args`](super::fused::Args). Rows of `num_tokens` and beyond are left alone. Grid: (tokens, columns in
 /// steps of `COLUMNS THREADS`); block: [`THREADS`].
 #[inline(always)]
-pub unsafe fn fused_reduce<T: Float>(
+pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize>(
     out: *mut T,
-    partial: *const f32,
+    partial: *const P,
     topk_ids: *const i32,
     expert_map: *const i32,
     num_tokens: *const i32,
@@ -69,14 +71,14 @@ pub unsafe fn fused_reduce<T: Float>(
         }
         let row = (token as usize * slots as usize + first as usize) * n as usize + column as usize;
         if whole {
-            let mut v = [B128([0f32; COLUMNS]); GROUP];
+            let mut v = [B128([P::from_f32(0.0); COLUMNS]); GROUP];
             unroll::<GROUP>(|s| {
                 if there[s] {
                     v[s] = partial.get_as(row + s * n as usize);
                 }
             });
             unroll::<GROUP>(|s| {
-                let B128(v) = v[s];
+                let v = v[s].to_f32();
                 if there[s] {
                     for i in 0..COLUMNS {
                         sum[i] += v[i];
@@ -88,7 +90,7 @@ pub unsafe fn fused_reduce<T: Float>(
                 if there[s] {
                     for i in 0..COLUMNS {
                         if column + (i as u32) < n {
-                            sum[i] += partial.get(row + s * n as usize + i);
+                            sum[i] += partial.get(row + s * n as usize + i).to_f32();
                         }
                     }
                 }
@@ -102,10 +104,11 @@ pub unsafe fn fused_reduce<T: Float>(
     let values = vec::from_f32::<T, COLUMNS>(sum);
     if whole
         && (out_row | n as usize).is_multiple_of(COLUMNS)
-        && (out.ptr(0u32) as usize).is_multiple_of(4 * size_of::<T>())
+        && (out.ptr(0u32) as usize).is_multiple_of(COLUMNS * size_of::<T>())
     {
         let at = token as usize * out_row + column as usize;
-        if size_of::<T>() == 2 {
+        // 8 bytes at least, of which both kinds of rows are multiples.
+        if COLUMNS * size_of::<T>() == 8 {
             out.set_as(at, B64(values));
         } else {
             out.set_as(at, B128(values));
@@ -121,11 +124,13 @@ pub unsafe fn fused_reduce<T: Float>(
 
 entries! {
     /// Arguments of every `moe_fused_reduce_*` entry; see [`fused_reduce`].
-    pub struct Args<T>(
-        out: *mut T, partial: *const f32, topk_ids: *const i32, expert_map: *const i32, num_tokens: *const i32,
+    pub struct Args<T, P>(
+        out: *mut T, partial: *const P, topk_ids: *const i32, expert_map: *const i32, num_tokens: *const i32,
         out_row: usize, tokens: u32, top_k: u32, slots: u32, experts: u32, local: u32, shared_experts: u32, n: u32,
     );
-    moe_fused_reduce_f32 { type T = f32; } [256] => fused_reduce::<T>;
-    moe_fused_reduce_f16 { type T = f16; } [256] => fused_reduce::<T>;
-    moe_fused_reduce_bf16 { type T = bf16; } [256] => fused_reduce::<T>;
+    moe_fused_reduce_f32 { type T = f32; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS>;
+    moe_fused_reduce_f16 { type T = f16; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS>;
+    moe_fused_reduce_bf16 { type T = bf16; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS>;
+    moe_fused_reduce_rounded_f16 { type T = f16; type P = f16; } [256] => fused_reduce::<T, P, ROUNDED_COLUMNS>;
+    moe_fused_reduce_rounded_bf16 { type T = bf16; type P = bf16; } [256] => fused_reduce::<T, P, ROUNDED_COLUMNS>;
 }

@@ -31,6 +31,16 @@
 //! last two stages back from the producer, lays its results out there, a pair's outputs side by side, and has the copy engine store
 //! them pair by pair (512 bytes a piece in the second product, 128 in the first), while the next item's products begin.
 //!
+//! # Two blocks
+//! Shares of an expert that read the same weights should read them at the same time: blocks that each went their own way had Mixtral's first product
+//! read its weights more than twice from memory, and that costs power, which is what limits it. So where experts have more than one share on average two
+//! blocks are a cluster (`PAIRED`), take two shares of a tile, and each brings half of the weights to both. An expert with an odd number of shares has
+//! the two blocks take neighbouring tiles instead.
+//! They release stages in each other without publishing anything: what a consumer did with a stage the copy engine or `wgmma` has read since.
+//!
+//! Results of the second product lie between it and the sum over slots, written and read once, in f32: what is most of the traffic of small
+//! experts. Where it is allowed (`ROUNDED`) they are rounded to the element type, which is half of it.
+//!
 //! # Work
 //! Blocks of threads stay, one a multiprocessor, and take [`items`](super::items) `blockIdx + i · gridDim`.
 //!
@@ -47,8 +57,8 @@ use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
 use cuda_std::{
-    Global, GlobalMut, Shared, atomic, bf16, cp_async, dependent_launch, entries, f16, float, mbarrier, mma, thread,
-    unroll, warp,
+    Global, GlobalMut, Shared, atomic, bf16, cluster, cp_async, dependent_launch, entries, f16, float, mbarrier, mma,
+    thread, unroll, vec, warp,
 };
 
 /// Consumer warpgroups.
@@ -65,6 +75,8 @@ const PAIRS_16: usize = 176 / 16;
 pub const MAX_BINS: usize = 1024;
 /// What Hopper has of shared memory for a block.
 pub const MAX_SHARED_BYTES: usize = 227 << 10;
+/// Blocks of a cluster if they are paired.
+pub const PAIR: usize = 2;
 /// The place in the sorted list of an expert's first pair is a multiple of this.
 pub const SORT_BLOCK: usize = 8;
 
@@ -86,6 +98,8 @@ pub const fn shared_bytes(rows: usize, pairs: usize, lines: usize, stages: usize
 struct Job<T, const DIRECT: bool> {
     h: GlobalMut<T>,
     partial: GlobalMut<f32>,
+    /// The same, if results are rounded.
+    rounded: GlobalMut<T>,
     x: Global<T>,
     map: *const TensorMap,
     shared_map: *const TensorMap,
@@ -198,13 +212,13 @@ impl<T: TensorFloat + Input, const DIRECT: bool> Job<T, DIRECT> {
         if bin < self.local { (self.map, bin as i32) } else { (self.shared_map, (bin - self.local) as i32) }
     }
 
-    /// Where a tile's box starts; see the [module](self).
+    /// Where the box of rows `row` and on starts; see the [module](self).
     #[inline(always)]
-    fn coordinates<const UP: bool>(&self, rows: usize, k: u32, tile: u32, bin: i32) -> [i32; 5] {
+    fn coordinates<const UP: bool>(&self, k: u32, row: u32, bin: i32) -> [i32; 5] {
         if self.shuffled != 0 {
-            return shuffle::coordinates::<UP>(self.shuffled, k, self.n, tile * rows as u32, bin);
+            return shuffle::coordinates::<UP>(self.shuffled, k, self.n, row, bin);
         }
-        let group = (tile * (rows / 16) as u32) as i32;
+        let group = (row / 16) as i32;
         if UP { [k as i32, 0, 0, group, bin] } else { [k as i32, 0, 2 * group, 0, bin] }
     }
 
@@ -231,8 +245,8 @@ impl<T: TensorFloat + Input, const DIRECT: bool> Job<T, DIRECT> {
     }
 }
 
-/// One of the products; see [`Args`]. `UP`: the first. Grid: any number of blocks; block: [`THREADS`]; shared memory:
-/// [`shared_bytes`].
+/// One of the products; see [`Args`]. `UP`: the first. Grid: any number of blocks, or of clusters of [`PAIR`] if `PAIRED`, whose maps have boxes of half
+/// of an item's rows; block: [`THREADS`]; shared memory: [`shared_bytes`].
 #[inline(always)]
 unsafe fn fused_wgmma<
     T: TensorFloat + Input,
@@ -240,11 +254,13 @@ unsafe fn fused_wgmma<
     const ALTERNATE: bool,
     const NOW: bool,
     const STAGED: bool,
+    const ROUNDED: bool,
     const TILES: usize,
     const PAIRS: usize,
     const LINES: usize,
     const STAGES: usize,
     const DIRECT: bool,
+    const PAIRED: bool,
 >(
     h: *mut T,
     partial: *mut f32,
@@ -288,11 +304,12 @@ unsafe fn fused_wgmma<
     let ids = carver.take::<u32>(GROUPS * PAIRS);
     let scales = carver.take::<f32>(GROUPS * PAIRS);
     let outputs = const { if UP { rows(TILES, ALTERNATE) as u32 / 2 } else { rows(TILES, ALTERNATE) as u32 } };
+    let blocks = const { if PAIRED { PAIR as u32 } else { 1 } };
     if tid == 0 {
         for s in 0..STAGES {
             // The weights, and each producer's rows.
             mbarrier::init(full.address(s), 1 + PRODUCERS as u32);
-            mbarrier::init(empty.address(s), if ALTERNATE { 4 } else { 4 * GROUPS as u32 });
+            mbarrier::init(empty.address(s), if ALTERNATE { 4 } else { 4 * GROUPS as u32 * blocks });
         }
         for g in 0..GROUPS {
             mbarrier::init(turns.address(g), 4);
@@ -300,6 +317,12 @@ unsafe fn fused_wgmma<
         mbarrier::fence_init();
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
+    }
+    let rank = if PAIRED { cluster::rank() } else { 0 };
+    if PAIRED {
+        cluster::dims::<{ PAIR as u32 }>();
+        cluster::arrive_relaxed();
+        cluster::wait();
     }
     if UP {
         // The sorted list may still be in the making.
@@ -328,6 +351,7 @@ unsafe fn fused_wgmma<
     let job = Job {
         h: GlobalMut::new(h),
         partial: GlobalMut::new(partial),
+        rounded: GlobalMut::new(partial.cast()),
         x: Global::new(x),
         map,
         shared_map,
@@ -342,9 +366,9 @@ unsafe fn fused_wgmma<
         layout,
         shuffled,
         activation: Activation::new(activation, alpha, limit, layout != PLAIN),
-        items: Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32),
+        items: Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32, PAIRED),
     };
-    let (items, grid) = (job.items.count(), thread::grid_dim_x());
+    let (items, grid) = (job.items.count(), thread::grid_dim_x() / blocks);
     // Two at least if results go by way of stages: there is a stage for each consumer then.
     let steps = k.div_ceil((LINES * STEP) as u32).max(if STAGED { 2 } else { 1 });
 
@@ -360,16 +384,28 @@ unsafe fn fused_wgmma<
             unroll::<LINES>(|l| {
                 // Beyond the end of K come zeroes.
                 let to = weights.address(0u32) + ring.stage * stage_bytes + l as u32 * line_bytes;
-                let at = job.coordinates::<UP>(rows(TILES, ALTERNATE), k0 + (l * STEP) as u32, work.tile, bin);
-                tma::load_tensor::<5>(to, map, at, bar);
+                let (k, row) = (k0 + (l * STEP) as u32, work.tile * const { rows(TILES, ALTERNATE) as u32 });
+                if !PAIRED {
+                    tma::load_tensor::<5>(to, map, job.coordinates::<UP>(k, row, bin), bar);
+                } else if work.shared {
+                    // Half of the rows, to both blocks.
+                    let at = job.coordinates::<UP>(k, row + rank * const { rows(TILES, ALTERNATE) as u32 / 2 }, bin);
+                    tma::load_tensor_multicast::<5>(to + rank * (line_bytes / 2), map, at, bar, 3);
+                } else {
+                    for half in 0..2 {
+                        let at =
+                            job.coordinates::<UP>(k, row + half * const { rows(TILES, ALTERNATE) as u32 / 2 }, bin);
+                        tma::load_tensor::<5>(to + half * (line_bytes / 2), map, at, bar);
+                    }
+                }
             });
         };
-        let mut item = thread::block_idx_x();
+        let mut item = thread::block_idx_x() / blocks;
         // Stages whose weights are on their way before `h` is there.
         let mut ahead = 0;
         if !UP {
             if item < items {
-                let work = job.items.find(item);
+                let work = job.items.find(item, rank);
                 ahead = steps.min(STAGES as u32);
                 if tid == 0 {
                     let mut at = ring;
@@ -387,7 +423,7 @@ unsafe fn fused_wgmma<
         let stride = if UP { x_row / 8 } else { k as usize / 8 };
         let to = operands.address(0u32) + Swizzle::B128.apply(low * 128 + chunk * 16);
         while item < items {
-            let work = job.items.find(item);
+            let work = job.items.find(item, rank);
             let wide = columns(PAIRS as u32, work.count);
             // Rows of zeroes make up for what a product takes more than there is: fetching any others takes time.
             let mut source = [u32::MAX; PAIRS_16];
@@ -449,7 +485,7 @@ unsafe fn fused_wgmma<
             first_row: within * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
         let mut ring = Ring::<STAGES>::new();
-        let mut item = thread::block_idx_x();
+        let mut item = thread::block_idx_x() / blocks;
         let mut stride = grid;
         if ALTERNATE {
             item += group * grid;
@@ -458,7 +494,7 @@ unsafe fn fused_wgmma<
         }
         let mut round = 0;
         while item < items {
-            let work = job.items.find(item);
+            let work = job.items.find(item, rank);
             let wide = columns(PAIRS as u32, work.count);
             if ALTERNATE {
                 // The phase of a stage says nothing to who is more than one behind. The first turn is the first group's.
@@ -469,7 +505,7 @@ unsafe fn fused_wgmma<
                 ($($half:literal)*) => {
                     match wide {
                         $(w if w == 2 * $half => consumer
-                            .item::<[f32; $half], UP, ALTERNATE, NOW, STAGED, TILES, PAIRS, LINES, STAGES, DIRECT>(
+                            .item::<[f32; $half], UP, ALTERNATE, NOW, STAGED, ROUNDED, TILES, PAIRS, LINES, STAGES, DIRECT, PAIRED>(
                                 &job, &mut ring, work, steps),)*
                         _ => {}
                     }
@@ -478,13 +514,18 @@ unsafe fn fused_wgmma<
             match PAIRS {
                 16 => products!(4 8),
                 64 => products!(4 8 16 32),
-                _ => products!(16 32 48 56 64 68 72 80 88),
+                _ => products!(16 32 48 56 64 68 72 80 84 88),
             }
             if ALTERNATE {
                 ring.skip(steps);
             }
             item += stride;
         }
+    }
+    if PAIRED {
+        // Until the other one has sent and said all that it had to.
+        cluster::arrive_relaxed();
+        cluster::wait();
     }
 }
 
@@ -502,6 +543,7 @@ const fn columns(pairs: u32, count: u32) -> u32 {
         129..=136 => 136,
         137..=144 => 144,
         145..=160 => 160,
+        161..=168 => 168,
         _ => 176,
     }
 }
@@ -527,9 +569,14 @@ struct Consumer<T> {
 impl<T: TensorFloat + Input> Consumer<T> {
     /// The warp is done with a stage.
     #[inline(always)]
-    unsafe fn give_back(&self, stage: u32) {
+    unsafe fn give_back<const PAIRED: bool>(&self, stage: u32) {
         warp::sync_warp(warp::FULL);
-        if warp::lane_id() == 0 {
+        let lane = warp::lane_id();
+        if PAIRED {
+            if lane < 2 {
+                mbarrier::arrive_cluster_relaxed(self.empty.address(stage), lane);
+            }
+        } else if lane == 0 {
             mbarrier::arrive(self.empty.address(stage));
         }
     }
@@ -542,11 +589,13 @@ impl<T: TensorFloat + Input> Consumer<T> {
         const ALTERNATE: bool,
         const NOW: bool,
         const STAGED: bool,
+        const ROUNDED: bool,
         const TILES: usize,
         const PAIRS: usize,
         const LINES: usize,
         const STAGES: usize,
         const DIRECT: bool,
+        const PAIRED: bool,
     >(
         &self,
         job: &Job<T, DIRECT>,
@@ -598,9 +647,9 @@ impl<T: TensorFloat + Input> Consumer<T> {
             }
             step += 1;
             if NOW {
-                self.give_back(ring.stage);
+                self.give_back::<PAIRED>(ring.stage);
             } else if step > 1 && !(STAGED && step == steps) {
-                self.give_back(before);
+                self.give_back::<PAIRED>(before);
             }
             last = [before, ring.stage];
             before = ring.stage;
@@ -620,9 +669,9 @@ impl<T: TensorFloat + Input> Consumer<T> {
         if STAGED {
             // Each consumer takes one of the last two stages for its results, when both are done with them.
             thread::sync_named(1 + GROUPS as u32, GROUPS as u32 * 128);
-            self.give_back(if self.group == 0 { last[1] } else { last[0] });
+            self.give_back::<PAIRED>(if self.group == 0 { last[1] } else { last[0] });
         } else if !NOW {
-            self.give_back(before);
+            self.give_back::<PAIRED>(before);
         }
 
         // Everybody is done with the last item's.
@@ -644,14 +693,16 @@ impl<T: TensorFloat + Input> Consumer<T> {
                 self.stages[1].offset(stage * (LINES * PAIRS * STEP) as u32),
             ];
             let row = work.tile * rows as u32 + self.group * const { TILES as u32 * 64 };
-            if !UP {
+            if !UP && ROUNDED {
+                self.stage_rounded::<A, TILES, DIRECT>(job, work, row, buffers, &acc);
+            } else if !UP {
                 self.stage_down::<A, TILES, PAIRS, DIRECT>(job, work, row, buffers, &acc);
             } else if job.activation.silu && !job.biased && !job.shared_biased {
                 self.stage_up::<A, TILES, true, DIRECT>(job, work, row, buffers[0], &acc);
             } else {
                 self.stage_up::<A, TILES, false, DIRECT>(job, work, row, buffers[0], &acc);
             }
-            self.give_back(stage);
+            self.give_back::<PAIRED>(stage);
             return;
         }
         for s in 0..TILES {
@@ -659,7 +710,7 @@ impl<T: TensorFloat + Input> Consumer<T> {
             if UP {
                 self.store_up::<A, DIRECT>(job, work, row, acc[s].as_ref());
             } else {
-                self.store_down::<A, DIRECT>(job, work, row, acc[s].as_ref());
+                self.store_down::<A, ROUNDED, DIRECT>(job, work, row, acc[s].as_ref());
             }
         }
     }
@@ -692,9 +743,9 @@ impl<T: TensorFloat + Input> Consumer<T> {
     }
 
     /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
-    /// neighbouring rows of one column, which are 16 bytes of `partial`.
+    /// neighbouring rows of one column, which are 16 bytes of `partial`, or 8 if they are rounded.
     #[inline(always)]
-    unsafe fn store_down<A: Accumulator, const DIRECT: bool>(
+    unsafe fn store_down<A: Accumulator, const ROUNDED: bool, const DIRECT: bool>(
         &self,
         job: &Job<T, DIRECT>,
         work: Item,
@@ -731,7 +782,11 @@ impl<T: TensorFloat + Input> Consumer<T> {
                 v[i] = (v[i] + bias[i]) * scale;
             }
             let stored = fits && column < work.count;
-            if job.unordered {
+            if ROUNDED {
+                if stored {
+                    job.rounded.set_as(at, B64(vec::from_f32::<T, 4>(v)));
+                }
+            } else if job.unordered {
                 if stored {
                     atomic::reduce_add_v4_f32(job.partial.ptr(at), v);
                 }
@@ -801,10 +856,7 @@ impl<T: TensorFloat + Input> Consumer<T> {
         buffers: [Shared<T>; 2],
         acc: &[A; TILES],
     ) {
-        let (lane, mine) = (warp::lane_id(), thread::thread_idx_x() % 128);
-        let (g, t) = (lane / 4, lane % 4);
-        let within = warp::warp_id() % 4 * 16 + g;
-        let rows = job.n.saturating_sub(first).min(const { TILES as u32 * 64 });
+        let within = warp::warp_id() % 4 * 16 + warp::lane_id() / 4;
         let mut bias = [[0f32; 2]; TILES];
         if job.biased || job.shared_biased {
             unroll::<TILES>(|s| {
@@ -813,55 +865,148 @@ impl<T: TensorFloat + Input> Consumer<T> {
                 }
             });
         }
+        let fit = const { [staged_columns(TILES, GROUPS * TILES * 64, 4), staged_columns(TILES, PAIRS, 4)] };
+        // Not a closure: those are not inlined when several kernels have them.
+        self.stage_round::<A, TILES, DIRECT>(job, work, first, 0, fit, buffers, acc, bias);
+        self.stage_round::<A, TILES, DIRECT>(job, work, first, 1, fit, buffers, acc, bias);
+        self.stage_round::<A, TILES, DIRECT>(job, work, first, 2, fit, buffers, acc, bias);
+        self.stage_round::<A, TILES, DIRECT>(job, work, first, 3, fit, buffers, acc, bias);
+        tma::wait_group_read::<0>();
+    }
+
+    /// A round of [`stage_down`](Self::stage_down): as many columns as `fit` into its buffer.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    unsafe fn stage_round<A: Accumulator + AsRef<[f32]>, const TILES: usize, const DIRECT: bool>(
+        &self,
+        job: &Job<T, DIRECT>,
+        work: Item,
+        first: u32,
+        round: usize,
+        fit: [usize; 2],
+        buffers: [Shared<T>; 2],
+        acc: &[A; TILES],
+        bias: [[f32; 2]; TILES],
+    ) {
+        let (lane, mine) = (warp::lane_id(), thread::thread_idx_x() % 128);
+        let (g, t) = (lane / 4, lane % 4);
+        let within = warp::warp_id() % 4 * 16 + g;
+        let rows = job.n.saturating_sub(first).min(const { TILES as u32 * 64 });
         // 16 bytes apart from a multiple of 128: no two lanes that store together meet in a bank.
         let pitch = const { TILES * 64 * 2 + 8 };
-        let fit = const { [staged_columns(TILES, GROUPS * TILES * 64), staged_columns(TILES, PAIRS)] };
-        unroll::<4>(|round| {
-            let from = round / 2 * (fit[0] + fit[1]) + round % 2 * fit[0];
-            let to = from + fit[round % 2];
-            let buffer = buffers[round % 2];
-            if from < A::N {
-                if round >= 2 {
-                    tma::wait_group_read::<1>();
-                    thread::sync_named(1 + self.group, 128);
-                }
-                for j in 0..A::N / 8 {
-                    if 8 * j >= from && 8 * j < to {
-                        let B64(scale) = self.scales.get_as::<B64<f32, 2>>(8 * j as u32 + 2 * t);
-                        for s in 0..TILES {
-                            let sums = acc[s].as_ref();
-                            for e in 0..4 {
-                                // Of a row and the 8th below it two columns each.
-                                let (h, c) = (e / 2, e % 2);
-                                let place = (8 * j - from + c) * pitch + s * 128 + h * 16;
-                                let at = place as u32 + 2 * t * pitch as u32 + 2 * within;
-                                buffer.set_as::<f32>(at, (sums[4 * j + e] + bias[s][h]) * scale[c]);
-                            }
+        let from = round / 2 * (fit[0] + fit[1]) + round % 2 * fit[0];
+        let to = from + fit[round % 2];
+        let buffer = buffers[round % 2];
+        if from < A::N {
+            if round >= 2 {
+                tma::wait_group_read::<1>();
+                thread::sync_named(1 + self.group, 128);
+            }
+            for j in 0..A::N / 8 {
+                if 8 * j >= from && 8 * j < to {
+                    let B64(scale) = self.scales.get_as::<B64<f32, 2>>(8 * j as u32 + 2 * t);
+                    for s in 0..TILES {
+                        let sums = acc[s].as_ref();
+                        for e in 0..4 {
+                            // Of a row and the 8th below it two columns each.
+                            let (h, c) = (e / 2, e % 2);
+                            let place = (8 * j - from + c) * pitch + s * 128 + h * 16;
+                            let at = place as u32 + 2 * t * pitch as u32 + 2 * within;
+                            buffer.set_as::<f32>(at, (sums[4 * j + e] + bias[s][h]) * scale[c]);
                         }
                     }
                 }
-                tma::fence_async();
-                thread::sync_named(1 + self.group, 128);
-                let column = from as u32 + mine;
-                if mine < (to - from) as u32 && column < work.count && rows > 0 {
-                    let at = self.ids.get(column) as usize * job.n as usize + first as usize;
-                    let from = buffer.address(mine * pitch as u32);
-                    if job.unordered {
-                        tma::add_bulk_f32(job.partial.ptr(at), from, rows * 4);
-                    } else {
-                        tma::store_bulk(job.partial.ptr(at), from, rows * 4);
-                    }
-                }
-                tma::commit_group();
             }
-        });
+            tma::fence_async();
+            thread::sync_named(1 + self.group, 128);
+            let column = from as u32 + mine;
+            if mine < (to - from) as u32 && column < work.count && rows > 0 {
+                let at = self.ids.get(column) as usize * job.n as usize + first as usize;
+                let from = buffer.address(mine * pitch as u32);
+                if job.unordered {
+                    tma::add_bulk_f32(job.partial.ptr(at), from, rows * 4);
+                } else {
+                    tma::store_bulk(job.partial.ptr(at), from, rows * 4);
+                }
+            }
+            tma::commit_group();
+        }
+    }
+
+    /// The same of results that are rounded: the first columns in one buffer, the others in the other one.
+    #[inline(always)]
+    unsafe fn stage_rounded<A: Accumulator + AsRef<[f32]>, const TILES: usize, const DIRECT: bool>(
+        &self,
+        job: &Job<T, DIRECT>,
+        work: Item,
+        first: u32,
+        buffers: [Shared<T>; 2],
+        acc: &[A; TILES],
+    ) {
+        let within = warp::warp_id() % 4 * 16 + warp::lane_id() / 4;
+        let mut bias = [[0f32; 2]; TILES];
+        if job.biased || job.shared_biased {
+            unroll::<TILES>(|s| {
+                for h in 0..2 {
+                    bias[s][h] = job.bias(work.bin, job.n, first + within + s as u32 * 64 + h as u32 * 8);
+                }
+            });
+        }
+        let fit = const { staged_columns(TILES, GROUPS * TILES * 64, 2) };
+        self.stage_columns(job, work, first, [0, fit.min(A::N)], buffers[0], acc, bias);
+        if fit < A::N {
+            self.stage_columns(job, work, first, [fit, A::N], buffers[1], acc, bias);
+        }
         tma::wait_group_read::<0>();
+    }
+
+    /// Columns `from..to` of [`stage_rounded`](Self::stage_rounded); two tiles.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    unsafe fn stage_columns<A: Accumulator + AsRef<[f32]>, const TILES: usize, const DIRECT: bool>(
+        &self,
+        job: &Job<T, DIRECT>,
+        work: Item,
+        first: u32,
+        [from, to]: [usize; 2],
+        buffer: Shared<T>,
+        acc: &[A; TILES],
+        bias: [[f32; 2]; TILES],
+    ) {
+        let (lane, mine) = (warp::lane_id(), thread::thread_idx_x() % 128);
+        let rows = job.n.saturating_sub(first).min(const { TILES as u32 * 64 });
+        // 16 bytes apart from a multiple of 128: no two lanes that store together meet in a bank.
+        let pitch = const { TILES * 64 + 8 };
+        // Lane 8 i + r says where row r of the i-th of four matrices goes, transposed: of a tile's 16 rows the upper and the lower 8, in both tiles.
+        let place = lane % 8 * pitch as u32 + warp::warp_id() % 4 * 16 + lane / 8 % 2 * 8 + lane / 16 * 64;
+        let place = buffer.address(place);
+        for j in 0..A::N / 8 {
+            if 8 * j >= from && 8 * j < to {
+                let B64(scale) = self.scales.get_as::<B64<f32, 2>>(8 * j as u32 + 2 * (lane % 4));
+                let mut words = [0; 4];
+                for i in 0..4 {
+                    let (s, h) = (i / 2, i % 2);
+                    let sums = acc[s].as_ref();
+                    let value = |c: usize| (sums[4 * j + 2 * h + c] + bias[s][h]) * scale[c];
+                    words[i] = T::pack_f32(value(0), value(1));
+                }
+                mma::stmatrix_x4_trans(place + ((8 * j - from) * pitch * 2) as u32, words);
+            }
+        }
+        tma::fence_async();
+        thread::sync_named(1 + self.group, 128);
+        let column = from as u32 + mine;
+        if mine < (to - from) as u32 && column < work.count && rows > 0 {
+            let at = self.ids.get(column) as usize * job.n as usize + first as usize;
+            tma::store_bulk(job.rounded.ptr(at), buffer.address(mine * pitch as u32), rows * 2);
+        }
+        tma::commit_group();
     }
 }
 
-/// How many columns of `tiles * 64` f32, 16 bytes apart, have room in so many lines of a stage, in steps of 8.
-const fn staged_columns(tiles: usize, lines: usize) -> usize {
-    lines * STEP / (tiles * 128 + 8) / 8 * 8
+/// How many columns of `tiles * 64` numbers of so many `bytes`, 16 bytes apart, have room in so many lines of a stage, in steps of 8.
+const fn staged_columns(tiles: usize, lines: usize, bytes: usize) -> usize {
+    lines * STEP * 2 / (tiles * 64 * bytes + 16) / 8 * 8
 }
 
 entries! {
@@ -869,7 +1014,7 @@ entries! {
     pub struct Args<T>(
         /// `[tokens * slots, intermediate]`: written by the first product, read by the second.
         h: *mut T,
-        /// `[tokens * slots, hidden]`: written by the second product.
+        /// `[tokens * slots, hidden]`: written by the second product; rounded results as elements, from the same place on.
         partial: *mut f32,
         /// `[tokens, hidden]`, rows `x_row` apart.
         x: *const T, x_row: usize,
@@ -895,16 +1040,26 @@ entries! {
         /// 1 if results of the second product are added to `partial`, then `[tokens, hidden]` and zeroed, in any order.
         unordered: u32,
     );
-    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, 1, 16, 4, 5, true>;
-    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_up_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, 2, 176, 1, 4, false>;
-    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, 1, 16, 4, 5, true>;
-    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_up_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, 2, 176, 1, 4, false>;
-    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, 1, 16, 4, 5, true>;
-    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_down_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, 2, 176, 1, 4, false>;
-    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, 1, 16, 4, 5, true>;
-    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, 1, 64, 2, 4, false>;
-    moe_fused_wgmma_down_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, 2, 176, 1, 4, false>;
+    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;
+    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, false, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_up_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;
+    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, false, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_up_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 1, 16, 4, 5, true, false>;
+    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, false, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 1, 16, 4, 5, true, false>;
+    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, false, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_down_rounded_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, true, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_rounded_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, true, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_rounded_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_down_rounded_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_up_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_down_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_down_rounded_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_up_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_down_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_down_rounded_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false, true>;
 }

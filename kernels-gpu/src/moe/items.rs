@@ -1,9 +1,12 @@
 //! Items of work of a persistent grouped product: a tile of rows of an expert's weights, and a share of its pairs.
 //!
 //! An expert's `c` pairs are dealt out to `ceil(c / most)` shares of equal size, rounded up to 8. Items are ordered by expert, tile, share:
-//! shares that read the same weights run side by side, and the weights come from memory once. Which item is which follows from a
-//! prefix sum over experts that every block makes for itself, from the counts of sorting or, without a sorted list, from at most
+//! shares that read the same weights run side by side, and the weights come from memory once, as long as blocks keep abreast of each other. Which
+//! item is which follows from a prefix sum over experts that every block makes for itself, from the counts of sorting or, without a sorted list, from at most
 //! [`DIRECT_PAIRS`] pairs; the routing stays on the device.
+//!
+//! Or items are for two blocks: two shares of a tile, or where shares are odd in number a share of two tiles. Then pairs are dealt out 8 at a time, and no
+//! share is smaller than another by more than that.
 
 use super::pairs::{NOWHERE, Pairs};
 use cuda_std::shared::Carver;
@@ -40,13 +43,17 @@ pub struct Items<const DIRECT: bool> {
     sorted: Sorted,
     own_ids: Shared<u32>,
     own_weights: Shared<f32>,
-    /// For each expert the shares up to its last; its pairs, and where they start.
+    /// For each expert the shares up to its last, or the items for two blocks; its pairs, and where they start.
     ends: Shared<u32>,
     counts: Shared<u32>,
     starts: Shared<u32>,
     bins: u32,
     /// Tiles of rows of an expert.
     tiles: u32,
+    /// Pairs of a share, at most.
+    most: u32,
+    /// Whether there are items for two blocks.
+    paired: bool,
 }
 
 /// An item.
@@ -60,11 +67,13 @@ pub struct Item {
     pub first: u32,
     /// Its pairs.
     pub count: u32,
+    /// Whether another block has another share of the same tile at the same time.
+    pub shared: bool,
 }
 
 impl<const DIRECT: bool> Items<DIRECT> {
     /// By all threads of a block, whose number is a multiple of 32; `count` pairs in all if there is no list, at most [`DIRECT_PAIRS`];
-    /// shares of at most `most` pairs; `tiles` of each expert, not 0.
+    /// shares of at most `most` pairs, a multiple of 8; `tiles` of each expert, not 0. `paired`: items are for two blocks.
     #[inline(always)]
     pub unsafe fn new(
         carver: &mut Carver,
@@ -74,6 +83,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
         bins: u32,
         tiles: u32,
         most: u32,
+        paired: bool,
     ) -> Self {
         let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
         let sums = carver.take::<u32>(MAX_WARPS);
@@ -124,8 +134,17 @@ impl<const DIRECT: bool> Items<DIRECT> {
         }
         // Shares of the experts, added up: a thread for some neighbouring ones.
         let mut sum = 0;
+        // Items of an expert, or for each tile.
+        let ends_of = |count: u32| {
+            let shares = count.div_ceil(most);
+            match paired {
+                false => shares,
+                _ if shares.is_multiple_of(2) => shares / 2 * tiles,
+                _ => shares * tiles.div_ceil(2),
+            }
+        };
         for bin in from..to {
-            sum += counts.get(bin).div_ceil(most);
+            sum += ends_of(counts.get(bin));
         }
         let up_to = warp::scan(sum, |a, b| a + b);
         if lane == 31 && warp_id < MAX_WARPS as u32 {
@@ -137,25 +156,25 @@ impl<const DIRECT: bool> Items<DIRECT> {
             end += sums.get(w);
         }
         for bin in from..to {
-            end += counts.get(bin).div_ceil(most);
+            end += ends_of(counts.get(bin));
             ends.set(bin, end);
         }
         thread::sync_threads();
-        Self { sorted, own_ids, own_weights, ends, counts, starts, bins, tiles }
+        Self { sorted, own_ids, own_weights, ends, counts, starts, bins, tiles, most, paired }
     }
 
     /// How many there are.
     #[inline(always)]
     pub unsafe fn count(&self) -> u32 {
-        if self.bins == 0 { 0 } else { self.ends.get(self.bins - 1) * self.tiles }
+        if self.bins == 0 { 0 } else { self.ends.get(self.bins - 1) * if self.paired { 1 } else { self.tiles } }
     }
 
-    /// Item `item`; all lanes of a warp take part.
+    /// Item `item`, of items for two blocks that of block `rank`; all lanes of a warp take part.
     #[inline(always)]
-    pub unsafe fn find(&self, item: u32) -> Item {
+    pub unsafe fn find(&self, item: u32, rank: u32) -> Item {
         // SAFETY: there are outputs, hence tiles.
         core::hint::assert_unchecked(self.tiles != 0);
-        let q = item / self.tiles;
+        let q = if self.paired { item } else { item / self.tiles };
         // The first expert whose shares end beyond `q`: 32 candidates at a time.
         let lane = warp::lane_id();
         let (mut bin, mut len) = (0, self.bins);
@@ -170,6 +189,9 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let before = lane < len && self.ends.get(bin + lane) <= q;
         bin += warp::warp_vote_ballot(warp::FULL, before).count_ones();
         let begin = if bin == 0 { 0 } else { self.ends.get(bin - 1) };
+        if self.paired {
+            return self.of_two(bin, item - begin, rank);
+        }
         let shares = self.ends.get(bin) - begin;
         // SAFETY: an expert that holds an item has shares.
         core::hint::assert_unchecked(shares != 0);
@@ -178,7 +200,33 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let count = self.counts.get(bin);
         let size = count.div_ceil(shares).next_multiple_of(8);
         let first = share * size;
-        Item { bin, tile, first: self.starts.get(bin) + first, count: (count - first).min(size) }
+        Item { bin, tile, first: self.starts.get(bin) + first, count: (count - first).min(size), shared: false }
+    }
+
+    /// What block `rank` has of the `r`-th item of an expert.
+    #[inline(always)]
+    unsafe fn of_two(&self, bin: u32, r: u32, rank: u32) -> Item {
+        let count = self.counts.get(bin);
+        // SAFETY: a share holds pairs, and an expert that holds an item has shares.
+        core::hint::assert_unchecked(self.most != 0);
+        let shares = count.div_ceil(self.most);
+        core::hint::assert_unchecked(shares != 0);
+        // In turn from tile to tile: no block has the smaller shares only, so those that read the same weights stay abreast.
+        let shared = shares.is_multiple_of(2);
+        let (tile, share) = if shared {
+            let (tile, twos) = (r / (shares / 2), shares / 2);
+            (tile, (r + tile) % twos * 2 + rank)
+        } else {
+            let two = r / shares;
+            (2 * two + rank, (r + two) % shares)
+        };
+        let units = count.div_ceil(8);
+        let (each, more) = (units / shares, units % shares);
+        let first = 8 * (share * each + share.min(more));
+        let size = 8 * (each + (share < more) as u32);
+        // The second of two tiles may not exist.
+        let count = if tile < self.tiles { (count - first).min(size) } else { 0 };
+        Item { bin, tile, first: self.starts.get(bin) + first, count, shared }
     }
 
     /// The pair at a place of the order.
