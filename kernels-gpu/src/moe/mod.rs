@@ -20,4 +20,5 @@ pub mod pairs;
 pub mod permute;
 pub mod shuffle;
 pub mod sort;
+pub mod sort_block;
 pub mod statistics;

@@ -6,28 +6,24 @@
 //! rounded up to whole blocks, and each pair goes to start + ranks. Nothing depends on timing: within an expert pairs
 //! stay in ascending order.
 //!
-//! Up to some hundred pairs one block does everything in one launch. More are split into chunks, a block each, which must
-//! know each other's counters. On Hopper the blocks of `moe_sort_cluster`, some thousand pairs, send them to each other's
-//! shared memory. Otherwise `moe_sort_count` writes the counters of each chunk to a table first, and `moe_sort_scatter`, which has
-//! counted its own pairs meanwhile, sums the rows above its own.
+//! Up to some thousand pairs are sorted in one launch by [`sort_block`](super::sort_block). More are split into chunks, a block each, which must
+//! know each other's counters: `moe_sort_count` writes those of each chunk to a table, and `moe_sort_scatter`, which has
+//! counted its own pairs meanwhile, sums the rows above its own. With very many experts it sorts few pairs by itself.
 //!
-//! The lists are filled with padding first, and pairs overwrite it; but nothing orders the blocks of a cluster after they have
-//! counted, so there padding goes just where no pairs go. Further blocks zero a buffer on the side.
+//! The lists are filled with padding first, and pairs overwrite it. Further blocks zero a buffer on the side.
 //!
 //! Two conventions of output: flat pair indices, sentinel the number of pairs (vLLM's `moe_align_block_size`); or the token in
 //! the low 24 bits and the slot in the high 8, sentinel token count and slot count (CK Tile's `moe_sorting`).
 
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
+use super::sort_block::{CLUSTER, sort_block};
 use cuda_std::vec::B128;
-use cuda_std::{Global, GlobalMut, Shared, cluster, dependent_launch, entries, mbarrier, shared, thread, unroll, warp};
+use cuda_std::{Global, GlobalMut, Shared, dependent_launch, entries, shared, thread, unroll, warp};
 
 /// Pairs that a lane keeps in registers, at most.
 pub const ITEMS: usize = 8;
 /// Warps of a block, at most.
 pub const MAX_WARPS: usize = 32;
-
-/// Chunks of `moe_sort_cluster`.
-pub const CLUSTER: u32 = 8;
 
 /// `flags`: packed ids and totals (CK Tile's convention).
 pub const PACKED: u32 = 1;
@@ -44,12 +40,6 @@ pub const fn columns(bins: usize) -> usize {
 /// Dynamic shared memory for `bins` experts and `warps` warps.
 pub const fn shared_bytes(bins: usize, warps: usize) -> usize {
     MAX_WARPS * 8 + columns(bins) * (4 * 4 + 2 * warps)
-}
-
-/// The same for `moe_sort_cluster`.
-pub const fn cluster_shared_bytes(bins: usize, warps: usize) -> usize {
-    // The mbarrier, and what aligns what follows it.
-    16 + columns(bins) * 2 * CLUSTER as usize + shared_bytes(bins, warps)
 }
 
 /// What a block knows about its chunk after counting.
@@ -148,7 +138,14 @@ unsafe fn scan_warps(c: Chunk, word: u32) -> u32 {
 
 /// Fills a share, `part` of `parts`, of the lists with padding.
 #[inline(always)]
-unsafe fn pad(sorted_ids: *mut i32, sorted_weights: *mut f32, capacity: u32, sentinel: i32, part: u32, parts: u32) {
+pub(super) unsafe fn pad(
+    sorted_ids: *mut i32,
+    sorted_weights: *mut f32,
+    capacity: u32,
+    sentinel: i32,
+    part: u32,
+    parts: u32,
+) {
     let weighted = !sorted_weights.is_null();
     let (ids, weights) = (GlobalMut::new(sorted_ids), GlobalMut::new(sorted_weights));
     let (first, step) = (part * thread::block_dim_x() + thread::thread_idx_x(), parts * thread::block_dim_x());
@@ -174,7 +171,7 @@ unsafe fn pad(sorted_ids: *mut i32, sorted_weights: *mut f32, capacity: u32, sen
 
 /// What padding holds.
 #[inline(always)]
-fn sentinel(flags: u32, tokens: u32, slots: u32, present: u32) -> i32 {
+pub(super) fn sentinel(flags: u32, tokens: u32, slots: u32, present: u32) -> i32 {
     if flags & PACKED != 0 { (present & 0xff_ffff | slots << 24) as i32 } else { (tokens * slots) as i32 }
 }
 
@@ -244,11 +241,8 @@ unsafe fn chunk(map: Pairs, tokens: u32, items: u32, counts: Shared<u16>) -> Chu
 /// packed; and those that may be null: `sorted_weights` `[capacity]`, `positions` `[tokens, slots]` (where each pair went, -1
 /// for nowhere), `offsets` `[bins + 1]` (where each expert starts), `expert_counts` `[bins]`, `invalid` `[1]`.
 /// Grid: `chunks` and blocks that zero `zero_bytes` from `zero` on; block: `32 w` threads; shared memory: [`shared_bytes`].
-///
-/// If `CLUSTERED`, `chunks` is [`CLUSTER`], the grid consists of clusters of so many blocks, there is no `table`, and shared memory
-/// is [`cluster_shared_bytes`].
 #[inline(always)]
-pub unsafe fn sort_scatter<const CLUSTERED: bool>(
+pub unsafe fn sort_scatter(
     sorted_ids: *mut i32,
     expert_ids: *mut i32,
     totals: *mut i32,
@@ -284,22 +278,7 @@ pub unsafe fn sort_scatter<const CLUSTERED: bool>(
     let (row, counted_words) = (width as u32 / 2, (bins + !invalid.is_null() as u32).div_ceil(2));
     let mut carver = shared::Carver::new();
     let chunk_id = thread::block_idx_x();
-    let came = carver.take::<u64>(CLUSTERED as usize);
-    let rows = carver.take::<u32>(if CLUSTERED { CLUSTER as usize * width / 2 } else { 0 });
-    if CLUSTERED {
-        cluster::dims::<CLUSTER>();
-        if chunk_id < chunks {
-            if tid == 0 {
-                mbarrier::init(came.ptr(0u32), 1);
-                mbarrier::fence_init();
-                mbarrier::arrive_expect_tx(came.ptr(0u32), CLUSTER * counted_words * 4);
-            }
-            warp::sync_warp(warp::FULL);
-            // Nobody may send to a block that does not run yet, or has no mbarrier.
-            cluster::arrive_relaxed();
-        }
-    }
-    if chunks <= 1 || CLUSTERED {
+    if chunks <= 1 {
         // The first launch: it may start before what the caller launched before is done, and what comes next may not.
         dependent_launch::wait();
     }
@@ -331,21 +310,7 @@ pub unsafe fn sort_scatter<const CLUSTERED: bool>(
             pad(sorted_ids, sorted_weights, capacity, padding, 0, 1);
         }
     });
-    if CLUSTERED {
-        cluster::wait();
-        let mut word = tid;
-        while word < counted_words {
-            let sums = scan_warps(c, word);
-            let place = rows.ptr(chunk_id * row + word);
-            unroll::<{ CLUSTER as usize }>(|r| {
-                let to = r as u32;
-                cluster::store_async_u32(cluster::map(place, to), sums, cluster::map(came.ptr(0u32), to));
-            });
-            word += threads;
-        }
-        // Blocks that have all of it have been sent to for the last time, and may end.
-        mbarrier::wait_parity(came.ptr(0u32), 0);
-    } else if chunks > 1 {
+    if chunks > 1 {
         dependent_launch::wait();
     }
 
@@ -361,9 +326,7 @@ pub unsafe fn sort_scatter<const CLUSTERED: bool>(
                 total[i] += sums[i];
             });
         };
-        if CLUSTERED {
-            unroll::<{ CLUSTER as usize }>(|g| add(g as u32, rows.get(g as u32 * row + word)));
-        } else if chunks > 1 {
+        if chunks > 1 {
             scan_warps(c, word);
             let mut g = 0;
             while g < chunks {
@@ -465,48 +428,11 @@ pub unsafe fn sort_scatter<const CLUSTERED: bool>(
         }
         low
     };
-    if CLUSTERED {
-        // Each warp has its share of the list's blocks, a lane finds one's expert, and the warp pads them one by one.
-        let (all, listed) = (capacity.div_ceil(block), capacity / block);
-        // SAFETY: no block is empty.
-        core::hint::assert_unchecked(warps != 0);
-        let share = all.div_ceil(CLUSTER * warps);
-        let first = (chunk_id * warps + warp_id) * share;
-        let last = (first + share).min(all);
-        let mut some = first;
-        while some < last {
-            let b = some + lane;
-            let position = b * block;
-            let (mut label, mut paired) = (-1, 0);
-            if b < last && position < padded {
-                let bin = label_of(position);
-                label = labels.get(bin) as i32;
-                paired = starts.get(bin) + counted.get(bin);
-            }
-            if b < last && b < listed {
-                expert_ids.set(b, label);
-            }
-            let turns = (last - some).min(32);
-            for turn in 0..turns {
-                let (from, to) = ((some + turn) * block, ((some + turn + 1) * block).min(capacity));
-                let mut i = from.max(warp::shfl_idx(paired, turn)) + lane;
-                while i < to {
-                    sorted_ids.set(i, padding);
-                    if weighted {
-                        weights_out.set(i, 0.0);
-                    }
-                    i += 32;
-                }
-            }
-            some += 32;
-        }
-    } else {
-        let mut b = chunk_id * threads + tid;
-        while b < capacity / block {
-            let position = b * block;
-            expert_ids.set(b, if position < padded { labels.get(label_of(position)) as i32 } else { -1 });
-            b += chunks * threads;
-        }
+    let mut b = chunk_id * threads + tid;
+    while b < capacity / block {
+        let position = b * block;
+        expert_ids.set(b, if position < padded { labels.get(label_of(position)) as i32 } else { -1 });
+        b += chunks * threads;
     }
     let mut bin = chunk_id * threads + tid;
     while bin < bins {
@@ -535,7 +461,7 @@ pub unsafe fn sort_scatter<const CLUSTERED: bool>(
 
 /// Zeroes a share of a buffer: `part` of `parts`.
 #[inline(always)]
-unsafe fn fill_zero(buffer: *mut u8, bytes: usize, part: u32, parts: u32) {
+pub(super) unsafe fn fill_zero(buffer: *mut u8, bytes: usize, part: u32, parts: u32) {
     let head = (buffer as usize).wrapping_neg() % 16;
     let head = head.min(bytes);
     let words = (bytes - head) / 16;
@@ -566,7 +492,7 @@ entries! {
     moe_sort_count {} [1024] => sort_count;
 }
 entries! {
-    /// Arguments of `moe_sort_scatter`; see [`sort_scatter`].
+    /// Arguments of `moe_sort_scatter`, `moe_sort_block` and `moe_sort_cluster`; see [`sort_scatter`].
     pub struct Args(
         sorted_ids: *mut i32, expert_ids: *mut i32, totals: *mut i32, sorted_weights: *mut f32, positions: *mut i32,
         offsets: *mut i32, expert_counts: *mut i32, invalid: *mut i32, zero: *mut u8, zero_bytes: usize,
@@ -574,6 +500,7 @@ entries! {
         table: *const u32, tokens: u32, top_k: u32, slots: u32, experts: u32, local: u32, shared_experts: u32,
         block: u32, items: u32, chunks: u32, capacity: u32, flags: u32,
     );
-    moe_sort_scatter {} [1024] => sort_scatter::<false>;
-    moe_sort_cluster {} [1024; Sm90a] => sort_scatter::<true>;
+    moe_sort_scatter {} [1024] => sort_scatter;
+    moe_sort_block {} [256] => sort_block::<1>;
+    moe_sort_cluster {} [256; Sm90a] => sort_block::<{ CLUSTER }>;
 }
