@@ -364,8 +364,7 @@ pub unsafe fn per_token_cluster<T: Float, A: Gated, Q: Quantised, const V: usize
     if lane * 4 < maxima {
         B128(quad) = largest.get_as(lane * 4);
     }
-    let [a, b, c, e] = quad;
-    let most = float::max(float::max(a, b), float::max(c, e));
+    let most = float::max(float::max(quad[0], quad[1]), float::max(quad[2], quad[3]));
     let (scale, factor) = quantise::scale_and_factor_from_epsilon::<Q>(quantise::warp_amax(most));
     if rank == 0 && team.rank == 0 {
         GlobalMut::new(scales.cast_mut().cast::<f32>()).set_hinted(0usize, scale.to_bits(), StoreStreaming);
