@@ -40,14 +40,18 @@ pub(crate) fn no_kernel(op: &'static str, dtype: DType) -> Error {
     Error::Unsupported { op, what: format!("no kernel for {dtype}; there are f32, f16 and bf16") }
 }
 
-/// One piece a thread, blocks of `(pieces, rows)`, a grid of `(pieces, rows, rows)`.
+/// One piece a thread, as [`spread`] has it.
+pub(crate) const fn elementwise(rows: u32, n: u32, dtype: DType, aligned: bool, whole_warps: bool) -> Geometry {
+    spread(rows, n.div_ceil(piece(dtype, aligned)), aligned, whole_warps)
+}
+
+/// A thread for each of `pieces` of a row: blocks of `(pieces, rows)`, a grid of `(pieces, rows, rows)`.
 ///
 /// `whole_warps`: the threads of a warp share a row even if it is short. Few rows are spread over many small blocks;
 /// many rows take blocks of 128 to 256 threads, of the size that leaves the fewest threads without a piece.
-pub(crate) const fn elementwise(rows: u32, n: u32, dtype: DType, aligned: bool, whole_warps: bool) -> Geometry {
+pub(crate) const fn spread(rows: u32, pieces: u32, aligned: bool, whole_warps: bool) -> Geometry {
     /// Warps that fit on a GPU beside each other without sharing a scheduler.
     const FEW: u64 = 512;
-    let pieces = n.div_ceil(piece(dtype, aligned));
     let (x, y) = if pieces < 32 && aligned && !whole_warps {
         let x = if pieces == 0 { 1 } else { pieces.next_power_of_two() };
         (x, 128 / x)

@@ -219,6 +219,8 @@ fn entries_have_the_names_of_what_they_do() {
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
         let name = format!("silu_and_mul_e4m3_per_tensor_{dtype}");
         assert_eq!(quant::per_tensor_entry(dtype, true).unwrap().name, name);
+        let name = format!("silu_and_mul_e4m3_per_group_{dtype}");
+        assert_eq!(quant::per_group_entry(dtype, true).unwrap().name, name);
         let name = format!("silu_and_mul_e4m3_per_group_any_{dtype}");
         assert_eq!(quant::per_group_entry(dtype, false).unwrap().name, name);
         let name = format!("silu_and_mul_e4m3_per_token_cluster_{dtype}");

@@ -124,6 +124,39 @@ fn rows_of_every_length() {
     });
 }
 
+/// Many rows take two pieces a thread: the same bits as each row by itself, in rows with and without a narrower last group, and short ones.
+fn many_rows_and_few<T: Float, Q: QuantisedElement>() {
+    on_every_device(|device, stream| {
+        for (rows, n) in [(128usize, 4096usize), (128, 4104), (129, 8 * 512 + 72), (7282, 72)] {
+            let x = noise_of::<T>(rows * n, 6);
+            let groups = n.div_ceil(GROUP);
+            let run = |x: &[T]| {
+                let rows = x.len() / n;
+                let x = Tensor::from_slice(device, x, &[rows, n]).unwrap();
+                let mut out = Tensor::<Q>::uninit(device, &[rows, n]).unwrap();
+                let mut scales = Tensor::<f32>::uninit(device, &[rows, groups]).unwrap();
+                quantise_groups(stream, &mut out, &mut scales, &x).unwrap();
+                (numbers(&out.to_vec().unwrap()), scales.to_vec().unwrap())
+            };
+            let (many, many_scales) = run(&x);
+            for (r, x) in x.chunks(n).enumerate().step_by(rows / 8) {
+                let (one, one_scales) = run(x);
+                assert!(
+                    many[r * n..][..n] == one && many_scales[r * groups..][..groups] == one_scales,
+                    "{rows} {n} {r}"
+                );
+            }
+        }
+    });
+}
+
+#[test]
+fn groups_of_many_rows_and_of_few() {
+    many_rows_and_few::<f32, E4M3>();
+    many_rows_and_few::<bf16, E4M3>();
+    many_rows_and_few::<f16, i8>();
+}
+
 #[test]
 fn zeros_infinities_and_not_a_number() {
     on_every_device(|device, stream| {

@@ -318,6 +318,9 @@ fn refuses_what_it_cannot_do() {
 #[test]
 fn entries_have_the_names_of_what_they_do() {
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        let name = |q: &str| format!("rms_norm_{q}_per_token_few_{dtype}");
+        assert_eq!(quant::e4m3_per_token_few_entry(dtype).unwrap().name, name("e4m3"));
+        assert_eq!(quant::i8_per_token_few_entry(dtype).unwrap().name, name("i8"));
         for (v, name) in [(Variant::X2, "x2"), (Variant::X4, "x4"), (Variant::Loop, "loop"), (Variant::Any, "any")] {
             for (add, prefix) in [(false, ""), (true, "fused_add_")] {
                 let name = |q: &str| format!("{prefix}rms_norm_{q}_{name}_{dtype}");

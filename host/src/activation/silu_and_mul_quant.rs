@@ -77,9 +77,15 @@ pub const fn per_token_entry(dtype: DType, variant: Variant) -> Option<Entry<Tok
     pieces::instance(dtype, variant.first())
 }
 
-/// How to launch [`per_tensor_entry`] or [`per_group_entry`] for `rows` rows of `d` results.
+/// How to launch [`per_tensor_entry`] for `rows` rows of `d` results.
 pub const fn geometry(dtype: DType, aligned: bool, rows: u32, d: u32) -> Geometry {
     pieces::elementwise(rows, d, dtype, aligned, true)
+}
+
+/// How to launch [`per_group_entry`] for `rows` rows of `d` results.
+pub const fn per_group_geometry(dtype: DType, aligned: bool, rows: u32, d: u32) -> Geometry {
+    let piece = pieces::piece(dtype, aligned);
+    pieces::spread(rows, d.div_ceil(if aligned { 2 * piece } else { piece }), aligned, true)
 }
 
 /// How to launch [`per_token_entry`].
@@ -168,7 +174,7 @@ pub unsafe fn launch_per_group(stream: &Stream, dtype: DType, args: &GroupArgs) 
     let few = per_group_few_entry(dtype).filter(|_| is_few(aligned, args.rows, args.d));
     let (entry, geometry) = match few {
         Some(_) => (few, few_geometry(args.rows, args.d)),
-        None => (per_group_entry(dtype, aligned), geometry(dtype, aligned, args.rows, args.d)),
+        None => (per_group_entry(dtype, aligned), per_group_geometry(dtype, aligned, args.rows, args.d)),
     };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, PER_GROUP, dtype, entry, &geometry, args) }

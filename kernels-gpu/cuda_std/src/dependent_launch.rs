@@ -38,18 +38,56 @@ pub fn begin() {
 /// its numbers and the arguments. What is computed after the wait is in line. Nothing before may touch global memory.
 #[inline(always)]
 pub fn begin_with<const N: usize>(words: [u32; N]) -> [u32; N] {
-    begin_at::<u8, 0, N>([], words).1
+    begin_at([], words).1
 }
 
-/// As [`begin_with`], with addresses besides.
+/// As [`begin_with`], with addresses besides, as for [`known_here`].
 #[inline(always)]
-pub fn begin_at<T, const P: usize, const N: usize>(
-    mut addresses: [*const T; P],
+pub fn begin_at<const P: usize, const N: usize>(
+    addresses: [*const u8; P],
     mut words: [u32; N],
-) -> ([*const T; P], [u32; N]) {
-    // Otherwise they would be computed where they are used first.
-    crate::unroll::<P>(|i| addresses[i] = crate::integer::opaque_address(addresses[i]));
+) -> ([*const u8; P], [u32; N]) {
     crate::unroll::<N>(|i| words[i] = crate::integer::opaque(words[i]));
+    let [addresses] = known_here([addresses]);
     begin();
     (addresses, words)
+}
+
+/// The same addresses, computed before what follows. Otherwise they would be where they are used: the compilers move arithmetic, ptxas even
+/// over a wait, but over no end of a thread, and this would be one if all halves of all of the addresses were [`u32::MAX`].
+#[inline(always)]
+pub fn known_here<const N: usize, const P: usize>(addresses: [[*const u8; P]; N]) -> [[*const u8; P]; N] {
+    known_here_if(true, addresses)
+}
+
+/// As [`known_here`] if `now`, which is the same for all threads; otherwise wherever the compilers see fit.
+#[inline(always)]
+pub fn known_here_if<const N: usize, const P: usize>(
+    now: bool,
+    mut addresses: [[*const u8; P]; N],
+) -> [[*const u8; P]; N] {
+    crate::unroll::<N>(|i| {
+        crate::unroll::<P>(|j| addresses[i][j] = crate::integer::opaque_address(addresses[i][j]));
+    });
+    if N * P > 0 && now {
+        let mut all = u32::MAX;
+        crate::unroll::<N>(|i| {
+            crate::unroll::<P>(|j| all &= addresses[i][j] as u32 & (addresses[i][j] as u64 >> 32) as u32);
+        });
+        before_what_follows(all);
+    }
+    addresses
+}
+
+/// Ends the thread if `all` is [`u32::MAX`], where there is something to wait for.
+#[inline(always)]
+fn before_what_follows(all: u32) {
+    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_90"))]
+    // SAFETY: not taken.
+    unsafe {
+        ptx!("{{ .reg .pred %p; setp.eq.u32 %p, {a}, -1; @%p exit; }}", a = in(reg32) all,
+            options(nostack, preserves_flags))
+    };
+    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90")))]
+    let _ = all;
 }

@@ -6,21 +6,11 @@
 //! `(pieces, rows, rows)`, since its second extent ends at 65535.
 
 use super::{FatreluAndMul, Gated, GeluAndMul, GeluTanhAndMul, Params, SiluAndMul, SiluAndMulClamp, SwigluOai};
-use crate::row::Piece;
-use cuda_std::{Float, Global, GlobalMut, dependent_launch, entries, thread, vec};
+use crate::row::{Mine, Piece};
+use cuda_std::{Float, Global, GlobalMut, entries, vec};
 
 /// The most threads of a block.
 pub const MAX_THREADS: u32 = 256;
-
-/// The row and the piece of the calling thread, and the beginning of the kernel.
-#[inline(always)]
-pub(super) fn begin() -> (usize, u32) {
-    let row = (thread::block_idx_z() * thread::grid_dim_y() + thread::block_idx_y()) * thread::block_dim_y()
-        + thread::thread_idx_y();
-    let index = thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x();
-    let [row, index] = dependent_launch::begin_with([row, index]);
-    (row as usize, index)
-}
 
 /// The results of one piece, in f32.
 #[inline(always)]
@@ -52,14 +42,18 @@ pub unsafe fn gated<T: Float, A: Gated, const V: usize, const VEC: bool>(
     alpha: f32,
     limit: f32,
 ) {
-    let (row, index) = begin();
-    if row >= rows as usize {
-        return;
-    }
-    let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
-    let p = Piece::<V, VEC>::new(index, d);
-    let y = piece::<T, A, V, VEC>(p, gate, up, Params { alpha, limit });
-    p.store(GlobalMut::new(out).offset(row * out_stride), vec::from_f32(y));
+    let step = if A::INTERLEAVED { 2 } else { 1 };
+    let (Mine::<V, VEC> { piece: p, .. }, [gate, up, out]) = Mine::begin(rows, d, |row, column, _| {
+        let from = row * in_stride + step * column;
+        let up = if A::INTERLEAVED { gate } else { up };
+        [
+            gate.wrapping_add(from).cast(),
+            up.wrapping_add(from).cast(),
+            out.wrapping_add(row * out_stride + column).cast(),
+        ]
+    });
+    let y = piece::<T, A, V, VEC>(p, Global::new(gate.cast()), Global::new(up.cast()), Params { alpha, limit });
+    p.store(GlobalMut::new(out.cast_mut().cast::<T>()), vec::from_f32(y));
 }
 
 entries! {

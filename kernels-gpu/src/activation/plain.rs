@@ -2,9 +2,9 @@
 //!
 //! One piece of 16 bytes a thread, in the grid of [`gated`](super::gated).
 
-use super::gated::{MAX_THREADS, begin};
+use super::gated::MAX_THREADS;
 use super::{Gelu, GeluQuick, GeluTanh, Plain, Relu2, Silu};
-use crate::row::Piece;
+use crate::row::Mine;
 use cuda_std::{Float, Global, GlobalMut, entries, vec};
 
 /// `x`, `out`: `[rows, d]`, rows `x_stride` and `out_stride` elements apart. See [`row`](crate::row) for `VEC`.
@@ -17,14 +17,12 @@ pub unsafe fn plain<T: Float, A: Plain, const V: usize, const VEC: bool>(
     x_stride: usize,
     out_stride: usize,
 ) {
-    let (row, index) = begin();
-    if row >= rows as usize {
-        return;
-    }
-    let p = Piece::<V, VEC>::new(index, d);
-    let mut y: [f32; V] = vec::to_f32(p.load(Global::new(x).offset(row * x_stride)));
+    let (Mine::<V, VEC> { piece: p, .. }, [x, out]) = Mine::begin(rows, d, |row, column, _| {
+        [x.wrapping_add(row * x_stride + column).cast(), out.wrapping_add(row * out_stride + column).cast()]
+    });
+    let mut y: [f32; V] = vec::to_f32(p.load(Global::new(x.cast::<T>())));
     cuda_std::unroll::<V>(|j| y[j] = A::apply::<T>(y[j]));
-    p.store(GlobalMut::new(out).offset(row * out_stride), vec::from_f32(y));
+    p.store(GlobalMut::new(out.cast_mut().cast::<T>()), vec::from_f32(y));
 }
 
 entries! {

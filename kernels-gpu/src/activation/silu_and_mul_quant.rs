@@ -1,9 +1,10 @@
 //! `silu_and_mul` with e4m3 results: the down projection's input, quantised on the way.
 //!
 //! * With a given scale for the whole tensor: one piece a thread, as [`gated`](super::gated); few rows (`few`) as below.
-//! * With a scale for each group of 128 columns: the same; a group is 16 lanes (32 for f32), which agree on its
-//!   largest magnitude. Few rows take pieces of half the size (`few`): a group is a warp then, which agrees in one instruction,
-//!   and a thread has half as much to do after its loads have come. Their addresses are computed before it waits for the kernels before.
+//! * With a scale for each group of 128 columns: two pieces a thread, of the same group, so that a group is 8 lanes (16 for f32), which agree
+//!   on its largest magnitude in three steps (four). Few rows take pieces of half the size, one a thread (`few`): a group is a warp then, which
+//!   agrees in one instruction, and a thread has less to do after its loads have come. Addresses are computed before the wait for the kernels
+//!   before.
 //! * With a scale for each row: a block for each row keeps the results in registers, `N` pieces a thread, until it
 //!   knows the largest; one piece a thread if that is enough (`short`). Rows too long for that (`N = 0`) are computed twice, the second time from the second-level
 //!   cache. Few long rows take a cluster of blocks each instead: one multiprocessor reads 64 bytes a cycle, which for a
@@ -11,14 +12,15 @@
 //!
 //! Results are quantised from f32; they are not rounded to the input's type before.
 
-use super::gated::{MAX_THREADS, begin, piece};
+use super::gated::{MAX_THREADS, piece};
 use super::{Gated, Params, SiluAndMul};
 use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
-use crate::row::{Piece, Team};
+use crate::row::{Mine, Piece, Team};
 use cuda_std::shared::Carver;
+use cuda_std::vec::{B128, Reused, StoreStreaming};
 use cuda_std::{
-    E4M3, Float, Global, GlobalMut, Shared, cluster, dependent_launch, entries, float, mbarrier, thread, warp,
+    E4M3, Float, Global, GlobalMut, Shared, cluster, dependent_launch, entries, float, mbarrier, thread, vec, warp,
 };
 
 /// The most warps of a block with a row of its own.
@@ -43,21 +45,23 @@ pub unsafe fn per_tensor<T: Float, A: Gated, Q: Quantised, const V: usize, const
     in_stride: usize,
     out_stride: usize,
 ) {
-    let (row, index) = begin();
-    if row >= rows as usize {
-        return;
-    }
-    let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
-    let out = GlobalMut::new(out).offset(row * out_stride);
-    let p = Piece::<V, VEC>::new(index, d);
-    let y = piece::<T, A, V, VEC>(p, gate, up, NONE);
+    let (Mine::<V, VEC> { piece: p, .. }, [gate, up, out]) = Mine::begin(rows, d, |row, column, _| {
+        let from = row * in_stride + column;
+        [
+            gate.wrapping_add(from).cast(),
+            up.wrapping_add(from).cast(),
+            out.wrapping_add(row * out_stride + column).cast(),
+        ]
+    });
+    let y = piece::<T, A, V, VEC>(p, Global::new(gate.cast()), Global::new(up.cast()), NONE);
+    let out = GlobalMut::new(out.cast_mut().cast::<Q>());
     p.store_quantised(out, y, quantise::factor_of(Global::new(scale).get(0usize)));
 }
 
 /// As [`gated`](super::gated::gated) with `(n, 1)` threads, `n` a multiple of 32; `scales`: `[rows, groups]`, strides in
-/// elements.
+/// elements. Rows that are not aligned.
 #[inline(always)]
-pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize, const VEC: bool>(
+pub unsafe fn per_group_any<T: Float, A: Gated, Q: Quantised>(
     gate: *const T,
     up: *const T,
     out: *mut Q,
@@ -69,19 +73,61 @@ pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize, const 
     scale_row_stride: usize,
     scale_group_stride: usize,
 ) {
-    let (row, index) = begin();
-    if row >= rows as usize {
-        return;
-    }
-    let (gate, up) = (Global::new(gate).offset(row * in_stride), Global::new(up).offset(row * in_stride));
-    let out = GlobalMut::new(out).offset(row * out_stride);
-    let scales =
-        GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
-    let p = Piece::<V, VEC>::new(index, d);
-    let y = piece::<T, A, V, VEC>(p, gate, up, NONE);
+    let (Mine::<4, false> { piece: p, index, n: d }, [gate, up, out, scales]) = Mine::begin(rows, d, |row, _, _| {
+        let (from, scales) = (row * in_stride, scales.wrapping_add(row * scale_row_stride));
+        let (gate, up) = (gate.wrapping_add(from), up.wrapping_add(from));
+        [gate.cast(), up.cast(), out.wrapping_add(row * out_stride).cast(), scales.cast()]
+    });
+    let y = piece::<T, A, 4, false>(p, Global::new(gate.cast()), Global::new(up.cast()), NONE);
     let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::group_amax(y), 1.0);
-    p.store_quantised(out, y, factor);
-    scales.store::<V>(index, d, scale);
+    p.store_quantised(GlobalMut::new(out.cast_mut().cast::<Q>()), y, factor);
+    let scales = GroupScales { scales: GlobalMut::new(scales.cast_mut().cast()), stride: scale_group_stride };
+    scales.store::<4>(index, d, scale);
+}
+
+/// As [`per_group_any`] for aligned rows: two pieces a thread, of the same group.
+#[inline(always)]
+pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize>(
+    gate: *const T,
+    up: *const T,
+    out: *mut Q,
+    scales: *mut f32,
+    rows: u32,
+    d: u32,
+    in_stride: usize,
+    out_stride: usize,
+    scale_row_stride: usize,
+    scale_group_stride: usize,
+) {
+    let row = (thread::block_idx_z() * thread::grid_dim_y() + thread::block_idx_y()) * thread::block_dim_y()
+        + thread::thread_idx_y();
+    let pair = thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x();
+    let first = quantise::pair_index::<V>(pair, 0) * V as u32;
+    let left = if row < rows { d.saturating_sub(first) } else { 0 };
+    let (line, column, lanes) = (row as usize, first as usize, const { quantise::pair_lanes(V) });
+    let from = line * in_stride + column;
+    let (gate, up) = (gate.wrapping_add(from), up.wrapping_add(from));
+    let out = out.wrapping_add(line * out_stride + column);
+    let scales = scales.wrapping_add(line * scale_row_stride + (pair / lanes) as usize * scale_group_stride);
+    let ([gate, up, out, scales], [pair, left]) = dependent_launch::begin_at(
+        [gate.cast(), up.cast(), out.cast_const().cast(), scales.cast_const().cast()],
+        [pair, left],
+    );
+    let (gate, up) = (Global::new(gate.cast::<T>()), Global::new(up.cast::<T>()));
+    let at = |i: usize| Piece::<V, true>::new(i as u32 * lanes, left);
+    let gates: [[T; V]; 2] = [at(0).load(gate), at(1).load(gate)];
+    let ups: [[T; V]; 2] = [at(0).load(up), at(1).load(up)];
+    let mut y = [[0f32; V]; 2];
+    cuda_std::unroll::<2>(|i| {
+        let (gate, up) = (vec::to_f32(gates[i]), vec::to_f32(ups[i]));
+        cuda_std::unroll::<V>(|j| y[i][j] = A::apply::<T>(gate[j], up[j], NONE));
+    });
+    let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::pair_amax(y), 1.0);
+    if pair.is_multiple_of(lanes) && left > 0 {
+        GlobalMut::new(scales.cast_mut().cast::<f32>()).set_hinted(0usize, scale.to_bits(), StoreStreaming);
+    }
+    let out = GlobalMut::new(out.cast_mut().cast::<Q>());
+    cuda_std::unroll::<2>(|i| at(i).store_quantised(out, y[i], factor));
 }
 
 /// Where a thread reads piece number `index` of a row of at least one, all of it aligned; beyond the end the last piece.
@@ -108,6 +154,12 @@ unsafe fn near_piece<T: Float, A: Gated, const V: usize>([gate, up]: [*const T; 
     piece::<T, A, V, true>(Piece::new(0, V as u32), Global::new(gate), Global::new(up), NONE)
 }
 
+/// Piece number `index` of a row of `d` elements, to be accessed at its own address.
+#[inline(always)]
+fn at_its_address<const V: usize>(index: u32, d: u32) -> Piece<V, true> {
+    Piece::new(0, if index * (V as u32) < d { V as u32 } else { 0 })
+}
+
 /// As [`per_tensor`] for few rows of 16-bit elements, as [`per_group_few`].
 #[inline(always)]
 pub unsafe fn per_tensor_few<T: Float, A: Gated, Q: Quantised>(
@@ -121,12 +173,17 @@ pub unsafe fn per_tensor_few<T: Float, A: Gated, Q: Quantised>(
     out_stride: usize,
 ) {
     let [row, index] = [thread::block_idx_y(), thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x()];
-    let near = near::<T, 4>(index, row, gate, up, d, in_stride);
-    let (near, [row, index]) = dependent_launch::begin_at(near, [row, index]);
-    let scale = Global::new(scale).get(0usize);
-    let y = near_piece::<T, A, 4>(near);
-    let out = GlobalMut::new(out).offset(row as usize * out_stride);
-    Piece::<4, true>::new(index, d).store_quantised(out, y, quantise::factor_of(scale));
+    let [gate, up] = near::<T, 4>(index, row, gate, up, d, in_stride);
+    let out = out.wrapping_add(row as usize * out_stride + index as usize * 4);
+    let ([gate, up, out, scale], [index]) =
+        dependent_launch::begin_at([gate.cast(), up.cast(), out.cast_const().cast(), scale.cast()], [index]);
+    let scale = f32::from_bits(Global::new(scale.cast::<u32>()).get_hinted(0usize, Reused));
+    let y = near_piece::<T, A, 4>([gate.cast(), up.cast()]);
+    at_its_address::<4>(index, d).store_quantised(
+        GlobalMut::new(out.cast_mut().cast::<Q>()),
+        y,
+        quantise::factor_of(scale),
+    );
 }
 
 /// As [`per_group`] for few rows of 16-bit elements, aligned and not empty: the second number of a block is the
@@ -145,20 +202,22 @@ pub unsafe fn per_group_few<T: Float, A: Gated, Q: Quantised>(
     scale_group_stride: usize,
 ) {
     let [row, index] = [thread::block_idx_y(), thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x()];
-    let near = near::<T, 4>(index, row, gate, up, d, in_stride);
-    let (near, [row, index]) = dependent_launch::begin_at(near, [row, index]);
-    let row = row as usize;
-    // Whole warps beyond the end.
-    if (index - index % 32) * 4 >= d {
-        return;
-    }
-    let (p, y) = (Piece::<4, true>::new(index, d), near_piece::<T, A, 4>(near));
+    let [gate, up] = near::<T, 4>(index, row, gate, up, d, in_stride);
+    let out = out.wrapping_add(row as usize * out_stride + index as usize * 4);
+    let scales = scales.wrapping_add(row as usize * scale_row_stride + (index / 32) as usize * scale_group_stride);
+    let ([gate, up, out, scales], [index]) = dependent_launch::begin_at(
+        [gate.cast(), up.cast(), out.cast_const().cast(), scales.cast_const().cast()],
+        [index],
+    );
+    let y = near_piece::<T, A, 4>([gate.cast(), up.cast()]);
     let largest = quantise::warp_amax(quantise::amax_from_epsilon(y));
     let (scale, factor) = quantise::scale_and_factor_from_epsilon::<Q>(largest);
-    p.store_quantised(GlobalMut::new(out).offset(row * out_stride), y, factor);
-    let scales =
-        GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
-    scales.store::<4>(index, d, scale);
+    let piece = at_its_address::<4>(index, d);
+    // While the factor's reciprocal is on its way.
+    if index % 32 == 0 && piece.has(0) {
+        GlobalMut::new(scales.cast_mut().cast::<f32>()).set_hinted(0usize, scale.to_bits(), StoreStreaming);
+    }
+    piece.store_quantised(GlobalMut::new(out.cast_mut().cast::<Q>()), y, factor);
 }
 
 /// As [`per_token`] for short rows, aligned and not empty: one piece a thread.
@@ -173,24 +232,30 @@ pub unsafe fn per_token_short<T: Float, A: Gated, Q: Quantised, const V: usize>(
     out_stride: usize,
 ) {
     let team = Team::current();
-    let near = near::<T, V>(team.rank, thread::block_idx_x(), gate, up, d, in_stride);
-    let (near, [row, rank]) = dependent_launch::begin_at(near, [thread::block_idx_x(), team.rank]);
-    let (row, team) = (row as usize, Team { rank, ..team });
+    let row = thread::block_idx_x();
+    let [gate, up] = near::<T, V>(team.rank, row, gate, up, d, in_stride);
+    let out = out.wrapping_add(row as usize * out_stride + team.rank as usize * V);
+    let scales = scales.wrapping_add(row as usize);
+    let ([gate, up, out, scales], [rank]) = dependent_launch::begin_at(
+        [gate.cast(), up.cast(), out.cast_const().cast(), scales.cast_const().cast()],
+        [team.rank],
+    );
+    let team = Team { rank, ..team };
     let (warp_id, lane, warps) = (team.rank / 32, team.rank % 32, team.size / 32);
     let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
-    let (p, y) = (Piece::<V, true>::new(team.rank, d), near_piece::<T, A, V>(near));
-    let own = quantise::warp_amax(quantise::amax_from_epsilon(y));
+    let y = near_piece::<T, A, V>([gate.cast(), up.cast()]);
+    let own_largest = quantise::warp_amax(quantise::amax_from_epsilon(y));
     // As `Team::reduce_warps`, but of single warps too: behind a branch the address of shared memory would be asked for now.
     if lane == 0 {
-        scratch.set(warp_id, own);
+        scratch.set(warp_id, own_largest);
     }
     thread::sync_threads();
     let largest = quantise::warp_amax(scratch.get(if lane < warps { lane } else { 0 }));
     let (scale, factor) = quantise::scale_and_factor_from_epsilon::<Q>(largest);
-    p.store_quantised(GlobalMut::new(out).offset(row * out_stride), y, factor);
     if team.rank == 0 {
-        GlobalMut::new(scales).set(row, scale);
+        GlobalMut::new(scales.cast_mut().cast::<f32>()).set_hinted(0usize, scale.to_bits(), StoreStreaming);
     }
+    at_its_address::<V>(team.rank, d).store_quantised(GlobalMut::new(out.cast_mut().cast::<Q>()), y, factor);
 }
 
 /// As [`gated`](super::gated::gated), a block of a multiple of 32 threads for each row; `scales`: `[rows]`.
@@ -275,30 +340,36 @@ pub unsafe fn per_token_cluster<T: Float, A: Gated, Q: Quantised, const V: usize
     cluster::arrive_relaxed();
     let (row, rank) = (thread::block_idx_x() / CLUSTER, cluster::rank());
     let index = rank * team.size + team.rank;
-    let near = near::<T, V>(index, row, gate, up, d, in_stride);
+    let [gate, up] = near::<T, V>(index, row, gate, up, d, in_stride);
+    let out = out.wrapping_add(row as usize * out_stride + index as usize * V);
+    let scales = scales.wrapping_add(row as usize);
+    let peer = lane % CLUSTER;
+    let (to, told) = (cluster::map(largest.ptr(warp_id * CLUSTER + rank), peer), cluster::map(came, peer));
+    // The two halves of an address, as the instruction takes them.
+    let to = core::ptr::without_provenance::<u8>(to as usize | (told as usize) << 32);
     cluster::wait();
-    let (near, [row, index]) = dependent_launch::begin_at(near, [row, index]);
-    let row = row as usize;
-    let (p, y) = (Piece::<V, true>::new(index, d), near_piece::<T, A, V>(near));
-    let own = quantise::warp_amax(quantise::amax_from_epsilon(y));
+    let ([gate, up, out, scales, to], [index]) = dependent_launch::begin_at(
+        [gate.cast(), up.cast(), out.cast_const().cast(), scales.cast_const().cast(), to],
+        [index],
+    );
+    let y = near_piece::<T, A, V>([gate.cast(), up.cast()]);
+    let own_largest = quantise::warp_amax(quantise::amax_from_epsilon(y));
     if lane < CLUSTER {
-        let to = cluster::map(largest.ptr(warp_id * CLUSTER + rank), lane);
-        cluster::store_async_u32(to, own.to_bits(), cluster::map(came, lane));
+        cluster::store_async_u32(to.addr() as u32, own_largest.to_bits(), (to.addr() >> 32) as u32);
     }
     // Blocks that have all of it have been written to for the last time, and may end.
     mbarrier::wait_parity(came, 0);
-    let mut most = 0.0;
-    cuda_std::unroll::<{ (CLUSTER_WARPS * CLUSTER / 32) as usize }>(|i| {
-        let i = i as u32 * 32 + lane;
-        if i < maxima {
-            most = float::max(most, largest.get(i));
-        }
-    });
-    let (scale, factor) = quantise::scale_and_factor_from_epsilon::<Q>(quantise::warp_amax(most));
-    p.store_quantised(GlobalMut::new(out).offset(row * out_stride), y, factor);
-    if rank == 0 && team.rank == 0 {
-        GlobalMut::new(scales).set(row, scale);
+    // A quad of the largest for each lane, in one instruction.
+    let mut quad = [0.0; 4];
+    if lane * 4 < maxima {
+        B128(quad) = largest.get_as(lane * 4);
     }
+    let most = float::max(float::max(quad[0], quad[1]), float::max(quad[2], quad[3]));
+    let (scale, factor) = quantise::scale_and_factor_from_epsilon::<Q>(quantise::warp_amax(most));
+    if rank == 0 && team.rank == 0 {
+        GlobalMut::new(scales.cast_mut().cast::<f32>()).set_hinted(0usize, scale.to_bits(), StoreStreaming);
+    }
+    at_its_address::<V>(index, d).store_quantised(GlobalMut::new(out.cast_mut().cast::<Q>()), y, factor);
 }
 
 /// With a given scale.
@@ -328,12 +399,12 @@ pub mod groups {
             gate: *const T, up: *const T, out: *mut E4M3, scales: *mut f32, rows: u32, d: u32, in_stride: usize,
             out_stride: usize, scale_row_stride: usize, scale_group_stride: usize,
         );
-        silu_and_mul_e4m3_per_group_f32 { type T = f32; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, true>;
-        silu_and_mul_e4m3_per_group_f16 { type T = half::f16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 8, true>;
-        silu_and_mul_e4m3_per_group_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 8, true>;
-        silu_and_mul_e4m3_per_group_any_f32 { type T = f32; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
-        silu_and_mul_e4m3_per_group_any_f16 { type T = half::f16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
-        silu_and_mul_e4m3_per_group_any_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4, false>;
+        silu_and_mul_e4m3_per_group_f32 { type T = f32; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4>;
+        silu_and_mul_e4m3_per_group_f16 { type T = half::f16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 8>;
+        silu_and_mul_e4m3_per_group_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 8>;
+        silu_and_mul_e4m3_per_group_any_f32 { type T = f32; } [MAX_THREADS] => per_group_any::<T, SiluAndMul, E4M3>;
+        silu_and_mul_e4m3_per_group_any_f16 { type T = half::f16; } [MAX_THREADS] => per_group_any::<T, SiluAndMul, E4M3>;
+        silu_and_mul_e4m3_per_group_any_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group_any::<T, SiluAndMul, E4M3>;
         silu_and_mul_e4m3_per_group_few_f16 { type T = half::f16; } [MAX_THREADS] => per_group_few::<T, SiluAndMul, E4M3>;
         silu_and_mul_e4m3_per_group_few_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group_few::<T, SiluAndMul, E4M3>;
     }

@@ -3,13 +3,14 @@
 //! * A scale for each row, optionally after a multiplication with a factor for each column (smoothing): a block for each row keeps it in
 //!   registers, `N` pieces a thread, until the largest magnitude is known; longer rows (`N = 0`) are read twice.
 //! * A scale for each row and group of 128 columns: one piece a thread; a group is 16 lanes (32 for f32), which agree on its largest
-//!   magnitude by shuffles.
+//!   magnitude. Many rows take two pieces a thread (`many`), of the same group: fewer steps for it, and more bytes under way.
 //! * A scale for each block of 128 by 128: for weights, ahead of time. A block of threads reads its part twice.
 
-use crate::row::quantise::{self, GroupScales, Quantised, amax, finite, scale_for};
+use crate::row::quantise::{self, Quantised, amax, finite, scale_for};
 use crate::row::team::{Op, scratch};
-use crate::row::{GROUP, Piece, Team};
+use crate::row::{GROUP, Mine, Piece, Team};
 use cuda_std::shared::Carver;
+use cuda_std::vec::StoreStreaming;
 use cuda_std::{E4M3, Float, Global, GlobalMut, dependent_launch, entries, float, thread};
 
 /// The most warps of a block with a row of its own.
@@ -87,24 +88,57 @@ pub unsafe fn groups<T: Float, Q: Quantised, const V: usize, const VEC: bool>(
     scale_row_stride: usize,
     scale_group_stride: usize,
 ) {
-    dependent_launch::begin();
-    let row = (thread::block_idx_z() * thread::grid_dim_y() + thread::block_idx_y()) * thread::block_dim_y()
-        + thread::thread_idx_y();
-    let index = thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x();
-    if row >= rows {
-        return;
-    }
-    let row = row as usize;
-    let out = GlobalMut::new(out).offset(row * out_stride);
-    let scales =
-        GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
-    let at = Piece::<V, VEC>::new(index, n);
-    let piece = at.load(Global::new(x).offset(row * x_stride));
+    let (Mine::<V, VEC> { piece: at, index, n }, [x, out, scale_place]) = Mine::begin(rows, n, |row, column, index| {
+        let group = (index / const { (GROUP / V) as u32 }) as usize;
+        let scales = scales.wrapping_add(row * scale_row_stride + group * scale_group_stride);
+        let out = out.wrapping_add(row * out_stride + column);
+        [x.wrapping_add(row * x_stride + column).cast(), out.cast(), scales.cast()]
+    });
+    let piece = at.load(Global::new(x.cast::<T>()));
     let mut v = [0f32; V];
     cuda_std::unroll::<V>(|j| v[j] = piece[j].to_f32());
     let scale = scale_for::<Q>(quantise::group_amax(v));
-    scales.store::<V>(index, n, scale);
-    at.store_quantised(out, finite::<Q, V>(v), float::recip(scale));
+    if index % const { (GROUP / V) as u32 } == 0 && index * (V as u32) < n {
+        GlobalMut::new(scale_place.cast_mut().cast::<f32>()).set_hinted(0usize, scale.to_bits(), StoreStreaming);
+    }
+    at.store_quantised(GlobalMut::new(out.cast_mut().cast::<Q>()), finite::<Q, V>(v), float::recip(scale));
+}
+
+/// As [`groups`] for many rows: two pieces a thread, of the same group.
+#[inline(always)]
+pub unsafe fn groups_many<T: Float, Q: Quantised, const V: usize>(
+    x: *const T,
+    out: *mut Q,
+    scales: *mut f32,
+    rows: u32,
+    n: u32,
+    x_stride: usize,
+    out_stride: usize,
+    scale_row_stride: usize,
+    scale_group_stride: usize,
+) {
+    let row = (thread::block_idx_z() * thread::grid_dim_y() + thread::block_idx_y()) * thread::block_dim_y()
+        + thread::thread_idx_y();
+    let pair = thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x();
+    let first = quantise::pair_index::<V>(pair, 0) * V as u32;
+    let left = if row < rows { n.saturating_sub(first) } else { 0 };
+    let (line, column, lanes) = (row as usize, first as usize, const { quantise::pair_lanes(V) });
+    let x = x.wrapping_add(line * x_stride + column);
+    let out = out.wrapping_add(line * out_stride + column);
+    let scales = scales.wrapping_add(line * scale_row_stride + (pair / lanes) as usize * scale_group_stride);
+    let ([x, out, scales], [pair, left]) =
+        dependent_launch::begin_at([x.cast(), out.cast_const().cast(), scales.cast_const().cast()], [pair, left]);
+    let (x, out) = (Global::new(x.cast::<T>()), GlobalMut::new(out.cast_mut().cast::<Q>()));
+    let at = |i: u32| Piece::<V, true>::new(i * lanes, left);
+    let pieces = [at(0).load(x), at(1).load(x)];
+    let mut v = [[0f32; V]; 2];
+    cuda_std::unroll::<2>(|i| cuda_std::unroll::<V>(|j| v[i][j] = pieces[i][j].to_f32()));
+    let scale = scale_for::<Q>(quantise::pair_amax(v));
+    if pair.is_multiple_of(lanes) && left > 0 {
+        GlobalMut::new(scales.cast_mut().cast::<f32>()).set_hinted(0usize, scale.to_bits(), StoreStreaming);
+    }
+    let factor = float::recip(scale);
+    cuda_std::unroll::<2>(|i| at(i as u32).store_quantised(out, finite::<Q, V>(v[i]), factor));
 }
 
 /// `w`, `out`: `[matrices, rows, n]`, dense; `scales`: `[matrices, rows / 128, n / 128]`, dense, the last of each perhaps a smaller block.
@@ -148,7 +182,7 @@ pub unsafe fn blocks<T: Float, Q: Quantised>(w: *const T, out: *mut Q, scales: *
 macro_rules! tables {
     ($($(#[$doc:meta])* $module:ident: $Q:ty,
         [$($x2:ident, $x4:ident, $looped:ident, $any:ident, $T:ty, $v:literal;)*],
-        [$($vec:ident, $odd:ident, $G:ty, $gv:literal;)*], [$($block:ident, $B:ty;)*];)*) => { $(
+        [$($vec:ident, $odd:ident, $many:ident, $G:ty, $gv:literal;)*], [$($block:ident, $B:ty;)*];)*) => { $(
         $(#[$doc])*
         pub mod $module {
             use super::*;
@@ -176,6 +210,7 @@ macro_rules! tables {
                     );
                     $($vec { type T = $G; } [MAX_THREADS] => super::super::groups::<T, $Q, $gv, true>;)*
                     $($odd { type T = $G; } [MAX_THREADS] => super::super::groups::<T, $Q, 4, false>;)*
+                    $($many { type T = $G; } [MAX_THREADS] => super::super::groups_many::<T, $Q, $gv>;)*
                 }
             }
             /// A scale for each block.
@@ -196,9 +231,9 @@ tables! {
         quantise_rows_e4m3_x2_f16, quantise_rows_e4m3_x4_f16, quantise_rows_e4m3_loop_f16, quantise_rows_e4m3_any_f16, half::f16, 8;
         quantise_rows_e4m3_x2_bf16, quantise_rows_e4m3_x4_bf16, quantise_rows_e4m3_loop_bf16, quantise_rows_e4m3_any_bf16, half::bf16, 8;
     ], [
-        quantise_groups_e4m3_f32, quantise_groups_e4m3_any_f32, f32, 4;
-        quantise_groups_e4m3_f16, quantise_groups_e4m3_any_f16, half::f16, 8;
-        quantise_groups_e4m3_bf16, quantise_groups_e4m3_any_bf16, half::bf16, 8;
+        quantise_groups_e4m3_f32, quantise_groups_e4m3_any_f32, quantise_groups_e4m3_many_f32, f32, 4;
+        quantise_groups_e4m3_f16, quantise_groups_e4m3_any_f16, quantise_groups_e4m3_many_f16, half::f16, 8;
+        quantise_groups_e4m3_bf16, quantise_groups_e4m3_any_bf16, quantise_groups_e4m3_many_bf16, half::bf16, 8;
     ], [quantise_blocks_e4m3_f32, f32; quantise_blocks_e4m3_f16, half::f16; quantise_blocks_e4m3_bf16, half::bf16;];
     /// To int8.
     int8: i8, [
@@ -206,8 +241,8 @@ tables! {
         quantise_rows_i8_x2_f16, quantise_rows_i8_x4_f16, quantise_rows_i8_loop_f16, quantise_rows_i8_any_f16, half::f16, 8;
         quantise_rows_i8_x2_bf16, quantise_rows_i8_x4_bf16, quantise_rows_i8_loop_bf16, quantise_rows_i8_any_bf16, half::bf16, 8;
     ], [
-        quantise_groups_i8_f32, quantise_groups_i8_any_f32, f32, 4;
-        quantise_groups_i8_f16, quantise_groups_i8_any_f16, half::f16, 8;
-        quantise_groups_i8_bf16, quantise_groups_i8_any_bf16, half::bf16, 8;
+        quantise_groups_i8_f32, quantise_groups_i8_any_f32, quantise_groups_i8_many_f32, f32, 4;
+        quantise_groups_i8_f16, quantise_groups_i8_any_f16, quantise_groups_i8_many_f16, half::f16, 8;
+        quantise_groups_i8_bf16, quantise_groups_i8_any_bf16, quantise_groups_i8_many_bf16, half::bf16, 8;
     ], [quantise_blocks_i8_f32, f32; quantise_blocks_i8_f16, half::f16; quantise_blocks_i8_bf16, half::bf16;];
 }

@@ -16,8 +16,23 @@ pub mod rms_norm;
 pub mod rms_norm_quant;
 
 use crate::row::team::Op;
-use crate::row::{Piece, Team};
-use cuda_std::Shared;
+use crate::row::{Piece, Team, quantise};
+use cuda_std::{Float, Global, Shared, dependent_launch};
+
+/// Up to so many rows start at once on a GPU, and the wait for the kernels before is what takes time. In longer launches every instruction before
+/// a block's first load is in line. Measured on an H200.
+pub const FEW_ROWS: u32 = 264;
+
+/// When the addresses of a thread's pieces are computed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Early {
+    /// Where they are used.
+    No,
+    /// Before the wait for the kernels before, in launches of up to [`FEW_ROWS`] blocks.
+    InFew,
+    /// Before that wait.
+    Yes,
+}
 
 /// The most warps of a block.
 pub const MAX_WARPS: usize = 32;
@@ -27,19 +42,55 @@ pub const MAX_WARPS: usize = 32;
 pub(crate) struct Row<const V: usize, const N: usize, const VEC: bool> {
     pub(crate) team: Team,
     n: u32,
+    /// Whether pieces `2 i` and `2 i + 1` of a thread belong to the same group of columns. `N` is even then.
+    paired: bool,
 }
 
 impl<const V: usize, const N: usize, const VEC: bool> Row<V, N, VEC> {
     /// A row of `n` elements: 0 for a team that has no row but must take part in reductions.
     #[inline(always)]
     pub(crate) fn new(team: Team, n: u32) -> Self {
-        Self { team, n }
+        Self { team, n, paired: false }
+    }
+
+    /// A row whose groups of columns are of interest, in pairs of pieces where it is held in registers; see
+    /// [`quantise::pair_index`].
+    #[inline(always)]
+    pub(crate) fn grouped(team: Team, n: u32) -> Self {
+        Self { team, n, paired: VEC && N > 0 }
+    }
+
+    /// The beginning of a kernel, and where the thread's pieces of some rows lie, for [`here`](Self::here). That is computed before the wait if
+    /// `before`, which is the same for all threads.
+    #[inline(always)]
+    pub(crate) fn begin<T: Float, const P: usize>(self, before: bool, rows: [Global<T>; P]) -> [[Global<T>; P]; N] {
+        if !VEC {
+            // Single elements are accessed at addresses that the compiler knows to be global.
+            dependent_launch::begin();
+            return [rows; N];
+        }
+        let mut addresses = [[core::ptr::null(); P]; N];
+        cuda_std::unroll::<N>(|i| addresses[i] = rows.map(|x| x.ptr(self.piece(i).first()).cast()));
+        let addresses = dependent_launch::known_here_if(before, addresses);
+        dependent_launch::begin();
+        addresses.map(|piece| piece.map(|x| Global::new(x.cast())))
+    }
+
+    /// The thread's `i`-th piece, to be accessed where [`begin`](Self::begin) says.
+    #[inline(always)]
+    pub(crate) fn here(self, i: usize) -> Piece<V, VEC> {
+        if VEC { Piece::new(0, if self.piece(i).has(0) { V as u32 } else { 0 }) } else { self.piece(i) }
     }
 
     /// The number of the thread's `i`-th piece.
     #[inline(always)]
     pub(crate) fn index(self, i: usize) -> u32 {
-        i as u32 * self.team.size + self.team.rank
+        let i = i as u32;
+        if self.paired {
+            quantise::pair_index::<V>(i / 2 * self.team.size + self.team.rank, i % 2)
+        } else {
+            i * self.team.size + self.team.rank
+        }
     }
 
     /// The thread's `i`-th piece.

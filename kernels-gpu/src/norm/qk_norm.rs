@@ -8,7 +8,7 @@ use super::{MAX_WARPS, Row};
 use crate::row::team::{Op, scratch};
 use crate::row::{Team, packed, zero};
 use cuda_std::shared::Carver;
-use cuda_std::{Float, Global, GlobalMut, dependent_launch, entries, thread, vec};
+use cuda_std::{Float, Global, GlobalMut, entries, thread, vec};
 
 /// Dynamic shared memory of a block. Teams of lanes need none, so this is for form's sake of the reduction.
 pub const SHARED_BYTES: usize = MAX_WARPS * 4;
@@ -28,7 +28,8 @@ unsafe fn head<T: Float, const V: usize, const N: usize, const VEC: bool>(
     let row = Row::<V, N, VEC>::new(team, if live { n } else { 0 });
     let from = Global::new(x.ptr(0usize).cast_const());
     let mut values = [[zero(); V]; N];
-    cuda_std::unroll::<N>(|i| values[i] = row.piece(i).load_mutable(from));
+    let at = row.begin(true, [from]);
+    cuda_std::unroll::<N>(|i| values[i] = row.here(i).load_mutable(at[i][0]));
     let mut w = values;
     cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
     let mut total = 0.0;
@@ -58,7 +59,6 @@ pub unsafe fn qk_norm<T: Float, const V: usize, const N: usize, const VEC: bool>
     weight_offset: f32,
     eps: f32,
 ) {
-    dependent_launch::begin();
     let token = thread::block_idx_x() as usize;
     let at = thread::block_idx_y() * thread::block_dim_y() + thread::thread_idx_y();
     let live = at < q_heads + k_heads;

@@ -3,7 +3,7 @@
 //! Squares are summed in f32. With a residual the sum is rounded to the element type first, stored as the new residual
 //! and normalised in its rounded form: what the next layer reads is what was normalised here.
 
-use super::{MAX_WARPS, Row};
+use super::{Early, FEW_ROWS, MAX_WARPS, Row};
 use crate::row::team::{Op, scratch};
 use crate::row::{Team, packed, zero};
 use cuda_std::shared::Carver;
@@ -58,18 +58,30 @@ pub(crate) struct Source<T> {
 }
 
 impl<T: Float> Source<T> {
-    /// Loads pieces `0 .. N` of the inputs, to be added when all other loads have been issued as well.
+    /// The beginning of a kernel: loads pieces `0 .. N` of the inputs, to be added when all other loads have been issued as well.
     #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load<const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
         self,
         row: Row<V, N, VEC>,
+        weight: Global<T>,
+        early: Early,
     ) -> [[[T; V]; N]; 2] {
         let mut x = [[zero(); V]; N];
-        cuda_std::unroll::<N>(|i| x[i] = row.piece(i).load_mutable(self.x));
         let mut r = x;
-        if ADD {
-            cuda_std::unroll::<N>(|i| r[i] = row.piece(i).load_mutable(self.residual));
+        if early == Early::No {
+            dependent_launch::begin();
+            cuda_std::unroll::<N>(|i| x[i] = row.piece(i).load_mutable(self.x));
+            if ADD {
+                cuda_std::unroll::<N>(|i| r[i] = row.piece(i).load_mutable(self.residual));
+            }
+        } else {
+            let before = early == Early::Yes || thread::grid_dim_x() <= FEW_ROWS;
+            let at = row.begin(before, [self.x, if ADD { self.residual } else { weight }]);
+            cuda_std::unroll::<N>(|i| x[i] = row.here(i).load_mutable(at[i][0]));
+            if ADD {
+                cuda_std::unroll::<N>(|i| r[i] = row.here(i).load_mutable(at[i][1]));
+            }
         }
         [x, r]
     }
@@ -140,7 +152,12 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
     let row = Row::<V, N, VEC>::new(team, if live { n } else { 0 });
     let (mut total, inverse_n) = (0.0, inverse(n));
 
-    let inputs = from.load::<ADD, V, N, VEC>(row);
+    let early = match (ADD, N) {
+        (true, _) => Early::Yes,
+        (false, 2) => Early::InFew,
+        _ => Early::No,
+    };
+    let inputs = from.load::<ADD, V, N, VEC>(row, weight, early);
     let mut w = [[zero(); V]; N];
     cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
     let x = from.add::<ADD, V, N, VEC>(row, inputs);
@@ -182,7 +199,6 @@ pub unsafe fn rms_norm<T: Float, const V: usize, const N: usize, const VEC: bool
     weight_offset: f32,
     eps: f32,
 ) {
-    dependent_launch::begin();
     let row = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
     let live = row < rows as usize;
     let out = GlobalMut::new(out);
@@ -209,7 +225,6 @@ pub unsafe fn fused_add_rms_norm<T: Float, const V: usize, const N: usize, const
     weight_offset: f32,
     eps: f32,
 ) {
-    dependent_launch::begin();
     let row = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
     let live = row < rows as usize;
     let from = Source {

@@ -5,12 +5,12 @@
 //! nothing but arithmetic. Results are quantised from f32; they are not rounded to the input's type before.
 
 use super::rms_norm::{Source, inverse, inverse_rms, scaled, squares};
-use super::{MAX_WARPS, Row};
+use super::{Early, MAX_WARPS, Row};
 use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
 use crate::row::{Piece, Team};
 use cuda_std::shared::Carver;
-use cuda_std::{E4M3, Float, Global, GlobalMut, dependent_launch, entries, float, thread};
+use cuda_std::{E4M3, Float, Global, GlobalMut, entries, float, thread};
 
 /// Dynamic shared memory of a block: a sum and a largest magnitude for each warp.
 pub const SHARED_BYTES: usize = 2 * MAX_WARPS * 4;
@@ -62,6 +62,8 @@ trait Scales: Copy {
     unsafe fn store_row(self, scale: f32);
     /// Stores the scale of the group of piece `index`.
     unsafe fn store_group<const V: usize>(self, index: u32, n: u32, scale: f32);
+    /// Stores the scale of the group of the pair of pieces number `pair`.
+    unsafe fn store_pair<const V: usize>(self, pair: u32, n: u32, scale: f32);
 }
 
 impl Scales for GlobalMut<f32> {
@@ -73,6 +75,8 @@ impl Scales for GlobalMut<f32> {
     }
     #[inline(always)]
     unsafe fn store_group<const V: usize>(self, _: u32, _: u32, _: f32) {}
+    #[inline(always)]
+    unsafe fn store_pair<const V: usize>(self, _: u32, _: u32, _: f32) {}
 }
 
 impl Scales for GroupScales {
@@ -83,6 +87,11 @@ impl Scales for GroupScales {
     #[track_caller]
     unsafe fn store_group<const V: usize>(self, index: u32, n: u32, scale: f32) {
         self.store::<V>(index, n, scale);
+    }
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn store_pair<const V: usize>(self, pair: u32, n: u32, scale: f32) {
+        GroupScales::store_pair::<V>(self, pair, n, scale);
     }
 }
 
@@ -96,6 +105,7 @@ unsafe fn normalise<
     const V: usize,
     const N: usize,
     const VEC: bool,
+    const FEW: bool,
 >(
     from: Source<T>,
     factors: Factors<T>,
@@ -106,10 +116,17 @@ unsafe fn normalise<
 ) {
     let team = Team::current();
     let scratch = scratch::<2, MAX_WARPS>(&mut Carver::new());
-    let row = Row::<V, N, VEC>::new(team, n);
+    let row = if S::GROUPED { Row::<V, N, VEC>::grouped(team, n) } else { Row::<V, N, VEC>::new(team, n) };
     let (mut total, mut largest, inverse_n) = (0.0, 0.0, inverse(n));
 
-    let inputs = from.load::<ADD, V, N, VEC>(row);
+    let early = if ADD || FEW {
+        Early::Yes
+    } else if S::GROUPED {
+        Early::InFew
+    } else {
+        Early::No
+    };
+    let inputs = from.load::<ADD, V, N, VEC>(row, factors.weight, early);
     let mut w = inputs[0];
     cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
     let x = from.add::<ADD, V, N, VEC>(row, inputs);
@@ -128,13 +145,18 @@ unsafe fn normalise<
     }
     // The shuffles of the sum leave time for what follows.
     total = Op::Sum.over_warp(total);
+    // The largest magnitudes of the groups: that of pieces `2 i` and `2 i + 1` at `i`.
     let (mut y, mut groups) = ([[0.0; V]; N], [0.0; N]);
     cuda_std::unroll::<N>(|i| y[i] = factors.weighted(x[i], w[i]));
     if N > 0 && factors.smooths() {
         cuda_std::unroll::<N>(|i| y[i] = factors.smoothed(row.piece(i), y[i]));
     }
     if S::GROUPED {
-        cuda_std::unroll::<N>(|i| groups[i] = quantise::group_amax(y[i]));
+        let mut i = 0;
+        while i < N / 2 {
+            groups[i] = quantise::pair_amax([y[2 * i], y[2 * i + 1]]);
+            i += 1;
+        }
         [total] = row.reduce_warps([total], [Op::Sum], scratch);
     } else {
         if N > 0 {
@@ -145,24 +167,31 @@ unsafe fn normalise<
     let rms = inverse_rms(total, inverse_n, eps);
     let (scale, row_factor) = quantise::scale_and_factor::<Q>(largest, rms);
 
-    let store = |i: usize, y: [f32; V], largest: f32| {
-        if S::GROUPED {
-            let (scale, factor) = quantise::scale_and_factor::<Q>(largest, rms);
+    if S::GROUPED {
+        let mut i = 0;
+        while i < N / 2 {
+            let (scale, factor) = quantise::scale_and_factor::<Q>(groups[i], rms);
             // Its address is what takes time, while the factor's reciprocal is on its way.
-            scales.store_group::<V>(row.index(i), n, scale);
-            row.piece(i).store_quantised(out, y, factor);
-        } else {
-            row.piece(i).store_quantised(out, y, row_factor);
+            scales.store_pair::<V>(i as u32 * team.size + team.rank, n, scale);
+            row.piece(2 * i).store_quantised(out, y[2 * i], factor);
+            row.piece(2 * i + 1).store_quantised(out, y[2 * i + 1], factor);
+            i += 1;
         }
-    };
-    cuda_std::unroll::<N>(|i| store(i, y[i], groups[i]));
+    } else {
+        cuda_std::unroll::<N>(|i| row.piece(i).store_quantised(out, y[i], row_factor));
+    }
     if N == 0 {
         let mut i = 0;
         while i < row.rounds() {
             let mut y = [factors.apply(row.piece(i), from.again::<ADD, V, N, VEC>(row, i))];
-            let largest =
-                if S::GROUPED { quantise::group_amax(y[0]) } else { quantise::finite_amax::<Q, V, 1>(&mut y) };
-            store(i, y[0], largest);
+            if S::GROUPED {
+                let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::group_amax(y[0]), rms);
+                scales.store_group::<V>(row.index(i), n, scale);
+                row.piece(i).store_quantised(out, y[0], factor);
+            } else {
+                quantise::finite_amax::<Q, V, 1>(&mut y);
+                row.piece(i).store_quantised(out, y[0], row_factor);
+            }
             i += 1;
         }
     }
@@ -184,7 +213,7 @@ struct Io<T, Q> {
 
 impl<T: Float, Q: Quantised> Io<T, Q> {
     #[inline(always)]
-    unsafe fn run<S: Scales, const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+    unsafe fn run<S: Scales, const ADD: bool, const V: usize, const N: usize, const VEC: bool, const FEW: bool>(
         self,
         smooth: *const f32,
         scales: S,
@@ -200,7 +229,7 @@ impl<T: Float, Q: Quantised> Io<T, Q> {
         };
         let factors = Factors { weight: Global::new(self.weight), weight_offset, smooth: Global::new(smooth) };
         let out = GlobalMut::new(self.out).offset(row * self.out_stride);
-        normalise::<T, Q, S, ADD, V, N, VEC>(from, factors, out, scales, n, eps);
+        normalise::<T, Q, S, ADD, V, N, VEC, FEW>(from, factors, out, scales, n, eps);
     }
 }
 
@@ -222,10 +251,30 @@ pub unsafe fn per_token<T: Float, Q: Quantised, const ADD: bool, const V: usize,
     weight_offset: f32,
     eps: f32,
 ) {
-    dependent_launch::begin();
     let scales = GlobalMut::new(scales).offset(thread::block_idx_x());
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, ADD, V, N, VEC>(smooth, scales, n, weight_offset, eps);
+    io.run::<_, ADD, V, N, VEC, false>(smooth, scales, n, weight_offset, eps);
+}
+
+/// As [`per_token`] without a residual, for at most [`FEW_ROWS`](super::FEW_ROWS) rows, two pieces a thread.
+#[inline(always)]
+pub unsafe fn per_token_few<T: Float, Q: Quantised, const V: usize>(
+    x: *const T,
+    residual: *mut T,
+    weight: *const T,
+    smooth: *const f32,
+    out: *mut Q,
+    scales: *mut f32,
+    n: u32,
+    x_stride: usize,
+    residual_stride: usize,
+    out_stride: usize,
+    weight_offset: f32,
+    eps: f32,
+) {
+    let scales = GlobalMut::new(scales).offset(thread::block_idx_x());
+    let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
+    io.run::<_, false, V, 2, true, true>(smooth, scales, n, weight_offset, eps);
 }
 
 /// As [`per_token`]; `scales`: `[rows, groups]`, strides in elements.
@@ -245,12 +294,11 @@ pub unsafe fn per_group<T: Float, Q: Quantised, const ADD: bool, const V: usize,
     weight_offset: f32,
     eps: f32,
 ) {
-    dependent_launch::begin();
     let row = thread::block_idx_x() as usize;
     let scales =
         GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, ADD, V, N, VEC>(core::ptr::null(), scales, n, weight_offset, eps);
+    io.run::<_, ADD, V, N, VEC, false>(core::ptr::null(), scales, n, weight_offset, eps);
 }
 
 /// e4m3, a scale for each row.
@@ -285,6 +333,9 @@ pub mod e4m3_per_token {
         fused_add_rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, false>;
         fused_add_rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 4, 0, false>;
         fused_add_rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 4, 0, false>;
+        rms_norm_e4m3_per_token_few_f32 { type T = f32; } [512, 3] => per_token_few::<T, E4M3, 4>;
+        rms_norm_e4m3_per_token_few_f16 { type T = half::f16; } [512, 3] => per_token_few::<T, E4M3, 8>;
+        rms_norm_e4m3_per_token_few_bf16 { type T = half::bf16; } [512, 3] => per_token_few::<T, E4M3, 8>;
     }
 }
 
@@ -320,6 +371,9 @@ pub mod i8_per_token {
         fused_add_rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, false>;
         fused_add_rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 4, 0, false>;
         fused_add_rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 4, 0, false>;
+        rms_norm_i8_per_token_few_f32 { type T = f32; } [512, 3] => per_token_few::<T, i8, 4>;
+        rms_norm_i8_per_token_few_f16 { type T = half::f16; } [512, 3] => per_token_few::<T, i8, 8>;
+        rms_norm_i8_per_token_few_bf16 { type T = half::bf16; } [512, 3] => per_token_few::<T, i8, 8>;
     }
 }
 

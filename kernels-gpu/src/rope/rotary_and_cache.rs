@@ -79,6 +79,19 @@ impl Share {
     }
 }
 
+/// Up to so many blocks compute places before they wait for the kernels before. Measured on an H200.
+const FEW_BLOCKS: u32 = 1024;
+
+/// The beginning of the kernel in launches of `few` blocks, with places that are computed before.
+#[inline(always)]
+fn begin<const P: usize>(few: bool, places: [usize; P]) -> [usize; P] {
+    if !few {
+        return places;
+    }
+    // Numbers, not addresses: the compiler knows of the tensors that they are in global memory.
+    dependent_launch::begin_at(places.map(core::ptr::without_provenance), []).0.map(|place| place.addr())
+}
+
 /// `i / by` and the rest; a shift for powers of two, which numbers of chunks mostly are.
 #[inline(always)]
 unsafe fn split(i: u32, by: u32) -> (u32, u32) {
@@ -157,8 +170,13 @@ pub unsafe fn rotary_and_cache<
     } else {
         kv.of(thread::block_idx_x(), thread, threads, TOKENS_FIRST)
     };
-    let [token, item] = dependent_launch::begin_with([(group << nx) + in_group, item]);
-    if in_group >> nx != 0 || token >= tokens || item >= items {
+    let few = thread::grid_dim_x() * thread::grid_dim_y() <= FEW_BLOCKS;
+    let token = (group << nx) + in_group;
+    let idle = in_group >> nx != 0 || token >= tokens || item >= items;
+    if idle || !few {
+        dependent_launch::begin();
+    }
+    if idle {
         return;
     }
     let (half, n) = (rot_dim / 2, N as u32);
@@ -170,13 +188,14 @@ pub unsafe fn rotary_and_cache<
 
     if of_queries {
         let (head, part) = split(item, turning);
-        let x = GlobalMut::new(query)
-            .offset(token as usize * query_token_stride + head as usize * query_head_stride + offset as usize);
-        let source = Global::new(x.ptr(0u32).cast_const());
+        let start = token as usize * query_token_stride + head as usize * query_head_stride + offset as usize;
         let whole = (half | offset).is_multiple_of(n)
             && chunk::aligned::<T, N>(query as usize, query_token_stride | query_head_stride)
             && angles_aligned;
-        let (at, pair_at) = ((part * n) as usize, (half + part * n) as usize);
+        let (at, pair_at) = (start + (part * n) as usize, start + (half + part * n) as usize);
+        let [at, pair_at] = begin(few, [at, pair_at]);
+        let x = GlobalMut::new(query);
+        let source = Global::new(query.cast_const());
         let (mut a, mut b) = ([T::from_f32(0.0); N], [T::from_f32(0.0); N]);
         if whole {
             a = chunk::load(source, at);
@@ -198,6 +217,7 @@ pub unsafe fn rotary_and_cache<
             chunk::store::<T, N>(x, pair_at, vec::from_f32(d));
             return;
         }
+        let (x, source) = (x.offset(start), source.offset(start));
         let mut pair = part;
         while pair < half {
             let ((i, j), cos, sin) = single::<T>(angles, row, half, pair, flags);
@@ -216,7 +236,7 @@ pub unsafe fn rotary_and_cache<
     } else {
         (value, value_token_stride, value_head_stride, head - kv_heads)
     };
-    let x = Global::new(base).offset(token as usize * token_stride + own as usize * head_stride);
+    let start = token as usize * token_stride + own as usize * head_stride;
     // Single elements of a run are aligned anyway.
     let (key_pages, value_pages) = (
         key_page_block_stride | key_page_head_stride | key_page_token_stride,
@@ -230,26 +250,26 @@ pub unsafe fn rotary_and_cache<
 
     // Whole chunks: where they are, and their data under way before anything is asked.
     let turns = part < half / n && is_key;
-    let (mut first, mut second, mut has_second) = (0, 0, false);
+    let (first, second, has_second) = if !is_key {
+        // Values do not turn.
+        (2 * part * n, (2 * part + 1) * n, (2 * part + 1) * n < head_dim)
+    } else if turns {
+        (offset + part * n, offset + half + part * n, true)
+    } else {
+        let chunk = 2 * (part - half / n);
+        let place = |c: u32| if c * n < offset { c * n } else { c * n + rot_dim };
+        (place(chunk), place(chunk + 1), (chunk + 1) * n < head_dim - rot_dim)
+    };
+    let [first_at, second_at] = begin(few, [start + first as usize, start + second as usize]);
     let (mut a, mut b) = ([T::from_f32(0.0); N], [T::from_f32(0.0); N]);
     if whole {
-        if !is_key {
-            // Values do not turn.
-            (first, second) = (2 * part * n, (2 * part + 1) * n);
-            has_second = second < head_dim;
-        } else if turns {
-            (first, second, has_second) = (offset + part * n, offset + half + part * n, true);
-        } else {
-            let chunk = 2 * (part - half / n);
-            let place = |c: u32| if c * n < offset { c * n } else { c * n + rot_dim };
-            (first, second) = (place(chunk), place(chunk + 1));
-            has_second = (chunk + 1) * n < head_dim - rot_dim;
-        }
-        a = chunk::load(x, first as usize);
+        let x = Global::new(base);
+        a = chunk::load(x, first_at);
         if has_second {
-            b = chunk::load(x, second as usize);
+            b = chunk::load(x, second_at);
         }
     }
+    let x = Global::new(base).offset(start);
 
     let mut scale = 1.0;
     if T::SCALED {

@@ -20,7 +20,7 @@ pub use quantise::Quantised;
 pub use team::Team;
 
 use cuda_std::vec::{B64, B128, LoadHint, Reused, SecondLevel, StoreStreaming, Streaming};
-use cuda_std::{DType, Float, Global, GlobalMut, integer};
+use cuda_std::{DType, Float, Global, GlobalMut, dependent_launch, integer, thread};
 
 /// Elements of a group that shares one scale.
 pub const GROUP: usize = 128;
@@ -84,6 +84,12 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
     pub fn new(index: u32, n: u32) -> Self {
         let lane = index % (GROUP / V) as u32;
         Self { first: if VEC { index * V as u32 } else { (index - lane) * V as u32 + lane }, n }
+    }
+
+    /// The first column.
+    #[inline(always)]
+    pub fn first(self) -> u32 {
+        self.first
     }
 
     /// Whether the row has element `j`.
@@ -225,6 +231,42 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
                     y.set(j * Self::STEP, piece[j]);
                 }
             });
+        }
+    }
+}
+
+/// The calling thread's part of a launch with one piece a thread: blocks of `(pieces, rows)`, a grid of `(pieces, rows, rows)`.
+pub struct Mine<const V: usize, const VEC: bool> {
+    /// To be accessed from the addresses of [`begin`](Self::begin) on.
+    pub piece: Piece<V, VEC>,
+    /// The piece's number in the row.
+    pub index: u32,
+    /// The row's length; 0 where there is no such row.
+    pub n: u32,
+}
+
+impl<const V: usize, const VEC: bool> Mine<V, VEC> {
+    /// The beginning of a kernel for `rows` rows of `n` elements. `addresses` are those that the thread accesses its piece at, from the number
+    /// of the row, the column, and the piece's number; they are computed while the kernels before still run.
+    #[inline(always)]
+    pub fn begin<const P: usize>(
+        rows: u32,
+        n: u32,
+        addresses: impl Fn(usize, usize, u32) -> [*const u8; P],
+    ) -> (Self, [*const u8; P]) {
+        let row = (thread::block_idx_z() * thread::grid_dim_y() + thread::block_idx_y()) * thread::block_dim_y()
+            + thread::thread_idx_y();
+        let index = thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x();
+        let n = if row < rows { n } else { 0 };
+        if VEC {
+            let own = if index * (V as u32) < n { V as u32 } else { 0 };
+            let at = addresses(row as usize, index as usize * V, index);
+            let (at, [index, n, own]) = dependent_launch::begin_at(at, [index, n, own]);
+            (Self { piece: Piece::new(0, own), index, n }, at)
+        } else {
+            // Single elements are accessed at addresses that the compiler knows to be global.
+            let [row, index, n] = dependent_launch::begin_with([row, index, n]);
+            (Self { piece: Piece::new(index, n), index, n }, addresses(row as usize, 0, index))
         }
     }
 }
