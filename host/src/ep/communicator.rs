@@ -532,6 +532,11 @@ impl Communicator {
         }
     }
 
+    /// The most ranks on one GPU.
+    pub(super) fn sharing(&self) -> u32 {
+        self.sharing
+    }
+
     /// Blocks and threads, if they can all be resident: of a kernel made for so many threads, with so much shared memory.
     pub(super) fn blocks(
         &self,

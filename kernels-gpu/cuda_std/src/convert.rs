@@ -139,6 +139,45 @@ larger_halves! {
     max_f16x2 = "max.f16x2", unpack_f16x2, pack_f16x2;
 }
 
+/// The larger magnitude of each half of two words of bf16 values, by one instruction from sm_86 on (`max.xorsign.abs`). The signs of the
+/// result mean nothing; a NaN loses against a number.
+#[inline(always)]
+pub fn max_magnitude_bf16x2(a: u32, b: u32) -> u32 {
+    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_86"))]
+    {
+        let o: u32;
+        // SAFETY: register arithmetic.
+        unsafe {
+            ptx!("max.xorsign.abs.bf16x2 {o}, {a}, {b};", o = lateout(reg32) o, a = in(reg32) a, b = in(reg32) b,
+                options(pure, nomem, nostack))
+        };
+        o
+    }
+    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_86")))]
+    {
+        max_bf16x2(a & 0x7fff_7fff, b & 0x7fff_7fff)
+    }
+}
+
+/// A word of two halves, by a `mov` that `ptxas` knows how to make part of the conversions that gave the halves.
+#[inline(always)]
+pub fn join_halves(lo: u16, hi: u16) -> u32 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let o: u32;
+        // SAFETY: register arithmetic.
+        unsafe {
+            ptx!("mov.b32 {o}, {{{l}, {h}}};", o = lateout(reg32) o, l = in(reg16) lo, h = in(reg16) hi,
+                options(pure, nomem, nostack))
+        };
+        o
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        lo as u32 | (hi as u32) << 16
+    }
+}
+
 /// Widens two bf16 values. Exact.
 #[inline(always)]
 pub fn unpack_bf16x2(word: u32) -> [f32; 2] {

@@ -7,7 +7,7 @@ use cuda_std::{E4M3, E5M2, Global, bf16, convert, entries, f16, thread, vec};
 /// Threads of a block.
 pub const THREADS: usize = 128;
 /// Words of a thread.
-pub const WORDS: usize = 67;
+pub const WORDS: usize = 72;
 
 /// The same NaN for all.
 #[inline(always)]
@@ -37,6 +37,10 @@ pub unsafe fn conformance(data: *const f32, out: *mut u32) {
     let (first, second) = (convert::pack_bf16x2(v[0], v[1]), convert::pack_bf16x2(v[2], v[3]));
     words.put_all_f32(convert::unpack_bf16x2(convert::max_bf16x2(first, second)));
     words.put_all_f32(convert::unpack_bf16x2(convert::max_bf16x2(word, other)));
+    let magnitudes = |a, b| convert::unpack_bf16x2(convert::max_magnitude_bf16x2(a, b) & 0x7fff_7fff);
+    words.put_all_f32(magnitudes(first, second));
+    words.put_all_f32(magnitudes(word, other));
+    words.put(convert::join_halves(i as u16, (i * 7) as u16));
     let (first, second) = (convert::pack_f16x2(v[0], v[1]), convert::pack_f16x2(v[2], v[3]));
     words.put_all_f32(convert::unpack_f16x2(convert::max_f16x2(first, second)));
     words.put_all_f32(convert::unpack_f16x2(convert::max_f16x2(word, other)));

@@ -15,22 +15,27 @@
 
 use super::layout::Routes;
 use super::{Deal, Link, MAX_BLOCKS, MAX_RANKS, Session, Unit, Walk, fault, phase, slot, token_count};
-use crate::row::quantise::{Quantised, scale_for};
+use crate::row::quantise::scale_for;
 use cuda_std::atomic::{Device, Relaxed};
 use cuda_std::integer::Divisor;
 use cuda_std::shared::{Carver, Shared};
 use cuda_std::vec::{B64, B128, Reused, Streaming};
 use cuda_std::{
-    E4M3, Global, GlobalMut, bf16, convert, cp_async, entries, float, integer, struct_param, thread, unroll, warp,
+    E4M3, Global, GlobalMut, bf16, convert, cp_async, entries, float, integer, struct_param, thread, unroll, vec, warp,
 };
 
 /// Vectors of eight values that a lane has under way.
 pub const DEPTH: usize = 4;
 
+/// Pieces of a row, each of which a warp moves at once.
+pub const fn pieces(hidden: u32) -> u32 {
+    (hidden / 8).div_ceil(32 * DEPTH as u32)
+}
+
 /// Dynamic shared memory of a block in compact dispatch of so many tokens, with so many threads. None in slots.
 pub const fn shared_bytes(tokens: u32, threads: u32, quantise: bool) -> u32 {
     let ring = if quantise { threads / 32 * STAGES * PIECE } else { 0 };
-    tokens.next_multiple_of(32) + 32 + ((MAX_RANKS + MAX_BLOCKS) * MAX_RANKS * 4) as u32 + ring
+    tokens.div_ceil(32) * (MAX_RANKS * 8) as u32 + 64 + ((MAX_RANKS + MAX_BLOCKS) * MAX_RANKS * 4) as u32 + ring
 }
 
 /// What is sent, and how.
@@ -74,12 +79,13 @@ pub struct Job {
     pub votes: *mut u64,
     /// Rows, the last, that warps get a piece at a time; the others they get whole. Compact only.
     pub singles: u32,
+    /// [`pieces`] of a row.
+    pub pieces: Divisor,
 }
 struct_param!(Job);
 
-/// The ranks' buffers that dispatch in slots writes to: lane `r` has the addresses of rank `r`'s, loaded before a wait, after which (an acquire
-/// empties the first-level cache) the table would have to come from the second level again. For few tokens; otherwise registers are worth
-/// more.
+/// The ranks' buffers that dispatch writes to: lane `r` has the addresses of rank `r`'s, loaded before a wait, after which (an acquire
+/// empties the first-level cache) the table would have to come from the second level again.
 #[derive(Clone, Copy)]
 struct Peers {
     bases: [u64; 4],
@@ -111,12 +117,6 @@ struct Piece {
 }
 
 impl Piece {
-    /// Pieces of a row.
-    #[inline(always)]
-    fn count(job: &Job) -> u32 {
-        (job.hidden / 8).div_ceil(32 * DEPTH as u32)
-    }
-
     /// The lane's first vector of a piece of a row, and how many there are from there to the row's end.
     #[inline(always)]
     fn span<const QUANTISED: bool>(job: &Job, piece: u32) -> (u32, u32) {
@@ -163,20 +163,21 @@ impl Piece {
         // The largest magnitude of each pair's two halves, as eight lanes have it.
         let mut halves = [0; 2];
         unroll::<2>(|s| {
-            let magnitude = |i: usize| self.vectors[2 * s + i / 4][i % 4] & 0x7fff_7fff;
-            let pair = |i: usize| convert::max_bf16x2(magnitude(i), magnitude(i + 4));
-            let (a, b) = (convert::max_bf16x2(pair(0), pair(1)), convert::max_bf16x2(pair(2), pair(3)));
-            halves[s] = convert::max_bf16x2(a, b);
+            let word = |i: usize| self.vectors[2 * s + i / 4][i % 4];
+            let pair = |i: usize| convert::max_magnitude_bf16x2(word(i), word(i + 4));
+            let (a, b) =
+                (convert::max_magnitude_bf16x2(pair(0), pair(1)), convert::max_magnitude_bf16x2(pair(2), pair(3)));
+            halves[s] = convert::max_magnitude_bf16x2(a, b);
         });
         // Of both pairs in a word.
         let low = integer::permute(halves[0], halves[1], 0x5410);
         let high = integer::permute(halves[0], halves[1], 0x7632);
-        let mut most = convert::max_bf16x2(low, high);
-        unroll::<3>(|i| most = convert::max_bf16x2(most, warp::shfl_xor(most, 1 << i)));
+        let mut most = convert::max_magnitude_bf16x2(low, high);
+        unroll::<3>(|i| most = convert::max_magnitude_bf16x2(most, warp::shfl_xor(most, 1 << i)));
         let mut scales = [0.0; 2];
         unroll::<2>(|s| {
-            let amax = f32::from_bits(if s == 0 { most << 16 } else { most & 0xffff_0000 });
-            scales[s] = scale_for::<E4M3>(amax);
+            let most = f32::from_bits(if s == 0 { most << 16 } else { most & 0xffff_0000 });
+            scales[s] = scale_for::<E4M3>(float::abs(most));
             let factor = float::fast::recip(scales[s]);
             unroll::<2>(|h| {
                 let mut v = [0.0; 8];
@@ -185,8 +186,10 @@ impl Piece {
                     v[2 * w] = f32::from_bits(word << 16) * factor;
                     v[2 * w + 1] = f32::from_bits(word & 0xffff_0000) * factor;
                 });
-                self.vectors[2 * s + h][0] = E4M3::four([v[0], v[1], v[2], v[3]]);
-                self.vectors[2 * s + h][1] = E4M3::four([v[4], v[5], v[6], v[7]]);
+                unroll::<2>(|w| {
+                    let two = |i: usize| convert::pack_e4m3x2(v[4 * w + 2 * i], v[4 * w + 2 * i + 1]);
+                    self.vectors[2 * s + h][w] = convert::join_halves(two(0), two(1));
+                });
             });
         });
         if warp::lane_id().is_multiple_of(2) { scales[0] } else { scales[1] }
@@ -260,6 +263,10 @@ impl Experts {
 /// The blocks must all be resident; the threads of a block are a multiple of 32. Shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn dispatch<const QUANTISED: bool, const SLOTS: bool>(link: Link, job: Job) {
+    if !SLOTS {
+        link.prefetch();
+        Slice::new(job.tokens).prefetch(&job);
+    }
     cuda_std::dependent_launch::wait();
     let routes = |tokens| Routes {
         ids: Global::new(job.ids),
@@ -285,7 +292,8 @@ pub unsafe fn dispatch<const QUANTISED: bool, const SLOTS: bool>(link: Link, job
         let routes = routes(token_count(job.count, job.tokens));
         // How many tokens go where.
         let slice = Slice::new(routes.tokens);
-        let tables = Tables { counts, before, votes: carver.take::<u32>(slice.each as usize / 32 * MAX_RANKS) };
+        let groups = carver.take_aligned::<u32>(job.tokens.div_ceil(32) as usize * MAX_RANKS * 2, 8);
+        let tables = Tables { counts, before, groups };
         let meanwhile = || {
             let mut i = thread::thread_idx_x();
             while i < const { (MAX_RANKS * MAX_RANKS) as u32 } {
@@ -293,7 +301,11 @@ pub unsafe fn dispatch<const QUANTISED: bool, const SLOTS: bool>(link: Link, job
                 i += thread::block_dim_x();
             }
             let told = Session::counts_of_peer(&link);
-            (told, if job.cached != 0 { None } else { slice.vote(&routes, &tables) })
+            if job.cached != 0 {
+                tables.keep(&job, link.ranks, routes.tokens);
+                return (told, None);
+            }
+            (told, slice.vote(&routes, &tables))
         };
         let Some((session, (told, bad))) = Session::begin_with(link, thread::grid_dim_x() - 1, false, meanwhile) else {
             return;
@@ -315,7 +327,7 @@ unsafe fn send_slots<const QUANTISED: bool>(session: &Session, job: &Job, routes
     let places = GlobalMut::new(job.places);
     // Blocks take turns, so that all are busy with few tokens.
     let first = thread::thread_idx_x() / 32 * thread::grid_dim_x() + thread::block_idx_x();
-    let mut walk = Walk::new(first, warps * thread::grid_dim_x(), Piece::count(job));
+    let mut walk = Walk::new(first, warps * thread::grid_dim_x(), job.pieces.get());
     let load = |walk: Walk| {
         let piece = Piece::load::<QUANTISED>(job, Unit { row: walk.row, piece: walk.piece }, routes.tokens);
         (piece, Experts::load(job, walk.row, routes.tokens))
@@ -391,16 +403,16 @@ struct Work {
     end: u32,
     /// Rows that are dealt whole.
     whole: u32,
-    pieces: u32,
+    pieces: Divisor,
 }
 
 impl Work {
     #[inline(always)]
     #[track_caller]
-    unsafe fn new(link: &Link, part: &Part, rows: u32, pieces: u32, singles: u32) -> Self {
+    unsafe fn new(link: &Link, part: &Part, rows: u32, job: &Job) -> Self {
         let deal = Deal::new(link, part.to.trailing_zeros(), part.index, part.count);
-        let whole = rows.saturating_sub(singles);
-        let mut this = Self { deal, at: Unit { row: 0, piece: 0 }, end: 0, whole, pieces };
+        let whole = rows.saturating_sub(job.singles);
+        let mut this = Self { deal, at: Unit { row: 0, piece: 0 }, end: 0, whole, pieces: job.pieces };
         this.set(deal.first());
         this
     }
@@ -409,10 +421,10 @@ impl Work {
     #[track_caller]
     unsafe fn set(&mut self, unit: u32) {
         if unit < self.whole {
-            (self.at, self.end) = (Unit { row: unit, piece: 0 }, self.pieces);
+            (self.at, self.end) = (Unit { row: unit, piece: 0 }, self.pieces.get());
         } else {
-            let part = Unit::new(unit - self.whole, self.pieces);
-            (self.at, self.end) = (Unit { row: self.whole + part.row, piece: part.piece }, part.piece + 1);
+            let (row, piece) = self.pieces.div_rem(unit - self.whole);
+            (self.at, self.end) = (Unit { row: self.whole + row, piece }, piece + 1);
         }
         if self.end - self.at.piece <= LEAD {
             self.deal.ask();
@@ -435,7 +447,7 @@ impl Work {
 }
 
 /// Pieces before the end of a unit at which a warp asks for the next one: in time, but no earlier, as nobody else can have that then.
-const LEAD: u32 = 2;
+const LEAD: u32 = 1;
 
 /// Where a warp's next pieces arrive, `[STAGES, 2048]` bytes, in e4m3: so that registers do not have to hold what is under way.
 #[derive(Clone, Copy)]
@@ -548,8 +560,57 @@ struct Tables {
     counts: Shared<u32>,
     /// `[MAX_BLOCKS, MAX_RANKS]`: how many this rank's blocks have for each, later where the rows of these begin.
     before: Shared<u32>,
-    /// `[groups, MAX_RANKS]`: which tokens of each 32 of the block's go to each.
-    votes: Shared<u32>,
+    /// `[groups, MAX_RANKS, 2]`: which of each 32 tokens go to each, and the row of the first there; anything if none go. Until the counts are known
+    /// only the votes on the block's own tokens.
+    groups: Shared<u32>,
+}
+
+impl Tables {
+    /// Which of 32 tokens go to rank `d`, and the row of the first.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn group(&self, group: u32, d: u32) -> (u32, u32) {
+        let B64([vote, first]) = self.groups.get_as((group * MAX_RANKS as u32 + d) * 2);
+        (vote, first)
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn set_group(&self, group: u32, d: u32, vote: u32, first: u32) {
+        self.groups.set_as((group * MAX_RANKS as u32 + d) * 2, B64([vote, first]));
+    }
+
+    /// The row of a token at rank `d`, or -1.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn place(&self, token: u32, d: u32) -> i32 {
+        let (vote, first) = self.group(token / 32, d);
+        let bit = 1u32 << (token % 32);
+        if vote & bit != 0 { (first + (vote & (bit - 1)).count_ones()) as i32 } else { -1 }
+    }
+
+    /// Fills the groups from the places that an earlier dispatch has kept.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn keep(&self, job: &Job, ranks: u32, tokens: u32) {
+        let lane = warp::lane_id();
+        let mut group = thread::thread_idx_x() / 32;
+        while 32 * group < tokens {
+            let token = 32 * group + lane;
+            for d in 0..ranks {
+                let mut place = -1;
+                if token < tokens {
+                    place = GlobalMut::new(job.places).get(token as usize * ranks as usize + d as usize);
+                }
+                let vote = warp::warp_vote_ballot(warp::FULL, place >= 0);
+                let first = warp::shfl_idx(place, vote.trailing_zeros() % 32) as u32;
+                if lane == d {
+                    self.set_group(group, d, vote, first);
+                }
+            }
+            group += thread::block_dim_x() / 32;
+        }
+    }
 }
 
 /// The tokens that a block counts, and whose experts it tells.
@@ -569,6 +630,19 @@ impl Slice {
         let each = integer::div(tokens + blocks - 1, blocks).next_multiple_of(32).max(32);
         let first = (block * each).min(tokens);
         Self { each, first, last: (first + each).min(tokens) }
+    }
+
+    /// Has experts and weights brought into the second-level cache, a line by each thread: nothing is read, so that the kernel before may still be
+    /// writing them.
+    #[inline(always)]
+    unsafe fn prefetch(&self, job: &Job) {
+        let line = self.first * job.top_k / 32 + thread::thread_idx_x();
+        if 32 * line < self.last * job.top_k {
+            vec::prefetch_l2(job.ids.wrapping_add(32 * line as usize));
+            if !job.weights.is_null() {
+                vec::prefetch_l2(job.weights.wrapping_add(32 * line as usize));
+            }
+        }
     }
 
     /// 32 tokens each.
@@ -615,7 +689,7 @@ impl Slice {
                 vote = if lane == d { there } else { vote };
             }
             if lane < MAX_RANKS as u32 {
-                tables.votes.set(group * MAX_RANKS as u32 + lane, vote);
+                tables.set_group(self.first / 32 + group, lane, vote, 0);
             }
             group += thread::block_dim_x() / 32;
         }
@@ -633,7 +707,7 @@ impl Slice {
             let (mut first, mut sum) = (0, 0);
             while first < self.groups() && job.cached == 0 {
                 let group = first + lane;
-                let vote = if group < self.groups() { tables.votes.get(group * MAX_RANKS as u32 + d) } else { 0 };
+                let vote = if group < self.groups() { tables.group(self.first / 32 + group, d).0 } else { 0 };
                 let with = sum + warp::scan(vote.count_ones(), |a, b| a + b);
                 if group < self.groups() {
                     words.store(group * 16 + d, session.flag(vote), Device, Relaxed);
@@ -650,21 +724,18 @@ impl Slice {
         }
     }
 
-    /// Which tokens of a group go to rank `d`, and the row of the first.
-    #[inline(always)]
-    #[track_caller]
-    unsafe fn group(&self, job: &Job, tables: &Tables, group: u32, d: u32) -> (u32, u32) {
-        let words = GlobalMut::new(job.votes);
-        let earlier = words.load((self.first / 32 + group) * 16 + 8 + d, Device, Relaxed) as u32;
-        let first = tables.before.get(thread::block_idx_x() * MAX_RANKS as u32 + d) + earlier;
-        (tables.votes.get(group * MAX_RANKS as u32 + d), first)
-    }
-
     /// Experts and weights, to the ranks that get the tokens. Rows of a group lie one after another, so that this is a stream, stored 32 values at a
     /// time from where a line begins: each line that is stored to has a header on the link, which for one row's values is as long as they.
     #[inline(always)]
     #[track_caller]
-    unsafe fn experts<const LINES: usize>(&self, job: &Job, link: &Link, routes: &Routes, tables: &Tables) {
+    unsafe fn experts<const LINES: usize>(
+        &self,
+        job: &Job,
+        link: &Link,
+        routes: &Routes,
+        tables: &Tables,
+        peers: &Peers,
+    ) {
         let (lane, warps, ranks, top_k) = (warp::lane_id(), thread::block_dim_x() / 32, link.ranks, job.top_k);
         let rank_of = routes.divide();
         let (rows_of_32, rest_of_32) = (integer::div(32, top_k), integer::rem(32, top_k));
@@ -675,17 +746,8 @@ impl Slice {
             let d = link.turn(task - group * ranks);
             task += warps;
             let begin = self.first + 32 * group;
-            let (vote, first) = if job.cached != 0 {
-                let mut place = -1;
-                if begin + lane < self.last {
-                    place = GlobalMut::new(job.places).get((begin + lane) as usize * ranks as usize + d as usize);
-                }
-                let vote = warp::warp_vote_ballot(warp::FULL, place >= 0);
-                (vote, warp::shfl_idx(place, vote.trailing_zeros() % 32) as u32)
-            } else {
-                self.group(job, tables, group, d)
-            };
-            let (ids, weights) = (link.buffer::<i32>(d, slot::IDS), link.buffer::<f32>(d, slot::WEIGHTS));
+            let (vote, first) = tables.group(begin / 32, d);
+            let (ids, weights) = (peers.buffer::<i32>(d, slot::IDS), peers.buffer::<f32>(d, slot::WEIGHTS));
             let from = first as usize * top_k as usize;
             let end = vote.count_ones() * top_k;
             // Which value the lane has, from the first row's, before which it may begin; and of which row and expert it or, then, the next is.
@@ -735,12 +797,8 @@ impl Slice {
         while group < self.groups() {
             let token = self.first + 32 * group + lane;
             for d in 0..link.ranks {
-                let (vote, first) = self.group(job, tables, group, d);
                 if token < self.last {
-                    let place = first + (vote & ((1u32 << lane) - 1)).count_ones();
-                    let there = vote >> lane & 1 != 0;
-                    places
-                        .set(token as usize * link.ranks as usize + d as usize, if there { place as i32 } else { -1 });
+                    places.set(token as usize * link.ranks as usize + d as usize, tables.place(token, d));
                 }
             }
             group += thread::block_dim_x() / 32;
@@ -764,21 +822,24 @@ unsafe fn send_compact<const QUANTISED: bool>(
     let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
     let cached = job.cached != 0;
     let part = Part::new::<QUANTISED>(job, link);
-    let mut work = Work::new(link, &part, routes.tokens, Piece::count(job), job.singles);
+    let mut work = Work::new(link, &part, routes.tokens, job);
     let load = |at: Unit| Piece::load::<QUANTISED>(job, at, routes.tokens);
     let (places, words) = (GlobalMut::new(job.places), GlobalMut::new(job.votes));
-    // Of a token, what its place follows from: its place if that is known.
-    let look_up = |row: u32| {
-        let mut found = session.flag(0);
-        if cached {
-            if lane < link.ranks && row < routes.tokens {
-                found = places.get(row as usize * link.ranks as usize + lane as usize) as u32 as u64;
-            }
-        } else if lane % 8 < link.ranks && lane < 16 && row < routes.tokens {
-            found = words.load(row / 32 * 16 + lane, Device, Relaxed);
+    // The votes on all tokens, a group and rank for each thread, the last first: those wait for no counts. Which block has counted it comes with it, as
+    // that takes a while.
+    let entries = if cached { 0 } else { routes.tokens.div_ceil(32) * link.ranks };
+    let look_up = |i: u32| {
+        let (mut found, mut group, mut d, mut by) = ([session.flag(0); 2], 0, 0, 0);
+        if i < entries {
+            group = integer::div(i, link.ranks);
+            d = i - group * link.ranks;
+            by = integer::div(32 * group, slice.each);
+            unroll::<2>(|h| found[h] = words.load(group * 16 + d + 8 * h as u32, Device, Relaxed));
         }
-        found
+        (found, group, d, by)
     };
+    let mut entry = thread::block_dim_x() - 1 - tid;
+    let peers = Peers::new(link);
     let mut here = work.at;
     // The first pieces are under way while the rank waits for the others.
     let mut piece = Piece { vectors: [[0; 4]; DEPTH] };
@@ -807,7 +868,7 @@ unsafe fn send_compact<const QUANTISED: bool>(
         piece = quantise();
     }
     let bad = !session.wait_counts(counts, before);
-    let mut found = look_up(here.row);
+    let mut looked = look_up(entry);
     if thread::sync_threads_or(bad) {
         return false;
     }
@@ -847,52 +908,53 @@ unsafe fn send_compact<const QUANTISED: bool>(
     }
 
     thread::sync_threads();
+    while entry < entries {
+        let (found, group, d, by) = looked;
+        // The counts were there, so these come.
+        if (found[0] >> 32) as u32 != session.epoch() || (found[1] >> 32) as u32 != session.epoch() {
+            looked = look_up(entry);
+            continue;
+        }
+        let first = before.get(by * MAX_RANKS as u32 + d);
+        tables.set_group(group, d, found[0] as u32, first + found[1] as u32);
+        entry += thread::block_dim_x();
+        looked = look_up(entry);
+    }
+    thread::sync_threads();
     // What combine looks at: now, as the end waits for all that was stored, the rows last.
     if !cached {
         slice.places(job, link, tables);
     }
     if QUANTISED {
-        slice.experts::<3>(job, link, routes, tables);
+        slice.experts::<3>(job, link, routes, tables, &peers);
     } else {
-        slice.experts::<1>(job, link, routes, tables);
+        slice.experts::<1>(job, link, routes, tables, &peers);
         piece = load(here);
     }
     if QUANTISED && waits {
         piece = quantise();
     }
-    let sends = lane < link.ranks && part.to >> lane & 1 != 0;
     let row_bytes = job.hidden * if QUANTISED { 1 } else { 2 };
     let mut row = u32::MAX;
-    // Lane `r`: the row at rank `r`, and where it is.
-    let (mut place, mut target) = (-1, 0);
+    // Lane `r`: where rank `r` gets the row and its scales. Which ranks do.
+    let (mut targets, mut there) = ([0; 2], 0);
+    let groups = job.hidden / GROUP;
     let (mut scales, mut scales_from) = ([0.0; 2], 0);
     while here.row < routes.tokens {
         if here.row != row {
             row = here.row;
             scales_from = here.piece;
-            place = found as i32;
-            if !cached {
-                // The counts were there, so these come.
-                while warp::warp_vote_any(warp::FULL, (found >> 32) as u32 != session.epoch()) {
-                    found = look_up(row);
-                }
-                let bit = 1u32 << (row % 32);
-                let (there, earlier) = (found as u32, warp::shfl_idx(found as u32, lane % 8 + 8));
-                place = -1;
-                if there & bit != 0 {
-                    let first = before.get(integer::div(row, slice.each) * MAX_RANKS as u32 + lane % 8);
-                    place = (first + earlier + (there & (bit - 1)).count_ones()) as i32;
-                }
-            }
-            if !sends {
-                place = -1;
+            let mut place = -1;
+            if lane < link.ranks && part.to >> lane & 1 != 0 {
+                place = tables.place(row, lane);
             }
             if place >= 0 {
-                target = link.buffer::<u8>(lane, slot::ROWS).ptr(place as usize * row_bytes as usize) as u64;
+                targets[0] = peers.bases[0] + place as u64 * row_bytes as u64;
+                if QUANTISED {
+                    targets[1] = peers.bases[1] + place as u64 * groups as u64 * 4;
+                }
             }
-        }
-        if ahead.row != row {
-            found = look_up(ahead.row);
+            there = warp::warp_vote_ballot(warp::FULL, place >= 0);
         }
         // Scales of eight pieces together, or of as many as there are, two in a lane.
         let mut whole = false;
@@ -903,12 +965,10 @@ unsafe fn send_compact<const QUANTISED: bool>(
         }
         for i in 0..link.ranks {
             let d = link.turn(i);
-            if warp::shfl_idx(place, d) >= 0 {
-                piece.store::<QUANTISED>(job, GlobalMut::new(warp::shfl_idx(target, d) as *mut u8), here.piece);
+            if there >> d & 1 != 0 {
+                piece.store::<QUANTISED>(job, GlobalMut::new(warp::shfl_idx(targets[0], d) as *mut u8), here.piece);
                 if whole {
-                    let groups = job.hidden / GROUP;
-                    let row =
-                        link.buffer::<f32>(d, slot::SCALES).offset(warp::shfl_idx(place, d) as usize * groups as usize);
+                    let row = GlobalMut::new(warp::shfl_idx(targets[1], d) as *mut f32);
                     let pair = here.piece / 8 * 32 + lane;
                     if pair >= scales_from * 4 && pair < (here.piece + 1) * 4 {
                         if groups.is_multiple_of(2) && 2 * pair < groups {
@@ -944,6 +1004,8 @@ unsafe fn send_compact<const QUANTISED: bool>(
     if QUANTISED {
         cp_async::wait_group::<0>();
     }
+    // All blocks of all ranks run, as they have told their counts, so that nobody needs the room which the next kernel takes.
+    cuda_std::dependent_launch::launch_dependents();
 
     let mut end = 0;
     for s in 0..link.ranks {

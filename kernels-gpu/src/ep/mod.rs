@@ -26,6 +26,7 @@
 
 use cuda_std::atomic::{Acquire, Block, Device, Relaxed, Release, System};
 use cuda_std::shared::Shared;
+use cuda_std::vec::prefetch_l2;
 use cuda_std::{Global, GlobalMut, struct_param, thread};
 
 pub mod all_to_all;
@@ -139,6 +140,20 @@ impl Link {
         GlobalMut::new(address as *mut T)
     }
 
+    /// Has what an operation looks at first brought into the second-level cache, before it waits for the kernels before: nothing is read. Not worth it
+    /// for operations of few tokens, which leave the cache as it is.
+    #[inline(always)]
+    pub fn prefetch(&self) {
+        let (tid, lines) = (thread::thread_idx_x(), self.ranks * slot::COUNT as u32 / 16 + 1);
+        if tid < lines {
+            prefetch_l2(self.peers.wrapping_add(16 * tid as usize));
+        } else if tid == lines {
+            prefetch_l2(self.state);
+        } else if tid == lines + 1 {
+            prefetch_l2(self.fault);
+        }
+    }
+
     /// Whether there is such a rank, and it takes part by itself.
     #[inline(always)]
     pub fn waits_for(&self, peer: u32) -> bool {
@@ -169,6 +184,9 @@ impl Link {
 pub fn next_epoch(epoch: u32) -> u32 {
     if epoch < u32::MAX - 1 { epoch + 1 } else { 1 }
 }
+
+/// Rounds of a wait after which the clock, and the fault of the rank, are looked at again.
+const ROUNDS: u32 = 16;
 
 /// One operation, as one block goes through it. All threads of the block call every function.
 #[derive(Clone, Copy)]
@@ -257,10 +275,19 @@ impl Session {
         (self.epoch as u64) << 32 | signature as u64
     }
 
+    /// Whether a wait takes too long. Looks at the clock in some rounds only, as that takes a good part of the time of looking at a flag.
+    #[inline(always)]
+    fn is_late(&self, start: &mut u64, round: &mut u32) -> bool {
+        let now = if round.is_multiple_of(ROUNDS) { thread::globaltimer() } else { *start };
+        *start = if *round == 0 { now } else { *start };
+        *round = round.wrapping_add(1).max(1);
+        now.wrapping_sub(*start) > self.link.time_out
+    }
+
     /// One thread waits for a flag; whether it came.
     #[inline(always)]
     unsafe fn wait(&self, flags: GlobalMut<u64>, i: usize, peer: u32, phase: u32) -> bool {
-        let start = thread::globaltimer();
+        let (mut start, mut round) = (0, 0);
         loop {
             let seen = flags.load(i, System, Acquire);
             let (at, signature) = ((seen >> 32) as u32, seen as u32);
@@ -274,7 +301,7 @@ impl Session {
                 self.fail(code, peer, phase, signature);
                 return false;
             }
-            if thread::globaltimer().wrapping_sub(start) > self.link.time_out {
+            if self.is_late(&mut start, &mut round) {
                 self.fail(fault::TIME_OUT, peer, phase, 0);
                 return false;
             }
@@ -333,7 +360,8 @@ impl Session {
             let at = (block as usize * MAX_RANKS + peer as usize) * MAX_RANKS + to as usize;
             let mut count = 0;
             if link.waits_for(peer) || peer == link.rank {
-                let start = thread::globaltimer();
+                // The fault is looked at later, as it takes as long as a look at the count.
+                let (mut start, mut round) = (thread::globaltimer(), 1u32);
                 loop {
                     let seen = theirs.load(at, System, Relaxed);
                     // No peer is further: it needs our exit.
@@ -342,10 +370,13 @@ impl Session {
                         break;
                     }
                     // Who does something else sends no counts, which another thread notices.
-                    let word = GlobalMut::new(link.fault).load(0usize, Device, Relaxed);
-                    let code = word & const { (1 << fault::CODE_BITS) - 1 };
-                    let failed = matches!(code, fault::TIME_OUT | fault::DISAGREE | fault::PEER_FAILED);
-                    if failed || thread::globaltimer().wrapping_sub(start) > link.time_out {
+                    let mut failed = false;
+                    if round.is_multiple_of(ROUNDS) {
+                        let word = GlobalMut::new(link.fault).load(0usize, Device, Relaxed);
+                        let code = word & const { (1 << fault::CODE_BITS) - 1 };
+                        failed = matches!(code, fault::TIME_OUT | fault::DISAGREE | fault::PEER_FAILED);
+                    }
+                    if failed || self.is_late(&mut start, &mut round) {
                         self.fail(fault::TIME_OUT, peer, phase::ENTRY, 0);
                         bad = true;
                         break;
