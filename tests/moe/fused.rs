@@ -574,9 +574,9 @@ fn wgmma_blocks_in_twos() {
     on_every_device(|d, s| {
         for (tokens, top_k, experts, hidden, inter, skewed) in [
             (180, 1, 1, 72, 40, false),
-            (300, 2, 2, 136, 136, false),
-            (410, 1, 2, 264, 72, true),
-            (540, 1, 3, 328, 136, true),
+            (300, 2, 2, 136, 72, false),
+            (410, 1, 2, 328, 40, true),
+            (540, 1, 3, 264, 40, true),
             (720, 1, 4, 40, 24, false),
         ] {
             let mut case = Case::new(tokens, top_k, experts, hidden, inter).path(FusedPath::Wgmma176);
