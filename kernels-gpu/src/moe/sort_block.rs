@@ -233,11 +233,13 @@ pub unsafe fn sort_block<const BLOCKS: usize>(
         // Blocks that have all of it have been sent to for the last time, and may end.
         mbarrier::wait_parity(came.ptr(0u32), 0);
         total = 0;
-        unroll::<BLOCKS>(|g| {
-            let sums = rows.get(g as u32 * WORDS as u32 + tid);
-            before += if (g as u32) < chunk { sums } else { 0 };
-            total += sums;
-        });
+        if tid < words {
+            unroll::<BLOCKS>(|g| {
+                let sums = rows.get(g as u32 * WORDS as u32 + tid);
+                before += if (g as u32) < chunk { sums } else { 0 };
+                total += sums;
+            });
+        }
     }
 
     // Blocks of each expert in the low half, in the high one whether it has a number; and those of all experts before.
