@@ -19,13 +19,15 @@ pub const SHARED_BYTES: usize = 8192;
 pub unsafe fn conformance(data: *const u32, scratch: *mut u32, out: *mut u32) {
     let t = thread::thread_idx_x();
     // What is computed before the wait for other kernels stays what it is.
-    let ([second, fourth], [seven, sum]) =
-        dependent_launch::begin_at([data.wrapping_add(t as usize), data.wrapping_add(3 * t as usize)], [7 * t, t + 5]);
+    let ([second, fourth], [seven, sum]) = dependent_launch::begin_at(
+        [data.wrapping_add(t as usize).cast(), data.wrapping_add(3 * t as usize).cast()],
+        [7 * t, t + 5],
+    );
     let [nine] = dependent_launch::begin_with([9 * t]);
     let (input, output) = (Global::new(data), GlobalMut::new(scratch));
     let mut words = Words::new(out, WORDS);
     vec::prefetch_l2(data);
-    words.put(Global::new(second).get(1u32) ^ Global::new(fourth).get(2u32));
+    words.put(Global::new(second.cast::<u32>()).get(1u32) ^ Global::new(fourth.cast::<u32>()).get(2u32));
     words.put(seven ^ sum << 16);
     words.put(nine);
 
