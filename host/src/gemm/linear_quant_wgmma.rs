@@ -1,6 +1,6 @@
 //! The path of 8-bit linear layers on Hopper's tensor cores: its tiles, which of them suits a shape, and the launch.
 
-use super::linear_wgmma::{Shape, map};
+use super::linear_wgmma::{Shape, map, operand};
 use crate::device::{Device, Geometry, Stream, Swizzle};
 use crate::error::{Error, Result};
 use crate::kernels::gemm::linear_quant_blocks;
@@ -34,7 +34,7 @@ macro_rules! tiles {
                     #[allow(unreachable_patterns)]
                     _ => return None,
                 };
-                Some(Shape { n, stages, down, across: 1, split, waves })
+                Some(Shape { n, groups: 2, stages, down, across: 1, split, waves })
             }
 
             /// The entry for operands and results of these types and these scales, if there is one.
@@ -76,6 +76,9 @@ tiles! {
     N128Split2: 1, 128, 1, 2, rows 6 = linear_quant_wgmma_rows_n128_split2_bf16, linear_quant_wgmma_rows_n128_split2_f16,
         linear_quant_wgmma_i8_n128_split2_bf16, linear_quant_wgmma_i8_n128_split2_f16,
         blocks 6 = linear_quant_wgmma_blocks_n128_split2_bf16, linear_quant_wgmma_blocks_n128_split2_f16;
+    /// 96 outputs; scales of rows.
+    N96: 1, 96, 1, 1, rows 6 = linear_quant_wgmma_rows_n96_bf16, linear_quant_wgmma_rows_n96_f16,
+        linear_quant_wgmma_i8_n96_bf16, linear_quant_wgmma_i8_n96_f16, blocks;
     /// 64 outputs.
     N64: 1, 64, 1, 1, rows 8 = linear_quant_wgmma_rows_n64_bf16, linear_quant_wgmma_rows_n64_f16,
         linear_quant_wgmma_i8_n64_bf16, linear_quant_wgmma_i8_n64_f16,
@@ -128,6 +131,8 @@ fn estimate(shape: Shape, m: u32, n: u32, steps: u32, blocks: bool, multiprocess
     /// Bytes of a nanosecond, from memory and from the L2 cache.
     const MEMORY: f64 = 4000.0;
     const CACHE: f64 = 45_000.0;
+    /// From memory to one multiprocessor.
+    const STREAM: f64 = 40.0;
     /// A launch, from its first load to its last store; what a cluster adds.
     const LAUNCH: f64 = 3000.0;
     const CLUSTER: f64 = 100.0;
@@ -138,6 +143,7 @@ fn estimate(shape: Shape, m: u32, n: u32, steps: u32, blocks: bool, multiprocess
     let steps = steps.div_ceil(shape.split) as f64;
     let step = match (shape.n, shape.waves, blocks) {
         (64, ..) => 200.0,
+        (96, _, false) => 210.0,
         (128, _, false) => 300.0,
         (192, _, false) => 445.0,
         (_, _, false) => 570.0,
@@ -149,6 +155,9 @@ fn estimate(shape: Shape, m: u32, n: u32, steps: u32, blocks: bool, multiprocess
     let (m, n, k) = (m as f64, n as f64, steps * shape.split as f64 * 128.0);
     let idle = if rounds > 1.0 { multiprocessors as f64 / (at_once * shape.blocks()) as f64 } else { 1.0 };
     let memory = (n * k + m * k + m * n * 2.0) / MEMORY * idle;
+    // What nobody else reads takes a multiprocessor as long as the stages that are under way come.
+    let alone = shape.down == 1 && m <= body::ROWS as f64;
+    let memory = if alone { memory.max(rounds * steps * shape.n as f64 * 128.0 / STREAM) } else { memory };
     let lines = (body::ROWS as u32 * shape.waves) as f64 + shape.n as f64 / shape.down as f64;
     let cache = (tiles * shape.blocks()) as f64 * steps * lines * 128.0 / CACHE;
     let exchange = if shape.split == 1 { 0.0 } else { 900.0 };
@@ -198,12 +207,15 @@ pub unsafe fn launch(stream: &Stream, operands: DType, dtype: DType, tile: Linea
     let bytes = shared_bytes(shape, blocks);
     let (m, all) = (args.m, args.n);
     let (x, w, y) = (args.x as usize, args.w as usize, args.y as usize);
-    let (x_box, w_box) =
-        ([linear_quant_blocks::x_rows(m, shape.waves) as usize, kernel::STEP], [n / shape.down as usize, kernel::STEP]);
+    let rows = body::ROWS as u32 * shape.waves;
+    let [x, x_last] = operand(device, DType::U8, x, [m, args.k], args.x_row, [rows, 1], kernel::STEP)?;
+    let [w, w_last] = operand(device, DType::U8, w, [all, args.k], args.w_row, [shape.n, shape.down], kernel::STEP)?;
     let y_box = [body::GROUP_ROWS, body::chunk(n, split)];
     let launched = kernel::Args {
-        x: map(device, DType::U8, x, [m, args.k], args.x_row, x_box, Swizzle::B128)?,
-        w: map(device, DType::U8, w, [all, args.k], args.w_row, w_box, Swizzle::B128)?,
+        x,
+        x_last,
+        w,
+        w_last,
         y: map(device, dtype, y, [m, all], args.y_row, y_box, body::chunk_swizzle(n, split))?,
         bias: args.bias,
         x_scales: args.x_scales,

@@ -13,6 +13,8 @@ const OP: &str = "linear";
 pub(super) struct Shape {
     /// Outputs.
     pub(super) n: u32,
+    /// Consumers of a tile: both, or one and the other has the next.
+    pub(super) groups: u32,
     /// Stages of the ring.
     pub(super) stages: u32,
     /// Blocks of a cluster with tiles below one another, which share weights.
@@ -56,8 +58,8 @@ impl Shape {
 }
 
 macro_rules! tiles {
-    ($($(#[$doc:meta])* $Tile:ident = $bf16:ident, $f16:ident: $n:literal, $stages:literal, $down:literal, $across:literal,
-        $split:literal;)*) => {
+    ($($(#[$doc:meta])* $Tile:ident = $bf16:ident, $f16:ident: $n:literal, $groups:literal, $stages:literal, $down:literal,
+        $across:literal, $split:literal;)*) => {
         /// Tiles of [`LinearPath::Wgmma`](super::LinearPath::Wgmma): 128 tokens by so many outputs.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
@@ -70,10 +72,10 @@ macro_rules! tiles {
             pub const ALL: &[Self] = &[$(Self::$Tile),*];
 
             const fn shape(self) -> Shape {
-                let (n, stages, down, across, split) = match self {
-                    $(Self::$Tile => ($n, $stages, $down, $across, $split),)*
+                let (n, groups, stages, down, across, split) = match self {
+                    $(Self::$Tile => ($n, $groups, $stages, $down, $across, $split),)*
                 };
-                Shape { n, stages, down, across, split, waves: 1 }
+                Shape { n, groups, stages, down, across, split, waves: 1 }
             }
 
             /// The entry for an element type, if there is one.
@@ -92,27 +94,35 @@ macro_rules! tiles {
 }
 tiles! {
     /// 256 outputs.
-    N256 = linear_wgmma_n256_bf16, linear_wgmma_n256_f16: 256, 4, 1, 1, 1;
+    N256 = linear_wgmma_n256_bf16, linear_wgmma_n256_f16: 256, 2, 4, 1, 1, 1;
     /// 256 outputs; two blocks share weights.
-    N256Weights2 = linear_wgmma_n256_w2_bf16, linear_wgmma_n256_w2_f16: 256, 4, 2, 1, 1;
+    N256Weights2 = linear_wgmma_n256_w2_bf16, linear_wgmma_n256_w2_f16: 256, 2, 4, 2, 1, 1;
     /// 224 outputs.
-    N224 = linear_wgmma_n224_bf16, linear_wgmma_n224_f16: 224, 4, 1, 1, 1;
+    N224 = linear_wgmma_n224_bf16, linear_wgmma_n224_f16: 224, 2, 4, 1, 1, 1;
     /// 192 outputs.
-    N192 = linear_wgmma_n192_bf16, linear_wgmma_n192_f16: 192, 4, 1, 1, 1;
+    N192 = linear_wgmma_n192_bf16, linear_wgmma_n192_f16: 192, 2, 4, 1, 1, 1;
+    /// 176 outputs; consumers take turns with tiles of their own.
+    N176Turns = linear_wgmma_turns_n176_bf16, linear_wgmma_turns_n176_f16: 176, 1, 5, 1, 1, 1;
+    /// 160 outputs; consumers take turns with tiles of their own.
+    N160Turns = linear_wgmma_turns_n160_bf16, linear_wgmma_turns_n160_f16: 160, 1, 5, 1, 1, 1;
+    /// 144 outputs; consumers take turns with tiles of their own.
+    N144Turns = linear_wgmma_turns_n144_bf16, linear_wgmma_turns_n144_f16: 144, 1, 5, 1, 1, 1;
     /// 192 outputs; two blocks share a tile of results, each half of K.
-    N192Split2 = linear_wgmma_n192_split2_bf16, linear_wgmma_n192_split2_f16: 192, 5, 1, 1, 2;
+    N192Split2 = linear_wgmma_n192_split2_bf16, linear_wgmma_n192_split2_f16: 192, 2, 5, 1, 1, 2;
     /// 128 outputs.
-    N128 = linear_wgmma_n128_bf16, linear_wgmma_n128_f16: 128, 6, 1, 1, 1;
+    N128 = linear_wgmma_n128_bf16, linear_wgmma_n128_f16: 128, 2, 6, 1, 1, 1;
     /// 128 outputs; four blocks share tokens.
-    N128Tokens4 = linear_wgmma_n128_x4_bf16, linear_wgmma_n128_x4_f16: 128, 6, 1, 4, 1;
+    N128Tokens4 = linear_wgmma_n128_x4_bf16, linear_wgmma_n128_x4_f16: 128, 2, 6, 1, 4, 1;
     /// 128 outputs, K in halves.
-    N128Split2 = linear_wgmma_n128_split2_bf16, linear_wgmma_n128_split2_f16: 128, 6, 1, 1, 2;
+    N128Split2 = linear_wgmma_n128_split2_bf16, linear_wgmma_n128_split2_f16: 128, 2, 6, 1, 1, 2;
+    /// 96 outputs.
+    N96 = linear_wgmma_n96_bf16, linear_wgmma_n96_f16: 96, 2, 6, 1, 1, 1;
     /// 64 outputs.
-    N64 = linear_wgmma_n64_bf16, linear_wgmma_n64_f16: 64, 8, 1, 1, 1;
+    N64 = linear_wgmma_n64_bf16, linear_wgmma_n64_f16: 64, 2, 8, 1, 1, 1;
     /// 64 outputs, K in halves.
-    N64Split2 = linear_wgmma_n64_split2_bf16, linear_wgmma_n64_split2_f16: 64, 8, 1, 1, 2;
+    N64Split2 = linear_wgmma_n64_split2_bf16, linear_wgmma_n64_split2_f16: 64, 2, 8, 1, 1, 2;
     /// 64 outputs, K in quarters.
-    N64Split4 = linear_wgmma_n64_split4_bf16, linear_wgmma_n64_split4_f16: 64, 8, 1, 1, 4;
+    N64Split4 = linear_wgmma_n64_split4_bf16, linear_wgmma_n64_split4_f16: 64, 2, 8, 1, 1, 4;
 }
 
 impl WgmmaTile {
@@ -144,6 +154,8 @@ impl WgmmaTile {
         /// Bytes of a nanosecond, from memory and from the L2 cache.
         const MEMORY: f64 = 4400.0;
         const CACHE: f64 = 150_000.0;
+        /// From memory to one multiprocessor.
+        const STREAM: f64 = 40.0;
         /// A launch, from its first load to its last store; what a cluster adds.
         const LAUNCH: f64 = 4000.0;
         const CLUSTER: f64 = 100.0;
@@ -151,19 +163,28 @@ impl WgmmaTile {
         let (tiles, at_once) = (shape.tiles(m, n), shape.at_once(multiprocessors));
         let rounds = tiles.div_ceil(at_once) as f64;
         let steps = k.div_ceil(kernel::STEP as u32).div_ceil(shape.split) as f64;
-        // Narrow tiles wait for shared memory.
         let step = match shape.n {
             64 => 200.0,
-            128 => 360.0,
+            96 => 240.0,
+            128 => 330.0,
+            144 => 345.0,
+            160 => 380.0,
+            176 => 415.0,
             192 => 460.0,
             224 => 530.0,
             _ => 600.0,
         };
-        let products = rounds * (steps * step + 6.0 * shape.n as f64);
+        // Who takes turns stores all but the last tile while the other multiplies; but alone, hence twice as long.
+        let store = 6.0 * shape.n as f64;
+        let (stores, last) = if shape.groups == 1 { (1.0, store) } else { (rounds, 0.0) };
+        let products = rounds * steps * step + stores * store;
         let (m, n, k) = (m as f64, n as f64, k as f64);
         // Multiprocessors that a cluster's size leaves idle all the time.
         let idle = if rounds > 1.0 { multiprocessors as f64 / (at_once * shape.blocks()) as f64 } else { 1.0 };
         let memory = (n * k + m * k + m * n) * 2.0 / MEMORY * idle;
+        // What nobody else reads takes a multiprocessor as long as the stages that are under way come.
+        let alone = shape.down == 1 && m <= kernel::ROWS as f64;
+        let memory = if alone { memory.max(rounds * steps * shape.n as f64 * 128.0 / STREAM) } else { memory };
         let lines = kernel::ROWS as f64 / shape.across as f64 + shape.n as f64 / shape.down as f64;
         let cache = (tiles * shape.blocks()) as f64 * steps * lines * 128.0 / CACHE;
         // The sums that go from block to block, which for wide tiles is more than their share.
@@ -173,7 +194,7 @@ impl WgmmaTile {
             _ => 4000.0,
         };
         let cluster = if shape.blocks() > 1 { CLUSTER } else { 0.0 };
-        products.max(memory) + cache + LAUNCH + cluster + exchange
+        products.max(memory) + last + cache + LAUNCH + cluster + exchange
     }
 }
 
@@ -226,6 +247,27 @@ pub(super) fn map(
     })
 }
 
+/// The maps of an operand of `[rows, width]` elements, for tiles of `tile` rows, of which `share` blocks load a part each, and for the last of them, if
+/// that has fewer.
+pub(super) fn operand(
+    device: &Device,
+    dtype: DType,
+    base: usize,
+    [rows, width]: [u32; 2],
+    stride: usize,
+    [tile, share]: [u32; 2],
+    step: usize,
+) -> Result<[TensorMap; 2]> {
+    let boxes = |of: u32| map(device, dtype, base, [rows, width], stride, [of as usize, step], Swizzle::B128);
+    let last = kernel::last_rows(rows, tile);
+    if share > 1 || last == tile {
+        let map = boxes(tile / share)?;
+        return Ok([map, map]);
+    }
+    let last = boxes(last)?;
+    Ok([if rows < tile { last } else { boxes(tile)? }, last])
+}
+
 /// Launches a tile on raw pointers (layer L1). Makes the tensor maps on the host; allocates nothing.
 ///
 /// # Errors
@@ -244,12 +286,14 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, tile: WgmmaTile, args: &Args
     let Shape { n: width, down, across, split, .. } = tile.shape();
     let (chunk, swizzle) =
         (kernel::chunk(width as usize, split as usize), kernel::chunk_swizzle(width as usize, split as usize));
-    let x_box = [kernel::x_rows(m, across) as usize, kernel::STEP];
-    let w_box = [(width / down) as usize, kernel::STEP];
+    let [x, x_last] = operand(device, dtype, x as usize, [m, k], x_row, [kernel::ROWS as u32, across], kernel::STEP)?;
+    let [w, w_last] = operand(device, dtype, w as usize, [n, k], w_row, [width, down], kernel::STEP)?;
     let y_box = [kernel::GROUP_ROWS, chunk];
     let args = kernel::Args {
-        x: map(device, dtype, x as usize, [m, k], x_row, x_box, Swizzle::B128)?,
-        w: map(device, dtype, w as usize, [n, k], w_row, w_box, Swizzle::B128)?,
+        x,
+        x_last,
+        w,
+        w_last,
         y: map(device, dtype, y as usize, [m, n], y_row, y_box, swizzle)?,
         bias,
         m,

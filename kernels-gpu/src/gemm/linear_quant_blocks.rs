@@ -12,14 +12,13 @@
 //! * *Two waves.* A consumer may have 128 tokens, 64 after another with the same weights (`ALL` is twice `N`): products of half the registers, scales and
 //!   addresses once for both.
 
-use super::linear_wgmma::{BAND, CONSUMERS, Exchange, GROUP_ROWS, LINE, ROWS, Store, THREADS, chunk, chunks, owned};
+use super::linear_wgmma::{BAND, CONSUMERS, Exchange, GROUP_ROWS, LINE, Operand, ROWS, Store, chunk, chunks, owned};
 use crate::TensorFloat;
 use crate::pipeline::{Raster, Ring, Stages, part};
 use crate::row::GROUP;
 use crate::scales::{BLOCKS, Scales};
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, TensorMap};
-use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, K, Registers};
 use cuda_std::{E4M3, Global, cluster, dependent_launch, float, integer, mbarrier, thread, warp};
 
@@ -36,12 +35,6 @@ pub const fn shared_bytes(n: usize, waves: usize, stages: usize, split: usize) -
     stages * (ROWS * waves + n) * LINE as usize + 4 * GROUP_ROWS * chunk(n, split) * 2 + (2 * stages + 1) * 8
 }
 
-/// Rows of a box of `x`, as [`x_rows`](super::linear_wgmma::x_rows).
-pub const fn x_rows(m: u32, waves: u32) -> u32 {
-    let rows = ROWS as u32 * waves;
-    if m < rows { m.next_multiple_of(8) } else { rows }
-}
-
 /// As [`linear_wgmma`](super::linear_wgmma::linear_wgmma), with boxes of 128 columns; tiles have `N` outputs of `ALL / N` times [`ROWS`] tokens, and `w` boxes of
 /// `N` rows. Scales as [`Scales::new`] takes them.
 ///
@@ -56,7 +49,9 @@ pub unsafe fn linear_quant_blocks<
     const SPLIT: u32,
 >(
     x: *const TensorMap,
+    x_last: *const TensorMap,
     w: *const TensorMap,
+    w_last: *const TensorMap,
     y: *const TensorMap,
     bias: *const T,
     x_scales: *const f32,
@@ -99,21 +94,18 @@ pub unsafe fn linear_quant_blocks<
     let (first, stride) = (thread::block_idx_x() / SPLIT, thread::grid_dim_x() / SPLIT);
     let (k0, steps) = part(k.div_ceil(LINE), split, SPLIT);
 
-    let x_box = x_rows(m, waves as u32);
-    if x_box < rows {
-        // What no box fills.
-        let mut at = thread::thread_idx_x() * 16;
-        while at < STAGES as u32 * x_bytes {
-            if at % x_bytes >= x_box * LINE {
-                xs.set_as(at, B128([0u32; 4]));
-            }
-            at += 16 * THREADS as u32;
-        }
-        tma::fence_async();
-    }
+    let of_x = Operand { map: x, last: x_last, rows: m, tile: rows };
+    let of_w = Operand { map: w, last: w_last, rows: n, tile: N as u32 };
+    let place = |tile: u32| {
+        let (row, column) = raster.place(tile);
+        (row * rows, column * N as u32)
+    };
+    let (row, column) = place(first);
+    of_x.clear::<STAGES>(xs, row, steps, false);
+    of_w.clear::<STAGES>(ws, column, steps, false);
     if thread::thread_idx_x() == 0 {
-        tma::prefetch_map(x);
-        tma::prefetch_map(w);
+        tma::prefetch_map(of_x.boxes(row).1);
+        tma::prefetch_map(of_w.boxes(column).1);
         tma::prefetch_map(y);
         if SPLIT > 1 {
             mbarrier::init(came, 1);
@@ -140,12 +132,13 @@ pub unsafe fn linear_quant_blocks<
             let mut ring = Ring::<STAGES>::new();
             let mut tile = first;
             while tile < raster.count() {
-                let (row, column) = raster.place(tile);
-                let (row, column) = ((row * rows) as i32, (column * N as u32) as i32);
+                let (row, column) = place(tile);
+                let ((x_rows, x), (w_rows, w)) = (of_x.boxes(row), of_w.boxes(column));
+                let (row, column) = (row as i32, column as i32);
                 let mut step = 0;
                 while step < steps {
                     let (stage, at) = (ring.stage, ((k0 + step) * LINE) as i32);
-                    stages.acquire(ring, x_box * LINE + w_bytes);
+                    stages.acquire(ring, (x_rows + w_rows) * LINE);
                     let full = stages.full(stage);
                     tma::load_tensor::<2>(xs + stage * x_bytes, x, [at, row], full);
                     tma::load_tensor::<2>(ws + stage * w_bytes, w, [at, column], full);
@@ -180,12 +173,12 @@ pub unsafe fn linear_quant_blocks<
         let mut ring = Ring::<STAGES>::new();
         let mut tile = first;
         let corner = |tile: u32| {
-            let (row, column) = raster.place(tile);
-            (row * rows + group * GROUP_ROWS as u32, column * N as u32)
+            let (row, column) = place(tile);
+            (row + group * GROUP_ROWS as u32, column)
         };
         let groups = k.div_ceil(LINE);
         // Where this lane's scales of a tile are, those of its rows and of the first and last columns. (What is opaque is not kept in registers from tile to tile.)
-        let place = |tile: u32| {
+        let scales_of = |tile: u32| {
             let (row, column) = corner(tile);
             let own = integer::opaque(warp_id % 4 * 16 + lane / 4);
             let mut of_rows = [x_scales; 4];
@@ -212,7 +205,7 @@ pub unsafe fn linear_quant_blocks<
         let mut ready = false;
         while tile < raster.count() {
             let (row, column) = corner(tile);
-            let places = place(tile);
+            let places = scales_of(tile);
             let (mut of_rows, mut of_columns) = fetch(places, 0);
             let mut sums = [0f32; 128];
             let mut partial = P::zero();
@@ -283,8 +276,7 @@ pub unsafe fn linear_quant_blocks<
             let bias = store.columns::<N, SPLIT>(column, first_chunk);
             let (scale, ones) = ([0f32; 16], [1f32; 2]);
             if SPLIT == 1 {
-                store.tile::<ALL, 1>(sums, bias, scale, ones, row, column, 0, const { chunks(ALL, 1) }, turn);
-                turn ^= const { chunks(ALL, 1) & 1 };
+                turn ^= store.tile::<ALL, 1>(sums, bias, scale, ones, row, column, 0, const { chunks(ALL, 1) }, turn);
             } else {
                 // All blocks are done with their rings, whose place the parts of the sums take.
                 cluster::arrive_relaxed();

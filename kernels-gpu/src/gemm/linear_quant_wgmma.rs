@@ -25,13 +25,16 @@ pub unsafe fn linear_quant_wgmma<
     P: Accumulator<S> + AsRef<[S]>,
     const SCALES: u32,
     const N: usize,
+    const GROUPS: u32,
     const STAGES: usize,
     const DOWN: u32,
     const ACROSS: u32,
     const SPLIT: u32,
 >(
     x: *const TensorMap,
+    x_last: *const TensorMap,
     w: *const TensorMap,
+    w_last: *const TensorMap,
     y: *const TensorMap,
     bias: *const T,
     x_scales: *const f32,
@@ -46,48 +49,54 @@ pub unsafe fn linear_quant_wgmma<
     kind: u32,
 ) {
     let scales = Scales::new(x_scales, x_scale_row, x_scale_group, w_scales, w_scale_row, w_scale_group);
-    linear_wgmma::scaled::<X, S, T, A, P, SCALES, N, STAGES, DOWN, ACROSS, SPLIT>(x, w, y, bias, scales, m, n, k, kind)
+    linear_wgmma::scaled::<X, S, T, A, P, SCALES, N, GROUPS, STAGES, DOWN, ACROSS, SPLIT>(
+        x, x_last, w, w_last, y, bias, scales, m, n, k, kind,
+    )
 }
 
 entries! {
     /// Arguments of every `linear_quant_wgmma_*` entry; see [`linear_quant_wgmma`].
     pub struct Args<T>(
-        x: TensorMap, w: TensorMap, y: TensorMap, bias: *const T, x_scales: *const f32, x_scale_row: usize,
-        x_scale_group: usize, w_scales: *const f32, w_scale_row: usize, w_scale_group: usize, m: u32, n: u32, k: u32,
-        kind: u32,
+        x: TensorMap, x_last: TensorMap, w: TensorMap, w_last: TensorMap, y: TensorMap, bias: *const T,
+        x_scales: *const f32, x_scale_row: usize, x_scale_group: usize, w_scales: *const f32, w_scale_row: usize,
+        w_scale_group: usize, m: u32, n: u32, k: u32, kind: u32,
     );
-    linear_quant_wgmma_rows_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 4, 1, 1, 1>;
-    linear_quant_wgmma_rows_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 4, 1, 1, 1>;
-    linear_quant_wgmma_rows_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 4, 2, 1, 1>;
-    linear_quant_wgmma_rows_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 4, 2, 1, 1>;
-    linear_quant_wgmma_rows_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], [f32; 96], ROWS, 192, 4, 1, 1, 1>;
-    linear_quant_wgmma_rows_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], [f32; 96], ROWS, 192, 4, 1, 1, 1>;
-    linear_quant_wgmma_rows_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 6, 1, 1, 1>;
-    linear_quant_wgmma_rows_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 6, 1, 1, 1>;
-    linear_quant_wgmma_rows_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 6, 1, 1, 2>;
-    linear_quant_wgmma_rows_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 6, 1, 1, 2>;
-    linear_quant_wgmma_rows_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 8, 1, 1, 1>;
-    linear_quant_wgmma_rows_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 8, 1, 1, 1>;
-    linear_quant_wgmma_rows_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 8, 1, 1, 2>;
-    linear_quant_wgmma_rows_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 8, 1, 1, 2>;
-    linear_quant_wgmma_rows_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 8, 1, 1, 4>;
-    linear_quant_wgmma_rows_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 8, 1, 1, 4>;
-    linear_quant_wgmma_i8_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 4, 1, 1, 1>;
-    linear_quant_wgmma_i8_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 4, 1, 1, 1>;
-    linear_quant_wgmma_i8_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 4, 2, 1, 1>;
-    linear_quant_wgmma_i8_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 4, 2, 1, 1>;
-    linear_quant_wgmma_i8_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 96], [i32; 96], ROWS, 192, 4, 1, 1, 1>;
-    linear_quant_wgmma_i8_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 96], [i32; 96], ROWS, 192, 4, 1, 1, 1>;
-    linear_quant_wgmma_i8_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 6, 1, 1, 1>;
-    linear_quant_wgmma_i8_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 6, 1, 1, 1>;
-    linear_quant_wgmma_i8_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 6, 1, 1, 2>;
-    linear_quant_wgmma_i8_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 6, 1, 1, 2>;
-    linear_quant_wgmma_i8_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 1>;
-    linear_quant_wgmma_i8_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 1>;
-    linear_quant_wgmma_i8_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 2>;
-    linear_quant_wgmma_i8_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 2>;
-    linear_quant_wgmma_i8_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 4>;
-    linear_quant_wgmma_i8_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 8, 1, 1, 4>;
+    linear_quant_wgmma_rows_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_rows_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_rows_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 2, 4, 2, 1, 1>;
+    linear_quant_wgmma_rows_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 2, 4, 2, 1, 1>;
+    linear_quant_wgmma_rows_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], [f32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_rows_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], [f32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_rows_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_rows_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_rows_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
+    linear_quant_wgmma_rows_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
+    linear_quant_wgmma_rows_n96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 48], [f32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_rows_n96_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 48], [f32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_rows_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
+    linear_quant_wgmma_rows_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
+    linear_quant_wgmma_rows_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 2, 8, 1, 1, 2>;
+    linear_quant_wgmma_rows_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 2, 8, 1, 1, 2>;
+    linear_quant_wgmma_rows_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 2, 8, 1, 1, 4>;
+    linear_quant_wgmma_rows_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 2, 8, 1, 1, 4>;
+    linear_quant_wgmma_i8_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_i8_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_i8_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 2, 4, 2, 1, 1>;
+    linear_quant_wgmma_i8_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 2, 4, 2, 1, 1>;
+    linear_quant_wgmma_i8_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 96], [i32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_i8_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 96], [i32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_i8_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_i8_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_i8_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
+    linear_quant_wgmma_i8_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
+    linear_quant_wgmma_i8_n96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 48], [i32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_i8_n96_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 48], [i32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_i8_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
+    linear_quant_wgmma_i8_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
+    linear_quant_wgmma_i8_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 2, 8, 1, 1, 2>;
+    linear_quant_wgmma_i8_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 2, 8, 1, 1, 2>;
+    linear_quant_wgmma_i8_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 2, 8, 1, 1, 4>;
+    linear_quant_wgmma_i8_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 2, 8, 1, 1, 4>;
     linear_quant_wgmma_blocks_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 96], 192, 192, 4, 1>;
     linear_quant_wgmma_blocks_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 96], 192, 192, 4, 1>;
     linear_quant_wgmma_blocks_n128_t256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 256, 128, 4, 1>;

@@ -11,6 +11,9 @@
 //! next. Blocks of a cluster may have neighbouring tiles, `DOWN` of them below one another and `ACROSS` beside one another,
 //! and then share what they load: each loads a part of the common tile of `w` or of `x` for all.
 //!
+//! **Turns** (`GROUPS` of 1): consumers have tiles of their own, a warpgroup all tokens of one, 64 after another with the same outputs. While one stores
+//! its tile the other multiplies; so only the last tile of a block is stored with nothing else to do.
+//!
 //! **Few tiles**: `SPLIT` blocks of a cluster share a tile, each a part of K. Their sums meet in shared memory: the tile is
 //! divided among the blocks by columns, each block sends what it has to the owner's shared memory (where the ring was), and
 //! the owner adds the parts in their order. No workspace, no atomics, and the same bits always; the order of summation
@@ -46,6 +49,8 @@ pub const GROUP_ROWS: usize = 64;
 pub(super) const CONSUMERS: u32 = 256;
 /// Rows of tiles that run side by side.
 pub(super) const BAND: u32 = 16;
+/// The first of two named barriers by which consumers with tiles of their own take turns.
+const ORDER: u32 = 3;
 /// Bytes of a line of the swizzle.
 pub(super) const LINE: u32 = 128;
 /// Outputs that a consumer rounds and stores at once, which must divide the tile and be shared evenly if K is split.
@@ -59,10 +64,62 @@ pub const fn chunk(n: usize, split: usize) -> usize {
     }
 }
 
-/// Rows of a box of `x`, of which `across` blocks load one each: not all of [`ROWS`] for few tokens, as rows outside of the tensor
-/// cost the copy engine time as well (an H200 took 11.9 µs for 1 token where it took 8.4 for 128).
-pub const fn x_rows(m: u32, across: u32) -> u32 {
-    if across == 1 && m < ROWS as u32 { m.next_multiple_of(8) } else { ROWS as u32 / across }
+/// Chunks that are stored at once: 64 columns, unless K is split.
+pub const fn batch(n: usize, split: u32) -> usize {
+    if split == 1 { 64 / chunk(n, 1) } else { 1 }
+}
+
+/// Rows of the boxes for the last of the tiles of `tile` rows that `rows` have: no more than there are, rounded up to 8, as rows outside of a tensor
+/// cost the copy engine more time than others (an H200 took 11.9 µs for 1 token where it took 8.4 for 128, and 30 for 320 where it took 21 for 384).
+pub const fn last_rows(rows: u32, tile: u32) -> u32 {
+    let rest = rows % tile;
+    if rest == 0 { tile } else { rest.next_multiple_of(8) }
+}
+
+/// One of the operands in global memory.
+#[derive(Clone, Copy)]
+pub(super) struct Operand {
+    /// In boxes of a tile's rows, and in boxes of [`last_rows`].
+    pub(super) map: *const TensorMap,
+    pub(super) last: *const TensorMap,
+    pub(super) rows: u32,
+    pub(super) tile: u32,
+}
+
+impl Operand {
+    /// How many rows the tile from row `row` on is loaded with, and the map for that.
+    #[inline(always)]
+    pub(super) fn boxes(self, row: u32) -> (u32, *const TensorMap) {
+        if row + self.tile <= self.rows {
+            (self.tile, self.map)
+        } else {
+            (if row < self.rows { last_rows(self.rows, self.tile) } else { 0 }, self.last)
+        }
+    }
+
+    /// Zeroes what boxes leave of these stages, for a block whose first tile is at `row` and has so many steps; `absent`: others may have no rows
+    /// at all. By all threads. (Nobody needs the products of such rows, but there are some.)
+    #[inline(always)]
+    pub(super) unsafe fn clear<const STAGES: usize>(self, stages: Shared<u8>, row: u32, steps: u32, absent: bool) {
+        let filled = if steps >= STAGES as u32 {
+            // Later tiles find what the first left.
+            self.boxes(row).0
+        } else if absent {
+            0
+        } else {
+            last_rows(self.rows, self.tile)
+        };
+        if filled < self.tile {
+            for stage in 0..STAGES as u32 {
+                let mut at = filled * LINE + thread::thread_idx_x() * 16;
+                while at < self.tile * LINE {
+                    stages.set_as(stage * (self.tile * LINE) + at, B128([0u32; 4]));
+                    at += 16 * THREADS as u32;
+                }
+            }
+            tma::fence_async();
+        }
+    }
 }
 
 /// Chunks of a tile.
@@ -88,13 +145,16 @@ pub const fn chunk_swizzle(n: usize, split: usize) -> Swizzle {
     }
 }
 
-/// Dynamic shared memory for tiles of `n` outputs: the ring, two chunks for each consumer, the mbarriers.
+/// Dynamic shared memory for tiles of `n` outputs: the ring, two batches of chunks for each consumer, the mbarriers.
 pub const fn shared_bytes(n: usize, stages: usize, split: usize) -> usize {
-    stages * (ROWS + n) * STEP * 2 + 4 * GROUP_ROWS * chunk(n, split) * 2 + (2 * stages + 1) * 8
+    let staging = 4 * GROUP_ROWS * chunk(n, split) * batch(n, split as u32) * 2;
+    stages * (ROWS + n) * STEP * 2 + staging + (2 * stages + 1) * 8
 }
 
-/// `x`: `[m, k]` in boxes of [`STEP`] by [`x_rows`]; `w`: `[n, k]` in boxes of [`STEP`] by `N / DOWN`; both with the
-/// 128-byte swizzle. `y`: `[m, n]` in boxes of [`chunk`] by [`GROUP_ROWS`] with [`chunk_swizzle`]. `bias`: `[n]` or null.
+/// `x`: `[m, k]` in boxes of [`STEP`] by `ROWS / ACROSS`; `w`: `[n, k]` in boxes of [`STEP`] by `N / DOWN`; both with the
+/// 128-byte swizzle. `x_last` and `w_last`: the same in boxes of [`last_rows`], for what is not shared. `y`: `[m, n]` in boxes of [`chunk`] by [`GROUP_ROWS`] with [`chunk_swizzle`]. `bias`: `[n]` or null.
+///
+/// `GROUPS` consumers share a tile: both (2), or one and one (1), with K in one part.
 ///
 /// Clusters: of `DOWN * ACROSS * SPLIT` blocks. Grid: a cluster for each of its tiles if K is split, otherwise any number of
 /// clusters; block: [`THREADS`]; shared memory: [`shared_bytes`].
@@ -103,13 +163,16 @@ pub unsafe fn linear_wgmma<
     T: TensorFloat + Input,
     A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
     const N: usize,
+    const GROUPS: u32,
     const STAGES: usize,
     const DOWN: u32,
     const ACROSS: u32,
     const SPLIT: u32,
 >(
     x: *const TensorMap,
+    x_last: *const TensorMap,
     w: *const TensorMap,
+    w_last: *const TensorMap,
     y: *const TensorMap,
     bias: *const T,
     m: u32,
@@ -117,7 +180,19 @@ pub unsafe fn linear_wgmma<
     k: u32,
     kind: u32,
 ) {
-    scaled::<T, f32, T, A, A, NONE, N, STAGES, DOWN, ACROSS, SPLIT>(x, w, y, bias, Scales::none(), m, n, k, kind)
+    scaled::<T, f32, T, A, A, NONE, N, GROUPS, STAGES, DOWN, ACROSS, SPLIT>(
+        x,
+        x_last,
+        w,
+        w_last,
+        y,
+        bias,
+        Scales::none(),
+        m,
+        n,
+        k,
+        kind,
+    )
 }
 
 /// [`linear_wgmma`] for operands of any type, whose products `P` have sums of type `S`, with scales. A step has 128 bytes of K.
@@ -130,13 +205,16 @@ pub unsafe fn scaled<
     P: Accumulator<S> + AsRef<[S]>,
     const SCALES: u32,
     const N: usize,
+    const GROUPS: u32,
     const STAGES: usize,
     const DOWN: u32,
     const ACROSS: u32,
     const SPLIT: u32,
 >(
     x: *const TensorMap,
+    x_last: *const TensorMap,
     w: *const TensorMap,
+    w_last: *const TensorMap,
     y: *const TensorMap,
     bias: *const T,
     scales: Scales<SCALES>,
@@ -145,7 +223,9 @@ pub unsafe fn scaled<
     k: u32,
     kind: u32,
 ) {
-    const { assert!(A::N == N && P::N == N) };
+    const { assert!(A::N == N && P::N == N && (GROUPS == 2 || GROUPS == 1 && SPLIT == 1)) };
+    // How many times 64 tokens a consumer has.
+    let waves = const { 2 / GROUPS as usize };
     let step_size = const { LINE / size_of::<X>() as u32 };
     let (sharing, blocks) = const { (DOWN * ACROSS, DOWN * ACROSS * SPLIT) };
     match blocks {
@@ -155,7 +235,7 @@ pub unsafe fn scaled<
         4 => cluster::dims::<4>(),
         _ => cluster::dims::<8>(),
     }
-    let width = const { chunk(N, SPLIT as usize) };
+    let width = const { chunk(N, SPLIT as usize) * batch(N, SPLIT) };
     let (x_bytes, w_bytes) = (ROWS as u32 * LINE, N as u32 * LINE);
     let mut carver = Carver::new();
     let xs = carver.take_aligned::<u8>(STAGES * ROWS * LINE as usize, 1024);
@@ -179,26 +259,29 @@ pub unsafe fn scaled<
     let (first, stride) = (thread::block_idx_x() / blocks, thread::grid_dim_x() / blocks);
     let (k0, steps) = part(k.div_ceil(step_size), split, SPLIT);
 
-    let x_box = if ACROSS == 1 { x_rows(m, 1) } else { ROWS as u32 };
-    if x_box < ROWS as u32 {
-        // What no box fills.
-        let mut at = thread::thread_idx_x() * 16;
-        while at < STAGES as u32 * x_bytes {
-            if at % x_bytes >= x_box * LINE {
-                xs.set_as(at, B128([0u32; 4]));
-            }
-            at += 16 * THREADS as u32;
-        }
-        tma::fence_async();
+    let of_x = Operand { map: x, last: x_last, rows: m, tile: ROWS as u32 };
+    let of_w = Operand { map: w, last: w_last, rows: n, tile: N as u32 };
+    let origin = |tile: u32| {
+        let (row, column) = raster.place(tile);
+        ((row * DOWN + down) * ROWS as u32, (column * ACROSS + across) * N as u32)
+    };
+    // What is shared comes in full boxes.
+    // (Opaque, or the consumers would keep what it is computed from.)
+    let (row, column) = origin(integer::opaque(first));
+    if ACROSS == 1 {
+        of_x.clear::<STAGES>(xs, row, steps, DOWN > 1);
+    }
+    if DOWN == 1 {
+        of_w.clear::<STAGES>(ws, column, steps, ACROSS > 1);
     }
     if thread::thread_idx_x() == 0 {
-        tma::prefetch_map(x);
-        tma::prefetch_map(w);
+        tma::prefetch_map(if ACROSS == 1 { of_x.boxes(row).1 } else { x });
+        tma::prefetch_map(if DOWN == 1 { of_w.boxes(column).1 } else { w });
         tma::prefetch_map(y);
         if SPLIT > 1 {
             mbarrier::init(came, 1);
         }
-        stages.init(CONSUMERS / 32);
+        stages.init(4 * GROUPS);
         if SPLIT > 1 {
             mbarrier::arrive_expect_tx(came, Exchange::<N, SPLIT>::bytes(split));
         }
@@ -214,7 +297,12 @@ pub unsafe fn scaled<
     dependent_launch::launch_dependents();
 
     if warp_id < 4 {
-        wgmma::decrease_registers::<40>();
+        // A producer of a part of K needs more than 24.
+        if SPLIT == 1 {
+            wgmma::decrease_registers::<24>();
+        } else {
+            wgmma::decrease_registers::<40>();
+        }
         if warp_id == 0 && warp::elect_one() {
             let (xs, ws) = (xs.address(0u32), ws.address(0u32));
             // The blocks that take the same rows of x, and those that take the same rows of w.
@@ -223,16 +311,22 @@ pub unsafe fn scaled<
             let mut ring = Ring::<STAGES>::new();
             let mut tile = first;
             while tile < raster.count() {
-                let (row, column) = raster.place(tile);
-                let row = ((row * DOWN + down) * ROWS as u32) as i32;
-                let column = ((column * ACROSS + across) * N as u32) as i32;
+                let (row, column) = origin(tile);
+                let (x_rows, x) = if ACROSS == 1 { of_x.boxes(row) } else { (ROWS as u32, x) };
+                let (w_rows, w) = if DOWN == 1 { of_w.boxes(column) } else { (N as u32, w) };
+                let (row, column) = (row as i32, column as i32);
                 let mut step = 0;
                 while step < steps {
                     let (stage, at) = (ring.stage, ((k0 + step) * step_size) as i32);
-                    stages.acquire(ring, x_box * LINE + w_bytes);
+                    stages.acquire(ring, (x_rows + w_rows) * LINE);
                     let full = stages.full(stage);
-                    load::<ACROSS>(xs + stage * x_bytes, x, at, row, ROWS as u32, across, x_blocks, full);
-                    load::<DOWN>(ws + stage * w_bytes, w, at, column, N as u32, down, w_blocks, full);
+                    // Of a cluster, one may have no tile.
+                    if DOWN == 1 || x_rows > 0 {
+                        load::<ACROSS>(xs + stage * x_bytes, x, at, row, ROWS as u32, across, x_blocks, full);
+                    }
+                    if ACROSS == 1 || w_rows > 0 {
+                        load::<DOWN>(ws + stage * w_bytes, w, at, column, N as u32, down, w_blocks, full);
+                    }
                     ring.advance();
                     step += 1;
                 }
@@ -245,9 +339,15 @@ pub unsafe fn scaled<
             cluster::wait();
         }
     } else {
-        wgmma::increase_registers::<232>();
+        if SPLIT == 1 {
+            wgmma::increase_registers::<240>();
+        } else {
+            wgmma::increase_registers::<232>();
+        }
         let group = warp_id / 4 - 1;
-        let a = Descriptor::<K>::new(xs.address(group * (GROUP_ROWS as u32 * LINE)));
+        // Its place in its tile.
+        let part = if GROUPS == 1 { 0 } else { group };
+        let a = Descriptor::<K>::new(xs.address(part * (GROUP_ROWS as u32 * LINE)));
         let b = Descriptor::<K>::new(ws.address(0u32));
         let store = Store {
             y,
@@ -263,30 +363,45 @@ pub unsafe fn scaled<
         let mut turn = 0;
         let mut ring = Ring::<STAGES>::new();
         let mut tile = first;
+        if GROUPS == 1 && group > 0 {
+            // The other's tile comes first.
+            tile += stride;
+            ring.skip(steps);
+        }
         let corner = |tile: u32| {
-            let (row, column) = raster.place(tile);
-            let row = (row * DOWN + down) * ROWS as u32 + group * GROUP_ROWS as u32;
-            (row, (column * ACROSS + across) * N as u32)
+            let (row, column) = origin(tile);
+            (row + part * GROUP_ROWS as u32, column)
         };
         // This thread's first row of a tile; the other is the 8th below.
         let own = warp_id % 4 * 16 + lane / 4;
         while tile < raster.count() {
             let (row, column) = corner(tile);
-            let mut acc = A::zero();
-            let mut partial = P::zero();
+            if GROUPS == 1 && tile != first {
+                // The other has seen all stages of the tile before. Earlier, a stage could be rounds away from the one that is
+                // waited for, and parities do not tell those apart.
+                thread::sync_named(ORDER + group, CONSUMERS);
+            }
+            let mut partial = [P::zero(); 2];
             let mut previous = ring.stage;
             let mut step = 0;
             // Written to run at least once; see `cuda_std::wgmma`.
             loop {
                 stages.wait_full(ring);
                 // The first product of a tile overwrites the sums.
-                partial.multiply::<X, 4, K, K>(
-                    a.offset(ring.stage * x_bytes),
-                    b.offset(ring.stage * w_bytes),
-                    step > 0,
-                );
-                // The product before is complete, and its stage can be filled again.
-                wgmma::wait::<1>(&mut partial);
+                for wave in 0..waves {
+                    partial[wave].multiply::<X, 4, K, K>(
+                        a.offset(ring.stage * x_bytes + wave as u32 * (GROUP_ROWS as u32 * LINE)),
+                        b.offset(ring.stage * w_bytes),
+                        step > 0,
+                    );
+                }
+                // The products before are complete, and their stage can be filled again.
+                if waves == 1 {
+                    wgmma::wait::<1>(&mut partial[0]);
+                } else {
+                    wgmma::wait::<2>(&mut partial[0]);
+                    partial[1].pin();
+                }
                 if step > 0 {
                     stages.release(previous, lane);
                 }
@@ -297,26 +412,52 @@ pub unsafe fn scaled<
                     break;
                 }
             }
+            if GROUPS == 1 && tile + stride < raster.count() {
+                thread::arrive_named(ORDER + (group ^ 1), CONSUMERS);
+            }
             // On its way during the last products.
             let (first_chunk, end_chunk) = owned(N, SPLIT, split);
             let bias = store.columns::<N, SPLIT>(column, first_chunk);
             let scale = store.column_scales::<N, SPLIT>(column, first_chunk);
             let rows = store.row_scales(row + own, m);
-            wgmma::wait::<0>(&mut partial);
-            for e in 0..const { N / 2 } {
-                acc.as_mut()[e] = partial.as_ref()[e].to_f32();
+            wgmma::wait::<0>(&mut partial[0]);
+            if waves > 1 {
+                partial[1].pin();
             }
             if SPLIT == 1 {
                 stages.release(previous, lane);
-                let mut sums = [0f32; 128];
-                // One by one, as a copy of slices would go through memory.
-                #[allow(clippy::manual_memcpy)]
-                for e in 0..const { N / 2 } {
-                    sums[e] = acc.as_ref()[e];
+                for wave in 0..waves {
+                    let mut sums = [0f32; 128];
+                    for e in 0..const { N / 2 } {
+                        sums[e] = partial[wave].as_ref()[e].to_f32();
+                    }
+                    let below = wave as u32 * GROUP_ROWS as u32;
+                    let (bias, scale, rows) = if wave == 0 {
+                        (bias, scale, rows)
+                    } else {
+                        (
+                            store.columns::<N, 1>(column, 0),
+                            store.column_scales::<N, 1>(column, 0),
+                            store.row_scales(row + below + own, m),
+                        )
+                    };
+                    turn ^= store.tile::<N, 1>(
+                        sums,
+                        bias,
+                        scale,
+                        rows,
+                        row + below,
+                        column,
+                        0,
+                        const { chunks(N, 1) },
+                        turn,
+                    );
                 }
-                store.tile::<N, 1>(sums, bias, scale, rows, row, column, 0, const { chunks(N, 1) }, turn);
-                turn ^= const { chunks(N, 1) & 1 };
             } else {
+                let mut acc = A::zero();
+                for e in 0..const { N / 2 } {
+                    acc.as_mut()[e] = partial[0].as_ref()[e].to_f32();
+                }
                 // All blocks are done with their rings, whose place the parts of the sums take.
                 cluster::arrive_relaxed();
                 cluster::wait();
@@ -330,6 +471,10 @@ pub unsafe fn scaled<
             tile += stride;
             if SPLIT > 1 {
                 break;
+            }
+            if GROUPS == 1 {
+                tile += stride;
+                ring.skip(steps);
             }
         }
         if store.leads() {
@@ -418,7 +563,8 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
     }
 
     /// The chunks from `first` to `end` of the tile at (`row`, `column`), of which this thread has these sums, and this bias and these
-    /// scales of the first; `rows` are the scales of its two rows. Chunks take turns with the two buffers; `turn` says where the tile before left off.
+    /// scales of the first; `rows` are the scales of its two rows. Batches of chunks take turns with the two buffers; `turn` says where the tile before left off.
+    /// Returns whether this one leaves off at the other.
     #[inline(always)]
     pub(super) unsafe fn tile<const N: usize, const SPLIT: u32>(
         self,
@@ -431,28 +577,53 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
         first: u32,
         end: u32,
         turn: u32,
-    ) {
+    ) -> u32 {
         let elements = const { chunk(N, SPLIT as usize) / 2 };
+        let several = const { batch(N, SPLIT) };
+        let (buffer, words_of_chunk) = const {
+            let words = (GROUP_ROWS * chunk(N, SPLIT as usize) / 2) as u32;
+            (words * batch(N, SPLIT) as u32, words)
+        };
         if !self.biased && self.kind == 0 {
-            for c in 0..const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize } {
-                if first + (c as u32) < end {
-                    let next = self.column_scales::<N, SPLIT>(column, first + c as u32 + 1);
-                    let mut words = [0u32; 16];
-                    for i in 0..const { chunk(N, SPLIT as usize) / 4 } {
-                        let at = c * elements + 2 * i;
-                        let by = [rows[i % 2] * scale[i / 2 * 2], rows[i % 2] * scale[i / 2 * 2 + 1]];
-                        words[i] = if SCALES == ROW_SCALES {
-                            Self::pack(sums[at] * by[0], sums[at + 1] * by[1])
-                        } else {
-                            Self::pack(sums[at], sums[at + 1])
-                        };
-                    }
-                    scale = next;
+            for b in 0..const { chunks(N, SPLIT as usize).div_ceil(SPLIT).div_ceil(batch(N, SPLIT) as u32) as usize } {
+                if first + ((b * several) as u32) < end {
                     self.free();
-                    self.chunk::<N, SPLIT>(words, (c as u32 + turn) & 1, row, column, first + c as u32);
+                }
+                for c in b * several..(b + 1) * several {
+                    if c < const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize } && first + (c as u32) < end {
+                        let next = self.column_scales::<N, SPLIT>(column, first + c as u32 + 1);
+                        let mut words = [0u32; 16];
+                        for i in 0..const { chunk(N, SPLIT as usize) / 4 } {
+                            let at = c * elements + 2 * i;
+                            let by = [rows[i % 2] * scale[i / 2 * 2], rows[i % 2] * scale[i / 2 * 2 + 1]];
+                            words[i] = if SCALES == ROW_SCALES {
+                                Self::pack(sums[at] * by[0], sums[at + 1] * by[1])
+                            } else {
+                                Self::pack(sums[at], sums[at + 1])
+                            };
+                        }
+                        scale = next;
+                        let place = (b as u32 + turn) % 2 * buffer + (c % several) as u32 * words_of_chunk;
+                        self.lay::<N, SPLIT>(words, place);
+                    }
+                }
+                if first + ((b * several) as u32) < end {
+                    tma::fence_async();
+                    self.sync();
+                    if self.leads() {
+                        for c in b * several..(b + 1) * several {
+                            if c < const { chunks(N, SPLIT as usize).div_ceil(SPLIT) as usize }
+                                && first + (c as u32) < end
+                            {
+                                let place = (b as u32 + turn) % 2 * buffer + (c % several) as u32 * words_of_chunk;
+                                self.give::<N, SPLIT>(place, row, column, first + c as u32);
+                            }
+                        }
+                        tma::commit_group();
+                    }
                 }
             }
-            return;
+            return const { chunks(N, SPLIT as usize).div_ceil(batch(N, SPLIT) as u32) % 2 };
         }
         let mut c = first;
         while c < integer::opaque(end) {
@@ -473,7 +644,14 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
                 words[i] = Self::pack(values[2 * i], values[2 * i + 1]);
             }
             self.free();
-            self.chunk::<N, SPLIT>(words, (c + turn) & 1, row, column, c);
+            let place = (c + turn) % 2 * buffer;
+            self.lay::<N, SPLIT>(words, place);
+            tma::fence_async();
+            self.sync();
+            if self.leads() {
+                self.give::<N, SPLIT>(place, row, column, c);
+                tma::commit_group();
+            }
             // What the next round takes moves down, so that the rounds are one piece of code. (What is done moves up: if it
             // went away, LLVM would see that registers no longer change after some rounds, and peel those.)
             let done = sums;
@@ -486,6 +664,7 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
             scale = self.column_scales::<N, SPLIT>(column, c + 1);
             c += 1;
         }
+        const { chunks(N, SPLIT as usize) % 2 }
     }
 
     /// This thread's two columns of each group of 8 of the bias for chunk `c`, zeros without one.
@@ -539,33 +718,28 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
         self.sync();
     }
 
-    /// Stores chunk `c` of a tile by way of this buffer, which is free: this thread's results, two to a word.
+    /// Lays this thread's results of a chunk, two to a word, in the staging's words from `place` on, which are free.
     #[inline(always)]
-    pub(super) unsafe fn chunk<const N: usize, const SPLIT: u32>(
-        self,
-        words: [u32; 16],
-        buffer: u32,
-        row: u32,
-        column: u32,
-        c: u32,
-    ) {
+    pub(super) unsafe fn lay<const N: usize, const SPLIT: u32>(self, words: [u32; 16], place: u32) {
         let width = const { chunk(N, SPLIT as usize) } as u32;
         let swizzle = const { chunk_swizzle(N, SPLIT as usize) };
         let lane = warp::lane_id();
-        let buffer = self.staging.address(buffer * (GROUP_ROWS as u32 * width / 2));
+        let buffer = self.staging.address(place);
         // Four 8x8 matrices: upper and lower half of a warp's rows, of two neighbouring groups of 8 columns.
         let line = warp::warp_id() % 4 * 16 + lane % 16;
         for j in 0..const { chunk(N, SPLIT as usize) / 16 } {
-            let place = swizzle.apply(line * (2 * width) + (2 * j as u32 + lane / 16) * 16);
-            mma::stmatrix_x4(buffer + place, [words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]]);
+            let at = swizzle.apply(line * (2 * width) + (2 * j as u32 + lane / 16) * 16);
+            mma::stmatrix_x4(buffer + at, [words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]]);
         }
-        tma::fence_async();
-        self.sync();
-        if self.leads() {
-            let (c, below) = self.place(c, const { chunks(N, SPLIT as usize) });
-            tma::store_tensor::<2>(self.y, [(column + c * width) as i32, (row + below) as i32], buffer);
-            tma::commit_group();
-        }
+    }
+
+    /// Has the copy engine store chunk `c` from there, by one thread, after a fence and a barrier.
+    #[inline(always)]
+    pub(super) unsafe fn give<const N: usize, const SPLIT: u32>(self, place: u32, row: u32, column: u32, c: u32) {
+        let width = const { chunk(N, SPLIT as usize) } as u32;
+        let buffer = self.staging.address(place);
+        let (c, below) = self.place(c, const { chunks(N, SPLIT as usize) });
+        tma::store_tensor::<2>(self.y, [(column + c * width) as i32, (row + below) as i32], buffer);
     }
 }
 
@@ -652,28 +826,36 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
 entries! {
     /// Arguments of every `linear_wgmma_*` entry; see [`linear_wgmma`].
     pub struct Args<T>(
-        x: TensorMap, w: TensorMap, y: TensorMap, bias: *const T, m: u32, n: u32, k: u32, kind: u32,
+        x: TensorMap, x_last: TensorMap, w: TensorMap, w_last: TensorMap, y: TensorMap, bias: *const T, m: u32, n: u32, k: u32, kind: u32,
     );
-    linear_wgmma_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 1, 1, 1>;
-    linear_wgmma_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 1, 1, 1>;
-    linear_wgmma_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 2, 1, 1>;
-    linear_wgmma_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 4, 2, 1, 1>;
-    linear_wgmma_n224_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 1>;
-    linear_wgmma_n224_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 4, 1, 1, 1>;
-    linear_wgmma_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 4, 1, 1, 1>;
-    linear_wgmma_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 4, 1, 1, 1>;
-    linear_wgmma_n192_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 5, 1, 1, 2>;
-    linear_wgmma_n192_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 5, 1, 1, 2>;
-    linear_wgmma_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 1>;
-    linear_wgmma_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 1>;
-    linear_wgmma_n128_x4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 4, 1>;
-    linear_wgmma_n128_x4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 4, 1>;
-    linear_wgmma_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 2>;
-    linear_wgmma_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 6, 1, 1, 2>;
-    linear_wgmma_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 1>;
-    linear_wgmma_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 1>;
-    linear_wgmma_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 2>;
-    linear_wgmma_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 2>;
-    linear_wgmma_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 4>;
-    linear_wgmma_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 8, 1, 1, 4>;
+    linear_wgmma_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 2, 4, 1, 1, 1>;
+    linear_wgmma_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 2, 4, 1, 1, 1>;
+    linear_wgmma_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 2, 4, 2, 1, 1>;
+    linear_wgmma_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 2, 4, 2, 1, 1>;
+    linear_wgmma_n224_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 2, 4, 1, 1, 1>;
+    linear_wgmma_n224_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 2, 4, 1, 1, 1>;
+    linear_wgmma_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 2, 4, 1, 1, 1>;
+    linear_wgmma_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 2, 4, 1, 1, 1>;
+    linear_wgmma_turns_n176_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 88], 176, 1, 5, 1, 1, 1>;
+    linear_wgmma_turns_n176_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 88], 176, 1, 5, 1, 1, 1>;
+    linear_wgmma_turns_n160_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 80], 160, 1, 5, 1, 1, 1>;
+    linear_wgmma_turns_n160_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 80], 160, 1, 5, 1, 1, 1>;
+    linear_wgmma_turns_n144_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 144, 1, 5, 1, 1, 1>;
+    linear_wgmma_turns_n144_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 144, 1, 5, 1, 1, 1>;
+    linear_wgmma_n192_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 2, 5, 1, 1, 2>;
+    linear_wgmma_n192_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 2, 5, 1, 1, 2>;
+    linear_wgmma_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 2, 6, 1, 1, 1>;
+    linear_wgmma_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 2, 6, 1, 1, 1>;
+    linear_wgmma_n128_x4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 2, 6, 1, 4, 1>;
+    linear_wgmma_n128_x4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 2, 6, 1, 4, 1>;
+    linear_wgmma_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 2, 6, 1, 1, 2>;
+    linear_wgmma_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 2, 6, 1, 1, 2>;
+    linear_wgmma_n96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 96, 2, 6, 1, 1, 1>;
+    linear_wgmma_n96_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 96, 2, 6, 1, 1, 1>;
+    linear_wgmma_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 2, 8, 1, 1, 1>;
+    linear_wgmma_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 2, 8, 1, 1, 1>;
+    linear_wgmma_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 2, 8, 1, 1, 2>;
+    linear_wgmma_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 2, 8, 1, 1, 2>;
+    linear_wgmma_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 2, 8, 1, 1, 4>;
+    linear_wgmma_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 2, 8, 1, 1, 4>;
 }
