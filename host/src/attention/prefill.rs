@@ -309,6 +309,33 @@ pub fn wgmma_query_map(
     })
 }
 
+/// The tensor map of the output for [`PrefillPath::Wgmma`], `[tokens, heads, head_dim]` at `base`, strides in elements: a box is what a
+/// warp stores of a line, 16 rows. Where they are no whole tokens the kernel uses no boxes.
+///
+/// # Errors
+/// Those of [`Device::tensor_map`].
+pub fn wgmma_output_map(
+    device: &Device,
+    base: u64,
+    dtype: DType,
+    tile: wgmma::Shape,
+    [tokens, heads, head_dim]: [usize; 3],
+    (token, head): (usize, usize),
+    group: usize,
+) -> Result<TensorMap> {
+    let bytes = dtype.size() as u64;
+    let (box_heads, box_tokens) = if 16_usize.is_multiple_of(group) { (group, 16 / group) } else { (1, 1) };
+    device.tensor_map(&TensorMapDescription {
+        base,
+        dtype,
+        rank: 3,
+        dims: [head_dim as u64, heads as u64, tokens as u64, 1, 1],
+        strides: [(head as u64 * bytes).max(16), (token as u64 * bytes).max(16), 0, 0],
+        box_dims: [tile.line() as u32, box_heads as u32, box_tokens as u32, 1, 1],
+        swizzle: tile.swizzle(),
+    })
+}
+
 /// The tensor map of K or V for [`PrefillPath::Wgmma`]. A box is up to a page of one head: of 16-bit elements eight keys of a
 /// line at a time, of 8-bit elements row after row.
 ///
@@ -604,9 +631,11 @@ fn launch_wgmma<T: Float, S: CacheElement>(
     let (ks, vs) = (cache.key_strides(), cache.value_strides());
     let q_shape = [args.tokens as usize, args.q_heads as usize, cs.head_dim];
     let q_strides = (args.q_token, args.q_head);
+    let out_strides = (args.out_token, args.out_head);
     let args = wgmma::Args {
         out: args.out,
         lse: args.lse,
+        out_map: wgmma_output_map(device, args.out as u64, T::DTYPE, shape, q_shape, out_strides, group)?,
         q_map: wgmma_query_map(device, args.q as u64, T::DTYPE, shape, q_shape, q_strides, group)?,
         k_map: wgmma_cache_map(device, args.k as u64, S::DTYPE, shape, cs, ks)?,
         v_map: wgmma_cache_map(device, args.v as u64, S::DTYPE, shape, cs, vs)?,

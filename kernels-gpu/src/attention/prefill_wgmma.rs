@@ -1,8 +1,8 @@
 //! Attention of chunks of query tokens over a paged KV cache, by Hopper's warpgroup products.
 //!
 //! # Block
-//! A producer warpgroup and two or three consumers ([`Shape`]). The producer's first warp finds the block's tiles ([`Schedule`])
-//! and has the copy engine bring Q and K to shared memory, its second warp does so for V; each looks up the pages.
+//! A producer warpgroup and two or three consumers ([`Shape`]). A warp of the producer finds the block's tiles ([`Schedule`]), one
+//! has the copy engine bring Q and K to shared memory and one V; each of these looks up the pages.
 //! A consumer has 64 query rows. A tile's rows are the query heads of one KV head, packed: row `r` is head `r % group` of
 //! token `r / group`. So all heads of a group share K and V however few tokens there are, a tile spans few tokens, and with
 //! causal attention few of its blocks of keys are masked.
@@ -24,7 +24,11 @@
 //! so that one's softmax falls into the other's products. P goes from the accumulators of the first product to the A
 //! registers of the second without a shuffle. Blocks go from right to left: the masked ones come first. Q and the output
 //! share memory, which is there twice: the producer fetches the next tile's Q and first keys during the last blocks of a
-//! tile.
+//! tile. The copy engine takes the output from there while the next tile's first scores are computed; where a warp's rows
+//! are not all of the tile, or no whole tokens, the warp stores them itself.
+//!
+//! A short tile is as long as what comes once a tile: that is why finding the next one has a warp of its own, why most of the
+//! last block's keys are masked 32 at a time, and why rows become tokens by a product.
 //!
 //! Maxima follow the scores with slack: O is rescaled only once a row's maximum has grown by a factor of 2^8, which seldom
 //! happens after the first block; a common factor of numerator and denominator is no error. Sources: Shah et al.,
@@ -41,8 +45,8 @@ use cuda_std::tma::{Swizzle, TensorMap};
 use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, K, Mn};
 use cuda_std::{
-    E4M3, E5M2, Global, GlobalMut, Shared, bf16, dependent_launch, entries, f16, float, mbarrier, mma, thread, tma,
-    unroll, warp,
+    E4M3, E5M2, Global, GlobalMut, Shared, bf16, dependent_launch, entries, f16, float, integer, mbarrier, mma, thread,
+    tma, unroll, vec, warp,
 };
 
 /// How an instance divides the work.
@@ -100,8 +104,10 @@ impl Shape {
 const RAW_STAGES: u32 = 2;
 /// Warps that widen 8-bit elements: a warpgroup.
 const WIDENERS: u32 = 4;
-/// Words that say what a tile is.
+/// Words that say what a tile is, ...
 const WORDS: usize = 12;
+/// ... and of how many tiles there are such words.
+const TOLD: u32 = 2;
 /// By how much (as an exponent of 2) a maximum may be exceeded.
 const SLACK: f32 = 8.0;
 
@@ -196,7 +202,8 @@ unsafe fn widen<P: TensorFloat, C: CacheOperand, const KEYS: usize, const PARTS:
 
 /// Arguments as for [`prefill`](super::prefill::prefill), except:
 ///
-/// * `q_map`: over `[tokens, q_heads, head_dim]`, boxes of a line × group × `tile_tokens`; `k_map`, `v_map`: of 16-bit
+/// * `q_map`: over `[tokens, q_heads, head_dim]`, boxes of a line × group × `tile_tokens`; `out_map`: over `out`, which has this
+///   shape too, boxes of a line × group × `16 / group` if group divides 16, else not used; `k_map`, `v_map`: of 16-bit
 ///   elements as the module says, in boxes of `min(page, Shape::box_keys)` keys; of 8-bit elements over `[pages, heads, slots,
 ///   head_dim]`, in boxes of so many slots by `D` elements. `k_head`, `v_head`: of 16-bit elements, lines from head to head.
 /// * `k_scales`, `v_scales`: of 8-bit elements, one or, if `scale_per_head`, one for each KV head; not negative; null for 16
@@ -226,6 +233,7 @@ pub unsafe fn prefill<
 >(
     out: *mut T,
     lse: *mut f32,
+    out_map: *const TensorMap,
     q_map: *const TensorMap,
     k_map: *const TensorMap,
     v_map: *const TensorMap,
@@ -261,7 +269,6 @@ pub unsafe fn prefill<
     S: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
     O: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
 {
-    dependent_launch::begin();
     const { assert!(O::N == D && S::N == KEYS && D == LINE * PARTS && (LINE == 64 || LINE == 32)) };
     // As the wideners are written.
     const { assert!(!NARROW || KEYS == 128 && LINE == 64 && PARTS <= 2) };
@@ -288,7 +295,8 @@ pub unsafe fn prefill<
     let tail_full = v_empty + STAGES;
     // What the tile is.
     let told = tail_full + 1;
-    let raw_k_full = told + Q_STAGES;
+    let told_empty = told + TOLD;
+    let raw_k_full = told_empty + TOLD;
     let raw_k_empty = raw_k_full + RAW_STAGES;
     let raw_v_full = raw_k_empty + RAW_STAGES;
     let raw_v_empty = raw_v_full + RAW_STAGES;
@@ -313,7 +321,7 @@ pub unsafe fn prefill<
     let v_tiles = carver.take_aligned::<P>(STAGES as usize * KEYS * D, 1024);
     let raw_tiles = carver.take_aligned::<u8>(if NARROW { 2 * KEYS * D } else { 0 }, 128);
     let barriers = carver.take::<u64>((raw_v_empty + RAW_STAGES) as usize);
-    let tile_words = carver.take::<u32>(Q_STAGES as usize * WORDS);
+    let tile_words = carver.take::<u32>(TOLD as usize * WORDS);
     let raw_words = carver.take::<u32>(4 * RAW_STAGES as usize);
     let bad_pages = carver.take::<u32>(STAGES as usize);
     let (q0, k0, v0) = (q_tiles.address(0u32), k_tiles.address(0u32), v_tiles.address(0u32));
@@ -328,8 +336,11 @@ pub unsafe fn prefill<
         let full_count = if NARROW { 2 * WIDENERS } else { 1 };
         for slot in 0..Q_STAGES {
             mbarrier::init(bar(q_full, slot), 1);
-            mbarrier::init(bar(told, slot), 1);
             mbarrier::init(bar(q_empty, slot), const { 4 * CONSUMERS as u32 });
+        }
+        for slot in 0..TOLD {
+            mbarrier::init(bar(told, slot), 1);
+            mbarrier::init(bar(told_empty, slot), const { 4 * CONSUMERS as u32 });
         }
         for slot in 0..STAGES {
             mbarrier::init(bar(k_full, slot), full_count);
@@ -348,6 +359,11 @@ pub unsafe fn prefill<
         tma::prefetch_map(q_map);
         tma::prefetch_map(k_map);
         tma::prefetch_map(v_map);
+        tma::prefetch_map(out_map);
+        // What is needed soon: the first access to a page of memory takes long.
+        vec::prefetch_l2(starts);
+        vec::prefetch_l2(lens);
+        vec::prefetch_l2(block_table);
     }
     // Rows that no box fills are read by the products, though nothing of them is stored.
     let filled = tile_tokens * group;
@@ -361,6 +377,8 @@ pub unsafe fn prefill<
         line += shape.threads() as u32;
     }
     tma::fence_async();
+    // Until here nothing was read that others write.
+    dependent_launch::begin();
     thread::sync_threads();
 
     // What the producer wrote, read by the lane that says when it may be overwritten: compute-sanitizer's racecheck does
@@ -429,69 +447,36 @@ pub unsafe fn prefill<
             }
         };
         core::hint::assert_unchecked(boxes >= 2 || !NARROW);
-        if warp_id == 0 {
-            // Finds tiles, brings Q and K.
+        if warp_id == 2 {
+            // Finds tiles, one ahead of those that bring them.
             let mut schedule = Schedule::new(&batch, section_keys);
             let mut index = thread::block_idx_x();
-            let (mut tiles, mut k_ring) = (Ring::<Q_STAGES>::new(), Ring::<STAGES>::new());
-            let mut count = 0;
+            let mut tiles = Ring::<TOLD>::new();
             loop {
                 let found = schedule.find(&batch, index);
                 let slot = tiles.slot;
                 let words = tile_words.offset(slot * WORDS as u32);
+                mbarrier::wait_parity(bar(told_empty, slot), tiles.parity ^ 1);
+                tiles = tiles.next();
                 let Some(tile) = found else {
-                    mbarrier::wait_parity(bar(q_empty, slot), tiles.parity ^ 1);
-                    if NARROW {
-                        mbarrier::wait_parity(bar(raw_k_empty, 0), (count % 2) ^ 1);
-                    }
                     if lane == 0 {
                         words.set(5u32, 0);
-                        mbarrier::arrive(bar(q_full, slot));
                         mbarrier::arrive(bar(told, slot));
-                        if NARROW {
-                            raw_words.set(0u32, OVER);
-                            mbarrier::arrive(bar(raw_k_full, 0));
-                        }
                         finish(tickets);
                     }
                     break;
                 };
-                let end = batch.end(&tile, tile.tokens - 1);
-                let first = batch.start(batch.end(&tile, 0)) / KEYS as u32;
-                // At least one block, which is then wholly masked.
-                let blocks = end.div_ceil(KEYS as u32).saturating_sub(first).max(1);
-                let last = first + blocks - 1;
-
-                let table = Global::new(block_table).offset(tile.sequence as usize * max_pages as usize);
-                // Pages are looked up a block ahead of the copies.
-                let mut page = page_of(table, tile.len, last);
-                let load_k = |block: u32, at: Ring<STAGES>, count: u32, page: i32| {
-                    let wrong = lane < boxes && key_of(block) < tile.len && checked(page) < 0;
-                    let wrong = warp::warp_vote_ballot(warp::FULL, wrong);
-                    if NARROW {
-                        let word = if block == first { LAST } else { 0 };
-                        load_raw(0, k_map, tile.kv_head, block, page, count, u32::MAX, word, wrong);
-                        return;
-                    }
-                    mbarrier::wait_parity(bar(k_empty, at.slot), at.parity ^ 1);
-                    if lane == 0 {
-                        bad_pages.set(at.slot, wrong);
-                        mbarrier::arrive_expect_tx(bar(k_full, at.slot), kv_bytes);
-                    }
-                    load(k0 + at.slot * kv_bytes, k_map, tile.kv_head, k_head, block, page, bar(k_full, at.slot));
-                };
-                // With a single tile of Q in memory, the one before may still be in use.
-                if Q_STAGES == 1 {
-                    load_k(last, k_ring, count, page);
-                }
-                mbarrier::wait_parity(bar(q_empty, slot), tiles.parity ^ 1);
+                let mut drawn = 0;
                 if lane == 0 {
+                    let end = batch.end(&tile, tile.tokens - 1);
+                    let first = batch.start(batch.end(&tile, 0)) / KEYS as u32;
                     words.set(0u32, tile.first);
                     words.set(1u32, tile.tokens);
                     words.set(2u32, tile.len);
                     words.set(3u32, tile.position as u32);
                     words.set(4u32, first);
-                    words.set(5u32, blocks);
+                    // At least one block, which is then wholly masked.
+                    words.set(5u32, end.div_ceil(KEYS as u32).saturating_sub(first).max(1));
                     words.set(6u32, tile.kv_head);
                     words.set(7u32, tile.sequence);
                     if NARROW {
@@ -500,10 +485,64 @@ pub unsafe fn prefill<
                         words.set(9u32, Global::new(v_scales).get(at).to_bits());
                     }
                     mbarrier::arrive(bar(told, slot));
+                    drawn = draw(tickets);
+                }
+                index = warp::shfl_idx(drawn, 0);
+            }
+        } else if warp_id == 0 {
+            // Brings Q and K.
+            let (mut tiles, mut k_ring) = (Ring::<Q_STAGES>::new(), Ring::<STAGES>::new());
+            let (mut count, mut known) = (0, Ring::<TOLD>::new());
+            loop {
+                let slot = tiles.slot;
+                mbarrier::wait_parity(bar(told, known.slot), known.parity);
+                let word = |i: u32| by_one(tile_words, known.slot * WORDS as u32 + i);
+                let blocks = word(5);
+                if blocks == 0 {
+                    mbarrier::wait_parity(bar(q_empty, slot), tiles.parity ^ 1);
+                    if NARROW {
+                        mbarrier::wait_parity(bar(raw_k_empty, 0), (count % 2) ^ 1);
+                    }
+                    if lane == 0 {
+                        mbarrier::arrive(bar(q_full, slot));
+                        if NARROW {
+                            raw_words.set(0u32, OVER);
+                            mbarrier::arrive(bar(raw_k_full, 0));
+                        }
+                    }
+                    break;
+                }
+                let (first_token, len, first, kv_head) = (word(0), word(2), word(4), word(6));
+                let last = first + blocks - 1;
+                let table = Global::new(block_table).offset(word(7) as usize * max_pages as usize);
+                known = known.next();
+                // Pages are looked up a block ahead of the copies.
+                let mut page = page_of(table, len, last);
+                let load_k = |block: u32, at: Ring<STAGES>, count: u32, page: i32| {
+                    let wrong = lane < boxes && key_of(block) < len && checked(page) < 0;
+                    let wrong = warp::warp_vote_ballot(warp::FULL, wrong);
+                    if NARROW {
+                        let word = if block == first { LAST } else { 0 };
+                        load_raw(0, k_map, kv_head, block, page, count, u32::MAX, word, wrong);
+                        return;
+                    }
+                    mbarrier::wait_parity(bar(k_empty, at.slot), at.parity ^ 1);
+                    if lane == 0 {
+                        bad_pages.set(at.slot, wrong);
+                        mbarrier::arrive_expect_tx(bar(k_full, at.slot), kv_bytes);
+                    }
+                    load(k0 + at.slot * kv_bytes, k_map, kv_head, k_head, block, page, bar(k_full, at.slot));
+                };
+                // With a single tile of Q in memory, the one before may still be in use.
+                if Q_STAGES == 1 {
+                    load_k(last, k_ring, count, page);
+                }
+                mbarrier::wait_parity(bar(q_empty, slot), tiles.parity ^ 1);
+                if lane == 0 {
                     mbarrier::arrive_expect_tx(bar(q_full, slot), filled * (D as u32 * 2));
                     for part in 0..parts {
                         let to = q0 + slot * q_bytes + part * q_part;
-                        let at = [(LINE as u32 * part) as i32, (tile.kv_head * group) as i32, tile.first as i32];
+                        let at = [(LINE as u32 * part) as i32, (kv_head * group) as i32, first_token as i32];
                         tma::load_tensor::<3>(to, q_map, at, bar(q_full, slot));
                     }
                 }
@@ -513,31 +552,25 @@ pub unsafe fn prefill<
                 }
                 k_ring = k_ring.next();
                 count += 1;
-                // The number of the next tile is on its way until it is needed.
-                let mut drawn = 0;
-                if lane == 0 {
-                    drawn = draw(tickets);
-                }
                 let mut block = last;
-                page = if blocks > 1 { page_of(table, tile.len, block - 1) } else { -1 };
+                page = if blocks > 1 { page_of(table, len, block - 1) } else { -1 };
                 while block > first {
                     block -= 1;
-                    let next = if block > first { page_of(table, tile.len, block - 1) } else { -1 };
+                    let next = if block > first { page_of(table, len, block - 1) } else { -1 };
                     load_k(block, k_ring, count, page);
                     k_ring = k_ring.next();
                     count += 1;
                     page = next;
                 }
-                index = warp::shfl_idx(drawn, 0);
             }
         } else if warp_id == 1 {
             // Brings V.
-            let (mut tiles, mut v_ring) = (Ring::<Q_STAGES>::new(), Ring::<STAGES>::new());
+            let (mut known, mut v_ring) = (Ring::<TOLD>::new(), Ring::<STAGES>::new());
             let (mut count, mut tails) = (0, 0);
             loop {
-                let slot = tiles.slot;
-                mbarrier::wait_parity(bar(told, slot), tiles.parity);
-                tiles = tiles.next();
+                let slot = known.slot;
+                mbarrier::wait_parity(bar(told, slot), known.parity);
+                known = known.next();
                 let word = |i: u32| by_one(tile_words, slot * WORDS as u32 + i);
                 let blocks = word(5);
                 if blocks == 0 {
@@ -675,11 +708,34 @@ pub unsafe fn prefill<
         }
         let own_barrier = const { 1 + CONSUMERS as u32 } + me;
         let (mut tiles, mut k_ring) = (Ring::<Q_STAGES>::new(), Ring::<STAGES>::new());
+        // Token and head of a row, by a product that is exact for as many rows as a tile has.
+        let inverse_group = 65536 / group + 1;
+        let place = |row: u32| {
+            let token = (row * inverse_group) >> 16;
+            (token, row - token * group)
+        };
+        let places = [place(row), place(row + 8)];
+        // The tokens of this warp's rows, and whether they are whole ones.
+        let warp_row = me * 64 + warp_id % 4 * 16;
+        let warp_tokens = [place(warp_row).0, place(warp_row + 15).0];
+        let whole_tokens = 16 % group == 0;
+        // Gives the memory of a tile's Q back, from which the copy engine may still be reading the output.
+        let release_q = |slot: u32| {
+            if lane == 0 {
+                tma::wait_group_read::<0>();
+                mbarrier::arrive(bar(q_empty, slot));
+            }
+            warp::sync_warp(warp::FULL);
+        };
+        let mut last_slot = u32::MAX;
+        let mut told_ring = Ring::<TOLD>::new();
         loop {
             let Ring { slot, parity } = tiles.uniform();
             tiles = tiles.next();
             mbarrier::wait_parity(bar(q_full, slot), parity);
-            let word = |i: u32| by_one(tile_words, slot * WORDS as u32 + i);
+            let told_slot = told_ring.slot;
+            told_ring = told_ring.next();
+            let word = |i: u32| by_one(tile_words, told_slot * WORDS as u32 + i);
             let blocks = word(5);
             if blocks == 0 {
                 break;
@@ -711,9 +767,9 @@ pub unsafe fn prefill<
             // What makes scores exponents of 2; those that were bent already are.
             let fold = if BENT { [1.0; 2] } else { scales.map(|s| s * LOG2_E) };
             let q = q.offset(slot * q_bytes);
-            let ends = [batch.end(&tile, row / group), batch.end(&tile, (row + 8) / group)];
+            let ends = places.map(|(token, _)| batch.end(&tile, token));
             // Other rows, perhaps of the next sequence, must not decide when these are rescaled, which shows in roundings.
-            let there = [row / group < tile.tokens, (row + 8) / group < tile.tokens];
+            let there = places.map(|(token, _)| token < tile.tokens);
             // Blocks that every row of the tile sees all of.
             let whole_end = batch.end(&tile, 0) / KEYS as u32;
             let whole_start = batch.start(batch.end(&tile, tile_tokens - 1)).div_ceil(KEYS as u32);
@@ -744,12 +800,12 @@ pub unsafe fn prefill<
                     o.multiply_registers::<P, 4, _>([p[8], p[9], p[10], p[11]], v.advance(8), true);
                 }
             };
-            // Slopes of this thread's rows, as exponents of 2, and the places of their tokens.
-            let (mut slopes, mut places) = ([0f32; 2], [0i32; 2]);
+            // Slopes of this thread's rows, as exponents of 2, and the positions of their tokens.
+            let (mut slopes, mut positions) = ([0f32; 2], [0i32; 2]);
             if BENT {
                 unroll::<2>(|h| {
-                    let (token, head) = ((row + 8 * h as u32) / group, (row + 8 * h as u32) % group);
-                    places[h] = tile.position + token as i32;
+                    let (token, head) = places[h];
+                    positions[h] = tile.position + token as i32;
                     if !alibi.is_null() && there[h] {
                         slopes[h] = Global::new(alibi).get(tile.kv_head * group + head) * LOG2_E;
                     }
@@ -758,7 +814,7 @@ pub unsafe fn prefill<
             // Scores become exponents of 2.
             let bend = |s: &mut [f32], block: u32| {
                 unroll::<2>(|h| {
-                    let distance = (block * KEYS as u32 + 2 * t) as i32 - places[h];
+                    let distance = (block * KEYS as u32 + 2 * t) as i32 - positions[h];
                     for j in 0..KEYS / 8 {
                         unroll::<2>(|c| {
                             let e = 4 * j + 2 * h + c;
@@ -768,19 +824,30 @@ pub unsafe fn prefill<
                     }
                 });
             };
-            // What a row does not see becomes -inf.
+            // What a row does not see becomes -inf. 32 keys at a time: most are seen by all rows of the warp, or by none.
+            let warp_ends = warp_tokens.map(|token| batch.end(&tile, token));
+            let warp_starts = warp_ends.map(|end| batch.start(end));
             let mask = |s: &mut [f32], block: u32, wrong: u32| {
-                let base = (block * KEYS as u32 + 2 * t) as i32;
-                unroll::<2>(|h| {
-                    let end = ends[h] as i32 - base;
-                    let start = batch.start(ends[h]) as i32 - base;
-                    for j in 0..KEYS / 8 {
-                        unroll::<2>(|c| {
-                            let (key, e) = ((8 * j + c) as i32, 4 * j + 2 * h + c);
-                            s[e] = if key < end && key >= start { s[e] } else { f32::NEG_INFINITY };
+                // Not known to be a constant: the scores would be moved about.
+                let unseen = f32::from_bits(integer::opaque(f32::NEG_INFINITY.to_bits()));
+                for part in 0..KEYS / 32 {
+                    let from = block * KEYS as u32 + 32 * part as u32;
+                    if from >= warp_ends[1] || from + 32 <= warp_starts[0] {
+                        unroll::<16>(|e| s[16 * part + e] = float::min(s[16 * part + e], unseen));
+                    } else if from + 32 > warp_ends[0] || from < warp_starts[1] {
+                        let base = (from + 2 * t) as i32;
+                        unroll::<2>(|h| {
+                            let end = ends[h] as i32 - base;
+                            let start = batch.start(ends[h]) as i32 - base;
+                            unroll::<4>(|j| {
+                                unroll::<2>(|c| {
+                                    let (key, e) = ((8 * j + c) as i32, 16 * part + 4 * j + 2 * h + c);
+                                    s[e] = if key < end && key >= start { s[e] } else { f32::NEG_INFINITY };
+                                });
+                            });
                         });
                     }
-                });
+                }
                 if wrong != 0 {
                     let box_shift = page_shift.min(shape.box_keys().ilog2());
                     for j in 0..KEYS / 8 {
@@ -794,6 +861,11 @@ pub unsafe fn prefill<
             mbarrier::wait_parity(bar(k_full, v_ring.slot), v_ring.parity);
             scores(&mut s, v_ring.slot);
             let mut wrong = by_one(bad_pages, v_ring.slot);
+            // Meanwhile the output of the tile before has left the memory of its Q.
+            if Q_STAGES > 1 && last_slot != u32::MAX {
+                release_q(last_slot);
+            }
+            last_slot = slot;
             wgmma::wait::<0>(&mut s);
             release(k_empty, v_ring.slot);
             k_ring = v_ring.next();
@@ -821,12 +893,16 @@ pub unsafe fn prefill<
                 unroll::<2>(|h| new[h] = float::max(float::max(new[h], warp::shfl_xor(new[h], 2)), top[h]));
                 let grows = |h: usize| there[h] && (new[h] - top[h]) * fold[h] > SLACK;
                 let rescale = warp::warp_vote_any(warp::FULL, grows(0) || grows(1));
+                let fresh = block == last_block;
                 // The last block's second product, which ran meanwhile.
                 wgmma::wait::<0>(&mut o);
-                if block != last_block {
+                if !fresh {
                     release(v_empty, (v_slot + (STAGES - 1)) % STAGES);
                 }
-                if rescale {
+                if fresh {
+                    // There is nothing of O yet.
+                    top = new;
+                } else if rescale {
                     let o = o.as_mut();
                     unroll::<2>(|h| {
                         // Nothing seen yet: 0 times anything finite.
@@ -882,7 +958,7 @@ pub unsafe fn prefill<
                 }
                 release(k_empty, k_slot);
             }
-            let stage = v_ring.slot;
+            let stage = uniform(v_ring.slot);
             mbarrier::wait_parity(bar(v_full, stage), v_ring.parity);
             values(&mut o, &p, stage);
 
@@ -891,23 +967,25 @@ pub unsafe fn prefill<
             unroll::<2>(|h| {
                 let total = sum[h] + warp::shfl_xor(sum[h], 1);
                 let total = total + warp::shfl_xor(total, 2);
-                let (token, head) = ((row + 8 * h as u32) / group, (row + 8 * h as u32) % group);
-                let head = tile.kv_head * group + head;
-                let there = token < tile.tokens;
-                let sink =
-                    if !sinks.is_null() && there { Global::new(sinks).get(head) * LOG2_E } else { f32::NEG_INFINITY };
                 let seen = float::max(top[h] * fold[h], f32::MIN);
-                let reference = float::max(seen, sink);
-                let shrink = float::fast::exp2(seen - reference);
-                let whole = float::fma(total, shrink, float::fast::exp2(sink - reference));
+                let (mut reference, mut shrink, mut whole) = (seen, 1.0, total);
+                let (token, head) = places[h];
+                let head = tile.kv_head * group + head;
+                if !sinks.is_null() && there[h] {
+                    let sink = Global::new(sinks).get(head) * LOG2_E;
+                    reference = float::max(seen, sink);
+                    shrink = float::fast::exp2(seen - reference);
+                    whole = float::fma(total, shrink, float::fast::exp2(sink - reference));
+                }
                 inverse[h] = if whole > 0.0 { float::fast::div(shrink, whole) * v_scale } else { 0.0 };
-                if !lse.is_null() && there && t == 0 {
+                if !lse.is_null() && there[h] && t == 0 {
                     let value = if whole > 0.0 { (reference + float::log2(whole)) * LN_2 } else { f32::NEG_INFINITY };
                     GlobalMut::new(lse).set((tile.first + token) as usize * q_heads as usize + head as usize, value);
                 }
             });
             wgmma::wait::<0>(&mut o);
             release(v_empty, stage);
+            release(told_empty, told_slot);
 
             // Out through the memory of Q, which a consumer's warps have read: each its own rows.
             thread::sync_named(own_barrier, 128);
@@ -923,23 +1001,49 @@ pub unsafe fn prefill<
                 let part = rows.address((2 * pair as u32) / pieces * (q_part / 2));
                 mma::stmatrix_x4(part + to, [word(0), word(1), word(2), word(3)]);
             }
-            warp::sync_warp(warp::FULL);
-            let out = GlobalMut::new(out);
-            let all = const { D as u32 / 8 };
-            for i in 0..D / 16 {
-                let at = i as u32 * 32 + lane;
-                let (r, column) = (at / all, at % all);
-                let from = swizzle.apply(r * line_bytes + column % pieces * 16) / 2 + column / pieces * (q_part / 2);
-                let value = rows.get_as::<B128<u32, 4>>(from);
-                let r = me * 64 + warp_id % 4 * 16 + r;
-                let (token, head) = (r / group, tile.kv_head * group + r % group);
-                if token < tile.tokens && column * 8 < head_dim {
-                    let to = (tile.first + token) as usize * out_token + head as usize * out_head;
-                    out.set_as(to + column as usize * 8, value);
-                }
-            }
             tma::fence_async();
-            release(q_empty, slot);
+            warp::sync_warp(warp::FULL);
+            if whole_tokens && warp_tokens[1] < tile.tokens {
+                if lane == 0 {
+                    for part in 0..parts {
+                        let at = [
+                            (LINE as u32 * part) as i32,
+                            (tile.kv_head * group) as i32,
+                            (tile.first + warp_tokens[0]) as i32,
+                        ];
+                        tma::store_tensor::<3>(out_map, at, rows.address(part * (q_part / 2)));
+                    }
+                    tma::commit_group();
+                }
+            } else if warp_tokens[0] < tile.tokens {
+                // Rows of the tile and, perhaps, of the next sequence, or half a token's. What follows from the lane is not to
+                // be kept in registers all along.
+                let (lane, inverse_group) = (integer::opaque(lane), integer::opaque(inverse_group));
+                let out = GlobalMut::new(out);
+                let all = const { D as u32 / 8 };
+                for i in 0..D / 16 {
+                    let at = i as u32 * 32 + lane;
+                    let (r, column) = (at / all, at % all);
+                    let from =
+                        swizzle.apply(r * line_bytes + column % pieces * 16) / 2 + column / pieces * (q_part / 2);
+                    let value = rows.get_as::<B128<u32, 4>>(from);
+                    let token = ((warp_row + r) * inverse_group) >> 16;
+                    let head = tile.kv_head * group + (warp_row + r - token * group);
+                    if token < tile.tokens && column * 8 < head_dim {
+                        let to = (tile.first + token) as usize * out_token + head as usize * out_head;
+                        out.set_as(to + column as usize * 8, value);
+                    }
+                }
+                tma::fence_async();
+                warp::sync_warp(warp::FULL);
+            }
+            if Q_STAGES == 1 {
+                release_q(slot);
+            }
+        }
+        // A block may not end while the copy engine reads its memory.
+        if lane == 0 {
+            tma::wait_group_read::<0>();
         }
         // Every arrival is waited for.
         if CONSUMERS > 1 && me == 0 {
@@ -990,7 +1094,7 @@ unsafe fn fit<P: TensorFloat, const PARTS: usize>(rows: Shared<P>, part: u32) ->
 entries! {
     /// Arguments of every `prefill_wgmma_*` entry; see [`prefill`].
     pub struct Args<T>(
-        out: *mut T, lse: *mut f32, q_map: TensorMap, k_map: TensorMap, v_map: TensorMap, starts: *const i32, lens: *const i32,
+        out: *mut T, lse: *mut f32, out_map: TensorMap, q_map: TensorMap, k_map: TensorMap, v_map: TensorMap, starts: *const i32, lens: *const i32,
         block_table: *const i32, alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32, tickets: *mut u32,
         scale_per_head: u32, kind: u32, sequences: u32, tokens: u32, q_heads: u32, kv_heads: u32, head_dim: u32, page_shift: u32,
         max_pages: u32, pages: u32, tile_tokens: u32, out_token: usize, out_head: usize, k_head: u32, v_head: u32, scale: f32, soft_cap: f32, window: u32,

@@ -3,16 +3,17 @@
 //! A tile is up to [`Batch::tile_tokens`] query tokens of one sequence with all query heads of one KV head.
 //!
 //! Pairs of sequence and KV head, KV heads running fastest, are cut into *sections* of so many that their keys and values fit
-//! into the L2 cache ([`Schedule::new`]): a section's tiles come before those of the next one, so that what they share is
-//! read from memory once. Within a section tiles come level by level: the last tile of every pair, then the last but one
-//! of every pair that has one, and so on. So with causal attention the long ones come first, and those that run at one
-//! time read the same keys at about the same time.
+//! into the L2 cache ([`Schedule::new`]), and no more than 64: a section's tiles come before those of the next one, so that what
+//! they share is read from memory once. Within a section tiles come level by level: the last tile of every pair, then the
+//! last but one of every pair that has one, and so on. So with causal attention the long ones come first, and those that
+//! run at one time read the same keys at about the same time.
 //!
 //! The grid is fixed. Blocks draw tiles from a counter ([`draw`]), so that lengths known only on the device balance
-//! themselves, and find them by walking along the order, in which they only go forward. Which block computes a tile
-//! makes no difference to it.
+//! themselves. A warp finds a tile by its number: it knows how many tiles each pair of the section has, two pairs a lane, and goes
+//! forward from the number before, all levels that the same pairs have in one step. Which block computes a tile makes no
+//! difference to it.
 
-use cuda_std::{Global, atomic, float, thread, warp};
+use cuda_std::{Global, atomic, float, thread, unroll, warp};
 
 /// The query chunks of a launch.
 #[derive(Clone, Copy)]
@@ -82,25 +83,28 @@ impl Batch {
     }
 }
 
+/// Pairs that a lane knows of.
+const OF_LANE: usize = 2;
+
 /// The tiles of a launch in their order.
 pub struct Schedule {
-    /// Pairs of sequence and KV head in a section.
+    /// Pairs of sequence and KV head in a section: as many as the lanes can know of, at most.
     section: u32,
     /// First pair of the section.
     start: u32,
     level: u32,
-    /// First of the 32 pairs that the lanes look at, in the section.
-    base: u32,
-    /// Tiles before those.
+    /// Tiles before those of the level.
     before: u32,
-    /// Whether the level has had any.
-    any: bool,
+    /// Tiles of the lane's pairs: of the section's 32 first ones, then of the next.
+    tiles: [u32; OF_LANE],
 }
 
 impl Schedule {
     /// Before the first tile, with sections of about `section_keys` keys. For whole warps.
     #[inline(always)]
     pub unsafe fn new(batch: &Batch, section_keys: u32) -> Self {
+        // Asked for together with the lengths.
+        let tokens = Self::tokens(batch, 0);
         let mut keys = 0f32;
         let mut sequence = warp::lane_id();
         while sequence < batch.sequences {
@@ -109,7 +113,34 @@ impl Schedule {
         }
         let average = float::max(warp::reduce_sum(keys), 1.0);
         let section = float::fast::div(section_keys as f32 * batch.sequences as f32, average);
-        Self { section: (section as u32).max(1), start: 0, level: 0, base: 0, before: 0, any: false }
+        let section = (section as u32).clamp(1, 32 * OF_LANE as u32);
+        let mut schedule = Self { section, start: 0, level: 0, before: 0, tiles: [0; OF_LANE] };
+        schedule.know(batch, tokens);
+        schedule
+    }
+
+    /// Query tokens of the lane's pairs, if a section starts at this one.
+    #[inline(always)]
+    unsafe fn tokens(batch: &Batch, start: u32) -> [u32; OF_LANE] {
+        core::hint::assert_unchecked(batch.kv_heads != 0);
+        let mut tokens = [0; OF_LANE];
+        unroll::<OF_LANE>(|i| {
+            let pair = start + 32 * i as u32 + warp::lane_id();
+            if pair < batch.sequences * batch.kv_heads {
+                tokens[i] = batch.chunk(pair / batch.kv_heads).1;
+            }
+        });
+        tokens
+    }
+
+    /// Takes note of the section's tiles.
+    #[inline(always)]
+    unsafe fn know(&mut self, batch: &Batch, tokens: [u32; OF_LANE]) {
+        core::hint::assert_unchecked(batch.tile_tokens != 0);
+        unroll::<OF_LANE>(|i| {
+            let inside = 32 * (i as u32) + warp::lane_id() < self.section;
+            self.tiles[i] = if inside { tokens[i].div_ceil(batch.tile_tokens) } else { 0 };
+        });
     }
 
     /// The tile of this number, which is above that of the call before. For whole warps.
@@ -118,24 +149,30 @@ impl Schedule {
         core::hint::assert_unchecked(batch.tile_tokens != 0 && batch.kv_heads != 0);
         let lane = warp::lane_id();
         let pairs = batch.sequences * batch.kv_heads;
-        while self.start < pairs {
-            let end = if pairs - self.start < self.section { pairs } else { self.start + self.section };
-            let pair = self.start + self.base + lane;
-            let sequence = pair / batch.kv_heads;
-            let (first, tokens) = if pair < end { batch.chunk(sequence) } else { (0, 0) };
-            let tiles = tokens.div_ceil(batch.tile_tokens);
-            let whole = end - self.start <= 32;
+        loop {
             loop {
-                let there = warp::warp_vote_ballot(warp::FULL, tiles > self.level);
-                let (count, nth) = (there.count_ones(), index - self.before);
+                // Pairs that have this level, by 32.
+                let mut there = [0; OF_LANE];
+                unroll::<OF_LANE>(|i| there[i] = warp::warp_vote_ballot(warp::FULL, self.tiles[i] > self.level));
+                let mut count = 0;
+                unroll::<OF_LANE>(|i| count += there[i].count_ones());
+                let mut nth = index - self.before;
                 if nth < count {
+                    let (mut tiles, mut among, mut pair) = (self.tiles[0], there[0], self.start);
+                    unroll::<{ OF_LANE - 1 }>(|i| {
+                        let others = there[i].count_ones();
+                        if pair == self.start + 32 * i as u32 && nth >= others {
+                            nth -= others;
+                            (tiles, among, pair) = (self.tiles[i + 1], there[i + 1], pair + 32);
+                        }
+                    });
                     // The lane with so many others of the level before it.
-                    let mine = tiles > self.level && (there & ((1 << lane) - 1)).count_ones() == nth;
+                    let mine = among >> lane & 1 != 0 && (among & ((1 << lane) - 1)).count_ones() == nth;
                     let owner = warp::warp_vote_ballot(warp::FULL, mine).trailing_zeros();
-                    let (first, tokens) = (warp::shfl_idx(first, owner), warp::shfl_idx(tokens, owner));
-                    let (tiles, pair) = (warp::shfl_idx(tiles, owner), warp::shfl_idx(pair, owner));
+                    let (tiles, pair) = (warp::shfl_idx(tiles, owner), pair + owner);
                     let before = (tiles - 1 - self.level) * batch.tile_tokens;
                     let sequence = pair / batch.kv_heads;
+                    let (first, tokens) = batch.chunk(sequence);
                     let len = batch.len(sequence);
                     return Some(Tile {
                         sequence,
@@ -146,27 +183,24 @@ impl Schedule {
                         position: len as i32 - tokens as i32 + before as i32,
                     });
                 }
-                if !whole || count == 0 {
-                    self.any |= count != 0;
-                    self.before += count;
+                if count == 0 {
                     break;
                 }
-                // All pairs are in view: skip levels as long as the same pairs have them.
-                let left = if tiles > self.level { tiles - self.level } else { u32::MAX };
+                // Levels that the same pairs have, in one step.
+                let mut left = u32::MAX;
+                unroll::<OF_LANE>(|i| {
+                    let more = self.tiles[i].wrapping_sub(self.level);
+                    left = left.min(if self.tiles[i] > self.level { more } else { u32::MAX });
+                });
                 let skip = warp::warp_reduce_min_u32(warp::FULL, left).min(nth / count);
                 self.level += skip;
                 self.before += skip * count;
             }
-            self.base += 32;
-            if self.start + self.base >= end {
-                self.base = 0;
-                self.level += 1;
-                if !self.any {
-                    self.start = end;
-                    self.level = 0;
-                }
-                self.any = false;
+            if pairs - self.start <= self.section {
+                break;
             }
+            (self.start, self.level) = (self.start + self.section, 0);
+            self.know(batch, Self::tokens(batch, self.start));
         }
         None
     }
