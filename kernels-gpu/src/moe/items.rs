@@ -137,10 +137,12 @@ impl<const DIRECT: bool> Items<DIRECT> {
         // Items of an expert, or for each tile.
         let ends_of = |count: u32| {
             let shares = count.div_ceil(most);
-            match paired {
-                false => shares,
-                _ if shares.is_multiple_of(2) => shares / 2 * tiles,
-                _ => shares * tiles.div_ceil(2),
+            if !paired {
+                shares
+            } else if shares.is_multiple_of(2) {
+                shares / 2 * tiles
+            } else {
+                shares * tiles.div_ceil(2)
             }
         };
         for bin in from..to {
