@@ -1,7 +1,7 @@
 //! The path of 8-bit linear layers on Hopper's tensor cores: its tiles, which of them suits a shape, and the launch.
 
 use super::linear_wgmma::{Shape, map, operand};
-use crate::device::{Device, Geometry, Stream, Swizzle};
+use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::gemm::linear_quant_blocks;
 use crate::kernels::gemm::linear_quant_tile::Args;
