@@ -6,7 +6,7 @@
 //! time is that between the events, divided by the launches of the graph, and the median over the replays is what counts.
 //! It includes the gap between two dependent launches of a graph, some 0.7 µs, as the model would see it.
 //!
-//! **In bursts** (`--burst`) a GPU rests before each replay, and a replay is some [`BURST_SECONDS`], or one launch:
+//! **In bursts** (`--burst`) a GPU rests before each replay, and a replay is some 5 ms, or one launch:
 //! large products, replayed on and on, bring a GPU to its power limit within some 50 ms, and its clocks down by a quarter.
 //! A server that is always busy sees the usual times, one that waits for requests those of bursts.
 //!
@@ -709,8 +709,10 @@ mod tests {
             floor_us: 17.2,
             sets: 20,
             launches: 60,
+            burst: false,
         };
-        let lines = [record("a", 30.0), record("b", 18.8), record("a", 20.0)];
+        let burst = Record { burst: true, ..record("a", 18.8) };
+        let lines = [record("a", 30.0), record("b", 18.8), burst, record("a", 20.0)];
         let json: String = lines.iter().map(|r| serde_json::to_string(r).unwrap() + "\n").collect();
         let expected = [
             "cuda:0 (NVIDIA H200), driver 580.65.06, 2026-11-20",
@@ -719,6 +721,7 @@ mod tests {
             "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
             "| a | 20.00 | 18.50 | 19.25 | 3355 | - | 86 % |",
             "| b | 18.80 | 18.50 | 19.25 | 3570 | - | 91 % |",
+            "| a, in bursts | 18.80 | 18.50 | 19.25 | 3570 | - | 91 % |",
             "",
             "",
         ];

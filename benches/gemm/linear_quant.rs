@@ -26,7 +26,7 @@ pub fn benches(harness: &mut Harness) {
 }
 
 fn case(harness: &mut Harness, m: usize, k: usize, n: usize, blocks: bool, path: LinearQuantPath) {
-    let cost = Cost::bytes(m * k + n * k, m * n * 2).flops(2 * m * n * k);
+    let cost = Cost::bytes(m * k + n * k, m * n * 2).flops(2 * m * n * k).fp8();
     let kind = if blocks { "blocks" } else { "rows" };
     let name = format!("gemm/linear_quant/{path:?}/e4m3/{kind}/{m}x{k}x{n}").to_lowercase();
     harness.case(&name, cost, |device, stream, set| {
@@ -42,7 +42,7 @@ fn case(harness: &mut Harness, m: usize, k: usize, n: usize, blocks: bool, path:
 }
 
 fn int8(harness: &mut Harness, m: usize, k: usize, n: usize) {
-    let cost = Cost::bytes(m * k + n * k, m * n * 2).flops(2 * m * n * k);
+    let cost = Cost::bytes(m * k + n * k, m * n * 2).flops(2 * m * n * k).fp8();
     harness.case(&format!("gemm/linear_quant/auto/int8/rows/{m}x{k}x{n}"), cost, |device, stream, set| {
         let quantised = |rows: usize, seed: usize| {
             let from = noise::<bf16>(device, stream, &[rows, k], seed)?;

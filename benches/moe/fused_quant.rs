@@ -58,7 +58,8 @@ fn case<Q: QuantisedElement>(
     used.sort_unstable();
     used.dedup();
     let cost = Cost::bytes(used.len() * 3 * hidden * inter + tokens * hidden * 2, tokens * hidden * 2)
-        .flops(tokens * top_k * 6 * hidden * inter);
+        .flops(tokens * top_k * 6 * hidden * inter)
+        .fp8();
     let mut weights = None;
     let case =
         format!("moe/fused_quant/{path:?}/{}/{}/{name}/{tokens}", Q::DTYPE, if blocks { "blocks" } else { "rows" });

@@ -89,7 +89,7 @@ fn begin<const P: usize>(few: bool, places: [usize; P]) -> [usize; P] {
         return places;
     }
     // Numbers, not addresses: the compiler knows of the tensors that they are in global memory.
-    dependent_launch::begin_at(places.map(core::ptr::without_provenance), []).0.map(|place| place.addr())
+    dependent_launch::begin_at(places.map(core::ptr::without_provenance), []).0.map(<*const u8>::addr)
 }
 
 /// `i / by` and the rest; a shift for powers of two, which numbers of chunks mostly are.
