@@ -20,7 +20,7 @@
 //! cargo bench -p warploom-benches [--features cuda] -- [FILTER..] [OPTIONS]
 //!     FILTER             only cases whose name contains one of these
 //!     --quick            leave criterion out           (or WARPLOOM_BENCH_QUICK=1)
-//!     --burst            only cases that products bound, in bursts, without criterion
+//!     --burst            in bursts, without criterion; only cases whose products take half as long as their memory, or longer
 //!     --json FILE        append a record for each case (or WARPLOOM_BENCH_JSON=FILE)
 //!     --device NAME      simt, cuda:N or auto          (or WARPLOOM_BENCH_DEVICE=NAME)
 //!     --list             only print the names of the cases

@@ -292,21 +292,11 @@ pub fn wgmma_query_map(
     base: u64,
     dtype: DType,
     tile: wgmma::Shape,
-    [tokens, heads, head_dim]: [usize; 3],
-    (token, head): (usize, usize),
+    dims: [usize; 3],
+    strides: (usize, usize),
     group: usize,
 ) -> Result<TensorMap> {
-    let bytes = dtype.size() as u64;
-    device.tensor_map(&TensorMapDescription {
-        base,
-        dtype,
-        rank: 3,
-        dims: [head_dim as u64, heads as u64, tokens as u64, 1, 1],
-        // Of a single head or token the stride is of no interest, but it must be one.
-        strides: [(head as u64 * bytes).max(16), (token as u64 * bytes).max(16), 0, 0],
-        box_dims: [tile.line() as u32, group as u32, tile_tokens(tile.rows(), group) as u32, 1, 1],
-        swizzle: tile.swizzle(),
-    })
+    token_map(device, base, dtype, tile, dims, strides, [group, tile_tokens(tile.rows(), group)])
 }
 
 /// The tensor map of the output for [`PrefillPath::Wgmma`], `[tokens, heads, head_dim]` at `base`, strides in elements: a box is what a
@@ -319,17 +309,31 @@ pub fn wgmma_output_map(
     base: u64,
     dtype: DType,
     tile: wgmma::Shape,
-    [tokens, heads, head_dim]: [usize; 3],
-    (token, head): (usize, usize),
+    dims: [usize; 3],
+    strides: (usize, usize),
     group: usize,
 ) -> Result<TensorMap> {
-    let bytes = dtype.size() as u64;
     let (box_heads, box_tokens) = if 16_usize.is_multiple_of(group) { (group, 16 / group) } else { (1, 1) };
+    token_map(device, base, dtype, tile, dims, strides, [box_heads, box_tokens])
+}
+
+/// A map over `[tokens, heads, head_dim]`, boxes of a line × heads × tokens.
+fn token_map(
+    device: &Device,
+    base: u64,
+    dtype: DType,
+    tile: wgmma::Shape,
+    [tokens, heads, head_dim]: [usize; 3],
+    (token, head): (usize, usize),
+    [box_heads, box_tokens]: [usize; 2],
+) -> Result<TensorMap> {
+    let bytes = dtype.size() as u64;
     device.tensor_map(&TensorMapDescription {
         base,
         dtype,
         rank: 3,
         dims: [head_dim as u64, heads as u64, tokens as u64, 1, 1],
+        // Of a single head or token the stride is of no interest, but it must be one.
         strides: [(head as u64 * bytes).max(16), (token as u64 * bytes).max(16), 0, 0],
         box_dims: [tile.line() as u32, box_heads as u32, box_tokens as u32, 1, 1],
         swizzle: tile.swizzle(),
