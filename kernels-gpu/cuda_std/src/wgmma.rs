@@ -150,22 +150,20 @@ impl<M: Major> Descriptor<M> {
 }
 
 /// Types of sums: `f32`, and `i32` of products of `i8`.
-pub trait Sum: Copy + Default + sealed::Sealed {
+pub trait Sum: Copy + Default + sealed::Sealed + Emulated {
     /// Rounded to the nearest.
     fn to_f32(self) -> f32;
-    #[cfg(not(target_arch = "nvptx64"))]
-    #[doc(hidden)]
-    fn multiply_add(self, a: Self, b: Self) -> Self;
 }
+#[cfg(target_arch = "nvptx64")]
+use Copy as Emulated;
+/// What the SIMT device adds products up in; nothing on the GPU.
+#[cfg(not(target_arch = "nvptx64"))]
+use simt::Sum as Emulated;
 impl sealed::Sealed for f32 {}
 impl Sum for f32 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self
-    }
-    #[cfg(not(target_arch = "nvptx64"))]
-    fn multiply_add(self, a: f32, b: f32) -> f32 {
-        self + a * b
     }
 }
 impl sealed::Sealed for i32 {}
@@ -173,10 +171,6 @@ impl Sum for i32 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self as f32
-    }
-    #[cfg(not(target_arch = "nvptx64"))]
-    fn multiply_add(self, a: i32, b: i32) -> i32 {
-        self.wrapping_add(a.wrapping_mul(b))
     }
 }
 
@@ -471,8 +465,8 @@ const fn check<S: Sum, T: Input<S>, const STEPS: usize, A: Major, B: Major>() {
 #[track_caller]
 fn simt_step<S: Sum, T: Input<S>>(acc: &mut [S], a: simt::Left, b: simt::Operand, accumulate: bool) {
     match size_of::<T>() {
-        1 => simt::wgmma::<4, S>("wgmma", acc, a, b, accumulate, T::widen, S::multiply_add),
-        _ => simt::wgmma::<2, S>("wgmma", acc, a, b, accumulate, T::widen, S::multiply_add),
+        1 => simt::wgmma::<4, S>("wgmma", acc, a, b, accumulate, T::widen),
+        _ => simt::wgmma::<2, S>("wgmma", acc, a, b, accumulate, T::widen),
     }
 }
 

@@ -17,8 +17,8 @@
 
 use crate::error::{Access, Loc};
 use crate::launch::Region;
+use crate::map::Map;
 use crate::race::RaceState;
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
@@ -47,7 +47,7 @@ struct Cell {
     reads: [Option<Record>; 2],
 }
 
-pub(crate) type Clocks = HashMap<u32, u32>;
+pub(crate) type Clocks = Map<u32, u32>;
 
 /// Devices that reach each other's memory while their kernels run side by side: races are looked for across them.
 pub struct Peers {
@@ -104,9 +104,9 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 /// What the blocks of one launch share.
 pub(crate) struct GlobalRace {
-    pages: [Mutex<HashMap<usize, Box<[Cell; PAGE]>>>; SHARDS],
+    pages: [Mutex<Map<usize, Box<[Cell; PAGE]>>>; SHARDS],
     /// What has been released to each atomic location, by block.
-    released: Mutex<HashMap<usize, Clocks>>,
+    released: Mutex<Map<usize, Clocks>>,
 }
 
 /// What one block knows of the others.

@@ -32,6 +32,12 @@ pub(crate) fn swizzle(address: usize, mode: u32) -> usize {
     address ^ (address >> 7 & ((1 << mode) - 1)) << 4
 }
 
+/// What lies together in shared memory whatever the layout, and what a swizzle moves.
+const PIECE: usize = 16;
+
+/// Bytes of a step along K.
+const STEP: usize = 32;
+
 impl Operand {
     /// Offset in shared memory of element (`i`, `k`) of `bytes` bytes.
     fn offset(self, i: usize, k: usize, bytes: usize) -> usize {
@@ -51,6 +57,17 @@ impl Operand {
         };
         swizzle(start + linear, mode)
     }
+
+    /// Where the pieces of a step are, of rows `first..first + rows`, a multiple of 8: offset in shared memory, `i` and `k` of the piece's first element.
+    /// The others follow it along M or N (MN-major) or along K.
+    fn pieces(self, first: usize, rows: usize, bytes: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+        let (run, depth) = (PIECE / bytes, STEP / bytes);
+        let across = if self.mn_major { rows / run } else { depth / run };
+        (0..rows * depth / run).map(move |p| {
+            let (i, k) = if self.mn_major { (p % across * run, p / across) } else { (p / across, p % across * run) };
+            (self.offset(first + i, k, bytes), i, k)
+        })
+    }
 }
 
 /// A product's A: in shared memory, or a lane's four registers of the 64xK fragment.
@@ -64,8 +81,8 @@ pub enum Left {
 
 /// What shared memory a product in flight reads, and a checksum of it.
 pub(crate) struct InFlight {
-    offsets: Vec<u32>,
-    bytes: usize,
+    /// Offsets of its pieces.
+    pieces: Vec<u32>,
     sum: u64,
     at: Loc,
 }
@@ -84,16 +101,43 @@ impl Groups {
     }
 }
 
-fn checksum(block: &Block, offsets: &[u32], bytes: usize) -> u64 {
+fn checksum(block: &Block, pieces: &[u32]) -> u64 {
     let base = block.shared.base();
-    offsets.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &o| {
-        (0..bytes).fold(sum, |sum, b| {
+    pieces.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &piece| {
+        (0..PIECE).step_by(8).fold(sum, |sum, at| {
             // SAFETY: in bounds, as was checked at the issue.
-            let byte = unsafe { *base.add(o as usize + b) };
-            (sum ^ byte as u64).wrapping_mul(0x100_0000_01b3)
+            let word = unsafe { base.add(piece as usize + at).cast::<u64>().read_unaligned() };
+            (sum ^ word).wrapping_mul(0x100_0000_01b3).rotate_left(29)
         })
     })
 }
+
+/// Types of sums.
+pub trait Sum: Copy + Default {
+    /// `d[i][j] += a[i][k] b[k][j]`, in ascending `k`, for rows of `n` sums.
+    #[doc(hidden)]
+    fn add_product(d: &mut [Self], a: &[Self], b: &[Self], n: usize);
+}
+
+/// The loops of [`Sum::add_product`].
+macro_rules! add_product {
+    ($t:ty, |$c:ident, $a:ident, $b:ident| $sum:expr) => {
+        impl Sum for $t {
+            fn add_product(d: &mut [$t], a: &[$t], b: &[$t], n: usize) {
+                for (a, d) in a.chunks_exact(b.len() / n).zip(d.chunks_exact_mut(n)) {
+                    for (&$a, b) in a.iter().zip(b.chunks_exact(n)) {
+                        for (d, &$b) in d.iter_mut().zip(b) {
+                            let $c = *d;
+                            *d = $sum;
+                        }
+                    }
+                }
+            }
+        }
+    };
+}
+add_product!(f32, |c, a, b| c + a * b);
+add_product!(i32, |c, a, b| c.wrapping_add(a.wrapping_mul(b)));
 
 /// One lane's part of a product.
 struct Io<S> {
@@ -106,17 +150,16 @@ struct Io<S> {
 /// `wgmma.mma_async.sync.aligned.m64nNkK`: `acc = A B (+ acc)`, with `K` of 32 bytes and elements of `E` to a
 /// 32-bit word, that is of `4 / E` bytes; `acc` holds this lane's `N / 2` accumulators.
 ///
-/// `widen` turns the low bits of a word into a value, and `multiply_add(c, a, b)` is `c + a b`. Products are summed in ascending
+/// `widen` turns the low bits of a word into a value. Products are summed in ascending
 /// `k`; hardware sums floats in another order with fewer bits, so compare with a tolerance.
 #[track_caller]
-pub fn wgmma<const E: usize, S: Copy + Default>(
+pub fn wgmma<const E: usize, S: Sum>(
     op: &'static str,
     acc: &mut [S],
     left: Left,
     right: Operand,
     accumulate: bool,
     widen: impl Fn(u32) -> S,
-    multiply_add: impl Fn(S, S, S) -> S,
 ) {
     let at = Location::caller();
     let (n, bytes, k) = (acc.len() * 2, 4 / E, 8 * E);
@@ -128,34 +171,28 @@ pub fn wgmma<const E: usize, S: Copy + Default>(
     let first_row = (me.linear / 32 % 4) as usize * 16;
     let mut io = Io { left, right, accumulate, acc: acc.as_mut_ptr() };
     warp_collective(op, u32::MAX, &mut io, |lanes| {
-        let me = current();
-        let block = me.block();
         let io = lanes.get(0);
         let (right, accumulate) = (io.right, io.accumulate);
-        let read = |operand: Operand, i: usize, k: usize| {
-            let offset = operand.offset(i, k, bytes);
-            let address = block.shared.base() as usize + offset;
-            if let Err(e) = block.check_shared(me.linear, address, bytes, Access::Read, at) {
-                me.fault(e);
-            }
-            // SAFETY: in bounds of shared memory.
-            let word = unsafe {
-                match bytes {
-                    1 => *(address as *const u8) as u32,
-                    2 => (address as *const u16).read_unaligned() as u32,
-                    _ => (address as *const u32).read_unaligned(),
+        let mut places = vec![];
+        // Elements of some rows of an operand, each at `place(i, k)`.
+        let mut load = |operand: Operand, first: usize, rows: usize, place: &dyn Fn(usize, usize) -> usize| {
+            let mut values = vec![S::default(); rows * k];
+            for (offset, i, k) in operand.pieces(first, rows, bytes) {
+                let piece = read_piece(offset, at);
+                for e in 0..PIECE / bytes {
+                    let (i, k) = if operand.mn_major { (i + e, k) } else { (i, k + e) };
+                    let mut word = [0; 4];
+                    word[..bytes].copy_from_slice(&piece[e * bytes..][..bytes]);
+                    values[place(i, k)] = widen(u32::from_le_bytes(word));
                 }
-            };
-            widen(word)
+                places.push(offset as u32);
+            }
+            values
         };
-        let mut a = vec![S::default(); 16 * k];
-        match io.left {
-            Left::Shared(left) => {
-                for (i, a) in a.iter_mut().enumerate() {
-                    *a = read(left, first_row + i / k, i % k);
-                }
-            }
+        let a = match io.left {
+            Left::Shared(left) => load(left, first_row, 16, &|i, k_at| i * k + k_at),
             Left::Registers(_) => {
+                let mut a = vec![S::default(); 16 * k];
                 for l in 0..32 {
                     let (g, t) = (l as usize / 4, l as usize % 4);
                     let Left::Registers(words) = lanes.get(l).left else {
@@ -167,12 +204,10 @@ pub fn wgmma<const E: usize, S: Copy + Default>(
                         }
                     }
                 }
+                a
             }
-        }
-        let mut b = vec![S::default(); k * n];
-        for (i, b) in b.iter_mut().enumerate() {
-            *b = read(right, i % n, i / n);
-        }
+        };
+        let b = load(right, 0, n, &|j, k_at| k_at * n + j);
         let mut d = vec![S::default(); 16 * n];
         let at_lane = |l: u32, e: usize| {
             let (g, t) = (l as usize / 4, l as usize % 4);
@@ -186,28 +221,32 @@ pub fn wgmma<const E: usize, S: Copy + Default>(
                 }
             }
         }
-        for (a, d) in a.chunks_exact(k).zip(d.chunks_exact_mut(n)) {
-            for (&a, b) in a.iter().zip(b.chunks_exact(n)) {
-                for (d, &b) in d.iter_mut().zip(b) {
-                    *d = multiply_add(*d, a, b);
-                }
-            }
-        }
+        S::add_product(&mut d, &a, &b, n);
         for l in 0..32 {
             for e in 0..n / 2 {
                 // SAFETY: as above.
                 unsafe { *lanes.get(l).acc.add(e) = d[at_lane(l, e)] };
             }
         }
+        let me = current();
+        let block = me.block();
         if block.race_on.get() {
-            let mut offsets: Vec<u32> = (0..n * k).map(|i| right.offset(i % n, i / n, bytes) as u32).collect();
-            if let Left::Shared(left) = io.left {
-                offsets.extend((0..16 * k).map(|i| left.offset(first_row + i / k, i % k, bytes) as u32));
-            }
-            let sum = checksum(block, &offsets, bytes);
-            block.asynch.borrow_mut().wgmma(me.linear).open.push(InFlight { offsets, bytes, sum, at });
+            let sum = checksum(block, &places);
+            block.asynch.borrow_mut().wgmma(me.linear).open.push(InFlight { pieces: places, sum, at });
         }
     });
+}
+
+/// 16 bytes of shared memory, read by the running thread.
+fn read_piece(offset: usize, at: Loc) -> [u8; PIECE] {
+    let me = current();
+    let block = me.block();
+    let address = block.shared.base() as usize + offset;
+    if let Err(e) = block.check_shared(me.linear, address, PIECE, Access::Read, at) {
+        me.fault(e);
+    }
+    // SAFETY: in bounds of shared memory.
+    unsafe { *(address as *const [u8; PIECE]) }
 }
 
 /// `wgmma.commit_group`.
@@ -238,7 +277,7 @@ pub fn wgmma_wait(pending: usize) {
         let group = groups.committed.pop_front().expect("a group");
         drop(state);
         for product in group {
-            if checksum(block, &product.offsets, product.bytes) != product.sum {
+            if checksum(block, &product.pieces) != product.sum {
                 let message = "shared memory changed under a wgmma in flight, issued here".to_string();
                 me.fault(ErrorKind::Trap { thread: me.tid, message, at: product.at });
             }
