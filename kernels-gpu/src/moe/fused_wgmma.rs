@@ -74,6 +74,8 @@ use cuda_std::{
 pub const GROUPS: usize = 2;
 /// Threads that fill the ring.
 const PRODUCERS: usize = 128;
+/// Which of them draws items: not the one that fetches weights.
+const DRAWER: u32 = PRODUCERS as u32 - 32;
 /// Threads of a block.
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// Elements of K of a stage: a line of the swizzle.
@@ -453,7 +455,7 @@ unsafe fn fused_wgmma<
         let mut item = thread::block_idx_x() / blocks;
         // Stages whose weights are on their way before `h` is there.
         let mut ahead = 0;
-        // Items of the block that have been drawn, or will have been when this one is fetched. One is drawn when the ring is full: then there is time.
+        // Items that have been fetched but for the dealt one, and that have been drawn. One is drawn when the ring is full: then there is time.
         let (mut sequence, mut asked) = (0, 0);
         let ask = (steps - 1).min(STAGES as u32);
         if !UP {
@@ -466,11 +468,11 @@ unsafe fn fused_wgmma<
                         fetch(at, work, s * (LINES * STEP) as u32);
                         at.advance();
                     }
-                    if NOW {
-                        // Nothing that still runs knows of the word.
-                        drawn.draw(0, grid, items);
-                        asked = 1;
-                    }
+                }
+                if NOW && tid == DRAWER {
+                    // Nothing that still runs knows of the word.
+                    drawn.draw(0, grid, items);
+                    asked = 1;
                 }
             }
             dependent_launch::wait();
@@ -496,7 +498,7 @@ unsafe fn fused_wgmma<
             });
             let mut step = 0;
             while step < steps {
-                if NOW && tid == 0 && step == ask && asked == sequence {
+                if NOW && tid == DRAWER && step == ask && asked == sequence {
                     drawn.draw(sequence, grid, items);
                     asked += 1;
                 }
@@ -529,11 +531,13 @@ unsafe fn fused_wgmma<
             if NOW {
                 item = drawn.hear(sequence);
                 sequence += 1;
+                // Before the number is overwritten.
+                thread::sync_named(const { 2 + GROUPS as u32 }, PRODUCERS as u32);
             } else {
                 item += grid;
             }
         }
-        if NOW && ALTERNATE && tid == 0 {
+        if NOW && ALTERNATE && tid == DRAWER {
             // The other consumer waits for one more.
             drawn.tell(sequence, u32::MAX);
         }
