@@ -1,7 +1,8 @@
 //! The last step of the fused block: a token's weighted results added up in the order of its slots.
 //!
 //! A thread for 16 bytes of neighbouring columns of a token's results, which are f32 or, where that is allowed, rounded to elements; one by one
-//! where rows are not multiples of that. What has been read may be given up in the second-level cache without being written to memory (`discard`). Slots whose expert lives elsewhere, or is none, have no result and count as zero.
+//! where rows are not multiples of that. Slots whose expert lives elsewhere, or is none, have no result and count as zero. Lines that have been
+//! read may be given up in the second-level cache without being written to memory (`discard`).
 
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
 use cuda_std::vec::{B64, B128};
@@ -19,7 +20,7 @@ pub const ROUNDED_COLUMNS: usize = 8;
 const GROUP: usize = 8;
 
 /// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`, of f32 or elements; the others as in
-/// [`fused::Args`](super::fused::Args). Rows of `num_tokens` and beyond are left alone. Grid: (tokens, columns in
+/// [`fused::Args`](super::fused::Args), `discard` as in [`Args`]. Rows of `num_tokens` and beyond are left alone. Grid: (tokens, columns in
 /// steps of `COLUMNS THREADS`); block: [`THREADS`].
 #[inline(always)]
 pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize>(

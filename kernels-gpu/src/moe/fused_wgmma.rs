@@ -47,10 +47,10 @@
 //!
 //! # The second-level cache
 //! Where reading takes time, too, weights that no other item reads leave it first, so that what is read again stays: `x`, `h`, and `partial` if it has
-//! room (`kept`), whose lines the sum discards. Written to memory and read from there it was 90 of 1300 MB of Qwen3's 512 tokens.
+//! room (`kept`), whose lines the sum discards. On its way to memory and back it was 90 of 1300 MB of Qwen3's 512 tokens.
 //!
-//! While sorting runs, blocks of the first product ask for what would be their first item's weights if every expert had one share. Most of it is read soon whichever way
-//! pairs go, since the first items are those of the first experts.
+//! While sorting runs, blocks of the first product ask for what would be their first item's weights if every expert had one share. Most of it is
+//! read soon whichever way pairs go, since the first items are those of the first experts. Nothing is written, so nothing has to be waited for.
 //!
 //! The sum over K runs in one order whatever N is, so a pair's result depends on nothing else in the batch.
 

@@ -97,7 +97,7 @@ impl Drawn {
     /// By a warp that has heard those before, or has no use for them: the number, once it is told. It is read by the first lane, the one that gives stages back.
     #[inline(always)]
     pub unsafe fn hear(self, sequence: u32) -> u32 {
-        mbarrier::wait_parity(self.told.address(sequence % KEPT as u32), sequence / KEPT as u32 & 1);
+        mbarrier::wait_parity(self.told.address(sequence % KEPT as u32), (sequence / KEPT as u32) & 1);
         let number = if warp::lane_id() == 0 { self.numbers.get(sequence % KEPT as u32) } else { 0 };
         warp::shfl_idx(number, 0)
     }
