@@ -11,7 +11,7 @@
 //! path is deterministic, and a token's result depends on no other token.
 
 use super::block::{self, Block, Description, dense};
-use super::fused::{ExpertActivation, FusedShape, GateUp, reduce_geometry};
+use super::fused::{ExpertActivation, FusedShape, GateUp, KEPT_BYTES, discards, reduce_geometry};
 use super::{shuffle, sort};
 use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
@@ -675,6 +675,7 @@ impl Run<'_> {
             activation,
             alpha,
             limit,
+            kept: self.keeps() as u32,
         };
         let entry = if up { first } else { second };
         // SAFETY: forwarded to the caller.
@@ -737,6 +738,7 @@ impl Run<'_> {
             activation,
             alpha,
             limit,
+            kept: self.keeps() as u32,
         };
         let next = few_kernel::Args {
             x: self.part(at.h),
@@ -835,6 +837,16 @@ impl Run<'_> {
         }
     }
 
+    /// Bytes between the second product and the sum.
+    fn partial_bytes(&self) -> usize {
+        product(&[self.shape.pairs(), self.shape.hidden, 4])
+    }
+
+    /// Whether they may stay in the second-level cache.
+    fn keeps(&self) -> bool {
+        matches!(self.path, FusedQuantPath::Wgmma16 | FusedQuantPath::Wgmma64) && self.partial_bytes() <= KEPT_BYTES
+    }
+
     /// # Safety
     /// As for [`launch`].
     unsafe fn reduce(&self) -> Result<()> {
@@ -858,6 +870,7 @@ impl Run<'_> {
             local: shape.experts as u32,
             shared_experts: shape.shared_experts as u32,
             n: shape.hidden as u32,
+            discard: discards(self.keeps(), self.part(self.at.partial), self.partial_bytes(), 4 * shape.hidden) as u32,
         };
         // SAFETY: forwarded to the caller.
         unsafe { self.stream.launch(&entry, &reduce_geometry(shape).dependent(), &args) }

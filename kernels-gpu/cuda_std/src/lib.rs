@@ -62,6 +62,7 @@ pub mod mbarrier;
 pub mod mma;
 #[cfg(target_arch = "nvptx64")]
 mod ptx;
+pub mod second_level;
 pub mod shared;
 pub mod thread;
 pub mod tma;

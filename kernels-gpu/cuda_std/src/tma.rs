@@ -14,6 +14,7 @@
 //! ```
 
 use crate::DType;
+use crate::second_level::Policy;
 use crate::shared::SharedAddress;
 
 /// How the copy engine permutes 16-byte units of a box in shared memory so that columns meet different banks.
@@ -303,6 +304,59 @@ pub unsafe fn load_tensor<const RANK: usize>(
         let tile = unsafe { *map }.tile::<RANK>(c);
         simt::cp_async_bulk_tensor(dst.shared_address(), &tile, c, bar.shared_address());
     }
+}
+
+/// [`load_tensor`] with a policy for the second-level cache.
+///
+/// # Safety
+/// As for [`load_tensor`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_tensor_for<const RANK: usize>(
+    dst: impl SharedAddress,
+    map: *const TensorMap,
+    coords: [i32; RANK],
+    bar: impl SharedAddress,
+    policy: Policy,
+) {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let c = five(coords);
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            tensor!(
+                RANK, c, "cp.async.bulk.tensor",
+                ".shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [{d}], [{m}, ",
+                "], [{b}], {p};",
+                (d = in(reg32) dst.shared_address(), m = in(reg64) map, b = in(reg32) bar.shared_address(),
+                 p = in(reg64) policy.bits())
+            )
+        };
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        let _ = policy;
+        // SAFETY: forwarded to the caller.
+        unsafe { load_tensor(dst, map, coords, bar) }
+    }
+}
+
+/// Asks for a box in the second-level cache: `cp.async.bulk.prefetch.tensor`.
+///
+/// # Safety
+/// The map is valid and of rank `RANK`.
+#[inline(always)]
+pub unsafe fn prefetch_tensor<const RANK: usize>(map: *const TensorMap, coords: [i32; RANK]) {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let c = five(coords);
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            tensor!(RANK, c, "cp.async.bulk.prefetch.tensor", ".L2.global.tile [{m}, ", "];", (m = in(reg64) map))
+        };
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    let _ = (map, coords);
 }
 
 /// [`load_tensor`] to the same place in every block of the cluster whose bit is in `blocks`; the mbarrier at the place

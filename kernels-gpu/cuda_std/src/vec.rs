@@ -12,6 +12,7 @@
 //! thread writes during the kernel; the SIMT device does not tell the difference.
 
 use crate::Float;
+use crate::second_level::Policy;
 
 macro_rules! vectors {
     ($($(#[$m:meta])* $name:ident($align:literal);)*) => { $(
@@ -293,6 +294,29 @@ pub unsafe fn store_if<V: Copy>(condition: bool, ptr: *mut V, value: V) {
     if condition {
         // SAFETY: forwarded to the caller.
         unsafe { ptr.write(value) }
+    }
+}
+
+/// [`store_if`] with a policy for the second-level cache.
+///
+/// # Safety
+/// As for [`store_if`].
+#[inline(always)]
+pub unsafe fn store_if_for<V: Copy>(condition: bool, ptr: *mut V, value: V, policy: Policy) {
+    const { assert!(size_of::<V>() == 16) };
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: forwarded to the caller; the vector has four words.
+    unsafe {
+        let w: [u32; 4] = core::mem::transmute_copy(&value);
+        ptx!("{{ .reg .b64 %a; .reg .pred %p; cvta.to.global.u64 %a, {p}; setp.ne.u32 %p, {c}, 0; @%p st.global.L2::cache_hint.v4.b32 [%a], {{{w}, {x}, {y}, {z}}}, {h}; }}",
+            p = in(reg64) ptr, c = in(reg32) condition as u32, w = in(reg32) w[0], x = in(reg32) w[1],
+            y = in(reg32) w[2], z = in(reg32) w[3], h = in(reg64) policy.bits(), options(nostack, preserves_flags))
+    };
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        let _ = policy;
+        // SAFETY: forwarded to the caller.
+        unsafe { store_if(condition, ptr, value) }
     }
 }
 

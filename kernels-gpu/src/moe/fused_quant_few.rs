@@ -24,9 +24,9 @@
 
 use super::fused::PLAIN;
 use super::fused_quant_wgmma::{Job, STEP};
+use super::fused_wgmma::coordinates;
 use super::items::{DIRECT_PAIRS, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
-use super::shuffle;
 use crate::pipeline::{Ring, Stages};
 use crate::row::quantise::{Quantised, group_amax, scale_for};
 use crate::row::{GROUP, elements};
@@ -111,6 +111,7 @@ unsafe fn fused_quant_few<
     activation: u32,
     alpha: f32,
     limit: f32,
+    kept: u32,
 ) {
     let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
     let mut carver = Carver::new();
@@ -141,11 +142,23 @@ unsafe fn fused_quant_few<
     }
     const { assert!(STAGES * LINES * PAIRS <= THREADS) };
     tma::fence_async();
+    let tiles = n.div_ceil(const { if UP { ROWS as u32 / 2 } else { ROWS as u32 } });
+    if UP && !DIRECT && tid == 0 && tokens * slots >= 4 * bins {
+        // As in `fused_wgmma`: the first item if every expert has one share.
+        // SAFETY: there are outputs, hence tiles.
+        core::hint::assert_unchecked(tiles != 0);
+        let (bin, tile) = (thread::block_idx_x() / tiles, thread::block_idx_x() % tiles);
+        let mut at = 0;
+        while bin < local && at < k.min(const { (STAGES * LINES * STEP) as u32 }) {
+            let to = coordinates::<UP>(shuffled, n, at, tile * ROWS as u32, bin as i32);
+            tma::prefetch_tensor::<5>(map, to);
+            at += STEP as u32;
+        }
+    }
     if UP {
         dependent_launch::wait();
     }
     dependent_launch::launch_dependents();
-    let tiles = n.div_ceil(const { if UP { ROWS as u32 / 2 } else { ROWS as u32 } });
     let sorted = Sorted {
         ids: Global::new(sorted_ids),
         weights: Global::new(sorted_weights),
@@ -185,6 +198,7 @@ unsafe fn fused_quant_few<
         rows: if UP && layout != PLAIN { 2 * n } else { n },
         layout,
         activation: (activation, alpha, limit),
+        kept: kept != 0,
         share: 1,
         rank: 0,
     };
@@ -210,15 +224,10 @@ unsafe fn fused_quant_few<
                     mbarrier::arrive_expect_tx(bar, const { (LINES * ROWS * STEP) as u32 });
                     unroll::<LINES>(|l| {
                         let k0 = (step * LINES as u32 + l as u32) * STEP as u32;
-                        let group = (item.tile * (ROWS / 16) as u32) as i32;
-                        let at = match (shuffled, UP) {
-                            (0, true) => [k0 as i32, 0, 0, group, bin as i32],
-                            (0, false) => [k0 as i32, 0, 2 * group, 0, bin as i32],
-                            _ => shuffle::coordinates::<UP>(shuffled, k0, n, item.tile * ROWS as u32, bin as i32),
-                        };
+                        let at = coordinates::<UP>(shuffled, n, k0, item.tile * ROWS as u32, bin as i32);
                         let to = (ring.stage * LINES as u32 + l as u32) * (ROWS * STEP) as u32;
                         // Beyond the end of K come zeroes.
-                        tma::load_tensor::<5>(weights.address(to), map, at, bar);
+                        tma::load_tensor_for::<5>(weights.address(to), map, at, bar, job.policy::<UP>(item));
                     });
                 }
                 if line < LINES as u32 {
@@ -535,6 +544,8 @@ entries! {
         shuffled: u32,
         /// See [`fused::Args`](super::fused::Args).
         activation: u32, alpha: f32, limit: f32,
+        /// 1 if `partial` may stay in the second-level cache until the sum has read it.
+        kept: u32,
     );
     moe_fused_quant_few_up_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, true>;
     moe_fused_quant_few_up_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, true>;

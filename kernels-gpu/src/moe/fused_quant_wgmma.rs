@@ -23,15 +23,15 @@
 //! or all of them, which are several tiles.
 
 use super::fused::{HALVES, PLAIN};
-use super::fused_wgmma::Activation;
+use super::fused_wgmma::{Activation, coordinates};
 use super::items::{DIRECT_PAIRS, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
-use super::shuffle;
 use crate::pipeline::{Ring, Stages};
 use crate::row::GROUP;
 use crate::scales::{BLOCKS, ROWS};
 use crate::tensor_byte::TensorByte;
 use crate::tensor_float::TensorFloat;
+use cuda_std::second_level::Policy;
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
@@ -103,6 +103,8 @@ pub(super) struct Job<T, const SCALES: u32, const DIRECT: bool> {
     pub(super) layout: u32,
     /// Number of the activation, and its scalars.
     pub(super) activation: (u32, f32, f32),
+    /// Whether `partial` may stay in the second-level cache; see [`fused_wgmma`](super::fused_wgmma).
+    pub(super) kept: bool,
     /// Blocks that share rows, which take neighbouring tiles, and the place of this one.
     pub(super) share: u32,
     pub(super) rank: u32,
@@ -114,6 +116,12 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
     pub(super) unsafe fn find(&self, number: u32) -> Item {
         let item = self.items.find(number, 0);
         Item { tile: item.tile * self.share + self.rank, ..item }
+    }
+
+    /// For the weights of an item, if they come to this block only.
+    #[inline(always)]
+    pub(super) fn policy<const UP: bool>(&self, item: Item) -> Policy {
+        if item.alone && (UP || self.kept) { Policy::FIRST } else { Policy::NORMAL }
     }
 
     /// Groups of columns.
@@ -245,9 +253,8 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
             for i in 0..4 {
                 v[i] = (v[i] + bias[i]) * scale;
             }
-            if row < self.n && column < item.count {
-                self.partial.set_as(at, B128(v));
-            }
+            let policy = if self.kept { Policy::LAST } else { Policy::NORMAL };
+            self.partial.set_if_for(row < self.n && column < item.count, at, B128(v), policy);
         }
     }
 }
@@ -304,6 +311,7 @@ unsafe fn fused_quant_wgmma<
     activation: u32,
     alpha: f32,
     limit: f32,
+    kept: u32,
 ) where
     [Q::Sum; 4]: Accumulator<Q::Sum>,
     [Q::Sum; 8]: Accumulator<Q::Sum>,
@@ -336,13 +344,25 @@ unsafe fn fused_quant_wgmma<
             tma::prefetch_map(x_map);
         }
     }
+    let outputs = if UP { rows(TILES) as u32 / 2 } else { rows(TILES) as u32 };
+    let tiles = n.div_ceil(outputs).div_ceil(SHARE);
+    if UP && !DIRECT && PAIRS <= 64 && tid == 0 && tokens * slots >= 4 * bins {
+        // As in `fused_wgmma`: the first item if every expert has one share.
+        // SAFETY: there are outputs, hence tiles.
+        core::hint::assert_unchecked(tiles != 0);
+        let (bin, tile) = (thread::block_idx_x() / tiles, thread::block_idx_x() % tiles);
+        let mut at = 0;
+        while bin < local && at < k.min(const { (STAGES * LINES * STEP) as u32 }) {
+            let to = coordinates::<UP>(shuffled, n, at, tile * rows(TILES) as u32, bin as i32);
+            tma::prefetch_tensor::<5>(map, to);
+            at += STEP as u32;
+        }
+    }
     if UP {
         // The sorted list may still be in the making.
         dependent_launch::wait();
         dependent_launch::launch_dependents();
     }
-    let outputs = if UP { rows(TILES) as u32 / 2 } else { rows(TILES) as u32 };
-    let tiles = n.div_ceil(outputs).div_ceil(SHARE);
     let sorted = Sorted {
         ids: Global::new(sorted_ids),
         weights: Global::new(sorted_weights),
@@ -382,6 +402,7 @@ unsafe fn fused_quant_wgmma<
         rows: if UP && layout != PLAIN { 2 * n } else { n },
         layout,
         activation: (activation, alpha, limit),
+        kept: kept != 0,
         share: SHARE,
         rank,
     };
@@ -398,7 +419,6 @@ unsafe fn fused_quant_wgmma<
         let mut ring = Ring::<STAGES>::new();
         // Weights, of a share whose products have so many columns.
         let fetch = |ring: Ring<STAGES>, item: Item, step: u32, wide: u32| {
-            let group = (item.tile * (rows(TILES) / 16) as u32) as i32;
             let (map, bin) = if item.bin < local { (map, item.bin) } else { (shared_map, item.bin - local) };
             let bar = stages.full(ring.stage);
             let bytes = const { (rows(TILES) * STEP) as u32 };
@@ -406,13 +426,11 @@ unsafe fn fused_quant_wgmma<
             mbarrier::arrive_expect_tx(bar, LINES as u32 * if DIRECT { bytes } else { bytes + wide * column });
             unroll::<LINES>(|l| {
                 let k0 = (step * LINES as u32 + l as u32) * STEP as u32;
-                let at = match (shuffled, UP) {
-                    (0, true) => [k0 as i32, 0, 0, group, bin as i32],
-                    (0, false) => [k0 as i32, 0, 2 * group, 0, bin as i32],
-                    _ => shuffle::coordinates::<UP>(shuffled, k0, n, item.tile * rows(TILES) as u32, bin as i32),
-                };
+                let at = coordinates::<UP>(shuffled, n, k0, item.tile * rows(TILES) as u32, bin as i32);
                 // Beyond the end of K come zeroes.
-                tma::load_tensor::<5>(weights.address((ring.stage * LINES as u32 + l as u32) * bytes), map, at, bar);
+                let to = weights.address((ring.stage * LINES as u32 + l as u32) * bytes);
+                let policy = if PAIRS <= 64 { job.policy::<UP>(item) } else { Policy::NORMAL };
+                tma::load_tensor_for::<5>(to, map, at, bar, policy);
             });
         };
         let mut next = first;
@@ -884,6 +902,8 @@ entries! {
         shuffled: u32,
         /// See [`fused::Args`](super::fused::Args).
         activation: u32, alpha: f32, limit: f32,
+        /// 1 if `partial` may stay in the second-level cache until the sum has read it.
+        kept: u32,
     );
     moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;
     moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;

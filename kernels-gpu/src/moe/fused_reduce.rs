@@ -1,11 +1,14 @@
 //! The last step of the fused block: a token's weighted results added up in the order of its slots.
 //!
 //! A thread for 16 bytes of neighbouring columns of a token's results, which are f32 or, where that is allowed, rounded to elements; one by one
-//! where rows are not multiples of that. Slots whose expert lives elsewhere, or is none, have no result and count as zero.
+//! where rows are not multiples of that. Slots whose expert lives elsewhere, or is none, have no result and count as zero. Lines that have been
+//! read may be given up in the second-level cache without being written to memory (`discard`).
 
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
 use cuda_std::vec::{B64, B128};
-use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, thread, unroll, vec};
+use cuda_std::{
+    Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, second_level, thread, unroll, vec, warp,
+};
 
 /// Threads of a block.
 pub const THREADS: usize = 256;
@@ -17,12 +20,12 @@ pub const ROUNDED_COLUMNS: usize = 8;
 const GROUP: usize = 8;
 
 /// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`, of f32 or elements; the others as in
-/// [`fused::Args`](super::fused::Args). Rows of `num_tokens` and beyond are left alone. Grid: (tokens, columns in
+/// [`fused::Args`](super::fused::Args), `discard` as in [`Args`]. Rows of `num_tokens` and beyond are left alone. Grid: (tokens, columns in
 /// steps of `COLUMNS THREADS`); block: [`THREADS`].
 #[inline(always)]
 pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize>(
     out: *mut T,
-    partial: *const P,
+    partial: *mut P,
     topk_ids: *const i32,
     expert_map: *const i32,
     num_tokens: *const i32,
@@ -34,6 +37,7 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize>(
     local: u32,
     shared_experts: u32,
     n: u32,
+    discard: u32,
 ) {
     let pairs = Pairs {
         topk_ids: Global::new(topk_ids),
@@ -45,7 +49,7 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize>(
         local,
         shared: shared_experts,
     };
-    let (out, partial) = (GlobalMut::new(out), Global::new(partial));
+    let (out, lines, partial) = (GlobalMut::new(out), partial, Global::new(partial.cast_const()));
     let token = thread::block_idx_x();
     let column = (thread::block_idx_y() * THREADS as u32 + thread::thread_idx_x()) * COLUMNS as u32;
     if token >= existing_tokens(tokens, num_tokens) || column >= n {
@@ -96,6 +100,19 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize>(
                 }
             });
         }
+        // Not of rounded results: it would take registers.
+        if const { size_of::<P>() == 4 } && discard != 0 {
+            // Eight threads have read a line of their own.
+            let lane = warp::lane_id();
+            warp::sync_warp(0xff << (lane & 24));
+            if lane.is_multiple_of(8) {
+                unroll::<GROUP>(|s| {
+                    if there[s] {
+                        second_level::discard(lines.wrapping_add(row + s * n as usize));
+                    }
+                });
+            }
+        }
         first += GROUP as u32;
     }
     if slots == 0 {
@@ -125,8 +142,10 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize>(
 entries! {
     /// Arguments of every `moe_fused_reduce_*` entry; see [`fused_reduce`].
     pub struct Args<T, P>(
-        out: *mut T, partial: *const P, topk_ids: *const i32, expert_map: *const i32, num_tokens: *const i32,
+        out: *mut T, partial: *mut P, topk_ids: *const i32, expert_map: *const i32, num_tokens: *const i32,
         out_row: usize, tokens: u32, top_k: u32, slots: u32, experts: u32, local: u32, shared_experts: u32, n: u32,
+        /// 1 if nobody reads `partial` afterwards; then it is, and its rows are, multiples of 128 bytes. Without effect on rounded results.
+        discard: u32,
     );
     moe_fused_reduce_f32 { type T = f32; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS>;
     moe_fused_reduce_f16 { type T = f16; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS>;

@@ -42,16 +42,25 @@
 //! experts. Where it is allowed (`ROUNDED`) they are rounded to the element type, which is half of it.
 //!
 //! # Work
-//! Blocks of threads stay, one a multiprocessor, and take [`items`](super::items) `blockIdx + i · gridDim`.
+//! Blocks of threads stay, one a multiprocessor, and take [`items`](super::items): `blockIdx + i · gridDim`, or, where reading is what takes time (`NOW`),
+//! one when the last is fetched ([`Drawn`]).
+//!
+//! # The second-level cache
+//! Where reading takes time, too, weights that no other item reads leave it first, so that what is read again stays: `x`, `h`, and `partial` if it has
+//! room (`kept`), whose lines the sum discards. On its way to memory and back it was 90 of 1300 MB of Qwen3's 512 tokens.
+//!
+//! While sorting runs, blocks of the first product ask for what would be their first item's weights if every expert had one share. Most of it is
+//! read soon whichever way pairs go, since the first items are those of the first experts. Nothing is written, so nothing has to be waited for.
 //!
 //! The sum over K runs in one order whatever N is, so a pair's result depends on nothing else in the batch.
 
 use super::fused::{HALVES, PLAIN};
 pub use super::items::DIRECT_PAIRS;
-use super::items::{Item, Items, Sorted};
+use super::items::{Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
 use super::shuffle;
 use crate::tensor_float::TensorFloat;
+use cuda_std::second_level::Policy;
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
@@ -65,6 +74,8 @@ use cuda_std::{
 pub const GROUPS: usize = 2;
 /// Threads that fill the ring.
 const PRODUCERS: usize = 128;
+/// Which of them draws items: not the one that fetches weights.
+const DRAWER: u32 = PRODUCERS as u32 - 32;
 /// Threads of a block.
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// Elements of K of a stage: a line of the swizzle.
@@ -85,11 +96,17 @@ pub const fn rows(tiles: usize, alternate: bool) -> usize {
     if alternate { tiles * 64 } else { GROUPS * tiles * 64 }
 }
 
+/// Whether items of at most so many pairs are drawn.
+pub const fn draws(pairs: usize) -> bool {
+    pairs <= 64
+}
+
 /// Dynamic shared memory; every part may begin at the next multiple of 16.
 pub const fn shared_bytes(rows: usize, pairs: usize, lines: usize, stages: usize, bins: usize) -> usize {
     stages * ((rows + pairs) * lines * STEP * 2 + 2 * 8)
         + GROUPS * 8
         + GROUPS * pairs * 8
+        + if draws(pairs) { super::items::DRAWN_BYTES } else { 0 }
         + super::items::shared_bytes(bins)
         + 5 * 16
 }
@@ -109,6 +126,8 @@ struct Job<T, const DIRECT: bool> {
     shared_biased: bool,
     /// Whether results are added up where they belong as they come, instead of being kept apart.
     unordered: bool,
+    /// For results that have room in the second-level cache.
+    policy: Policy,
     slots: u32,
     local: u32,
     n: u32,
@@ -212,14 +231,10 @@ impl<T: TensorFloat + Input, const DIRECT: bool> Job<T, DIRECT> {
         if bin < self.local { (self.map, bin as i32) } else { (self.shared_map, (bin - self.local) as i32) }
     }
 
-    /// Where the box of rows `row` and on starts; see the [module](self).
+    /// [`coordinates`] of weights.
     #[inline(always)]
     fn coordinates<const UP: bool>(&self, k: u32, row: u32, bin: i32) -> [i32; 5] {
-        if self.shuffled != 0 {
-            return shuffle::coordinates::<UP>(self.shuffled, k, self.n, row, bin);
-        }
-        let group = (row / 16) as i32;
-        if UP { [k as i32, 0, 0, group, bin] } else { [k as i32, 0, 2 * group, 0, bin] }
+        coordinates::<UP>(self.shuffled, self.n, k, row, bin)
     }
 
     /// The biases of an output's gate and of its value.
@@ -243,6 +258,16 @@ impl<T: TensorFloat + Input, const DIRECT: bool> Job<T, DIRECT> {
         };
         if biased && row < rows { bias.get(index as usize * rows as usize + row as usize).to_f32() } else { 0.0 }
     }
+}
+
+/// Where the box of rows `row` and on of a stage starts; see the [module](self).
+#[inline(always)]
+pub(super) fn coordinates<const UP: bool>(shuffled: u32, n: u32, k: u32, row: u32, bin: i32) -> [i32; 5] {
+    if shuffled != 0 {
+        return shuffle::coordinates::<UP>(shuffled, k, n, row, bin);
+    }
+    let group = (row / 16) as i32;
+    if UP { [k as i32, 0, 0, group, bin] } else { [k as i32, 0, 2 * group, 0, bin] }
 }
 
 /// One of the products; see [`Args`]. `UP`: the first. Grid: any number of blocks, or of clusters of [`PAIR`] if `PAIRED`, whose maps have boxes of half
@@ -292,6 +317,9 @@ unsafe fn fused_wgmma<
     alpha: f32,
     limit: f32,
     unordered: u32,
+    words: *mut u64,
+    launch: u64,
+    kept: u32,
 ) {
     let tid = thread::thread_idx_x();
     let warp_id = warp::warp_id();
@@ -303,6 +331,9 @@ unsafe fn fused_wgmma<
     let turns = carver.take::<u64>(GROUPS);
     let ids = carver.take::<u32>(GROUPS * PAIRS);
     let scales = carver.take::<f32>(GROUPS * PAIRS);
+    let word = if UP { words } else { words.wrapping_add(1) };
+    const { assert!(NOW == draws(PAIRS)) };
+    let drawn = Drawn::new(&mut carver, NOW, word, launch);
     let outputs = const { if UP { rows(TILES, ALTERNATE) as u32 / 2 } else { rows(TILES, ALTERNATE) as u32 } };
     let blocks = const { if PAIRED { PAIR as u32 } else { 1 } };
     if tid == 0 {
@@ -314,9 +345,23 @@ unsafe fn fused_wgmma<
         for g in 0..GROUPS {
             mbarrier::init(turns.address(g), 4);
         }
+        if NOW {
+            drawn.init();
+        }
         mbarrier::fence_init();
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
+    }
+    let tiles = n.div_ceil(outputs);
+    if UP && NOW && !DIRECT && tid == 0 && tokens * slots >= 4 * bins {
+        // SAFETY: there are outputs, hence tiles.
+        core::hint::assert_unchecked(tiles != 0);
+        let (bin, tile) = (thread::block_idx_x() / tiles, thread::block_idx_x() % tiles);
+        let (mut at, row) = (0, tile * const { rows(TILES, ALTERNATE) as u32 });
+        while bin < local && at < k.min(const { (STAGES * LINES * STEP) as u32 }) {
+            tma::prefetch_tensor::<5>(map, coordinates::<UP>(shuffled, n, at, row, bin as i32));
+            at += STEP as u32;
+        }
     }
     let rank = if PAIRED { cluster::rank() } else { 0 };
     if PAIRED {
@@ -347,7 +392,6 @@ unsafe fn fused_wgmma<
         shared: bins - local,
     };
     let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
-    let tiles = n.div_ceil(outputs);
     let job = Job {
         h: GlobalMut::new(h),
         partial: GlobalMut::new(partial),
@@ -360,6 +404,7 @@ unsafe fn fused_wgmma<
         shared_bias: Global::new(shared_bias),
         shared_biased: !shared_bias.is_null(),
         unordered: unordered != 0,
+        policy: if kept != 0 { Policy::LAST } else { Policy::NORMAL },
         slots,
         local,
         n,
@@ -373,19 +418,26 @@ unsafe fn fused_wgmma<
     let steps = k.div_ceil((LINES * STEP) as u32).max(if STAGED { 2 } else { 1 });
 
     if warp_id < (PRODUCERS / 32) as u32 {
-        wgmma::decrease_registers::<40>();
+        if NOW {
+            wgmma::decrease_registers::<56>();
+        } else {
+            wgmma::decrease_registers::<40>();
+        }
         let mut ring = Ring::<STAGES>::new();
         let line_bytes = const { (rows(TILES, ALTERNATE) * STEP * 2) as u32 };
         let stage_bytes = LINES as u32 * line_bytes;
         let fetch = |ring: Ring<STAGES>, work: Item, k0: u32| {
             let bar = full.address(ring.stage);
             let (map, bin) = job.map(work.bin);
+            let policy = if work.alone && (UP || kept != 0) { Policy::FIRST } else { Policy::NORMAL };
             mbarrier::arrive_expect_tx(bar, stage_bytes);
             unroll::<LINES>(|l| {
                 // Beyond the end of K come zeroes.
                 let to = weights.address(0u32) + ring.stage * stage_bytes + l as u32 * line_bytes;
                 let (k, row) = (k0 + (l * STEP) as u32, work.tile * const { rows(TILES, ALTERNATE) as u32 });
-                if !PAIRED {
+                if NOW {
+                    tma::load_tensor_for::<5>(to, map, job.coordinates::<UP>(k, row, bin), bar, policy);
+                } else if !PAIRED {
                     tma::load_tensor::<5>(to, map, job.coordinates::<UP>(k, row, bin), bar);
                 } else if work.shared {
                     // Half of the rows, to both blocks.
@@ -403,6 +455,9 @@ unsafe fn fused_wgmma<
         let mut item = thread::block_idx_x() / blocks;
         // Stages whose weights are on their way before `h` is there.
         let mut ahead = 0;
+        // Items that have been fetched but for the dealt one, and that have been drawn. One is drawn when the ring is full: then there is time.
+        let (mut sequence, mut asked) = (0, 0);
+        let ask = (steps - 1).min(STAGES as u32);
         if !UP {
             if item < items {
                 let work = job.items.find(item, rank);
@@ -413,6 +468,11 @@ unsafe fn fused_wgmma<
                         fetch(at, work, s * (LINES * STEP) as u32);
                         at.advance();
                     }
+                }
+                if NOW && tid == DRAWER {
+                    // Nothing that still runs knows of the word.
+                    drawn.draw(0, grid, items);
+                    asked = 1;
                 }
             }
             dependent_launch::wait();
@@ -438,6 +498,10 @@ unsafe fn fused_wgmma<
             });
             let mut step = 0;
             while step < steps {
+                if NOW && tid == DRAWER && step == ask && asked == sequence {
+                    drawn.draw(sequence, grid, items);
+                    asked += 1;
+                }
                 mbarrier::wait_parity(empty.address(ring.stage), ring.phase ^ 1);
                 let k0 = step * (LINES * STEP) as u32;
                 if ahead > 0 {
@@ -464,12 +528,27 @@ unsafe fn fused_wgmma<
                 ring.advance();
                 step += 1;
             }
-            item += grid;
+            if NOW {
+                item = drawn.hear(sequence);
+                sequence += 1;
+                // Before the number is overwritten.
+                thread::sync_named(const { 2 + GROUPS as u32 }, PRODUCERS as u32);
+            } else {
+                item += grid;
+            }
+        }
+        if NOW && ALTERNATE && tid == DRAWER {
+            // The other consumer waits for one more.
+            drawn.tell(sequence, u32::MAX);
         }
         // The block's shared memory must outlive its copies.
         cp_async::wait_group::<0>();
     } else {
-        wgmma::increase_registers::<232>();
+        if NOW {
+            wgmma::increase_registers::<224>();
+        } else {
+            wgmma::increase_registers::<232>();
+        }
         let group = warp_id / 4 - 1;
         let within = if ALTERNATE { 0 } else { group };
         let consumer = Consumer {
@@ -486,11 +565,13 @@ unsafe fn fused_wgmma<
         };
         let mut ring = Ring::<STAGES>::new();
         let mut item = thread::block_idx_x() / blocks;
-        let mut stride = grid;
-        if ALTERNATE {
-            item += group * grid;
-            stride = GROUPS as u32 * grid;
-            ring.skip(group * steps);
+        const { assert!(!ALTERNATE || NOW, "items in turn are drawn") };
+        // Of numbers of items.
+        let mut sequence = 0;
+        if ALTERNATE && group == 1 {
+            item = drawn.hear(0);
+            sequence = 1;
+            ring.skip(steps);
         }
         let mut round = 0;
         while item < items {
@@ -518,8 +599,15 @@ unsafe fn fused_wgmma<
             }
             if ALTERNATE {
                 ring.skip(steps);
+                // The next is the other one's.
+                sequence += 1;
             }
-            item += stride;
+            if NOW {
+                item = drawn.hear(sequence);
+                sequence += 1;
+            } else {
+                item += grid;
+            }
         }
     }
     if PAIRED {
@@ -791,7 +879,7 @@ impl<T: TensorFloat + Input> Consumer<T> {
                     atomic::reduce_add_v4_f32(job.partial.ptr(at), v);
                 }
             } else {
-                job.partial.set_if(stored, at, B128(v));
+                job.partial.set_if_for(stored, at, B128(v), job.policy);
             }
         }
     }
@@ -1039,6 +1127,12 @@ entries! {
         activation: u32, alpha: f32, limit: f32,
         /// 1 if results of the second product are added to `partial`, then `[tokens, hidden]` and zeroed, in any order.
         unordered: u32,
+        /// [`WORDS`](super::items::WORDS), whatever is in them; read and written where items are drawn.
+        words: *mut u64,
+        /// A number that no other launch has, unless it repeats this one; the two products may have the same.
+        launch: u64,
+        /// 1 if `partial` may stay in the second-level cache until the sum has read it.
+        kept: u32,
     );
     moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;
     moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, false, 1, 64, 2, 4, false, false>;

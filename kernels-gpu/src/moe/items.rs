@@ -9,8 +9,9 @@
 //! share is smaller than another by more than that.
 
 use super::pairs::{NOWHERE, Pairs};
+use cuda_std::atomic::{Device, Relaxed};
 use cuda_std::shared::Carver;
-use cuda_std::{Global, Shared, thread, warp};
+use cuda_std::{Global, GlobalMut, Shared, mbarrier, thread, warp};
 
 /// The most pairs without a sorted list.
 pub const DIRECT_PAIRS: usize = 128;
@@ -20,6 +21,86 @@ const MAX_WARPS: usize = 16;
 /// Shared memory for so many experts; every part may begin at the next multiple of 16.
 pub const fn shared_bytes(bins: usize) -> usize {
     MAX_WARPS * 4 + 3 * (bins + 4) * 4 + DIRECT_PAIRS * 12 + 7 * 16
+}
+
+/// Numbers that a block keeps; see [`Drawn`].
+const KEPT: usize = 8;
+/// Bits of a word that count items.
+const COUNT: u32 = 28;
+/// The most items that can be drawn.
+pub const MAX_DRAWN: usize = 1 << COUNT;
+/// Words of the workspace: one for each product.
+pub const WORDS: usize = 2;
+/// Shared memory of [`Drawn`]; its two parts may begin at the next multiple of 16.
+pub const DRAWN_BYTES: usize = KEPT * 12 + 2 * 16;
+
+/// Items that blocks draw when they have done what they had, instead of being dealt every so manyth: multiprocessors do not go at the same pace, and
+/// of equally many items some blocks had done theirs when a sixth of the time was left. The first item of a block is dealt.
+///
+/// A word of the workspace counts what has been drawn. It begins with a number of the launch, so what is there before does not matter; whoever draws
+/// the last number zeroes it for replays of a graph. A thread of the producer draws while it has an item fetched, for the next one, and tells the others by an
+/// mbarrier: in the order of a block's items, `sequence` counts those after the first.
+///
+/// A number is overwritten [`KEPT`] items later. When the producer draws it has had all items before the one it is at fetched, so whoever gives stages back
+/// has heard all numbers but those of two items more than there are stages, of which there are at most five.
+#[derive(Clone, Copy)]
+pub struct Drawn {
+    word: GlobalMut<u64>,
+    /// The word before anything is drawn.
+    claim: u64,
+    told: Shared<u64>,
+    numbers: Shared<u32>,
+}
+
+impl Drawn {
+    /// Takes no room if it is not `used`. `word`: any contents; `launch`: a number that no other launch has, unless it repeats this one.
+    #[inline(always)]
+    pub unsafe fn new(carver: &mut Carver, used: bool, word: *mut u64, launch: u64) -> Self {
+        let kept = if used { KEPT } else { 0 };
+        let (told, numbers) = (carver.take::<u64>(kept), carver.take::<u32>(kept));
+        Self { word: GlobalMut::new(word), claim: launch << COUNT, told, numbers }
+    }
+
+    /// By one thread, before [`mbarrier::fence_init`].
+    #[inline(always)]
+    pub unsafe fn init(self) {
+        for i in 0..KEPT {
+            mbarrier::init(self.told.address(i), 1);
+        }
+    }
+
+    /// By one thread, in order, if there has been an item: draws one of `items`, of which each of `blocks` blocks has its first.
+    #[inline(always)]
+    pub unsafe fn draw(self, sequence: u32, blocks: u32, items: u32) {
+        if sequence == 0 {
+            let found = self.word.load(0u32, Device, Relaxed);
+            if found >> COUNT << COUNT != self.claim {
+                // Or somebody else has.
+                self.word.compare_exchange(0u32, found, self.claim, Device, Relaxed);
+            }
+        }
+        let drawn = (self.word.fetch_add(0u32, 1, Device, Relaxed) - self.claim) as u32;
+        // Every block with an item draws until it gets none: as often, all together, as there are items.
+        if drawn + 1 == items {
+            self.word.store(0u32, 0, Device, Relaxed);
+        }
+        self.tell(sequence, blocks + drawn);
+    }
+
+    /// By the same thread: what the next number is. One that no item has is the end.
+    #[inline(always)]
+    pub unsafe fn tell(self, sequence: u32, number: u32) {
+        self.numbers.set(sequence % KEPT as u32, number);
+        mbarrier::arrive(self.told.address(sequence % KEPT as u32));
+    }
+
+    /// By a warp that has heard those before, or has no use for them: the number, once it is told. It is read by the first lane, the one that gives stages back.
+    #[inline(always)]
+    pub unsafe fn hear(self, sequence: u32) -> u32 {
+        mbarrier::wait_parity(self.told.address(sequence % KEPT as u32), (sequence / KEPT as u32) & 1);
+        let number = if warp::lane_id() == 0 { self.numbers.get(sequence % KEPT as u32) } else { 0 };
+        warp::shfl_idx(number, 0)
+    }
 }
 
 /// Where pairs are, in the order of their experts.
@@ -69,6 +150,8 @@ pub struct Item {
     pub count: u32,
     /// Whether another block has another share of the same tile at the same time.
     pub shared: bool,
+    /// Whether no other item has the same weights.
+    pub alone: bool,
 }
 
 impl<const DIRECT: bool> Items<DIRECT> {
@@ -202,7 +285,14 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let count = self.counts.get(bin);
         let size = count.div_ceil(shares).next_multiple_of(8);
         let first = share * size;
-        Item { bin, tile, first: self.starts.get(bin) + first, count: (count - first).min(size), shared: false }
+        Item {
+            bin,
+            tile,
+            first: self.starts.get(bin) + first,
+            count: (count - first).min(size),
+            shared: false,
+            alone: shares == 1,
+        }
     }
 
     /// What block `rank` has of the `r`-th item of an expert.
@@ -228,7 +318,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let size = 8 * (each + (share < more) as u32);
         // The second of two tiles may not exist.
         let count = if tile < self.tiles { (count - first).min(size) } else { 0 };
-        Item { bin, tile, first: self.starts.get(bin) + first, count, shared }
+        Item { bin, tile, first: self.starts.get(bin) + first, count, shared, alone: shares == 1 }
     }
 
     /// The pair at a place of the order.
