@@ -159,6 +159,8 @@ impl WgmmaTile {
         /// A launch, from its first load to its last store; what a cluster adds.
         const LAUNCH: f64 = 4000.0;
         const CLUSTER: f64 = 100.0;
+        /// A further round of clusters of four.
+        const AGAIN: f64 = 2500.0;
         let shape = self.shape();
         let (tiles, at_once) = (shape.tiles(m, n), shape.at_once(multiprocessors));
         let rounds = tiles.div_ceil(at_once) as f64;
@@ -193,7 +195,12 @@ impl WgmmaTile {
             (_, ..=128) => 900.0,
             _ => 4000.0,
         };
-        let cluster = if shape.blocks() > 1 { CLUSTER } else { 0.0 };
+        // Clusters of four with one tile each come and go more slowly than blocks.
+        let cluster = match shape.blocks() {
+            1 => 0.0,
+            3.. if shape.split > 1 => CLUSTER + (rounds - 1.0) * AGAIN,
+            _ => CLUSTER,
+        };
         products.max(memory) + last + cache + LAUNCH + cluster + exchange
     }
 }
