@@ -99,26 +99,23 @@ kernels! {
 }
 
 /// Those for more than [`ALWAYS`] tokens, of one tile or several.
-const MANY: [Kernel; 15] = {
-    use Kernel::*;
-    [
-        T72,
-        T96,
-        T128,
-        T160,
-        T192,
-        R128T72Split2,
-        R128T96Split2,
-        R128T128Split2,
-        R128T160Split2,
-        R128T96,
-        R128T112,
-        R128T128,
-        R128T160,
-        R128T192,
-        R128T224,
-    ]
-};
+const MANY: [Kernel; 15] = [
+    Kernel::T72,
+    Kernel::T96,
+    Kernel::T128,
+    Kernel::T160,
+    Kernel::T192,
+    Kernel::R128T72Split2,
+    Kernel::R128T96Split2,
+    Kernel::R128T128Split2,
+    Kernel::R128T160Split2,
+    Kernel::R128T96,
+    Kernel::R128T112,
+    Kernel::R128T128,
+    Kernel::R128T160,
+    Kernel::R128T192,
+    Kernel::R128T224,
+];
 
 impl Shape {
     /// Rows of weights of a block: fewer than there is room for where multiprocessors then get equally many. Results do not depend on it. (Not
@@ -126,12 +123,14 @@ impl Shape {
     pub(super) const fn rows(self, n: u32) -> u32 {
         let (most, all) = (self.groups * kernel::ROWS as u32, n as u64 * (self.split * self.tiles) as u64);
         let each = all.div_ceil((most * MULTIPROCESSORS) as u64);
-        let even = if self.groups > 1 {
+        let even = if each > 0 { all.div_ceil(each * MULTIPROCESSORS as u64) } else { 0 };
+        let even = (even as u32).next_multiple_of(8);
+        let fewer = if self.groups > 1 {
             self.tiles == 1
         } else {
             self.share == 1 && self.tokens <= ALWAYS && (self.split == 1 || each > 1)
         };
-        if even && each > 0 { (all.div_ceil(each * MULTIPROCESSORS as u64) as u32).next_multiple_of(8) } else { most }
+        if fewer { even } else { most }
     }
 
     /// Tokens of a tile, of `m` in all.
@@ -152,20 +151,23 @@ impl Shape {
 
     /// Picoseconds on an H200, roughly, for more than [`ALWAYS`] tokens: a model of measured times, whose order is what matters.
     ///
-    /// A step along K takes as long as its products, or as bringing it; all steps no less than reading everything once from memory. What blocks load from
-    /// the L2 cache, in all, costs something beside that, and so do further rounds of blocks, the exchange, and sums that are to be stored.
+    /// A step along K takes as long as its products, or as bringing it; all steps no less than reading everything once from memory, and each of both slows
+    /// the other down. What blocks load from the L2 cache, in all, costs something, and so do further rounds of blocks, the exchange, and the store.
     const fn estimate(self, m: u32, n: u32, k: u32) -> u64 {
-        /// Bytes of a microsecond that a multiprocessor gets of weights, with one consumer and with two, and of tokens.
-        const WEIGHTS: [u64; 2] = [124_800, 73_800];
-        const X: u64 = 344_500;
-        /// From memory and from the L2 cache, in all.
-        const MEMORY: u64 = 4_585_000;
-        const CACHE: u64 = 70_000_000;
-        /// Of a launch, of a further round, of parts of K.
-        const LAUNCH: u64 = 1_740_000;
-        const ROUND: u64 = 3_521_000;
-        const EXCHANGE: u64 = 1_548_000;
-        /// Of bytes at this rate.
+        /// Bytes of a microsecond: to a multiprocessor, of weights with one consumer and with two, and of tokens; from memory; and from the L2 cache.
+        const WEIGHTS: [u64; 2] = [240_000, 73_800];
+        const TOKENS: u64 = 590_000;
+        const MEMORY: u64 = 4_856_000;
+        const CACHE: u64 = 66_500_000;
+        /// Of a step and of a column of sums.
+        const STEP: u64 = 19_100;
+        const PRODUCT: u64 = 1060;
+        const STORE: u64 = 355;
+        /// Of a launch, of a further round of blocks, of parts of K.
+        const LAUNCH: u64 = 1_022_000;
+        const ROUND: u64 = 1_434_000;
+        const EXCHANGE: u64 = 2_139_000;
+        /// The time of so many bytes.
         const fn of(bytes: u64, rate: u64) -> u64 {
             (bytes as u128 * 1_000_000 / rate as u128) as u64
         }
@@ -175,18 +177,25 @@ impl Shape {
         let rounds = blocks.div_ceil(MULTIPROCESSORS as u64);
         let steps = k.div_ceil(kernel::STEP as u32).div_ceil(split) as u64;
         let (w, x) = (rows as u64 * 128, self.tile(m) as u64 * 128);
-        let (brought, products) = (of(w, WEIGHTS[groups as usize - 1]) + of(x, X), 24_170 + 1105 * sums);
-        let step = if brought > products { brought } else { products };
-        let work = rounds * steps * step;
+        let (brought, products) = (of(w, WEIGHTS[groups as usize - 1]) + of(x, TOKENS), STEP + PRODUCT * sums);
+        let work = rounds * steps * if brought > products { brought } else { products };
+        let cache = of(blocks * steps * (w + x), CACHE);
         let (m, n, k) = (m as u64, n as u64, k as u64);
         let memory = of((n * k + m * k + m * n) * 2, MEMORY);
-        let exchange = if split > 1 { EXCHANGE } else { 0 };
-        (if work > memory { work } else { memory })
-            + of(blocks * steps * (w + x), CACHE)
-            + (rounds - 1) * ROUND
-            + LAUNCH
-            + exchange
-            + 320 * sums
+        let (more, less) = if work > memory { (work, memory) } else { (memory, work) };
+        let exchange = if split > 1 { rounds * EXCHANGE } else { 0 };
+        more + less * 135 / 1000 + cache + LAUNCH + (rounds - 1) * ROUND + exchange + STORE * sums
+    }
+
+    /// Whether it takes part in the choice for `[m, n]` results. What was never the fastest does not: many tiles of half the rows; or several rounds, with
+    /// parts of K, or of blocks with far fewer rows than they have room for.
+    const fn fits(self, m: u32, n: u32) -> bool {
+        let tile = self.tile(m);
+        let blocks = n.div_ceil(self.rows(n)) * self.tiles * self.split;
+        let full =
+            if self.tiles > 1 { self.split == 1 } else { 4 * self.rows(n) >= 3 * self.groups * kernel::ROWS as u32 };
+        let few = self.tiles <= 2 * self.groups;
+        tile <= self.tokens && 2 * tile >= self.tokens && few && (full || blocks <= MULTIPROCESSORS)
     }
 }
 
@@ -208,7 +217,7 @@ const fn choose(m: u32, n: u32, k: u32) -> (Kernel, Shape) {
             let mut shape = MANY[i].shape();
             while shape.tiles <= 4 {
                 let time = shape.estimate(m, n, k);
-                if shape.tile(m) <= shape.tokens && time < least {
+                if shape.fits(m, n) && time < least {
                     (least, best) = (time, (MANY[i], shape));
                 }
                 shape.tiles += 1;
