@@ -351,8 +351,14 @@ fn few_is_chosen_as_measured() {
         assert_eq!(entry.name, format!("linear_few_{name}_bf16"), "{m} x {k} x {n}");
         assert!(linear_few::suits(m, n, k), "{m} x {k} x {n}");
     }
-    for [m, k, n] in [[128, 4096, 14336], [256, 4096, 14336], [384, 4096, 28672], [128, 2880, 1408], [385, 4096, 4096]]
-    {
+    for [m, k, n] in [
+        [128, 4096, 14336],
+        [256, 4096, 14336],
+        [384, 4096, 4096],
+        [300, 4096, 1024],
+        [128, 2880, 1408],
+        [385, 4096, 4096],
+    ] {
         assert!(!linear_few::suits(m, n, k), "{m} x {k} x {n}");
     }
     assert!(linear_few::entry(DType::F16, linear_few::TOKENS + 1, 4096, 4096).is_none());
