@@ -191,7 +191,7 @@ impl<const STAGES: usize> Stages<STAGES> {
 /// # Safety
 /// `b` is not zero.
 #[inline(always)]
-unsafe fn div_rem(a: u32, b: u32) -> (u32, u32) {
+pub unsafe fn div_rem(a: u32, b: u32) -> (u32, u32) {
     core::hint::assert_unchecked(b != 0);
     (a / b, a % b)
 }

@@ -1,7 +1,7 @@
 use cuda_std::Float;
 use proptest::prelude::*;
 use warploom::gemm::{Epilogue, LinearOptions, LinearPath, WgmmaTile, linear, linear_few, linear_with};
-use warploom::{Device, Error, Graph, SimtOptions, Stream, Tensor, bf16, f16, reference};
+use warploom::{DType, Device, Error, Graph, SimtOptions, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{assert_close, noise_of, on_every_device, property, sanitizing, widen};
 
 const EPILOGUES: [Epilogue; 6] =
@@ -124,7 +124,6 @@ fn few_matches_the_reference() {
     let how = (any::<bool>(), 0usize..6, any::<[bool; 3]>());
     property(6, (shape, how), |d, s, ((m, n, k), (biased, kind, pads))| {
         let (few, pads) = (LinearOptions::default().path(LinearPath::Few), pads.map(usize::from));
-        let m = m.min(linear_few::TOKENS as usize);
         check_tile::<f16>(d, s, [m, n, k], pads, biased, EPILOGUES[kind], few, 400);
         check_tile::<bf16>(d, s, [m, n, k], pads, biased, EPILOGUES[kind], few, 400);
         Ok(())
@@ -152,6 +151,35 @@ fn few_of_many_outputs_share_tokens() {
     });
 }
 
+/// One tile of tokens and several, of 64 and of 128 rows of weights, with K in one part and in two: the bits of tiles with as many.
+#[test]
+fn few_of_more_tokens() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        for ([m, n, k], name, tile) in [
+            ([65, 136, 72], "r128_t96", WgmmaTile::N64),
+            ([120, 40, 8], "r128_t96", WgmmaTile::N64),
+            ([71, 72, 1032], "t72", WgmmaTile::N64Split2),
+            ([101, 72, 1032], "t72", WgmmaTile::N64Split2),
+        ] {
+            let entry = linear_few::entry(DType::Bf16, m as u32, n as u32, k as u32).unwrap();
+            assert_eq!(entry.name, format!("linear_few_{name}_bf16"), "{m} x {n}");
+            let few = LinearOptions::default().path(LinearPath::Few);
+            check_tile::<bf16>(d, s, [m, n, k], [1, 0, 1], true, Epilogue::Gelu, few, 300);
+            let x = Tensor::from_slice(d, &noise_of::<bf16>(m * k, 1), &[m, k]).unwrap();
+            let w = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
+            let run = |options| {
+                let mut y = Tensor::from_slice(d, &vec![bf16::NAN; m * n], &[m, n]).unwrap();
+                linear_with(s, &mut y, &x, &w, None, &options).unwrap();
+                y.to_vec().unwrap()
+            };
+            assert_eq!(run(few), run(LinearOptions::default().tile(tile)), "{m} x {n}");
+        }
+    });
+}
+
 #[test]
 fn few_at_model_sizes() {
     let Some(d) = warploom_tests::gpu().filter(|d| d.properties().compute_capability == (9, 0)) else {
@@ -159,7 +187,7 @@ fn few_at_model_sizes() {
     };
     let s = Stream::new(&d).unwrap();
     let few = LinearOptions::default().path(LinearPath::Few);
-    for (i, m) in [1, 7, 8, 9, 16, 31, 50, 64].into_iter().filter(|m| *m <= linear_few::TOKENS as usize).enumerate() {
+    for (i, m) in [1, 7, 8, 9, 16, 31, 50, 64, 65, 91, 130, 190, 201, 300, 384].into_iter().enumerate() {
         let (kind, biased) = (EPILOGUES[i % 6], i % 2 == 1);
         for [n, k] in if sanitizing() { [[136, 712], [72, 8]] } else { [[4096, 4096], [14336, 2880]] } {
             check_tile::<bf16>(&d, &s, [m, n, k], [1, 0, 1], biased, kind, few, 1000);
@@ -297,13 +325,52 @@ fn tiles_are_chosen_as_measured() {
     }
 }
 
+/// The same for tiles of [`LinearPath::Few`], and where they are not.
+#[test]
+fn few_is_chosen_as_measured() {
+    for ([m, k, n], name) in [
+        ([64, 4096, 4096], "t64"),
+        ([64, 4096, 6144], "t64_r6"),
+        ([64, 4096, 14336], "t64_x4"),
+        ([65, 4096, 4096], "t72"),
+        ([130, 4096, 4096], "t160"),
+        ([192, 4096, 4096], "t192"),
+        ([256, 4096, 4096], "r128_t128_split2"),
+        ([300, 4096, 4096], "r128_t160_split2"),
+        ([72, 4096, 6144], "r128_t72_split2"),
+        ([96, 5120, 5120], "r128_t96_split2"),
+        ([96, 4096, 14336], "r128_t96"),
+        ([130, 4096, 14336], "r128_t160"),
+        ([192, 4096, 14336], "r128_t192"),
+        ([224, 4096, 14336], "r128_t224"),
+        ([320, 2880, 5120], "r128_t112"),
+        ([224, 7168, 2112], "t128"),
+        ([96, 7168, 2112], "t96"),
+    ] {
+        let entry = linear_few::entry(DType::Bf16, m, n, k).unwrap();
+        assert_eq!(entry.name, format!("linear_few_{name}_bf16"), "{m} x {k} x {n}");
+        assert!(linear_few::suits(m, n, k), "{m} x {k} x {n}");
+    }
+    for [m, k, n] in [
+        [128, 4096, 14336],
+        [256, 4096, 14336],
+        [384, 4096, 4096],
+        [300, 4096, 1024],
+        [128, 2880, 1408],
+        [385, 4096, 4096],
+    ] {
+        assert!(!linear_few::suits(m, n, k), "{m} x {k} x {n}");
+    }
+    assert!(linear_few::entry(DType::F16, linear_few::TOKENS + 1, 4096, 4096).is_none());
+}
+
 #[test]
 fn wgmma_is_chosen_for_many_tokens() {
     on_every_device(|d, s| {
         if d.properties().compute_capability != (9, 0) {
             return;
         }
-        let (m, n, k) = (70, 40, 72);
+        let (m, n, k) = (linear_few::TOKENS as usize + 1, 40, 72);
         let x = Tensor::from_slice(d, &noise_of::<bf16>(m * k, 1), &[m, k]).unwrap();
         let w = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
         let run = |path| {
@@ -438,7 +505,7 @@ fn a_row_does_not_depend_on_its_batch() {
         };
         let few = d.properties().compute_capability == (9, 0);
         for (path, most) in
-            [(LinearPath::Stream, 64), (LinearPath::Few, if few { linear_few::TOKENS as usize } else { 0 })]
+            [(LinearPath::Stream, 64), (LinearPath::Few, if few { linear_few::ALWAYS as usize } else { 0 })]
         {
             let one = if most > 0 { run(path, 1) } else { continue };
             for m in [7, 9, 30, 64].into_iter().filter(|m| *m <= most) {

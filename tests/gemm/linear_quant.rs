@@ -233,7 +233,7 @@ fn few_is_chosen_as_measured() {
         (false, 32, 28_672, "rows_t32"),
         (false, 64, 4096, "rows_t64_split2"),
         (false, 64, 6144, "rows_t64"),
-        (false, 64, 14_336, "rows_t64_r5"),
+        (false, 64, 14_336, "rows_t64_r6"),
         (true, 8, 4096, "blocks_t8_split2"),
         (true, 1, 14_336, "blocks_t8"),
         (true, 64, 8192, "blocks_t64_split2"),

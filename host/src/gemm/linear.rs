@@ -63,7 +63,7 @@ pub enum LinearPath {
     /// output that end there as well. For many tokens, with [`LinearOptions::tile`].
     Wgmma,
     /// Weights streamed through Hopper's tensor cores by the copy engine (sm_90a): at most [`linear_few::TOKENS`] tokens, otherwise what
-    /// [`Wgmma`](Self::Wgmma) takes. The order of sums depends on `k`, and for more than 32 tokens on `n`.
+    /// [`Wgmma`](Self::Wgmma) takes. The order of sums depends on `k`, for more than 32 tokens on `n`, and for more than [`linear_few::ALWAYS`] on their number.
     Few,
     /// A warp for each element: for few columns, such as a router's; also f16 or bf16 times f32 weights.
     Dot,
@@ -344,7 +344,7 @@ pub fn linear_with<Y: Float, X: Float, W: Float>(
             let tiles = misaligned.is_none() && tile_entry(X::DTYPE).is_some();
             let (some, wgmma) = (args.k > 0, linear_wgmma::supports(device, X::DTYPE) && unfit.is_none());
             if some && wgmma {
-                if args.m <= linear_few::TOKENS { LinearPath::Few } else { LinearPath::Wgmma }
+                if linear_few::suits(args.m, args.n, args.k) { LinearPath::Few } else { LinearPath::Wgmma }
             } else if some && misaligned.is_none() && stream_entry(X::DTYPE, args.m).is_some() {
                 LinearPath::Stream
             } else if some && tiles && args.m > STREAM_TOKENS {

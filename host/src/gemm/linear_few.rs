@@ -1,9 +1,9 @@
-//! The path of linear layers on Hopper for few tokens: its kernels, tensor maps and launch.
+//! The path of linear layers on Hopper for few tokens: its kernels, which of them suits a shape, tensor maps and launch.
 
-use super::linear_wgmma::map;
+use super::linear_wgmma::{WgmmaTile, map};
 use crate::device::{Geometry, Stream, Swizzle};
 use crate::error::{Error, Result};
-use crate::kernels::gemm::linear_few::{self as kernel, *};
+use crate::kernels::gemm::linear_few as kernel;
 use crate::kernels::gemm::linear_fma;
 use crate::kernels::scales::NONE;
 use cuda_std::{DType, Entry};
@@ -11,7 +11,10 @@ use cuda_std::{DType, Entry};
 const OP: &str = "linear";
 
 /// The most tokens of [`LinearPath::Few`](super::LinearPath::Few).
-pub const TOKENS: u32 = 64;
+pub const TOKENS: u32 = 384;
+
+/// The most that always go this way, of what it takes.
+pub const ALWAYS: u32 = 64;
 
 /// Multiprocessors of an H200. On others the work is divided less evenly.
 pub(super) const MULTIPROCESSORS: u32 = 132;
@@ -26,70 +29,229 @@ const fn shares(n: u32) -> bool {
 }
 
 /// What the launch of a kernel needs to know.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
+    /// Consumer warpgroups, each with up to 64 rows of weights.
+    pub(super) groups: u32,
+    /// Tokens that a tile has room for.
     pub(super) tokens: u32,
+    /// Stages of the ring.
     pub(super) stages: usize,
+    /// Blocks that share K.
     pub(super) split: u32,
+    /// Blocks with neighbouring rows of weights, which share tokens.
     pub(super) share: u32,
+    /// Tiles of tokens.
+    pub(super) tiles: u32,
 }
 
-/// For `[m, n]` results.
-pub(super) const fn shape(m: u32, n: u32) -> Shape {
-    let (tokens, stages, split, share) = match m {
-        0..=8 => (8, 10, 2, 1),
-        9..=16 => (16, 10, 2, 1),
-        17..=32 => (32, 8, 2, 1),
-        _ if shares(n) => (64, 5, 1, 4),
-        _ => (64, 12, 2, 1),
+macro_rules! kernels {
+    ($($Kernel:ident = $bf16:ident, $f16:ident: $groups:literal, $tokens:literal, $stages:literal, $split:literal, $share:literal;)*) => {
+        /// The kernels, by their rows of weights, tokens and parts of K.
+        #[derive(Clone, Copy)]
+        enum Kernel {
+            $($Kernel,)*
+        }
+
+        impl Kernel {
+            const fn shape(self) -> Shape {
+                let (groups, tokens, stages, split, share) = match self {
+                    $(Self::$Kernel => ($groups, $tokens, $stages, $split, $share),)*
+                };
+                Shape { groups, tokens, stages, split, share, tiles: 1 }
+            }
+
+            const fn entry(self, dtype: DType) -> Option<Entry<kernel::Args>> {
+                let (bf16, f16) = match self {
+                    $(Self::$Kernel => (kernel::$bf16::ENTRY, kernel::$f16::ENTRY),)*
+                };
+                match dtype {
+                    DType::Bf16 => Some(bf16),
+                    DType::F16 => Some(f16),
+                    _ => None,
+                }
+            }
+        }
     };
-    Shape { tokens, stages, split, share }
 }
+kernels! {
+    T8 = linear_few_t8_bf16, linear_few_t8_f16: 1, 8, 10, 2, 1;
+    T16 = linear_few_t16_bf16, linear_few_t16_f16: 1, 16, 10, 2, 1;
+    T32 = linear_few_t32_bf16, linear_few_t32_f16: 1, 32, 9, 2, 1;
+    T64 = linear_few_t64_bf16, linear_few_t64_f16: 1, 64, 12, 2, 1;
+    T64Ring6 = linear_few_t64_r6_bf16, linear_few_t64_r6_f16: 1, 64, 6, 2, 1;
+    T64Share4 = linear_few_t64_x4_bf16, linear_few_t64_x4_f16: 1, 64, 5, 1, 4;
+    T72 = linear_few_t72_bf16, linear_few_t72_f16: 1, 72, 12, 2, 1;
+    T96 = linear_few_t96_bf16, linear_few_t96_f16: 1, 96, 10, 2, 1;
+    T128 = linear_few_t128_bf16, linear_few_t128_f16: 1, 128, 8, 2, 1;
+    T160 = linear_few_t160_bf16, linear_few_t160_f16: 1, 160, 7, 2, 1;
+    T192 = linear_few_t192_bf16, linear_few_t192_f16: 1, 192, 6, 2, 1;
+    R128T72Split2 = linear_few_r128_t72_split2_bf16, linear_few_r128_t72_split2_f16: 2, 72, 8, 2, 1;
+    R128T96Split2 = linear_few_r128_t96_split2_bf16, linear_few_r128_t96_split2_f16: 2, 96, 7, 2, 1;
+    R128T128Split2 = linear_few_r128_t128_split2_bf16, linear_few_r128_t128_split2_f16: 2, 128, 6, 2, 1;
+    R128T160Split2 = linear_few_r128_t160_split2_bf16, linear_few_r128_t160_split2_f16: 2, 160, 5, 2, 1;
+    R128T96 = linear_few_r128_t96_bf16, linear_few_r128_t96_f16: 2, 96, 8, 1, 1;
+    R128T112 = linear_few_r128_t112_bf16, linear_few_r128_t112_f16: 2, 112, 7, 1, 1;
+    R128T128 = linear_few_r128_t128_bf16, linear_few_r128_t128_f16: 2, 128, 7, 1, 1;
+    R128T160 = linear_few_r128_t160_bf16, linear_few_r128_t160_f16: 2, 160, 6, 1, 1;
+    R128T192 = linear_few_r128_t192_bf16, linear_few_r128_t192_f16: 2, 192, 5, 1, 1;
+    R128T224 = linear_few_r128_t224_bf16, linear_few_r128_t224_f16: 2, 224, 5, 1, 1;
+}
+
+/// Those for more than [`ALWAYS`] tokens, of one tile or several.
+const MANY: [Kernel; 15] = [
+    Kernel::T72,
+    Kernel::T96,
+    Kernel::T128,
+    Kernel::T160,
+    Kernel::T192,
+    Kernel::R128T72Split2,
+    Kernel::R128T96Split2,
+    Kernel::R128T128Split2,
+    Kernel::R128T160Split2,
+    Kernel::R128T96,
+    Kernel::R128T112,
+    Kernel::R128T128,
+    Kernel::R128T160,
+    Kernel::R128T192,
+    Kernel::R128T224,
+];
 
 impl Shape {
     /// Rows of weights of a block: fewer than there is room for where multiprocessors then get equally many. Results do not depend on it. (Not
-    /// with K in parts and only one block at a time, where it was slower.)
+    /// where it was slower: more blocks load tokens then.)
     pub(super) const fn rows(self, n: u32) -> u32 {
-        let (most, all) = (kernel::ROWS as u32, n as u64 * self.split as u64);
+        let (most, all) = (self.groups * kernel::ROWS as u32, n as u64 * (self.split * self.tiles) as u64);
         let each = all.div_ceil((most * MULTIPROCESSORS) as u64);
-        if self.share > 1 || self.split > 1 && (each <= 1 || self.stages > 10) {
-            most
+        let even = if each > 0 { all.div_ceil(each * MULTIPROCESSORS as u64) } else { 0 };
+        let even = (even as u32).next_multiple_of(8);
+        let fewer = if self.groups > 1 {
+            self.tiles == 1
         } else {
-            (all.div_ceil(each * MULTIPROCESSORS as u64) as u32).next_multiple_of(8)
-        }
+            self.share == 1 && self.tokens <= ALWAYS && (self.split == 1 || each > 1)
+        };
+        if fewer { even } else { most }
+    }
+
+    /// Tokens of a tile, of `m` in all.
+    pub(super) const fn tile(self, m: u32) -> u32 {
+        if self.share > 1 { self.tokens } else { m.div_ceil(self.tiles).next_multiple_of(8) }
     }
 
     /// How to launch it for `n` outputs, with scales of a kind of [`scales`](crate::kernels::scales).
     pub(super) const fn geometry(self, n: u32, scales: u32) -> Geometry {
-        let Self { tokens, stages, split, share } = self;
-        let clusters = n.div_ceil(self.rows(n) * share);
-        Geometry::linear(clusters * split * share, kernel::THREADS as u32)
-            .shared_bytes(kernel::shared_bytes(tokens as usize, stages, scales) as u32)
+        let Self { groups, tokens, stages, split, share, tiles } = self;
+        let clusters = n.div_ceil(self.rows(n) * share) * tiles;
+        let shared = kernel::shared_bytes(groups as usize, tokens as usize, stages, split, scales);
+        Geometry::linear(clusters * split * share, kernel::threads(groups))
+            .shared_bytes(shared as u32)
             .cluster(split * share)
             .dependent()
     }
-}
 
-/// The entry for `[m, n]` results of at most [`TOKENS`] tokens.
-pub const fn entry(dtype: DType, m: u32, n: u32) -> Option<Entry<kernel::Args>> {
-    let (bf16, f16) = match shape(m, n) {
-        _ if m > TOKENS => return None,
-        Shape { tokens: 8, .. } => (linear_few_t8_bf16::ENTRY, linear_few_t8_f16::ENTRY),
-        Shape { tokens: 16, .. } => (linear_few_t16_bf16::ENTRY, linear_few_t16_f16::ENTRY),
-        Shape { tokens: 32, .. } => (linear_few_t32_bf16::ENTRY, linear_few_t32_f16::ENTRY),
-        Shape { share: 1, .. } => (linear_few_t64_bf16::ENTRY, linear_few_t64_f16::ENTRY),
-        _ => (linear_few_t64_x4_bf16::ENTRY, linear_few_t64_x4_f16::ENTRY),
-    };
-    match dtype {
-        DType::Bf16 => Some(bf16),
-        DType::F16 => Some(f16),
-        _ => None,
+    /// Picoseconds on an H200, roughly, for more than [`ALWAYS`] tokens: a model of measured times, whose order is what matters.
+    ///
+    /// A step along K takes as long as its products, or as bringing it; all steps no less than reading everything once from memory, and each of both slows
+    /// the other down. What blocks load from the L2 cache, in all, costs something, and so do further rounds of blocks, the exchange, and the store.
+    const fn estimate(self, m: u32, n: u32, k: u32) -> u64 {
+        /// Bytes of a microsecond: to a multiprocessor, of weights with one consumer and with two, and of tokens; from memory; and from the L2 cache.
+        const WEIGHTS: [u64; 2] = [240_000, 73_800];
+        const TOKENS: u64 = 590_000;
+        const MEMORY: u64 = 4_856_000;
+        const CACHE: u64 = 66_500_000;
+        /// Of a step and of a column of sums.
+        const STEP: u64 = 19_100;
+        const PRODUCT: u64 = 1060;
+        const STORE: u64 = 355;
+        /// Of a launch, of a further round of blocks, of parts of K.
+        const LAUNCH: u64 = 1_022_000;
+        const ROUND: u64 = 1_434_000;
+        const EXCHANGE: u64 = 2_139_000;
+        /// The time of so many bytes.
+        const fn of(bytes: u64, rate: u64) -> u64 {
+            (bytes as u128 * 1_000_000 / rate as u128) as u64
+        }
+        let Self { groups, tokens, split, tiles, .. } = self;
+        let (rows, sums) = (self.rows(n), (groups * tokens) as u64);
+        let blocks = (n.div_ceil(rows) * tiles * split) as u64;
+        let rounds = blocks.div_ceil(MULTIPROCESSORS as u64);
+        let steps = k.div_ceil(kernel::STEP as u32).div_ceil(split) as u64;
+        let (w, x) = (rows as u64 * 128, self.tile(m) as u64 * 128);
+        let (brought, products) = (of(w, WEIGHTS[groups as usize - 1]) + of(x, TOKENS), STEP + PRODUCT * sums);
+        let work = rounds * steps * if brought > products { brought } else { products };
+        let cache = of(blocks * steps * (w + x), CACHE);
+        let (m, n, k) = (m as u64, n as u64, k as u64);
+        let memory = of((n * k + m * k + m * n) * 2, MEMORY);
+        let (more, less) = if work > memory { (work, memory) } else { (memory, work) };
+        let exchange = if split > 1 { rounds * EXCHANGE } else { 0 };
+        more + less * 135 / 1000 + cache + LAUNCH + (rounds - 1) * ROUND + exchange + STORE * sums
+    }
+
+    /// Whether it takes part in the choice for `[m, n]` results. What was never the fastest does not: many tiles of half the rows; or several rounds, with
+    /// parts of K, or of blocks with far fewer rows than they have room for.
+    const fn fits(self, m: u32, n: u32) -> bool {
+        let tile = self.tile(m);
+        let blocks = n.div_ceil(self.rows(n)) * self.tiles * self.split;
+        let full =
+            if self.tiles > 1 { self.split == 1 } else { 4 * self.rows(n) >= 3 * self.groups * kernel::ROWS as u32 };
+        let few = self.tiles <= 2 * self.groups;
+        tile <= self.tokens && 2 * tile >= self.tokens && few && (full || blocks <= MULTIPROCESSORS)
     }
 }
 
-/// How to launch it for `[m, n]` results.
-pub const fn geometry(m: u32, n: u32) -> Geometry {
-    shape(m, n).geometry(n, NONE)
+/// The kernel for `[m, n]` results of depth `k`, and its number of tiles of tokens.
+const fn choose(m: u32, n: u32, k: u32) -> (Kernel, Shape) {
+    let few = match m {
+        0..=8 => Kernel::T8,
+        9..=16 => Kernel::T16,
+        17..=32 => Kernel::T32,
+        33..=64 if shares(n) => Kernel::T64Share4,
+        // One block to a multiprocessor, or two.
+        33..=64 if n * 2 <= kernel::ROWS as u32 * MULTIPROCESSORS => Kernel::T64,
+        _ => Kernel::T64Ring6,
+    };
+    let mut best = (few, few.shape());
+    if m > ALWAYS {
+        let (mut least, mut i) = (u64::MAX, 0);
+        while i < MANY.len() {
+            let mut shape = MANY[i].shape();
+            while shape.tiles <= 4 {
+                let time = shape.estimate(m, n, k);
+                if shape.fits(m, n) && time < least {
+                    (least, best) = (time, (MANY[i], shape));
+                }
+                shape.tiles += 1;
+            }
+            i += 1;
+        }
+    }
+    best
+}
+
+/// Whether `[m, n]` results of depth `k` should be faster this way than with any [`WgmmaTile`]: up to [`ALWAYS`] tokens, and up to [`TOKENS`] where
+/// models of their times on an H200 say so.
+pub fn suits(m: u32, n: u32, k: u32) -> bool {
+    if m <= ALWAYS || m > TOKENS {
+        return m <= ALWAYS;
+    }
+    let tile = WgmmaTile::choose(m, n, k, MULTIPROCESSORS).estimate(m, n, k, MULTIPROCESSORS);
+    // Where both were measured, tiles took a little more than their model says, but not for the most tokens; and these need blocks enough.
+    let most = match m {
+        ..=256 => 1.03,
+        _ if n < 2048 => 0.0,
+        _ => 0.97,
+    };
+    (choose(m, n, k).1.estimate(m, n, k) as f64) < most * 1000.0 * tile
+}
+
+/// The entry for `[m, n]` results of depth `k` of at most [`TOKENS`] tokens.
+pub const fn entry(dtype: DType, m: u32, n: u32, k: u32) -> Option<Entry<kernel::Args>> {
+    if m > TOKENS { None } else { choose(m, n, k).0.entry(dtype) }
+}
+
+/// How to launch it for `[m, n]` results of depth `k`.
+pub const fn geometry(m: u32, n: u32, k: u32) -> Geometry {
+    choose(m, n, k).1.geometry(n, NONE)
 }
 
 /// Launches it on raw pointers (layer L1). Makes the tensor maps on the host; allocates nothing.
@@ -102,13 +264,13 @@ pub const fn geometry(m: u32, n: u32) -> Geometry {
 /// As for [`linear_wgmma::launch`](super::linear_wgmma::launch).
 pub unsafe fn launch(stream: &Stream, dtype: DType, args: &linear_fma::Args) -> Result<()> {
     let linear_fma::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind } = *args;
-    let entry = entry(dtype, m, n).ok_or_else(|| Error::Unsupported {
+    let entry = entry(dtype, m, n, k).ok_or_else(|| Error::Unsupported {
         op: OP,
         what: format!("the path Few has no kernel for {m} tokens of {dtype}; there are f16 and bf16 for {TOKENS}"),
     })?;
-    let (device, shape) = (stream.device(), shape(m, n));
-    let (x_rows, rows) = (kernel::x_rows(m, shape.tokens, shape.share), shape.rows(n));
-    let (x_box, w_box) = ([x_rows as usize, kernel::STEP], [rows as usize, kernel::STEP]);
+    let (device, shape) = (stream.device(), choose(m, n, k).1);
+    let (tokens, rows) = (shape.tile(m), shape.rows(n));
+    let (x_box, w_box) = ([(tokens / shape.share) as usize, kernel::STEP], [rows as usize, kernel::STEP]);
     let args = kernel::Args {
         x: map(device, dtype, x as usize, [m, k], x_row, x_box, Swizzle::B128)?,
         w: map(device, dtype, w as usize, [n, k], w_row, w_box, Swizzle::B128)?,
@@ -119,8 +281,10 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &linear_fma::Args) -> 
         k,
         y_row,
         rows,
+        tokens,
+        tiles: shape.tiles,
         kind,
     };
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry, &geometry(m, n), &args) }
+    unsafe { stream.launch(&entry, &shape.geometry(n, NONE), &args) }
 }

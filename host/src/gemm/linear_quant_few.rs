@@ -13,7 +13,7 @@ use cuda_std::{DType, Entry};
 const OP: &str = "linear_quant";
 
 /// The most tokens of [`LinearQuantPath::Few`](super::LinearQuantPath::Few).
-pub const TOKENS: u32 = super::linear_few::TOKENS;
+pub const TOKENS: u32 = 64;
 
 /// For `[m, n]` results.
 const fn shape(blocks: bool, m: u32, n: u32) -> Shape {
@@ -24,13 +24,13 @@ const fn shape(blocks: bool, m: u32, n: u32) -> Shape {
         9..=16 => (16, 10),
         17..=32 => (32, 8),
         // Two blocks to a multiprocessor: while one waits for its products, which scales of blocks make it do, the other has some.
-        _ if blocks || n > once => (64, 5),
+        _ if blocks || n > once => (64, 6),
         _ => (64, 12),
     };
     // Whole rows of K, one block to a multiprocessor, are faster with many tokens, which each part would load. With few, rows at multiples of 8 KB are
     // much slower then: all blocks read the same columns.
     let parts = if stages == 12 { once / 2 } else { once };
-    Shape { tokens, stages, split: if n <= parts { 2 } else { 1 }, share: 1 }
+    Shape { groups: 1, tokens, stages, split: if n <= parts { 2 } else { 1 }, share: 1, tiles: 1 }
 }
 
 /// The entry for operands and results of these types, these scales and `[m, n]` results of at most [`TOKENS`] tokens.
@@ -107,10 +107,10 @@ pub const fn entry(operands: DType, dtype: DType, blocks: bool, m: u32, n: u32) 
             linear_quant_few_blocks_t64_f16
         ),
         Shape { split: 1, .. } => of!(
-            linear_quant_few_rows_t64_r5_bf16,
-            linear_quant_few_rows_t64_r5_f16,
-            linear_quant_few_i8_t64_r5_bf16,
-            linear_quant_few_i8_t64_r5_f16,
+            linear_quant_few_rows_t64_r6_bf16,
+            linear_quant_few_rows_t64_r6_f16,
+            linear_quant_few_i8_t64_r6_bf16,
+            linear_quant_few_i8_t64_r6_f16,
             linear_quant_few_blocks_t64_bf16,
             linear_quant_few_blocks_t64_f16
         ),
@@ -149,8 +149,8 @@ pub unsafe fn launch(stream: &Stream, operands: DType, dtype: DType, args: &Args
         Error::Unsupported { op: OP, what }
     })?;
     let (device, shape): (&Device, _) = (stream.device(), shape(blocks, m, n));
-    let (x_rows, rows) = (body::x_rows(m, shape.tokens, shape.share), shape.rows(n));
-    let (x_box, w_box) = ([x_rows as usize, kernel::STEP], [rows as usize, kernel::STEP]);
+    let (tokens, rows) = (shape.tile(m), shape.rows(n));
+    let (x_box, w_box) = ([tokens as usize, kernel::STEP], [rows as usize, kernel::STEP]);
     let launched = kernel::Args {
         x: map(device, DType::U8, args.x as usize, [m, k], args.x_row, x_box, Swizzle::B128)?,
         w: map(device, DType::U8, args.w as usize, [n, k], args.w_row, w_box, Swizzle::B128)?,
@@ -167,6 +167,7 @@ pub unsafe fn launch(stream: &Stream, operands: DType, dtype: DType, args: &Args
         k,
         y_row: args.y_row,
         rows,
+        tokens,
         kind: args.kind,
     };
     // SAFETY: forwarded to the caller.

@@ -154,11 +154,14 @@ impl WgmmaTile {
         /// Bytes of a nanosecond, from memory and from the L2 cache.
         const MEMORY: f64 = 4400.0;
         const CACHE: f64 = 150_000.0;
-        /// From memory to one multiprocessor.
+        /// From memory to one multiprocessor, and where its stages are few and large.
         const STREAM: f64 = 40.0;
+        const WIDE: f64 = 35.0;
         /// A launch, from its first load to its last store; what a cluster adds.
         const LAUNCH: f64 = 4000.0;
         const CLUSTER: f64 = 100.0;
+        /// A further round of clusters of four.
+        const AGAIN: f64 = 2500.0;
         let shape = self.shape();
         let (tiles, at_once) = (shape.tiles(m, n), shape.at_once(multiprocessors));
         let rounds = tiles.div_ceil(at_once) as f64;
@@ -184,7 +187,8 @@ impl WgmmaTile {
         let memory = (n * k + m * k + m * n) * 2.0 / MEMORY * idle;
         // What nobody else reads takes a multiprocessor as long as the stages that are under way come.
         let alone = shape.down == 1 && m <= kernel::ROWS as f64;
-        let memory = if alone { memory.max(rounds * steps * shape.n as f64 * 128.0 / STREAM) } else { memory };
+        let stream = if shape.n > 224 { WIDE } else { STREAM };
+        let memory = if alone { memory.max(rounds * steps * shape.n as f64 * 128.0 / stream) } else { memory };
         let lines = kernel::ROWS as f64 / shape.across as f64 + shape.n as f64 / shape.down as f64;
         let cache = (tiles * shape.blocks()) as f64 * steps * lines * 128.0 / CACHE;
         // The sums that go from block to block, which for wide tiles is more than their share.
@@ -193,8 +197,19 @@ impl WgmmaTile {
             (_, ..=128) => 900.0,
             _ => 4000.0,
         };
-        let cluster = if shape.blocks() > 1 { CLUSTER } else { 0.0 };
-        products.max(memory) + last + cache + LAUNCH + cluster + exchange
+        // Clusters of four with one tile each come and go more slowly than blocks.
+        let cluster = match shape.blocks() {
+            1 => 0.0,
+            3.. if shape.split > 1 => CLUSTER + (rounds - 1.0) * AGAIN,
+            _ => CLUSTER,
+        };
+        // Less than that was measured where one round of clusters of four does.
+        let less = match (rounds as u32, shape.split, shape.across) {
+            (1, 4, _) => 2100.0,
+            (1, _, 4) => 1300.0,
+            _ => 0.0,
+        };
+        products.max(memory) + last + cache + LAUNCH + cluster + exchange - less
     }
 }
 

@@ -158,6 +158,26 @@ pub unsafe fn store_async_u32(address: u32, value: u32, bar: u32) {
     simt::store_async(address, value, bar);
 }
 
+/// [`store_async_u32`] of four neighbouring words at once, which count as 16 bytes.
+///
+/// # Safety
+/// As for [`store_async_u32`]; the address is a multiple of 16.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn store_async_u32x4(address: u32, values: [u32; 4], bar: u32) {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        ptx!("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [{a}], {{{v0}, {v1}, {v2}, {v3}}}, [{b}];",
+            a = in(reg32) address, v0 = in(reg32) values[0], v1 = in(reg32) values[1], v2 = in(reg32) values[2],
+            v3 = in(reg32) values[3], b = in(reg32) bar, options(nostack, preserves_flags))
+    };
+    #[cfg(not(target_arch = "nvptx64"))]
+    for (i, value) in values.into_iter().enumerate() {
+        simt::store_async(address + 4 * i as u32, value, bar);
+    }
+}
+
 /// `st.shared::cluster` of 32 bits.
 ///
 /// # Safety

@@ -70,7 +70,12 @@ pub unsafe fn conformance<const BLOCKS: u32>(map: *const TensorMap, out: *mut u3
     }
     // They need a cluster that the launch asked for as well.
     if BLOCKS > 1 {
-        cluster::store_async_u32(cluster::map(shared.ptr(t), other), 11 * t + rank, cluster::map(came, other));
+        let (to, bar) = (cluster::map(shared.ptr(t), other), cluster::map(came, other));
+        if t < THREADS as u32 / 2 {
+            cluster::store_async_u32(to, 11 * t + rank, bar);
+        } else if t.is_multiple_of(4) {
+            cluster::store_async_u32x4(to, [0, 11, 22, 33].map(|i| 11 * t + i + rank), bar);
+        }
         mbarrier::wait_parity(came, 0);
     } else {
         shared.set(t, 11 * t + rank);

@@ -1,13 +1,15 @@
 //! `y = epilogue(x · wᵀ + bias)` on Hopper for few tokens: a stream of weights through the copy engine and `wgmma`.
 //!
 //! With few tokens the time is that of reading `w` once. The weights are the 64-row side of `m64nNk16` and the tokens the N side, which
-//! follows their number. A block has up to [`ROWS`] rows of weights and a part of K: a producer warp has the copy engine bring steps of 128 bytes of K
-//! into a ring ([`pipeline`](crate::pipeline)), a consumer warpgroup multiplies them. Rows are fewer where all multiprocessors then get equally many:
-//! the tensor cores have time for those that nobody needs.
+//! follows their number. A block has up to [`ROWS`] rows of weights for each of its consumer warpgroups (`GROUPS`) and a part of K: a producer warp has
+//! the copy engine bring steps of 128 bytes of K into a ring ([`pipeline`](crate::pipeline)), the consumers multiply them. Rows are fewer where all
+//! multiprocessors then get equally many: the tensor cores have time for those that nobody needs.
 //!
-//! **Parts of K** (`SPLIT`): so many blocks of a cluster have the same rows. Each owns as many of the tokens, whose sums the others send to its shared memory;
-//! it adds the parts in their order, and stores 16 bytes at a time. The order of summation depends on `k` and `SPLIT` only. Of few tokens the sums go by
-//! stores that an mbarrier of the owner counts; a barrier of the cluster that publishes stores waits for `MEMBAR.ALL.GPU`.
+//! **Tiles of tokens**: more than `TOKENS` are divided evenly; blocks with the same rows of weights are neighbours.
+//!
+//! **Parts of K** (`SPLIT`): so many blocks of a cluster have the same rows. Each owns as many of the tokens, whose sums the others send to its shared memory
+//! by stores that its mbarrier counts (a barrier of the cluster that publishes stores waits for `MEMBAR.ALL.GPU`). It adds the parts in their order, and
+//! stores 16 bytes at a time. The order of summation depends on `k` and `SPLIT` only.
 //!
 //! **Scales** ([`Scales`]) of 8-bit operands are either those of a row of `x` and a row of `w`, which are fetched at the beginning and
 //! multiply finished sums; or they change every 128 elements of K, which is a step. Then products of a step have accumulators of their
@@ -22,7 +24,7 @@
 
 use super::rough;
 use crate::TensorFloat;
-use crate::pipeline::{Ring, Stages, part};
+use crate::pipeline::{Ring, Stages, div_rem, part};
 use crate::row::GROUP;
 use crate::scales::{BLOCKS, NONE, ROWS as ROW_SCALES, Scales};
 use cuda_std::shared::Carver;
@@ -34,18 +36,23 @@ use cuda_std::{
     unroll, warp,
 };
 
-/// Rows of weights of a block.
+/// Rows of weights of a consumer warpgroup.
 pub const ROWS: usize = 64;
 /// Elements of 16 bits of K in a stage: a line of the 128-byte swizzle.
 pub const STEP: usize = 64;
-/// Threads: the consumers and a producer warp.
-pub const THREADS: usize = CONSUMERS as usize + 32;
-/// Threads of the consumer warpgroup.
-const CONSUMERS: u32 = 128;
+/// Threads of a consumer warpgroup.
+const GROUP_THREADS: u32 = 128;
+/// The first of the named barriers of consumer warpgroups.
+const BARRIER: u32 = 3;
 /// Bytes of a line of the swizzle.
 const LINE: u32 = 128;
 /// Words between a token's sums and the next's: more than there are rows, so that lanes with other tokens are in other banks.
 const WIDTH: usize = ROWS + 4;
+
+/// Threads: so many consumer warpgroups and a producer warp.
+pub const fn threads(groups: u32) -> u32 {
+    groups * GROUP_THREADS + 32
+}
 
 /// Steps whose scales of blocks are brought at once.
 const CHUNK: u32 = 16;
@@ -64,29 +71,31 @@ const fn slot_words(tokens: usize) -> usize {
     tokens + 2
 }
 
-/// Whether an mbarrier of the owner counts the parts of so many tokens' sums, word by word. Of many that takes longer than a barrier of the cluster.
-const fn counted(tokens: usize, split: u32) -> bool {
-    split > 1 && tokens <= 16
+/// Groups of 8 tokens whose sums a part of K owns.
+const fn owned(tokens: usize, split: u32) -> usize {
+    (tokens / 8).div_ceil(split as usize)
 }
 
-/// Dynamic shared memory: the ring, sums, scales of a kind of [`scales`](crate::scales), mbarriers.
-pub const fn shared_bytes(tokens: usize, stages: usize, scales: u32) -> usize {
-    stages * (ROWS + tokens) * LINE as usize + (tokens * WIDTH + scale_words(tokens, scales)) * 4 + (2 * stages + 1) * 8
+/// Bytes of the sums of 8 tokens of a consumer warpgroup, four of each thread.
+const SUMS: u32 = 16 * GROUP_THREADS;
+
+/// Dynamic shared memory: the rings, sums of other blocks, scales of a kind of [`scales`](crate::scales), mbarriers.
+pub const fn shared_bytes(groups: usize, tokens: usize, stages: usize, split: u32, scales: u32) -> usize {
+    let sums = (split as usize - 1) * groups * owned(tokens, split) * SUMS as usize;
+    stages * (groups * ROWS + tokens) * LINE as usize + sums + scale_words(tokens, scales) * 4 + (2 * stages + 1) * 8
 }
 
-/// Rows of a box of `x`: not all that the kernel has room for, as rows outside of the tensor cost the copy engine time as well.
-pub const fn x_rows(m: u32, tokens: u32, share: u32) -> u32 {
-    if share > 1 { tokens / share } else { m.next_multiple_of(8) }
-}
-
-/// `x`: `[m, k]` with `m <= TOKENS`, in boxes of [`STEP`] by [`x_rows`]; `w`: `[n, k]` in boxes of [`STEP`] by `rows`, a multiple of 8 up to [`ROWS`]; both with the
-/// 128-byte swizzle. `y`: `[m, n]`, rows `y_row` apart; `n` and `y_row` are multiples of 8, `y` is aligned to 16 bytes. `bias`: `[n]` or null.
+/// `x`: `[m, k]` in `tiles` tiles of `tokens`, a multiple of 8 up to `TOKENS` and no more than `m` if there are several, in boxes of [`STEP`] by
+/// `tokens / SHARE`; `w`: `[n, k]` in boxes of [`STEP`] by `rows`, a multiple of 8 up to [`ROWS`] of each consumer; both with the 128-byte swizzle.
+/// `y`: `[m, n]`, rows `y_row` apart; `n` and `y_row` are multiples of 8, `y` is aligned to 16 bytes. `bias`: `[n]` or null.
 ///
-/// Clusters: of `SPLIT * SHARE` blocks. Grid: a cluster for each `SHARE` tiles of `rows`; block: [`THREADS`]; shared memory: [`shared_bytes`].
+/// Clusters: of `SPLIT * SHARE` blocks. Grid: a cluster for each `SHARE` tiles of `rows` and each tile of tokens; block: [`threads`]; shared memory:
+/// [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn linear_few<
     T: TensorFloat + Input,
     A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
+    const GROUPS: u32,
     const TOKENS: usize,
     const STAGES: usize,
     const SPLIT: u32,
@@ -101,9 +110,11 @@ pub unsafe fn linear_few<
     k: u32,
     y_row: usize,
     rows: u32,
+    tokens: u32,
+    tiles: u32,
     kind: u32,
 ) {
-    scaled::<T, f32, T, A, A, NONE, TOKENS, STAGES, SPLIT, SHARE>(
+    scaled::<T, f32, T, A, A, NONE, GROUPS, TOKENS, STAGES, SPLIT, SHARE>(
         x,
         w,
         y,
@@ -114,6 +125,8 @@ pub unsafe fn linear_few<
         k,
         y_row,
         rows,
+        tokens,
+        tiles,
         kind,
     )
 }
@@ -127,6 +140,7 @@ pub unsafe fn scaled<
     A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
     P: Accumulator<S> + AsRef<[S]>,
     const SCALES: u32,
+    const GROUPS: u32,
     const TOKENS: usize,
     const STAGES: usize,
     const SPLIT: u32,
@@ -142,67 +156,77 @@ pub unsafe fn scaled<
     k: u32,
     y_row: usize,
     rows: u32,
+    tokens: u32,
+    tiles: u32,
     kind: u32,
 ) {
-    const { assert!(A::N == TOKENS && P::N == TOKENS && TOKENS.is_multiple_of(SPLIT as usize)) };
+    const { assert!(A::N == TOKENS && P::N == TOKENS && (GROUPS == 1 || SCALES == NONE)) };
     let step_size = const { LINE / size_of::<X>() as u32 };
-    let blocks = const { SPLIT * SHARE };
+    let (blocks, consumers) = const { (SPLIT * SHARE, GROUPS * GROUP_THREADS) };
     match blocks {
         1 => {}
         2 => cluster::dims::<2>(),
         _ => cluster::dims::<4>(),
     }
-    let (x_bytes, w_bytes) = const { (TOKENS as u32 * LINE, ROWS as u32 * LINE) };
+    let (x_bytes, w_bytes) = const { (TOKENS as u32 * LINE, GROUPS * ROWS as u32 * LINE) };
+    // Groups of 8 tokens of a part of K, one after the other.
+    let each = const { owned(TOKENS, SPLIT) as u32 };
     let mut carver = Carver::new();
     let ws = carver.take_aligned::<u8>(STAGES * w_bytes as usize, 1024);
     let xs = carver.take_aligned::<u8>(STAGES * x_bytes as usize, 1024);
-    let sums = carver.take::<f32>(TOKENS * WIDTH);
+    // What other blocks send, in the order of the registers.
+    let parts = carver.take::<u32>(const { ((SPLIT - 1) * GROUPS * owned(TOKENS, SPLIT) as u32 * SUMS / 4) as usize });
     let factors = carver.take::<f32>(const { scale_words(TOKENS, SCALES) });
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS + 1 });
     let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
     let rank = cluster::rank();
     // The part of K, and the place among those that share tokens.
     let (split, place) = (rank / SHARE, rank % SHARE);
-    let row0 = (thread::block_idx_x() / blocks * SHARE + place) * rows;
+    let tile = thread::block_idx_x() / blocks;
+    let (tile, tile_of_tokens) = if tiles > 1 { div_rem(tile, tiles) } else { (tile, 0) };
+    let row0 = (tile * SHARE + place) * rows;
+    // The last tile has all its tokens inside of `x`, and leaves out those of the one before.
+    let first = tile_of_tokens * tokens;
+    let token0 = if tiles > 1 { first.min(m - tokens) } else { first };
+    let m = (m - token0).min(tokens);
+    let skipped = first - token0;
     let stages = Stages::<STAGES>::new(bars.address(0u32)).shared_by(SHARE, split * SHARE);
     let (k0, steps) = part(k.div_ceil(step_size), split, SPLIT);
-    let x_box = x_rows(m, TOKENS as u32, SHARE);
-    // A part has the tokens of a block, one after the other. Sums for them from other blocks may be counted as they come.
-    let counted = const { counted(TOKENS, SPLIT) };
-    let each = const { TOKENS as u32 / SPLIT };
+    let x_box = tokens / SHARE;
+    // Counts sums that come from other blocks.
     let came = bars.address(const { Stages::<STAGES>::WORDS as u32 });
-    // What no box fills.
+    // What no box fills. (Nobody needs the products of such rows, but there are some.)
     let clear = |tiles: Shared<u8>, bytes: u32, filled: u32| {
         if filled < bytes {
-            let mut at = tid * 16;
-            while at < STAGES as u32 * bytes {
-                if at % bytes >= filled {
-                    tiles.set_as(at, B128([0u32; 4]));
+            for stage in 0..STAGES as u32 {
+                let mut at = filled + tid * 16;
+                while at < bytes {
+                    tiles.set_as(stage * bytes + at, B128([0u32; 4]));
+                    at += 16 * const { threads(GROUPS) };
                 }
-                at += 16 * THREADS as u32;
             }
             tma::fence_async();
         }
     };
     clear(ws, w_bytes, rows * LINE);
     clear(xs, x_bytes, SHARE * x_box * LINE);
-    if tid == CONSUMERS {
+    if tid == consumers {
         tma::prefetch_map(w);
         tma::prefetch_map(x);
-        if counted {
+        if SPLIT > 1 {
             mbarrier::init(came, 1);
         }
-        stages.init(CONSUMERS / 32);
-        if counted {
-            let own = m.saturating_sub(split * each).min(each);
-            mbarrier::arrive_expect_tx(came, own * rows * const { (SPLIT - 1) * 4 });
+        stages.init(consumers / 32);
+        if SPLIT > 1 {
+            let own = m.div_ceil(8).saturating_sub(split * each).min(each);
+            mbarrier::arrive_expect_tx(came, own * const { (SPLIT - 1) * GROUPS * SUMS });
         }
     }
     cluster::arrive_relaxed();
     cluster::wait();
     dependent_launch::wait();
 
-    if warp_id == CONSUMERS / 32 {
+    if warp_id == consumers / 32 {
         if warp::elect_one() {
             let (xs, ws) = (xs.address(0u32) + place * x_box * LINE, ws.address(0u32));
             let all = const { (1 << SHARE) - 1 } << (split * SHARE);
@@ -214,7 +238,7 @@ pub unsafe fn scaled<
                 stages.acquire(ring, (SHARE * x_box + rows) * LINE);
                 let full = stages.full(stage);
                 tma::load_tensor::<2>(ws + stage * w_bytes, w, [at, row0 as i32], full);
-                let (to, token) = (xs + stage * x_bytes, (place * x_box) as i32);
+                let (to, token) = (xs + stage * x_bytes, (token0 + place * x_box) as i32);
                 if SHARE > 1 {
                     tma::load_tensor_multicast::<2>(to, x, [at, token], full, all);
                 } else {
@@ -228,16 +252,16 @@ pub unsafe fn scaled<
             }
         }
         warp::sync_warp(!0);
-        if SPLIT > 1 && !counted {
-            cluster::sync();
-        } else if SHARE > 1 {
+        if SHARE > 1 {
             cluster::arrive_relaxed();
             cluster::wait();
         }
         return;
     }
 
-    let (a, b) = (Descriptor::<K>::new(ws.address(0u32)), Descriptor::<K>::new(xs.address(0u32)));
+    let group = if GROUPS > 1 { warp_id / 4 } else { 0 };
+    let (a, b) =
+        (Descriptor::<K>::new(ws.address(group * (ROWS as u32 * LINE))), Descriptor::<K>::new(xs.address(0u32)));
     let ahead = Ahead::<SCALES, TOKENS> {
         words: factors,
         scales,
@@ -309,52 +333,68 @@ pub unsafe fn scaled<
         cp_async::wait_group::<0>();
     }
 
-    if SPLIT == 1 && SHARE > 1 {
+    if SHARE > 1 {
         // Done with what is shared. No block may end while another can still signal its mbarriers.
         cluster::arrive_relaxed();
     }
-    let row = warp_id * 16 + lane / 4;
-    for e in 0..const { TOKENS / 2 } {
-        let token = (e as u32 / 4) * 8 + 2 * (lane % 4) + e as u32 % 2;
-        let row = row + 8 * (e as u32 / 2 % 2);
-        if token < m && row < rows {
-            let at = (split * each + token % each) * WIDTH as u32 + row;
-            let (value, owner) = (acc.as_ref()[e], token / each);
+    // Where a thread's four sums of a group of 8 tokens are, which part `from` sends to their owner.
+    let slot = |owner: u32, from: u32, j: u32| {
+        let slot = if from > owner { from - 1 } else { from };
+        ((slot * each + j % each) * consumers + tid) * 4
+    };
+    for j in 0..const { TOKENS / 8 } {
+        let owner = j as u32 / each;
+        if SPLIT > 1 && owner != split && j as u32 * 8 < m {
             let there = |address| cluster::map(address, owner * SHARE + place);
-            if SPLIT == 1 || counted && owner == split {
-                sums.set(at, value);
-            } else if counted {
-                cluster::store_async_u32(there(sums.address(at)), value.to_bits(), there(came));
-            } else {
-                cluster::store_u32(there(sums.address(at)), value.to_bits());
-            }
+            let sums = [0, 1, 2, 3].map(|i| acc.as_ref()[4 * j + i].to_bits());
+            cluster::store_async_u32x4(there(parts.address(slot(owner, split, j as u32))), sums, there(came));
         }
     }
-    if SPLIT > 1 && !counted {
-        cluster::sync();
-    } else {
-        thread::sync_named(1, CONSUMERS);
-    }
-    if counted {
+    // All consumers are done with the ring, in which the tokens of this part now lie one after the other.
+    let sums = Carver::new().take::<f32>(const { GROUPS as usize * 8 * owned(TOKENS, SPLIT) * WIDTH });
+    thread::sync_named(1, consumers);
+    if SPLIT > 1 {
         // Nobody writes to this block after that, which therefore may end.
         mbarrier::wait_parity(came, 0);
     }
+    let sums = sums.offset(group * (8 * each * WIDTH as u32));
+    let in_group = tid % GROUP_THREADS;
+    let row = in_group / 32 * 16 + lane / 4;
+    for j in 0..const { TOKENS / 8 } {
+        if j as u32 / each == split && j as u32 * 8 < m {
+            let mut total = [0f32; 4];
+            for from in 0..SPLIT {
+                let part = if from == split {
+                    [0, 1, 2, 3].map(|i| acc.as_ref()[4 * j + i])
+                } else {
+                    let B128(words): B128<u32, 4> = parts.get_as(slot(split, from, j as u32));
+                    words.map(f32::from_bits)
+                };
+                for i in 0..4 {
+                    total[i] = if from == 0 { part[i] } else { total[i] + part[i] };
+                }
+            }
+            for i in 0..4 {
+                let token = j as u32 % each * 8 + 2 * (lane % 4) + i as u32 % 2;
+                sums.set(token * WIDTH as u32 + row + 8 * (i as u32 / 2), total[i]);
+            }
+        }
+    }
+    thread::sync_named(BARRIER + group, GROUP_THREADS);
     let (bias, y) = (Global::new(bias), GlobalMut::new(y));
     let biased = !bias.ptr(0u32).is_null();
     let units = const { ROWS as u32 / 8 };
-    let mut unit = tid;
-    while unit < each * units {
+    let mut unit = in_group;
+    while unit < 8 * each * units {
         let (local, row) = (unit / units, unit % units * 8);
-        let (token, column) = (split * each + local, row0 + row);
-        if token < m && row < rows && column < n {
+        let (token, of_block) = (split * (8 * each) + local, group * ROWS as u32 + row);
+        let column = row0 + of_block;
+        if token >= skipped && token < m && of_block < rows && column < n {
             let mut values = [0f32; 8];
-            for from in 0..SPLIT {
-                let at = (from * each + local) * WIDTH as u32 + row;
-                let parts: [B128<f32, 4>; 2] = [sums.get_as(at), sums.get_as(at + 4)];
-                for i in 0..8 {
-                    let value = parts[i / 4].0[i % 4];
-                    values[i] = if from == 0 { value } else { values[i] + value };
-                }
+            let at = local * WIDTH as u32 + row;
+            let halves: [B128<f32, 4>; 2] = [sums.get_as(at), sums.get_as(at + 4)];
+            for i in 0..8 {
+                values[i] = halves[i / 4].0[i % 4];
             }
             if SCALES == ROW_SCALES {
                 let of_x = factors.get(ROWS as u32 + token);
@@ -371,11 +411,11 @@ pub unsafe fn scaled<
             for i in 0..4 {
                 words[i] = T::pack_f32(values[2 * i], values[2 * i + 1]);
             }
-            y.set_as(token as usize * y_row + column as usize, B128(words));
+            y.set_as((token0 + token) as usize * y_row + column as usize, B128(words));
         }
-        unit += CONSUMERS;
+        unit += GROUP_THREADS;
     }
-    if SPLIT == 1 && SHARE > 1 {
+    if SHARE > 1 {
         warp::sync_warp(!0);
         cluster::wait();
     }
@@ -404,8 +444,8 @@ impl<const SCALES: u32, const TOKENS: usize> Ahead<SCALES, TOKENS> {
     /// Has the scales of the chunk from step `step` on brought, by all consumers. Neighbouring threads have neighbouring groups of a row.
     #[inline(always)]
     unsafe fn bring(&self, step: u32) {
-        for i in 0..const { (CHUNK * slot_words(TOKENS) as u32).div_ceil(CONSUMERS) } {
-            let unit = i * CONSUMERS + thread::thread_idx_x();
+        for i in 0..const { (CHUNK * slot_words(TOKENS) as u32).div_ceil(GROUP_THREADS) } {
+            let unit = i * GROUP_THREADS + thread::thread_idx_x();
             let (step, word) = (step + unit % CHUNK, unit / CHUNK);
             let (tokens, words) = const { (TOKENS as u32, slot_words(TOKENS) as u32) };
             if step < self.steps && word < words {
@@ -426,7 +466,7 @@ impl<const SCALES: u32, const TOKENS: usize> Ahead<SCALES, TOKENS> {
         if step.is_multiple_of(CHUNK) {
             cp_async::wait_group::<0>();
             // This chunk is there, and nobody uses the one before any more.
-            thread::sync_named(2, CONSUMERS);
+            thread::sync_named(2, GROUP_THREADS);
             self.bring(step + CHUNK);
         }
         let (slot, row) = (self.slot(step), self.rows[0] + warp::warp_id() * 16);
@@ -466,16 +506,48 @@ entries! {
     /// Arguments of every `linear_few_*` entry; see [`linear_few`].
     pub struct Args<T>(
         x: TensorMap, w: TensorMap, y: *mut T, bias: *const T, m: u32, n: u32, k: u32, y_row: usize,
-        rows: u32, kind: u32,
+        rows: u32, tokens: u32, tiles: u32, kind: u32,
     );
-    linear_few_t8_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 4], 8, 10, 2, 1>;
-    linear_few_t8_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 4], 8, 10, 2, 1>;
-    linear_few_t16_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 8], 16, 10, 2, 1>;
-    linear_few_t16_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 8], 16, 10, 2, 1>;
-    linear_few_t32_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 16], 32, 8, 2, 1>;
-    linear_few_t32_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 16], 32, 8, 2, 1>;
-    linear_few_t64_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 32], 64, 12, 2, 1>;
-    linear_few_t64_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 32], 64, 12, 2, 1>;
-    linear_few_t64_x4_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 32], 64, 5, 1, 4>;
-    linear_few_t64_x4_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 32], 64, 5, 1, 4>;
+    linear_few_t8_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 4], 1, 8, 10, 2, 1>;
+    linear_few_t8_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 4], 1, 8, 10, 2, 1>;
+    linear_few_t16_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 8], 1, 16, 10, 2, 1>;
+    linear_few_t16_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 8], 1, 16, 10, 2, 1>;
+    linear_few_t32_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 16], 1, 32, 9, 2, 1>;
+    linear_few_t32_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 16], 1, 32, 9, 2, 1>;
+    linear_few_t64_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 12, 2, 1>;
+    linear_few_t64_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 12, 2, 1>;
+    linear_few_t64_r6_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 6, 2, 1>;
+    linear_few_t64_r6_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 6, 2, 1>;
+    linear_few_t64_x4_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 5, 1, 4>;
+    linear_few_t64_x4_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 5, 1, 4>;
+    linear_few_t72_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 36], 1, 72, 12, 2, 1>;
+    linear_few_t72_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 36], 1, 72, 12, 2, 1>;
+    linear_few_t96_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 48], 1, 96, 10, 2, 1>;
+    linear_few_t96_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 48], 1, 96, 10, 2, 1>;
+    linear_few_t128_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 64], 1, 128, 8, 2, 1>;
+    linear_few_t128_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 64], 1, 128, 8, 2, 1>;
+    linear_few_t160_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 80], 1, 160, 7, 2, 1>;
+    linear_few_t160_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 80], 1, 160, 7, 2, 1>;
+    linear_few_t192_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 96], 1, 192, 6, 2, 1>;
+    linear_few_t192_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 96], 1, 192, 6, 2, 1>;
+    linear_few_r128_t72_split2_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 36], 2, 72, 8, 2, 1>;
+    linear_few_r128_t72_split2_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 36], 2, 72, 8, 2, 1>;
+    linear_few_r128_t96_split2_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 48], 2, 96, 7, 2, 1>;
+    linear_few_r128_t96_split2_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 48], 2, 96, 7, 2, 1>;
+    linear_few_r128_t128_split2_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 64], 2, 128, 6, 2, 1>;
+    linear_few_r128_t128_split2_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 64], 2, 128, 6, 2, 1>;
+    linear_few_r128_t160_split2_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 80], 2, 160, 5, 2, 1>;
+    linear_few_r128_t160_split2_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 80], 2, 160, 5, 2, 1>;
+    linear_few_r128_t96_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 48], 2, 96, 8, 1, 1>;
+    linear_few_r128_t96_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 48], 2, 96, 8, 1, 1>;
+    linear_few_r128_t112_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 56], 2, 112, 7, 1, 1>;
+    linear_few_r128_t112_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 56], 2, 112, 7, 1, 1>;
+    linear_few_r128_t128_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 64], 2, 128, 7, 1, 1>;
+    linear_few_r128_t128_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 64], 2, 128, 7, 1, 1>;
+    linear_few_r128_t160_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 80], 2, 160, 6, 1, 1>;
+    linear_few_r128_t160_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 80], 2, 160, 6, 1, 1>;
+    linear_few_r128_t192_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 96], 2, 192, 5, 1, 1>;
+    linear_few_r128_t192_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 96], 2, 192, 5, 1, 1>;
+    linear_few_r128_t224_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 112], 2, 224, 5, 1, 1>;
+    linear_few_r128_t224_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 112], 2, 224, 5, 1, 1>;
 }

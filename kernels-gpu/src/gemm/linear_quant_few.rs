@@ -42,11 +42,12 @@ pub unsafe fn linear_quant_few<
     k: u32,
     y_row: usize,
     rows: u32,
+    tokens: u32,
     kind: u32,
 ) {
     let scales = Scales::new(x_scales, x_scale_row, x_scale_group, w_scales, w_scale_row, w_scale_group);
-    linear_few::scaled::<X, S, T, A, P, SCALES, TOKENS, STAGES, SPLIT, SHARE>(
-        x, w, y, bias, scales, m, n, k, y_row, rows, kind,
+    linear_few::scaled::<X, S, T, A, P, SCALES, 1, TOKENS, STAGES, SPLIT, SHARE>(
+        x, w, y, bias, scales, m, n, k, y_row, rows, tokens, 1, kind,
     )
 }
 
@@ -55,7 +56,7 @@ entries! {
     pub struct Args<T>(
         x: TensorMap, w: TensorMap, y: *mut T, bias: *const T, x_scales: *const f32, x_scale_row: usize,
         x_scale_group: usize, w_scales: *const f32, w_scale_row: usize, w_scale_group: usize, m: u32, n: u32, k: u32,
-        y_row: usize, rows: u32, kind: u32,
+        y_row: usize, rows: u32, tokens: u32, kind: u32,
     );
     linear_quant_few_rows_t8_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 4], [f32; 4], ROWS, 8, 10, 1, 1>;
     linear_quant_few_rows_t8_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 4], [f32; 4], ROWS, 8, 10, 1, 1>;
@@ -71,8 +72,8 @@ entries! {
     linear_quant_few_rows_t32_split2_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 16], [f32; 16], ROWS, 32, 8, 2, 1>;
     linear_quant_few_rows_t64_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 12, 1, 1>;
     linear_quant_few_rows_t64_f16 { type T = f16; } [160, 1; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 12, 1, 1>;
-    linear_quant_few_rows_t64_r5_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 5, 1, 1>;
-    linear_quant_few_rows_t64_r5_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 5, 1, 1>;
+    linear_quant_few_rows_t64_r6_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 6, 1, 1>;
+    linear_quant_few_rows_t64_r6_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 6, 1, 1>;
     linear_quant_few_rows_t64_split2_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 12, 2, 1>;
     linear_quant_few_rows_t64_split2_f16 { type T = f16; } [160, 1; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 12, 2, 1>;
     linear_quant_few_i8_t8_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 4], [i32; 4], ROWS, 8, 10, 1, 1>;
@@ -89,8 +90,8 @@ entries! {
     linear_quant_few_i8_t32_split2_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 16], [i32; 16], ROWS, 32, 8, 2, 1>;
     linear_quant_few_i8_t64_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 12, 1, 1>;
     linear_quant_few_i8_t64_f16 { type T = f16; } [160, 1; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 12, 1, 1>;
-    linear_quant_few_i8_t64_r5_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 5, 1, 1>;
-    linear_quant_few_i8_t64_r5_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 5, 1, 1>;
+    linear_quant_few_i8_t64_r6_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 6, 1, 1>;
+    linear_quant_few_i8_t64_r6_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 6, 1, 1>;
     linear_quant_few_i8_t64_split2_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 12, 2, 1>;
     linear_quant_few_i8_t64_split2_f16 { type T = f16; } [160, 1; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 12, 2, 1>;
     linear_quant_few_blocks_t8_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 4], [f32; 4], BLOCKS, 8, 10, 1, 1>;
@@ -105,8 +106,8 @@ entries! {
     linear_quant_few_blocks_t32_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 16], [f32; 16], BLOCKS, 32, 8, 1, 1>;
     linear_quant_few_blocks_t32_split2_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 16], [f32; 16], BLOCKS, 32, 8, 2, 1>;
     linear_quant_few_blocks_t32_split2_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 16], [f32; 16], BLOCKS, 32, 8, 2, 1>;
-    linear_quant_few_blocks_t64_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 5, 1, 1>;
-    linear_quant_few_blocks_t64_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 5, 1, 1>;
-    linear_quant_few_blocks_t64_split2_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 5, 2, 1>;
-    linear_quant_few_blocks_t64_split2_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 5, 2, 1>;
+    linear_quant_few_blocks_t64_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 6, 1, 1>;
+    linear_quant_few_blocks_t64_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 6, 1, 1>;
+    linear_quant_few_blocks_t64_split2_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 6, 2, 1>;
+    linear_quant_few_blocks_t64_split2_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], BLOCKS, 64, 6, 2, 1>;
 }
