@@ -523,8 +523,9 @@ unsafe fn fused_wgmma<
         }
     }
     if PAIRED {
-        // Until the other one has sent and said all that it had to.
-        cluster::arrive_relaxed();
+        // Until the other one has sent and said all that it had to. Not relaxed: what it says goes the way of its results, and behind them;
+        // a block that has left by then is a fault.
+        cluster::arrive();
         cluster::wait();
     }
 }
@@ -807,7 +808,7 @@ impl<T: TensorFloat + Input> Consumer<T> {
         buffer: Shared<T>,
         acc: &[A; TILES],
     ) {
-        let (lane, mine) = (warp::lane_id(), thread::thread_idx_x() % 128);
+        let lane = warp::lane_id();
         let (g, t) = (lane / 4, lane % 4);
         let first = row / 2;
         let outputs = job.n.saturating_sub(first).min(const { TILES as u32 * 32 });
@@ -832,17 +833,77 @@ impl<T: TensorFloat + Input> Consumer<T> {
                 buffer.set_as::<u32>((8 * j as u32 + g) * pitch + at + 2 * t, word);
             }
         }
+        // The copy engine fills the stage again when everybody has given it back.
         tma::fence_async();
         thread::sync_named(1 + self.group, 128);
-        unroll::<2>(|i| {
-            let column = mine + 128 * i as u32;
-            if 128 * i < A::N && column < work.count && outputs > 0 {
-                let at = self.ids.get(column) as usize * job.n as usize + first as usize;
-                tma::store_bulk(job.h.ptr(at), buffer.address(column * pitch), outputs * 2);
+        let end = work.count.min(A::N as u32);
+        self.store_columns::<T, 8, 8>(job.h, job.n, first, outputs, [0, end], buffer, pitch);
+    }
+
+    /// Columns `from..end` of a buffer, `pitch` apart, to the rows of their pairs, by all of the warpgroup: `outputs` from `first` on. `LANES` lanes store a column
+    /// of `LANES · E` outputs, 16 bytes each: a warp's stores are as wide as they can be.
+    ///
+    /// Not by bulk copies: of a few hundred bytes each those take the copy engine longer than all of an item's end should.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    unsafe fn store_columns<V: Copy, const E: usize, const LANES: u32>(
+        &self,
+        out: GlobalMut<V>,
+        n: u32,
+        first: u32,
+        outputs: u32,
+        [from, end]: [u32; 2],
+        buffer: Shared<T>,
+        pitch: u32,
+    ) {
+        let lane = warp::lane_id();
+        let (part, low) = (lane % LANES * E as u32, warp::warp_id() % 4 * const { 32 / LANES } + lane / LANES);
+        let step = const { 4 * 32 / LANES };
+        let mut base = from;
+        while base < end {
+            let (mut values, mut at, mut there) = ([None; 4], [0; 4], [false; 4]);
+            unroll::<4>(|i| {
+                let column = base + low + i as u32 * step;
+                there[i] = column < end && part < outputs;
+                // Any that is there, otherwise.
+                let column = column.min(end - 1);
+                values[i] = Some(buffer.get_as::<B128<V, E>>(
+                    (column - from) * pitch + part * const { (size_of::<V>() / size_of::<T>()) as u32 },
+                ));
+                at[i] = self.ids.get(column) as usize * n as usize + (first + part) as usize;
+            });
+            unroll::<4>(|i| {
+                if let Some(value) = values[i] {
+                    out.set_if(there[i], at[i], value);
+                }
+            });
+            base += 4 * step;
+        }
+    }
+
+    /// The same of `f32` outputs of all lanes, added to what is there.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    unsafe fn add_columns(
+        &self,
+        sums: GlobalMut<f32>,
+        n: u32,
+        first: u32,
+        outputs: u32,
+        [from, end]: [u32; 2],
+        buffer: Shared<T>,
+        pitch: u32,
+    ) {
+        let part = warp::lane_id() * 4;
+        let mut column = from + warp::warp_id() % 4;
+        while column < end {
+            if part < outputs {
+                let B128(v) = buffer.get_as::<B128<f32, 4>>((column - from) * pitch + 2 * part);
+                let at = self.ids.get(column) as usize * n as usize + (first + part) as usize;
+                atomic::reduce_add_v4_f32(sums.ptr(at), v);
             }
-        });
-        tma::commit_group();
-        tma::wait_group_read::<0>();
+            column += 4;
+        }
     }
 
     /// Results of the second product by way of shared memory, a number of columns at a time in two buffers in turn, from where the copy
@@ -871,7 +932,6 @@ impl<T: TensorFloat + Input> Consumer<T> {
         self.stage_round::<A, TILES, DIRECT>(job, work, first, 1, fit, buffers, acc, bias);
         self.stage_round::<A, TILES, DIRECT>(job, work, first, 2, fit, buffers, acc, bias);
         self.stage_round::<A, TILES, DIRECT>(job, work, first, 3, fit, buffers, acc, bias);
-        tma::wait_group_read::<0>();
     }
 
     /// A round of [`stage_down`](Self::stage_down): as many columns as `fit` into its buffer.
@@ -888,7 +948,7 @@ impl<T: TensorFloat + Input> Consumer<T> {
         acc: &[A; TILES],
         bias: [[f32; 2]; TILES],
     ) {
-        let (lane, mine) = (warp::lane_id(), thread::thread_idx_x() % 128);
+        let lane = warp::lane_id();
         let (g, t) = (lane / 4, lane % 4);
         let within = warp::warp_id() % 4 * 16 + g;
         let rows = job.n.saturating_sub(first).min(const { TILES as u32 * 64 });
@@ -898,10 +958,6 @@ impl<T: TensorFloat + Input> Consumer<T> {
         let to = from + fit[round % 2];
         let buffer = buffers[round % 2];
         if from < A::N {
-            if round >= 2 {
-                tma::wait_group_read::<1>();
-                thread::sync_named(1 + self.group, 128);
-            }
             for j in 0..A::N / 8 {
                 if 8 * j >= from && 8 * j < to {
                     let B64(scale) = self.scales.get_as::<B64<f32, 2>>(8 * j as u32 + 2 * t);
@@ -919,17 +975,12 @@ impl<T: TensorFloat + Input> Consumer<T> {
             }
             tma::fence_async();
             thread::sync_named(1 + self.group, 128);
-            let column = from as u32 + mine;
-            if mine < (to - from) as u32 && column < work.count && rows > 0 {
-                let at = self.ids.get(column) as usize * job.n as usize + first as usize;
-                let from = buffer.address(mine * pitch as u32);
-                if job.unordered {
-                    tma::add_bulk_f32(job.partial.ptr(at), from, rows * 4);
-                } else {
-                    tma::store_bulk(job.partial.ptr(at), from, rows * 4);
-                }
+            let end = work.count.min(to as u32);
+            if job.unordered {
+                self.add_columns(job.partial, job.n, first, rows, [from as u32, end], buffer, pitch as u32);
+                return;
             }
-            tma::commit_group();
+            self.store_columns::<f32, 4, 32>(job.partial, job.n, first, rows, [from as u32, end], buffer, pitch as u32);
         }
     }
 
@@ -957,7 +1008,6 @@ impl<T: TensorFloat + Input> Consumer<T> {
         if fit < A::N {
             self.stage_columns(job, work, first, [fit, A::N], buffers[1], acc, bias);
         }
-        tma::wait_group_read::<0>();
     }
 
     /// Columns `from..to` of [`stage_rounded`](Self::stage_rounded); two tiles.
@@ -973,7 +1023,7 @@ impl<T: TensorFloat + Input> Consumer<T> {
         acc: &[A; TILES],
         bias: [[f32; 2]; TILES],
     ) {
-        let (lane, mine) = (warp::lane_id(), thread::thread_idx_x() % 128);
+        let lane = warp::lane_id();
         let rows = job.n.saturating_sub(first).min(const { TILES as u32 * 64 });
         // 16 bytes apart from a multiple of 128: no two lanes that store together meet in a bank.
         let pitch = const { TILES * 64 + 8 };
@@ -995,12 +1045,8 @@ impl<T: TensorFloat + Input> Consumer<T> {
         }
         tma::fence_async();
         thread::sync_named(1 + self.group, 128);
-        let column = from as u32 + mine;
-        if mine < (to - from) as u32 && column < work.count && rows > 0 {
-            let at = self.ids.get(column) as usize * job.n as usize + first as usize;
-            tma::store_bulk(job.rounded.ptr(at), buffer.address(mine * pitch as u32), rows * 2);
-        }
-        tma::commit_group();
+        let end = work.count.min(to as u32);
+        self.store_columns::<T, 8, 16>(job.rounded, job.n, first, rows, [from as u32, end], buffer, pitch as u32);
     }
 }
 
