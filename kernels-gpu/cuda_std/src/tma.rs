@@ -305,6 +305,38 @@ pub unsafe fn load_tensor<const RANK: usize>(
     }
 }
 
+/// [`load_tensor`] of what nobody reads again: the first to leave the second-level cache.
+///
+/// # Safety
+/// As for [`load_tensor`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_tensor_once<const RANK: usize>(
+    dst: impl SharedAddress,
+    map: *const TensorMap,
+    coords: [i32; RANK],
+    bar: impl SharedAddress,
+) {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let c = five(coords);
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            tensor!(
+                RANK, c, "cp.async.bulk.tensor",
+                ".shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [{d}], [{m}, ", "], [{b}], {p};",
+                (d = in(reg32) dst.shared_address(), m = in(reg64) map, b = in(reg32) bar.shared_address(),
+                 p = in(reg64) crate::vec::policy(2))
+            )
+        };
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        load_tensor(dst, map, coords, bar);
+    }
+}
+
 /// [`load_tensor`] to the same place in every block of the cluster whose bit is in `blocks`; the mbarrier at the place
 /// of `bar` in each of them counts the bytes.
 ///
@@ -338,6 +370,40 @@ pub unsafe fn load_tensor_multicast<const RANK: usize>(
         // SAFETY: forwarded to the caller.
         let tile = unsafe { *map }.tile::<RANK>(c);
         simt::cp_async_bulk_tensor_multicast(dst.shared_address(), &tile, c, bar.shared_address(), blocks);
+    }
+}
+
+/// [`load_tensor_multicast`] of what nobody reads again: the first to leave the second-level cache.
+///
+/// # Safety
+/// As for [`load_tensor_multicast`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_tensor_multicast_once<const RANK: usize>(
+    dst: impl SharedAddress,
+    map: *const TensorMap,
+    coords: [i32; RANK],
+    bar: impl SharedAddress,
+    blocks: u16,
+) {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let c = five(coords);
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            tensor!(
+                RANK, c, "cp.async.bulk.tensor",
+                ".shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [{d}], [{m}, ",
+                "], [{b}], {k}, {p};",
+                (d = in(reg32) dst.shared_address(), m = in(reg64) map, b = in(reg32) bar.shared_address(),
+                 k = in(reg16) blocks, p = in(reg64) crate::vec::policy(2))
+            )
+        };
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        load_tensor_multicast(dst, map, coords, bar, blocks);
     }
 }
 

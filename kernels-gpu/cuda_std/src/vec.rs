@@ -151,7 +151,7 @@ vector_structs! { B32 = 1; B64 = 2; B128 = 4; }
 /// The L2 eviction policies that [`EvictFirst`] and [`EvictLast`] use.
 #[cfg(target_arch = "nvptx64")]
 #[inline(always)]
-fn policy(id: u32) -> u64 {
+pub(crate) fn policy(id: u32) -> u64 {
     let out: u64;
     // SAFETY: register arithmetic.
     unsafe {

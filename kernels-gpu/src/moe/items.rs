@@ -69,6 +69,8 @@ pub struct Item {
     pub count: u32,
     /// Whether another block has another share of the same tile at the same time.
     pub shared: bool,
+    /// Whether nobody else has a share of the tile, but that one.
+    pub alone: bool,
 }
 
 impl<const DIRECT: bool> Items<DIRECT> {
@@ -202,7 +204,14 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let count = self.counts.get(bin);
         let size = count.div_ceil(shares).next_multiple_of(8);
         let first = share * size;
-        Item { bin, tile, first: self.starts.get(bin) + first, count: (count - first).min(size), shared: false }
+        Item {
+            bin,
+            tile,
+            first: self.starts.get(bin) + first,
+            count: (count - first).min(size),
+            shared: false,
+            alone: shares == 1,
+        }
     }
 
     /// What block `rank` has of the `r`-th item of an expert.
@@ -228,7 +237,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let size = 8 * (each + (share < more) as u32);
         // The second of two tiles may not exist.
         let count = if tile < self.tiles { (count - first).min(size) } else { 0 };
-        Item { bin, tile, first: self.starts.get(bin) + first, count, shared }
+        Item { bin, tile, first: self.starts.get(bin) + first, count, shared, alone: shares <= 2 }
     }
 
     /// The pair at a place of the order.
