@@ -395,6 +395,42 @@ pub unsafe fn load_tensor_multicast<const RANK: usize>(
     }
 }
 
+/// [`load_tensor_multicast`] with a policy for the second-level cache.
+///
+/// # Safety
+/// As for [`load_tensor_multicast`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn load_tensor_multicast_for<const RANK: usize>(
+    dst: impl SharedAddress,
+    map: *const TensorMap,
+    coords: [i32; RANK],
+    bar: impl SharedAddress,
+    blocks: u16,
+    policy: Policy,
+) {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let c = five(coords);
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            tensor!(
+                RANK, c, "cp.async.bulk.tensor",
+                ".shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [{d}], [{m}, ",
+                "], [{b}], {k}, {p};",
+                (d = in(reg32) dst.shared_address(), m = in(reg64) map, b = in(reg32) bar.shared_address(),
+                 k = in(reg16) blocks, p = in(reg64) policy.bits())
+            )
+        };
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        let _ = policy;
+        // SAFETY: forwarded to the caller.
+        unsafe { load_tensor_multicast(dst, map, coords, bar, blocks) }
+    }
+}
+
 /// Copies a box from shared memory to the tensor, in the thread's open group. Elements outside the tensor are skipped.
 ///
 /// An H200 was seen to write beyond the end of rows that are no multiple of 16 bytes, so boxes must not reach there.

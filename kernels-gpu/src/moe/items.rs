@@ -150,7 +150,7 @@ pub struct Item {
     pub count: u32,
     /// Whether another block has another share of the same tile at the same time.
     pub shared: bool,
-    /// Whether no other item has the same weights.
+    /// Whether no other item has the same weights, but the one of the other block at the same time.
     pub alone: bool,
 }
 
@@ -318,7 +318,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let size = 8 * (each + (share < more) as u32);
         // The second of two tiles may not exist.
         let count = if tile < self.tiles { (count - first).min(size) } else { 0 };
-        Item { bin, tile, first: self.starts.get(bin) + first, count, shared, alone: shares == 1 }
+        Item { bin, tile, first: self.starts.get(bin) + first, count, shared, alone: shares <= 2 }
     }
 
     /// The pair at a place of the order.
