@@ -184,13 +184,14 @@ impl DecodeShape {
     }
 
     /// Split into chunks of `chunk` keys, a power of two from 64 to 1024. Results with another chunk differ in their last
-    /// bits. On an H200, 128 takes a tenth less time for up to eight sequences of 300 to 512 keys, and more for larger batches.
+    /// bits.
     pub const fn chunk(mut self, chunk: usize) -> Self {
         self.chunk = Some(chunk);
         self
     }
 
-    /// The `hint` of [`split::Args`] (layer L1); that of 1024 keys for a larger chunk.
+    /// The `hint` of [`split::Args`] and [`tma::Args`] (layer L1; [`decode`] gives the latter [`tma::SHORT`] instead of 0 for up to 8
+    /// query rows a KV head); that of 1024 keys for a larger chunk.
     pub const fn chunk_shift(&self) -> u32 {
         match self.chunk {
             Some(chunk) if chunk > 1 << split::MAX_CHUNK_SHIFT => split::MAX_CHUNK_SHIFT,
@@ -240,7 +241,8 @@ const fn partial_floats(
     // No kernel that leaves partial results has larger heads; a block of rows of this size stays far from any overflow.
     let head_dim = if head_dim > i32::MAX as usize { i32::MAX as usize } else { head_dim };
     let slot = split::partial_floats(head_dim, if rows < block { rows } else { block });
-    match split::max_chunks(max_len, chunk_shift) {
+    // By default as many as any kernel's.
+    match tma::max_chunks(max_len, if chunk_shift == 0 { tma::SHORT } else { chunk_shift }) {
         1 => 0,
         chunks => product(&[pairs, chunks as usize, slot]),
     }
@@ -654,10 +656,13 @@ pub fn decode<T: Float, S: CacheElement>(
             call.value(floats >= need, "workspace", format!("of {need} floats"), format!("of {floats}"))?;
             if let Some((entry, tile)) = tma.filter(|_| prefers_tma) {
                 // Steps are not cut.
-                if hint != 0 {
-                    args.hint = hint.max(tile.keys.ilog2());
-                    args.partial_chunks = split::max_chunks(capacity as u32, args.hint);
-                }
+                args.hint = match hint {
+                    // What a chunk costs is more for 16 rows: large batches would take a tenth more time.
+                    0 if block_rows(head_dim, group_rows) > 8 => 0,
+                    0 => tma::SHORT,
+                    _ => hint.max(tile.keys.ilog2()),
+                };
+                args.partial_chunks = tma::max_chunks(capacity as u32, args.hint);
                 let heads = tickets(batch, q_len, q_heads, kv_heads, head_dim);
                 call.value(tickets_there >= heads, "workspace", format!("for {heads} heads"), tickets_there)?;
                 let args = tma_args(device, &args, ticket_words, cache, tile, options.split)?;

@@ -129,7 +129,7 @@ pub const fn chunk_shift(len: u32, hint: u32) -> u32 {
 }
 
 /// The longest sequences of the two smaller chunks.
-const EDGES: [u32; 2] = [2048, 16384];
+pub(super) const EDGES: [u32; 2] = [2048, 16384];
 
 /// Chunks of a sequence of `len` keys; an empty one has one, which writes zeros.
 #[inline(always)]

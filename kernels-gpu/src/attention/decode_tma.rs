@@ -26,15 +26,15 @@
 //! step of a chunk they do so at once. A common factor of numerator and denominator is no error.
 //!
 //! # Chunks and shares
-//! Chunks are those of [`decode`](super::decode), by the sequence's length alone. Each chunk is computed from nothing and then
+//! Chunks are by the sequence's length alone, those of [`decode`](super::decode) or somewhat smaller ([`SHORT`]). Each chunk is computed from nothing and then
 //! added ([`Total`]) to the chunks before it, in their order. How they are dealt to blocks ([`Share`]) therefore has no say in
 //! the result: the chunks of a sequence that are all a block's are added as they come; otherwise each goes to memory, and the
 //! block that draws the last ticket of a sequence's head adds them, the same operations on the same numbers. A block's share is
 //! consecutive, so only its first and its last sequence can be in want of a ticket, which costs some microseconds.
 
 use super::decode::{
-    CacheOperand, Finisher, Lengths, Total, add_chunks, chunk_shift, first_visible, fit_operand, o_dim, pack,
-    partial_floats, q_dim,
+    self as split_kv, CacheOperand, EDGES, Finisher, Lengths, Total, add_chunks, first_visible, fit_operand, o_dim,
+    pack, partial_floats, q_dim,
 };
 use super::soft_capped;
 use crate::tensor_float::TensorFloat;
@@ -85,6 +85,30 @@ const WHOLE: u32 = 8;
 const LAST: u32 = 16;
 /// Keys of a unit of work, as a power of two, unless there are too many.
 const UNIT_SHIFT: u32 = 6;
+
+/// The usual `hint`: chunks as those of [`decode`](super::decode), but of 128 keys for sequences of 257 to 512.
+pub const SHORT: u32 = 31;
+/// The longest sequences of such chunks.
+const SHORT_EDGE: u32 = 512;
+
+/// The chunk of a sequence of `len` keys, as a power of two: `hint` if that is neither 0 nor [`SHORT`].
+#[inline(always)]
+const fn chunk_shift(len: u32, hint: u32) -> u32 {
+    // Without branches: there is one warp to wait for them.
+    let longer = (len > EDGES[0]) as u32 + (len > EDGES[1]) as u32;
+    let short = (hint == SHORT && len > 256 && len <= SHORT_EDGE) as u32;
+    if hint == 0 || hint == SHORT { 8 + longer - short } else { hint }
+}
+
+/// The most chunks of any sequence of at most `max_len` keys.
+pub const fn max_chunks(max_len: u32, hint: u32) -> u32 {
+    if hint != SHORT {
+        return split_kv::max_chunks(max_len, hint);
+    }
+    let short = if max_len < SHORT_EDGE { max_len } else { SHORT_EDGE };
+    let (short, long) = (short.div_ceil(1 << chunk_shift(short, hint)), split_kv::max_chunks(max_len, 0));
+    if short > long { short } else { long }
+}
 
 /// Keys of a step.
 pub const fn step_keys(consumers: usize, tall: usize) -> usize {
@@ -143,13 +167,17 @@ struct Share {
     head: u32,
     /// Whether sequences are not divided.
     whole: bool,
+    /// Whether each group has a chunk at most: a chunk is a unit.
+    single: bool,
 }
 
 /// Up to 32 sequences, each lane's one.
 #[derive(Clone, Copy)]
 struct Window {
-    /// Keys, the first chunk that the sliding window leaves, how many it leaves, and their units.
+    /// Keys, those of a chunk as a power of two, the first chunk that the sliding window leaves, how many it leaves, and their
+    /// units.
     len: u32,
+    shift: u32,
     first_chunk: u32,
     chunks: u32,
     units: u32,
@@ -160,9 +188,12 @@ impl Window {
     #[inline(always)]
     fn new(lengths: Lengths, unit: u32, len: u32, there: bool) -> Self {
         let len = len.min(lengths.max_len);
-        let (first_chunk, chunks) = lengths.visible_chunks(len);
-        let units = Share::units(unit, len - (first_chunk << chunk_shift(len, lengths.hint)));
-        Self { len, first_chunk, chunks: if there { chunks } else { 0 }, units: if there { units } else { 0 } }
+        let shift = chunk_shift(len, lengths.hint);
+        // As `Lengths::visible_chunks`.
+        let first_chunk = first_visible(len, lengths.q_len, lengths.window) >> shift;
+        let chunks = ((len + ((1 << shift) - 1)) >> shift).max(1) - first_chunk;
+        let units = Share::units(unit, len - (first_chunk << shift));
+        Self { len, shift, first_chunk, chunks: if there { chunks } else { 0 }, units: if there { units } else { 0 } }
     }
 
     #[inline(always)]
@@ -188,7 +219,7 @@ impl Share {
         let groups = (blocks / heads).max(1);
         core::hint::assert_unchecked(groups != 0);
         let (group, head) = (block / heads, block % heads);
-        Self { unit, groups, group, rounds: batch.div_ceil(groups), from: 0, to: 0, head, whole: true }
+        Self { unit, groups, group, rounds: batch.div_ceil(groups), from: 0, to: 0, head, whole: true, single: false }
     }
 
     /// A group's borders, of `units` in `chunks`, no sequence having more than `longest` units.
@@ -200,13 +231,17 @@ impl Share {
             split::WHOLE => true,
             // Partial results cost a few parts in a hundred of the bandwidth, and adding them up at the end as much as some
             // units.
-            _ => (groups * rounds) as u64 * longest as u64 <= units as u64 + (units / 16 + 4 * groups) as u64,
+            _ => (groups * rounds) as u64 * longest as u64 <= units as u64 + (units / 16 + 5 * groups) as u64,
         };
         // Blocks without work are the last ones, so that the others have multiprocessors of their own.
-        let parts = groups.min(if self.whole { batch } else { chunks });
+        let parts = groups.min(if self.whole { batch } else { chunks }).max(1);
         // Any borders would do that rise and end with the last unit.
         let each = units as f32 * float::fast::recip(parts as f32);
-        let border = |part: u32| if part >= parts { units } else { ((part as f32 * each) as u32).min(units) };
+        let border = |part: u32| {
+            // SAFETY: neither negative nor above the units by more than rounding, and those are below 2^31.
+            let border: u32 = unsafe { (part.min(parts) as f32 * each).to_int_unchecked() };
+            if part >= parts { units } else { border.min(units) }
+        };
         (self.from, self.to) = (border(group), border(group + 1));
     }
 
@@ -273,7 +308,7 @@ impl<const KEYS: u32> Walk<KEYS> {
     /// What is known without the lengths.
     #[inline(always)]
     unsafe fn new(lengths: Lengths) -> Self {
-        let window = Window { len: 0, first_chunk: 0, chunks: 0, units: 0 };
+        let window = Window { len: 0, shift: 0, first_chunk: 0, chunks: 0, units: 0 };
         let item = Item { sequence: 0, len: 0, head: 0, part: 0, parts: 1, whole: true, key: 0, end: 0, over: false };
         Self {
             share: Share::new(lengths),
@@ -297,12 +332,19 @@ impl<const KEYS: u32> Walk<KEYS> {
         let (unit, lane) = (self.share.unit, warp::lane_id());
         if batch <= 32 {
             self.window = Window::read(lengths, unit, 0);
-            self.sum = warp::scan(self.window.units, |a, b| a + b);
-            self.read = true;
-            let units = warp::shfl_idx(self.sum, 31);
+            let units = warp::warp_reduce_add_u32(warp::FULL, self.window.units);
             let chunks = warp::warp_reduce_add_u32(warp::FULL, self.window.chunks);
             let longest = warp::warp_reduce_max_u32(warp::FULL, self.window.units);
             self.share.deal(batch, splitting, units, chunks, longest);
+            let Share { whole, groups, group, .. } = self.share;
+            if !whole && chunks <= groups {
+                // Units would give two chunks to some of the groups, and none to others.
+                self.share.single = true;
+                self.window.units = self.window.chunks;
+                (self.share.from, self.share.to) = (group.min(chunks), (group + 1).min(chunks));
+            }
+            self.sum = warp::scan(self.window.units, |a, b| a + b);
+            self.read = true;
         } else {
             // A lane for the units of each 32 sequences: the last lane's are all that are left.
             let (mut units, mut chunks, mut longest) = (0u32, 0u32, 0u32);
@@ -336,19 +378,21 @@ impl<const KEYS: u32> Walk<KEYS> {
 
     /// Deals the chunks of the window's sequences.
     #[inline(always)]
-    unsafe fn look(&mut self, lengths: Lengths) {
-        let Share { unit, from, to, whole, .. } = self.share;
-        let Window { len, chunks, units, .. } = self.window;
-        let shift = chunk_shift(len, lengths.hint);
+    unsafe fn look(&mut self) {
+        let Share { unit, from, to, whole, single, .. } = self.share;
+        let Window { shift, chunks, units, .. } = self.window;
         // A chunk belongs to the block that its first unit belongs to.
         let begin = self.before + self.sum - units;
         let bound = |border: u32| {
-            if border <= begin {
-                0
-            } else if whole {
-                chunks
+            let reach = border.saturating_sub(begin);
+            let all = if reach != 0 { chunks } else { 0 };
+            let some = chunks.min(((reach.min(units) << unit) + ((1 << shift) - 1)) >> shift);
+            if whole {
+                all
+            } else if single {
+                chunks.min(reach)
             } else {
-                chunks.min((((border - begin).min(units) << unit) + ((1 << shift) - 1)) >> shift)
+                some
             }
         };
         (self.start, self.stop) = (bound(from), bound(to));
@@ -381,7 +425,7 @@ impl<const KEYS: u32> Walk<KEYS> {
                 self.window = Window::read(lengths, self.share.unit, self.base);
                 self.sum = warp::scan(self.window.units, |a, b| a + b);
             }
-            self.look(lengths);
+            self.look();
         }
         let owner = self.todo.trailing_zeros();
         self.todo &= self.todo - 1;
@@ -389,7 +433,7 @@ impl<const KEYS: u32> Walk<KEYS> {
         let parts = warp::shfl_idx(self.window.chunks, owner);
         let first_chunk = warp::shfl_idx(self.window.first_chunk, owner);
         let len = warp::shfl_idx(self.window.len, owner);
-        let shift = chunk_shift(len, lengths.hint);
+        let shift = warp::shfl_idx(self.window.shift, owner);
         let visible = first_visible(len, lengths.q_len, lengths.window);
         self.item = Item {
             sequence: self.base + owner,
@@ -482,7 +526,7 @@ unsafe fn multiply<
 ///   a head's lines and `min(page, step)` keys. `k_head`, `v_head`: lines from head to head.
 /// * `q`'s vectors start at multiples of 16 bytes. `page` is a power of two from 8 on.
 /// * `tickets`: a zero for each head of each sequence, [`partial_floats`]' and `partial`'s pairs; zeros again afterwards.
-/// * `hint` is 0 or no smaller than a step; `splitting`: how sequences become items, a constant of [`split`].
+/// * `hint` is 0, [`SHORT`] or no smaller than a step; `splitting`: how sequences become items, a constant of [`split`].
 ///
 /// `D` is the head size, a row of the cache a multiple of [`LINE`]; a step has `KEYS`, `16 * TALL` a consumer.
 /// Block: [`threads`]; any grid; shared memory: [`shared_bytes`].
