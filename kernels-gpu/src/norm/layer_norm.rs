@@ -165,7 +165,7 @@ unsafe fn held<T: Float, const V: usize, const N: usize, const MANY: bool>(
     });
 }
 
-/// A row that is read again.
+/// A row that is read again, after [`dependent_launch::begin`].
 #[inline(always)]
 #[track_caller]
 unsafe fn read_again<T: Float, const V: usize, const VEC: bool>(
@@ -178,7 +178,6 @@ unsafe fn read_again<T: Float, const V: usize, const VEC: bool>(
     live: bool,
     eps: f32,
 ) {
-    dependent_launch::begin();
     let mut shared = Carver::new();
     let (scratch_sum, scratch_squares) = (scratch::<1, MAX_WARPS>(&mut shared), scratch::<1, MAX_WARPS>(&mut shared));
     let row = Row::<V, 0, VEC>::new(team, if live { n } else { 0 });
@@ -208,8 +207,8 @@ unsafe fn read_again<T: Float, const V: usize, const VEC: bool>(
     let mut i = 0;
     while i < row.rounds() {
         let p = row.piece(i);
-        let (mut x, w) = (vec::to_f32(p.load_mutable(x)), vec::to_f32(p.load_optional(weight, true)));
-        let b = vec::to_f32(p.load_optional(bias, false));
+        let (x, w, b) = (p.load_mutable(x), p.load_optional(weight, true), p.load_optional(bias, false));
+        let (mut x, w, b) = (vec::to_f32(x), vec::to_f32(w), vec::to_f32(b));
         cuda_std::unroll::<V>(|j| x[j] = float::fma((x[j] - mean) * scale, w[j], b[j]));
         p.store(out, vec::from_f32(x));
         i += 1;
@@ -232,6 +231,9 @@ pub unsafe fn layer_norm<T: Float, const V: usize, const N: usize, const VEC: bo
     eps: f32,
 ) {
     let in_block = if MANY { 0 } else { thread::thread_idx_y() };
+    if N == 0 {
+        dependent_launch::begin();
+    }
     let row = (thread::block_idx_x() * thread::block_dim_y() + in_block) as usize;
     let live = row < rows as usize;
     let (x, out) = (Global::new(x).offset(row * x_stride), GlobalMut::new(out));
