@@ -135,9 +135,60 @@ fn refuses_what_it_cannot_do() {
     assert!(matches!(e, Error::Stride { arg: "x", .. }));
 }
 
+/// The entry for many rows, which takes over where a property test does not get to, gives the same bits as the other.
+#[test]
+fn many_rows_are_the_same_bits() {
+    on_every_device(|device, stream| {
+        for n in [2056, 4096] {
+            let (x, w, b) = (values::<bf16>(2 * n, 2.0), noise_of::<bf16>(n, 5), noise_of::<bf16>(n, 6));
+            let x = Tensor::from_slice(device, &x, &[2, n]).unwrap();
+            let [w, b] = [w, b].map(|v| Tensor::from_slice(device, &v, &[n]).unwrap());
+            let (mut want, mut got) =
+                (Tensor::zeros(device, &[2, n]).unwrap(), Tensor::<bf16>::zeros(device, &[2, n]).unwrap());
+            norm::layer_norm(stream, &mut want, &x, Some(&w), Some(&b), 1e-5).unwrap();
+            let args = layer_norm::Args {
+                x: x.as_ptr().cast(),
+                weight: w.as_ptr().cast(),
+                bias: b.as_ptr().cast(),
+                out: got.as_mut_ptr().cast(),
+                rows: 2,
+                n: n as u32,
+                x_stride: n,
+                out_stride: n,
+                eps: 1e-5,
+            };
+            assert_eq!(layer_norm::variant(DType::Bf16, n as u32, true), Variant::X4);
+            let geometry = layer_norm::geometry(DType::Bf16, Variant::X4, 2, n as u32);
+            assert_eq!(geometry.block[1], 1);
+            // SAFETY: the tensors are as large as the arguments say, and live on.
+            unsafe { stream.launch(&layer_norm::many_entry(DType::Bf16).unwrap(), &geometry, &args) }.unwrap();
+            stream.synchronize().unwrap();
+            assert_eq!(all_bytes(&got.to_vec().unwrap()), all_bytes(&want.to_vec().unwrap()));
+        }
+    });
+}
+
+/// Halves of a row far from each other: the warps' means are far from the row's. An infinity anywhere, and the row is no number.
+#[test]
+fn parts_far_from_each_other() {
+    on_every_device(|device, stream| {
+        let n = 4096;
+        let mut x: Vec<f32> =
+            (0..2 * n).map(|i| (if i % n < n / 2 { 100.0 } else { -100.0 }) + (i % 3) as f32).collect();
+        x[2 * n - 1] = f32::INFINITY;
+        let dx = Tensor::from_slice(device, &x, &[2, n]).unwrap();
+        let mut out = Tensor::<f32>::uninit(device, &[2, n]).unwrap();
+        norm::layer_norm(stream, &mut out, &dx, None, None, 0.0).unwrap();
+        let (got, want) = (out.to_vec().unwrap(), reference::layer_norm(&widen(&x[..n]), None, None, 0.0));
+        assert!(got[..n].iter().zip(want).all(|(got, want)| (*got as f64 - want).abs() < 1e-6));
+        assert!(got[n..].iter().all(|v| v.is_nan()));
+    });
+}
+
 #[test]
 fn entries_have_the_names_of_what_they_do() {
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        assert_eq!(layer_norm::many_entry(dtype).unwrap().name, format!("layer_norm_x4_many_{dtype}"));
         for (v, name) in [(Variant::X2, "x2"), (Variant::X4, "x4"), (Variant::Loop, "loop"), (Variant::Any, "any")] {
             assert_eq!(layer_norm::entry(dtype, v).unwrap().name, format!("layer_norm_{name}_{dtype}"));
         }

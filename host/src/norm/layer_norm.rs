@@ -1,7 +1,7 @@
 //! Layer normalisation: `(x - mean) / sqrt(mean((x - mean)²) + eps) * weight + bias`.
 //!
-//! Source: Ba, Kiros and Hinton, *Layer Normalization*, 2016. The variance is that of the differences from the mean, in a
-//! second pass over registers, and does not cancel for rows far from zero.
+//! Source: Ba, Kiros and Hinton, *Layer Normalization*, 2016. The variance is that of differences from means, and does not
+//! cancel for rows far from zero.
 
 use super::rms_norm::{check_eps, check_vector};
 use crate::check::Call;
@@ -14,12 +14,28 @@ use cuda_std::{DType, Entry, Float};
 
 pub use kernel::Args;
 
+/// The variant that is launched for rows of `n` elements: [`Variant::new`], but four pieces a thread from 257 on, since a warp has more to do here.
+pub const fn variant(dtype: DType, n: u32, aligned: bool) -> Variant {
+    match Variant::new(dtype, n, aligned) {
+        Variant::X2 if n.div_ceil(pieces::piece(dtype, true)) > 256 => Variant::X4,
+        other => other,
+    }
+}
+
 /// The entry for an element type and a [`Variant`], if there is one.
 pub const fn entry(dtype: DType, variant: Variant) -> Option<Entry<Args>> {
     pieces::instance(dtype, variant.first())
 }
 
-/// How to launch it for `rows` rows of `n` elements.
+/// [`entry`] of [`Variant::X4`] for many rows. The results are the same bits.
+pub const fn many_entry(dtype: DType) -> Option<Entry<Args>> {
+    pieces::instance(dtype, 12)
+}
+
+/// The least bytes of rows for [`many_entry`]: with fewer, the weights are in time. Measured on an H200.
+pub const LEAST_MANY_BYTES: u64 = 5 << 20;
+
+/// How to launch [`entry`] for `rows` rows of `n` elements, and [`many_entry`] if a block has one row by this.
 pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
     variant.geometry(dtype, rows, n, false, kernel::SHARED_BYTES)
 }
@@ -42,10 +58,12 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
         (args.bias, 0, size),
         (args.out.cast_const(), args.out_stride, size),
     ];
-    let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
+    let variant = variant(dtype, args.n, pieces::aligned(dtype, args.n, &places));
     let geometry = geometry(dtype, variant, args.rows, args.n);
+    let many = args.rows as u64 * args.n as u64 * size as u64 >= LEAST_MANY_BYTES && geometry.block[1] == 1;
+    let entry = if many && variant == Variant::X4 { many_entry(dtype) } else { entry(dtype, variant) };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
-    unsafe { pieces::launch(stream, "layer_norm", dtype, entry(dtype, variant), &geometry, args) }
+    unsafe { pieces::launch(stream, "layer_norm", dtype, entry, &geometry, args) }
 }
 
 /// `out[r] = (x[r] - mean) / sqrt(mean((x[r] - mean)²) + eps) * weight + bias`, for each row `r` with its mean.

@@ -27,7 +27,7 @@ pub const fn fused_add_entry(dtype: DType, variant: Variant) -> Option<Entry<Fus
 
 /// How to launch either for `rows` rows of `n` elements.
 pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
-    variant.geometry(dtype, rows, n, false, kernel::SHARED_BYTES)
+    variant.geometry(dtype, rows, n, matches!(variant, Variant::X4), kernel::SHARED_BYTES)
 }
 
 /// Launches on raw pointers (layer L1): `x` and `out` are `[rows, n]`, rows `x_stride` and `out_stride` elements apart;

@@ -51,6 +51,35 @@ pub const fn i8_per_token_few_entry(dtype: DType) -> Option<Entry<I8PerTokenArgs
     pieces::instance(dtype, 24)
 }
 
+/// [`e4m3_per_token_entry`] without a residual for many rows held in two pieces a thread: half of the threads have four. The results are the same
+/// bits.
+pub const fn e4m3_per_token_many_entry(dtype: DType) -> Option<Entry<E4m3PerTokenArgs>> {
+    pieces::instance(dtype, 27)
+}
+
+/// As [`e4m3_per_token_many_entry`], of [`i8_per_token_entry`].
+pub const fn i8_per_token_many_entry(dtype: DType) -> Option<Entry<I8PerTokenArgs>> {
+    pieces::instance(dtype, 27)
+}
+
+/// As [`e4m3_per_token_many_entry`], of [`e4m3_per_group_entry`].
+pub const fn e4m3_per_group_many_entry(dtype: DType) -> Option<Entry<E4m3PerGroupArgs>> {
+    pieces::instance(dtype, 24)
+}
+
+/// How to launch the entries for many, where it can be done: the threads of a row of [`geometry`] must be an even number of warps.
+pub const fn many_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry> {
+    let mut geometry = geometry(dtype, Variant::X2, rows, n);
+    if n.div_ceil(pieces::piece(dtype, true)) > 1024 || !geometry.block[0].is_multiple_of(64) {
+        return None;
+    }
+    geometry.block[0] /= 2;
+    Some(geometry)
+}
+
+/// The least elements of a launch of the entries for many. Measured on an H200.
+pub const LEAST_MANY: u64 = 1 << 22;
+
 /// The most rows of the entries for few: one for each multiprocessor. With more the others are as fast. Measured on an H200.
 pub const MOST_FEW_ROWS: u32 = 132;
 
@@ -60,7 +89,7 @@ pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geom
 }
 
 macro_rules! launches {
-    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $few:expr, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
+    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $few:expr, $many:ident, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
         $(#[$m])*
         ///
         /// `x` and `out` are `[rows, n]` with the distances in `args`; `residual` is `[rows, n]`, added to `x` and
@@ -84,10 +113,14 @@ macro_rules! launches {
                 ($args.out.cast_const().cast(), $args.out_stride, 1),
             ];
             let variant = Variant::new(dtype, $args.n, pieces::aligned(dtype, $args.n, &places));
-            let few = variant == Variant::X2 && $args.residual.is_null() && rows <= MOST_FEW_ROWS;
-            let entry: Option<Entry<$Args>> = if few { $few(dtype) } else { None };
-            let entry = entry.or_else(|| $entry(dtype, variant, !$args.residual.is_null()));
-            let geometry = geometry(dtype, variant, rows, $args.n);
+            let (usual, alone) = (geometry(dtype, variant, rows, $args.n), $args.residual.is_null());
+            let many = rows as u64 * $args.n as u64 >= LEAST_MANY;
+            let many = if many { many_geometry(dtype, rows, $args.n) } else { None };
+            let (entry, geometry): (Option<Entry<$Args>>, _) = match many {
+                Some(many) if alone && variant == Variant::X2 => ($many(dtype), many),
+                _ if alone && variant == Variant::X2 && rows <= MOST_FEW_ROWS => ($few(dtype), usual),
+                _ => ($entry(dtype, variant, !alone), usual),
+            };
             // SAFETY: forwarded to the caller; the entry fits the alignment.
             unsafe { pieces::launch(stream, $op, dtype, entry, &geometry, $args) }
         }
@@ -95,12 +128,13 @@ macro_rules! launches {
 }
 launches! {
     /// Launches [`rms_norm_e4m3_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
-    launch_e4m3_per_token, E4m3PerTokenArgs, e4m3_per_token_entry, e4m3_per_token_few_entry, "rms_norm_e4m3_per_token", |args| args.smooth;
+    launch_e4m3_per_token, E4m3PerTokenArgs, e4m3_per_token_entry, e4m3_per_token_few_entry, e4m3_per_token_many_entry, "rms_norm_e4m3_per_token", |args| args.smooth;
     /// Launches [`rms_norm_i8_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
-    launch_i8_per_token, I8PerTokenArgs, i8_per_token_entry, i8_per_token_few_entry, "rms_norm_i8_per_token", |args| args.smooth;
+    launch_i8_per_token, I8PerTokenArgs, i8_per_token_entry, i8_per_token_few_entry, i8_per_token_many_entry, "rms_norm_i8_per_token", |args| args.smooth;
     /// Launches [`rms_norm_e4m3_per_group`] on raw pointers (layer L1). `scales` is `[rows, ceil(n / 128)]` with the
     /// distances in `args`.
-    launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, |_| None, "rms_norm_e4m3_per_group",
+    launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, |dtype| e4m3_per_group_entry(dtype, Variant::X2, false),
+        e4m3_per_group_many_entry, "rms_norm_e4m3_per_group",
         |_args| std::ptr::null();
 }
 

@@ -57,14 +57,16 @@ pub fn begin_at<const P: usize, const N: usize>(
 /// over a wait, but over no end of a thread, and this would be one if all halves of all of the addresses were [`u32::MAX`].
 #[inline(always)]
 pub fn known_here<const N: usize, const P: usize>(addresses: [[*const u8; P]; N]) -> [[*const u8; P]; N] {
-    known_here_if(true, addresses)
+    known_here_if(true, addresses, [])
 }
 
-/// As [`known_here`] if `now`, which is the same for all threads; otherwise wherever the compilers see fit.
+/// As [`known_here`] if `now`, which is the same for all threads; otherwise wherever the compilers see fit. So are `words`, which no thread may
+/// all have [`u32::MAX`] for.
 #[inline(always)]
-pub fn known_here_if<const N: usize, const P: usize>(
+pub fn known_here_if<const N: usize, const P: usize, const K: usize>(
     now: bool,
     mut addresses: [[*const u8; P]; N],
+    words: [u32; K],
 ) -> [[*const u8; P]; N] {
     crate::unroll::<N>(|i| {
         crate::unroll::<P>(|j| addresses[i][j] = crate::integer::opaque_address(addresses[i][j]));
@@ -74,6 +76,7 @@ pub fn known_here_if<const N: usize, const P: usize>(
         crate::unroll::<N>(|i| {
             crate::unroll::<P>(|j| all &= addresses[i][j] as u32 & (addresses[i][j] as u64 >> 32) as u32);
         });
+        crate::unroll::<K>(|j| all &= words[j]);
         before_what_follows(all);
     }
     addresses

@@ -1,27 +1,174 @@
 //! `y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * w + b`.
 //!
-//! Mean and variance are two reductions over the registers: the variance of differences does not cancel, as the
-//! difference of `mean(x^2)` and `mean(x)^2` would, and costs one barrier more.
+//! The variance is that of differences, which does not cancel, as the difference of `mean(x^2)` and `mean(x)^2` would.
+//! In registers a warp takes the mean of its part of the row and the squares of differences from that; one barrier later
+//! every thread knows all parts and merges them ([`merge`]). Longer rows are read once for the mean, once for the
+//! squares and once for the results.
 
 use super::rms_norm::{inverse, inverse_rms};
 use super::{MAX_WARPS, Row};
 use crate::row::team::{Op, scratch};
-use crate::row::{Team, packed, zero};
+use crate::row::{Team, zero};
 use cuda_std::shared::Carver;
-use cuda_std::{Float, Global, GlobalMut, dependent_launch, entries, float, thread, vec};
+use cuda_std::vec::B128;
+use cuda_std::{Float, Global, GlobalMut, Shared, dependent_launch, entries, float, thread, vec, warp};
 
-/// Dynamic shared memory of a block: a scratch for each reduction.
-pub const SHARED_BYTES: usize = 2 * MAX_WARPS * 4;
+/// Dynamic shared memory of a block.
+pub const SHARED_BYTES: usize = 3 * MAX_WARPS * 4;
 
-#[inline(always)]
-fn add<T: Float, const V: usize>(total: &mut f32, piece: [T; V]) {
-    let x = vec::to_f32(piece);
-    cuda_std::unroll::<V>(|j| *total += x[j]);
-}
-
+/// Mean and `1 / sqrt(variance + eps)` of a row, from what its warps know of their parts of it: means, sums of squares of differences from them,
+/// and how many columns there are. One barrier.
+///
+/// Squares are moved to the mean of the first warp's part, which is the largest, summed, and moved to that of the row. That takes off no more than
+/// a share of `1 - columns of the first / columns`, so what remains is a sixteenth or more: nothing to speak of cancels, and nothing is negative.
 #[inline(always)]
 #[track_caller]
-unsafe fn normalise<T: Float, const V: usize, const N: usize, const VEC: bool>(
+unsafe fn merge<const WARPS: usize>(
+    team: Team,
+    [mean, squares, columns]: [f32; 3],
+    inverse_n: f32,
+    eps: f32,
+    scratch: Shared<f32>,
+) -> (f32, f32) {
+    if team.size <= 32 {
+        return (mean, inverse_rms(squares, inverse_n, eps));
+    }
+    let (warp, lane, warps) = ((team.rank / 32) as usize, (team.rank % 32) as usize, (team.size / 32) as usize);
+    if lane == 0 {
+        scratch.set(warp, mean);
+        scratch.set(WARPS + warp, squares);
+        scratch.set(2 * WARPS + warp, columns);
+    }
+    if warp == 0 && lane >= warps && lane < WARPS {
+        cuda_std::unroll::<3>(|k| scratch.set(k * WARPS + lane, 0.0));
+    }
+    thread::sync_threads();
+    let (sum, squares) = if warps <= 4 {
+        from_first::<4, WARPS>(scratch)
+    } else if warps <= 8 {
+        from_first::<8, WARPS>(scratch)
+    } else {
+        from_first::<WARPS, WARPS>(scratch)
+    };
+    let distance = sum * inverse_n;
+    (scratch.get(0usize) + distance, inverse_rms(float::fma(-sum, distance, squares), inverse_n, eps))
+}
+
+/// Of the first `N` warps' parts, what columns are off the mean of the first part, and their squares: sums.
+#[inline(always)]
+#[track_caller]
+unsafe fn from_first<const N: usize, const WARPS: usize>(scratch: Shared<f32>) -> (f32, f32) {
+    let first = scratch.get(0usize);
+    let (mut sums, mut squares) = ([0.0; 4], [0.0; 4]);
+    let mut i = 0;
+    while i < N {
+        let four = |k: usize| {
+            let B128(four): B128<f32, 4> = scratch.get_as(k * WARPS + i);
+            four
+        };
+        let (m, s, c) = (four(0), four(1), four(2));
+        cuda_std::unroll::<4>(|j| {
+            let d = m[j] - first;
+            let sum = c[j] * d;
+            sums[j] += sum;
+            squares[j] += float::fma(sum, d, s[j]);
+        });
+        i += 4;
+    }
+    ((sums[0] + sums[1]) + (sums[2] + sums[3]), (squares[0] + squares[1]) + (squares[2] + squares[3]))
+}
+
+/// The sum over the team if it is part of a warp, otherwise over the warp.
+#[inline(always)]
+#[track_caller]
+fn over_lanes(team: Team, [a, b, c, d]: [f32; 4]) -> f32 {
+    let mut total = (a + b) + (c + d);
+    if team.size >= 32 {
+        return Op::Sum.over_warp(total);
+    }
+    let mut m = team.size / 2;
+    while m > 0 {
+        total += warp::shfl_xor(total, m);
+        m /= 2;
+    }
+    total
+}
+
+/// A row that is held in registers.
+#[inline(always)]
+#[track_caller]
+unsafe fn held<T: Float, const V: usize, const N: usize, const MANY: bool>(
+    x: Global<T>,
+    weight: Global<T>,
+    bias: Global<T>,
+    out: impl FnOnce() -> GlobalMut<T>,
+    team: Team,
+    n: u32,
+    live: bool,
+    eps: f32,
+) {
+    let scratch = scratch::<3, MAX_WARPS>(&mut Carver::new());
+    let row = Row::<V, N, true>::new(team, if live { n } else { 0 });
+    let inverse_n = inverse(n);
+    let (mut w, mut b) = ([[zero(); V]; N], [[zero(); V]; N]);
+    let mut values = w;
+    if !MANY {
+        let at = |c: u32| [x.ptr(c).cast::<u8>(), weight.ptr(c).cast(), bias.ptr(c).cast()];
+        let at = row.begin(true, at, []);
+        cuda_std::unroll::<N>(|i| values[i] = row.here(i).load_mutable(Global::new(at[i][0].cast())));
+        cuda_std::unroll::<N>(|i| {
+            w[i] = row.piece(i).load_optional(weight, true);
+            b[i] = row.piece(i).load_optional(bias, false);
+        });
+    } else {
+        dependent_launch::begin();
+        cuda_std::unroll::<N>(|i| values[i] = row.piece(i).load_mutable(x));
+    }
+
+    // Of the warp's part of the row; of the row if that is no more.
+    let mut columns = 0;
+    cuda_std::unroll::<N>(|i| {
+        let (first, end) = (i as u32 * team.size + team.rank / 32 * 32, if live { n / V as u32 } else { 0 });
+        columns += end.saturating_sub(first).min(32);
+    });
+    let columns = if team.size >= 32 { (columns * V as u32) as f32 } else { n as f32 };
+    let mut d = [[0.0; V]; N];
+    let mut sums = [0.0; 4];
+    cuda_std::unroll::<N>(|i| {
+        d[i] = vec::to_f32(values[i]);
+        cuda_std::unroll::<V>(|j| sums[j % 4] += d[i][j]);
+    });
+    let own = over_lanes(team, sums) * float::fast::recip(float::max(columns, 1.0));
+    let mut sums = [0.0; 4];
+    cuda_std::unroll::<N>(|i| {
+        // Columns outside of the row are not zeros any more once the mean is taken off.
+        if row.piece(i).has(0) {
+            cuda_std::unroll::<V>(|j| {
+                d[i][j] -= own;
+                sums[j % 4] = float::fma(d[i][j], d[i][j], sums[j % 4]);
+            });
+        }
+    });
+    let squares = over_lanes(team, sums);
+    let (mean, scale) = merge::<{ MAX_WARPS / 2 }>(team, [own, squares, columns], inverse_n, eps, scratch);
+    // That of the warp's part is off by no more than four deviations or so, which is no loss beside a difference from it.
+    let (shift, out) = ((own - mean) * scale, out());
+    cuda_std::unroll::<N>(|i| {
+        if MANY {
+            w[i] = row.piece(i).load_optional(weight, true);
+            b[i] = row.piece(i).load_optional(bias, false);
+        }
+        let (w, b) = (vec::to_f32(w[i]), vec::to_f32(b[i]));
+        let mut y = d[i];
+        cuda_std::unroll::<V>(|j| y[j] = float::fma(float::fma(y[j], scale, shift), w[j], b[j]));
+        row.piece(i).store(out, vec::from_f32(y));
+    });
+}
+
+/// A row that is read again, after [`dependent_launch::begin`].
+#[inline(always)]
+#[track_caller]
+unsafe fn read_again<T: Float, const V: usize, const VEC: bool>(
     x: Global<T>,
     weight: Global<T>,
     bias: Global<T>,
@@ -33,67 +180,46 @@ unsafe fn normalise<T: Float, const V: usize, const N: usize, const VEC: bool>(
 ) {
     let mut shared = Carver::new();
     let (scratch_sum, scratch_squares) = (scratch::<1, MAX_WARPS>(&mut shared), scratch::<1, MAX_WARPS>(&mut shared));
-    let row = Row::<V, N, VEC>::new(team, if live { n } else { 0 });
+    let row = Row::<V, 0, VEC>::new(team, if live { n } else { 0 });
     let (mut total, inverse_n) = (0.0, inverse(n));
-
-    let mut values = [[zero(); V]; N];
-    cuda_std::unroll::<N>(|i| values[i] = row.piece(i).load_mutable(x));
-    let (mut w, mut b) = (values, values);
-    cuda_std::unroll::<N>(|i| {
-        w[i] = row.piece(i).load_optional(weight, true);
-        b[i] = row.piece(i).load_optional(bias, false);
-    });
-    cuda_std::unroll::<N>(|i| add(&mut total, values[i]));
-    if N == 0 {
-        let mut i = 0;
-        while i < row.rounds() {
-            add(&mut total, row.piece(i).load_mutable(x));
-            i += 1;
-        }
+    let mut i = 0;
+    while i < row.rounds() {
+        let x = vec::to_f32(row.piece(i).load_mutable(x));
+        cuda_std::unroll::<V>(|j| total += x[j]);
+        i += 1;
     }
     let [total] = row.reduce([total], [Op::Sum], scratch_sum);
     let mean = total * inverse_n;
 
-    // Columns outside of the row are not zeros any more once the mean is taken off.
-    let add_squares = |squares: &mut f32, i: usize, piece: [T; V]| {
-        let x = vec::to_f32(piece);
+    let mut squares = 0.0;
+    let mut i = 0;
+    while i < row.rounds() {
+        let x = vec::to_f32(row.piece(i).load_mutable(x));
         cuda_std::unroll::<V>(|j| {
             let d = if row.piece(i).has(j) { x[j] - mean } else { 0.0 };
-            *squares = float::fma(d, d, *squares);
+            squares = float::fma(d, d, squares);
         });
-    };
-    let mut squares = 0.0;
-    cuda_std::unroll::<N>(|i| add_squares(&mut squares, i, packed::<T, V, VEC>(values[i])));
-    if N == 0 {
-        let mut i = 0;
-        while i < row.rounds() {
-            add_squares(&mut squares, i, row.piece(i).load_mutable(x));
-            i += 1;
-        }
+        i += 1;
     }
     let [squares] = row.reduce([squares], [Op::Sum], scratch_squares);
     let scale = inverse_rms(squares, inverse_n, eps);
 
-    let store = |i: usize, x: [T; V], w: [T; V], b: [T; V]| {
+    let mut i = 0;
+    while i < row.rounds() {
+        let p = row.piece(i);
+        let (x, w, b) = (p.load_mutable(x), p.load_optional(weight, true), p.load_optional(bias, false));
         let (mut x, w, b) = (vec::to_f32(x), vec::to_f32(w), vec::to_f32(b));
         cuda_std::unroll::<V>(|j| x[j] = float::fma((x[j] - mean) * scale, w[j], b[j]));
-        row.piece(i).store(out, vec::from_f32(x));
-    };
-    cuda_std::unroll::<N>(|i| store(i, packed::<T, V, VEC>(values[i]), w[i], b[i]));
-    if N == 0 {
-        let mut i = 0;
-        while i < row.rounds() {
-            let p = row.piece(i);
-            store(i, p.load_mutable(x), p.load_optional(weight, true), p.load_optional(bias, false));
-            i += 1;
-        }
+        p.store(out, vec::from_f32(x));
+        i += 1;
     }
 }
 
 /// `x`, `out`: `[rows, n]`, rows `x_stride` and `out_stride` elements apart; `weight`, `bias`: `[n]` or null for ones
-/// and zeros. Blocks: `(team, rows)`, the team as [`Team`] demands.
+/// and zeros. Blocks: `(team, rows)`, the team as [`Team`] demands. `MANY`: weight and bias are loaded last, which leaves registers for two blocks of
+/// 512 threads; a block has one row.
 #[inline(always)]
-pub unsafe fn layer_norm<T: Float, const V: usize, const N: usize, const VEC: bool>(
+pub unsafe fn layer_norm<T: Float, const V: usize, const N: usize, const VEC: bool, const MANY: bool>(
     x: *const T,
     weight: *const T,
     bias: *const T,
@@ -104,12 +230,21 @@ pub unsafe fn layer_norm<T: Float, const V: usize, const N: usize, const VEC: bo
     out_stride: usize,
     eps: f32,
 ) {
-    dependent_launch::begin();
-    let row = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
+    let in_block = if MANY { 0 } else { thread::thread_idx_y() };
+    if N == 0 {
+        dependent_launch::begin();
+    }
+    let row = (thread::block_idx_x() * thread::block_dim_y() + in_block) as usize;
     let live = row < rows as usize;
-    let (x, out) = (Global::new(x).offset(row * x_stride), GlobalMut::new(out).offset(row * out_stride));
+    let (x, out) = (Global::new(x).offset(row * x_stride), GlobalMut::new(out));
+    // Where registers are few they are not for an address that is needed last.
+    let out = || out.offset(if MANY { thread::block_idx_x() as usize } else { row } * out_stride);
     let (weight, bias, team) = (Global::new(weight), Global::new(bias), Team::current());
-    normalise::<T, V, N, VEC>(x, weight, bias, out, team, n, live, eps);
+    if N > 0 {
+        held::<T, V, N, MANY>(x, weight, bias, out, team, n, live, eps);
+    } else {
+        read_again::<T, V, VEC>(x, weight, bias, out(), team, n, live, eps);
+    }
 }
 
 entries! {
@@ -117,16 +252,19 @@ entries! {
         x: *const T, weight: *const T, bias: *const T, out: *mut T, rows: u32, n: u32, x_stride: usize,
         out_stride: usize, eps: f32,
     );
-    layer_norm_x2_f32 { type T = f32; } [512, 2] => layer_norm::<T, 4, 2, true>;
-    layer_norm_x2_f16 { type T = half::f16; } [512, 2] => layer_norm::<T, 8, 2, true>;
-    layer_norm_x2_bf16 { type T = half::bf16; } [512, 2] => layer_norm::<T, 8, 2, true>;
-    layer_norm_x4_f32 { type T = f32; } [512] => layer_norm::<T, 4, 4, true>;
-    layer_norm_x4_f16 { type T = half::f16; } [512] => layer_norm::<T, 8, 4, true>;
-    layer_norm_x4_bf16 { type T = half::bf16; } [512] => layer_norm::<T, 8, 4, true>;
-    layer_norm_loop_f32 { type T = f32; } [1024] => layer_norm::<T, 4, 0, true>;
-    layer_norm_loop_f16 { type T = half::f16; } [1024] => layer_norm::<T, 8, 0, true>;
-    layer_norm_loop_bf16 { type T = half::bf16; } [1024] => layer_norm::<T, 8, 0, true>;
-    layer_norm_any_f32 { type T = f32; } [1024] => layer_norm::<T, 4, 0, false>;
-    layer_norm_any_f16 { type T = half::f16; } [1024] => layer_norm::<T, 4, 0, false>;
-    layer_norm_any_bf16 { type T = half::bf16; } [1024] => layer_norm::<T, 4, 0, false>;
+    layer_norm_x2_f32 { type T = f32; } [512] => layer_norm::<T, 4, 2, true, false>;
+    layer_norm_x2_f16 { type T = half::f16; } [512] => layer_norm::<T, 8, 2, true, false>;
+    layer_norm_x2_bf16 { type T = half::bf16; } [512] => layer_norm::<T, 8, 2, true, false>;
+    layer_norm_x4_f32 { type T = f32; } [512] => layer_norm::<T, 4, 4, true, false>;
+    layer_norm_x4_f16 { type T = half::f16; } [512] => layer_norm::<T, 8, 4, true, false>;
+    layer_norm_x4_bf16 { type T = half::bf16; } [512] => layer_norm::<T, 8, 4, true, false>;
+    layer_norm_loop_f32 { type T = f32; } [1024] => layer_norm::<T, 4, 0, true, false>;
+    layer_norm_loop_f16 { type T = half::f16; } [1024] => layer_norm::<T, 8, 0, true, false>;
+    layer_norm_loop_bf16 { type T = half::bf16; } [1024] => layer_norm::<T, 8, 0, true, false>;
+    layer_norm_any_f32 { type T = f32; } [1024] => layer_norm::<T, 4, 0, false, false>;
+    layer_norm_any_f16 { type T = half::f16; } [1024] => layer_norm::<T, 4, 0, false, false>;
+    layer_norm_any_bf16 { type T = half::bf16; } [1024] => layer_norm::<T, 4, 0, false, false>;
+    layer_norm_x4_many_f32 { type T = f32; } [512, 2] => layer_norm::<T, 4, 4, true, true>;
+    layer_norm_x4_many_f16 { type T = half::f16; } [512, 2] => layer_norm::<T, 8, 4, true, true>;
+    layer_norm_x4_many_bf16 { type T = half::bf16; } [512, 2] => layer_norm::<T, 8, 4, true, true>;
 }

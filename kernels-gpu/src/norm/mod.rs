@@ -6,7 +6,8 @@
 //!
 //! * `x2`: two pieces a thread. Short rows (a head) take some lanes of a warp and share blocks with others; longer ones
 //!   a block of up to 512 threads.
-//! * `x4`: four pieces a thread: rows up to 32 KiB.
+//! * `x4`: four pieces a thread: rows up to 32 KiB. `layer_norm`, which computes more for each warp, takes it from 4 KiB on.
+//! * `few`, `many`: other instances for launches of few or many rows, in which every sum is added up in the same order.
 //! * `loop`: longer rows are read twice, the second time from the second-level cache; up to 1024 threads.
 //! * `any`: as `loop`, for rows that cannot be moved in pieces of 16 bytes (see [`row`](crate::row)).
 
@@ -17,7 +18,7 @@ pub mod rms_norm_quant;
 
 use crate::row::team::Op;
 use crate::row::{Piece, Team, quantise};
-use cuda_std::{Float, Global, Shared, dependent_launch};
+use cuda_std::{Shared, dependent_launch};
 
 /// Up to so many rows start at once on a GPU, and the wait for the kernels before is what takes time. In longer launches every instruction before
 /// a block's first load is in line. Measured on an H200.
@@ -60,20 +61,25 @@ impl<const V: usize, const N: usize, const VEC: bool> Row<V, N, VEC> {
         Self { team, n, paired: VEC && N > 0 }
     }
 
-    /// The beginning of a kernel, and where the thread's pieces of some rows lie, for [`here`](Self::here). That is computed before the wait if
-    /// `before`, which is the same for all threads.
+    /// The beginning of a kernel, and where the thread's pieces of some rows lie, for [`here`](Self::here): `at` a column. That is computed before
+    /// the wait if `before`, which is the same for all threads, and so are `words`; see [`dependent_launch::known_here_if`].
     #[inline(always)]
-    pub(crate) fn begin<T: Float, const P: usize>(self, before: bool, rows: [Global<T>; P]) -> [[Global<T>; P]; N] {
+    pub(crate) fn begin<const P: usize, const K: usize>(
+        self,
+        before: bool,
+        at: impl Fn(u32) -> [*const u8; P],
+        words: [u32; K],
+    ) -> [[*const u8; P]; N] {
         if !VEC {
             // Single elements are accessed at addresses that the compiler knows to be global.
             dependent_launch::begin();
-            return [rows; N];
+            return [at(0); N];
         }
         let mut addresses = [[core::ptr::null(); P]; N];
-        cuda_std::unroll::<N>(|i| addresses[i] = rows.map(|x| x.ptr(self.piece(i).first()).cast()));
-        let addresses = dependent_launch::known_here_if(before, addresses);
+        cuda_std::unroll::<N>(|i| addresses[i] = at(self.piece(i).first()));
+        let addresses = dependent_launch::known_here_if(before, addresses, words);
         dependent_launch::begin();
-        addresses.map(|piece| piece.map(|x| Global::new(x.cast())))
+        addresses
     }
 
     /// The thread's `i`-th piece, to be accessed where [`begin`](Self::begin) says.
@@ -118,16 +124,16 @@ impl<const V: usize, const N: usize, const VEC: bool> Row<V, N, VEC> {
     /// As [`reduce`](Self::reduce), [`Team::reduce_warps`].
     #[inline(always)]
     #[track_caller]
-    pub(crate) unsafe fn reduce_warps<const K: usize>(
+    pub(crate) unsafe fn reduce_warps<const K: usize, const U: usize>(
         self,
-        values: [f32; K],
+        values: [[f32; U]; K],
         ops: [Op; K],
         scratch: Shared<f32>,
     ) -> [f32; K] {
         if N == 0 {
-            self.team.reduce_warps::<K, MAX_WARPS>(values, ops, scratch)
+            self.team.reduce_warps::<K, U, MAX_WARPS>(values, ops, scratch)
         } else {
-            self.team.reduce_warps::<K, { MAX_WARPS / 2 }>(values, ops, scratch)
+            self.team.reduce_warps::<K, U, { MAX_WARPS / 2 }>(values, ops, scratch)
         }
     }
 

@@ -28,8 +28,8 @@ unsafe fn head<T: Float, const V: usize, const N: usize, const VEC: bool>(
     let row = Row::<V, N, VEC>::new(team, if live { n } else { 0 });
     let from = Global::new(x.ptr(0usize).cast_const());
     let mut values = [[zero(); V]; N];
-    let at = row.begin(true, [from]);
-    cuda_std::unroll::<N>(|i| values[i] = row.here(i).load_mutable(at[i][0]));
+    let at = row.begin(true, |column| [from.ptr(column).cast()], []);
+    cuda_std::unroll::<N>(|i| values[i] = row.here(i).load_mutable(Global::new(at[i][0].cast())));
     let mut w = values;
     cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
     let mut total = 0.0;

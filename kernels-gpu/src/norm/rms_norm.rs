@@ -77,10 +77,11 @@ impl<T: Float> Source<T> {
             }
         } else {
             let before = early == Early::Yes || thread::grid_dim_x() <= FEW_ROWS;
-            let at = row.begin(before, [self.x, if ADD { self.residual } else { weight }]);
-            cuda_std::unroll::<N>(|i| x[i] = row.here(i).load_mutable(at[i][0]));
+            let other = if ADD { self.residual } else { weight };
+            let at = row.begin(before, |column| [self.x.ptr(column).cast(), other.ptr(column).cast()], []);
+            cuda_std::unroll::<N>(|i| x[i] = row.here(i).load_mutable(Global::new(at[i][0].cast())));
             if ADD {
-                cuda_std::unroll::<N>(|i| r[i] = row.here(i).load_mutable(at[i][1]));
+                cuda_std::unroll::<N>(|i| r[i] = row.here(i).load_mutable(Global::new(at[i][1].cast())));
             }
         }
         [x, r]
@@ -141,7 +142,7 @@ impl<T: Float> Source<T> {
 unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
     from: Source<T>,
     weight: Global<T>,
-    out: GlobalMut<T>,
+    out: impl FnOnce() -> GlobalMut<T>,
     team: Team,
     n: u32,
     live: bool,
@@ -172,6 +173,7 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
     let [total] = row.reduce([total], [Op::Sum], scratch);
     let scale = inverse_rms(total, inverse_n, eps);
 
+    let out = out();
     cuda_std::unroll::<N>(|i| {
         row.piece(i).store(out, vec::from_f32(scaled(packed::<T, V, VEC>(x[i]), w[i], scale, weight_offset)))
     });
@@ -199,11 +201,15 @@ pub unsafe fn rms_norm<T: Float, const V: usize, const N: usize, const VEC: bool
     weight_offset: f32,
     eps: f32,
 ) {
-    let row = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
+    // Four pieces a thread are those of a row of its own block.
+    let in_block = if N > 2 { 0 } else { thread::thread_idx_y() };
+    let row = (thread::block_idx_x() * thread::block_dim_y() + in_block) as usize;
     let live = row < rows as usize;
-    let out = GlobalMut::new(out);
+    let (weight, out) = (Global::new(weight), GlobalMut::new(out));
     let from = Source { x: Global::new(x).offset(row * x_stride), residual: Global::new(x), residual_out: out };
-    let (weight, out) = (Global::new(weight), out.offset(row * out_stride));
+    // Where registers are few they are not for an address that is needed last.
+    let known = out.offset(row * out_stride);
+    let out = || if N > 2 { out.offset(thread::block_idx_x() as usize * out_stride) } else { known };
     let team = Team::current();
     normalise::<T, false, V, N, VEC>(from, weight, out, team, n, live, weight_offset, eps);
 }
@@ -233,7 +239,7 @@ pub unsafe fn fused_add_rms_norm<T: Float, const V: usize, const N: usize, const
         residual_out: GlobalMut::new(residual_out).offset(row * residual_out_stride),
     };
     let (weight, out) = (Global::new(weight), GlobalMut::new(out).offset(row * out_stride));
-    let team = Team::current();
+    let (team, out) = (Team::current(), || out);
     normalise::<T, true, V, N, VEC>(from, weight, out, team, n, live, weight_offset, eps);
 }
 
@@ -248,9 +254,9 @@ pub mod alone {
         rms_norm_x2_f32 { type T = f32; } [512, 3] => rms_norm::<T, 4, 2, true>;
         rms_norm_x2_f16 { type T = half::f16; } [512, 3] => rms_norm::<T, 8, 2, true>;
         rms_norm_x2_bf16 { type T = half::bf16; } [512, 3] => rms_norm::<T, 8, 2, true>;
-        rms_norm_x4_f32 { type T = f32; } [512] => rms_norm::<T, 4, 4, true>;
-        rms_norm_x4_f16 { type T = half::f16; } [512] => rms_norm::<T, 8, 4, true>;
-        rms_norm_x4_bf16 { type T = half::bf16; } [512] => rms_norm::<T, 8, 4, true>;
+        rms_norm_x4_f32 { type T = f32; } [512, 2] => rms_norm::<T, 4, 4, true>;
+        rms_norm_x4_f16 { type T = half::f16; } [512, 2] => rms_norm::<T, 8, 4, true>;
+        rms_norm_x4_bf16 { type T = half::bf16; } [512, 2] => rms_norm::<T, 8, 4, true>;
         rms_norm_loop_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 0, true>;
         rms_norm_loop_f16 { type T = half::f16; } [1024] => rms_norm::<T, 8, 0, true>;
         rms_norm_loop_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 8, 0, true>;

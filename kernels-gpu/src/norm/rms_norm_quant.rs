@@ -5,12 +5,12 @@
 //! nothing but arithmetic. Results are quantised from f32; they are not rounded to the input's type before.
 
 use super::rms_norm::{Source, inverse, inverse_rms, scaled, squares};
-use super::{Early, MAX_WARPS, Row};
+use super::{FEW_ROWS, MAX_WARPS, Row};
 use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
-use crate::row::{Piece, Team};
+use crate::row::{Piece, Team, zero};
 use cuda_std::shared::Carver;
-use cuda_std::{E4M3, Float, Global, GlobalMut, entries, float, thread};
+use cuda_std::{E4M3, Float, Global, GlobalMut, dependent_launch, entries, float, integer, shared, thread};
 
 /// Dynamic shared memory of a block: a sum and a largest magnitude for each warp.
 pub const SHARED_BYTES: usize = 2 * MAX_WARPS * 4;
@@ -95,6 +95,7 @@ impl Scales for GroupScales {
     }
 }
 
+/// A thread does what `U` threads with `N / U` pieces each do, and gets the same bits: their sums stay apart until warps are reduced.
 #[inline(always)]
 #[track_caller]
 unsafe fn normalise<
@@ -106,6 +107,7 @@ unsafe fn normalise<
     const N: usize,
     const VEC: bool,
     const FEW: bool,
+    const U: usize,
 >(
     from: Source<T>,
     factors: Factors<T>,
@@ -117,25 +119,56 @@ unsafe fn normalise<
     let team = Team::current();
     let scratch = scratch::<2, MAX_WARPS>(&mut Carver::new());
     let row = if S::GROUPED { Row::<V, N, VEC>::grouped(team, n) } else { Row::<V, N, VEC>::new(team, n) };
-    let (mut total, mut largest, inverse_n) = (0.0, 0.0, inverse(n));
+    let (mut totals, mut largest, inverse_n) = ([0.0; U], 0.0, inverse(n));
 
-    let early = if ADD || FEW {
-        Early::Yes
-    } else if S::GROUPED {
-        Early::InFew
+    let (mut inputs, mut w) = ([[[zero(); V]; N]; 2], [[zero(); V]; N]);
+    // Where results go, in groups without a residual. Elsewhere it is faster to find out after the reduction.
+    let mut to = [core::ptr::null::<u8>(); N];
+    if VEC && N > 0 && (ADD || FEW || S::GROUPED) {
+        let before = ADD || FEW || thread::grid_dim_x() <= FEW_ROWS;
+        let mut word = shared::address(scratch.ptr(0usize).cast_const());
+        if S::GROUPED && !ADD {
+            cuda_std::unroll::<N>(|i| {
+                to[i] = integer::opaque_address(out.ptr(row.piece(i).first()).cast_const().cast());
+                word &= to[i] as u32 & (to[i] as u64 >> 32) as u32;
+            });
+        }
+        let (x, r, weight) = (from.x, from.residual, factors.weight);
+        // Where weights stand first, ptxas finds an order that is 2 to 5 % faster; elsewhere it does not.
+        let first = ADD != S::GROUPED && (ADD || N == 2);
+        let at: [[*const u8; 3]; N] = if first {
+            let at = |c: u32| [weight.ptr(c).cast(), x.ptr(c).cast(), if ADD { r } else { x }.ptr(c).cast()];
+            row.begin(before, at, [word]).map(|[_, x, r]| [x, r, r])
+        } else if ADD {
+            row.begin(before, |c| [x.ptr(c).cast(), r.ptr(c).cast(), weight.ptr(c).cast()], [word])
+        } else {
+            row.begin(before, |c| [x.ptr(c).cast(), weight.ptr(c).cast()], [word]).map(|[x, w]| [x, x, w])
+        };
+        if first {
+            cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
+        }
+        cuda_std::unroll::<N>(|i| inputs[0][i] = row.here(i).load_mutable(Global::new(at[i][0].cast())));
+        if ADD {
+            cuda_std::unroll::<N>(|i| inputs[1][i] = row.here(i).load_mutable(Global::new(at[i][1].cast())));
+        }
+        if !first {
+            cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
+        }
     } else {
-        Early::No
-    };
-    let inputs = from.load::<ADD, V, N, VEC>(row, factors.weight, early);
-    let mut w = inputs[0];
-    cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
+        dependent_launch::begin();
+        cuda_std::unroll::<N>(|i| inputs[0][i] = row.piece(i).load_mutable(from.x));
+        if ADD {
+            cuda_std::unroll::<N>(|i| inputs[1][i] = row.piece(i).load_mutable(from.residual));
+        }
+        cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
+    }
     let x = from.add::<ADD, V, N, VEC>(row, inputs);
-    cuda_std::unroll::<N>(|i| total += squares(x[i]));
+    cuda_std::unroll::<N>(|i| totals[if S::GROUPED { i / 2 % U } else { i % U }] += squares(x[i]));
     if N == 0 {
         let mut i = 0;
         while i < row.rounds() {
             let x = from.first::<ADD, V, N, VEC>(row, i);
-            total += squares(x);
+            totals[0] += squares(x);
             if !S::GROUPED {
                 let mut y = [factors.apply(row.piece(i), x)];
                 largest = float::max(largest, quantise::finite_amax::<Q, V, 1>(&mut y));
@@ -144,25 +177,33 @@ unsafe fn normalise<
         }
     }
     // The shuffles of the sum leave time for what follows.
-    total = Op::Sum.over_warp(total);
+    cuda_std::unroll::<U>(|u| totals[u] = Op::Sum.over_warp(totals[u]));
     // The largest magnitudes of the groups: that of pieces `2 i` and `2 i + 1` at `i`.
     let (mut y, mut groups) = ([[0.0; V]; N], [0.0; N]);
     cuda_std::unroll::<N>(|i| y[i] = factors.weighted(x[i], w[i]));
     if N > 0 && factors.smooths() {
         cuda_std::unroll::<N>(|i| y[i] = factors.smoothed(row.piece(i), y[i]));
     }
+    let total;
     if S::GROUPED {
         let mut i = 0;
         while i < N / 2 {
             groups[i] = quantise::pair_amax([y[2 * i], y[2 * i + 1]]);
             i += 1;
         }
-        [total] = row.reduce_warps([total], [Op::Sum], scratch);
+        [total] = row.reduce_warps([totals], [Op::Sum], scratch);
     } else {
         if N > 0 {
-            largest = quantise::finite_amax::<Q, V, N>(&mut y);
+            largest = if ADD { quantise::amax_or_nan::<Q, V, N>(y) } else { quantise::finite_amax::<Q, V, N>(&mut y) };
         }
-        [total, largest] = row.reduce_warps([total, Op::Max.over_warp(largest)], [Op::Sum, Op::Max], scratch);
+        let most = [Op::Max.over_warp(largest); U];
+        [total, largest] = row.reduce_warps([totals, most], [Op::Sum, Op::Max], scratch);
+        // Here it is no warp's own way: all of the row's threads know. With a residual that is faster, alone it is slower.
+        if ADD && N > 0 && !Q::HAS_NAN && (largest >= f32::INFINITY || largest.is_nan()) {
+            thread::sync_threads();
+            let most = [Op::Max.over_warp(quantise::finite_amax::<Q, V, N>(&mut y)); U];
+            [largest] = row.reduce_warps([most], [Op::Max], scratch);
+        }
     }
     let rms = inverse_rms(total, inverse_n, eps);
     let (scale, row_factor) = quantise::scale_and_factor::<Q>(largest, rms);
@@ -173,8 +214,15 @@ unsafe fn normalise<
             let (scale, factor) = quantise::scale_and_factor::<Q>(groups[i], rms);
             // Its address is what takes time, while the factor's reciprocal is on its way.
             scales.store_pair::<V>(i as u32 * team.size + team.rank, n, scale);
-            row.piece(2 * i).store_quantised(out, y[2 * i], factor);
-            row.piece(2 * i + 1).store_quantised(out, y[2 * i + 1], factor);
+            let store = |i: usize| {
+                if ADD {
+                    row.piece(i).store_quantised(out, y[i], factor);
+                } else {
+                    row.here(i).store_quantised(GlobalMut::new(to[i].cast_mut().cast::<Q>()), y[i], factor);
+                }
+            };
+            store(2 * i);
+            store(2 * i + 1);
             i += 1;
         }
     } else {
@@ -213,7 +261,15 @@ struct Io<T, Q> {
 
 impl<T: Float, Q: Quantised> Io<T, Q> {
     #[inline(always)]
-    unsafe fn run<S: Scales, const ADD: bool, const V: usize, const N: usize, const VEC: bool, const FEW: bool>(
+    unsafe fn run<
+        S: Scales,
+        const ADD: bool,
+        const V: usize,
+        const N: usize,
+        const VEC: bool,
+        const FEW: bool,
+        const U: usize,
+    >(
         self,
         smooth: *const f32,
         scales: S,
@@ -229,15 +285,23 @@ impl<T: Float, Q: Quantised> Io<T, Q> {
         };
         let factors = Factors { weight: Global::new(self.weight), weight_offset, smooth: Global::new(smooth) };
         let out = GlobalMut::new(self.out).offset(row * self.out_stride);
-        normalise::<T, Q, S, ADD, V, N, VEC, FEW>(from, factors, out, scales, n, eps);
+        normalise::<T, Q, S, ADD, V, N, VEC, FEW, U>(from, factors, out, scales, n, eps);
     }
 }
 
 /// A block of a multiple of 32 threads for each row. `x`, `out`: `[rows, n]`; `residual`: `[rows, n]`, added and
 /// replaced by the sum if `ADD`; `weight`: `[n]` or null for ones (then `weight_offset` is 0); `smooth`: `[n]` or null;
-/// `scales`: `[rows]`.
+/// `scales`: `[rows]`. The results are those of `U` times as many threads with `N / U` pieces each, bit for bit.
 #[inline(always)]
-pub unsafe fn per_token<T: Float, Q: Quantised, const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+pub unsafe fn per_token<
+    T: Float,
+    Q: Quantised,
+    const ADD: bool,
+    const V: usize,
+    const N: usize,
+    const VEC: bool,
+    const U: usize,
+>(
     x: *const T,
     residual: *mut T,
     weight: *const T,
@@ -253,7 +317,7 @@ pub unsafe fn per_token<T: Float, Q: Quantised, const ADD: bool, const V: usize,
 ) {
     let scales = GlobalMut::new(scales).offset(thread::block_idx_x());
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, ADD, V, N, VEC, false>(smooth, scales, n, weight_offset, eps);
+    io.run::<_, ADD, V, N, VEC, false, U>(smooth, scales, n, weight_offset, eps);
 }
 
 /// As [`per_token`] without a residual, for at most [`FEW_ROWS`](super::FEW_ROWS) rows, two pieces a thread.
@@ -274,12 +338,20 @@ pub unsafe fn per_token_few<T: Float, Q: Quantised, const V: usize>(
 ) {
     let scales = GlobalMut::new(scales).offset(thread::block_idx_x());
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, false, V, 2, true, true>(smooth, scales, n, weight_offset, eps);
+    io.run::<_, false, V, 2, true, true, 1>(smooth, scales, n, weight_offset, eps);
 }
 
 /// As [`per_token`]; `scales`: `[rows, groups]`, strides in elements.
 #[inline(always)]
-pub unsafe fn per_group<T: Float, Q: Quantised, const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+pub unsafe fn per_group<
+    T: Float,
+    Q: Quantised,
+    const ADD: bool,
+    const V: usize,
+    const N: usize,
+    const VEC: bool,
+    const U: usize,
+>(
     x: *const T,
     residual: *mut T,
     weight: *const T,
@@ -298,7 +370,7 @@ pub unsafe fn per_group<T: Float, Q: Quantised, const ADD: bool, const V: usize,
     let scales =
         GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, ADD, V, N, VEC, false>(core::ptr::null(), scales, n, weight_offset, eps);
+    io.run::<_, ADD, V, N, VEC, false, U>(core::ptr::null(), scales, n, weight_offset, eps);
 }
 
 /// e4m3, a scale for each row.
@@ -309,33 +381,36 @@ pub mod e4m3_per_token {
             x: *const T, residual: *mut T, weight: *const T, smooth: *const f32, out: *mut E4M3, scales: *mut f32,
             n: u32, x_stride: usize, residual_stride: usize, out_stride: usize, weight_offset: f32, eps: f32,
         );
-        rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, E4M3, false, 4, 2, true>;
-        rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, E4M3, false, 8, 2, true>;
-        rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, E4M3, false, 8, 2, true>;
-        rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, false, 4, 4, true>;
-        rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, false, 8, 4, true>;
-        rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, false, 8, 4, true>;
-        rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, true>;
-        rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 8, 0, true>;
-        rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 8, 0, true>;
-        rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
-        rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
-        rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 4, 0, false>;
-        fused_add_rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, true, 4, 2, true>;
-        fused_add_rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true>;
-        fused_add_rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true>;
-        fused_add_rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, E4M3, true, 4, 4, true>;
-        fused_add_rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, E4M3, true, 8, 4, true>;
-        fused_add_rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, E4M3, true, 8, 4, true>;
-        fused_add_rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, true>;
-        fused_add_rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 8, 0, true>;
-        fused_add_rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 8, 0, true>;
-        fused_add_rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, false>;
-        fused_add_rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 4, 0, false>;
-        fused_add_rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 4, 0, false>;
+        rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, E4M3, false, 4, 2, true, 1>;
+        rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, E4M3, false, 8, 2, true, 1>;
+        rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, E4M3, false, 8, 2, true, 1>;
+        rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, false, 4, 4, true, 1>;
+        rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, false, 8, 4, true, 1>;
+        rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, false, 8, 4, true, 1>;
+        rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, true, 1>;
+        rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 8, 0, true, 1>;
+        rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 8, 0, true, 1>;
+        rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, false, 1>;
+        rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 4, 0, false, 1>;
+        rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 4, 0, false, 1>;
+        fused_add_rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, true, 4, 2, true, 1>;
+        fused_add_rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true, 1>;
+        fused_add_rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true, 1>;
+        fused_add_rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, E4M3, true, 4, 4, true, 1>;
+        fused_add_rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, E4M3, true, 8, 4, true, 1>;
+        fused_add_rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, E4M3, true, 8, 4, true, 1>;
+        fused_add_rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, true, 1>;
+        fused_add_rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 8, 0, true, 1>;
+        fused_add_rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 8, 0, true, 1>;
+        fused_add_rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, false, 1>;
+        fused_add_rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 4, 0, false, 1>;
+        fused_add_rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 4, 0, false, 1>;
         rms_norm_e4m3_per_token_few_f32 { type T = f32; } [512, 3] => per_token_few::<T, E4M3, 4>;
         rms_norm_e4m3_per_token_few_f16 { type T = half::f16; } [512, 3] => per_token_few::<T, E4M3, 8>;
         rms_norm_e4m3_per_token_few_bf16 { type T = half::bf16; } [512, 3] => per_token_few::<T, E4M3, 8>;
+        rms_norm_e4m3_per_token_many_f32 { type T = f32; } [256, 4] => per_token::<T, E4M3, false, 4, 4, true, 2>;
+        rms_norm_e4m3_per_token_many_f16 { type T = half::f16; } [256, 4] => per_token::<T, E4M3, false, 8, 4, true, 2>;
+        rms_norm_e4m3_per_token_many_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, E4M3, false, 8, 4, true, 2>;
     }
 }
 
@@ -347,33 +422,36 @@ pub mod i8_per_token {
             x: *const T, residual: *mut T, weight: *const T, smooth: *const f32, out: *mut i8, scales: *mut f32, n: u32,
             x_stride: usize, residual_stride: usize, out_stride: usize, weight_offset: f32, eps: f32,
         );
-        rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, i8, false, 4, 2, true>;
-        rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, i8, false, 8, 2, true>;
-        rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, i8, false, 8, 2, true>;
-        rms_norm_i8_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, i8, false, 4, 4, true>;
-        rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, i8, false, 8, 4, true>;
-        rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, i8, false, 8, 4, true>;
-        rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, true>;
-        rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 8, 0, true>;
-        rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 8, 0, true>;
-        rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, false>;
-        rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 4, 0, false>;
-        rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 4, 0, false>;
-        fused_add_rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, i8, true, 4, 2, true>;
-        fused_add_rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, true, 8, 2, true>;
-        fused_add_rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, true, 8, 2, true>;
-        fused_add_rms_norm_i8_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, i8, true, 4, 4, true>;
-        fused_add_rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, i8, true, 8, 4, true>;
-        fused_add_rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, i8, true, 8, 4, true>;
-        fused_add_rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, true>;
-        fused_add_rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 8, 0, true>;
-        fused_add_rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 8, 0, true>;
-        fused_add_rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, false>;
-        fused_add_rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 4, 0, false>;
-        fused_add_rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 4, 0, false>;
+        rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, i8, false, 4, 2, true, 1>;
+        rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, i8, false, 8, 2, true, 1>;
+        rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, i8, false, 8, 2, true, 1>;
+        rms_norm_i8_per_token_x4_f32 { type T = f32; } [512, 2] => per_token::<T, i8, false, 4, 4, true, 1>;
+        rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, false, 8, 4, true, 1>;
+        rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, false, 8, 4, true, 1>;
+        rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, true, 1>;
+        rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 8, 0, true, 1>;
+        rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 8, 0, true, 1>;
+        rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, false, 1>;
+        rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 4, 0, false, 1>;
+        rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 4, 0, false, 1>;
+        fused_add_rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, i8, true, 4, 2, true, 1>;
+        fused_add_rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, true, 8, 2, true, 1>;
+        fused_add_rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, true, 8, 2, true, 1>;
+        fused_add_rms_norm_i8_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, i8, true, 4, 4, true, 1>;
+        fused_add_rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, i8, true, 8, 4, true, 1>;
+        fused_add_rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, i8, true, 8, 4, true, 1>;
+        fused_add_rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, true, 1>;
+        fused_add_rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 8, 0, true, 1>;
+        fused_add_rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 8, 0, true, 1>;
+        fused_add_rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, false, 1>;
+        fused_add_rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 4, 0, false, 1>;
+        fused_add_rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 4, 0, false, 1>;
         rms_norm_i8_per_token_few_f32 { type T = f32; } [512, 3] => per_token_few::<T, i8, 4>;
         rms_norm_i8_per_token_few_f16 { type T = half::f16; } [512, 3] => per_token_few::<T, i8, 8>;
         rms_norm_i8_per_token_few_bf16 { type T = half::bf16; } [512, 3] => per_token_few::<T, i8, 8>;
+        rms_norm_i8_per_token_many_f32 { type T = f32; } [256, 4] => per_token::<T, i8, false, 4, 4, true, 2>;
+        rms_norm_i8_per_token_many_f16 { type T = half::f16; } [256, 4] => per_token::<T, i8, false, 8, 4, true, 2>;
+        rms_norm_i8_per_token_many_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, i8, false, 8, 4, true, 2>;
     }
 }
 
@@ -386,29 +464,32 @@ pub mod e4m3_per_group {
             residual_stride: usize, out_stride: usize, scale_row_stride: usize, scale_group_stride: usize,
             weight_offset: f32, eps: f32,
         );
-        rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 3] => per_group::<T, E4M3, false, 4, 2, true>;
-        rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true>;
-        rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true>;
-        rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, false, 4, 4, true>;
-        rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true>;
-        rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true>;
-        rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, true>;
-        rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 8, 0, true>;
-        rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 8, 0, true>;
-        rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
-        rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
-        rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 4, 0, false>;
-        fused_add_rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, true, 4, 2, true>;
-        fused_add_rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true>;
-        fused_add_rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true>;
-        fused_add_rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 1] => per_group::<T, E4M3, true, 4, 4, true>;
-        fused_add_rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true>;
-        fused_add_rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true>;
-        fused_add_rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, true>;
-        fused_add_rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 8, 0, true>;
-        fused_add_rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 8, 0, true>;
-        fused_add_rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, false>;
-        fused_add_rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 4, 0, false>;
-        fused_add_rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 4, 0, false>;
+        rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 3] => per_group::<T, E4M3, false, 4, 2, true, 1>;
+        rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true, 1>;
+        rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true, 1>;
+        rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, false, 4, 4, true, 1>;
+        rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true, 1>;
+        rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true, 1>;
+        rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, true, 1>;
+        rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 8, 0, true, 1>;
+        rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 8, 0, true, 1>;
+        rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1>;
+        rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1>;
+        rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1>;
+        fused_add_rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, true, 4, 2, true, 1>;
+        fused_add_rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true, 1>;
+        fused_add_rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true, 1>;
+        fused_add_rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 1] => per_group::<T, E4M3, true, 4, 4, true, 1>;
+        fused_add_rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true, 1>;
+        fused_add_rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true, 1>;
+        fused_add_rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, true, 1>;
+        fused_add_rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 8, 0, true, 1>;
+        fused_add_rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 8, 0, true, 1>;
+        fused_add_rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1>;
+        fused_add_rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1>;
+        fused_add_rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1>;
+        rms_norm_e4m3_per_group_many_f32 { type T = f32; } [256, 4] => per_group::<T, E4M3, false, 4, 4, true, 2>;
+        rms_norm_e4m3_per_group_many_f16 { type T = half::f16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2>;
+        rms_norm_e4m3_per_group_many_bf16 { type T = half::bf16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2>;
     }
 }

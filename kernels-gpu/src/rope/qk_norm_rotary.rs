@@ -10,6 +10,7 @@
 use crate::chunk;
 use crate::operand;
 use crate::rope::rotation::{Angles, POSITIONS_I64};
+use crate::row::{packed, zero};
 use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, vec, warp};
 
 /// Pairs of chunks that a lane of the narrow kernels holds.
@@ -98,19 +99,56 @@ pub unsafe fn qk_norm_rotary<T: Float, const N: usize, const H: usize, const ITE
     let x = GlobalMut::new(base).offset(token as usize * token_stride + head_of_its_own as usize * head_stride);
     let source = Global::new(x.ptr(0u32).cast_const());
 
-    let zeros = [T::from_f32(0.0); N];
-    let mut values = [[[0.0f32; N]; 2]; ITEMS];
+    // All that is read is on its way before any of it is waited for: the position first, since the angles need it.
+    let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
+    let pair = |it: usize| Pair::new::<N, INTERLEAVED>(lane + it as u32 * lanes, head_dim, offset, rot_dim);
+    let (zeros, ones) = ([zero(); N], [T::from_f32(1.0); N]);
+    let (mut values, mut factors) = ([[zeros; 2]; ITEMS], [[ones; 2]; ITEMS]);
+    let mut it = 0;
+    while it < ITEMS {
+        let p = pair(it);
+        if mine && p.has_first {
+            values[it][0] = chunk::load(source, p.first as usize);
+        }
+        if mine && p.has_second {
+            values[it][1] = chunk::load(source, p.second as usize);
+        }
+        it += 1;
+    }
+    if !weight.is_null() {
+        let weights = Global::new(weight);
+        let mut it = 0;
+        while it < ITEMS {
+            let p = pair(it);
+            if p.has_first {
+                factors[it][0] = chunk::load(weights, p.first as usize);
+            }
+            if p.has_second {
+                factors[it][1] = chunk::load(weights, p.second as usize);
+            }
+            it += 1;
+        }
+    }
+    let known = (position as u64) < max_positions as u64;
+    operand::count(status, !known && slot == 0 && lane == 0);
+    let row = if known { position as usize * rot_dim as usize } else { 0 };
+    let mut turns = [Angles::<N>::none(); ITEMS];
+    let mut it = 0;
+    while it < ITEMS {
+        if known && pair(it).turns {
+            turns[it] = Angles::load::<T, H, INTERLEAVED>(angles, row, rot_dim / 2, lane + it as u32 * lanes, flags);
+        }
+        it += 1;
+    }
+
     let mut sum = 0.0;
     let mut it = 0;
     while it < ITEMS {
-        let p = Pair::new::<N, INTERLEAVED>(lane + it as u32 * lanes, head_dim, offset, rot_dim);
-        let a = if mine && p.has_first { chunk::load(source, p.first as usize) } else { zeros };
-        let b = if mine && p.has_second { chunk::load(source, p.second as usize) } else { zeros };
-        values[it] = [vec::to_f32(a), vec::to_f32(b)];
+        let (a, b) = (vec::to_f32(values[it][0]), vec::to_f32(values[it][1]));
         let mut j = 0;
         while j < N {
-            sum = float::fma(values[it][0][j], values[it][0][j], sum);
-            sum = float::fma(values[it][1][j], values[it][1][j], sum);
+            sum = float::fma(a[j], a[j], sum);
+            sum = float::fma(b[j], b[j], sum);
             j += 1;
         }
         it += 1;
@@ -121,29 +159,15 @@ pub unsafe fn qk_norm_rotary<T: Float, const N: usize, const H: usize, const ITE
         mask /= 2;
     }
     let scale = float::rsqrt(sum / head_dim as f32 + eps);
-
-    let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
-    let known = (position as u64) < max_positions as u64;
-    operand::count(status, !known && slot == 0 && lane == 0);
     if !known || !mine {
         return;
     }
-    let row = position as usize * rot_dim as usize;
-    let weights = Global::new(weight);
+
     let mut it = 0;
     while it < ITEMS {
-        let i = lane + it as u32 * lanes;
-        let p = Pair::new::<N, INTERLEAVED>(i, head_dim, offset, rot_dim);
-        let [mut a, mut b] = values[it];
-        let (mut u, mut w) = ([1.0; N], [1.0; N]);
-        if !weight.is_null() {
-            if p.has_first {
-                u = vec::to_f32(chunk::load::<T, N>(weights, p.first as usize));
-            }
-            if p.has_second {
-                w = vec::to_f32(chunk::load::<T, N>(weights, p.second as usize));
-            }
-        }
+        let p = pair(it);
+        let [mut a, mut b] = values[it].map(|x| vec::to_f32(if N > 1 { packed::<T, N, true>(x) } else { x }));
+        let [u, w] = factors[it].map(vec::to_f32);
         let mut j = 0;
         while j < N {
             a[j] *= scale * (u[j] + weight_offset);
@@ -151,8 +175,7 @@ pub unsafe fn qk_norm_rotary<T: Float, const N: usize, const H: usize, const ITE
             j += 1;
         }
         if p.turns {
-            let angles = Angles::<N>::load::<T, H, INTERLEAVED>(angles, row, rot_dim / 2, i, flags);
-            (a, b) = angles.rotate::<H, INTERLEAVED>(a, b);
+            (a, b) = turns[it].rotate::<H, INTERLEAVED>(a, b);
         }
         if p.has_first {
             chunk::store::<T, N>(x, p.first as usize, vec::from_f32(a));
@@ -188,12 +211,12 @@ entries! {
         eps: f32,
         weight_offset: f32
     );
-    qk_norm_rotary_neox_f32 { type T = f32; } [512] => qk_norm_rotary::<T, 4, 2, 1, false>;
-    qk_norm_rotary_neox_f16 { type T = f16; } [512] => qk_norm_rotary::<T, 8, 4, 1, false>;
-    qk_norm_rotary_neox_bf16 { type T = bf16; } [512] => qk_norm_rotary::<T, 8, 4, 1, false>;
-    qk_norm_rotary_gptj_f32 { type T = f32; } [512] => qk_norm_rotary::<T, 4, 2, 1, true>;
-    qk_norm_rotary_gptj_f16 { type T = f16; } [512] => qk_norm_rotary::<T, 8, 4, 1, true>;
-    qk_norm_rotary_gptj_bf16 { type T = bf16; } [512] => qk_norm_rotary::<T, 8, 4, 1, true>;
+    qk_norm_rotary_neox_f32 { type T = f32; } [512, 2] => qk_norm_rotary::<T, 4, 2, 1, false>;
+    qk_norm_rotary_neox_f16 { type T = f16; } [512, 2] => qk_norm_rotary::<T, 8, 4, 1, false>;
+    qk_norm_rotary_neox_bf16 { type T = bf16; } [512, 2] => qk_norm_rotary::<T, 8, 4, 1, false>;
+    qk_norm_rotary_gptj_f32 { type T = f32; } [512, 2] => qk_norm_rotary::<T, 4, 2, 1, true>;
+    qk_norm_rotary_gptj_f16 { type T = f16; } [512, 2] => qk_norm_rotary::<T, 8, 4, 1, true>;
+    qk_norm_rotary_gptj_bf16 { type T = bf16; } [512, 2] => qk_norm_rotary::<T, 8, 4, 1, true>;
     qk_norm_rotary_narrow_neox_f32 { type T = f32; } [512] => qk_norm_rotary::<T, 1, 1, 8, false>;
     qk_norm_rotary_narrow_neox_f16 { type T = f16; } [512] => qk_norm_rotary::<T, 1, 1, 8, false>;
     qk_norm_rotary_narrow_neox_bf16 { type T = bf16; } [512] => qk_norm_rotary::<T, 1, 1, 8, false>;

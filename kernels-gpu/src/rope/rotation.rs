@@ -25,6 +25,12 @@ pub struct Angles<const N: usize> {
 }
 
 impl<const N: usize> Angles<N> {
+    /// Of nothing that turns.
+    #[inline(always)]
+    pub fn none() -> Self {
+        Self { cos: [1.0; N], sin: [0.0; N] }
+    }
+
     /// Of a thread's chunks `c`; `H` is `N / 2`, or 1 where `N` is. `row` is the first number of a row of the cache,
     /// which is aligned to 16 bytes, as `half * size` is.
     #[inline(always)]

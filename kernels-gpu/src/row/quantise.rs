@@ -109,6 +109,8 @@ pub fn finite_amax<Q: Quantised, const V: usize, const N: usize>(pieces: &mut [[
     if !finite {
         largest = 0.0;
         cuda_std::unroll::<N>(|i| {
+            // As if they were new: otherwise magnitudes are kept for this from above, which takes an instruction each.
+            pieces[i] = pieces[i].map(|y| f32::from_bits(integer::opaque(y.to_bits())));
             largest = float::max(largest, amax(pieces[i]));
             cuda_std::unroll::<V>(|j| {
                 let finite = float::abs(pieces[i][j]) < f32::INFINITY;
@@ -116,6 +118,20 @@ pub fn finite_amax<Q: Quantised, const V: usize, const N: usize>(pieces: &mut [[
             });
         });
     }
+    largest
+}
+
+/// The largest magnitude of several pieces; NaN if there is one where the format cannot tell it, otherwise NaN has no say.
+#[inline(always)]
+pub fn amax_or_nan<Q: Quantised, const V: usize, const N: usize>(pieces: [[f32; V]; N]) -> f32 {
+    let mut largest = 0.0;
+    cuda_std::unroll::<N>(|i| {
+        largest = if Q::HAS_NAN {
+            float::max(largest, amax(pieces[i]))
+        } else {
+            float::max_propagate(largest, tree(pieces[i], float::max_propagate))
+        };
+    });
     largest
 }
 
@@ -213,7 +229,7 @@ pub fn pair_amax<const V: usize>(pair: [[f32; V]; 2]) -> f32 {
     largest
 }
 
-/// The largest of numbers that are neither negative nor NaN, over the warp.
+/// The largest over the warp of numbers that are not negative; NaN is larger than any.
 #[inline(always)]
 #[track_caller]
 pub fn warp_amax(magnitude: f32) -> f32 {

@@ -10,7 +10,7 @@ use cuda_std::{float, thread, warp};
 pub enum Op {
     /// The sum.
     Sum,
-    /// The largest of numbers that are neither negative nor NaN.
+    /// The largest of numbers that are not negative. Of whole warps it may be NaN, which is larger than any.
     Max,
 }
 
@@ -75,25 +75,33 @@ impl Team {
             return out;
         }
         cuda_std::unroll::<K>(|k| out[k] = ops[k].over_warp(out[k]));
-        self.reduce_warps::<K, WARPS>(out, ops, scratch)
+        self.reduce_warps::<K, 1, WARPS>(out.map(|value| [value]), ops, scratch)
     }
 
     /// The rest of [`reduce`](Self::reduce) for teams of whole warps, after [`Op::over_warp`].
+    ///
+    /// Value `[k][u]` is what `reduce` has at thread `u * size + rank` of a team `U` times as large, and the result is the same bits. `WARPS` is
+    /// no less than that team's warps.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn reduce_warps<const K: usize, const WARPS: usize>(
+    pub unsafe fn reduce_warps<const K: usize, const U: usize, const WARPS: usize>(
         self,
-        values: [f32; K],
+        values: [[f32; U]; K],
         ops: [Op; K],
         scratch: Shared<f32>,
     ) -> [f32; K] {
-        let mut out = values;
-        if self.size == 32 {
+        let mut out = values.map(|value| value[0]);
+        if U == 1 && self.size == 32 {
             return out;
         }
-        let (warp, lane, warps) = (self.rank / 32, self.rank % 32, self.size / 32);
+        let (warp, lane, own) = (self.rank / 32, self.rank % 32, self.size / 32);
+        let warps = own * U as u32;
         if lane == 0 {
-            cuda_std::unroll::<K>(|k| scratch.set(k * WARPS + warp as usize, out[k]));
+            cuda_std::unroll::<K>(|k| {
+                cuda_std::unroll::<U>(|u| {
+                    scratch.set(k * WARPS + u * own as usize + warp as usize, values[k][u]);
+                });
+            });
         }
         if warp == 0 && lane >= warps && lane < WARPS as u32 {
             cuda_std::unroll::<K>(|k| {
