@@ -334,8 +334,8 @@ pub unsafe fn scaled<
     }
 
     if SHARE > 1 {
-        // Done with what is shared. No block may end while another can still signal its mbarriers.
-        cluster::arrive_relaxed();
+        // Done with what is shared. No block may end while another can still signal its mbarriers, or such a signal is on its way: so not relaxed.
+        cluster::arrive();
     }
     // Where a thread's four sums of a group of 8 tokens are, which part `from` sends to their owner.
     let slot = |owner: u32, from: u32, j: u32| {

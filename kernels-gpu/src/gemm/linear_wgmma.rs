@@ -483,8 +483,8 @@ pub unsafe fn scaled<
     }
     if sharing > 1 {
         warp::sync_warp(!0);
-        // No block may end while another can still signal its mbarriers.
-        cluster::arrive_relaxed();
+        // No block may end while another can still signal its mbarriers, or such a signal is on its way: so not relaxed.
+        cluster::arrive();
         cluster::wait();
     }
 }

@@ -589,8 +589,8 @@ unsafe fn fused_quant_wgmma<
     }
     if SHARE > 1 {
         warp::sync_warp(warp::FULL);
-        // No block may end while another can still signal its mbarriers.
-        cluster::arrive_relaxed();
+        // No block may end while another can still signal its mbarriers, or such a signal is on its way: so not relaxed.
+        cluster::arrive();
         cluster::wait();
     }
 }
