@@ -14,11 +14,14 @@ pub fn benches(harness: &mut Harness) {
     }
     if !harness.device().is_simt() {
         case(harness, 8192, 8192, 8192, LinearPath::Auto);
-        for m in [2, 4, 16, 32, 256, 1024, 2048] {
+        for m in [2, 4, 16, 32, 1024, 2048] {
             case(harness, m, 4096, 14336, LinearPath::Auto);
         }
-        for m in [256, 1024] {
-            case(harness, m, 4096, 4096, LinearPath::Auto);
+        case(harness, 1024, 4096, 4096, LinearPath::Auto);
+        for n in [4096, 14336] {
+            for m in [96, 130, 192, 256, 320] {
+                case(harness, m, 4096, n, LinearPath::Auto);
+            }
         }
         for epilogue in [Epilogue::None, Epilogue::Silu, Epilogue::Gelu, Epilogue::GeluTanh, Epilogue::Relu2] {
             biased(harness, 4096, 4096, 14336, epilogue);

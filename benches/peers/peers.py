@@ -350,12 +350,14 @@ def linear():
         return lambda _: (noise(m, k), noise(n, k))
 
     shapes = [(m, 4096, n) for n in (14336, 4096, 128256) for m in (1, 8, 64, 128, 512, 4096)]
-    shapes += [(m, 4096, 14336) for m in (2, 4, 16, 32, 256, 1024, 2048)] + [(8192, 8192, 8192)]
+    middle = (96, 130, 192, 256, 320)
+    shapes += [(m, 4096, n) for n in (4096, 14336) for m in middle]
+    shapes += [(m, 4096, 14336) for m in (2, 4, 16, 32, 1024, 2048)] + [(8192, 8192, 8192)]
     for m, k, n in shapes:
         yield case(
             f"gemm/linear/auto/bf16/{m}x{k}x{n}",
             inputs(m, k, n),
-            quick=m in (1, 8, 64, 128, 512, 4096, 8192),
+            quick=m in (1, 8, 64, 128, 512, 4096, 8192, *middle),
             cublas=lambda x, w: torch.mm(x, w.t()),
         )
     yield case(
