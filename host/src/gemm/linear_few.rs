@@ -169,7 +169,7 @@ impl Shape {
         const EXCHANGE: u64 = 2_139_000;
         /// The time of so many bytes.
         const fn of(bytes: u64, rate: u64) -> u64 {
-            (bytes as u128 * 1_000_000 / rate as u128) as u64
+            bytes.saturating_mul(10_000) / (rate / 100)
         }
         let Self { groups, tokens, split, tiles, .. } = self;
         let (rows, sums) = (self.rows(n), (groups * tokens) as u64);
@@ -191,11 +191,15 @@ impl Shape {
     /// parts of K, or of blocks with far fewer rows than they have room for.
     const fn fits(self, m: u32, n: u32) -> bool {
         let tile = self.tile(m);
+        // Most are out by that, and the host has other things to do.
+        if tile > self.tokens || 2 * tile < self.tokens {
+            return false;
+        }
         let blocks = n.div_ceil(self.rows(n)) * self.tiles * self.split;
         let full =
             if self.tiles > 1 { self.split == 1 } else { 4 * self.rows(n) >= 3 * self.groups * kernel::ROWS as u32 };
         let few = self.tiles <= 2 * self.groups;
-        tile <= self.tokens && 2 * tile >= self.tokens && few && (full || blocks <= MULTIPROCESSORS)
+        few && (full || blocks <= MULTIPROCESSORS)
     }
 }
 
@@ -216,9 +220,11 @@ const fn choose(m: u32, n: u32, k: u32) -> (Kernel, Shape) {
         while i < MANY.len() {
             let mut shape = MANY[i].shape();
             while shape.tiles <= 4 {
-                let time = shape.estimate(m, n, k);
-                if shape.fits(m, n) && time < least {
-                    (least, best) = (time, (MANY[i], shape));
+                if shape.fits(m, n) {
+                    let time = shape.estimate(m, n, k);
+                    if time < least {
+                        (least, best) = (time, (MANY[i], shape));
+                    }
                 }
                 shape.tiles += 1;
             }
@@ -264,11 +270,13 @@ pub const fn geometry(m: u32, n: u32, k: u32) -> Geometry {
 /// As for [`linear_wgmma::launch`](super::linear_wgmma::launch).
 pub unsafe fn launch(stream: &Stream, dtype: DType, args: &linear_fma::Args) -> Result<()> {
     let linear_fma::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind } = *args;
-    let entry = entry(dtype, m, n, k).ok_or_else(|| Error::Unsupported {
+    let (kernel, shape) = choose(m, n, k);
+    let entry = if m > TOKENS { None } else { kernel.entry(dtype) };
+    let entry = entry.ok_or_else(|| Error::Unsupported {
         op: OP,
         what: format!("the path Few has no kernel for {m} tokens of {dtype}; there are f16 and bf16 for {TOKENS}"),
     })?;
-    let (device, shape) = (stream.device(), choose(m, n, k).1);
+    let device = stream.device();
     let (tokens, rows) = (shape.tile(m), shape.rows(n));
     let (x_box, w_box) = ([(tokens / shape.share) as usize, kernel::STEP], [rows as usize, kernel::STEP]);
     let args = kernel::Args {
