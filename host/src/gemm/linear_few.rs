@@ -7,6 +7,7 @@ use crate::kernels::gemm::linear_few as kernel;
 use crate::kernels::gemm::linear_fma;
 use crate::kernels::scales::NONE;
 use cuda_std::{DType, Entry};
+use std::cell::Cell;
 
 const OP: &str = "linear";
 
@@ -234,20 +235,53 @@ const fn choose(m: u32, n: u32, k: u32) -> (Kernel, Shape) {
     best
 }
 
+/// What was found out about a shape.
+#[derive(Clone, Copy)]
+struct Choice {
+    of: [u32; 3],
+    kernel: Kernel,
+    shape: Shape,
+    suits: bool,
+}
+
+impl Choice {
+    fn new(m: u32, n: u32, k: u32) -> Self {
+        let (kernel, shape) = choose(m, n, k);
+        let tile = || WgmmaTile::choose(m, n, k, MULTIPROCESSORS).estimate(m, n, k, MULTIPROCESSORS);
+        // Where both were measured, tiles took a little more than their model says, but not for the most tokens; and these need blocks enough.
+        let most = match m {
+            ..=256 => 1.03,
+            _ if n < 2048 => 0.0,
+            _ => 0.97,
+        };
+        let suits = m <= ALWAYS || m <= TOKENS && (shape.estimate(m, n, k) as f64) < most * 1000.0 * tile();
+        Self { of: [m, n, k], kernel, shape, suits }
+    }
+
+    /// [`Self::new`], or what it was: it takes more than a microsecond, and programs launch few shapes again and again.
+    fn of(m: u32, n: u32, k: u32) -> Self {
+        const SLOTS: usize = 64;
+        thread_local! {
+            static RECENT: [Cell<Option<Choice>>; SLOTS] = const { [const { Cell::new(None) }; SLOTS] };
+        }
+        RECENT.with(|recent| {
+            let slot = &recent[(m ^ (n / 8) ^ (n >> 10) ^ (k >> 7)) as usize % SLOTS];
+            match slot.get() {
+                Some(choice) if choice.of == [m, n, k] => choice,
+                _ => {
+                    let choice = Self::new(m, n, k);
+                    slot.set(Some(choice));
+                    choice
+                }
+            }
+        })
+    }
+}
+
 /// Whether `[m, n]` results of depth `k` should be faster this way than with any [`WgmmaTile`]: up to [`ALWAYS`] tokens, and up to [`TOKENS`] where
 /// models of their times on an H200 say so.
 pub fn suits(m: u32, n: u32, k: u32) -> bool {
-    if m <= ALWAYS || m > TOKENS {
-        return m <= ALWAYS;
-    }
-    let tile = WgmmaTile::choose(m, n, k, MULTIPROCESSORS).estimate(m, n, k, MULTIPROCESSORS);
-    // Where both were measured, tiles took a little more than their model says, but not for the most tokens; and these need blocks enough.
-    let most = match m {
-        ..=256 => 1.03,
-        _ if n < 2048 => 0.0,
-        _ => 0.97,
-    };
-    (choose(m, n, k).1.estimate(m, n, k) as f64) < most * 1000.0 * tile
+    m <= ALWAYS || m <= TOKENS && Choice::of(m, n, k).suits
 }
 
 /// The entry for `[m, n]` results of depth `k` of at most [`TOKENS`] tokens.
@@ -270,7 +304,7 @@ pub const fn geometry(m: u32, n: u32, k: u32) -> Geometry {
 /// As for [`linear_wgmma::launch`](super::linear_wgmma::launch).
 pub unsafe fn launch(stream: &Stream, dtype: DType, args: &linear_fma::Args) -> Result<()> {
     let linear_fma::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind } = *args;
-    let (kernel, shape) = choose(m, n, k);
+    let Choice { kernel, shape, .. } = Choice::of(m, n, k);
     let entry = if m > TOKENS { None } else { kernel.entry(dtype) };
     let entry = entry.ok_or_else(|| Error::Unsupported {
         op: OP,

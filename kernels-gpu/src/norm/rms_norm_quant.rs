@@ -320,7 +320,7 @@ pub unsafe fn per_token<
     io.run::<_, ADD, V, N, VEC, false, U>(smooth, scales, n, weight_offset, eps);
 }
 
-/// As [`per_token`] without a residual, for at most [`FEW_ROWS`](super::FEW_ROWS) rows, two pieces a thread.
+/// As [`per_token`] without a residual, for at most [`FEW_ROWS`] rows, two pieces a thread.
 #[inline(always)]
 pub unsafe fn per_token_few<T: Float, Q: Quantised, const V: usize>(
     x: *const T,
