@@ -48,8 +48,8 @@
 //! one when the last is fetched ([`Drawn`]).
 //!
 //! # The second-level cache
-//! Where reading takes time, too, weights that no other item reads leave it first, so that what is read again stays: `x`, `h`, and `partial` if it has
-//! room (`kept`), whose lines the sum discards. On its way to memory and back it was 90 of 1300 MB of Qwen3's 512 tokens.
+//! Weights that no other item reads, but for the one that the other block of two has at the same time, leave it first, so that what is read again
+//! stays: `x`, `h`, and `partial` if it has room (`kept`; only then those of the second product, too), whose lines the sum discards. On its way to memory and back it was 90 of 1300 MB of Qwen3's 512 tokens.
 //!
 //! While sorting runs, blocks of the first product ask for what would be their first item's weights if every expert had one share. Most of it is
 //! read soon whichever way pairs go, since the first items are those of the first experts. Nothing is written, so nothing has to be waited for.
