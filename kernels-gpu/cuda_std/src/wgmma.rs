@@ -216,8 +216,8 @@ pub trait Registers: Copy + sealed::Sealed {
     fn wait_group<const PENDING: usize>(&mut self);
 }
 
-/// One thread's accumulators of 64xN sums: `[f32; N / 2]`, for N of 8, 16, 24, 32, 48, 64, 72, 96, 112, 128, 136,
-/// 144, 160, 176, 192, 224 and 256, and `[i32; N / 2]` for those of them but 72 and 136.
+/// One thread's accumulators of 64xN sums: `[f32; N / 2]`, for N of 8, 16, 24, 32, 48, 64, 72, 96, 104, 112,
+/// 128, 136, 144, 152, 160, 168, 176, 192, 208, 224 and 256, and `[i32; N / 2]` for most of them.
 pub trait Accumulator<S: Sum = f32>: Registers {
     /// Columns.
     const N: usize;
