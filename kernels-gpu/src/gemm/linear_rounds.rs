@@ -200,8 +200,8 @@ pub unsafe fn linear_rounds<
             kind,
             barrier: BARRIER + group,
             // Upper and lower half of a warp's rows, of two neighbouring groups of 8 tokens.
-            to: (lane / 16 * 8 + lane % 8) * LINE + (((in_group / 32 * 2 + lane / 8 % 2) ^ lane % 8) << 4),
-            from: in_group / 8 * LINE + ((in_group ^ in_group / 8) % 8 << 4),
+            to: (lane / 16 * 8 + lane % 8) * LINE + (((in_group / 32 * 2 + lane / 8 % 2) ^ (lane % 8)) << 4),
+            from: in_group / 8 * LINE + (((in_group ^ (in_group / 8)) % 8) << 4),
             line: in_group / 8,
         };
         // All warps of the consumer are done with its rows of the stage.
@@ -219,9 +219,9 @@ pub unsafe fn linear_rounds<
                 store.finished::<8, TOKENS>(all, of_rows, at);
             }
         } else if const { chunk(GROUPS, TOKENS) == 16 } {
-            store.rounded::<16, TOKENS>(all, at);
+            store.rounded::<16, TOKENS>(&all, at);
         } else {
-            store.rounded::<8, TOKENS>(all, at);
+            store.rounded::<8, TOKENS>(&all, at);
         }
         // What ordinary stores were made to is the copy engine's again.
         tma::fence_async();
@@ -254,13 +254,10 @@ struct Store<T> {
     line: u32,
 }
 
-impl<T> Store<T> {
+impl<T: TensorFloat> Store<T> {
     /// [`chunk`](Self::chunk) of all sums.
     #[inline(always)]
-    unsafe fn rounded<const CHUNK: usize, const TOKENS: usize>(self, sums: [f32; SUMS], at: Tile)
-    where
-        T: TensorFloat,
-    {
+    unsafe fn rounded<const CHUNK: usize, const TOKENS: usize>(self, sums: &[f32; SUMS], at: Tile) {
         for c in 0..const { (TOKENS / 2).div_ceil(CHUNK) } {
             let mut values = [0f32; CHUNK];
             for e in 0..CHUNK {
@@ -272,10 +269,7 @@ impl<T> Store<T> {
 
     /// [`chunk`](Self::chunk) of all sums, with bias and epilogue.
     #[inline(always)]
-    unsafe fn finished<const CHUNK: usize, const TOKENS: usize>(self, mut sums: [f32; SUMS], bias: [f32; 2], at: Tile)
-    where
-        T: TensorFloat,
-    {
+    unsafe fn finished<const CHUNK: usize, const TOKENS: usize>(self, mut sums: [f32; SUMS], bias: [f32; 2], at: Tile) {
         let mut c = 0;
         while c < integer::opaque(const { (TOKENS / 2).div_ceil(CHUNK) as u32 }) {
             let mut values = [0f32; CHUNK];
@@ -296,10 +290,7 @@ impl<T> Store<T> {
 
     /// Chunk `c` of a tile, by a consumer. Two buffers in turn: the barrier of a chunk is passed when all have stored the one before.
     #[inline(always)]
-    unsafe fn chunk<const CHUNK: usize>(self, values: [f32; CHUNK], at: Tile, c: u32)
-    where
-        T: TensorFloat,
-    {
+    unsafe fn chunk<const CHUNK: usize>(self, values: [f32; CHUNK], at: Tile, c: u32) {
         let buffer = at.buffers.offset(c % 2 * const { 2 * CHUNK as u32 * LINE });
         for pair in 0..CHUNK / 8 {
             let words = [0, 1, 2, 3].map(|i| T::pack_f32(values[8 * pair + 2 * i], values[8 * pair + 2 * i + 1]));
