@@ -332,8 +332,8 @@ impl Choice {
         // short, and for the most tokens parts of such a K are.
         let most = match m {
             ..=128 if shape.groups > 2 => 0.98,
-            ..=128 => 1.04,
-            129..=192 => 1.03,
+            ..=128 if shape.in_rounds() => 1.04,
+            ..=192 => 1.03,
             193..=256 => 1.02,
             257..=384 if n >= 2048 => 1.0,
             257..=384 if k >= 6144 => 1.06,
