@@ -232,8 +232,8 @@ fn few_in_rounds() {
                 tiles: tiles as u32,
                 kind: epilogue.kind(),
             };
-            let shared = linear_rounds::shared_bytes(groups as usize, room, stages);
-            let geometry = Geometry::linear(2, linear_rounds::threads(groups)).shared_bytes(shared as u32);
+            let shared = linear_rounds::shared_bytes(groups, room, stages);
+            let geometry = Geometry::linear(2, linear_rounds::threads(groups as u32)).shared_bytes(shared as u32);
             // SAFETY: the arguments are tensors of the sizes that they say.
             unsafe { s.launch(&entry, &geometry, &args) }.unwrap();
             let mut want = Tensor::from_slice(d, &vec![bf16::NAN; m * n], &[m, n]).unwrap();
@@ -268,7 +268,9 @@ fn few_at_model_sizes() {
     let few = LinearOptions::default().path(LinearPath::Few);
     for (i, m) in [1, 7, 8, 9, 16, 31, 50, 64, 65, 91, 130, 190, 201, 300, 384, 450].into_iter().enumerate() {
         let (kind, biased) = (EPILOGUES[i % 6], i % 2 == 1);
-        for [n, k] in if sanitizing() { [[136, 712], [72, 8]] } else { [[4096, 4096], [14336, 2880], [18944, 1032]] } {
+        for [n, k] in
+            if sanitizing() { vec![[136, 712], [72, 8]] } else { vec![[4096, 4096], [14336, 2880], [18944, 1032]] }
+        {
             check_tile::<bf16>(&d, &s, [m, n, k], [1, 0, 1], biased, kind, few, 1000);
         }
     }
