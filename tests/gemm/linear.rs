@@ -268,9 +268,8 @@ fn few_at_model_sizes() {
     let few = LinearOptions::default().path(LinearPath::Few);
     for (i, m) in [1, 7, 8, 9, 16, 31, 50, 64, 65, 91, 130, 190, 201, 300, 384, 450].into_iter().enumerate() {
         let (kind, biased) = (EPILOGUES[i % 6], i % 2 == 1);
-        for [n, k] in
-            if sanitizing() { vec![[136, 712], [72, 8]] } else { vec![[4096, 4096], [14336, 2880], [18944, 1032]] }
-        {
+        let (small, large) = ([[136, 712], [72, 8]], [[4096, 4096], [14336, 2880], [18944, 1032]]);
+        for &[n, k] in if sanitizing() { &small[..] } else { &large[..] } {
             check_tile::<bf16>(&d, &s, [m, n, k], [1, 0, 1], biased, kind, few, 1000);
         }
     }
