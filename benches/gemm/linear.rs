@@ -23,6 +23,9 @@ pub fn benches(harness: &mut Harness) {
                 case(harness, m, 4096, n, LinearPath::Auto);
             }
         }
+        for (m, k, n) in [(160, 3584, 18944), (200, 3072, 24576), (448, 8192, 8192)] {
+            case(harness, m, k, n, LinearPath::Auto);
+        }
         for epilogue in [Epilogue::None, Epilogue::Silu, Epilogue::Gelu, Epilogue::GeluTanh, Epilogue::Relu2] {
             biased(harness, 4096, 4096, 14336, epilogue);
         }

@@ -1,7 +1,9 @@
 use cuda_std::Float;
 use proptest::prelude::*;
+use warploom::device::{Swizzle, TensorMapDescription};
 use warploom::gemm::{Epilogue, LinearOptions, LinearPath, WgmmaTile, linear, linear_few, linear_with};
-use warploom::{DType, Device, Error, Graph, SimtOptions, Stream, Tensor, bf16, f16, reference};
+use warploom::kernels::gemm::{linear_few as few_kernels, linear_rounds};
+use warploom::{DType, Device, Error, Geometry, Graph, SimtOptions, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{assert_close, noise_of, on_every_device, property, sanitizing, widen};
 
 const EPILOGUES: [Epilogue; 6] =
@@ -180,6 +182,83 @@ fn few_of_more_tokens() {
     });
 }
 
+/// Fewer blocks than tiles, so that each takes several; two and three consumers; tokens in one product and in two, in one box and in two, in one tile and in
+/// two that have some in common: the bits of other tiles.
+#[test]
+fn few_in_rounds() {
+    use few_kernels::{
+        linear_few_r128_t96_bf16, linear_few_r128_t304_bf16, linear_few_r192_t144_bf16, linear_few_r192_t208_bf16,
+    };
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        for (entry, [groups, room, stages], [m, tiles], [n, rows], k, epilogue) in [
+            (linear_few_r128_t96_bf16::ENTRY, [2, 96, 8], [100, 2], [264, 104], 712, Epilogue::None),
+            (linear_few_r128_t304_bf16::ENTRY, [2, 304, 4], [283, 1], [264, 128], 72, Epilogue::None),
+            (linear_few_r192_t144_bf16::ENTRY, [3, 144, 5], [70, 1], [328, 144], 392, Epilogue::Gelu),
+            (linear_few_r192_t208_bf16::ENTRY, [3, 208, 4], [205, 1], [200, 192], 72, Epilogue::Silu),
+        ] {
+            let x = Tensor::from_slice(d, &noise_of::<bf16>(m * k, 1), &[m, k]).unwrap();
+            let w = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
+            let bias = Tensor::from_slice(d, &noise_of::<bf16>(n, 3), &[n]).unwrap();
+            let biased = epilogue != Epilogue::None;
+            let unit = 8 * linear_rounds::boxes(room) as usize;
+            let tokens = m.div_ceil(tiles * unit) * unit;
+            let map = |of: &Tensor<bf16>, rows: usize, lines: usize| {
+                let description = TensorMapDescription {
+                    base: of.as_ptr() as u64,
+                    dtype: DType::Bf16,
+                    rank: 2,
+                    dims: [k as u64, rows as u64, 1, 1, 1],
+                    strides: [2 * k as u64, 0, 0, 0],
+                    box_dims: [few_kernels::STEP as u32, lines as u32, 1, 1, 1],
+                    swizzle: Swizzle::B128,
+                };
+                d.tensor_map(&description).unwrap()
+            };
+            let mut y = Tensor::from_slice(d, &vec![bf16::NAN; m * n], &[m, n]).unwrap();
+            let args = few_kernels::Args {
+                x: map(&x, m, tokens / linear_rounds::boxes(room) as usize),
+                w: map(&w, n, rows),
+                y: y.as_mut_ptr().cast(),
+                bias: if biased { bias.as_ptr().cast() } else { std::ptr::null() },
+                m: m as u32,
+                n: n as u32,
+                k: k as u32,
+                y_row: n,
+                rows: rows as u32,
+                tokens: tokens as u32,
+                tiles: tiles as u32,
+                kind: epilogue.kind(),
+            };
+            let shared = linear_rounds::shared_bytes(groups, room, stages);
+            let geometry = Geometry::linear(2, linear_rounds::threads(groups as u32)).shared_bytes(shared as u32);
+            // SAFETY: the arguments are tensors of the sizes that they say.
+            unsafe { s.launch(&entry, &geometry, &args) }.unwrap();
+            let mut want = Tensor::from_slice(d, &vec![bf16::NAN; m * n], &[m, n]).unwrap();
+            let tile = LinearOptions::default().tile(WgmmaTile::N64).epilogue(epilogue);
+            linear_with(s, &mut want, &x, &w, biased.then_some(&bias), &tile).unwrap();
+            assert_eq!(y.to_vec().unwrap(), want.to_vec().unwrap(), "{}", entry.name);
+        }
+    });
+}
+
+/// Extents that no memory holds have a choice and a geometry all the same.
+#[test]
+fn choices_for_the_largest_extents() {
+    for m in [1, 33, 64, 65, 300, linear_few::TOKENS, linear_few::TOKENS + 1, 1 << 30, u32::MAX] {
+        for n in [1 << 30, u32::MAX] {
+            for k in [1, 1 << 30, u32::MAX] {
+                linear_few::suits(m, n, k);
+                assert_eq!(linear_few::entry(DType::Bf16, m, n, k).is_some(), m <= linear_few::TOKENS);
+                assert!(linear_few::geometry(m, n, k).grid[0] > 0);
+                assert!(WgmmaTile::choose(m, n, k, 132).geometry(m, n, 132).grid[0] > 0);
+            }
+        }
+    }
+}
+
 #[test]
 fn few_at_model_sizes() {
     let Some(d) = warploom_tests::gpu().filter(|d| d.properties().compute_capability == (9, 0)) else {
@@ -187,9 +266,10 @@ fn few_at_model_sizes() {
     };
     let s = Stream::new(&d).unwrap();
     let few = LinearOptions::default().path(LinearPath::Few);
-    for (i, m) in [1, 7, 8, 9, 16, 31, 50, 64, 65, 91, 130, 190, 201, 300, 384].into_iter().enumerate() {
+    for (i, m) in [1, 7, 8, 9, 16, 31, 50, 64, 65, 91, 130, 190, 201, 300, 384, 450].into_iter().enumerate() {
         let (kind, biased) = (EPILOGUES[i % 6], i % 2 == 1);
-        for [n, k] in if sanitizing() { [[136, 712], [72, 8]] } else { [[4096, 4096], [14336, 2880]] } {
+        let (small, large) = ([[136, 712], [72, 8]], [[4096, 4096], [14336, 2880], [18944, 1032]]);
+        for &[n, k] in if sanitizing() { &small[..] } else { &large[..] } {
             check_tile::<bf16>(&d, &s, [m, n, k], [1, 0, 1], biased, kind, few, 1000);
         }
     }
@@ -346,18 +426,32 @@ fn few_is_chosen_as_measured() {
         ([320, 2880, 5120], "r128_t112"),
         ([224, 7168, 2112], "t128"),
         ([96, 7168, 2112], "t96"),
+        ([128, 4096, 14336], "r128_t128"),
+        ([160, 3584, 18944], "r192_t160"),
+        ([200, 3072, 24576], "r192_t208"),
+        ([256, 3072, 24576], "r192_t256"),
+        ([300, 4096, 14336], "r128_t304"),
+        ([320, 4096, 28672], "r128_t320"),
+        ([384, 4096, 4096], "r128_t96"),
+        ([200, 8192, 8192], "r128_t208_split2"),
+        ([416, 14336, 4096], "r128_t208_split2"),
+        ([448, 8192, 8192], "r128_t224"),
+        ([300, 8192, 1024], "t160"),
     ] {
         let entry = linear_few::entry(DType::Bf16, m, n, k).unwrap();
         assert_eq!(entry.name, format!("linear_few_{name}_bf16"), "{m} x {k} x {n}");
         assert!(linear_few::suits(m, n, k), "{m} x {k} x {n}");
     }
     for [m, k, n] in [
-        [128, 4096, 14336],
+        [128, 3584, 18944],
         [256, 4096, 14336],
-        [384, 4096, 4096],
+        [256, 3584, 18944],
         [300, 4096, 1024],
         [128, 2880, 1408],
         [385, 4096, 4096],
+        [512, 4096, 14336],
+        [512, 2048, 2048],
+        [513, 4096, 4096],
     ] {
         assert!(!linear_few::suits(m, n, k), "{m} x {k} x {n}");
     }

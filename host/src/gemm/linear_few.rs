@@ -5,6 +5,7 @@ use crate::device::{Geometry, Stream, Swizzle};
 use crate::error::{Error, Result};
 use crate::kernels::gemm::linear_few as kernel;
 use crate::kernels::gemm::linear_fma;
+use crate::kernels::gemm::linear_rounds;
 use crate::kernels::scales::NONE;
 use cuda_std::{DType, Entry};
 use std::cell::Cell;
@@ -12,7 +13,7 @@ use std::cell::Cell;
 const OP: &str = "linear";
 
 /// The most tokens of [`LinearPath::Few`](super::LinearPath::Few).
-pub const TOKENS: u32 = 384;
+pub const TOKENS: u32 = 512;
 
 /// The most that always go this way, of what it takes.
 pub const ALWAYS: u32 = 64;
@@ -91,16 +92,26 @@ kernels! {
     R128T96Split2 = linear_few_r128_t96_split2_bf16, linear_few_r128_t96_split2_f16: 2, 96, 7, 2, 1;
     R128T128Split2 = linear_few_r128_t128_split2_bf16, linear_few_r128_t128_split2_f16: 2, 128, 6, 2, 1;
     R128T160Split2 = linear_few_r128_t160_split2_bf16, linear_few_r128_t160_split2_f16: 2, 160, 5, 2, 1;
+    R128T208Split2 = linear_few_r128_t208_split2_bf16, linear_few_r128_t208_split2_f16: 2, 208, 4, 2, 1;
     R128T96 = linear_few_r128_t96_bf16, linear_few_r128_t96_f16: 2, 96, 8, 1, 1;
     R128T112 = linear_few_r128_t112_bf16, linear_few_r128_t112_f16: 2, 112, 7, 1, 1;
     R128T128 = linear_few_r128_t128_bf16, linear_few_r128_t128_f16: 2, 128, 7, 1, 1;
     R128T160 = linear_few_r128_t160_bf16, linear_few_r128_t160_f16: 2, 160, 6, 1, 1;
     R128T192 = linear_few_r128_t192_bf16, linear_few_r128_t192_f16: 2, 192, 5, 1, 1;
+    R128T208 = linear_few_r128_t208_bf16, linear_few_r128_t208_f16: 2, 208, 5, 1, 1;
     R128T224 = linear_few_r128_t224_bf16, linear_few_r128_t224_f16: 2, 224, 5, 1, 1;
+    R128T304 = linear_few_r128_t304_bf16, linear_few_r128_t304_f16: 2, 304, 4, 1, 1;
+    R128T320 = linear_few_r128_t320_bf16, linear_few_r128_t320_f16: 2, 320, 4, 1, 1;
+    R192T144 = linear_few_r192_t144_bf16, linear_few_r192_t144_f16: 3, 144, 5, 1, 1;
+    R192T160 = linear_few_r192_t160_bf16, linear_few_r192_t160_f16: 3, 160, 5, 1, 1;
+    R192T192 = linear_few_r192_t192_bf16, linear_few_r192_t192_f16: 3, 192, 4, 1, 1;
+    R192T208 = linear_few_r192_t208_bf16, linear_few_r192_t208_f16: 3, 208, 4, 1, 1;
+    R192T224 = linear_few_r192_t224_bf16, linear_few_r192_t224_f16: 3, 224, 4, 1, 1;
+    R192T256 = linear_few_r192_t256_bf16, linear_few_r192_t256_f16: 3, 256, 4, 1, 1;
 }
 
 /// Those for more than [`ALWAYS`] tokens, of one tile or several.
-const MANY: [Kernel; 15] = [
+const MANY: [Kernel; 25] = [
     Kernel::T72,
     Kernel::T96,
     Kernel::T128,
@@ -110,15 +121,35 @@ const MANY: [Kernel; 15] = [
     Kernel::R128T96Split2,
     Kernel::R128T128Split2,
     Kernel::R128T160Split2,
+    Kernel::R128T208Split2,
     Kernel::R128T96,
     Kernel::R128T112,
     Kernel::R128T128,
     Kernel::R128T160,
     Kernel::R128T192,
+    Kernel::R128T208,
     Kernel::R128T224,
+    Kernel::R128T304,
+    Kernel::R128T320,
+    Kernel::R192T144,
+    Kernel::R192T160,
+    Kernel::R192T192,
+    Kernel::R192T208,
+    Kernel::R192T224,
+    Kernel::R192T256,
 ];
 
 impl Shape {
+    /// Whether blocks take one tile after another, with all of K ([`linear_rounds`]).
+    const fn in_rounds(self) -> bool {
+        self.split == 1 && self.groups > 1
+    }
+
+    /// Boxes in which a tile's tokens come.
+    const fn boxes(self) -> u32 {
+        if self.in_rounds() { linear_rounds::boxes(self.tokens as usize) } else { self.share }
+    }
+
     /// Rows of weights of a block: fewer than there is room for where multiprocessors then get equally many. Results do not depend on it. (Not
     /// where it was slower: more blocks load tokens then.)
     pub(super) const fn rows(self, n: u32) -> u32 {
@@ -127,7 +158,8 @@ impl Shape {
         let even = if each > 0 { all.div_ceil(each * MULTIPROCESSORS as u64) } else { 0 };
         let even = (even as u32).next_multiple_of(8);
         let fewer = if self.groups > 1 {
-            self.tiles == 1
+            // What has to wait for products brings tokens for as few blocks as possible.
+            self.tiles == 1 && (self.split > 1 || self.tokens <= 160)
         } else {
             self.share == 1 && self.tokens <= ALWAYS && (self.split == 1 || each > 1)
         };
@@ -136,13 +168,19 @@ impl Shape {
 
     /// Tokens of a tile, of `m` in all.
     pub(super) const fn tile(self, m: u32) -> u32 {
-        if self.share > 1 { self.tokens } else { m.div_ceil(self.tiles).next_multiple_of(8) }
+        let unit = 8 * self.boxes();
+        if self.share > 1 { self.tokens } else { m.div_ceil(self.tiles * unit) * unit }
     }
 
-    /// How to launch it for `n` outputs, with scales of a kind of [`scales`](crate::kernels::scales).
-    pub(super) const fn geometry(self, n: u32, scales: u32) -> Geometry {
+    /// How to launch it for `n` outputs, with scales of a kind of [`scales`](crate::kernels::scales), on a GPU with so many multiprocessors.
+    pub(super) const fn geometry(self, n: u32, scales: u32, multiprocessors: u32) -> Geometry {
         let Self { groups, tokens, stages, split, share, tiles } = self;
         let clusters = n.div_ceil(self.rows(n) * share) * tiles;
+        if self.in_rounds() {
+            let blocks = if clusters < multiprocessors { clusters } else { multiprocessors };
+            let shared = linear_rounds::shared_bytes(groups as usize, tokens as usize, stages);
+            return Geometry::linear(blocks, linear_rounds::threads(groups)).shared_bytes(shared as u32).dependent();
+        }
         let shared = kernel::shared_bytes(groups as usize, tokens as usize, stages, split, scales);
         Geometry::linear(clusters * split * share, kernel::threads(groups))
             .shared_bytes(shared as u32)
@@ -153,39 +191,31 @@ impl Shape {
     /// Picoseconds on an H200, roughly, for more than [`ALWAYS`] tokens: a model of measured times, whose order is what matters.
     ///
     /// A step along K takes as long as its products, or as bringing it; all steps no less than reading everything once from memory, and each of both slows
-    /// the other down. What blocks load from the L2 cache, in all, costs something, and so do further rounds of blocks, the exchange, and the store.
+    /// the other down. What blocks load from the L2 cache, in all, costs something, and so do further rounds of tiles, the exchange, and the store.
     const fn estimate(self, m: u32, n: u32, k: u32) -> u64 {
-        /// Bytes of a microsecond: to a multiprocessor, of weights with one consumer and with two, and of tokens; from memory; and from the L2 cache.
-        const WEIGHTS: [u64; 2] = [240_000, 73_800];
-        const TOKENS: u64 = 590_000;
-        const MEMORY: u64 = 4_856_000;
-        const CACHE: u64 = 66_500_000;
-        /// Of a step and of a column of sums.
-        const STEP: u64 = 19_100;
-        const PRODUCT: u64 = 1060;
-        const STORE: u64 = 355;
-        /// Of a launch, of a further round of blocks, of parts of K.
-        const LAUNCH: u64 = 1_022_000;
-        const ROUND: u64 = 1_434_000;
-        const EXCHANGE: u64 = 2_139_000;
         /// The time of so many bytes.
         const fn of(bytes: u64, rate: u64) -> u64 {
             bytes.saturating_mul(10_000) / (rate / 100)
         }
         let Self { groups, tokens, split, tiles, .. } = self;
-        let (rows, sums) = (self.rows(n), (groups * tokens) as u64);
+        let model = if self.in_rounds() { &Model::ROUNDS } else { &Model::ONCE };
+        let (rows, tokens) = (self.rows(n), tokens as u64);
         let blocks = (n.div_ceil(rows) * tiles * split) as u64;
         let rounds = blocks.div_ceil(MULTIPROCESSORS as u64);
         let steps = k.div_ceil(kernel::STEP as u32).div_ceil(split) as u64;
         let (w, x) = (rows as u64 * 128, self.tile(m) as u64 * 128);
-        let (brought, products) = (of(w, WEIGHTS[groups as usize - 1]) + of(x, TOKENS), STEP + PRODUCT * sums);
-        let work = rounds * steps * if brought > products { brought } else { products };
-        let cache = of(blocks * steps * (w + x), CACHE);
+        let brought = of(w, model.weights[groups as usize - 1]) + of(x, model.tokens);
+        let products = model.step + model.product[groups as usize - 1] * tokens;
+        let work = (rounds * steps).saturating_mul(if brought > products { brought } else { products });
+        let cache = of((blocks * steps).saturating_mul(w + x), model.cache);
         let (m, n, k) = (m as u64, n as u64, k as u64);
-        let memory = of((n * k + m * k + m * n) * 2, MEMORY);
+        let elements = (n * k).saturating_add(m * k + m * n);
+        let memory = of(elements.saturating_mul(2), model.memory);
         let (more, less) = if work > memory { (work, memory) } else { (memory, work) };
-        let exchange = if split > 1 { rounds * EXCHANGE } else { 0 };
-        more + less * 135 / 1000 + cache + LAUNCH + (rounds - 1) * ROUND + exchange + STORE * sums
+        let exchange = if split > 1 { rounds * Model::EXCHANGE } else { 0 };
+        let store = model.store * groups as u64 * tokens;
+        let others = less / 1000 * model.less + cache + model.launch + (rounds - 1) * model.round + exchange + store;
+        more.saturating_add(others)
     }
 
     /// Whether it takes part in the choice for `[m, n]` results. What was never the fastest does not: many tiles of half the rows; or several rounds, with
@@ -193,7 +223,7 @@ impl Shape {
     const fn fits(self, m: u32, n: u32) -> bool {
         let tile = self.tile(m);
         // Most are out by that, and the host has other things to do.
-        if tile > self.tokens || 2 * tile < self.tokens {
+        if tile > self.tokens || 2 * tile < self.tokens || self.groups > 2 && 4 * tile < 3 * self.tokens {
             return false;
         }
         let blocks = n.div_ceil(self.rows(n)) * self.tiles * self.split;
@@ -204,6 +234,56 @@ impl Shape {
     }
 }
 
+/// Constants of [`Shape::estimate`]: bytes of a microsecond, and picoseconds.
+struct Model {
+    /// To a multiprocessor, of weights with so many consumers, and of tokens.
+    weights: [u64; 3],
+    tokens: u64,
+    /// From memory, and from the L2 cache.
+    memory: u64,
+    cache: u64,
+    /// Of a step, and of its products with a token and so many consumers.
+    step: u64,
+    product: [u64; 3],
+    /// Thousandths of work or memory, whichever is less.
+    less: u64,
+    /// Of a launch, of a further round, of storing a column of sums.
+    launch: u64,
+    round: u64,
+    store: u64,
+}
+
+impl Model {
+    /// Of parts of K.
+    const EXCHANGE: u64 = 2_139_000;
+    /// Blocks with one tile each.
+    const ONCE: Self = Self {
+        weights: [240_000, 73_800, 73_800],
+        tokens: 590_000,
+        memory: 4_856_000,
+        cache: 66_500_000,
+        step: 19_100,
+        product: [1060, 2120, 3180],
+        less: 135,
+        launch: 1_022_000,
+        round: 1_434_000,
+        store: 355,
+    };
+    /// Blocks that take one tile after another.
+    const ROUNDS: Self = Self {
+        weights: [115_300; 3],
+        tokens: 3_624_000,
+        memory: 5_345_000,
+        cache: 63_683_000,
+        step: 100,
+        product: [983, 1965, 3062],
+        less: 240,
+        launch: 2_046_000,
+        round: 913_000,
+        store: 80,
+    };
+}
+
 /// The kernel for `[m, n]` results of depth `k`, and its number of tiles of tokens.
 const fn choose(m: u32, n: u32, k: u32) -> (Kernel, Shape) {
     let few = match m {
@@ -212,11 +292,11 @@ const fn choose(m: u32, n: u32, k: u32) -> (Kernel, Shape) {
         17..=32 => Kernel::T32,
         33..=64 if shares(n) => Kernel::T64Share4,
         // One block to a multiprocessor, or two.
-        33..=64 if n * 2 <= kernel::ROWS as u32 * MULTIPROCESSORS => Kernel::T64,
+        33..=64 if n <= kernel::ROWS as u32 * MULTIPROCESSORS / 2 => Kernel::T64,
         _ => Kernel::T64Ring6,
     };
     let mut best = (few, few.shape());
-    if m > ALWAYS {
+    if m > ALWAYS && m <= TOKENS {
         let (mut least, mut i) = (u64::MAX, 0);
         while i < MANY.len() {
             let mut shape = MANY[i].shape();
@@ -248,11 +328,17 @@ impl Choice {
     fn new(m: u32, n: u32, k: u32) -> Self {
         let (kernel, shape) = choose(m, n, k);
         let tile = || WgmmaTile::choose(m, n, k, MULTIPROCESSORS).estimate(m, n, k, MULTIPROCESSORS);
-        // Where both were measured, tiles took a little more than their model says, but not for the most tokens; and these need blocks enough.
+        // How long it may take beside what the model says of tiles, as both were measured. For more than 256 tokens that is off where outputs are few and K is
+        // short, and for the most tokens parts of such a K are.
         let most = match m {
-            ..=256 => 1.03,
-            _ if n < 2048 => 0.0,
-            _ => 0.97,
+            ..=128 if shape.groups > 2 => 0.98,
+            ..=128 if shape.in_rounds() => 1.04,
+            ..=192 => 1.03,
+            193..=256 => 1.02,
+            257..=384 if n >= 2048 => 1.0,
+            257..=384 if k >= 6144 => 1.06,
+            _ if n >= 2048 && (shape.in_rounds() || k >= 6144) => 0.98,
+            _ => 0.0,
         };
         let suits = m <= ALWAYS || m <= TOKENS && (shape.estimate(m, n, k) as f64) < most * 1000.0 * tile();
         Self { of: [m, n, k], kernel, shape, suits }
@@ -289,9 +375,9 @@ pub const fn entry(dtype: DType, m: u32, n: u32, k: u32) -> Option<Entry<kernel:
     if m > TOKENS { None } else { choose(m, n, k).0.entry(dtype) }
 }
 
-/// How to launch it for `[m, n]` results of depth `k`.
+/// How to launch it for `[m, n]` results of depth `k` of at most [`TOKENS`] tokens, on an H200.
 pub const fn geometry(m: u32, n: u32, k: u32) -> Geometry {
-    choose(m, n, k).1.geometry(n, NONE)
+    choose(m, n, k).1.geometry(n, NONE, MULTIPROCESSORS)
 }
 
 /// Launches it on raw pointers (layer L1). Makes the tensor maps on the host; allocates nothing.
@@ -312,7 +398,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &linear_fma::Args) -> 
     })?;
     let device = stream.device();
     let (tokens, rows) = (shape.tile(m), shape.rows(n));
-    let (x_box, w_box) = ([(tokens / shape.share) as usize, kernel::STEP], [rows as usize, kernel::STEP]);
+    let (x_box, w_box) = ([(tokens / shape.boxes()) as usize, kernel::STEP], [rows as usize, kernel::STEP]);
     let args = kernel::Args {
         x: map(device, dtype, x as usize, [m, k], x_row, x_box, Swizzle::B128)?,
         w: map(device, dtype, w as usize, [n, k], w_row, w_box, Swizzle::B128)?,
@@ -328,5 +414,5 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &linear_fma::Args) -> 
         kind,
     };
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry, &shape.geometry(n, NONE), &args) }
+    unsafe { stream.launch(&entry, &shape.geometry(n, NONE, device.properties().multiprocessors), &args) }
 }

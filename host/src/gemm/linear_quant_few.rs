@@ -127,7 +127,7 @@ pub const fn entry(operands: DType, dtype: DType, blocks: bool, m: u32, n: u32) 
 
 /// How to launch it for `[m, n]` results with these scales.
 pub const fn geometry(blocks: bool, m: u32, n: u32) -> Geometry {
-    shape(blocks, m, n).geometry(n, if blocks { BLOCKS } else { ROWS })
+    shape(blocks, m, n).geometry(n, if blocks { BLOCKS } else { ROWS }, MULTIPROCESSORS)
 }
 
 /// Launches it on raw pointers (layer L1). Makes the tensor maps on the host; allocates nothing.

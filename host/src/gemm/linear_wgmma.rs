@@ -42,7 +42,9 @@ impl Shape {
 
     /// Clusters' worth of tiles.
     pub(super) const fn tiles(self, m: u32, n: u32) -> u32 {
-        m.div_ceil(kernel::ROWS as u32 * self.waves * self.down) * n.div_ceil(self.n * self.across)
+        let (rows, columns) =
+            (m.div_ceil(kernel::ROWS as u32 * self.waves * self.down), n.div_ceil(self.n * self.across));
+        rows.saturating_mul(columns)
     }
 
     /// How to launch it for `[m, n]` results, with so much shared memory.
@@ -50,7 +52,7 @@ impl Shape {
         let (tiles, at_once) = (self.tiles(m, n), self.at_once(multiprocessors));
         // Where K is split a cluster has one tile; otherwise blocks take tiles in turn.
         let clusters = if self.split > 1 || tiles < at_once { tiles } else { at_once };
-        Geometry::linear(clusters * self.blocks(), kernel::THREADS as u32)
+        Geometry::linear(clusters.saturating_mul(self.blocks()), kernel::THREADS as u32)
             .shared_bytes(shared as u32)
             .cluster(self.blocks())
             .dependent()
@@ -190,7 +192,7 @@ impl WgmmaTile {
         let stream = if shape.n > 224 { WIDE } else { STREAM };
         let memory = if alone { memory.max(rounds * steps * shape.n as f64 * 128.0 / stream) } else { memory };
         let lines = kernel::ROWS as f64 / shape.across as f64 + shape.n as f64 / shape.down as f64;
-        let cache = (tiles * shape.blocks()) as f64 * steps * lines * 128.0 / CACHE;
+        let cache = tiles as f64 * shape.blocks() as f64 * steps * lines * 128.0 / CACHE;
         // The sums that go from block to block, which for wide tiles is more than their share.
         let exchange = match (shape.split, shape.n) {
             (1, _) => 0.0,

@@ -22,6 +22,7 @@
 //! this launch end: two fit on a multiprocessor, except where the ring needs all of its memory. Earlier, they would be there before
 //! the blocks of this launch are, and take places from them.
 
+use super::linear_rounds::linear_rounds;
 use super::rough;
 use crate::TensorFloat;
 use crate::pipeline::{Ring, Stages, div_rem, part};
@@ -41,17 +42,32 @@ pub const ROWS: usize = 64;
 /// Elements of 16 bits of K in a stage: a line of the 128-byte swizzle.
 pub const STEP: usize = 64;
 /// Threads of a consumer warpgroup.
-const GROUP_THREADS: u32 = 128;
+pub(super) const GROUP_THREADS: u32 = 128;
 /// The first of the named barriers of consumer warpgroups.
-const BARRIER: u32 = 3;
+pub(super) const BARRIER: u32 = 3;
 /// Bytes of a line of the swizzle.
-const LINE: u32 = 128;
+pub(super) const LINE: u32 = 128;
 /// Words between a token's sums and the next's: more than there are rows, so that lanes with other tokens are in other banks.
 const WIDTH: usize = ROWS + 4;
 
 /// Threads: so many consumer warpgroups and a producer warp.
 pub const fn threads(groups: u32) -> u32 {
     groups * GROUP_THREADS + 32
+}
+
+/// Zeroes what boxes leave of the stages' tiles of so many bytes, by all of so many threads. (Nobody needs the products of such rows, but there are some.)
+#[inline(always)]
+pub(super) unsafe fn clear<const STAGES: usize>(tiles: Shared<u8>, bytes: u32, filled: u32, threads: u32) {
+    if filled < bytes {
+        for stage in 0..STAGES as u32 {
+            let mut at = filled + thread::thread_idx_x() * 16;
+            while at < bytes {
+                tiles.set_as(stage * bytes + at, B128([0u32; 4]));
+                at += 16 * threads;
+            }
+        }
+        tma::fence_async();
+    }
 }
 
 /// Steps whose scales of blocks are brought at once.
@@ -195,21 +211,8 @@ pub unsafe fn scaled<
     let x_box = tokens / SHARE;
     // Counts sums that come from other blocks.
     let came = bars.address(const { Stages::<STAGES>::WORDS as u32 });
-    // What no box fills. (Nobody needs the products of such rows, but there are some.)
-    let clear = |tiles: Shared<u8>, bytes: u32, filled: u32| {
-        if filled < bytes {
-            for stage in 0..STAGES as u32 {
-                let mut at = filled + tid * 16;
-                while at < bytes {
-                    tiles.set_as(stage * bytes + at, B128([0u32; 4]));
-                    at += 16 * const { threads(GROUPS) };
-                }
-            }
-            tma::fence_async();
-        }
-    };
-    clear(ws, w_bytes, rows * LINE);
-    clear(xs, x_bytes, SHARE * x_box * LINE);
+    clear::<STAGES>(ws, w_bytes, rows * LINE, const { threads(GROUPS) });
+    clear::<STAGES>(xs, x_bytes, SHARE * x_box * LINE, const { threads(GROUPS) });
     if tid == consumers {
         tma::prefetch_map(w);
         tma::prefetch_map(x);
@@ -538,16 +541,36 @@ entries! {
     linear_few_r128_t128_split2_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 64], 2, 128, 6, 2, 1>;
     linear_few_r128_t160_split2_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 80], 2, 160, 5, 2, 1>;
     linear_few_r128_t160_split2_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 80], 2, 160, 5, 2, 1>;
-    linear_few_r128_t96_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 48], 2, 96, 8, 1, 1>;
-    linear_few_r128_t96_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 48], 2, 96, 8, 1, 1>;
-    linear_few_r128_t112_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 56], 2, 112, 7, 1, 1>;
-    linear_few_r128_t112_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 56], 2, 112, 7, 1, 1>;
-    linear_few_r128_t128_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 64], 2, 128, 7, 1, 1>;
-    linear_few_r128_t128_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 64], 2, 128, 7, 1, 1>;
-    linear_few_r128_t160_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 80], 2, 160, 6, 1, 1>;
-    linear_few_r128_t160_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 80], 2, 160, 6, 1, 1>;
-    linear_few_r128_t192_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 96], 2, 192, 5, 1, 1>;
-    linear_few_r128_t192_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 96], 2, 192, 5, 1, 1>;
-    linear_few_r128_t224_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 112], 2, 224, 5, 1, 1>;
-    linear_few_r128_t224_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 112], 2, 224, 5, 1, 1>;
+    linear_few_r128_t208_split2_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 104], 2, 208, 4, 2, 1>;
+    linear_few_r128_t208_split2_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 104], 2, 208, 4, 2, 1>;
+    linear_few_r128_t96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 48], 2, 96, 8>;
+    linear_few_r128_t96_f16 { type T = f16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 48], 2, 96, 8>;
+    linear_few_r128_t112_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 56], 2, 112, 7>;
+    linear_few_r128_t112_f16 { type T = f16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 56], 2, 112, 7>;
+    linear_few_r128_t128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 64], 2, 128, 7>;
+    linear_few_r128_t128_f16 { type T = f16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 64], 2, 128, 7>;
+    linear_few_r128_t160_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 80], 2, 160, 6>;
+    linear_few_r128_t160_f16 { type T = f16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 80], 2, 160, 6>;
+    linear_few_r128_t192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 96], 2, 192, 5>;
+    linear_few_r128_t192_f16 { type T = f16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 96], 2, 192, 5>;
+    linear_few_r128_t208_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 104], 2, 208, 5>;
+    linear_few_r128_t208_f16 { type T = f16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 104], 2, 208, 5>;
+    linear_few_r128_t224_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 112], 2, 224, 5>;
+    linear_few_r128_t224_f16 { type T = f16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 112], 2, 224, 5>;
+    linear_few_r128_t304_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 76], 2, 304, 4>;
+    linear_few_r128_t304_f16 { type T = f16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 76], 2, 304, 4>;
+    linear_few_r128_t320_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 80], 2, 320, 4>;
+    linear_few_r128_t320_f16 { type T = f16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 80], 2, 320, 4>;
+    linear_few_r192_t144_bf16 { type T = bf16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 72], 3, 144, 5>;
+    linear_few_r192_t144_f16 { type T = f16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 72], 3, 144, 5>;
+    linear_few_r192_t160_bf16 { type T = bf16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 80], 3, 160, 5>;
+    linear_few_r192_t160_f16 { type T = f16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 80], 3, 160, 5>;
+    linear_few_r192_t192_bf16 { type T = bf16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 96], 3, 192, 4>;
+    linear_few_r192_t192_f16 { type T = f16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 96], 3, 192, 4>;
+    linear_few_r192_t208_bf16 { type T = bf16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 52], 3, 208, 4>;
+    linear_few_r192_t208_f16 { type T = f16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 52], 3, 208, 4>;
+    linear_few_r192_t224_bf16 { type T = bf16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 56], 3, 224, 4>;
+    linear_few_r192_t224_f16 { type T = f16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 56], 3, 224, 4>;
+    linear_few_r192_t256_bf16 { type T = bf16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 64], 3, 256, 4>;
+    linear_few_r192_t256_f16 { type T = f16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 64], 3, 256, 4>;
 }

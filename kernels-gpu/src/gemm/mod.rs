@@ -8,6 +8,7 @@ pub mod linear_quant_blocks;
 pub mod linear_quant_few;
 pub mod linear_quant_tile;
 pub mod linear_quant_wgmma;
+pub mod linear_rounds;
 pub mod linear_stream;
 pub mod linear_tile;
 pub mod linear_wgmma;
