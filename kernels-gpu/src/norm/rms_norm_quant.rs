@@ -170,8 +170,7 @@ unsafe fn normalise<
             let x = from.first::<ADD, V, N, VEC>(row, i);
             totals[0] += squares(x);
             if !S::GROUPED {
-                let mut y = [factors.apply(row.piece(i), x)];
-                largest = float::max(largest, quantise::finite_amax::<Q, V, 1>(&mut y));
+                largest = float::max(largest, quantise::amax(factors.apply(row.piece(i), x)));
             }
             i += 1;
         }
@@ -193,17 +192,9 @@ unsafe fn normalise<
         }
         [total] = row.reduce_warps([totals], [Op::Sum], scratch);
     } else {
-        if N > 0 {
-            largest = if ADD { quantise::amax_or_nan::<Q, V, N>(y) } else { quantise::finite_amax::<Q, V, N>(&mut y) };
-        }
+        cuda_std::unroll::<N>(|i| largest = float::max(largest, quantise::amax(y[i])));
         let most = [Op::Max.over_warp(largest); U];
         [total, largest] = row.reduce_warps([totals, most], [Op::Sum, Op::Max], scratch);
-        // Here it is no warp's own way: all of the row's threads know. With a residual that is faster, alone it is slower.
-        if ADD && N > 0 && !Q::HAS_NAN && (largest >= f32::INFINITY || largest.is_nan()) {
-            thread::sync_threads();
-            let most = [Op::Max.over_warp(quantise::finite_amax::<Q, V, N>(&mut y)); U];
-            [largest] = row.reduce_warps([most], [Op::Max], scratch);
-        }
     }
     let rms = inverse_rms(total, inverse_n, eps);
     let (scale, row_factor) = quantise::scale_and_factor::<Q>(largest, rms);
@@ -231,14 +222,13 @@ unsafe fn normalise<
     if N == 0 {
         let mut i = 0;
         while i < row.rounds() {
-            let mut y = [factors.apply(row.piece(i), from.again::<ADD, V, N, VEC>(row, i))];
+            let y = factors.apply(row.piece(i), from.again::<ADD, V, N, VEC>(row, i));
             if S::GROUPED {
-                let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::group_amax(y[0]), rms);
+                let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::group_amax(y), rms);
                 scales.store_group::<V>(row.index(i), n, scale);
-                row.piece(i).store_quantised(out, y[0], factor);
+                row.piece(i).store_quantised(out, y, factor);
             } else {
-                quantise::finite_amax::<Q, V, 1>(&mut y);
-                row.piece(i).store_quantised(out, y[0], row_factor);
+                row.piece(i).store_quantised(out, y, row_factor);
             }
             i += 1;
         }

@@ -7,7 +7,7 @@
 
 use super::{GROUP, Piece};
 use cuda_std::vec::{B64, StoreStreaming};
-use cuda_std::{E4M3, Element, GlobalMut, convert, float, integer, warp};
+use cuda_std::{E4M3, Element, GlobalMut, convert, float, warp};
 
 /// The least magnitude that a dynamic scale is made for.
 pub const EPSILON: f32 = 1e-10;
@@ -16,55 +16,34 @@ pub const EPSILON: f32 = 1e-10;
 pub trait Quantised: Element {
     /// The largest number.
     const MAX: f32;
-    /// Whether NaN can be told. Otherwise [`finite`] or [`finite_amax`] must have made zeros of what is no number.
-    const HAS_NAN: bool;
-    /// Rounds `v * factor`, which is at most [`MAX`](Self::MAX) but for the last places, to the nearest, ties to even.
-    fn one(v: f32, factor: f32) -> Self;
-    /// Four values times `factor`, as [`one`](Self::one) has them, in a word, the first in the lowest bits.
-    fn four_times(v: [f32; 4], factor: f32) -> u32;
-    /// As [`four_times`](Self::four_times) with 1.
-    #[inline(always)]
-    fn four(v: [f32; 4]) -> u32 {
-        Self::four_times(v, 1.0)
-    }
+    /// Rounds a number to the nearest, ties to even; what is beyond the format's numbers to the last of them.
+    fn one(v: f32) -> Self;
+    /// Four values, as [`one`](Self::one) has them, in a word, the first in the lowest bits.
+    fn four(v: [f32; 4]) -> u32;
 }
 
 impl Quantised for E4M3 {
     const MAX: f32 = E4M3::MAX;
-    const HAS_NAN: bool = true;
-    /// Saturates.
     #[inline(always)]
-    fn one(v: f32, factor: f32) -> Self {
-        convert::f32_to_e4m3(v * factor)
+    fn one(v: f32) -> Self {
+        convert::f32_to_e4m3(v)
     }
     #[inline(always)]
-    fn four_times(v: [f32; 4], factor: f32) -> u32 {
-        convert::pack_e4m3x4(v.map(|v| v * factor))
+    fn four(v: [f32; 4]) -> u32 {
+        convert::join_halves(convert::pack_e4m3x2(v[0], v[1]), convert::pack_e4m3x2(v[2], v[3]))
     }
 }
 
 impl Quantised for i8 {
     const MAX: f32 = 127.0;
-    const HAS_NAN: bool = false;
     #[inline(always)]
-    fn one(v: f32, factor: f32) -> Self {
-        // An instruction on integers between sum and store: ptxas takes the register of a sum for a number, and converts it to
-        // u8, saturating, when a byte of it is stored (F2IP.U8 in the machine code; 255 on an H200).
-        integer::permute(nearest(v, factor), 0, 0x4440) as i8
+    fn one(v: f32) -> Self {
+        convert::pack_i8x4([v; 4]) as i8
     }
     #[inline(always)]
-    fn four_times(v: [f32; 4], factor: f32) -> u32 {
-        let [a, b, c, d] = v.map(|v| nearest(v, factor));
-        integer::permute(integer::permute(a, b, 0x0040), integer::permute(c, d, 0x0040), 0x5410)
+    fn four(v: [f32; 4]) -> u32 {
+        convert::pack_i8x4(v)
     }
-}
-
-/// A word whose lowest byte is the integer nearest to `v * factor`, which is at most 2^22 in magnitude.
-///
-/// Adding 1.5 * 2^23 leaves the integer in the low bits. Conversions take four times as long.
-#[inline(always)]
-fn nearest(v: f32, factor: f32) -> u32 {
-    float::fma(v, factor, 12_582_912.0).to_bits()
 }
 
 /// The scale for values up to `amax` in magnitude.
@@ -83,67 +62,9 @@ pub fn factor_of(scale: f32) -> f32 {
 #[inline(always)]
 pub fn scale_and_factor<Q: Quantised>(amax: f32, common: f32) -> (f32, f32) {
     let (factor, most) = (Q::MAX * float::fast::recip(amax), common * (Q::MAX / EPSILON));
-    let factor = if !Q::HAS_NAN {
-        // 0 where `common` is NaN.
-        float::min(factor, float::max(most, 0.0))
-    } else if factor < most {
-        factor
-    } else {
-        most
-    };
+    // NaN where `common` is.
+    let factor = if factor < most { factor } else { most };
     (scale_for::<Q>(amax * common), factor)
-}
-
-/// The largest magnitude of several pieces, in which NaN has no say and becomes zero, as infinities do, where the format
-/// cannot tell it.
-#[inline(always)]
-pub fn finite_amax<Q: Quantised, const V: usize, const N: usize>(pieces: &mut [[f32; V]; N]) -> f32 {
-    let mut largest = 0.0;
-    if Q::HAS_NAN {
-        cuda_std::unroll::<N>(|i| largest = float::max(largest, amax(pieces[i])));
-        return largest;
-    }
-    cuda_std::unroll::<N>(|i| largest = float::max_propagate(largest, tree(pieces[i], float::max_propagate)));
-    // Which NaN is not.
-    let finite = largest < f32::INFINITY;
-    if !finite {
-        largest = 0.0;
-        cuda_std::unroll::<N>(|i| {
-            // As if they were new: otherwise magnitudes are kept for this from above, which takes an instruction each.
-            pieces[i] = pieces[i].map(|y| f32::from_bits(integer::opaque(y.to_bits())));
-            largest = float::max(largest, amax(pieces[i]));
-            cuda_std::unroll::<V>(|j| {
-                let finite = float::abs(pieces[i][j]) < f32::INFINITY;
-                pieces[i][j] = if finite { pieces[i][j] } else { 0.0 };
-            });
-        });
-    }
-    largest
-}
-
-/// The largest magnitude of several pieces; NaN if there is one where the format cannot tell it, otherwise NaN has no say.
-#[inline(always)]
-pub fn amax_or_nan<Q: Quantised, const V: usize, const N: usize>(pieces: [[f32; V]; N]) -> f32 {
-    let mut largest = 0.0;
-    cuda_std::unroll::<N>(|i| {
-        largest = if Q::HAS_NAN {
-            float::max(largest, amax(pieces[i]))
-        } else {
-            float::max_propagate(largest, tree(pieces[i], float::max_propagate))
-        };
-    });
-    largest
-}
-
-/// The values, with zeros for what is no number where the format cannot tell it.
-#[inline(always)]
-pub fn finite<Q: Quantised, const V: usize>(mut values: [f32; V]) -> [f32; V] {
-    if !Q::HAS_NAN {
-        cuda_std::unroll::<V>(|j| {
-            values[j] = if float::abs(values[j]) < f32::INFINITY { values[j] } else { 0.0 };
-        });
-    }
-    values
 }
 
 /// The largest magnitude; NaN has no say.
@@ -180,12 +101,12 @@ fn tree<const V: usize>(values: [f32; V], op: impl Fn(f32, f32) -> f32) -> f32 {
     while half > 0 {
         let mut j = 0;
         while j < half {
-            largest[j] = op(float::abs(largest[j]), float::abs(largest[j + half]));
+            largest[j] = op(largest[j].abs(), largest[j + half].abs());
             j += 1;
         }
         half /= 2;
     }
-    float::abs(largest[0])
+    largest[0].abs()
 }
 
 /// The largest magnitude in the group of [`GROUP`] columns that the piece belongs to. Every lane of the warp takes part.
@@ -243,9 +164,10 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
     pub unsafe fn store_quantised<Q: Quantised>(self, y: GlobalMut<Q>, v: [f32; V], factor: f32) {
         if VEC {
             if self.first < self.n {
-                let low = Q::four_times([v[0], v[1], v[2], v[3]], factor);
+                let four = |j: usize| Q::four([v[j], v[j + 1], v[j + 2], v[j + 3]].map(|v| v * factor));
+                let low = four(0);
                 if V == 8 {
-                    let high = Q::four_times([v[4 % V], v[5 % V], v[6 % V], v[7 % V]], factor);
+                    let high = four(4 % V);
                     y.set_hinted(self.first, B64([low, high]), StoreStreaming);
                 } else {
                     y.set_hinted(self.first, low, StoreStreaming);
@@ -255,7 +177,7 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
             let y = y.offset(self.first);
             cuda_std::unroll::<V>(|j| {
                 if self.has(j) {
-                    y.set(j * Self::STEP, Q::one(v[j], factor));
+                    y.set(j * Self::STEP, Q::one(v[j] * factor));
                 }
             });
         }
