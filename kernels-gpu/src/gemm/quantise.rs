@@ -64,7 +64,7 @@ pub unsafe fn rows<T: Float, Q: Quantised, const V: usize, const N: usize, const
         scales.set(row, scale);
     }
     let factor = float::recip(scale);
-    cuda_std::unroll::<N>(|i| at(i).store_quantised(out, held[i], factor));
+    cuda_std::unroll::<N>(|i| at(i).store_quantised_at_once(out, held[i], factor));
     if N == 0 {
         let mut i = 0;
         while i < rounds {

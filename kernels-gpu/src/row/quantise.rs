@@ -30,7 +30,7 @@ impl Quantised for E4M3 {
     }
     #[inline(always)]
     fn four(v: [f32; 4]) -> u32 {
-        convert::join_halves(convert::pack_e4m3x2(v[0], v[1]), convert::pack_e4m3x2(v[2], v[3]))
+        convert::pack_e4m3x4(v)
     }
 }
 
@@ -58,10 +58,16 @@ pub fn factor_of(scale: f32) -> f32 {
     float::fast::recip(scale)
 }
 
+/// What magnitudes up to `amax` are multiplied by, unless [`EPSILON`] counts for them.
+#[inline(always)]
+pub fn factor_up_to<Q: Quantised>(amax: f32) -> f32 {
+    Q::MAX * float::fast::recip(amax)
+}
+
 /// The scale for magnitudes up to `amax * common`, and `common` divided by it, which do not wait for each other.
 #[inline(always)]
 pub fn scale_and_factor<Q: Quantised>(amax: f32, common: f32) -> (f32, f32) {
-    let (factor, most) = (Q::MAX * float::fast::recip(amax), common * (Q::MAX / EPSILON));
+    let (factor, most) = (factor_up_to::<Q>(amax), common * (Q::MAX / EPSILON));
     // NaN where `common` is.
     let factor = if factor < most { factor } else { most };
     (scale_for::<Q>(amax * common), factor)
@@ -70,7 +76,19 @@ pub fn scale_and_factor<Q: Quantised>(amax: f32, common: f32) -> (f32, f32) {
 /// The largest magnitude; NaN has no say.
 #[inline(always)]
 pub fn amax<const V: usize>(values: [f32; V]) -> f32 {
-    float::max(tree(values, float::max), 0.0)
+    amax_of([values])
+}
+
+/// The largest magnitude of several pieces, of one at least; NaN has no say.
+#[inline(always)]
+pub fn amax_of<const V: usize, const N: usize>(pieces: [[f32; V]; N]) -> f32 {
+    let mut largest = tree(pieces[0]);
+    let mut i = 1;
+    while i < N {
+        largest = float::max(largest, tree(pieces[i]));
+        i += 1;
+    }
+    float::max(largest, 0.0)
 }
 
 /// [`amax`], and [`EPSILON`] at least, which comes in where nothing waits for it.
@@ -78,10 +96,10 @@ pub fn amax<const V: usize>(values: [f32; V]) -> f32 {
 pub fn amax_from_epsilon<const V: usize>(values: [f32; V]) -> f32 {
     const { assert!(V == 4 || V == 8) };
     let at = |i: usize| values[i % V];
-    let mut largest = float::max(tree([at(0), at(1)], float::max), EPSILON);
-    largest = float::max(largest, tree([at(2), at(3)], float::max));
+    let mut largest = float::max(tree([at(0), at(1)]), EPSILON);
+    largest = float::max(largest, tree([at(2), at(3)]));
     if V == 8 {
-        largest = float::max(largest, tree([at(4), at(5), at(6), at(7)], float::max));
+        largest = float::max(largest, tree([at(4), at(5), at(6), at(7)]));
     }
     largest
 }
@@ -94,14 +112,14 @@ pub fn scale_and_factor_from_epsilon<Q: Quantised>(amax: f32) -> (f32, f32) {
 
 /// Magnitudes combined in pairs, then the results in pairs, and so on: latency counts.
 #[inline(always)]
-fn tree<const V: usize>(values: [f32; V], op: impl Fn(f32, f32) -> f32) -> f32 {
+fn tree<const V: usize>(values: [f32; V]) -> f32 {
     const { assert!(V.is_power_of_two()) };
     let mut largest = values;
     let mut half = V / 2;
     while half > 0 {
         let mut j = 0;
         while j < half {
-            largest[j] = op(largest[j].abs(), largest[j + half].abs());
+            largest[j] = float::max(largest[j].abs(), largest[j + half].abs());
             j += 1;
         }
         half /= 2;
@@ -141,7 +159,7 @@ pub fn pair_index<const V: usize>(rank: u32, half: u32) -> u32 {
 #[inline(always)]
 #[track_caller]
 pub fn pair_amax<const V: usize>(pair: [[f32; V]; 2]) -> f32 {
-    let mut largest = float::max(float::max(tree(pair[0], float::max), tree(pair[1], float::max)), 0.0);
+    let mut largest = amax_of(pair);
     let mut distance = const { pair_lanes(V) / 2 };
     while distance > 0 {
         largest = float::max(largest, warp::shfl_xor(largest, distance));
@@ -157,6 +175,14 @@ pub fn warp_amax(magnitude: f32) -> f32 {
     f32::from_bits(warp::warp_reduce_max_u32(warp::FULL, magnitude.to_bits()))
 }
 
+/// Eight or four values, quantised: the words of a piece, of which the second may be nothing.
+#[inline(always)]
+fn words<Q: Quantised, const V: usize>(v: [f32; V], factor: f32) -> [u32; 2] {
+    const { assert!(V == 4 || V == 8) };
+    let four = |j: usize| Q::four([v[j], v[j + 1], v[j + 2], v[j + 3]].map(|v| v * factor));
+    [four(0), if V == 8 { four(4 % V) } else { 0 }]
+}
+
 impl<const V: usize, const VEC: bool> Piece<V, VEC> {
     /// Stores `v * factor`, quantised.
     #[inline(always)]
@@ -164,13 +190,11 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
     pub unsafe fn store_quantised<Q: Quantised>(self, y: GlobalMut<Q>, v: [f32; V], factor: f32) {
         if VEC {
             if self.first < self.n {
-                let four = |j: usize| Q::four([v[j], v[j + 1], v[j + 2], v[j + 3]].map(|v| v * factor));
-                let low = four(0);
+                let words = words::<Q, V>(v, factor);
                 if V == 8 {
-                    let high = four(4 % V);
-                    y.set_hinted(self.first, B64([low, high]), StoreStreaming);
+                    y.set_hinted(self.first, B64(words), StoreStreaming);
                 } else {
-                    y.set_hinted(self.first, low, StoreStreaming);
+                    y.set_hinted(self.first, words[0], StoreStreaming);
                 }
             }
         } else {
@@ -180,6 +204,22 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
                     y.set(j * Self::STEP, Q::one(v[j] * factor));
                 }
             });
+        }
+    }
+
+    /// As [`store_quantised`](Self::store_quantised) without a branch: what follows does not wait for it. That is faster after a reduction of the
+    /// whole row, elsewhere slower.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn store_quantised_at_once<Q: Quantised>(self, y: GlobalMut<Q>, v: [f32; V], factor: f32) {
+        if !VEC {
+            return self.store_quantised(y, v, factor);
+        }
+        let (there, words) = (self.first < self.n, words::<Q, V>(v, factor));
+        if V == 8 {
+            y.set_streaming_if(there, self.first, B64(words));
+        } else {
+            y.set_streaming_if(there, self.first, words[0]);
         }
     }
 }
@@ -204,13 +244,15 @@ impl GroupScales {
         }
     }
 
-    /// As [`store`](Self::store), of the pair of pieces number `pair`.
+    /// Where the scale of the pair of pieces number `pair` is.
     #[inline(always)]
-    #[track_caller]
-    pub unsafe fn store_pair<const V: usize>(self, pair: u32, n: u32, scale: f32) {
-        let lanes = const { pair_lanes(V) };
-        if pair.is_multiple_of(lanes) && pair * (2 * V as u32) < n {
-            self.scales.set((pair / lanes) as usize * self.stride, scale);
-        }
+    pub fn place<const V: usize>(self, pair: u32) -> *const u8 {
+        self.scales.ptr((pair / const { pair_lanes(V) }) as usize * self.stride).cast_const().cast()
     }
+}
+
+/// Whether a lane is the one to store the scale of the pair of pieces number `pair` of a row of `n` elements.
+#[inline(always)]
+pub fn stores_pair<const V: usize>(pair: u32, n: u32) -> bool {
+    pair.is_multiple_of(const { pair_lanes(V) }) && pair * (2 * V as u32) < n
 }
