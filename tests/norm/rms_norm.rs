@@ -241,6 +241,37 @@ fn refuses_what_it_cannot_do() {
     bytes.copy_from_slice(&[warploom::E4M3(0); 128]).unwrap();
 }
 
+/// Rows that go one by one are held in registers where they fit, and read twice elsewhere: the results are the same bits.
+#[test]
+fn rows_one_by_one_are_the_same_bits() {
+    on_every_device(|device, stream| {
+        let (rows, n) = (2, 769);
+        assert!(rms_norm::is_held_one_by_one(n as u32));
+        let x = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 1), &[rows, n]).unwrap();
+        let (w, _) = weights::<bf16>(device, n);
+        let zeros = || Tensor::<bf16>::zeros(device, &[rows, n]).unwrap();
+        let (mut held, mut read_twice) = (zeros(), zeros());
+        norm::rms_norm(stream, &mut held, &x, Some(&w), 1e-5).unwrap();
+        let args = rms_norm::Args {
+            x: x.as_ptr().cast(),
+            weight: w.as_ptr().cast(),
+            out: read_twice.as_mut_ptr().cast(),
+            rows: rows as u32,
+            n: n as u32,
+            x_stride: n,
+            out_stride: n,
+            weight_offset: 0.0,
+            eps: 1e-5,
+        };
+        let entry = rms_norm::entry(DType::Bf16, Variant::Any).unwrap();
+        let geometry = rms_norm::geometry(DType::Bf16, Variant::Any, rows as u32, n as u32);
+        // SAFETY: the tensors are as large as the arguments say, and live on.
+        unsafe { stream.launch(&entry, &geometry, &args) }.unwrap();
+        stream.synchronize().unwrap();
+        assert_eq!(all_bytes(&held.to_vec().unwrap()), all_bytes(&read_twice.to_vec().unwrap()));
+    });
+}
+
 #[test]
 fn entries_have_the_names_of_what_they_do() {
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
@@ -249,6 +280,8 @@ fn entries_have_the_names_of_what_they_do() {
             let fused = rms_norm::fused_add_entry(dtype, v).unwrap();
             assert_eq!(fused.name, format!("fused_add_rms_norm_{name}_{dtype}"));
         }
+        assert_eq!(rms_norm::any_x4_entry(dtype).unwrap().name, format!("rms_norm_any_x4_{dtype}"));
+        assert_eq!(rms_norm::fused_add_any_x4_entry(dtype).unwrap().name, format!("fused_add_rms_norm_any_x4_{dtype}"));
     }
     assert!(rms_norm::entry(DType::I32, Variant::X2).is_none());
 }

@@ -262,6 +262,40 @@ fn zeros_and_not_a_number() {
     });
 }
 
+/// Groups whose results are below what scales are made for: of a small row, of small weights, and zeros; a row with a NaN has no other results.
+#[test]
+fn groups_below_the_least_scale() {
+    on_every_device(|device, stream| {
+        let n = 256;
+        let mut x = noise_of::<f32>(3 * n, 1);
+        x[..n].iter_mut().for_each(|x| *x *= 1e-14);
+        x[2 * n + 3] = f32::NAN;
+        let mut w = noise_of::<f32>(n, 2);
+        w[..GROUP].iter_mut().for_each(|w| *w *= 1e-12);
+        w[5] = 0.0;
+        let dx = Tensor::from_slice(device, &x, &[3, n]).unwrap();
+        let dw = Tensor::from_slice(device, &w, &[n]).unwrap();
+        let options = RmsNormQuantOptions::default().weight(&dw);
+        for residual in [false, true] {
+            let mut out = Tensor::<E4M3>::uninit(device, &[3, n]).unwrap();
+            let mut scales = Tensor::<f32>::uninit(device, &[3, 2]).unwrap();
+            let mut zeros = Tensor::<f32>::zeros(device, &[3, n]).unwrap();
+            let residual = residual.then_some(&mut zeros);
+            norm::rms_norm_e4m3_per_group(stream, &mut out, &mut scales, residual, &dx, 1e-5, &options).unwrap();
+            let (out, scales) = (out.to_vec().unwrap(), scales.to_vec().unwrap());
+            let weight = widen(&w);
+            for r in 0..2 {
+                let want = reference::rms_norm(&widen(&x[r * n..][..n]), Some(&weight), 1e-5);
+                for g in 0..2 {
+                    let at = r * n + g * GROUP;
+                    check_e4m3(&out[at..at + GROUP], &want[g * GROUP..][..GROUP], scales[2 * r + g]);
+                }
+            }
+            assert!(out[2 * n..].iter().all(|v| v.to_f32().is_nan()));
+        }
+    });
+}
+
 /// Twice the same bits, and a row alone as among others.
 #[test]
 fn repeats_bit_for_bit() {

@@ -25,7 +25,23 @@ pub const fn fused_add_entry(dtype: DType, variant: Variant) -> Option<Entry<Fus
     pieces::instance(dtype, variant.first())
 }
 
-/// How to launch either for `rows` rows of `n` elements.
+/// Whether rows of `n` elements that go one by one ([`Variant::Any`]) fit in the registers of a block of more than a warp. With [`any_x4_entry`]
+/// they are read once; it is launched as [`entry`]'s, and the results are the same bits.
+pub const fn is_held_one_by_one(n: u32) -> bool {
+    512 < n && n <= 8192
+}
+
+/// The entry for rows that [are held one by one](is_held_one_by_one), if there is one for the element type.
+pub const fn any_x4_entry(dtype: DType) -> Option<Entry<Args>> {
+    pieces::instance(dtype, 12)
+}
+
+/// As [`any_x4_entry`], adding a residual.
+pub const fn fused_add_any_x4_entry(dtype: DType) -> Option<Entry<FusedAddArgs>> {
+    pieces::instance(dtype, 12)
+}
+
+/// How to launch any of them for `rows` rows of `n` elements.
 pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
     variant.geometry(dtype, rows, n, matches!(variant, Variant::X4), kernel::SHARED_BYTES)
 }
@@ -46,8 +62,10 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
         [(args.x, args.x_stride, size), (args.weight, 0, size), (args.out.cast_const(), args.out_stride, size)];
     let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
     let geometry = geometry(dtype, variant, args.rows, args.n);
+    let held = variant == Variant::Any && is_held_one_by_one(args.n);
+    let entry = if held { any_x4_entry(dtype) } else { entry(dtype, variant) };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
-    unsafe { pieces::launch(stream, "rms_norm", dtype, entry(dtype, variant), &geometry, args) }
+    unsafe { pieces::launch(stream, "rms_norm", dtype, entry, &geometry, args) }
 }
 
 /// Launches on raw pointers (layer L1): as [`launch`], of `x + residual`, which goes to `residual_out`.
@@ -68,7 +86,8 @@ pub unsafe fn launch_fused_add(stream: &Stream, dtype: DType, args: &FusedAddArg
     ];
     let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
     let geometry = geometry(dtype, variant, args.rows, args.n);
-    let entry = fused_add_entry(dtype, variant);
+    let held = variant == Variant::Any && is_held_one_by_one(args.n);
+    let entry = if held { fused_add_any_x4_entry(dtype) } else { fused_add_entry(dtype, variant) };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, "fused_add_rms_norm", dtype, entry, &geometry, args) }
 }

@@ -80,8 +80,13 @@ pub const fn many_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry> 
 /// The least elements of a launch of the entries for many. Measured on an H200.
 pub const LEAST_MANY: u64 = 1 << 22;
 
-/// The most rows of the entries for few: one for each multiprocessor. With more the others are as fast. Measured on an H200.
-pub const MOST_FEW_ROWS: u32 = 132;
+/// Up to so many rows, two for each multiprocessor, or so many elements the entries for few are as fast as the others or faster. Measured on an H200.
+pub const MOST_FEW: (u32, u64) = (264, 1 << 20);
+
+/// Whether that is so.
+const fn is_few(rows: u32, n: u32) -> bool {
+    rows <= MOST_FEW.0 || rows as u64 * n as u64 <= MOST_FEW.1
+}
 
 /// How to launch any of them for `rows` rows of `n` elements.
 pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
@@ -118,7 +123,7 @@ macro_rules! launches {
             let many = if many { many_geometry(dtype, rows, $args.n) } else { None };
             let (entry, geometry): (Option<Entry<$Args>>, _) = match many {
                 Some(many) if alone && variant == Variant::X2 => ($many(dtype), many),
-                _ if alone && variant == Variant::X2 && rows <= MOST_FEW_ROWS => ($few(dtype), usual),
+                _ if alone && variant == Variant::X2 && is_few(rows, $args.n) => ($few(dtype), usual),
                 _ => ($entry(dtype, variant, !alone), usual),
             };
             // SAFETY: forwarded to the caller; the entry fits the alignment.

@@ -320,11 +320,29 @@ fn canonical_f16x2(word: u32) -> u32 {
     one(word & 0xffff) | one(word >> 16) << 16
 }
 
-/// Rounds four values to integers, clamped to -128 ..= 127.
+/// Rounds four values to integers, clamped to -128 ..= 127; NaN becomes 0.
+///
+/// `ptxas` makes two instructions of it (`F2IP`), each of which rounds, clamps and packs two values.
 #[inline(always)]
 pub fn pack_i8x4(v: [f32; 4]) -> u32 {
-    let byte = |v: f32| f32_to_i8(v) as u8 as u32;
-    byte(v[0]) | byte(v[1]) << 8 | byte(v[2]) << 16 | byte(v[3]) << 24
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let o: u32;
+        // SAFETY: register arithmetic.
+        unsafe {
+            ptx!("{{ .reg .b32 %a, %b, %c, %d; cvt.rni.s32.f32 %a, {a}; cvt.rni.s32.f32 %b, {b}; \
+                cvt.rni.s32.f32 %c, {c}; cvt.rni.s32.f32 %d, {d}; cvt.pack.sat.s8.s32.b32 %c, %d, %c, 0; \
+                cvt.pack.sat.s8.s32.b32 {o}, %b, %a, %c; }}",
+                o = lateout(reg32) o, a = in(reg32) v[0], b = in(reg32) v[1], c = in(reg32) v[2], d = in(reg32) v[3],
+                options(pure, nomem, nostack))
+        };
+        o
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        let byte = |v: f32| f32_to_i8(v) as u8 as u32;
+        byte(v[0]) | byte(v[1]) << 8 | byte(v[2]) << 16 | byte(v[3]) << 24
+    }
 }
 
 /// Widens four signed bytes. Exact.

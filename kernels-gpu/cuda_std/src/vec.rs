@@ -297,6 +297,36 @@ pub unsafe fn store_if<V: Copy>(condition: bool, ptr: *mut V, value: V) {
     }
 }
 
+/// [`store_if`] of 4 or 8 bytes with the hint [`StoreStreaming`].
+///
+/// # Safety
+/// As for [`store_if`].
+#[inline(always)]
+pub unsafe fn store_streaming_if<V: Copy>(condition: bool, ptr: *mut V, value: V) {
+    const { assert!(matches!(size_of::<V>(), 4 | 8)) };
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let (c, mut w) = (condition as u32, [0u32; 2]);
+        // SAFETY: forwarded to the caller; the vector has one word or two.
+        unsafe {
+            (&raw mut w).cast::<V>().write_unaligned(value);
+            if size_of::<V>() == 4 {
+                ptx!("{{ .reg .b64 %a; .reg .pred %p; cvta.to.global.u64 %a, {p}; setp.ne.u32 %p, {c}, 0; @%p st.global.cs.b32 [%a], {w}; }}",
+                    p = in(reg64) ptr, c = in(reg32) c, w = in(reg32) w[0], options(nostack, preserves_flags))
+            } else {
+                ptx!("{{ .reg .b64 %a; .reg .pred %p; cvta.to.global.u64 %a, {p}; setp.ne.u32 %p, {c}, 0; @%p st.global.cs.v2.b32 [%a], {{{w}, {x}}}; }}",
+                    p = in(reg64) ptr, c = in(reg32) c, w = in(reg32) w[0], x = in(reg32) w[1],
+                    options(nostack, preserves_flags))
+            }
+        }
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    if condition {
+        // SAFETY: forwarded to the caller.
+        unsafe { ptr.write(value) }
+    }
+}
+
 /// [`store_if`] with a policy for the second-level cache.
 ///
 /// # Safety

@@ -290,7 +290,7 @@ pub unsafe fn per_token<T: Float, A: Gated, Q: Quantised, const V: usize, const 
     }
     let [largest] = team.reduce_warps::<1, 1, MAX_WARPS>([[Op::Max.over_warp(largest)]], [Op::Max], scratch);
     let (scale, factor) = quantise::scale_and_factor::<Q>(largest, 1.0);
-    cuda_std::unroll::<N>(|i| at(i).store_quantised(out, y[i], factor));
+    cuda_std::unroll::<N>(|i| at(i).store_quantised_at_once(out, y[i], factor));
     if N == 0 {
         let mut i = 0;
         while i < rounds {

@@ -56,6 +56,8 @@ pub unsafe fn conformance(data: *const u32, scratch: *mut u32, out: *mut u32) {
     output.set_hinted(768 + 4 * t, four, vec::SecondLevel);
     output.set_hinted(1024 + 2 * t, B64([e, f]), vec::StoreStreaming);
     output.set_hinted(1152 + t, t * 7, vec::StoreStreaming);
+    output.set_streaming_if(t.is_multiple_of(5), 1024 + 2 * t, B64([t * 3; 2]));
+    output.set_streaming_if(t.is_multiple_of(7), 1152 + t, t * 11);
     output.set_hinted(1216 + t, B32([t as u16, 9u16]), vec::Streaming);
     output.set_as(1280 + 4 * t, B128([t, t + 1, t + 2, t + 3]));
     output.set_as(1536 + 4 * t, four);
@@ -128,5 +130,5 @@ pub unsafe fn conformance(data: *const u32, scratch: *mut u32, out: *mut u32) {
 
 entries! {
     pub struct Args(data: *const u32, scratch: *mut u32, out: *mut u32);
-    conformance_memory {} [64] => conformance;
+    conformance_memory {} [64, 8] => conformance;
 }

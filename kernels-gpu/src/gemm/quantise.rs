@@ -6,7 +6,7 @@
 //!   magnitude. Many rows take two pieces a thread (`many`), of the same group: fewer steps for it, and more bytes under way.
 //! * A scale for each block of 128 by 128: for weights, ahead of time. A block of threads reads its part twice.
 
-use crate::row::quantise::{self, Quantised, amax, finite, scale_for};
+use crate::row::quantise::{self, Quantised, amax, scale_for};
 use crate::row::team::{Op, scratch};
 use crate::row::{GROUP, Mine, Piece, Team};
 use cuda_std::shared::Carver;
@@ -64,11 +64,11 @@ pub unsafe fn rows<T: Float, Q: Quantised, const V: usize, const N: usize, const
         scales.set(row, scale);
     }
     let factor = float::recip(scale);
-    cuda_std::unroll::<N>(|i| at(i).store_quantised(out, finite::<Q, V>(held[i]), factor));
+    cuda_std::unroll::<N>(|i| at(i).store_quantised_at_once(out, held[i], factor));
     if N == 0 {
         let mut i = 0;
         while i < rounds {
-            at(i).store_quantised(out, finite::<Q, V>(load(i)), factor);
+            at(i).store_quantised(out, load(i), factor);
             i += 1;
         }
     }
@@ -101,7 +101,7 @@ pub unsafe fn groups<T: Float, Q: Quantised, const V: usize, const VEC: bool>(
     if index % const { (GROUP / V) as u32 } == 0 && index * (V as u32) < n {
         GlobalMut::new(scale_place.cast_mut().cast::<f32>()).set_hinted(0usize, scale.to_bits(), StoreStreaming);
     }
-    at.store_quantised(GlobalMut::new(out.cast_mut().cast::<Q>()), finite::<Q, V>(v), float::recip(scale));
+    at.store_quantised(GlobalMut::new(out.cast_mut().cast::<Q>()), v, float::recip(scale));
 }
 
 /// As [`groups`] for many rows: two pieces a thread, of the same group.
@@ -138,7 +138,7 @@ pub unsafe fn groups_many<T: Float, Q: Quantised, const V: usize>(
         GlobalMut::new(scales.cast_mut().cast::<f32>()).set_hinted(0usize, scale.to_bits(), StoreStreaming);
     }
     let factor = float::recip(scale);
-    cuda_std::unroll::<2>(|i| at(i as u32).store_quantised(out, finite::<Q, V>(v[i]), factor));
+    cuda_std::unroll::<2>(|i| at(i as u32).store_quantised(out, v[i], factor));
 }
 
 /// `w`, `out`: `[matrices, rows, n]`, dense; `scales`: `[matrices, rows / 128, n / 128]`, dense, the last of each perhaps a smaller block.
@@ -173,7 +173,7 @@ pub unsafe fn blocks<T: Float, Q: Quantised>(w: *const T, out: *mut Q, scales: *
     let mut r = low;
     while r < high {
         let at = r as usize * n as usize + own as usize;
-        out.set(at, Q::one(finite::<Q, 1>([w.get(at).to_f32()])[0], factor));
+        out.set(at, Q::one(w.get(at).to_f32() * factor));
         r += step;
     }
 }

@@ -395,8 +395,8 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
                     let v = vec::to_f32(elements::<T, 8>(B128(loaded.map(integer::opaque))));
                     scales[i] = scale_for::<E4M3>(group_amax(v));
                     let factor = float::recip(scales[i]);
-                    let low = E4M3::four_times([v[0], v[1], v[2], v[3]], factor);
-                    words[i] = B64([low, E4M3::four_times([v[4], v[5], v[6], v[7]], factor)]);
+                    let four = |j: usize| E4M3::four([v[j], v[j + 1], v[j + 2], v[j + 3]].map(|v| v * factor));
+                    words[i] = B64([four(0), four(4)]);
                 });
                 unroll::<TOGETHER>(|i| {
                     let (line, row) = piece(this_chunk, group * TOGETHER + i);

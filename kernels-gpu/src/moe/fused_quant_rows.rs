@@ -10,7 +10,7 @@
 //! alone.
 
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
-use crate::row::quantise::{Quantised, amax, finite, group_amax, scale_for};
+use crate::row::quantise::{Quantised, amax, group_amax, scale_for};
 use crate::row::team::{Op, scratch};
 use crate::row::{GROUP, Piece, Team};
 use cuda_std::shared::Carver;
@@ -255,7 +255,7 @@ pub unsafe fn rows<T: Float, Q: Quantised>(
     }
     let mut index = team.rank;
     while index < pieces {
-        let v = finite::<Q, COLUMNS>(if index == team.rank { own } else { load(index) });
+        let v = if index == team.rank { own } else { load(index) };
         for i in 0..row.count {
             let place = rows.place(row.first + i);
             if place != u32::MAX {

@@ -9,7 +9,7 @@
 //! * `x4`: four pieces a thread: rows up to 32 KiB. `layer_norm`, which computes more for each warp, takes it from 4 KiB on.
 //! * `few`, `many`: other instances for launches of few or many rows, in which every sum is added up in the same order.
 //! * `loop`: longer rows are read twice, the second time from the second-level cache; up to 1024 threads.
-//! * `any`: as `loop`, for rows that cannot be moved in pieces of 16 bytes (see [`row`](crate::row)).
+//! * `any`: as `loop`, for rows that cannot be moved in pieces of 16 bytes (see [`row`](crate::row)); `any_x4`: held in registers, the same bits.
 
 pub mod layer_norm;
 pub mod qk_norm;

@@ -263,6 +263,9 @@ pub mod alone {
         rms_norm_any_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 0, false>;
         rms_norm_any_f16 { type T = half::f16; } [1024] => rms_norm::<T, 4, 0, false>;
         rms_norm_any_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 4, 0, false>;
+        rms_norm_any_x4_f32 { type T = f32; } [512, 2] => rms_norm::<T, 4, 4, false>;
+        rms_norm_any_x4_f16 { type T = half::f16; } [512, 2] => rms_norm::<T, 4, 4, false>;
+        rms_norm_any_x4_bf16 { type T = half::bf16; } [512, 2] => rms_norm::<T, 4, 4, false>;
     }
 }
 
@@ -287,5 +290,8 @@ pub mod fused_add {
         fused_add_rms_norm_any_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 0, false>;
         fused_add_rms_norm_any_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 4, 0, false>;
         fused_add_rms_norm_any_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 4, 0, false>;
+        fused_add_rms_norm_any_x4_f32 { type T = f32; } [512] => fused_add_rms_norm::<T, 4, 4, false>;
+        fused_add_rms_norm_any_x4_f16 { type T = half::f16; } [512] => fused_add_rms_norm::<T, 4, 4, false>;
+        fused_add_rms_norm_any_x4_bf16 { type T = half::bf16; } [512] => fused_add_rms_norm::<T, 4, 4, false>;
     }
 }

@@ -15,6 +15,10 @@ use cuda_std::{E4M3, Float, Global, GlobalMut, dependent_launch, entries, float,
 /// Dynamic shared memory of a block: a sum and a largest magnitude for each warp.
 pub const SHARED_BYTES: usize = 2 * MAX_WARPS * 4;
 
+/// Up to so many elements results of groups are stored before the row's factor is known. In longer launches the memory is what takes time, and
+/// works better on loads by themselves. Measured on an H200.
+const MOST_EARLY: u64 = 1 << 20;
+
 /// What the results are multiplied by, besides the row's factor.
 #[derive(Clone, Copy)]
 struct Factors<T> {
@@ -58,40 +62,41 @@ impl<T: Float> Factors<T> {
 trait Scales: Copy {
     /// Whether each group of columns has one; otherwise each row has.
     const GROUPED: bool;
-    /// Stores the scale of the whole row.
-    unsafe fn store_row(self, scale: f32);
+    /// Stores the scale of the whole row if `first`.
+    unsafe fn store_row_if(self, first: bool, scale: f32);
     /// Stores the scale of the group of piece `index`.
     unsafe fn store_group<const V: usize>(self, index: u32, n: u32, scale: f32);
-    /// Stores the scale of the group of the pair of pieces number `pair`.
-    unsafe fn store_pair<const V: usize>(self, pair: u32, n: u32, scale: f32);
+    /// Where the scale of the group of the pair of pieces number `pair` is.
+    fn place<const V: usize>(self, pair: u32) -> *const u8;
 }
 
 impl Scales for GlobalMut<f32> {
     const GROUPED: bool = false;
     #[inline(always)]
     #[track_caller]
-    unsafe fn store_row(self, scale: f32) {
-        self.set(0usize, scale);
+    unsafe fn store_row_if(self, first: bool, scale: f32) {
+        self.set_streaming_if(first, 0usize, scale);
     }
     #[inline(always)]
     unsafe fn store_group<const V: usize>(self, _: u32, _: u32, _: f32) {}
     #[inline(always)]
-    unsafe fn store_pair<const V: usize>(self, _: u32, _: u32, _: f32) {}
+    fn place<const V: usize>(self, _: u32) -> *const u8 {
+        core::ptr::null()
+    }
 }
 
 impl Scales for GroupScales {
     const GROUPED: bool = true;
     #[inline(always)]
-    unsafe fn store_row(self, _: f32) {}
+    unsafe fn store_row_if(self, _: bool, _: f32) {}
     #[inline(always)]
     #[track_caller]
     unsafe fn store_group<const V: usize>(self, index: u32, n: u32, scale: f32) {
         self.store::<V>(index, n, scale);
     }
     #[inline(always)]
-    #[track_caller]
-    unsafe fn store_pair<const V: usize>(self, pair: u32, n: u32, scale: f32) {
-        GroupScales::store_pair::<V>(self, pair, n, scale);
+    fn place<const V: usize>(self, pair: u32) -> *const u8 {
+        GroupScales::place::<V>(self, pair)
     }
 }
 
@@ -124,9 +129,21 @@ unsafe fn normalise<
     let (mut inputs, mut w) = ([[[zero(); V]; N]; 2], [[zero(); V]; N]);
     // Where results go, in groups without a residual. Elsewhere it is faster to find out after the reduction.
     let mut to = [core::ptr::null::<u8>(); N];
+    // Whether there are registers to know early what is stored last.
+    let soon = U == 1 && (ADD || N == 2);
+    // Where scales of groups go, then.
+    let (mut scale_to, pair) = ([core::ptr::null::<u8>(); N], |i: usize| i as u32 * team.size + team.rank);
     if VEC && N > 0 && (ADD || FEW || S::GROUPED) {
         let before = ADD || FEW || thread::grid_dim_x() <= FEW_ROWS;
         let mut word = shared::address(scratch.ptr(0usize).cast_const());
+        if S::GROUPED && soon {
+            let mut i = 0;
+            while i < N / 2 {
+                scale_to[i] = scales.place::<V>(pair(i));
+                word &= scale_to[i] as u32 & (scale_to[i] as u64 >> 32) as u32;
+                i += 1;
+            }
+        }
         if S::GROUPED && !ADD {
             cuda_std::unroll::<N>(|i| {
                 to[i] = integer::opaque_address(out.ptr(row.piece(i).first()).cast_const().cast());
@@ -170,40 +187,58 @@ unsafe fn normalise<
             let x = from.first::<ADD, V, N, VEC>(row, i);
             totals[0] += squares(x);
             if !S::GROUPED {
-                let mut y = [factors.apply(row.piece(i), x)];
-                largest = float::max(largest, quantise::finite_amax::<Q, V, 1>(&mut y));
+                largest = float::max(largest, quantise::amax(factors.apply(row.piece(i), x)));
             }
             i += 1;
         }
     }
-    // The shuffles of the sum leave time for what follows.
-    cuda_std::unroll::<U>(|u| totals[u] = Op::Sum.over_warp(totals[u]));
+    // The shuffles of the sum leave time for what follows; without groups and a residual rather for the largest magnitude, after it.
+    if S::GROUPED || ADD {
+        cuda_std::unroll::<U>(|u| totals[u] = Op::Sum.over_warp(totals[u]));
+    }
     // The largest magnitudes of the groups: that of pieces `2 i` and `2 i + 1` at `i`.
     let (mut y, mut groups) = ([[0.0; V]; N], [0.0; N]);
     cuda_std::unroll::<N>(|i| y[i] = factors.weighted(x[i], w[i]));
     if N > 0 && factors.smooths() {
         cuda_std::unroll::<N>(|i| y[i] = factors.smoothed(row.piece(i), y[i]));
     }
+    // Results of groups: pieces `2 i` and `2 i + 1`.
+    let store_pair = |i: usize, factor: f32| {
+        for i in [2 * i, 2 * i + 1] {
+            if ADD {
+                row.piece(i).store_quantised_at_once(out, y[i], factor);
+            } else {
+                let (piece, out) = (row.here(i), GlobalMut::new(to[i].cast_mut().cast::<Q>()));
+                if soon {
+                    piece.store_quantised_at_once(out, y[i], factor);
+                } else {
+                    piece.store_quantised(out, y[i], factor);
+                }
+            }
+        }
+    };
+    // But for the rarest of groups, scales alone depend on the rest of the row.
+    let early = S::GROUPED && soon && n as u64 * thread::grid_dim_x() as u64 <= MOST_EARLY;
     let total;
     if S::GROUPED {
         let mut i = 0;
         while i < N / 2 {
             groups[i] = quantise::pair_amax([y[2 * i], y[2 * i + 1]]);
+            if early {
+                store_pair(i, quantise::factor_up_to::<Q>(groups[i]));
+            }
             i += 1;
         }
         [total] = row.reduce_warps([totals], [Op::Sum], scratch);
     } else {
+        if !ADD {
+            cuda_std::unroll::<U>(|u| totals[u] = Op::Sum.over_warp(totals[u]));
+        }
         if N > 0 {
-            largest = if ADD { quantise::amax_or_nan::<Q, V, N>(y) } else { quantise::finite_amax::<Q, V, N>(&mut y) };
+            largest = quantise::amax_of(y);
         }
         let most = [Op::Max.over_warp(largest); U];
         [total, largest] = row.reduce_warps([totals, most], [Op::Sum, Op::Max], scratch);
-        // Here it is no warp's own way: all of the row's threads know. With a residual that is faster, alone it is slower.
-        if ADD && N > 0 && !Q::HAS_NAN && (largest >= f32::INFINITY || largest.is_nan()) {
-            thread::sync_threads();
-            let most = [Op::Max.over_warp(quantise::finite_amax::<Q, V, N>(&mut y)); U];
-            [largest] = row.reduce_warps([most], [Op::Max], scratch);
-        }
     }
     let rms = inverse_rms(total, inverse_n, eps);
     let (scale, row_factor) = quantise::scale_and_factor::<Q>(largest, rms);
@@ -212,39 +247,35 @@ unsafe fn normalise<
         let mut i = 0;
         while i < N / 2 {
             let (scale, factor) = quantise::scale_and_factor::<Q>(groups[i], rms);
-            // Its address is what takes time, while the factor's reciprocal is on its way.
-            scales.store_pair::<V>(i as u32 * team.size + team.rank, n, scale);
-            let store = |i: usize| {
-                if ADD {
-                    row.piece(i).store_quantised(out, y[i], factor);
-                } else {
-                    row.here(i).store_quantised(GlobalMut::new(to[i].cast_mut().cast::<Q>()), y[i], factor);
-                }
-            };
-            store(2 * i);
-            store(2 * i + 1);
+            let to = if soon { scale_to[i] } else { scales.place::<V>(pair(i)) };
+            GlobalMut::new(to.cast_mut().cast::<f32>()).set_streaming_if(
+                quantise::stores_pair::<V>(pair(i), n),
+                0usize,
+                scale,
+            );
+            if !early || factor != quantise::factor_up_to::<Q>(groups[i]) {
+                store_pair(i, factor);
+            }
             i += 1;
         }
     } else {
-        cuda_std::unroll::<N>(|i| row.piece(i).store_quantised(out, y[i], row_factor));
+        // Among other instructions: behind the results, or behind a branch, it would be what everybody waits for.
+        scales.store_row_if(team.rank == 0, scale);
+        cuda_std::unroll::<N>(|i| row.piece(i).store_quantised_at_once(out, y[i], row_factor));
     }
     if N == 0 {
         let mut i = 0;
         while i < row.rounds() {
-            let mut y = [factors.apply(row.piece(i), from.again::<ADD, V, N, VEC>(row, i))];
+            let y = factors.apply(row.piece(i), from.again::<ADD, V, N, VEC>(row, i));
             if S::GROUPED {
-                let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::group_amax(y[0]), rms);
+                let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::group_amax(y), rms);
                 scales.store_group::<V>(row.index(i), n, scale);
-                row.piece(i).store_quantised(out, y[0], factor);
+                row.piece(i).store_quantised(out, y, factor);
             } else {
-                quantise::finite_amax::<Q, V, 1>(&mut y);
-                row.piece(i).store_quantised(out, y[0], row_factor);
+                row.piece(i).store_quantised(out, y, row_factor);
             }
             i += 1;
         }
-    }
-    if !S::GROUPED && team.rank == 0 {
-        scales.store_row(scale);
     }
 }
 

@@ -7,7 +7,7 @@
 
 use super::{GROUP, Piece};
 use cuda_std::vec::{B64, StoreStreaming};
-use cuda_std::{E4M3, Element, GlobalMut, convert, float, integer, warp};
+use cuda_std::{E4M3, Element, GlobalMut, convert, float, warp};
 
 /// The least magnitude that a dynamic scale is made for.
 pub const EPSILON: f32 = 1e-10;
@@ -16,55 +16,34 @@ pub const EPSILON: f32 = 1e-10;
 pub trait Quantised: Element {
     /// The largest number.
     const MAX: f32;
-    /// Whether NaN can be told. Otherwise [`finite`] or [`finite_amax`] must have made zeros of what is no number.
-    const HAS_NAN: bool;
-    /// Rounds `v * factor`, which is at most [`MAX`](Self::MAX) but for the last places, to the nearest, ties to even.
-    fn one(v: f32, factor: f32) -> Self;
-    /// Four values times `factor`, as [`one`](Self::one) has them, in a word, the first in the lowest bits.
-    fn four_times(v: [f32; 4], factor: f32) -> u32;
-    /// As [`four_times`](Self::four_times) with 1.
-    #[inline(always)]
-    fn four(v: [f32; 4]) -> u32 {
-        Self::four_times(v, 1.0)
-    }
+    /// Rounds a number to the nearest, ties to even; what is beyond the format's numbers to the last of them.
+    fn one(v: f32) -> Self;
+    /// Four values, as [`one`](Self::one) has them, in a word, the first in the lowest bits.
+    fn four(v: [f32; 4]) -> u32;
 }
 
 impl Quantised for E4M3 {
     const MAX: f32 = E4M3::MAX;
-    const HAS_NAN: bool = true;
-    /// Saturates.
     #[inline(always)]
-    fn one(v: f32, factor: f32) -> Self {
-        convert::f32_to_e4m3(v * factor)
+    fn one(v: f32) -> Self {
+        convert::f32_to_e4m3(v)
     }
     #[inline(always)]
-    fn four_times(v: [f32; 4], factor: f32) -> u32 {
-        convert::pack_e4m3x4(v.map(|v| v * factor))
+    fn four(v: [f32; 4]) -> u32 {
+        convert::pack_e4m3x4(v)
     }
 }
 
 impl Quantised for i8 {
     const MAX: f32 = 127.0;
-    const HAS_NAN: bool = false;
     #[inline(always)]
-    fn one(v: f32, factor: f32) -> Self {
-        // An instruction on integers between sum and store: ptxas takes the register of a sum for a number, and converts it to
-        // u8, saturating, when a byte of it is stored (F2IP.U8 in the machine code; 255 on an H200).
-        integer::permute(nearest(v, factor), 0, 0x4440) as i8
+    fn one(v: f32) -> Self {
+        convert::pack_i8x4([v; 4]) as i8
     }
     #[inline(always)]
-    fn four_times(v: [f32; 4], factor: f32) -> u32 {
-        let [a, b, c, d] = v.map(|v| nearest(v, factor));
-        integer::permute(integer::permute(a, b, 0x0040), integer::permute(c, d, 0x0040), 0x5410)
+    fn four(v: [f32; 4]) -> u32 {
+        convert::pack_i8x4(v)
     }
-}
-
-/// A word whose lowest byte is the integer nearest to `v * factor`, which is at most 2^22 in magnitude.
-///
-/// Adding 1.5 * 2^23 leaves the integer in the low bits. Conversions take four times as long.
-#[inline(always)]
-fn nearest(v: f32, factor: f32) -> u32 {
-    float::fma(v, factor, 12_582_912.0).to_bits()
 }
 
 /// The scale for values up to `amax` in magnitude.
@@ -79,77 +58,37 @@ pub fn factor_of(scale: f32) -> f32 {
     float::fast::recip(scale)
 }
 
+/// What magnitudes up to `amax` are multiplied by, unless [`EPSILON`] counts for them.
+#[inline(always)]
+pub fn factor_up_to<Q: Quantised>(amax: f32) -> f32 {
+    Q::MAX * float::fast::recip(amax)
+}
+
 /// The scale for magnitudes up to `amax * common`, and `common` divided by it, which do not wait for each other.
 #[inline(always)]
 pub fn scale_and_factor<Q: Quantised>(amax: f32, common: f32) -> (f32, f32) {
-    let (factor, most) = (Q::MAX * float::fast::recip(amax), common * (Q::MAX / EPSILON));
-    let factor = if !Q::HAS_NAN {
-        // 0 where `common` is NaN.
-        float::min(factor, float::max(most, 0.0))
-    } else if factor < most {
-        factor
-    } else {
-        most
-    };
+    let (factor, most) = (factor_up_to::<Q>(amax), common * (Q::MAX / EPSILON));
+    // NaN where `common` is.
+    let factor = if factor < most { factor } else { most };
     (scale_for::<Q>(amax * common), factor)
-}
-
-/// The largest magnitude of several pieces, in which NaN has no say and becomes zero, as infinities do, where the format
-/// cannot tell it.
-#[inline(always)]
-pub fn finite_amax<Q: Quantised, const V: usize, const N: usize>(pieces: &mut [[f32; V]; N]) -> f32 {
-    let mut largest = 0.0;
-    if Q::HAS_NAN {
-        cuda_std::unroll::<N>(|i| largest = float::max(largest, amax(pieces[i])));
-        return largest;
-    }
-    cuda_std::unroll::<N>(|i| largest = float::max_propagate(largest, tree(pieces[i], float::max_propagate)));
-    // Which NaN is not.
-    let finite = largest < f32::INFINITY;
-    if !finite {
-        largest = 0.0;
-        cuda_std::unroll::<N>(|i| {
-            // As if they were new: otherwise magnitudes are kept for this from above, which takes an instruction each.
-            pieces[i] = pieces[i].map(|y| f32::from_bits(integer::opaque(y.to_bits())));
-            largest = float::max(largest, amax(pieces[i]));
-            cuda_std::unroll::<V>(|j| {
-                let finite = float::abs(pieces[i][j]) < f32::INFINITY;
-                pieces[i][j] = if finite { pieces[i][j] } else { 0.0 };
-            });
-        });
-    }
-    largest
-}
-
-/// The largest magnitude of several pieces; NaN if there is one where the format cannot tell it, otherwise NaN has no say.
-#[inline(always)]
-pub fn amax_or_nan<Q: Quantised, const V: usize, const N: usize>(pieces: [[f32; V]; N]) -> f32 {
-    let mut largest = 0.0;
-    cuda_std::unroll::<N>(|i| {
-        largest = if Q::HAS_NAN {
-            float::max(largest, amax(pieces[i]))
-        } else {
-            float::max_propagate(largest, tree(pieces[i], float::max_propagate))
-        };
-    });
-    largest
-}
-
-/// The values, with zeros for what is no number where the format cannot tell it.
-#[inline(always)]
-pub fn finite<Q: Quantised, const V: usize>(mut values: [f32; V]) -> [f32; V] {
-    if !Q::HAS_NAN {
-        cuda_std::unroll::<V>(|j| {
-            values[j] = if float::abs(values[j]) < f32::INFINITY { values[j] } else { 0.0 };
-        });
-    }
-    values
 }
 
 /// The largest magnitude; NaN has no say.
 #[inline(always)]
 pub fn amax<const V: usize>(values: [f32; V]) -> f32 {
-    float::max(tree(values, float::max), 0.0)
+    amax_of([values])
+}
+
+/// The largest magnitude of several pieces, of one at least; NaN has no say.
+#[inline(always)]
+pub fn amax_of<const V: usize, const N: usize>(pieces: [[f32; V]; N]) -> f32 {
+    let mut largest = tree(pieces[0]);
+    let mut i = 1;
+    while i < N {
+        largest = float::max(largest, tree(pieces[i]));
+        i += 1;
+    }
+    float::max(largest, 0.0)
 }
 
 /// [`amax`], and [`EPSILON`] at least, which comes in where nothing waits for it.
@@ -157,10 +96,10 @@ pub fn amax<const V: usize>(values: [f32; V]) -> f32 {
 pub fn amax_from_epsilon<const V: usize>(values: [f32; V]) -> f32 {
     const { assert!(V == 4 || V == 8) };
     let at = |i: usize| values[i % V];
-    let mut largest = float::max(tree([at(0), at(1)], float::max), EPSILON);
-    largest = float::max(largest, tree([at(2), at(3)], float::max));
+    let mut largest = float::max(tree([at(0), at(1)]), EPSILON);
+    largest = float::max(largest, tree([at(2), at(3)]));
     if V == 8 {
-        largest = float::max(largest, tree([at(4), at(5), at(6), at(7)], float::max));
+        largest = float::max(largest, tree([at(4), at(5), at(6), at(7)]));
     }
     largest
 }
@@ -173,19 +112,19 @@ pub fn scale_and_factor_from_epsilon<Q: Quantised>(amax: f32) -> (f32, f32) {
 
 /// Magnitudes combined in pairs, then the results in pairs, and so on: latency counts.
 #[inline(always)]
-fn tree<const V: usize>(values: [f32; V], op: impl Fn(f32, f32) -> f32) -> f32 {
+fn tree<const V: usize>(values: [f32; V]) -> f32 {
     const { assert!(V.is_power_of_two()) };
     let mut largest = values;
     let mut half = V / 2;
     while half > 0 {
         let mut j = 0;
         while j < half {
-            largest[j] = op(float::abs(largest[j]), float::abs(largest[j + half]));
+            largest[j] = float::max(largest[j].abs(), largest[j + half].abs());
             j += 1;
         }
         half /= 2;
     }
-    float::abs(largest[0])
+    largest[0].abs()
 }
 
 /// The largest magnitude in the group of [`GROUP`] columns that the piece belongs to. Every lane of the warp takes part.
@@ -220,7 +159,7 @@ pub fn pair_index<const V: usize>(rank: u32, half: u32) -> u32 {
 #[inline(always)]
 #[track_caller]
 pub fn pair_amax<const V: usize>(pair: [[f32; V]; 2]) -> f32 {
-    let mut largest = float::max(float::max(tree(pair[0], float::max), tree(pair[1], float::max)), 0.0);
+    let mut largest = amax_of(pair);
     let mut distance = const { pair_lanes(V) / 2 };
     while distance > 0 {
         largest = float::max(largest, warp::shfl_xor(largest, distance));
@@ -236,6 +175,14 @@ pub fn warp_amax(magnitude: f32) -> f32 {
     f32::from_bits(warp::warp_reduce_max_u32(warp::FULL, magnitude.to_bits()))
 }
 
+/// Eight or four values, quantised: the words of a piece, of which the second may be nothing.
+#[inline(always)]
+fn words<Q: Quantised, const V: usize>(v: [f32; V], factor: f32) -> [u32; 2] {
+    const { assert!(V == 4 || V == 8) };
+    let four = |j: usize| Q::four([v[j], v[j + 1], v[j + 2], v[j + 3]].map(|v| v * factor));
+    [four(0), if V == 8 { four(4 % V) } else { 0 }]
+}
+
 impl<const V: usize, const VEC: bool> Piece<V, VEC> {
     /// Stores `v * factor`, quantised.
     #[inline(always)]
@@ -243,21 +190,36 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
     pub unsafe fn store_quantised<Q: Quantised>(self, y: GlobalMut<Q>, v: [f32; V], factor: f32) {
         if VEC {
             if self.first < self.n {
-                let low = Q::four_times([v[0], v[1], v[2], v[3]], factor);
+                let words = words::<Q, V>(v, factor);
                 if V == 8 {
-                    let high = Q::four_times([v[4 % V], v[5 % V], v[6 % V], v[7 % V]], factor);
-                    y.set_hinted(self.first, B64([low, high]), StoreStreaming);
+                    y.set_hinted(self.first, B64(words), StoreStreaming);
                 } else {
-                    y.set_hinted(self.first, low, StoreStreaming);
+                    y.set_hinted(self.first, words[0], StoreStreaming);
                 }
             }
         } else {
             let y = y.offset(self.first);
             cuda_std::unroll::<V>(|j| {
                 if self.has(j) {
-                    y.set(j * Self::STEP, Q::one(v[j], factor));
+                    y.set(j * Self::STEP, Q::one(v[j] * factor));
                 }
             });
+        }
+    }
+
+    /// As [`store_quantised`](Self::store_quantised) without a branch: what follows does not wait for it. That is faster after a reduction of the
+    /// whole row, elsewhere slower.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn store_quantised_at_once<Q: Quantised>(self, y: GlobalMut<Q>, v: [f32; V], factor: f32) {
+        if !VEC {
+            return self.store_quantised(y, v, factor);
+        }
+        let (there, words) = (self.first < self.n, words::<Q, V>(v, factor));
+        if V == 8 {
+            y.set_streaming_if(there, self.first, B64(words));
+        } else {
+            y.set_streaming_if(there, self.first, words[0]);
         }
     }
 }
@@ -282,13 +244,15 @@ impl GroupScales {
         }
     }
 
-    /// As [`store`](Self::store), of the pair of pieces number `pair`.
+    /// Where the scale of the pair of pieces number `pair` is.
     #[inline(always)]
-    #[track_caller]
-    pub unsafe fn store_pair<const V: usize>(self, pair: u32, n: u32, scale: f32) {
-        let lanes = const { pair_lanes(V) };
-        if pair.is_multiple_of(lanes) && pair * (2 * V as u32) < n {
-            self.scales.set((pair / lanes) as usize * self.stride, scale);
-        }
+    pub fn place<const V: usize>(self, pair: u32) -> *const u8 {
+        self.scales.ptr((pair / const { pair_lanes(V) }) as usize * self.stride).cast_const().cast()
     }
+}
+
+/// Whether a lane is the one to store the scale of the pair of pieces number `pair` of a row of `n` elements.
+#[inline(always)]
+pub fn stores_pair<const V: usize>(pair: u32, n: u32) -> bool {
+    pair.is_multiple_of(const { pair_lanes(V) }) && pair * (2 * V as u32) < n
 }
