@@ -17,7 +17,7 @@
 //! A ring of stages of `LINES` times 64 elements of K in shared memory, 128-byte swizzle. A producer warpgroup fills it: one thread has
 //! the copy engine fetch the weights, all of them gather the rows of `x` or `h` by 16-byte `cp.async`, which take each row
 //! from where it is and fill what is not there with zeroes; both are counted by one mbarrier a stage. Two consumer
-//! warpgroups multiply, half of the rows each, and give stages back: when the next stage's products are under way, or at once
+//! warpgroups multiply, half of the rows each, and give stages back: when the next stage's products are under way (or, if the next stage is not there yet, when this one's are done), or at once
 //! (`NOW`), which is better where the products are short and reading is what takes time. If they alternate, each
 //! multiplies a whole item while the other finishes its last; mbarriers hand over, because a group that is more than one
 //! round of the ring behind could not tell the phases of a stage apart.
@@ -44,8 +44,10 @@
 //! experts. Where it is allowed (`ROUNDED`) they are rounded to the element type, which is half of it.
 //!
 //! # Work
-//! Blocks of threads stay, one a multiprocessor, and take [`items`](super::items): `blockIdx + i · gridDim`, or, where reading is what takes time (`NOW`),
-//! one when the last is fetched ([`Drawn`]).
+//! Blocks of threads stay, one a multiprocessor, and draw [`items`](super::items) when they have fetched what they had ([`Drawn`]).
+//!
+//! Of many pairs (`STAGED`) the second product does not wait for the end of the first: it starts where blocks have no more items, and waits for the `h` of an expert
+//! ([`Progress`]).
 //!
 //! # The second-level cache
 //! Weights that no other item reads, but for the one that the other block of two has at the same time, leave it first, so that what is read again

@@ -47,7 +47,9 @@ pub const DRAWN_BYTES: usize = KEPT * 12 + 2 * 16;
 /// mbarrier: in the order of a block's items, `sequence` counts those after the first.
 ///
 /// A number is overwritten [`KEPT`] items later. When the producer draws it has had all items before the one it is at fetched, so whoever gives stages back
-/// has heard all numbers but those of two items more than there are stages, of which there are at most five.
+/// has heard all numbers but those of two items more than there are stages, of which there are at most eight.
+///
+/// Blocks of a cluster that have items together are told by `st.async`: that of block 0 draws for all of them.
 #[derive(Clone, Copy)]
 pub struct Drawn {
     word: GlobalMut<u64>,
