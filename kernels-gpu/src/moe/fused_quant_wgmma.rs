@@ -897,12 +897,11 @@ impl Consumer {
     ) {
         let mine = thread::thread_idx_x() % 128;
         // Found once more, unless the columns are known: registers are short.
-        let (item, columns) = match columns {
-            Some(columns) => (item, columns),
-            None => {
-                let item = job.find(number);
-                (item, Columns::new::<T, SCALES, UP, DIRECT>(job, item))
-            }
+        let (item, columns) = if let Some(columns) = columns {
+            (item, columns)
+        } else {
+            let item = job.find(number);
+            (item, Columns::new::<T, SCALES, UP, DIRECT>(job, item))
         };
         let Columns { pair, scale, row_scale } = columns;
         let row = item.tile * rows(TILES) as u32 + self.first_row;

@@ -72,6 +72,8 @@ impl Progress {
             let least = warp::warp_reduce_min_u32(warp::FULL, least);
             if least > expert {
                 thread::device_fence();
+                // What one lane has seen all may rely on.
+                warp::sync_warp(warp::FULL);
                 return least;
             }
             thread::nanosleep(100);
