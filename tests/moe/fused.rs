@@ -618,7 +618,7 @@ fn unordered() {
             check::<f16>(d, s, &case);
         }
         // As many experts as there is room for, and more, where `Auto` takes narrower shares.
-        for (experts, path) in [(544, FusedPath::Wgmma176), (1024, FusedPath::Wgmma64), (1024, FusedPath::Wgmma16)] {
+        for (experts, path) in [(653, FusedPath::Wgmma176), (1024, FusedPath::Wgmma64), (1024, FusedPath::Wgmma16)] {
             check::<bf16>(d, s, &Case::new(20, 2, experts, 16, 8).path(path));
         }
         let mut case = Case::new(530, 2, 3, 16, 8).path(FusedPath::Wgmma64);
@@ -933,6 +933,7 @@ fn captured_and_replayed() {
             FusedPath::Tile32,
             FusedPath::Wgmma16,
             FusedPath::Wgmma64,
+            FusedPath::Wgmma176,
             FusedPath::Vector,
         ] {
             let mut case = Case::new(5, 3, 6, 40, 16).path(path);
@@ -1008,7 +1009,7 @@ fn bad_input() {
         refused!(inputs.run(s, &many, &mut t(&[17, 16]), &mut inputs.workspace(d, s, &many)), Unsupported);
         let exact = Case { activation: ExpertActivation::Gelu, ..Case::new(3, 2, 4, 16, 8).path(FusedPath::Vector) };
         refused!(run(&good, &exact, &[3, 16]), Unsupported);
-        let wide = Case::new(3, 2, 545, 16, 8).path(FusedPath::Wgmma176);
+        let wide = Case::new(3, 2, 654, 16, 8).path(FusedPath::Wgmma176);
         refused!(run(&Inputs::new(d, &wide, 1), &wide, &[3, 16]), Unsupported);
         let stream = Case::new(3, 2, 4, 16, 8).path(FusedPath::Stream8);
         let inputs = Inputs::<f32>::new(d, &stream, 1);

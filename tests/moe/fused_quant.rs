@@ -475,21 +475,26 @@ fn nothing_to_do() {
 #[test]
 fn captured_and_replayed() {
     on_every_device(|d, s| {
-        let case = Case::new(20, 2, 4, 128, 64, FusedQuantPath::Auto);
-        let mut inputs = Inputs::<bf16, E4M3>::new(d, &case, e4m3);
-        let bytes = case.shape().quant_workspace_bytes(DType::Bf16);
-        let mut workspace = Tensor::<u8>::zeros(d, &[bytes]).unwrap();
-        let mut out = Tensor::<bf16>::zeros(d, &[20, 128]).unwrap();
-        d.preload(&["moe"]).unwrap();
-        let graph = Graph::capture(s, |s| {
-            let (w13, w2, options) = (inputs.routed.w13.get(), inputs.routed.w2.get(), inputs.options(&case));
-            fused_quant(s, &mut out, &inputs.x, w13, w2, &inputs.ids, &inputs.weights, &options, &mut workspace)
-        })
-        .unwrap();
-        for seed in 5..7 {
-            inputs.x.copy_from_slice(&noise_of::<bf16>(20 * 128, seed)).unwrap();
-            graph.launch(s).unwrap();
-            assert_eq!(out.to_vec().unwrap(), inputs.run(d, s, &case));
+        for path in [FusedQuantPath::Auto, FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma144] {
+            if path != FusedQuantPath::Auto && d.properties().compute_capability != (9, 0) {
+                continue;
+            }
+            let case = Case::new(20, 2, 4, 128, 64, path);
+            let mut inputs = Inputs::<bf16, E4M3>::new(d, &case, e4m3);
+            let bytes = case.shape().quant_workspace_bytes(DType::Bf16);
+            let mut workspace = Tensor::<u8>::zeros(d, &[bytes]).unwrap();
+            let mut out = Tensor::<bf16>::zeros(d, &[20, 128]).unwrap();
+            d.preload(&["moe"]).unwrap();
+            let graph = Graph::capture(s, |s| {
+                let (w13, w2, options) = (inputs.routed.w13.get(), inputs.routed.w2.get(), inputs.options(&case));
+                fused_quant(s, &mut out, &inputs.x, w13, w2, &inputs.ids, &inputs.weights, &options, &mut workspace)
+            })
+            .unwrap();
+            for seed in 5..7 {
+                inputs.x.copy_from_slice(&noise_of::<bf16>(20 * 128, seed)).unwrap();
+                graph.launch(s).unwrap();
+                assert_eq!(out.to_vec().unwrap(), inputs.run(d, s, &case));
+            }
         }
     });
 }

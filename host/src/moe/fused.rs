@@ -11,7 +11,7 @@ use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::moe::{
-    fused as kernel, fused_fma, fused_reduce, fused_stream, fused_tile, fused_vector, fused_wgmma, items,
+    fused as kernel, fused_fma, fused_reduce, fused_stream, fused_tile, fused_vector, fused_wgmma, items, progress,
 };
 use crate::tensor::Tensor;
 use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
@@ -122,7 +122,7 @@ pub enum FusedPath {
     /// Hopper's matrix products and copy engine, up to 64 pairs of an expert at a time. On Hopper and the SIMT device; types
     /// and rows as for streaming, at most 1024 experts on the device, any activation but [`ExpertActivation::Gelu`].
     Wgmma64,
-    /// [`Wgmma64`](Self::Wgmma64), up to 176 at a time; at most 544 experts.
+    /// [`Wgmma64`](Self::Wgmma64), up to 176 at a time; at most 653 experts.
     Wgmma176,
     /// Everything in one launch, for very few pairs: one stream of weights for both products, without sorting. On Hopper and the SIMT device; at
     /// most 32 pairs, types and rows as for streaming, and what is kept in shared memory (`x`, then what lies between the products) about 64 Ki
@@ -310,6 +310,8 @@ struct Workspace {
     words: usize,
     /// Of the products that draw their items.
     draws: usize,
+    /// How far the blocks of the first product have come.
+    progress: usize,
     /// Elements of `sorted_ids`.
     capacity: usize,
     bytes: usize,
@@ -329,7 +331,8 @@ impl Workspace {
         let expert_counts = after(offsets, product(&[shape.bins().saturating_add(1), 4]));
         let words = after(expert_counts, product(&[shape.bins(), 4]));
         let draws = after(words, fused_vector::WORDS * 8);
-        let bytes = after(draws, items::WORDS * 8);
+        let progress = after(draws, items::WORDS * 8);
+        let bytes = after(progress, progress::WORDS * 4);
         Self {
             h: 0,
             partial,
@@ -342,6 +345,7 @@ impl Workspace {
             expert_counts,
             words,
             draws,
+            progress,
             capacity,
             bytes,
         }
@@ -524,7 +528,7 @@ pub const fn plan(
 }
 
 /// A number that no other launch of this process has, and nobody else knows: the first is random.
-fn launch_number() -> u64 {
+pub(super) fn launch_number() -> u64 {
     static NEXT: LazyLock<AtomicU64> = LazyLock::new(|| AtomicU64::new(RandomState::new().hash_one(()) >> 2 | 1));
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
@@ -926,6 +930,11 @@ pub unsafe fn launch(
                 words: part(at.draws).cast(),
                 launch: launch_number(),
                 kept: kept as u32,
+                progress: if matches!(plan.path, FusedPath::Wgmma176) {
+                    part(at.progress).cast()
+                } else {
+                    std::ptr::null_mut()
+                },
             };
             let (map, shared_map) = maps(o.w2, o.shared2, shape.hidden, shape.intermediate, None)?;
             let down = WgmmaArgs {
@@ -1268,7 +1277,7 @@ pub fn fused<T: Float>(
         op: OP,
         what: format!(
             "the path {:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, `Vector` at most {} \
-             on Hopper with about 64 Ki elements of `x` and between the products, and `Wgmma..` needs Hopper, at most {} experts (544 for `Wgmma176`) and an activation other than `Gelu`; shuffled weights need such a path and widths of \
+             on Hopper with about 64 Ki elements of `x` and between the products, and `Wgmma..` needs Hopper, at most {} experts (653 for `Wgmma176`) and an activation other than `Gelu`; shuffled weights need such a path and widths of \
              multiples of 64; here are {} pairs of {}, {hidden} and {intermediate} wide, shuffled: {}",
             options.path,
             fused_stream::DIRECT_PAIRS,

@@ -11,7 +11,7 @@
 //! path is deterministic, and a token's result depends on no other token.
 
 use super::block::{self, Block, Description, dense};
-use super::fused::{ExpertActivation, FusedShape, GateUp, KEPT_BYTES, discards, reduce_geometry};
+use super::fused::{ExpertActivation, FusedShape, GateUp, KEPT_BYTES, discards, launch_number, reduce_geometry};
 use super::{shuffle, sort};
 use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
@@ -29,8 +29,8 @@ use cuda_std::{DType, Element, Entry, Float};
 use std::ffi::c_void;
 
 const OP: &str = "moe::fused_quant";
-/// Up to so many pairs of an expert [`FusedQuantPath::Wgmma16`] is best with scales of blocks: where it sorts, and where not.
-const FEW: [usize; 2] = [4, 6];
+/// Where [`FusedQuantPath::Wgmma16`] is best with scales of blocks: up to so many pairs, and so many of an expert. It sorts more than [`items::DIRECT_PAIRS`].
+const FEW: [[usize; 2]; 3] = [[usize::MAX, 2], [items::DIRECT_PAIRS, 4], [64, 6]];
 
 /// The kernels of [`fused_quant`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -110,7 +110,10 @@ impl FusedQuantPath {
     /// The path on Hopper that suits so many pairs of so many experts.
     const fn choose(scales: QuantScales, pairs: usize, bins: usize) -> Self {
         let few = match scales {
-            QuantScales::Blocks => pairs <= FEW[0] * bins || pairs <= 64 && pairs <= FEW[1] * bins,
+            QuantScales::Blocks => {
+                let [a, b, c] = FEW;
+                suits(a, pairs, bins) || suits(b, pairs, bins) || suits(c, pairs, bins)
+            }
             QuantScales::Rows => pairs <= 64,
         };
         if few {
@@ -121,6 +124,11 @@ impl FusedQuantPath {
             FusedQuantPath::Wgmma144
         }
     }
+}
+
+/// See [`FEW`].
+const fn suits([most, each]: [usize; 2], pairs: usize, bins: usize) -> bool {
+    pairs <= most && pairs <= product(&[each, bins])
 }
 
 impl FusedShape {
@@ -151,6 +159,8 @@ struct Workspace {
     positions: usize,
     offsets: usize,
     expert_counts: usize,
+    /// Words from which items are drawn.
+    draws: usize,
     /// Elements of `sorted_ids`.
     capacity: usize,
     /// From group to group of scales in the order of the sorted list.
@@ -181,7 +191,8 @@ impl Workspace {
         let positions = after(sorted_weights, product(&[capacity, 4]));
         let offsets = after(positions, product(&[pairs, 4]));
         let expert_counts = after(offsets, product(&[bins.saturating_add(1), 4]));
-        let bytes = after(expert_counts, product(&[bins, 4]));
+        let draws = after(expert_counts, product(&[bins, 4]));
+        let bytes = after(draws, items::WORDS * 8);
         Self {
             x: 0,
             x_scales,
@@ -197,6 +208,7 @@ impl Workspace {
             positions,
             offsets,
             expert_counts,
+            draws,
             capacity,
             scale_group,
             bytes,
@@ -676,6 +688,8 @@ impl Run<'_> {
             alpha,
             limit,
             kept: self.keeps() as u32,
+            words: self.part(at.draws).cast(),
+            launch: launch_number(),
         };
         let entry = if up { first } else { second };
         // SAFETY: forwarded to the caller.
@@ -1271,12 +1285,13 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     // Nothing to multiply: the sum over slots alone, of nothing.
     let block = path.block();
     let blocks = sort::capacity(shape.pairs(), shape.bins(), block, false) / block;
-    call.value(
-        path.is_wgmma() || blocks <= 65535,
-        "topk_ids",
-        format!("at most 65535 blocks of {block} pairs"),
-        blocks,
-    )?;
+    // Grids are limited in height, and what is drawn in all.
+    let most = if path.is_wgmma() {
+        items::MAX_DRAWN / (2 * rows.max(hidden).div_ceil(wgmma_kernel::rows(1)).max(1))
+    } else {
+        65535
+    };
+    call.value(blocks <= most, "topk_ids", format!("at most {most} blocks of {block} pairs"), blocks)?;
     if shape.pairs() == 0 || shape.bins() == 0 || intermediate == 0 {
         return stream_zeros(stream, &shape, Q::DTYPE, T::DTYPE, &operands, workspace);
     }

@@ -265,6 +265,19 @@ pub fn wait<const PENDING: usize>(acc: &mut impl Registers) {
     acc.wait_group::<PENDING>();
 }
 
+/// [`wait`] for what operands are read by only: sums are not to be touched yet.
+#[inline(always)]
+#[track_caller]
+pub fn wait_operands<const PENDING: usize>() {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: waits.
+    unsafe {
+        sync_ptx!("wgmma.wait_group.sync.aligned {n};", n = const PENDING, options(nostack, preserves_flags))
+    };
+    #[cfg(not(target_arch = "nvptx64"))]
+    simt::wgmma_wait(PENDING);
+}
+
 /// `wgmma.fence`: before the first [`Accumulator::step`], and whenever registers were written by other means.
 #[inline(always)]
 pub fn fence() {

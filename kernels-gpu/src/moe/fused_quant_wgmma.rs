@@ -24,7 +24,7 @@
 
 use super::fused::{HALVES, PLAIN};
 use super::fused_wgmma::{Activation, coordinates};
-use super::items::{DIRECT_PAIRS, Item, Items, Sorted};
+use super::items::{DIRECT_PAIRS, Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
 use crate::pipeline::{Ring, Stages};
 use crate::row::GROUP;
@@ -45,6 +45,8 @@ use cuda_std::{
 const GROUPS: usize = 2;
 /// Threads of the warpgroup that fills the ring. All of them copy if there is no sorted list, otherwise a warp.
 const PRODUCERS: usize = 128;
+/// Which of them draws items: a lane that brings neither weights, rows nor scales.
+const DRAWER: u32 = 30;
 /// Threads of a block.
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// Elements of K of a stage: a line of the swizzle, and what a scale of blocks covers.
@@ -73,6 +75,7 @@ pub const fn box_rows(pairs: usize) -> usize {
 pub const fn shared_bytes(tiles: usize, pairs: usize, lines: usize, stages: usize, bins: usize) -> usize {
     stages * (lines * ((rows(tiles) + pairs) * STEP + pairs * 4) + 2 * 8)
         + GROUPS * pairs * 12
+        + super::items::DRAWN_BYTES
         + super::items::shared_bytes(bins)
         + 6 * 16
 }
@@ -312,6 +315,8 @@ unsafe fn fused_quant_wgmma<
     alpha: f32,
     limit: f32,
     kept: u32,
+    words: *mut u64,
+    launch: u64,
 ) where
     [Q::Sum; 4]: Accumulator<Q::Sum>,
     [Q::Sum; 8]: Accumulator<Q::Sum>,
@@ -330,12 +335,19 @@ unsafe fn fused_quant_wgmma<
     let ids = carver.take::<u32>(GROUPS * PAIRS);
     let scales = carver.take::<f32>(GROUPS * PAIRS);
     let row_scales = carver.take::<f32>(GROUPS * PAIRS);
+    let word = if UP { words } else { words.wrapping_add(1) };
+    // Clusters of the second product are dealt theirs: they take 1 to 3 % longer if they draw.
+    let draws = const { !DIRECT && (UP || SHARE == 1) };
+    let drawn = Drawn::new(&mut carver, draws, word, launch);
     let stages = Stages::<STAGES>::new(bars.address(0u32)).shared_by(SHARE, 0);
     let rank = if SHARE > 1 { cluster::rank() } else { 0 };
     if SHARE > 1 {
         cluster::dims::<2>();
     }
     if tid == 0 {
+        if draws {
+            drawn.init();
+        }
         // What is copied by the copy engine, and each producer's rows.
         stages.init_counted(if DIRECT { 1 + PRODUCERS as u32 } else { 1 }, 4 * GROUPS as u32);
         tma::prefetch_map(map);
@@ -436,6 +448,18 @@ unsafe fn fused_quant_wgmma<
         let mut next = first;
         // Stages whose weights are on their way before `h` is there.
         let mut ahead = 0;
+        // As in `fused_wgmma`, by a lane that has nothing else to do.
+        let mut sequence = 0;
+        let ask = (steps - 1).min(STAGES as u32);
+        let tell = (ask + 2).min(steps - 1);
+        let (mut asked, mut taken) = (false, 0);
+        let settle = |sequence: u32, taken: u32| {
+            if SHARE > 1 {
+                drawn.settle_together::<SHARE>(sequence, taken, rank, grid, all);
+            } else {
+                drawn.settle(sequence, taken, grid, all);
+            }
+        };
         if !UP {
             if next < all {
                 let item = job.find(next);
@@ -446,6 +470,12 @@ unsafe fn fused_quant_wgmma<
                         fetch(at, item, s, columns(PAIRS as u32, item.count));
                         at.advance();
                     }
+                }
+                if draws && tid == DRAWER {
+                    if rank == 0 {
+                        taken = drawn.take(0);
+                    }
+                    asked = true;
                 }
             }
             dependent_launch::wait();
@@ -460,6 +490,15 @@ unsafe fn fused_quant_wgmma<
                 let wide = columns(PAIRS as u32, item.count);
                 let mut step = 0;
                 while step < steps {
+                    if draws && tid == DRAWER {
+                        if step == ask && !asked && rank == 0 {
+                            taken = drawn.take(sequence);
+                        }
+                        if step == tell {
+                            settle(sequence, taken);
+                            asked = false;
+                        }
+                    }
                     stages.wait_empty(ring);
                     if ahead > 0 {
                         ahead -= 1;
@@ -490,7 +529,12 @@ unsafe fn fused_quant_wgmma<
                     ring.advance();
                     step += 1;
                 }
-                next += grid;
+                if draws {
+                    next = drawn.hear(sequence);
+                    sequence += 1;
+                } else {
+                    next += grid;
+                }
             }
         }
         // A thread copies 16 bytes of every 16th row.
@@ -550,7 +594,7 @@ unsafe fn fused_quant_wgmma<
             first_row: group * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
         let mut ring = Ring::<STAGES>::new();
-        let mut next = first;
+        let (mut next, mut sequence) = (first, 0);
         while next < all {
             let item = job.find(next);
             let wide = columns(PAIRS as u32, item.count);
@@ -584,7 +628,12 @@ unsafe fn fused_quant_wgmma<
                     _ => product!(32),
                 }
             }
-            next += grid;
+            if draws {
+                next = drawn.hear(sequence);
+                sequence += 1;
+            } else {
+                next += grid;
+            }
         }
     }
     if SHARE > 1 {
@@ -660,6 +709,39 @@ impl<const UP: bool, const TILES: usize> WeightScales<UP, TILES> {
     }
 }
 
+/// What a thread knows of two of the share's columns: their pairs, the weights of those, and the scales of their rows.
+#[derive(Clone, Copy)]
+struct Columns {
+    pair: [u32; 2],
+    scale: [f32; 2],
+    row_scale: [f32; 2],
+}
+
+impl Columns {
+    #[inline(always)]
+    unsafe fn new<T: TensorFloat, const SCALES: u32, const UP: bool, const DIRECT: bool>(
+        job: &Job<T, SCALES, DIRECT>,
+        item: Item,
+    ) -> Self {
+        let mine = thread::thread_idx_x() % 128;
+        let (mut pair, mut scale, mut row_scale) = ([0u32; 2], [0f32; 2], [0f32; 2]);
+        unroll::<2>(|i| {
+            let column = mine + 128 * i as u32;
+            if column < item.count {
+                let place = item.first + column;
+                pair[i] = if UP && !DIRECT { place } else { job.items.pair(place) };
+                if !UP {
+                    scale[i] = job.items.weight(place);
+                }
+                if SCALES == ROWS {
+                    row_scale[i] = job.x_scales.get(job.row(place));
+                }
+            }
+        });
+        Self { pair, scale, row_scale }
+    }
+}
+
 impl Consumer {
     /// Multiplies an item with scales of blocks and finishes it.
     #[inline(always)]
@@ -683,6 +765,8 @@ impl Consumer {
     ) {
         let (lane, groups) = (warp::lane_id(), job.groups());
         let steps = groups.div_ceil(LINES as u32);
+        // What the end needs is on its way while the products run, where there are registers for it.
+        let columns = if TILES == 1 { Some(Columns::new::<T, SCALES, UP, DIRECT>(job, item)) } else { None };
         let scales = WeightScales::<UP, TILES>::new(job, item.bin, item.tile * rows(TILES) as u32 + self.first_row);
         let (mut acc, mut partial) = ([A::zero(); TILES], A::zero());
         let mut step = 0;
@@ -729,7 +813,7 @@ impl Consumer {
                 break;
             }
         }
-        self.finish::<T, E4M3, A, SCALES, UP, TILES, PAIRS, DIRECT>(job, number, item, &acc);
+        self.finish::<T, E4M3, A, SCALES, UP, TILES, PAIRS, DIRECT>(job, number, item, columns, &acc);
     }
 
     /// Multiplies an item with scales of rows and finishes it.
@@ -754,6 +838,7 @@ impl Consumer {
         item: Item,
     ) {
         let (lane, steps) = (warp::lane_id(), job.groups().div_ceil(LINES as u32));
+        let columns = if TILES == 1 { Some(Columns::new::<T, SCALES, UP, DIRECT>(job, item)) } else { None };
         let mut acc = [A::zero(); TILES];
         let mut before = ring.stage;
         let mut step = 0;
@@ -788,7 +873,7 @@ impl Consumer {
         wgmma::wait::<0>(&mut acc[0]);
         unroll::<TILES>(|s| acc[s].pin());
         stages.release(before, lane);
-        self.finish::<T, Q, A, SCALES, UP, TILES, PAIRS, DIRECT>(job, number, item, &acc);
+        self.finish::<T, Q, A, SCALES, UP, TILES, PAIRS, DIRECT>(job, number, item, columns, &acc);
     }
 
     /// What is done to the sums of an item.
@@ -807,26 +892,19 @@ impl Consumer {
         job: &Job<T, SCALES, DIRECT>,
         number: u32,
         item: Item,
+        columns: Option<Columns>,
         acc: &[A; TILES],
     ) {
         let mine = thread::thread_idx_x() % 128;
-        // Not ahead of time, and found once more: registers are short.
-        let item = if TILES > 1 { job.find(number) } else { item };
+        // Found once more, unless the columns are known: registers are short.
+        let (item, columns) = if let Some(columns) = columns {
+            (item, columns)
+        } else {
+            let item = job.find(number);
+            (item, Columns::new::<T, SCALES, UP, DIRECT>(job, item))
+        };
+        let Columns { pair, scale, row_scale } = columns;
         let row = item.tile * rows(TILES) as u32 + self.first_row;
-        let (mut pair, mut scale, mut row_scale) = ([0u32; 2], [0f32; 2], [0f32; 2]);
-        unroll::<2>(|i| {
-            let column = mine + 128 * i as u32;
-            if column < item.count {
-                let place = item.first + column;
-                pair[i] = if UP && !DIRECT { place } else { job.items.pair(place) };
-                if !UP {
-                    scale[i] = job.items.weight(place);
-                }
-                if SCALES == ROWS {
-                    row_scale[i] = job.x_scales.get(job.row(place));
-                }
-            }
-        });
         // Everybody is done with the last item's.
         thread::sync_named(1 + self.group, 128);
         unroll::<2>(|i| {
@@ -904,6 +982,10 @@ entries! {
         activation: u32, alpha: f32, limit: f32,
         /// 1 if `partial` may stay in the second-level cache until the sum has read it.
         kept: u32,
+        /// [`WORDS`](super::items::WORDS), whatever is in them; read and written where there is a sorted list.
+        words: *mut u64,
+        /// A number that no other launch has, unless it repeats this one; the two products may have the same.
+        launch: u64,
     );
     moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;
     moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;

@@ -17,7 +17,7 @@
 //! A ring of stages of `LINES` times 64 elements of K in shared memory, 128-byte swizzle. A producer warpgroup fills it: one thread has
 //! the copy engine fetch the weights, all of them gather the rows of `x` or `h` by 16-byte `cp.async`, which take each row
 //! from where it is and fill what is not there with zeroes; both are counted by one mbarrier a stage. Two consumer
-//! warpgroups multiply, half of the rows each, and give stages back: when the next stage's products are under way, or at once
+//! warpgroups multiply, half of the rows each, and give stages back: when the next stage's products are under way (or, if the next stage is not there yet, when this one's are done), or at once
 //! (`NOW`), which is better where the products are short and reading is what takes time. If they alternate, each
 //! multiplies a whole item while the other finishes its last; mbarriers hand over, because a group that is more than one
 //! round of the ring behind could not tell the phases of a stage apart.
@@ -44,8 +44,10 @@
 //! experts. Where it is allowed (`ROUNDED`) they are rounded to the element type, which is half of it.
 //!
 //! # Work
-//! Blocks of threads stay, one a multiprocessor, and take [`items`](super::items): `blockIdx + i · gridDim`, or, where reading is what takes time (`NOW`),
-//! one when the last is fetched ([`Drawn`]).
+//! Blocks of threads stay, one a multiprocessor, and draw [`items`](super::items) when they have fetched what they had ([`Drawn`]).
+//!
+//! Of many pairs (`STAGED`) the second product does not wait for the end of the first: it starts where blocks have no more items, and waits for the `h` of an expert
+//! ([`Progress`]).
 //!
 //! # The second-level cache
 //! Weights that no other item reads, but for the one that the other block of two has at the same time, leave it first, so that what is read again
@@ -60,6 +62,7 @@ use super::fused::{HALVES, PLAIN};
 pub use super::items::DIRECT_PAIRS;
 use super::items::{Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
+use super::progress::{Progress, WARPS as PROGRESS};
 use super::shuffle;
 use crate::tensor_float::TensorFloat;
 use cuda_std::second_level::Policy;
@@ -98,18 +101,13 @@ pub const fn rows(tiles: usize, alternate: bool) -> usize {
     if alternate { tiles * 64 } else { GROUPS * tiles * 64 }
 }
 
-/// Whether items of at most so many pairs are drawn.
-pub const fn draws(pairs: usize) -> bool {
-    pairs <= 64
-}
-
 /// Dynamic shared memory; every part may begin at the next multiple of 16.
 pub const fn shared_bytes(rows: usize, pairs: usize, lines: usize, stages: usize, bins: usize) -> usize {
     stages * ((rows + pairs) * lines * STEP * 2 + 2 * 8)
         + GROUPS * 8
         + GROUPS * pairs * 8
-        + if draws(pairs) { super::items::DRAWN_BYTES } else { 0 }
-        + super::items::shared_bytes(bins)
+        + super::items::DRAWN_BYTES
+        + if pairs == 16 { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
         + 5 * 16
 }
 
@@ -137,6 +135,7 @@ struct Job<T, const DIRECT: bool> {
     shuffled: u32,
     activation: Activation,
     items: Items<DIRECT>,
+    progress: Progress,
 }
 
 /// An activation as `g' · sigmoid(g' · (a + b g'²)) · (u' + c)`, with bounds on `g'` and `u'`; or with `g'` for the sigmoid.
@@ -322,6 +321,7 @@ unsafe fn fused_wgmma<
     words: *mut u64,
     launch: u64,
     kept: u32,
+    progress: *mut u32,
 ) {
     let tid = thread::thread_idx_x();
     let warp_id = warp::warp_id();
@@ -334,8 +334,7 @@ unsafe fn fused_wgmma<
     let ids = carver.take::<u32>(GROUPS * PAIRS);
     let scales = carver.take::<f32>(GROUPS * PAIRS);
     let word = if UP { words } else { words.wrapping_add(1) };
-    const { assert!(NOW == draws(PAIRS)) };
-    let drawn = Drawn::new(&mut carver, NOW, word, launch);
+    let drawn = Drawn::new(&mut carver, true, word, launch);
     let outputs = const { if UP { rows(TILES, ALTERNATE) as u32 / 2 } else { rows(TILES, ALTERNATE) as u32 } };
     let blocks = const { if PAIRED { PAIR as u32 } else { 1 } };
     if tid == 0 {
@@ -347,9 +346,7 @@ unsafe fn fused_wgmma<
         for g in 0..GROUPS {
             mbarrier::init(turns.address(g), 4);
         }
-        if NOW {
-            drawn.init();
-        }
+        drawn.init();
         mbarrier::fence_init();
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
@@ -366,6 +363,7 @@ unsafe fn fused_wgmma<
         }
     }
     let rank = if PAIRED { cluster::rank() } else { 0 };
+    let progress = Progress::new(if STAGED { progress } else { core::ptr::null_mut() }, thread::grid_dim_x());
     if PAIRED {
         cluster::dims::<{ PAIR as u32 }>();
         cluster::arrive_relaxed();
@@ -374,7 +372,14 @@ unsafe fn fused_wgmma<
     if UP {
         // The sorted list may still be in the making.
         dependent_launch::wait();
-        dependent_launch::launch_dependents();
+        if progress.is_kept() {
+            // By a warp that has little else to do.
+            if tid / PROGRESS as u32 == const { (THREADS / PROGRESS) as u32 - 1 } {
+                progress.begin(tid % PROGRESS as u32);
+            }
+        } else {
+            dependent_launch::launch_dependents();
+        }
     }
     let sorted = Sorted {
         ids: Global::new(sorted_ids),
@@ -414,17 +419,17 @@ unsafe fn fused_wgmma<
         shuffled,
         activation: Activation::new(activation, alpha, limit, layout != PLAIN),
         items: Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32, PAIRED),
+        progress,
     };
+    if UP && progress.is_kept() {
+        dependent_launch::launch_dependents();
+    }
     let (items, grid) = (job.items.count(), thread::grid_dim_x() / blocks);
     // Two at least if results go by way of stages: there is a stage for each consumer then.
     let steps = k.div_ceil((LINES * STEP) as u32).max(if STAGED { 2 } else { 1 });
 
     if warp_id < (PRODUCERS / 32) as u32 {
-        if NOW {
-            wgmma::decrease_registers::<56>();
-        } else {
-            wgmma::decrease_registers::<40>();
-        }
+        wgmma::decrease_registers::<56>();
         let mut ring = Ring::<STAGES>::new();
         let line_bytes = const { (rows(TILES, ALTERNATE) * STEP * 2) as u32 };
         let stage_bytes = LINES as u32 * line_bytes;
@@ -456,9 +461,20 @@ unsafe fn fused_wgmma<
         let mut item = thread::block_idx_x() / blocks;
         // Stages whose weights are on their way before `h` is there.
         let mut ahead = 0;
-        // Items that have been fetched but for the dealt one, and that have been drawn. One is drawn when the ring is full: then there is time.
-        let (mut sequence, mut asked) = (0, 0);
+        // Items that have been fetched but for the dealt one. The next is asked for when the ring is full, since then there is time, and two steps later it is told:
+        // who waits for the answer holds the others up.
+        let mut sequence = 0;
         let ask = (steps - 1).min(STAGES as u32);
+        let tell = if NOW { ask } else { (ask + 2).min(steps - 1) };
+        // Whether that is done.
+        let (mut asked, mut taken) = (false, 0);
+        let settle = |sequence: u32, taken: u32| {
+            if PAIRED {
+                drawn.settle_together::<{ PAIR as u32 }>(sequence, taken, rank, grid, items);
+            } else {
+                drawn.settle(sequence, taken, grid, items);
+            }
+        };
         if !UP {
             if item < items {
                 let work = job.items.find(item, rank);
@@ -470,15 +486,21 @@ unsafe fn fused_wgmma<
                         at.advance();
                     }
                 }
-                if NOW && tid == DRAWER {
+                if tid == DRAWER {
                     // Nothing that still runs knows of the word.
-                    drawn.draw(0, grid, items);
-                    asked = 1;
+                    if rank == 0 {
+                        taken = drawn.take(0);
+                    }
+                    asked = true;
                 }
             }
-            dependent_launch::wait();
+            if !progress.is_kept() {
+                dependent_launch::wait();
+            }
             dependent_launch::launch_dependents();
         }
+        // Experts whose `h` is there.
+        let mut there = 0;
         // A thread copies 16 bytes of every 16th row. Where its rows start it keeps in units of 16 bytes.
         let (chunk, low) = (tid % 8, tid / 8);
         let stride = if UP { x_row / 8 } else { k as usize / 8 };
@@ -486,22 +508,35 @@ unsafe fn fused_wgmma<
         while item < items {
             let work = job.items.find(item, rank);
             let wide = columns(PAIRS as u32, work.count);
+            if !UP && progress.is_kept() && warp::warp_vote_ballot(warp::FULL, work.bin >= there) != 0 {
+                there = progress.wait_beyond(work.bin);
+            }
+            // All asked for at once; those beyond the last repeat it.
+            let mut pair = [0; PAIRS_16];
+            unroll::<PAIRS_16>(|i| {
+                if i * 16 < PAIRS {
+                    let row = (low + 16 * i as u32).min(work.count.max(1) - 1);
+                    pair[i] = job.items.pair(work.first + row);
+                }
+            });
             // Rows of zeroes make up for what a product takes more than there is: fetching any others takes time.
             let mut source = [u32::MAX; PAIRS_16];
             unroll::<PAIRS_16>(|i| {
-                let row = low + 16 * i as u32;
-                if i * 16 < PAIRS && row < work.count {
-                    let pair = job.items.pair(work.first + row);
-                    // SAFETY: tokens with pairs have slots.
-                    core::hint::assert_unchecked(slots != 0);
-                    source[i] = (if UP { pair / slots } else { pair }) * stride as u32;
-                }
+                // SAFETY: tokens with pairs have slots.
+                core::hint::assert_unchecked(slots != 0);
+                let from = (if UP { pair[i] / slots } else { pair[i] }) * stride as u32;
+                source[i] = if i * 16 < PAIRS && low + 16 * (i as u32) < work.count { from } else { u32::MAX };
             });
             let mut step = 0;
             while step < steps {
-                if NOW && tid == DRAWER && step == ask && asked == sequence {
-                    drawn.draw(sequence, grid, items);
-                    asked += 1;
+                if tid == DRAWER {
+                    if step == ask && !asked && rank == 0 {
+                        taken = drawn.take(sequence);
+                    }
+                    if step == tell {
+                        settle(sequence, taken);
+                        asked = false;
+                    }
                 }
                 mbarrier::wait_parity(empty.address(ring.stage), ring.phase ^ 1);
                 let k0 = step * (LINES * STEP) as u32;
@@ -529,14 +564,10 @@ unsafe fn fused_wgmma<
                 ring.advance();
                 step += 1;
             }
-            if NOW {
-                item = drawn.hear(sequence);
-                sequence += 1;
-                // Before the number is overwritten.
-                thread::sync_named(const { 2 + GROUPS as u32 }, PRODUCERS as u32);
-            } else {
-                item += grid;
-            }
+            item = drawn.hear(sequence);
+            sequence += 1;
+            // Before the number is overwritten.
+            thread::sync_named(const { 2 + GROUPS as u32 }, PRODUCERS as u32);
         }
         if NOW && ALTERNATE && tid == DRAWER {
             // The other consumer waits for one more.
@@ -545,11 +576,7 @@ unsafe fn fused_wgmma<
         // The block's shared memory must outlive its copies.
         cp_async::wait_group::<0>();
     } else {
-        if NOW {
-            wgmma::increase_registers::<224>();
-        } else {
-            wgmma::increase_registers::<232>();
-        }
+        wgmma::increase_registers::<224>();
         let group = warp_id / 4 - 1;
         let within = if ALTERNATE { 0 } else { group };
         let consumer = Consumer {
@@ -566,7 +593,6 @@ unsafe fn fused_wgmma<
         };
         let mut ring = Ring::<STAGES>::new();
         let mut item = thread::block_idx_x() / blocks;
-        const { assert!(!ALTERNATE || NOW, "items in turn are drawn") };
         // Of numbers of items.
         let mut sequence = 0;
         if ALTERNATE && group == 1 {
@@ -603,12 +629,11 @@ unsafe fn fused_wgmma<
                 // The next is the other one's.
                 sequence += 1;
             }
-            if NOW {
-                item = drawn.hear(sequence);
-                sequence += 1;
-            } else {
-                item += grid;
-            }
+            item = drawn.hear(sequence);
+            sequence += 1;
+        }
+        if UP && progress.is_kept() {
+            progress.reach(warp_id - (PRODUCERS / 32) as u32, u32::MAX);
         }
     }
     if PAIRED {
@@ -717,6 +742,17 @@ impl<T: TensorFloat + Input> Consumer<T> {
         let mut last;
         let mut step = 0;
         loop {
+            // Whether the stage before has been given back.
+            let mut given = false;
+            if STAGED && step > 0 && step + 1 < steps {
+                let ready = mbarrier::test_wait_parity(self.full.address(ring.stage), ring.phase);
+                if warp::warp_vote_ballot(warp::FULL, ready) != warp::FULL {
+                    // Nothing to multiply: the stage before will be done before there is.
+                    wgmma::wait_operands::<0>();
+                    self.give_back::<PAIRED>(before);
+                    given = true;
+                }
+            }
             mbarrier::wait_parity(self.full.address(ring.stage), ring.phase);
             // `cp.async` writes as ordinary instructions do.
             tma::fence_async();
@@ -738,12 +774,16 @@ impl<T: TensorFloat + Input> Consumer<T> {
             step += 1;
             if NOW {
                 self.give_back::<PAIRED>(ring.stage);
-            } else if step > 1 && !(STAGED && step == steps) {
+            } else if step > 1 && !(STAGED && step == steps) && !given {
                 self.give_back::<PAIRED>(before);
             }
             last = [before, ring.stage];
             before = ring.stage;
             ring.advance();
+            if UP && STAGED && step == 1 && job.progress.is_kept() {
+                // The last item's results, while products are under way.
+                job.progress.reach(warp::warp_id() - (PRODUCERS / 32) as u32, work.bin);
+            }
             if step == steps {
                 break;
             }
@@ -1177,6 +1217,8 @@ entries! {
         launch: u64,
         /// 1 if `partial` may stay in the second-level cache until the sum has read it.
         kept: u32,
+        /// [`WORDS`](super::progress::WORDS) for both products, or null: whatever is in them. With them the second starts while the first still runs.
+        progress: *mut u32,
     );
     moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;
     moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, false, 1, 64, 2, 4, false, false>;

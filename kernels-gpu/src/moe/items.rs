@@ -11,7 +11,7 @@
 use super::pairs::{NOWHERE, Pairs};
 use cuda_std::atomic::{Device, Relaxed};
 use cuda_std::shared::Carver;
-use cuda_std::{Global, GlobalMut, Shared, mbarrier, thread, warp};
+use cuda_std::{Global, GlobalMut, Shared, cluster, mbarrier, thread, warp};
 
 /// The most pairs without a sorted list.
 pub const DIRECT_PAIRS: usize = 128;
@@ -23,8 +23,13 @@ pub const fn shared_bytes(bins: usize) -> usize {
     MAX_WARPS * 4 + 3 * (bins + 4) * 4 + DIRECT_PAIRS * 12 + 7 * 16
 }
 
+/// The same for items of a sorted list.
+pub const fn sorted_shared_bytes(bins: usize) -> usize {
+    shared_bytes(bins) - DIRECT_PAIRS * 12
+}
+
 /// Numbers that a block keeps; see [`Drawn`].
-const KEPT: usize = 8;
+const KEPT: usize = 16;
 /// Bits of a word that count items.
 const COUNT: u32 = 28;
 /// The most items that can be drawn.
@@ -42,7 +47,9 @@ pub const DRAWN_BYTES: usize = KEPT * 12 + 2 * 16;
 /// mbarrier: in the order of a block's items, `sequence` counts those after the first.
 ///
 /// A number is overwritten [`KEPT`] items later. When the producer draws it has had all items before the one it is at fetched, so whoever gives stages back
-/// has heard all numbers but those of two items more than there are stages, of which there are at most five.
+/// has heard all numbers but those of two items more than there are stages, of which there are at most eight.
+///
+/// Blocks of a cluster that have items together are told by `st.async`: that of block 0 draws for all of them.
 #[derive(Clone, Copy)]
 pub struct Drawn {
     word: GlobalMut<u64>,
@@ -72,6 +79,12 @@ impl Drawn {
     /// By one thread, in order, if there has been an item: draws one of `items`, of which each of `blocks` blocks has its first.
     #[inline(always)]
     pub unsafe fn draw(self, sequence: u32, blocks: u32, items: u32) {
+        self.settle(sequence, self.take(sequence), blocks, items);
+    }
+
+    /// The first half of [`draw`](Self::draw): the answer is on its way until it is used.
+    #[inline(always)]
+    pub unsafe fn take(self, sequence: u32) -> u32 {
         if sequence == 0 {
             let found = self.word.load(0u32, Device, Relaxed);
             if found >> COUNT << COUNT != self.claim {
@@ -79,12 +92,45 @@ impl Drawn {
                 self.word.compare_exchange(0u32, found, self.claim, Device, Relaxed);
             }
         }
-        let drawn = (self.word.fetch_add(0u32, 1, Device, Relaxed) - self.claim) as u32;
+        self.word.fetch_add(0u32, 1, Device, Relaxed) as u32
+    }
+
+    /// The second half, by the same thread.
+    #[inline(always)]
+    pub unsafe fn settle(self, sequence: u32, taken: u32, blocks: u32, items: u32) {
+        self.tell(sequence, self.number(taken, blocks, items));
+    }
+
+    /// The same where the blocks of a cluster of `BLOCKS` have items together, of which there are so many for `clusters`: by one thread of each block, whose place
+    /// in the cluster is `rank`; what counts is what that of block 0 has taken.
+    #[inline(always)]
+    pub unsafe fn settle_together<const BLOCKS: u32>(
+        self,
+        sequence: u32,
+        taken: u32,
+        rank: u32,
+        clusters: u32,
+        items: u32,
+    ) {
+        let place = sequence % KEPT as u32;
+        mbarrier::arrive_expect_tx(self.told.address(place), 4);
+        if rank == 0 {
+            let number = self.number(taken, clusters, items);
+            for to in 0..BLOCKS {
+                let told = cluster::map(self.told.address(place), to);
+                cluster::store_async_u32(cluster::map(self.numbers.address(place), to), number, told);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn number(self, taken: u32, blocks: u32, items: u32) -> u32 {
+        let drawn = taken.wrapping_sub(self.claim as u32);
         // Every block with an item draws until it gets none: as often, all together, as there are items.
         if drawn + 1 == items {
             self.word.store(0u32, 0, Device, Relaxed);
         }
-        self.tell(sequence, blocks + drawn);
+        blocks + drawn
     }
 
     /// By the same thread: what the next number is. One that no item has is the end.
@@ -173,9 +219,10 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let ends = carver.take::<u32>(bins as usize + 4);
         let counts = carver.take::<u32>(bins as usize + 4);
         let starts = carver.take::<u32>(bins as usize + 4);
-        let own_bins = carver.take::<u32>(DIRECT_PAIRS);
-        let own_ids = carver.take::<u32>(DIRECT_PAIRS);
-        let own_weights = carver.take::<f32>(DIRECT_PAIRS);
+        let own = if DIRECT { DIRECT_PAIRS } else { 0 };
+        let own_bins = carver.take::<u32>(own);
+        let own_ids = carver.take::<u32>(own);
+        let own_weights = carver.take::<f32>(own);
         // SAFETY: a block has threads, and a share holds pairs.
         core::hint::assert_unchecked(most != 0);
         let each = bins.div_ceil(thread::block_dim_x().max(1));

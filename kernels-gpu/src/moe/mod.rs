@@ -18,6 +18,7 @@ pub mod items;
 pub mod noisy_top_k;
 pub mod pairs;
 pub mod permute;
+pub mod progress;
 pub mod shuffle;
 pub mod sort;
 pub mod sort_block;
