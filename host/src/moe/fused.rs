@@ -154,7 +154,7 @@ impl FusedPath {
         // Measured on an H200: without sorting up to 64 pairs, and where little is to be read, several blocks of threads for
         // each tile of rows start faster than a pipeline.
         if pairs <= fused_stream::DIRECT_PAIRS {
-            if wgmma && (shuffled || product(&[pairs, width]) >= 1 << 25) {
+            if wgmma && (shuffled || product(&[pairs, width]) >= 1 << 24) {
                 FusedPath::Wgmma16
             } else {
                 FusedPath::Direct

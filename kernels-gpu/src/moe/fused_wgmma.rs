@@ -575,6 +575,10 @@ unsafe fn fused_wgmma<
         }
         // The block's shared memory must outlive its copies.
         cp_async::wait_group::<0>();
+        if !UP && progress.is_kept() {
+            // Who waits for the end of this launch waits for that of the one before as well, even if there were no items.
+            dependent_launch::wait();
+        }
     } else {
         wgmma::increase_registers::<224>();
         let group = warp_id / 4 - 1;

@@ -11,7 +11,8 @@
 use super::pairs::{NOWHERE, Pairs};
 use cuda_std::atomic::{Device, Relaxed};
 use cuda_std::shared::Carver;
-use cuda_std::{Global, GlobalMut, Shared, cluster, mbarrier, thread, warp};
+use cuda_std::vec::B128;
+use cuda_std::{Global, GlobalMut, Shared, cluster, mbarrier, thread, unroll, warp};
 
 /// The most pairs without a sorted list.
 pub const DIRECT_PAIRS: usize = 128;
@@ -233,6 +234,9 @@ impl<const DIRECT: bool> Items<DIRECT> {
             if tid < count {
                 weight = pairs.weight(tid, sorted.topk_weights);
                 bin = pairs.bin(tid);
+            }
+            // Those that are not there make up for the last eight.
+            if tid < DIRECT_PAIRS as u32 {
                 own_bins.set(tid, bin);
             }
             for bin in from..to {
@@ -242,11 +246,17 @@ impl<const DIRECT: bool> Items<DIRECT> {
             if bin < bins {
                 // Pairs of lower experts, those of this one before this pair, and all of this one.
                 let (mut start, mut rank, mut all) = (0, 0, 0);
-                for other in 0..count {
-                    let b = own_bins.get(other);
-                    start += (b < bin) as u32;
-                    rank += (b == bin && other < tid) as u32;
-                    all += (b == bin) as u32;
+                let mut other = 0;
+                while other < count {
+                    // Eight at a time: one after the other they took a microsecond of 64.
+                    let eight = [own_bins.get_as::<B128<u32, 4>>(other), own_bins.get_as::<B128<u32, 4>>(other + 4)];
+                    unroll::<8>(|i| {
+                        let b = eight[i / 4].0[i % 4];
+                        start += (b < bin) as u32;
+                        rank += (b == bin && other + (i as u32) < tid) as u32;
+                        all += (b == bin) as u32;
+                    });
+                    other += 8;
                 }
                 own_ids.set(start + rank, tid);
                 own_weights.set(start + rank, weight);
