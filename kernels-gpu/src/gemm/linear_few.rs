@@ -21,6 +21,8 @@
 //! **The next launch** may start when a block has asked for all but half a ring of its weights. Its blocks then are ready when the last of
 //! this launch end: two fit on a multiprocessor, except where the ring needs all of its memory. Earlier, they would be there before
 //! the blocks of this launch are, and take places from them.
+//!
+//! Entries of 128 and 192 rows with all of K have the body of [`linear_rounds`](super::linear_rounds): blocks take one tile after another.
 
 use super::linear_rounds::linear_rounds;
 use super::rough;

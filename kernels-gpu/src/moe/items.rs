@@ -77,13 +77,8 @@ impl Drawn {
         }
     }
 
-    /// By one thread, in order, if there has been an item: draws one of `items`, of which each of `blocks` blocks has its first.
-    #[inline(always)]
-    pub unsafe fn draw(self, sequence: u32, blocks: u32, items: u32) {
-        self.settle(sequence, self.take(sequence), blocks, items);
-    }
-
-    /// The first half of [`draw`](Self::draw): the answer is on its way until it is used.
+    /// By one thread, in order, if there has been an item: asks for a number. The answer is on its way until it is used, by [`settle`](Self::settle) or
+    /// [`settle_together`](Self::settle_together).
     #[inline(always)]
     pub unsafe fn take(self, sequence: u32) -> u32 {
         if sequence == 0 {
@@ -96,7 +91,7 @@ impl Drawn {
         self.word.fetch_add(0u32, 1, Device, Relaxed) as u32
     }
 
-    /// The second half, by the same thread.
+    /// By the same thread: tells which of `items` that number is, of which each of `blocks` blocks has its first.
     #[inline(always)]
     pub unsafe fn settle(self, sequence: u32, taken: u32, blocks: u32, items: u32) {
         self.tell(sequence, self.number(taken, blocks, items));

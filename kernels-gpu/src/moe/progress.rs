@@ -4,7 +4,8 @@
 //! the results of an expert waits until all words are beyond it, instead of waiting for the end of the launch: blocks that have no more items make room
 //! for blocks of the next launch, which begin with what was stored first.
 //!
-//! The words begin as zeroes, which blocks store before they let the next launch start; it matters not what they were.
+//! The words begin as zeroes, which blocks store before they let the next launch start; it matters not what they were. The next launch must not end before this one does,
+//! or a word could be written when somebody has begun anew: so it waits for that at its own end.
 
 use cuda_std::atomic::{Device, Relaxed};
 use cuda_std::{GlobalMut, thread, unroll, warp};
