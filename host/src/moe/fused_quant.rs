@@ -11,7 +11,9 @@
 //! path is deterministic, and a token's result depends on no other token.
 
 use super::block::{self, Block, Description, dense};
-use super::fused::{ExpertActivation, FusedShape, GateUp, KEPT_BYTES, discards, launch_number, reduce_geometry};
+use super::fused::{
+    ExpertActivation, FusedShape, GateUp, KEPT_BYTES, discards, launch_number, reduce_entry, reduce_geometry,
+};
 use super::{shuffle, sort};
 use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
@@ -865,11 +867,7 @@ impl Run<'_> {
     /// As for [`launch`].
     unsafe fn reduce(&self) -> Result<()> {
         let (o, shape) = (self.o, self.shape);
-        let entry = match self.dtype {
-            DType::F32 => fused_reduce::moe_fused_reduce_f32::ENTRY,
-            DType::F16 => fused_reduce::moe_fused_reduce_f16::ENTRY,
-            _ => fused_reduce::moe_fused_reduce_bf16::ENTRY,
-        };
+        let (entry, _) = reduce_entry(self.dtype, shape.slots());
         let args = fused_reduce::Args {
             out: o.out,
             partial: self.part(self.at.partial).cast(),
