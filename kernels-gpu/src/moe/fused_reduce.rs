@@ -2,7 +2,7 @@
 //!
 //! A thread for 16 bytes of neighbouring columns of a token's results, which are f32 or, where that is allowed, rounded to elements; one by one
 //! where rows are not multiples of that. Slots whose expert lives elsewhere, or is none, have no result and count as zero. Lines that have been
-//! read may be given up in the second-level cache without being written to memory (`discard`).
+//! read may be given up in the second-level cache without being written to memory (`discard`). Slots are read four or, if there are more, eight at once.
 
 use super::pairs::{Pairs, existing_tokens};
 use cuda_std::vec::{B64, B128};

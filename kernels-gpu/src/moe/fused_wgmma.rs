@@ -15,14 +15,19 @@
 //!
 //! # Pipeline
 //! A ring of stages of `LINES` times 64 elements of K in shared memory, 128-byte swizzle. A producer warpgroup fills it: one thread has
-//! the copy engine fetch the weights, all of them gather the rows of `x` or `h` by 16-byte `cp.async`, which take each row
-//! from where it is and fill what is not there with zeroes; both are counted by one mbarrier a stage. Two consumer
+//! the copy engine fetch the weights, others gather the rows of `x` or `h` by 16-byte `cp.async`, which take each row
+//! from where it is and fill what is not there with zeroes; both are counted by one mbarrier a stage. Of many pairs all of its threads gather. Of few the thread that fetches has
+//! a warp of its own, and two warps gather: whoever asks for more than memory gives is held up, and the first rows waited behind the weights of a whole ring. Two consumer
 //! warpgroups multiply, half of the rows each, and give stages back: when the next stage's products are under way (or, if the next stage is not there yet, when this one's are done), or at once
 //! (`NOW`), which is better where the products are short and reading is what takes time. If they alternate, each
 //! multiplies a whole item while the other finishes its last; mbarriers hand over, because a group that is more than one
 //! round of the ring behind could not tell the phases of a stage apart.
 //!
-//! The second product waits for `h` only when the ring is full of weights already ([`dependent_launch`]), so the stream of
+//! Of few pairs the time until the first weights are asked for counts. The warp that fetches finds out alone which items there are, without barriers, and if there are at most 32 pairs it
+//! asks for the first item's weights before that. Registers are 128 a thread at the start, so that blocks of the sum over slots are beside those of the second product from the start of that, on all
+//! multiprocessors, and wait there.
+//!
+//! The second product waits for `h` only when the ring is full of weights already ([`dependent_launch`]), or where it gathers rows, so the stream of
 //! weights does not end between the two.
 //!
 //! # Results
@@ -61,7 +66,7 @@
 use super::fused::{HALVES, PLAIN};
 pub use super::items::DIRECT_PAIRS;
 use super::items::{Drawn, Item, Items, Sorted};
-use super::pairs::{Pairs, existing_tokens};
+use super::pairs::{NOWHERE, Pairs, existing_tokens};
 use super::progress::{Progress, WARPS as PROGRESS};
 use super::shuffle;
 use crate::tensor_float::TensorFloat;
@@ -85,6 +90,8 @@ const DRAWER: u32 = PRODUCERS as u32 - 32;
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// For how many threads a multiprocessor's registers are divided among those of a block of few pairs: 128 each, so that blocks of the sum find room beside it.
 const ROOMY: usize = 512;
+/// Stages that are asked for before a block knows more than its first item's expert.
+const EARLY: u32 = 2;
 /// The barrier that a block's threads pass when its items are known.
 const KNOWN: u32 = 3 + GROUPS as u32;
 /// Elements of K of a stage: a line of the swizzle.
@@ -492,11 +499,29 @@ unsafe fn fused_wgmma<
                 }
             });
         };
+        // Stages whose weights are on their way: of the first item where that is known before all others, or before `h` is there.
+        let mut ahead = 0;
         if STAGED || warp_id != 0 {
             known();
         } else {
-            // Nobody else is waited for until the first weights are asked for.
-            items.fill(pairs, count);
+            // Nobody else is waited for.
+            let own = items.count_own(pairs, count);
+            if DIRECT {
+                let bin = items.expert_of_few(&own, count, before);
+                if bin != NOWHERE {
+                    ahead = steps.min(EARLY);
+                    let tile = dealt - before * tiles;
+                    let work = Item { bin, tile, first: 0, count: 0, shared: false, alone: true };
+                    if tid == 0 {
+                        let mut at = Ring::<STAGES>::new();
+                        for s in 0..ahead {
+                            fetch(at, work, s * (LINES * STEP) as u32);
+                            at.advance();
+                        }
+                    }
+                }
+            }
+            items.fill(own);
             thread::arrive_named(KNOWN, THREADS as u32);
         }
         // Who copies rows: all, or the last ones, while the first warp fetches and nothing else, and one has nothing to do.
@@ -504,8 +529,6 @@ unsafe fn fused_wgmma<
         let items = if gathers || warp_id == 0 { job.items.count() } else { 0 };
         let mut ring = Ring::<STAGES>::new();
         let mut item = dealt;
-        // Stages whose weights are on their way before `h` is there.
-        let mut ahead = 0;
         // Items that have been fetched but for the dealt one. The next is asked for when the ring is full, since then there is time, and two steps later it is told:
         // who waits for the answer holds the others up.
         let mut sequence = 0;

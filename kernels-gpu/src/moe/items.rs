@@ -2,7 +2,7 @@
 //!
 //! An expert's `c` pairs are dealt out to `ceil(c / most)` shares of equal size, rounded up to 8. Items are ordered by expert, tile, share:
 //! shares that read the same weights run side by side, and the weights come from memory once, as long as blocks keep abreast of each other. Which
-//! item is which follows from a prefix sum over experts that every block makes for itself, from the counts of sorting or, without a sorted list, from at most
+//! item is which follows from a prefix sum over experts that every block, or one warp of it, makes for itself, from the counts of sorting or, without a sorted list, from at most
 //! [`DIRECT_PAIRS`] pairs; the routing stays on the device.
 //!
 //! Or items are for two blocks: two shares of a tile, or where shares are odd in number a share of two tiles. Then pairs are dealt out 8 at a time, and no
@@ -50,7 +50,8 @@ pub const DRAWN_BYTES: usize = KEPT * 12 + 2 * 16;
 /// mbarrier: in the order of a block's items, `sequence` counts those after the first.
 ///
 /// A number is overwritten [`KEPT`] items later. When the producer draws it has had all items before the one it is at fetched, so whoever gives stages back
-/// has heard all numbers but those of two items more than there are stages, of which there are at most eight.
+/// has heard all numbers but those of two items more than there are stages, of which there are at most eight. Nor are others of a producer further behind, who
+/// have a part in filling each stage.
 ///
 /// Blocks of a cluster that have items together are told by `st.async`: that of block 0 draws for all of them.
 #[derive(Clone, Copy)]
@@ -181,6 +182,14 @@ pub struct Items<const DIRECT: bool> {
     most: u32,
     /// Whether there are items for two blocks.
     paired: bool,
+}
+
+/// What a lane knows of pairs without a list, every 32nd: their bins, how many before have the same, and their weights.
+#[derive(Clone, Copy)]
+pub struct Own {
+    bins: [u32; ROUNDS],
+    ranks: [u32; ROUNDS],
+    weights: [f32; ROUNDS],
 }
 
 /// An item.
@@ -339,26 +348,53 @@ impl<const DIRECT: bool> Items<DIRECT> {
         }
     }
 
-    /// By one warp: the tables, from what is [gathered](Self::gather) or, if all is [clear](Self::clear), from `count` pairs, at most [`DIRECT_PAIRS`]. Others may use them after a
-    /// barrier, this warp at once: one warp alone has no barriers on its way, of which blocks of twelve warps had four, and what the first fetch needs is what it finds first.
+    /// By one warp, when all is [clear](Self::clear): counts `count` pairs, at most [`DIRECT_PAIRS`], if there is no list.
     #[inline(always)]
-    pub unsafe fn fill(&self, pairs: Pairs, count: u32) {
-        let lane = warp::lane_id();
-        let (mut bins, mut ranks, mut weights) = ([NOWHERE; ROUNDS], [0; ROUNDS], [0.0; ROUNDS]);
+    pub unsafe fn count_own(&self, pairs: Pairs, count: u32) -> Own {
+        let mut own = Own { bins: [NOWHERE; ROUNDS], ranks: [0; ROUNDS], weights: [0.0; ROUNDS] };
         if DIRECT {
             let ids;
-            (ids, weights) = pairs.ids_and_weights::<ROUNDS>(lane, count, self.sorted.topk_weights);
-            bins[0] = pairs.bin_of_id(ids[0]);
-            ranks[0] = self.count_own::<true>(bins[0]);
+            (ids, own.weights) = pairs.ids_and_weights::<ROUNDS>(warp::lane_id(), count, self.sorted.topk_weights);
+            own.bins[0] = pairs.bin_of_id(ids[0]);
+            own.ranks[0] = self.count_32::<true>(own.bins[0]);
             if count > 32 {
                 let [_, rest @ ..] = ids;
                 let rest = pairs.bins_of_ids(rest);
                 unroll::<{ ROUNDS - 1 }>(|i| {
-                    bins[i + 1] = rest[i];
-                    ranks[i + 1] = self.count_own::<false>(rest[i]);
+                    own.bins[i + 1] = rest[i];
+                    own.ranks[i + 1] = self.count_32::<false>(rest[i]);
                 });
             }
         }
+        own
+    }
+
+    /// By the same warp, before there are tables: the expert of the item that has `q` shares before it, if there are at most 32 pairs, and no expert has a second share; otherwise
+    /// [`NOWHERE`].
+    #[inline(always)]
+    pub unsafe fn expert_of_few(&self, own: &Own, count: u32, q: u32) -> u32 {
+        let (bin, rank) = (own.bins[0], own.ranks[0]);
+        let listed = bin < self.bins;
+        if count > 32 || warp::warp_vote_any(warp::FULL, listed && rank >= self.most) {
+            return NOWHERE;
+        }
+        let first = listed && rank == 0;
+        // Experts below this one, each by its first pair.
+        let (named, mut lower, mut other) = (if first { bin } else { NOWHERE }, 0, 0);
+        while other < count {
+            unroll::<8>(|i| lower += (warp::shfl_idx(named, other + i as u32) < bin) as u32);
+            other += 8;
+        }
+        let found = warp::warp_vote_ballot(warp::FULL, first && lower == q);
+        if found == 0 { NOWHERE } else { warp::shfl_idx(bin, found.trailing_zeros()) }
+    }
+
+    /// By the same warp: the tables, from what is [counted](Self::count_own) or [gathered](Self::gather). Others may use them after a barrier, this warp at once: one warp alone has
+    /// no barriers on its way, of which blocks of twelve warps had four.
+    #[inline(always)]
+    pub unsafe fn fill(&self, own: Own) {
+        let lane = warp::lane_id();
+        let Own { bins, ranks, weights } = own;
         // SAFETY: a share holds pairs.
         core::hint::assert_unchecked(self.most != 0);
         // Shares of the experts, added up: a lane for some neighbouring ones.
@@ -404,7 +440,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
 
     /// Counts 32 pairs, whose expert is `bin`: how many pairs before have the same.
     #[inline(always)]
-    unsafe fn count_own<const FIRST: bool>(&self, bin: u32) -> u32 {
+    unsafe fn count_32<const FIRST: bool>(&self, bin: u32) -> u32 {
         let same = warp::warp_match_any_32(warp::FULL, bin);
         let lower = (same & ((1 << warp::lane_id()) - 1)).count_ones();
         let mut before = 0;
