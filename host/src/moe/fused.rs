@@ -993,7 +993,7 @@ pub const fn reduce_geometry(shape: &FusedShape) -> Geometry {
 
 /// How to launch the sum over slots whose results are [rounded](FusedOptions::rounded_slots).
 pub const fn rounded_reduce_geometry(shape: &FusedShape) -> Geometry {
-    sum_geometry(shape, fused_reduce::THREADS, fused_reduce::ROUNDED_COLUMNS)
+    sum_geometry(shape, fused_reduce::ROUNDED_THREADS, fused_reduce::ROUNDED_COLUMNS)
 }
 
 const fn sum_geometry(shape: &FusedShape, threads: usize, columns: usize) -> Geometry {

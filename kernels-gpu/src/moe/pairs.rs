@@ -69,36 +69,6 @@ impl Pairs {
         if slot < self.top_k { topk_weights.get(token as usize * self.top_k as usize + slot as usize) } else { 1.0 }
     }
 
-    /// [`id`](Self::id) and [`weight`](Self::weight) of pairs `first`, `first + 32` and so on, all asked for at once; -1 and 0 from `count` on, which is at
-    /// most 255.
-    #[inline(always)]
-    #[track_caller]
-    pub unsafe fn ids_and_weights<const N: usize>(
-        self,
-        first: u32,
-        count: u32,
-        topk_weights: Global<f32>,
-    ) -> ([i32; N], [f32; N]) {
-        let (mut ids, mut weights) = ([-1; N], [0.0; N]);
-        // One division for all: `pair / slots` is `pair * each >> 16`, as long as `pair * slots` fits there.
-        let whole = self.slots == self.top_k;
-        let each = if whole { 0 } else { 0xffff / self.slots.max(1) + 1 };
-        unroll::<N>(|i| {
-            let pair = first + 32 * i as u32;
-            let (mut at, mut listed) = (pair, pair < count);
-            if !whole && listed {
-                let token = pair * each >> 16;
-                let slot = pair - token * self.slots;
-                (at, listed) = (token * self.top_k + slot, slot < self.top_k);
-                (ids[i], weights[i]) = ((self.experts + slot.wrapping_sub(self.top_k)) as i32, 1.0);
-            }
-            if listed {
-                (ids[i], weights[i]) = (self.topk_ids.get(at), topk_weights.get(at));
-            }
-        });
-        (ids, weights)
-    }
-
     /// [`bin`](Self::bin) of a token's slot.
     #[inline(always)]
     #[track_caller]
