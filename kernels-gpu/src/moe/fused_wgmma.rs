@@ -23,7 +23,7 @@
 //! round of the ring behind could not tell the phases of a stage apart.
 //!
 //! The second product waits for `h` only when the ring is full of weights already ([`dependent_launch`]), so the stream of
-//! weights does not end between the two.
+//! weights does not end between the two. Nor does it wait for the end of the first, if that has long got beyond the experts it begins with ([`Progress`]).
 //!
 //! # Results
 //! Of few pairs they go from registers to memory. Of many (`STAGED`) that takes longer than the products of a short K: a product of
@@ -46,14 +46,17 @@
 //! # Work
 //! Blocks of threads stay, one a multiprocessor, and draw [`items`](super::items) when they have fetched what they had ([`Drawn`]).
 //!
-//! Of many pairs (`STAGED`) the second product does not wait for the end of the first: it starts where blocks have no more items, and waits for the `h` of an expert
-//! ([`Progress`]).
+//! The second product starts where blocks of the first have no more items. While it asks for its first weights it looks how far the others have come ([`Progress`]): mostly
+//! the last experts are what they are at, so it begins with the first ones at once, and when it comes to those last ones the first product has ended. Otherwise, as with one expert, it
+//! waits for that end. What it must not do is wait for words: a fence takes 1 to 2 µs while weights stream, so a block that said that it is done with all would
+//! end, and make room, that much later.
 //!
 //! # The second-level cache
 //! Weights that no other item reads, but for the one that the other block of two has at the same time, leave it first, so that what is read again
 //! stays: `x`, `h`, and `partial` if it has room (`kept`; only then those of the second product, too), whose lines the sum discards. On its way to memory and back it was 90 of 1300 MB of Qwen3's 512 tokens.
 //!
-//! While sorting runs, blocks of the first product ask for what would be their first item's weights if every expert had one share. Most of it is
+//! Where there are few pairs an expert blocks of the first product that have had all fetched ask for what the second begins with.
+//! While sorting runs, they ask for what would be their first item's weights if every expert had one share. Most of it is
 //! read soon whichever way pairs go, since the first items are those of the first experts. Nothing is written, so nothing has to be waited for.
 //!
 //! The sum over K runs in one order whatever N is, so a pair's result depends on nothing else in the batch.
@@ -62,7 +65,7 @@ use super::fused::{HALVES, PLAIN};
 pub use super::items::DIRECT_PAIRS;
 use super::items::{Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
-use super::progress::{Progress, WARPS as PROGRESS};
+use super::progress::Progress;
 use super::shuffle;
 use crate::tensor_float::TensorFloat;
 use cuda_std::second_level::Policy;
@@ -81,6 +84,8 @@ pub const GROUPS: usize = 2;
 const PRODUCERS: usize = 128;
 /// Which of them draws items: not the one that fetches weights.
 const DRAWER: u32 = PRODUCERS as u32 - 32;
+/// Rows of shuffled weights of the second product in a tile.
+const TILE_ROWS: u32 = 64;
 /// Threads of a block.
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// Elements of K of a stage: a line of the swizzle.
@@ -271,6 +276,16 @@ pub(super) fn coordinates<const UP: bool>(shuffled: u32, n: u32, k: u32, row: u3
     if UP { [k as i32, 0, 0, group, bin] } else { [k as i32, 0, 2 * group, 0, bin] }
 }
 
+/// Asks for the first `most` elements of a tile's rows, which begin with `row`, in the second-level cache.
+#[inline(always)]
+unsafe fn prefetch<const UP: bool>(map: *const TensorMap, shuffled: u32, n: u32, most: u32, row: u32, bin: u32) {
+    let mut at = 0;
+    while at < most {
+        tma::prefetch_tensor::<5>(map, coordinates::<UP>(shuffled, n, at, row, bin as i32));
+        at += STEP as u32;
+    }
+}
+
 /// One of the products; see [`Args`]. `UP`: the first. Grid: any number of blocks, or of clusters of [`PAIR`] if `PAIRED`, whose maps have boxes of half
 /// of an item's rows; block: [`THREADS`]; shared memory: [`shared_bytes`].
 #[inline(always)]
@@ -294,6 +309,7 @@ unsafe fn fused_wgmma<
     x_row: usize,
     map: *const TensorMap,
     shared_map: *const TensorMap,
+    next_map: *const TensorMap,
     bias: *const T,
     shared_bias: *const T,
     sorted_ids: *const i32,
@@ -335,6 +351,8 @@ unsafe fn fused_wgmma<
     let scales = carver.take::<f32>(GROUPS * PAIRS);
     let word = if UP { words } else { words.wrapping_add(1) };
     let drawn = Drawn::new(&mut carver, true, word, launch);
+    // What warps have seen of the progress, before it is needed for the first item's end.
+    let beyond = ids;
     let outputs = const { if UP { rows(TILES, ALTERNATE) as u32 / 2 } else { rows(TILES, ALTERNATE) as u32 } };
     let blocks = const { if PAIRED { PAIR as u32 } else { 1 } };
     if tid == 0 {
@@ -356,14 +374,14 @@ unsafe fn fused_wgmma<
         // SAFETY: there are outputs, hence tiles.
         core::hint::assert_unchecked(tiles != 0);
         let (bin, tile) = (thread::block_idx_x() / tiles, thread::block_idx_x() % tiles);
-        let (mut at, row) = (0, tile * const { rows(TILES, ALTERNATE) as u32 });
-        while bin < local && at < k.min(const { (STAGES * LINES * STEP) as u32 }) {
-            tma::prefetch_tensor::<5>(map, coordinates::<UP>(shuffled, n, at, row, bin as i32));
-            at += STEP as u32;
+        if bin < local {
+            let row = tile * const { rows(TILES, ALTERNATE) as u32 };
+            let most = k.min(const { (STAGES * LINES * STEP) as u32 });
+            prefetch::<UP>(map, shuffled, n, most, row, bin);
         }
     }
     let rank = if PAIRED { cluster::rank() } else { 0 };
-    let progress = Progress::new(if STAGED { progress } else { core::ptr::null_mut() }, thread::grid_dim_x());
+    let progress = Progress::new(progress, thread::grid_dim_x());
     if PAIRED {
         cluster::dims::<{ PAIR as u32 }>();
         cluster::arrive_relaxed();
@@ -372,12 +390,7 @@ unsafe fn fused_wgmma<
     if UP {
         // The sorted list may still be in the making.
         dependent_launch::wait();
-        if progress.is_kept() {
-            // By a warp that has little else to do.
-            if tid / PROGRESS as u32 == const { (THREADS / PROGRESS) as u32 - 1 } {
-                progress.begin(tid % PROGRESS as u32);
-            }
-        } else {
+        if !progress.is_kept() {
             dependent_launch::launch_dependents();
         }
     }
@@ -421,9 +434,6 @@ unsafe fn fused_wgmma<
         items: Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32, PAIRED),
         progress,
     };
-    if UP && progress.is_kept() {
-        dependent_launch::launch_dependents();
-    }
     let (items, grid) = (job.items.count(), thread::grid_dim_x() / blocks);
     // Two at least if results go by way of stages: there is a stage for each consumer then.
     let steps = k.div_ceil((LINES * STEP) as u32).max(if STAGED { 2 } else { 1 });
@@ -494,13 +504,18 @@ unsafe fn fused_wgmma<
                     asked = true;
                 }
             }
-            if !progress.is_kept() {
-                dependent_launch::wait();
-            }
             dependent_launch::launch_dependents();
         }
         // Experts whose `h` is there.
         let mut there = 0;
+        if !UP && progress.is_kept() {
+            // They look while weights are asked for.
+            thread::sync_named(const { 3 + GROUPS as u32 }, THREADS as u32);
+            there = u32::MAX;
+            for w in 0..const { 4 * GROUPS as u32 } {
+                there = there.min(beyond.get(w));
+            }
+        }
         // A thread copies 16 bytes of every 16th row. Where its rows start it keeps in units of 16 bytes.
         let (chunk, low) = (tid % 8, tid / 8);
         let stride = if UP { x_row / 8 } else { k as usize / 8 };
@@ -508,8 +523,9 @@ unsafe fn fused_wgmma<
         while item < items {
             let work = job.items.find(item, rank);
             let wide = columns(PAIRS as u32, work.count);
-            if !UP && progress.is_kept() && warp::warp_vote_ballot(warp::FULL, work.bin >= there) != 0 {
-                there = progress.wait_beyond(work.bin);
+            if !UP && warp::warp_vote_ballot(warp::FULL, work.bin >= there) != 0 {
+                dependent_launch::wait();
+                there = u32::MAX;
             }
             // All asked for at once; those beyond the last repeat it.
             let mut pair = [0; PAIRS_16];
@@ -569,13 +585,27 @@ unsafe fn fused_wgmma<
             // Before the number is overwritten.
             thread::sync_named(const { 2 + GROUPS as u32 }, PRODUCERS as u32);
         }
+        if UP && NOW && progress.is_kept() && tokens * slots <= 16 * bins && warp_id == 0 {
+            // What the second product begins with is on its way while results are stored and its blocks start.
+            let next = job.items.of_tiles(k.div_ceil(const { rows(TILES, ALTERNATE) as u32 }));
+            let first = thread::block_idx_x();
+            if first < next.count() {
+                let work = next.find(first, 0);
+                if tid == 0 && work.bin < local {
+                    let shuffled = if shuffled != 0 { TILE_ROWS } else { 0 };
+                    let row = work.tile * const { rows(TILES, ALTERNATE) as u32 };
+                    let most = n.min(const { (STAGES * LINES * STEP) as u32 });
+                    prefetch::<false>(next_map, shuffled, k, most, row, work.bin);
+                }
+            }
+        }
         if NOW && ALTERNATE && tid == DRAWER {
             // The other consumer waits for one more.
             drawn.tell(sequence, u32::MAX);
         }
         // The block's shared memory must outlive its copies.
         cp_async::wait_group::<0>();
-        if !UP && progress.is_kept() {
+        if !UP && there != u32::MAX {
             // Who waits for the end of this launch waits for that of the one before as well, even if there were no items.
             dependent_launch::wait();
         }
@@ -597,6 +627,20 @@ unsafe fn fused_wgmma<
         };
         let mut ring = Ring::<STAGES>::new();
         let mut item = thread::block_idx_x() / blocks;
+        if !UP && progress.is_kept() {
+            let least = progress.look(tid - PRODUCERS as u32, const { 128 * GROUPS as u32 });
+            if warp::lane_id() == 0 {
+                beyond.set(warp_id - const { PRODUCERS as u32 / 32 }, least);
+            }
+            thread::sync_named(const { 3 + GROUPS as u32 }, THREADS as u32);
+        }
+        if UP && progress.is_kept() && warp_id == const { (PRODUCERS / 32) as u32 } {
+            let first = if item < items { job.items.find(item, rank).bin } else { bins };
+            if warp::lane_id() == 0 {
+                progress.begin(first);
+                dependent_launch::launch_dependents();
+            }
+        }
         // Of numbers of items.
         let mut sequence = 0;
         if ALTERNATE && group == 1 {
@@ -608,6 +652,10 @@ unsafe fn fused_wgmma<
         while item < items {
             let work = job.items.find(item, rank);
             let wide = columns(PAIRS as u32, work.count);
+            if UP && ALTERNATE && progress.is_kept() && round > 0 {
+                // The last item's results, while the other one's products are under way.
+                consumer.reach(progress, work.bin);
+            }
             if ALTERNATE {
                 // The phase of a stage says nothing to who is more than one behind. The first turn is the first group's.
                 mbarrier::wait_parity(turns.address(group), (round & 1) ^ (group == 0) as u32);
@@ -635,9 +683,6 @@ unsafe fn fused_wgmma<
             }
             item = drawn.hear(sequence);
             sequence += 1;
-        }
-        if UP && progress.is_kept() {
-            progress.reach(warp_id - (PRODUCERS / 32) as u32, u32::MAX);
         }
     }
     if PAIRED {
@@ -697,6 +742,15 @@ impl<T: TensorFloat + Input> Consumer<T> {
             }
         } else if lane == 0 {
             mbarrier::arrive(self.empty.address(stage));
+        }
+    }
+
+    /// By all of the warpgroup: all that it still stores is of this expert or of later ones.
+    #[inline(always)]
+    unsafe fn reach(&self, progress: Progress, expert: u32) {
+        thread::sync_named(1 + self.group, 128);
+        if thread::thread_idx_x() % 128 == 0 {
+            progress.reach(self.group, expert);
         }
     }
 
@@ -784,9 +838,9 @@ impl<T: TensorFloat + Input> Consumer<T> {
             last = [before, ring.stage];
             before = ring.stage;
             ring.advance();
-            if UP && STAGED && step == 1 && job.progress.is_kept() {
+            if UP && !ALTERNATE && step == 1 && job.progress.is_kept() {
                 // The last item's results, while products are under way.
-                job.progress.reach(warp::warp_id() - (PRODUCERS / 32) as u32, work.bin);
+                self.reach(job.progress, work.bin);
             }
             if step == steps {
                 break;
@@ -1196,6 +1250,8 @@ entries! {
         x: *const T, x_row: usize,
         /// The weights of the routed experts and of the shared ones; see the [module](self).
         map: TensorMap, shared_map: TensorMap,
+        /// Of the first product: the second one's `map`.
+        next_map: TensorMap,
         /// `[local, rows]` or null; `[shared, rows]` or null.
         bias: *const T, shared_bias: *const T,
         /// From [`sort`](super::sort), in blocks of [`SORT_BLOCK`].
@@ -1221,7 +1277,7 @@ entries! {
         launch: u64,
         /// 1 if `partial` may stay in the second-level cache until the sum has read it.
         kept: u32,
-        /// [`WORDS`](super::progress::WORDS) for both products, or null: whatever is in them. With them the second starts while the first still runs.
+        /// [`WORDS`](super::progress::WORDS) for both products, or null: whatever is in them. With them the second begins while the first still runs.
         progress: *mut u32,
     );
     moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;

@@ -300,6 +300,12 @@ impl<const DIRECT: bool> Items<DIRECT> {
         Self { sorted, own_ids, own_weights, ends, counts, starts, bins, tiles, most, paired }
     }
 
+    /// The items of another product of the same pairs, of so many tiles.
+    #[inline(always)]
+    pub fn of_tiles(&self, tiles: u32) -> Self {
+        Self { tiles, ..*self }
+    }
+
     /// How many there are.
     #[inline(always)]
     pub unsafe fn count(&self) -> u32 {
