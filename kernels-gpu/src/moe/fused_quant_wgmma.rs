@@ -26,8 +26,10 @@ use super::fused::{HALVES, PLAIN};
 use super::fused_wgmma::{Activation, coordinates};
 use super::items::{DIRECT_PAIRS, Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
+use super::progress::{Progress, WARPS as PROGRESS};
 use crate::pipeline::{Ring, Stages};
 use crate::row::GROUP;
+use crate::row::quantise::{amax, scale_for};
 use crate::scales::{BLOCKS, ROWS};
 use crate::tensor_byte::TensorByte;
 use crate::tensor_float::TensorFloat;
@@ -37,8 +39,8 @@ use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum as _};
 use cuda_std::{
-    E4M3, Global, GlobalMut, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, mbarrier, mma,
-    thread, unroll, warp,
+    E4M3, Global, GlobalMut, Shared, bf16, cluster, convert, cp_async, dependent_launch, entries, f16, float, mbarrier,
+    mma, thread, unroll, vec, warp,
 };
 
 /// Consumer warpgroups.
@@ -74,10 +76,11 @@ pub const fn box_rows(pairs: usize) -> usize {
 /// Dynamic shared memory; every part may begin at the next multiple of 16.
 pub const fn shared_bytes(tiles: usize, pairs: usize, lines: usize, stages: usize, bins: usize) -> usize {
     stages * (lines * ((rows(tiles) + pairs) * STEP + pairs * 4) + 2 * 8)
-        + GROUPS * pairs * 12
+        + pairs * if pairs == PAIRS_DIRECT { GROUPS * 12 } else { (GROUPS * 4 + 3) * 4 }
         + super::items::DRAWN_BYTES
-        + super::items::shared_bytes(bins)
-        + 6 * 16
+        + if pairs == PAIRS_DIRECT { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
+        + 2 * 8
+        + 8 * 16
 }
 
 /// What both products need to know.
@@ -218,9 +221,9 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
     }
 
     /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
-    /// neighbouring rows of one column, which are 16 bytes of `partial`.
+    /// neighbouring rows of one column, which are 16 bytes of `partial`, or 8 if they are rounded.
     #[inline(always)]
-    pub(super) unsafe fn store_down(
+    pub(super) unsafe fn store_down<const ROUNDED: bool>(
         &self,
         item: Item,
         row: u32,
@@ -256,8 +259,16 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
             for i in 0..4 {
                 v[i] = (v[i] + bias[i]) * scale;
             }
-            let policy = if self.kept { Policy::LAST } else { Policy::NORMAL };
-            self.partial.set_if_for(row < self.n && column < item.count, at, B128(v), policy);
+            let stored = row < self.n && column < item.count;
+            if ROUNDED {
+                if stored {
+                    let rounded = GlobalMut::new(self.partial.ptr(0u32).cast::<T>());
+                    rounded.set_as(at, B64(vec::from_f32::<T, 4>(v)));
+                }
+            } else {
+                let policy = if self.kept { Policy::LAST } else { Policy::NORMAL };
+                self.partial.set_if_for(stored, at, B128(v), policy);
+            }
         }
     }
 }
@@ -276,8 +287,10 @@ unsafe fn fused_quant_wgmma<
     const STAGES: usize,
     const DIRECT: bool,
     const SHARE: u32,
+    const ROUNDED: bool,
 >(
     h: *mut T,
+    h_scales: *mut f32,
     partial: *mut f32,
     x: *const u8,
     x_row: usize,
@@ -317,6 +330,7 @@ unsafe fn fused_quant_wgmma<
     kept: u32,
     words: *mut u64,
     launch: u64,
+    progress: *mut u32,
 ) where
     [Q::Sum; 4]: Accumulator<Q::Sum>,
     [Q::Sum; 8]: Accumulator<Q::Sum>,
@@ -332,9 +346,19 @@ unsafe fn fused_quant_wgmma<
     let operands = carver.take_aligned::<u8>(STAGES * LINES * PAIRS * STEP, 1024);
     let factors = carver.take::<f32>(STAGES * LINES * PAIRS);
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
-    let ids = carver.take::<u32>(GROUPS * PAIRS);
-    let scales = carver.take::<f32>(GROUPS * PAIRS);
-    let row_scales = carver.take::<f32>(GROUPS * PAIRS);
+    // Two blocks have the 128 outputs of a scale.
+    let quantises = const { UP && SCALES == BLOCKS && SHARE == 2 };
+    let each = const { if UP && SCALES == BLOCKS && SHARE == 2 { 0 } else { GROUPS * PAIRS } };
+    let ids = carver.take::<u32>(each);
+    let scales = carver.take::<f32>(each);
+    let row_scales = carver.take::<f32>(each);
+    let each = if quantises { PAIRS } else { 0 };
+    let magnitudes = Magnitudes {
+        own: carver.take::<f32>(GROUPS * 4 * each),
+        other: carver.take::<u32>(2 * each),
+        factors: carver.take::<f32>(each),
+        told: carver.take::<u64>(if quantises { 2 } else { 0 }),
+    };
     let word = if UP { words } else { words.wrapping_add(1) };
     // Clusters of the second product are dealt theirs: they take 1 to 3 % longer if they draw.
     let draws = const { !DIRECT && (UP || SHARE == 1) };
@@ -347,6 +371,10 @@ unsafe fn fused_quant_wgmma<
     if tid == 0 {
         if draws {
             drawn.init();
+        }
+        if quantises {
+            mbarrier::init(magnitudes.told.address(0u32), 1);
+            mbarrier::init(magnitudes.told.address(1u32), 1);
         }
         // What is copied by the copy engine, and each producer's rows.
         stages.init_counted(if DIRECT { 1 + PRODUCERS as u32 } else { 1 }, 4 * GROUPS as u32);
@@ -362,7 +390,8 @@ unsafe fn fused_quant_wgmma<
         // As in `fused_wgmma`: the first item if every expert has one share.
         // SAFETY: there are outputs, hence tiles.
         core::hint::assert_unchecked(tiles != 0);
-        let (bin, tile) = (thread::block_idx_x() / tiles, thread::block_idx_x() % tiles);
+        let first = thread::block_idx_x() / SHARE;
+        let (bin, tile) = (first / tiles, first % tiles * SHARE + rank);
         let mut at = 0;
         while bin < local && at < k.min(const { (STAGES * LINES * STEP) as u32 }) {
             let to = coordinates::<UP>(shuffled, n, at, tile * rows(TILES) as u32, bin as i32);
@@ -370,10 +399,18 @@ unsafe fn fused_quant_wgmma<
             at += STEP as u32;
         }
     }
+    let progress = Progress::new(if quantises || !UP { progress } else { core::ptr::null_mut() }, thread::grid_dim_x());
     if UP {
         // The sorted list may still be in the making.
         dependent_launch::wait();
-        dependent_launch::launch_dependents();
+        if progress.is_kept() {
+            // By a warp that has little else to do.
+            if tid / PROGRESS as u32 == const { (THREADS / PROGRESS) as u32 - 1 } {
+                progress.begin(tid % PROGRESS as u32);
+            }
+        } else {
+            dependent_launch::launch_dependents();
+        }
     }
     let sorted = Sorted {
         ids: Global::new(sorted_ids),
@@ -418,6 +455,10 @@ unsafe fn fused_quant_wgmma<
         share: SHARE,
         rank,
     };
+    if UP && progress.is_kept() {
+        // Zeroes are stored.
+        dependent_launch::launch_dependents();
+    }
     let (all, grid, groups) = (items.count(), thread::grid_dim_x() / SHARE, job.groups());
     let steps = groups.div_ceil(LINES as u32);
     let first = thread::block_idx_x() / SHARE;
@@ -478,9 +519,13 @@ unsafe fn fused_quant_wgmma<
                     asked = true;
                 }
             }
-            dependent_launch::wait();
+            if !progress.is_kept() {
+                dependent_launch::wait();
+            }
             dependent_launch::launch_dependents();
         }
+        // Experts whose `h` is there.
+        let mut there = 0;
         let (x, x_scales) = (Global::new(x), job.x_scales);
         if !DIRECT {
             // Each lane has a box of rows brought, one of them the scales.
@@ -488,6 +533,11 @@ unsafe fn fused_quant_wgmma<
             while warp_id == 0 && next < all {
                 let item = job.find(next);
                 let wide = columns(PAIRS as u32, item.count);
+                if !UP && progress.is_kept() && warp::warp_vote_ballot(warp::FULL, item.bin >= there) != 0 {
+                    there = progress.wait_beyond(item.bin);
+                    // What others stored the copy engine reads.
+                    tma::fence_async_global();
+                }
                 let mut step = 0;
                 while step < steps {
                     if draws && tid == DRAWER {
@@ -580,6 +630,10 @@ unsafe fn fused_quant_wgmma<
             // The block's shared memory must outlive its copies.
             cp_async::wait_group::<0>();
         }
+        if !UP && progress.is_kept() {
+            // Who waits for the end of this launch waits for that of the one before as well, even if there were no items.
+            dependent_launch::wait();
+        }
     } else {
         wgmma::increase_registers::<232>();
         let group = warp_id / 4 - 1;
@@ -587,11 +641,16 @@ unsafe fn fused_quant_wgmma<
             weights: Descriptor::<K>::new(weights.address(group * (TILES * 64 * STEP) as u32)),
             operands: Descriptor::<K>::new(operands.address(0u32)),
             factors,
-            ids: ids.offset(group * PAIRS as u32),
-            scales: scales.offset(group * PAIRS as u32),
-            row_scales: row_scales.offset(group * PAIRS as u32),
+            ids: if quantises { ids } else { ids.offset(group * PAIRS as u32) },
+            scales: if quantises { scales } else { scales.offset(group * PAIRS as u32) },
+            row_scales: if quantises { row_scales } else { row_scales.offset(group * PAIRS as u32) },
+            stages: weights,
+            magnitudes,
             group,
             first_row: group * (TILES * 64) as u32 + warp_id % 4 * 16,
+            h_scales: GlobalMut::new(h_scales),
+            scale_group: x_scale_group,
+            progress,
         };
         let mut ring = Ring::<STAGES>::new();
         let (mut next, mut sequence) = (first, 0);
@@ -601,12 +660,12 @@ unsafe fn fused_quant_wgmma<
             macro_rules! product {
                 ($half:literal) => {
                     if SCALES == ROWS {
-                        consumer.rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT>(
+                        consumer.rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT, ROUNDED>(
                             &job, stages, &mut ring, next, item,
                         )
                     } else {
-                        consumer.blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT>(
-                            &job, stages, &mut ring, next, item,
+                        consumer.blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT, SHARE, ROUNDED>(
+                            &job, stages, &mut ring, next, sequence, item,
                         )
                     }
                 };
@@ -634,6 +693,9 @@ unsafe fn fused_quant_wgmma<
             } else {
                 next += grid;
             }
+        }
+        if quantises && progress.is_kept() {
+            progress.reach(warp_id - (PRODUCERS / 32) as u32, u32::MAX);
         }
     }
     if SHARE > 1 {
@@ -675,9 +737,29 @@ struct Consumer {
     ids: Shared<u32>,
     scales: Shared<f32>,
     row_scales: Shared<f32>,
+    /// Weights of the stages.
+    stages: Shared<u8>,
+    magnitudes: Magnitudes,
     group: u32,
     /// The warp's first row within the tile.
     first_row: u32,
+    /// Scales of `h` where the first product quantises it, and from group to group of them.
+    h_scales: GlobalMut<f32>,
+    scale_group: usize,
+    progress: Progress,
+}
+
+/// What the two blocks that have the outputs of a scale know of a share's pairs, where the first product quantises its results.
+#[derive(Clone, Copy)]
+struct Magnitudes {
+    /// The largest that each warp of a block has of each pair.
+    own: Shared<f32>,
+    /// The largest of the other block, of an item and of the one before.
+    other: Shared<u32>,
+    /// What values are multiplied by.
+    factors: Shared<f32>,
+    /// When `other` has come.
+    told: Shared<u64>,
 }
 
 /// Where a thread's scales of weights are in each of its tiles, for the steps of a product.
@@ -755,23 +837,28 @@ impl Consumer {
         const LINES: usize,
         const STAGES: usize,
         const DIRECT: bool,
+        const SHARE: u32,
+        const ROUNDED: bool,
     >(
         &self,
         job: &Job<T, SCALES, DIRECT>,
         stages: Stages<STAGES>,
         ring: &mut Ring<STAGES>,
         number: u32,
+        turn: u32,
         item: Item,
     ) {
         let (lane, groups) = (warp::lane_id(), job.groups());
         let steps = groups.div_ceil(LINES as u32);
+        let quantises = const { UP && SHARE == 2 };
         // What the end needs is on its way while the products run, where there are registers for it.
-        let columns = if TILES == 1 { Some(Columns::new::<T, SCALES, UP, DIRECT>(job, item)) } else { None };
+        let columns = if TILES == 1 && !quantises { Some(Columns::new::<T, SCALES, UP, DIRECT>(job, item)) } else { None };
         let scales = WeightScales::<UP, TILES>::new(job, item.bin, item.tile * rows(TILES) as u32 + self.first_row);
         let (mut acc, mut partial) = ([A::zero(); TILES], A::zero());
         let mut step = 0;
         // Whether the stage to come is known to be full.
         let mut ready = false;
+        let mut stage;
         loop {
             if !ready {
                 stages.wait_full(*ring);
@@ -804,16 +891,31 @@ impl Consumer {
                     acc[s].pin();
                 }
             }
-            // The copy engine writes the next scales by another proxy than that of the loads.
-            tma::fence_async();
-            stages.release(ring.stage, lane);
+            stage = ring.stage;
             ring.advance();
             step += 1;
+            if quantises && step == 1 && self.progress.is_kept() {
+                // The last item's results, which have long been stored.
+                self.progress.reach(warp::warp_id() - (PRODUCERS / 32) as u32, item.bin);
+            }
+            if quantises && step >= steps {
+                break;
+            }
+            // The copy engine writes the next scales by another proxy than that of the loads.
+            tma::fence_async();
+            stages.release(stage, lane);
             if step >= steps {
                 break;
             }
         }
-        self.finish::<T, E4M3, A, SCALES, UP, TILES, PAIRS, DIRECT>(job, number, item, columns, &acc);
+        if quantises {
+            // Results go through the last stage.
+            self.quantise::<T, A, SCALES, PAIRS, LINES, DIRECT>(job, stage, turn, item, &acc[0]);
+            tma::fence_async();
+            stages.release(stage, lane);
+        } else {
+            self.finish::<T, E4M3, A, SCALES, UP, TILES, PAIRS, DIRECT, ROUNDED>(job, number, item, columns, &acc);
+        }
     }
 
     /// Multiplies an item with scales of rows and finishes it.
@@ -829,6 +931,7 @@ impl Consumer {
         const LINES: usize,
         const STAGES: usize,
         const DIRECT: bool,
+        const ROUNDED: bool,
     >(
         &self,
         job: &Job<T, SCALES, DIRECT>,
@@ -873,7 +976,7 @@ impl Consumer {
         wgmma::wait::<0>(&mut acc[0]);
         unroll::<TILES>(|s| acc[s].pin());
         stages.release(before, lane);
-        self.finish::<T, Q, A, SCALES, UP, TILES, PAIRS, DIRECT>(job, number, item, columns, &acc);
+        self.finish::<T, Q, A, SCALES, UP, TILES, PAIRS, DIRECT, ROUNDED>(job, number, item, columns, &acc);
     }
 
     /// What is done to the sums of an item.
@@ -887,6 +990,7 @@ impl Consumer {
         const TILES: usize,
         const PAIRS: usize,
         const DIRECT: bool,
+        const ROUNDED: bool,
     >(
         &self,
         job: &Job<T, SCALES, DIRECT>,
@@ -940,11 +1044,112 @@ impl Consumer {
             if UP {
                 job.store_up(item, row, A::N, |column| self.ids.get(column), sums);
             } else {
-                job.store_down(item, row, A::N, |column| (self.ids.get(column), self.scales.get(column)), sums);
+                let pairs = |column| (self.ids.get(column), self.scales.get(column));
+                job.store_down::<ROUNDED>(item, row, A::N, pairs, sums);
             }
         }
     }
+
+    /// The end of an item of the first product whose results are quantised: both blocks of the cluster have the same pairs, and 64 of the 128 outputs of
+    /// a scale each. They tell each other the largest magnitude of each pair; results then go by way of a stage that both warpgroups are done with, so that
+    /// those of a pair are stored side by side. What is rounded, and how, is what [`fused_quant_rows`](super::fused_quant_rows) does.
+    #[inline(always)]
+    unsafe fn quantise<
+        T: TensorFloat,
+        A: Accumulator + AsRef<[f32]>,
+        const SCALES: u32,
+        const PAIRS: usize,
+        const LINES: usize,
+        const DIRECT: bool,
+    >(
+        &self,
+        job: &Job<T, SCALES, DIRECT>,
+        stage: u32,
+        turn: u32,
+        item: Item,
+        acc: &A,
+    ) {
+        let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+        // Threads of the consumers take a pair each.
+        let column = thread::thread_idx_x() - PRODUCERS as u32;
+        let row = item.tile * rows(1) as u32 + self.first_row;
+        let told = self.magnitudes.told.address(turn % 2);
+        if column == 0 {
+            mbarrier::arrive_expect_tx(told, A::N as u32 * 4);
+        }
+        let (kind, alpha, limit) = job.activation;
+        let activation = Activation::new(kind, alpha, limit, job.layout != PLAIN);
+        let [gate, value] = job.weight_rows::<true>(row);
+        let gates = job.bias(item.bin, gate);
+        let values = if job.layout == PLAIN { 0.0 } else { job.bias(item.bin, value) };
+        // Outputs beyond the last have no say.
+        let there = row / 2 < job.n;
+        let mut words = [0u32; MOST_COLUMNS / 8];
+        for j in 0..const { A::N / 8 } {
+            let sums = acc.as_ref();
+            let v = |c: usize| activation.gated(sums[4 * j + c] + gates, sums[4 * j + 2 + c] + values);
+            let [a, b] = T::pair_from_f32([v(0), v(1)]);
+            let word = mma::movmatrix_trans(T::pack(a, b));
+            words[j] = if there { word } else { 0 };
+            let mut largest = amax(T::unpack_f32(words[j]));
+            unroll::<2>(|i| largest = float::max(largest, warp::shfl_xor(largest, 1 << i)));
+            if t == 0 {
+                self.magnitudes.own.set((thread::thread_idx_x() / 32 % 8) * PAIRS as u32 + 8 * j as u32 + g, largest);
+            }
+        }
+        thread::sync_named(1 + GROUPS as u32, GROUPS as u32 * 128);
+        if column < A::N as u32 {
+            let mut largest = 0.0;
+            unroll::<{ GROUPS * 4 }>(|w| {
+                largest = float::max(largest, self.magnitudes.own.get(w as u32 * PAIRS as u32 + column));
+            });
+            let (place, to) = (turn % 2 * PAIRS as u32 + column, job.rank ^ 1);
+            let other = cluster::map(self.magnitudes.other.address(place), to);
+            cluster::store_async_u32(other, largest.to_bits(), cluster::map(told, to));
+            mbarrier::wait_parity(told, turn / 2 & 1);
+            let scale = scale_for::<E4M3>(float::max(largest, f32::from_bits(self.magnitudes.other.get(place))));
+            self.magnitudes.factors.set(column, float::recip(scale));
+            if job.rank == 0 && column < item.count {
+                self.h_scales.set((item.tile / 2) as usize * self.scale_group + (item.first + column) as usize, scale);
+            }
+        }
+        thread::sync_named(1 + GROUPS as u32, GROUPS as u32 * 128);
+        // 16 bytes more than the 64 of a pair: lanes that store together meet in no bank.
+        let pitch = const { OUTPUTS + 16 };
+        let staged = self.stages.offset(stage * (LINES * rows(1) * STEP) as u32);
+        let first = self.first_row / 2 + 2 * t;
+        for j in 0..const { A::N / 8 } {
+            let column = 8 * j as u32 + g;
+            let factor = self.magnitudes.factors.get(column);
+            let [a, b] = T::unpack_f32(words[j]);
+            staged.set_as::<u16>(column * pitch + first, convert::pack_e4m3x2(a * factor, b * factor));
+        }
+        thread::sync_named(1 + GROUPS as u32, GROUPS as u32 * 128);
+        // Four threads a pair, 16 bytes each.
+        let (part, low, first) = (column % 4 * 16, column / 4, item.tile * OUTPUTS);
+        let out = GlobalMut::new(job.h.ptr(0u32).cast::<u8>());
+        let step = const { GROUPS as u32 * 128 / 4 };
+        let mut results = [None; MOST_COLUMNS.div_ceil(64)];
+        unroll::<{ MOST_COLUMNS.div_ceil(64) }>(|i| {
+            let column = low + i as u32 * step;
+            if i * 64 < A::N && column < A::N as u32 {
+                results[i] = Some(staged.get_as::<B128<u8, 16>>(column * pitch + part));
+            }
+        });
+        unroll::<{ MOST_COLUMNS.div_ceil(64) }>(|i| {
+            let column = low + i as u32 * step;
+            if let Some(result) = results[i] {
+                let at = (item.first + column) as usize * job.n as usize + (first + part) as usize;
+                out.set_if(column < item.count && first + part < job.n, at, result);
+            }
+        });
+    }
 }
+
+/// Outputs of an item of the first product whose results are quantised: half of a scale's.
+const OUTPUTS: u32 = rows(1) as u32 / 2;
+/// The most columns of an item.
+const MOST_COLUMNS: usize = 144;
 
 entries! {
     /// Arguments of both products.
@@ -952,7 +1157,9 @@ entries! {
         /// The first product's results, `[.., intermediate]`: a row for each place of the sorted list, or without it for each pair. Not used by the
         /// second.
         h: *mut T,
-        /// `[tokens * slots, hidden]`: written by the second product.
+        /// Scales of those where the first product quantises them (of blocks, with a sorted list: then `h` is of bytes), `x_scale_group` from group to group.
+        h_scales: *mut f32,
+        /// `[tokens * slots, hidden]`: written by the second product; rounded results as elements, from the same place on.
         partial: *mut f32,
         /// Quantised rows of tokens, or for the second product of `h`, `x_row` apart: row `pair / x_divisor` belongs to a pair, if there is no
         /// sorted list; otherwise they are in its order, and `x_map` describes them, in boxes of [`STEP`] by [`box_rows`].
@@ -986,29 +1193,44 @@ entries! {
         words: *mut u64,
         /// A number that no other launch has, unless it repeats this one; the two products may have the same.
         launch: u64,
+        /// [`WORDS`](super::progress::WORDS) for both products, or null: whatever is in them. With them the second, of as many blocks, starts while the first still
+        /// runs; where the first quantises its results.
+        progress: *mut u32,
     );
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2>;
-    moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2>;
-    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1>;
-    moe_fused_quant_wgmma_down_t144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 1, 6, false, 2>;
-    moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1>;
-    moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 16, 1, 11, true, 1>;
-    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 1, 8, false, 1>;
-    moe_fused_quant_wgmma_down_t144_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t16_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t16_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1>;
-    moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 1, 11, true, 1>;
-    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1>;
-    moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 2, false>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 2, false>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2, false>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2, false>;
+    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1, false>;
+    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1, true>;
+    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1, true>;
+    moe_fused_quant_wgmma_down_t144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 1, 6, false, 2, false>;
+    moe_fused_quant_wgmma_down_rounded_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 1, 6, false, 2, true>;
+    moe_fused_quant_wgmma_down_rounded_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 1, 6, false, 2, true>;
+    moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
+    moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
+    moe_fused_quant_wgmma_up_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_up_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
+    moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
+    moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 16, 1, 11, true, 1, false>;
+    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_down_rounded_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 1, 8, false, 1, true>;
+    moe_fused_quant_wgmma_down_rounded_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 1, 8, false, 1, true>;
+    moe_fused_quant_wgmma_down_t144_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, false>;
+    moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
+    moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
+    moe_fused_quant_wgmma_up_t16_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
+    moe_fused_quant_wgmma_up_t16_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
+    moe_fused_quant_wgmma_up_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_up_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_up_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
+    moe_fused_quant_wgmma_up_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
+    moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 1, 11, true, 1, false>;
+    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_down_rounded_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1, true>;
+    moe_fused_quant_wgmma_down_rounded_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1, true>;
+    moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, false>;
+    moe_fused_quant_wgmma_down_rounded_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
+    moe_fused_quant_wgmma_down_rounded_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
 }
