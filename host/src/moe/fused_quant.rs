@@ -25,6 +25,7 @@ use crate::kernels::moe::fused_quant_tile as tile_kernel;
 use crate::kernels::moe::fused_quant_wgmma as wgmma_kernel;
 use crate::kernels::moe::{fused, fused_reduce, items, progress};
 use crate::kernels::row::GROUP;
+use crate::kernels::scales as kinds;
 use crate::tensor::Tensor;
 use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 use cuda_std::{DType, Element, Entry, Float};
@@ -72,16 +73,16 @@ impl FusedQuantPath {
         }
     }
 
-    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, lines of a stage, and stages of a path on Hopper, unless it is one for [few](Self::is_few) tokens.
-    /// As in the table of instances.
-    const fn wgmma(self, scales: QuantScales) -> Option<(usize, usize, usize, usize)> {
+    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, lines of a stage, and stages of the first product (`up`) or the second of a path on Hopper, unless it is
+    /// one for [few](Self::is_few) tokens. As in the table of instances.
+    const fn wgmma(self, scales: QuantScales, up: bool) -> Option<[usize; 4]> {
         match (self, scales) {
             (FusedQuantPath::Auto | FusedQuantPath::Tile, _) | (FusedQuantPath::Wgmma16, QuantScales::Blocks) => None,
-            (FusedQuantPath::Wgmma16, QuantScales::Rows) => Some((1, 16, 1, 11)),
-            (FusedQuantPath::Wgmma64, QuantScales::Blocks) => Some((1, 64, 2, 4)),
-            (FusedQuantPath::Wgmma64, QuantScales::Rows) => Some((1, 64, 1, 8)),
-            (FusedQuantPath::Wgmma144, QuantScales::Blocks) => Some((1, 144, 1, 6)),
-            (FusedQuantPath::Wgmma144, QuantScales::Rows) => Some((2, 144, 1, 4)),
+            (FusedQuantPath::Wgmma16, QuantScales::Rows) => Some([1, 16, 1, 11]),
+            (FusedQuantPath::Wgmma64, QuantScales::Blocks) => Some([1, 64, 2, 4]),
+            (FusedQuantPath::Wgmma64, QuantScales::Rows) => Some([1, 64, 1, 8]),
+            (FusedQuantPath::Wgmma144, QuantScales::Blocks) => Some([1, 144, 1, if up { 5 } else { 6 }]),
+            (FusedQuantPath::Wgmma144, QuantScales::Rows) => Some([2, 144, 1, 4]),
         }
     }
 
@@ -366,10 +367,14 @@ pub const fn wgmma_geometry(
     experts: usize,
     multiprocessors: u32,
 ) -> Option<Geometry> {
-    let Some((tiles, pairs, lines, stages)) = path.wgmma(scales) else {
+    let Some(tile) = path.wgmma(scales, up) else {
         return None;
     };
-    let bytes = wgmma_kernel::shared_bytes(tiles, pairs, lines, stages, experts);
+    let kind = match scales {
+        QuantScales::Blocks => kinds::BLOCKS,
+        QuantScales::Rows => kinds::ROWS,
+    };
+    let bytes = wgmma_kernel::shared_bytes(tile, kind, up, experts);
     let most = path.share(scales, true);
     let blocks = if multiprocessors < most { most } else { multiprocessors / most * most };
     let geometry = Geometry::linear(blocks, wgmma_kernel::THREADS as u32).shared_bytes(bytes as u32);
@@ -696,8 +701,8 @@ impl Run<'_> {
         let entries = wgmma_entries(self.path, self.weights, o.scales, self.dtype);
         let device = self.stream.device();
         let geometry = wgmma_geometry(self.path, o.scales, up, shape.bins(), device.properties().multiprocessors);
-        let (Some((first, second)), Some(geometry), Some((tiles, pairs, ..))) =
-            (entries, geometry, self.path.wgmma(o.scales))
+        let (Some((first, second)), Some(geometry), Some([tiles, pairs, ..])) =
+            (entries, geometry, self.path.wgmma(o.scales, up))
         else {
             return Err(self.unsupported());
         };

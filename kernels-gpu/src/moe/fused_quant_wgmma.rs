@@ -19,8 +19,14 @@
 //! gathered by `cp.async`; that is for scales of rows, and those of blocks have [`fused_quant_few`](super::fused_quant_few). Blocks of a cluster (`SHARE`) take neighbouring tiles of weights for the same pairs, and each has a part of their
 //! rows brought for all. Scales of blocks of weights are two words a thread and step, on their way during the products.
 //!
-//! `h` is stored as `T`, and quantised by [`fused_quant_rows`](super::fused_quant_rows) for the second product: a scale covers 128 outputs
-//! or all of them, which are several tiles.
+//! # What lies between the products
+//! A scale of blocks covers 128 outputs of the first product: two neighbouring tiles, which the two blocks of a cluster have for the same pairs. So the first product quantises its results
+//! itself ([`Quantiser`]): consumers lay them out in shared memory, rounded to `T`, and go on with the next item; the producer's other three warps exchange the largest magnitudes with the
+//! other block by `st.async`, quantise and store. A scale of rows covers all outputs: then `h` is stored as `T`, and quantised by [`fused_quant_rows`](super::fused_quant_rows).
+//!
+//! # Results
+//! Of many pairs the second product's results go by way of the last two stages of an item, one for each consumer, and are stored 256 bytes of a pair at a time; of few they go from registers to
+//! memory. Where it is allowed (`ROUNDED`) they are rounded to the element type, which is half of it.
 
 use super::fused::{HALVES, PLAIN};
 use super::fused_wgmma::{Activation, coordinates};
@@ -29,7 +35,7 @@ use super::pairs::{Pairs, existing_tokens};
 use super::progress::{Progress, WARPS as PROGRESS};
 use crate::pipeline::{Ring, Stages};
 use crate::row::GROUP;
-use crate::row::quantise::{amax, scale_for};
+use crate::row::quantise::{Quantised as _, amax, scale_for};
 use crate::scales::{BLOCKS, ROWS};
 use crate::tensor_byte::TensorByte;
 use crate::tensor_float::TensorFloat;
@@ -39,8 +45,8 @@ use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum as _};
 use cuda_std::{
-    E4M3, Global, GlobalMut, Shared, bf16, cluster, convert, cp_async, dependent_launch, entries, f16, float, mbarrier,
-    mma, thread, unroll, vec, warp,
+    E4M3, Global, GlobalMut, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, mbarrier, mma,
+    thread, unroll, vec, warp,
 };
 
 /// Consumer warpgroups.
@@ -73,13 +79,13 @@ pub const fn box_rows(pairs: usize) -> usize {
     if pairs > 64 { 16 } else { 8 }
 }
 
-/// Dynamic shared memory; every part may begin at the next multiple of 16.
-pub const fn shared_bytes(tiles: usize, pairs: usize, lines: usize, stages: usize, bins: usize) -> usize {
+/// Dynamic shared memory of the first product (`up`) or the second; every part may begin at the next multiple of 16.
+pub const fn shared_bytes([tiles, pairs, lines, stages]: [usize; 4], scales: u32, up: bool, bins: usize) -> usize {
+    let direct = pairs == PAIRS_DIRECT;
     stages * (lines * ((rows(tiles) + pairs) * STEP + pairs * 4) + 2 * 8)
-        + pairs * if pairs == PAIRS_DIRECT { GROUPS * 12 } else { (GROUPS * 4 + 3) * 4 }
+        + if up && scales == BLOCKS { quantiser_bytes(pairs) } else { GROUPS * pairs * 12 }
         + super::items::DRAWN_BYTES
-        + if pairs == PAIRS_DIRECT { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
-        + 2 * 8
+        + if direct { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
         + 8 * 16
 }
 
@@ -352,13 +358,7 @@ unsafe fn fused_quant_wgmma<
     let ids = carver.take::<u32>(each);
     let scales = carver.take::<f32>(each);
     let row_scales = carver.take::<f32>(each);
-    let each = if quantises { PAIRS } else { 0 };
-    let magnitudes = Magnitudes {
-        own: carver.take::<f32>(GROUPS * 4 * each),
-        other: carver.take::<u32>(2 * each),
-        factors: carver.take::<f32>(each),
-        told: carver.take::<u64>(if quantises { 2 } else { 0 }),
-    };
+    let quantiser = Quantiser::new(&mut carver, if quantises { PAIRS } else { 0 });
     let word = if UP { words } else { words.wrapping_add(1) };
     // Clusters of the second product are dealt theirs: they take 1 to 3 % longer if they draw.
     let draws = const { !DIRECT && (UP || SHARE == 1) };
@@ -373,8 +373,7 @@ unsafe fn fused_quant_wgmma<
             drawn.init();
         }
         if quantises {
-            mbarrier::init(magnitudes.told.address(0u32), 1);
-            mbarrier::init(magnitudes.told.address(1u32), 1);
+            quantiser.init();
         }
         // What is copied by the copy engine, and each producer's rows.
         stages.init_counted(if DIRECT { 1 + PRODUCERS as u32 } else { 1 }, 4 * GROUPS as u32);
@@ -403,12 +402,7 @@ unsafe fn fused_quant_wgmma<
     if UP {
         // The sorted list may still be in the making.
         dependent_launch::wait();
-        if progress.is_kept() {
-            // By a warp that has little else to do.
-            if tid / PROGRESS as u32 == const { (THREADS / PROGRESS) as u32 - 1 } {
-                progress.begin(tid % PROGRESS as u32);
-            }
-        } else {
+        if !progress.is_kept() {
             dependent_launch::launch_dependents();
         }
     }
@@ -455,12 +449,16 @@ unsafe fn fused_quant_wgmma<
         share: SHARE,
         rank,
     };
-    if UP && progress.is_kept() {
-        // Zeroes are stored.
+    if UP && progress.is_kept() && warp_id == 1 {
+        // By the warp that speaks for the block later on; nobody else waits for that.
+        if lane < PROGRESS as u32 {
+            progress.begin(lane);
+        }
+        warp::sync_warp(warp::FULL);
         dependent_launch::launch_dependents();
     }
     let (all, grid, groups) = (items.count(), thread::grid_dim_x() / SHARE, job.groups());
-    let steps = groups.div_ceil(LINES as u32);
+    let steps = steps_of::<SCALES, UP, PAIRS, LINES>(groups);
     let first = thread::block_idx_x() / SHARE;
     if SHARE > 1 {
         // All blocks' mbarriers are there.
@@ -587,6 +585,27 @@ unsafe fn fused_quant_wgmma<
                 }
             }
         }
+        if quantises && warp_id > 0 {
+            let (out, scales) = (GlobalMut::new(h.cast::<u8>()), GlobalMut::new(h_scales));
+            while next < all {
+                let item = job.find(next);
+                let wide = columns(PAIRS as u32, item.count);
+                quantiser.store::<T, PAIRS>(out, scales, x_scale_group, n, rank, tid - 32, sequence, wide, item);
+                next = drawn.hear(sequence);
+                sequence += 1;
+                if progress.is_kept() {
+                    // One warp says what all three have stored.
+                    thread::sync_named(4, QUANTISERS);
+                    if warp_id == 1 {
+                        progress.reach_together(if next < all { job.find(next).bin } else { u32::MAX });
+                    }
+                }
+            }
+            if warp_id == 1 && sequence == 0 && progress.is_kept() {
+                // Nothing to do.
+                progress.reach_together(u32::MAX);
+            }
+        }
         // A thread copies 16 bytes of every 16th row.
         let (chunk, low) = (tid % 8, tid / 8);
         let to = operands.address(0u32) + Swizzle::B128.apply(low * STEP as u32 + chunk * 16);
@@ -645,12 +664,10 @@ unsafe fn fused_quant_wgmma<
             scales: if quantises { scales } else { scales.offset(group * PAIRS as u32) },
             row_scales: if quantises { row_scales } else { row_scales.offset(group * PAIRS as u32) },
             stages: weights,
-            magnitudes,
+            stage_rows: operands,
+            quantiser,
             group,
             first_row: group * (TILES * 64) as u32 + warp_id % 4 * 16,
-            h_scales: GlobalMut::new(h_scales),
-            scale_group: x_scale_group,
-            progress,
         };
         let mut ring = Ring::<STAGES>::new();
         let (mut next, mut sequence) = (first, 0);
@@ -660,13 +677,15 @@ unsafe fn fused_quant_wgmma<
             macro_rules! product {
                 ($half:literal) => {
                     if SCALES == ROWS {
-                        consumer.rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT, ROUNDED>(
-                            &job, stages, &mut ring, next, item,
-                        )
+                        consumer
+                            .rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT, ROUNDED>(
+                                &job, stages, &mut ring, next, item,
+                            )
                     } else {
-                        consumer.blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT, SHARE, ROUNDED>(
-                            &job, stages, &mut ring, next, sequence, item,
-                        )
+                        consumer
+                            .blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT, SHARE, ROUNDED>(
+                                &job, stages, &mut ring, next, sequence, item,
+                            )
                     }
                 };
             }
@@ -694,9 +713,6 @@ unsafe fn fused_quant_wgmma<
                 next += grid;
             }
         }
-        if quantises && progress.is_kept() {
-            progress.reach(warp_id - (PRODUCERS / 32) as u32, u32::MAX);
-        }
     }
     if SHARE > 1 {
         warp::sync_warp(warp::FULL);
@@ -704,6 +720,17 @@ unsafe fn fused_quant_wgmma<
         cluster::arrive();
         cluster::wait();
     }
+}
+
+/// Stages that consumers keep back at the end of an item: results go through them.
+const fn kept_back(scales: u32, up: bool, pairs: usize) -> u32 {
+    if scales == BLOCKS && !up && pairs > 64 { GROUPS as u32 } else { 0 }
+}
+
+/// The steps of a product with so many groups of columns: as many as stages that are kept back, at least.
+#[inline(always)]
+fn steps_of<const SCALES: u32, const UP: bool, const PAIRS: usize, const LINES: usize>(groups: u32) -> u32 {
+    groups.div_ceil(LINES as u32).max(const { kept_back(SCALES, UP, PAIRS) })
 }
 
 /// The columns of the products that a share of `count` pairs takes.
@@ -737,29 +764,140 @@ struct Consumer {
     ids: Shared<u32>,
     scales: Shared<f32>,
     row_scales: Shared<f32>,
-    /// Weights of the stages.
+    /// Weights of the stages, and their rows.
     stages: Shared<u8>,
-    magnitudes: Magnitudes,
+    stage_rows: Shared<u8>,
+    quantiser: Quantiser,
     group: u32,
     /// The warp's first row within the tile.
     first_row: u32,
-    /// Scales of `h` where the first product quantises it, and from group to group of them.
-    h_scales: GlobalMut<f32>,
-    scale_group: usize,
-    progress: Progress,
 }
 
-/// What the two blocks that have the outputs of a scale know of a share's pairs, where the first product quantises its results.
+/// Where the first product's results wait to be quantised: both blocks of a cluster have the same pairs, and 64 of the 128 outputs of a scale each. Consumers lay
+/// them out, a pair's side by side, and go on; warps of the producer that have nothing to fetch tell the other block the largest magnitude of each pair, and quantise and store them.
 #[derive(Clone, Copy)]
-struct Magnitudes {
-    /// The largest that each warp of a block has of each pair.
+struct Quantiser {
+    /// Results of an item, [`PITCH`] bytes from pair to pair.
+    tile: Shared<u8>,
+    /// The largest magnitude of each pair, then what its results are multiplied by.
     own: Shared<f32>,
     /// The largest of the other block, of an item and of the one before.
     other: Shared<u32>,
-    /// What values are multiplied by.
-    factors: Shared<f32>,
-    /// When `other` has come.
-    told: Shared<u64>,
+    /// Whether an item's results are there; whether they are stored; and when `other` has come, twice.
+    bars: Shared<u64>,
+}
+
+/// Threads that quantise: all of the producer's warps but the first.
+const QUANTISERS: u32 = PRODUCERS as u32 - 32;
+/// Outputs of an item of the first product whose results are quantised: half of a scale's.
+const OUTPUTS: u32 = rows(1) as u32 / 2;
+/// From pair to pair of its results, in bytes: 16 more than those of 16 bits take, so lanes that access them together meet in no bank.
+const PITCH: u32 = OUTPUTS * 2 + 16;
+
+/// Shared memory of those.
+const fn quantiser_bytes(pairs: usize) -> usize {
+    pairs * (PITCH as usize + 3 * 4) + 4 * 8
+}
+
+impl Quantiser {
+    #[inline(always)]
+    unsafe fn new(carver: &mut Carver, pairs: usize) -> Self {
+        Self {
+            tile: carver.take_aligned::<u8>(pairs * PITCH as usize, 16),
+            own: carver.take::<f32>(pairs),
+            other: carver.take::<u32>(2 * pairs),
+            bars: carver.take::<u64>(if pairs == 0 { 0 } else { 4 }),
+        }
+    }
+
+    /// By one thread, before [`mbarrier::fence_init`].
+    #[inline(always)]
+    unsafe fn init(self) {
+        mbarrier::init(self.bars.address(0u32), GROUPS as u32 * 128);
+        mbarrier::init(self.bars.address(1u32), QUANTISERS);
+        mbarrier::init(self.bars.address(2u32), 1);
+        mbarrier::init(self.bars.address(3u32), 1);
+    }
+
+    /// By each consumer, before it lays out results of its `turn`-th item.
+    #[inline(always)]
+    unsafe fn wait_stored(self, turn: u32) {
+        mbarrier::wait_parity(self.bars.address(1u32), turn & 1 ^ 1);
+    }
+
+    /// By each consumer, when it has.
+    #[inline(always)]
+    unsafe fn laid_out(self) {
+        mbarrier::arrive(self.bars.address(0u32));
+    }
+
+    /// By [`QUANTISERS`] threads, of which this is number `thread`: quantises and stores the `turn`-th item's results, of which there are `wide` columns. What is rounded, and how, is
+    /// what [`fused_quant_rows`](super::fused_quant_rows) does.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    unsafe fn store<T: TensorFloat, const PAIRS: usize>(
+        self,
+        out: GlobalMut<u8>,
+        scales: GlobalMut<f32>,
+        scale_group: usize,
+        n: u32,
+        rank: u32,
+        thread: u32,
+        turn: u32,
+        wide: u32,
+        item: Item,
+    ) {
+        // Four neighbouring lanes have a pair, 16 outputs each.
+        let (team, t) = (thread / 4, thread % 4);
+        let step = const { QUANTISERS / 4 };
+        let told = self.bars.address(2 + turn % 2);
+        let (to, others) = (rank ^ 1, self.other.offset(turn % 2 * PAIRS as u32));
+        let load = |column: u32| {
+            let at = column * PITCH + t * 32;
+            let [a, b] = [self.tile.get_as::<B128<u32, 4>>(at), self.tile.get_as::<B128<u32, 4>>(at + 16)];
+            let mut v = [0f32; 16];
+            unroll::<4>(|i| {
+                [v[2 * i], v[2 * i + 1]] = T::unpack_f32(a.0[i]);
+                [v[2 * i + 8], v[2 * i + 9]] = T::unpack_f32(b.0[i]);
+            });
+            v
+        };
+        if thread == 0 {
+            mbarrier::arrive_expect_tx(told, wide * 4);
+        }
+        mbarrier::wait_parity(self.bars.address(0u32), turn & 1);
+        let mut column = team;
+        // The same for all lanes of a warp: eight columns.
+        while column < wide {
+            let mut largest = amax(load(column));
+            unroll::<2>(|i| largest = float::max(largest, warp::shfl_xor(largest, 1 << i)));
+            if t == 0 {
+                self.own.set(column, largest);
+                let other = cluster::map(others.address(column), to);
+                cluster::store_async_u32(other, largest.to_bits(), cluster::map(told, to));
+            }
+            column += step;
+        }
+        mbarrier::wait_parity(told, turn / 2 & 1);
+        let first = item.tile * OUTPUTS + t * 16;
+        let mut column = team;
+        while column < wide {
+            // All of a pair's lanes compute the same.
+            let largest = float::max(self.own.get(column), f32::from_bits(others.get(column)));
+            let scale = scale_for::<E4M3>(largest);
+            let factor = float::recip(scale);
+            let v = load(column);
+            let four = |i: usize| E4M3::four([v[i] * factor, v[i + 1] * factor, v[i + 2] * factor, v[i + 3] * factor]);
+            let words = B128([four(0), four(4), four(8), four(12)]);
+            let (there, place) = (column < item.count, (item.first + column) as usize);
+            out.set_if(there && first < n, place * n as usize + first as usize, words);
+            if there && t == 0 && rank == 0 {
+                scales.set((item.tile / 2) as usize * scale_group + place, scale);
+            }
+            column += step;
+        }
+        mbarrier::arrive(self.bars.address(1u32));
+    }
 }
 
 /// Where a thread's scales of weights are in each of its tiles, for the steps of a product.
@@ -849,16 +987,17 @@ impl Consumer {
         item: Item,
     ) {
         let (lane, groups) = (warp::lane_id(), job.groups());
-        let steps = groups.div_ceil(LINES as u32);
+        let steps = steps_of::<SCALES, UP, PAIRS, LINES>(groups);
         let quantises = const { UP && SHARE == 2 };
         // What the end needs is on its way while the products run, where there are registers for it.
-        let columns = if TILES == 1 && !quantises { Some(Columns::new::<T, SCALES, UP, DIRECT>(job, item)) } else { None };
+        let columns =
+            if TILES == 1 && !quantises { Some(Columns::new::<T, SCALES, UP, DIRECT>(job, item)) } else { None };
         let scales = WeightScales::<UP, TILES>::new(job, item.bin, item.tile * rows(TILES) as u32 + self.first_row);
         let (mut acc, mut partial) = ([A::zero(); TILES], A::zero());
         let mut step = 0;
         // Whether the stage to come is known to be full.
         let mut ready = false;
-        let mut stage;
+        let mut last = [ring.stage; 2];
         loop {
             if !ready {
                 stages.wait_full(*ring);
@@ -891,28 +1030,37 @@ impl Consumer {
                     acc[s].pin();
                 }
             }
-            stage = ring.stage;
+            last = [last[1], ring.stage];
             ring.advance();
             step += 1;
-            if quantises && step == 1 && self.progress.is_kept() {
-                // The last item's results, which have long been stored.
-                self.progress.reach(warp::warp_id() - (PRODUCERS / 32) as u32, item.bin);
+            if step + const { kept_back(SCALES, UP, PAIRS) } <= steps {
+                // The copy engine writes the next scales by another proxy than that of the loads.
+                tma::fence_async();
+                stages.release(last[1], lane);
             }
-            if quantises && step >= steps {
-                break;
-            }
-            // The copy engine writes the next scales by another proxy than that of the loads.
-            tma::fence_async();
-            stages.release(stage, lane);
             if step >= steps {
                 break;
             }
         }
         if quantises {
-            // Results go through the last stage.
-            self.quantise::<T, A, SCALES, PAIRS, LINES, DIRECT>(job, stage, turn, item, &acc[0]);
+            self.quantiser.wait_stored(turn);
+            if job.activation.0 == 0 && job.layout != PLAIN && !job.biased && !job.shared_biased {
+                self.lay_out::<T, A, SCALES, DIRECT, true>(job, item, &acc[0]);
+            } else {
+                self.lay_out::<T, A, SCALES, DIRECT, false>(job, item, &acc[0]);
+            }
+            self.quantiser.laid_out();
+        } else if const { kept_back(SCALES, UP, PAIRS) == 2 } {
+            // Each consumer takes one of the last two stages for its results, when both are done with them.
+            thread::sync_named(1 + GROUPS as u32, GROUPS as u32 * 128);
+            let (own, other) = if self.group == 0 { (last[0], last[1]) } else { (last[1], last[0]) };
             tma::fence_async();
-            stages.release(stage, lane);
+            stages.release(other, lane);
+            if let Some(columns) = columns {
+                self.stage_down::<T, A, SCALES, PAIRS, DIRECT, ROUNDED>(job, own, item, columns, &acc[0]);
+            }
+            tma::fence_async();
+            stages.release(own, lane);
         } else {
             self.finish::<T, E4M3, A, SCALES, UP, TILES, PAIRS, DIRECT, ROUNDED>(job, number, item, columns, &acc);
         }
@@ -1050,106 +1198,191 @@ impl Consumer {
         }
     }
 
-    /// The end of an item of the first product whose results are quantised: both blocks of the cluster have the same pairs, and 64 of the 128 outputs of
-    /// a scale each. They tell each other the largest magnitude of each pair; results then go by way of a stage that both warpgroups are done with, so that
-    /// those of a pair are stored side by side. What is rounded, and how, is what [`fused_quant_rows`](super::fused_quant_rows) does.
+    /// The end of an item of the second product with many pairs: results go by way of a stage, so that those of a pair are stored side by side, as many columns at a
+    /// time as have room in its weights' part and in its rows' part, in turn.
     #[inline(always)]
-    unsafe fn quantise<
+    unsafe fn stage_down<
         T: TensorFloat,
         A: Accumulator + AsRef<[f32]>,
         const SCALES: u32,
         const PAIRS: usize,
-        const LINES: usize,
         const DIRECT: bool,
+        const ROUNDED: bool,
     >(
         &self,
         job: &Job<T, SCALES, DIRECT>,
         stage: u32,
-        turn: u32,
+        item: Item,
+        columns: Columns,
+        acc: &A,
+    ) {
+        let mine = thread::thread_idx_x() % 128;
+        let Columns { pair, scale, .. } = columns;
+        // Everybody is done with the last item's.
+        thread::sync_named(1 + self.group, 128);
+        unroll::<2>(|i| {
+            let column = mine + 128 * i as u32;
+            if column < PAIRS as u32 {
+                self.ids.set(column, pair[i]);
+                self.scales.set(column, scale[i]);
+            }
+        });
+        thread::sync_named(1 + self.group, 128);
+        let row = item.tile * rows(1) as u32 + self.first_row;
+        let bias = job.weight_rows::<false>(row).map(|row| job.bias(item.bin, row));
+        let buffers = [
+            self.stages.offset(stage * (rows(1) * STEP) as u32),
+            self.stage_rows.offset(stage * (PAIRS * STEP) as u32),
+        ];
+        let fit = const {
+            let bytes = if ROUNDED { 2 } else { 4 };
+            [staged_columns(rows(1), bytes), staged_columns(PAIRS, bytes)]
+        };
+        let mut from = 0;
+        unroll::<4>(|round| {
+            let to = (from + fit[round % 2]).min(A::N);
+            if from < to {
+                self.stage_round::<T, A, SCALES, DIRECT, ROUNDED>(job, item, [from, to], buffers[round % 2], bias, acc);
+            }
+            from = to;
+        });
+    }
+
+    /// Columns `from..to` of [`stage_down`](Self::stage_down).
+    #[inline(always)]
+    unsafe fn stage_round<
+        T: TensorFloat,
+        A: Accumulator + AsRef<[f32]>,
+        const SCALES: u32,
+        const DIRECT: bool,
+        const ROUNDED: bool,
+    >(
+        &self,
+        job: &Job<T, SCALES, DIRECT>,
+        item: Item,
+        [from, to]: [usize; 2],
+        buffer: Shared<u8>,
+        bias: [f32; 2],
+        acc: &A,
+    ) {
+        let lane = warp::lane_id();
+        let (g, t) = (lane / 4, lane % 4);
+        let within = self.first_row % 64;
+        let bytes = const { if ROUNDED { 2 } else { 4 } };
+        let pitch = const { staged_pitch(if ROUNDED { 2 } else { 4 }) } as u32;
+        let sums = acc.as_ref();
+        let value = |j: usize, e: usize, scale: [f32; 2]| (sums[4 * j + e] + bias[e / 2]) * scale[e % 2];
+        for j in 0..const { A::N / 16 } {
+            // Two groups of 8 columns.
+            if 16 * j >= from && 16 * j < to {
+                let of = |i: usize| {
+                    let B64(scale) = self.scales.get_as::<B64<f32, 2>>(8 * (2 * j + i) as u32 + 2 * t);
+                    scale
+                };
+                let scales = [of(0), of(1)];
+                let column = (16 * j - from) as u32;
+                if ROUNDED {
+                    // Lane 8 i + r says where row r of the i-th of four matrices goes, transposed: of 16 rows the upper and the lower 8, of both groups.
+                    let place = (column + lane / 16 * 8 + lane % 8) * pitch + (within + lane / 8 % 2 * 8) * bytes;
+                    let mut words = [0; 4];
+                    for i in 0..4 {
+                        let (k, e) = (2 * j + i / 2, i % 2 * 2);
+                        words[i] = T::pack_f32(value(k, e, scales[i / 2]), value(k, e + 1, scales[i / 2]));
+                    }
+                    mma::stmatrix_x4_trans(buffer.address(place), words);
+                } else {
+                    for i in 0..2 {
+                        for e in 0..4 {
+                            let column = column + (8 * i + e % 2) as u32 + 2 * t;
+                            let place = column * pitch + (within + g + (e / 2 * 8) as u32) * bytes;
+                            buffer.set_as::<f32>(place, value(2 * j + i, e, scales[i]));
+                        }
+                    }
+                }
+            }
+        }
+        thread::sync_named(1 + self.group, 128);
+        // 16 bytes a lane, those of a pair by neighbouring ones.
+        let lanes = const { if ROUNDED { 8 } else { 16 } };
+        let part = lane % lanes * 16;
+        let first = item.tile * rows(1) as u32 + self.group * 64 + part / bytes;
+        let there = first < job.n;
+        let step = 4 * (32 / lanes);
+        let mut column = from as u32 + warp::warp_id() % 4 * (32 / lanes) + lane / lanes;
+        let end = item.count.min(to as u32);
+        // The same number of rounds for all lanes.
+        let mut base = from as u32;
+        while base < end {
+            unroll::<4>(|_| {
+                let stored = there && column < end;
+                let from = column.min(to as u32 - 1) - from as u32;
+                let at = self.ids.get(column.min(to as u32 - 1)) as usize * job.n as usize + first as usize;
+                let place = from * pitch + part;
+                if ROUNDED {
+                    let out = GlobalMut::new(job.partial.ptr(0u32).cast::<T>());
+                    out.set_if(stored, at, buffer.get_as::<B128<T, 8>>(place));
+                } else {
+                    job.partial.set_if(stored, at, buffer.get_as::<B128<f32, 4>>(place));
+                }
+                column += step;
+            });
+            base += 4 * step;
+        }
+    }
+
+    /// The end of an item of the first product whose results are [quantised](Quantiser). `SILU`: that is the activation, and there are no biases.
+    #[inline(always)]
+    unsafe fn lay_out<
+        T: TensorFloat,
+        A: Accumulator + AsRef<[f32]>,
+        const SCALES: u32,
+        const DIRECT: bool,
+        const SILU: bool,
+    >(
+        &self,
+        job: &Job<T, SCALES, DIRECT>,
         item: Item,
         acc: &A,
     ) {
         let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
-        // Threads of the consumers take a pair each.
-        let column = thread::thread_idx_x() - PRODUCERS as u32;
         let row = item.tile * rows(1) as u32 + self.first_row;
-        let told = self.magnitudes.told.address(turn % 2);
-        if column == 0 {
-            mbarrier::arrive_expect_tx(told, A::N as u32 * 4);
-        }
         let (kind, alpha, limit) = job.activation;
         let activation = Activation::new(kind, alpha, limit, job.layout != PLAIN);
-        let [gate, value] = job.weight_rows::<true>(row);
-        let gates = job.bias(item.bin, gate);
-        let values = if job.layout == PLAIN { 0.0 } else { job.bias(item.bin, value) };
+        let (mut gates, mut values) = (0.0, 0.0);
+        if !SILU {
+            let [gate, value] = job.weight_rows::<true>(row);
+            gates = job.bias(item.bin, gate);
+            values = if job.layout == PLAIN { 0.0 } else { job.bias(item.bin, value) };
+        }
         // Outputs beyond the last have no say.
         let there = row / 2 < job.n;
-        let mut words = [0u32; MOST_COLUMNS / 8];
+        let first = g * PITCH + (self.first_row / 2 + 2 * t) * 2;
+        let sums = acc.as_ref();
         for j in 0..const { A::N / 8 } {
-            let sums = acc.as_ref();
-            let v = |c: usize| activation.gated(sums[4 * j + c] + gates, sums[4 * j + 2 + c] + values);
+            let v = |c: usize| {
+                let (gate, value) = (sums[4 * j + c], sums[4 * j + 2 + c]);
+                if SILU {
+                    gate * float::fast::sigmoid(gate) * value
+                } else {
+                    activation.gated(gate + gates, value + values)
+                }
+            };
             let [a, b] = T::pair_from_f32([v(0), v(1)]);
             let word = mma::movmatrix_trans(T::pack(a, b));
-            words[j] = if there { word } else { 0 };
-            let mut largest = amax(T::unpack_f32(words[j]));
-            unroll::<2>(|i| largest = float::max(largest, warp::shfl_xor(largest, 1 << i)));
-            if t == 0 {
-                self.magnitudes.own.set((thread::thread_idx_x() / 32 % 8) * PAIRS as u32 + 8 * j as u32 + g, largest);
-            }
+            self.quantiser.tile.set_as::<u32>(first + 8 * j as u32 * PITCH, if there { word } else { 0 });
         }
-        thread::sync_named(1 + GROUPS as u32, GROUPS as u32 * 128);
-        if column < A::N as u32 {
-            let mut largest = 0.0;
-            unroll::<{ GROUPS * 4 }>(|w| {
-                largest = float::max(largest, self.magnitudes.own.get(w as u32 * PAIRS as u32 + column));
-            });
-            let (place, to) = (turn % 2 * PAIRS as u32 + column, job.rank ^ 1);
-            let other = cluster::map(self.magnitudes.other.address(place), to);
-            cluster::store_async_u32(other, largest.to_bits(), cluster::map(told, to));
-            mbarrier::wait_parity(told, turn / 2 & 1);
-            let scale = scale_for::<E4M3>(float::max(largest, f32::from_bits(self.magnitudes.other.get(place))));
-            self.magnitudes.factors.set(column, float::recip(scale));
-            if job.rank == 0 && column < item.count {
-                self.h_scales.set((item.tile / 2) as usize * self.scale_group + (item.first + column) as usize, scale);
-            }
-        }
-        thread::sync_named(1 + GROUPS as u32, GROUPS as u32 * 128);
-        // 16 bytes more than the 64 of a pair: lanes that store together meet in no bank.
-        let pitch = const { OUTPUTS + 16 };
-        let staged = self.stages.offset(stage * (LINES * rows(1) * STEP) as u32);
-        let first = self.first_row / 2 + 2 * t;
-        for j in 0..const { A::N / 8 } {
-            let column = 8 * j as u32 + g;
-            let factor = self.magnitudes.factors.get(column);
-            let [a, b] = T::unpack_f32(words[j]);
-            staged.set_as::<u16>(column * pitch + first, convert::pack_e4m3x2(a * factor, b * factor));
-        }
-        thread::sync_named(1 + GROUPS as u32, GROUPS as u32 * 128);
-        // Four threads a pair, 16 bytes each.
-        let (part, low, first) = (column % 4 * 16, column / 4, item.tile * OUTPUTS);
-        let out = GlobalMut::new(job.h.ptr(0u32).cast::<u8>());
-        let step = const { GROUPS as u32 * 128 / 4 };
-        let mut results = [None; MOST_COLUMNS.div_ceil(64)];
-        unroll::<{ MOST_COLUMNS.div_ceil(64) }>(|i| {
-            let column = low + i as u32 * step;
-            if i * 64 < A::N && column < A::N as u32 {
-                results[i] = Some(staged.get_as::<B128<u8, 16>>(column * pitch + part));
-            }
-        });
-        unroll::<{ MOST_COLUMNS.div_ceil(64) }>(|i| {
-            let column = low + i as u32 * step;
-            if let Some(result) = results[i] {
-                let at = (item.first + column) as usize * job.n as usize + (first + part) as usize;
-                out.set_if(column < item.count && first + part < job.n, at, result);
-            }
-        });
     }
 }
 
-/// Outputs of an item of the first product whose results are quantised: half of a scale's.
-const OUTPUTS: u32 = rows(1) as u32 / 2;
-/// The most columns of an item.
-const MOST_COLUMNS: usize = 144;
+/// From column to column of results of so many bytes in a stage: 16 bytes more than a multiple of 128, so lanes that store together meet in no bank.
+const fn staged_pitch(bytes: usize) -> usize {
+    64 * bytes + 16
+}
+
+/// How many columns of those have room in so many lines of a stage, in steps of 16.
+const fn staged_columns(lines: usize, bytes: usize) -> usize {
+    lines * STEP / staged_pitch(bytes) / 16 * 16
+}
 
 entries! {
     /// Arguments of both products.
@@ -1199,8 +1432,8 @@ entries! {
     );
     moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 2, false>;
     moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 2, false>;
-    moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2, false>;
-    moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2, false>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 5, false, 2, false>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 5, false, 2, false>;
     moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1, false>;
     moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1, true>;
     moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1, true>;

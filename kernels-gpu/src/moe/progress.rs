@@ -54,6 +54,18 @@ impl Progress {
         }
     }
 
+    /// By all lanes of a warp that speaks for its block, in the order of experts: all that the block will store is of this expert or of later ones. What other warps have
+    /// stored it knows from a barrier.
+    #[inline(always)]
+    pub unsafe fn reach_together(self, expert: u32) {
+        warp::sync_warp(warp::FULL);
+        let word = warp::lane_id();
+        if word < WARPS as u32 {
+            thread::device_fence();
+            self.words.store(thread::block_idx_x() * WARPS as u32 + word, expert, Device, Relaxed);
+        }
+    }
+
     /// By all lanes of a warp of the next launch, which has as many blocks: waits until all that is stored of an expert is visible. That holds for all experts before the one that is
     /// returned.
     #[inline(always)]
