@@ -513,7 +513,8 @@ fn check_rounded<T: Float, Q: QuantisedElement>(
     let plain = Inputs::<T, Q>::new(d, case, of);
     let whole = bits(&plain.run(d, s, case));
     let got = bits(&plain.run(d, s, &Case { rounded: true, ..case.clone() }));
-    if !matches!(case.path, FusedQuantPath::Wgmma64 | FusedQuantPath::Wgmma144) {
+    let narrow = case.path == FusedQuantPath::Wgmma64 && case.scales == Scales::Blocks;
+    if !narrow && case.path != FusedQuantPath::Wgmma144 {
         assert_eq!(got, whole, "{case:?}");
         return;
     }

@@ -95,9 +95,14 @@ impl FusedQuantPath {
         }
     }
 
-    /// Whether the first product quantises its results, and the second starts while it still runs.
+    /// Whether the first product quantises its results.
     const fn quantises(self, scales: QuantScales) -> bool {
         self.in_order() && matches!(scales, QuantScales::Blocks)
+    }
+
+    /// Whether the second product starts while the first still runs.
+    const fn overlaps(self, scales: QuantScales) -> bool {
+        self.quantises(scales) && matches!(self, FusedQuantPath::Wgmma144)
     }
 
     const fn is_wgmma(self) -> bool {
@@ -320,17 +325,9 @@ pub const fn rounded_entry(
             moe_fused_quant_wgmma_down_rounded_t144_blocks_e4m3_bf16,
             moe_fused_quant_wgmma_down_rounded_t144_blocks_e4m3_f16
         ),
-        (FusedQuantPath::Wgmma64, DType::E4m3, QuantScales::Rows) => entry!(
-            moe_fused_quant_wgmma_down_rounded_t64_rows_e4m3_bf16,
-            moe_fused_quant_wgmma_down_rounded_t64_rows_e4m3_f16
-        ),
         (FusedQuantPath::Wgmma144, DType::E4m3, QuantScales::Rows) => entry!(
             moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_bf16,
             moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_f16
-        ),
-        (FusedQuantPath::Wgmma64, DType::I8, QuantScales::Rows) => entry!(
-            moe_fused_quant_wgmma_down_rounded_t64_rows_i8_bf16,
-            moe_fused_quant_wgmma_down_rounded_t64_rows_i8_f16
         ),
         (FusedQuantPath::Wgmma144, DType::I8, QuantScales::Rows) => entry!(
             moe_fused_quant_wgmma_down_rounded_t144_rows_i8_bf16,
@@ -763,7 +760,7 @@ impl Run<'_> {
             kept: self.keeps() as u32,
             words: self.part(at.draws).cast(),
             launch: launch_number(),
-            progress: if quantises { self.part(at.progress).cast() } else { std::ptr::null_mut() },
+            progress: if self.path.overlaps(o.scales) { self.part(at.progress).cast() } else { std::ptr::null_mut() },
         };
         let entry = if up { first } else { self.rounded().unwrap_or(second) };
         // SAFETY: forwarded to the caller.
@@ -1106,7 +1103,7 @@ pub struct FusedQuantOptions<'a, Q: Element> {
     /// `[1]`: how many tokens there are, if fewer than `x` has rows; rows of `out` beyond are left alone.
     pub num_tokens: Option<&'a Tensor<i32>>,
     /// Allows the weighted result of each slot to be rounded to `T` before those of a token are added up, in f32 and in their order as without: half as
-    /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma64` and `Wgmma144` make use of it.
+    /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma144` and, with scales of blocks, `Wgmma64` make use of it.
     pub rounded_slots: bool,
     /// Whether values of `w13` and `w2`, those of shared experts too, come from [`shuffle_weights`](super::shuffle_weights()): for the `Wgmma` paths,
     /// one of which [`FusedQuantPath::Auto`] then is; widths are multiples of 128.

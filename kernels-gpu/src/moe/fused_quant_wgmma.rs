@@ -822,7 +822,7 @@ impl Quantiser {
     /// By each consumer, before it lays out results of its `turn`-th item.
     #[inline(always)]
     unsafe fn wait_stored(self, turn: u32) {
-        mbarrier::wait_parity(self.bars.address(1u32), turn & 1 ^ 1);
+        mbarrier::wait_parity(self.bars.address(1u32), (turn & 1) ^ 1);
     }
 
     /// By each consumer, when it has.
@@ -878,7 +878,9 @@ impl Quantiser {
             }
             column += step;
         }
-        mbarrier::wait_parity(told, turn / 2 & 1);
+        // What one lane has found all read.
+        warp::sync_warp(warp::FULL);
+        mbarrier::wait_parity(told, (turn / 2) & 1);
         let first = item.tile * OUTPUTS + t * 16;
         let mut column = team;
         while column < wide {
@@ -1448,8 +1450,6 @@ entries! {
     moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
     moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 16, 1, 11, true, 1, false>;
     moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 1, 8, false, 1, false>;
-    moe_fused_quant_wgmma_down_rounded_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 1, 8, false, 1, true>;
-    moe_fused_quant_wgmma_down_rounded_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 1, 8, false, 1, true>;
     moe_fused_quant_wgmma_down_t144_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, false>;
     moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
     moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
@@ -1461,8 +1461,6 @@ entries! {
     moe_fused_quant_wgmma_up_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
     moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 1, 11, true, 1, false>;
     moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1, false>;
-    moe_fused_quant_wgmma_down_rounded_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1, true>;
-    moe_fused_quant_wgmma_down_rounded_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1, true>;
     moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, false>;
     moe_fused_quant_wgmma_down_rounded_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
     moe_fused_quant_wgmma_down_rounded_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
