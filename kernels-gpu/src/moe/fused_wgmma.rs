@@ -65,7 +65,7 @@ use super::fused::{HALVES, PLAIN};
 pub use super::items::DIRECT_PAIRS;
 use super::items::{Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
-use super::progress::Progress;
+use super::progress;
 use super::shuffle;
 use crate::tensor_float::TensorFloat;
 use cuda_std::second_level::Policy;
@@ -80,6 +80,8 @@ use cuda_std::{
 
 /// Consumer warpgroups.
 pub const GROUPS: usize = 2;
+/// Each consumer is a writer.
+type Progress = progress::Progress<GROUPS>;
 /// Threads that fill the ring.
 const PRODUCERS: usize = 128;
 /// Which of them draws items: not the one that fetches weights.
