@@ -43,10 +43,13 @@ pub(crate) fn scaled<T: Float, const V: usize>(x: [T; V], w: [T; V], scale: f32,
 
 /// `x + residual`, rounded.
 #[inline(always)]
-pub(crate) fn sum<T: Float, const V: usize>(x: [T; V], residual: [T; V]) -> [T; V] {
-    let (mut x, r) = (vec::to_f32(x), vec::to_f32(residual));
-    cuda_std::unroll::<V>(|j| x[j] += r[j]);
-    vec::from_f32(x)
+pub(crate) fn sum<T: Float, const V: usize>(mut x: [T; V], residual: [T; V]) -> [T; V] {
+    let mut j = 0;
+    while j < V {
+        [x[j], x[j + 1]] = T::pair_add([x[j], x[j + 1]], [residual[j], residual[j + 1]]);
+        j += 2;
+    }
+    x
 }
 
 /// The rows that a team of threads works on: inputs, and the residual that is added and updated.
