@@ -65,6 +65,13 @@ pub const fn narrow_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry
     pieces::narrow(dtype, rows, n, kernel::SHARED_BYTES)
 }
 
+/// Whether the narrow entry that adds a residual is as fast as the other or faster, for rows of `pieces` of 16 bytes, more than a warp of pairs.
+/// Measured on an H200.
+const fn adds_narrow(rows: u32, n: u32, pieces: u32) -> bool {
+    let elements = rows as u64 * n as u64;
+    pieces <= 96 || elements <= 1 << 19 || pieces <= 128 && elements <= 1 << 20
+}
+
 /// Launches on raw pointers (layer L1): `x` and `out` are `[rows, n]`, rows `x_stride` and `out_stride` elements apart;
 /// `weight` is `[n]`, or null for ones, and then `weight_offset` is 0.
 ///
@@ -110,7 +117,16 @@ pub unsafe fn launch_fused_add(stream: &Stream, dtype: DType, args: &FusedAddArg
     let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
     let usual = geometry(dtype, variant, args.rows, args.n);
     let (entry, geometry) = match narrow_geometry(dtype, args.rows, args.n) {
-        Some(narrow) if variant == Variant::X2 => (fused_add_narrow_entry(dtype), narrow),
+        // Rows of one warp share blocks in the other entry, too; up to 16 of them had better. Measured on an H200.
+        Some(narrow) if variant == Variant::X2 && narrow.block[0] == 32 => {
+            (fused_add_entry(dtype, variant), if args.rows <= 16 { usual } else { narrow })
+        }
+        Some(narrow)
+            if variant == Variant::X2
+                && adds_narrow(args.rows, args.n, args.n.div_ceil(pieces::piece(dtype, true))) =>
+        {
+            (fused_add_narrow_entry(dtype), narrow)
+        }
         _ if variant == Variant::Any && is_held_one_by_one(args.n) => (fused_add_any_x4_entry(dtype), usual),
         _ => (fused_add_entry(dtype, variant), usual),
     };

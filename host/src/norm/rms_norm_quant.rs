@@ -108,14 +108,12 @@ fn is_many(rows: u32, n: u32, many: &Geometry) -> bool {
     rows as u64 * n as u64 >= LEAST_MANY.0 || rows >= LEAST_MANY.1 && many.block[0] == 32
 }
 
-/// Up to so many rows, two for each multiprocessor, or so many elements the entries for few are as fast as the others or faster, unless rows share
-/// blocks. Measured on an H200.
+/// Up to so many rows, two for each multiprocessor, or so many elements the entries for few are as fast as the others or faster. Measured on an H200.
 pub const MOST_FEW: (u32, u64) = (264, 1 << 20);
 
 /// Whether that is so.
-fn is_few(rows: u32, n: u32, narrow: Option<&Geometry>) -> bool {
-    let shares = narrow.is_some_and(|narrow| narrow.block[1] > 1);
-    rows <= MOST_FEW.0 || !shares && rows as u64 * n as u64 <= MOST_FEW.1
+const fn is_few(rows: u32, n: u32) -> bool {
+    rows <= MOST_FEW.0 || rows as u64 * n as u64 <= MOST_FEW.1
 }
 
 /// How to launch any of the others for `rows` rows of `n` elements.
@@ -154,8 +152,10 @@ macro_rules! launches {
             let (entry, geometry): (Option<Entry<$Args>>, _) = match (many, narrow) {
                 _ if variant != Variant::X2 => ($entry(dtype, variant, !alone), usual),
                 (Some(many), _) if alone => ($many(dtype), many),
-                _ if alone && !$grouped && is_few(rows, $args.n, narrow.as_ref()) => ($few(dtype), usual),
+                // Three warps of groups have too many registers to share blocks.
+                (_, Some(Geometry { block: [96, 2, _], .. })) if alone && $grouped => ($entry(dtype, variant, !alone), usual),
                 (_, Some(narrow)) => ($narrow(dtype, !alone), narrow),
+                _ if alone && !$grouped && is_few(rows, $args.n) => ($few(dtype), usual),
                 _ => ($entry(dtype, variant, !alone), usual),
             };
             // SAFETY: forwarded to the caller; the entry fits the alignment.

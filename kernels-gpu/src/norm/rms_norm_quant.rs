@@ -187,7 +187,7 @@ unsafe fn normalise<
         }
         cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
     }
-    let x = from.add::<ADD, V, N, VEC>(row, inputs);
+    let x = from.add::<ADD, false, V, N, VEC>(row, inputs);
     cuda_std::unroll::<N>(|i| totals[if S::GROUPED { i / 2 % U } else { i % U }] += squares(x[i]));
     if N == 0 {
         let mut i = 0;
@@ -375,7 +375,7 @@ pub unsafe fn per_token<
 ) {
     let scales = GlobalMut::new(scales).offset(row_number(const { shares_blocks::<GlobalMut<f32>>(NARROW, U) }));
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, ADD, V, N, VEC, false, U, NARROW>(smooth, scales, rows, n, weight_offset, eps);
+    io.run::<_, ADD, V, N, VEC, NARROW, U, NARROW>(smooth, scales, rows, n, weight_offset, eps);
 }
 
 /// As [`per_token`] without a residual, for at most [`FEW_ROWS`] rows, two pieces a thread.
@@ -473,7 +473,7 @@ pub mod e4m3_per_token {
         rms_norm_e4m3_per_token_many_f16 { type T = half::f16; } [256, 4] => per_token::<T, E4M3, false, 8, 4, true, 2, false>;
         rms_norm_e4m3_per_token_many_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, E4M3, false, 8, 4, true, 2, false>;
         rms_norm_e4m3_per_token_narrow_f32 { type T = f32; } [256, 6] => per_token::<T, E4M3, false, 4, 2, true, 1, true>;
-        rms_norm_e4m3_per_token_narrow_f16 { type T = half::f16; } [256, 6] => per_token::<T, E4M3, false, 8, 2, true, 1, true>;
+        rms_norm_e4m3_per_token_narrow_f16 { type T = half::f16; } [256, 5] => per_token::<T, E4M3, false, 8, 2, true, 1, true>;
         rms_norm_e4m3_per_token_narrow_bf16 { type T = half::bf16; } [256, 6] => per_token::<T, E4M3, false, 8, 2, true, 1, true>;
         fused_add_rms_norm_e4m3_per_token_narrow_f32 { type T = f32; } [256, 4] => per_token::<T, E4M3, true, 4, 2, true, 1, true>;
         fused_add_rms_norm_e4m3_per_token_narrow_f16 { type T = half::f16; } [256, 4] => per_token::<T, E4M3, true, 8, 2, true, 1, true>;
