@@ -354,7 +354,7 @@ fn refuses_what_it_cannot_do() {
 #[test]
 fn many_rows_and_narrow_ones_are_the_same_bits() {
     on_every_device(|device, stream| {
-        for n in [512, 1024, 1720] {
+        for n in [512, 1024, 1720, 2048] {
             let rows = 3;
             let (mut x, w) = (noise_of::<bf16>(rows * n, 1), noise_of::<bf16>(n, 2));
             (x[5], x[n + 7]) = (bf16::NAN, bf16::INFINITY);
@@ -397,11 +397,8 @@ fn many_rows_and_narrow_ones_are_the_same_bits() {
                 for geometry in [narrow, twos(narrow)] {
                     assert_eq!(run(quant::i8_per_token_narrow_entry(DType::Bf16, add), geometry, add), want);
                 }
-                let many = quant::many_geometry(DType::Bf16, rows as u32, n as u32, false);
-                for geometry in many.into_iter().flat_map(|g| [g, if g.block[0] == 32 { twos(g) } else { g }]) {
-                    if !add {
-                        assert_eq!(run(quant::i8_per_token_many_entry(DType::Bf16), geometry, add), want);
-                    }
+                if let (false, Some(many)) = (add, quant::many_geometry(DType::Bf16, rows as u32, n as u32)) {
+                    assert_eq!(run(quant::i8_per_token_many_entry(DType::Bf16), many, add), want);
                 }
             }
 
@@ -440,14 +437,13 @@ fn many_rows_and_narrow_ones_are_the_same_bits() {
                 for geometry in [narrow, twos(narrow)] {
                     assert_eq!(run(quant::e4m3_per_group_narrow_entry(DType::Bf16, add), geometry, add), want);
                 }
-                if let (false, Some(many)) = (add, quant::many_geometry(DType::Bf16, rows as u32, n as u32, true)) {
+                if let (false, Some(many)) = (add, quant::many_geometry(DType::Bf16, rows as u32, n as u32)) {
                     assert_eq!(run(quant::e4m3_per_group_many_entry(DType::Bf16), many, add), want);
                 }
             }
         }
-        // 7 warps cannot be halved, and 16 KiB are the most.
-        assert!([3584, 8200].iter().all(|&n| quant::many_geometry(DType::Bf16, 1, n, false).is_none()));
-        assert!(quant::many_geometry(DType::Bf16, 1, 1024, true).is_none());
+        // 7 warps cannot be halved, 16 KiB are the most, and one warp is too short a block.
+        assert!([3584, 8200, 1024].iter().all(|&n| quant::many_geometry(DType::Bf16, 1, n).is_none()));
         assert!(quant::narrow_geometry(DType::Bf16, 1, 2056).is_none());
     });
 }

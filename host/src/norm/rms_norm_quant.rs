@@ -87,26 +87,19 @@ pub const fn narrow_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry
     pieces::narrow(dtype, rows, n, kernel::SHARED_BYTES)
 }
 
-/// How to launch the entries for many, where it can be done: the threads of a row of [`geometry`] must be an even number of warps, with scales of
-/// groups (`grouped`) four or more.
-pub const fn many_geometry(dtype: DType, rows: u32, n: u32, grouped: bool) -> Option<Geometry> {
+/// How to launch the entries for many, where it can be done: the threads of a row of [`geometry`] must be an even number of warps, four or more.
+pub const fn many_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry> {
     let mut geometry = geometry(dtype, Variant::X2, rows, n);
     let threads = geometry.block[0];
-    if n.div_ceil(pieces::piece(dtype, true)) > 1024 || !threads.is_multiple_of(64) || grouped && threads == 64 {
+    if n.div_ceil(pieces::piece(dtype, true)) > 1024 || !threads.is_multiple_of(64) || threads == 64 {
         return None;
     }
     geometry.block[0] = threads / 2;
-    // Only rows of a warp share blocks.
-    Some(if threads == 64 { pieces::sharing(rows, 32, kernel::SHARED_BYTES) } else { geometry })
+    Some(geometry)
 }
 
-/// The least elements of a launch of the entries for many, and the least rows if a row takes a warp of them. Measured on an H200.
-pub const LEAST_MANY: (u64, u32) = (1 << 22, 2048);
-
-/// Whether that is so.
-fn is_many(rows: u32, n: u32, many: &Geometry) -> bool {
-    rows as u64 * n as u64 >= LEAST_MANY.0 || rows >= LEAST_MANY.1 && many.block[0] == 32
-}
+/// The least elements of a launch of the entries for many. Measured on an H200.
+pub const LEAST_MANY: u64 = 1 << 22;
 
 /// Up to so many rows, two for each multiprocessor, or so many elements the entries for few are as fast as the others or faster. Measured on an H200.
 pub const MOST_FEW: (u32, u64) = (264, 1 << 20);
@@ -148,7 +141,8 @@ macro_rules! launches {
             let variant = Variant::new(dtype, $args.n, pieces::aligned(dtype, $args.n, &places));
             let (usual, alone) = (geometry(dtype, variant, rows, $args.n), $args.residual.is_null());
             let narrow = narrow_geometry(dtype, rows, $args.n);
-            let many = many_geometry(dtype, rows, $args.n, $grouped).filter(|many| is_many(rows, $args.n, many));
+            let many = rows as u64 * $args.n as u64 >= LEAST_MANY;
+            let many = if many { many_geometry(dtype, rows, $args.n) } else { None };
             let (entry, geometry): (Option<Entry<$Args>>, _) = match (many, narrow) {
                 _ if variant != Variant::X2 => ($entry(dtype, variant, !alone), usual),
                 (Some(many), _) if alone => ($many(dtype), many),

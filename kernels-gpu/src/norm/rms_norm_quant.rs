@@ -226,6 +226,7 @@ unsafe fn normalise<
         }
     };
     // But for the rarest of groups, scales alone depend on the rest of the row.
+    let rows = if NARROW { rows } else { thread::grid_dim_x() };
     let early = S::GROUPED && soon && n as u64 * rows as u64 <= MOST_EARLY;
     let total;
     if S::GROUPED {
@@ -295,11 +296,6 @@ unsafe fn normalise<
     }
 }
 
-/// Whether blocks may have several rows: the narrow ones, and of `U` = 2, for which groups have no registers left, those of one warp.
-const fn shares_blocks<S: Scales>(narrow: bool, u: usize) -> bool {
-    narrow || u == 2 && !S::GROUPED
-}
-
 /// The pointers and distances that all kernels here have in common.
 struct Io<T, Q> {
     x: *const T,
@@ -331,8 +327,8 @@ impl<T: Float, Q: Quantised> Io<T, Q> {
         weight_offset: f32,
         eps: f32,
     ) {
-        let row = row_number(const { shares_blocks::<S>(NARROW, U) });
-        let live = !const { shares_blocks::<S>(NARROW, U) } || row < rows;
+        let row = row_number(NARROW);
+        let live = !NARROW || row < rows;
         let row = row as usize;
         let from = Source {
             x: Global::new(self.x).offset(row * self.x_stride),
@@ -345,7 +341,7 @@ impl<T: Float, Q: Quantised> Io<T, Q> {
     }
 }
 
-/// A multiple of 32 threads for each row; blocks have one row, or `blockDim.y` of them where [`shares_blocks`] says so. `x`, `out`: `[rows, n]`; `residual`: `[rows, n]`, added and
+/// A multiple of 32 threads for each row; blocks have one row, or `blockDim.y` of them if `NARROW`. `x`, `out`: `[rows, n]`; `residual`: `[rows, n]`, added and
 /// replaced by the sum if `ADD`; `weight`: `[n]` or null for ones (then `weight_offset` is 0); `smooth`: `[n]` or null;
 /// `scales`: `[rows]`. The results are those of `U` times as many threads with `N / U` pieces each, bit for bit.
 #[inline(always)]
@@ -373,7 +369,7 @@ pub unsafe fn per_token<
     weight_offset: f32,
     eps: f32,
 ) {
-    let scales = GlobalMut::new(scales).offset(row_number(const { shares_blocks::<GlobalMut<f32>>(NARROW, U) }));
+    let scales = GlobalMut::new(scales).offset(row_number(NARROW));
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
     io.run::<_, ADD, V, N, VEC, NARROW, U, NARROW>(smooth, scales, rows, n, weight_offset, eps);
 }
@@ -427,7 +423,7 @@ pub unsafe fn per_group<
     weight_offset: f32,
     eps: f32,
 ) {
-    let row = row_number(const { shares_blocks::<GroupScales>(NARROW, U) }) as usize;
+    let row = row_number(NARROW) as usize;
     let scales =
         GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };

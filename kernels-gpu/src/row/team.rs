@@ -100,14 +100,7 @@ impl Team {
         scratch: Shared<f32>,
     ) -> [f32; K] {
         let mut out = values.map(|value| value[0]);
-        if U <= 4 && self.size == 32 {
-            if U > 1 {
-                cuda_std::unroll::<K>(|k| {
-                    let mut quad = [0.0; 4];
-                    cuda_std::unroll::<U>(|u| quad[u % 4] = values[k][u]);
-                    out[k] = ops[k].over_quad(quad);
-                });
-            }
+        if U == 1 && self.size == 32 {
             return out;
         }
         let (warp, lane, own) = (self.rank / 32, self.rank % 32, self.size / 32);
