@@ -110,7 +110,7 @@ tiles! {
     /// 144 outputs; consumers take turns with tiles of their own.
     N144Turns = linear_wgmma_turns_n144_bf16, linear_wgmma_turns_n144_f16: 1, 144, 1, 5, 1, 1, 1;
     /// 256 tokens by 144 outputs, of which a consumer has 128 tokens.
-    N144Tall = linear_wgmma_t256_n144_bf16, linear_wgmma_t256_n144_f16: 2, 144, 2, 4, 1, 1, 1;
+    N144Tokens256 = linear_wgmma_t256_n144_bf16, linear_wgmma_t256_n144_f16: 2, 144, 2, 4, 1, 1, 1;
     /// 192 outputs; two blocks share a tile of results, each half of K.
     N192Split2 = linear_wgmma_n192_split2_bf16, linear_wgmma_n192_split2_f16: 1, 192, 2, 5, 1, 1, 2;
     /// 128 outputs.
