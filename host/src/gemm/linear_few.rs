@@ -309,7 +309,7 @@ const fn choose(m: u32, n: u32, k: u32) -> (Kernel, Shape) {
         17..=32 => Kernel::T32,
         33..=64 if shares(n) => Kernel::T64Share4,
         // One block to a multiprocessor, or two. Where all have one, fewer bytes under way are faster.
-        33..=64 if n <= 2560 => Kernel::T64,
+        33..=64 if n < 2560 => Kernel::T64,
         33..=64 if n <= kernel::ROWS as u32 * MULTIPROCESSORS / 2 => Kernel::T64Ring9,
         _ => Kernel::T64Ring6,
     };
