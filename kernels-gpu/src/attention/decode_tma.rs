@@ -1254,7 +1254,7 @@ entries! {
         q_head: usize, out_token: usize, out_head: usize, k_head: u32, v_head: u32, scale: f32, soft_cap: f32, window: u32,
     );
     decode_tma_d64_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 2; Sm90a] => decode::<T, C, 64, 1, 4, 2, 128, 3, false>;
-    decode_tma_d128_r4_bf16 { type T = bf16; type C = bf16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3, false>;
+    decode_tma_d128_r7_bf16 { type T = bf16; type C = bf16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3, false>;
     decode_tma_d128_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3, true>;
     decode_tma_d128_r16_bf16 { type T = bf16; type C = bf16; } [threads(8), 1; Sm90a] => decode::<T, C, 128, 2, 8, 1, 128, 3, true>;
     decode_tma_d256_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 1; Sm90a] => decode::<T, C, 256, 1, 4, 1, 64, 3, true>;
@@ -1265,7 +1265,7 @@ entries! {
     decode_tma_d128_r8_bf16_i8 { type T = bf16; type C = i8; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3, false>;
     decode_tma_d128_r16_bf16_i8 { type T = bf16; type C = i8; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6, false>;
     decode_tma_d64_r8_f16 { type T = f16; type C = f16; } [threads(4), 2; Sm90a] => decode::<T, C, 64, 1, 4, 2, 128, 3, false>;
-    decode_tma_d128_r4_f16 { type T = f16; type C = f16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3, false>;
+    decode_tma_d128_r7_f16 { type T = f16; type C = f16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3, false>;
     decode_tma_d128_r8_f16 { type T = f16; type C = f16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3, true>;
     decode_tma_d128_r16_f16 { type T = f16; type C = f16; } [threads(8), 1; Sm90a] => decode::<T, C, 128, 2, 8, 1, 128, 3, true>;
     decode_tma_d256_r8_f16 { type T = f16; type C = f16; } [threads(4), 1; Sm90a] => decode::<T, C, 256, 1, 4, 1, 64, 3, true>;
