@@ -832,6 +832,22 @@ fn all_on_one_expert_and_none() {
     });
 }
 
+/// More slots than the sum reads at once, shared experts among them, some that are not there, and experts with a second share of pairs.
+#[test]
+fn sums_of_many_slots() {
+    on_every_device(|d, s| {
+        let mut case = Case { shared: 2, ..Case::new(3, 9, 12, 40, 24) };
+        (case.ids[4], case.ids[25]) = (-1, -1);
+        check::<f32>(d, s, &case);
+        for path in [FusedPath::Direct, FusedPath::Wgmma16, FusedPath::Wgmma64] {
+            check::<bf16>(d, s, &case.clone().path(path));
+        }
+        let mut case = Case::new(20, 5, 4, 40, 24).path(FusedPath::Wgmma16);
+        case.ids.iter_mut().skip(3).step_by(5).for_each(|id| *id = 1);
+        check::<f16>(d, s, &case);
+    });
+}
+
 /// Whatever else is in the batch, and whatever the order of an expert's tokens.
 #[test]
 fn a_token_does_not_depend_on_others() {

@@ -359,7 +359,6 @@ pub struct Plan {
     /// Not `Auto`.
     pub path: FusedPath,
     products: Products,
-    reduce: Entry<ReduceArgs>,
     /// Blocks of a cluster of the products.
     cluster: usize,
     /// The second product and the sum of [`FusedOptions::rounded_slots`], where the path makes use of it.
@@ -445,12 +444,9 @@ pub const fn plan(
     {
         return None;
     }
-    let reduce = match dtype {
-        DType::F32 => fused_reduce::moe_fused_reduce_f32::ENTRY,
-        DType::F16 => fused_reduce::moe_fused_reduce_f16::ENTRY,
-        DType::Bf16 => fused_reduce::moe_fused_reduce_bf16::ENTRY,
-        _ => return None,
-    };
+    if !matches!(dtype, DType::F32 | DType::F16 | DType::Bf16) {
+        return None;
+    }
     let is_bf16 = matches!(dtype, DType::Bf16);
     if path.is_wgmma() {
         use fused_wgmma::*;
@@ -483,12 +479,12 @@ pub const fn plan(
             Some(down) => Some((down, fused_reduce::moe_fused_reduce_rounded_f16::ENTRY)),
             None => None,
         };
-        return Some(Plan { path, products: Products::Wgmma(up, down), reduce, cluster, rounded });
+        return Some(Plan { path, products: Products::Wgmma(up, down), cluster, rounded });
     }
     if let (FusedPath::Vector, Some(parts)) = (path, vector) {
         use fused_vector::*;
         let entry = if is_bf16 { moe_fused_vector_bf16::ENTRY } else { moe_fused_vector_f16::ENTRY };
-        return Some(Plan { path, products: Products::Vector(entry, parts), reduce, cluster: 1, rounded: None });
+        return Some(Plan { path, products: Products::Vector(entry, parts), cluster: 1, rounded: None });
     }
     let (f16, bf16) = match path {
         FusedPath::Host | FusedPath::Vector | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma176 => {
@@ -524,7 +520,7 @@ pub const fn plan(
         ),
     };
     let (up, down) = if is_bf16 { bf16 } else { f16 };
-    Some(Plan { path, products: Products::Blocks(up, down), reduce, cluster: 1, rounded: None })
+    Some(Plan { path, products: Products::Blocks(up, down), cluster: 1, rounded: None })
 }
 
 /// A number that no other launch of this process has, and nobody else knows: the first is random.
@@ -966,7 +962,10 @@ pub unsafe fn launch(
     }
     let (entry, geometry) = match rounded {
         Some((_, reduce)) => (reduce, rounded_reduce_geometry(shape)),
-        None => (plan.reduce, reduce_geometry(shape)),
+        None => {
+            let (entry, threads) = reduce_entry(dtype, reduce.slots as usize);
+            (entry, sum_geometry(shape, threads, fused_reduce::COLUMNS))
+        }
     };
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&entry, &geometry.dependent(), &reduce) }
@@ -981,19 +980,34 @@ pub(super) fn discards(kept: bool, partial: *const c_void, bytes: usize, row: us
     kept && bytes >= 4 << 20 && (partial as usize | row).is_multiple_of(128)
 }
 
+/// The sum over so many slots, into f32, f16 or bf16, and threads of a block.
+pub(super) const fn reduce_entry(dtype: DType, slots: usize) -> (Entry<ReduceArgs>, usize) {
+    use fused_reduce::*;
+    let eight = slots > 4;
+    let entry = match (dtype, eight) {
+        (DType::F32, true) => moe_fused_reduce_eight_f32::ENTRY,
+        (DType::F16, true) => moe_fused_reduce_eight_f16::ENTRY,
+        (_, true) => moe_fused_reduce_eight_bf16::ENTRY,
+        (DType::F32, false) => moe_fused_reduce_f32::ENTRY,
+        (DType::F16, false) => moe_fused_reduce_f16::ENTRY,
+        (_, false) => moe_fused_reduce_bf16::ENTRY,
+    };
+    (entry, if eight { EIGHT_THREADS } else { THREADS })
+}
+
 /// How to launch the sum over slots.
 pub const fn reduce_geometry(shape: &FusedShape) -> Geometry {
-    sum_geometry(shape, fused_reduce::COLUMNS)
+    sum_geometry(shape, reduce_entry(DType::F32, shape.slots()).1, fused_reduce::COLUMNS)
 }
 
 /// How to launch the sum over slots whose results are [rounded](FusedOptions::rounded_slots).
 pub const fn rounded_reduce_geometry(shape: &FusedShape) -> Geometry {
-    sum_geometry(shape, fused_reduce::ROUNDED_COLUMNS)
+    sum_geometry(shape, fused_reduce::ROUNDED_THREADS, fused_reduce::ROUNDED_COLUMNS)
 }
 
-const fn sum_geometry(shape: &FusedShape, columns: usize) -> Geometry {
-    let columns = fused_reduce::THREADS * columns;
-    Geometry::new([shape.tokens as u32, shape.hidden.div_ceil(columns) as u32, 1], [fused_reduce::THREADS as u32, 1, 1])
+const fn sum_geometry(shape: &FusedShape, threads: usize, columns: usize) -> Geometry {
+    let blocks = shape.hidden.div_ceil(threads * columns) as u32;
+    Geometry::new([shape.tokens as u32, blocks, 1], [threads as u32, 1, 1])
 }
 
 /// Weights of shared experts.

@@ -12,7 +12,8 @@
 
 use super::block::{self, Block, Description, dense};
 use super::fused::{
-    ExpertActivation, FusedShape, GateUp, KEPT_BYTES, discards, launch_number, reduce_geometry, rounded_reduce_geometry,
+    ExpertActivation, FusedShape, GateUp, KEPT_BYTES, discards, launch_number, reduce_entry, reduce_geometry,
+    rounded_reduce_geometry,
 };
 use super::{shuffle, sort};
 use crate::check::{Call, after, product};
@@ -946,9 +947,7 @@ impl Run<'_> {
         let entry = match self.dtype {
             DType::F16 if rounded => fused_reduce::moe_fused_reduce_rounded_f16::ENTRY,
             _ if rounded => fused_reduce::moe_fused_reduce_rounded_bf16::ENTRY,
-            DType::F32 => fused_reduce::moe_fused_reduce_f32::ENTRY,
-            DType::F16 => fused_reduce::moe_fused_reduce_f16::ENTRY,
-            _ => fused_reduce::moe_fused_reduce_bf16::ENTRY,
+            dtype => reduce_entry(dtype, shape.slots()).0,
         };
         let bytes = self.partial_bytes();
         let args = fused_reduce::Args {

@@ -2,9 +2,9 @@
 //!
 //! A thread for 16 bytes of neighbouring columns of a token's results, which are f32 or, where that is allowed, rounded to elements; one by one
 //! where rows are not multiples of that. Slots whose expert lives elsewhere, or is none, have no result and count as zero. Lines that have been
-//! read may be given up in the second-level cache without being written to memory (`discard`).
+//! read may be given up in the second-level cache without being written to memory (`discard`). Slots are read four or, if there are more, eight at once.
 
-use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
+use super::pairs::{Pairs, existing_tokens};
 use cuda_std::vec::{B64, B128};
 use cuda_std::{
     Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, second_level, thread, unroll, vec, warp,
@@ -12,18 +12,20 @@ use cuda_std::{
 
 /// Threads of a block.
 pub const THREADS: usize = 256;
+/// The same for more than four slots, of which eight at once take more registers.
+pub const EIGHT_THREADS: usize = 128;
+/// The same of results that are rounded.
+pub const ROUNDED_THREADS: usize = 128;
 /// Columns of a thread: 16 bytes of `partial`.
 pub const COLUMNS: usize = 4;
 /// The same of results that are rounded.
 pub const ROUNDED_COLUMNS: usize = 8;
-/// Slots that are read at once.
-const GROUP: usize = 8;
 
 /// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`, of f32 or elements; the others as in
 /// [`fused::Args`](super::fused::Args), `discard` as in [`Args`]. Rows of `num_tokens` and beyond are left alone. Grid: (tokens, columns in
-/// steps of `COLUMNS THREADS`); block: [`THREADS`].
+/// steps of a block's, `COLUMNS` a thread); block: up to [`THREADS`].
 #[inline(always)]
-pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize>(
+pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP: usize>(
     out: *mut T,
     partial: *mut P,
     topk_ids: *const i32,
@@ -51,7 +53,7 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize>(
     };
     let (out, lines, partial) = (GlobalMut::new(out), partial, Global::new(partial.cast_const()));
     let token = thread::block_idx_x();
-    let column = (thread::block_idx_y() * THREADS as u32 + thread::thread_idx_x()) * COLUMNS as u32;
+    let column = (thread::block_idx_y() * thread::block_dim_x() + thread::thread_idx_x()) * COLUMNS as u32;
     if token >= existing_tokens(tokens, num_tokens) || column >= n {
         // Whoever comes next takes the end of this grid for the end of all before it.
         dependent_launch::wait();
@@ -62,13 +64,7 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize>(
     let mut first = 0;
     // Slots in groups, whose reads are in flight together; the sum is still one after the other.
     while first < slots {
-        let mut there = [false; GROUP];
-        unroll::<GROUP>(|s| {
-            if first + (s as u32) < slots {
-                let bin = pairs.bin_of(token, first + s as u32);
-                there[s] = bin != NOWHERE && bin != INVALID;
-            }
-        });
+        let there = pairs.are_there::<GROUP>(token, first);
         if first == 0 {
             dependent_launch::wait();
             dependent_launch::launch_dependents();
@@ -81,12 +77,11 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize>(
                     v[s] = partial.get_as(row + s * n as usize);
                 }
             });
+            // Zeroes of those that are not there, too, which change nothing: where both are under a condition they become one, and each read waits for the one before.
             unroll::<GROUP>(|s| {
                 let v = v[s].to_f32();
-                if there[s] {
-                    for i in 0..COLUMNS {
-                        sum[i] += v[i];
-                    }
+                for i in 0..COLUMNS {
+                    sum[i] += v[i];
                 }
             });
         } else {
@@ -147,9 +142,12 @@ entries! {
         /// 1 if nobody reads `partial` afterwards; then it is, and its rows are, multiples of 128 bytes. Without effect on rounded results.
         discard: u32,
     );
-    moe_fused_reduce_f32 { type T = f32; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS>;
-    moe_fused_reduce_f16 { type T = f16; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS>;
-    moe_fused_reduce_bf16 { type T = bf16; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS>;
-    moe_fused_reduce_rounded_f16 { type T = f16; type P = f16; } [256] => fused_reduce::<T, P, ROUNDED_COLUMNS>;
-    moe_fused_reduce_rounded_bf16 { type T = bf16; type P = bf16; } [256] => fused_reduce::<T, P, ROUNDED_COLUMNS>;
+    moe_fused_reduce_f32 { type T = f32; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS, 4>;
+    moe_fused_reduce_f16 { type T = f16; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS, 4>;
+    moe_fused_reduce_bf16 { type T = bf16; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS, 4>;
+    moe_fused_reduce_eight_f32 { type T = f32; type P = f32; } [256, 4] => fused_reduce::<T, P, COLUMNS, 8>;
+    moe_fused_reduce_eight_f16 { type T = f16; type P = f32; } [256, 4] => fused_reduce::<T, P, COLUMNS, 8>;
+    moe_fused_reduce_eight_bf16 { type T = bf16; type P = f32; } [256, 4] => fused_reduce::<T, P, COLUMNS, 8>;
+    moe_fused_reduce_rounded_f16 { type T = f16; type P = f16; } [256] => fused_reduce::<T, P, ROUNDED_COLUMNS, 4>;
+    moe_fused_reduce_rounded_bf16 { type T = bf16; type P = bf16; } [256] => fused_reduce::<T, P, ROUNDED_COLUMNS, 4>;
 }

@@ -4,7 +4,7 @@
 //! row of `topk_ids`; shared experts may follow, one slot each, without being listed there. Experts are renumbered for the
 //! device at hand: its routed experts come first, then the shared ones. These numbers are called bins.
 
-use cuda_std::Global;
+use cuda_std::{Global, unroll};
 
 /// Bin of a pair whose expert lives elsewhere, or that has none.
 pub const NOWHERE: u32 = u32::MAX;
@@ -69,14 +69,22 @@ impl Pairs {
         if slot < self.top_k { topk_weights.get(token as usize * self.top_k as usize + slot as usize) } else { 1.0 }
     }
 
-    /// [`bin`](Self::bin) of a token's slot.
+    /// Whether a token's slots `first`, `first + 1` and so on have a bin; all ids are asked for at once.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn bin_of(self, token: u32, slot: u32) -> u32 {
-        if slot >= self.top_k {
-            return self.local + (slot - self.top_k);
-        }
-        self.bin_of_id(self.topk_ids.get(token as usize * self.top_k as usize + slot as usize))
+    pub unsafe fn are_there<const N: usize>(self, token: u32, first: u32) -> [bool; N] {
+        let (mut ids, mut there) = ([-1; N], [false; N]);
+        unroll::<N>(|i| {
+            let slot = first + i as u32;
+            if slot < self.top_k {
+                ids[i] = self.topk_ids.get(token as usize * self.top_k as usize + slot as usize);
+            }
+        });
+        unroll::<N>(|i| {
+            let slot = first + i as u32;
+            there[i] = if slot < self.top_k { self.bin_of_id(ids[i]) < INVALID } else { slot < self.slots };
+        });
+        there
     }
 
     /// The bin of an expert.
