@@ -15,9 +15,10 @@ pub fn benches(harness: &mut Harness) {
     let tokens = harness.pick(&[1, 8, 64, 512, 4096][..], &[1, 16]);
     for &model in models {
         for &tokens in tokens {
-            case(harness, model, tokens, FusedQuantPath::Auto, true, noise::<E4M3>);
-            case(harness, model, tokens, FusedQuantPath::Auto, false, noise::<E4M3>);
-            case(harness, model, tokens, FusedQuantPath::Auto, false, constant);
+            case(harness, model, tokens, FusedQuantPath::Auto, Kind::Blocks, noise::<E4M3>);
+            case(harness, model, tokens, FusedQuantPath::Auto, Kind::Rounded, noise::<E4M3>);
+            case(harness, model, tokens, FusedQuantPath::Auto, Kind::Rows, noise::<E4M3>);
+            case(harness, model, tokens, FusedQuantPath::Auto, Kind::Rows, constant);
         }
     }
     use FusedQuantPath::{Tile, Wgmma16, Wgmma64, Wgmma144};
@@ -25,14 +26,23 @@ pub fn benches(harness: &mut Harness) {
         for &tokens in tokens {
             for path in [Wgmma16, Wgmma64, Wgmma144] {
                 if path != Wgmma16 || tokens <= 64 {
-                    case(harness, model, tokens, path, true, noise::<E4M3>);
+                    case(harness, model, tokens, path, Kind::Blocks, noise::<E4M3>);
                 }
             }
         }
         let tokens = harness.pick(512, 16);
-        case(harness, model, tokens, Tile, true, noise::<E4M3>);
-        case(harness, model, tokens, Tile, false, constant);
+        case(harness, model, tokens, Tile, Kind::Blocks, noise::<E4M3>);
+        case(harness, model, tokens, Tile, Kind::Rows, constant);
     }
+}
+
+/// What scales are of.
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    Blocks,
+    /// Of blocks, with `rounded_slots`.
+    Rounded,
+    Rows,
 }
 
 /// Makes weights of a shape from a seed.
@@ -50,7 +60,7 @@ fn case<Q: QuantisedElement>(
     (name, experts, top_k, hidden, inter): (&str, usize, usize, usize, usize),
     tokens: usize,
     path: FusedQuantPath,
-    blocks: bool,
+    kind: Kind,
     of: Weights<Q>,
 ) {
     // Weights of the experts that the first set names, read once, and activations.
@@ -61,8 +71,13 @@ fn case<Q: QuantisedElement>(
         .flops(tokens * top_k * 6 * hidden * inter)
         .fp8();
     let mut weights = None;
-    let case =
-        format!("moe/fused_quant/{path:?}/{}/{}/{name}/{tokens}", Q::DTYPE, if blocks { "blocks" } else { "rows" });
+    let blocks = kind != Kind::Rows;
+    let scales = match kind {
+        Kind::Blocks => "blocks",
+        Kind::Rounded => "blocks/rounded",
+        Kind::Rows => "rows",
+    };
+    let case = format!("moe/fused_quant/{path:?}/{}/{scales}/{name}/{tokens}", Q::DTYPE);
     let case = case.to_lowercase();
     harness.case(&case, cost, |device, stream, set| {
         let x = noise::<bf16>(device, stream, &[tokens, hidden], set)?;
@@ -81,7 +96,7 @@ fn case<Q: QuantisedElement>(
         let bytes = FusedShape::new(tokens, top_k, experts, hidden, inter).quant_workspace_bytes(DType::Bf16);
         let mut workspace = Tensor::uninit(device, &[bytes])?;
         let mut out = Tensor::<bf16>::uninit(device, &[tokens, hidden])?;
-        let options = FusedQuantOptions::default().path(path);
+        let options = FusedQuantOptions::default().path(path).rounded_slots(kind == Kind::Rounded);
         Ok(move |s: &Stream| {
             let (w13, w2) = &*experts_weights;
             let (w13, w2) = (Quantised::new(&w13.0, &w13.1), Quantised::new(&w2.0, &w2.1));

@@ -5,9 +5,9 @@ use warploom::{DType, Tensor, bf16};
 use warploom_benches::{Cost, Harness, noise};
 
 pub fn benches(harness: &mut Harness) {
-    let tokens = harness.pick(&[1, 16, 256, 4096][..], &[1, 16]);
+    let tokens = harness.pick(&[1, 16, 256, 1024, 4096][..], &[1, 16]);
     // 5125 cannot be moved in pieces of 16 bytes.
-    for n in [4096, 8192, 5125, 16384] {
+    for n in [1024, 4096, 8192, 5125, 16384] {
         for &tokens in tokens {
             let cost = Cost::bytes((tokens + 1) * n * 2, tokens * n * 2);
             harness.case(&format!("norm/rms_norm/bf16/{tokens}x{n}"), cost, |device, stream, set| {
@@ -18,7 +18,7 @@ pub fn benches(harness: &mut Harness) {
             });
         }
     }
-    for n in [4096, 8192] {
+    for n in [1024, 4096, 8192] {
         for &tokens in tokens {
             let cost = Cost::bytes((2 * tokens + 1) * n * 2, 2 * tokens * n * 2);
             harness.case(&format!("norm/fused_add_rms_norm/bf16/{tokens}x{n}"), cost, |device, stream, set| {

@@ -5,8 +5,8 @@ use warploom::{E4M3, Tensor, bf16};
 use warploom_benches::{Cost, Harness, noise};
 
 pub fn benches(harness: &mut Harness) {
-    let tokens = harness.pick(&[1, 16, 256, 4096][..], &[1, 16]);
-    for n in [4096, 8192] {
+    let tokens = harness.pick(&[1, 16, 256, 1024, 4096][..], &[1, 16]);
+    for n in [1024, 4096, 8192] {
         for &tokens in tokens {
             for residual in [false, true] {
                 let op = if residual { "fused_add_rms_norm" } else { "rms_norm" };

@@ -58,9 +58,17 @@ pub(crate) const fn spread(rows: u32, pieces: u32, aligned: bool, whole_warps: b
     } else {
         let warps = pieces.div_ceil(32);
         if warps as u64 * rows as u64 <= FEW {
-            // Threads that share scales have more to do: four warps of a block hide more of it, by 2 to 3 % of the time.
-            let most = if whole_warps { 4 } else { 2 };
-            (if warps < most { if warps == 0 { 32 } else { warps * 32 } } else { most * 32 }, 1)
+            // Four warps of a block hide more of what each waits for than two, by 1 to 4 % of the time.
+            (
+                if warps == 0 {
+                    32
+                } else if warps < 4 {
+                    warps * 32
+                } else {
+                    128
+                },
+                1,
+            )
         } else if warps < 4 {
             (warps * 32, 4 / warps)
         } else {
@@ -90,6 +98,26 @@ pub(crate) fn scale_strides(
     call.same_shape("scales", scales.shape(), &[rows, width.div_ceil(GROUP)])?;
     call.distinct("scales", scales)?;
     Ok((scales.strides()[0], scales.strides()[1]))
+}
+
+/// A launch for `rows` rows of `threads` threads, whole warps, of kernels whose blocks may have several rows. A block starts every 1.2 ns on the
+/// whole GPU, so many short rows share them; few had better be spread. Measured on an H200.
+pub(crate) const fn sharing(rows: u32, threads: u32, shared: usize) -> Geometry {
+    let y = match threads {
+        32 if rows >= 512 => 4,
+        32 | 64 if rows >= 256 => 2,
+        96 if rows >= 1024 => 2,
+        _ => 1,
+    };
+    Geometry::new([rows.div_ceil(y), 1, 1], [threads, y, 1]).shared_bytes(shared as u32).dependent()
+}
+
+/// A launch of the `narrow` instances, where there can be one: rows held in two pieces a thread by one to four warps.
+pub(crate) const fn narrow(dtype: DType, rows: u32, n: u32, shared: usize) -> Option<Geometry> {
+    match n.div_ceil(2 * piece(dtype, true)).next_multiple_of(32) {
+        threads @ 32..=128 => Some(sharing(rows, threads, shared)),
+        _ => None,
+    }
 }
 
 /// How a kernel holds a row whose elements it needs more than once.
@@ -219,6 +247,15 @@ mod tests {
                 assert!((x * y).is_multiple_of(32) && (x > 32 || x.is_power_of_two()), "{what}");
                 assert!((x <= 32 || (x.is_multiple_of(32) && y == 1)) && (aligned || x >= 32), "{what}");
                 assert!(!whole_blocks || (x >= 32 && y == 1), "{what}");
+            }
+            for rows in [1, 255, 256, 1000, 100_000] {
+                let Some(Geometry { grid, block: [x, y, z], .. }) = narrow(dtype, rows, n, 0) else {
+                    assert!(n.div_ceil(2 * piece(dtype, true)) > 128);
+                    continue;
+                };
+                let what = format!("{rows} rows of {n} {dtype}: {grid:?} x ({x}, {y})");
+                assert!(z == 1 && x.is_multiple_of(32) && x <= 128 && x * y <= 192, "{what}");
+                assert!(x * 2 * piece(dtype, true) >= n && grid[0] * y >= rows && (grid[0] - 1) * y < rows, "{what}");
             }
         }
     }

@@ -8,7 +8,7 @@
 //! moved may end up in local memory.
 
 use core::mem::MaybeUninit;
-use cuda_std::vec::{B64, B128};
+use cuda_std::vec::{B64, B128, StoreStreaming};
 use cuda_std::{Element, Global, GlobalMut};
 
 /// Whether chunks of `N` elements can be moved whole: `addresses` is the bitwise or of base addresses, `places` that of
@@ -75,5 +75,22 @@ pub unsafe fn store<T: Element, const N: usize>(x: GlobalMut<T>, i: usize, chunk
                 at += 16;
             }
         }
+    }
+}
+
+/// As [`store`], for what the kernel does not read again: it makes no room for it in the caches. A chunk has a multiple of 16 bytes.
+///
+/// # Safety
+/// As for [`store`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn store_streaming<T: Element, const N: usize>(x: GlobalMut<T>, i: usize, chunk: [T; N]) {
+    const { assert!((N * size_of::<T>()).is_multiple_of(16)) };
+    let from = chunk.as_ptr().cast::<u32>();
+    let mut at = 0;
+    while at < N * size_of::<T>() {
+        let word = |j| from.add(at / 4 + j).read_unaligned();
+        x.set_hinted(i + at / size_of::<T>(), B128([word(0), word(1), word(2), word(3)]), StoreStreaming);
+        at += 16;
     }
 }

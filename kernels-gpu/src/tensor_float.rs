@@ -10,12 +10,14 @@ pub trait TensorFloat: Float {
     fn pack(low: Self, high: Self) -> u32;
     /// Two numbers rounded to elements, as one operand register, `low` in the low half.
     fn pack_f32(low: f32, high: f32) -> u32;
+    /// The numbers of two elements in a register, the low half's first.
+    fn unpack_f32(word: u32) -> [f32; 2];
     /// `a · b + c` for `m16n8k16` fragments.
     fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4];
 }
 
 macro_rules! tensor_floats {
-    ($($t:ty => $mma:ident, $pack:ident;)*) => { $(
+    ($($t:ty => $mma:ident, $pack:ident, $unpack:ident;)*) => { $(
         impl TensorFloat for $t {
             const ZERO: Self = <$t>::ZERO;
             #[inline(always)]
@@ -27,6 +29,10 @@ macro_rules! tensor_floats {
                 convert::$pack(low, high)
             }
             #[inline(always)]
+            fn unpack_f32(word: u32) -> [f32; 2] {
+                convert::$unpack(word)
+            }
+            #[inline(always)]
             #[track_caller]
             fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
                 mma::$mma(a, b, c)
@@ -35,6 +41,6 @@ macro_rules! tensor_floats {
     )* };
 }
 tensor_floats! {
-    bf16 => m16n8k16_bf16, pack_bf16x2;
-    f16 => m16n8k16_f16, pack_f16x2;
+    bf16 => m16n8k16_bf16, pack_bf16x2, unpack_bf16x2;
+    f16 => m16n8k16_f16, pack_f16x2, unpack_f16x2;
 }

@@ -264,7 +264,7 @@ fn results_do_not_depend_on_the_split() {
         } else {
             vec![4096, 0, 1, 511, 512, 513, 9000, 32768, 20000, 2048, 2049]
         };
-        for (group, dim, window) in [(4, 128, 0), (9, 128, 0), (2, 64, 310)] {
+        for (group, dim, window) in [(8, 128, 0), (9, 128, 0), (2, 64, 310)] {
             let run = |lens: &[usize], split: DecodeSplit| {
                 let batch = lens.len();
                 let shape = Shape {

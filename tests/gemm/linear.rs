@@ -182,6 +182,73 @@ fn few_of_more_tokens() {
     });
 }
 
+/// What a kernel of [`linear_few`] is given of an operand, in boxes of so many rows.
+fn few_map(d: &Device, of: &Tensor<bf16>, [rows, k]: [usize; 2], lines: usize) -> warploom::device::TensorMap {
+    let description = TensorMapDescription {
+        base: of.as_ptr() as u64,
+        dtype: DType::Bf16,
+        rank: 2,
+        dims: [k as u64, rows as u64, 1, 1, 1],
+        strides: [2 * k as u64, 0, 0, 0],
+        box_dims: [few_kernels::STEP as u32, lines as u32, 1, 1, 1],
+        swizzle: Swizzle::B128,
+    };
+    d.tensor_map(&description).unwrap()
+}
+
+/// Three and four parts of K, which few shapes have: two tiles of tokens that have some in common, two of outputs, and the bits of a tile with as many parts.
+#[test]
+fn few_in_more_parts() {
+    use few_kernels::{linear_few_r128_t128_split3_bf16, linear_few_r128_t128_split4_bf16};
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        let [m, n, k] = [85usize, 136, 456];
+        let x = Tensor::from_slice(d, &noise_of::<bf16>(m * k, 1), &[m, k]).unwrap();
+        let w = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
+        for (entry, parts, epilogue) in [
+            (linear_few_r128_t128_split3_bf16::ENTRY, 3u32, Epilogue::None),
+            (linear_few_r128_t128_split4_bf16::ENTRY, 4, Epilogue::None),
+            (linear_few_r128_t128_split4_bf16::ENTRY, 4, Epilogue::Silu),
+        ] {
+            let (tiles, tokens) = (2u32, 48usize);
+            let mut y = Tensor::from_slice(d, &vec![bf16::NAN; m * n], &[m, n]).unwrap();
+            let args = few_kernels::Args {
+                x: few_map(d, &x, [m, k], tokens),
+                w: few_map(d, &w, [n, k], 128),
+                y: y.as_mut_ptr().cast(),
+                bias: std::ptr::null(),
+                m: m as u32,
+                n: n as u32,
+                k: k as u32,
+                y_row: n,
+                rows: 128,
+                tokens: tokens as u32,
+                tiles,
+                kind: epilogue.kind(),
+            };
+            let shared = few_kernels::shared_bytes(2, 128, 5, parts, warploom::kernels::scales::NONE);
+            let geometry = Geometry::linear(n.div_ceil(128) as u32 * tiles * parts, few_kernels::threads(2))
+                .shared_bytes(shared as u32)
+                .cluster(parts);
+            // SAFETY: the arguments are tensors of the sizes that they say.
+            unsafe { s.launch(&entry, &geometry, &args) }.unwrap();
+            let got = y.to_vec().unwrap();
+            if parts == 4 {
+                let mut want = Tensor::from_slice(d, &vec![bf16::NAN; m * n], &[m, n]).unwrap();
+                let tile = LinearOptions::default().tile(WgmmaTile::N64Split4).epilogue(epilogue);
+                linear_with(s, &mut want, &x, &w, None, &tile).unwrap();
+                assert_eq!(got, want.to_vec().unwrap(), "{}", entry.name);
+            } else {
+                let (x, w) = (widen(&x.to_vec().unwrap()), widen(&w.to_vec().unwrap()));
+                let want = reference::gemm::linear(&x, &w, None, m, n, k, epilogue);
+                assert_close(&got, &want, (k + 4) as f64 * 2f64.powi(-24), (k + 4) as f64 / 2.0);
+            }
+        }
+    });
+}
+
 /// Fewer blocks than tiles, so that each takes several; two and three consumers; tokens in one product and in two, in one box and in two, in one tile and in
 /// two that have some in common: the bits of other tiles.
 #[test]
@@ -205,22 +272,10 @@ fn few_in_rounds() {
             let biased = epilogue != Epilogue::None;
             let unit = 8 * linear_rounds::boxes(room) as usize;
             let tokens = m.div_ceil(tiles * unit) * unit;
-            let map = |of: &Tensor<bf16>, rows: usize, lines: usize| {
-                let description = TensorMapDescription {
-                    base: of.as_ptr() as u64,
-                    dtype: DType::Bf16,
-                    rank: 2,
-                    dims: [k as u64, rows as u64, 1, 1, 1],
-                    strides: [2 * k as u64, 0, 0, 0],
-                    box_dims: [few_kernels::STEP as u32, lines as u32, 1, 1, 1],
-                    swizzle: Swizzle::B128,
-                };
-                d.tensor_map(&description).unwrap()
-            };
             let mut y = Tensor::from_slice(d, &vec![bf16::NAN; m * n], &[m, n]).unwrap();
             let args = few_kernels::Args {
-                x: map(&x, m, tokens / linear_rounds::boxes(room) as usize),
-                w: map(&w, n, rows),
+                x: few_map(d, &x, [m, k], tokens / linear_rounds::boxes(room) as usize),
+                w: few_map(d, &w, [n, k], rows),
                 y: y.as_mut_ptr().cast(),
                 bias: if biased { bias.as_ptr().cast() } else { std::ptr::null() },
                 m: m as u32,
@@ -391,7 +446,9 @@ fn tiles_are_chosen_as_measured() {
         ([4096, 2880, 1408], N176Turns),
         ([4096, 7168, 2112], N176Turns),
         ([768, 2880, 2880], N144Turns),
-        ([768, 4096, 6144], N144Turns),
+        ([768, 4096, 6144], N144Tokens256),
+        ([240, 3584, 18944], N144Tokens256),
+        ([256, 7168, 18432], N144Tokens256),
         ([1024, 5120, 5120], N160Turns),
         ([2048, 5120, 5120], N160Turns),
         ([1024, 4096, 6144], N192),
@@ -409,7 +466,8 @@ fn tiles_are_chosen_as_measured() {
 #[test]
 fn few_is_chosen_as_measured() {
     for ([m, k, n], name) in [
-        ([64, 4096, 4096], "t64"),
+        ([64, 4096, 4096], "t64_r9"),
+        ([64, 7168, 2112], "t64"),
         ([64, 4096, 6144], "t64_r6"),
         ([64, 4096, 14336], "t64_x4"),
         ([65, 4096, 4096], "t72"),
@@ -436,7 +494,10 @@ fn few_is_chosen_as_measured() {
         ([200, 8192, 8192], "r128_t208_split2"),
         ([416, 14336, 4096], "r128_t208_split2"),
         ([448, 8192, 8192], "r128_t224"),
-        ([300, 8192, 1024], "t160"),
+        ([320, 8192, 1024], "r128_t128_split4"),
+        ([384, 14336, 1024], "r128_t128_split4"),
+        ([512, 8192, 1024], "r128_t128_split3"),
+        ([208, 7168, 18432], "r192_t208"),
     ] {
         let entry = linear_few::entry(DType::Bf16, m, n, k).unwrap();
         assert_eq!(entry.name, format!("linear_few_{name}_bf16"), "{m} x {k} x {n}");

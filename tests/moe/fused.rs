@@ -603,6 +603,17 @@ fn wgmma_blocks_in_twos() {
     });
 }
 
+/// So many items for each multiprocessor that the second product of the paths for few tokens begins while the first still runs.
+#[test]
+fn second_products_that_begin_early() {
+    on_every_device(|d, s| {
+        let tiles = (5 * d.properties().multiprocessors as usize).div_ceil(8);
+        for (path, outputs) in [(FusedPath::Wgmma16, 32), (FusedPath::Wgmma64, 64)] {
+            check::<bf16>(d, s, &Case::new(12, 2, 8, 72, tiles * outputs).path(path));
+        }
+    });
+}
+
 /// Results that are added up as they come, where there are more tokens than one chunk of sorting has, and where the
 /// path has no use for the permission.
 #[test]

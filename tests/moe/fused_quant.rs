@@ -48,6 +48,7 @@ struct Case {
     map: Option<Vec<i32>>,
     /// Tokens that exist.
     present: usize,
+    rounded: bool,
     shuffled: bool,
     path: FusedQuantPath,
 }
@@ -74,6 +75,7 @@ impl Case {
             listed,
             map,
             present,
+            rounded: false,
             shuffled: false,
             path,
         }
@@ -207,6 +209,7 @@ impl<T: Float, Q: QuantisedElement> Inputs<T, Q> {
         let mut o = FusedQuantOptions::default()
             .activation(case.activation)
             .gate_up(case.gate_up)
+            .rounded_slots(case.rounded)
             .shuffled(case.shuffled)
             .path(case.path);
         let mut shared = SharedQuantExperts::new(self.shared.w13.get(), self.shared.w2.get());
@@ -494,6 +497,81 @@ fn captured_and_replayed() {
                 inputs.x.copy_from_slice(&noise_of::<bf16>(20 * 128, seed)).unwrap();
                 graph.launch(s).unwrap();
                 assert_eq!(out.to_vec().unwrap(), inputs.run(d, s, &case));
+            }
+        }
+    });
+}
+
+/// Each slot's result rounded: exactly what the slots give by themselves, added up; on paths that have no use for the permission it makes no difference.
+fn check_rounded<T: Float, Q: QuantisedElement>(
+    d: &Device,
+    s: &Stream,
+    case: &Case,
+    of: impl Fn(f32) -> (Q, f64) + Copy,
+) {
+    let bits = |v: &[T]| v.iter().map(|v| v.to_f32().to_bits()).collect::<Vec<_>>();
+    let plain = Inputs::<T, Q>::new(d, case, of);
+    let whole = bits(&plain.run(d, s, case));
+    let got = bits(&plain.run(d, s, &Case { rounded: true, ..case.clone() }));
+    let narrow = case.path == FusedQuantPath::Wgmma64 && case.scales == Scales::Blocks;
+    if !narrow && case.path != FusedQuantPath::Wgmma144 {
+        assert_eq!(got, whole, "{case:?}");
+        return;
+    }
+    let mut sums = vec![0f32; case.tokens * case.hidden];
+    let weights = plain.weights.to_vec().unwrap();
+    for slot in 0..case.top_k {
+        let column = |v: &[i32]| v.iter().skip(slot).step_by(case.top_k).copied().collect::<Vec<_>>();
+        let one = Case { top_k: 1, ids: column(&case.ids), ..case.clone() };
+        let weights: Vec<_> = weights.iter().skip(slot).step_by(case.top_k).copied().collect();
+        let weights = Tensor::from_slice(d, &weights, &[case.tokens, 1]).unwrap();
+        let inputs = Inputs { weights, ..Inputs::<T, Q>::new(d, &one, of) };
+        for (sum, v) in sums.iter_mut().zip(inputs.run(d, s, &one)) {
+            *sum += v.to_f32();
+        }
+    }
+    let want: Vec<_> = sums.iter().map(|&v| T::from_f32(v).to_f32().to_bits()).collect();
+    assert_eq!(got, want, "{case:?}");
+    assert!(got != whole, "a rounding more");
+}
+
+#[test]
+fn rounded_slots() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        for (path, tokens, inter) in [
+            (FusedQuantPath::Wgmma16, 9, 80),
+            (FusedQuantPath::Wgmma64, 30, 80),
+            (FusedQuantPath::Wgmma144, 9, 80),
+            // Three rounds through a stage, and one step of K.
+            (FusedQuantPath::Wgmma144, 150, 32),
+        ] {
+            let case = Case { biased: true, ..Case::new(tokens, 2, 2, 208, inter, path) };
+            check_rounded::<bf16, E4M3>(d, s, &case, e4m3);
+            let rows = Case { scales: Scales::Rows, hidden: 80, ..case.clone() };
+            if tokens <= 30 {
+                check_rounded::<f16, E4M3>(d, s, &Case { hidden: 80, ..case }, e4m3);
+                check_rounded::<f16, E4M3>(d, s, &rows, e4m3);
+                check_rounded::<bf16, i8>(d, s, &rows, int8);
+            }
+        }
+    });
+}
+
+/// Outputs of the first product on both sides of a scale's 128, of two blocks of threads, where one has some or none: as the path that quantises in a launch of its own.
+#[test]
+fn scales_that_two_blocks_share() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        for (i, inter) in [16, 64, 80, 144, 208].into_iter().enumerate() {
+            for path in [FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma144] {
+                let (gate_up, activation) = (LAYOUTS[i % 3], ACTIVATIONS[i % 4]);
+                let case = Case { gate_up, activation, biased: i % 2 == 0, ..Case::new(20, 2, 3, 64, inter, path) };
+                check::<bf16, E4M3>(d, s, &case, e4m3);
             }
         }
     });

@@ -4,7 +4,7 @@ use cuda_std::Float;
 use proptest::sample::select;
 use warploom::norm::{self, Variant, rms_norm};
 use warploom::reference::norm as reference;
-use warploom::{DType, Device, Error, Graph, Result, Stream, Tensor, bf16, f16};
+use warploom::{DType, Device, Entry, Error, Geometry, Graph, Result, Stream, Tensor, bf16, f16};
 use warploom_tests::{large_gpu, noise_of, on_every_device, property, sanitizing, widen};
 
 /// Error of the sum and of the root before the result is rounded.
@@ -272,6 +272,73 @@ fn rows_one_by_one_are_the_same_bits() {
     });
 }
 
+/// Rows of up to four warps, by themselves and with two of them in a block, of which the last has one to spare.
+#[test]
+fn narrow_rows_are_the_same_bits() {
+    on_every_device(|device, stream| {
+        for n in [1024usize, 1720] {
+            let rows = 3;
+            let x = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 1), &[rows, n]).unwrap();
+            let (w, _) = weights::<bf16>(device, n);
+            let usual = rms_norm::geometry(DType::Bf16, Variant::X2, rows as u32, n as u32);
+            let narrow = rms_norm::narrow_geometry(DType::Bf16, rows as u32, n as u32).unwrap();
+            let mut twos = narrow;
+            (twos.grid[0], twos.block[1]) = (2, 2);
+            let (x2, add_x2) = (Variant::X2, rms_norm::fused_add_entry(DType::Bf16, Variant::X2));
+
+            let run = |entry: Option<Entry<rms_norm::Args>>, geometry: Geometry| {
+                let mut out = Tensor::<bf16>::zeros(device, &[rows, n]).unwrap();
+                let args = rms_norm::Args {
+                    x: x.as_ptr().cast(),
+                    weight: w.as_ptr().cast(),
+                    out: out.as_mut_ptr().cast(),
+                    rows: rows as u32,
+                    n: n as u32,
+                    x_stride: n,
+                    out_stride: n,
+                    weight_offset: 0.0,
+                    eps: 1e-5,
+                };
+                // SAFETY: the tensors are as large as the arguments say, and live on.
+                unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+                stream.synchronize().unwrap();
+                all_bytes(&out.to_vec().unwrap())
+            };
+            let want = run(rms_norm::entry(DType::Bf16, x2), usual);
+            assert_eq!(run(rms_norm::narrow_entry(DType::Bf16), narrow), want);
+            assert_eq!(run(rms_norm::narrow_entry(DType::Bf16), twos), want);
+
+            let run = |entry: Option<Entry<rms_norm::FusedAddArgs>>, geometry: Geometry| {
+                let mut out = Tensor::<bf16>::zeros(device, &[rows, n]).unwrap();
+                let mut sum = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 2), &[rows, n]).unwrap();
+                let args = rms_norm::FusedAddArgs {
+                    x: x.as_ptr().cast(),
+                    residual: sum.as_ptr().cast(),
+                    weight: w.as_ptr().cast(),
+                    out: out.as_mut_ptr().cast(),
+                    residual_out: sum.as_mut_ptr().cast(),
+                    rows: rows as u32,
+                    n: n as u32,
+                    x_stride: n,
+                    residual_stride: n,
+                    out_stride: n,
+                    residual_out_stride: n,
+                    weight_offset: 0.0,
+                    eps: 1e-5,
+                };
+                // SAFETY: the tensors are as large as the arguments say, and live on.
+                unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+                stream.synchronize().unwrap();
+                [all_bytes(&out.to_vec().unwrap()), all_bytes(&sum.to_vec().unwrap())]
+            };
+            let want = run(add_x2, usual);
+            assert_eq!(run(rms_norm::fused_add_narrow_entry(DType::Bf16), narrow), want);
+            assert_eq!(run(rms_norm::fused_add_narrow_entry(DType::Bf16), twos), want);
+        }
+        assert!([256, 2056].iter().all(|&n| rms_norm::narrow_geometry(DType::Bf16, 1, n).is_none()));
+    });
+}
+
 #[test]
 fn entries_have_the_names_of_what_they_do() {
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
@@ -280,6 +347,8 @@ fn entries_have_the_names_of_what_they_do() {
             let fused = rms_norm::fused_add_entry(dtype, v).unwrap();
             assert_eq!(fused.name, format!("fused_add_rms_norm_{name}_{dtype}"));
         }
+        assert_eq!(rms_norm::narrow_entry(dtype).unwrap().name, format!("rms_norm_narrow_{dtype}"));
+        assert_eq!(rms_norm::fused_add_narrow_entry(dtype).unwrap().name, format!("fused_add_rms_norm_narrow_{dtype}"));
         assert_eq!(rms_norm::any_x4_entry(dtype).unwrap().name, format!("rms_norm_any_x4_{dtype}"));
         assert_eq!(rms_norm::fused_add_any_x4_entry(dtype).unwrap().name, format!("fused_add_rms_norm_any_x4_{dtype}"));
     }

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use warploom::norm::{self, RmsNormQuantOptions, Variant, rms_norm_quant as quant};
 use warploom::reference::{norm as reference, quantise};
-use warploom::{DType, Device, E4M3, Error, Stream, Tensor, bf16, f16};
+use warploom::{DType, Device, E4M3, Entry, Error, Geometry, Stream, Tensor, bf16, f16};
 use warploom_tests::{noise_of, on_every_device, property, widen};
 
 const GROUP: usize = 128;
@@ -349,74 +349,102 @@ fn refuses_what_it_cannot_do() {
     assert!(matches!(group(&mut same, options()), Error::Stride { arg: "scales", .. }));
 }
 
-/// The entries for many rows, which take over where a property test does not get to, give the same bits as the others: with whole pieces a
-/// thread and without, and where a row has no number.
+/// The entries for many rows and for narrow ones, which take over where a property test does not get to, give the same bits as the others: with
+/// whole pieces a thread and without, where a row has no number, and where the last block has rows to spare.
 #[test]
-fn many_rows_are_the_same_bits() {
+fn many_rows_and_narrow_ones_are_the_same_bits() {
     on_every_device(|device, stream| {
-        for n in [1024, 1720] {
+        for n in [512, 1024, 1720, 2048] {
             let rows = 3;
             let (mut x, w) = (noise_of::<bf16>(rows * n, 1), noise_of::<bf16>(n, 2));
             (x[5], x[n + 7]) = (bf16::NAN, bf16::INFINITY);
             let x = Tensor::from_slice(device, &x, &[rows, n]).unwrap();
             let w = Tensor::from_slice(device, &w, &[n]).unwrap();
-            let geometry = quant::many_geometry(DType::Bf16, rows as u32, n as u32).unwrap();
-            let options = RmsNormQuantOptions::default().weight(&w);
-
-            let bytes = || Tensor::<i8>::zeros(device, &[rows, n]).unwrap();
-            let floats = || Tensor::<f32>::zeros(device, &[rows]).unwrap();
-            let (mut want, mut got, mut want_scales, mut got_scales) = (bytes(), bytes(), floats(), floats());
-            norm::rms_norm_i8_per_token(stream, &mut want, &mut want_scales, None, &x, 1e-5, &options).unwrap();
-            let args = quant::I8PerTokenArgs {
-                x: x.as_ptr().cast(),
-                residual: std::ptr::null_mut(),
-                weight: w.as_ptr().cast(),
-                smooth: std::ptr::null(),
-                out: got.as_mut_ptr().cast(),
-                scales: got_scales.as_mut_ptr().cast(),
-                n: n as u32,
-                x_stride: n,
-                residual_stride: 0,
-                out_stride: n,
-                weight_offset: 0.0,
-                eps: 1e-5,
+            let usual = quant::geometry(DType::Bf16, Variant::X2, rows as u32, n as u32);
+            let narrow = quant::narrow_geometry(DType::Bf16, rows as u32, n as u32).unwrap();
+            // As for many rows: two of them in a block.
+            let twos = |mut geometry: Geometry| {
+                (geometry.grid[0], geometry.block[1]) = (2, 2);
+                geometry
             };
-            let entry = quant::i8_per_token_many_entry(DType::Bf16).unwrap();
-            // SAFETY: the tensors are as large as the arguments say, and live on.
-            unsafe { stream.launch(&entry, &geometry, &args) }.unwrap();
-            stream.synchronize().unwrap();
-            assert_eq!(got.to_vec().unwrap(), want.to_vec().unwrap());
-            assert_eq!(all_bytes(&got_scales.to_vec().unwrap()), all_bytes(&want_scales.to_vec().unwrap()));
+
+            let run = |entry: Option<Entry<quant::I8PerTokenArgs>>, geometry: Geometry, residual: bool| {
+                let mut out = Tensor::<i8>::zeros(device, &[rows, n]).unwrap();
+                let mut scales = Tensor::<f32>::zeros(device, &[rows]).unwrap();
+                let mut r = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 3), &[rows, n]).unwrap();
+                let args = quant::I8PerTokenArgs {
+                    x: x.as_ptr().cast(),
+                    residual: if residual { r.as_mut_ptr().cast() } else { std::ptr::null_mut() },
+                    weight: w.as_ptr().cast(),
+                    smooth: std::ptr::null(),
+                    out: out.as_mut_ptr().cast(),
+                    scales: scales.as_mut_ptr().cast(),
+                    rows: rows as u32,
+                    n: n as u32,
+                    x_stride: n,
+                    residual_stride: n,
+                    out_stride: n,
+                    weight_offset: 0.0,
+                    eps: 1e-5,
+                };
+                // SAFETY: the tensors are as large as the arguments say, and live on.
+                unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+                stream.synchronize().unwrap();
+                (out.to_vec().unwrap(), all_bytes(&scales.to_vec().unwrap()), all_bytes(&r.to_vec().unwrap()))
+            };
+            for add in [false, true] {
+                let want = run(quant::i8_per_token_entry(DType::Bf16, Variant::X2, add), usual, add);
+                for geometry in [narrow, twos(narrow)] {
+                    assert_eq!(run(quant::i8_per_token_narrow_entry(DType::Bf16, add), geometry, add), want);
+                }
+                if let (false, Some(many)) = (add, quant::many_geometry(DType::Bf16, rows as u32, n as u32)) {
+                    assert_eq!(run(quant::i8_per_token_many_entry(DType::Bf16), many, add), want);
+                }
+            }
 
             let groups = n.div_ceil(GROUP);
-            let bytes = || Tensor::<E4M3>::zeros(device, &[rows, n]).unwrap();
-            let floats = || Tensor::<f32>::zeros(device, &[rows, groups]).unwrap();
-            let (mut want, mut got, mut want_scales, mut got_scales) = (bytes(), bytes(), floats(), floats());
-            norm::rms_norm_e4m3_per_group(stream, &mut want, &mut want_scales, None, &x, 1e-5, &options).unwrap();
-            let args = quant::E4m3PerGroupArgs {
-                x: x.as_ptr().cast(),
-                residual: std::ptr::null_mut(),
-                weight: w.as_ptr().cast(),
-                out: got.as_mut_ptr().cast(),
-                scales: got_scales.as_mut_ptr().cast(),
-                n: n as u32,
-                x_stride: n,
-                residual_stride: 0,
-                out_stride: n,
-                scale_row_stride: groups,
-                scale_group_stride: 1,
-                weight_offset: 0.0,
-                eps: 1e-5,
+            let run = |entry: Option<Entry<quant::E4m3PerGroupArgs>>, geometry: Geometry, residual: bool| {
+                let mut out = Tensor::<E4M3>::zeros(device, &[rows, n]).unwrap();
+                let mut scales = Tensor::<f32>::zeros(device, &[rows, groups]).unwrap();
+                let mut r = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 3), &[rows, n]).unwrap();
+                let args = quant::E4m3PerGroupArgs {
+                    x: x.as_ptr().cast(),
+                    residual: if residual { r.as_mut_ptr().cast() } else { std::ptr::null_mut() },
+                    weight: w.as_ptr().cast(),
+                    out: out.as_mut_ptr().cast(),
+                    scales: scales.as_mut_ptr().cast(),
+                    rows: rows as u32,
+                    n: n as u32,
+                    x_stride: n,
+                    residual_stride: n,
+                    out_stride: n,
+                    scale_row_stride: groups,
+                    scale_group_stride: 1,
+                    weight_offset: 0.0,
+                    eps: 1e-5,
+                };
+                // SAFETY: the tensors are as large as the arguments say, and live on.
+                unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+                stream.synchronize().unwrap();
+                [
+                    all_bytes(&out.to_vec().unwrap()),
+                    all_bytes(&scales.to_vec().unwrap()),
+                    all_bytes(&r.to_vec().unwrap()),
+                ]
             };
-            let entry = quant::e4m3_per_group_many_entry(DType::Bf16).unwrap();
-            // SAFETY: the tensors are as large as the arguments say, and live on.
-            unsafe { stream.launch(&entry, &geometry, &args) }.unwrap();
-            stream.synchronize().unwrap();
-            assert_eq!(all_bytes(&got.to_vec().unwrap()), all_bytes(&want.to_vec().unwrap()));
-            assert_eq!(all_bytes(&got_scales.to_vec().unwrap()), all_bytes(&want_scales.to_vec().unwrap()));
+            for add in [false, true] {
+                let want = run(quant::e4m3_per_group_entry(DType::Bf16, Variant::X2, add), usual, add);
+                for geometry in [narrow, twos(narrow)] {
+                    assert_eq!(run(quant::e4m3_per_group_narrow_entry(DType::Bf16, add), geometry, add), want);
+                }
+                if let (false, Some(many)) = (add, quant::many_geometry(DType::Bf16, rows as u32, n as u32)) {
+                    assert_eq!(run(quant::e4m3_per_group_many_entry(DType::Bf16), many, add), want);
+                }
+            }
         }
-        // 7 warps cannot be halved, and 16 KiB are the most.
-        assert!([3584, 8200].iter().all(|&n| quant::many_geometry(DType::Bf16, 1, n).is_none()));
+        // 7 warps cannot be halved, 16 KiB are the most, and one warp is too short a block.
+        assert!([3584, 8200, 1024].iter().all(|&n| quant::many_geometry(DType::Bf16, 1, n).is_none()));
+        assert!(quant::narrow_geometry(DType::Bf16, 1, 2056).is_none());
     });
 }
 
@@ -430,6 +458,12 @@ fn entries_have_the_names_of_what_they_do() {
         assert_eq!(quant::e4m3_per_token_many_entry(dtype).unwrap().name, name("e4m3_per_token"));
         assert_eq!(quant::i8_per_token_many_entry(dtype).unwrap().name, name("i8_per_token"));
         assert_eq!(quant::e4m3_per_group_many_entry(dtype).unwrap().name, name("e4m3_per_group"));
+        for (add, prefix) in [(false, ""), (true, "fused_add_")] {
+            let name = |q: &str| format!("{prefix}rms_norm_{q}_narrow_{dtype}");
+            assert_eq!(quant::e4m3_per_token_narrow_entry(dtype, add).unwrap().name, name("e4m3_per_token"));
+            assert_eq!(quant::i8_per_token_narrow_entry(dtype, add).unwrap().name, name("i8_per_token"));
+            assert_eq!(quant::e4m3_per_group_narrow_entry(dtype, add).unwrap().name, name("e4m3_per_group"));
+        }
         for (v, name) in [(Variant::X2, "x2"), (Variant::X4, "x4"), (Variant::Loop, "loop"), (Variant::Any, "any")] {
             for (add, prefix) in [(false, ""), (true, "fused_add_")] {
                 let name = |q: &str| format!("{prefix}rms_norm_{q}_{name}_{dtype}");

@@ -332,6 +332,7 @@ pub const fn tma_entry(
     let (dim, block) = (head_dim, block_rows(head_dim, rows));
     let entry = match (dtype, cache, dim, block) {
         (DType::Bf16, DType::Bf16, 64, 8) => decode_tma_d64_r8_bf16::ENTRY,
+        (DType::Bf16, DType::Bf16, 128, 8) if rows < 8 => decode_tma_d128_r7_bf16::ENTRY,
         (DType::Bf16, DType::Bf16, 128, 8) => decode_tma_d128_r8_bf16::ENTRY,
         (DType::Bf16, DType::Bf16, 128, _) => decode_tma_d128_r16_bf16::ENTRY,
         (DType::Bf16, DType::Bf16, 256, _) => decode_tma_d256_r8_bf16::ENTRY,
@@ -342,6 +343,7 @@ pub const fn tma_entry(
         (DType::Bf16, DType::I8, 128, 8) => decode_tma_d128_r8_bf16_i8::ENTRY,
         (DType::Bf16, DType::I8, 128, _) => decode_tma_d128_r16_bf16_i8::ENTRY,
         (DType::F16, DType::F16, 64, 8) => decode_tma_d64_r8_f16::ENTRY,
+        (DType::F16, DType::F16, 128, 8) if rows < 8 => decode_tma_d128_r7_f16::ENTRY,
         (DType::F16, DType::F16, 128, 8) => decode_tma_d128_r8_f16::ENTRY,
         (DType::F16, DType::F16, 128, _) => decode_tma_d128_r16_f16::ENTRY,
         (DType::F16, DType::F16, 256, _) => decode_tma_d256_r8_f16::ENTRY,

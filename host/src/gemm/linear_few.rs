@@ -81,6 +81,7 @@ kernels! {
     T16 = linear_few_t16_bf16, linear_few_t16_f16: 1, 16, 10, 2, 1;
     T32 = linear_few_t32_bf16, linear_few_t32_f16: 1, 32, 9, 2, 1;
     T64 = linear_few_t64_bf16, linear_few_t64_f16: 1, 64, 12, 2, 1;
+    T64Ring9 = linear_few_t64_r9_bf16, linear_few_t64_r9_f16: 1, 64, 9, 2, 1;
     T64Ring6 = linear_few_t64_r6_bf16, linear_few_t64_r6_f16: 1, 64, 6, 2, 1;
     T64Share4 = linear_few_t64_x4_bf16, linear_few_t64_x4_f16: 1, 64, 5, 1, 4;
     T72 = linear_few_t72_bf16, linear_few_t72_f16: 1, 72, 12, 2, 1;
@@ -93,6 +94,8 @@ kernels! {
     R128T128Split2 = linear_few_r128_t128_split2_bf16, linear_few_r128_t128_split2_f16: 2, 128, 6, 2, 1;
     R128T160Split2 = linear_few_r128_t160_split2_bf16, linear_few_r128_t160_split2_f16: 2, 160, 5, 2, 1;
     R128T208Split2 = linear_few_r128_t208_split2_bf16, linear_few_r128_t208_split2_f16: 2, 208, 4, 2, 1;
+    R128T128Split3 = linear_few_r128_t128_split3_bf16, linear_few_r128_t128_split3_f16: 2, 128, 5, 3, 1;
+    R128T128Split4 = linear_few_r128_t128_split4_bf16, linear_few_r128_t128_split4_f16: 2, 128, 5, 4, 1;
     R128T96 = linear_few_r128_t96_bf16, linear_few_r128_t96_f16: 2, 96, 8, 1, 1;
     R128T112 = linear_few_r128_t112_bf16, linear_few_r128_t112_f16: 2, 112, 7, 1, 1;
     R128T128 = linear_few_r128_t128_bf16, linear_few_r128_t128_f16: 2, 128, 7, 1, 1;
@@ -111,7 +114,7 @@ kernels! {
 }
 
 /// Those for more than [`ALWAYS`] tokens, of one tile or several.
-const MANY: [Kernel; 25] = [
+const MANY: [Kernel; 27] = [
     Kernel::T72,
     Kernel::T96,
     Kernel::T128,
@@ -122,6 +125,8 @@ const MANY: [Kernel; 25] = [
     Kernel::R128T128Split2,
     Kernel::R128T160Split2,
     Kernel::R128T208Split2,
+    Kernel::R128T128Split3,
+    Kernel::R128T128Split4,
     Kernel::R128T96,
     Kernel::R128T112,
     Kernel::R128T128,
@@ -188,6 +193,15 @@ impl Shape {
             .dependent()
     }
 
+    /// Blocks that run at the same time on an H200 with one to a multiprocessor: clusters of more than two do not fill it.
+    const fn places(self) -> u32 {
+        match self.split {
+            3 => 39 * 3,
+            4 => 30 * 4,
+            _ => MULTIPROCESSORS,
+        }
+    }
+
     /// Picoseconds on an H200, roughly, for more than [`ALWAYS`] tokens: a model of measured times, whose order is what matters.
     ///
     /// A step along K takes as long as its products, or as bringing it; all steps no less than reading everything once from memory, and each of both slows
@@ -201,7 +215,7 @@ impl Shape {
         let model = if self.in_rounds() { &Model::ROUNDS } else { &Model::ONCE };
         let (rows, tokens) = (self.rows(n), tokens as u64);
         let blocks = (n.div_ceil(rows) * tiles * split) as u64;
-        let rounds = blocks.div_ceil(MULTIPROCESSORS as u64);
+        let rounds = blocks.div_ceil(self.places() as u64);
         let steps = k.div_ceil(kernel::STEP as u32).div_ceil(split) as u64;
         let (w, x) = (rows as u64 * 128, self.tile(m) as u64 * 128);
         let brought = of(w, model.weights[groups as usize - 1]) + of(x, model.tokens);
@@ -212,15 +226,15 @@ impl Shape {
         let elements = (n * k).saturating_add(m * k + m * n);
         let memory = of(elements.saturating_mul(2), model.memory);
         let (more, less) = if work > memory { (work, memory) } else { (memory, work) };
-        let exchange = if split > 1 { rounds * Model::EXCHANGE } else { 0 };
+        let exchange = if split > 1 { rounds * Model::EXCHANGE[split as usize - 2] } else { 0 };
         let store = model.store * groups as u64 * tokens;
         let others = less / 1000 * model.less + cache + model.launch + (rounds - 1) * model.round + exchange + store;
         more.saturating_add(others)
     }
 
     /// Whether it takes part in the choice for `[m, n]` results. What was never the fastest does not: many tiles of half the rows; or several rounds, with
-    /// parts of K, or of blocks with far fewer rows than they have room for.
-    const fn fits(self, m: u32, n: u32) -> bool {
+    /// parts of K, or of blocks with far fewer rows than they have room for; more than two parts of K but for many tokens and a long K.
+    const fn fits(self, m: u32, n: u32, k: u32) -> bool {
         let tile = self.tile(m);
         // Most are out by that, and the host has other things to do.
         if tile > self.tokens || 2 * tile < self.tokens || self.groups > 2 && 4 * tile < 3 * self.tokens {
@@ -230,7 +244,10 @@ impl Shape {
         let full =
             if self.tiles > 1 { self.split == 1 } else { 4 * self.rows(n) >= 3 * self.groups * kernel::ROWS as u32 };
         let few = self.tiles <= 2 * self.groups;
-        few && (full || blocks <= MULTIPROCESSORS)
+        if self.split > 2 && (m <= 256 || n < 1024 || k < 8192) {
+            return false;
+        }
+        few && (full || blocks <= self.places())
     }
 }
 
@@ -254,8 +271,8 @@ struct Model {
 }
 
 impl Model {
-    /// Of parts of K.
-    const EXCHANGE: u64 = 2_139_000;
+    /// Of two, three and four parts of K.
+    const EXCHANGE: [u64; 3] = [2_139_000, 2_500_000, 3_300_000];
     /// Blocks with one tile each.
     const ONCE: Self = Self {
         weights: [240_000, 73_800, 73_800],
@@ -291,8 +308,9 @@ const fn choose(m: u32, n: u32, k: u32) -> (Kernel, Shape) {
         9..=16 => Kernel::T16,
         17..=32 => Kernel::T32,
         33..=64 if shares(n) => Kernel::T64Share4,
-        // One block to a multiprocessor, or two.
-        33..=64 if n <= kernel::ROWS as u32 * MULTIPROCESSORS / 2 => Kernel::T64,
+        // One block to a multiprocessor, or two. Where all have one, fewer bytes under way are faster.
+        33..=64 if n < 2560 => Kernel::T64,
+        33..=64 if n <= kernel::ROWS as u32 * MULTIPROCESSORS / 2 => Kernel::T64Ring9,
         _ => Kernel::T64Ring6,
     };
     let mut best = (few, few.shape());
@@ -301,7 +319,7 @@ const fn choose(m: u32, n: u32, k: u32) -> (Kernel, Shape) {
         while i < MANY.len() {
             let mut shape = MANY[i].shape();
             while shape.tiles <= 4 {
-                if shape.fits(m, n) {
+                if shape.fits(m, n, k) {
                     let time = shape.estimate(m, n, k);
                     if time < least {
                         (least, best) = (time, (MANY[i], shape));
@@ -334,7 +352,9 @@ impl Choice {
             ..=128 if shape.groups > 2 => 0.98,
             ..=128 if shape.in_rounds() => 1.04,
             ..=192 => 1.03,
+            193..=208 if shape.groups > 2 => 1.09,
             193..=256 => 1.02,
+            _ if shape.split > 2 => 1.1,
             257..=384 if n >= 2048 => 1.0,
             257..=384 if k >= 6144 => 1.06,
             _ if n >= 2048 && (shape.in_rounds() || k >= 6144) => 0.98,

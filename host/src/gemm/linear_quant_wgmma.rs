@@ -121,7 +121,7 @@ const fn shared_bytes(shape: Shape, blocks: bool) -> usize {
     if blocks {
         linear_quant_blocks::shared_bytes(n, waves as usize, stages, split)
     } else {
-        body::shared_bytes(n, stages, split)
+        body::shared_bytes(body::ROWS, n, stages, split)
     }
 }
 

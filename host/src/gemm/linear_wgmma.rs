@@ -60,9 +60,9 @@ impl Shape {
 }
 
 macro_rules! tiles {
-    ($($(#[$doc:meta])* $Tile:ident = $bf16:ident, $f16:ident: $n:literal, $groups:literal, $stages:literal, $down:literal,
+    ($($(#[$doc:meta])* $Tile:ident = $bf16:ident, $f16:ident: $waves:literal, $n:literal, $groups:literal, $stages:literal, $down:literal,
         $across:literal, $split:literal;)*) => {
-        /// Tiles of [`LinearPath::Wgmma`](super::LinearPath::Wgmma): 128 tokens by so many outputs.
+        /// Tiles of [`LinearPath::Wgmma`](super::LinearPath::Wgmma): 128 tokens, or 256, by so many outputs.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum WgmmaTile {
@@ -74,10 +74,10 @@ macro_rules! tiles {
             pub const ALL: &[Self] = &[$(Self::$Tile),*];
 
             const fn shape(self) -> Shape {
-                let (n, groups, stages, down, across, split) = match self {
-                    $(Self::$Tile => ($n, $groups, $stages, $down, $across, $split),)*
+                let (waves, n, groups, stages, down, across, split) = match self {
+                    $(Self::$Tile => ($waves, $n, $groups, $stages, $down, $across, $split),)*
                 };
-                Shape { n, groups, stages, down, across, split, waves: 1 }
+                Shape { n, groups, stages, down, across, split, waves }
             }
 
             /// The entry for an element type, if there is one.
@@ -96,35 +96,37 @@ macro_rules! tiles {
 }
 tiles! {
     /// 256 outputs.
-    N256 = linear_wgmma_n256_bf16, linear_wgmma_n256_f16: 256, 2, 4, 1, 1, 1;
+    N256 = linear_wgmma_n256_bf16, linear_wgmma_n256_f16: 1, 256, 2, 4, 1, 1, 1;
     /// 256 outputs; two blocks share weights.
-    N256Weights2 = linear_wgmma_n256_w2_bf16, linear_wgmma_n256_w2_f16: 256, 2, 4, 2, 1, 1;
+    N256Weights2 = linear_wgmma_n256_w2_bf16, linear_wgmma_n256_w2_f16: 1, 256, 2, 4, 2, 1, 1;
     /// 224 outputs.
-    N224 = linear_wgmma_n224_bf16, linear_wgmma_n224_f16: 224, 2, 4, 1, 1, 1;
+    N224 = linear_wgmma_n224_bf16, linear_wgmma_n224_f16: 1, 224, 2, 4, 1, 1, 1;
     /// 192 outputs.
-    N192 = linear_wgmma_n192_bf16, linear_wgmma_n192_f16: 192, 2, 4, 1, 1, 1;
+    N192 = linear_wgmma_n192_bf16, linear_wgmma_n192_f16: 1, 192, 2, 4, 1, 1, 1;
     /// 176 outputs; consumers take turns with tiles of their own.
-    N176Turns = linear_wgmma_turns_n176_bf16, linear_wgmma_turns_n176_f16: 176, 1, 5, 1, 1, 1;
+    N176Turns = linear_wgmma_turns_n176_bf16, linear_wgmma_turns_n176_f16: 1, 176, 1, 5, 1, 1, 1;
     /// 160 outputs; consumers take turns with tiles of their own.
-    N160Turns = linear_wgmma_turns_n160_bf16, linear_wgmma_turns_n160_f16: 160, 1, 5, 1, 1, 1;
+    N160Turns = linear_wgmma_turns_n160_bf16, linear_wgmma_turns_n160_f16: 1, 160, 1, 5, 1, 1, 1;
     /// 144 outputs; consumers take turns with tiles of their own.
-    N144Turns = linear_wgmma_turns_n144_bf16, linear_wgmma_turns_n144_f16: 144, 1, 5, 1, 1, 1;
+    N144Turns = linear_wgmma_turns_n144_bf16, linear_wgmma_turns_n144_f16: 1, 144, 1, 5, 1, 1, 1;
+    /// 256 tokens by 144 outputs, of which a consumer has 128 tokens.
+    N144Tokens256 = linear_wgmma_t256_n144_bf16, linear_wgmma_t256_n144_f16: 2, 144, 2, 4, 1, 1, 1;
     /// 192 outputs; two blocks share a tile of results, each half of K.
-    N192Split2 = linear_wgmma_n192_split2_bf16, linear_wgmma_n192_split2_f16: 192, 2, 5, 1, 1, 2;
+    N192Split2 = linear_wgmma_n192_split2_bf16, linear_wgmma_n192_split2_f16: 1, 192, 2, 5, 1, 1, 2;
     /// 128 outputs.
-    N128 = linear_wgmma_n128_bf16, linear_wgmma_n128_f16: 128, 2, 6, 1, 1, 1;
+    N128 = linear_wgmma_n128_bf16, linear_wgmma_n128_f16: 1, 128, 2, 6, 1, 1, 1;
     /// 128 outputs; four blocks share tokens.
-    N128Tokens4 = linear_wgmma_n128_x4_bf16, linear_wgmma_n128_x4_f16: 128, 2, 6, 1, 4, 1;
+    N128Tokens4 = linear_wgmma_n128_x4_bf16, linear_wgmma_n128_x4_f16: 1, 128, 2, 6, 1, 4, 1;
     /// 128 outputs, K in halves.
-    N128Split2 = linear_wgmma_n128_split2_bf16, linear_wgmma_n128_split2_f16: 128, 2, 6, 1, 1, 2;
+    N128Split2 = linear_wgmma_n128_split2_bf16, linear_wgmma_n128_split2_f16: 1, 128, 2, 6, 1, 1, 2;
     /// 96 outputs.
-    N96 = linear_wgmma_n96_bf16, linear_wgmma_n96_f16: 96, 2, 6, 1, 1, 1;
+    N96 = linear_wgmma_n96_bf16, linear_wgmma_n96_f16: 1, 96, 2, 6, 1, 1, 1;
     /// 64 outputs.
-    N64 = linear_wgmma_n64_bf16, linear_wgmma_n64_f16: 64, 2, 8, 1, 1, 1;
+    N64 = linear_wgmma_n64_bf16, linear_wgmma_n64_f16: 1, 64, 2, 8, 1, 1, 1;
     /// 64 outputs, K in halves.
-    N64Split2 = linear_wgmma_n64_split2_bf16, linear_wgmma_n64_split2_f16: 64, 2, 8, 1, 1, 2;
+    N64Split2 = linear_wgmma_n64_split2_bf16, linear_wgmma_n64_split2_f16: 1, 64, 2, 8, 1, 1, 2;
     /// 64 outputs, K in quarters.
-    N64Split4 = linear_wgmma_n64_split4_bf16, linear_wgmma_n64_split4_f16: 64, 2, 8, 1, 1, 4;
+    N64Split4 = linear_wgmma_n64_split4_bf16, linear_wgmma_n64_split4_f16: 1, 64, 2, 8, 1, 1, 4;
 }
 
 impl WgmmaTile {
@@ -136,7 +138,8 @@ impl WgmmaTile {
     /// How to launch it for `[m, n]` results on a GPU with so many multiprocessors.
     pub const fn geometry(self, m: u32, n: u32, multiprocessors: u32) -> Geometry {
         let shape = self.shape();
-        let shared = kernel::shared_bytes(shape.n as usize, shape.stages as usize, shape.split as usize);
+        let tokens = kernel::ROWS * shape.waves as usize;
+        let shared = kernel::shared_bytes(tokens, shape.n as usize, shape.stages as usize, shape.split as usize);
         shape.geometry(m, n, multiprocessors, shared)
     }
 
@@ -169,6 +172,14 @@ impl WgmmaTile {
         let rounds = tiles.div_ceil(at_once) as f64;
         let steps = k.div_ceil(kernel::STEP as u32).div_ceil(shape.split) as f64;
         let step = match shape.n {
+            // More where tiles follow one another: both consumers store at the same time.
+            144 if shape.waves > 1 => {
+                if rounds > 1.0 {
+                    760.0
+                } else {
+                    680.0
+                }
+            }
             64 => 200.0,
             96 => 240.0,
             128 => 330.0,
@@ -180,7 +191,7 @@ impl WgmmaTile {
             _ => 600.0,
         };
         // Who takes turns stores all but the last tile while the other multiplies; but alone, hence twice as long.
-        let store = 6.0 * shape.n as f64;
+        let store = 6.0 * (shape.n * shape.waves) as f64;
         let (stores, last) = if shape.groups == 1 { (1.0, store) } else { (rounds, 0.0) };
         let products = rounds * steps * step + stores * store;
         let (m, n, k) = (m as f64, n as f64, k as f64);
@@ -191,7 +202,8 @@ impl WgmmaTile {
         let alone = shape.down == 1 && m <= kernel::ROWS as f64;
         let stream = if shape.n > 224 { WIDE } else { STREAM };
         let memory = if alone { memory.max(rounds * steps * shape.n as f64 * 128.0 / stream) } else { memory };
-        let lines = kernel::ROWS as f64 / shape.across as f64 + shape.n as f64 / shape.down as f64;
+        let lines =
+            (kernel::ROWS as u32 * shape.waves) as f64 / shape.across as f64 + shape.n as f64 / shape.down as f64;
         let cache = tiles as f64 * shape.blocks() as f64 * steps * lines * 128.0 / CACHE;
         // The sums that go from block to block, which for wide tiles is more than their share.
         let exchange = match (shape.split, shape.n) {
@@ -300,10 +312,11 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, tile: WgmmaTile, args: &Args
         what: format!("the path Wgmma has no kernel for {dtype}; there are f16 and bf16"),
     })?;
     let device = stream.device();
-    let Shape { n: width, down, across, split, .. } = tile.shape();
+    let Shape { n: width, down, across, split, waves, .. } = tile.shape();
+    let tokens = kernel::ROWS as u32 * waves;
     let (chunk, swizzle) =
         (kernel::chunk(width as usize, split as usize), kernel::chunk_swizzle(width as usize, split as usize));
-    let [x, x_last] = operand(device, dtype, x as usize, [m, k], x_row, [kernel::ROWS as u32, across], kernel::STEP)?;
+    let [x, x_last] = operand(device, dtype, x as usize, [m, k], x_row, [tokens, across], kernel::STEP)?;
     let [w, w_last] = operand(device, dtype, w as usize, [n, k], w_row, [width, down], kernel::STEP)?;
     let y_box = [kernel::GROUP_ROWS, chunk];
     let args = kernel::Args {

@@ -13,6 +13,7 @@
 use super::block::{self, Block, Description, dense};
 use super::fused::{
     ExpertActivation, FusedShape, GateUp, KEPT_BYTES, discards, launch_number, reduce_entry, reduce_geometry,
+    rounded_reduce_geometry,
 };
 use super::{shuffle, sort};
 use crate::check::{Call, after, product};
@@ -23,8 +24,9 @@ use crate::kernels::moe::fused_quant_few as few_kernel;
 use crate::kernels::moe::fused_quant_rows as rows_kernel;
 use crate::kernels::moe::fused_quant_tile as tile_kernel;
 use crate::kernels::moe::fused_quant_wgmma as wgmma_kernel;
-use crate::kernels::moe::{fused, fused_reduce, items};
+use crate::kernels::moe::{fused, fused_reduce, items, progress};
 use crate::kernels::row::GROUP;
+use crate::kernels::scales as kinds;
 use crate::tensor::Tensor;
 use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 use cuda_std::{DType, Element, Entry, Float};
@@ -72,22 +74,36 @@ impl FusedQuantPath {
         }
     }
 
-    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, lines of a stage, and stages of a path on Hopper, unless it is one for [few](Self::is_few) tokens.
-    /// As in the table of instances.
-    const fn wgmma(self, scales: QuantScales) -> Option<(usize, usize, usize, usize)> {
+    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, lines of a stage, and stages of the first product (`up`) or the second of a path on Hopper, unless it is
+    /// one for [few](Self::is_few) tokens. As in the table of instances.
+    const fn wgmma(self, scales: QuantScales, up: bool) -> Option<[usize; 4]> {
         match (self, scales) {
             (FusedQuantPath::Auto | FusedQuantPath::Tile, _) | (FusedQuantPath::Wgmma16, QuantScales::Blocks) => None,
-            (FusedQuantPath::Wgmma16, QuantScales::Rows) => Some((1, 16, 1, 11)),
-            (FusedQuantPath::Wgmma64, QuantScales::Blocks) => Some((1, 64, 2, 4)),
-            (FusedQuantPath::Wgmma64, QuantScales::Rows) => Some((1, 64, 1, 8)),
-            (FusedQuantPath::Wgmma144, QuantScales::Blocks) => Some((1, 144, 1, 6)),
-            (FusedQuantPath::Wgmma144, QuantScales::Rows) => Some((2, 144, 1, 4)),
+            (FusedQuantPath::Wgmma16, QuantScales::Rows) => Some([1, 16, 1, 11]),
+            (FusedQuantPath::Wgmma64, QuantScales::Blocks) => Some([1, 64, 2, 4]),
+            (FusedQuantPath::Wgmma64, QuantScales::Rows) => Some([1, 64, 1, 8]),
+            (FusedQuantPath::Wgmma144, QuantScales::Blocks) => Some([1, 144, 1, if up { 5 } else { 6 }]),
+            (FusedQuantPath::Wgmma144, QuantScales::Rows) => Some([2, 144, 1, 4]),
         }
     }
 
-    /// Blocks of a cluster, which share rows of activations. As in the table of instances.
-    const fn share(self, scales: QuantScales) -> u32 {
-        if matches!((self, scales), (FusedQuantPath::Wgmma144, QuantScales::Blocks)) { 2 } else { 1 }
+    /// Blocks of a cluster of the first product (`up`) or the second, which share rows of activations. As in the table of instances.
+    const fn share(self, scales: QuantScales, up: bool) -> u32 {
+        match (self, scales) {
+            (FusedQuantPath::Wgmma144, QuantScales::Blocks) => 2,
+            (FusedQuantPath::Wgmma64, QuantScales::Blocks) if up => 2,
+            _ => 1,
+        }
+    }
+
+    /// Whether the first product quantises its results.
+    const fn quantises(self, scales: QuantScales) -> bool {
+        self.in_order() && matches!(scales, QuantScales::Blocks)
+    }
+
+    /// Whether the second product starts while the first still runs.
+    const fn overlaps(self, scales: QuantScales) -> bool {
+        self.quantises(scales) && matches!(self, FusedQuantPath::Wgmma144)
     }
 
     const fn is_wgmma(self) -> bool {
@@ -163,6 +179,8 @@ struct Workspace {
     expert_counts: usize,
     /// Words from which items are drawn.
     draws: usize,
+    /// Words that say how far the first product has come.
+    progress: usize,
     /// Elements of `sorted_ids`.
     capacity: usize,
     /// From group to group of scales in the order of the sorted list.
@@ -194,7 +212,8 @@ impl Workspace {
         let offsets = after(positions, product(&[pairs, 4]));
         let expert_counts = after(offsets, product(&[bins.saturating_add(1), 4]));
         let draws = after(expert_counts, product(&[bins, 4]));
-        let bytes = after(draws, items::WORDS * 8);
+        let progress = after(draws, items::WORDS * 8);
+        let bytes = after(progress, progress::WORDS * 4);
         Self {
             x: 0,
             x_scales,
@@ -211,6 +230,7 @@ impl Workspace {
             offsets,
             expert_counts,
             draws,
+            progress,
             capacity,
             scale_group,
             bytes,
@@ -280,6 +300,44 @@ pub const fn wgmma_entries(
     })
 }
 
+/// The entry of the second product on Hopper that rounds each slot's result; see [`FusedQuantOptions::rounded_slots`].
+pub const fn rounded_entry(
+    path: FusedQuantPath,
+    weights: DType,
+    scales: QuantScales,
+    dtype: DType,
+) -> Option<Entry<wgmma_kernel::Args>> {
+    use wgmma_kernel::*;
+    macro_rules! entry {
+        ($bf16:ident, $f16:ident) => {
+            match dtype {
+                DType::Bf16 => $bf16::ENTRY,
+                DType::F16 => $f16::ENTRY,
+                _ => return None,
+            }
+        };
+    }
+    Some(match (path, weights, scales) {
+        (FusedQuantPath::Wgmma64, DType::E4m3, QuantScales::Blocks) => entry!(
+            moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_bf16,
+            moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_f16
+        ),
+        (FusedQuantPath::Wgmma144, DType::E4m3, QuantScales::Blocks) => entry!(
+            moe_fused_quant_wgmma_down_rounded_t144_blocks_e4m3_bf16,
+            moe_fused_quant_wgmma_down_rounded_t144_blocks_e4m3_f16
+        ),
+        (FusedQuantPath::Wgmma144, DType::E4m3, QuantScales::Rows) => entry!(
+            moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_bf16,
+            moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_f16
+        ),
+        (FusedQuantPath::Wgmma144, DType::I8, QuantScales::Rows) => entry!(
+            moe_fused_quant_wgmma_down_rounded_t144_rows_i8_bf16,
+            moe_fused_quant_wgmma_down_rounded_t144_rows_i8_f16
+        ),
+        _ => return None,
+    })
+}
+
 /// The entries of the products of [`FusedQuantPath::Wgmma16`] with scales of blocks, which quantise rows themselves, for tokens of this type, with
 /// a sorted list or without: the first and the second.
 pub const fn few_entries(dtype: DType, sorted: bool) -> Option<(Entry<few_kernel::Args>, Entry<few_kernel::Args>)> {
@@ -299,20 +357,26 @@ pub const fn few_geometry(experts: usize, multiprocessors: u32) -> Geometry {
     Geometry::linear(multiprocessors, few_kernel::THREADS as u32).shared_bytes(bytes as u32).dependent()
 }
 
-/// How to launch a product on Hopper, with so many experts and multiprocessors.
+/// How to launch the first product on Hopper (`up`) or the second, with so many experts and multiprocessors: as many blocks of both.
 pub const fn wgmma_geometry(
     path: FusedQuantPath,
     scales: QuantScales,
+    up: bool,
     experts: usize,
     multiprocessors: u32,
 ) -> Option<Geometry> {
-    let Some((tiles, pairs, lines, stages)) = path.wgmma(scales) else {
+    let Some(tile) = path.wgmma(scales, up) else {
         return None;
     };
-    let bytes = wgmma_kernel::shared_bytes(tiles, pairs, lines, stages, experts);
-    let share = path.share(scales);
-    let blocks = if multiprocessors < share { share } else { multiprocessors / share * share };
-    Some(Geometry::linear(blocks, wgmma_kernel::THREADS as u32).shared_bytes(bytes as u32).cluster(share).dependent())
+    let kind = match scales {
+        QuantScales::Blocks => kinds::BLOCKS,
+        QuantScales::Rows => kinds::ROWS,
+    };
+    let bytes = wgmma_kernel::shared_bytes(tile, kind, up, experts);
+    let most = path.share(scales, true);
+    let blocks = if multiprocessors < most { most } else { multiprocessors / most * most };
+    let geometry = Geometry::linear(blocks, wgmma_kernel::THREADS as u32).shared_bytes(bytes as u32);
+    Some(geometry.cluster(path.share(scales, up)).dependent())
 }
 
 /// How to launch a product of [`FusedQuantPath::Tile`] of `rows` rows of weights, for so many blocks of pairs.
@@ -473,6 +537,8 @@ pub struct Operands {
     pub gate_up: GateUp,
     /// What happens between the products.
     pub activation: ExpertActivation,
+    /// Whether results of slots may be rounded; see [`FusedQuantOptions::rounded_slots`].
+    pub rounded_slots: bool,
     /// Whether the weights are [shuffled](shuffle::shuffle_weights); not for [`FusedQuantPath::Tile`].
     pub shuffled: bool,
 }
@@ -497,6 +563,7 @@ impl Operands {
             global_experts: shape.experts,
             gate_up: GateUp::Halves,
             activation: ExpertActivation::Silu,
+            rounded_slots: false,
             shuffled: false,
         }
     }
@@ -631,9 +698,9 @@ impl Run<'_> {
         let (o, shape, at) = (self.o, self.shape, self.at);
         let entries = wgmma_entries(self.path, self.weights, o.scales, self.dtype);
         let device = self.stream.device();
-        let geometry = wgmma_geometry(self.path, o.scales, shape.bins(), device.properties().multiprocessors);
-        let (Some((first, second)), Some(geometry), Some((tiles, pairs, ..))) =
-            (entries, geometry, self.path.wgmma(o.scales))
+        let geometry = wgmma_geometry(self.path, o.scales, up, shape.bins(), device.properties().multiprocessors);
+        let (Some((first, second)), Some(geometry), Some([tiles, pairs, ..])) =
+            (entries, geometry, self.path.wgmma(o.scales, up))
         else {
             return Err(self.unsupported());
         };
@@ -651,8 +718,10 @@ impl Run<'_> {
             experts => weight_map(device, shared_w, [experts, n, k], gate_up, rows, o.shuffled)?,
         };
         let x = self.part(if up { at.x } else { at.q });
+        let quantises = self.path.quantises(o.scales);
         let args = wgmma_kernel::Args {
-            h: self.part(at.h),
+            h: self.part(if quantises { at.q } else { at.h }),
+            h_scales: self.part(at.q_scales).cast(),
             partial: self.part(at.partial).cast(),
             x: x.cast(),
             x_row: k,
@@ -692,8 +761,9 @@ impl Run<'_> {
             kept: self.keeps() as u32,
             words: self.part(at.draws).cast(),
             launch: launch_number(),
+            progress: if self.path.overlaps(o.scales) { self.part(at.progress).cast() } else { std::ptr::null_mut() },
         };
-        let entry = if up { first } else { second };
+        let entry = if up { first } else { self.rounded().unwrap_or(second) };
         // SAFETY: forwarded to the caller.
         unsafe { self.stream.launch(&entry, &geometry, &args) }
     }
@@ -853,9 +923,14 @@ impl Run<'_> {
         }
     }
 
+    /// The second product that rounds each slot's result, if it may and the path has one.
+    fn rounded(&self) -> Option<Entry<wgmma_kernel::Args>> {
+        rounded_entry(self.path, self.weights, self.o.scales, self.dtype).filter(|_| self.o.rounded_slots)
+    }
+
     /// Bytes between the second product and the sum.
     fn partial_bytes(&self) -> usize {
-        product(&[self.shape.pairs(), self.shape.hidden, 4])
+        product(&[self.shape.pairs(), self.shape.hidden, if self.rounded().is_some() { self.dtype.size() } else { 4 }])
     }
 
     /// Whether they may stay in the second-level cache.
@@ -867,7 +942,14 @@ impl Run<'_> {
     /// As for [`launch`].
     unsafe fn reduce(&self) -> Result<()> {
         let (o, shape) = (self.o, self.shape);
-        let (entry, _) = reduce_entry(self.dtype, shape.slots());
+        let rounded = self.rounded().is_some();
+        let geometry = if rounded { rounded_reduce_geometry(shape) } else { reduce_geometry(shape) };
+        let entry = match self.dtype {
+            DType::F16 if rounded => fused_reduce::moe_fused_reduce_rounded_f16::ENTRY,
+            _ if rounded => fused_reduce::moe_fused_reduce_rounded_bf16::ENTRY,
+            dtype => reduce_entry(dtype, shape.slots()).0,
+        };
+        let bytes = self.partial_bytes();
         let args = fused_reduce::Args {
             out: o.out,
             partial: self.part(self.at.partial).cast(),
@@ -882,10 +964,10 @@ impl Run<'_> {
             local: shape.experts as u32,
             shared_experts: shape.shared_experts as u32,
             n: shape.hidden as u32,
-            discard: discards(self.keeps(), self.part(self.at.partial), self.partial_bytes(), 4 * shape.hidden) as u32,
+            discard: discards(self.keeps(), self.part(self.at.partial), bytes, bytes / shape.pairs().max(1)) as u32,
         };
         // SAFETY: forwarded to the caller.
-        unsafe { self.stream.launch(&entry, &reduce_geometry(shape).dependent(), &args) }
+        unsafe { self.stream.launch(&entry, &geometry.dependent(), &args) }
     }
 }
 
@@ -901,7 +983,7 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
 }
 
 /// Launches on raw pointers (layer L1) for tokens of `dtype` and weights of `weights`: sorting unless the path does without, two products,
-/// before each of which rows are quantised unless it does that itself, and the sum over slots. `path` is not [`FusedQuantPath::Auto`].
+/// before each of which rows are quantised unless a product does that itself, and the sum over slots. `path` is not [`FusedQuantPath::Auto`].
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a path without kernels for these types, and those of [`Stream::launch`].
@@ -939,7 +1021,7 @@ pub unsafe fn launch(
             } else {
                 run.tile(up)?;
             }
-            if up {
+            if up && !path.quantises(o.scales) {
                 run.quantise(true)?;
             }
         }
@@ -1019,6 +1101,9 @@ pub struct FusedQuantOptions<'a, Q: Element> {
     pub expert_map: Option<&'a Tensor<i32>>,
     /// `[1]`: how many tokens there are, if fewer than `x` has rows; rows of `out` beyond are left alone.
     pub num_tokens: Option<&'a Tensor<i32>>,
+    /// Allows the weighted result of each slot to be rounded to `T` before those of a token are added up, in f32 and in their order as without: half as
+    /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma144` and, with scales of blocks, `Wgmma64` make use of it.
+    pub rounded_slots: bool,
     /// Whether values of `w13` and `w2`, those of shared experts too, come from [`shuffle_weights`](super::shuffle_weights()): for the `Wgmma` paths,
     /// one of which [`FusedQuantPath::Auto`] then is; widths are multiples of 128.
     pub shuffled: bool,
@@ -1046,6 +1131,7 @@ impl<Q: Element> Default for FusedQuantOptions<'_, Q> {
             shared_listed: false,
             expert_map: None,
             num_tokens: None,
+            rounded_slots: false,
             shuffled: false,
             path: FusedQuantPath::Auto,
         }
@@ -1103,6 +1189,12 @@ impl<'a, Q: Element> FusedQuantOptions<'a, Q> {
         self
     }
 
+    /// With each slot's result rounded, or not.
+    pub const fn rounded_slots(mut self, rounded_slots: bool) -> Self {
+        self.rounded_slots = rounded_slots;
+        self
+    }
+
     /// With shuffled weights, or not.
     pub const fn shuffled(mut self, shuffled: bool) -> Self {
         self.shuffled = shuffled;
@@ -1152,7 +1244,7 @@ fn scale_strides(
 /// Ids of -1, of experts that live elsewhere and out of range contribute nothing. `workspace` has [`FusedShape::quant_workspace_bytes`]; what is
 /// in it does not matter. Sums are in f32, or of int8 exact; biases are added to them, in f32. The row between the products is rounded to `T`
 /// after the activation, then quantised; results are weighted and added over the slots in their order in f32, with one rounding at
-/// the end. Tokens: f32, f16, bf16.
+/// the end (and one of each slot's, with `options.rounded_slots`). Tokens: f32, f16, bf16.
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value), [`Alignment`](Error::Alignment),
@@ -1261,6 +1353,7 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
         global_experts,
         gate_up: options.gate_up,
         activation: options.activation,
+        rounded_slots: options.rounded_slots,
         shuffled: options.shuffled,
     };
     let workspace = block::workspace(&mut call, OP, workspace, shape.quant_workspace_bytes(T::DTYPE))?;

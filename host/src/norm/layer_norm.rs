@@ -3,7 +3,7 @@
 //! Source: Ba, Kiros and Hinton, *Layer Normalization*, 2016. The variance is that of differences from means, and does not
 //! cancel for rows far from zero.
 
-use super::rms_norm::{check_eps, check_vector};
+use super::rms_norm::{check_eps, check_vector, is_held_one_by_one};
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
@@ -30,6 +30,11 @@ pub const fn entry(dtype: DType, variant: Variant) -> Option<Entry<Args>> {
 /// [`entry`] of [`Variant::X4`] for many rows. The results are the same bits.
 pub const fn many_entry(dtype: DType) -> Option<Entry<Args>> {
     pieces::instance(dtype, 12)
+}
+
+/// [`entry`] of [`Variant::Any`] for rows that [are held one by one](super::rms_norm::is_held_one_by_one). The results are the same bits.
+pub const fn any_x4_entry(dtype: DType) -> Option<Entry<Args>> {
+    pieces::instance(dtype, 15)
 }
 
 /// The least bytes of rows for [`many_entry`]: with fewer, the weights are in time. Measured on an H200.
@@ -61,7 +66,11 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
     let variant = variant(dtype, args.n, pieces::aligned(dtype, args.n, &places));
     let geometry = geometry(dtype, variant, args.rows, args.n);
     let many = args.rows as u64 * args.n as u64 * size as u64 >= LEAST_MANY_BYTES && geometry.block[1] == 1;
-    let entry = if many && variant == Variant::X4 { many_entry(dtype) } else { entry(dtype, variant) };
+    let entry = match variant {
+        Variant::X4 if many => many_entry(dtype),
+        Variant::Any if is_held_one_by_one(args.n) => any_x4_entry(dtype),
+        _ => entry(dtype, variant),
+    };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, "layer_norm", dtype, entry, &geometry, args) }
 }

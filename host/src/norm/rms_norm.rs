@@ -41,9 +41,35 @@ pub const fn fused_add_any_x4_entry(dtype: DType) -> Option<Entry<FusedAddArgs>>
     pieces::instance(dtype, 12)
 }
 
-/// How to launch any of them for `rows` rows of `n` elements.
+/// The entry for rows that have a [`narrow_geometry`], if there is one for the element type. The results are the same bits.
+pub const fn narrow_entry(dtype: DType) -> Option<Entry<Args>> {
+    pieces::instance(dtype, 15)
+}
+
+/// As [`narrow_entry`], adding a residual.
+pub const fn fused_add_narrow_entry(dtype: DType) -> Option<Entry<FusedAddArgs>> {
+    pieces::instance(dtype, 15)
+}
+
+/// How to launch any of them but the narrow ones for `rows` rows of `n` elements.
 pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
     variant.geometry(dtype, rows, n, matches!(variant, Variant::X4), kernel::SHARED_BYTES)
+}
+
+/// How to launch the narrow entries, where they serve: rows of more than half a warp and up to four, in two pieces of 16 bytes a thread
+/// ([`Variant::X2`]).
+pub const fn narrow_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry> {
+    if n.div_ceil(pieces::piece(dtype, true)) <= 32 {
+        return None;
+    }
+    pieces::narrow(dtype, rows, n, kernel::SHARED_BYTES)
+}
+
+/// Whether the narrow entry that adds a residual is as fast as the other or faster, for rows of `pieces` of 16 bytes, more than a warp of pairs.
+/// Measured on an H200.
+const fn adds_narrow(rows: u32, n: u32, pieces: u32) -> bool {
+    let elements = rows as u64 * n as u64;
+    pieces <= 96 || elements <= 1 << 19 || pieces <= 128 && elements <= 1 << 20
 }
 
 /// Launches on raw pointers (layer L1): `x` and `out` are `[rows, n]`, rows `x_stride` and `out_stride` elements apart;
@@ -61,9 +87,13 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
     let places =
         [(args.x, args.x_stride, size), (args.weight, 0, size), (args.out.cast_const(), args.out_stride, size)];
     let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
-    let geometry = geometry(dtype, variant, args.rows, args.n);
-    let held = variant == Variant::Any && is_held_one_by_one(args.n);
-    let entry = if held { any_x4_entry(dtype) } else { entry(dtype, variant) };
+    let usual = geometry(dtype, variant, args.rows, args.n);
+    let (entry, geometry) = match narrow_geometry(dtype, args.rows, args.n) {
+        // Rows of one warp share blocks as it is.
+        Some(narrow) if variant == Variant::X2 && usual.block[1] == 1 => (narrow_entry(dtype), narrow),
+        _ if variant == Variant::Any && is_held_one_by_one(args.n) => (any_x4_entry(dtype), usual),
+        _ => (entry(dtype, variant), usual),
+    };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, "rms_norm", dtype, entry, &geometry, args) }
 }
@@ -85,9 +115,21 @@ pub unsafe fn launch_fused_add(stream: &Stream, dtype: DType, args: &FusedAddArg
         (args.residual_out.cast_const(), args.residual_out_stride, size),
     ];
     let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
-    let geometry = geometry(dtype, variant, args.rows, args.n);
-    let held = variant == Variant::Any && is_held_one_by_one(args.n);
-    let entry = if held { fused_add_any_x4_entry(dtype) } else { fused_add_entry(dtype, variant) };
+    let usual = geometry(dtype, variant, args.rows, args.n);
+    let (entry, geometry) = match narrow_geometry(dtype, args.rows, args.n) {
+        // Rows of one warp share blocks in the other entry, too; up to 16 of them had better. Measured on an H200.
+        Some(narrow) if variant == Variant::X2 && narrow.block[0] == 32 => {
+            (fused_add_entry(dtype, variant), if args.rows <= 16 { usual } else { narrow })
+        }
+        Some(narrow)
+            if variant == Variant::X2
+                && adds_narrow(args.rows, args.n, args.n.div_ceil(pieces::piece(dtype, true))) =>
+        {
+            (fused_add_narrow_entry(dtype), narrow)
+        }
+        _ if variant == Variant::Any && is_held_one_by_one(args.n) => (fused_add_any_x4_entry(dtype), usual),
+        _ => (fused_add_entry(dtype, variant), usual),
+    };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, "fused_add_rms_norm", dtype, entry, &geometry, args) }
 }

@@ -67,13 +67,34 @@ pub const fn e4m3_per_group_many_entry(dtype: DType) -> Option<Entry<E4m3PerGrou
     pieces::instance(dtype, 24)
 }
 
-/// How to launch the entries for many, where it can be done: the threads of a row of [`geometry`] must be an even number of warps.
+/// [`e4m3_per_token_entry`] for rows that have a [`narrow_geometry`]. The results are the same bits.
+pub const fn e4m3_per_token_narrow_entry(dtype: DType, fused_add: bool) -> Option<Entry<E4m3PerTokenArgs>> {
+    pieces::instance(dtype, if fused_add { 33 } else { 30 })
+}
+
+/// As [`e4m3_per_token_narrow_entry`], of [`i8_per_token_entry`].
+pub const fn i8_per_token_narrow_entry(dtype: DType, fused_add: bool) -> Option<Entry<I8PerTokenArgs>> {
+    pieces::instance(dtype, if fused_add { 33 } else { 30 })
+}
+
+/// As [`e4m3_per_token_narrow_entry`], of [`e4m3_per_group_entry`].
+pub const fn e4m3_per_group_narrow_entry(dtype: DType, fused_add: bool) -> Option<Entry<E4m3PerGroupArgs>> {
+    pieces::instance(dtype, if fused_add { 30 } else { 27 })
+}
+
+/// How to launch the narrow entries, where they serve: rows of up to four warps, in two pieces of 16 bytes a thread ([`Variant::X2`]).
+pub const fn narrow_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry> {
+    pieces::narrow(dtype, rows, n, kernel::SHARED_BYTES)
+}
+
+/// How to launch the entries for many, where it can be done: the threads of a row of [`geometry`] must be an even number of warps, four or more.
 pub const fn many_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry> {
     let mut geometry = geometry(dtype, Variant::X2, rows, n);
-    if n.div_ceil(pieces::piece(dtype, true)) > 1024 || !geometry.block[0].is_multiple_of(64) {
+    let threads = geometry.block[0];
+    if n.div_ceil(pieces::piece(dtype, true)) > 1024 || !threads.is_multiple_of(64) || threads == 64 {
         return None;
     }
-    geometry.block[0] /= 2;
+    geometry.block[0] = threads / 2;
     Some(geometry)
 }
 
@@ -88,13 +109,13 @@ const fn is_few(rows: u32, n: u32) -> bool {
     rows <= MOST_FEW.0 || rows as u64 * n as u64 <= MOST_FEW.1
 }
 
-/// How to launch any of them for `rows` rows of `n` elements.
+/// How to launch any of the others for `rows` rows of `n` elements.
 pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
     variant.geometry(dtype, rows, n, true, kernel::SHARED_BYTES)
 }
 
 macro_rules! launches {
-    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $few:expr, $many:ident, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
+    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $grouped:literal, $few:expr, $many:ident, $narrow:ident, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
         $(#[$m])*
         ///
         /// `x` and `out` are `[rows, n]` with the distances in `args`; `residual` is `[rows, n]`, added to `x` and
@@ -107,8 +128,8 @@ macro_rules! launches {
         /// # Safety
         /// The pointers are device memory of those sizes, aligned to their element type, until the launch is done;
         /// `out`, `scales` and `residual` overlap no other, but `residual` may be the very `x`.
-        pub unsafe fn $name(stream: &Stream, dtype: DType, rows: u32, $args: &$Args) -> Result<()> {
-            let size = dtype.size();
+        pub unsafe fn $name(stream: &Stream, dtype: DType, $args: &$Args) -> Result<()> {
+            let (size, rows) = (dtype.size(), $args.rows);
             let smooth: *const f32 = $smooth;
             let places = [
                 ($args.x, $args.x_stride, size),
@@ -119,11 +140,16 @@ macro_rules! launches {
             ];
             let variant = Variant::new(dtype, $args.n, pieces::aligned(dtype, $args.n, &places));
             let (usual, alone) = (geometry(dtype, variant, rows, $args.n), $args.residual.is_null());
+            let narrow = narrow_geometry(dtype, rows, $args.n);
             let many = rows as u64 * $args.n as u64 >= LEAST_MANY;
             let many = if many { many_geometry(dtype, rows, $args.n) } else { None };
-            let (entry, geometry): (Option<Entry<$Args>>, _) = match many {
-                Some(many) if alone && variant == Variant::X2 => ($many(dtype), many),
-                _ if alone && variant == Variant::X2 && is_few(rows, $args.n) => ($few(dtype), usual),
+            let (entry, geometry): (Option<Entry<$Args>>, _) = match (many, narrow) {
+                _ if variant != Variant::X2 => ($entry(dtype, variant, !alone), usual),
+                (Some(many), _) if alone => ($many(dtype), many),
+                // Three warps of groups have too many registers to share blocks.
+                (_, Some(Geometry { block: [96, 2, _], .. })) if alone && $grouped => ($entry(dtype, variant, !alone), usual),
+                (_, Some(narrow)) => ($narrow(dtype, !alone), narrow),
+                _ if alone && !$grouped && is_few(rows, $args.n) => ($few(dtype), usual),
                 _ => ($entry(dtype, variant, !alone), usual),
             };
             // SAFETY: forwarded to the caller; the entry fits the alignment.
@@ -133,13 +159,15 @@ macro_rules! launches {
 }
 launches! {
     /// Launches [`rms_norm_e4m3_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
-    launch_e4m3_per_token, E4m3PerTokenArgs, e4m3_per_token_entry, e4m3_per_token_few_entry, e4m3_per_token_many_entry, "rms_norm_e4m3_per_token", |args| args.smooth;
+    launch_e4m3_per_token, E4m3PerTokenArgs, e4m3_per_token_entry, false, e4m3_per_token_few_entry, e4m3_per_token_many_entry,
+        e4m3_per_token_narrow_entry, "rms_norm_e4m3_per_token", |args| args.smooth;
     /// Launches [`rms_norm_i8_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
-    launch_i8_per_token, I8PerTokenArgs, i8_per_token_entry, i8_per_token_few_entry, i8_per_token_many_entry, "rms_norm_i8_per_token", |args| args.smooth;
+    launch_i8_per_token, I8PerTokenArgs, i8_per_token_entry, false, i8_per_token_few_entry, i8_per_token_many_entry,
+        i8_per_token_narrow_entry, "rms_norm_i8_per_token", |args| args.smooth;
     /// Launches [`rms_norm_e4m3_per_group`] on raw pointers (layer L1). `scales` is `[rows, ceil(n / 128)]` with the
     /// distances in `args`.
-    launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, |dtype| e4m3_per_group_entry(dtype, Variant::X2, false),
-        e4m3_per_group_many_entry, "rms_norm_e4m3_per_group",
+    launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, true, |_| None::<Entry<E4m3PerGroupArgs>>, e4m3_per_group_many_entry, e4m3_per_group_narrow_entry,
+        "rms_norm_e4m3_per_group",
         |_args| std::ptr::null();
 }
 
@@ -271,6 +299,7 @@ macro_rules! per_token {
                 smooth: c.smooth,
                 out: c.out.cast(),
                 scales: call.write("scales", scales)?.cast(),
+                rows: c.rows,
                 n: c.n,
                 x_stride: c.from.stride,
                 residual_stride: c.residual_stride,
@@ -280,7 +309,7 @@ macro_rules! per_token {
             };
             call.check_overlap_but(&[("residual", "x")])?;
             // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
-            unsafe { $launch(stream, T::DTYPE, c.rows, &args) }
+            unsafe { $launch(stream, T::DTYPE, &args) }
         }
     )* };
 }
@@ -321,6 +350,7 @@ pub fn rms_norm_e4m3_per_group<T: Float>(
         weight: c.weight,
         out: c.out.cast(),
         scales: call.write("scales", scales)?.cast(),
+        rows: c.rows,
         n: c.n,
         x_stride: c.from.stride,
         residual_stride: c.residual_stride,
@@ -332,5 +362,5 @@ pub fn rms_norm_e4m3_per_group<T: Float>(
     };
     call.check_overlap_but(&[("residual", "x")])?;
     // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
-    unsafe { launch_e4m3_per_group(stream, T::DTYPE, c.rows, &args) }
+    unsafe { launch_e4m3_per_group(stream, T::DTYPE, &args) }
 }

@@ -139,6 +139,38 @@ larger_halves! {
     max_f16x2 = "max.f16x2", unpack_f16x2, pack_f16x2;
 }
 
+/// Sums of halves by one instruction, `a * 1 + b`, which sm_80 has for both.
+macro_rules! sum_halves {
+    ($($(#[$m:meta])* $name:ident = $ptx:literal, $one:literal, $unpack:ident, $pack:ident;)*) => { $(
+        $(#[$m])*
+        #[inline(always)]
+        pub fn $name(a: u32, b: u32) -> u32 {
+            #[cfg(target_arch = "nvptx64")]
+            {
+                let o: u32;
+                // SAFETY: register arithmetic.
+                unsafe {
+                    ptx!(concat!($ptx, " {o}, {a}, {n}, {b};"), o = lateout(reg32) o, a = in(reg32) a,
+                        n = in(reg32) $one, b = in(reg32) b, options(pure, nomem, nostack))
+                };
+                o
+            }
+            #[cfg(not(target_arch = "nvptx64"))]
+            {
+                // The sum in f32 may be rounded, but has more than twice the bits: rounded again it is the sum rounded once.
+                let ([a, c], [b, d]) = ($unpack(a), $unpack(b));
+                $pack(a + b, c + d)
+            }
+        }
+    )* };
+}
+sum_halves! {
+    /// The sum of two bf16 values, rounded, twice.
+    add_bf16x2 = "fma.rn.bf16x2", 0x3f80_3f80u32, unpack_bf16x2, pack_bf16x2;
+    /// The sum of two f16 values, rounded, twice.
+    add_f16x2 = "fma.rn.f16x2", 0x3c00_3c00u32, unpack_f16x2, pack_f16x2;
+}
+
 /// The larger magnitude of each half of two words of bf16 values, by one instruction from sm_86 on (`max.xorsign.abs`). The signs of the
 /// result mean nothing; a NaN loses against a number.
 #[inline(always)]

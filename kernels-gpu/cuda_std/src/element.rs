@@ -91,6 +91,12 @@ pub trait Float: Element {
     fn pair_from_f32([a, b]: [f32; 2]) -> [Self; 2] {
         [Self::from_f32(a), Self::from_f32(b)]
     }
+    /// The sums `a[i] + b[i]`, each rounded once; of 16-bit types by one instruction.
+    #[inline(always)]
+    fn pair_add(a: [Self; 2], b: [Self; 2]) -> [Self; 2] {
+        let ([a0, a1], [b0, b1]) = (Self::pair_to_f32(a), Self::pair_to_f32(b));
+        Self::pair_from_f32([a0 + b0, a1 + b1])
+    }
 }
 
 /// The packed conversions of a type of `$width` bits, for its `impl Float`.
@@ -121,6 +127,12 @@ impl Float for f32 {
 impl Float for bf16 {
     pairs! { u32 / 16, bf16::from_bits, bf16::to_bits, unpack_bf16x2, pack_bf16x2 }
     #[inline(always)]
+    fn pair_add(a: [Self; 2], b: [Self; 2]) -> [Self; 2] {
+        let word = |[lo, hi]: [Self; 2]| lo.to_bits() as u32 | (hi.to_bits() as u32) << 16;
+        let sum = convert::add_bf16x2(word(a), word(b));
+        [Self::from_bits(sum as u16), Self::from_bits((sum >> 16) as u16)]
+    }
+    #[inline(always)]
     fn to_f32(self) -> f32 {
         f32::from_bits((self.to_bits() as u32) << 16)
     }
@@ -131,6 +143,12 @@ impl Float for bf16 {
 }
 impl Float for f16 {
     pairs! { u32 / 16, f16::from_bits, f16::to_bits, unpack_f16x2, pack_f16x2 }
+    #[inline(always)]
+    fn pair_add(a: [Self; 2], b: [Self; 2]) -> [Self; 2] {
+        let word = |[lo, hi]: [Self; 2]| lo.to_bits() as u32 | (hi.to_bits() as u32) << 16;
+        let sum = convert::add_f16x2(word(a), word(b));
+        [Self::from_bits(sum as u16), Self::from_bits((sum >> 16) as u16)]
+    }
     #[inline(always)]
     fn to_f32(self) -> f32 {
         convert::f16_to_f32(self)

@@ -41,7 +41,7 @@ use crate::tensor_float::TensorFloat;
 use core::f32::consts::LOG2_E;
 use cuda_std::shared::Carver;
 use cuda_std::tma::TensorMap;
-use cuda_std::vec::{self, B32, B64, B128};
+use cuda_std::vec::{self, B32, B64, B128, SecondLevel};
 use cuda_std::{
     DType, E4M3, E5M2, Global, GlobalMut, atomic, bf16, dependent_launch, entries, f16, float, integer, mbarrier, mma,
     thread, tma, unroll, warp,
@@ -449,6 +449,39 @@ impl<const KEYS: u32> Walk<KEYS> {
     }
 }
 
+/// As [`add_chunks`], eight dimensions of a row: what is done for the row is done once for both fours. Four chunks are fetched at a time, and not ahead: with
+/// twice as many in registers each step of the consumers has over 50 instructions more.
+#[inline(always)]
+unsafe fn add_wide(
+    slots: Global<f32>,
+    slot_floats: usize,
+    chunks: u32,
+    stats_at: u32,
+    values_at: [u32; 2],
+) -> (Total, [[f32; 4]; 2]) {
+    let mut total = Total { top: f32::NEG_INFINITY, sum: 0.0 };
+    let (mut all, mut chunk) = ([[0f32; 4]; 2], 0);
+    loop {
+        let (mut stats, mut values) = ([[0f32; 2]; 4], [[[0f32; 4]; 2]; 4]);
+        unroll::<4>(|j| {
+            // Beyond the last it is the last.
+            let slot = slots.offset((chunk + j as u32).min(chunks - 1) as usize * slot_floats);
+            B64(stats[j]) = slot.get_hinted::<B64<f32, 2>>(stats_at, SecondLevel);
+            unroll::<2>(|i| B128(values[j][i]) = slot.get_hinted::<B128<f32, 4>>(values_at[i], SecondLevel));
+        });
+        unroll::<4>(|j| {
+            if chunk + (j as u32) < chunks {
+                let (old, new) = total.add(stats[j][0], stats[j][1]);
+                unroll::<2>(|i| unroll::<4>(|e| all[i][e] = float::fma(all[i][e], old, values[j][i][e] * new)));
+            }
+        });
+        chunk += 4;
+        if chunk >= chunks {
+            return (total, all);
+        }
+    }
+}
+
 /// Adds a step's values, times the probabilities, to a warp's columns `o`.
 ///
 /// `p_at`: this lane's address for the probabilities; `v_at`: those for 32 bytes of columns each, less `stage`; `key`: the first
@@ -528,7 +561,8 @@ unsafe fn multiply<
 /// * `tickets`: a zero for each head of each sequence, [`partial_floats`]' and `partial`'s pairs; zeros again afterwards.
 /// * `hint` is 0, [`SHORT`] or no smaller than a step; `splitting`: how sequences become items, a constant of [`split`].
 ///
-/// `D` is the head size, a row of the cache a multiple of [`LINE`]; a step has `KEYS`, `16 * TALL` a consumer.
+/// `D` is the head size, a row of the cache a multiple of [`LINE`]; a step has `KEYS`, `16 * TALL` a consumer. `WIDE`: chunks are added up eight
+/// dimensions a thread, not four; that is for more of them than threads.
 /// Block: [`threads`]; any grid; shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn decode<
@@ -540,6 +574,7 @@ pub unsafe fn decode<
     const TALL: usize,
     const KEYS: u32,
     const STAGES: u32,
+    const WIDE: bool,
 >(
     out: *mut T,
     lse: *mut f32,
@@ -1178,13 +1213,28 @@ pub unsafe fn decode<
                 let quads = const { D as u32 / 4 };
                 let slots = partial.offset(pair as usize * partial_chunks as usize * slot_floats);
                 let slots = Global::new(slots.ptr(0u32).cast_const());
-                let mut e = tid;
-                while e < rows * quads {
-                    let (r, d) = (e / quads, e % quads * 4);
-                    let at = (slot_rows * head_dim + 2 * r, r * head_dim + d);
-                    let (Total { top, sum }, value) = add_chunks::<4, true>(slots, slot_floats, parts, at);
-                    finisher.finish(sequence, kv_head, first_row + r, d, top, sum, value);
-                    e += const { 32 * CONSUMERS as u32 };
+                if WIDE {
+                    let mut e = tid;
+                    while e < rows * (quads / 2) {
+                        let (r, d) = (e / (quads / 2), e % (quads / 2) * 4);
+                        let values_at = [r * head_dim + d, r * head_dim + d + 2 * quads];
+                        let (Total { top, sum }, values) =
+                            add_wide(slots, slot_floats, parts, slot_rows * head_dim + 2 * r, values_at);
+                        let (weight, to) = finisher.row(sequence, kv_head, first_row + r, top, sum, d == 0);
+                        unroll::<2>(|i| {
+                            to.set_as(d + 2 * quads * i as u32, B64::<T, 4>::from_f32(values[i].map(|v| v * weight)));
+                        });
+                        e += const { 32 * CONSUMERS as u32 };
+                    }
+                } else {
+                    let mut e = tid;
+                    while e < rows * quads {
+                        let (r, d) = (e / quads, e % quads * 4);
+                        let at = (slot_rows * head_dim + 2 * r, r * head_dim + d);
+                        let (Total { top, sum }, value) = add_chunks::<4, true>(slots, slot_floats, parts, at);
+                        finisher.finish(sequence, kv_head, first_row + r, d, top, sum, value);
+                        e += const { 32 * CONSUMERS as u32 };
+                    }
                 }
             }
         }
@@ -1203,24 +1253,26 @@ entries! {
         page_shift: u32, max_pages: u32, pages: u32, partial_chunks: u32, hint: u32, splitting: u32, q_token: usize,
         q_head: usize, out_token: usize, out_head: usize, k_head: u32, v_head: u32, scale: f32, soft_cap: f32, window: u32,
     );
-    decode_tma_d64_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 2; Sm90a] => decode::<T, C, 64, 1, 4, 2, 128, 3>;
-    decode_tma_d128_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3>;
-    decode_tma_d128_r16_bf16 { type T = bf16; type C = bf16; } [threads(8), 1; Sm90a] => decode::<T, C, 128, 2, 8, 1, 128, 3>;
-    decode_tma_d256_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 1; Sm90a] => decode::<T, C, 256, 1, 4, 1, 64, 3>;
-    decode_tma_d128_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
-    decode_tma_d128_r16_bf16_e4m3 { type T = bf16; type C = E4M3; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
-    decode_tma_d128_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
-    decode_tma_d128_r16_bf16_e5m2 { type T = bf16; type C = E5M2; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
-    decode_tma_d128_r8_bf16_i8 { type T = bf16; type C = i8; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
-    decode_tma_d128_r16_bf16_i8 { type T = bf16; type C = i8; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
-    decode_tma_d64_r8_f16 { type T = f16; type C = f16; } [threads(4), 2; Sm90a] => decode::<T, C, 64, 1, 4, 2, 128, 3>;
-    decode_tma_d128_r8_f16 { type T = f16; type C = f16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3>;
-    decode_tma_d128_r16_f16 { type T = f16; type C = f16; } [threads(8), 1; Sm90a] => decode::<T, C, 128, 2, 8, 1, 128, 3>;
-    decode_tma_d256_r8_f16 { type T = f16; type C = f16; } [threads(4), 1; Sm90a] => decode::<T, C, 256, 1, 4, 1, 64, 3>;
-    decode_tma_d128_r8_f16_e4m3 { type T = f16; type C = E4M3; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
-    decode_tma_d128_r16_f16_e4m3 { type T = f16; type C = E4M3; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
-    decode_tma_d128_r8_f16_e5m2 { type T = f16; type C = E5M2; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
-    decode_tma_d128_r16_f16_e5m2 { type T = f16; type C = E5M2; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
-    decode_tma_d128_r8_f16_i8 { type T = f16; type C = i8; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3>;
-    decode_tma_d128_r16_f16_i8 { type T = f16; type C = i8; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6>;
+    decode_tma_d64_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 2; Sm90a] => decode::<T, C, 64, 1, 4, 2, 128, 3, false>;
+    decode_tma_d128_r7_bf16 { type T = bf16; type C = bf16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3, false>;
+    decode_tma_d128_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3, true>;
+    decode_tma_d128_r16_bf16 { type T = bf16; type C = bf16; } [threads(8), 1; Sm90a] => decode::<T, C, 128, 2, 8, 1, 128, 3, true>;
+    decode_tma_d256_r8_bf16 { type T = bf16; type C = bf16; } [threads(4), 1; Sm90a] => decode::<T, C, 256, 1, 4, 1, 64, 3, true>;
+    decode_tma_d128_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3, false>;
+    decode_tma_d128_r16_bf16_e4m3 { type T = bf16; type C = E4M3; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6, false>;
+    decode_tma_d128_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3, false>;
+    decode_tma_d128_r16_bf16_e5m2 { type T = bf16; type C = E5M2; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6, false>;
+    decode_tma_d128_r8_bf16_i8 { type T = bf16; type C = i8; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3, false>;
+    decode_tma_d128_r16_bf16_i8 { type T = bf16; type C = i8; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6, false>;
+    decode_tma_d64_r8_f16 { type T = f16; type C = f16; } [threads(4), 2; Sm90a] => decode::<T, C, 64, 1, 4, 2, 128, 3, false>;
+    decode_tma_d128_r7_f16 { type T = f16; type C = f16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3, false>;
+    decode_tma_d128_r8_f16 { type T = f16; type C = f16; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 1, 64, 3, true>;
+    decode_tma_d128_r16_f16 { type T = f16; type C = f16; } [threads(8), 1; Sm90a] => decode::<T, C, 128, 2, 8, 1, 128, 3, true>;
+    decode_tma_d256_r8_f16 { type T = f16; type C = f16; } [threads(4), 1; Sm90a] => decode::<T, C, 256, 1, 4, 1, 64, 3, true>;
+    decode_tma_d128_r8_f16_e4m3 { type T = f16; type C = E4M3; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3, false>;
+    decode_tma_d128_r16_f16_e4m3 { type T = f16; type C = E4M3; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6, false>;
+    decode_tma_d128_r8_f16_e5m2 { type T = f16; type C = E5M2; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3, false>;
+    decode_tma_d128_r16_f16_e5m2 { type T = f16; type C = E5M2; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6, false>;
+    decode_tma_d128_r8_f16_i8 { type T = f16; type C = i8; } [threads(4), 2; Sm90a] => decode::<T, C, 128, 1, 4, 2, 128, 3, false>;
+    decode_tma_d128_r16_f16_i8 { type T = f16; type C = i8; } [threads(4), 1; Sm90a] => decode::<T, C, 128, 2, 4, 2, 128, 6, false>;
 }

@@ -7,7 +7,7 @@ use cuda_std::{E4M3, E5M2, Global, bf16, convert, entries, f16, thread, vec};
 /// Threads of a block.
 pub const THREADS: usize = 128;
 /// Words of a thread.
-pub const WORDS: usize = 72;
+pub const WORDS: usize = 80;
 
 /// The same NaN for all.
 #[inline(always)]
@@ -40,10 +40,14 @@ pub unsafe fn conformance(data: *const f32, out: *mut u32) {
     let magnitudes = |a, b| convert::unpack_bf16x2(convert::max_magnitude_bf16x2(a, b) & 0x7fff_7fff);
     words.put_all_f32(magnitudes(first, second));
     words.put_all_f32(magnitudes(word, other));
+    words.put_all_f32(convert::unpack_bf16x2(convert::add_bf16x2(first, second)));
+    words.put_all_f32(convert::unpack_bf16x2(convert::add_bf16x2(word, other)));
     words.put(convert::join_halves(i as u16, (i * 7) as u16));
     let (first, second) = (convert::pack_f16x2(v[0], v[1]), convert::pack_f16x2(v[2], v[3]));
     words.put_all_f32(convert::unpack_f16x2(convert::max_f16x2(first, second)));
     words.put_all_f32(convert::unpack_f16x2(convert::max_f16x2(word, other)));
+    words.put_all_f32(convert::unpack_f16x2(convert::add_f16x2(first, second)));
+    words.put_all_f32(convert::unpack_f16x2(convert::add_f16x2(word, other)));
 
     words.put(convert::f32_to_i32(v[0]) as u32);
     words.put(convert::f32_to_u32(v[0]));

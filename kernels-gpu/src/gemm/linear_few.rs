@@ -8,8 +8,11 @@
 //! **Tiles of tokens**: more than `TOKENS` are divided evenly; blocks with the same rows of weights are neighbours.
 //!
 //! **Parts of K** (`SPLIT`): so many blocks of a cluster have the same rows. Each owns as many of the tokens, whose sums the others send to its shared memory
-//! by stores that its mbarrier counts (a barrier of the cluster that publishes stores waits for `MEMBAR.ALL.GPU`). It adds the parts in their order, and
-//! stores 16 bytes at a time. The order of summation depends on `k` and `SPLIT` only.
+//! by stores that its mbarrier counts (a barrier of the cluster that publishes stores waits for `MEMBAR.ALL.GPU`). It adds the parts in their order. The
+//! order of summation depends on `k` and `SPLIT` only.
+//!
+//! **The store** is by 16 bytes of a token's outputs. Sums of many tokens are scaled, rounded and transposed by `stmatrix` ([`rounds_first`]); those of an epilogue are
+//! transposed first, in f32, so that the epilogue is one piece of code.
 //!
 //! **Scales** ([`Scales`]) of 8-bit operands are either those of a row of `x` and a row of `w`, which are fetched at the beginning and
 //! multiply finished sums; or they change every 128 elements of K, which is a step. Then products of a step have accumulators of their
@@ -35,7 +38,7 @@ use cuda_std::tma::{self, TensorMap};
 use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum};
 use cuda_std::{
-    Global, GlobalMut, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, mbarrier, thread,
+    Global, GlobalMut, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, mbarrier, mma, thread,
     unroll, warp,
 };
 
@@ -92,6 +95,11 @@ const fn slot_words(tokens: usize) -> usize {
 /// Groups of 8 tokens whose sums a part of K owns.
 const fn owned(tokens: usize, split: u32) -> usize {
     (tokens / 8).div_ceil(split as usize)
+}
+
+/// Whether sums without an epilogue are rounded before they are transposed. Where a block owns few tokens, or has registers for nothing else, that is no faster.
+const fn rounds_first(tokens: usize, scales: u32) -> bool {
+    tokens >= 32 && scales != BLOCKS
 }
 
 /// Bytes of the sums of 8 tokens of a consumer warpgroup, four of each thread.
@@ -184,6 +192,7 @@ pub unsafe fn scaled<
     match blocks {
         1 => {}
         2 => cluster::dims::<2>(),
+        3 => cluster::dims::<3>(),
         _ => cluster::dims::<4>(),
     }
     let (x_bytes, w_bytes) = const { (TOKENS as u32 * LINE, GROUPS * ROWS as u32 * LINE) };
@@ -347,78 +356,151 @@ pub unsafe fn scaled<
         let slot = if from > owner { from - 1 } else { from };
         ((slot * each + j % each) * consumers + tid) * 4
     };
-    for j in 0..const { TOKENS / 8 } {
-        let owner = j as u32 / each;
-        if SPLIT > 1 && owner != split && j as u32 * 8 < m {
+    for owner in 0..SPLIT {
+        if SPLIT > 1 && owner != split {
             let there = |address| cluster::map(address, owner * SHARE + place);
-            let sums = [0, 1, 2, 3].map(|i| acc.as_ref()[4 * j + i].to_bits());
-            cluster::store_async_u32x4(there(parts.address(slot(owner, split, j as u32))), sums, there(came));
+            let (to, came) = (there(parts.address(slot(owner, split, 0))), there(came));
+            for i in 0..const { owned(TOKENS, SPLIT) } {
+                let j = owner as usize * const { owned(TOKENS, SPLIT) } + i;
+                if j < const { TOKENS / 8 } && j as u32 * 8 < m {
+                    let sums = [0, 1, 2, 3].map(|i| acc.as_ref()[4 * j + i].to_bits());
+                    cluster::store_async_u32x4(to + i as u32 * const { GROUPS * SUMS }, sums, came);
+                }
+            }
         }
     }
-    // All consumers are done with the ring, in which the tokens of this part now lie one after the other.
-    let sums = Carver::new().take::<f32>(const { GROUPS as usize * 8 * owned(TOKENS, SPLIT) * WIDTH });
+    let (bias, y) = (Global::new(bias), GlobalMut::new(y));
+    let biased = !bias.ptr(0u32).is_null();
+    let in_group = tid % GROUP_THREADS;
+    // The first of this thread's two rows of sums; the other is the 8th below.
+    let row = in_group / 32 * 16 + lane / 4;
+    // On its way while sums come: their bias.
+    let mut of_rows = [0f32; 2];
+    if const { rounds_first(TOKENS, SCALES) } && biased && kind == 0 {
+        for h in 0..2 {
+            of_rows[h] = bias.get((row0 + group * ROWS as u32 + row + 8 * h as u32).min(n - 1)).to_f32();
+        }
+    }
+    // All parts of the sums of 8 tokens that this block owns.
+    let total = |j: usize| {
+        let mut total = [0f32; 4];
+        for from in 0..SPLIT {
+            let part = if from == split {
+                [0, 1, 2, 3].map(|i| acc.as_ref()[4 * j + i])
+            } else {
+                let B128(words): B128<u32, 4> = parts.get_as(slot(split, from, j as u32));
+                words.map(f32::from_bits)
+            };
+            for i in 0..4 {
+                total[i] = if from == 0 { part[i] } else { total[i] + part[i] };
+            }
+        }
+        total
+    };
+    // All consumers are done with the ring, in which the tokens of this part then lie one after the other.
     thread::sync_named(1, consumers);
     if SPLIT > 1 {
         // Nobody writes to this block after that, which therefore may end.
         mbarrier::wait_parity(came, 0);
     }
-    let sums = sums.offset(group * (8 * each * WIDTH as u32));
-    let in_group = tid % GROUP_THREADS;
-    let row = in_group / 32 * 16 + lane / 4;
-    for j in 0..const { TOKENS / 8 } {
-        if j as u32 / each == split && j as u32 * 8 < m {
-            let mut total = [0f32; 4];
-            for from in 0..SPLIT {
-                let part = if from == split {
-                    [0, 1, 2, 3].map(|i| acc.as_ref()[4 * j + i])
-                } else {
-                    let B128(words): B128<u32, 4> = parts.get_as(slot(split, from, j as u32));
-                    words.map(f32::from_bits)
-                };
-                for i in 0..4 {
-                    total[i] = if from == 0 { part[i] } else { total[i] + part[i] };
+    if const { rounds_first(TOKENS, SCALES) } && kind == 0 {
+        // Rounded, and transposed 16 tokens at a time, each a line of this consumer's rows.
+        let pairs = const { owned(TOKENS, SPLIT).div_ceil(2) };
+        let lines =
+            Carver::new().take::<u8>(const { GROUPS as usize * owned(TOKENS, SPLIT).div_ceil(2) * 16 * LINE as usize });
+        let lines = lines.offset(group * (pairs as u32 * 16 * LINE));
+        // Upper and lower half of a warp's rows, of two neighbouring groups of 8 tokens.
+        let to = (lane / 16 * 8 + lane % 8) * LINE + (((in_group / 32 * 2 + lane / 8 % 2) ^ (lane % 8)) << 4);
+        let mut of_w = [0f32; 2];
+        if SCALES == ROW_SCALES {
+            of_w = [factors.get(row), factors.get(row + 8)];
+        }
+        for owner in 0..SPLIT {
+            if owner == split {
+                for pair in 0..pairs {
+                    let mut words = [0u32; 4];
+                    for half in 0..2 {
+                        let i = 2 * pair + half;
+                        let j = owner as usize * const { owned(TOKENS, SPLIT) } + i;
+                        if i < const { owned(TOKENS, SPLIT) } && j < const { TOKENS / 8 } && j as u32 * 8 < m {
+                            let mut values = total(j);
+                            let mut of_x = [0f32; 2];
+                            if SCALES == ROW_SCALES {
+                                B64(of_x) = factors.get_as(ROWS as u32 + j as u32 * 8 + 2 * (lane % 4));
+                            }
+                            for e in 0..4 {
+                                if SCALES == ROW_SCALES {
+                                    values[e] = float::fma(values[e], of_x[e % 2] * of_w[e / 2], of_rows[e / 2]);
+                                } else if biased {
+                                    values[e] += of_rows[e / 2];
+                                }
+                            }
+                            words[2 * half] = T::pack_f32(values[0], values[1]);
+                            words[2 * half + 1] = T::pack_f32(values[2], values[3]);
+                        }
+                    }
+                    mma::stmatrix_x4_trans(lines.address(to + pair as u32 * (16 * LINE)), words);
                 }
             }
-            for i in 0..4 {
-                let token = j as u32 % each * 8 + 2 * (lane % 4) + i as u32 % 2;
-                sums.set(token * WIDTH as u32 + row + 8 * (i as u32 / 2), total[i]);
-            }
         }
-    }
-    thread::sync_named(BARRIER + group, GROUP_THREADS);
-    let (bias, y) = (Global::new(bias), GlobalMut::new(y));
-    let biased = !bias.ptr(0u32).is_null();
-    let units = const { ROWS as u32 / 8 };
-    let mut unit = in_group;
-    while unit < 8 * each * units {
-        let (local, row) = (unit / units, unit % units * 8);
-        let (token, of_block) = (split * (8 * each) + local, group * ROWS as u32 + row);
+        thread::sync_named(BARRIER + group, GROUP_THREADS);
+        let (line, of_block) = (in_group / 8, group * ROWS as u32 + in_group % 8 * 8);
         let column = row0 + of_block;
-        if token >= skipped && token < m && of_block < rows && column < n {
-            let mut values = [0f32; 8];
-            let at = local * WIDTH as u32 + row;
-            let halves: [B128<f32, 4>; 2] = [sums.get_as(at), sums.get_as(at + 4)];
-            for i in 0..8 {
-                values[i] = halves[i / 4].0[i % 4];
+        let from = line * LINE + (((in_group ^ line) % 8) << 4);
+        let end = if of_block < rows && column < n { m } else { 0 };
+        for pair in 0..pairs as u32 {
+            let local = pair * 16 + line;
+            let token = split * (8 * each) + local;
+            if local < 8 * each && token >= skipped && token < end {
+                let B128([a, b, c, d]): B128<u32, 4> = lines.get_as(from + pair * (16 * LINE));
+                y.set_as((token0 + token) as usize * y_row + column as usize, B128([a, b, c, d]));
             }
-            if SCALES == ROW_SCALES {
-                let of_x = factors.get(ROWS as u32 + token);
-                let of_w: [B128<f32, 4>; 2] = [factors.get_as(row), factors.get_as(row + 4)];
-                unroll::<8>(|i| {
-                    let bias = if biased { bias.get(column + i as u32).to_f32() } else { 0.0 };
-                    values[i] = float::fma(values[i], of_x * of_w[i / 4].0[i % 4], bias);
-                });
-            } else if biased {
-                unroll::<8>(|i| values[i] += bias.get(column + i as u32).to_f32());
-            }
-            rough::epilogues(kind, &mut values);
-            let mut words = [0u32; 4];
-            for i in 0..4 {
-                words[i] = T::pack_f32(values[2 * i], values[2 * i + 1]);
-            }
-            y.set_as((token0 + token) as usize * y_row + column as usize, B128(words));
         }
-        unit += GROUP_THREADS;
+    } else {
+        let sums = Carver::new().take::<f32>(const { GROUPS as usize * 8 * owned(TOKENS, SPLIT) * WIDTH });
+        let sums = sums.offset(group * (8 * each * WIDTH as u32));
+        for j in 0..const { TOKENS / 8 } {
+            if j as u32 / each == split && j as u32 * 8 < m {
+                let total = total(j);
+                for i in 0..4 {
+                    let token = j as u32 % each * 8 + 2 * (lane % 4) + i as u32 % 2;
+                    sums.set(token * WIDTH as u32 + row + 8 * (i as u32 / 2), total[i]);
+                }
+            }
+        }
+        thread::sync_named(BARRIER + group, GROUP_THREADS);
+        let units = const { ROWS as u32 / 8 };
+        let mut unit = in_group;
+        while unit < 8 * each * units {
+            let (local, row) = (unit / units, unit % units * 8);
+            let (token, of_block) = (split * (8 * each) + local, group * ROWS as u32 + row);
+            let column = row0 + of_block;
+            if token >= skipped && token < m && of_block < rows && column < n {
+                let mut values = [0f32; 8];
+                let at = local * WIDTH as u32 + row;
+                let halves: [B128<f32, 4>; 2] = [sums.get_as(at), sums.get_as(at + 4)];
+                for i in 0..8 {
+                    values[i] = halves[i / 4].0[i % 4];
+                }
+                if SCALES == ROW_SCALES {
+                    let of_x = factors.get(ROWS as u32 + token);
+                    let of_w: [B128<f32, 4>; 2] = [factors.get_as(row), factors.get_as(row + 4)];
+                    unroll::<8>(|i| {
+                        let bias = if biased { bias.get(column + i as u32).to_f32() } else { 0.0 };
+                        values[i] = float::fma(values[i], of_x * of_w[i / 4].0[i % 4], bias);
+                    });
+                } else if biased {
+                    unroll::<8>(|i| values[i] += bias.get(column + i as u32).to_f32());
+                }
+                rough::epilogues(kind, &mut values);
+                let mut words = [0u32; 4];
+                for i in 0..4 {
+                    words[i] = T::pack_f32(values[2 * i], values[2 * i + 1]);
+                }
+                y.set_as((token0 + token) as usize * y_row + column as usize, B128(words));
+            }
+            unit += GROUP_THREADS;
+        }
     }
     if SHARE > 1 {
         warp::sync_warp(!0);
@@ -521,6 +603,8 @@ entries! {
     linear_few_t32_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 16], 1, 32, 9, 2, 1>;
     linear_few_t64_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 12, 2, 1>;
     linear_few_t64_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 12, 2, 1>;
+    linear_few_t64_r9_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 9, 2, 1>;
+    linear_few_t64_r9_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 9, 2, 1>;
     linear_few_t64_r6_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 6, 2, 1>;
     linear_few_t64_r6_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 6, 2, 1>;
     linear_few_t64_x4_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 5, 1, 4>;
@@ -545,6 +629,10 @@ entries! {
     linear_few_r128_t160_split2_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 80], 2, 160, 5, 2, 1>;
     linear_few_r128_t208_split2_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 104], 2, 208, 4, 2, 1>;
     linear_few_r128_t208_split2_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 104], 2, 208, 4, 2, 1>;
+    linear_few_r128_t128_split3_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 64], 2, 128, 5, 3, 1>;
+    linear_few_r128_t128_split3_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 64], 2, 128, 5, 3, 1>;
+    linear_few_r128_t128_split4_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_few::<T, [f32; 64], 2, 128, 5, 4, 1>;
+    linear_few_r128_t128_split4_f16 { type T = f16; } [288, 1; Sm90a] => linear_few::<T, [f32; 64], 2, 128, 5, 4, 1>;
     linear_few_r128_t96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 48], 2, 96, 8>;
     linear_few_r128_t96_f16 { type T = f16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 48], 2, 96, 8>;
     linear_few_r128_t112_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 56], 2, 112, 7>;

@@ -276,7 +276,8 @@ pub unsafe fn linear_quant_blocks<
             let bias = store.columns::<N, SPLIT>(column, first_chunk);
             let (scale, ones) = ([0f32; 16], [1f32; 2]);
             if SPLIT == 1 {
-                turn ^= store.tile::<ALL, 1>(sums, bias, scale, ones, row, column, 0, const { chunks(ALL, 1) }, turn);
+                turn ^=
+                    store.tile::<ROWS, ALL, 1>(sums, bias, scale, ones, row, column, 0, const { chunks(ALL, 1) }, turn);
             } else {
                 // All blocks are done with their rings, whose place the parts of the sums take.
                 cluster::arrive_relaxed();
@@ -286,7 +287,7 @@ pub unsafe fn linear_quant_blocks<
                 // Nobody writes to this block after that, which therefore may end.
                 mbarrier::wait_parity(came, 0);
                 let own = exchange.sum(&sums);
-                store.tile::<N, SPLIT>(own, bias, scale, ones, row, column, first_chunk, end_chunk, 0);
+                store.tile::<ROWS, N, SPLIT>(own, bias, scale, ones, row, column, first_chunk, end_chunk, 0);
                 break;
             }
             tile += stride;

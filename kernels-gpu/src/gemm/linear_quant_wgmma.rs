@@ -49,7 +49,7 @@ pub unsafe fn linear_quant_wgmma<
     kind: u32,
 ) {
     let scales = Scales::new(x_scales, x_scale_row, x_scale_group, w_scales, w_scale_row, w_scale_group);
-    linear_wgmma::scaled::<X, S, T, A, P, SCALES, N, GROUPS, STAGES, DOWN, ACROSS, SPLIT>(
+    linear_wgmma::scaled::<X, S, T, A, P, SCALES, { linear_wgmma::ROWS }, N, GROUPS, STAGES, DOWN, ACROSS, SPLIT>(
         x, x_last, w, w_last, y, bias, scales, m, n, k, kind,
     )
 }

@@ -1,8 +1,8 @@
 //! `y = epilogue(x · wᵀ + bias)` on Hopper's tensor cores, for many tokens.
 //!
-//! A block computes tiles of [`ROWS`] tokens by `N` outputs. Its first warpgroup is the producer: one thread has the copy
+//! A block computes tiles of `TOKENS` tokens ([`ROWS`], or twice as many) by `N` outputs. Its first warpgroup is the producer: one thread has the copy
 //! engine bring tiles of `x` and `w`, 64 elements deep, into a ring of stages ([`pipeline`](crate::pipeline)). The two
-//! others are consumers: each multiplies 64 of the tokens by all `N` outputs with `wgmma`, both operands in shared memory,
+//! others are consumers: each multiplies 64 of the tokens, or twice 64, by all `N` outputs with `wgmma`, both operands in shared memory,
 //! the sums in registers that the producer gave up. A finished tile is rounded, laid out in shared memory by `stmatrix`, and
 //! stored by the copy engine, which also clips what lies outside of `y`; what lies outside of `x` and `w` it reads as zeros.
 //! So no shape needs padding.
@@ -37,7 +37,7 @@ use cuda_std::{
     Global, Shared, bf16, cluster, dependent_launch, entries, f16, float, integer, mbarrier, mma, thread, warp,
 };
 
-/// Tokens of a tile.
+/// Tokens of most tiles.
 pub const ROWS: usize = 128;
 /// 16-bit elements of K in a stage: a line of the 128-byte swizzle.
 pub const STEP: usize = 64;
@@ -64,9 +64,10 @@ pub const fn chunk(n: usize, split: usize) -> usize {
     }
 }
 
-/// Chunks that are stored at once: 64 columns, unless K is split.
-pub const fn batch(n: usize, split: u32) -> usize {
-    if split == 1 { 64 / chunk(n, 1) } else { 1 }
+/// Chunks that are stored at once: 64 columns, or 32 beside a ring with more tokens, unless K is split.
+pub const fn batch(tokens: usize, n: usize, split: u32) -> usize {
+    let columns = if tokens > ROWS { 32 } else { 64 };
+    if split == 1 && chunk(n, 1) < columns { columns / chunk(n, 1) } else { 1 }
 }
 
 /// Rows of the boxes for the last of the tiles of `tile` rows that `rows` have: no more than there are, rounded up to 8, as rows outside of a tensor
@@ -145,13 +146,13 @@ pub const fn chunk_swizzle(n: usize, split: usize) -> Swizzle {
     }
 }
 
-/// Dynamic shared memory for tiles of `n` outputs: the ring, two batches of chunks for each consumer, the mbarriers.
-pub const fn shared_bytes(n: usize, stages: usize, split: usize) -> usize {
-    let staging = 4 * GROUP_ROWS * chunk(n, split) * batch(n, split as u32) * 2;
-    stages * (ROWS + n) * STEP * 2 + staging + (2 * stages + 1) * 8
+/// Dynamic shared memory for tiles of `tokens` by `n` outputs: the ring, two batches of chunks for each consumer, the mbarriers.
+pub const fn shared_bytes(tokens: usize, n: usize, stages: usize, split: usize) -> usize {
+    let staging = 4 * GROUP_ROWS * chunk(n, split) * batch(tokens, n, split as u32) * 2;
+    stages * (tokens + n) * STEP * 2 + staging + (2 * stages + 1) * 8
 }
 
-/// `x`: `[m, k]` in boxes of [`STEP`] by `ROWS / ACROSS`; `w`: `[n, k]` in boxes of [`STEP`] by `N / DOWN`; both with the
+/// `x`: `[m, k]` in boxes of [`STEP`] by `TOKENS / ACROSS`; `w`: `[n, k]` in boxes of [`STEP`] by `N / DOWN`; both with the
 /// 128-byte swizzle. `x_last` and `w_last`: the same in boxes of [`last_rows`], for what is not shared. `y`: `[m, n]` in boxes of [`chunk`] by [`GROUP_ROWS`] with [`chunk_swizzle`]. `bias`: `[n]` or null.
 ///
 /// `GROUPS` consumers share a tile: both (2), or one and one (1), with K in one part.
@@ -162,6 +163,7 @@ pub const fn shared_bytes(n: usize, stages: usize, split: usize) -> usize {
 pub unsafe fn linear_wgmma<
     T: TensorFloat + Input,
     A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
+    const TOKENS: usize,
     const N: usize,
     const GROUPS: u32,
     const STAGES: usize,
@@ -180,7 +182,7 @@ pub unsafe fn linear_wgmma<
     k: u32,
     kind: u32,
 ) {
-    scaled::<T, f32, T, A, A, NONE, N, GROUPS, STAGES, DOWN, ACROSS, SPLIT>(
+    scaled::<T, f32, T, A, A, NONE, TOKENS, N, GROUPS, STAGES, DOWN, ACROSS, SPLIT>(
         x,
         x_last,
         w,
@@ -204,6 +206,7 @@ pub unsafe fn scaled<
     A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
     P: Accumulator<S> + AsRef<[S]>,
     const SCALES: u32,
+    const TOKENS: usize,
     const N: usize,
     const GROUPS: u32,
     const STAGES: usize,
@@ -224,8 +227,9 @@ pub unsafe fn scaled<
     kind: u32,
 ) {
     const { assert!(A::N == N && P::N == N && (GROUPS == 2 || GROUPS == 1 && SPLIT == 1)) };
+    const { assert!(TOKENS == ROWS || TOKENS == 2 * ROWS && GROUPS == 2 && SPLIT == 1 && ACROSS == 1) };
     // How many times 64 tokens a consumer has.
-    let waves = const { 2 / GROUPS as usize };
+    let waves = const { TOKENS / GROUP_ROWS / GROUPS as usize };
     let step_size = const { LINE / size_of::<X>() as u32 };
     let (sharing, blocks) = const { (DOWN * ACROSS, DOWN * ACROSS * SPLIT) };
     match blocks {
@@ -235,10 +239,10 @@ pub unsafe fn scaled<
         4 => cluster::dims::<4>(),
         _ => cluster::dims::<8>(),
     }
-    let width = const { chunk(N, SPLIT as usize) * batch(N, SPLIT) };
-    let (x_bytes, w_bytes) = (ROWS as u32 * LINE, N as u32 * LINE);
+    let width = const { chunk(N, SPLIT as usize) * batch(TOKENS, N, SPLIT) };
+    let (x_bytes, w_bytes) = (TOKENS as u32 * LINE, N as u32 * LINE);
     let mut carver = Carver::new();
-    let xs = carver.take_aligned::<u8>(STAGES * ROWS * LINE as usize, 1024);
+    let xs = carver.take_aligned::<u8>(STAGES * TOKENS * LINE as usize, 1024);
     let ws = carver.take_aligned::<u8>(STAGES * N * LINE as usize, 1024);
     let staging = carver.take_aligned::<u32>(2 * GROUP_ROWS * width, 1024);
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS + 1 });
@@ -252,18 +256,18 @@ pub unsafe fn scaled<
     let (down, across) = (place / ACROSS, place % ACROSS);
     let stages = Stages::<STAGES>::new(bars.address(0u32)).shared_by(sharing, base);
     let raster = Raster {
-        rows: m.div_ceil(ROWS as u32 * DOWN),
+        rows: m.div_ceil(TOKENS as u32 * DOWN),
         columns: n.div_ceil(N as u32 * ACROSS),
         band: const { BAND / DOWN },
     };
     let (first, stride) = (thread::block_idx_x() / blocks, thread::grid_dim_x() / blocks);
     let (k0, steps) = part(k.div_ceil(step_size), split, SPLIT);
 
-    let of_x = Operand { map: x, last: x_last, rows: m, tile: ROWS as u32 };
+    let of_x = Operand { map: x, last: x_last, rows: m, tile: TOKENS as u32 };
     let of_w = Operand { map: w, last: w_last, rows: n, tile: N as u32 };
     let origin = |tile: u32| {
         let (row, column) = raster.place(tile);
-        ((row * DOWN + down) * ROWS as u32, (column * ACROSS + across) * N as u32)
+        ((row * DOWN + down) * TOKENS as u32, (column * ACROSS + across) * N as u32)
     };
     // What is shared comes in full boxes.
     // (Opaque, or the consumers would keep what it is computed from.)
@@ -312,7 +316,7 @@ pub unsafe fn scaled<
             let mut tile = first;
             while tile < raster.count() {
                 let (row, column) = origin(tile);
-                let (x_rows, x) = if ACROSS == 1 { of_x.boxes(row) } else { (ROWS as u32, x) };
+                let (x_rows, x) = if ACROSS == 1 { of_x.boxes(row) } else { (TOKENS as u32, x) };
                 let (w_rows, w) = if DOWN == 1 { of_w.boxes(column) } else { (N as u32, w) };
                 let (row, column) = (row as i32, column as i32);
                 let mut step = 0;
@@ -322,7 +326,7 @@ pub unsafe fn scaled<
                     let full = stages.full(stage);
                     // Of a cluster, one may have no tile.
                     if DOWN == 1 || x_rows > 0 {
-                        load::<ACROSS>(xs + stage * x_bytes, x, at, row, ROWS as u32, across, x_blocks, full);
+                        load::<ACROSS>(xs + stage * x_bytes, x, at, row, TOKENS as u32, across, x_blocks, full);
                     }
                     if ACROSS == 1 || w_rows > 0 {
                         load::<DOWN>(ws + stage * w_bytes, w, at, column, N as u32, down, w_blocks, full);
@@ -345,9 +349,9 @@ pub unsafe fn scaled<
             wgmma::increase_registers::<232>();
         }
         let group = warp_id / 4 - 1;
-        // Its place in its tile.
-        let part = if GROUPS == 1 { 0 } else { group };
-        let a = Descriptor::<K>::new(xs.address(part * (GROUP_ROWS as u32 * LINE)));
+        // Its first row in its tile.
+        let part = if GROUPS == 1 { 0 } else { group * const { TOKENS as u32 / 2 } };
+        let a = Descriptor::<K>::new(xs.address(part * LINE));
         let b = Descriptor::<K>::new(ws.address(0u32));
         let store = Store {
             y,
@@ -370,7 +374,7 @@ pub unsafe fn scaled<
         }
         let corner = |tile: u32| {
             let (row, column) = origin(tile);
-            (row + part * GROUP_ROWS as u32, column)
+            (row + part, column)
         };
         // This thread's first row of a tile; the other is the 8th below.
         let own = warp_id % 4 * 16 + lane / 4;
@@ -441,7 +445,7 @@ pub unsafe fn scaled<
                             store.row_scales(row + below + own, m),
                         )
                     };
-                    turn ^= store.tile::<N, 1>(
+                    turn ^= store.tile::<TOKENS, N, 1>(
                         sums,
                         bias,
                         scale,
@@ -466,7 +470,7 @@ pub unsafe fn scaled<
                 // Nobody writes to this block after that, which therefore may end.
                 mbarrier::wait_parity(came, 0);
                 let own = exchange.sum(acc.as_ref());
-                store.tile::<N, SPLIT>(own, bias, scale, rows, row, column, first_chunk, end_chunk, 0);
+                store.tile::<TOKENS, N, SPLIT>(own, bias, scale, rows, row, column, first_chunk, end_chunk, 0);
             }
             tile += stride;
             if SPLIT > 1 {
@@ -566,7 +570,7 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
     /// scales of the first; `rows` are the scales of its two rows. Batches of chunks take turns with the two buffers; `turn` says where the tile before left off.
     /// Returns whether this one leaves off at the other.
     #[inline(always)]
-    pub(super) unsafe fn tile<const N: usize, const SPLIT: u32>(
+    pub(super) unsafe fn tile<const TOKENS: usize, const N: usize, const SPLIT: u32>(
         self,
         mut sums: [f32; 128],
         mut bias: [f32; 16],
@@ -579,13 +583,15 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
         turn: u32,
     ) -> u32 {
         let elements = const { chunk(N, SPLIT as usize) / 2 };
-        let several = const { batch(N, SPLIT) };
+        let several = const { batch(TOKENS, N, SPLIT) };
         let (buffer, words_of_chunk) = const {
             let words = (GROUP_ROWS * chunk(N, SPLIT as usize) / 2) as u32;
-            (words * batch(N, SPLIT) as u32, words)
+            (words * batch(TOKENS, N, SPLIT) as u32, words)
         };
         if !self.biased && self.kind == 0 {
-            for b in 0..const { chunks(N, SPLIT as usize).div_ceil(SPLIT).div_ceil(batch(N, SPLIT) as u32) as usize } {
+            for b in
+                0..const { chunks(N, SPLIT as usize).div_ceil(SPLIT).div_ceil(batch(TOKENS, N, SPLIT) as u32) as usize }
+            {
                 if first + ((b * several) as u32) < end {
                     self.free();
                 }
@@ -623,7 +629,7 @@ impl<T: TensorFloat, const SCALES: u32> Store<T, SCALES> {
                     }
                 }
             }
-            return const { chunks(N, SPLIT as usize).div_ceil(batch(N, SPLIT) as u32) % 2 };
+            return const { chunks(N, SPLIT as usize).div_ceil(batch(TOKENS, N, SPLIT) as u32) % 2 };
         }
         let mut c = first;
         while c < integer::opaque(end) {
@@ -828,34 +834,36 @@ entries! {
     pub struct Args<T>(
         x: TensorMap, x_last: TensorMap, w: TensorMap, w_last: TensorMap, y: TensorMap, bias: *const T, m: u32, n: u32, k: u32, kind: u32,
     );
-    linear_wgmma_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 2, 4, 1, 1, 1>;
-    linear_wgmma_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 2, 4, 1, 1, 1>;
-    linear_wgmma_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 2, 4, 2, 1, 1>;
-    linear_wgmma_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 256, 2, 4, 2, 1, 1>;
-    linear_wgmma_n224_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 2, 4, 1, 1, 1>;
-    linear_wgmma_n224_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 224, 2, 4, 1, 1, 1>;
-    linear_wgmma_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 2, 4, 1, 1, 1>;
-    linear_wgmma_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 2, 4, 1, 1, 1>;
-    linear_wgmma_turns_n176_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 88], 176, 1, 5, 1, 1, 1>;
-    linear_wgmma_turns_n176_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 88], 176, 1, 5, 1, 1, 1>;
-    linear_wgmma_turns_n160_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 80], 160, 1, 5, 1, 1, 1>;
-    linear_wgmma_turns_n160_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 80], 160, 1, 5, 1, 1, 1>;
-    linear_wgmma_turns_n144_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 144, 1, 5, 1, 1, 1>;
-    linear_wgmma_turns_n144_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 144, 1, 5, 1, 1, 1>;
-    linear_wgmma_n192_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 2, 5, 1, 1, 2>;
-    linear_wgmma_n192_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 192, 2, 5, 1, 1, 2>;
-    linear_wgmma_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 2, 6, 1, 1, 1>;
-    linear_wgmma_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 2, 6, 1, 1, 1>;
-    linear_wgmma_n128_x4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 2, 6, 1, 4, 1>;
-    linear_wgmma_n128_x4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 2, 6, 1, 4, 1>;
-    linear_wgmma_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 2, 6, 1, 1, 2>;
-    linear_wgmma_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 2, 6, 1, 1, 2>;
-    linear_wgmma_n96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 96, 2, 6, 1, 1, 1>;
-    linear_wgmma_n96_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 96, 2, 6, 1, 1, 1>;
-    linear_wgmma_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 2, 8, 1, 1, 1>;
-    linear_wgmma_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 2, 8, 1, 1, 1>;
-    linear_wgmma_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 2, 8, 1, 1, 2>;
-    linear_wgmma_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 2, 8, 1, 1, 2>;
-    linear_wgmma_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 2, 8, 1, 1, 4>;
-    linear_wgmma_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 64, 2, 8, 1, 1, 4>;
+    linear_wgmma_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 128, 256, 2, 4, 1, 1, 1>;
+    linear_wgmma_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 128, 256, 2, 4, 1, 1, 1>;
+    linear_wgmma_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 128, 256, 2, 4, 2, 1, 1>;
+    linear_wgmma_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 128], 128, 256, 2, 4, 2, 1, 1>;
+    linear_wgmma_n224_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 128, 224, 2, 4, 1, 1, 1>;
+    linear_wgmma_n224_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 112], 128, 224, 2, 4, 1, 1, 1>;
+    linear_wgmma_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 128, 192, 2, 4, 1, 1, 1>;
+    linear_wgmma_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 128, 192, 2, 4, 1, 1, 1>;
+    linear_wgmma_turns_n176_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 88], 128, 176, 1, 5, 1, 1, 1>;
+    linear_wgmma_turns_n176_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 88], 128, 176, 1, 5, 1, 1, 1>;
+    linear_wgmma_turns_n160_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 80], 128, 160, 1, 5, 1, 1, 1>;
+    linear_wgmma_turns_n160_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 80], 128, 160, 1, 5, 1, 1, 1>;
+    linear_wgmma_turns_n144_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 128, 144, 1, 5, 1, 1, 1>;
+    linear_wgmma_turns_n144_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 128, 144, 1, 5, 1, 1, 1>;
+    linear_wgmma_t256_n144_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 256, 144, 2, 4, 1, 1, 1>;
+    linear_wgmma_t256_n144_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 72], 256, 144, 2, 4, 1, 1, 1>;
+    linear_wgmma_n192_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 128, 192, 2, 5, 1, 1, 2>;
+    linear_wgmma_n192_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 96], 128, 192, 2, 5, 1, 1, 2>;
+    linear_wgmma_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 6, 1, 1, 1>;
+    linear_wgmma_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 6, 1, 1, 1>;
+    linear_wgmma_n128_x4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 6, 1, 4, 1>;
+    linear_wgmma_n128_x4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 6, 1, 4, 1>;
+    linear_wgmma_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 6, 1, 1, 2>;
+    linear_wgmma_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 64], 128, 128, 2, 6, 1, 1, 2>;
+    linear_wgmma_n96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 128, 96, 2, 6, 1, 1, 1>;
+    linear_wgmma_n96_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 48], 128, 96, 2, 6, 1, 1, 1>;
+    linear_wgmma_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 128, 64, 2, 8, 1, 1, 1>;
+    linear_wgmma_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 128, 64, 2, 8, 1, 1, 1>;
+    linear_wgmma_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 128, 64, 2, 8, 1, 1, 2>;
+    linear_wgmma_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 128, 64, 2, 8, 1, 1, 2>;
+    linear_wgmma_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 128, 64, 2, 8, 1, 1, 4>;
+    linear_wgmma_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_wgmma::<T, [f32; 32], 128, 64, 2, 8, 1, 1, 4>;
 }

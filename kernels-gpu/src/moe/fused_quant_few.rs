@@ -508,7 +508,7 @@ impl Consumer {
             job.store_up(item, row, A::N, |column| if column < 8 { pair[0] } else { pair[1] }, sums);
         } else {
             let of = |column| if column < 8 { (pair[0], scale[0]) } else { (pair[1], scale[1]) };
-            job.store_down(item, row, A::N, of, sums);
+            job.store_down::<false>(item, row, A::N, of, sums);
         }
     }
 }

@@ -19,15 +19,23 @@
 //! gathered by `cp.async`; that is for scales of rows, and those of blocks have [`fused_quant_few`](super::fused_quant_few). Blocks of a cluster (`SHARE`) take neighbouring tiles of weights for the same pairs, and each has a part of their
 //! rows brought for all. Scales of blocks of weights are two words a thread and step, on their way during the products.
 //!
-//! `h` is stored as `T`, and quantised by [`fused_quant_rows`](super::fused_quant_rows) for the second product: a scale covers 128 outputs
-//! or all of them, which are several tiles.
+//! # What lies between the products
+//! A scale of blocks covers 128 outputs of the first product: two neighbouring tiles, which the two blocks of a cluster have for the same pairs. So the first product quantises its results
+//! itself ([`Quantiser`]): consumers lay them out in shared memory, rounded to `T`, and go on with the next item; the producer's other three warps exchange the largest magnitudes with the
+//! other block by `st.async`, quantise and store. A scale of rows covers all outputs: then `h` is stored as `T`, and quantised by [`fused_quant_rows`](super::fused_quant_rows).
+//!
+//! # Results
+//! Of many pairs the second product's results go by way of the last two stages of an item, one for each consumer, and are stored 256 bytes of a pair at a time; of few they go from registers to
+//! memory. Where it is allowed (`ROUNDED`) they are rounded to the element type, which is half of it.
 
 use super::fused::{HALVES, PLAIN};
 use super::fused_wgmma::{Activation, coordinates};
 use super::items::{DIRECT_PAIRS, Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
+use super::progress::Progress;
 use crate::pipeline::{Ring, Stages};
 use crate::row::GROUP;
+use crate::row::quantise::{Quantised as _, amax, scale_for};
 use crate::scales::{BLOCKS, ROWS};
 use crate::tensor_byte::TensorByte;
 use crate::tensor_float::TensorFloat;
@@ -38,7 +46,7 @@ use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum as _};
 use cuda_std::{
     E4M3, Global, GlobalMut, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, mbarrier, mma,
-    thread, unroll, warp,
+    thread, unroll, vec, warp,
 };
 
 /// Consumer warpgroups.
@@ -71,13 +79,14 @@ pub const fn box_rows(pairs: usize) -> usize {
     if pairs > 64 { 16 } else { 8 }
 }
 
-/// Dynamic shared memory; every part may begin at the next multiple of 16.
-pub const fn shared_bytes(tiles: usize, pairs: usize, lines: usize, stages: usize, bins: usize) -> usize {
+/// Dynamic shared memory of the first product (`up`) or the second; every part may begin at the next multiple of 16.
+pub const fn shared_bytes([tiles, pairs, lines, stages]: [usize; 4], scales: u32, up: bool, bins: usize) -> usize {
+    let direct = pairs == PAIRS_DIRECT;
     stages * (lines * ((rows(tiles) + pairs) * STEP + pairs * 4) + 2 * 8)
-        + GROUPS * pairs * 12
+        + if up && scales == BLOCKS { quantiser_bytes(pairs) } else { GROUPS * pairs * 12 }
         + super::items::DRAWN_BYTES
-        + super::items::shared_bytes(bins)
-        + 6 * 16
+        + if direct { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
+        + 8 * 16
 }
 
 /// What both products need to know.
@@ -218,9 +227,9 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
     }
 
     /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
-    /// neighbouring rows of one column, which are 16 bytes of `partial`.
+    /// neighbouring rows of one column, which are 16 bytes of `partial`, or 8 if they are rounded.
     #[inline(always)]
-    pub(super) unsafe fn store_down(
+    pub(super) unsafe fn store_down<const ROUNDED: bool>(
         &self,
         item: Item,
         row: u32,
@@ -256,8 +265,16 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
             for i in 0..4 {
                 v[i] = (v[i] + bias[i]) * scale;
             }
-            let policy = if self.kept { Policy::LAST } else { Policy::NORMAL };
-            self.partial.set_if_for(row < self.n && column < item.count, at, B128(v), policy);
+            let stored = row < self.n && column < item.count;
+            if ROUNDED {
+                if stored {
+                    let rounded = GlobalMut::new(self.partial.ptr(0u32).cast::<T>());
+                    rounded.set_as(at, B64(vec::from_f32::<T, 4>(v)));
+                }
+            } else {
+                let policy = if self.kept { Policy::LAST } else { Policy::NORMAL };
+                self.partial.set_if_for(stored, at, B128(v), policy);
+            }
         }
     }
 }
@@ -276,8 +293,10 @@ unsafe fn fused_quant_wgmma<
     const STAGES: usize,
     const DIRECT: bool,
     const SHARE: u32,
+    const ROUNDED: bool,
 >(
     h: *mut T,
+    h_scales: *mut f32,
     partial: *mut f32,
     x: *const u8,
     x_row: usize,
@@ -317,6 +336,7 @@ unsafe fn fused_quant_wgmma<
     kept: u32,
     words: *mut u64,
     launch: u64,
+    progress: *mut u32,
 ) where
     [Q::Sum; 4]: Accumulator<Q::Sum>,
     [Q::Sum; 8]: Accumulator<Q::Sum>,
@@ -332,9 +352,13 @@ unsafe fn fused_quant_wgmma<
     let operands = carver.take_aligned::<u8>(STAGES * LINES * PAIRS * STEP, 1024);
     let factors = carver.take::<f32>(STAGES * LINES * PAIRS);
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
-    let ids = carver.take::<u32>(GROUPS * PAIRS);
-    let scales = carver.take::<f32>(GROUPS * PAIRS);
-    let row_scales = carver.take::<f32>(GROUPS * PAIRS);
+    // Two blocks have the 128 outputs of a scale.
+    let quantises = const { UP && SCALES == BLOCKS && SHARE == 2 };
+    let each = const { if UP && SCALES == BLOCKS && SHARE == 2 { 0 } else { GROUPS * PAIRS } };
+    let ids = carver.take::<u32>(each);
+    let scales = carver.take::<f32>(each);
+    let row_scales = carver.take::<f32>(each);
+    let quantiser = Quantiser::new(&mut carver, if quantises { PAIRS } else { 0 });
     let word = if UP { words } else { words.wrapping_add(1) };
     // Clusters of the second product are dealt theirs: they take 1 to 3 % longer if they draw.
     let draws = const { !DIRECT && (UP || SHARE == 1) };
@@ -347,6 +371,9 @@ unsafe fn fused_quant_wgmma<
     if tid == 0 {
         if draws {
             drawn.init();
+        }
+        if quantises {
+            quantiser.init();
         }
         // What is copied by the copy engine, and each producer's rows.
         stages.init_counted(if DIRECT { 1 + PRODUCERS as u32 } else { 1 }, 4 * GROUPS as u32);
@@ -362,7 +389,8 @@ unsafe fn fused_quant_wgmma<
         // As in `fused_wgmma`: the first item if every expert has one share.
         // SAFETY: there are outputs, hence tiles.
         core::hint::assert_unchecked(tiles != 0);
-        let (bin, tile) = (thread::block_idx_x() / tiles, thread::block_idx_x() % tiles);
+        let first = thread::block_idx_x() / SHARE;
+        let (bin, tile) = (first / tiles, first % tiles * SHARE + rank);
         let mut at = 0;
         while bin < local && at < k.min(const { (STAGES * LINES * STEP) as u32 }) {
             let to = coordinates::<UP>(shuffled, n, at, tile * rows(TILES) as u32, bin as i32);
@@ -370,10 +398,15 @@ unsafe fn fused_quant_wgmma<
             at += STEP as u32;
         }
     }
+    // One warp speaks for a block.
+    let progress =
+        Progress::<1>::new(if quantises || !UP { progress } else { core::ptr::null_mut() }, thread::grid_dim_x());
     if UP {
         // The sorted list may still be in the making.
         dependent_launch::wait();
-        dependent_launch::launch_dependents();
+        if !progress.is_kept() {
+            dependent_launch::launch_dependents();
+        }
     }
     let sorted = Sorted {
         ids: Global::new(sorted_ids),
@@ -418,8 +451,16 @@ unsafe fn fused_quant_wgmma<
         share: SHARE,
         rank,
     };
+    if UP && progress.is_kept() && warp_id == 1 {
+        // By the warp that speaks for the block later on; nobody else waits for that.
+        if lane == 0 {
+            progress.begin(0);
+        }
+        warp::sync_warp(warp::FULL);
+        dependent_launch::launch_dependents();
+    }
     let (all, grid, groups) = (items.count(), thread::grid_dim_x() / SHARE, job.groups());
-    let steps = groups.div_ceil(LINES as u32);
+    let steps = steps_of::<SCALES, UP, PAIRS, LINES>(groups);
     let first = thread::block_idx_x() / SHARE;
     if SHARE > 1 {
         // All blocks' mbarriers are there.
@@ -478,9 +519,13 @@ unsafe fn fused_quant_wgmma<
                     asked = true;
                 }
             }
-            dependent_launch::wait();
+            if !progress.is_kept() {
+                dependent_launch::wait();
+            }
             dependent_launch::launch_dependents();
         }
+        // Experts whose `h` is there.
+        let mut there = 0;
         let (x, x_scales) = (Global::new(x), job.x_scales);
         if !DIRECT {
             // Each lane has a box of rows brought, one of them the scales.
@@ -488,6 +533,11 @@ unsafe fn fused_quant_wgmma<
             while warp_id == 0 && next < all {
                 let item = job.find(next);
                 let wide = columns(PAIRS as u32, item.count);
+                if !UP && progress.is_kept() && warp::warp_vote_ballot(warp::FULL, item.bin >= there) != 0 {
+                    there = progress.wait_beyond(item.bin);
+                    // What others stored the copy engine reads.
+                    tma::fence_async_global();
+                }
                 let mut step = 0;
                 while step < steps {
                     if draws && tid == DRAWER {
@@ -537,6 +587,30 @@ unsafe fn fused_quant_wgmma<
                 }
             }
         }
+        if quantises && warp_id > 0 {
+            let (out, scales) = (GlobalMut::new(h.cast::<u8>()), GlobalMut::new(h_scales));
+            while next < all {
+                let item = job.find(next);
+                let wide = columns(PAIRS as u32, item.count);
+                quantiser.store::<T, PAIRS>(out, scales, x_scale_group, n, rank, tid - 32, sequence, wide, item);
+                next = drawn.hear(sequence);
+                sequence += 1;
+                if progress.is_kept() {
+                    // One warp says what all three have stored.
+                    thread::sync_named(4, QUANTISERS);
+                    if warp_id == 1 {
+                        let reached = if next < all { job.find(next).bin } else { u32::MAX };
+                        if lane == 0 {
+                            progress.reach(0, reached);
+                        }
+                    }
+                }
+            }
+            if tid == 32 && sequence == 0 && progress.is_kept() {
+                // Nothing to do.
+                progress.reach(0, u32::MAX);
+            }
+        }
         // A thread copies 16 bytes of every 16th row.
         let (chunk, low) = (tid % 8, tid / 8);
         let to = operands.address(0u32) + Swizzle::B128.apply(low * STEP as u32 + chunk * 16);
@@ -580,6 +654,10 @@ unsafe fn fused_quant_wgmma<
             // The block's shared memory must outlive its copies.
             cp_async::wait_group::<0>();
         }
+        if !UP && progress.is_kept() {
+            // Who waits for the end of this launch waits for that of the one before as well, even if there were no items.
+            dependent_launch::wait();
+        }
     } else {
         wgmma::increase_registers::<232>();
         let group = warp_id / 4 - 1;
@@ -587,9 +665,12 @@ unsafe fn fused_quant_wgmma<
             weights: Descriptor::<K>::new(weights.address(group * (TILES * 64 * STEP) as u32)),
             operands: Descriptor::<K>::new(operands.address(0u32)),
             factors,
-            ids: ids.offset(group * PAIRS as u32),
-            scales: scales.offset(group * PAIRS as u32),
-            row_scales: row_scales.offset(group * PAIRS as u32),
+            ids: if quantises { ids } else { ids.offset(group * PAIRS as u32) },
+            scales: if quantises { scales } else { scales.offset(group * PAIRS as u32) },
+            row_scales: if quantises { row_scales } else { row_scales.offset(group * PAIRS as u32) },
+            stages: weights,
+            stage_rows: operands,
+            quantiser,
             group,
             first_row: group * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
@@ -601,13 +682,15 @@ unsafe fn fused_quant_wgmma<
             macro_rules! product {
                 ($half:literal) => {
                     if SCALES == ROWS {
-                        consumer.rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT>(
-                            &job, stages, &mut ring, next, item,
-                        )
+                        consumer
+                            .rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT, ROUNDED>(
+                                &job, stages, &mut ring, next, item,
+                            )
                     } else {
-                        consumer.blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT>(
-                            &job, stages, &mut ring, next, item,
-                        )
+                        consumer
+                            .blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT, SHARE, ROUNDED>(
+                                &job, stages, &mut ring, next, sequence, item,
+                            )
                     }
                 };
             }
@@ -644,6 +727,17 @@ unsafe fn fused_quant_wgmma<
     }
 }
 
+/// Stages that consumers keep back at the end of an item: results go through them.
+const fn kept_back(scales: u32, up: bool, pairs: usize) -> u32 {
+    if scales == BLOCKS && !up && pairs > 64 { GROUPS as u32 } else { 0 }
+}
+
+/// The steps of a product with so many groups of columns: as many as stages that are kept back, at least.
+#[inline(always)]
+fn steps_of<const SCALES: u32, const UP: bool, const PAIRS: usize, const LINES: usize>(groups: u32) -> u32 {
+    groups.div_ceil(LINES as u32).max(const { kept_back(SCALES, UP, PAIRS) })
+}
+
 /// The columns of the products that a share of `count` pairs takes.
 #[inline(always)]
 const fn columns(pairs: u32, count: u32) -> u32 {
@@ -675,9 +769,142 @@ struct Consumer {
     ids: Shared<u32>,
     scales: Shared<f32>,
     row_scales: Shared<f32>,
+    /// Weights of the stages, and their rows.
+    stages: Shared<u8>,
+    stage_rows: Shared<u8>,
+    quantiser: Quantiser,
     group: u32,
     /// The warp's first row within the tile.
     first_row: u32,
+}
+
+/// Where the first product's results wait to be quantised: both blocks of a cluster have the same pairs, and 64 of the 128 outputs of a scale each. Consumers lay
+/// them out, a pair's side by side, and go on; warps of the producer that have nothing to fetch tell the other block the largest magnitude of each pair, and quantise and store them.
+#[derive(Clone, Copy)]
+struct Quantiser {
+    /// Results of an item, [`PITCH`] bytes from pair to pair.
+    tile: Shared<u8>,
+    /// The largest magnitude of each pair, then what its results are multiplied by.
+    own: Shared<f32>,
+    /// The largest of the other block, of an item and of the one before.
+    other: Shared<u32>,
+    /// Whether an item's results are there; whether they are stored; and when `other` has come, twice.
+    bars: Shared<u64>,
+}
+
+/// Threads that quantise: all of the producer's warps but the first.
+const QUANTISERS: u32 = PRODUCERS as u32 - 32;
+/// Outputs of an item of the first product whose results are quantised: half of a scale's.
+const OUTPUTS: u32 = rows(1) as u32 / 2;
+/// From pair to pair of its results, in bytes: 16 more than those of 16 bits take, so lanes that access them together meet in no bank.
+const PITCH: u32 = OUTPUTS * 2 + 16;
+
+/// Shared memory of those.
+const fn quantiser_bytes(pairs: usize) -> usize {
+    pairs * (PITCH as usize + 3 * 4) + 4 * 8
+}
+
+impl Quantiser {
+    #[inline(always)]
+    unsafe fn new(carver: &mut Carver, pairs: usize) -> Self {
+        Self {
+            tile: carver.take_aligned::<u8>(pairs * PITCH as usize, 16),
+            own: carver.take::<f32>(pairs),
+            other: carver.take::<u32>(2 * pairs),
+            bars: carver.take::<u64>(if pairs == 0 { 0 } else { 4 }),
+        }
+    }
+
+    /// By one thread, before [`mbarrier::fence_init`].
+    #[inline(always)]
+    unsafe fn init(self) {
+        mbarrier::init(self.bars.address(0u32), GROUPS as u32 * 128);
+        mbarrier::init(self.bars.address(1u32), QUANTISERS);
+        mbarrier::init(self.bars.address(2u32), 1);
+        mbarrier::init(self.bars.address(3u32), 1);
+    }
+
+    /// By each consumer, before it lays out results of its `turn`-th item.
+    #[inline(always)]
+    unsafe fn wait_stored(self, turn: u32) {
+        mbarrier::wait_parity(self.bars.address(1u32), (turn & 1) ^ 1);
+    }
+
+    /// By each consumer, when it has.
+    #[inline(always)]
+    unsafe fn laid_out(self) {
+        mbarrier::arrive(self.bars.address(0u32));
+    }
+
+    /// By [`QUANTISERS`] threads, of which this is number `thread`: quantises and stores the `turn`-th item's results, of which there are `wide` columns. What is rounded, and how, is
+    /// what [`fused_quant_rows`](super::fused_quant_rows) does.
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    unsafe fn store<T: TensorFloat, const PAIRS: usize>(
+        self,
+        out: GlobalMut<u8>,
+        scales: GlobalMut<f32>,
+        scale_group: usize,
+        n: u32,
+        rank: u32,
+        thread: u32,
+        turn: u32,
+        wide: u32,
+        item: Item,
+    ) {
+        // Four neighbouring lanes have a pair, 16 outputs each.
+        let (team, t) = (thread / 4, thread % 4);
+        let step = const { QUANTISERS / 4 };
+        let told = self.bars.address(2 + turn % 2);
+        let (to, others) = (rank ^ 1, self.other.offset(turn % 2 * PAIRS as u32));
+        let load = |column: u32| {
+            let at = column * PITCH + t * 32;
+            let [a, b] = [self.tile.get_as::<B128<u32, 4>>(at), self.tile.get_as::<B128<u32, 4>>(at + 16)];
+            let mut v = [0f32; 16];
+            unroll::<4>(|i| {
+                [v[2 * i], v[2 * i + 1]] = T::unpack_f32(a.0[i]);
+                [v[2 * i + 8], v[2 * i + 9]] = T::unpack_f32(b.0[i]);
+            });
+            v
+        };
+        if thread == 0 {
+            mbarrier::arrive_expect_tx(told, wide * 4);
+        }
+        mbarrier::wait_parity(self.bars.address(0u32), turn & 1);
+        let mut column = team;
+        // The same for all lanes of a warp: eight columns.
+        while column < wide {
+            let mut largest = amax(load(column));
+            unroll::<2>(|i| largest = float::max(largest, warp::shfl_xor(largest, 1 << i)));
+            if t == 0 {
+                self.own.set(column, largest);
+                let other = cluster::map(others.address(column), to);
+                cluster::store_async_u32(other, largest.to_bits(), cluster::map(told, to));
+            }
+            column += step;
+        }
+        // What one lane has found all read.
+        warp::sync_warp(warp::FULL);
+        mbarrier::wait_parity(told, (turn / 2) & 1);
+        let first = item.tile * OUTPUTS + t * 16;
+        let mut column = team;
+        while column < wide {
+            // All of a pair's lanes compute the same.
+            let largest = float::max(self.own.get(column), f32::from_bits(others.get(column)));
+            let scale = scale_for::<E4M3>(largest);
+            let factor = float::recip(scale);
+            let v = load(column);
+            let four = |i: usize| E4M3::four([v[i] * factor, v[i + 1] * factor, v[i + 2] * factor, v[i + 3] * factor]);
+            let words = B128([four(0), four(4), four(8), four(12)]);
+            let (there, place) = (column < item.count, (item.first + column) as usize);
+            out.set_if(there && first < n, place * n as usize + first as usize, words);
+            if there && t == 0 && rank == 0 {
+                scales.set((item.tile / 2) as usize * scale_group + place, scale);
+            }
+            column += step;
+        }
+        mbarrier::arrive(self.bars.address(1u32));
+    }
 }
 
 /// Where a thread's scales of weights are in each of its tiles, for the steps of a product.
@@ -755,23 +982,29 @@ impl Consumer {
         const LINES: usize,
         const STAGES: usize,
         const DIRECT: bool,
+        const SHARE: u32,
+        const ROUNDED: bool,
     >(
         &self,
         job: &Job<T, SCALES, DIRECT>,
         stages: Stages<STAGES>,
         ring: &mut Ring<STAGES>,
         number: u32,
+        turn: u32,
         item: Item,
     ) {
         let (lane, groups) = (warp::lane_id(), job.groups());
-        let steps = groups.div_ceil(LINES as u32);
+        let steps = steps_of::<SCALES, UP, PAIRS, LINES>(groups);
+        let quantises = const { UP && SHARE == 2 };
         // What the end needs is on its way while the products run, where there are registers for it.
-        let columns = if TILES == 1 { Some(Columns::new::<T, SCALES, UP, DIRECT>(job, item)) } else { None };
+        let columns =
+            if TILES == 1 && !quantises { Some(Columns::new::<T, SCALES, UP, DIRECT>(job, item)) } else { None };
         let scales = WeightScales::<UP, TILES>::new(job, item.bin, item.tile * rows(TILES) as u32 + self.first_row);
         let (mut acc, mut partial) = ([A::zero(); TILES], A::zero());
         let mut step = 0;
         // Whether the stage to come is known to be full.
         let mut ready = false;
+        let mut last = [ring.stage; 2];
         loop {
             if !ready {
                 stages.wait_full(*ring);
@@ -804,16 +1037,40 @@ impl Consumer {
                     acc[s].pin();
                 }
             }
-            // The copy engine writes the next scales by another proxy than that of the loads.
-            tma::fence_async();
-            stages.release(ring.stage, lane);
+            last = [last[1], ring.stage];
             ring.advance();
             step += 1;
+            if step + const { kept_back(SCALES, UP, PAIRS) } <= steps {
+                // The copy engine writes the next scales by another proxy than that of the loads.
+                tma::fence_async();
+                stages.release(last[1], lane);
+            }
             if step >= steps {
                 break;
             }
         }
-        self.finish::<T, E4M3, A, SCALES, UP, TILES, PAIRS, DIRECT>(job, number, item, columns, &acc);
+        if quantises {
+            self.quantiser.wait_stored(turn);
+            if job.activation.0 == 0 && job.layout != PLAIN && !job.biased && !job.shared_biased {
+                self.lay_out::<T, A, SCALES, DIRECT, true>(job, item, &acc[0]);
+            } else {
+                self.lay_out::<T, A, SCALES, DIRECT, false>(job, item, &acc[0]);
+            }
+            self.quantiser.laid_out();
+        } else if const { kept_back(SCALES, UP, PAIRS) == 2 } {
+            // Each consumer takes one of the last two stages for its results, when both are done with them.
+            thread::sync_named(1 + GROUPS as u32, GROUPS as u32 * 128);
+            let (own, other) = if self.group == 0 { (last[0], last[1]) } else { (last[1], last[0]) };
+            tma::fence_async();
+            stages.release(other, lane);
+            if let Some(columns) = columns {
+                self.stage_down::<T, A, SCALES, PAIRS, DIRECT, ROUNDED>(job, own, item, columns, &acc[0]);
+            }
+            tma::fence_async();
+            stages.release(own, lane);
+        } else {
+            self.finish::<T, E4M3, A, SCALES, UP, TILES, PAIRS, DIRECT, ROUNDED>(job, number, item, columns, &acc);
+        }
     }
 
     /// Multiplies an item with scales of rows and finishes it.
@@ -829,6 +1086,7 @@ impl Consumer {
         const LINES: usize,
         const STAGES: usize,
         const DIRECT: bool,
+        const ROUNDED: bool,
     >(
         &self,
         job: &Job<T, SCALES, DIRECT>,
@@ -873,7 +1131,7 @@ impl Consumer {
         wgmma::wait::<0>(&mut acc[0]);
         unroll::<TILES>(|s| acc[s].pin());
         stages.release(before, lane);
-        self.finish::<T, Q, A, SCALES, UP, TILES, PAIRS, DIRECT>(job, number, item, columns, &acc);
+        self.finish::<T, Q, A, SCALES, UP, TILES, PAIRS, DIRECT, ROUNDED>(job, number, item, columns, &acc);
     }
 
     /// What is done to the sums of an item.
@@ -887,6 +1145,7 @@ impl Consumer {
         const TILES: usize,
         const PAIRS: usize,
         const DIRECT: bool,
+        const ROUNDED: bool,
     >(
         &self,
         job: &Job<T, SCALES, DIRECT>,
@@ -940,10 +1199,196 @@ impl Consumer {
             if UP {
                 job.store_up(item, row, A::N, |column| self.ids.get(column), sums);
             } else {
-                job.store_down(item, row, A::N, |column| (self.ids.get(column), self.scales.get(column)), sums);
+                let pairs = |column| (self.ids.get(column), self.scales.get(column));
+                job.store_down::<ROUNDED>(item, row, A::N, pairs, sums);
             }
         }
     }
+
+    /// The end of an item of the second product with many pairs: results go by way of a stage, so that those of a pair are stored side by side, as many columns at a
+    /// time as have room in its weights' part and in its rows' part, in turn.
+    #[inline(always)]
+    unsafe fn stage_down<
+        T: TensorFloat,
+        A: Accumulator + AsRef<[f32]>,
+        const SCALES: u32,
+        const PAIRS: usize,
+        const DIRECT: bool,
+        const ROUNDED: bool,
+    >(
+        &self,
+        job: &Job<T, SCALES, DIRECT>,
+        stage: u32,
+        item: Item,
+        columns: Columns,
+        acc: &A,
+    ) {
+        let mine = thread::thread_idx_x() % 128;
+        let Columns { pair, scale, .. } = columns;
+        // Everybody is done with the last item's.
+        thread::sync_named(1 + self.group, 128);
+        unroll::<2>(|i| {
+            let column = mine + 128 * i as u32;
+            if column < PAIRS as u32 {
+                self.ids.set(column, pair[i]);
+                self.scales.set(column, scale[i]);
+            }
+        });
+        thread::sync_named(1 + self.group, 128);
+        let row = item.tile * rows(1) as u32 + self.first_row;
+        let bias = job.weight_rows::<false>(row).map(|row| job.bias(item.bin, row));
+        let buffers = [
+            self.stages.offset(stage * (rows(1) * STEP) as u32),
+            self.stage_rows.offset(stage * (PAIRS * STEP) as u32),
+        ];
+        let fit = const {
+            let bytes = if ROUNDED { 2 } else { 4 };
+            [staged_columns(rows(1), bytes), staged_columns(PAIRS, bytes)]
+        };
+        let mut from = 0;
+        unroll::<4>(|round| {
+            let to = (from + fit[round % 2]).min(A::N);
+            if from < to {
+                self.stage_round::<T, A, SCALES, DIRECT, ROUNDED>(job, item, [from, to], buffers[round % 2], bias, acc);
+            }
+            from = to;
+        });
+    }
+
+    /// Columns `from..to` of [`stage_down`](Self::stage_down).
+    #[inline(always)]
+    unsafe fn stage_round<
+        T: TensorFloat,
+        A: Accumulator + AsRef<[f32]>,
+        const SCALES: u32,
+        const DIRECT: bool,
+        const ROUNDED: bool,
+    >(
+        &self,
+        job: &Job<T, SCALES, DIRECT>,
+        item: Item,
+        [from, to]: [usize; 2],
+        buffer: Shared<u8>,
+        bias: [f32; 2],
+        acc: &A,
+    ) {
+        let lane = warp::lane_id();
+        let (g, t) = (lane / 4, lane % 4);
+        let within = self.first_row % 64;
+        let bytes = const { if ROUNDED { 2 } else { 4 } };
+        let pitch = const { staged_pitch(if ROUNDED { 2 } else { 4 }) } as u32;
+        let sums = acc.as_ref();
+        let value = |j: usize, e: usize, scale: [f32; 2]| (sums[4 * j + e] + bias[e / 2]) * scale[e % 2];
+        for j in 0..const { A::N / 16 } {
+            // Two groups of 8 columns.
+            if 16 * j >= from && 16 * j < to {
+                let of = |i: usize| {
+                    let B64(scale) = self.scales.get_as::<B64<f32, 2>>(8 * (2 * j + i) as u32 + 2 * t);
+                    scale
+                };
+                let scales = [of(0), of(1)];
+                let column = (16 * j - from) as u32;
+                if ROUNDED {
+                    // Lane 8 i + r says where row r of the i-th of four matrices goes, transposed: of 16 rows the upper and the lower 8, of both groups.
+                    let place = (column + lane / 16 * 8 + lane % 8) * pitch + (within + lane / 8 % 2 * 8) * bytes;
+                    let mut words = [0; 4];
+                    for i in 0..4 {
+                        let (k, e) = (2 * j + i / 2, i % 2 * 2);
+                        words[i] = T::pack_f32(value(k, e, scales[i / 2]), value(k, e + 1, scales[i / 2]));
+                    }
+                    mma::stmatrix_x4_trans(buffer.address(place), words);
+                } else {
+                    for i in 0..2 {
+                        for e in 0..4 {
+                            let column = column + (8 * i + e % 2) as u32 + 2 * t;
+                            let place = column * pitch + (within + g + (e / 2 * 8) as u32) * bytes;
+                            buffer.set_as::<f32>(place, value(2 * j + i, e, scales[i]));
+                        }
+                    }
+                }
+            }
+        }
+        thread::sync_named(1 + self.group, 128);
+        // 16 bytes a lane, those of a pair by neighbouring ones.
+        let lanes = const { if ROUNDED { 8 } else { 16 } };
+        let part = lane % lanes * 16;
+        let first = item.tile * rows(1) as u32 + self.group * 64 + part / bytes;
+        let there = first < job.n;
+        let step = 4 * (32 / lanes);
+        let mut column = from as u32 + warp::warp_id() % 4 * (32 / lanes) + lane / lanes;
+        let end = item.count.min(to as u32);
+        // The same number of rounds for all lanes.
+        let mut base = from as u32;
+        while base < end {
+            unroll::<4>(|_| {
+                let stored = there && column < end;
+                let from = column.min(to as u32 - 1) - from as u32;
+                let at = self.ids.get(column.min(to as u32 - 1)) as usize * job.n as usize + first as usize;
+                let place = from * pitch + part;
+                if ROUNDED {
+                    let out = GlobalMut::new(job.partial.ptr(0u32).cast::<T>());
+                    out.set_if(stored, at, buffer.get_as::<B128<T, 8>>(place));
+                } else {
+                    job.partial.set_if(stored, at, buffer.get_as::<B128<f32, 4>>(place));
+                }
+                column += step;
+            });
+            base += 4 * step;
+        }
+    }
+
+    /// The end of an item of the first product whose results are [quantised](Quantiser). `SILU`: that is the activation, and there are no biases.
+    #[inline(always)]
+    unsafe fn lay_out<
+        T: TensorFloat,
+        A: Accumulator + AsRef<[f32]>,
+        const SCALES: u32,
+        const DIRECT: bool,
+        const SILU: bool,
+    >(
+        &self,
+        job: &Job<T, SCALES, DIRECT>,
+        item: Item,
+        acc: &A,
+    ) {
+        let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
+        let row = item.tile * rows(1) as u32 + self.first_row;
+        let (kind, alpha, limit) = job.activation;
+        let activation = Activation::new(kind, alpha, limit, job.layout != PLAIN);
+        let (mut gates, mut values) = (0.0, 0.0);
+        if !SILU {
+            let [gate, value] = job.weight_rows::<true>(row);
+            gates = job.bias(item.bin, gate);
+            values = if job.layout == PLAIN { 0.0 } else { job.bias(item.bin, value) };
+        }
+        // Outputs beyond the last have no say.
+        let there = row / 2 < job.n;
+        let first = g * PITCH + (self.first_row / 2 + 2 * t) * 2;
+        let sums = acc.as_ref();
+        for j in 0..const { A::N / 8 } {
+            let v = |c: usize| {
+                let (gate, value) = (sums[4 * j + c], sums[4 * j + 2 + c]);
+                if SILU {
+                    gate * float::fast::sigmoid(gate) * value
+                } else {
+                    activation.gated(gate + gates, value + values)
+                }
+            };
+            let [a, b] = T::pair_from_f32([v(0), v(1)]);
+            let word = mma::movmatrix_trans(T::pack(a, b));
+            self.quantiser.tile.set_as::<u32>(first + 8 * j as u32 * PITCH, if there { word } else { 0 });
+        }
+    }
+}
+
+/// From column to column of results of so many bytes in a stage: 16 bytes more than a multiple of 128, so lanes that store together meet in no bank.
+const fn staged_pitch(bytes: usize) -> usize {
+    64 * bytes + 16
+}
+
+/// How many columns of those have room in so many lines of a stage, in steps of 16.
+const fn staged_columns(lines: usize, bytes: usize) -> usize {
+    lines * STEP / staged_pitch(bytes) / 16 * 16
 }
 
 entries! {
@@ -952,7 +1397,9 @@ entries! {
         /// The first product's results, `[.., intermediate]`: a row for each place of the sorted list, or without it for each pair. Not used by the
         /// second.
         h: *mut T,
-        /// `[tokens * slots, hidden]`: written by the second product.
+        /// Scales of those where the first product quantises them (of blocks, with a sorted list: then `h` is of bytes), `x_scale_group` from group to group.
+        h_scales: *mut f32,
+        /// `[tokens * slots, hidden]`: written by the second product; rounded results as elements, from the same place on.
         partial: *mut f32,
         /// Quantised rows of tokens, or for the second product of `h`, `x_row` apart: row `pair / x_divisor` belongs to a pair, if there is no
         /// sorted list; otherwise they are in its order, and `x_map` describes them, in boxes of [`STEP`] by [`box_rows`].
@@ -986,29 +1433,40 @@ entries! {
         words: *mut u64,
         /// A number that no other launch has, unless it repeats this one; the two products may have the same.
         launch: u64,
+        /// [`WORDS`](super::progress::WORDS) for both products, or null: whatever is in them. With them the second, of as many blocks, starts while the first still
+        /// runs; where the first quantises its results.
+        progress: *mut u32,
     );
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2>;
-    moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 6, false, 2>;
-    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1>;
-    moe_fused_quant_wgmma_down_t144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 1, 6, false, 2>;
-    moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1>;
-    moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 16, 1, 11, true, 1>;
-    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 1, 8, false, 1>;
-    moe_fused_quant_wgmma_down_t144_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t16_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t16_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1>;
-    moe_fused_quant_wgmma_up_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1>;
-    moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 1, 11, true, 1>;
-    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1>;
-    moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 2, false>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 2, false>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 5, false, 2, false>;
+    moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 144, 1, 5, false, 2, false>;
+    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1, false>;
+    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1, true>;
+    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1, true>;
+    moe_fused_quant_wgmma_down_t144_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 1, 6, false, 2, false>;
+    moe_fused_quant_wgmma_down_rounded_t144_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 1, 6, false, 2, true>;
+    moe_fused_quant_wgmma_down_rounded_t144_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 144, 1, 6, false, 2, true>;
+    moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
+    moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
+    moe_fused_quant_wgmma_up_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_up_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
+    moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
+    moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 16, 1, 11, true, 1, false>;
+    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_down_t144_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, false>;
+    moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
+    moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
+    moe_fused_quant_wgmma_up_t16_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
+    moe_fused_quant_wgmma_up_t16_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
+    moe_fused_quant_wgmma_up_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_up_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_up_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
+    moe_fused_quant_wgmma_up_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
+    moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 1, 11, true, 1, false>;
+    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, false>;
+    moe_fused_quant_wgmma_down_rounded_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
+    moe_fused_quant_wgmma_down_rounded_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
 }

@@ -23,11 +23,11 @@
 //! multiplies a whole item while the other finishes its last; mbarriers hand over, because a group that is more than one
 //! round of the ring behind could not tell the phases of a stage apart.
 //!
-//! Of few pairs the time until the first weights are asked for counts. The warp that fetches finds out alone which items there are, without barriers. Registers are 128 a thread at the start, so that blocks of the sum over slots are beside those of the second product from the start of that, on all
-//! multiprocessors, and wait there.
+//! Of few pairs the time until the first weights are asked for counts. The warp that fetches finds out alone which items there are, without barriers. Registers are 128 a thread at the start, so that blocks of the sum over
+//! slots are beside those of the second product from the start of that, on all multiprocessors, and wait there.
 //!
 //! The second product waits for `h` only when the ring is full of weights already ([`dependent_launch`]), or where it gathers rows, so the stream of
-//! weights does not end between the two.
+//! weights does not end between the two. Nor does it wait for the end of the first, if that has long got beyond the experts it begins with ([`Progress`]).
 //!
 //! # Results
 //! Of few pairs they go from registers to memory. Of many (`STAGED`) that takes longer than the products of a short K: a product of
@@ -50,14 +50,17 @@
 //! # Work
 //! Blocks of threads stay, one a multiprocessor, and draw [`items`](super::items) when they have fetched what they had ([`Drawn`]).
 //!
-//! Of many pairs (`STAGED`) the second product does not wait for the end of the first: it starts where blocks have no more items, and waits for the `h` of an expert
-//! ([`Progress`]).
+//! The second product starts where blocks of the first have no more items. While it asks for its first weights it looks how far the others have come ([`Progress`]): mostly
+//! the last experts are what they are at, so it begins with the first ones at once, and when it comes to those last ones the first product has ended. Otherwise, as with one expert, it
+//! waits for that end. What it must not do is wait for words: a fence takes 1 to 2 µs while weights stream, so a block that said that it is done with all would
+//! end, and make room, that much later.
 //!
 //! # The second-level cache
 //! Weights that no other item reads, but for the one that the other block of two has at the same time, leave it first, so that what is read again
 //! stays: `x`, `h`, and `partial` if it has room (`kept`; only then those of the second product, too), whose lines the sum discards. On its way to memory and back it was 90 of 1300 MB of Qwen3's 512 tokens.
 //!
-//! While sorting runs, blocks of the first product ask for what would be their first item's weights if every expert had one share. Most of it is
+//! Where there are few pairs an expert blocks of the first product that have had all fetched ask for what the second begins with.
+//! While sorting runs, they ask for what would be their first item's weights if every expert had one share. Most of it is
 //! read soon whichever way pairs go, since the first items are those of the first experts. Nothing is written, so nothing has to be waited for.
 //!
 //! The sum over K runs in one order whatever N is, so a pair's result depends on nothing else in the batch.
@@ -66,7 +69,7 @@ use super::fused::{HALVES, PLAIN};
 pub use super::items::DIRECT_PAIRS;
 use super::items::{Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
-use super::progress::{Progress, WARPS as PROGRESS};
+use super::progress;
 use super::shuffle;
 use crate::tensor_float::TensorFloat;
 use cuda_std::second_level::Policy;
@@ -81,16 +84,22 @@ use cuda_std::{
 
 /// Consumer warpgroups.
 pub const GROUPS: usize = 2;
+/// Each consumer is a writer.
+type Progress = progress::Progress<GROUPS>;
 /// Threads that fill the ring.
 const PRODUCERS: usize = 128;
 /// Which of them draws items where the one that fetches weights copies rows besides.
 const DRAWER: u32 = PRODUCERS as u32 - 32;
+/// Rows of shuffled weights of the second product in a tile.
+const TILE_ROWS: u32 = 64;
 /// Threads of a block.
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// For how many threads a multiprocessor's registers are divided among those of a block of few pairs: 128 each, so that blocks of the sum find room beside it.
 const ROOMY: usize = 512;
 /// The barrier that a block's threads pass when its items are known.
 const KNOWN: u32 = 3 + GROUPS as u32;
+/// The one that they pass, if there is no such, when consumers have looked at the progress.
+const LOOKED: u32 = 4 + GROUPS as u32;
 /// Elements of K of a stage: a line of the swizzle.
 pub const STEP: usize = 64;
 /// Rows of pairs that a thread copies, at most.
@@ -285,6 +294,16 @@ pub(super) fn coordinates<const UP: bool>(shuffled: u32, n: u32, k: u32, row: u3
     if UP { [k as i32, 0, 0, group, bin] } else { [k as i32, 0, 2 * group, 0, bin] }
 }
 
+/// Asks for the first `most` elements of a tile's rows, which begin with `row`, in the second-level cache.
+#[inline(always)]
+unsafe fn prefetch<const UP: bool>(map: *const TensorMap, shuffled: u32, n: u32, most: u32, row: u32, bin: u32) {
+    let mut at = 0;
+    while at < most {
+        tma::prefetch_tensor::<5>(map, coordinates::<UP>(shuffled, n, at, row, bin as i32));
+        at += STEP as u32;
+    }
+}
+
 /// One of the products; see [`Args`]. `UP`: the first. Grid: any number of blocks, or of clusters of [`PAIR`] if `PAIRED`, whose maps have boxes of half
 /// of an item's rows; block: [`THREADS`]; shared memory: [`shared_bytes`].
 #[inline(always)]
@@ -308,6 +327,7 @@ unsafe fn fused_wgmma<
     x_row: usize,
     map: *const TensorMap,
     shared_map: *const TensorMap,
+    next_map: *const TensorMap,
     bias: *const T,
     shared_bias: *const T,
     sorted_ids: *const i32,
@@ -349,6 +369,8 @@ unsafe fn fused_wgmma<
     let scales = carver.take::<f32>(GROUPS * PAIRS);
     let word = if UP { words } else { words.wrapping_add(1) };
     let drawn = Drawn::new(&mut carver, true, word, launch);
+    // What warps have seen of the progress, before it is needed for the first item's end.
+    let beyond = ids;
     let outputs = const { if UP { rows(TILES, ALTERNATE) as u32 / 2 } else { rows(TILES, ALTERNATE) as u32 } };
     let blocks = const { if PAIRED { PAIR as u32 } else { 1 } };
     if tid == 0 {
@@ -370,14 +392,14 @@ unsafe fn fused_wgmma<
         // SAFETY: there are outputs, hence tiles.
         core::hint::assert_unchecked(tiles != 0);
         let (bin, tile) = (thread::block_idx_x() / tiles, thread::block_idx_x() % tiles);
-        let (mut at, row) = (0, tile * const { rows(TILES, ALTERNATE) as u32 });
-        while bin < local && at < k.min(const { (STAGES * LINES * STEP) as u32 }) {
-            tma::prefetch_tensor::<5>(map, coordinates::<UP>(shuffled, n, at, row, bin as i32));
-            at += STEP as u32;
+        if bin < local {
+            let row = tile * const { rows(TILES, ALTERNATE) as u32 };
+            let most = k.min(const { (STAGES * LINES * STEP) as u32 });
+            prefetch::<UP>(map, shuffled, n, most, row, bin);
         }
     }
     let rank = if PAIRED { cluster::rank() } else { 0 };
-    let progress = Progress::new(if STAGED { progress } else { core::ptr::null_mut() }, thread::grid_dim_x());
+    let progress = Progress::new(progress, thread::grid_dim_x());
     if PAIRED {
         cluster::dims::<{ PAIR as u32 }>();
         cluster::arrive_relaxed();
@@ -400,12 +422,7 @@ unsafe fn fused_wgmma<
     if UP {
         // The sorted list may still be in the making.
         dependent_launch::wait();
-        if progress.is_kept() {
-            // By a warp that has little else to do.
-            if tid / PROGRESS as u32 == const { (THREADS / PROGRESS) as u32 - 1 } {
-                progress.begin(tid % PROGRESS as u32);
-            }
-        } else {
+        if !progress.is_kept() {
             dependent_launch::launch_dependents();
         }
     } else {
@@ -453,13 +470,10 @@ unsafe fn fused_wgmma<
     } else {
         items.gather();
     }
-    // By all warps but the first, which goes on: it has had no part in what the next launch relies on.
+    // By all warps but the first, which goes on.
     let known = || {
         if !STAGED {
             thread::sync_named(KNOWN, THREADS as u32);
-        }
-        if UP && progress.is_kept() {
-            dependent_launch::launch_dependents();
         }
     };
 
@@ -543,11 +557,18 @@ unsafe fn fused_wgmma<
                 asked = true;
             }
         }
-        if !UP && gathers && !progress.is_kept() {
-            dependent_launch::wait();
-        }
         // Experts whose `h` is there.
         let mut there = 0;
+        if !UP && gathers && progress.is_kept() {
+            if STAGED {
+                // They look while weights are asked for.
+                thread::sync_named(LOOKED, THREADS as u32);
+            }
+            there = u32::MAX;
+            for w in 0..const { 4 * GROUPS as u32 } {
+                there = there.min(beyond.get(w));
+            }
+        }
         // A thread copies 16 bytes of every so manyth row. Where its rows start it keeps in units of 16 bytes.
         let each = const { gatherers(STAGED) / 8 };
         let (chunk, low) = (tid % 8, (tid / 8) % each as u32);
@@ -559,8 +580,9 @@ unsafe fn fused_wgmma<
             let wide = columns(PAIRS as u32, work.count);
             let mut source = [u32::MAX; MOST_ROWS];
             if gathers {
-                if !UP && progress.is_kept() && warp::warp_vote_ballot(warp::FULL, work.bin >= there) != 0 {
-                    there = progress.wait_beyond(work.bin);
+                if !UP && warp::warp_vote_ballot(warp::FULL, work.bin >= there) != 0 {
+                    dependent_launch::wait();
+                    there = u32::MAX;
                 }
                 // All asked for at once; those beyond the last repeat it.
                 let mut pair = [0; MOST_ROWS];
@@ -637,13 +659,27 @@ unsafe fn fused_wgmma<
                 shares = job.items.shares_before(item);
             }
         }
+        if UP && NOW && progress.is_kept() && tokens * slots <= 16 * bins && warp_id == 0 {
+            // What the second product begins with is on its way while results are stored and its blocks start.
+            let next = job.items.of_tiles(k.div_ceil(const { rows(TILES, ALTERNATE) as u32 }));
+            let first = thread::block_idx_x();
+            if first < next.count() {
+                let work = next.find(first, 0);
+                if tid == 0 && work.bin < local {
+                    let shuffled = if shuffled != 0 { TILE_ROWS } else { 0 };
+                    let row = work.tile * const { rows(TILES, ALTERNATE) as u32 };
+                    let most = n.min(const { (STAGES * LINES * STEP) as u32 });
+                    prefetch::<false>(next_map, shuffled, k, most, row, work.bin);
+                }
+            }
+        }
         if ALTERNATE && tid == 0 {
             // The other consumer waits for one more.
             drawn.tell(sequence, u32::MAX);
         }
         // The block's shared memory must outlive its copies.
         cp_async::wait_group::<0>();
-        if !UP && progress.is_kept() {
+        if !UP && there != u32::MAX {
             // Who waits for the end of this launch waits for that of the one before as well, even if there were no items.
             dependent_launch::wait();
         }
@@ -652,6 +688,15 @@ unsafe fn fused_wgmma<
             wgmma::increase_registers::<224>();
         } else {
             wgmma::increase_registers::<152>();
+        }
+        if !UP && progress.is_kept() {
+            let least = progress.look(tid - PRODUCERS as u32, const { 128 * GROUPS as u32 });
+            if warp::lane_id() == 0 {
+                beyond.set(warp_id - const { PRODUCERS as u32 / 32 }, least);
+            }
+            if STAGED {
+                thread::sync_named(LOOKED, THREADS as u32);
+            }
         }
         known();
         let items = job.items.count();
@@ -671,6 +716,13 @@ unsafe fn fused_wgmma<
         };
         let mut ring = Ring::<STAGES>::new();
         let mut item = dealt;
+        if UP && progress.is_kept() && warp_id == const { (PRODUCERS / 32) as u32 } {
+            let first = if item < items { job.items.find(item, rank).bin } else { bins };
+            if warp::lane_id() == 0 {
+                progress.begin(first);
+                dependent_launch::launch_dependents();
+            }
+        }
         // Of numbers of items.
         let mut sequence = 0;
         if ALTERNATE && group == 1 {
@@ -682,6 +734,10 @@ unsafe fn fused_wgmma<
         while item < items {
             let work = job.items.find(item, rank);
             let wide = columns(PAIRS as u32, work.count);
+            if UP && ALTERNATE && progress.is_kept() && round > 0 {
+                // The last item's results, while the other one's products are under way.
+                consumer.reach(progress, work.bin);
+            }
             if ALTERNATE {
                 // The phase of a stage says nothing to who is more than one behind. The first turn is the first group's.
                 mbarrier::wait_parity(turns.address(group), (round & 1) ^ (group == 0) as u32);
@@ -709,9 +765,6 @@ unsafe fn fused_wgmma<
             }
             item = drawn.hear(sequence);
             sequence += 1;
-        }
-        if UP && progress.is_kept() {
-            progress.reach(warp_id - (PRODUCERS / 32) as u32, u32::MAX);
         }
     }
     if PAIRED {
@@ -771,6 +824,15 @@ impl<T: TensorFloat + Input> Consumer<T> {
             }
         } else if lane == 0 {
             mbarrier::arrive(self.empty.address(stage));
+        }
+    }
+
+    /// By all of the warpgroup: all that it still stores is of this expert or of later ones.
+    #[inline(always)]
+    unsafe fn reach(&self, progress: Progress, expert: u32) {
+        thread::sync_named(1 + self.group, 128);
+        if thread::thread_idx_x() % 128 == 0 {
+            progress.reach(self.group, expert);
         }
     }
 
@@ -858,9 +920,9 @@ impl<T: TensorFloat + Input> Consumer<T> {
             last = [before, ring.stage];
             before = ring.stage;
             ring.advance();
-            if UP && STAGED && step == 1 && job.progress.is_kept() {
+            if UP && !ALTERNATE && step == 1 && job.progress.is_kept() {
                 // The last item's results, while products are under way.
-                job.progress.reach(warp::warp_id() - (PRODUCERS / 32) as u32, work.bin);
+                self.reach(job.progress, work.bin);
             }
             if step == steps {
                 break;
@@ -1270,6 +1332,8 @@ entries! {
         x: *const T, x_row: usize,
         /// The weights of the routed experts and of the shared ones; see the [module](self).
         map: TensorMap, shared_map: TensorMap,
+        /// Of the first product: the second one's `map`.
+        next_map: TensorMap,
         /// `[local, rows]` or null; `[shared, rows]` or null.
         bias: *const T, shared_bias: *const T,
         /// From [`sort`](super::sort), in blocks of [`SORT_BLOCK`].
@@ -1295,7 +1359,7 @@ entries! {
         launch: u64,
         /// 1 if `partial` may stay in the second-level cache until the sum has read it.
         kept: u32,
-        /// [`WORDS`](super::progress::WORDS) for both products, or null: whatever is in them. With them the second starts while the first still runs.
+        /// [`WORDS`](super::progress::WORDS) for both products, or null: whatever is in them. With them the second begins while the first still runs.
         progress: *mut u32,
     );
     moe_fused_wgmma_up_t16_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;

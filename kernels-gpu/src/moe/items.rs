@@ -433,6 +433,12 @@ impl<const DIRECT: bool> Items<DIRECT> {
         }
     }
 
+    /// The items of another product of the same pairs, of so many tiles.
+    #[inline(always)]
+    pub fn of_tiles(&self, tiles: u32) -> Self {
+        Self { tiles, ..*self }
+    }
+
     /// How many there are.
     #[inline(always)]
     pub unsafe fn count(&self) -> u32 {

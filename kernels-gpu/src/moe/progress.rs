@@ -1,33 +1,37 @@
 //! How far the blocks of a launch have come, for the one after it, which begins while they still run.
 //!
-//! Blocks take items in the order of experts. Each warp that stores results keeps a word: all that it still stores is of that expert or of later ones. So who reads
-//! the results of an expert waits until all words are beyond it, instead of waiting for the end of the launch: blocks that have no more items make room
+//! Blocks take items in the order of experts. Each of a block's writers (threads that store results together) keeps a word: all that it still stores is of that expert or of later ones. So what is
+//! stored of experts before the least of the words is there, and who reads only that need not wait for the end of the launch: blocks that have no more items make room
 //! for blocks of the next launch, which begin with what was stored first.
 //!
-//! The words begin as zeroes, which blocks store before they let the next launch start; it matters not what they were. The next launch must not end before this one does,
+//! Where a word delays nobody, the next launch waits for words ([`Progress::wait_beyond`]); a writer that has done all says so by an expert beyond all. Where writers are what a block waits for at its end,
+//! no word says that, and the next launch looks once, when it begins ([`Progress::look`]): for what is not there yet it waits for the end of this one.
+//!
+//! The words begin with a block's first expert, or 0, before it lets the next launch start; it matters not what they were. The next launch must not end before this one does,
 //! or a word could be written when somebody has begun anew: so it waits for that at its own end.
 
-use cuda_std::atomic::{Device, Relaxed};
+use cuda_std::atomic::{Acquire, Device, Relaxed};
 use cuda_std::{GlobalMut, thread, unroll, warp};
 
-/// Words of a block.
-pub const WARPS: usize = 8;
+/// The most writers of a block.
+pub const MAX_WRITERS: usize = 2;
 /// The most blocks.
 pub const MAX_BLOCKS: usize = 256;
 /// Words in all.
-pub const WORDS: usize = WARPS * MAX_BLOCKS;
+pub const WORDS: usize = MAX_WRITERS * MAX_BLOCKS;
 
 /// See the [module](self).
 #[derive(Clone, Copy)]
-pub struct Progress {
+pub struct Progress<const WRITERS: usize> {
     words: GlobalMut<u32>,
     blocks: u32,
 }
 
-impl Progress {
+impl<const WRITERS: usize> Progress<WRITERS> {
     /// Of a launch of so many blocks; `words`: null, or [`WORDS`].
     #[inline(always)]
     pub fn new(words: *mut u32, blocks: u32) -> Self {
+        const { assert!(WRITERS <= MAX_WRITERS) };
         Self { words: GlobalMut::new(words), blocks: if words.is_null() { 0 } else { blocks } }
     }
 
@@ -37,31 +41,42 @@ impl Progress {
         self.blocks.wrapping_sub(1) < MAX_BLOCKS as u32
     }
 
-    /// By a thread for each of a block's words, before a barrier and before the block lets the next launch start.
+    /// By one thread, before the block lets the next launch start: the block stores nothing of experts before this one.
     #[inline(always)]
-    pub unsafe fn begin(self, warp: u32) {
-        self.words.store(thread::block_idx_x() * WARPS as u32 + warp, 0, Device, Relaxed);
+    pub unsafe fn begin(self, expert: u32) {
+        for writer in 0..WRITERS {
+            self.words.store(thread::block_idx_x() as usize * WRITERS + writer, expert, Device, Relaxed);
+        }
         thread::device_fence();
     }
 
-    /// By all lanes of a warp, in the order of experts: all that it will store is of this expert or of later ones.
+    /// By one thread of a writer, after a barrier of all of them, in the order of experts: all that they will store is of this expert or of later ones.
     #[inline(always)]
-    pub unsafe fn reach(self, warp: u32, expert: u32) {
-        warp::sync_warp(warp::FULL);
-        if warp::lane_id() == 0 {
-            thread::device_fence();
-            self.words.store(thread::block_idx_x() * WARPS as u32 + warp, expert, Device, Relaxed);
+    pub unsafe fn reach(self, writer: u32, expert: u32) {
+        thread::device_fence();
+        self.words.store(thread::block_idx_x() * WRITERS as u32 + writer, expert, Device, Relaxed);
+    }
+
+    /// By so many `threads` of a block of the next launch, which has as many blocks, before a barrier: the least of the words that those of a warp have looked at.
+    #[inline(always)]
+    pub unsafe fn look(self, thread: u32, threads: u32) -> u32 {
+        let mut least = u32::MAX;
+        let mut word = thread;
+        while word < self.blocks * WRITERS as u32 {
+            least = least.min(self.words.load(word, Device, Acquire));
+            word += threads;
         }
+        warp::warp_reduce_min_u32(warp::FULL, least)
     }
 
     /// By all lanes of a warp of the next launch, which has as many blocks: waits until all that is stored of an expert is visible. That holds for all experts before the one that is
     /// returned.
     #[inline(always)]
     pub unsafe fn wait_beyond(self, expert: u32) -> u32 {
+        let words = self.blocks * WRITERS as u32;
         loop {
             let mut least = u32::MAX;
             let mut word = warp::lane_id();
-            let words = self.blocks * WARPS as u32;
             while word < words {
                 // Several at once; those beyond the last repeat it.
                 let mut found = [0; 8];

@@ -165,10 +165,10 @@ unsafe fn held<T: Float, const V: usize, const N: usize, const MANY: bool>(
     });
 }
 
-/// A row that is read again, after [`dependent_launch::begin`].
+/// A row in two sums, mean first, after [`dependent_launch::begin`]: read again for each, or with `N` held in registers, which gives the same bits.
 #[inline(always)]
 #[track_caller]
-unsafe fn read_again<T: Float, const V: usize, const VEC: bool>(
+unsafe fn twice<T: Float, const V: usize, const N: usize, const VEC: bool>(
     x: Global<T>,
     weight: Global<T>,
     bias: Global<T>,
@@ -180,37 +180,48 @@ unsafe fn read_again<T: Float, const V: usize, const VEC: bool>(
 ) {
     let mut shared = Carver::new();
     let (scratch_sum, scratch_squares) = (scratch::<1, MAX_WARPS>(&mut shared), scratch::<1, MAX_WARPS>(&mut shared));
-    let row = Row::<V, 0, VEC>::new(team, if live { n } else { 0 });
+    let row = Row::<V, N, VEC>::new(team, if live { n } else { 0 });
     let (mut total, inverse_n) = (0.0, inverse(n));
-    let mut i = 0;
-    while i < row.rounds() {
-        let x = vec::to_f32(row.piece(i).load_mutable(x));
+    let mut held = [[zero(); V]; N];
+    cuda_std::unroll::<N>(|i| held[i] = row.piece(i).load_mutable(x));
+    let piece = |i: usize| vec::to_f32(if N > 0 { held[i] } else { row.piece(i).load_mutable(x) });
+    each::<N>(row.rounds(), |i| {
+        let x = piece(i);
         cuda_std::unroll::<V>(|j| total += x[j]);
-        i += 1;
-    }
+    });
     let [total] = row.reduce([total], [Op::Sum], scratch_sum);
     let mean = total * inverse_n;
 
     let mut squares = 0.0;
-    let mut i = 0;
-    while i < row.rounds() {
-        let x = vec::to_f32(row.piece(i).load_mutable(x));
+    each::<N>(row.rounds(), |i| {
+        let x = piece(i);
         cuda_std::unroll::<V>(|j| {
             let d = if row.piece(i).has(j) { x[j] - mean } else { 0.0 };
             squares = float::fma(d, d, squares);
         });
-        i += 1;
-    }
+    });
     let [squares] = row.reduce([squares], [Op::Sum], scratch_squares);
     let scale = inverse_rms(squares, inverse_n, eps);
 
-    let mut i = 0;
-    while i < row.rounds() {
+    each::<N>(row.rounds(), |i| {
         let p = row.piece(i);
-        let (x, w, b) = (p.load_mutable(x), p.load_optional(weight, true), p.load_optional(bias, false));
-        let (mut x, w, b) = (vec::to_f32(x), vec::to_f32(w), vec::to_f32(b));
+        let (w, b) = (p.load_optional(weight, true), p.load_optional(bias, false));
+        let (mut x, w, b) = (piece(i), vec::to_f32(w), vec::to_f32(b));
         cuda_std::unroll::<V>(|j| x[j] = float::fma((x[j] - mean) * scale, w[j], b[j]));
         p.store(out, vec::from_f32(x));
+    });
+}
+
+/// `f` of the numbers of a thread's pieces: `N`, or `rounds` if `N` is 0.
+#[inline(always)]
+#[track_caller]
+fn each<const N: usize>(rounds: usize, mut f: impl FnMut(usize)) {
+    if N > 0 {
+        return cuda_std::unroll::<N>(f);
+    }
+    let mut i = 0;
+    while i < rounds {
+        f(i);
         i += 1;
     }
 }
@@ -231,7 +242,8 @@ pub unsafe fn layer_norm<T: Float, const V: usize, const N: usize, const VEC: bo
     eps: f32,
 ) {
     let in_block = if MANY { 0 } else { thread::thread_idx_y() };
-    if N == 0 {
+    let held_whole = N > 0 && VEC;
+    if !held_whole {
         dependent_launch::begin();
     }
     let row = (thread::block_idx_x() * thread::block_dim_y() + in_block) as usize;
@@ -240,10 +252,10 @@ pub unsafe fn layer_norm<T: Float, const V: usize, const N: usize, const VEC: bo
     // Where registers are few they are not for an address that is needed last.
     let out = || out.offset(if MANY { thread::block_idx_x() as usize } else { row } * out_stride);
     let (weight, bias, team) = (Global::new(weight), Global::new(bias), Team::current());
-    if N > 0 {
+    if held_whole {
         held::<T, V, N, MANY>(x, weight, bias, out, team, n, live, eps);
     } else {
-        read_again::<T, V, VEC>(x, weight, bias, out(), team, n, live, eps);
+        twice::<T, V, N, VEC>(x, weight, bias, out(), team, n, live, eps);
     }
 }
 
@@ -267,4 +279,7 @@ entries! {
     layer_norm_x4_many_f32 { type T = f32; } [512, 2] => layer_norm::<T, 4, 4, true, true>;
     layer_norm_x4_many_f16 { type T = half::f16; } [512, 2] => layer_norm::<T, 8, 4, true, true>;
     layer_norm_x4_many_bf16 { type T = half::bf16; } [512, 2] => layer_norm::<T, 8, 4, true, true>;
+    layer_norm_any_x4_f32 { type T = f32; } [512, 2] => layer_norm::<T, 4, 4, false, false>;
+    layer_norm_any_x4_f16 { type T = half::f16; } [512, 2] => layer_norm::<T, 4, 4, false, false>;
+    layer_norm_any_x4_bf16 { type T = half::bf16; } [512, 2] => layer_norm::<T, 4, 4, false, false>;
 }

@@ -7,6 +7,8 @@
 //! * `x2`: two pieces a thread. Short rows (a head) take some lanes of a warp and share blocks with others; longer ones
 //!   a block of up to 512 threads.
 //! * `x4`: four pieces a thread: rows up to 32 KiB. `layer_norm`, which computes more for each warp, takes it from 4 KiB on.
+//! * `narrow`: two pieces a thread as well, for rows of one to four warps, of which a block may have several. A block starts every 1.2 ns on the
+//!   whole GPU, so many rows of 1024 columns would take longer to start than to read.
 //! * `few`, `many`: other instances for launches of few or many rows, in which every sum is added up in the same order.
 //! * `loop`: longer rows are read twice, the second time from the second-level cache; up to 1024 threads.
 //! * `any`: as `loop`, for rows that cannot be moved in pieces of 16 bytes (see [`row`](crate::row)); `any_x4`: held in registers, the same bits.
@@ -18,7 +20,7 @@ pub mod rms_norm_quant;
 
 use crate::row::team::Op;
 use crate::row::{Piece, Team, quantise};
-use cuda_std::{Shared, dependent_launch};
+use cuda_std::{Shared, dependent_launch, thread};
 
 /// Up to so many rows start at once on a GPU, and the wait for the kernels before is what takes time. In longer launches every instruction before
 /// a block's first load is in line. Measured on an H200.
@@ -37,6 +39,15 @@ pub(crate) enum Early {
 
 /// The most warps of a block.
 pub const MAX_WARPS: usize = 32;
+
+/// The most warps of a row in the `narrow` instances.
+pub const NARROW_WARPS: usize = 4;
+
+/// The number of the row of the caller's team. `shared`: whether blocks may have several.
+#[inline(always)]
+pub(crate) fn row_number(shared: bool) -> u32 {
+    if shared { thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y() } else { thread::block_idx_x() }
+}
 
 /// A thread's share of a row: `N` pieces, or any number of them if `N` is 0.
 #[derive(Clone, Copy)]

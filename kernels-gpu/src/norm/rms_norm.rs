@@ -3,7 +3,7 @@
 //! Squares are summed in f32. With a residual the sum is rounded to the element type first, stored as the new residual
 //! and normalised in its rounded form: what the next layer reads is what was normalised here.
 
-use super::{Early, FEW_ROWS, MAX_WARPS, Row};
+use super::{Early, FEW_ROWS, MAX_WARPS, NARROW_WARPS, Row};
 use crate::row::team::{Op, scratch};
 use crate::row::{Team, packed, zero};
 use cuda_std::shared::Carver;
@@ -43,10 +43,13 @@ pub(crate) fn scaled<T: Float, const V: usize>(x: [T; V], w: [T; V], scale: f32,
 
 /// `x + residual`, rounded.
 #[inline(always)]
-pub(crate) fn sum<T: Float, const V: usize>(x: [T; V], residual: [T; V]) -> [T; V] {
-    let (mut x, r) = (vec::to_f32(x), vec::to_f32(residual));
-    cuda_std::unroll::<V>(|j| x[j] += r[j]);
-    vec::from_f32(x)
+pub(crate) fn sum<T: Float, const V: usize>(mut x: [T; V], residual: [T; V]) -> [T; V] {
+    let mut j = 0;
+    while j < V {
+        [x[j], x[j + 1]] = T::pair_add([x[j], x[j + 1]], [residual[j], residual[j + 1]]);
+        j += 2;
+    }
+    x
 }
 
 /// The rows that a team of threads works on: inputs, and the residual that is added and updated.
@@ -87,10 +90,10 @@ impl<T: Float> Source<T> {
         [x, r]
     }
 
-    /// What is normalised: the first input, or the sum, which is stored.
+    /// What is normalised: the first input, or the sum, which is stored, for the second-level cache to `KEEP` or not.
     #[inline(always)]
     #[track_caller]
-    pub(crate) unsafe fn add<const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+    pub(crate) unsafe fn add<const ADD: bool, const KEEP: bool, const V: usize, const N: usize, const VEC: bool>(
         self,
         row: Row<V, N, VEC>,
         [mut x, r]: [[[T; V]; N]; 2],
@@ -98,7 +101,7 @@ impl<T: Float> Source<T> {
         if ADD {
             cuda_std::unroll::<N>(|i| {
                 x[i] = sum(x[i], r[i]);
-                row.piece(i).store(self.residual_out, x[i]);
+                row.piece(i).store_or_keep::<T, KEEP>(self.residual_out, x[i]);
             });
         }
         x
@@ -139,7 +142,7 @@ impl<T: Float> Source<T> {
 
 #[inline(always)]
 #[track_caller]
-unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, const VEC: bool, const NARROW: bool>(
     from: Source<T>,
     weight: Global<T>,
     out: impl FnOnce() -> GlobalMut<T>,
@@ -149,7 +152,6 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
     weight_offset: f32,
     eps: f32,
 ) {
-    let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
     let row = Row::<V, N, VEC>::new(team, if live { n } else { 0 });
     let (mut total, inverse_n) = (0.0, inverse(n));
 
@@ -161,7 +163,7 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
     let inputs = from.load::<ADD, V, N, VEC>(row, weight, early);
     let mut w = [[zero(); V]; N];
     cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
-    let x = from.add::<ADD, V, N, VEC>(row, inputs);
+    let x = from.add::<ADD, true, V, N, VEC>(row, inputs);
     cuda_std::unroll::<N>(|i| total += squares(x[i]));
     if N == 0 {
         let mut i = 0;
@@ -170,12 +172,20 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
             i += 1;
         }
     }
-    let [total] = row.reduce([total], [Op::Sum], scratch);
+    let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
+    let [total] = if NARROW {
+        let scratch = scratch.offset(thread::thread_idx_y() * NARROW_WARPS as u32);
+        team.reduce::<1, NARROW_WARPS>([total], [Op::Sum], scratch)
+    } else {
+        row.reduce([total], [Op::Sum], scratch)
+    };
     let scale = inverse_rms(total, inverse_n, eps);
 
     let out = out();
     cuda_std::unroll::<N>(|i| {
-        row.piece(i).store(out, vec::from_f32(scaled(packed::<T, V, VEC>(x[i]), w[i], scale, weight_offset)))
+        // Sums are in place mostly.
+        row.piece(i)
+            .store_or_keep::<T, ADD>(out, vec::from_f32(scaled(packed::<T, V, VEC>(x[i]), w[i], scale, weight_offset)))
     });
     if N == 0 {
         let mut i = 0;
@@ -188,9 +198,9 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
 }
 
 /// `x`, `out`: `[rows, n]`, rows `x_stride` and `out_stride` elements apart; `weight`: `[n]` or null for ones (then
-/// `weight_offset` is 0). Blocks: `(team, rows)`, the team as [`Team`] demands.
+/// `weight_offset` is 0). Blocks: `(team, rows)`, the team as [`Team`] demands; rows of more than a warp have blocks of their own, or are `NARROW`.
 #[inline(always)]
-pub unsafe fn rms_norm<T: Float, const V: usize, const N: usize, const VEC: bool>(
+pub unsafe fn rms_norm<T: Float, const V: usize, const N: usize, const VEC: bool, const NARROW: bool>(
     x: *const T,
     weight: *const T,
     out: *mut T,
@@ -211,12 +221,12 @@ pub unsafe fn rms_norm<T: Float, const V: usize, const N: usize, const VEC: bool
     let known = out.offset(row * out_stride);
     let out = || if N > 2 { out.offset(thread::block_idx_x() as usize * out_stride) } else { known };
     let team = Team::current();
-    normalise::<T, false, V, N, VEC>(from, weight, out, team, n, live, weight_offset, eps);
+    normalise::<T, false, V, N, VEC, NARROW>(from, weight, out, team, n, live, weight_offset, eps);
 }
 
 /// As [`rms_norm`], of `x + residual`, which goes to `residual_out`. Outputs may be inputs.
 #[inline(always)]
-pub unsafe fn fused_add_rms_norm<T: Float, const V: usize, const N: usize, const VEC: bool>(
+pub unsafe fn fused_add_rms_norm<T: Float, const V: usize, const N: usize, const VEC: bool, const NARROW: bool>(
     x: *const T,
     residual: *const T,
     weight: *const T,
@@ -240,7 +250,7 @@ pub unsafe fn fused_add_rms_norm<T: Float, const V: usize, const N: usize, const
     };
     let (weight, out) = (Global::new(weight), GlobalMut::new(out).offset(row * out_stride));
     let (team, out) = (Team::current(), || out);
-    normalise::<T, true, V, N, VEC>(from, weight, out, team, n, live, weight_offset, eps);
+    normalise::<T, true, V, N, VEC, NARROW>(from, weight, out, team, n, live, weight_offset, eps);
 }
 
 /// Without a residual.
@@ -251,21 +261,24 @@ pub mod alone {
             x: *const T, weight: *const T, out: *mut T, rows: u32, n: u32, x_stride: usize, out_stride: usize,
             weight_offset: f32, eps: f32,
         );
-        rms_norm_x2_f32 { type T = f32; } [512, 3] => rms_norm::<T, 4, 2, true>;
-        rms_norm_x2_f16 { type T = half::f16; } [512, 3] => rms_norm::<T, 8, 2, true>;
-        rms_norm_x2_bf16 { type T = half::bf16; } [512, 3] => rms_norm::<T, 8, 2, true>;
-        rms_norm_x4_f32 { type T = f32; } [512, 2] => rms_norm::<T, 4, 4, true>;
-        rms_norm_x4_f16 { type T = half::f16; } [512, 2] => rms_norm::<T, 8, 4, true>;
-        rms_norm_x4_bf16 { type T = half::bf16; } [512, 2] => rms_norm::<T, 8, 4, true>;
-        rms_norm_loop_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 0, true>;
-        rms_norm_loop_f16 { type T = half::f16; } [1024] => rms_norm::<T, 8, 0, true>;
-        rms_norm_loop_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 8, 0, true>;
-        rms_norm_any_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 0, false>;
-        rms_norm_any_f16 { type T = half::f16; } [1024] => rms_norm::<T, 4, 0, false>;
-        rms_norm_any_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 4, 0, false>;
-        rms_norm_any_x4_f32 { type T = f32; } [512, 2] => rms_norm::<T, 4, 4, false>;
-        rms_norm_any_x4_f16 { type T = half::f16; } [512, 2] => rms_norm::<T, 4, 4, false>;
-        rms_norm_any_x4_bf16 { type T = half::bf16; } [512, 2] => rms_norm::<T, 4, 4, false>;
+        rms_norm_x2_f32 { type T = f32; } [512, 3] => rms_norm::<T, 4, 2, true, false>;
+        rms_norm_x2_f16 { type T = half::f16; } [512, 3] => rms_norm::<T, 8, 2, true, false>;
+        rms_norm_x2_bf16 { type T = half::bf16; } [512, 3] => rms_norm::<T, 8, 2, true, false>;
+        rms_norm_x4_f32 { type T = f32; } [512, 2] => rms_norm::<T, 4, 4, true, false>;
+        rms_norm_x4_f16 { type T = half::f16; } [512, 2] => rms_norm::<T, 8, 4, true, false>;
+        rms_norm_x4_bf16 { type T = half::bf16; } [512, 2] => rms_norm::<T, 8, 4, true, false>;
+        rms_norm_loop_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 0, true, false>;
+        rms_norm_loop_f16 { type T = half::f16; } [1024] => rms_norm::<T, 8, 0, true, false>;
+        rms_norm_loop_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 8, 0, true, false>;
+        rms_norm_any_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 0, false, false>;
+        rms_norm_any_f16 { type T = half::f16; } [1024] => rms_norm::<T, 4, 0, false, false>;
+        rms_norm_any_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 4, 0, false, false>;
+        rms_norm_any_x4_f32 { type T = f32; } [512, 2] => rms_norm::<T, 4, 4, false, false>;
+        rms_norm_any_x4_f16 { type T = half::f16; } [512, 2] => rms_norm::<T, 4, 4, false, false>;
+        rms_norm_any_x4_bf16 { type T = half::bf16; } [512, 2] => rms_norm::<T, 4, 4, false, false>;
+        rms_norm_narrow_f32 { type T = f32; } [256, 6] => rms_norm::<T, 4, 2, true, true>;
+        rms_norm_narrow_f16 { type T = half::f16; } [256, 6] => rms_norm::<T, 8, 2, true, true>;
+        rms_norm_narrow_bf16 { type T = half::bf16; } [256, 6] => rms_norm::<T, 8, 2, true, true>;
     }
 }
 
@@ -278,20 +291,23 @@ pub mod fused_add {
             x_stride: usize, residual_stride: usize, out_stride: usize, residual_out_stride: usize, weight_offset: f32,
             eps: f32,
         );
-        fused_add_rms_norm_x2_f32 { type T = f32; } [512, 2] => fused_add_rms_norm::<T, 4, 2, true>;
-        fused_add_rms_norm_x2_f16 { type T = half::f16; } [512, 2] => fused_add_rms_norm::<T, 8, 2, true>;
-        fused_add_rms_norm_x2_bf16 { type T = half::bf16; } [512, 2] => fused_add_rms_norm::<T, 8, 2, true>;
-        fused_add_rms_norm_x4_f32 { type T = f32; } [512] => fused_add_rms_norm::<T, 4, 4, true>;
-        fused_add_rms_norm_x4_f16 { type T = half::f16; } [512] => fused_add_rms_norm::<T, 8, 4, true>;
-        fused_add_rms_norm_x4_bf16 { type T = half::bf16; } [512] => fused_add_rms_norm::<T, 8, 4, true>;
-        fused_add_rms_norm_loop_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 0, true>;
-        fused_add_rms_norm_loop_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 8, 0, true>;
-        fused_add_rms_norm_loop_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 8, 0, true>;
-        fused_add_rms_norm_any_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 0, false>;
-        fused_add_rms_norm_any_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 4, 0, false>;
-        fused_add_rms_norm_any_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 4, 0, false>;
-        fused_add_rms_norm_any_x4_f32 { type T = f32; } [512] => fused_add_rms_norm::<T, 4, 4, false>;
-        fused_add_rms_norm_any_x4_f16 { type T = half::f16; } [512] => fused_add_rms_norm::<T, 4, 4, false>;
-        fused_add_rms_norm_any_x4_bf16 { type T = half::bf16; } [512] => fused_add_rms_norm::<T, 4, 4, false>;
+        fused_add_rms_norm_x2_f32 { type T = f32; } [512, 2] => fused_add_rms_norm::<T, 4, 2, true, false>;
+        fused_add_rms_norm_x2_f16 { type T = half::f16; } [512, 2] => fused_add_rms_norm::<T, 8, 2, true, false>;
+        fused_add_rms_norm_x2_bf16 { type T = half::bf16; } [512, 2] => fused_add_rms_norm::<T, 8, 2, true, false>;
+        fused_add_rms_norm_x4_f32 { type T = f32; } [512] => fused_add_rms_norm::<T, 4, 4, true, false>;
+        fused_add_rms_norm_x4_f16 { type T = half::f16; } [512] => fused_add_rms_norm::<T, 8, 4, true, false>;
+        fused_add_rms_norm_x4_bf16 { type T = half::bf16; } [512] => fused_add_rms_norm::<T, 8, 4, true, false>;
+        fused_add_rms_norm_loop_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 0, true, false>;
+        fused_add_rms_norm_loop_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 8, 0, true, false>;
+        fused_add_rms_norm_loop_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 8, 0, true, false>;
+        fused_add_rms_norm_any_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 0, false, false>;
+        fused_add_rms_norm_any_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 4, 0, false, false>;
+        fused_add_rms_norm_any_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 4, 0, false, false>;
+        fused_add_rms_norm_any_x4_f32 { type T = f32; } [512] => fused_add_rms_norm::<T, 4, 4, false, false>;
+        fused_add_rms_norm_any_x4_f16 { type T = half::f16; } [512] => fused_add_rms_norm::<T, 4, 4, false, false>;
+        fused_add_rms_norm_any_x4_bf16 { type T = half::bf16; } [512] => fused_add_rms_norm::<T, 4, 4, false, false>;
+        fused_add_rms_norm_narrow_f32 { type T = f32; } [256, 4] => fused_add_rms_norm::<T, 4, 2, true, true>;
+        fused_add_rms_norm_narrow_f16 { type T = half::f16; } [256, 4] => fused_add_rms_norm::<T, 8, 2, true, true>;
+        fused_add_rms_norm_narrow_bf16 { type T = half::bf16; } [256, 4] => fused_add_rms_norm::<T, 8, 2, true, true>;
     }
 }

@@ -5,7 +5,7 @@
 //! nothing but arithmetic. Results are quantised from f32; they are not rounded to the input's type before.
 
 use super::rms_norm::{Source, inverse, inverse_rms, scaled, squares};
-use super::{FEW_ROWS, MAX_WARPS, Row};
+use super::{FEW_ROWS, MAX_WARPS, NARROW_WARPS, Row, row_number};
 use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
 use crate::row::{Piece, Team, zero};
@@ -113,18 +113,26 @@ unsafe fn normalise<
     const VEC: bool,
     const FEW: bool,
     const U: usize,
+    const NARROW: bool,
 >(
     from: Source<T>,
     factors: Factors<T>,
     out: GlobalMut<Q>,
     scales: S,
+    rows: u32,
+    live: bool,
     n: u32,
     eps: f32,
 ) {
     let team = Team::current();
-    let scratch = scratch::<2, MAX_WARPS>(&mut Carver::new());
+    let mut scratch = scratch::<2, MAX_WARPS>(&mut Carver::new());
+    if NARROW {
+        scratch = scratch.offset(thread::thread_idx_y() * 2 * NARROW_WARPS as u32);
+    }
+    // A team without a row takes part in reductions only.
+    let (inverse_n, n) = (inverse(n), if live { n } else { 0 });
     let row = if S::GROUPED { Row::<V, N, VEC>::grouped(team, n) } else { Row::<V, N, VEC>::new(team, n) };
-    let (mut totals, mut largest, inverse_n) = ([0.0; U], 0.0, inverse(n));
+    let (mut totals, mut largest) = ([0.0; U], 0.0);
 
     let (mut inputs, mut w) = ([[[zero(); V]; N]; 2], [[zero(); V]; N]);
     // Where results go, in groups without a residual. Elsewhere it is faster to find out after the reduction.
@@ -179,7 +187,7 @@ unsafe fn normalise<
         }
         cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
     }
-    let x = from.add::<ADD, V, N, VEC>(row, inputs);
+    let x = from.add::<ADD, false, V, N, VEC>(row, inputs);
     cuda_std::unroll::<N>(|i| totals[if S::GROUPED { i / 2 % U } else { i % U }] += squares(x[i]));
     if N == 0 {
         let mut i = 0;
@@ -218,7 +226,8 @@ unsafe fn normalise<
         }
     };
     // But for the rarest of groups, scales alone depend on the rest of the row.
-    let early = S::GROUPED && soon && n as u64 * thread::grid_dim_x() as u64 <= MOST_EARLY;
+    let rows = if NARROW { rows } else { thread::grid_dim_x() };
+    let early = S::GROUPED && soon && n as u64 * rows as u64 <= MOST_EARLY;
     let total;
     if S::GROUPED {
         let mut i = 0;
@@ -229,7 +238,11 @@ unsafe fn normalise<
             }
             i += 1;
         }
-        [total] = row.reduce_warps([totals], [Op::Sum], scratch);
+        [total] = if NARROW {
+            team.reduce_warps::<1, U, NARROW_WARPS>([totals], [Op::Sum], scratch)
+        } else {
+            row.reduce_warps([totals], [Op::Sum], scratch)
+        };
     } else {
         if !ADD {
             cuda_std::unroll::<U>(|u| totals[u] = Op::Sum.over_warp(totals[u]));
@@ -238,7 +251,11 @@ unsafe fn normalise<
             largest = quantise::amax_of(y);
         }
         let most = [Op::Max.over_warp(largest); U];
-        [total, largest] = row.reduce_warps([totals, most], [Op::Sum, Op::Max], scratch);
+        [total, largest] = if NARROW {
+            team.reduce_warps::<2, U, NARROW_WARPS>([totals, most], [Op::Sum, Op::Max], scratch)
+        } else {
+            row.reduce_warps([totals, most], [Op::Sum, Op::Max], scratch)
+        };
     }
     let rms = inverse_rms(total, inverse_n, eps);
     let (scale, row_factor) = quantise::scale_and_factor::<Q>(largest, rms);
@@ -260,7 +277,7 @@ unsafe fn normalise<
         }
     } else {
         // Among other instructions: behind the results, or behind a branch, it would be what everybody waits for.
-        scales.store_row_if(team.rank == 0, scale);
+        scales.store_row_if(live && team.rank == 0, scale);
         cuda_std::unroll::<N>(|i| row.piece(i).store_quantised_at_once(out, y[i], row_factor));
     }
     if N == 0 {
@@ -300,15 +317,19 @@ impl<T: Float, Q: Quantised> Io<T, Q> {
         const VEC: bool,
         const FEW: bool,
         const U: usize,
+        const NARROW: bool,
     >(
         self,
         smooth: *const f32,
         scales: S,
+        rows: u32,
         n: u32,
         weight_offset: f32,
         eps: f32,
     ) {
-        let row = thread::block_idx_x() as usize;
+        let row = row_number(NARROW);
+        let live = !NARROW || row < rows;
+        let row = row as usize;
         let from = Source {
             x: Global::new(self.x).offset(row * self.x_stride),
             residual: Global::new(self.residual.cast_const()).offset(row * self.residual_stride),
@@ -316,11 +337,11 @@ impl<T: Float, Q: Quantised> Io<T, Q> {
         };
         let factors = Factors { weight: Global::new(self.weight), weight_offset, smooth: Global::new(smooth) };
         let out = GlobalMut::new(self.out).offset(row * self.out_stride);
-        normalise::<T, Q, S, ADD, V, N, VEC, FEW, U>(from, factors, out, scales, n, eps);
+        normalise::<T, Q, S, ADD, V, N, VEC, FEW, U, NARROW>(from, factors, out, scales, rows, live, n, eps);
     }
 }
 
-/// A block of a multiple of 32 threads for each row. `x`, `out`: `[rows, n]`; `residual`: `[rows, n]`, added and
+/// A multiple of 32 threads for each row; blocks have one row, or `blockDim.y` of them if `NARROW`. `x`, `out`: `[rows, n]`; `residual`: `[rows, n]`, added and
 /// replaced by the sum if `ADD`; `weight`: `[n]` or null for ones (then `weight_offset` is 0); `smooth`: `[n]` or null;
 /// `scales`: `[rows]`. The results are those of `U` times as many threads with `N / U` pieces each, bit for bit.
 #[inline(always)]
@@ -332,6 +353,7 @@ pub unsafe fn per_token<
     const N: usize,
     const VEC: bool,
     const U: usize,
+    const NARROW: bool,
 >(
     x: *const T,
     residual: *mut T,
@@ -339,6 +361,7 @@ pub unsafe fn per_token<
     smooth: *const f32,
     out: *mut Q,
     scales: *mut f32,
+    rows: u32,
     n: u32,
     x_stride: usize,
     residual_stride: usize,
@@ -346,9 +369,9 @@ pub unsafe fn per_token<
     weight_offset: f32,
     eps: f32,
 ) {
-    let scales = GlobalMut::new(scales).offset(thread::block_idx_x());
+    let scales = GlobalMut::new(scales).offset(row_number(NARROW));
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, ADD, V, N, VEC, false, U>(smooth, scales, n, weight_offset, eps);
+    io.run::<_, ADD, V, N, VEC, NARROW, U, NARROW>(smooth, scales, rows, n, weight_offset, eps);
 }
 
 /// As [`per_token`] without a residual, for at most [`FEW_ROWS`] rows, two pieces a thread.
@@ -360,6 +383,7 @@ pub unsafe fn per_token_few<T: Float, Q: Quantised, const V: usize>(
     smooth: *const f32,
     out: *mut Q,
     scales: *mut f32,
+    rows: u32,
     n: u32,
     x_stride: usize,
     residual_stride: usize,
@@ -367,9 +391,9 @@ pub unsafe fn per_token_few<T: Float, Q: Quantised, const V: usize>(
     weight_offset: f32,
     eps: f32,
 ) {
-    let scales = GlobalMut::new(scales).offset(thread::block_idx_x());
+    let scales = GlobalMut::new(scales).offset(row_number(false));
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, false, V, 2, true, true, 1>(smooth, scales, n, weight_offset, eps);
+    io.run::<_, false, V, 2, true, true, 1, false>(smooth, scales, rows, n, weight_offset, eps);
 }
 
 /// As [`per_token`]; `scales`: `[rows, groups]`, strides in elements.
@@ -382,12 +406,14 @@ pub unsafe fn per_group<
     const N: usize,
     const VEC: bool,
     const U: usize,
+    const NARROW: bool,
 >(
     x: *const T,
     residual: *mut T,
     weight: *const T,
     out: *mut Q,
     scales: *mut f32,
+    rows: u32,
     n: u32,
     x_stride: usize,
     residual_stride: usize,
@@ -397,11 +423,11 @@ pub unsafe fn per_group<
     weight_offset: f32,
     eps: f32,
 ) {
-    let row = thread::block_idx_x() as usize;
+    let row = row_number(NARROW) as usize;
     let scales =
         GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, ADD, V, N, VEC, false, U>(core::ptr::null(), scales, n, weight_offset, eps);
+    io.run::<_, ADD, V, N, VEC, false, U, NARROW>(core::ptr::null(), scales, rows, n, weight_offset, eps);
 }
 
 /// e4m3, a scale for each row.
@@ -410,38 +436,44 @@ pub mod e4m3_per_token {
     entries! {
         pub struct Args<T>(
             x: *const T, residual: *mut T, weight: *const T, smooth: *const f32, out: *mut E4M3, scales: *mut f32,
-            n: u32, x_stride: usize, residual_stride: usize, out_stride: usize, weight_offset: f32, eps: f32,
+            rows: u32, n: u32, x_stride: usize, residual_stride: usize, out_stride: usize, weight_offset: f32, eps: f32,
         );
-        rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, E4M3, false, 4, 2, true, 1>;
-        rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, E4M3, false, 8, 2, true, 1>;
-        rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, E4M3, false, 8, 2, true, 1>;
-        rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, false, 4, 4, true, 1>;
-        rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, false, 8, 4, true, 1>;
-        rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, false, 8, 4, true, 1>;
-        rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, true, 1>;
-        rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 8, 0, true, 1>;
-        rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 8, 0, true, 1>;
-        rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, false, 1>;
-        rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 4, 0, false, 1>;
-        rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 4, 0, false, 1>;
-        fused_add_rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, true, 4, 2, true, 1>;
-        fused_add_rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true, 1>;
-        fused_add_rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true, 1>;
-        fused_add_rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, E4M3, true, 4, 4, true, 1>;
-        fused_add_rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, E4M3, true, 8, 4, true, 1>;
-        fused_add_rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, E4M3, true, 8, 4, true, 1>;
-        fused_add_rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, true, 1>;
-        fused_add_rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 8, 0, true, 1>;
-        fused_add_rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 8, 0, true, 1>;
-        fused_add_rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, false, 1>;
-        fused_add_rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 4, 0, false, 1>;
-        fused_add_rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 4, 0, false, 1>;
+        rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, E4M3, false, 4, 2, true, 1, false>;
+        rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, E4M3, false, 8, 2, true, 1, false>;
+        rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, E4M3, false, 8, 2, true, 1, false>;
+        rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, false, 4, 4, true, 1, false>;
+        rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, false, 8, 4, true, 1, false>;
+        rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, false, 8, 4, true, 1, false>;
+        rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, true, 1, false>;
+        rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 8, 0, true, 1, false>;
+        rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 8, 0, true, 1, false>;
+        rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 0, false, 1, false>;
+        rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 4, 0, false, 1, false>;
+        rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 4, 0, false, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, E4M3, true, 4, 2, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, E4M3, true, 8, 2, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, E4M3, true, 4, 4, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, E4M3, true, 8, 4, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, E4M3, true, 8, 4, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 8, 0, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 8, 0, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 0, false, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 4, 0, false, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 4, 0, false, 1, false>;
         rms_norm_e4m3_per_token_few_f32 { type T = f32; } [512, 3] => per_token_few::<T, E4M3, 4>;
         rms_norm_e4m3_per_token_few_f16 { type T = half::f16; } [512, 3] => per_token_few::<T, E4M3, 8>;
         rms_norm_e4m3_per_token_few_bf16 { type T = half::bf16; } [512, 3] => per_token_few::<T, E4M3, 8>;
-        rms_norm_e4m3_per_token_many_f32 { type T = f32; } [256, 4] => per_token::<T, E4M3, false, 4, 4, true, 2>;
-        rms_norm_e4m3_per_token_many_f16 { type T = half::f16; } [256, 4] => per_token::<T, E4M3, false, 8, 4, true, 2>;
-        rms_norm_e4m3_per_token_many_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, E4M3, false, 8, 4, true, 2>;
+        rms_norm_e4m3_per_token_many_f32 { type T = f32; } [256, 4] => per_token::<T, E4M3, false, 4, 4, true, 2, false>;
+        rms_norm_e4m3_per_token_many_f16 { type T = half::f16; } [256, 4] => per_token::<T, E4M3, false, 8, 4, true, 2, false>;
+        rms_norm_e4m3_per_token_many_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, E4M3, false, 8, 4, true, 2, false>;
+        rms_norm_e4m3_per_token_narrow_f32 { type T = f32; } [256, 6] => per_token::<T, E4M3, false, 4, 2, true, 1, true>;
+        rms_norm_e4m3_per_token_narrow_f16 { type T = half::f16; } [256, 5] => per_token::<T, E4M3, false, 8, 2, true, 1, true>;
+        rms_norm_e4m3_per_token_narrow_bf16 { type T = half::bf16; } [256, 6] => per_token::<T, E4M3, false, 8, 2, true, 1, true>;
+        fused_add_rms_norm_e4m3_per_token_narrow_f32 { type T = f32; } [256, 4] => per_token::<T, E4M3, true, 4, 2, true, 1, true>;
+        fused_add_rms_norm_e4m3_per_token_narrow_f16 { type T = half::f16; } [256, 4] => per_token::<T, E4M3, true, 8, 2, true, 1, true>;
+        fused_add_rms_norm_e4m3_per_token_narrow_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, E4M3, true, 8, 2, true, 1, true>;
     }
 }
 
@@ -450,39 +482,45 @@ pub mod i8_per_token {
     use super::*;
     entries! {
         pub struct Args<T>(
-            x: *const T, residual: *mut T, weight: *const T, smooth: *const f32, out: *mut i8, scales: *mut f32, n: u32,
+            x: *const T, residual: *mut T, weight: *const T, smooth: *const f32, out: *mut i8, scales: *mut f32, rows: u32, n: u32,
             x_stride: usize, residual_stride: usize, out_stride: usize, weight_offset: f32, eps: f32,
         );
-        rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, i8, false, 4, 2, true, 1>;
-        rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, i8, false, 8, 2, true, 1>;
-        rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, i8, false, 8, 2, true, 1>;
-        rms_norm_i8_per_token_x4_f32 { type T = f32; } [512, 2] => per_token::<T, i8, false, 4, 4, true, 1>;
-        rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, false, 8, 4, true, 1>;
-        rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, false, 8, 4, true, 1>;
-        rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, true, 1>;
-        rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 8, 0, true, 1>;
-        rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 8, 0, true, 1>;
-        rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, false, 1>;
-        rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 4, 0, false, 1>;
-        rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 4, 0, false, 1>;
-        fused_add_rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, i8, true, 4, 2, true, 1>;
-        fused_add_rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, true, 8, 2, true, 1>;
-        fused_add_rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, true, 8, 2, true, 1>;
-        fused_add_rms_norm_i8_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, i8, true, 4, 4, true, 1>;
-        fused_add_rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, i8, true, 8, 4, true, 1>;
-        fused_add_rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, i8, true, 8, 4, true, 1>;
-        fused_add_rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, true, 1>;
-        fused_add_rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 8, 0, true, 1>;
-        fused_add_rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 8, 0, true, 1>;
-        fused_add_rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, false, 1>;
-        fused_add_rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 4, 0, false, 1>;
-        fused_add_rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 4, 0, false, 1>;
+        rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 3] => per_token::<T, i8, false, 4, 2, true, 1, false>;
+        rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token::<T, i8, false, 8, 2, true, 1, false>;
+        rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token::<T, i8, false, 8, 2, true, 1, false>;
+        rms_norm_i8_per_token_x4_f32 { type T = f32; } [512, 2] => per_token::<T, i8, false, 4, 4, true, 1, false>;
+        rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, false, 8, 4, true, 1, false>;
+        rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, false, 8, 4, true, 1, false>;
+        rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, true, 1, false>;
+        rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 8, 0, true, 1, false>;
+        rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 8, 0, true, 1, false>;
+        rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 0, false, 1, false>;
+        rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 4, 0, false, 1, false>;
+        rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 4, 0, false, 1, false>;
+        fused_add_rms_norm_i8_per_token_x2_f32 { type T = f32; } [512, 2] => per_token::<T, i8, true, 4, 2, true, 1, false>;
+        fused_add_rms_norm_i8_per_token_x2_f16 { type T = half::f16; } [512, 2] => per_token::<T, i8, true, 8, 2, true, 1, false>;
+        fused_add_rms_norm_i8_per_token_x2_bf16 { type T = half::bf16; } [512, 2] => per_token::<T, i8, true, 8, 2, true, 1, false>;
+        fused_add_rms_norm_i8_per_token_x4_f32 { type T = f32; } [512, 1] => per_token::<T, i8, true, 4, 4, true, 1, false>;
+        fused_add_rms_norm_i8_per_token_x4_f16 { type T = half::f16; } [512, 1] => per_token::<T, i8, true, 8, 4, true, 1, false>;
+        fused_add_rms_norm_i8_per_token_x4_bf16 { type T = half::bf16; } [512, 1] => per_token::<T, i8, true, 8, 4, true, 1, false>;
+        fused_add_rms_norm_i8_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, true, 1, false>;
+        fused_add_rms_norm_i8_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 8, 0, true, 1, false>;
+        fused_add_rms_norm_i8_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 8, 0, true, 1, false>;
+        fused_add_rms_norm_i8_per_token_any_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 0, false, 1, false>;
+        fused_add_rms_norm_i8_per_token_any_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 4, 0, false, 1, false>;
+        fused_add_rms_norm_i8_per_token_any_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 4, 0, false, 1, false>;
         rms_norm_i8_per_token_few_f32 { type T = f32; } [512, 3] => per_token_few::<T, i8, 4>;
         rms_norm_i8_per_token_few_f16 { type T = half::f16; } [512, 3] => per_token_few::<T, i8, 8>;
         rms_norm_i8_per_token_few_bf16 { type T = half::bf16; } [512, 3] => per_token_few::<T, i8, 8>;
-        rms_norm_i8_per_token_many_f32 { type T = f32; } [256, 4] => per_token::<T, i8, false, 4, 4, true, 2>;
-        rms_norm_i8_per_token_many_f16 { type T = half::f16; } [256, 4] => per_token::<T, i8, false, 8, 4, true, 2>;
-        rms_norm_i8_per_token_many_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, i8, false, 8, 4, true, 2>;
+        rms_norm_i8_per_token_many_f32 { type T = f32; } [256, 4] => per_token::<T, i8, false, 4, 4, true, 2, false>;
+        rms_norm_i8_per_token_many_f16 { type T = half::f16; } [256, 4] => per_token::<T, i8, false, 8, 4, true, 2, false>;
+        rms_norm_i8_per_token_many_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, i8, false, 8, 4, true, 2, false>;
+        rms_norm_i8_per_token_narrow_f32 { type T = f32; } [256, 6] => per_token::<T, i8, false, 4, 2, true, 1, true>;
+        rms_norm_i8_per_token_narrow_f16 { type T = half::f16; } [256, 6] => per_token::<T, i8, false, 8, 2, true, 1, true>;
+        rms_norm_i8_per_token_narrow_bf16 { type T = half::bf16; } [256, 6] => per_token::<T, i8, false, 8, 2, true, 1, true>;
+        fused_add_rms_norm_i8_per_token_narrow_f32 { type T = f32; } [256, 4] => per_token::<T, i8, true, 4, 2, true, 1, true>;
+        fused_add_rms_norm_i8_per_token_narrow_f16 { type T = half::f16; } [256, 4] => per_token::<T, i8, true, 8, 2, true, 1, true>;
+        fused_add_rms_norm_i8_per_token_narrow_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, i8, true, 8, 2, true, 1, true>;
     }
 }
 
@@ -491,36 +529,42 @@ pub mod e4m3_per_group {
     use super::*;
     entries! {
         pub struct Args<T>(
-            x: *const T, residual: *mut T, weight: *const T, out: *mut E4M3, scales: *mut f32, n: u32, x_stride: usize,
+            x: *const T, residual: *mut T, weight: *const T, out: *mut E4M3, scales: *mut f32, rows: u32, n: u32, x_stride: usize,
             residual_stride: usize, out_stride: usize, scale_row_stride: usize, scale_group_stride: usize,
             weight_offset: f32, eps: f32,
         );
-        rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 3] => per_group::<T, E4M3, false, 4, 2, true, 1>;
-        rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true, 1>;
-        rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true, 1>;
-        rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, false, 4, 4, true, 1>;
-        rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true, 1>;
-        rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true, 1>;
-        rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, true, 1>;
-        rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 8, 0, true, 1>;
-        rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 8, 0, true, 1>;
-        rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1>;
-        rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1>;
-        rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1>;
-        fused_add_rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, true, 4, 2, true, 1>;
-        fused_add_rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true, 1>;
-        fused_add_rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true, 1>;
-        fused_add_rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 1] => per_group::<T, E4M3, true, 4, 4, true, 1>;
-        fused_add_rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true, 1>;
-        fused_add_rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true, 1>;
-        fused_add_rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, true, 1>;
-        fused_add_rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 8, 0, true, 1>;
-        fused_add_rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 8, 0, true, 1>;
-        fused_add_rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1>;
-        fused_add_rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1>;
-        fused_add_rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1>;
-        rms_norm_e4m3_per_group_many_f32 { type T = f32; } [256, 4] => per_group::<T, E4M3, false, 4, 4, true, 2>;
-        rms_norm_e4m3_per_group_many_f16 { type T = half::f16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2>;
-        rms_norm_e4m3_per_group_many_bf16 { type T = half::bf16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2>;
+        rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 3] => per_group::<T, E4M3, false, 4, 2, true, 1, false>;
+        rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true, 1, false>;
+        rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true, 1, false>;
+        rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, false, 4, 4, true, 1, false>;
+        rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true, 1, false>;
+        rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true, 1, false>;
+        rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, true, 1, false>;
+        rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 8, 0, true, 1, false>;
+        rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 8, 0, true, 1, false>;
+        rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1, false>;
+        rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1, false>;
+        rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1, false>;
+        fused_add_rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, true, 4, 2, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 1] => per_group::<T, E4M3, true, 4, 4, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 8, 0, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 8, 0, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1, false>;
+        fused_add_rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1, false>;
+        fused_add_rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1, false>;
+        rms_norm_e4m3_per_group_many_f32 { type T = f32; } [256, 4] => per_group::<T, E4M3, false, 4, 4, true, 2, false>;
+        rms_norm_e4m3_per_group_many_f16 { type T = half::f16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2, false>;
+        rms_norm_e4m3_per_group_many_bf16 { type T = half::bf16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2, false>;
+        rms_norm_e4m3_per_group_narrow_f32 { type T = f32; } [256, 5] => per_group::<T, E4M3, false, 4, 2, true, 1, true>;
+        rms_norm_e4m3_per_group_narrow_f16 { type T = half::f16; } [256, 5] => per_group::<T, E4M3, false, 8, 2, true, 1, true>;
+        rms_norm_e4m3_per_group_narrow_bf16 { type T = half::bf16; } [256, 5] => per_group::<T, E4M3, false, 8, 2, true, 1, true>;
+        fused_add_rms_norm_e4m3_per_group_narrow_f32 { type T = f32; } [256, 4] => per_group::<T, E4M3, true, 4, 2, true, 1, true>;
+        fused_add_rms_norm_e4m3_per_group_narrow_f16 { type T = half::f16; } [256, 4] => per_group::<T, E4M3, true, 8, 2, true, 1, true>;
+        fused_add_rms_norm_e4m3_per_group_narrow_bf16 { type T = half::bf16; } [256, 4] => per_group::<T, E4M3, true, 8, 2, true, 1, true>;
     }
 }

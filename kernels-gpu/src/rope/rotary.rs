@@ -76,8 +76,8 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
             let row = position as usize * rot_dim as usize;
             let angles = Angles::<N>::load::<T, H, INTERLEAVED>(angles, row, half, part, flags);
             let (a, b) = angles.rotate::<H, INTERLEAVED>(vec::to_f32(a), vec::to_f32(b));
-            chunk::store::<T, N>(x, at, vec::from_f32(a));
-            chunk::store::<T, N>(x, pair_at, vec::from_f32(b));
+            chunk::store_streaming::<T, N>(x, at, vec::from_f32(a));
+            chunk::store_streaming::<T, N>(x, pair_at, vec::from_f32(b));
         }
     } else {
         let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);

@@ -220,9 +220,20 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn store<T: Float>(self, y: GlobalMut<T>, piece: [T; V]) {
+        self.store_or_keep::<T, false>(y, piece);
+    }
+
+    /// As [`store`](Self::store); `KEEP`: the second-level cache keeps it as it does what is read, which is better for what was read from there.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn store_or_keep<T: Float, const KEEP: bool>(self, y: GlobalMut<T>, piece: [T; V]) {
         if VEC {
             if self.first < self.n {
-                y.set_hinted(self.first, words(piece), StoreStreaming);
+                if KEEP {
+                    y.set_as(self.first, words(piece));
+                } else {
+                    y.set_hinted(self.first, words(piece), StoreStreaming);
+                }
             }
         } else {
             let y = y.offset(self.first);

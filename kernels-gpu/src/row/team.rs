@@ -23,6 +23,15 @@ impl Op {
         }
     }
 
+    /// Of what four warps have.
+    #[inline(always)]
+    fn over_quad(self, [a, b, c, d]: [f32; 4]) -> f32 {
+        match self {
+            Op::Sum => (a + b) + (c + d),
+            Op::Max => f32::from_bits(a.to_bits().max(b.to_bits()).max(c.to_bits().max(d.to_bits()))),
+        }
+    }
+
     /// Over the warp; every lane gets the result.
     #[inline(always)]
     #[track_caller]
@@ -36,8 +45,8 @@ impl Op {
 
 /// Some lanes of a warp, or a block: the threads with the same `threadIdx.y`.
 ///
-/// Up to 32 of them are a power of two, share a warp with other teams, and reduce by shuffles. More of them are the
-/// whole block, a multiple of 32, and meet at a barrier.
+/// Up to 32 of them are a power of two, share a warp with other teams, and reduce by shuffles. More of them are a multiple of 32, and meet at a
+/// barrier of the whole block, which may have several teams with scratch of their own.
 #[derive(Clone, Copy)]
 pub struct Team {
     /// How many threads.
@@ -105,26 +114,25 @@ impl Team {
         }
         if warp == 0 && lane >= warps && lane < WARPS as u32 {
             cuda_std::unroll::<K>(|k| {
-                if ops[k] == Op::Sum {
+                if ops[k] == Op::Sum || WARPS == 4 {
                     scratch.set(k * WARPS + lane as usize, 0.0);
                 }
             });
         }
         thread::sync_threads();
         cuda_std::unroll::<K>(|k| {
-            out[k] = if ops[k] == Op::Max {
+            out[k] = if ops[k] == Op::Max && WARPS > 4 {
                 ops[k].over_warp(if lane < warps { scratch.get(k * WARPS + lane as usize) } else { 0.0 })
             } else {
-                // Every thread reads all warps' sums, which is faster than another round of shuffles.
+                // Every thread reads what all warps have, which is faster than another round of shuffles.
                 let mut quads = [0.0; 4];
                 let mut i = 0;
                 while i < WARPS {
                     let B128(q): B128<f32, 4> = scratch.get_as(k * WARPS + i);
-                    cuda_std::unroll::<4>(|j| quads[j] = if i == 0 { q[j] } else { quads[j] + q[j] });
+                    cuda_std::unroll::<4>(|j| quads[j] = if i == 0 { q[j] } else { ops[k].apply(quads[j], q[j]) });
                     i += 4;
                 }
-                let [a, b, c, d] = quads;
-                (a + b) + (c + d)
+                ops[k].over_quad(quads)
             };
         });
         out
