@@ -20,7 +20,6 @@ pub const ROUNDED_THREADS: usize = 128;
 pub const COLUMNS: usize = 4;
 /// The same of results that are rounded.
 pub const ROUNDED_COLUMNS: usize = 8;
-
 /// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`, of f32 or elements; the others as in
 /// [`fused::Args`](super::fused::Args), `discard` as in [`Args`]. Rows of `num_tokens` and beyond are left alone. Grid: (tokens, columns in
 /// steps of a block's, `COLUMNS` a thread); block: up to [`THREADS`].
@@ -52,6 +51,8 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
         shared: shared_experts,
     };
     let (out, lines, partial) = (GlobalMut::new(out), partial, Global::new(partial.cast_const()));
+    // All threads wait before they end, so who waits for this launch waits for all before it, too: the next one may have its blocks ready.
+    dependent_launch::launch_dependents();
     let token = thread::block_idx_x();
     let column = (thread::block_idx_y() * thread::block_dim_x() + thread::thread_idx_x()) * COLUMNS as u32;
     if token >= existing_tokens(tokens, num_tokens) || column >= n {
@@ -67,7 +68,6 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
         let there = pairs.are_there::<GROUP>(token, first);
         if first == 0 {
             dependent_launch::wait();
-            dependent_launch::launch_dependents();
         }
         let row = (token as usize * slots as usize + first as usize) * n as usize + column as usize;
         if whole {

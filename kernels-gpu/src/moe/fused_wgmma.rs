@@ -15,14 +15,18 @@
 //!
 //! # Pipeline
 //! A ring of stages of `LINES` times 64 elements of K in shared memory, 128-byte swizzle. A producer warpgroup fills it: one thread has
-//! the copy engine fetch the weights, all of them gather the rows of `x` or `h` by 16-byte `cp.async`, which take each row
-//! from where it is and fill what is not there with zeroes; both are counted by one mbarrier a stage. Two consumer
+//! the copy engine fetch the weights, others gather the rows of `x` or `h` by 16-byte `cp.async`, which take each row
+//! from where it is and fill what is not there with zeroes; both are counted by one mbarrier a stage. Of many pairs all of its threads gather. Of few the thread that fetches has
+//! a warp of its own, and two warps gather: whoever asks for more than memory gives is held up, and the first rows waited behind the weights of a whole ring. Two consumer
 //! warpgroups multiply, half of the rows each, and give stages back: when the next stage's products are under way (or, if the next stage is not there yet, when this one's are done), or at once
 //! (`NOW`), which is better where the products are short and reading is what takes time. If they alternate, each
 //! multiplies a whole item while the other finishes its last; mbarriers hand over, because a group that is more than one
 //! round of the ring behind could not tell the phases of a stage apart.
 //!
-//! The second product waits for `h` only when the ring is full of weights already ([`dependent_launch`]), so the stream of
+//! Of few pairs the time until the first weights are asked for counts. The warp that fetches finds out alone which items there are, without barriers. Registers are 128 a thread at the start, so that blocks of the sum over
+//! slots are beside those of the second product from the start of that, on all multiprocessors, and wait there.
+//!
+//! The second product waits for `h` only when the ring is full of weights already ([`dependent_launch`]), or where it gathers rows, so the stream of
 //! weights does not end between the two. Nor does it wait for the end of the first, if that has long got beyond the experts it begins with ([`Progress`]).
 //!
 //! # Results
@@ -74,8 +78,8 @@ use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
 use cuda_std::{
-    Global, GlobalMut, Shared, atomic, bf16, cluster, cp_async, dependent_launch, entries, f16, float, mbarrier, mma,
-    thread, unroll, vec, warp,
+    Global, GlobalMut, Shared, atomic, bf16, cluster, cp_async, dependent_launch, entries, f16, float, integer,
+    mbarrier, mma, thread, unroll, vec, warp,
 };
 
 /// Consumer warpgroups.
@@ -84,16 +88,22 @@ pub const GROUPS: usize = 2;
 type Progress = progress::Progress<GROUPS>;
 /// Threads that fill the ring.
 const PRODUCERS: usize = 128;
-/// Which of them draws items: not the one that fetches weights.
+/// Which of them draws items where the one that fetches weights copies rows besides.
 const DRAWER: u32 = PRODUCERS as u32 - 32;
 /// Rows of shuffled weights of the second product in a tile.
 const TILE_ROWS: u32 = 64;
 /// Threads of a block.
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
+/// For how many threads a multiprocessor's registers are divided among those of a block of few pairs: 128 each, so that blocks of the sum find room beside it.
+const ROOMY: usize = 512;
+/// The barrier that a block's threads pass when its items are known.
+const KNOWN: u32 = 3 + GROUPS as u32;
+/// The one that they pass, if there is no such, when consumers have looked at the progress.
+const LOOKED: u32 = 4 + GROUPS as u32;
 /// Elements of K of a stage: a line of the swizzle.
 pub const STEP: usize = 64;
-/// Rows of pairs that a thread fetches, at most.
-const PAIRS_16: usize = 176 / 16;
+/// Rows of pairs that a thread copies, at most.
+const MOST_ROWS: usize = 176 / 16;
 /// The most experts of a device.
 pub const MAX_BINS: usize = 1024;
 /// What Hopper has of shared memory for a block.
@@ -102,6 +112,12 @@ pub const MAX_SHARED_BYTES: usize = 227 << 10;
 pub const PAIR: usize = 2;
 /// The place in the sorted list of an expert's first pair is a multiple of this.
 pub const SORT_BLOCK: usize = 8;
+
+/// Threads that copy rows of pairs. Of many it takes all of the producer's; of few the first warp does nothing but fetch weights: whoever asks for more
+/// of them than memory can give is held up, and with it all that it has to do besides, as the first rows of pairs.
+const fn gatherers(staged: bool) -> usize {
+    if staged { PRODUCERS } else { 64 }
+}
 
 /// Rows of weights of an item.
 pub const fn rows(tiles: usize, alternate: bool) -> usize {
@@ -359,8 +375,8 @@ unsafe fn fused_wgmma<
     let blocks = const { if PAIRED { PAIR as u32 } else { 1 } };
     if tid == 0 {
         for s in 0..STAGES {
-            // The weights, and each producer's rows.
-            mbarrier::init(full.address(s), 1 + PRODUCERS as u32);
+            // The weights, and the rows of each who copies them.
+            mbarrier::init(full.address(s), const { 1 + gatherers(STAGED) as u32 });
             mbarrier::init(empty.address(s), if ALTERNATE { 4 } else { 4 * GROUPS as u32 * blocks });
         }
         for g in 0..GROUPS {
@@ -389,13 +405,6 @@ unsafe fn fused_wgmma<
         cluster::arrive_relaxed();
         cluster::wait();
     }
-    if UP {
-        // The sorted list may still be in the making.
-        dependent_launch::wait();
-        if !progress.is_kept() {
-            dependent_launch::launch_dependents();
-        }
-    }
     let sorted = Sorted {
         ids: Global::new(sorted_ids),
         weights: Global::new(sorted_weights),
@@ -403,6 +412,23 @@ unsafe fn fused_wgmma<
         counts: Global::new(expert_counts),
         topk_weights: Global::new(topk_weights),
     };
+    let items = Items::<DIRECT>::carve(&mut carver, sorted, bins, tiles, PAIRS as u32, PAIRED);
+    if !STAGED {
+        items.clear();
+    }
+    let dealt = thread::block_idx_x() / blocks;
+    // A division, while there is time.
+    let before = integer::opaque(items.shares_before(dealt));
+    if UP {
+        // The sorted list may still be in the making.
+        dependent_launch::wait();
+        if !progress.is_kept() {
+            dependent_launch::launch_dependents();
+        }
+    } else {
+        // Blocks of the sum find room beside this one, and wait there.
+        dependent_launch::launch_dependents();
+    }
     let pairs = Pairs {
         topk_ids: Global::new(topk_ids),
         expert_map: Global::new(expert_map),
@@ -433,16 +459,30 @@ unsafe fn fused_wgmma<
         layout,
         shuffled,
         activation: Activation::new(activation, alpha, limit, layout != PLAIN),
-        items: Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32, PAIRED),
+        items,
         progress,
     };
-    let (items, grid) = (job.items.count(), thread::grid_dim_x() / blocks);
     // Two at least if results go by way of stages: there is a stage for each consumer then.
     let steps = k.div_ceil((LINES * STEP) as u32).max(if STAGED { 2 } else { 1 });
+    let grid = thread::grid_dim_x() / blocks;
+    if STAGED {
+        items.fill_together(pairs, count);
+    } else {
+        items.gather();
+    }
+    // By all warps but the first, which goes on.
+    let known = || {
+        if !STAGED {
+            thread::sync_named(KNOWN, THREADS as u32);
+        }
+    };
 
     if warp_id < (PRODUCERS / 32) as u32 {
-        wgmma::decrease_registers::<56>();
-        let mut ring = Ring::<STAGES>::new();
+        if STAGED {
+            wgmma::decrease_registers::<56>();
+        } else {
+            wgmma::decrease_registers::<72>();
+        }
         let line_bytes = const { (rows(TILES, ALTERNATE) * STEP * 2) as u32 };
         let stage_bytes = LINES as u32 * line_bytes;
         let fetch = |ring: Ring<STAGES>, work: Item, k0: u32| {
@@ -470,14 +510,26 @@ unsafe fn fused_wgmma<
                 }
             });
         };
-        let mut item = thread::block_idx_x() / blocks;
+        if STAGED || warp_id != 0 {
+            known();
+        } else {
+            // Nobody else is waited for until the first weights are asked for.
+            items.fill(pairs, count);
+            thread::arrive_named(KNOWN, THREADS as u32);
+        }
+        // Who copies rows: all, or the last ones, while the first warp fetches and nothing else, and one has nothing to do.
+        let gathers = tid >= const { (PRODUCERS - gatherers(STAGED)) as u32 };
+        let items = if gathers || warp_id == 0 { job.items.count() } else { 0 };
+        let mut ring = Ring::<STAGES>::new();
+        let mut item = dealt;
         // Stages whose weights are on their way before `h` is there.
         let mut ahead = 0;
         // Items that have been fetched but for the dealt one. The next is asked for when the ring is full, since then there is time, and two steps later it is told:
         // who waits for the answer holds the others up.
         let mut sequence = 0;
-        let ask = (steps - 1).min(STAGES as u32);
-        let tell = if NOW { ask } else { (ask + 2).min(steps - 1) };
+        let full_at = (steps - 1).min(STAGES as u32);
+        let tell = if STAGED { (full_at + 2).min(steps - 1) } else { full_at };
+        let ask = if STAGED { full_at } else { full_at.saturating_sub(2) };
         // Whether that is done.
         let (mut asked, mut taken) = (false, 0);
         let settle = |sequence: u32, taken: u32| {
@@ -487,67 +539,71 @@ unsafe fn fused_wgmma<
                 drawn.settle(sequence, taken, grid, items);
             }
         };
-        if !UP {
-            if item < items {
-                let work = job.items.find(item, rank);
-                ahead = steps.min(STAGES as u32);
-                if tid == 0 {
-                    let mut at = ring;
-                    for s in 0..ahead {
-                        fetch(at, work, s * (LINES * STEP) as u32);
-                        at.advance();
-                    }
-                }
-                if tid == DRAWER {
-                    // Nothing that still runs knows of the word.
-                    if rank == 0 {
-                        taken = drawn.take(0);
-                    }
-                    asked = true;
+        if !UP && STAGED && item < items {
+            let work = job.items.find(item, rank);
+            ahead = steps.min(STAGES as u32);
+            if tid == 0 {
+                let mut at = ring;
+                for s in 0..ahead {
+                    fetch(at, work, s * (LINES * STEP) as u32);
+                    at.advance();
                 }
             }
-            dependent_launch::launch_dependents();
+            if tid == DRAWER {
+                // Nothing that still runs knows of the word.
+                if rank == 0 {
+                    taken = drawn.take(0);
+                }
+                asked = true;
+            }
         }
         // Experts whose `h` is there.
         let mut there = 0;
-        if !UP && progress.is_kept() {
-            // They look while weights are asked for.
-            thread::sync_named(const { 3 + GROUPS as u32 }, THREADS as u32);
+        if !UP && gathers && progress.is_kept() {
+            if STAGED {
+                // They look while weights are asked for.
+                thread::sync_named(LOOKED, THREADS as u32);
+            }
             there = u32::MAX;
             for w in 0..const { 4 * GROUPS as u32 } {
                 there = there.min(beyond.get(w));
             }
         }
-        // A thread copies 16 bytes of every 16th row. Where its rows start it keeps in units of 16 bytes.
-        let (chunk, low) = (tid % 8, tid / 8);
+        // A thread copies 16 bytes of every so manyth row. Where its rows start it keeps in units of 16 bytes.
+        let each = const { gatherers(STAGED) / 8 };
+        let (chunk, low) = (tid % 8, (tid / 8) % each as u32);
         let stride = if UP { x_row / 8 } else { k as usize / 8 };
         let to = operands.address(0u32) + Swizzle::B128.apply(low * 128 + chunk * 16);
+        let mut shares = before;
         while item < items {
-            let work = job.items.find(item, rank);
+            let work = if STAGED { job.items.find(item, rank) } else { job.items.find_among(item, shares) };
             let wide = columns(PAIRS as u32, work.count);
-            if !UP && warp::warp_vote_ballot(warp::FULL, work.bin >= there) != 0 {
-                dependent_launch::wait();
-                there = u32::MAX;
-            }
-            // All asked for at once; those beyond the last repeat it.
-            let mut pair = [0; PAIRS_16];
-            unroll::<PAIRS_16>(|i| {
-                if i * 16 < PAIRS {
-                    let row = (low + 16 * i as u32).min(work.count.max(1) - 1);
-                    pair[i] = job.items.pair(work.first + row);
+            let mut source = [u32::MAX; MOST_ROWS];
+            if gathers {
+                if !UP && warp::warp_vote_ballot(warp::FULL, work.bin >= there) != 0 {
+                    dependent_launch::wait();
+                    there = u32::MAX;
                 }
-            });
-            // Rows of zeroes make up for what a product takes more than there is: fetching any others takes time.
-            let mut source = [u32::MAX; PAIRS_16];
-            unroll::<PAIRS_16>(|i| {
-                // SAFETY: tokens with pairs have slots.
-                core::hint::assert_unchecked(slots != 0);
-                let from = (if UP { pair[i] / slots } else { pair[i] }) * stride as u32;
-                source[i] = if i * 16 < PAIRS && low + 16 * (i as u32) < work.count { from } else { u32::MAX };
-            });
+                // All asked for at once; those beyond the last repeat it.
+                let mut pair = [0; MOST_ROWS];
+                unroll::<MOST_ROWS>(|i| {
+                    if i * each < PAIRS {
+                        let row = (low + (each * i) as u32).min(work.count.max(1) - 1);
+                        pair[i] = job.items.pair(work.first + row);
+                    }
+                });
+                // Rows of zeroes make up for what a product takes more than there is: fetching any others takes time.
+                unroll::<MOST_ROWS>(|i| {
+                    // SAFETY: tokens with pairs have slots.
+                    core::hint::assert_unchecked(slots != 0);
+                    let from = (if UP { pair[i] / slots } else { pair[i] }) * stride as u32;
+                    let there = i * each < PAIRS && low + ((each * i) as u32) < work.count;
+                    source[i] = if there { from } else { u32::MAX };
+                });
+            }
             let mut step = 0;
             while step < steps {
-                if tid == DRAWER {
+                if STAGED && tid == DRAWER {
                     if step == ask && !asked && rank == 0 {
                         taken = drawn.take(sequence);
                     }
@@ -563,29 +619,45 @@ unsafe fn fused_wgmma<
                 } else if tid == 0 {
                     fetch(ring, work, k0);
                 }
-                let to = to + ring.stage * (LINES * PAIRS * STEP * 2) as u32;
-                unroll::<LINES>(|l| {
-                    let column = k0 + (l * STEP) as u32 + 8 * chunk;
-                    // Zeroes beyond the end of K, not just any numbers: those of the weights would not make up for a NaN.
-                    let (column, bytes) = if column < k { (column, 16) } else { (0, 0) };
-                    let from = if UP { job.x.ptr(column) } else { job.h.ptr(column).cast_const() };
-                    let from = from.cast::<B128<T, 8>>();
-                    unroll::<PAIRS_16>(|i| {
-                        if i * 16 < PAIRS && (i as u32 * 16) < wide {
-                            let bytes = if source[i] == u32::MAX { 0 } else { bytes };
-                            let from = from.wrapping_add(source[i] as usize);
-                            cp_async::copy_16_zfill(to + (l * PAIRS * STEP * 2 + i * 2048) as u32, from, bytes);
-                        }
+                if !STAGED && tid == 0 {
+                    // In the second product nothing that still runs knows of the word.
+                    if step == ask {
+                        taken = drawn.take(sequence);
+                    }
+                    if step == tell {
+                        settle(sequence, taken);
+                    }
+                }
+                if gathers {
+                    let to = to + ring.stage * (LINES * PAIRS * STEP * 2) as u32;
+                    unroll::<LINES>(|l| {
+                        let column = k0 + (l * STEP) as u32 + 8 * chunk;
+                        // Zeroes beyond the end of K, not just any numbers: those of the weights would not make up for a NaN.
+                        let (column, bytes) = if column < k { (column, 16) } else { (0, 0) };
+                        let from = if UP { job.x.ptr(column) } else { job.h.ptr(column).cast_const() };
+                        let from = from.cast::<B128<T, 8>>();
+                        unroll::<MOST_ROWS>(|i| {
+                            if i * each < PAIRS && ((each * i) as u32) < wide {
+                                let bytes = if source[i] == u32::MAX { 0 } else { bytes };
+                                let from = from.wrapping_add(source[i] as usize);
+                                let to = to + (l * PAIRS * STEP * 2 + i * each * 128) as u32;
+                                cp_async::copy_16_zfill(to, from, bytes);
+                            }
+                        });
                     });
-                });
-                cp_async::arrive(full.address(ring.stage));
+                    cp_async::arrive(full.address(ring.stage));
+                }
                 ring.advance();
                 step += 1;
             }
             item = drawn.hear(sequence);
             sequence += 1;
-            // Before the number is overwritten.
-            thread::sync_named(const { 2 + GROUPS as u32 }, PRODUCERS as u32);
+            if STAGED {
+                // Before the number is overwritten.
+                thread::sync_named(const { 2 + GROUPS as u32 }, PRODUCERS as u32);
+            } else {
+                shares = job.items.shares_before(item);
+            }
         }
         if UP && NOW && progress.is_kept() && tokens * slots <= 16 * bins && warp_id == 0 {
             // What the second product begins with is on its way while results are stored and its blocks start.
@@ -601,7 +673,7 @@ unsafe fn fused_wgmma<
                 }
             }
         }
-        if NOW && ALTERNATE && tid == DRAWER {
+        if ALTERNATE && tid == 0 {
             // The other consumer waits for one more.
             drawn.tell(sequence, u32::MAX);
         }
@@ -612,7 +684,22 @@ unsafe fn fused_wgmma<
             dependent_launch::wait();
         }
     } else {
-        wgmma::increase_registers::<224>();
+        if STAGED {
+            wgmma::increase_registers::<224>();
+        } else {
+            wgmma::increase_registers::<152>();
+        }
+        if !UP && progress.is_kept() {
+            let least = progress.look(tid - PRODUCERS as u32, const { 128 * GROUPS as u32 });
+            if warp::lane_id() == 0 {
+                beyond.set(warp_id - const { PRODUCERS as u32 / 32 }, least);
+            }
+            if STAGED {
+                thread::sync_named(LOOKED, THREADS as u32);
+            }
+        }
+        known();
+        let items = job.items.count();
         let group = warp_id / 4 - 1;
         let within = if ALTERNATE { 0 } else { group };
         let consumer = Consumer {
@@ -628,14 +715,7 @@ unsafe fn fused_wgmma<
             first_row: within * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
         let mut ring = Ring::<STAGES>::new();
-        let mut item = thread::block_idx_x() / blocks;
-        if !UP && progress.is_kept() {
-            let least = progress.look(tid - PRODUCERS as u32, const { 128 * GROUPS as u32 });
-            if warp::lane_id() == 0 {
-                beyond.set(warp_id - const { PRODUCERS as u32 / 32 }, least);
-            }
-            thread::sync_named(const { 3 + GROUPS as u32 }, THREADS as u32);
-        }
+        let mut item = dealt;
         if UP && progress.is_kept() && warp_id == const { (PRODUCERS / 32) as u32 } {
             let first = if item < items { job.items.find(item, rank).bin } else { bins };
             if warp::lane_id() == 0 {
@@ -1282,20 +1362,20 @@ entries! {
         /// [`WORDS`](super::progress::WORDS) for both products, or null: whatever is in them. With them the second begins while the first still runs.
         progress: *mut u32,
     );
-    moe_fused_wgmma_up_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_wgmma_up_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, false, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_up_t16_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;
+    moe_fused_wgmma_up_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, false, 1, 64, 2, 4, false, false>;
     moe_fused_wgmma_up_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, false, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;
+    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, false, 1, 64, 2, 4, false, false>;
     moe_fused_wgmma_up_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_wgmma_down_t16_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_wgmma_down_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, false, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_t16_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 1, 16, 4, 5, true, false>;
+    moe_fused_wgmma_down_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, false, 1, 64, 2, 4, false, false>;
     moe_fused_wgmma_down_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, false, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 1, 16, 4, 5, true, false>;
+    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, false, 1, 64, 2, 4, false, false>;
     moe_fused_wgmma_down_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_wgmma_down_rounded_t64_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, true, 1, 64, 2, 4, false, false>;
-    moe_fused_wgmma_down_rounded_t64_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, true, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_rounded_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, true, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_rounded_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, true, 1, 64, 2, 4, false, false>;
     moe_fused_wgmma_down_rounded_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false, false>;
     moe_fused_wgmma_down_rounded_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false, false>;
     moe_fused_wgmma_up_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, true>;

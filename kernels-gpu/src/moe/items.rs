@@ -2,7 +2,7 @@
 //!
 //! An expert's `c` pairs are dealt out to `ceil(c / most)` shares of equal size, rounded up to 8. Items are ordered by expert, tile, share:
 //! shares that read the same weights run side by side, and the weights come from memory once, as long as blocks keep abreast of each other. Which
-//! item is which follows from a prefix sum over experts that every block makes for itself, from the counts of sorting or, without a sorted list, from at most
+//! item is which follows from a prefix sum over experts that every block, or one warp of it, makes for itself, from the counts of sorting or, without a sorted list, from at most
 //! [`DIRECT_PAIRS`] pairs; the routing stays on the device.
 //!
 //! Or items are for two blocks: two shares of a tile, or where shares are odd in number a share of two tiles. Then pairs are dealt out 8 at a time, and no
@@ -16,6 +16,8 @@ use cuda_std::{Global, GlobalMut, Shared, cluster, mbarrier, thread, unroll, war
 
 /// The most pairs without a sorted list.
 pub const DIRECT_PAIRS: usize = 128;
+/// Of those a lane has so many.
+const ROUNDS: usize = DIRECT_PAIRS / 32;
 /// The most warps of a block but the last, whose sum nobody asks for.
 const MAX_WARPS: usize = 16;
 
@@ -48,7 +50,8 @@ pub const DRAWN_BYTES: usize = KEPT * 12 + 2 * 16;
 /// mbarrier: in the order of a block's items, `sequence` counts those after the first.
 ///
 /// A number is overwritten [`KEPT`] items later. When the producer draws it has had all items before the one it is at fetched, so whoever gives stages back
-/// has heard all numbers but those of two items more than there are stages, of which there are at most eight.
+/// has heard all numbers but those of two items more than there are stages, of which there are at most eight. Nor are others of a producer further behind, who
+/// have a part in filling each stage.
 ///
 /// Blocks of a cluster that have items together are told by `st.async`: that of block 0 draws for all of them.
 #[derive(Clone, Copy)]
@@ -164,6 +167,8 @@ pub struct Sorted {
 #[derive(Clone, Copy)]
 pub struct Items<const DIRECT: bool> {
     sorted: Sorted,
+    sums: Shared<u32>,
+    own_bins: Shared<u32>,
     own_ids: Shared<u32>,
     own_weights: Shared<f32>,
     /// For each expert the shares up to its last, or the items for two blocks; its pairs, and where they start.
@@ -197,8 +202,7 @@ pub struct Item {
 }
 
 impl<const DIRECT: bool> Items<DIRECT> {
-    /// By all threads of a block, whose number is a multiple of 32; `count` pairs in all if there is no list, at most [`DIRECT_PAIRS`];
-    /// shares of at most `most` pairs, a multiple of 8; `tiles` of each expert, not 0. `paired`: items are for two blocks.
+    /// By all threads of a block: [`carve`](Self::carve) and [`fill_together`](Self::fill_together).
     #[inline(always)]
     pub unsafe fn new(
         carver: &mut Carver,
@@ -210,7 +214,14 @@ impl<const DIRECT: bool> Items<DIRECT> {
         most: u32,
         paired: bool,
     ) -> Self {
-        let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
+        let items = Self::carve(carver, sorted, bins, tiles, most, paired);
+        items.fill_together(pairs, count);
+        items
+    }
+
+    /// Takes room; shares of at most `most` pairs, a multiple of 8; `tiles` of each expert, not 0. `paired`: items are for two blocks.
+    #[inline(always)]
+    pub unsafe fn carve(carver: &mut Carver, sorted: Sorted, bins: u32, tiles: u32, most: u32, paired: bool) -> Self {
         let sums = carver.take::<u32>(MAX_WARPS);
         let ends = carver.take::<u32>(bins as usize + 4);
         let counts = carver.take::<u32>(bins as usize + 4);
@@ -219,32 +230,41 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let own_bins = carver.take::<u32>(own);
         let own_ids = carver.take::<u32>(own);
         let own_weights = carver.take::<f32>(own);
+        Self { sorted, sums, own_bins, own_ids, own_weights, ends, counts, starts, bins, tiles, most, paired }
+    }
+
+    /// By all threads of a block, whose number is a multiple of 32: the tables, from `count` pairs in all if there is no list, at most [`DIRECT_PAIRS`]. Slower than
+    /// [`fill`](Self::fill), but threads that have few registers keep less in them.
+    #[inline(always)]
+    pub unsafe fn fill_together(&self, pairs: Pairs, count: u32) {
+        let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
         // SAFETY: a block has threads, and a share holds pairs.
-        core::hint::assert_unchecked(most != 0);
-        let each = bins.div_ceil(thread::block_dim_x().max(1));
-        let (from, to) = ((tid * each).min(bins), ((tid + 1) * each).min(bins));
+        core::hint::assert_unchecked(self.most != 0);
+        let each = self.bins.div_ceil(thread::block_dim_x().max(1));
+        let (from, to) = ((tid * each).min(self.bins), ((tid + 1) * each).min(self.bins));
         if DIRECT {
             // Both from memory at once.
             let (mut bin, mut weight) = (NOWHERE, 0.0);
             if tid < count {
-                weight = pairs.weight(tid, sorted.topk_weights);
+                weight = pairs.weight(tid, self.sorted.topk_weights);
                 bin = pairs.bin(tid);
             }
             // Those that are not there make up for the last eight.
             if tid < DIRECT_PAIRS as u32 {
-                own_bins.set(tid, bin);
+                self.own_bins.set(tid, bin);
             }
             for bin in from..to {
-                counts.set(bin, 0);
+                self.counts.set(bin, 0);
             }
             thread::sync_threads();
-            if bin < bins {
+            if bin < self.bins {
                 // Pairs of lower experts, those of this one before this pair, and all of this one.
                 let (mut start, mut rank, mut all) = (0, 0, 0);
                 let mut other = 0;
                 while other < count {
                     // Eight at a time: one after the other they took a microsecond of 64.
-                    let eight = [own_bins.get_as::<B128<u32, 4>>(other), own_bins.get_as::<B128<u32, 4>>(other + 4)];
+                    let eight =
+                        [self.own_bins.get_as::<B128<u32, 4>>(other), self.own_bins.get_as::<B128<u32, 4>>(other + 4)];
                     unroll::<8>(|i| {
                         let b = eight[i / 4].0[i % 4];
                         start += (b < bin) as u32;
@@ -253,51 +273,164 @@ impl<const DIRECT: bool> Items<DIRECT> {
                     });
                     other += 8;
                 }
-                own_ids.set(start + rank, tid);
-                own_weights.set(start + rank, weight);
+                self.own_ids.set(start + rank, tid);
+                self.own_weights.set(start + rank, weight);
                 if rank == 0 {
-                    counts.set(bin, all);
-                    starts.set(bin, start);
+                    self.counts.set(bin, all);
+                    self.starts.set(bin, start);
                 }
             }
             thread::sync_threads();
         } else {
             for bin in from..to {
-                counts.set(bin, sorted.counts.get(bin) as u32);
-                starts.set(bin, sorted.offsets.get(bin) as u32);
+                self.counts.set(bin, self.sorted.counts.get(bin) as u32);
+                self.starts.set(bin, self.sorted.offsets.get(bin) as u32);
             }
         }
         // Shares of the experts, added up: a thread for some neighbouring ones.
         let mut sum = 0;
-        // Items of an expert, or for each tile.
-        let ends_of = |count: u32| {
-            let shares = count.div_ceil(most);
-            if !paired {
-                shares
-            } else if shares.is_multiple_of(2) {
-                shares / 2 * tiles
-            } else {
-                shares * tiles.div_ceil(2)
-            }
-        };
         for bin in from..to {
-            sum += ends_of(counts.get(bin));
+            sum += self.ends_of(self.counts.get(bin));
         }
         let up_to = warp::scan(sum, |a, b| a + b);
         if lane == 31 && warp_id < MAX_WARPS as u32 {
-            sums.set(warp_id, up_to);
+            self.sums.set(warp_id, up_to);
         }
         thread::sync_threads();
         let mut end = up_to - sum;
         for w in 0..warp_id {
-            end += sums.get(w);
+            end += self.sums.get(w);
         }
         for bin in from..to {
-            end += ends_of(counts.get(bin));
-            ends.set(bin, end);
+            end += self.ends_of(self.counts.get(bin));
+            self.ends.set(bin, end);
         }
         thread::sync_threads();
-        Self { sorted, own_ids, own_weights, ends, counts, starts, bins, tiles, most, paired }
+    }
+
+    /// By all threads, without a list: what can be done before anything is known.
+    #[inline(always)]
+    pub unsafe fn clear(&self) {
+        if DIRECT && warp::warp_id() == 0 {
+            let mut bin = warp::lane_id() * 4;
+            while bin < self.bins {
+                self.counts.set_as(bin, B128([0; 4]));
+                bin += 4 * 32;
+            }
+            warp::sync_warp(warp::FULL);
+        }
+    }
+
+    /// By all threads, with a list: what sorting has found.
+    #[inline(always)]
+    pub unsafe fn gather(&self) {
+        if !DIRECT {
+            let mut bin = thread::thread_idx_x();
+            while bin < self.bins.next_multiple_of(4) {
+                // Zeroes make up for the last four.
+                let (mut count, mut start) = (0, 0);
+                if bin < self.bins {
+                    (count, start) = (self.sorted.counts.get(bin) as u32, self.sorted.offsets.get(bin) as u32);
+                }
+                self.counts.set(bin, count);
+                self.starts.set(bin, start);
+                bin += thread::block_dim_x();
+            }
+            thread::sync_threads();
+        }
+    }
+
+    /// By one warp: the tables, from what is [gathered](Self::gather) or, if all is [clear](Self::clear), from `count` pairs, at most [`DIRECT_PAIRS`]. Others may use them after a
+    /// barrier, this warp at once: one warp alone has no barriers on its way, of which blocks of twelve warps had four, and what the first fetch needs is what it finds first.
+    #[inline(always)]
+    pub unsafe fn fill(&self, pairs: Pairs, count: u32) {
+        let lane = warp::lane_id();
+        let (mut bins, mut ranks, mut weights) = ([NOWHERE; ROUNDS], [0; ROUNDS], [0.0; ROUNDS]);
+        if DIRECT {
+            let ids;
+            (ids, weights) = pairs.ids_and_weights::<ROUNDS>(lane, count, self.sorted.topk_weights);
+            bins[0] = pairs.bin_of_id(ids[0]);
+            ranks[0] = self.count_own::<true>(bins[0]);
+            if count > 32 {
+                let [_, rest @ ..] = ids;
+                let rest = pairs.bins_of_ids(rest);
+                unroll::<{ ROUNDS - 1 }>(|i| {
+                    bins[i + 1] = rest[i];
+                    ranks[i + 1] = self.count_own::<false>(rest[i]);
+                });
+            }
+        }
+        // SAFETY: a share holds pairs.
+        core::hint::assert_unchecked(self.most != 0);
+        // Shares of the experts, added up: a lane for some neighbouring ones.
+        let each = self.bins.div_ceil(32).next_multiple_of(4);
+        let (from, to) = ((lane * each).min(self.bins), ((lane + 1) * each).min(self.bins));
+        // Without a list pairs as well, which are few, in the lower half of a word.
+        let all_of = |count: u32| if DIRECT { self.ends_of(count) << 16 | count } else { self.ends_of(count) };
+        let mut sum = 0;
+        let mut bin = from;
+        while bin < to {
+            let B128(counts) = self.counts.get_as::<B128<u32, 4>>(bin);
+            unroll::<4>(|i| sum += all_of(counts[i]));
+            bin += 4;
+        }
+        let mut end = warp::scan(sum, |a, b| a + b) - sum;
+        let mut bin = from;
+        while bin < to {
+            let B128(counts) = self.counts.get_as::<B128<u32, 4>>(bin);
+            let (mut ends, mut starts) = ([0; 4], [0; 4]);
+            unroll::<4>(|i| {
+                starts[i] = end & 0xffff;
+                end += all_of(counts[i]);
+                ends[i] = if DIRECT { end >> 16 } else { end };
+            });
+            self.ends.set_as(bin, B128(ends));
+            if DIRECT {
+                self.starts.set_as(bin, B128(starts));
+            }
+            bin += 4;
+        }
+        warp::sync_warp(warp::FULL);
+        if DIRECT {
+            unroll::<ROUNDS>(|i| {
+                if bins[i] < self.bins {
+                    let place = self.starts.get(bins[i]) + ranks[i];
+                    self.own_ids.set(place, 32 * i as u32 + lane);
+                    self.own_weights.set(place, weights[i]);
+                }
+            });
+            warp::sync_warp(warp::FULL);
+        }
+    }
+
+    /// Counts 32 pairs, whose expert is `bin`: how many pairs before have the same.
+    #[inline(always)]
+    unsafe fn count_own<const FIRST: bool>(&self, bin: u32) -> u32 {
+        let same = warp::warp_match_any_32(warp::FULL, bin);
+        let lower = (same & ((1 << warp::lane_id()) - 1)).count_ones();
+        let mut before = 0;
+        if !FIRST {
+            before = if bin < self.bins { self.counts.get(bin) } else { 0 };
+            warp::sync_warp(warp::FULL);
+        }
+        if bin < self.bins && lower == 0 {
+            self.counts.set(bin, before + same.count_ones());
+        }
+        warp::sync_warp(warp::FULL);
+        before + lower
+    }
+
+    /// Items of an expert with so many pairs, or for each tile.
+    #[inline(always)]
+    fn ends_of(&self, count: u32) -> u32 {
+        let shares = (count + self.most - 1) / self.most;
+        if !self.paired {
+            shares
+        } else if shares.is_multiple_of(2) {
+            shares / 2 * self.tiles
+        } else {
+            shares * self.tiles.div_ceil(2)
+        }
     }
 
     /// The items of another product of the same pairs, of so many tiles.
@@ -315,9 +448,26 @@ impl<const DIRECT: bool> Items<DIRECT> {
     /// Item `item`, of items for two blocks that of block `rank`; all lanes of a warp take part.
     #[inline(always)]
     pub unsafe fn find(&self, item: u32, rank: u32) -> Item {
+        self.look_up::<false>(item, self.shares_before(item), rank)
+    }
+
+    /// How many shares there are at most before the one of an item, if there are such at all: known before the tables are.
+    #[inline(always)]
+    pub unsafe fn shares_before(&self, item: u32) -> u32 {
         // SAFETY: there are outputs, hence tiles.
         core::hint::assert_unchecked(self.tiles != 0);
-        let q = if self.paired { item } else { item / self.tiles };
+        if self.paired { item } else { item / self.tiles }
+    }
+
+    /// [`find`](Self::find) with what [`shares_before`](Self::shares_before) says, and without a division where an expert has one share.
+    #[inline(always)]
+    pub unsafe fn find_among(&self, item: u32, q: u32) -> Item {
+        self.look_up::<true>(item, q, 0)
+    }
+
+    /// `BRANCH`: around a division, which takes registers.
+    #[inline(always)]
+    unsafe fn look_up<const BRANCH: bool>(&self, item: u32, q: u32, rank: u32) -> Item {
         // The first expert whose shares end beyond `q`: 32 candidates at a time.
         let lane = warp::lane_id();
         let (mut bin, mut len) = (0, self.bins);
@@ -339,9 +489,12 @@ impl<const DIRECT: bool> Items<DIRECT> {
         // SAFETY: an expert that holds an item has shares.
         core::hint::assert_unchecked(shares != 0);
         let r = item - begin * self.tiles;
-        let (tile, share) = (r / shares, r % shares);
         let count = self.counts.get(bin);
-        let size = count.div_ceil(shares).next_multiple_of(8);
+        let (mut tile, mut share, mut size) = (r, 0, count.next_multiple_of(8));
+        if !BRANCH || shares > 1 {
+            (tile, share) = (r / shares, r % shares);
+            size = count.div_ceil(shares).next_multiple_of(8);
+        }
         let first = share * size;
         Item {
             bin,

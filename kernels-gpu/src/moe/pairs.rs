@@ -69,6 +69,46 @@ impl Pairs {
         if slot < self.top_k { topk_weights.get(token as usize * self.top_k as usize + slot as usize) } else { 1.0 }
     }
 
+    /// [`id`](Self::id) and [`weight`](Self::weight) of pairs `first`, `first + 32` and so on, all asked for at once; -1 and 0 from `count` on, which is at
+    /// most 255.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn ids_and_weights<const N: usize>(
+        self,
+        first: u32,
+        count: u32,
+        topk_weights: Global<f32>,
+    ) -> ([i32; N], [f32; N]) {
+        let (mut ids, mut weights) = ([-1; N], [0.0; N]);
+        // One division for all: `pair / slots` is `pair * each >> 16`, as long as `pair * slots` fits there.
+        let whole = self.slots == self.top_k;
+        let each = if whole { 0 } else { 0xffff / self.slots.max(1) + 1 };
+        unroll::<N>(|i| {
+            let pair = first + 32 * i as u32;
+            let (mut at, mut listed) = (pair, pair < count);
+            if !whole && listed {
+                let token = pair * each >> 16;
+                let slot = pair - token * self.slots;
+                (at, listed) = (token * self.top_k + slot, slot < self.top_k);
+                (ids[i], weights[i]) = ((self.experts + slot.wrapping_sub(self.top_k)) as i32, 1.0);
+            }
+            if listed {
+                (ids[i], weights[i]) = (self.topk_ids.get(at), topk_weights.get(at));
+            }
+        });
+        (ids, weights)
+    }
+
+    /// [`bin`](Self::bin) of a token's slot.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn bin_of(self, token: u32, slot: u32) -> u32 {
+        if slot >= self.top_k {
+            return self.local + (slot - self.top_k);
+        }
+        self.bin_of_id(self.topk_ids.get(token as usize * self.top_k as usize + slot as usize))
+    }
+
     /// Whether a token's slots `first`, `first + 1` and so on have a bin; all ids are asked for at once.
     #[inline(always)]
     #[track_caller]
@@ -80,9 +120,10 @@ impl Pairs {
                 ids[i] = self.topk_ids.get(token as usize * self.top_k as usize + slot as usize);
             }
         });
+        let bins = self.bins_of_ids(ids);
         unroll::<N>(|i| {
             let slot = first + i as u32;
-            there[i] = if slot < self.top_k { self.bin_of_id(ids[i]) < INVALID } else { slot < self.slots };
+            there[i] = if slot < self.top_k { bins[i] < INVALID } else { slot < self.slots };
         });
         there
     }
@@ -91,22 +132,42 @@ impl Pairs {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn bin_of_id(self, id: i32) -> u32 {
-        if id == -1 {
-            return NOWHERE;
+        let [bin] = self.bins_of_ids([id]);
+        bin
+    }
+
+    /// The bins of experts; those with places in `expert_map` are asked for at once.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn bins_of_ids<const N: usize>(self, ids: [i32; N]) -> [u32; N] {
+        let mut bins = [NOWHERE; N];
+        if self.mapped {
+            unroll::<N>(|i| {
+                if (ids[i] as u32) < self.experts {
+                    bins[i] = self.expert_map.get(ids[i]) as u32;
+                }
+            });
         }
-        let id = id as u32;
-        if id >= self.experts {
-            let shared = id - self.experts;
-            return if shared < self.shared { self.local + shared } else { INVALID };
-        }
-        if !self.mapped {
-            return id;
-        }
-        match self.expert_map.get(id) {
-            -1 => NOWHERE,
-            bin if (bin as u32) < self.local => bin as u32,
-            _ => INVALID,
-        }
+        unroll::<N>(|i| {
+            let id = ids[i] as u32;
+            bins[i] = if id >= self.experts {
+                let shared = id - self.experts;
+                if id == u32::MAX {
+                    NOWHERE
+                } else if shared < self.shared {
+                    self.local + shared
+                } else {
+                    INVALID
+                }
+            } else if !self.mapped {
+                id
+            } else if bins[i] < self.local || bins[i] == NOWHERE {
+                bins[i]
+            } else {
+                INVALID
+            };
+        });
+        bins
     }
 }
 
