@@ -95,7 +95,7 @@ const TILE_ROWS: u32 = 64;
 /// Threads of a block.
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// For how many threads a multiprocessor's registers are divided among those of a block of few pairs: 128 each, so that blocks of the sum find room beside it.
-const ROOMY: usize = 512;
+pub const ROOMY: usize = 512;
 /// The barrier that a block's threads pass when its items are known.
 const KNOWN: u32 = 3 + GROUPS as u32;
 /// The one that they pass, if there is no such, when consumers have looked at the progress.
