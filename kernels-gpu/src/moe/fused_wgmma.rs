@@ -470,6 +470,11 @@ unsafe fn fused_wgmma<
     } else {
         items.gather();
     }
+    let looked = || {
+        if STAGED {
+            thread::sync_named(LOOKED, THREADS as u32);
+        }
+    };
     // By all warps but the first, which goes on.
     let known = || {
         if !STAGED {
@@ -560,10 +565,8 @@ unsafe fn fused_wgmma<
         // Experts whose `h` is there.
         let mut there = 0;
         if !UP && gathers && progress.is_kept() {
-            if STAGED {
-                // They look while weights are asked for.
-                thread::sync_named(LOOKED, THREADS as u32);
-            }
+            // They look while weights are asked for.
+            looked();
             there = u32::MAX;
             for w in 0..const { 4 * GROUPS as u32 } {
                 there = there.min(beyond.get(w));
@@ -694,9 +697,7 @@ unsafe fn fused_wgmma<
             if warp::lane_id() == 0 {
                 beyond.set(warp_id - const { PRODUCERS as u32 / 32 }, least);
             }
-            if STAGED {
-                thread::sync_named(LOOKED, THREADS as u32);
-            }
+            looked();
         }
         known();
         let items = job.items.count();

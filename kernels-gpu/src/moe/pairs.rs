@@ -90,7 +90,7 @@ impl Pairs {
                 let token = pair * each >> 16;
                 let slot = pair - token * self.slots;
                 (at, listed) = (token * self.top_k + slot, slot < self.top_k);
-                (ids[i], weights[i]) = ((self.experts + slot.wrapping_sub(self.top_k)) as i32, 1.0);
+                (ids[i], weights[i]) = (self.experts.wrapping_add(slot.wrapping_sub(self.top_k)) as i32, 1.0);
             }
             if listed {
                 (ids[i], weights[i]) = (self.topk_ids.get(at), topk_weights.get(at));
