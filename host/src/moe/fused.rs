@@ -960,12 +960,11 @@ pub unsafe fn launch(
             }
         }
     }
-    let (entry, geometry) = match rounded {
-        Some((_, reduce)) => (reduce, rounded_reduce_geometry(shape)),
-        None => {
-            let (entry, threads) = reduce_entry(dtype, reduce.slots as usize);
-            (entry, sum_geometry(shape, threads, fused_reduce::COLUMNS))
-        }
+    let (entry, geometry) = if let Some((_, reduce)) = rounded {
+        (reduce, rounded_reduce_geometry(shape))
+    } else {
+        let (entry, threads) = reduce_entry(dtype, reduce.slots as usize);
+        (entry, sum_geometry(shape, threads, fused_reduce::COLUMNS))
     };
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&entry, &geometry.dependent(), &reduce) }

@@ -832,7 +832,7 @@ impl<T: TensorFloat + Input> Consumer<T> {
     #[inline(always)]
     unsafe fn reach(&self, progress: Progress, expert: u32) {
         thread::sync_named(1 + self.group, 128);
-        if thread::thread_idx_x() % 128 == 0 {
+        if thread::thread_idx_x().is_multiple_of(128) {
             progress.reach(self.group, expert);
         }
     }

@@ -422,6 +422,10 @@ impl<const DIRECT: bool> Items<DIRECT> {
 
     /// Items of an expert with so many pairs, or for each tile.
     #[inline(always)]
+    #[allow(
+        clippy::manual_div_ceil,
+        reason = "`div_ceil` has no overflow, of which pairs are far, for a remainder and a comparison more"
+    )]
     fn ends_of(&self, count: u32) -> u32 {
         let shares = (count + self.most - 1) / self.most;
         if !self.paired {

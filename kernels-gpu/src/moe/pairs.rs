@@ -87,7 +87,7 @@ impl Pairs {
             let pair = first + 32 * i as u32;
             let (mut at, mut listed) = (pair, pair < count);
             if !whole && listed {
-                let token = pair * each >> 16;
+                let token = (pair * each) >> 16;
                 let slot = pair - token * self.slots;
                 (at, listed) = (token * self.top_k + slot, slot < self.top_k);
                 (ids[i], weights[i]) = (self.experts.wrapping_add(slot.wrapping_sub(self.top_k)) as i32, 1.0);
