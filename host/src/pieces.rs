@@ -59,16 +59,12 @@ pub(crate) const fn spread(rows: u32, pieces: u32, aligned: bool, whole_warps: b
         let warps = pieces.div_ceil(32);
         if warps as u64 * rows as u64 <= FEW {
             // Four warps of a block hide more of what each waits for than two, by 1 to 4 % of the time.
-            (
-                if warps == 0 {
-                    32
-                } else if warps < 4 {
-                    warps * 32
-                } else {
-                    128
-                },
-                1,
-            )
+            let threads = match warps {
+                0 => 32,
+                1..=3 => warps * 32,
+                _ => 128,
+            };
+            (threads, 1)
         } else if warps < 4 {
             (warps * 32, 4 / warps)
         } else {

@@ -240,13 +240,13 @@ impl Shape {
         if tile > self.tokens || 2 * tile < self.tokens || self.groups > 2 && 4 * tile < 3 * self.tokens {
             return false;
         }
+        if self.split > 2 && (m <= 256 || n < 1024 || k < 8192) {
+            return false;
+        }
         let blocks = n.div_ceil(self.rows(n)) * self.tiles * self.split;
         let full =
             if self.tiles > 1 { self.split == 1 } else { 4 * self.rows(n) >= 3 * self.groups * kernel::ROWS as u32 };
         let few = self.tiles <= 2 * self.groups;
-        if self.split > 2 && (m <= 256 || n < 1024 || k < 8192) {
-            return false;
-        }
         few && (full || blocks <= self.places())
     }
 }

@@ -173,13 +173,8 @@ impl WgmmaTile {
         let steps = k.div_ceil(kernel::STEP as u32).div_ceil(shape.split) as f64;
         let step = match shape.n {
             // More where tiles follow one another: both consumers store at the same time.
-            144 if shape.waves > 1 => {
-                if rounds > 1.0 {
-                    760.0
-                } else {
-                    680.0
-                }
-            }
+            144 if shape.waves > 1 && rounds > 1.0 => 760.0,
+            144 if shape.waves > 1 => 680.0,
             64 => 200.0,
             96 => 240.0,
             128 => 330.0,
