@@ -784,7 +784,7 @@ struct Consumer {
 struct Quantiser {
     /// Results of an item, [`PITCH`] bytes from pair to pair.
     tile: Shared<u8>,
-    /// The largest magnitude of each pair, then what its results are multiplied by.
+    /// The largest magnitude of each pair in this block.
     own: Shared<f32>,
     /// The largest of the other block, of an item and of the one before.
     other: Shared<u32>,

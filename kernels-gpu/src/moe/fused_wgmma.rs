@@ -96,9 +96,9 @@ const TILE_ROWS: u32 = 64;
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// For how many threads a multiprocessor's registers are divided among those of a block of few pairs: 128 each, so that blocks of the sum find room beside it.
 pub const ROOMY: usize = 512;
-/// The barrier that a block's threads pass when its items are known.
+/// Of few pairs: the barrier that a block's threads pass when its items are known, and consumers have looked at the progress.
 const KNOWN: u32 = 3 + GROUPS as u32;
-/// The one that they pass, if there is no such, when consumers have looked at the progress.
+/// Of many: the one that they pass when consumers have looked.
 const LOOKED: u32 = 4 + GROUPS as u32;
 /// Elements of K of a stage: a line of the swizzle.
 pub const STEP: usize = 64;
@@ -475,7 +475,7 @@ unsafe fn fused_wgmma<
             thread::sync_named(LOOKED, THREADS as u32);
         }
     };
-    // By all warps but the first, which goes on.
+    // By all warps but the first, which goes on alone.
     let known = || {
         if !STAGED {
             thread::sync_named(KNOWN, THREADS as u32);
