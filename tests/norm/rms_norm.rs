@@ -241,6 +241,33 @@ fn refuses_what_it_cannot_do() {
     bytes.copy_from_slice(&[warploom::E4M3(0); 128]).unwrap();
 }
 
+/// The bytes of the results of an entry for dense rows.
+fn launched(
+    stream: &Stream,
+    entry: Option<Entry<rms_norm::Args>>,
+    geometry: Geometry,
+    x: &Tensor<bf16>,
+    w: &Tensor<bf16>,
+) -> Vec<u8> {
+    let (rows, n) = (x.shape()[0], x.shape()[1]);
+    let mut out = Tensor::<bf16>::zeros(x.device(), &[rows, n]).unwrap();
+    let args = rms_norm::Args {
+        x: x.as_ptr().cast(),
+        weight: w.as_ptr().cast(),
+        out: out.as_mut_ptr().cast(),
+        rows: rows as u32,
+        n: n as u32,
+        x_stride: n,
+        out_stride: n,
+        weight_offset: 0.0,
+        eps: 1e-5,
+    };
+    // SAFETY: the tensors are as large as the arguments say, and live on.
+    unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+    stream.synchronize().unwrap();
+    all_bytes(&out.to_vec().unwrap())
+}
+
 /// Rows that go one by one are held in registers where they fit, and read twice elsewhere: the results are the same bits.
 #[test]
 fn rows_one_by_one_are_the_same_bits() {
@@ -249,26 +276,11 @@ fn rows_one_by_one_are_the_same_bits() {
         assert!(rms_norm::is_held_one_by_one(n as u32));
         let x = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 1), &[rows, n]).unwrap();
         let (w, _) = weights::<bf16>(device, n);
-        let zeros = || Tensor::<bf16>::zeros(device, &[rows, n]).unwrap();
-        let (mut held, mut read_twice) = (zeros(), zeros());
+        let mut held = Tensor::<bf16>::zeros(device, &[rows, n]).unwrap();
         norm::rms_norm(stream, &mut held, &x, Some(&w), 1e-5).unwrap();
-        let args = rms_norm::Args {
-            x: x.as_ptr().cast(),
-            weight: w.as_ptr().cast(),
-            out: read_twice.as_mut_ptr().cast(),
-            rows: rows as u32,
-            n: n as u32,
-            x_stride: n,
-            out_stride: n,
-            weight_offset: 0.0,
-            eps: 1e-5,
-        };
-        let entry = rms_norm::entry(DType::Bf16, Variant::Any).unwrap();
         let geometry = rms_norm::geometry(DType::Bf16, Variant::Any, rows as u32, n as u32);
-        // SAFETY: the tensors are as large as the arguments say, and live on.
-        unsafe { stream.launch(&entry, &geometry, &args) }.unwrap();
-        stream.synchronize().unwrap();
-        assert_eq!(all_bytes(&held.to_vec().unwrap()), all_bytes(&read_twice.to_vec().unwrap()));
+        let read_twice = launched(stream, rms_norm::entry(DType::Bf16, Variant::Any), geometry, &x, &w);
+        assert_eq!(all_bytes(&held.to_vec().unwrap()), read_twice);
     });
 }
 
@@ -286,24 +298,7 @@ fn narrow_rows_are_the_same_bits() {
             (twos.grid[0], twos.block[1]) = (2, 2);
             let (x2, add_x2) = (Variant::X2, rms_norm::fused_add_entry(DType::Bf16, Variant::X2));
 
-            let run = |entry: Option<Entry<rms_norm::Args>>, geometry: Geometry| {
-                let mut out = Tensor::<bf16>::zeros(device, &[rows, n]).unwrap();
-                let args = rms_norm::Args {
-                    x: x.as_ptr().cast(),
-                    weight: w.as_ptr().cast(),
-                    out: out.as_mut_ptr().cast(),
-                    rows: rows as u32,
-                    n: n as u32,
-                    x_stride: n,
-                    out_stride: n,
-                    weight_offset: 0.0,
-                    eps: 1e-5,
-                };
-                // SAFETY: the tensors are as large as the arguments say, and live on.
-                unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
-                stream.synchronize().unwrap();
-                all_bytes(&out.to_vec().unwrap())
-            };
+            let run = |entry, geometry| launched(stream, entry, geometry, &x, &w);
             let want = run(rms_norm::entry(DType::Bf16, x2), usual);
             assert_eq!(run(rms_norm::narrow_entry(DType::Bf16), narrow), want);
             assert_eq!(run(rms_norm::narrow_entry(DType::Bf16), twos), want);
