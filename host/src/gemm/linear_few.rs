@@ -330,13 +330,15 @@ impl Model {
 
 /// The kernel for `[m, n]` results of depth `k`, and its number of tiles of tokens.
 const fn choose(m: u32, n: u32, k: u32) -> (Kernel, Shape) {
-    paired(modelled(m, n, k), m, n)
+    paired(modelled(m, n, k), m, n, k)
 }
 
 /// [`linear_pair`] instead of what has its work for 89 to 128 tokens, where it was the faster.
-const fn paired(choice: (Kernel, Shape), m: u32, n: u32) -> (Kernel, Shape) {
+const fn paired(choice: (Kernel, Shape), m: u32, n: u32, k: u32) -> (Kernel, Shape) {
     match choice {
-        (Kernel::T96 | Kernel::T128, Shape { tiles: 1, .. }) if m > 88 && n >= 3072 && pairs(n) => {
+        (Kernel::T96 | Kernel::T128, Shape { tiles: 1, .. })
+            if m > if k < 4096 { 112 } else { 88 } && n >= 3072 && pairs(n) =>
+        {
             (Kernel::T128Pair, Kernel::T128Pair.shape())
         }
         _ => choice,
@@ -403,7 +405,7 @@ impl Choice {
             _ => 0.0,
         };
         let suits = m <= ALWAYS || m <= TOKENS && (shape.estimate(m, n, k) as f64) < most * 1000.0 * tile();
-        let (kernel, shape) = paired((kernel, shape), m, n);
+        let (kernel, shape) = paired((kernel, shape), m, n, k);
         Self { of: [m, n, k], kernel, shape, suits }
     }
 
