@@ -7,6 +7,7 @@
 //!
 //! Used by kernels of several families, so it lies outside of all of them.
 
+use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum};
 use cuda_std::{mbarrier, warp};
 
 /// A position in a ring of `STAGES` stages, and the parity of the round.
@@ -184,6 +185,71 @@ impl<const STAGES: usize> Stages<STAGES> {
     pub unsafe fn release_lane(self, stage: u32) {
         mbarrier::arrive(self.empty(stage));
     }
+}
+
+/// An operand of products along a ring: its tile in the first stage, how many bytes further on the next stage's is, and that of the next product of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct Staged {
+    tile: Descriptor<K>,
+    stage: u32,
+    product: u32,
+}
+
+impl Staged {
+    /// In the first stage, for the first product, at this address; with these distances.
+    #[inline(always)]
+    pub fn new(tile: u32, stage: u32, product: u32) -> Self {
+        Self { tile: Descriptor::<K>::new(tile), stage, product }
+    }
+
+    #[inline(always)]
+    fn at(self, stage: u32, product: usize) -> Descriptor<K> {
+        self.tile.offset(stage * self.stage + product as u32 * self.product)
+    }
+}
+
+/// What a consumer does along K for a tile of results: `steps` steps, one or two (`products`) of 128 bytes of K each, the first of which overwrite the sums. Stages are released when
+/// their products are complete, except the last, which is returned, and whose products may be under way.
+///
+/// # Safety
+/// By a whole warpgroup, after [`Stages::init`] and a barrier; `steps` is not 0; `a` and `b` are inside of stages that are filled in this order, `products` is a constant.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn multiply<X: Input<S>, S: Sum, P: Accumulator<S>, const STAGES: usize>(
+    stages: Stages<STAGES>,
+    ring: &mut Ring<STAGES>,
+    steps: u32,
+    products: usize,
+    [a, b]: [Staged; 2],
+    sums: &mut [P; 2],
+    lane: u32,
+) -> u32 {
+    let mut previous = ring.stage;
+    let mut step = 0;
+    // Written to run at least once; see `cuda_std::wgmma`.
+    loop {
+        stages.wait_full(*ring);
+        for i in 0..products {
+            sums[i].multiply::<X, 4, K, K>(a.at(ring.stage, i), b.at(ring.stage, i), step > 0);
+        }
+        // The products before are complete, and their stage can be filled again.
+        if products == 1 {
+            wgmma::wait::<1>(&mut sums[0]);
+        } else {
+            wgmma::wait::<2>(&mut sums[0]);
+            sums[1].pin();
+        }
+        if step > 0 {
+            stages.release(previous, lane);
+        }
+        previous = ring.stage;
+        ring.advance();
+        step += 1;
+        if step >= steps {
+            break;
+        }
+    }
+    previous
 }
 
 /// Quotient and remainder, without the check for zero, which would leave a panic path in the PTX.

@@ -249,6 +249,56 @@ fn few_in_more_parts() {
     });
 }
 
+/// Sums that travel before the last weights come: a block without rows of its own and one with some, rings that go round and fewer steps than are the last, and the bits of a tile
+/// with as many parts of K.
+#[test]
+fn few_in_pairs() {
+    use warploom::kernels::gemm::linear_pair;
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        let few = LinearOptions::default().path(LinearPath::Few);
+        check_tile::<f16>(d, s, [33, 2568, 72], [1, 0, 1], true, Epilogue::GeluTanh, few, 300);
+        let one = (few_kernels::linear_few_t64_pair_bf16::ENTRY, 1);
+        let two = (few_kernels::linear_few_t128_pair_bf16::ENTRY, 2);
+        for ([m, n, k], (entry, groups), epilogue) in [
+            ([41, 72, 1288], one, Epilogue::None),
+            ([64, 56, 200], one, Epilogue::Silu),
+            ([107, 72, 264], two, Epilogue::None),
+        ] {
+            let x = Tensor::from_slice(d, &noise_of::<bf16>(m * k, 1), &[m, k]).unwrap();
+            let w = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
+            let tokens = m.next_multiple_of(8);
+            let mut y = Tensor::from_slice(d, &vec![bf16::NAN; m * n], &[m, n]).unwrap();
+            let args = few_kernels::Args {
+                x: few_map(d, &x, [m, k], tokens),
+                w: few_map(d, &w, [n, k], linear_pair::HALF),
+                y: y.as_mut_ptr().cast(),
+                bias: std::ptr::null(),
+                m: m as u32,
+                n: n as u32,
+                k: k as u32,
+                y_row: n,
+                rows: linear_pair::HALF as u32,
+                tokens: tokens as u32,
+                tiles: 1,
+                kind: epilogue.kind(),
+            };
+            let geometry =
+                Geometry::linear(2 * n.div_ceil(linear_pair::ROWS) as u32, few_kernels::threads(groups as u32))
+                    .shared_bytes(linear_pair::shared_bytes(groups, 8) as u32)
+                    .cluster(2);
+            // SAFETY: the arguments are tensors of the sizes that they say.
+            unsafe { s.launch(&entry, &geometry, &args) }.unwrap();
+            let mut want = Tensor::from_slice(d, &vec![bf16::NAN; m * n], &[m, n]).unwrap();
+            let tile = LinearOptions::default().tile(WgmmaTile::N64Split2).epilogue(epilogue);
+            linear_with(s, &mut want, &x, &w, None, &tile).unwrap();
+            assert_eq!(y.to_vec().unwrap(), want.to_vec().unwrap(), "{m} x {n} x {k}");
+        }
+    });
+}
+
 /// Fewer blocks than tiles, so that each takes several; two and three consumers; tokens in one product and in two, in one box and in two, in one tile and in
 /// two that have some in common: the bits of other tiles.
 #[test]
@@ -466,11 +516,15 @@ fn tiles_are_chosen_as_measured() {
 #[test]
 fn few_is_chosen_as_measured() {
     for ([m, k, n], name) in [
-        ([64, 4096, 4096], "t64_r9"),
+        ([64, 4096, 4096], "t64_pair"),
         ([64, 7168, 2112], "t64"),
         ([64, 4096, 6144], "t64_r6"),
         ([64, 4096, 14336], "t64_x4"),
         ([65, 4096, 4096], "t72"),
+        ([88, 4096, 4096], "t96"),
+        ([89, 4096, 4096], "t128_pair"),
+        ([128, 4096, 4096], "t128_pair"),
+        ([112, 2880, 3072], "t128"),
         ([130, 4096, 4096], "t160"),
         ([192, 4096, 4096], "t192"),
         ([256, 4096, 4096], "r128_t128_split2"),
@@ -486,6 +540,7 @@ fn few_is_chosen_as_measured() {
         ([96, 7168, 2112], "t96"),
         ([128, 4096, 14336], "r128_t128"),
         ([160, 3584, 18944], "r192_t160"),
+        ([300, 6144, 6144], "r192_t80"),
         ([200, 3072, 24576], "r192_t208"),
         ([256, 3072, 24576], "r192_t256"),
         ([300, 4096, 14336], "r128_t304"),

@@ -195,7 +195,7 @@ fn few_matches_the_reference() {
     });
 }
 
-/// K in one part: widths with more than one block for each multiprocessor, fewer rows of weights than a block has room for, and the last block
+/// As many outputs as make one block for nearly each multiprocessor; K in one part: widths with more than one block for each multiprocessor, fewer rows of weights than a block has room for, and the last block
 /// with only some of them.
 #[test]
 fn few_with_many_outputs() {
@@ -208,6 +208,7 @@ fn few_with_many_outputs() {
                 ([13, 8456, depth], true),
                 ([25, 8600, 144], false),
                 ([25, 8600, depth], true),
+                ([50, 2568, depth], false),
                 ([50, 4240, depth], false),
                 ([41, 13_840, 144], false),
                 ([64, 14_336, depth], true),
@@ -217,7 +218,11 @@ fn few_with_many_outputs() {
             {
                 let (biased, kind) = (i % 2 == 0, EPILOGUES[i % 6]);
                 let case = Case { size, pads: [0; 3], blocks, transposed: false, biased, kind };
-                check::<E4M3, bf16>(d, s, case, LinearQuantOptions::default().path(LinearQuantPath::Few), 500);
+                let few = LinearQuantOptions::default().path(LinearQuantPath::Few);
+                check::<E4M3, bf16>(d, s, case, few, 500);
+                if size[1] == 2568 {
+                    check::<i8, f16>(d, s, case, few, 500);
+                }
             }
         }
     });
@@ -231,7 +236,8 @@ fn few_is_chosen_as_measured() {
         (false, 1, 6144, "rows_t8_split2"),
         (false, 16, 14_336, "rows_t16"),
         (false, 32, 28_672, "rows_t32"),
-        (false, 64, 4096, "rows_t64_split2"),
+        (false, 64, 1408, "rows_t64_split2"),
+        (false, 64, 4096, "rows_t64_pair"),
         (false, 64, 6144, "rows_t64"),
         (false, 64, 14_336, "rows_t64_r6"),
         (true, 8, 4096, "blocks_t8_split2"),
@@ -308,7 +314,7 @@ fn at_model_sizes() {
         let sizes: &[[usize; 3]] = if sanitizing() {
             &[[300, 520, 768]]
         } else {
-            &[[1, 4096, 4096], [64, 1408, 2880], [513, 2880, 1408], [4097, 4096, 7168]]
+            &[[1, 4096, 4096], [64, 1408, 2880], [40, 3000, 4368], [513, 2880, 1408], [4097, 4096, 7168]]
         };
         for &size in sizes {
             let case = Case { size, pads: [0; 3], blocks, transposed: true, biased: false, kind: Epilogue::None };

@@ -5,6 +5,7 @@ use crate::device::{Geometry, Stream, Swizzle};
 use crate::error::{Error, Result};
 use crate::kernels::gemm::linear_few as kernel;
 use crate::kernels::gemm::linear_fma;
+use crate::kernels::gemm::linear_pair;
 use crate::kernels::gemm::linear_rounds;
 use crate::kernels::scales::NONE;
 use cuda_std::{DType, Entry};
@@ -30,6 +31,11 @@ const fn shares(n: u32) -> bool {
     clusters * 10 >= clusters.next_multiple_of(FOURS) * 9
 }
 
+/// Whether [`linear_pair`] is the fastest way for 33 to 64 tokens: where there is one block for each multiprocessor, or nearly so. With fewer, each needs more bytes under way.
+pub(super) const fn pairs(n: u32) -> bool {
+    2304 <= n && n <= kernel::ROWS as u32 * MULTIPROCESSORS / 2
+}
+
 /// What the launch of a kernel needs to know.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
@@ -45,6 +51,8 @@ pub(super) struct Shape {
     pub(super) share: u32,
     /// Tiles of tokens.
     pub(super) tiles: u32,
+    /// Whether it is [`linear_pair`].
+    pub(super) pair: bool,
 }
 
 macro_rules! kernels {
@@ -60,7 +68,7 @@ macro_rules! kernels {
                 let (groups, tokens, stages, split, share) = match self {
                     $(Self::$Kernel => ($groups, $tokens, $stages, $split, $share),)*
                 };
-                Shape { groups, tokens, stages, split, share, tiles: 1 }
+                Shape { groups, tokens, stages, split, share, tiles: 1, pair: matches!(self, Self::T64Pair | Self::T128Pair) }
             }
 
             const fn entry(self, dtype: DType) -> Option<Entry<kernel::Args>> {
@@ -81,12 +89,13 @@ kernels! {
     T16 = linear_few_t16_bf16, linear_few_t16_f16: 1, 16, 10, 2, 1;
     T32 = linear_few_t32_bf16, linear_few_t32_f16: 1, 32, 9, 2, 1;
     T64 = linear_few_t64_bf16, linear_few_t64_f16: 1, 64, 12, 2, 1;
-    T64Ring9 = linear_few_t64_r9_bf16, linear_few_t64_r9_f16: 1, 64, 9, 2, 1;
+    T64Pair = linear_few_t64_pair_bf16, linear_few_t64_pair_f16: 1, 64, 8, 2, 1;
     T64Ring6 = linear_few_t64_r6_bf16, linear_few_t64_r6_f16: 1, 64, 6, 2, 1;
     T64Share4 = linear_few_t64_x4_bf16, linear_few_t64_x4_f16: 1, 64, 5, 1, 4;
     T72 = linear_few_t72_bf16, linear_few_t72_f16: 1, 72, 12, 2, 1;
     T96 = linear_few_t96_bf16, linear_few_t96_f16: 1, 96, 10, 2, 1;
     T128 = linear_few_t128_bf16, linear_few_t128_f16: 1, 128, 8, 2, 1;
+    T128Pair = linear_few_t128_pair_bf16, linear_few_t128_pair_f16: 2, 128, 8, 2, 1;
     T160 = linear_few_t160_bf16, linear_few_t160_f16: 1, 160, 7, 2, 1;
     T192 = linear_few_t192_bf16, linear_few_t192_f16: 1, 192, 6, 2, 1;
     R128T72Split2 = linear_few_r128_t72_split2_bf16, linear_few_r128_t72_split2_f16: 2, 72, 8, 2, 1;
@@ -105,6 +114,7 @@ kernels! {
     R128T224 = linear_few_r128_t224_bf16, linear_few_r128_t224_f16: 2, 224, 5, 1, 1;
     R128T304 = linear_few_r128_t304_bf16, linear_few_r128_t304_f16: 2, 304, 4, 1, 1;
     R128T320 = linear_few_r128_t320_bf16, linear_few_r128_t320_f16: 2, 320, 4, 1, 1;
+    R192T80 = linear_few_r192_t80_bf16, linear_few_r192_t80_f16: 3, 80, 6, 1, 1;
     R192T144 = linear_few_r192_t144_bf16, linear_few_r192_t144_f16: 3, 144, 5, 1, 1;
     R192T160 = linear_few_r192_t160_bf16, linear_few_r192_t160_f16: 3, 160, 5, 1, 1;
     R192T192 = linear_few_r192_t192_bf16, linear_few_r192_t192_f16: 3, 192, 4, 1, 1;
@@ -114,7 +124,7 @@ kernels! {
 }
 
 /// Those for more than [`ALWAYS`] tokens, of one tile or several.
-const MANY: [Kernel; 27] = [
+const MANY: [Kernel; 28] = [
     Kernel::T72,
     Kernel::T96,
     Kernel::T128,
@@ -136,6 +146,7 @@ const MANY: [Kernel; 27] = [
     Kernel::R128T224,
     Kernel::R128T304,
     Kernel::R128T320,
+    Kernel::R192T80,
     Kernel::R192T144,
     Kernel::R192T160,
     Kernel::R192T192,
@@ -158,6 +169,9 @@ impl Shape {
     /// Rows of weights of a block: fewer than there is room for where multiprocessors then get equally many. Results do not depend on it. (Not
     /// where it was slower: more blocks load tokens then.)
     pub(super) const fn rows(self, n: u32) -> u32 {
+        if self.pair {
+            return linear_pair::ROWS as u32;
+        }
         let (most, all) = (self.groups * kernel::ROWS as u32, n as u64 * (self.split * self.tiles) as u64);
         let each = all.div_ceil((most * MULTIPROCESSORS) as u64);
         let even = if each > 0 { all.div_ceil(each * MULTIPROCESSORS as u64) } else { 0 };
@@ -171,6 +185,11 @@ impl Shape {
         if fewer { even } else { most }
     }
 
+    /// Rows of a box of weights.
+    pub(super) const fn w_box(self, n: u32) -> u32 {
+        if self.pair { linear_pair::HALF as u32 } else { self.rows(n) }
+    }
+
     /// Tokens of a tile, of `m` in all.
     pub(super) const fn tile(self, m: u32) -> u32 {
         let unit = 8 * self.boxes();
@@ -179,14 +198,18 @@ impl Shape {
 
     /// How to launch it for `n` outputs, with scales of a kind of [`scales`](crate::kernels::scales), on a GPU with so many multiprocessors.
     pub(super) const fn geometry(self, n: u32, scales: u32, multiprocessors: u32) -> Geometry {
-        let Self { groups, tokens, stages, split, share, tiles } = self;
+        let Self { groups, tokens, stages, split, share, tiles, .. } = self;
         let clusters = n.div_ceil(self.rows(n) * share) * tiles;
         if self.in_rounds() {
             let blocks = if clusters < multiprocessors { clusters } else { multiprocessors };
             let shared = linear_rounds::shared_bytes(groups as usize, tokens as usize, stages);
             return Geometry::linear(blocks, linear_rounds::threads(groups)).shared_bytes(shared as u32).dependent();
         }
-        let shared = kernel::shared_bytes(groups as usize, tokens as usize, stages, split, scales);
+        let shared = if self.pair {
+            linear_pair::shared_bytes(groups as usize, stages)
+        } else {
+            kernel::shared_bytes(groups as usize, tokens as usize, stages, split, scales)
+        };
         Geometry::linear(clusters * split * share, kernel::threads(groups))
             .shared_bytes(shared as u32)
             .cluster(split * share)
@@ -244,6 +267,10 @@ impl Shape {
             return false;
         }
         let blocks = n.div_ceil(self.rows(n)) * self.tiles * self.split;
+        // Room for few tokens beside many rows of weights pays for as many tiles as there may be, in one round or where others have no better room.
+        if self.groups > 2 && self.tokens < 144 && (self.tiles != 4 || m <= 288 && blocks > self.places()) {
+            return false;
+        }
         let full =
             if self.tiles > 1 { self.split == 1 } else { 4 * self.rows(n) >= 3 * self.groups * kernel::ROWS as u32 };
         let few = self.tiles <= 2 * self.groups;
@@ -303,14 +330,31 @@ impl Model {
 
 /// The kernel for `[m, n]` results of depth `k`, and its number of tiles of tokens.
 const fn choose(m: u32, n: u32, k: u32) -> (Kernel, Shape) {
+    paired(modelled(m, n, k), m, n, k)
+}
+
+/// [`linear_pair`] instead of what has its work for 89 to 128 tokens, where it was the faster.
+const fn paired(choice: (Kernel, Shape), m: u32, n: u32, k: u32) -> (Kernel, Shape) {
+    match choice {
+        (Kernel::T96 | Kernel::T128, Shape { tiles: 1, .. })
+            if m > if k < 4096 { 112 } else { 88 } && n >= 3072 && pairs(n) =>
+        {
+            (Kernel::T128Pair, Kernel::T128Pair.shape())
+        }
+        _ => choice,
+    }
+}
+
+/// [`choose`] by [`Shape::estimate`].
+const fn modelled(m: u32, n: u32, k: u32) -> (Kernel, Shape) {
     let few = match m {
         0..=8 => Kernel::T8,
         9..=16 => Kernel::T16,
         17..=32 => Kernel::T32,
         33..=64 if shares(n) => Kernel::T64Share4,
-        // One block to a multiprocessor, or two. Where all have one, fewer bytes under way are faster.
-        33..=64 if n < 2560 => Kernel::T64,
-        33..=64 if n <= kernel::ROWS as u32 * MULTIPROCESSORS / 2 => Kernel::T64Ring9,
+        33..=64 if pairs(n) => Kernel::T64Pair,
+        // One block to a multiprocessor, or two.
+        33..=64 if n < 2304 => Kernel::T64,
         _ => Kernel::T64Ring6,
     };
     let mut best = (few, few.shape());
@@ -344,7 +388,7 @@ struct Choice {
 
 impl Choice {
     fn new(m: u32, n: u32, k: u32) -> Self {
-        let (kernel, shape) = choose(m, n, k);
+        let (kernel, shape) = modelled(m, n, k);
         let tile = || WgmmaTile::choose(m, n, k, MULTIPROCESSORS).estimate(m, n, k, MULTIPROCESSORS);
         // How long it may take beside what the model says of tiles, as both were measured. For more than 256 tokens that is off where outputs are few and K is
         // short, and for the most tokens parts of such a K are.
@@ -361,6 +405,7 @@ impl Choice {
             _ => 0.0,
         };
         let suits = m <= ALWAYS || m <= TOKENS && (shape.estimate(m, n, k) as f64) < most * 1000.0 * tile();
+        let (kernel, shape) = paired((kernel, shape), m, n, k);
         Self { of: [m, n, k], kernel, shape, suits }
     }
 
@@ -417,7 +462,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &linear_fma::Args) -> 
         what: format!("the path Few has no kernel for {m} tokens of {dtype}; there are f16 and bf16 for {TOKENS}"),
     })?;
     let device = stream.device();
-    let (tokens, rows) = (shape.tile(m), shape.rows(n));
+    let (tokens, rows) = (shape.tile(m), shape.w_box(n));
     let (x_box, w_box) = ([(tokens / shape.boxes()) as usize, kernel::STEP], [rows as usize, kernel::STEP]);
     let args = kernel::Args {
         x: map(device, dtype, x as usize, [m, k], x_row, x_box, Swizzle::B128)?,

@@ -1,6 +1,6 @@
 //! The path of 8-bit linear layers on Hopper for few tokens: its kernels, tensor maps and launch.
 
-use super::linear_few::{MULTIPROCESSORS, Shape};
+use super::linear_few::{MULTIPROCESSORS, Shape, pairs};
 use super::linear_wgmma::map;
 use crate::device::{Device, Geometry, Stream, Swizzle};
 use crate::error::{Error, Result};
@@ -25,12 +25,14 @@ const fn shape(blocks: bool, m: u32, n: u32) -> Shape {
         17..=32 => (32, 8),
         // Two blocks to a multiprocessor: while one waits for its products, which scales of blocks make it do, the other has some.
         _ if blocks || n > once => (64, 6),
+        _ if pairs(n) => (64, 8),
         _ => (64, 12),
     };
     // Whole rows of K, one block to a multiprocessor, are faster with many tokens, which each part would load. With few, rows at multiples of 8 KB are
     // much slower then: all blocks read the same columns.
     let parts = if stages == 12 { once / 2 } else { once };
-    Shape { groups: 1, tokens, stages, split: if n <= parts { 2 } else { 1 }, share: 1, tiles: 1 }
+    let pair = tokens == 64 && stages == 8;
+    Shape { groups: 1, tokens, stages, split: if n <= parts { 2 } else { 1 }, share: 1, tiles: 1, pair }
 }
 
 /// The entry for operands and results of these types, these scales and `[m, n]` results of at most [`TOKENS`] tokens.
@@ -98,6 +100,14 @@ pub const fn entry(operands: DType, dtype: DType, blocks: bool, m: u32, n: u32) 
             linear_quant_few_blocks_t32_split2_bf16,
             linear_quant_few_blocks_t32_split2_f16
         ),
+        Shape { pair: true, .. } => of!(
+            linear_quant_few_rows_t64_pair_bf16,
+            linear_quant_few_rows_t64_pair_f16,
+            linear_quant_few_i8_t64_pair_bf16,
+            linear_quant_few_i8_t64_pair_f16,
+            linear_quant_few_blocks_t64_split2_bf16,
+            linear_quant_few_blocks_t64_split2_f16
+        ),
         Shape { stages: 12, split: 1, .. } => of!(
             linear_quant_few_rows_t64_bf16,
             linear_quant_few_rows_t64_f16,
@@ -149,7 +159,7 @@ pub unsafe fn launch(stream: &Stream, operands: DType, dtype: DType, args: &Args
         Error::Unsupported { op: OP, what }
     })?;
     let (device, shape): (&Device, _) = (stream.device(), shape(blocks, m, n));
-    let (tokens, rows) = (shape.tile(m), shape.rows(n));
+    let (tokens, rows) = (shape.tile(m), shape.w_box(n));
     let (x_box, w_box) = ([tokens as usize, kernel::STEP], [rows as usize, kernel::STEP]);
     let launched = kernel::Args {
         x: map(device, DType::U8, args.x as usize, [m, k], args.x_row, x_box, Swizzle::B128)?,

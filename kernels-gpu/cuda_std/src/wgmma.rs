@@ -216,7 +216,7 @@ pub trait Registers: Copy + sealed::Sealed {
     fn wait_group<const PENDING: usize>(&mut self);
 }
 
-/// One thread's accumulators of 64xN sums: `[f32; N / 2]`, for N of 8, 16, 24, 32, 48, 64, 72, 96, 104, 112,
+/// One thread's accumulators of 64xN sums: `[f32; N / 2]`, for N of 8, 16, 24, 32, 48, 64, 72, 80, 96, 104, 112,
 /// 128, 136, 144, 152, 160, 168, 176, 192, 208, 224 and 256, and `[i32; N / 2]` for most of them.
 pub trait Accumulator<S: Sum = f32>: Registers {
     /// Columns.
@@ -595,6 +595,10 @@ accumulators! { f32:
     64 32 [0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31];
     72 36 [
         0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35
+    ];
+    80 40 [
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36 37
+        38 39
     ];
     96 48 [
         0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36

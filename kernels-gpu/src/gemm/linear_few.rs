@@ -25,8 +25,10 @@
 //! this launch end: two fit on a multiprocessor, except where the ring needs all of its memory. Earlier, they would be there before
 //! the blocks of this launch are, and take places from them.
 //!
-//! Entries of 128 and 192 rows with all of K have the body of [`linear_rounds`](super::linear_rounds): blocks take one tile after another.
+//! Entries of 128 and 192 rows with all of K have the body of [`linear_rounds`](super::linear_rounds): blocks take one tile after another. Those called `pair` have that of
+//! [`linear_pair`](super::linear_pair).
 
+use super::linear_pair::linear_pair;
 use super::linear_rounds::linear_rounds;
 use super::rough;
 use crate::TensorFloat;
@@ -603,8 +605,8 @@ entries! {
     linear_few_t32_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 16], 1, 32, 9, 2, 1>;
     linear_few_t64_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 12, 2, 1>;
     linear_few_t64_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 12, 2, 1>;
-    linear_few_t64_r9_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 9, 2, 1>;
-    linear_few_t64_r9_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 9, 2, 1>;
+    linear_few_t64_pair_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_pair::<T, 1, 8>;
+    linear_few_t64_pair_f16 { type T = f16; } [160, 1; Sm90a] => linear_pair::<T, 1, 8>;
     linear_few_t64_r6_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 6, 2, 1>;
     linear_few_t64_r6_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 6, 2, 1>;
     linear_few_t64_x4_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 32], 1, 64, 5, 1, 4>;
@@ -615,6 +617,8 @@ entries! {
     linear_few_t96_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 48], 1, 96, 10, 2, 1>;
     linear_few_t128_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 64], 1, 128, 8, 2, 1>;
     linear_few_t128_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 64], 1, 128, 8, 2, 1>;
+    linear_few_t128_pair_bf16 { type T = bf16; } [288, 1; Sm90a] => linear_pair::<T, 2, 8>;
+    linear_few_t128_pair_f16 { type T = f16; } [288, 1; Sm90a] => linear_pair::<T, 2, 8>;
     linear_few_t160_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 80], 1, 160, 7, 2, 1>;
     linear_few_t160_f16 { type T = f16; } [160, 1; Sm90a] => linear_few::<T, [f32; 80], 1, 160, 7, 2, 1>;
     linear_few_t192_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_few::<T, [f32; 96], 1, 192, 6, 2, 1>;
@@ -651,6 +655,8 @@ entries! {
     linear_few_r128_t304_f16 { type T = f16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 76], 2, 304, 4>;
     linear_few_r128_t320_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 80], 2, 320, 4>;
     linear_few_r128_t320_f16 { type T = f16; } [384, 1; Sm90a] => linear_rounds::<T, [f32; 80], 2, 320, 4>;
+    linear_few_r192_t80_bf16 { type T = bf16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 40], 3, 80, 6>;
+    linear_few_r192_t80_f16 { type T = f16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 40], 3, 80, 6>;
     linear_few_r192_t144_bf16 { type T = bf16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 72], 3, 144, 5>;
     linear_few_r192_t144_f16 { type T = f16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 72], 3, 144, 5>;
     linear_few_r192_t160_bf16 { type T = bf16; } [512, 1; Sm90a] => linear_rounds::<T, [f32; 80], 3, 160, 5>;

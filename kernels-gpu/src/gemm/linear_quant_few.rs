@@ -3,7 +3,7 @@
 //! Sums are those of [`linear_quant_wgmma`](super::linear_quant_wgmma) with as many parts of K, bit by bit: products of a step are added up by the same
 //! instructions, which side of them the weights are on makes no difference, and parts in the same order.
 
-use super::linear_few;
+use super::{linear_few, linear_pair};
 use crate::TensorFloat;
 use crate::scales::{BLOCKS, ROWS, Scales};
 use cuda_std::tma::TensorMap;
@@ -51,6 +51,37 @@ pub unsafe fn linear_quant_few<
     )
 }
 
+/// [`linear_pair`](super::linear_pair::linear_pair) with scales of rows: arguments as for [`linear_quant_few`], in boxes of [`linear_pair::HALF`] rows of `w`.
+#[inline(always)]
+pub unsafe fn linear_quant_pair<
+    X: Input<S>,
+    S: Sum,
+    T: TensorFloat,
+    P: Accumulator<S> + AsRef<[S]>,
+    const STAGES: usize,
+>(
+    x: *const TensorMap,
+    w: *const TensorMap,
+    y: *mut T,
+    bias: *const T,
+    x_scales: *const f32,
+    x_scale_row: usize,
+    x_scale_group: usize,
+    w_scales: *const f32,
+    w_scale_row: usize,
+    w_scale_group: usize,
+    m: u32,
+    n: u32,
+    k: u32,
+    y_row: usize,
+    _rows: u32,
+    tokens: u32,
+    kind: u32,
+) {
+    let scales = Scales::new(x_scales, x_scale_row, x_scale_group, w_scales, w_scale_row, w_scale_group);
+    linear_pair::scaled::<X, S, T, P, ROWS, 1, STAGES>(x, w, y, bias, scales, m, n, k, y_row, tokens, kind)
+}
+
 entries! {
     /// Arguments of every `linear_quant_few_*` entry; see [`linear_quant_few`].
     pub struct Args<T>(
@@ -76,6 +107,8 @@ entries! {
     linear_quant_few_rows_t64_r6_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 6, 1, 1>;
     linear_quant_few_rows_t64_split2_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 12, 2, 1>;
     linear_quant_few_rows_t64_split2_f16 { type T = f16; } [160, 1; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 12, 2, 1>;
+    linear_quant_few_rows_t64_pair_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_quant_pair::<E4M3, f32, T, [f32; 16], 8>;
+    linear_quant_few_rows_t64_pair_f16 { type T = f16; } [160, 1; Sm90a] => linear_quant_pair::<E4M3, f32, T, [f32; 16], 8>;
     linear_quant_few_i8_t8_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 4], [i32; 4], ROWS, 8, 10, 1, 1>;
     linear_quant_few_i8_t8_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 4], [i32; 4], ROWS, 8, 10, 1, 1>;
     linear_quant_few_i8_t8_split2_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 4], [i32; 4], ROWS, 8, 10, 2, 1>;
@@ -94,6 +127,8 @@ entries! {
     linear_quant_few_i8_t64_r6_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 6, 1, 1>;
     linear_quant_few_i8_t64_split2_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 12, 2, 1>;
     linear_quant_few_i8_t64_split2_f16 { type T = f16; } [160, 1; Sm90a] => linear_quant_few::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 12, 2, 1>;
+    linear_quant_few_i8_t64_pair_bf16 { type T = bf16; } [160, 1; Sm90a] => linear_quant_pair::<i8, i32, T, [i32; 16], 8>;
+    linear_quant_few_i8_t64_pair_f16 { type T = f16; } [160, 1; Sm90a] => linear_quant_pair::<i8, i32, T, [i32; 16], 8>;
     linear_quant_few_blocks_t8_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 4], [f32; 4], BLOCKS, 8, 10, 1, 1>;
     linear_quant_few_blocks_t8_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 4], [f32; 4], BLOCKS, 8, 10, 1, 1>;
     linear_quant_few_blocks_t8_split2_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 4], [f32; 4], BLOCKS, 8, 10, 2, 1>;

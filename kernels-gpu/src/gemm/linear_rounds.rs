@@ -12,11 +12,11 @@
 use super::linear_few::{BARRIER, GROUP_THREADS, LINE, ROWS, STEP, clear};
 use super::rough;
 use crate::TensorFloat;
-use crate::pipeline::{Ring, Stages, div_rem};
+use crate::pipeline::{Ring, Staged, Stages, div_rem, multiply};
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, TensorMap};
 use cuda_std::vec::B128;
-use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
+use cuda_std::wgmma::{self, Accumulator, Input};
 use cuda_std::{Global, GlobalMut, Shared, dependent_launch, integer, mma, thread, warp};
 
 /// Threads: so many consumer warpgroups and one whose first warp is the producer, as registers are given away by warpgroups.
@@ -135,43 +135,15 @@ pub unsafe fn linear_rounds<
     }
     let group = warp_id / 4;
     let of_group = group * (ROWS as u32 * LINE);
-    let (a, b) = (Descriptor::<K>::new(ws.address(of_group)), Descriptor::<K>::new(xs.address(0u32)));
+    let a = Staged::new(ws.address(of_group), w_bytes, 0);
+    let b = Staged::new(xs.address(0u32), x_bytes, A::N as u32 * LINE);
     let (bias, y) = (Global::new(bias), GlobalMut::new(y));
     let biased = !bias.ptr(0u32).is_null();
     let mut ring = Ring::<STAGES>::new();
     let mut tile = first;
     while tile < count {
         let mut sums = [A::zero(); 2];
-        let mut previous = ring.stage;
-        let mut step = 0;
-        // Written to run at least once; see `cuda_std::wgmma`.
-        loop {
-            stages.wait_full(ring);
-            // The first product of a tile overwrites the sums.
-            for part in 0..parts {
-                sums[part].multiply::<T, 4, K, K>(
-                    a.offset(ring.stage * w_bytes),
-                    b.offset(ring.stage * x_bytes + (part * A::N) as u32 * LINE),
-                    step > 0,
-                );
-            }
-            // The products before are complete, and their stage can be filled again.
-            if parts == 1 {
-                wgmma::wait::<1>(&mut sums[0]);
-            } else {
-                wgmma::wait::<2>(&mut sums[0]);
-                sums[1].pin();
-            }
-            if step > 0 {
-                stages.release(previous, lane);
-            }
-            previous = ring.stage;
-            ring.advance();
-            step += 1;
-            if step >= steps {
-                break;
-            }
-        }
+        let previous = multiply::<T, f32, A, STAGES>(stages, &mut ring, steps, parts, [a, b], &mut sums, lane);
         let (row0, token0, first) = place(tile);
         // (Opaque, or what is computed from it would be kept in registers.)
         let in_group = integer::opaque(tid) % GROUP_THREADS;

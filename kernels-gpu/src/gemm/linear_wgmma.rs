@@ -27,12 +27,12 @@
 
 use super::rough;
 use crate::TensorFloat;
-use crate::pipeline::{Raster, Ring, Stages, part};
+use crate::pipeline::{Raster, Ring, Staged, Stages, multiply, part};
 use crate::scales::{NONE, ROWS as ROW_SCALES, Scales};
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::B128;
-use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum};
+use cuda_std::wgmma::{self, Accumulator, Input, Sum};
 use cuda_std::{
     Global, Shared, bf16, cluster, dependent_launch, entries, f16, float, integer, mbarrier, mma, thread, warp,
 };
@@ -351,8 +351,8 @@ pub unsafe fn scaled<
         let group = warp_id / 4 - 1;
         // Its first row in its tile.
         let part = if GROUPS == 1 { 0 } else { group * const { TOKENS as u32 / 2 } };
-        let a = Descriptor::<K>::new(xs.address(part * LINE));
-        let b = Descriptor::<K>::new(ws.address(0u32));
+        let a = Staged::new(xs.address(part * LINE), x_bytes, const { GROUP_ROWS as u32 * LINE });
+        let b = Staged::new(ws.address(0u32), w_bytes, 0);
         let store = Store {
             y,
             bias: Global::new(bias),
@@ -386,36 +386,7 @@ pub unsafe fn scaled<
                 thread::sync_named(ORDER + group, CONSUMERS);
             }
             let mut partial = [P::zero(); 2];
-            let mut previous = ring.stage;
-            let mut step = 0;
-            // Written to run at least once; see `cuda_std::wgmma`.
-            loop {
-                stages.wait_full(ring);
-                // The first product of a tile overwrites the sums.
-                for wave in 0..waves {
-                    partial[wave].multiply::<X, 4, K, K>(
-                        a.offset(ring.stage * x_bytes + wave as u32 * (GROUP_ROWS as u32 * LINE)),
-                        b.offset(ring.stage * w_bytes),
-                        step > 0,
-                    );
-                }
-                // The products before are complete, and their stage can be filled again.
-                if waves == 1 {
-                    wgmma::wait::<1>(&mut partial[0]);
-                } else {
-                    wgmma::wait::<2>(&mut partial[0]);
-                    partial[1].pin();
-                }
-                if step > 0 {
-                    stages.release(previous, lane);
-                }
-                previous = ring.stage;
-                ring.advance();
-                step += 1;
-                if step >= steps {
-                    break;
-                }
-            }
+            let previous = multiply::<X, S, P, STAGES>(stages, &mut ring, steps, waves, [a, b], &mut partial, lane);
             if GROUPS == 1 && tile + stride < raster.count() {
                 thread::arrive_named(ORDER + (group ^ 1), CONSUMERS);
             }

@@ -4,6 +4,7 @@ pub mod embedding;
 pub mod linear_dot;
 pub mod linear_few;
 pub mod linear_fma;
+pub mod linear_pair;
 pub mod linear_quant_blocks;
 pub mod linear_quant_few;
 pub mod linear_quant_tile;
