@@ -474,6 +474,9 @@ pub mod e4m3_per_token {
         fused_add_rms_norm_e4m3_per_token_narrow_f32 { type T = f32; } [256, 4] => per_token::<T, E4M3, true, 4, 2, true, 1, true>;
         fused_add_rms_norm_e4m3_per_token_narrow_f16 { type T = half::f16; } [256, 4] => per_token::<T, E4M3, true, 8, 2, true, 1, true>;
         fused_add_rms_norm_e4m3_per_token_narrow_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, E4M3, true, 8, 2, true, 1, true>;
+        rms_norm_e4m3_per_token_narrow_x3_f32 { type T = f32; } [256, 4] => per_token::<T, E4M3, false, 4, 3, true, 2, true>;
+        rms_norm_e4m3_per_token_narrow_x3_f16 { type T = half::f16; } [256, 4] => per_token::<T, E4M3, false, 8, 3, true, 2, true>;
+        rms_norm_e4m3_per_token_narrow_x3_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, E4M3, false, 8, 3, true, 2, true>;
     }
 }
 
@@ -521,6 +524,9 @@ pub mod i8_per_token {
         fused_add_rms_norm_i8_per_token_narrow_f32 { type T = f32; } [256, 4] => per_token::<T, i8, true, 4, 2, true, 1, true>;
         fused_add_rms_norm_i8_per_token_narrow_f16 { type T = half::f16; } [256, 4] => per_token::<T, i8, true, 8, 2, true, 1, true>;
         fused_add_rms_norm_i8_per_token_narrow_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, i8, true, 8, 2, true, 1, true>;
+        rms_norm_i8_per_token_narrow_x3_f32 { type T = f32; } [256, 4] => per_token::<T, i8, false, 4, 3, true, 2, true>;
+        rms_norm_i8_per_token_narrow_x3_f16 { type T = half::f16; } [256, 4] => per_token::<T, i8, false, 8, 3, true, 2, true>;
+        rms_norm_i8_per_token_narrow_x3_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, i8, false, 8, 3, true, 2, true>;
     }
 }
 
@@ -566,5 +572,8 @@ pub mod e4m3_per_group {
         fused_add_rms_norm_e4m3_per_group_narrow_f32 { type T = f32; } [256, 4] => per_group::<T, E4M3, true, 4, 2, true, 1, true>;
         fused_add_rms_norm_e4m3_per_group_narrow_f16 { type T = half::f16; } [256, 4] => per_group::<T, E4M3, true, 8, 2, true, 1, true>;
         fused_add_rms_norm_e4m3_per_group_narrow_bf16 { type T = half::bf16; } [256, 4] => per_group::<T, E4M3, true, 8, 2, true, 1, true>;
+        rms_norm_e4m3_per_group_narrow_many_f32 { type T = f32; } [256, 6; Sm90a] => per_group::<T, E4M3, false, 4, 2, true, 1, true>;
+        rms_norm_e4m3_per_group_narrow_many_f16 { type T = half::f16; } [256, 6; Sm90a] => per_group::<T, E4M3, false, 8, 2, true, 1, true>;
+        rms_norm_e4m3_per_group_narrow_many_bf16 { type T = half::bf16; } [256, 6; Sm90a] => per_group::<T, E4M3, false, 8, 2, true, 1, true>;
     }
 }
