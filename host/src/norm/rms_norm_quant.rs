@@ -93,7 +93,7 @@ pub const fn i8_per_token_narrow_x3_entry(dtype: DType) -> Option<Entry<I8PerTok
     pieces::instance(dtype, 36)
 }
 
-/// [`e4m3_per_group_narrow_entry`] without a residual for many rows, for devices of compute capability 9.0: more blocks fit beside each other.
+/// [`e4m3_per_group_narrow_entry`] without a residual for many rows: more of them fit beside each other.
 pub const fn e4m3_per_group_narrow_many_entry(dtype: DType) -> Option<Entry<E4m3PerGroupArgs>> {
     pieces::instance(dtype, 33)
 }
@@ -131,11 +131,11 @@ pub const fn many_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry> 
     Some(geometry)
 }
 
-/// The least elements of a launch of the entries for many. Measured on an H200.
-pub const LEAST_MANY: u64 = 1 << 22;
+/// The least elements of a launch of the entries for many: of narrow rows, and of others. Measured on an H200.
+pub const LEAST_MANY: [u64; 2] = [1 << 22, 11 << 18];
 
 /// Up to so many elements the entries for few are as fast as the others or faster. Measured on an H200.
-pub const MOST_FEW: u64 = 1 << 22;
+pub const MOST_FEW: u64 = 3 << 20;
 
 /// How to launch any of the others for `rows` rows of `n` elements.
 pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
@@ -144,8 +144,7 @@ pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geom
 }
 
 /// Rows without a residual, held in two pieces a thread: `usual` is how all of them can be launched, `narrow` how narrow ones are.
-struct Alone<'a> {
-    stream: &'a Stream,
+struct Alone {
     dtype: DType,
     rows: u32,
     n: u32,
@@ -153,7 +152,7 @@ struct Alone<'a> {
     narrow: Option<Geometry>,
 }
 
-impl Alone<'_> {
+impl Alone {
     /// The entry that serves better than others where a row has a scale, if one does.
     fn tokens<A>(
         &self,
@@ -170,8 +169,7 @@ impl Alone<'_> {
     /// As [`tokens`](Self::tokens), where a group has a scale.
     fn groups<A>(&self, narrow_many: impl Fn(DType) -> Option<Entry<A>>) -> Option<(Option<Entry<A>>, Geometry)> {
         let many = self.rows as u64 * self.n as u64 >= LEAST_NARROW_MANY;
-        let narrow = self.narrow.filter(|_| many && self.stream.device().properties().compute_capability == (9, 0))?;
-        Some((narrow_many(self.dtype), narrow))
+        self.narrow.filter(|_| many).map(|narrow| (narrow_many(self.dtype), narrow))
     }
 }
 
@@ -201,10 +199,10 @@ macro_rules! launches {
             ];
             let variant = Variant::new(dtype, $args.n, pieces::aligned(dtype, $args.n, &places));
             let (usual, alone) = (geometry(dtype, variant, rows, $args.n), $args.residual.is_null());
-            let elements = rows as u64 * $args.n as u64;
-            let many = if elements >= LEAST_MANY { many_geometry(dtype, rows, $args.n) } else { None };
             let narrow = narrow_geometry(dtype, rows, $args.n, !alone);
-            let own = $own(&Alone { stream, dtype, rows, n: $args.n, usual, narrow });
+            let is_many = rows as u64 * $args.n as u64 >= LEAST_MANY[usize::from(narrow.is_none())];
+            let many = if is_many { many_geometry(dtype, rows, $args.n) } else { None };
+            let own = $own(&Alone { dtype, rows, n: $args.n, usual, narrow });
             let (entry, geometry): (Option<Entry<$Args>>, _) = match (many, own, narrow) {
                 _ if variant != Variant::X2 => ($entry(dtype, variant, !alone), usual),
                 (Some(many), ..) if alone => ($many(dtype), many),
@@ -220,16 +218,16 @@ macro_rules! launches {
 launches! {
     /// Launches [`rms_norm_e4m3_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
     launch_e4m3_per_token, E4m3PerTokenArgs, e4m3_per_token_entry, e4m3_per_token_many_entry, e4m3_per_token_narrow_entry,
-        |rows: &Alone<'_>| rows.tokens(e4m3_per_token_narrow_x3_entry, e4m3_per_token_few_entry),
+        |rows: &Alone| rows.tokens(e4m3_per_token_narrow_x3_entry, e4m3_per_token_few_entry),
         "rms_norm_e4m3_per_token", |args| args.smooth;
     /// Launches [`rms_norm_i8_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
     launch_i8_per_token, I8PerTokenArgs, i8_per_token_entry, i8_per_token_many_entry, i8_per_token_narrow_entry,
-        |rows: &Alone<'_>| rows.tokens(i8_per_token_narrow_x3_entry, i8_per_token_few_entry),
+        |rows: &Alone| rows.tokens(i8_per_token_narrow_x3_entry, i8_per_token_few_entry),
         "rms_norm_i8_per_token", |args| args.smooth;
     /// Launches [`rms_norm_e4m3_per_group`] on raw pointers (layer L1). `scales` is `[rows, ceil(n / 128)]` with the
     /// distances in `args`.
     launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, e4m3_per_group_many_entry, e4m3_per_group_narrow_entry,
-        |rows: &Alone<'_>| rows.groups(e4m3_per_group_narrow_many_entry),
+        |rows: &Alone| rows.groups(e4m3_per_group_narrow_many_entry),
         "rms_norm_e4m3_per_group", |_args| std::ptr::null();
 }
 
