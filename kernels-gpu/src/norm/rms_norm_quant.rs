@@ -101,7 +101,7 @@ impl Scales for GroupScales {
 }
 
 /// A thread does what `U` threads with `N / U` pieces each do, and gets the same bits: their sums stay apart until warps are reduced. `FEW`: addresses
-/// are known before the wait in any launch; `MANY`: in none, which takes fewer instructions and registers.
+/// are known before the wait in any launch. `MANY`: launches are long, so that results of groups wait for the row's factor.
 #[inline(always)]
 #[track_caller]
 unsafe fn normalise<
@@ -139,11 +139,11 @@ unsafe fn normalise<
     let (mut inputs, mut w) = ([[[zero(); V]; N]; 2], [[zero(); V]; N]);
     // Where results go, in groups without a residual. Elsewhere it is faster to find out after the reduction.
     let mut to = [core::ptr::null::<u8>(); N];
-    // Whether there are registers to know early what is stored last.
-    let soon = U == 1 && !MANY && (ADD || N == 2);
+    // Whether there are registers to know early what is stored last, and whether it is faster to know nothing early.
+    let (soon, late) = (U == 1 && (ADD || N == 2), U > 1 && MANY);
     // Where scales of groups go, then.
     let (mut scale_to, pair) = ([core::ptr::null::<u8>(); N], |i: usize| i as u32 * team.size + team.rank);
-    if VEC && N > 0 && !MANY && (ADD || FEW || S::GROUPED) {
+    if VEC && N > 0 && !late && (ADD || FEW || S::GROUPED) {
         let before = ADD || FEW || thread::grid_dim_x() <= FEW_ROWS;
         let mut word = shared::address(scratch.ptr(0usize).cast_const());
         if S::GROUPED && soon {
@@ -189,7 +189,7 @@ unsafe fn normalise<
         }
         cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
     }
-    let x = from.add::<ADD, false, V, N, VEC>(row, inputs);
+    let x = from.add::<ADD, V, N, VEC>(row, inputs);
     cuda_std::unroll::<N>(|i| totals[if S::GROUPED { i / 2 % U } else { i % U }] += squares(x[i]));
     if N == 0 {
         let mut i = 0;
@@ -215,7 +215,7 @@ unsafe fn normalise<
     // Results of groups: pieces `2 i` and `2 i + 1`.
     let store_pair = |i: usize, factor: f32| {
         for i in [2 * i, 2 * i + 1] {
-            if ADD || MANY {
+            if ADD || late {
                 row.piece(i).store_quantised_at_once(out, y[i], factor);
             } else {
                 let (piece, out) = (row.here(i), GlobalMut::new(to[i].cast_mut().cast::<Q>()));
@@ -229,7 +229,7 @@ unsafe fn normalise<
     };
     // But for the rarest of groups, scales alone depend on the rest of the row.
     let rows = if NARROW { rows } else { thread::grid_dim_x() };
-    let early = S::GROUPED && soon && n as u64 * rows as u64 <= MOST_EARLY;
+    let early = S::GROUPED && soon && !MANY && n as u64 * rows as u64 <= MOST_EARLY;
     let total;
     if S::GROUPED {
         let mut i = 0;
@@ -567,9 +567,9 @@ pub mod e4m3_per_group {
         fused_add_rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1, false, false>;
         fused_add_rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1, false, false>;
         fused_add_rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1, false, false>;
-        rms_norm_e4m3_per_group_many_f32 { type T = f32; } [256, 4] => per_group::<T, E4M3, false, 4, 4, true, 2, false, false>;
-        rms_norm_e4m3_per_group_many_f16 { type T = half::f16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2, false, false>;
-        rms_norm_e4m3_per_group_many_bf16 { type T = half::bf16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2, false, false>;
+        rms_norm_e4m3_per_group_many_f32 { type T = f32; } [256, 4] => per_group::<T, E4M3, false, 4, 4, true, 2, false, true>;
+        rms_norm_e4m3_per_group_many_f16 { type T = half::f16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2, false, true>;
+        rms_norm_e4m3_per_group_many_bf16 { type T = half::bf16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2, false, true>;
         rms_norm_e4m3_per_group_narrow_f32 { type T = f32; } [256, 5] => per_group::<T, E4M3, false, 4, 2, true, 1, true, false>;
         rms_norm_e4m3_per_group_narrow_f16 { type T = half::f16; } [256, 5] => per_group::<T, E4M3, false, 8, 2, true, 1, true, false>;
         rms_norm_e4m3_per_group_narrow_bf16 { type T = half::bf16; } [256, 5] => per_group::<T, E4M3, false, 8, 2, true, 1, true, false>;
