@@ -257,8 +257,9 @@ mod tests {
                 assert!((x <= 32 || (x.is_multiple_of(32) && y == 1)) && (aligned || x >= 32), "{what}");
                 assert!(!whole_blocks || (x >= 32 && y == 1), "{what}");
             }
-            for rows in [1, 255, 256, 1000, 100_000] {
-                let Some(Geometry { grid, block: [x, y, z], .. }) = narrow(dtype, rows, n, 0) else {
+            let works = [Work::Plain, Work::Quantise, Work::Add];
+            for (rows, work) in [1, 5, 16, 255, 256, 1000, 100_000].into_iter().flat_map(|r| works.map(|w| (r, w))) {
+                let Some(Geometry { grid, block: [x, y, z], .. }) = narrow(dtype, rows, n, work, 0) else {
                     assert!(n.div_ceil(2 * piece(dtype, true)) > 128);
                     continue;
                 };

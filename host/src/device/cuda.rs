@@ -356,7 +356,7 @@ impl Context {
     }
 }
 
-/// The shared memory of a block of a launch to be spread [evenly](Geometry::evenly), if that is worth it: as much as lets a multiprocessor have its
+/// The shared memory of a block of a launch that is to be spread [evenly](Geometry::evenly), if that is worth it: as much as lets a multiprocessor have its
 /// part of the blocks and no more. Narrow blocks are not crowded where there are two for each. Measured on an H200.
 fn even_share(geometry: &Geometry, multiprocessors: u32) -> Option<u32> {
     /// The most blocks of a multiprocessor on any GPU.
@@ -364,7 +364,7 @@ fn even_share(geometry: &Geometry, multiprocessors: u32) -> Option<u32> {
     let (blocks, threads) = (geometry.grid.map(u64::from), geometry.block.map(u64::from));
     let each = (blocks[0] * blocks[1] * blocks[2]).div_ceil(u64::from(multiprocessors.max(1)));
     let least = if threads[0] * threads[1] * threads[2] < 192 { 3 } else { 2 };
-    if each < least || each > MOST {
+    if !geometry.evenly || each < least || each > MOST {
         return None;
     }
     // The driver takes a kilobyte for each block.
@@ -746,13 +746,12 @@ impl CudaDevice {
         // A kernel built for sm_80 has no instruction to wait for the one before it, so it must not start early.
         let dependent = geometry.dependent && function.waits;
         let mut shared_bytes = geometry.shared_bytes;
-        if geometry.evenly && dependent {
-            if let Some(share) = even_share(geometry, context.properties.multiprocessors) {
-                if !function.carved.load(Ordering::Acquire) {
-                    context.carve(function).map_err(|e| of_kernel(e, name))?;
-                }
-                shared_bytes = shared_bytes.max(share);
+        let multiprocessors = context.properties.multiprocessors;
+        if let Some(share) = even_share(geometry, multiprocessors).filter(|_| dependent) {
+            if !function.carved.load(Ordering::Acquire) {
+                context.carve(function).map_err(|e| of_kernel(e, name))?;
             }
+            shared_bytes = shared_bytes.max(share);
         }
         let launched = if geometry.cluster <= 1 && !dependent {
             // SAFETY: forwarded to the caller; the function and the stream are of this context, which is current.
@@ -1115,7 +1114,7 @@ mod tests {
 
     #[test]
     fn shared_memory_lets_a_multiprocessor_have_its_part_of_the_blocks() {
-        let share = |blocks, threads| even_share(&Geometry::linear(blocks, threads), 132);
+        let share = |blocks, threads| even_share(&Geometry::linear(blocks, threads).evenly(), 132);
         for each in 3..=27 {
             let bytes = share(132 * each, 128).unwrap() + 1024;
             assert_eq!(SHARED_EVENLY * 1024 / bytes, each);

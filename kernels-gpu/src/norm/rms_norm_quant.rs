@@ -399,7 +399,7 @@ pub unsafe fn per_token_few<T: Float, Q: Quantised, const V: usize>(
     io.run::<_, false, V, 2, true, true, false, 1, false>(smooth, scales, rows, n, weight_offset, eps);
 }
 
-/// As [`per_token`]; `scales`: `[rows, groups]`, strides in elements.
+/// As [`per_token`]; `scales`: `[rows, groups]`, strides in elements. `MANY`: for long launches.
 #[inline(always)]
 pub unsafe fn per_group<
     T: Float,
