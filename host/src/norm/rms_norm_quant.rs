@@ -118,7 +118,7 @@ pub const fn narrow_x3_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geome
 pub const LEAST_X3: u32 = 512;
 
 /// The least elements of a launch of [`e4m3_per_group_narrow_many_entry`]. Measured on an H200.
-pub const LEAST_NARROW_MANY: u64 = 1 << 21;
+pub const LEAST_NARROW_MANY: u64 = 3 << 19;
 
 /// How to launch the entries for many, where it can be done: the threads of a row of [`geometry`] must be an even number of warps, four or more.
 pub const fn many_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry> {

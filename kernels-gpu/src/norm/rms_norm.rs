@@ -90,10 +90,10 @@ impl<T: Float> Source<T> {
         [x, r]
     }
 
-    /// What is normalised: the first input, or the sum, which is stored, for the second-level cache to keep until it is added to again.
+    /// What is normalised: the first input, or the sum, which is stored, for the second-level cache to `KEEP` until it is added to again or not.
     #[inline(always)]
     #[track_caller]
-    pub(crate) unsafe fn add<const ADD: bool, const V: usize, const N: usize, const VEC: bool>(
+    pub(crate) unsafe fn add<const ADD: bool, const KEEP: bool, const V: usize, const N: usize, const VEC: bool>(
         self,
         row: Row<V, N, VEC>,
         [mut x, r]: [[[T; V]; N]; 2],
@@ -101,7 +101,7 @@ impl<T: Float> Source<T> {
         if ADD {
             cuda_std::unroll::<N>(|i| {
                 x[i] = sum(x[i], r[i]);
-                row.piece(i).store_or_keep::<T, true>(self.residual_out, x[i]);
+                row.piece(i).store_or_keep::<T, KEEP>(self.residual_out, x[i]);
             });
         }
         x
@@ -163,7 +163,7 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
     let inputs = from.load::<ADD, V, N, VEC>(row, weight, early);
     let mut w = [[zero(); V]; N];
     cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
-    let x = from.add::<ADD, V, N, VEC>(row, inputs);
+    let x = from.add::<ADD, true, V, N, VEC>(row, inputs);
     cuda_std::unroll::<N>(|i| total += squares(x[i]));
     if N == 0 {
         let mut i = 0;

@@ -189,7 +189,8 @@ unsafe fn normalise<
         }
         cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
     }
-    let x = from.add::<ADD, V, N, VEC>(row, inputs);
+    // Sums of long rows rather make room for the results.
+    let x = from.add::<ADD, NARROW, V, N, VEC>(row, inputs);
     cuda_std::unroll::<N>(|i| totals[if S::GROUPED { i / 2 % U } else { i % U }] += squares(x[i]));
     if N == 0 {
         let mut i = 0;
