@@ -123,7 +123,7 @@ pub unsafe fn launch_fused_add(stream: &Stream, dtype: DType, args: &FusedAddArg
         (args.residual_out.cast_const(), args.residual_out_stride, size),
     ];
     let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
-    let usual = geometry(dtype, variant, args.rows, args.n);
+    let usual = pieces::adding(geometry(dtype, variant, args.rows, args.n));
     let (entry, geometry) = match narrow_geometry(dtype, args.rows, args.n) {
         // Rows of one warp share blocks in the other entry, too.
         Some(narrow) if variant == Variant::X2 && narrow.block[0] == 32 => (fused_add_entry(dtype, variant), narrow),

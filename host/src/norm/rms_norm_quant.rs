@@ -199,6 +199,7 @@ macro_rules! launches {
             ];
             let variant = Variant::new(dtype, $args.n, pieces::aligned(dtype, $args.n, &places));
             let (usual, alone) = (geometry(dtype, variant, rows, $args.n), $args.residual.is_null());
+            let usual = if alone { usual } else { pieces::adding(usual) };
             let narrow = narrow_geometry(dtype, rows, $args.n, !alone);
             let is_many = rows as u64 * $args.n as u64 >= LEAST_MANY[usize::from(narrow.is_none())];
             let many = if is_many { many_geometry(dtype, rows, $args.n) } else { None };
