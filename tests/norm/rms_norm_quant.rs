@@ -354,14 +354,14 @@ fn refuses_what_it_cannot_do() {
 #[test]
 fn many_rows_and_narrow_ones_are_the_same_bits() {
     on_every_device(|device, stream| {
-        for n in [512, 1024, 1720, 2048] {
+        for n in [512, 680, 1720, 2048] {
             let rows = 3;
             let (mut x, w) = (noise_of::<bf16>(rows * n, 1), noise_of::<bf16>(n, 2));
             (x[5], x[n + 7]) = (bf16::NAN, bf16::INFINITY);
             let x = Tensor::from_slice(device, &x, &[rows, n]).unwrap();
             let w = Tensor::from_slice(device, &w, &[n]).unwrap();
             let usual = quant::geometry(DType::Bf16, Variant::X2, rows as u32, n as u32);
-            let narrow = quant::narrow_geometry(DType::Bf16, rows as u32, n as u32).unwrap();
+            let narrow = quant::narrow_geometry(DType::Bf16, rows as u32, n as u32, false).unwrap();
             // As for many rows: two of them in a block.
             let twos = |mut geometry: Geometry| {
                 (geometry.grid[0], geometry.block[1]) = (2, 2);
@@ -399,6 +399,9 @@ fn many_rows_and_narrow_ones_are_the_same_bits() {
                 }
                 if let (false, Some(many)) = (add, quant::many_geometry(DType::Bf16, rows as u32, n as u32)) {
                     assert_eq!(run(quant::i8_per_token_many_entry(DType::Bf16), many, add), want);
+                }
+                if let (false, Some(x3)) = (add, quant::narrow_x3_geometry(DType::Bf16, rows as u32, n as u32)) {
+                    assert_eq!(run(quant::i8_per_token_narrow_x3_entry(DType::Bf16), x3, add), want);
                 }
             }
 
@@ -441,10 +444,13 @@ fn many_rows_and_narrow_ones_are_the_same_bits() {
                     assert_eq!(run(quant::e4m3_per_group_many_entry(DType::Bf16), many, add), want);
                 }
             }
+            let want = run(quant::e4m3_per_group_entry(DType::Bf16, Variant::X2, false), usual, false);
+            assert_eq!(run(quant::e4m3_per_group_narrow_many_entry(DType::Bf16), twos(narrow), false), want);
         }
         // 7 warps cannot be halved, 16 KiB are the most, and one warp is too short a block.
         assert!([3584, 8200, 1024].iter().all(|&n| quant::many_geometry(DType::Bf16, 1, n).is_none()));
-        assert!(quant::narrow_geometry(DType::Bf16, 1, 2056).is_none());
+        assert!(quant::narrow_geometry(DType::Bf16, 1, 2056, false).is_none());
+        assert!([512, 776].iter().all(|&n| quant::narrow_x3_geometry(DType::Bf16, 1, n).is_none()));
     });
 }
 
@@ -458,6 +464,10 @@ fn entries_have_the_names_of_what_they_do() {
         assert_eq!(quant::e4m3_per_token_many_entry(dtype).unwrap().name, name("e4m3_per_token"));
         assert_eq!(quant::i8_per_token_many_entry(dtype).unwrap().name, name("i8_per_token"));
         assert_eq!(quant::e4m3_per_group_many_entry(dtype).unwrap().name, name("e4m3_per_group"));
+        let name = |q: &str| format!("rms_norm_{q}_{dtype}");
+        assert_eq!(quant::e4m3_per_token_narrow_x3_entry(dtype).unwrap().name, name("e4m3_per_token_narrow_x3"));
+        assert_eq!(quant::i8_per_token_narrow_x3_entry(dtype).unwrap().name, name("i8_per_token_narrow_x3"));
+        assert_eq!(quant::e4m3_per_group_narrow_many_entry(dtype).unwrap().name, name("e4m3_per_group_narrow_many"));
         for (add, prefix) in [(false, ""), (true, "fused_add_")] {
             let name = |q: &str| format!("{prefix}rms_norm_{q}_narrow_{dtype}");
             assert_eq!(quant::e4m3_per_token_narrow_entry(dtype, add).unwrap().name, name("e4m3_per_token"));

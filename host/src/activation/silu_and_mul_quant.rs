@@ -119,7 +119,7 @@ pub const fn per_token_short_geometry(dtype: DType, rows: u32, d: u32) -> Option
     if threads > kernel::SHORT_THREADS || d == 0 {
         return None;
     }
-    Some(Geometry::linear(rows, threads).shared_bytes(kernel::SHARED_BYTES as u32).dependent())
+    Some(Geometry::linear(rows, threads).shared_bytes(kernel::SHARED_BYTES as u32).dependent().evenly())
 }
 
 /// Rows that are worth a cluster each: beyond, blocks wait for each other. Measured on an H200, as what follows.

@@ -565,6 +565,10 @@ pub struct Geometry {
     /// Whether blocks wait for each other or for other launches, so that the SIMT device must run all of them at the same
     /// time. On a GPU the grid must be small enough for that by itself.
     pub resident: bool,
+    /// Whether no multiprocessor should get more than its part of the blocks where all of them run at once. Without, blocks of a
+    /// [`dependent`](Self::dependent) launch crowd where the kernel before ends first. A hint: blocks ask for more shared memory then. Without effect
+    /// where `dependent` has none.
+    pub evenly: bool,
 }
 
 impl Geometry {
@@ -575,7 +579,7 @@ impl Geometry {
 
     /// A launch of any shape, without dynamic shared memory.
     pub const fn new(grid: [u32; 3], block: [u32; 3]) -> Self {
-        Self { grid, block, shared_bytes: 0, cluster: 1, dependent: false, resident: false }
+        Self { grid, block, shared_bytes: 0, cluster: 1, dependent: false, resident: false, evenly: false }
     }
 
     /// With this much dynamic shared memory.
@@ -599,6 +603,12 @@ impl Geometry {
     /// With blocks that run at the same time.
     pub const fn resident(mut self) -> Self {
         self.resident = true;
+        self
+    }
+
+    /// With blocks spread evenly over the multiprocessors.
+    pub const fn evenly(mut self) -> Self {
+        self.evenly = true;
         self
     }
 

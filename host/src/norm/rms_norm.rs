@@ -8,7 +8,7 @@ use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
 use crate::kernels::norm::rms_norm as kernel;
-use crate::pieces::{self, Variant};
+use crate::pieces::{self, Variant, Work};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Entry, Float};
 
@@ -53,7 +53,8 @@ pub const fn fused_add_narrow_entry(dtype: DType) -> Option<Entry<FusedAddArgs>>
 
 /// How to launch any of them but the narrow ones for `rows` rows of `n` elements.
 pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
-    variant.geometry(dtype, rows, n, matches!(variant, Variant::X4), kernel::SHARED_BYTES)
+    let geometry = variant.geometry(dtype, rows, n, matches!(variant, Variant::X4), kernel::SHARED_BYTES);
+    if matches!(variant, Variant::X2) { geometry.evenly() } else { geometry }
 }
 
 /// How to launch the narrow entries, where they serve: rows of more than half a warp and up to four, in two pieces of 16 bytes a thread
@@ -62,7 +63,14 @@ pub const fn narrow_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry
     if n.div_ceil(pieces::piece(dtype, true)) <= 32 {
         return None;
     }
-    pieces::narrow(dtype, rows, n, kernel::SHARED_BYTES)
+    // Rows of one warp are those with a residual; for others there is no difference.
+    pieces::narrow(
+        dtype,
+        rows,
+        n,
+        if n.div_ceil(pieces::piece(dtype, true)) <= 64 { Work::Add } else { Work::Plain },
+        kernel::SHARED_BYTES,
+    )
 }
 
 /// Whether the narrow entry that adds a residual is as fast as the other or faster, for rows of `pieces` of 16 bytes, more than a warp of pairs.
@@ -115,12 +123,10 @@ pub unsafe fn launch_fused_add(stream: &Stream, dtype: DType, args: &FusedAddArg
         (args.residual_out.cast_const(), args.residual_out_stride, size),
     ];
     let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
-    let usual = geometry(dtype, variant, args.rows, args.n);
+    let usual = pieces::adding(geometry(dtype, variant, args.rows, args.n));
     let (entry, geometry) = match narrow_geometry(dtype, args.rows, args.n) {
-        // Rows of one warp share blocks in the other entry, too; up to 16 of them had better. Measured on an H200.
-        Some(narrow) if variant == Variant::X2 && narrow.block[0] == 32 => {
-            (fused_add_entry(dtype, variant), if args.rows <= 16 { usual } else { narrow })
-        }
+        // Rows of one warp share blocks in the other entry, too.
+        Some(narrow) if variant == Variant::X2 && narrow.block[0] == 32 => (fused_add_entry(dtype, variant), narrow),
         Some(narrow)
             if variant == Variant::X2
                 && adds_narrow(args.rows, args.n, args.n.div_ceil(pieces::piece(dtype, true))) =>

@@ -12,7 +12,7 @@ use crate::check::{Call, Rows};
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
 use crate::kernels::norm::rms_norm_quant as kernel;
-use crate::pieces::{self, Variant};
+use crate::pieces::{self, Variant, Work};
 use crate::tensor::Tensor;
 use cuda_std::{DType, E4M3, Element, Entry, Float};
 use std::ffi::c_void;
@@ -82,10 +82,43 @@ pub const fn e4m3_per_group_narrow_entry(dtype: DType, fused_add: bool) -> Optio
     pieces::instance(dtype, if fused_add { 30 } else { 27 })
 }
 
-/// How to launch the narrow entries, where they serve: rows of up to four warps, in two pieces of 16 bytes a thread ([`Variant::X2`]).
-pub const fn narrow_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry> {
-    pieces::narrow(dtype, rows, n, kernel::SHARED_BYTES)
+/// [`e4m3_per_token_narrow_entry`] without a residual for rows that have a [`narrow_x3_geometry`]: one warp does what two do. The results are the same
+/// bits.
+pub const fn e4m3_per_token_narrow_x3_entry(dtype: DType) -> Option<Entry<E4m3PerTokenArgs>> {
+    pieces::instance(dtype, 36)
 }
+
+/// As [`e4m3_per_token_narrow_x3_entry`], of [`i8_per_token_entry`].
+pub const fn i8_per_token_narrow_x3_entry(dtype: DType) -> Option<Entry<I8PerTokenArgs>> {
+    pieces::instance(dtype, 36)
+}
+
+/// [`e4m3_per_group_narrow_entry`] without a residual for many rows: more of them fit beside each other.
+pub const fn e4m3_per_group_narrow_many_entry(dtype: DType) -> Option<Entry<E4m3PerGroupArgs>> {
+    pieces::instance(dtype, 33)
+}
+
+/// How to launch the narrow entries, where they serve: rows of up to four warps, in two pieces of 16 bytes a thread ([`Variant::X2`]).
+pub const fn narrow_geometry(dtype: DType, rows: u32, n: u32, fused_add: bool) -> Option<Geometry> {
+    pieces::narrow(dtype, rows, n, if fused_add { Work::Add } else { Work::Quantise }, kernel::SHARED_BYTES)
+}
+
+/// How to launch the entries of one warp a row with three pieces a thread, where they serve: rows that are longer than two pieces of a warp.
+pub const fn narrow_x3_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry> {
+    match n.div_ceil(pieces::piece(dtype, true)) {
+        65..=96 => {
+            let grid = [rows.div_ceil(4), 1, 1];
+            Some(Geometry::new(grid, [32, 4, 1]).shared_bytes(kernel::SHARED_BYTES as u32).dependent().evenly())
+        }
+        _ => None,
+    }
+}
+
+/// The least rows of a launch of the entries of one warp with three pieces a thread. Measured on an H200.
+pub const LEAST_X3: u32 = 512;
+
+/// The least elements of a launch of [`e4m3_per_group_narrow_many_entry`]. Measured on an H200.
+pub const LEAST_NARROW_MANY: u64 = 3 << 19;
 
 /// How to launch the entries for many, where it can be done: the threads of a row of [`geometry`] must be an even number of warps, four or more.
 pub const fn many_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry> {
@@ -98,24 +131,50 @@ pub const fn many_geometry(dtype: DType, rows: u32, n: u32) -> Option<Geometry> 
     Some(geometry)
 }
 
-/// The least elements of a launch of the entries for many. Measured on an H200.
-pub const LEAST_MANY: u64 = 1 << 22;
+/// The least elements of a launch of the entries for many: of narrow rows, and of others. Measured on an H200.
+pub const LEAST_MANY: [u64; 2] = [1 << 22, 11 << 18];
 
-/// Up to so many rows, two for each multiprocessor, or so many elements the entries for few are as fast as the others or faster. Measured on an H200.
-pub const MOST_FEW: (u32, u64) = (264, 1 << 20);
-
-/// Whether that is so.
-const fn is_few(rows: u32, n: u32) -> bool {
-    rows <= MOST_FEW.0 || rows as u64 * n as u64 <= MOST_FEW.1
-}
+/// Up to so many elements the entries for few are as fast as the others or faster. Measured on an H200.
+pub const MOST_FEW: u64 = 3 << 20;
 
 /// How to launch any of the others for `rows` rows of `n` elements.
 pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
-    variant.geometry(dtype, rows, n, true, kernel::SHARED_BYTES)
+    let geometry = variant.geometry(dtype, rows, n, true, kernel::SHARED_BYTES);
+    if matches!(variant, Variant::X2) { geometry.evenly() } else { geometry }
+}
+
+/// Rows without a residual, held in two pieces a thread: `usual` is how all of them can be launched, `narrow` how narrow ones are.
+struct Alone {
+    dtype: DType,
+    rows: u32,
+    n: u32,
+    usual: Geometry,
+    narrow: Option<Geometry>,
+}
+
+impl Alone {
+    /// The entry that serves better than others where a row has a scale, if one does.
+    fn tokens<A>(
+        &self,
+        x3: impl Fn(DType) -> Option<Entry<A>>,
+        few: impl Fn(DType) -> Option<Entry<A>>,
+    ) -> Option<(Option<Entry<A>>, Geometry)> {
+        match (narrow_x3_geometry(self.dtype, self.rows, self.n), self.narrow) {
+            (Some(geometry), _) if self.rows >= LEAST_X3 => Some((x3(self.dtype), geometry)),
+            (None, None) if self.rows as u64 * self.n as u64 <= MOST_FEW => Some((few(self.dtype), self.usual)),
+            _ => None,
+        }
+    }
+
+    /// As [`tokens`](Self::tokens), where a group has a scale.
+    fn groups<A>(&self, narrow_many: impl Fn(DType) -> Option<Entry<A>>) -> Option<(Option<Entry<A>>, Geometry)> {
+        let many = self.rows as u64 * self.n as u64 >= LEAST_NARROW_MANY;
+        self.narrow.filter(|_| many).map(|narrow| (narrow_many(self.dtype), narrow))
+    }
 }
 
 macro_rules! launches {
-    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $grouped:literal, $few:expr, $many:ident, $narrow:ident, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
+    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $many:ident, $narrow:ident, $own:expr, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
         $(#[$m])*
         ///
         /// `x` and `out` are `[rows, n]` with the distances in `args`; `residual` is `[rows, n]`, added to `x` and
@@ -140,16 +199,16 @@ macro_rules! launches {
             ];
             let variant = Variant::new(dtype, $args.n, pieces::aligned(dtype, $args.n, &places));
             let (usual, alone) = (geometry(dtype, variant, rows, $args.n), $args.residual.is_null());
-            let narrow = narrow_geometry(dtype, rows, $args.n);
-            let many = rows as u64 * $args.n as u64 >= LEAST_MANY;
-            let many = if many { many_geometry(dtype, rows, $args.n) } else { None };
-            let (entry, geometry): (Option<Entry<$Args>>, _) = match (many, narrow) {
+            let usual = if alone { usual } else { pieces::adding(usual) };
+            let narrow = narrow_geometry(dtype, rows, $args.n, !alone);
+            let is_many = rows as u64 * $args.n as u64 >= LEAST_MANY[usize::from(narrow.is_none())];
+            let many = if is_many { many_geometry(dtype, rows, $args.n) } else { None };
+            let own = $own(&Alone { dtype, rows, n: $args.n, usual, narrow });
+            let (entry, geometry): (Option<Entry<$Args>>, _) = match (many, own, narrow) {
                 _ if variant != Variant::X2 => ($entry(dtype, variant, !alone), usual),
-                (Some(many), _) if alone => ($many(dtype), many),
-                // Three warps of groups have too many registers to share blocks.
-                (_, Some(Geometry { block: [96, 2, _], .. })) if alone && $grouped => ($entry(dtype, variant, !alone), usual),
-                (_, Some(narrow)) => ($narrow(dtype, !alone), narrow),
-                _ if alone && !$grouped && is_few(rows, $args.n) => ($few(dtype), usual),
+                (Some(many), ..) if alone => ($many(dtype), many),
+                (_, Some(own), _) if alone => own,
+                (.., Some(narrow)) => ($narrow(dtype, !alone), narrow),
                 _ => ($entry(dtype, variant, !alone), usual),
             };
             // SAFETY: forwarded to the caller; the entry fits the alignment.
@@ -159,16 +218,18 @@ macro_rules! launches {
 }
 launches! {
     /// Launches [`rms_norm_e4m3_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
-    launch_e4m3_per_token, E4m3PerTokenArgs, e4m3_per_token_entry, false, e4m3_per_token_few_entry, e4m3_per_token_many_entry,
-        e4m3_per_token_narrow_entry, "rms_norm_e4m3_per_token", |args| args.smooth;
+    launch_e4m3_per_token, E4m3PerTokenArgs, e4m3_per_token_entry, e4m3_per_token_many_entry, e4m3_per_token_narrow_entry,
+        |rows: &Alone| rows.tokens(e4m3_per_token_narrow_x3_entry, e4m3_per_token_few_entry),
+        "rms_norm_e4m3_per_token", |args| args.smooth;
     /// Launches [`rms_norm_i8_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
-    launch_i8_per_token, I8PerTokenArgs, i8_per_token_entry, false, i8_per_token_few_entry, i8_per_token_many_entry,
-        i8_per_token_narrow_entry, "rms_norm_i8_per_token", |args| args.smooth;
+    launch_i8_per_token, I8PerTokenArgs, i8_per_token_entry, i8_per_token_many_entry, i8_per_token_narrow_entry,
+        |rows: &Alone| rows.tokens(i8_per_token_narrow_x3_entry, i8_per_token_few_entry),
+        "rms_norm_i8_per_token", |args| args.smooth;
     /// Launches [`rms_norm_e4m3_per_group`] on raw pointers (layer L1). `scales` is `[rows, ceil(n / 128)]` with the
     /// distances in `args`.
-    launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, true, |_| None::<Entry<E4m3PerGroupArgs>>, e4m3_per_group_many_entry, e4m3_per_group_narrow_entry,
-        "rms_norm_e4m3_per_group",
-        |_args| std::ptr::null();
+    launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, e4m3_per_group_many_entry, e4m3_per_group_narrow_entry,
+        |rows: &Alone| rows.groups(e4m3_per_group_narrow_many_entry),
+        "rms_norm_e4m3_per_group", |_args| std::ptr::null();
 }
 
 /// What may be added to a quantised normalisation.

@@ -9,6 +9,7 @@
 //! * `x4`: four pieces a thread: rows up to 32 KiB. `layer_norm`, which computes more for each warp, takes it from 4 KiB on.
 //! * `narrow`: two pieces a thread as well, for rows of one to four warps, of which a block may have several. A block starts every 1.2 ns on the
 //!   whole GPU, so many rows of 1024 columns would take longer to start than to read.
+//! * `narrow_x3`: one warp for what two warps do in `narrow`, for rows of three pieces a thread then.
 //! * `few`, `many`: other instances for launches of few or many rows, in which every sum is added up in the same order.
 //! * `loop`: longer rows are read twice, the second time from the second-level cache; up to 1024 threads.
 //! * `any`: as `loop`, for rows that cannot be moved in pieces of 16 bytes (see [`row`](crate::row)); `any_x4`: held in registers, the same bits.

@@ -90,7 +90,7 @@ impl<T: Float> Source<T> {
         [x, r]
     }
 
-    /// What is normalised: the first input, or the sum, which is stored, for the second-level cache to `KEEP` or not.
+    /// What is normalised: the first input, or the sum, which is stored, for the second-level cache to `KEEP` until it is added to again or not.
     #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn add<const ADD: bool, const KEEP: bool, const V: usize, const N: usize, const VEC: bool>(

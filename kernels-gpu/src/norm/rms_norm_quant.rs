@@ -100,7 +100,8 @@ impl Scales for GroupScales {
     }
 }
 
-/// A thread does what `U` threads with `N / U` pieces each do, and gets the same bits: their sums stay apart until warps are reduced.
+/// A thread does what `U` threads with `N / U` pieces each do, and gets the same bits: their sums stay apart until warps are reduced. `FEW`: addresses
+/// are known before the wait in any launch. `MANY`: launches are long, so that results of groups wait for the row's factor.
 #[inline(always)]
 #[track_caller]
 unsafe fn normalise<
@@ -112,6 +113,7 @@ unsafe fn normalise<
     const N: usize,
     const VEC: bool,
     const FEW: bool,
+    const MANY: bool,
     const U: usize,
     const NARROW: bool,
 >(
@@ -137,11 +139,11 @@ unsafe fn normalise<
     let (mut inputs, mut w) = ([[[zero(); V]; N]; 2], [[zero(); V]; N]);
     // Where results go, in groups without a residual. Elsewhere it is faster to find out after the reduction.
     let mut to = [core::ptr::null::<u8>(); N];
-    // Whether there are registers to know early what is stored last.
-    let soon = U == 1 && (ADD || N == 2);
+    // Whether there are registers to know early what is stored last, and whether it is faster to know nothing early.
+    let (soon, late) = (U == 1 && (ADD || N == 2), U > 1 && MANY);
     // Where scales of groups go, then.
     let (mut scale_to, pair) = ([core::ptr::null::<u8>(); N], |i: usize| i as u32 * team.size + team.rank);
-    if VEC && N > 0 && (ADD || FEW || S::GROUPED) {
+    if VEC && N > 0 && !late && (ADD || FEW || S::GROUPED) {
         let before = ADD || FEW || thread::grid_dim_x() <= FEW_ROWS;
         let mut word = shared::address(scratch.ptr(0usize).cast_const());
         if S::GROUPED && soon {
@@ -187,7 +189,8 @@ unsafe fn normalise<
         }
         cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
     }
-    let x = from.add::<ADD, false, V, N, VEC>(row, inputs);
+    // Sums of long rows rather make room for the results.
+    let x = from.add::<ADD, NARROW, V, N, VEC>(row, inputs);
     cuda_std::unroll::<N>(|i| totals[if S::GROUPED { i / 2 % U } else { i % U }] += squares(x[i]));
     if N == 0 {
         let mut i = 0;
@@ -213,7 +216,7 @@ unsafe fn normalise<
     // Results of groups: pieces `2 i` and `2 i + 1`.
     let store_pair = |i: usize, factor: f32| {
         for i in [2 * i, 2 * i + 1] {
-            if ADD {
+            if ADD || late {
                 row.piece(i).store_quantised_at_once(out, y[i], factor);
             } else {
                 let (piece, out) = (row.here(i), GlobalMut::new(to[i].cast_mut().cast::<Q>()));
@@ -227,7 +230,7 @@ unsafe fn normalise<
     };
     // But for the rarest of groups, scales alone depend on the rest of the row.
     let rows = if NARROW { rows } else { thread::grid_dim_x() };
-    let early = S::GROUPED && soon && n as u64 * rows as u64 <= MOST_EARLY;
+    let early = S::GROUPED && soon && !MANY && n as u64 * rows as u64 <= MOST_EARLY;
     let total;
     if S::GROUPED {
         let mut i = 0;
@@ -316,6 +319,7 @@ impl<T: Float, Q: Quantised> Io<T, Q> {
         const N: usize,
         const VEC: bool,
         const FEW: bool,
+        const MANY: bool,
         const U: usize,
         const NARROW: bool,
     >(
@@ -337,7 +341,7 @@ impl<T: Float, Q: Quantised> Io<T, Q> {
         };
         let factors = Factors { weight: Global::new(self.weight), weight_offset, smooth: Global::new(smooth) };
         let out = GlobalMut::new(self.out).offset(row * self.out_stride);
-        normalise::<T, Q, S, ADD, V, N, VEC, FEW, U, NARROW>(from, factors, out, scales, rows, live, n, eps);
+        normalise::<T, Q, S, ADD, V, N, VEC, FEW, MANY, U, NARROW>(from, factors, out, scales, rows, live, n, eps);
     }
 }
 
@@ -371,10 +375,10 @@ pub unsafe fn per_token<
 ) {
     let scales = GlobalMut::new(scales).offset(row_number(NARROW));
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, ADD, V, N, VEC, NARROW, U, NARROW>(smooth, scales, rows, n, weight_offset, eps);
+    io.run::<_, ADD, V, N, VEC, NARROW, false, U, NARROW>(smooth, scales, rows, n, weight_offset, eps);
 }
 
-/// As [`per_token`] without a residual, for at most [`FEW_ROWS`] rows, two pieces a thread.
+/// As [`per_token`] without a residual, two pieces a thread, all addresses known before the wait for the kernels before.
 #[inline(always)]
 pub unsafe fn per_token_few<T: Float, Q: Quantised, const V: usize>(
     x: *const T,
@@ -393,10 +397,10 @@ pub unsafe fn per_token_few<T: Float, Q: Quantised, const V: usize>(
 ) {
     let scales = GlobalMut::new(scales).offset(row_number(false));
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, false, V, 2, true, true, 1, false>(smooth, scales, rows, n, weight_offset, eps);
+    io.run::<_, false, V, 2, true, true, false, 1, false>(smooth, scales, rows, n, weight_offset, eps);
 }
 
-/// As [`per_token`]; `scales`: `[rows, groups]`, strides in elements.
+/// As [`per_token`]; `scales`: `[rows, groups]`, strides in elements. `MANY`: for long launches.
 #[inline(always)]
 pub unsafe fn per_group<
     T: Float,
@@ -407,6 +411,7 @@ pub unsafe fn per_group<
     const VEC: bool,
     const U: usize,
     const NARROW: bool,
+    const MANY: bool,
 >(
     x: *const T,
     residual: *mut T,
@@ -427,7 +432,7 @@ pub unsafe fn per_group<
     let scales =
         GroupScales { scales: GlobalMut::new(scales).offset(row * scale_row_stride), stride: scale_group_stride };
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    io.run::<_, ADD, V, N, VEC, false, U, NARROW>(core::ptr::null(), scales, rows, n, weight_offset, eps);
+    io.run::<_, ADD, V, N, VEC, false, MANY, U, NARROW>(core::ptr::null(), scales, rows, n, weight_offset, eps);
 }
 
 /// e4m3, a scale for each row.
@@ -474,6 +479,9 @@ pub mod e4m3_per_token {
         fused_add_rms_norm_e4m3_per_token_narrow_f32 { type T = f32; } [256, 4] => per_token::<T, E4M3, true, 4, 2, true, 1, true>;
         fused_add_rms_norm_e4m3_per_token_narrow_f16 { type T = half::f16; } [256, 4] => per_token::<T, E4M3, true, 8, 2, true, 1, true>;
         fused_add_rms_norm_e4m3_per_token_narrow_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, E4M3, true, 8, 2, true, 1, true>;
+        rms_norm_e4m3_per_token_narrow_x3_f32 { type T = f32; } [256, 4] => per_token::<T, E4M3, false, 4, 3, true, 2, true>;
+        rms_norm_e4m3_per_token_narrow_x3_f16 { type T = half::f16; } [256, 4] => per_token::<T, E4M3, false, 8, 3, true, 2, true>;
+        rms_norm_e4m3_per_token_narrow_x3_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, E4M3, false, 8, 3, true, 2, true>;
     }
 }
 
@@ -521,6 +529,9 @@ pub mod i8_per_token {
         fused_add_rms_norm_i8_per_token_narrow_f32 { type T = f32; } [256, 4] => per_token::<T, i8, true, 4, 2, true, 1, true>;
         fused_add_rms_norm_i8_per_token_narrow_f16 { type T = half::f16; } [256, 4] => per_token::<T, i8, true, 8, 2, true, 1, true>;
         fused_add_rms_norm_i8_per_token_narrow_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, i8, true, 8, 2, true, 1, true>;
+        rms_norm_i8_per_token_narrow_x3_f32 { type T = f32; } [256, 4] => per_token::<T, i8, false, 4, 3, true, 2, true>;
+        rms_norm_i8_per_token_narrow_x3_f16 { type T = half::f16; } [256, 4] => per_token::<T, i8, false, 8, 3, true, 2, true>;
+        rms_norm_i8_per_token_narrow_x3_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, i8, false, 8, 3, true, 2, true>;
     }
 }
 
@@ -533,38 +544,41 @@ pub mod e4m3_per_group {
             residual_stride: usize, out_stride: usize, scale_row_stride: usize, scale_group_stride: usize,
             weight_offset: f32, eps: f32,
         );
-        rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 3] => per_group::<T, E4M3, false, 4, 2, true, 1, false>;
-        rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true, 1, false>;
-        rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true, 1, false>;
-        rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, false, 4, 4, true, 1, false>;
-        rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true, 1, false>;
-        rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true, 1, false>;
-        rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, true, 1, false>;
-        rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 8, 0, true, 1, false>;
-        rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 8, 0, true, 1, false>;
-        rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1, false>;
-        rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1, false>;
-        rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1, false>;
-        fused_add_rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, true, 4, 2, true, 1, false>;
-        fused_add_rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true, 1, false>;
-        fused_add_rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true, 1, false>;
-        fused_add_rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 1] => per_group::<T, E4M3, true, 4, 4, true, 1, false>;
-        fused_add_rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true, 1, false>;
-        fused_add_rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true, 1, false>;
-        fused_add_rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, true, 1, false>;
-        fused_add_rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 8, 0, true, 1, false>;
-        fused_add_rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 8, 0, true, 1, false>;
-        fused_add_rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1, false>;
-        fused_add_rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1, false>;
-        fused_add_rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1, false>;
-        rms_norm_e4m3_per_group_many_f32 { type T = f32; } [256, 4] => per_group::<T, E4M3, false, 4, 4, true, 2, false>;
-        rms_norm_e4m3_per_group_many_f16 { type T = half::f16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2, false>;
-        rms_norm_e4m3_per_group_many_bf16 { type T = half::bf16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2, false>;
-        rms_norm_e4m3_per_group_narrow_f32 { type T = f32; } [256, 5] => per_group::<T, E4M3, false, 4, 2, true, 1, true>;
-        rms_norm_e4m3_per_group_narrow_f16 { type T = half::f16; } [256, 5] => per_group::<T, E4M3, false, 8, 2, true, 1, true>;
-        rms_norm_e4m3_per_group_narrow_bf16 { type T = half::bf16; } [256, 5] => per_group::<T, E4M3, false, 8, 2, true, 1, true>;
-        fused_add_rms_norm_e4m3_per_group_narrow_f32 { type T = f32; } [256, 4] => per_group::<T, E4M3, true, 4, 2, true, 1, true>;
-        fused_add_rms_norm_e4m3_per_group_narrow_f16 { type T = half::f16; } [256, 4] => per_group::<T, E4M3, true, 8, 2, true, 1, true>;
-        fused_add_rms_norm_e4m3_per_group_narrow_bf16 { type T = half::bf16; } [256, 4] => per_group::<T, E4M3, true, 8, 2, true, 1, true>;
+        rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 3] => per_group::<T, E4M3, false, 4, 2, true, 1, false, false>;
+        rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true, 1, false, false>;
+        rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 3] => per_group::<T, E4M3, false, 8, 2, true, 1, false, false>;
+        rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, false, 4, 4, true, 1, false, false>;
+        rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true, 1, false, false>;
+        rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, false, 8, 4, true, 1, false, false>;
+        rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, true, 1, false, false>;
+        rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 8, 0, true, 1, false, false>;
+        rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 8, 0, true, 1, false, false>;
+        rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1, false, false>;
+        rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1, false, false>;
+        rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 4, 0, false, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_x2_f32 { type T = f32; } [512, 2] => per_group::<T, E4M3, true, 4, 2, true, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_x2_f16 { type T = half::f16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_x2_bf16 { type T = half::bf16; } [512, 2] => per_group::<T, E4M3, true, 8, 2, true, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_x4_f32 { type T = f32; } [512, 1] => per_group::<T, E4M3, true, 4, 4, true, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_x4_f16 { type T = half::f16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_x4_bf16 { type T = half::bf16; } [512, 1] => per_group::<T, E4M3, true, 8, 4, true, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_loop_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, true, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_loop_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 8, 0, true, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_loop_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 8, 0, true, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_any_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_any_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_any_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 4, 0, false, 1, false, false>;
+        rms_norm_e4m3_per_group_many_f32 { type T = f32; } [256, 4] => per_group::<T, E4M3, false, 4, 4, true, 2, false, true>;
+        rms_norm_e4m3_per_group_many_f16 { type T = half::f16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2, false, true>;
+        rms_norm_e4m3_per_group_many_bf16 { type T = half::bf16; } [256, 4] => per_group::<T, E4M3, false, 8, 4, true, 2, false, true>;
+        rms_norm_e4m3_per_group_narrow_f32 { type T = f32; } [256, 5] => per_group::<T, E4M3, false, 4, 2, true, 1, true, false>;
+        rms_norm_e4m3_per_group_narrow_f16 { type T = half::f16; } [256, 5] => per_group::<T, E4M3, false, 8, 2, true, 1, true, false>;
+        rms_norm_e4m3_per_group_narrow_bf16 { type T = half::bf16; } [256, 5] => per_group::<T, E4M3, false, 8, 2, true, 1, true, false>;
+        fused_add_rms_norm_e4m3_per_group_narrow_f32 { type T = f32; } [256, 4] => per_group::<T, E4M3, true, 4, 2, true, 1, true, false>;
+        fused_add_rms_norm_e4m3_per_group_narrow_f16 { type T = half::f16; } [256, 4] => per_group::<T, E4M3, true, 8, 2, true, 1, true, false>;
+        fused_add_rms_norm_e4m3_per_group_narrow_bf16 { type T = half::bf16; } [256, 4] => per_group::<T, E4M3, true, 8, 2, true, 1, true, false>;
+        rms_norm_e4m3_per_group_narrow_many_f32 { type T = f32; } [256, 6] => per_group::<T, E4M3, false, 4, 2, true, 1, true, true>;
+        rms_norm_e4m3_per_group_narrow_many_f16 { type T = half::f16; } [256, 6] => per_group::<T, E4M3, false, 8, 2, true, 1, true, true>;
+        rms_norm_e4m3_per_group_narrow_many_bf16 { type T = half::bf16; } [256, 6] => per_group::<T, E4M3, false, 8, 2, true, 1, true, true>;
     }
 }
