@@ -564,6 +564,8 @@ fn wgmma_of_many_pairs() {
             case.ids.iter_mut().skip(5).for_each(|id| *id = 2);
             check::<f16>(d, s, &case);
         }
+        // Weights of two steps at once, and of a last one alone.
+        check::<bf16>(d, s, &Case::new(20, 1, 2, 4104, 24).path(FusedPath::Wgmma176));
     });
 }
 

@@ -18,7 +18,7 @@ const ACTIVATIONS: [ExpertActivation; 5] = [
     ExpertActivation::Gelu,
 ];
 const LAYOUTS: [GateUp; 3] = [GateUp::Halves, GateUp::Interleaved, GateUp::GateOnly];
-const WGMMA: [FusedQuantPath; 3] = [FusedQuantPath::Wgmma16, FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma144];
+const WGMMA: [FusedQuantPath; 3] = [FusedQuantPath::Wgmma16, FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma160];
 
 /// The scales of weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -396,7 +396,7 @@ fn every_width_of_a_product() {
             (70, FusedQuantPath::Wgmma16),
             (150, FusedQuantPath::Wgmma16),
             (70, FusedQuantPath::Wgmma64),
-            (150, FusedQuantPath::Wgmma144),
+            (150, FusedQuantPath::Wgmma160),
         ] {
             let mut case = Case::new(tokens, 1, 4, 64, 32, path);
             case.ids = (0..tokens as i32)
@@ -416,6 +416,22 @@ fn every_width_of_a_product() {
                 check::<bf16, i8>(d, s, &case, int8);
             }
         }
+        // The wide ones, and an expert that is cut in two.
+        let counts = [66, 105, 120, 130, 140, 150, 165];
+        let mut case = Case::new(counts.iter().sum(), 1, counts.len(), 64, 32, FusedQuantPath::Wgmma160);
+        case.ids = (0..counts.len()).flat_map(|e| vec![e as i32; counts[e]]).collect();
+        check::<bf16, E4M3>(d, s, &case, e4m3);
+        check::<bf16, i8>(d, s, &Case { scales: Scales::Rows, ..case }, int8);
+    });
+}
+
+/// More columns than a block of threads keeps while it finds a row's scale.
+#[test]
+fn rows_of_many_columns() {
+    on_every_device(|d, s| {
+        let case = Case { scales: Scales::Rows, ..Case::new(2, 1, 1, 16 * 1056, 16, FusedQuantPath::Tile) };
+        check::<bf16, i8>(d, s, &case, int8);
+        check::<bf16, E4M3>(d, s, &Case { smooth: true, ..case }, e4m3);
     });
 }
 
@@ -446,7 +462,7 @@ fn at_model_sizes() {
         (1, 8, 16, FusedQuantPath::Wgmma16),
         (16, 8, 16, FusedQuantPath::Wgmma16),
         (100, 1, 1, FusedQuantPath::Wgmma64),
-        (200, 1, 1, FusedQuantPath::Wgmma144),
+        (200, 1, 1, FusedQuantPath::Wgmma160),
         (100, 1, 3, FusedQuantPath::Tile),
     ] {
         if sanitizing() && tokens > 16 {
@@ -478,7 +494,7 @@ fn nothing_to_do() {
 #[test]
 fn captured_and_replayed() {
     on_every_device(|d, s| {
-        for path in [FusedQuantPath::Auto, FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma144] {
+        for path in [FusedQuantPath::Auto, FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma160] {
             if path != FusedQuantPath::Auto && d.properties().compute_capability != (9, 0) {
                 continue;
             }
@@ -514,7 +530,7 @@ fn check_rounded<T: Float, Q: QuantisedElement>(
     let whole = bits(&plain.run(d, s, case));
     let got = bits(&plain.run(d, s, &Case { rounded: true, ..case.clone() }));
     let narrow = case.path == FusedQuantPath::Wgmma64 && case.scales == Scales::Blocks;
-    if !narrow && case.path != FusedQuantPath::Wgmma144 {
+    if !narrow && case.path != FusedQuantPath::Wgmma160 {
         assert_eq!(got, whole, "{case:?}");
         return;
     }
@@ -544,11 +560,15 @@ fn rounded_slots() {
         for (path, tokens, inter) in [
             (FusedQuantPath::Wgmma16, 9, 80),
             (FusedQuantPath::Wgmma64, 30, 80),
-            (FusedQuantPath::Wgmma144, 9, 80),
-            // Three rounds through a stage, and one step of K.
-            (FusedQuantPath::Wgmma144, 150, 32),
+            (FusedQuantPath::Wgmma160, 9, 80),
+            // Three rounds through a stage, and one step of K; an odd number of groups of columns.
+            (FusedQuantPath::Wgmma160, 150, 32),
+            (FusedQuantPath::Wgmma160, 132, 16),
         ] {
-            let case = Case { biased: true, ..Case::new(tokens, 2, 2, 208, inter, path) };
+            let mut case = Case { biased: true, ..Case::new(tokens, 2, 2, 208, inter, path) };
+            if tokens == 132 {
+                case.ids = (0..2 * tokens as i32).map(|pair| pair % 2).collect();
+            }
             check_rounded::<bf16, E4M3>(d, s, &case, e4m3);
             let rows = Case { scales: Scales::Rows, hidden: 80, ..case.clone() };
             if tokens <= 30 {
@@ -568,7 +588,7 @@ fn scales_that_two_blocks_share() {
             return;
         }
         for (i, inter) in [16, 64, 80, 144, 208].into_iter().enumerate() {
-            for path in [FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma144] {
+            for path in [FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma160] {
                 let (gate_up, activation) = (LAYOUTS[i % 3], ACTIVATIONS[i % 4]);
                 let case = Case { gate_up, activation, biased: i % 2 == 0, ..Case::new(20, 2, 3, 64, inter, path) };
                 check::<bf16, E4M3>(d, s, &case, e4m3);

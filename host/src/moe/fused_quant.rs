@@ -51,8 +51,8 @@ pub enum FusedQuantPath {
     Wgmma16,
     /// Up to 64 pairs at a time, any number in all, sorted; otherwise as [`Wgmma16`](Self::Wgmma16).
     Wgmma64,
-    /// [`Wgmma64`](Self::Wgmma64), up to 144 at a time.
-    Wgmma144,
+    /// [`Wgmma64`](Self::Wgmma64), up to 160 at a time with scales of blocks, otherwise 144.
+    Wgmma160,
 }
 
 /// What scales are of.
@@ -74,23 +74,23 @@ impl FusedQuantPath {
         }
     }
 
-    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, lines of a stage, and stages of the first product (`up`) or the second of a path on Hopper, unless it is
+    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, lines of a stage, and stages, of a path on Hopper, unless it is
     /// one for [few](Self::is_few) tokens. As in the table of instances.
-    const fn wgmma(self, scales: QuantScales, up: bool) -> Option<[usize; 4]> {
+    const fn wgmma(self, scales: QuantScales) -> Option<[usize; 4]> {
         match (self, scales) {
             (FusedQuantPath::Auto | FusedQuantPath::Tile, _) | (FusedQuantPath::Wgmma16, QuantScales::Blocks) => None,
             (FusedQuantPath::Wgmma16, QuantScales::Rows) => Some([1, 16, 1, 11]),
             (FusedQuantPath::Wgmma64, QuantScales::Blocks) => Some([1, 64, 2, 4]),
             (FusedQuantPath::Wgmma64, QuantScales::Rows) => Some([1, 64, 1, 8]),
-            (FusedQuantPath::Wgmma144, QuantScales::Blocks) => Some([1, 144, 1, if up { 5 } else { 6 }]),
-            (FusedQuantPath::Wgmma144, QuantScales::Rows) => Some([2, 144, 1, 4]),
+            (FusedQuantPath::Wgmma160, QuantScales::Blocks) => Some([1, 160, 1, 5]),
+            (FusedQuantPath::Wgmma160, QuantScales::Rows) => Some([2, 144, 1, 4]),
         }
     }
 
     /// Blocks of a cluster of the first product (`up`) or the second, which share rows of activations. As in the table of instances.
     const fn share(self, scales: QuantScales, up: bool) -> u32 {
         match (self, scales) {
-            (FusedQuantPath::Wgmma144, QuantScales::Blocks) => 2,
+            (FusedQuantPath::Wgmma160, QuantScales::Blocks) => 2,
             (FusedQuantPath::Wgmma64, QuantScales::Blocks) if up => 2,
             _ => 1,
         }
@@ -103,7 +103,7 @@ impl FusedQuantPath {
 
     /// Whether the second product starts while the first still runs.
     const fn overlaps(self, scales: QuantScales) -> bool {
-        self.quantises(scales) && matches!(self, FusedQuantPath::Wgmma144)
+        self.quantises(scales) && matches!(self, FusedQuantPath::Wgmma160)
     }
 
     const fn is_wgmma(self) -> bool {
@@ -139,7 +139,7 @@ impl FusedQuantPath {
         } else if pairs <= product(&[48, bins]) {
             FusedQuantPath::Wgmma64
         } else {
-            FusedQuantPath::Wgmma144
+            FusedQuantPath::Wgmma160
         }
     }
 }
@@ -261,10 +261,10 @@ pub const fn wgmma_entries(
             moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16,
             moe_fused_quant_wgmma_down_t64_blocks_e4m3
         ),
-        (FusedQuantPath::Wgmma144, DType::E4m3, QuantScales::Blocks) => entries!(
-            moe_fused_quant_wgmma_up_t144_blocks_e4m3_bf16,
-            moe_fused_quant_wgmma_up_t144_blocks_e4m3_f16,
-            moe_fused_quant_wgmma_down_t144_blocks_e4m3
+        (FusedQuantPath::Wgmma160, DType::E4m3, QuantScales::Blocks) => entries!(
+            moe_fused_quant_wgmma_up_t160_blocks_e4m3_bf16,
+            moe_fused_quant_wgmma_up_t160_blocks_e4m3_f16,
+            moe_fused_quant_wgmma_down_t160_blocks_e4m3
         ),
         (FusedQuantPath::Wgmma16, DType::E4m3, QuantScales::Rows) => entries!(
             moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16,
@@ -276,7 +276,7 @@ pub const fn wgmma_entries(
             moe_fused_quant_wgmma_up_t64_rows_e4m3_f16,
             moe_fused_quant_wgmma_down_t64_rows_e4m3
         ),
-        (FusedQuantPath::Wgmma144, DType::E4m3, QuantScales::Rows) => entries!(
+        (FusedQuantPath::Wgmma160, DType::E4m3, QuantScales::Rows) => entries!(
             moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16,
             moe_fused_quant_wgmma_up_t144_rows_e4m3_f16,
             moe_fused_quant_wgmma_down_t144_rows_e4m3
@@ -291,7 +291,7 @@ pub const fn wgmma_entries(
             moe_fused_quant_wgmma_up_t64_rows_i8_f16,
             moe_fused_quant_wgmma_down_t64_rows_i8
         ),
-        (FusedQuantPath::Wgmma144, DType::I8, QuantScales::Rows) => entries!(
+        (FusedQuantPath::Wgmma160, DType::I8, QuantScales::Rows) => entries!(
             moe_fused_quant_wgmma_up_t144_rows_i8_bf16,
             moe_fused_quant_wgmma_up_t144_rows_i8_f16,
             moe_fused_quant_wgmma_down_t144_rows_i8
@@ -322,15 +322,15 @@ pub const fn rounded_entry(
             moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_bf16,
             moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_f16
         ),
-        (FusedQuantPath::Wgmma144, DType::E4m3, QuantScales::Blocks) => entry!(
-            moe_fused_quant_wgmma_down_rounded_t144_blocks_e4m3_bf16,
-            moe_fused_quant_wgmma_down_rounded_t144_blocks_e4m3_f16
+        (FusedQuantPath::Wgmma160, DType::E4m3, QuantScales::Blocks) => entry!(
+            moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_bf16,
+            moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_f16
         ),
-        (FusedQuantPath::Wgmma144, DType::E4m3, QuantScales::Rows) => entry!(
+        (FusedQuantPath::Wgmma160, DType::E4m3, QuantScales::Rows) => entry!(
             moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_bf16,
             moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_f16
         ),
-        (FusedQuantPath::Wgmma144, DType::I8, QuantScales::Rows) => entry!(
+        (FusedQuantPath::Wgmma160, DType::I8, QuantScales::Rows) => entry!(
             moe_fused_quant_wgmma_down_rounded_t144_rows_i8_bf16,
             moe_fused_quant_wgmma_down_rounded_t144_rows_i8_f16
         ),
@@ -365,7 +365,7 @@ pub const fn wgmma_geometry(
     experts: usize,
     multiprocessors: u32,
 ) -> Option<Geometry> {
-    let Some(tile) = path.wgmma(scales, up) else {
+    let Some(tile) = path.wgmma(scales) else {
         return None;
     };
     let kind = match scales {
@@ -388,9 +388,8 @@ pub const fn tile_geometry(rows: usize, blocks: usize) -> Geometry {
 /// How to quantise so many rows of `n` columns, with a scale for each 128 columns or for each row.
 pub const fn rows_geometry(rows: usize, n: usize, scales: QuantScales) -> Geometry {
     if matches!(scales, QuantScales::Rows) {
-        let pieces = n.div_ceil(rows_kernel::COLUMNS).next_multiple_of(32);
-        let threads = if pieces < rows_kernel::ROW_THREADS { pieces } else { rows_kernel::ROW_THREADS };
-        return Geometry::linear(rows as u32, threads as u32).shared_bytes(rows_kernel::SHARED_BYTES as u32);
+        return Geometry::linear(rows as u32, rows_kernel::row_threads(n) as u32)
+            .shared_bytes(rows_kernel::SHARED_BYTES as u32);
     }
     let groups = rows * n.div_ceil(GROUP);
     Geometry::linear(groups.div_ceil(rows_kernel::GROUPS) as u32, rows_kernel::GROUP_THREADS as u32)
@@ -700,7 +699,7 @@ impl Run<'_> {
         let device = self.stream.device();
         let geometry = wgmma_geometry(self.path, o.scales, up, shape.bins(), device.properties().multiprocessors);
         let (Some((first, second)), Some(geometry), Some([tiles, pairs, ..])) =
-            (entries, geometry, self.path.wgmma(o.scales, up))
+            (entries, geometry, self.path.wgmma(o.scales))
         else {
             return Err(self.unsupported());
         };
@@ -1102,7 +1101,7 @@ pub struct FusedQuantOptions<'a, Q: Element> {
     /// `[1]`: how many tokens there are, if fewer than `x` has rows; rows of `out` beyond are left alone.
     pub num_tokens: Option<&'a Tensor<i32>>,
     /// Allows the weighted result of each slot to be rounded to `T` before those of a token are added up, in f32 and in their order as without: half as
-    /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma144` and, with scales of blocks, `Wgmma64` make use of it.
+    /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma160` and, with scales of blocks, `Wgmma64` make use of it.
     pub rounded_slots: bool,
     /// Whether values of `w13` and `w2`, those of shared experts too, come from [`shuffle_weights`](super::shuffle_weights()): for the `Wgmma` paths,
     /// one of which [`FusedQuantPath::Auto`] then is; widths are multiples of 128.

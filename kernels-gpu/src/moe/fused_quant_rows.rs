@@ -3,7 +3,7 @@
 //! * Scales of groups, e4m3: one for each row and 128 columns. A thread has 8 neighbouring columns, and 16 of them agree on the largest
 //!   magnitude. Groups are dealt out to threads whatever their rows, so that blocks are whole however wide rows are.
 //! * Scales of rows, e4m3 or int8: one for each row, perhaps after a multiplication with its expert's smoothing vector. A block for each row,
-//!   which reads it twice, the second time from a cache.
+//!   whose threads keep four pieces of 8 columns (of f32 two); what there is beyond, with 16-bit elements from column 16384 on, is read twice, the second time from a cache.
 //!
 //! Where results lie in the order of a sorted list (`positions`), a token's row goes to the place of each of its pairs, quantised once; if
 //! experts smooth it differently, it is quantised for each of them. Rows that nobody will read, of pairs without an expert here, are left
@@ -12,9 +12,12 @@
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
 use crate::row::quantise::{Quantised, amax, group_amax, scale_for};
 use crate::row::team::{Op, scratch};
-use crate::row::{GROUP, Piece, Team};
+use crate::row::{GROUP, Piece, Team, elements};
 use cuda_std::shared::Carver;
-use cuda_std::{E4M3, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, unroll};
+use cuda_std::vec::{B128, Streaming};
+use cuda_std::{
+    E4M3, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, integer, thread, unroll, warp,
+};
 
 /// Columns of a thread.
 pub const COLUMNS: usize = 8;
@@ -23,7 +26,18 @@ pub const GROUP_THREADS: usize = 256;
 /// Groups of such a block.
 pub const GROUPS: usize = GROUP_THREADS * COLUMNS / GROUP;
 /// The most threads of a block with a row of its own.
-pub const ROW_THREADS: usize = 256;
+pub const ROW_THREADS: usize = 512;
+/// Pieces of [`COLUMNS`] columns that a thread of it keeps.
+const KEPT: usize = 4;
+/// Those of a block for rows of `n` columns: as many as keep all of them, but 128 at least if there are pieces for so many, since few rows should not take long.
+pub const fn row_threads(n: usize) -> usize {
+    let pieces = n.div_ceil(COLUMNS);
+    let few = if pieces < 128 { pieces } else { 128 };
+    let all = pieces.div_ceil(KEPT);
+    let threads = if all < few { few } else { all }.next_multiple_of(32);
+    if threads < ROW_THREADS { threads } else { ROW_THREADS }
+}
+
 /// Its shared memory.
 pub const SHARED_BYTES: usize = 32 * 4;
 
@@ -226,18 +240,48 @@ pub unsafe fn rows<T: Float, Q: Quantised>(
     let x = Global::new(x).offset(row.source as usize * x_row);
     let team = Team::current();
     let scratch = scratch::<1, 32>(&mut Carver::new());
-    let load = |index: u32| {
-        let mut v = load(x, index, n);
+    let smoothed_by = |index: u32, mut v: [f32; COLUMNS]| {
         if smoothed && index * (COLUMNS as u32) < n {
             unroll::<COLUMNS>(|j| v[j] *= smooth.get(index as usize * COLUMNS + j));
         }
         v
     };
+    let load = |index: u32| smoothed_by(index, load(x, index, n));
+    // A lane's are asked for with the row.
+    let places_from = |i: u32| {
+        let i = i + warp::lane_id();
+        if i < row.count { rows.place(row.first + i) } else { u32::MAX }
+    };
+    let mut places = places_from(0);
     let pieces = n / COLUMNS as u32;
-    // The first piece stays in registers.
-    let own = load(team.rank);
-    let mut largest = amax(own);
-    let mut index = team.rank + team.size;
+    // The first pieces stay in registers, and are asked for together: those of 16 bits as they come, to be widened where they are used.
+    // Of f32 they are half as many.
+    let keeps = const { if size_of::<T>() == 2 { KEPT } else { KEPT / 2 } };
+    let index_of = |i: usize| team.rank + i as u32 * team.size;
+    let (mut words, mut wide) = ([B128([0; 4]); KEPT], [[0f32; COLUMNS]; KEPT]);
+    unroll::<KEPT>(|i| {
+        if size_of::<T>() != 2 {
+            if i < keeps {
+                wide[i] = load(index_of(i));
+            }
+        } else if index_of(i) < pieces {
+            words[i] = x.get_hinted(index_of(i) as usize * COLUMNS, Streaming);
+        }
+    });
+    let own = |i: usize| {
+        if size_of::<T>() != 2 {
+            return wide[i];
+        }
+        let v = elements::<T, COLUMNS>(B128(words[i].0.map(integer::opaque)));
+        smoothed_by(index_of(i), v.map(T::to_f32))
+    };
+    let mut largest = 0f32;
+    unroll::<KEPT>(|i| {
+        if i < keeps {
+            largest = float::max(largest, amax(own(i)));
+        }
+    });
+    let mut index = index_of(keeps);
     while index < pieces {
         largest = float::max(largest, amax(load(index)));
         index += team.size;
@@ -245,25 +289,30 @@ pub unsafe fn rows<T: Float, Q: Quantised>(
     let [largest] = team.reduce::<1, 32>([largest], [Op::Max], scratch);
     let scale = scale_for::<Q>(largest);
     let factor = float::recip(scale);
-    if team.rank == 0 {
-        for i in 0..row.count {
-            let place = rows.place(row.first + i);
-            if place != u32::MAX {
-                GlobalMut::new(scales).set(place as usize * scale_row, scale);
-            }
+    let mut i = 0;
+    while i < row.count {
+        if i > 0 && i.is_multiple_of(32) {
+            places = places_from(i);
         }
-    }
-    let mut index = team.rank;
-    while index < pieces {
-        let v = if index == team.rank { own } else { load(index) };
-        for i in 0..row.count {
-            let place = rows.place(row.first + i);
-            if place != u32::MAX {
-                let out = GlobalMut::new(out.cast::<Q>()).offset(place as usize * n as usize);
-                Piece::<COLUMNS, true>::new(index, n).store_quantised(out, v, factor);
-            }
+        let place = warp::shfl_idx(places, i % 32);
+        i += 1;
+        if place == u32::MAX {
+            continue;
         }
-        index += team.size;
+        if team.rank == 0 {
+            GlobalMut::new(scales).set(place as usize * scale_row, scale);
+        }
+        let out = GlobalMut::new(out.cast::<Q>()).offset(place as usize * n as usize);
+        unroll::<KEPT>(|k| {
+            if k < keeps {
+                Piece::<COLUMNS, true>::new(index_of(k), n).store_quantised(out, own(k), factor);
+            }
+        });
+        let mut index = index_of(keeps);
+        while index < pieces {
+            Piece::<COLUMNS, true>::new(index, n).store_quantised(out, load(index), factor);
+            index += team.size;
+        }
     }
 }
 

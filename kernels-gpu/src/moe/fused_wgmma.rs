@@ -102,6 +102,8 @@ const KNOWN: u32 = 3 + GROUPS as u32;
 const LOOKED: u32 = 4 + GROUPS as u32;
 /// Elements of K of a stage: a line of the swizzle.
 pub const STEP: usize = 64;
+/// From so many steps on weights come two steps at a time.
+const IN_TWOS: u32 = 64;
 /// Rows of pairs that a thread copies, at most.
 const MOST_ROWS: usize = 176 / 16;
 /// The most experts of a device.
@@ -572,6 +574,8 @@ unsafe fn fused_wgmma<
                 there = there.min(beyond.get(w));
             }
         }
+        // Weights that no other block reads come two steps at a time, neighbouring pieces of each row together, where items are long: it leaves less of the ring for an item's ends.
+        let in_twos = STAGED && !PAIRED && steps >= IN_TWOS;
         // A thread copies 16 bytes of every so manyth row. Where its rows start it keeps in units of 16 bytes.
         let each = const { gatherers(STAGED) / 8 };
         let (chunk, low) = (tid % 8, (tid / 8) % each as u32);
@@ -581,6 +585,7 @@ unsafe fn fused_wgmma<
         while item < items {
             let work = if STAGED { job.items.find(item, rank) } else { job.items.find_among(item, shares) };
             let wide = columns(PAIRS as u32, work.count);
+            let twos = in_twos && work.alone;
             let mut source = [u32::MAX; MOST_ROWS];
             if gathers {
                 if !UP && warp::warp_vote_ballot(warp::FULL, work.bin >= there) != 0 {
@@ -615,13 +620,24 @@ unsafe fn fused_wgmma<
                         asked = false;
                     }
                 }
-                mbarrier::wait_parity(empty.address(ring.stage), ring.phase ^ 1);
                 let k0 = step * (LINES * STEP) as u32;
-                if ahead > 0 {
-                    ahead -= 1;
-                } else if tid == 0 {
-                    fetch(ring, work, k0);
+                if !twos || step % 2 == 0 {
+                    let mut at = ring;
+                    mbarrier::wait_parity(empty.address(at.stage), at.phase ^ 1);
+                    let two = twos && step + 1 < steps;
+                    if two {
+                        at.advance();
+                        mbarrier::wait_parity(empty.address(at.stage), at.phase ^ 1);
+                        at = ring;
+                    }
+                    if ahead == 0 && tid == 0 {
+                        for i in 0..=two as u32 {
+                            fetch(at, work, k0 + i * (LINES * STEP) as u32);
+                            at.advance();
+                        }
+                    }
                 }
+                ahead = ahead.saturating_sub(1);
                 if !STAGED && tid == 0 {
                     // In the second product nothing that still runs knows of the word.
                     if step == ask {

@@ -1,6 +1,6 @@
 //! Items of work of a persistent grouped product: a tile of rows of an expert's weights, and a share of its pairs.
 //!
-//! An expert's `c` pairs are dealt out to `ceil(c / most)` shares of equal size, rounded up to 8. Items are ordered by expert, tile, share:
+//! An expert's `c` pairs are dealt out to `ceil(c / most)` shares of equal size, rounded up to 8 (or, if there are more than `most`, to `ceil(c / cut)` with a smaller `cut`). Items are ordered by expert, tile, share:
 //! shares that read the same weights run side by side, and the weights come from memory once, as long as blocks keep abreast of each other. Which
 //! item is which follows from a prefix sum over experts that every block, or one warp of it, makes for itself, from the counts of sorting or, without a sorted list, from at most
 //! [`DIRECT_PAIRS`] pairs; the routing stays on the device.
@@ -178,8 +178,9 @@ pub struct Items<const DIRECT: bool> {
     bins: u32,
     /// Tiles of rows of an expert.
     tiles: u32,
-    /// Pairs of a share, at most.
+    /// Pairs of a share, at most; and of those of an expert that has several.
     most: u32,
+    cut: u32,
     /// Whether there are items for two blocks.
     paired: bool,
 }
@@ -230,7 +231,27 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let own_bins = carver.take::<u32>(own);
         let own_ids = carver.take::<u32>(own);
         let own_weights = carver.take::<f32>(own);
-        Self { sorted, sums, own_bins, own_ids, own_weights, ends, counts, starts, bins, tiles, most, paired }
+        Self {
+            sorted,
+            sums,
+            own_bins,
+            own_ids,
+            own_weights,
+            ends,
+            counts,
+            starts,
+            bins,
+            tiles,
+            most,
+            cut: most,
+            paired,
+        }
+    }
+
+    /// The same with an expert's pairs cut into shares of at most `cut`, a multiple of 8, if one share does not hold them.
+    #[inline(always)]
+    pub fn cut_into(self, cut: u32) -> Self {
+        Self { cut, ..self }
     }
 
     /// By all threads of a block, whose number is a multiple of 32: the tables, from `count` pairs in all if there is no list, at most [`DIRECT_PAIRS`]. Slower than
@@ -420,14 +441,25 @@ impl<const DIRECT: bool> Items<DIRECT> {
         before + lower
     }
 
-    /// Items of an expert with so many pairs, or for each tile.
+    /// Shares of an expert with so many pairs.
     #[inline(always)]
     #[allow(
         clippy::manual_div_ceil,
         reason = "`div_ceil` has no overflow, of which pairs are far, for a remainder and a comparison more"
     )]
+    fn shares_of(&self, count: u32) -> u32 {
+        if self.cut != self.most && count <= self.most {
+            return (count > 0) as u32;
+        }
+        // SAFETY: a share holds pairs.
+        unsafe { core::hint::assert_unchecked(self.cut != 0) };
+        (count + self.cut - 1) / self.cut
+    }
+
+    /// Items of an expert with so many pairs, or for each tile.
+    #[inline(always)]
     fn ends_of(&self, count: u32) -> u32 {
-        let shares = (count + self.most - 1) / self.most;
+        let shares = self.shares_of(count);
         if !self.paired {
             shares
         } else if shares.is_multiple_of(2) {
@@ -516,7 +548,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let count = self.counts.get(bin);
         // SAFETY: a share holds pairs, and an expert that holds an item has shares.
         core::hint::assert_unchecked(self.most != 0);
-        let shares = count.div_ceil(self.most);
+        let shares = self.shares_of(count);
         core::hint::assert_unchecked(shares != 0);
         // In turn from tile to tile: no block has the smaller shares only, so those that read the same weights stay abreast.
         let shared = shares.is_multiple_of(2);
