@@ -726,7 +726,8 @@ impl Operands {
 /// # Safety
 /// The pointers are device memory of the documented sizes until the launches are done, for the streaming paths aligned to
 /// 16 bytes like every row; `workspace` has [`FusedShape::workspace_bytes`], aligned to 16. No output overlaps another
-/// argument. `plan` was made for this shape.
+/// argument. `plan` was made for this shape. Blocks of pairs times blocks of outputs stay below what grids and items can number, which the checked
+/// [`fused`](fn@fused) asks: 2^28 for `Wgmma..`, and no more than 65535 blocks of pairs for the paths without tiles.
 pub unsafe fn launch(
     stream: &Stream,
     dtype: DType,

@@ -991,7 +991,7 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
 /// The pointers are device memory of the documented sizes until the launches are done, `x`, weights and `workspace` and every row of theirs
 /// aligned to 16 bytes; `workspace` has [`FusedShape::quant_workspace_bytes`]. No output overlaps another argument. `hidden` and
 /// `intermediate` are multiples of 16, nothing is 0 (but perhaps the number of shared experts), and what the path asks of activation and sizes is
-/// met.
+/// met; blocks of pairs times blocks of outputs are at most 2^28 for `Wgmma..`, and blocks of pairs 65535 for others, as the checked [`fused_quant`](fn@fused_quant) asks.
 pub unsafe fn launch(
     stream: &Stream,
     dtype: DType,
