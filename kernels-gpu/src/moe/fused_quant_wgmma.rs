@@ -476,10 +476,14 @@ unsafe fn fused_quant_wgmma<
             let (map, bin) = if item.bin < local { (map, item.bin) } else { (shared_map, item.bin - local) };
             let bar = stages.full(ring.stage);
             let bytes = const { (rows(TILES) * STEP) as u32 };
-            // Rows come in whole boxes.
-            let rows_bytes = wide.next_multiple_of(const { box_rows(PAIRS) as u32 }) * STEP as u32;
-            let scale_bytes = if SCALES == BLOCKS { wide * 4 } else { 0 };
-            let all = if DIRECT { bytes } else { bytes + rows_bytes + scale_bytes };
+            // Rows come in whole boxes, of which widths with scales of rows are multiples.
+            let all = if DIRECT {
+                bytes
+            } else if SCALES == BLOCKS {
+                bytes + wide.next_multiple_of(const { box_rows(PAIRS) as u32 }) * STEP as u32 + wide * 4
+            } else {
+                bytes + wide * STEP as u32
+            };
             mbarrier::arrive_expect_tx(bar, LINES as u32 * all);
             unroll::<LINES>(|l| {
                 let k0 = (step * LINES as u32 + l as u32) * STEP as u32;
@@ -708,8 +712,8 @@ unsafe fn fused_quant_wgmma<
                     64 => product!(32),
                     96 => product!(48),
                     128 => product!(64),
-                    144 => product!(72),
-                    _ if SCALES == ROWS => {}
+                    144 if SCALES == BLOCKS => product!(72),
+                    _ if SCALES == ROWS => product!(72),
                     80 => blocks!(40),
                     112 => blocks!(56),
                     136 => blocks!(68),
@@ -769,7 +773,8 @@ const fn columns(scales: u32, pairs: u32, count: u32) -> u32 {
             65..=96 => 96,
             97..=112 if fine => 112,
             97..=128 => 128,
-            129..=136 if fine => 136,
+            _ if !fine => 144,
+            129..=136 => 136,
             129..=144 => 144,
             _ => 160,
         }
