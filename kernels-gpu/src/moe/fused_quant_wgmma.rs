@@ -668,6 +668,10 @@ unsafe fn fused_quant_wgmma<
         }
     } else {
         wgmma::increase_registers::<232>();
+        if !UP && SCALES == ROWS {
+            // These threads read the scales of rows of `h` themselves, before the first stage tells them that all is there.
+            dependent_launch::wait();
+        }
         let group = warp_id / 4 - 1;
         let consumer = Consumer {
             weights: Descriptor::<K>::new(weights.address(group * (TILES * 64 * STEP) as u32)),
@@ -775,7 +779,7 @@ const fn columns(scales: u32, pairs: u32, count: u32) -> u32 {
             97..=128 => 128,
             _ if !fine => 144,
             129..=136 => 136,
-            129..=144 => 144,
+            137..=144 => 144,
             _ => 160,
         }
     } else {
