@@ -29,12 +29,9 @@ pub const GROUPS: usize = GROUP_THREADS * COLUMNS / GROUP;
 pub const ROW_THREADS: usize = 512;
 /// Pieces of [`COLUMNS`] columns that a thread of it keeps.
 const KEPT: usize = 4;
-/// Those of a block for rows of `n` columns: as many as keep all of them, but 128 at least if there are pieces for so many, since few rows should not take long.
+/// Those of a block for rows of `n` columns: as many as keep all of them.
 pub const fn row_threads(n: usize) -> usize {
-    let pieces = n.div_ceil(COLUMNS);
-    let few = if pieces < 128 { pieces } else { 128 };
-    let all = pieces.div_ceil(KEPT);
-    let threads = if all < few { few } else { all }.next_multiple_of(32);
+    let threads = n.div_ceil(COLUMNS * KEPT).next_multiple_of(32);
     if threads < ROW_THREADS { threads } else { ROW_THREADS }
 }
 
