@@ -86,7 +86,7 @@ fn matches_the_reference_in_bf16() {
 }
 
 /// Each way that a row is held: one piece a thread, two, four, and computed twice; few rows by clusters, and the same bits in
-/// many rows without.
+/// many rows without, of which several may share a block.
 #[test]
 fn rows_of_every_length() {
     on_every_device(|device, stream| {
@@ -221,12 +221,18 @@ fn entries_have_the_names_of_what_they_do() {
         assert_eq!(quant::per_tensor_entry(dtype, true).unwrap().name, name);
         let name = format!("silu_and_mul_e4m3_per_group_{dtype}");
         assert_eq!(quant::per_group_entry(dtype, true).unwrap().name, name);
+        let name = format!("silu_and_mul_e4m3_per_group_one_{dtype}");
+        assert!(quant::per_group_one_entry(dtype).is_none_or(|entry| entry.name == name));
         let name = format!("silu_and_mul_e4m3_per_group_any_{dtype}");
         assert_eq!(quant::per_group_entry(dtype, false).unwrap().name, name);
         let name = format!("silu_and_mul_e4m3_per_token_cluster_{dtype}");
         assert_eq!(quant::per_token_cluster_entry(dtype).unwrap().name, name);
         let name = format!("silu_and_mul_e4m3_per_token_short_{dtype}");
         assert_eq!(quant::per_token_short_entry(dtype).unwrap().name, name);
+        let name = format!("silu_and_mul_e4m3_per_token_narrow_{dtype}");
+        assert_eq!(quant::per_token_narrow_entry(dtype).unwrap().name, name);
+        let name = format!("silu_and_mul_e4m3_per_token_wide_{dtype}");
+        assert_eq!(quant::per_token_wide_entry(dtype).unwrap().name, name);
         for (variant, v) in [(X2, "x2"), (X4, "x4"), (Loop, "loop"), (Any, "any")] {
             let name = format!("silu_and_mul_e4m3_per_token_{v}_{dtype}");
             assert_eq!(quant::per_token_entry(dtype, variant).unwrap().name, name);
