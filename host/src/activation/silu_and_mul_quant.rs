@@ -76,7 +76,8 @@ const fn is_for_one(rows: u32, d: u32) -> bool {
 pub const fn few_geometry(rows: u32, d: u32) -> Option<Geometry> {
     // The smaller ones spread few rows; more of them take longer to start than to run. Measured on an H200.
     let most = if d < 512 { d } else { 512 };
-    let mut threads = 128;
+    // Rows of three warps of pairs leave a quarter of two of the smallest blocks.
+    let mut threads = if rows > 64 && 512 < d && d <= 768 { 192 } else { 128 };
     while threads <= 256 {
         let columns = d.div_ceil(4).div_ceil(threads);
         if columns as u64 * rows as u64 <= most as u64 {

@@ -4,10 +4,11 @@
 //! * With a scale for each group of 128 columns: two pieces a thread, of the same group, so that a group is 8 lanes (16 for f32), which agree
 //!   on its largest magnitude in three steps (four). Few rows take pieces of half the size, one a thread (`few`): a group is a warp then, which
 //!   agrees in one instruction, and a thread has less to do after its loads have come. Addresses are computed before the wait for the kernels
-//!   before.
+//!   before. Launches in between take one whole piece a thread (`one`).
 //! * With a scale for each row: a block for each row keeps the results in registers, `N` pieces a thread, until it
-//!   knows the largest; one piece a thread if that is enough (`short`). Rows too long for that (`N = 0`) are computed twice, the second time from the second-level
-//!   cache. Few long rows take a cluster of blocks each instead: one multiprocessor reads 64 bytes a cycle, which for a
+//!   knows the largest; one piece a thread if that is enough (`short`; `narrow`, with several rows a block, since blocks start one by one). Long rows
+//!   take two (`x2`; `wide`, with up to 1024 threads, while two blocks a multiprocessor are enough) or four. Rows too long for that (`N = 0`) are
+//!   computed twice, the second time from the second-level cache. Few long rows take a cluster of blocks each instead: one multiprocessor reads 64 bytes a cycle, which for a
 //!   row of 14336 is twice the time of all the rest.
 //!
 //! Results are quantised from f32; they are not rounded to the input's type before.
