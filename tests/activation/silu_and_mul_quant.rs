@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use warploom::activation::{self, Gated, silu_and_mul_quant as quant};
 use warploom::reference::{activation as reference, quantise};
-use warploom::{DType, Device, E4M3, Error, Stream, Tensor, bf16, f16};
+use warploom::{DType, Device, E4M3, Entry, Error, Geometry, Stream, Tensor, bf16, f16};
 use warploom_tests::{noise_of, on_every_device, property, widen};
 
 const GROUP: usize = 128;
@@ -139,6 +139,45 @@ fn groups_of_many_rows_and_of_few() {
                 check_scale(few_scales[g], quantise::scale(want, 448.0));
             }
         }
+    });
+}
+
+/// The entries of groups, which take over from each other where a property test does not get to, give the same bits.
+#[test]
+fn groups_by_each_entry() {
+    on_every_device(|device, stream| {
+        let (dtype, rows) = (DType::Bf16, 3usize);
+        for d in [264usize, 1024] {
+            let x = Tensor::from_slice(device, &noise_of::<bf16>(rows * 2 * d, 5), &[rows, 2 * d]).unwrap();
+            let groups = d.div_ceil(GROUP);
+            let run = |entry: Option<Entry<quant::GroupArgs>>, geometry: Geometry| {
+                let mut out = Tensor::<E4M3>::zeros(device, &[rows, d]).unwrap();
+                let mut scales = Tensor::<f32>::zeros(device, &[rows, groups]).unwrap();
+                let gate = x.as_ptr();
+                let args = quant::GroupArgs {
+                    gate: gate.cast(),
+                    up: gate.wrapping_add(d).cast(),
+                    out: out.as_mut_ptr().cast(),
+                    scales: scales.as_mut_ptr().cast(),
+                    rows: rows as u32,
+                    d: d as u32,
+                    in_stride: 2 * d,
+                    out_stride: d,
+                    scale_row_stride: groups,
+                    scale_group_stride: 1,
+                };
+                // SAFETY: the tensors are as large as the arguments say, and live on.
+                unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+                stream.synchronize().unwrap();
+                (all_bytes(&out.to_vec().unwrap()), all_bytes(&scales.to_vec().unwrap()))
+            };
+            let (rows, d) = (rows as u32, d as u32);
+            let pairs = run(quant::per_group_entry(dtype, true), quant::per_group_geometry(dtype, true, rows, d));
+            assert!(run(quant::per_group_one_entry(dtype), quant::geometry(dtype, true, rows, d)) == pairs, "{d}");
+            assert!(run(quant::per_group_few_entry(dtype), quant::few_geometry(rows, d).unwrap()) == pairs, "{d}");
+        }
+        // A thousand rows take longer to start than to run.
+        assert!(quant::few_geometry(1000, 1024).is_none() && quant::few_geometry(100, 128).is_some());
     });
 }
 
