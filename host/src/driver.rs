@@ -101,6 +101,12 @@ impl LaunchAttribute {
     pub(crate) fn programmatic_stream_serialization() -> Self {
         Self::new(6, [1, 0, 0])
     }
+
+    /// `CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT`, since CUDA 12.5: the part of a multiprocessor's memory that is to be shared memory, in
+    /// hundredths.
+    pub(crate) fn shared_carveout(percent: u32) -> Self {
+        Self::new(14, [percent, 0, 0])
+    }
 }
 
 /// The driver's functions, by the names they have in the library.

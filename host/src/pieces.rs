@@ -121,13 +121,6 @@ pub(crate) const fn sharing(rows: u32, threads: u32, work: Work, shared: usize) 
     Geometry::new([rows.div_ceil(y), 1, 1], [threads, y, 1]).shared_bytes(shared as u32).dependent().evenly()
 }
 
-/// As it is but not [even](Geometry::evenly), for kernels that add a residual to rows of any length: what multiprocessors lend is a property of the kernel,
-/// not of a launch, and long rows lose 6 to 12 % by the first-level cache that goes. Measured on an H200.
-pub(crate) const fn adding(mut geometry: Geometry) -> Geometry {
-    geometry.evenly = false;
-    geometry
-}
-
 /// A launch of the `narrow` instances, where there can be one: rows held in two pieces a thread by one to four warps.
 pub(crate) const fn narrow(dtype: DType, rows: u32, n: u32, work: Work, shared: usize) -> Option<Geometry> {
     match n.div_ceil(2 * piece(dtype, true)).next_multiple_of(32) {

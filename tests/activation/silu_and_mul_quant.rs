@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use warploom::activation::{self, Gated, silu_and_mul_quant as quant};
 use warploom::reference::{activation as reference, quantise};
-use warploom::{DType, Device, E4M3, Error, Stream, Tensor, bf16, f16};
+use warploom::{DType, Device, E4M3, Entry, Error, Geometry, Stream, Tensor, bf16, f16};
 use warploom_tests::{noise_of, on_every_device, property, widen};
 
 const GROUP: usize = 128;
@@ -86,7 +86,7 @@ fn matches_the_reference_in_bf16() {
 }
 
 /// Each way that a row is held: one piece a thread, two, four, and computed twice; few rows by clusters, and the same bits in
-/// many rows without.
+/// many rows without, of which several may share a block.
 #[test]
 fn rows_of_every_length() {
     on_every_device(|device, stream| {
@@ -139,6 +139,45 @@ fn groups_of_many_rows_and_of_few() {
                 check_scale(few_scales[g], quantise::scale(want, 448.0));
             }
         }
+    });
+}
+
+/// The entries of groups, which take over from each other where a property test does not get to, give the same bits.
+#[test]
+fn groups_by_each_entry() {
+    on_every_device(|device, stream| {
+        let (dtype, rows) = (DType::Bf16, 3usize);
+        for d in [264usize, 1024] {
+            let x = Tensor::from_slice(device, &noise_of::<bf16>(rows * 2 * d, 5), &[rows, 2 * d]).unwrap();
+            let groups = d.div_ceil(GROUP);
+            let run = |entry: Option<Entry<quant::GroupArgs>>, geometry: Geometry| {
+                let mut out = Tensor::<E4M3>::zeros(device, &[rows, d]).unwrap();
+                let mut scales = Tensor::<f32>::zeros(device, &[rows, groups]).unwrap();
+                let gate = x.as_ptr();
+                let args = quant::GroupArgs {
+                    gate: gate.cast(),
+                    up: gate.wrapping_add(d).cast(),
+                    out: out.as_mut_ptr().cast(),
+                    scales: scales.as_mut_ptr().cast(),
+                    rows: rows as u32,
+                    d: d as u32,
+                    in_stride: 2 * d,
+                    out_stride: d,
+                    scale_row_stride: groups,
+                    scale_group_stride: 1,
+                };
+                // SAFETY: the tensors are as large as the arguments say, and live on.
+                unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+                stream.synchronize().unwrap();
+                (all_bytes(&out.to_vec().unwrap()), all_bytes(&scales.to_vec().unwrap()))
+            };
+            let (rows, d) = (rows as u32, d as u32);
+            let pairs = run(quant::per_group_entry(dtype, true), quant::per_group_geometry(dtype, true, rows, d));
+            assert!(run(quant::per_group_one_entry(dtype), quant::geometry(dtype, true, rows, d)) == pairs, "{d}");
+            assert!(run(quant::per_group_few_entry(dtype), quant::few_geometry(rows, d).unwrap()) == pairs, "{d}");
+        }
+        // A thousand rows take longer to start than to run.
+        assert!(quant::few_geometry(1000, 1024).is_none() && quant::few_geometry(100, 128).is_some());
     });
 }
 
@@ -221,12 +260,18 @@ fn entries_have_the_names_of_what_they_do() {
         assert_eq!(quant::per_tensor_entry(dtype, true).unwrap().name, name);
         let name = format!("silu_and_mul_e4m3_per_group_{dtype}");
         assert_eq!(quant::per_group_entry(dtype, true).unwrap().name, name);
+        let name = format!("silu_and_mul_e4m3_per_group_one_{dtype}");
+        assert!(quant::per_group_one_entry(dtype).is_none_or(|entry| entry.name == name));
         let name = format!("silu_and_mul_e4m3_per_group_any_{dtype}");
         assert_eq!(quant::per_group_entry(dtype, false).unwrap().name, name);
         let name = format!("silu_and_mul_e4m3_per_token_cluster_{dtype}");
         assert_eq!(quant::per_token_cluster_entry(dtype).unwrap().name, name);
         let name = format!("silu_and_mul_e4m3_per_token_short_{dtype}");
         assert_eq!(quant::per_token_short_entry(dtype).unwrap().name, name);
+        let name = format!("silu_and_mul_e4m3_per_token_narrow_{dtype}");
+        assert_eq!(quant::per_token_narrow_entry(dtype).unwrap().name, name);
+        let name = format!("silu_and_mul_e4m3_per_token_wide_{dtype}");
+        assert_eq!(quant::per_token_wide_entry(dtype).unwrap().name, name);
         for (variant, v) in [(X2, "x2"), (X4, "x4"), (Loop, "loop"), (Any, "any")] {
             let name = format!("silu_and_mul_e4m3_per_token_{v}_{dtype}");
             assert_eq!(quant::per_token_entry(dtype, variant).unwrap().name, name);

@@ -446,6 +446,9 @@ fn many_rows_and_narrow_ones_are_the_same_bits() {
             }
             let want = run(quant::e4m3_per_group_entry(DType::Bf16, Variant::X2, false), usual, false);
             assert_eq!(run(quant::e4m3_per_group_narrow_many_entry(DType::Bf16), twos(narrow), false), want);
+            if let Some(x3) = quant::narrow_x3_geometry(DType::Bf16, rows as u32, n as u32) {
+                assert_eq!(run(quant::e4m3_per_group_narrow_x3_entry(DType::Bf16), x3, false), want);
+            }
         }
         // 7 warps cannot be halved, 16 KiB are the most, and one warp is too short a block.
         assert!([3584, 8200, 1024].iter().all(|&n| quant::many_geometry(DType::Bf16, 1, n).is_none()));
@@ -468,6 +471,7 @@ fn entries_have_the_names_of_what_they_do() {
         assert_eq!(quant::e4m3_per_token_narrow_x3_entry(dtype).unwrap().name, name("e4m3_per_token_narrow_x3"));
         assert_eq!(quant::i8_per_token_narrow_x3_entry(dtype).unwrap().name, name("i8_per_token_narrow_x3"));
         assert_eq!(quant::e4m3_per_group_narrow_many_entry(dtype).unwrap().name, name("e4m3_per_group_narrow_many"));
+        assert_eq!(quant::e4m3_per_group_narrow_x3_entry(dtype).unwrap().name, name("e4m3_per_group_narrow_x3"));
         for (add, prefix) in [(false, ""), (true, "fused_add_")] {
             let name = |q: &str| format!("{prefix}rms_norm_{q}_narrow_{dtype}");
             assert_eq!(quant::e4m3_per_token_narrow_entry(dtype, add).unwrap().name, name("e4m3_per_token"));

@@ -55,11 +55,37 @@ pub const fn per_group_few_entry(dtype: DType) -> Option<Entry<GroupArgs>> {
     few(dtype)
 }
 
-/// How to launch [`per_tensor_few_entry`] or [`per_group_few_entry`] for at most [`MOST_FEW_ROWS`] rows.
-pub const fn few_geometry(rows: u32, d: u32) -> Geometry {
+/// The entry with a scale for each group of 128 columns with one piece of 16-bit elements a thread, aligned, where [`per_group_entry`] has two. It is
+/// launched with [`geometry`]; the results are the same bits.
+pub const fn per_group_one_entry(dtype: DType) -> Option<Entry<GroupArgs>> {
+    // The tables go on with f16 and bf16.
+    match dtype {
+        DType::F32 => None,
+        _ => pieces::instance(dtype, 7),
+    }
+}
+
+/// Whether a launch had better have more threads that do less each: it runs at once, or nearly, and rows fill blocks. Measured on an H200.
+const fn is_for_one(rows: u32, d: u32) -> bool {
+    let results = rows as u64 * d as u64;
+    results <= FEW || results <= 1 << 22 && (d <= 256 || d > 1024)
+}
+
+/// How to launch [`per_tensor_few_entry`] or [`per_group_few_entry`] for at most [`MOST_FEW_ROWS`] rows; `None` where that takes more blocks than start in
+/// time.
+pub const fn few_geometry(rows: u32, d: u32) -> Option<Geometry> {
     // The smaller ones spread few rows; more of them take longer to start than to run. Measured on an H200.
-    let threads = if rows as u64 * d as u64 <= 1 << 19 { 128 } else { 256 };
-    Geometry::new([d.div_ceil(4).div_ceil(threads), rows, 1], [threads, 1, 1]).dependent()
+    let most = if d < 512 { d } else { 512 };
+    // Rows of three warps of pairs leave a quarter of two of the smallest blocks.
+    let mut threads = if rows > 64 && 512 < d && d <= 768 { 192 } else { 128 };
+    while threads <= 256 {
+        let columns = d.div_ceil(4).div_ceil(threads);
+        if columns as u64 * rows as u64 <= most as u64 {
+            return Some(Geometry::new([columns, rows, 1], [threads, 1, 1]).dependent());
+        }
+        threads += 64;
+    }
+    None
 }
 
 /// The most rows of [`few_geometry`].
@@ -68,29 +94,32 @@ pub const MOST_FEW_ROWS: u32 = 65535;
 /// Up to so many results the entries for few rows are faster. Measured on an H200.
 const FEW: u64 = 1 << 20;
 
-const fn is_few(aligned: bool, rows: u32, d: u32) -> bool {
-    aligned && d > 0 && rows <= MOST_FEW_ROWS && rows as u64 * d as u64 <= FEW
+/// How to launch the entries for few rows, if they are.
+fn as_few(aligned: bool, rows: u32, d: u32) -> Option<Geometry> {
+    let few = aligned && d > 0 && rows <= MOST_FEW_ROWS && rows as u64 * d as u64 <= FEW;
+    if few { few_geometry(rows, d) } else { None }
 }
 
-/// The entry with a scale for each row, if there is one for the element type.
+/// The entry with a scale for each row, if there is one for the element type. [`Variant::X2`] is for rows that are not empty.
 pub const fn per_token_entry(dtype: DType, variant: Variant) -> Option<Entry<TokenArgs>> {
     pieces::instance(dtype, variant.first())
 }
 
 /// How to launch [`per_tensor_entry`] for `rows` rows of `d` results.
 pub const fn geometry(dtype: DType, aligned: bool, rows: u32, d: u32) -> Geometry {
-    pieces::elementwise(rows, d, dtype, aligned, true)
+    pieces::elementwise(rows, d, dtype, aligned, true).evenly()
 }
 
 /// How to launch [`per_group_entry`] for `rows` rows of `d` results.
 pub const fn per_group_geometry(dtype: DType, aligned: bool, rows: u32, d: u32) -> Geometry {
     let piece = pieces::piece(dtype, aligned);
-    pieces::spread(rows, d.div_ceil(if aligned { 2 * piece } else { piece }), aligned, true)
+    pieces::spread(rows, d.div_ceil(if aligned { 2 * piece } else { piece }), aligned, true).evenly()
 }
 
 /// How to launch [`per_token_entry`].
 pub const fn per_token_geometry(dtype: DType, variant: Variant, rows: u32, d: u32) -> Geometry {
-    variant.geometry(dtype, rows, d, true, kernel::SHARED_BYTES)
+    let geometry = variant.geometry(dtype, rows, d, true, kernel::SHARED_BYTES);
+    if matches!(variant, Variant::X2) { geometry.evenly() } else { geometry }
 }
 
 /// The entry with a scale for each row, for devices of compute capability 9.0: a cluster of blocks for each row.
@@ -122,6 +151,43 @@ pub const fn per_token_short_geometry(dtype: DType, rows: u32, d: u32) -> Option
     Some(Geometry::linear(rows, threads).shared_bytes(kernel::SHARED_BYTES as u32).dependent().evenly())
 }
 
+/// The entry with a scale for each row, for rows that have a [`per_token_narrow_geometry`]. The results are the same bits.
+pub const fn per_token_narrow_entry(dtype: DType) -> Option<Entry<TokenArgs>> {
+    pieces::instance(dtype, 18)
+}
+
+/// How to launch [`per_token_narrow_entry`], where it serves: short rows of up to four warps, so many that several of them share a block.
+pub const fn per_token_narrow_geometry(dtype: DType, rows: u32, d: u32) -> Option<Geometry> {
+    let threads = d.div_ceil(pieces::piece(dtype, true)).next_multiple_of(32);
+    // A block for each multiprocessor, if that will do; otherwise so few that their start takes no longer than the rest. Measured on an H200.
+    let y = match (threads, rows) {
+        (32..=128, 0..=64) => 1,
+        (32, 2048..) => 8,
+        (32 | 64, 265..=528 | 2048..) => 4,
+        (32 | 64, _) | (96, 133..) | (128, 133..=264 | 2048..) => 2,
+        _ => 1,
+    };
+    if y == 1 {
+        return None;
+    }
+    let geometry = Geometry::new([rows.div_ceil(y), 1, 1], [threads, y, 1]).shared_bytes(kernel::SHARED_BYTES as u32);
+    Some(geometry.dependent().evenly())
+}
+
+/// The entry with a scale for each row, for rows that [`Variant::X4`] holds, with half as many pieces a thread. The results are the same bits.
+pub const fn per_token_wide_entry(dtype: DType) -> Option<Entry<TokenArgs>> {
+    pieces::instance(dtype, 21)
+}
+
+/// How to launch [`per_token_wide_entry`] for at most [`MOST_WIDE`] rows.
+pub const fn per_token_wide_geometry(dtype: DType, rows: u32, d: u32) -> Geometry {
+    let threads = d.div_ceil(2 * pieces::piece(dtype, true)).next_multiple_of(32);
+    Geometry::linear(rows, threads).shared_bytes(kernel::SHARED_BYTES as u32).dependent().evenly()
+}
+
+/// The most rows of [`per_token_wide_entry`], two for each multiprocessor: more of them wait for room. Measured on an H200.
+pub const MOST_WIDE: u32 = 264;
+
 /// Rows that are worth a cluster each: beyond, blocks wait for each other. Measured on an H200, as what follows.
 const MOST_CLUSTERS: u32 = 64;
 /// The same of rows that a block can hold with a piece a thread.
@@ -151,9 +217,9 @@ fn places(
 pub unsafe fn launch_per_tensor(stream: &Stream, dtype: DType, args: &TensorArgs) -> Result<()> {
     let places = places(dtype, args.gate, args.up, args.in_stride, args.out, args.out_stride);
     let aligned = pieces::aligned(dtype, args.d, &places);
-    let few = per_tensor_few_entry(dtype).filter(|_| is_few(aligned, args.rows, args.d));
+    let few = per_tensor_few_entry(dtype).and_then(|_| as_few(aligned, args.rows, args.d));
     let (entry, geometry) = match few {
-        Some(_) => (few, few_geometry(args.rows, args.d)),
+        Some(geometry) => (per_tensor_few_entry(dtype), geometry),
         None => (per_tensor_entry(dtype, aligned), geometry(dtype, aligned, args.rows, args.d)),
     };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
@@ -171,27 +237,31 @@ pub unsafe fn launch_per_tensor(stream: &Stream, dtype: DType, args: &TensorArgs
 pub unsafe fn launch_per_group(stream: &Stream, dtype: DType, args: &GroupArgs) -> Result<()> {
     let places = places(dtype, args.gate, args.up, args.in_stride, args.out, args.out_stride);
     let aligned = pieces::aligned(dtype, args.d, &places);
-    let few = per_group_few_entry(dtype).filter(|_| is_few(aligned, args.rows, args.d));
-    let (entry, geometry) = match few {
-        Some(_) => (few, few_geometry(args.rows, args.d)),
-        None => (per_group_entry(dtype, aligned), per_group_geometry(dtype, aligned, args.rows, args.d)),
+    let few = per_group_few_entry(dtype).and_then(|_| as_few(aligned, args.rows, args.d));
+    let one = per_group_one_entry(dtype).filter(|_| aligned && is_for_one(args.rows, args.d));
+    let (entry, geometry) = match (few, one) {
+        (Some(geometry), _) => (per_group_few_entry(dtype), geometry),
+        // As with a given scale.
+        (_, Some(_)) => (one, geometry(dtype, aligned, args.rows, args.d)),
+        _ => (per_group_entry(dtype, aligned), per_group_geometry(dtype, aligned, args.rows, args.d)),
     };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, PER_GROUP, dtype, entry, &geometry, args) }
 }
 
-/// Launches on raw pointers (layer L1), `rows` rows: inputs and output as for [`gated::launch`](super::gated::launch);
-/// `scales` is `[rows]`.
+/// Launches on raw pointers (layer L1): inputs and output as for [`gated::launch`](super::gated::launch); `scales` is `[rows]`.
 ///
 /// # Errors
 /// As for [`gated::launch`](super::gated::launch).
 ///
 /// # Safety
 /// As for [`gated::launch`](super::gated::launch).
-pub unsafe fn launch_per_token(stream: &Stream, dtype: DType, rows: u32, args: &TokenArgs) -> Result<()> {
+pub unsafe fn launch_per_token(stream: &Stream, dtype: DType, args: &TokenArgs) -> Result<()> {
+    let rows = args.rows;
     let places = places(dtype, args.gate, args.up, args.in_stride, args.out, args.out_stride);
     let aligned = pieces::aligned(dtype, args.d, &places);
-    let variant = Variant::new(dtype, args.d, aligned);
+    // Rows without elements have scales all the same.
+    let variant = Variant::new(dtype, args.d, aligned && args.d > 0);
     let short = if aligned { per_token_short_geometry(dtype, rows, args.d) } else { None };
     let most = if short.is_some() { MOST_SHORT_CLUSTERS } else { MOST_CLUSTERS };
     let clusters = aligned
@@ -199,10 +269,15 @@ pub unsafe fn launch_per_token(stream: &Stream, dtype: DType, rows: u32, args: &
         && rows <= most
         && stream.device().properties().compute_capability == (9, 0);
     let cluster = if clusters { per_token_cluster_geometry(dtype, rows, args.d) } else { None };
-    let (entry, geometry) = match (cluster, short) {
-        (Some(geometry), _) => (per_token_cluster_entry(dtype), geometry),
-        (None, Some(geometry)) => (per_token_short_entry(dtype), geometry),
-        (None, None) => (per_token_entry(dtype, variant), per_token_geometry(dtype, variant, rows, args.d)),
+    let narrow = short.and_then(|_| per_token_narrow_geometry(dtype, rows, args.d));
+    let (entry, geometry) = match (cluster, narrow, short) {
+        (Some(geometry), ..) => (per_token_cluster_entry(dtype), geometry),
+        (_, Some(geometry), _) => (per_token_narrow_entry(dtype), geometry),
+        (.., Some(geometry)) => (per_token_short_entry(dtype), geometry),
+        _ if variant == Variant::X4 && rows <= MOST_WIDE => {
+            (per_token_wide_entry(dtype), per_token_wide_geometry(dtype, rows, args.d))
+        }
+        _ => (per_token_entry(dtype, variant), per_token_geometry(dtype, variant, rows, args.d)),
     };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, PER_TOKEN, dtype, entry, &geometry, args) }
@@ -265,13 +340,13 @@ pub fn silu_and_mul_e4m3_per_token<T: Float>(
         up: gate.cast::<T>().wrapping_add(to.width).cast(),
         out: out.cast(),
         scales: scales.cast(),
+        rows: call.count("rows", to.rows)?,
         d: call.count("d", to.width)?,
         in_stride: from.stride,
         out_stride: to.stride,
     };
-    let rows = call.count("rows", to.rows)?;
     // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
-    unsafe { launch_per_token(stream, T::DTYPE, rows, &args) }
+    unsafe { launch_per_token(stream, T::DTYPE, &args) }
 }
 
 /// `out = e4m3(silu(gate) up / scale)` with a scale for each row and each group of 128 columns, which goes to `scales`:

@@ -105,8 +105,6 @@ struct Function {
     waits: bool,
     /// Whether the limits of dynamic shared memory and cluster size have been lifted.
     unlimited: AtomicBool,
-    /// Whether a multiprocessor that runs it has [`SHARED_EVENLY`].
-    carved: AtomicBool,
 }
 
 // SAFETY: a function is a handle that the driver lets every thread use.
@@ -342,18 +340,12 @@ impl Context {
         function.unlimited.store(true, Ordering::Release);
         Ok(())
     }
+}
 
-    /// Has multiprocessors lend [`SHARED_EVENLY`] to a function.
-    #[cold]
-    fn carve(&self, function: &Function) -> Result<()> {
-        use FunctionAttribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT as CARVEOUT;
-        // In hundredths, rounded down: the driver takes the next larger choice. A block has a kilobyte less than there is.
-        let percent = (100 * 1024 * SHARED_EVENLY as usize / (self.properties.max_shared_bytes + 1024)).min(100);
-        // SAFETY: the function is of this context, which is current.
-        unsafe { self.driver.func_set_attribute(function.raw, CARVEOUT as c_int, percent as c_int)? };
-        function.carved.store(true, Ordering::Release);
-        Ok(())
-    }
+/// [`SHARED_EVENLY`] as a launch asks for it, of what a block can have. The driver of any GPU that PTX for `sm_90a` was loaded on knows the attribute.
+fn carveout(max_shared_bytes: usize) -> u32 {
+    // In hundredths, rounded down: the driver takes the next larger choice. A block has a kilobyte less than there is.
+    (100 * 1024 * SHARED_EVENLY as usize / (max_shared_bytes + 1024)).min(100) as u32
 }
 
 /// The shared memory of a block of a launch that is to be spread [evenly](Geometry::evenly), if that is worth it: as much as lets a multiprocessor have its
@@ -449,7 +441,7 @@ impl Function {
         // Drivers that load lazily load a function when it is looked up.
         // SAFETY: the module was just loaded; the name ends with a NUL.
         unsafe { driver.module_get_function(&raw mut function, raw, symbol.as_ptr())? };
-        Ok(Self { raw: function, waits, unlimited: AtomicBool::new(false), carved: AtomicBool::new(false) })
+        Ok(Self { raw: function, waits, unlimited: AtomicBool::new(false) })
     }
 }
 
@@ -745,14 +737,8 @@ impl CudaDevice {
         }
         // A kernel built for sm_80 has no instruction to wait for the one before it, so it must not start early.
         let dependent = geometry.dependent && function.waits;
-        let mut shared_bytes = geometry.shared_bytes;
-        let multiprocessors = context.properties.multiprocessors;
-        if let Some(share) = even_share(geometry, multiprocessors).filter(|_| dependent) {
-            if !function.carved.load(Ordering::Acquire) {
-                context.carve(function).map_err(|e| of_kernel(e, name))?;
-            }
-            shared_bytes = shared_bytes.max(share);
-        }
+        let share = even_share(geometry, context.properties.multiprocessors).filter(|_| dependent);
+        let shared_bytes = geometry.shared_bytes.max(share.unwrap_or(0));
         let launched = if geometry.cluster <= 1 && !dependent {
             // SAFETY: forwarded to the caller; the function and the stream are of this context, which is current.
             unsafe {
@@ -771,10 +757,14 @@ impl CudaDevice {
                 )
             }
         } else {
-            let mut attributes = [LaunchAttribute::programmatic_stream_serialization(); 2];
+            let mut attributes = [LaunchAttribute::programmatic_stream_serialization(); 3];
             let mut count = usize::from(dependent);
             if geometry.cluster > 1 {
                 attributes[count] = LaunchAttribute::cluster(geometry.cluster);
+                count += 1;
+            }
+            if share.is_some() {
+                attributes[count] = LaunchAttribute::shared_carveout(carveout(context.properties.max_shared_bytes));
                 count += 1;
             }
             let config = LaunchConfig {
@@ -1120,6 +1110,7 @@ mod tests {
             assert_eq!(SHARED_EVENLY * 1024 / bytes, each);
         }
         assert_eq!(share(256, 256), Some(FREE_SHARED_BYTES));
+        assert_eq!(carveout(227 * 1024), 43);
         assert!([share(132, 256), share(264, 128), share(132 * 33, 128)].iter().all(Option::is_none));
     }
 

@@ -42,7 +42,9 @@ pub const LEAST_MANY_BYTES: u64 = 5 << 20;
 
 /// How to launch [`entry`] for `rows` rows of `n` elements, and [`many_entry`] if a block has one row by this.
 pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
-    variant.geometry(dtype, rows, n, false, kernel::SHARED_BYTES)
+    let geometry = variant.geometry(dtype, rows, n, false, kernel::SHARED_BYTES);
+    // Of longer rows, which more of the first-level cache serves better, some lose 2 to 6 %. Measured on an H200.
+    if matches!(variant, Variant::X2) { geometry.evenly() } else { geometry }
 }
 
 /// Launches on raw pointers (layer L1): `x` and `out` are `[rows, n]`, rows `x_stride` and `out_stride` elements apart;

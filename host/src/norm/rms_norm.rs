@@ -123,12 +123,10 @@ pub unsafe fn launch_fused_add(stream: &Stream, dtype: DType, args: &FusedAddArg
         (args.residual_out.cast_const(), args.residual_out_stride, size),
     ];
     let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
-    let usual = pieces::adding(geometry(dtype, variant, args.rows, args.n));
+    let usual = geometry(dtype, variant, args.rows, args.n);
     let (entry, geometry) = match narrow_geometry(dtype, args.rows, args.n) {
         // Rows of one warp share blocks in the other entry, too.
-        Some(narrow) if variant == Variant::X2 && narrow.block[0] == 32 => {
-            (fused_add_entry(dtype, variant), pieces::adding(narrow))
-        }
+        Some(narrow) if variant == Variant::X2 && narrow.block[0] == 32 => (fused_add_entry(dtype, variant), narrow),
         Some(narrow)
             if variant == Variant::X2
                 && adds_narrow(args.rows, args.n, args.n.div_ceil(pieces::piece(dtype, true))) =>

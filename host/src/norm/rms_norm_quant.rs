@@ -98,6 +98,11 @@ pub const fn e4m3_per_group_narrow_many_entry(dtype: DType) -> Option<Entry<E4m3
     pieces::instance(dtype, 33)
 }
 
+/// As [`e4m3_per_token_narrow_x3_entry`], of [`e4m3_per_group_entry`].
+pub const fn e4m3_per_group_narrow_x3_entry(dtype: DType) -> Option<Entry<E4m3PerGroupArgs>> {
+    pieces::instance(dtype, 36)
+}
+
 /// How to launch the narrow entries, where they serve: rows of up to four warps, in two pieces of 16 bytes a thread ([`Variant::X2`]).
 pub const fn narrow_geometry(dtype: DType, rows: u32, n: u32, fused_add: bool) -> Option<Geometry> {
     pieces::narrow(dtype, rows, n, if fused_add { Work::Add } else { Work::Quantise }, kernel::SHARED_BYTES)
@@ -153,23 +158,36 @@ struct Alone {
 }
 
 impl Alone {
+    /// How to launch the entries of one warp with three pieces a thread, if that serves better than others.
+    fn x3(&self) -> Option<Geometry> {
+        narrow_x3_geometry(self.dtype, self.rows, self.n).filter(|_| self.rows >= LEAST_X3)
+    }
+
     /// The entry that serves better than others where a row has a scale, if one does.
     fn tokens<A>(
         &self,
         x3: impl Fn(DType) -> Option<Entry<A>>,
         few: impl Fn(DType) -> Option<Entry<A>>,
     ) -> Option<(Option<Entry<A>>, Geometry)> {
-        match (narrow_x3_geometry(self.dtype, self.rows, self.n), self.narrow) {
-            (Some(geometry), _) if self.rows >= LEAST_X3 => Some((x3(self.dtype), geometry)),
+        match (self.x3(), self.narrow) {
+            (Some(geometry), _) => Some((x3(self.dtype), geometry)),
             (None, None) if self.rows as u64 * self.n as u64 <= MOST_FEW => Some((few(self.dtype), self.usual)),
             _ => None,
         }
     }
 
     /// As [`tokens`](Self::tokens), where a group has a scale.
-    fn groups<A>(&self, narrow_many: impl Fn(DType) -> Option<Entry<A>>) -> Option<(Option<Entry<A>>, Geometry)> {
+    fn groups<A>(
+        &self,
+        x3: impl Fn(DType) -> Option<Entry<A>>,
+        narrow_many: impl Fn(DType) -> Option<Entry<A>>,
+    ) -> Option<(Option<Entry<A>>, Geometry)> {
         let many = self.rows as u64 * self.n as u64 >= LEAST_NARROW_MANY;
-        self.narrow.filter(|_| many).map(|narrow| (narrow_many(self.dtype), narrow))
+        match (self.x3(), self.narrow) {
+            (Some(geometry), _) => Some((x3(self.dtype), geometry)),
+            (None, Some(narrow)) if many => Some((narrow_many(self.dtype), narrow)),
+            _ => None,
+        }
     }
 }
 
@@ -199,7 +217,6 @@ macro_rules! launches {
             ];
             let variant = Variant::new(dtype, $args.n, pieces::aligned(dtype, $args.n, &places));
             let (usual, alone) = (geometry(dtype, variant, rows, $args.n), $args.residual.is_null());
-            let usual = if alone { usual } else { pieces::adding(usual) };
             let narrow = narrow_geometry(dtype, rows, $args.n, !alone);
             let is_many = rows as u64 * $args.n as u64 >= LEAST_MANY[usize::from(narrow.is_none())];
             let many = if is_many { many_geometry(dtype, rows, $args.n) } else { None };
@@ -228,7 +245,7 @@ launches! {
     /// Launches [`rms_norm_e4m3_per_group`] on raw pointers (layer L1). `scales` is `[rows, ceil(n / 128)]` with the
     /// distances in `args`.
     launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, e4m3_per_group_many_entry, e4m3_per_group_narrow_entry,
-        |rows: &Alone| rows.groups(e4m3_per_group_narrow_many_entry),
+        |rows: &Alone| rows.groups(e4m3_per_group_narrow_x3_entry, e4m3_per_group_narrow_many_entry),
         "rms_norm_e4m3_per_group", |_args| std::ptr::null();
 }
 

@@ -4,23 +4,25 @@
 //! * With a scale for each group of 128 columns: two pieces a thread, of the same group, so that a group is 8 lanes (16 for f32), which agree
 //!   on its largest magnitude in three steps (four). Few rows take pieces of half the size, one a thread (`few`): a group is a warp then, which
 //!   agrees in one instruction, and a thread has less to do after its loads have come. Addresses are computed before the wait for the kernels
-//!   before.
+//!   before. Launches in between take one whole piece a thread (`one`).
 //! * With a scale for each row: a block for each row keeps the results in registers, `N` pieces a thread, until it
-//!   knows the largest; one piece a thread if that is enough (`short`). Rows too long for that (`N = 0`) are computed twice, the second time from the second-level
-//!   cache. Few long rows take a cluster of blocks each instead: one multiprocessor reads 64 bytes a cycle, which for a
+//!   knows the largest; one piece a thread if that is enough (`short`; `narrow`, with several rows a block, since blocks start one by one). Long rows
+//!   take two (`x2`; `wide`, with up to 1024 threads, while two blocks a multiprocessor are enough) or four. Rows too long for that (`N = 0`) are
+//!   computed twice, the second time from the second-level cache. Few long rows take a cluster of blocks each instead: one multiprocessor reads 64 bytes a cycle, which for a
 //!   row of 14336 is twice the time of all the rest.
 //!
 //! Results are quantised from f32; they are not rounded to the input's type before.
 
 use super::gated::{MAX_THREADS, piece};
 use super::{Gated, Params, SiluAndMul};
-use crate::row::quantise::{self, GroupScales, Quantised};
+use crate::row::quantise::{self, Quantised};
 use crate::row::team::{Op, scratch};
-use crate::row::{Mine, Piece, Team};
+use crate::row::{GROUP, Mine, Piece, Team, zero};
 use cuda_std::shared::Carver;
 use cuda_std::vec::{B128, Reused, StoreStreaming};
 use cuda_std::{
-    E4M3, Float, Global, GlobalMut, Shared, cluster, dependent_launch, entries, float, mbarrier, thread, vec, warp,
+    E4M3, Float, Global, GlobalMut, Shared, cluster, dependent_launch, entries, float, integer, mbarrier, thread, vec,
+    warp,
 };
 
 /// The most warps of a block with a row of its own.
@@ -30,6 +32,9 @@ pub const SHARED_BYTES: usize = MAX_WARPS * 4;
 
 /// The most threads of a block with a short row of its own.
 pub const SHORT_THREADS: u32 = 512;
+
+/// The most threads of a block of `narrow` rows.
+pub const NARROW_THREADS: u32 = 256;
 
 const NONE: Params = Params { alpha: 0.0, limit: 0.0 };
 
@@ -59,9 +64,9 @@ pub unsafe fn per_tensor<T: Float, A: Gated, Q: Quantised, const V: usize, const
 }
 
 /// As [`gated`](super::gated::gated) with `(n, 1)` threads, `n` a multiple of 32; `scales`: `[rows, groups]`, strides in
-/// elements. Rows that are not aligned.
+/// elements. One piece a thread: rows that are not aligned, and launches that run at once.
 #[inline(always)]
-pub unsafe fn per_group_any<T: Float, A: Gated, Q: Quantised>(
+pub unsafe fn per_group_one<T: Float, A: Gated, Q: Quantised, const V: usize, const VEC: bool>(
     gate: *const T,
     up: *const T,
     out: *mut Q,
@@ -73,19 +78,23 @@ pub unsafe fn per_group_any<T: Float, A: Gated, Q: Quantised>(
     scale_row_stride: usize,
     scale_group_stride: usize,
 ) {
-    let (Mine::<4, false> { piece: p, index, n: d }, [gate, up, out, scales]) = Mine::begin(rows, d, |row, _, _| {
-        let (from, scales) = (row * in_stride, scales.wrapping_add(row * scale_row_stride));
-        let (gate, up) = (gate.wrapping_add(from), up.wrapping_add(from));
-        [gate.cast(), up.cast(), out.wrapping_add(row * out_stride).cast(), scales.cast()]
-    });
-    let y = piece::<T, A, 4, false>(p, Global::new(gate.cast()), Global::new(up.cast()), NONE);
+    let lanes = const { (GROUP / V) as u32 };
+    let (Mine::<V, VEC> { piece: p, index, n: d }, [gate, up, out, scales]) =
+        Mine::begin(rows, d, |row, column, index| {
+            let from = row * in_stride + column;
+            let scales = scales.wrapping_add(row * scale_row_stride + (index / lanes) as usize * scale_group_stride);
+            let (gate, up) = (gate.wrapping_add(from), up.wrapping_add(from));
+            [gate.cast(), up.cast(), out.wrapping_add(row * out_stride + column).cast(), scales.cast()]
+        });
+    let y = piece::<T, A, V, VEC>(p, Global::new(gate.cast()), Global::new(up.cast()), NONE);
     let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::group_amax(y), 1.0);
     p.store_quantised(GlobalMut::new(out.cast_mut().cast::<Q>()), y, factor);
-    let scales = GroupScales { scales: GlobalMut::new(scales.cast_mut().cast()), stride: scale_group_stride };
-    scales.store::<4>(index, d, scale);
+    if index.is_multiple_of(lanes) && index * (V as u32) < d {
+        GlobalMut::new(scales.cast_mut().cast::<f32>()).set_hinted(0usize, scale.to_bits(), StoreStreaming);
+    }
 }
 
-/// As [`per_group_any`] for aligned rows: two pieces a thread, of the same group.
+/// As [`per_group_one`] for aligned rows: two pieces a thread, of the same group.
 #[inline(always)]
 pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize>(
     gate: *const T,
@@ -227,6 +236,7 @@ pub unsafe fn per_token_short<T: Float, A: Gated, Q: Quantised, const V: usize>(
     up: *const T,
     out: *mut Q,
     scales: *mut f32,
+    _rows: u32,
     d: u32,
     in_stride: usize,
     out_stride: usize,
@@ -258,6 +268,95 @@ pub unsafe fn per_token_short<T: Float, A: Gated, Q: Quantised, const V: usize>(
     at_its_address::<V>(team.rank, d).store_quantised(GlobalMut::new(out.cast_mut().cast::<Q>()), y, factor);
 }
 
+/// As [`per_token`] for aligned rows that are not empty, with nothing but what all rows have in common after the wait for the kernels before: `N` pieces a
+/// thread, all loads on their way before anything else. Blocks have one row, or `blockDim.y` of them if `NARROW`. `SOON`: addresses of
+/// results are computed before that wait, too, which takes registers.
+#[inline(always)]
+pub unsafe fn per_token_held<
+    T: Float,
+    A: Gated,
+    Q: Quantised,
+    const V: usize,
+    const N: usize,
+    const NARROW: bool,
+    const SOON: bool,
+>(
+    gate: *const T,
+    up: *const T,
+    out: *mut Q,
+    scales: *mut f32,
+    rows: u32,
+    d: u32,
+    in_stride: usize,
+    out_stride: usize,
+) {
+    let team = Team::current();
+    let (mut row, mut left) = (thread::block_idx_x(), d);
+    if NARROW {
+        row = row * thread::block_dim_y() + thread::thread_idx_y();
+        // A team without a row stores nothing.
+        left = if row < rows { d } else { 0 };
+        row = row.min(rows - 1);
+    }
+    let index = |i: usize| i as u32 * team.size + team.rank;
+    let to = |i: usize| out.wrapping_add(row as usize * out_stride + index(i) as usize * V);
+    let mut at = [[core::ptr::null(); 3]; N];
+    cuda_std::unroll::<N>(|i| {
+        let [gate, up] = near::<T, V>(index(i), row, gate, up, d, in_stride);
+        at[i] = [gate.cast(), up.cast(), if SOON { to(i).cast_const().cast() } else { up.cast() }];
+    });
+    let mut scale_to: *const u8 = scales.wrapping_add(row as usize).cast_const().cast();
+    let mut word = u32::MAX;
+    if SOON {
+        scale_to = integer::opaque_address(scale_to);
+        word = scale_to as u32 & (scale_to as u64 >> 32) as u32;
+    }
+    let [rank, left] = [team.rank, left].map(integer::opaque);
+    let at = dependent_launch::known_here_if(true, at, [word]);
+    dependent_launch::begin();
+
+    let (mut gates, mut ups) = ([[zero::<T>(); V]; N], [[zero::<T>(); V]; N]);
+    cuda_std::unroll::<N>(|i| {
+        let whole = Piece::<V, true>::new(0, V as u32);
+        gates[i] = whole.load(Global::new(at[i][0].cast()));
+        ups[i] = whole.load(Global::new(at[i][1].cast()));
+    });
+    let mut y = [[0f32; V]; N];
+    cuda_std::unroll::<N>(|i| {
+        let (gate, up) = (vec::to_f32(gates[i]), vec::to_f32(ups[i]));
+        cuda_std::unroll::<V>(|j| y[i][j] = A::apply::<T>(gate[j], up[j], NONE));
+    });
+    let mut own_largest = quantise::amax_from_epsilon(y[0]);
+    let mut i = 1;
+    while i < N {
+        own_largest = float::max(own_largest, quantise::amax_from_epsilon(y[i]));
+        i += 1;
+    }
+    let own_largest = quantise::warp_amax(own_largest);
+    let (warp_id, lane, warps) = (rank / 32, rank % 32, team.size / 32);
+    let mut scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
+    if NARROW {
+        scratch = scratch.offset(thread::thread_idx_y() * warps);
+    }
+    // As `Team::reduce_warps`, but of single warps too: behind a branch the address of shared memory would be asked for now.
+    if lane == 0 {
+        scratch.set(warp_id, own_largest);
+    }
+    thread::sync_threads();
+    let largest = quantise::warp_amax(scratch.get(if lane < warps { lane } else { 0 }));
+    let (scale, factor) = quantise::scale_and_factor_from_epsilon::<Q>(largest);
+    GlobalMut::new(scale_to.cast_mut().cast::<f32>()).set_streaming_if(rank == 0 && left > 0, 0usize, scale);
+    cuda_std::unroll::<N>(|i| {
+        let has = (i as u32 * team.size + rank) * (V as u32) < left;
+        let to = if SOON { at[i][2].cast_mut().cast() } else { to(i) };
+        Piece::<V, true>::new(0, if has { V as u32 } else { 0 }).store_quantised_at_once(
+            GlobalMut::new(to),
+            y[i],
+            factor,
+        );
+    });
+}
+
 /// As [`gated`](super::gated::gated), a block of a multiple of 32 threads for each row; `scales`: `[rows]`.
 #[inline(always)]
 pub unsafe fn per_token<T: Float, A: Gated, Q: Quantised, const V: usize, const N: usize, const VEC: bool>(
@@ -265,6 +364,7 @@ pub unsafe fn per_token<T: Float, A: Gated, Q: Quantised, const V: usize, const 
     up: *const T,
     out: *mut Q,
     scales: *mut f32,
+    _rows: u32,
     d: u32,
     in_stride: usize,
     out_stride: usize,
@@ -320,6 +420,7 @@ pub unsafe fn per_token_cluster<T: Float, A: Gated, Q: Quantised, const V: usize
     up: *const T,
     out: *mut Q,
     scales: *mut f32,
+    _rows: u32,
     d: u32,
     in_stride: usize,
     out_stride: usize,
@@ -402,11 +503,13 @@ pub mod groups {
         silu_and_mul_e4m3_per_group_f32 { type T = f32; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 4>;
         silu_and_mul_e4m3_per_group_f16 { type T = half::f16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 8>;
         silu_and_mul_e4m3_per_group_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group::<T, SiluAndMul, E4M3, 8>;
-        silu_and_mul_e4m3_per_group_any_f32 { type T = f32; } [MAX_THREADS] => per_group_any::<T, SiluAndMul, E4M3>;
-        silu_and_mul_e4m3_per_group_any_f16 { type T = half::f16; } [MAX_THREADS] => per_group_any::<T, SiluAndMul, E4M3>;
-        silu_and_mul_e4m3_per_group_any_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group_any::<T, SiluAndMul, E4M3>;
+        silu_and_mul_e4m3_per_group_any_f32 { type T = f32; } [MAX_THREADS] => per_group_one::<T, SiluAndMul, E4M3, 4, false>;
+        silu_and_mul_e4m3_per_group_any_f16 { type T = half::f16; } [MAX_THREADS] => per_group_one::<T, SiluAndMul, E4M3, 4, false>;
+        silu_and_mul_e4m3_per_group_any_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group_one::<T, SiluAndMul, E4M3, 4, false>;
         silu_and_mul_e4m3_per_group_few_f16 { type T = half::f16; } [MAX_THREADS] => per_group_few::<T, SiluAndMul, E4M3>;
         silu_and_mul_e4m3_per_group_few_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group_few::<T, SiluAndMul, E4M3>;
+        silu_and_mul_e4m3_per_group_one_f16 { type T = half::f16; } [MAX_THREADS] => per_group_one::<T, SiluAndMul, E4M3, 8, true>;
+        silu_and_mul_e4m3_per_group_one_bf16 { type T = half::bf16; } [MAX_THREADS] => per_group_one::<T, SiluAndMul, E4M3, 8, true>;
     }
 }
 
@@ -415,11 +518,12 @@ pub mod tokens {
     use super::*;
     entries! {
         pub struct Args<T>(
-            gate: *const T, up: *const T, out: *mut E4M3, scales: *mut f32, d: u32, in_stride: usize, out_stride: usize,
+            gate: *const T, up: *const T, out: *mut E4M3, scales: *mut f32, rows: u32, d: u32, in_stride: usize,
+            out_stride: usize,
         );
-        silu_and_mul_e4m3_per_token_x2_f32 { type T = f32; } [512] => per_token::<T, SiluAndMul, E4M3, 4, 2, true>;
-        silu_and_mul_e4m3_per_token_x2_f16 { type T = half::f16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 2, true>;
-        silu_and_mul_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 2, true>;
+        silu_and_mul_e4m3_per_token_x2_f32 { type T = f32; } [512, 3] => per_token_held::<T, SiluAndMul, E4M3, 4, 2, false, true>;
+        silu_and_mul_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token_held::<T, SiluAndMul, E4M3, 8, 2, false, true>;
+        silu_and_mul_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token_held::<T, SiluAndMul, E4M3, 8, 2, false, true>;
         silu_and_mul_e4m3_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, SiluAndMul, E4M3, 4, 4, true>;
         silu_and_mul_e4m3_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 4, true>;
         silu_and_mul_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 4, true>;
@@ -435,5 +539,11 @@ pub mod tokens {
         silu_and_mul_e4m3_per_token_short_f32 { type T = f32; } [SHORT_THREADS] => per_token_short::<T, SiluAndMul, E4M3, 4>;
         silu_and_mul_e4m3_per_token_short_f16 { type T = half::f16; } [SHORT_THREADS] => per_token_short::<T, SiluAndMul, E4M3, 8>;
         silu_and_mul_e4m3_per_token_short_bf16 { type T = half::bf16; } [SHORT_THREADS] => per_token_short::<T, SiluAndMul, E4M3, 8>;
+        silu_and_mul_e4m3_per_token_narrow_f32 { type T = f32; } [NARROW_THREADS] => per_token_held::<T, SiluAndMul, E4M3, 4, 1, true, true>;
+        silu_and_mul_e4m3_per_token_narrow_f16 { type T = half::f16; } [NARROW_THREADS] => per_token_held::<T, SiluAndMul, E4M3, 8, 1, true, true>;
+        silu_and_mul_e4m3_per_token_narrow_bf16 { type T = half::bf16; } [NARROW_THREADS] => per_token_held::<T, SiluAndMul, E4M3, 8, 1, true, true>;
+        silu_and_mul_e4m3_per_token_wide_f32 { type T = f32; } [1024, 2] => per_token_held::<T, SiluAndMul, E4M3, 4, 2, false, false>;
+        silu_and_mul_e4m3_per_token_wide_f16 { type T = half::f16; } [1024, 2] => per_token_held::<T, SiluAndMul, E4M3, 8, 2, false, false>;
+        silu_and_mul_e4m3_per_token_wide_bf16 { type T = half::bf16; } [1024, 2] => per_token_held::<T, SiluAndMul, E4M3, 8, 2, false, false>;
     }
 }

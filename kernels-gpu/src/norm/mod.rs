@@ -9,7 +9,7 @@
 //! * `x4`: four pieces a thread: rows up to 32 KiB. `layer_norm`, which computes more for each warp, takes it from 4 KiB on.
 //! * `narrow`: two pieces a thread as well, for rows of one to four warps, of which a block may have several. A block starts every 1.2 ns on the
 //!   whole GPU, so many rows of 1024 columns would take longer to start than to read.
-//! * `narrow_x3`: one warp for what two warps do in `narrow`, for rows of three pieces a thread then.
+//! * `narrow_x3`: one warp for what two warps do in `narrow`, for rows of three pieces a thread then; no barrier.
 //! * `few`, `many`: other instances for launches of few or many rows, in which every sum is added up in the same order.
 //! * `loop`: longer rows are read twice, the second time from the second-level cache; up to 1024 threads.
 //! * `any`: as `loop`, for rows that cannot be moved in pieces of 16 bytes (see [`row`](crate::row)); `any_x4`: held in registers, the same bits.
@@ -55,7 +55,7 @@ pub(crate) fn row_number(shared: bool) -> u32 {
 pub(crate) struct Row<const V: usize, const N: usize, const VEC: bool> {
     pub(crate) team: Team,
     n: u32,
-    /// Whether pieces `2 i` and `2 i + 1` of a thread belong to the same group of columns. `N` is even then.
+    /// Whether pieces `2 i` and `2 i + 1` of a thread belong to the same group of columns.
     paired: bool,
 }
 
@@ -67,7 +67,8 @@ impl<const V: usize, const N: usize, const VEC: bool> Row<V, N, VEC> {
     }
 
     /// A row whose groups of columns are of interest, in pairs of pieces where it is held in registers; see
-    /// [`quantise::pair_index`].
+    /// [`quantise::pair_index`]. A last piece alone is one half of a pair: the upper half of the team, a warp then, has the other halves, so that
+    /// sums are those of two warps with a pair a thread, of which the second is half empty.
     #[inline(always)]
     pub(crate) fn grouped(team: Team, n: u32) -> Self {
         Self { team, n, paired: VEC && N > 0 }
@@ -105,10 +106,18 @@ impl<const V: usize, const N: usize, const VEC: bool> Row<V, N, VEC> {
     pub(crate) fn index(self, i: usize) -> u32 {
         let i = i as u32;
         if self.paired {
-            quantise::pair_index::<V>(i / 2 * self.team.size + self.team.rank, i % 2)
+            let half = if i + 1 == N as u32 && i.is_multiple_of(2) { self.team.rank / 16 } else { i % 2 };
+            quantise::pair_index::<V>(self.pair(i as usize / 2), half)
         } else {
             i * self.team.size + self.team.rank
         }
+    }
+
+    /// The number of the thread's `i`-th pair of pieces of one group, of which it may have but a half.
+    #[inline(always)]
+    pub(crate) fn pair(self, i: usize) -> u32 {
+        let rank = if 2 * i + 1 == N { self.team.rank % 16 } else { self.team.rank };
+        i as u32 * self.team.size + rank
     }
 
     /// The thread's `i`-th piece.

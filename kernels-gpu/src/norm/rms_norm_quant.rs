@@ -142,13 +142,13 @@ unsafe fn normalise<
     // Whether there are registers to know early what is stored last, and whether it is faster to know nothing early.
     let (soon, late) = (U == 1 && (ADD || N == 2), U > 1 && MANY);
     // Where scales of groups go, then.
-    let (mut scale_to, pair) = ([core::ptr::null::<u8>(); N], |i: usize| i as u32 * team.size + team.rank);
+    let (mut scale_to, pair) = ([core::ptr::null::<u8>(); N], |i: usize| row.pair(i));
     if VEC && N > 0 && !late && (ADD || FEW || S::GROUPED) {
         let before = ADD || FEW || thread::grid_dim_x() <= FEW_ROWS;
         let mut word = shared::address(scratch.ptr(0usize).cast_const());
         if S::GROUPED && soon {
             let mut i = 0;
-            while i < N / 2 {
+            while i < N.div_ceil(2) {
                 scale_to[i] = scales.place::<V>(pair(i));
                 word &= scale_to[i] as u32 & (scale_to[i] as u64 >> 32) as u32;
                 i += 1;
@@ -207,15 +207,15 @@ unsafe fn normalise<
     if S::GROUPED || ADD {
         cuda_std::unroll::<U>(|u| totals[u] = Op::Sum.over_warp(totals[u]));
     }
-    // The largest magnitudes of the groups: that of pieces `2 i` and `2 i + 1` at `i`.
+    // The largest magnitudes of the groups: that of pieces `2 i` and `2 i + 1` at `i`; see `Row::grouped` for a last one alone.
     let (mut y, mut groups) = ([[0.0; V]; N], [0.0; N]);
     cuda_std::unroll::<N>(|i| y[i] = factors.weighted(x[i], w[i]));
     if N > 0 && factors.smooths() {
         cuda_std::unroll::<N>(|i| y[i] = factors.smoothed(row.piece(i), y[i]));
     }
-    // Results of groups: pieces `2 i` and `2 i + 1`.
+    // Results of groups: pieces `2 i` and `2 i + 1`, if there are two.
     let store_pair = |i: usize, factor: f32| {
-        for i in [2 * i, 2 * i + 1] {
+        for i in 2 * i..N.min(2 * i + 2) {
             if ADD || late {
                 row.piece(i).store_quantised_at_once(out, y[i], factor);
             } else {
@@ -234,14 +234,20 @@ unsafe fn normalise<
     let total;
     if S::GROUPED {
         let mut i = 0;
-        while i < N / 2 {
-            groups[i] = quantise::pair_amax([y[2 * i], y[2 * i + 1]]);
+        while i < N.div_ceil(2) {
+            groups[i] = if 2 * i + 1 < N {
+                quantise::pair_amax([y[2 * i], y[(2 * i + 1) % N]])
+            } else {
+                quantise::half_amax(y[2 * i])
+            };
             if early {
                 store_pair(i, quantise::factor_up_to::<Q>(groups[i]));
             }
             i += 1;
         }
-        [total] = if NARROW {
+        [total] = if NARROW && U > 1 {
+            Team::combine([totals], [Op::Sum])
+        } else if NARROW {
             team.reduce_warps::<1, U, NARROW_WARPS>([totals], [Op::Sum], scratch)
         } else {
             row.reduce_warps([totals], [Op::Sum], scratch)
@@ -254,7 +260,9 @@ unsafe fn normalise<
             largest = quantise::amax_of(y);
         }
         let most = [Op::Max.over_warp(largest); U];
-        [total, largest] = if NARROW {
+        [total, largest] = if NARROW && U > 1 {
+            Team::combine([totals, most], [Op::Sum, Op::Max])
+        } else if NARROW {
             team.reduce_warps::<2, U, NARROW_WARPS>([totals, most], [Op::Sum, Op::Max], scratch)
         } else {
             row.reduce_warps([totals, most], [Op::Sum, Op::Max], scratch)
@@ -265,11 +273,11 @@ unsafe fn normalise<
 
     if S::GROUPED {
         let mut i = 0;
-        while i < N / 2 {
+        while i < N.div_ceil(2) {
             let (scale, factor) = quantise::scale_and_factor::<Q>(groups[i], rms);
             let to = if soon { scale_to[i] } else { scales.place::<V>(pair(i)) };
             GlobalMut::new(to.cast_mut().cast::<f32>()).set_streaming_if(
-                quantise::stores_pair::<V>(pair(i), n),
+                quantise::stores_pair::<V>(pair(i), n) && (2 * i + 1 < N || team.rank < 16),
                 0usize,
                 scale,
             );
@@ -580,5 +588,8 @@ pub mod e4m3_per_group {
         rms_norm_e4m3_per_group_narrow_many_f32 { type T = f32; } [256, 6] => per_group::<T, E4M3, false, 4, 2, true, 1, true, true>;
         rms_norm_e4m3_per_group_narrow_many_f16 { type T = half::f16; } [256, 6] => per_group::<T, E4M3, false, 8, 2, true, 1, true, true>;
         rms_norm_e4m3_per_group_narrow_many_bf16 { type T = half::bf16; } [256, 6] => per_group::<T, E4M3, false, 8, 2, true, 1, true, true>;
+        rms_norm_e4m3_per_group_narrow_x3_f32 { type T = f32; } [256, 4] => per_group::<T, E4M3, false, 4, 3, true, 2, true, false>;
+        rms_norm_e4m3_per_group_narrow_x3_f16 { type T = half::f16; } [256, 4] => per_group::<T, E4M3, false, 8, 3, true, 2, true, false>;
+        rms_norm_e4m3_per_group_narrow_x3_bf16 { type T = half::bf16; } [256, 4] => per_group::<T, E4M3, false, 8, 3, true, 2, true, false>;
     }
 }

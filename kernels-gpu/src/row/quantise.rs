@@ -168,6 +168,14 @@ pub fn pair_amax<const V: usize>(pair: [[f32; V]; 2]) -> f32 {
     largest
 }
 
+/// As [`pair_amax`], where lanes `l` and `l + 16` have one half of a pair each.
+#[inline(always)]
+#[track_caller]
+pub fn half_amax<const V: usize>(half: [f32; V]) -> f32 {
+    let largest = pair_amax([half, half]);
+    float::max(largest, warp::shfl_xor(largest, 16))
+}
+
 /// The largest over the warp of numbers that are not negative; NaN is larger than any.
 #[inline(always)]
 #[track_caller]

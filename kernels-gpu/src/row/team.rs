@@ -87,6 +87,19 @@ impl Team {
         self.reduce_warps::<K, 1, WARPS>(out.map(|value| [value]), ops, scratch)
     }
 
+    /// As [`reduce_warps`](Self::reduce_warps) for a team of one warp in place of up to four: nobody else is asked.
+    #[inline(always)]
+    pub fn combine<const K: usize, const U: usize>(values: [[f32; U]; K], ops: [Op; K]) -> [f32; K] {
+        const { assert!(U <= 4) };
+        let mut out = [0.0; K];
+        cuda_std::unroll::<K>(|k| {
+            let mut quad = [0.0; 4];
+            cuda_std::unroll::<U>(|u| quad[u] = values[k][u]);
+            out[k] = ops[k].over_quad(quad);
+        });
+        out
+    }
+
     /// The rest of [`reduce`](Self::reduce) for teams of whole warps, after [`Op::over_warp`].
     ///
     /// Value `[k][u]` is what `reduce` has at thread `u * size + rank` of a team `U` times as large, and the result is the same bits. `WARPS` is
