@@ -246,7 +246,10 @@ impl Device {
     /// [`Error::Driver`] if any of that work failed.
     pub fn synchronize(&self) -> Result<()> {
         match &*self.0 {
-            Backend::Simt(_) => Ok(()),
+            Backend::Simt(d) => {
+                d.forget_launches();
+                Ok(())
+            }
             #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.synchronize(),
         }
@@ -340,10 +343,10 @@ impl Device {
         }
     }
 
-    /// Runs `f`, which touches memory of this SIMT device from the host, while nobody else does.
+    /// Runs `f`, which touches memory of this SIMT device in place of a kernel, while nobody else does.
     fn exclusive<R>(&self, f: impl FnOnce() -> R) -> R {
         match &*self.0 {
-            Backend::Simt(d) => d.exclusive(f),
+            Backend::Simt(d) => d.in_stream(f),
             #[cfg(feature = "_driver")]
             Backend::Cuda(_) => f(),
         }
@@ -420,7 +423,9 @@ impl Storage {
     /// `bytes` of device memory, filled with `0xff` on the SIMT device and with anything on a GPU.
     pub(crate) fn new(device: &Device, bytes: usize) -> Result<Arc<Self>> {
         let (address, memory) = match device.backend() {
-            Backend::Simt(_) => {
+            Backend::Simt(d) => {
+                // What was known of these addresses is not true any more.
+                d.forget_launches();
                 let buffer = ::simt::Buffer::<u8>::try_poisoned(bytes)
                     .ok_or_else(|| Error::OutOfMemory { device: device.name(), bytes })?;
                 (buffer.as_mut_ptr(), Memory::Simt(buffer))
@@ -441,7 +446,14 @@ impl Storage {
     /// else uses it in a way that the operations on it do not expect.
     pub(crate) unsafe fn foreign(device: &Device, foreign: Foreign) -> Arc<Self> {
         let Foreign { address, bytes, read_only, owner, lease } = foreign;
-        let lent = (device.is_simt() && bytes > 0).then(|| ::simt::Lent::new(address, bytes));
+        let lent = match device.backend() {
+            Backend::Simt(d) => {
+                d.forget_launches();
+                (bytes > 0).then(|| ::simt::Lent::new(address, bytes))
+            }
+            #[cfg(feature = "_driver")]
+            Backend::Cuda(_) => None,
+        };
         let memory = Memory::Foreign { lent, owner };
         Arc::new(Self { device: device.clone(), address, bytes, read_only, lease, memory })
     }
@@ -559,8 +571,8 @@ pub struct Geometry {
     /// Blocks of a cluster (along x); 1 for none.
     pub cluster: u32,
     /// Whether the kernel may start before the one before it in the stream is done (programmatic dependent launch,
-    /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`); it then waits by itself where it needs to. Without effect on the
-    /// SIMT device, and for kernels built for `sm_80`.
+    /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`); it then waits by itself where it needs to. Without effect
+    /// for kernels built for `sm_80`; on the SIMT device the race detector reports what it touches before it waits.
     pub dependent: bool,
     /// Whether blocks wait for each other or for other launches, so that the SIMT device must run all of them at the same
     /// time. On a GPU the grid must be small enough for that by itself.

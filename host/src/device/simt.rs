@@ -56,12 +56,20 @@ pub(crate) struct SimtDevice {
     memory: Mutex<()>,
     /// The devices whose kernels it shares memory with, and its number among them.
     peers: Option<(Arc<simt::Peers>, usize)>,
+    /// What was launched last, on whichever stream: kernels run in the order in which they are launched.
+    queue: simt::Queue,
 }
 
 impl SimtDevice {
     pub(super) fn new(options: SimtOptions) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        Self { options, id: NEXT.fetch_add(1, Ordering::Relaxed), memory: Mutex::new(()), peers: None }
+        Self {
+            options,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            memory: Mutex::new(()),
+            peers: None,
+            queue: simt::Queue::new(),
+        }
     }
 
     /// One of several that reach each other's memory.
@@ -92,8 +100,28 @@ impl SimtDevice {
         format!("SIMT {}", self.id)
     }
 
-    /// Runs `f` while nobody else touches the device's memory.
+    /// Runs `f`, for the host, while nobody else touches the device's memory.
     pub(super) fn exclusive<R>(&self, f: impl FnOnce() -> R) -> R {
+        self.alone(|| {
+            self.queue.forget();
+            f()
+        })
+    }
+
+    /// The host has waited, or given out memory: whatever is launched next may follow any kernel.
+    pub(super) fn forget_launches(&self) {
+        self.queue.forget();
+    }
+
+    /// As [`exclusive`](Self::exclusive), for work that is submitted to a stream.
+    pub(super) fn in_stream<R>(&self, f: impl FnOnce() -> R) -> R {
+        self.alone(|| {
+            self.queue.done();
+            f()
+        })
+    }
+
+    fn alone<R>(&self, f: impl FnOnce() -> R) -> R {
         let _guard = self.memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         f()
     }
@@ -118,6 +146,7 @@ impl SimtDevice {
             .cluster(geometry.cluster)
             .together(geometry.resident)
             .shared_bytes(geometry.shared_bytes as usize)
+            .after(&self.queue, geometry.dependent)
             .order(self.options.order)
             .race(self.options.race)
             .parallel(self.options.parallel);
@@ -127,7 +156,7 @@ impl SimtDevice {
         };
         let call = entry.on_simt().ok_or(Error::NoSimt)?;
         // SAFETY: forwarded to the caller.
-        self.exclusive(|| unsafe { launch.run(|| call(args)) })?;
+        self.alone(|| unsafe { launch.run(|| call(args)) })?;
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! Programmatic dependent launch (sm_90): a kernel may start while the one before it in the stream still runs.
 //!
-//! Nothing happens unless the host launches the later kernel with that attribute; on sm_80 and on the SIMT device,
-//! where kernels run one after another, both functions do nothing.
+//! Nothing happens unless the host launches the later kernel with that attribute, and on sm_80. On the SIMT device kernels run one after
+//! another; its race detector reports what a kernel touches too early.
 
 /// Lets the next kernel of the stream start, once every block has called this or ended:
 /// `griddepcontrol.launch_dependents`.
@@ -12,6 +12,8 @@ pub fn launch_dependents() {
     unsafe {
         sync_ptx!("griddepcontrol.launch_dependents;", options(nostack, preserves_flags))
     };
+    #[cfg(not(target_arch = "nvptx64"))]
+    simt::launch_dependents();
 }
 
 /// Waits until the kernels before this one have ended and their memory is visible: `griddepcontrol.wait`. To be called
@@ -23,6 +25,8 @@ pub fn wait() {
     unsafe {
         sync_ptx!("griddepcontrol.wait;", options(nostack, preserves_flags))
     };
+    #[cfg(not(target_arch = "nvptx64"))]
+    simt::dependent_wait();
 }
 
 /// What most kernels begin with: [`wait`], then [`launch_dependents`]. The launch overlaps with the end of the kernel before, 0.3 to

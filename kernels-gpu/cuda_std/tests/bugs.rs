@@ -3,7 +3,7 @@
 #![allow(unsafe_op_in_unsafe_fn, clippy::if_same_then_else, clippy::undocumented_unsafe_blocks)]
 
 use cuda_std::shared::Carver;
-use cuda_std::{Global, GlobalMut, atomic, cp_async, mbarrier, mma, thread, tma, warp};
+use cuda_std::{Global, GlobalMut, atomic, cp_async, dependent_launch, mbarrier, mma, thread, tma, warp};
 use simt::{Access, Buffer, Dim3, ErrorKind, Launch, LaunchError, Order, ThreadState};
 
 fn launch() -> Launch<'static> {
@@ -646,6 +646,118 @@ fn flags_in_shared_memory_order_threads() {
     let l = || launch().block(64).shared_bytes(8).race(true);
     run(l(), kernel(true)).unwrap();
     assert!(matches!(error(l(), kernel(false)).kind, ErrorKind::Race { space: simt::Space::Shared, .. }));
+}
+
+// --- dependent launches --------------------------------------------------------
+
+/// What a kernel of these tests does, one after another.
+#[derive(Clone, Copy, PartialEq)]
+enum Step {
+    Read(*const u32),
+    Write(*mut u32),
+    /// Waits until the word is 1, acquiring if so asked.
+    Poll(*const u32, bool),
+    Publish(*mut u32),
+    Wait,
+    /// Thread 0 waits alone.
+    OneWaits,
+    Barrier,
+    Trigger,
+}
+use Step::{Barrier, OneWaits, Poll, Publish, Read, Trigger, Wait, Write};
+
+/// Launches two blocks of 64 threads, of which thread 40 of the first touches memory.
+fn follow(queue: &simt::Queue, dependent: bool, steps: &[Step]) -> Result<(), LaunchError> {
+    run(launch().grid(2).block(64).race(true).after(queue, dependent), || unsafe {
+        let touches = thread::block_idx_x() == 0 && thread::thread_idx_x() == 40;
+        for &step in steps {
+            match step {
+                Read(p) if touches => _ = Global::new(p).get(0u32),
+                Write(p) if touches => GlobalMut::new(p).set(0u32, 1),
+                Poll(p, true) if touches => while atomic::load(p, atomic::Device, atomic::Acquire) == 0 {},
+                Publish(p) if touches => atomic::store(p, 1, atomic::Device, atomic::Release),
+                Wait => dependent_launch::wait(),
+                OneWaits if thread::thread_idx_x() == 0 => dependent_launch::wait(),
+                Barrier => thread::sync_threads(),
+                Trigger => dependent_launch::launch_dependents(),
+                _ => {}
+            }
+        }
+    })
+}
+
+/// The kernel that an access before the wait conflicts with, and how.
+fn early(result: Result<(), LaunchError>) -> Option<(String, Access)> {
+    let e = result.expect_err("the kernel touches memory too early");
+    eprintln!("{e}\n");
+    let ErrorKind::BeforeWait { thread: Dim3 { x: 40, .. }, offset: 0, at, earlier, .. } = e.kind else {
+        panic!("{e}")
+    };
+    line(at);
+    earlier.map(|(kernel, access, at)| {
+        line(at);
+        (kernel, access)
+    })
+}
+
+#[test]
+fn what_may_follow_anything_waits_first() {
+    let x = Buffer::from_slice(&[0u32]);
+    let p = x.as_mut_ptr();
+    for touch in [Read(p), Write(p), Publish(p)] {
+        assert_eq!(early(follow(&simt::Queue::new(), true, &[touch, Wait])), None);
+        follow(&simt::Queue::new(), true, &[Wait, touch]).unwrap();
+        // Another thread's wait counts if a barrier follows.
+        follow(&simt::Queue::new(), true, &[OneWaits, Barrier, touch]).unwrap();
+        assert_eq!(early(follow(&simt::Queue::new(), true, &[OneWaits, touch])), None);
+        // What is not launched as a dependent, and what follows a copy, has nothing to wait for.
+        follow(&simt::Queue::new(), false, &[touch]).unwrap();
+        let queue = simt::Queue::new();
+        queue.done();
+        follow(&queue, true, &[touch, Wait]).unwrap();
+        queue.forget();
+        assert_eq!(early(follow(&queue, true, &[touch, Wait])), None);
+    }
+}
+
+#[test]
+fn what_follows_a_launch_may_touch_what_that_does_not() {
+    let (x, y) = (Buffer::from_slice(&[0u32]), Buffer::from_slice(&[0u32]));
+    let (p, q) = (x.as_mut_ptr(), y.as_mut_ptr());
+    let then = |first: &[Step], second: &[Step]| {
+        let queue = simt::Queue::new();
+        follow(&queue, true, first).unwrap();
+        follow(&queue, true, second)
+    };
+    let conflict = |access| Some(("buggy".to_string(), access));
+    then(&[Wait, Trigger, Write(p)], &[Read(q), Write(q), Wait, Read(p)]).unwrap();
+    assert_eq!(early(then(&[Wait, Trigger, Write(p)], &[Read(p), Wait])), conflict(Access::Write));
+    assert_eq!(early(then(&[Wait, Write(p)], &[Write(p), Wait])), conflict(Access::Write));
+    assert_eq!(early(then(&[Wait, Read(p)], &[Write(p), Wait])), conflict(Access::Read));
+    then(&[Wait, Read(p)], &[Read(p), Wait]).unwrap();
+    // Atomics order launches that overlap, too.
+    unsafe { q.write(0) };
+    then(&[Wait, Write(p), Publish(q)], &[Poll(q, true), Read(p), Wait]).unwrap();
+    assert_eq!(early(then(&[Wait, Write(p), Publish(q)], &[Poll(q, false), Read(p), Wait])), conflict(Access::Write));
+}
+
+#[test]
+fn launches_overlap_with_those_before_the_one_before() {
+    let x = Buffer::from_slice(&[0u32]);
+    let p = x.as_mut_ptr();
+    let third = |second: &[Step]| {
+        let queue = simt::Queue::new();
+        follow(&queue, true, &[Wait, Write(p)]).unwrap();
+        follow(&queue, true, second).unwrap();
+        follow(&queue, true, &[Read(p), Wait])
+    };
+    third(&[Wait, Trigger]).unwrap();
+    third(&[Wait]).unwrap();
+    assert!(early(third(&[Trigger, Wait])).is_some());
+    // Nobody would know when the first has ended.
+    let queue = simt::Queue::new();
+    let e = follow(&queue, true, &[Trigger]).unwrap_err();
+    assert!(matches!(e.kind, ErrorKind::NeverWaited), "{e}");
 }
 
 // --- Hopper -------------------------------------------------------------------

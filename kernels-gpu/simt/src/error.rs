@@ -156,6 +156,11 @@ pub enum ErrorKind {
         second_thread: Dim3,
         second_at: Loc,
     },
+    /// A dependent launch touched global memory before it waited: `earlier` is the kernel that may still be running, what that did to the
+    /// same memory, and where, or nothing if any kernel may have come before.
+    BeforeWait { thread: Dim3, offset: usize, access: Access, at: Loc, earlier: Option<(String, Access, Loc)> },
+    /// No thread of a dependent launch waited, so who waits for it does not wait for what came before.
+    NeverWaited,
     /// Shared memory was read before anything wrote it.
     Uninitialised { thread: Dim3, offset: usize, at: Loc },
 }
@@ -221,6 +226,19 @@ impl fmt::Display for LaunchError {
                 }
                 write!(f, "thread {first_thread} at {first_at}\n    {second} by thread {second_thread} at {second_at}")
             }
+            ErrorKind::BeforeWait { thread, offset, access, at, earlier } => {
+                write!(
+                    f,
+                    "thread {thread}: global {access} at byte offset {offset} before dependent_launch::wait(), at {at}\n    "
+                )?;
+                match earlier {
+                    Some((kernel, access, at)) => {
+                        write!(f, "while kernel `{kernel}` may still be running, with a {access} at {at}")
+                    }
+                    None => write!(f, "while the kernel launched before, whichever that is, may still be running"),
+                }
+            }
+            ErrorKind::NeverWaited => write!(f, "a dependent launch of which no thread calls dependent_launch::wait()"),
             ErrorKind::Uninitialised { thread, offset, at } => write!(
                 f,
                 "thread {thread} reads shared memory at byte offset {offset}, which nothing has written\n    at {at}"

@@ -102,6 +102,21 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+fn join(known: &mut Clocks, released: &Clocks) {
+    for (&block, &clock) in released {
+        let known = known.entry(block).or_default();
+        *known = clock.max(*known);
+    }
+}
+
+/// The words of some bytes, and which bytes of each.
+fn pieces(address: usize, bytes: usize) -> impl Iterator<Item = (usize, u8)> {
+    (address / 4..(address + bytes).div_ceil(4)).map(move |word| {
+        let (from, to) = (address.max(word * 4), (address + bytes).min(word * 4 + 4));
+        (word, (((1u32 << (to - from)) - 1) << (from % 4)) as u8)
+    })
+}
+
 /// What the blocks of one launch share.
 pub(crate) struct GlobalRace {
     pages: [Mutex<Map<usize, Box<[Cell; PAGE]>>>; SHARDS],
@@ -117,11 +132,26 @@ pub(crate) struct GlobalView {
     /// What was before the last fence of device scope.
     fenced: u32,
     known: Clocks,
+    /// What it knows of blocks of earlier launches that may still be running, the last launch first.
+    earlier: Vec<Clocks>,
 }
 
 impl GlobalView {
     pub(crate) fn reset(&mut self, block: u32, known: Clocks) {
-        *self = Self { block, clock: 1, fenced: 0, known };
+        *self = Self { block, clock: 1, fenced: 0, known, earlier: Vec::new() };
+    }
+
+    /// What the block knows of the `i`-th earlier launch.
+    pub(crate) fn of_earlier(&mut self, i: usize) -> &mut Clocks {
+        if self.earlier.len() <= i {
+            self.earlier.resize_with(i + 1, Clocks::default);
+        }
+        &mut self.earlier[i]
+    }
+
+    /// [`of_earlier`](Self::of_earlier), if it knows anything.
+    pub(crate) fn with_earlier(&self, i: usize) -> Option<&Clocks> {
+        self.earlier.get(i)
     }
 
     /// A fence of device or system scope.
@@ -156,13 +186,10 @@ impl GlobalRace {
 
     /// An atomic operation of device or system scope at `address`.
     pub(crate) fn synchronise(&self, view: &mut GlobalView, address: usize, reads: bool, writes: bool, release: bool) {
-        let mut all = self.released.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&self.released);
         let released = all.entry(address).or_default();
         if reads {
-            for (&block, &clock) in released.iter() {
-                let known = view.known.entry(block).or_default();
-                *known = clock.max(*known);
-            }
+            join(&mut view.known, released);
         }
         let up_to = if release { view.clock } else { view.fenced };
         if writes && up_to > 0 {
@@ -172,6 +199,32 @@ impl GlobalRace {
             }
             view.clock += release as u32;
         }
+    }
+
+    /// Adds what was released to `address` to what somebody knows.
+    pub(crate) fn released_to(&self, known: &mut Clocks, address: usize) {
+        if let Some(released) = lock(&self.released).get(&address) {
+            join(known, released);
+        }
+    }
+
+    /// The access here that one of another launch, which knows `known` of the blocks here, conflicts with.
+    pub(crate) fn conflict(
+        &self,
+        known: Option<&Clocks>,
+        touch: Touch,
+        address: usize,
+        bytes: usize,
+    ) -> Option<Conflict> {
+        let ordered = |r: &Record| known.and_then(|k| k.get(&r.block)).is_some_and(|&known| known >= r.when);
+        pieces(address, bytes).find_map(|(word, bytes)| {
+            let pages = lock(&self.pages[word / PAGE % SHARDS]);
+            let cell = pages.get(&(word / PAGE))?[word % PAGE];
+            let reads = if touch.writes { cell.reads } else { [None; 2] };
+            [(cell.write, Access::Write), (reads[0], Access::Read), (reads[1], Access::Read)]
+                .into_iter()
+                .find_map(|(r, access)| r?.conflict(touch, word * 4, bytes, access, ordered))
+        })
     }
 
     /// Forgets all accesses to these addresses.
@@ -200,7 +253,7 @@ impl GlobalRace {
         while at < address + bytes {
             let page = at / 4 / PAGE;
             let end = (address + bytes).min((page + 1) * PAGE * 4);
-            let mut shard = self.pages[page % SHARDS].lock().unwrap_or_else(PoisonError::into_inner);
+            let mut shard = lock(&self.pages[page % SHARDS]);
             let cells = shard.entry(page).or_insert_with(|| Box::new([Cell::default(); PAGE]));
             while at < end {
                 let word = at / 4;
@@ -211,6 +264,28 @@ impl GlobalRace {
             }
         }
         Ok(())
+    }
+}
+
+impl Record {
+    /// This access, of kind `access` unless atomic, to the word at `address` if one to `bytes` of it conflicts, and nothing orders the two.
+    #[inline]
+    fn conflict(
+        self,
+        touch: Touch,
+        address: usize,
+        bytes: u8,
+        access: Access,
+        ordered: impl Fn(&Self) -> bool,
+    ) -> Option<Conflict> {
+        let conflicts = self.bytes & bytes != 0 && !(self.atomic && touch.atomic) && !ordered(&self);
+        conflicts.then(|| Conflict {
+            address: address + (self.bytes & bytes).trailing_zeros() as usize,
+            block: self.block,
+            thread: self.thread as u32,
+            access: if self.atomic { Access::Atomic } else { access },
+            at: self.at,
+        })
     }
 }
 
@@ -230,15 +305,8 @@ impl Cell {
                 view.known.get(&r.block).is_some_and(|&known| known >= r.when)
             }
         };
-        let check = |r: &Option<Record>, access: Access| match r {
-            Some(r) if r.bytes & bytes != 0 && !(r.atomic && touch.atomic) && !ordered(r) => Err(Conflict {
-                address: address + (r.bytes & bytes).trailing_zeros() as usize,
-                block: r.block,
-                thread: r.thread as u32,
-                access: if r.atomic { Access::Atomic } else { access },
-                at: r.at,
-            }),
-            _ => Ok(()),
+        let check = |r: &Option<Record>, access: Access| {
+            r.and_then(|r| r.conflict(touch, address, bytes, access, ordered)).map_or(Ok(()), Err)
         };
         check(&self.write, Access::Write)?;
         let (epoch, clock) = race.now(touch.thread);

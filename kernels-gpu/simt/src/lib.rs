@@ -12,6 +12,7 @@
 
 mod asynch;
 mod block;
+mod dependent;
 mod error;
 mod fiber;
 mod global_race;
@@ -30,6 +31,7 @@ pub use asynch::{
 pub use block::{
     BarrierOp, Lanes, MAX_BARRIERS, MAX_THREADS, WARP_SIZE, block_barrier, block_barrier_arrive, warp_collective,
 };
+pub use dependent::Queue;
 pub use error::{Access, Dim3, ErrorKind, LaunchError, Loc, Space, StuckThread, ThreadState};
 pub use global_race::Peers;
 pub use launch::{Checks, Defaults, Launch, MAX_SHARED_BYTES, Order, Region, Registered, launch};
@@ -297,6 +299,22 @@ pub fn global_access(lo: usize, address: usize, bytes: usize, access: Access) {
         if let Err(e) = lane.block().check_global_race(touch, lo, address, bytes) {
             lane.fault(e);
         }
+    }
+}
+
+/// `griddepcontrol.wait`: what was launched before has ended.
+pub fn dependent_wait() {
+    let lane = current();
+    if lane.block().race_on.get() {
+        lane.block().with_race(|race| race.dependent_wait(lane.linear));
+    }
+}
+
+/// `griddepcontrol.launch_dependents`: as far as this block goes, the next launch may begin.
+pub fn launch_dependents() {
+    let lane = current();
+    if lane.block().race_on.get() {
+        lane.block().with_race(|race| race.launch_dependents(lane.linear));
     }
 }
 

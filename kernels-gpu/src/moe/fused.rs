@@ -21,7 +21,7 @@ use super::fused_fma::Fma;
 use super::fused_stream::Stream;
 use super::fused_tile::Tile;
 use super::pairs::Pairs;
-use cuda_std::{Float, Global, GlobalMut, bf16, entries, f16, thread};
+use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, thread};
 
 /// `layout`: the second product, or a first one without values.
 pub const PLAIN: u32 = 0;
@@ -246,6 +246,15 @@ unsafe fn run<T: Float, K: Kernel<T>>(
 #[inline(always)]
 pub fn tile() -> (u32, u32) {
     (thread::block_idx_x(), thread::block_idx_y())
+}
+
+/// The end of a block without pairs. Of the second product all wait, for those that come next take its end for that of all launches before it,
+/// which is so only if something of it has waited: without any pair nothing else would.
+#[inline(always)]
+pub(super) fn nothing_to_do<const UP: bool>() {
+    if !UP {
+        dependent_launch::wait();
+    }
 }
 
 entries! {

@@ -13,7 +13,7 @@
 //! Without a sorted list (at most [`DIRECT_PAIRS`] pairs) block `y` of the grid looks at all pairs, and goes on if pair `y` is
 //! its expert's first, or its 9th, 17th, ...
 
-use super::fused::{Expert, Fused, Kernel, tile};
+use super::fused::{Expert, Fused, Kernel, nothing_to_do, tile};
 use super::pairs::{INVALID, NOWHERE, existing_tokens};
 use crate::tensor_float::TensorFloat;
 use cuda_std::vec::{self, B128};
@@ -91,7 +91,7 @@ impl<T: TensorFloat, const UP: bool, const TILES: usize, const BATCH: usize> Ker
         let bin = if a.sorted {
             let bin = a.expert_ids.get(block);
             if bin < 0 {
-                return;
+                return nothing_to_do::<UP>();
             }
             unroll::<TILES>(|tile| {
                 pairs[tile] = a.sorted_pair(block, TILES as u32 * 8, tile as u32 * 8 + g).unwrap_or(NOWHERE);
@@ -101,7 +101,7 @@ impl<T: TensorFloat, const UP: bool, const TILES: usize, const BATCH: usize> Ker
             let (bin, mine) = direct_pairs(&a, block, g);
             pairs[0] = mine;
             if bin == NOWHERE {
-                return;
+                return nothing_to_do::<UP>();
             }
             bin
         };

@@ -9,7 +9,7 @@
 //! Neighbouring blocks take the same rows of weights for [`GROUP`] neighbouring blocks of pairs, then the next rows: weights of
 //! an expert with many pairs are fetched from memory once for the group.
 
-use super::fused::{Fused, Kernel};
+use super::fused::{Fused, Kernel, nothing_to_do};
 use super::pairs::NOWHERE;
 use crate::tensor_float::TensorFloat;
 use cuda_std::{Global, Shared, cp_async, dependent_launch, mma, shared, thread, unroll, warp};
@@ -74,7 +74,7 @@ impl<T: TensorFloat, const UP: bool, const PAIR_TILES: usize, const STAGES: usiz
         let (column_tile, block) = place(a.n.div_ceil(outputs));
         let bin = a.expert_ids.get(block);
         if bin < 0 {
-            return;
+            return nothing_to_do::<UP>();
         }
         let expert = a.expert(bin as u32);
         let first_output = column_tile * outputs;
