@@ -10,6 +10,9 @@
 //! makes them of the sums that the others leave in shared memory, says that they are there, waits for those of all blocks, and brings them. The warps that
 //! multiply find them when they come to them.
 //!
+//! A warp's first piece is asked for as soon as the experts are known: where it lies in an expert's matrix is computed before, as if all pairs existed. If some do not, what is to be
+//! done is divided anew.
+//!
 //! # Shares
 //! A unit of the first product is an output of a pair: a row of gates and a row of values; of the second two rows of weights of a pair. A block takes
 //! the same rows of the second product for all pairs, so that it has all there is to add up for its outputs: no partial results leave it. Rows come in
@@ -78,9 +81,8 @@ impl Borders {
     /// `lines`: rows of the first product that make a unit.
     #[inline(always)]
     fn new(block: u32, blocks: u32, hidden: u32, lines: u32) -> Self {
-        // SAFETY: there are blocks.
-        unsafe { core::hint::assert_unchecked(blocks != 0) };
-        let rows = [block * hidden / blocks, (block + 1) * hidden / blocks];
+        let (whole, rest) = divided(hidden, blocks);
+        let rows = [block, block + 1].map(|block| block * whole + block.min(rest));
         // For each element between the products there are `lines` rows of `hidden` elements, then one: so in all of them are
         // `(lines + 1) · hidden` to be read, of which a row of the second product is one. Rounding is monotonous.
         let even = lines * hidden < blocks;
@@ -95,9 +97,32 @@ impl Borders {
     /// Of so many units the first one, and how many.
     #[inline(always)]
     fn share(self, units: u32) -> (u32, u32) {
-        let at = |part: f32| if part == 1.0 { units } else { ((units as f32 * part) as u32).min(units) };
+        // SAFETY: parts of one, and the numbers that they are parts of fit into words.
+        let cut = |part: f32| unsafe { (units as f32 * part).to_int_unchecked::<u32>() };
+        let at = |part: f32| if part == 1.0 { units } else { cut(part).min(units) };
         let (from, to) = (at(self.units[0]), at(self.units[1]));
         (from, to - from)
+    }
+}
+
+/// What a block does of the first product.
+struct Share {
+    /// Pairs of the first group.
+    early: u32,
+    /// Units of either group in all.
+    groups: [u32; 2],
+    /// The block's first unit of either, and how many.
+    starts: [u32; 2],
+    units: [u32; 2],
+}
+
+impl Share {
+    #[inline(always)]
+    fn new(borders: Borders, intermediate: u32, count: u32) -> Self {
+        let early = count / 2;
+        let groups = [early * intermediate, (count - early) * intermediate];
+        let ((a, na), (b, nb)) = (borders.share(groups[0]), borders.share(groups[1]));
+        Self { early, groups, starts: [a, groups[0] + b], units: [na, nb] }
     }
 }
 
@@ -119,41 +144,28 @@ impl Cursor {
     /// From piece `part` of all on.
     #[inline(always)]
     fn new(part: u32, parts: u32, warps: u32) -> Self {
-        let mut cursor = Self { unit: 0, part, parts, next_unit: 0, next_part: warps };
-        while cursor.next_part >= parts {
-            cursor.next_part -= parts;
-            cursor.next_unit += 1;
-        }
-        cursor.carry();
-        cursor
-    }
-
-    /// No divisions: they are long, and what runs once comes from memory.
-    #[inline(always)]
-    fn carry(&mut self) {
-        while self.part >= self.parts {
-            self.part -= self.parts;
-            self.unit += 1;
-        }
+        let ((unit, part), (next_unit, next_part)) = (divided(part, parts), divided(warps, parts));
+        Self { unit, part, parts, next_unit, next_part }
     }
 
     #[inline(always)]
     fn advance(&mut self) {
         self.part += self.next_part;
         self.unit += self.next_unit;
-        self.carry();
+        if self.part >= self.parts {
+            self.part -= self.parts;
+            self.unit += 1;
+        }
     }
 }
 
-/// The pair and its output that a unit is, if each has `width`.
+/// Quotient and rest of numbers below 2²⁰, of which the second is not 0. A division of integers is long, and what runs once comes from memory.
 #[inline(always)]
-fn split(unit: u32, width: u32) -> (u32, u32) {
-    let (mut pair, mut output) = (0, unit);
-    while output >= width {
-        output -= width;
-        pair += 1;
-    }
-    (pair, output)
+fn divided(a: u32, b: u32) -> (u32, u32) {
+    // In the middle between two multiples of the divisor's inverse, so that rounding reaches neither.
+    // SAFETY: neither negative nor too large.
+    let quotient: u32 = unsafe { float::fast::div(a as f32 + 0.5, b as f32).to_int_unchecked() };
+    (quotient, a - quotient * b)
 }
 
 /// What all warps of a block know.
@@ -259,7 +271,7 @@ impl<T: TensorFloat, const STEPS: usize> Job<T, STEPS> {
     /// A unit of the first product, by one warp, from memory.
     #[inline(always)]
     unsafe fn alone(&self, unit: u32, operand: Shared<T>) {
-        let (pair, output) = split(unit, self.intermediate);
+        let (pair, output) = divided(unit, self.intermediate);
         let (bin, token) = (self.bins.get(pair), self.tokens_of.get(pair));
         let weights = self.expert(bin, false).weights;
         let row = |up: bool| weights.offset(self.row(output, up) as usize * self.hidden as usize);
@@ -401,7 +413,33 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
     mbarrier::fence_init();
     thread::sync_threads();
     let borders = Borders::new(block, blocks, hidden, if layout == PLAIN { 1 } else { 2 });
-    dependent_launch::begin();
+    let job = Job::<T, STEPS> {
+        routed: [Weights::new(w13, bias13), Weights::new(w2, bias2)],
+        shared: [Weights::new(shared13, shared_bias13), Weights::new(shared2, shared_bias2)],
+        h: GlobalMut::new(h),
+        local,
+        hidden,
+        intermediate,
+        layout,
+        activation: Activation::new(activation, alpha, limit, layout != PLAIN),
+        bins,
+        tokens_of,
+        sums,
+    };
+    let (up_parts, width) = (job.parts(false), intermediate.max(1));
+    let divide = |count: u32| Share::new(borders, intermediate, count);
+    // A warp's first piece, if all pairs exist: then only the expert is still to be known.
+    let all = tokens * slots;
+    let share = divide(all);
+    let middle = share.units[0] * up_parts;
+    let late = warp_id >= middle;
+    let cursor = Cursor::new(warp_id - if late { middle } else { 0 }, up_parts, WARPS as u32);
+    let (own, output) = divided(cursor.unit + if late { share.starts[1] } else { share.starts[0] }, width);
+    let begin = cursor.part * len;
+    let row = |up: bool| w13.wrapping_add(job.row(output, up) as usize * hidden as usize + begin as usize);
+    let exists = (warp_id < middle + share.units[1] * up_parts) as u32;
+    let ([gates, values], [own, exists]) =
+        dependent_launch::begin_at([row(false).cast(), row(layout != PLAIN).cast()], [own, exists]);
 
     // Each warp makes itself a list of the pairs that exist, one a lane.
     let pairs = Pairs {
@@ -415,11 +453,14 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
         shared: shared_experts,
     };
     let tokens = existing_tokens(tokens, num_tokens);
-    let (mut bin, mut scale) = (NOWHERE, 0.0);
-    if lane < tokens * slots {
-        bin = pairs.bin(lane);
-        scale = pairs.weight(lane, Global::new(topk_weights));
+    if tid == const { (WARPS * 32) as u32 } {
+        mbarrier::arrive_expect_tx(there(0), tokens * hidden * 2);
+        for t in 0..tokens {
+            tma::copy_bulk(vectors.address(t * hidden), x.wrapping_add(t as usize * x_row), hidden * 2, there(0));
+        }
     }
+    let (ids, [mut scale]) = pairs.ids_and_weights::<1>(lane, tokens * slots, Global::new(topk_weights));
+    let [mut bin] = pairs.bins_of_ids(ids);
     let exist = warp::warp_vote_ballot(warp::FULL, bin != NOWHERE && bin != INVALID);
     let count = exist.count_ones();
     let mut pair = lane;
@@ -434,48 +475,43 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
         bin = warp::shfl_idx(bin, pair);
         scale = warp::shfl_idx(scale, pair);
     }
-    let token = if tokens == 1 { 0 } else { pair / slots.max(1) };
+    let token = if tokens == 1 { 0 } else { divided(pair, slots.max(1)).0 };
 
-    let job = Job::<T, STEPS> {
-        routed: [Weights::new(w13, bias13), Weights::new(w2, bias2)],
-        shared: [Weights::new(shared13, shared_bias13), Weights::new(shared2, shared_bias2)],
-        h: GlobalMut::new(h),
-        local,
-        hidden,
-        intermediate,
-        layout,
-        activation: Activation::new(activation, alpha, limit, layout != PLAIN),
-        bins,
-        tokens_of,
-        sums,
+    let ring = ring.offset(warp_id % WARPS as u32 * stages * 2 * len);
+    let bar = |stage: u32| bars.address(warp_id * MAX_STAGES as u32 + stage);
+    // Fetches a piece of a row, and of another one, which comes with it if they are `joint`.
+    let fetch = |to: u32, n: u32, row: *const T, other: Option<*const T>, joint: bool| {
+        let (stage, bytes) = (ring.address(to * 2 * len), if other.is_some() { 4 } else { 2 } * n);
+        mbarrier::arrive_expect_tx(bar(to), bytes);
+        tma::copy_bulk(stage, row, if joint { bytes } else { 2 * n }, bar(to));
+        if let Some(other) = other {
+            if !joint {
+                tma::copy_bulk(stage + 2 * len, other, 2 * n, bar(to));
+            }
+        }
     };
-    // Pairs of the first group; the block's units of both.
-    let early = count / 2;
-    let groups = [early * intermediate, (count - early) * intermediate];
-    let shares = |borders: Borders| {
-        let ((a, na), (b, nb)) = (borders.share(groups[0]), borders.share(groups[1]));
-        ([a, groups[0] + b], [na, nb])
-    };
-    let (starts, units) = shares(borders);
+    let mut fetched = count == all && exists != 0 && warp_id < WARPS as u32;
+    if fetched {
+        let whose = warp::shfl_idx(bin, own);
+        if lane == 0 {
+            let of = job.expert(whose, false).weights.ptr(0u32);
+            let place = |at: *const u8| of.wrapping_byte_add(at.addr() - w13.addr());
+            let other = if layout == PLAIN { None } else { Some(place(values)) };
+            fetch(0, (hidden - begin).min(len), place(gates), other, false);
+        }
+    }
+    let Share { early, groups, starts, units } = divide(count);
     let (first_row, rows) = (borders.rows[0], borders.rows[1] - borders.rows[0]);
-    let up_parts = job.parts(false);
     // Pieces up to the end of the first product of either group, and of all.
     let middle = units[0] * up_parts;
     let first = middle + units[1] * up_parts;
     let h_vectors = vectors.offset(tokens * hidden);
     let words = Words::new(words, blocks, launch);
-    let width = intermediate.max(1);
 
     if warp_id == WARPS as u32 {
         if lane < count {
             bins.set(lane, bin);
             tokens_of.set(lane, token);
-        }
-        if lane == 0 {
-            mbarrier::arrive_expect_tx(there(0), tokens * hidden * 2);
-            for t in 0..tokens {
-                tma::copy_bulk(vectors.address(t * hidden), x.wrapping_add(t as usize * x_row), hidden * 2, there(0));
-            }
         }
         let won = lane == 0 && words.claim(block);
         let own = warp::warp_vote_any(warp::FULL, won);
@@ -487,7 +523,7 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
                 let base = if group == 0 { 0 } else { middle };
                 let mut unit = lane;
                 while unit < units {
-                    let (pair, output) = split(start + unit, width);
+                    let (pair, output) = divided(start + unit, width);
                     let piece = base + unit * up_parts;
                     let up = if layout == PLAIN { 0.0 } else { job.total(piece, 1, up_parts) };
                     job.finish(start + unit, pair, output, job.total(piece, 0, up_parts), up);
@@ -521,7 +557,8 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
                         let won = lane == 0 && words.claim(other);
                         if warp::warp_vote_any(warp::FULL, won) {
                             let lines = if layout == PLAIN { 1 } else { 2 };
-                            let (starts, units) = shares(Borders::new(other, blocks, hidden, lines));
+                            let share = Share::new(Borders::new(other, blocks, hidden, lines), intermediate, count);
+                            let (starts, units) = (share.starts, share.units);
                             mbarrier::wait_parity(there(0), 0);
                             for unit in 0..units[0] + units[1] {
                                 let late = unit >= units[0];
@@ -551,8 +588,6 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
         return;
     }
 
-    let ring = ring.offset(warp_id * stages * 2 * len);
-    let bar = |stage: u32| bars.address(warp_id * MAX_STAGES as u32 + stage);
     let (each, down_parts) = (rows.div_ceil(2), job.parts(true));
     let late = first + early * each * down_parts;
     let all = first + count * each * down_parts;
@@ -574,9 +609,9 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
             }
             let fetching_down = fetching == 2;
             let (pair, unit) = if fetching_down {
-                split(cursor.unit, each)
+                divided(cursor.unit, each)
             } else {
-                split(cursor.unit + if fetching == 0 { starts[0] } else { starts[1] }, width)
+                divided(cursor.unit + if fetching == 0 { starts[0] } else { starts[1] }, width)
             };
             let (k, start) = (if fetching_down { intermediate } else { hidden }, cursor.part * len);
             let n = (k - start).min(len);
@@ -589,7 +624,7 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
                 from = vector * k + start + if fetching_down { tokens * hidden } else { 0 };
                 what = n | if both { if joint { n } else { len } } else { 0 } << 16;
             }
-            if lane == 0 {
+            if lane == 0 && !fetched {
                 let (row, other) = if fetching_down {
                     let row = first_row + 2 * unit;
                     (row, row + 1)
@@ -597,16 +632,10 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize>(
                     (job.row(unit, false), job.row(unit, true))
                 };
                 let weights = job.expert(whose, fetching_down).weights;
-                let stage = ring.address(to * 2 * len);
-                let bytes = if both { 4 } else { 2 } * n;
-                mbarrier::arrive_expect_tx(bar(to), bytes);
-                let piece = weights.ptr(row as usize * k as usize + start as usize);
-                tma::copy_bulk(stage, piece, if joint { bytes } else { 2 * n }, bar(to));
-                if both && !joint {
-                    let piece = weights.ptr(other as usize * k as usize + start as usize);
-                    tma::copy_bulk(stage + 2 * len, piece, 2 * n, bar(to));
-                }
+                let piece = |row: u32| weights.ptr(row as usize * k as usize + start as usize);
+                fetch(to, n, piece(row), if both { Some(piece(other)) } else { None }, joint);
             }
+            fetched = false;
             to = if to + 1 == stages { 0 } else { to + 1 };
             cursor.advance();
             next += WARPS as u32;
