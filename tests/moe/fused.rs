@@ -410,68 +410,84 @@ fn vector_of_long_rows() {
     });
 }
 
-/// Blocks one after the other, so that the first has to do what it would wait for, and those that begin later find it done: the same bits.
+/// Either way to exchange what lies between the products, by blocks that run one after the other, so that the first has to do what it would wait for
+/// and those that begin later find it done, and by blocks that run together: the same bits.
 #[test]
-fn vector_where_blocks_do_not_run_at_the_same_time() {
-    use warploom::kernels::moe::fused_vector::{THREADS, moe_fused_vector_bf16, shared_bytes};
+fn vector_by_claims_and_by_words() {
+    use warploom::kernels::moe::fused_vector::*;
     if sanitizing() {
         return;
     }
     let d = Device::simt();
     let s = Stream::new(&d).unwrap();
-    let case = Case::new(1, 3, 4, 40, 48).path(FusedPath::Vector);
-    let inputs = Inputs::<bf16>::new(&d, &case, 1);
-    let want = bits_of(&d, &s, &inputs, &case);
-    for blocks in [1, 3, 5] {
-        let mut out = Tensor::<bf16>::zeros(&d, &[40]).unwrap();
-        let mut workspace = inputs.workspace(&d, &s, &case);
-        let mut words = Tensor::<u64>::uninit(&d, &[300]).unwrap();
-        s.fill_bytes(&mut words, 0x7f).unwrap();
-        let none = std::ptr::null();
-        let (operands, sums, stages) = (40 + 3 * 48, 2000, 2);
-        let args = fused::VectorArgs {
-            out: out.as_mut_ptr().cast(),
-            out_row: 40,
-            h: workspace.as_mut_ptr().cast(),
-            words: words.as_mut_ptr(),
-            launch: 12345,
-            x: inputs.x.as_ptr().cast(),
-            x_row: 40,
-            w13: inputs.w13.as_ptr().cast(),
-            bias13: none,
-            w2: inputs.w2.as_ptr().cast(),
-            bias2: none,
-            shared13: none,
-            shared_bias13: none,
-            shared2: none,
-            shared_bias2: none,
-            topk_ids: inputs.ids.as_ptr(),
-            topk_weights: inputs.weights.as_ptr(),
-            expert_map: std::ptr::null(),
-            num_tokens: std::ptr::null(),
-            tokens: 1,
-            top_k: 3,
-            slots: 3,
-            experts: 4,
-            local: 4,
-            shared_experts: 0,
-            hidden: 40,
-            intermediate: 48,
-            layout: 1,
-            activation: 0,
-            alpha: 0.0,
-            limit: 0.0,
-            operands,
-            sums,
-            stages,
-        };
-        let bytes = shared_bytes(operands as usize, sums as usize, stages as usize);
-        let geometry = Geometry::linear(blocks, THREADS as u32).shared_bytes(bytes as u32);
-        // SAFETY: the arguments are tensors of the sizes that they say.
-        unsafe { s.launch(&moe_fused_vector_bf16::ENTRY, &geometry, &args).unwrap() };
-        let got: Vec<_> = out.to_vec().unwrap().iter().map(|v| v.to_f32().to_bits()).collect();
-        assert_eq!(got, want, "{blocks} blocks");
-        assert!(words.to_vec().unwrap()[..blocks as usize + 1].iter().all(|&w| w == 0), "zeroes are left");
+    for (hidden, inter) in [(40usize, 48usize), (1032, 16), (24, 1032)] {
+        let case = Case::new(1, 3, 4, hidden, inter).path(FusedPath::Vector);
+        let inputs = Inputs::<bf16>::new(&d, &case, 1);
+        let want = bits_of(&d, &s, &inputs, &case);
+        for (words, blocks, together) in [
+            (false, 1, false),
+            (false, 3, false),
+            (false, 3, true),
+            (true, 1, false),
+            (true, 3, false),
+            (true, 3, true),
+            (true, 5, false),
+        ] {
+            let mut out = Tensor::<bf16>::zeros(&d, &[hidden]).unwrap();
+            // `h`, then the words that blocks claim, or the one that counts them.
+            let n = 3 * inter / OUTPUTS * WORD_BYTES / 8;
+            let mut workspace = Tensor::<u64>::uninit(&d, &[n + CLAIMS]).unwrap();
+            s.fill_bytes(&mut workspace, 0x7f).unwrap();
+            let none = std::ptr::null();
+            let (operands, sums, room) = (hidden + 3 * inter, 8000, 4096);
+            let args = fused::VectorArgs {
+                out: out.as_mut_ptr().cast(),
+                out_row: hidden,
+                h: workspace.as_mut_ptr().cast(),
+                words: workspace.as_mut_ptr().wrapping_add(n),
+                launch: 12345,
+                x: inputs.x.as_ptr().cast(),
+                x_row: hidden,
+                w13: inputs.w13.as_ptr().cast(),
+                bias13: none,
+                w2: inputs.w2.as_ptr().cast(),
+                bias2: none,
+                shared13: none,
+                shared_bias13: none,
+                shared2: none,
+                shared_bias2: none,
+                topk_ids: inputs.ids.as_ptr(),
+                topk_weights: inputs.weights.as_ptr(),
+                expert_map: std::ptr::null(),
+                num_tokens: std::ptr::null(),
+                tokens: 1,
+                top_k: 3,
+                slots: 3,
+                experts: 4,
+                local: 4,
+                shared_experts: 0,
+                hidden: hidden as u32,
+                intermediate: inter as u32,
+                layout: 1,
+                activation: 0,
+                alpha: 0.0,
+                limit: 0.0,
+                operands: operands as u32,
+                sums: sums as u32,
+                room: room as u32,
+            };
+            let entry = if words { moe_fused_vector_words_bf16::ENTRY } else { moe_fused_vector_bf16::ENTRY };
+            let bytes = shared_bytes(operands, sums, room) as u32;
+            let geometry = Geometry::linear(blocks, threads(words) as u32).shared_bytes(bytes);
+            let geometry = if together { geometry.resident() } else { geometry };
+            // SAFETY: the arguments are tensors of the sizes that they say.
+            unsafe { s.launch(&entry, &geometry, &args).unwrap() };
+            let got: Vec<_> = out.to_vec().unwrap().iter().map(|v| v.to_f32().to_bits()).collect();
+            assert_eq!(got, want, "{hidden} x {inter}, words {words}, {blocks} blocks");
+            let left = workspace.to_vec().unwrap();
+            let left = if words { &left[..n + 1] } else { &left[n..n + blocks as usize + 1] };
+            assert!(left.iter().all(|&w| w == 0), "zeroes are left");
+        }
     }
 }
 

@@ -199,10 +199,20 @@ impl FusedPath {
 
     /// How to launch [`Vector`](Self::Vector) on so many multiprocessors, if there is room in shared memory.
     const fn vector_parts(shape: &FusedShape, multiprocessors: usize) -> Option<VectorParts> {
+        // Measured on an H200: while there is little to read, what counts is how soon blocks know `h`; then how much of it they read.
+        let words = product(&[shape.pairs(), shape.hidden, shape.intermediate]) < LARGE && narrow(shape);
+        match Self::vector_parts_of(shape, multiprocessors, words) {
+            None if words => Self::vector_parts_of(shape, multiprocessors, false),
+            parts => parts,
+        }
+    }
+
+    /// [`vector_parts`](Self::vector_parts) if `h` is exchanged in `words`, or not.
+    const fn vector_parts_of(shape: &FusedShape, multiprocessors: usize, words: bool) -> Option<VectorParts> {
         let blocks =
             if multiprocessors < fused_vector::MAX_BLOCKS { multiprocessors } else { fused_vector::MAX_BLOCKS };
         let FusedShape { tokens, hidden, intermediate, .. } = *shape;
-        let (pairs, len) = (shape.pairs(), fused_vector::STEPS * 256);
+        let (pairs, len, rows) = (shape.pairs(), fused_vector::STEPS * 256, fused_vector::rows(words));
         if blocks == 0 || hidden == 0 || intermediate == 0 || pairs > fused_vector::MAX_PAIRS {
             return None;
         }
@@ -212,19 +222,23 @@ impl FusedPath {
             return None;
         }
         // A block's units are at most its part of them all and what a row of the second product less is worth, rounded up in both groups.
-        let units = h / blocks + h / hidden + 5;
-        let up = product(&[units, hidden.div_ceil(len)]);
-        let down = product(&[pairs, (hidden / blocks + 1).div_ceil(2), intermediate.div_ceil(len)]);
-        let sums = product(&[2, up.saturating_add(down)]);
-        let mut stages = fused_vector::MAX_STAGES;
-        while stages > 0 {
-            let shared_bytes = fused_vector::shared_bytes(operands, sums, stages);
-            if shared_bytes <= fused_wgmma::MAX_SHARED_BYTES {
-                return Some(VectorParts { blocks, operands, sums, stages, shared_bytes });
-            }
-            stages -= 1;
+        let each = if words { fused_vector::OUTPUTS } else { 1 };
+        let units = each * (h / each / blocks + h / each / hidden + 5);
+        let up = product(&[2, units, hidden.div_ceil(len)]);
+        let down = product(&[rows, pairs, (hidden / blocks + 1).div_ceil(rows), intermediate.div_ceil(len)]);
+        let sums = up.saturating_add(down);
+        let fixed = fused_vector::shared_bytes(operands, sums, 0);
+        if fixed > fused_wgmma::MAX_SHARED_BYTES {
+            return None;
         }
-        None
+        // Rings begin at multiples of 128 bytes.
+        let room = (fused_wgmma::MAX_SHARED_BYTES - fixed) / (fused_vector::WARPS * 2) / 64 * 64;
+        let least_room = if words { most(2 * least(hidden, len), rows * least(intermediate, len)) } else { rows * len };
+        if room < least_room {
+            return None;
+        }
+        let shared_bytes = fused_vector::shared_bytes(operands, sums, room);
+        Some(VectorParts { words, blocks, operands, sums, room, shared_bytes })
     }
 
     const fn is_tile(self) -> bool {
@@ -292,6 +306,24 @@ impl FusedShape {
     }
 }
 
+/// Pairs × hidden × intermediate from which on [`FusedPath::Vector`] is the fastest for one token, where tokens are [`narrow`] (otherwise from the half of
+/// `LARGE` on), and from which on blocks claim shares there instead of exchanging words.
+const SMALL: usize = 1 << 18;
+const LARGE: usize = 1 << 26;
+
+/// Whether tokens are at most four times as wide as what is between the products.
+const fn narrow(shape: &FusedShape) -> bool {
+    shape.hidden / 4 <= shape.intermediate
+}
+
+const fn least(a: usize, b: usize) -> usize {
+    if a < b { a } else { b }
+}
+
+const fn most(a: usize, b: usize) -> usize {
+    if a > b { a } else { b }
+}
+
 /// Blocks of pairs of all paths.
 const BLOCKS: [usize; 5] = [8, 16, 32, 64, 128];
 
@@ -321,7 +353,14 @@ impl Workspace {
     const fn new(shape: &FusedShape, dtype: DType, block: usize) -> Self {
         let pairs = shape.pairs();
         let capacity = sort::capacity(pairs, shape.bins(), block, false);
-        let partial = after(0, product(&[pairs, shape.intermediate, dtype.size()]));
+        // Of `Vector` perhaps in words, where no rows of the second product's results follow.
+        let h = product(&[pairs, shape.intermediate, dtype.size()]);
+        let exchanged = if pairs > fused_vector::MAX_PAIRS {
+            0
+        } else {
+            product(&[pairs, shape.intermediate / fused_vector::OUTPUTS, fused_vector::WORD_BYTES])
+        };
+        let partial = after(0, most(h, exchanged));
         let sorted_ids = after(partial, product(&[pairs, shape.hidden, 4]));
         let expert_ids = after(sorted_ids, product(&[capacity, 4]));
         let totals = after(expert_ids, product(&[capacity / block, 4]));
@@ -330,7 +369,7 @@ impl Workspace {
         let offsets = after(sorted_weights, product(&[capacity, 4]));
         let expert_counts = after(offsets, product(&[shape.bins().saturating_add(1), 4]));
         let words = after(expert_counts, product(&[shape.bins(), 4]));
-        let draws = after(words, fused_vector::WORDS * 8);
+        let draws = after(words, fused_vector::CLAIMS * 8);
         let progress = after(draws, items::WORDS * 8);
         let bytes = after(progress, progress::WORDS * 4);
         Self {
@@ -376,10 +415,12 @@ enum Products {
 /// What a launch of [`FusedPath::Vector`] needs to know; see [`VectorArgs`].
 #[derive(Clone, Copy, Debug)]
 struct VectorParts {
+    /// Whether `h` is exchanged in words.
+    words: bool,
     blocks: usize,
     operands: usize,
     sums: usize,
-    stages: usize,
+    room: usize,
     shared_bytes: usize,
 }
 
@@ -416,11 +457,12 @@ pub const fn plan(
         if fits && wgmma && !shuffled { FusedPath::vector_parts(shape, multiprocessors as usize) } else { None };
     let path = match path {
         FusedPath::Auto if !fits => FusedPath::Fma,
-        // One token of large matrices: what is gained by one stream of weights is more than the blocks' waiting for each other costs.
+        // One token: what is gained by one launch and one stream of weights is more than the blocks' waiting for each other costs.
         FusedPath::Auto
             if shape.tokens == 1
-                && product(&[shape.pairs(), shape.hidden, shape.intermediate]) >= 1 << 25
-                && matches!(vector, Some(parts) if parts.stages > 1) =>
+                && product(&[shape.pairs(), shape.hidden, shape.intermediate])
+                    >= if narrow(shape) { SMALL } else { LARGE / 2 }
+                && matches!(vector, Some(parts) if parts.room >= 4 * fused_vector::STEPS * 256) =>
         {
             FusedPath::Vector
         }
@@ -483,7 +525,12 @@ pub const fn plan(
     }
     if let (FusedPath::Vector, Some(parts)) = (path, vector) {
         use fused_vector::*;
-        let entry = if is_bf16 { moe_fused_vector_bf16::ENTRY } else { moe_fused_vector_f16::ENTRY };
+        let entry = match (is_bf16, parts.words) {
+            (false, false) => moe_fused_vector_f16::ENTRY,
+            (true, false) => moe_fused_vector_bf16::ENTRY,
+            (false, true) => moe_fused_vector_words_f16::ENTRY,
+            (true, true) => moe_fused_vector_words_bf16::ENTRY,
+        };
         return Some(Plan { path, products: Products::Vector(entry, parts), cluster: 1, rounded: None });
     }
     let (f16, bf16) = match path {
@@ -548,7 +595,7 @@ impl Plan {
             return geometry.shared_bytes(bytes as u32).cluster(blocks);
         }
         if let Products::Vector(_, parts) = self.products {
-            let geometry = Geometry::linear(parts.blocks as u32, fused_vector::THREADS as u32);
+            let geometry = Geometry::linear(parts.blocks as u32, fused_vector::threads(parts.words) as u32);
             return geometry.shared_bytes(parts.shared_bytes as u32).resident();
         }
         let block = self.path.block();
@@ -850,7 +897,7 @@ pub unsafe fn launch(
             let args = VectorArgs {
                 out: o.out,
                 out_row: o.out_row,
-                h: up.h,
+                h: up.h.cast(),
                 words: part(at.words).cast(),
                 launch: launch_number(),
                 x: o.x,
@@ -881,7 +928,7 @@ pub unsafe fn launch(
                 limit,
                 operands: parts.operands as u32,
                 sums: parts.sums as u32,
-                stages: parts.stages as u32,
+                room: parts.room as u32,
             };
             // SAFETY: forwarded to the caller. Sums over slots are part of it.
             return unsafe { stream.launch(&entry, &first, &args) };
