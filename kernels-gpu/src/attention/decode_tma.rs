@@ -29,7 +29,8 @@
 //! Chunks are by the sequence's length alone, those of [`decode`](super::decode) or somewhat smaller ([`SHORT`]). Each chunk is computed from nothing and then
 //! added ([`Total`]) to the chunks before it, in their order. How they are dealt to blocks ([`Share`]) therefore has no say in
 //! the result: the chunks of a sequence that are all a block's are added as they come; otherwise each goes to memory, and the
-//! block that draws the last ticket of a sequence's head adds them, the same operations on the same numbers. A block's share is
+//! block that draws the last ticket of a sequence's head adds them, the same operations on the same numbers (the first ones of a
+//! sequence may go there as a sum, since that is how they are added). A block's share is
 //! consecutive, so only its first and its last sequence can be in want of a ticket, which costs some microseconds.
 
 use super::decode::{
@@ -601,7 +602,8 @@ unsafe fn multiply<
 /// * `hint` is 0, [`SHORT`] or no smaller than a step; `splitting`: how sequences become items, a constant of [`split`].
 ///
 /// `D` is the head size, a row of the cache a multiple of [`LINE`]; a step has `KEYS`, `16 * TALL` a consumer. `WIDE`: chunks are added up eight
-/// dimensions a thread, not four; that is for more of them than threads.
+/// dimensions a thread, not four; that is for more of them than threads. The first chunks of a divided sequence are then one partial
+/// result.
 /// Block: [`threads`]; any grid; shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn decode<
@@ -679,7 +681,7 @@ pub unsafe fn decode<
     let records = carver.take::<u32>(const { (RECORDS * WORDS) as usize });
     // Whether a warp wants other maxima, in steps of even and of odd number; maxima and sums of its keys.
     let votes = carver.take::<u32>(const { 2 * CONSUMERS });
-    // Whether this block adds the chunks; whether it has no work.
+    // The first partial result that this block adds, plus 1, or 0; whether the block has no work.
     let adds = carver.take::<u32>(4);
     let tops = carver.take::<f32>(const { CONSUMERS * 8 * TILES });
     let own_sums = carver.take::<f32>(const { CONSUMERS * 8 * TILES });
@@ -840,6 +842,7 @@ pub unsafe fn decode<
                     let group = ((key + (lane << box_shift)) & ((1 << page_shift) - 1)) / 8;
                     let (map, ring0, head) = if brings_k { (k_map, k0, k_head) } else { (v_map, v0, v_head) };
                     let to = ring0 + slot * kv_bytes + (lane << box_shift) * (columns * LINE as u32);
+                    // Partial results stay in the second-level cache longer than what is read once.
                     tma::load_tensor_for::<5>(
                         to,
                         map,
