@@ -29,7 +29,8 @@
 //! Chunks are by the sequence's length alone, those of [`decode`](super::decode) or somewhat smaller ([`SHORT`]). Each chunk is computed from nothing and then
 //! added ([`Total`]) to the chunks before it, in their order. How they are dealt to blocks ([`Share`]) therefore has no say in
 //! the result: the chunks of a sequence that are all a block's are added as they come; otherwise each goes to memory, and the
-//! block that draws the last ticket of a sequence's head adds them, the same operations on the same numbers. A block's share is
+//! block that draws the last ticket of a sequence's head adds them, the same operations on the same numbers (the first ones of a
+//! sequence may go there as a sum, since that is how they are added). A block's share is
 //! consecutive, so only its first and its last sequence can be in want of a ticket, which costs some microseconds.
 
 use super::decode::{
@@ -39,6 +40,7 @@ use super::decode::{
 use super::soft_capped;
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::LOG2_E;
+use cuda_std::second_level::Policy;
 use cuda_std::shared::Carver;
 use cuda_std::tma::TensorMap;
 use cuda_std::vec::{self, B32, B64, B128, SecondLevel};
@@ -83,6 +85,11 @@ const ITEM_END: u32 = 4;
 const WHOLE: u32 = 8;
 /// The block's last step.
 const LAST: u32 = 16;
+/// The item begins a sequence of which others have the rest: its chunks are added as those of a whole sequence, and leave one partial
+/// result.
+const PREFIX: u32 = 32;
+/// Where a ticket counts the chunks of the prefix: of longer sequences there is none.
+const PREFIX_SHIFT: u32 = 16;
 /// Keys of a unit of work, as a power of two, unless there are too many.
 const UNIT_SHIFT: u32 = 6;
 
@@ -162,6 +169,8 @@ struct Share {
     group: u32,
     /// The most sequences of a group, if they are not divided.
     rounds: u32,
+    /// The most groups of which each sequence of the batch can have as many, or 0 if those are much fewer than there are.
+    even: u32,
     from: u32,
     to: u32,
     head: u32,
@@ -219,13 +228,26 @@ impl Share {
         let groups = (blocks / heads).max(1);
         core::hint::assert_unchecked(groups != 0);
         let (group, head) = (block / heads, block % heads);
-        Self { unit, groups, group, rounds: batch.div_ceil(groups), from: 0, to: 0, head, whole: true, single: false }
+        let even = groups - groups % batch.max(1);
+        let even = if even * 16 >= groups * 15 { even } else { 0 };
+        Self {
+            unit,
+            groups,
+            group,
+            rounds: batch.div_ceil(groups),
+            even,
+            from: 0,
+            to: 0,
+            head,
+            whole: true,
+            single: false,
+        }
     }
 
     /// A group's borders, of `units` in `chunks`, no sequence having more than `longest` units.
     #[inline(always)]
     fn deal(&mut self, batch: u32, splitting: u32, units: u32, chunks: u32, longest: u32) {
-        let Self { groups, group, rounds, .. } = *self;
+        let Self { groups, group, rounds, even, .. } = *self;
         self.whole = match splitting {
             split::CHUNKS => false,
             split::WHOLE => true,
@@ -234,7 +256,11 @@ impl Share {
             _ => (groups * rounds) as u64 * longest as u64 <= units as u64 + (units / 16 + 5 * groups) as u64,
         };
         // Blocks without work are the last ones, so that the others have multiprocessors of their own.
-        let parts = groups.min(if self.whole { batch } else { chunks }).max(1);
+        let mut parts = groups.min(if self.whole { batch } else { chunks }).max(1);
+        // Sequences of about the same length are cut alike: a border between two of them saves partial results and tickets.
+        if !self.whole && even != 0 && longest as u64 * batch as u64 <= (units + units / 16) as u64 {
+            parts = parts.min(even);
+        }
         // Any borders would do that rise and end with the last unit.
         let each = units as f32 * float::fast::recip(parts as f32);
         let border = |part: u32| {
@@ -264,6 +290,8 @@ struct Item {
     parts: u32,
     /// Whether there are no other chunks.
     whole: bool,
+    /// Whether they are a sequence's first, there are others, and a ticket can tell how many they are.
+    prefix: bool,
     /// The first step's first key, and where the last one ends.
     key: u32,
     end: u32,
@@ -309,7 +337,18 @@ impl<const KEYS: u32> Walk<KEYS> {
     #[inline(always)]
     unsafe fn new(lengths: Lengths) -> Self {
         let window = Window { len: 0, shift: 0, first_chunk: 0, chunks: 0, units: 0 };
-        let item = Item { sequence: 0, len: 0, head: 0, part: 0, parts: 1, whole: true, key: 0, end: 0, over: false };
+        let item = Item {
+            sequence: 0,
+            len: 0,
+            head: 0,
+            part: 0,
+            parts: 1,
+            whole: true,
+            prefix: false,
+            key: 0,
+            end: 0,
+            over: false,
+        };
         Self {
             share: Share::new(lengths),
             base: 0,
@@ -442,6 +481,7 @@ impl<const KEYS: u32> Walk<KEYS> {
             part: start,
             parts,
             whole: stop - start == parts,
+            prefix: start == 0 && stop < parts && parts < 1 << PREFIX_SHIFT,
             key: ((first_chunk + start) << shift).max(visible & !(KEYS - 1)),
             end: ((first_chunk + stop) << shift).min(len),
             over: false,
@@ -460,7 +500,7 @@ unsafe fn add_wide(
     values_at: [u32; 2],
 ) -> (Total, [[f32; 4]; 2]) {
     let mut total = Total { top: f32::NEG_INFINITY, sum: 0.0 };
-    let (mut all, mut chunk) = ([[0f32; 4]; 2], 0);
+    let (mut all, mut chunk) = ([[-0f32; 4]; 2], 0);
     loop {
         let (mut stats, mut values) = ([[0f32; 2]; 4], [[[0f32; 4]; 2]; 4]);
         unroll::<4>(|j| {
@@ -562,7 +602,8 @@ unsafe fn multiply<
 /// * `hint` is 0, [`SHORT`] or no smaller than a step; `splitting`: how sequences become items, a constant of [`split`].
 ///
 /// `D` is the head size, a row of the cache a multiple of [`LINE`]; a step has `KEYS`, `16 * TALL` a consumer. `WIDE`: chunks are added up eight
-/// dimensions a thread, not four; that is for more of them than threads.
+/// dimensions a thread, not four; that is for more of them than threads. The first chunks of a divided sequence are then one partial
+/// result.
 /// Block: [`threads`]; any grid; shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn decode<
@@ -640,7 +681,7 @@ pub unsafe fn decode<
     let records = carver.take::<u32>(const { (RECORDS * WORDS) as usize });
     // Whether a warp wants other maxima, in steps of even and of odd number; maxima and sums of its keys.
     let votes = carver.take::<u32>(const { 2 * CONSUMERS });
-    // Whether this block adds the chunks; whether it has no work.
+    // The first partial result that this block adds, plus 1, or 0; whether the block has no work.
     let adds = carver.take::<u32>(4);
     let tops = carver.take::<f32>(const { CONSUMERS * 8 * TILES });
     let own_sums = carver.take::<f32>(const { CONSUMERS * 8 * TILES });
@@ -783,6 +824,7 @@ pub unsafe fn decode<
                             | flag(item_end || next_key & chunk_mask == 0, CHUNK_END)
                             | flag(item_end, ITEM_END)
                             | flag(item.whole, WHOLE)
+                            | flag(WIDE && item.prefix, PREFIX)
                             | flag(item_end && coming.item.over, LAST);
                         record.set_as(FLAGS, B128([flags, key, len, wrong]));
                         record.set_as(SEQUENCE, B128([sequence, head, item.part, item.parts]));
@@ -800,7 +842,14 @@ pub unsafe fn decode<
                     let group = ((key + (lane << box_shift)) & ((1 << page_shift) - 1)) / 8;
                     let (map, ring0, head) = if brings_k { (k_map, k0, k_head) } else { (v_map, v0, v_head) };
                     let to = ring0 + slot * kv_bytes + (lane << box_shift) * (columns * LINE as u32);
-                    tma::load_tensor::<5>(to, map, [0, 0, (kv_head * head) as i32, group as i32, page], full);
+                    // Partial results stay in the second-level cache longer than what is read once.
+                    tma::load_tensor_for::<5>(
+                        to,
+                        map,
+                        [0, 0, (kv_head * head) as i32, group as i32, page],
+                        full,
+                        Policy::FIRST,
+                    );
                 }
                 if brings_k && first && lane < rows {
                     let r = first_row + lane;
@@ -871,7 +920,9 @@ pub unsafe fn decode<
     let mut l = [[0f32; 2]; TILES];
     let mut o = [[[0f32; 4]; TILES]; 4];
     let mut total = [[Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2]; TILES];
-    let mut all = [[[0f32; 4]; TILES]; 4];
+    // −0 plus anything is just that: a prefix that is added again has the same bits.
+    let zero = if WIDE { -0f32 } else { 0.0 };
+    let mut all = [[[zero; 4]; TILES]; 4];
     let (mut sequence, mut kv_head, mut first_row, mut pair) = (0u32, 0u32, 0u32, 0u32);
     // The chunk's number and how many there are; the chunks that this item has put into memory.
     let (mut part, mut parts, mut stored) = (0u32, 1u32, 0u32);
@@ -1126,6 +1177,7 @@ pub unsafe fn decode<
         (slot, parity) = if slot == STAGES { (0, parity ^ 1) } else { (slot, parity) };
 
         if fresh {
+            (part, stored) = (part + 1, stored + 1);
             thread::sync_named(1, const { 32 * CONSUMERS as u32 });
             unroll::<TILES>(|tile| {
                 unroll::<2>(|c| {
@@ -1147,7 +1199,8 @@ pub unsafe fn decode<
             });
         }
         let whole = flags & WHOLE != 0;
-        if flags & (if whole { ITEM_END } else { CHUNK_END }) == 0 {
+        let joined = if WIDE { flags & (WHOLE | PREFIX) != 0 } else { whole };
+        if flags & (if joined { ITEM_END } else { CHUNK_END }) == 0 {
             continue;
         }
         // One thread of all that have parts of a row.
@@ -1172,7 +1225,7 @@ pub unsafe fn decode<
                 });
             });
         } else {
-            let slot = partial.offset((pair as usize * partial_chunks as usize + part as usize) * slot_floats);
+            let slot = partial.offset((pair as usize * partial_chunks as usize + part as usize - 1) * slot_floats);
             unroll::<TILES>(|tile| {
                 unroll::<2>(|c| {
                     let r = tile as u32 * 8 + 2 * t + c as u32;
@@ -1190,9 +1243,8 @@ pub unsafe fn decode<
         }
         unroll::<TILES>(|tile| {
             total[tile] = [Total { top: f32::NEG_INFINITY, sum: 0.0 }; 2];
-            unroll::<4>(|i| all[i][tile] = [0.0; 4]);
+            unroll::<4>(|i| all[i][tile] = [zero; 4]);
         });
-        (part, stored) = (part + 1, stored + 1);
         if flags & ITEM_END == 0 {
             continue;
         }
@@ -1201,17 +1253,27 @@ pub unsafe fn decode<
             thread::sync_named(1, const { 32 * CONSUMERS as u32 });
             if tid == 0 {
                 let ticket = tickets.wrapping_add(pair as usize);
-                let last = atomic::fetch_add(ticket, stored, atomic::Device, atomic::AcqRel) + stored == parts;
+                let counts = if WIDE && flags & PREFIX != 0 { stored + (stored << PREFIX_SHIFT) } else { stored };
+                let counts = counts + atomic::fetch_add(ticket, counts, atomic::Device, atomic::AcqRel);
+                let (count, prefix) = if WIDE && parts < 1 << PREFIX_SHIFT {
+                    (counts % (1 << PREFIX_SHIFT), counts >> PREFIX_SHIFT)
+                } else {
+                    (counts, 1)
+                };
+                let last = count == parts;
                 if last {
                     atomic::exchange_u32(ticket, 0);
                 }
-                adds.set(0u32, last as u32);
+                adds.set(0u32, if last { prefix } else { 0 });
             }
             thread::sync_named(1, const { 32 * CONSUMERS as u32 });
-            if warp::shfl_idx(adds.get(0u32), 0) != 0 {
+            let prefix = warp::shfl_idx(adds.get(0u32), 0);
+            if prefix != 0 {
+                let begin = if WIDE { prefix - 1 } else { 0 };
+                let parts = parts - begin;
                 let rows = (all_rows - first_row).min(block_rows);
                 let quads = const { D as u32 / 4 };
-                let slots = partial.offset(pair as usize * partial_chunks as usize * slot_floats);
+                let slots = partial.offset((pair as usize * partial_chunks as usize + begin as usize) * slot_floats);
                 let slots = Global::new(slots.ptr(0u32).cast_const());
                 if WIDE {
                     let mut e = tid;
