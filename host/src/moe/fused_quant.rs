@@ -964,6 +964,9 @@ impl Run<'_> {
             shared_experts: shape.shared_experts as u32,
             n: shape.hidden as u32,
             discard: discards(self.keeps(), self.part(self.at.partial), bytes, bytes / shape.pairs().max(1)) as u32,
+            across: geometry.block[0].ilog2(),
+            left: std::ptr::null_mut(),
+            stripe: 0,
         };
         // SAFETY: forwarded to the caller.
         unsafe { self.stream.launch(&entry, &geometry.dependent(), &args) }

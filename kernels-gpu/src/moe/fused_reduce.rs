@@ -3,8 +3,10 @@
 //! A thread for 16 bytes of neighbouring columns of a token's results, which are f32 or, where that is allowed, rounded to elements; one by one
 //! where rows are not multiples of that. Slots whose expert lives elsewhere, or is none, have no result and count as zero. Lines that have been
 //! read may be given up in the second-level cache without being written to memory (`discard`). Slots are read four or, if there are more, eight at once.
+//! Where the second product computes stripes of columns, blocks of a stripe begin when nothing of it is [left](Left), while the next ones are computed.
 
 use super::pairs::{Pairs, existing_tokens};
+use super::progress::Left;
 use cuda_std::vec::{B64, B128};
 use cuda_std::{
     Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, second_level, thread, unroll, vec, warp,
@@ -22,7 +24,7 @@ pub const COLUMNS: usize = 4;
 pub const ROUNDED_COLUMNS: usize = 8;
 /// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`, of f32 or elements; the others as in
 /// [`fused::Args`](super::fused::Args), `discard` as in [`Args`]. Rows of `num_tokens` and beyond are left alone. Grid: (tokens, columns in
-/// steps of a block's, `COLUMNS` a thread); block: up to [`THREADS`].
+/// steps of a block's, `COLUMNS` a thread); block: up to [`THREADS`], of which 2 to the power of `across` (32 at least) have a token.
 #[inline(always)]
 pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP: usize>(
     out: *mut T,
@@ -39,6 +41,9 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
     shared_experts: u32,
     n: u32,
     discard: u32,
+    across: u32,
+    left: *mut u32,
+    stripe: u32,
 ) {
     let pairs = Pairs {
         topk_ids: Global::new(topk_ids),
@@ -53,27 +58,45 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
     let (out, lines, partial) = (GlobalMut::new(out), partial, Global::new(partial.cast_const()));
     // All threads wait before they end, so who waits for this launch waits for all before it, too: the next one may have its blocks ready.
     dependent_launch::launch_dependents();
-    let token = thread::block_idx_x();
-    let column = (thread::block_idx_y() * thread::block_dim_x() + thread::thread_idx_x()) * COLUMNS as u32;
-    if token >= existing_tokens(tokens, num_tokens) || column >= n {
-        // Whoever comes next takes the end of this grid for the end of all before it.
+    let tid = thread::thread_idx_x();
+    let token = thread::block_idx_x() * (thread::block_dim_x() >> across) + (tid >> across);
+    let base = (thread::block_idx_y() << across) * COLUMNS as u32;
+    let column = base + (tid & ((1 << across) - 1)) * COLUMNS as u32;
+    let exists = token < existing_tokens(tokens, num_tokens) && column < n;
+    let there = |first| pairs.are_there::<GROUP>(token, first);
+    let mut first = 0;
+    let mut are_there = if exists && slots > 0 { there(0) } else { [false; GROUP] };
+    let left = Left::new(left);
+    // Of the last stripe nobody says that it is done.
+    let mut early = u32::MAX;
+    if left.is_kept() {
+        // SAFETY: see `Args`.
+        core::hint::assert_unchecked(stripe != 0);
+        if base / stripe < (n - 1) / stripe {
+            early = base / stripe;
+        }
+    }
+    if early != u32::MAX {
+        if tid == 0 {
+            left.wait(early);
+        }
+        thread::sync_threads();
+    } else {
+        // Of those that have nothing to do, too: whoever comes next takes the end of this grid for the end of all before it.
         dependent_launch::wait();
+    }
+    if !exists {
         return;
     }
     let whole = n.is_multiple_of(COLUMNS as u32);
     let mut sum = [0f32; COLUMNS];
-    let mut first = 0;
     // Slots in groups, whose reads are in flight together; the sum is still one after the other.
     while first < slots {
-        let there = pairs.are_there::<GROUP>(token, first);
-        if first == 0 {
-            dependent_launch::wait();
-        }
         let row = (token as usize * slots as usize + first as usize) * n as usize + column as usize;
         if whole {
             let mut v = [B128([P::from_f32(0.0); COLUMNS]); GROUP];
             unroll::<GROUP>(|s| {
-                if there[s] {
+                if are_there[s] {
                     v[s] = partial.get_as(row + s * n as usize);
                 }
             });
@@ -86,7 +109,7 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
             });
         } else {
             unroll::<GROUP>(|s| {
-                if there[s] {
+                if are_there[s] {
                     for i in 0..COLUMNS {
                         if column + (i as u32) < n {
                             sum[i] += partial.get(row + s * n as usize + i).to_f32();
@@ -102,16 +125,16 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
             warp::sync_warp(0xff << (lane & 24));
             if lane.is_multiple_of(8) {
                 unroll::<GROUP>(|s| {
-                    if there[s] {
+                    if are_there[s] {
                         second_level::discard(lines.wrapping_add(row + s * n as usize));
                     }
                 });
             }
         }
         first += GROUP as u32;
-    }
-    if slots == 0 {
-        dependent_launch::wait();
+        if first < slots {
+            are_there = there(first);
+        }
     }
     let values = vec::from_f32::<T, COLUMNS>(sum);
     if whole
@@ -141,6 +164,10 @@ entries! {
         out_row: usize, tokens: u32, top_k: u32, slots: u32, experts: u32, local: u32, shared_experts: u32, n: u32,
         /// 1 if nobody reads `partial` afterwards; then it is, and its rows are, multiples of 128 bytes. Without effect on rounded results.
         discard: u32,
+        /// See [`fused_reduce`].
+        across: u32,
+        /// Of a second product that computes stripes of so many columns, a multiple of a block's: what is left of each, or null.
+        left: *mut u32, stripe: u32,
     );
     moe_fused_reduce_f32 { type T = f32; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS, 4>;
     moe_fused_reduce_f16 { type T = f16; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS, 4>;

@@ -20,7 +20,7 @@
 //! a warp of its own, and two warps gather: whoever asks for more than memory gives is held up, and the first rows waited behind the weights of a whole ring. Two consumer
 //! warpgroups multiply, half of the rows each, and give stages back: when the next stage's products are under way (or, if the next stage is not there yet, when this one's are done), or at once
 //! (`NOW`), which is better where the products are short and reading is what takes time. If they alternate, each
-//! multiplies a whole item while the other finishes its last; mbarriers hand over, because a group that is more than one
+//! multiplies a whole item while the other finishes its last, so that stages are given back all the time; mbarriers hand over, because a group that is more than one
 //! round of the ring behind could not tell the phases of a stage apart.
 //!
 //! Of few pairs the time until the first weights are asked for counts. The warp that fetches finds out alone which items there are, without barriers. Registers are 128 a thread at the start, so that blocks of the sum over
@@ -55,6 +55,9 @@
 //! waits for that end. What it must not do is wait for words: a fence takes 1 to 2 µs while weights stream, so a block that said that it is done with all would
 //! end, and make room, that much later.
 //!
+//! Of few pairs the second product computes all experts' columns of a stripe, then the next stripe. The sum's blocks, which are there, begin with a stripe when the last consumer has
+//! left it ([`Left`]): a fence a stripe, while the other consumer has its turn. Of small matrices the order by itself is better than that of experts.
+//!
 //! # The second-level cache
 //! Weights that no other item reads, but for the one that the other block of two has at the same time, leave it first, so that what is read again
 //! stays: `x`, `h`, and `partial` if it has room (`kept`; only then those of the second product, too), whose lines the sum discards. On its way to memory and back it was 90 of 1300 MB of Qwen3's 512 tokens.
@@ -69,7 +72,7 @@ use super::fused::{HALVES, PLAIN};
 pub use super::items::DIRECT_PAIRS;
 use super::items::{Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
-use super::progress;
+use super::progress::{self, Left};
 use super::shuffle;
 use crate::tensor_float::TensorFloat;
 use cuda_std::second_level::Policy;
@@ -161,6 +164,25 @@ struct Job<T, const DIRECT: bool> {
     activation: Activation,
     items: Items<DIRECT>,
     progress: Progress,
+}
+
+/// The second product's columns, a stripe after the other.
+#[derive(Clone, Copy)]
+struct Stripes {
+    left: Left,
+    /// Tiles of each.
+    tiles: u32,
+    count: u32,
+}
+
+impl Stripes {
+    /// The one of a tile.
+    #[inline(always)]
+    unsafe fn of(self, tile: u32) -> u32 {
+        // SAFETY: stripes have tiles.
+        core::hint::assert_unchecked(self.tiles != 0);
+        tile / self.tiles
+    }
 }
 
 /// An activation as `g' · sigmoid(g' · (a + b g'²)) · (u' + c)`, with bounds on `g'` and `u'`; or with `g'` for the sigmoid.
@@ -358,6 +380,8 @@ unsafe fn fused_wgmma<
     launch: u64,
     kept: u32,
     progress: *mut u32,
+    left: *mut u32,
+    stripe: u32,
 ) {
     let tid = thread::thread_idx_x();
     let warp_id = warp::warp_id();
@@ -415,6 +439,16 @@ unsafe fn fused_wgmma<
         topk_weights: Global::new(topk_weights),
     };
     let items = Items::<DIRECT>::carve(&mut carver, sorted, bins, tiles, PAIRS as u32, PAIRED);
+    // SAFETY: see `Args`.
+    core::hint::assert_unchecked(stripe != 0);
+    let stripes = if const { STAGED || DIRECT } {
+        // The sum of few results is not worth a fence.
+        Stripes { left: Left::new(core::ptr::null_mut()), tiles: stripe, count: 1 }
+    } else {
+        let all = if UP { k.div_ceil(const { rows(TILES, ALTERNATE) as u32 }) } else { tiles };
+        Stripes { left: Left::new(left), tiles: stripe, count: all.div_ceil(stripe) }
+    };
+    let items = if UP || STAGED { items } else { items.in_stripes(stripe) };
     if !STAGED {
         items.clear();
     }
@@ -583,7 +617,13 @@ unsafe fn fused_wgmma<
         let to = operands.address(0u32) + Swizzle::B128.apply(low * 128 + chunk * 16);
         let mut shares = before;
         while item < items {
-            let work = if STAGED { job.items.find(item, rank) } else { job.items.find_among(item, shares) };
+            let work = if STAGED {
+                job.items.find(item, rank)
+            } else if UP {
+                job.items.find_among(item, shares)
+            } else {
+                job.items.find_in_stripes(item, shares)
+            };
             let wide = columns(PAIRS as u32, work.count);
             let twos = in_twos && work.alone;
             let mut source = [u32::MAX; MOST_ROWS];
@@ -735,6 +775,15 @@ unsafe fn fused_wgmma<
         let mut item = dealt;
         if UP && progress.is_kept() && warp_id == const { (PRODUCERS / 32) as u32 } {
             let first = if item < items { job.items.find(item, rank).bin } else { bins };
+            if stripes.left.is_kept() && thread::block_idx_x() == 0 {
+                let stripe = warp::lane_id();
+                if stripe < stripes.count {
+                    // Each consumer says once that it has stored all that it had.
+                    let writers = thread::grid_dim_x() * GROUPS as u32;
+                    stripes.left.begin(stripe, writers);
+                }
+                warp::sync_warp(warp::FULL);
+            }
             if warp::lane_id() == 0 {
                 progress.begin(first);
                 dependent_launch::launch_dependents();
@@ -748,12 +797,22 @@ unsafe fn fused_wgmma<
             ring.skip(steps);
         }
         let mut round = 0;
+        // Stripes of the second product all of whose results are stored.
+        let mut stored = 0;
         while item < items {
-            let work = job.items.find(item, rank);
+            let work = if UP || STAGED {
+                job.items.find(item, rank)
+            } else {
+                job.items.find_in_stripes(item, job.items.shares_before(item))
+            };
             let wide = columns(PAIRS as u32, work.count);
             if UP && ALTERNATE && progress.is_kept() && round > 0 {
                 // The last item's results, while the other one's products are under way.
                 consumer.reach(progress, work.bin);
+            }
+            if !UP && stripes.left.is_kept() {
+                // While the other one's products are under way.
+                stored = consumer.leave(stripes, stored, stripes.of(work.tile));
             }
             if ALTERNATE {
                 // The phase of a stage says nothing to who is more than one behind. The first turn is the first group's.
@@ -782,6 +841,9 @@ unsafe fn fused_wgmma<
             }
             item = drawn.hear(sequence);
             sequence += 1;
+        }
+        if !UP && stripes.left.is_kept() {
+            consumer.leave(stripes, stored, stripes.count);
         }
     }
     if PAIRED {
@@ -851,6 +913,22 @@ impl<T: TensorFloat + Input> Consumer<T> {
         if thread::thread_idx_x().is_multiple_of(128) {
             progress.reach(self.group, expert);
         }
+    }
+
+    /// By all of the warpgroup: it has stored all that it had of the stripes from `stored` up to `next`, which is returned. Nobody waits for the last one.
+    #[inline(always)]
+    unsafe fn leave(&self, stripes: Stripes, stored: u32, next: u32) -> u32 {
+        let end = next.min(stripes.count - 1);
+        if stored < end {
+            thread::sync_named(1 + self.group, 128);
+            if thread::thread_idx_x().is_multiple_of(128) {
+                thread::device_fence();
+                for stripe in stored..end {
+                    stripes.left.leave(stripe);
+                }
+            }
+        }
+        next
     }
 
     /// Multiplies an item and finishes it.
@@ -1378,21 +1456,26 @@ entries! {
         kept: u32,
         /// [`WORDS`](super::progress::WORDS) for both products, or null: whatever is in them. With them the second begins while the first still runs.
         progress: *mut u32,
+        /// [`MAX_STRIPES`](super::progress::MAX_STRIPES) for both products, of as many blocks, or null: whatever is in them. With them, which takes `progress` and a sorted list of few pairs
+        /// an expert, the sum begins with the second product's first stripe of columns while the next ones are computed.
+        left: *mut u32,
+        /// Tiles of a stripe of the second product, at least one: it computes all experts' columns of a stripe, then those of the next one. Without effect on many pairs.
+        stripe: u32,
     );
     moe_fused_wgmma_up_t16_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_wgmma_up_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, false, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_up_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 2, 64, 2, 4, false, false>;
     moe_fused_wgmma_up_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, false>;
     moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, false, true, false, false, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 2, 64, 2, 4, false, false>;
     moe_fused_wgmma_up_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, false>;
     moe_fused_wgmma_down_t16_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_wgmma_down_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, false, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 2, 64, 2, 4, false, false>;
     moe_fused_wgmma_down_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false, false>;
     moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, false, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 2, 64, 2, 4, false, false>;
     moe_fused_wgmma_down_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_wgmma_down_rounded_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, true, 1, 64, 2, 4, false, false>;
-    moe_fused_wgmma_down_rounded_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, false, true, false, true, 1, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_rounded_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, true, 2, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_rounded_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, true, 2, 64, 2, 4, false, false>;
     moe_fused_wgmma_down_rounded_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false, false>;
     moe_fused_wgmma_down_rounded_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false, false>;
     moe_fused_wgmma_up_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, true>;

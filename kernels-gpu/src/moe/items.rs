@@ -183,6 +183,8 @@ pub struct Items<const DIRECT: bool> {
     cut: u32,
     /// Whether there are items for two blocks.
     paired: bool,
+    /// Tiles of a stripe.
+    stripe: u32,
 }
 
 /// An item.
@@ -245,6 +247,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
             most,
             cut: most,
             paired,
+            stripe: tiles,
         }
     }
 
@@ -469,16 +472,28 @@ impl<const DIRECT: bool> Items<DIRECT> {
         }
     }
 
+    /// The same in stripes of so many tiles, not 0, for [`find_in_stripes`](Self::find_in_stripes): all experts' items of the first tiles, then those of the next ones.
+    #[inline(always)]
+    pub fn in_stripes(self, stripe: u32) -> Self {
+        Self { stripe, ..self }
+    }
+
+    /// How many shares there are.
+    #[inline(always)]
+    pub unsafe fn shares(&self) -> u32 {
+        if self.bins == 0 { 0 } else { self.ends.get(self.bins - 1) }
+    }
+
     /// The items of another product of the same pairs, of so many tiles.
     #[inline(always)]
     pub fn of_tiles(&self, tiles: u32) -> Self {
-        Self { tiles, ..*self }
+        Self { tiles, stripe: tiles, ..*self }
     }
 
     /// How many there are.
     #[inline(always)]
     pub unsafe fn count(&self) -> u32 {
-        if self.bins == 0 { 0 } else { self.ends.get(self.bins - 1) * if self.paired { 1 } else { self.tiles } }
+        self.shares() * if self.paired { 1 } else { self.tiles }
     }
 
     /// Item `item`, of items for two blocks that of block `rank`; all lanes of a warp take part.
@@ -491,14 +506,32 @@ impl<const DIRECT: bool> Items<DIRECT> {
     #[inline(always)]
     pub unsafe fn shares_before(&self, item: u32) -> u32 {
         // SAFETY: there are outputs, hence tiles.
-        core::hint::assert_unchecked(self.tiles != 0);
-        if self.paired { item } else { item / self.tiles }
+        core::hint::assert_unchecked(self.stripe != 0);
+        if self.paired { item } else { item / self.stripe }
     }
 
     /// [`find`](Self::find) with what [`shares_before`](Self::shares_before) says, and without a division where an expert has one share.
     #[inline(always)]
     pub unsafe fn find_among(&self, item: u32, q: u32) -> Item {
         self.look_up::<true>(item, q, 0)
+    }
+
+    /// The same in stripes. Without a division in the first of them.
+    #[inline(always)]
+    pub unsafe fn find_in_stripes(&self, item: u32, q: u32) -> Item {
+        let (mut first, mut rest, mut q, mut tiles) = (0, item, q, self.stripe);
+        let each = self.shares() * self.stripe;
+        if item >= each {
+            // SAFETY: where there is an item there is a share, and stripes have tiles.
+            core::hint::assert_unchecked(each != 0);
+            let stripe = item / each;
+            (first, rest) = (stripe * self.stripe, item - stripe * each);
+            tiles = self.stripe.min(self.tiles - first);
+            core::hint::assert_unchecked(tiles != 0);
+            q = rest / tiles;
+        }
+        let found = Self { tiles, ..*self }.look_up::<true>(rest, q, 0);
+        Item { tile: first + found.tile, ..found }
     }
 
     /// `BRANCH`: around a division, which takes registers.

@@ -9,6 +9,8 @@
 //!
 //! The words begin with a block's first expert, or 0, before it lets the next launch start; it matters not what they were. The next launch must not end before this one does,
 //! or a word could be written when somebody has begun anew: so it waits for that at its own end.
+//!
+//! [`Left`] is the same for a launch that adds up results, stripe by stripe, while the rest of them is computed.
 
 use cuda_std::atomic::{Acquire, Device, Relaxed};
 use cuda_std::{GlobalMut, thread, unroll, warp};
@@ -93,6 +95,53 @@ impl<const WRITERS: usize> Progress<WRITERS> {
                 return least;
             }
             thread::nanosleep(100);
+        }
+    }
+}
+
+/// The most stripes.
+pub const MAX_STRIPES: usize = 32;
+
+/// How many writers have still to store results of each stripe of columns but the last, for which the next launch waits until this one has ended. That launch has its blocks beside
+/// those of this one, all of which run by then, so it may wait for a word.
+///
+/// The launch before this one begins the words, before it lets this one start.
+#[derive(Clone, Copy)]
+pub struct Left {
+    words: GlobalMut<u32>,
+    kept: bool,
+}
+
+impl Left {
+    /// `words`: null, or [`MAX_STRIPES`].
+    #[inline(always)]
+    pub fn new(words: *mut u32) -> Self {
+        Self { words: GlobalMut::new(words), kept: !words.is_null() }
+    }
+
+    /// Whether there are words.
+    #[inline(always)]
+    pub fn is_kept(self) -> bool {
+        self.kept
+    }
+
+    /// In the launch before: so many writers there will be. A fence is still to come.
+    #[inline(always)]
+    pub unsafe fn begin(self, stripe: u32, writers: u32) {
+        self.words.store(stripe, writers, Device, Relaxed);
+    }
+
+    /// By one thread of each writer, after a barrier of all of them and a fence: it has stored all that it had.
+    #[inline(always)]
+    pub unsafe fn leave(self, stripe: u32) {
+        self.words.fetch_add(stripe, u32::MAX, Device, Relaxed);
+    }
+
+    /// By one thread of the next launch, before a barrier: waits until nothing is left.
+    #[inline(always)]
+    pub unsafe fn wait(self, stripe: u32) {
+        while self.words.load(stripe, Device, Acquire) != 0 {
+            thread::nanosleep(200);
         }
     }
 }
