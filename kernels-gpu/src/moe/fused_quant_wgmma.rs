@@ -12,6 +12,9 @@
 //! As in [`fused_wgmma`](super::fused_wgmma) weights are the 64-row side of `m64nNk32` and the pairs of an expert the N side; of every 16 rows
 //! of weights 8 are gates and 8 the values that belong to them, so a thread has a gate and its value, of at most two blocks of weights.
 //!
+//! With many pairs and scales of blocks the sides change ([`Consumer::tall`]): pairs are the 64-row side, 256 of them an item, and a tile of 128 rows of weights the other. Then a thread's sums belong to
+//! two rows of `x` or `h`, which have a scale each, and to columns that have one or two: so a step multiplies and loads a handful of scales, where the other way each pair of columns has its own.
+//!
 //! # What comes into the stages
 //! Quantising sorts: rows of `x` and of `h` lie in the order of the sorted list, so the copy engine brings those of a share in boxes, and
 //! their scales, which lie group by group, as one line. (Rows gathered by `cp.async` came at 5 TB/s at most in all of an H200.) Rows beyond the
