@@ -642,7 +642,8 @@ fn check_shuffled<Q: QuantisedElement>(d: &Device, s: &Stream, case: &Case, of: 
     let bits = |v: Vec<bf16>| v.into_iter().map(bf16::to_bits).collect::<Vec<_>>();
     let plain = Inputs::<bf16, Q>::new(d, case, of);
     let shuffled = Inputs::<bf16, Q>::new(d, case, of).shuffle(d, s, case);
-    for path in WGMMA {
+    let tall = (case.scales == Scales::Blocks).then_some(FusedQuantPath::Wgmma256);
+    for path in WGMMA.into_iter().chain(tall) {
         let case = Case { path, ..case.clone() };
         let want = bits(plain.run(d, s, &case));
         assert_eq!(bits(shuffled.run(d, s, &Case { shuffled: true, ..case.clone() })), want, "{case:?}");
