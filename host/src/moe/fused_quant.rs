@@ -85,14 +85,15 @@ impl FusedQuantPath {
     /// one for [few](Self::is_few) tokens. As in the table of instances.
     const fn wgmma(self, scales: QuantScales) -> Option<[usize; 4]> {
         match (self, scales) {
-            (FusedQuantPath::Auto | FusedQuantPath::Tile, _) | (FusedQuantPath::Wgmma16, QuantScales::Blocks) => None,
+            (FusedQuantPath::Auto | FusedQuantPath::Tile, _)
+            | (FusedQuantPath::Wgmma16, QuantScales::Blocks)
+            | (FusedQuantPath::Wgmma256, QuantScales::Rows) => None,
             (FusedQuantPath::Wgmma16, QuantScales::Rows) => Some([1, 16, 1, 11]),
             (FusedQuantPath::Wgmma64, QuantScales::Blocks) => Some([1, 64, 2, 4]),
             (FusedQuantPath::Wgmma64, QuantScales::Rows) => Some([1, 64, 1, 8]),
             (FusedQuantPath::Wgmma160, QuantScales::Blocks) => Some([1, 160, 1, 5]),
             (FusedQuantPath::Wgmma160, QuantScales::Rows) => Some([2, 144, 1, 4]),
             (FusedQuantPath::Wgmma256, QuantScales::Blocks) => Some([1, 256, 1, 4]),
-            (FusedQuantPath::Wgmma256, QuantScales::Rows) => None,
         }
     }
 
