@@ -37,7 +37,7 @@ const OP: &str = "moe::fused_quant";
 const FEW: [[usize; 2]; 3] = [[usize::MAX, 2], [items::DIRECT_PAIRS, 4], [64, 6]];
 
 /// From how many pairs of an expert on [`FusedQuantPath::Wgmma256`] is best.
-const TALL: usize = 144;
+const TALL: usize = 160;
 /// The most experts whose tables have room beside its stages.
 const TALL_BINS: usize = 900;
 
