@@ -21,10 +21,10 @@ pub fn benches(harness: &mut Harness) {
             case(harness, model, tokens, FusedQuantPath::Auto, Kind::Rows, constant);
         }
     }
-    use FusedQuantPath::{Tile, Wgmma16, Wgmma64, Wgmma160};
+    use FusedQuantPath::{Tile, Wgmma16, Wgmma64, Wgmma160, Wgmma256};
     for &model in models {
         for &tokens in tokens {
-            for path in [Wgmma16, Wgmma64, Wgmma160] {
+            for path in [Wgmma16, Wgmma64, Wgmma160, Wgmma256] {
                 if path != Wgmma16 || tokens <= 64 {
                     case(harness, model, tokens, path, Kind::Blocks, noise::<E4M3>);
                 }

@@ -425,6 +425,43 @@ fn every_width_of_a_product() {
     });
 }
 
+/// Pairs on the 64-row side of the products: none, one or two waves of each consumer, and a share that is full. The same bits as with weights there.
+#[test]
+fn pairs_in_waves() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        let bits = |v: Vec<bf16>| v.into_iter().map(bf16::to_bits).collect::<Vec<_>>();
+        for (i, counts) in [vec![270, 60], vec![70, 130, 0, 200], vec![5]].into_iter().enumerate() {
+            let ids = (0..counts.len()).flat_map(|e| vec![e as i32; counts[e]]).collect();
+            let [hidden, inter] = [[80, 64], [144, 80], [272, 192]][i];
+            let gate_up = [GateUp::Halves, GateUp::Interleaved, GateUp::GateOnly][i];
+            let (activation, biased) = (ACTIVATIONS[i], i > 0);
+            let new = |path| Case::new(counts.iter().sum(), 1, counts.len(), hidden, inter, path);
+            let case = Case { ids, gate_up, activation, biased, ..new(FusedQuantPath::Wgmma256) };
+            check::<bf16, E4M3>(d, s, &case, e4m3);
+            let inputs = Inputs::<bf16, E4M3>::new(d, &case, e4m3);
+            let got = bits(inputs.run(d, s, &case));
+            let other = Case { path: FusedQuantPath::Wgmma160, ..case.clone() };
+            assert_eq!(got, bits(inputs.run(d, s, &other)), "{case:?}");
+        }
+        // What it does not take.
+        for case in [
+            Case::new(3, 1, 2, 64, 80, FusedQuantPath::Wgmma256),
+            Case { scales: Scales::Rows, ..Case::new(3, 1, 2, 64, 64, FusedQuantPath::Wgmma256) },
+        ] {
+            let inputs = Inputs::<bf16, E4M3>::new(d, &case, e4m3);
+            let mut workspace = Tensor::zeros(d, &[case.shape().quant_workspace_bytes(DType::Bf16)]).unwrap();
+            let mut out = Tensor::<bf16>::zeros(d, &[case.tokens, case.hidden]).unwrap();
+            let (w13, w2, options) = (inputs.routed.w13.get(), inputs.routed.w2.get(), inputs.options(&case));
+            let e =
+                fused_quant(s, &mut out, &inputs.x, w13, w2, &inputs.ids, &inputs.weights, &options, &mut workspace);
+            assert!(matches!(e, Err(Error::Unsupported { .. })), "{case:?}: {e:?}");
+        }
+    });
+}
+
 /// More columns than a block of threads keeps while it finds a row's scale.
 #[test]
 fn rows_of_many_columns() {
@@ -529,8 +566,8 @@ fn check_rounded<T: Float, Q: QuantisedElement>(
     let plain = Inputs::<T, Q>::new(d, case, of);
     let whole = bits(&plain.run(d, s, case));
     let got = bits(&plain.run(d, s, &Case { rounded: true, ..case.clone() }));
-    let narrow = case.path == FusedQuantPath::Wgmma64 && case.scales == Scales::Blocks;
-    if !narrow && case.path != FusedQuantPath::Wgmma160 {
+    let blocks = matches!(case.path, FusedQuantPath::Wgmma64 | FusedQuantPath::Wgmma256);
+    if !(blocks && case.scales == Scales::Blocks) && case.path != FusedQuantPath::Wgmma160 {
         assert_eq!(got, whole, "{case:?}");
         return;
     }
@@ -564,6 +601,7 @@ fn rounded_slots() {
             // Three rounds through a stage, and one step of K; an odd number of groups of columns.
             (FusedQuantPath::Wgmma160, 150, 32),
             (FusedQuantPath::Wgmma160, 132, 16),
+            (FusedQuantPath::Wgmma256, 9, 64),
         ] {
             let mut case = Case { biased: true, ..Case::new(tokens, 2, 2, 208, inter, path) };
             if tokens == 132 {
@@ -573,6 +611,8 @@ fn rounded_slots() {
             let rows = Case { scales: Scales::Rows, hidden: 80, ..case.clone() };
             if tokens <= 30 {
                 check_rounded::<f16, E4M3>(d, s, &Case { hidden: 80, ..case }, e4m3);
+            }
+            if tokens <= 30 && path != FusedQuantPath::Wgmma256 {
                 check_rounded::<f16, E4M3>(d, s, &rows, e4m3);
                 check_rounded::<bf16, i8>(d, s, &rows, int8);
             }
@@ -602,7 +642,8 @@ fn check_shuffled<Q: QuantisedElement>(d: &Device, s: &Stream, case: &Case, of: 
     let bits = |v: Vec<bf16>| v.into_iter().map(bf16::to_bits).collect::<Vec<_>>();
     let plain = Inputs::<bf16, Q>::new(d, case, of);
     let shuffled = Inputs::<bf16, Q>::new(d, case, of).shuffle(d, s, case);
-    for path in WGMMA {
+    let tall = (case.scales == Scales::Blocks).then_some(FusedQuantPath::Wgmma256);
+    for path in WGMMA.into_iter().chain(tall) {
         let case = Case { path, ..case.clone() };
         let want = bits(plain.run(d, s, &case));
         assert_eq!(bits(shuffled.run(d, s, &Case { shuffled: true, ..case.clone() })), want, "{case:?}");

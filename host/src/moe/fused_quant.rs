@@ -36,6 +36,11 @@ const OP: &str = "moe::fused_quant";
 /// Where [`FusedQuantPath::Wgmma16`] is best with scales of blocks: up to so many pairs, and so many of an expert. It sorts more than [`items::DIRECT_PAIRS`].
 const FEW: [[usize; 2]; 3] = [[usize::MAX, 2], [items::DIRECT_PAIRS, 4], [64, 6]];
 
+/// From how many pairs of an expert on [`FusedQuantPath::Wgmma256`] is best.
+const TALL: usize = 160;
+/// The most experts whose tables have room beside its stages.
+const TALL_BINS: usize = 900;
+
 /// The kernels of [`fused_quant`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -53,6 +58,8 @@ pub enum FusedQuantPath {
     Wgmma64,
     /// [`Wgmma64`](Self::Wgmma64), up to 160 at a time with scales of blocks, otherwise 144.
     Wgmma160,
+    /// [`Wgmma64`](Self::Wgmma64), up to 256 at a time, for scales of blocks. Gates and values in halves: `intermediate` is a multiple of 64. At most 900 experts.
+    Wgmma256,
 }
 
 /// What scales are of.
@@ -78,19 +85,22 @@ impl FusedQuantPath {
     /// one for [few](Self::is_few) tokens. As in the table of instances.
     const fn wgmma(self, scales: QuantScales) -> Option<[usize; 4]> {
         match (self, scales) {
-            (FusedQuantPath::Auto | FusedQuantPath::Tile, _) | (FusedQuantPath::Wgmma16, QuantScales::Blocks) => None,
+            (FusedQuantPath::Auto | FusedQuantPath::Tile, _)
+            | (FusedQuantPath::Wgmma16, QuantScales::Blocks)
+            | (FusedQuantPath::Wgmma256, QuantScales::Rows) => None,
             (FusedQuantPath::Wgmma16, QuantScales::Rows) => Some([1, 16, 1, 11]),
             (FusedQuantPath::Wgmma64, QuantScales::Blocks) => Some([1, 64, 2, 4]),
             (FusedQuantPath::Wgmma64, QuantScales::Rows) => Some([1, 64, 1, 8]),
             (FusedQuantPath::Wgmma160, QuantScales::Blocks) => Some([1, 160, 1, 5]),
             (FusedQuantPath::Wgmma160, QuantScales::Rows) => Some([2, 144, 1, 4]),
+            (FusedQuantPath::Wgmma256, QuantScales::Blocks) => Some([1, 256, 1, 4]),
         }
     }
 
     /// Blocks of a cluster of the first product (`up`) or the second, which share rows of activations. As in the table of instances.
     const fn share(self, scales: QuantScales, up: bool) -> u32 {
         match (self, scales) {
-            (FusedQuantPath::Wgmma160, QuantScales::Blocks) => 2,
+            (FusedQuantPath::Wgmma160 | FusedQuantPath::Wgmma256, QuantScales::Blocks) => 2,
             (FusedQuantPath::Wgmma64, QuantScales::Blocks) if up => 2,
             _ => 1,
         }
@@ -103,7 +113,7 @@ impl FusedQuantPath {
 
     /// Whether the second product starts while the first still runs.
     const fn overlaps(self, scales: QuantScales) -> bool {
-        self.quantises(scales) && matches!(self, FusedQuantPath::Wgmma160)
+        self.quantises(scales) && matches!(self, FusedQuantPath::Wgmma160 | FusedQuantPath::Wgmma256)
     }
 
     const fn is_wgmma(self) -> bool {
@@ -125,8 +135,8 @@ impl FusedQuantPath {
         self.is_wgmma() && !matches!(self, FusedQuantPath::Wgmma16)
     }
 
-    /// The path on Hopper that suits so many pairs of so many experts.
-    const fn choose(scales: QuantScales, pairs: usize, bins: usize) -> Self {
+    /// The path on Hopper that suits so many pairs of so many experts; `tall`: whether [`Wgmma256`](Self::Wgmma256) takes them.
+    const fn choose(scales: QuantScales, pairs: usize, bins: usize, tall: bool) -> Self {
         let few = match scales {
             QuantScales::Blocks => {
                 let [a, b, c] = FEW;
@@ -138,6 +148,8 @@ impl FusedQuantPath {
             FusedQuantPath::Wgmma16
         } else if pairs <= product(&[48, bins]) {
             FusedQuantPath::Wgmma64
+        } else if tall && pairs >= product(&[TALL, bins]) {
+            FusedQuantPath::Wgmma256
         } else {
             FusedQuantPath::Wgmma160
         }
@@ -266,6 +278,11 @@ pub const fn wgmma_entries(
             moe_fused_quant_wgmma_up_t160_blocks_e4m3_f16,
             moe_fused_quant_wgmma_down_t160_blocks_e4m3
         ),
+        (FusedQuantPath::Wgmma256, DType::E4m3, QuantScales::Blocks) => entries!(
+            moe_fused_quant_wgmma_up_t256_blocks_e4m3_bf16,
+            moe_fused_quant_wgmma_up_t256_blocks_e4m3_f16,
+            moe_fused_quant_wgmma_down_t256_blocks_e4m3
+        ),
         (FusedQuantPath::Wgmma16, DType::E4m3, QuantScales::Rows) => entries!(
             moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16,
             moe_fused_quant_wgmma_up_t16_rows_e4m3_f16,
@@ -325,6 +342,10 @@ pub const fn rounded_entry(
         (FusedQuantPath::Wgmma160, DType::E4m3, QuantScales::Blocks) => entry!(
             moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_bf16,
             moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_f16
+        ),
+        (FusedQuantPath::Wgmma256, DType::E4m3, QuantScales::Blocks) => entry!(
+            moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_bf16,
+            moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_f16
         ),
         (FusedQuantPath::Wgmma160, DType::E4m3, QuantScales::Rows) => entry!(
             moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_bf16,
@@ -977,7 +998,8 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
     let most = wgmma_kernel::MAX_BINS;
     let what = format!(
         "the path {path:?} has no kernel for weights of {weights} and tokens of {dtype}, or for these sizes: `Wgmma..` takes tokens of 16-bit \
-         floats on Hopper, at most {most} experts and an activation other than `Gelu`, `Wgmma16` with scales of rows at most {} pairs; shuffled weights need such a \
+         floats on Hopper, at most {most} experts and an activation other than `Gelu`, `Wgmma16` with scales of rows at most {} pairs, `Wgmma256` scales of blocks, at most \
+         {TALL_BINS} experts and, of gates and values in halves, multiples of 64; shuffled weights need such a \
          path and widths of multiples of 128",
         items::DIRECT_PAIRS
     );
@@ -1422,11 +1444,17 @@ fn resolve<Q: Element>(
         && shape.bins() <= wgmma_kernel::MAX_BINS
         && options.activation != ExpertActivation::Gelu;
     let many = shape.pairs() > items::DIRECT_PAIRS && scales == QuantScales::Rows;
+    // Of a tile's 64 values all have one scale.
+    let tall = wgmma
+        && scales == QuantScales::Blocks
+        && shape.bins() <= TALL_BINS
+        && (options.gate_up != GateUp::Halves || shape.intermediate.is_multiple_of(64));
     let takes = wgmma && shuffle::takes(weights, shape.hidden, shape.intermediate);
     match options.path {
         path if options.shuffled && !(takes && path != FusedQuantPath::Tile) => Err(unsupported(path, weights, dtype)),
-        FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(scales, shape.pairs(), shape.bins())),
+        FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(scales, shape.pairs(), shape.bins(), tall)),
         FusedQuantPath::Auto | FusedQuantPath::Tile => Ok(FusedQuantPath::Tile),
+        FusedQuantPath::Wgmma256 if !tall => Err(unsupported(options.path, weights, dtype)),
         path if !wgmma || (path == FusedQuantPath::Wgmma16 && many) => Err(unsupported(path, weights, dtype)),
         path => Ok(path),
     }

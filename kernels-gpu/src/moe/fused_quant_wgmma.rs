@@ -12,6 +12,9 @@
 //! As in [`fused_wgmma`](super::fused_wgmma) weights are the 64-row side of `m64nNk32` and the pairs of an expert the N side; of every 16 rows
 //! of weights 8 are gates and 8 the values that belong to them, so a thread has a gate and its value, of at most two blocks of weights.
 //!
+//! With many pairs and scales of blocks the sides change ([`Consumer::tall`]): pairs are the 64-row side, 256 of them an item, and a tile of 128 rows of weights the other. Then a thread's sums belong to
+//! two rows of `x` or `h`, which have a scale each, and to columns that have one or two: so a step multiplies and loads a handful of scales, where the other way each pair of columns has its own.
+//!
 //! # What comes into the stages
 //! Quantising sorts: rows of `x` and of `h` lie in the order of the sorted list, so the copy engine brings those of a share in boxes, and
 //! their scales, which lie group by group, as one line. (Rows gathered by `cp.async` came at 5 TB/s at most in all of an H200.) Rows beyond the
@@ -43,7 +46,7 @@ use cuda_std::second_level::Policy;
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
-use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum as _};
+use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Registers as _, Sum as _};
 use cuda_std::{
     E4M3, Global, GlobalMut, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, integer, mbarrier,
     mma, thread, unroll, vec, warp,
@@ -79,11 +82,24 @@ pub const fn box_rows(pairs: usize) -> usize {
     if pairs > 64 { 16 } else { 8 }
 }
 
+/// Whether pairs are the 64-row side of the products, for so many at most; see [`Consumer::tall`].
+const fn is_tall(pairs: usize) -> bool {
+    pairs > 160
+}
+
+/// Pairs of an item for which both consumers have 64 rows: a wave.
+const WAVE: usize = GROUPS * 64;
+
+/// Pairs whose results are quantised at a time.
+const fn quantised_pairs(pairs: usize) -> usize {
+    if is_tall(pairs) { WAVE } else { pairs }
+}
+
 /// Dynamic shared memory of the first product (`up`) or the second; every part may begin at the next multiple of 16.
 pub const fn shared_bytes([tiles, pairs, lines, stages]: [usize; 4], scales: u32, up: bool, bins: usize) -> usize {
     let direct = pairs == PAIRS_DIRECT;
     stages * (lines * ((rows(tiles) + pairs) * STEP + pairs * 4) + 2 * 8)
-        + if up && scales == BLOCKS { quantiser_bytes(pairs) } else { GROUPS * pairs * 12 }
+        + if up && scales == BLOCKS { quantiser_bytes(quantised_pairs(pairs)) } else { GROUPS * pairs * 12 }
         + super::items::DRAWN_BYTES
         + if direct { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
         + 8 * 16
@@ -358,10 +374,10 @@ unsafe fn fused_quant_wgmma<
     let ids = carver.take::<u32>(each);
     let scales = carver.take::<f32>(each);
     let row_scales = carver.take::<f32>(each);
-    let quantiser = Quantiser::new(&mut carver, if quantises { PAIRS } else { 0 });
+    let quantiser = Quantiser::new(&mut carver, if quantises { const { quantised_pairs(PAIRS) } } else { 0 });
     let word = if UP { words } else { words.wrapping_add(1) };
-    // Clusters of the second product are dealt theirs: they take 1 to 3 % longer if they draw.
-    let draws = const { !DIRECT && (UP || SHARE == 1) };
+    // Clusters of the second product are dealt theirs: they take 1 to 3 % longer if they draw. Unless some items are much smaller than others.
+    let draws = const { !DIRECT && (UP || SHARE == 1 || is_tall(PAIRS)) };
     let drawn = Drawn::new(&mut carver, draws, word, launch);
     let stages = Stages::<STAGES>::new(bars.address(0u32)).shared_by(SHARE, 0);
     let rank = if SHARE > 1 { cluster::rank() } else { 0 };
@@ -427,6 +443,7 @@ unsafe fn fused_quant_wgmma<
     };
     let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
     let items = Items::<DIRECT>::carve(&mut carver, sorted, bins, tiles, PAIRS as u32, false).cut_into(cut(PAIRS));
+    let items = if is_tall(PAIRS) { items.filled() } else { items };
     items.fill_together(pairs, count);
     let job = Job::<T, SCALES, DIRECT> {
         h: GlobalMut::new(h),
@@ -597,10 +614,25 @@ unsafe fn fused_quant_wgmma<
         }
         if quantises && warp_id > 0 {
             let (out, scales) = (GlobalMut::new(h.cast::<u8>()), GlobalMut::new(h_scales));
+            let mut turn = 0;
             while next < all {
                 let item = job.find(next);
                 let wide = columns(SCALES, PAIRS as u32, item.count);
-                quantiser.store::<T, PAIRS>(out, scales, x_scale_group, n, rank, tid - 32, sequence, wide, item);
+                let store = |turn: u32, wide: u32, item: Item| {
+                    quantiser.store::<T, PAIRS>(out, scales, x_scale_group, n, rank, tid - 32, turn, wide, item)
+                };
+                if is_tall(PAIRS) {
+                    let mut from = 0;
+                    while from < item.count {
+                        let count = (item.count - from).min(WAVE as u32);
+                        let wave = Item { first: item.first + from, count, ..item };
+                        store(turn, (wide - from).min(WAVE as u32), wave);
+                        from += WAVE as u32;
+                        turn += 1;
+                    }
+                } else {
+                    store(sequence, wide, item);
+                }
                 next = drawn.hear(sequence);
                 sequence += 1;
                 if progress.is_kept() {
@@ -674,8 +706,16 @@ unsafe fn fused_quant_wgmma<
         }
         let group = warp_id / 4 - 1;
         let consumer = Consumer {
-            weights: Descriptor::<K>::new(weights.address(group * (TILES * 64 * STEP) as u32)),
-            operands: Descriptor::<K>::new(operands.address(0u32)),
+            weights: Descriptor::<K>::new(weights.address(if is_tall(PAIRS) {
+                0
+            } else {
+                group * (TILES * 64 * STEP) as u32
+            })),
+            operands: Descriptor::<K>::new(operands.address(if is_tall(PAIRS) {
+                group * (64 * STEP) as u32
+            } else {
+                0
+            })),
             factors,
             ids: if quantises { ids } else { ids.offset(group * PAIRS as u32) },
             scales: if quantises { scales } else { scales.offset(group * PAIRS as u32) },
@@ -687,7 +727,7 @@ unsafe fn fused_quant_wgmma<
             first_row: group * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
         let mut ring = Ring::<STAGES>::new();
-        let (mut next, mut sequence) = (first, 0);
+        let (mut next, mut sequence, mut turn) = (first, 0, 0);
         while next < all {
             let item = job.find(next);
             let wide = columns(SCALES, PAIRS as u32, item.count);
@@ -710,7 +750,21 @@ unsafe fn fused_quant_wgmma<
                     }
                 };
             }
-            if PAIRS > 64 {
+            if is_tall(PAIRS) {
+                macro_rules! tall {
+                    ($waves:literal) => {
+                        consumer.tall::<T, $waves, SCALES, UP, PAIRS, STAGES, DIRECT, SHARE, ROUNDED>(
+                            &job, stages, &mut ring, turn, item,
+                        )
+                    };
+                }
+                match (item.count + const { (WAVE - 1) as u32 } - group * 64) / WAVE as u32 {
+                    2 => tall!(2),
+                    1 => tall!(1),
+                    _ => tall!(0),
+                }
+                turn += item.count.div_ceil(WAVE as u32);
+            } else if PAIRS > 64 {
                 match wide {
                     32 => product!(16),
                     64 => product!(32),
@@ -751,7 +805,7 @@ unsafe fn fused_quant_wgmma<
 
 /// Stages that consumers keep back at the end of an item: results go through them.
 const fn kept_back(scales: u32, up: bool, pairs: usize) -> u32 {
-    if scales == BLOCKS && !up && pairs > 64 { GROUPS as u32 } else { 0 }
+    if scales == BLOCKS && !up && pairs > 64 && !is_tall(pairs) { GROUPS as u32 } else { 0 }
 }
 
 /// The steps of a product with so many groups of columns: as many as stages that are kept back, at least.
@@ -762,13 +816,15 @@ fn steps_of<const SCALES: u32, const UP: bool, const PAIRS: usize, const LINES: 
 
 /// Pairs of a share, at most, of an expert that has several: with shares of 160 Mixtral's 4096 tokens took 2 % longer.
 const fn cut(pairs: usize) -> u32 {
-    if pairs > 144 { 144 } else { pairs as u32 }
+    if pairs > 144 && !is_tall(pairs) { 144 } else { pairs as u32 }
 }
 
 /// The columns of the products that a share of `count` pairs takes.
 #[inline(always)]
 const fn columns(scales: u32, pairs: u32, count: u32) -> u32 {
-    if pairs > 64 {
+    if is_tall(pairs as usize) {
+        count.next_multiple_of(64)
+    } else if pairs > 64 {
         let fine = scales == BLOCKS;
         match count {
             0..=32 => 32,
@@ -889,7 +945,7 @@ impl Quantiser {
         let (team, t) = (thread / 4, thread % 4);
         let step = const { QUANTISERS / 4 };
         let told = self.bars.address(2 + turn % 2);
-        let (to, others) = (rank ^ 1, self.other.offset(turn % 2 * PAIRS as u32));
+        let (to, others) = (rank ^ 1, self.other.offset(turn % 2 * const { quantised_pairs(PAIRS) } as u32));
         let load = |column: u32| {
             let at = column * PITCH + t * 32;
             let [a, b] = [self.tile.get_as::<B128<u32, 4>>(at), self.tile.get_as::<B128<u32, 4>>(at + 16)];
@@ -959,6 +1015,17 @@ impl<const UP: bool, const TILES: usize> WeightScales<UP, TILES> {
             at[s] = job.weight_rows::<UP>(row + 64 * s as u32).map(|row| row / GROUP as u32 * job.groups());
         });
         Self { scales: job.scales_of(bin), at }
+    }
+
+    /// Of all rows of a tile with 128 of them, where its gates lie in one block of scales, and its values.
+    #[inline(always)]
+    unsafe fn of_tile<T: TensorFloat, const SCALES: u32, const DIRECT: bool>(
+        job: &Job<T, SCALES, DIRECT>,
+        bin: u32,
+        row: u32,
+    ) -> Self {
+        let at = job.weight_rows_of::<UP>(row, 0).map(|row| row / GROUP as u32 * job.groups());
+        Self { scales: job.scales_of(bin), at: [at; TILES] }
     }
 
     #[inline(always)]
@@ -1107,6 +1174,197 @@ impl Consumer {
         } else {
             self.finish::<T, E4M3, A, SCALES, UP, TILES, PAIRS, DIRECT, ROUNDED>(job, number, item, columns, &acc);
         }
+    }
+
+    /// Multiplies an item with scales of blocks and finishes it: pairs are the 64-row side, weights the other. This consumer has 64 of each [`WAVE`] of pairs, `WAVES` in all,
+    /// one after another with the same weights.
+    #[inline(always)]
+    unsafe fn tall<
+        T: TensorFloat,
+        const WAVES: usize,
+        const SCALES: u32,
+        const UP: bool,
+        const PAIRS: usize,
+        const STAGES: usize,
+        const DIRECT: bool,
+        const SHARE: u32,
+        const ROUNDED: bool,
+    >(
+        &self,
+        job: &Job<T, SCALES, DIRECT>,
+        stages: Stages<STAGES>,
+        ring: &mut Ring<STAGES>,
+        mut turn: u32,
+        item: Item,
+    ) {
+        let (lane, groups) = (warp::lane_id(), job.groups());
+        let (g, t) = (lane / 4, lane % 4);
+        let last_group = groups - 1 + integer::opaque(lane) / 32;
+        let quantises = const { UP && SHARE == 2 };
+        // What the end needs is on its way while the products run.
+        let columns = if quantises { None } else { Some(Columns::new::<T, SCALES, UP, DIRECT>(job, item)) };
+        let scales = WeightScales::<UP, 1>::of_tile(job, item.bin, item.tile * rows(1) as u32);
+        // The first of this thread's rows of a wave; another is 8 below.
+        let own = self.group * 64 + warp::warp_id() % 4 * 16 + g;
+        let mut sums = [[0f32; 64]; WAVES];
+        let mut partial = <[f32; 64] as Accumulator>::zero();
+        let mut step = 0;
+        let mut ready = false;
+        loop {
+            if !ready {
+                stages.wait_full(*ring);
+            }
+            let stage = ring.stage;
+            let b = self.weights.offset(stage * (rows(1) * STEP) as u32);
+            let mut by = [[0f32; 2]; 2];
+            let mut now = [0f32; 2];
+            if WAVES > 0 {
+                now = scales.load(0, step.min(last_group));
+            }
+            let factors = self.factors.offset(stage * PAIRS as u32 + own);
+            for wave in 0..WAVES {
+                let a = self.operands.offset(stage * (PAIRS * STEP) as u32 + (wave * WAVE * STEP) as u32);
+                partial.multiply::<E4M3, 4, _, _>(a, b, false);
+                for h in 0..2 {
+                    let pair = factors.get((wave * WAVE + 8 * h) as u32);
+                    by[h] = now.map(|weight| pair * weight);
+                }
+                wgmma::wait::<0>(&mut partial);
+                if wave == WAVES - 1 {
+                    let mut next = *ring;
+                    next.advance();
+                    ready = stages.is_full(next);
+                }
+                for e in 0..64 {
+                    // Of 16 columns 8 are gates.
+                    let by = by[e / 2 % 2][if UP { e / 4 % 2 } else { 0 }];
+                    sums[wave][e] = float::fma(partial[e], by, sums[wave][e]);
+                }
+                // Before the next products overwrite them.
+                sums[wave].pin();
+            }
+            // The copy engine writes the next scales by another proxy than that of the loads.
+            tma::fence_async();
+            stages.release(stage, lane);
+            ring.advance();
+            step += 1;
+            if step >= groups {
+                break;
+            }
+        }
+        if quantises {
+            for wave in 0..WAVES {
+                let silu = job.activation.0 == 0 && job.layout != PLAIN && !job.biased && !job.shared_biased;
+                let words = if silu {
+                    self.activated::<T, SCALES, DIRECT, true>(job, item, &sums[wave])
+                } else {
+                    self.activated::<T, SCALES, DIRECT, false>(job, item, &sums[wave])
+                };
+                self.quantiser.wait_stored(turn);
+                for q in 0..8 {
+                    for h in 0..2 {
+                        let at = (own + 8 * h as u32) * PITCH + (8 * q as u32 + 2 * t) * 2;
+                        self.quantiser.tile.set_as::<u32>(at, words[2 * q + h]);
+                    }
+                }
+                self.quantiser.laid_out();
+                turn += 1;
+            }
+            // Of waves in which only the other consumer has pairs.
+            if (WAVES * WAVE) < item.count as usize {
+                self.quantiser.wait_stored(turn);
+                self.quantiser.laid_out();
+            }
+        } else if let Some(Columns { pair, scale, .. }) = columns {
+            let mine = thread::thread_idx_x() % 128;
+            // Everybody is done with the last item's.
+            thread::sync_named(1 + self.group, 128);
+            unroll::<2>(|i| {
+                self.ids.set(mine + 128 * i as u32, pair[i]);
+                self.scales.set(mine + 128 * i as u32, scale[i]);
+            });
+            thread::sync_named(1 + self.group, 128);
+            let row = item.tile * rows(1) as u32;
+            for wave in 0..WAVES {
+                for h in 0..2 {
+                    let column = own + (wave * WAVE + 8 * h) as u32;
+                    let (pair, scale) = (self.ids.get(column), self.scales.get(column));
+                    let there = column < item.count;
+                    let at = pair as usize * job.n as usize;
+                    for q in 0..8 {
+                        let mut v = [0f32; 4];
+                        for e in 0..4 {
+                            let first = row + (16 * q + e / 2 * 8) as u32 + 2 * t + (e % 2) as u32;
+                            let bias = if job.biased || job.shared_biased {
+                                job.bias(item.bin, first.min(job.n - 1))
+                            } else {
+                                0.0
+                            };
+                            v[e] = (sums[wave][4 * (2 * q + e / 2) + 2 * h + e % 2] + bias) * scale;
+                        }
+                        // Lanes swap halves with their neighbours until each has four outputs side by side.
+                        let odd = t % 2 == 1;
+                        let first = row + (16 * q) as u32 + t % 2 * 8 + t / 2 * 4;
+                        let (stored, at) = (there && first < job.n, at + first as usize);
+                        if ROUNDED {
+                            let words = [T::pack_f32(v[0], v[1]), T::pack_f32(v[2], v[3])];
+                            let got = warp::shfl_xor(if odd { words[0] } else { words[1] }, 1);
+                            let two = if odd { [got, words[1]] } else { [words[0], got] };
+                            if stored {
+                                GlobalMut::new(job.partial.ptr(0u32).cast::<T>()).set_as(at, B64(two));
+                            }
+                        } else {
+                            let mut four = [0f32; 4];
+                            for e in 0..2 {
+                                let got = warp::shfl_xor(if odd { v[e] } else { v[2 + e] }, 1);
+                                four[e] = if odd { got } else { v[e] };
+                                four[2 + e] = if odd { v[2 + e] } else { got };
+                            }
+                            job.partial.set_if(stored, at, B128(four));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Results of 64 pairs in the first product, two neighbouring ones a word: of 8 outputs after another those of this thread's two pairs.
+    #[inline(always)]
+    unsafe fn activated<T: TensorFloat, const SCALES: u32, const DIRECT: bool, const SILU: bool>(
+        &self,
+        job: &Job<T, SCALES, DIRECT>,
+        item: Item,
+        sums: &[f32; 64],
+    ) -> [u32; 16] {
+        let t = warp::lane_id() % 4;
+        let (kind, alpha, limit) = job.activation;
+        let activation = Activation::new(kind, alpha, limit, job.layout != PLAIN);
+        let mut words = [0; 16];
+        for q in 0..8 {
+            let row = item.tile * rows(1) as u32 + 16 * q as u32;
+            let (mut gates, mut values) = ([0f32; 2], [0f32; 2]);
+            if !SILU {
+                for e in 0..2 {
+                    let [gate, value] = job.weight_rows_of::<true>(row, 2 * t + e as u32);
+                    gates[e] = job.bias(item.bin, gate);
+                    values[e] = if job.layout == PLAIN { 0.0 } else { job.bias(item.bin, value) };
+                }
+            }
+            for h in 0..2 {
+                let v = |e: usize| {
+                    let (gate, value) = (sums[8 * q + 2 * h + e], sums[8 * q + 4 + 2 * h + e]);
+                    if SILU {
+                        gate * float::fast::sigmoid(gate) * value
+                    } else {
+                        activation.gated(gate + gates[e], value + values[e])
+                    }
+                };
+                let [a, b] = T::pair_from_f32([v(0), v(1)]);
+                // Outputs beyond the last have no say.
+                words[2 * q + h] = if row / 2 < job.n { T::pack(a, b) } else { 0 };
+            }
+        }
+        words
     }
 
     /// Multiplies an item with scales of rows and finishes it.
@@ -1485,6 +1743,11 @@ entries! {
     moe_fused_quant_wgmma_down_t160_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 160, 1, 5, false, 2, false>;
     moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 160, 1, 5, false, 2, true>;
     moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 160, 1, 5, false, 2, true>;
+    moe_fused_quant_wgmma_up_t256_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 256, 1, 4, false, 2, false>;
+    moe_fused_quant_wgmma_up_t256_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 256, 1, 4, false, 2, false>;
+    moe_fused_quant_wgmma_down_t256_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 256, 1, 4, false, 2, false>;
+    moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 256, 1, 4, false, 2, true>;
+    moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 256, 1, 4, false, 2, true>;
     moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
     moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
     moe_fused_quant_wgmma_up_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1, false>;

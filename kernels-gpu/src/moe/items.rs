@@ -181,6 +181,8 @@ pub struct Items<const DIRECT: bool> {
     /// Pairs of a share, at most; and of those of an expert that has several.
     most: u32,
     cut: u32,
+    /// Whether all shares but an expert's last have as many pairs as there may be.
+    filled: bool,
     /// Whether there are items for two blocks.
     paired: bool,
     /// Tiles of a stripe.
@@ -246,6 +248,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
             tiles,
             most,
             cut: most,
+            filled: false,
             paired,
             stripe: tiles,
         }
@@ -255,6 +258,12 @@ impl<const DIRECT: bool> Items<DIRECT> {
     #[inline(always)]
     pub fn cut_into(self, cut: u32) -> Self {
         Self { cut, ..self }
+    }
+
+    /// The same with as many pairs as a share may have in all of an expert's but the last.
+    #[inline(always)]
+    pub fn filled(self) -> Self {
+        Self { filled: true, ..self }
     }
 
     /// By all threads of a block, whose number is a multiple of 32: the tables, from `count` pairs in all if there is no list, at most [`DIRECT_PAIRS`]. Slower than
@@ -562,7 +571,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
         let (mut tile, mut share, mut size) = (r, 0, count.next_multiple_of(8));
         if !BRANCH || shares > 1 {
             (tile, share) = (r / shares, r % shares);
-            size = count.div_ceil(shares).next_multiple_of(8);
+            size = if self.filled { self.most } else { count.div_ceil(shares).next_multiple_of(8) };
         }
         let first = share * size;
         Item {
