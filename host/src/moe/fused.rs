@@ -634,18 +634,18 @@ impl Plan {
     }
 
     /// Columns of a stripe of the second product, and whether the sum, of so many `bytes`, begins with the first while the next ones are computed. Measured on an H200, where both products
-    /// overlap: with 17 MB and more the sum costs less then (Qwen3-30B, 512 and 768 tokens, 2 and 5 %, DeepSeek-V3, 512 tokens, 1.7 %), with less it does not; the order by itself is 0.1 to 1 %
-    /// better for matrices of 3 MB, and up to 0.3 % worse for those of 29 MB and more.
+    /// overlap: with 17 MB and more the sum costs less then (Qwen3-30B, 512 and 768 tokens, 2 and 5 %, DeepSeek-V3, 512 tokens, 1.7 %), until a stripe has 17 MB itself. With less the order
+    /// by itself is 0.1 to 1 % better for matrices of 3 MB, and up to 0.3 % worse for those of 29 MB and more.
     const fn stripe(&self, shape: &FusedShape, multiprocessors: u32, bytes: usize) -> (usize, bool) {
-        let early = matches!(self.path, FusedPath::Wgmma64) && bytes >= 16 << 20;
-        let small = product(&[shape.hidden, shape.intermediate]) <= 1 << 22;
-        if matches!(self.path, FusedPath::Wgmma176) || !self.begins_early(shape, multiprocessors) || !(early || small) {
-            return (shape.hidden, false);
-        }
-        if early {
+        let large = bytes >= 16 << 20;
+        if matches!(self.path, FusedPath::Wgmma176) || !self.begins_early(shape, multiprocessors) {
+            (shape.hidden, false)
+        } else if large && matches!(self.path, FusedPath::Wgmma64) && shape.pairs() <= 6144 {
             (product(&[STRIPE, shape.hidden.div_ceil(STRIPE * progress::MAX_STRIPES)]), true)
-        } else {
+        } else if !large && product(&[shape.hidden, shape.intermediate]) <= 1 << 22 {
             (256, false)
+        } else {
+            (shape.hidden, false)
         }
     }
 
