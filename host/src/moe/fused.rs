@@ -637,7 +637,7 @@ impl Plan {
     /// overlap: with 17 MB and more the sum costs less then (Qwen3-30B, 512 and 768 tokens, 2 and 5 %, DeepSeek-V3, 512 tokens, 1.7 %), until a stripe has 17 MB itself. With less the order
     /// by itself is 0.1 to 1 % better for matrices of 3 MB, and up to 0.3 % worse for those of 29 MB and more.
     const fn stripe(&self, shape: &FusedShape, multiprocessors: u32, bytes: usize) -> (usize, bool) {
-        let large = bytes >= 16 << 20;
+        let large = bytes >= product(&[STRIPED_BYTES, multiprocessors as usize]);
         if matches!(self.path, FusedPath::Wgmma176) || !self.begins_early(shape, multiprocessors) {
             (shape.hidden, false)
         } else if large && matches!(self.path, FusedPath::Wgmma64) && shape.pairs() <= 6144 {
@@ -1088,6 +1088,8 @@ pub const fn rounded_reduce_geometry(shape: &FusedShape) -> Geometry {
 
 /// A stripe that is summed up early has a number of so many columns.
 const STRIPE: usize = 512;
+/// From how many bytes of `partial` for each multiprocessor on sums begin early.
+const STRIPED_BYTES: usize = 124 << 10;
 
 /// Of how many threads, as a power of two, a token's columns are in a block of so many threads, each with so many `columns`; in stripes if the sum begins `early`.
 const fn sum_across(threads: usize, columns: usize, early: bool) -> u32 {
