@@ -634,8 +634,9 @@ fn second_products_that_begin_early() {
             check::<bf16>(d, s, &case);
         }
         // So much to add up that the sum begins with a stripe while the next ones are computed.
-        let tokens = (124 << 10) * d.properties().multiprocessors as usize / (2 * 1096 * 4) + 1;
-        let mut case = Case::new(tokens, 2, 8, 1096, tiles * 64).path(FusedPath::Wgmma64);
+        let experts = d.properties().multiprocessors as usize;
+        let tokens = (124 << 10) * experts / (2 * 1096 * 4) + 1;
+        let mut case = Case::new(tokens, 2, experts, 1096, 5 * 64).path(FusedPath::Wgmma64);
         case.ids[..5].fill(-1);
         check::<bf16>(d, s, &case);
     });

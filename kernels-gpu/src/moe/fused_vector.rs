@@ -658,11 +658,12 @@ impl<T: TensorFloat, const STEPS: usize> Exchange<'_, T, STEPS> {
         let words = Words { words: GlobalMut::new(h.cast()), count: GlobalMut::new(words), launch };
         let helpers = const { (SEEKERS * 32) as u32 + 32 };
         let group_of = |late: bool| if late { (starts[1], units[1], first) } else { (starts[0], units[0], 0) };
-        if warp::warp_id() == WARPS as u32 {
-            if lane == 0 {
-                words.begin();
-            }
-            thread::sync_named(3, helpers);
+        let makes = warp::warp_id() == WARPS as u32;
+        if makes && lane == 0 {
+            words.begin();
+        }
+        thread::sync_named(3, helpers);
+        if makes {
             for group in 0..integer::opaque(2) {
                 if (if group == 1 { groups[1] } else { groups[0] }) == 0 {
                     continue;
@@ -685,92 +686,90 @@ impl<T: TensorFloat, const STEPS: usize> Exchange<'_, T, STEPS> {
                     unit += 32;
                 }
             }
-            thread::sync_named(3, helpers);
-            let all = groups[0] + groups[1];
-            if all > 0 {
-                words.leave(blocks, all);
-            }
-            return;
-        }
-        let seekers = const { (SEEKERS * 32) as u32 };
-        let t = thread::thread_idx_x() - const { ((WARPS + 1) * 32) as u32 };
-        thread::sync_named(3, helpers);
-        for group in 0..integer::opaque(2) {
-            let late = group == 1;
-            let (first_word, n_words) = if late { (groups[0], groups[1]) } else { (0, groups[0]) };
-            if n_words == 0 {
-                continue;
-            }
-            thread::sync_named(5 + group, const { ((WARPS + SEEKERS) * 32) as u32 });
-            let mut word = t;
-            while word - lane < n_words {
-                // A bit for each, of which the last thread has the fewest.
-                let n = n_words.saturating_sub(word).div_ceil(seekers).min(const { (WORDS * BATCHES) as u32 });
-                let mut missing = (1u32 << n) - 1;
-                let mut looks = 0;
-                loop {
-                    let mut batch = 0;
-                    // Not written out five times.
-                    let batches = integer::opaque(const { (WORDS * BATCHES) as u32 });
-                    while batch < batches {
-                        let asked = missing >> batch & const { (1 << WORDS) - 1 };
-                        if warp::warp_vote_any(warp::FULL, asked != 0) {
-                            let from = words.words.offset(first_word + word + batch * seekers);
-                            let to = h_vectors.offset((first_word + word + batch * seekers) * OUTPUTS as u32);
-                            let mut found = [[0u64; 2]; WORDS];
-                            unroll::<WORDS>(|i| {
-                                found[i] = atomic::load_pair_if(asked >> i & 1 != 0, from.ptr(i * SEEKERS * 32));
-                            });
-                            // All are asked for before any is looked at.
-                            warp::sync_warp(warp::FULL);
-                            unroll::<WORDS>(|i| {
-                                if asked >> i & 1 != 0 && found[i][1] == launch {
-                                    to.set_as(i * SEEKERS * 32 * OUTPUTS, B64([found[i][0]]));
-                                    missing &= !(1 << (batch + i as u32));
-                                }
-                            });
-                        }
-                        batch += WORDS as u32;
-                    }
-                    if warp::warp_vote_all(warp::FULL, missing == 0) {
-                        break;
-                    }
-                    looks += 1;
-                    if looks > PATIENCE[1] {
-                        mbarrier::wait_parity(there(0), 0);
-                        loop {
-                            let who = warp::warp_vote_ballot(warp::FULL, missing != 0);
-                            if who == 0 {
-                                break;
+        } else {
+            let seekers = const { (SEEKERS * 32) as u32 };
+            let t = thread::thread_idx_x() - const { ((WARPS + 1) * 32) as u32 };
+            for group in 0..integer::opaque(2) {
+                let late = group == 1;
+                let (first_word, n_words) = if late { (groups[0], groups[1]) } else { (0, groups[0]) };
+                if n_words == 0 {
+                    continue;
+                }
+                thread::sync_named(5 + group, const { ((WARPS + SEEKERS) * 32) as u32 });
+                let mut word = t;
+                while word - lane < n_words {
+                    // A bit for each, of which the last thread has the fewest.
+                    let n = n_words.saturating_sub(word).div_ceil(seekers).min(const { (WORDS * BATCHES) as u32 });
+                    let mut missing = (1u32 << n) - 1;
+                    let mut looks = 0;
+                    loop {
+                        let mut batch = 0;
+                        // Not written out five times.
+                        let batches = integer::opaque(const { (WORDS * BATCHES) as u32 });
+                        while batch < batches {
+                            let asked = missing >> batch & const { (1 << WORDS) - 1 };
+                            if warp::warp_vote_any(warp::FULL, asked != 0) {
+                                let from = words.words.offset(first_word + word + batch * seekers);
+                                let to = (first_word + word + batch * seekers) as usize * OUTPUTS;
+                                let mut found = [[0u64; 2]; WORDS];
+                                unroll::<WORDS>(|i| {
+                                    found[i] = atomic::load_pair_if(asked >> i & 1 != 0, from.ptr(i * SEEKERS * 32));
+                                });
+                                // All are asked for before any is looked at.
+                                warp::sync_warp(warp::FULL);
+                                unroll::<WORDS>(|i| {
+                                    if asked >> i & 1 != 0 && found[i][1] == launch {
+                                        h_vectors.set_as(to + i * SEEKERS * 32 * OUTPUTS, B64([found[i][0]]));
+                                        missing &= !(1 << (batch + i as u32));
+                                    }
+                                });
                             }
-                            let whose = who.trailing_zeros();
-                            let i = warp::shfl_idx(missing, whose).trailing_zeros();
-                            let at = first_word + word - lane + whose + i * seekers;
-                            let (mut unit, mut values) = (integer::opaque(at * OUTPUTS as u32), 0u64);
+                            batch += WORDS as u32;
+                        }
+                        if warp::warp_vote_all(warp::FULL, missing == 0) {
+                            break;
+                        }
+                        looks += 1;
+                        if looks > PATIENCE[1] {
+                            mbarrier::wait_parity(there(0), 0);
                             loop {
-                                let v = job.alone(unit, vectors);
-                                values = values >> 16 | (T::pack_f32(v, 0.0) as u64) << 48;
-                                unit += 1;
-                                if unit % OUTPUTS as u32 == 0 {
+                                let who = warp::warp_vote_ballot(warp::FULL, missing != 0);
+                                if who == 0 {
                                     break;
                                 }
+                                let whose = who.trailing_zeros();
+                                let i = warp::shfl_idx(missing, whose).trailing_zeros();
+                                let at = first_word + word - lane + whose + i * seekers;
+                                let (mut unit, mut values) = (integer::opaque(at * OUTPUTS as u32), 0u64);
+                                loop {
+                                    let v = job.alone(unit, vectors);
+                                    values = values >> 16 | (T::pack_f32(v, 0.0) as u64) << 48;
+                                    unit += 1;
+                                    if unit % OUTPUTS as u32 == 0 {
+                                        break;
+                                    }
+                                }
+                                if lane == whose {
+                                    h_vectors.set_as(at * OUTPUTS as u32, B64([values]));
+                                    words.store(at, values);
+                                    missing &= missing - 1;
+                                }
                             }
-                            if lane == whose {
-                                h_vectors.set_as(at * OUTPUTS as u32, B64([values]));
-                                words.store(at, values);
-                                missing &= missing - 1;
-                            }
+                            break;
                         }
-                        break;
+                        thread::spin_hint();
                     }
-                    thread::spin_hint();
+                    word += const { (SEEKERS * 32 * WORDS * BATCHES) as u32 };
                 }
-                word += const { (SEEKERS * 32 * WORDS * BATCHES) as u32 };
+                // Each thread by itself, as it has stored what it found.
+                mbarrier::arrive(there(1 + group));
             }
-            // Each thread by itself, as it has stored what it found.
-            mbarrier::arrive(there(1 + group));
         }
         thread::sync_named(3, helpers);
+        let all = groups[0] + groups[1];
+        if makes && all > 0 {
+            words.leave(blocks, all);
+        }
     }
 }
 
@@ -1027,13 +1026,14 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             let fetching_down = fetching == 2;
             let (k, start) = (if fetching_down { intermediate } else { hidden }, cursor.part * len);
             let n = (k - start).min(len);
-            let (size, mut skip) = (if fetching_down { down_lines } else { 2 } * n, 0);
+            let (size, mut skip, mut wraps) = (if fetching_down { down_lines } else { 2 } * n, 0, false);
             if TAGGED {
                 // A piece lies in one.
                 if used == 0 {
                     begin = 0;
                 }
-                skip = if begin + size > room { room - begin } else { 0 };
+                wraps = begin + size > room;
+                skip = if wraps { room - begin } else { 0 };
                 if used + skip + size > room {
                     break;
                 }
@@ -1044,7 +1044,7 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
                     let (before, parity) = (bar(before % stages), before / stages % 2);
                     if at >= first {
                         mbarrier::wait_parity(before, parity);
-                    } else if !mbarrier::test_wait_parity(before, parity) {
+                    } else if !warp::warp_vote_all(warp::FULL, mbarrier::test_wait_parity(before, parity)) {
                         break;
                     }
                 }
@@ -1060,7 +1060,7 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             let lines = if fetching_down { (rows - down_lines * unit).min(down_lines) } else { up_lines };
             begin = if !TAGGED {
                 to * 2 * len
-            } else if skip > 0 {
+            } else if wraps {
                 0
             } else {
                 begin

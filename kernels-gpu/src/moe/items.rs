@@ -481,10 +481,10 @@ impl<const DIRECT: bool> Items<DIRECT> {
         }
     }
 
-    /// The same in stripes of so many tiles, not 0, for [`find_in_stripes`](Self::find_in_stripes): all experts' items of the first tiles, then those of the next ones.
+    /// The same in stripes of at most so many tiles, not 0, for [`find_in_stripes`](Self::find_in_stripes): all experts' items of the first tiles, then those of the next ones.
     #[inline(always)]
     pub fn in_stripes(self, stripe: u32) -> Self {
-        Self { stripe, ..self }
+        Self { stripe: stripe.min(self.tiles), ..self }
     }
 
     /// How many shares there are.
