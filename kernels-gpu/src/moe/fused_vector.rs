@@ -773,7 +773,7 @@ impl<T: TensorFloat, const STEPS: usize> Exchange<'_, T, STEPS> {
     }
 }
 
-/// See the [module](self) and [`Args`]. Grid: at most [`MAX_BLOCKS`]; block: [`THREADS`]; shared memory: [`shared_bytes`].
+/// See the [module](self) and [`Args`]. Grid: at most [`MAX_BLOCKS`]; block: [`threads`]; shared memory: [`shared_bytes`].
 #[inline(always)]
 unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, const TAGGED: bool>(
     out: *mut T,
