@@ -645,6 +645,33 @@ fn wrong_pages_and_lengths_stay_inside() {
     });
 }
 
+/// As if the keys of a page that is none were not in the sequence.
+#[test]
+fn a_hole_among_the_pages() {
+    on_every_device(|d, s| {
+        let shape =
+            Shape { lens: vec![40], q_len: 1, kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
+        let mut c = case::<bf16, bf16>(d, &shape);
+        let q = c.q.reshape(&[1, 2, 64]).unwrap();
+        let pages = c.table.to_vec().unwrap();
+        let rest = |rows: &[Vec<f64>]| [&rows[..16], &rows[32..]].concat();
+        let (keys, values) = (rest(&c.keys[0][0]), rest(&c.values[0][0]));
+        for path in [DecodePath::Split, DecodePath::Tma, DecodePath::Plain] {
+            for hole in [-1, i32::MAX] {
+                c.table.copy_from_slice(&[pages[0], hole, pages[2]]).unwrap();
+                let mut out = Tensor::<bf16>::uninit(d, &[1, 2, 64]).unwrap();
+                let options = DecodeOptions::default().path(path).scale(0.5);
+                decode(s, &mut out, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
+                for (q, out) in c.query.chunks(64).zip(out.to_vec().unwrap().chunks(64)) {
+                    let query = reference::Query { q, scale: 0.5, soft_cap: 0.0, slope: 0.0, sink: None, window: 0 };
+                    let want = reference::decode(query, &keys, &values);
+                    assert_close(out, &want.out, warploom_tests::epsilon::<bf16>(), 2.0);
+                }
+            }
+        }
+    });
+}
+
 #[test]
 fn bad_input() {
     on_every_device(|d, s| {

@@ -311,6 +311,18 @@ fn lengths_around_pages_and_blocks() {
     });
 }
 
+/// Sequences and heads in more than one section of the schedule.
+#[test]
+fn more_sequences_than_lanes() {
+    on_every_device(|d, s| {
+        let sequences = (0..23).map(|i| (1 + i % 2, 2 + 5 * i % 19)).collect();
+        let shape = Shape { sequences, kv_heads: 3, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
+        for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+            check::<bf16>(d, s, &shape, STRAIGHT, path, 1);
+        }
+    });
+}
+
 #[test]
 fn chunks_are_the_whole() {
     on_every_device(|d, s| {

@@ -274,13 +274,13 @@ fn experts_out_of_range() {
 #[test]
 fn no_room() {
     on_every_setup(&[3], |devices| {
-        run(devices, &config().capacity(7), |rank, stream, meeting| {
+        run(devices, &config().capacity(11), |rank, stream, meeting| {
             // Rank 2 is to get four tokens of each rank.
             let mut calls = [Call::new(rank, &[8, 9, 10, 11]), Call::new(rank, &[8, 9, 4, 0])];
             meeting.wait();
             calls[0].go(rank, stream, &DispatchOptions::default());
             let seen = fault(rank.check(stream));
-            assert_eq!(seen, Fault::Overflow { rank: rank.rank(), peer: 2, tokens: 12, capacity: 7 });
+            assert_eq!(seen, Fault::Overflow { rank: rank.rank(), peer: 2, tokens: 12, capacity: 11 });
             meeting.wait();
             rank.recover().unwrap();
             calls[1].go(rank, stream, &DispatchOptions::default());

@@ -1,5 +1,6 @@
 //! Any pairing, part of a head, strides, weights and types; wrong positions; and what is refused.
 
+use super::Rows;
 use cuda_std::{Element, Float};
 use proptest::prelude::*;
 use warploom::rope::QkNormRotaryOptions;
@@ -79,12 +80,11 @@ where
 {
     let &Case { tokens, query_heads, head_dim, rot_dim, offset, pad, .. } = case;
     let key_heads = case.key_heads.unwrap_or(0);
-    let width = (query_heads + key_heads) * head_dim + 2 * pad;
-    let host = noise_of::<T>(tokens * width, case.seed);
-    let fused = Tensor::from_slice(device, &host, &[tokens * width]).unwrap();
-    let view = |heads, at| fused.as_strided(&[tokens, heads, head_dim], &[width, head_dim, 1], at).unwrap();
-    let mut query = view(query_heads, pad);
-    let mut key = case.key_heads.map(|n| view(n, pad + query_heads * head_dim));
+    let rows = Rows::new(tokens, &[query_heads, key_heads], head_dim, pad, case.seed % 2 == 1);
+    let host = noise_of::<T>(rows.len, case.seed);
+    let fused = Tensor::from_slice(device, &host, &[rows.len]).unwrap();
+    let mut query = rows.view(&fused, 0);
+    let mut key = case.key_heads.map(|_| rows.view(&fused, 1));
     let weights = [noise_of::<T>(head_dim, case.seed + 2), noise_of::<T>(head_dim, case.seed + 3)];
     let on_device = |given: bool, w: &[T]| given.then(|| Tensor::from_slice(device, w, &[head_dim]).unwrap());
     let (query_weight, key_weight) = (on_device(case.weights.0, &weights[0]), on_device(case.weights.1, &weights[1]));
@@ -107,18 +107,12 @@ where
     rope::qk_norm_rotary(stream, &mut query, key, status_word, &positions, &angles, eps, &options).unwrap();
 
     let got = fused.to_vec().unwrap();
-    let mut same: Vec<usize> = vec![];
+    let mut untouched = vec![true; rows.len];
     for t in 0..tokens {
         let known = (0..POSITIONS as i64).contains(&at[t]);
-        same.extend((0..pad).map(|i| t * width + i));
-        same.extend((1..=pad).map(|i| (t + 1) * width - i));
-        for h in 0..query_heads + key_heads {
-            let start = t * width + pad + h * head_dim;
-            if !known {
-                same.extend(start..start + head_dim);
-                continue;
-            }
+        for h in (0..query_heads + key_heads).filter(|_| known) {
             let of_query = h < query_heads;
+            let start = if of_query { rows.at(t, 0, h) } else { rows.at(t, 1, h - query_heads) };
             let weight = widen(&weights[!of_query as usize]);
             let weight = if of_query { case.weights.0 } else { case.weights.1 }.then_some(&weight[..]);
             let row = widen(&angles_host[at[t] as usize * rot_dim..][..rot_dim]);
@@ -134,9 +128,10 @@ where
             );
             // Three approximations of single precision, of numbers up to about 10.
             assert_close(&got[start..start + head_dim], &want, 1e-6, 10.0);
+            untouched[start..start + head_dim].fill(false);
         }
     }
-    for i in same {
+    for i in (0..rows.len).filter(|i| untouched[*i]) {
         assert_eq!(got[i].to_f32().to_bits(), host[i].to_f32().to_bits(), "element {i} of {case:?}");
     }
     let wrong = at.iter().filter(|p| !(0..POSITIONS as i64).contains(p)).count();

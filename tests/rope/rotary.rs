@@ -1,5 +1,6 @@
 //! Any pairing, part of a head, strides and types; positions outside of the cache; and what is refused.
 
+use super::Rows;
 use cuda_std::{Element, Float};
 use proptest::prelude::*;
 use warploom::rope::RotaryOptions;
@@ -51,13 +52,11 @@ where
 {
     let &Case { tokens, query_heads, head_dim, rot_dim, offset, pad, .. } = case;
     let key_heads = case.key_heads.unwrap_or(0);
-    // Queries and keys are parts of one tensor, as a fused projection makes them.
-    let width = (query_heads + key_heads) * head_dim + 2 * pad;
-    let host = noise_of::<T>(tokens * width, case.seed);
-    let fused = Tensor::from_slice(device, &host, &[tokens * width]).unwrap();
-    let view = |heads, at| fused.as_strided(&[tokens, heads, head_dim], &[width, head_dim, 1], at).unwrap();
-    let mut query = view(query_heads, pad);
-    let mut key = case.key_heads.map(|n| view(n, pad + query_heads * head_dim));
+    let rows = Rows::new(tokens, &[query_heads, key_heads], head_dim, pad, case.seed % 2 == 1);
+    let host = noise_of::<T>(rows.len, case.seed);
+    let fused = Tensor::from_slice(device, &host, &[rows.len]).unwrap();
+    let mut query = rows.view(&fused, 0);
+    let mut key = case.key_heads.map(|_| rows.view(&fused, 1));
     // Any number will do as an angle's cosine and sine.
     let angles_host = noise_of::<C>(POSITIONS * rot_dim, case.seed + 1);
     let angles = Tensor::from_slice(device, &angles_host, &[POSITIONS, rot_dim]).unwrap();
@@ -88,26 +87,19 @@ where
     .unwrap();
 
     let got = fused.to_vec().unwrap();
-    let mut same: Vec<usize> = vec![];
+    let mut untouched = vec![true; rows.len];
     for t in 0..tokens {
         let known = (0..POSITIONS as i64).contains(&at[t]);
-        same.extend((0..pad).map(|i| t * width + i));
-        same.extend((1..=pad).map(|i| (t + 1) * width - i));
-        for h in 0..query_heads + key_heads {
-            let start = t * width + pad + h * head_dim;
-            if !known {
-                same.extend(start..start + head_dim);
-                continue;
-            }
-            same.extend(start..start + offset);
-            same.extend(start + offset + rot_dim..start + head_dim);
+        for h in (0..query_heads + key_heads).filter(|_| known) {
+            let start = if h < query_heads { rows.at(t, 0, h) } else { rows.at(t, 1, h - query_heads) };
             let row = widen(&angles_host[at[t] as usize * rot_dim..][..rot_dim]);
             let head = widen(&host[start..start + head_dim]);
             let want = reference::rope::rotary(&head, &row, offset, case.pairing == Pairing::Gptj, case.inverse);
             assert_close(&got[start..start + head_dim], &want, 2f64.powi(-22), 2.0);
+            untouched[start + offset..][..rot_dim].fill(false);
         }
     }
-    for i in same {
+    for i in (0..rows.len).filter(|i| untouched[*i]) {
         assert_eq!(got[i].to_f32().to_bits(), host[i].to_f32().to_bits(), "element {i} of {case:?}");
     }
     let wrong = at.iter().filter(|p| !(0..POSITIONS as i64).contains(p)).count();

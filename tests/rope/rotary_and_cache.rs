@@ -1,5 +1,6 @@
 //! The fused operation against the references of its two parts: any layout, type, part of a head and strides.
 
+use super::Rows;
 use cuda_std::Float;
 use proptest::prelude::*;
 use warploom::kv_cache::{CacheLayout, CacheShape, KvCache, StoreAs};
@@ -67,12 +68,10 @@ fn check_case<T: Float + StoreAs<S>, S: Float + warploom::kv_cache::CacheElement
 ) {
     let &Case { tokens, query_heads, rot_dim, offset, pad, .. } = case;
     let CacheShape { heads, head_dim, .. } = case.shape;
-    // Queries, keys and values are parts of one tensor.
-    let width = (query_heads + 2 * heads) * head_dim + pad;
-    let host = noise_of::<T>(pad + tokens * width, case.seed);
+    let rows = Rows::new(tokens, &[query_heads, heads, heads], head_dim, pad, case.seed % 2 == 1);
+    let host = noise_of::<T>(rows.len, case.seed);
     let fused = Tensor::from_slice(device, &host, &[host.len()]).unwrap();
-    let view = |n, at| fused.as_strided(&[tokens, n, head_dim], &[width, head_dim, 1], pad + at * head_dim).unwrap();
-    let (mut query, key, value) = (view(query_heads, 0), view(heads, query_heads), view(heads, query_heads + heads));
+    let (mut query, key, value) = (rows.view(&fused, 0), rows.view(&fused, 1), rows.view(&fused, 2));
     let angles_host = noise_of::<C>(POSITIONS * rot_dim, case.seed + 1);
     let angles = Tensor::from_slice(device, &angles_host, &[POSITIONS, rot_dim]).unwrap();
     let at: Vec<i64> = (0..tokens as i64)
@@ -118,18 +117,17 @@ fn check_case<T: Float + StoreAs<S>, S: Float + warploom::kv_cache::CacheElement
     let (mut keys, mut values) = (vec![], vec![]);
     let mut untouched = vec![true; host.len()];
     for t in 0..tokens {
-        let head = |h: usize| pad + t * width + h * head_dim;
-        let rotated = |h: usize| {
+        let rotated = |start: usize| {
             let row = widen(&angles_host[at[t] as usize * rot_dim..][..rot_dim]);
-            reference::rope::rotary(&widen(&host[head(h)..][..head_dim]), &row, offset, pairing == Pairing::Gptj, false)
+            reference::rope::rotary(&widen(&host[start..][..head_dim]), &row, offset, pairing == Pairing::Gptj, false)
         };
-        for h in (0..query_heads).filter(|_| known(t)) {
-            assert_close(&got[head(h)..][..head_dim], &rotated(h), 2f64.powi(-22), 2.0);
-            untouched[head(h) + offset..][..rot_dim].fill(false);
+        for h in (0..query_heads).map(|h| rows.at(t, 0, h)).filter(|_| known(t)) {
+            assert_close(&got[h..][..head_dim], &rotated(h), 2f64.powi(-22), 2.0);
+            untouched[h + offset..][..rot_dim].fill(false);
         }
-        for h in query_heads..query_heads + heads {
-            keys.extend(if known(t) { rotated(h) } else { vec![0.0; head_dim] });
-            values.extend(widen(&host[head(h + heads)..][..head_dim]));
+        for h in 0..heads {
+            keys.extend(if known(t) { rotated(rows.at(t, 1, h)) } else { vec![0.0; head_dim] });
+            values.extend(widen(&host[rows.at(t, 2, h)..][..head_dim]));
         }
     }
     let same = |i: &usize| got[*i].to_f32().to_bits() == host[*i].to_f32().to_bits();

@@ -235,6 +235,30 @@ fn odd_rows_give_the_same_token_whatever_the_algorithm() {
     });
 }
 
+/// Tokens exactly at a border: where those before one have `p` it is out, what is as probable as `min_p` is in.
+#[test]
+fn exactly_at_a_border() {
+    on_every_device(|device, stream| {
+        let mut row = [f32::NEG_INFINITY; 300];
+        row[120..124].fill(1.0);
+        let logits = tensor::<f32>(device, &row, &[1, 300]);
+        for algorithm in ALGORITHMS {
+            for (p, kept) in [(0.5, 2), (0.50001, 3), (0.25, 1), (1.0, 4)] {
+                let options = SamplingOptions::default().top_k(8).top_p(p).algorithm(algorithm);
+                let (_, log_probs) = sample(stream, &logits, 5, &options);
+                let after = log_probs.top_after.unwrap().to_vec().unwrap();
+                let finite = after.iter().filter(|v| v.is_finite()).count();
+                assert_eq!(finite, kept, "{algorithm:?}, p {p}: {after:?}");
+            }
+            // As probable as the best, all of them.
+            let options = SamplingOptions::default().top_k(8).min_p(1.0).algorithm(algorithm);
+            let (_, log_probs) = sample(stream, &logits, 4, &options);
+            let after = log_probs.top_after.unwrap().to_vec().unwrap();
+            assert!(after.iter().all(|v| (v - 0.25f32.ln()).abs() < 1e-5), "{algorithm:?}: {after:?}");
+        }
+    });
+}
+
 #[test]
 fn rows_without_a_token_give_the_lowest_allowed() {
     on_every_device(|device, stream| {
@@ -259,6 +283,11 @@ fn rows_without_a_token_give_the_lowest_allowed() {
                 assert_eq!(tokens(stream, &logits, &options.allowed(&nothing)), [0, 0], "{algorithm:?}");
             }
         }
+        // Whatever the NaN, and be it the one by which kernels know what is not allowed.
+        let banned = vec![f32::from_bits(warploom::kernels::sampling::weights::BANNED); vocab];
+        let logits = Tensor::from_slice(device, &banned, &[1, vocab]).unwrap();
+        let options = SamplingOptions::default().allowed(&allowed);
+        assert_eq!(tokens(stream, &logits, &options), [130 * 32 + 3]);
     });
 }
 
@@ -550,7 +579,11 @@ fn one_workspace_serves_all_calls_and_graphs() {
                 stream.fill_bytes(&mut got, 0xff).unwrap();
                 graph.launch(stream).unwrap();
                 let got: Vec<i32> = got.to_vec().unwrap().into_iter().map(|t| t as i32).collect();
-                assert_eq!(got, tokens(stream, &logits, &variants(&offset)[i]), "variant {i}, replay {replay}");
+                let (want, fresh) = sample(stream, &logits, 3, &variants(&offset)[i]);
+                assert_eq!(got, want, "variant {i}, replay {replay}");
+                let of = |t: &Option<Tensor<f32>>| t.as_ref().unwrap().to_vec().unwrap();
+                assert_eq!(of(&log_probs.before), of(&fresh.before), "variant {i}, replay {replay}");
+                assert_eq!(of(&log_probs.top_after), of(&fresh.top_after), "variant {i}, replay {replay}");
             }
         }
         assert_eq!(
