@@ -424,14 +424,19 @@ fn vector_by_claims_and_by_words() {
         let case = Case::new(1, 3, 4, hidden, inter).path(FusedPath::Vector);
         let inputs = Inputs::<bf16>::new(&d, &case, 1);
         let want = bits_of(&d, &s, &inputs, &case);
-        for (words, blocks, together) in [
-            (false, 1, false),
-            (false, 3, false),
-            (false, 3, true),
-            (true, 1, false),
-            (true, 3, false),
-            (true, 3, true),
-            (true, 5, false),
+        // The least room that a ring of words takes, and some more, so that pieces end at its end, before it, and not far behind it.
+        let least = (2 * hidden.min(1024)).max(rows(true) * inter.min(1024));
+        for (words, blocks, together, room) in [
+            (false, 1, false, 4096),
+            (false, 3, false, 4096),
+            (false, 3, true, 4096),
+            (true, 1, false, 4096),
+            (true, 3, false, 4096),
+            (true, 3, true, 4096),
+            (true, 5, false, 4096),
+            (true, 1, false, least),
+            (true, 1, false, least + hidden.min(1024)),
+            (true, 2, true, least + 64),
         ] {
             let mut out = Tensor::<bf16>::zeros(&d, &[hidden]).unwrap();
             // `h`, then the words that blocks claim, or the one that counts them.
@@ -439,7 +444,7 @@ fn vector_by_claims_and_by_words() {
             let mut workspace = Tensor::<u64>::uninit(&d, &[n + CLAIMS]).unwrap();
             s.fill_bytes(&mut workspace, 0x7f).unwrap();
             let none = std::ptr::null();
-            let (operands, sums, room) = (hidden + 3 * inter, 8000, 4096);
+            let (operands, sums) = (hidden + 3 * inter, 8000);
             let args = fused::VectorArgs {
                 out: out.as_mut_ptr().cast(),
                 out_row: hidden,
@@ -483,7 +488,7 @@ fn vector_by_claims_and_by_words() {
             // SAFETY: the arguments are tensors of the sizes that they say.
             unsafe { s.launch(&entry, &geometry, &args).unwrap() };
             let got: Vec<_> = out.to_vec().unwrap().iter().map(|v| v.to_f32().to_bits()).collect();
-            assert_eq!(got, want, "{hidden} x {inter}, words {words}, {blocks} blocks");
+            assert_eq!(got, want, "{hidden} x {inter}, words {words}, {blocks} blocks, {room}");
             let left = workspace.to_vec().unwrap();
             let left = if words { &left[..n + 1] } else { &left[n..n + blocks as usize + 1] };
             assert!(left.iter().all(|&w| w == 0), "zeroes are left");
@@ -856,6 +861,25 @@ fn all_on_one_expert_and_none() {
             }
             check::<bf16>(d, s, &Case::new(0, 2, 3, 8, 8).path(path));
             check::<bf16>(d, s, &Case::new(3, 0, 3, 8, 8).path(path));
+        }
+    });
+}
+
+/// Gates and values on either side of all bounds.
+#[test]
+fn every_activation() {
+    on_every_device(|d, s| {
+        for activation in ACTIVATIONS {
+            for gate_up in [GateUp::Interleaved, GateUp::GateOnly] {
+                let case = Case { activation, gate_up, biased: true, ..Case::new(3, 2, 2, 48, 16) };
+                check::<f32>(d, s, &case);
+                for path in [FusedPath::Direct, FusedPath::Tile32] {
+                    check::<bf16>(d, s, &case.clone().path(path));
+                }
+                check::<f16>(d, s, &for_vector(case.clone()));
+                check::<bf16>(d, s, &for_wgmma(case.clone(), false));
+                check::<bf16>(d, s, &for_wgmma(case, true));
+            }
         }
     });
 }

@@ -435,7 +435,7 @@ fn pairs_in_waves() {
         let bits = |v: Vec<bf16>| v.into_iter().map(bf16::to_bits).collect::<Vec<_>>();
         for (i, counts) in [vec![270, 60], vec![70, 130, 0, 200], vec![5]].into_iter().enumerate() {
             let ids = (0..counts.len()).flat_map(|e| vec![e as i32; counts[e]]).collect();
-            let [hidden, inter] = [[80, 64], [144, 80], [272, 192]][i];
+            let [hidden, inter] = [[80, 192], [144, 80], [272, 192]][i];
             let gate_up = [GateUp::Halves, GateUp::Interleaved, GateUp::GateOnly][i];
             let (activation, biased) = (ACTIVATIONS[i], i > 0);
             let new = |path| Case::new(counts.iter().sum(), 1, counts.len(), hidden, inter, path);

@@ -1,6 +1,6 @@
 //! What the second-level cache does with lines that nobody asks for any more.
 //!
-//! On the SIMT device nothing: there is no such cache.
+//! On the SIMT device there is no such cache: hints do nothing there, and what is discarded becomes NaN at once.
 
 /// Which lines are given up first: an operand of instructions that take a hint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +28,7 @@ impl Policy {
 /// # Safety
 /// `ptr` is a multiple of 128, and all of the line may be written by this thread as if by ordinary stores.
 #[inline(always)]
+#[track_caller]
 pub unsafe fn discard<T>(ptr: *mut T) {
     #[cfg(all(target_arch = "nvptx64", target_feature = "sm_90"))]
     // SAFETY: forwarded to the caller.
@@ -35,6 +36,16 @@ pub unsafe fn discard<T>(ptr: *mut T) {
         ptx!("{{ .reg .b64 %a; cvta.to.global.u64 %a, {p}; discard.global.L2 [%a], 128; }}", p = in(reg64) ptr,
             options(nostack, preserves_flags))
     };
-    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90")))]
+    #[cfg(all(target_arch = "nvptx64", not(target_feature = "sm_90")))]
     let _ = ptr;
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        /// A line with the alignment that the instruction asks for.
+        #[derive(Clone, Copy)]
+        #[repr(align(128))]
+        struct Line(#[allow(dead_code, reason = "read as elements of other types")] [u32; 32]);
+        let line = crate::GlobalMut::new(ptr.cast::<Line>());
+        // SAFETY: forwarded to the caller.
+        unsafe { line.set(0u32, Line([u32::MAX; 32])) };
+    }
 }
