@@ -1,4 +1,4 @@
-use cuda_std::Float;
+use cuda_std::{Entry, Float};
 use proptest::prelude::*;
 use warploom::moe::{
     ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused, shuffle_weights,
@@ -897,6 +897,54 @@ fn sums_of_many_slots() {
         let mut case = Case::new(20, 5, 4, 40, 24).path(FusedPath::Wgmma16);
         case.ids.iter_mut().skip(3).step_by(5).for_each(|id| *id = 1);
         check::<f16>(d, s, &case);
+    });
+}
+
+/// The same bits where lines that have been read leave the second-level cache first, for which blocks of this size have too few.
+#[test]
+fn sums_that_read_for_the_last_time() {
+    use warploom::kernels::moe::fused_reduce::*;
+    fn check<P: Float>(d: &Device, s: &Stream, entry: Entry<Args>, columns: usize, [slots, n]: [usize; 2]) {
+        let tokens = 3;
+        let mut partial = Tensor::from_slice(d, &noise_of::<P>(tokens * slots * n, 7), &[tokens * slots, n]).unwrap();
+        let mut ids: Vec<i32> = (0..tokens * slots).map(|i| (i % 8) as i32).collect();
+        (ids[1], ids[slots]) = (-1, 9);
+        let ids = Tensor::from_slice(d, &ids, &[tokens, slots]).unwrap();
+        let of = |discard: u32, partial: &mut Tensor<P>| {
+            let mut out = Tensor::<bf16>::zeros(d, &[tokens, n]).unwrap();
+            let args = Args {
+                out: out.as_mut_ptr().cast(),
+                partial: partial.as_mut_ptr().cast(),
+                topk_ids: ids.as_ptr().cast(),
+                expert_map: std::ptr::null(),
+                num_tokens: std::ptr::null(),
+                out_row: n,
+                tokens: tokens as u32,
+                top_k: slots as u32,
+                slots: slots as u32,
+                experts: 8,
+                local: 8,
+                shared_experts: 0,
+                n: n as u32,
+                discard,
+                across: 7,
+                left: std::ptr::null_mut(),
+                stripe: 0,
+            };
+            let geometry = Geometry::new([tokens as u32, n.div_ceil(columns << 7) as u32, 1], [128, 1, 1]);
+            // SAFETY: the tensors are as large as the arguments say, and live on.
+            unsafe { s.launch(&entry, &geometry, &args) }.unwrap();
+            s.synchronize().unwrap();
+            out.to_vec().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>()
+        };
+        assert_eq!(of(LAST_READ, &mut partial), of(0, &mut partial));
+    }
+    on_every_device(|d, s| {
+        for n in [24, 520, 27] {
+            check::<f32>(d, s, moe_fused_reduce_bf16::ENTRY, COLUMNS, [3, n]);
+            check::<f32>(d, s, moe_fused_reduce_eight_bf16::ENTRY, COLUMNS, [9, n]);
+            check::<bf16>(d, s, moe_fused_reduce_rounded_bf16::ENTRY, ROUNDED_COLUMNS, [6, n]);
+        }
     });
 }
 

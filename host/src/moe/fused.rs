@@ -894,6 +894,8 @@ pub unsafe fn launch(
         (shape.hidden, false)
     };
     let left = if early { part(at.left).cast() } else { std::ptr::null_mut() };
+    // A row for each token where results are added up as they come.
+    let summed = if unordered { product(&[shape.tokens, shape.hidden, 4]) } else { bytes };
     let kept = kept || early;
     let mut reduce = ReduceArgs {
         out: o.out,
@@ -909,7 +911,7 @@ pub unsafe fn launch(
         local,
         shared_experts,
         n: up.k,
-        discard: discards(kept, part(at.partial), bytes, bytes / shape.pairs().max(1)) as u32,
+        discard: once_read(kept, part(at.partial), summed, bytes / shape.pairs().max(1)),
         across: 0,
         left,
         stripe: stripe as u32,
@@ -1056,9 +1058,18 @@ pub unsafe fn launch(
 /// 117 MB do not.
 pub(super) const KEPT_BYTES: usize = 40 << 20;
 
-/// Whether the sum discards so many bytes of results at `partial`, in rows of `row` bytes, that may have been `kept`: whole lines, and enough of them for it to be worth while.
-pub(super) fn discards(kept: bool, partial: *const c_void, bytes: usize, row: usize) -> bool {
-    kept && bytes >= 4 << 20 && (partial as usize | row).is_multiple_of(128)
+/// So many bytes and more leave the second-level cache as soon as the sum has read them. Measured on an H200: 0.2 to 1 % less for the block with 134 to 940 MB, 2 % more with 67 MB.
+const LAST_READ_BYTES: usize = 128 << 20;
+
+/// What the sum does with lines it has read of so many bytes of results at `partial`, in rows of `row` bytes. Those that may have been `kept` it discards: whole lines, and enough of them for it to be worth while.
+pub(super) fn once_read(kept: bool, partial: *const c_void, bytes: usize, row: usize) -> u32 {
+    if kept && bytes >= 4 << 20 && (partial as usize | row).is_multiple_of(128) {
+        fused_reduce::DISCARDED
+    } else if bytes >= LAST_READ_BYTES {
+        fused_reduce::LAST_READ
+    } else {
+        0
+    }
 }
 
 /// The sum over so many slots, into f32, f16 or bf16, and threads of a block.

@@ -12,7 +12,7 @@
 
 use super::block::{self, Block, Description, dense};
 use super::fused::{
-    ExpertActivation, FusedShape, GateUp, KEPT_BYTES, discards, launch_number, reduce_entry, reduce_geometry,
+    ExpertActivation, FusedShape, GateUp, KEPT_BYTES, launch_number, once_read, reduce_entry, reduce_geometry,
     rounded_reduce_geometry,
 };
 use super::{shuffle, sort};
@@ -984,7 +984,7 @@ impl Run<'_> {
             local: shape.experts as u32,
             shared_experts: shape.shared_experts as u32,
             n: shape.hidden as u32,
-            discard: discards(self.keeps(), self.part(self.at.partial), bytes, bytes / shape.pairs().max(1)) as u32,
+            discard: once_read(self.keeps(), self.part(self.at.partial), bytes, bytes / shape.pairs().max(1)),
             across: geometry.block[0].ilog2(),
             left: std::ptr::null_mut(),
             stripe: 0,

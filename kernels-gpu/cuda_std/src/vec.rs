@@ -246,6 +246,31 @@ pub unsafe fn load<V: Vector, H: LoadHint>(ptr: *const V, hint: H) -> V {
     }
 }
 
+/// Loads 16 bytes from global memory past the first level, with a policy for the second, if `condition`, otherwise zeroes: one predicated instruction. Not by the path of read-only data: others may
+/// have written there when this kernel had begun.
+///
+/// # Safety
+/// `ptr` is in global memory, aligned and readable, if `condition`, and zeroes are a `V`.
+#[inline(always)]
+pub unsafe fn load_if_for<V: Copy>(condition: bool, ptr: *const V, policy: Policy) -> V {
+    const { assert!(size_of::<V>() == 16) };
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: forwarded to the caller; the vector has four words.
+    unsafe {
+        let mut w = [0u32; 4];
+        ptx!("{{ .reg .b64 %a; .reg .pred %p; cvta.to.global.u64 %a, {p}; setp.ne.u32 %p, {c}, 0; mov.b32 {w}, 0; mov.b32 {x}, 0; mov.b32 {y}, 0; mov.b32 {z}, 0; @%p ld.global.L1::no_allocate.L2::cache_hint.v4.b32 {{{w}, {x}, {y}, {z}}}, [%a], {h}; }}",
+            p = in(reg64) ptr, c = in(reg32) condition as u32, w = out(reg32) w[0], x = out(reg32) w[1],
+            y = out(reg32) w[2], z = out(reg32) w[3], h = in(reg64) policy.bits(), options(readonly, nostack, preserves_flags));
+        core::mem::transmute_copy(&w)
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        let _ = policy;
+        // SAFETY: forwarded to the caller.
+        unsafe { if condition { ptr.read() } else { core::mem::zeroed() } }
+    }
+}
+
 /// Stores a vector to global memory. The accessors' `set_hinted` checks bounds as well.
 ///
 /// # Safety

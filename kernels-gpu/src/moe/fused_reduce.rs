@@ -2,11 +2,12 @@
 //!
 //! A thread for 16 bytes of neighbouring columns of a token's results, which are f32 or, where that is allowed, rounded to elements; one by one
 //! where rows are not multiples of that. Slots whose expert lives elsewhere, or is none, have no result and count as zero. Lines that have been
-//! read may be given up in the second-level cache without being written to memory (`discard`). Slots are read four or, if there are more, eight at once.
+//! read may be given up in the second-level cache without being written to memory (`discard`), or leave it before others where there are far more than it holds. Slots are read four or, if there are more, eight at once.
 //! Where the second product computes stripes of columns, blocks of a stripe begin when nothing of it is [left](Left), while the next ones are computed.
 
 use super::pairs::{Pairs, existing_tokens};
 use super::progress::Left;
+use cuda_std::second_level::Policy;
 use cuda_std::vec::{B64, B128};
 use cuda_std::{
     Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, second_level, thread, unroll, vec, warp,
@@ -22,6 +23,10 @@ pub const ROUNDED_THREADS: usize = 128;
 pub const COLUMNS: usize = 4;
 /// The same of results that are rounded.
 pub const ROUNDED_COLUMNS: usize = 8;
+/// Lines that have been read are given up without being written to memory: `partial` and its rows are multiples of 128 bytes. Without effect on rounded results.
+pub const DISCARDED: u32 = 1;
+/// Lines that have been read leave the second-level cache before others.
+pub const LAST_READ: u32 = 2;
 /// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`, of f32 or elements; the others as in
 /// [`fused::Args`](super::fused::Args), `discard` as in [`Args`]. Rows of `num_tokens` and beyond are left alone. Grid: (tokens, columns in
 /// steps of a block's, `COLUMNS` a thread); block: up to [`THREADS`], of which 2 to the power of `across` (32 at least) have a token.
@@ -95,11 +100,17 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
         let row = (token as usize * slots as usize + first as usize) * n as usize + column as usize;
         if whole {
             let mut v = [B128([P::from_f32(0.0); COLUMNS]); GROUP];
-            unroll::<GROUP>(|s| {
-                if are_there[s] {
-                    v[s] = partial.get_as(row + s * n as usize);
-                }
-            });
+            if discard == LAST_READ {
+                unroll::<GROUP>(|s| {
+                    v[s] = partial.get_if_for(are_there[s], row + s * n as usize, Policy::FIRST);
+                });
+            } else {
+                unroll::<GROUP>(|s| {
+                    if are_there[s] {
+                        v[s] = partial.get_as(row + s * n as usize);
+                    }
+                });
+            }
             // Zeroes of those that are not there, too, which change nothing: where both are under a condition they become one, and each read waits for the one before.
             unroll::<GROUP>(|s| {
                 let v = v[s].to_f32();
@@ -119,7 +130,7 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
             });
         }
         // Not of rounded results: it would take registers.
-        if const { size_of::<P>() == 4 } && discard != 0 {
+        if const { size_of::<P>() == 4 } && discard == DISCARDED {
             // Eight threads have read a line of their own.
             let lane = warp::lane_id();
             warp::sync_warp(0xff << (lane & 24));
@@ -162,7 +173,7 @@ entries! {
     pub struct Args<T, P>(
         out: *mut T, partial: *mut P, topk_ids: *const i32, expert_map: *const i32, num_tokens: *const i32,
         out_row: usize, tokens: u32, top_k: u32, slots: u32, experts: u32, local: u32, shared_experts: u32, n: u32,
-        /// 1 if nobody reads `partial` afterwards; then it is, and its rows are, multiples of 128 bytes. Without effect on rounded results.
+        /// What becomes of lines of `partial` that have been read: 0, [`DISCARDED`] or [`LAST_READ`].
         discard: u32,
         /// See [`fused_reduce`].
         across: u32,
