@@ -64,6 +64,7 @@ const FACTORS: usize = 8;
 
 /// Items of a block that are dealt, where others are drawn: numbers are drawn as far ahead, since quantising warps ask for rows four stages ahead of the one they are at.
 const DEALT: u32 = 4;
+const _: () = assert!(DEALT >= GROUPS as u32, "consumers know their first items");
 
 /// Dynamic shared memory; every part may begin at the next multiple of 16.
 pub const fn shared_bytes(lines: usize, stages: usize, bins: usize) -> usize {
@@ -216,12 +217,18 @@ unsafe fn fused_quant_few<
     let (all, grid) = (items.count(), thread::grid_dim_x());
     let steps = k.div_ceil((LINES * STEP) as u32);
     let mut ring = Ring::<STAGES>::new();
-    // The block's items, counted from 0.
-    let number = |index: u32| {
-        if DIRECT || index < DEALT { thread::block_idx_x() + index * grid } else { drawn.hear(index - DEALT) }
+    // The block's item number `index`, counted from 0, which is `by` items after `before`.
+    let number = |before: u32, index: u32, by: u32| {
+        if DIRECT {
+            before + by * grid
+        } else if index < DEALT {
+            thread::block_idx_x() + index * grid
+        } else {
+            drawn.hear(index - DEALT)
+        }
     };
     let mut index = 0;
-    let mut next = number(0);
+    let mut next = thread::block_idx_x();
 
     if warp_id >= ((GROUPS * 128 + QUANTISERS) / 32) as u32 {
         // Weights are written by nobody in this chain of launches, and the first one has waited for all before it.
@@ -266,7 +273,7 @@ unsafe fn fused_quant_few<
                 drawn.settle(index, taken, DEALT * grid, all);
             }
             index += 1;
-            next = number(index);
+            next = number(next, index, 1);
         }
         // The block's shared memory must outlive its copies.
         cp_async::wait_group::<0>();
@@ -291,7 +298,7 @@ unsafe fn fused_quant_few<
             w_factors,
         };
         index = group;
-        next = number(index);
+        next += group * grid;
         ring.skip(group * steps);
         let mut round = 0;
         while next < all {
@@ -312,7 +319,7 @@ unsafe fn fused_quant_few<
             }
             ring.skip(steps);
             index += GROUPS as u32;
-            next = number(index);
+            next = number(next, index, GROUPS as u32);
         }
     }
 }
@@ -338,7 +345,7 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
     source: Source<T>,
     all: u32,
     steps: u32,
-    number_of: impl Fn(u32) -> u32,
+    number_of: impl Fn(u32, u32, u32) -> u32,
 ) {
     const { assert!(TEAMS <= STAGES) };
     let teams = TEAMS as u32;
@@ -349,11 +356,11 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
     let mut ring = Ring::<STAGES>::new();
     ring.skip(step);
     let mut index = 0;
-    let mut number = number_of(0);
+    let mut number = thread::block_idx_x();
     while step >= steps && number < all {
         step -= steps;
         index += 1;
-        number = number_of(index);
+        number = number_of(number, index, 1);
     }
     if number >= all {
         return;
@@ -403,7 +410,7 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
             while step >= steps && number < all {
                 step -= steps;
                 index += 1;
-                number = number_of(index);
+                number = number_of(number, index, 1);
             }
             more = number < all;
             if number != before && more {

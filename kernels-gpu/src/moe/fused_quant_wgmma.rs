@@ -73,7 +73,7 @@ pub const BEYOND: usize = 160;
 const PAIRS_DIRECT: usize = 16;
 
 /// Threads of a block as the compiler is told, where consumers take items in turn: so few registers a thread that blocks of the sum have room beside this one.
-const ROOMY: usize = 512;
+pub const ROOMY: usize = 512;
 
 /// Whether consumers have items of their own, in turn, of so many pairs at most: one finishes an item while the other multiplies, so stages go back evenly, and there is time for a fence.
 const fn in_turn(pairs: usize, up: bool) -> bool {
