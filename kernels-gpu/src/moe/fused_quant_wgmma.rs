@@ -75,9 +75,14 @@ const PAIRS_DIRECT: usize = 16;
 /// Threads of a block as the compiler is told, where consumers take items in turn: so few registers a thread that blocks of the sum have room beside this one.
 pub const ROOMY: usize = 512;
 
-/// Whether consumers have items of their own, in turn, of so many pairs at most: one finishes an item while the other multiplies, so stages go back evenly, and there is time for a fence.
-const fn in_turn(pairs: usize, up: bool) -> bool {
-    pairs == 64 && !up
+/// Whether the second product computes stripes of columns, of so many pairs at most.
+const fn is_striped(scales: u32, pairs: usize) -> bool {
+    scales == BLOCKS && pairs == 64
+}
+
+/// Whether consumers have items of their own, in turn, of so many pairs at most: one finishes an item while the other multiplies, so there is time for a fence at the end of a stripe.
+const fn in_turn(scales: u32, pairs: usize, up: bool) -> bool {
+    is_striped(scales, pairs) && !up
 }
 
 /// Rows of weights of an item, of which each consumer warpgroup has so many tiles if they share it.
@@ -86,8 +91,8 @@ pub const fn rows(tiles: usize) -> usize {
 }
 
 /// The same of an instance whose consumers have so many tiles of an item.
-const fn item_rows(tiles: usize, pairs: usize, up: bool) -> usize {
-    if in_turn(pairs, up) { tiles * 64 } else { rows(tiles) }
+const fn item_rows(tiles: usize, scales: u32, pairs: usize, up: bool) -> usize {
+    if in_turn(scales, pairs, up) { tiles * 64 } else { rows(tiles) }
 }
 
 /// Rows of a box of `x` or `h`, for at most so many pairs.
@@ -115,7 +120,7 @@ const fn quantised_pairs(pairs: usize) -> usize {
 pub const fn shared_bytes([tiles, pairs, lines, stages]: [usize; 4], scales: u32, up: bool, bins: usize) -> usize {
     let direct = pairs == PAIRS_DIRECT;
     stages * (lines * ((rows(tiles) + pairs) * STEP + pairs * 4) + 2 * 8)
-        + if in_turn(pairs, up) { GROUPS * 8 + 16 } else { 0 }
+        + if in_turn(scales, pairs, up) { GROUPS * 8 + 16 } else { 0 }
         + if up && scales == BLOCKS { quantiser_bytes(quantised_pairs(pairs)) } else { GROUPS * pairs * 12 }
         + super::items::DRAWN_BYTES
         + if direct { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
@@ -389,11 +394,11 @@ unsafe fn fused_quant_wgmma<
 {
     let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
     let mut carver = Carver::new();
-    let weights = carver.take_aligned::<u8>(STAGES * LINES * item_rows(TILES, PAIRS, UP) * STEP, 1024);
+    let weights = carver.take_aligned::<u8>(STAGES * LINES * item_rows(TILES, SCALES, PAIRS, UP) * STEP, 1024);
     let operands = carver.take_aligned::<u8>(STAGES * LINES * PAIRS * STEP, 1024);
     let factors = carver.take::<f32>(STAGES * LINES * PAIRS);
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
-    let turns = carver.take::<u64>(if in_turn(PAIRS, UP) { GROUPS } else { 0 });
+    let turns = carver.take::<u64>(if in_turn(SCALES, PAIRS, UP) { GROUPS } else { 0 });
     // Two blocks have the 128 outputs of a scale.
     let quantises = const { UP && SCALES == BLOCKS && SHARE == 2 };
     let each = const { if UP && SCALES == BLOCKS && SHARE == 2 { 0 } else { GROUPS * PAIRS } };
@@ -417,21 +422,22 @@ unsafe fn fused_quant_wgmma<
         if quantises {
             quantiser.init();
         }
-        if in_turn(PAIRS, UP) {
+        if in_turn(SCALES, PAIRS, UP) {
             for g in 0..GROUPS {
                 mbarrier::init(turns.address(g), 4);
             }
         }
         // What is copied by the copy engine, and each producer's rows.
         let producers = if DIRECT { 1 + PRODUCERS as u32 } else { 1 };
-        stages.init_counted(producers, const { if in_turn(PAIRS, UP) { 4 } else { 4 * GROUPS as u32 } });
+        stages.init_counted(producers, const { if in_turn(SCALES, PAIRS, UP) { 4 } else { 4 * GROUPS as u32 } });
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
         if !DIRECT {
             tma::prefetch_map(x_map);
         }
     }
-    let outputs = if UP { item_rows(TILES, PAIRS, UP) as u32 / 2 } else { item_rows(TILES, PAIRS, UP) as u32 };
+    let outputs =
+        if UP { item_rows(TILES, SCALES, PAIRS, UP) as u32 / 2 } else { item_rows(TILES, SCALES, PAIRS, UP) as u32 };
     let tiles = n.div_ceil(outputs).div_ceil(SHARE);
     if UP && !DIRECT && PAIRS <= 64 && tid == 0 && tokens * slots >= 4 * bins {
         // As in `fused_wgmma`: the first item if every expert has one share.
@@ -441,7 +447,7 @@ unsafe fn fused_quant_wgmma<
         let (bin, tile) = (first / tiles, first % tiles * SHARE + rank);
         let mut at = 0;
         while bin < local && at < k.min(const { (STAGES * LINES * STEP) as u32 }) {
-            let to = coordinates::<UP>(shuffled, n, at, tile * item_rows(TILES, PAIRS, UP) as u32, bin as i32);
+            let to = coordinates::<UP>(shuffled, n, at, tile * item_rows(TILES, SCALES, PAIRS, UP) as u32, bin as i32);
             tma::prefetch_tensor::<5>(map, to);
             at += STEP as u32;
         }
@@ -451,8 +457,8 @@ unsafe fn fused_quant_wgmma<
         Progress::<1>::new(if quantises || !UP { progress } else { core::ptr::null_mut() }, thread::grid_dim_x());
     // SAFETY: see `Args`.
     core::hint::assert_unchecked(stripe != 0);
-    let stripes = if PAIRS == 64 {
-        let all = if UP { k.div_ceil(const { item_rows(TILES, PAIRS, UP) as u32 }) } else { tiles };
+    let stripes = if is_striped(SCALES, PAIRS) {
+        let all = if UP { k.div_ceil(const { item_rows(TILES, SCALES, PAIRS, UP) as u32 }) } else { tiles };
         Stripes::new(left, stripe, all)
     } else {
         Stripes::new(core::ptr::null_mut(), 1, 1)
@@ -488,7 +494,7 @@ unsafe fn fused_quant_wgmma<
     let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
     let items = Items::<DIRECT>::carve(&mut carver, sorted, bins, tiles, PAIRS as u32, false).cut_into(cut(PAIRS));
     let items = if is_tall(PAIRS) { items.filled() } else { items };
-    let striped = const { in_turn(PAIRS, UP) };
+    let striped = const { in_turn(SCALES, PAIRS, UP) };
     let items = if striped { items.in_stripes(stripe) } else { items };
     items.fill_together(pairs, count);
     let job = Job::<T, SCALES, DIRECT> {
@@ -539,7 +545,7 @@ unsafe fn fused_quant_wgmma<
         let fetch = |ring: Ring<STAGES>, item: Item, step: u32, wide: u32| {
             let (map, bin) = if item.bin < local { (map, item.bin) } else { (shared_map, item.bin - local) };
             let bar = stages.full(ring.stage);
-            let bytes = const { (item_rows(TILES, PAIRS, UP) * STEP) as u32 };
+            let bytes = const { (item_rows(TILES, SCALES, PAIRS, UP) * STEP) as u32 };
             // Rows come in whole boxes, of which widths with scales of rows are multiples.
             let all = if DIRECT {
                 bytes
@@ -551,7 +557,13 @@ unsafe fn fused_quant_wgmma<
             mbarrier::arrive_expect_tx(bar, LINES as u32 * all);
             unroll::<LINES>(|l| {
                 let k0 = (step * LINES as u32 + l as u32) * STEP as u32;
-                let at = coordinates::<UP>(shuffled, n, k0, item.tile * item_rows(TILES, PAIRS, UP) as u32, bin as i32);
+                let at = coordinates::<UP>(
+                    shuffled,
+                    n,
+                    k0,
+                    item.tile * item_rows(TILES, SCALES, PAIRS, UP) as u32,
+                    bin as i32,
+                );
                 // Beyond the end of K come zeroes.
                 let to = weights.address((ring.stage * LINES as u32 + l as u32) * bytes);
                 let policy = if PAIRS <= 64 { job.policy::<UP>(item) } else { Policy::NORMAL };
@@ -658,7 +670,7 @@ unsafe fn fused_quant_wgmma<
                     next += grid;
                 }
             }
-            if in_turn(PAIRS, UP) && tid == DRAWER {
+            if in_turn(SCALES, PAIRS, UP) && tid == DRAWER {
                 // The other consumer waits for one more.
                 drawn.tell(sequence, u32::MAX);
             }
@@ -750,7 +762,7 @@ unsafe fn fused_quant_wgmma<
             dependent_launch::wait();
         }
     } else {
-        if in_turn(PAIRS, UP) {
+        if in_turn(SCALES, PAIRS, UP) {
             wgmma::increase_registers::<168>();
         } else {
             wgmma::increase_registers::<232>();
@@ -761,7 +773,7 @@ unsafe fn fused_quant_wgmma<
         }
         let group = warp_id / 4 - 1;
         // Which part of an item's rows is this consumer's.
-        let within = if in_turn(PAIRS, UP) { 0 } else { group };
+        let within = if in_turn(SCALES, PAIRS, UP) { 0 } else { group };
         let consumer = Consumer {
             weights: Descriptor::<K>::new(weights.address(if is_tall(PAIRS) {
                 0
@@ -786,7 +798,7 @@ unsafe fn fused_quant_wgmma<
         };
         let mut ring = Ring::<STAGES>::new();
         let (mut next, mut sequence, mut turn) = (first, 0, 0);
-        if in_turn(PAIRS, UP) && group == 1 {
+        if in_turn(SCALES, PAIRS, UP) && group == 1 {
             // The first item is the other one's.
             next = drawn.hear(0);
             sequence = 1;
@@ -813,7 +825,7 @@ unsafe fn fused_quant_wgmma<
                     if SCALES == ROWS {
                         consumer
                             .rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT, ROUNDED>(
-                                &job, stages, &mut ring, next, sequence, item,
+                                &job, stages, &mut ring, next, item,
                             )
                     } else {
                         blocks!($half)
@@ -857,7 +869,7 @@ unsafe fn fused_quant_wgmma<
                     _ => product!(32),
                 }
             }
-            if in_turn(PAIRS, UP) {
+            if in_turn(SCALES, PAIRS, UP) {
                 // The next item is the other one's.
                 ring.skip(steps);
                 next = drawn.hear(sequence + 1);
@@ -1210,7 +1222,7 @@ impl Consumer {
     #[inline(always)]
     unsafe fn wait_turn(&self, turn: u32) {
         // The first turn is the first consumer's.
-        mbarrier::wait_parity(self.turns.address(self.group), (turn / 2 & 1) ^ (self.group == 0) as u32);
+        mbarrier::wait_parity(self.turns.address(self.group), ((turn / 2) & 1) ^ (self.group == 0) as u32);
     }
 
     /// When it has multiplied.
@@ -1251,17 +1263,17 @@ impl Consumer {
         let last_group = groups - 1 + integer::opaque(lane) / 32;
         let quantises = const { UP && SHARE == 2 };
         // What the end needs is on its way while the products run, where there are registers for it.
-        let columns = if const { TILES == 1 || in_turn(PAIRS, UP) } && !quantises {
+        let columns = if const { TILES == 1 || in_turn(SCALES, PAIRS, UP) } && !quantises {
             Some(Columns::new::<T, SCALES, UP, PAIRS, DIRECT>(job, item))
         } else {
             None
         };
-        let row = item.tile * item_rows(TILES, PAIRS, UP) as u32 + self.first_row;
+        let row = item.tile * item_rows(TILES, SCALES, PAIRS, UP) as u32 + self.first_row;
         let scales = WeightScales::<UP, TILES>::new(job, item.bin, row);
         // Of few pairs, which wait for memory and not for instructions.
         let mut lanes = if PAIRS <= 64 { Some(LaneScales::<UP, TILES>::new(job, item.bin, row)) } else { None };
         let (mut acc, mut partial) = ([A::zero(); TILES], [A::zero(); TILES]);
-        if in_turn(PAIRS, UP) {
+        if in_turn(SCALES, PAIRS, UP) {
             self.wait_turn(turn);
         }
         // While one tile's are added, the next one's products run; of many pairs both have no room in registers.
@@ -1282,7 +1294,7 @@ impl Consumer {
             }
             for l in 0..LINES {
                 let line = ring.stage * LINES as u32 + l as u32;
-                let a = self.weights.offset(line * (item_rows(TILES, PAIRS, UP) * STEP) as u32);
+                let a = self.weights.offset(line * (item_rows(TILES, SCALES, PAIRS, UP) * STEP) as u32);
                 let b = self.operands.offset(line * (PAIRS * STEP) as u32);
                 let group = step * LINES as u32 + l as u32;
                 let mut now = [[0f32; 2]; TILES];
@@ -1338,7 +1350,7 @@ impl Consumer {
                 break;
             }
         }
-        if in_turn(PAIRS, UP) {
+        if in_turn(SCALES, PAIRS, UP) {
             self.pass_turn();
         }
         if quantises {
@@ -1576,19 +1588,11 @@ impl Consumer {
         stages: Stages<STAGES>,
         ring: &mut Ring<STAGES>,
         number: u32,
-        turn: u32,
         item: Item,
     ) {
         let (lane, steps) = (warp::lane_id(), job.groups().div_ceil(LINES as u32));
-        let columns = if const { TILES == 1 || in_turn(PAIRS, UP) } {
-            Some(Columns::new::<T, SCALES, UP, PAIRS, DIRECT>(job, item))
-        } else {
-            None
-        };
+        let columns = if TILES == 1 { Some(Columns::new::<T, SCALES, UP, PAIRS, DIRECT>(job, item)) } else { None };
         let mut acc = [A::zero(); TILES];
-        if in_turn(PAIRS, UP) {
-            self.wait_turn(turn);
-        }
         let mut before = ring.stage;
         let mut step = 0;
         loop {
@@ -1598,7 +1602,7 @@ impl Consumer {
             }
             unroll::<LINES>(|l| {
                 let line = ring.stage * LINES as u32 + l as u32;
-                let a = self.weights.offset(line * (item_rows(TILES, PAIRS, UP) * STEP) as u32);
+                let a = self.weights.offset(line * (item_rows(TILES, SCALES, PAIRS, UP) * STEP) as u32);
                 let b = self.operands.offset(line * (PAIRS * STEP) as u32);
                 unroll::<TILES>(|s| {
                     acc[s].multiply::<Q, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, l > 0 || step > 0);
@@ -1622,9 +1626,6 @@ impl Consumer {
         wgmma::wait::<0>(&mut acc[0]);
         unroll::<TILES>(|s| acc[s].pin());
         stages.release(before, lane);
-        if in_turn(PAIRS, UP) {
-            self.pass_turn();
-        }
         self.finish::<T, Q, A, SCALES, UP, TILES, PAIRS, DIRECT, ROUNDED>(job, number, item, columns, &acc);
     }
 
@@ -1657,7 +1658,7 @@ impl Consumer {
             (item, Columns::new::<T, SCALES, UP, PAIRS, DIRECT>(job, item))
         };
         let Columns { pair, scale, row_scale } = columns;
-        let row = item.tile * item_rows(TILES, PAIRS, UP) as u32 + self.first_row;
+        let row = item.tile * item_rows(TILES, SCALES, PAIRS, UP) as u32 + self.first_row;
         // Everybody is done with the last item's.
         thread::sync_named(1 + self.group, 128);
         unroll::<2>(|i| {
@@ -1932,7 +1933,7 @@ entries! {
         /// [`WORDS`](super::progress::WORDS) for both products, or null: whatever is in them. With them the second, of as many blocks, starts while the first still
         /// runs; where the first quantises its results.
         progress: *mut u32,
-        /// [`MAX_STRIPES`](super::progress::MAX_STRIPES) for both products, of as many blocks, or null: whatever is in them. With them, of paths whose consumers take items in turn, the sum begins
+        /// [`MAX_STRIPES`](super::progress::MAX_STRIPES) for both products, of as many blocks, or null: whatever is in them. With them, of few pairs and scales of blocks, the sum begins
         /// with the second product's first stripe of columns while the next ones are computed.
         left: *mut u32,
         /// Tiles of a stripe of that second product, at least one: it computes all experts' columns of a stripe, then those of the next one.
@@ -1960,7 +1961,7 @@ entries! {
     moe_fused_quant_wgmma_up_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
     moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
     moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 16, 1, 11, true, 1, false>;
-    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 1, 8, false, 1, false>;
     moe_fused_quant_wgmma_down_t144_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, false>;
     moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
     moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
@@ -1971,7 +1972,7 @@ entries! {
     moe_fused_quant_wgmma_up_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
     moe_fused_quant_wgmma_up_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
     moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 1, 11, true, 1, false>;
-    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 64, 1, 8, false, 1, false>;
+    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1, false>;
     moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, false>;
     moe_fused_quant_wgmma_down_rounded_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
     moe_fused_quant_wgmma_down_rounded_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
