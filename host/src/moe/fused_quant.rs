@@ -975,10 +975,15 @@ impl Run<'_> {
         }
     }
 
-    /// Whether the second product starts while the first still runs. With few pairs only matrices of 4 MiB and more are worth the words, and only 0.2 %: measured where the sum begins early.
+    /// Whether the second product starts while the first still runs. With few pairs that gains 0.2 % where blocks have many items each and the sum begins early, too; with 5 items of the first
+    /// product for each multiprocessor the words cost more than that.
     fn overlaps(&self) -> bool {
-        let large = product(&[self.shape.hidden, self.shape.intermediate]) > 1 << 22;
-        self.path.overlaps(self.o.scales) || large && self.stripe().1
+        let (shape, multiprocessors) = (self.shape, self.stream.device().properties().multiprocessors);
+        let experts = shape.pairs().min(shape.bins());
+        // Of both blocks of a cluster.
+        let items = product(&[experts, shape.intermediate.div_ceil(wgmma_kernel::TILE_ROWS)]);
+        let many = items >= product(&[16, multiprocessors as usize]);
+        self.path.overlaps(self.o.scales) || many && self.stripe().1
     }
 
     /// What is left of each stripe, if the sum begins early.
