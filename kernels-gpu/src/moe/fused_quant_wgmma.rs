@@ -30,6 +30,9 @@
 //! # Results
 //! Of many pairs the second product's results go by way of the last two stages of an item, one for each consumer, and are stored 256 bytes of a pair at a time; of few they go from registers to
 //! memory. Where it is allowed (`ROUNDED`) they are rounded to the element type, which is half of it.
+//!
+//! Of few pairs, with scales of blocks, the second product computes [stripes](Stripes) of columns where that is asked for, so that the sum begins with a stripe while the next ones are computed. Its
+//! consumers take items [in turn](in_turn).
 
 use super::fused::{HALVES, PLAIN};
 use super::fused_wgmma::{Activation, coordinates};
