@@ -462,6 +462,24 @@ fn pairs_in_waves() {
     });
 }
 
+/// So much to add up that the sum begins with a stripe of columns while the next ones are computed; and so many items that the second product begins while the first still runs.
+#[test]
+fn sums_that_begin_early() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        let multiprocessors = d.properties().multiprocessors as usize;
+        let tokens = (124 << 10) * multiprocessors / (2 * 1040 * 4) + 1;
+        // Many experts are for a device with few multiprocessors.
+        for (experts, inter) in [(multiprocessors, 80), (if d.is_simt() { 16 * multiprocessors } else { 8 }, 16)] {
+            let mut case = Case::new(tokens, 2, experts, 1040, inter, FusedQuantPath::Wgmma64);
+            case.ids[..5].fill(-1);
+            check::<bf16, E4M3>(d, s, &case, e4m3);
+        }
+    });
+}
+
 /// More columns than a block of threads keeps while it finds a row's scale.
 #[test]
 fn rows_of_many_columns() {

@@ -637,11 +637,11 @@ impl Plan {
     /// overlap: with 17 MB and more the sum costs less then (Qwen3-30B, 512 and 768 tokens, 2 and 5 %, DeepSeek-V3, 512 tokens, 1.7 %), until a stripe has 17 MB itself. With less the order
     /// by itself is 0.1 to 1 % better for matrices of 3 MB, and up to 0.3 % worse for those of 29 MB and more.
     const fn stripe(&self, shape: &FusedShape, multiprocessors: u32, bytes: usize) -> (usize, bool) {
-        let large = bytes >= product(&[STRIPED_BYTES, multiprocessors as usize]);
+        let large = striped_bytes(bytes, multiprocessors);
         if matches!(self.path, FusedPath::Wgmma176) || !self.begins_early(shape, multiprocessors) {
             (shape.hidden, false)
-        } else if large && matches!(self.path, FusedPath::Wgmma64) && shape.pairs() <= 6144 {
-            (product(&[STRIPE, shape.hidden.div_ceil(STRIPE * progress::MAX_STRIPES)]), true)
+        } else if large && matches!(self.path, FusedPath::Wgmma64) && shape.pairs() <= STRIPED_PAIRS {
+            (stripe(shape.hidden), true)
         } else if !large && product(&[shape.hidden, shape.intermediate]) <= 1 << 22 {
             (256, false)
         } else {
@@ -1101,14 +1101,26 @@ pub const fn rounded_reduce_geometry(shape: &FusedShape) -> Geometry {
 const STRIPE: usize = 512;
 /// From how many bytes of `partial` for each multiprocessor on sums begin early.
 const STRIPED_BYTES: usize = 124 << 10;
+/// Up to how many pairs.
+pub(super) const STRIPED_PAIRS: usize = 6144;
+
+/// Columns of a stripe of so many that is summed up early.
+pub(super) const fn stripe(hidden: usize) -> usize {
+    product(&[STRIPE, hidden.div_ceil(STRIPE * progress::MAX_STRIPES)])
+}
+
+/// Whether there are enough bytes to be added up for that to pay.
+pub(super) const fn striped_bytes(bytes: usize, multiprocessors: u32) -> bool {
+    bytes >= product(&[STRIPED_BYTES, multiprocessors as usize])
+}
 
 /// Of how many threads, as a power of two, a token's columns are in a block of so many threads, each with so many `columns`; in stripes if the sum begins `early`.
-const fn sum_across(threads: usize, columns: usize, early: bool) -> u32 {
+pub(super) const fn sum_across(threads: usize, columns: usize, early: bool) -> u32 {
     let most = if early && STRIPE / columns < threads { STRIPE / columns } else { threads };
     most.ilog2()
 }
 
-const fn sum_geometry(shape: &FusedShape, threads: usize, columns: usize, early: bool) -> Geometry {
+pub(super) const fn sum_geometry(shape: &FusedShape, threads: usize, columns: usize, early: bool) -> Geometry {
     let across = sum_across(threads, columns, early);
     let tokens = shape.tokens.div_ceil(threads >> across) as u32;
     let blocks = shape.hidden.div_ceil(columns << across) as u32;

@@ -20,12 +20,12 @@
 //!
 //! # Launches
 //! Weights and their scales depend on no launch of the chain, so those of the second product fill the ring while the first one ends; only the
-//! warps that quantise wait for `h`. The kernel does not move registers from producers to consumers: it needs few.
+//! warps that quantise wait for `h`. Where there is a sorted list items are [drawn](Drawn), further ahead than elsewhere. The kernel does not move registers from producers to consumers: it needs few.
 
 use super::fused::PLAIN;
 use super::fused_quant_wgmma::{Job, STEP};
 use super::fused_wgmma::coordinates;
-use super::items::{DIRECT_PAIRS, Item, Items, Sorted};
+use super::items::{DIRECT_PAIRS, Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
 use crate::pipeline::{Ring, Stages};
 use crate::row::quantise::{Quantised, group_amax, scale_for};
@@ -62,10 +62,15 @@ pub const STAGES: usize = 5;
 /// Scales of weights of 128 elements of K: of a gate and its value, for each warp of a consumer.
 const FACTORS: usize = 8;
 
+/// Items of a block that are dealt, where others are drawn: numbers are drawn as far ahead, since quantising warps ask for rows four stages ahead of the one they are at.
+const DEALT: u32 = 4;
+const _: () = assert!(DEALT >= GROUPS as u32, "consumers know their first items");
+
 /// Dynamic shared memory; every part may begin at the next multiple of 16.
 pub const fn shared_bytes(lines: usize, stages: usize, bins: usize) -> usize {
     stages * (lines * ((ROWS + PAIRS) * STEP + (PAIRS + FACTORS) * 4) + 2 * 8)
         + GROUPS * 8
+        + super::items::DRAWN_BYTES
         + super::items::shared_bytes(bins)
         + 5 * 16
 }
@@ -112,6 +117,8 @@ unsafe fn fused_quant_few<
     alpha: f32,
     limit: f32,
     kept: u32,
+    words: *mut u64,
+    launch: u64,
 ) {
     let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
     let mut carver = Carver::new();
@@ -121,8 +128,13 @@ unsafe fn fused_quant_few<
     let w_factors = carver.take::<f32>(STAGES * LINES * FACTORS);
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
     let turns = carver.take::<u64>(GROUPS);
+    // Few items are dealt, all of them.
+    let drawn = Drawn::new(&mut carver, !DIRECT, if UP { words } else { words.wrapping_add(1) }, launch);
     let stages = Stages::<STAGES>::new(bars.address(0u32));
     if tid == 0 {
+        if !DIRECT {
+            drawn.init();
+        }
         for g in 0..GROUPS {
             mbarrier::init(turns.address(g), 4);
         }
@@ -205,6 +217,17 @@ unsafe fn fused_quant_few<
     let (all, grid) = (items.count(), thread::grid_dim_x());
     let steps = k.div_ceil((LINES * STEP) as u32);
     let mut ring = Ring::<STAGES>::new();
+    // The block's item number `index`, counted from 0, which is `by` items after `before`.
+    let number = |before: u32, index: u32, by: u32| {
+        if DIRECT {
+            before + by * grid
+        } else if index < DEALT {
+            thread::block_idx_x() + index * grid
+        } else {
+            drawn.hear(index - DEALT)
+        }
+    };
+    let mut index = 0;
     let mut next = thread::block_idx_x();
 
     if warp_id >= ((GROUPS * 128 + QUANTISERS) / 32) as u32 {
@@ -216,6 +239,11 @@ unsafe fn fused_quant_few<
             let row = if half == 0 { gate } else { value };
             let scales = job.scales_of(item.bin).offset((row / GROUP as u32 * job.groups()) as usize);
             let (map, bin) = if item.bin < local { (map, item.bin) } else { (shared_map, item.bin - local) };
+            let mut taken = 0;
+            if !DIRECT && lane == 0 {
+                // In the second product nothing that still runs knows of the word.
+                taken = drawn.take(index);
+            }
             let mut step = 0;
             while step < steps {
                 stages.wait_empty(ring);
@@ -241,7 +269,11 @@ unsafe fn fused_quant_few<
                 ring.advance();
                 step += 1;
             }
-            next += grid;
+            if !DIRECT && lane == 0 {
+                drawn.settle(index, taken, DEALT * grid, all);
+            }
+            index += 1;
+            next = number(next, index, 1);
         }
         // The block's shared memory must outlive its copies.
         cp_async::wait_group::<0>();
@@ -255,6 +287,7 @@ unsafe fn fused_quant_few<
             Source { x: Global::new(x), x_row, operands, factors: x_factors },
             all,
             steps,
+            number,
         );
     } else {
         let group = warp_id / 4;
@@ -264,6 +297,7 @@ unsafe fn fused_quant_few<
             x_factors,
             w_factors,
         };
+        index = group;
         next += group * grid;
         ring.skip(group * steps);
         let mut round = 0;
@@ -284,7 +318,8 @@ unsafe fn fused_quant_few<
                 consumer.item::<T, [f32; 8], UP, LINES, STAGES, DIRECT>(&job, stages, &mut ring, item, steps, done);
             }
             ring.skip(steps);
-            next += GROUPS as u32 * grid;
+            index += GROUPS as u32;
+            next = number(next, index, GROUPS as u32);
         }
     }
 }
@@ -310,19 +345,22 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
     source: Source<T>,
     all: u32,
     steps: u32,
+    number_of: impl Fn(u32, u32, u32) -> u32,
 ) {
     const { assert!(TEAMS <= STAGES) };
-    let (teams, grid) = (TEAMS as u32, thread::grid_dim_x());
+    let teams = TEAMS as u32;
     // Sixteen lanes take 128 elements of a row, eight each: pieces of several lines or rows at a time, in chunks of so many.
     let (half, part) = (warp::warp_id() % TEAM as u32 * 2 + warp::lane_id() / 16, warp::lane_id() % 16);
-    let mut number = warp::warp_id() / TEAM as u32 % teams;
     // Steps of all items of the block, of which every so manyth is this team's.
-    let mut step = number;
+    let mut step = warp::warp_id() / TEAM as u32 % teams;
     let mut ring = Ring::<STAGES>::new();
-    ring.skip(number);
-    number = thread::block_idx_x();
+    ring.skip(step);
+    let mut index = 0;
+    let mut number = thread::block_idx_x();
     while step >= steps && number < all {
-        (step, number) = (step - steps, number + grid);
+        step -= steps;
+        index += 1;
+        number = number_of(number, index, 1);
     }
     if number >= all {
         return;
@@ -370,7 +408,9 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
             ring.skip(teams);
             let before = number;
             while step >= steps && number < all {
-                (step, number) = (step - steps, number + grid);
+                step -= steps;
+                index += 1;
+                number = number_of(number, index, 1);
             }
             more = number < all;
             if number != before && more {
@@ -546,6 +586,10 @@ entries! {
         activation: u32, alpha: f32, limit: f32,
         /// 1 if `partial` may stay in the second-level cache until the sum has read it.
         kept: u32,
+        /// [`WORDS`](super::items::WORDS), whatever is in them; read and written where there is a sorted list.
+        words: *mut u64,
+        /// A number that no other launch has, unless it repeats this one; the two products may have the same.
+        launch: u64,
     );
     moe_fused_quant_few_up_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, true>;
     moe_fused_quant_few_up_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, true>;

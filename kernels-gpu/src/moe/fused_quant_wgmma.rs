@@ -30,12 +30,15 @@
 //! # Results
 //! Of many pairs the second product's results go by way of the last two stages of an item, one for each consumer, and are stored 256 bytes of a pair at a time; of few they go from registers to
 //! memory. Where it is allowed (`ROUNDED`) they are rounded to the element type, which is half of it.
+//!
+//! Of few pairs, with scales of blocks, the second product computes [stripes](Stripes) of columns where that is asked for, so that the sum begins with a stripe while the next ones are computed. Its
+//! consumers take items [in turn](in_turn).
 
 use super::fused::{HALVES, PLAIN};
 use super::fused_wgmma::{Activation, coordinates};
 use super::items::{DIRECT_PAIRS, Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
-use super::progress::Progress;
+use super::progress::{Progress, Stripes};
 use crate::pipeline::{Ring, Stages};
 use crate::row::GROUP;
 use crate::row::quantise::{Quantised as _, amax, scale_for};
@@ -72,9 +75,27 @@ pub const BEYOND: usize = 160;
 /// The most pairs of an item without a sorted list.
 const PAIRS_DIRECT: usize = 16;
 
-/// Rows of weights of an item, of which a warpgroup has so many tiles.
+/// Threads of a block as the compiler is told, where consumers take items in turn: so few registers a thread that blocks of the sum have room beside this one.
+pub const ROOMY: usize = 512;
+
+/// Whether the second product computes stripes of columns, of so many pairs at most.
+const fn is_striped(scales: u32, pairs: usize) -> bool {
+    scales == BLOCKS && pairs == 64
+}
+
+/// Whether consumers have items of their own, in turn, of so many pairs at most: one finishes an item while the other multiplies, so there is time for a fence at the end of a stripe.
+const fn in_turn(scales: u32, pairs: usize, up: bool) -> bool {
+    is_striped(scales, pairs) && !up
+}
+
+/// Rows of weights of an item, of which each consumer warpgroup has so many tiles if they share it.
 pub const fn rows(tiles: usize) -> usize {
     GROUPS * tiles * 64
+}
+
+/// The same of an instance whose consumers have so many tiles of an item.
+const fn item_rows(tiles: usize, scales: u32, pairs: usize, up: bool) -> usize {
+    if in_turn(scales, pairs, up) { tiles * 64 } else { rows(tiles) }
 }
 
 /// Rows of a box of `x` or `h`, for at most so many pairs.
@@ -86,6 +107,9 @@ pub const fn box_rows(pairs: usize) -> usize {
 const fn is_tall(pairs: usize) -> bool {
     pairs > 160
 }
+
+/// Rows of weights of an item with scales of blocks.
+pub const TILE_ROWS: usize = 128;
 
 /// Pairs of an item for which both consumers have 64 rows: a wave.
 const WAVE: usize = GROUPS * 64;
@@ -99,6 +123,7 @@ const fn quantised_pairs(pairs: usize) -> usize {
 pub const fn shared_bytes([tiles, pairs, lines, stages]: [usize; 4], scales: u32, up: bool, bins: usize) -> usize {
     let direct = pairs == PAIRS_DIRECT;
     stages * (lines * ((rows(tiles) + pairs) * STEP + pairs * 4) + 2 * 8)
+        + if in_turn(scales, pairs, up) { GROUPS * 8 + 16 } else { 0 }
         + if up && scales == BLOCKS { quantiser_bytes(quantised_pairs(pairs)) } else { GROUPS * pairs * 12 }
         + super::items::DRAWN_BYTES
         + if direct { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
@@ -144,6 +169,12 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
     pub(super) unsafe fn find(&self, number: u32) -> Item {
         let item = self.items.find(number, 0);
         Item { tile: item.tile * self.share + self.rank, ..item }
+    }
+
+    /// The same, or `striped`: of a block that shares nothing.
+    #[inline(always)]
+    unsafe fn find_of(&self, striped: bool, number: u32) -> Item {
+        if striped { self.items.find_in_stripes(number, self.items.shares_before(number)) } else { self.find(number) }
     }
 
     /// For the weights of an item, if they come to this block only.
@@ -353,6 +384,8 @@ unsafe fn fused_quant_wgmma<
     words: *mut u64,
     launch: u64,
     progress: *mut u32,
+    left: *mut u32,
+    stripe: u32,
 ) where
     [Q::Sum; 4]: Accumulator<Q::Sum>,
     [Q::Sum; 8]: Accumulator<Q::Sum>,
@@ -364,10 +397,11 @@ unsafe fn fused_quant_wgmma<
 {
     let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
     let mut carver = Carver::new();
-    let weights = carver.take_aligned::<u8>(STAGES * LINES * rows(TILES) * STEP, 1024);
+    let weights = carver.take_aligned::<u8>(STAGES * LINES * item_rows(TILES, SCALES, PAIRS, UP) * STEP, 1024);
     let operands = carver.take_aligned::<u8>(STAGES * LINES * PAIRS * STEP, 1024);
     let factors = carver.take::<f32>(STAGES * LINES * PAIRS);
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
+    let turns = carver.take::<u64>(if in_turn(SCALES, PAIRS, UP) { GROUPS } else { 0 });
     // Two blocks have the 128 outputs of a scale.
     let quantises = const { UP && SCALES == BLOCKS && SHARE == 2 };
     let each = const { if UP && SCALES == BLOCKS && SHARE == 2 { 0 } else { GROUPS * PAIRS } };
@@ -391,15 +425,22 @@ unsafe fn fused_quant_wgmma<
         if quantises {
             quantiser.init();
         }
+        if in_turn(SCALES, PAIRS, UP) {
+            for g in 0..GROUPS {
+                mbarrier::init(turns.address(g), 4);
+            }
+        }
         // What is copied by the copy engine, and each producer's rows.
-        stages.init_counted(if DIRECT { 1 + PRODUCERS as u32 } else { 1 }, 4 * GROUPS as u32);
+        let producers = if DIRECT { 1 + PRODUCERS as u32 } else { 1 };
+        stages.init_counted(producers, const { if in_turn(SCALES, PAIRS, UP) { 4 } else { 4 * GROUPS as u32 } });
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
         if !DIRECT {
             tma::prefetch_map(x_map);
         }
     }
-    let outputs = if UP { rows(TILES) as u32 / 2 } else { rows(TILES) as u32 };
+    let outputs =
+        if UP { item_rows(TILES, SCALES, PAIRS, UP) as u32 / 2 } else { item_rows(TILES, SCALES, PAIRS, UP) as u32 };
     let tiles = n.div_ceil(outputs).div_ceil(SHARE);
     if UP && !DIRECT && PAIRS <= 64 && tid == 0 && tokens * slots >= 4 * bins {
         // As in `fused_wgmma`: the first item if every expert has one share.
@@ -409,7 +450,7 @@ unsafe fn fused_quant_wgmma<
         let (bin, tile) = (first / tiles, first % tiles * SHARE + rank);
         let mut at = 0;
         while bin < local && at < k.min(const { (STAGES * LINES * STEP) as u32 }) {
-            let to = coordinates::<UP>(shuffled, n, at, tile * rows(TILES) as u32, bin as i32);
+            let to = coordinates::<UP>(shuffled, n, at, tile * item_rows(TILES, SCALES, PAIRS, UP) as u32, bin as i32);
             tma::prefetch_tensor::<5>(map, to);
             at += STEP as u32;
         }
@@ -417,9 +458,21 @@ unsafe fn fused_quant_wgmma<
     // One warp speaks for a block.
     let progress =
         Progress::<1>::new(if quantises || !UP { progress } else { core::ptr::null_mut() }, thread::grid_dim_x());
+    // SAFETY: see `Args`.
+    core::hint::assert_unchecked(stripe != 0);
+    let stripes = if is_striped(SCALES, PAIRS) {
+        let all = if UP { k.div_ceil(const { item_rows(TILES, SCALES, PAIRS, UP) as u32 }) } else { tiles };
+        Stripes::new(left, stripe, all)
+    } else {
+        Stripes::new(core::ptr::null_mut(), 1, 1)
+    };
     if UP {
         // The sorted list may still be in the making.
         dependent_launch::wait();
+        if stripes.are_kept() && thread::block_idx_x() == 0 && warp_id == 1 && lane < stripes.count {
+            // Each consumer says once that it has stored all that it had, when this launch has long ended.
+            stripes.begin(lane, thread::grid_dim_x() * GROUPS as u32);
+        }
         if !progress.is_kept() {
             dependent_launch::launch_dependents();
         }
@@ -444,6 +497,8 @@ unsafe fn fused_quant_wgmma<
     let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
     let items = Items::<DIRECT>::carve(&mut carver, sorted, bins, tiles, PAIRS as u32, false).cut_into(cut(PAIRS));
     let items = if is_tall(PAIRS) { items.filled() } else { items };
+    let striped = const { in_turn(SCALES, PAIRS, UP) };
+    let items = if striped { items.in_stripes(stripe) } else { items };
     items.fill_together(pairs, count);
     let job = Job::<T, SCALES, DIRECT> {
         h: GlobalMut::new(h),
@@ -492,7 +547,7 @@ unsafe fn fused_quant_wgmma<
         let fetch = |ring: Ring<STAGES>, item: Item, step: u32, wide: u32| {
             let (map, bin) = if item.bin < local { (map, item.bin) } else { (shared_map, item.bin - local) };
             let bar = stages.full(ring.stage);
-            let bytes = const { (rows(TILES) * STEP) as u32 };
+            let bytes = const { (item_rows(TILES, SCALES, PAIRS, UP) * STEP) as u32 };
             // Rows come in whole boxes, of which widths with scales of rows are multiples.
             let all = if DIRECT {
                 bytes
@@ -504,7 +559,13 @@ unsafe fn fused_quant_wgmma<
             mbarrier::arrive_expect_tx(bar, LINES as u32 * all);
             unroll::<LINES>(|l| {
                 let k0 = (step * LINES as u32 + l as u32) * STEP as u32;
-                let at = coordinates::<UP>(shuffled, n, k0, item.tile * rows(TILES) as u32, bin as i32);
+                let at = coordinates::<UP>(
+                    shuffled,
+                    n,
+                    k0,
+                    item.tile * item_rows(TILES, SCALES, PAIRS, UP) as u32,
+                    bin as i32,
+                );
                 // Beyond the end of K come zeroes.
                 let to = weights.address((ring.stage * LINES as u32 + l as u32) * bytes);
                 let policy = if PAIRS <= 64 { job.policy::<UP>(item) } else { Policy::NORMAL };
@@ -528,7 +589,7 @@ unsafe fn fused_quant_wgmma<
         };
         if !UP {
             if next < all {
-                let item = job.find(next);
+                let item = job.find_of(striped, next);
                 ahead = steps.min(STAGES as u32);
                 if tid == 0 {
                     let mut at = ring;
@@ -556,7 +617,7 @@ unsafe fn fused_quant_wgmma<
             // Each lane has a box of rows brought, one of them the scales.
             let each = const { box_rows(PAIRS) as u32 };
             while warp_id == 0 && next < all {
-                let item = job.find(next);
+                let item = job.find_of(striped, next);
                 let wide = columns(SCALES, PAIRS as u32, item.count);
                 if !UP && progress.is_kept() && warp::warp_vote_ballot(warp::FULL, item.bin >= there) != 0 {
                     there = progress.wait_beyond(item.bin);
@@ -611,12 +672,16 @@ unsafe fn fused_quant_wgmma<
                     next += grid;
                 }
             }
+            if in_turn(SCALES, PAIRS, UP) && tid == DRAWER {
+                // The other consumer waits for one more.
+                drawn.tell(sequence, u32::MAX);
+            }
         }
         if quantises && warp_id > 0 {
             let (out, scales) = (GlobalMut::new(h.cast::<u8>()), GlobalMut::new(h_scales));
             let mut turn = 0;
             while next < all {
-                let item = job.find(next);
+                let item = job.find_of(striped, next);
                 let wide = columns(SCALES, PAIRS as u32, item.count);
                 let store = |turn: u32, wide: u32, item: Item| {
                     quantiser.store::<T, PAIRS>(out, scales, x_scale_group, n, rank, tid - 32, turn, wide, item)
@@ -639,7 +704,7 @@ unsafe fn fused_quant_wgmma<
                     // One warp says what all three have stored.
                     thread::sync_named(4, QUANTISERS);
                     if warp_id == 1 {
-                        let reached = if next < all { job.find(next).bin } else { u32::MAX };
+                        let reached = if next < all { job.find_of(striped, next).bin } else { u32::MAX };
                         if lane == 0 {
                             progress.reach(0, reached);
                         }
@@ -656,7 +721,7 @@ unsafe fn fused_quant_wgmma<
         let to = operands.address(0u32) + Swizzle::B128.apply(low * STEP as u32 + chunk * 16);
         const { assert!(!DIRECT || LINES == 1) };
         while DIRECT && next < all {
-            let item = job.find(next);
+            let item = job.find_of(striped, next);
             // Rows of zeroes make up for what a product takes more than there is.
             let wide = columns(SCALES, PAIRS as u32, item.count);
             let mut source = [0usize; PAIRS_DIRECT / 16];
@@ -699,17 +764,23 @@ unsafe fn fused_quant_wgmma<
             dependent_launch::wait();
         }
     } else {
-        wgmma::increase_registers::<232>();
+        if in_turn(SCALES, PAIRS, UP) {
+            wgmma::increase_registers::<168>();
+        } else {
+            wgmma::increase_registers::<232>();
+        }
         if !UP && SCALES == ROWS {
             // These threads read the scales of rows of `h` themselves, before the first stage tells them that all is there.
             dependent_launch::wait();
         }
         let group = warp_id / 4 - 1;
+        // Which part of an item's rows is this consumer's.
+        let within = if in_turn(SCALES, PAIRS, UP) { 0 } else { group };
         let consumer = Consumer {
             weights: Descriptor::<K>::new(weights.address(if is_tall(PAIRS) {
                 0
             } else {
-                group * (TILES * 64 * STEP) as u32
+                within * (TILES * 64 * STEP) as u32
             })),
             operands: Descriptor::<K>::new(operands.address(if is_tall(PAIRS) {
                 group * (64 * STEP) as u32
@@ -723,14 +794,27 @@ unsafe fn fused_quant_wgmma<
             stages: weights,
             stage_rows: operands,
             quantiser,
+            turns,
             group,
-            first_row: group * (TILES * 64) as u32 + warp_id % 4 * 16,
+            first_row: within * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
         let mut ring = Ring::<STAGES>::new();
         let (mut next, mut sequence, mut turn) = (first, 0, 0);
+        if in_turn(SCALES, PAIRS, UP) && group == 1 {
+            // The first item is the other one's.
+            next = drawn.hear(0);
+            sequence = 1;
+            ring.skip(steps);
+        }
+        // Stripes of the second product all of whose results are stored.
+        let mut stored = 0;
         while next < all {
-            let item = job.find(next);
+            let item = job.find_of(striped, next);
             let wide = columns(SCALES, PAIRS as u32, item.count);
+            if striped && stripes.are_kept() {
+                // While the other one's products are under way.
+                stored = stripes.leave(1 + group, stored, stripes.of(item.tile));
+            }
             macro_rules! blocks {
                 ($half:literal) => {
                     consumer.blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT, SHARE, ROUNDED>(
@@ -787,12 +871,20 @@ unsafe fn fused_quant_wgmma<
                     _ => product!(32),
                 }
             }
-            if draws {
+            if in_turn(SCALES, PAIRS, UP) {
+                // The next item is the other one's.
+                ring.skip(steps);
+                next = drawn.hear(sequence + 1);
+                sequence += 2;
+            } else if draws {
                 next = drawn.hear(sequence);
                 sequence += 1;
             } else {
                 next += grid;
             }
+        }
+        if striped && stripes.are_kept() {
+            stripes.leave(1 + group, stored, stripes.count);
         }
     }
     if SHARE > 1 {
@@ -862,6 +954,8 @@ struct Consumer {
     stages: Shared<u8>,
     stage_rows: Shared<u8>,
     quantiser: Quantiser,
+    /// Of consumers that take items in turn: whose turn it is to multiply.
+    turns: Shared<u64>,
     group: u32,
     /// The warp's first row within the tile.
     first_row: u32,
@@ -884,7 +978,7 @@ struct Quantiser {
 /// Threads that quantise: all of the producer's warps but the first.
 const QUANTISERS: u32 = PRODUCERS as u32 - 32;
 /// Outputs of an item of the first product whose results are quantised: half of a scale's.
-const OUTPUTS: u32 = rows(1) as u32 / 2;
+const OUTPUTS: u32 = TILE_ROWS as u32 / 2;
 /// From pair to pair of its results, in bytes: 16 more than those of 16 bits take, so lanes that access them together meet in no bank.
 const PITCH: u32 = OUTPUTS * 2 + 16;
 
@@ -1036,6 +1130,62 @@ impl<const UP: bool, const TILES: usize> WeightScales<UP, TILES> {
     }
 }
 
+/// Scales of weights of a warp's rows in each of its tiles: a gate's and its value's. A lane has those of a group of columns, of 32 groups at a time, and the next ones are on their way long before they
+/// are needed: they come from memory, all warps would wait for the same ones at the same time, and weights would come to a halt.
+struct LaneScales<const UP: bool, const TILES: usize> {
+    scales: WeightScales<UP, TILES>,
+    last: u32,
+    now: [[f32; 2]; TILES],
+    next: [[f32; 2]; TILES],
+}
+
+impl<const UP: bool, const TILES: usize> LaneScales<UP, TILES> {
+    /// For rows from `row` on, 16 in each tile. Eight outputs lie in one block of scales.
+    #[inline(always)]
+    unsafe fn new<T: TensorFloat, const SCALES: u32, const DIRECT: bool>(
+        job: &Job<T, SCALES, DIRECT>,
+        bin: u32,
+        row: u32,
+    ) -> Self {
+        let mut at = [[0u32; 2]; TILES];
+        unroll::<TILES>(|s| {
+            at[s] = job.weight_rows_of::<UP>(row + 64 * s as u32, 0).map(|row| row / GROUP as u32 * job.groups());
+        });
+        let none = [[0f32; 2]; TILES];
+        let mut this = Self {
+            scales: WeightScales { scales: job.scales_of(bin), at },
+            last: job.groups() - 1,
+            now: none,
+            next: none,
+        };
+        this.next = this.load(0);
+        this.advance(0);
+        this
+    }
+
+    /// From group `first` on.
+    #[inline(always)]
+    unsafe fn load(&self, first: u32) -> [[f32; 2]; TILES] {
+        let mut scales = [[0f32; 2]; TILES];
+        let group = (first + warp::lane_id()).min(self.last);
+        unroll::<TILES>(|s| scales[s] = self.scales.load(s, group));
+        scales
+    }
+
+    /// Before groups from `group` on, a multiple of 32.
+    #[inline(always)]
+    unsafe fn advance(&mut self, group: u32) {
+        self.now = self.next;
+        self.next = self.load(group + 32);
+    }
+
+    #[inline(always)]
+    unsafe fn of(&self, s: usize, group: u32) -> [f32; 2] {
+        let first = warp::shfl_idx(self.now[s][0], group % 32);
+        [first, if UP { warp::shfl_idx(self.now[s][1], group % 32) } else { first }]
+    }
+}
+
 /// What a thread knows of two of the share's columns: their pairs, the weights of those, and the scales of their rows.
 #[derive(Clone, Copy)]
 struct Columns {
@@ -1046,7 +1196,7 @@ struct Columns {
 
 impl Columns {
     #[inline(always)]
-    unsafe fn new<T: TensorFloat, const SCALES: u32, const UP: bool, const DIRECT: bool>(
+    unsafe fn new<T: TensorFloat, const SCALES: u32, const UP: bool, const PAIRS: usize, const DIRECT: bool>(
         job: &Job<T, SCALES, DIRECT>,
         item: Item,
     ) -> Self {
@@ -1054,7 +1204,7 @@ impl Columns {
         let (mut pair, mut scale, mut row_scale) = ([0u32; 2], [0f32; 2], [0f32; 2]);
         unroll::<2>(|i| {
             let column = mine + 128 * i as u32;
-            if column < item.count {
+            if 128 * i < PAIRS && column < item.count {
                 let place = item.first + column;
                 pair[i] = if UP && !DIRECT { place } else { job.items.pair(place) };
                 if !UP {
@@ -1070,6 +1220,22 @@ impl Columns {
 }
 
 impl Consumer {
+    /// By a consumer that takes items in turn, the `turn`-th of the block's: until the one before is multiplied. The phase of a stage says nothing to who is more than one behind.
+    #[inline(always)]
+    unsafe fn wait_turn(&self, turn: u32) {
+        // The first turn is the first consumer's.
+        mbarrier::wait_parity(self.turns.address(self.group), ((turn / 2) & 1) ^ (self.group == 0) as u32);
+    }
+
+    /// When it has multiplied.
+    #[inline(always)]
+    unsafe fn pass_turn(&self) {
+        warp::sync_warp(warp::FULL);
+        if warp::lane_id() == 0 {
+            mbarrier::arrive(self.turns.address(1 - self.group));
+        }
+    }
+
     /// Multiplies an item with scales of blocks and finishes it.
     #[inline(always)]
     unsafe fn blocks<
@@ -1099,11 +1265,22 @@ impl Consumer {
         let last_group = groups - 1 + integer::opaque(lane) / 32;
         let quantises = const { UP && SHARE == 2 };
         // What the end needs is on its way while the products run, where there are registers for it.
-        let columns =
-            if TILES == 1 && !quantises { Some(Columns::new::<T, SCALES, UP, DIRECT>(job, item)) } else { None };
-        let scales = WeightScales::<UP, TILES>::new(job, item.bin, item.tile * rows(TILES) as u32 + self.first_row);
-        let (mut acc, mut partial) = ([A::zero(); TILES], A::zero());
-        let mut step = 0;
+        let columns = if const { TILES == 1 || in_turn(SCALES, PAIRS, UP) } && !quantises {
+            Some(Columns::new::<T, SCALES, UP, PAIRS, DIRECT>(job, item))
+        } else {
+            None
+        };
+        let row = item.tile * item_rows(TILES, SCALES, PAIRS, UP) as u32 + self.first_row;
+        let scales = WeightScales::<UP, TILES>::new(job, item.bin, row);
+        // Of few pairs, which wait for memory and not for instructions.
+        let mut lanes = if PAIRS <= 64 { Some(LaneScales::<UP, TILES>::new(job, item.bin, row)) } else { None };
+        let (mut acc, mut partial) = ([A::zero(); TILES], [A::zero(); TILES]);
+        if in_turn(SCALES, PAIRS, UP) {
+            self.wait_turn(turn);
+        }
+        // While one tile's are added, the next one's products run; of many pairs both have no room in registers.
+        let together = const { A::N <= 32 };
+        let mut step = 0u32;
         // Whether the stage to come is known to be full.
         let mut ready = false;
         let mut last = [ring.stage; 2];
@@ -1111,15 +1288,38 @@ impl Consumer {
             if !ready {
                 stages.wait_full(*ring);
             }
+            if let Some(lanes) = &mut lanes
+                && step > 0
+                && step.is_multiple_of(const { 32 / LINES as u32 })
+            {
+                lanes.advance(step * LINES as u32);
+            }
             for l in 0..LINES {
                 let line = ring.stage * LINES as u32 + l as u32;
-                let a = self.weights.offset(line * (rows(TILES) * STEP) as u32);
+                let a = self.weights.offset(line * (item_rows(TILES, SCALES, PAIRS, UP) * STEP) as u32);
                 let b = self.operands.offset(line * (PAIRS * STEP) as u32);
+                let group = step * LINES as u32 + l as u32;
+                let mut now = [[0f32; 2]; TILES];
                 for s in 0..TILES {
-                    // On its way while the products run.
-                    let now = scales.load(s, (step * LINES as u32 + l as u32).min(last_group));
-                    partial.multiply::<E4M3, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, false);
-                    wgmma::wait::<0>(&mut partial);
+                    let from = if together { 0 } else { s };
+                    let to = if together { TILES } else { s + 1 };
+                    if s == from {
+                        for s in from..to {
+                            // On its way while the products run.
+                            now[s] = match &lanes {
+                                Some(lanes) => lanes.of(s, group),
+                                None => scales.load(s, group.min(last_group)),
+                            };
+                            let a = a.offset((s * 64 * STEP) as u32);
+                            partial[s - from].multiply::<E4M3, 4, _, _>(a, b, false);
+                        }
+                    }
+                    let partial = &mut partial[s - from];
+                    if s + 1 < to {
+                        wgmma::wait::<1>(partial);
+                    } else {
+                        wgmma::wait::<0>(partial);
+                    }
                     if l == LINES - 1 && s == TILES - 1 {
                         // The answer comes while sums are added.
                         let mut next = *ring;
@@ -1131,7 +1331,7 @@ impl Consumer {
                     for j in 0..const { A::N / 8 } {
                         let B64(pairs) = factors.get_as::<B64<f32, 2>>(8 * j);
                         for e in 0..4 {
-                            let (by, i) = (pairs[e % 2] * now[e / 2], 4 * j + e);
+                            let (by, i) = (pairs[e % 2] * now[s][e / 2], 4 * j + e);
                             let sum = acc[s].as_ref()[i];
                             acc[s].as_mut()[i] = float::fma(partial.as_ref()[i], by, sum);
                         }
@@ -1151,6 +1351,9 @@ impl Consumer {
             if step >= steps {
                 break;
             }
+        }
+        if in_turn(SCALES, PAIRS, UP) {
+            self.pass_turn();
         }
         if quantises {
             self.quantiser.wait_stored(turn);
@@ -1202,8 +1405,8 @@ impl Consumer {
         let last_group = groups - 1 + integer::opaque(lane) / 32;
         let quantises = const { UP && SHARE == 2 };
         // What the end needs is on its way while the products run.
-        let columns = if quantises { None } else { Some(Columns::new::<T, SCALES, UP, DIRECT>(job, item)) };
-        let scales = WeightScales::<UP, 1>::of_tile(job, item.bin, item.tile * rows(1) as u32);
+        let columns = if quantises { None } else { Some(Columns::new::<T, SCALES, UP, PAIRS, DIRECT>(job, item)) };
+        let scales = WeightScales::<UP, 1>::of_tile(job, item.bin, item.tile * TILE_ROWS as u32);
         // The first of this thread's rows of a wave; another is 8 below.
         let own = self.group * 64 + warp::warp_id() % 4 * 16 + g;
         let mut sums = [[0f32; 64]; WAVES];
@@ -1215,7 +1418,7 @@ impl Consumer {
                 stages.wait_full(*ring);
             }
             let stage = ring.stage;
-            let b = self.weights.offset(stage * (rows(1) * STEP) as u32);
+            let b = self.weights.offset(stage * (TILE_ROWS * STEP) as u32);
             let mut by = [[0f32; 2]; 2];
             let mut now = [0f32; 2];
             if WAVES > 0 {
@@ -1284,7 +1487,7 @@ impl Consumer {
                 self.scales.set(mine + 128 * i as u32, scale[i]);
             });
             thread::sync_named(1 + self.group, 128);
-            let row = item.tile * rows(1) as u32;
+            let row = item.tile * TILE_ROWS as u32;
             for wave in 0..WAVES {
                 for h in 0..2 {
                     let column = own + (wave * WAVE + 8 * h) as u32;
@@ -1341,7 +1544,7 @@ impl Consumer {
         let activation = Activation::new(kind, alpha, limit, job.layout != PLAIN);
         let mut words = [0; 16];
         for q in 0..8 {
-            let row = item.tile * rows(1) as u32 + 16 * q as u32;
+            let row = item.tile * TILE_ROWS as u32 + 16 * q as u32;
             let (mut gates, mut values) = ([0f32; 2], [0f32; 2]);
             if !SILU {
                 for e in 0..2 {
@@ -1390,7 +1593,7 @@ impl Consumer {
         item: Item,
     ) {
         let (lane, steps) = (warp::lane_id(), job.groups().div_ceil(LINES as u32));
-        let columns = if TILES == 1 { Some(Columns::new::<T, SCALES, UP, DIRECT>(job, item)) } else { None };
+        let columns = if TILES == 1 { Some(Columns::new::<T, SCALES, UP, PAIRS, DIRECT>(job, item)) } else { None };
         let mut acc = [A::zero(); TILES];
         let mut before = ring.stage;
         let mut step = 0;
@@ -1401,7 +1604,7 @@ impl Consumer {
             }
             unroll::<LINES>(|l| {
                 let line = ring.stage * LINES as u32 + l as u32;
-                let a = self.weights.offset(line * (rows(TILES) * STEP) as u32);
+                let a = self.weights.offset(line * (item_rows(TILES, SCALES, PAIRS, UP) * STEP) as u32);
                 let b = self.operands.offset(line * (PAIRS * STEP) as u32);
                 unroll::<TILES>(|s| {
                     acc[s].multiply::<Q, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, l > 0 || step > 0);
@@ -1454,10 +1657,10 @@ impl Consumer {
             (item, columns)
         } else {
             let item = job.find(number);
-            (item, Columns::new::<T, SCALES, UP, DIRECT>(job, item))
+            (item, Columns::new::<T, SCALES, UP, PAIRS, DIRECT>(job, item))
         };
         let Columns { pair, scale, row_scale } = columns;
-        let row = item.tile * rows(TILES) as u32 + self.first_row;
+        let row = item.tile * item_rows(TILES, SCALES, PAIRS, UP) as u32 + self.first_row;
         // Everybody is done with the last item's.
         thread::sync_named(1 + self.group, 128);
         unroll::<2>(|i| {
@@ -1529,15 +1732,15 @@ impl Consumer {
             }
         });
         thread::sync_named(1 + self.group, 128);
-        let row = item.tile * rows(1) as u32 + self.first_row;
+        let row = item.tile * TILE_ROWS as u32 + self.first_row;
         let bias = job.weight_rows::<false>(row).map(|row| job.bias(item.bin, row));
         let buffers = [
-            self.stages.offset(stage * (rows(1) * STEP) as u32),
+            self.stages.offset(stage * (TILE_ROWS * STEP) as u32),
             self.stage_rows.offset(stage * (PAIRS * STEP) as u32),
         ];
         let fit = const {
             let bytes = if ROUNDED { 2 } else { 4 };
-            [staged_columns(rows(1), bytes), staged_columns(PAIRS, bytes)]
+            [staged_columns(TILE_ROWS, bytes), staged_columns(PAIRS, bytes)]
         };
         let mut from = 0;
         unroll::<4>(|round| {
@@ -1608,7 +1811,7 @@ impl Consumer {
         // 16 bytes a lane, those of a pair by neighbouring ones.
         let lanes = const { if ROUNDED { 8 } else { 16 } };
         let part = lane % lanes * 16;
-        let first = item.tile * rows(1) as u32 + self.group * 64 + part / bytes;
+        let first = item.tile * TILE_ROWS as u32 + self.group * 64 + part / bytes;
         let there = first < job.n;
         let step = 4 * (32 / lanes);
         let mut column = from as u32 + warp::warp_id() % 4 * (32 / lanes) + lane / lanes;
@@ -1648,7 +1851,7 @@ impl Consumer {
         acc: &A,
     ) {
         let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
-        let row = item.tile * rows(1) as u32 + self.first_row;
+        let row = item.tile * TILE_ROWS as u32 + self.first_row;
         let (kind, alpha, limit) = job.activation;
         let activation = Activation::new(kind, alpha, limit, job.layout != PLAIN);
         let (mut gates, mut values) = (0.0, 0.0);
@@ -1732,14 +1935,19 @@ entries! {
         /// [`WORDS`](super::progress::WORDS) for both products, or null: whatever is in them. With them the second, of as many blocks, starts while the first still
         /// runs; where the first quantises its results.
         progress: *mut u32,
+        /// [`MAX_STRIPES`](super::progress::MAX_STRIPES) for both products, of as many blocks, or null: whatever is in them. With them, of few pairs and scales of blocks, the sum begins
+        /// with the second product's first stripe of columns while the next ones are computed.
+        left: *mut u32,
+        /// Tiles of a stripe of that second product, at least one: it computes all experts' columns of a stripe, then those of the next one.
+        stripe: u32,
     );
     moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 2, false>;
     moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 2, false>;
     moe_fused_quant_wgmma_up_t160_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 160, 1, 5, false, 2, false>;
     moe_fused_quant_wgmma_up_t160_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 160, 1, 5, false, 2, false>;
-    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1, false>;
-    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1, true>;
-    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 64, 2, 4, false, 1, true>;
+    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 2, 64, 2, 4, false, 1, false>;
+    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 2, 64, 2, 4, false, 1, true>;
+    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 2, 64, 2, 4, false, 1, true>;
     moe_fused_quant_wgmma_down_t160_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 160, 1, 5, false, 2, false>;
     moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 160, 1, 5, false, 2, true>;
     moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 160, 1, 5, false, 2, true>;

@@ -72,7 +72,7 @@ use super::fused::{HALVES, PLAIN};
 pub use super::items::DIRECT_PAIRS;
 use super::items::{Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
-use super::progress::{self, Left};
+use super::progress::{self, Stripes};
 use super::shuffle;
 use crate::tensor_float::TensorFloat;
 use cuda_std::second_level::Policy;
@@ -164,25 +164,6 @@ struct Job<T, const DIRECT: bool> {
     activation: Activation,
     items: Items<DIRECT>,
     progress: Progress,
-}
-
-/// The second product's columns, a stripe after the other.
-#[derive(Clone, Copy)]
-struct Stripes {
-    left: Left,
-    /// Tiles of each.
-    tiles: u32,
-    count: u32,
-}
-
-impl Stripes {
-    /// The one of a tile.
-    #[inline(always)]
-    unsafe fn of(self, tile: u32) -> u32 {
-        // SAFETY: stripes have tiles.
-        core::hint::assert_unchecked(self.tiles != 0);
-        tile / self.tiles
-    }
 }
 
 /// An activation as `g' · sigmoid(g' · (a + b g'²)) · (u' + c)`, with bounds on `g'` and `u'`; or with `g'` for the sigmoid.
@@ -443,10 +424,10 @@ unsafe fn fused_wgmma<
     core::hint::assert_unchecked(stripe != 0);
     let stripes = if const { STAGED || DIRECT } {
         // The sum of few results is not worth a fence.
-        Stripes { left: Left::new(core::ptr::null_mut()), tiles: stripe, count: 1 }
+        Stripes::new(core::ptr::null_mut(), 1, 1)
     } else {
         let all = if UP { k.div_ceil(const { rows(TILES, ALTERNATE) as u32 }) } else { tiles };
-        Stripes { left: Left::new(left), tiles: stripe, count: all.div_ceil(stripe) }
+        Stripes::new(left, stripe, all)
     };
     let items = if UP || STAGED { items } else { items.in_stripes(stripe) };
     if !STAGED {
@@ -775,12 +756,12 @@ unsafe fn fused_wgmma<
         let mut item = dealt;
         if UP && progress.is_kept() && warp_id == const { (PRODUCERS / 32) as u32 } {
             let first = if item < items { job.items.find(item, rank).bin } else { bins };
-            if stripes.left.is_kept() && thread::block_idx_x() == 0 {
+            if stripes.are_kept() && thread::block_idx_x() == 0 {
                 let stripe = warp::lane_id();
                 if stripe < stripes.count {
                     // Each consumer says once that it has stored all that it had.
                     let writers = thread::grid_dim_x() * GROUPS as u32;
-                    stripes.left.begin(stripe, writers);
+                    stripes.begin(stripe, writers);
                 }
                 warp::sync_warp(warp::FULL);
             }
@@ -810,9 +791,9 @@ unsafe fn fused_wgmma<
                 // The last item's results, while the other one's products are under way.
                 consumer.reach(progress, work.bin);
             }
-            if !UP && stripes.left.is_kept() {
+            if !UP && stripes.are_kept() {
                 // While the other one's products are under way.
-                stored = consumer.leave(stripes, stored, stripes.of(work.tile));
+                stored = stripes.leave(1 + group, stored, stripes.of(work.tile));
             }
             if ALTERNATE {
                 // The phase of a stage says nothing to who is more than one behind. The first turn is the first group's.
@@ -842,8 +823,8 @@ unsafe fn fused_wgmma<
             item = drawn.hear(sequence);
             sequence += 1;
         }
-        if !UP && stripes.left.is_kept() {
-            consumer.leave(stripes, stored, stripes.count);
+        if !UP && stripes.are_kept() {
+            stripes.leave(1 + group, stored, stripes.count);
         }
     }
     if PAIRED {
@@ -913,22 +894,6 @@ impl<T: TensorFloat + Input> Consumer<T> {
         if thread::thread_idx_x().is_multiple_of(128) {
             progress.reach(self.group, expert);
         }
-    }
-
-    /// By all of the warpgroup: it has stored all that it had of the stripes from `stored` up to `next`, which is returned. Nobody waits for the last one.
-    #[inline(always)]
-    unsafe fn leave(&self, stripes: Stripes, stored: u32, next: u32) -> u32 {
-        let end = next.min(stripes.count - 1);
-        if stored < end {
-            thread::sync_named(1 + self.group, 128);
-            if thread::thread_idx_x().is_multiple_of(128) {
-                thread::device_fence();
-                for stripe in stored..end {
-                    stripes.left.leave(stripe);
-                }
-            }
-        }
-        next
     }
 
     /// Multiplies an item and finishes it.

@@ -145,3 +145,57 @@ impl Left {
         }
     }
 }
+
+/// A product's columns, a stripe after the other, and what is left of each.
+#[derive(Clone, Copy)]
+pub struct Stripes {
+    left: Left,
+    /// Tiles of each.
+    tiles: u32,
+    /// How many there are.
+    pub count: u32,
+}
+
+impl Stripes {
+    /// Of so many `tiles` each, at least one, of `all`; `words` as for [`Left`].
+    #[inline(always)]
+    pub fn new(words: *mut u32, tiles: u32, all: u32) -> Self {
+        Self { left: Left::new(words), tiles, count: all.div_ceil(tiles.max(1)) }
+    }
+
+    /// Whether there are words.
+    #[inline(always)]
+    pub fn are_kept(self) -> bool {
+        self.left.is_kept()
+    }
+
+    /// See [`Left::begin`].
+    #[inline(always)]
+    pub unsafe fn begin(self, stripe: u32, writers: u32) {
+        self.left.begin(stripe, writers);
+    }
+
+    /// The one of a tile.
+    #[inline(always)]
+    pub unsafe fn of(self, tile: u32) -> u32 {
+        // SAFETY: stripes have tiles.
+        core::hint::assert_unchecked(self.tiles != 0);
+        tile / self.tiles
+    }
+
+    /// By all of a warpgroup, a writer, which meets at `barrier`: it has stored all that it had of the stripes from `stored` up to `next`, which is returned. Nobody waits for the last one.
+    #[inline(always)]
+    pub unsafe fn leave(self, barrier: u32, stored: u32, next: u32) -> u32 {
+        let end = next.min(self.count - 1);
+        if stored < end {
+            thread::sync_named(barrier, 128);
+            if thread::thread_idx_x().is_multiple_of(128) {
+                thread::device_fence();
+                for stripe in stored..end {
+                    self.left.leave(stripe);
+                }
+            }
+        }
+        next
+    }
+}
