@@ -59,6 +59,11 @@ pub fn sanitizing() -> bool {
     std::env::var_os("WARPLOOM_TEST_SANITIZER").is_some()
 }
 
+/// Whether that is racecheck, which reports some races that are none (CONTRIBUTING.md).
+pub fn racechecking() -> bool {
+    std::env::var_os("WARPLOOM_TEST_SANITIZER").is_some_and(|tool| tool == "racecheck")
+}
+
 fn no_gpu() -> String {
     Device::cuda(0).err().map(|e| e.to_string()).unwrap_or_default()
 }

@@ -150,7 +150,7 @@ sanitize-some)
     tool=$1
     tests=$2
     log=$(dirname "$tests")/$tool-$(basename "$tests" | sed 's/^tests-//')
-    export WARPLOOM_TEST_DEVICES=cuda WARPLOOM_TEST_SANITIZER=1
+    export WARPLOOM_TEST_DEVICES=cuda WARPLOOM_TEST_SANITIZER=$tool
     code=0
     more=
     # A kernel with a ring for each of 16 warps has 131 in each block, more than the tool keeps count of unless told.
