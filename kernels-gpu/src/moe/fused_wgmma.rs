@@ -56,7 +56,7 @@
 //! end, and make room, that much later.
 //!
 //! Of few pairs the second product computes all experts' columns of a stripe, then the next stripe. The sum's blocks, which are there, begin with a stripe when the last consumer has
-//! left it ([`Left`]): a fence a stripe, while the other consumer has its turn. Of small matrices the order by itself is better than that of experts.
+//! left it ([`Stripes`]): a fence a stripe, while the other consumer has its turn. Of small matrices the order by itself is better than that of experts.
 //!
 //! # The second-level cache
 //! Weights that no other item reads, but for the one that the other block of two has at the same time, leave it first, so that what is read again
