@@ -1111,15 +1111,18 @@ impl<const UP: bool, const TILES: usize> WeightScales<UP, TILES> {
         Self { scales: job.scales_of(bin), at }
     }
 
-    /// Of all rows of a tile with 128 of them, where its gates lie in one block of scales, and its values.
+    /// Of rows from `row` on, 16 in each tile or all 128 of a single one, where a tile's gates lie in one block of scales, and its values.
     #[inline(always)]
     unsafe fn of_tile<T: TensorFloat, const SCALES: u32, const DIRECT: bool>(
         job: &Job<T, SCALES, DIRECT>,
         bin: u32,
         row: u32,
     ) -> Self {
-        let at = job.weight_rows_of::<UP>(row, 0).map(|row| row / GROUP as u32 * job.groups());
-        Self { scales: job.scales_of(bin), at: [at; TILES] }
+        let mut at = [[0u32; 2]; TILES];
+        unroll::<TILES>(|s| {
+            at[s] = job.weight_rows_of::<UP>(row + 64 * s as u32, 0).map(|row| row / GROUP as u32 * job.groups());
+        });
+        Self { scales: job.scales_of(bin), at }
     }
 
     #[inline(always)]
@@ -1147,17 +1150,9 @@ impl<const UP: bool, const TILES: usize> LaneScales<UP, TILES> {
         bin: u32,
         row: u32,
     ) -> Self {
-        let mut at = [[0u32; 2]; TILES];
-        unroll::<TILES>(|s| {
-            at[s] = job.weight_rows_of::<UP>(row + 64 * s as u32, 0).map(|row| row / GROUP as u32 * job.groups());
-        });
         let none = [[0f32; 2]; TILES];
-        let mut this = Self {
-            scales: WeightScales { scales: job.scales_of(bin), at },
-            last: job.groups() - 1,
-            now: none,
-            next: none,
-        };
+        let mut this =
+            Self { scales: WeightScales::of_tile(job, bin, row), last: job.groups() - 1, now: none, next: none };
         this.next = this.load(0);
         this.advance(0);
         this
