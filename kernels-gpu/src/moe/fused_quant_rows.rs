@@ -2,12 +2,12 @@
 //!
 //! * Scales of groups, e4m3: one for each row and 128 columns. A thread has 8 neighbouring columns, and 16 of them agree on the largest
 //!   magnitude. Groups are dealt out to threads whatever their rows, so that blocks are whole however wide rows are.
-//! * Scales of rows, e4m3 or int8: one for each row, perhaps after a multiplication with its expert's smoothing vector. A block for each row,
+//! * Scales of rows, e4m3 or int8: one for each row, perhaps after a multiplication with its expert's smoothing vector; then a token's row is quantised for each of
+//!   its pairs. A block for each row, or a warp,
 //!   whose threads keep four pieces of 8 columns (of f32 two); what there is beyond, with 16-bit elements from column 16384 on, is read twice, the second time from a cache.
 //!
-//! Where results lie in the order of a sorted list (`positions`), a token's row goes to the place of each of its pairs, quantised once; if
-//! experts smooth it differently, it is quantised for each of them. Rows that nobody will read, of pairs without an expert here, are left
-//! alone.
+//! Where results lie in the order of a sorted list (`positions`; scales of groups), a token's row goes to the place of each of its pairs, quantised once. Rows that nobody will read, of pairs
+//! without an expert here, are left alone.
 
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
 use crate::row::quantise::{Quantised, amax, group_amax, scale_for};
@@ -15,9 +15,7 @@ use crate::row::team::{Op, scratch};
 use crate::row::{GROUP, Piece, Team, elements};
 use cuda_std::shared::Carver;
 use cuda_std::vec::{B128, Streaming};
-use cuda_std::{
-    E4M3, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, integer, thread, unroll, warp,
-};
+use cuda_std::{E4M3, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, integer, thread, unroll};
 
 /// Columns of a thread.
 pub const COLUMNS: usize = 8;
@@ -29,10 +27,14 @@ pub const GROUPS: usize = GROUP_THREADS * COLUMNS / GROUP;
 pub const ROW_THREADS: usize = 512;
 /// Pieces of [`COLUMNS`] columns that a thread of it keeps.
 const KEPT: usize = 4;
-/// Those of a block for rows of `n` columns: as many as keep all of them.
+/// Those of a row of `n` columns: as many as keep all of them.
 pub const fn row_threads(n: usize) -> usize {
     let threads = n.div_ceil(COLUMNS * KEPT).next_multiple_of(32);
     if threads < ROW_THREADS { threads } else { ROW_THREADS }
+}
+/// Rows of a block: blocks of one warp take longer to start than to run.
+pub const fn rows_of_block(n: usize) -> usize {
+    if row_threads(n) > 32 { 1 } else { 4 }
 }
 
 /// Its shared memory.
@@ -196,11 +198,11 @@ pub unsafe fn groups<T: Float>(
     }
 }
 
-/// Scales of rows, `scale_row` apart; otherwise as [`groups`]. `smooth`: `[local, n]` or null, `shared_smooth`: `[shared, n]` or null; with either
-/// `from` is [`TOKENS_OF_PAIRS`] or [`PAIRS`]. Grid: rows; block: at most [`ROW_THREADS`], a multiple of
-/// 32; shared memory: [`SHARED_BYTES`].
+/// Scales of rows, `scale_row` apart; otherwise as [`groups`], but never in the order of a sorted list. `SMOOTH`: with `smooth`: `[local, n]` or null, and
+/// `shared_smooth`: `[shared, n]` or null; then `from` is [`TOKENS_OF_PAIRS`] or [`PAIRS`]. Block: `(threads, rows)`, the first at most [`ROW_THREADS`], a multiple of
+/// 32; grid: rows in steps of a block's; shared memory: [`SHARED_BYTES`].
 #[inline(always)]
-pub unsafe fn rows<T: Float, Q: Quantised>(
+pub unsafe fn rows<T: Float, Q: Quantised, const SMOOTH: bool>(
     x: *const T,
     out: *mut u8,
     scales: *mut f32,
@@ -222,17 +224,19 @@ pub unsafe fn rows<T: Float, Q: Quantised>(
     x_row: usize,
     from: u32,
 ) {
-    let _ = scale_group;
+    let _ = (scale_group, positions);
     dependent_launch::wait();
     dependent_launch::launch_dependents();
-    let rows = listed(topk_ids, expert_map, num_tokens, positions, tokens, top_k, slots, experts, local, shared);
-    let Some(row) = rows.row(thread::block_idx_x(), from) else {
+    let none = core::ptr::null();
+    let rows = listed(topk_ids, expert_map, num_tokens, none, tokens, top_k, slots, experts, local, shared);
+    let number = thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y();
+    let Some(row) = rows.row(number, from) else {
+        // Of a block with several rows each is a warp's: nobody waits for it.
         return;
     };
-    let smooths = !smooth.is_null() || !shared_smooth.is_null();
-    let bin = if smooths { rows.pairs.bin(row.first) } else { 0 };
+    let bin = if SMOOTH { rows.pairs.bin(row.first) } else { 0 };
     let (smooth, bin) = if bin < local { (smooth, bin) } else { (shared_smooth, bin - local) };
-    let smoothed = smooths && !smooth.is_null();
+    let smoothed = SMOOTH && !smooth.is_null();
     let smooth = Global::new(smooth).offset(if smoothed { bin as usize * n as usize } else { 0 });
     let x = Global::new(x).offset(row.source as usize * x_row);
     let team = Team::current();
@@ -244,12 +248,6 @@ pub unsafe fn rows<T: Float, Q: Quantised>(
         v
     };
     let load = |index: u32| smoothed_by(index, load(x, index, n));
-    // A lane's are asked for with the row.
-    let places_from = |i: u32| {
-        let i = i + warp::lane_id();
-        if i < row.count { rows.place(row.first + i) } else { u32::MAX }
-    };
-    let mut places = places_from(0);
     let pieces = n / COLUMNS as u32;
     // The first pieces stay in registers, and are asked for together: those of 16 bits as they come, to be widened where they are used.
     // Of f32 they are half as many.
@@ -286,30 +284,19 @@ pub unsafe fn rows<T: Float, Q: Quantised>(
     let [largest] = team.reduce::<1, 32>([largest], [Op::Max], scratch);
     let scale = scale_for::<Q>(largest);
     let factor = float::recip(scale);
-    let mut i = 0;
-    while i < row.count {
-        if i > 0 && i.is_multiple_of(32) {
-            places = places_from(i);
+    if team.rank == 0 {
+        GlobalMut::new(scales).set(row.first as usize * scale_row, scale);
+    }
+    let out = GlobalMut::new(out.cast::<Q>()).offset(row.first as usize * n as usize);
+    unroll::<KEPT>(|k| {
+        if k < keeps {
+            Piece::<COLUMNS, true>::new(index_of(k), n).store_quantised(out, own(k), factor);
         }
-        let place = warp::shfl_idx(places, i % 32);
-        i += 1;
-        if place == u32::MAX {
-            continue;
-        }
-        if team.rank == 0 {
-            GlobalMut::new(scales).set(place as usize * scale_row, scale);
-        }
-        let out = GlobalMut::new(out.cast::<Q>()).offset(place as usize * n as usize);
-        unroll::<KEPT>(|k| {
-            if k < keeps {
-                Piece::<COLUMNS, true>::new(index_of(k), n).store_quantised(out, own(k), factor);
-            }
-        });
-        let mut index = index_of(keeps);
-        while index < pieces {
-            Piece::<COLUMNS, true>::new(index, n).store_quantised(out, load(index), factor);
-            index += team.size;
-        }
+    });
+    let mut index = index_of(keeps);
+    while index < pieces {
+        Piece::<COLUMNS, true>::new(index, n).store_quantised(out, load(index), factor);
+        index += team.size;
     }
 }
 
@@ -324,10 +311,16 @@ entries! {
     moe_fused_quant_groups_e4m3_f32 { type T = f32; } [GROUP_THREADS] => groups::<T>;
     moe_fused_quant_groups_e4m3_f16 { type T = f16; } [GROUP_THREADS] => groups::<T>;
     moe_fused_quant_groups_e4m3_bf16 { type T = bf16; } [GROUP_THREADS] => groups::<T>;
-    moe_fused_quant_rows_e4m3_f32 { type T = f32; } [ROW_THREADS] => rows::<T, E4M3>;
-    moe_fused_quant_rows_e4m3_f16 { type T = f16; } [ROW_THREADS] => rows::<T, E4M3>;
-    moe_fused_quant_rows_e4m3_bf16 { type T = bf16; } [ROW_THREADS] => rows::<T, E4M3>;
-    moe_fused_quant_rows_i8_f32 { type T = f32; } [ROW_THREADS] => rows::<T, i8>;
-    moe_fused_quant_rows_i8_f16 { type T = f16; } [ROW_THREADS] => rows::<T, i8>;
-    moe_fused_quant_rows_i8_bf16 { type T = bf16; } [ROW_THREADS] => rows::<T, i8>;
+    moe_fused_quant_rows_e4m3_f32 { type T = f32; } [ROW_THREADS] => rows::<T, E4M3, false>;
+    moe_fused_quant_rows_e4m3_f16 { type T = f16; } [ROW_THREADS, 3] => rows::<T, E4M3, false>;
+    moe_fused_quant_rows_e4m3_bf16 { type T = bf16; } [ROW_THREADS, 3] => rows::<T, E4M3, false>;
+    moe_fused_quant_rows_i8_f32 { type T = f32; } [ROW_THREADS] => rows::<T, i8, false>;
+    moe_fused_quant_rows_i8_f16 { type T = f16; } [ROW_THREADS, 3] => rows::<T, i8, false>;
+    moe_fused_quant_rows_i8_bf16 { type T = bf16; } [ROW_THREADS, 3] => rows::<T, i8, false>;
+    moe_fused_quant_rows_smooth_e4m3_f32 { type T = f32; } [ROW_THREADS] => rows::<T, E4M3, true>;
+    moe_fused_quant_rows_smooth_e4m3_f16 { type T = f16; } [ROW_THREADS] => rows::<T, E4M3, true>;
+    moe_fused_quant_rows_smooth_e4m3_bf16 { type T = bf16; } [ROW_THREADS] => rows::<T, E4M3, true>;
+    moe_fused_quant_rows_smooth_i8_f32 { type T = f32; } [ROW_THREADS] => rows::<T, i8, true>;
+    moe_fused_quant_rows_smooth_i8_f16 { type T = f16; } [ROW_THREADS] => rows::<T, i8, true>;
+    moe_fused_quant_rows_smooth_i8_bf16 { type T = bf16; } [ROW_THREADS] => rows::<T, i8, true>;
 }
