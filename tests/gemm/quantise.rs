@@ -157,6 +157,34 @@ fn groups_of_many_rows_and_of_few() {
     many_rows_and_few::<f16, i8>();
 }
 
+/// Many rows take four pieces a thread, and short ones share blocks: the same bits as each row by itself.
+#[test]
+fn many_rows_with_a_scale_each() {
+    on_every_device(|device, stream| {
+        for (rows, n) in [(384usize, 4104usize), (2184, 720), (2185, 720)] {
+            let x = noise_of::<bf16>(rows * n, 6);
+            let run = |x: &[bf16]| {
+                let rows = x.len() / n;
+                let x = Tensor::from_slice(device, x, &[rows, n]).unwrap();
+                let mut out = Tensor::<E4M3>::uninit(device, &[rows, n]).unwrap();
+                let mut scales = Tensor::<f32>::uninit(device, &[rows]).unwrap();
+                quantise_rows(stream, &mut out, &mut scales, &x, None).unwrap();
+                (out.to_vec().unwrap(), scales.to_vec().unwrap())
+            };
+            let (out, scales) = run(&x);
+            for r in [0, 1, rows / 2, rows - 1] {
+                let (own, scale) = run(&x[r * n..][..n]);
+                assert!(out[r * n..][..n] == own[..] && scales[r] == scale[0], "row {r} of {rows} of {n}");
+            }
+            // Every one of them.
+            for (r, scale) in scales.iter().enumerate() {
+                let want = quantise::scale(&widen(&x[r * n..][..n]), 448.0);
+                assert!((*scale as f64 / want - 1.0).abs() < 2f64.powi(-20), "row {r} of {rows} of {n}");
+            }
+        }
+    });
+}
+
 #[test]
 fn zeros_infinities_and_not_a_number() {
     on_every_device(|device, stream| {

@@ -8,21 +8,23 @@
 
 use crate::row::quantise::{self, Quantised, amax, scale_for};
 use crate::row::team::{Op, scratch};
-use crate::row::{GROUP, Mine, Piece, Team};
+use crate::row::{GROUP, Mine, Piece, Team, packed, zero};
 use cuda_std::shared::Carver;
 use cuda_std::vec::StoreStreaming;
-use cuda_std::{E4M3, Float, Global, GlobalMut, dependent_launch, entries, float, thread};
+use cuda_std::{E4M3, Float, Global, GlobalMut, dependent_launch, entries, float, shared, thread};
 
 /// The most warps of a block with a row of its own.
 pub const MAX_WARPS: usize = 32;
 /// Its shared memory.
 pub const SHARED_BYTES: usize = MAX_WARPS * 4;
+/// Up to so many rows start at once on a GPU, and the wait for the kernels before is what takes time: addresses are known before it.
+const FEW_ROWS: u32 = 264;
 /// The most threads of a block where each has one piece.
 pub const MAX_THREADS: usize = 256;
 /// Threads of a block for a block of weights.
 pub const BLOCK_THREADS: usize = 256;
 
-/// A block of a multiple of 32 threads for each row. `x`, `out`: `[rows, n]`; `smooth`: `[n]` or null; `scales`: `[rows]`.
+/// A team of a multiple of 32 threads for each row: a block, or a warp of several. `x`, `out`: `[rows, n]`; `smooth`: `[n]` or null; `scales`: `[rows]`.
 #[inline(always)]
 pub unsafe fn rows<T: Float, Q: Quantised, const V: usize, const N: usize, const VEC: bool>(
     x: *const T,
@@ -33,42 +35,52 @@ pub unsafe fn rows<T: Float, Q: Quantised, const V: usize, const N: usize, const
     x_stride: usize,
     out_stride: usize,
 ) {
-    dependent_launch::begin();
-    let row = thread::block_idx_x() as usize;
-    let (x, smooth) = (Global::new(x).offset(row * x_stride), Global::new(smooth));
-    let (out, scales) = (GlobalMut::new(out).offset(row * out_stride), GlobalMut::new(scales));
+    let number = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
+    let (x, smooth) = (Global::new(x).offset(number * x_stride), Global::new(smooth));
+    let (out, scales) = (GlobalMut::new(out).offset(number * out_stride), GlobalMut::new(scales));
     let team = Team::current();
     let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
-    let at = |i: usize| Piece::<V, VEC>::new(i as u32 * team.size + team.rank, n);
-    let load = |i: usize| {
-        let (piece, factors) = (at(i).load(x), at(i).load_factors(smooth));
+    let piece = |i: usize| Piece::<V, VEC>::new(i as u32 * team.size + team.rank, n);
+    let mut at = [[core::ptr::null::<u8>(); 1]; N];
+    if VEC && N > 0 {
+        cuda_std::unroll::<N>(|i| at[i] = [x.ptr(piece(i).first()).cast()]);
+        let word = shared::address(scratch.ptr(0usize).cast_const());
+        at = dependent_launch::known_here_if(thread::grid_dim_x() <= FEW_ROWS, at, [word]);
+    }
+    dependent_launch::begin();
+    let mut held = [[zero::<T>(); V]; N];
+    cuda_std::unroll::<N>(|i| {
+        let here = Piece::<V, VEC>::new(0, if piece(i).has(0) { V as u32 } else { 0 });
+        held[i] = here.load(Global::new(at[i][0].cast()));
+    });
+    let widened = |at: Piece<V, VEC>, values: [T; V]| {
+        let factors = at.load_factors(smooth);
         let mut v = [0f32; V];
-        cuda_std::unroll::<V>(|j| v[j] = piece[j].to_f32() * factors[j]);
+        cuda_std::unroll::<V>(|j| v[j] = values[j].to_f32() * factors[j]);
         v
     };
+    // Where a row is held, it stays packed, so that there are registers for more threads.
+    let own = |i: usize| widened(piece(i), packed::<T, V, VEC>(held[i]));
+    let again = |i: usize| widened(piece(i), piece(i).load(x));
     let rounds = n.div_ceil(V as u32).div_ceil(team.size) as usize;
-    let mut held = [[0.0; V]; N];
     let mut largest = 0.0;
-    cuda_std::unroll::<N>(|i| held[i] = load(i));
-    cuda_std::unroll::<N>(|i| largest = float::max(largest, amax(held[i])));
+    cuda_std::unroll::<N>(|i| largest = float::max(largest, amax(own(i))));
     if N == 0 {
         let mut i = 0;
         while i < rounds {
-            largest = float::max(largest, amax(load(i)));
+            largest = float::max(largest, amax(again(i)));
             i += 1;
         }
     }
     let [largest] = team.reduce::<1, MAX_WARPS>([largest], [Op::Max], scratch);
     let scale = scale_for::<Q>(largest);
-    if team.rank == 0 {
-        scales.set(row, scale);
-    }
     let factor = float::recip(scale);
-    cuda_std::unroll::<N>(|i| at(i).store_quantised_at_once(out, held[i], factor));
+    scales.set_streaming_if(team.rank == 0, number, scale);
+    cuda_std::unroll::<N>(|i| piece(i).store_quantised_at_once(out, own(i), factor));
     if N == 0 {
         let mut i = 0;
         while i < rounds {
-            at(i).store_quantised(out, load(i), factor);
+            piece(i).store_quantised(out, again(i), factor);
             i += 1;
         }
     }
@@ -194,8 +206,8 @@ macro_rules! tables {
                         x: *const T, smooth: *const f32, out: *mut $Q, scales: *mut f32, n: u32, x_stride: usize,
                         out_stride: usize,
                     );
-                    $($x2 { type T = $T; } [512] => super::super::rows::<T, $Q, $v, 2, true>;)*
-                    $($x4 { type T = $T; } [512] => super::super::rows::<T, $Q, $v, 4, true>;)*
+                    $($x2 { type T = $T; } [512, 3] => super::super::rows::<T, $Q, $v, 2, true>;)*
+                    $($x4 { type T = $T; } [512, 2] => super::super::rows::<T, $Q, $v, 4, true>;)*
                     $($looped { type T = $T; } [1024] => super::super::rows::<T, $Q, $v, 0, true>;)*
                     $($any { type T = $T; } [1024] => super::super::rows::<T, $Q, 4, 0, false>;)*
                 }
