@@ -413,26 +413,52 @@ pub const fn tile_geometry(rows: usize, blocks: usize) -> Geometry {
 /// How to quantise so many rows of `n` columns, with a scale for each 128 columns or for each row.
 pub const fn rows_geometry(rows: usize, n: usize, scales: QuantScales) -> Geometry {
     if matches!(scales, QuantScales::Rows) {
-        return Geometry::linear(rows as u32, rows_kernel::row_threads(n) as u32)
+        let (threads, together) = (rows_kernel::row_threads(n) as u32, rows_kernel::rows_of_block(n));
+        return Geometry::new([rows.div_ceil(together) as u32, 1, 1], [threads, together as u32, 1])
             .shared_bytes(rows_kernel::SHARED_BYTES as u32);
     }
     let groups = rows * n.div_ceil(GROUP);
     Geometry::linear(groups.div_ceil(rows_kernel::GROUPS) as u32, rows_kernel::GROUP_THREADS as u32)
 }
 
-/// The entry that quantises rows.
-pub const fn rows_entry(weights: DType, scales: QuantScales, dtype: DType) -> Option<Entry<rows_kernel::Args>> {
+/// The entry that quantises rows; `smooths`: after a multiplication with a vector of their expert.
+pub const fn rows_entry(
+    weights: DType,
+    scales: QuantScales,
+    smooths: bool,
+    dtype: DType,
+) -> Option<Entry<rows_kernel::Args>> {
     use rows_kernel::*;
-    Some(match (weights, scales, dtype) {
-        (DType::E4m3, QuantScales::Blocks, DType::F32) => moe_fused_quant_groups_e4m3_f32::ENTRY,
-        (DType::E4m3, QuantScales::Blocks, DType::F16) => moe_fused_quant_groups_e4m3_f16::ENTRY,
-        (DType::E4m3, QuantScales::Blocks, DType::Bf16) => moe_fused_quant_groups_e4m3_bf16::ENTRY,
-        (DType::E4m3, QuantScales::Rows, DType::F32) => moe_fused_quant_rows_e4m3_f32::ENTRY,
-        (DType::E4m3, QuantScales::Rows, DType::F16) => moe_fused_quant_rows_e4m3_f16::ENTRY,
-        (DType::E4m3, QuantScales::Rows, DType::Bf16) => moe_fused_quant_rows_e4m3_bf16::ENTRY,
-        (DType::I8, QuantScales::Rows, DType::F32) => moe_fused_quant_rows_i8_f32::ENTRY,
-        (DType::I8, QuantScales::Rows, DType::F16) => moe_fused_quant_rows_i8_f16::ENTRY,
-        (DType::I8, QuantScales::Rows, DType::Bf16) => moe_fused_quant_rows_i8_bf16::ENTRY,
+    macro_rules! entry {
+        ($f32:ident, $f16:ident, $bf16:ident) => {
+            match dtype {
+                DType::F32 => $f32::ENTRY,
+                DType::F16 => $f16::ENTRY,
+                DType::Bf16 => $bf16::ENTRY,
+                _ => return None,
+            }
+        };
+    }
+    Some(match (weights, scales, smooths) {
+        (DType::E4m3, QuantScales::Blocks, false) => {
+            entry!(moe_fused_quant_groups_e4m3_f32, moe_fused_quant_groups_e4m3_f16, moe_fused_quant_groups_e4m3_bf16)
+        }
+        (DType::E4m3, QuantScales::Rows, false) => {
+            entry!(moe_fused_quant_rows_e4m3_f32, moe_fused_quant_rows_e4m3_f16, moe_fused_quant_rows_e4m3_bf16)
+        }
+        (DType::I8, QuantScales::Rows, false) => {
+            entry!(moe_fused_quant_rows_i8_f32, moe_fused_quant_rows_i8_f16, moe_fused_quant_rows_i8_bf16)
+        }
+        (DType::E4m3, QuantScales::Rows, true) => entry!(
+            moe_fused_quant_rows_smooth_e4m3_f32,
+            moe_fused_quant_rows_smooth_e4m3_f16,
+            moe_fused_quant_rows_smooth_e4m3_bf16
+        ),
+        (DType::I8, QuantScales::Rows, true) => entry!(
+            moe_fused_quant_rows_smooth_i8_f32,
+            moe_fused_quant_rows_smooth_i8_f16,
+            moe_fused_quant_rows_smooth_i8_bf16
+        ),
         _ => return None,
     })
 }
@@ -670,7 +696,8 @@ impl Run<'_> {
             x_row,
             from,
         };
-        let entry = rows_entry(self.weights, o.scales, self.dtype).ok_or_else(|| self.unsupported())?;
+        let smooths = smooth.iter().any(|vector| !vector.is_null());
+        let entry = rows_entry(self.weights, o.scales, smooths, self.dtype).ok_or_else(|| self.unsupported())?;
         let geometry = rows_geometry(rows, n, o.scales).dependent();
         // SAFETY: forwarded to the caller.
         unsafe { self.stream.launch(&entry, &geometry, &args) }
