@@ -29,8 +29,10 @@ const BLOCKS: &str = "quantise_blocks";
 const MANY: u64 = 1 << 19;
 /// From so many elements on, four pieces a thread are faster where each row has a scale. Measured on an H200.
 const MANY_IN_ROWS: u64 = 3 << 19;
-/// Rows of a block, if they are many and have a warp each.
-const SHARING: u32 = 4;
+/// From so many rows on that four pieces a thread make a warp each, so many of them share a block.
+const SHARED_FROM: u32 = 512;
+/// See [`SHARED_FROM`].
+const TOGETHER: u32 = 4;
 
 mod sealed {
     pub trait Sealed {}
@@ -58,18 +60,16 @@ pub const fn block_geometry(matrices: u32, rows: u32, n: u32) -> Geometry {
 
 /// How to launch [`quantise_rows`] for `rows` rows of `n` elements. Many have four pieces a thread, so that more is under way, and share blocks where they are short.
 fn row_geometry(dtype: DType, rows: u32, n: u32, aligned: bool) -> (Variant, Geometry) {
-    let many = rows as u64 * n as u64 >= MANY_IN_ROWS;
-    let variant = match Variant::new(dtype, n, aligned) {
-        Variant::X2 if many => Variant::X4,
-        variant => variant,
-    };
-    let mut geometry = variant.geometry(dtype, rows, n, true, kernel::SHARED_BYTES);
-    if many && geometry.block[0] == 32 && rows.is_multiple_of(SHARING) {
+    let variant = Variant::new(dtype, n, aligned);
+    let held = Variant::X4.geometry(dtype, rows, n, true, kernel::SHARED_BYTES);
+    if variant == Variant::X2 && held.block[0] == 32 && rows >= SHARED_FROM && rows.is_multiple_of(TOGETHER) {
         // Warps with rows of their own wait for nobody.
-        geometry.grid[0] /= SHARING;
-        geometry.block[1] = SHARING;
+        return (Variant::X4, Geometry { grid: [rows / TOGETHER, 1, 1], block: [32, TOGETHER, 1], ..held });
     }
-    (variant, geometry)
+    if variant == Variant::X2 && rows as u64 * n as u64 >= MANY_IN_ROWS {
+        return (Variant::X4, held);
+    }
+    (variant, variant.geometry(dtype, rows, n, true, kernel::SHARED_BYTES))
 }
 
 macro_rules! launches {

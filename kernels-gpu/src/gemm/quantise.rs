@@ -35,7 +35,11 @@ pub unsafe fn rows<T: Float, Q: Quantised, const V: usize, const N: usize, const
     x_stride: usize,
     out_stride: usize,
 ) {
-    let number = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
+    // Two pieces a thread are for few rows, where every number that has to be read counts.
+    let number = match N {
+        2 => thread::block_idx_x(),
+        _ => thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y(),
+    } as usize;
     let (x, smooth) = (Global::new(x).offset(number * x_stride), Global::new(smooth));
     let (out, scales) = (GlobalMut::new(out).offset(number * out_stride), GlobalMut::new(scales));
     let team = Team::current();
