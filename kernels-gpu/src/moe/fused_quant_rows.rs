@@ -29,10 +29,14 @@ pub const GROUPS: usize = GROUP_THREADS * COLUMNS / GROUP;
 pub const ROW_THREADS: usize = 512;
 /// Pieces of [`COLUMNS`] columns that a thread of it keeps.
 const KEPT: usize = 4;
-/// Those of a block for rows of `n` columns: as many as keep all of them.
+/// Those of a row of `n` columns: as many as keep all of them.
 pub const fn row_threads(n: usize) -> usize {
     let threads = n.div_ceil(COLUMNS * KEPT).next_multiple_of(32);
     if threads < ROW_THREADS { threads } else { ROW_THREADS }
+}
+/// Rows of a block: those of a warp each are several, or more time would go by with blocks that start than with what they do.
+pub const fn block_rows(n: usize) -> usize {
+    if row_threads(n) == 32 { 8 } else { 1 }
 }
 
 /// Its shared memory.
@@ -44,6 +48,9 @@ pub const TOKENS: u32 = 0;
 pub const TOKENS_OF_PAIRS: u32 = 1;
 /// Rows are those of `h`.
 pub const PAIRS: u32 = 2;
+/// Rows are tokens, which the launch before neither reads nor writes, nor what is written here: they are quantised beside it. All before it has ended when it lets
+/// this one start.
+pub const TOKENS_BESIDE: u32 = 3;
 
 /// A row to be quantised.
 #[derive(Clone, Copy)]
@@ -71,7 +78,7 @@ impl Rows {
     #[track_caller]
     unsafe fn row(self, row: u32, from: u32) -> Option<Row> {
         let (tokens, slots) = (existing_tokens(self.tokens, self.num_tokens), self.pairs.slots);
-        if from == TOKENS {
+        if from == TOKENS || from == TOKENS_BESIDE {
             let (first, count) = if self.sorted { (row * slots, slots) } else { (row, 1) };
             return if row < tokens { Some(Row { source: row, first, count }) } else { None };
         }
@@ -163,8 +170,9 @@ pub unsafe fn groups<T: Float>(
     from: u32,
 ) {
     let _ = (smooth, shared_smooth);
-    dependent_launch::wait();
+    // As below.
     dependent_launch::launch_dependents();
+    dependent_launch::wait();
     let rows = listed(topk_ids, expert_map, num_tokens, positions, tokens, top_k, slots, experts, local, shared);
     let lanes = const { (GROUP / COLUMNS) as u32 };
     let group = thread::block_idx_x() * GROUPS as u32 + thread::thread_idx_x() / lanes;
@@ -197,8 +205,7 @@ pub unsafe fn groups<T: Float>(
 }
 
 /// Scales of rows, `scale_row` apart; otherwise as [`groups`]. `smooth`: `[local, n]` or null, `shared_smooth`: `[shared, n]` or null; with either
-/// `from` is [`TOKENS_OF_PAIRS`] or [`PAIRS`]. Grid: rows; block: at most [`ROW_THREADS`], a multiple of
-/// 32; shared memory: [`SHARED_BYTES`].
+/// `from` is [`TOKENS_OF_PAIRS`] or [`PAIRS`]. Grid: rows in steps of [`block_rows`]; block: [`row_threads`] for each of those, with the same `y`; shared memory: [`SHARED_BYTES`].
 #[inline(always)]
 pub unsafe fn rows<T: Float, Q: Quantised>(
     x: *const T,
@@ -223,12 +230,37 @@ pub unsafe fn rows<T: Float, Q: Quantised>(
     from: u32,
 ) {
     let _ = scale_group;
-    dependent_launch::wait();
+    // All threads wait before they end, so who waits for this launch waits for all before it, too: the next one may have its blocks ready.
     dependent_launch::launch_dependents();
+    if from != TOKENS_BESIDE {
+        dependent_launch::wait();
+    }
     let rows = listed(topk_ids, expert_map, num_tokens, positions, tokens, top_k, slots, experts, local, shared);
-    let Some(row) = rows.row(thread::block_idx_x(), from) else {
-        return;
-    };
+    let number = thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y();
+    if let Some(row) = rows.row(number, from) {
+        quantise_row::<T, Q>(x, x_row, n, out, scales, scale_row, smooth, shared_smooth, rows, row);
+    }
+    if from == TOKENS_BESIDE {
+        dependent_launch::wait();
+    }
+}
+
+/// One of those rows, by its team.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+unsafe fn quantise_row<T: Float, Q: Quantised>(
+    x: *const T,
+    x_row: usize,
+    n: u32,
+    out: *mut u8,
+    scales: *mut f32,
+    scale_row: usize,
+    smooth: *const f32,
+    shared_smooth: *const f32,
+    rows: Rows,
+    row: Row,
+) {
+    let local = rows.pairs.local;
     let smooths = !smooth.is_null() || !shared_smooth.is_null();
     let bin = if smooths { rows.pairs.bin(row.first) } else { 0 };
     let (smooth, bin) = if bin < local { (smooth, bin) } else { (shared_smooth, bin - local) };

@@ -157,8 +157,6 @@ entries! {
     moe_fused_quant_rows_wgmma_up_t64_e4m3_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, true, true, false, false, 2, 64, 2, 4, false, false>;
     moe_fused_quant_rows_wgmma_up_t64_e4m3_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, true, true, false, false, 2, 64, 2, 4, false, false>;
     moe_fused_quant_rows_wgmma_down_t64_e4m3 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, true, true, false, false, 2, 64, 2, 4, false, false>;
-    moe_fused_quant_rows_wgmma_down_rounded_t64_e4m3_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, true, true, false, true, 2, 64, 2, 4, false, false>;
-    moe_fused_quant_rows_wgmma_down_rounded_t64_e4m3_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, true, true, false, true, 2, 64, 2, 4, false, false>;
     moe_fused_quant_rows_wgmma_up_t176_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, false, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_up_t176_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, false, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_down_t176_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, false, 2, 176, 1, 4, false, false>;
@@ -175,16 +173,9 @@ entries! {
     moe_fused_quant_rows_wgmma_up_t64_i8_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, true, true, false, false, 2, 64, 2, 4, false, false>;
     moe_fused_quant_rows_wgmma_up_t64_i8_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, true, true, false, false, 2, 64, 2, 4, false, false>;
     moe_fused_quant_rows_wgmma_down_t64_i8 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, true, true, false, false, 2, 64, 2, 4, false, false>;
-    moe_fused_quant_rows_wgmma_down_rounded_t64_i8_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, true, true, false, true, 2, 64, 2, 4, false, false>;
-    moe_fused_quant_rows_wgmma_down_rounded_t64_i8_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, true, true, false, true, 2, 64, 2, 4, false, false>;
     moe_fused_quant_rows_wgmma_up_t176_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, false, false, true, false, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_up_t176_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, false, false, true, false, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_down_t176_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, false, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_down_rounded_t176_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, true, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_down_rounded_t176_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, true, 2, 176, 1, 4, false, false>;
-    moe_fused_quant_rows_wgmma_up_t176_two_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, false, false, true, false, 2, 176, 1, 4, false, true>;
-    moe_fused_quant_rows_wgmma_up_t176_two_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, false, false, true, false, 2, 176, 1, 4, false, true>;
-    moe_fused_quant_rows_wgmma_down_t176_two_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, false, 2, 176, 1, 4, false, true>;
-    moe_fused_quant_rows_wgmma_down_rounded_t176_two_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, true, 2, 176, 1, 4, false, true>;
-    moe_fused_quant_rows_wgmma_down_rounded_t176_two_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, true, 2, 176, 1, 4, false, true>;
 }
