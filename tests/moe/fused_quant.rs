@@ -416,12 +416,30 @@ fn every_width_of_a_product() {
                 check::<bf16, i8>(d, s, &case, int8);
             }
         }
-        // The wide ones, and an expert that is cut in two.
-        let counts = [66, 105, 120, 130, 140, 150, 165];
+        // The wide ones, and with scales of blocks experts that are cut in two.
+        let counts = [66, 105, 120, 130, 140, 150, 165, 170];
         let mut case = Case::new(counts.iter().sum(), 1, counts.len(), 64, 32, FusedQuantPath::Wgmma160);
         case.ids = (0..counts.len()).flat_map(|e| vec![e as i32; counts[e]]).collect();
         check::<bf16, E4M3>(d, s, &case, e4m3);
         check::<bf16, i8>(d, s, &Case { scales: Scales::Rows, ..case }, int8);
+    });
+}
+
+/// Two blocks that share the weights of an even number of shares, or have a share of an odd number in common.
+#[test]
+fn shares_in_twos() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        let counts = [190, 0, 360, 4];
+        let tokens = counts.iter().sum::<usize>() / 2;
+        let mut case = Case::new(tokens, 2, 3, 272, 144, FusedQuantPath::Wgmma160);
+        case.ids = (0..counts.len()).flat_map(|e| vec![if e == 3 { -1 } else { e as i32 }; counts[e]]).collect();
+        let case = Case { scales: Scales::Rows, biased: true, present: tokens - 1, ..case };
+        check::<bf16, E4M3>(d, s, &case, e4m3);
+        let case = Case { smooth: true, shared: 1, gate_up: GateUp::Interleaved, scales: Scales::Experts, ..case };
+        check::<f16, i8>(d, s, &Case { hidden: 80, ..case }, int8);
     });
 }
 
@@ -481,6 +499,11 @@ fn sums_that_begin_early() {
             case.ids[..5].fill(-1);
             check::<bf16, E4M3>(d, s, &case, e4m3);
         }
+        // With scales of rows there must be more.
+        let tokens = (310 << 10) * multiprocessors / (2 * 1920 * 4) + 1;
+        let mut case = Case::new(tokens, 2, multiprocessors, 1920, 16, FusedQuantPath::Wgmma64);
+        case.ids[..5].fill(-1);
+        check::<bf16, E4M3>(d, s, &Case { scales: Scales::Rows, ..case }, e4m3);
     });
 }
 

@@ -159,7 +159,7 @@ impl FusedPath {
             } else {
                 FusedPath::Direct
             }
-        } else if wgmma && (pairs <= product(&[48, bins]) || !FusedPath::Wgmma176.has_room_for(bins)) {
+        } else if wgmma && (pairs <= product(&[48, bins]) || !FusedPath::Wgmma176.has_room_for(bins, false)) {
             FusedPath::Wgmma64
         } else if wgmma {
             FusedPath::Wgmma176
@@ -182,7 +182,7 @@ impl FusedPath {
 
     /// Rows of weights and pairs of an item, and the ring: elements of K of a stage in units of [`fused_wgmma::STEP`], and how many
     /// there are. As in the table of instances.
-    const fn wgmma_tile(self) -> [usize; 4] {
+    pub(super) const fn wgmma_tile(self) -> [usize; 4] {
         match self {
             FusedPath::Wgmma16 => [fused_wgmma::rows(1, true), 16, 4, 5],
             FusedPath::Wgmma64 => [fused_wgmma::rows(1, false), 64, 2, 4],
@@ -190,11 +190,37 @@ impl FusedPath {
         }
     }
 
-    /// Whether a path on Hopper has room in shared memory for a table of so many experts.
-    const fn has_room_for(self, bins: usize) -> bool {
+    /// Shared memory of a path on Hopper, whose operands have scales of rows (`scaled`) or none, for so many experts.
+    const fn wgmma_bytes(self, bins: usize, scaled: bool) -> usize {
         let [rows, pairs, lines, stages] = self.wgmma_tile();
-        bins <= fused_wgmma::MAX_BINS
-            && fused_wgmma::shared_bytes(rows, pairs, lines, stages, bins) <= fused_wgmma::MAX_SHARED_BYTES
+        fused_wgmma::shared_bytes(rows, pairs, lines, stages, bins, scaled)
+    }
+
+    /// Whether that has room for a table of so many experts.
+    pub(super) const fn has_room_for(self, bins: usize, scaled: bool) -> bool {
+        bins <= fused_wgmma::MAX_BINS && self.wgmma_bytes(bins, scaled) <= fused_wgmma::MAX_SHARED_BYTES
+    }
+
+    /// Blocks of a cluster of its products: two where experts have more pairs on average than a share.
+    pub(super) const fn cluster(self, shape: &FusedShape, multiprocessors: u32) -> usize {
+        let two = matches!(self, FusedPath::Wgmma176)
+            && shape.pairs() > product(&[self.wgmma_tile()[1], shape.bins()])
+            && multiprocessors as usize >= fused_wgmma::PAIR;
+        if two { fused_wgmma::PAIR } else { 1 }
+    }
+
+    /// How to launch a product of such a path, in clusters of so many blocks.
+    pub(super) const fn wgmma_geometry(
+        self,
+        cluster: usize,
+        bins: usize,
+        scaled: bool,
+        multiprocessors: u32,
+    ) -> Geometry {
+        let blocks = cluster as u32;
+        Geometry::linear(multiprocessors / blocks * blocks, fused_wgmma::THREADS as u32)
+            .shared_bytes(self.wgmma_bytes(bins, scaled) as u32)
+            .cluster(blocks)
     }
 
     /// How to launch [`Vector`](Self::Vector) on so many multiprocessors, if there is room in shared memory.
@@ -483,7 +509,7 @@ pub const fn plan(
         return None;
     }
     if !matches!(path, FusedPath::Fma) && !fits
-        || path.is_wgmma() && !(wgmma && path.has_room_for(shape.bins()))
+        || path.is_wgmma() && !(wgmma && path.has_room_for(shape.bins(), false))
         || matches!(path, FusedPath::Direct) && shape.pairs() > fused_stream::DIRECT_PAIRS
         || matches!(path, FusedPath::Wgmma16) && shape.pairs() > fused_wgmma::DIRECT_PAIRS
         || matches!(path, FusedPath::Vector) && vector.is_none()
@@ -496,11 +522,8 @@ pub const fn plan(
     let is_bf16 = matches!(dtype, DType::Bf16);
     if path.is_wgmma() {
         use fused_wgmma::*;
-        // Blocks in twos where experts have more pairs on average than a share.
-        let two = matches!(path, FusedPath::Wgmma176)
-            && shape.pairs() > product(&[path.wgmma_tile()[1], shape.bins()])
-            && multiprocessors as usize >= PAIR;
-        let cluster = if two { PAIR } else { 1 };
+        let cluster = path.cluster(shape, multiprocessors);
+        let two = cluster == PAIR;
         let (up, down) = match (path, is_bf16) {
             (_, true) if two => (moe_fused_wgmma_up_t176_two_bf16::ENTRY, moe_fused_wgmma_down_t176_two_bf16::ENTRY),
             (_, false) if two => (moe_fused_wgmma_up_t176_two_f16::ENTRY, moe_fused_wgmma_down_t176_two_f16::ENTRY),
@@ -592,11 +615,7 @@ impl Plan {
         multiprocessors: u32,
     ) -> Geometry {
         if self.path.is_wgmma() {
-            let [rows, pairs, lines, stages] = self.path.wgmma_tile();
-            let bytes = fused_wgmma::shared_bytes(rows, pairs, lines, stages, shape.bins());
-            let blocks = self.cluster as u32;
-            let geometry = Geometry::linear(multiprocessors / blocks * blocks, fused_wgmma::THREADS as u32);
-            return geometry.shared_bytes(bytes as u32).cluster(blocks);
+            return self.path.wgmma_geometry(self.cluster, shape.bins(), false, multiprocessors);
         }
         if let Products::Vector(_, parts) = self.products {
             let geometry = Geometry::linear(parts.blocks as u32, fused_vector::threads(parts.words) as u32);
@@ -663,25 +682,24 @@ impl Plan {
     }
 }
 
-/// The map of weights `[experts, rows, k]` of 16-bit floats for the copy engine; see [`fused_wgmma`]. `n` outputs; `gate_up`
-/// for the first product.
-fn weight_map(
+/// The map of weights `[experts, rows, k]` of elements of 16 or 8 bits for the copy engine; see [`fused_wgmma`]. `n` outputs; `gate_up`
+/// for the first product; so many `rows` of weights at a time.
+pub(super) fn weight_map(
     device: &Device,
     base: *const c_void,
+    dtype: DType,
     [experts, n, k]: [usize; 3],
     gate_up: Option<GateUp>,
-    plan: &Plan,
+    rows: usize,
     shuffled: bool,
 ) -> Result<TensorMap> {
-    // Each block of a cluster brings a part.
-    let rows = plan.path.wgmma_tile()[0] / plan.cluster;
     if shuffled {
-        return device.tensor_map(&shuffle::map(base, DType::Bf16, [experts, n, k], gate_up, rows));
+        return device.tensor_map(&shuffle::map(base, dtype, [experts, n, k], gate_up, rows));
     }
     let (experts, n, k) = (experts.max(1) as u64, n as u64, k as u64);
     let groups = rows as u32 / 16;
-    let step = fused_wgmma::STEP as u32;
-    let row = 2 * k;
+    let step = (fused_wgmma::LINE / dtype.size()) as u32;
+    let row = k * dtype.size() as u64;
     // From innermost on: elements of a row, 8 rows, gate and value, groups of 8 outputs, experts.
     let (dims, strides, box_dims) = match gate_up {
         Some(GateUp::Halves) => {
@@ -696,7 +714,7 @@ fn weight_map(
     };
     device.tensor_map(&TensorMapDescription {
         base: base as u64,
-        dtype: DType::Bf16,
+        dtype,
         rank: 5,
         dims,
         strides,
@@ -972,12 +990,13 @@ pub unsafe fn launch(
             stream.launch(&second_product, &second, &down)?;
         },
         Products::Wgmma(first_product, second_product) => {
+            // Each block of a cluster brings a part.
+            let rows = plan.path.wgmma_tile()[0] / plan.cluster;
             let maps = |routed: *const c_void, shared: *const c_void, n: usize, k: usize, gate_up: Option<GateUp>| {
-                let map = weight_map(device, routed, [shape.experts, n, k], gate_up, plan, o.shuffled)?;
-                let shared = match shape.shared_experts {
-                    0 => map,
-                    experts => weight_map(device, shared, [experts, n, k], gate_up, plan, o.shuffled)?,
-                };
+                let of =
+                    |base, experts| weight_map(device, base, DType::Bf16, [experts, n, k], gate_up, rows, o.shuffled);
+                let map = of(routed, shape.experts)?;
+                let shared = if shape.shared_experts == 0 { map } else { of(shared, shape.shared_experts)? };
                 Ok::<_, Error>((map, shared))
             };
             let (map, shared_map) = maps(o.w13, o.shared13, shape.intermediate, shape.hidden, Some(o.gate_up))?;

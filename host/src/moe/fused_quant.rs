@@ -12,8 +12,8 @@
 
 use super::block::{self, Block, Description, dense};
 use super::fused::{
-    ExpertActivation, FusedShape, GateUp, KEPT_BYTES, STRIPED_PAIRS, launch_number, once_read, reduce_entry,
-    rounded_reduce_geometry, stripe, striped_bytes, sum_across, sum_geometry,
+    ExpertActivation, FusedPath, FusedShape, GateUp, KEPT_BYTES, STRIPED_PAIRS, launch_number, once_read, reduce_entry,
+    rounded_reduce_geometry, stripe, striped_bytes, sum_across, sum_geometry, weight_map,
 };
 use super::{shuffle, sort};
 use crate::check::{Call, after, product};
@@ -22,11 +22,11 @@ use crate::error::{Error, Result};
 use crate::gemm::{Quantised, QuantisedElement};
 use crate::kernels::moe::fused_quant_few as few_kernel;
 use crate::kernels::moe::fused_quant_rows as rows_kernel;
+use crate::kernels::moe::fused_quant_rows_wgmma as rows_wgmma_kernel;
 use crate::kernels::moe::fused_quant_tile as tile_kernel;
 use crate::kernels::moe::fused_quant_wgmma as wgmma_kernel;
 use crate::kernels::moe::{fused, fused_reduce, items, progress};
 use crate::kernels::row::GROUP;
-use crate::kernels::scales as kinds;
 use crate::tensor::Tensor;
 use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 use cuda_std::{DType, Element, Entry, Float};
@@ -56,7 +56,7 @@ pub enum FusedQuantPath {
     Wgmma16,
     /// Up to 64 pairs at a time, any number in all, sorted; otherwise as [`Wgmma16`](Self::Wgmma16).
     Wgmma64,
-    /// [`Wgmma64`](Self::Wgmma64), up to 160 at a time with scales of blocks, otherwise 144.
+    /// [`Wgmma64`](Self::Wgmma64), up to 160 at a time with scales of blocks, of rows 176 and at most 536 experts.
     Wgmma160,
     /// [`Wgmma64`](Self::Wgmma64), up to 256 at a time, for scales of blocks. Gates and values in halves: `intermediate` is a multiple of 64. At most 900 experts.
     Wgmma256,
@@ -81,39 +81,63 @@ impl FusedQuantPath {
         }
     }
 
-    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, lines of a stage, and stages, of a path on Hopper, unless it is
+    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, lines of a stage, and stages, of a path on Hopper with scales of blocks, unless it is
     /// one for [few](Self::is_few) tokens. As in the table of instances.
-    const fn wgmma(self, scales: QuantScales) -> Option<[usize; 4]> {
-        match (self, scales) {
-            (FusedQuantPath::Auto | FusedQuantPath::Tile, _)
-            | (FusedQuantPath::Wgmma16, QuantScales::Blocks)
-            | (FusedQuantPath::Wgmma256, QuantScales::Rows) => None,
-            (FusedQuantPath::Wgmma16, QuantScales::Rows) => Some([1, 16, 1, 11]),
-            (FusedQuantPath::Wgmma64, QuantScales::Blocks) => Some([1, 64, 2, 4]),
-            (FusedQuantPath::Wgmma64, QuantScales::Rows) => Some([1, 64, 1, 8]),
-            (FusedQuantPath::Wgmma160, QuantScales::Blocks) => Some([1, 160, 1, 5]),
-            (FusedQuantPath::Wgmma160, QuantScales::Rows) => Some([2, 144, 1, 4]),
-            (FusedQuantPath::Wgmma256, QuantScales::Blocks) => Some([1, 256, 1, 4]),
+    const fn wgmma(self) -> Option<[usize; 4]> {
+        match self {
+            FusedQuantPath::Auto | FusedQuantPath::Tile | FusedQuantPath::Wgmma16 => None,
+            FusedQuantPath::Wgmma64 => Some([1, 64, 2, 4]),
+            FusedQuantPath::Wgmma160 => Some([1, 160, 1, 5]),
+            FusedQuantPath::Wgmma256 => Some([1, 256, 1, 4]),
         }
     }
 
-    /// Blocks of a cluster of the first product (`up`) or the second, which share rows of activations. As in the table of instances.
-    const fn share(self, scales: QuantScales, up: bool) -> u32 {
-        match (self, scales) {
-            (FusedQuantPath::Wgmma160 | FusedQuantPath::Wgmma256, QuantScales::Blocks) => 2,
-            (FusedQuantPath::Wgmma64, QuantScales::Blocks) if up => 2,
+    /// The path of [16-bit floats](super::fused) whose items and stages a path on Hopper has with scales of rows.
+    const fn with_rows(self) -> Option<FusedPath> {
+        match self {
+            FusedQuantPath::Auto | FusedQuantPath::Tile | FusedQuantPath::Wgmma256 => None,
+            FusedQuantPath::Wgmma16 => Some(FusedPath::Wgmma16),
+            FusedQuantPath::Wgmma64 => Some(FusedPath::Wgmma64),
+            FusedQuantPath::Wgmma160 => Some(FusedPath::Wgmma176),
+        }
+    }
+
+    /// Whether a path on Hopper takes so many pairs of so many experts with scales of rows.
+    const fn takes_rows(self, pairs: usize, bins: usize) -> bool {
+        match self.with_rows() {
+            Some(path) => {
+                path.has_room_for(bins, true)
+                    && (!matches!(self, FusedQuantPath::Wgmma16) || pairs <= items::DIRECT_PAIRS)
+            }
+            None => false,
+        }
+    }
+
+    /// Blocks of a cluster of the first product (`up`) or the second with scales of blocks, which share rows of activations. As in the table of instances.
+    const fn share(self, up: bool) -> u32 {
+        match self {
+            FusedQuantPath::Wgmma160 | FusedQuantPath::Wgmma256 => 2,
+            FusedQuantPath::Wgmma64 if up => 2,
             _ => 1,
         }
     }
 
-    /// Whether the first product quantises its results.
-    const fn quantises(self, scales: QuantScales) -> bool {
-        self.in_order() && matches!(scales, QuantScales::Blocks)
+    /// Whether quantised rows lie in the order of the sorted list; then the first product quantises its results.
+    const fn in_order(self, scales: QuantScales) -> bool {
+        matches!(scales, QuantScales::Blocks) && self.wgmma().is_some()
     }
 
     /// Whether the second product starts while the first still runs.
     const fn overlaps(self, scales: QuantScales) -> bool {
-        self.quantises(scales) && matches!(self, FusedQuantPath::Wgmma160 | FusedQuantPath::Wgmma256)
+        self.in_order(scales) && matches!(self, FusedQuantPath::Wgmma160 | FusedQuantPath::Wgmma256)
+    }
+
+    /// Whether the second product can round each slot's result.
+    const fn rounds(self, scales: QuantScales) -> bool {
+        match self {
+            FusedQuantPath::Wgmma64 => matches!(scales, QuantScales::Blocks),
+            _ => matches!(self, FusedQuantPath::Wgmma160 | FusedQuantPath::Wgmma256),
+        }
     }
 
     const fn is_wgmma(self) -> bool {
@@ -128,11 +152,6 @@ impl FusedQuantPath {
     /// Whether so many pairs are sorted.
     const fn sorts(self, pairs: usize) -> bool {
         !matches!(self, FusedQuantPath::Wgmma16) || pairs > items::DIRECT_PAIRS
-    }
-
-    /// Whether quantised rows lie in the order of the sorted list.
-    const fn in_order(self) -> bool {
-        self.is_wgmma() && !matches!(self, FusedQuantPath::Wgmma16)
     }
 
     /// The path on Hopper that suits so many pairs of so many experts; `tall`: whether [`Wgmma256`](Self::Wgmma256) takes them.
@@ -150,6 +169,8 @@ impl FusedQuantPath {
             FusedQuantPath::Wgmma64
         } else if tall && pairs >= product(&[TALL, bins]) {
             FusedQuantPath::Wgmma256
+        } else if matches!(scales, QuantScales::Rows) && !FusedQuantPath::Wgmma160.takes_rows(pairs, bins) {
+            FusedQuantPath::Wgmma64
         } else {
             FusedQuantPath::Wgmma160
         }
@@ -254,7 +275,7 @@ impl Workspace {
     }
 }
 
-/// The entries of the products on Hopper for weights and tokens of these types: the first and the second.
+/// The entries of the products on Hopper with scales of blocks for weights and tokens of these types: the first and the second.
 pub const fn wgmma_entries(
     path: FusedQuantPath,
     weights: DType,
@@ -287,41 +308,11 @@ pub const fn wgmma_entries(
             moe_fused_quant_wgmma_up_t256_blocks_e4m3_f16,
             moe_fused_quant_wgmma_down_t256_blocks_e4m3
         ),
-        (FusedQuantPath::Wgmma16, DType::E4m3, QuantScales::Rows) => entries!(
-            moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16,
-            moe_fused_quant_wgmma_up_t16_rows_e4m3_f16,
-            moe_fused_quant_wgmma_down_t16_rows_e4m3
-        ),
-        (FusedQuantPath::Wgmma64, DType::E4m3, QuantScales::Rows) => entries!(
-            moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16,
-            moe_fused_quant_wgmma_up_t64_rows_e4m3_f16,
-            moe_fused_quant_wgmma_down_t64_rows_e4m3
-        ),
-        (FusedQuantPath::Wgmma160, DType::E4m3, QuantScales::Rows) => entries!(
-            moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16,
-            moe_fused_quant_wgmma_up_t144_rows_e4m3_f16,
-            moe_fused_quant_wgmma_down_t144_rows_e4m3
-        ),
-        (FusedQuantPath::Wgmma16, DType::I8, QuantScales::Rows) => entries!(
-            moe_fused_quant_wgmma_up_t16_rows_i8_bf16,
-            moe_fused_quant_wgmma_up_t16_rows_i8_f16,
-            moe_fused_quant_wgmma_down_t16_rows_i8
-        ),
-        (FusedQuantPath::Wgmma64, DType::I8, QuantScales::Rows) => entries!(
-            moe_fused_quant_wgmma_up_t64_rows_i8_bf16,
-            moe_fused_quant_wgmma_up_t64_rows_i8_f16,
-            moe_fused_quant_wgmma_down_t64_rows_i8
-        ),
-        (FusedQuantPath::Wgmma160, DType::I8, QuantScales::Rows) => entries!(
-            moe_fused_quant_wgmma_up_t144_rows_i8_bf16,
-            moe_fused_quant_wgmma_up_t144_rows_i8_f16,
-            moe_fused_quant_wgmma_down_t144_rows_i8
-        ),
         _ => return None,
     })
 }
 
-/// The entry of the second product on Hopper that rounds each slot's result; see [`FusedQuantOptions::rounded_slots`].
+/// The entry of that second product that rounds each slot's result; see [`FusedQuantOptions::rounded_slots`].
 pub const fn rounded_entry(
     path: FusedQuantPath,
     weights: DType,
@@ -351,13 +342,72 @@ pub const fn rounded_entry(
             moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_bf16,
             moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_f16
         ),
-        (FusedQuantPath::Wgmma160, DType::E4m3, QuantScales::Rows) => entry!(
-            moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_bf16,
-            moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_f16
+        _ => return None,
+    })
+}
+
+/// The entries of the products on Hopper with scales of rows for weights and tokens of these types, in clusters of so many blocks: the first, the second,
+/// and the second that rounds each slot's result, or where the path has none the second again.
+pub const fn rows_wgmma_entries(
+    path: FusedQuantPath,
+    weights: DType,
+    dtype: DType,
+    cluster: usize,
+) -> Option<[Entry<rows_wgmma_kernel::Args>; 3]> {
+    use rows_wgmma_kernel::*;
+    macro_rules! entries {
+        ($bf16:ident, $f16:ident, $down:ident) => {
+            entries!($bf16, $f16, $down, $down, $down)
+        };
+        ($bf16:ident, $f16:ident, $down:ident, $rounded_bf16:ident, $rounded_f16:ident) => {
+            match dtype {
+                DType::Bf16 => [$bf16::ENTRY, $down::ENTRY, $rounded_bf16::ENTRY],
+                DType::F16 => [$f16::ENTRY, $down::ENTRY, $rounded_f16::ENTRY],
+                _ => return None,
+            }
+        };
+    }
+    Some(match (path, weights, cluster) {
+        (FusedQuantPath::Wgmma16, DType::E4m3, _) => entries!(
+            moe_fused_quant_rows_wgmma_up_t16_e4m3_bf16,
+            moe_fused_quant_rows_wgmma_up_t16_e4m3_f16,
+            moe_fused_quant_rows_wgmma_down_t16_e4m3
         ),
-        (FusedQuantPath::Wgmma160, DType::I8, QuantScales::Rows) => entry!(
-            moe_fused_quant_wgmma_down_rounded_t144_rows_i8_bf16,
-            moe_fused_quant_wgmma_down_rounded_t144_rows_i8_f16
+        (FusedQuantPath::Wgmma16, DType::I8, _) => entries!(
+            moe_fused_quant_rows_wgmma_up_t16_i8_bf16,
+            moe_fused_quant_rows_wgmma_up_t16_i8_f16,
+            moe_fused_quant_rows_wgmma_down_t16_i8
+        ),
+        (FusedQuantPath::Wgmma64, DType::E4m3, _) => entries!(
+            moe_fused_quant_rows_wgmma_up_t64_e4m3_bf16,
+            moe_fused_quant_rows_wgmma_up_t64_e4m3_f16,
+            moe_fused_quant_rows_wgmma_down_t64_e4m3
+        ),
+        (FusedQuantPath::Wgmma64, DType::I8, _) => entries!(
+            moe_fused_quant_rows_wgmma_up_t64_i8_bf16,
+            moe_fused_quant_rows_wgmma_up_t64_i8_f16,
+            moe_fused_quant_rows_wgmma_down_t64_i8
+        ),
+        (FusedQuantPath::Wgmma160, DType::E4m3, 1) => entries!(
+            moe_fused_quant_rows_wgmma_up_t176_e4m3_bf16,
+            moe_fused_quant_rows_wgmma_up_t176_e4m3_f16,
+            moe_fused_quant_rows_wgmma_down_t176_e4m3,
+            moe_fused_quant_rows_wgmma_down_rounded_t176_e4m3_bf16,
+            moe_fused_quant_rows_wgmma_down_rounded_t176_e4m3_f16
+        ),
+        (FusedQuantPath::Wgmma160, DType::I8, 1) => entries!(
+            moe_fused_quant_rows_wgmma_up_t176_i8_bf16,
+            moe_fused_quant_rows_wgmma_up_t176_i8_f16,
+            moe_fused_quant_rows_wgmma_down_t176_i8,
+            moe_fused_quant_rows_wgmma_down_rounded_t176_i8_bf16,
+            moe_fused_quant_rows_wgmma_down_rounded_t176_i8_f16
+        ),
+        (FusedQuantPath::Wgmma160, DType::E4m3, 2) => entries!(
+            moe_fused_quant_rows_wgmma_up_t176_two_e4m3_bf16,
+            moe_fused_quant_rows_wgmma_up_t176_two_e4m3_f16,
+            moe_fused_quant_rows_wgmma_down_t176_two_e4m3,
+            moe_fused_quant_rows_wgmma_down_rounded_t176_two_e4m3_bf16,
+            moe_fused_quant_rows_wgmma_down_rounded_t176_two_e4m3_f16
         ),
         _ => return None,
     })
@@ -382,26 +432,30 @@ pub const fn few_geometry(experts: usize, multiprocessors: u32) -> Geometry {
     Geometry::linear(multiprocessors, few_kernel::THREADS as u32).shared_bytes(bytes as u32).dependent()
 }
 
-/// How to launch the first product on Hopper (`up`) or the second, with so many experts and multiprocessors: as many blocks of both.
-pub const fn wgmma_geometry(
-    path: FusedQuantPath,
-    scales: QuantScales,
-    up: bool,
-    experts: usize,
-    multiprocessors: u32,
-) -> Option<Geometry> {
-    let Some(tile) = path.wgmma(scales) else {
+/// How to launch the first product on Hopper (`up`) or the second with scales of blocks, with so many experts and multiprocessors: as many blocks of both.
+pub const fn wgmma_geometry(path: FusedQuantPath, up: bool, experts: usize, multiprocessors: u32) -> Option<Geometry> {
+    let Some(tile) = path.wgmma() else {
         return None;
     };
-    let kind = match scales {
-        QuantScales::Blocks => kinds::BLOCKS,
-        QuantScales::Rows => kinds::ROWS,
-    };
-    let bytes = wgmma_kernel::shared_bytes(tile, kind, up, experts);
-    let most = path.share(scales, true);
+    let bytes = wgmma_kernel::shared_bytes(tile, up, experts);
+    let most = path.share(true);
     let blocks = if multiprocessors < most { most } else { multiprocessors / most * most };
     let geometry = Geometry::linear(blocks, wgmma_kernel::THREADS as u32).shared_bytes(bytes as u32);
-    Some(geometry.cluster(path.share(scales, up)).dependent())
+    Some(geometry.cluster(path.share(up)).dependent())
+}
+
+/// How to launch both products on Hopper with scales of rows on so many multiprocessors, and the blocks of a cluster: 1 or 2.
+pub const fn rows_wgmma_geometry(
+    path: FusedQuantPath,
+    weights: DType,
+    shape: &FusedShape,
+    multiprocessors: u32,
+) -> Option<(Geometry, usize)> {
+    let Some(path) = path.with_rows() else {
+        return None;
+    };
+    let cluster = if matches!(weights, DType::I8) { 1 } else { path.cluster(shape, multiprocessors) };
+    Some((path.wgmma_geometry(cluster, shape.bins(), true, multiprocessors).dependent(), cluster))
 }
 
 /// How to launch a product of [`FusedQuantPath::Tile`] of `rows` rows of weights, for so many blocks of pairs.
@@ -413,8 +467,8 @@ pub const fn tile_geometry(rows: usize, blocks: usize) -> Geometry {
 /// How to quantise so many rows of `n` columns, with a scale for each 128 columns or for each row.
 pub const fn rows_geometry(rows: usize, n: usize, scales: QuantScales) -> Geometry {
     if matches!(scales, QuantScales::Rows) {
-        let (threads, together) = (rows_kernel::row_threads(n) as u32, rows_kernel::rows_of_block(n));
-        return Geometry::new([rows.div_ceil(together) as u32, 1, 1], [threads, together as u32, 1])
+        let (threads, each) = (rows_kernel::row_threads(n) as u32, rows_kernel::block_rows(n));
+        return Geometry::new([rows.div_ceil(each) as u32, 1, 1], [threads, each as u32, 1])
             .shared_bytes(rows_kernel::SHARED_BYTES as u32);
     }
     let groups = rows * n.div_ceil(GROUP);
@@ -460,42 +514,6 @@ pub const fn rows_entry(
             moe_fused_quant_rows_smooth_i8_bf16
         ),
         _ => return None,
-    })
-}
-
-/// The map of 8-bit weights `[experts, rows, k]` for the copy engine; see
-/// [`fused_wgmma`](crate::kernels::moe::fused_wgmma). `n` outputs; `gate_up` for the first product; so many `rows` of weights at a time.
-fn weight_map(
-    device: &Device,
-    base: *const c_void,
-    [experts, n, k]: [usize; 3],
-    gate_up: Option<GateUp>,
-    rows: usize,
-    shuffled: bool,
-) -> Result<TensorMap> {
-    if shuffled {
-        return device.tensor_map(&shuffle::map(base, DType::U8, [experts, n, k], gate_up, rows));
-    }
-    let (experts, n, k) = (experts.max(1) as u64, n as u64, k as u64);
-    let (groups, step) = (rows as u32 / 16, wgmma_kernel::STEP as u32);
-    // From innermost on: elements of a row, 8 rows, gate and value, groups of 8 outputs, experts.
-    let (dims, strides, box_dims) = match gate_up {
-        Some(GateUp::Halves) => ([k, 8, 2, n / 8, experts], [k, n * k, 8 * k, 2 * n * k], [step, 8, 2, groups, 1]),
-        Some(GateUp::Interleaved) => {
-            ([k, 8, 2, n / 8, experts], [2 * k, k, 16 * k, 2 * n * k], [step, 8, 2, groups, 1])
-        }
-        // The values lie outside of the tensor: zeroes.
-        Some(GateUp::GateOnly) => ([k, 8, 1, n / 8, experts], [k, k, 8 * k, n * k], [step, 8, 2, groups, 1]),
-        None => ([k, 8, n / 8, 1, experts], [k, 8 * k, n * k, n * k], [step, 8, 2 * groups, 1, 1]),
-    };
-    device.tensor_map(&TensorMapDescription {
-        base: base as u64,
-        dtype: DType::U8,
-        rank: 5,
-        dims,
-        strides,
-        box_dims,
-        swizzle: Swizzle::B128,
     })
 }
 
@@ -649,7 +667,7 @@ impl Run<'_> {
     fn scale_strides(&self, n: usize) -> (usize, usize) {
         match self.o.scales {
             QuantScales::Rows => (1, 0),
-            QuantScales::Blocks if self.path.in_order() => (1, self.at.scale_group),
+            QuantScales::Blocks if self.path.in_order(self.o.scales) => (1, self.at.scale_group),
             QuantScales::Blocks => (n.div_ceil(GROUP), 1),
         }
     }
@@ -670,6 +688,9 @@ impl Run<'_> {
             (rows_kernel::PAIRS, shape.pairs())
         } else if self.smooths_tokens() {
             (rows_kernel::TOKENS_OF_PAIRS, shape.pairs())
+        } else if o.scales == QuantScales::Rows && self.path.sorts(shape.pairs()) {
+            // Sorting has nothing to do with them, and it starts when all before it is done.
+            (rows_kernel::TOKENS_BESIDE, shape.tokens)
         } else {
             (rows_kernel::TOKENS, shape.tokens)
         };
@@ -682,7 +703,7 @@ impl Run<'_> {
             scale_group,
             smooth: smooth[0],
             shared_smooth: smooth[1],
-            positions: if self.path.in_order() { self.part(at.positions).cast() } else { std::ptr::null() },
+            positions: if self.path.in_order(o.scales) { self.part(at.positions).cast() } else { std::ptr::null() },
             topk_ids: o.topk_ids,
             expert_map: o.expert_map,
             num_tokens: o.num_tokens,
@@ -707,14 +728,14 @@ impl Run<'_> {
     /// As for [`launch`].
     unsafe fn sort(&self) -> Result<()> {
         let (o, shape, at) = (self.o, self.shape, self.at);
-        let wgmma = self.path.is_wgmma();
+        let (wgmma, in_order) = (self.path.is_wgmma(), self.path.in_order(o.scales));
         let null = std::ptr::null_mut();
         let args = sort::Args {
             sorted_ids: self.part(at.sorted_ids).cast(),
             expert_ids: self.part(at.expert_ids).cast(),
             totals: self.part(at.totals).cast(),
             sorted_weights: self.part(at.sorted_weights).cast(),
-            positions: if wgmma { self.part(at.positions).cast() } else { std::ptr::null_mut() },
+            positions: if in_order { self.part(at.positions).cast() } else { std::ptr::null_mut() },
             offsets: if wgmma { self.part(at.offsets).cast() } else { std::ptr::null_mut() },
             expert_counts: if wgmma { self.part(at.expert_counts).cast() } else { std::ptr::null_mut() },
             invalid: std::ptr::null_mut(),
@@ -747,15 +768,8 @@ impl Run<'_> {
     /// As for [`launch`].
     unsafe fn wgmma(&self, up: bool) -> Result<()> {
         let (o, shape, at) = (self.o, self.shape, self.at);
-        let entries = wgmma_entries(self.path, self.weights, o.scales, self.dtype);
         let device = self.stream.device();
-        let geometry = wgmma_geometry(self.path, o.scales, up, shape.bins(), device.properties().multiprocessors);
-        let (Some((first, second)), Some(geometry), Some([tiles, pairs, ..])) =
-            (entries, geometry, self.path.wgmma(o.scales))
-        else {
-            return Err(self.unsupported());
-        };
-        let rows = wgmma_kernel::rows(tiles);
+        let multiprocessors = device.properties().multiprocessors;
         let (activation, alpha, limit) = o.activation.parts();
         let FusedShape { hidden, intermediate, .. } = *shape;
         let (n, k) = if up { (intermediate, hidden) } else { (hidden, intermediate) };
@@ -763,60 +777,108 @@ impl Run<'_> {
         let of = |e: &Experts| if up { (e.w13, e.w13_scales, e.bias13) } else { (e.w2, e.w2_scales, e.bias2) };
         let ((w, w_scales, bias), (shared_w, shared_w_scales, shared_bias)) = (of(&o.routed), of(&o.shared));
         let (scale_expert, scale_row) = if up { o.w13_strides } else { o.w2_strides };
-        let map = weight_map(device, w, [shape.experts, n, k], gate_up, rows, o.shuffled)?;
-        let shared_map = match shape.shared_experts {
-            0 => map,
-            experts => weight_map(device, shared_w, [experts, n, k], gate_up, rows, o.shuffled)?,
+        let maps = |rows: usize| {
+            let of = |base, experts| weight_map(device, base, DType::U8, [experts, n, k], gate_up, rows, o.shuffled);
+            let map = of(w, shape.experts)?;
+            let shared = if shape.shared_experts == 0 { map } else { of(shared_w, shape.shared_experts)? };
+            Ok::<_, Error>((map, shared))
         };
         let x = self.part(if up { at.x } else { at.q });
-        let quantises = self.path.quantises(o.scales);
-        let args = wgmma_kernel::Args {
-            h: self.part(if quantises { at.q } else { at.h }),
-            h_scales: self.part(at.q_scales).cast(),
-            partial: self.part(at.partial).cast(),
-            x: x.cast(),
-            x_row: k,
-            x_map: if self.path.in_order() { row_map(device, x, at.capacity, k, pairs)? } else { map },
-            x_scales: self.part(if up { at.x_scales } else { at.q_scales }).cast(),
-            x_scale_group: self.scale_strides(k).1,
-            x_divisor: if up && !self.smooths_tokens() { shape.slots() as u32 } else { 1 },
-            map,
-            shared_map,
-            w_scales,
-            shared_w_scales,
-            w_scale_expert: scale_expert as u32,
-            w_scale_row: scale_row as u32,
-            bias,
-            shared_bias,
-            sorted_ids: self.part(at.sorted_ids).cast(),
-            sorted_weights: self.part(at.sorted_weights).cast(),
-            offsets: self.part(at.offsets).cast(),
-            expert_counts: self.part(at.expert_counts).cast(),
-            topk_ids: o.topk_ids,
-            topk_weights: o.topk_weights,
-            expert_map: o.expert_map,
-            num_tokens: o.num_tokens,
-            tokens: shape.tokens as u32,
-            top_k: shape.top_k as u32,
-            slots: shape.slots() as u32,
-            experts: o.global_experts as u32,
-            local: shape.experts as u32,
-            bins: shape.bins() as u32,
-            n: n as u32,
-            k: k as u32,
-            layout: if up { o.gate_up.layout() } else { fused::PLAIN },
-            shuffled: if o.shuffled { shuffle::tile_rows(gate_up) as u32 } else { 0 },
-            activation,
-            alpha,
-            limit,
-            kept: self.keeps() as u32,
-            words: self.part(at.draws).cast(),
-            launch: launch_number(),
-            progress: if self.overlaps() { self.part(at.progress).cast() } else { std::ptr::null_mut() },
-            left: self.left(),
-            stripe: self.stripe().0.div_ceil(rows) as u32,
+        let rounded = self.rounds();
+        // What both kinds of kernels take: of items of so many `rows` of weights, whose maps are `maps`.
+        macro_rules! args {
+            ($kernel:ident, $rows:ident, $maps:ident, $($name:ident: $value:expr),*) => {
+                $kernel::Args {
+                    $($name: $value,)*
+                    partial: self.part(at.partial).cast(),
+                    x_scales: self.part(if up { at.x_scales } else { at.q_scales }).cast(),
+                    map: $maps.0,
+                    shared_map: $maps.1,
+                    w_scales,
+                    shared_w_scales,
+                    bias,
+                    shared_bias,
+                    sorted_ids: self.part(at.sorted_ids).cast(),
+                    sorted_weights: self.part(at.sorted_weights).cast(),
+                    offsets: self.part(at.offsets).cast(),
+                    expert_counts: self.part(at.expert_counts).cast(),
+                    topk_ids: o.topk_ids,
+                    topk_weights: o.topk_weights,
+                    expert_map: o.expert_map,
+                    tokens: shape.tokens as u32,
+                    top_k: shape.top_k as u32,
+                    slots: shape.slots() as u32,
+                    experts: o.global_experts as u32,
+                    local: shape.experts as u32,
+                    bins: shape.bins() as u32,
+                    n: n as u32,
+                    k: k as u32,
+                    layout: if up { o.gate_up.layout() } else { fused::PLAIN },
+                    shuffled: if o.shuffled { shuffle::tile_rows(gate_up) as u32 } else { 0 },
+                    activation,
+                    alpha,
+                    limit,
+                    kept: self.keeps() as u32,
+                    words: self.part(at.draws).cast(),
+                    launch: launch_number(),
+                    left: self.left(),
+                    stripe: self.stripe().0.div_ceil($rows) as u32,
+                }
+            };
+        }
+        if o.scales == QuantScales::Rows {
+            let (Some((geometry, cluster)), Some(path)) =
+                (rows_wgmma_geometry(self.path, self.weights, shape, multiprocessors), self.path.with_rows())
+            else {
+                return Err(self.unsupported());
+            };
+            let entries = rows_wgmma_entries(self.path, self.weights, self.dtype, cluster);
+            let [first, second, rounding] = entries.ok_or_else(|| self.unsupported())?;
+            let rows = path.wgmma_tile()[0];
+            // Each block of a cluster brings a part.
+            let maps = maps(rows / cluster)?;
+            let args = args!(
+                rows_wgmma_kernel,
+                rows,
+                maps,
+                h: self.part(at.h),
+                x: x.cast(),
+                x_row: k,
+                x_divisor: if up && !self.smooths_tokens() { shape.slots() as u32 } else { 1 },
+                w_scale_expert: scale_expert as u32,
+                w_scale_row: scale_row as u32,
+                num_tokens: o.num_tokens
+            );
+            let entry = if up {
+                first
+            } else if rounded {
+                rounding
+            } else {
+                second
+            };
+            // SAFETY: forwarded to the caller.
+            return unsafe { self.stream.launch(&entry, &geometry, &args) };
+        }
+        let entries = wgmma_entries(self.path, self.weights, o.scales, self.dtype);
+        let rounding = rounded_entry(self.path, self.weights, o.scales, self.dtype).filter(|_| rounded);
+        let geometry = wgmma_geometry(self.path, up, shape.bins(), multiprocessors);
+        let (Some((first, second)), Some(geometry), Some([tiles, pairs, ..])) = (entries, geometry, self.path.wgmma())
+        else {
+            return Err(self.unsupported());
         };
-        let entry = if up { first } else { self.rounded().unwrap_or(second) };
+        let rows = wgmma_kernel::rows(tiles);
+        let maps = maps(rows)?;
+        let args = args!(
+            wgmma_kernel,
+            rows,
+            maps,
+            h: self.part(at.q),
+            h_scales: self.part(at.q_scales).cast(),
+            x_map: row_map(device, x, at.capacity, k, pairs)?,
+            x_scale_group: at.scale_group,
+            progress: if self.overlaps() { self.part(at.progress).cast() } else { std::ptr::null_mut() }
+        );
+        let entry = if up { first } else { rounding.unwrap_or(second) };
         // SAFETY: forwarded to the caller.
         unsafe { self.stream.launch(&entry, &geometry, &args) }
     }
@@ -834,10 +896,10 @@ impl Run<'_> {
         let (activation, alpha, limit) = o.activation.parts();
         let FusedShape { experts, shared_experts, hidden, intermediate, .. } = *shape;
         let maps = |routed, shared, n, k, gate_up: Option<GateUp>| -> Result<[TensorMap; 2]> {
-            let map = weight_map(device, routed, [experts, n, k], gate_up, rows, o.shuffled)?;
+            let map = weight_map(device, routed, DType::U8, [experts, n, k], gate_up, rows, o.shuffled)?;
             let shared = match shared_experts {
                 0 => map,
-                experts => weight_map(device, shared, [experts, n, k], gate_up, rows, o.shuffled)?,
+                experts => weight_map(device, shared, DType::U8, [experts, n, k], gate_up, rows, o.shuffled)?,
             };
             Ok([map, shared])
         };
@@ -978,14 +1040,14 @@ impl Run<'_> {
         }
     }
 
-    /// The second product that rounds each slot's result, if it may and the path has one.
-    fn rounded(&self) -> Option<Entry<wgmma_kernel::Args>> {
-        rounded_entry(self.path, self.weights, self.o.scales, self.dtype).filter(|_| self.o.rounded_slots)
+    /// Whether the second product rounds each slot's result: it may, and the path has one that does.
+    fn rounds(&self) -> bool {
+        self.o.rounded_slots && self.path.rounds(self.o.scales)
     }
 
     /// Bytes between the second product and the sum.
     fn partial_bytes(&self) -> usize {
-        product(&[self.shape.pairs(), self.shape.hidden, if self.rounded().is_some() { self.dtype.size() } else { 4 }])
+        product(&[self.shape.pairs(), self.shape.hidden, if self.rounds() { self.dtype.size() } else { 4 }])
     }
 
     /// Columns of a stripe of the second product, and whether the sum begins with the first while the next ones are computed. Measured on an H200 as for 16 bits: with 17 MB and more to add up, up
@@ -993,9 +1055,11 @@ impl Run<'_> {
     fn stripe(&self) -> (usize, bool) {
         let hidden = self.shape.hidden;
         let multiprocessors = self.stream.device().properties().multiprocessors;
-        let striped = matches!((self.path, self.o.scales), (FusedQuantPath::Wgmma64, QuantScales::Blocks))
-            && self.rounded().is_none();
-        if striped && striped_bytes(self.partial_bytes(), multiprocessors) && self.shape.pairs() <= STRIPED_PAIRS {
+        let bytes = self.partial_bytes();
+        // With scales of rows from two and a half times as many on: fewer stay in the second-level cache.
+        let bytes = if self.o.scales == QuantScales::Rows { bytes / 5 * 2 } else { bytes };
+        let striped = matches!(self.path, FusedQuantPath::Wgmma64) && !self.rounds();
+        if striped && striped_bytes(bytes, multiprocessors) && self.shape.pairs() <= STRIPED_PAIRS {
             (stripe(hidden) * if hidden < 4096 { 2 } else { 1 }, true)
         } else {
             (hidden, false)
@@ -1028,7 +1092,7 @@ impl Run<'_> {
     /// As for [`launch`].
     unsafe fn reduce(&self) -> Result<()> {
         let (o, shape) = (self.o, self.shape);
-        let rounded = self.rounded().is_some();
+        let rounded = self.rounds();
         let (stripe, early) = self.stripe();
         let (entry, geometry) = if rounded {
             let entry = match self.dtype {
@@ -1116,7 +1180,7 @@ pub unsafe fn launch(
             } else {
                 run.tile(up)?;
             }
-            if up && !path.quantises(o.scales) {
+            if up && !path.in_order(o.scales) {
                 run.quantise(true)?;
             }
         }
@@ -1197,7 +1261,7 @@ pub struct FusedQuantOptions<'a, Q: Element> {
     /// `[1]`: how many tokens there are, if fewer than `x` has rows; rows of `out` beyond are left alone.
     pub num_tokens: Option<&'a Tensor<i32>>,
     /// Allows the weighted result of each slot to be rounded to `T` before those of a token are added up, in f32 and in their order as without: half as
-    /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma160` and, with scales of blocks, `Wgmma64` make use of it.
+    /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma160`, `Wgmma256` and, with scales of blocks, `Wgmma64` make use of it.
     pub rounded_slots: bool,
     /// Whether values of `w13` and `w2`, those of shared experts too, come from [`shuffle_weights`](super::shuffle_weights()): for the `Wgmma` paths,
     /// one of which [`FusedQuantPath::Auto`] then is; widths are multiples of 128.
@@ -1514,7 +1578,9 @@ fn resolve<Q: Element>(
         && device.properties().compute_capability == (9, 0)
         && shape.bins() <= wgmma_kernel::MAX_BINS
         && options.activation != ExpertActivation::Gelu;
-    let many = shape.pairs() > items::DIRECT_PAIRS && scales == QuantScales::Rows;
+    // Kernels for scales of rows keep where rows start in units of 16 bytes, in 32 bits.
+    let widest = shape.hidden.max(shape.intermediate);
+    let wgmma = wgmma && (scales == QuantScales::Blocks || product(&[shape.pairs(), widest]) < 1 << 36);
     // Of a tile's 64 values all have one scale.
     let tall = wgmma
         && scales == QuantScales::Blocks
@@ -1526,7 +1592,10 @@ fn resolve<Q: Element>(
         FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(scales, shape.pairs(), shape.bins(), tall)),
         FusedQuantPath::Auto | FusedQuantPath::Tile => Ok(FusedQuantPath::Tile),
         FusedQuantPath::Wgmma256 if !tall => Err(unsupported(options.path, weights, dtype)),
-        path if !wgmma || (path == FusedQuantPath::Wgmma16 && many) => Err(unsupported(path, weights, dtype)),
+        path if !wgmma => Err(unsupported(path, weights, dtype)),
+        path if scales == QuantScales::Rows && !path.takes_rows(shape.pairs(), shape.bins()) => {
+            Err(unsupported(path, weights, dtype))
+        }
         path => Ok(path),
     }
 }

@@ -32,9 +32,9 @@ pub const fn row_threads(n: usize) -> usize {
     let threads = n.div_ceil(COLUMNS * KEPT).next_multiple_of(32);
     if threads < ROW_THREADS { threads } else { ROW_THREADS }
 }
-/// Rows of a block: blocks of one warp take longer to start than to run.
-pub const fn rows_of_block(n: usize) -> usize {
-    if row_threads(n) > 32 { 1 } else { 4 }
+/// Rows of a block: those of a warp each are several, or more time would go by with blocks that start than with what they do.
+pub const fn block_rows(n: usize) -> usize {
+    if row_threads(n) == 32 { 8 } else { 1 }
 }
 
 /// Its shared memory.
@@ -46,6 +46,9 @@ pub const TOKENS: u32 = 0;
 pub const TOKENS_OF_PAIRS: u32 = 1;
 /// Rows are those of `h`.
 pub const PAIRS: u32 = 2;
+/// Rows are tokens, which the launch before neither reads nor writes, nor what is written here: they are quantised beside it. All before it has ended when it lets
+/// this one start.
+pub const TOKENS_BESIDE: u32 = 3;
 
 /// A row to be quantised.
 #[derive(Clone, Copy)]
@@ -73,7 +76,7 @@ impl Rows {
     #[track_caller]
     unsafe fn row(self, row: u32, from: u32) -> Option<Row> {
         let (tokens, slots) = (existing_tokens(self.tokens, self.num_tokens), self.pairs.slots);
-        if from == TOKENS {
+        if from == TOKENS || from == TOKENS_BESIDE {
             let (first, count) = if self.sorted { (row * slots, slots) } else { (row, 1) };
             return if row < tokens { Some(Row { source: row, first, count }) } else { None };
         }
@@ -165,8 +168,9 @@ pub unsafe fn groups<T: Float>(
     from: u32,
 ) {
     let _ = (smooth, shared_smooth);
-    dependent_launch::wait();
+    // As below.
     dependent_launch::launch_dependents();
+    dependent_launch::wait();
     let rows = listed(topk_ids, expert_map, num_tokens, positions, tokens, top_k, slots, experts, local, shared);
     let lanes = const { (GROUP / COLUMNS) as u32 };
     let group = thread::block_idx_x() * GROUPS as u32 + thread::thread_idx_x() / lanes;
@@ -199,8 +203,8 @@ pub unsafe fn groups<T: Float>(
 }
 
 /// Scales of rows, `scale_row` apart; otherwise as [`groups`], but never in the order of a sorted list. `SMOOTH`: with `smooth`: `[local, n]` or null, and
-/// `shared_smooth`: `[shared, n]` or null; then `from` is [`TOKENS_OF_PAIRS`] or [`PAIRS`]. Block: `(threads, rows)`, the first at most [`ROW_THREADS`], a multiple of
-/// 32; grid: rows in steps of a block's; shared memory: [`SHARED_BYTES`].
+/// `shared_smooth`: `[shared, n]` or null; then `from` is [`TOKENS_OF_PAIRS`] or [`PAIRS`]. Grid: rows in steps of [`block_rows`]; block: [`row_threads`] for each of those,
+/// with the same `y`; shared memory: [`SHARED_BYTES`].
 #[inline(always)]
 pub unsafe fn rows<T: Float, Q: Quantised, const SMOOTH: bool>(
     x: *const T,
@@ -225,15 +229,38 @@ pub unsafe fn rows<T: Float, Q: Quantised, const SMOOTH: bool>(
     from: u32,
 ) {
     let _ = (scale_group, positions);
-    dependent_launch::wait();
+    // All threads wait before they end, so who waits for this launch waits for all before it, too: the next one may have its blocks ready.
     dependent_launch::launch_dependents();
+    if from != TOKENS_BESIDE {
+        dependent_launch::wait();
+    }
     let none = core::ptr::null();
     let rows = listed(topk_ids, expert_map, num_tokens, none, tokens, top_k, slots, experts, local, shared);
     let number = thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y();
-    let Some(row) = rows.row(number, from) else {
-        // Of a block with several rows each is a warp's: nobody waits for it.
-        return;
-    };
+    if let Some(row) = rows.row(number, from) {
+        quantise_row::<T, Q, SMOOTH>(x, x_row, n, out, scales, scale_row, smooth, shared_smooth, rows, row);
+    }
+    if from == TOKENS_BESIDE {
+        dependent_launch::wait();
+    }
+}
+
+/// One of those rows, by its team.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+unsafe fn quantise_row<T: Float, Q: Quantised, const SMOOTH: bool>(
+    x: *const T,
+    x_row: usize,
+    n: u32,
+    out: *mut u8,
+    scales: *mut f32,
+    scale_row: usize,
+    smooth: *const f32,
+    shared_smooth: *const f32,
+    rows: Rows,
+    row: Row,
+) {
+    let local = rows.pairs.local;
     let bin = if SMOOTH { rows.pairs.bin(row.first) } else { 0 };
     let (smooth, bin) = if bin < local { (smooth, bin) } else { (shared_smooth, bin - local) };
     let smoothed = SMOOTH && !smooth.is_null();

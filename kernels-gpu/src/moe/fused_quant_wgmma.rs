@@ -1,63 +1,60 @@
-//! Products of the fused block with 8-bit weights and activations on Hopper: [`fused_wgmma`](super::fused_wgmma) with scales.
+//! Products of the fused block with e4m3 weights, activations and scales of blocks on Hopper: [`fused_wgmma`](super::fused_wgmma) with scales. Those with scales of rows:
+//! [`fused_quant_rows_wgmma`](super::fused_quant_rows_wgmma).
 //!
 //! # Scales
-//! * Of blocks, e4m3: weights have a scale for each block of 128 × 128, rows of `x` and `h` one for each 128 elements (DeepSeek-AI,
-//!   *DeepSeek-V3 Technical Report*, 2024, section 3.3). A step of the pipeline is 128 elements of K, one line of the swizzle. Its products
-//!   have accumulators of their own, and are then multiplied with their scales and added to the sums in f32; meanwhile the other consumer
-//!   warpgroup keeps the tensor cores busy.
-//! * Of rows, e4m3 or int8: one for each output of an expert, or one for an expert, and one for each row of `x` and `h`. They multiply
-//!   finished sums, which stay in the tensor cores' accumulators throughout; those of int8 are exact.
+//! Weights have a scale for each block of 128 × 128, rows of `x` and `h` one for each 128 elements (DeepSeek-AI,
+//! *DeepSeek-V3 Technical Report*, 2024, section 3.3). A step of the pipeline is 128 elements of K, one line of the swizzle. Its products
+//! have accumulators of their own, and are then multiplied with their scales and added to the sums in f32; meanwhile the other consumer
+//! warpgroup keeps the tensor cores busy.
 //!
 //! # Orientation
 //! As in [`fused_wgmma`](super::fused_wgmma) weights are the 64-row side of `m64nNk32` and the pairs of an expert the N side; of every 16 rows
 //! of weights 8 are gates and 8 the values that belong to them, so a thread has a gate and its value, of at most two blocks of weights.
 //!
-//! With many pairs and scales of blocks the sides change ([`Consumer::tall`]): pairs are the 64-row side, 256 of them an item, and a tile of 128 rows of weights the other. Then a thread's sums belong to
+//! With many pairs the sides change ([`Consumer::tall`]): pairs are the 64-row side, 256 of them an item, and a tile of 128 rows of weights the other. Then a thread's sums belong to
 //! two rows of `x` or `h`, which have a scale each, and to columns that have one or two: so a step multiplies and loads a handful of scales, where the other way each pair of columns has its own.
 //!
 //! # What comes into the stages
 //! Quantising sorts: rows of `x` and of `h` lie in the order of the sorted list, so the copy engine brings those of a share in boxes, and
 //! their scales, which lie group by group, as one line. (Rows gathered by `cp.async` came at 5 TB/s at most in all of an H200.) Rows beyond the
-//! share's last are those of other pairs or none; they fill columns that nobody reads. Without a sorted list (`DIRECT`) rows are few, and
-//! gathered by `cp.async`; that is for scales of rows, and those of blocks have [`fused_quant_few`](super::fused_quant_few). Blocks of a cluster (`SHARE`) take neighbouring tiles of weights for the same pairs, and each has a part of their
+//! share's last are those of other pairs or none; they fill columns that nobody reads. Few rows have [`fused_quant_few`](super::fused_quant_few). Blocks of a cluster (`SHARE`) take neighbouring tiles of weights for the same pairs, and each has a part of their
 //! rows brought for all. Scales of blocks of weights are two words a thread and step, on their way during the products.
 //!
 //! # What lies between the products
 //! A scale of blocks covers 128 outputs of the first product: two neighbouring tiles, which the two blocks of a cluster have for the same pairs. So the first product quantises its results
 //! itself ([`Quantiser`]): consumers lay them out in shared memory, rounded to `T`, and go on with the next item; the producer's other three warps exchange the largest magnitudes with the
-//! other block by `st.async`, quantise and store. A scale of rows covers all outputs: then `h` is stored as `T`, and quantised by [`fused_quant_rows`](super::fused_quant_rows).
+//! other block by `st.async`, quantise and store.
 //!
 //! # Results
 //! Of many pairs the second product's results go by way of the last two stages of an item, one for each consumer, and are stored 256 bytes of a pair at a time; of few they go from registers to
 //! memory. Where it is allowed (`ROUNDED`) they are rounded to the element type, which is half of it.
 //!
-//! Of few pairs, with scales of blocks, the second product computes [stripes](Stripes) of columns where that is asked for, so that the sum begins with a stripe while the next ones are computed. Its
+//! Of few pairs the second product computes [stripes](Stripes) of columns where that is asked for, so that the sum begins with a stripe while the next ones are computed. Its
 //! consumers take items [in turn](in_turn).
 
 use super::fused::{HALVES, PLAIN};
 use super::fused_wgmma::{Activation, coordinates};
-use super::items::{DIRECT_PAIRS, Drawn, Item, Items, Sorted};
-use super::pairs::{Pairs, existing_tokens};
+use super::items::{Drawn, Item, Items, Sorted};
+use super::pairs::Pairs;
 use super::progress::{Progress, Stripes};
 use crate::pipeline::{Ring, Stages};
 use crate::row::GROUP;
 use crate::row::quantise::{Quantised as _, amax, scale_for};
-use crate::scales::{BLOCKS, ROWS};
-use crate::tensor_byte::TensorByte;
+use crate::scales::BLOCKS;
 use crate::tensor_float::TensorFloat;
 use cuda_std::second_level::Policy;
 use cuda_std::shared::Carver;
-use cuda_std::tma::{self, Swizzle, TensorMap};
+use cuda_std::tma::{self, TensorMap};
 use cuda_std::vec::{B64, B128};
-use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Registers as _, Sum as _};
+use cuda_std::wgmma::{self, Accumulator, Descriptor, K, Registers as _};
 use cuda_std::{
-    E4M3, Global, GlobalMut, Shared, bf16, cluster, cp_async, dependent_launch, entries, f16, float, integer, mbarrier,
-    mma, thread, unroll, vec, warp,
+    E4M3, Global, GlobalMut, Shared, bf16, cluster, dependent_launch, entries, f16, float, integer, mbarrier, mma,
+    thread, unroll, vec, warp,
 };
 
 /// Consumer warpgroups.
 const GROUPS: usize = 2;
-/// Threads of the warpgroup that fills the ring. All of them copy if there is no sorted list, otherwise a warp.
+/// Threads of the warpgroup of which a warp fills the ring.
 const PRODUCERS: usize = 128;
 /// Which of them draws items: a lane that brings neither weights, rows nor scales.
 const DRAWER: u32 = 30;
@@ -72,20 +69,17 @@ pub const SORT_BLOCK: usize = 8;
 /// Columns that a product may have more than there are places in the sorted list: so many scales may be read beyond the last.
 pub const BEYOND: usize = 160;
 
-/// The most pairs of an item without a sorted list.
-const PAIRS_DIRECT: usize = 16;
-
 /// Threads of a block as the compiler is told, where consumers take items in turn: so few registers a thread that blocks of the sum have room beside this one.
 pub const ROOMY: usize = 512;
 
 /// Whether the second product computes stripes of columns, of so many pairs at most.
-const fn is_striped(scales: u32, pairs: usize) -> bool {
-    scales == BLOCKS && pairs == 64
+const fn is_striped(pairs: usize) -> bool {
+    pairs == 64
 }
 
 /// Whether consumers have items of their own, in turn, of so many pairs at most: one finishes an item while the other multiplies, so there is time for a fence at the end of a stripe.
-const fn in_turn(scales: u32, pairs: usize, up: bool) -> bool {
-    is_striped(scales, pairs) && !up
+const fn in_turn(pairs: usize, up: bool) -> bool {
+    is_striped(pairs) && !up
 }
 
 /// Rows of weights of an item, of which each consumer warpgroup has so many tiles if they share it.
@@ -94,8 +88,8 @@ pub const fn rows(tiles: usize) -> usize {
 }
 
 /// The same of an instance whose consumers have so many tiles of an item.
-const fn item_rows(tiles: usize, scales: u32, pairs: usize, up: bool) -> usize {
-    if in_turn(scales, pairs, up) { tiles * 64 } else { rows(tiles) }
+const fn item_rows(tiles: usize, pairs: usize, up: bool) -> usize {
+    if in_turn(pairs, up) { tiles * 64 } else { rows(tiles) }
 }
 
 /// Rows of a box of `x` or `h`, for at most so many pairs.
@@ -108,7 +102,7 @@ const fn is_tall(pairs: usize) -> bool {
     pairs > 160
 }
 
-/// Rows of weights of an item with scales of blocks.
+/// Rows of weights of an item.
 pub const TILE_ROWS: usize = 128;
 
 /// Pairs of an item for which both consumers have 64 rows: a wave.
@@ -120,15 +114,17 @@ const fn quantised_pairs(pairs: usize) -> usize {
 }
 
 /// Dynamic shared memory of the first product (`up`) or the second; every part may begin at the next multiple of 16.
-pub const fn shared_bytes([tiles, pairs, lines, stages]: [usize; 4], scales: u32, up: bool, bins: usize) -> usize {
-    let direct = pairs == PAIRS_DIRECT;
+pub const fn shared_bytes([tiles, pairs, lines, stages]: [usize; 4], up: bool, bins: usize) -> usize {
     stages * (lines * ((rows(tiles) + pairs) * STEP + pairs * 4) + 2 * 8)
-        + if in_turn(scales, pairs, up) { GROUPS * 8 + 16 } else { 0 }
-        + if up && scales == BLOCKS { quantiser_bytes(quantised_pairs(pairs)) } else { GROUPS * pairs * 12 }
+        + if in_turn(pairs, up) { GROUPS * 8 + 16 } else { 0 }
+        + if up { quantiser_bytes(quantised_pairs(pairs)) } else { GROUPS * pairs * 8 }
         + super::items::DRAWN_BYTES
-        + if direct { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
+        + super::items::sorted_shared_bytes(bins)
         + 8 * 16
 }
+
+/// What the products of this file need to know.
+type Blocks<T> = Job<T, BLOCKS, false>;
 
 /// What both products need to know.
 pub(super) struct Job<T, const SCALES: u32, const DIRECT: bool> {
@@ -331,32 +327,24 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
 #[inline(always)]
 unsafe fn fused_quant_wgmma<
     T: TensorFloat,
-    Q: TensorByte + Input<<Q as TensorByte>::Sum>,
-    const SCALES: u32,
     const UP: bool,
     const TILES: usize,
     const PAIRS: usize,
     const LINES: usize,
     const STAGES: usize,
-    const DIRECT: bool,
     const SHARE: u32,
     const ROUNDED: bool,
 >(
     h: *mut T,
     h_scales: *mut f32,
     partial: *mut f32,
-    x: *const u8,
-    x_row: usize,
     x_map: *const TensorMap,
     x_scales: *const f32,
     x_scale_group: usize,
-    x_divisor: u32,
     map: *const TensorMap,
     shared_map: *const TensorMap,
     w_scales: *const f32,
     shared_w_scales: *const f32,
-    w_scale_expert: u32,
-    w_scale_row: u32,
     bias: *const f32,
     shared_bias: *const f32,
     sorted_ids: *const i32,
@@ -366,7 +354,6 @@ unsafe fn fused_quant_wgmma<
     topk_ids: *const i32,
     topk_weights: *const f32,
     expert_map: *const i32,
-    num_tokens: *const i32,
     tokens: u32,
     top_k: u32,
     slots: u32,
@@ -386,32 +373,23 @@ unsafe fn fused_quant_wgmma<
     progress: *mut u32,
     left: *mut u32,
     stripe: u32,
-) where
-    [Q::Sum; 4]: Accumulator<Q::Sum>,
-    [Q::Sum; 8]: Accumulator<Q::Sum>,
-    [Q::Sum; 16]: Accumulator<Q::Sum>,
-    [Q::Sum; 32]: Accumulator<Q::Sum>,
-    [Q::Sum; 48]: Accumulator<Q::Sum>,
-    [Q::Sum; 64]: Accumulator<Q::Sum>,
-    [Q::Sum; 72]: Accumulator<Q::Sum>,
-{
+) {
     let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
     let mut carver = Carver::new();
-    let weights = carver.take_aligned::<u8>(STAGES * LINES * item_rows(TILES, SCALES, PAIRS, UP) * STEP, 1024);
+    let weights = carver.take_aligned::<u8>(STAGES * LINES * item_rows(TILES, PAIRS, UP) * STEP, 1024);
     let operands = carver.take_aligned::<u8>(STAGES * LINES * PAIRS * STEP, 1024);
     let factors = carver.take::<f32>(STAGES * LINES * PAIRS);
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
-    let turns = carver.take::<u64>(if in_turn(SCALES, PAIRS, UP) { GROUPS } else { 0 });
+    let turns = carver.take::<u64>(if in_turn(PAIRS, UP) { GROUPS } else { 0 });
     // Two blocks have the 128 outputs of a scale.
-    let quantises = const { UP && SCALES == BLOCKS && SHARE == 2 };
-    let each = const { if UP && SCALES == BLOCKS && SHARE == 2 { 0 } else { GROUPS * PAIRS } };
+    let quantises = const { UP && SHARE == 2 };
+    let each = const { if UP && SHARE == 2 { 0 } else { GROUPS * PAIRS } };
     let ids = carver.take::<u32>(each);
     let scales = carver.take::<f32>(each);
-    let row_scales = carver.take::<f32>(each);
     let quantiser = Quantiser::new(&mut carver, if quantises { const { quantised_pairs(PAIRS) } } else { 0 });
     let word = if UP { words } else { words.wrapping_add(1) };
     // Clusters of the second product are dealt theirs: they take 1 to 3 % longer if they draw. Unless some items are much smaller than others.
-    let draws = const { !DIRECT && (UP || SHARE == 1 || is_tall(PAIRS)) };
+    let draws = const { UP || SHARE == 1 || is_tall(PAIRS) };
     let drawn = Drawn::new(&mut carver, draws, word, launch);
     let stages = Stages::<STAGES>::new(bars.address(0u32)).shared_by(SHARE, 0);
     let rank = if SHARE > 1 { cluster::rank() } else { 0 };
@@ -425,24 +403,20 @@ unsafe fn fused_quant_wgmma<
         if quantises {
             quantiser.init();
         }
-        if in_turn(SCALES, PAIRS, UP) {
+        if in_turn(PAIRS, UP) {
             for g in 0..GROUPS {
                 mbarrier::init(turns.address(g), 4);
             }
         }
-        // What is copied by the copy engine, and each producer's rows.
-        let producers = if DIRECT { 1 + PRODUCERS as u32 } else { 1 };
-        stages.init_counted(producers, const { if in_turn(SCALES, PAIRS, UP) { 4 } else { 4 * GROUPS as u32 } });
+        // What is copied by the copy engine.
+        stages.init_counted(1, const { if in_turn(PAIRS, UP) { 4 } else { 4 * GROUPS as u32 } });
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
-        if !DIRECT {
-            tma::prefetch_map(x_map);
-        }
+        tma::prefetch_map(x_map);
     }
-    let outputs =
-        if UP { item_rows(TILES, SCALES, PAIRS, UP) as u32 / 2 } else { item_rows(TILES, SCALES, PAIRS, UP) as u32 };
+    let outputs = if UP { item_rows(TILES, PAIRS, UP) as u32 / 2 } else { item_rows(TILES, PAIRS, UP) as u32 };
     let tiles = n.div_ceil(outputs).div_ceil(SHARE);
-    if UP && !DIRECT && PAIRS <= 64 && tid == 0 && tokens * slots >= 4 * bins {
+    if UP && PAIRS <= 64 && tid == 0 && tokens * slots >= 4 * bins {
         // As in `fused_wgmma`: the first item if every expert has one share.
         // SAFETY: there are outputs, hence tiles.
         core::hint::assert_unchecked(tiles != 0);
@@ -450,7 +424,7 @@ unsafe fn fused_quant_wgmma<
         let (bin, tile) = (first / tiles, first % tiles * SHARE + rank);
         let mut at = 0;
         while bin < local && at < k.min(const { (STAGES * LINES * STEP) as u32 }) {
-            let to = coordinates::<UP>(shuffled, n, at, tile * item_rows(TILES, SCALES, PAIRS, UP) as u32, bin as i32);
+            let to = coordinates::<UP>(shuffled, n, at, tile * item_rows(TILES, PAIRS, UP) as u32, bin as i32);
             tma::prefetch_tensor::<5>(map, to);
             at += STEP as u32;
         }
@@ -460,8 +434,8 @@ unsafe fn fused_quant_wgmma<
         Progress::<1>::new(if quantises || !UP { progress } else { core::ptr::null_mut() }, thread::grid_dim_x());
     // SAFETY: see `Args`.
     core::hint::assert_unchecked(stripe != 0);
-    let stripes = if is_striped(SCALES, PAIRS) {
-        let all = if UP { k.div_ceil(const { item_rows(TILES, SCALES, PAIRS, UP) as u32 }) } else { tiles };
+    let stripes = if is_striped(PAIRS) {
+        let all = if UP { k.div_ceil(const { item_rows(TILES, PAIRS, UP) as u32 }) } else { tiles };
         Stripes::new(left, stripe, all)
     } else {
         Stripes::new(core::ptr::null_mut(), 1, 1)
@@ -494,21 +468,20 @@ unsafe fn fused_quant_wgmma<
         local,
         shared: bins - local,
     };
-    let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
-    let items = Items::<DIRECT>::carve(&mut carver, sorted, bins, tiles, PAIRS as u32, false).cut_into(cut(PAIRS));
+    let items = Items::<false>::carve(&mut carver, sorted, bins, tiles, PAIRS as u32, false).cut_into(cut(PAIRS));
     let items = if is_tall(PAIRS) { items.filled() } else { items };
-    let striped = const { in_turn(SCALES, PAIRS, UP) };
+    let striped = const { in_turn(PAIRS, UP) };
     let items = if striped { items.in_stripes(stripe) } else { items };
-    items.fill_together(pairs, count);
-    let job = Job::<T, SCALES, DIRECT> {
+    items.fill_together(pairs, 0);
+    let job = Blocks::<T> {
         h: GlobalMut::new(h),
         partial: GlobalMut::new(partial),
         x_scales: Global::new(x_scales),
-        x_divisor,
+        x_divisor: 1,
         w_scales: Global::new(w_scales),
         shared_w_scales: Global::new(shared_w_scales),
-        w_scale_expert,
-        w_scale_row,
+        w_scale_expert: 0,
+        w_scale_row: 0,
         bias: Global::new(bias),
         biased: !bias.is_null(),
         shared_bias: Global::new(shared_bias),
@@ -533,7 +506,7 @@ unsafe fn fused_quant_wgmma<
         dependent_launch::launch_dependents();
     }
     let (all, grid, groups) = (items.count(), thread::grid_dim_x() / SHARE, job.groups());
-    let steps = steps_of::<SCALES, UP, PAIRS, LINES>(groups);
+    let steps = steps_of::<UP, PAIRS, LINES>(groups);
     let first = thread::block_idx_x() / SHARE;
     if SHARE > 1 {
         // All blocks' mbarriers are there.
@@ -547,25 +520,13 @@ unsafe fn fused_quant_wgmma<
         let fetch = |ring: Ring<STAGES>, item: Item, step: u32, wide: u32| {
             let (map, bin) = if item.bin < local { (map, item.bin) } else { (shared_map, item.bin - local) };
             let bar = stages.full(ring.stage);
-            let bytes = const { (item_rows(TILES, SCALES, PAIRS, UP) * STEP) as u32 };
-            // Rows come in whole boxes, of which widths with scales of rows are multiples.
-            let all = if DIRECT {
-                bytes
-            } else if SCALES == BLOCKS {
-                bytes + wide.next_multiple_of(const { box_rows(PAIRS) as u32 }) * STEP as u32 + wide * 4
-            } else {
-                bytes + wide * STEP as u32
-            };
+            let bytes = const { (item_rows(TILES, PAIRS, UP) * STEP) as u32 };
+            // Rows come in whole boxes.
+            let all = bytes + wide.next_multiple_of(const { box_rows(PAIRS) as u32 }) * STEP as u32 + wide * 4;
             mbarrier::arrive_expect_tx(bar, LINES as u32 * all);
             unroll::<LINES>(|l| {
                 let k0 = (step * LINES as u32 + l as u32) * STEP as u32;
-                let at = coordinates::<UP>(
-                    shuffled,
-                    n,
-                    k0,
-                    item.tile * item_rows(TILES, SCALES, PAIRS, UP) as u32,
-                    bin as i32,
-                );
+                let at = coordinates::<UP>(shuffled, n, k0, item.tile * item_rows(TILES, PAIRS, UP) as u32, bin as i32);
                 // Beyond the end of K come zeroes.
                 let to = weights.address((ring.stage * LINES as u32 + l as u32) * bytes);
                 let policy = if PAIRS <= 64 { job.policy::<UP>(item) } else { Policy::NORMAL };
@@ -594,7 +555,7 @@ unsafe fn fused_quant_wgmma<
                 if tid == 0 {
                     let mut at = ring;
                     for s in 0..ahead {
-                        fetch(at, item, s, columns(SCALES, PAIRS as u32, item.count));
+                        fetch(at, item, s, columns(PAIRS as u32, item.count));
                         at.advance();
                     }
                 }
@@ -612,77 +573,75 @@ unsafe fn fused_quant_wgmma<
         }
         // Experts whose `h` is there.
         let mut there = 0;
-        let (x, x_scales) = (Global::new(x), job.x_scales);
-        if !DIRECT {
-            // Each lane has a box of rows brought, one of them the scales.
-            let each = const { box_rows(PAIRS) as u32 };
-            while warp_id == 0 && next < all {
-                let item = job.find_of(striped, next);
-                let wide = columns(SCALES, PAIRS as u32, item.count);
-                if !UP && progress.is_kept() && warp::warp_vote_ballot(warp::FULL, item.bin >= there) != 0 {
-                    there = progress.wait_beyond(item.bin);
-                    // What others stored the copy engine reads.
-                    tma::fence_async_global();
+        let x_scales = job.x_scales;
+        // Each lane has a box of rows brought, one of them the scales.
+        let each = const { box_rows(PAIRS) as u32 };
+        while warp_id == 0 && next < all {
+            let item = job.find_of(striped, next);
+            let wide = columns(PAIRS as u32, item.count);
+            if !UP && progress.is_kept() && warp::warp_vote_ballot(warp::FULL, item.bin >= there) != 0 {
+                there = progress.wait_beyond(item.bin);
+                // What others stored the copy engine reads.
+                tma::fence_async_global();
+            }
+            let mut step = 0;
+            while step < steps {
+                if draws && tid == DRAWER {
+                    if step == ask && !asked && rank == 0 {
+                        taken = drawn.take(sequence);
+                    }
+                    if step == tell {
+                        settle(sequence, taken);
+                        asked = false;
+                    }
                 }
-                let mut step = 0;
-                while step < steps {
-                    if draws && tid == DRAWER {
-                        if step == ask && !asked && rank == 0 {
-                            taken = drawn.take(sequence);
-                        }
-                        if step == tell {
-                            settle(sequence, taken);
-                            asked = false;
+                stages.wait_empty(ring);
+                if ahead > 0 {
+                    ahead -= 1;
+                } else if tid == 0 {
+                    fetch(ring, item, step, wide);
+                }
+                // Bytes are expected before they come.
+                warp::sync_warp(warp::FULL);
+                let bar = stages.full(ring.stage);
+                unroll::<LINES>(|l| {
+                    let (line, group) = (ring.stage * LINES as u32 + l as u32, step * LINES as u32 + l as u32);
+                    if lane * each < wide && lane % SHARE == rank {
+                        let to = operands.address(line * (PAIRS * STEP) as u32 + lane * each * STEP as u32);
+                        let at = [(group * STEP as u32) as i32, (item.first + lane * each) as i32];
+                        if SHARE > 1 {
+                            tma::load_tensor_multicast::<2>(to, x_map, at, bar, const { (1u16 << SHARE) - 1 });
+                        } else {
+                            tma::load_tensor::<2>(to, x_map, at, bar);
                         }
                     }
-                    stages.wait_empty(ring);
-                    if ahead > 0 {
-                        ahead -= 1;
-                    } else if tid == 0 {
-                        fetch(ring, item, step, wide);
+                    if lane == 31 {
+                        // Any will do for zeroes beyond the end.
+                        let group = group.min(groups - 1) as usize;
+                        let from = x_scales.ptr(group * x_scale_group + item.first as usize);
+                        tma::copy_bulk(factors.address(line * PAIRS as u32), from, wide * 4, bar);
                     }
-                    // Bytes are expected before they come.
-                    warp::sync_warp(warp::FULL);
-                    let bar = stages.full(ring.stage);
-                    unroll::<LINES>(|l| {
-                        let (line, group) = (ring.stage * LINES as u32 + l as u32, step * LINES as u32 + l as u32);
-                        if lane * each < wide && lane % SHARE == rank {
-                            let to = operands.address(line * (PAIRS * STEP) as u32 + lane * each * STEP as u32);
-                            let at = [(group * STEP as u32) as i32, (item.first + lane * each) as i32];
-                            if SHARE > 1 {
-                                tma::load_tensor_multicast::<2>(to, x_map, at, bar, const { (1u16 << SHARE) - 1 });
-                            } else {
-                                tma::load_tensor::<2>(to, x_map, at, bar);
-                            }
-                        }
-                        if SCALES == BLOCKS && lane == 31 {
-                            // Any will do for zeroes beyond the end.
-                            let group = group.min(groups - 1) as usize;
-                            let from = x_scales.ptr(group * x_scale_group + item.first as usize);
-                            tma::copy_bulk(factors.address(line * PAIRS as u32), from, wide * 4, bar);
-                        }
-                    });
-                    ring.advance();
-                    step += 1;
-                }
-                if draws {
-                    next = drawn.hear(sequence);
-                    sequence += 1;
-                } else {
-                    next += grid;
-                }
+                });
+                ring.advance();
+                step += 1;
             }
-            if in_turn(SCALES, PAIRS, UP) && tid == DRAWER {
-                // The other consumer waits for one more.
-                drawn.tell(sequence, u32::MAX);
+            if draws {
+                next = drawn.hear(sequence);
+                sequence += 1;
+            } else {
+                next += grid;
             }
+        }
+        if in_turn(PAIRS, UP) && tid == DRAWER {
+            // The other consumer waits for one more.
+            drawn.tell(sequence, u32::MAX);
         }
         if quantises && warp_id > 0 {
             let (out, scales) = (GlobalMut::new(h.cast::<u8>()), GlobalMut::new(h_scales));
             let mut turn = 0;
             while next < all {
                 let item = job.find_of(striped, next);
-                let wide = columns(SCALES, PAIRS as u32, item.count);
+                let wide = columns(PAIRS as u32, item.count);
                 let store = |turn: u32, wide: u32, item: Item| {
                     quantiser.store::<T, PAIRS>(out, scales, x_scale_group, n, rank, tid - 32, turn, wide, item)
                 };
@@ -716,66 +675,19 @@ unsafe fn fused_quant_wgmma<
                 progress.reach(0, u32::MAX);
             }
         }
-        // A thread copies 16 bytes of every 16th row.
-        let (chunk, low) = (tid % 8, tid / 8);
-        let to = operands.address(0u32) + Swizzle::B128.apply(low * STEP as u32 + chunk * 16);
-        const { assert!(!DIRECT || LINES == 1) };
-        while DIRECT && next < all {
-            let item = job.find_of(striped, next);
-            // Rows of zeroes make up for what a product takes more than there is.
-            let wide = columns(SCALES, PAIRS as u32, item.count);
-            let mut source = [0usize; PAIRS_DIRECT / 16];
-            unroll::<{ PAIRS_DIRECT / 16 }>(|i| {
-                let row = low + 16 * i as u32;
-                if row < item.count {
-                    source[i] = job.row(item.first + row) as usize * x_row;
-                }
-            });
-            let mut step = 0;
-            while step < groups {
-                stages.wait_empty(ring);
-                if ahead > 0 {
-                    ahead -= 1;
-                } else if tid == 0 {
-                    fetch(ring, item, step, wide);
-                }
-                let to = to + ring.stage * (PAIRS * STEP) as u32;
-                let column = step * STEP as u32 + 16 * chunk;
-                unroll::<{ PAIRS_DIRECT / 16 }>(|i| {
-                    let row = low + 16 * i as u32;
-                    if row < wide {
-                        let bytes = if row < item.count && column < k { 16 } else { 0 };
-                        let at = source[i] + if bytes > 0 { column as usize } else { 0 };
-                        cp_async::copy_16_zfill(to + (i * 16 * STEP) as u32, x.ptr(at), bytes);
-                    }
-                });
-                cp_async::arrive(stages.full(ring.stage));
-                ring.advance();
-                step += 1;
-            }
-            next += grid;
-        }
-        if DIRECT {
-            // The block's shared memory must outlive its copies.
-            cp_async::wait_group::<0>();
-        }
         if !UP && progress.is_kept() {
             // Who waits for the end of this launch waits for that of the one before as well, even if there were no items.
             dependent_launch::wait();
         }
     } else {
-        if in_turn(SCALES, PAIRS, UP) {
+        if in_turn(PAIRS, UP) {
             wgmma::increase_registers::<168>();
         } else {
             wgmma::increase_registers::<232>();
         }
-        if !UP && SCALES == ROWS {
-            // These threads read the scales of rows of `h` themselves, before the first stage tells them that all is there.
-            dependent_launch::wait();
-        }
         let group = warp_id / 4 - 1;
         // Which part of an item's rows is this consumer's.
-        let within = if in_turn(SCALES, PAIRS, UP) { 0 } else { group };
+        let within = if in_turn(PAIRS, UP) { 0 } else { group };
         let consumer = Consumer {
             weights: Descriptor::<K>::new(weights.address(if is_tall(PAIRS) {
                 0
@@ -790,7 +702,6 @@ unsafe fn fused_quant_wgmma<
             factors,
             ids: if quantises { ids } else { ids.offset(group * PAIRS as u32) },
             scales: if quantises { scales } else { scales.offset(group * PAIRS as u32) },
-            row_scales: if quantises { row_scales } else { row_scales.offset(group * PAIRS as u32) },
             stages: weights,
             stage_rows: operands,
             quantiser,
@@ -800,7 +711,7 @@ unsafe fn fused_quant_wgmma<
         };
         let mut ring = Ring::<STAGES>::new();
         let (mut next, mut sequence, mut turn) = (first, 0, 0);
-        if in_turn(SCALES, PAIRS, UP) && group == 1 {
+        if in_turn(PAIRS, UP) && group == 1 {
             // The first item is the other one's.
             next = drawn.hear(0);
             sequence = 1;
@@ -810,36 +721,23 @@ unsafe fn fused_quant_wgmma<
         let mut stored = 0;
         while next < all {
             let item = job.find_of(striped, next);
-            let wide = columns(SCALES, PAIRS as u32, item.count);
+            let wide = columns(PAIRS as u32, item.count);
             if striped && stripes.are_kept() {
                 // While the other one's products are under way.
                 stored = stripes.leave(1 + group, stored, stripes.of(item.tile));
             }
             macro_rules! blocks {
                 ($half:literal) => {
-                    consumer.blocks::<T, [f32; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT, SHARE, ROUNDED>(
+                    consumer.blocks::<T, [f32; $half], UP, TILES, PAIRS, LINES, STAGES, SHARE, ROUNDED>(
                         &job, stages, &mut ring, next, sequence, item,
                     )
-                };
-            }
-            macro_rules! product {
-                ($half:literal) => {
-                    if SCALES == ROWS {
-                        consumer
-                            .rows::<T, Q, [Q::Sum; $half], SCALES, UP, TILES, PAIRS, LINES, STAGES, DIRECT, ROUNDED>(
-                                &job, stages, &mut ring, next, item,
-                            )
-                    } else {
-                        blocks!($half)
-                    }
                 };
             }
             if is_tall(PAIRS) {
                 macro_rules! tall {
                     ($waves:literal) => {
-                        consumer.tall::<T, $waves, SCALES, UP, PAIRS, STAGES, DIRECT, SHARE, ROUNDED>(
-                            &job, stages, &mut ring, turn, item,
-                        )
+                        consumer
+                            .tall::<T, $waves, UP, PAIRS, STAGES, SHARE, ROUNDED>(&job, stages, &mut ring, turn, item)
                     };
                 }
                 match (item.count + const { (WAVE - 1) as u32 } - group * 64) / WAVE as u32 {
@@ -850,12 +748,11 @@ unsafe fn fused_quant_wgmma<
                 turn += item.count.div_ceil(WAVE as u32);
             } else if PAIRS > 64 {
                 match wide {
-                    32 => product!(16),
-                    64 => product!(32),
-                    96 => product!(48),
-                    128 => product!(64),
-                    144 if SCALES == BLOCKS => product!(72),
-                    _ if SCALES == ROWS => product!(72),
+                    32 => blocks!(16),
+                    64 => blocks!(32),
+                    96 => blocks!(48),
+                    128 => blocks!(64),
+                    144 => blocks!(72),
                     80 => blocks!(40),
                     112 => blocks!(56),
                     136 => blocks!(68),
@@ -864,14 +761,13 @@ unsafe fn fused_quant_wgmma<
                 }
             } else {
                 match wide {
-                    8 => product!(4),
-                    16 => product!(8),
-                    _ if PAIRS == 16 => {}
-                    32 => product!(16),
-                    _ => product!(32),
+                    8 => blocks!(4),
+                    16 => blocks!(8),
+                    32 => blocks!(16),
+                    _ => blocks!(32),
                 }
             }
-            if in_turn(SCALES, PAIRS, UP) {
+            if in_turn(PAIRS, UP) {
                 // The next item is the other one's.
                 ring.skip(steps);
                 next = drawn.hear(sequence + 1);
@@ -896,14 +792,14 @@ unsafe fn fused_quant_wgmma<
 }
 
 /// Stages that consumers keep back at the end of an item: results go through them.
-const fn kept_back(scales: u32, up: bool, pairs: usize) -> u32 {
-    if scales == BLOCKS && !up && pairs > 64 && !is_tall(pairs) { GROUPS as u32 } else { 0 }
+const fn kept_back(up: bool, pairs: usize) -> u32 {
+    if !up && pairs > 64 && !is_tall(pairs) { GROUPS as u32 } else { 0 }
 }
 
 /// The steps of a product with so many groups of columns: as many as stages that are kept back, at least.
 #[inline(always)]
-fn steps_of<const SCALES: u32, const UP: bool, const PAIRS: usize, const LINES: usize>(groups: u32) -> u32 {
-    groups.div_ceil(LINES as u32).max(const { kept_back(SCALES, UP, PAIRS) })
+fn steps_of<const UP: bool, const PAIRS: usize, const LINES: usize>(groups: u32) -> u32 {
+    groups.div_ceil(LINES as u32).max(const { kept_back(UP, PAIRS) })
 }
 
 /// Pairs of a share, at most, of an expert that has several: with shares of 160 Mixtral's 4096 tokens took 2 % longer.
@@ -913,20 +809,18 @@ const fn cut(pairs: usize) -> u32 {
 
 /// The columns of the products that a share of `count` pairs takes.
 #[inline(always)]
-const fn columns(scales: u32, pairs: u32, count: u32) -> u32 {
+const fn columns(pairs: u32, count: u32) -> u32 {
     if is_tall(pairs as usize) {
         count.next_multiple_of(64)
     } else if pairs > 64 {
-        let fine = scales == BLOCKS;
         match count {
             0..=32 => 32,
             33..=64 => 64,
-            65..=80 if fine => 80,
+            65..=80 => 80,
             65..=96 => 96,
-            97..=112 if fine => 112,
+            97..=112 => 112,
             97..=128 => 128,
-            _ if !fine => 144,
-            129..=136 if fine => 136,
+            129..=136 => 136,
             129..=144 => 144,
             _ => 160,
         }
@@ -946,10 +840,9 @@ struct Consumer {
     operands: Descriptor<K>,
     /// Scales of the pairs, for each stage.
     factors: Shared<f32>,
-    /// Pairs of the share, their weights, and the scales of their rows.
+    /// Pairs of the share, and their weights.
     ids: Shared<u32>,
     scales: Shared<f32>,
-    row_scales: Shared<f32>,
     /// Weights of the stages, and their rows.
     stages: Shared<u8>,
     stage_rows: Shared<u8>,
@@ -1099,11 +992,7 @@ struct WeightScales<const UP: bool, const TILES: usize> {
 
 impl<const UP: bool, const TILES: usize> WeightScales<UP, TILES> {
     #[inline(always)]
-    unsafe fn new<T: TensorFloat, const SCALES: u32, const DIRECT: bool>(
-        job: &Job<T, SCALES, DIRECT>,
-        bin: u32,
-        row: u32,
-    ) -> Self {
+    unsafe fn new<T: TensorFloat>(job: &Blocks<T>, bin: u32, row: u32) -> Self {
         let mut at = [[0u32; 2]; TILES];
         unroll::<TILES>(|s| {
             at[s] = job.weight_rows::<UP>(row + 64 * s as u32).map(|row| row / GROUP as u32 * job.groups());
@@ -1113,11 +1002,7 @@ impl<const UP: bool, const TILES: usize> WeightScales<UP, TILES> {
 
     /// Of rows from `row` on, 16 in each tile or all 128 of a single one, where a tile's gates lie in one block of scales, and its values.
     #[inline(always)]
-    unsafe fn of_tile<T: TensorFloat, const SCALES: u32, const DIRECT: bool>(
-        job: &Job<T, SCALES, DIRECT>,
-        bin: u32,
-        row: u32,
-    ) -> Self {
+    unsafe fn of_tile<T: TensorFloat>(job: &Blocks<T>, bin: u32, row: u32) -> Self {
         let mut at = [[0u32; 2]; TILES];
         unroll::<TILES>(|s| {
             at[s] = job.weight_rows_of::<UP>(row + 64 * s as u32, 0).map(|row| row / GROUP as u32 * job.groups());
@@ -1145,11 +1030,7 @@ struct LaneScales<const UP: bool, const TILES: usize> {
 impl<const UP: bool, const TILES: usize> LaneScales<UP, TILES> {
     /// For rows from `row` on, 16 in each tile. Eight outputs lie in one block of scales.
     #[inline(always)]
-    unsafe fn new<T: TensorFloat, const SCALES: u32, const DIRECT: bool>(
-        job: &Job<T, SCALES, DIRECT>,
-        bin: u32,
-        row: u32,
-    ) -> Self {
+    unsafe fn new<T: TensorFloat>(job: &Blocks<T>, bin: u32, row: u32) -> Self {
         let none = [[0f32; 2]; TILES];
         let mut this =
             Self { scales: WeightScales::of_tile(job, bin, row), last: job.groups() - 1, now: none, next: none };
@@ -1181,36 +1062,29 @@ impl<const UP: bool, const TILES: usize> LaneScales<UP, TILES> {
     }
 }
 
-/// What a thread knows of two of the share's columns: their pairs, the weights of those, and the scales of their rows.
+/// What a thread knows of two of the share's columns: their pairs, and the weights of those.
 #[derive(Clone, Copy)]
 struct Columns {
     pair: [u32; 2],
     scale: [f32; 2],
-    row_scale: [f32; 2],
 }
 
 impl Columns {
     #[inline(always)]
-    unsafe fn new<T: TensorFloat, const SCALES: u32, const UP: bool, const PAIRS: usize, const DIRECT: bool>(
-        job: &Job<T, SCALES, DIRECT>,
-        item: Item,
-    ) -> Self {
+    unsafe fn new<T: TensorFloat, const UP: bool, const PAIRS: usize>(job: &Blocks<T>, item: Item) -> Self {
         let mine = thread::thread_idx_x() % 128;
-        let (mut pair, mut scale, mut row_scale) = ([0u32; 2], [0f32; 2], [0f32; 2]);
+        let (mut pair, mut scale) = ([0u32; 2], [0f32; 2]);
         unroll::<2>(|i| {
             let column = mine + 128 * i as u32;
             if 128 * i < PAIRS && column < item.count {
                 let place = item.first + column;
-                pair[i] = if UP && !DIRECT { place } else { job.items.pair(place) };
+                pair[i] = if UP { place } else { job.items.pair(place) };
                 if !UP {
                     scale[i] = job.items.weight(place);
                 }
-                if SCALES == ROWS {
-                    row_scale[i] = job.x_scales.get(job.row(place));
-                }
             }
         });
-        Self { pair, scale, row_scale }
+        Self { pair, scale }
     }
 }
 
@@ -1236,18 +1110,16 @@ impl Consumer {
     unsafe fn blocks<
         T: TensorFloat,
         A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
-        const SCALES: u32,
         const UP: bool,
         const TILES: usize,
         const PAIRS: usize,
         const LINES: usize,
         const STAGES: usize,
-        const DIRECT: bool,
         const SHARE: u32,
         const ROUNDED: bool,
     >(
         &self,
-        job: &Job<T, SCALES, DIRECT>,
+        job: &Blocks<T>,
         stages: Stages<STAGES>,
         ring: &mut Ring<STAGES>,
         number: u32,
@@ -1255,22 +1127,22 @@ impl Consumer {
         item: Item,
     ) {
         let (lane, groups) = (warp::lane_id(), job.groups());
-        let steps = steps_of::<SCALES, UP, PAIRS, LINES>(groups);
+        let steps = steps_of::<UP, PAIRS, LINES>(groups);
         // Of each lane, as the assembler must believe: a minimum in uniform registers comes late, and products wait behind it.
         let last_group = groups - 1 + integer::opaque(lane) / 32;
         let quantises = const { UP && SHARE == 2 };
         // What the end needs is on its way while the products run, where there are registers for it.
-        let columns = if const { TILES == 1 || in_turn(SCALES, PAIRS, UP) } && !quantises {
-            Some(Columns::new::<T, SCALES, UP, PAIRS, DIRECT>(job, item))
+        let columns = if const { TILES == 1 || in_turn(PAIRS, UP) } && !quantises {
+            Some(Columns::new::<T, UP, PAIRS>(job, item))
         } else {
             None
         };
-        let row = item.tile * item_rows(TILES, SCALES, PAIRS, UP) as u32 + self.first_row;
+        let row = item.tile * item_rows(TILES, PAIRS, UP) as u32 + self.first_row;
         let scales = WeightScales::<UP, TILES>::new(job, item.bin, row);
         // Of few pairs, which wait for memory and not for instructions.
         let mut lanes = if PAIRS <= 64 { Some(LaneScales::<UP, TILES>::new(job, item.bin, row)) } else { None };
         let (mut acc, mut partial) = ([A::zero(); TILES], [A::zero(); TILES]);
-        if in_turn(SCALES, PAIRS, UP) {
+        if in_turn(PAIRS, UP) {
             self.wait_turn(turn);
         }
         // While one tile's are added, the next one's products run; of many pairs both have no room in registers.
@@ -1291,7 +1163,7 @@ impl Consumer {
             }
             for l in 0..LINES {
                 let line = ring.stage * LINES as u32 + l as u32;
-                let a = self.weights.offset(line * (item_rows(TILES, SCALES, PAIRS, UP) * STEP) as u32);
+                let a = self.weights.offset(line * (item_rows(TILES, PAIRS, UP) * STEP) as u32);
                 let b = self.operands.offset(line * (PAIRS * STEP) as u32);
                 let group = step * LINES as u32 + l as u32;
                 let mut now = [[0f32; 2]; TILES];
@@ -1338,7 +1210,7 @@ impl Consumer {
             last = [last[1], ring.stage];
             ring.advance();
             step += 1;
-            if step + const { kept_back(SCALES, UP, PAIRS) } <= steps {
+            if step + const { kept_back(UP, PAIRS) } <= steps {
                 // The copy engine writes the next scales by another proxy than that of the loads.
                 tma::fence_async();
                 stages.release(last[1], lane);
@@ -1347,30 +1219,30 @@ impl Consumer {
                 break;
             }
         }
-        if in_turn(SCALES, PAIRS, UP) {
+        if in_turn(PAIRS, UP) {
             self.pass_turn();
         }
         if quantises {
             self.quantiser.wait_stored(turn);
             if job.activation.0 == 0 && job.layout != PLAIN && !job.biased && !job.shared_biased {
-                self.lay_out::<T, A, SCALES, DIRECT, true>(job, item, &acc[0]);
+                self.lay_out::<T, A, true>(job, item, &acc[0]);
             } else {
-                self.lay_out::<T, A, SCALES, DIRECT, false>(job, item, &acc[0]);
+                self.lay_out::<T, A, false>(job, item, &acc[0]);
             }
             self.quantiser.laid_out();
-        } else if const { kept_back(SCALES, UP, PAIRS) == 2 } {
+        } else if const { kept_back(UP, PAIRS) == 2 } {
             // Each consumer takes one of the last two stages for its results, when both are done with them.
             thread::sync_named(1 + GROUPS as u32, GROUPS as u32 * 128);
             let (own, other) = if self.group == 0 { (last[0], last[1]) } else { (last[1], last[0]) };
             tma::fence_async();
             stages.release(other, lane);
             if let Some(columns) = columns {
-                self.stage_down::<T, A, SCALES, PAIRS, DIRECT, ROUNDED>(job, own, item, columns, &acc[0]);
+                self.stage_down::<T, A, PAIRS, ROUNDED>(job, own, item, columns, &acc[0]);
             }
             tma::fence_async();
             stages.release(own, lane);
         } else {
-            self.finish::<T, E4M3, A, SCALES, UP, TILES, PAIRS, DIRECT, ROUNDED>(job, number, item, columns, &acc);
+            self.finish::<T, A, UP, TILES, PAIRS, ROUNDED>(job, number, item, columns, &acc);
         }
     }
 
@@ -1380,16 +1252,14 @@ impl Consumer {
     unsafe fn tall<
         T: TensorFloat,
         const WAVES: usize,
-        const SCALES: u32,
         const UP: bool,
         const PAIRS: usize,
         const STAGES: usize,
-        const DIRECT: bool,
         const SHARE: u32,
         const ROUNDED: bool,
     >(
         &self,
-        job: &Job<T, SCALES, DIRECT>,
+        job: &Blocks<T>,
         stages: Stages<STAGES>,
         ring: &mut Ring<STAGES>,
         mut turn: u32,
@@ -1400,7 +1270,7 @@ impl Consumer {
         let last_group = groups - 1 + integer::opaque(lane) / 32;
         let quantises = const { UP && SHARE == 2 };
         // What the end needs is on its way while the products run.
-        let columns = if quantises { None } else { Some(Columns::new::<T, SCALES, UP, PAIRS, DIRECT>(job, item)) };
+        let columns = if quantises { None } else { Some(Columns::new::<T, UP, PAIRS>(job, item)) };
         let scales = WeightScales::<UP, 1>::of_tile(job, item.bin, item.tile * TILE_ROWS as u32);
         // The first of this thread's rows of a wave; another is 8 below.
         let own = self.group * 64 + warp::warp_id() % 4 * 16 + g;
@@ -1454,9 +1324,9 @@ impl Consumer {
             for wave in 0..WAVES {
                 let silu = job.activation.0 == 0 && job.layout != PLAIN && !job.biased && !job.shared_biased;
                 let words = if silu {
-                    self.activated::<T, SCALES, DIRECT, true>(job, item, &sums[wave])
+                    self.activated::<T, true>(job, item, &sums[wave])
                 } else {
-                    self.activated::<T, SCALES, DIRECT, false>(job, item, &sums[wave])
+                    self.activated::<T, false>(job, item, &sums[wave])
                 };
                 self.quantiser.wait_stored(turn);
                 for q in 0..8 {
@@ -1528,9 +1398,9 @@ impl Consumer {
 
     /// Results of 64 pairs in the first product, two neighbouring ones a word: of 8 outputs after another those of this thread's two pairs.
     #[inline(always)]
-    unsafe fn activated<T: TensorFloat, const SCALES: u32, const DIRECT: bool, const SILU: bool>(
+    unsafe fn activated<T: TensorFloat, const SILU: bool>(
         &self,
-        job: &Job<T, SCALES, DIRECT>,
+        job: &Blocks<T>,
         item: Item,
         sums: &[f32; 64],
     ) -> [u32; 16] {
@@ -1565,82 +1435,18 @@ impl Consumer {
         words
     }
 
-    /// Multiplies an item with scales of rows and finishes it.
-    #[inline(always)]
-    unsafe fn rows<
-        T: TensorFloat,
-        Q: TensorByte + Input<Q::Sum>,
-        A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
-        const SCALES: u32,
-        const UP: bool,
-        const TILES: usize,
-        const PAIRS: usize,
-        const LINES: usize,
-        const STAGES: usize,
-        const DIRECT: bool,
-        const ROUNDED: bool,
-    >(
-        &self,
-        job: &Job<T, SCALES, DIRECT>,
-        stages: Stages<STAGES>,
-        ring: &mut Ring<STAGES>,
-        number: u32,
-        item: Item,
-    ) {
-        let (lane, steps) = (warp::lane_id(), job.groups().div_ceil(LINES as u32));
-        let columns = if TILES == 1 { Some(Columns::new::<T, SCALES, UP, PAIRS, DIRECT>(job, item)) } else { None };
-        let mut acc = [A::zero(); TILES];
-        let mut before = ring.stage;
-        let mut step = 0;
-        loop {
-            stages.wait_full(*ring);
-            if DIRECT {
-                tma::fence_async();
-            }
-            unroll::<LINES>(|l| {
-                let line = ring.stage * LINES as u32 + l as u32;
-                let a = self.weights.offset(line * (item_rows(TILES, SCALES, PAIRS, UP) * STEP) as u32);
-                let b = self.operands.offset(line * (PAIRS * STEP) as u32);
-                unroll::<TILES>(|s| {
-                    acc[s].multiply::<Q, 4, _, _>(a.offset((s * 64 * STEP) as u32), b, l > 0 || step > 0);
-                });
-            });
-            // The step before is done: its stage can be filled again.
-            match const { TILES * LINES } {
-                1 => wgmma::wait::<1>(&mut acc[0]),
-                _ => wgmma::wait::<2>(&mut acc[0]),
-            }
-            if step > 0 {
-                stages.release(before, lane);
-            }
-            before = ring.stage;
-            ring.advance();
-            step += 1;
-            if step >= steps {
-                break;
-            }
-        }
-        wgmma::wait::<0>(&mut acc[0]);
-        unroll::<TILES>(|s| acc[s].pin());
-        stages.release(before, lane);
-        self.finish::<T, Q, A, SCALES, UP, TILES, PAIRS, DIRECT, ROUNDED>(job, number, item, columns, &acc);
-    }
-
     /// What is done to the sums of an item.
     #[inline(always)]
     unsafe fn finish<
         T: TensorFloat,
-        Q: TensorByte,
-        A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
-        const SCALES: u32,
+        A: Accumulator + AsRef<[f32]>,
         const UP: bool,
         const TILES: usize,
         const PAIRS: usize,
-        const DIRECT: bool,
         const ROUNDED: bool,
     >(
         &self,
-        job: &Job<T, SCALES, DIRECT>,
+        job: &Blocks<T>,
         number: u32,
         item: Item,
         columns: Option<Columns>,
@@ -1652,10 +1458,10 @@ impl Consumer {
             (item, columns)
         } else {
             let item = job.find(number);
-            (item, Columns::new::<T, SCALES, UP, PAIRS, DIRECT>(job, item))
+            (item, Columns::new::<T, UP, PAIRS>(job, item))
         };
-        let Columns { pair, scale, row_scale } = columns;
-        let row = item.tile * item_rows(TILES, SCALES, PAIRS, UP) as u32 + self.first_row;
+        let Columns { pair, scale } = columns;
+        let row = item.tile * item_rows(TILES, PAIRS, UP) as u32 + self.first_row;
         // Everybody is done with the last item's.
         thread::sync_named(1 + self.group, 128);
         unroll::<2>(|i| {
@@ -1665,28 +1471,14 @@ impl Consumer {
                 if !UP {
                     self.scales.set(column, scale[i]);
                 }
-                if SCALES == ROWS {
-                    self.row_scales.set(column, row_scale[i]);
-                }
             }
         });
         thread::sync_named(1 + self.group, 128);
         for s in 0..TILES {
             let row = row + s as u32 * 64;
-            let mut by = [1f32; 2];
-            if SCALES == ROWS {
-                let scales = job.scales_of(item.bin);
-                by = job.weight_rows::<UP>(row).map(|row| scales.get(row * job.w_scale_row));
-            }
             let sums = |j: usize| {
-                let mut v = [0f32; 4];
-                let column = 8 * j as u32 + 2 * (warp::lane_id() % 4);
-                let B64(pairs) = if SCALES == ROWS { self.row_scales.get_as(column) } else { B64([1f32; 2]) };
-                for e in 0..4 {
-                    let sum = acc[s].as_ref()[4 * j + e].to_f32();
-                    v[e] = if SCALES == ROWS { sum * (by[e / 2] * pairs[e % 2]) } else { sum };
-                }
-                v
+                let sums = acc[s].as_ref();
+                [sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]]
             };
             if UP {
                 job.store_up(item, row, A::N, |column| self.ids.get(column), sums);
@@ -1700,23 +1492,16 @@ impl Consumer {
     /// The end of an item of the second product with many pairs: results go by way of a stage, so that those of a pair are stored side by side, as many columns at a
     /// time as have room in its weights' part and in its rows' part, in turn.
     #[inline(always)]
-    unsafe fn stage_down<
-        T: TensorFloat,
-        A: Accumulator + AsRef<[f32]>,
-        const SCALES: u32,
-        const PAIRS: usize,
-        const DIRECT: bool,
-        const ROUNDED: bool,
-    >(
+    unsafe fn stage_down<T: TensorFloat, A: Accumulator + AsRef<[f32]>, const PAIRS: usize, const ROUNDED: bool>(
         &self,
-        job: &Job<T, SCALES, DIRECT>,
+        job: &Blocks<T>,
         stage: u32,
         item: Item,
         columns: Columns,
         acc: &A,
     ) {
         let mine = thread::thread_idx_x() % 128;
-        let Columns { pair, scale, .. } = columns;
+        let Columns { pair, scale } = columns;
         // Everybody is done with the last item's.
         thread::sync_named(1 + self.group, 128);
         unroll::<2>(|i| {
@@ -1741,7 +1526,7 @@ impl Consumer {
         unroll::<4>(|round| {
             let to = (from + fit[round % 2]).min(A::N);
             if from < to {
-                self.stage_round::<T, A, SCALES, DIRECT, ROUNDED>(job, item, [from, to], buffers[round % 2], bias, acc);
+                self.stage_round::<T, A, ROUNDED>(job, item, [from, to], buffers[round % 2], bias, acc);
             }
             from = to;
         });
@@ -1749,15 +1534,9 @@ impl Consumer {
 
     /// Columns `from..to` of [`stage_down`](Self::stage_down).
     #[inline(always)]
-    unsafe fn stage_round<
-        T: TensorFloat,
-        A: Accumulator + AsRef<[f32]>,
-        const SCALES: u32,
-        const DIRECT: bool,
-        const ROUNDED: bool,
-    >(
+    unsafe fn stage_round<T: TensorFloat, A: Accumulator + AsRef<[f32]>, const ROUNDED: bool>(
         &self,
-        job: &Job<T, SCALES, DIRECT>,
+        job: &Blocks<T>,
         item: Item,
         [from, to]: [usize; 2],
         buffer: Shared<u8>,
@@ -1833,15 +1612,9 @@ impl Consumer {
 
     /// The end of an item of the first product whose results are [quantised](Quantiser). `SILU`: that is the activation, and there are no biases.
     #[inline(always)]
-    unsafe fn lay_out<
-        T: TensorFloat,
-        A: Accumulator + AsRef<[f32]>,
-        const SCALES: u32,
-        const DIRECT: bool,
-        const SILU: bool,
-    >(
+    unsafe fn lay_out<T: TensorFloat, A: Accumulator + AsRef<[f32]>, const SILU: bool>(
         &self,
-        job: &Job<T, SCALES, DIRECT>,
+        job: &Blocks<T>,
         item: Item,
         acc: &A,
     ) {
@@ -1888,28 +1661,27 @@ const fn staged_columns(lines: usize, bytes: usize) -> usize {
 entries! {
     /// Arguments of both products.
     pub struct Args<T>(
-        /// The first product's results, `[.., intermediate]`: a row for each place of the sorted list, or without it for each pair. Not used by the
+        /// The first product's results, quantised, `[.., intermediate]`: a row for each place of the sorted list. Not used by the
         /// second.
         h: *mut T,
-        /// Scales of those where the first product quantises them (of blocks, with a sorted list: then `h` is of bytes), `x_scale_group` from group to group.
+        /// Their scales, `x_scale_group` from group to group.
         h_scales: *mut f32,
         /// `[tokens * slots, hidden]`: written by the second product; rounded results as elements, from the same place on.
         partial: *mut f32,
-        /// Quantised rows of tokens, or for the second product of `h`, `x_row` apart: row `pair / x_divisor` belongs to a pair, if there is no
-        /// sorted list; otherwise they are in its order, and `x_map` describes them, in boxes of [`STEP`] by [`box_rows`].
-        x: *const u8, x_row: usize, x_map: TensorMap,
-        /// Their scales, from group to group; those of rows lie next to each other, and in the order of a sorted list [`BEYOND`] more can be read.
-        x_scales: *const f32, x_scale_group: usize, x_divisor: u32,
+        /// Describes quantised rows of tokens, or for the second product of `h`, in the order of the sorted list, in boxes of [`STEP`] by [`box_rows`].
+        x_map: TensorMap,
+        /// Their scales, from group to group; [`BEYOND`] more can be read.
+        x_scales: *const f32, x_scale_group: usize,
         /// The weights of the routed experts and of the shared ones; see [`fused_wgmma`](super::fused_wgmma).
         map: TensorMap, shared_map: TensorMap,
-        /// Their scales: `[experts, rows / 128, k / 128]`, or those of rows, `w_scale_row` apart, of experts, `w_scale_expert` apart.
-        w_scales: *const f32, shared_w_scales: *const f32, w_scale_expert: u32, w_scale_row: u32,
+        /// Their scales: `[experts, rows / 128, k / 128]`.
+        w_scales: *const f32, shared_w_scales: *const f32,
         /// `[local, rows]` or null; `[shared, rows]` or null.
         bias: *const f32, shared_bias: *const f32,
         /// From [`sort`](super::sort), in blocks of [`SORT_BLOCK`].
         sorted_ids: *const i32, sorted_weights: *const f32, offsets: *const i32, expert_counts: *const i32,
-        /// See [`fused::Args`](super::fused::Args); read where there is no sorted list.
-        topk_ids: *const i32, topk_weights: *const f32, expert_map: *const i32, num_tokens: *const i32, tokens: u32,
+        /// See [`fused::Args`](super::fused::Args).
+        topk_ids: *const i32, topk_weights: *const f32, expert_map: *const i32, tokens: u32,
         top_k: u32, slots: u32, experts: u32,
         /// Routed experts of this device; those and the shared ones, at most [`MAX_BINS`].
         local: u32, bins: u32,
@@ -1923,54 +1695,32 @@ entries! {
         activation: u32, alpha: f32, limit: f32,
         /// 1 if `partial` may stay in the second-level cache until the sum has read it.
         kept: u32,
-        /// [`WORDS`](super::items::WORDS), whatever is in them; read and written where there is a sorted list.
+        /// [`WORDS`](super::items::WORDS), whatever is in them.
         words: *mut u64,
         /// A number that no other launch has, unless it repeats this one; the two products may have the same.
         launch: u64,
         /// [`WORDS`](super::progress::WORDS) for both products, or null: whatever is in them. With them the second, of as many blocks, starts while the first still
         /// runs; where the first quantises its results.
         progress: *mut u32,
-        /// [`MAX_STRIPES`](super::progress::MAX_STRIPES) for both products, of as many blocks, or null: whatever is in them. With them, of few pairs and scales of blocks, the sum begins
+        /// [`MAX_STRIPES`](super::progress::MAX_STRIPES) for both products, of as many blocks, or null: whatever is in them. With them, of few pairs, the sum begins
         /// with the second product's first stripe of columns while the next ones are computed.
         left: *mut u32,
         /// Tiles of a stripe of that second product, at least one: it computes all experts' columns of a stripe, then those of the next one.
         stripe: u32,
     );
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 2, false>;
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 64, 2, 4, false, 2, false>;
-    moe_fused_quant_wgmma_up_t160_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 160, 1, 5, false, 2, false>;
-    moe_fused_quant_wgmma_up_t160_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 160, 1, 5, false, 2, false>;
-    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 2, 64, 2, 4, false, 1, false>;
-    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 2, 64, 2, 4, false, 1, true>;
-    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 2, 64, 2, 4, false, 1, true>;
-    moe_fused_quant_wgmma_down_t160_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 160, 1, 5, false, 2, false>;
-    moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 160, 1, 5, false, 2, true>;
-    moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 160, 1, 5, false, 2, true>;
-    moe_fused_quant_wgmma_up_t256_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 256, 1, 4, false, 2, false>;
-    moe_fused_quant_wgmma_up_t256_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, true, 1, 256, 1, 4, false, 2, false>;
-    moe_fused_quant_wgmma_down_t256_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 256, 1, 4, false, 2, false>;
-    moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 256, 1, 4, false, 2, true>;
-    moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { BLOCKS }, false, 1, 256, 1, 4, false, 2, true>;
-    moe_fused_quant_wgmma_up_t16_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
-    moe_fused_quant_wgmma_up_t16_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
-    moe_fused_quant_wgmma_up_t64_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1, false>;
-    moe_fused_quant_wgmma_up_t64_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 1, 64, 1, 8, false, 1, false>;
-    moe_fused_quant_wgmma_up_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
-    moe_fused_quant_wgmma_up_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
-    moe_fused_quant_wgmma_down_t16_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 16, 1, 11, true, 1, false>;
-    moe_fused_quant_wgmma_down_t64_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 1, 64, 1, 8, false, 1, false>;
-    moe_fused_quant_wgmma_down_t144_rows_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, false>;
-    moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
-    moe_fused_quant_wgmma_down_rounded_t144_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, E4M3, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
-    moe_fused_quant_wgmma_up_t16_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
-    moe_fused_quant_wgmma_up_t16_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 16, 1, 11, true, 1, false>;
-    moe_fused_quant_wgmma_up_t64_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1, false>;
-    moe_fused_quant_wgmma_up_t64_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 1, 64, 1, 8, false, 1, false>;
-    moe_fused_quant_wgmma_up_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
-    moe_fused_quant_wgmma_up_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, true, 2, 144, 1, 4, false, 1, false>;
-    moe_fused_quant_wgmma_down_t16_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 16, 1, 11, true, 1, false>;
-    moe_fused_quant_wgmma_down_t64_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 1, 64, 1, 8, false, 1, false>;
-    moe_fused_quant_wgmma_down_t144_rows_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, false>;
-    moe_fused_quant_wgmma_down_rounded_t144_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
-    moe_fused_quant_wgmma_down_rounded_t144_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, i8, { ROWS }, false, 2, 144, 1, 4, false, 1, true>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 64, 2, 4, 2, false>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 64, 2, 4, 2, false>;
+    moe_fused_quant_wgmma_up_t160_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 160, 1, 5, 2, false>;
+    moe_fused_quant_wgmma_up_t160_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 160, 1, 5, 2, false>;
+    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, false, 2, 64, 2, 4, 1, false>;
+    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, false, 2, 64, 2, 4, 1, true>;
+    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, false, 2, 64, 2, 4, 1, true>;
+    moe_fused_quant_wgmma_down_t160_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 160, 1, 5, 2, false>;
+    moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 160, 1, 5, 2, true>;
+    moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 160, 1, 5, 2, true>;
+    moe_fused_quant_wgmma_up_t256_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 256, 1, 4, 2, false>;
+    moe_fused_quant_wgmma_up_t256_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 256, 1, 4, 2, false>;
+    moe_fused_quant_wgmma_down_t256_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 256, 1, 4, 2, false>;
+    moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 256, 1, 4, 2, true>;
+    moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 256, 1, 4, 2, true>;
 }

@@ -79,10 +79,10 @@ use cuda_std::second_level::Policy;
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
-use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K};
+use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum};
 use cuda_std::{
-    Global, GlobalMut, Shared, atomic, bf16, cluster, cp_async, dependent_launch, entries, f16, float, integer,
-    mbarrier, mma, thread, unroll, vec, warp,
+    E4M3, Float, Global, GlobalMut, Shared, atomic, bf16, cluster, cp_async, dependent_launch, entries, f16, float,
+    integer, mbarrier, mma, thread, unroll, vec, warp,
 };
 
 /// Consumer warpgroups.
@@ -103,8 +103,10 @@ pub const ROOMY: usize = 512;
 const KNOWN: u32 = 3 + GROUPS as u32;
 /// Of many: the one that they pass when consumers have looked.
 const LOOKED: u32 = 4 + GROUPS as u32;
-/// Elements of K of a stage: a line of the swizzle.
-pub const STEP: usize = 64;
+/// Bytes of K of a stage's line: one of the swizzle.
+pub const LINE: usize = 128;
+/// Elements of 16 bits of it.
+pub const STEP: usize = LINE / 2;
 /// From so many steps on weights come two steps at a time.
 const IN_TWOS: u32 = 64;
 /// Rows of pairs that a thread copies, at most.
@@ -124,33 +126,98 @@ const fn gatherers(staged: bool) -> usize {
     if staged { PRODUCERS } else { 64 }
 }
 
+/// Elements of K of a stage's line.
+const fn of_line<Q>() -> usize {
+    LINE / size_of::<Q>()
+}
+
+/// Elements of 16 bytes of it.
+const fn of_piece<Q>() -> usize {
+    16 / size_of::<Q>()
+}
+
 /// Rows of weights of an item.
 pub const fn rows(tiles: usize, alternate: bool) -> usize {
     if alternate { tiles * 64 } else { GROUPS * tiles * 64 }
 }
 
-/// Dynamic shared memory; every part may begin at the next multiple of 16.
-pub const fn shared_bytes(rows: usize, pairs: usize, lines: usize, stages: usize, bins: usize) -> usize {
-    stages * ((rows + pairs) * lines * STEP * 2 + 2 * 8)
+/// Dynamic shared memory, of operands with scales or without; every part may begin at the next multiple of 16.
+pub const fn shared_bytes(rows: usize, pairs: usize, lines: usize, stages: usize, bins: usize, scaled: bool) -> usize {
+    stages * ((rows + pairs) * lines * LINE + 2 * 8)
         + GROUPS * 8
-        + GROUPS * pairs * 8
+        + GROUPS * pairs * if scaled { 12 } else { 8 }
         + super::items::DRAWN_BYTES
         + if pairs == 16 { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
         + 5 * 16
 }
 
+/// What the products multiply.
+pub(super) trait Operand: Input<<Self as Operand>::Sum> {
+    /// Of products.
+    type Sum: Sum;
+    /// Of biases.
+    type Bias: Float;
+    /// Sums of 136 and of 168 columns, or where there are no such products of 8 more.
+    type Sums136: Accumulator<Self::Sum> + AsRef<[Self::Sum]>;
+    /// See there.
+    type Sums168: Accumulator<Self::Sum> + AsRef<[Self::Sum]>;
+    /// Whether rows have scales.
+    const SCALED: bool;
+}
+
+macro_rules! operands {
+    ($($t:ty, $sum:ty, $bias:ty, $of136:literal, $of168:literal, $scaled:literal;)*) => { $(
+        impl Operand for $t {
+            type Sum = $sum;
+            type Bias = $bias;
+            type Sums136 = [$sum; $of136];
+            type Sums168 = [$sum; $of168];
+            const SCALED: bool = $scaled;
+        }
+    )* };
+}
+operands! {
+    f16, f32, f16, 68, 84, false;
+    bf16, f32, bf16, 68, 84, false;
+    E4M3, f32, f32, 68, 84, true;
+    i8, i32, f32, 72, 88, true;
+}
+
+/// Scales of rows, where operands [have them](Operand::SCALED).
+#[derive(Clone, Copy)]
+pub(super) struct RowScales {
+    /// Of rows of `x`.
+    pub x: Global<f32>,
+    /// Pairs that have a row of `x` in common.
+    pub x_divisor: u32,
+    /// Of rows of weights, from expert to expert and from row to row.
+    pub w: Global<f32>,
+    pub shared_w: Global<f32>,
+    pub w_expert: u32,
+    pub w_row: u32,
+}
+
+impl RowScales {
+    #[inline(always)]
+    fn none() -> Self {
+        let none = Global::new(core::ptr::null());
+        Self { x: none, x_divisor: 1, w: none, shared_w: none, w_expert: 0, w_row: 0 }
+    }
+}
+
 /// What both products need to know.
-struct Job<T, const DIRECT: bool> {
+struct Job<T, Q: Operand, const DIRECT: bool> {
     h: GlobalMut<T>,
     partial: GlobalMut<f32>,
     /// The same, if results are rounded.
     rounded: GlobalMut<T>,
-    x: Global<T>,
+    x: Global<Q>,
     map: *const TensorMap,
     shared_map: *const TensorMap,
-    bias: Global<T>,
+    scales: RowScales,
+    bias: Global<Q::Bias>,
     biased: bool,
-    shared_bias: Global<T>,
+    shared_bias: Global<Q::Bias>,
     shared_biased: bool,
     /// Whether results are added up where they belong as they come, instead of being kept apart.
     unordered: bool,
@@ -254,7 +321,7 @@ impl<const STAGES: usize> Ring<STAGES> {
     }
 }
 
-impl<T: TensorFloat + Input, const DIRECT: bool> Job<T, DIRECT> {
+impl<T: TensorFloat, Q: Operand, const DIRECT: bool> Job<T, Q, DIRECT> {
     #[inline(always)]
     fn map(&self, bin: u32) -> (*const TensorMap, i32) {
         if bin < self.local { (self.map, bin as i32) } else { (self.shared_map, (bin - self.local) as i32) }
@@ -266,16 +333,39 @@ impl<T: TensorFloat + Input, const DIRECT: bool> Job<T, DIRECT> {
         coordinates::<UP>(self.shuffled, self.n, k, row, bin)
     }
 
-    /// The biases of an output's gate and of its value.
+    /// The rows of weights of an output's gate and of its value, and how many there are: so many is a value's that there is not.
     #[inline(always)]
-    unsafe fn biases(&self, bin: u32, output: u32) -> [f32; 2] {
+    fn gate_and_value(&self, output: u32) -> ([u32; 2], u32) {
         let rows = if self.layout == PLAIN { self.n } else { 2 * self.n };
-        let [gate, value] = match self.layout {
+        let of = match self.layout {
             PLAIN => [output, rows],
             HALVES => [output, output + self.n],
             _ => [2 * output, 2 * output + 1],
         };
+        (of, rows)
+    }
+
+    /// The biases of an output's gate and of its value.
+    #[inline(always)]
+    unsafe fn biases(&self, bin: u32, output: u32) -> [f32; 2] {
+        let ([gate, value], rows) = self.gate_and_value(output);
         [self.bias(bin, rows, gate), self.bias(bin, rows, value)]
+    }
+
+    /// The scales of a thread's rows of 16 rows of weights, which begin with `row`; any for those beyond the last.
+    #[inline(always)]
+    unsafe fn weight_scales<const UP: bool>(&self, bin: u32, row: u32) -> [f32; 2] {
+        let (last, g) = (self.n - 1, warp::lane_id() / 4);
+        let rows = if UP {
+            let ([gate, value], rows) = self.gate_and_value((row / 2 + g).min(last));
+            [gate, value.min(rows - 1)]
+        } else {
+            [(row + g).min(last), (row + g + 8).min(last)]
+        };
+        let (scales, index) =
+            if bin < self.local { (self.scales.w, bin) } else { (self.scales.shared_w, bin - self.local) };
+        let scales = scales.offset(index as usize * self.scales.w_expert as usize);
+        rows.map(|row| scales.get(row * self.scales.w_row))
     }
 
     #[inline(always)]
@@ -301,19 +391,18 @@ pub(super) fn coordinates<const UP: bool>(shuffled: u32, n: u32, k: u32, row: u3
 
 /// Asks for the first `most` elements of a tile's rows, which begin with `row`, in the second-level cache.
 #[inline(always)]
-unsafe fn prefetch<const UP: bool>(map: *const TensorMap, shuffled: u32, n: u32, most: u32, row: u32, bin: u32) {
+unsafe fn prefetch<Q, const UP: bool>(map: *const TensorMap, shuffled: u32, n: u32, most: u32, row: u32, bin: u32) {
     let mut at = 0;
     while at < most {
         tma::prefetch_tensor::<5>(map, coordinates::<UP>(shuffled, n, at, row, bin as i32));
-        at += STEP as u32;
+        at += const { of_line::<Q>() as u32 };
     }
 }
 
-/// One of the products; see [`Args`]. `UP`: the first. Grid: any number of blocks, or of clusters of [`PAIR`] if `PAIRED`, whose maps have boxes of half
-/// of an item's rows; block: [`THREADS`]; shared memory: [`shared_bytes`].
+/// One of the products of 16-bit floats; see [`Args`] and [`product`].
 #[inline(always)]
 unsafe fn fused_wgmma<
-    T: TensorFloat + Input,
+    T: TensorFloat + Operand<Sum = f32, Bias = T>,
     const UP: bool,
     const ALTERNATE: bool,
     const NOW: bool,
@@ -364,6 +453,116 @@ unsafe fn fused_wgmma<
     left: *mut u32,
     stripe: u32,
 ) {
+    product::<T, T, UP, ALTERNATE, NOW, STAGED, ROUNDED, TILES, PAIRS, LINES, STAGES, DIRECT, PAIRED>(
+        h,
+        partial,
+        x,
+        x_row,
+        map,
+        shared_map,
+        next_map,
+        bias,
+        shared_bias,
+        sorted_ids,
+        sorted_weights,
+        offsets,
+        expert_counts,
+        topk_ids,
+        topk_weights,
+        expert_map,
+        num_tokens,
+        tokens,
+        top_k,
+        slots,
+        experts,
+        local,
+        bins,
+        n,
+        k,
+        layout,
+        shuffled,
+        activation,
+        alpha,
+        limit,
+        unordered,
+        words,
+        launch,
+        kept,
+        progress,
+        left,
+        stripe,
+        RowScales::none(),
+    );
+}
+
+/// One of the products; see [`Args`]. `T`: the elements of results, `Q`: what is multiplied; `UP`: the first. Grid: any number of blocks, or of clusters of [`PAIR`] if `PAIRED`, whose maps have boxes of half
+/// of an item's rows; block: [`THREADS`]; shared memory: [`shared_bytes`].
+#[inline(always)]
+pub(super) unsafe fn product<
+    T: TensorFloat,
+    Q: Operand,
+    const UP: bool,
+    const ALTERNATE: bool,
+    const NOW: bool,
+    const STAGED: bool,
+    const ROUNDED: bool,
+    const TILES: usize,
+    const PAIRS: usize,
+    const LINES: usize,
+    const STAGES: usize,
+    const DIRECT: bool,
+    const PAIRED: bool,
+>(
+    h: *mut T,
+    partial: *mut f32,
+    x: *const Q,
+    x_row: usize,
+    map: *const TensorMap,
+    shared_map: *const TensorMap,
+    next_map: *const TensorMap,
+    bias: *const Q::Bias,
+    shared_bias: *const Q::Bias,
+    sorted_ids: *const i32,
+    sorted_weights: *const f32,
+    offsets: *const i32,
+    expert_counts: *const i32,
+    topk_ids: *const i32,
+    topk_weights: *const f32,
+    expert_map: *const i32,
+    num_tokens: *const i32,
+    tokens: u32,
+    top_k: u32,
+    slots: u32,
+    experts: u32,
+    local: u32,
+    bins: u32,
+    n: u32,
+    k: u32,
+    layout: u32,
+    shuffled: u32,
+    activation: u32,
+    alpha: f32,
+    limit: f32,
+    unordered: u32,
+    words: *mut u64,
+    launch: u64,
+    kept: u32,
+    progress: *mut u32,
+    left: *mut u32,
+    stripe: u32,
+    row_scales: RowScales,
+) where
+    [Q::Sum; 4]: Accumulator<Q::Sum>,
+    [Q::Sum; 8]: Accumulator<Q::Sum>,
+    [Q::Sum; 16]: Accumulator<Q::Sum>,
+    [Q::Sum; 32]: Accumulator<Q::Sum>,
+    [Q::Sum; 48]: Accumulator<Q::Sum>,
+    [Q::Sum; 56]: Accumulator<Q::Sum>,
+    [Q::Sum; 64]: Accumulator<Q::Sum>,
+    [Q::Sum; 72]: Accumulator<Q::Sum>,
+    [Q::Sum; 80]: Accumulator<Q::Sum>,
+    [Q::Sum; 88]: Accumulator<Q::Sum>,
+{
     let tid = thread::thread_idx_x();
     let warp_id = warp::warp_id();
     let mut carver = Carver::new();
@@ -374,6 +573,7 @@ unsafe fn fused_wgmma<
     let turns = carver.take::<u64>(GROUPS);
     let ids = carver.take::<u32>(GROUPS * PAIRS);
     let scales = carver.take::<f32>(GROUPS * PAIRS);
+    let scales_of_rows = carver.take::<f32>(if Q::SCALED { GROUPS * PAIRS } else { 0 });
     let word = if UP { words } else { words.wrapping_add(1) };
     let drawn = Drawn::new(&mut carver, true, word, launch);
     // What warps have seen of the progress, before it is needed for the first item's end.
@@ -401,8 +601,8 @@ unsafe fn fused_wgmma<
         let (bin, tile) = (thread::block_idx_x() / tiles, thread::block_idx_x() % tiles);
         if bin < local {
             let row = tile * const { rows(TILES, ALTERNATE) as u32 };
-            let most = k.min(const { (STAGES * LINES * STEP) as u32 });
-            prefetch::<UP>(map, shuffled, n, most, row, bin);
+            let most = k.min(const { (STAGES * LINES * of_line::<Q>()) as u32 });
+            prefetch::<Q, UP>(map, shuffled, n, most, row, bin);
         }
     }
     let rank = if PAIRED { cluster::rank() } else { 0 };
@@ -439,6 +639,10 @@ unsafe fn fused_wgmma<
     if UP {
         // The sorted list may still be in the making.
         dependent_launch::wait();
+        if Q::SCALED && stripes.are_kept() && thread::block_idx_x() == 0 && tid < stripes.count {
+            // As below, where the next launch is not told of progress.
+            stripes.begin(tid, thread::grid_dim_x() * GROUPS as u32);
+        }
         if !progress.is_kept() {
             dependent_launch::launch_dependents();
         }
@@ -457,13 +661,14 @@ unsafe fn fused_wgmma<
         shared: bins - local,
     };
     let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
-    let job = Job {
+    let job = Job::<T, Q, DIRECT> {
         h: GlobalMut::new(h),
         partial: GlobalMut::new(partial),
         rounded: GlobalMut::new(partial.cast()),
         x: Global::new(x),
         map,
         shared_map,
+        scales: row_scales,
         bias: Global::new(bias),
         biased: !bias.is_null(),
         shared_bias: Global::new(shared_bias),
@@ -480,7 +685,7 @@ unsafe fn fused_wgmma<
         progress,
     };
     // Two at least if results go by way of stages: there is a stage for each consumer then.
-    let steps = k.div_ceil((LINES * STEP) as u32).max(if STAGED { 2 } else { 1 });
+    let steps = k.div_ceil(const { (LINES * of_line::<Q>()) as u32 }).max(if STAGED { 2 } else { 1 });
     let grid = thread::grid_dim_x() / blocks;
     if STAGED {
         items.fill_together(pairs, count);
@@ -505,7 +710,7 @@ unsafe fn fused_wgmma<
         } else {
             wgmma::decrease_registers::<72>();
         }
-        let line_bytes = const { (rows(TILES, ALTERNATE) * STEP * 2) as u32 };
+        let line_bytes = const { (rows(TILES, ALTERNATE) * LINE) as u32 };
         let stage_bytes = LINES as u32 * line_bytes;
         let fetch = |ring: Ring<STAGES>, work: Item, k0: u32| {
             let bar = full.address(ring.stage);
@@ -516,7 +721,7 @@ unsafe fn fused_wgmma<
             unroll::<LINES>(|l| {
                 // Beyond the end of K come zeroes.
                 let to = weights.address(0u32) + ring.stage * stage_bytes + l as u32 * line_bytes;
-                let (k, row) = (k0 + (l * STEP) as u32, work.tile * const { rows(TILES, ALTERNATE) as u32 });
+                let (k, row) = (k0 + (l * of_line::<Q>()) as u32, work.tile * const { rows(TILES, ALTERNATE) as u32 });
                 if !PAIRED {
                     tma::load_tensor_for::<5>(to, map, job.coordinates::<UP>(k, row, bin), bar, policy);
                 } else if work.shared {
@@ -567,7 +772,7 @@ unsafe fn fused_wgmma<
             if tid == 0 {
                 let mut at = ring;
                 for s in 0..ahead {
-                    fetch(at, work, s * (LINES * STEP) as u32);
+                    fetch(at, work, s * const { (LINES * of_line::<Q>()) as u32 });
                     at.advance();
                 }
             }
@@ -594,7 +799,7 @@ unsafe fn fused_wgmma<
         // A thread copies 16 bytes of every so manyth row. Where its rows start it keeps in units of 16 bytes.
         let each = const { gatherers(STAGED) / 8 };
         let (chunk, low) = (tid % 8, (tid / 8) % each as u32);
-        let stride = if UP { x_row / 8 } else { k as usize / 8 };
+        let stride = if UP { x_row / const { of_piece::<Q>() } } else { k as usize / const { of_piece::<Q>() } };
         let to = operands.address(0u32) + Swizzle::B128.apply(low * 128 + chunk * 16);
         let mut shares = before;
         while item < items {
@@ -605,7 +810,7 @@ unsafe fn fused_wgmma<
             } else {
                 job.items.find_in_stripes(item, shares)
             };
-            let wide = columns(PAIRS as u32, work.count);
+            let wide = columns::<Q>(PAIRS as u32, work.count);
             let twos = in_twos && work.alone;
             let mut source = [u32::MAX; MOST_ROWS];
             if gathers {
@@ -623,9 +828,10 @@ unsafe fn fused_wgmma<
                 });
                 // Rows of zeroes make up for what a product takes more than there is: fetching any others takes time.
                 unroll::<MOST_ROWS>(|i| {
+                    let divisor = if Q::SCALED { row_scales.x_divisor } else { slots };
                     // SAFETY: tokens with pairs have slots.
-                    core::hint::assert_unchecked(slots != 0);
-                    let from = (if UP { pair[i] / slots } else { pair[i] }) * stride as u32;
+                    core::hint::assert_unchecked(divisor != 0);
+                    let from = (if UP { pair[i] / divisor } else { pair[i] }) * stride as u32;
                     let there = i * each < PAIRS && low + ((each * i) as u32) < work.count;
                     source[i] = if there { from } else { u32::MAX };
                 });
@@ -641,7 +847,7 @@ unsafe fn fused_wgmma<
                         asked = false;
                     }
                 }
-                let k0 = step * (LINES * STEP) as u32;
+                let k0 = step * const { (LINES * of_line::<Q>()) as u32 };
                 if !twos || step % 2 == 0 {
                     let mut at = ring;
                     mbarrier::wait_parity(empty.address(at.stage), at.phase ^ 1);
@@ -653,7 +859,7 @@ unsafe fn fused_wgmma<
                     }
                     if ahead == 0 && tid == 0 {
                         for i in 0..=two as u32 {
-                            fetch(at, work, k0 + i * (LINES * STEP) as u32);
+                            fetch(at, work, k0 + i * const { (LINES * of_line::<Q>()) as u32 });
                             at.advance();
                         }
                     }
@@ -669,18 +875,21 @@ unsafe fn fused_wgmma<
                     }
                 }
                 if gathers {
-                    let to = to + ring.stage * (LINES * PAIRS * STEP * 2) as u32;
+                    let to = to + ring.stage * (LINES * PAIRS * LINE) as u32;
                     unroll::<LINES>(|l| {
-                        let column = k0 + (l * STEP) as u32 + 8 * chunk;
+                        let column = k0 + (l * of_line::<Q>()) as u32 + const { of_piece::<Q>() as u32 } * chunk;
                         // Zeroes beyond the end of K, not just any numbers: those of the weights would not make up for a NaN.
                         let (column, bytes) = if column < k { (column, 16) } else { (0, 0) };
-                        let from = if UP { job.x.ptr(column) } else { job.h.ptr(column).cast_const() };
-                        let from = from.cast::<B128<T, 8>>();
+                        let from = if UP || Q::SCALED {
+                            job.x.ptr(column).cast::<B128<u32, 4>>()
+                        } else {
+                            job.h.ptr(column).cast_const().cast()
+                        };
                         unroll::<MOST_ROWS>(|i| {
                             if i * each < PAIRS && ((each * i) as u32) < wide {
                                 let bytes = if source[i] == u32::MAX { 0 } else { bytes };
                                 let from = from.wrapping_add(source[i] as usize);
-                                let to = to + (l * PAIRS * STEP * 2 + i * each * 128) as u32;
+                                let to = to + (l * PAIRS * LINE + i * each * 128) as u32;
                                 cp_async::copy_16_zfill(to, from, bytes);
                             }
                         });
@@ -708,8 +917,8 @@ unsafe fn fused_wgmma<
                 if tid == 0 && work.bin < local {
                     let shuffled = if shuffled != 0 { TILE_ROWS } else { 0 };
                     let row = work.tile * const { rows(TILES, ALTERNATE) as u32 };
-                    let most = n.min(const { (STAGES * LINES * STEP) as u32 });
-                    prefetch::<false>(next_map, shuffled, k, most, row, work.bin);
+                    let most = n.min(const { (STAGES * LINES * of_line::<Q>()) as u32 });
+                    prefetch::<Q, false>(next_map, shuffled, k, most, row, work.bin);
                 }
             }
         }
@@ -737,18 +946,23 @@ unsafe fn fused_wgmma<
             looked();
         }
         known();
+        if !UP && Q::SCALED {
+            // These threads read scales of rows of `h` themselves.
+            dependent_launch::wait();
+        }
         let items = job.items.count();
         let group = warp_id / 4 - 1;
         let within = if ALTERNATE { 0 } else { group };
         let consumer = Consumer {
             stages: [weights, operands],
-            weights: Descriptor::<K>::new(weights.address(0u32) + within * (TILES * 64 * STEP * 2) as u32),
+            weights: Descriptor::<K>::new(weights.address(0u32) + within * (TILES * 64 * LINE) as u32),
             operands: Descriptor::<K>::new(operands.address(0u32)),
             full,
             empty,
             turns,
             ids: ids.offset(group * PAIRS as u32),
             scales: scales.offset(group * PAIRS as u32),
+            row_scales: if Q::SCALED { scales_of_rows.offset(group * PAIRS as u32) } else { scales_of_rows },
             group,
             first_row: within * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
@@ -786,7 +1000,7 @@ unsafe fn fused_wgmma<
             } else {
                 job.items.find_in_stripes(item, job.items.shares_before(item))
             };
-            let wide = columns(PAIRS as u32, work.count);
+            let wide = columns::<Q>(PAIRS as u32, work.count);
             if UP && ALTERNATE && progress.is_kept() && round > 0 {
                 // The last item's results, while the other one's products are under way.
                 consumer.reach(progress, work.bin);
@@ -801,19 +1015,33 @@ unsafe fn fused_wgmma<
                 round += 1;
             }
             macro_rules! products {
-                ($($half:literal)*) => {
+                ($($half:literal $sums:ty;)*) => {
                     match wide {
-                        $(w if w == 2 * $half => consumer
-                            .item::<[f32; $half], UP, ALTERNATE, NOW, STAGED, ROUNDED, TILES, PAIRS, LINES, STAGES, DIRECT, PAIRED>(
+                        $(w if w == 2 * $half && const { <$sums as Accumulator<Q::Sum>>::N == 2 * $half } => consumer
+                            .item::<Q, $sums, UP, ALTERNATE, NOW, STAGED, ROUNDED, TILES, PAIRS, LINES, STAGES, DIRECT, PAIRED>(
                                 &job, &mut ring, work, steps),)*
                         _ => {}
                     }
+                };
+                ($($half:literal)*) => {
+                    products!($($half [Q::Sum; $half];)*)
                 };
             }
             match PAIRS {
                 16 => products!(4 8),
                 64 => products!(4 8 16 32),
-                _ => products!(16 32 48 56 64 68 72 80 84 88),
+                _ => products!(
+                    16 [Q::Sum; 16];
+                    32 [Q::Sum; 32];
+                    48 [Q::Sum; 48];
+                    56 [Q::Sum; 56];
+                    64 [Q::Sum; 64];
+                    68 Q::Sums136;
+                    72 [Q::Sum; 72];
+                    80 [Q::Sum; 80];
+                    84 Q::Sums168;
+                    88 [Q::Sum; 88];
+                ),
             }
             if ALTERNATE {
                 ring.skip(steps);
@@ -837,7 +1065,8 @@ unsafe fn fused_wgmma<
 
 /// The columns of the products that a share of `count` pairs takes.
 #[inline(always)]
-const fn columns(pairs: u32, count: u32) -> u32 {
+fn columns<Q: Operand>(pairs: u32, count: u32) -> u32 {
+    let fine = const { <Q::Sums136 as Accumulator<Q::Sum>>::N == 136 };
     match count {
         0..=8 if pairs <= 64 => 8,
         9..=16 if pairs <= 64 => 16,
@@ -846,10 +1075,10 @@ const fn columns(pairs: u32, count: u32) -> u32 {
         65..=96 => 96,
         97..=112 => 112,
         113..=128 => 128,
-        129..=136 => 136,
-        137..=144 => 144,
+        129..=136 if fine => 136,
+        129..=144 => 144,
         145..=160 => 160,
-        161..=168 => 168,
+        161..=168 if fine => 168,
         _ => 176,
     }
 }
@@ -867,12 +1096,14 @@ struct Consumer<T> {
     /// Pairs of the share, and their weights.
     ids: Shared<u32>,
     scales: Shared<f32>,
+    /// [Scales](RowScales) of their rows.
+    row_scales: Shared<f32>,
     group: u32,
     /// The warp's first row within the tile.
     first_row: u32,
 }
 
-impl<T: TensorFloat + Input> Consumer<T> {
+impl<T: TensorFloat> Consumer<T> {
     /// The warp is done with a stage.
     #[inline(always)]
     unsafe fn give_back<const PAIRED: bool>(&self, stage: u32) {
@@ -899,7 +1130,8 @@ impl<T: TensorFloat + Input> Consumer<T> {
     /// Multiplies an item and finishes it.
     #[inline(always)]
     unsafe fn item<
-        A: Accumulator + AsRef<[f32]>,
+        Q: Operand,
+        A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
         const UP: bool,
         const ALTERNATE: bool,
         const NOW: bool,
@@ -913,7 +1145,7 @@ impl<T: TensorFloat + Input> Consumer<T> {
         const PAIRED: bool,
     >(
         &self,
-        job: &Job<T, DIRECT>,
+        job: &Job<T, Q, DIRECT>,
         ring: &mut Ring<STAGES>,
         work: Item,
         steps: u32,
@@ -937,6 +1169,11 @@ impl<T: TensorFloat + Input> Consumer<T> {
             }
         });
 
+        let row = work.tile * rows as u32 + self.first_row;
+        let mut end = ([0f32; 2], [[1f32; 2]; TILES]);
+        if Q::SCALED && NOW {
+            end = self.row_scales::<Q, TILES, UP, DIRECT>(job, work, row, pair);
+        }
         let mut acc = [A::zero(); TILES];
         let mut before = ring.stage;
         let mut last;
@@ -956,12 +1193,12 @@ impl<T: TensorFloat + Input> Consumer<T> {
             mbarrier::wait_parity(self.full.address(ring.stage), ring.phase);
             // `cp.async` writes as ordinary instructions do.
             tma::fence_async();
-            let a = self.weights.offset(ring.stage * (LINES * rows * STEP * 2) as u32);
-            let b = self.operands.offset(ring.stage * (LINES * PAIRS * STEP * 2) as u32);
+            let a = self.weights.offset(ring.stage * (LINES * rows * LINE) as u32);
+            let b = self.operands.offset(ring.stage * (LINES * PAIRS * LINE) as u32);
             unroll::<LINES>(|l| {
-                let (a, b) = (a.offset((l * rows * STEP * 2) as u32), b.offset((l * PAIRS * STEP * 2) as u32));
+                let (a, b) = (a.offset((l * rows * LINE) as u32), b.offset((l * PAIRS * LINE) as u32));
                 unroll::<TILES>(|s| {
-                    acc[s].multiply::<T, 4, _, _>(a.offset((s * 64 * STEP * 2) as u32), b, l > 0 || step > 0);
+                    acc[s].multiply::<Q, 4, _, _>(a.offset((s * 64 * LINE) as u32), b, l > 0 || step > 0);
                 });
             });
             // The step before is done: its stage can be filled again.
@@ -994,6 +1231,11 @@ impl<T: TensorFloat + Input> Consumer<T> {
                 mbarrier::arrive(self.turns.address(1 - self.group));
             }
         }
+        if Q::SCALED && !NOW {
+            // While the last products run: registers are short.
+            end = self.row_scales::<Q, TILES, UP, DIRECT>(job, work, row, pair);
+        }
+        let (row_scale, by) = end;
         wgmma::wait::<0>(&mut acc[0]);
         unroll::<TILES>(|s| acc[s].pin());
         if STAGED {
@@ -1013,6 +1255,9 @@ impl<T: TensorFloat + Input> Consumer<T> {
                 if !UP {
                     self.scales.set(column, scale[i]);
                 }
+                if Q::SCALED {
+                    self.row_scales.set(column, row_scale[i]);
+                }
             }
         });
         thread::sync_named(1 + self.group, 128);
@@ -1024,13 +1269,13 @@ impl<T: TensorFloat + Input> Consumer<T> {
             ];
             let row = work.tile * rows as u32 + self.group * const { TILES as u32 * 64 };
             if !UP && ROUNDED {
-                self.stage_rounded::<A, TILES, DIRECT>(job, work, row, buffers, &acc);
+                self.stage_rounded::<Q, A, TILES, DIRECT>(job, work, row, buffers, &acc, by);
             } else if !UP {
-                self.stage_down::<A, TILES, PAIRS, DIRECT>(job, work, row, buffers, &acc);
+                self.stage_down::<Q, A, TILES, PAIRS, DIRECT>(job, work, row, buffers, &acc, by);
             } else if job.activation.silu && !job.biased && !job.shared_biased {
-                self.stage_up::<A, TILES, true, DIRECT>(job, work, row, buffers[0], &acc);
+                self.stage_up::<Q, A, TILES, true, DIRECT>(job, work, row, buffers[0], &acc, by);
             } else {
-                self.stage_up::<A, TILES, false, DIRECT>(job, work, row, buffers[0], &acc);
+                self.stage_up::<Q, A, TILES, false, DIRECT>(job, work, row, buffers[0], &acc, by);
             }
             self.give_back::<PAIRED>(stage);
             return;
@@ -1038,22 +1283,55 @@ impl<T: TensorFloat + Input> Consumer<T> {
         for s in 0..TILES {
             let row = work.tile * rows as u32 + self.first_row + s as u32 * 64;
             if UP {
-                self.store_up::<A, DIRECT>(job, work, row, acc[s].as_ref());
+                self.store_up::<Q, A, DIRECT>(job, work, row, acc[s].as_ref(), by[s]);
             } else {
-                self.store_down::<A, ROUNDED, DIRECT>(job, work, row, acc[s].as_ref());
+                self.store_down::<Q, A, ROUNDED, DIRECT>(job, work, row, acc[s].as_ref(), by[s]);
             }
         }
+    }
+
+    /// What finished sums are multiplied with: the scales of the rows of two pairs, and in each tile those of a thread's rows of weights, which begin with `row`.
+    #[inline(always)]
+    unsafe fn row_scales<Q: Operand, const TILES: usize, const UP: bool, const DIRECT: bool>(
+        &self,
+        job: &Job<T, Q, DIRECT>,
+        work: Item,
+        row: u32,
+        pair: [u32; 2],
+    ) -> ([f32; 2], [[f32; 2]; TILES]) {
+        let mine = thread::thread_idx_x() % 128;
+        let (mut row_scale, mut by) = ([0f32; 2], [[0f32; 2]; TILES]);
+        unroll::<2>(|i| {
+            if mine + 128 * (i as u32) < work.count {
+                // SAFETY: it is the number of slots, or 1.
+                core::hint::assert_unchecked(job.scales.x_divisor != 0);
+                row_scale[i] = job.scales.x.get(if UP { pair[i] / job.scales.x_divisor } else { pair[i] });
+            }
+        });
+        unroll::<TILES>(|s| by[s] = job.weight_scales::<UP>(work.bin, row + 64 * s as u32));
+        (row_scale, by)
+    }
+
+    /// The scales of the rows of two columns from `column` on.
+    #[inline(always)]
+    unsafe fn scales_of<Q: Operand>(&self, column: u32) -> [f32; 2] {
+        if !Q::SCALED {
+            return [1.0; 2];
+        }
+        let B64(scales) = self.row_scales.get_as::<B64<f32, 2>>(column);
+        scales
     }
 
     /// Of 16 rows the first 8 are gates, the others their values. Pairs of sums in a thread belong to neighbouring columns
     /// (tokens); a transposition in registers makes them neighbouring outputs.
     #[inline(always)]
-    unsafe fn store_up<A: Accumulator, const DIRECT: bool>(
+    unsafe fn store_up<Q: Operand, A: Accumulator<Q::Sum>, const DIRECT: bool>(
         &self,
-        job: &Job<T, DIRECT>,
+        job: &Job<T, Q, DIRECT>,
         work: Item,
         row: u32,
-        sums: &[f32],
+        sums: &[Q::Sum],
+        by: [f32; 2],
     ) {
         let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
         let first = row / 2;
@@ -1061,7 +1339,9 @@ impl<T: TensorFloat + Input> Consumer<T> {
         let output = (first + g).min(job.n - 1);
         let [gates, values] = job.biases(work.bin, output);
         for j in 0..A::N / 8 {
-            let v = |c: usize| job.activation.gated(sums[4 * j + c] + gates, sums[4 * j + 2 + c] + values);
+            let scales = self.scales_of::<Q>(8 * j as u32 + 2 * t);
+            let sum = |e: usize| scaled::<Q>(sums[4 * j + e], by[e / 2], scales[e % 2]);
+            let v = |c: usize| job.activation.gated(sum(c) + gates, sum(2 + c) + values);
             let [a, b] = T::pair_from_f32([v(0), v(1)]);
             let word = mma::movmatrix_trans(T::pack(a, b));
             let column = 8 * j as u32 + g;
@@ -1075,12 +1355,13 @@ impl<T: TensorFloat + Input> Consumer<T> {
     /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
     /// neighbouring rows of one column, which are 16 bytes of `partial`, or 8 if they are rounded.
     #[inline(always)]
-    unsafe fn store_down<A: Accumulator, const ROUNDED: bool, const DIRECT: bool>(
+    unsafe fn store_down<Q: Operand, A: Accumulator<Q::Sum>, const ROUNDED: bool, const DIRECT: bool>(
         &self,
-        job: &Job<T, DIRECT>,
+        job: &Job<T, Q, DIRECT>,
         work: Item,
         row: u32,
-        sums: &[f32],
+        sums: &[Q::Sum],
+        by: [f32; 2],
     ) {
         let lane = warp::lane_id();
         let (odd, high) = (lane & 4 != 0, lane & 8 != 0);
@@ -1094,7 +1375,9 @@ impl<T: TensorFloat + Input> Consumer<T> {
         }
         let first = 2 * (lane % 4) + odd as u32;
         for j in 0..A::N / 8 {
-            let mut v = [sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]];
+            let scales = self.scales_of::<Q>(8 * j as u32 + 2 * (lane % 4));
+            let sum = |e: usize| scaled::<Q>(sums[4 * j + e], by[e / 2], scales[e % 2]);
+            let mut v = [sum(0), sum(1), sum(2), sum(3)];
             unroll::<2>(|p| {
                 let got = warp::shfl_xor(if odd { v[2 * p] } else { v[2 * p + 1] }, 4);
                 v[2 * p] = if odd { got } else { v[2 * p] };
@@ -1129,13 +1412,20 @@ impl<T: TensorFloat + Input> Consumer<T> {
     /// Results of the first product by way of shared memory, which brings each pair's outputs together. `row`: the
     /// warpgroup's first; `SILU`: that is the activation, and there are no biases.
     #[inline(always)]
-    unsafe fn stage_up<A: Accumulator + AsRef<[f32]>, const TILES: usize, const SILU: bool, const DIRECT: bool>(
+    unsafe fn stage_up<
+        Q: Operand,
+        A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
+        const TILES: usize,
+        const SILU: bool,
+        const DIRECT: bool,
+    >(
         &self,
-        job: &Job<T, DIRECT>,
+        job: &Job<T, Q, DIRECT>,
         work: Item,
         row: u32,
         buffer: Shared<T>,
         acc: &[A; TILES],
+        by: [[f32; 2]; TILES],
     ) {
         let lane = warp::lane_id();
         let (g, t) = (lane / 4, lane % 4);
@@ -1149,8 +1439,10 @@ impl<T: TensorFloat + Input> Consumer<T> {
             let [gates, values] = if SILU { [0.0; 2] } else { job.biases(work.bin, (first + at + g).min(job.n - 1)) };
             let sums = acc[s].as_ref();
             for j in 0..A::N / 8 {
+                let scales = self.scales_of::<Q>(8 * j as u32 + 2 * t);
+                let sum = |e: usize| scaled::<Q>(sums[4 * j + e], by[s][e / 2], scales[e % 2]);
                 let v = |c: usize| {
-                    let (gate, value) = (sums[4 * j + c], sums[4 * j + 2 + c]);
+                    let (gate, value) = (sum(c), sum(2 + c));
                     if SILU {
                         gate * float::fast::sigmoid(gate) * value
                     } else {
@@ -1235,13 +1527,20 @@ impl<T: TensorFloat + Input> Consumer<T> {
 
     /// Results of the second product by way of shared memory, a number of columns at a time in two buffers in turn.
     #[inline(always)]
-    unsafe fn stage_down<A: Accumulator + AsRef<[f32]>, const TILES: usize, const PAIRS: usize, const DIRECT: bool>(
+    unsafe fn stage_down<
+        Q: Operand,
+        A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
+        const TILES: usize,
+        const PAIRS: usize,
+        const DIRECT: bool,
+    >(
         &self,
-        job: &Job<T, DIRECT>,
+        job: &Job<T, Q, DIRECT>,
         work: Item,
         first: u32,
         buffers: [Shared<T>; 2],
         acc: &[A; TILES],
+        by: [[f32; 2]; TILES],
     ) {
         let within = warp::warp_id() % 4 * 16 + warp::lane_id() / 4;
         let mut bias = [[0f32; 2]; TILES];
@@ -1254,18 +1553,23 @@ impl<T: TensorFloat + Input> Consumer<T> {
         }
         let fit = const { [staged_columns(TILES, GROUPS * TILES * 64, 4), staged_columns(TILES, PAIRS, 4)] };
         // Not a closure: those are not inlined when several kernels have them.
-        self.stage_round::<A, TILES, DIRECT>(job, work, first, 0, fit, buffers, acc, bias);
-        self.stage_round::<A, TILES, DIRECT>(job, work, first, 1, fit, buffers, acc, bias);
-        self.stage_round::<A, TILES, DIRECT>(job, work, first, 2, fit, buffers, acc, bias);
-        self.stage_round::<A, TILES, DIRECT>(job, work, first, 3, fit, buffers, acc, bias);
+        self.stage_round::<Q, A, TILES, DIRECT>(job, work, first, 0, fit, buffers, acc, bias, by);
+        self.stage_round::<Q, A, TILES, DIRECT>(job, work, first, 1, fit, buffers, acc, bias, by);
+        self.stage_round::<Q, A, TILES, DIRECT>(job, work, first, 2, fit, buffers, acc, bias, by);
+        self.stage_round::<Q, A, TILES, DIRECT>(job, work, first, 3, fit, buffers, acc, bias, by);
     }
 
     /// A round of [`stage_down`](Self::stage_down): as many columns as `fit` into its buffer.
     #[inline(always)]
     #[allow(clippy::too_many_arguments)]
-    unsafe fn stage_round<A: Accumulator + AsRef<[f32]>, const TILES: usize, const DIRECT: bool>(
+    unsafe fn stage_round<
+        Q: Operand,
+        A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
+        const TILES: usize,
+        const DIRECT: bool,
+    >(
         &self,
-        job: &Job<T, DIRECT>,
+        job: &Job<T, Q, DIRECT>,
         work: Item,
         first: u32,
         round: usize,
@@ -1273,6 +1577,7 @@ impl<T: TensorFloat + Input> Consumer<T> {
         buffers: [Shared<T>; 2],
         acc: &[A; TILES],
         bias: [[f32; 2]; TILES],
+        by: [[f32; 2]; TILES],
     ) {
         let lane = warp::lane_id();
         let (g, t) = (lane / 4, lane % 4);
@@ -1287,6 +1592,7 @@ impl<T: TensorFloat + Input> Consumer<T> {
             for j in 0..A::N / 8 {
                 if 8 * j >= from && 8 * j < to {
                     let B64(scale) = self.scales.get_as::<B64<f32, 2>>(8 * j as u32 + 2 * t);
+                    let scales = self.scales_of::<Q>(8 * j as u32 + 2 * t);
                     for s in 0..TILES {
                         let sums = acc[s].as_ref();
                         for e in 0..4 {
@@ -1294,7 +1600,8 @@ impl<T: TensorFloat + Input> Consumer<T> {
                             let (h, c) = (e / 2, e % 2);
                             let place = (8 * j - from + c) * pitch + s * 128 + h * 16;
                             let at = place as u32 + 2 * t * pitch as u32 + 2 * within;
-                            buffer.set_as::<f32>(at, (sums[4 * j + e] + bias[s][h]) * scale[c]);
+                            let sum = scaled::<Q>(sums[4 * j + e], by[s][h], scales[c]);
+                            buffer.set_as::<f32>(at, (sum + bias[s][h]) * scale[c]);
                         }
                     }
                 }
@@ -1312,13 +1619,19 @@ impl<T: TensorFloat + Input> Consumer<T> {
 
     /// The same of results that are rounded: the first columns in one buffer, the others in the other one.
     #[inline(always)]
-    unsafe fn stage_rounded<A: Accumulator + AsRef<[f32]>, const TILES: usize, const DIRECT: bool>(
+    unsafe fn stage_rounded<
+        Q: Operand,
+        A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
+        const TILES: usize,
+        const DIRECT: bool,
+    >(
         &self,
-        job: &Job<T, DIRECT>,
+        job: &Job<T, Q, DIRECT>,
         work: Item,
         first: u32,
         buffers: [Shared<T>; 2],
         acc: &[A; TILES],
+        by: [[f32; 2]; TILES],
     ) {
         let within = warp::warp_id() % 4 * 16 + warp::lane_id() / 4;
         let mut bias = [[0f32; 2]; TILES];
@@ -1330,24 +1643,30 @@ impl<T: TensorFloat + Input> Consumer<T> {
             });
         }
         let fit = const { staged_columns(TILES, GROUPS * TILES * 64, 2) };
-        self.stage_columns(job, work, first, [0, fit.min(A::N)], buffers[0], acc, bias);
+        self.stage_columns(job, work, first, [0, fit.min(A::N)], buffers[0], acc, bias, by);
         if fit < A::N {
-            self.stage_columns(job, work, first, [fit, A::N], buffers[1], acc, bias);
+            self.stage_columns(job, work, first, [fit, A::N], buffers[1], acc, bias, by);
         }
     }
 
     /// Columns `from..to` of [`stage_rounded`](Self::stage_rounded); two tiles.
     #[inline(always)]
     #[allow(clippy::too_many_arguments)]
-    unsafe fn stage_columns<A: Accumulator + AsRef<[f32]>, const TILES: usize, const DIRECT: bool>(
+    unsafe fn stage_columns<
+        Q: Operand,
+        A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
+        const TILES: usize,
+        const DIRECT: bool,
+    >(
         &self,
-        job: &Job<T, DIRECT>,
+        job: &Job<T, Q, DIRECT>,
         work: Item,
         first: u32,
         [from, to]: [usize; 2],
         buffer: Shared<T>,
         acc: &[A; TILES],
         bias: [[f32; 2]; TILES],
+        by: [[f32; 2]; TILES],
     ) {
         let lane = warp::lane_id();
         let rows = job.n.saturating_sub(first).min(const { TILES as u32 * 64 });
@@ -1359,11 +1678,13 @@ impl<T: TensorFloat + Input> Consumer<T> {
         for j in 0..A::N / 8 {
             if 8 * j >= from && 8 * j < to {
                 let B64(scale) = self.scales.get_as::<B64<f32, 2>>(8 * j as u32 + 2 * (lane % 4));
+                let scales = self.scales_of::<Q>(8 * j as u32 + 2 * (lane % 4));
                 let mut words = [0; 4];
                 for i in 0..4 {
                     let (s, h) = (i / 2, i % 2);
                     let sums = acc[s].as_ref();
-                    let value = |c: usize| (sums[4 * j + 2 * h + c] + bias[s][h]) * scale[c];
+                    let sum = |c: usize| scaled::<Q>(sums[4 * j + 2 * h + c], by[s][h], scales[c]);
+                    let value = |c: usize| (sum(c) + bias[s][h]) * scale[c];
                     words[i] = T::pack_f32(value(0), value(1));
                 }
                 mma::stmatrix_x4_trans(place + ((8 * j - from) * pitch * 2) as u32, words);
@@ -1376,9 +1697,15 @@ impl<T: TensorFloat + Input> Consumer<T> {
     }
 }
 
+/// A finished sum, times the scales of its row of weights and of its row of `x` or `h`.
+#[inline(always)]
+fn scaled<Q: Operand>(sum: Q::Sum, by: f32, scale: f32) -> f32 {
+    if Q::SCALED { sum.to_f32() * (by * scale) } else { sum.to_f32() }
+}
+
 /// How many columns of `tiles * 64` numbers of so many `bytes`, 16 bytes apart, have room in so many lines of a stage, in steps of 8.
 const fn staged_columns(tiles: usize, lines: usize, bytes: usize) -> usize {
-    lines * STEP * 2 / (tiles * 64 * bytes + 16) / 8 * 8
+    lines * LINE / (tiles * 64 * bytes + 16) / 8 * 8
 }
 
 entries! {

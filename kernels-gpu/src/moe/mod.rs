@@ -6,6 +6,7 @@ pub mod fused;
 pub mod fused_fma;
 pub mod fused_quant_few;
 pub mod fused_quant_rows;
+pub mod fused_quant_rows_wgmma;
 pub mod fused_quant_tile;
 pub mod fused_quant_wgmma;
 pub mod fused_reduce;
