@@ -35,6 +35,8 @@ use std::ffi::c_void;
 const OP: &str = "moe::fused_quant";
 /// Where [`FusedQuantPath::Wgmma16`] is best with scales of blocks: up to so many pairs, and so many of an expert. It sorts more than [`items::DIRECT_PAIRS`].
 const FEW: [[usize; 2]; 3] = [[usize::MAX, 2], [items::DIRECT_PAIRS, 4], [64, 6]];
+/// The same with scales of rows, for which it does not sort. From five pairs of an expert on `Wgmma64` is as fast or faster.
+const FEW_ROWS: [usize; 2] = [items::DIRECT_PAIRS, 4];
 
 /// From how many pairs of an expert on [`FusedQuantPath::Wgmma256`] is best.
 const TALL: usize = 160;
@@ -81,8 +83,8 @@ impl FusedQuantPath {
         }
     }
 
-    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, lines of a stage, and stages, of a path on Hopper, unless it
-    /// [quantises](Self::is_few) rows itself whatever smoothing there is. As in the table of instances.
+    /// Tiles of 64 rows of weights of a warpgroup, pairs at a time, lines of a stage, and stages, of a path on Hopper whose rows are quantised
+    /// by others. As in the table of instances.
     const fn wgmma(self, scales: QuantScales) -> Option<[usize; 4]> {
         match (self, scales) {
             (FusedQuantPath::Auto | FusedQuantPath::Tile, _)
@@ -142,7 +144,7 @@ impl FusedQuantPath {
                 let [a, b, c] = FEW;
                 suits(a, pairs, bins) || suits(b, pairs, bins) || suits(c, pairs, bins)
             }
-            QuantScales::Rows => pairs <= 64,
+            QuantScales::Rows => suits(FEW_ROWS, pairs, bins),
         };
         if few {
             FusedQuantPath::Wgmma16

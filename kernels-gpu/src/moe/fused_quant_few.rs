@@ -1,4 +1,4 @@
-//! Products of the fused block with 8-bit weights, scales of blocks and few pairs of an expert, on Hopper: what
+//! Products of the fused block with 8-bit weights and few pairs of an expert, on Hopper: what
 //! [`fused_quant_wgmma`](super::fused_quant_wgmma) computes, where all that takes time is reading weights.
 //!
 //! # Quantising
@@ -9,18 +9,24 @@
 //! what a warp loads comes 1 to 2 µs later while weights stream in, so teams of two warps have stages of their own, and the loads of a chunk of
 //! rows are under way before the last one is quantised.
 //!
+//! # Scales of rows
+//! A scale of blocks follows from the 128 elements that a piece of a row has. One of a row covers all of it, so every block finds those of all rows for itself, while its first
+//! weights are on their way: of tokens from the tokens, of `h` from numbers that the first product stores with it, the largest magnitude of each pair in the 32 outputs of an item.
+//! Consumers do that, who have nothing else to do yet; then rows are quantised on their way into the stages, and sums stay in the tensor cores' accumulators until the end of an item.
+//! The code for it is short and there once: with copies for consumers and for the warps that quantise, eight loads at a time, two launches took 4 µs longer.
+//!
 //! # Pipeline
 //! A ring of stages as elsewhere. One warp has the copy engine fetch weights, and brings their scales, two for each 16 rows (a gate's and its
 //! value's) and 128 elements of K, by `cp.async`; some warps quantise; two consumer warpgroups multiply 64 rows of weights by 8 or 16 pairs,
 //! items in turn, so that one finishes an item while the other multiplies. Small items suit few tokens, where all multiprocessors should have
-//! equally much to read, and 512 bytes of a row at a time suit memory. Products of 128 elements of K start from zero and are added
+//! equally much to read, and 512 bytes of a row at a time suit memory. With scales of blocks products of 128 elements of K start from zero and are added
 //! up in f32 with their scales, in the order of K.
 //!
 //! Columns of a stage beyond the pairs of an item hold what was there before, and nobody reads what comes of them.
 //!
 //! # Launches
-//! Weights and their scales depend on no launch of the chain, so those of the second product fill the ring while the first one ends; only the
-//! warps that quantise wait for `h`. Where there is a sorted list items are [drawn](Drawn), further ahead than elsewhere. The kernel does not move registers from producers to consumers: it needs few.
+//! Weights and their scales depend on no launch of the chain, so those of the second product fill the ring while the first one ends; only
+//! who reads rows waits for `h`. Where there is a sorted list items are [drawn](Drawn), further ahead than elsewhere. The kernel does not move registers from producers to consumers: it needs few.
 
 use super::fused::PLAIN;
 use super::fused_quant_wgmma::{Job, STEP};
@@ -58,7 +64,7 @@ pub const PAIRS: usize = 16;
 /// Rows of weights of an item.
 pub const TILE_ROWS: usize = 64;
 /// Outputs of the first product of an item.
-const OUTPUTS: usize = TILE_ROWS / 2;
+pub const OUTPUTS: usize = TILE_ROWS / 2;
 /// Lines of 128 elements of K of a stage, and stages.
 pub const LINES: usize = 4;
 /// See [`LINES`].
@@ -219,6 +225,10 @@ unsafe fn fused_quant_few<
         shared: bins - local,
     };
     let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
+    // SAFETY: it is the number of slots, or 1.
+    core::hint::assert_unchecked(x_divisor != 0);
+    let tokens = count / x_divisor;
+    let rows = RowScales::<T> { magnitudes, x: Global::new(x), x_row, maxima: Global::new(maxima), tokens };
     let items = Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32, false);
     let job = Job::<T, SCALES, DIRECT> {
         h: GlobalMut::new(h),
@@ -243,14 +253,6 @@ unsafe fn fused_quant_few<
         kept: kept != 0,
         share: 1,
         rank: 0,
-    };
-    let rows = RowScales::<T> {
-        magnitudes,
-        x: Global::new(x),
-        x_row,
-        maxima: Global::new(maxima),
-        tiles: k.div_ceil(OUTPUTS as u32),
-        count,
     };
     let (all, grid) = (items.count(), thread::grid_dim_x());
     let steps = k.div_ceil((LINES * STEP) as u32);
@@ -324,7 +326,7 @@ unsafe fn fused_quant_few<
         if !UP {
             dependent_launch::wait();
         }
-        quantise::<T, Q, SCALES, UP, LINES, STAGES, DIRECT>(
+        quantise::<T, Q, SCALES, LINES, STAGES, DIRECT>(
             &job,
             stages,
             Source { x: Global::new(x), x_row, operands, factors: x_factors, rows },
@@ -337,7 +339,7 @@ unsafe fn fused_quant_few<
             if !UP {
                 dependent_launch::wait();
             }
-            rows.find::<SCALES, UP, DIRECT>(&job);
+            rows.find::<UP, DIRECT>(&job.items, k);
         }
         let group = warp_id / 4;
         let consumer = Consumer {
@@ -402,13 +404,22 @@ struct Source<T> {
     operands: Shared<u8>,
     /// Scales of blocks, for each stage.
     factors: Shared<f32>,
+    /// Scales of rows.
     rows: RowScales<T>,
 }
 
 /// Loads that a lane has under way while magnitudes are found.
-const AT_ONCE: usize = 8;
-/// Warps that find them: all but the one for weights.
-const FINDERS: usize = (GROUPS * 128 + QUANTISERS) / 32;
+const AT_ONCE: usize = 4;
+/// Warps that find them: consumers, who have nothing else to do yet.
+const FINDERS: u32 = GROUPS as u32 * 4;
+/// Maxima of a load.
+const FOUR: u32 = 4;
+
+/// Of each row of `h` so many maxima, one for each [`OUTPUTS`] of its columns, and zeroes.
+#[inline(always)]
+fn maxima_of(columns: u32) -> u32 {
+    columns.div_ceil(OUTPUTS as u32).next_multiple_of(FOUR)
+}
 
 /// Scales of rows: of each token, or of each pair's row of `h`, from the largest magnitude in it. Every block finds all of them for itself.
 struct RowScales<T> {
@@ -416,11 +427,10 @@ struct RowScales<T> {
     magnitudes: Shared<u32>,
     x: Global<T>,
     x_row: usize,
-    /// Of each row of `h` and [`OUTPUTS`] of its columns: so many, `tiles` of each pair.
+    /// See [`maxima_of`].
     maxima: Global<f32>,
-    tiles: u32,
-    /// Pairs of tokens that exist.
-    count: u32,
+    /// Tokens that exist.
+    tokens: u32,
 }
 
 impl<T> Clone for RowScales<T> {
@@ -431,51 +441,57 @@ impl<T> Clone for RowScales<T> {
 impl<T> Copy for RowScales<T> {}
 
 impl<T: TensorFloat> RowScales<T> {
-    /// By all warps but the one for weights, as soon as there are rows. Tokens are read as they are, of `h` what the first product says of its parts.
+    /// By consumers, as soon as there are rows, of `k` columns: tokens as they are, of `h` what the first product says of its parts.
     #[inline(always)]
-    unsafe fn find<const SCALES: u32, const UP: bool, const DIRECT: bool>(self, job: &Job<T, SCALES, DIRECT>) {
-        // SAFETY: it is the number of slots, or 1; rows have elements.
-        core::hint::assert_unchecked(job.x_divisor != 0);
-        let rows = if UP { self.count / job.x_divisor } else { job.items.own_pairs() };
-        let pieces = if UP { job.k / 8 } else { self.tiles };
-        let each = pieces.div_ceil(32);
-        core::hint::assert_unchecked(each != 0);
-        // A warp takes 32 pieces of a row at a time.
+    unsafe fn find<const UP: bool, const DIRECT: bool>(self, items: &Items<DIRECT>, k: u32) {
+        let rows = if UP { self.tokens } else { items.own_pairs() };
+        let pieces = if UP { k / 8 } else { maxima_of(k) / FOUR };
+        // A warp takes 32 pieces of a row at a time. Not zero, or there would be nothing to do.
+        let each = pieces.div_ceil(32).max(1);
+        let all = rows * each;
+        // Half of 2^32 divided by that.
+        let reciprocal = 0x7fff_ffff / each + 1;
+        // Blocks begin at different ones: all of them read the same.
+        let shift = integer::mul_hi(thread::block_idx_x() << 25, all);
         let mut first = warp::warp_id();
-        while first < rows * each {
-            let mut words = [B128([0u32; 4]); AT_ONCE];
-            let mut of = [u32::MAX; AT_ONCE];
+        while first < all {
+            let (mut words, mut row_of) = ([B128([0u32; 4]); AT_ONCE], [0; AT_ONCE]);
             unroll::<AT_ONCE>(|i| {
-                let unit = first + const { FINDERS as u32 } * i as u32;
-                if unit < rows * each {
-                    let (row, piece) = (unit / each, unit % each * 32 + warp::lane_id());
-                    // Pairs without an expert here have no row.
-                    of[i] = if UP { row } else { job.items.pair(row) };
-                    if piece < pieces {
-                        if UP {
-                            words[i] = self.x.get_as(of[i] as usize * self.x_row + 8 * piece as usize);
-                        } else {
-                            let at = of[i] as usize * self.tiles as usize + piece as usize;
-                            words[i] = B128([self.maxima.get(at).to_bits(), 0, 0, 0]);
-                        }
-                    }
-                }
+                // The last one, and a row's last piece, once more where there is none: that needs no condition.
+                let unit = (first + FINDERS * i as u32).min(all - 1) + shift;
+                let unit = unit.min(unit.wrapping_sub(all));
+                let row = integer::mul_hi(2 * unit + 1, reciprocal);
+                let piece = ((unit - row * each) * 32 + warp::lane_id()).min(pieces - 1);
+                // Pairs without an expert here have no row.
+                let row = if UP { row } else { items.pair(row) };
+                row_of[i] = row;
+                words[i] = if UP {
+                    self.x.get_as(row as usize * self.x_row + 8 * piece as usize)
+                } else {
+                    self.maxima.get_as((row * pieces + piece) * FOUR)
+                };
             });
             unroll::<AT_ONCE>(|i| {
                 let B128(words) = words[i];
                 let own = if UP {
                     amax(vec::to_f32(elements::<T, 8>(B128(words.map(integer::opaque)))))
                 } else {
-                    f32::from_bits(words[0])
+                    amax(words.map(f32::from_bits))
                 };
                 let largest = warp_amax(own).to_bits();
-                if warp::lane_id() == 0 && of[i] != u32::MAX {
-                    self.magnitudes.fetch_max(of[i], largest, Block, Relaxed);
+                if warp::lane_id() == 0 {
+                    self.magnitudes.fetch_max(row_of[i], largest, Block, Relaxed);
                 }
             });
-            first += const { (FINDERS * AT_ONCE) as u32 };
+            first += const { FINDERS * AT_ONCE as u32 };
         }
-        thread::sync_named(1, const { FINDERS as u32 * 32 });
+        Self::wait_found();
+    }
+
+    /// By those that quantise: until they are found.
+    #[inline(always)]
+    fn wait_found() {
+        thread::sync_named(1, const { (GROUPS * 128 + QUANTISERS) as u32 });
     }
 
     /// The scale of a row.
@@ -491,7 +507,6 @@ unsafe fn quantise<
     T: TensorFloat,
     Q: TensorByte,
     const SCALES: u32,
-    const UP: bool,
     const LINES: usize,
     const STAGES: usize,
     const DIRECT: bool,
@@ -520,7 +535,7 @@ unsafe fn quantise<
     }
     if number >= all {
         if SCALES == ROWS {
-            source.rows.find::<SCALES, UP, DIRECT>(job);
+            RowScales::<T>::wait_found();
         }
         return;
     }
@@ -561,7 +576,7 @@ unsafe fn quantise<
     let mut chunk = 0;
     let mut now = load(item, from, step, 0);
     if SCALES == ROWS {
-        source.rows.find::<SCALES, UP, DIRECT>(job);
+        RowScales::<T>::wait_found();
     }
     let mut by = factors(item);
     loop {
@@ -779,7 +794,6 @@ impl<T: TensorFloat> Consumer<T> {
             }
         }
         let mut acc = A::zero();
-        let mut before = ring.stage;
         let mut step = 0;
         loop {
             stages.wait_full(*ring);
@@ -788,20 +802,15 @@ impl<T: TensorFloat> Consumer<T> {
                 let (a, b) = (line * (TILE_ROWS * STEP) as u32, line * (PAIRS * STEP) as u32);
                 acc.multiply::<Q, 4, _, _>(self.weights.offset(a), self.operands.offset(b), l > 0 || step > 0);
             });
-            // The step before is done: its stage can be filled again.
-            wgmma::wait::<LINES>(&mut acc);
-            if step > 0 {
-                stages.release(before, lane);
-            }
-            before = ring.stage;
+            // At once: the next stage's weights come much later, and until then this one can be filled again.
+            wgmma::wait::<0>(&mut acc);
+            stages.release(ring.stage, lane);
             ring.advance();
             step += 1;
             if step >= steps {
                 break;
             }
         }
-        wgmma::wait::<0>(&mut acc);
-        stages.release(before, lane);
         done();
         let sums = |j: usize| {
             let mut v = [0f32; 4];
@@ -845,8 +854,13 @@ impl<T: TensorFloat> Consumer<T> {
             let mut largest = 0f32;
             unroll::<4>(|w| largest = float::max(largest, told.get(w as u32 * PAIRS as u32 + lane)));
             let pair = job.items.pair(item.first + lane);
-            let tiles = job.n.div_ceil(OUTPUTS as u32);
-            self.maxima.set(pair as usize * tiles as usize + item.tile as usize, largest);
+            let (tile, all) = (item.tile, maxima_of(job.n));
+            self.maxima.set(pair as usize * all as usize + tile as usize, largest);
+            if tile + 1 == job.n.div_ceil(OUTPUTS as u32) {
+                for zero in tile + 1..all {
+                    self.maxima.set(pair as usize * all as usize + zero as usize, 0.0);
+                }
+            }
         }
     }
 }
@@ -890,8 +904,8 @@ entries! {
         launch: u64,
         /// Where scales of rows of weights are: from expert to expert and from row to row.
         w_scale_expert: u32, w_scale_row: u32,
-        /// With scales of rows, for both products: of each pair the largest magnitude in every [`OUTPUTS`] of the first one's results, `[tokens * slots,
-        /// ceil(intermediate / OUTPUTS)]`, whatever is in it.
+        /// With scales of rows, for both products: of each pair the largest magnitude in every [`OUTPUTS`] of the first one's results, for which there is room for 4 bytes
+        /// for each 16 of `[tokens * slots, intermediate]`, whatever is in it.
         maxima: *mut f32,
     );
     moe_fused_quant_few_up_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { BLOCKS }, true, { LINES }, { STAGES }, true>;

@@ -19,7 +19,7 @@
 //! Quantising sorts: rows of `x` and of `h` lie in the order of the sorted list, so the copy engine brings those of a share in boxes, and
 //! their scales, which lie group by group, as one line. (Rows gathered by `cp.async` came at 5 TB/s at most in all of an H200.) Rows beyond the
 //! share's last are those of other pairs or none; they fill columns that nobody reads. Without a sorted list (`DIRECT`) rows are few, and
-//! gathered by `cp.async`; that is for scales of rows, and those of blocks have [`fused_quant_few`](super::fused_quant_few). Blocks of a cluster (`SHARE`) take neighbouring tiles of weights for the same pairs, and each has a part of their
+//! gathered by `cp.async`; that is for scales of rows and smoothing vectors, and others have [`fused_quant_few`](super::fused_quant_few). Blocks of a cluster (`SHARE`) take neighbouring tiles of weights for the same pairs, and each has a part of their
 //! rows brought for all. Scales of blocks of weights are two words a thread and step, on their way during the products.
 //!
 //! # What lies between the products
