@@ -553,11 +553,16 @@ fn nothing_to_do() {
 #[test]
 fn captured_and_replayed() {
     on_every_device(|d, s| {
-        for path in [FusedQuantPath::Auto, FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma160] {
+        for (path, scales) in [
+            (FusedQuantPath::Auto, Scales::Blocks),
+            (FusedQuantPath::Wgmma16, Scales::Rows),
+            (FusedQuantPath::Wgmma64, Scales::Blocks),
+            (FusedQuantPath::Wgmma160, Scales::Blocks),
+        ] {
             if path != FusedQuantPath::Auto && d.properties().compute_capability != (9, 0) {
                 continue;
             }
-            let case = Case::new(20, 2, 4, 128, 64, path);
+            let case = Case { scales, ..Case::new(20, 2, 4, 128, 64, path) };
             let mut inputs = Inputs::<bf16, E4M3>::new(d, &case, e4m3);
             let bytes = case.shape().quant_workspace_bytes(DType::Bf16);
             let mut workspace = Tensor::<u8>::zeros(d, &[bytes]).unwrap();
