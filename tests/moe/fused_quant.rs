@@ -576,11 +576,16 @@ fn nothing_to_do() {
 #[test]
 fn captured_and_replayed() {
     on_every_device(|d, s| {
-        for path in [FusedQuantPath::Auto, FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma160] {
+        for (path, scales) in [
+            (FusedQuantPath::Auto, Scales::Blocks),
+            (FusedQuantPath::Wgmma16, Scales::Rows),
+            (FusedQuantPath::Wgmma64, Scales::Blocks),
+            (FusedQuantPath::Wgmma160, Scales::Blocks),
+        ] {
             if path != FusedQuantPath::Auto && d.properties().compute_capability != (9, 0) {
                 continue;
             }
-            let case = Case::new(20, 2, 4, 128, 64, path);
+            let case = Case { scales, ..Case::new(20, 2, 4, 128, 64, path) };
             let mut inputs = Inputs::<bf16, E4M3>::new(d, &case, e4m3);
             let bytes = case.shape().quant_workspace_bytes(DType::Bf16);
             let mut workspace = Tensor::<u8>::zeros(d, &[bytes]).unwrap();
@@ -677,6 +682,47 @@ fn scales_that_two_blocks_share() {
                 let (gate_up, activation) = (LAYOUTS[i % 3], ACTIVATIONS[i % 4]);
                 let case = Case { gate_up, activation, biased: i % 2 == 0, ..Case::new(20, 2, 3, 64, inter, path) };
                 check::<bf16, E4M3>(d, s, &case, e4m3);
+            }
+        }
+    });
+}
+
+/// Scales of rows that blocks find themselves: as from launches of their own. The largest result of the first product in any of the tiles, the last of which may be a part of one; tokens of
+/// zeroes, NaN and infinities.
+#[test]
+fn scales_that_blocks_find() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        let bits =
+            |v: Vec<f16>| v.into_iter().map(|v| if v.is_nan() { 0xffff } else { v.to_bits() }).collect::<Vec<_>>();
+        for (i, inter) in [16, 80, 96].into_iter().enumerate() {
+            let (gate_up, activation) = (LAYOUTS[(i + 2) % 3], ACTIVATIONS[i]);
+            let biased = i == 1;
+            let new = Case::new(7, 2, 3, 80, inter, FusedQuantPath::Wgmma16);
+            let mut case = Case { scales: Scales::Rows, gate_up, activation, biased, shared: i % 2, ..new };
+            if i == 1 {
+                (case.map, case.present, case.ids[3]) = (Some(vec![1, -1, 0]), 6, -1);
+            }
+            let mut inputs = Inputs::<f16, E4M3>::new(d, &case, e4m3);
+            let mut x = noise_of::<f16>(case.tokens * case.hidden, 1);
+            x[..case.hidden].fill(f16::from_f32(0.0));
+            x[case.hidden + 3] = f16::NAN;
+            x[2 * case.hidden + 70] = f16::INFINITY;
+            inputs.x.copy_from_slice(&x).unwrap();
+            let scales = inputs.routed.w13.scales.to_vec().unwrap();
+            for tile in 0..inter.div_ceil(32) {
+                // Of gates in halves or alone these are the rows of a tile; of the others some of its rows.
+                let rows = case.rows();
+                let large = |row: usize| row % inter / 32 == tile;
+                let scales: Vec<_> =
+                    scales.iter().enumerate().map(|(at, s)| if large(at % rows) { 16.0 * s } else { *s }).collect();
+                inputs.routed.w13.scales.copy_from_slice(&scales).unwrap();
+                let want = inputs.run(d, s, &Case { path: FusedQuantPath::Wgmma64, ..case.clone() });
+                assert!(want[case.hidden..2 * case.hidden].iter().any(|v| v.is_nan()), "{case:?}");
+                assert!(want[3 * case.hidden..4 * case.hidden].iter().all(|v| v.to_f32().is_finite()), "{case:?}");
+                assert_eq!(bits(inputs.run(d, s, &case)), bits(want), "tile {tile}, {case:?}");
             }
         }
     });

@@ -27,6 +27,7 @@ use crate::kernels::moe::fused_quant_tile as tile_kernel;
 use crate::kernels::moe::fused_quant_wgmma as wgmma_kernel;
 use crate::kernels::moe::{fused, fused_reduce, items, progress};
 use crate::kernels::row::GROUP;
+use crate::kernels::scales as kinds;
 use crate::tensor::Tensor;
 use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 use cuda_std::{DType, Element, Entry, Float};
@@ -35,6 +36,8 @@ use std::ffi::c_void;
 const OP: &str = "moe::fused_quant";
 /// Where [`FusedQuantPath::Wgmma16`] is best with scales of blocks: up to so many pairs, and so many of an expert. It sorts more than [`items::DIRECT_PAIRS`].
 const FEW: [[usize; 2]; 3] = [[usize::MAX, 2], [items::DIRECT_PAIRS, 4], [64, 6]];
+/// The same with scales of rows, for which it does not sort. From five pairs of an expert on `Wgmma64` is as fast or faster.
+const FEW_ROWS: [usize; 2] = [items::DIRECT_PAIRS, 4];
 
 /// From how many pairs of an expert on [`FusedQuantPath::Wgmma256`] is best.
 const TALL: usize = 160;
@@ -144,9 +147,9 @@ impl FusedQuantPath {
         !matches!(self, FusedQuantPath::Auto | FusedQuantPath::Tile)
     }
 
-    /// Whether the products quantise rows themselves.
-    const fn is_few(self, scales: QuantScales) -> bool {
-        matches!((self, scales), (FusedQuantPath::Wgmma16, QuantScales::Blocks))
+    /// Whether the products quantise rows themselves, which are not to be smoothed.
+    const fn is_few(self) -> bool {
+        matches!(self, FusedQuantPath::Wgmma16)
     }
 
     /// Whether so many pairs are sorted.
@@ -161,7 +164,7 @@ impl FusedQuantPath {
                 let [a, b, c] = FEW;
                 suits(a, pairs, bins) || suits(b, pairs, bins) || suits(c, pairs, bins)
             }
-            QuantScales::Rows => pairs <= 64,
+            QuantScales::Rows => suits(FEW_ROWS, pairs, bins),
         };
         if few {
             FusedQuantPath::Wgmma16
@@ -413,23 +416,65 @@ pub const fn rows_wgmma_entries(
     })
 }
 
-/// The entries of the products of [`FusedQuantPath::Wgmma16`] with scales of blocks, which quantise rows themselves, for tokens of this type, with
-/// a sorted list or without: the first and the second.
-pub const fn few_entries(dtype: DType, sorted: bool) -> Option<(Entry<few_kernel::Args>, Entry<few_kernel::Args>)> {
+/// The entries of the products of [`FusedQuantPath::Wgmma16`] without smoothing, which quantise rows themselves, for weights and tokens of these types, with
+/// a sorted list (scales of blocks) or without: the first and the second.
+pub const fn few_entries(
+    weights: DType,
+    scales: QuantScales,
+    dtype: DType,
+    sorted: bool,
+) -> Option<(Entry<few_kernel::Args>, Entry<few_kernel::Args>)> {
     use few_kernel::*;
-    Some(match (dtype, sorted) {
-        (DType::Bf16, false) => (moe_fused_quant_few_up_bf16::ENTRY, moe_fused_quant_few_down_bf16::ENTRY),
-        (DType::F16, false) => (moe_fused_quant_few_up_f16::ENTRY, moe_fused_quant_few_down_f16::ENTRY),
-        (DType::Bf16, true) => (moe_fused_quant_few_up_sorted_bf16::ENTRY, moe_fused_quant_few_down_sorted_bf16::ENTRY),
-        (DType::F16, true) => (moe_fused_quant_few_up_sorted_f16::ENTRY, moe_fused_quant_few_down_sorted_f16::ENTRY),
+    macro_rules! entries {
+        ($up_bf16:ident, $down_bf16:ident, $up_f16:ident, $down_f16:ident) => {
+            match dtype {
+                DType::Bf16 => ($up_bf16::ENTRY, $down_bf16::ENTRY),
+                DType::F16 => ($up_f16::ENTRY, $down_f16::ENTRY),
+                _ => return None,
+            }
+        };
+    }
+    Some(match (weights, scales, sorted) {
+        (DType::E4m3, QuantScales::Blocks, false) => entries!(
+            moe_fused_quant_few_up_bf16,
+            moe_fused_quant_few_down_bf16,
+            moe_fused_quant_few_up_f16,
+            moe_fused_quant_few_down_f16
+        ),
+        (DType::E4m3, QuantScales::Blocks, true) => entries!(
+            moe_fused_quant_few_up_sorted_bf16,
+            moe_fused_quant_few_down_sorted_bf16,
+            moe_fused_quant_few_up_sorted_f16,
+            moe_fused_quant_few_down_sorted_f16
+        ),
+        (DType::E4m3, QuantScales::Rows, false) => entries!(
+            moe_fused_quant_few_up_rows_e4m3_bf16,
+            moe_fused_quant_few_down_rows_e4m3_bf16,
+            moe_fused_quant_few_up_rows_e4m3_f16,
+            moe_fused_quant_few_down_rows_e4m3_f16
+        ),
+        (DType::I8, QuantScales::Rows, false) => entries!(
+            moe_fused_quant_few_up_rows_i8_bf16,
+            moe_fused_quant_few_down_rows_i8_bf16,
+            moe_fused_quant_few_up_rows_i8_f16,
+            moe_fused_quant_few_down_rows_i8_f16
+        ),
         _ => return None,
     })
 }
 
 /// How to launch those, with so many experts and multiprocessors.
-pub const fn few_geometry(experts: usize, multiprocessors: u32) -> Geometry {
-    let bytes = few_kernel::shared_bytes(few_kernel::LINES, few_kernel::STAGES, experts);
+pub const fn few_geometry(scales: QuantScales, experts: usize, multiprocessors: u32) -> Geometry {
+    let bytes = few_kernel::shared_bytes(few_kernel::LINES, few_kernel::STAGES, kind(scales), experts);
     Geometry::linear(multiprocessors, few_kernel::THREADS as u32).shared_bytes(bytes as u32).dependent()
+}
+
+/// Their number for the kernels.
+const fn kind(scales: QuantScales) -> u32 {
+    match scales {
+        QuantScales::Blocks => kinds::BLOCKS,
+        QuantScales::Rows => kinds::ROWS,
+    }
 }
 
 /// How to launch the first product on Hopper (`up`) or the second with scales of blocks, with so many experts and multiprocessors: as many blocks of both.
@@ -663,6 +708,11 @@ impl Run<'_> {
         !self.o.routed.smooth13.is_null() || !self.o.shared.smooth13.is_null()
     }
 
+    /// Whether anything is multiplied with a smoothing vector before it is quantised.
+    fn smooths(&self) -> bool {
+        self.smooths_tokens() || !self.o.routed.smooth2.is_null() || !self.o.shared.smooth2.is_null()
+    }
+
     /// From row to row and from group to group of scales of quantised rows, `n` columns wide.
     fn scale_strides(&self, n: usize) -> (usize, usize) {
         match self.o.scales {
@@ -888,11 +938,11 @@ impl Run<'_> {
     /// # Safety
     /// As for [`launch`].
     unsafe fn few(&self) -> Result<()> {
-        let (o, shape, at, rows) = (self.o, self.shape, self.at, few_kernel::ROWS);
-        let (first, second) =
-            few_entries(self.dtype, self.path.sorts(shape.pairs())).ok_or_else(|| self.unsupported())?;
+        let (o, shape, at, rows) = (self.o, self.shape, self.at, few_kernel::TILE_ROWS);
+        let entries = few_entries(self.weights, o.scales, self.dtype, self.path.sorts(shape.pairs()));
+        let (first, second) = entries.ok_or_else(|| self.unsupported())?;
         let device = self.stream.device();
-        let geometry = few_geometry(shape.bins(), device.properties().multiprocessors);
+        let geometry = few_geometry(o.scales, shape.bins(), device.properties().multiprocessors);
         let (activation, alpha, limit) = o.activation.parts();
         let FusedShape { experts, shared_experts, hidden, intermediate, .. } = *shape;
         let maps = |routed, shared, n, k, gate_up: Option<GateUp>| -> Result<[TensorMap; 2]> {
@@ -942,6 +992,10 @@ impl Run<'_> {
             kept: self.keeps() as u32,
             words: self.part(at.draws).cast(),
             launch: launch_number(),
+            w_scale_expert: o.w13_strides.0 as u32,
+            w_scale_row: o.w13_strides.1 as u32,
+            // A number for 32 columns of `h`, which is not stored quantised.
+            maxima: self.part(at.q).cast(),
         };
         let next = few_kernel::Args {
             x: self.part(at.h),
@@ -957,6 +1011,8 @@ impl Run<'_> {
             k: intermediate as u32,
             layout: fused::PLAIN,
             shuffled: shuffled(None),
+            w_scale_expert: o.w2_strides.0 as u32,
+            w_scale_row: o.w2_strides.1 as u32,
             ..args
         };
         // SAFETY: forwarded to the caller.
@@ -1169,7 +1225,7 @@ pub unsafe fn launch(
         if path.sorts(shape.pairs()) {
             run.sort()?;
         }
-        if path.is_few(o.scales) {
+        if path.is_few() && !run.smooths() {
             run.few()?;
             return run.reduce();
         }

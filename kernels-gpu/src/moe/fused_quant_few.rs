@@ -1,4 +1,4 @@
-//! Products of the fused block with 8-bit weights, scales of blocks and few pairs of an expert, on Hopper: what
+//! Products of the fused block with 8-bit weights and few pairs of an expert, on Hopper: what
 //! [`fused_quant_wgmma`](super::fused_quant_wgmma) computes, where all that takes time is reading weights.
 //!
 //! # Quantising
@@ -9,18 +9,24 @@
 //! what a warp loads comes 1 to 2 µs later while weights stream in, so teams of two warps have stages of their own, and the loads of a chunk of
 //! rows are under way before the last one is quantised.
 //!
+//! # Scales of rows
+//! A scale of blocks follows from the 128 elements that a piece of a row has. One of a row covers all of it, so every block finds those of all rows for itself, while its first
+//! weights are on their way: of tokens from the tokens, of `h` from numbers that the first product stores with it, the largest magnitude of each pair in the 32 outputs of an item.
+//! Consumers do that, who have nothing else to do yet; then rows are quantised on their way into the stages, and sums stay in the tensor cores' accumulators until the end of an item.
+//! The code for it is short and there once: with copies for consumers and for the warps that quantise, eight loads at a time, two launches took 4 µs longer.
+//!
 //! # Pipeline
 //! A ring of stages as elsewhere. One warp has the copy engine fetch weights, and brings their scales, two for each 16 rows (a gate's and its
 //! value's) and 128 elements of K, by `cp.async`; some warps quantise; two consumer warpgroups multiply 64 rows of weights by 8 or 16 pairs,
 //! items in turn, so that one finishes an item while the other multiplies. Small items suit few tokens, where all multiprocessors should have
-//! equally much to read, and 512 bytes of a row at a time suit memory. Products of 128 elements of K start from zero and are added
+//! equally much to read, and 512 bytes of a row at a time suit memory. With scales of blocks products of 128 elements of K start from zero and are added
 //! up in f32 with their scales, in the order of K.
 //!
 //! Columns of a stage beyond the pairs of an item hold what was there before, and nobody reads what comes of them.
 //!
 //! # Launches
-//! Weights and their scales depend on no launch of the chain, so those of the second product fill the ring while the first one ends; only the
-//! warps that quantise wait for `h`. Where there is a sorted list items are [drawn](Drawn), further ahead than elsewhere. The kernel does not move registers from producers to consumers: it needs few.
+//! Weights and their scales depend on no launch of the chain, so those of the second product fill the ring while the first one ends; only
+//! who reads rows waits for `h`. Where there is a sorted list items are [drawn](Drawn), further ahead than elsewhere. The kernel does not move registers from producers to consumers: it needs few.
 
 use super::fused::PLAIN;
 use super::fused_quant_wgmma::{Job, STEP};
@@ -28,14 +34,16 @@ use super::fused_wgmma::coordinates;
 use super::items::{DIRECT_PAIRS, Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
 use crate::pipeline::{Ring, Stages};
-use crate::row::quantise::{Quantised, group_amax, scale_for};
+use crate::row::quantise::{amax, group_amax, scale_for, warp_amax};
 use crate::row::{GROUP, elements};
-use crate::scales::BLOCKS;
+use crate::scales::{BLOCKS, ROWS};
+use crate::tensor_byte::TensorByte;
 use crate::tensor_float::TensorFloat;
+use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::shared::Carver;
 use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
-use cuda_std::wgmma::{self, Accumulator, Descriptor, K};
+use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum as _};
 use cuda_std::{
     E4M3, Global, GlobalMut, Shared, bf16, cp_async, dependent_launch, entries, f16, float, integer, mbarrier, thread,
     unroll, vec, warp,
@@ -54,7 +62,9 @@ pub const THREADS: usize = GROUPS * 128 + QUANTISERS + 32;
 /// The most pairs of an item.
 pub const PAIRS: usize = 16;
 /// Rows of weights of an item.
-pub const ROWS: usize = 64;
+pub const TILE_ROWS: usize = 64;
+/// Outputs of the first product of an item.
+pub const OUTPUTS: usize = TILE_ROWS / 2;
 /// Lines of 128 elements of K of a stage, and stages.
 pub const LINES: usize = 4;
 /// See [`LINES`].
@@ -66,9 +76,14 @@ const FACTORS: usize = 8;
 const DEALT: u32 = 4;
 const _: () = assert!(DEALT >= GROUPS as u32, "consumers know their first items");
 
-/// Dynamic shared memory; every part may begin at the next multiple of 16.
-pub const fn shared_bytes(lines: usize, stages: usize, bins: usize) -> usize {
-    stages * (lines * ((ROWS + PAIRS) * STEP + (PAIRS + FACTORS) * 4) + 2 * 8)
+/// Words in which consumers tell each other the largest magnitudes of an item: of each warp and pair, of an item and of the one before.
+const TOLD: usize = GROUPS * 2 * 4 * PAIRS;
+
+/// Dynamic shared memory with scales of this kind; every part may begin at the next multiple of 16.
+pub const fn shared_bytes(lines: usize, stages: usize, scales: u32, bins: usize) -> usize {
+    let factors = if scales == BLOCKS { stages * lines * (PAIRS + FACTORS) } else { DIRECT_PAIRS + TOLD };
+    stages * (lines * (TILE_ROWS + PAIRS) * STEP + 2 * 8)
+        + factors * 4
         + GROUPS * 8
         + super::items::DRAWN_BYTES
         + super::items::shared_bytes(bins)
@@ -79,6 +94,8 @@ pub const fn shared_bytes(lines: usize, stages: usize, bins: usize) -> usize {
 #[inline(always)]
 unsafe fn fused_quant_few<
     T: TensorFloat,
+    Q: TensorByte + Input<<Q as TensorByte>::Sum>,
+    const SCALES: u32,
     const UP: bool,
     const LINES: usize,
     const STAGES: usize,
@@ -119,13 +136,24 @@ unsafe fn fused_quant_few<
     kept: u32,
     words: *mut u64,
     launch: u64,
-) {
+    w_scale_expert: u32,
+    w_scale_row: u32,
+    maxima: *mut f32,
+) where
+    [Q::Sum; 4]: Accumulator<Q::Sum>,
+    [Q::Sum; 8]: Accumulator<Q::Sum>,
+{
+    // Without a list pairs are few enough for a table.
+    const { assert!(SCALES == BLOCKS || DIRECT) };
     let (tid, warp_id, lane) = (thread::thread_idx_x(), warp::warp_id(), warp::lane_id());
     let mut carver = Carver::new();
-    let weights = carver.take_aligned::<u8>(STAGES * LINES * ROWS * STEP, 1024);
+    let weights = carver.take_aligned::<u8>(STAGES * LINES * TILE_ROWS * STEP, 1024);
     let operands = carver.take_aligned::<u8>(STAGES * LINES * PAIRS * STEP, 1024);
-    let x_factors = carver.take::<f32>(STAGES * LINES * PAIRS);
-    let w_factors = carver.take::<f32>(STAGES * LINES * FACTORS);
+    let lines = const { if SCALES == BLOCKS { STAGES * LINES } else { 0 } };
+    let x_factors = carver.take::<f32>(lines * PAIRS);
+    let w_factors = carver.take::<f32>(lines * FACTORS);
+    let magnitudes = carver.take::<u32>(const { if SCALES == ROWS { DIRECT_PAIRS } else { 0 } });
+    let told = carver.take::<f32>(const { if SCALES == ROWS { TOLD } else { 0 } });
     let bars = carver.take::<u64>(const { Stages::<STAGES>::WORDS });
     let turns = carver.take::<u64>(GROUPS);
     // Few items are dealt, all of them.
@@ -138,8 +166,12 @@ unsafe fn fused_quant_few<
         for g in 0..GROUPS {
             mbarrier::init(turns.address(g), 4);
         }
-        // Weights, the lanes that fetch their scales, and those of a team that quantises; every lane of the consumer.
-        stages.init_counted(1 + 32 + 32 * TEAM as u32, 128);
+        if SCALES == BLOCKS {
+            // Weights, the lanes that fetch their scales, and those of a team that quantises; every lane of the consumer.
+            stages.init_counted(1 + 32 + 32 * TEAM as u32, 128);
+        } else {
+            stages.init_counted(1 + 32 * TEAM as u32, 4);
+        }
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
     }
@@ -149,12 +181,16 @@ unsafe fn fused_quant_few<
         operands.set_as(16 * at, B128([0u32; 4]));
         at += THREADS as u32;
     }
-    if tid < const { (STAGES * LINES * PAIRS) as u32 } {
-        x_factors.set(tid, 0.0);
+    if SCALES == BLOCKS {
+        if tid < const { (STAGES * LINES * PAIRS) as u32 } {
+            x_factors.set(tid, 0.0);
+        }
+    } else if tid < DIRECT_PAIRS as u32 {
+        magnitudes.set(tid, 0);
     }
     const { assert!(STAGES * LINES * PAIRS <= THREADS) };
     tma::fence_async();
-    let tiles = n.div_ceil(const { if UP { ROWS as u32 / 2 } else { ROWS as u32 } });
+    let tiles = n.div_ceil(const { if UP { OUTPUTS as u32 } else { TILE_ROWS as u32 } });
     if UP && !DIRECT && tid == 0 && tokens * slots >= 4 * bins {
         // As in `fused_wgmma`: the first item if every expert has one share.
         // SAFETY: there are outputs, hence tiles.
@@ -162,7 +198,7 @@ unsafe fn fused_quant_few<
         let (bin, tile) = (thread::block_idx_x() / tiles, thread::block_idx_x() % tiles);
         let mut at = 0;
         while bin < local && at < k.min(const { (STAGES * LINES * STEP) as u32 }) {
-            let to = coordinates::<UP>(shuffled, n, at, tile * ROWS as u32, bin as i32);
+            let to = coordinates::<UP>(shuffled, n, at, tile * TILE_ROWS as u32, bin as i32);
             tma::prefetch_tensor::<5>(map, to);
             at += STEP as u32;
         }
@@ -189,16 +225,20 @@ unsafe fn fused_quant_few<
         shared: bins - local,
     };
     let count = if DIRECT { (existing_tokens(tokens, num_tokens) * slots).min(DIRECT_PAIRS as u32) } else { 0 };
+    // SAFETY: it is the number of slots, or 1.
+    core::hint::assert_unchecked(x_divisor != 0);
+    let tokens = count / x_divisor;
+    let rows = RowScales::<T> { magnitudes, x: Global::new(x), x_row, maxima: Global::new(maxima), tokens };
     let items = Items::<DIRECT>::new(&mut carver, sorted, pairs, count, bins, tiles, PAIRS as u32, false);
-    let job = Job::<T, BLOCKS, DIRECT> {
+    let job = Job::<T, SCALES, DIRECT> {
         h: GlobalMut::new(h),
         partial: GlobalMut::new(partial),
         x_scales: Global::new(core::ptr::null()),
         x_divisor,
         w_scales: Global::new(w_scales),
         shared_w_scales: Global::new(shared_w_scales),
-        w_scale_expert: 0,
-        w_scale_row: 0,
+        w_scale_expert,
+        w_scale_row,
         bias: Global::new(bias),
         biased: !bias.is_null(),
         shared_bias: Global::new(shared_bias),
@@ -235,7 +275,8 @@ unsafe fn fused_quant_few<
         let (line, warp, half) = (lane / FACTORS as u32, lane % FACTORS as u32 / 2, lane % 2);
         while next < all {
             let item = job.find(next);
-            let [gate, value] = job.weight_rows_of::<UP>(item.tile * ROWS as u32 + 16 * warp, 0);
+            // For scales of blocks.
+            let [gate, value] = job.weight_rows_of::<UP>(item.tile * TILE_ROWS as u32 + 16 * warp, 0);
             let row = if half == 0 { gate } else { value };
             let scales = job.scales_of(item.bin).offset((row / GROUP as u32 * job.groups()) as usize);
             let (map, bin) = if item.bin < local { (map, item.bin) } else { (shared_map, item.bin - local) };
@@ -249,23 +290,25 @@ unsafe fn fused_quant_few<
                 stages.wait_empty(ring);
                 let bar = stages.full(ring.stage);
                 if lane == 0 {
-                    mbarrier::arrive_expect_tx(bar, const { (LINES * ROWS * STEP) as u32 });
+                    mbarrier::arrive_expect_tx(bar, const { (LINES * TILE_ROWS * STEP) as u32 });
                     unroll::<LINES>(|l| {
                         let k0 = (step * LINES as u32 + l as u32) * STEP as u32;
-                        let at = coordinates::<UP>(shuffled, n, k0, item.tile * ROWS as u32, bin as i32);
-                        let to = (ring.stage * LINES as u32 + l as u32) * (ROWS * STEP) as u32;
+                        let at = coordinates::<UP>(shuffled, n, k0, item.tile * TILE_ROWS as u32, bin as i32);
+                        let to = (ring.stage * LINES as u32 + l as u32) * (TILE_ROWS * STEP) as u32;
                         // Beyond the end of K come zeroes.
                         tma::load_tensor_for::<5>(weights.address(to), map, at, bar, job.policy::<UP>(item));
                     });
                 }
-                if line < LINES as u32 {
+                if SCALES == BLOCKS && line < LINES as u32 {
                     let group = step * LINES as u32 + line;
                     let there = group < job.groups();
                     let to = (ring.stage * LINES as u32 + line) * FACTORS as u32 + lane % FACTORS as u32;
                     let from = scales.ptr(if there { group } else { 0 });
                     cp_async::copy::<4, _>(w_factors.address(to), from, if there { 4 } else { 0 });
                 }
-                cp_async::arrive(bar);
+                if SCALES == BLOCKS {
+                    cp_async::arrive(bar);
+                }
                 ring.advance();
                 step += 1;
             }
@@ -275,27 +318,39 @@ unsafe fn fused_quant_few<
             index += 1;
             next = number(next, index, 1);
         }
-        // The block's shared memory must outlive its copies.
-        cp_async::wait_group::<0>();
+        if SCALES == BLOCKS {
+            // The block's shared memory must outlive its copies.
+            cp_async::wait_group::<0>();
+        }
     } else if warp_id >= (GROUPS * 4) as u32 {
         if !UP {
             dependent_launch::wait();
         }
-        quantise::<T, LINES, STAGES, DIRECT>(
+        quantise::<T, Q, SCALES, LINES, STAGES, DIRECT>(
             &job,
             stages,
-            Source { x: Global::new(x), x_row, operands, factors: x_factors },
+            Source { x: Global::new(x), x_row, operands, factors: x_factors, rows },
             all,
             steps,
             number,
         );
     } else {
+        if SCALES == ROWS {
+            if !UP {
+                dependent_launch::wait();
+            }
+            rows.find::<UP, DIRECT>(&job.items, k);
+        }
         let group = warp_id / 4;
         let consumer = Consumer {
             weights: Descriptor::<K>::new(weights.address(0u32)),
             operands: Descriptor::<K>::new(operands.address(0u32)),
             x_factors,
             w_factors,
+            rows,
+            told: told.offset(const { if SCALES == ROWS { TOLD / GROUPS } else { 0 } } * group as usize),
+            maxima: GlobalMut::new(maxima),
+            group,
         };
         index = group;
         next += group * grid;
@@ -312,10 +367,23 @@ unsafe fn fused_quant_few<
                     mbarrier::arrive(turns.address(1 - group));
                 }
             };
+            macro_rules! product {
+                ($half:literal) => {
+                    if SCALES == BLOCKS {
+                        consumer.blocks::<[f32; $half], SCALES, UP, LINES, STAGES, DIRECT>(
+                            &job, stages, &mut ring, item, steps, done,
+                        )
+                    } else {
+                        consumer.rows::<Q, [Q::Sum; $half], SCALES, UP, LINES, STAGES, DIRECT>(
+                            &job, stages, &mut ring, item, steps, round, done,
+                        )
+                    }
+                };
+            }
             if item.count <= 8 {
-                consumer.item::<T, [f32; 4], UP, LINES, STAGES, DIRECT>(&job, stages, &mut ring, item, steps, done);
+                product!(4);
             } else {
-                consumer.item::<T, [f32; 8], UP, LINES, STAGES, DIRECT>(&job, stages, &mut ring, item, steps, done);
+                product!(8);
             }
             ring.skip(steps);
             index += GROUPS as u32;
@@ -334,13 +402,116 @@ struct Source<T> {
     x: Global<T>,
     x_row: usize,
     operands: Shared<u8>,
+    /// Scales of blocks, for each stage.
     factors: Shared<f32>,
+    /// Scales of rows.
+    rows: RowScales<T>,
+}
+
+/// Loads that a lane has under way while magnitudes are found.
+const AT_ONCE: usize = 4;
+/// Warps that find them: consumers, who have nothing else to do yet.
+const FINDERS: u32 = GROUPS as u32 * 4;
+/// Maxima of a load.
+const FOUR: u32 = 4;
+
+/// Of each row of `h` so many maxima, one for each [`OUTPUTS`] of its columns, and zeroes.
+#[inline(always)]
+fn maxima_of(columns: u32) -> u32 {
+    columns.div_ceil(OUTPUTS as u32).next_multiple_of(FOUR)
+}
+
+/// Scales of rows: of each token, or of each pair's row of `h`, from the largest magnitude in it. Every block finds all of them for itself.
+struct RowScales<T> {
+    /// Of each row the largest magnitude, as bits, whose order is that of magnitudes.
+    magnitudes: Shared<u32>,
+    x: Global<T>,
+    x_row: usize,
+    /// See [`maxima_of`].
+    maxima: Global<f32>,
+    /// Tokens that exist.
+    tokens: u32,
+}
+
+impl<T> Clone for RowScales<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for RowScales<T> {}
+
+impl<T: TensorFloat> RowScales<T> {
+    /// By consumers, as soon as there are rows, of `k` columns: tokens as they are, of `h` what the first product says of its parts.
+    #[inline(always)]
+    unsafe fn find<const UP: bool, const DIRECT: bool>(self, items: &Items<DIRECT>, k: u32) {
+        let rows = if UP { self.tokens } else { items.own_pairs() };
+        let pieces = if UP { k / 8 } else { maxima_of(k) / FOUR };
+        // A warp takes 32 pieces of a row at a time. Not zero, or there would be nothing to do.
+        let each = pieces.div_ceil(32).max(1);
+        let all = rows * each;
+        // Half of 2^32 divided by that.
+        let reciprocal = 0x7fff_ffff / each + 1;
+        // Blocks begin at different ones: all of them read the same.
+        let shift = integer::mul_hi(thread::block_idx_x() << 25, all);
+        let mut first = warp::warp_id();
+        while first < all {
+            let (mut words, mut row_of) = ([B128([0u32; 4]); AT_ONCE], [0; AT_ONCE]);
+            unroll::<AT_ONCE>(|i| {
+                // The last one, and a row's last piece, once more where there is none: that needs no condition.
+                let unit = (first + FINDERS * i as u32).min(all - 1) + shift;
+                let unit = unit.min(unit.wrapping_sub(all));
+                let row = integer::mul_hi(2 * unit + 1, reciprocal);
+                let piece = ((unit - row * each) * 32 + warp::lane_id()).min(pieces - 1);
+                // Pairs without an expert here have no row.
+                let row = if UP { row } else { items.pair(row) };
+                row_of[i] = row;
+                words[i] = if UP {
+                    self.x.get_as(row as usize * self.x_row + 8 * piece as usize)
+                } else {
+                    self.maxima.get_as((row * pieces + piece) * FOUR)
+                };
+            });
+            unroll::<AT_ONCE>(|i| {
+                let B128(words) = words[i];
+                let own = if UP {
+                    amax(vec::to_f32(elements::<T, 8>(B128(words.map(integer::opaque)))))
+                } else {
+                    amax(words.map(f32::from_bits))
+                };
+                let largest = warp_amax(own).to_bits();
+                if warp::lane_id() == 0 {
+                    self.magnitudes.fetch_max(row_of[i], largest, Block, Relaxed);
+                }
+            });
+            first += const { FINDERS * AT_ONCE as u32 };
+        }
+        Self::wait_found();
+    }
+
+    /// By those that quantise: until they are found.
+    #[inline(always)]
+    fn wait_found() {
+        thread::sync_named(1, const { (GROUPS * 128 + QUANTISERS) as u32 });
+    }
+
+    /// The scale of a row.
+    #[inline(always)]
+    unsafe fn of<Q: TensorByte>(self, row: u32) -> f32 {
+        scale_for::<Q>(f32::from_bits(self.magnitudes.get(row)))
+    }
 }
 
 /// By [`QUANTISERS`] threads: rows of every item to stages, quantised. Teams take stages in turn, as loads take longer than a stage may.
 #[inline(always)]
-unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, const DIRECT: bool>(
-    job: &Job<T, BLOCKS, DIRECT>,
+unsafe fn quantise<
+    T: TensorFloat,
+    Q: TensorByte,
+    const SCALES: u32,
+    const LINES: usize,
+    const STAGES: usize,
+    const DIRECT: bool,
+>(
+    job: &Job<T, SCALES, DIRECT>,
     stages: Stages<STAGES>,
     source: Source<T>,
     all: u32,
@@ -363,6 +534,9 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
         number = number_of(number, index, 1);
     }
     if number >= all {
+        if SCALES == ROWS {
+            RowScales::<T>::wait_found();
+        }
         return;
     }
     const { assert!(LINES.is_multiple_of(2 * TEAM), "rows of a piece are those of all lanes") };
@@ -371,12 +545,17 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
         let at = const { 2 * TEAM as u32 } * (CHUNK as u32 * chunk + i as u32) + half;
         (at % LINES as u32, at / LINES as u32)
     };
-    // Where the rows of an item begin, one a lane, in units of 16 bytes.
-    let rows = |item: Item| {
+    // The rows of an item, one a lane, and where they begin, in units of 16 bytes.
+    let row_of = |item: Item| {
         let row = warp::lane_id().min(item.count - 1);
         // SAFETY: it is the number of slots, or 1.
         core::hint::assert_unchecked(job.x_divisor != 0);
-        job.items.pair(item.first + row) / job.x_divisor * (source.x_row / 8) as u32
+        job.items.pair(item.first + row) / job.x_divisor
+    };
+    let rows = |item: Item| row_of(item) * (source.x_row / 8) as u32;
+    // What they are multiplied by, if their scales are known beforehand.
+    let factors = |item: Item| {
+        if SCALES == ROWS { float::recip(source.rows.of::<Q>(row_of(item))) } else { 0.0 }
     };
     let load = |item: Item, rows: u32, step: u32, chunk: u32| {
         // As words: as elements each would take a register, and be waited for at once.
@@ -396,9 +575,14 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
     let mut from = rows(item);
     let mut chunk = 0;
     let mut now = load(item, from, step, 0);
+    if SCALES == ROWS {
+        RowScales::<T>::wait_found();
+    }
+    let mut by = factors(item);
     loop {
         // On its way while this chunk is quantised.
         let (here, first, last) = (item, chunk == 0, chunk + 1 == chunks(item));
+        let by_here = by;
         let (this_chunk, this_ring) = (chunk, ring);
         let mut ahead = now;
         let mut more = true;
@@ -416,6 +600,7 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
             if number != before && more {
                 item = job.find(number);
                 from = rows(item);
+                by = factors(item);
             }
         } else {
             chunk += 1;
@@ -433,9 +618,13 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
                 unroll::<TOGETHER>(|i| {
                     let B128(loaded) = now[group * TOGETHER + i];
                     let v = vec::to_f32(elements::<T, 8>(B128(loaded.map(integer::opaque))));
-                    scales[i] = scale_for::<E4M3>(group_amax(v));
-                    let factor = float::recip(scales[i]);
-                    let four = |j: usize| E4M3::four([v[j], v[j + 1], v[j + 2], v[j + 3]].map(|v| v * factor));
+                    let factor = if SCALES == BLOCKS {
+                        scales[i] = scale_for::<Q>(group_amax(v));
+                        float::recip(scales[i])
+                    } else {
+                        warp::shfl_idx(by_here, piece(this_chunk, group * TOGETHER + i).1)
+                    };
+                    let four = |j: usize| Q::four([v[j], v[j + 1], v[j + 2], v[j + 3]].map(|v| v * factor));
                     words[i] = B64([four(0), four(4)]);
                 });
                 unroll::<TOGETHER>(|i| {
@@ -444,7 +633,7 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
                     let at = place * (PAIRS * STEP) as u32 + Swizzle::B128.apply(row * STEP as u32 + 8 * part);
                     if row < here.count {
                         source.operands.set_as(at, words[i]);
-                        if part == 0 {
+                        if SCALES == BLOCKS && part == 0 {
                             source.factors.set(place * PAIRS as u32 + row, scales[i]);
                         }
                     }
@@ -464,26 +653,55 @@ unsafe fn quantise<T: TensorFloat, const LINES: usize, const STAGES: usize, cons
 }
 
 /// What a consumer warpgroup works with.
-struct Consumer {
+struct Consumer<T> {
     weights: Descriptor<K>,
     operands: Descriptor<K>,
+    /// Scales of blocks, for each stage.
     x_factors: Shared<f32>,
     w_factors: Shared<f32>,
+    /// Scales of rows.
+    rows: RowScales<T>,
+    /// What warps tell each other of results of the first product, and where it is stored for the second.
+    told: Shared<f32>,
+    maxima: GlobalMut<f32>,
+    group: u32,
 }
 
-impl Consumer {
-    /// Multiplies an item and finishes it; calls `done` between.
+impl<T: TensorFloat> Consumer<T> {
+    /// What the end of an item needs, asked for before its products: of a lane's columns, which are the one in every eight, their pairs, and the weights of those.
     #[inline(always)]
-    unsafe fn item<
-        T: TensorFloat,
+    unsafe fn columns<const SCALES: u32, const UP: bool, const DIRECT: bool>(
+        &self,
+        job: &Job<T, SCALES, DIRECT>,
+        item: Item,
+    ) -> ([u32; 2], [f32; 2]) {
+        let lane = warp::lane_id();
+        let column = if UP { lane / 4 } else { 2 * (lane % 4) + lane / 4 % 2 };
+        let (mut pair, mut weight) = ([0u32; 2], [0f32; 2]);
+        unroll::<2>(|j| {
+            let column = column + 8 * j as u32;
+            if column < item.count {
+                pair[j] = job.items.pair(item.first + column);
+                if !UP {
+                    weight[j] = job.items.weight(item.first + column);
+                }
+            }
+        });
+        (pair, weight)
+    }
+
+    /// Multiplies an item with scales of blocks and finishes it; calls `done` between.
+    #[inline(always)]
+    unsafe fn blocks<
         A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
+        const SCALES: u32,
         const UP: bool,
         const LINES: usize,
         const STAGES: usize,
         const DIRECT: bool,
     >(
         &self,
-        job: &Job<T, BLOCKS, DIRECT>,
+        job: &Job<T, SCALES, DIRECT>,
         stages: Stages<STAGES>,
         ring: &mut Ring<STAGES>,
         item: Item,
@@ -491,18 +709,7 @@ impl Consumer {
         done: impl Fn(),
     ) {
         let (lane, warp) = (warp::lane_id(), warp::warp_id() % 4);
-        // What the end needs is on its way while the products run: a lane's columns are the one in every eight.
-        let column = if UP { lane / 4 } else { 2 * (lane % 4) + lane / 4 % 2 };
-        let (mut pair, mut scale) = ([0u32; 2], [0f32; 2]);
-        unroll::<2>(|j| {
-            let column = column + 8 * j as u32;
-            if column < item.count {
-                pair[j] = job.items.pair(item.first + column);
-                if !UP {
-                    scale[j] = job.items.weight(item.first + column);
-                }
-            }
-        });
+        let (pair, scale) = self.columns::<SCALES, UP, DIRECT>(job, item);
         let (mut acc, mut partial) = (A::zero(), [A::zero(); LINES]);
         let mut step = 0;
         loop {
@@ -510,7 +717,7 @@ impl Consumer {
             let first = ring.stage * LINES as u32;
             unroll::<LINES>(|l| {
                 let line = first + l as u32;
-                let (a, b) = (line * (ROWS * STEP) as u32, line * (PAIRS * STEP) as u32);
+                let (a, b) = (line * (TILE_ROWS * STEP) as u32, line * (PAIRS * STEP) as u32);
                 partial[l].multiply::<E4M3, 4, _, _>(self.weights.offset(a), self.operands.offset(b), false);
             });
             wgmma::wait::<0>(&mut partial[0]);
@@ -536,7 +743,7 @@ impl Consumer {
             }
         }
         done();
-        let row = item.tile * ROWS as u32 + 16 * warp;
+        let row = item.tile * TILE_ROWS as u32 + 16 * warp;
         let sums = |j: usize| {
             let mut v = [0f32; 4];
             for e in 0..4 {
@@ -549,6 +756,111 @@ impl Consumer {
         } else {
             let of = |column| if column < 8 { (pair[0], scale[0]) } else { (pair[1], scale[1]) };
             job.store_down::<false>(item, row, A::N, of, sums);
+        }
+    }
+
+    /// Multiplies an item with scales of rows and finishes it, the block's number `round` of this consumer; calls `done` between.
+    #[inline(always)]
+    unsafe fn rows<
+        Q: TensorByte + Input<Q::Sum>,
+        A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
+        const SCALES: u32,
+        const UP: bool,
+        const LINES: usize,
+        const STAGES: usize,
+        const DIRECT: bool,
+    >(
+        &self,
+        job: &Job<T, SCALES, DIRECT>,
+        stages: Stages<STAGES>,
+        ring: &mut Ring<STAGES>,
+        item: Item,
+        steps: u32,
+        round: u32,
+        done: impl Fn(),
+    ) {
+        let (lane, warp) = (warp::lane_id(), warp::warp_id() % 4);
+        let row = item.tile * TILE_ROWS as u32 + 16 * warp;
+        let (pair, weight) = self.columns::<SCALES, UP, DIRECT>(job, item);
+        let scales = job.scales_of(item.bin);
+        let by = job.weight_rows::<UP>(row).map(|row| scales.get(row * job.w_scale_row));
+        let mut pairs_by = [[0f32; 2]; 2];
+        for j in 0..const { A::N / 8 } {
+            for e in 0..2 {
+                let column = 8 * j as u32 + 2 * (lane % 4) + e as u32;
+                if column < item.count {
+                    pairs_by[j][e] = self.rows.of::<Q>(job.row(item.first + column));
+                }
+            }
+        }
+        let mut acc = A::zero();
+        let mut step = 0;
+        loop {
+            stages.wait_full(*ring);
+            unroll::<LINES>(|l| {
+                let line = ring.stage * LINES as u32 + l as u32;
+                let (a, b) = (line * (TILE_ROWS * STEP) as u32, line * (PAIRS * STEP) as u32);
+                acc.multiply::<Q, 4, _, _>(self.weights.offset(a), self.operands.offset(b), l > 0 || step > 0);
+            });
+            // At once: the next stage's weights come much later, and until then this one can be filled again.
+            wgmma::wait::<0>(&mut acc);
+            stages.release(ring.stage, lane);
+            ring.advance();
+            step += 1;
+            if step >= steps {
+                break;
+            }
+        }
+        done();
+        let sums = |j: usize| {
+            let mut v = [0f32; 4];
+            for e in 0..4 {
+                v[e] = acc.as_ref()[4 * j + e].to_f32() * (by[e / 2] * pairs_by[j][e % 2]);
+            }
+            v
+        };
+        if UP {
+            let mut largest = [0f32; 2];
+            let pairs = |column| if column < 8 { pair[0] } else { pair[1] };
+            job.store_up_seen(item, row, A::N, pairs, sums, |j, word| largest[j] = amax(T::unpack_f32(word)));
+            self.tell::<A, Q, SCALES, DIRECT>(job, item, largest, round % 2);
+        } else {
+            let of = |column| if column < 8 { (pair[0], weight[0]) } else { (pair[1], weight[1]) };
+            job.store_down::<false>(item, row, A::N, of, sums);
+        }
+    }
+
+    /// The largest magnitude of each pair in the item's [`OUTPUTS`], of which a warp has 8 and a lane 2. Items in turn have words of their own, so that a barrier an
+    /// item is enough.
+    #[inline(always)]
+    unsafe fn tell<A: Accumulator<Q::Sum>, Q: TensorByte, const SCALES: u32, const DIRECT: bool>(
+        &self,
+        job: &Job<T, SCALES, DIRECT>,
+        item: Item,
+        largest: [f32; 2],
+        turn: u32,
+    ) {
+        let (lane, warp) = (warp::lane_id(), warp::warp_id() % 4);
+        let told = self.told.offset(turn * (4 * PAIRS) as u32);
+        for j in 0..const { A::N / 8 } {
+            let two = float::max(largest[j], warp::shfl_xor(largest[j], 1));
+            let eight = float::max(two, warp::shfl_xor(two, 2));
+            if lane % 4 == 0 {
+                told.set(warp * PAIRS as u32 + 8 * j as u32 + lane / 4, eight);
+            }
+        }
+        thread::sync_named(2 + self.group, 128);
+        if warp == 0 && lane < item.count {
+            let mut largest = 0f32;
+            unroll::<4>(|w| largest = float::max(largest, told.get(w as u32 * PAIRS as u32 + lane)));
+            let pair = job.items.pair(item.first + lane);
+            let (tile, all) = (item.tile, maxima_of(job.n));
+            self.maxima.set(pair as usize * all as usize + tile as usize, largest);
+            if tile + 1 == job.n.div_ceil(OUTPUTS as u32) {
+                for zero in tile + 1..all {
+                    self.maxima.set(pair as usize * all as usize + zero as usize, 0.0);
+                }
+            }
         }
     }
 }
@@ -565,7 +877,7 @@ entries! {
         x: *const T, x_row: usize, x_divisor: u32,
         /// The weights of the routed experts and of the shared ones; see [`fused_wgmma`](super::fused_wgmma).
         map: TensorMap, shared_map: TensorMap,
-        /// Their scales: `[experts, rows / 128, k / 128]`.
+        /// Their scales: `[experts, rows / 128, k / 128]`, or of rows.
         w_scales: *const f32, shared_w_scales: *const f32,
         /// `[local, rows]` or null; `[shared, rows]` or null.
         bias: *const f32, shared_bias: *const f32,
@@ -590,13 +902,26 @@ entries! {
         words: *mut u64,
         /// A number that no other launch has, unless it repeats this one; the two products may have the same.
         launch: u64,
+        /// Where scales of rows of weights are: from expert to expert and from row to row.
+        w_scale_expert: u32, w_scale_row: u32,
+        /// With scales of rows, for both products: of each pair the largest magnitude in every [`OUTPUTS`] of the first one's results, for which there is room for 4 bytes
+        /// for each 16 of `[tokens * slots, intermediate]`, whatever is in it.
+        maxima: *mut f32,
     );
-    moe_fused_quant_few_up_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, true>;
-    moe_fused_quant_few_up_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, true>;
-    moe_fused_quant_few_up_sorted_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, false>;
-    moe_fused_quant_few_up_sorted_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, true, { LINES }, { STAGES }, false>;
-    moe_fused_quant_few_down_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, { LINES }, { STAGES }, true>;
-    moe_fused_quant_few_down_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, { LINES }, { STAGES }, true>;
-    moe_fused_quant_few_down_sorted_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, { LINES }, { STAGES }, false>;
-    moe_fused_quant_few_down_sorted_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, false, { LINES }, { STAGES }, false>;
+    moe_fused_quant_few_up_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { BLOCKS }, true, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_up_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { BLOCKS }, true, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_up_sorted_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { BLOCKS }, true, { LINES }, { STAGES }, false>;
+    moe_fused_quant_few_up_sorted_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { BLOCKS }, true, { LINES }, { STAGES }, false>;
+    moe_fused_quant_few_down_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { BLOCKS }, false, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_down_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { BLOCKS }, false, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_down_sorted_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { BLOCKS }, false, { LINES }, { STAGES }, false>;
+    moe_fused_quant_few_down_sorted_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { BLOCKS }, false, { LINES }, { STAGES }, false>;
+    moe_fused_quant_few_up_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { ROWS }, true, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_up_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { ROWS }, true, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_up_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, i8, { ROWS }, true, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_up_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, i8, { ROWS }, true, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_down_rows_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { ROWS }, false, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_down_rows_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { ROWS }, false, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_down_rows_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, i8, { ROWS }, false, { LINES }, { STAGES }, true>;
+    moe_fused_quant_few_down_rows_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, i8, { ROWS }, false, { LINES }, { STAGES }, true>;
 }

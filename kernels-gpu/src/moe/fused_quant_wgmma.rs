@@ -249,6 +249,20 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
         pairs: impl Fn(u32) -> u32,
         sums: impl Fn(usize) -> [f32; 4],
     ) {
+        self.store_up_seen(item, row, columns, pairs, sums, |_, _| {});
+    }
+
+    /// The same; `see` sees two results, rounded, of a column of each group of 8, if they are stored: four neighbouring lanes have eight of the same column.
+    #[inline(always)]
+    pub(super) unsafe fn store_up_seen(
+        &self,
+        item: Item,
+        row: u32,
+        columns: usize,
+        pairs: impl Fn(u32) -> u32,
+        sums: impl Fn(usize) -> [f32; 4],
+        mut see: impl FnMut(usize, u32),
+    ) {
         let (g, t) = (warp::lane_id() / 4, warp::lane_id() % 4);
         let first = row / 2;
         let (kind, alpha, limit) = self.activation;
@@ -265,6 +279,7 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
             let at = pairs(column) as usize * self.n as usize + (first + 2 * t) as usize;
             if first < self.n && column < item.count {
                 self.h.set_as::<u32>(at, word);
+                see(j, word);
             }
         }
     }

@@ -610,6 +610,17 @@ impl<const DIRECT: bool> Items<DIRECT> {
         Item { bin, tile, first: self.starts.get(bin) + first, count, shared, alone: shares <= 2 }
     }
 
+    /// By a whole warp, without a list, after [`fill_together`](Self::fill_together): how many pairs have an expert here.
+    #[inline(always)]
+    pub unsafe fn own_pairs(&self) -> u32 {
+        let mut count = 0;
+        unroll::<ROUNDS>(|i| {
+            let here = self.own_bins.get(32 * i as u32 + warp::lane_id()) < self.bins;
+            count += warp::warp_vote_ballot(warp::FULL, here).count_ones();
+        });
+        count
+    }
+
     /// The pair at a place of the order.
     #[inline(always)]
     pub unsafe fn pair(&self, at: u32) -> u32 {
