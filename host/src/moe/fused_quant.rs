@@ -1189,7 +1189,7 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
     let most = wgmma_kernel::MAX_BINS;
     let what = format!(
         "the path {path:?} has no kernel for weights of {weights} and tokens of {dtype}, or for these sizes: `Wgmma..` takes tokens of 16-bit \
-         floats on Hopper, at most {most} experts and an activation other than `Gelu`, `Wgmma16` with scales of rows at most {} pairs, `Wgmma256` scales of blocks, at most \
+         floats on Hopper, at most {most} experts and an activation other than `Gelu`, with scales of rows `Wgmma16` at most {} pairs and `Wgmma160` at most 536 experts, `Wgmma256` scales of blocks, at most \
          {TALL_BINS} experts and, of gates and values in halves, multiples of 64; shuffled weights need such a \
          path and widths of multiples of 128",
         items::DIRECT_PAIRS

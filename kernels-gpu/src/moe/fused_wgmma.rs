@@ -13,8 +13,13 @@
 //! For the second product the map is `[experts, 1, outputs / 8, 8, k]`, with boxes of as many rows. Weights that were [shuffled](super::shuffle)
 //! have another map and other coordinates, and arrive in the same order.
 //!
+//! # Operands
+//! The body is that of 8-bit operands with scales of rows as well ([`fused_quant_rows_wgmma`](super::fused_quant_rows_wgmma)): in bytes their products are those of 16 bits with half of K. Only the ends
+//! differ: finished sums are multiplied with the scales of their rows ([`RowScales`]), which are asked for while the last products run. And the second product waits for all of `h`, which is quantised
+//! between the two.
+//!
 //! # Pipeline
-//! A ring of stages of `LINES` times 64 elements of K in shared memory, 128-byte swizzle. A producer warpgroup fills it: one thread has
+//! A ring of stages of `LINES` times 128 bytes of K in shared memory, 128-byte swizzle. A producer warpgroup fills it: one thread has
 //! the copy engine fetch the weights, others gather the rows of `x` or `h` by 16-byte `cp.async`, which take each row
 //! from where it is and fill what is not there with zeroes; both are counted by one mbarrier a stage. Of many pairs all of its threads gather. Of few the thread that fetches has
 //! a warp of its own, and two warps gather: whoever asks for more than memory gives is held up, and the first rows waited behind the weights of a whole ring. Two consumer
@@ -640,10 +645,11 @@ pub(super) unsafe fn product<
         // The sorted list may still be in the making.
         dependent_launch::wait();
         if Q::SCALED && stripes.are_kept() && thread::block_idx_x() == 0 && tid < stripes.count {
-            // As below, where the next launch is not told of progress.
+            // As below, where the next launch is not told of progress. The one after it may read them before this one has ended.
             stripes.begin(tid, thread::grid_dim_x() * GROUPS as u32);
+            thread::device_fence();
         }
-        if !progress.is_kept() {
+        if !Q::SCALED && !progress.is_kept() {
             dependent_launch::launch_dependents();
         }
     } else {
@@ -691,6 +697,10 @@ pub(super) unsafe fn product<
         items.fill_together(pairs, count);
     } else {
         items.gather();
+    }
+    if UP && Q::SCALED {
+        // After a barrier, since words for the sum may have been begun.
+        dependent_launch::launch_dependents();
     }
     let looked = || {
         if STAGED {
