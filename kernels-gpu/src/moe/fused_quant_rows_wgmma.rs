@@ -4,11 +4,16 @@
 //! int8 are exact. `h` is stored as `T` and quantised by [`fused_quant_rows`](super::fused_quant_rows), since a scale covers all outputs; so the second product begins when that has ended.
 //! Rows of `x` and of `h` are quantised where they are, a token's once, and gathered.
 
-use super::fused_wgmma::{Operand, ROOMY, RowScales, THREADS, product};
+use super::fused_wgmma::{self, Operand, RowScales, product};
 use crate::tensor_float::TensorFloat;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::Accumulator;
 use cuda_std::{E4M3, Global, bf16, entries, f16};
+
+/// Threads of a block; see [`fused_wgmma::THREADS`].
+pub const THREADS: usize = fused_wgmma::THREADS;
+/// See [`fused_wgmma::ROOMY`].
+pub const ROOMY: usize = fused_wgmma::ROOMY;
 
 /// One of the products; see [`Args`] and [`product`].
 #[inline(always)]
