@@ -1,4 +1,4 @@
-//! Products of the fused block with 8-bit weights, activations and scales of rows on Hopper: those of [`fused_wgmma`](super::fused_wgmma), whose stages hold as many bytes.
+//! Products of the fused block with 8-bit weights, activations and scales of rows on Hopper: those of [`fused_wgmma`], whose stages hold as many bytes.
 //!
 //! A scale for each output of an expert, or one for an expert, and one for each row of `x` and `h` multiply finished sums, which stay in the tensor cores' accumulators throughout; those of
 //! int8 are exact. `h` is stored as `T` and quantised by [`fused_quant_rows`](super::fused_quant_rows), since a scale covers all outputs; so the second product begins when that has ended.
@@ -142,7 +142,7 @@ entries! {
         partial: *mut f32,
         /// Quantised rows of tokens, or for the second product of `h`, `x_row` apart, and their scales: row `pair / x_divisor` belongs to a pair.
         x: *const u8, x_row: usize, x_scales: *const f32, x_divisor: u32,
-        /// The weights of the routed experts and of the shared ones; see [`fused_wgmma`](super::fused_wgmma).
+        /// The weights of the routed experts and of the shared ones; see [`fused_wgmma`].
         map: TensorMap, shared_map: TensorMap,
         /// The scales of their rows, `w_scale_row` apart, of experts, `w_scale_expert` apart.
         w_scales: *const f32, shared_w_scales: *const f32, w_scale_expert: u32, w_scale_row: u32,
