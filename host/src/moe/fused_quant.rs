@@ -43,6 +43,12 @@ const FEW_ROWS: [usize; 2] = [items::DIRECT_PAIRS, 4];
 const TALL: usize = 160;
 /// The most experts whose tables have room beside its stages.
 const TALL_BINS: usize = 900;
+/// The same of [`FusedQuantPath::Wgmma160`] with scales of rows.
+const ROWS_BINS: usize = 536;
+const _: () = {
+    let wide = FusedQuantPath::Wgmma160;
+    assert!(wide.takes_rows(0, ROWS_BINS) && !wide.takes_rows(0, ROWS_BINS + 1));
+};
 
 /// The kernels of [`fused_quant`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -1189,7 +1195,7 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
     let most = wgmma_kernel::MAX_BINS;
     let what = format!(
         "the path {path:?} has no kernel for weights of {weights} and tokens of {dtype}, or for these sizes: `Wgmma..` takes tokens of 16-bit \
-         floats on Hopper, at most {most} experts and an activation other than `Gelu`, with scales of rows `Wgmma16` at most {} pairs and `Wgmma160` at most 536 experts, `Wgmma256` scales of blocks, at most \
+         floats on Hopper, at most {most} experts and an activation other than `Gelu`, with scales of rows `Wgmma16` at most {} pairs and `Wgmma160` at most {ROWS_BINS} experts, `Wgmma256` scales of blocks, at most \
          {TALL_BINS} experts and, of gates and values in halves, multiples of 64; shuffled weights need such a \
          path and widths of multiples of 128",
         items::DIRECT_PAIRS
