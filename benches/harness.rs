@@ -25,6 +25,9 @@
 //!     --device NAME      simt, cuda:N or auto          (or WARPLOOM_BENCH_DEVICE=NAME)
 //!     --list             only print the names of the cases
 //!     --table FILE       print the records in FILE as Markdown, and measure nothing
+//!     --model NAME=E,K,H,I                             fused MoE for this model instead of those on record (as often as
+//!                        wanted): experts, experts a token, hidden and intermediate width (as sharded)
+//!     --tokens N,N..     for so many tokens
 //!     --save-baseline NAME, --baseline NAME            criterion's
 //! ```
 
@@ -182,6 +185,55 @@ struct Options {
     device: Option<String>,
     save_baseline: Option<String>,
     baseline: Option<String>,
+    models: Vec<Model>,
+    tokens: Vec<usize>,
+}
+
+/// Experts of a mixture: those of a whole model, or what a device has of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Model {
+    /// In names of cases.
+    pub name: String,
+    /// How many there are, and how many a token has.
+    pub experts: usize,
+    /// Experts of a token.
+    pub top_k: usize,
+    /// Width of tokens.
+    pub hidden: usize,
+    /// Width between the products.
+    pub inter: usize,
+}
+
+impl Model {
+    /// A model by name and sizes.
+    pub fn new(name: &str, [experts, top_k, hidden, inter]: [usize; 4]) -> Self {
+        Self { name: name.into(), experts, top_k, hidden, inter }
+    }
+}
+
+impl std::str::FromStr for Model {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let sizes = text.split_once('=').and_then(|(name, sizes)| {
+            let sizes: Vec<usize> = numbers(sizes).ok()?;
+            Some((name, <[usize; 4]>::try_from(sizes).ok()?))
+        });
+        match sizes {
+            Some((name, sizes @ [experts, top_k, ..])) if !name.is_empty() && top_k <= experts => {
+                Ok(Self::new(name, sizes))
+            }
+            _ => Err(format!(
+                "a model is NAME=E,K,H,I (experts, experts a token, hidden and intermediate width, e.g. mixtral=8,2,4096,14336), and not {text}"
+            )),
+        }
+    }
+}
+
+/// Numbers of at least 1, between commas.
+fn numbers(text: &str) -> Result<Vec<usize>, String> {
+    let number = |part: &str| part.trim().parse().ok().filter(|&n| n > 0);
+    text.split(',').map(|part| number(part).ok_or_else(|| format!("{part:?} is not a number of at least 1"))).collect()
 }
 
 impl Options {
@@ -205,6 +257,8 @@ impl Options {
                 "--device" => this.device = value()?,
                 "--save-baseline" => this.save_baseline = value()?,
                 "--baseline" => this.baseline = value()?,
+                "--model" => this.models.push(value()?.unwrap_or_default().parse()?),
+                "--tokens" => this.tokens = numbers(&value()?.unwrap_or_default())?,
                 _ if arg.starts_with('-') => return Err(format!("unknown option {arg}")),
                 _ => this.filters.push(arg),
             }
@@ -304,6 +358,16 @@ impl Harness {
     /// `gpu` on a GPU; `simt`, which should be small, on the SIMT device.
     pub fn pick<T>(&self, gpu: T, simt: T) -> T {
         if self.device.is_simt() { simt } else { gpu }
+    }
+
+    /// The models that the command line names, or these.
+    pub fn models(&self, or: impl FnOnce() -> Vec<Model>) -> Vec<Model> {
+        if self.options.models.is_empty() { or() } else { self.options.models.clone() }
+    }
+
+    /// The numbers of tokens that the command line names, or these; for [`models`](Self::models).
+    pub fn tokens(&self, or: &[usize]) -> Vec<usize> {
+        if self.options.tokens.is_empty() { or.to_vec() } else { self.options.tokens.clone() }
     }
 
     /// Times an operation.
@@ -681,6 +745,13 @@ mod tests {
         assert!(options.selects("norm/rms_norm") && options.selects("moe/gate") && !options.selects("rope"));
         assert!(parse(&[]).unwrap().selects("anything") && !parse(&[]).unwrap().quick);
         assert!(parse(&["--json"]).is_err() && parse(&["--fast"]).is_err());
+        let options = parse(&["--model", "a=8,2,64,32", "--model", "b=1,1,8,8", "--tokens", "1,16"]).unwrap();
+        assert_eq!(options.models, [Model::new("a", [8, 2, 64, 32]), Model::new("b", [1, 1, 8, 8])]);
+        assert_eq!(options.tokens, [1, 16]);
+        for wrong in [["--model", "a=8,2,64"], ["--model", "a=2,8,64,32"], ["--model", "8,2,64,32"], ["--tokens", "0"]]
+        {
+            assert!(parse(&wrong).is_err(), "{wrong:?}");
+        }
         let env = |name: &str| (name == "WARPLOOM_BENCH_QUICK").then(|| "1".to_string());
         assert!(Options::parse(std::iter::empty(), env).unwrap().quick);
     }

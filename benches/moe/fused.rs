@@ -2,17 +2,12 @@
 
 use warploom::moe::{FusedOptions, FusedPath, FusedShape, fused};
 use warploom::{DType, Tensor, bf16};
-use warploom_benches::{Cost, Harness, noise};
-
-/// Name, experts, experts a token, hidden and intermediate width.
-const MODELS: [(&str, usize, usize, usize, usize); 3] =
-    [("mixtral", 8, 2, 4096, 14336), ("qwen3-30b", 128, 8, 2048, 768), ("deepseek-v3", 256, 8, 7168, 2048)];
+use warploom_benches::{Cost, Harness, Model, noise};
 
 pub fn benches(harness: &mut Harness) {
-    let models = harness.pick(&MODELS[..], &[("tiny", 16, 4, 256, 64)]);
-    let tokens = harness.pick(&[1, 8, 64, 512, 4096][..], &[1, 16]);
-    for &model in models {
-        for &tokens in tokens {
+    let (models, all_tokens) = super::models(harness);
+    for model in &models {
+        for &tokens in &all_tokens {
             case(harness, model, tokens, FusedPath::Auto, "");
             case(harness, model, tokens, FusedPath::Auto, "shuffled/");
         }
@@ -24,10 +19,10 @@ pub fn benches(harness: &mut Harness) {
     }
     // What else might have been chosen, where that is a question.
     use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Vector, Wgmma16, Wgmma64, Wgmma176};
-    for &model in models {
-        for &tokens in tokens {
-            let pairs = tokens * model.2;
-            let each = pairs.div_ceil(model.1);
+    for model in &models {
+        for &tokens in &all_tokens {
+            let pairs = tokens * model.top_k;
+            let each = pairs.div_ceil(model.experts);
             for path in [Direct, Wgmma16, Vector] {
                 if pairs <= 64 && (path != Vector || tokens == 1) {
                     case(harness, model, tokens, path, "");
@@ -66,7 +61,7 @@ pub fn routing(tokens: usize, experts: usize, top_k: usize, seed: usize) -> Vec<
 
 fn case(
     harness: &mut Harness,
-    (name, experts, top_k, hidden, inter): (&str, usize, usize, usize, usize),
+    &Model { ref name, experts, top_k, hidden, inter }: &Model,
     tokens: usize,
     path: FusedPath,
     kind: &str,

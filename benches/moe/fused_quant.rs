@@ -4,17 +4,12 @@ use super::fused::routing;
 use warploom::gemm::{Quantised, QuantisedElement};
 use warploom::moe::{FusedQuantOptions, FusedQuantPath, FusedShape, fused_quant};
 use warploom::{DType, Device, E4M3, Result, Stream, Tensor, bf16};
-use warploom_benches::{Cost, Harness, noise};
-
-/// Name, experts, experts a token, hidden and intermediate width.
-const MODELS: [(&str, usize, usize, usize, usize); 3] =
-    [("mixtral", 8, 2, 4096, 14336), ("qwen3-30b", 128, 8, 2048, 768), ("deepseek-v3", 256, 8, 7168, 2048)];
+use warploom_benches::{Cost, Harness, Model, noise};
 
 pub fn benches(harness: &mut Harness) {
-    let models = harness.pick(&MODELS[..], &[("tiny", 16, 4, 256, 64)]);
-    let tokens = harness.pick(&[1, 8, 64, 512, 4096][..], &[1, 16]);
-    for &model in models {
-        for &tokens in tokens {
+    let (models, all_tokens) = super::models(harness);
+    for model in &models {
+        for &tokens in &all_tokens {
             case(harness, model, tokens, FusedQuantPath::Auto, Kind::Blocks, noise::<E4M3>);
             case(harness, model, tokens, FusedQuantPath::Auto, Kind::Rounded, noise::<E4M3>);
             case(harness, model, tokens, FusedQuantPath::Auto, Kind::Rows, noise::<E4M3>);
@@ -22,8 +17,8 @@ pub fn benches(harness: &mut Harness) {
         }
     }
     use FusedQuantPath::{Tile, Wgmma16, Wgmma64, Wgmma160, Wgmma256};
-    for &model in models {
-        for &tokens in tokens {
+    for model in &models {
+        for &tokens in &all_tokens {
             for path in [Wgmma16, Wgmma64, Wgmma160, Wgmma256] {
                 if path != Wgmma16 || tokens <= 64 {
                     case(harness, model, tokens, path, Kind::Blocks, noise::<E4M3>);
@@ -57,7 +52,7 @@ fn constant(device: &Device, stream: &Stream, shape: &[usize], _seed: usize) -> 
 
 fn case<Q: QuantisedElement>(
     harness: &mut Harness,
-    (name, experts, top_k, hidden, inter): (&str, usize, usize, usize, usize),
+    &Model { ref name, experts, top_k, hidden, inter }: &Model,
     tokens: usize,
     path: FusedQuantPath,
     kind: Kind,
