@@ -250,13 +250,13 @@ def sort(ids, experts, m):
     flat = ids.view(-1)
     pairs = flat.numel()
     blocks = min((pairs + experts * (m - 1)) // m, pairs)
-    counts = torch.zeros(experts, device=ids.device, dtype=torch.int32)
+    counts = torch.zeros(triton.next_power_of_2(experts), device=ids.device, dtype=torch.int32)
     starts = torch.empty_like(counts)
     expert_ids = torch.empty(blocks, device=ids.device, dtype=torch.int32)
     sorted_ids = torch.full((blocks * m,), pairs, device=ids.device, dtype=torch.int32)
     grid = (triton.cdiv(pairs, 256),)
     _count[grid](counts, flat, pairs, BLOCK=256)
-    _starts[(1,)](counts, starts, expert_ids, blocks, M=m, EXPERTS=experts, BLOCK=32, num_warps=8)
+    _starts[(1,)](counts, starts, expert_ids, blocks, M=m, EXPERTS=triton.next_power_of_2(experts), BLOCK=32, num_warps=8)
     _place[grid](sorted_ids, starts, flat, pairs, BLOCK=256)
     return sorted_ids, expert_ids
 
@@ -264,7 +264,7 @@ def sort(ids, experts, m):
 @triton.jit
 def _experts(
     out, x, w, sorted_ids, expert_ids, factors, n, k, pairs, blocks,
-    EXPERTS: tl.constexpr, DIVIDE: tl.constexpr, SCALE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    EXPERTS: tl.constexpr, DIVIDE: tl.constexpr, SCALE: tl.constexpr, EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(n, N)
@@ -280,15 +280,21 @@ def _experts(
     cols = tile * N + tl.arange(0, N)
     inner = tl.arange(0, K)
     from_x = x + (ids // DIVIDE)[:, None] * k + inner[None, :]
-    from_w = w + expert * n * k + cols[None, :].to(tl.int64) * k + inner[:, None]
+    # Columns beyond the last are others once more, and not stored.
+    from_w = w + expert * n * k + (cols % n)[None, :].to(tl.int64) * k + inner[:, None]
     sums = tl.zeros([M, N], tl.float32)
-    for _ in range(0, k, K):
-        sums = tl.dot(tl.load(from_x, there[:, None], other=0), tl.load(from_w), sums)
+    for first in range(0, k, K):
+        if EVEN:
+            sums = tl.dot(tl.load(from_x, there[:, None], other=0), tl.load(from_w), sums)
+        else:
+            left = inner < k - first
+            rows = tl.load(from_x, there[:, None] & left[None, :], other=0)
+            sums = tl.dot(rows, tl.load(from_w, left[:, None], other=0), sums)
         from_x += K
         from_w += K
     if SCALE:
         sums *= tl.load(factors + ids, there, other=0)[:, None]
-    tl.store(out + ids[:, None] * n + cols[None, :], sums.to(out.dtype.element_ty), there[:, None])
+    tl.store(out + ids[:, None] * n + cols[None, :], sums.to(out.dtype.element_ty), there[:, None] & (cols < n)[None, :])
 
 
 # Rows, columns and depth of a tile, blocks of rows that run beside each other, warps, stages.
@@ -317,8 +323,8 @@ def fused_moe(x, w13, w2, ids, factors, config):
         grid = (blocks * triton.cdiv(w.shape[1], n),)
         _experts[grid](
             out, a, w, sorted_ids, expert_ids, factors, w.shape[1], w.shape[2], pairs, blocks,
-            EXPERTS=experts, DIVIDE=divide, SCALE=scale, M=m, N=n, K=k, GROUP=group, num_warps=warps,
-            num_stages=stages,
+            EXPERTS=experts, DIVIDE=divide, SCALE=scale, EVEN=w.shape[2] % k == 0, M=m, N=n, K=k, GROUP=group,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
         return out
 

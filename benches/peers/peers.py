@@ -9,6 +9,7 @@
         --json FILE      append a record for each case and peer
         --budget SECONDS start nothing new after so long (160 with --quick); what says most comes first: of each operation the
                          smallest size, then the largest, then those between
+        --model NAME=E,K,H,I, --tokens N,N..   as the bench binary's options: fused MoE for another model
         --limit SECONDS  give a case up after so long (10)
         --warm JOBS      processes that compile before anything is timed (as many as half the CPUs, at most 8)
         --list           print cases and their peers
@@ -62,6 +63,9 @@ BURST = False
 
 Case = collections.namedtuple("Case", "name inputs peers close quick compiled")
 
+
+# What the command line says of the fused block's models: name, experts, experts a token, widths; and numbers of tokens.
+MODELS, TOKENS = [], []
 
 # Whether this process only compiles Triton's kernels.
 WARMING = False
@@ -470,8 +474,15 @@ def grouped_mm(x, w13, w2, ids, factors):
     return torch.zeros_like(x).index_add_(0, order // top_k, down.to(x.dtype))
 
 
+def model(text):
+    name, sizes = text.split("=")
+    experts, top_k, hidden, inter = map(int, sizes.split(","))
+    return name, experts, top_k, hidden, inter
+
+
 def fused():
-    models = [("mixtral", 8, 2, 4096, 14336), ("qwen3-30b", 128, 8, 2048, 768), ("deepseek-v3", 256, 8, 7168, 2048)]
+    recorded = [("mixtral", 8, 2, 4096, 14336), ("qwen3-30b", 128, 8, 2048, 768), ("deepseek-v3", 256, 8, 7168, 2048)]
+    models = MODELS or recorded
     for model, experts, top_k, hidden, inter in models:
         weights = {}
 
@@ -484,7 +495,7 @@ def fused():
             factors = noise(tokens, top_k, dtype=torch.float32)
             return noise(tokens, hidden), weights["w13"], weights["w2"], ids, factors
 
-        for tokens in (1, 8, 64, 512, 4096):
+        for tokens in TOKENS or (1, 8, 64, 512, 4096):
             yield case(
                 f"moe/fused/auto/{model}/{tokens}",
                 lambda s, t=tokens, inputs=inputs: inputs(s, t),
@@ -917,6 +928,10 @@ def start_warming(args):
     if kernels is None and not args.compile or args.warm == 0:
         return []
     flags = [*(["--quick"] if args.quick else []), *(["--compile"] if args.compile else [])]
+    for name, *sizes in MODELS:
+        flags += ["--model", f"{name}={','.join(map(str, sizes))}"]
+    if TOKENS:
+        flags += ["--tokens", ",".join(map(str, TOKENS))]
     command = [sys.executable, os.path.abspath(__file__), *args.filters, *flags]
     return [
         subprocess.Popen([*command, "--warm-part", f"{n}/{args.warm}"], stdout=subprocess.DEVNULL)
@@ -1007,14 +1022,16 @@ def main():
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--budget", type=float, metavar="SECONDS")
+    parser.add_argument("--model", type=model, action="append", metavar="NAME=E,K,H,I")
+    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], metavar="N,N..")
     parser.add_argument("--limit", type=float, metavar="SECONDS", default=10)
     parser.add_argument("--warm", type=int, metavar="JOBS", default=min((os.cpu_count() or 2) // 2, 8))
     parser.add_argument("--warm-part", metavar="PART/PARTS", help=argparse.SUPPRESS)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--cases", action="store_true")
     args = parser.parse_args()
-    global BURST
-    BURST = args.burst
+    global BURST, MODELS, TOKENS
+    BURST, MODELS, TOKENS = args.burst, args.model or [], args.tokens or []
     budget = args.budget or (160 if args.quick else math.inf)
     begin = time.monotonic()
 

@@ -147,18 +147,20 @@ impl FusedPath {
         }
     }
 
-    /// The path that suits so many pairs of so many experts, each with matrices of `width` elements for an output of either
-    /// product, all of which tensor cores take.
-    const fn choose(pairs: usize, bins: usize, width: usize, wgmma: bool, shuffled: bool) -> Self {
+    /// The path that suits so many pairs of so many experts of such widths, all of which tensor cores take.
+    const fn choose(shape: &FusedShape, wgmma: bool, shuffled: bool) -> Self {
+        let (pairs, bins) = (shape.pairs(), shape.bins());
         // Blocks should hold what an expert has on average, with something to spare: then its weights are read once.
         // Measured on an H200: without sorting up to 64 pairs, and where little is to be read, several blocks of threads for
         // each tile of rows start faster than a pipeline.
         if pairs <= fused_stream::DIRECT_PAIRS {
-            if wgmma && (shuffled || product(&[pairs, width]) >= 3 << 22) {
+            if wgmma && (shuffled || product(&[pairs, shape.hidden, shape.intermediate]) >= 3 << 22) {
                 FusedPath::Wgmma16
             } else {
                 FusedPath::Direct
             }
+        } else if wgmma && pairs <= product(&[8, bins]) && pairs <= unsorted_pairs(shape.intermediate) {
+            FusedPath::Wgmma16
         } else if wgmma && (pairs <= product(&[48, bins]) || !FusedPath::Wgmma176.has_room_for(bins, false)) {
             FusedPath::Wgmma64
         } else if wgmma {
@@ -337,6 +339,12 @@ impl FusedShape {
 const SMALL: usize = 1 << 18;
 const LARGE: usize = 1 << 26;
 
+/// Up to how many pairs [`FusedPath::Wgmma16`] is best on an H200 where each expert has few: an item of the second product is short with a small
+/// `intermediate`, and there is one for each expert and 64 columns.
+const fn unsorted_pairs(intermediate: usize) -> usize {
+    if intermediate >= 512 { fused_wgmma::DIRECT_PAIRS } else { 96 }
+}
+
 /// Whether tokens are at most four times as wide as what is between the products.
 const fn narrow(shape: &FusedShape) -> bool {
     shape.hidden / 4 <= shape.intermediate
@@ -487,22 +495,16 @@ pub const fn plan(
         if fits && wgmma && !shuffled { FusedPath::vector_parts(shape, multiprocessors as usize) } else { None };
     let path = match path {
         FusedPath::Auto if !fits => FusedPath::Fma,
-        // One token: what is gained by one launch and one stream of weights is more than the blocks' waiting for each other costs.
+        // What is gained by one launch and one stream of weights is more than the blocks' waiting for each other costs.
         FusedPath::Auto
-            if shape.tokens == 1
+            if (shape.tokens == 1 || shape.pairs() <= 2)
                 && product(&[shape.pairs(), shape.hidden, shape.intermediate])
                     >= if narrow(shape) { SMALL } else { LARGE / 2 }
                 && matches!(vector, Some(parts) if parts.room >= 4 * fused_vector::STEPS * 256) =>
         {
             FusedPath::Vector
         }
-        FusedPath::Auto => FusedPath::choose(
-            shape.pairs(),
-            shape.bins(),
-            product(&[shape.hidden, shape.intermediate]),
-            wgmma,
-            shuffled,
-        ),
+        FusedPath::Auto => FusedPath::choose(shape, wgmma, shuffled),
         path => path,
     };
     if shuffled && !(path.is_wgmma() && shuffle::takes(dtype, shape.hidden, shape.intermediate)) {

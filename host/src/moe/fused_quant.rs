@@ -34,10 +34,17 @@ use cuda_std::{DType, Element, Entry, Float};
 use std::ffi::c_void;
 
 const OP: &str = "moe::fused_quant";
-/// Where [`FusedQuantPath::Wgmma16`] is best with scales of blocks: up to so many pairs, and so many of an expert. It sorts more than [`items::DIRECT_PAIRS`].
-const FEW: [[usize; 2]; 3] = [[usize::MAX, 2], [items::DIRECT_PAIRS, 4], [64, 6]];
-/// The same with scales of rows, for which it does not sort. From five pairs of an expert on `Wgmma64` is as fast or faster.
-const FEW_ROWS: [usize; 2] = [items::DIRECT_PAIRS, 4];
+/// Up to how many pairs, and how many of an expert, [`FusedQuantPath::Wgmma16`] is best on an H200. Its items are of 64 columns and one expert: where
+/// `intermediate` is small, those of the second product are short, and there are many. With scales of blocks it sorts more than [`items::DIRECT_PAIRS`].
+const fn few(scales: QuantScales, intermediate: usize) -> [[usize; 2]; 2] {
+    match (scales, intermediate) {
+        (QuantScales::Blocks, 0..384) => [[64, 4]; 2],
+        (QuantScales::Blocks, 384..1024) => [[items::DIRECT_PAIRS, 4], [64, 6]],
+        (QuantScales::Blocks, _) => [[usize::MAX, 4], [64, 6]],
+        (QuantScales::Rows, 0..384) => [[32, 3]; 2],
+        (QuantScales::Rows, _) => [[96, 3]; 2],
+    }
+}
 
 /// From how many pairs of an expert on [`FusedQuantPath::Wgmma256`] is best.
 const TALL: usize = 160;
@@ -164,15 +171,10 @@ impl FusedQuantPath {
     }
 
     /// The path on Hopper that suits so many pairs of so many experts; `tall`: whether [`Wgmma256`](Self::Wgmma256) takes them.
-    const fn choose(scales: QuantScales, pairs: usize, bins: usize, tall: bool) -> Self {
-        let few = match scales {
-            QuantScales::Blocks => {
-                let [a, b, c] = FEW;
-                suits(a, pairs, bins) || suits(b, pairs, bins) || suits(c, pairs, bins)
-            }
-            QuantScales::Rows => suits(FEW_ROWS, pairs, bins),
-        };
-        if few {
+    const fn choose(scales: QuantScales, shape: &FusedShape, tall: bool) -> Self {
+        let (pairs, bins) = (shape.pairs(), shape.bins());
+        let [a, b] = few(scales, shape.intermediate);
+        if suits(a, pairs, bins) || suits(b, pairs, bins) {
             FusedQuantPath::Wgmma16
         } else if pairs <= product(&[48, bins]) {
             FusedQuantPath::Wgmma64
@@ -186,7 +188,7 @@ impl FusedQuantPath {
     }
 }
 
-/// See [`FEW`].
+/// See [`few`].
 const fn suits([most, each]: [usize; 2], pairs: usize, bins: usize) -> bool {
     pairs <= most && pairs <= product(&[each, bins])
 }
@@ -1651,7 +1653,7 @@ fn resolve<Q: Element>(
     let takes = wgmma && shuffle::takes(weights, shape.hidden, shape.intermediate);
     match options.path {
         path if options.shuffled && !(takes && path != FusedQuantPath::Tile) => Err(unsupported(path, weights, dtype)),
-        FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(scales, shape.pairs(), shape.bins(), tall)),
+        FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(scales, shape, tall)),
         FusedQuantPath::Auto | FusedQuantPath::Tile => Ok(FusedQuantPath::Tile),
         FusedQuantPath::Wgmma256 if !tall => Err(unsupported(options.path, weights, dtype)),
         path if !wgmma => Err(unsupported(path, weights, dtype)),
