@@ -420,7 +420,9 @@ impl Harness {
         }
         let asked = self.options.filters.iter().any(|f| name.contains(f.as_str()) || f.contains(name));
         if self.options.list {
-            println!("{name}");
+            if asked || self.options.filters.is_empty() {
+                println!("{name}");
+            }
         } else if asked || (self.options.filters.is_empty() && (self.criterion.is_some() || self.device.is_simt())) {
             let quick = || {
                 Criterion::default()
