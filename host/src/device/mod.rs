@@ -18,6 +18,7 @@ use std::sync::Arc;
 pub use self::simt::SimtOptions;
 pub use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 pub use graph::Graph;
+pub(crate) use stream::Using;
 pub use stream::{Event, Pinned, Stream};
 
 /// An NVIDIA GPU or the SIMT device. Cheap to clone; clones are the same device.

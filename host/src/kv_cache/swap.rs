@@ -97,7 +97,7 @@ impl<S: CacheElement> HostCache<S> {
     /// Keys and values of a block, in the cache's layout, after all copies are done.
     ///
     /// # Errors
-    /// [`Error::Value`] if there is no such layer or block; [`Error::Driver`] if a copy failed.
+    /// [`Error::Value`] if there is no such layer or block; those of [`wait`](Self::wait).
     pub fn block(&self, layer: usize, block: usize) -> Result<(&[S], &[S])> {
         if layer >= self.layers() || block >= self.shape.blocks {
             return Err(Error::Value {
@@ -117,10 +117,15 @@ impl<S: CacheElement> HostCache<S> {
     /// Waits for all copies from and to this memory.
     ///
     /// # Errors
-    /// [`Error::Driver`] if one failed.
+    /// [`Error::Driver`] if one failed; [`Error::Capture`] while a stream that they were submitted to is captured.
     pub fn wait(&self) -> Result<()> {
-        let pending = std::mem::take(&mut *self.pending.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
-        pending.iter().try_for_each(Stream::synchronize)
+        // Whoever asks meanwhile waits as well, and a stream that could not be waited for stays.
+        let mut pending = self.pending.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        while let Some(stream) = pending.last() {
+            stream.synchronize()?;
+            pending.pop();
+        }
+        Ok(())
     }
 
     /// Submits the copies for `pairs` of (device, host) blocks.
@@ -145,6 +150,7 @@ impl<S: CacheElement> HostCache<S> {
             let got = caches.layers()[0].key().device().name();
             return Err(Error::WrongDevice { op, arg: "caches", expected: stream.device().name(), got });
         }
+        let _using = stream.using();
         if stream.is_capturing() {
             return Err(Error::Capture(format!("{op}: a graph could outlive the host's memory; capture copy_raw")));
         }
@@ -161,7 +167,7 @@ impl<S: CacheElement> HostCache<S> {
         };
         {
             let mut pending = self.pending.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            if !pending.iter().any(|s| s.as_raw() == stream.as_raw()) {
+            if !pending.iter().any(|s| s.as_raw() == stream.as_raw() && s.device() == stream.device()) {
                 pending.push(stream.clone());
             }
         }
@@ -183,8 +189,11 @@ impl<S: CacheElement> HostCache<S> {
 
 impl<S: CacheElement> Drop for HostCache<S> {
     fn drop(&mut self) {
-        // A failed copy is reported by whoever waits for the stream.
-        let _ = self.wait();
+        // A failed copy is reported by whoever waits for the stream. One that is captured by now is waited for with its device.
+        while self.wait().is_err() {
+            let stream = self.pending.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).pop();
+            let _ = stream.map(|s| s.device().synchronize());
+        }
     }
 }
 

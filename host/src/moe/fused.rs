@@ -827,7 +827,8 @@ pub unsafe fn launch(
     let (experts, local, shared_experts) = (o.global_experts as u32, shape.experts as u32, shape.shared_experts as u32);
     let (mut sorted_ids, mut expert_ids) = (std::ptr::null(), std::ptr::null());
     let wgmma = plan.path.is_wgmma();
-    let unordered = o.unordered && wgmma && plan.sorts();
+    // Without slots there is nothing to add up, nor room to do it in.
+    let unordered = o.unordered && wgmma && plan.sorts() && slots > 0;
     let rounded = plan.rounded.filter(|_| o.rounded_slots && !unordered);
     if plan.sorts() {
         (sorted_ids, expert_ids) = (part(at.sorted_ids).cast::<i32>(), part(at.expert_ids).cast::<i32>());
