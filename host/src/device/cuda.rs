@@ -24,6 +24,7 @@
 //! **Threads.** Handles of the driver may be used from any thread; CUDA's manual exempts graphs, which are used
 //! under a lock here.
 
+use super::stream::Captures;
 use super::{Geometry, Properties};
 use crate::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute_enum as Attribute, CUdeviceptr, CUevent, CUevent_flags_enum as EventFlags,
@@ -40,7 +41,7 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::ptr::{NonNull, null, null_mut};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 /// Dynamic shared memory that every kernel may ask for without further ado.
 const FREE_SHARED_BYTES: u32 = 48 * 1024;
@@ -81,8 +82,8 @@ struct Context {
     arch: Arch,
     /// For copies from and to the host.
     copies: CUstream,
-    /// Streams that this crate works with, by address.
-    streams: Mutex<Vec<CUstream>>,
+    /// Streams that this crate works with, by address; one may be there several times.
+    streams: Mutex<Vec<(CUstream, Weak<Captures>)>>,
     /// Captures under way. Read-locked while all work is waited for.
     captures: RwLock<usize>,
     /// What is loaded or being loaded, by the entry's name.
@@ -254,7 +255,7 @@ impl Context {
         // They come after all that was submitted to a stream before it was captured.
         // SAFETY: the stream lives as long as the context, and nobody captures it.
         unsafe { self.driver.stream_synchronize(self.copies)? };
-        for &stream in lock(&self.streams).iter() {
+        for &(stream, _) in lock(&self.streams).iter() {
             let mut status = 0;
             // SAFETY: streams are in the list as long as they live.
             unsafe {
@@ -655,8 +656,10 @@ impl CudaDevice {
     }
 
     fn stream(&self, raw: CUstream, owned: bool) -> CudaStream {
-        lock(&self.0.streams).push(raw);
-        CudaStream { context: self.0.clone(), raw, owned }
+        let mut streams = lock(&self.0.streams);
+        let captures = streams.iter().filter(|s| s.0 == raw).find_map(|s| s.1.upgrade()).unwrap_or_default();
+        streams.push((raw, Arc::downgrade(&captures)));
+        CudaStream { context: self.0.clone(), raw, owned, captures }
     }
 
     pub(super) fn new_event(&self) -> Result<CudaEvent> {
@@ -834,6 +837,7 @@ pub(super) struct CudaStream {
     context: Arc<Context>,
     raw: CUstream,
     owned: bool,
+    captures: Arc<Captures>,
 }
 
 // SAFETY: a stream is a handle that the driver lets every thread use.
@@ -842,6 +846,10 @@ unsafe impl Send for CudaStream {}
 unsafe impl Sync for CudaStream {}
 
 impl CudaStream {
+    pub(super) fn captures(&self) -> &Arc<Captures> {
+        &self.captures
+    }
+
     pub(super) fn raw(&self) -> *mut c_void {
         self.raw.cast()
     }
@@ -959,7 +967,7 @@ impl Drop for CudaStream {
     fn drop(&mut self) {
         {
             let mut streams = lock(&self.context.streams);
-            if let Some(i) = streams.iter().position(|&s| s == self.raw) {
+            if let Some(i) = streams.iter().position(|s| s.0 == self.raw) {
                 streams.swap_remove(i);
             }
         }

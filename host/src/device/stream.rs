@@ -25,11 +25,17 @@ impl fmt::Debug for Stream {
 struct Inner {
     device: Device,
     backend: StreamBackend,
+    captures: Arc<Captures>,
+    /// What the raw stream belongs to. Goes last.
+    _owner: Option<Box<dyn Send + Sync>>,
+}
+
+/// Whether a queue is being captured. All streams that are made of one raw stream share it.
+#[derive(Default)]
+pub(super) struct Captures {
     /// [`CAPTURING`], and [`CALL`] for each operation that is being submitted.
     state: AtomicUsize,
     capture: Mutex<Option<Arc<Capture>>>,
-    /// What the raw stream belongs to. Goes last.
-    _owner: Option<Box<dyn Send + Sync>>,
 }
 
 const CAPTURING: usize = 1;
@@ -41,7 +47,7 @@ pub(crate) struct Using<'a>(&'a Stream);
 
 impl Drop for Using<'_> {
     fn drop(&mut self) {
-        self.0.0.state.fetch_sub(CALL, Ordering::Release);
+        self.0.state().fetch_sub(CALL, Ordering::Release);
     }
 }
 
@@ -97,13 +103,12 @@ impl Stream {
     }
 
     fn with(device: &Device, backend: StreamBackend, owner: Option<Box<dyn Send + Sync>>) -> Self {
-        Self(Arc::new(Inner {
-            device: device.clone(),
-            backend,
-            state: AtomicUsize::new(0),
-            capture: Mutex::new(None),
-            _owner: owner,
-        }))
+        let captures = match &backend {
+            StreamBackend::Simt => Arc::default(),
+            #[cfg(feature = "_driver")]
+            StreamBackend::Cuda(s) => s.captures().clone(),
+        };
+        Self(Arc::new(Inner { device: device.clone(), backend, captures, _owner: owner }))
     }
 
     /// The device that the stream belongs to.
@@ -358,7 +363,7 @@ impl Stream {
 
     /// Whether the stream is being captured into a [`Graph`](super::Graph) by this crate.
     pub fn is_capturing(&self) -> bool {
-        self.0.state.load(Ordering::Acquire) & CAPTURING != 0
+        self.state().load(Ordering::Acquire) & CAPTURING != 0
     }
 
     fn not_capturing(&self, what: &str) -> Result<()> {
@@ -371,17 +376,21 @@ impl Stream {
 
     /// Whether the two are one queue.
     pub(super) fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        Arc::ptr_eq(&self.0.captures, &other.0.captures)
+    }
+
+    fn state(&self) -> &AtomicUsize {
+        &self.0.captures.state
     }
 
     /// Held from the checks of an operation to the end of its launch.
     pub(crate) fn using(&self) -> Using<'_> {
-        self.0.state.fetch_add(CALL, Ordering::Acquire);
+        self.state().fetch_add(CALL, Ordering::Acquire);
         Using(self)
     }
 
     fn lock_capture(&self) -> MutexGuard<'_, Option<Arc<Capture>>> {
-        self.0.capture.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.captures.capture.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The capture that the stream takes part in.
@@ -420,14 +429,14 @@ impl Stream {
             }
             return Err(Error::Capture("the stream is being captured already".into()));
         }
-        if self.0.state.compare_exchange(0, CAPTURING, Ordering::AcqRel, Ordering::Acquire).is_err() {
+        if self.state().compare_exchange(0, CAPTURING, Ordering::AcqRel, Ordering::Acquire).is_err() {
             return Err(Error::Capture("another thread is submitting to the stream; capture when it is done".into()));
         }
         let joins = capture.add(self);
         if joins {
             *own = Some(capture.clone());
         } else {
-            self.0.state.fetch_and(!CAPTURING, Ordering::Release);
+            self.state().fetch_and(!CAPTURING, Ordering::Release);
         }
         Ok(joins)
     }
@@ -435,7 +444,7 @@ impl Stream {
     pub(super) fn leave_capture(&self) {
         let mut own = self.lock_capture();
         *own = None;
-        self.0.state.fetch_and(!CAPTURING, Ordering::Release);
+        self.state().fetch_and(!CAPTURING, Ordering::Release);
     }
 }
 
