@@ -613,6 +613,11 @@ impl Geometry {
         self
     }
 
+    /// As a programmatic dependent launch of what relies on the launch before to have waited: not if nothing runs there.
+    pub(crate) const fn dependent_on(self, before: &Self) -> Self {
+        if before.is_empty() { self } else { self.dependent() }
+    }
+
     /// With blocks that run at the same time.
     pub const fn resident(mut self) -> Self {
         self.resident = true;

@@ -943,7 +943,7 @@ pub unsafe fn launch(
     let gated = o.gate_up != GateUp::GateOnly;
     let device = stream.device();
     let (first, second) = plan.geometries(shape, gated, multiprocessors);
-    let (first, second) = (first.dependent(), second.dependent());
+    let (first, second) = (first.dependent(), second.dependent_on(&first));
     match plan.products {
         Products::Vector(entry, parts) => {
             let args = VectorArgs {
@@ -1071,7 +1071,7 @@ pub unsafe fn launch(
     };
     reduce.across = sum_across(geometry.block[0] as usize, fused_reduce::COLUMNS, early);
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry, &geometry.dependent(), &reduce) }
+    unsafe { stream.launch(&entry, &geometry.dependent_on(&second), &reduce) }
 }
 
 /// As many bytes of results between the second product and the sum have room in Hopper's second-level cache beside the weights that stream by. Measured: 34 MB do,

@@ -1186,8 +1186,10 @@ impl Run<'_> {
             left: self.left(),
             stripe: stripe as u32,
         };
+        // It reads how many tokens there are before it waits: where nothing was launched before, nobody has waited for that.
+        let geometry = if shape.pairs() == 0 { geometry } else { geometry.dependent() };
         // SAFETY: forwarded to the caller.
-        unsafe { self.stream.launch(&entry, &geometry.dependent(), &args) }
+        unsafe { self.stream.launch(&entry, &geometry, &args) }
     }
 }
 
