@@ -107,6 +107,7 @@ pub struct Routing {
 
 impl Routing {
     /// `[max_tokens, ranks]`: the row of each token on each rank, or -1. To read only: [`Communicator::combine`] finds rows by it.
+    #[expect(clippy::misnamed_getters, reason = "what is shown shares the memory, and cannot be written")]
     pub fn places(&self) -> &Tensor<i32> {
         &self.shown
     }
