@@ -96,6 +96,9 @@ fn refuses_what_it_cannot_do() {
         let one = CacheLayers::<bf16>::zeros(device, 1, CacheLayout::Nhd, SHAPE).unwrap();
         let e = kv_cache::swap_out(stream, &mut host, &one, &[(0, 0)]);
         assert!(matches!(e, Err(Error::Value { arg: "host", .. })));
+        let mut other = CacheLayers::<bf16>::zeros(device, 2, CacheLayout::Hnd, SHAPE).unwrap();
+        let e = kv_cache::swap_in(stream, &mut other, &host, &[(0, 0)]);
+        assert!(matches!(e, Err(Error::Value { arg: "host", .. })));
         assert!(matches!(host.block(0, 3), Err(Error::Value { .. })));
         // As many blocks as make nothing of 64 bits, and as many as make little.
         for blocks in [1usize << 63, usize::MAX / caches.shape().block_len() + 2, usize::MAX] {

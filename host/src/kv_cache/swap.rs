@@ -4,7 +4,7 @@
 //! on both sides go as one copy, so sequences that were swapped out together cost few.
 
 use super::copy_blocks::{CacheLayers, check_pairs};
-use super::layout::{CacheElement, CacheShape};
+use super::layout::{CacheElement, CacheLayout, CacheShape};
 use crate::device::{Pinned, Stream};
 use crate::error::{Error, Result};
 use std::sync::Mutex;
@@ -48,6 +48,7 @@ pub struct HostCache<S: CacheElement> {
     /// Addresses of `memory`, so that no reference to it is made while copies are under way.
     addresses: Vec<*mut S>,
     shape: CacheShape,
+    layout: CacheLayout,
     /// Where copies were submitted since the last wait.
     pending: Mutex<Vec<Stream>>,
 }
@@ -81,7 +82,7 @@ impl<S: CacheElement> HostCache<S> {
         let new = |_| Pinned::<S>::zeros(device, len);
         let mut memory = (0..2 * caches.layers().len()).map(new).collect::<Result<Vec<_>>>()?;
         let addresses = memory.iter_mut().map(|m| m.as_mut_ptr()).collect();
-        Ok(Self { memory, addresses, shape, pending: Mutex::default() })
+        Ok(Self { memory, addresses, shape, layout: caches.layout(), pending: Mutex::default() })
     }
 
     /// Extents of each layer.
@@ -137,13 +138,14 @@ impl<S: CacheElement> HostCache<S> {
         pairs: &[(usize, usize)],
         out: bool,
     ) -> Result<()> {
-        let shape = caches.shape();
-        if (CacheShape { blocks: shape.blocks, ..self.shape }) != shape || self.layers() != caches.layers().len() {
+        let (shape, layout) = (caches.shape(), caches.layout());
+        let same = CacheShape { blocks: shape.blocks, ..self.shape } == shape && self.layout == layout;
+        if !same || self.layers() != caches.layers().len() {
             return Err(Error::Value {
                 op,
                 arg: "host",
-                expected: format!("{} layers of blocks as in {shape:?}", caches.layers().len()),
-                got: format!("{} layers of {:?}", self.layers(), self.shape),
+                expected: format!("{} layers of {layout:?} blocks as in {shape:?}", caches.layers().len()),
+                got: format!("{} layers of {:?} {:?}", self.layers(), self.layout, self.shape),
             });
         }
         if stream.device() != caches.layers()[0].key().device() {

@@ -196,6 +196,8 @@ pub fn unpermute<T: Float>(
     };
     call.check_overlap()?;
     let tokens = call.count("positions", tokens)?;
+    let blocks = unpermute_geometry(0, args.slots, args.n).grid[1];
+    call.value(blocks <= 65535, "y", "at most 65535 blocks wide", blocks)?;
     // SAFETY: shapes, device and overlap were checked above.
     unsafe { launch_unpermute(stream, T::DTYPE, tokens, &args) }
 }
