@@ -1607,6 +1607,8 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     };
     call.value(blocks <= most, "topk_ids", format!("at most {most} blocks of {block} pairs"), blocks)?;
     if shape.pairs() == 0 || shape.bins() == 0 || intermediate == 0 {
+        let biased = options.bias2.is_some() || shared.is_some_and(|s| s.bias2.is_some());
+        call.value(intermediate > 0 || !biased, "w2", "wider than nothing, to add `bias2` to", intermediate)?;
         return stream_zeros(stream, &shape, Q::DTYPE, T::DTYPE, &operands, workspace);
     }
     // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
