@@ -3,7 +3,8 @@
 //! A [`Call`] is made first. Its checks of shapes and numbers need only the tensors; [`read`](Call::read) and [`write`](Call::write)
 //! give the addresses for the kernel's arguments, after they have seen that a tensor lives on the stream's device, that its memory is there
 //! still if it was [borrowed](crate::borrow), and that a graph which is being captured keeps it. When all tensors are named,
-//! [`check_overlap`](Call::check_overlap) compares them. The call must live until the launch is made.
+//! [`check_overlap`](Call::check_overlap) compares them. The call must live until the launch is made: meanwhile no capture of the
+//! stream begins, and no scope of borrowed memory ends.
 //!
 //! ```
 //! use warploom::check::Call;
@@ -27,7 +28,7 @@
 //! ```
 
 use crate::borrow::Hold;
-use crate::device::Stream;
+use crate::device::{Stream, Using};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Element};
@@ -69,6 +70,7 @@ pub struct Call<'a> {
     len: usize,
     /// Keep borrowed memory usable until the call is over.
     holds: Vec<Hold>,
+    _using: Using<'a>,
 }
 
 #[derive(Clone, Copy)]
@@ -139,7 +141,7 @@ impl std::fmt::Debug for Call<'_> {
 impl<'a> Call<'a> {
     /// A call of the operation `op`, whose name errors have, on a stream.
     pub fn new(op: &'static str, stream: &'a Stream) -> Self {
-        Self { op, stream, used: [None; MAX_TENSORS], len: 0, holds: Vec::new() }
+        Self { op, stream, used: [None; MAX_TENSORS], len: 0, holds: Vec::new(), _using: stream.using() }
     }
 
     fn add<T: Element>(&mut self, arg: &'static str, tensor: &Tensor<T>, written: bool) -> Result<*mut c_void> {
@@ -230,7 +232,8 @@ impl<'a> Call<'a> {
         for (i, w) in used().enumerate().filter(|(_, u)| u.written) {
             for (j, o) in used().enumerate() {
                 let both = o.written && j < i;
-                let shares = w.start < o.end && o.start < w.end && !w.interleaves(o);
+                // What is empty shares nothing, wherever it lies.
+                let shares = w.start.max(o.start) < w.end.min(o.end) && !w.interleaves(o);
                 let same = w.start == o.start && w.end == o.end;
                 let named = |&(a, b): &(&str, &str)| (a == w.arg && b == o.arg) || (b == w.arg && a == o.arg);
                 if i != j && !both && shares && !(same && in_place.iter().any(named)) {
@@ -368,6 +371,20 @@ impl<'a> Call<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_empty_shares_nothing() {
+        let device = crate::Device::simt();
+        let stream = Stream::new(&device).unwrap();
+        let x = Tensor::<f32>::zeros(&device, &[8]).unwrap();
+        let mut none = x.narrow(0, 4, 2).unwrap().narrow(0, 0, 0).unwrap();
+        let mut call = Call::new("operation", &stream);
+        call.read("x", &x).unwrap();
+        call.write("out", &mut none).unwrap();
+        call.check_overlap().unwrap();
+        call.write("more", &mut x.narrow(0, 4, 2).unwrap()).unwrap();
+        assert!(matches!(call.check_overlap(), Err(Error::Overlap { first: "more", second: "x", .. })));
+    }
 
     #[test]
     fn sizes_stay_at_the_largest_number() {

@@ -208,6 +208,16 @@ impl<T: Element> Tensor<T> {
         Ok(Self { storage: storage(data.cast(), bytes), offset: 0, shape: dims, strides, element: PhantomData })
     }
 
+    /// The same elements, sharing memory, of which no operation takes a clone or a view as an output.
+    pub(crate) fn read_only(&self) -> Result<Self> {
+        Self::over(self.as_ptr().cast_mut(), self.shape(), Some(self.strides()), |address, bytes| {
+            let (owner, lease) = (Box::new(self.storage.clone()), self.storage.lease().cloned());
+            let foreign = Foreign { address, bytes, read_only: true, owner: Some(owner), lease };
+            // SAFETY: in the memory of the storage that owns it, for as long as that may be used.
+            unsafe { Storage::foreign(self.device(), foreign) }
+        })
+    }
+
     /// The same bytes as elements of another type of the same size, sharing memory: `u8` as an 8-bit float, say.
     ///
     /// # Errors

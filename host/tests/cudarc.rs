@@ -52,6 +52,28 @@ fn slices(cuda: &Arc<CudaStream>, x: &[f32]) -> (CudaSlice<f32>, CudaSlice<f32>)
 }
 
 #[test]
+fn wrappers_of_one_stream_are_captured_together() {
+    let Some(context) = context() else { return };
+    let cuda = context.new_stream().unwrap();
+    let [stream, other] = [0; 2].map(|_| warploom::cudarc::Stream::new(&cuda).unwrap());
+    stream.device().preload(&["norm"]).unwrap();
+    let x = input(ROWS * WIDTH);
+    let y = Tensor::<f32>::zeros(stream.device(), SHAPE).unwrap();
+    let graph = Graph::capture(&stream, |_| {
+        assert!(other.is_capturing());
+        // Dropped before the graph runs.
+        let x = Tensor::from_slice(other.device(), &x, SHAPE)?;
+        norm::rms_norm(&other, &mut y.clone(), &x, None, 1e-6)
+    })
+    .unwrap();
+    assert!(!stream.is_capturing() && !other.is_capturing());
+    let others: Vec<_> = (0..8).map(|_| Tensor::<f32>::zeros(stream.device(), SHAPE).unwrap()).collect();
+    graph.launch(&stream).unwrap();
+    assert_close(&y.to_vec().unwrap(), &expected(&x));
+    drop(others);
+}
+
+#[test]
 fn slices_are_lent_without_a_copy() {
     let Some(context) = context() else { return };
     let cuda = context.new_stream().unwrap();

@@ -705,5 +705,9 @@ fn bad_input() {
         let slopes = Tensor::<f32>::zeros(d, &[3]).unwrap();
         assert!(matches!(run(&good, &full, &table, &lens, &o.alibi(&slopes)), Err(Error::Shape { arg: "alibi", .. })));
         assert!(run(&t(&[0, 4, 64]), &[0, 4, 64], &i(&[0, 2]), &i(&[0]), &o).is_ok());
+        // Heads that share their results' memory.
+        let mut out = t(&[64]).as_strided(&full, &[0, 0, 1], 0).unwrap();
+        let e = decode(s, &mut out, None, &good, &cache, &table, &lens, &o, &mut c.workspace);
+        assert!(matches!(e, Err(Error::Stride { arg: "out", .. })), "{e:?}");
     });
 }

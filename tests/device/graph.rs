@@ -1,6 +1,7 @@
 //! Capture and replay.
 
-use warploom::{Device, Error, Event, Graph, Result, Stream, Tensor, activation, norm};
+use warploom::check::Call;
+use warploom::{Device, Error, Event, Graph, Result, Stream, Tensor, activation, borrow, norm};
 use warploom_tests::{noise, on_every_device};
 
 #[test]
@@ -141,10 +142,6 @@ fn a_capture_spans_streams_that_events_join() {
         let other = Stream::new(device).unwrap();
         let (forked, joined) = (Event::new(device).unwrap(), Event::new(device).unwrap());
         let mut x = Tensor::<u8>::zeros(device, &[32]).unwrap();
-        if device.is_simt() {
-            // Streams of the SIMT device are captured one by one.
-            return;
-        }
         let graph = Graph::capture(stream, |s| {
             s.record_event(&forked)?;
             other.wait_event(&forked)?;
@@ -156,6 +153,76 @@ fn a_capture_spans_streams_that_events_join() {
         assert_eq!(x.to_vec().unwrap(), [0; 32]);
         graph.launch(stream).unwrap();
         assert_eq!(x.to_vec().unwrap(), [6; 32]);
+    });
+}
+
+#[test]
+fn a_graph_keeps_the_tensors_of_streams_that_events_join() {
+    on_every_device(|device, stream| {
+        let other = Stream::new(device).unwrap();
+        let (forked, joined) = (Event::new(device).unwrap(), Event::new(device).unwrap());
+        let mut x = Tensor::<u8>::zeros(device, &[32]).unwrap();
+        let mut lent = [0u8; 32];
+        let graph = borrow::scope(&other, |scope| {
+            Graph::capture(stream, |s| {
+                s.record_event(&forked)?;
+                other.wait_event(&forked)?;
+                assert!(other.is_capturing());
+                // As in the stream that the capture began with: what could go before the graph does is refused, and there is nothing to wait for.
+                if device.is_simt() {
+                    let e = other.fill_bytes(&mut scope.slice_mut(&mut lent, &[32])?, 1);
+                    assert!(matches!(e, Err(Error::Capture(_))), "{e:?}");
+                }
+                let e = other.synchronize();
+                assert!(matches!(e, Err(Error::Capture(_))), "{e:?}");
+                let e = Graph::capture(&other, |_| Ok(())).map(drop);
+                assert!(matches!(e, Err(Error::Capture(_))), "{e:?}");
+                // Made and dropped while capturing.
+                let mut fives = Tensor::<u8>::uninit(device, &[32])?;
+                other.fill_bytes(&mut fives, 5)?;
+                other.copy(&mut x, &fives)?;
+                other.record_event(&joined)?;
+                s.wait_event(&joined)
+            })
+            .unwrap()
+        });
+        assert!(!stream.is_capturing() && !other.is_capturing());
+        // Would be overwritten if memory had been freed.
+        let others: Vec<_> = (0..8).map(|_| Tensor::<u8>::zeros(device, &[32]).unwrap()).collect();
+        graph.launch(stream).unwrap();
+        assert_eq!(x.to_vec().unwrap(), [5; 32]);
+        assert!(others.iter().all(|t| t.to_vec().unwrap() == [0; 32]));
+        // Both are as before, and the events belong to no capture any more.
+        other.record_event(&forked).unwrap();
+        stream.wait_event(&forked).unwrap();
+        stream.synchronize().unwrap();
+        other.fill_bytes(&mut x, 7).unwrap();
+        other.synchronize().unwrap();
+        assert_eq!(x.to_vec().unwrap(), [7; 32]);
+    });
+}
+
+#[test]
+fn no_capture_begins_in_the_midst_of_an_operation() {
+    on_every_device(|device, stream| {
+        let x = Tensor::<u8>::zeros(device, &[4]).unwrap();
+        let other = Stream::new(device).unwrap();
+        let event = Event::new(device).unwrap();
+        let mut call = Call::new("operation", stream);
+        // Nothing is captured yet, so that nothing keeps it but the caller.
+        call.read("x", &x).unwrap();
+        let e = Graph::capture(stream, |_| Ok(())).map(drop);
+        assert!(matches!(e, Err(Error::Capture(_))), "{e:?}");
+        let joins = Graph::capture(&other, |s| {
+            s.record_event(&event)?;
+            let e = stream.wait_event(&event);
+            assert!(matches!(e, Err(Error::Capture(_))), "{e:?}");
+            Ok(())
+        });
+        joins.unwrap();
+        assert!(!stream.is_capturing());
+        drop(call);
+        Graph::capture(stream, |s| Call::new("operation", s).read("x", &x).map(drop)).unwrap();
     });
 }
 
@@ -218,15 +285,13 @@ fn overlapping_launches_keep_their_order() {
             streams[0].wait_event(&events[4 * rounds])
         };
         same("two streams", &in_turn);
-        if !device.is_simt() {
-            // Streams of the SIMT device are captured one by one. The first event is then of a stream that is not captured yet.
-            let graph = Graph::capture(stream, |s| {
-                s.record_event(&events[0])?;
-                streams[1].wait_event(&events[0])?;
-                in_turn()
-            });
-            let graph = graph.unwrap();
-            same("two streams, captured", &|| graph.launch(stream));
-        }
+        // The first event is then of a stream that is not captured yet.
+        let graph = Graph::capture(stream, |s| {
+            s.record_event(&events[0])?;
+            streams[1].wait_event(&events[0])?;
+            in_turn()
+        });
+        let graph = graph.unwrap();
+        same("two streams, captured", &|| graph.launch(stream));
     });
 }

@@ -522,6 +522,12 @@ fn bad_input() {
             assert!(matches!(e, Err(Error::Overlap { .. })), "{e:?}");
             let e = rank.combine(stream, &mut overlapping.clone(), &routing, None, &CombineOptions::default());
             assert!(matches!(e, Err(Error::Overlap { .. })), "{e:?}");
+            // Places are rows that kernels read: only dispatch writes them.
+            let mut places = routing.places().clone();
+            let e = stream.fill_bytes(&mut places, 0x7f);
+            assert!(matches!(e, Err(Error::ReadOnly { .. })), "{e:?}");
+            let e = places.copy_from_slice(&vec![i32::MAX; places.len()]);
+            assert!(matches!(e, Err(Error::ReadOnly { .. })), "{e:?}");
             rank.check(stream).unwrap();
         });
         let e = Communicator::new(devices, &Config::new(60, 2, 4, 8));

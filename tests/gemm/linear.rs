@@ -675,6 +675,21 @@ fn tokens_of_16_bits_times_weights_of_f32() {
     });
 }
 
+/// More tokens than a grid has blocks in its height. In one mode of the SIMT device only: those are eight million threads.
+#[test]
+fn more_tokens_than_a_grid_is_high() {
+    for d in (!sanitizing()).then(Device::simt).into_iter().chain(warploom_tests::gpu()) {
+        let s = Stream::new(&d).unwrap();
+        let m = 65535 + 7;
+        let values: Vec<bf16> = (0..m).map(|t| bf16::from_f32((t % 251) as f32)).collect();
+        let x = Tensor::from_slice(&d, &values, &[m, 1]).unwrap();
+        let w = Tensor::from_slice(&d, &[2f32], &[1, 1]).unwrap();
+        let mut y = Tensor::<f32>::uninit(&d, &[m, 1]).unwrap();
+        linear_with(&s, &mut y, &x, &w, None, &LinearOptions::default()).unwrap();
+        assert!(y.to_vec().unwrap().iter().enumerate().all(|(t, &y)| y == 2.0 * (t % 251) as f32));
+    }
+}
+
 #[test]
 fn host_products_are_for_the_simt_device() {
     let device = Device::simt_with(SimtOptions::default().host_products(true));

@@ -19,8 +19,8 @@ fn filled(device: &Device, stream: &Stream, layout: CacheLayout) -> CacheLayers<
         let (value, _) = rows_of::<bf16>(device, n, 2, 16, 0, 20 + l as u64);
         let slots: Vec<i64> = (0..n as i64).collect();
         let slots = Tensor::from_slice(device, &slots, &[n]).unwrap();
-        let layer = caches.layer_mut(l).unwrap();
-        kv_cache::reshape_and_cache(stream, layer, None, &key, &value, &slots, &ReshapeAndCacheOptions::default())
+        let mut layer = caches.layer_mut(l).unwrap();
+        kv_cache::reshape_and_cache(stream, &mut layer, None, &key, &value, &slots, &ReshapeAndCacheOptions::default())
             .unwrap();
     }
     caches
@@ -82,8 +82,22 @@ fn refuses_what_it_cannot_do() {
         assert!(out(&[]).is_ok());
         let e = Graph::capture(stream, |s| kv_cache::swap_out(s, &mut host, &caches, &[(0, 0)]));
         assert!(matches!(e, Err(Error::Capture(_))));
+        // A stream that cannot be waited for now is waited for later, and until then nothing is shown.
+        kv_cache::swap_out(stream, &mut host, &caches, &[(0, 0)]).unwrap();
+        let captured = Graph::capture(stream, |_| {
+            for _ in 0..2 {
+                assert!(matches!(host.wait(), Err(Error::Capture(_))));
+                assert!(matches!(host.block(0, 0), Err(Error::Capture(_))));
+            }
+            Ok(())
+        });
+        captured.unwrap();
+        host.block(0, 0).unwrap();
         let one = CacheLayers::<bf16>::zeros(device, 1, CacheLayout::Nhd, SHAPE).unwrap();
         let e = kv_cache::swap_out(stream, &mut host, &one, &[(0, 0)]);
+        assert!(matches!(e, Err(Error::Value { arg: "host", .. })));
+        let mut other = CacheLayers::<bf16>::zeros(device, 2, CacheLayout::Hnd, SHAPE).unwrap();
+        let e = kv_cache::swap_in(stream, &mut other, &host, &[(0, 0)]);
         assert!(matches!(e, Err(Error::Value { arg: "host", .. })));
         assert!(matches!(host.block(0, 3), Err(Error::Value { .. })));
         // As many blocks as make nothing of 64 bits, and as many as make little.

@@ -668,6 +668,10 @@ fn unordered() {
         let mut case = Case::new(530, 2, 3, 16, 8).path(FusedPath::Wgmma64);
         case.unordered = true;
         check::<bf16>(d, s, &case);
+        // Nobody goes anywhere, which takes no workspace to add up in.
+        let mut case = Case::new(33, 0, 3, 64, 8).path(FusedPath::Wgmma64);
+        case.unordered = true;
+        check::<bf16>(d, s, &case);
     });
 }
 
@@ -866,6 +870,26 @@ fn all_on_one_expert_and_none() {
 }
 
 /// Gates and values on either side of all bounds.
+/// Where a product has nothing to do and is not launched, the next launch waits in its place: for how many tokens there are, and for the lists.
+#[test]
+fn products_of_nothing() {
+    on_every_device(|d, s| {
+        for (top_k, inter, path) in [
+            (0, 8, FusedPath::Direct),
+            (0, 8, FusedPath::Tile32),
+            (2, 0, FusedPath::Direct),
+            (2, 0, FusedPath::Stream8),
+            (2, 0, FusedPath::Tile64),
+            (2, 0, FusedPath::Fma),
+        ] {
+            let mut case = Case::new(3, top_k, 3, 24, inter).path(path);
+            case.present = 2;
+            case.biased = true;
+            check::<bf16>(d, s, &case);
+        }
+    });
+}
+
 #[test]
 fn every_activation() {
     on_every_device(|d, s| {

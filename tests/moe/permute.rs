@@ -103,5 +103,19 @@ fn bad_input() {
         assert!(matches!(e, Err(Error::Value { arg: "convention", .. })), "{e:?}");
         let e = run(&[6, 8], &[3, 8], &options.block_size(4));
         assert!(matches!(e, Err(Error::Value { arg: "out.sorted_ids", .. })), "{e:?}");
+        let e = run(&[6, 8], &[3, 8], &options.shared_experts(usize::MAX, true));
+        assert!(matches!(e, Err(Error::Value { .. })), "{e:?}");
+        // The copy reads the list while it writes rows, and after sorting: neither rows may be in it.
+        let shared = list(24);
+        for x_too in [false, true] {
+            let (mut a, mut b, mut c) = (shared.narrow(0, 6, 6).unwrap(), list(6), list(1));
+            let mut out = SortOutput::new(&mut a, &mut b, &mut c);
+            let rows = shared.reshape(&[6, 4]).unwrap();
+            let (to, x) =
+                if x_too { (list(24), rows.narrow(0, 0, 3)) } else { (shared.clone(), list(12).reshape(&[3, 4])) };
+            let (mut to, mut none) = (to.reshape(&[6, 4]).unwrap(), Tensor::zeros(d, &[0]).unwrap());
+            let e = permute(s, &mut to, &mut out, &x.unwrap(), &SortInput::new(&ids, 4), &options, &mut none);
+            assert!(matches!(e, Err(Error::Overlap { .. })), "{e:?}");
+        }
     });
 }

@@ -224,7 +224,33 @@ fn all_on_one_expert_and_none() {
         }
         check(d, s, &Case::new(0, 7, 3, 16, 1));
         check(d, s, &Case::new(3, 7, 0, 16, 1));
+        // A block each for experts without pairs takes more than any other routing: in one block, in a cluster, and in two launches.
+        for (tokens, experts, block) in [(5, 8, 4), (1, 3, 1), (0, 3, 4), (150, 300, 4), (300, 600, 16)] {
+            let mut case = Case::new(tokens, experts, 1, block, 1);
+            case.ids.fill(experts as i32 - 1);
+            case.options.keep_empty = true;
+            check(d, s, &case);
+        }
     });
+}
+
+/// The lists are as long as the longest that any routing gives, and no longer.
+#[test]
+fn capacities_are_exact() {
+    for (pairs, bins, block) in (0..7).flat_map(|p| (1..5).flat_map(move |b| (1..5).map(move |s| (p, b, s)))) {
+        for keep_empty in [false, true] {
+            let least = keep_empty as usize;
+            // Every number of pairs of each expert.
+            let mut longest = 0;
+            for code in 0..(pairs + 1usize).pow(bins as u32) {
+                let counts: Vec<_> = (0..bins).map(|e| code / (pairs + 1).pow(e as u32) % (pairs + 1)).collect();
+                if counts.iter().sum::<usize>() <= pairs {
+                    longest = longest.max(counts.iter().map(|n| n.div_ceil(block).max(least) * block).sum());
+                }
+            }
+            assert_eq!(capacity(pairs, bins, block, keep_empty), longest, "{pairs} {bins} {block} {keep_empty}");
+        }
+    }
 }
 
 prop_compose! {
@@ -334,16 +360,18 @@ fn captured_and_replayed() {
 #[test]
 fn checked_mode() {
     on_every_device(|d, s| {
-        let run = |ids: &[i32]| {
+        let run = |s: &Stream, ids: &[i32]| {
             let [mut a, mut b, mut c] = [8, 2, 1].map(|n| Tensor::zeros(d, &[n]).unwrap());
             let ids = Tensor::from_slice(d, ids, &[1, 2]).unwrap();
             let options = SortOptions::default().block_size(4).checked(true);
             let mut out = SortOutput::new(&mut a, &mut b, &mut c);
             sort(s, &mut out, &SortInput::new(&ids, 5), &options, &mut Tensor::zeros(d, &[0]).unwrap())
         };
-        assert!(run(&[-1, 4]).is_ok());
-        let e = run(&[1, 5]);
+        assert!(run(s, &[-1, 4]).is_ok());
+        let e = run(s, &[1, 5]);
         assert!(matches!(e, Err(Error::Value { arg: "topk_ids", .. })), "{e:?}");
+        let e = Graph::capture(s, |s| run(s, &[1, 5])).map(drop);
+        assert!(matches!(e, Err(Error::Capture(_))), "{e:?}");
     });
 }
 

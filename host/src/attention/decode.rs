@@ -532,6 +532,7 @@ pub fn decode<T: Float, S: CacheElement>(
             return Err(Error::Stride { op: OP, arg, expected, got: t.strides().to_vec() });
         }
     }
+    call.distinct("out", out)?;
     let &[table_batch, max_pages] = block_table.shape() else {
         return Err(call.bad_shape("block_table", block_table.shape(), format!("[{batch}, max_blocks]")));
     };
@@ -760,7 +761,8 @@ pub fn decode<T: Float, S: CacheElement>(
                 soft_cap,
                 window: args.window,
             };
-            let geometry = plain_geometry(args.q_heads, q_len as u32, call.count("query", batch)?);
+            call.value(batch <= 65535, "query", "of at most 65535 sequences for DecodePath::Plain", batch)?;
+            let geometry = plain_geometry(args.q_heads, q_len as u32, batch as u32);
             // SAFETY: as above.
             unsafe { stream.launch(&entry, &geometry, &args) }
         }

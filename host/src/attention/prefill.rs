@@ -510,6 +510,8 @@ pub fn prefill<T: Float + CacheElement, S: CacheElement>(
         causal: options.causal as u32,
     };
     let rows = call.count("query", tokens.saturating_mul(q_heads))?;
+    // The kernels number pairs of sequence and KV head.
+    call.count("block_table", sequences.saturating_mul(kv_heads))?;
     let tickets: *mut u32 = call.write("workspace", &mut workspace.tickets)?.cast();
     let section_keys = section_keys(S::DTYPE, head_dim);
     call.check_overlap()?;

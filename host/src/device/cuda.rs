@@ -17,13 +17,14 @@
 //! which streams that do not wait for the default stream would overtake.
 //!
 //! **Captures.** While any stream of a context is captured, the driver refuses to wait for the whole context, and the
-//! capture is void if somebody tries. So a wait for all work waits for each stream that is not being captured,
-//! and `captures` keeps captures from starting in the midst of a wait. Captures are in relaxed mode: tensors may be made
+//! capture is void if somebody tries. So a wait for all work waits for each stream that is not being captured, and for what the others had
+//! before, which the stream of copies waits for; and `captures` keeps captures from starting in the midst of a wait. Captures are in relaxed mode: tensors may be made
 //! and dropped meanwhile.
 //!
 //! **Threads.** Handles of the driver may be used from any thread; CUDA's manual exempts graphs, which are used
 //! under a lock here.
 
+use super::stream::Captures;
 use super::{Geometry, Properties};
 use crate::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute_enum as Attribute, CUdeviceptr, CUevent, CUevent_flags_enum as EventFlags,
@@ -40,7 +41,7 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::ptr::{NonNull, null, null_mut};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 /// Dynamic shared memory that every kernel may ask for without further ado.
 const FREE_SHARED_BYTES: u32 = 48 * 1024;
@@ -81,8 +82,8 @@ struct Context {
     arch: Arch,
     /// For copies from and to the host.
     copies: CUstream,
-    /// Streams that this crate works with, by address.
-    streams: Mutex<Vec<CUstream>>,
+    /// Streams that this crate works with, by address; one may be there several times.
+    streams: Mutex<Vec<(CUstream, Weak<Captures>)>>,
     /// Captures under way. Read-locked while all work is waited for.
     captures: RwLock<usize>,
     /// What is loaded or being loaded, by the entry's name.
@@ -243,7 +244,7 @@ impl Context {
         bind(self.driver, self.raw)
     }
 
-    /// Waits for all work in the context, but for that of streams that are being captured, which is none.
+    /// Waits for all work in the context; what is being captured is none.
     fn synchronize(&self) -> Result<()> {
         let _bound = self.bind()?;
         let captures = self.captures.read().unwrap_or_else(PoisonError::into_inner);
@@ -251,7 +252,10 @@ impl Context {
             // SAFETY: the context is current.
             return unsafe { self.driver.ctx_synchronize() };
         }
-        for &stream in lock(&self.streams).iter() {
+        // They come after all that was submitted to a stream before it was captured.
+        // SAFETY: the stream lives as long as the context, and nobody captures it.
+        unsafe { self.driver.stream_synchronize(self.copies)? };
+        for &(stream, _) in lock(&self.streams).iter() {
             let mut status = 0;
             // SAFETY: streams are in the list as long as they live.
             unsafe {
@@ -652,8 +656,10 @@ impl CudaDevice {
     }
 
     fn stream(&self, raw: CUstream, owned: bool) -> CudaStream {
-        lock(&self.0.streams).push(raw);
-        CudaStream { context: self.0.clone(), raw, owned }
+        let mut streams = lock(&self.0.streams);
+        let captures = streams.iter().filter(|s| s.0 == raw).find_map(|s| s.1.upgrade()).unwrap_or_default();
+        streams.push((raw, Arc::downgrade(&captures)));
+        CudaStream { context: self.0.clone(), raw, owned, captures }
     }
 
     pub(super) fn new_event(&self) -> Result<CudaEvent> {
@@ -831,6 +837,7 @@ pub(super) struct CudaStream {
     context: Arc<Context>,
     raw: CUstream,
     owned: bool,
+    captures: Arc<Captures>,
 }
 
 // SAFETY: a stream is a handle that the driver lets every thread use.
@@ -839,6 +846,10 @@ unsafe impl Send for CudaStream {}
 unsafe impl Sync for CudaStream {}
 
 impl CudaStream {
+    pub(super) fn captures(&self) -> &Arc<Captures> {
+        &self.captures
+    }
+
     pub(super) fn raw(&self) -> *mut c_void {
         self.raw.cast()
     }
@@ -880,9 +891,13 @@ impl CudaStream {
         Ok(())
     }
 
-    /// Of any device: that is how streams of several GPUs wait for each other.
-    pub(super) fn wait(&self, event: &CudaEvent) -> Result<()> {
+    /// Of any device: that is how streams of several GPUs wait for each other. `captures`: whether the stream takes part in a capture
+    /// from now on.
+    pub(super) fn wait(&self, event: &CudaEvent, captures: bool) -> Result<()> {
         let _bound = self.context.bind()?;
+        if captures {
+            self.precede_copies()?;
+        }
         // SAFETY: both are alive.
         unsafe { self.context.driver.stream_wait_event(self.raw, event.raw, 0) }
     }
@@ -895,9 +910,31 @@ impl CudaStream {
         Err(Error::WrongDevice { op, arg: "event", expected, got })
     }
 
+    /// Lets copies from and to the host, and whoever waits for all work, wait for what was submitted so far: once the stream is captured,
+    /// it cannot be waited for. The context is current.
+    fn precede_copies(&self) -> Result<()> {
+        let (driver, copies) = (self.context.driver, self.context.copies);
+        let (mut status, mut event) = (0, null_mut());
+        // SAFETY: the streams are alive, the addresses are those of an integer and a handle, and what waits for an event still does when
+        // it is destroyed.
+        unsafe {
+            driver.stream_is_capturing(self.raw, &raw mut status)?;
+            if status != CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int {
+                // By its owner: the event would be part of that capture, and so would be what waits for it.
+                return Ok(());
+            }
+            driver.event_create(&raw mut event, EventFlags::CU_EVENT_DISABLE_TIMING as c_uint)?;
+            let ordered =
+                driver.event_record(event, self.raw).and_then(|()| driver.stream_wait_event(copies, event, 0));
+            let _ = driver.event_destroy(event);
+            ordered
+        }
+    }
+
     /// Every success is followed by [`end_capture`](Self::end_capture).
     pub(super) fn begin_capture(&self) -> Result<()> {
         let _bound = self.context.bind()?;
+        self.precede_copies()?;
         let mut captures = self.context.captures.write().unwrap_or_else(PoisonError::into_inner);
         let mode = CaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
         // SAFETY: the stream is alive.
@@ -930,7 +967,7 @@ impl Drop for CudaStream {
     fn drop(&mut self) {
         {
             let mut streams = lock(&self.context.streams);
-            if let Some(i) = streams.iter().position(|&s| s == self.raw) {
+            if let Some(i) = streams.iter().position(|s| s.0 == self.raw) {
                 streams.swap_remove(i);
             }
         }

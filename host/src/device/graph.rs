@@ -3,27 +3,71 @@
 use super::stream::StreamBackend;
 use super::{Device, Storage, Stream};
 use crate::error::{Error, Result};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-type Work = Box<dyn Fn() -> Result<()> + Send + Sync>;
+pub(super) type Work = Box<dyn Fn() -> Result<()> + Send + Sync>;
+
+/// A capture under way, of one stream or of several that events joined.
+#[derive(Default)]
+pub(super) struct Capture(Mutex<Collected>);
 
 /// What a capture has collected so far.
 #[derive(Default)]
-pub(super) struct Capture {
+struct Collected {
     /// On the SIMT device, what to run; on a GPU the driver keeps that.
     work: Vec<Work>,
     kept: Vec<Arc<Storage>>,
+    /// Those that take part.
+    streams: Vec<Stream>,
+    over: bool,
 }
 
 impl Capture {
-    pub(super) fn push(&mut self, work: impl Fn() -> Result<()> + Send + Sync + 'static) {
-        self.work.push(Box::new(work));
+    fn lock(&self) -> MutexGuard<'_, Collected> {
+        // Nothing that is done under the lock can leave it half-changed.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn keep(&mut self, storage: &Arc<Storage>) {
-        if !self.kept.iter().any(|s| Arc::ptr_eq(s, storage)) {
-            self.kept.push(storage.clone());
+    /// Adds work; gives it back if the capture is over.
+    pub(super) fn push(&self, work: Work) -> Option<Work> {
+        let mut collected = self.lock();
+        if collected.over {
+            return Some(work);
         }
+        collected.work.push(work);
+        None
+    }
+
+    pub(super) fn keep(&self, storage: &Arc<Storage>) {
+        let kept = &mut self.lock().kept;
+        if !kept.iter().any(|s| Arc::ptr_eq(s, storage)) {
+            kept.push(storage.clone());
+        }
+    }
+
+    /// Adds a stream, unless the capture is over.
+    pub(super) fn add(&self, stream: &Stream) -> bool {
+        let mut collected = self.lock();
+        if !collected.over {
+            collected.streams.push(stream.clone());
+        }
+        !collected.over
+    }
+
+    /// Takes a stream back out that did not come to take part.
+    pub(super) fn remove(&self, stream: &Stream) {
+        self.lock().streams.retain(|s| !s.is(stream));
+    }
+
+    /// Ends it: work, and what the graph is to keep. The streams are as before.
+    fn finish(&self) -> (Vec<Work>, Vec<Arc<Storage>>) {
+        let mut collected = self.lock();
+        let Collected { work, kept, streams, .. } =
+            std::mem::replace(&mut *collected, Collected { over: true, ..Default::default() });
+        // A stream that wants to take part asks with a lock of its own held.
+        drop(collected);
+        streams.iter().for_each(Stream::leave_capture);
+        (work, kept)
     }
 }
 
@@ -63,19 +107,20 @@ enum GraphBackend {
 }
 
 impl Graph {
-    /// Captures what `f` submits to `stream`, without running it.
+    /// Captures what `f` submits to `stream`, without running it. Another stream takes part once it
+    /// [waits](Stream::wait_event) for an event that was recorded in the capture; `stream` must wait for it in turn before `f` ends.
     ///
     /// # Errors
-    /// What `f` returns; [`Error::Capture`] if the stream is being captured already; [`Error::Driver`] if something
-    /// in `f` cannot be captured. Load the kernels before ([`Device::preload`](super::Device::preload)): loading
+    /// What `f` returns; [`Error::Capture`] if the stream is being captured already, or another thread is submitting to it;
+    /// [`Error::Driver`] if something in `f` cannot be captured. Load the kernels before ([`Device::preload`](super::Device::preload)): loading
     /// a module while capturing is refused by some drivers.
     pub fn capture(stream: &Stream, f: impl FnOnce(&Stream) -> Result<()>) -> Result<Self> {
-        stream.start_capture()?;
+        let capture = stream.start_capture()?;
         #[cfg(feature = "_driver")]
         if let StreamBackend::Cuda(s) = stream.backend()
             && let Err(e) = s.begin_capture()
         {
-            stream.stop_capture();
+            capture.finish();
             return Err(e);
         }
         // A panic in `f` must not leave the stream capturing.
@@ -85,19 +130,19 @@ impl Graph {
             #[cfg(feature = "_driver")]
             StreamBackend::Cuda(s) => Some(s.end_capture()),
         };
-        let capture = stream.stop_capture();
+        let (work, kept) = capture.finish();
         match outcome {
             Ok(result) => result?,
             Err(panic) => std::panic::resume_unwind(panic),
         }
         let backend = match backend {
-            None => GraphBackend::Simt(capture.work.into()),
+            None => GraphBackend::Simt(work.into()),
             #[cfg(feature = "_driver")]
             Some(graph) => GraphBackend::Cuda(graph?),
             #[cfg(not(feature = "_driver"))]
             Some(()) => unreachable!("only GPUs have graphs of their own"),
         };
-        Ok(Self { device: stream.device().clone(), backend, kept: capture.kept })
+        Ok(Self { device: stream.device().clone(), backend, kept })
     }
 
     /// Runs the captured work on `stream`. If that is being captured itself, the work becomes part of the outer graph.
@@ -106,6 +151,7 @@ impl Graph {
     /// [`Error::WrongDevice`], and those of the work itself.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.check_device("Graph::launch", stream)?;
+        let _using = stream.using();
         for storage in &self.kept {
             stream.retain(storage);
         }

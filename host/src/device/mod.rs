@@ -18,6 +18,7 @@ use std::sync::Arc;
 pub use self::simt::SimtOptions;
 pub use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 pub use graph::Graph;
+pub(crate) use stream::Using;
 pub use stream::{Event, Pinned, Stream};
 
 /// An NVIDIA GPU or the SIMT device. Cheap to clone; clones are the same device.
@@ -610,6 +611,11 @@ impl Geometry {
     pub const fn dependent(mut self) -> Self {
         self.dependent = true;
         self
+    }
+
+    /// As a programmatic dependent launch of what relies on the launch before to have waited: not if nothing runs there.
+    pub(crate) const fn dependent_on(self, before: &Self) -> Self {
+        if before.is_empty() { self } else { self.dependent() }
     }
 
     /// With blocks that run at the same time.

@@ -7,8 +7,8 @@ use crate::tensor::{Tensor, host_zeros};
 use cuda_std::{Element, Entry, KernelArgs};
 use std::ffi::c_void;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// A queue of work on a device. Cheap to clone; clones are the same queue.
 ///
@@ -25,10 +25,30 @@ impl fmt::Debug for Stream {
 struct Inner {
     device: Device,
     backend: StreamBackend,
-    capturing: AtomicBool,
-    capture: Mutex<Option<Capture>>,
+    captures: Arc<Captures>,
     /// What the raw stream belongs to. Goes last.
     _owner: Option<Box<dyn Send + Sync>>,
+}
+
+/// Whether a queue is being captured. All streams that are made of one raw stream share it.
+#[derive(Default)]
+pub(super) struct Captures {
+    /// [`CAPTURING`], and [`CALL`] for each operation that is being submitted.
+    state: AtomicUsize,
+    capture: Mutex<Option<Arc<Capture>>>,
+}
+
+const CAPTURING: usize = 1;
+const CALL: usize = 2;
+
+/// Keeps captures of a stream from beginning between the checks of an operation and its launch, which they would collect without
+/// what it needs.
+pub(crate) struct Using<'a>(&'a Stream);
+
+impl Drop for Using<'_> {
+    fn drop(&mut self) {
+        self.0.state().fetch_sub(CALL, Ordering::Release);
+    }
 }
 
 pub(super) enum StreamBackend {
@@ -83,13 +103,12 @@ impl Stream {
     }
 
     fn with(device: &Device, backend: StreamBackend, owner: Option<Box<dyn Send + Sync>>) -> Self {
-        Self(Arc::new(Inner {
-            device: device.clone(),
-            backend,
-            capturing: AtomicBool::new(false),
-            capture: Mutex::new(None),
-            _owner: owner,
-        }))
+        let captures = match &backend {
+            StreamBackend::Simt => Arc::default(),
+            #[cfg(feature = "_driver")]
+            StreamBackend::Cuda(s) => s.captures().clone(),
+        };
+        Self(Arc::new(Inner { device: device.clone(), backend, captures, _owner: owner }))
     }
 
     /// The device that the stream belongs to.
@@ -298,35 +317,44 @@ impl Stream {
     /// # Errors
     /// [`Error::Driver`].
     pub fn record_event(&self, event: &Event) -> Result<()> {
-        match (&self.0.backend, &event.0) {
+        match (&self.0.backend, &event.backend) {
             (StreamBackend::Simt, EventBackend::Simt(at)) => {
                 *at.lock().expect("event") = Some(std::time::Instant::now());
-                Ok(())
             }
             #[cfg(feature = "_driver")]
-            (StreamBackend::Cuda(s), EventBackend::Cuda(e)) => s.record(e),
+            (StreamBackend::Cuda(s), EventBackend::Cuda(e)) => s.record(e)?,
             #[cfg(feature = "_driver")]
-            _ => Err(self.foreign_event("record_event", event)),
+            _ => return Err(self.foreign_event("record_event", event)),
         }
+        *event.capture() = self.capture().as_ref().map_or_else(Weak::new, Arc::downgrade);
+        Ok(())
     }
 
-    /// Lets later work of this stream wait for `event`.
+    /// Lets later work of this stream wait for `event`. If that was recorded in a [capture](super::Graph::capture), the stream takes
+    /// part in it from now on, until it ends.
     ///
     /// # Errors
-    /// [`Error::Driver`].
+    /// [`Error::Capture`] if the stream takes part in another capture, or another thread is submitting to it; [`Error::Driver`].
     pub fn wait_event(&self, event: &Event) -> Result<()> {
-        match (&self.0.backend, &event.0) {
+        let capture = event.capture().upgrade();
+        let joins = capture.as_ref().map_or(Ok(false), |capture| self.join_capture(capture))?;
+        let waits = match (&self.0.backend, &event.backend) {
             (StreamBackend::Simt, EventBackend::Simt(_)) => Ok(()),
             #[cfg(feature = "_driver")]
-            (StreamBackend::Cuda(s), EventBackend::Cuda(e)) => s.wait(e),
+            (StreamBackend::Cuda(s), EventBackend::Cuda(e)) => s.wait(e, joins),
             #[cfg(feature = "_driver")]
             _ => Err(self.foreign_event("wait_event", event)),
+        };
+        if let (true, Err(_), Some(capture)) = (joins, &waits, capture) {
+            capture.remove(self);
+            self.leave_capture();
         }
+        waits
     }
 
     #[cfg(feature = "_driver")]
     fn foreign_event(&self, op: &'static str, event: &Event) -> Error {
-        let got = match event.0 {
+        let got = match event.backend {
             EventBackend::Simt(_) => "SIMT".to_string(),
             EventBackend::Cuda(_) => "a CUDA device".to_string(),
         };
@@ -335,7 +363,7 @@ impl Stream {
 
     /// Whether the stream is being captured into a [`Graph`](super::Graph) by this crate.
     pub fn is_capturing(&self) -> bool {
-        self.0.capturing.load(Ordering::Relaxed)
+        self.state().load(Ordering::Acquire) & CAPTURING != 0
     }
 
     fn not_capturing(&self, what: &str) -> Result<()> {
@@ -346,38 +374,77 @@ impl Stream {
         }
     }
 
+    /// Whether the two are one queue.
+    pub(super) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0.captures, &other.0.captures)
+    }
+
+    fn state(&self) -> &AtomicUsize {
+        &self.0.captures.state
+    }
+
+    /// Held from the checks of an operation to the end of its launch.
+    pub(crate) fn using(&self) -> Using<'_> {
+        self.state().fetch_add(CALL, Ordering::Acquire);
+        Using(self)
+    }
+
+    fn lock_capture(&self) -> MutexGuard<'_, Option<Arc<Capture>>> {
+        self.0.captures.capture.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The capture that the stream takes part in.
+    fn capture(&self) -> Option<Arc<Capture>> {
+        if self.is_capturing() { self.lock_capture().clone() } else { None }
+    }
+
     /// Keeps a storage alive as long as the graph that is being captured, if one is.
     pub(crate) fn retain(&self, storage: &Arc<Storage>) {
-        if self.is_capturing()
-            && let Some(capture) = self.0.capture.lock().expect("capture").as_mut()
-        {
+        if let Some(capture) = self.capture() {
             capture.keep(storage);
         }
     }
 
     pub(super) fn record(&self, work: impl Fn() -> Result<()> + Send + Sync + 'static) -> Result<()> {
-        match self.0.capture.lock().expect("capture").as_mut() {
-            Some(capture) => {
-                capture.push(work);
-                Ok(())
-            }
+        match self.capture() {
+            Some(capture) => capture.push(Box::new(work)).map_or(Ok(()), |work| work()),
             None => work(),
         }
     }
 
-    pub(super) fn start_capture(&self) -> Result<()> {
-        let mut capture = self.0.capture.lock().expect("capture");
-        if capture.is_some() {
-            return Err(Error::Capture("the stream is being captured already".into()));
+    pub(super) fn start_capture(&self) -> Result<Arc<Capture>> {
+        let capture = Arc::new(Capture::default());
+        if self.join_capture(&capture)? {
+            return Ok(capture);
         }
-        *capture = Some(Capture::default());
-        self.0.capturing.store(true, Ordering::Relaxed);
-        Ok(())
+        Err(Error::Capture("the stream is being captured already".into()))
     }
 
-    pub(super) fn stop_capture(&self) -> Capture {
-        self.0.capturing.store(false, Ordering::Relaxed);
-        self.0.capture.lock().expect("capture").take().unwrap_or_default()
+    /// Takes part in a capture from now on; whether it did not before, and the capture is not over.
+    fn join_capture(&self, capture: &Arc<Capture>) -> Result<bool> {
+        let mut own = self.lock_capture();
+        if let Some(own) = &*own {
+            if Arc::ptr_eq(own, capture) {
+                return Ok(false);
+            }
+            return Err(Error::Capture("the stream is being captured already".into()));
+        }
+        if self.state().compare_exchange(0, CAPTURING, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            return Err(Error::Capture("another thread is submitting to the stream; capture when it is done".into()));
+        }
+        let joins = capture.add(self);
+        if joins {
+            *own = Some(capture.clone());
+        } else {
+            self.state().fetch_and(!CAPTURING, Ordering::Release);
+        }
+        Ok(joins)
+    }
+
+    pub(super) fn leave_capture(&self) {
+        let mut own = self.lock_capture();
+        *own = None;
+        self.state().fetch_and(!CAPTURING, Ordering::Release);
     }
 }
 
@@ -396,7 +463,11 @@ impl<T> AssertSend<T> {
 }
 
 /// A point in a stream, to wait for or to measure from.
-pub struct Event(EventBackend);
+pub struct Event {
+    backend: EventBackend,
+    /// The capture in which it was recorded last, if it was.
+    capture: Mutex<Weak<Capture>>,
+}
 
 impl fmt::Debug for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -416,11 +487,16 @@ impl Event {
     /// # Errors
     /// [`Error::Driver`].
     pub fn new(device: &Device) -> Result<Self> {
-        Ok(Self(match device.backend() {
+        let backend = match device.backend() {
             Backend::Simt(_) => EventBackend::Simt(Mutex::new(None)),
             #[cfg(feature = "_driver")]
             Backend::Cuda(d) => EventBackend::Cuda(d.new_event()?),
-        }))
+        };
+        Ok(Self { backend, capture: Mutex::default() })
+    }
+
+    fn capture(&self) -> MutexGuard<'_, Weak<Capture>> {
+        self.capture.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until the event has happened.
@@ -428,7 +504,7 @@ impl Event {
     /// # Errors
     /// [`Error::Driver`] if work before it failed.
     pub fn synchronize(&self) -> Result<()> {
-        match &self.0 {
+        match &self.backend {
             EventBackend::Simt(_) => Ok(()),
             #[cfg(feature = "_driver")]
             EventBackend::Cuda(e) => e.synchronize(),
@@ -446,7 +522,7 @@ impl Event {
             expected: "two recorded events of one device".into(),
             got: "one that was not".into(),
         };
-        match (&self.0, &earlier.0) {
+        match (&self.backend, &earlier.backend) {
             (EventBackend::Simt(b), EventBackend::Simt(a)) => {
                 // One lock after the other: the two may be one event.
                 let a = *a.lock().expect("event");

@@ -161,7 +161,10 @@ impl Communicator {
         #[cfg(feature = "nccl")]
         if self.nccl.is_some() {
             self.nccl_begin(OP, stream, args.link.signature)?;
-            self.nccl_get_results(stream, &routing.counts)?;
+            // Counts that did not fit were not sent either; the fault is in the device's state, where the kernel sees it.
+            if self.nccl_fits(&routing.counts) {
+                self.nccl_get_results(stream, &routing.counts)?;
+            }
         }
         // SAFETY: shapes, devices and overlap were checked above; buffers live as long as the group.
         unsafe { launch(stream, [blocks, threads], &args) }

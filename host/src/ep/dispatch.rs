@@ -91,6 +91,8 @@ impl<'a> DispatchOptions<'a> {
 pub struct Routing {
     /// `[max_tokens, ranks]`
     pub(super) places: Tensor<i32>,
+    /// The same memory, for others: kernels take the rows in it as they are, so nobody else may write to it.
+    shown: Tensor<i32>,
     pub(super) totals: Tensor<u32>,
     offsets: Tensor<i32>,
     pub(super) tokens: usize,
@@ -104,9 +106,10 @@ pub struct Routing {
 }
 
 impl Routing {
-    /// `[max_tokens, ranks]`: the row of each token on each rank, or -1.
+    /// `[max_tokens, ranks]`: the row of each token on each rank, or -1. To read only: [`Communicator::combine`] finds rows by it.
+    #[expect(clippy::misnamed_getters, reason = "what is shown shares the memory, and cannot be written")]
     pub fn places(&self) -> &Tensor<i32> {
-        &self.places
+        &self.shown
     }
 }
 
@@ -232,8 +235,10 @@ impl Communicator {
     pub fn routing(&self) -> Result<Routing> {
         let (device, most, ranks) = (self.device(), self.config().max_tokens, self.ranks());
         let slots: Vec<i32> = (0..=ranks).map(|s| (s * most) as i32).collect();
+        let places = Tensor::from_slice(device, &vec![-1; most * ranks], &[most, ranks])?;
         Ok(Routing {
-            places: Tensor::from_slice(device, &vec![-1; most * ranks], &[most, ranks])?,
+            shown: places.read_only()?,
+            places,
             totals: Tensor::zeros(device, &[MAX_RANKS])?,
             offsets: Tensor::from_slice(device, &slots, &[ranks + 1])?,
             tokens: 0,

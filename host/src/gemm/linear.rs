@@ -159,7 +159,7 @@ pub const fn tile_entry(dtype: DType) -> Option<Entry<linear_tile::Args>> {
     })
 }
 
-/// How to launch [`LinearPath::Fma`].
+/// How to launch [`LinearPath::Fma`], for at most 65535 · 64 tokens.
 pub const fn fma_geometry(m: u32, n: u32) -> Geometry {
     let tile = linear_fma::TILE as u32;
     Geometry::new([n.div_ceil(tile), m.div_ceil(tile), 1], [linear_fma::THREADS as u32, 1, 1])
@@ -167,7 +167,7 @@ pub const fn fma_geometry(m: u32, n: u32) -> Geometry {
         .shared_bytes(linear_fma::SHARED_BYTES as u32)
 }
 
-/// How to launch [`LinearPath::Dot`].
+/// How to launch [`LinearPath::Dot`], for at most 65535 tokens.
 pub const fn dot_geometry(m: u32, n: u32) -> Geometry {
     Geometry::new([n.div_ceil(linear_dot::WARPS), m, 1], [linear_dot::WARPS * 32, 1, 1]).dependent()
 }
@@ -215,9 +215,11 @@ pub unsafe fn launch<Y: Float, X: Float, W: Float>(
     match path {
         LinearPath::Dot => {
             let entry = dot_entry(Y::DTYPE, X::DTYPE, W::DTYPE).ok_or_else(unsupported)?;
-            let args = linear_dot::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind };
-            // SAFETY: forwarded to the caller.
-            unsafe { stream.launch(&entry, &dot_geometry(m, n), &args) }
+            in_parts::<Y, X>(args, 1, |&linear_fma::Args { y, x, m, .. }| {
+                let args = linear_dot::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind };
+                // SAFETY: forwarded to the caller.
+                unsafe { stream.launch(&entry, &dot_geometry(m, n), &args) }
+            })
         }
         LinearPath::Stream => {
             let (entry, tiles) = stream_entry(Y::DTYPE, m).filter(|_| same::<Y, X, W>()).ok_or_else(unsupported)?;
@@ -246,10 +248,30 @@ pub unsafe fn launch<Y: Float, X: Float, W: Float>(
         }
         LinearPath::Auto | LinearPath::Fma => {
             let entry = fma_entry(Y::DTYPE).filter(|_| same::<Y, X, W>()).ok_or_else(unsupported)?;
-            // SAFETY: forwarded to the caller.
-            unsafe { stream.launch(&entry, &fma_geometry(m, n), args) }
+            in_parts::<Y, X>(args, linear_fma::TILE as u32, |args| {
+                // SAFETY: forwarded to the caller.
+                unsafe { stream.launch(&entry, &fma_geometry(args.m, n), args) }
+            })
         }
     }
+}
+
+/// Calls `launch` for as many tokens at a time as a grid is high, whose rows of blocks have `each`.
+fn in_parts<Y, X>(
+    args: &linear_fma::Args,
+    each: u32,
+    mut launch: impl FnMut(&linear_fma::Args) -> Result<()>,
+) -> Result<()> {
+    let most = 65535 * each;
+    let mut first = 0;
+    while first < args.m {
+        let m = most.min(args.m - first);
+        let y = args.y.cast::<Y>().wrapping_add(first as usize * args.y_row).cast();
+        let x = args.x.cast::<X>().wrapping_add(first as usize * args.x_row).cast();
+        launch(&linear_fma::Args { y, x, m, ..*args })?;
+        first += m;
+    }
+    Ok(())
 }
 
 /// Whether all three element types are one.
@@ -398,4 +420,40 @@ fn misaligned(args: &linear_fma::Args, [x, w]: [Rows; 2], size: usize) -> Option
         }
     };
     check("x", args.x as usize, x).or_else(|| check("w", args.w as usize, w))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_no_higher_than_a_grid_and_all_tokens() {
+        for (m, each) in
+            [(0, 1), (7, 1), (65535, 1), (65536, 1), (3 * 65535, 1), (65535 * 64 + 5, 64), (i32::MAX as u32, 64)]
+        {
+            let null = std::ptr::null();
+            let args = linear_fma::Args {
+                y: std::ptr::null_mut(),
+                x: null,
+                w: null,
+                bias: null,
+                m,
+                n: 1,
+                k: 1,
+                y_row: 3,
+                x_row: 5,
+                w_row: 1,
+                kind: 0,
+            };
+            let mut first = 0usize;
+            let whole = in_parts::<f32, half::bf16>(&args, each, |part| {
+                assert!(part.m > 0 && part.m.div_ceil(each) <= 65535);
+                assert_eq!((part.y as usize, part.x as usize), (first * 3 * 4, first * 5 * 2));
+                first += part.m as usize;
+                Ok(())
+            });
+            whole.unwrap();
+            assert_eq!(first, m as usize);
+        }
+    }
 }

@@ -95,9 +95,10 @@ impl<S: CacheElement> CacheLayers<S> {
         &self.layers
     }
 
-    /// A layer, to write.
-    pub fn layer_mut(&mut self, layer: usize) -> Option<&mut KvCache<S>> {
-        self.layers.get_mut(layer)
+    /// A layer, to write: it shares the memory, and cannot be exchanged for another, which the addresses on the device would not
+    /// follow.
+    pub fn layer_mut(&mut self, layer: usize) -> Option<KvCache<S>> {
+        self.layers.get(layer).cloned()
     }
 
     /// Extents of each layer.

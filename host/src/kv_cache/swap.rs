@@ -4,7 +4,7 @@
 //! on both sides go as one copy, so sequences that were swapped out together cost few.
 
 use super::copy_blocks::{CacheLayers, check_pairs};
-use super::layout::{CacheElement, CacheShape};
+use super::layout::{CacheElement, CacheLayout, CacheShape};
 use crate::device::{Pinned, Stream};
 use crate::error::{Error, Result};
 use std::sync::Mutex;
@@ -48,6 +48,7 @@ pub struct HostCache<S: CacheElement> {
     /// Addresses of `memory`, so that no reference to it is made while copies are under way.
     addresses: Vec<*mut S>,
     shape: CacheShape,
+    layout: CacheLayout,
     /// Where copies were submitted since the last wait.
     pending: Mutex<Vec<Stream>>,
 }
@@ -81,7 +82,7 @@ impl<S: CacheElement> HostCache<S> {
         let new = |_| Pinned::<S>::zeros(device, len);
         let mut memory = (0..2 * caches.layers().len()).map(new).collect::<Result<Vec<_>>>()?;
         let addresses = memory.iter_mut().map(|m| m.as_mut_ptr()).collect();
-        Ok(Self { memory, addresses, shape, pending: Mutex::default() })
+        Ok(Self { memory, addresses, shape, layout: caches.layout(), pending: Mutex::default() })
     }
 
     /// Extents of each layer.
@@ -97,7 +98,7 @@ impl<S: CacheElement> HostCache<S> {
     /// Keys and values of a block, in the cache's layout, after all copies are done.
     ///
     /// # Errors
-    /// [`Error::Value`] if there is no such layer or block; [`Error::Driver`] if a copy failed.
+    /// [`Error::Value`] if there is no such layer or block; those of [`wait`](Self::wait).
     pub fn block(&self, layer: usize, block: usize) -> Result<(&[S], &[S])> {
         if layer >= self.layers() || block >= self.shape.blocks {
             return Err(Error::Value {
@@ -117,10 +118,15 @@ impl<S: CacheElement> HostCache<S> {
     /// Waits for all copies from and to this memory.
     ///
     /// # Errors
-    /// [`Error::Driver`] if one failed.
+    /// [`Error::Driver`] if one failed; [`Error::Capture`] while a stream that they were submitted to is captured.
     pub fn wait(&self) -> Result<()> {
-        let pending = std::mem::take(&mut *self.pending.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
-        pending.iter().try_for_each(Stream::synchronize)
+        // Whoever asks meanwhile waits as well, and a stream that could not be waited for stays.
+        let mut pending = self.pending.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        while let Some(stream) = pending.last() {
+            stream.synchronize()?;
+            pending.pop();
+        }
+        Ok(())
     }
 
     /// Submits the copies for `pairs` of (device, host) blocks.
@@ -132,19 +138,21 @@ impl<S: CacheElement> HostCache<S> {
         pairs: &[(usize, usize)],
         out: bool,
     ) -> Result<()> {
-        let shape = caches.shape();
-        if (CacheShape { blocks: shape.blocks, ..self.shape }) != shape || self.layers() != caches.layers().len() {
+        let (shape, layout) = (caches.shape(), caches.layout());
+        let same = CacheShape { blocks: shape.blocks, ..self.shape } == shape && self.layout == layout;
+        if !same || self.layers() != caches.layers().len() {
             return Err(Error::Value {
                 op,
                 arg: "host",
-                expected: format!("{} layers of blocks as in {shape:?}", caches.layers().len()),
-                got: format!("{} layers of {:?}", self.layers(), self.shape),
+                expected: format!("{} layers of {layout:?} blocks as in {shape:?}", caches.layers().len()),
+                got: format!("{} layers of {:?} {:?}", self.layers(), self.layout, self.shape),
             });
         }
         if stream.device() != caches.layers()[0].key().device() {
             let got = caches.layers()[0].key().device().name();
             return Err(Error::WrongDevice { op, arg: "caches", expected: stream.device().name(), got });
         }
+        let _using = stream.using();
         if stream.is_capturing() {
             return Err(Error::Capture(format!("{op}: a graph could outlive the host's memory; capture copy_raw")));
         }
@@ -161,7 +169,7 @@ impl<S: CacheElement> HostCache<S> {
         };
         {
             let mut pending = self.pending.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            if !pending.iter().any(|s| s.as_raw() == stream.as_raw()) {
+            if !pending.iter().any(|s| s.as_raw() == stream.as_raw() && s.device() == stream.device()) {
                 pending.push(stream.clone());
             }
         }
@@ -183,8 +191,11 @@ impl<S: CacheElement> HostCache<S> {
 
 impl<S: CacheElement> Drop for HostCache<S> {
     fn drop(&mut self) {
-        // A failed copy is reported by whoever waits for the stream.
-        let _ = self.wait();
+        // A failed copy is reported by whoever waits for the stream. One that is captured by now is waited for with its device.
+        while self.wait().is_err() {
+            let stream = self.pending.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).pop();
+            let _ = stream.map(|s| s.device().synchronize());
+        }
     }
 }
 

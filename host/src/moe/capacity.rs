@@ -72,7 +72,7 @@ pub fn capacity(
         call.same_shape("loads", loads.shape(), &[experts])?;
         call.contiguous("loads", loads)?;
     }
-    // Counters in shared memory, within the 48 KiB that every GPU has.
+    // Counters in shared memory: 72 KiB, which every GPU from sm_80 on gives a block that asks for it.
     call.value(experts <= 2048, "experts", "at most 2048", experts)?;
     let args = Args {
         kept: call.write("kept", kept)?.cast(),

@@ -829,7 +829,8 @@ pub unsafe fn launch(
     let (experts, local, shared_experts) = (o.global_experts as u32, shape.experts as u32, shape.shared_experts as u32);
     let (mut sorted_ids, mut expert_ids) = (std::ptr::null(), std::ptr::null());
     let wgmma = plan.path.is_wgmma();
-    let unordered = o.unordered && wgmma && plan.sorts();
+    // Without slots there is nothing to add up, nor room to do it in.
+    let unordered = o.unordered && wgmma && plan.sorts() && slots > 0;
     let rounded = plan.rounded.filter(|_| o.rounded_slots && !unordered);
     if plan.sorts() {
         (sorted_ids, expert_ids) = (part(at.sorted_ids).cast::<i32>(), part(at.expert_ids).cast::<i32>());
@@ -944,7 +945,7 @@ pub unsafe fn launch(
     let gated = o.gate_up != GateUp::GateOnly;
     let device = stream.device();
     let (first, second) = plan.geometries(shape, gated, multiprocessors);
-    let (first, second) = (first.dependent(), second.dependent());
+    let (first, second) = (first.dependent(), second.dependent_on(&first));
     match plan.products {
         Products::Vector(entry, parts) => {
             let args = VectorArgs {
@@ -1072,7 +1073,7 @@ pub unsafe fn launch(
     };
     reduce.across = sum_across(geometry.block[0] as usize, fused_reduce::COLUMNS, early);
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry, &geometry.dependent(), &reduce) }
+    unsafe { stream.launch(&entry, &geometry.dependent_on(&second), &reduce) }
 }
 
 /// As many bytes of results between the second product and the sum have room in Hopper's second-level cache beside the weights that stream by. Measured: 34 MB do,

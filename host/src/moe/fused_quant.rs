@@ -1188,8 +1188,10 @@ impl Run<'_> {
             left: self.left(),
             stripe: stripe as u32,
         };
+        // It reads how many tokens there are before it waits: where nothing was launched before, nobody has waited for that.
+        let geometry = if shape.pairs() == 0 { geometry } else { geometry.dependent() };
         // SAFETY: forwarded to the caller.
-        unsafe { self.stream.launch(&entry, &geometry.dependent(), &args) }
+        unsafe { self.stream.launch(&entry, &geometry, &args) }
     }
 }
 
@@ -1607,6 +1609,8 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     };
     call.value(blocks <= most, "topk_ids", format!("at most {most} blocks of {block} pairs"), blocks)?;
     if shape.pairs() == 0 || shape.bins() == 0 || intermediate == 0 {
+        let biased = options.bias2.is_some() || shared.is_some_and(|s| s.bias2.is_some());
+        call.value(intermediate > 0 || !biased, "w2", "wider than nothing, to add `bias2` to", intermediate)?;
         return stream_zeros(stream, &shape, Q::DTYPE, T::DTYPE, &operands, workspace);
     }
     // SAFETY: shapes, device, overlap, and the path's alignment were checked above.

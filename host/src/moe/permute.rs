@@ -106,10 +106,14 @@ pub fn permute<T: Element>(
     call.contiguous("permuted", permuted)?;
     let (row_bytes, x_row) = (n * size_of::<T>(), rows.stride * size_of::<T>());
     let (to, from) = (call.write("permuted", permuted)?, call.read("x", x)?);
+    // What sorting writes is read by the copy, and the copy writes after it: none of it may be the rows.
+    out.name(&mut call)?;
+    input.name(&mut call)?;
+    call.write("workspace", workspace)?;
     call.check_overlap()?;
     let fits = |unit: usize| [to as usize, from as usize, row_bytes, x_row].iter().all(|v| v.is_multiple_of(unit));
     let unit = [16, 4, 2].into_iter().find(|&u| fits(u)).unwrap_or(1) as u32;
-    let slots = top_k + if options.append_shared { options.shared_experts } else { 0 };
+    let slots = options.slots(top_k);
     let blocks = geometry(0, row_bytes, unit).grid[1];
     call.value(blocks <= 65535, "x", "at most 65535 blocks wide", blocks)?;
     let args = Args {
@@ -192,6 +196,8 @@ pub fn unpermute<T: Float>(
     };
     call.check_overlap()?;
     let tokens = call.count("positions", tokens)?;
+    let blocks = unpermute_geometry(0, args.slots, args.n).grid[1];
+    call.value(blocks <= 65535, "y", "at most 65535 blocks wide", blocks)?;
     // SAFETY: shapes, device and overlap were checked above.
     unsafe { launch_unpermute(stream, T::DTYPE, tokens, &args) }
 }

@@ -83,6 +83,16 @@ impl<'a> SortInput<'a> {
         self
     }
 
+    /// Names the tensors to the call of an operation that sorts first.
+    pub(super) fn name(&self, call: &mut Call<'_>) -> Result<()> {
+        call.read("topk_ids", self.topk_ids)?;
+        call.read_opt("input.topk_weights", self.topk_weights)?;
+        if let Local::Map(map, _) | Local::Mask(map) = self.local {
+            call.read("input.local", map)?;
+        }
+        call.read_opt("input.num_tokens", self.num_tokens).map(drop)
+    }
+
     /// Routed experts that pairs of this device are counted for.
     fn bins(&self) -> usize {
         match self.local {
@@ -156,7 +166,7 @@ impl SortOptions {
         self
     }
 
-    const fn slots(&self, top_k: usize) -> usize {
+    pub(super) const fn slots(&self, top_k: usize) -> usize {
         top_k.saturating_add(if self.append_shared { self.shared_experts } else { 0 })
     }
 }
@@ -203,6 +213,18 @@ impl<'a> SortOutput<'a> {
         }
     }
 
+    /// Names the tensors to the call of an operation that sorts first.
+    pub(super) fn name(&mut self, call: &mut Call<'_>) -> Result<()> {
+        call.write("out.sorted_ids", self.sorted_ids)?;
+        call.write("out.expert_ids", self.expert_ids)?;
+        call.write("out.totals", self.totals)?;
+        call.write_opt("out.sorted_weights", self.sorted_weights.as_deref_mut())?;
+        call.write_opt("out.positions", self.positions.as_deref_mut())?;
+        call.write_opt("out.offsets", self.offsets.as_deref_mut())?;
+        call.write_opt("out.expert_counts", self.expert_counts.as_deref_mut())?;
+        call.write_opt("out.invalid", self.invalid.as_deref_mut()).map(drop)
+    }
+
     /// And weights.
     pub const fn sorted_weights(mut self, sorted_weights: &'a mut Tensor<f32>) -> Self {
         self.sorted_weights = Some(sorted_weights);
@@ -237,12 +259,15 @@ impl<'a> SortOutput<'a> {
 /// Length of the lists for `pairs` pairs of `bins` experts of this device: enough for any routing, a multiple of `block_size`. The
 /// largest such number if that is larger.
 pub const fn capacity(pairs: usize, bins: usize, block_size: usize, keep_empty: bool) -> usize {
+    let block_size = if block_size == 0 { 1 } else { block_size };
+    if keep_empty && bins > 0 {
+        // An expert without pairs takes more room than one with pairs wastes: a block. So most is taken where one has all of them.
+        let blocks = bins.saturating_add(pairs.saturating_sub(1) / block_size);
+        return product(&[blocks, block_size]) / block_size * block_size;
+    }
     // Every expert with pairs wastes at most block_size - 1 places.
     let used = if pairs < bins { pairs } else { bins };
-    let block_size = if block_size == 0 { 1 } else { block_size };
-    let padding = product(&[used, block_size - 1]);
-    let empty = if keep_empty { product(&[bins - used, block_size]) } else { 0 };
-    pairs.saturating_add(padding).saturating_add(empty) / block_size * block_size
+    pairs.saturating_add(product(&[used, block_size - 1])) / block_size * block_size
 }
 
 /// How the pairs are split.
@@ -400,7 +425,7 @@ pub unsafe fn launch(stream: &Stream, args: &Args, workspace: *mut c_void) -> Re
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value), [`Alignment`](Error::Alignment),
 /// [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice). With `options.checked`, a `Value` error for
-/// `topk_ids` if an id is out of range.
+/// `topk_ids` if an id is out of range, and [`Capture`](Error::Capture) while the stream is captured.
 ///
 /// ```
 /// use warploom::{Device, Stream, Tensor, moe};
@@ -464,6 +489,9 @@ fn sort_impl<T: Element>(
     call.value((1..=1 << 16).contains(&block), "block_size", "from 1 to 65536", block)?;
     let (slots, local) = (options.slots(top_k), input.bins());
     let bins = local.saturating_add(options.shared_experts);
+    if options.checked && stream.is_capturing() {
+        return Err(Error::Capture(format!("{OP}: `checked` waits for the result, which a graph does not have yet")));
+    }
     call.value(input.experts <= MAX_EXPERTS, "input.experts", format!("at most {MAX_EXPERTS}"), input.experts)?;
     call.value(bins <= MAX_EXPERTS, "shared_experts", format!("at most {MAX_EXPERTS} in all"), bins)?;
     let packed = options.convention == SortConvention::Packed;
