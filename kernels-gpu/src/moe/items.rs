@@ -408,7 +408,7 @@ impl<const DIRECT: bool> Items<DIRECT> {
         if warp::warp_id() == 0 {
             self.add_up();
             if DIRECT {
-                thread::arrive_named(barrier, DIRECT_PAIRS as u32);
+                thread::sync_named(barrier, DIRECT_PAIRS as u32);
             }
             place(bin, rank);
             thread::arrive_named(known.0, known.1);
