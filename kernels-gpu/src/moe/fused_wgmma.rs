@@ -713,6 +713,9 @@ pub(super) unsafe fn product<
         }
     };
 
+    // By all warps but the first, which goes on alone.
+    let known = || thread::sync_named(KNOWN, THREADS as u32);
+
     if warp_id < (PRODUCERS / 32) as u32 {
         if STAGED {
             wgmma::decrease_registers::<56>();
@@ -747,7 +750,7 @@ pub(super) unsafe fn product<
             });
         };
         if !STAGED {
-            items.fill(pairs, count, TABLES, (KNOWN, THREADS as u32));
+            items.fill(pairs, count, TABLES, || thread::arrive_named(KNOWN, THREADS as u32), known);
         }
         // Who copies rows: all, or the last ones, while the first warp fetches and nothing else, and one has nothing to do.
         let gathers = tid >= const { (PRODUCERS - gatherers(STAGED)) as u32 };
@@ -951,7 +954,7 @@ pub(super) unsafe fn product<
             looked();
         }
         if !STAGED {
-            thread::sync_named(KNOWN, THREADS as u32);
+            known();
         }
         if !UP && Q::SCALED {
             // These threads read scales of rows of `h` themselves.

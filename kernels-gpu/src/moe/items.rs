@@ -374,10 +374,10 @@ impl<const DIRECT: bool> Items<DIRECT> {
     }
 
     /// The tables: from what is [gathered](Self::gather); or, without a list, if all is [clear](Self::clear), from `count` pairs, at most [`DIRECT_PAIRS`]. By the first so many threads of
-    /// a block, for which `barrier` is; the others may use the tables after `known`, a barrier and the number of all threads. The first warp does not wait there: it goes on to the first weights, so what it has to do
-    /// is little. What is done once takes 5 cycles an instruction, and one warp with all pairs and `match` took 480 of them where this takes 180.
+    /// a block, for which `barrier` is. The others may use the tables after a barrier of all, which is `known`, or for the first warp, that does not wait there, `arrive`: it goes on to the first
+    /// weights, so what it has to do is little. What is done once takes 5 cycles an instruction, and one warp with all pairs and `match` took 480 of them where this takes 180.
     #[inline(always)]
-    pub unsafe fn fill(&self, pairs: Pairs, count: u32, barrier: u32, known: (u32, u32)) {
+    pub unsafe fn fill(&self, pairs: Pairs, count: u32, barrier: u32, arrive: impl Fn(), known: impl Fn()) {
         let tid = thread::thread_idx_x();
         let (mut bin, mut rank, mut weight) = (NOWHERE, 0, 0.0);
         if DIRECT {
@@ -407,17 +407,16 @@ impl<const DIRECT: bool> Items<DIRECT> {
         };
         if warp::warp_id() == 0 {
             self.add_up();
-            if DIRECT {
-                thread::sync_named(barrier, DIRECT_PAIRS as u32);
-            }
+        }
+        if DIRECT {
+            thread::sync_named(barrier, DIRECT_PAIRS as u32);
+        }
+        if warp::warp_id() == 0 {
             place(bin, rank);
-            thread::arrive_named(known.0, known.1);
+            arrive();
         } else {
-            if DIRECT {
-                thread::sync_named(barrier, DIRECT_PAIRS as u32);
-            }
             place(bin, rank);
-            thread::sync_named(known.0, known.1);
+            known();
         }
     }
 
