@@ -28,7 +28,7 @@
 //! multiplies a whole item while the other finishes its last, so that stages are given back all the time; mbarriers hand over, because a group that is more than one
 //! round of the ring behind could not tell the phases of a stage apart.
 //!
-//! Of few pairs the time until the first weights are asked for counts. Without a list the producer's warps count pairs, one a thread, and the warp that fetches adds up which items there are, while another warp makes the barriers; it waits for no consumer. Registers are 128 a thread at the start, so that blocks of the sum over
+//! Of few pairs the time until the first weights are asked for counts. Without a list the producer's warps count pairs, one a thread, and the warp that fetches adds up which items there are, while another warp makes the barriers. Registers are 128 a thread at the start, so that blocks of the sum over
 //! slots are beside those of the second product from the start of that, on all multiprocessors, and wait there.
 //!
 //! The second product waits for `h` only when the ring is full of weights already ([`dependent_launch`]), or where it gathers rows, so the stream of
@@ -712,9 +712,11 @@ pub(super) unsafe fn product<
             thread::sync_named(LOOKED, THREADS as u32);
         }
     };
-
-    // By all warps but the first, which goes on alone.
-    let known = || thread::sync_named(KNOWN, THREADS as u32);
+    let known = || {
+        if !STAGED {
+            thread::sync_named(KNOWN, THREADS as u32);
+        }
+    };
 
     if warp_id < (PRODUCERS / 32) as u32 {
         if STAGED {
@@ -750,8 +752,9 @@ pub(super) unsafe fn product<
             });
         };
         if !STAGED {
-            items.fill(pairs, count, TABLES, || thread::arrive_named(KNOWN, THREADS as u32), known);
+            items.fill(pairs, count, TABLES);
         }
+        known();
         // Who copies rows: all, or the last ones, while the first warp fetches and nothing else, and one has nothing to do.
         let gathers = tid >= const { (PRODUCERS - gatherers(STAGED)) as u32 };
         let items = if gathers || warp_id == 0 { job.items.count() } else { 0 };
@@ -953,9 +956,7 @@ pub(super) unsafe fn product<
             }
             looked();
         }
-        if !STAGED {
-            known();
-        }
+        known();
         if !UP && Q::SCALED {
             // These threads read scales of rows of `h` themselves.
             dependent_launch::wait();

@@ -374,10 +374,10 @@ impl<const DIRECT: bool> Items<DIRECT> {
     }
 
     /// The tables: from what is [gathered](Self::gather); or, without a list, if all is [clear](Self::clear), from `count` pairs, at most [`DIRECT_PAIRS`]. By the first so many threads of
-    /// a block, for which `barrier` is. The others may use the tables after a barrier of all, which is `known`, or for the first warp, that does not wait there, `arrive`: it goes on to the first
-    /// weights, so what it has to do is little. What is done once takes 5 cycles an instruction, and one warp with all pairs and `match` took 480 of them where this takes 180.
+    /// a block, for which `barrier` is; they and the others may use the tables after a barrier of all. The first warp goes on to the first weights from there, so what is done before is
+    /// little: what is done once takes 5 cycles an instruction, and one warp with all pairs and `match` took 480 of them where this takes 180.
     #[inline(always)]
-    pub unsafe fn fill(&self, pairs: Pairs, count: u32, barrier: u32, arrive: impl Fn(), known: impl Fn()) {
+    pub unsafe fn fill(&self, pairs: Pairs, count: u32, barrier: u32) {
         let tid = thread::thread_idx_x();
         let (mut bin, mut rank, mut weight) = (NOWHERE, 0, 0.0);
         if DIRECT {
@@ -391,8 +391,12 @@ impl<const DIRECT: bool> Items<DIRECT> {
             self.own_bins.set(tid, bin);
             thread::sync_named(barrier, DIRECT_PAIRS as u32);
         }
-        let place = |bin: u32, mut rank: u32| {
-            if DIRECT && bin < self.bins {
+        if warp::warp_id() == 0 {
+            self.add_up();
+        }
+        if DIRECT {
+            thread::sync_named(barrier, DIRECT_PAIRS as u32);
+            if bin < self.bins {
                 if self.counts.get(bin) > self.cut {
                     // Blocks must agree on the share that a pair is in.
                     rank = 0;
@@ -404,19 +408,6 @@ impl<const DIRECT: bool> Items<DIRECT> {
                 self.own_ids.set(place, tid);
                 self.own_weights.set(place, weight);
             }
-        };
-        if warp::warp_id() == 0 {
-            self.add_up();
-        }
-        if DIRECT {
-            thread::sync_named(barrier, DIRECT_PAIRS as u32);
-        }
-        if warp::warp_id() == 0 {
-            place(bin, rank);
-            arrive();
-        } else {
-            place(bin, rank);
-            known();
         }
     }
 
