@@ -194,7 +194,7 @@ struct Options {
 pub struct Model {
     /// In names of cases.
     pub name: String,
-    /// How many there are, and how many a token has.
+    /// How many there are.
     pub experts: usize,
     /// Experts of a token.
     pub top_k: usize,

@@ -869,7 +869,6 @@ fn all_on_one_expert_and_none() {
     });
 }
 
-/// Gates and values on either side of all bounds.
 /// Where a product has nothing to do and is not launched, the next launch waits in its place: for how many tokens there are, and for the lists.
 #[test]
 fn products_of_nothing() {
@@ -890,6 +889,7 @@ fn products_of_nothing() {
     });
 }
 
+/// Gates and values on either side of all bounds.
 #[test]
 fn every_activation() {
     on_every_device(|d, s| {
