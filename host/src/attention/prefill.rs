@@ -638,15 +638,14 @@ pub unsafe fn launch(
         (PrefillPath::Wgmma | PrefillPath::Mma, _, _) => Err(Error::Unsupported {
             op: OP,
             what: format!(
-                "the tensor-core kernels take f16 or bf16 (not {} over {}), NHD or HND, pages of 8 tokens or more (a power of \
+                "the tensor-core kernels take f16 or bf16 (not {dtype} over {cache}), NHD or HND, pages of 8 tokens or more (a power of \
                  two), heads of a multiple of 8 elements and rows at multiples of 16 bytes; `Wgmma` in addition a Hopper GPU, \
                  a positive scale and heads of 64, 96, 128 or 256, or over 8-bit caches a multiple of 16 up to 128; use \
-                 PrefillPath::Auto",
-                dtype, cache
+                 PrefillPath::Auto"
             ),
         }),
         _ => {
-            let expected = format!("{}, e4m3, e5m2 or i8 for {}", dtype, dtype);
+            let expected = format!("{dtype}, e4m3, e5m2 or i8 for {dtype}");
             let wrong = Error::DType { op: OP, arg: "cache", expected, got: cache };
             let entry = plain_entry(dtype, cache).ok_or(wrong)?;
             // SAFETY: forwarded to the caller.

@@ -714,9 +714,10 @@ pub fn top_k_top_p<T: Float, I: TokenId>(
     inputs.call.value(
         layout.rows >= rows && layout.vocab >= vocab && (layout.adjusted || !options.adjusts()),
         "workspace",
-        match options.adjusts() {
-            false => format!("for {rows} rows of {vocab} tokens"),
-            true => format!("for {rows} rows of {vocab} tokens and made by SamplingWorkspace::with_adjustments"),
+        if options.adjusts() {
+            format!("for {rows} rows of {vocab} tokens and made by SamplingWorkspace::with_adjustments")
+        } else {
+            format!("for {rows} rows of {vocab} tokens")
         },
         format!(
             "for {} of {}, {} adjustments",
