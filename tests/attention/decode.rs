@@ -1,10 +1,11 @@
 use cuda_std::{E4M3, E5M2, Float};
 use proptest::prelude::*;
+use warploom::attention::decode::{Args, Scratch, launch};
 use warploom::attention::{DecodeOptions, DecodePath, DecodeShape, DecodeSplit, DecodeWorkspace, decode};
 use warploom::kv_cache::layout::Scales;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache};
 use warploom::reference::attention as reference;
-use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16};
+use warploom::{DType, Device, Error, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{assert_close, noise, noise_of, on_every_device, property, widen};
 
 /// A batch to decode: its cache with NaN in every slot that no sequence owns, and what the cache means.
@@ -672,6 +673,81 @@ fn a_hole_among_the_pages() {
     });
 }
 
+/// Pointers into memory of the caller's give the bits that the checked function gives.
+#[test]
+fn raw_pointers() {
+    on_every_device(|d, s| {
+        for (layout, path) in [
+            (CacheLayout::Nhd, DecodePath::Auto),
+            (CacheLayout::Nhd, DecodePath::Split),
+            (CacheLayout::Hnd, DecodePath::Auto),
+            (CacheLayout::Nhd, DecodePath::Plain),
+            (CacheLayout::XSplit, DecodePath::Auto),
+        ] {
+            let shape = Shape { lens: vec![20, 700, 0], q_len: 2, kv_heads: 2, group: 4, dim: 64, page: 16, layout };
+            let mut c = case::<bf16, bf16>(d, &shape);
+            let options = DecodeOptions::default().window(600).path(path);
+            let mut want = Tensor::<bf16>::zeros(d, c.q.shape()).unwrap();
+            decode(s, &mut want, None, &c.q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
+
+            let max_pages = c.table.dim(1);
+            let sizes = DecodeShape::new(3, 8, 2, 64, 16 * max_pages).q_len(2);
+            let mut partial = Tensor::<f32>::uninit(d, &[sizes.partial_floats()]).unwrap();
+            let mut tickets = Tensor::<u32>::zeros(d, &[sizes.tickets()]).unwrap();
+            let mut out = Tensor::<bf16>::zeros(d, c.q.shape()).unwrap();
+            let (ks, vs) = (c.cache.key_strides(), c.cache.value_strides());
+            let args = Args {
+                out: out.as_mut_ptr().cast(),
+                lse: std::ptr::null_mut(),
+                q: c.q.as_ptr().cast(),
+                k: c.cache.key().as_ptr().cast(),
+                v: c.cache.value().as_ptr().cast(),
+                block_table: c.table.as_ptr(),
+                lens: c.lens.as_ptr(),
+                alibi: std::ptr::null(),
+                sinks: std::ptr::null(),
+                k_scales: std::ptr::null(),
+                v_scales: std::ptr::null(),
+                scale_per_head: 0,
+                q_heads: 8,
+                kv_heads: 2,
+                head_dim: 64,
+                page_size: 16,
+                max_pages: max_pages as u32,
+                pages: c.cache.shape().blocks as u32,
+                q_token: 512,
+                q_head: 64,
+                out_token: 512,
+                out_head: 64,
+                k_page: ks.block,
+                k_slot: ks.token,
+                k_head: ks.head,
+                k_run: ks.run as u32,
+                k_run_stride: ks.run_stride,
+                v_page: vs.block,
+                v_slot: vs.token,
+                v_head: vs.head,
+                v_run: vs.run as u32,
+                v_run_stride: vs.run_stride,
+                scale: 0.125,
+                soft_cap: 0.0,
+                window: 600,
+            };
+            let scratch = Scratch::new(&sizes, partial.as_mut_ptr(), tickets.as_mut_ptr());
+            // SAFETY: tensors of these sizes, which live until their results are read.
+            let run = |path| unsafe {
+                launch(s, DType::Bf16, DType::Bf16, layout, path, DecodeSplit::Auto, [3, 2], &args, scratch)
+            };
+            run(path).unwrap();
+            assert_eq!(out.to_vec().unwrap(), want.to_vec().unwrap(), "{layout:?} {path:?}");
+            if layout == CacheLayout::XSplit {
+                let e = run(DecodePath::Split).unwrap_err().to_string();
+                assert!(e.starts_with("decode: the path Split does not take the x-split layout; "), "{e}");
+            }
+        }
+    });
+}
+
 #[test]
 fn bad_input() {
     on_every_device(|d, s| {
@@ -695,6 +771,10 @@ fn bad_input() {
         assert!(matches!(run(&good, &[2, 4, 32], &table, &lens, &o), Err(Error::Shape { arg: "out", .. })));
         assert!(matches!(run(&good, &full, &i(&[3, 2]), &lens, &o), Err(Error::Shape { arg: "block_table", .. })));
         assert!(matches!(run(&good, &full, &table, &i(&[3]), &o), Err(Error::Shape { arg: "lens", .. })));
+        let odd = t(&[2 * 4 * 64 + 1]).as_strided(&full, &[256, 64, 1], 1).unwrap();
+        assert!(run(&odd, &full, &table, &lens, &o).is_ok());
+        let e = run(&odd, &full, &table, &lens, &o.path(DecodePath::Split)).unwrap_err().to_string();
+        assert!(e.starts_with("decode: the path Split does not take queries at 0x"), "{e}");
         assert!(matches!(run(&good, &full, &i(&[2, 99]), &lens, &o), Err(Error::Value { arg: "workspace", .. })));
         let nan = o.scale(f32::NAN);
         assert!(matches!(run(&good, &full, &table, &lens, &nan), Err(Error::Value { arg: "scale", .. })));

@@ -1,9 +1,10 @@
 use cuda_std::{E4M3, E5M2, Float};
 use proptest::prelude::*;
+use warploom::attention::prefill::{Args, TICKETS, launch};
 use warploom::attention::{PrefillOptions, PrefillPath, PrefillWorkspace, prefill};
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, Scales};
 use warploom::reference::attention as reference;
-use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16};
+use warploom::{DType, Device, Error, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{assert_close, noise, noise_of, on_every_device, property, sanitizing, widen};
 
 /// Sequences of which `chunk` query tokens are the last of `len` keys.
@@ -535,6 +536,85 @@ fn page_offsets_beyond_32_bits() {
                 let want = reference::prefill(query, page as i64 - 1, true, &rows(&k), &rows(&v));
                 assert_close(&out[row * dim..][..dim], &want.out, warploom_tests::epsilon::<bf16>(), 2.0);
             }
+        }
+    });
+}
+
+/// Pointers into memory of the caller's give the bits that the checked function gives.
+#[test]
+fn raw_pointers() {
+    on_every_device(|d, s| {
+        for (layout, path) in [
+            (CacheLayout::Nhd, PrefillPath::Auto),
+            (CacheLayout::Hnd, PrefillPath::Mma),
+            (CacheLayout::Nhd, PrefillPath::Plain),
+            (CacheLayout::XSplit, PrefillPath::Auto),
+        ] {
+            let (blocks, heads, dim, page) = (6, 2, 64, 16);
+            let shape = CacheShape::new(blocks, page, heads, dim);
+            let dense = KvCache::<bf16>::zeros(d, layout, shape).unwrap();
+            let fill = |t: &Tensor<bf16>, seed| t.clone().copy_from_slice(&noise_of(t.len(), seed)).unwrap();
+            fill(dense.key(), 1);
+            fill(dense.value(), 2);
+            let (tokens, q_heads) = (25, 4);
+            let q =
+                Tensor::from_slice(d, &noise_of::<bf16>(tokens * q_heads * dim, 3), &[tokens, q_heads, dim]).unwrap();
+            let table = Tensor::from_slice(d, &[4i32, 1, 0, 5, 2, 3], &[2, 3]).unwrap();
+            let starts = Tensor::from_slice(d, &[0i32, 5, 25], &[3]).unwrap();
+            let lens = Tensor::from_slice(d, &[40i32, 20], &[2]).unwrap();
+            let mut workspace = PrefillWorkspace::new(d).unwrap();
+            let mut want = Tensor::<bf16>::zeros(d, q.shape()).unwrap();
+            let o = PrefillOptions::default().path(path);
+            prefill(s, &mut want, None, &q, &dense, &table, &starts, &lens, &o, &mut workspace).unwrap();
+
+            let mut tickets = Tensor::<u32>::zeros(d, &[TICKETS]).unwrap();
+            let mut out = Tensor::<bf16>::zeros(d, q.shape()).unwrap();
+            let (ks, vs) = (dense.key_strides(), dense.value_strides());
+            let args = Args {
+                out: out.as_mut_ptr().cast(),
+                lse: std::ptr::null_mut(),
+                q: q.as_ptr().cast(),
+                k: dense.key().as_ptr().cast(),
+                v: dense.value().as_ptr().cast(),
+                starts: starts.as_ptr(),
+                lens: lens.as_ptr(),
+                block_table: table.as_ptr(),
+                alibi: std::ptr::null(),
+                sinks: std::ptr::null(),
+                k_scales: std::ptr::null(),
+                v_scales: std::ptr::null(),
+                scale_per_head: 0,
+                kind: 0,
+                sequences: 2,
+                tokens: tokens as u32,
+                q_heads: q_heads as u32,
+                kv_heads: heads as u32,
+                head_dim: dim as u32,
+                page_size: page as u32,
+                max_pages: 3,
+                pages: blocks as u32,
+                q_token: q_heads * dim,
+                q_head: dim,
+                out_token: q_heads * dim,
+                out_head: dim,
+                k_page: ks.block,
+                k_slot: ks.token,
+                k_head: ks.head,
+                k_run: ks.run as u32,
+                k_run_stride: ks.run_stride,
+                v_page: vs.block,
+                v_slot: vs.token,
+                v_head: vs.head,
+                v_run: vs.run as u32,
+                v_run_stride: vs.run_stride,
+                scale: 0.125,
+                soft_cap: 0.0,
+                window: 0,
+                causal: 1,
+            };
+            // SAFETY: tensors of these sizes, which live until their results are read.
+            unsafe { launch(s, DType::Bf16, DType::Bf16, layout, path, &args, tickets.as_mut_ptr()) }.unwrap();
+            assert_eq!(out.to_vec().unwrap(), want.to_vec().unwrap(), "{layout:?} {path:?}");
         }
     });
 }

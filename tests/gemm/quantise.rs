@@ -218,6 +218,15 @@ fn bad_input() {
     assert!(matches!(e, Err(Error::Shape { arg: "scales", .. })), "{e:?}");
     let e = quantise_rows(s, &mut out(&[2, 200]), &mut scales(&[2]), &x, Some(&scales(&[199])));
     assert!(matches!(e, Err(Error::Shape { arg: "smooth", .. })), "{e:?}");
+    // Scales of experts' rows have both dimensions, or one.
+    let experts = Tensor::from_slice(&device, &[bf16::ONE; 6 * 16], &[2, 3, 16]).unwrap();
+    for shape in [&[2, 3][..], &[6]] {
+        let mut of_rows = scales(shape);
+        quantise_rows(s, &mut out(&[2, 3, 16]), &mut of_rows, &experts, None).unwrap();
+        assert_eq!(of_rows.to_vec().unwrap(), [1.0 / 448.0; 6]);
+    }
+    let e = quantise_rows(s, &mut out(&[2, 3, 16]), &mut scales(&[3, 2]), &experts, None);
+    assert!(matches!(e, Err(Error::Shape { arg: "scales", .. })), "{e:?}");
     let e = quantise_groups(s, &mut out(&[2, 200]), &mut scales(&[2, 1]), &x);
     assert!(matches!(e, Err(Error::Shape { arg: "scales", .. })), "{e:?}");
     let mut shared = scales(&[2]).as_strided(&[2, 2], &[0, 1], 0).unwrap();

@@ -1141,6 +1141,7 @@ fn bad_input() {
         refused!(run(&good, &case, &[3, 17]), Shape, "out");
         refused!(run(&Inputs { w13: t(&[4, 15, 16]), ..inputs() }, &case, &[3, 16]), Shape, "w13");
         refused!(run(&Inputs { w2: t(&[4, 16]), ..inputs() }, &case, &[3, 16]), Shape, "w2");
+        refused!(run(&Inputs { w2: t(&[4, 8, 16]), ..inputs() }, &case, &[3, 16]), Shape, "w2");
         refused!(run(&Inputs { x: t(&[3, 24]), ..inputs() }, &case, &[3, 24]), Shape, "w13");
         let biased = Case { biased: true, ..case.clone() };
         refused!(run(&Inputs { bias13: t(&[4, 8]), ..inputs() }, &biased, &[3, 16]), Shape, "bias13");

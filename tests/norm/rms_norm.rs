@@ -230,7 +230,8 @@ fn refuses_what_it_cannot_do() {
     let shape: Result<()> = fused(&mut tensor(&[4, 32]), &mut tensor(&[4, 16]));
     assert!(matches!(shape, Err(Error::Shape { arg: "residual", .. })));
     let mut same = tensor(&[4, 32]);
-    assert!(matches!(fused(&mut same.clone(), &mut same), Err(Error::Overlap { .. })));
+    let e = fused(&mut same.clone(), &mut same);
+    assert!(matches!(e, Err(Error::Overlap { first: "x", second: "residual", .. })), "{e:?}");
     let (a, b) = (tensor(&[4, 32]), tensor(&[4, 32]));
     let e = norm::fused_add_rms_norm_to(&stream, &mut a.clone(), &mut a.clone(), &a, &b, None, 0.0).unwrap_err();
     assert!(matches!(e, Error::Overlap { .. }), "{e}");

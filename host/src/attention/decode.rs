@@ -15,6 +15,8 @@ use crate::tensor::Tensor;
 use cuda_std::tma::{Swizzle, TensorMap, TensorMapDescription};
 use cuda_std::{DType, Entry, Float};
 
+pub use plain::Args;
+
 const OP: &str = "decode";
 
 /// The most query tokens of a sequence.
@@ -575,11 +577,8 @@ pub fn decode<T: Float, S: CacheElement>(
     };
     let ((q_token, q_head), (out_token, out_head)) = (tokens(query, "query")?, tokens(out, "out")?);
     let (ks, vs) = (cache.key_strides(), cache.value_strides());
-    let group_rows = q_heads / kv_heads * q_len;
-    let hint = workspace.chunk_shift;
-    let need = partial_floats(batch, q_len, q_heads, kv_heads, head_dim, capacity as u32, hint);
     let scales = check_scales(&mut call, options.scales, kv_heads, T::DTYPE, S::DTYPE)?;
-    let mut args = split::Args {
+    let args = plain::Args {
         out: call.write("out", out)?,
         lse: call.write_opt("lse", lse)?.cast(),
         q: call.read("query", query)?,
@@ -591,18 +590,13 @@ pub fn decode<T: Float, S: CacheElement>(
         sinks: call.read_opt("sinks", options.sinks)?.cast(),
         k_scales: scales.key,
         v_scales: scales.value,
-        partial: call.write("workspace", &mut workspace.partial)?.cast(),
         scale_per_head: scales.per_head as u32,
-        batch: call.count("query", batch)?,
-        q_len: call.count("query", q_len)?,
         q_heads: call.count("query", q_heads)?,
         kv_heads: call.count("cache", kv_heads)?,
         head_dim: call.count("cache", head_dim)?,
-        page_shift: cs.block_size.ilog2(),
+        page_size: call.count("cache", cs.block_size)?,
         max_pages: call.count("block_table", max_pages)?,
         pages: call.count("cache", cs.blocks)?,
-        partial_chunks: split::max_chunks(capacity as u32, hint),
-        hint,
         q_token,
         q_head,
         out_token,
@@ -610,80 +604,270 @@ pub fn decode<T: Float, S: CacheElement>(
         k_page: ks.block,
         k_slot: ks.token,
         k_head: ks.head,
+        k_run: call.count("cache", ks.run)?,
+        k_run_stride: ks.run_stride,
         v_page: vs.block,
         v_slot: vs.token,
         v_head: vs.head,
+        v_run: call.count("cache", vs.run)?,
+        v_run_stride: vs.run_stride,
         scale,
         soft_cap,
         window: u32::try_from(options.window).unwrap_or(u32::MAX / 2).min(u32::MAX / 2),
     };
-    let tickets_there = workspace.tickets.len();
-    let ticket_words: *mut u32 = call.write("workspace", &mut workspace.tickets)?.cast();
+    let (floats, tickets_there) = (workspace.partial.len(), workspace.tickets.len());
+    let scratch = Scratch {
+        partial: call.write("workspace", &mut workspace.partial)?.cast(),
+        tickets: call.write("workspace", &mut workspace.tickets)?.cast(),
+        hint: workspace.chunk_shift,
+    };
+    let extents = [call.count("query", batch)?, call.count("query", q_len)?];
     call.check_overlap()?;
     if batch == 0 || q_len == 0 || q_heads == 0 {
         return Ok(());
     }
 
-    let aligned = |address: usize, strides: &[usize]| {
-        address.is_multiple_of(16) && strides.iter().all(|s| (s * S::DTYPE.size()).is_multiple_of(16))
+    let kernel = choose(stream.device(), T::DTYPE, S::DTYPE, cache.layout(), options.path, extents[1], &args)?;
+    let for_shape = || {
+        format!(
+            "for a DecodeShape::new({batch}, {q_heads}, {kv_heads}, {head_dim}, {capacity}) of {q_len} query tokens"
+        )
     };
-    let takes = {
-        cache.layout() != CacheLayout::XSplit
-            && (head_dim * S::DTYPE.size()).is_multiple_of(16)
-            && cs.block_size >= 8
-            && cs.block_size.is_power_of_two()
-            && (args.q as usize).is_multiple_of(16)
-            && q_token.is_multiple_of(8)
-            && q_head.is_multiple_of(8)
-            && (args.out as usize).is_multiple_of(8)
-            && out_token.is_multiple_of(4)
-            && out_head.is_multiple_of(4)
-            && aligned(args.k as usize, &[ks.block, ks.token, ks.head])
-            && aligned(args.v as usize, &[vs.block, vs.token, vs.head])
-    };
-    let device = stream.device();
-    let (properties, hopper) = (device.properties(), device.properties().compute_capability == (9, 0));
-    let split = split_entry(T::DTYPE, S::DTYPE, head_dim, group_rows).filter(|_| takes);
-    let tma = tma_entry(T::DTYPE, S::DTYPE, head_dim, group_rows).filter(|_| {
-        let lines = |head: usize| {
-            let bytes = head * size_of::<S>();
-            bytes.is_multiple_of(tma::LINE) && bytes / tma::LINE <= i32::MAX as usize / kv_heads
-        };
-        takes && hopper && cs.blocks > 0 && lines(ks.head) && lines(vs.head)
-    });
-    // The SIMT device runs either, the portable kernel faster.
-    let prefers_tma = options.path == DecodePath::Tma || options.path == DecodePath::Auto && !device.is_simt();
-    match (options.path, split, tma.filter(|_| prefers_tma)) {
-        (DecodePath::Auto | DecodePath::Split, Some(_), _) | (_, _, Some(_)) => {
-            let floats = workspace.partial.len();
-            call.value(floats >= need, "workspace", format!("of {need} floats"), format!("of {floats}"))?;
-            if let Some((entry, tile)) = tma.filter(|_| prefers_tma) {
-                // Steps are not cut.
-                args.hint = match hint {
-                    // What a chunk costs is more for 16 rows: large batches would take a tenth more time.
-                    0 if block_rows(head_dim, group_rows) > 8 => 0,
-                    0 => tma::SHORT,
-                    _ => hint.max(tile.keys.ilog2()),
-                };
-                args.partial_chunks = tma::max_chunks(capacity as u32, args.hint);
-                let heads = tickets(batch, q_len, q_heads, kv_heads, head_dim);
-                call.value(tickets_there >= heads, "workspace", format!("for {heads} heads"), tickets_there)?;
-                let args = tma_args(device, &args, ticket_words, cache, tile, options.split)?;
-                // SAFETY: shapes, strides, alignment, device and overlap were checked above; lengths and page numbers are
-                // clamped by the kernel; the maps describe the cache.
-                return unsafe { stream.launch(&entry, &tma_geometry(tile, properties.multiprocessors), &args) };
-            }
-            if let Some((entry, dim)) = split {
-                let geometry = split_geometry(dim, S::DTYPE, group_rows, properties.multiprocessors);
-                // SAFETY: as above, without maps.
-                unsafe { stream.launch(&entry, &geometry, &args) }?;
-            }
-            let block = block_rows(head_dim, group_rows);
+    if !matches!(kernel, Kernel::Plain(_)) {
+        let need = partial_floats(batch, q_len, q_heads, kv_heads, head_dim, capacity as u32, scratch.hint);
+        call.value(floats >= need, "workspace", format!("{}: {need} floats", for_shape()), floats)?;
+    }
+    match kernel {
+        Kernel::Tma(..) => {
             let heads = tickets(batch, q_len, q_heads, kv_heads, head_dim);
-            let Some(combine) = combine_entry(T::DTYPE, heads).filter(|_| args.partial_chunks > 1) else {
+            call.value(tickets_there >= heads, "workspace", format!("{}: {heads} heads", for_shape()), tickets_there)?;
+        }
+        Kernel::Split(..) => {
+            call.count("query", tickets(batch, q_len, q_heads, kv_heads, head_dim))?;
+        }
+        Kernel::Plain(_) => {
+            call.value(batch <= 65535, "query", "of at most 65535 sequences for DecodePath::Plain", batch)?;
+        }
+    }
+    // SAFETY: shapes, strides, device, overlap and the workspace were checked above; lengths and page numbers are clamped by the
+    // kernels.
+    unsafe { launch_kernel(stream, T::DTYPE, S::DTYPE, kernel, options.split, extents, &args, scratch) }
+}
+
+/// Scratch memory of [`launch`].
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Scratch {
+    /// [`DecodeShape::partial_floats`], whatever is in them.
+    pub partial: *mut f32,
+    /// [`DecodeShape::tickets`] words, which are zeros before the first launch.
+    pub tickets: *mut u32,
+    /// [`DecodeShape::chunk_shift`].
+    pub hint: u32,
+}
+
+impl Scratch {
+    /// Of as much memory as `shape` says.
+    pub const fn new(shape: &DecodeShape, partial: *mut f32, tickets: *mut u32) -> Self {
+        Self { partial, tickets, hint: shape.chunk_shift() }
+    }
+}
+
+/// Launches on raw pointers (layer L1): with the kernel that `path` names, or that suits `args` and the device.
+///
+/// `args` are those of the plain kernel, which say all that the others need, for `q_len` query tokens of each of `batch` sequences. `lse`,
+/// `alibi`, `sinks` and the scales may be null, the latter for 16-bit caches only; `k_run` and its like are those of
+/// [`PageStrides`], and `window` is 0 for none. Work is divided as `split` says.
+///
+/// # Errors
+/// [`Error::Unsupported`] and [`Error::DType`] for what the path has no kernel for, and those of [`Stream::launch`].
+///
+/// # Safety
+/// The pointers are device memory of the sizes that strides and extents imply, aligned to their element types, until the launch is
+/// done; `out`, `lse` and the scratch memory overlap nothing else. `q_len` is at most [`MAX_QUERY_TOKENS`], `q_heads` a multiple of `kv_heads`,
+/// `head_dim` from 1 to 256. The scratch memory is that of a [`DecodeShape`] for so many sequences, query tokens and heads, and for at
+/// least `max_pages * page_size` keys; it is not in use by other work.
+#[allow(clippy::too_many_arguments, reason = "types, variants, extents, arguments and workspace of one operation")]
+pub unsafe fn launch(
+    stream: &Stream,
+    dtype: DType,
+    cache: DType,
+    layout: CacheLayout,
+    path: DecodePath,
+    split: DecodeSplit,
+    [batch, q_len]: [u32; 2],
+    args: &plain::Args,
+    scratch: Scratch,
+) -> Result<()> {
+    if batch == 0 || q_len == 0 || args.q_heads == 0 {
+        return Ok(());
+    }
+    let kernel = choose(stream.device(), dtype, cache, layout, path, q_len, args)?;
+    // SAFETY: forwarded to the caller.
+    unsafe { launch_kernel(stream, dtype, cache, kernel, split, [batch, q_len], args, scratch) }
+}
+
+/// What a path comes to.
+enum Kernel {
+    Tma(Entry<tma::Args>, TmaTile),
+    /// With the head size that the kernel is for.
+    Split(Entry<split::Args>, usize),
+    Plain(Entry<plain::Args>),
+}
+
+/// The kernel for `path`.
+fn choose(
+    device: &Device,
+    dtype: DType,
+    cache: DType,
+    layout: CacheLayout,
+    path: DecodePath,
+    q_len: u32,
+    args: &plain::Args,
+) -> Result<Kernel> {
+    let (head_dim, group_rows) = (args.head_dim as usize, (args.q_heads / args.kv_heads * q_len) as usize);
+    let aligned = |to: usize, address: usize, strides: &[usize], size: usize| {
+        address.is_multiple_of(to) && strides.iter().all(|s| (s * size).is_multiple_of(to))
+    };
+    let (size, narrow) = (dtype.size(), cache.size());
+    // What the split kernels do not take.
+    let not = if split_entry(dtype, cache, head_dim, group_rows).is_none() {
+        Some(format!("{dtype} over a cache of {cache} with heads of {head_dim}"))
+    } else if layout == CacheLayout::XSplit {
+        Some("the x-split layout".into())
+    } else if !(head_dim * narrow).is_multiple_of(16) {
+        Some(format!("heads of {} bytes", head_dim * narrow))
+    } else if args.page_size < 8 || !args.page_size.is_power_of_two() {
+        Some(format!("blocks of {} tokens", args.page_size))
+    } else if !aligned(16, args.q as usize, &[args.q_token, args.q_head], size) {
+        Some(format!("queries at {:p}, {} and {} elements apart", args.q, args.q_token, args.q_head))
+    } else if !aligned(8, args.out as usize, &[args.out_token, args.out_head], size) {
+        Some(format!("outputs at {:p}, {} and {} elements apart", args.out, args.out_token, args.out_head))
+    } else if !aligned(16, args.k as usize, &[args.k_page, args.k_slot, args.k_head], narrow) {
+        Some(format!("keys at {:p}, {}, {} and {} elements apart", args.k, args.k_page, args.k_slot, args.k_head))
+    } else if !aligned(16, args.v as usize, &[args.v_page, args.v_slot, args.v_head], narrow) {
+        Some(format!("values at {:p}, {}, {} and {} elements apart", args.v, args.v_page, args.v_slot, args.v_head))
+    } else {
+        None
+    };
+    let hopper = device.properties().compute_capability == (9, 0);
+    let tma = tma_entry(dtype, cache, head_dim, group_rows).filter(|_| {
+        let lines = |head: usize| {
+            let bytes = head * narrow;
+            bytes.is_multiple_of(tma::LINE) && bytes / tma::LINE <= i32::MAX as usize / args.kv_heads as usize
+        };
+        not.is_none() && hopper && args.pages > 0 && lines(args.k_head) && lines(args.v_head)
+    });
+    let split = split_entry(dtype, cache, head_dim, group_rows).filter(|_| not.is_none());
+    // The SIMT device runs either, the portable kernel faster.
+    let prefers_tma = path == DecodePath::Tma || path == DecodePath::Auto && !device.is_simt();
+    if let Some((entry, tile)) = tma.filter(|_| prefers_tma) {
+        return Ok(Kernel::Tma(entry, tile));
+    }
+    match (path, split) {
+        (DecodePath::Auto | DecodePath::Split, Some((entry, dim))) => Ok(Kernel::Split(entry, dim)),
+        (DecodePath::Split | DecodePath::Tma, _) => Err(Error::Unsupported {
+            op: OP,
+            what: format!(
+                "the path {path:?} does not take {}; the split kernels take f16 or bf16 over caches of the same type or of 8 \
+                 bits, NHD or HND, blocks of 8 tokens or more (a power of two), heads of a multiple of 16 bytes, queries, keys and \
+                 values at multiples of 16 bytes, outputs of 8; `Tma` in addition a Hopper GPU and heads of 64, 128 or 256; use \
+                 DecodePath::Auto",
+                not.unwrap_or_else(|| format!("heads of {head_dim} on {}", device.name()))
+            ),
+        }),
+        _ => plain_entry(dtype, cache).map(Kernel::Plain).ok_or_else(|| Error::DType {
+            op: OP,
+            arg: "cache",
+            expected: format!("{dtype}, e4m3, e5m2 or i8"),
+            got: cache,
+        }),
+    }
+}
+
+/// Launches a kernel that [`choose`] gave for these arguments.
+///
+/// # Safety
+/// As for [`launch`].
+#[allow(clippy::too_many_arguments, reason = "as of `launch`")]
+unsafe fn launch_kernel(
+    stream: &Stream,
+    dtype: DType,
+    cache: DType,
+    kernel: Kernel,
+    splitting: DecodeSplit,
+    [batch, q_len]: [u32; 2],
+    args: &plain::Args,
+    scratch: Scratch,
+) -> Result<()> {
+    let multiprocessors = stream.device().properties().multiprocessors;
+    if let Kernel::Plain(entry) = kernel {
+        // SAFETY: forwarded to the caller.
+        return unsafe { stream.launch(&entry, &plain_geometry(args.q_heads, q_len, batch), args) };
+    }
+    let (head_dim, q_heads, kv_heads) = (args.head_dim as usize, args.q_heads as usize, args.kv_heads as usize);
+    let group_rows = q_heads / kv_heads * q_len as usize;
+    let (capacity, hint) = (args.max_pages.saturating_mul(args.page_size), scratch.hint);
+    let mut args = split::Args {
+        out: args.out,
+        lse: args.lse,
+        q: args.q,
+        k: args.k,
+        v: args.v,
+        block_table: args.block_table,
+        lens: args.lens,
+        alibi: args.alibi,
+        sinks: args.sinks,
+        k_scales: args.k_scales,
+        v_scales: args.v_scales,
+        partial: scratch.partial,
+        scale_per_head: args.scale_per_head,
+        batch,
+        q_len,
+        q_heads: args.q_heads,
+        kv_heads: args.kv_heads,
+        head_dim: args.head_dim,
+        page_shift: args.page_size.ilog2(),
+        max_pages: args.max_pages,
+        pages: args.pages,
+        partial_chunks: split::max_chunks(capacity, hint),
+        hint,
+        q_token: args.q_token,
+        q_head: args.q_head,
+        out_token: args.out_token,
+        out_head: args.out_head,
+        k_page: args.k_page,
+        k_slot: args.k_slot,
+        k_head: args.k_head,
+        v_page: args.v_page,
+        v_slot: args.v_slot,
+        v_head: args.v_head,
+        scale: args.scale,
+        soft_cap: args.soft_cap,
+        window: args.window,
+    };
+    match kernel {
+        Kernel::Tma(entry, tile) => {
+            // Steps are not cut.
+            args.hint = match hint {
+                // What a chunk costs is more for 16 rows: large batches would take a tenth more time.
+                0 if block_rows(head_dim, group_rows) > 8 => 0,
+                0 => tma::SHORT,
+                _ => hint.max(tile.keys.ilog2()),
+            };
+            args.partial_chunks = tma::max_chunks(capacity, args.hint);
+            let args = tma_args(stream.device(), &args, scratch.tickets, cache, tile, splitting)?;
+            // SAFETY: forwarded to the caller; the maps describe the cache.
+            unsafe { stream.launch(&entry, &tma_geometry(tile, multiprocessors), &args) }
+        }
+        Kernel::Split(entry, dim) => {
+            // SAFETY: forwarded to the caller.
+            unsafe { stream.launch(&entry, &split_geometry(dim, cache, group_rows, multiprocessors), &args) }?;
+            let heads = tickets(batch as usize, q_len as usize, q_heads, kv_heads, head_dim);
+            let Some(combine) = combine_entry(dtype, heads).filter(|_| args.partial_chunks > 1) else {
                 return Ok(());
             };
-            let geometry = combine_geometry(call.count("query", heads)?);
+            let slot_rows = group_rows.min(block_rows(head_dim, group_rows)) as u32;
             let args = split::CombineArgs {
                 out: args.out,
                 lse: args.lse,
@@ -693,99 +877,43 @@ pub fn decode<T: Float, S: CacheElement>(
                 q_len: args.q_len,
                 q_heads: args.q_heads,
                 kv_heads: args.kv_heads,
-                slot_rows: group_rows.min(block) as u32,
+                slot_rows,
                 head_dim: args.head_dim,
                 page_shift: args.page_shift,
                 max_pages: args.max_pages,
                 partial_chunks: args.partial_chunks,
                 hint: args.hint,
                 window: args.window,
-                out_token,
-                out_head,
+                out_token: args.out_token,
+                out_head: args.out_head,
             };
-            // SAFETY: as above; the kernel waits for the launch before it, whose partial results it reads.
-            unsafe { stream.launch(&combine, &geometry, &args) }
+            // SAFETY: forwarded to the caller; the kernel waits for the launch before it, whose partial results it reads.
+            unsafe { stream.launch(&combine, &combine_geometry(heads as u32), &args) }
         }
-        (DecodePath::Split | DecodePath::Tma, ..) => Err(Error::Unsupported {
-            op: OP,
-            what: format!(
-                "the split kernels take f16 or bf16 (not {} over {}), or 8-bit caches, NHD or HND, blocks of 8 \
-                 tokens or more (a power of two), heads of a multiple of 16 bytes, queries, keys and values \
-                 at multiples of 16 bytes, outputs of 8; `Tma` in addition a Hopper GPU and heads of 64, 128 or 256; use \
-                 DecodePath::Auto",
-                T::DTYPE,
-                S::DTYPE
-            ),
-        }),
-        _ => {
-            let entry = plain_entry(T::DTYPE, S::DTYPE).ok_or_else(|| Error::DType {
-                op: OP,
-                arg: "cache",
-                expected: format!("{}, e4m3, e5m2 or i8", T::DTYPE),
-                got: S::DTYPE,
-            })?;
-            let args = plain::Args {
-                out: args.out,
-                lse: args.lse,
-                q: args.q,
-                k: args.k,
-                v: args.v,
-                block_table: args.block_table,
-                lens: args.lens,
-                alibi: args.alibi,
-                sinks: args.sinks,
-                k_scales: scales.key,
-                v_scales: scales.value,
-                scale_per_head: args.scale_per_head,
-                q_heads: args.q_heads,
-                kv_heads: args.kv_heads,
-                head_dim: args.head_dim,
-                page_size: call.count("cache", cs.block_size)?,
-                max_pages: args.max_pages,
-                pages: args.pages,
-                q_token,
-                q_head,
-                out_token,
-                out_head,
-                k_page: ks.block,
-                k_slot: ks.token,
-                k_head: ks.head,
-                k_run: call.count("cache", ks.run)?,
-                k_run_stride: ks.run_stride,
-                v_page: vs.block,
-                v_slot: vs.token,
-                v_head: vs.head,
-                v_run: call.count("cache", vs.run)?,
-                v_run_stride: vs.run_stride,
-                scale,
-                soft_cap,
-                window: args.window,
-            };
-            call.value(batch <= 65535, "query", "of at most 65535 sequences for DecodePath::Plain", batch)?;
-            let geometry = plain_geometry(args.q_heads, q_len as u32, batch as u32);
-            // SAFETY: as above.
-            unsafe { stream.launch(&entry, &geometry, &args) }
-        }
+        Kernel::Plain(_) => unreachable!("launched above"),
     }
 }
 
 /// The arguments of [`DecodePath::Tma`] from those of [`DecodePath::Split`].
-fn tma_args<S: CacheElement>(
+fn tma_args(
     device: &Device,
     args: &split::Args,
     tickets: *mut u32,
-    cache: &KvCache<S>,
+    cache: DType,
     tile: TmaTile,
     splitting: DecodeSplit,
 ) -> Result<tma::Args> {
-    let (shape, ks, vs) = (cache.shape(), cache.key_strides(), cache.value_strides());
-    let lines = |head: usize| (head * size_of::<S>() / tma::LINE) as u32;
+    let block_size = 1 << args.page_shift;
+    let shape = CacheShape::new(args.pages as usize, block_size, args.kv_heads as usize, args.head_dim as usize);
+    let strides = |block, token, head| PageStrides { block, head, token, run: shape.head_dim, run_stride: 0 };
+    let (ks, vs) = (strides(args.k_page, args.k_slot, args.k_head), strides(args.v_page, args.v_slot, args.v_head));
+    let lines = |head: usize| (head * cache.size() / tma::LINE) as u32;
     Ok(tma::Args {
         out: args.out,
         lse: args.lse,
         q: args.q,
-        k_map: tma_cache_map(device, args.k as u64, S::DTYPE, shape, ks, tile)?,
-        v_map: tma_cache_map(device, args.v as u64, S::DTYPE, shape, vs, tile)?,
+        k_map: tma_cache_map(device, args.k as u64, cache, shape, ks, tile)?,
+        v_map: tma_cache_map(device, args.v as u64, cache, shape, vs, tile)?,
         block_table: args.block_table,
         lens: args.lens,
         alibi: args.alibi,

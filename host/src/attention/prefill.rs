@@ -15,6 +15,8 @@ use crate::tensor::Tensor;
 use cuda_std::tma::Swizzle;
 use cuda_std::{DType, Entry, Float};
 
+pub use plain::Args;
+
 const OP: &str = "prefill";
 
 /// The kernels of [`prefill`].
@@ -509,56 +511,87 @@ pub fn prefill<T: Float + CacheElement, S: CacheElement>(
         window: u32::try_from(options.window).unwrap_or(u32::MAX / 2).min(u32::MAX / 2),
         causal: options.causal as u32,
     };
-    let rows = call.count("query", tokens.saturating_mul(q_heads))?;
+    call.count("query", tokens.saturating_mul(q_heads))?;
     // The kernels number pairs of sequence and KV head.
     call.count("block_table", sequences.saturating_mul(kv_heads))?;
     let tickets: *mut u32 = call.write("workspace", &mut workspace.tickets)?.cast();
-    let section_keys = section_keys(S::DTYPE, head_dim);
     call.check_overlap()?;
     if tokens == 0 || q_heads == 0 || sequences == 0 {
         return Ok(());
     }
 
+    // SAFETY: shapes, strides, alignment, device and overlap were checked above; starts, lengths and page numbers are clamped by the
+    // kernels.
+    unsafe { launch(stream, T::DTYPE, S::DTYPE, cache.layout(), options.path, &args, tickets) }
+}
+
+/// Launches on raw pointers (layer L1): with the kernel that `path` names, or that suits `args` and the device.
+///
+/// `args` are those of the plain kernel, which say all that the others need; `kind` follows from `cache`. `lse`, `alibi`, `sinks` and the
+/// scales may be null, the latter for 16-bit caches only; `k_run` and its like are those of [`PageStrides`], and `window` is 0 for none.
+///
+/// # Errors
+/// [`Error::Unsupported`] and [`Error::DType`] for what the path has no kernel for, and those of [`Stream::launch`].
+///
+/// # Safety
+/// The pointers are device memory of the sizes that strides and extents imply, aligned to their element types, until the launch is
+/// done; `out`, `lse` and `tickets` overlap nothing else. `q_heads` is a multiple of `kv_heads`, `head_dim` from 1 to 256. `tickets` are
+/// [`TICKETS`] words that are zeros before the first launch and are not in use by other work.
+pub unsafe fn launch(
+    stream: &Stream,
+    dtype: DType,
+    cache: DType,
+    layout: CacheLayout,
+    path: PrefillPath,
+    args: &plain::Args,
+    tickets: *mut u32,
+) -> Result<()> {
+    if args.tokens == 0 || args.q_heads == 0 || args.sequences == 0 {
+        return Ok(());
+    }
+    let args = plain::Args { kind: narrow_kind(cache).unwrap_or_default(), ..*args };
+    let (q_heads, kv_heads, head_dim) = (args.q_heads as usize, args.kv_heads as usize, args.head_dim as usize);
+    let section_keys = section_keys(cache, head_dim);
     // What the tensor-core kernels take.
     let group = q_heads / kv_heads;
     let aligned = |to: usize, address: usize, strides: &[usize], size: usize| {
         address.is_multiple_of(to) && strides.iter().all(|s| (s * size).is_multiple_of(to))
     };
-    let size = size_of::<T>();
-    let paged = cache.layout() != CacheLayout::XSplit
-        && cs.blocks > 0
-        && cs.block_size.is_power_of_two()
-        && cs.block_size >= 8
-        && aligned(16, args.k as usize, &[ks.block, ks.token, ks.head], size_of::<S>())
-        && aligned(16, args.v as usize, &[vs.block, vs.token, vs.head], size_of::<S>());
-    let bent = soft_cap > 0.0 || options.alibi.is_some();
-    let wgmma = wgmma_entry(T::DTYPE, S::DTYPE, head_dim, bent).filter(|(_, shape)| {
+    let size = dtype.size();
+    let paged = layout != CacheLayout::XSplit
+        && args.pages > 0
+        && args.page_size.is_power_of_two()
+        && args.page_size >= 8
+        && aligned(16, args.k as usize, &[args.k_page, args.k_slot, args.k_head], cache.size())
+        && aligned(16, args.v as usize, &[args.v_page, args.v_slot, args.v_head], cache.size());
+    let bent = args.soft_cap > 0.0 || !args.alibi.is_null();
+    let wgmma = wgmma_entry(dtype, cache, head_dim, bent).filter(|(_, shape)| {
         paged
             && group <= shape.rows()
-            && scale > 0.0
-            && (shape.narrow || aligned(2 * shape.line(), 0, &[ks.head, vs.head], size))
-            && [ks.head, vs.head].iter().all(|head| head / shape.line() <= i32::MAX as usize / kv_heads)
-            && aligned(16, args.q as usize, &[q_token, q_head], size)
-            && aligned(16, args.out as usize, &[out_token, out_head], size)
+            && args.scale > 0.0
+            && (shape.narrow || aligned(2 * shape.line(), 0, &[args.k_head, args.v_head], size))
+            && [args.k_head, args.v_head].iter().all(|head| head / shape.line() <= i32::MAX as usize / kv_heads)
+            && aligned(16, args.q as usize, &[args.q_token, args.q_head], size)
+            && aligned(16, args.out as usize, &[args.out_token, args.out_head], size)
             && stream.device().properties().compute_capability == (9, 0)
     });
-    let mma = mma_entry(T::DTYPE, head_dim).filter(|(_, tile)| {
+    let mma = mma_entry(dtype, head_dim).filter(|(_, tile)| {
         paged
-            && T::DTYPE == S::DTYPE
+            && dtype == cache
             && head_dim.is_multiple_of(8)
             && group <= tile.rows
-            && aligned(4, args.q as usize, &[q_token, q_head], size)
-            && aligned(4, args.out as usize, &[out_token, out_head], size)
+            && aligned(4, args.q as usize, &[args.q_token, args.q_head], size)
+            && aligned(4, args.out as usize, &[args.out_token, args.out_head], size)
     });
     let multiprocessors = stream.device().properties().multiprocessors;
     // The SIMT device runs either, the portable kernel faster.
     let hopper = !stream.device().is_simt();
-    match (options.path, wgmma, mma) {
+    match (path, wgmma, mma) {
         (PrefillPath::Wgmma, Some(wgmma), _) | (PrefillPath::Auto, Some(wgmma), None) => {
-            launch_wgmma::<T, S>(stream, wgmma, &args, cache, group, tickets)
+            launch_wgmma(stream, dtype, cache, wgmma, &args, group, tickets)
         }
         (PrefillPath::Auto, Some(wgmma), _) if hopper => {
-            launch_wgmma::<T, S>(stream, wgmma, &args, cache, group, tickets)
+            launch_wgmma(stream, dtype, cache, wgmma, &args, group, tickets)
         }
         (PrefillPath::Auto | PrefillPath::Mma, _, Some((entry, tile))) => {
             let args = mma::Args {
@@ -578,73 +611,74 @@ pub fn prefill<T: Float + CacheElement, S: CacheElement>(
                 q_heads: args.q_heads,
                 kv_heads: args.kv_heads,
                 head_dim: args.head_dim,
-                page_shift: cs.block_size.ilog2(),
+                page_shift: args.page_size.ilog2(),
                 max_pages: args.max_pages,
                 pages: args.pages,
                 tile_tokens: tile_tokens(tile.rows, group) as u32,
-                q_token,
-                q_head,
-                out_token,
-                out_head,
-                k_page: ks.block,
-                k_slot: ks.token,
-                k_head: ks.head,
-                v_page: vs.block,
-                v_slot: vs.token,
-                v_head: vs.head,
-                scale,
-                soft_cap,
+                q_token: args.q_token,
+                q_head: args.q_head,
+                out_token: args.out_token,
+                out_head: args.out_head,
+                k_page: args.k_page,
+                k_slot: args.k_slot,
+                k_head: args.k_head,
+                v_page: args.v_page,
+                v_slot: args.v_slot,
+                v_head: args.v_head,
+                scale: args.scale,
+                soft_cap: args.soft_cap,
                 window: args.window,
                 causal: args.causal,
                 section_keys,
             };
             let geometry = mma_geometry(tile, multiprocessors);
-            // SAFETY: shapes, strides, alignment, device and overlap were checked above; starts, lengths and page numbers
-            // are clamped by the kernel.
+            // SAFETY: forwarded to the caller.
             unsafe { stream.launch(&entry, &geometry, &args) }
         }
         (PrefillPath::Wgmma | PrefillPath::Mma, _, _) => Err(Error::Unsupported {
             op: OP,
             what: format!(
-                "the tensor-core kernels take f16 or bf16 (not {} over {}), NHD or HND, pages of 8 tokens or more (a power of \
+                "the tensor-core kernels take f16 or bf16 (not {dtype} over {cache}), NHD or HND, pages of 8 tokens or more (a power of \
                  two), heads of a multiple of 8 elements and rows at multiples of 16 bytes; `Wgmma` in addition a Hopper GPU, \
                  a positive scale and heads of 64, 96, 128 or 256, or over 8-bit caches a multiple of 16 up to 128; use \
-                 PrefillPath::Auto",
-                T::DTYPE,
-                S::DTYPE
+                 PrefillPath::Auto"
             ),
         }),
         _ => {
-            let expected = format!("{}, e4m3, e5m2 or i8 for {}", T::DTYPE, T::DTYPE);
-            let wrong = Error::DType { op: OP, arg: "cache", expected, got: S::DTYPE };
-            let entry = plain_entry(T::DTYPE, S::DTYPE).ok_or(wrong)?;
-            // SAFETY: as above.
-            unsafe { stream.launch(&entry, &plain_geometry(rows), &args) }
+            let expected = format!("{dtype}, e4m3, e5m2 or i8 for {dtype}");
+            let wrong = Error::DType { op: OP, arg: "cache", expected, got: cache };
+            let entry = plain_entry(dtype, cache).ok_or(wrong)?;
+            // SAFETY: forwarded to the caller.
+            unsafe { stream.launch(&entry, &plain_geometry(args.tokens * args.q_heads), &args) }
         }
     }
 }
 
 /// [`PrefillPath::Wgmma`] for arguments that it takes.
-fn launch_wgmma<T: Float, S: CacheElement>(
+fn launch_wgmma(
     stream: &Stream,
+    dtype: DType,
+    cache: DType,
     (entry, shape): (Entry<wgmma::Args>, wgmma::Shape),
     args: &plain::Args,
-    cache: &KvCache<S>,
     group: usize,
     tickets: *mut u32,
 ) -> Result<()> {
-    let (device, cs) = (stream.device(), cache.shape());
-    let (ks, vs) = (cache.key_strides(), cache.value_strides());
+    let device = stream.device();
+    let (blocks, block_size) = (args.pages as usize, args.page_size as usize);
+    let cs = CacheShape::new(blocks, block_size, args.kv_heads as usize, args.head_dim as usize);
+    let strides = |block, token, head| PageStrides { block, head, token, run: cs.head_dim, run_stride: 0 };
+    let (ks, vs) = (strides(args.k_page, args.k_slot, args.k_head), strides(args.v_page, args.v_slot, args.v_head));
     let q_shape = [args.tokens as usize, args.q_heads as usize, cs.head_dim];
     let q_strides = (args.q_token, args.q_head);
     let out_strides = (args.out_token, args.out_head);
     let args = wgmma::Args {
         out: args.out,
         lse: args.lse,
-        out_map: wgmma_output_map(device, args.out as u64, T::DTYPE, shape, q_shape, out_strides, group)?,
-        q_map: wgmma_query_map(device, args.q as u64, T::DTYPE, shape, q_shape, q_strides, group)?,
-        k_map: wgmma_cache_map(device, args.k as u64, S::DTYPE, shape, cs, ks)?,
-        v_map: wgmma_cache_map(device, args.v as u64, S::DTYPE, shape, cs, vs)?,
+        out_map: wgmma_output_map(device, args.out as u64, dtype, shape, q_shape, out_strides, group)?,
+        q_map: wgmma_query_map(device, args.q as u64, dtype, shape, q_shape, q_strides, group)?,
+        k_map: wgmma_cache_map(device, args.k as u64, cache, shape, cs, ks)?,
+        v_map: wgmma_cache_map(device, args.v as u64, cache, shape, cs, vs)?,
         starts: args.starts,
         lens: args.lens,
         block_table: args.block_table,
@@ -672,7 +706,7 @@ fn launch_wgmma<T: Float, S: CacheElement>(
         soft_cap: args.soft_cap,
         window: args.window,
         causal: args.causal,
-        section_keys: section_keys(S::DTYPE, cs.head_dim),
+        section_keys: section_keys(cache, cs.head_dim),
     };
     let geometry = wgmma_geometry(shape, device.properties().multiprocessors);
     // SAFETY: as for the other kernels; the maps describe the tensors.

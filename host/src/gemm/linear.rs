@@ -330,7 +330,7 @@ pub fn linear_with<Y: Float, X: Float, W: Float>(
     };
     let xs = call.rows("x", x)?;
     if xs.width != k {
-        return Err(call.bad_shape("x", x.shape(), format!("[.., {k}]")));
+        return Err(call.bad_shape("x", x.shape(), format!("[.., {k}], since `w`, which is [n, k], is [{n}, {k}]")));
     }
     let mut expected = x.shape().to_vec();
     *expected.last_mut().expect("`rows` saw a dimension") = n;

@@ -163,8 +163,8 @@ launches! {
 
 /// `out = x · smooth / scale`, with a scale for each row, which goes to `scales`: tokens with dynamic scales, or weights per channel.
 ///
-/// `x` and `out` are `[.., n]` of the same shape, the rows of each at one distance; `scales` is `[rows]`, dense, where `rows` is the product of
-/// all dimensions of `x` but the last; `smooth` is `[n]`: pass reciprocals of SmoothQuant's factors (Xiao et al., 2022), and multiply
+/// `x` and `out` are `[.., n]` of the same shape, the rows of each at one distance; `scales` are dense and have the dimensions of `x` but
+/// the last, or `[rows]`, their product; `smooth` is `[n]`: pass reciprocals of SmoothQuant's factors (Xiao et al., 2022), and multiply
 /// columns of the weights by the factors.
 ///
 /// # Errors
@@ -180,7 +180,10 @@ pub fn quantise_rows<T: Float, Q: QuantisedElement>(
     let mut call = Call::new(ROWS, stream);
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("out", out.shape(), x.shape())?;
-    call.same_shape("scales", scales.shape(), &[from.rows])?;
+    // As the leading dimensions of `x`, too: so the weights of experts have them.
+    if x.shape().split_last().is_none_or(|(_, leading)| scales.shape() != leading) {
+        call.same_shape("scales", scales.shape(), &[from.rows])?;
+    }
     call.contiguous("scales", scales)?;
     if let Some(smooth) = smooth {
         call.same_shape("smooth", smooth.shape(), &[from.width])?;

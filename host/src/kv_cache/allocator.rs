@@ -368,7 +368,8 @@ impl BlockAllocator {
     }
 
     /// Says that the first `len` tokens of a sequence have their keys and values in the cache, or will have once the work
-    /// submitted so far is done. Full blocks among them become known, and can be shared.
+    /// submitted so far is done. Full blocks among them become known, and can be shared. That the copies of
+    /// [`take_copies`](Self::take_copies) were submitted before is not checked: without them a forked sequence's last block is wrong.
     ///
     /// # Errors
     /// [`BeyondEnd`](AllocatorError::BeyondEnd), [`InFlight`](AllocatorError::InFlight) if the sequence is still being

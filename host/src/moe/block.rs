@@ -46,6 +46,11 @@ impl<T: Element> Description<'_, T> {
         let [experts, _, intermediate] = *self.w2 else {
             return Err(call.bad_shape("w2", self.w2, "[experts, hidden, intermediate]"));
         };
+        // Transposed, its width would be taken for that of `w13`, which is right.
+        if self.w2[1] != hidden && intermediate == hidden {
+            let expected = format!("[experts, {hidden}, intermediate], as `x` is {hidden} wide");
+            return Err(call.bad_shape("w2", self.w2, expected));
+        }
         let [_, top_k] = *topk_ids.shape() else {
             return Err(call.bad_shape("topk_ids", topk_ids.shape(), "[tokens, top_k]"));
         };

@@ -226,6 +226,10 @@ struct FusedAdd<'a, T> {
     residual: &'a Tensor<T>,
     out: &'a mut Tensor<T>,
     residual_out: &'a mut Tensor<T>,
+    /// What the signature calls the outputs.
+    names: [&'static str; 2],
+    /// Of these pairs of an output and an input both may be the very same memory.
+    may_be: &'static [(&'static str, &'static str)],
 }
 
 fn run_fused_add<T: Float>(
@@ -236,13 +240,13 @@ fn run_fused_add<T: Float>(
     weight_offset: f32,
     eps: f32,
 ) -> Result<()> {
-    let FusedAdd { x, residual, out, residual_out } = tensors;
+    let FusedAdd { x, residual, out, residual_out, names: [out_name, sum_name], may_be } = tensors;
     let mut call = Call::new(op, stream);
     let (from, added) = (call.rows("x", x)?, call.rows("residual", residual)?);
-    let (to, sum) = (call.rows("out", out)?, call.rows("residual_out", residual_out)?);
+    let (to, sum) = (call.rows(out_name, out)?, call.rows(sum_name, residual_out)?);
     call.same_shape("residual", residual.shape(), x.shape())?;
-    call.same_shape("out", out.shape(), x.shape())?;
-    call.same_shape("residual_out", residual_out.shape(), x.shape())?;
+    call.same_shape(out_name, out.shape(), x.shape())?;
+    call.same_shape(sum_name, residual_out.shape(), x.shape())?;
     check_vector(&call, "weight", weight, from.width)?;
     check_eps(&call, eps)?;
     let (rows, n) = (call.count("rows", from.rows)?, call.count("n", from.width)?);
@@ -250,8 +254,8 @@ fn run_fused_add<T: Float>(
         x: call.read("x", x)?,
         residual: call.read("residual", residual)?,
         weight: call.read_opt("weight", weight)?,
-        out: call.write("out", out)?,
-        residual_out: call.write("residual_out", residual_out)?,
+        out: call.write(out_name, out)?,
+        residual_out: call.write(sum_name, residual_out)?,
         rows,
         n,
         x_stride: from.stride,
@@ -261,10 +265,20 @@ fn run_fused_add<T: Float>(
         weight_offset,
         eps,
     };
-    let in_place = [("out", "x"), ("out", "residual"), ("residual_out", "x"), ("residual_out", "residual")];
-    call.check_overlap_but(&in_place)?;
+    call.check_overlap_but(may_be)?;
     // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
     unsafe { launch_fused_add(stream, T::DTYPE, &args) }
+}
+
+/// Outputs that are the inputs.
+fn in_place<'a, T>(
+    x_in: &'a Tensor<T>,
+    residual_in: &'a Tensor<T>,
+    x: &'a mut Tensor<T>,
+    residual: &'a mut Tensor<T>,
+) -> FusedAdd<'a, T> {
+    let (names, may_be) = (["x", "residual"], &[("x", "x"), ("residual", "residual")]);
+    FusedAdd { x: x_in, residual: residual_in, out: x, residual_out: residual, names, may_be }
 }
 
 /// A second handle on the same memory.
@@ -286,7 +300,7 @@ pub fn fused_add_rms_norm<T: Float>(
     eps: f32,
 ) -> Result<()> {
     let (x_in, residual_in) = (alias(x)?, alias(residual)?);
-    let tensors = FusedAdd { x: &x_in, residual: &residual_in, out: x, residual_out: residual };
+    let tensors = in_place(&x_in, &residual_in, x, residual);
     run_fused_add("fused_add_rms_norm", stream, tensors, weight, 0.0, eps)
 }
 
@@ -302,7 +316,7 @@ pub fn gemma_fused_add_rms_norm<T: Float>(
     eps: f32,
 ) -> Result<()> {
     let (x_in, residual_in) = (alias(x)?, alias(residual)?);
-    let tensors = FusedAdd { x: &x_in, residual: &residual_in, out: x, residual_out: residual };
+    let tensors = in_place(&x_in, &residual_in, x, residual);
     run_fused_add("gemma_fused_add_rms_norm", stream, tensors, Some(weight), 1.0, eps)
 }
 
@@ -320,5 +334,8 @@ pub fn fused_add_rms_norm_to<T: Float>(
     weight: Option<&Tensor<T>>,
     eps: f32,
 ) -> Result<()> {
-    run_fused_add("fused_add_rms_norm_to", stream, FusedAdd { x, residual, out, residual_out }, weight, 0.0, eps)
+    let names = ["out", "residual_out"];
+    let may_be = &[("out", "x"), ("out", "residual"), ("residual_out", "x"), ("residual_out", "residual")];
+    let tensors = FusedAdd { x, residual, out, residual_out, names, may_be };
+    run_fused_add("fused_add_rms_norm_to", stream, tensors, weight, 0.0, eps)
 }

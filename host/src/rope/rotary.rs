@@ -237,7 +237,7 @@ impl Rotation {
         call.value(
             offset.checked_add(rot_dim).is_some_and(|end| end <= head_dim),
             "offset",
-            format!("such that {rot_dim} elements from there on fit into the {head_dim} of a head of `{arg}`"),
+            format!("such that the {rot_dim} elements that `angles` turns fit from there on into the {head_dim} of a head of `{arg}`"),
             offset,
         )?;
         call.dense_last(arg, x)?;

@@ -557,7 +557,7 @@ const fn key_bits(dtype: DType) -> u32 {
 ///
 /// # Safety
 /// Pointers are device memory of the sizes that [`Job`] and [`Adjustments`] name, until the launches are done; the
-/// workspace is that of a [`Layout`] for this many rows and tokens and is not in use by other work. The plan is right
+/// workspace is that of a [`Layout`] for this many rows and tokens, was zeros before its first use, and is not in use by other work. The plan is right
 /// for the job: `quick_limit` and `top_n` are at most [`MAX_K`], and `plan.splits` times the larger at most [`CAPACITY`]; all
 /// rows keep up to `quick_limit` tokens if `plan.goals` is 0, and more if `plan.splits` is 0.
 pub unsafe fn launch(
@@ -714,8 +714,17 @@ pub fn top_k_top_p<T: Float, I: TokenId>(
     inputs.call.value(
         layout.rows >= rows && layout.vocab >= vocab && (layout.adjusted || !options.adjusts()),
         "workspace",
-        format!("for {rows} rows of {vocab} tokens{}", if options.adjusts() { " with adjustments" } else { "" }),
-        format!("{layout:?}"),
+        if options.adjusts() {
+            format!("for {rows} rows of {vocab} tokens and made by SamplingWorkspace::with_adjustments")
+        } else {
+            format!("for {rows} rows of {vocab} tokens")
+        },
+        format!(
+            "for {} of {}, {} adjustments",
+            layout.rows,
+            layout.vocab,
+            if layout.adjusted { "with" } else { "without" }
+        ),
     )?;
     let base = inputs.call.write("workspace", &mut workspace.memory)?;
     let adjusted = layout.place(base, &mut job);
