@@ -628,19 +628,17 @@ pub fn decode<T: Float, S: CacheElement>(
     }
 
     let kernel = choose(stream.device(), T::DTYPE, S::DTYPE, cache.layout(), options.path, extents[1], &args)?;
-    let for_shape = || {
-        format!(
-            "for a DecodeShape::new({batch}, {q_heads}, {kv_heads}, {head_dim}, {capacity}) of {q_len} query tokens"
-        )
-    };
+    let shape = format_args!(
+        "for a DecodeShape::new({batch}, {q_heads}, {kv_heads}, {head_dim}, {capacity}) of {q_len} query tokens"
+    );
     if !matches!(kernel, Kernel::Plain(_)) {
         let need = partial_floats(batch, q_len, q_heads, kv_heads, head_dim, capacity as u32, scratch.hint);
-        call.value(floats >= need, "workspace", format!("{}: {need} floats", for_shape()), floats)?;
+        call.value(floats >= need, "workspace", format_args!("{shape}: {need} floats"), floats)?;
     }
     match kernel {
         Kernel::Tma(..) => {
             let heads = tickets(batch, q_len, q_heads, kv_heads, head_dim);
-            call.value(tickets_there >= heads, "workspace", format!("{}: {heads} heads", for_shape()), tickets_there)?;
+            call.value(tickets_there >= heads, "workspace", format_args!("{shape}: {heads} heads"), tickets_there)?;
         }
         Kernel::Split(..) => {
             call.count("query", tickets(batch, q_len, q_heads, kv_heads, head_dim))?;
@@ -730,26 +728,27 @@ fn choose(
         address.is_multiple_of(to) && strides.iter().all(|s| (s * size).is_multiple_of(to))
     };
     let (size, narrow) = (dtype.size(), cache.size());
-    // What the split kernels do not take.
-    let not = if split_entry(dtype, cache, head_dim, group_rows).is_none() {
-        Some(format!("{dtype} over a cache of {cache} with heads of {head_dim}"))
-    } else if layout == CacheLayout::XSplit {
-        Some("the x-split layout".into())
-    } else if !(head_dim * narrow).is_multiple_of(16) {
-        Some(format!("heads of {} bytes", head_dim * narrow))
-    } else if args.page_size < 8 || !args.page_size.is_power_of_two() {
-        Some(format!("blocks of {} tokens", args.page_size))
-    } else if !aligned(16, args.q as usize, &[args.q_token, args.q_head], size) {
-        Some(format!("queries at {:p}, {} and {} elements apart", args.q, args.q_token, args.q_head))
-    } else if !aligned(8, args.out as usize, &[args.out_token, args.out_head], size) {
-        Some(format!("outputs at {:p}, {} and {} elements apart", args.out, args.out_token, args.out_head))
-    } else if !aligned(16, args.k as usize, &[args.k_page, args.k_slot, args.k_head], narrow) {
-        Some(format!("keys at {:p}, {}, {} and {} elements apart", args.k, args.k_page, args.k_slot, args.k_head))
-    } else if !aligned(16, args.v as usize, &[args.v_page, args.v_slot, args.v_head], narrow) {
-        Some(format!("values at {:p}, {}, {} and {} elements apart", args.v, args.v_page, args.v_slot, args.v_head))
-    } else {
-        None
-    };
+    // What the split kernels take, and what to say of what they do not.
+    let split = split_entry(dtype, cache, head_dim, group_rows);
+    let conditions: [(bool, &dyn Fn() -> String); 8] = [
+        (split.is_some(), &|| format!("{dtype} over a cache of {cache} with heads of {head_dim}")),
+        (layout != CacheLayout::XSplit, &|| "the x-split layout".into()),
+        ((head_dim * narrow).is_multiple_of(16), &|| format!("heads of {} bytes", head_dim * narrow)),
+        (args.page_size >= 8 && args.page_size.is_power_of_two(), &|| format!("blocks of {} tokens", args.page_size)),
+        (aligned(16, args.q as usize, &[args.q_token, args.q_head], size), &|| {
+            format!("queries at {:p}, {} and {} elements apart", args.q, args.q_token, args.q_head)
+        }),
+        (aligned(8, args.out as usize, &[args.out_token, args.out_head], size), &|| {
+            format!("outputs at {:p}, {} and {} elements apart", args.out, args.out_token, args.out_head)
+        }),
+        (aligned(16, args.k as usize, &[args.k_page, args.k_slot, args.k_head], narrow), &|| {
+            format!("keys at {:p}, {}, {} and {} elements apart", args.k, args.k_page, args.k_slot, args.k_head)
+        }),
+        (aligned(16, args.v as usize, &[args.v_page, args.v_slot, args.v_head], narrow), &|| {
+            format!("values at {:p}, {}, {} and {} elements apart", args.v, args.v_page, args.v_slot, args.v_head)
+        }),
+    ];
+    let not = conditions.iter().find(|(holds, _)| !holds).map(|(_, what)| what);
     let hopper = device.properties().compute_capability == (9, 0);
     let tma = tma_entry(dtype, cache, head_dim, group_rows).filter(|_| {
         let lines = |head: usize| {
@@ -758,7 +757,7 @@ fn choose(
         };
         not.is_none() && hopper && args.pages > 0 && lines(args.k_head) && lines(args.v_head)
     });
-    let split = split_entry(dtype, cache, head_dim, group_rows).filter(|_| not.is_none());
+    let split = split.filter(|_| not.is_none());
     // The SIMT device runs either, the portable kernel faster.
     let prefers_tma = path == DecodePath::Tma || path == DecodePath::Auto && !device.is_simt();
     if let Some((entry, tile)) = tma.filter(|_| prefers_tma) {
@@ -773,7 +772,7 @@ fn choose(
                  bits, NHD or HND, blocks of 8 tokens or more (a power of two), heads of a multiple of 16 bytes, queries, keys and \
                  values at multiples of 16 bytes, outputs of 8; `Tma` in addition a Hopper GPU and heads of 64, 128 or 256; use \
                  DecodePath::Auto",
-                not.unwrap_or_else(|| format!("heads of {head_dim} on {}", device.name()))
+                not.map_or_else(|| format!("heads of {head_dim} on {}", device.name()), |what| what())
             ),
         }),
         _ => plain_entry(dtype, cache).map(Kernel::Plain).ok_or_else(|| Error::DType {
@@ -801,14 +800,10 @@ unsafe fn launch_kernel(
     scratch: Scratch,
 ) -> Result<()> {
     let multiprocessors = stream.device().properties().multiprocessors;
-    if let Kernel::Plain(entry) = kernel {
-        // SAFETY: forwarded to the caller.
-        return unsafe { stream.launch(&entry, &plain_geometry(args.q_heads, q_len, batch), args) };
-    }
     let (head_dim, q_heads, kv_heads) = (args.head_dim as usize, args.q_heads as usize, args.kv_heads as usize);
     let group_rows = q_heads / kv_heads * q_len as usize;
     let (capacity, hint) = (args.max_pages.saturating_mul(args.page_size), scratch.hint);
-    let mut args = split::Args {
+    let of_split = || split::Args {
         out: args.out,
         lse: args.lse,
         q: args.q,
@@ -848,6 +843,7 @@ unsafe fn launch_kernel(
     };
     match kernel {
         Kernel::Tma(entry, tile) => {
+            let mut args = of_split();
             // Steps are not cut.
             args.hint = match hint {
                 // What a chunk costs is more for 16 rows: large batches would take a tenth more time.
@@ -861,6 +857,7 @@ unsafe fn launch_kernel(
             unsafe { stream.launch(&entry, &tma_geometry(tile, multiprocessors), &args) }
         }
         Kernel::Split(entry, dim) => {
+            let args = of_split();
             // SAFETY: forwarded to the caller.
             unsafe { stream.launch(&entry, &split_geometry(dim, cache, group_rows, multiprocessors), &args) }?;
             let heads = tickets(batch as usize, q_len as usize, q_heads, kv_heads, head_dim);
@@ -890,7 +887,10 @@ unsafe fn launch_kernel(
             // SAFETY: forwarded to the caller; the kernel waits for the launch before it, whose partial results it reads.
             unsafe { stream.launch(&combine, &combine_geometry(heads as u32), &args) }
         }
-        Kernel::Plain(_) => unreachable!("launched above"),
+        Kernel::Plain(entry) => {
+            // SAFETY: forwarded to the caller.
+            unsafe { stream.launch(&entry, &plain_geometry(args.q_heads, q_len, batch), args) }
+        }
     }
 }
 
@@ -905,8 +905,8 @@ fn tma_args(
 ) -> Result<tma::Args> {
     let block_size = 1 << args.page_shift;
     let shape = CacheShape::new(args.pages as usize, block_size, args.kv_heads as usize, args.head_dim as usize);
-    let strides = |block, token, head| PageStrides { block, head, token, run: shape.head_dim, run_stride: 0 };
-    let (ks, vs) = (strides(args.k_page, args.k_slot, args.k_head), strides(args.v_page, args.v_slot, args.v_head));
+    let ks = PageStrides::of_dense_heads(args.k_page, args.k_slot, args.k_head, shape.head_dim);
+    let vs = PageStrides::of_dense_heads(args.v_page, args.v_slot, args.v_head, shape.head_dim);
     let lines = |head: usize| (head * cache.size() / tma::LINE) as u32;
     Ok(tma::Args {
         out: args.out,

@@ -649,7 +649,7 @@ pub unsafe fn launch(
             let wrong = Error::DType { op: OP, arg: "cache", expected, got: cache };
             let entry = plain_entry(dtype, cache).ok_or(wrong)?;
             // SAFETY: forwarded to the caller.
-            unsafe { stream.launch(&entry, &plain_geometry(args.tokens * args.q_heads), &args) }
+            unsafe { stream.launch(&entry, &plain_geometry(args.tokens.saturating_mul(args.q_heads)), &args) }
         }
     }
 }
@@ -667,8 +667,8 @@ fn launch_wgmma(
     let device = stream.device();
     let (blocks, block_size) = (args.pages as usize, args.page_size as usize);
     let cs = CacheShape::new(blocks, block_size, args.kv_heads as usize, args.head_dim as usize);
-    let strides = |block, token, head| PageStrides { block, head, token, run: cs.head_dim, run_stride: 0 };
-    let (ks, vs) = (strides(args.k_page, args.k_slot, args.k_head), strides(args.v_page, args.v_slot, args.v_head));
+    let ks = PageStrides::of_dense_heads(args.k_page, args.k_slot, args.k_head, cs.head_dim);
+    let vs = PageStrides::of_dense_heads(args.v_page, args.v_slot, args.v_head, cs.head_dim);
     let q_shape = [args.tokens as usize, args.q_heads as usize, cs.head_dim];
     let q_strides = (args.q_token, args.q_head);
     let out_strides = (args.out_token, args.out_head);

@@ -92,6 +92,11 @@ pub struct PageStrides {
 }
 
 impl PageStrides {
+    /// Of a layout in which a token's elements of a head lie next to each other.
+    pub(crate) const fn of_dense_heads(block: usize, token: usize, head: usize, head_dim: usize) -> Self {
+        Self { block, head, token, run: head_dim, run_stride: head_dim }
+    }
+
     /// Of the keys of a dense cache. Distances that no memory holds are the largest number.
     pub const fn keys(layout: CacheLayout, shape: CacheShape, dtype: DType) -> Self {
         match layout {
@@ -121,7 +126,7 @@ impl PageStrides {
             CacheLayout::Nhd => (shape.head_dim, product(&[shape.heads, shape.head_dim])),
             _ => (product(&[shape.block_size, shape.head_dim]), shape.head_dim),
         };
-        Self { block: shape.block_len(), head, token, run: shape.head_dim, run_stride: shape.head_dim }
+        Self::of_dense_heads(shape.block_len(), token, head, shape.head_dim)
     }
 
     /// The element of a block, head, token in the block, and dimension, counted from the first element.

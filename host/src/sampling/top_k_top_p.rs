@@ -714,12 +714,11 @@ pub fn top_k_top_p<T: Float, I: TokenId>(
     inputs.call.value(
         layout.rows >= rows && layout.vocab >= vocab && (layout.adjusted || !options.adjusts()),
         "workspace",
-        if options.adjusts() {
-            format!("for {rows} rows of {vocab} tokens and made by SamplingWorkspace::with_adjustments")
-        } else {
-            format!("for {rows} rows of {vocab} tokens")
-        },
-        format!(
+        format_args!(
+            "for {rows} rows of {vocab} tokens{}",
+            if options.adjusts() { " and made by SamplingWorkspace::with_adjustments" } else { "" }
+        ),
+        format_args!(
             "for {} of {}, {} adjustments",
             layout.rows,
             layout.vocab,
