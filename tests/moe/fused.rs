@@ -934,8 +934,11 @@ fn sums_that_read_for_the_last_time() {
         let mut ids: Vec<i32> = (0..tokens * slots).map(|i| (i % 8) as i32).collect();
         (ids[1], ids[slots]) = (-1, 9);
         let ids = Tensor::from_slice(d, &ids, &[tokens, slots]).unwrap();
-        let of = |discard: u32, partial: &mut Tensor<P>| {
+        let of = |discard: u32, dead_bytes: usize, partial: &mut Tensor<P>| {
             let mut out = Tensor::<bf16>::zeros(d, &[tokens, n]).unwrap();
+            // What nobody reads any more, and a line of somebody else.
+            let mut dead =
+                Tensor::from_slice(d, &vec![7u8; tokens * dead_bytes + LINE], &[tokens * dead_bytes + LINE]).unwrap();
             let args = Args {
                 out: out.as_mut_ptr().cast(),
                 partial: partial.as_mut_ptr().cast(),
@@ -954,17 +957,23 @@ fn sums_that_read_for_the_last_time() {
                 across: 7,
                 left: std::ptr::null_mut(),
                 stripe: 0,
+                dead: dead.as_mut_ptr().cast(),
+                dead_bytes: dead_bytes as u32,
             };
             let geometry = Geometry::new([tokens as u32, n.div_ceil(columns << 7) as u32, 1], [128, 1, 1]);
             // SAFETY: the tensors are as large as the arguments say, and live on.
             unsafe { s.launch(&entry, &geometry, &args) }.unwrap();
             s.synchronize().unwrap();
+            assert_eq!(dead.narrow(0, tokens * dead_bytes, LINE).unwrap().to_vec().unwrap(), [7; LINE]);
             out.to_vec().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>()
         };
-        let want = of(0, &mut partial);
-        assert_eq!(of(LAST_READ, &mut partial), want);
+        let want = of(0, 0, &mut partial);
+        assert_eq!(of(LAST_READ, 0, &mut partial), want);
+        assert_eq!(of(0, LINE, &mut partial), want);
+        // More lines than threads.
+        assert_eq!(of(0, 131 * LINE, &mut partial), want);
         if n % 32 == 0 {
-            assert_eq!(of(DISCARDED, &mut partial), want);
+            assert_eq!(of(DISCARDED, LINE, &mut partial), want);
         }
     }
     on_every_device(|d, s| {

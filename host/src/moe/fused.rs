@@ -918,6 +918,8 @@ pub unsafe fn launch(
     // A row for each token where results are added up as they come.
     let summed = if unordered { product(&[shape.tokens, shape.hidden, 4]) } else { bytes };
     let kept = kept || early;
+    let h_row = product(&[slots as usize, shape.intermediate, dtype.size()]);
+    let dead = matches!(plan.path, FusedPath::Wgmma64) && given_up(up.h, shape.tokens, h_row);
     let mut reduce = ReduceArgs {
         out: o.out,
         partial: up.partial.cast(),
@@ -936,6 +938,8 @@ pub unsafe fn launch(
         across: 0,
         left,
         stripe: stripe as u32,
+        dead: if dead { up.h.cast() } else { std::ptr::null_mut() },
+        dead_bytes: if dead { h_row as u32 } else { 0 },
     };
     if unordered {
         // One row for each token, as if there were one expert, which all go to.
@@ -1092,6 +1096,15 @@ pub(super) fn once_read(kept: bool, partial: *const c_void, bytes: usize, row: u
     } else {
         0
     }
+}
+
+/// Up to how many bytes of `h` the sum gives up: 0.2 to 1.9 % less for the block with 0.8 to 9.4 MB (7.3 MB of a large model 1.1 %), nothing with 2 MB of one, 0.1 % more with 17 MB.
+const GIVEN_UP_BYTES: usize = 16 << 20;
+
+/// Whether the sum gives up `h`, rows of so many bytes for each token, in the second-level cache, from where it would be written to memory during the next launches: whole lines. Measured on an
+/// H200.
+fn given_up(h: *const c_void, tokens: usize, row: usize) -> bool {
+    (h as usize | row).is_multiple_of(fused_reduce::LINE) && product(&[tokens, row]) <= GIVEN_UP_BYTES
 }
 
 /// The sum over so many slots, into f32, f16 or bf16, and threads of a block.

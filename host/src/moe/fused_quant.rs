@@ -1187,6 +1187,8 @@ impl Run<'_> {
             across: sum_across(geometry.block[0] as usize, fused_reduce::COLUMNS, early),
             left: self.left(),
             stripe: stripe as u32,
+            dead: std::ptr::null_mut(),
+            dead_bytes: 0,
         };
         // It reads how many tokens there are before it waits: where nothing was launched before, nobody has waited for that.
         let geometry = if shape.pairs() == 0 { geometry } else { geometry.dependent() };

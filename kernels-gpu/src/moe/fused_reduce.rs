@@ -3,6 +3,7 @@
 //! A thread for 16 bytes of neighbouring columns of a token's results, which are f32 or, where that is allowed, rounded to elements; one by one
 //! where rows are not multiples of that. Slots whose expert lives elsewhere, or is none, have no result and count as zero. Lines that have been
 //! read may be given up in the second-level cache without being written to memory (`discard`), or leave it before others where there are far more than it holds. Slots are read four or, if there are more, eight at once.
+//! What else nobody reads any more, the rows of `h`, is given up by the blocks of a token's last columns: in a stripe or not, they wait until the second product has ended.
 //! Where the second product computes stripes of columns, blocks of a stripe begin when nothing of it is [left](Left), while the next ones are computed.
 
 use super::pairs::{Pairs, existing_tokens};
@@ -27,6 +28,9 @@ pub const ROUNDED_COLUMNS: usize = 8;
 pub const DISCARDED: u32 = 1;
 /// Lines that have been read leave the second-level cache before others.
 pub const LAST_READ: u32 = 2;
+/// Bytes of a line of the second-level cache.
+pub const LINE: usize = 128;
+
 /// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`, of f32 or elements; the others as in
 /// [`fused::Args`](super::fused::Args), `discard` as in [`Args`]. Rows of `num_tokens` and beyond are left alone. Grid: (tokens, columns in
 /// steps of a block's, `COLUMNS` a thread); block: up to [`THREADS`], of which 2 to the power of `across` (32 at least) have a token.
@@ -49,6 +53,8 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
     across: u32,
     left: *mut u32,
     stripe: u32,
+    dead: *mut u8,
+    dead_bytes: u32,
 ) {
     let pairs = Pairs {
         topk_ids: Global::new(topk_ids),
@@ -89,6 +95,18 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
     } else {
         // Of those that have nothing to do, too: whoever comes next takes the end of this grid for the end of all before it.
         dependent_launch::wait();
+    }
+    if dead_bytes != 0 && early == u32::MAX && thread::block_idx_y() + 1 == thread::grid_dim_y() {
+        // A line for each thread and step, all of the block's tokens.
+        let each = thread::block_dim_x() >> across;
+        let from = (thread::block_idx_x() * each).min(tokens);
+        let bytes = (tokens - from).min(each) as usize * dead_bytes as usize;
+        let lines = dead.wrapping_add(from as usize * dead_bytes as usize);
+        let mut at = tid as usize * LINE;
+        while at < bytes {
+            second_level::discard(lines.wrapping_add(at));
+            at += thread::block_dim_x() as usize * LINE;
+        }
     }
     if !exists {
         return;
@@ -179,6 +197,8 @@ entries! {
         across: u32,
         /// Of a second product that computes stripes of so many columns, a multiple of a block's: what is left of each, or null.
         left: *mut u32, stripe: u32,
+        /// What nobody reads after the launch before, so many bytes of each token, or 0: lines of 128 bytes.
+        dead: *mut u8, dead_bytes: u32,
     );
     moe_fused_reduce_f32 { type T = f32; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS, 4>;
     moe_fused_reduce_f16 { type T = f16; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS, 4>;

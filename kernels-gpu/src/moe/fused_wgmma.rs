@@ -28,7 +28,7 @@
 //! multiplies a whole item while the other finishes its last, so that stages are given back all the time; mbarriers hand over, because a group that is more than one
 //! round of the ring behind could not tell the phases of a stage apart.
 //!
-//! Of few pairs the time until the first weights are asked for counts. The warp that fetches finds out alone which items there are, without barriers. Registers are 128 a thread at the start, so that blocks of the sum over
+//! Of few pairs the time until the first weights are asked for counts. Without a list the producer's warps count pairs, one a thread, and the warp that fetches adds up which items there are, while another warp makes the barriers. Registers are 128 a thread at the start, so that blocks of the sum over
 //! slots are beside those of the second product from the start of that, on all multiprocessors, and wait there.
 //!
 //! The second product waits for `h` only when the ring is full of weights already ([`dependent_launch`]), or where it gathers rows, so the stream of
@@ -104,10 +104,8 @@ const TILE_ROWS: u32 = 64;
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// For how many threads a multiprocessor's registers are divided among those of a block of few pairs: 128 each, so that blocks of the sum find room beside it.
 pub const ROOMY: usize = 512;
-/// Of few pairs: the barrier that a block's threads pass when its items are known, and consumers have looked at the progress.
-const KNOWN: u32 = 3 + GROUPS as u32;
 /// Of many: the one that they pass when consumers have looked.
-const LOOKED: u32 = 4 + GROUPS as u32;
+const LOOKED: u32 = 3 + GROUPS as u32;
 /// Bytes of K of a stage's line: one of the swizzle.
 pub const LINE: usize = 128;
 /// Elements of 16 bits of it.
@@ -585,7 +583,8 @@ pub(super) unsafe fn product<
     let beyond = ids;
     let outputs = const { if UP { rows(TILES, ALTERNATE) as u32 / 2 } else { rows(TILES, ALTERNATE) as u32 } };
     let blocks = const { if PAIRED { PAIR as u32 } else { 1 } };
-    if tid == 0 {
+    // Of few pairs by a warp that has nothing else to do: another barrier comes before the first fetch.
+    if tid == const { if STAGED { 0 } else { 32 } } {
         for s in 0..STAGES {
             // The weights, and the rows of each who copies them.
             mbarrier::init(full.address(s), const { 1 + gatherers(STAGED) as u32 });
@@ -596,6 +595,8 @@ pub(super) unsafe fn product<
         }
         drawn.init();
         mbarrier::fence_init();
+    }
+    if tid == 0 {
         tma::prefetch_map(map);
         tma::prefetch_map(shared_map);
     }
@@ -707,10 +708,11 @@ pub(super) unsafe fn product<
             thread::sync_named(LOOKED, THREADS as u32);
         }
     };
-    // By all warps but the first, which goes on alone.
+    // Of few pairs, on the way to the tables and when items are known, and consumers have looked at the progress. By the block's own barrier: of named ones for the producer's warps besides,
+    // racecheck loses track.
     let known = || {
         if !STAGED {
-            thread::sync_named(KNOWN, THREADS as u32);
+            thread::sync_threads();
         }
     };
 
@@ -747,13 +749,10 @@ pub(super) unsafe fn product<
                 }
             });
         };
-        if STAGED || warp_id != 0 {
-            known();
-        } else {
-            // Nobody else is waited for until the first weights are asked for.
-            items.fill(pairs, count);
-            thread::arrive_named(KNOWN, THREADS as u32);
+        if !STAGED {
+            items.fill(pairs, count, known);
         }
+        known();
         // Who copies rows: all, or the last ones, while the first warp fetches and nothing else, and one has nothing to do.
         let gathers = tid >= const { (PRODUCERS - gatherers(STAGED)) as u32 };
         let items = if gathers || warp_id == 0 { job.items.count() } else { 0 };
@@ -954,6 +953,11 @@ pub(super) unsafe fn product<
                 beyond.set(warp_id - const { PRODUCERS as u32 / 32 }, least);
             }
             looked();
+        }
+        if !STAGED {
+            for _ in 0..Items::<DIRECT>::BARRIERS {
+                known();
+            }
         }
         known();
         if !UP && Q::SCALED {

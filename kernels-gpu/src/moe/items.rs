@@ -9,7 +9,7 @@
 //! share is smaller than another by more than that.
 
 use super::pairs::{NOWHERE, Pairs};
-use cuda_std::atomic::{Device, Relaxed};
+use cuda_std::atomic::{Block, Device, Relaxed};
 use cuda_std::shared::Carver;
 use cuda_std::vec::B128;
 use cuda_std::{Global, GlobalMut, Shared, cluster, mbarrier, thread, unroll, warp};
@@ -373,84 +373,85 @@ impl<const DIRECT: bool> Items<DIRECT> {
         }
     }
 
-    /// By one warp: the tables, from what is [gathered](Self::gather) or, if all is [clear](Self::clear), from `count` pairs, at most [`DIRECT_PAIRS`]. Others may use them after a
-    /// barrier, this warp at once: one warp alone has no barriers on its way, of which blocks of twelve warps had four, and what the first fetch needs is what it finds first.
+    /// Barriers of the block that [`fill`](Self::fill) passes.
+    pub const BARRIERS: usize = if DIRECT { 3 } else { 0 };
+
+    /// The tables: from what is [gathered](Self::gather); or, without a list, if all is [clear](Self::clear), from `count` pairs, at most [`DIRECT_PAIRS`]. By the first so many threads of
+    /// a block; `barrier` is one of the block, which the others pass [as often](Self::BARRIERS). All may use the tables after another one. The first warp goes on to the first weights from
+    /// there, so what is done before is little: what is done once takes 5 cycles an instruction, and one warp with all pairs and `match` took 480 of them where this takes 180.
     #[inline(always)]
-    pub unsafe fn fill(&self, pairs: Pairs, count: u32) {
-        let lane = warp::lane_id();
-        let (mut bins, mut ranks, mut weights) = ([NOWHERE; ROUNDS], [0; ROUNDS], [0.0; ROUNDS]);
+    pub unsafe fn fill(&self, pairs: Pairs, count: u32, barrier: impl Fn()) {
+        let tid = thread::thread_idx_x();
+        let (mut bin, mut rank, mut weight) = (NOWHERE, 0, 0.0);
         if DIRECT {
-            let ids;
-            (ids, weights) = pairs.ids_and_weights::<ROUNDS>(lane, count, self.sorted.topk_weights);
-            bins[0] = pairs.bin_of_id(ids[0]);
-            ranks[0] = self.count_own::<true>(bins[0]);
-            if count > 32 {
-                let [_, rest @ ..] = ids;
-                let rest = pairs.bins_of_ids(rest);
-                unroll::<{ ROUNDS - 1 }>(|i| {
-                    bins[i + 1] = rest[i];
-                    ranks[i + 1] = self.count_own::<false>(rest[i]);
-                });
+            let ([id], [w]) = pairs.ids_and_weights::<1>(tid, count, self.sorted.topk_weights);
+            (bin, weight) = (pairs.bin_of_id(id), w);
+            barrier();
+            if bin < self.bins {
+                // In any order, if one share holds them: it is that of columns of a product, which do not depend on each other.
+                rank = self.counts.fetch_add(bin, 1, Block, Relaxed);
             }
+            self.own_bins.set(tid, bin);
+            barrier();
         }
-        // SAFETY: a share holds pairs.
-        core::hint::assert_unchecked(self.most != 0);
-        // Shares of the experts, added up: a lane for some neighbouring ones.
-        let each = self.bins.div_ceil(32).next_multiple_of(4);
-        let (from, to) = ((lane * each).min(self.bins), ((lane + 1) * each).min(self.bins));
-        // Without a list pairs as well, which are few, in the lower half of a word.
-        let all_of = |count: u32| if DIRECT { self.ends_of(count) << 16 | count } else { self.ends_of(count) };
-        let mut sum = 0;
-        let mut bin = from;
-        while bin < to {
-            let B128(counts) = self.counts.get_as::<B128<u32, 4>>(bin);
-            unroll::<4>(|i| sum += all_of(counts[i]));
-            bin += 4;
+        if warp::warp_id() == 0 {
+            self.add_up();
         }
-        let mut end = warp::scan(sum, |a, b| a + b) - sum;
-        let mut bin = from;
-        while bin < to {
-            let B128(counts) = self.counts.get_as::<B128<u32, 4>>(bin);
-            let (mut ends, mut starts) = ([0; 4], [0; 4]);
-            unroll::<4>(|i| {
-                starts[i] = end & 0xffff;
-                end += all_of(counts[i]);
-                ends[i] = if DIRECT { end >> 16 } else { end };
-            });
-            self.ends.set_as(bin, B128(ends));
-            if DIRECT {
-                self.starts.set_as(bin, B128(starts));
-            }
-            bin += 4;
-        }
-        warp::sync_warp(warp::FULL);
         if DIRECT {
-            unroll::<ROUNDS>(|i| {
-                if bins[i] < self.bins {
-                    let place = self.starts.get(bins[i]) + ranks[i];
-                    self.own_ids.set(place, 32 * i as u32 + lane);
-                    self.own_weights.set(place, weights[i]);
+            barrier();
+            if bin < self.bins {
+                if self.counts.get(bin) > self.cut {
+                    // Blocks must agree on the share that a pair is in.
+                    rank = 0;
+                    for other in 0..tid {
+                        rank += (self.own_bins.get(other) == bin) as u32;
+                    }
                 }
-            });
-            warp::sync_warp(warp::FULL);
+                let place = self.starts.get(bin) + rank;
+                self.own_ids.set(place, tid);
+                self.own_weights.set(place, weight);
+            }
         }
     }
 
-    /// Counts 32 pairs, whose expert is `bin`: how many pairs before have the same.
+    /// By one warp: the shares of experts whose pairs are counted, added up.
     #[inline(always)]
-    unsafe fn count_own<const FIRST: bool>(&self, bin: u32) -> u32 {
-        let same = warp::warp_match_any_32(warp::FULL, bin);
-        let lower = (same & ((1 << warp::lane_id()) - 1)).count_ones();
-        let mut before = 0;
-        if !FIRST {
-            before = if bin < self.bins { self.counts.get(bin) } else { 0 };
-            warp::sync_warp(warp::FULL);
-        }
-        if bin < self.bins && lower == 0 {
-            self.counts.set(bin, before + same.count_ones());
+    unsafe fn add_up(&self) {
+        let lane = warp::lane_id();
+        // SAFETY: a share holds pairs.
+        core::hint::assert_unchecked(self.most != 0);
+        // Without a list pairs as well, which are few, in the lower half of a word.
+        let all_of = |count: u32| if DIRECT { self.ends_of(count) << 16 | count } else { self.ends_of(count) };
+        // A lane for four neighbouring experts.
+        let (mut first, mut before) = (0, 0);
+        while first < self.bins {
+            let bin = first + 4 * lane;
+            let mut all = [0; 4];
+            if bin < self.bins {
+                let B128(counts) = self.counts.get_as::<B128<u32, 4>>(bin);
+                all = counts.map(all_of);
+            }
+            let sum = all[0] + all[1] + all[2] + all[3];
+            let up_to = before + warp::scan(sum, |a, b| a + b);
+            let mut end = up_to - sum;
+            let (mut ends, mut starts) = ([0; 4], [0; 4]);
+            unroll::<4>(|i| {
+                starts[i] = end & 0xffff;
+                end += all[i];
+                ends[i] = if DIRECT { end >> 16 } else { end };
+            });
+            if bin < self.bins {
+                self.ends.set_as(bin, B128(ends));
+                if DIRECT {
+                    self.starts.set_as(bin, B128(starts));
+                }
+            }
+            first += 4 * 32;
+            if first < self.bins {
+                before = warp::shfl_idx(up_to, 31);
+            }
         }
         warp::sync_warp(warp::FULL);
-        before + lower
     }
 
     /// Shares of an expert with so many pairs.
