@@ -919,7 +919,11 @@ pub unsafe fn launch(
     let summed = if unordered { product(&[shape.tokens, shape.hidden, 4]) } else { bytes };
     let kept = kept || early;
     let h_row = product(&[slots as usize, shape.intermediate, dtype.size()]);
-    let dead = matches!(plan.path, FusedPath::Wgmma64) && given_up(up.h, shape.tokens, h_row);
+    let wide = matches!(plan.path, FusedPath::Wgmma176);
+    let dead = (wide || matches!(plan.path, FusedPath::Wgmma64)) && given_up(up.h, shape.tokens, h_row);
+    let once = kept || wide && dead && !unordered;
+    // Weights of the second product leave first where they are not asked for two steps at a time.
+    let kept = kept || once && bytes <= KEPT_WIDE_BYTES && shape.intermediate <= 64 * 64;
     let mut reduce = ReduceArgs {
         out: o.out,
         partial: up.partial.cast(),
@@ -934,7 +938,7 @@ pub unsafe fn launch(
         local,
         shared_experts,
         n: up.k,
-        discard: once_read(kept, part(at.partial), summed, bytes / shape.pairs().max(1)),
+        discard: once_read(once, part(at.partial), summed, bytes / shape.pairs().max(1)),
         across: 0,
         left,
         stripe: stripe as u32,
@@ -1042,7 +1046,7 @@ pub unsafe fn launch(
                 unordered: unordered as u32,
                 words: part(at.draws).cast(),
                 launch: launch_number(),
-                kept: kept as u32,
+                kept: dead as u32,
                 progress: if plan.begins_early(shape, multiprocessors) {
                     part(at.progress).cast()
                 } else {
@@ -1060,6 +1064,7 @@ pub unsafe fn launch(
                 k: down.k,
                 layout: down.layout,
                 shuffled: if o.shuffled { shuffle::tile_rows(None) as u32 } else { 0 },
+                kept: kept as u32,
                 ..up
             };
             // SAFETY: forwarded to the caller.
@@ -1084,6 +1089,9 @@ pub unsafe fn launch(
 /// 117 MB do not.
 pub(super) const KEPT_BYTES: usize = 40 << 20;
 
+/// The same for [`FusedPath::Wgmma176`]: with 24 and 47 MB 1 to 1.7 % less for the block, with 67 MB and more up to 1 % more.
+const KEPT_WIDE_BYTES: usize = 48 << 20;
+
 /// So many bytes and more leave the second-level cache as soon as the sum has read them. Measured on an H200: 0.2 to 1 % less for the block with 134 to 940 MB, 2 % more with 67 MB.
 const LAST_READ_BYTES: usize = 128 << 20;
 
@@ -1098,8 +1106,8 @@ pub(super) fn once_read(kept: bool, partial: *const c_void, bytes: usize, row: u
     }
 }
 
-/// Up to how many bytes of `h` the sum gives up: 0.2 to 1.9 % less for the block with 0.8 to 9.4 MB (7.3 MB of a large model 1.1 %), nothing with 2 MB of one, 0.1 % more with 17 MB.
-const GIVEN_UP_BYTES: usize = 16 << 20;
+/// Up to how many bytes of `h` stay in the second-level cache and are given up by the sum: 0.3 to 3 % less for the block with 0.8 to 29 MB, nothing with 59 MB.
+const GIVEN_UP_BYTES: usize = 32 << 20;
 
 /// Whether the sum gives up `h`, rows of so many bytes for each token, in the second-level cache, from where it would be written to memory during the next launches: whole lines. Measured on an
 /// H200.

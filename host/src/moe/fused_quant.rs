@@ -876,7 +876,8 @@ impl Run<'_> {
                     activation,
                     alpha,
                     limit,
-                    kept: self.keeps() as u32,
+                    // `h` is not given up by the sum.
+                    kept: (!up && self.keeps()) as u32,
                     words: self.part(at.draws).cast(),
                     launch: launch_number(),
                     left: self.left(),

@@ -358,20 +358,28 @@ pub unsafe fn store_streaming_if<V: Copy>(condition: bool, ptr: *mut V, value: V
 /// As for [`store_if`].
 #[inline(always)]
 pub unsafe fn store_if_for<V: Copy>(condition: bool, ptr: *mut V, value: V, policy: Policy) {
-    const { assert!(size_of::<V>() == 16) };
+    const { assert!(size_of::<V>() == 4 || size_of::<V>() == 16) };
     #[cfg(target_arch = "nvptx64")]
-    // SAFETY: forwarded to the caller; the vector has four words.
+    // SAFETY: forwarded to the caller; the value has one word or four.
     unsafe {
-        let w: [u32; 4] = core::mem::transmute_copy(&value);
-        ptx!("{{ .reg .b64 %a; .reg .pred %p; cvta.to.global.u64 %a, {p}; setp.ne.u32 %p, {c}, 0; @%p st.global.L2::cache_hint.v4.b32 [%a], {{{w}, {x}, {y}, {z}}}, {h}; }}",
-            p = in(reg64) ptr, c = in(reg32) condition as u32, w = in(reg32) w[0], x = in(reg32) w[1],
-            y = in(reg32) w[2], z = in(reg32) w[3], h = in(reg64) policy.bits(), options(nostack, preserves_flags))
+        if const { size_of::<V>() == 4 } {
+            let w: u32 = core::mem::transmute_copy(&value);
+            ptx!("{{ .reg .b64 %a; .reg .pred %p; cvta.to.global.u64 %a, {p}; setp.ne.u32 %p, {c}, 0; @%p st.global.L2::cache_hint.b32 [%a], {w}, {h}; }}",
+                p = in(reg64) ptr, c = in(reg32) condition as u32, w = in(reg32) w, h = in(reg64) policy.bits(), options(nostack, preserves_flags))
+        } else {
+            let w: [u32; 4] = core::mem::transmute_copy(&value);
+            ptx!("{{ .reg .b64 %a; .reg .pred %p; cvta.to.global.u64 %a, {p}; setp.ne.u32 %p, {c}, 0; @%p st.global.L2::cache_hint.v4.b32 [%a], {{{w}, {x}, {y}, {z}}}, {h}; }}",
+                p = in(reg64) ptr, c = in(reg32) condition as u32, w = in(reg32) w[0], x = in(reg32) w[1],
+                y = in(reg32) w[2], z = in(reg32) w[3], h = in(reg64) policy.bits(), options(nostack, preserves_flags))
+        }
     };
     #[cfg(not(target_arch = "nvptx64"))]
     {
         let _ = policy;
-        // SAFETY: forwarded to the caller.
-        unsafe { store_if(condition, ptr, value) }
+        if condition {
+            // SAFETY: forwarded to the caller.
+            unsafe { ptr.write(value) }
+        }
     }
 }
 

@@ -65,7 +65,7 @@
 //!
 //! # The second-level cache
 //! Weights that no other item reads, but for the one that the other block of two has at the same time, leave it first, so that what is read again
-//! stays: `x`, `h`, and `partial` if it has room (`kept`; only then those of the second product, too), whose lines the sum discards. On its way to memory and back it was 90 of 1300 MB of Qwen3's 512 tokens.
+//! stays: `x`, `h`, and `partial` if it has room (`kept`; only then weights of the second product, too). The sum discards lines of both. On its way to memory and back it was 90 of 1300 MB of Qwen3's 512 tokens.
 //!
 //! Where there are few pairs an expert blocks of the first product that have had all fetched ask for what the second begins with.
 //! While sorting runs, they ask for what would be their first item's weights if every expert had one share. Most of it is
@@ -1360,9 +1360,7 @@ impl<T: TensorFloat> Consumer<T> {
             let word = mma::movmatrix_trans(T::pack(a, b));
             let column = 8 * j as u32 + g;
             let at = self.ids.get(column) as usize * job.n as usize + (first + 2 * t) as usize;
-            if fits && column < work.count {
-                job.h.set_as::<u32>(at, word);
-            }
+            job.h.set_if_for(fits && column < work.count, at, word, job.policy);
         }
     }
 
@@ -1472,7 +1470,7 @@ impl<T: TensorFloat> Consumer<T> {
         tma::fence_async();
         thread::sync_named(1 + self.group, 128);
         let end = work.count.min(A::N as u32);
-        self.store_columns::<T, 8, 8>(job.h, job.n, first, outputs, [0, end], buffer, pitch);
+        self.store_columns::<T, 8, 8>(job.h, job.n, first, outputs, [0, end], buffer, pitch, job.policy);
     }
 
     /// Columns `from..end` of a buffer, `pitch` apart, to the rows of their pairs, by all of the warpgroup: `outputs` from `first` on. `LANES`
@@ -1488,6 +1486,7 @@ impl<T: TensorFloat> Consumer<T> {
         [from, end]: [u32; 2],
         buffer: Shared<T>,
         pitch: u32,
+        policy: Policy,
     ) {
         let lane = warp::lane_id();
         let (part, low) = (lane % LANES * E as u32, warp::warp_id() % 4 * const { 32 / LANES } + lane / LANES);
@@ -1507,7 +1506,7 @@ impl<T: TensorFloat> Consumer<T> {
             });
             unroll::<4>(|i| {
                 if let Some(value) = values[i] {
-                    out.set_if(there[i], at[i], value);
+                    out.set_if_for(there[i], at[i], value, policy);
                 }
             });
             base += 4 * step;
@@ -1627,7 +1626,16 @@ impl<T: TensorFloat> Consumer<T> {
                 self.add_columns(job.partial, job.n, first, rows, [from as u32, end], buffer, pitch as u32);
                 return;
             }
-            self.store_columns::<f32, 4, 32>(job.partial, job.n, first, rows, [from as u32, end], buffer, pitch as u32);
+            self.store_columns::<f32, 4, 32>(
+                job.partial,
+                job.n,
+                first,
+                rows,
+                [from as u32, end],
+                buffer,
+                pitch as u32,
+                job.policy,
+            );
         }
     }
 
@@ -1707,7 +1715,16 @@ impl<T: TensorFloat> Consumer<T> {
         tma::fence_async();
         thread::sync_named(1 + self.group, 128);
         let end = work.count.min(to as u32);
-        self.store_columns::<T, 8, 16>(job.rounded, job.n, first, rows, [from as u32, end], buffer, pitch as u32);
+        self.store_columns::<T, 8, 16>(
+            job.rounded,
+            job.n,
+            first,
+            rows,
+            [from as u32, end],
+            buffer,
+            pitch as u32,
+            job.policy,
+        );
     }
 }
 
@@ -1758,7 +1775,7 @@ entries! {
         words: *mut u64,
         /// A number that no other launch has, unless it repeats this one; the two products may have the same.
         launch: u64,
-        /// 1 if `partial` may stay in the second-level cache until the sum has read it.
+        /// 1 if results, `h` or `partial`, may stay in the second-level cache until they have been read for the last time.
         kept: u32,
         /// [`WORDS`](super::progress::WORDS) for both products, or null: whatever is in them. With them the second begins while the first still runs.
         progress: *mut u32,
