@@ -352,7 +352,7 @@ pub unsafe fn store_streaming_if<V: Copy>(condition: bool, ptr: *mut V, value: V
     }
 }
 
-/// [`store_if`] with a policy for the second-level cache.
+/// [`store_if`] of 4 or 16 bytes with a policy for the second-level cache.
 ///
 /// # Safety
 /// As for [`store_if`].

@@ -104,14 +104,14 @@ const TILE_ROWS: u32 = 64;
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// For how many threads a multiprocessor's registers are divided among those of a block of few pairs: 128 each, so that blocks of the sum find room beside it.
 pub const ROOMY: usize = 512;
-/// Of many: the one that they pass when consumers have looked.
+/// Of many pairs: the barrier that a block's threads pass when consumers have looked at the progress.
 const LOOKED: u32 = 3 + GROUPS as u32;
 /// Bytes of K of a stage's line: one of the swizzle.
 pub const LINE: usize = 128;
 /// Elements of 16 bits of it.
 pub const STEP: usize = LINE / 2;
 /// From so many steps on weights come two steps at a time.
-const IN_TWOS: u32 = 64;
+pub const IN_TWOS: u32 = 64;
 /// Rows of pairs that a thread copies, at most.
 const MOST_ROWS: usize = 176 / 16;
 /// The most experts of a device.
