@@ -71,6 +71,9 @@ fn bad_input() {
         empty.block_size = 0;
         let e = advance(s, &mut i(2), &mut i(2), &mut slots(2), None, &table, empty);
         assert!(matches!(e, Err(Error::Value { arg: "shape", .. })));
+        let endless = CacheShape::new(4, 1 << 30, 1, 8);
+        let e = advance(s, &mut i(2), &mut i(2), &mut slots(2), None, &table, endless);
+        assert!(matches!(e, Err(Error::Value { arg: "block_table", .. })), "{e:?}");
         let mut same = i(2);
         let mut view = same.narrow(0, 0, 2).unwrap();
         let e = advance(s, &mut same, &mut view, &mut slots(2), None, &table, shape);

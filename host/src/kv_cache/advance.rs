@@ -3,7 +3,7 @@
 //! With it a decode step needs nothing from the host that changes from step to step, and a captured graph of it can be
 //! launched again and again: the block table has to be filled ahead, lengths grow by themselves.
 
-use crate::check::Call;
+use crate::check::{Call, product};
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
 use crate::kernels::kv_cache::advance as kernel;
@@ -46,7 +46,8 @@ pub unsafe fn launch(stream: &Stream, args: &Args) -> Result<()> {
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
-/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for a block size of 0.
+/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for a block size of 0, or blocks that hold more than
+/// 2³¹ - 1 tokens of a sequence.
 pub fn advance(
     stream: &Stream,
     lens: &mut Tensor<i32>,
@@ -72,6 +73,8 @@ pub fn advance(
         call.contiguous("counters", counters)?;
     }
     let rows = call.rows("block_table", block_table)?;
+    // Positions are 32-bit numbers, and so is the length after the last of them.
+    call.count("block_table", product(&[max_blocks, shape.block_size]))?;
     let args = Args {
         lens: call.write("lens", lens)?.cast(),
         positions: call.write("positions", positions)?.cast(),
