@@ -53,3 +53,13 @@ fn bad_input() {
         assert!(matches!(e, Err(Error::Overlap { .. })), "{e:?}");
     });
 }
+
+#[test]
+fn no_tokens_with_many_choices() {
+    on_every_device(|d, s| {
+        let none = || Tensor::<i32>::zeros(d, &[0, i32::MAX as usize]).unwrap();
+        let mut loads = Tensor::from_slice(d, &[7; 4], &[4]).unwrap();
+        capacity(s, &mut none(), Some(&mut loads), &none(), 4, usize::MAX >> 33, 1).unwrap();
+        assert_eq!(loads.to_vec().unwrap(), [0; 4]);
+    });
+}

@@ -74,6 +74,8 @@ pub fn capacity(
     }
     // Counters in shared memory: 72 KiB, which every GPU from sm_80 on gives a block that asks for it.
     call.value(experts <= 2048, "experts", "at most 2048", experts)?;
+    // Without tokens there is nothing to choose, however many choices each would have.
+    let choices = if tokens == 0 { 0 } else { choices };
     let args = Args {
         kept: call.write("kept", kept)?.cast(),
         loads: call.write_opt("loads", loads)?.cast(),
