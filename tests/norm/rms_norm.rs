@@ -371,3 +371,13 @@ fn large_tensors_on_a_gpu() {
         assert_rounded(&last, &expected(&data, n, None, 1e-5), RELATIVE, 0.0);
     }
 }
+
+#[test]
+fn rows_of_nothing_are_not_gone_through() {
+    on_every_device(|device, stream| {
+        let none = || Tensor::<f16>::zeros(device, &[i32::MAX as usize, 0]).unwrap();
+        norm::rms_norm(stream, &mut none(), &none(), None, 0.0).unwrap();
+        norm::fused_add_rms_norm(stream, &mut none(), &mut none(), None, 0.0).unwrap();
+        norm::layer_norm(stream, &mut none(), &none(), None, None, 0.0).unwrap();
+    });
+}

@@ -184,6 +184,10 @@ fn run<T: Float>(
         eps,
     };
     call.check_overlap_but(&[("out", "x")])?;
+    // Rows of nothing take blocks all the same, and there may be 2^31 of them without any memory.
+    if n == 0 {
+        return Ok(());
+    }
     // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
     unsafe { launch(stream, T::DTYPE, &args) }
 }
@@ -266,6 +270,10 @@ fn run_fused_add<T: Float>(
         eps,
     };
     call.check_overlap_but(may_be)?;
+    // Rows of nothing take blocks all the same, and there may be 2^31 of them without any memory.
+    if n == 0 {
+        return Ok(());
+    }
     // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
     unsafe { launch_fused_add(stream, T::DTYPE, &args) }
 }
