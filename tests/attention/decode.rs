@@ -785,9 +785,35 @@ fn bad_input() {
         let slopes = Tensor::<f32>::zeros(d, &[3]).unwrap();
         assert!(matches!(run(&good, &full, &table, &lens, &o.alibi(&slopes)), Err(Error::Shape { arg: "alibi", .. })));
         assert!(run(&t(&[0, 4, 64]), &[0, 4, 64], &i(&[0, 2]), &i(&[0]), &o).is_ok());
+        // More heads of query tokens than 32 bits count, of no sequence.
+        let one = KvCache::<bf16>::zeros(d, CacheLayout::Nhd, CacheShape::new(1, 8, 1, 1)).unwrap();
+        let many = t(&[0, 16, 1 << 28, 1]);
+        let none = (i(&[0, 1]), i(&[0]));
+        let e = decode(s, &mut many.clone(), None, &many, &one, &none.0, &none.1, &o, &mut c.workspace);
+        assert!(matches!(e, Err(Error::Value { arg: "query", .. })), "{e:?}");
         // Heads that share their results' memory.
         let mut out = t(&[64]).as_strided(&full, &[0, 0, 1], 0).unwrap();
         let e = decode(s, &mut out, None, &good, &cache, &table, &lens, &o, &mut c.workspace);
         assert!(matches!(e, Err(Error::Stride { arg: "out", .. })), "{e:?}");
+    });
+}
+
+/// The first query tokens of sequences that have more: how far tokens are from each other says nothing then.
+#[test]
+fn first_tokens_of_longer_sequences() {
+    on_every_device(|d, s| {
+        let shape =
+            Shape { lens: vec![20, 9], q_len: 1, kv_heads: 2, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
+        let mut c = case::<bf16, bf16>(d, &shape);
+        let queries = noise_of::<bf16>(2 * 3 * 4 * 64, 5);
+        let q = Tensor::from_slice(d, &queries, &[2, 3, 4, 64]).unwrap().narrow(1, 0, 1).unwrap();
+        let apart = Tensor::<bf16>::zeros(d, &[2, 2, 4, 64]).unwrap();
+        let (mut out, o) = (apart.narrow(1, 0, 1).unwrap(), DecodeOptions::default());
+        decode(s, &mut out, None, &q, &c.cache, &c.table, &c.lens, &o, &mut c.workspace).unwrap();
+        let dense = Tensor::from_slice(d, &q.to_vec().unwrap(), &[2, 4, 64]).unwrap();
+        let mut want = Tensor::<bf16>::zeros(d, &[2, 4, 64]).unwrap();
+        decode(s, &mut want, None, &dense, &c.cache, &c.table, &c.lens, &o, &mut c.workspace).unwrap();
+        assert_eq!(out.to_vec().unwrap(), want.to_vec().unwrap());
+        assert!(apart.narrow(1, 1, 1).unwrap().to_vec().unwrap().iter().all(|v| *v == bf16::ZERO));
     });
 }

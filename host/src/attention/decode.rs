@@ -526,6 +526,7 @@ pub fn decode<T: Float, S: CacheElement>(
         format!("of a multiple of the cache's {kv_heads} heads"),
         format!("{q_heads} heads"),
     )?;
+    call.count("query", product(&[q_len, q_heads]))?;
     let max_dim = plain::MAX_HEAD_DIM;
     call.value((1..=max_dim).contains(&head_dim), "cache", format!("of heads of 1 to {max_dim}"), head_dim)?;
     for (arg, t) in [("query", query), ("out", &*out)] {
@@ -568,8 +569,13 @@ pub fn decode<T: Float, S: CacheElement>(
     // Strides of [batch, q_len, heads]: tokens of a batch must follow each other evenly.
     let tokens = |t: &Tensor<T>, arg| {
         let s = t.strides();
-        let (token, head) = if t.shape().len() == 3 { (s[0], s[1]) } else { (s[1], s[2]) };
-        if t.shape().len() == 4 && batch > 1 && q_len > 0 && s[0] != q_len * token {
+        // Of one query token a sequence it is sequences that are apart; the distance between tokens says nothing.
+        let (token, head) = match *s {
+            [sequence, _, head, _] if q_len == 1 => (sequence, head),
+            [_, token, head, _] | [token, head, ..] => (token, head),
+            _ => unreachable!("three or four dimensions"),
+        };
+        if q_len > 1 && batch > 1 && s[0] != q_len * token {
             let expected = "tokens at one distance from each other".into();
             return Err(Error::Stride { op: OP, arg, expected, got: s.to_vec() });
         }
