@@ -28,7 +28,7 @@
 //! ```
 
 use crate::borrow::Hold;
-use crate::device::{Stream, Using};
+use crate::device::{Geometry, Stream, Using};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Element};
@@ -86,6 +86,25 @@ struct Use {
 }
 
 impl Use {
+    fn new<T>(arg: &'static str, tensor: &Tensor<T>, written: bool) -> Self {
+        let (start, span) = (tensor.as_ptr() as usize, tensor.span());
+        let outer = tensor.shape().iter().zip(tensor.strides()).filter(|(n, _)| **n > 1).max_by_key(|(_, s)| **s);
+        let (n, stride) = outer.map_or((1, 0), |(n, s)| (*n, *s));
+        Self {
+            arg,
+            start,
+            end: start + span * size_of::<T>(),
+            period: stride * size_of::<T>(),
+            inner: span.saturating_sub((n - 1) * stride) * size_of::<T>(),
+            written,
+        }
+    }
+
+    /// Whether the two have memory in common. What is empty has none, wherever it lies.
+    fn shares(&self, other: &Self) -> bool {
+        self.start.max(other.start) < self.end.min(other.end) && !self.interleaves(other)
+    }
+
     /// Whether the two lie in pieces at the same distance that never meet, such as the queries and keys of one tensor.
     fn interleaves(&self, other: &Self) -> bool {
         let (a, b) = if self.start <= other.start { (self, other) } else { (other, self) };
@@ -95,6 +114,16 @@ impl Use {
         let apart = (b.start - a.start) % a.period;
         apart >= a.inner && apart + b.inner <= a.period
     }
+}
+
+/// The first two of these tensors that have memory in common.
+pub(crate) fn in_one_place<'a, T: 'a>(tensors: impl Iterator<Item = &'a Tensor<T>>) -> Option<(usize, usize)> {
+    let mut places: Vec<_> = tensors.enumerate().map(|(i, t)| (i, Use::new("", t, true))).collect();
+    places.sort_unstable_by_key(|(_, place)| place.start);
+    places.iter().enumerate().find_map(|(at, (i, place))| {
+        let later = places[at + 1..].iter().take_while(|(_, other)| other.start < place.end);
+        later.into_iter().find(|(_, other)| place.shares(other)).map(|&(j, _)| (*i.min(&j), *i.max(&j)))
+    })
 }
 
 /// Whether two elements of a tensor may have one address, as in a view with a stride of 0.
@@ -154,21 +183,11 @@ impl<'a> Call<'a> {
             });
         }
         self.keep(arg, tensor, written)?;
-        let start = tensor.as_ptr() as usize;
         assert!(self.len < MAX_TENSORS, "{}: more tensors than Call counts on", self.op);
-        let span = tensor.span();
-        let outer = tensor.shape().iter().zip(tensor.strides()).filter(|(n, _)| **n > 1).max_by_key(|(_, s)| **s);
-        let (n, stride) = outer.map_or((1, 0), |(n, s)| (*n, *s));
-        self.used[self.len] = Some(Use {
-            arg,
-            start,
-            end: start + span * size_of::<T>(),
-            period: stride * size_of::<T>(),
-            inner: span.saturating_sub((n - 1) * stride) * size_of::<T>(),
-            written,
-        });
+        let place = Use::new(arg, tensor, written);
+        self.used[self.len] = Some(place);
         self.len += 1;
-        Ok(start as *mut c_void)
+        Ok(place.start as *mut c_void)
     }
 
     /// Keeps a tensor's memory alive until the launch is done, which an operation that knows only addresses needs besides.
@@ -232,16 +251,29 @@ impl<'a> Call<'a> {
         for (i, w) in used().enumerate().filter(|(_, u)| u.written) {
             for (j, o) in used().enumerate() {
                 let both = o.written && j < i;
-                // What is empty shares nothing, wherever it lies.
-                let shares = w.start.max(o.start) < w.end.min(o.end) && !w.interleaves(o);
                 let same = w.start == o.start && w.end == o.end;
                 let named = |&(a, b): &(&str, &str)| (a == w.arg && b == o.arg) || (b == w.arg && a == o.arg);
-                if i != j && !both && shares && !(same && in_place.iter().any(named)) {
+                if i != j && !both && w.shares(o) && !(same && in_place.iter().any(named)) {
                     return Err(Error::Overlap { op: self.op, first: w.arg, second: o.arg });
                 }
             }
         }
         Ok(())
+    }
+
+    /// No other argument so far lies in this tensor, which is written through an address that the operation has already.
+    pub(crate) fn check_apart<T>(&self, arg: &'static str, tensor: &Tensor<T>) -> Result<()> {
+        let place = Use::new(arg, tensor, true);
+        match self.used.iter().flatten().find(|other| place.shares(other)) {
+            Some(other) => Err(Error::Overlap { op: self.op, first: arg, second: other.arg }),
+            None => Ok(()),
+        }
+    }
+
+    /// A launch for this argument has no more blocks beside each other than a grid takes.
+    pub(crate) fn grid(&self, arg: &'static str, geometry: &Geometry) -> Result<()> {
+        let most = geometry.grid[1].max(geometry.grid[2]);
+        self.value(most <= 65535, arg, "at most 65535 blocks in each dimension of a launch", most)
     }
 
     /// Neighbours in the last dimension lie next to each other.

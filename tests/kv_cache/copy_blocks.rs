@@ -115,6 +115,11 @@ fn refuses_what_it_cannot_do() {
     assert!(matches!(e, Err(Error::WrongDevice { arg: "pairs", .. })));
     assert!(run(&Tensor::zeros(device, &[0, 2]).unwrap()).is_ok());
 
+    let wide = CacheShape::new(0, 8192, 8, 1 << 13);
+    let mut none = CacheLayers::<bf16>::zeros(device, 1, CacheLayout::Nhd, wide).unwrap();
+    let e = kv_cache::copy_blocks(stream, &mut none, None, &Tensor::zeros(device, &[1, 2]).unwrap());
+    assert!(matches!(e, Err(Error::Value { arg: "caches", .. })), "{e:?}");
+
     assert!(matches!(CacheLayers::<bf16>::new(vec![]), Err(Error::Value { .. })));
     let e = CacheLayers::new(vec![cache(CacheLayout::Nhd), cache(CacheLayout::Hnd)]);
     assert!(matches!(e, Err(Error::Value { .. })));
@@ -128,6 +133,31 @@ fn refuses_what_it_cannot_do() {
     };
     let sparse = KvCache::from_tensors(CacheLayout::Nhd, sparse(), sparse()).unwrap();
     assert!(matches!(CacheLayers::new(vec![sparse]), Err(Error::Stride { .. })));
+}
+
+#[test]
+fn what_is_copied_lies_in_memory_of_its_own() {
+    let device = &Device::simt();
+    let stream = &Stream::new(device).unwrap();
+    let tensor = || Tensor::<f32>::zeros(device, &[4, 2, 8, 2, 16]).unwrap();
+    let of = |key, value| KvCache::from_tensors(CacheLayout::Nhd, key, value).unwrap();
+    let part = |t: &Tensor<f32>, i: usize| t.as_strided(&[4, 8, 2, 16], &[512, 32, 16, 1], 256 * i).unwrap();
+    // Keys and values of a block beside each other are apart, and so are layers.
+    let both = [tensor(), tensor()];
+    let layers = || both.iter().map(|t| of(part(t, 0), part(t, 1))).collect::<Vec<_>>();
+    let mut caches = CacheLayers::new(layers()).unwrap();
+    let e = CacheLayers::new(vec![of(part(&both[0], 0), part(&both[0], 0))]).unwrap_err().to_string();
+    let expected = "CacheLayers::new: `layers` must be keys and values in memory of their own, but is some of layer 0 in that of layer 0";
+    assert_eq!(e, expected);
+    let e = CacheLayers::new(layers().into_iter().chain(layers().pop()).collect()).unwrap_err().to_string();
+    assert!(e.ends_with("is some of layer 2 in that of layer 1"), "{e}");
+    // Nor is the counter one of the elements.
+    let pairs = Tensor::from_slice(device, &[0i64, 1], &[1, 2]).unwrap();
+    let inside = both[1].reshape(&[2048]).unwrap().narrow(0, 700, 1).unwrap();
+    let e = kv_cache::copy_blocks(stream, &mut caches, Some(&mut inside.cast().unwrap()), &pairs);
+    assert!(matches!(e, Err(Error::Overlap { first: "caches", second: "status", .. })), "{e:?}");
+    let mut status = Tensor::zeros(device, &[1]).unwrap();
+    kv_cache::copy_blocks(stream, &mut caches, Some(&mut status), &pairs).unwrap();
 }
 
 #[test]

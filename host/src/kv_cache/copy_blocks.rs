@@ -5,7 +5,7 @@
 
 use super::layout::{CacheElement, CacheLayout, CacheShape, KvCache};
 use super::reshape_and_cache::status_word;
-use crate::check::Call;
+use crate::check::{Call, in_one_place};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::kv_cache::copy_blocks as kernel;
@@ -53,7 +53,8 @@ impl<S: CacheElement> CacheLayers<S> {
     /// memory, at one distance.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::Stride`], [`Error::WrongDevice`]; [`Error::Value`] for different layouts or no layers;
+    /// [`Error::Shape`], [`Error::Stride`], [`Error::WrongDevice`]; [`Error::Value`] for different layouts, no layers, or keys and values
+    /// that have memory in common;
     /// those of [`Tensor::from_slice`].
     pub fn new(layers: Vec<KvCache<S>>) -> Result<Self> {
         const OP: &str = "CacheLayers::new";
@@ -83,6 +84,11 @@ impl<S: CacheElement> CacheLayers<S> {
                 let got = layer.key().strides().to_vec();
                 return Err(Error::Stride { op: OP, arg: "layers", expected, got });
             }
+        }
+        let tensors = layers.iter().flat_map(|layer| [layer.key(), layer.value()]);
+        if let Some((a, b)) = in_one_place(tensors) {
+            let got = format!("some of layer {} in that of layer {}", b / 2, a / 2);
+            return Err(value("keys and values in memory of their own", got));
         }
         let addresses: Vec<u64> =
             layers.iter().flat_map(|l| [l.key().as_ptr() as u64, l.value().as_ptr() as u64]).collect();
@@ -148,7 +154,8 @@ pub unsafe fn launch(stream: &Stream, pairs: u32, tensors: u32, args: &Args) -> 
 /// the same time: a block that one pair writes and another one reads or writes has unspecified contents afterwards.
 ///
 /// # Errors
-/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`WrongDevice`](Error::WrongDevice), [`Overlap`](Error::Overlap).
+/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`WrongDevice`](Error::WrongDevice), [`Overlap`](Error::Overlap);
+/// [`Value`](Error::Value) for blocks that are too large for a launch.
 pub fn copy_blocks<S: CacheElement>(
     stream: &Stream,
     caches: &mut CacheLayers<S>,
@@ -172,9 +179,12 @@ pub fn copy_blocks<S: CacheElement>(
     call.check_overlap()?;
     let (n, tensors) = (call.count("pairs", n)?, 2 * caches.layers.len() as u32);
     for layer in &caches.layers {
-        call.keep("caches", layer.key(), true)?;
-        call.keep("caches", layer.value(), true)?;
+        for tensor in [layer.key(), layer.value()] {
+            call.check_apart("caches", tensor)?;
+            call.keep("caches", tensor, true)?;
+        }
     }
+    call.grid("caches", &geometry(n, tensors, args.block_bytes))?;
     // SAFETY: addresses, extents and strides are those of live tensors on the stream's device; the kernel checks pairs.
     unsafe { launch(stream, n, tensors, &args) }
 }
