@@ -71,6 +71,8 @@ fn bad_input() {
         assert!(matches!(embedding(s, &mut inside, &table, &ids), Err(Error::Overlap { .. })));
         let foreign = Tensor::<i32>::zeros(&Device::simt(), &[3]).unwrap();
         assert!(matches!(embedding(s, &mut t(&[3, 4]), &table, &foreign), Err(Error::WrongDevice { arg: "ids", .. })));
+        let (wide, none) = (t(&[0, 4 * 128 * 65536]), Tensor::<i32>::zeros(d, &[0]).unwrap());
+        assert!(matches!(embedding(s, &mut wide.clone(), &wide, &none), Err(Error::Value { arg: "table", .. })));
         let mut bytes = Tensor::<cuda_std::E4M3>::zeros(d, &[3, 4]).unwrap();
         let e = embedding(s, &mut bytes, &Tensor::zeros(d, &[5, 4]).unwrap(), &ids);
         assert!(matches!(e, Err(Error::DType { arg: "table", .. })));

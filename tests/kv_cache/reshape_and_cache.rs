@@ -266,6 +266,12 @@ fn refuses_what_it_cannot_do() {
     let y = Tensor::<f16>::zeros(device, &[3, 3, 64]).unwrap();
     assert!(matches!(run(&mut cache, &y, &x, ReshapeAndCacheOptions::default()), Error::Shape { arg: "key", .. }));
     assert!(matches!(run(&mut cache, &x, &y, ReshapeAndCacheOptions::default()), Error::Shape { arg: "value", .. }));
+    let wide = CacheShape::new(0, 1, 65536, 4096);
+    let mut none = KvCache::<f16>::zeros(device, CacheLayout::Nhd, wide).unwrap();
+    let head = Tensor::<f16>::zeros(device, &[4096]).unwrap();
+    let heads = head.as_strided(&[3, 65536, 4096], &[0, 0, 1], 0).unwrap();
+    let e = run(&mut none, &heads, &heads, ReshapeAndCacheOptions::default());
+    assert!(matches!(e, Error::Value { arg: "key", .. }), "{e}");
     let flat = x.reshape(&[384]).unwrap();
     assert!(matches!(run(&mut cache, &flat, &x, ReshapeAndCacheOptions::default()), Error::Shape { arg: "key", .. }));
     let sparse = Tensor::<f16>::zeros(device, &[768]).unwrap().as_strided(&[3, 2, 64], &[256, 128, 2], 0).unwrap();

@@ -226,6 +226,13 @@ fn refuses_what_it_cannot_do() {
     assert!(matches!(run(&q(), None, None, f32::NAN), Error::Value { arg: "eps", .. }));
     assert!(matches!(run(&t(&[3, 2, 32]), None, None, 0.0), Error::Value { arg: "offset", .. }));
     assert!(matches!(run(&t(&[3, 2, 1000]), None, None, 0.0), Error::Unsupported { .. }));
+    // More heads than the blocks of a launch.
+    let mut heads = t(&[1, 4 * 65535 + 1, 512]);
+    let (position, turns) =
+        (Tensor::<i32>::zeros(device, &[1]).unwrap(), Tensor::<f32>::zeros(device, &[1, 512]).unwrap());
+    let o = QkNormRotaryOptions::default();
+    let e = rope::qk_norm_rotary(stream, &mut heads, None, None, &position, &turns, 0.0, &o);
+    assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
     let weight = q();
     let part = weight.as_strided(&[64], &[1], 0).unwrap();
     assert!(matches!(run(&weight, None, Some(&part), 0.0), Error::Overlap { .. }));

@@ -82,6 +82,7 @@ pub fn embedding<T: Float>(stream: &Stream, out: &mut Tensor<T>, table: &Tensor<
         table_row: from.stride,
     };
     call.check_overlap()?;
+    call.grid("table", &geometry(T::DTYPE, args.n, args.width))?;
     // SAFETY: shapes, strides, device and overlap were checked above; ids are checked by the kernel.
     unsafe { launch(stream, T::DTYPE, &args) }
 }

@@ -160,6 +160,7 @@ pub fn gather_cache<T: StoreAs<S>, S: CacheElement>(
     if tokens == 0 || sequences == 0 {
         return Ok(());
     }
+    call.grid("key", &geometry(T::DTYPE, layout, args.tokens, args.heads, args.head_dim))?;
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; the kernel checks
     // starts and tables.
     unsafe { launch(stream, T::DTYPE, S::DTYPE, layout, &args) }

@@ -205,6 +205,7 @@ pub fn reshape_and_cache<T: StoreAs<S>, S: CacheElement, I: Element>(
     if tokens == 0 {
         return Ok(());
     }
+    call.grid("key", &geometry(T::DTYPE, layout, args.tokens, args.heads, args.head_dim))?;
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; slots are checked
     // by the kernel.
     unsafe { launch(stream, T::DTYPE, S::DTYPE, layout, &args) }

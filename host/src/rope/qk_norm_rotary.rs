@@ -87,8 +87,13 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, pairing: Pairing, tokens: u3
     }
     let entry = entry(dtype, pairing, narrow)
         .ok_or_else(|| unsupported(format!("no kernel for {dtype}; there are f32, f16 and bf16")))?;
+    let geometry = geometry(dtype, narrow, tokens, args);
+    if geometry.grid[1] > 65535 {
+        let (heads, most) = (args.query_heads + args.key_heads, 65535 * geometry.block[1]);
+        return Err(unsupported(format!("{heads} heads of {} elements; at most {most}", args.head_dim)));
+    }
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry, &geometry(dtype, narrow, tokens, args), args) }
+    unsafe { stream.launch(&entry, &geometry, args) }
 }
 
 /// What [`qk_norm_rotary`] may be told besides.
