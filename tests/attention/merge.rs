@@ -89,6 +89,10 @@ fn bad_input() {
         assert!(matches!(merge(s, &mut own, None, &[(&a, &l)]), Err(Error::Overlap { .. })));
         let mut small = t(&[2]);
         assert!(matches!(merge(s, &mut out, Some(&mut small), &[(&a, &l)]), Err(Error::Shape { arg: "lse", .. })));
+        let (none, mut logs) = (t(&[3, 2, 0]), t(&[3, 2]));
+        let e = merge(s, &mut t(&[3, 2, 0]), Some(&mut logs), &[(&none, &l)]);
+        assert!(matches!(e, Err(Error::Value { arg: "out", .. })), "{e:?}");
+        assert!(merge(s, &mut t(&[3, 2, 0]), None, &[(&none, &l)]).is_ok());
         assert!(merge(s, &mut t(&[0, 2, 16]), None, &[(&t(&[0, 2, 16]), &t(&[0, 2]))]).is_ok());
     });
 }

@@ -54,7 +54,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
 /// al., *Hydragen*, 2024.
 ///
 /// # Errors
-/// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Value`](crate::Error::Value) (number of parts),
+/// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Value`](crate::Error::Value) (number of parts, `lse` of heads of nothing),
 /// [`Overlap`](crate::Error::Overlap), [`WrongDevice`](crate::Error::WrongDevice).
 pub fn merge<T: Float>(
     stream: &Stream,
@@ -78,6 +78,8 @@ pub fn merge<T: Float>(
         pointers.lse[i] = call.read("parts", logs)?.cast();
     }
     if let Some(lse) = &lse {
+        // Threads with results of a row write its logarithm.
+        call.value(to.width > 0 || to.rows == 0, "out", "wider than nothing, to have `lse`", to.width)?;
         call.same_shape("lse", lse.shape(), &outer)?;
         call.contiguous("lse", lse)?;
     }
