@@ -123,6 +123,17 @@ fn yarn() {
 }
 
 #[test]
+fn bounds_that_no_pair_reaches() {
+    for tiny in [f64::MIN_POSITIVE, 1e-300, 1e-30] {
+        let (original_max_position, attention_factor) = (4096, None);
+        let yarn =
+            Scaling::Yarn { factor: 4.0, original_max_position, beta_fast: tiny, beta_slow: tiny, attention_factor };
+        let slow: Vec<f64> = Scaling::None.frequencies(8, 1e4).unwrap().iter().map(|f| f / 4.0).collect();
+        assert_eq!(yarn.frequencies(8, 1e4).unwrap(), slow);
+    }
+}
+
+#[test]
 fn refuses_numbers_that_make_no_sense() {
     let bad = |rot_dim, theta, scaling: Scaling, name: &str| match scaling.frequencies(rot_dim, theta) {
         Err(Error::Value { arg, .. }) => assert_eq!(arg, name),

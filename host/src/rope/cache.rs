@@ -111,7 +111,8 @@ impl Scaling {
             Self::Yarn { factor, original_max_position, beta_fast, beta_slow, .. } => {
                 // The number of the pair that turns this often over the trained length, not rounded.
                 let pair = |turns: f64| d * (original_max_position as f64 / (turns * TAU)).ln() / (2.0 * theta.ln());
-                let first = pair(beta_fast).floor().max(0.0);
+                // A bound near 0 lies far beyond the last pair, if not infinitely far.
+                let first = pair(beta_fast).floor().clamp(0.0, d);
                 let last = pair(beta_slow).ceil().min(d - 1.0);
                 // The blend is a step if both are the same.
                 let width = if last == first { 0.001 } else { last - first };
