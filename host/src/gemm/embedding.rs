@@ -58,7 +58,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice),
-/// [`DType`](Error::DType) for 8-bit elements.
+/// [`DType`](Error::DType) for 8-bit elements; [`Value`](Error::Value) for rows that are too wide for a launch.
 pub fn embedding<T: Float>(stream: &Stream, out: &mut Tensor<T>, table: &Tensor<T>, ids: &Tensor<i32>) -> Result<()> {
     let mut call = Call::new(OP, stream);
     call.dtype_among("table", T::DTYPE, &[DType::F32, DType::F16, DType::Bf16])?;

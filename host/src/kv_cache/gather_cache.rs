@@ -94,7 +94,7 @@ impl<'a> GatherCacheOptions<'a> {
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice);
-/// [`Value`](Error::Value) for scales that are missing or not wanted, or extents beyond 2^31 - 1.
+/// [`Value`](Error::Value) for scales that are missing or not wanted, extents beyond 2^31 - 1, or more heads than a launch takes.
 #[allow(clippy::too_many_arguments, reason = "tensors, in the order of all operations")]
 pub fn gather_cache<T: StoreAs<S>, S: CacheElement>(
     stream: &Stream,

@@ -146,7 +146,7 @@ impl<'a> ReshapeAndCacheOptions<'a> {
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType) (of `slots`), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice); [`Value`](Error::Value) for scales
-/// that are missing or not wanted, or extents beyond 2^31 - 1.
+/// that are missing or not wanted, extents beyond 2^31 - 1, or more heads than a launch takes.
 pub fn reshape_and_cache<T: StoreAs<S>, S: CacheElement, I: Element>(
     stream: &Stream,
     cache: &mut KvCache<S>,

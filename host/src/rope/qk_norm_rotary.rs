@@ -74,8 +74,8 @@ pub const fn geometry(dtype: DType, narrow: bool, tokens: u32, args: &Args) -> G
 /// Launches on raw pointers (layer L1), as [`Args`] says.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for an element type without an entry, or heads of more than 512 elements (256 pairs that turn);
-/// those of [`Stream::launch`].
+/// [`Error::Unsupported`] for an element type without an entry, heads of more than 512 elements (256 pairs that turn), or more heads
+/// than a launch takes; those of [`Stream::launch`].
 ///
 /// # Safety
 /// As for [`rotary::launch`](super::rotary::launch); the weights are `[head_dim]` or null.
@@ -184,7 +184,7 @@ impl<'a, T: Element> QkNormRotaryOptions<'a, T> {
 ///
 /// # Errors
 /// As for [`rotary`](super::rotary()); [`Value`](Error::Value) for an `eps` that is negative or not finite;
-/// [`Unsupported`](Error::Unsupported) for larger heads.
+/// [`Unsupported`](Error::Unsupported) for larger heads, or more of them than a launch takes.
 #[allow(clippy::too_many_arguments, reason = "tensors, in the order of all operations")]
 pub fn qk_norm_rotary<T: Float, C: Float, I: Element>(
     stream: &Stream,

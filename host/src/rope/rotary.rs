@@ -118,7 +118,8 @@ impl RotaryOptions {
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType), [`Overlap`](Error::Overlap),
 /// [`WrongDevice`](Error::WrongDevice); [`Value`](Error::Value) for a rotated part that is odd or does not fit into a
-/// head, a [`largest_position`](RotaryOptions::largest_position) outside of the cache, and extents beyond 2^31 - 1.
+/// head, a [`largest_position`](RotaryOptions::largest_position) outside of the cache, extents beyond 2^31 - 1, and more heads
+/// than a launch takes.
 pub fn rotary<T: Float, C: Float, I: Element>(
     stream: &Stream,
     query: &mut Tensor<T>,
