@@ -2,7 +2,7 @@ use cuda_std::Float;
 use proptest::prelude::*;
 use warploom::device::{Swizzle, TensorMapDescription};
 use warploom::gemm::{Epilogue, LinearOptions, LinearPath, WgmmaTile, linear, linear_few, linear_with};
-use warploom::kernels::gemm::{linear_few as few_kernels, linear_rounds};
+use warploom::kernels::gemm::{linear_few as few_kernels, linear_fma, linear_rounds};
 use warploom::{DType, Device, Error, Geometry, Graph, SimtOptions, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{assert_close, noise_of, on_every_device, property, sanitizing, widen};
 
@@ -755,6 +755,64 @@ fn views_and_misaligned_tensors() {
             let want = reference::gemm::linear(&x, &w, None, m, n, k, Epilogue::None);
             assert_close(&out.to_vec().unwrap(), &want, 1e-6, 4.0);
         }
+    });
+}
+
+/// One product by the checked function and by a raw launch, and the path that both took.
+fn raw_and_checked<T: Float>(d: &Device, s: &Stream, [m, n, k]: [usize; 3], offset: usize) -> LinearPath {
+    let flat = Tensor::from_slice(d, &noise_of::<T>((m + n) * k + offset, 4), &[(m + n) * k + offset]).unwrap();
+    let x = flat.as_strided(&[m, k], &[k, 1], offset).unwrap();
+    let w = Tensor::from_slice(d, &noise_of::<T>(n * k, 5), &[n, k]).unwrap();
+    let [mut raw, mut auto, mut named] = [0; 3].map(|_| Tensor::<T>::zeros(d, &[m, n]).unwrap());
+    let args = linear_fma::Args {
+        y: raw.as_mut_ptr().cast(),
+        x: x.as_ptr().cast(),
+        w: w.as_ptr().cast(),
+        bias: std::ptr::null(),
+        m: m as u32,
+        n: n as u32,
+        k: k as u32,
+        y_row: n,
+        x_row: k,
+        w_row: k,
+        kind: Epilogue::None.kind(),
+    };
+    let path = warploom::gemm::linear::path_of::<T, T, T>(d, LinearPath::Auto, &args).unwrap();
+    // SAFETY: the pointers are those of tensors of these sizes, which live until the results were read.
+    unsafe { warploom::gemm::linear::launch::<T, T, T>(s, LinearPath::Auto, &args).unwrap() };
+    linear(s, &mut auto, &x, &w).unwrap();
+    linear_with(s, &mut named, &x, &w, None, &LinearOptions::default().path(path)).unwrap();
+    let [raw, auto, named] =
+        [raw, auto, named].map(|y| y.to_vec().unwrap().into_iter().map(|v| v.to_f32().to_bits()).collect::<Vec<_>>());
+    assert_eq!(raw, auto);
+    assert_eq!(raw, named);
+    // What is asked for by name and does not fit is refused, whoever asks.
+    let tile = warploom::gemm::linear::path_of::<T, T, T>(d, LinearPath::Tile, &args);
+    let fits = offset == 0 && k % 8 == 0;
+    assert!(
+        matches!((fits, &tile), (true, Ok(LinearPath::Tile)) | (false, Err(Error::Alignment { arg: "x", .. })))
+            || T::DTYPE == DType::F32,
+        "{tile:?}"
+    );
+    path
+}
+
+#[test]
+fn raw_launches_choose_as_the_checked_function_does() {
+    on_every_device(|d, s| {
+        let tensor_cores = |path| {
+            use LinearPath::*;
+            matches!(path, Few | Wgmma | Stream | Tile)
+        };
+        for m in [1, 3, 70] {
+            assert!(tensor_cores(raw_and_checked::<bf16>(d, s, [m, 16, 32], 0)), "{m}");
+            assert_eq!(raw_and_checked::<f16>(d, s, [m, 16, 32], 1), LinearPath::Fma);
+            assert_eq!(raw_and_checked::<bf16>(d, s, [m, 16, 33], 0), LinearPath::Fma);
+            assert_eq!(raw_and_checked::<f32>(d, s, [m, 16, 32], 0), LinearPath::Fma);
+        }
+        // Results whose rows do not end at multiples of 16 bytes keep tensor cores, if older ones.
+        assert_eq!(raw_and_checked::<bf16>(d, s, [3, 15, 32], 0), LinearPath::Stream);
+        assert_eq!(raw_and_checked::<bf16>(d, s, [70, 15, 32], 0), LinearPath::Tile);
     });
 }
 

@@ -448,6 +448,46 @@ fn captured_and_replayed() {
     });
 }
 
+/// The path that `Auto` comes to by addresses alone: nothing behind these is read.
+#[test]
+fn auto_is_one_of_the_paths() {
+    use warploom::kernels::gemm::linear_quant_tile::Args;
+    on_every_device(|d, _| {
+        let args = |x: usize, m: u32, k: u32| Args {
+            y: 0x1000 as *mut _,
+            x: x as *const _,
+            w: 0x3000 as *const _,
+            bias: std::ptr::null(),
+            x_scales: std::ptr::null(),
+            x_scale_row: 1,
+            x_scale_group: 0,
+            w_scales: std::ptr::null(),
+            w_scale_row: 1,
+            w_scale_group: 0,
+            m,
+            n: 16,
+            k,
+            y_row: 16,
+            x_row: k as usize,
+            w_row: k as usize,
+            kind: 0,
+            blocks: 0,
+            aligned: 0,
+        };
+        let path = |path, args: &Args| warploom::gemm::linear_quant::path_of(d, DType::E4m3, DType::Bf16, path, args);
+        let auto = |args: Args| path(LinearQuantPath::Auto, &args).unwrap();
+        let hopper = d.properties().compute_capability == (9, 0);
+        for (m, best) in [(1, LinearQuantPath::Few), (64, LinearQuantPath::Few), (65, LinearQuantPath::Wgmma)] {
+            assert_eq!(auto(args(0x2000, m, 32)), if hopper { best } else { LinearQuantPath::Tile });
+            for plain in [args(0x2001, m, 32), args(0x2000, m.max(2), 24), args(0x2000, m, 0)] {
+                assert_eq!(auto(plain), LinearQuantPath::Tile);
+                let e = path(best, &plain);
+                assert!(matches!(e, Err(Error::Alignment { arg: "x", .. } | Error::Unsupported { .. })), "{e:?}");
+            }
+        }
+    });
+}
+
 #[test]
 fn bad_input() {
     on_every_device(|d, s| {

@@ -1086,6 +1086,29 @@ fn views_and_misaligned_tensors() {
     });
 }
 
+/// The plan of a raw launch, by addresses alone: nothing behind these is read.
+#[test]
+fn plans_of_raw_launches() {
+    use warploom::moe::fused::{Operands, plan_of};
+    on_every_device(|d, _| {
+        let plan = |tokens, x: usize, path| {
+            let shape = FusedShape::new(tokens, 2, 4, 64, 64);
+            let mut o = Operands::new(&shape);
+            (o.x, o.w13, o.w2) = (x as *const _, 0x2000 as *const _, 0x3000 as *const _);
+            plan_of(d, warploom::DType::Bf16, &shape, path, &o)
+        };
+        for tokens in [1, 3, 100] {
+            let path = plan(tokens, 0x1000, FusedPath::Auto).unwrap().path;
+            assert!(!matches!(path, FusedPath::Auto | FusedPath::Fma), "{path:?}");
+            assert_eq!(plan(tokens, 0x1000, path).unwrap().path, path);
+            assert_eq!(plan(tokens, 0x1002, FusedPath::Auto).unwrap().path, FusedPath::Fma);
+            assert!(matches!(plan(tokens, 0x1002, path), Err(Error::Unsupported { .. })));
+        }
+        let e = plan(1 << 24, 0x1000, FusedPath::Fma);
+        assert!(matches!(e, Err(Error::Value { arg: "topk_ids", .. })), "{e:?}");
+    });
+}
+
 #[test]
 fn captured_and_replayed() {
     on_every_device(|d, s| {

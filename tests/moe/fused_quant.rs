@@ -577,6 +577,35 @@ fn nothing_to_do() {
     });
 }
 
+/// The path of a raw launch, by sizes and types alone.
+#[test]
+fn paths_of_raw_launches() {
+    use warploom::moe::fused_quant::{Operands, path_of};
+    on_every_device(|d, _| {
+        let path = |tokens, dtype, activation, path| {
+            let shape = FusedShape::new(tokens, 2, 4, 128, 128);
+            let mut o = Operands::new(&shape, QuantScales::Blocks);
+            o.activation = activation;
+            path_of(d, dtype, DType::E4m3, path, &shape, &o)
+        };
+        let (auto, silu, gelu) = (FusedQuantPath::Auto, ExpertActivation::Silu, ExpertActivation::Gelu);
+        let hopper = d.properties().compute_capability == (9, 0);
+        for tokens in [1, 3, 100] {
+            let best = path(tokens, DType::Bf16, silu, auto).unwrap();
+            assert_ne!(best, auto);
+            assert_eq!(best != FusedQuantPath::Tile, hopper);
+            assert_eq!(path(tokens, DType::Bf16, silu, best).unwrap(), best);
+            for (dtype, activation) in [(DType::F32, silu), (DType::Bf16, gelu)] {
+                assert_eq!(path(tokens, dtype, activation, auto).unwrap(), FusedQuantPath::Tile);
+                let e = path(tokens, dtype, activation, FusedQuantPath::Wgmma64);
+                assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
+            }
+        }
+        let e = path(1 << 24, DType::Bf16, silu, FusedQuantPath::Tile);
+        assert!(matches!(e, Err(Error::Value { arg: "topk_ids", .. })), "{e:?}");
+    });
+}
+
 #[test]
 fn captured_and_replayed() {
     on_every_device(|d, s| {

@@ -6,8 +6,8 @@
 use super::linear_few;
 use super::linear_host::linear_host;
 use super::linear_wgmma::{self, WgmmaTile};
-use crate::check::{Call, Rows};
-use crate::device::{Geometry, Stream};
+use crate::check::Call;
+use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::gemm::{linear_dot, linear_fma, linear_stream, linear_tile};
 use crate::tensor::Tensor;
@@ -187,21 +187,77 @@ pub const fn stream_geometry(n: u32, tiles: usize) -> Geometry {
         .shared_bytes(linear_stream::shared_bytes(tiles) as u32)
 }
 
-/// Launches on raw pointers (layer L1): results of type `Y`, tokens of type `X`, weights of type `W`.
+/// The path that [`launch`], [`linear`](fn@linear) and [`linear_with`] take on a device for results of type `Y`, tokens of type `X` and weights of type `W`:
+/// never [`LinearPath::Auto`]. Reads addresses, strides and extents, nothing behind them.
 ///
-/// `args` are as [`linear_fma::linear_fma`] documents. `path` is resolved
-/// already: [`LinearPath::Auto`] means [`LinearPath::Fma`] here, or [`LinearPath::Dot`] if the types differ.
+/// What [`LinearPath::Auto`] comes to for 16-bit floats and `k` above 0, the first that fits:
+///
+/// * Hopper, `x`, `w` and `y` whose rows begin at multiples of 16 bytes, those of `y` ending there as well: [`LinearPath::Few`] or [`LinearPath::Wgmma`];
+/// * rows of `x` and `w` that begin and end at multiples of 16 bytes: [`LinearPath::Stream`] or [`LinearPath::Tile`];
+/// * anything else: [`LinearPath::Fma`], many times slower.
+///
+/// f32 is always [`LinearPath::Fma`], types that differ [`LinearPath::Dot`], and a SIMT device with
+/// [`host_products`](crate::SimtOptions::host_products) takes [`LinearPath::Host`].
 ///
 /// # Errors
-/// [`Error::Unsupported`] for element types or a shape that the path does not take, and those of [`Stream::launch`].
+/// [`Error::Alignment`] and [`Error::Unsupported`] if `path` names a path that does not take addresses, strides or the device. Whether
+/// it has a kernel for the types and so many tokens is seen at the launch.
+pub fn path_of<Y: Float, X: Float, W: Float>(
+    device: &Device,
+    path: LinearPath,
+    args: &linear_fma::Args,
+) -> Result<LinearPath> {
+    let (size, same) = (X::DTYPE.size(), same::<Y, X, W>());
+    let misaligned = || misaligned(args, size);
+    let unfit = || linear_wgmma::misaligned(args, size);
+    let wgmma = || args.k > 0 && linear_wgmma::supports(device, X::DTYPE);
+    let refused = match path {
+        LinearPath::Auto if device.simt_options().is_some_and(|o| o.host_products) => return Ok(LinearPath::Host),
+        LinearPath::Auto if !same => return Ok(LinearPath::Dot),
+        LinearPath::Auto if wgmma() && unfit().is_none() => {
+            let few = linear_few::suits(args.m, args.n, args.k);
+            return Ok(if few { LinearPath::Few } else { LinearPath::Wgmma });
+        }
+        LinearPath::Auto if args.k > 0 && tile_entry(X::DTYPE).is_some() && misaligned().is_none() => {
+            return Ok(if args.m <= STREAM_TOKENS { LinearPath::Stream } else { LinearPath::Tile });
+        }
+        LinearPath::Auto => return Ok(LinearPath::Fma),
+        LinearPath::Stream | LinearPath::Tile if same => misaligned(),
+        LinearPath::Wgmma | LinearPath::Few if same => {
+            let unfit = unfit();
+            if unfit.is_none() && !wgmma() {
+                let (k, dtype, name) = (args.k, X::DTYPE, device.name());
+                let what = format!("the path {path:?} does not take a depth of {k} of {dtype} on {name}");
+                return Err(Error::Unsupported { op: OP, what });
+            }
+            unfit
+        }
+        _ => None,
+    };
+    match refused {
+        Some((arg, address)) => Err(Error::Alignment { op: OP, arg, expected: 16, address }),
+        None => Ok(path),
+    }
+}
+
+/// Launches on raw pointers (layer L1): results of type `Y`, tokens of type `X`, weights of type `W`, by the path that [`path_of`] gives.
+///
+/// `args` are as [`linear_fma::linear_fma`] documents.
+///
+/// # Errors
+/// Those of [`path_of`], [`Error::Unsupported`] for element types or a shape that the path does not take, and those of [`Stream::launch`].
 ///
 /// # Safety
-/// The pointers are device memory of the documented sizes and alignments until the launch is done; `y` overlaps no other.
+/// The pointers are device memory of the documented sizes, aligned to their element types, until the launch is done; `y` overlaps no other.
 pub unsafe fn launch<Y: Float, X: Float, W: Float>(
     stream: &Stream,
     path: LinearPath,
     args: &linear_fma::Args,
 ) -> Result<()> {
+    if args.m == 0 || args.n == 0 {
+        return Ok(());
+    }
+    let path = path_of::<Y, X, W>(stream.device(), path, args)?;
     let linear_fma::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind } = *args;
     let unsupported = || {
         let types = if same::<Y, X, W>() {
@@ -211,7 +267,6 @@ pub unsafe fn launch<Y: Float, X: Float, W: Float>(
         };
         Error::Unsupported { op: OP, what: format!("the path {path:?} has no kernel for {m} tokens of {types}") }
     };
-    let path = if path == LinearPath::Auto && !same::<Y, X, W>() { LinearPath::Dot } else { path };
     match path {
         LinearPath::Dot => {
             let entry = dot_entry(Y::DTYPE, X::DTYPE, W::DTYPE).ok_or_else(unsupported)?;
@@ -357,69 +412,30 @@ pub fn linear_with<Y: Float, X: Float, W: Float>(
     if args.m == 0 || args.n == 0 {
         return Ok(());
     }
-    let device = stream.device();
-    let misaligned = misaligned(&args, [xs, ws], X::DTYPE.size());
-    let unfit = linear_wgmma::misaligned(&args, X::DTYPE.size());
-    let path = match options.path {
-        LinearPath::Auto if device.simt_options().is_some_and(|o| o.host_products) => LinearPath::Host,
-        LinearPath::Auto if same::<Y, X, W>() => {
-            let tiles = misaligned.is_none() && tile_entry(X::DTYPE).is_some();
-            let (some, wgmma) = (args.k > 0, linear_wgmma::supports(device, X::DTYPE) && unfit.is_none());
-            if some && wgmma {
-                if linear_few::suits(args.m, args.n, args.k) { LinearPath::Few } else { LinearPath::Wgmma }
-            } else if some && misaligned.is_none() && stream_entry(X::DTYPE, args.m).is_some() {
-                LinearPath::Stream
-            } else if some && tiles && args.m > STREAM_TOKENS {
-                LinearPath::Tile
-            } else {
-                LinearPath::Fma
-            }
-        }
-        path @ (LinearPath::Stream | LinearPath::Tile) if same::<Y, X, W>() => {
-            if let Some((arg, address)) = misaligned {
-                return Err(Error::Alignment { op: OP, arg, expected: 16, address });
-            }
-            path
-        }
-        path @ (LinearPath::Wgmma | LinearPath::Few) if same::<Y, X, W>() => {
-            if let Some((arg, address)) = unfit {
-                return Err(Error::Alignment { op: OP, arg, expected: 16, address });
-            }
-            if !linear_wgmma::supports(device, X::DTYPE) || args.k == 0 {
-                let what = format!(
-                    "the path {path:?} does not take a depth of {} of {} on {}",
-                    args.k,
-                    X::DTYPE,
-                    device.name()
-                );
-                return Err(Error::Unsupported { op: OP, what });
-            }
-            path
-        }
-        path => path,
-    };
+    let path = path_of::<Y, X, W>(stream.device(), options.path, &args)?;
     if let (LinearPath::Wgmma, Some(tile), true) = (path, options.tile, same::<Y, X, W>()) {
         // SAFETY: shapes, device, overlap and alignment were checked above, and that there is a depth.
         return unsafe { linear_wgmma::launch(stream, X::DTYPE, tile, &args) };
     }
-    // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
+    // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
     unsafe { launch::<Y, X, W>(stream, path, &args) }
 }
 
 /// The first operand with a row that does not start at a multiple of 16 bytes, and such an address.
-fn misaligned(args: &linear_fma::Args, [x, w]: [Rows; 2], size: usize) -> Option<(&'static str, usize)> {
-    let check = |arg, address: usize, rows: Rows| {
-        let (row, width) = (rows.stride * size, rows.width * size);
+fn misaligned(args: &linear_fma::Args, size: usize) -> Option<(&'static str, usize)> {
+    let width = args.k as usize * size;
+    let check = |arg, address: usize, rows: u32, stride: usize| {
+        let row = stride * size;
         if !address.is_multiple_of(16) {
             Some((arg, address))
-        } else if rows.rows > 1 && !row.is_multiple_of(16) {
+        } else if rows > 1 && !row.is_multiple_of(16) {
             Some((arg, address + row))
         } else {
             // The last 16 bytes of a row must not reach beyond it.
             (!width.is_multiple_of(16)).then_some((arg, address + width))
         }
     };
-    check("x", args.x as usize, x).or_else(|| check("w", args.w as usize, w))
+    check("x", args.x as usize, args.m, args.x_row).or_else(|| check("w", args.w as usize, args.n, args.w_row))
 }
 
 #[cfg(test)]

@@ -12,8 +12,8 @@
 use super::linear::Epilogue;
 use super::linear_quant_few;
 use super::linear_quant_wgmma::{self, LinearQuantTile};
-use crate::check::{Call, Rows};
-use crate::device::{Geometry, Stream};
+use crate::check::Call;
+use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::gemm::linear_quant_tile as kernel;
 use crate::kernels::row::GROUP;
@@ -123,17 +123,53 @@ pub const fn tile_geometry(m: u32, n: u32) -> Geometry {
         .shared_bytes(kernel::SHARED_BYTES as u32)
 }
 
-/// Launches on raw pointers (layer L1): operands of type `operands`, results of type `results`.
+/// The path that [`launch`] and [`linear_quant`](fn@linear_quant) take on a device for operands and results of these types: never [`LinearQuantPath::Auto`]. Reads
+/// addresses, strides and extents, nothing behind them.
 ///
-/// `args` are as [`linear_quant_tile`](kernel::linear_quant_tile) documents. [`LinearQuantPath::Auto`] means
-/// [`LinearQuantPath::Tile`] here.
+/// [`LinearQuantPath::Auto`] is [`LinearQuantPath::Few`] or, for more than [`linear_quant_few::TOKENS`] tokens, [`LinearQuantPath::Wgmma`] where those take the types and the
+/// device, `k` is above 0, and rows of `x`, `w` and `y` begin at multiples of 16 bytes, those of `y` ending there as well; otherwise [`LinearQuantPath::Tile`].
 ///
 /// # Errors
-/// [`Error::Unsupported`] for element types that the path does not take, and those of [`Stream::launch`].
+/// [`Error::Alignment`] and [`Error::Unsupported`] if `path` names a path that does not take these. Whether
+/// it has a kernel for so many tokens is seen at the launch.
+pub fn path_of(
+    device: &Device,
+    operands: DType,
+    results: DType,
+    path: LinearQuantPath,
+    args: &Args,
+) -> Result<LinearQuantPath> {
+    if path == LinearQuantPath::Tile {
+        return Ok(path);
+    }
+    let unfit = linear_quant_wgmma::misaligned(args, results.size());
+    let supported = linear_quant_wgmma::supports(device, operands, results, args.blocks != 0) && args.k > 0;
+    match (path, unfit) {
+        (LinearQuantPath::Auto, None) if supported => {
+            Ok(if args.m <= linear_quant_few::TOKENS { LinearQuantPath::Few } else { LinearQuantPath::Wgmma })
+        }
+        (LinearQuantPath::Auto, _) => Ok(LinearQuantPath::Tile),
+        _ if !supported => {
+            let (k, name) = (args.k, device.name());
+            let what = format!(
+                "the path {path:?} does not take a depth of {k} of {operands} and results of {results} on {name}"
+            );
+            Err(Error::Unsupported { op: OP, what })
+        }
+        (_, Some((arg, address))) => Err(Error::Alignment { op: OP, arg, expected: 16, address }),
+        _ => Ok(path),
+    }
+}
+
+/// Launches on raw pointers (layer L1): operands of type `operands`, results of type `results`, by the path that [`path_of`] gives.
+///
+/// `args` are as [`linear_quant_tile`](kernel::linear_quant_tile) documents; `aligned` is set here.
+///
+/// # Errors
+/// Those of [`path_of`], [`Error::Unsupported`] for element types or a shape that the path does not take, and those of [`Stream::launch`].
 ///
 /// # Safety
-/// The pointers are device memory of the documented sizes and alignments until the launch is done; `y` overlaps no other. For
-/// [`LinearQuantPath::Wgmma`] and [`LinearQuantPath::Few`] rows begin at multiples of 16 bytes, those of the output end there, and `k` is not 0.
+/// The pointers are device memory of the documented sizes, aligned to their element types, until the launch is done; `y` overlaps no other.
 pub unsafe fn launch(
     stream: &Stream,
     operands: DType,
@@ -141,6 +177,10 @@ pub unsafe fn launch(
     path: LinearQuantPath,
     args: &Args,
 ) -> Result<()> {
+    if args.m == 0 || args.n == 0 {
+        return Ok(());
+    }
+    let path = path_of(stream.device(), operands, results, path, args)?;
     let unsupported = || Error::Unsupported {
         op: OP,
         what: format!("the path {path:?} has no kernel for {operands} and results of {results}"),
@@ -156,8 +196,13 @@ pub unsafe fn launch(
         LinearQuantPath::Few => unsafe { linear_quant_few::launch(stream, operands, results, args) },
         LinearQuantPath::Auto | LinearQuantPath::Tile => {
             let entry = tile_entry(operands, results).ok_or_else(unsupported)?;
+            let begins = |address: usize, rows: u32, stride: usize| {
+                address.is_multiple_of(16) && (rows == 1 || stride.is_multiple_of(16))
+            };
+            let aligned = begins(args.x as usize, args.m, args.x_row) && begins(args.w as usize, args.n, args.w_row);
+            let args = Args { aligned: aligned as u32, ..*args };
             // SAFETY: forwarded to the caller.
-            unsafe { stream.launch(&entry, &tile_geometry(args.m, args.n), args) }
+            unsafe { stream.launch(&entry, &tile_geometry(args.m, args.n), &args) }
         }
     }
 }
@@ -273,43 +318,11 @@ pub fn linear_quant<Y: Float, Q: Element>(
     if args.m == 0 || args.n == 0 {
         return Ok(());
     }
-    let begins =
-        |address: usize, rows: Rows| address.is_multiple_of(16) && (rows.rows == 1 || rows.stride.is_multiple_of(16));
-    let aligned = begins(args.x as usize, xs) && begins(args.w as usize, ws);
-    let args = Args { aligned: aligned as u32, ..args };
-    let device = stream.device();
-    let unfit = linear_quant_wgmma::misaligned(&args, Y::DTYPE.size());
-    let supported = linear_quant_wgmma::supports(device, Q::DTYPE, Y::DTYPE, blocks) && args.k > 0;
-    let path = match options.path {
-        LinearQuantPath::Auto if supported && unfit.is_none() => {
-            if args.m <= linear_quant_few::TOKENS {
-                LinearQuantPath::Few
-            } else {
-                LinearQuantPath::Wgmma
-            }
-        }
-        LinearQuantPath::Auto => LinearQuantPath::Tile,
-        path @ (LinearQuantPath::Wgmma | LinearQuantPath::Few) => {
-            if !supported {
-                let (k, name) = (args.k, device.name());
-                let what = format!(
-                    "the path {path:?} does not take a depth of {k} of {} and results of {} on {name}",
-                    Q::DTYPE,
-                    Y::DTYPE
-                );
-                return Err(Error::Unsupported { op: OP, what });
-            }
-            if let Some((arg, address)) = unfit {
-                return Err(Error::Alignment { op: OP, arg, expected: 16, address });
-            }
-            path
-        }
-        path => path,
-    };
+    let path = path_of(stream.device(), Q::DTYPE, Y::DTYPE, options.path, &args)?;
     if let (LinearQuantPath::Wgmma, Some(tile)) = (path, options.tile) {
         // SAFETY: shapes, device, overlap and alignment were checked above, and that there is a depth.
         return unsafe { linear_quant_wgmma::launch(stream, Q::DTYPE, Y::DTYPE, tile, &args) };
     }
-    // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
+    // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
     unsafe { launch(stream, Q::DTYPE, Y::DTYPE, path, &args) }
 }

@@ -805,7 +805,64 @@ impl Operands {
     }
 }
 
-/// Launches on raw pointers (layer L1): sorting unless the path does without, two products, and the sum over slots.
+/// The [`Plan`] with which [`fused`](fn@fused) launches these operands on a device, from addresses, strides and extents, nothing behind them: `plan.path` is the path taken.
+///
+/// [`FusedPath::Auto`] uses the tensor cores for f16 and bf16 if `hidden` and `intermediate` are multiples of 8, weights and `x` lie at multiples of 16 bytes and
+/// rows of `x` as well; anything else is [`FusedPath::Fma`], many times slower. [`FusedPath::Host`] is for the checked function only, which takes it under `Auto` where
+/// [`host_products`](crate::SimtOptions::host_products) is on.
+///
+/// # Errors
+/// [`Error::Unsupported`] if `path` names one that does not take these, and [`Error::Value`] for more pairs than it can number.
+pub fn plan_of(device: &Device, dtype: DType, shape: &FusedShape, path: FusedPath, o: &Operands) -> Result<Plan> {
+    let aligned = |p: *const c_void| (p as usize).is_multiple_of(16);
+    let streams = [o.x, o.w13, o.w2, o.shared13, o.shared2].into_iter().all(aligned)
+        && (shape.tokens == 1 || (o.x_row * dtype.size()).is_multiple_of(16));
+    // Those kernels keep where rows of `x` and of `h` start in units of 16 bytes, in 32 bits.
+    let properties = device.properties();
+    let wgmma = properties.compute_capability == (9, 0)
+        && o.activation != ExpertActivation::Gelu
+        && product(&[shape.tokens, o.x_row]).max(product(&[shape.pairs(), shape.intermediate])) < 1 << 35;
+    let plan = plan(dtype, shape, path, streams, wgmma, o.shuffled, properties.multiprocessors);
+    let plan = plan.ok_or_else(|| Error::Unsupported {
+        op: OP,
+        what: format!(
+            "the path {path:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, `Vector` at most {} \
+             on Hopper with about 64 Ki elements of `x` and between the products, and `Wgmma..` needs Hopper, at most {} experts (653 for `Wgmma176`) and an activation other than `Gelu`; shuffled weights need such a path and widths of \
+             multiples of 64; here are {} pairs of {dtype}, {} and {} wide, shuffled: {}",
+            fused_stream::DIRECT_PAIRS,
+            fused_wgmma::DIRECT_PAIRS,
+            fused_vector::MAX_PAIRS,
+            fused_wgmma::MAX_BINS,
+            shape.pairs(),
+            shape.hidden,
+            shape.intermediate,
+            o.shuffled,
+        ),
+    })?;
+    // Grids are limited in height, and in all.
+    let block = plan.path.block();
+    let blocks = sort::capacity(shape.pairs(), shape.bins(), block, false) / block;
+    let rows = product(&[o.gate_up.rows(), shape.intermediate]);
+    let columns = rows.max(shape.hidden).div_ceil(fused_tile::ROWS).max(1);
+    let most = match plan.path {
+        path if path.is_wgmma() => items::MAX_DRAWN / (2 * columns),
+        path if path.is_tile() => i32::MAX as usize / columns,
+        _ => 65535,
+    };
+    check_blocks(OP, blocks, most, block)?;
+    Ok(plan)
+}
+
+/// The error for more blocks of pairs than can be numbered.
+pub(super) fn check_blocks(op: &'static str, blocks: usize, most: usize, block: usize) -> Result<()> {
+    if blocks <= most {
+        return Ok(());
+    }
+    let (expected, got) = (format!("at most {most} blocks of {block} pairs"), blocks.to_string());
+    Err(Error::Value { op, arg: "topk_ids", expected, got })
+}
+
+/// Launches on raw pointers (layer L1): sorting unless the path does without, two products, and the sum over slots. [`plan_of`] makes the plan.
 ///
 /// # Errors
 /// Those of [`Stream::launch`].
@@ -813,8 +870,8 @@ impl Operands {
 /// # Safety
 /// The pointers are device memory of the documented sizes until the launches are done, for the streaming paths aligned to
 /// 16 bytes like every row; `workspace` has [`FusedShape::workspace_bytes`], aligned to 16. No output overlaps another
-/// argument. `plan` was made for this shape. Blocks of pairs times blocks of outputs stay below what grids and items can number, which the checked
-/// [`fused`](fn@fused) asks: 2^28 for `Wgmma..`, and no more than 65535 blocks of pairs for the paths without tiles.
+/// argument. `plan` is that of [`plan_of`] for these operands; one of [`plan`] is for their alignment and device, and blocks of pairs times blocks of outputs
+/// stay below what grids and items can number: 2^28 for `Wgmma..`, and no more than 65535 blocks of pairs for the paths without tiles.
 pub unsafe fn launch(
     stream: &Stream,
     dtype: DType,
@@ -1447,41 +1504,7 @@ pub fn fused<T: Float>(
         // SAFETY: shapes, device and overlap were checked above.
         return unsafe { fused_host::<T>(stream, &shape, &operands) };
     }
-    let aligned = |p: *const c_void| (p as usize).is_multiple_of(16);
-    let streams = [operands.x, operands.w13, operands.w2, operands.shared13, operands.shared2].into_iter().all(aligned)
-        && (tokens == 1 || (xs.stride * T::DTYPE.size()).is_multiple_of(16));
-    // Those kernels keep where rows of `x` and of `h` start in units of 16 bytes, in 32 bits.
-    let properties = stream.device().properties();
-    let wgmma = properties.compute_capability == (9, 0)
-        && options.activation != ExpertActivation::Gelu
-        && tokens.saturating_mul(xs.stride).max(shape.pairs() * shape.intermediate) < 1 << 35;
-    let plan = plan(T::DTYPE, &shape, options.path, streams, wgmma, options.shuffled, properties.multiprocessors);
-    let plan = plan.ok_or_else(|| Error::Unsupported {
-        op: OP,
-        what: format!(
-            "the path {:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, `Vector` at most {} \
-             on Hopper with about 64 Ki elements of `x` and between the products, and `Wgmma..` needs Hopper, at most {} experts (653 for `Wgmma176`) and an activation other than `Gelu`; shuffled weights need such a path and widths of \
-             multiples of 64; here are {} pairs of {}, {hidden} and {intermediate} wide, shuffled: {}",
-            options.path,
-            fused_stream::DIRECT_PAIRS,
-            fused_wgmma::DIRECT_PAIRS,
-            fused_vector::MAX_PAIRS,
-            fused_wgmma::MAX_BINS,
-            shape.pairs(),
-            T::DTYPE,
-            options.shuffled,
-        ),
-    })?;
-    // Grids are limited in height, and in all.
-    let block = plan.path.block();
-    let blocks = sort::capacity(shape.pairs(), shape.bins(), block, false) / block;
-    let columns = rows.max(hidden).div_ceil(fused_tile::ROWS).max(1);
-    let most = match plan.path {
-        path if path.is_wgmma() => items::MAX_DRAWN / (2 * columns),
-        path if path.is_tile() => i32::MAX as usize / columns,
-        _ => 65535,
-    };
-    call.value(blocks <= most, "topk_ids", format!("at most {most} blocks of {block} pairs"), blocks)?;
+    let plan = plan_of(stream.device(), T::DTYPE, &shape, options.path, &operands)?;
     // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
     unsafe { launch(stream, T::DTYPE, &plan, &shape, &operands, workspace) }
 }

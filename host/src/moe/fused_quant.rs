@@ -12,8 +12,8 @@
 
 use super::block::{self, Block, Description, dense};
 use super::fused::{
-    ExpertActivation, FusedPath, FusedShape, GateUp, KEPT_BYTES, STRIPED_PAIRS, launch_number, once_read, reduce_entry,
-    rounded_reduce_geometry, stripe, striped_bytes, sum_across, sum_geometry, weight_map,
+    ExpertActivation, FusedPath, FusedShape, GateUp, KEPT_BYTES, STRIPED_PAIRS, check_blocks, launch_number, once_read,
+    reduce_entry, rounded_reduce_geometry, stripe, striped_bytes, sum_across, sum_geometry, weight_map,
 };
 use super::{shuffle, sort};
 use crate::check::{Call, after, product};
@@ -1210,18 +1210,98 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
     Error::Unsupported { op: OP, what }
 }
 
-/// Launches on raw pointers (layer L1) for tokens of `dtype` and weights of `weights`: sorting unless the path does without, two products,
-/// before each of which rows are quantised unless a product does that itself, and the sum over slots. `path` is not [`FusedQuantPath::Auto`].
+/// The path that [`launch`] and [`fused_quant`](fn@fused_quant) take on a device for tokens of `dtype` and weights of `weights`: never [`FusedQuantPath::Auto`].
+///
+/// That is one of `Wgmma..` for f16 and bf16 on Hopper, any activation but [`ExpertActivation::Gelu`] and no more experts than they take; anything else is [`FusedQuantPath::Tile`].
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a path without kernels for these types, and those of [`Stream::launch`].
+/// [`Error::Unsupported`] if `path` names one that does not take these, and [`Error::Value`] for more pairs than it can number.
+pub fn path_of(
+    device: &Device,
+    dtype: DType,
+    weights: DType,
+    path: FusedQuantPath,
+    shape: &FusedShape,
+    o: &Operands,
+) -> Result<FusedQuantPath> {
+    let path = resolve(device, dtype, weights, path, shape, o)?;
+    let block = path.block();
+    let blocks = sort::capacity(shape.pairs(), shape.bins(), block, false) / block;
+    let rows = product(&[o.gate_up.rows(), shape.intermediate]);
+    // Grids are limited in height, and what is drawn in all.
+    let most = if path.is_wgmma() {
+        items::MAX_DRAWN / (2 * rows.max(shape.hidden).div_ceil(wgmma_kernel::TILE_ROWS).max(1))
+    } else {
+        65535
+    };
+    check_blocks(OP, blocks, most, block)?;
+    Ok(path)
+}
+
+/// The path for these types and sizes, however many pairs it can number.
+fn resolve(
+    device: &Device,
+    dtype: DType,
+    weights: DType,
+    path: FusedQuantPath,
+    shape: &FusedShape,
+    o: &Operands,
+) -> Result<FusedQuantPath> {
+    let wgmma = dtype != DType::F32
+        && device.properties().compute_capability == (9, 0)
+        && shape.bins() <= wgmma_kernel::MAX_BINS
+        && o.activation != ExpertActivation::Gelu;
+    // Kernels for scales of rows keep where rows start in units of 16 bytes, in 32 bits.
+    let widest = shape.hidden.max(shape.intermediate);
+    let wgmma = wgmma && (o.scales == QuantScales::Blocks || product(&[shape.pairs(), widest]) < 1 << 36);
+    // Of a tile's 64 values all have one scale.
+    let tall = wgmma
+        && o.scales == QuantScales::Blocks
+        && shape.bins() <= TALL_BINS
+        && (o.gate_up != GateUp::Halves || shape.intermediate.is_multiple_of(64));
+    let takes = wgmma && shuffle::takes(weights, shape.hidden, shape.intermediate);
+    match path {
+        path if o.shuffled && !(takes && path != FusedQuantPath::Tile) => Err(unsupported(path, weights, dtype)),
+        FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(o.scales, shape, tall)),
+        FusedQuantPath::Auto | FusedQuantPath::Tile => Ok(FusedQuantPath::Tile),
+        FusedQuantPath::Wgmma256 if !tall => Err(unsupported(path, weights, dtype)),
+        path if !wgmma => Err(unsupported(path, weights, dtype)),
+        path if o.scales == QuantScales::Rows && !path.takes_rows(shape.pairs(), shape.bins()) => {
+            Err(unsupported(path, weights, dtype))
+        }
+        path => Ok(path),
+    }
+}
+
+/// Launches on raw pointers (layer L1) for tokens of `dtype` and weights of `weights`, by the path that [`path_of`] gives: sorting unless it does without, two products,
+/// before each of which rows are quantised unless a product does that itself, and the sum over slots.
+///
+/// # Errors
+/// Those of [`path_of`], [`Error::Unsupported`] for a path without kernels for these types, and those of [`Stream::launch`].
 ///
 /// # Safety
 /// The pointers are device memory of the documented sizes until the launches are done, `x`, weights and `workspace` and every row of theirs
 /// aligned to 16 bytes; `workspace` has [`FusedShape::quant_workspace_bytes`]. No output overlaps another argument. `hidden` and
-/// `intermediate` are multiples of 16, nothing is 0 (but perhaps the number of shared experts), and what the path asks of activation and sizes is
-/// met; blocks of pairs times blocks of outputs are at most 2^28 for `Wgmma..`, and blocks of pairs 65535 for others, as the checked [`fused_quant`](fn@fused_quant) asks.
+/// `intermediate` are multiples of 16, and nothing is 0 (but perhaps the number of shared experts).
 pub unsafe fn launch(
+    stream: &Stream,
+    dtype: DType,
+    weights: DType,
+    path: FusedQuantPath,
+    shape: &FusedShape,
+    o: &Operands,
+    workspace: *mut c_void,
+) -> Result<()> {
+    let path = path_of(stream.device(), dtype, weights, path, shape, o)?;
+    // SAFETY: forwarded to the caller.
+    unsafe { launch_path(stream, dtype, weights, path, shape, o, workspace) }
+}
+
+/// [`launch`] by a path that [`path_of`] gave.
+///
+/// # Safety
+/// As for [`launch`].
+unsafe fn launch_path(
     stream: &Stream,
     dtype: DType,
     weights: DType,
@@ -1600,24 +1680,15 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     if tokens == 0 || hidden == 0 {
         return Ok(());
     }
-    let path = resolve(stream.device(), Q::DTYPE, T::DTYPE, scales, &shape, options)?;
+    let path = path_of(stream.device(), T::DTYPE, Q::DTYPE, options.path, &shape, &operands)?;
     // Nothing to multiply: the sum over slots alone, of nothing.
-    let block = path.block();
-    let blocks = sort::capacity(shape.pairs(), shape.bins(), block, false) / block;
-    // Grids are limited in height, and what is drawn in all.
-    let most = if path.is_wgmma() {
-        items::MAX_DRAWN / (2 * rows.max(hidden).div_ceil(wgmma_kernel::TILE_ROWS).max(1))
-    } else {
-        65535
-    };
-    call.value(blocks <= most, "topk_ids", format!("at most {most} blocks of {block} pairs"), blocks)?;
     if shape.pairs() == 0 || shape.bins() == 0 || intermediate == 0 {
         let biased = options.bias2.is_some() || shared.is_some_and(|s| s.bias2.is_some());
         call.value(intermediate > 0 || !biased, "w2", "wider than nothing, to add `bias2` to", intermediate)?;
         return stream_zeros(stream, &shape, Q::DTYPE, T::DTYPE, &operands, workspace);
     }
     // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
-    unsafe { launch(stream, T::DTYPE, Q::DTYPE, path, &shape, &operands, workspace) }
+    unsafe { launch_path(stream, T::DTYPE, Q::DTYPE, path, &shape, &operands, workspace) }
 }
 
 /// The result where nothing contributes: tokens without slots.
@@ -1634,39 +1705,4 @@ fn stream_zeros(
     let run = Run { stream, dtype, weights, path: FusedQuantPath::Tile, shape: &none, o, at, workspace };
     // SAFETY: without slots only `out` is written, which was checked.
     unsafe { run.reduce() }
-}
-
-/// The path for these types and sizes.
-fn resolve<Q: Element>(
-    device: &Device,
-    weights: DType,
-    dtype: DType,
-    scales: QuantScales,
-    shape: &FusedShape,
-    options: &FusedQuantOptions<'_, Q>,
-) -> Result<FusedQuantPath> {
-    let wgmma = dtype != DType::F32
-        && device.properties().compute_capability == (9, 0)
-        && shape.bins() <= wgmma_kernel::MAX_BINS
-        && options.activation != ExpertActivation::Gelu;
-    // Kernels for scales of rows keep where rows start in units of 16 bytes, in 32 bits.
-    let widest = shape.hidden.max(shape.intermediate);
-    let wgmma = wgmma && (scales == QuantScales::Blocks || product(&[shape.pairs(), widest]) < 1 << 36);
-    // Of a tile's 64 values all have one scale.
-    let tall = wgmma
-        && scales == QuantScales::Blocks
-        && shape.bins() <= TALL_BINS
-        && (options.gate_up != GateUp::Halves || shape.intermediate.is_multiple_of(64));
-    let takes = wgmma && shuffle::takes(weights, shape.hidden, shape.intermediate);
-    match options.path {
-        path if options.shuffled && !(takes && path != FusedQuantPath::Tile) => Err(unsupported(path, weights, dtype)),
-        FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(scales, shape, tall)),
-        FusedQuantPath::Auto | FusedQuantPath::Tile => Ok(FusedQuantPath::Tile),
-        FusedQuantPath::Wgmma256 if !tall => Err(unsupported(options.path, weights, dtype)),
-        path if !wgmma => Err(unsupported(path, weights, dtype)),
-        path if scales == QuantScales::Rows && !path.takes_rows(shape.pairs(), shape.bins()) => {
-            Err(unsupported(path, weights, dtype))
-        }
-        path => Ok(path),
-    }
 }

@@ -688,7 +688,7 @@ pub fn top_k_top_p<T: Float, I: TokenId>(
                 "top_k",
                 k,
                 |k| k >= 1 && k as usize <= vocab,
-                &format!("from 1 to {vocab}, the vocabulary"),
+                &format!("from 1 to {vocab}, the vocabulary; none keeps all"),
             )?,
         },
         top_p: inputs.per_row("top_p", options.top_p, |p| p > 0.0 && p <= 1.0, "above 0 and at most 1")?,

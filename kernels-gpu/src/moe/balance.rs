@@ -69,10 +69,10 @@ pub unsafe fn update_bias(bias: *mut f32, loads: *const u8, rate: f32, experts: 
     let mut sum = 0i64;
     let mut e = tid;
     while e < experts {
-        sum += operand::integer(loads, e, wide != 0);
+        sum = sum.wrapping_add(operand::integer(loads, e, wide != 0));
         e += BIAS_THREADS as u32;
     }
-    let sum = warp::reduce(sum, |a, b| a + b);
+    let sum = warp::reduce(sum, i64::wrapping_add);
     // Of the whole warp: not to be asked for by one lane.
     let warp_id = warp::warp_id();
     if warp::lane_id() == 0 {
@@ -81,7 +81,7 @@ pub unsafe fn update_bias(bias: *mut f32, loads: *const u8, rate: f32, experts: 
     thread::sync_threads();
     let mut total = 0i64;
     for w in 0..(BIAS_THREADS / 32) as u32 {
-        total += sums.get(w);
+        total = total.wrapping_add(sums.get(w));
     }
     let bias = GlobalMut::new(bias);
     let mut e = tid;
