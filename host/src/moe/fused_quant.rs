@@ -1224,29 +1224,6 @@ pub fn path_of(
     shape: &FusedShape,
     o: &Operands,
 ) -> Result<FusedQuantPath> {
-    let path = resolve(device, dtype, weights, path, shape, o)?;
-    let block = path.block();
-    let blocks = sort::capacity(shape.pairs(), shape.bins(), block, false) / block;
-    let rows = product(&[o.gate_up.rows(), shape.intermediate]);
-    // Grids are limited in height, and what is drawn in all.
-    let most = if path.is_wgmma() {
-        items::MAX_DRAWN / (2 * rows.max(shape.hidden).div_ceil(wgmma_kernel::TILE_ROWS).max(1))
-    } else {
-        65535
-    };
-    check_blocks(OP, blocks, most, block)?;
-    Ok(path)
-}
-
-/// The path for these types and sizes, however many pairs it can number.
-fn resolve(
-    device: &Device,
-    dtype: DType,
-    weights: DType,
-    path: FusedQuantPath,
-    shape: &FusedShape,
-    o: &Operands,
-) -> Result<FusedQuantPath> {
     let wgmma = dtype != DType::F32
         && device.properties().compute_capability == (9, 0)
         && shape.bins() <= wgmma_kernel::MAX_BINS
@@ -1260,17 +1237,27 @@ fn resolve(
         && shape.bins() <= TALL_BINS
         && (o.gate_up != GateUp::Halves || shape.intermediate.is_multiple_of(64));
     let takes = wgmma && shuffle::takes(weights, shape.hidden, shape.intermediate);
-    match path {
-        path if o.shuffled && !(takes && path != FusedQuantPath::Tile) => Err(unsupported(path, weights, dtype)),
+    let refused = |path| Err(unsupported(path, weights, dtype));
+    let path = match path {
+        path if o.shuffled && !(takes && path != FusedQuantPath::Tile) => refused(path),
         FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(o.scales, shape, tall)),
         FusedQuantPath::Auto | FusedQuantPath::Tile => Ok(FusedQuantPath::Tile),
-        FusedQuantPath::Wgmma256 if !tall => Err(unsupported(path, weights, dtype)),
-        path if !wgmma => Err(unsupported(path, weights, dtype)),
-        path if o.scales == QuantScales::Rows && !path.takes_rows(shape.pairs(), shape.bins()) => {
-            Err(unsupported(path, weights, dtype))
-        }
+        FusedQuantPath::Wgmma256 if !tall => refused(path),
+        path if !wgmma => refused(path),
+        path if o.scales == QuantScales::Rows && !path.takes_rows(shape.pairs(), shape.bins()) => refused(path),
         path => Ok(path),
-    }
+    }?;
+    let block = path.block();
+    let blocks = sort::capacity(shape.pairs(), shape.bins(), block, false) / block;
+    let rows = product(&[o.gate_up.rows(), shape.intermediate]);
+    // Grids are limited in height, and what is drawn in all.
+    let most = if path.is_wgmma() {
+        items::MAX_DRAWN / (2 * rows.max(shape.hidden).div_ceil(wgmma_kernel::TILE_ROWS).max(1))
+    } else {
+        65535
+    };
+    check_blocks(OP, blocks, most, block)?;
+    Ok(path)
 }
 
 /// Launches on raw pointers (layer L1) for tokens of `dtype` and weights of `weights`, by the path that [`path_of`] gives: sorting unless it does without, two products,
@@ -1293,23 +1280,6 @@ pub unsafe fn launch(
     workspace: *mut c_void,
 ) -> Result<()> {
     let path = path_of(stream.device(), dtype, weights, path, shape, o)?;
-    // SAFETY: forwarded to the caller.
-    unsafe { launch_path(stream, dtype, weights, path, shape, o, workspace) }
-}
-
-/// [`launch`] by a path that [`path_of`] gave.
-///
-/// # Safety
-/// As for [`launch`].
-unsafe fn launch_path(
-    stream: &Stream,
-    dtype: DType,
-    weights: DType,
-    path: FusedQuantPath,
-    shape: &FusedShape,
-    o: &Operands,
-    workspace: *mut c_void,
-) -> Result<()> {
     let at = Workspace::new(shape, dtype, path.block());
     let run = Run { stream, dtype, weights, path, shape, o, at, workspace };
     // Whatever follows one of these launches may start early: each waits where it has to, the first at once.
@@ -1688,7 +1658,7 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
         return stream_zeros(stream, &shape, Q::DTYPE, T::DTYPE, &operands, workspace);
     }
     // SAFETY: shapes, device, overlap, and the path's alignment were checked above.
-    unsafe { launch_path(stream, T::DTYPE, Q::DTYPE, path, &shape, &operands, workspace) }
+    unsafe { launch(stream, T::DTYPE, Q::DTYPE, path, &shape, &operands, workspace) }
 }
 
 /// The result where nothing contributes: tokens without slots.
