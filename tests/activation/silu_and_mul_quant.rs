@@ -114,6 +114,40 @@ fn rows_of_every_length() {
     });
 }
 
+/// The reciprocal of a magnitude beyond 2^126 is no normal number: each kind of scale, each way that rows are held.
+#[test]
+fn the_largest_results() {
+    on_every_device(|device, stream| {
+        for (rows, d) in [(1usize, 8usize), (1, 46), (3, 384), (2, 4096), (70, 512), (1, 16392), (300, 128)] {
+            let mut x = noise_of::<bf16>(rows * 2 * d, 5);
+            // A gate of 3e38, and a value of 1 or less: results near the end of the numbers, beside ordinary ones.
+            x.chunks_mut(2 * d).for_each(|row| (row[d / 2], row[d + d / 2]) = (bf16::from_f32(3e38), bf16::ONE));
+            let want = rows_of(&x, d);
+            let x = Tensor::from_slice(device, &x, &[rows, 2 * d]).unwrap();
+            let mut out = Tensor::<E4M3>::uninit(device, &[rows, d]).unwrap();
+            let mut scales = Tensor::<f32>::uninit(device, &[rows]).unwrap();
+            activation::silu_and_mul_e4m3_per_token(stream, &mut out, &mut scales, &x).unwrap();
+            let (got, scales) = (out.to_vec().unwrap(), scales.to_vec().unwrap());
+            for ((got, want), scale) in got.chunks(d).zip(&want).zip(scales) {
+                check_scale(scale, quantise::scale(want, 448.0));
+                check_quantised(got, want, scale);
+                assert_eq!(got[d / 2].to_f32(), 448.0);
+            }
+            let groups = d.div_ceil(GROUP);
+            let mut scales = Tensor::<f32>::uninit(device, &[rows, groups]).unwrap();
+            activation::silu_and_mul_e4m3_per_group(stream, &mut out, &mut scales, &x).unwrap();
+            let (got, scales) = (out.to_vec().unwrap(), scales.to_vec().unwrap());
+            for (r, (got, want)) in got.chunks(d).zip(&want).enumerate() {
+                assert_eq!(got[d / 2].to_f32(), 448.0);
+                for (g, (got, want)) in got.chunks(GROUP).zip(want.chunks(GROUP)).enumerate() {
+                    check_scale(scales[r * groups + g], quantise::scale(want, 448.0));
+                    check_quantised(got, want, scales[r * groups + g]);
+                }
+            }
+        }
+    });
+}
+
 /// Few rows take pieces of half the size: the same bits, in rows with and without a narrower last group, and with a given scale.
 #[test]
 fn groups_of_many_rows_and_of_few() {

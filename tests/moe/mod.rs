@@ -1,5 +1,6 @@
 mod balance;
 mod capacity;
+mod check_ids;
 mod fused;
 mod fused_quant;
 mod gate;

@@ -2,8 +2,9 @@
 //! the description of a block, checked once for both.
 
 use super::fused::{ExpertActivation, FusedShape, GateUp};
-use super::sort;
+use super::{check_ids, sort};
 use crate::check::{Call, Rows};
+use crate::device::Stream;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Element};
@@ -22,6 +23,7 @@ pub(super) struct Description<'a, T: Element> {
     pub activation: ExpertActivation,
     pub expert_map: Option<&'a Tensor<i32>>,
     pub num_tokens: Option<&'a Tensor<i32>>,
+    pub checked: bool,
 }
 
 /// What follows from a description.
@@ -91,6 +93,17 @@ impl<T: Element> Description<'_, T> {
         call.count("w13", rows)?;
         call.count("x", hidden)?;
         Ok(Block { shape, rows, global_experts, x, out })
+    }
+}
+
+impl<T: Element> Description<'_, T> {
+    /// Looks at the ids, if it is asked to: last, when all else is right.
+    pub(super) fn check_ids(&self, op: &'static str, stream: &Stream, block: &Block) -> Result<()> {
+        if !self.checked {
+            return Ok(());
+        }
+        let listed = if self.shared_listed { block.shape.shared_experts } else { 0 };
+        check_ids::check(op, stream, self.topk_ids, block.global_experts + listed, self.num_tokens)
     }
 }
 

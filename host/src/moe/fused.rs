@@ -1295,6 +1295,8 @@ pub struct FusedOptions<'a, T: Element> {
     /// Whether `w13` and `w2`, those of shared experts too, come from [`shuffle_weights`](super::shuffle_weights()): for the `Wgmma` paths, one
     /// of which [`FusedPath::Auto`] then is; widths are multiples of 128 bytes.
     pub shuffled: bool,
+    /// Waits for `topk_ids` before anything is launched, and reports ids out of range as an error ([`check_ids`](super::check_ids())): for debugging. Cannot be captured.
+    pub checked: bool,
     /// Which kernels.
     pub path: FusedPath,
 }
@@ -1320,6 +1322,7 @@ impl<T: Element> Default for FusedOptions<'_, T> {
             unordered: false,
             rounded_slots: false,
             shuffled: false,
+            checked: false,
             path: FusedPath::Auto,
         }
     }
@@ -1393,6 +1396,12 @@ impl<'a, T: Element> FusedOptions<'a, T> {
         self
     }
 
+    /// Whether ids out of range are an error.
+    pub const fn checked(mut self, checked: bool) -> Self {
+        self.checked = checked;
+        self
+    }
+
     /// With these kernels.
     pub const fn path(mut self, path: FusedPath) -> Self {
         self.path = path;
@@ -1413,6 +1422,7 @@ impl<'a, T: Element> FusedOptions<'a, T> {
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value), [`Alignment`](Error::Alignment),
 /// [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice), [`DType`](Error::DType);
+/// with `options.checked` [`Value`](Error::Value) for `topk_ids` if an id is out of range, and [`Capture`](Error::Capture) while the stream is captured;
 /// [`Unsupported`](Error::Unsupported) if `options.path` asks for kernels that do not take these tensors.
 ///
 /// ```
@@ -1460,8 +1470,10 @@ pub fn fused<T: Float>(
         activation: options.activation,
         expert_map: options.expert_map,
         num_tokens: options.num_tokens,
+        checked: options.checked,
     };
-    let Block { shape, rows, global_experts, x: xs, out: outs } = description.check(&call, out)?;
+    let block = description.check(&call, out)?;
+    let Block { shape, rows, global_experts, x: xs, out: outs } = block;
     let FusedShape { tokens, experts, hidden, intermediate, shared_experts, .. } = shape;
     dense(&call, "w13", Some(w13), &[experts, rows, hidden])?;
     dense(&call, "w2", Some(w2), &[experts, hidden, intermediate])?;
@@ -1496,6 +1508,7 @@ pub fn fused<T: Float>(
         shuffled: options.shuffled,
     };
     let workspace = block::workspace(&mut call, OP, workspace, shape.workspace_bytes(T::DTYPE))?;
+    description.check_ids(OP, stream, &block)?;
     if tokens == 0 || hidden == 0 {
         return Ok(());
     }

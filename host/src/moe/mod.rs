@@ -3,6 +3,7 @@
 pub mod balance;
 mod block;
 pub mod capacity;
+pub mod check_ids;
 pub mod fused;
 mod fused_host;
 pub mod fused_quant;
@@ -15,6 +16,7 @@ pub mod statistics;
 
 pub use balance::{Loads, histogram, update_bias};
 pub use capacity::capacity;
+pub use check_ids::check_ids;
 pub use fused::{ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused};
 pub use fused_quant::{FusedQuantOptions, FusedQuantPath, QuantScales, SharedQuantExperts, fused_quant};
 pub use gate::{Bias, GateOptions, Scoring, gate};

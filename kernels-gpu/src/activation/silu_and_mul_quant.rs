@@ -87,7 +87,7 @@ pub unsafe fn per_group_one<T: Float, A: Gated, Q: Quantised, const V: usize, co
             [gate.cast(), up.cast(), out.wrapping_add(row * out_stride + column).cast(), scales.cast()]
         });
     let y = piece::<T, A, V, VEC>(p, Global::new(gate.cast()), Global::new(up.cast()), NONE);
-    let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::group_amax(y), 1.0);
+    let (scale, factor) = quantise::scale_and_factor_of::<Q>(quantise::group_amax(y));
     p.store_quantised(GlobalMut::new(out.cast_mut().cast::<Q>()), y, factor);
     if index.is_multiple_of(lanes) && index * (V as u32) < d {
         GlobalMut::new(scales.cast_mut().cast::<f32>()).set_hinted(0usize, scale.to_bits(), StoreStreaming);
@@ -131,7 +131,7 @@ pub unsafe fn per_group<T: Float, A: Gated, Q: Quantised, const V: usize>(
         let (gate, up) = (vec::to_f32(gates[i]), vec::to_f32(ups[i]));
         cuda_std::unroll::<V>(|j| y[i][j] = A::apply::<T>(gate[j], up[j], NONE));
     });
-    let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::pair_amax(y), 1.0);
+    let (scale, factor) = quantise::scale_and_factor_of::<Q>(quantise::pair_amax(y));
     if pair.is_multiple_of(lanes) && left > 0 {
         GlobalMut::new(scales.cast_mut().cast::<f32>()).set_hinted(0usize, scale.to_bits(), StoreStreaming);
     }
@@ -389,7 +389,7 @@ pub unsafe fn per_token<T: Float, A: Gated, Q: Quantised, const V: usize, const 
         }
     }
     let [largest] = team.reduce_warps::<1, 1, MAX_WARPS>([[Op::Max.over_warp(largest)]], [Op::Max], scratch);
-    let (scale, factor) = quantise::scale_and_factor::<Q>(largest, 1.0);
+    let (scale, factor) = quantise::scale_and_factor_of::<Q>(largest);
     cuda_std::unroll::<N>(|i| at(i).store_quantised_at_once(out, y[i], factor));
     if N == 0 {
         let mut i = 0;

@@ -9,13 +9,17 @@
 //! Where results lie in the order of a sorted list (`positions`; scales of groups), a token's row goes to the place of each of its pairs, quantised once. Rows that nobody will read, of pairs
 //! without an expert here, are left alone.
 
+use super::fused_reduce::LINE;
 use super::pairs::{INVALID, NOWHERE, Pairs, existing_tokens};
 use crate::row::quantise::{Quantised, amax, group_amax, scale_for};
 use crate::row::team::{Op, scratch};
 use crate::row::{GROUP, Piece, Team, elements};
 use cuda_std::shared::Carver;
 use cuda_std::vec::{B128, Streaming};
-use cuda_std::{E4M3, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, integer, thread, unroll};
+use cuda_std::{
+    E4M3, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, integer, second_level, thread, unroll,
+    warp,
+};
 
 /// Columns of a thread.
 pub const COLUMNS: usize = 8;
@@ -31,6 +35,10 @@ const KEPT: usize = 4;
 pub const fn row_threads(n: usize) -> usize {
     let threads = n.div_ceil(COLUMNS * KEPT).next_multiple_of(32);
     if threads < ROW_THREADS { threads } else { ROW_THREADS }
+}
+/// Whether they keep all of a row of 16-bit elements.
+pub const fn keeps(n: usize) -> bool {
+    n <= row_threads(n) * COLUMNS * KEPT
 }
 /// Rows of a block: those of a warp each are several, or more time would go by with blocks that start than with what they do.
 pub const fn block_rows(n: usize) -> usize {
@@ -166,8 +174,9 @@ pub unsafe fn groups<T: Float>(
     n: u32,
     x_row: usize,
     from: u32,
+    dead: u32,
 ) {
-    let _ = (smooth, shared_smooth);
+    let _ = (smooth, shared_smooth, dead);
     // As below.
     dependent_launch::launch_dependents();
     dependent_launch::wait();
@@ -227,6 +236,7 @@ pub unsafe fn rows<T: Float, Q: Quantised, const SMOOTH: bool>(
     n: u32,
     x_row: usize,
     from: u32,
+    dead: u32,
 ) {
     let _ = (scale_group, positions);
     // All threads wait before they end, so who waits for this launch waits for all before it, too: the next one may have its blocks ready.
@@ -238,7 +248,7 @@ pub unsafe fn rows<T: Float, Q: Quantised, const SMOOTH: bool>(
     let rows = listed(topk_ids, expert_map, num_tokens, none, tokens, top_k, slots, experts, local, shared);
     let number = thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y();
     if let Some(row) = rows.row(number, from) {
-        quantise_row::<T, Q, SMOOTH>(x, x_row, n, out, scales, scale_row, smooth, shared_smooth, rows, row);
+        quantise_row::<T, Q, SMOOTH>(x, x_row, n, out, scales, scale_row, smooth, shared_smooth, rows, row, dead != 0);
     }
     if from == TOKENS_BESIDE {
         dependent_launch::wait();
@@ -259,13 +269,15 @@ unsafe fn quantise_row<T: Float, Q: Quantised, const SMOOTH: bool>(
     shared_smooth: *const f32,
     rows: Rows,
     row: Row,
+    dead: bool,
 ) {
     let local = rows.pairs.local;
     let bin = if SMOOTH { rows.pairs.bin(row.first) } else { 0 };
     let (smooth, bin) = if bin < local { (smooth, bin) } else { (shared_smooth, bin - local) };
     let smoothed = SMOOTH && !smooth.is_null();
     let smooth = Global::new(smooth).offset(if smoothed { bin as usize * n as usize } else { 0 });
-    let x = Global::new(x).offset(row.source as usize * x_row);
+    let lines = x.cast_mut().wrapping_add(row.source as usize * x_row);
+    let x = Global::new(lines.cast_const());
     let team = Team::current();
     let scratch = scratch::<1, 32>(&mut Carver::new());
     let smoothed_by = |index: u32, mut v: [f32; COLUMNS]| {
@@ -309,6 +321,15 @@ unsafe fn quantise_row<T: Float, Q: Quantised, const SMOOTH: bool>(
         index += team.size;
     }
     let [largest] = team.reduce::<1, 32>([largest], [Op::Max], scratch);
+    if dead {
+        // All of a block have passed the reduction's barrier; lanes of a warp with a row of its own pass this one. What they have read is in registers.
+        warp::sync_warp(u32::MAX);
+        let mut at = team.rank as usize * LINE;
+        while at < n as usize * size_of::<T>() {
+            second_level::discard(lines.wrapping_byte_add(at));
+            at += team.size as usize * LINE;
+        }
+    }
     let scale = scale_for::<Q>(largest);
     let factor = float::recip(scale);
     if team.rank == 0 {
@@ -334,6 +355,8 @@ entries! {
         shared_smooth: *const f32, positions: *const i32, topk_ids: *const i32, expert_map: *const i32,
         num_tokens: *const i32, tokens: u32, top_k: u32, slots: u32, experts: u32, local: u32, shared: u32, n: u32,
         x_row: usize, from: u32,
+        /// Whether lines of `x` are given up when they have been read, of [rows](rows) that [threads keep](keeps): nobody reads them any more, and they are multiples of 128 bytes.
+        dead: u32,
     );
     moe_fused_quant_groups_e4m3_f32 { type T = f32; } [GROUP_THREADS] => groups::<T>;
     moe_fused_quant_groups_e4m3_f16 { type T = f16; } [GROUP_THREADS] => groups::<T>;

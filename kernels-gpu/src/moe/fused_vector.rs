@@ -939,7 +939,8 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
     let h_vectors = vectors.offset(tokens * hidden);
 
     if warp_id == WARPS as u32 {
-        if lane == 0 {
+        // Without pairs nobody multiplies them.
+        if lane == 0 && count > 0 {
             mbarrier::arrive_expect_tx(there(0), tokens * hidden * 2);
             for t in 0..tokens {
                 tma::copy_bulk(vectors.address(t * hidden), x.wrapping_add(t as usize * x_row), hidden * 2, there(0));
@@ -966,6 +967,10 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
             exchange.by_words(h, words);
         } else {
             exchange.by_claims(h, words);
+        }
+        // A block without a piece of the first product has not waited for the tokens, and may not end before they have come.
+        if warp_id == WARPS as u32 && count > 0 {
+            mbarrier::wait_parity(there(0), 0);
         }
         return;
     }

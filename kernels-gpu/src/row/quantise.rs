@@ -52,13 +52,13 @@ pub fn scale_for<Q: Quantised>(amax: f32) -> f32 {
     float::max(amax, EPSILON) * (1.0 / Q::MAX)
 }
 
-/// The reciprocal of a scale, within 2 units in the last place; of subnormal ones infinity.
+/// The reciprocal of a scale, within 2 units in the last place; of subnormal ones infinity, of those beyond 2^126 zero.
 #[inline(always)]
 pub fn factor_of(scale: f32) -> f32 {
     float::fast::recip(scale)
 }
 
-/// What magnitudes up to `amax` are multiplied by, unless [`EPSILON`] counts for them.
+/// What magnitudes up to `amax` are multiplied by, unless [`EPSILON`] counts for them; zero beyond 2^126.
 #[inline(always)]
 pub fn factor_up_to<Q: Quantised>(amax: f32) -> f32 {
     Q::MAX * float::fast::recip(amax)
@@ -105,9 +105,17 @@ pub fn amax_from_epsilon<const V: usize>(values: [f32; V]) -> f32 {
 }
 
 /// The scale for magnitudes up to one of [`amax_from_epsilon`], and its reciprocal, which do not wait for each other.
+///
+/// The reciprocal of a magnitude beyond 2^126 is subnormal, which the instruction makes zero: that of a sixteenth is not.
 #[inline(always)]
 pub fn scale_and_factor_from_epsilon<Q: Quantised>(amax: f32) -> (f32, f32) {
-    (amax * (1.0 / Q::MAX), Q::MAX * float::fast::recip(amax))
+    (amax * (1.0 / Q::MAX), Q::MAX / 16.0 * float::fast::recip(amax * (1.0 / 16.0)))
+}
+
+/// The same for any magnitude that is not negative.
+#[inline(always)]
+pub fn scale_and_factor_of<Q: Quantised>(amax: f32) -> (f32, f32) {
+    scale_and_factor_from_epsilon::<Q>(float::max(amax, EPSILON))
 }
 
 /// Magnitudes combined in pairs, then the results in pairs, and so on: latency counts.
