@@ -137,10 +137,42 @@ pub enum Variant {
     X2,
     /// In registers, four pieces of 16 bytes a thread: rows up to 32 KiB.
     X4,
-    /// Read again, for longer rows.
+    /// Read again, for longer rows, unless they are [`Held`].
     Loop,
-    /// Read again, element by element: rows whose width, distance or address does not fit pieces of 16 bytes.
+    /// Read again, element by element: rows whose width, distance or address does not fit pieces of 16 bytes; unless they are [`Held`].
     Any,
+}
+
+/// How a kernel holds a row that [`Variant::Loop`] or [`Variant::Any`] reads again, in entries of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Held {
+    /// In registers, eight pieces of 16 bytes a thread: rows of [`Variant::Loop`] up to 128 KiB.
+    X8,
+    /// In registers, sixteen single elements a thread: rows of [`Variant::Any`] up to 16384 elements. They are launched as those.
+    AnyX4,
+}
+
+impl Held {
+    /// How rows of `n` elements are held that have this [`Variant`], if they can be.
+    pub const fn new(dtype: DType, variant: Variant, n: u32) -> Option<Self> {
+        match variant {
+            Variant::Loop if n.div_ceil(piece(dtype, true)) <= 8 * 1024 => Some(Held::X8),
+            Variant::Any if n.div_ceil(piece(dtype, false)) <= 4 * 1024 => Some(Held::AnyX4),
+            _ => None,
+        }
+    }
+
+    /// A launch for rows that are held so.
+    pub(crate) const fn geometry(self, dtype: DType, rows: u32, n: u32, whole_blocks: bool, shared: usize) -> Geometry {
+        match self {
+            Held::X8 => {
+                let threads = n.div_ceil(8 * piece(dtype, true)).next_multiple_of(32);
+                Geometry::new([rows, 1, 1], [threads, 1, 1]).shared_bytes(shared as u32).dependent()
+            }
+            Held::AnyX4 => Variant::Any.geometry(dtype, rows, n, whole_blocks, shared),
+        }
+    }
 }
 
 impl Variant {
@@ -218,7 +250,10 @@ pub(crate) unsafe fn launch<A: KernelArgs>(
 mod tests {
     use super::*;
 
-    const WIDTHS: [u32; 16] = [1, 7, 8, 46, 80, 128, 769, 1024, 3584, 4096, 5125, 8192, 11008, 14336, 16384, 100_000];
+    const WIDTHS: [u32; 26] = [
+        1, 7, 8, 46, 80, 128, 512, 513, 769, 1024, 3584, 4096, 5125, 8191, 8192, 8193, 11008, 14336, 16384, 16385,
+        16392, 32768, 40_000, 65_536, 65_544, 100_000,
+    ];
     const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
     #[test]
@@ -240,6 +275,17 @@ mod tests {
         }
     }
 
+    /// What is read again: aligned rows beyond 128 KiB, and others beyond 16384 elements.
+    #[test]
+    fn rows_are_held_where_they_fit() {
+        for (dtype, n) in DTYPES.into_iter().flat_map(|d| WIDTHS.map(|n| (d, n))) {
+            let held = |aligned| Held::new(dtype, Variant::new(dtype, n, aligned), n);
+            let bytes = n as usize * dtype.size();
+            assert_eq!(held(true), (32 << 10 < bytes && bytes <= 128 << 10).then_some(Held::X8), "{n} {dtype}");
+            assert_eq!(held(false), (n <= 16384).then_some(Held::AnyX4), "{n} {dtype}");
+        }
+    }
+
     #[test]
     fn teams_are_what_kernels_demand() {
         for (dtype, n) in DTYPES.into_iter().flat_map(|d| WIDTHS.map(|n| (d, n))) {
@@ -256,6 +302,14 @@ mod tests {
                 assert!((x * y).is_multiple_of(32) && (x > 32 || x.is_power_of_two()), "{what}");
                 assert!((x <= 32 || (x.is_multiple_of(32) && y == 1)) && (aligned || x >= 32), "{what}");
                 assert!(!whole_blocks || (x >= 32 && y == 1), "{what}");
+                let Some(held) = Held::new(dtype, variant, n) else { continue };
+                let Geometry { grid, block: [x, y, z], .. } = held.geometry(dtype, 5, n, whole_blocks, 0);
+                let what = format!("{n} {dtype}, {held:?}: {grid:?} x ({x}, {y})");
+                let pieces = if held == Held::X8 { 8 } else { 4 };
+                assert!(x * pieces >= n.div_ceil(piece(dtype, aligned)) && x * y <= 1024 && z == 1, "{what}");
+                // Of rows of one warp each there may be several, and a last block may have some to spare.
+                assert!(x.is_multiple_of(32) && (x == 32 || y == 1) && (y == 1 || !whole_blocks), "{what}");
+                assert!(grid[0] * y >= 5 && (grid[0] - 1) * y < 5, "{what}");
             }
             let works = [Work::Plain, Work::Quantise, Work::Add];
             for (rows, work) in [1, 5, 16, 255, 256, 1000, 100_000].into_iter().flat_map(|r| works.map(|w| (r, w))) {

@@ -90,7 +90,10 @@ fn matches_the_reference_in_bf16() {
 #[test]
 fn rows_of_every_length() {
     on_every_device(|device, stream| {
-        for (d, rows) in [(8usize, 3), (2056, 2), (4096, 1), (4104, 2), (8200, 2), (16392, 1), (16393, 1), (32776, 1)] {
+        let lengths = [(8usize, 3), (2056, 2), (4096, 1), (4104, 2), (8200, 2), (16392, 1), (16393, 1), (32776, 1)];
+        // One by one, held and not; and beyond 32 KiB, held by up to 1024 threads, and computed twice.
+        let others = [(7, 3), (46, 3), (513, 2), (769, 2), (5125, 1), (8191, 1), (8193, 1), (40000, 1)];
+        for (d, rows) in lengths.into_iter().chain(others) {
             let x = noise_of::<bf16>(rows * 2 * d, 3);
             let run = |x: &[bf16]| {
                 let rows = x.len() / 2 / d;
@@ -146,6 +149,66 @@ fn the_largest_results() {
             }
         }
     });
+}
+
+/// Rows that are held where they were computed twice once, in each element type, which decides how many pieces they are; and the entries that compute them
+/// twice give the same bits.
+fn check_held<T: Float>() {
+    on_every_device(|device, stream| {
+        // The last: beyond 32 KiB.
+        let long = if T::DTYPE == DType::F32 { 16376 } else { 16392 };
+        for (d, rows) in [(46usize, 3usize), (769, 2), (8191, 1), (long, 1)] {
+            let data = noise_of::<T>(rows * 2 * d, 6);
+            let x = Tensor::from_slice(device, &data, &[rows, 2 * d]).unwrap();
+            let run = |entry: Option<Entry<quant::TokenArgs>>, geometry: Geometry| {
+                let mut out = Tensor::<E4M3>::zeros(device, &[rows, d]).unwrap();
+                let mut scales = Tensor::<f32>::zeros(device, &[rows]).unwrap();
+                let gate = x.as_ptr();
+                let args = quant::TokenArgs {
+                    gate: gate.cast(),
+                    up: gate.wrapping_add(d).cast(),
+                    out: out.as_mut_ptr().cast(),
+                    scales: scales.as_mut_ptr().cast(),
+                    rows: rows as u32,
+                    d: d as u32,
+                    in_stride: 2 * d,
+                    out_stride: d,
+                };
+                // SAFETY: the tensors are as large as the arguments say, and live on.
+                unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+                stream.synchronize().unwrap();
+                (out.to_vec().unwrap(), scales.to_vec().unwrap())
+            };
+            let (dtype, r, n) = (T::DTYPE, rows as u32, d as u32);
+            let variant = quant::Variant::new(dtype, n, d.is_multiple_of(8));
+            let (held, geometry) = match variant {
+                quant::Variant::Any => {
+                    (quant::per_token_any_x4_entry(dtype), quant::per_token_any_x4_geometry(dtype, r, n).unwrap())
+                }
+                _ => (
+                    quant::per_token_entry(dtype, quant::Variant::X4),
+                    quant::per_token_long_geometry(dtype, r, n).unwrap(),
+                ),
+            };
+            let (out, scales) = run(held, geometry);
+            for ((got, want), scale) in out.chunks(d).zip(rows_of(&data, d)).zip(&scales) {
+                check_scale(*scale, quantise::scale(&want, 448.0));
+                check_quantised(got, &want, *scale);
+            }
+            let (twice, twice_scales) = run(quant::per_token_entry(dtype, variant), geometry);
+            assert!(all_bytes(&twice) == all_bytes(&out) && twice_scales == scales, "{d}");
+        }
+    });
+    assert!(quant::per_token_long_geometry(T::DTYPE, 1, 40000).is_none());
+    assert_eq!(quant::per_token_any_x4_geometry(T::DTYPE, 1, 8193).is_none(), T::DTYPE == DType::F32);
+    assert!(quant::per_token_any_x4_geometry(T::DTYPE, 1, 16385).is_none());
+}
+
+#[test]
+fn held_rows_are_the_same_bits() {
+    check_held::<f32>();
+    check_held::<f16>();
+    check_held::<bf16>();
 }
 
 /// Few rows take pieces of half the size: the same bits, in rows with and without a narrower last group, and with a given scale.
@@ -306,6 +369,8 @@ fn entries_have_the_names_of_what_they_do() {
         assert_eq!(quant::per_token_narrow_entry(dtype).unwrap().name, name);
         let name = format!("silu_and_mul_e4m3_per_token_wide_{dtype}");
         assert_eq!(quant::per_token_wide_entry(dtype).unwrap().name, name);
+        let name = format!("silu_and_mul_e4m3_per_token_any_x4_{dtype}");
+        assert_eq!(quant::per_token_any_x4_entry(dtype).unwrap().name, name);
         for (variant, v) in [(X2, "x2"), (X4, "x4"), (Loop, "loop"), (Any, "any")] {
             let name = format!("silu_and_mul_e4m3_per_token_{v}_{dtype}");
             assert_eq!(quant::per_token_entry(dtype, variant).unwrap().name, name);

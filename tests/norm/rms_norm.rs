@@ -1,8 +1,8 @@
-use super::{LONG, widths};
+use super::{HELD, LONG, widths};
 use crate::rows::{Place, Rows, all_bytes, assert_rounded};
 use cuda_std::Float;
 use proptest::sample::select;
-use warploom::norm::{self, Variant, rms_norm};
+use warploom::norm::{self, Held, Variant, rms_norm};
 use warploom::reference::norm as reference;
 use warploom::{DType, Device, Entry, Error, Geometry, Graph, Result, Stream, Tensor, bf16, f16};
 use warploom_tests::{large_gpu, noise_of, on_every_device, property, sanitizing, widen};
@@ -98,7 +98,7 @@ fn fused_add_matches_the_reference() {
 #[test]
 fn rows_of_every_length() {
     on_every_device(|device, stream| {
-        for n in LONG.into_iter().chain([40000]) {
+        for n in LONG.into_iter().chain([65544]) {
             let (x, r) = (noise_of::<bf16>(n, 1), noise_of::<bf16>(n, 7));
             let (dx, mut dr) =
                 (Tensor::from_slice(device, &x, &[1, n]).unwrap(), Tensor::from_slice(device, &r, &[1, n]).unwrap());
@@ -113,6 +113,37 @@ fn rows_of_every_length() {
             assert_eq!(all_bytes(&dr.to_vec().unwrap()), all_bytes(&sum));
         }
     });
+}
+
+fn check_held<T: Float>() {
+    on_every_device(|device, stream| {
+        for (n, rows) in HELD {
+            let (x, r) = (noise_of::<T>(rows * n, 1), noise_of::<T>(rows * n, 7));
+            // Aligned rows as they are; others neither at an aligned address nor at such a distance.
+            let place = if n.is_multiple_of(8) { Place::DENSE } else { Place { offset: 3, gap: 6 } };
+            let (dx, dr) = (Rows::new(device, &x, rows, n, place), Rows::new(device, &r, rows, n, place));
+            let (dw, w) = weights::<T>(device, n);
+            let out = Rows::<T>::poisoned(device, rows, n, place);
+            norm::rms_norm(stream, &mut out.view(), &dx.view(), Some(&dw), 1e-5).unwrap();
+            assert_rounded(&out.take(), &expected(&x, n, Some(&w), 1e-5), RELATIVE, 2f64.powi(-21));
+            norm::fused_add_rms_norm(stream, &mut dx.view(), &mut dr.view(), Some(&dw), 1e-5).unwrap();
+            let (got, sums) = (dx.take(), dr.take());
+            for i in 0..rows {
+                let row = i * n..(i + 1) * n;
+                let (want, sum) = reference::fused_add_rms_norm(&x[row.clone()], &r[row.clone()], Some(&w), 1e-5);
+                assert_rounded(&got[row.clone()], &want, RELATIVE, 2f64.powi(-21));
+                assert_eq!(all_bytes(&sums[row]), all_bytes(&sum));
+            }
+        }
+    });
+}
+
+/// Rows that are held where they were read again once, in each element type.
+#[test]
+fn held_rows_match_the_reference() {
+    check_held::<f32>();
+    check_held::<f16>();
+    check_held::<bf16>();
 }
 
 /// In place, and of more dimensions, and of none.
@@ -269,19 +300,58 @@ fn launched(
     all_bytes(&out.to_vec().unwrap())
 }
 
-/// Rows that go one by one are held in registers where they fit, and read twice elsewhere: the results are the same bits.
+/// The bytes of the results of an entry that adds a residual, of dense rows, and of the sums.
+fn launched_fused_add(
+    stream: &Stream,
+    entry: Option<Entry<rms_norm::FusedAddArgs>>,
+    geometry: Geometry,
+    x: &Tensor<bf16>,
+    w: &Tensor<bf16>,
+) -> [Vec<u8>; 2] {
+    let (rows, n) = (x.shape()[0], x.shape()[1]);
+    let mut out = Tensor::<bf16>::zeros(x.device(), &[rows, n]).unwrap();
+    let mut sum = Tensor::from_slice(x.device(), &noise_of::<bf16>(rows * n, 2), &[rows, n]).unwrap();
+    let args = rms_norm::FusedAddArgs {
+        x: x.as_ptr().cast(),
+        residual: sum.as_ptr().cast(),
+        weight: w.as_ptr().cast(),
+        out: out.as_mut_ptr().cast(),
+        residual_out: sum.as_mut_ptr().cast(),
+        rows: rows as u32,
+        n: n as u32,
+        x_stride: n,
+        residual_stride: n,
+        out_stride: n,
+        residual_out_stride: n,
+        weight_offset: 0.0,
+        eps: 1e-5,
+    };
+    // SAFETY: the tensors are as large as the arguments say, and live on.
+    unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+    stream.synchronize().unwrap();
+    [all_bytes(&out.to_vec().unwrap()), all_bytes(&sum.to_vec().unwrap())]
+}
+
+/// Rows that are held in registers where others of their variant are read twice: the results are the same bits. Of the shortest several share a block, and
+/// the last one has some to spare.
 #[test]
-fn rows_one_by_one_are_the_same_bits() {
+fn held_rows_are_the_same_bits() {
     on_every_device(|device, stream| {
-        let (rows, n) = (2, 769);
-        assert!(rms_norm::is_held_one_by_one(n as u32));
-        let x = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 1), &[rows, n]).unwrap();
-        let (w, _) = weights::<bf16>(device, n);
-        let mut held = Tensor::<bf16>::zeros(device, &[rows, n]).unwrap();
-        norm::rms_norm(stream, &mut held, &x, Some(&w), 1e-5).unwrap();
-        let geometry = rms_norm::geometry(DType::Bf16, Variant::Any, rows as u32, n as u32);
-        let read_twice = launched(stream, rms_norm::entry(DType::Bf16, Variant::Any), geometry, &x, &w);
-        assert_eq!(all_bytes(&held.to_vec().unwrap()), read_twice);
+        for (rows, n) in [(5usize, 46usize), (2, 769), (1, 9001), (1, 16392), (1, 40000)] {
+            let variant = Variant::new(DType::Bf16, n as u32, n.is_multiple_of(8));
+            let held = Held::new(DType::Bf16, variant, n as u32).unwrap();
+            let geometry = rms_norm::held_geometry(DType::Bf16, held, rows as u32, n as u32);
+            let x = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 1), &[rows, n]).unwrap();
+            let (w, _) = weights::<bf16>(device, n);
+            let mut out = Tensor::<bf16>::zeros(device, &[rows, n]).unwrap();
+            norm::rms_norm(stream, &mut out, &x, Some(&w), 1e-5).unwrap();
+            let want = launched(stream, rms_norm::entry(DType::Bf16, variant), geometry, &x, &w);
+            assert_eq!(launched(stream, rms_norm::held_entry(DType::Bf16, held), geometry, &x, &w), want);
+            assert_eq!(all_bytes(&out.to_vec().unwrap()), want);
+            let run = |entry| launched_fused_add(stream, entry, geometry, &x, &w);
+            let want = run(rms_norm::fused_add_entry(DType::Bf16, variant));
+            assert_eq!(run(rms_norm::fused_add_held_entry(DType::Bf16, held)), want);
+        }
     });
 }
 
@@ -304,29 +374,7 @@ fn narrow_rows_are_the_same_bits() {
             assert_eq!(run(rms_norm::narrow_entry(DType::Bf16), narrow), want);
             assert_eq!(run(rms_norm::narrow_entry(DType::Bf16), twos), want);
 
-            let run = |entry: Option<Entry<rms_norm::FusedAddArgs>>, geometry: Geometry| {
-                let mut out = Tensor::<bf16>::zeros(device, &[rows, n]).unwrap();
-                let mut sum = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 2), &[rows, n]).unwrap();
-                let args = rms_norm::FusedAddArgs {
-                    x: x.as_ptr().cast(),
-                    residual: sum.as_ptr().cast(),
-                    weight: w.as_ptr().cast(),
-                    out: out.as_mut_ptr().cast(),
-                    residual_out: sum.as_mut_ptr().cast(),
-                    rows: rows as u32,
-                    n: n as u32,
-                    x_stride: n,
-                    residual_stride: n,
-                    out_stride: n,
-                    residual_out_stride: n,
-                    weight_offset: 0.0,
-                    eps: 1e-5,
-                };
-                // SAFETY: the tensors are as large as the arguments say, and live on.
-                unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
-                stream.synchronize().unwrap();
-                [all_bytes(&out.to_vec().unwrap()), all_bytes(&sum.to_vec().unwrap())]
-            };
+            let run = |entry, geometry| launched_fused_add(stream, entry, geometry, &x, &w);
             let want = run(add_x2, usual);
             assert_eq!(run(rms_norm::fused_add_narrow_entry(DType::Bf16), narrow), want);
             assert_eq!(run(rms_norm::fused_add_narrow_entry(DType::Bf16), twos), want);
@@ -345,8 +393,11 @@ fn entries_have_the_names_of_what_they_do() {
         }
         assert_eq!(rms_norm::narrow_entry(dtype).unwrap().name, format!("rms_norm_narrow_{dtype}"));
         assert_eq!(rms_norm::fused_add_narrow_entry(dtype).unwrap().name, format!("fused_add_rms_norm_narrow_{dtype}"));
-        assert_eq!(rms_norm::any_x4_entry(dtype).unwrap().name, format!("rms_norm_any_x4_{dtype}"));
-        assert_eq!(rms_norm::fused_add_any_x4_entry(dtype).unwrap().name, format!("fused_add_rms_norm_any_x4_{dtype}"));
+        for (held, name) in [(Held::AnyX4, "any_x4"), (Held::X8, "x8")] {
+            assert_eq!(rms_norm::held_entry(dtype, held).unwrap().name, format!("rms_norm_{name}_{dtype}"));
+            let fused = rms_norm::fused_add_held_entry(dtype, held).unwrap();
+            assert_eq!(fused.name, format!("fused_add_rms_norm_{name}_{dtype}"));
+        }
     }
     assert!(rms_norm::entry(DType::I32, Variant::X2).is_none());
 }

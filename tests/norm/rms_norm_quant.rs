@@ -1,9 +1,9 @@
-use super::{LONG, widths};
+use super::{HELD, LONG, widths};
 use crate::rows::{Place, Rows, all_bytes, assert_rounded};
 use cuda_std::Float;
 use proptest::prelude::*;
 use proptest::sample::select;
-use warploom::norm::{self, RmsNormQuantOptions, Variant, rms_norm_quant as quant};
+use warploom::norm::{self, Held, RmsNormQuantOptions, Variant, rms_norm_quant as quant};
 use warploom::reference::{norm as reference, quantise};
 use warploom::{DType, Device, E4M3, Entry, Error, Geometry, Stream, Tensor, bf16, f16};
 use warploom_tests::{noise_of, on_every_device, property, widen};
@@ -109,73 +109,107 @@ fn check_i8(got: &[i8], values: &[f64], scale: f32) {
     }
 }
 
+/// All forms of results of some rows, against the reference.
+fn check_rows<T: Float>(device: &Device, stream: &Stream, rows: usize, n: usize, [from, to]: [Place; 2], with: With) {
+    let case = Case::<T>::new(device, rows, n, from, with);
+    let (out, mut residual) = (Rows::<E4M3>::poisoned(device, rows, n, to), case.residual.view());
+    let mut scales = Tensor::<f32>::uninit(device, &[rows]).unwrap();
+    let options = case.options();
+    norm::rms_norm_e4m3_per_token(
+        stream,
+        &mut out.view(),
+        &mut scales,
+        case.with.residual.then_some(&mut residual),
+        &case.x.view(),
+        1e-5,
+        &options,
+    )
+    .unwrap();
+    for ((got, want), scale) in out.take().chunks(n).zip(&case.want).zip(scales.to_vec().unwrap()) {
+        check_e4m3(got, want, scale);
+    }
+    case.check_residual();
+
+    let case = Case::<T>::new(device, rows, n, from, with);
+    let (out, mut residual) = (Rows::<i8>::poisoned(device, rows, n, to), case.residual.view());
+    let options = case.options();
+    norm::rms_norm_i8_per_token(
+        stream,
+        &mut out.view(),
+        &mut scales,
+        case.with.residual.then_some(&mut residual),
+        &case.x.view(),
+        1e-5,
+        &options,
+    )
+    .unwrap();
+    for ((got, want), scale) in out.take().chunks(n).zip(&case.want).zip(scales.to_vec().unwrap()) {
+        check_i8(got, want, scale);
+    }
+    case.check_residual();
+
+    let case = Case::<T>::new(device, rows, n, from, With { smooth: false, ..with });
+    let (out, mut residual) = (Rows::<E4M3>::poisoned(device, rows, n, to), case.residual.view());
+    let groups = n.div_ceil(GROUP);
+    let strides = if with.smooth { [groups + 1, 1] } else { [1, rows + 1] };
+    let all = Tensor::<f32>::zeros(device, &[(groups + 1) * (rows + 1)]).unwrap();
+    let mut scales = all.as_strided(&[rows, groups], &strides, 0).unwrap();
+    let options = case.options();
+    norm::rms_norm_e4m3_per_group(
+        stream,
+        &mut out.view(),
+        &mut scales,
+        case.with.residual.then_some(&mut residual),
+        &case.x.view(),
+        1e-5,
+        &options,
+    )
+    .unwrap();
+    let scales = scales.to_vec().unwrap();
+    for (r, (got, want)) in out.take().chunks(n).zip(&case.want).enumerate() {
+        for (g, (got, want)) in got.chunks(GROUP).zip(want.chunks(GROUP)).enumerate() {
+            check_e4m3(got, want, scales[r * groups + g]);
+        }
+    }
+    assert_eq!(all.to_vec().unwrap().iter().filter(|s| **s != 0.0).count(), rows * groups);
+    case.check_residual();
+}
+
 fn check<T: Float>() {
     let place = || select(Place::ALL.to_vec());
     property(12, (0usize..4, widths(), place(), place(), with()), |device, stream, (rows, n, from, to, with)| {
-        let case = Case::<T>::new(device, rows, n, from, with);
-        let (out, mut residual) = (Rows::<E4M3>::poisoned(device, rows, n, to), case.residual.view());
-        let mut scales = Tensor::<f32>::uninit(device, &[rows]).unwrap();
-        let options = case.options();
-        norm::rms_norm_e4m3_per_token(
-            stream,
-            &mut out.view(),
-            &mut scales,
-            case.with.residual.then_some(&mut residual),
-            &case.x.view(),
-            1e-5,
-            &options,
-        )
-        .unwrap();
-        for ((got, want), scale) in out.take().chunks(n).zip(&case.want).zip(scales.to_vec().unwrap()) {
-            check_e4m3(got, want, scale);
-        }
-        case.check_residual();
-
-        let case = Case::<T>::new(device, rows, n, from, with);
-        let (out, mut residual) = (Rows::<i8>::poisoned(device, rows, n, to), case.residual.view());
-        let options = case.options();
-        norm::rms_norm_i8_per_token(
-            stream,
-            &mut out.view(),
-            &mut scales,
-            case.with.residual.then_some(&mut residual),
-            &case.x.view(),
-            1e-5,
-            &options,
-        )
-        .unwrap();
-        for ((got, want), scale) in out.take().chunks(n).zip(&case.want).zip(scales.to_vec().unwrap()) {
-            check_i8(got, want, scale);
-        }
-        case.check_residual();
-
-        let case = Case::<T>::new(device, rows, n, from, With { smooth: false, ..with });
-        let (out, mut residual) = (Rows::<E4M3>::poisoned(device, rows, n, to), case.residual.view());
-        let groups = n.div_ceil(GROUP);
-        let strides = if with.smooth { [groups + 1, 1] } else { [1, rows + 1] };
-        let all = Tensor::<f32>::zeros(device, &[(groups + 1) * (rows + 1)]).unwrap();
-        let mut scales = all.as_strided(&[rows, groups], &strides, 0).unwrap();
-        let options = case.options();
-        norm::rms_norm_e4m3_per_group(
-            stream,
-            &mut out.view(),
-            &mut scales,
-            case.with.residual.then_some(&mut residual),
-            &case.x.view(),
-            1e-5,
-            &options,
-        )
-        .unwrap();
-        let scales = scales.to_vec().unwrap();
-        for (r, (got, want)) in out.take().chunks(n).zip(&case.want).enumerate() {
-            for (g, (got, want)) in got.chunks(GROUP).zip(want.chunks(GROUP)).enumerate() {
-                check_e4m3(got, want, scales[r * groups + g]);
-            }
-        }
-        assert_eq!(all.to_vec().unwrap().iter().filter(|s| **s != 0.0).count(), rows * groups);
-        case.check_residual();
+        check_rows::<T>(device, stream, rows, n, [from, to], with);
         Ok(())
     });
+}
+
+fn check_held<T: Float>() {
+    on_every_device(|device, stream| {
+        for (i, (n, rows)) in HELD.into_iter().enumerate() {
+            // Aligned rows as they are; others neither at an aligned address nor at such a distance.
+            let place = if n.is_multiple_of(8) { Place::DENSE } else { Place { offset: 3, gap: 6 } };
+            for residual in [false, true] {
+                // Both ways of every width, by turns: one element type or another has each.
+                let smooth = (i + size_of::<T>()).is_multiple_of(2) != residual;
+                let with = With { weight: true, one_plus: residual, residual, smooth };
+                check_rows::<T>(device, stream, rows, n, [place, place], with);
+            }
+        }
+    });
+}
+
+/// Rows that are held where they were read again once.
+#[test]
+fn held_rows_match_the_reference_in_f32() {
+    check_held::<f32>();
+}
+#[test]
+fn held_rows_match_the_reference_in_f16() {
+    check_held::<f16>();
+}
+#[test]
+fn held_rows_match_the_reference_in_bf16() {
+    check_held::<bf16>();
 }
 
 #[test]
@@ -194,7 +228,7 @@ fn matches_the_reference_in_bf16() {
 #[test]
 fn rows_of_every_length() {
     on_every_device(|device, stream| {
-        for n in LONG {
+        for n in LONG.into_iter().chain([65544]) {
             let with = With { weight: true, one_plus: false, residual: true, smooth: false };
             let case = Case::<bf16>::new(device, 1, n, Place::DENSE, with);
             let (out, mut residual) = (Rows::<E4M3>::poisoned(device, 1, n, Place::DENSE), case.residual.view());
@@ -349,6 +383,117 @@ fn refuses_what_it_cannot_do() {
     assert!(matches!(group(&mut same, options()), Error::Stride { arg: "scales", .. }));
 }
 
+/// The results of an entry for dense rows, the bytes of their scales, and those of the residual.
+fn tokens_launched(
+    stream: &Stream,
+    entry: Option<Entry<quant::I8PerTokenArgs>>,
+    geometry: Geometry,
+    x: &Tensor<bf16>,
+    w: &Tensor<bf16>,
+    residual: bool,
+) -> (Vec<i8>, Vec<u8>, Vec<u8>) {
+    let (device, rows, n) = (x.device(), x.shape()[0], x.shape()[1]);
+    let mut out = Tensor::<i8>::zeros(device, &[rows, n]).unwrap();
+    let mut scales = Tensor::<f32>::zeros(device, &[rows]).unwrap();
+    let mut r = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 3), &[rows, n]).unwrap();
+    let args = quant::I8PerTokenArgs {
+        x: x.as_ptr().cast(),
+        residual: if residual { r.as_mut_ptr().cast() } else { std::ptr::null_mut() },
+        weight: w.as_ptr().cast(),
+        smooth: std::ptr::null(),
+        out: out.as_mut_ptr().cast(),
+        scales: scales.as_mut_ptr().cast(),
+        rows: rows as u32,
+        n: n as u32,
+        x_stride: n,
+        residual_stride: n,
+        out_stride: n,
+        weight_offset: 0.0,
+        eps: 1e-5,
+    };
+    // SAFETY: the tensors are as large as the arguments say, and live on.
+    unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+    stream.synchronize().unwrap();
+    (out.to_vec().unwrap(), all_bytes(&scales.to_vec().unwrap()), all_bytes(&r.to_vec().unwrap()))
+}
+
+/// As [`tokens_launched`].
+fn groups_launched(
+    stream: &Stream,
+    entry: Option<Entry<quant::E4m3PerGroupArgs>>,
+    geometry: Geometry,
+    x: &Tensor<bf16>,
+    w: &Tensor<bf16>,
+    residual: bool,
+) -> [Vec<u8>; 3] {
+    let (device, rows, n) = (x.device(), x.shape()[0], x.shape()[1]);
+    let groups = n.div_ceil(GROUP);
+    let mut out = Tensor::<E4M3>::zeros(device, &[rows, n]).unwrap();
+    let mut scales = Tensor::<f32>::zeros(device, &[rows, groups]).unwrap();
+    let mut r = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 3), &[rows, n]).unwrap();
+    let args = quant::E4m3PerGroupArgs {
+        x: x.as_ptr().cast(),
+        residual: if residual { r.as_mut_ptr().cast() } else { std::ptr::null_mut() },
+        weight: w.as_ptr().cast(),
+        out: out.as_mut_ptr().cast(),
+        scales: scales.as_mut_ptr().cast(),
+        rows: rows as u32,
+        n: n as u32,
+        x_stride: n,
+        residual_stride: n,
+        out_stride: n,
+        scale_row_stride: groups,
+        scale_group_stride: 1,
+        weight_offset: 0.0,
+        eps: 1e-5,
+    };
+    // SAFETY: the tensors are as large as the arguments say, and live on.
+    unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+    stream.synchronize().unwrap();
+    [all_bytes(&out.to_vec().unwrap()), all_bytes(&scales.to_vec().unwrap()), all_bytes(&r.to_vec().unwrap())]
+}
+
+/// Rows that are held in registers where others of their variant are read twice: the results are the same bits, in rows without a number, too.
+#[test]
+fn held_rows_are_the_same_bits() {
+    on_every_device(|device, stream| {
+        for (rows, n) in [(2usize, 46usize), (2, 769), (1, 9001), (2, 16392), (1, 40000)] {
+            let variant = Variant::new(DType::Bf16, n as u32, n.is_multiple_of(8));
+            let held = quant::held(DType::Bf16, variant, n as u32).unwrap();
+            let geometry = quant::held_geometry(DType::Bf16, held, rows as u32, n as u32);
+            let (mut x, w) = (noise_of::<bf16>(rows * n, 1), noise_of::<bf16>(n, 2));
+            if rows > 1 {
+                (x[5], x[n + 7]) = (bf16::NAN, bf16::INFINITY);
+            }
+            let x = Tensor::from_slice(device, &x, &[rows, n]).unwrap();
+            let w = Tensor::from_slice(device, &w, &[n]).unwrap();
+            for add in [false, true] {
+                let run = |entry| tokens_launched(stream, entry, geometry, &x, &w, add);
+                let want = run(quant::i8_per_token_entry(DType::Bf16, variant, add));
+                assert_eq!(run(quant::i8_per_token_held_entry(DType::Bf16, held, add)), want);
+                let run = |entry| groups_launched(stream, entry, geometry, &x, &w, add);
+                let want = run(quant::e4m3_per_group_entry(DType::Bf16, variant, add));
+                assert_eq!(run(quant::e4m3_per_group_held_entry(DType::Bf16, held, add)), want);
+            }
+        }
+    });
+}
+
+/// What an entry is compiled for: rows of eight pieces a thread have fewer threads here than elsewhere.
+#[test]
+fn held_rows_fit_their_entries() {
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        for bytes in [32 << 10, (32 << 10) + 16, 80 << 10, (80 << 10) + 16, 128 << 10] {
+            let n = (bytes / dtype.size()) as u32;
+            let held = quant::held(dtype, Variant::new(dtype, n, true), n);
+            assert_eq!(held, (32 << 10 < bytes && bytes <= 80 << 10).then_some(Held::X8), "{n} {dtype}");
+            let Some(held) = held else { continue };
+            let [threads, ..] = quant::held_geometry(dtype, held, 1, n).block;
+            assert!(threads <= 640 && threads as usize * 8 * 16 >= bytes, "{n} {dtype}");
+        }
+    }
+}
+
 /// The entries for many rows and for narrow ones, which take over where a property test does not get to, give the same bits as the others: with
 /// whole pieces a thread and without, where a row has no number, and where the last block has rows to spare.
 #[test]
@@ -368,30 +513,7 @@ fn many_rows_and_narrow_ones_are_the_same_bits() {
                 geometry
             };
 
-            let run = |entry: Option<Entry<quant::I8PerTokenArgs>>, geometry: Geometry, residual: bool| {
-                let mut out = Tensor::<i8>::zeros(device, &[rows, n]).unwrap();
-                let mut scales = Tensor::<f32>::zeros(device, &[rows]).unwrap();
-                let mut r = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 3), &[rows, n]).unwrap();
-                let args = quant::I8PerTokenArgs {
-                    x: x.as_ptr().cast(),
-                    residual: if residual { r.as_mut_ptr().cast() } else { std::ptr::null_mut() },
-                    weight: w.as_ptr().cast(),
-                    smooth: std::ptr::null(),
-                    out: out.as_mut_ptr().cast(),
-                    scales: scales.as_mut_ptr().cast(),
-                    rows: rows as u32,
-                    n: n as u32,
-                    x_stride: n,
-                    residual_stride: n,
-                    out_stride: n,
-                    weight_offset: 0.0,
-                    eps: 1e-5,
-                };
-                // SAFETY: the tensors are as large as the arguments say, and live on.
-                unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
-                stream.synchronize().unwrap();
-                (out.to_vec().unwrap(), all_bytes(&scales.to_vec().unwrap()), all_bytes(&r.to_vec().unwrap()))
-            };
+            let run = |entry, geometry, add| tokens_launched(stream, entry, geometry, &x, &w, add);
             for add in [false, true] {
                 let want = run(quant::i8_per_token_entry(DType::Bf16, Variant::X2, add), usual, add);
                 for geometry in [narrow, twos(narrow)] {
@@ -405,36 +527,7 @@ fn many_rows_and_narrow_ones_are_the_same_bits() {
                 }
             }
 
-            let groups = n.div_ceil(GROUP);
-            let run = |entry: Option<Entry<quant::E4m3PerGroupArgs>>, geometry: Geometry, residual: bool| {
-                let mut out = Tensor::<E4M3>::zeros(device, &[rows, n]).unwrap();
-                let mut scales = Tensor::<f32>::zeros(device, &[rows, groups]).unwrap();
-                let mut r = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 3), &[rows, n]).unwrap();
-                let args = quant::E4m3PerGroupArgs {
-                    x: x.as_ptr().cast(),
-                    residual: if residual { r.as_mut_ptr().cast() } else { std::ptr::null_mut() },
-                    weight: w.as_ptr().cast(),
-                    out: out.as_mut_ptr().cast(),
-                    scales: scales.as_mut_ptr().cast(),
-                    rows: rows as u32,
-                    n: n as u32,
-                    x_stride: n,
-                    residual_stride: n,
-                    out_stride: n,
-                    scale_row_stride: groups,
-                    scale_group_stride: 1,
-                    weight_offset: 0.0,
-                    eps: 1e-5,
-                };
-                // SAFETY: the tensors are as large as the arguments say, and live on.
-                unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
-                stream.synchronize().unwrap();
-                [
-                    all_bytes(&out.to_vec().unwrap()),
-                    all_bytes(&scales.to_vec().unwrap()),
-                    all_bytes(&r.to_vec().unwrap()),
-                ]
-            };
+            let run = |entry, geometry, add| groups_launched(stream, entry, geometry, &x, &w, add);
             for add in [false, true] {
                 let want = run(quant::e4m3_per_group_entry(DType::Bf16, Variant::X2, add), usual, add);
                 for geometry in [narrow, twos(narrow)] {
@@ -477,6 +570,14 @@ fn entries_have_the_names_of_what_they_do() {
             assert_eq!(quant::e4m3_per_token_narrow_entry(dtype, add).unwrap().name, name("e4m3_per_token"));
             assert_eq!(quant::i8_per_token_narrow_entry(dtype, add).unwrap().name, name("i8_per_token"));
             assert_eq!(quant::e4m3_per_group_narrow_entry(dtype, add).unwrap().name, name("e4m3_per_group"));
+        }
+        for (held, name) in [(Held::AnyX4, "any_x4"), (Held::X8, "x8")] {
+            for (add, prefix) in [(false, ""), (true, "fused_add_")] {
+                let name = |q: &str| format!("{prefix}rms_norm_{q}_{name}_{dtype}");
+                assert_eq!(quant::e4m3_per_token_held_entry(dtype, held, add).unwrap().name, name("e4m3_per_token"));
+                assert_eq!(quant::i8_per_token_held_entry(dtype, held, add).unwrap().name, name("i8_per_token"));
+                assert_eq!(quant::e4m3_per_group_held_entry(dtype, held, add).unwrap().name, name("e4m3_per_group"));
+            }
         }
         for (v, name) in [(Variant::X2, "x2"), (Variant::X4, "x4"), (Variant::Loop, "loop"), (Variant::Any, "any")] {
             for (add, prefix) in [(false, ""), (true, "fused_add_")] {

@@ -188,6 +188,30 @@ pub const fn per_token_wide_geometry(dtype: DType, rows: u32, d: u32) -> Geometr
 /// The most rows of [`per_token_wide_entry`], two for each multiprocessor: more of them wait for room. Measured on an H200.
 pub const MOST_WIDE: u32 = 264;
 
+/// The entry with a scale for each row, for rows of [`Variant::Any`] that have a [`per_token_any_x4_geometry`]. The results are the same bits.
+pub const fn per_token_any_x4_entry(dtype: DType) -> Option<Entry<TokenArgs>> {
+    pieces::instance(dtype, 24)
+}
+
+/// How to launch [`per_token_any_x4_entry`]; `None` where a row has more elements than a block holds, 16 a thread: f32, of which gates and ups take two
+/// registers each, leaves them for 512 threads, others for 1024.
+pub const fn per_token_any_x4_geometry(dtype: DType, rows: u32, d: u32) -> Option<Geometry> {
+    let most = if matches!(dtype, DType::F32) { 512 } else { 1024 };
+    if d > 16 * most {
+        return None;
+    }
+    Some(per_token_geometry(dtype, Variant::Any, rows, d))
+}
+
+/// How to launch [`per_token_entry`] of [`Variant::X4`] for rows that [`Variant`] has beyond it; `None` where it cannot hold them: beyond 64 KiB.
+pub const fn per_token_long_geometry(dtype: DType, rows: u32, d: u32) -> Option<Geometry> {
+    let threads = d.div_ceil(4 * pieces::piece(dtype, true)).next_multiple_of(32);
+    if threads > 1024 || threads == 0 {
+        return None;
+    }
+    Some(Geometry::linear(rows, threads).shared_bytes(kernel::SHARED_BYTES as u32).dependent())
+}
+
 /// Rows that are worth a cluster each: beyond, blocks wait for each other. Measured on an H200, as what follows.
 const MOST_CLUSTERS: u32 = 64;
 /// The same of rows that a block can hold with a piece a thread.
@@ -270,6 +294,11 @@ pub unsafe fn launch_per_token(stream: &Stream, dtype: DType, args: &TokenArgs) 
         && stream.device().properties().compute_capability == (9, 0);
     let cluster = if clusters { per_token_cluster_geometry(dtype, rows, args.d) } else { None };
     let narrow = short.and_then(|_| per_token_narrow_geometry(dtype, rows, args.d));
+    let held = match variant {
+        Variant::Loop => per_token_long_geometry(dtype, rows, args.d).map(|geometry| (Variant::X4, geometry)),
+        Variant::Any => per_token_any_x4_geometry(dtype, rows, args.d).map(|geometry| (Variant::Any, geometry)),
+        _ => None,
+    };
     let (entry, geometry) = match (cluster, narrow, short) {
         (Some(geometry), ..) => (per_token_cluster_entry(dtype), geometry),
         (_, Some(geometry), _) => (per_token_narrow_entry(dtype), geometry),
@@ -277,6 +306,10 @@ pub unsafe fn launch_per_token(stream: &Stream, dtype: DType, args: &TokenArgs) 
         _ if variant == Variant::X4 && rows <= MOST_WIDE => {
             (per_token_wide_entry(dtype), per_token_wide_geometry(dtype, rows, args.d))
         }
+        _ if let Some((held, geometry)) = held => match held {
+            Variant::Any => (per_token_any_x4_entry(dtype), geometry),
+            _ => (per_token_entry(dtype, held), geometry),
+        },
         _ => (per_token_entry(dtype, variant), per_token_geometry(dtype, variant, rows, args.d)),
     };
     // SAFETY: forwarded to the caller; the entry fits the alignment.

@@ -3,12 +3,12 @@
 //! Source: Ba, Kiros and Hinton, *Layer Normalization*, 2016. The variance is that of differences from means, and does not
 //! cancel for rows far from zero.
 
-use super::rms_norm::{check_eps, check_vector, is_held_one_by_one};
+use super::rms_norm::{check_eps, check_vector};
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
 use crate::kernels::norm::layer_norm as kernel;
-use crate::pieces::{self, Variant};
+use crate::pieces::{self, Held, Variant};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Entry, Float};
 
@@ -32,9 +32,17 @@ pub const fn many_entry(dtype: DType) -> Option<Entry<Args>> {
     pieces::instance(dtype, 12)
 }
 
-/// [`entry`] of [`Variant::Any`] for rows that [are held one by one](super::rms_norm::is_held_one_by_one). The results are the same bits.
-pub const fn any_x4_entry(dtype: DType) -> Option<Entry<Args>> {
-    pieces::instance(dtype, 15)
+/// The entry for rows that are [`Held`], if there is one for the element type. The results are the bits of [`entry`], launched as this one.
+pub const fn held_entry(dtype: DType, how: Held) -> Option<Entry<Args>> {
+    match how {
+        Held::AnyX4 => pieces::instance(dtype, 15),
+        Held::X8 => pieces::instance(dtype, 18),
+    }
+}
+
+/// How to launch [`held_entry`] for `rows` rows of `n` elements.
+pub const fn held_geometry(dtype: DType, how: Held, rows: u32, n: u32) -> Geometry {
+    how.geometry(dtype, rows, n, false, kernel::SHARED_BYTES)
 }
 
 /// The least bytes of rows for [`many_entry`]: with fewer, the weights are in time. Measured on an H200.
@@ -66,12 +74,12 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
         (args.out.cast_const(), args.out_stride, size),
     ];
     let variant = variant(dtype, args.n, pieces::aligned(dtype, args.n, &places));
-    let geometry = geometry(dtype, variant, args.rows, args.n);
-    let many = args.rows as u64 * args.n as u64 * size as u64 >= LEAST_MANY_BYTES && geometry.block[1] == 1;
-    let entry = match variant {
-        Variant::X4 if many => many_entry(dtype),
-        Variant::Any if is_held_one_by_one(args.n) => any_x4_entry(dtype),
-        _ => entry(dtype, variant),
+    let usual = geometry(dtype, variant, args.rows, args.n);
+    let many = args.rows as u64 * args.n as u64 * size as u64 >= LEAST_MANY_BYTES && usual.block[1] == 1;
+    let (entry, geometry) = match Held::new(dtype, variant, args.n) {
+        Some(how) => (held_entry(dtype, how), held_geometry(dtype, how, args.rows, args.n)),
+        None if variant == Variant::X4 && many => (many_entry(dtype), usual),
+        None => (entry(dtype, variant), usual),
     };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, "layer_norm", dtype, entry, &geometry, args) }

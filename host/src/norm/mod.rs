@@ -10,7 +10,7 @@ pub mod qk_norm;
 pub mod rms_norm;
 pub mod rms_norm_quant;
 
-pub use crate::pieces::Variant;
+pub use crate::pieces::{Held, Variant};
 pub use layer_norm::layer_norm;
 pub use qk_norm::{gemma_qk_norm, qk_norm};
 pub use rms_norm::{fused_add_rms_norm, fused_add_rms_norm_to, gemma_fused_add_rms_norm, gemma_rms_norm, rms_norm};

@@ -8,7 +8,7 @@ use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
 use crate::kernels::norm::rms_norm as kernel;
-use crate::pieces::{self, Variant, Work};
+use crate::pieces::{self, Held, Variant, Work};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Entry, Float};
 
@@ -25,20 +25,22 @@ pub const fn fused_add_entry(dtype: DType, variant: Variant) -> Option<Entry<Fus
     pieces::instance(dtype, variant.first())
 }
 
-/// Whether rows of `n` elements that go one by one ([`Variant::Any`]) fit in the registers of a block of more than a warp. With [`any_x4_entry`]
-/// they are read once; it is launched as [`entry`]'s, and the results are the same bits.
-pub const fn is_held_one_by_one(n: u32) -> bool {
-    512 < n && n <= 8192
+/// Where the instances begin.
+const fn held_first(how: Held) -> usize {
+    match how {
+        Held::AnyX4 => 12,
+        Held::X8 => 18,
+    }
 }
 
-/// The entry for rows that [are held one by one](is_held_one_by_one), if there is one for the element type.
-pub const fn any_x4_entry(dtype: DType) -> Option<Entry<Args>> {
-    pieces::instance(dtype, 12)
+/// The entry for rows that are [`Held`], if there is one for the element type. The results are the bits of [`entry`], launched as this one.
+pub const fn held_entry(dtype: DType, how: Held) -> Option<Entry<Args>> {
+    pieces::instance(dtype, held_first(how))
 }
 
-/// As [`any_x4_entry`], adding a residual.
-pub const fn fused_add_any_x4_entry(dtype: DType) -> Option<Entry<FusedAddArgs>> {
-    pieces::instance(dtype, 12)
+/// As [`held_entry`], adding a residual.
+pub const fn fused_add_held_entry(dtype: DType, how: Held) -> Option<Entry<FusedAddArgs>> {
+    pieces::instance(dtype, held_first(how))
 }
 
 /// The entry for rows that have a [`narrow_geometry`], if there is one for the element type. The results are the same bits.
@@ -51,7 +53,12 @@ pub const fn fused_add_narrow_entry(dtype: DType) -> Option<Entry<FusedAddArgs>>
     pieces::instance(dtype, 15)
 }
 
-/// How to launch any of them but the narrow ones for `rows` rows of `n` elements.
+/// How to launch [`held_entry`] and [`fused_add_held_entry`] for `rows` rows of `n` elements.
+pub const fn held_geometry(dtype: DType, how: Held, rows: u32, n: u32) -> Geometry {
+    how.geometry(dtype, rows, n, false, kernel::SHARED_BYTES)
+}
+
+/// How to launch any of the others but the narrow ones for `rows` rows of `n` elements.
 pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
     let geometry = variant.geometry(dtype, rows, n, matches!(variant, Variant::X4), kernel::SHARED_BYTES);
     if matches!(variant, Variant::X2) { geometry.evenly() } else { geometry }
@@ -99,8 +106,10 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
     let (entry, geometry) = match narrow_geometry(dtype, args.rows, args.n) {
         // Rows of one warp share blocks as it is.
         Some(narrow) if variant == Variant::X2 && usual.block[1] == 1 => (narrow_entry(dtype), narrow),
-        _ if variant == Variant::Any && is_held_one_by_one(args.n) => (any_x4_entry(dtype), usual),
-        _ => (entry(dtype, variant), usual),
+        _ => match Held::new(dtype, variant, args.n) {
+            Some(how) => (held_entry(dtype, how), held_geometry(dtype, how, args.rows, args.n)),
+            None => (entry(dtype, variant), usual),
+        },
     };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, "rms_norm", dtype, entry, &geometry, args) }
@@ -133,8 +142,10 @@ pub unsafe fn launch_fused_add(stream: &Stream, dtype: DType, args: &FusedAddArg
         {
             (fused_add_narrow_entry(dtype), narrow)
         }
-        _ if variant == Variant::Any && is_held_one_by_one(args.n) => (fused_add_any_x4_entry(dtype), usual),
-        _ => (fused_add_entry(dtype, variant), usual),
+        _ => match Held::new(dtype, variant, args.n) {
+            Some(how) => (fused_add_held_entry(dtype, how), held_geometry(dtype, how, args.rows, args.n)),
+            None => (fused_add_entry(dtype, variant), usual),
+        },
     };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, "fused_add_rms_norm", dtype, entry, &geometry, args) }

@@ -12,7 +12,7 @@ use crate::check::{Call, Rows};
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
 use crate::kernels::norm::rms_norm_quant as kernel;
-use crate::pieces::{self, Variant, Work};
+use crate::pieces::{self, Held, Variant, Work};
 use crate::tensor::Tensor;
 use cuda_std::{DType, E4M3, Element, Entry, Float};
 use std::ffi::c_void;
@@ -101,6 +101,43 @@ pub const fn e4m3_per_group_narrow_many_entry(dtype: DType) -> Option<Entry<E4m3
 /// As [`e4m3_per_token_narrow_x3_entry`], of [`e4m3_per_group_entry`].
 pub const fn e4m3_per_group_narrow_x3_entry(dtype: DType) -> Option<Entry<E4m3PerGroupArgs>> {
     pieces::instance(dtype, 36)
+}
+
+/// How rows of `n` elements are held that have this [`Variant`], if they can be: [`Held::new`], but eight pieces a thread up to 80 KiB only.
+pub const fn held(dtype: DType, variant: Variant, n: u32) -> Option<Held> {
+    match Held::new(dtype, variant, n) {
+        Some(Held::X8) if n.div_ceil(8 * pieces::piece(dtype, true)) > kernel::X8_THREADS => None,
+        how => how,
+    }
+}
+
+/// Where the instances begin.
+const fn held_first(how: Held, fused_add: bool) -> usize {
+    let first = match how {
+        Held::AnyX4 => 39,
+        Held::X8 => 45,
+    };
+    if fused_add { first + 3 } else { first }
+}
+
+/// [`e4m3_per_token_entry`] for rows that are [`held`]. The results are the bits of that one, launched as this one.
+pub const fn e4m3_per_token_held_entry(dtype: DType, how: Held, fused_add: bool) -> Option<Entry<E4m3PerTokenArgs>> {
+    pieces::instance(dtype, held_first(how, fused_add))
+}
+
+/// As [`e4m3_per_token_held_entry`], of [`i8_per_token_entry`].
+pub const fn i8_per_token_held_entry(dtype: DType, how: Held, fused_add: bool) -> Option<Entry<I8PerTokenArgs>> {
+    pieces::instance(dtype, held_first(how, fused_add))
+}
+
+/// As [`e4m3_per_token_held_entry`], of [`e4m3_per_group_entry`].
+pub const fn e4m3_per_group_held_entry(dtype: DType, how: Held, fused_add: bool) -> Option<Entry<E4m3PerGroupArgs>> {
+    pieces::instance(dtype, held_first(how, fused_add))
+}
+
+/// How to launch [`e4m3_per_token_held_entry`] and its like for `rows` rows of `n` elements.
+pub const fn held_geometry(dtype: DType, how: Held, rows: u32, n: u32) -> Geometry {
+    how.geometry(dtype, rows, n, true, kernel::SHARED_BYTES)
 }
 
 /// How to launch the narrow entries, where they serve: rows of up to four warps, in two pieces of 16 bytes a thread ([`Variant::X2`]).
@@ -192,7 +229,7 @@ impl Alone {
 }
 
 macro_rules! launches {
-    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $many:ident, $narrow:ident, $own:expr, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
+    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $many:ident, $narrow:ident, $held:ident, $own:expr, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
         $(#[$m])*
         ///
         /// `x` and `out` are `[rows, n]` with the distances in `args`; `residual` is `[rows, n]`, added to `x` and
@@ -222,6 +259,9 @@ macro_rules! launches {
             let many = if is_many { many_geometry(dtype, rows, $args.n) } else { None };
             let own = $own(&Alone { dtype, rows, n: $args.n, usual, narrow });
             let (entry, geometry): (Option<Entry<$Args>>, _) = match (many, own, narrow) {
+                _ if let Some(how) = held(dtype, variant, $args.n) => {
+                    ($held(dtype, how, !alone), held_geometry(dtype, how, rows, $args.n))
+                }
                 _ if variant != Variant::X2 => ($entry(dtype, variant, !alone), usual),
                 (Some(many), ..) if alone => ($many(dtype), many),
                 (_, Some(own), _) if alone => own,
@@ -236,16 +276,16 @@ macro_rules! launches {
 launches! {
     /// Launches [`rms_norm_e4m3_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
     launch_e4m3_per_token, E4m3PerTokenArgs, e4m3_per_token_entry, e4m3_per_token_many_entry, e4m3_per_token_narrow_entry,
-        |rows: &Alone| rows.tokens(e4m3_per_token_narrow_x3_entry, e4m3_per_token_few_entry),
+        e4m3_per_token_held_entry, |rows: &Alone| rows.tokens(e4m3_per_token_narrow_x3_entry, e4m3_per_token_few_entry),
         "rms_norm_e4m3_per_token", |args| args.smooth;
     /// Launches [`rms_norm_i8_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
     launch_i8_per_token, I8PerTokenArgs, i8_per_token_entry, i8_per_token_many_entry, i8_per_token_narrow_entry,
-        |rows: &Alone| rows.tokens(i8_per_token_narrow_x3_entry, i8_per_token_few_entry),
+        i8_per_token_held_entry, |rows: &Alone| rows.tokens(i8_per_token_narrow_x3_entry, i8_per_token_few_entry),
         "rms_norm_i8_per_token", |args| args.smooth;
     /// Launches [`rms_norm_e4m3_per_group`] on raw pointers (layer L1). `scales` is `[rows, ceil(n / 128)]` with the
     /// distances in `args`.
     launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, e4m3_per_group_many_entry, e4m3_per_group_narrow_entry,
-        |rows: &Alone| rows.groups(e4m3_per_group_narrow_x3_entry, e4m3_per_group_narrow_many_entry),
+        e4m3_per_group_held_entry, |rows: &Alone| rows.groups(e4m3_per_group_narrow_x3_entry, e4m3_per_group_narrow_many_entry),
         "rms_norm_e4m3_per_group", |_args| std::ptr::null();
 }
 

@@ -7,8 +7,8 @@
 //!   before. Launches in between take one whole piece a thread (`one`).
 //! * With a scale for each row: a block for each row keeps the results in registers, `N` pieces a thread, until it
 //!   knows the largest; one piece a thread if that is enough (`short`; `narrow`, with several rows a block, since blocks start one by one). Long rows
-//!   take two (`x2`; `wide`, with up to 1024 threads, while two blocks a multiprocessor are enough) or four. Rows too long for that (`N = 0`) are
-//!   computed twice, the second time from the second-level cache. Few long rows take a cluster of blocks each instead: one multiprocessor reads 64 bytes a cycle, which for a
+//!   take two (`x2`; `wide`, with up to 1024 threads, while two blocks a multiprocessor are enough) or four (`x4`, with up to 1024 threads; `any_x4`
+//!   element by element). Rows too long for that (`N = 0`) are computed twice, the second time from the second-level cache. Few long rows take a cluster of blocks each instead: one multiprocessor reads 64 bytes a cycle, which for a
 //!   row of 14336 is twice the time of all the rest.
 //!
 //! Results are quantised from f32; they are not rounded to the input's type before.
@@ -524,9 +524,9 @@ pub mod tokens {
         silu_and_mul_e4m3_per_token_x2_f32 { type T = f32; } [512, 3] => per_token_held::<T, SiluAndMul, E4M3, 4, 2, false, true>;
         silu_and_mul_e4m3_per_token_x2_f16 { type T = half::f16; } [512, 3] => per_token_held::<T, SiluAndMul, E4M3, 8, 2, false, true>;
         silu_and_mul_e4m3_per_token_x2_bf16 { type T = half::bf16; } [512, 3] => per_token_held::<T, SiluAndMul, E4M3, 8, 2, false, true>;
-        silu_and_mul_e4m3_per_token_x4_f32 { type T = f32; } [512] => per_token::<T, SiluAndMul, E4M3, 4, 4, true>;
-        silu_and_mul_e4m3_per_token_x4_f16 { type T = half::f16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 4, true>;
-        silu_and_mul_e4m3_per_token_x4_bf16 { type T = half::bf16; } [512] => per_token::<T, SiluAndMul, E4M3, 8, 4, true>;
+        silu_and_mul_e4m3_per_token_x4_f32 { type T = f32; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 4, true>;
+        silu_and_mul_e4m3_per_token_x4_f16 { type T = half::f16; } [1024] => per_token::<T, SiluAndMul, E4M3, 8, 4, true>;
+        silu_and_mul_e4m3_per_token_x4_bf16 { type T = half::bf16; } [1024] => per_token::<T, SiluAndMul, E4M3, 8, 4, true>;
         silu_and_mul_e4m3_per_token_loop_f32 { type T = f32; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 0, true>;
         silu_and_mul_e4m3_per_token_loop_f16 { type T = half::f16; } [1024] => per_token::<T, SiluAndMul, E4M3, 8, 0, true>;
         silu_and_mul_e4m3_per_token_loop_bf16 { type T = half::bf16; } [1024] => per_token::<T, SiluAndMul, E4M3, 8, 0, true>;
@@ -545,5 +545,8 @@ pub mod tokens {
         silu_and_mul_e4m3_per_token_wide_f32 { type T = f32; } [1024, 2] => per_token_held::<T, SiluAndMul, E4M3, 4, 2, false, false>;
         silu_and_mul_e4m3_per_token_wide_f16 { type T = half::f16; } [1024, 2] => per_token_held::<T, SiluAndMul, E4M3, 8, 2, false, false>;
         silu_and_mul_e4m3_per_token_wide_bf16 { type T = half::bf16; } [1024, 2] => per_token_held::<T, SiluAndMul, E4M3, 8, 2, false, false>;
+        silu_and_mul_e4m3_per_token_any_x4_f32 { type T = f32; } [512] => per_token::<T, SiluAndMul, E4M3, 4, 4, false>;
+        silu_and_mul_e4m3_per_token_any_x4_f16 { type T = half::f16; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 4, false>;
+        silu_and_mul_e4m3_per_token_any_x4_bf16 { type T = half::bf16; } [1024] => per_token::<T, SiluAndMul, E4M3, 4, 4, false>;
     }
 }

@@ -2,13 +2,13 @@
 //!
 //! The variance is that of differences, which does not cancel, as the difference of `mean(x^2)` and `mean(x)^2` would.
 //! In registers a warp takes the mean of its part of the row and the squares of differences from that; one barrier later
-//! every thread knows all parts and merges them ([`merge`]). Longer rows are read once for the mean, once for the
-//! squares and once for the results.
+//! every thread knows all parts and merges them ([`merge`]). Rows of eight pieces a thread (`x8`) take two barriers, since differences would
+//! take twice the registers that the row does as it came. Longer rows are read once for the mean, once for the squares and once for the results.
 
 use super::rms_norm::{inverse, inverse_rms};
 use super::{MAX_WARPS, Row};
 use crate::row::team::{Op, scratch};
-use crate::row::{Team, zero};
+use crate::row::{Team, unpacked_again, zero};
 use cuda_std::shared::Carver;
 use cuda_std::vec::B128;
 use cuda_std::{Float, Global, GlobalMut, Shared, dependent_launch, entries, float, thread, vec, warp};
@@ -182,19 +182,31 @@ unsafe fn twice<T: Float, const V: usize, const N: usize, const VEC: bool>(
     let (scratch_sum, scratch_squares) = (scratch::<1, MAX_WARPS>(&mut shared), scratch::<1, MAX_WARPS>(&mut shared));
     let row = Row::<V, N, VEC>::new(team, if live { n } else { 0 });
     let (mut total, inverse_n) = (0.0, inverse(n));
-    let mut held = [[zero(); V]; N];
-    cuda_std::unroll::<N>(|i| held[i] = row.piece(i).load_mutable(x));
-    let piece = |i: usize| vec::to_f32(if N > 0 { held[i] } else { row.piece(i).load_mutable(x) });
+    let (mut held, mut words) = ([[zero(); V]; N], [[0; 4]; N]);
+    if VEC && N > 0 {
+        cuda_std::unroll::<N>(|i| words[i] = row.piece(i).load_mutable_words(x));
+    } else {
+        cuda_std::unroll::<N>(|i| held[i] = row.piece(i).load_mutable(x));
+    }
+    // `zeros`: a 0 that is not known as such, of another making each time.
+    let piece = |i: usize, zeros: u32| {
+        vec::to_f32(match (N, VEC) {
+            (0, _) => row.piece(i).load_mutable(x),
+            (_, true) => unpacked_again(words[i], zeros),
+            _ => held[i],
+        })
+    };
     each::<N>(row.rounds(), |i| {
-        let x = piece(i);
+        let x = piece(i, 0);
         cuda_std::unroll::<V>(|j| total += x[j]);
     });
     let [total] = row.reduce([total], [Op::Sum], scratch_sum);
     let mean = total * inverse_n;
+    let row = if N > 4 { row.anew(1) } else { row };
 
     let mut squares = 0.0;
     each::<N>(row.rounds(), |i| {
-        let x = piece(i);
+        let x = piece(i, row.zeros()[0]);
         cuda_std::unroll::<V>(|j| {
             let d = if row.piece(i).has(j) { x[j] - mean } else { 0.0 };
             squares = float::fma(d, d, squares);
@@ -203,10 +215,11 @@ unsafe fn twice<T: Float, const V: usize, const N: usize, const VEC: bool>(
     let [squares] = row.reduce([squares], [Op::Sum], scratch_squares);
     let scale = inverse_rms(squares, inverse_n, eps);
 
+    let row = if N > 4 { row.anew(2) } else { row };
     each::<N>(row.rounds(), |i| {
         let p = row.piece(i);
         let (w, b) = (p.load_optional(weight, true), p.load_optional(bias, false));
-        let (mut x, w, b) = (piece(i), vec::to_f32(w), vec::to_f32(b));
+        let (mut x, w, b) = (piece(i, row.zeros()[1]), vec::to_f32(w), vec::to_f32(b));
         cuda_std::unroll::<V>(|j| x[j] = float::fma((x[j] - mean) * scale, w[j], b[j]));
         p.store(out, vec::from_f32(x));
     });
@@ -241,8 +254,8 @@ pub unsafe fn layer_norm<T: Float, const V: usize, const N: usize, const VEC: bo
     out_stride: usize,
     eps: f32,
 ) {
-    let in_block = if MANY { 0 } else { thread::thread_idx_y() };
-    let held_whole = N > 0 && VEC;
+    let in_block = if MANY || N > 4 { 0 } else { thread::thread_idx_y() };
+    let held_whole = N > 0 && N <= 4 && VEC;
     if !held_whole {
         dependent_launch::begin();
     }
@@ -279,7 +292,10 @@ entries! {
     layer_norm_x4_many_f32 { type T = f32; } [512, 2] => layer_norm::<T, 4, 4, true, true>;
     layer_norm_x4_many_f16 { type T = half::f16; } [512, 2] => layer_norm::<T, 8, 4, true, true>;
     layer_norm_x4_many_bf16 { type T = half::bf16; } [512, 2] => layer_norm::<T, 8, 4, true, true>;
-    layer_norm_any_x4_f32 { type T = f32; } [512, 2] => layer_norm::<T, 4, 4, false, false>;
-    layer_norm_any_x4_f16 { type T = half::f16; } [512, 2] => layer_norm::<T, 4, 4, false, false>;
-    layer_norm_any_x4_bf16 { type T = half::bf16; } [512, 2] => layer_norm::<T, 4, 4, false, false>;
+    layer_norm_any_x4_f32 { type T = f32; } [1024] => layer_norm::<T, 4, 4, false, false>;
+    layer_norm_any_x4_f16 { type T = half::f16; } [1024] => layer_norm::<T, 4, 4, false, false>;
+    layer_norm_any_x4_bf16 { type T = half::bf16; } [1024] => layer_norm::<T, 4, 4, false, false>;
+    layer_norm_x8_f32 { type T = f32; } [1024] => layer_norm::<T, 4, 8, true, false>;
+    layer_norm_x8_f16 { type T = half::f16; } [1024] => layer_norm::<T, 8, 8, true, false>;
+    layer_norm_x8_bf16 { type T = half::bf16; } [1024] => layer_norm::<T, 8, 8, true, false>;
 }

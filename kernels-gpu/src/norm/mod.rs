@@ -11,8 +11,11 @@
 //!   whole GPU, so many rows of 1024 columns would take longer to start than to read.
 //! * `narrow_x3`: one warp for what two warps do in `narrow`, for rows of three pieces a thread then; no barrier.
 //! * `few`, `many`: other instances for launches of few or many rows, in which every sum is added up in the same order.
+//! * `x8`: eight pieces a thread, up to 1024 threads: rows up to 128 KiB, of which most weights come after the reduction, since the row takes half of
+//!   the registers there are. With 8-bit results up to 640 threads and 80 KiB.
 //! * `loop`: longer rows are read twice, the second time from the second-level cache; up to 1024 threads.
-//! * `any`: as `loop`, for rows that cannot be moved in pieces of 16 bytes (see [`row`](crate::row)); `any_x4`: held in registers, the same bits.
+//! * `any`: as `loop`, for rows that cannot be moved in pieces of 16 bytes (see [`row`](crate::row)). `any_x4`: held in registers, four pieces of four
+//!   elements a thread, rows up to 16384 elements; the same bits.
 
 pub mod layer_norm;
 pub mod qk_norm;
@@ -21,7 +24,7 @@ pub mod rms_norm_quant;
 
 use crate::row::team::Op;
 use crate::row::{Piece, Team, quantise};
-use cuda_std::{Shared, dependent_launch, thread};
+use cuda_std::{Shared, dependent_launch, float, integer, thread};
 
 /// Up to so many rows start at once on a GPU, and the wait for the kernels before is what takes time. In longer launches every instruction before
 /// a block's first load is in line. Measured on an H200.
@@ -40,6 +43,9 @@ pub(crate) enum Early {
 
 /// The most warps of a block.
 pub const MAX_WARPS: usize = 32;
+
+/// How many pieces of weights a thread with eight pieces of a row has registers for at a time.
+pub(crate) const RING: usize = 2;
 
 /// The most warps of a row in the `narrow` instances.
 pub const NARROW_WARPS: usize = 4;
@@ -60,6 +66,9 @@ pub(crate) struct Row<const V: usize, const N: usize, const VEC: bool> {
 }
 
 impl<const V: usize, const N: usize, const VEC: bool> Row<V, N, VEC> {
+    /// Whether the team may have more than half of [`MAX_WARPS`].
+    const LONG: bool = N == 0 || N > 4 || !VEC;
+
     /// A row of `n` elements: 0 for a team that has no row but must take part in reductions.
     #[inline(always)]
     pub(crate) fn new(team: Team, n: u32) -> Self {
@@ -126,7 +135,7 @@ impl<const V: usize, const N: usize, const VEC: bool> Row<V, N, VEC> {
         Piece::new(self.index(i), self.n)
     }
 
-    /// [`Team::reduce`], which has fewer warps to look at where the row fits in registers.
+    /// [`Team::reduce`], which has fewer warps to look at where the row is short.
     #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn reduce<const K: usize>(
@@ -135,7 +144,7 @@ impl<const V: usize, const N: usize, const VEC: bool> Row<V, N, VEC> {
         ops: [Op; K],
         scratch: Shared<f32>,
     ) -> [f32; K] {
-        if N == 0 {
+        if Self::LONG {
             self.team.reduce::<K, MAX_WARPS>(values, ops, scratch)
         } else {
             self.team.reduce::<K, { MAX_WARPS / 2 }>(values, ops, scratch)
@@ -151,11 +160,24 @@ impl<const V: usize, const N: usize, const VEC: bool> Row<V, N, VEC> {
         ops: [Op; K],
         scratch: Shared<f32>,
     ) -> [f32; K] {
-        if N == 0 {
+        if Self::LONG {
             self.team.reduce_warps::<K, U, MAX_WARPS>(values, ops, scratch)
         } else {
             self.team.reduce_warps::<K, U, { MAX_WARPS / 2 }>(values, ops, scratch)
         }
+    }
+
+    /// The same row, for the `time`-th time after the first: places of pieces are computed again, which takes fewer registers than to keep them.
+    #[inline(always)]
+    pub(crate) fn anew(self, time: usize) -> Self {
+        Self { team: Team { rank: integer::opaque(self.team.rank ^ self.zeros()[time - 1]), ..self.team }, ..self }
+    }
+
+    /// Zeros that neither LLVM nor ptxas, which sees through [`integer::opaque`], knows to be zeros, or the same: a row has fewer than 2^31 elements,
+    /// and `1 / n` is positive.
+    #[inline(always)]
+    pub(crate) fn zeros(self) -> [u32; 2] {
+        [self.n >> 31, float::fast::recip(self.n as f32).to_bits() >> 31]
     }
 
     /// How many pieces a thread has, for `N = 0`.

@@ -3,9 +3,9 @@
 //! Squares are summed in f32. With a residual the sum is rounded to the element type first, stored as the new residual
 //! and normalised in its rounded form: what the next layer reads is what was normalised here.
 
-use super::{Early, FEW_ROWS, MAX_WARPS, NARROW_WARPS, Row};
+use super::{Early, FEW_ROWS, MAX_WARPS, NARROW_WARPS, RING, Row};
 use crate::row::team::{Op, scratch};
-use crate::row::{Team, packed, zero};
+use crate::row::{Team, Words, packed, unpacked, unpacked_again, words, zero};
 use cuda_std::shared::Carver;
 use cuda_std::{Float, Global, GlobalMut, dependent_launch, entries, float, thread, vec};
 
@@ -90,6 +90,36 @@ impl<T: Float> Source<T> {
         [x, r]
     }
 
+    /// As [`load`](Self::load) and [`add`](Self::add) for aligned rows that take half of the registers: the residual comes in halves.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn hold<const ADD: bool, const KEEP: bool, const V: usize, const N: usize>(
+        self,
+        row: Row<V, N, true>,
+    ) -> [Words; N] {
+        let mut x = [[0; 4]; N];
+        cuda_std::unroll::<N>(|i| x[i] = row.piece(i).load_mutable_words(self.x));
+        if ADD {
+            let mut r = x;
+            let row = row.anew(1);
+            cuda_std::unroll::<2>(|half| {
+                cuda_std::unroll::<N>(|i| {
+                    if (i < N / 2) == (half == 0) {
+                        r[i] = row.piece(i).load_mutable_words(self.residual);
+                    }
+                });
+                cuda_std::unroll::<N>(|i| {
+                    if (i < N / 2) == (half == 0) {
+                        let added = sum(unpacked::<T, V>(x[i]), unpacked(r[i]));
+                        x[i] = words(added).0;
+                        row.piece(i).store_or_keep::<T, KEEP>(self.residual_out, added);
+                    }
+                });
+            });
+        }
+        x
+    }
+
     /// What is normalised: the first input, or the sum, which is stored, for the second-level cache to `KEEP` until it is added to again or not.
     #[inline(always)]
     #[track_caller]
@@ -160,10 +190,17 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
         (false, 2) => Early::InFew,
         _ => Early::No,
     };
-    let inputs = from.load::<ADD, V, N, VEC>(row, weight, early);
     let mut w = [[zero(); V]; N];
-    cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
+    let inputs = from.load::<ADD, V, N, VEC>(row, weight, early);
+    // Where sums are single words, the weights wait for registers.
+    let late = ADD && !VEC && size_of::<T>() == 4;
+    if !late {
+        cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
+    }
     let x = from.add::<ADD, true, V, N, VEC>(row, inputs);
+    if late {
+        cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
+    }
     cuda_std::unroll::<N>(|i| total += squares(x[i]));
     if N == 0 {
         let mut i = 0;
@@ -197,6 +234,45 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
     }
 }
 
+/// As [`normalise`] for aligned rows of which a thread has so many pieces that they take half of the registers, in a block of their own. The first weights
+/// come before the reduction, unless there is a residual.
+#[inline(always)]
+#[track_caller]
+unsafe fn long<T: Float, const ADD: bool, const V: usize, const N: usize>(
+    from: Source<T>,
+    weight: Global<T>,
+    out: impl FnOnce() -> GlobalMut<T>,
+    team: Team,
+    n: u32,
+    weight_offset: f32,
+    eps: f32,
+) {
+    let row = Row::<V, N, true>::new(team, n);
+    dependent_launch::begin();
+    let (x, row) = (from.hold::<ADD, true, V, N>(row), row.anew(1));
+    let mut w = [[0; 4]; RING];
+    if !ADD {
+        cuda_std::unroll::<RING>(|i| w[i] = row.piece(i).load_optional_words(weight, true));
+    }
+    let mut total = 0.0;
+    cuda_std::unroll::<N>(|i| total += squares::<T, V>(unpacked(x[i])));
+    let [total] = row.reduce([total], [Op::Sum], scratch::<1, MAX_WARPS>(&mut Carver::new()));
+    let scale = inverse_rms(total, inverse(n), eps);
+
+    let (out, row) = (out(), row.anew(2));
+    if ADD {
+        cuda_std::unroll::<RING>(|i| w[i] = row.piece(i).load_optional_words(weight, true));
+    }
+    cuda_std::unroll::<N>(|i| {
+        let x = unpacked_again::<T, V>(x[i], row.zeros()[0]);
+        let y = scaled(x, unpacked(w[i % RING]), scale, weight_offset);
+        row.piece(i).store_or_keep::<T, ADD>(out, vec::from_f32(y));
+        if i + RING < N {
+            w[i % RING] = row.piece(i + RING).load_optional_words(weight, true);
+        }
+    });
+}
+
 /// `x`, `out`: `[rows, n]`, rows `x_stride` and `out_stride` elements apart; `weight`: `[n]` or null for ones (then
 /// `weight_offset` is 0). Blocks: `(team, rows)`, the team as [`Team`] demands; rows of more than a warp have blocks of their own, or are `NARROW`.
 #[inline(always)]
@@ -211,17 +287,22 @@ pub unsafe fn rms_norm<T: Float, const V: usize, const N: usize, const VEC: bool
     weight_offset: f32,
     eps: f32,
 ) {
-    // Four pieces a thread are those of a row of its own block.
-    let in_block = if N > 2 { 0 } else { thread::thread_idx_y() };
+    // Four pieces of 16 bytes a thread are those of a row of its own block.
+    let own_block = N > 2 && VEC;
+    let in_block = if own_block { 0 } else { thread::thread_idx_y() };
     let row = (thread::block_idx_x() * thread::block_dim_y() + in_block) as usize;
     let live = row < rows as usize;
     let (weight, out) = (Global::new(weight), GlobalMut::new(out));
     let from = Source { x: Global::new(x).offset(row * x_stride), residual: Global::new(x), residual_out: out };
     // Where registers are few they are not for an address that is needed last.
     let known = out.offset(row * out_stride);
-    let out = || if N > 2 { out.offset(thread::block_idx_x() as usize * out_stride) } else { known };
+    let out = || if own_block { out.offset(thread::block_idx_x() as usize * out_stride) } else { known };
     let team = Team::current();
-    normalise::<T, false, V, N, VEC, NARROW>(from, weight, out, team, n, live, weight_offset, eps);
+    if VEC && N > 4 {
+        long::<T, false, V, N>(from, weight, out, team, n, weight_offset, eps);
+    } else {
+        normalise::<T, false, V, N, VEC, NARROW>(from, weight, out, team, n, live, weight_offset, eps);
+    }
 }
 
 /// As [`rms_norm`], of `x + residual`, which goes to `residual_out`. Outputs may be inputs.
@@ -241,7 +322,9 @@ pub unsafe fn fused_add_rms_norm<T: Float, const V: usize, const N: usize, const
     weight_offset: f32,
     eps: f32,
 ) {
-    let row = (thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y()) as usize;
+    // Where registers are few they are not for what all threads of a block have in common.
+    let in_block = if N > 4 { 0 } else { thread::thread_idx_y() };
+    let row = (thread::block_idx_x() * thread::block_dim_y() + in_block) as usize;
     let live = row < rows as usize;
     let from = Source {
         x: Global::new(x).offset(row * x_stride),
@@ -250,7 +333,11 @@ pub unsafe fn fused_add_rms_norm<T: Float, const V: usize, const N: usize, const
     };
     let (weight, out) = (Global::new(weight), GlobalMut::new(out).offset(row * out_stride));
     let (team, out) = (Team::current(), || out);
-    normalise::<T, true, V, N, VEC, NARROW>(from, weight, out, team, n, live, weight_offset, eps);
+    if VEC && N > 4 {
+        long::<T, true, V, N>(from, weight, out, team, n, weight_offset, eps);
+    } else {
+        normalise::<T, true, V, N, VEC, NARROW>(from, weight, out, team, n, live, weight_offset, eps);
+    }
 }
 
 /// Without a residual.
@@ -273,12 +360,15 @@ pub mod alone {
         rms_norm_any_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 0, false, false>;
         rms_norm_any_f16 { type T = half::f16; } [1024] => rms_norm::<T, 4, 0, false, false>;
         rms_norm_any_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 4, 0, false, false>;
-        rms_norm_any_x4_f32 { type T = f32; } [512, 2] => rms_norm::<T, 4, 4, false, false>;
-        rms_norm_any_x4_f16 { type T = half::f16; } [512, 2] => rms_norm::<T, 4, 4, false, false>;
-        rms_norm_any_x4_bf16 { type T = half::bf16; } [512, 2] => rms_norm::<T, 4, 4, false, false>;
+        rms_norm_any_x4_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 4, false, false>;
+        rms_norm_any_x4_f16 { type T = half::f16; } [1024] => rms_norm::<T, 4, 4, false, false>;
+        rms_norm_any_x4_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 4, 4, false, false>;
         rms_norm_narrow_f32 { type T = f32; } [256, 6] => rms_norm::<T, 4, 2, true, true>;
         rms_norm_narrow_f16 { type T = half::f16; } [256, 6] => rms_norm::<T, 8, 2, true, true>;
         rms_norm_narrow_bf16 { type T = half::bf16; } [256, 6] => rms_norm::<T, 8, 2, true, true>;
+        rms_norm_x8_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 8, true, false>;
+        rms_norm_x8_f16 { type T = half::f16; } [1024] => rms_norm::<T, 8, 8, true, false>;
+        rms_norm_x8_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 8, 8, true, false>;
     }
 }
 
@@ -303,11 +393,14 @@ pub mod fused_add {
         fused_add_rms_norm_any_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 0, false, false>;
         fused_add_rms_norm_any_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 4, 0, false, false>;
         fused_add_rms_norm_any_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 4, 0, false, false>;
-        fused_add_rms_norm_any_x4_f32 { type T = f32; } [512] => fused_add_rms_norm::<T, 4, 4, false, false>;
-        fused_add_rms_norm_any_x4_f16 { type T = half::f16; } [512] => fused_add_rms_norm::<T, 4, 4, false, false>;
-        fused_add_rms_norm_any_x4_bf16 { type T = half::bf16; } [512] => fused_add_rms_norm::<T, 4, 4, false, false>;
+        fused_add_rms_norm_any_x4_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 4, false, false>;
+        fused_add_rms_norm_any_x4_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 4, 4, false, false>;
+        fused_add_rms_norm_any_x4_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 4, 4, false, false>;
         fused_add_rms_norm_narrow_f32 { type T = f32; } [256, 4] => fused_add_rms_norm::<T, 4, 2, true, true>;
         fused_add_rms_norm_narrow_f16 { type T = half::f16; } [256, 4] => fused_add_rms_norm::<T, 8, 2, true, true>;
         fused_add_rms_norm_narrow_bf16 { type T = half::bf16; } [256, 4] => fused_add_rms_norm::<T, 8, 2, true, true>;
+        fused_add_rms_norm_x8_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 8, true, false>;
+        fused_add_rms_norm_x8_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 8, 8, true, false>;
+        fused_add_rms_norm_x8_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 8, 8, true, false>;
     }
 }

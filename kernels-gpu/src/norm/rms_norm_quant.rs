@@ -5,15 +5,18 @@
 //! nothing but arithmetic. Results are quantised from f32; they are not rounded to the input's type before.
 
 use super::rms_norm::{Source, inverse, inverse_rms, scaled, squares};
-use super::{FEW_ROWS, MAX_WARPS, NARROW_WARPS, Row, row_number};
+use super::{FEW_ROWS, MAX_WARPS, NARROW_WARPS, RING, Row, row_number};
 use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
-use crate::row::{Piece, Team, zero};
+use crate::row::{Piece, Team, Words, unpacked, unpacked_again, zero};
 use cuda_std::shared::Carver;
 use cuda_std::{E4M3, Float, Global, GlobalMut, dependent_launch, entries, float, integer, shared, thread};
 
 /// Dynamic shared memory of a block: a sum and a largest magnitude for each warp.
 pub const SHARED_BYTES: usize = 2 * MAX_WARPS * 4;
+
+/// The most threads of a block with eight pieces a thread: more of them have no registers for a residual, factors and results beside the row.
+pub const X8_THREADS: u32 = 640;
 
 /// Up to so many elements results of groups are stored before the row's factor is known. In longer launches the memory is what takes time, and
 /// works better on loads by themselves. Measured on an H200.
@@ -49,11 +52,11 @@ impl<T: Float> Factors<T> {
         y
     }
 
-    /// `x * (w + offset) * smooth`, loading the weight as well.
+    /// `x * (w + offset) * smooth`
     #[inline(always)]
     #[track_caller]
-    unsafe fn apply<const V: usize, const VEC: bool>(self, piece: Piece<V, VEC>, x: [T; V]) -> [f32; V] {
-        let y = self.weighted(x, piece.load_optional(self.weight, true));
+    unsafe fn apply<const V: usize, const VEC: bool>(self, piece: Piece<V, VEC>, x: [T; V], w: [T; V]) -> [f32; V] {
+        let y = self.weighted(x, w);
         if self.smooths() { self.smoothed(piece, y) } else { y }
     }
 }
@@ -140,10 +143,12 @@ unsafe fn normalise<
     // Where results go, in groups without a residual. Elsewhere it is faster to find out after the reduction.
     let mut to = [core::ptr::null::<u8>(); N];
     // Whether there are registers to know early what is stored last, and whether it is faster to know nothing early.
-    let (soon, late) = (U == 1 && (ADD || N == 2), U > 1 && MANY);
+    let (soon, late) = (VEC && U == 1 && (ADD || N == 2), U > 1 && MANY);
+    // Whether the weights wait for registers.
+    let wait = ADD && !VEC;
     // Where scales of groups go, then.
     let (mut scale_to, pair) = ([core::ptr::null::<u8>(); N], |i: usize| row.pair(i));
-    if VEC && N > 0 && !late && (ADD || FEW || S::GROUPED) {
+    if VEC && !late && (ADD || FEW || S::GROUPED) {
         let before = ADD || FEW || thread::grid_dim_x() <= FEW_ROWS;
         let mut word = shared::address(scratch.ptr(0usize).cast_const());
         if S::GROUPED && soon {
@@ -187,30 +192,25 @@ unsafe fn normalise<
         if ADD {
             cuda_std::unroll::<N>(|i| inputs[1][i] = row.piece(i).load_mutable(from.residual));
         }
-        cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
+        if !wait {
+            cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
+        }
     }
     // Sums of long rows rather make room for the results.
     let x = from.add::<ADD, NARROW, V, N, VEC>(row, inputs);
-    cuda_std::unroll::<N>(|i| totals[if S::GROUPED { i / 2 % U } else { i % U }] += squares(x[i]));
-    if N == 0 {
-        let mut i = 0;
-        while i < row.rounds() {
-            let x = from.first::<ADD, V, N, VEC>(row, i);
-            totals[0] += squares(x);
-            if !S::GROUPED {
-                largest = float::max(largest, quantise::amax(factors.apply(row.piece(i), x)));
-            }
-            i += 1;
-        }
+    if wait {
+        cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(factors.weight, true));
     }
+    cuda_std::unroll::<N>(|i| totals[if S::GROUPED { i / 2 % U } else { i % U }] += squares(x[i]));
     // The shuffles of the sum leave time for what follows; without groups and a residual rather for the largest magnitude, after it.
     if S::GROUPED || ADD {
         cuda_std::unroll::<U>(|u| totals[u] = Op::Sum.over_warp(totals[u]));
     }
-    // The largest magnitudes of the groups: that of pieces `2 i` and `2 i + 1` at `i`; see `Row::grouped` for a last one alone.
+    // The largest magnitudes of the groups: that of pieces `2 i` and `2 i + 1` at `i`; see `Row::grouped` for a last one alone. Of single elements
+    // each piece has one.
     let (mut y, mut groups) = ([[0.0; V]; N], [0.0; N]);
     cuda_std::unroll::<N>(|i| y[i] = factors.weighted(x[i], w[i]));
-    if N > 0 && factors.smooths() {
+    if factors.smooths() {
         cuda_std::unroll::<N>(|i| y[i] = factors.smoothed(row.piece(i), y[i]));
     }
     // Results of groups: pieces `2 i` and `2 i + 1`, if there are two.
@@ -233,8 +233,11 @@ unsafe fn normalise<
     let early = S::GROUPED && soon && !MANY && n as u64 * rows as u64 <= MOST_EARLY;
     let total;
     if S::GROUPED {
+        if !VEC {
+            cuda_std::unroll::<N>(|i| groups[i] = quantise::group_amax(y[i]));
+        }
         let mut i = 0;
-        while i < N.div_ceil(2) {
+        while VEC && i < N.div_ceil(2) {
             groups[i] = if 2 * i + 1 < N {
                 quantise::pair_amax([y[2 * i], y[(2 * i + 1) % N]])
             } else {
@@ -256,9 +259,7 @@ unsafe fn normalise<
         if !ADD {
             cuda_std::unroll::<U>(|u| totals[u] = Op::Sum.over_warp(totals[u]));
         }
-        if N > 0 {
-            largest = quantise::amax_of(y);
-        }
+        largest = quantise::amax_of(y);
         let most = [Op::Max.over_warp(largest); U];
         [total, largest] = if NARROW && U > 1 {
             Team::combine([totals, most], [Op::Sum, Op::Max])
@@ -271,7 +272,13 @@ unsafe fn normalise<
     let rms = inverse_rms(total, inverse_n, eps);
     let (scale, row_factor) = quantise::scale_and_factor::<Q>(largest, rms);
 
-    if S::GROUPED {
+    if S::GROUPED && !VEC {
+        cuda_std::unroll::<N>(|i| {
+            let (scale, factor) = quantise::scale_and_factor::<Q>(groups[i], rms);
+            scales.store_group::<V>(row.index(i), n, scale);
+            row.piece(i).store_quantised(out, y[i], factor);
+        });
+    } else if S::GROUPED {
         let mut i = 0;
         while i < N.div_ceil(2) {
             let (scale, factor) = quantise::scale_and_factor::<Q>(groups[i], rms);
@@ -291,19 +298,173 @@ unsafe fn normalise<
         scales.store_row_if(live && team.rank == 0, scale);
         cuda_std::unroll::<N>(|i| row.piece(i).store_quantised_at_once(out, y[i], row_factor));
     }
-    if N == 0 {
-        let mut i = 0;
-        while i < row.rounds() {
-            let y = factors.apply(row.piece(i), from.again::<ADD, V, N, VEC>(row, i));
-            if S::GROUPED {
-                let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::group_amax(y), rms);
-                scales.store_group::<V>(row.index(i), n, scale);
-                row.piece(i).store_quantised(out, y, factor);
-            } else {
-                row.piece(i).store_quantised(out, y, row_factor);
-            }
-            i += 1;
+}
+
+/// As [`normalise`] for long rows, which are read again.
+#[inline(always)]
+#[track_caller]
+unsafe fn again<T: Float, Q: Quantised, S: Scales, const ADD: bool, const V: usize, const VEC: bool>(
+    from: Source<T>,
+    factors: Factors<T>,
+    out: GlobalMut<Q>,
+    scales: S,
+    n: u32,
+    eps: f32,
+) {
+    let row = Row::<V, 0, VEC>::new(Team::current(), n);
+    let (mut total, mut largest) = (0.0, 0.0);
+    dependent_launch::begin();
+    let mut i = 0;
+    while i < row.rounds() {
+        let x = from.first::<ADD, V, 0, VEC>(row, i);
+        total += squares(x);
+        if !S::GROUPED {
+            let w = row.piece(i).load_optional(factors.weight, true);
+            largest = float::max(largest, quantise::amax(factors.apply(row.piece(i), x, w)));
         }
+        i += 1;
+    }
+    let (rms, largest) = row_sums::<S, V, 0, VEC>(row, total, largest, n, eps);
+    let (scale, row_factor) = quantise::scale_and_factor::<Q>(largest, rms);
+    scales.store_row_if(row.team.rank == 0, scale);
+    let mut i = 0;
+    while i < row.rounds() {
+        let (x, w) = (from.again::<ADD, V, 0, VEC>(row, i), row.piece(i).load_optional(factors.weight, true));
+        store_piece::<Q, S, V, 0, VEC>(row, i, factors.apply(row.piece(i), x, w), out, scales, n, rms, row_factor);
+        i += 1;
+    }
+}
+
+/// As [`normalise`] for long rows, held as they came in half of the registers there are. Weights are loaded twice.
+#[inline(always)]
+#[track_caller]
+unsafe fn long<T: Float, Q: Quantised, S: Scales, const ADD: bool, const V: usize, const N: usize>(
+    from: Source<T>,
+    factors: Factors<T>,
+    out: GlobalMut<Q>,
+    scales: S,
+    n: u32,
+    eps: f32,
+) {
+    let row = Row::<V, N, true>::new(Team::current(), n);
+    dependent_launch::begin();
+    let held = HeldRow { x: from.hold::<ADD, false, V, N>(row), row: row.anew(1), factors };
+    // One branch for all pieces, which their loads need not wait for. What both sides have in common, ptxas would compute before it, for all pieces: so
+    // their zeros are not the same.
+    let (total, largest) = match (S::GROUPED, factors.smooths()) {
+        (true, _) => (held.squares(), 0.0),
+        (_, true) => held.squares_and_largest::<true>(row.zeros()[1]),
+        _ => held.squares_and_largest::<false>(0),
+    };
+    let (rms, largest) = row_sums::<S, V, N, true>(row, total, largest, n, eps);
+    let (scale, row_factor) = quantise::scale_and_factor::<Q>(largest, rms);
+    scales.store_row_if(row.team.rank == 0, scale);
+    let held = HeldRow { row: row.anew(2), ..held };
+    let store = |i: usize, y| store_piece::<Q, S, V, N, true>(held.row, i, y, out, scales, n, rms, row_factor);
+    if factors.smooths() {
+        held.results::<true>(row.zeros()[1], |i, _, y| store(i, y));
+    } else {
+        held.results::<false>(row.zeros()[0], |i, _, y| store(i, y));
+    }
+}
+
+/// A thread's part of a long row, as it came.
+#[derive(Clone, Copy)]
+struct HeldRow<T, const V: usize, const N: usize> {
+    x: [Words; N],
+    row: Row<V, N, true>,
+    factors: Factors<T>,
+}
+
+impl<T: Float, const V: usize, const N: usize> HeldRow<T, V, N> {
+    /// The sum of squares.
+    #[inline(always)]
+    fn squares(&self) -> f32 {
+        let mut total = 0.0;
+        cuda_std::unroll::<N>(|i| total += squares::<T, V>(unpacked(self.x[i])));
+        total
+    }
+
+    /// The sum of squares, and the largest result, but for the row's factor.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn squares_and_largest<const SMOOTH: bool>(&self, zero: u32) -> (f32, f32) {
+        let (mut total, mut largest) = (0.0, 0.0);
+        self.results::<SMOOTH>(zero, |_, x, y| {
+            total += squares(x);
+            largest = float::max(largest, quantise::amax(y));
+        });
+        (total, largest)
+    }
+
+    /// `f` of all pieces, and of their results, but for the row's factor; weights are two pieces ahead. `zero`: as for [`unpacked_again`].
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn results<const SMOOTH: bool>(&self, zero: u32, mut f: impl FnMut(usize, [T; V], [f32; V])) {
+        let (row, factors) = (self.row, self.factors);
+        let mut w = [[0; 4]; RING];
+        let weight = |i: usize| row.piece(i).load_optional_words(factors.weight, true);
+        cuda_std::unroll::<RING>(|i| w[i] = weight(i));
+        cuda_std::unroll::<N>(|i| {
+            let x = unpacked_again::<T, V>(self.x[i], zero);
+            let mut y = factors.weighted(x, unpacked(w[i % RING]));
+            if i + RING < N {
+                w[i % RING] = weight(i + RING);
+            }
+            if SMOOTH {
+                y = factors.smoothed(row.piece(i), y);
+            }
+            f(i, x, y);
+        });
+    }
+}
+
+/// The factor of a long row of `n` elements, and its largest magnitude if there is a scale for it.
+#[inline(always)]
+#[track_caller]
+unsafe fn row_sums<S: Scales, const V: usize, const N: usize, const VEC: bool>(
+    row: Row<V, N, VEC>,
+    total: f32,
+    largest: f32,
+    n: u32,
+    eps: f32,
+) -> (f32, f32) {
+    let scratch = scratch::<2, MAX_WARPS>(&mut Carver::new());
+    let total = Op::Sum.over_warp(total);
+    let [total, largest] = if S::GROUPED {
+        let [total] = row.reduce_warps([[total]], [Op::Sum], scratch);
+        [total, largest]
+    } else {
+        row.reduce_warps([[total], [Op::Max.over_warp(largest)]], [Op::Sum, Op::Max], scratch)
+    };
+    (inverse_rms(total, inverse(n), eps), largest)
+}
+
+/// Stores piece `i` of a long row, and the scale of its group if it has one.
+#[inline(always)]
+#[track_caller]
+unsafe fn store_piece<Q: Quantised, S: Scales, const V: usize, const N: usize, const VEC: bool>(
+    row: Row<V, N, VEC>,
+    i: usize,
+    y: [f32; V],
+    out: GlobalMut<Q>,
+    scales: S,
+    n: u32,
+    rms: f32,
+    row_factor: f32,
+) {
+    if S::GROUPED {
+        let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::group_amax(y), rms);
+        scales.store_group::<V>(row.index(i), n, scale);
+        if N == 0 {
+            row.piece(i).store_quantised(out, y, factor);
+        } else {
+            row.piece(i).store_quantised_at_once(out, y, factor);
+        }
+    } else if N == 0 {
+        row.piece(i).store_quantised(out, y, row_factor);
+    } else {
+        row.piece(i).store_quantised_at_once(out, y, row_factor);
     }
 }
 
@@ -349,7 +510,13 @@ impl<T: Float, Q: Quantised> Io<T, Q> {
         };
         let factors = Factors { weight: Global::new(self.weight), weight_offset, smooth: Global::new(smooth) };
         let out = GlobalMut::new(self.out).offset(row * self.out_stride);
-        normalise::<T, Q, S, ADD, V, N, VEC, FEW, MANY, U, NARROW>(from, factors, out, scales, rows, live, n, eps);
+        if N == 0 {
+            again::<T, Q, S, ADD, V, VEC>(from, factors, out, scales, n, eps);
+        } else if VEC && N > 4 {
+            long::<T, Q, S, ADD, V, N>(from, factors, out, scales, n, eps);
+        } else {
+            normalise::<T, Q, S, ADD, V, N, VEC, FEW, MANY, U, NARROW>(from, factors, out, scales, rows, live, n, eps);
+        }
     }
 }
 
@@ -490,6 +657,18 @@ pub mod e4m3_per_token {
         rms_norm_e4m3_per_token_narrow_x3_f32 { type T = f32; } [256, 4] => per_token::<T, E4M3, false, 4, 3, true, 2, true>;
         rms_norm_e4m3_per_token_narrow_x3_f16 { type T = half::f16; } [256, 4] => per_token::<T, E4M3, false, 8, 3, true, 2, true>;
         rms_norm_e4m3_per_token_narrow_x3_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, E4M3, false, 8, 3, true, 2, true>;
+        rms_norm_e4m3_per_token_any_x4_f32 { type T = f32; } [1024] => per_token::<T, E4M3, false, 4, 4, false, 1, false>;
+        rms_norm_e4m3_per_token_any_x4_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, false, 4, 4, false, 1, false>;
+        rms_norm_e4m3_per_token_any_x4_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, false, 4, 4, false, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_any_x4_f32 { type T = f32; } [1024] => per_token::<T, E4M3, true, 4, 4, false, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_any_x4_f16 { type T = half::f16; } [1024] => per_token::<T, E4M3, true, 4, 4, false, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_any_x4_bf16 { type T = half::bf16; } [1024] => per_token::<T, E4M3, true, 4, 4, false, 1, false>;
+        rms_norm_e4m3_per_token_x8_f32 { type T = f32; } [X8_THREADS] => per_token::<T, E4M3, false, 4, 8, true, 1, false>;
+        rms_norm_e4m3_per_token_x8_f16 { type T = half::f16; } [X8_THREADS] => per_token::<T, E4M3, false, 8, 8, true, 1, false>;
+        rms_norm_e4m3_per_token_x8_bf16 { type T = half::bf16; } [X8_THREADS] => per_token::<T, E4M3, false, 8, 8, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_x8_f32 { type T = f32; } [X8_THREADS] => per_token::<T, E4M3, true, 4, 8, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_x8_f16 { type T = half::f16; } [X8_THREADS] => per_token::<T, E4M3, true, 8, 8, true, 1, false>;
+        fused_add_rms_norm_e4m3_per_token_x8_bf16 { type T = half::bf16; } [X8_THREADS] => per_token::<T, E4M3, true, 8, 8, true, 1, false>;
     }
 }
 
@@ -540,6 +719,18 @@ pub mod i8_per_token {
         rms_norm_i8_per_token_narrow_x3_f32 { type T = f32; } [256, 4] => per_token::<T, i8, false, 4, 3, true, 2, true>;
         rms_norm_i8_per_token_narrow_x3_f16 { type T = half::f16; } [256, 4] => per_token::<T, i8, false, 8, 3, true, 2, true>;
         rms_norm_i8_per_token_narrow_x3_bf16 { type T = half::bf16; } [256, 4] => per_token::<T, i8, false, 8, 3, true, 2, true>;
+        rms_norm_i8_per_token_any_x4_f32 { type T = f32; } [1024] => per_token::<T, i8, false, 4, 4, false, 1, false>;
+        rms_norm_i8_per_token_any_x4_f16 { type T = half::f16; } [1024] => per_token::<T, i8, false, 4, 4, false, 1, false>;
+        rms_norm_i8_per_token_any_x4_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, false, 4, 4, false, 1, false>;
+        fused_add_rms_norm_i8_per_token_any_x4_f32 { type T = f32; } [1024] => per_token::<T, i8, true, 4, 4, false, 1, false>;
+        fused_add_rms_norm_i8_per_token_any_x4_f16 { type T = half::f16; } [1024] => per_token::<T, i8, true, 4, 4, false, 1, false>;
+        fused_add_rms_norm_i8_per_token_any_x4_bf16 { type T = half::bf16; } [1024] => per_token::<T, i8, true, 4, 4, false, 1, false>;
+        rms_norm_i8_per_token_x8_f32 { type T = f32; } [X8_THREADS] => per_token::<T, i8, false, 4, 8, true, 1, false>;
+        rms_norm_i8_per_token_x8_f16 { type T = half::f16; } [X8_THREADS] => per_token::<T, i8, false, 8, 8, true, 1, false>;
+        rms_norm_i8_per_token_x8_bf16 { type T = half::bf16; } [X8_THREADS] => per_token::<T, i8, false, 8, 8, true, 1, false>;
+        fused_add_rms_norm_i8_per_token_x8_f32 { type T = f32; } [X8_THREADS] => per_token::<T, i8, true, 4, 8, true, 1, false>;
+        fused_add_rms_norm_i8_per_token_x8_f16 { type T = half::f16; } [X8_THREADS] => per_token::<T, i8, true, 8, 8, true, 1, false>;
+        fused_add_rms_norm_i8_per_token_x8_bf16 { type T = half::bf16; } [X8_THREADS] => per_token::<T, i8, true, 8, 8, true, 1, false>;
     }
 }
 
@@ -591,5 +782,17 @@ pub mod e4m3_per_group {
         rms_norm_e4m3_per_group_narrow_x3_f32 { type T = f32; } [256, 4] => per_group::<T, E4M3, false, 4, 3, true, 2, true, false>;
         rms_norm_e4m3_per_group_narrow_x3_f16 { type T = half::f16; } [256, 4] => per_group::<T, E4M3, false, 8, 3, true, 2, true, false>;
         rms_norm_e4m3_per_group_narrow_x3_bf16 { type T = half::bf16; } [256, 4] => per_group::<T, E4M3, false, 8, 3, true, 2, true, false>;
+        rms_norm_e4m3_per_group_any_x4_f32 { type T = f32; } [1024] => per_group::<T, E4M3, false, 4, 4, false, 1, false, false>;
+        rms_norm_e4m3_per_group_any_x4_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, false, 4, 4, false, 1, false, false>;
+        rms_norm_e4m3_per_group_any_x4_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, false, 4, 4, false, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_any_x4_f32 { type T = f32; } [1024] => per_group::<T, E4M3, true, 4, 4, false, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_any_x4_f16 { type T = half::f16; } [1024] => per_group::<T, E4M3, true, 4, 4, false, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_any_x4_bf16 { type T = half::bf16; } [1024] => per_group::<T, E4M3, true, 4, 4, false, 1, false, false>;
+        rms_norm_e4m3_per_group_x8_f32 { type T = f32; } [X8_THREADS] => per_group::<T, E4M3, false, 4, 8, true, 1, false, false>;
+        rms_norm_e4m3_per_group_x8_f16 { type T = half::f16; } [X8_THREADS] => per_group::<T, E4M3, false, 8, 8, true, 1, false, false>;
+        rms_norm_e4m3_per_group_x8_bf16 { type T = half::bf16; } [X8_THREADS] => per_group::<T, E4M3, false, 8, 8, true, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_x8_f32 { type T = f32; } [X8_THREADS] => per_group::<T, E4M3, true, 4, 8, true, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_x8_f16 { type T = half::f16; } [X8_THREADS] => per_group::<T, E4M3, true, 8, 8, true, 1, false, false>;
+        fused_add_rms_norm_e4m3_per_group_x8_bf16 { type T = half::bf16; } [X8_THREADS] => per_group::<T, E4M3, true, 8, 8, true, 1, false, false>;
     }
 }

@@ -55,7 +55,7 @@ pub(crate) unsafe fn elements<T: Float, const V: usize>(words: B128<u32, 4>) -> 
 
 /// The reverse of [`elements`].
 #[inline(always)]
-unsafe fn words<T: Float, const V: usize>(elements: [T; V]) -> B128<u32, 4> {
+pub(crate) unsafe fn words<T: Float, const V: usize>(elements: [T; V]) -> B128<u32, 4> {
     let mut words = [0u32; 4];
     (&raw mut words).cast::<[T; V]>().write(elements);
     B128(words)
@@ -65,6 +65,22 @@ unsafe fn words<T: Float, const V: usize>(elements: [T; V]) -> B128<u32, 4> {
 #[inline(always)]
 pub fn packed<T: Float, const V: usize, const VEC: bool>(piece: [T; V]) -> [T; V] {
     if VEC { unsafe { elements(B128(words(piece).0.map(integer::opaque))) } } else { piece }
+}
+
+/// A piece of 16 bytes in registers. Elements would take one each where what brings them is behind a branch.
+pub type Words = [u32; 4];
+
+/// The elements of a piece, for what follows: afterwards it is words that are kept, as by [`packed`].
+#[inline(always)]
+pub fn unpacked<T: Float, const V: usize>(words: Words) -> [T; V] {
+    unsafe { elements(B128(words.map(integer::opaque))) }
+}
+
+/// As [`unpacked`], for the second time, where a thread has so many pieces that twice their registers are too many: ptxas, which sees through
+/// [`integer::opaque`], would keep what it widened the first time. It does not know that `zero` is 0.
+#[inline(always)]
+pub fn unpacked_again<T: Float, const V: usize>(words: Words, zero: u32) -> [T; V] {
+    unpacked(if size_of::<T>() < 4 { words.map(|word| word ^ zero) } else { words })
 }
 
 /// The columns of one piece.
@@ -138,6 +154,17 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
         self.load_hinted(x, zero(), SecondLevel)
     }
 
+    /// As [`load_mutable`](Self::load_mutable) of a piece of 16 bytes.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn load_mutable_words<T: Float>(self, x: Global<T>) -> Words {
+        let mut words = B128([0; 4]);
+        if self.first < self.n {
+            words = x.get_hinted(self.first, SecondLevel);
+        }
+        words.0
+    }
+
     /// Elements that every row reads again.
     #[inline(always)]
     #[track_caller]
@@ -152,12 +179,19 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
         if !VEC {
             return if x.ptr(0usize).is_null() { [if ones { one() } else { zero() }; V] } else { self.load_reused(x) };
         }
+        elements(B128(self.load_optional_words(x, ones)))
+    }
+
+    /// As [`load_optional`](Self::load_optional) of a piece of 16 bytes.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn load_optional_words<T: Float>(self, x: Global<T>, ones: bool) -> Words {
         // Merged as words: merged as elements, each would take a register.
         let mut words = B128([if ones { one_word(T::DTYPE) } else { 0 }; 4]);
         if !x.ptr(0usize).is_null() && self.first < self.n {
             words = x.get_hinted(self.first, Reused);
         }
-        elements(words)
+        words.0
     }
 
     /// `f32` values that every row reads again, for the columns of the piece; ones if there is no such tensor.
