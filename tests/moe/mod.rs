@@ -4,6 +4,7 @@ mod check_ids;
 mod fused;
 mod fused_quant;
 mod gate;
+mod large;
 mod noisy_top_k;
 mod permute;
 mod shuffle;

@@ -125,7 +125,7 @@ pub enum FusedPath {
     /// [`Wgmma64`](Self::Wgmma64), up to 176 at a time; at most 653 experts.
     Wgmma176,
     /// Everything in one launch, for very few pairs: one stream of weights for both products, without sorting. On Hopper and the SIMT device; at
-    /// most 32 pairs, types and rows as for streaming, and what is kept in shared memory (`x`, then what lies between the products) about 64 Ki
+    /// most 32 pairs and as many tokens, types and rows as for streaming, and what is kept in shared memory (`x`, then what lies between the products) about 64 Ki
     /// elements in all.
     Vector,
     /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
@@ -241,7 +241,8 @@ impl FusedPath {
             if multiprocessors < fused_vector::MAX_BLOCKS { multiprocessors } else { fused_vector::MAX_BLOCKS };
         let FusedShape { tokens, hidden, intermediate, .. } = *shape;
         let (pairs, len, rows) = (shape.pairs(), fused_vector::STEPS * 256, fused_vector::rows(words));
-        if blocks == 0 || hidden == 0 || intermediate == 0 || pairs > fused_vector::MAX_PAIRS {
+        // A lane looks after each token as well: they are more than the pairs where nobody goes anywhere.
+        if blocks == 0 || hidden == 0 || intermediate == 0 || most(pairs, tokens) > fused_vector::MAX_PAIRS {
             return None;
         }
         let (x, h) = (product(&[tokens, hidden]), product(&[pairs, intermediate]));
@@ -817,16 +818,15 @@ pub fn plan_of(device: &Device, dtype: DType, shape: &FusedShape, path: FusedPat
     let aligned = |p: *const c_void| (p as usize).is_multiple_of(16);
     let streams = [o.x, o.w13, o.w2, o.shared13, o.shared2].into_iter().all(aligned)
         && (shape.tokens == 1 || (o.x_row * dtype.size()).is_multiple_of(16));
-    // Those kernels keep where rows of `x` and of `h` start in units of 16 bytes, in 32 bits.
     let properties = device.properties();
     let wgmma = properties.compute_capability == (9, 0)
         && o.activation != ExpertActivation::Gelu
-        && product(&[shape.tokens, o.x_row]).max(product(&[shape.pairs(), shape.intermediate])) < 1 << 35;
+        && numbers_rows(shape, o.x_row);
     let plan = plan(dtype, shape, path, streams, wgmma, o.shuffled, properties.multiprocessors);
     let plan = plan.ok_or_else(|| Error::Unsupported {
         op: OP,
         what: format!(
-            "the path {path:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, `Vector` at most {} \
+            "the path {path:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, `Vector` at most {} and as many tokens \
              on Hopper with about 64 Ki elements of `x` and between the products, and `Wgmma..` needs Hopper, at most {} experts (653 for `Wgmma176`) and an activation other than `Gelu`; shuffled weights need such a path and widths of \
              multiples of 64; here are {} pairs of {dtype}, {} and {} wide, shuffled: {}",
             fused_stream::DIRECT_PAIRS,
@@ -851,6 +851,11 @@ pub fn plan_of(device: &Device, dtype: DType, shape: &FusedShape, path: FusedPat
     };
     check_blocks(OP, blocks, most, block)?;
     Ok(plan)
+}
+
+/// Whether 32 bits number where rows of `x`, `x_row` elements apart, and of `h` start, in units of 16 bytes: as kernels for Hopper keep it.
+pub(super) const fn numbers_rows(shape: &FusedShape, x_row: usize) -> bool {
+    most(product(&[shape.tokens, x_row]), product(&[shape.pairs(), shape.intermediate])) < 1 << 35
 }
 
 /// The error for more blocks of pairs than can be numbered.

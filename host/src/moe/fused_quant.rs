@@ -12,8 +12,9 @@
 
 use super::block::{self, Block, Description, dense};
 use super::fused::{
-    ExpertActivation, FusedPath, FusedShape, GateUp, KEPT_BYTES, STRIPED_PAIRS, check_blocks, launch_number, once_read,
-    reduce_entry, rounded_reduce_geometry, stripe, striped_bytes, sum_across, sum_geometry, weight_map,
+    ExpertActivation, FusedPath, FusedShape, GateUp, KEPT_BYTES, STRIPED_PAIRS, check_blocks, launch_number,
+    numbers_rows, once_read, reduce_entry, rounded_reduce_geometry, stripe, striped_bytes, sum_across, sum_geometry,
+    weight_map,
 };
 use super::{shuffle, sort};
 use crate::check::{Call, after, product};
@@ -71,7 +72,7 @@ pub enum FusedQuantPath {
     /// Tiles on the tensor cores of sm_80 and later, 32 pairs of an expert at a time.
     Tile,
     /// Hopper's matrix products and copy engine, tokens of f16 or bf16: up to 16 pairs of an expert at a time. At most 128 pairs in all, without
-    /// sorting; with scales of blocks any number, sorted if they are more. At most 1024 experts on the device, any activation but
+    /// sorting; with scales of blocks any number, sorted if they are more. Rows of tokens end before 2^35 elements. At most 1024 experts on the device, any activation but
     /// [`ExpertActivation::Gelu`].
     Wgmma16,
     /// Up to 64 pairs at a time, any number in all, sorted; otherwise as [`Wgmma16`](Self::Wgmma16).
@@ -1217,7 +1218,7 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
     let most = wgmma_kernel::MAX_BINS;
     let what = format!(
         "the path {path:?} has no kernel for weights of {weights} and tokens of {dtype}, or for these sizes: `Wgmma..` takes tokens of 16-bit \
-         floats on Hopper, at most {most} experts and an activation other than `Gelu`, with scales of rows `Wgmma16` at most {} pairs and `Wgmma160` at most {ROWS_BINS} experts, `Wgmma256` scales of blocks, at most \
+         floats on Hopper, at most {most} experts and an activation other than `Gelu`, `Wgmma16` rows of tokens that end before 2^35 elements, with scales of rows `Wgmma16` at most {} pairs and `Wgmma160` at most {ROWS_BINS} experts, `Wgmma256` scales of blocks, at most \
          {TALL_BINS} experts and, of gates and values in halves, multiples of 64; shuffled weights need such a \
          path and widths of multiples of 128",
         items::DIRECT_PAIRS
@@ -1251,12 +1252,18 @@ pub fn path_of(
         && o.scales == QuantScales::Blocks
         && shape.bins() <= TALL_BINS
         && (o.gate_up != GateUp::Halves || shape.intermediate.is_multiple_of(64));
+    // The products for few tokens read rows of `x` and of `h` themselves, which the others have quantised before.
+    let few = wgmma && numbers_rows(shape, o.x_row);
     let takes = wgmma && shuffle::takes(weights, shape.hidden, shape.intermediate);
     let refused = |path| Err(unsupported(path, weights, dtype));
     let path = match path {
         path if o.shuffled && !(takes && path != FusedQuantPath::Tile) => refused(path),
-        FusedQuantPath::Auto if wgmma => Ok(FusedQuantPath::choose(o.scales, shape, tall)),
+        FusedQuantPath::Auto if wgmma => match FusedQuantPath::choose(o.scales, shape, tall) {
+            path if path.is_few() && !few => Ok(FusedQuantPath::Wgmma64),
+            path => Ok(path),
+        },
         FusedQuantPath::Auto | FusedQuantPath::Tile => Ok(FusedQuantPath::Tile),
+        path if path.is_few() && !few => refused(path),
         FusedQuantPath::Wgmma256 if !tall => refused(path),
         path if !wgmma => refused(path),
         path if o.scales == QuantScales::Rows && !path.takes_rows(shape.pairs(), shape.bins()) => refused(path),
