@@ -74,6 +74,16 @@ impl<T: Element> Rows<T> {
     }
 }
 
+/// Widths of hidden states, and of heads, that peers get wrong.
+pub const WIDTHS: [usize; 9] = [1, 7, 46, 80, 768, 769, 3584, 5125, 8192];
+
+/// A vector from element `offset` of a larger tensor on, whose other elements are `0xff` bytes. From 1 on it begins where no piece of 16 bytes does.
+pub fn vector<T: Element>(device: &Device, data: &[T], offset: usize) -> Tensor<T> {
+    let mut all = poison(offset + data.len());
+    all[offset..].copy_from_slice(data);
+    Tensor::from_slice(device, &all, &[all.len()]).unwrap().narrow(0, offset, data.len()).unwrap()
+}
+
 /// Elements of `0xff` bytes.
 fn poison<T: Element>(n: usize) -> Vec<T> {
     let mut data: Vec<T> = Vec::with_capacity(n);

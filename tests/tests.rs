@@ -5,6 +5,7 @@ mod attention;
 mod conformance;
 mod device;
 mod ep;
+mod far;
 mod gemm;
 mod generate;
 mod kv_cache;

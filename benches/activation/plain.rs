@@ -6,11 +6,14 @@ use warploom_benches::{Cost, Harness, noise};
 type Function = fn(&Stream, &mut Tensor<bf16>, &Tensor<bf16>) -> Result<()>;
 
 pub fn benches(harness: &mut Harness) {
-    let cases: [(&str, Function); 4] = [
+    let cases: [(&str, Function); 7] = [
         ("gelu_new", activation::gelu_new),
         ("gelu_quick", activation::gelu_quick),
         ("gelu", activation::gelu),
         ("relu2", activation::relu2),
+        ("silu", activation::silu),
+        ("gelu_fast", activation::gelu_fast),
+        ("gelu_tanh", activation::gelu_tanh),
     ];
     let tokens = harness.pick(&[1, 16, 256, 4096][..], &[1, 16]);
     for (op, function) in cases {

@@ -1,3 +1,4 @@
+mod advance;
 mod allocator;
 mod copy_blocks;
 mod gather_cache;
@@ -16,6 +17,7 @@ pub fn benches(harness: &mut Harness) {
     gather_cache::benches(harness);
     copy_blocks::benches(harness);
     swap::benches(harness);
+    advance::benches(harness);
     allocator::benches(harness);
 }
 

@@ -1,23 +1,16 @@
-//! Root-mean-square normalisation of bf16 rows, alone and with a residual (in place), and what one call costs the host.
+//! Root-mean-square normalisation of bf16 rows (and of f16 ones of one width), alone and with a residual (in place), and what one call costs the host.
 
 use warploom::norm::rms_norm::{self, fused_add_rms_norm, rms_norm};
-use warploom::{DType, Tensor, bf16};
+use warploom::{DType, Float, Tensor, bf16, f16};
 use warploom_benches::{Cost, Harness, noise};
 
 pub fn benches(harness: &mut Harness) {
     let tokens = harness.pick(&[1, 16, 256, 1024, 4096][..], &[1, 16]);
     // 5125 cannot be moved in pieces of 16 bytes.
     for n in [1024, 4096, 8192, 5125, 16384] {
-        for &tokens in tokens {
-            let cost = Cost::bytes((tokens + 1) * n * 2, tokens * n * 2);
-            harness.case(&format!("norm/rms_norm/bf16/{tokens}x{n}"), cost, |device, stream, set| {
-                let x = noise::<bf16>(device, stream, &[tokens, n], set)?;
-                let weight = noise::<bf16>(device, stream, &[n], set + 100)?;
-                let mut out = Tensor::<bf16>::uninit(device, &[tokens, n])?;
-                Ok(move |s: &_| rms_norm(s, &mut out, &x, Some(&weight), 1e-5))
-            });
-        }
+        alone::<bf16>(harness, tokens, n);
     }
+    alone::<f16>(harness, tokens, 4096);
     for n in [1024, 4096, 8192] {
         for &tokens in tokens {
             let cost = Cost::bytes((2 * tokens + 1) * n * 2, 2 * tokens * n * 2);
@@ -53,4 +46,16 @@ pub fn benches(harness: &mut Harness) {
             unsafe { rms_norm::launch(s, DType::Bf16, &args) }
         })
     });
+}
+
+fn alone<T: Float>(harness: &mut Harness, tokens: &[usize], n: usize) {
+    for &tokens in tokens {
+        let cost = Cost::bytes((tokens + 1) * n * 2, tokens * n * 2);
+        harness.case(&format!("norm/rms_norm/{}/{tokens}x{n}", T::DTYPE), cost, |device, stream, set| {
+            let x = noise::<T>(device, stream, &[tokens, n], set)?;
+            let weight = noise::<T>(device, stream, &[n], set + 100)?;
+            let mut out = Tensor::<T>::uninit(device, &[tokens, n])?;
+            Ok(move |s: &_| rms_norm(s, &mut out, &x, Some(&weight), 1e-5))
+        });
+    }
 }

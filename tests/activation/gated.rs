@@ -1,4 +1,5 @@
-use crate::rows::{Place, Rows, all_bytes, assert_rounded};
+use crate::far::FAR;
+use crate::rows::{Place, Rows, WIDTHS, all_bytes, assert_rounded};
 use cuda_std::Float;
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -80,6 +81,43 @@ fn matches_the_reference_in_f16() {
 #[test]
 fn matches_the_reference_in_bf16() {
     check::<bf16>();
+}
+
+#[test]
+fn widths_that_peers_get_wrong() {
+    fn check<T: Float>(device: &Device, stream: &Stream, function: Gated, d: usize) {
+        let x = values::<T>(2 * 2 * d, 1);
+        let dx = Tensor::from_slice(device, &x, &[2, 2 * d]).unwrap();
+        let mut out = Tensor::<T>::uninit(device, &[2, d]).unwrap();
+        call(function, stream, &mut out, &dx).unwrap();
+        let want = expected(function, &x, d);
+        assert_rounded(&out.to_vec().unwrap(), &want, relative::<T>(), 2f64.powi(-19));
+    }
+    on_every_device(|device, stream| {
+        for (i, d) in WIDTHS.into_iter().enumerate() {
+            // Every width with gates and values apart, and alternating, and all functions in turn.
+            for function in [FUNCTIONS[0], FUNCTIONS[5], FUNCTIONS[1 + i % 4]] {
+                check::<bf16>(device, stream, function, d);
+            }
+            check::<f32>(device, stream, FUNCTIONS[i % 6], d);
+        }
+    });
+}
+
+/// Rows more than 2^31 elements apart: the same bits as in a small tensor.
+#[test]
+fn rows_far_apart() {
+    FAR.on_every_device(10, |device, stream, rows| {
+        for (d, function) in [(128, Gated::SiluAndMul), (129, Gated::GeluAndMul), (128, FUNCTIONS[5])] {
+            let x = values::<bf16>(rows * 2 * d, 1);
+            let near = Tensor::from_slice(device, &x, &[rows, 2 * d]).unwrap();
+            let mut near_out = Tensor::<bf16>::uninit(device, &[rows, d]).unwrap();
+            let (far_x, far_out) = (FAR.rows(device, &x, 2 * d), FAR.memory::<bf16>(device, rows, d));
+            call(function, stream, &mut near_out, &near).unwrap();
+            call(function, stream, &mut FAR.view(&far_out, d), &FAR.view(&far_x, 2 * d)).unwrap();
+            assert_eq!(all_bytes(&FAR.read(&far_out, d)), all_bytes(&near_out.to_vec().unwrap()));
+        }
+    });
 }
 
 #[test]

@@ -1,10 +1,11 @@
-use crate::rows::{Place, Rows, all_bytes, assert_rounded};
+use crate::far::FAR;
+use crate::rows::{Place, Rows, WIDTHS, all_bytes, assert_rounded};
 use cuda_std::Float;
 use proptest::prelude::*;
 use proptest::sample::select;
 use warploom::activation::{self, Plain, plain};
 use warploom::reference::activation as reference;
-use warploom::{DType, Device, Error, Result, Stream, Tensor, bf16, f16};
+use warploom::{DType, Device, Error, Graph, Result, Stream, Tensor, bf16, f16};
 use warploom_tests::{noise, on_every_device, property, widen};
 
 type Function<T> = fn(&Stream, &mut Tensor<T>, &Tensor<T>) -> Result<()>;
@@ -62,6 +63,67 @@ fn matches_the_reference() {
     check::<f32>();
     check::<f16>();
     check::<bf16>();
+}
+
+#[test]
+fn widths_that_peers_get_wrong() {
+    fn check<T: Float>(device: &Device, stream: &Stream, d: usize, which: usize) {
+        let x: Vec<T> = noise(2 * d, 7).iter().map(|v| T::from_f32(v * 4.0)).collect();
+        let dx = Tensor::from_slice(device, &x, &[2, d]).unwrap();
+        let mut out = Tensor::<T>::uninit(device, &[2, d]).unwrap();
+        let (function, definition, ulps) = functions::<T>()[which];
+        function(stream, &mut out, &dx).unwrap();
+        check_values(&out.to_vec().unwrap(), &x, definition, ulps);
+    }
+    on_every_device(|device, stream| {
+        for (i, d) in WIDTHS.into_iter().enumerate() {
+            // All functions in turn.
+            check::<bf16>(device, stream, d, i % 7);
+            check::<f16>(device, stream, d, (i + 2) % 7);
+            check::<f32>(device, stream, d, (i + 4) % 7);
+        }
+    });
+}
+
+/// Rows more than 2^31 elements apart: the same bits as in a small tensor.
+#[test]
+fn rows_far_apart() {
+    FAR.on_every_device(10, |device, stream, rows| {
+        for (d, which) in [(256, 0), (257, 5)] {
+            let x: Vec<bf16> = noise(rows * d, 7).iter().map(|v| bf16::from_f32(v * 4.0)).collect();
+            let near = Tensor::from_slice(device, &x, &[rows, d]).unwrap();
+            let mut near_out = Tensor::<bf16>::uninit(device, &[rows, d]).unwrap();
+            let (far_x, far_out) = (FAR.rows(device, &x, d), FAR.memory::<bf16>(device, rows, d));
+            let (function, ..) = functions::<bf16>()[which];
+            function(stream, &mut near_out, &near).unwrap();
+            function(stream, &mut FAR.view(&far_out, d), &FAR.view(&far_x, d)).unwrap();
+            assert_eq!(all_bytes(&FAR.read(&far_out, d)), all_bytes(&near_out.to_vec().unwrap()));
+        }
+    });
+}
+
+#[test]
+fn captures_and_repeats_bit_for_bit() {
+    on_every_device(|device, stream| {
+        device.preload(&["activation"]).unwrap();
+        let (rows, d) = (5, 264);
+        let values = |seed| noise(rows * d, seed).into_iter().map(bf16::from_f32).collect::<Vec<_>>();
+        let mut x = Tensor::<bf16>::uninit(device, &[rows, d]).unwrap();
+        let mut out = Tensor::<bf16>::uninit(device, &[rows, d]).unwrap();
+        for (function, ..) in functions::<bf16>() {
+            x.copy_from_slice(&values(3)).unwrap();
+            function(stream, &mut out, &x).unwrap();
+            let first = all_bytes(&out.to_vec().unwrap());
+            let graph = Graph::capture(stream, |s| function(s, &mut out, &x)).unwrap();
+            for seed in [3, 4, 3] {
+                stream.fill_bytes(&mut out, 0xff).unwrap();
+                stream.synchronize().unwrap();
+                x.copy_from_slice(&values(seed)).unwrap();
+                graph.launch(stream).unwrap();
+                assert_eq!(all_bytes(&out.to_vec().unwrap()) == first, seed == 3);
+            }
+        }
+    });
 }
 
 fn every_value<T: Float>(from_bits: fn(u16) -> T) {

@@ -1,10 +1,11 @@
-use crate::rows::{Place, Rows, all_bytes, assert_rounded};
+use crate::far::FAR;
+use crate::rows::{Place, Rows, WIDTHS, all_bytes, assert_rounded};
 use cuda_std::Float;
 use proptest::prelude::*;
 use proptest::sample::select;
 use warploom::activation::{self, Gated, silu_and_mul_quant as quant};
 use warploom::reference::{activation as reference, quantise};
-use warploom::{DType, Device, E4M3, Entry, Error, Geometry, Stream, Tensor, bf16, f16};
+use warploom::{DType, Device, E4M3, Entry, Error, Geometry, Graph, Result, Stream, Tensor, bf16, f16};
 use warploom_tests::{noise_of, on_every_device, property, widen};
 
 const GROUP: usize = 128;
@@ -83,6 +84,128 @@ fn matches_the_reference_in_f16() {
 #[test]
 fn matches_the_reference_in_bf16() {
     check::<bf16>();
+}
+
+/// Results and scales of each operation, of which groups' scales are `[rows, groups]`.
+struct Outputs {
+    per_tensor: Tensor<E4M3>,
+    per_token: Tensor<E4M3>,
+    per_group: Tensor<E4M3>,
+    given: Tensor<f32>,
+    scales: Tensor<f32>,
+    group_scales: Tensor<f32>,
+}
+
+impl Outputs {
+    fn new(device: &Device, rows: usize, d: usize) -> Self {
+        let out = || Tensor::<E4M3>::uninit(device, &[rows, d]).unwrap();
+        Self {
+            per_tensor: out(),
+            per_token: out(),
+            per_group: out(),
+            given: Tensor::from_slice(device, &[0.003f32], &[1]).unwrap(),
+            scales: Tensor::uninit(device, &[rows]).unwrap(),
+            group_scales: Tensor::uninit(device, &[rows, d.div_ceil(GROUP)]).unwrap(),
+        }
+    }
+
+    fn run<T: Float>(&mut self, stream: &Stream, x: &Tensor<T>) -> Result<()> {
+        activation::silu_and_mul_e4m3_per_tensor(stream, &mut self.per_tensor, x, &self.given)?;
+        activation::silu_and_mul_e4m3_per_token(stream, &mut self.per_token, &mut self.scales, x)?;
+        activation::silu_and_mul_e4m3_per_group(stream, &mut self.per_group, &mut self.group_scales, x)
+    }
+
+    /// Poisons what is computed.
+    fn poison(&mut self, stream: &Stream) {
+        for out in [&mut self.per_tensor, &mut self.per_token, &mut self.per_group] {
+            stream.fill_bytes(out, 0xff).unwrap();
+        }
+        stream.fill_bytes(&mut self.scales, 0xff).unwrap();
+        stream.fill_bytes(&mut self.group_scales, 0xff).unwrap();
+        stream.synchronize().unwrap();
+    }
+
+    fn bytes(&self) -> [Vec<u8>; 5] {
+        [
+            all_bytes(&self.per_tensor.to_vec().unwrap()),
+            all_bytes(&self.per_token.to_vec().unwrap()),
+            all_bytes(&self.per_group.to_vec().unwrap()),
+            all_bytes(&self.scales.to_vec().unwrap()),
+            all_bytes(&self.group_scales.to_vec().unwrap()),
+        ]
+    }
+}
+
+#[test]
+fn widths_that_peers_get_wrong() {
+    fn check<T: Float>(device: &Device, stream: &Stream, d: usize) {
+        let (rows, groups) = (2, d.div_ceil(GROUP));
+        let x = noise_of::<T>(rows * 2 * d, 3);
+        let (dx, mut out) = (Tensor::from_slice(device, &x, &[rows, 2 * d]).unwrap(), Outputs::new(device, rows, d));
+        out.run(stream, &dx).unwrap();
+        let (given, token, group) =
+            (out.per_tensor.to_vec().unwrap(), out.per_token.to_vec().unwrap(), out.per_group.to_vec().unwrap());
+        let (scales, group_scales) = (out.scales.to_vec().unwrap(), out.group_scales.to_vec().unwrap());
+        for (r, want) in rows_of(&x, d).iter().enumerate() {
+            let row = r * d..(r + 1) * d;
+            check_quantised(&given[row.clone()], want, 0.003);
+            check_scale(scales[r], quantise::scale(want, 448.0));
+            check_quantised(&token[row.clone()], want, scales[r]);
+            for (g, (got, want)) in group[row].chunks(GROUP).zip(want.chunks(GROUP)).enumerate() {
+                check_scale(group_scales[r * groups + g], quantise::scale(want, 448.0));
+                check_quantised(got, want, group_scales[r * groups + g]);
+            }
+        }
+    }
+    on_every_device(|device, stream| {
+        for d in WIDTHS {
+            check::<bf16>(device, stream, d);
+            check::<f32>(device, stream, d);
+        }
+    });
+}
+
+/// Rows more than 2^31 elements apart: the same bits as in a small tensor.
+#[test]
+fn rows_far_apart() {
+    FAR.on_every_device(12, |device, stream, rows| {
+        for d in [256, 257] {
+            let x = noise_of::<bf16>(rows * 2 * d, 1);
+            let (near, far_x) = (Tensor::from_slice(device, &x, &[rows, 2 * d]).unwrap(), FAR.rows(device, &x, 2 * d));
+            let mut near_out = Outputs::new(device, rows, d);
+            near_out.run(stream, &near).unwrap();
+            let memory = [(); 3].map(|()| FAR.memory::<E4M3>(device, rows, d));
+            let [per_tensor, per_token, per_group] = [0, 1, 2].map(|i| FAR.view(&memory[i], d));
+            let mut far_out = Outputs { per_tensor, per_token, per_group, ..Outputs::new(device, rows, d) };
+            far_out.run(stream, &FAR.view(&far_x, 2 * d)).unwrap();
+            let [a, b, c] = memory.map(|m| all_bytes(&FAR.read(&m, d)));
+            let scales =
+                [&far_out.scales.to_vec().unwrap(), &far_out.group_scales.to_vec().unwrap()].map(|s| all_bytes(s));
+            let [d, e] = scales;
+            assert!([a, b, c, d, e] == near_out.bytes());
+        }
+    });
+}
+
+#[test]
+fn captures_and_repeats_bit_for_bit() {
+    on_every_device(|device, stream| {
+        device.preload(&["activation"]).unwrap();
+        let (rows, d) = (3, 264);
+        let mut x = Tensor::<bf16>::uninit(device, &[rows, 2 * d]).unwrap();
+        let (mut captured, mut direct) = (Outputs::new(device, rows, d), Outputs::new(device, rows, d));
+        let graph = Graph::capture(stream, |s| captured.run(s, &x)).unwrap();
+        let mut run = |seed| {
+            captured.poison(stream);
+            x.copy_from_slice(&noise_of::<bf16>(rows * 2 * d, seed)).unwrap();
+            graph.launch(stream).unwrap();
+            direct.run(stream, &x).unwrap();
+            assert!(captured.bytes() == direct.bytes());
+            captured.bytes()
+        };
+        let (first, second, again) = (run(1), run(5), run(1));
+        assert!(first == again && first.iter().zip(&second).all(|(a, b)| a != b));
+    });
 }
 
 /// Each way that a row is held: one piece a thread, two, four, and computed twice; few rows by clusters, and the same bits in

@@ -1,46 +1,10 @@
 //! Any block size and alignment, all layers; pairs out of range; and what is refused.
 
-use super::{bits, new_cache};
+use super::{all_bits, bits, gapped_layers};
 use proptest::prelude::*;
 use warploom::kv_cache::{CacheElement, CacheLayers, CacheLayout, CacheShape, KvCache, check_pairs};
 use warploom::{Device, E4M3, Error, Graph, Stream, Tensor, bf16, kv_cache, reference};
 use warploom_tests::{on_every_device, property};
-
-/// Different bits in every element of every layer, in blocks that are `gap` elements apart.
-fn layers<S: CacheElement>(
-    device: &Device,
-    layers: usize,
-    layout: CacheLayout,
-    shape: CacheShape,
-    gap: usize,
-    offset: usize,
-) -> CacheLayers<S> {
-    let stride = shape.block_len() + gap;
-    let tensor = |seed: usize| {
-        let dense = new_cache::<S>(device, layout, shape);
-        let n = offset + shape.blocks * stride;
-        let values: Vec<S> = (0..n)
-            .map(|i| {
-                let word = ((i + seed * 7919) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 17;
-                // SAFETY: every bit pattern is an element, of at most 8 bytes.
-                unsafe { std::mem::transmute_copy(&word) }
-            })
-            .collect();
-        (Tensor::from_slice(device, &values, &[n]).unwrap(), dense)
-    };
-    let view = |dense: &Tensor<S>, all: &Tensor<S>| {
-        let mut strides = dense.strides().to_vec();
-        strides[0] = stride;
-        all.as_strided(dense.shape(), &strides, offset).unwrap()
-    };
-    let layers = (0..layers)
-        .map(|l| {
-            let ((k, dense), (v, _)) = (tensor(2 * l), tensor(2 * l + 1));
-            KvCache::from_tensors(layout, view(dense.key(), &k), view(dense.value(), &v)).unwrap()
-        })
-        .collect();
-    CacheLayers::new(layers).unwrap()
-}
 
 fn flat<S: CacheElement>(caches: &CacheLayers<S>) -> Vec<Vec<u32>> {
     let of = |t: &Tensor<S>| t.to_vec().unwrap().into_iter().map(bits).collect();
@@ -54,8 +18,8 @@ fn check<S: CacheElement>(cases: u32) {
         let shape = CacheShape::new(20, block_size, heads, head_dim);
         let layout = if nhd { CacheLayout::Nhd } else { CacheLayout::Hnd };
         let (gap, offset) = ([0, 3, 16][gap], [0, 1, 16][offset]);
-        let mut caches = layers::<S>(device, n, layout, shape, gap, offset);
-        let mut want = flat(&caches);
+        let (mut caches, memory) = gapped_layers::<S>(device, n, layout, shape, gap, offset);
+        let (mut want, mut memory_want) = (flat(&caches), all_bits(&memory));
         // From even blocks to odd ones, and a few that are out of range.
         let mut pairs: Vec<(i64, i64)> = from.iter().enumerate().map(|(i, f)| (f & !1, 2 * i as i64 + 1)).collect();
         pairs.extend([(-1, 3), (0, 20), (i64::MAX, 1), (2, i64::MIN)]);
@@ -67,7 +31,13 @@ fn check<S: CacheElement>(cases: u32) {
             // `to_vec` leaves the gaps out.
             reference::kv_cache::copy_blocks(tensor, &pairs, 20, shape.block_len(), shape.block_len());
         }
+        // And nothing between the blocks has changed.
+        for tensor in &mut memory_want {
+            let (block_len, stride) = (shape.block_len(), shape.block_len() + gap);
+            reference::kv_cache::copy_blocks(&mut tensor[offset..], &pairs, 20, block_len, stride);
+        }
         prop_assert_eq!(flat(&caches), want);
+        prop_assert_eq!(all_bits(&memory), memory_want);
         prop_assert_eq!(status.to_vec().unwrap(), [4]);
         Ok(())
     });
@@ -86,7 +56,7 @@ fn several_pieces_of_a_block_in_a_graph() {
         device.preload(&["kv_cache"]).unwrap();
         // 40 KiB a block: two pieces and a half.
         let shape = CacheShape::new(4, 16, 10, 128);
-        let mut caches = layers::<bf16>(device, 2, CacheLayout::XSplit, shape, 0, 0);
+        let (mut caches, _) = gapped_layers::<bf16>(device, 2, CacheLayout::XSplit, shape, 0, 0);
         let mut want = flat(&caches);
         let mut pairs = Tensor::from_slice(device, &[-1i64; 4], &[2, 2]).unwrap();
         let graph = Graph::capture(stream, |s| kv_cache::copy_blocks(s, &mut caches, None, &pairs)).unwrap();

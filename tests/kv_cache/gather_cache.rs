@@ -1,6 +1,6 @@
 //! Any layout, any type, any mixture of lengths; tables that are wrong; and what is refused.
 
-use super::{INPUTS, cache_of, rows_of};
+use super::{INPUTS, cache_of, new_cache_at, rows_of, scales_of};
 use cuda_std::Float;
 use proptest::prelude::*;
 use warploom::kv_cache::GatherCacheOptions;
@@ -17,6 +17,8 @@ struct Case {
     pad: usize,
     /// Rows of the output behind the last sequence.
     spare: usize,
+    /// Elements before the cache's keys and values.
+    cache_at: [usize; 2],
     seed: usize,
 }
 
@@ -29,7 +31,8 @@ fn case() -> impl Strategy<Value = Case> {
         |(layout, head_dim, block_size, heads, lengths, (per_head, pad, spare, seed))| {
             let head_dim = if layout == CacheLayout::XSplit { head_dim.next_multiple_of(16) } else { head_dim };
             let shape = CacheShape::new(23, block_size, heads, head_dim);
-            Case { layout, shape, lengths, per_head, pad: [0, 1, 16][pad], spare, seed }
+            let cache_at = [[0, 0], [0, 0], [1, 0], [0, 1]][seed / 7 % 4];
+            Case { layout, shape, lengths, per_head, pad: [0, 1, 16][pad], spare, cache_at, seed }
         },
     )
 }
@@ -38,17 +41,17 @@ fn check_case<T: Float + StoreAs<S>, S: CacheElement>(device: &Device, stream: &
     let CacheShape { blocks, block_size, heads, head_dim, .. } = case.shape;
     let scaled = T::SCALED;
     let n = if case.per_head { heads } else { 1 };
-    let scale_host: Vec<f32> = (0..n).map(|h| 0.37 + h as f32).collect();
-    let scale = Tensor::from_slice(device, &scale_host, &[n]).unwrap();
+    let scales_host = scales_of(n);
+    let [key_scale, value_scale] = [0, 1].map(|i| Tensor::from_slice(device, &scales_host[i], &[n]).unwrap());
     // A cache with something in every slot.
-    let mut cache = KvCache::<S>::zeros(device, case.layout, case.shape).unwrap();
+    let mut cache = new_cache_at::<S>(device, case.layout, case.shape, case.cache_at);
     let slots: Vec<i64> = (0..case.shape.slots() as i64).collect();
     let slots = Tensor::from_slice(device, &slots, &[slots.len()]).unwrap();
     let (k, _) = rows_of::<T>(device, case.shape.slots(), heads, head_dim, 0, 1);
     let (v, _) = rows_of::<T>(device, case.shape.slots(), heads, head_dim, 0, 2);
     let mut options = kv_cache::ReshapeAndCacheOptions::default();
     if scaled {
-        options = options.scales(&scale, &scale);
+        options = options.scales(&key_scale, &value_scale);
     }
     kv_cache::reshape_and_cache(stream, &mut cache, None, &k, &v, &slots, &options).unwrap();
 
@@ -69,7 +72,7 @@ fn check_case<T: Float + StoreAs<S>, S: CacheElement>(device: &Device, stream: &
     let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
     let mut options = GatherCacheOptions::default();
     if scaled {
-        options = options.scales(&scale, &scale);
+        options = options.scales(&key_scale, &value_scale);
     }
     kv_cache::gather_cache(
         stream,
@@ -83,11 +86,13 @@ fn check_case<T: Float + StoreAs<S>, S: CacheElement>(device: &Device, stream: &
     )
     .unwrap();
 
-    let scale: Vec<f64> =
-        (0..heads).map(|h| if scaled { scale_host[if case.per_head { h } else { 0 }] as f64 } else { 1.0 }).collect();
-    for (got, tensor, strides) in
-        [(&key, cache.key(), cache.key_strides()), (&value, cache.value(), cache.value_strides())]
-    {
+    let of_heads = |scales: &[f32]| -> Vec<f64> {
+        (0..heads).map(|h| if scaled { scales[if case.per_head { h } else { 0 }] as f64 } else { 1.0 }).collect()
+    };
+    for (got, tensor, strides, scale) in [
+        (&key, cache.key(), cache.key_strides(), of_heads(&scales_host[0])),
+        (&value, cache.value(), cache.value_strides(), of_heads(&scales_host[1])),
+    ] {
         let stored: Vec<f64> = tensor.to_vec().unwrap().into_iter().map(|x| S::widen_all([x])[0] as f64).collect();
         let mut want = vec![];
         for (s, &len) in case.lengths.iter().enumerate() {
@@ -121,6 +126,23 @@ fn matches_the_reference() {
     check::<bf16, E4M3>(6);
     check::<bf16, E5M2>(3);
     check::<bf16, i8>(4);
+}
+
+/// Everything in whole chunks but for where the keys or the values of the cache begin.
+#[test]
+fn caches_that_begin_off_a_chunk() {
+    on_every_device(|device, stream| {
+        for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
+            for cache_at in [[1, 0], [0, 1], [1, 1]] {
+                let shape = CacheShape::new(23, 8, 2, 64);
+                let case =
+                    Case { layout, shape, lengths: vec![3, 9], per_head: true, pad: 0, spare: 1, cache_at, seed: 1 };
+                check_case::<bf16, bf16>(device, stream, &case);
+                check_case::<f16, E4M3>(device, stream, &case);
+                check_case::<f32, i8>(device, stream, &case);
+            }
+        }
+    });
 }
 
 #[test]
@@ -160,7 +182,8 @@ fn forty_heads_in_a_graph() {
     on_every_device(|device, stream| {
         device.preload(&["kv_cache"]).unwrap();
         let shape = CacheShape::new(3, 16, 40, 128);
-        let case = |layout| Case { layout, shape, lengths: vec![3, 2], per_head: true, pad: 0, spare: 1, seed: 1 };
+        let (lengths, cache_at) = (vec![3, 2], [0; 2]);
+        let case = |layout| Case { layout, shape, lengths, per_head: true, pad: 0, spare: 1, cache_at, seed: 1 };
         check_case::<bf16, bf16>(device, stream, &case(CacheLayout::Nhd));
         let cache = KvCache::<bf16>::zeros(device, CacheLayout::XSplit, shape).unwrap();
         let tables = Tensor::from_slice(device, &[1i32], &[1, 1]).unwrap();

@@ -1,6 +1,6 @@
 //! Any layout, any type, any strides; slots that are padding, wrong, or used twice; and what is refused.
 
-use super::{INPUTS, cache_of, exact_round, new_cache, rows_of};
+use super::{INPUTS, cache_of, exact_round, new_cache_at, rows_of, scales_of, value_of};
 use cuda_std::{E4M3, E5M2, Float};
 use proptest::prelude::*;
 use warploom::kv_cache::ReshapeAndCacheOptions;
@@ -17,6 +17,8 @@ struct Case {
     /// Extra elements between rows, and before the first.
     pad: usize,
     wide_slots: bool,
+    /// Elements before the cache's keys and values.
+    cache_at: [usize; 2],
     seed: u64,
 }
 
@@ -31,7 +33,8 @@ fn case() -> impl Strategy<Value = Case> {
             let shape = CacheShape::new(5, block_size, heads, head_dim);
             // Misaligned by one element, and with rows that are.
             let pad = [0, 1, 16][pad];
-            Case { layout, shape, tokens, per_head, pad, wide_slots, seed }
+            let cache_at = [[0, 0], [0, 0], [1, 0], [0, 1]][(seed >> 20) as usize % 4];
+            Case { layout, shape, tokens, per_head, pad, wide_slots, cache_at, seed }
         },
     )
 }
@@ -61,17 +64,16 @@ fn check_case<T: Float + StoreAs<S>, S: CacheElement>(device: &Device, stream: &
     let (key, key_host) = rows_of::<T>(device, case.tokens, heads, head_dim, case.pad, 1);
     let value_pad = [case.pad, 0, 1, 16][case.seed as usize / 16 % 4];
     let (value, value_host) = rows_of::<T>(device, case.tokens, heads, head_dim, value_pad, 2);
-    // Powers of two divide exactly, so that every rounding can be asked for.
     let n = if case.per_head { heads } else { 1 };
-    let scale_host: Vec<f32> = (0..n).map(|h| 2f32.powi(h as i32 - 6)).collect();
-    let scale = Tensor::from_slice(device, &scale_host, &[n]).unwrap();
+    let scales_host = scales_of(n);
+    let [key_scale, value_scale] = [0, 1].map(|i| Tensor::from_slice(device, &scales_host[i], &[n]).unwrap());
     let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
-    let mut cache = new_cache::<S>(device, case.layout, case.shape);
+    let mut cache = new_cache_at::<S>(device, case.layout, case.shape, case.cache_at);
     let before = cache_of(&cache);
 
     let mut options = ReshapeAndCacheOptions::default();
     if scaled {
-        options = options.scales(&scale, &scale);
+        options = options.scales(&key_scale, &value_scale);
     }
     if case.wide_slots {
         let slots = Tensor::from_slice(device, &slots, &[case.tokens]).unwrap();
@@ -82,17 +84,18 @@ fn check_case<T: Float + StoreAs<S>, S: CacheElement>(device: &Device, stream: &
         kv_cache::reshape_and_cache(stream, &mut cache, Some(&mut status), &key, &value, &slots, &options).unwrap();
     }
 
-    let scale: Vec<f64> =
-        (0..heads).map(|h| if scaled { scale_host[if case.per_head { h } else { 0 }] as f64 } else { 1.0 }).collect();
+    let of_heads = |scales: &[f32]| (0..heads).map(|h| scales[if case.per_head { h } else { 0 }]).collect();
+    let [key_scale, value_scale]: [Vec<f32>; 2] = [0, 1].map(|i| of_heads(&scales_host[i]));
     let after = cache_of(&cache);
     let parts = [
-        (&before.0, &after.0, cache.key_strides(), &key_host),
-        (&before.1, &after.1, cache.value_strides(), &value_host),
+        (&before.0, &after.0, cache.key_strides(), &key_host, &key_scale),
+        (&before.1, &after.1, cache.value_strides(), &value_host, &value_scale),
     ];
-    for (before, after, strides, rows) in parts {
+    for (before, after, strides, rows, scale) in parts {
         // NaN marks what the reference does not write, which must keep its bits.
         let mut want = vec![f64::NAN; before.len()];
-        reference::kv_cache::reshape_and_cache(&mut want, strides, case.shape, &widen(rows), &slots, &scale);
+        let scale = scaled.then_some(&scale[..]);
+        reference::kv_cache::reshape_and_cache(&mut want, strides, case.shape, &widen(rows), &slots, scale);
         for (i, w) in want.iter().enumerate() {
             let expected = if w.is_nan() { before[i] } else { exact_round::<S>(*w) };
             assert_eq!(after[i], expected, "element {i} of {case:?}, slots {slots:?}");
@@ -134,10 +137,90 @@ fn forty_heads_and_a_whole_block_of_neighbouring_slots() {
     for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
         on_every_device(|device, stream| {
             let shape = CacheShape::new(3, 16, 40, 128);
-            let case = Case { layout, shape, tokens: 20, per_head: false, pad: 0, wide_slots: true, seed: 5 };
+            let cache_at = [0; 2];
+            let case = Case { layout, shape, tokens: 20, per_head: false, pad: 0, wide_slots: true, cache_at, seed: 5 };
             check_case::<bf16, bf16>(device, stream, &case);
         });
     }
+}
+
+/// Everything in whole chunks but for where the keys or the values of the cache begin.
+#[test]
+fn caches_that_begin_off_a_chunk() {
+    on_every_device(|device, stream| {
+        for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
+            for cache_at in [[1, 0], [0, 1], [1, 1]] {
+                let shape = CacheShape::new(3, 16, 2, 64);
+                let case =
+                    Case { layout, shape, tokens: 7, per_head: true, pad: 0, wide_slots: true, cache_at, seed: 16 * 4 };
+                check_case::<bf16, bf16>(device, stream, &case);
+                check_case::<f16, E4M3>(device, stream, &case);
+                check_case::<f32, i8>(device, stream, &case);
+            }
+        }
+    });
+}
+
+/// Next to the middle of two numbers the product with the reciprocal decides, which is not always on the side where the quotient is.
+#[test]
+fn rounds_the_product_with_the_reciprocal() {
+    fn check<S: CacheElement>(device: &Device, stream: &Stream, layout: CacheLayout)
+    where
+        f32: StoreAs<S>,
+    {
+        let mut numbers: Vec<f64> = (0..=u8::MAX as u32).map(value_of::<S>).filter(|v| v.is_finite()).collect();
+        numbers.sort_by(f64::total_cmp);
+        numbers.dedup_by(|a, b| a == b);
+        let middles: Vec<f64> = numbers.windows(2).map(|w| (w[0] + w[1]) / 2.0).collect();
+        // Those that lie next to them once they are divided, and one on either side.
+        let around = |scale: f32| -> Vec<f32> {
+            let near = |m: &f64| (m * scale as f64) as f32;
+            middles.iter().map(near).flat_map(|x| [x, x.next_down(), x.next_up()]).collect()
+        };
+        let tokens = (3 * middles.len()).div_ceil(16);
+        let shape = CacheShape::new(tokens.div_ceil(8), 8, 1, 16);
+        let slots: Vec<i64> = (0..tokens as i64).collect();
+        let device_slots = Tensor::from_slice(device, &slots, &[tokens]).unwrap();
+        let mut other_than_the_quotient = 0;
+        for scales in [[0.01f32, 0.3], [1.0 / 3.0, 0.007], [0.0123, 1.7]] {
+            let mut rows = scales.map(around);
+            rows.iter_mut().for_each(|r| r.resize(16 * tokens, 0.125));
+            let [key, value] = [0, 1].map(|i| Tensor::from_slice(device, &rows[i], &[tokens, 1, 16]).unwrap());
+            let [key_scale, value_scale] = scales.map(|s| Tensor::from_slice(device, &[s], &[1]).unwrap());
+            let mut cache = KvCache::<S>::zeros(device, layout, shape).unwrap();
+            let options = ReshapeAndCacheOptions::default().scales(&key_scale, &value_scale);
+            kv_cache::reshape_and_cache(stream, &mut cache, None, &key, &value, &device_slots, &options).unwrap();
+            let (keys, values) = cache_of(&cache);
+            let parts = [(keys, cache.key_strides()), (values, cache.value_strides())];
+            for (((got, strides), rows), scale) in parts.into_iter().zip(&rows).zip(scales) {
+                let mut want = vec![f64::NAN; got.len()];
+                let rows_wide = widen(rows);
+                reference::kv_cache::reshape_and_cache(&mut want, strides, shape, &rows_wide, &slots, Some(&[scale]));
+                for (i, row) in rows.iter().enumerate() {
+                    let (slot, dim) = (i / 16, i % 16);
+                    let at = strides.index(slot / 8, 0, slot % 8, dim);
+                    assert_eq!(got[at], exact_round::<S>(want[at]), "{row:e} with the scale {scale}");
+                    other_than_the_quotient += (got[at] != exact_round::<S>(*row as f64 / scale as f64)) as usize;
+                }
+            }
+        }
+        // Otherwise this says nothing.
+        assert!(other_than_the_quotient > 0);
+    }
+    on_every_device(|device, stream| {
+        check::<i8>(device, stream, CacheLayout::Nhd);
+        check::<E4M3>(device, stream, CacheLayout::XSplit);
+        check::<E5M2>(device, stream, CacheLayout::Hnd);
+        // 0.125 / 0.01 is above 12.5, for 0.01 is not an f32; 0.125 times the reciprocal is 12.5, and goes to the even number.
+        let shape = CacheShape::new(1, 1, 1, 1);
+        let (mut cache, key) = (KvCache::<i8>::zeros(device, CacheLayout::Nhd, shape).unwrap(), [0.125f32]);
+        let key = Tensor::from_slice(device, &key, &[1, 1, 1]).unwrap();
+        let [scale, other] = [0.01f32, 0.02].map(|s| Tensor::from_slice(device, &[s], &[1]).unwrap());
+        let slots = Tensor::from_slice(device, &[0i32], &[1]).unwrap();
+        let options = ReshapeAndCacheOptions::default().scales(&scale, &other);
+        kv_cache::reshape_and_cache(stream, &mut cache, None, &key, &key, &slots, &options).unwrap();
+        assert_eq!((cache.key().to_vec().unwrap(), cache.value().to_vec().unwrap()), (vec![12], vec![6]));
+    });
 }
 
 #[test]

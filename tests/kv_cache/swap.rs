@@ -1,12 +1,13 @@
-//! Blocks go to the host and come back, by copies of runs.
+//! Blocks go to the host and come back, by copies of runs; with blocks far from each other, and while sequences are forked.
 
-use super::{bits, rows_of};
+use super::{all_bits, bits, gapped_layers, rows_of};
 use proptest::prelude::*;
 use warploom::kv_cache::ReshapeAndCacheOptions;
 use warploom::kv_cache::swap::{Run, runs};
-use warploom::kv_cache::{CacheLayers, CacheLayout, CacheShape, HostCache};
-use warploom::{Device, Error, Graph, Stream, Tensor, bf16, kv_cache};
-use warploom_tests::on_every_device;
+use warploom::kv_cache::{BlockAllocator, Sequence};
+use warploom::kv_cache::{CacheElement, CacheLayers, CacheLayout, CacheShape, HostCache, PageStrides};
+use warploom::{Device, Error, Event, Graph, Stream, Tensor, bf16, kv_cache};
+use warploom_tests::{on_every_device, property};
 
 const SHAPE: CacheShape = CacheShape::new(6, 8, 2, 16);
 
@@ -54,6 +55,222 @@ fn out_and_in_again() {
             for (b, (layer, from)) in (0..6).flat_map(|b| (0..2).map(move |l| (b, (l, from[b])))) {
                 assert_eq!(block(&caches, layer, b), before[from][layer], "block {b}");
             }
+        }
+    });
+}
+
+/// Blocks of the device and of the host in the property.
+const BLOCKS: (usize, usize) = (7, 5);
+
+/// What is done with pairs of blocks.
+#[derive(Clone, Copy, Debug)]
+enum What {
+    Out,
+    In,
+    Copy,
+}
+
+/// Steps, each with pairs of blocks: any to different ones, in no order; from even to odd ones where they are copied within the device.
+fn steps() -> impl Strategy<Value = Vec<(What, Vec<(usize, usize)>)>> {
+    let pairs = |from: usize, to: usize| {
+        let to = prop::sample::subsequence((0..to).collect::<Vec<_>>(), 0..=to).prop_shuffle();
+        (to, prop::collection::vec(0..from, 8)).prop_map(|(to, from)| from.into_iter().zip(to).collect::<Vec<_>>())
+    };
+    let within = || {
+        let odd = |(from, to): (usize, usize)| (2 * from, 2 * to + 1);
+        pairs(BLOCKS.0.div_ceil(2), BLOCKS.0 / 2).prop_map(move |p| p.into_iter().map(odd).collect::<Vec<_>>())
+    };
+    let step = prop_oneof![
+        pairs(BLOCKS.0, BLOCKS.1).prop_map(|p| (What::Out, p)),
+        pairs(BLOCKS.1, BLOCKS.0).prop_map(|p| (What::In, p)),
+        within().prop_map(|p| (What::Copy, p)),
+    ];
+    prop::collection::vec(step, 1..7)
+}
+
+fn check_steps<S: CacheElement>(cases: u32) {
+    let layouts = prop::sample::select(vec![CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd]);
+    let places = (prop::sample::select(vec![0usize, 3, 16]), 0usize..2, prop::sample::select(vec![1usize, 4, 5]));
+    property(cases, (layouts, places, 1usize..4, steps()), |device, stream, (layout, places, layers, steps)| {
+        let (gap, offset, block_size) = places;
+        let shape = CacheShape::new(BLOCKS.0, block_size, 2, 16);
+        let (mut caches, memory) = gapped_layers::<S>(device, layers, layout, shape, gap, offset);
+        let mut host = HostCache::zeros(&caches, BLOCKS.1).unwrap();
+        // The memory of the device with what lies between the blocks, and that of the host.
+        let (len, stride) = (shape.block_len(), shape.block_len() + gap);
+        let mut on_device = all_bits(&memory);
+        let mut on_host = vec![vec![0u32; BLOCKS.1 * len]; 2 * layers];
+        for (what, pairs) in &steps {
+            match what {
+                What::Out => kv_cache::swap_out(stream, &mut host, &caches, pairs).unwrap(),
+                What::In => kv_cache::swap_in(stream, &mut caches, &host, pairs).unwrap(),
+                What::Copy => {
+                    let flat: Vec<i64> = pairs.iter().flat_map(|&(from, to)| [from as i64, to as i64]).collect();
+                    let flat = Tensor::from_slice(device, &flat, &[pairs.len(), 2]).unwrap();
+                    kv_cache::copy_blocks(stream, &mut caches, None, &flat).unwrap();
+                }
+            }
+            for (device, host) in on_device.iter_mut().zip(&mut on_host) {
+                for &(from, to) in pairs {
+                    match what {
+                        What::Out => host[to * len..][..len].copy_from_slice(&device[offset + from * stride..][..len]),
+                        What::In => device[offset + to * stride..][..len].copy_from_slice(&host[from * len..][..len]),
+                        What::Copy => device
+                            .copy_within(offset + from * stride..offset + from * stride + len, offset + to * stride),
+                    }
+                }
+            }
+        }
+        prop_assert_eq!(all_bits(&memory), on_device);
+        for (i, want) in on_host.iter().enumerate() {
+            for (b, want) in want.chunks(len).enumerate() {
+                let (keys, values) = host.block(i / 2, b).unwrap();
+                let got: Vec<u32> = [keys, values][i % 2].iter().copied().map(bits).collect();
+                prop_assert_eq!(&got[..], want, "tensor {}, block {}", i, b);
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn any_steps_in_any_layout_with_anything_between_the_blocks() {
+    check_steps::<bf16>(16);
+    check_steps::<i8>(8);
+    check_steps::<f32>(8);
+}
+
+/// Layers, heads, elements of a head, tokens of a block: of the caches of forked sequences.
+const FORKED: (usize, usize, usize, usize) = (2, 1, 16, 4);
+
+/// Writes keys and values that tell their token and layer apart to the slots of a sequence.
+fn write(stream: &Stream, caches: &mut CacheLayers<f32>, sequence: &Sequence, positions: std::ops::Range<usize>) {
+    let (layers, heads, dim, _) = FORKED;
+    let slots = sequence.slots(positions.clone()).unwrap();
+    let slots = Tensor::from_slice(stream.device(), &slots, &[slots.len()]).unwrap();
+    for layer in 0..layers {
+        let rows = |sign: f32| {
+            let tokens = &sequence.tokens()[positions.clone()];
+            let row = |t: &u32| vec![sign * (*t as f32 + 1000.0 * layer as f32); heads * dim];
+            let rows: Vec<f32> = tokens.iter().flat_map(row).collect();
+            Tensor::from_slice(stream.device(), &rows, &[tokens.len(), heads, dim]).unwrap()
+        };
+        let (mut cache, options) = (caches.layer_mut(layer).unwrap(), ReshapeAndCacheOptions::default());
+        kv_cache::reshape_and_cache(stream, &mut cache, None, &rows(1.0), &rows(-1.0), &slots, &options).unwrap();
+    }
+}
+
+/// Asserts that the blocks of a sequence hold what [`write`] wrote for all of its tokens; `block` gives keys and values of one.
+#[track_caller]
+fn assert_holds(sequence: &Sequence, strides: [PageStrides; 2], block: impl Fn(usize, usize) -> (Vec<f32>, Vec<f32>)) {
+    let (layers, _, dim, size) = FORKED;
+    for (layer, (i, token)) in (0..layers).flat_map(|l| sequence.tokens().iter().enumerate().map(move |t| (l, t))) {
+        let (keys, values) = block(layer, sequence.blocks()[i / size] as usize);
+        let want = *token as f32 + 1000.0 * layer as f32;
+        for d in 0..dim {
+            let at = strides.map(|s| s.index(0, 0, i % size, d));
+            let got = (keys[at[0]], values[at[1]]);
+            assert_eq!(got, (want, -want), "layer {layer}, position {i}, element {d}");
+        }
+    }
+}
+
+/// What is submitted to `stream` from now on comes after what was submitted to `to`.
+fn follow(stream: &Stream, to: &Stream) {
+    let event = Event::new(to.device()).unwrap();
+    to.record_event(&event).unwrap();
+    stream.wait_event(&event).unwrap();
+}
+
+/// The allocator's swap and fork with the copies that they ask for: the fork goes on while its origin is being copied out by another stream, before its
+/// writes or after them, since nothing orders the two.
+#[test]
+fn a_fork_during_a_swap() {
+    on_every_device(|device, stream| {
+        let copies = Stream::new(device).unwrap();
+        let (layers, heads, dim, size) = FORKED;
+        for (layout, late) in
+            [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd].map(|l| [(l, false), (l, true)]).concat()
+        {
+            let shape = CacheShape::new(8, size, heads, dim);
+            let mut caches = CacheLayers::<f32>::zeros(device, layers, layout, shape).unwrap();
+            let mut memory = HostCache::zeros(&caches, 4).unwrap();
+            let strides = [caches.layers()[0].key_strides(), caches.layers()[0].value_strides()];
+            let on_device = |caches: &CacheLayers<f32>, layer: usize, block: usize| {
+                let of = |t: &Tensor<f32>| t.narrow(0, block, 1).unwrap().to_vec().unwrap();
+                (of(caches.layers()[layer].key()), of(caches.layers()[layer].value()))
+            };
+            let (mut blocks, mut host) = (BlockAllocator::new(8, size).unwrap(), BlockAllocator::new(4, size).unwrap());
+            let copy = |caches: &mut CacheLayers<f32>, pairs: Vec<(usize, usize)>| {
+                let flat: Vec<i64> = pairs.iter().flat_map(|&(from, to)| [from as i64, to as i64]).collect();
+                let flat = Tensor::from_slice(device, &flat, &[pairs.len(), 2]).unwrap();
+                kv_cache::copy_blocks(stream, caches, None, &flat).unwrap();
+            };
+
+            // A block and a half, forked, and on its way out.
+            let mut origin = blocks.start(&[1, 2, 3, 4, 5, 6], 0).unwrap();
+            write(stream, &mut caches, &origin, 0..6);
+            blocks.mark_computed(&mut origin, 6).unwrap();
+            let mut stays = blocks.fork(&origin).unwrap();
+            let swap = blocks.swap(&mut origin, &mut host).unwrap();
+            assert_eq!(swap.pairs().len(), 2);
+            follow(&copies, stream);
+            if !late {
+                kv_cache::swap_out(&copies, &mut memory, &caches, swap.pairs()).unwrap();
+            }
+            // The fork takes its last token back, and has others in its place: in a copy of the block, which it alone refers to otherwise.
+            blocks.truncate(&mut stays, 5).unwrap();
+            blocks.append(&mut stays, &[17, 18, 19, 20]).unwrap();
+            copy(&mut caches, blocks.take_copies());
+            write(stream, &mut caches, &stays, 5..9);
+            blocks.mark_computed(&mut stays, 9).unwrap();
+            if late {
+                follow(&copies, stream);
+                kv_cache::swap_out(&copies, &mut memory, &caches, swap.pairs()).unwrap();
+            }
+            // And what is on its way is forked as well.
+            let mut goes = host.fork(&origin).unwrap();
+            memory.wait().unwrap();
+            blocks.finish(&mut host, swap).map_err(|(_, e)| e).unwrap();
+
+            // Whatever is free on the device now is used by others.
+            let others: Vec<u32> = (0..(size * blocks.available()) as u32).map(|t| 100 + t).collect();
+            let mut others = blocks.start(&others, 0).unwrap();
+            let all = 0..others.len();
+            write(stream, &mut caches, &others, all.clone());
+            blocks.mark_computed(&mut others, all.end).unwrap();
+            assert_eq!(stays.tokens(), [1, 2, 3, 4, 5, 17, 18, 19, 20]);
+            for sequence in [&stays, &others] {
+                assert_holds(sequence, strides, |l, b| on_device(&caches, l, b));
+            }
+            let on_host = |memory: &HostCache<f32>, layer: usize, block: usize| {
+                let (keys, values) = memory.block(layer, block).unwrap();
+                (keys.to_vec(), values.to_vec())
+            };
+            assert_eq!(origin.tokens(), [1, 2, 3, 4, 5, 6]);
+            for sequence in [&origin, &goes] {
+                assert_holds(sequence, strides, |l, b| on_host(&memory, l, b));
+            }
+
+            // The other fork comes back, to blocks that were those of others, and goes on; the origin stays where it is.
+            blocks.free(others).unwrap();
+            let swap = host.swap(&mut goes, &mut blocks).unwrap();
+            follow(&copies, stream);
+            kv_cache::swap_in(&copies, &mut caches, &memory, swap.pairs()).unwrap();
+            follow(stream, &copies);
+            host.finish(&mut blocks, swap).map_err(|(_, e)| e).unwrap();
+            blocks.append(&mut goes, &[31, 32, 33]).unwrap();
+            copy(&mut caches, blocks.take_copies());
+            write(stream, &mut caches, &goes, 6..9);
+            for sequence in [&stays, &goes] {
+                assert_holds(sequence, strides, |l, b| on_device(&caches, l, b));
+            }
+            assert_holds(&origin, strides, |l, b| on_host(&memory, l, b));
+            host.free(origin).unwrap();
+            for sequence in [stays, goes] {
+                blocks.free(sequence).unwrap();
+            }
+            assert_eq!((blocks.available(), host.available()), (8, 4));
         }
     });
 }

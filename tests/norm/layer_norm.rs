@@ -1,5 +1,6 @@
 use super::{HELD, LONG, widths};
-use crate::rows::{Place, Rows, all_bytes, assert_rounded};
+use crate::far::FAR;
+use crate::rows::{Place, Rows, WIDTHS, all_bytes, assert_rounded, vector};
 use cuda_std::Float;
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -84,6 +85,54 @@ fn held_rows_match_the_reference() {
     check_held::<f32>();
     check_held::<f16>();
     check_held::<bf16>();
+}
+
+#[test]
+fn widths_that_peers_get_wrong() {
+    fn check<T: Float>(device: &Device, stream: &Stream) {
+        for n in WIDTHS {
+            let (x, w, b) = (values::<T>(2 * n, 2.0), noise_of::<T>(n, 5), noise_of::<T>(n, 6));
+            let t = Tensor::from_slice(device, &x, &[2, n]).unwrap();
+            let (dw, db) = (vector(device, &w, 0), vector(device, &b, 0));
+            norm::layer_norm(stream, &mut t.clone(), &t, Some(&dw), Some(&db), 1e-5).unwrap();
+            check_rows(&t.to_vec().unwrap(), &x, n, Some(&widen(&w)), Some(&widen(&b)), 2.0);
+        }
+    }
+    on_every_device(|device, stream| {
+        check::<f32>(device, stream);
+        check::<bf16>(device, stream);
+    });
+}
+
+/// Everything in whole pieces but for where the weights, or the biases, begin.
+#[test]
+fn weights_and_biases_that_begin_off_a_piece() {
+    on_every_device(|device, stream| {
+        for n in [256, 768, 4096, 8200] {
+            let (x, w, b) = (values::<bf16>(n, 2.0), noise_of::<bf16>(n, 5), noise_of::<bf16>(n, 6));
+            for [at_w, at_b] in [[1, 0], [0, 1]] {
+                let t = Tensor::from_slice(device, &x, &[1, n]).unwrap();
+                let (dw, db) = (vector(device, &w, at_w), vector(device, &b, at_b));
+                norm::layer_norm(stream, &mut t.clone(), &t, Some(&dw), Some(&db), 1e-5).unwrap();
+                check_rows(&t.to_vec().unwrap(), &x, n, Some(&widen(&w)), Some(&widen(&b)), 2.0);
+            }
+        }
+    });
+}
+
+/// Rows more than 2^31 elements apart: the same bits as in a small tensor.
+#[test]
+fn rows_far_apart() {
+    FAR.on_every_device(10, |device, stream, rows| {
+        for n in [256, 769] {
+            let x = values::<bf16>(rows * n, 2.0);
+            let near = Tensor::from_slice(device, &x, &[rows, n]).unwrap();
+            let (far_x, far_out) = (FAR.rows(device, &x, n), FAR.memory::<bf16>(device, rows, n));
+            norm::layer_norm(stream, &mut near.clone(), &near, None, None, 1e-5).unwrap();
+            norm::layer_norm(stream, &mut FAR.view(&far_out, n), &FAR.view(&far_x, n), None, None, 1e-5).unwrap();
+            assert_eq!(FAR.read(&far_out, n), near.to_vec().unwrap());
+        }
+    });
 }
 
 /// A row far from zero: the variance must not cancel.

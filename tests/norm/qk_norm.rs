@@ -1,9 +1,10 @@
-use crate::rows::{all_bytes, assert_rounded};
+use crate::far::FAR;
+use crate::rows::{all_bytes, assert_rounded, vector};
 use cuda_std::Float;
 use proptest::sample::select;
 use warploom::norm::{self, qk_norm};
 use warploom::reference::norm as reference;
-use warploom::{DType, Device, Error, Stream, Tensor, bf16, f16};
+use warploom::{DType, Device, Error, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{noise_of, on_every_device, property, widen};
 
 /// Heads of a fused tensor `[tokens, (q_heads + 2 kv_heads) * n + pad]`, from element `offset` on.
@@ -80,6 +81,71 @@ fn matches_the_reference() {
     check::<f32>();
     check::<f16>();
     check::<bf16>();
+}
+
+/// Everything in whole pieces but for where one of the weights begins; and heads of 46 and 80.
+#[test]
+fn weights_that_begin_off_a_piece() {
+    fn check<T: Float>(device: &Device, stream: &Stream) {
+        for (n, at) in [(128, [1, 0]), (128, [0, 1]), (64, [1, 1]), (46, [0, 0]), (80, [0, 0]), (80, [1, 0])] {
+            let fused = Fused { tokens: 2, q_heads: 3, kv_heads: 2, n, pad: 0, offset: 0 };
+            let (x, w) = (noise_of::<T>(fused.len(), 1), [2, 3].map(|seed| noise_of::<T>(n, seed)));
+            let all = Tensor::from_slice(device, &x, &[fused.len()]).unwrap();
+            let (mut q, mut k) = fused.views(&all);
+            let [qw, kw] = [0, 1].map(|i| vector(device, &w[i], at[i]));
+            norm::qk_norm(stream, &mut q, &mut k, Some(&qw), Some(&kw), 1e-6).unwrap();
+            let (got, weights) = (all.to_vec().unwrap(), w.map(|w| widen(&w)));
+            for (t, head) in (0..2).flat_map(|t| (0..5).map(move |h| (t, h))) {
+                let at = t * fused.width() + head * n;
+                let want = reference::rms_norm(&widen(&x[at..at + n]), Some(&weights[(head >= 3) as usize]), 1e-6);
+                assert_rounded(&got[at..at + n], &want, 2f64.powi(-19), 2f64.powi(-21));
+            }
+        }
+    }
+    on_every_device(|device, stream| {
+        check::<f32>(device, stream);
+        check::<bf16>(device, stream);
+    });
+}
+
+/// Tokens more than 2^31 elements apart: the same bits as in a small tensor.
+#[test]
+fn tokens_far_apart() {
+    FAR.on_every_device(6, |device, stream, rows| {
+        for n in [128, 46] {
+            let width = 5 * n;
+            let x = noise_of::<bf16>(rows * width, 1);
+            let (near, far) = (Tensor::from_slice(device, &x, &[rows * width]).unwrap(), FAR.rows(device, &x, width));
+            for (tensor, stride) in [(&near, width), (&far, FAR.stride)] {
+                let part = |heads, at| tensor.as_strided(&[rows, heads, n], &[stride, n, 1], at).unwrap();
+                norm::qk_norm(stream, &mut part(3, 0), &mut part(2, 3 * n), None, None, 1e-6).unwrap();
+            }
+            assert_eq!(FAR.read(&far, width), near.to_vec().unwrap());
+        }
+    });
+}
+
+#[test]
+fn captures_and_repeats_bit_for_bit() {
+    on_every_device(|device, stream| {
+        device.preload(&["norm"]).unwrap();
+        let fused = Fused { tokens: 3, q_heads: 4, kv_heads: 2, n: 80, pad: 0, offset: 0 };
+        let mut all = Tensor::<bf16>::uninit(device, &[fused.len()]).unwrap();
+        let (mut q, mut k) = fused.views(&all);
+        let weights = vector(device, &noise_of::<bf16>(80, 9), 0);
+        let graph = Graph::capture(stream, |s| norm::qk_norm(s, &mut q, &mut k, Some(&weights), None, 1e-6)).unwrap();
+        let mut run = |seed| {
+            all.copy_from_slice(&noise_of::<bf16>(fused.len(), seed)).unwrap();
+            graph.launch(stream).unwrap();
+            all_bytes(&all.to_vec().unwrap())
+        };
+        let (first, second, again) = (run(1), run(5), run(1));
+        assert!(first == again && first != second && first != all_bytes(&noise_of::<bf16>(fused.len(), 1)));
+        let direct = Tensor::from_slice(device, &noise_of::<bf16>(fused.len(), 1), &[fused.len()]).unwrap();
+        let (mut q, mut k) = fused.views(&direct);
+        norm::qk_norm(stream, &mut q, &mut k, Some(&weights), None, 1e-6).unwrap();
+        assert!(all_bytes(&direct.to_vec().unwrap()) == first);
+    });
 }
 
 /// A token's heads have the same bits alone and among others, and twice.

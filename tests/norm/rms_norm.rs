@@ -1,5 +1,6 @@
 use super::{HELD, LONG, widths};
-use crate::rows::{Place, Rows, all_bytes, assert_rounded};
+use crate::far::FAR;
+use crate::rows::{Place, Rows, WIDTHS, all_bytes, assert_rounded, vector};
 use cuda_std::Float;
 use proptest::sample::select;
 use warploom::norm::{self, Held, Variant, rms_norm};
@@ -144,6 +145,78 @@ fn held_rows_match_the_reference() {
     check_held::<f32>();
     check_held::<f16>();
     check_held::<bf16>();
+}
+
+fn named_widths<T: Float>(device: &Device, stream: &Stream) {
+    for n in WIDTHS {
+        let (x, r) = (noise_of::<T>(2 * n, 1), noise_of::<T>(2 * n, 7));
+        let [mut dx, mut dr] = [&x, &r].map(|v| Tensor::from_slice(device, v, &[2, n]).unwrap());
+        let (dw, w) = weights::<T>(device, n);
+        let mut out = Tensor::<T>::uninit(device, &[2, n]).unwrap();
+        norm::rms_norm(stream, &mut out, &dx, Some(&dw), 1e-5).unwrap();
+        assert_rounded(&out.to_vec().unwrap(), &expected(&x, n, Some(&w), 1e-5), RELATIVE, 2f64.powi(-21));
+        norm::fused_add_rms_norm(stream, &mut dx, &mut dr, Some(&dw), 1e-5).unwrap();
+        let (got, sums) = (dx.to_vec().unwrap(), dr.to_vec().unwrap());
+        for row in [0..n, n..2 * n] {
+            let (want, sum) = reference::fused_add_rms_norm(&x[row.clone()], &r[row.clone()], Some(&w), 1e-5);
+            assert_rounded(&got[row.clone()], &want, RELATIVE, 2f64.powi(-21));
+            assert_eq!(all_bytes(&sums[row]), all_bytes(&sum));
+        }
+    }
+}
+
+#[test]
+fn widths_that_peers_get_wrong() {
+    on_every_device(|device, stream| {
+        named_widths::<f32>(device, stream);
+        named_widths::<bf16>(device, stream);
+    });
+}
+
+/// Everything in whole pieces but for where the weights begin.
+#[test]
+fn weights_that_begin_off_a_piece() {
+    on_every_device(|device, stream| {
+        for n in [256, 768, 4096, 8200] {
+            let (x, r, w) = (noise_of::<bf16>(2 * n, 1), noise_of::<bf16>(2 * n, 7), noise_of::<bf16>(n, 2));
+            let [mut dx, mut dr] = [&x, &r].map(|v| Tensor::from_slice(device, v, &[2, n]).unwrap());
+            let (dw, w) = (vector(device, &w, 1), widen(&w));
+            let mut out = Tensor::<bf16>::uninit(device, &[2, n]).unwrap();
+            norm::rms_norm(stream, &mut out, &dx, Some(&dw), 1e-5).unwrap();
+            assert_rounded(&out.to_vec().unwrap(), &expected(&x, n, Some(&w), 1e-5), RELATIVE, 0.0);
+            norm::fused_add_rms_norm(stream, &mut dx, &mut dr, Some(&dw), 1e-5).unwrap();
+            let got = dx.to_vec().unwrap();
+            for row in [0..n, n..2 * n] {
+                let (want, _) = reference::fused_add_rms_norm(&x[row.clone()], &r[row.clone()], Some(&w), 1e-5);
+                assert_rounded(&got[row], &want, RELATIVE, 0.0);
+            }
+        }
+    });
+}
+
+/// Rows more than 2^31 elements apart: the same bits as in a small tensor.
+#[test]
+fn rows_far_apart() {
+    FAR.on_every_device(10, |device, stream, rows| {
+        for n in [256, 769] {
+            let (x, r) = (noise_of::<bf16>(rows * n, 1), noise_of::<bf16>(rows * n, 2));
+            let [mut near_x, mut near_r] = [&x, &r].map(|v| Tensor::from_slice(device, v, &[rows, n]).unwrap());
+            let [far_x, far_r] = [&x, &r].map(|v| FAR.rows(device, v, n));
+            let dense = Tensor::<bf16>::uninit(device, &[rows, n]).unwrap();
+            norm::rms_norm(stream, &mut dense.clone(), &near_x, None, 1e-5).unwrap();
+            norm::fused_add_rms_norm(stream, &mut near_x, &mut near_r, None, 1e-5).unwrap();
+            let (mut x, mut r) = (FAR.view(&far_x, n), FAR.view(&far_r, n));
+            norm::fused_add_rms_norm(stream, &mut x, &mut r, None, 1e-5).unwrap();
+            assert_eq!(FAR.read(&far_x, n), near_x.to_vec().unwrap());
+            assert_eq!(FAR.read(&far_r, n), near_r.to_vec().unwrap());
+            // From the one, as it was, to the other.
+            for (i, row) in noise_of::<bf16>(rows * n, 1).chunks(n).enumerate() {
+                x.narrow(0, i, 1).unwrap().copy_from_slice(row).unwrap();
+            }
+            norm::rms_norm(stream, &mut r, &x, None, 1e-5).unwrap();
+            assert_eq!(FAR.read(&far_r, n), dense.to_vec().unwrap());
+        }
+    });
 }
 
 /// In place, and of more dimensions, and of none.

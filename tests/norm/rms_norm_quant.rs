@@ -1,11 +1,12 @@
 use super::{HELD, LONG, widths};
-use crate::rows::{Place, Rows, all_bytes, assert_rounded};
+use crate::far::FAR;
+use crate::rows::{Place, Rows, WIDTHS, all_bytes, assert_rounded, vector};
 use cuda_std::Float;
 use proptest::prelude::*;
 use proptest::sample::select;
 use warploom::norm::{self, Held, RmsNormQuantOptions, Variant, rms_norm_quant as quant};
 use warploom::reference::{norm as reference, quantise};
-use warploom::{DType, Device, E4M3, Entry, Error, Geometry, Stream, Tensor, bf16, f16};
+use warploom::{DType, Device, E4M3, Entry, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{noise_of, on_every_device, property, widen};
 
 const GROUP: usize = 128;
@@ -67,6 +68,13 @@ impl<T: Float> Case<T> {
             want,
             with,
         }
+    }
+
+    /// With so many elements before the weights and before the smoothing factors.
+    fn vectors_at(mut self, device: &Device, [weight, smooth]: [usize; 2]) -> Self {
+        self.weight = vector(device, &self.weight.to_vec().unwrap(), weight);
+        self.smooth = vector(device, &self.smooth.to_vec().unwrap(), smooth);
+        self
     }
 
     fn options(&self) -> RmsNormQuantOptions<'_, T> {
@@ -268,6 +276,175 @@ fn rows_of_every_length() {
             check_i8(&out.take(), &case.want[0], scales.to_vec().unwrap()[0]);
             case.check_residual();
         }
+    });
+}
+
+/// Each operation on two rows of a width, with all that it may be given.
+fn check_each<T: Float>(device: &Device, stream: &Stream, n: usize, residual: bool, at: [usize; 2]) {
+    let (rows, with) = (2, With { weight: true, one_plus: false, residual, smooth: true });
+    let case = || Case::<T>::new(device, rows, n, Place::DENSE, with).vectors_at(device, at);
+    let mut scales = Tensor::<f32>::uninit(device, &[rows]).unwrap();
+    let dense = Place::DENSE;
+
+    let (case_e4m3, out) = (case(), Rows::<E4M3>::poisoned(device, rows, n, dense));
+    let mut r = case_e4m3.residual.view();
+    let (x, options) = (case_e4m3.x.view(), case_e4m3.options());
+    let r = residual.then_some(&mut r);
+    norm::rms_norm_e4m3_per_token(stream, &mut out.view(), &mut scales, r, &x, 1e-5, &options).unwrap();
+    for ((got, want), scale) in out.take().chunks(n).zip(&case_e4m3.want).zip(scales.to_vec().unwrap()) {
+        check_e4m3(got, want, scale);
+    }
+    case_e4m3.check_residual();
+
+    let (case_i8, out) = (case(), Rows::<i8>::poisoned(device, rows, n, dense));
+    let mut r = case_i8.residual.view();
+    let (x, options) = (case_i8.x.view(), case_i8.options());
+    let r = residual.then_some(&mut r);
+    norm::rms_norm_i8_per_token(stream, &mut out.view(), &mut scales, r, &x, 1e-5, &options).unwrap();
+    for ((got, want), scale) in out.take().chunks(n).zip(&case_i8.want).zip(scales.to_vec().unwrap()) {
+        check_i8(got, want, scale);
+    }
+    case_i8.check_residual();
+
+    let case = Case::<T>::new(device, rows, n, dense, With { smooth: false, ..with }).vectors_at(device, at);
+    let (out, groups) = (Rows::<E4M3>::poisoned(device, rows, n, dense), n.div_ceil(GROUP));
+    let mut scales = Tensor::<f32>::uninit(device, &[rows, groups]).unwrap();
+    let mut r = case.residual.view();
+    let (x, options) = (case.x.view(), case.options());
+    let r = residual.then_some(&mut r);
+    norm::rms_norm_e4m3_per_group(stream, &mut out.view(), &mut scales, r, &x, 1e-5, &options).unwrap();
+    let scales = scales.to_vec().unwrap();
+    for (r, (got, want)) in out.take().chunks(n).zip(&case.want).enumerate() {
+        for (g, (got, want)) in got.chunks(GROUP).zip(want.chunks(GROUP)).enumerate() {
+            check_e4m3(got, want, scales[r * groups + g]);
+        }
+    }
+    case.check_residual();
+}
+
+#[test]
+fn widths_that_peers_get_wrong() {
+    on_every_device(|device, stream| {
+        for n in WIDTHS {
+            check_each::<bf16>(device, stream, n, true, [0; 2]);
+            check_each::<f32>(device, stream, n, false, [0; 2]);
+        }
+    });
+}
+
+/// Everything in whole pieces but for where the weights, or the smoothing factors, begin.
+#[test]
+fn vectors_that_begin_off_a_piece() {
+    on_every_device(|device, stream| {
+        for n in [256, 768, 4096, 8200] {
+            for at in [[1, 0], [0, 1]] {
+                check_each::<bf16>(device, stream, n, n == 768, at);
+            }
+        }
+    });
+}
+
+/// Rows more than 2^31 elements apart: the same bits as in a small tensor.
+#[test]
+fn rows_far_apart() {
+    FAR.on_every_device(12, |device, stream, rows| {
+        for n in [256, 769] {
+            let (x, r) = (noise_of::<bf16>(rows * n, 1), noise_of::<bf16>(rows * n, 2));
+            let [near_x, mut near_r] = [&x, &r].map(|v| Tensor::from_slice(device, v, &[rows, n]).unwrap());
+            let [far_x, far_r] = [&x, &r].map(|v| FAR.rows(device, v, n));
+            let far_out = FAR.memory::<E4M3>(device, rows, n);
+            let (x, mut r) = (FAR.view(&far_x, n), FAR.view(&far_r, n));
+            let options = RmsNormQuantOptions::default();
+            let mut scales = [(); 4].map(|()| Tensor::<f32>::uninit(device, &[rows]).unwrap());
+            let [a, b, c, d] = &mut scales;
+
+            let mut near_out = Tensor::<E4M3>::uninit(device, &[rows, n]).unwrap();
+            norm::rms_norm_e4m3_per_token(stream, &mut near_out, a, Some(&mut near_r), &near_x, 1e-5, &options)
+                .unwrap();
+            let mut out = FAR.view(&far_out, n);
+            norm::rms_norm_e4m3_per_token(stream, &mut out, b, Some(&mut r), &x, 1e-5, &options).unwrap();
+            assert_eq!(FAR.read(&far_r, n), near_r.to_vec().unwrap());
+            assert_eq!(all_bytes(&FAR.read(&far_out, n)), all_bytes(&near_out.to_vec().unwrap()));
+
+            let mut near_out = near_out.cast::<i8>().unwrap();
+            norm::rms_norm_i8_per_token(stream, &mut near_out, c, None, &near_x, 1e-5, &options).unwrap();
+            let far_i8 = far_out.cast::<i8>().unwrap();
+            norm::rms_norm_i8_per_token(stream, &mut FAR.view(&far_i8, n), d, None, &x, 1e-5, &options).unwrap();
+            assert_eq!(FAR.read(&far_i8, n), near_out.to_vec().unwrap());
+            let scales = scales.map(|s| s.to_vec().unwrap());
+            assert!(scales[0] == scales[1] && scales[2] == scales[3]);
+
+            // The scales of groups, far apart as well.
+            let groups = n.div_ceil(GROUP);
+            let mut near_scales = Tensor::<f32>::uninit(device, &[rows, groups]).unwrap();
+            let mut near_out = near_out.cast::<E4M3>().unwrap();
+            norm::rms_norm_e4m3_per_group(stream, &mut near_out, &mut near_scales, None, &near_x, 1e-5, &options)
+                .unwrap();
+            drop((far_r, r));
+            let far_scales = FAR.memory::<f32>(device, if device.is_simt() { rows } else { 1 }, groups * rows);
+            let stride = if device.is_simt() { FAR.stride } else { groups };
+            let mut scales = far_scales.as_strided(&[rows, groups], &[stride, 1], 0).unwrap();
+            let mut out = FAR.view(&far_out, n);
+            norm::rms_norm_e4m3_per_group(stream, &mut out, &mut scales, None, &x, 1e-5, &options).unwrap();
+            assert_eq!(all_bytes(&FAR.read(&far_out, n)), all_bytes(&near_out.to_vec().unwrap()));
+            let near_scales = near_scales.to_vec().unwrap();
+            for (i, want) in near_scales.chunks(groups).enumerate() {
+                assert_eq!(far_scales.narrow(0, i * stride, groups).unwrap().to_vec().unwrap(), want);
+            }
+        }
+    });
+}
+
+#[test]
+fn captures_and_repeats_bit_for_bit() {
+    on_every_device(|device, stream| {
+        device.preload(&["norm"]).unwrap();
+        let (rows, n) = (3, 520);
+        let mut x = Tensor::<bf16>::uninit(device, &[rows, n]).unwrap();
+        let mut r = Tensor::<bf16>::uninit(device, &[rows, n]).unwrap();
+        let mut e4m3 = Tensor::<E4M3>::uninit(device, &[rows, n]).unwrap();
+        let mut grouped = Tensor::<E4M3>::uninit(device, &[rows, n]).unwrap();
+        let mut int8 = Tensor::<i8>::uninit(device, &[rows, n]).unwrap();
+        let mut scales = Tensor::<f32>::uninit(device, &[2 * rows]).unwrap();
+        let mut group_scales = Tensor::<f32>::uninit(device, &[rows, 5]).unwrap();
+        let (mut first, mut second) = (scales.narrow(0, 0, rows).unwrap(), scales.narrow(0, rows, rows).unwrap());
+        let options = RmsNormQuantOptions::default();
+        let graph = Graph::capture(stream, |s| {
+            norm::rms_norm_e4m3_per_token(s, &mut e4m3, &mut first, None, &x, 1e-5, &options)?;
+            norm::rms_norm_e4m3_per_group(s, &mut grouped, &mut group_scales, None, &x, 1e-5, &options)?;
+            norm::rms_norm_i8_per_token(s, &mut int8, &mut second, Some(&mut r), &x, 1e-5, &options)
+        })
+        .unwrap();
+        let mut run = |seed, replay: bool| {
+            stream.fill_bytes(&mut e4m3, 0xff).unwrap();
+            stream.fill_bytes(&mut grouped, 0xff).unwrap();
+            stream.fill_bytes(&mut int8, 0xff).unwrap();
+            stream.fill_bytes(&mut scales, 0xff).unwrap();
+            stream.fill_bytes(&mut group_scales, 0xff).unwrap();
+            stream.synchronize().unwrap();
+            x.copy_from_slice(&noise_of::<bf16>(rows * n, seed)).unwrap();
+            r.copy_from_slice(&noise_of::<bf16>(rows * n, seed + 1)).unwrap();
+            if replay {
+                graph.launch(stream).unwrap();
+            } else {
+                norm::rms_norm_e4m3_per_token(stream, &mut e4m3, &mut first, None, &x, 1e-5, &options).unwrap();
+                norm::rms_norm_e4m3_per_group(stream, &mut grouped, &mut group_scales, None, &x, 1e-5, &options)
+                    .unwrap();
+                let (out, r) = (&mut int8, Some(&mut r));
+                norm::rms_norm_i8_per_token(stream, out, &mut second, r, &x, 1e-5, &options).unwrap();
+            }
+            [
+                all_bytes(&e4m3.to_vec().unwrap()),
+                all_bytes(&grouped.to_vec().unwrap()),
+                all_bytes(&int8.to_vec().unwrap()),
+                all_bytes(&scales.to_vec().unwrap()),
+                all_bytes(&group_scales.to_vec().unwrap()),
+                all_bytes(&r.to_vec().unwrap()),
+            ]
+        };
+        let (first, second, again, direct) = (run(1, true), run(5, true), run(1, true), run(1, false));
+        assert!(first == again && first == direct);
+        assert!(first.iter().zip(&second).all(|(a, b)| a != b));
     });
 }
 

@@ -1,6 +1,8 @@
 //! Any pairing, part of a head, strides, weights and types; wrong positions; and what is refused.
 
 use super::Rows;
+use crate::far::FAR;
+use crate::rows::vector;
 use cuda_std::{Element, Float};
 use proptest::prelude::*;
 use warploom::rope::QkNormRotaryOptions;
@@ -22,6 +24,8 @@ struct Case {
     weights: (bool, bool),
     weight_offset: f32,
     eps: f32,
+    /// Elements before the weights of queries and of keys, and before the table of angles.
+    at: [usize; 3],
     seed: u64,
 }
 
@@ -54,6 +58,7 @@ fn case() -> impl Strategy<Value = Case> {
                 _ => place as usize / 4 % (rest + 1),
             };
             let pad = [0, 1, 16, 0][pad as usize % 4];
+            let at = [0, 1, 2].map(|i| (seed >> (9 + i)) as usize % 2);
             let (weight_offset, eps) = (one as u8 as f32, if big { 1.0 } else { 1e-6 });
             Case {
                 tokens,
@@ -68,6 +73,7 @@ fn case() -> impl Strategy<Value = Case> {
                 weights,
                 weight_offset,
                 eps,
+                at,
                 seed,
             }
         },
@@ -86,10 +92,10 @@ where
     let mut query = rows.view(&fused, 0);
     let mut key = case.key_heads.map(|_| rows.view(&fused, 1));
     let weights = [noise_of::<T>(head_dim, case.seed + 2), noise_of::<T>(head_dim, case.seed + 3)];
-    let on_device = |given: bool, w: &[T]| given.then(|| Tensor::from_slice(device, w, &[head_dim]).unwrap());
-    let (query_weight, key_weight) = (on_device(case.weights.0, &weights[0]), on_device(case.weights.1, &weights[1]));
+    let on_device = |given: bool, i: usize| given.then(|| vector(device, &weights[i], case.at[i]));
+    let (query_weight, key_weight) = (on_device(case.weights.0, 0), on_device(case.weights.1, 1));
     let angles_host = noise_of::<C>(POSITIONS * rot_dim, case.seed + 1);
-    let angles = Tensor::from_slice(device, &angles_host, &[POSITIONS, rot_dim]).unwrap();
+    let angles = vector(device, &angles_host, case.at[2]).reshape(&[POSITIONS, rot_dim]).unwrap();
     let at: Vec<i64> = (0..tokens as i64)
         .map(|t| if (t + case.seed as i64 % 4) % 4 == 0 { [-1, POSITIONS as i64][t as usize % 2] } else { t * 7 % 23 })
         .collect();
@@ -170,10 +176,69 @@ fn forty_heads_of_128() {
                 weights: (true, true),
                 weight_offset: 0.0,
                 eps: 1e-6,
+                at: [0; 3],
                 seed: 3,
             };
             check_case::<bf16, f32, i64>(device, stream, &case);
         }
+    });
+}
+
+/// Everything in whole chunks but for where one of the weights, or the angles, begin; and heads of 46 and 80.
+#[test]
+fn weights_and_angles_that_begin_off_a_chunk() {
+    on_every_device(|device, stream| {
+        for (head_dim, at) in
+            [(128, [1, 0, 0]), (128, [0, 1, 0]), (128, [0, 0, 1]), (64, [1, 1, 1]), (46, [0; 3]), (80, [0; 3])]
+        {
+            for pairing in [Pairing::Neox, Pairing::Gptj] {
+                let (weights, weight_offset, eps) = ((true, true), 0.0, 1e-6);
+                let (tokens, query_heads, key_heads, rot_dim, offset, pad) = (3, 3, Some(2), head_dim, 0, 0);
+                let (inverse, seed) = (false, 2);
+                let case = Case {
+                    tokens,
+                    query_heads,
+                    key_heads,
+                    head_dim,
+                    rot_dim,
+                    offset,
+                    pad,
+                    pairing,
+                    inverse,
+                    weights,
+                    weight_offset,
+                    eps,
+                    at,
+                    seed,
+                };
+                check_case::<bf16, bf16, i32>(device, stream, &case);
+                check_case::<f16, f32, i64>(device, stream, &case);
+                check_case::<f32, f32, i32>(device, stream, &case);
+            }
+        }
+    });
+}
+
+/// Tokens more than 2^31 elements apart: the same numbers as in a small tensor.
+#[test]
+fn tokens_far_apart() {
+    FAR.on_every_device(6, |device, stream, rows| {
+        let (heads, kv_heads, head_dim) = (4, 2, 128);
+        let row = (heads + kv_heads) * head_dim;
+        let host = noise_of::<bf16>(rows * row, 1);
+        let (near, far) = (Tensor::from_slice(device, &host, &[rows * row]).unwrap(), FAR.rows(device, &host, row));
+        let angles = Tensor::from_slice(device, &noise_of::<f32>(3 * head_dim, 2), &[3, head_dim]).unwrap();
+        let positions = Tensor::from_slice(device, &[1i32, 0, 2][..rows], &[rows]).unwrap();
+        for (tensor, stride) in [(&near, row), (&far, FAR.stride)] {
+            let part = |heads, at| tensor.as_strided(&[rows, heads, head_dim], &[stride, head_dim, 1], at).unwrap();
+            let (mut query, mut key) = (part(heads, 0), part(kv_heads, heads * head_dim));
+            let options = QkNormRotaryOptions::default();
+            rope::qk_norm_rotary(stream, &mut query, Some(&mut key), None, &positions, &angles, 1e-6, &options)
+                .unwrap();
+        }
+        let near = near.to_vec().unwrap();
+        assert!((0..rows).all(|r| near[r * row..][..row] != host[r * row..][..row]));
+        assert_eq!(FAR.read(&far, row), near);
     });
 }
 
@@ -226,6 +291,10 @@ fn refuses_what_it_cannot_do() {
     assert!(matches!(run(&q(), None, None, f32::NAN), Error::Value { arg: "eps", .. }));
     assert!(matches!(run(&t(&[3, 2, 32]), None, None, 0.0), Error::Value { arg: "offset", .. }));
     assert!(matches!(run(&t(&[3, 2, 1000]), None, None, 0.0), Error::Unsupported { .. }));
+    let o = QkNormRotaryOptions::default();
+    let far = |options| rope::qk_norm_rotary(stream, &mut q(), None, None, &positions, &angles, 0.0, &options);
+    assert!(matches!(far(o.largest_position(10)), Err(Error::Value { arg: "largest_position", .. })));
+    far(o.largest_position(9)).unwrap();
     // More heads than the blocks of a launch.
     let mut heads = t(&[1, 4 * 65535 + 1, 512]);
     let (position, turns) =

@@ -1,12 +1,14 @@
 //! Any pairing, part of a head, strides and types; positions outside of the cache; and what is refused.
 
 use super::Rows;
+use crate::far::HALF;
+use crate::rows::vector;
 use cuda_std::{Element, Float};
 use proptest::prelude::*;
 use warploom::rope::RotaryOptions;
 use warploom::rope::{self, Pairing, Scaling};
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16, reference};
-use warploom_tests::{assert_close, large_gpu, noise_of, on_every_device, property, widen};
+use warploom_tests::{assert_close, noise_of, on_every_device, property, widen};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -20,6 +22,8 @@ struct Case {
     pad: usize,
     pairing: Pairing,
     inverse: bool,
+    /// Elements before the table of angles.
+    angles_at: usize,
     seed: u64,
 }
 
@@ -42,7 +46,8 @@ fn case() -> impl Strategy<Value = Case> {
                 _ => place as usize / 3 % (rest + 1),
             };
             let pad = [0, 1, 16, 5][pad as usize % 4];
-            Case { tokens, query_heads, key_heads, head_dim, rot_dim, offset, pad, pairing, inverse, seed }
+            let angles_at = (seed >> 9) as usize % 2;
+            Case { tokens, query_heads, key_heads, head_dim, rot_dim, offset, pad, pairing, inverse, angles_at, seed }
         })
 }
 
@@ -59,7 +64,7 @@ where
     let mut key = case.key_heads.map(|_| rows.view(&fused, 1));
     // Any number will do as an angle's cosine and sine.
     let angles_host = noise_of::<C>(POSITIONS * rot_dim, case.seed + 1);
-    let angles = Tensor::from_slice(device, &angles_host, &[POSITIONS, rot_dim]).unwrap();
+    let angles = vector(device, &angles_host, case.angles_at).reshape(&[POSITIONS, rot_dim]).unwrap();
     let at: Vec<i64> = (0..tokens as i64)
         .map(|t| match (t + case.seed as i64 % 5).rem_euclid(5) {
             0 => [-1, POSITIONS as i64, i32::MAX as i64, i32::MIN as i64][t as usize % 4],
@@ -135,10 +140,15 @@ fn forty_heads_of_128() {
                 pad: 0,
                 pairing,
                 inverse: false,
+                angles_at: 0,
                 seed: 3,
             };
             check_case::<bf16, f32, i64>(device, stream, &base);
             check_case::<f32, f32, i64>(device, stream, &base);
+            // Everything in whole chunks but for where the angles begin.
+            let off = Case { query_heads: 3, key_heads: Some(2), angles_at: 1, seed: 2, ..base };
+            check_case::<bf16, bf16, i32>(device, stream, &off);
+            check_case::<f16, f32, i32>(device, stream, &off);
         }
     });
 }
@@ -267,27 +277,35 @@ fn an_empty_cache_knows_no_position() {
     });
 }
 
-/// Tokens more than 2^31 elements apart: the same numbers as in a small tensor.
+/// Tokens more than 2^31 elements apart, and positions whose angles are: the same numbers as from small tensors.
 #[test]
-fn large_strides_on_a_gpu() {
-    const STRIDE: usize = (1 << 31) + 8;
-    let Some((device, _turn)) = large_gpu(12) else { return };
-    let stream = Stream::new(&device).unwrap();
-    let (heads, head_dim) = (4, 128);
-    let row = heads * head_dim;
-    let host = noise_of::<bf16>(2 * row, 1);
-    let far = Tensor::<bf16>::uninit(&device, &[STRIDE + row]).unwrap();
-    far.narrow(0, 0, row).unwrap().copy_from_slice(&host[..row]).unwrap();
-    far.narrow(0, STRIDE, row).unwrap().copy_from_slice(&host[row..]).unwrap();
-    let near = Tensor::from_slice(&device, &host, &[2 * row]).unwrap();
-    let angles = Tensor::from_slice(&device, &noise_of::<f32>(2 * head_dim, 2), &[2, head_dim]).unwrap();
-    let positions = Tensor::from_slice(&device, &[1i32, 0], &[2]).unwrap();
-    for (tensor, stride) in [(&near, row), (&far, STRIDE)] {
-        let mut query = tensor.as_strided(&[2, heads, head_dim], &[stride, head_dim, 1], 0).unwrap();
-        rope::rotary(&stream, &mut query, None, None, &positions, &angles, &RotaryOptions::default()).unwrap();
-    }
-    let near = near.to_vec().unwrap();
-    assert_ne!(near[row..], host[row..]);
-    assert_eq!(far.narrow(0, 0, row).unwrap().to_vec().unwrap(), near[..row]);
-    assert_eq!(far.narrow(0, STRIDE, row).unwrap().to_vec().unwrap(), near[row..]);
+fn tokens_and_angles_far_apart() {
+    HALF.on_every_device(10, |device, stream, rows| {
+        let (heads, head_dim) = (4, 128);
+        let row = heads * head_dim;
+        let host = noise_of::<bf16>(rows * row, 1);
+        let (near, far) = (Tensor::from_slice(device, &host, &[rows * row]).unwrap(), HALF.rows(device, &host, row));
+        // So many positions of 128 angles in bf16, of which all but the last few are never read.
+        let positions = 2 * HALF.stride / head_dim + 2;
+        let table = Tensor::from_slice(device, &noise_of::<bf16>(3 * head_dim, 2), &[3, head_dim]).unwrap();
+        let last = HALF.memory::<bf16>(device, 3, 3 * head_dim);
+        let all = last.narrow(0, 0, positions * head_dim).unwrap().reshape(&[positions, head_dim]).unwrap();
+        for (i, p) in [0, 1, positions - 1].into_iter().enumerate() {
+            let of = table.narrow(0, i, 1).unwrap().to_vec().unwrap();
+            all.narrow(0, p, 1).unwrap().copy_from_slice(&of).unwrap();
+        }
+        let which = &[1usize, 0, 2, 1, 2][..rows];
+        let far_positions: Vec<i32> = which.iter().map(|&i| [0, 1, positions as i32 - 1][i]).collect();
+        let near_positions: Vec<i32> = which.iter().map(|&i| i as i32).collect();
+        for (tensor, stride, angles, at) in
+            [(&near, row, &table, near_positions), (&far, HALF.stride, &all, far_positions)]
+        {
+            let mut query = tensor.as_strided(&[rows, heads, head_dim], &[stride, head_dim, 1], 0).unwrap();
+            let at = Tensor::from_slice(device, &at, &[rows]).unwrap();
+            rope::rotary(stream, &mut query, None, None, &at, angles, &RotaryOptions::default()).unwrap();
+        }
+        let near = near.to_vec().unwrap();
+        assert!((0..rows).all(|r| near[r * row..][..row] != host[r * row..][..row]));
+        assert_eq!(HALF.read(&far, row), near);
+    });
 }

@@ -1,9 +1,12 @@
 //! The fused operation against the references of its two parts: any layout, type, part of a head and strides.
 
 use super::Rows;
+use crate::far::HALF;
+use crate::kv_cache::{cache_of, exact_round, new_cache_at, scales_of, value_of};
+use crate::rows::vector;
 use cuda_std::Float;
 use proptest::prelude::*;
-use warploom::kv_cache::{CacheLayout, CacheShape, KvCache, StoreAs};
+use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, StoreAs};
 use warploom::rope::RotaryAndCacheOptions;
 use warploom::rope::{self, Pairing, Scaling};
 use warploom::{Device, E4M3, E5M2, Error, Graph, Stream, Tensor, bf16, f16, reference};
@@ -20,6 +23,8 @@ struct Case {
     pad: usize,
     pairing: Pairing,
     per_head: bool,
+    /// Elements before the table of angles, and before the cache's keys and values.
+    at: [usize; 3],
     seed: u64,
 }
 
@@ -56,16 +61,13 @@ fn case() -> impl Strategy<Value = Case> {
                 };
                 let shape = CacheShape::new(7, block_size, heads, head_dim);
                 let pad = [0, 1, 16, 0][pad as usize % 4];
-                Case { layout, shape, tokens, query_heads, rot_dim, offset, pad, pairing, per_head, seed }
+                let at = [[0; 3], [0; 3], [1, 0, 0], [0, 1, 0], [0, 0, 1]][(seed >> 9) as usize % 5];
+                Case { layout, shape, tokens, query_heads, rot_dim, offset, pad, pairing, per_head, at, seed }
             },
         )
 }
 
-fn check_case<T: Float + StoreAs<S>, S: Float + warploom::kv_cache::CacheElement, C: Float>(
-    device: &Device,
-    stream: &Stream,
-    case: &Case,
-) {
+fn check_case<T: Float + StoreAs<S>, S: CacheElement, C: Float>(device: &Device, stream: &Stream, case: &Case) {
     let &Case { tokens, query_heads, rot_dim, offset, pad, .. } = case;
     let CacheShape { heads, head_dim, .. } = case.shape;
     let rows = Rows::new(tokens, &[query_heads, heads, heads], head_dim, pad, case.seed % 2 == 1);
@@ -73,7 +75,7 @@ fn check_case<T: Float + StoreAs<S>, S: Float + warploom::kv_cache::CacheElement
     let fused = Tensor::from_slice(device, &host, &[host.len()]).unwrap();
     let (mut query, key, value) = (rows.view(&fused, 0), rows.view(&fused, 1), rows.view(&fused, 2));
     let angles_host = noise_of::<C>(POSITIONS * rot_dim, case.seed + 1);
-    let angles = Tensor::from_slice(device, &angles_host, &[POSITIONS, rot_dim]).unwrap();
+    let angles = vector(device, &angles_host, case.at[0]).reshape(&[POSITIONS, rot_dim]).unwrap();
     let at: Vec<i64> = (0..tokens as i64)
         .map(|t| if (t + case.seed as i64 % 7) % 7 == 0 { [-1, POSITIONS as i64][t as usize % 2] } else { t * 5 % 23 })
         .collect();
@@ -88,13 +90,14 @@ fn check_case<T: Float + StoreAs<S>, S: Float + warploom::kv_cache::CacheElement
     let positions = Tensor::from_slice(device, &at, &[tokens]).unwrap();
     let device_slots = Tensor::from_slice(device, &slots, &[tokens]).unwrap();
     let n = if case.per_head { heads } else { 1 };
-    let scale_host: Vec<f32> = (0..n).map(|h| 2f32.powi(h as i32 - 7)).collect();
-    let scale = Tensor::from_slice(device, &scale_host, &[n]).unwrap();
-    let mut cache = KvCache::<S>::zeros(device, case.layout, case.shape).unwrap();
+    let scales_host = scales_of(n);
+    let [key_scale, value_scale] = [0, 1].map(|i| Tensor::from_slice(device, &scales_host[i], &[n]).unwrap());
+    let mut cache = new_cache_at::<S>(device, case.layout, case.shape, [case.at[1], case.at[2]]);
+    let before = cache_of(&cache);
     let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
     let mut options = RotaryAndCacheOptions::default().offset(offset);
     if T::SCALED {
-        options = options.scales(&scale, &scale);
+        options = options.scales(&key_scale, &value_scale);
     }
     let pairing = case.pairing;
     rope::rotary_and_cache(
@@ -133,16 +136,35 @@ fn check_case<T: Float + StoreAs<S>, S: Float + warploom::kv_cache::CacheElement
     let same = |i: &usize| got[*i].to_f32().to_bits() == host[*i].to_f32().to_bits();
     assert!((0..host.len()).filter(|i| untouched[*i]).all(|i| same(&i)), "{case:?}");
     let used: Vec<i64> = (0..tokens).map(|t| if known(t) { slots[t] } else { -1 }).collect();
-    let scale: Vec<f64> = (0..heads)
-        .map(|h| if T::SCALED { scale_host[if case.per_head { h } else { 0 }] as f64 } else { 1.0 })
+    let of_heads = |scales: &[f32]| (0..heads).map(|h| scales[if case.per_head { h } else { 0 }]).collect();
+    let [key_scale, value_scale]: [Vec<f32>; 2] = [0, 1].map(|i| of_heads(&scales_host[i]));
+    // What turns is off by the roundings of two products and a sum; the rest is exact.
+    let error: Vec<f64> = (0..keys.len())
+        .map(|i| if (offset..offset + rot_dim).contains(&(i % head_dim)) { 2f64.powi(-22) } else { 0.0 })
         .collect();
-    for (tensor, strides, rows) in
-        [(cache.key(), cache.key_strides(), &keys), (cache.value(), cache.value_strides(), &values)]
-    {
-        let mut want = vec![0.0; tensor.len()];
-        reference::kv_cache::reshape_and_cache(&mut want, strides, case.shape, rows, &used, &scale);
-        let largest = want.iter().fold(0.0, |a: f64, b| a.max(b.abs()));
-        assert_close(&tensor.to_vec().unwrap(), &want, 2f64.powi(-21), largest);
+    let none = vec![0.0; values.len()];
+    let after = cache_of(&cache);
+    for (before, after, strides, rows, error, scale) in [
+        (before.0, after.0, cache.key_strides(), &keys, &error, &key_scale),
+        (before.1, after.1, cache.value_strides(), &values, &none, &value_scale),
+    ] {
+        // NaN marks what is not written, which must keep its bits.
+        let bound = |sign: f64| {
+            let mut want = vec![f64::NAN; after.len()];
+            let rows: Vec<f64> = rows.iter().zip(error).map(|(row, error)| row + sign * error).collect();
+            let scale = T::SCALED.then_some(&scale[..]);
+            reference::kv_cache::reshape_and_cache(&mut want, strides, case.shape, &rows, &used, scale);
+            want
+        };
+        for (i, (low, high)) in bound(-1.0).into_iter().zip(bound(1.0)).enumerate() {
+            if low.is_nan() {
+                assert_eq!(after[i], before[i], "element {i} of {case:?} is nobody's");
+                continue;
+            }
+            // Rounding keeps the order; where nothing turns, that is one number.
+            let (got, [low, high]) = (value_of::<S>(after[i]), [low, high].map(|v| value_of::<S>(exact_round::<S>(v))));
+            assert!((low..=high).contains(&got), "element {i} of {case:?}: {got}, expected {low} to {high}");
+        }
     }
     let outside = |s: i64| s != -1 && !(0..count).contains(&s);
     let wrong = (0..tokens).filter(|t| !known(*t) || outside(slots[*t])).count();
@@ -167,7 +189,31 @@ fn matches_the_references() {
         check_case::<f16, E4M3, f32>(device, stream, &case);
         check_case::<f16, E5M2, f16>(device, stream, &case);
         check_case::<f32, E5M2, f32>(device, stream, &case);
+        check_case::<f32, i8, f32>(device, stream, &case);
+        check_case::<f16, i8, f16>(device, stream, &case);
+        check_case::<bf16, i8, f32>(device, stream, &case);
         Ok(())
+    });
+}
+
+/// Everything in whole chunks but for where the angles, or the cache's keys or values, begin; a scale for each head; and heads of 46 and 80.
+#[test]
+fn angles_and_caches_that_begin_off_a_chunk() {
+    on_every_device(|device, stream| {
+        for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
+            for (head_dim, at) in [(64, [1, 0, 0]), (64, [0, 1, 0]), (64, [0, 0, 1]), (80, [0; 3]), (46, [0; 3])] {
+                if layout == CacheLayout::XSplit && head_dim == 46 {
+                    continue;
+                }
+                let (shape, pairing) = (CacheShape::new(3, 16, 2, head_dim), Pairing::Gptj);
+                let (tokens, query_heads, rot_dim, offset, pad, per_head, seed) = (5, 3, head_dim, 0, 0, true, 2);
+                let case =
+                    Case { layout, shape, tokens, query_heads, rot_dim, offset, pad, pairing, per_head, at, seed };
+                check_case::<bf16, bf16, bf16>(device, stream, &case);
+                check_case::<f32, i8, f32>(device, stream, &case);
+                check_case::<bf16, i8, f32>(device, stream, &Case { pairing: Pairing::Neox, ..case });
+            }
+        }
     });
 }
 
@@ -185,6 +231,7 @@ fn forty_heads_of_128() {
                 pad: 0,
                 pairing: Pairing::Neox,
                 per_head: false,
+                at: [0; 3],
                 seed: 1,
             };
             check_case::<bf16, bf16, f32>(device, stream, &case);
@@ -239,9 +286,10 @@ fn equals_the_two_operations_and_runs_in_a_graph() {
             assert_eq!(bits(&part(&a, 0, 4)), bits(&part(&b, 0, 4)));
             assert_eq!((bits(fused.key()), bits(fused.value())), (bits(apart.key()), bits(apart.value())));
 
-            let scale = Tensor::from_slice(device, &[0.02f32], &[1]).unwrap();
+            let scales = [0.02f32, 0.03];
+            let [key_scale, value_scale] = scales.map(|s| Tensor::from_slice(device, &[s], &[1]).unwrap());
             let mut small = KvCache::<i8>::zeros(device, layout, shape).unwrap();
-            let (c, o) = (new(), RotaryAndCacheOptions::default().scales(&scale, &scale));
+            let (c, o) = (new(), RotaryAndCacheOptions::default().scales(&key_scale, &value_scale));
             let (mut query, key, value) = (part(&c, 0, 4), part(&c, 4, 2), part(&c, 6, 2));
             let p = Pairing::Neox;
             rope::rotary_and_cache(
@@ -258,19 +306,130 @@ fn equals_the_two_operations_and_runs_in_a_graph() {
             )
             .unwrap();
             // x is another one in a cache of bytes, so element by element.
-            for (s, e, from, to) in [
-                (small.key(), fused.key(), small.key_strides(), fused.key_strides()),
-                (small.value(), fused.value(), small.value_strides(), fused.value_strides()),
+            // The keys of the other cache are rounded to f16, these are not.
+            for (s, e, from, to, scale, error) in [
+                (small.key(), fused.key(), small.key_strides(), fused.key_strides(), scales[0], 2f64.powi(-10)),
+                (small.value(), fused.value(), small.value_strides(), fused.value_strides(), scales[1], 0.0),
             ] {
                 let (s, e) = (s.to_vec().unwrap(), e.to_vec().unwrap());
                 for i in 0..shape.blocks * shape.block_len() {
                     let (b, h, t, d) = (i / 2048, i / 1024 % 2, i / 64 % 16, i % 64);
-                    let (s, e) = (s[from.index(b, h, t, d)], e[to.index(b, h, t, d)].to_f32() / 0.02);
-                    assert!((s as f32 - e).abs() < 0.6, "{s} for {e}");
+                    let (s, e) = (s[from.index(b, h, t, d)], e[to.index(b, h, t, d)].to_f32() as f64);
+                    let stored = |v: f64| exact_round::<i8>((v as f32 * (1.0 / scale)) as f64) as u8 as i8;
+                    assert!((stored(e - error)..=stored(e + error)).contains(&s), "{s} for {e}");
                 }
             }
         }
     });
+}
+
+#[test]
+fn equal_slots_hold_one_of_their_tokens() {
+    on_every_device(|device, stream| {
+        let shape = CacheShape::new(2, 16, 2, 64);
+        // Nothing turns at the only position, and everything of a token is one number.
+        let angles = rope::cache::<f32>(device, 1, 64, 1e4, Scaling::None).unwrap();
+        let positions = Tensor::from_slice(device, &[0i32; 20], &[20]).unwrap();
+        let slots = Tensor::from_slice(device, &[7i32; 20], &[20]).unwrap();
+        for layout in [CacheLayout::XSplit, CacheLayout::Nhd] {
+            let x: Vec<f32> = (0..20).flat_map(|t| vec![1.0 + t as f32; 128]).collect();
+            let x = Tensor::from_slice(device, &x, &[20, 2, 64]).unwrap();
+            let mut query = Tensor::<f32>::zeros(device, &[20, 1, 64]).unwrap();
+            let mut cache = KvCache::<f32>::zeros(device, layout, shape).unwrap();
+            let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
+            let (q, status_word, options) = (&mut query, Some(&mut status), RotaryAndCacheOptions::default());
+            match rope::rotary_and_cache(
+                stream,
+                q,
+                &mut cache,
+                status_word,
+                &x,
+                &x,
+                &positions,
+                &angles,
+                &slots,
+                &options,
+            ) {
+                // The one place that may race: the detector is right.
+                Err(Error::Launch(e)) if matches!(e.kind, simt::ErrorKind::Race { .. }) => continue,
+                outcome => outcome.unwrap(),
+            }
+            for (tensor, strides) in [(cache.key(), cache.key_strides()), (cache.value(), cache.value_strides())] {
+                let all = tensor.to_vec().unwrap();
+                for (head, dim) in (0..2).flat_map(|h| (0..64).map(move |d| (h, d))) {
+                    let v = all[strides.index(0, head, 7, dim)];
+                    assert!((1.0..=20.0).contains(&v) && v.fract() == 0.0, "{v}");
+                }
+                assert_eq!(all.iter().filter(|v| **v != 0.0).count(), 128);
+            }
+            assert_eq!(status.to_vec().unwrap(), [0]);
+        }
+    });
+}
+
+/// Tokens, and blocks of the cache, more than 2^31 elements apart: the same numbers as from small tensors.
+#[test]
+fn tokens_and_blocks_far_apart() {
+    HALF.on_every_device(10, |device, stream, rows| {
+        let (heads, kv_heads, head_dim) = (4, 2, 64);
+        let row = (heads + 2 * kv_heads) * head_dim;
+        let host = noise_of::<bf16>(rows * row, 1);
+        let angles = Tensor::from_slice(device, &noise_of::<f32>(3 * head_dim, 2), &[3, head_dim]).unwrap();
+        let positions = Tensor::from_slice(device, &[1i32, 0, 2, 0, 1][..rows], &[rows]).unwrap();
+        // The last slot of each block, the last block first.
+        let slots: Vec<i64> = (0..rows as i64).rev().map(|block| 8 * block + 7).collect();
+        let slots = Tensor::from_slice(device, &slots, &[rows]).unwrap();
+        for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
+            let (near, far) =
+                (Tensor::from_slice(device, &host, &[rows * row]).unwrap(), HALF.rows(device, &host, row));
+            let dense = KvCache::<bf16>::zeros(device, layout, CacheShape::new(rows, 8, kv_heads, head_dim)).unwrap();
+            // Keys and values of a block next to each other.
+            let block_len = dense.shape().block_len();
+            let blocks = HALF.rows(device, &vec![bf16::ZERO; rows * 2 * block_len], 2 * block_len);
+            let part = |t: &Tensor<bf16>, at| {
+                let mut strides = t.strides().to_vec();
+                strides[0] = HALF.stride;
+                blocks.as_strided(t.shape(), &strides, at).unwrap()
+            };
+            let spread = KvCache::from_tensors(layout, part(dense.key(), 0), part(dense.value(), block_len)).unwrap();
+            for (tensor, stride, mut cache) in [(&near, row, dense.clone()), (&far, HALF.stride, spread)] {
+                let part = |heads, at| {
+                    let (shape, strides) = ([rows, heads, head_dim], [stride, head_dim, 1]);
+                    tensor.as_strided(&shape, &strides, at * head_dim).unwrap()
+                };
+                let (mut query, key, value) = (part(heads, 0), part(kv_heads, heads), part(kv_heads, heads + kv_heads));
+                let options = RotaryAndCacheOptions::default();
+                rope::rotary_and_cache(
+                    stream, &mut query, &mut cache, None, &key, &value, &positions, &angles, &slots, &options,
+                )
+                .unwrap();
+            }
+            assert_eq!(HALF.read(&far, row), near.to_vec().unwrap(), "{layout:?}");
+            let got = HALF.read(&blocks, 2 * block_len);
+            let of_block = |t: &Tensor<bf16>, b| t.narrow(0, b, 1).unwrap().to_vec().unwrap();
+            let want = (0..rows).flat_map(|b| [of_block(dense.key(), b), of_block(dense.value(), b)].concat());
+            assert_eq!(got, want.collect::<Vec<_>>(), "{layout:?}");
+            let written = got.iter().filter(|v| v.to_bits() != 0).count();
+            assert!(written > rows * 2 * kv_heads * head_dim - 10, "{written}");
+        }
+    });
+}
+
+#[test]
+fn every_input_type_has_every_cache_type() {
+    use cuda_std::DType;
+    use rope::rotary_and_cache::entry;
+    for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
+        for input in [DType::F32, DType::F16, DType::Bf16] {
+            for cache in [input, DType::E4m3, DType::E5m2, DType::I8] {
+                let name = if layout == CacheLayout::XSplit { "xsplit" } else { "flat" };
+                let want = format!("rotary_and_cache_{name}_{input}_{cache}");
+                assert_eq!(entry(input, cache, layout).unwrap().name, want);
+            }
+            assert!(entry(input, DType::I32, layout).is_none());
+        }
+        assert!(entry(DType::F32, DType::F16, layout).is_none());
+    }
 }
 
 #[test]

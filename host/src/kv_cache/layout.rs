@@ -363,7 +363,8 @@ pub fn check_slots(slots: &[i64], shape: CacheShape) -> Result<()> {
     Ok(())
 }
 
-/// Scales of a quantised cache: a number, or one for each head. The stored number is `value / scale`.
+/// Scales of a quantised cache: a number, or one for each head. What is stored is `value * (1 / scale)`, both in `f32`, rounded to the nearest
+/// (ties to even).
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 #[must_use]

@@ -1,6 +1,6 @@
 //! Writes the keys and values of new tokens to their slots in the paged cache, quantising them if the cache is 8-bit.
 //!
-//! `cache[slots[t]] = key[t], value[t]`, or `key[t] / scale` rounded for an 8-bit cache. After vLLM's
+//! `cache[slots[t]] = key[t], value[t]`, or `key[t] * (1 / scale)` rounded for an 8-bit cache. After vLLM's
 //! `reshape_and_cache` and `reshape_and_cache_flash` (its `csrc/cache_kernels.cu`), which are the x-split and the NHD case
 //! here.
 
@@ -136,8 +136,8 @@ impl<'a> ReshapeAndCacheOptions<'a> {
 ///
 /// `key` and `value` are `[tokens, heads, head_dim]`, dense in the last dimension; `slots` is `[tokens]` of `i32` or
 /// `i64`, dense. A cache of the inputs' type holds their very bits; one of `E4M3`, `E5M2` or `i8` holds
-/// `value / scale` rounded to the nearest, saturating, with a scale for all heads or one for each
-/// ([`ReshapeAndCacheOptions::scales`]).
+/// `value * (1 / scale)`, reciprocal and product in `f32`, rounded to the nearest (ties to even), saturating, with a scale for all
+/// heads or one for each ([`ReshapeAndCacheOptions::scales`]).
 ///
 /// Tokens with the slot -1 are skipped (padding). Tokens with another slot outside of the cache are skipped as well and
 /// counted up in `status`, `[1]`; [`check_slots`](super::check_slots) finds them on the host. If several tokens have
