@@ -17,7 +17,7 @@ use cuda_std::{Element, Global, GlobalMut};
 pub fn aligned<T, const N: usize>(addresses: usize, places: usize) -> bool {
     let bytes = const { if N * size_of::<T>() < 16 { N * size_of::<T>() } else { 16 } };
     // The lower halves are enough, and cost half as much.
-    let places = addresses as u32 | (size_of::<T>() as u32 * places as u32);
+    let places = addresses as u32 | (size_of::<T>() as u32).wrapping_mul(places as u32);
     places & (bytes as u32 - 1) == 0
 }
 

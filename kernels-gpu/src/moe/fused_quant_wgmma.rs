@@ -459,11 +459,9 @@ unsafe fn fused_quant_wgmma<
         // The sorted list may still be in the making.
         dependent_launch::wait();
         if stripes.are_kept() && thread::block_idx_x() == 0 && warp_id == 1 && lane < stripes.count {
-            // Each consumer says once that it has stored all that it had, when this launch has long ended.
+            // Each consumer says once that it has stored all that it had. One without an item says so at once: before the next launch may start these words are there.
             stripes.begin(lane, thread::grid_dim_x() * GROUPS as u32);
-        }
-        if !progress.is_kept() {
-            dependent_launch::launch_dependents();
+            thread::device_fence();
         }
     }
     let sorted = Sorted {
@@ -488,6 +486,10 @@ unsafe fn fused_quant_wgmma<
     let striped = const { in_turn(PAIRS, UP) };
     let items = if striped { items.in_stripes(stripe) } else { items };
     items.fill_together(pairs, 0);
+    if UP && !progress.is_kept() {
+        // After a barrier, since words for the sum may have been begun.
+        dependent_launch::launch_dependents();
+    }
     let job = Blocks::<T> {
         h: GlobalMut::new(h),
         partial: GlobalMut::new(partial),

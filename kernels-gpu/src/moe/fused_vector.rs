@@ -627,6 +627,8 @@ impl<T: TensorFloat, const STEPS: usize> Exchange<'_, T, STEPS> {
                 thread::spin_hint();
             }
             thread::device_fence();
+            // What other lanes have seen comes before the copy, too.
+            warp::sync_warp(warp::FULL);
             if lane == 0 {
                 let (from, n) = if group == 0 { (0, groups[0]) } else { (groups[0], groups[1]) };
                 tma::fence_async_global();
@@ -968,9 +970,15 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
         } else {
             exchange.by_claims(h, words);
         }
-        // A block without a piece of the first product has not waited for the tokens, and may not end before they have come.
-        if warp_id == WARPS as u32 && count > 0 {
-            mbarrier::wait_parity(there(0), 0);
+        // A block may not end before all has come that it asked for: without a piece of a product nobody has waited for its vectors.
+        if warp_id == WARPS as u32 {
+            if count > 0 {
+                mbarrier::wait_parity(there(0), 0);
+            }
+            if !TAGGED {
+                mbarrier::wait_parity(there(1), 0);
+                mbarrier::wait_parity(there(2), 0);
+            }
         }
         return;
     }
