@@ -21,8 +21,6 @@ pub struct Apart {
 
 /// Each row is beyond a signed 32-bit number from the one before.
 pub const FAR: Apart = Apart { stride: (1 << 31) + 8, simt: 3, gpu: 2 };
-/// Every other row is.
-pub const HALF: Apart = Apart { stride: (1 << 30) + 8, simt: 5, gpu: 3 };
 
 impl Apart {
     /// Runs `test` on every device, with a number of rows; on a GPU that has so many GB of memory.

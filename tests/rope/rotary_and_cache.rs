@@ -1,7 +1,7 @@
 //! The fused operation against the references of its two parts: any layout, type, part of a head and strides.
 
 use super::Rows;
-use crate::far::HALF;
+use crate::far::FAR;
 use crate::kv_cache::{cache_of, exact_round, new_cache_at, scales_of, value_of};
 use crate::rows::vector;
 use cuda_std::Float;
@@ -370,29 +370,28 @@ fn equal_slots_hold_one_of_their_tokens() {
 /// Tokens, and blocks of the cache, more than 2^31 elements apart: the same numbers as from small tensors.
 #[test]
 fn tokens_and_blocks_far_apart() {
-    HALF.on_every_device(10, |device, stream, rows| {
+    FAR.on_every_device(10, |device, stream, rows| {
         let (heads, kv_heads, head_dim) = (4, 2, 64);
         let row = (heads + 2 * kv_heads) * head_dim;
         let host = noise_of::<bf16>(rows * row, 1);
         let angles = Tensor::from_slice(device, &noise_of::<f32>(3 * head_dim, 2), &[3, head_dim]).unwrap();
-        let positions = Tensor::from_slice(device, &[1i32, 0, 2, 0, 1][..rows], &[rows]).unwrap();
+        let positions = Tensor::from_slice(device, &[1i32, 0, 2][..rows], &[rows]).unwrap();
         // The last slot of each block, the last block first.
         let slots: Vec<i64> = (0..rows as i64).rev().map(|block| 8 * block + 7).collect();
         let slots = Tensor::from_slice(device, &slots, &[rows]).unwrap();
         for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
-            let (near, far) =
-                (Tensor::from_slice(device, &host, &[rows * row]).unwrap(), HALF.rows(device, &host, row));
+            let (near, far) = (Tensor::from_slice(device, &host, &[rows * row]).unwrap(), FAR.rows(device, &host, row));
             let dense = KvCache::<bf16>::zeros(device, layout, CacheShape::new(rows, 8, kv_heads, head_dim)).unwrap();
             // Keys and values of a block next to each other.
             let block_len = dense.shape().block_len();
-            let blocks = HALF.rows(device, &vec![bf16::ZERO; rows * 2 * block_len], 2 * block_len);
+            let blocks = FAR.rows(device, &vec![bf16::ZERO; rows * 2 * block_len], 2 * block_len);
             let part = |t: &Tensor<bf16>, at| {
                 let mut strides = t.strides().to_vec();
-                strides[0] = HALF.stride;
+                strides[0] = FAR.stride;
                 blocks.as_strided(t.shape(), &strides, at).unwrap()
             };
             let spread = KvCache::from_tensors(layout, part(dense.key(), 0), part(dense.value(), block_len)).unwrap();
-            for (tensor, stride, mut cache) in [(&near, row, dense.clone()), (&far, HALF.stride, spread)] {
+            for (tensor, stride, mut cache) in [(&near, row, dense.clone()), (&far, FAR.stride, spread)] {
                 let part = |heads, at| {
                     let (shape, strides) = ([rows, heads, head_dim], [stride, head_dim, 1]);
                     tensor.as_strided(&shape, &strides, at * head_dim).unwrap()
@@ -404,8 +403,8 @@ fn tokens_and_blocks_far_apart() {
                 )
                 .unwrap();
             }
-            assert_eq!(HALF.read(&far, row), near.to_vec().unwrap(), "{layout:?}");
-            let got = HALF.read(&blocks, 2 * block_len);
+            assert_eq!(FAR.read(&far, row), near.to_vec().unwrap(), "{layout:?}");
+            let got = FAR.read(&blocks, 2 * block_len);
             let of_block = |t: &Tensor<bf16>, b| t.narrow(0, b, 1).unwrap().to_vec().unwrap();
             let want = (0..rows).flat_map(|b| [of_block(dense.key(), b), of_block(dense.value(), b)].concat());
             assert_eq!(got, want.collect::<Vec<_>>(), "{layout:?}");
