@@ -3,10 +3,10 @@
 #[cfg(doctest)]
 mod guide;
 
-use cuda_std::Float;
+use cuda_std::{Element, Float};
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
-use std::sync::OnceLock;
-use warploom::{Device, SimtOptions, Stream};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use warploom::{Device, SimtOptions, Stream, Tensor};
 
 /// Seeds of the random-order runs.
 const SEEDS: [u64; 1] = [7];
@@ -43,14 +43,16 @@ pub fn gpu() -> Option<Device> {
     .clone()
 }
 
-/// [`gpu`] for a test that wants so many GB of its memory, if GPUs are to be tested. Says so if it has less.
-pub fn large_gpu(gigabytes: u64) -> Option<Device> {
+/// [`gpu`] for a test that wants so many GB of its memory, if GPUs are to be tested, and its turn: one such test at a time has room. Says so if there is less.
+pub fn large_gpu(gigabytes: u64) -> Option<(Device, MutexGuard<'static, ()>)> {
+    static TURN: Mutex<()> = Mutex::new(());
     let device = gpu().filter(|_| devices().iter().any(|(name, _)| *name == "cuda"))?;
     let enough = device.properties().memory_bytes >= gigabytes << 30;
     if !enough {
         eprintln!("skipped: it takes {gigabytes} GB of GPU memory");
     }
-    enough.then_some(device)
+    // A turn of a test that failed is over as well.
+    enough.then(|| (device, TURN.lock().unwrap_or_else(PoisonError::into_inner)))
 }
 
 /// Whether this runs under a sanitizer (`WARPLOOM_TEST_SANITIZER`, which `run.sh sanitize` sets): some 100 times slower, so
@@ -119,6 +121,30 @@ pub fn noise_of<T: Float>(n: usize, seed: u64) -> Vec<T> {
     noise(n, seed).into_iter().map(T::from_f32).collect()
 }
 
+/// How many numbers of [`cyclic`] there are until they repeat: a prime, so that rows of any width begin at any of them, and what lies 2^32 elements away is another one.
+pub const PERIOD: usize = 65_521;
+
+/// A tensor of these [`PERIOD`] elements again and again, made on the device: what is too large to come from the host.
+pub fn cyclic<T: Element>(device: &Device, stream: &Stream, period: &[T], shape: &[usize]) -> Tensor<T> {
+    assert_eq!(period.len(), PERIOD);
+    let tensor = Tensor::<T>::uninit(device, shape).unwrap();
+    let flat = tensor.reshape(&[tensor.len()]).unwrap();
+    let mut filled = PERIOD.min(flat.len());
+    flat.narrow(0, 0, filled).unwrap().copy_from_slice(&period[..filled]).unwrap();
+    while filled < flat.len() {
+        let len = filled.min(flat.len() - filled);
+        stream.copy(&mut flat.narrow(0, filled, len).unwrap(), &flat.narrow(0, 0, len).unwrap()).unwrap();
+        filled += len;
+    }
+    stream.synchronize().unwrap();
+    tensor
+}
+
+/// So many elements of [`cyclic`] from one on.
+pub fn of_cycle<U: Copy>(period: &[U], from: usize, n: usize) -> impl Iterator<Item = U> {
+    (from..from + n).map(|i| period[i % PERIOD])
+}
+
 /// Elements widened exactly.
 pub fn widen<T: Float>(x: &[T]) -> Vec<f64> {
     x.iter().map(|v| v.to_f32() as f64).collect()
@@ -153,7 +179,7 @@ pub fn assert_close<T: Float>(got: &[T], want: &[f64], arithmetic: f64, scale: f
 }
 
 /// Half of the smallest positive number: the absolute rounding error near zero.
-fn smallest<T: Float>() -> f64 {
+pub fn smallest<T: Float>() -> f64 {
     match T::DTYPE {
         cuda_std::DType::F16 => 2f64.powi(-25),
         cuda_std::DType::E4m3 => 2f64.powi(-10),

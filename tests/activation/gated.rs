@@ -225,7 +225,7 @@ fn entries_have_the_names_of_what_they_do() {
 /// something.
 #[test]
 fn large_tensors_on_a_gpu() {
-    let Some(device) = large_gpu(7) else { return };
+    let Some((device, _turn)) = large_gpu(7) else { return };
     let stream = Stream::new(&device).unwrap();
     for d in [16384usize, 16383] {
         let (rows, stride) = if sanitizing() { (3, 1 << 30) } else { (66_000, 2 * d) };

@@ -11,7 +11,7 @@ const STRIDE: usize = (1 << 31) + 8;
 
 #[test]
 fn large_caches_on_a_gpu() {
-    let Some(device) = large_gpu(24) else { return };
+    let Some((device, _turn)) = large_gpu(24) else { return };
     let stream = Stream::new(&device).unwrap();
     // Two tokens, one at the start and one at the end, and values behind the keys.
     let input = Tensor::<bf16>::uninit(&device, &[STRIDE + 2 * ROW]).unwrap();

@@ -355,7 +355,7 @@ fn entries_have_the_names_of_what_they_do() {
 /// something.
 #[test]
 fn large_tensors_on_a_gpu() {
-    let Some(device) = large_gpu(9) else { return };
+    let Some((device, _turn)) = large_gpu(9) else { return };
     let stream = Stream::new(&device).unwrap();
     for n in [8192usize, 8191] {
         let (rows, stride) = if sanitizing() { (3, 1 << 30) } else { ((1 << 31) / 8191 + 2, n) };

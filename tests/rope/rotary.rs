@@ -271,7 +271,7 @@ fn an_empty_cache_knows_no_position() {
 #[test]
 fn large_strides_on_a_gpu() {
     const STRIDE: usize = (1 << 31) + 8;
-    let Some(device) = large_gpu(12) else { return };
+    let Some((device, _turn)) = large_gpu(12) else { return };
     let stream = Stream::new(&device).unwrap();
     let (heads, head_dim) = (4, 128);
     let row = heads * head_dim;

@@ -10,7 +10,7 @@ mod permute;
 mod sort;
 mod statistics;
 pub use capacity::capacity;
-pub use fused::{Block, fused};
+pub use fused::{Block, FusedResult, fused};
 pub use fused_quant::{QuantBlock, QuantResult, fused_quant, quantised};
 pub use gate::gate;
 pub use permute::unpermute;
