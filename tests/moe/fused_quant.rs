@@ -6,9 +6,9 @@ use warploom::moe::{
     fused_quant, shuffle_weights,
 };
 use warploom::reference::gemm::dequantise;
-use warploom::reference::moe::{QuantBlock, fused_quant as reference};
+use warploom::reference::moe::{QuantBlock, QuantResult, fused_quant as reference};
 use warploom::{DType, Device, E4M3, Error, Graph, Stream, Tensor, bf16, f16};
-use warploom_tests::{epsilon, noise, noise_of, on_every_device, property, racechecking, sanitizing, widen};
+use warploom_tests::{epsilon, gpu, noise, noise_of, on_every_device, property, racechecking, sanitizing, widen};
 
 const ACTIVATIONS: [ExpertActivation; 5] = [
     ExpertActivation::Silu,
@@ -19,6 +19,13 @@ const ACTIVATIONS: [ExpertActivation; 5] = [
 ];
 const LAYOUTS: [GateUp; 3] = [GateUp::Halves, GateUp::Interleaved, GateUp::GateOnly];
 const WGMMA: [FusedQuantPath; 3] = [FusedQuantPath::Wgmma16, FusedQuantPath::Wgmma64, FusedQuantPath::Wgmma160];
+
+/// All that a device takes.
+fn paths(d: &Device) -> impl Iterator<Item = FusedQuantPath> {
+    let hopper = d.properties().compute_capability == (9, 0);
+    let wgmma = WGMMA.into_iter().chain([FusedQuantPath::Wgmma256]).filter(move |_| hopper);
+    [FusedQuantPath::Tile].into_iter().chain(wgmma)
+}
 
 /// The scales of weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -265,6 +272,30 @@ impl<T: Float, Q: QuantisedElement> Inputs<T, Q> {
     }
 }
 
+/// How far results may be from the reference's.
+#[derive(Clone, Copy)]
+pub(super) struct Tolerance {
+    flips: f64,
+    arithmetic: f64,
+}
+
+impl Tolerance {
+    /// Of products of e4m3 or int8, on Hopper's tensor cores or not, with so many terms in all.
+    pub(super) fn new(e4m3: bool, hopper: bool, terms: usize) -> Self {
+        // f32 sums; Hopper's tensor cores drop bits of e4m3 sums.
+        let hardware = e4m3 && hopper;
+        let arithmetic = if hardware { 2f64.powi(-11) } else { terms as f64 * 2f64.powi(-23) };
+        Self { flips: if hardware { 8.0 } else { 2.0 }, arithmetic }
+    }
+
+    pub(super) fn of<T: Float>(self, want: &QuantResult) -> f64 {
+        epsilon::<T>() * (want.value.abs() + want.rounded)
+            + self.flips * want.step
+            + self.arithmetic * want.magnitude
+            + 2f64.powi(-24)
+    }
+}
+
 /// Runs a case twice and compares so many tokens with the reference.
 fn check<T: Float, Q: QuantisedElement>(d: &Device, s: &Stream, case: &Case, of: impl Fn(f32) -> (Q, f64) + Copy) {
     let inputs = Inputs::<T, Q>::new(d, case, of);
@@ -288,9 +319,7 @@ fn check<T: Float, Q: QuantisedElement>(d: &Device, s: &Stream, case: &Case, of:
         scales: if case.scales == Scales::Blocks { QuantScales::Blocks } else { QuantScales::Rows },
     };
     let (x, weights) = (widen(&inputs.x.to_vec().unwrap()), inputs.weights.to_vec().unwrap());
-    // f32 sums; Hopper's tensor cores drop bits of e4m3 sums.
-    let hardware = !d.is_simt() && !int8 && case.path != FusedQuantPath::Tile;
-    let arithmetic = if hardware { 2f64.powi(-11) } else { (case.hidden + case.inter) as f64 * 2f64.powi(-23) };
+    let tolerance = Tolerance::new(!int8, !d.is_simt() && case.path != FusedQuantPath::Tile, case.hidden + case.inter);
     // Shown if something below fails.
     println!("{} {} {case:?}", T::DTYPE, Q::DTYPE);
     let every = case.tokens.div_ceil(48).max(1);
@@ -303,11 +332,7 @@ fn check<T: Float, Q: QuantisedElement>(d: &Device, s: &Stream, case: &Case, of:
         let want = reference::<T>(&block, &x[t * case.hidden..][..case.hidden], &case.slots(t, &weights));
         for (c, (got, want)) in row.iter().zip(want).enumerate() {
             let error = (got.to_f32() as f64 - want.value).abs();
-            let flips = if hardware { 8.0 } else { 2.0 };
-            let bound = epsilon::<T>() * (want.value.abs() + want.rounded)
-                + flips * want.step
-                + arithmetic * want.magnitude
-                + 2f64.powi(-24);
+            let bound = tolerance.of::<T>(&want);
             assert!(
                 error <= bound,
                 "token {t}, column {c}: {}, expected {} within {bound:e}",
@@ -318,7 +343,7 @@ fn check<T: Float, Q: QuantisedElement>(d: &Device, s: &Stream, case: &Case, of:
     }
 }
 
-fn e4m3(v: f32) -> (E4M3, f64) {
+pub(super) fn e4m3(v: f32) -> (E4M3, f64) {
     let q = E4M3::from_f32(v);
     (q, q.to_f32() as f64)
 }
@@ -520,22 +545,128 @@ fn rows_of_many_columns() {
 #[test]
 fn experts_elsewhere_and_tokens_that_are_none() {
     on_every_device(|d, s| {
-        for path in [FusedQuantPath::Tile, FusedQuantPath::Auto, FusedQuantPath::Wgmma16, FusedQuantPath::Wgmma64] {
-            if d.properties().compute_capability != (9, 0) && path != FusedQuantPath::Tile {
-                continue;
-            }
-            let mut case = Case::new(7, 3, 6, 64, 48, path);
+        for path in paths(d).chain([FusedQuantPath::Auto]) {
+            let mut case = Case::new(7, 3, 6, 64, if path == FusedQuantPath::Wgmma256 { 64 } else { 48 }, path);
             (case.ids[0], case.ids[4], case.ids[7]) = (-1, 99, -7);
             (case.map, case.present) = (Some(vec![2, -1, 0, 1, -1, 3]), 5);
             check::<bf16, E4M3>(d, s, &case, e4m3);
-            check::<bf16, i8>(d, s, &Case { smooth: true, shared: 1, scales: Scales::Rows, ..case }, int8);
+            let rows = Case { smooth: true, shared: 1, scales: Scales::Rows, ..case.clone() };
+            if path != FusedQuantPath::Wgmma256 {
+                check::<bf16, i8>(d, s, &rows, int8);
+            }
+            // Nobody goes anywhere, or all go to an expert that is elsewhere; a shared one has them all.
+            for id in [-1, 1] {
+                let mut case = Case { biased: true, ..case.clone() };
+                case.ids.fill(id);
+                check::<bf16, E4M3>(d, s, &case, e4m3);
+                check::<bf16, E4M3>(d, s, &Case { shared: 1, ..case }, e4m3);
+            }
+        }
+    });
+}
+
+/// A rank that all tokens go past.
+#[test]
+fn no_experts_here() {
+    on_every_device(|d, s| {
+        for path in paths(d) {
+            let case = Case { map: Some(vec![-1; 6]), ..Case::new(5, 2, 6, 64, 64, path) };
+            check::<bf16, E4M3>(d, s, &case, e4m3);
+            check::<bf16, E4M3>(d, s, &Case { shared: 1, ..case.clone() }, e4m3);
+            if path != FusedQuantPath::Wgmma256 {
+                check::<bf16, i8>(d, s, &Case { shared: 1, scales: Scales::Rows, ..case }, int8);
+            }
+        }
+    });
+}
+
+/// Numbers of experts of models on both sides of a warp's and of a table's size, the last of them among those of the pairs.
+#[test]
+fn numbers_of_experts() {
+    on_every_device(|d, s| {
+        for (i, experts) in [60, 256, 257].into_iter().enumerate() {
+            // Each path with one of them on the SIMT device, which takes its time.
+            for (_, path) in paths(d).enumerate().filter(|(j, _)| !d.is_simt() || (i + j) % 3 == 0) {
+                let inter = if path == FusedQuantPath::Wgmma256 { 64 } else { 16 };
+                let mut case = Case::new(2, 4, experts, 32, inter, path);
+                (case.ids[0], case.ids[5]) = (experts as i32 - 1, 0);
+                check::<bf16, E4M3>(d, s, &case, e4m3);
+                if path != FusedQuantPath::Wgmma256 {
+                    check::<bf16, E4M3>(d, s, &Case { scales: Scales::Rows, ..case }, e4m3);
+                }
+            }
+        }
+    });
+}
+
+/// Inner dimensions of models that are no multiples of what has a scale, on either side.
+#[test]
+fn widths() {
+    // In one mode of the SIMT device only: many steps for each result take their time.
+    for d in (!sanitizing()).then(Device::simt).into_iter().chain(gpu()) {
+        let (d, s) = (&d, &Stream::new(&d).unwrap());
+        for (i, path) in paths(d).enumerate() {
+            let least = if path == FusedQuantPath::Wgmma256 { 64 } else { 16 };
+            for (j, (hidden, inter)) in [(2880, least), (16, 1408)].into_iter().enumerate() {
+                let mut case = Case::new(2, 1, 3, hidden, inter, path);
+                case.ids = vec![0, 2];
+                // One of both on the SIMT device, which takes its time.
+                let (tall, even) = (path == FusedQuantPath::Wgmma256, (i + j) % 2 == 0);
+                if tall || even || !d.is_simt() {
+                    check::<bf16, E4M3>(d, s, &case, e4m3);
+                }
+                if !tall && (!even || !d.is_simt()) {
+                    check::<bf16, i8>(d, s, &Case { scales: Scales::Rows, ..case }, int8);
+                }
+            }
+        }
+    }
+}
+
+/// Gates and values far beyond f16's range, with results inside of it.
+#[test]
+fn f16_does_not_overflow_between_the_products() {
+    /// 16, as weights of either type have it.
+    fn check<Q: QuantisedElement>(d: &Device, s: &Stream, sixteen: Q, blocks: bool, path: FusedQuantPath) {
+        let (hidden, inter) = (64, 128);
+        let (w13, w2) = (vec![sixteen; 2 * inter * hidden], vec![sixteen; hidden * inter]);
+        let w13 = Tensor::from_slice(d, &w13, &[1, 2 * inter, hidden]).unwrap();
+        let w2 = Tensor::from_slice(d, &w2, &[1, hidden, inter]).unwrap();
+        // Gate 64 · 100 · 20 = 128000, value 64 · 100 / 25600 = 1/4: 32000 after silu.
+        let (gate, value, down) = (20.0 / 16.0, 1.0 / 25600.0 / 16.0, 1.0 / 128.0 / 16.0);
+        let t = |v: &[f32], shape: &[usize]| Tensor::from_slice(d, v, shape).unwrap();
+        let (s13, s2) = if blocks {
+            (t(&[gate, value], &[1, 2, 1]), t(&[down], &[1, 1, 1]))
+        } else {
+            let each = [vec![gate; inter], vec![value; inter]].concat();
+            (t(&each, &[1, 2 * inter]), t(&vec![down; hidden], &[1, hidden]))
+        };
+        let x = Tensor::from_slice(d, &vec![f16::from_f32(100.0); hidden], &[1, hidden]).unwrap();
+        let (ids, weights) = (Tensor::from_slice(d, &[0], &[1, 1]).unwrap(), t(&[0.5], &[1, 1]));
+        let bytes = FusedShape::new(1, 1, 1, hidden, inter).quant_workspace_bytes(DType::F16);
+        let mut workspace = Tensor::zeros(d, &[bytes]).unwrap();
+        let mut out = Tensor::<f16>::zeros(d, &[1, hidden]).unwrap();
+        let (w13, w2) = (Quantised::new(&w13, &s13), Quantised::new(&w2, &s2));
+        let options = FusedQuantOptions::default().path(path);
+        fused_quant(s, &mut out, &x, w13, w2, &ids, &weights, &options, &mut workspace).unwrap();
+        for v in out.to_vec().unwrap() {
+            assert!((v.to_f32() - 16000.0).abs() < 32.0, "{} {path:?} {blocks}: {v}", Q::DTYPE);
+        }
+    }
+    on_every_device(|d, s| {
+        for path in paths(d) {
+            check(d, s, E4M3::from_f32(16.0), true, path);
+            if path != FusedQuantPath::Wgmma256 {
+                check(d, s, E4M3::from_f32(16.0), false, path);
+                check(d, s, 16i8, false, path);
+            }
         }
     });
 }
 
 #[test]
 fn at_model_sizes() {
-    let Some(d) = warploom_tests::gpu().filter(|d| d.properties().compute_capability == (9, 0)) else {
+    let Some(d) = gpu().filter(|d| d.properties().compute_capability == (9, 0)) else {
         return;
     };
     let s = Stream::new(&d).unwrap();
@@ -545,6 +676,7 @@ fn at_model_sizes() {
         (16, 8, 16, FusedQuantPath::Wgmma16),
         (100, 1, 1, FusedQuantPath::Wgmma64),
         (200, 1, 1, FusedQuantPath::Wgmma160),
+        (300, 1, 1, FusedQuantPath::Wgmma256),
         (100, 1, 3, FusedQuantPath::Tile),
     ] {
         if sanitizing() && tokens > 16 {
@@ -552,8 +684,15 @@ fn at_model_sizes() {
             continue;
         }
         check::<bf16, E4M3>(&d, &s, &Case::new(tokens, top_k, experts, 2048, 768, path), e4m3);
-        let case = Case::new(tokens, top_k, experts, 704, 1440, path);
+        let mut case = Case::new(tokens, top_k, experts, 704, 1440, path);
+        if path == FusedQuantPath::Wgmma256 {
+            // Halves would have to be multiples of 64, and there are no kernels for scales of rows.
+            case.gate_up = GateUp::Interleaved;
+        }
         check::<f16, E4M3>(&d, &s, &case, e4m3);
+        if path == FusedQuantPath::Wgmma256 {
+            continue;
+        }
         let case = Case { scales: Scales::Rows, biased: true, ..case };
         check::<bf16, E4M3>(&d, &s, &case, e4m3);
         check::<bf16, i8>(&d, &s, &case, int8);
@@ -603,39 +742,74 @@ fn paths_of_raw_launches() {
         }
         let e = path(1 << 24, DType::Bf16, silu, FusedQuantPath::Tile);
         assert!(matches!(e, Err(Error::Value { arg: "topk_ids", .. })), "{e:?}");
+        // Rows of tokens that 32 bits do not number are for kernels that have them quantised before.
+        let far = |x_row: usize, scales, path| {
+            let shape = FusedShape::new(2, 1, 4, 2048, 768);
+            let mut o = Operands::new(&shape, scales);
+            o.x_row = x_row;
+            path_of(d, DType::Bf16, DType::E4m3, path, &shape, &o)
+        };
+        for scales in [QuantScales::Blocks, QuantScales::Rows] {
+            let few = if hopper { FusedQuantPath::Wgmma16 } else { FusedQuantPath::Tile };
+            assert_eq!(far((1 << 34) - 8, scales, auto).unwrap(), few);
+            let other = if hopper { FusedQuantPath::Wgmma64 } else { FusedQuantPath::Tile };
+            assert_eq!(far(1 << 34, scales, auto).unwrap(), other);
+            assert_eq!(far(1 << 34, scales, other).unwrap(), other);
+            let e = far(1 << 34, scales, FusedQuantPath::Wgmma16);
+            assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
+        }
     });
+}
+
+/// Replays of other tokens, ids, and numbers of tokens, which leave rows of tokens that do not exist alone.
+fn check_replays<Q: QuantisedElement>(d: &Device, s: &Stream, case: &Case, of: impl Fn(f32) -> (Q, f64) + Copy) {
+    let (tokens, hidden) = (case.tokens, case.hidden);
+    let mut inputs = Inputs::<bf16, Q>::new(d, case, of);
+    let bytes = case.shape().quant_workspace_bytes(DType::Bf16);
+    let mut workspace = Tensor::<u8>::zeros(d, &[bytes]).unwrap();
+    let mut out = Tensor::<bf16>::zeros(d, &[tokens, hidden]).unwrap();
+    let graph = Graph::capture(s, |s| {
+        let (w13, w2, options) = (inputs.routed.w13.get(), inputs.routed.w2.get(), inputs.options(case));
+        fused_quant(s, &mut out, &inputs.x, w13, w2, &inputs.ids, &inputs.weights, &options, &mut workspace)
+    })
+    .unwrap();
+    let bits = |v: Vec<bf16>| v.into_iter().map(bf16::to_bits).collect::<Vec<_>>();
+    for (seed, present) in [(5, tokens), (6, 2)] {
+        inputs.x.copy_from_slice(&noise_of::<bf16>(tokens * hidden, seed)).unwrap();
+        let ids: Vec<_> = case.ids.iter().map(|id| (id + seed as i32) % case.experts as i32).collect();
+        inputs.ids.copy_from_slice(&ids).unwrap();
+        inputs.present.copy_from_slice(&[present as i32]).unwrap();
+        s.fill_bytes(&mut out, 0xff).unwrap();
+        graph.launch(s).unwrap();
+        let once = bits(out.to_vec().unwrap());
+        graph.launch(s).unwrap();
+        assert_eq!(once, bits(out.to_vec().unwrap()));
+        assert_eq!(once, bits(inputs.run(d, s, case)), "{case:?}");
+        let (there, beyond) = once.split_at(hidden * present);
+        assert!(there.iter().all(|&v| v != 0xffff) && beyond.iter().all(|&v| v == 0xffff), "{case:?}");
+    }
 }
 
 #[test]
 fn captured_and_replayed() {
-    on_every_device(|d, s| {
-        for (path, scales) in [
-            (FusedQuantPath::Auto, Scales::Blocks),
-            (FusedQuantPath::Wgmma16, Scales::Rows),
-            (FusedQuantPath::Wgmma64, Scales::Blocks),
-            (FusedQuantPath::Wgmma160, Scales::Blocks),
-        ] {
-            if path != FusedQuantPath::Auto && d.properties().compute_capability != (9, 0) {
-                continue;
+    // In one mode of the SIMT device only, as there are many cases.
+    for d in (!sanitizing()).then(Device::simt).into_iter().chain(gpu()) {
+        let (d, s) = (&d, &Stream::new(&d).unwrap());
+        d.preload(&["moe"]).unwrap();
+        for path in paths(d).chain([FusedQuantPath::Auto]) {
+            // Some number of tokens, so that it is read from the device.
+            let case = Case { present: 7, ..Case::new(9, 2, 4, 64, 64, path) };
+            check_replays(d, s, &case, e4m3);
+            if path == FusedQuantPath::Wgmma160 || path == FusedQuantPath::Wgmma256 {
+                check_replays(d, s, &Case { rounded: true, ..case.clone() }, e4m3);
             }
-            let case = Case { scales, ..Case::new(20, 2, 4, 128, 64, path) };
-            let mut inputs = Inputs::<bf16, E4M3>::new(d, &case, e4m3);
-            let bytes = case.shape().quant_workspace_bytes(DType::Bf16);
-            let mut workspace = Tensor::<u8>::zeros(d, &[bytes]).unwrap();
-            let mut out = Tensor::<bf16>::zeros(d, &[20, 128]).unwrap();
-            d.preload(&["moe"]).unwrap();
-            let graph = Graph::capture(s, |s| {
-                let (w13, w2, options) = (inputs.routed.w13.get(), inputs.routed.w2.get(), inputs.options(&case));
-                fused_quant(s, &mut out, &inputs.x, w13, w2, &inputs.ids, &inputs.weights, &options, &mut workspace)
-            })
-            .unwrap();
-            for seed in 5..7 {
-                inputs.x.copy_from_slice(&noise_of::<bf16>(20 * 128, seed)).unwrap();
-                graph.launch(s).unwrap();
-                assert_eq!(out.to_vec().unwrap(), inputs.run(d, s, &case));
+            if path != FusedQuantPath::Wgmma256 {
+                let rows = Case { scales: Scales::Rows, ..case };
+                check_replays(d, s, &rows, e4m3);
+                check_replays(d, s, &Case { smooth: true, shared: 1, ..rows }, int8);
             }
         }
-    });
+    }
 }
 
 /// Each slot's result rounded: exactly what the slots give by themselves, added up; on paths that have no use for the permission it makes no difference.
