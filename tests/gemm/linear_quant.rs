@@ -428,22 +428,40 @@ fn not_a_number_stays_where_it_is() {
     });
 }
 
+/// Replays of other tokens.
+fn captured<Q: Byte>(d: &Device, s: &Stream, path: LinearQuantPath, blocks: bool) {
+    let (m, n, k) = (20, 48, 256);
+    let mut x = Operand::<Q>::new(d, [m, k], 0, blocks.then_some(1), false, 1);
+    let w = Operand::<Q>::new(d, [n, k], 0, blocks.then_some(128), false, 2);
+    let (mut y, mut z) = (Tensor::<bf16>::zeros(d, &[m, n]).unwrap(), Tensor::<bf16>::zeros(d, &[m, n]).unwrap());
+    let options = LinearQuantOptions::default().path(path);
+    let graph = Graph::capture(s, |s| linear_quant(s, &mut y, x.get(), w.get(), None, &options)).unwrap();
+    for seed in 5..7 {
+        let values: Vec<Q> = noise(m * k, seed).into_iter().map(Q::of).collect();
+        x.values.copy_from_slice(&values).unwrap();
+        graph.launch(s).unwrap();
+        linear_quant(s, &mut z, x.get(), w.get(), None, &options).unwrap();
+        assert_eq!(y.to_vec().unwrap(), z.to_vec().unwrap(), "{} {path:?}, blocks {blocks}", Q::DTYPE);
+    }
+}
+
 #[test]
 fn captured_and_replayed() {
     on_every_device(|d, s| {
-        let (m, n, k) = (20, 40, 256);
-        let mut x = Operand::<E4M3>::new(d, [m, k], 0, Some(1), false, 1);
-        let w = Operand::<E4M3>::new(d, [n, k], 0, Some(128), false, 2);
-        let (mut y, mut z) = (Tensor::<bf16>::zeros(d, &[m, n]).unwrap(), Tensor::<bf16>::zeros(d, &[m, n]).unwrap());
         d.preload(&["gemm"]).unwrap();
-        let options = LinearQuantOptions::default();
-        let graph = Graph::capture(s, |s| linear_quant(s, &mut y, x.get(), w.get(), None, &options)).unwrap();
-        for seed in 5..7 {
-            let values: Vec<E4M3> = noise(m * k, seed).into_iter().map(E4M3::of).collect();
-            x.values.copy_from_slice(&values).unwrap();
-            graph.launch(s).unwrap();
-            linear_quant(s, &mut z, x.get(), w.get(), None, &options).unwrap();
-            assert_eq!(y.to_vec().unwrap(), z.to_vec().unwrap());
+        for blocks in [false, true] {
+            for path in [LinearQuantPath::Auto, LinearQuantPath::Tile] {
+                captured::<E4M3>(d, s, path, blocks);
+                captured::<i8>(d, s, path, blocks);
+            }
+            if d.properties().compute_capability == (9, 0) {
+                for path in [LinearQuantPath::Few, LinearQuantPath::Wgmma] {
+                    captured::<E4M3>(d, s, path, blocks);
+                    if !blocks {
+                        captured::<i8>(d, s, path, blocks);
+                    }
+                }
+            }
         }
     });
 }

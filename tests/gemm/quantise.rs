@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use warploom::gemm::{QuantisedElement, quantise_blocks, quantise_groups, quantise_rows};
 use warploom::reference::quantise;
-use warploom::{DType, Device, E4M3, Error, Stream, Tensor, bf16, f16};
+use warploom::{DType, Device, E4M3, Error, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{noise_of, on_every_device, property, widen};
 
 const GROUP: usize = 128;
@@ -108,6 +108,42 @@ fn int8_matches_the_reference() {
     check::<f32, i8>();
     check::<f16, i8>();
     check::<bf16, i8>();
+}
+
+/// All three in one graph, with other numbers for each replay.
+fn captured<Q: QuantisedElement>(device: &Device, stream: &Stream) {
+    let (rows, n) = (5, 272);
+    let mut x = Tensor::<bf16>::zeros(device, &[rows, n]).unwrap();
+    let outputs = || {
+        let scales = [vec![rows], vec![rows, n.div_ceil(GROUP)], vec![rows.div_ceil(GROUP), n.div_ceil(GROUP)]];
+        scales.map(|shape| (Tensor::<Q>::zeros(device, &[rows, n]).unwrap(), Tensor::zeros(device, &shape).unwrap()))
+    };
+    let run = |stream: &Stream, x: &Tensor<bf16>, [a, b, c]: &mut [(Tensor<Q>, Tensor<f32>); 3]| {
+        quantise_rows(stream, &mut a.0, &mut a.1, x, None)?;
+        quantise_groups(stream, &mut b.0, &mut b.1, x)?;
+        quantise_blocks(stream, &mut c.0, &mut c.1, x)
+    };
+    let (mut replayed, mut direct) = (outputs(), outputs());
+    device.preload(&["gemm"]).unwrap();
+    let graph = Graph::capture(stream, |stream| run(stream, &x, &mut replayed)).unwrap();
+    for seed in 5..7 {
+        x.copy_from_slice(&noise_of::<bf16>(rows * n, seed)).unwrap();
+        graph.launch(stream).unwrap();
+        run(stream, &x, &mut direct).unwrap();
+        for (a, b) in replayed.iter().zip(&direct) {
+            assert_eq!(numbers(&a.0.to_vec().unwrap()), numbers(&b.0.to_vec().unwrap()));
+            assert_eq!(a.1.to_vec().unwrap(), b.1.to_vec().unwrap());
+            assert!(a.1.to_vec().unwrap().iter().all(|&scale| scale > 0.0));
+        }
+    }
+}
+
+#[test]
+fn captured_and_replayed() {
+    on_every_device(|device, stream| {
+        captured::<E4M3>(device, stream);
+        captured::<i8>(device, stream);
+    });
 }
 
 #[test]

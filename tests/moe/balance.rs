@@ -1,6 +1,6 @@
 use proptest::prelude::*;
 use warploom::moe::{histogram, update_bias};
-use warploom::{Error, Tensor, reference};
+use warploom::{Error, Graph, Tensor, reference};
 use warploom_tests::{noise, on_every_device, property};
 
 /// Ids from -1 to one too many.
@@ -82,6 +82,34 @@ fn leads_to_balance() {
         }
         let (after, _) = worst(&bias.to_vec().unwrap());
         assert!(before >= 20 && after <= 12, "{before} tokens of one expert, then {after}; 8 is balance");
+    });
+}
+
+/// Both in one graph, as after a step of training: counts and biases go on from what they were.
+#[test]
+fn captured_and_replayed() {
+    on_every_device(|d, s| {
+        let (n, experts) = (3000, 33);
+        let mut input = Tensor::from_slice(d, &ids(n, experts, 1), &[n]).unwrap();
+        let mut counts = Tensor::<i64>::zeros(d, &[experts]).unwrap();
+        let mut bias = Tensor::<f32>::zeros(d, &[experts]).unwrap();
+        d.preload(&["moe"]).unwrap();
+        let graph = Graph::capture(s, |s| {
+            histogram(s, &mut counts, &input)?;
+            update_bias(s, &mut bias, &counts, 0.01)
+        })
+        .unwrap();
+        let (mut want, mut biases) = (vec![0; experts], vec![0.0; experts]);
+        for seed in 5..9 {
+            let ids = ids(n, experts, seed);
+            input.copy_from_slice(&ids).unwrap();
+            graph.launch(s).unwrap();
+            let more = reference::moe::balance::histogram(&ids, experts);
+            want.iter_mut().zip(more).for_each(|(sum, n)| *sum += n);
+            biases = reference::moe::balance::update_bias(&biases, &want, 0.01);
+            assert_eq!(counts.to_vec().unwrap(), want);
+            assert_eq!(bias.to_vec().unwrap(), biases);
+        }
     });
 }
 

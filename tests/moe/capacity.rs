@@ -1,5 +1,5 @@
 use warploom::moe::capacity;
-use warploom::{Device, Error, Stream, Tensor, reference};
+use warploom::{Device, Error, Graph, Stream, Tensor, reference};
 use warploom_tests::{noise, on_every_device, property};
 
 fn check(d: &Device, s: &Stream, ids: &[i32], choices: usize, experts: usize, wanted: usize, limit: usize) {
@@ -34,6 +34,32 @@ fn more_tokens_than_threads() {
     on_every_device(|d, s| {
         check(d, s, &ids(1100 * 3, 7, 1), 3, 7, 2, 200);
         check(d, s, &ids(20, 2048, 1), 2, 2048, 1, 1);
+    });
+}
+
+#[test]
+fn captured_and_replayed() {
+    on_every_device(|d, s| {
+        let (tokens, choices, experts, wanted, limit) = (50, 4, 7, 2, 9);
+        let mut input = Tensor::from_slice(d, &ids(tokens * choices, experts, 1), &[tokens, choices]).unwrap();
+        let mut kept = Tensor::<i32>::uninit(d, &[tokens, choices]).unwrap();
+        let mut loads = Tensor::<i32>::uninit(d, &[experts]).unwrap();
+        d.preload(&["moe"]).unwrap();
+        let graph =
+            Graph::capture(s, |s| capacity(s, &mut kept, Some(&mut loads), &input, experts, wanted, limit)).unwrap();
+        for seed in 5..7 {
+            let ids = ids(tokens * choices, experts, seed);
+            input.copy_from_slice(&ids).unwrap();
+            let want = reference::moe::capacity(&ids, choices, experts, wanted, limit);
+            let count = |e: i32| want.iter().filter(|&&k| k == e).count() as i32;
+            for _ in 0..2 {
+                s.fill_bytes(&mut kept, 0x7f).unwrap();
+                s.fill_bytes(&mut loads, 0x7f).unwrap();
+                graph.launch(s).unwrap();
+                assert_eq!(kept.to_vec().unwrap(), want);
+                assert_eq!(loads.to_vec().unwrap(), (0..experts as i32).map(count).collect::<Vec<_>>());
+            }
+        }
     });
 }
 

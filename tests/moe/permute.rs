@@ -1,8 +1,8 @@
 use cuda_std::Float;
 use proptest::prelude::*;
 use warploom::moe::sort::{capacity, workspace_bytes};
-use warploom::moe::{SortInput, SortOptions, SortOutput, permute, unpermute};
-use warploom::{Device, Error, Stream, Tensor, bf16, f16, reference};
+use warploom::moe::{Local, SortInput, SortOptions, SortOutput, permute, unpermute};
+use warploom::{Device, E4M3, Element, Error, Graph, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{assert_close, noise, noise_of, on_every_device, property, widen};
 
 /// Permutes and goes back, with padding, and experts that are none.
@@ -66,6 +66,102 @@ fn long_rows() {
     on_every_device(|d, s| {
         check::<bf16>(d, s, [3, 2, 4, 4104], 16, true, 0);
         check::<f16>(d, s, [2, 1, 4, 1031], 1, true, 0);
+    });
+}
+
+/// Rows that nothing wider than a byte moves, because of their width or of where they begin, and rows of bytes that wider units move.
+#[test]
+fn rows_of_bytes() {
+    fn check<T: Element + PartialEq + std::fmt::Debug>(d: &Device, s: &Stream, of: impl Fn(usize) -> T) {
+        for (n, offset) in [(13, 0), (16, 1), (16, 0), (6, 0), (4, 4), (1, 0), (300, 3)] {
+            let (tokens, experts) = (4, 3);
+            let ids = [2, 0, 1, 2, -1, 1, 0, 2];
+            let x: Vec<T> = (0..tokens * (n + offset)).map(&of).collect();
+            let dx = Tensor::from_slice(d, &x, &[tokens, n + offset]).unwrap().narrow(1, offset, n).unwrap();
+            let dids = Tensor::from_slice(d, &ids, &[tokens, 2]).unwrap();
+            let length = capacity(8, experts, 2, false);
+            let [mut list, mut blocks, mut totals] =
+                [length, length / 2, 1].map(|n| Tensor::<i32>::uninit(d, &[n]).unwrap());
+            let mut permuted = Tensor::<T>::uninit(d, &[length, n]).unwrap();
+            s.fill_bytes(&mut permuted, 0xff).unwrap();
+            let mut out = SortOutput::new(&mut list, &mut blocks, &mut totals);
+            let options = SortOptions::default().block_size(2);
+            let mut none = Tensor::zeros(d, &[0]).unwrap();
+            permute(s, &mut permuted, &mut out, &dx, &SortInput::new(&dids, experts), &options, &mut none).unwrap();
+            let (list, got, rows) = (list.to_vec().unwrap(), permuted.to_vec().unwrap(), dx.to_vec().unwrap());
+            let zeros = Tensor::<T>::zeros(d, &[n]).unwrap().to_vec().unwrap();
+            for (row, &pair) in got.chunks(n).zip(&list) {
+                let want = rows.chunks(n).nth(pair as usize / 2).unwrap_or(&zeros);
+                assert_eq!(row, want, "{} x {n}, {offset} further on", T::DTYPE);
+            }
+            assert_eq!(list.iter().filter(|&&pair| pair < 8).count(), 7);
+        }
+    }
+    on_every_device(|d, s| {
+        check(d, s, |i| (i * 7 % 251) as u8 as i8);
+        check(d, s, |i| E4M3((i * 7 % 126) as u8));
+    });
+}
+
+/// Experts elsewhere, shared ones that every token goes to, and a number of tokens on the device that another replay finds changed.
+#[test]
+fn parts_of_a_batch_by_replays() {
+    on_every_device(|d, s| {
+        let (room, top_k, experts, n, block) = (9, 3, 6, 20, 4);
+        let x = noise_of::<bf16>(room * n, 2);
+        let ids: Vec<i32> = noise(room * top_k, 1).iter().map(|x| ((x + 1.0) * 4.0) as i32 - 1).collect();
+        let mut dx = Tensor::from_slice(d, &x, &[room, n]).unwrap();
+        let mut dids = Tensor::from_slice(d, &ids, &[room, top_k]).unwrap();
+        let all: Vec<i32> = (0..experts as i32).collect();
+        for (map, shared) in
+            [(all.clone(), 0), (vec![1, -1, 0, -1, -1, 2], 0), (all, 2), (vec![-1, 0, -1, 1, 2, -1], 1)]
+        {
+            let local = map.iter().filter(|&&e| e >= 0).count();
+            let (slots, bins) = (top_k + shared, local + shared);
+            let options = SortOptions::default().block_size(block).shared_experts(shared, true);
+            let length = capacity(room * slots, bins, block, false);
+            let dmap = Tensor::from_slice(d, &map, &[experts]).unwrap();
+            let mut count = Tensor::from_slice(d, &[5], &[1]).unwrap();
+            let input = SortInput::new(&dids, experts).num_tokens(&count).local(Local::Map(&dmap, local));
+            let [mut list, mut blocks, mut totals] =
+                [length, length / block, 1].map(|n| Tensor::<i32>::uninit(d, &[n]).unwrap());
+            let mut positions = Tensor::<i32>::uninit(d, &[room, slots]).unwrap();
+            let mut permuted = Tensor::<bf16>::uninit(d, &[length, n]).unwrap();
+            let mut back = Tensor::<bf16>::uninit(d, &[room, n]).unwrap();
+            let weights = noise(room * slots, 3);
+            let dweights = Tensor::from_slice(d, &weights, &[room, slots]).unwrap();
+            let mut workspace = Tensor::zeros(d, &[workspace_bytes(room * slots, bins)]).unwrap();
+            d.preload(&["moe"]).unwrap();
+            let graph = Graph::capture(s, |s| {
+                let mut out = SortOutput::new(&mut list, &mut blocks, &mut totals).positions(&mut positions);
+                permute(s, &mut permuted, &mut out, &dx, &input, &options, &mut workspace)?;
+                unpermute(s, &mut back, &permuted, &positions, Some(&dweights), Some(&dx))
+            })
+            .unwrap();
+            for (seed, tokens) in [(0, 5), (1, 9), (2, 0), (3, 7)] {
+                let x = noise_of::<bf16>(room * n, 2 + seed);
+                let ids: Vec<i32> = ids.iter().map(|id| (id + 1 + seed as i32) % (experts as i32 + 1) - 1).collect();
+                dx.copy_from_slice(&x).unwrap();
+                dids.copy_from_slice(&ids).unwrap();
+                count.copy_from_slice(&[tokens as i32]).unwrap();
+                s.fill_bytes(&mut permuted, 0xff).unwrap();
+                s.fill_bytes(&mut back, 0xff).unwrap();
+                graph.launch(s).unwrap();
+                let labels: Vec<_> = (0..bins as i32).map(Some).collect();
+                let none = vec![0.0; ids.len()];
+                let sorted = reference::moe::sort(&ids, &none, tokens, room, top_k, &map, &labels, &options);
+                assert_eq!(positions.to_vec().unwrap(), sorted.positions, "{tokens} tokens, {map:?}, {shared}");
+                let x = widen(&x);
+                let mut rows = vec![0.0; length * n];
+                for (pair, &place) in sorted.positions.iter().enumerate().filter(|(_, p)| **p >= 0) {
+                    rows[place as usize * n..][..n].copy_from_slice(&x[pair / slots * n..][..n]);
+                }
+                assert_eq!(widen(&permuted.to_vec().unwrap()), rows, "{tokens} tokens, {map:?}, {shared}");
+                let wide: Vec<f64> = weights.iter().map(|&w| w as f64).collect();
+                let want = reference::moe::unpermute(&rows, &sorted.positions, &wide, &x, slots, n);
+                assert_close(&back.to_vec().unwrap(), &want, (slots + 2) as f64 * 2f64.powi(-24), slots as f64);
+            }
+        }
     });
 }
 

@@ -1,7 +1,7 @@
 use cuda_std::Element;
 use warploom::moe::{GateUp, shuffle_weights};
-use warploom::{Device, E4M3, Error, Stream, Tensor, bf16, f16};
-use warploom_tests::on_every_device;
+use warploom::{Device, E4M3, Error, Graph, Stream, Tensor, bf16, f16};
+use warploom_tests::{noise_of, on_every_device};
 
 /// Where an element of `[rows, k]` goes in the documented order.
 fn place([rows, k]: [usize; 2], step: usize, gate_up: Option<GateUp>, row: usize, column: usize) -> usize {
@@ -58,6 +58,24 @@ fn is_the_documented_order() {
         check(d, s, [2, 32, 64], Some(GateUp::GateOnly), |i| bf16::from_bits(i as u16));
         check(d, s, [0, 64, 64], None, |_| bf16::ZERO);
         check(d, s, [2, 0, 64], Some(GateUp::Halves), |_| bf16::ZERO);
+    });
+}
+
+#[test]
+fn captured_and_replayed() {
+    on_every_device(|d, s| {
+        let shape = [2, 64, 128];
+        let mut weights = Tensor::<bf16>::zeros(d, &shape).unwrap();
+        let [mut replayed, mut direct] = [0, 1].map(|_| Tensor::<bf16>::zeros(d, &shape).unwrap());
+        let gate_up = Some(GateUp::Halves);
+        d.preload(&["moe"]).unwrap();
+        let graph = Graph::capture(s, |s| shuffle_weights(s, &mut replayed, &weights, gate_up)).unwrap();
+        for seed in 5..7 {
+            weights.copy_from_slice(&noise_of(2 * 64 * 128, seed)).unwrap();
+            graph.launch(s).unwrap();
+            shuffle_weights(s, &mut direct, &weights, gate_up).unwrap();
+            assert_eq!(replayed.to_vec().unwrap(), direct.to_vec().unwrap());
+        }
     });
 }
 

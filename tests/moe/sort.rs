@@ -357,21 +357,100 @@ fn captured_and_replayed() {
     });
 }
 
+/// In one block, in a cluster, and in two launches, with all experts here and with some: ids that are out of range are errors wherever they are, and counted; those of nobody and of
+/// experts elsewhere are not.
 #[test]
 fn checked_mode() {
     on_every_device(|d, s| {
-        let run = |s: &Stream, ids: &[i32]| {
-            let [mut a, mut b, mut c] = [8, 2, 1].map(|n| Tensor::zeros(d, &[n]).unwrap());
-            let ids = Tensor::from_slice(d, ids, &[1, 2]).unwrap();
-            let options = SortOptions::default().block_size(4).checked(true);
-            let mut out = SortOutput::new(&mut a, &mut b, &mut c);
-            sort(s, &mut out, &SortInput::new(&ids, 5), &options, &mut Tensor::zeros(d, &[0]).unwrap())
-        };
-        assert!(run(s, &[-1, 4]).is_ok());
-        let e = run(s, &[1, 5]);
-        assert!(matches!(e, Err(Error::Value { arg: "topk_ids", .. })), "{e:?}");
-        let e = Graph::capture(s, |s| run(s, &[1, 5])).map(drop);
-        assert!(matches!(e, Err(Error::Capture(_))), "{e:?}");
+        let experts = 5;
+        for (tokens, top_k) in [(1, 2), (40, 37), (270, 37)] {
+            let (pairs, block) = (tokens * top_k, 4);
+            let map = tensor(d, &[1, -1, 0, -1, 2]);
+            let mask = tensor(d, &[1, 0, 7, 0, 1]);
+            for local in [Local::All, Local::Map(&map, 3), Local::Mask(&mask)] {
+                let bins = if let Local::Map(_, bins) = local { bins } else { experts };
+                let length = capacity(pairs, bins, block, false);
+                let mut count = tensor(d, &[77]);
+                let mut run = |s: &Stream, ids: &[i32], counted: bool| {
+                    let [mut a, mut b, mut c] =
+                        [length, length / block, 1].map(|n| Tensor::<i32>::zeros(d, &[n]).unwrap());
+                    let ids = Tensor::from_slice(d, ids, &[tokens, top_k]).unwrap();
+                    let options = SortOptions::default().block_size(block).checked(true);
+                    let mut out = SortOutput::new(&mut a, &mut b, &mut c);
+                    if counted {
+                        out = out.invalid(&mut count);
+                    }
+                    let mut workspace = Tensor::zeros(d, &[workspace_bytes(pairs, bins)]).unwrap();
+                    let result =
+                        sort(s, &mut out, &SortInput::new(&ids, experts).local(local), &options, &mut workspace);
+                    result.map_err(|e| (e, if counted { count.to_vec().unwrap()[0] } else { 0 }))
+                };
+                // Everybody's, from nobody's on.
+                let good: Vec<i32> = (0..pairs).map(|i| i as i32 % 6 - 1).collect();
+                assert!(run(s, &good, false).is_ok() && run(s, &good, true).is_ok(), "{local:?}");
+                for at in [0, pairs / 2, pairs - 1] {
+                    for bad in [5, -2, i32::MAX, i32::MIN] {
+                        let mut ids = good.clone();
+                        ids[at] = bad;
+                        let e = run(s, &ids, false);
+                        assert!(matches!(e, Err((Error::Value { arg: "topk_ids", .. }, _))), "{bad} at {at}: {e:?}");
+                        ids[pairs - 1 - at] = -5;
+                        let e = run(s, &ids, true);
+                        let most = if at == pairs - 1 - at { 1 } else { 2 };
+                        assert!(
+                            matches!(e, Err((Error::Value { arg: "topk_ids", .. }, n)) if n == most),
+                            "{bad} at {at}: {e:?}"
+                        );
+                        if tokens > 1 {
+                            // One of them there is enough: each takes a launch of many threads.
+                            break;
+                        }
+                    }
+                }
+                if tokens == 1 {
+                    let e = Graph::capture(s, |s| run(s, &[1, 5], false).map_err(|(e, _)| e)).map(drop);
+                    assert!(matches!(e, Err(Error::Capture(_))), "{e:?}");
+                }
+            }
+        }
+    });
+}
+
+/// Fewer tokens for the next replay, in one block, in a cluster, and in two launches.
+#[test]
+fn number_of_tokens_changes_between_replays() {
+    on_every_device(|d, s| {
+        let (experts, block) = (12, 8);
+        for (room, top_k) in [(9, 4), (40, 37), (270, 37)] {
+            let pairs = room * top_k;
+            let length = capacity(pairs, experts, block, false);
+            let case = Case::new(room, experts, top_k, block, 1);
+            let ids = Tensor::from_slice(d, &case.ids, &[room, top_k]).unwrap();
+            let mut count = tensor(d, &[0]);
+            let [mut a, mut b, mut c] = [length, length / block, 1].map(|n| Tensor::<i32>::zeros(d, &[n]).unwrap());
+            let mut workspace = Tensor::zeros(d, &[workspace_bytes(pairs, experts)]).unwrap();
+            let options = SortOptions::default().block_size(block);
+            d.preload(&["moe"]).unwrap();
+            let graph = Graph::capture(s, |s| {
+                let input = SortInput::new(&ids, experts).num_tokens(&count);
+                sort(s, &mut SortOutput::new(&mut a, &mut b, &mut c), &input, &options, &mut workspace)
+            })
+            .unwrap();
+            for tokens in [room, room / 2, 0, room - 1] {
+                count.copy_from_slice(&[tokens as i32]).unwrap();
+                graph.launch(s).unwrap();
+                let (identity, labels): (Vec<_>, Vec<_>) = (0..experts as i32).map(|e| (e, Some(e))).unzip();
+                let none = vec![0.0; pairs];
+                let want = reference::moe::sort(&case.ids, &none, tokens, room, top_k, &identity, &labels, &options);
+                let n = want.sorted_ids.len();
+                let (list, blocks) = (a.to_vec().unwrap(), b.to_vec().unwrap());
+                assert_eq!(c.to_vec().unwrap(), [n as i32], "{tokens} of {room}");
+                assert_eq!(list[..n], want.sorted_ids, "{tokens} of {room}");
+                assert!(list[n..].iter().all(|&v| v == pairs as i32), "{tokens} of {room}");
+                assert_eq!(blocks[..n / block], want.expert_ids, "{tokens} of {room}");
+                assert!(blocks[n / block..].iter().all(|&v| v == -1), "{tokens} of {room}");
+            }
+        }
     });
 }
 
