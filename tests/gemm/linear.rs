@@ -4,7 +4,9 @@ use warploom::device::{Swizzle, TensorMapDescription};
 use warploom::gemm::{Epilogue, LinearOptions, LinearPath, WgmmaTile, linear, linear_few, linear_with};
 use warploom::kernels::gemm::{linear_few as few_kernels, linear_fma, linear_rounds};
 use warploom::{DType, Device, Error, Geometry, Graph, SimtOptions, Stream, Tensor, bf16, f16, reference};
-use warploom_tests::{assert_close, noise_of, on_every_device, property, sanitizing, widen};
+use warploom_tests::{
+    PERIOD, assert_close, cyclic, large_gpu, noise_of, of_cycle, on_every_device, property, sanitizing, widen,
+};
 
 const EPILOGUES: [Epilogue; 6] =
     [Epilogue::None, Epilogue::Silu, Epilogue::Gelu, Epilogue::GeluTanh, Epilogue::Relu, Epilogue::Relu2];
@@ -687,6 +689,50 @@ fn more_tokens_than_a_grid_is_high() {
         let mut y = Tensor::<f32>::uninit(&d, &[m, 1]).unwrap();
         linear_with(&s, &mut y, &x, &w, None, &LinearOptions::default()).unwrap();
         assert!(y.to_vec().unwrap().iter().enumerate().all(|(t, &y)| y == 2.0 * (t % 251) as f32));
+    }
+}
+
+/// Weights, results or tokens of more than 2^31 elements, on a GPU: what their ends give.
+#[test]
+fn more_than_32_bits_number() {
+    let Some((d, _turn)) = large_gpu(8) else { return };
+    if sanitizing() {
+        eprintln!("skipped under a sanitizer: products of billions of elements");
+        return;
+    }
+    let s = Stream::new(&d).unwrap();
+    let hopper = d.properties().compute_capability == (9, 0);
+    let (xs, ws) = (noise_of::<bf16>(PERIOD, 1), noise_of::<bf16>(PERIOD, 2));
+    use LinearPath::{Auto, Dot, Few, Fma, Tile, Wgmma};
+    let cases: [([usize; 3], &[LinearPath], &[LinearPath]); 5] = [
+        ([3, 600_008, 4096], &[Auto, Fma, LinearPath::Stream, Dot], &[Few]),
+        ([70, 600_008, 4096], &[Tile], &[Few, Wgmma]),
+        ([700, 600_008, 4096], &[], &[Wgmma]),
+        ([20_003, 131_080, 64], &[Auto, Fma, Tile], &[Wgmma]),
+        ([600_003, 8, 4096], &[Auto, Fma, Tile, Dot], &[Wgmma]),
+    ];
+    for ([m, n, k], paths, hoppers) in cases {
+        let (x, w) = (cyclic(&d, &s, &xs, &[m, k]), cyclic(&d, &s, &ws, &[n, k]));
+        let mut y = Tensor::<bf16>::uninit(&d, &[m, n]).unwrap();
+        for &path in paths.iter().chain(hoppers.iter().filter(|_| hopper)) {
+            // Shown if something below fails.
+            println!("{m} x {k} x {n}, {path:?}");
+            s.fill_bytes(&mut y, 0xff).unwrap();
+            linear_with(&s, &mut y, &x, &w, None, &LinearOptions::default().path(path)).unwrap();
+            for row in [0, m / 2, m - 1] {
+                let got = y.narrow(0, row, 1).unwrap().to_vec().unwrap();
+                assert!(got.iter().all(|v| v.is_finite()), "{m} x {k} x {n}, {path:?}, row {row}");
+                let a: Vec<f64> = of_cycle(&xs, row * k, k).map(|v| v.to_f32() as f64).collect();
+                for column in (0..64).map(|i| i * 104_729 % n).chain([n / 2, n - 2, n - 1]) {
+                    let b: Vec<f64> = of_cycle(&ws, column * k, k).map(|v| v.to_f32() as f64).collect();
+                    let want = reference::gemm::linear(&a, &b, None, 1, 1, k, Epilogue::None);
+                    // Of sums whose terms are of either sign, which are off by some roundings of the largest among them.
+                    let magnitude: f64 = a.iter().zip(&b).map(|(a, b)| (a * b).abs()).sum();
+                    let arithmetic = ((k as f64).sqrt() + 4.0) * 2f64.powi(-23);
+                    assert_close(&got[column..=column], &want, arithmetic, magnitude);
+                }
+            }
+        }
     }
 }
 

@@ -3,6 +3,7 @@ mod capacity;
 mod fused;
 mod fused_quant;
 mod gate;
+mod large;
 mod noisy_top_k;
 mod permute;
 mod shuffle;
