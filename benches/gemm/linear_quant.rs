@@ -1,6 +1,8 @@
-//! Linear layers of 8-bit numbers, with weights that take turns so that they come from memory, and the quantiser of their tokens.
+//! Linear layers of 8-bit numbers, with weights that take turns so that they come from memory, and the quantisers of their tokens and weights.
 
-use warploom::gemm::{LinearQuantOptions, LinearQuantPath, Quantised, linear_quant, quantise_groups, quantise_rows};
+use warploom::gemm::{
+    LinearQuantOptions, LinearQuantPath, Quantised, linear_quant, quantise_blocks, quantise_groups, quantise_rows,
+};
 use warploom::{E4M3, Stream, Tensor, bf16};
 use warploom_benches::{Cost, Harness, noise};
 
@@ -22,6 +24,15 @@ pub fn benches(harness: &mut Harness) {
     }
     for &(m, n) in harness.pick(&[(1, 7168), (128, 7168), (4096, 7168)][..], &[(4, 256)]) {
         quantiser(harness, m, n);
+    }
+    for &(n, k) in harness.pick(&[(4096, 4096), (14336, 4096)][..], &[(256, 256)]) {
+        let cost = Cost::bytes(n * k * 2, n * k + n.div_ceil(128) * k.div_ceil(128) * 4);
+        harness.case(&format!("gemm/quantise_blocks/e4m3/bf16/{n}x{k}"), cost, |device, stream, set| {
+            let w = noise::<bf16>(device, stream, &[n, k], set)?;
+            let mut q = Tensor::<E4M3>::uninit(device, &[n, k])?;
+            let mut scales = Tensor::uninit(device, &[n.div_ceil(128), k.div_ceil(128)])?;
+            Ok(move |s: &Stream| quantise_blocks(s, &mut q, &mut scales, &w))
+        });
     }
 }
 

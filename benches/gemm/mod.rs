@@ -1,5 +1,6 @@
 //! Matrix products.
 
+mod embedding;
 mod linear;
 mod linear_quant;
 
@@ -8,4 +9,5 @@ use warploom_benches::Harness;
 pub fn benches(harness: &mut Harness) {
     linear::benches(harness);
     linear_quant::benches(harness);
+    embedding::benches(harness);
 }

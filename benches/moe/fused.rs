@@ -1,21 +1,22 @@
-//! The fused block in bf16, sorting to output, with random balanced routing: the models of targets.md.
+//! The fused block in bf16, sorting to output, with random balanced routing: the models of targets.md. In f16, which has kernels of its own, what `Auto` chooses.
 
 use warploom::moe::{FusedOptions, FusedPath, FusedShape, fused};
-use warploom::{DType, Tensor, bf16};
+use warploom::{Float, Tensor, bf16, f16};
 use warploom_benches::{Cost, Harness, Model, noise};
 
 pub fn benches(harness: &mut Harness) {
     let (models, all_tokens) = super::models(harness);
     for model in &models {
         for &tokens in &all_tokens {
-            case(harness, model, tokens, FusedPath::Auto, "");
-            case(harness, model, tokens, FusedPath::Auto, "shuffled/");
+            case::<bf16>(harness, model, tokens, FusedPath::Auto, "");
+            case::<bf16>(harness, model, tokens, FusedPath::Auto, "shuffled/");
+            case::<f16>(harness, model, tokens, FusedPath::Auto, "f16/");
         }
         // Half of the pairs go to one expert; sums in any order; slots rounded.
         let tokens = harness.pick(4096, 16);
-        case(harness, model, tokens, FusedPath::Auto, "skewed/");
-        case(harness, model, tokens, FusedPath::Auto, "unordered/");
-        case(harness, model, tokens, FusedPath::Auto, "rounded/");
+        case::<bf16>(harness, model, tokens, FusedPath::Auto, "skewed/");
+        case::<bf16>(harness, model, tokens, FusedPath::Auto, "unordered/");
+        case::<bf16>(harness, model, tokens, FusedPath::Auto, "rounded/");
     }
     // What else might have been chosen, where that is a question.
     use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Vector, Wgmma16, Wgmma64, Wgmma176};
@@ -25,7 +26,7 @@ pub fn benches(harness: &mut Harness) {
             let each = pairs.div_ceil(model.experts);
             for path in [Direct, Wgmma16, Vector] {
                 if pairs <= 64 && (path != Vector || tokens == 1) {
-                    case(harness, model, tokens, path, "");
+                    case::<bf16>(harness, model, tokens, path, "");
                 }
             }
             for path in [Stream8, Stream16, Tile32, Tile64, Tile128, Wgmma64, Wgmma176] {
@@ -35,7 +36,7 @@ pub fn benches(harness: &mut Harness) {
                     path => path.block(),
                 };
                 if (each <= 2 * block || block == 176) && (block <= 64 || 8 * each >= block) {
-                    case(harness, model, tokens, path, "");
+                    case::<bf16>(harness, model, tokens, path, "");
                 }
             }
         }
@@ -59,7 +60,7 @@ pub fn routing(tokens: usize, experts: usize, top_k: usize, seed: usize) -> Vec<
     ids
 }
 
-fn case(
+fn case<T: Float>(
     harness: &mut Harness,
     &Model { ref name, experts, top_k, hidden, inter }: &Model,
     tokens: usize,
@@ -82,18 +83,18 @@ fn case(
     // One set of weights for all: they are larger than the cache, or the tokens of each set name others.
     let mut weights = None;
     harness.case(&format!("moe/fused/{path:?}/{kind}{name}/{tokens}").to_lowercase(), cost, |device, stream, set| {
-        let x = noise::<bf16>(device, stream, &[tokens, hidden], set)?;
+        let x = noise::<T>(device, stream, &[tokens, hidden], set)?;
         if weights.is_none() {
-            let w13 = noise::<bf16>(device, stream, &[experts, 2 * inter, hidden], 100)?;
-            let w2 = noise::<bf16>(device, stream, &[experts, hidden, inter], 200)?;
+            let w13 = noise::<T>(device, stream, &[experts, 2 * inter, hidden], 100)?;
+            let w2 = noise::<T>(device, stream, &[experts, hidden, inter], 200)?;
             weights = Some(std::rc::Rc::new((w13, w2)));
         }
         let experts_weights = weights.clone().expect("made above");
         let ids = Tensor::from_slice(device, &routing(set), &[tokens, top_k])?;
         let topk_weights = noise::<f32>(device, stream, &[tokens, top_k], set)?;
-        let bytes = FusedShape::new(tokens, top_k, experts, hidden, inter).workspace_bytes(DType::Bf16);
+        let bytes = FusedShape::new(tokens, top_k, experts, hidden, inter).workspace_bytes(T::DTYPE);
         let mut workspace = Tensor::uninit(device, &[bytes])?;
-        let mut out = Tensor::<bf16>::uninit(device, &[tokens, hidden])?;
+        let mut out = Tensor::<T>::uninit(device, &[tokens, hidden])?;
         // Random numbers are as random in any order.
         let options = FusedOptions::default()
             .path(path)

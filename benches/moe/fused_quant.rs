@@ -15,6 +15,13 @@ pub fn benches(harness: &mut Harness) {
             case(harness, model, tokens, FusedQuantPath::Auto, Kind::Rows, noise::<E4M3>);
             case(harness, model, tokens, FusedQuantPath::Auto, Kind::Rows, constant);
         }
+        // Half of the pairs go to one expert; smoothed for each expert; slots rounded.
+        let tokens = harness.pick(4096, 16);
+        case(harness, model, tokens, FusedQuantPath::Auto, Kind::Skewed, noise::<E4M3>);
+        for tokens in [harness.pick(64, 4), tokens] {
+            case(harness, model, tokens, FusedQuantPath::Auto, Kind::Smoothed, constant);
+            case(harness, model, tokens, FusedQuantPath::Auto, Kind::RoundedRows, noise::<E4M3>);
+        }
     }
     use FusedQuantPath::{Tile, Wgmma16, Wgmma64, Wgmma160, Wgmma256};
     for model in &models {
@@ -37,7 +44,13 @@ enum Kind {
     Blocks,
     /// Of blocks, with `rounded_slots`.
     Rounded,
+    /// Of blocks, half of the pairs going to one expert.
+    Skewed,
     Rows,
+    /// Of rows, with `rounded_slots`.
+    RoundedRows,
+    /// Of rows, both products' inputs smoothed.
+    Smoothed,
 }
 
 /// Makes weights of a shape from a seed.
@@ -59,18 +72,28 @@ fn case<Q: QuantisedElement>(
     of: Weights<Q>,
 ) {
     // Weights of the experts that the first set names, read once, and activations.
-    let mut used = routing(tokens, experts, top_k, 0);
+    let routing = |set: usize| {
+        let mut ids = routing(tokens, experts, top_k, set);
+        if kind == Kind::Skewed {
+            ids.iter_mut().step_by(2).for_each(|id| *id = 0);
+        }
+        ids
+    };
+    let mut used = routing(0);
     used.sort_unstable();
     used.dedup();
     let cost = Cost::bytes(used.len() * 3 * hidden * inter + tokens * hidden * 2, tokens * hidden * 2)
         .flops(tokens * top_k * 6 * hidden * inter)
         .fp8();
     let mut weights = None;
-    let blocks = kind != Kind::Rows;
+    let blocks = matches!(kind, Kind::Blocks | Kind::Rounded | Kind::Skewed);
     let scales = match kind {
         Kind::Blocks => "blocks",
         Kind::Rounded => "blocks/rounded",
+        Kind::Skewed => "blocks/skewed",
         Kind::Rows => "rows",
+        Kind::RoundedRows => "rows/rounded",
+        Kind::Smoothed => "rows/smoothed",
     };
     let case = format!("moe/fused_quant/{path:?}/{}/{scales}/{name}/{tokens}", Q::DTYPE);
     let case = case.to_lowercase();
@@ -83,18 +106,24 @@ fn case<Q: QuantisedElement>(
             };
             let w13 = (of(device, stream, &[experts, 2 * inter, hidden], 100)?, scales(2 * inter, hidden, 300)?);
             let w2 = (of(device, stream, &[experts, hidden, inter], 200)?, scales(hidden, inter, 400)?);
-            weights = Some(std::rc::Rc::new((w13, w2)));
+            let smooth = |n: usize| noise::<f32>(device, stream, &[experts, n], 500 + n);
+            let smooth = [smooth(hidden)?, smooth(inter)?];
+            weights = Some(std::rc::Rc::new((w13, w2, smooth)));
         }
         let experts_weights = weights.clone().expect("made above");
-        let ids = Tensor::from_slice(device, &routing(tokens, experts, top_k, set), &[tokens, top_k])?;
+        let ids = Tensor::from_slice(device, &routing(set), &[tokens, top_k])?;
         let topk_weights = noise::<f32>(device, stream, &[tokens, top_k], set)?;
         let bytes = FusedShape::new(tokens, top_k, experts, hidden, inter).quant_workspace_bytes(DType::Bf16);
         let mut workspace = Tensor::uninit(device, &[bytes])?;
         let mut out = Tensor::<bf16>::uninit(device, &[tokens, hidden])?;
-        let options = FusedQuantOptions::default().path(path).rounded_slots(kind == Kind::Rounded);
         Ok(move |s: &Stream| {
-            let (w13, w2) = &*experts_weights;
+            let (w13, w2, [smooth13, smooth2]) = &*experts_weights;
             let (w13, w2) = (Quantised::new(&w13.0, &w13.1), Quantised::new(&w2.0, &w2.1));
+            let rounded = matches!(kind, Kind::Rounded | Kind::RoundedRows);
+            let mut options = FusedQuantOptions::default().path(path).rounded_slots(rounded);
+            if kind == Kind::Smoothed {
+                options = options.smooth(Some(smooth13), Some(smooth2));
+            }
             fused_quant(s, &mut out, &x, w13, w2, &ids, &topk_weights, &options, &mut workspace)
         })
     });

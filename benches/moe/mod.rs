@@ -1,7 +1,9 @@
+mod capacity;
 mod fused;
 mod fused_quant;
 mod gate;
 mod permute;
+mod shuffle;
 mod sort;
 mod statistics;
 
@@ -11,6 +13,8 @@ pub fn benches(harness: &mut Harness) {
     gate::benches(harness);
     sort::benches(harness);
     permute::benches(harness);
+    capacity::benches(harness);
+    shuffle::benches(harness);
     statistics::benches(harness);
     fused::benches(harness);
     fused_quant::benches(harness);
