@@ -179,14 +179,19 @@ impl<const V: usize, const VEC: bool> Piece<V, VEC> {
         if !VEC {
             return if x.ptr(0usize).is_null() { [if ones { one() } else { zero() }; V] } else { self.load_reused(x) };
         }
-        elements(B128(self.load_optional_words(x, ones)))
+        // Merged as words: merged as elements, each would take a register.
+        let mut words = B128([if ones { one_word(T::DTYPE) } else { 0 }; 4]);
+        if !x.ptr(0usize).is_null() && self.first < self.n {
+            words = x.get_hinted(self.first, Reused);
+        }
+        elements(words)
     }
 
     /// As [`load_optional`](Self::load_optional) of a piece of 16 bytes.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn load_optional_words<T: Float>(self, x: Global<T>, ones: bool) -> Words {
-        // Merged as words: merged as elements, each would take a register.
+        // Not what the other one calls: tuned kernels would get their registers in another order.
         let mut words = B128([if ones { one_word(T::DTYPE) } else { 0 }; 4]);
         if !x.ptr(0usize).is_null() && self.first < self.n {
             words = x.get_hinted(self.first, Reused);
