@@ -34,8 +34,12 @@ unsafe fn head<T: Float, const V: usize, const N: usize, const VEC: bool>(
     cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
     let mut total = 0.0;
     cuda_std::unroll::<N>(|i| total += squares(values[i]));
-    // A head has a warp at most.
-    let [total] = team.reduce::<1, { MAX_WARPS / 2 }>([total], [Op::Sum], scratch);
+    let [total] = if VEC {
+        row.reduce([total], [Op::Sum], scratch)
+    } else {
+        // A head has a warp at most; other rows that go one by one may have a whole block.
+        team.reduce::<1, { MAX_WARPS / 2 }>([total], [Op::Sum], scratch)
+    };
     let scale = inverse_rms(total, inverse(n), eps);
     cuda_std::unroll::<N>(|i| {
         row.piece(i).store(x, vec::from_f32(scaled(packed::<T, V, VEC>(values[i]), w[i], scale, weight_offset)))
