@@ -6,7 +6,7 @@ use warploom_benches::{Cost, Harness, noise};
 
 pub fn benches(harness: &mut Harness) {
     let tokens = harness.pick(&[1, 16, 256, 4096][..], &[1, 16]);
-    for n in [4096, 5125, 8192, 16384] {
+    for n in [4096, 5125, 8192, 16384, 32768] {
         for &tokens in tokens {
             let cost = Cost::bytes((tokens + 2) * n * 2, tokens * n * 2);
             harness.case(&format!("norm/layer_norm/bf16/{tokens}x{n}"), cost, |device, stream, set| {

@@ -6,8 +6,8 @@ use warploom_benches::{Cost, Harness, noise};
 
 pub fn benches(harness: &mut Harness) {
     let tokens = harness.pick(&[1, 16, 256, 1024, 4096][..], &[1, 16]);
-    // 5125 cannot be moved in pieces of 16 bytes.
-    for n in [1024, 4096, 8192, 5125, 16384] {
+    // 5125 cannot be moved in pieces of 16 bytes; 32768 are 64 KiB.
+    for n in [1024, 4096, 8192, 5125, 16384, 32768] {
         alone::<bf16>(harness, tokens, n);
     }
     alone::<f16>(harness, tokens, 4096);

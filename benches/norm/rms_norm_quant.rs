@@ -6,7 +6,8 @@ use warploom_benches::{Cost, Harness, noise};
 
 pub fn benches(harness: &mut Harness) {
     let tokens = harness.pick(&[1, 16, 256, 1024, 4096][..], &[1, 16]);
-    for n in [1024, 4096, 8192] {
+    // 5125 cannot be moved in pieces of 16 bytes; 32768 are 64 KiB.
+    for n in [1024, 4096, 8192, 5125, 32768] {
         for &tokens in tokens {
             for residual in [false, true] {
                 let op = if residual { "fused_add_rms_norm" } else { "rms_norm" };
@@ -35,12 +36,12 @@ pub fn benches(harness: &mut Harness) {
                         )
                     })
                 });
-                harness.case(&name("e4m3_per_group"), cost(tokens * n / 128), |device, stream, set| {
+                harness.case(&name("e4m3_per_group"), cost(tokens * n.div_ceil(128)), |device, stream, set| {
                     let x = noise::<bf16>(device, stream, &[tokens, n], set)?;
                     let mut r = noise::<bf16>(device, stream, &[if residual { tokens } else { 0 }, n], set + 50)?;
                     let weight = noise::<bf16>(device, stream, &[n], set + 100)?;
                     let mut out = Tensor::<E4M3>::uninit(device, &[tokens, n])?;
-                    let mut scales = Tensor::<f32>::uninit(device, &[tokens, n / 128])?;
+                    let mut scales = Tensor::<f32>::uninit(device, &[tokens, n.div_ceil(128)])?;
                     Ok(move |s: &_| {
                         let options = RmsNormQuantOptions::default().weight(&weight);
                         rms_norm_e4m3_per_group(
