@@ -941,8 +941,7 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
     let h_vectors = vectors.offset(tokens * hidden);
 
     if warp_id == WARPS as u32 {
-        // Without pairs nobody multiplies them.
-        if lane == 0 && count > 0 {
+        if lane == 0 {
             mbarrier::arrive_expect_tx(there(0), tokens * hidden * 2);
             for t in 0..tokens {
                 tma::copy_bulk(vectors.address(t * hidden), x.wrapping_add(t as usize * x_row), hidden * 2, there(0));
@@ -972,9 +971,7 @@ unsafe fn fused_vector<T: TensorFloat, const WARPS: usize, const STEPS: usize, c
         }
         // A block may not end before all has come that it asked for: without a piece of a product nobody has waited for its vectors.
         if warp_id == WARPS as u32 {
-            if count > 0 {
-                mbarrier::wait_parity(there(0), 0);
-            }
+            mbarrier::wait_parity(there(0), 0);
             if !TAGGED {
                 mbarrier::wait_parity(there(1), 0);
                 mbarrier::wait_parity(there(2), 0);
