@@ -115,6 +115,39 @@ impl Index for i32 {
     }
 }
 
+/// `apart!(expression)` is the expression. On the SIMT device it is compiled as a function of its own.
+///
+/// For the arms of a `match` that are alike but for a constant, each as large as a kernel: all in one function take a compiler many times as
+/// long as one by one.
+#[macro_export]
+macro_rules! apart {
+    ($expression:expr) => {
+        $crate::__apart!($expression)
+    };
+}
+#[cfg(target_arch = "nvptx64")]
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __apart {
+    ($expression:expr) => {
+        $expression
+    };
+}
+#[cfg(not(target_arch = "nvptx64"))]
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __apart {
+    ($expression:expr) => {
+        $crate::__call_apart(|| $expression)
+    };
+}
+#[cfg(not(target_arch = "nvptx64"))]
+#[doc(hidden)]
+#[inline(never)]
+pub fn __call_apart<R>(f: impl FnOnce() -> R) -> R {
+    f()
+}
+
 /// Calls `f(0) .. f(N - 1)`; unrolled completely, so that `f` may index register arrays.
 #[inline(always)]
 pub fn unroll<const N: usize>(mut f: impl FnMut(usize)) {

@@ -45,8 +45,8 @@ use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum as _};
 use cuda_std::{
-    E4M3, Global, GlobalMut, Shared, bf16, cp_async, dependent_launch, entries, f16, float, integer, mbarrier, thread,
-    unroll, vec, warp,
+    E4M3, Global, GlobalMut, Shared, apart, bf16, cp_async, dependent_launch, entries, f16, float, integer, mbarrier,
+    thread, unroll, vec, warp,
 };
 
 /// Consumer warpgroups, which take items in turn.
@@ -370,13 +370,13 @@ unsafe fn fused_quant_few<
             macro_rules! product {
                 ($half:literal) => {
                     if SCALES == BLOCKS {
-                        consumer.blocks::<[f32; $half], SCALES, UP, LINES, STAGES, DIRECT>(
+                        apart!(consumer.blocks::<[f32; $half], SCALES, UP, LINES, STAGES, DIRECT>(
                             &job, stages, &mut ring, item, steps, done,
-                        )
+                        ))
                     } else {
-                        consumer.rows::<Q, [Q::Sum; $half], SCALES, UP, LINES, STAGES, DIRECT>(
+                        apart!(consumer.rows::<Q, [Q::Sum; $half], SCALES, UP, LINES, STAGES, DIRECT>(
                             &job, stages, &mut ring, item, steps, round, done,
-                        )
+                        ))
                     }
                 };
             }

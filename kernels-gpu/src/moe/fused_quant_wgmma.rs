@@ -48,8 +48,8 @@ use cuda_std::tma::{self, TensorMap};
 use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, K, Registers as _};
 use cuda_std::{
-    E4M3, Global, GlobalMut, Shared, bf16, cluster, dependent_launch, entries, f16, float, integer, mbarrier, mma,
-    thread, unroll, vec, warp,
+    E4M3, Global, GlobalMut, Shared, apart, bf16, cluster, dependent_launch, entries, f16, float, integer, mbarrier,
+    mma, thread, unroll, vec, warp,
 };
 
 /// Consumer warpgroups.
@@ -745,16 +745,19 @@ unsafe fn fused_quant_wgmma<
             }
             macro_rules! blocks {
                 ($half:literal) => {
-                    consumer.blocks::<T, [f32; $half], UP, TILES, PAIRS, LINES, STAGES, SHARE, ROUNDED>(
+                    apart!(consumer.blocks::<T, [f32; $half], UP, TILES, PAIRS, LINES, STAGES, SHARE, ROUNDED>(
                         &job, stages, &mut ring, next, sequence, item,
-                    )
+                    ))
                 };
             }
             if is_tall(PAIRS) {
                 macro_rules! tall {
                     ($waves:literal) => {
-                        consumer
-                            .tall::<T, $waves, UP, PAIRS, STAGES, SHARE, ROUNDED>(&job, stages, &mut ring, turn, item)
+                        apart!(
+                            consumer.tall::<T, $waves, UP, PAIRS, STAGES, SHARE, ROUNDED>(
+                                &job, stages, &mut ring, turn, item
+                            )
+                        )
                     };
                 }
                 match (item.count + const { (WAVE - 1) as u32 } - group * 64) / WAVE as u32 {

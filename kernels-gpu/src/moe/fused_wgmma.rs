@@ -86,8 +86,8 @@ use cuda_std::tma::{self, Swizzle, TensorMap};
 use cuda_std::vec::{B64, B128};
 use cuda_std::wgmma::{self, Accumulator, Descriptor, Input, K, Sum};
 use cuda_std::{
-    E4M3, Float, Global, GlobalMut, Shared, atomic, bf16, cluster, cp_async, dependent_launch, entries, f16, float,
-    integer, mbarrier, mma, thread, unroll, vec, warp,
+    E4M3, Float, Global, GlobalMut, Shared, apart, atomic, bf16, cluster, cp_async, dependent_launch, entries, f16,
+    float, integer, mbarrier, mma, thread, unroll, vec, warp,
 };
 
 /// Consumer warpgroups.
@@ -1031,9 +1031,9 @@ pub(super) unsafe fn product<
             macro_rules! products {
                 ($($half:literal $sums:ty;)*) => {
                     match wide {
-                        $(w if w == 2 * $half && const { <$sums as Accumulator<Q::Sum>>::N == 2 * $half } => consumer
+                        $(w if w == 2 * $half && const { <$sums as Accumulator<Q::Sum>>::N == 2 * $half } => apart!(consumer
                             .item::<Q, $sums, UP, ALTERNATE, NOW, STAGED, ROUNDED, TILES, PAIRS, LINES, STAGES, DIRECT, PAIRED>(
-                                &job, &mut ring, work, steps),)*
+                                &job, &mut ring, work, steps)),)*
                         _ => {}
                     }
                 };
