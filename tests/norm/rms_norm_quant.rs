@@ -656,6 +656,37 @@ fn held_rows_are_the_same_bits() {
     });
 }
 
+/// Rows that are held unless there are a few too many of them, which are read twice: what a row gives does not depend on how many there are.
+#[test]
+fn rows_that_are_better_read_twice_are_the_same_bits() {
+    on_every_device(|device, stream| {
+        let (rows, n) = (133usize, 20488usize);
+        let held = quant::held(DType::Bf16, Variant::Loop, n as u32).unwrap();
+        let threads = quant::held_geometry(DType::Bf16, held, rows as u32, n as u32).block[0];
+        assert!([false, true].map(|add| quant::better_read_twice(held, threads, rows as u32, add)) == [true; 2]);
+        assert!(!quant::better_read_twice(held, threads, 2, false));
+        let x = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 1), &[rows, n]).unwrap();
+        for add in [false, true] {
+            let run = |first: usize, count: usize| {
+                let x = x.narrow(0, first, count).unwrap();
+                let residual = noise_of::<bf16>(rows * n, 2)[first * n..][..count * n].to_vec();
+                let mut residual = Tensor::from_slice(device, &residual, &[count, n]).unwrap();
+                let mut out = Tensor::<i8>::uninit(device, &[count, n]).unwrap();
+                let mut scales = Tensor::<f32>::uninit(device, &[count]).unwrap();
+                let options = RmsNormQuantOptions::default();
+                let added = add.then_some(&mut residual);
+                norm::rms_norm_i8_per_token(stream, &mut out, &mut scales, added, &x, 1e-5, &options).unwrap();
+                (out.to_vec().unwrap(), scales.to_vec().unwrap(), residual.to_vec().unwrap())
+            };
+            let all = run(0, rows);
+            let few = run(rows - 2, 2);
+            assert_eq!(all.0[(rows - 2) * n..], few.0);
+            assert_eq!(all.1[rows - 2..], few.1);
+            assert!(all.2[(rows - 2) * n..] == few.2);
+        }
+    });
+}
+
 /// What an entry is compiled for: rows of eight pieces a thread have fewer threads here than elsewhere.
 #[test]
 fn held_rows_fit_their_entries() {

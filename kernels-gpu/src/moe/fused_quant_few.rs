@@ -318,10 +318,7 @@ unsafe fn fused_quant_few<
             index += 1;
             next = number(next, index, 1);
         }
-        if SCALES == BLOCKS {
-            // The block's shared memory must outlive its copies.
-            cp_async::wait_group::<0>();
-        }
+        // All copies have landed when the consumers end, who wait for each stage.
     } else if warp_id >= (GROUPS * 4) as u32 {
         if !UP {
             dependent_launch::wait();

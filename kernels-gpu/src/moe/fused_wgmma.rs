@@ -935,8 +935,7 @@ pub(super) unsafe fn product<
             // The other consumer waits for one more.
             drawn.tell(sequence, u32::MAX);
         }
-        // The block's shared memory must outlive its copies.
-        cp_async::wait_group::<0>();
+        // All copies have landed when the consumers end, who wait for each stage.
         if !UP && there != u32::MAX {
             // Who waits for the end of this launch waits for that of the one before as well, even if there were no items.
             dependent_launch::wait();
