@@ -144,7 +144,8 @@ pub const fn held_geometry(dtype: DType, how: Held, rows: u32, n: u32) -> Geomet
 /// [`held_geometry`] says: the results are the same bits.
 ///
 /// Rows of eight pieces a thread, with a scale a token, that are a few more than fit at once: a multiprocessor holds one of them, or two of up to 320 threads,
-/// and the rest would come in turns, where twice as many that are read twice run at once. Measured on H100s, which have as many multiprocessors as an H200.
+/// and the rest would come in turns, where twice as many that are read twice run at once. Measured with bf16 on H100s, which have as many
+/// multiprocessors as an H200.
 pub const fn better_read_twice(how: Held, threads: u32, rows: u32, fused_add: bool) -> bool {
     const MULTIPROCESSORS: u32 = 132;
     let at_once = if threads <= 320 { 2 * MULTIPROCESSORS } else { MULTIPROCESSORS };
@@ -241,7 +242,7 @@ impl Alone {
 }
 
 macro_rules! launches {
-    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $many:ident, $narrow:ident, $held:ident, $twice:expr, $own:expr, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
+    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $many:ident, $narrow:ident, $held:ident, $per_token:literal, $own:expr, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
         $(#[$m])*
         ///
         /// `x` and `out` are `[rows, n]` with the distances in `args`; `residual` is `[rows, n]`, added to `x` and
@@ -273,8 +274,7 @@ macro_rules! launches {
             let (entry, geometry): (Option<Entry<$Args>>, _) = match (many, own, narrow) {
                 _ if let Some(how) = held(dtype, variant, $args.n) => {
                     let geometry = held_geometry(dtype, how, rows, $args.n);
-                    let twice: fn(Held, u32, u32, bool) -> bool = $twice;
-                    if twice(how, geometry.block[0], rows, !alone) {
+                    if $per_token && better_read_twice(how, geometry.block[0], rows, !alone) {
                         ($entry(dtype, variant, !alone), geometry)
                     } else {
                         ($held(dtype, how, !alone), geometry)
@@ -294,16 +294,16 @@ macro_rules! launches {
 launches! {
     /// Launches [`rms_norm_e4m3_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
     launch_e4m3_per_token, E4m3PerTokenArgs, e4m3_per_token_entry, e4m3_per_token_many_entry, e4m3_per_token_narrow_entry,
-        e4m3_per_token_held_entry, better_read_twice, |rows: &Alone| rows.tokens(e4m3_per_token_narrow_x3_entry, e4m3_per_token_few_entry),
+        e4m3_per_token_held_entry, true, |rows: &Alone| rows.tokens(e4m3_per_token_narrow_x3_entry, e4m3_per_token_few_entry),
         "rms_norm_e4m3_per_token", |args| args.smooth;
     /// Launches [`rms_norm_i8_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
     launch_i8_per_token, I8PerTokenArgs, i8_per_token_entry, i8_per_token_many_entry, i8_per_token_narrow_entry,
-        i8_per_token_held_entry, better_read_twice, |rows: &Alone| rows.tokens(i8_per_token_narrow_x3_entry, i8_per_token_few_entry),
+        i8_per_token_held_entry, true, |rows: &Alone| rows.tokens(i8_per_token_narrow_x3_entry, i8_per_token_few_entry),
         "rms_norm_i8_per_token", |args| args.smooth;
     /// Launches [`rms_norm_e4m3_per_group`] on raw pointers (layer L1). `scales` is `[rows, ceil(n / 128)]` with the
     /// distances in `args`.
     launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, e4m3_per_group_many_entry, e4m3_per_group_narrow_entry,
-        e4m3_per_group_held_entry, |_, _, _, _| false, |rows: &Alone| rows.groups(e4m3_per_group_narrow_x3_entry, e4m3_per_group_narrow_many_entry),
+        e4m3_per_group_held_entry, false, |rows: &Alone| rows.groups(e4m3_per_group_narrow_x3_entry, e4m3_per_group_narrow_many_entry),
         "rms_norm_e4m3_per_group", |_args| std::ptr::null();
 }
 
