@@ -118,7 +118,7 @@ impl Index for i32 {
 /// `apart!(expression)` is the expression. On the SIMT device it is compiled as a function of its own.
 ///
 /// For the arms of a `match` that are alike but for a constant, each as large as a kernel: all in one function take a compiler many times as
-/// long as one by one.
+/// long as one by one. It must not leave by itself (`return`, `break`, `?`), which would end that function only.
 #[macro_export]
 macro_rules! apart {
     ($expression:expr) => {
