@@ -11,6 +11,17 @@ use warploom_tests::{
 const EPILOGUES: [Epilogue; 6] =
     [Epilogue::None, Epilogue::Silu, Epilogue::Gelu, Epilogue::GeluTanh, Epilogue::Relu, Epilogue::Relu2];
 
+/// What sums of `k` products of noise are off by, relative to the sum of their magnitudes: roundings are of either sign, so that they grow as the
+/// root of their number; four more for tensor cores, which drop bits of several terms at once.
+fn arithmetic(k: usize) -> f64 {
+    ((k as f64).sqrt() + 4.0) * 2f64.powi(-23)
+}
+
+/// More than the sum of the magnitudes of `k` products of noise, each 1/4 on average, and of a bias.
+fn magnitude(k: usize) -> f64 {
+    (k + 4) as f64 / 2.0
+}
+
 /// Runs one product on a poisoned output and compares it with the reference.
 #[allow(clippy::too_many_arguments)]
 fn check<T: Float>(
@@ -33,9 +44,9 @@ fn check<T: Float>(
     linear_with(s, &mut y, &dx, &dw, biased.then_some(&db), &options).unwrap();
     let b = widen(&b);
     let want = reference::gemm::linear(&widen(&x), &widen(&w), biased.then_some(&b), m, n, k, kind);
-    // k roundings of sums of k products, each 1/4 on average; and the steepest that the epilogue is.
+    // And the steepest that the epilogue is.
     let steepest = if kind == Epilogue::Relu2 { 2.0 * want.iter().fold(0.25f64, |a, &b| a.max(b)).sqrt() } else { 1.2 };
-    assert_close(&y.to_vec().unwrap(), &want, (k + 4) as f64 * 2f64.powi(-24), (k + 4) as f64 / 2.0 * steepest);
+    assert_close(&y.to_vec().unwrap(), &want, arithmetic(k), magnitude(k) * steepest);
 }
 
 #[test]
@@ -98,7 +109,7 @@ fn check_tile<T: Float + PartialEq>(
         let bias = widen(&b[c..=c]);
         let want = reference::gemm::linear(&a, &b_row, biased.then_some(&bias), 1, 1, k, kind);
         let one = &got[r * y_row + c..][..1];
-        assert_close(one, &want, (k + 4) as f64 * 2f64.powi(-24), (k + 4) as f64 / 2.0 * steepest);
+        assert_close(one, &want, arithmetic(k), magnitude(k) * steepest);
     };
     if samples == 0 {
         (0..m * n).for_each(|i| check(i / n, i % n));
@@ -245,7 +256,7 @@ fn few_in_more_parts() {
             } else {
                 let (x, w) = (widen(&x.to_vec().unwrap()), widen(&w.to_vec().unwrap()));
                 let want = reference::gemm::linear(&x, &w, None, m, n, k, epilogue);
-                assert_close(&got, &want, (k + 4) as f64 * 2f64.powi(-24), (k + 4) as f64 / 2.0);
+                assert_close(&got, &want, arithmetic(k), magnitude(k));
             }
         }
     });
@@ -655,7 +666,7 @@ fn tokens_of_16_bits_times_weights_of_f32() {
         s.fill_bytes(&mut y, 0xff).unwrap();
         linear_with(s, &mut y, &dx, &dw, None, &LinearOptions::default().path(path)).unwrap();
         let want = reference::gemm::linear(&widen(&x), &widen(&w), None, m, n, k, Epilogue::None);
-        assert_close(&y.to_vec().unwrap(), &want, (k + 4) as f64 * 2f64.powi(-24), (k + 4) as f64 / 2.0);
+        assert_close(&y.to_vec().unwrap(), &want, arithmetic(k), magnitude(k));
         let stream = linear_with(s, &mut y, &dx, &dw, None, &LinearOptions::default().path(LinearPath::Stream));
         assert!(matches!(stream, Err(Error::Unsupported { .. })), "{stream:?}");
     }
@@ -726,10 +737,8 @@ fn more_than_32_bits_number() {
                 for column in (0..64).map(|i| i * 104_729 % n).chain([n / 2, n - 2, n - 1]) {
                     let b: Vec<f64> = of_cycle(&ws, column * k, k).map(|v| v.to_f32() as f64).collect();
                     let want = reference::gemm::linear(&a, &b, None, 1, 1, k, Epilogue::None);
-                    // Of sums whose terms are of either sign, which are off by some roundings of the largest among them.
                     let magnitude: f64 = a.iter().zip(&b).map(|(a, b)| (a * b).abs()).sum();
-                    let arithmetic = ((k as f64).sqrt() + 4.0) * 2f64.powi(-23);
-                    assert_close(&got[column..=column], &want, arithmetic, magnitude);
+                    assert_close(&got[column..=column], &want, arithmetic(k), magnitude);
                 }
             }
         }

@@ -1,25 +1,28 @@
-//! Blocks go to the host and come back, by copies of runs; with blocks far from each other, and while sequences are forked.
+//! Blocks go to the host and come back, by copies of runs and by a kernel; with blocks far from each other, and while sequences are forked.
 
 use super::{all_bits, bits, gapped_layers, rows_of};
 use proptest::prelude::*;
 use warploom::kv_cache::ReshapeAndCacheOptions;
-use warploom::kv_cache::swap::{Run, runs};
+use warploom::kv_cache::swap::{Args, MAX_PAIRS, Pairs, Run, SwapPath, launch, runs};
 use warploom::kv_cache::{BlockAllocator, Sequence};
 use warploom::kv_cache::{CacheElement, CacheLayers, CacheLayout, CacheShape, HostCache, PageStrides};
-use warploom::{Device, Error, Event, Graph, Stream, Tensor, bf16, kv_cache};
+use warploom::{Device, Error, Event, Graph, Pinned, Stream, Tensor, bf16, kv_cache};
 use warploom_tests::{on_every_device, property};
 
 const SHAPE: CacheShape = CacheShape::new(6, 8, 2, 16);
 
+/// By the bytes that lie together, and always one or the other.
+const PATHS: [Option<SwapPath>; 3] = [None, Some(SwapPath::CopyEngine), Some(SwapPath::Kernel)];
+
 /// Two layers with all slots written.
-fn filled(device: &Device, stream: &Stream, layout: CacheLayout) -> CacheLayers<bf16> {
-    let mut caches = CacheLayers::<bf16>::zeros(device, 2, layout, SHAPE).unwrap();
+fn filled(device: &Device, stream: &Stream, layout: CacheLayout, shape: CacheShape) -> CacheLayers<bf16> {
+    let mut caches = CacheLayers::<bf16>::zeros(device, 2, layout, shape).unwrap();
+    let (n, heads, dim) = (shape.slots(), shape.heads, shape.head_dim);
+    let slots: Vec<i64> = (0..n as i64).collect();
+    let slots = Tensor::from_slice(device, &slots, &[n]).unwrap();
     for l in 0..2 {
-        let n = SHAPE.slots();
-        let (key, _) = rows_of::<bf16>(device, n, 2, 16, 0, 10 + l as u64);
-        let (value, _) = rows_of::<bf16>(device, n, 2, 16, 0, 20 + l as u64);
-        let slots: Vec<i64> = (0..n as i64).collect();
-        let slots = Tensor::from_slice(device, &slots, &[n]).unwrap();
+        let (key, _) = rows_of::<bf16>(device, n, heads, dim, 0, 10 + l as u64);
+        let (value, _) = rows_of::<bf16>(device, n, heads, dim, 0, 20 + l as u64);
         let mut layer = caches.layer_mut(l).unwrap();
         kv_cache::reshape_and_cache(stream, &mut layer, None, &key, &value, &slots, &ReshapeAndCacheOptions::default())
             .unwrap();
@@ -36,9 +39,10 @@ fn block(caches: &CacheLayers<bf16>, layer: usize, block: usize) -> (Vec<u32>, V
 #[test]
 fn out_and_in_again() {
     on_every_device(|device, stream| {
-        for layout in [CacheLayout::XSplit, CacheLayout::Nhd] {
-            let mut caches = filled(device, stream, layout);
+        for (layout, path) in [CacheLayout::XSplit, CacheLayout::Nhd].into_iter().zip([PATHS[1], PATHS[2]]) {
+            let mut caches = filled(device, stream, layout, SHAPE);
             let mut host = HostCache::zeros(&caches, 5).unwrap();
+            host.set_path(path);
             let before: Vec<_> = (0..6).map(|b| [block(&caches, 0, b), block(&caches, 1, b)]).collect();
             kv_cache::swap_out(stream, &mut host, &caches, &[(4, 2), (1, 0), (5, 3)]).unwrap();
             for (device_block, host_block) in [(4, 2), (1, 0), (5, 3)] {
@@ -91,53 +95,139 @@ fn steps() -> impl Strategy<Value = Vec<(What, Vec<(usize, usize)>)>> {
 fn check_steps<S: CacheElement>(cases: u32) {
     let layouts = prop::sample::select(vec![CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd]);
     let places = (prop::sample::select(vec![0usize, 3, 16]), 0usize..2, prop::sample::select(vec![1usize, 4, 5]));
-    property(cases, (layouts, places, 1usize..4, steps()), |device, stream, (layout, places, layers, steps)| {
-        let (gap, offset, block_size) = places;
-        let shape = CacheShape::new(BLOCKS.0, block_size, 2, 16);
-        let (mut caches, memory) = gapped_layers::<S>(device, layers, layout, shape, gap, offset);
-        let mut host = HostCache::zeros(&caches, BLOCKS.1).unwrap();
-        // The memory of the device with what lies between the blocks, and that of the host.
-        let (len, stride) = (shape.block_len(), shape.block_len() + gap);
-        let mut on_device = all_bits(&memory);
-        let mut on_host = vec![vec![0u32; BLOCKS.1 * len]; 2 * layers];
-        for (what, pairs) in &steps {
-            match what {
-                What::Out => kv_cache::swap_out(stream, &mut host, &caches, pairs).unwrap(),
-                What::In => kv_cache::swap_in(stream, &mut caches, &host, pairs).unwrap(),
-                What::Copy => {
-                    let flat: Vec<i64> = pairs.iter().flat_map(|&(from, to)| [from as i64, to as i64]).collect();
-                    let flat = Tensor::from_slice(device, &flat, &[pairs.len(), 2]).unwrap();
-                    kv_cache::copy_blocks(stream, &mut caches, None, &flat).unwrap();
+    let paths = prop::sample::select(PATHS.to_vec());
+    property(
+        cases,
+        (layouts, places, 1usize..4, paths, steps()),
+        |device, stream, (layout, places, layers, path, steps)| {
+            let (gap, offset, block_size) = places;
+            let shape = CacheShape::new(BLOCKS.0, block_size, 2, 16);
+            let (mut caches, memory) = gapped_layers::<S>(device, layers, layout, shape, gap, offset);
+            let mut host = HostCache::zeros(&caches, BLOCKS.1).unwrap();
+            host.set_path(path);
+            // The memory of the device with what lies between the blocks, and that of the host.
+            let (len, stride) = (shape.block_len(), shape.block_len() + gap);
+            let mut on_device = all_bits(&memory);
+            let mut on_host = vec![vec![0u32; BLOCKS.1 * len]; 2 * layers];
+            for (what, pairs) in &steps {
+                match what {
+                    What::Out => kv_cache::swap_out(stream, &mut host, &caches, pairs).unwrap(),
+                    What::In => kv_cache::swap_in(stream, &mut caches, &host, pairs).unwrap(),
+                    What::Copy => {
+                        let flat: Vec<i64> = pairs.iter().flat_map(|&(from, to)| [from as i64, to as i64]).collect();
+                        let flat = Tensor::from_slice(device, &flat, &[pairs.len(), 2]).unwrap();
+                        kv_cache::copy_blocks(stream, &mut caches, None, &flat).unwrap();
+                    }
                 }
-            }
-            for (device, host) in on_device.iter_mut().zip(&mut on_host) {
-                for &(from, to) in pairs {
-                    match what {
-                        What::Out => host[to * len..][..len].copy_from_slice(&device[offset + from * stride..][..len]),
-                        What::In => device[offset + to * stride..][..len].copy_from_slice(&host[from * len..][..len]),
-                        What::Copy => device
-                            .copy_within(offset + from * stride..offset + from * stride + len, offset + to * stride),
+                for (device, host) in on_device.iter_mut().zip(&mut on_host) {
+                    for &(from, to) in pairs {
+                        match what {
+                            What::Out => {
+                                host[to * len..][..len].copy_from_slice(&device[offset + from * stride..][..len])
+                            }
+                            What::In => {
+                                device[offset + to * stride..][..len].copy_from_slice(&host[from * len..][..len])
+                            }
+                            What::Copy => device.copy_within(
+                                offset + from * stride..offset + from * stride + len,
+                                offset + to * stride,
+                            ),
+                        }
                     }
                 }
             }
-        }
-        prop_assert_eq!(all_bits(&memory), on_device);
-        for (i, want) in on_host.iter().enumerate() {
-            for (b, want) in want.chunks(len).enumerate() {
-                let (keys, values) = host.block(i / 2, b).unwrap();
-                let got: Vec<u32> = [keys, values][i % 2].iter().copied().map(bits).collect();
-                prop_assert_eq!(&got[..], want, "tensor {}, block {}", i, b);
+            prop_assert_eq!(all_bits(&memory), on_device);
+            for (i, want) in on_host.iter().enumerate() {
+                for (b, want) in want.chunks(len).enumerate() {
+                    let (keys, values) = host.block(i / 2, b).unwrap();
+                    let got: Vec<u32> = [keys, values][i % 2].iter().copied().map(bits).collect();
+                    prop_assert_eq!(&got[..], want, "tensor {}, block {}", i, b);
+                }
             }
-        }
-        Ok(())
-    });
+            Ok(())
+        },
+    );
 }
 
 #[test]
 fn any_steps_in_any_layout_with_anything_between_the_blocks() {
-    check_steps::<bf16>(16);
-    check_steps::<i8>(8);
-    check_steps::<f32>(8);
+    check_steps::<bf16>(24);
+    check_steps::<i8>(12);
+    check_steps::<f32>(12);
+}
+
+/// As many as two launches have the pairs of, and a few more; blocks of one piece and a part, and of less than a vector for each thread.
+#[test]
+fn more_pairs_than_a_launch_has() {
+    on_every_device(|device, stream| {
+        for (shape, pairs) in [
+            (CacheShape::new(3 * MAX_PAIRS, 1, 1, 16), 2 * MAX_PAIRS + 7),
+            (CacheShape::new(MAX_PAIRS, 1, 1, 24), MAX_PAIRS),
+            (CacheShape::new(9, 16, 5, 128), 5),
+        ] {
+            let mut caches = filled(device, stream, CacheLayout::Nhd, shape);
+            let mut host = HostCache::zeros(&caches, shape.blocks).unwrap();
+            host.set_path(Some(SwapPath::Kernel));
+            // No two neighbours stay together.
+            let there: Vec<_> =
+                (0..pairs).map(|i| (i, (2 * i + i / shape.blocks.div_ceil(2)) % shape.blocks)).collect();
+            let keys = |caches: &CacheLayers<bf16>| -> Vec<u32> {
+                caches.layers()[1].key().to_vec().unwrap().into_iter().map(bits).collect()
+            };
+            let (before, len) = (keys(&caches), shape.block_len());
+            kv_cache::swap_out(stream, &mut host, &caches, &there).unwrap();
+            for &(from, to) in &there {
+                let (keys, _) = host.block(1, to).unwrap();
+                assert!(
+                    keys.iter().map(|&v| bits(v)).eq(before[from * len..][..len].iter().copied()),
+                    "{from} to {to}"
+                );
+            }
+            // Back, one block further on.
+            let back: Vec<_> = there.iter().map(|&(from, to)| (to, (from + 1) % shape.blocks)).collect();
+            kv_cache::swap_in(stream, &mut caches, &host, &back).unwrap();
+            let after = keys(&caches);
+            for block in 0..shape.blocks {
+                let before_it = (block + shape.blocks - 1) % shape.blocks;
+                let from = if before_it < pairs { before_it } else { block };
+                assert_eq!(after[block * len..][..len], before[from * len..][..len], "block {block}");
+            }
+        }
+        assert!(Pairs::new(&[(0, 0); MAX_PAIRS + 1]).is_none());
+    });
+}
+
+/// On raw pointers, in a graph that is replayed after its input has changed.
+#[test]
+fn captured_and_replayed() {
+    on_every_device(|device, stream| {
+        let mut memory = Pinned::<f32>::zeros(device, 4 * 8).unwrap();
+        let from = Tensor::from_slice(device, &(0..3 * 8).map(|i| i as f32).collect::<Vec<_>>(), &[3, 8]).unwrap();
+        let table = |address: u64| Tensor::from_slice(device, &[address], &[1]).unwrap();
+        let (on_device, on_host) = (table(from.as_ptr() as u64), table(memory.as_mut_ptr() as u64));
+        let args = Args {
+            from: on_device.as_ptr(),
+            to: on_host.as_ptr(),
+            tensors: 1,
+            block_bytes: 32,
+            from_stride: 32,
+            to_stride: 32,
+            pairs: Pairs::new(&[(2, 0), (0, 3)]).unwrap(),
+        };
+        // SAFETY: both live until the graph is dropped, and have the blocks.
+        let graph = Graph::capture(stream, |s| unsafe { launch(s, &args) }).unwrap();
+        for round in 0..2 {
+            graph.launch(stream).unwrap();
+            stream.synchronize().unwrap();
+            let block =
+                |b: usize| -> Vec<f32> { (8 * b..8 * b + 8).map(|i| i as f32 + 100.0 * round as f32).collect() };
+            assert_eq!(memory[..8], block(2));
+            assert_eq!(memory[24..], block(0));
+            assert!(memory[8..24].iter().all(|v| *v == 0.0));
+            let next: Vec<f32> = (0..3 * 8).map(|i| i as f32 + 100.0).collect();
+            from.clone().copy_from_slice(&next).unwrap();
+        }
+    });
 }
 
 /// Layers, heads, elements of a head, tokens of a block: of the caches of forked sequences.
@@ -195,6 +285,7 @@ fn a_fork_during_a_swap() {
             let shape = CacheShape::new(8, size, heads, dim);
             let mut caches = CacheLayers::<f32>::zeros(device, layers, layout, shape).unwrap();
             let mut memory = HostCache::zeros(&caches, 4).unwrap();
+            memory.set_path(Some(if late { SwapPath::Kernel } else { SwapPath::CopyEngine }));
             let strides = [caches.layers()[0].key_strides(), caches.layers()[0].value_strides()];
             let on_device = |caches: &CacheLayers<f32>, layer: usize, block: usize| {
                 let of = |t: &Tensor<f32>| t.narrow(0, block, 1).unwrap().to_vec().unwrap();
@@ -278,7 +369,7 @@ fn a_fork_during_a_swap() {
 #[test]
 fn dropping_the_host_cache_waits() {
     on_every_device(|device, stream| {
-        let caches = filled(device, stream, CacheLayout::Nhd);
+        let caches = filled(device, stream, CacheLayout::Nhd, SHAPE);
         for _ in 0..20 {
             let mut host = HostCache::zeros(&caches, 6).unwrap();
             let all: Vec<_> = (0..6).map(|b| (b, b)).collect();
@@ -290,7 +381,7 @@ fn dropping_the_host_cache_waits() {
 #[test]
 fn refuses_what_it_cannot_do() {
     on_every_device(|device, stream| {
-        let caches = filled(device, stream, CacheLayout::Nhd);
+        let caches = filled(device, stream, CacheLayout::Nhd, SHAPE);
         let mut host = HostCache::zeros(&caches, 3).unwrap();
         let mut out = |pairs: &[(usize, usize)]| kv_cache::swap_out(stream, &mut host, &caches, pairs);
         assert!(matches!(out(&[(6, 0)]), Err(Error::Value { arg: "pairs", .. })));

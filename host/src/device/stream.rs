@@ -549,7 +549,8 @@ impl<T> fmt::Debug for Pinned<T> {
 }
 
 enum PinnedStorage<T> {
-    Simt(Vec<T>),
+    /// Kernels may use it, too.
+    Simt(Vec<T>, #[allow(dead_code, reason = "held for its destructor")] Option<::simt::Lent>),
     #[cfg(feature = "_driver")]
     Cuda(super::cuda::CudaPinned<T>),
 }
@@ -561,7 +562,12 @@ impl<T: Element> Pinned<T> {
     /// [`Error::OutOfMemory`], [`Error::Driver`].
     pub fn zeros(device: &Device, len: usize) -> Result<Self> {
         let storage = match device.backend() {
-            Backend::Simt(_) => PinnedStorage::Simt(host_zeros(len)?),
+            Backend::Simt(_) => {
+                let memory = host_zeros::<T>(len)?;
+                let bytes = size_of_val(&memory[..]);
+                let lent = (bytes > 0).then(|| ::simt::Lent::new(memory.as_ptr().cast(), bytes));
+                PinnedStorage::Simt(memory, lent)
+            }
             #[cfg(feature = "_driver")]
             Backend::Cuda(d) => PinnedStorage::Cuda(d.allocate_pinned(len)?),
         };
@@ -573,7 +579,7 @@ impl<T> std::ops::Deref for Pinned<T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
         match &self.storage {
-            PinnedStorage::Simt(v) => v,
+            PinnedStorage::Simt(v, _) => v,
             #[cfg(feature = "_driver")]
             PinnedStorage::Cuda(p) => p.as_slice(),
         }
@@ -582,7 +588,7 @@ impl<T> std::ops::Deref for Pinned<T> {
 impl<T> std::ops::DerefMut for Pinned<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         match &mut self.storage {
-            PinnedStorage::Simt(v) => v,
+            PinnedStorage::Simt(v, _) => v,
             #[cfg(feature = "_driver")]
             PinnedStorage::Cuda(p) => p.as_mut_slice(),
         }

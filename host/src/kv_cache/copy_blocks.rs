@@ -121,6 +121,11 @@ impl<S: CacheElement> CacheLayers<S> {
     pub fn block_stride(&self) -> usize {
         self.block_stride
     }
+
+    /// Addresses of keys and values, layer by layer: `[layers, 2]`, on the device. What [`launch`] takes, and that of `swap`.
+    pub fn addresses(&self) -> &Tensor<u64> {
+        &self.addresses
+    }
 }
 
 /// The entry: one for all element types, since it copies bytes.

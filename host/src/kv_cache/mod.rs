@@ -14,4 +14,4 @@ pub use copy_blocks::{CacheLayers, check_pairs, copy_blocks};
 pub use gather_cache::{GatherCacheOptions, gather_cache};
 pub use layout::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides, Scales, StoreAs, check_slots};
 pub use reshape_and_cache::{ReshapeAndCacheOptions, reshape_and_cache};
-pub use swap::{HostCache, swap_in, swap_out};
+pub use swap::{HostCache, SwapPath, swap_in, swap_out};

@@ -1,13 +1,33 @@
 //! Moves blocks between the cache of a GPU and pinned memory of the host.
 //!
-//! All layers of all pairs in one call, in the order of the stream, by the GPU's copy engines. Blocks that are neighbours
-//! on both sides go as one copy, so sequences that were swapped out together cost few.
+//! All layers of all pairs in one call, in the order of the stream, in one of two ways ([`SwapPath`]). Blocks that are neighbours
+//! on both sides go as one copy of the GPU's copy engines, so sequences that were swapped out together cost few. Blocks that lie apart
+//! go by a kernel, which reads or writes the host's memory at the rate of the bus.
 
 use super::copy_blocks::{CacheLayers, check_pairs};
 use super::layout::{CacheElement, CacheLayout, CacheShape};
-use crate::device::{Pinned, Stream};
+use crate::device::{Geometry, Pinned, Stream};
 use crate::error::{Error, Result};
+use crate::kernels::kv_cache::copy_blocks::{PIECE_BYTES, THREADS};
+use crate::kernels::kv_cache::swap as kernel;
+use crate::tensor::Tensor;
+use cuda_std::Entry;
 use std::sync::Mutex;
+
+pub use kernel::{Args, MAX_PAIRS, Pairs};
+
+/// How blocks get from the device to the host and back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum SwapPath {
+    /// Copy engines, which take nothing from other kernels, but some 2 µs for each run of neighbours in each layer's keys and values.
+    CopyEngine,
+    /// A kernel, which takes up to 32 blocks of 256 threads for as long as the bus is busy.
+    Kernel,
+}
+
+/// From so many bytes a copy on, copy engines are as fast as the bus.
+const ENGINE_BYTES: usize = 128 << 10;
 
 /// Neighbouring blocks that are copied to neighbouring blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +67,9 @@ pub struct HostCache<S: CacheElement> {
     memory: Vec<Pinned<S>>,
     /// Addresses of `memory`, so that no reference to it is made while copies are under way.
     addresses: Vec<*mut S>,
+    /// The same, for kernels.
+    on_device: Tensor<u64>,
+    path: Option<SwapPath>,
     shape: CacheShape,
     layout: CacheLayout,
     /// Where copies were submitted since the last wait.
@@ -81,8 +104,17 @@ impl<S: CacheElement> HostCache<S> {
         })?;
         let new = |_| Pinned::<S>::zeros(device, len);
         let mut memory = (0..2 * caches.layers().len()).map(new).collect::<Result<Vec<_>>>()?;
-        let addresses = memory.iter_mut().map(|m| m.as_mut_ptr()).collect();
-        Ok(Self { memory, addresses, shape, layout: caches.layout(), pending: Mutex::default() })
+        let addresses: Vec<_> = memory.iter_mut().map(|m| m.as_mut_ptr()).collect();
+        let words: Vec<_> = addresses.iter().map(|a| *a as u64).collect();
+        let on_device = Tensor::from_slice(device, &words, &[words.len()])?;
+        let layout = caches.layout();
+        Ok(Self { memory, addresses, on_device, path: None, shape, layout, pending: Mutex::default() })
+    }
+
+    /// Which way blocks go from now on. `None`, as at first: by [`SwapPath::CopyEngine`] if there are 128 KiB or more a copy on average, or if what is
+    /// copied is not aligned to 16 bytes; otherwise by [`SwapPath::Kernel`].
+    pub fn set_path(&mut self, path: Option<SwapPath>) {
+        self.path = path;
     }
 
     /// Extents of each layer.
@@ -154,7 +186,7 @@ impl<S: CacheElement> HostCache<S> {
         }
         let _using = stream.using();
         if stream.is_capturing() {
-            return Err(Error::Capture(format!("{op}: a graph could outlive the host's memory; capture copy_raw")));
+            return Err(Error::Capture(format!("{op}: a graph could outlive the host's memory; capture swap::launch")));
         }
         let (from, to) = if out { (shape.blocks, self.shape.blocks) } else { (self.shape.blocks, shape.blocks) };
         check_pairs(pairs, from, to, false)?;
@@ -167,18 +199,34 @@ impl<S: CacheElement> HostCache<S> {
         } else {
             pairs.iter().map(|&(from, to)| Run { from, to, len: 1 }).collect()
         };
+        let path = self.path.unwrap_or_else(|| {
+            let together = pairs.len() * shape.block_len() * size_of::<S>() / runs.len().max(1);
+            let addresses = tensors().map(|t| t.as_ptr() as usize).chain(self.addresses.iter().map(|a| *a as usize));
+            let strides = [caches.block_stride(), shape.block_len()].map(|s| s * size_of::<S>());
+            let aligned = addresses.chain(strides).all(|n| n.is_multiple_of(16));
+            if together < ENGINE_BYTES && aligned { SwapPath::Kernel } else { SwapPath::CopyEngine }
+        });
         {
             let mut pending = self.pending.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             if !pending.iter().any(|s| s.as_raw() == stream.as_raw() && s.device() == stream.device()) {
                 pending.push(stream.clone());
             }
         }
-        for (tensor, &host) in tensors().zip(&self.addresses) {
-            for run in &runs {
-                let bytes = run.len * shape.block_len() * size_of::<S>();
+        match path {
+            SwapPath::CopyEngine => self.copy_runs(stream, caches, &runs, out),
+            SwapPath::Kernel => self.launch(op, stream, caches, pairs, out),
+        }
+    }
+
+    fn copy_runs(&self, stream: &Stream, caches: &CacheLayers<S>, runs: &[Run], out: bool) -> Result<()> {
+        let block_len = self.shape.block_len();
+        let tensors = caches.layers().iter().flat_map(|layer| [layer.key(), layer.value()]);
+        for (tensor, &host) in tensors.zip(&self.addresses) {
+            for run in runs {
+                let bytes = run.len * block_len * size_of::<S>();
                 let (on_device, on_host) = if out { (run.from, run.to) } else { (run.to, run.from) };
                 let device = tensor.as_ptr().wrapping_add(on_device * caches.block_stride()).cast_mut().cast::<u8>();
-                let host = host.wrapping_add(on_host * shape.block_len()).cast::<u8>();
+                let host = host.wrapping_add(on_host * block_len).cast::<u8>();
                 let (dst, src) = if out { (host, device) } else { (device, host) };
                 // SAFETY: both ranges were checked to be in bounds. The device's lives until its copies are done, as all
                 // tensors do; the host's because dropping it waits.
@@ -187,6 +235,66 @@ impl<S: CacheElement> HostCache<S> {
         }
         Ok(())
     }
+
+    fn launch(
+        &self,
+        op: &'static str,
+        stream: &Stream,
+        caches: &CacheLayers<S>,
+        pairs: &[(usize, usize)],
+        out: bool,
+    ) -> Result<()> {
+        let block_bytes = self.shape.block_len() * size_of::<S>();
+        let (device, host) = (caches.addresses(), &self.on_device);
+        let _held = (stream.hold(op, "caches", device, false)?, stream.hold(op, "host", host, false)?);
+        let device = (device.as_ptr(), caches.block_stride() * size_of::<S>());
+        let host = (host.as_ptr(), block_bytes);
+        let ((from, from_stride), (to, to_stride)) = if out { (device, host) } else { (host, device) };
+        for pairs in pairs.chunks(MAX_PAIRS) {
+            let narrow = |&(from, to): &(usize, usize)| Some((u32::try_from(from).ok()?, u32::try_from(to).ok()?));
+            let narrow = pairs.iter().map(narrow).collect::<Option<Vec<_>>>().and_then(|p| Pairs::new(&p));
+            let pairs = narrow.filter(|_| block_bytes.div_ceil(PIECE_BYTES) <= u32::MAX as usize / MAX_PAIRS);
+            let pairs = pairs.ok_or_else(|| Error::Value {
+                op,
+                arg: "path",
+                expected: "SwapPath::CopyEngine for caches of more than 2^32 blocks, or blocks of more than 2^36 bytes"
+                    .into(),
+                got: format!("SwapPath::Kernel for {} blocks of {block_bytes} bytes", caches.shape().blocks),
+            })?;
+            let tensors = self.addresses.len() as u32;
+            let args = Args { from, to, tensors, block_bytes, from_stride, to_stride, pairs };
+            // SAFETY: addresses, extents and strides are those of live tensors on the stream's device and of the host's memory, which lives until
+            // then because dropping it waits; the pairs were checked.
+            unsafe { launch(stream, &args)? };
+        }
+        Ok(())
+    }
+}
+
+/// The entry: one for all element types and both directions, since it copies bytes.
+pub const fn entry() -> Entry<Args> {
+    kernel::swap_blocks_bytes::ENTRY
+}
+
+/// How to launch it for as many pairs and tensors (two a layer).
+pub const fn geometry(pairs: u32, tensors: u32, block_bytes: usize) -> Geometry {
+    let items = pairs as u64 * tensors as u64 * block_bytes.div_ceil(PIECE_BYTES) as u64;
+    let blocks = if items < kernel::BLOCKS as u64 { items as u32 } else { kernel::BLOCKS };
+    Geometry::new([blocks, 1, 1], [THREADS, 1, 1]).dependent()
+}
+
+/// Launches on raw pointers (layer L1), as [`Args`] says: in a stream or a graph, for caches and memory of your own.
+///
+/// # Errors
+/// Those of [`Stream::launch`].
+///
+/// # Safety
+/// `args.from` and `args.to` hold the addresses of `args.tensors` tensors each, of device memory or of pinned memory, which have the blocks that
+/// the pairs name; none of them is written twice, or read and written. All of it lives until the launch, or the graph that captures it, is done.
+/// A block has fewer than 2^32 / [`MAX_PAIRS`] pieces of 16 KiB.
+pub unsafe fn launch(stream: &Stream, args: &Args) -> Result<()> {
+    // SAFETY: forwarded to the caller.
+    unsafe { stream.launch(&entry(), &geometry(args.pairs.count(), args.tensors, args.block_bytes), args) }
 }
 
 impl<S: CacheElement> Drop for HostCache<S> {

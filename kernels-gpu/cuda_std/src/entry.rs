@@ -15,11 +15,11 @@ pub unsafe trait Pod: Copy + Send + Sync + 'static {}
 /// As for [`Pod`].
 #[doc(hidden)]
 pub unsafe trait Param: Copy + 'static {
-    /// What the kernel function gets: the value, or for a tensor map its address.
+    /// What the kernel function gets: the value, or the address of what stays in parameter space.
     type Passed;
-    /// `address` gives the address of the parameter in parameter space.
+    /// `address` gives the generic address of the parameter.
     #[cfg(target_arch = "nvptx64")]
-    fn pass(self, address: impl FnOnce() -> *const TensorMap) -> Self::Passed;
+    fn pass(self, address: impl FnOnce() -> *const u8) -> Self::Passed;
     /// `field` is the field of `Args`, in which pointers have lost their type.
     #[cfg(not(target_arch = "nvptx64"))]
     fn pass<F: Copy>(field: &F) -> Self::Passed;
@@ -33,7 +33,7 @@ macro_rules! __by_value {
         type Passed = Self;
         #[cfg(target_arch = "nvptx64")]
         #[inline(always)]
-        fn pass(self, _address: impl FnOnce() -> *const $crate::tma::TensorMap) -> Self {
+        fn pass(self, _address: impl FnOnce() -> *const u8) -> Self {
             self
         }
         #[cfg(not(target_arch = "nvptx64"))]
@@ -58,6 +58,29 @@ macro_rules! struct_param {
     };
 }
 
+/// Lets kernels take a struct as a parameter by its address: `constant_param!(Pairs)` for one with arrays, which stay in parameter space
+/// whatever their indices are. Otherwise as [`struct_param!`](crate::struct_param).
+#[macro_export]
+macro_rules! constant_param {
+    ($t:ty) => {
+        // SAFETY: promised by whoever invokes this.
+        unsafe impl $crate::__Param for $t {
+            type Passed = *const Self;
+            #[cfg(target_arch = "nvptx64")]
+            #[inline(always)]
+            fn pass(self, address: impl FnOnce() -> *const u8) -> *const Self {
+                address().cast()
+            }
+            #[cfg(not(target_arch = "nvptx64"))]
+            #[inline(always)]
+            fn pass<F: Copy>(field: &F) -> *const Self {
+                const { assert!(size_of::<F>() == size_of::<Self>()) };
+                ::core::ptr::from_ref(field).cast()
+            }
+        }
+    };
+}
+
 macro_rules! pod {
     ($($t:ty)*) => { $(
         // SAFETY: plain numbers, of the same layout everywhere.
@@ -75,21 +98,8 @@ unsafe impl<T: 'static> Param for *const T {
 unsafe impl<T: 'static> Param for *mut T {
     crate::__by_value! {}
 }
-// SAFETY: 128 opaque bytes.
-unsafe impl Param for TensorMap {
-    type Passed = *const TensorMap;
-    #[cfg(target_arch = "nvptx64")]
-    #[inline(always)]
-    fn pass(self, address: impl FnOnce() -> *const TensorMap) -> Self::Passed {
-        address()
-    }
-    #[cfg(not(target_arch = "nvptx64"))]
-    #[inline(always)]
-    fn pass<F: Copy>(field: &F) -> Self::Passed {
-        const { assert!(size_of::<F>() == size_of::<Self>()) };
-        core::ptr::from_ref(field).cast()
-    }
-}
+// 128 opaque bytes.
+constant_param!(TensorMap);
 
 /// The position of a parameter in the list of their names.
 #[doc(hidden)]
@@ -379,7 +389,7 @@ macro_rules! __on_simt {
     }};
 }
 
-/// Calls the kernel from its entry. A tensor map is passed by its address in parameter space, without the copy that
+/// Calls the kernel from its entry. A `constant_param!` is passed by its address in parameter space, without the copy that
 /// Rust's by-value semantics would need (CUDA's `__grid_constant__`); the marker makes the PTX builder align it.
 #[doc(hidden)]
 #[macro_export]
@@ -393,7 +403,7 @@ macro_rules! __entry_call {
                 i = const $crate::__param_index(&$names, stringify!($arg)),
                 options(pure, nomem, nostack, preserves_flags)
             );
-            address as *const $crate::tma::TensorMap
+            address as *const u8
         })),*)
     };
 }

@@ -181,28 +181,30 @@ pub trait Input<S: Sum = f32>: crate::Element + sealed::Sealed {
     const ID: u32;
     #[cfg(not(target_arch = "nvptx64"))]
     #[doc(hidden)]
-    fn widen(bits: u32) -> S;
+    const WIDEN: simt::Widen<S>;
 }
 macro_rules! inputs {
-    ($($t:ty = $id:literal, $sum:ty, |$b:ident| $widen:expr;)*) => { $(
+    ($($t:ty = $id:literal, $sum:ty, |$b:ident: [u8; $bytes:literal]| $widen:expr;)*) => { $(
         impl sealed::Sealed for $t {}
         impl Input<$sum> for $t {
             const ID: u32 = $id;
             #[cfg(not(target_arch = "nvptx64"))]
-            fn widen($b: u32) -> $sum {
-                $widen
-            }
+            const WIDEN: simt::Widen<$sum> = |piece| {
+                let mut values = [Default::default(); 16];
+                for (value, &$b) in values.iter_mut().zip(piece.as_chunks::<$bytes>().0) {
+                    *value = $widen;
+                }
+                values
+            };
         }
     )* };
 }
-#[cfg(not(target_arch = "nvptx64"))]
-use crate::Float;
 inputs! {
-    half::bf16 = 0, f32, |b| half::bf16::from_bits(b as u16).to_f32();
-    half::f16 = 1, f32, |b| half::f16::from_bits(b as u16).to_f32();
-    crate::E4M3 = 2, f32, |b| crate::E4M3(b as u8).to_f32();
-    crate::E5M2 = 3, f32, |b| crate::E5M2(b as u8).to_f32();
-    i8 = 4, i32, |b| b as i8 as i32;
+    half::bf16 = 0, f32, |b: [u8; 2]| half::bf16::from_le_bytes(b).to_f32();
+    half::f16 = 1, f32, |b: [u8; 2]| half::f16::from_le_bytes(b).to_f32();
+    crate::E4M3 = 2, f32, |b: [u8; 1]| crate::E4M3(b[0]).to_f32_const();
+    crate::E5M2 = 3, f32, |b: [u8; 1]| crate::E5M2(b[0]).to_f32_const();
+    i8 = 4, i32, |b: [u8; 1]| b[0] as i8 as i32;
 }
 
 /// Registers that products write, whatever their type.
@@ -477,10 +479,7 @@ const fn check<S: Sum, T: Input<S>, const STEPS: usize, A: Major, B: Major>() {
 #[cfg(not(target_arch = "nvptx64"))]
 #[track_caller]
 fn simt_step<S: Sum, T: Input<S>>(acc: &mut [S], a: simt::Left, b: simt::Operand, accumulate: bool) {
-    match size_of::<T>() {
-        1 => simt::wgmma::<4, S>("wgmma", acc, a, b, accumulate, T::widen),
-        _ => simt::wgmma::<2, S>("wgmma", acc, a, b, accumulate, T::widen),
-    }
+    simt::wgmma::<S>("wgmma", acc, a, b, accumulate, size_of::<T>(), T::WIDEN);
 }
 
 macro_rules! accumulators {

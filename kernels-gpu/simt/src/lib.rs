@@ -37,7 +37,7 @@ pub use global_race::Peers;
 pub use launch::{Checks, Defaults, Launch, MAX_SHARED_BYTES, Order, Region, Registered, launch};
 pub use memory::{Buffer, Lent};
 pub use tensor::{ldmatrix, mma, mma_m16n8k16, stmatrix};
-pub use wgmma::{Left, Operand, Sum, wgmma, wgmma_commit, wgmma_wait};
+pub use wgmma::{Left, Operand, Sum, Widen, wgmma, wgmma_commit, wgmma_wait};
 
 use block::{Block, current};
 use global_race::Touch;

@@ -39,8 +39,10 @@ const PIECE: usize = 16;
 const STEP: usize = 32;
 
 impl Operand {
-    /// Offset in shared memory of element (`i`, `k`) of `bytes` bytes.
-    fn offset(self, i: usize, k: usize, bytes: usize) -> usize {
+    /// Where a step's pieces of rows `first..first + rows`, a multiple of 8, of elements of `bytes` bytes are: calls `f` with the offset in shared
+    /// memory, and with `i` and `k` of the piece's first element. The others follow it along M or N (MN-major) or along K.
+    #[inline(always)]
+    fn pieces(self, first: usize, rows: usize, bytes: usize, mut f: impl FnMut(usize, usize, usize)) {
         let field = |at: u32| ((self.descriptor >> at & 0x3fff) << 4) as usize;
         let (start, leading, stride) = (field(0), field(16), field(32));
         let mode = match self.descriptor >> 62 {
@@ -49,24 +51,26 @@ impl Operand {
             3 => 1,
             _ => 0,
         };
-        let line = 16 << mode;
-        let linear = match (self.mn_major, mode) {
-            (false, 0) => i / 8 * stride + k * bytes / 16 * leading + i % 8 * 16 + k * bytes % 16,
-            (false, _) => i / 8 * stride + i % 8 * line + k * bytes,
-            (true, _) => i * bytes / line * leading + k / 8 * stride + k % 8 * line + i * bytes % line,
-        };
-        swizzle(start + linear, mode)
-    }
-
-    /// Where the pieces of a step are, of rows `first..first + rows`, a multiple of 8: offset in shared memory, `i` and `k` of the piece's first element.
-    /// The others follow it along M or N (MN-major) or along K.
-    fn pieces(self, first: usize, rows: usize, bytes: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+        // Bytes of a line of the pattern.
+        let (log, line) = (4 + mode, 16 << mode);
         let (run, depth) = (PIECE / bytes, STEP / bytes);
-        let across = if self.mn_major { rows / run } else { depth / run };
-        (0..rows * depth / run).map(move |p| {
-            let (i, k) = if self.mn_major { (p % across * run, p / across) } else { (p / across, p % across * run) };
-            (self.offset(first + i, k, bytes), i, k)
-        })
+        if self.mn_major {
+            for k in 0..depth {
+                let row = start + k / 8 * stride + k % 8 * line;
+                for i in (0..rows).step_by(run) {
+                    let along = (first + i) * bytes;
+                    f(swizzle(row + (along >> log) * leading + (along & (line - 1)), mode), i, k);
+                }
+            }
+        } else {
+            for i in 0..rows {
+                let row = start + (first + i) / 8 * stride + (first + i) % 8 * line;
+                for half in 0..2 {
+                    let along = if mode == 0 { half * leading } else { half * PIECE };
+                    f(swizzle(row + along, mode), i, half * run);
+                }
+            }
+        }
     }
 }
 
@@ -112,15 +116,23 @@ fn checksum(block: &Block, pieces: &[u32]) -> u64 {
     })
 }
 
+/// The values of 16 bytes of elements, in their order; of elements of two bytes the first eight.
+pub type Widen<S> = fn(&[u8; PIECE]) -> [S; PIECE];
+
 /// Types of sums.
 pub trait Sum: Copy + Default {
     /// `d[i][j] += a[i][k] b[k][j]`, in ascending `k`, for rows of `n` sums.
     #[doc(hidden)]
     fn add_product(d: &mut [Self], a: &[Self], b: &[Self], n: usize);
+
+    /// [`wgmma`], compiled with this crate and not with every kernel.
+    #[doc(hidden)]
+    #[track_caller]
+    fn multiply(io: &mut Io<Self>);
 }
 
-/// The loops of [`Sum::add_product`].
-macro_rules! add_product {
+/// [`Sum`] by the sum of one product.
+macro_rules! sums {
     ($t:ty, |$c:ident, $a:ident, $b:ident| $sum:expr) => {
         impl Sum for $t {
             fn add_product(d: &mut [$t], a: &[$t], b: &[$t], n: usize) {
@@ -133,87 +145,126 @@ macro_rules! add_product {
                     }
                 }
             }
+
+            #[track_caller]
+            fn multiply(io: &mut Io<$t>) {
+                multiply(io);
+            }
         }
     };
 }
-add_product!(f32, |c, a, b| c + a * b);
-add_product!(i32, |c, a, b| c.wrapping_add(a.wrapping_mul(b)));
+sums!(f32, |c, a, b| c + a * b);
+sums!(i32, |c, a, b| c.wrapping_add(a.wrapping_mul(b)));
 
 /// One lane's part of a product.
-struct Io<S> {
+#[doc(hidden)]
+pub struct Io<S> {
+    op: &'static str,
     left: Left,
     right: Operand,
     accumulate: bool,
     acc: *mut S,
+    /// Columns.
+    n: usize,
+    /// Bytes of an element.
+    bytes: usize,
+    widen: Widen<S>,
 }
 
-/// `wgmma.mma_async.sync.aligned.m64nNkK`: `acc = A B (+ acc)`, with `K` of 32 bytes and elements of `E` to a
-/// 32-bit word, that is of `4 / E` bytes; `acc` holds this lane's `N / 2` accumulators.
+/// `wgmma.mma_async.sync.aligned.m64nNkK`: `acc = A B (+ acc)`, with `K` of 32 bytes of elements of `bytes` bytes, 1 or 2, whose values `widen`
+/// gives; `acc` holds this lane's `N / 2` accumulators.
 ///
-/// `widen` turns the low bits of a word into a value. Products are summed in ascending
-/// `k`; hardware sums floats in another order with fewer bits, so compare with a tolerance.
+/// Products are summed in ascending `k`; hardware sums floats in another order with fewer bits, so compare with a tolerance.
 #[track_caller]
-pub fn wgmma<const E: usize, S: Sum>(
+pub fn wgmma<S: Sum>(
     op: &'static str,
     acc: &mut [S],
     left: Left,
     right: Operand,
     accumulate: bool,
-    widen: impl Fn(u32) -> S,
+    bytes: usize,
+    widen: Widen<S>,
 ) {
+    let (n, acc) = (acc.len() * 2, acc.as_mut_ptr());
+    S::multiply(&mut Io { op, left, right, accumulate, acc, n, bytes, widen });
+}
+
+/// Element (`i`, `k`) is at `i * strides.0 + k * strides.1`.
+struct Matrix<S> {
+    values: Vec<S>,
+    strides: (usize, usize),
+}
+
+impl<S: Sum> Matrix<S> {
+    fn zeros(len: usize, strides: (usize, usize)) -> Self {
+        Self { values: vec![S::default(); len], strides }
+    }
+
+    /// A step's rows from `first` on of an operand in shared memory, read by the running thread; the offsets of its pieces go to `places`.
+    fn load(&mut self, io: &Io<S>, operand: Operand, first: usize, rows: usize, places: &mut Vec<u32>, at: Loc) {
+        let me = current();
+        let block = me.block();
+        let (base, run) = (block.shared.base() as usize, PIECE / io.bytes);
+        // From element to element of a piece.
+        let step = if operand.mn_major { self.strides.0 } else { self.strides.1 };
+        operand.pieces(first, rows, io.bytes, |offset, i, k| {
+            let address = base + offset;
+            if let Err(e) = block.check_shared(me.linear, address, PIECE, Access::Read, at) {
+                me.fault(e);
+            }
+            // SAFETY: in bounds of shared memory.
+            let piece = (io.widen)(unsafe { &*(address as *const [u8; PIECE]) });
+            let first = i * self.strides.0 + k * self.strides.1;
+            for (to, value) in self.values[first..].iter_mut().step_by(step).zip(&piece[..run]) {
+                *to = *value;
+            }
+            places.push(offset as u32);
+        });
+    }
+}
+
+#[track_caller]
+fn multiply<S: Sum>(io: &mut Io<S>) {
     let at = Location::caller();
-    let (n, bytes, k) = (acc.len() * 2, 4 / E, 8 * E);
     let me = current();
     let block = me.block();
     if u64::from(me.linear / 128 + 1) * 128 > block.block_dim.get().count() {
         crate::trap("wgmma in a warpgroup that is not whole");
     }
     let first_row = (me.linear / 32 % 4) as usize * 16;
-    let mut io = Io { left, right, accumulate, acc: acc.as_mut_ptr() };
-    warp_collective(op, u32::MAX, &mut io, |lanes| {
+    warp_collective(io.op, u32::MAX, io, |lanes| {
         let io = lanes.get(0);
-        let (right, accumulate) = (io.right, io.accumulate);
+        let (n, k, each) = (io.n, STEP / io.bytes, 4 / io.bytes);
         let mut places = vec![];
-        // Elements of some rows of an operand, each at `place(i, k)`.
-        let mut load = |operand: Operand, first: usize, rows: usize, place: &dyn Fn(usize, usize) -> usize| {
-            let mut values = vec![S::default(); rows * k];
-            for (offset, i, k) in operand.pieces(first, rows, bytes) {
-                let piece = read_piece(offset, at);
-                for e in 0..PIECE / bytes {
-                    let (i, k) = if operand.mn_major { (i + e, k) } else { (i, k + e) };
-                    let mut word = [0; 4];
-                    word[..bytes].copy_from_slice(&piece[e * bytes..][..bytes]);
-                    values[place(i, k)] = widen(u32::from_le_bytes(word));
-                }
-                places.push(offset as u32);
-            }
-            values
-        };
-        let a = match io.left {
-            Left::Shared(left) => load(left, first_row, 16, &|i, k_at| i * k + k_at),
+        let mut a = Matrix::zeros(16 * k, (k, 1));
+        match io.left {
+            Left::Shared(left) => a.load(io, left, first_row, 16, &mut places, at),
             Left::Registers(_) => {
-                let mut a = vec![S::default(); 16 * k];
                 for l in 0..32 {
                     let (g, t) = (l as usize / 4, l as usize % 4);
                     let Left::Registers(words) = lanes.get(l).left else {
                         crate::trap_lane(l, at, "wgmma with A in registers of some lanes only")
                     };
-                    for (r, word) in words.into_iter().enumerate() {
-                        for i in 0..E {
-                            a[(g + 8 * (r & 1)) * k + E * t + 4 * E * (r >> 1) + i] = widen(word >> (8 * bytes * i));
-                        }
+                    let mut piece = [0; PIECE];
+                    for (bytes, word) in piece.chunks_exact_mut(4).zip(words) {
+                        bytes.copy_from_slice(&word.to_le_bytes());
+                    }
+                    let piece = (io.widen)(&piece);
+                    for r in 0..4 {
+                        let first = (g + 8 * (r & 1)) * k + each * t + 4 * each * (r >> 1);
+                        a.values[first..first + each].copy_from_slice(&piece[r * each..][..each]);
                     }
                 }
-                a
             }
-        };
-        let b = load(right, 0, n, &|j, k_at| k_at * n + j);
+        }
+        let mut b = Matrix::zeros(k * n, (1, n));
+        b.load(io, io.right, 0, n, &mut places, at);
         let mut d = vec![S::default(); 16 * n];
         let at_lane = |l: u32, e: usize| {
             let (g, t) = (l as usize / 4, l as usize % 4);
             (g + 8 * (e >> 1 & 1)) * n + 8 * (e / 4) + 2 * t + (e & 1)
         };
-        if accumulate {
+        if io.accumulate {
             for l in 0..32 {
                 for e in 0..n / 2 {
                     // SAFETY: each lane's accumulators; the lanes wait.
@@ -221,7 +272,7 @@ pub fn wgmma<const E: usize, S: Sum>(
                 }
             }
         }
-        S::add_product(&mut d, &a, &b, n);
+        S::add_product(&mut d, &a.values, &b.values, n);
         for l in 0..32 {
             for e in 0..n / 2 {
                 // SAFETY: as above.
@@ -235,18 +286,6 @@ pub fn wgmma<const E: usize, S: Sum>(
             block.asynch.borrow_mut().wgmma(me.linear).open.push(InFlight { pieces: places, sum, at });
         }
     });
-}
-
-/// 16 bytes of shared memory, read by the running thread.
-fn read_piece(offset: usize, at: Loc) -> [u8; PIECE] {
-    let me = current();
-    let block = me.block();
-    let address = block.shared.base() as usize + offset;
-    if let Err(e) = block.check_shared(me.linear, address, PIECE, Access::Read, at) {
-        me.fault(e);
-    }
-    // SAFETY: in bounds of shared memory.
-    unsafe { *(address as *const [u8; PIECE]) }
 }
 
 /// `wgmma.commit_group`.

@@ -38,8 +38,21 @@ pub unsafe fn copy_blocks(
     }
     let source = Global::new(base as *const u8).offset(from as usize * block_stride);
     let target = GlobalMut::new(base as *mut u8).offset(to as usize * block_stride);
-    let start = piece as usize * PIECE_BYTES;
-    if (base as u32 | block_bytes as u32 | block_stride as u32) & 15 == 0 {
+    let aligned = (base as u32 | block_bytes as u32 | block_stride as u32) & 15 == 0;
+    copy_piece(source, target, block_bytes, piece as usize * PIECE_BYTES, aligned);
+}
+
+/// Copies the block's piece from byte `start` on, by a block of threads.
+#[inline(always)]
+pub(super) unsafe fn copy_piece(
+    source: Global<u8>,
+    target: GlobalMut<u8>,
+    block_bytes: usize,
+    start: usize,
+    aligned: bool,
+) {
+    let tid = thread::thread_idx_x() as usize;
+    if aligned {
         let at = |v: usize| start + (v * THREADS as usize + tid) * 16;
         let mut vectors = [B128([0u32; 4]); VECTORS];
         let mut v = 0;

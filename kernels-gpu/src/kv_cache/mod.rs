@@ -15,3 +15,5 @@ pub mod copy_blocks;
 pub mod gather_cache;
 #[cfg(feature = "kv_cache")]
 pub mod reshape_and_cache;
+#[cfg(feature = "kv_cache")]
+pub mod swap;
