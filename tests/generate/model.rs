@@ -221,7 +221,10 @@ fn greedy_runs_are_the_same_however_they_are_run() {
         if !sanitizing() {
             the_same_however_it_is_run::<f32>(&device, Sampling::default(), 20);
         }
-        the_same_however_it_is_run::<bf16>(&device, Sampling::default(), 20);
+        // On the SIMT device, where it takes long, one type here and the other one below.
+        if !device.is_simt() {
+            the_same_however_it_is_run::<bf16>(&device, Sampling::default(), 20);
+        }
     }
 }
 
@@ -229,7 +232,7 @@ fn greedy_runs_are_the_same_however_they_are_run() {
 fn sampled_runs_are_the_same_however_they_are_run() {
     let sampling = Sampling { temperature: 0.9, top_k: 30, top_p: 0.9, min_p: 0.01, seed: 5 };
     for device in devices() {
-        if !sanitizing() {
+        if !sanitizing() && !device.is_simt() {
             the_same_however_it_is_run::<f32>(&device, sampling, 20);
         }
         the_same_however_it_is_run::<bf16>(&device, Sampling { top_k: 0, ..sampling }, 20);

@@ -23,6 +23,7 @@ struct Case {
     pad: usize,
     pairing: Pairing,
     per_head: bool,
+    two_heads: bool,
     /// Elements before the table of angles, and before the cache's keys and values.
     at: [usize; 3],
     seed: u64,
@@ -62,7 +63,21 @@ fn case() -> impl Strategy<Value = Case> {
                 let shape = CacheShape::new(7, block_size, heads, head_dim);
                 let pad = [0, 1, 16, 0][pad as usize % 4];
                 let at = [[0; 3], [0; 3], [1, 0, 0], [0, 1, 0], [0, 0, 1]][(seed >> 9) as usize % 5];
-                Case { layout, shape, tokens, query_heads, rot_dim, offset, pad, pairing, per_head, at, seed }
+                let two_heads = false;
+                Case {
+                    layout,
+                    shape,
+                    tokens,
+                    query_heads,
+                    rot_dim,
+                    offset,
+                    pad,
+                    pairing,
+                    per_head,
+                    two_heads,
+                    at,
+                    seed,
+                }
             },
         )
 }
@@ -95,7 +110,7 @@ fn check_case<T: Float + StoreAs<S>, S: CacheElement, C: Float>(device: &Device,
     let mut cache = new_cache_at::<S>(device, case.layout, case.shape, [case.at[1], case.at[2]]);
     let before = cache_of(&cache);
     let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
-    let mut options = RotaryAndCacheOptions::default().offset(offset);
+    let mut options = RotaryAndCacheOptions::default().offset(offset).two_heads(case.two_heads);
     if T::SCALED {
         options = options.scales(&key_scale, &value_scale);
     }
@@ -196,6 +211,34 @@ fn matches_the_references() {
     });
 }
 
+/// Even numbers of heads in layouts that two heads a thread are for.
+fn even_case() -> impl Strategy<Value = Case> {
+    case().prop_map(|case| {
+        let layout = if case.layout == CacheLayout::XSplit { CacheLayout::Nhd } else { case.layout };
+        let CacheShape { blocks, block_size, heads, head_dim, .. } = case.shape;
+        let shape = CacheShape::new(blocks, block_size, 2 * heads, head_dim);
+        Case { layout, shape, query_heads: 2 * case.query_heads, two_heads: true, ..case }
+    })
+}
+
+#[test]
+fn two_heads_a_thread_match_the_references() {
+    property(16, even_case(), |device, stream, case| {
+        check_case::<bf16, bf16, f32>(device, stream, &case);
+        check_case::<f16, E4M3, f16>(device, stream, &case);
+        Ok(())
+    });
+    property(6, even_case(), |device, stream, case| {
+        check_case::<f16, f16, f32>(device, stream, &case);
+        check_case::<bf16, E4M3, f32>(device, stream, &case);
+        check_case::<bf16, E5M2, bf16>(device, stream, &case);
+        check_case::<f16, E5M2, f32>(device, stream, &case);
+        check_case::<f16, i8, f16>(device, stream, &case);
+        check_case::<bf16, i8, f32>(device, stream, &case);
+        Ok(())
+    });
+}
+
 /// Everything in whole chunks but for where the angles, or the cache's keys or values, begin; a scale for each head; and heads of 46 and 80.
 #[test]
 fn angles_and_caches_that_begin_off_a_chunk() {
@@ -207,9 +250,27 @@ fn angles_and_caches_that_begin_off_a_chunk() {
                 }
                 let (shape, pairing) = (CacheShape::new(3, 16, 2, head_dim), Pairing::Gptj);
                 let (tokens, query_heads, rot_dim, offset, pad, per_head, seed) = (5, 3, head_dim, 0, 0, true, 2);
-                let case =
-                    Case { layout, shape, tokens, query_heads, rot_dim, offset, pad, pairing, per_head, at, seed };
+                let two_heads = false;
+                let case = Case {
+                    layout,
+                    shape,
+                    tokens,
+                    query_heads,
+                    rot_dim,
+                    offset,
+                    pad,
+                    pairing,
+                    per_head,
+                    two_heads,
+                    at,
+                    seed,
+                };
                 check_case::<bf16, bf16, bf16>(device, stream, &case);
+                if layout != CacheLayout::XSplit {
+                    let twos = Case { query_heads: 4, two_heads: true, ..case.clone() };
+                    check_case::<bf16, bf16, bf16>(device, stream, &twos);
+                    check_case::<f16, E4M3, f16>(device, stream, &twos);
+                }
                 check_case::<f32, i8, f32>(device, stream, &case);
                 check_case::<bf16, i8, f32>(device, stream, &Case { pairing: Pairing::Neox, ..case });
             }
@@ -231,6 +292,7 @@ fn forty_heads_of_128() {
                 pad: 0,
                 pairing: Pairing::Neox,
                 per_head: false,
+                two_heads: false,
                 at: [0; 3],
                 seed: 1,
             };
@@ -423,11 +485,13 @@ fn every_input_type_has_every_cache_type() {
             for cache in [input, DType::E4m3, DType::E5m2, DType::I8] {
                 let name = if layout == CacheLayout::XSplit { "xsplit" } else { "flat" };
                 let want = format!("rotary_and_cache_{name}_{input}_{cache}");
-                assert_eq!(entry(input, cache, layout).unwrap().name, want);
+                assert_eq!(entry(input, cache, layout, 1).unwrap().name, want);
+                let two = (name == "flat" && input != DType::F32).then(|| format!("{want}_twos"));
+                assert_eq!(entry(input, cache, layout, 2).map(|e| e.name), two.as_deref());
             }
-            assert!(entry(input, DType::I32, layout).is_none());
+            assert!(entry(input, DType::I32, layout, 1).is_none());
         }
-        assert!(entry(DType::F32, DType::F16, layout).is_none());
+        assert!(entry(DType::F32, DType::F16, layout, 1).is_none());
     }
 }
 
@@ -456,6 +520,8 @@ fn refuses_what_it_cannot_do() {
     assert!(matches!(run(&q(), &k(), &k(), &slots, far), Error::Value { arg: "largest_position", .. }));
     let one = Tensor::<f32>::zeros(device, &[1]).unwrap();
     assert!(matches!(run(&q(), &k(), &k(), &slots, plain().scales(&one, &one)), Error::Value { arg: "scales", .. }));
+    let odd = run(&t(&[3, 3, 64]), &k(), &k(), &slots, plain().two_heads(true));
+    assert!(matches!(odd, Error::Unsupported { .. }), "{odd:?}");
     let both = q();
     let part = both.narrow(1, 1, 2).unwrap();
     assert!(matches!(run(&both, &part, &k(), &slots, plain()), Error::Overlap { .. }));

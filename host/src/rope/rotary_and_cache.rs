@@ -17,9 +17,41 @@ use cuda_std::{DType, Element, Entry, Float};
 
 pub use kernel::{Args, INTERLEAVED, SCALE_PER_HEAD, SLOTS_I64};
 
-/// The entry for tensors and a cache of these types, if there is one.
-pub const fn entry(dtype: DType, cache: DType, layout: CacheLayout) -> Option<Entry<Args>> {
+/// Whether a thread can have two heads: of an even number of heads of queries, and of keys and values, of 16 bits, in layouts in which neighbouring tokens
+/// are not neighbours.
+const fn can_have_two_heads(dtype: DType, layout: CacheLayout, args: &Args) -> bool {
+    let even = (args.query_heads | args.kv_heads).is_multiple_of(2);
+    !matches!(layout, CacheLayout::XSplit) && dtype.size() == 2 && even
+}
+
+/// How many heads a thread has: two in large launches where it can, otherwise one.
+pub const fn heads_of_a_thread(dtype: DType, layout: CacheLayout, args: &Args) -> u32 {
+    /// Pairs of chunks from which it is faster. Measured on an H200.
+    const MANY: u64 = 3 << 17;
+    let n = 16 / dtype.size() as u32;
+    let items = 2 * args.kv_heads as u64 * kernel::pairs(args.head_dim, args.rot_dim, n) as u64
+        + args.query_heads as u64 * kernel::turning(args.rot_dim, n) as u64;
+    let many = (args.tokens as u64).saturating_mul(items) >= MANY;
+    if many && can_have_two_heads(dtype, layout, args) { 2 } else { 1 }
+}
+
+/// The entry for tensors and a cache of these types and so many [heads of a thread](heads_of_a_thread), if there is one.
+pub const fn entry(dtype: DType, cache: DType, layout: CacheLayout, heads: u32) -> Option<Entry<Args>> {
     use kernel::*;
+    if heads == 2 {
+        return Some(match (layout, dtype, cache) {
+            (CacheLayout::XSplit, _, _) => return None,
+            (_, DType::F16, DType::F16) => rotary_and_cache_flat_f16_f16_twos::ENTRY,
+            (_, DType::F16, DType::E4m3) => rotary_and_cache_flat_f16_e4m3_twos::ENTRY,
+            (_, DType::F16, DType::E5m2) => rotary_and_cache_flat_f16_e5m2_twos::ENTRY,
+            (_, DType::F16, DType::I8) => rotary_and_cache_flat_f16_i8_twos::ENTRY,
+            (_, DType::Bf16, DType::Bf16) => rotary_and_cache_flat_bf16_bf16_twos::ENTRY,
+            (_, DType::Bf16, DType::E4m3) => rotary_and_cache_flat_bf16_e4m3_twos::ENTRY,
+            (_, DType::Bf16, DType::E5m2) => rotary_and_cache_flat_bf16_e5m2_twos::ENTRY,
+            (_, DType::Bf16, DType::I8) => rotary_and_cache_flat_bf16_i8_twos::ENTRY,
+            _ => return None,
+        });
+    }
     Some(match (layout, dtype, cache) {
         (CacheLayout::XSplit, DType::F32, DType::F32) => rotary_and_cache_xsplit_f32_f32::ENTRY,
         (CacheLayout::XSplit, DType::F32, DType::E4m3) => rotary_and_cache_xsplit_f32_e4m3::ENTRY,
@@ -50,14 +82,14 @@ pub const fn entry(dtype: DType, cache: DType, layout: CacheLayout) -> Option<En
 }
 
 /// How to launch it.
-pub const fn geometry(dtype: DType, layout: CacheLayout, args: &Args) -> Geometry {
+pub const fn geometry(dtype: DType, layout: CacheLayout, heads: u32, args: &Args) -> Geometry {
     /// Up to so many chunk pairs the x-split layout has a warp to a block: values take many stores, of which a multiprocessor does a few at
     /// once, so that few tokens had better take many of them. Beyond, starting blocks takes longer than their work. Measured on an H200.
     const FEW: u64 = 1 << 17;
     let n = 16 / dtype.size() as u32;
     let tokens_first = matches!(layout, CacheLayout::XSplit);
-    let kv_items = 2 * args.kv_heads * kernel::pairs(args.head_dim, args.rot_dim, n);
-    let query_items = args.query_heads * kernel::turning(args.rot_dim, n);
+    let kv_items = 2 * (args.kv_heads / heads) * kernel::pairs(args.head_dim, args.rot_dim, n);
+    let query_items = args.query_heads / heads * kernel::turning(args.rot_dim, n);
     let few = args.tokens as u64 * (kv_items as u64 + query_items as u64) <= FEW;
     // Threads of a block and tokens of a group, as powers of two.
     let (threads, mut group) = (if tokens_first && few { 5 } else { 7 }, 0);
@@ -72,7 +104,7 @@ pub const fn geometry(dtype: DType, layout: CacheLayout, args: &Args) -> Geometr
     Geometry::new([blocks, y, z], [1 << group, 1 << (threads - group), 1]).dependent()
 }
 
-/// Launches on raw pointers (layer L1), as [`Args`] says.
+/// Launches on raw pointers (layer L1), as [`Args`] says, with as many heads a thread as [`heads_of_a_thread`] says.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for types without an entry, and those of [`Stream::launch`].
@@ -81,14 +113,27 @@ pub const fn geometry(dtype: DType, layout: CacheLayout, args: &Args) -> Geometr
 /// As for [`rotary::launch`](super::rotary::launch) and
 /// [`reshape_and_cache::launch`](crate::kv_cache::reshape_and_cache::launch).
 pub unsafe fn launch(stream: &Stream, dtype: DType, cache: DType, layout: CacheLayout, args: &Args) -> Result<()> {
-    let entry = entry(dtype, cache, layout).ok_or_else(|| Error::Unsupported {
+    // SAFETY: forwarded to the caller.
+    unsafe { launch_with(stream, dtype, cache, layout, heads_of_a_thread(dtype, layout, args), args) }
+}
+
+/// [`launch`] with so many heads a thread, which can have two.
+unsafe fn launch_with(
+    stream: &Stream,
+    dtype: DType,
+    cache: DType,
+    layout: CacheLayout,
+    heads: u32,
+    args: &Args,
+) -> Result<()> {
+    let entry = entry(dtype, cache, layout, heads).ok_or_else(|| Error::Unsupported {
         op: "rotary_and_cache",
         what: format!(
             "no kernel from {dtype} to {cache}; there are f32, f16 and bf16 to themselves, e4m3, e5m2 and i8"
         ),
     })?;
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry, &geometry(dtype, layout, args), args) }
+    unsafe { stream.launch(&entry, &geometry(dtype, layout, heads, args), args) }
 }
 
 /// What [`rotary_and_cache`] may be told besides.
@@ -104,6 +149,8 @@ pub struct RotaryAndCacheOptions<'a> {
     pub largest_position: Option<usize>,
     /// Scales of an 8-bit cache.
     pub scales: Option<Scales<'a>>,
+    /// Whether a thread has two heads rather than one; by the size of the launch. The results are the same.
+    pub two_heads: Option<bool>,
 }
 
 impl<'a> RotaryAndCacheOptions<'a> {
@@ -130,6 +177,12 @@ impl<'a> RotaryAndCacheOptions<'a> {
         self.scales = Some(Scales::new(key, value));
         self
     }
+
+    /// Two heads a thread, or one, however large the launch is.
+    pub fn two_heads(mut self, two: bool) -> Self {
+        self.two_heads = Some(two);
+        self
+    }
 }
 
 /// Rotates `query` in place, and `cache[slots[t]] = rotated key[t], value[t]` for each token `t`.
@@ -142,7 +195,8 @@ impl<'a> RotaryAndCacheOptions<'a> {
 /// has its query rotated. All of these but -1 are counted up in `status`, `[1]`, if there is one.
 ///
 /// # Errors
-/// Those of the two operations.
+/// Those of the two operations; [`Unsupported`](Error::Unsupported) for two heads a thread, if asked for, with a cache in the x-split layout, tensors of
+/// `f32`, or an odd number of heads.
 #[allow(clippy::too_many_arguments, reason = "tensors, in the order of all operations")]
 pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Element, J: Element>(
     stream: &Stream,
@@ -223,9 +277,14 @@ pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Ele
     if tokens == 0 {
         return Ok(());
     }
+    if options.two_heads == Some(true) && !can_have_two_heads(T::DTYPE, layout, &args) {
+        let what = format!("two heads a thread of {query_heads} and {} of {} in {layout:?}", shape.heads, T::DTYPE);
+        return Err(Error::Unsupported { op: "rotary_and_cache", what });
+    }
+    let heads = options.two_heads.map_or_else(|| heads_of_a_thread(T::DTYPE, layout, &args), |two| 1 + u32::from(two));
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; positions and
-    // slots are checked by the kernel.
-    unsafe { launch(stream, T::DTYPE, S::DTYPE, layout, &args) }
+    // slots are checked by the kernel; two heads are possible where they are asked for.
+    unsafe { launch_with(stream, T::DTYPE, S::DTYPE, layout, heads, &args) }
 }
 
 #[cfg(test)]

@@ -10,3 +10,5 @@ pub mod qk_norm_rotary;
 pub mod rotary;
 #[cfg(feature = "rope")]
 pub mod rotary_and_cache;
+#[cfg(feature = "rope")]
+pub mod rotary_and_cache_twos;

@@ -12,6 +12,7 @@ use crate::chunk;
 use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_slot, store};
 use crate::kv_cache::{CacheElement, StoreAs};
 use crate::operand;
+use crate::rope::rotary_and_cache_twos::rotary_and_cache_twos;
 use crate::rope::rotation::{ANGLES_F32, Angles, INVERSE, POSITIONS_I64, angle_part, turn};
 use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, vec};
 
@@ -29,7 +30,7 @@ pub const fn pairs(head_dim: u32, rot_dim: u32, n: u32) -> u32 {
 
 /// Rounds a chunk for the cache.
 #[inline(always)]
-fn quantised<S: CacheElement, const N: usize>(mut values: [f32; N], inverse_scale: f32) -> [S; N] {
+pub(super) fn quantised<S: CacheElement, const N: usize>(mut values: [f32; N], inverse_scale: f32) -> [S; N] {
     let mut j = 0;
     while j < N {
         values[j] *= inverse_scale;
@@ -80,11 +81,11 @@ impl Share {
 }
 
 /// Up to so many blocks compute places before they wait for the kernels before. Measured on an H200.
-const FEW_BLOCKS: u32 = 1024;
+pub(super) const FEW_BLOCKS: u32 = 1024;
 
 /// The beginning of the kernel in launches of `few` blocks, with places that are computed before.
 #[inline(always)]
-fn begin<const P: usize>(few: bool, places: [usize; P]) -> [usize; P] {
+pub(super) fn begin<const P: usize>(few: bool, places: [usize; P]) -> [usize; P] {
     if !few {
         return places;
     }
@@ -94,7 +95,7 @@ fn begin<const P: usize>(few: bool, places: [usize; P]) -> [usize; P] {
 
 /// `i / by` and the rest; a shift for powers of two, which numbers of chunks mostly are.
 #[inline(always)]
-unsafe fn split(i: u32, by: u32) -> (u32, u32) {
+pub(super) unsafe fn split(i: u32, by: u32) -> (u32, u32) {
     // SAFETY: the caller's promise: an item of none does not exist.
     unsafe { core::hint::assert_unchecked(by != 0) };
     if by.is_power_of_two() { (i >> by.trailing_zeros(), i & (by - 1)) } else { (i / by, i % by) }
@@ -103,7 +104,13 @@ unsafe fn split(i: u32, by: u32) -> (u32, u32) {
 /// Which elements pair `pair` is, counted in what turns, and the cosine and sine of its angle.
 #[inline(always)]
 #[track_caller]
-unsafe fn single<T: Float>(angles: *const u8, row: usize, half: u32, pair: u32, flags: u32) -> ((u32, u32), f32, f32) {
+pub(super) unsafe fn single<T: Float>(
+    angles: *const u8,
+    row: usize,
+    half: u32,
+    pair: u32,
+    flags: u32,
+) -> ((u32, u32), f32, f32) {
     let places = if flags & INTERLEAVED != 0 { (2 * pair, 2 * pair + 1) } else { (pair, half + pair) };
     let sign = if flags & INVERSE != 0 { -1.0 } else { 1.0 };
     let cos = angle_part::<T>(angles, row + pair as usize, flags);
@@ -410,6 +417,22 @@ entries! {
         => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
     rotary_and_cache_flat_bf16_i8 { type T = bf16; type S = i8; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
+    rotary_and_cache_flat_f16_f16_twos { type T = f16; type S = f16; } [256]
+        => rotary_and_cache_twos::<T, S, 8, 4>;
+    rotary_and_cache_flat_f16_e4m3_twos { type T = f16; type S = E4M3; } [256]
+        => rotary_and_cache_twos::<T, S, 8, 4>;
+    rotary_and_cache_flat_f16_e5m2_twos { type T = f16; type S = E5M2; } [256]
+        => rotary_and_cache_twos::<T, S, 8, 4>;
+    rotary_and_cache_flat_f16_i8_twos { type T = f16; type S = i8; } [256]
+        => rotary_and_cache_twos::<T, S, 8, 4>;
+    rotary_and_cache_flat_bf16_bf16_twos { type T = bf16; type S = bf16; } [256]
+        => rotary_and_cache_twos::<T, S, 8, 4>;
+    rotary_and_cache_flat_bf16_e4m3_twos { type T = bf16; type S = E4M3; } [256]
+        => rotary_and_cache_twos::<T, S, 8, 4>;
+    rotary_and_cache_flat_bf16_e5m2_twos { type T = bf16; type S = E5M2; } [256]
+        => rotary_and_cache_twos::<T, S, 8, 4>;
+    rotary_and_cache_flat_bf16_i8_twos { type T = bf16; type S = i8; } [256]
+        => rotary_and_cache_twos::<T, S, 8, 4>;
     rotary_and_cache_xsplit_f32_f32 { type T = f32; type S = f32; } [256]
         => rotary_and_cache::<T, S, XSplitKey<4>, XSplitValue, 4, 2, true>;
     rotary_and_cache_xsplit_f32_e4m3 { type T = f32; type S = E4M3; } [256]
