@@ -124,8 +124,7 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
         let x = GlobalMut::new(query);
         let source = Global::new(query.cast_const());
         let step = query_step as usize * query_head_stride;
-        let (mut a, mut b): ([[T; N]; HEADS], [[T; N]; HEADS]) =
-            ([[T::from_f32(0.0); N]; HEADS], [[T::from_f32(0.0); N]; HEADS]);
+        let (mut a, mut b) = ([[T::from_f32(0.0); N]; HEADS], [[T::from_f32(0.0); N]; HEADS]);
         if whole {
             let mut h = 0;
             while h < HEADS {
@@ -187,8 +186,8 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
     let whole = (half | offset | head_dim).is_multiple_of(n)
         && chunk::aligned::<T, N>(base as usize, token_stride | head_stride)
         && angles_aligned
-        && (chunk::aligned::<S, N>(key_cache as usize, key_pages))
-        && (chunk::aligned::<S, N>(value_cache as usize, value_pages));
+        && chunk::aligned::<S, N>(key_cache as usize, key_pages)
+        && chunk::aligned::<S, N>(value_cache as usize, value_pages);
 
     // Whole chunks: where they are, and their data under way before anything is asked.
     let turns = part < half / n && is_key;
@@ -203,8 +202,7 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
         (place(chunk), place(chunk + 1), (chunk + 1) * n < head_dim - rot_dim)
     };
     let [first_at, second_at] = begin(few, [start + first as usize, start + second as usize]);
-    let (mut a, mut b): ([[T; N]; HEADS], [[T; N]; HEADS]) =
-        ([[T::from_f32(0.0); N]; HEADS], [[T::from_f32(0.0); N]; HEADS]);
+    let (mut a, mut b) = ([[T::from_f32(0.0); N]; HEADS], [[T::from_f32(0.0); N]; HEADS]);
     if whole {
         let x = Global::new(base);
         let mut h = 0;
