@@ -537,7 +537,7 @@ impl Event {
     }
 }
 
-/// Host memory that a GPU can copy to and from without the CPU. Plain memory for the SIMT device.
+/// Host memory that a GPU can copy to and from without the CPU, and whose addresses its kernels can use. Plain memory for the SIMT device.
 pub struct Pinned<T> {
     storage: PinnedStorage<T>,
 }
@@ -549,8 +549,8 @@ impl<T> fmt::Debug for Pinned<T> {
 }
 
 enum PinnedStorage<T> {
-    /// Kernels may use it, too.
-    Simt(Vec<T>, #[allow(dead_code, reason = "held for its destructor")] Option<::simt::Lent>),
+    /// Lent to kernels, which ends before the memory does.
+    Simt(#[allow(dead_code, reason = "held for its destructor")] Option<::simt::Lent>, Vec<T>),
     #[cfg(feature = "_driver")]
     Cuda(super::cuda::CudaPinned<T>),
 }
@@ -566,7 +566,7 @@ impl<T: Element> Pinned<T> {
                 let memory = host_zeros::<T>(len)?;
                 let bytes = size_of_val(&memory[..]);
                 let lent = (bytes > 0).then(|| ::simt::Lent::new(memory.as_ptr().cast(), bytes));
-                PinnedStorage::Simt(memory, lent)
+                PinnedStorage::Simt(lent, memory)
             }
             #[cfg(feature = "_driver")]
             Backend::Cuda(d) => PinnedStorage::Cuda(d.allocate_pinned(len)?),
@@ -579,7 +579,7 @@ impl<T> std::ops::Deref for Pinned<T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
         match &self.storage {
-            PinnedStorage::Simt(v, _) => v,
+            PinnedStorage::Simt(_, v) => v,
             #[cfg(feature = "_driver")]
             PinnedStorage::Cuda(p) => p.as_slice(),
         }
@@ -588,7 +588,7 @@ impl<T> std::ops::Deref for Pinned<T> {
 impl<T> std::ops::DerefMut for Pinned<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         match &mut self.storage {
-            PinnedStorage::Simt(v, _) => v,
+            PinnedStorage::Simt(_, v) => v,
             #[cfg(feature = "_driver")]
             PinnedStorage::Cuda(p) => p.as_mut_slice(),
         }
