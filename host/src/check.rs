@@ -53,6 +53,16 @@ pub(crate) const fn product(sizes: &[usize]) -> usize {
     product
 }
 
+/// The smaller of two sizes.
+pub(crate) const fn least(a: usize, b: usize) -> usize {
+    if a < b { a } else { b }
+}
+
+/// The larger of two sizes.
+pub(crate) const fn most(a: usize, b: usize) -> usize {
+    if a > b { a } else { b }
+}
+
 /// Where the next part of a workspace starts, aligned to 256 bytes, after one of `bytes` at `at`; or the largest number, as
 /// [`product`].
 pub(crate) const fn after(at: usize, bytes: usize) -> usize {

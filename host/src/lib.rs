@@ -1,6 +1,6 @@
 //! GPU kernels for LLM inference, every one of them written in Rust.
 //!
-//! The same kernel source runs on two devices: on NVIDIA GPUs as PTX (feature `cuda`; the PTX is part of this
+//! The same kernel source runs on two devices: on NVIDIA GPUs as PTX (feature `cuda` or `cudarc`; the PTX is part of this
 //! crate, so neither nvcc nor a nightly toolchain is needed), and on any CPU on the SIMT device, which runs each
 //! GPU thread as a fiber and finds races and out-of-bounds accesses on the way.
 //!
@@ -21,8 +21,8 @@
 //! * **L0**, data: the PTX text by architecture and family ([`ptx`]), entry names and argument structs
 //!   ([`kernels`]), launch geometry (`geometry` functions beside each operation). Usable from any CUDA binding.
 //! * **L1**, `unsafe`: `launch` functions in each operation's module take raw device pointers and a [`Stream`],
-//!   which may be a raw `CUstream` of yours ([`Stream::from_raw`]). They allocate nothing, never synchronise, and can
-//!   be captured in CUDA graphs.
+//!   which may be a raw `CUstream` of yours ([`Stream::from_raw`]). They allocate nothing, never synchronise (a kernel's first
+//!   launch loads it; [`Device::preload`] does so earlier), and can be captured in CUDA graphs.
 //! * **L2**, safe: functions on typed [`Tensor`]s that check everything before anything is launched.
 //!
 //! Memory that this crate did not allocate takes part as well: buffers of cudarc's (module `cudarc`, with the feature of that name), tensors of other
@@ -44,25 +44,26 @@
 //!   it covers, at least 10⁻¹⁰, by the largest number of the format.
 //! * **Determinism.** The same call gives the same bits on the same kind of device: sums have an order that depends on shapes, alignment and the path, never on
 //!   timing. ([`moe::FusedOptions::unordered`] gives that up.) A row's result depends on that row only, whatever else is in the batch,
-//!   but for [`gemm::LinearPath::Auto`], which chooses a kernel by the number of rows. Random numbers are Philox4x32-10's, by seed,
-//!   subsequence and offset. Sampled tokens are the same on GPUs and the SIMT device from the same
+//!   where paths (in [`gemm`] tiles as well) are named: `Auto` of [`gemm`] and of the blocks of experts chooses a kernel by the number of rows.
+//!   Random numbers are Philox4x32-10's, by seed, subsequence and offset. Sampled tokens are the same on GPUs and the SIMT device from the same
 //!   logits; other results may differ in their last bits where tensor cores or a GPU's approximations add up otherwise.
 //! * **Ties** go to the lower index.
 //! * **NaN** ranks last, like -inf, and never becomes an index: a row of logits without a number gives the lowest token that is allowed,
-//!   and the lowest experts. Activations, norms and products pass NaN on. It has no say in a scale of 8-bit results, and becomes NaN in
+//!   and the lowest experts. Activations, norms and products pass NaN on (but for the epilogues [`Relu`](gemm::Epilogue::Relu) and
+//!   [`Relu2`](gemm::Epilogue::Relu2), which give 0). It has no say in a scale of 8-bit results, and becomes NaN in
 //!   e4m3 and 0 in int8.
 //!
 //! # Errors
 //!
-//! Every operation returns [`Error`], whose text begins with the operation and names the argument as the signature spells it (an option by its own
-//! name, a part of a struct with a dot). When they come:
+//! Every operation returns [`Error`]. Those about arguments begin with the operation and name the argument as the signature spells it (an option
+//! by its own name, a part of a struct with a dot). When they come:
 //!
 //! * **Before the launch**, so that no output is changed: [`Shape`](Error::Shape), [`Stride`](Error::Stride),
 //!   [`Alignment`](Error::Alignment), [`DType`](Error::DType), [`Value`](Error::Value) for what an argument is;
 //!   [`WrongDevice`](Error::WrongDevice), [`Overlap`](Error::Overlap), [`ReadOnly`](Error::ReadOnly),
 //!   [`Expired`](Error::Expired), [`WrongStream`](Error::WrongStream) for whose memory it is; [`Unsupported`](Error::Unsupported) for
-//!   a combination that no kernel covers; [`Capture`](Error::Capture) for what a graph cannot hold. Of these checks layer L1 makes that of
-//!   combinations only.
+//!   a combination that no kernel covers; [`Capture`](Error::Capture) for what a graph cannot hold. Layer L1 makes
+//!   only those that choosing a kernel needs.
 //! * **When something is made**: [`NoDriver`](Error::NoDriver), [`NoDevice`](Error::NoDevice),
 //!   [`DriverTooOld`](Error::DriverTooOld), [`TooOldGpu`](Error::TooOldGpu), [`NoCuda`](Error::NoCuda) and
 //!   [`NoSimt`](Error::NoSimt) for devices; [`OutOfMemory`](Error::OutOfMemory) and [`Tensor`](Error::Tensor) for
@@ -74,8 +75,9 @@
 //! * **On the host alone**: [`Allocator`](Error::Allocator) and [`Eplb`](Error::Eplb), with the errors of
 //!   [`kv_cache::BlockAllocator`] and [`ep::eplb`].
 //!
-//! What counts as wrong only in the contents of device memory (a slot, a position, a token's expert) is no error: it is skipped, and
-//! counted in `status` where an operation has one. Operations do not panic; what does says so under *Panics*.
+//! What counts as wrong only in the contents of device memory (a slot, a position, a token's expert) is no error, unless `checked` asks for it
+//! or ranks exchange it: it is skipped, and counted in `status` where an operation has one. Operations do not panic; what does says so under
+//! *Panics*.
 //!
 //! The guide in the repository's `docs/guide` has examples of every operation, and says how to port, to extend, and to find
 //! out what an error means.

@@ -7,8 +7,8 @@
 //! gives the text of one alone. [`Device`](crate::Device) compiles entries one by one, at their first launch.
 //!
 //! The crate holds the files packed (Zstandard), a fourteenth of their size. The first use of a family unpacks its file, the text of which then stays
-//! in memory to the end of the process: 9 to 10 MB and some 50 ms for `attention`, `gemm` and `moe` of `sm_90a` (0.2 to 0.3 s where the decoder is not optimised; 20 MB
-//! more while it runs), up to 2 MB and 2 to 10 ms for the others. Families that a program does not use stay packed.
+//! in memory to the end of the process: 11 to 29 MB for `attention`, `gemm` and `moe` of `sm_90a`, up to 6 MB for the others, some 5 ms a megabyte (four to six times as
+//! long where the decoder is not optimised; 20 MB more while it runs). Families that a program does not use stay packed.
 
 use cuda_std::Arch;
 use ruzstd::decoding::StreamingDecoder;

@@ -30,6 +30,35 @@ fn saturated(sizes: &[usize]) -> usize {
     sizes.iter().fold(Some(1), product).and_then(|n| usize::try_from(n).ok()).unwrap_or(usize::MAX)
 }
 
+/// A workspace for many tokens is one for fewer.
+#[test]
+fn workspaces_do_not_shrink() {
+    let models =
+        [(8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048), (32, 4, 2880, 2880), (16, 1, 5120, 8192)];
+    for (experts, top_k, hidden, intermediate) in models {
+        for dtype in [DType::F32, DType::Bf16] {
+            let shape = |tokens| FusedShape::new(tokens, top_k, experts, hidden, intermediate);
+            let (mut fused, mut quant) = (0, 0);
+            for tokens in (0..600).chain((600..40_000).step_by(37)) {
+                let (f, q) = (shape(tokens).workspace_bytes(dtype), shape(tokens).quant_workspace_bytes(dtype));
+                assert!(f >= fused && q >= quant, "{experts} experts, {tokens} tokens: {fused} to {f}, {quant} to {q}");
+                (fused, quant) = (f, q);
+            }
+        }
+    }
+    let around = [8191, 8192, 8193, 32_767, 32_768, 32_769, 262_143, 262_144, 262_145];
+    let mut numbers: Vec<usize> = (0..2100).chain((2100..300_000).step_by(61)).chain(around).collect();
+    numbers.sort_unstable();
+    for bins in [1, 8, 128, 129, 256, 600, 2048] {
+        let (mut sorting, mut counting) = (0, 0);
+        for &n in &numbers {
+            let (s, c) = (sort::workspace_bytes(n, bins), statistics::workspace_bytes(n, bins));
+            assert!(s >= sorting && c >= counting, "{n} of {bins}: {sorting} to {s}, {counting} to {c}");
+            (sorting, counting) = (s, c);
+        }
+    }
+}
+
 /// A tensor says how many elements it has, and has them.
 fn sound(x: &Tensor<u32>) -> Result<(), TestCaseError> {
     let len = x.shape().iter().try_fold(1u128, |n, &d| n.checked_mul(d as u128));

@@ -520,6 +520,16 @@ fn bad_input() {
         assert!(run(&[2, 8], &[2, 16], &[2], &[8, 16], &[8], auto).is_ok());
         assert!(run(&[2, 8], &[2, 0], &[2], &[8, 0], &[8], auto).is_ok());
         assert!(run(&[0, 8], &[0, 16], &[0], &[8, 16], &[8], auto).is_ok());
+        // As many columns as sums of int8 have room for, of the least number; and one more.
+        let deep = |k: usize| {
+            let x = Tensor::from_slice(d, &vec![i8::MIN; k], &[1, k]).unwrap();
+            let (mut y, one) = (f(&[1, 1]), Tensor::from_slice(d, &[1.0], &[1]).unwrap());
+            let result = linear_quant(s, &mut y, Quantised::new(&x, &one), Quantised::new(&x, &one), None, &auto);
+            result.map(|()| y.to_vec().unwrap()[0])
+        };
+        let most = (1usize << 17) - 1;
+        assert_eq!(deep(most).unwrap(), (most << 14) as f32);
+        assert!(matches!(deep(most + 1), Err(Error::Value { arg: "w", .. })));
         for (arg, e) in [
             ("out", run(&[2, 7], &[2, 16], &[2], &[8, 16], &[8], auto)),
             ("x", run(&[2, 8], &[2, 15], &[2], &[8, 16], &[8], auto)),

@@ -404,8 +404,12 @@ fn refuses_what_it_cannot_do() {
     assert_eq!(a.take_copies().len(), 1);
     let mut other = BlockAllocator::new(3, 8).unwrap();
     assert!(matches!(a.swap(&mut x, &mut other), Err(AllocatorError::BadSize { block_size: 8, .. })));
+    // What another allocator refuses comes back, with its blocks.
+    let (x, e) = other.free(x).unwrap_err();
+    assert_eq!((e, a.available()), (AllocatorError::Foreign, 0));
     a.free(x).unwrap();
     a.free(y).unwrap();
+    assert_eq!(a.available(), a.blocks());
 }
 
 #[test]

@@ -131,6 +131,20 @@ fn what_is_copied_lies_in_memory_of_its_own() {
 }
 
 #[test]
+fn nobody_writes_the_addresses() {
+    on_every_device(|device, stream| {
+        let caches = CacheLayers::<f32>::zeros(device, 1, CacheLayout::Nhd, CacheShape::new(2, 1, 1, 4)).unwrap();
+        let before = caches.addresses().to_vec().unwrap();
+        let mut clone = caches.addresses().clone();
+        assert!(matches!(clone.copy_from_slice(&[0; 2]), Err(Error::ReadOnly { .. })));
+        assert!(matches!(stream.fill_bytes(&mut clone, 0), Err(Error::ReadOnly { .. })));
+        let mut view = caches.addresses().narrow(1, 0, 1).unwrap();
+        assert!(matches!(stream.fill_bytes(&mut view, 0), Err(Error::ReadOnly { .. })));
+        assert_eq!(caches.addresses().to_vec().unwrap(), before);
+    });
+}
+
+#[test]
 fn pairs_are_checked_on_the_host() {
     assert!(check_pairs(&[(0, 1), (0, 2)], 3, 3, true).is_ok());
     for (pairs, within_one) in

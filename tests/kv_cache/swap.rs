@@ -416,6 +416,16 @@ fn refuses_what_it_cannot_do() {
         let elsewhere = CacheLayers::<bf16>::zeros(&Device::simt(), 2, CacheLayout::Nhd, SHAPE).unwrap();
         let e = kv_cache::swap_out(stream, &mut host, &elsewhere, &[(0, 0)]);
         assert!(matches!(e, Err(Error::WrongDevice { .. })));
+        // The kernel reads where the host's blocks are on the device that they were made for; copy engines go anywhere.
+        let mut host = HostCache::zeros(&elsewhere, 3).unwrap();
+        host.set_path(Some(SwapPath::Kernel));
+        let e = kv_cache::swap_out(stream, &mut host, &caches, &[(0, 0), (2, 1)]);
+        assert!(matches!(e, Err(Error::WrongDevice { arg: "host", .. })), "{e:?}");
+        host.set_path(None);
+        kv_cache::swap_out(stream, &mut host, &caches, &[(0, 0), (2, 1)]).unwrap();
+        stream.synchronize().unwrap();
+        let block = |b: usize| caches.layers()[0].key().narrow(0, b, 1).unwrap().to_vec().unwrap();
+        assert_eq!((host.block(0, 0).unwrap().0, host.block(0, 1).unwrap().0), (&block(0)[..], &block(2)[..]));
     });
 }
 

@@ -47,7 +47,8 @@ fn blocks_of_experts() {
         let (x, w13, w2) = (ones(&[tokens, width]), ones(&[experts, 2 * width, width]), ones(&[experts, width, width]));
         let (shared13, shared2) = (ones(&[1, 2 * width, width]), ones(&[1, width, width]));
         let weights = Tensor::from_slice(d, &vec![1.0f32; tokens * top_k], &[tokens, top_k]).unwrap();
-        let shape = FusedShape::new(tokens, top_k, experts + 1, width, width);
+        // With room for a shared expert, listed or not.
+        let shape = FusedShape::new(tokens, top_k + 1, experts + 1, width, width);
         let bytes = shape.workspace_bytes(DType::Bf16).max(shape.quant_workspace_bytes(DType::Bf16));
         let mut workspace = Tensor::<u8>::uninit(d, &[bytes]).unwrap();
         let poison = bf16::from_f32(77.0);
@@ -70,6 +71,10 @@ fn blocks_of_experts() {
         let listed = checked.shared(&shared13, &shared2).shared_listed(true);
         assert!(run(s, &bad, &listed, &mut workspace).0.is_ok());
         assert!(run(s, &[5; 6], &listed, &mut workspace).0.is_err());
+        // It is one whether it is expected there or not.
+        let besides = checked.shared(&shared13, &shared2);
+        assert!(run(s, &bad, &besides, &mut workspace).0.is_ok());
+        assert!(run(s, &[5; 6], &besides, &mut workspace).0.is_err());
         // All of them may live elsewhere, and only so many tokens be there.
         let map = Tensor::from_slice(d, &[0, 1, 2, 3, -1, -1], &[6]).unwrap();
         assert!(run(s, &[5; 6], &checked.expert_map(&map), &mut workspace).0.is_ok());

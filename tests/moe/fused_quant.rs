@@ -762,6 +762,17 @@ fn paths_of_raw_launches() {
             let e = far(1 << 34, scales, FusedQuantPath::Wgmma16);
             assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
         }
+        // Pieces of rows that a reciprocal does not number exactly, as well.
+        let wide = |hidden: usize, scales, path| {
+            let shape = FusedShape::new(128, 1, 128, hidden, 16);
+            path_of(d, DType::Bf16, DType::E4m3, path, &shape, &Operands::new(&shape, scales))
+        };
+        let few = FusedQuantPath::Wgmma16;
+        assert_eq!(wide(741_376, QuantScales::Rows, few).is_ok(), hopper);
+        let e = wide(741_392, QuantScales::Rows, few);
+        assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
+        assert_eq!(wide(741_392, QuantScales::Blocks, few).is_ok(), hopper);
+        assert_ne!(wide(741_392, QuantScales::Rows, auto).unwrap(), few);
     });
 }
 

@@ -473,6 +473,20 @@ fn zeros_and_not_a_number() {
     });
 }
 
+/// Rows of nothing are as many as one likes, since no memory bounds their number: they are not gone through.
+#[test]
+fn rows_of_nothing_cost_nothing() {
+    on_every_device(|device, stream| {
+        let rows = i32::MAX as usize;
+        let x = Tensor::<f32>::zeros(device, &[rows, 0]).unwrap();
+        let mut out = Tensor::<E4M3>::zeros(device, &[rows, 0]).unwrap();
+        let mut scales = Tensor::<f32>::zeros(device, &[rows, 0]).unwrap();
+        let options = RmsNormQuantOptions::default();
+        norm::rms_norm_e4m3_per_group(stream, &mut out, &mut scales, None, &x, 1e-5, &options).unwrap();
+        stream.synchronize().unwrap();
+    });
+}
+
 /// Groups whose results are below what scales are made for: of a small row, of small weights, and zeros; a row with a NaN has no other results.
 #[test]
 fn groups_below_the_least_scale() {

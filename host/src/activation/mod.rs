@@ -1,7 +1,8 @@
 //! Activation functions, gated and plain, with and without quantised results.
 //!
 //! Input and output are `[.., width]` with any distance between rows, in f32, f16 or bf16. Arithmetic is in f32 with one
-//! rounding at the end. NaN stays NaN; `-inf` gives NaN, as `-inf · 0` does.
+//! rounding at the end. NaN stays NaN; `-inf` gives NaN, as `-inf · 0` does (0 in `relu2` and as a gate of
+//! `fatrelu_and_mul`).
 //!
 //! Errors for f32: silu at most 4 units in the last place, gelu 8, and those with a factor in the exponent `u` (gelu_tanh,
 //! gelu_quick, swiglu_oai) `4 + 2 |u|`; `e^-|x|` below 2⁻¹²⁶ is rounded to a multiple of 2⁻¹⁴⁹. For f16 and bf16: below

@@ -8,9 +8,9 @@
 //! only if it is another one; afterwards a thread that had one gets it back.
 //!
 //! **Modules** hold one entry each and are loaded at its first launch, or by `preload`, from the PTX for the GPU: `sm_90a`
-//! on compute capability 9.0, `sm_80` on all others. The driver takes 35 to 1100 ms to compile an entry and up to 10 s for
-//! a family, so a program waits only for what it launches. A launch finds its function by the address of the entry's name,
-//! in a map behind a lock that only loading writes to.
+//! on compute capability 9.0, `sm_80` on all others. The driver takes 35 to 1100 ms to compile an entry and up to most
+//! of a minute for a family, so a program waits only for what it launches. A launch finds its function by the address of
+//! the entry's name, in a map behind a lock that only loading writes to.
 //!
 //! **Copies from and to the host** run on a stream of the context's own, after a wait for everything before. They are
 //! complete when they return: a synchronous copy by the driver may leave the last transfer from pageable memory pending,

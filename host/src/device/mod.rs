@@ -208,7 +208,7 @@ impl Device {
     ///
     /// `names` are families ([`ptx::FAMILIES`](crate::ptx::FAMILIES)) or single entries
     /// ([`ptx::entries`](crate::ptx::entries)). Unless it finds it in its cache, the driver takes 35 to 1100 ms for an entry, one thread
-    /// at a time; a family, which has every instance of its kernels (9 to 145), takes from a second to most of a minute. To load
+    /// at a time; a family, which has every instance of its kernels (8 to 285), takes from a second to most of a minute. To load
     /// just what a program uses, run it once.
     ///
     /// # Errors

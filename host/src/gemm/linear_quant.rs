@@ -53,10 +53,10 @@ impl<'a, Q: Element> Quantised<'a, Q> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LinearQuantPath {
-    /// By element types, alignment and device.
+    /// By the number of tokens, element types, alignment and device.
     #[default]
     Auto,
-    /// Tiles on the tensor cores of sm_80 and later: takes everything. int8 sums are exact (up to a depth of 2¹⁷).
+    /// Tiles on the tensor cores of sm_80 and later: takes everything.
     Tile,
     /// Hopper's tensor cores and copy engine (sm_90a): e4m3, or int8 with scales of rows, results of f16 or bf16, rows that begin at multiples of 16 bytes, rows of the
     /// output that end there as well. With scales of rows, sums of e4m3 have the tensor cores' precision over all of K: they drop what is below
@@ -233,6 +233,11 @@ fn scale_strides<Q: Element>(
     Ok((one("x.scales", x.scales, m)?, one("w.scales", w.scales, n)?, false))
 }
 
+/// Sums of `k` products of int8, of up to 2^14 each, fit 32 bits.
+pub(crate) fn check_depth(call: &Call<'_>, dtype: DType, arg: &'static str, k: usize) -> Result<()> {
+    call.value(dtype != DType::I8 || k < 1 << 17, arg, "fewer than 2^17 columns of int8, whose sums have 32 bits", k)
+}
+
 /// `out = epilogue(x · wᵀ + bias)` of e4m3 or int8 tensors.
 ///
 /// `x` is `[.., k]`, `w` `[n, k]`, `bias` `[n]`, `out` `[.., n]` with the leading dimensions of `x`, whose product is `rows`; each dense in its
@@ -243,12 +248,12 @@ fn scale_strides<Q: Element>(
 /// | `x.scales` | `[rows]` or `[1]` | `[rows, ceil(k / 128)]` |
 /// | `w.scales` | `[n]` or `[1]` | `[ceil(n / 128), ceil(k / 128)]` |
 ///
-/// Sums are in f32 (of int8: exact, but between blocks), in an order that depends on `k`, the path and how a tile splits K only (for [`LinearQuantPath::Few`]: on `k`, `n`, and whether there are more than 32 tokens); one rounding
+/// Sums are in f32 (of int8: exact, but between blocks; without blocks `k` is below 2^17, so far they fit), in an order that depends on `k`, the path and how a tile splits K only (for [`LinearQuantPath::Few`]: on `k`, `n`, and whether there are more than 32 tokens); one rounding
 /// at the end. Element types: e4m3 or int8 for both operands; f32, f16 or bf16 for results.
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType), [`Overlap`](Error::Overlap),
-/// [`WrongDevice`](Error::WrongDevice); [`Alignment`](Error::Alignment) or [`Unsupported`](Error::Unsupported) if
+/// [`WrongDevice`](Error::WrongDevice), [`Value`](Error::Value); [`Alignment`](Error::Alignment) or [`Unsupported`](Error::Unsupported) if
 /// `options.path` asks for a kernel that does not take these tensors.
 ///
 /// ```
@@ -293,6 +298,9 @@ pub fn linear_quant<Y: Float, Q: Element>(
         call.contiguous("bias", bias)?;
     }
     let (x_strides, w_strides, blocks) = scale_strides(&call, x, w, xs.rows, [n, k])?;
+    if !blocks {
+        check_depth(&call, Q::DTYPE, "w", k)?;
+    }
     let args = Args {
         y: call.write("out", out)?,
         x: call.read("x", x.values)?,

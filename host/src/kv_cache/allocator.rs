@@ -110,6 +110,13 @@ struct Block {
     content: Option<Content>,
 }
 
+/// For `?`, where what was refused is not needed any more.
+impl<T> From<(T, AllocatorError)> for AllocatorError {
+    fn from((_, error): (T, AllocatorError)) -> Self {
+        error
+    }
+}
+
 /// The blocks and tokens of a request. Give it back with [`BlockAllocator::free`]; dropping it leaks its blocks.
 #[derive(Debug)]
 #[must_use]
@@ -431,9 +438,11 @@ impl BlockAllocator {
     /// Gives a sequence's blocks back.
     ///
     /// # Errors
-    /// [`Foreign`](AllocatorError::Foreign).
-    pub fn free(&mut self, sequence: Sequence) -> Result<()> {
-        self.check(&sequence)?;
+    /// [`Foreign`](AllocatorError::Foreign), with the sequence, which keeps its blocks.
+    pub fn free(&mut self, sequence: Sequence) -> std::result::Result<(), (Sequence, AllocatorError)> {
+        if let Err(foreign) = self.check(&sequence) {
+            return Err((sequence, foreign));
+        }
         // The last first, so that the beginnings, which more prompts have in common, stay longest.
         for block in sequence.blocks.into_iter().rev() {
             self.release(block);

@@ -79,10 +79,13 @@ impl<S: CacheElement> CacheLayers<S> {
                 return Err(Error::WrongDevice { op: OP, arg: "layers", expected, got });
             }
             let stride = |s: usize| s == block_stride || first.shape().blocks == 1;
-            if !layer.has_dense_blocks() || !stride(layer.key_strides().block) || !stride(layer.value_strides().block) {
-                let expected = format!("dense in each block, and {block_stride} elements from block to block");
-                let got = layer.key().strides().to_vec();
-                return Err(Error::Stride { op: OP, arg: "layers", expected, got });
+            let (key, value) = (stride(layer.key_strides().block), stride(layer.value_strides().block));
+            if !layer.has_dense_blocks() || !key || !value {
+                let (what, tensor) = if key && !value { ("values", layer.value()) } else { ("keys", layer.key()) };
+                let expected = format!(
+                    "dense in each block, and {block_stride} elements from block to block ({what} of layer {i} are not)"
+                );
+                return Err(Error::Stride { op: OP, arg: "layers", expected, got: tensor.strides().to_vec() });
             }
         }
         let tensors = layers.iter().flat_map(|layer| [layer.key(), layer.value()]);
@@ -92,7 +95,8 @@ impl<S: CacheElement> CacheLayers<S> {
         }
         let addresses: Vec<u64> =
             layers.iter().flat_map(|l| [l.key().as_ptr() as u64, l.value().as_ptr() as u64]).collect();
-        let addresses = Tensor::from_slice(device, &addresses, &[layers.len(), 2])?;
+        // Kernels follow them: nobody may write others, through a clone either.
+        let addresses = Tensor::from_slice(device, &addresses, &[layers.len(), 2])?.read_only()?;
         Ok(Self { layers, addresses, block_stride })
     }
 

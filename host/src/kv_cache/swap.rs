@@ -89,7 +89,7 @@ unsafe impl<S: CacheElement> Send for HostCache<S> {}
 unsafe impl<S: CacheElement> Sync for HostCache<S> {}
 
 impl<S: CacheElement> HostCache<S> {
-    /// `blocks` blocks of zeros for each layer of `caches`.
+    /// `blocks` blocks of zeros for each layer of `caches`. Caches of another device may use it, too, by [`SwapPath::CopyEngine`].
     ///
     /// # Errors
     /// [`Error::Value`] for more blocks than memory can hold, and those of [`Pinned::zeros`].
@@ -111,8 +111,8 @@ impl<S: CacheElement> HostCache<S> {
         Ok(Self { memory, addresses, on_device, path: None, shape, layout, pending: Mutex::default() })
     }
 
-    /// Which way blocks go from now on. `None`, as at first: by [`SwapPath::CopyEngine`] if there are 128 KiB or more a copy on average, or if what is
-    /// copied is not aligned to 16 bytes; otherwise by [`SwapPath::Kernel`].
+    /// Which way blocks go from now on. `None`, as at first: by [`SwapPath::CopyEngine`] if there are 128 KiB or more a copy on average, if what is
+    /// copied is not aligned to 16 bytes, or if the caches are on another device than those this was made for; otherwise by [`SwapPath::Kernel`].
     pub fn set_path(&mut self, path: Option<SwapPath>) {
         self.path = path;
     }
@@ -204,8 +204,14 @@ impl<S: CacheElement> HostCache<S> {
             let addresses = tensors().map(|t| t.as_ptr() as usize).chain(self.addresses.iter().map(|a| *a as usize));
             let strides = [caches.block_stride(), shape.block_len()].map(|s| s * size_of::<S>());
             let aligned = addresses.chain(strides).all(|n| n.is_multiple_of(16));
-            if together < ENGINE_BYTES && aligned { SwapPath::Kernel } else { SwapPath::CopyEngine }
+            // The kernel reads where the host's blocks are in memory of the device that they were made for.
+            let at_home = self.on_device.device() == stream.device();
+            if together < ENGINE_BYTES && aligned && at_home { SwapPath::Kernel } else { SwapPath::CopyEngine }
         });
+        if path == SwapPath::Kernel && self.on_device.device() != stream.device() {
+            let got = self.on_device.device().name();
+            return Err(Error::WrongDevice { op, arg: "host", expected: stream.device().name(), got });
+        }
         {
             let mut pending = self.pending.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             if !pending.iter().any(|s| s.as_raw() == stream.as_raw() && s.device() == stream.device()) {

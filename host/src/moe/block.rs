@@ -102,8 +102,9 @@ impl<T: Element> Description<'_, T> {
         if !self.checked {
             return Ok(());
         }
-        let listed = if self.shared_listed { block.shape.shared_experts } else { 0 };
-        check_ids::check(op, stream, self.topk_ids, block.global_experts + listed, self.num_tokens)
+        // Shared experts have ids behind the routed ones, whether they are listed or come by themselves.
+        let experts = block.global_experts + block.shape.shared_experts;
+        check_ids::check(op, stream, self.topk_ids, experts, self.num_tokens)
     }
 }
 

@@ -2,12 +2,12 @@
 //!
 //! One operation, several kernels; [`FusedPath`] says which, and [`FusedPath::Auto`] chooses by shape, element type,
 //! alignment and device, never by the contents. Every path is deterministic unless [`FusedOptions::unordered`] allows
-//! otherwise, and a token's result depends on no other token.
+//! otherwise, and by one path a token's result depends on no other token; `Auto` chooses by their number, too.
 
 use super::block::{self, Block, Description, dense};
 use super::fused_host::fused_host;
 use super::{shuffle, sort};
-use crate::check::{Call, after, product};
+use crate::check::{Call, after, least, most, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::moe::{
@@ -323,15 +323,14 @@ impl FusedShape {
         self.experts.saturating_add(self.shared_experts)
     }
 
-    /// Bytes of workspace, enough for every path; the largest number for sizes that none takes.
+    /// Bytes of workspace, enough for every path and for fewer tokens; the largest number for sizes that none takes.
     pub const fn workspace_bytes(&self, dtype: DType) -> usize {
-        let (mut most, mut i) = (0, 0);
+        let (mut bytes, mut i) = (0, 0);
         while i < BLOCKS.len() {
-            let bytes = Workspace::new(self, dtype, BLOCKS[i]).bytes;
-            most = if bytes > most { bytes } else { most };
+            bytes = most(bytes, Workspace::new(self, dtype, BLOCKS[i]).bytes);
             i += 1;
         }
-        most
+        bytes
     }
 }
 
@@ -349,14 +348,6 @@ const fn unsorted_pairs(intermediate: usize) -> usize {
 /// Whether tokens are at most four times as wide as what is between the products.
 const fn narrow(shape: &FusedShape) -> bool {
     shape.hidden / 4 <= shape.intermediate
-}
-
-const fn least(a: usize, b: usize) -> usize {
-    if a < b { a } else { b }
-}
-
-const fn most(a: usize, b: usize) -> usize {
-    if a > b { a } else { b }
 }
 
 /// Blocks of pairs of all paths.
@@ -392,11 +383,9 @@ impl Workspace {
         let capacity = sort::capacity(pairs, shape.bins(), block, false);
         // Of `Vector` perhaps in words, where no rows of the second product's results follow.
         let h = product(&[pairs, shape.intermediate, dtype.size()]);
-        let exchanged = if pairs > fused_vector::MAX_PAIRS {
-            0
-        } else {
-            product(&[pairs, shape.intermediate / fused_vector::OUTPUTS, fused_vector::WORD_BYTES])
-        };
+        // As much for more pairs than it takes, so that a workspace for many serves few.
+        let worded = least(pairs, fused_vector::MAX_PAIRS);
+        let exchanged = product(&[worded, shape.intermediate / fused_vector::OUTPUTS, fused_vector::WORD_BYTES]);
         let partial = after(0, most(h, exchanged));
         let sorted_ids = after(partial, product(&[pairs, shape.hidden, 4]));
         let expert_ids = after(sorted_ids, product(&[capacity, 4]));
@@ -1282,8 +1271,8 @@ pub struct FusedOptions<'a, T: Element> {
     pub bias2: Option<&'a Tensor<T>>,
     /// Experts that take every token, with weight 1. They have the width of the others; a wider one is several of them.
     pub shared: Option<SharedExperts<'a, T>>,
-    /// Whether `topk_ids` lists the shared experts, with ids after those of the routed ones, and `topk_weights` their
-    /// weights.
+    /// Whether `topk_ids` lists the shared experts, with ids after those of the routed ones, and `topk_weights` their weights. Otherwise every token
+    /// has them, and what lists one all the same has it besides.
     pub shared_listed: bool,
     /// `[all experts]`: the place in `w13` and `w2` of each expert that `topk_ids` may name, or -1 if it lives on another
     /// device. Without it they are all here.

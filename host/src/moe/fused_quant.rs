@@ -8,7 +8,7 @@
 //!   multiplied with a smoothing vector of their expert first (Xiao et al., *SmoothQuant*, 2022).
 //!
 //! One operation, several kernels; [`FusedQuantPath`] says which, chosen by shape, alignment and device, never by the contents. Every
-//! path is deterministic, and a token's result depends on no other token.
+//! path is deterministic, and by one path a token's result depends on no other token; `Auto` chooses by their number, too.
 
 use super::block::{self, Block, Description, dense};
 use super::fused::{
@@ -17,9 +17,10 @@ use super::fused::{
     weight_map,
 };
 use super::{shuffle, sort};
-use crate::check::{Call, after, product};
+use crate::check::{Call, after, most, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
+use crate::gemm::linear_quant::check_depth;
 use crate::gemm::{Quantised, QuantisedElement};
 use crate::kernels::moe::fused_quant_few as few_kernel;
 use crate::kernels::moe::fused_quant_rows as rows_kernel;
@@ -72,8 +73,8 @@ pub enum FusedQuantPath {
     /// Tiles on the tensor cores of sm_80 and later, 32 pairs of an expert at a time.
     Tile,
     /// Hopper's matrix products and copy engine, tokens of f16 or bf16: up to 16 pairs of an expert at a time. At most 128 pairs in all, without
-    /// sorting; with scales of blocks any number, sorted if they are more. Rows of tokens end before 2^35 elements. At most 1024 experts on the device, any activation but
-    /// [`ExpertActivation::Gelu`].
+    /// sorting; with scales of blocks any number, sorted if they are more. Rows of tokens end before 2^35 elements; with scales of rows pairs times the square of the larger
+    /// width stays below 2^46 (128 pairs: a width of 741,376). At most 1024 experts on the device, any activation but [`ExpertActivation::Gelu`].
     Wgmma16,
     /// Up to 64 pairs at a time, any number in all, sorted; otherwise as [`Wgmma16`](Self::Wgmma16).
     Wgmma64,
@@ -199,11 +200,10 @@ const fn suits([most, each]: [usize; 2], pairs: usize, bins: usize) -> bool {
 }
 
 impl FusedShape {
-    /// Bytes of workspace of [`fused_quant`] for tokens of an element type, enough for every path and any weights; the
+    /// Bytes of workspace of [`fused_quant`] for tokens of an element type, enough for every path, any weights and fewer tokens; the
     /// largest number for sizes that none takes.
     pub const fn quant_workspace_bytes(&self, dtype: DType) -> usize {
-        let (a, b) = (Workspace::new(self, dtype, 8).bytes, Workspace::new(self, dtype, tile_kernel::PAIRS).bytes);
-        if a > b { a } else { b }
+        most(Workspace::new(self, dtype, 8).bytes, Workspace::new(self, dtype, tile_kernel::PAIRS).bytes)
     }
 }
 
@@ -1254,6 +1254,9 @@ pub fn path_of(
         && (o.gate_up != GateUp::Halves || shape.intermediate.is_multiple_of(64));
     // The products for few tokens read rows of `x` and of `h` themselves, which the others have quantised before.
     let few = wgmma && numbers_rows(shape, o.x_row);
+    // For scales of rows they find the row of a piece by a reciprocal, which is exact so far.
+    let pieces = widest.div_ceil(256);
+    let few = few && (o.scales == QuantScales::Blocks || product(&[shape.pairs(), pieces, pieces]) < 1 << 30);
     let takes = wgmma && shuffle::takes(weights, shape.hidden, shape.intermediate);
     let refused = |path| Err(unsupported(path, weights, dtype));
     let path = match path {
@@ -1394,7 +1397,8 @@ pub struct FusedQuantOptions<'a, Q: Element> {
     pub smooth2: Option<&'a Tensor<f32>>,
     /// Experts that take every token, with weight 1. They have the width of the others; a wider one is several of them.
     pub shared: Option<SharedQuantExperts<'a, Q>>,
-    /// Whether `topk_ids` lists the shared experts, with ids after those of the routed ones, and `topk_weights` their weights.
+    /// Whether `topk_ids` lists the shared experts, with ids after those of the routed ones, and `topk_weights` their weights. Otherwise every token
+    /// has them, and what lists one all the same has it besides.
     pub shared_listed: bool,
     /// `[all experts]`: the place in `w13` and `w2` of each expert that `topk_ids` may name, or -1 if it lives on another
     /// device. Without it they are all here.
@@ -1551,7 +1555,7 @@ fn scale_strides(
 /// | of rows | e4m3, int8 | `[experts, rows · I]` or `[experts]` | `[experts, H]` or `[experts]` | of each row, dynamic, after smoothing |
 ///
 /// Ids of -1, of experts that live elsewhere and out of range contribute nothing. `workspace` has [`FusedShape::quant_workspace_bytes`]; what is
-/// in it does not matter. Sums are in f32, or of int8 exact; biases are added to them, in f32. The row between the products is rounded to `T`
+/// in it does not matter. Sums are in f32, or of int8 exact, as widths are below 2^17 there; biases are added to them, in f32. The row between the products is rounded to `T`
 /// after the activation, then quantised; results are weighted and added over the slots in their order in f32, with one rounding at
 /// the end (and one of each slot's, with `options.rounded_slots`). Tokens: f32, f16, bf16.
 ///
@@ -1625,6 +1629,7 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     }
     for (arg, width) in [("x", hidden), ("w2", intermediate)] {
         call.value(width.is_multiple_of(16), arg, "a width that is a multiple of 16", width)?;
+        check_depth(&call, Q::DTYPE, arg, width)?;
     }
     let shared_operands = match shared {
         Some(s) => Experts {

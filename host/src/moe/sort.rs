@@ -2,7 +2,7 @@
 //!
 //! One launch up to a thousand pairs, on Hopper up to eight thousand, two beyond; stable, so deterministic.
 
-use crate::check::{Call, product};
+use crate::check::{Call, least, most, product};
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::moe::{sort as kernel, sort_block as block};
@@ -115,7 +115,8 @@ pub struct SortOptions {
     pub keep_empty: bool,
     /// Shared experts. Their ids follow the routed ones', here and in the output.
     pub shared_experts: usize,
-    /// Every token goes to every shared expert, in slots after its `top_k`, with weight 1. Otherwise `topk_ids` lists them.
+    /// Every token goes to every shared expert, in slots after its `top_k`, with weight 1. Otherwise `topk_ids` lists them. (Their ids are in range
+    /// either way: what lists one all the same is a pair of its own.)
     pub append_shared: bool,
     /// Waits for the result and reports ids out of range as an error. Allocates; cannot be captured.
     pub checked: bool,
@@ -314,7 +315,7 @@ pub const fn split(pairs: usize, bins: usize) -> Split {
     let items = match pairs {
         0..=512 => 1,
         513..=8192 => 2,
-        8193..=32768 => 4,
+        8193..=32_768 => 4,
         _ => kernel::ITEMS,
     };
     Split { chunks: pairs.div_ceil(32 * warps * items) as u32, warps: warps as u32, items: items as u32 }
@@ -341,15 +342,23 @@ pub const fn blocks(pairs: usize, bins: usize, clusters: bool) -> Option<usize> 
     }
 }
 
-/// Bytes of workspace for `pairs` pairs of `bins` experts of this device, shared ones included; 0 for few pairs, the largest number
-/// for more experts or pairs than [`sort`] takes.
+/// Bytes of workspace for `pairs` pairs of `bins` experts of this device, shared ones included, and for fewer pairs; 0 for few pairs, the largest
+/// number for more experts or pairs than [`sort`] takes.
 pub const fn workspace_bytes(pairs: usize, bins: usize) -> usize {
     if bins > MAX_EXPERTS || pairs > i32::MAX as usize {
         return usize::MAX;
     }
-    let split = split(pairs, bins);
-    if split.chunks == 1 { 0 } else { split.chunks as usize * kernel::columns(bins) * 2 }
+    // Where a lane takes more pairs there are fewer chunks: what fewer pairs need is enough for them as well, but must be there for those.
+    let (mut chunks, mut i) = (split(pairs, bins).chunks as usize, 0);
+    while i < MORE_A_CHUNK.len() {
+        chunks = most(chunks, split(least(pairs, MORE_A_CHUNK[i]), bins).chunks as usize);
+        i += 1;
+    }
+    if chunks == 1 { 0 } else { chunks * kernel::columns(bins) * 2 }
 }
+
+/// After so many pairs [`split`] makes larger chunks.
+const MORE_A_CHUNK: [usize; 5] = [128, 512, 8192, 32_768, 262_144];
 
 /// How to launch `moe_sort_scatter` with `zeroing` blocks on the side; `moe_sort_count` takes the same without them.
 pub const fn geometry(split: Split, bins: usize, zeroing: u32) -> Geometry {

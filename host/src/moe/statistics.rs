@@ -3,7 +3,7 @@
 //! Sources: Shazeer et al., *Outrageously Large Neural Networks*, 2017; Fedus et al., *Switch Transformers*, 2021; Zoph et al.,
 //! *ST-MoE*, 2022.
 
-use crate::check::{Call, product};
+use crate::check::{Call, least, most, product};
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::moe::statistics as kernel;
@@ -66,21 +66,25 @@ impl<'a> StatisticsOutput<'a> {
     }
 }
 
+/// A block for each of some hundred multiprocessors, unless there are very many tokens.
+const BLOCKS: usize = 128;
+/// The fewest tokens of a block: one for each warp.
+const LEAST_EACH: usize = 8;
+
 /// How many tokens a block takes, and how many blocks there are.
 const fn split(tokens: usize) -> (usize, usize) {
-    // A block for each of some hundred multiprocessors, of eight tokens at least: a warp each.
-    let each = tokens.div_ceil(128);
-    let each = if each < 8 { 8 } else { each };
-    let each = if each > kernel::MAX_EACH { kernel::MAX_EACH } else { each };
+    let each = least(most(tokens.div_ceil(BLOCKS), LEAST_EACH), kernel::MAX_EACH);
     (each, tokens.div_ceil(each))
 }
 
-/// Bytes of workspace; the largest number for more experts than [`statistics`] takes.
+/// Bytes of workspace for as many tokens, and for fewer; the largest number for more experts than [`statistics`] takes.
 pub const fn workspace_bytes(tokens: usize, experts: usize) -> usize {
     if experts > kernel::MAX_EXPERTS {
         return usize::MAX;
     }
-    product(&[split(tokens).1, kernel::columns(experts), 4])
+    // Blocks are as many as there may be until all are there, and then take more tokens each.
+    let fewer = least(tokens.div_ceil(LEAST_EACH), BLOCKS);
+    product(&[most(split(tokens).1, fewer), kernel::columns(experts), 4])
 }
 
 /// How to launch `moe_statistics_part_*`.

@@ -408,7 +408,7 @@ impl<E: Executor> Engine<E> {
     fn leave(&mut self, i: usize) -> Result<Running> {
         let r = self.running.remove(i);
         self.stale |= r.decoding;
-        self.blocks.free(r.blocks)?;
+        self.blocks.free(r.blocks).map_err(|(_, e)| e)?;
         Ok(r.request)
     }
 
