@@ -2,13 +2,16 @@
 
 use crate::{ptx, repo, stub};
 use anyhow::{Context as _, Result, bail, ensure};
+use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 /// Runs everything that CI runs: formatting, lints, tests, PTX, documentation, CUDA build, packages, licences, MSRV
 ///
-/// Stops at the first step that fails. Needs nothing but rustup, a C compiler, and a network for what is missing.
+/// Stops at the first step that fails. Needs nothing but rustup, a C compiler, and a network for what is missing. Steps that wait for no other's
+/// lock run beside the others; what they print comes when they are done, and is in target/check/STEP.log before.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// Go on after a step that failed
@@ -36,6 +39,9 @@ struct Step {
     what: &'static str,
     run: fn(&Args) -> Result<()>,
 }
+
+/// The steps that build in folders of their own: beside the others, whose compilers often leave a core idle.
+const BESIDE: [&str; 4] = ["clippy-device", "ptx", "guide", "deny"];
 
 /// The steps, the quick ones first.
 const STEPS: &[Step] = &[
@@ -68,20 +74,35 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         let name = s.name.to_string();
         (args.only.is_empty() || args.only.contains(&name)) && !args.skip.contains(&name)
     };
-    let mut results: Vec<(&str, Duration, Result<()>)> = vec![];
-    for step in STEPS.iter().filter(chosen) {
-        println!("\n== {}: {}", step.name, step.what);
-        let start = Instant::now();
-        let result = (step.run)(args);
-        if let Err(error) = &result {
-            println!("error: {error:#}");
+    let chosen: Vec<&Step> = STEPS.iter().filter(chosen).collect();
+    let (beside, here): (Vec<&Step>, Vec<&Step>) =
+        chosen.iter().partition(|s| chosen.len() > 1 && BESIDE.contains(&s.name));
+    let stop = AtomicBool::new(false);
+    let all = |steps: Vec<&Step>, run: &dyn Fn(&Step) -> Result<()>| -> Vec<Outcome> {
+        let mut outcomes = vec![];
+        for step in steps {
+            if stop.load(Relaxed) {
+                break;
+            }
+            let start = Instant::now();
+            let result = run(step);
+            if let Err(error) = &result {
+                println!("error: {}: {error:#}", step.name);
+                stop.fetch_or(!args.keep_going, Relaxed);
+            }
+            outcomes.push((step.name, start.elapsed(), result));
         }
-        let failed = result.is_err();
-        results.push((step.name, start.elapsed(), result));
-        if failed && !args.keep_going {
-            break;
-        }
-    }
+        outcomes
+    };
+    let results = std::thread::scope(|scope| {
+        let beside = scope.spawn(|| all(beside, &|step| run_beside(step, args, &stop)));
+        let mut results = all(here, &|step| {
+            println!("\n== {}: {}", step.name, step.what);
+            (step.run)(args)
+        });
+        results.extend(beside.join().expect("no panics"));
+        results
+    });
     println!();
     for (name, time, result) in &results {
         println!("{} {name:14} {:6.1} s", if result.is_ok() { "passed" } else { "FAILED" }, time.as_secs_f64());
@@ -89,6 +110,41 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let failed = results.iter().filter(|r| r.2.is_err()).count();
     println!("{} passed, {failed} failed", results.len() - failed);
     ensure!(failed == 0, "not everything passed");
+    Ok(())
+}
+
+/// A step, how long it took, and what came of it.
+type Outcome = (&'static str, Duration, Result<()>);
+
+/// Runs a step as a process of its own, and prints what it says when it has ended. `stop` ends it before.
+fn run_beside(step: &Step, args: &Args, stop: &AtomicBool) -> Result<()> {
+    let logs = repo::target_dir().join("check");
+    fs::create_dir_all(&logs).with_context(|| logs.display().to_string())?;
+    let file = logs.join(format!("{}.log", step.name));
+    let log = File::create(&file).with_context(|| file.display().to_string())?;
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(["check", "--only", step.name]).stdout(log.try_clone()?).stderr(log);
+    if args.require_ptxas {
+        command.arg("--require-ptxas");
+    }
+    if let Some(source) = &args.rust_src {
+        command.arg("--rust-src").arg(source);
+    }
+    let mut child = command.spawn().context("cannot start a second process of this program")?;
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if stop.load(Relaxed) {
+            // What it has started ends by itself, and soon: compilers of one family.
+            child.kill()?;
+            child.wait()?;
+            bail!("ended, since another step failed; {} has what it said", file.display());
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    };
+    print!("{}", fs::read_to_string(&file)?);
+    ensure!(status.success(), "failed");
     Ok(())
 }
 
@@ -334,6 +390,11 @@ mod tests {
     fn versions_are_compared_by_release() {
         assert!(is_version("cargo 1.95.0 (abc 2026-04-14)", "1.95"));
         assert!(!is_version("cargo 1.97.0-nightly (abc)", "1.95") && !is_version("", "1.95"));
+    }
+
+    #[test]
+    fn steps_beside_others_are_steps() {
+        assert!(BESIDE.iter().all(|name| STEPS.iter().any(|s| s.name == *name)));
     }
 
     #[test]
