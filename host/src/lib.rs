@@ -49,9 +49,8 @@
 //!   logits; other results may differ in their last bits where tensor cores or a GPU's approximations add up otherwise.
 //! * **Ties** go to the lower index.
 //! * **NaN** ranks last, like -inf, and never becomes an index: a row of logits without a number gives the lowest token that is allowed,
-//!   and the lowest experts. Activations, norms and products pass NaN on (but for the epilogues [`Relu`](gemm::Epilogue::Relu) and
-//!   [`Relu2`](gemm::Epilogue::Relu2), which give 0). It has no say in a scale of 8-bit results, and becomes NaN in
-//!   e4m3 and 0 in int8.
+//!   and the lowest experts. Activations, norms and products pass NaN on. It has no say in a scale of 8-bit results, and becomes NaN in
+//!   e4m3 and 0 in int8. An infinite token gives NaN, infinity or 0 by a block of experts, depending on the path.
 //!
 //! # Errors
 //!
@@ -69,7 +68,7 @@
 //!   [`NoSimt`](Error::NoSimt) for devices; [`OutOfMemory`](Error::OutOfMemory) and [`Tensor`](Error::Tensor) for
 //!   tensors; [`DlpackVersion`](Error::DlpackVersion) for those of others.
 //! * **From the launch on**: [`Launch`](Error::Launch), at once, for a fault on the SIMT device; [`Driver`](Error::Driver) for what
-//!   the CUDA driver refuses. A GPU's kernels run later, so that a fault of theirs (which safe operations do not cause) is a `Driver` error of some later call.
+//!   the CUDA driver refuses. A GPU's kernels run later, so that a fault of theirs (which safe operations do not cause, unless one workspace serves two streams that no event orders) is a `Driver` error of some later call.
 //! * **Between ranks**: [`Ep`](Error::Ep), which waits for [`Communicator::check`](ep::Communicator::check), and
 //!   [`Exchange`](Error::Exchange).
 //! * **On the host alone**: [`Allocator`](Error::Allocator) and [`Eplb`](Error::Eplb), with the errors of

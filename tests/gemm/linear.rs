@@ -50,6 +50,30 @@ fn check<T: Float>(
 }
 
 #[test]
+fn not_a_number_stays_where_it_is() {
+    on_every_device(|d, s| {
+        let (m, n, k) = (4, 16, 128);
+        let mut x = vec![bf16::from_f32(1.0); m * k];
+        x[k + 2] = bf16::NAN;
+        let x = Tensor::from_slice(d, &x, &[m, k]).unwrap();
+        let w = Tensor::from_slice(d, &vec![bf16::from_f32(0.5); n * k], &[n, k]).unwrap();
+        use LinearPath::{Auto, Dot, Few, Fma, Stream, Tile, Wgmma};
+        let hopper = d.properties().compute_capability == (9, 0);
+        for path in
+            [Auto, Fma, Dot, Stream, Tile, Few, Wgmma].into_iter().filter(|p| hopper || ![Few, Wgmma].contains(p))
+        {
+            for kind in EPILOGUES {
+                let mut y = Tensor::from_slice(d, &vec![bf16::NAN; m * n], &[m, n]).unwrap();
+                let options = LinearOptions::default().path(path).epilogue(kind);
+                linear_with(s, &mut y, &x, &w, None, &options).unwrap();
+                let got = y.to_vec().unwrap();
+                assert!(got.iter().enumerate().all(|(i, v)| v.is_nan() == (i / n == 1)), "{path:?} {kind:?}: {got:?}");
+            }
+        }
+    });
+}
+
+#[test]
 fn fma_matches_the_reference() {
     let shape = (0usize..80, 1usize..90, 0usize..70, any::<bool>(), 0usize..6);
     property(6, shape, |d, s, (m, n, k, biased, kind)| {

@@ -424,6 +424,12 @@ fn not_a_number_stays_where_it_is() {
             for (i, v) in y.to_vec().unwrap().iter().enumerate() {
                 assert!(if i / n == 1 { v.is_nan() } else { v.to_f32() == 128.0 }, "element {i}: {v}");
             }
+            for kind in EPILOGUES {
+                let options = options.epilogue(kind);
+                linear_quant(s, &mut y, Quantised::new(&x, &xs), Quantised::new(&w, &ws), None, &options).unwrap();
+                let got = y.to_vec().unwrap();
+                assert!(got.iter().enumerate().all(|(i, v)| v.is_nan() == (i / n == 1)), "{kind:?}: {got:?}");
+            }
         }
     });
 }

@@ -26,9 +26,9 @@ pub enum Epilogue {
     Gelu,
     /// GELU's tanh approximation.
     GeluTanh,
-    /// `max(x, 0)`.
+    /// `max(x, 0)`; NaN of NaN.
     Relu,
-    /// `max(x, 0)²`.
+    /// `max(x, 0)²`; NaN of NaN.
     Relu2,
 }
 

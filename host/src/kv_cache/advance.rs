@@ -41,8 +41,8 @@ pub unsafe fn launch(stream: &Stream, args: &Args) -> Result<()> {
 ///
 /// `lens`, `positions`, `slots` and `counters` (such as [offsets](crate::sampling::SamplingOptions::offset) of random numbers) are
 /// `[n]`, dense; `block_table` is `[n, max_blocks]`. `shape` is that of the cache. A row with a length below 1 has no sequence;
-/// one whose blocks are all full cannot grow. Both get position -1, slot -1 and counter 0, and keep their length. So does the
-/// slot of a block that the cache has not.
+/// one whose blocks are all full cannot grow. Both get position -1, slot -1 and counter 0, and keep their length. Where the table
+/// names no block of the cache the slot alone is -1: position, counter and length go on.
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),

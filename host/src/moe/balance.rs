@@ -53,7 +53,7 @@ pub unsafe fn launch_update_bias(stream: &Stream, args: &BiasArgs) -> Result<()>
 /// Adds how often each expert is chosen to `counts`: zero them first for one batch, or let them run on over many, which is what
 /// [`ep::eplb`](crate::ep::eplb) balances by.
 ///
-/// `counts`: `[experts]`, at most 8192; `topk_ids`: of any shape, contiguous, fewer than 2³² ids. Ids of -1 and out of range
+/// `counts`: `[experts]`, at most 8192; `topk_ids`: of any shape, contiguous, fewer than 2³¹ ids. Ids of -1 and out of range
 /// are not counted.
 ///
 /// # Errors

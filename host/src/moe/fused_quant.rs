@@ -1536,10 +1536,8 @@ fn scale_strides(
             Ok((0, 0))
         }
         QuantScales::Rows if *scales.shape() == [experts] => Ok((1, 0)),
-        QuantScales::Rows => {
-            call.same_shape(arg, scales.shape(), &[experts, n])?;
-            Ok((n, 1))
-        }
+        QuantScales::Rows if *scales.shape() == [experts, n] => Ok((n, 1)),
+        QuantScales::Rows => Err(call.bad_shape(arg, scales.shape(), format!("[{experts}, {n}] or [{experts}]"))),
     }
 }
 
@@ -1555,7 +1553,7 @@ fn scale_strides(
 /// | of rows | e4m3, int8 | `[experts, rows · I]` or `[experts]` | `[experts, H]` or `[experts]` | of each row, dynamic, after smoothing |
 ///
 /// Ids of -1, of experts that live elsewhere and out of range contribute nothing. `workspace` has [`FusedShape::quant_workspace_bytes`]; what is
-/// in it does not matter. Sums are in f32, or of int8 exact, as widths are below 2^17 there; biases are added to them, in f32. The row between the products is rounded to `T`
+/// in it does not matter, and it serves one stream at a time: another one waits for an event first. Sums are in f32, or of int8 exact, as widths are below 2^17 there; biases are added to them, in f32. The row between the products is rounded to `T`
 /// after the activation, then quantised; results are weighted and added over the slots in their order in f32, with one rounding at
 /// the end (and one of each slot's, with `options.rounded_slots`). Tokens: f32, f16, bf16.
 ///

@@ -172,7 +172,8 @@ impl SortOptions {
     }
 }
 
-/// What [`sort`] writes. Experts are numbered as on this device, shared ones last.
+/// What [`sort`] writes. Experts are numbered as on this device, shared ones last; with [`Local::Mask`] those lists that have an element for each expert
+/// have one for each of all devices, and `capacity` and workspace are for as many.
 #[derive(Debug)]
 #[non_exhaustive]
 #[must_use]
@@ -429,7 +430,7 @@ pub unsafe fn launch(stream: &Stream, args: &Args, workspace: *mut c_void) -> Re
 
 /// Sorts pairs by expert. See [`SortInput`], [`SortOutput`] and [`SortOptions`]; all tensors are contiguous.
 ///
-/// Lists may be longer than [`capacity`]; everything beyond the pairs is padding. `workspace` has [`workspace_bytes`].
+/// Lists may be longer than [`capacity`]; everything beyond the pairs is padding. `workspace` has [`workspace_bytes`], and serves one stream at a time.
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value), [`Alignment`](Error::Alignment),

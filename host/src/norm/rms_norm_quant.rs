@@ -1,7 +1,7 @@
 //! RMS normalisation with 8-bit results and their scales, of `x` or of a sum with a residual.
 //!
-//! A result is `y / scale`, with `y = x / sqrt(mean(x²) + eps) * weight` in f32, rounded once to the nearest number of the
-//! format (ties to even). A scale is the largest `|y|` that it covers, at least 10⁻¹⁰, divided by the largest number of
+//! A result is `y` times the reciprocal of its scale (good to 2 units in its last place), with `y = x / sqrt(mean(x²) + eps) * weight` in
+//! f32, rounded to the nearest number of the format (ties to even). A scale is the largest `|y|` that it covers, at least 10⁻¹⁰, divided by the largest number of
 //! the format: 448 for e4m3, 127 for int8. NaN has no say in a scale; it becomes NaN in e4m3 and 0 in int8.
 //!
 //! Sources of the operations: vLLM's `rms_norm_dynamic_per_token_quant` and its per-block form; Xiao et al.,
@@ -475,7 +475,11 @@ pub fn rms_norm_e4m3_per_group<T: Float>(
 ) -> Result<()> {
     const OP: &str = "rms_norm_e4m3_per_group";
     if options.smooth.is_some() {
-        return Err(crate::Error::Unsupported { op: OP, what: "no smoothing with scales for groups".into() });
+        return Err(crate::Error::Unsupported {
+            op: OP,
+            what: "no smoothing with scales of groups: take scales of tokens, or multiply `weight` with the factors"
+                .into(),
+        });
     }
     let mut call = Call::new(OP, stream);
     let c = check(&mut call, out, residual, x, eps, options)?;

@@ -278,7 +278,12 @@ pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Ele
         return Ok(());
     }
     if options.two_heads == Some(true) && !can_have_two_heads(T::DTYPE, layout, &args) {
-        let what = format!("two heads a thread of {query_heads} and {} of {} in {layout:?}", shape.heads, T::DTYPE);
+        let what = format!(
+            "two heads a thread of {query_heads} and {} of {} in {layout:?}: `two_heads` is for even numbers of them, f16 or bf16, in Nhd or Hnd; leave \
+             it out",
+            shape.heads,
+            T::DTYPE
+        );
         return Err(Error::Unsupported { op: "rotary_and_cache", what });
     }
     let heads = options.two_heads.map_or_else(|| heads_of_a_thread(T::DTYPE, layout, &args), |two| 1 + u32::from(two));

@@ -30,9 +30,9 @@ pub fn epilogue(kind: u32, x: f32) -> f32 {
             let inner = 0.797_884_6 * float::fma(0.044_715 * x * x, x, x);
             0.5 * x * (1.0 + float::tanh(inner))
         }
-        4 => float::max(x, 0.0),
+        4 => float::max_propagate(x, 0.0),
         5 => {
-            let r = float::max(x, 0.0);
+            let r = float::max_propagate(x, 0.0);
             r * r
         }
         _ => x,
@@ -64,9 +64,9 @@ pub mod rough {
             1 => unroll::<N>(|e| values[e] = silu(values[e])),
             2 => unroll::<N>(|e| values[e] = gelu(values[e])),
             3 => unroll::<N>(|e| values[e] = gelu_tanh(values[e])),
-            4 => unroll::<N>(|e| values[e] = float::max(values[e], 0.0)),
+            4 => unroll::<N>(|e| values[e] = float::max_propagate(values[e], 0.0)),
             5 => unroll::<N>(|e| {
-                values[e] = float::max(values[e], 0.0);
+                values[e] = float::max_propagate(values[e], 0.0);
                 values[e] *= values[e];
             }),
             _ => {}

@@ -11,6 +11,7 @@ pub fn epilogue(kind: Epilogue, x: f64) -> f64 {
         Epilogue::GeluTanh => {
             0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x)).tanh())
         }
+        Epilogue::Relu | Epilogue::Relu2 if x.is_nan() => x,
         Epilogue::Relu => x.max(0.0),
         Epilogue::Relu2 => x.max(0.0).powi(2),
     }
