@@ -3,7 +3,7 @@
 use crate::{ptx, repo, stub};
 use anyhow::{Context as _, Result, bail, ensure};
 use std::fs::{self, File};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -77,6 +77,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let chosen: Vec<&Step> = STEPS.iter().filter(chosen).collect();
     let (beside, here): (Vec<&Step>, Vec<&Step>) =
         chosen.iter().partition(|s| chosen.len() > 1 && BESIDE.contains(&s.name));
+    let program = if beside.is_empty() { PathBuf::new() } else { copy_of_this_program()? };
     let stop = AtomicBool::new(false);
     let all = |steps: Vec<&Step>, run: &dyn Fn(&Step) -> Result<()>| -> Vec<Outcome> {
         let mut outcomes = vec![];
@@ -95,7 +96,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         outcomes
     };
     let results = std::thread::scope(|scope| {
-        let beside = scope.spawn(|| all(beside, &|step| run_beside(step, args, &stop)));
+        let beside = scope.spawn(|| all(beside, &|step| run_beside(step, args, &program, &stop)));
         let mut results = all(here, &|step| {
             println!("\n== {}: {}", step.name, step.what);
             (step.run)(args)
@@ -116,13 +117,25 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 /// A step, how long it took, and what came of it.
 type Outcome = (&'static str, Duration, Result<()>);
 
-/// Runs a step as a process of its own, and prints what it says when it has ended. `stop` ends it before.
-fn run_beside(step: &Step, args: &Args, stop: &AtomicBool) -> Result<()> {
-    let logs = repo::target_dir().join("check");
-    fs::create_dir_all(&logs).with_context(|| logs.display().to_string())?;
-    let file = logs.join(format!("{}.log", step.name));
+/// Where logs go, and this program is copied to.
+fn folder() -> Result<PathBuf> {
+    let folder = repo::target_dir().join("check");
+    fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    Ok(folder)
+}
+
+/// A copy of this program, in whose place the tests' build may put another one.
+fn copy_of_this_program() -> Result<PathBuf> {
+    let (this, copy) = (std::env::current_exe()?, folder()?.join("xtask"));
+    fs::copy(&this, &copy).with_context(|| format!("{} to {}", this.display(), copy.display()))?;
+    Ok(copy)
+}
+
+/// Runs a step as a process of its own, of this `program`, and prints what it says when it has ended. `stop` ends it before.
+fn run_beside(step: &Step, args: &Args, program: &Path, stop: &AtomicBool) -> Result<()> {
+    let file = folder()?.join(format!("{}.log", step.name));
     let log = File::create(&file).with_context(|| file.display().to_string())?;
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = Command::new(program);
     command.args(["check", "--only", step.name]).stdout(log.try_clone()?).stderr(log);
     if args.require_ptxas {
         command.arg("--require-ptxas");
