@@ -68,7 +68,8 @@
 //!   [`NoSimt`](Error::NoSimt) for devices; [`OutOfMemory`](Error::OutOfMemory) and [`Tensor`](Error::Tensor) for
 //!   tensors; [`DlpackVersion`](Error::DlpackVersion) for those of others.
 //! * **From the launch on**: [`Launch`](Error::Launch), at once, for a fault on the SIMT device; [`Driver`](Error::Driver) for what
-//!   the CUDA driver refuses. A GPU's kernels run later, so that a fault of theirs (which safe operations do not cause, unless one workspace serves two streams that no event orders) is a `Driver` error of some later call.
+//!   the CUDA driver refuses. A GPU's kernels run later, so that a fault of theirs is a `Driver` error of some later call. Safe operations
+//!   do not cause any, unless one workspace serves two streams that no event orders.
 //! * **Between ranks**: [`Ep`](Error::Ep), which waits for [`Communicator::check`](ep::Communicator::check), and
 //!   [`Exchange`](Error::Exchange).
 //! * **On the host alone**: [`Allocator`](Error::Allocator) and [`Eplb`](Error::Eplb), with the errors of

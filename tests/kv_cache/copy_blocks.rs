@@ -101,8 +101,13 @@ fn refuses_what_it_cannot_do() {
         let t = Tensor::<bf16>::zeros(device, &[4 * 8 * 2 * 32]).unwrap();
         t.as_strided(&[4, 8, 2, 16], &[512, 64, 32, 1], 0).unwrap()
     };
-    let sparse = KvCache::from_tensors(CacheLayout::Nhd, sparse(), sparse()).unwrap();
-    assert!(matches!(CacheLayers::new(vec![sparse]), Err(Error::Stride { .. })));
+    let dense = || Tensor::<bf16>::zeros(device, &[4, 8, 2, 16]).unwrap();
+    for (key, value, what) in [(sparse(), sparse(), "keys of layer 1"), (dense(), sparse(), "values of layer 1")] {
+        let odd = KvCache::from_tensors(CacheLayout::Nhd, key, value).unwrap();
+        let e = CacheLayers::new(vec![cache(CacheLayout::Nhd), odd]).unwrap_err();
+        assert!(matches!(e, Error::Stride { arg: "layers", .. }) && e.to_string().contains(what), "{e}");
+        assert!(e.to_string().contains("[512, 64, 32, 1]"), "{e}");
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! `silu(gate) up` with e4m3 results: the next layer's input, quantised on the way.
 //!
 //! `x` is `[.., 2 d]`, gates first; `out` is `[.., d]`. A result is `silu(gate) up` times the reciprocal of the scale, which is good
-//! to 2 units in its last place (of scales below 2⁻¹²⁶ it is infinite, beyond 2¹²⁶ 0), in f32, rounded to the nearest
+//! to a few units in its last place (of scales below 2⁻¹²⁶ it is infinite, beyond 2¹²⁶ 0), in f32, rounded to the nearest
 //! e4m3 number (ties to even), saturating at ±448. Dynamic scales are the largest magnitude that they
 //! cover, at least 10⁻¹⁰, divided by 448. NaN becomes NaN and has no say in a scale; an infinity makes its scale
 //! infinite.

@@ -248,7 +248,7 @@ pub(crate) fn check_depth(call: &Call<'_>, dtype: DType, arg: &'static str, k: u
 /// | `x.scales` | `[rows]` or `[1]` | `[rows, ceil(k / 128)]` |
 /// | `w.scales` | `[n]` or `[1]` | `[ceil(n / 128), ceil(k / 128)]` |
 ///
-/// Sums are in f32 (of int8: exact, but between blocks; without blocks `k` is below 2^17, so far they fit), in an order that depends on `k`, the path and how a tile splits K only (for [`LinearQuantPath::Few`]: on `k`, `n`, and whether there are more than 32 tokens); one rounding
+/// Sums are in f32 (of int8: exact, but between blocks; without blocks they fit 32 bits for `k` below 2^17, and more is an error), in an order that depends on `k`, the path and how a tile splits K only (for [`LinearQuantPath::Few`]: on `k`, `n`, and whether there are more than 32 tokens); one rounding
 /// at the end. Element types: e4m3 or int8 for both operands; f32, f16 or bf16 for results.
 ///
 /// # Errors

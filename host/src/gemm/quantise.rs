@@ -1,6 +1,6 @@
 //! Operands of [`linear_quant`](super::linear_quant()): activations on the way, weights ahead of time.
 //!
-//! A result is `x` times the reciprocal of the scale (good to 2 units in its last place), rounded to the nearest e4m3 number or integer
+//! A result is `x` times the reciprocal of the scale (good to a few units in its last place), rounded to the nearest e4m3 number or integer
 //! (ties to even). A scale is the largest magnitude that it
 //! covers, at least 10⁻¹⁰, divided by the largest number of the format: 448 or 127. NaN has no say in a scale and becomes NaN, or 0 in
 //! int8; an infinity makes its scale infinite. The quantising norms and activations do the same.

@@ -3,7 +3,7 @@
 //! For each pair `(from, to)` and each layer: `key[to] = key[from]` and `value[to] = value[from]`. After vLLM's
 //! `copy_blocks`.
 
-use super::layout::{CacheElement, CacheLayout, CacheShape, KvCache};
+use super::layout::{CacheElement, CacheLayout, CacheShape, KvCache, is_dense_from};
 use super::reshape_and_cache::status_word;
 use crate::check::{Call, in_one_place};
 use crate::device::{Device, Geometry, Stream};
@@ -79,13 +79,15 @@ impl<S: CacheElement> CacheLayers<S> {
                 return Err(Error::WrongDevice { op: OP, arg: "layers", expected, got });
             }
             let stride = |s: usize| s == block_stride || first.shape().blocks == 1;
-            let (key, value) = (stride(layer.key_strides().block), stride(layer.value_strides().block));
-            if !layer.has_dense_blocks() || !key || !value {
-                let (what, tensor) = if key && !value { ("values", layer.value()) } else { ("keys", layer.key()) };
-                let expected = format!(
-                    "dense in each block, and {block_stride} elements from block to block ({what} of layer {i} are not)"
-                );
-                return Err(Error::Stride { op: OP, arg: "layers", expected, got: tensor.strides().to_vec() });
+            let keys = ("keys", layer.key(), layer.key_strides().block);
+            let values = ("values", layer.value(), layer.value_strides().block);
+            for (what, tensor, apart) in [keys, values] {
+                if !is_dense_from(tensor, 1) || !stride(apart) {
+                    let expected = format!(
+                        "dense in each block, and {block_stride} elements from block to block ({what} of layer {i} are not)"
+                    );
+                    return Err(Error::Stride { op: OP, arg: "layers", expected, got: tensor.strides().to_vec() });
+                }
             }
         }
         let tensors = layers.iter().flat_map(|layer| [layer.key(), layer.value()]);

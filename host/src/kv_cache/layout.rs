@@ -305,7 +305,7 @@ impl<S: CacheElement> std::fmt::Debug for KvCache<S> {
 }
 
 /// Whether dimensions from `first` on lie one after another without gaps.
-fn is_dense_from<T>(t: &Tensor<T>, first: usize) -> bool {
+pub(super) fn is_dense_from<T>(t: &Tensor<T>, first: usize) -> bool {
     let mut expected = 1;
     for d in (first..t.shape().len()).rev() {
         if t.dim(d) != 1 && t.strides()[d] != expected {

@@ -199,18 +199,18 @@ impl<S: CacheElement> HostCache<S> {
         } else {
             pairs.iter().map(|&(from, to)| Run { from, to, len: 1 }).collect()
         };
+        // The kernel reads where the host's blocks are in memory of the device that they were made for.
+        let home = self.on_device.device();
         let path = self.path.unwrap_or_else(|| {
             let together = pairs.len() * shape.block_len() * size_of::<S>() / runs.len().max(1);
             let addresses = tensors().map(|t| t.as_ptr() as usize).chain(self.addresses.iter().map(|a| *a as usize));
             let strides = [caches.block_stride(), shape.block_len()].map(|s| s * size_of::<S>());
             let aligned = addresses.chain(strides).all(|n| n.is_multiple_of(16));
-            // The kernel reads where the host's blocks are in memory of the device that they were made for.
-            let at_home = self.on_device.device() == stream.device();
+            let at_home = home == stream.device();
             if together < ENGINE_BYTES && aligned && at_home { SwapPath::Kernel } else { SwapPath::CopyEngine }
         });
-        if path == SwapPath::Kernel && self.on_device.device() != stream.device() {
-            let got = self.on_device.device().name();
-            return Err(Error::WrongDevice { op, arg: "host", expected: stream.device().name(), got });
+        if path == SwapPath::Kernel && home != stream.device() {
+            return Err(Error::WrongDevice { op, arg: "host", expected: stream.device().name(), got: home.name() });
         }
         {
             let mut pending = self.pending.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -1407,7 +1407,8 @@ impl<'a, T: Element> FusedOptions<'a, T> {
 ///
 /// `x` and `out`: `[tokens, H]`, each dense in its last dimension; `w13`: `[experts, 2 I, H]` ([`GateUp`]); `w2`: `[experts, H,
 /// I]`; `topk_ids` and `topk_weights`: `[tokens, top_k]`; all but `x` and `out` contiguous. Ids of -1, of experts that live
-/// elsewhere and out of range contribute nothing. `workspace` has [`FusedShape::workspace_bytes`]; what is in it does not matter. It serves one stream at a time: another one waits for an event first.
+/// elsewhere and out of range contribute nothing. `workspace` has [`FusedShape::workspace_bytes`]; what is in it does not matter.
+/// It serves one stream at a time: another one waits for an event first.
 ///
 /// Products and sums are in f32; the intermediate row is rounded to `T` after the activation; results are weighted and added
 /// over the slots in their order in f32 (unless `options.unordered`), with one rounding at the end (and one of each slot's, with

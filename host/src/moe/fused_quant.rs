@@ -1254,7 +1254,7 @@ pub fn path_of(
         && (o.gate_up != GateUp::Halves || shape.intermediate.is_multiple_of(64));
     // The products for few tokens read rows of `x` and of `h` themselves, which the others have quantised before.
     let few = wgmma && numbers_rows(shape, o.x_row);
-    // For scales of rows they find the row of a piece by a reciprocal, which is exact so far.
+    // For scales of rows they find the row of 256 elements by a reciprocal (`RowScales::find`), which is exact so far.
     let pieces = widest.div_ceil(256);
     let few = few && (o.scales == QuantScales::Blocks || product(&[shape.pairs(), pieces, pieces]) < 1 << 30);
     let takes = wgmma && shuffle::takes(weights, shape.hidden, shape.intermediate);
@@ -1553,7 +1553,8 @@ fn scale_strides(
 /// | of rows | e4m3, int8 | `[experts, rows · I]` or `[experts]` | `[experts, H]` or `[experts]` | of each row, dynamic, after smoothing |
 ///
 /// Ids of -1, of experts that live elsewhere and out of range contribute nothing. `workspace` has [`FusedShape::quant_workspace_bytes`]; what is
-/// in it does not matter, and it serves one stream at a time: another one waits for an event first. Sums are in f32, or of int8 exact, as widths are below 2^17 there; biases are added to them, in f32. The row between the products is rounded to `T`
+/// in it does not matter, and it serves one stream at a time: another one waits for an event first. Sums are in f32, or of int8 exact, as
+/// widths are below 2^17 there; biases are added to them, in f32. The row between the products is rounded to `T`
 /// after the activation, then quantised; results are weighted and added over the slots in their order in f32, with one rounding at
 /// the end (and one of each slot's, with `options.rounded_slots`). Tokens: f32, f16, bf16.
 ///

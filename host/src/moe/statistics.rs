@@ -82,7 +82,7 @@ pub const fn workspace_bytes(tokens: usize, experts: usize) -> usize {
     if experts > kernel::MAX_EXPERTS {
         return usize::MAX;
     }
-    // Blocks are as many as there may be until all are there, and then take more tokens each.
+    // Blocks become more up to that number, and then take more tokens each, so that there may be fewer of them.
     let fewer = least(tokens.div_ceil(LEAST_EACH), BLOCKS);
     product(&[most(split(tokens).1, fewer), kernel::columns(experts), 4])
 }
