@@ -28,7 +28,7 @@ pub(crate) struct Args {
     /// Only this architecture (repeatable): sm_80, sm_90a; all unless given
     #[arg(long, value_name = "ARCH")]
     pub(crate) arch: Vec<String>,
-    /// Change nothing; fail if the committed files are not what the source gives
+    /// Change nothing; fail if the committed files are not what the source gives. They are assembled for the machines that the table records
     #[arg(long)]
     pub(crate) check: bool,
     /// Compile nothing; only assemble the PTX there is and write the table
@@ -61,7 +61,8 @@ pub(crate) struct SassArgs {
     ptx: bool,
 }
 
-/// The machines that the PTX of an architecture is assembled for; the table records those marked.
+/// The machines that the PTX of an architecture is assembled for; the table records those marked. For the others a text is assembled once, when it is
+/// written: of what is committed nothing would be learnt again.
 fn machines(arch: &str) -> &'static [(&'static str, bool)] {
     match arch {
         "sm_90a" => &[("sm_90a", true)],
@@ -189,7 +190,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if args.table_only {
         for job in &jobs {
             write_if_changed(&job.file(&built), &read_packed(&job.committed())?)?;
-            ready.add(job);
+            ready.add(job, false);
         }
         std::thread::scope(|scope| {
             for _ in 0..cores() {
@@ -204,8 +205,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         let build = |arch: &Arch, sender| -> Result<()> {
             let mut jobs = jobs.iter().filter(|job| job.arch == *arch);
             let result = jobs.try_for_each(|job| {
-                if compile(job, &toolchain, &built, args.check, &allow, &complaints)? {
-                    ready.add(job);
+                match compile(job, &toolchain, &built, args.check, &allow, &complaints)? {
+                    Outcome::Rejected => {}
+                    outcome => ready.add(job, args.check && outcome == Outcome::AsCommitted),
                 }
                 Ok(())
             });
@@ -258,7 +260,18 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Compiles one file: its text goes below `base` and, unless only to `check`, into the committed file. Whether nothing is wrong with it.
+/// What came of compiling one file.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    /// Something is wrong with the text.
+    Rejected,
+    /// It is what was committed before.
+    AsCommitted,
+    /// It is another.
+    New,
+}
+
+/// Compiles one file: its text goes below `base` and, unless only to `check`, into the committed file.
 fn compile(
     job: &Job,
     toolchain: &DeviceToolchain,
@@ -266,7 +279,7 @@ fn compile(
     check: bool,
     allow: &Mutex<AllowList>,
     complaints: &Complaints,
-) -> Result<bool> {
+) -> Result<Outcome> {
     let start = Instant::now();
     let root = repo::root();
     let built = CudaBuilder::new(root.join("kernels-gpu"))
@@ -301,13 +314,14 @@ fn compile(
         let rejected = job.file(&repo::target_dir().join("ptx/rejected"));
         println!("    rejected; the text is in {}", rejected.display());
         write_if_changed(&rejected, text)?;
-        return Ok(false);
+        return Ok(Outcome::Rejected);
     }
     write_if_changed(&job.file(base), text)?;
+    let known = read_packed(&job.committed()).is_ok_and(|old| old == *text);
     if !check {
         write_packed(&job.committed(), text)?;
     }
-    Ok(true)
+    Ok(if known { Outcome::AsCommitted } else { Outcome::New })
 }
 
 fn write_if_changed(file: &Path, text: &str) -> Result<()> {
@@ -351,9 +365,10 @@ impl<'a> Ready<'a> {
         self.state.lock().expect("no panics").1 = compiling;
     }
 
-    /// A file has been compiled.
-    fn add(&self, job: &'a Job) {
-        let machines = machines(job.arch.name()).iter().map(|&(sm, recorded)| (job, sm, recorded));
+    /// A file is there; `recorded_only` leaves out machines that the table does not record.
+    fn add(&self, job: &'a Job, recorded_only: bool) {
+        let machines = machines(job.arch.name()).iter().filter(|(_, recorded)| *recorded || !recorded_only);
+        let machines = machines.map(|&(sm, recorded)| (job, sm, recorded));
         self.state.lock().expect("no panics").0.extend(machines);
         self.changed.notify_all();
     }

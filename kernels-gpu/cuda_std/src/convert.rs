@@ -13,7 +13,7 @@ macro_rules! conversions {
     ($($(#[$m:meta])* $name:ident($v:ident: $in:ty as $inreg:ident = $to:expr) -> $out:ty as $raw:ty, $outreg:ident,
         |$o:ident| $from:expr; $ptx:literal; $host:expr;)*) => { $(
         $(#[$m])*
-        #[inline(always)]
+        #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $name($v: $in) -> $out {
             #[cfg(target_arch = "nvptx64")]
             {
@@ -56,7 +56,7 @@ conversions! {
 }
 
 /// Rounds to tf32, ties away from zero: an `f32` whose 13 lowest bits are zero, as its bits.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn f32_to_tf32(v: f32) -> u32 {
     #[cfg(target_arch = "nvptx64")]
     {
@@ -81,7 +81,7 @@ pub fn bf16_to_f32(v: bf16) -> f32 {
 macro_rules! packs {
     ($($(#[$m:meta])* $name:ident = $ptx:literal, $one:ident;)*) => { $(
         $(#[$m])*
-        #[inline(always)]
+        #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $name(lo: f32, hi: f32) -> u32 {
             #[cfg(target_arch = "nvptx64")]
             {
@@ -112,7 +112,7 @@ packs! {
 macro_rules! larger_halves {
     ($($(#[$m:meta])* $name:ident = $ptx:literal, $unpack:ident, $pack:ident;)*) => { $(
         $(#[$m])*
-        #[inline(always)]
+        #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $name(a: u32, b: u32) -> u32 {
             #[cfg(target_arch = "nvptx64")]
             {
@@ -143,7 +143,7 @@ larger_halves! {
 macro_rules! sum_halves {
     ($($(#[$m:meta])* $name:ident = $ptx:literal, $one:literal, $unpack:ident, $pack:ident;)*) => { $(
         $(#[$m])*
-        #[inline(always)]
+        #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $name(a: u32, b: u32) -> u32 {
             #[cfg(target_arch = "nvptx64")]
             {
@@ -173,7 +173,7 @@ sum_halves! {
 
 /// The larger magnitude of each half of two words of bf16 values, by one instruction from sm_86 on (`max.xorsign.abs`). The signs of the
 /// result mean nothing; a NaN loses against a number.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn max_magnitude_bf16x2(a: u32, b: u32) -> u32 {
     #[cfg(all(target_arch = "nvptx64", target_feature = "sm_86"))]
     {
@@ -217,7 +217,7 @@ pub fn unpack_bf16x2(word: u32) -> [f32; 2] {
 }
 
 /// Widens two f16 values. Exact.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn unpack_f16x2(word: u32) -> [f32; 2] {
     [f16_to_f32(f16::from_bits(word as u16)), f16_to_f32(f16::from_bits((word >> 16) as u16))]
 }
@@ -233,7 +233,7 @@ macro_rules! float8 {
         }
 
         #[doc = concat!("Widens ", $name, ". Exact.")]
-        #[inline(always)]
+        #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $from(v: $t) -> f32 {
             #[cfg(all(target_arch = "nvptx64", target_feature = "sm_89"))]
             return $unpack2(v.0 as u16)[0];
@@ -242,7 +242,7 @@ macro_rules! float8 {
         }
 
         #[doc = concat!("Rounds two values to ", $name, ".")]
-        #[inline(always)]
+        #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $pack2(lo: f32, hi: f32) -> u16 {
             #[cfg(all(target_arch = "nvptx64", target_feature = "sm_89"))]
             {
@@ -261,13 +261,13 @@ macro_rules! float8 {
         }
 
         #[doc = concat!("Rounds four values to ", $name, ".")]
-        #[inline(always)]
+        #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $pack4(v: [f32; 4]) -> u32 {
             $pack2(v[0], v[1]) as u32 | ($pack2(v[2], v[3]) as u32) << 16
         }
 
         #[doc = concat!("Widens two ", $name, " values to a word of two f16. Exact.")]
-        #[inline(always)]
+        #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $halves(word: u16) -> u32 {
             #[cfg(all(target_arch = "nvptx64", target_feature = "sm_89"))]
             {
@@ -287,7 +287,7 @@ macro_rules! float8 {
         }
 
         #[doc = concat!("Widens two ", $name, " values. Exact.")]
-        #[inline(always)]
+        #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $unpack2(word: u16) -> [f32; 2] {
             #[cfg(all(target_arch = "nvptx64", target_feature = "sm_89"))]
             return unpack_f16x2($halves(word));
@@ -296,7 +296,7 @@ macro_rules! float8 {
         }
 
         #[doc = concat!("Widens four ", $name, " values. Exact.")]
-        #[inline(always)]
+        #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $unpack4(word: u32) -> [f32; 4] {
             let ([a, b], [c, d]) = ($unpack2(word as u16), $unpack2((word >> 16) as u16));
             [a, b, c, d]
@@ -355,7 +355,7 @@ fn canonical_f16x2(word: u32) -> u32 {
 /// Rounds four values to integers, clamped to -128 ..= 127; NaN becomes 0.
 ///
 /// `ptxas` makes two instructions of it (`F2IP`), each of which rounds, clamps and packs two values.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn pack_i8x4(v: [f32; 4]) -> u32 {
     #[cfg(target_arch = "nvptx64")]
     {
@@ -385,7 +385,7 @@ pub fn unpack_i8x4(word: u32) -> [f32; 4] {
 }
 
 /// Widens four signed bytes to two words of two f16 each. Exact.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn i8x4_to_f16x2(word: u32) -> [u32; 2] {
     // A byte `b + 128` below the byte 0x64 is the f16 `1024 + b + 128`.
     let biased = word ^ 0x8080_8080;

@@ -85,7 +85,7 @@ pub fn insert(word: u32, field: u32, start: u32, bits: u32) -> u32 {
 
 /// Four bytes picked from eight: byte `i` of the result is byte `selector >> 4 i & 7` of `hi:lo`: `prmt.b32`. Bit 3
 /// of a selector replicates the sign of the byte.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn permute(lo: u32, hi: u32, selector: u32) -> u32 {
     #[cfg(target_arch = "nvptx64")]
     {
@@ -122,7 +122,7 @@ pub fn funnel_shift_right(lo: u32, hi: u32, shift: u32) -> u32 {
 }
 
 /// `c` and the sum of the products of four signed bytes: `dp4a.s32.s32`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn dot_i8x4(a: u32, b: u32, c: i32) -> i32 {
     #[cfg(target_arch = "nvptx64")]
     {

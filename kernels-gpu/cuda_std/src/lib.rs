@@ -1,7 +1,8 @@
 //! The device side of a kernel library: one API, two implementations.
 //!
 //! * `target_arch = "nvptx64"`: PTX instructions; everything is `inline(always)` and `no_std`.
-//! * anywhere else: calls into the [`simt`] device, which runs each GPU thread as a fiber.
+//! * anywhere else: calls into the [`simt`] device, which runs each GPU thread as a fiber. What is one instruction of a GPU and many of a CPU is
+//!   `inline(always)` on the GPU only: in thousands of kernels, each with dozens of them, it would be most of what there is to compile.
 //!
 //! Names follow Rust-CUDA's `cuda_std` where it has a counterpart.
 //!

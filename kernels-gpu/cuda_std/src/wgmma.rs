@@ -493,7 +493,7 @@ macro_rules! accumulators {
                 [Default::default(); $half]
             }
 
-            #[inline(always)]
+            #[cfg_attr(target_arch = "nvptx64", inline(always))]
             #[track_caller]
             unsafe fn multiply<T: Input<$sum>, const STEPS: usize, A: Major, B: Major>(
                 &mut self,
@@ -517,7 +517,7 @@ macro_rules! accumulators {
                 }
             }
 
-            #[inline(always)]
+            #[cfg_attr(target_arch = "nvptx64", inline(always))]
             #[track_caller]
             unsafe fn multiply_registers<T: Input<$sum>, const STEPS: usize, B: Major>(
                 &mut self,
@@ -541,7 +541,7 @@ macro_rules! accumulators {
                 }
             }
 
-            #[inline(always)]
+            #[cfg_attr(target_arch = "nvptx64", inline(always))]
             #[track_caller]
             unsafe fn step<T: Input<$sum>, A: Major, B: Major>(
                 &mut self,

@@ -137,6 +137,41 @@ fn neighbouring_halves_are_not_a_race() {
     .unwrap();
 }
 
+/// 16 bytes have one list of accesses: what touches none of the same bytes is no race, what touches one is, and names it; of many readers none is
+/// forgotten.
+#[test]
+fn accesses_within_sixteen_bytes() {
+    let kernel = |byte: u32| {
+        run(launch().block(64).shared_bytes(64).race(true), move || unsafe {
+            let (t, s) = (thread::thread_idx_x(), Carver::new().take::<u32>(16));
+            if t < 16 {
+                s.set(t, t);
+            }
+            thread::sync_threads();
+            // All of them read three words of the four.
+            let _ = (0..3).fold(0, |sum, i| sum + s.get(i));
+            if t == 40 {
+                Carver::new().take::<u8>(64).set(byte, 1);
+            }
+        })
+    };
+    kernel(12).unwrap();
+    kernel(16).unwrap();
+    for byte in 0..12 {
+        let e = kernel(byte).expect_err("all read the word");
+        let ErrorKind::Race { first: Access::Read, second: Access::Write, offset, first_thread, .. } = e.kind else {
+            panic!("{e}")
+        };
+        // The last to come to the barrier goes on first.
+        assert_eq!((offset, first_thread.x), (byte as usize, 63));
+    }
+    let e = error(launch().block(64).shared_bytes(64).race(true), || unsafe {
+        let s = Carver::new().take::<u16>(32);
+        s.set(thread::thread_idx_x() / 2, 0);
+    });
+    assert!(matches!(e.kind, ErrorKind::Race { offset: 0, first: Access::Write, second: Access::Write, .. }), "{e}");
+}
+
 #[test]
 fn named_barriers_order_producer_and_consumer() {
     let kernel = |wait: bool| {
@@ -425,6 +460,47 @@ fn misaligned_vector_access() {
         assert_eq!(v.0[0], 1.0);
     });
     assert!(matches!(e.kind, ErrorKind::Misaligned { align: 16, .. }));
+}
+
+/// Vectors that end behind the buffer, lie before it, or are larger than it; in order and with the race detector, which take different ways.
+#[test]
+fn vectors_out_of_bounds() {
+    #[derive(Clone, Copy)]
+    #[repr(C, align(4))]
+    struct Words([f32; 4]);
+    for race in [false, true] {
+        let launch = || launch().shared_bytes(64).race(race);
+        for (len, at, offset) in
+            [(16usize, 13i64, 52), (16, 16, 64), (16, -1, -4), (16, 1 << 61, i64::MIN), (3, 0, 0), (0, 0, 0)]
+        {
+            let x = Buffer::from_slice(&vec![1.0f32; len]);
+            let p = x.as_mut_ptr();
+            let read = || unsafe { assert_eq!(Global::new(p.cast_const()).get_as::<Words>(at as usize).0[0], 1.0) };
+            let e = error(launch().buffers(&[&x]), read);
+            let ErrorKind::OutOfBounds { access: Access::Read, bytes: 16, offset: o, .. } = e.kind else {
+                panic!("{e}")
+            };
+            assert_eq!(o, offset, "{e}");
+            let e =
+                error(launch().buffers(&[&x]), || unsafe { GlobalMut::new(p).set_as(at as usize, Words([0.0; 4])) });
+            assert!(matches!(e.kind, ErrorKind::OutOfBounds { access: Access::Write, bytes: 16, .. }), "{e}");
+        }
+        for i in [0u32, 12] {
+            run(launch(), move || unsafe { Carver::new().take::<f32>(16).set_as(i, Words([0.0; 4])) }).unwrap();
+        }
+        for i in [13usize, 16, 1 << 62, usize::MAX] {
+            let e = error(launch(), move || unsafe { Carver::new().take::<f32>(16).set_as(i, Words([0.0; 4])) });
+            assert!(matches!(&e.kind, ErrorKind::Trap { message, .. } if message.contains("of a part of 16")), "{e}");
+        }
+        // After what lies behind the beginning of a part was made one of its own.
+        let e = error(launch(), || unsafe { Carver::new().take::<f32>(16).offset(4u32).set(12u32, 0.0) });
+        assert!(
+            matches!(&e.kind, ErrorKind::Trap { message, .. } if message.contains("element 12 of a part of 12")),
+            "{e}"
+        );
+        let e = error(launch(), || unsafe { Carver::new().take::<u8>(64).set_as(2u32, 0u32) });
+        assert!(matches!(e.kind, ErrorKind::Misaligned { align: 4, .. }), "{e}");
+    }
 }
 
 #[test]

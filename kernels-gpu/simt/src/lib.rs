@@ -44,31 +44,31 @@ use global_race::Touch;
 use std::panic::Location;
 
 /// Position of the running thread in its block.
-#[inline(always)]
+#[inline(never)]
 pub fn thread_idx() -> Dim3 {
     current().tid
 }
 
 /// Position of the running thread's block in the grid.
-#[inline(always)]
+#[inline(never)]
 pub fn block_idx() -> Dim3 {
     current().block().block_idx.get()
 }
 
 /// Extent of a block.
-#[inline(always)]
+#[inline(never)]
 pub fn block_dim() -> Dim3 {
     current().block().block_dim.get()
 }
 
 /// Extent of the grid.
-#[inline(always)]
+#[inline(never)]
 pub fn grid_dim() -> Dim3 {
     current().block().grid_dim.get()
 }
 
 /// Position of the running thread in its warp.
-#[inline(always)]
+#[inline(never)]
 pub fn lane_id() -> u32 {
     current().lane
 }
@@ -136,7 +136,7 @@ pub fn cluster_access(address: u32, bytes: usize, access: Access) -> *mut u8 {
 }
 
 /// Dynamic shared memory of the running thread's block: address and length.
-#[inline(always)]
+#[inline(never)]
 pub fn shared_memory() -> (*mut u8, usize) {
     let shared = &current().block().shared;
     (shared.base(), shared.len())
@@ -144,14 +144,14 @@ pub fn shared_memory() -> (*mut u8, usize) {
 
 /// Offset of an address from the beginning of the block's shared memory; `u32::MAX`, which no access is allowed at,
 /// if it is before it or far beyond.
-#[inline]
+#[inline(never)]
 pub fn shared_offset(address: usize) -> u32 {
     let offset = address.wrapping_sub(shared_memory().0 as usize);
     if offset < 1 << 31 { offset as u32 } else { u32::MAX }
 }
 
 /// `bar.warp.sync`: a rendezvous that also orders memory among its lanes.
-#[inline(always)]
+#[inline(never)]
 #[track_caller]
 pub fn sync_warp(mask: u32) {
     warp_collective("sync_warp", mask, &mut (), |lanes| {
@@ -195,11 +195,97 @@ pub fn trap_lane(lane: u32, at: Loc, message: impl Into<String>) -> ! {
     me.fault(ErrorKind::Trap { thread, message: message.into(), at })
 }
 
-/// Whether checked accesses must be reported one by one ([`check_shared`],
-/// [`preempt_point`]) or may be bounds-checked by the accessor alone.
-#[inline(always)]
-pub fn slow_accesses() -> bool {
-    current().block().slow_accesses()
+/// What accesses of one place in a kernel have in common.
+#[derive(Clone, Copy, Debug)]
+pub struct Form {
+    /// How many bytes each has.
+    pub bytes: usize,
+    /// What their addresses are multiples of.
+    pub align: usize,
+    /// What they do.
+    pub access: Access,
+    /// Bytes of an element of the memory.
+    pub element: usize,
+}
+
+impl Form {
+    /// Reads or writes of a `V`.
+    pub const fn of<V>(write: bool) -> Self {
+        let access = if write { Access::Write } else { Access::Read };
+        Self { bytes: size_of::<V>(), align: align_of::<V>(), access, element: size_of::<V>() }
+    }
+
+    /// Atomic accesses to a `T`.
+    pub const fn atomic<T>() -> Self {
+        Self { access: Access::Atomic, ..Self::of::<T>(true) }
+    }
+
+    /// The same in memory of `T`.
+    pub const fn among<T>(self) -> Self {
+        Self { element: size_of::<T>(), ..self }
+    }
+}
+
+/// A registered buffer, as accesses of one kernel's thread need it.
+#[derive(Clone, Copy, Debug)]
+pub struct Window {
+    /// All of it.
+    pub region: Region,
+    /// As many bytes from its beginning on may be accessed without a call of [`global_access`]: none if every access is to be reported.
+    pub unreported: usize,
+}
+
+/// The registered buffer around `address`.
+#[inline(never)]
+pub fn window_of(address: usize) -> Window {
+    let block = current().block();
+    let region = block.region_of(address);
+    Window { region, unreported: if block.slow_accesses() { 0 } else { region.hi - region.lo } }
+}
+
+/// A part of the running thread's block's shared memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Part {
+    /// Its first byte.
+    pub base: *mut u8,
+    /// Whether every access is to be reported by [`shared_access`].
+    pub report: bool,
+}
+
+/// `bytes` of shared memory from byte `offset` on, which the launch must provide.
+#[inline(never)]
+#[track_caller]
+pub fn shared_part(offset: usize, bytes: usize) -> Part {
+    let block = current().block();
+    let (end, have) = (offset + bytes, block.shared.len());
+    if end > have {
+        trap(format!("kernel uses {end} bytes of shared memory, the launch provides {have}"));
+    }
+    Part { base: block.shared.base().wrapping_add(offset), report: block.slow_accesses() }
+}
+
+/// An access to element `i` of a part of shared memory with `len` elements, at this `address`: checks its bounds and
+/// its alignment, may be preempted, and is checked for races.
+#[cold]
+#[track_caller]
+pub fn shared_access(address: usize, len: usize, i: usize, form: &Form) {
+    let fits = i
+        .checked_mul(form.element)
+        .and_then(|o| o.checked_add(form.bytes))
+        .is_some_and(|end| end <= len * form.element);
+    if !fits {
+        shared_out_of_bounds(len, i, form);
+    }
+    check_shared(address, form.bytes, form.align, form.access);
+}
+
+/// Reports an access out of bounds of a part of shared memory, though perhaps not of all of it.
+#[cold]
+#[track_caller]
+pub fn shared_out_of_bounds(len: usize, i: usize, form: &Form) -> ! {
+    let Form { bytes, access, element, .. } = *form;
+    let i = i as isize;
+    trap(format!("shared {access} of {bytes} bytes at element {i} of a part of {len} elements of {element} bytes"))
 }
 
 /// Checks an access to shared memory.
@@ -287,16 +373,24 @@ pub fn atomic_seen(address: usize, order: AtomicOrder) {
     }
 }
 
-/// Where a checked access to global memory, in a buffer that begins at `lo`, may be preempted and is checked for races.
-/// Needed only if [`slow_accesses`].
+/// An access to global memory in the buffer `region`: checks its bounds and its alignment, may be preempted, and is
+/// checked for races.
+#[cold]
 #[track_caller]
-pub fn global_access(lo: usize, address: usize, bytes: usize, access: Access) {
+pub fn global_access(region: Region, address: usize, form: &Form) {
+    let Form { bytes, align, access, .. } = *form;
+    if address < region.lo || address > region.hi.wrapping_sub(bytes) || region.hi == 0 {
+        out_of_bounds(region, address, bytes, access);
+    }
+    if !address.is_multiple_of(align) {
+        misaligned(address, align);
+    }
     let lane = current();
     lane.maybe_preempt();
     if lane.block().race_on.get() {
         let touch =
             Touch { thread: lane.linear, writes: access != Access::Read, atomic: false, at: Location::caller() };
-        if let Err(e) = lane.block().check_global_race(touch, lo, address, bytes) {
+        if let Err(e) = lane.block().check_global_race(touch, region.lo, address, bytes) {
             lane.fault(e);
         }
     }

@@ -5,7 +5,7 @@
 macro_rules! approximate {
     ($($(#[$m:meta])* $name:ident($x:ident) = $ptx:literal, $host:expr;)*) => { $(
         $(#[$m])*
-        #[inline(always)]
+        #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $name($x: f32) -> f32 {
             #[cfg(target_arch = "nvptx64")]
             {
@@ -53,19 +53,19 @@ approximate! {
 }
 
 /// `e^x`: a multiplication and [`exp2`], so the relative error grows with `|x|` (2^-21 near 0, 2^-17 near 80).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn exp(x: f32) -> f32 {
     exp2(x * core::f32::consts::LOG2_E)
 }
 
 /// The natural logarithm: [`log2`] and a multiplication.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn log(x: f32) -> f32 {
     log2(x) * core::f32::consts::LN_2
 }
 
 /// `a / b`, at most 2 units in the last place off, for `|b|` in [2^-126, 2^126] (`div.approx.ftz`).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn div(a: f32, b: f32) -> f32 {
     #[cfg(target_arch = "nvptx64")]
     {
@@ -82,7 +82,7 @@ pub fn div(a: f32, b: f32) -> f32 {
 }
 
 /// `1 / (1 + e^-x)`: two special-function instructions.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub fn sigmoid(x: f32) -> f32 {
     recip(1.0 + exp(-x))
 }
