@@ -302,18 +302,6 @@ pub fn check_shared(address: usize, bytes: usize, align: usize, access: Access) 
     }
 }
 
-/// The registered buffer around `address`.
-#[inline]
-pub fn region_of(address: usize) -> Region {
-    current().block().region_of(address)
-}
-
-/// In random order, sometimes switches to another thread.
-#[inline]
-pub fn preempt_point() {
-    current().maybe_preempt();
-}
-
 /// What an atomic access does, and how it orders others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AtomicOrder {
@@ -340,11 +328,11 @@ pub fn atomic_access(op: &'static str, address: usize, bytes: usize, order: Atom
         check_shared(address, bytes, bytes, Access::Atomic);
     } else {
         check_alignment(address, bytes);
-        region = region_of(address);
+        region = current().block().region_of(address);
         if address < region.lo || address.saturating_add(bytes) > region.hi {
             out_of_bounds(region, address, bytes, Access::Atomic);
         }
-        preempt_point();
+        current().maybe_preempt();
     }
     let lane = current();
     let block = lane.block();
@@ -434,7 +422,7 @@ pub fn check_alignment(address: usize, align: usize) {
 /// Reports an access outside `region`.
 #[cold]
 #[track_caller]
-pub fn out_of_bounds(region: Region, address: usize, bytes: usize, access: Access) -> ! {
+fn out_of_bounds(region: Region, address: usize, bytes: usize, access: Access) -> ! {
     let lane = current();
     lane.fault(ErrorKind::OutOfBounds {
         thread: lane.tid,
@@ -450,7 +438,7 @@ pub fn out_of_bounds(region: Region, address: usize, bytes: usize, access: Acces
 /// Reports an access that is not aligned to its type.
 #[cold]
 #[track_caller]
-pub fn misaligned(address: usize, align: usize) -> ! {
+fn misaligned(address: usize, align: usize) -> ! {
     let lane = current();
     let at = Location::caller();
     lane.fault(ErrorKind::Misaligned { thread: lane.tid, space: Space::Global, address, align, at })
