@@ -39,6 +39,9 @@ struct Lines {
 }
 
 impl Lines {
+    /// Of zeros.
+    const NONE: Self = Self { low: [0; 4], high: [0; 4], shift: 0 };
+
     #[inline(always)]
     unsafe fn elements<T: Float, const V: usize>(self) -> [T; V] {
         elements(B128(cut(self.low, self.high, self.shift)))
@@ -90,7 +93,7 @@ impl<const V: usize> Line<V> {
     #[inline(always)]
     #[track_caller]
     unsafe fn lines<T: Float>(self, x: Global<T>) -> Lines {
-        let mut lines = Lines { low: [0; 4], high: [0; 4], shift: 0 };
+        let mut lines = Lines::NONE;
         if self.inner() {
             let shift = x.ptr(self.first).addr() as u32 % 16;
             let at = x.offset(self.first as i32 - (shift / const { size_of::<T>() as u32 }) as i32);
@@ -100,33 +103,24 @@ impl<const V: usize> Line<V> {
         lines
     }
 
-    /// The elements of some rows, each at columns of its own, all of them on their way before any is waited for; zeros outside of the rows.
-    #[inline(always)]
-    #[track_caller]
-    unsafe fn load_at<T: Float, const M: usize>(at: [Self; M], x: [Global<T>; M]) -> [[T; V]; M] {
-        let mut lines = [Lines { low: [0; 4], high: [0; 4], shift: 0 }; M];
-        unroll::<M>(|m| lines[m] = at[m].lines(x[m]));
-        let mut inner = true;
-        unroll::<M>(|m| inner &= at[m].inner());
-        if !inner {
-            unroll::<M>(|m| {
-                let mut elements = [zero::<T>(); V];
-                unroll::<V>(|j| {
-                    if at[m].has(j) {
-                        elements[j] = x[m].get(at[m].column(j));
-                    }
-                });
-                lines[m] = Lines { low: words(elements).0, high: [0; 4], shift: 0 };
-            });
-        }
-        lines.map(|lines| lines.elements())
-    }
-
-    /// The elements of some rows; zeros outside of them.
+    /// The elements of some rows, all of them on their way before any is waited for; zeros outside of the rows.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn load<T: Float, const M: usize>(self, x: [Global<T>; M]) -> [[T; V]; M] {
-        Self::load_at([self; M], x)
+        let mut lines = [Lines::NONE; M];
+        unroll::<M>(|m| lines[m] = self.lines(x[m]));
+        if (self.has(0) || self.has(V - 1)) && !self.inner() {
+            let mut pieces = [[zero::<T>(); V]; M];
+            unroll::<V>(|j| {
+                if self.has(j) {
+                    unroll::<M>(|m| pieces[m][j] = x[m].get(self.column(j)));
+                }
+            });
+            unroll::<M>(|m| lines[m] = Lines { low: words(pieces[m]).0, ..Lines::NONE });
+        }
+        let mut pieces = [[zero::<T>(); V]; M];
+        unroll::<M>(|m| pieces[m] = lines[m].elements());
+        pieces
     }
 
     /// Elements `2 c` and `2 c + 1` of a row of pairs, for each column `c`.
@@ -135,7 +129,7 @@ impl<const V: usize> Line<V> {
     pub unsafe fn load_pairs<T: Float>(self, x: Global<T>) -> [[T; V]; 2] {
         let low = Self { first: self.first.wrapping_mul(2), n: 2 * self.n };
         let high = Self { first: low.column(V), ..low };
-        let [low, high]: [[T; V]; 2] = Self::load_at([low, high], [x; 2]);
+        let ([low], [high]) = (low.load([x]), high.load([x]));
         let mut pairs = [[zero(); V]; 2];
         unroll::<2>(|odd| {
             let mut j = 0;
