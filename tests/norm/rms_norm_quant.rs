@@ -670,15 +670,19 @@ fn held_rows_are_the_same_bits() {
     });
 }
 
-/// Rows that are held unless there are a few too many of them, which are read twice: what a row gives does not depend on how many there are.
+/// Rows that are held unless there are more of them than multiprocessors, which take them in turns (on other GPUs than Hopper a few more are read twice): what a row gives does not
+/// depend on how many there are.
 #[test]
-fn rows_that_are_better_read_twice_are_the_same_bits() {
+fn many_long_rows_are_the_same_bits_as_few() {
     on_every_device(|device, stream| {
         let (rows, n) = (133usize, 20488usize);
+        let multiprocessors = device.properties().multiprocessors;
+        let turns = |rows| quant::better_in_turns(DType::Bf16, n as u32, rows, multiprocessors, true);
+        assert!(turns(rows as u32) && !turns(1));
         let held = quant::held(DType::Bf16, Variant::Loop, n as u32).unwrap();
         let threads = quant::held_geometry(DType::Bf16, held, rows as u32, n as u32).block[0];
         assert!([false, true].map(|add| quant::better_read_twice(held, threads, rows as u32, add)) == [true; 2]);
-        assert!(!quant::better_read_twice(held, threads, 2, false));
+        assert!(!quant::better_read_twice(held, threads, 1, false));
         let x = Tensor::from_slice(device, &noise_of::<bf16>(rows * n, 1), &[rows, n]).unwrap();
         for add in [false, true] {
             let run = |first: usize, count: usize| {
@@ -693,11 +697,91 @@ fn rows_that_are_better_read_twice_are_the_same_bits() {
                 (out.to_vec().unwrap(), scales.to_vec().unwrap(), residual.to_vec().unwrap())
             };
             let all = run(0, rows);
-            let few = run(rows - 2, 2);
-            assert_eq!(all.0[(rows - 2) * n..], few.0);
-            assert_eq!(all.1[rows - 2..], few.1);
-            assert!(all.2[(rows - 2) * n..] == few.2);
+            let one = run(rows - 1, 1);
+            assert_eq!(all.0[(rows - 1) * n..], one.0);
+            assert_eq!(all.1[rows - 1..], one.1);
+            assert!(all.2[(rows - 1) * n..] == one.2);
         }
+    });
+}
+
+/// Blocks that take long rows in turns, from one row to five a block, the last of them fewer: the bits of rows that are held, of those that keep results and of those that keep the
+/// row, in rows without a number, too.
+#[test]
+fn rows_in_turns_are_the_same_bits() {
+    on_every_device(|device, stream| {
+        for (rows, n, blocks) in [(5usize, 16392usize, 1), (5, 20480, 2), (7, 26632, 3), (2, 32768, 2), (3, 40000, 1)] {
+            let held = quant::held(DType::Bf16, Variant::Loop, n as u32).unwrap();
+            let usual = quant::held_geometry(DType::Bf16, held, rows as u32, n as u32);
+            let turns = |add| quant::ring_geometry(DType::Bf16, n as u32, add, blocks);
+            let (mut x, mut w) = (noise_of::<bf16>(rows * n, 1), noise_of::<bf16>(n, 2));
+            (x[5], x[n + 7], w[9]) = (bf16::NAN, bf16::INFINITY, bf16::from_f32(-0.0));
+            let x = Tensor::from_slice(device, &x, &[rows, n]).unwrap();
+            let w = Tensor::from_slice(device, &w, &[n]).unwrap();
+            for add in [false, true] {
+                let run = |entry, geometry| tokens_launched(stream, entry, geometry, &x, &w, add);
+                let want = run(quant::i8_per_token_held_entry(DType::Bf16, held, add), usual);
+                assert!(
+                    run(quant::i8_per_token_ring_entry(DType::Bf16, n as u32, add), turns(add)) == want,
+                    "{n} {add}"
+                );
+                let run = |entry, geometry| groups_launched(stream, entry, geometry, &x, &w, add);
+                let want = run(quant::e4m3_per_group_held_entry(DType::Bf16, held, add), usual);
+                let got = run(quant::e4m3_per_group_ring_entry(DType::Bf16, n as u32, add), turns(add));
+                assert!(got == want, "{n} {add}");
+            }
+        }
+    });
+}
+
+/// A row more than two for each multiprocessor: everything that may be asked for, of rows whose results are kept and of rows that are kept themselves.
+fn check_in_turns<T: Float>() {
+    on_every_device(|device, stream| {
+        let rows = 2 * device.properties().multiprocessors as usize + 1;
+        let apart = Place { offset: 16, gap: 48 };
+        for (bytes, residual, place) in [(33, false, Place::DENSE), (34, true, apart), (68, true, Place::DENSE)] {
+            // The last group is narrower.
+            let n = (bytes << 10) / size_of::<T>() + 8;
+            let with = With { weight: bytes != 68, one_plus: residual, residual, smooth: bytes == 34 };
+            check_rows::<T>(device, stream, rows, n, [place; 2], with);
+        }
+    });
+}
+
+#[test]
+fn rows_in_turns_match_the_reference_in_f32() {
+    check_in_turns::<f32>();
+}
+#[test]
+fn rows_in_turns_match_the_reference_in_f16() {
+    check_in_turns::<f16>();
+}
+#[test]
+fn rows_in_turns_match_the_reference_in_bf16() {
+    check_in_turns::<bf16>();
+}
+
+/// The residual may be the very input, of which the copy engine brings both before either is replaced.
+#[test]
+fn rows_in_turns_are_added_to_themselves() {
+    on_every_device(|device, stream| {
+        let (rows, n) = (device.properties().multiprocessors as usize + 1, 16400);
+        let data = noise_of::<bf16>(rows * n, 1);
+        let run = |same: bool| {
+            let x = Tensor::from_slice(device, &data, &[rows, n]).unwrap();
+            let mut residual = if same {
+                x.as_strided(&[rows, n], &[n, 1], 0).unwrap()
+            } else {
+                Tensor::from_slice(device, &data, &[rows, n]).unwrap()
+            };
+            let mut out = Tensor::<i8>::uninit(device, &[rows, n]).unwrap();
+            let mut scales = Tensor::<f32>::uninit(device, &[rows]).unwrap();
+            let options = RmsNormQuantOptions::default();
+            norm::rms_norm_i8_per_token(stream, &mut out, &mut scales, Some(&mut residual), &x, 1e-5, &options)
+                .unwrap();
+            (out.to_vec().unwrap(), scales.to_vec().unwrap(), all_bytes(&residual.to_vec().unwrap()))
+        };
+        assert!(run(true) == run(false));
     });
 }
 
@@ -712,6 +796,14 @@ fn held_rows_fit_their_entries() {
             let Some(held) = held else { continue };
             let [threads, ..] = quant::held_geometry(dtype, held, 1, n).block;
             assert!(threads <= 640 && threads as usize * 8 * 16 >= bytes, "{n} {dtype}");
+            for add in [false, true] {
+                let turns = quant::ring_geometry(dtype, n, add, 132);
+                assert!(turns.block == [threads, 1, 1] && turns.grid == [132, 1, 1], "{n} {dtype}");
+                // What a block of a Hopper GPU has.
+                assert!(turns.shared_bytes <= 227 << 10, "{n} {dtype}");
+                let entry = quant::e4m3_per_token_ring_entry(dtype, n, add).unwrap();
+                assert!(threads <= entry.max_threads, "{n} {dtype}");
+            }
         }
     }
 }
@@ -799,6 +891,15 @@ fn entries_have_the_names_of_what_they_do() {
                 assert_eq!(quant::e4m3_per_token_held_entry(dtype, held, add).unwrap().name, name("e4m3_per_token"));
                 assert_eq!(quant::i8_per_token_held_entry(dtype, held, add).unwrap().name, name("i8_per_token"));
                 assert_eq!(quant::e4m3_per_group_held_entry(dtype, held, add).unwrap().name, name("e4m3_per_group"));
+            }
+        }
+        // Up to 64 KiB, and of 32-bit elements, results are kept.
+        for (n, name) in [(32768, "ring"), (32776, if dtype == DType::F32 { "ring" } else { "ring_long" })] {
+            for (add, prefix) in [(false, ""), (true, "fused_add_")] {
+                let name = |q: &str| format!("{prefix}rms_norm_{q}_{name}_{dtype}");
+                assert_eq!(quant::e4m3_per_token_ring_entry(dtype, n, add).unwrap().name, name("e4m3_per_token"));
+                assert_eq!(quant::i8_per_token_ring_entry(dtype, n, add).unwrap().name, name("i8_per_token"));
+                assert_eq!(quant::e4m3_per_group_ring_entry(dtype, n, add).unwrap().name, name("e4m3_per_group"));
             }
         }
         for (v, name) in [(Variant::X2, "x2"), (Variant::X4, "x4"), (Variant::Loop, "loop"), (Variant::Any, "any")] {

@@ -12,7 +12,7 @@ use super::rms_norm::{check_eps, check_vector};
 use crate::check::{Call, Rows};
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
-use crate::kernels::norm::rms_norm_quant as kernel;
+use crate::kernels::norm::{rms_norm_quant as kernel, rms_norm_quant_ring as ring};
 use crate::pieces::{self, Held, Variant, Work};
 use crate::tensor::Tensor;
 use cuda_std::{DType, E4M3, Element, Entry, Float};
@@ -141,6 +141,24 @@ pub const fn held_geometry(dtype: DType, how: Held, rows: u32, n: u32) -> Geomet
     how.geometry(dtype, rows, n, true, kernel::SHARED_BYTES)
 }
 
+/// Whether rows of `n` elements that are [`held`] as [`Held::X8`] had better be taken in turns, on Hopper: the results are the same bits.
+///
+/// From half as many rows as there are multiprocessors on where tokens have scales, since weights are loaded once. Groups, which do not need them twice, gain as soon as held rows come in
+/// turns as well: those of a block of up to 416 threads fit a multiprocessor in twos. In long launches of such rows, and of 32-bit elements, the memory is busy either way. Measured on an
+/// H200, the least rows of tokens on an H100.
+pub const fn better_in_turns(dtype: DType, n: u32, rows: u32, multiprocessors: u32, per_token: bool) -> bool {
+    let short = Held::X8.geometry(dtype, 1, n, true, 0).block[0] <= 416;
+    let least = if per_token {
+        multiprocessors / 2
+    } else if short {
+        2 * multiprocessors
+    } else {
+        multiprocessors + 1
+    };
+    let most = if dtype.size() == 4 || short && !per_token { 8 * multiprocessors } else { u32::MAX };
+    least <= rows && rows <= most
+}
+
 /// Whether rows that are [`held`] by `threads` threads had better be read twice, by [`e4m3_per_token_entry`] or its like launched as
 /// [`held_geometry`] says: the results are the same bits.
 ///
@@ -152,6 +170,39 @@ pub const fn better_read_twice(how: Held, threads: u32, rows: u32, fused_add: bo
     let at_once = if threads <= 320 { 2 * MULTIPROCESSORS } else { MULTIPROCESSORS };
     let most = if fused_add { at_once + at_once / 2 } else { 3 * MULTIPROCESSORS };
     matches!(how, Held::X8) && at_once < rows && rows <= most
+}
+
+/// Whether rows of `n` elements, [`held`] as [`Held::X8`], leave registers for their results where blocks take rows in turns.
+const fn ring_keeps_results(dtype: DType, n: u32) -> bool {
+    dtype.size() == 4 || Held::X8.geometry(dtype, 1, n, true, 0).block[0] <= kernel::RING_THREADS
+}
+
+/// Where the entries of such rows begin. Of 32-bit elements there are none that do not keep results.
+const fn ring_first(dtype: DType, n: u32, fused_add: bool) -> usize {
+    let first = if ring_keeps_results(dtype, n) { 51 } else { 53 };
+    if fused_add { first + 5 } else { first }
+}
+
+/// [`e4m3_per_token_held_entry`] of [`Held::X8`] for many rows of `n` elements, on Hopper: blocks take rows in turns. The results are the same bits.
+pub const fn e4m3_per_token_ring_entry(dtype: DType, n: u32, fused_add: bool) -> Option<Entry<E4m3PerTokenArgs>> {
+    pieces::instance(dtype, ring_first(dtype, n, fused_add))
+}
+
+/// As [`e4m3_per_token_ring_entry`], of [`i8_per_token_held_entry`].
+pub const fn i8_per_token_ring_entry(dtype: DType, n: u32, fused_add: bool) -> Option<Entry<I8PerTokenArgs>> {
+    pieces::instance(dtype, ring_first(dtype, n, fused_add))
+}
+
+/// As [`e4m3_per_token_ring_entry`], of [`e4m3_per_group_held_entry`].
+pub const fn e4m3_per_group_ring_entry(dtype: DType, n: u32, fused_add: bool) -> Option<Entry<E4m3PerGroupArgs>> {
+    pieces::instance(dtype, ring_first(dtype, n, fused_add))
+}
+
+/// How to launch [`e4m3_per_token_ring_entry`] and its like with so many blocks, one for each multiprocessor at most.
+pub const fn ring_geometry(dtype: DType, n: u32, fused_add: bool, blocks: u32) -> Geometry {
+    let threads = Held::X8.geometry(dtype, 1, n, true, 0).block[0];
+    let shared = ring::shared_bytes(threads, dtype.size(), fused_add, ring_keeps_results(dtype, n));
+    Geometry::linear(blocks, threads).shared_bytes(shared as u32).dependent()
 }
 
 /// How to launch the narrow entries, where they serve: rows of up to four warps, in two pieces of 16 bytes a thread ([`Variant::X2`]).
@@ -243,7 +294,7 @@ impl Alone {
 }
 
 macro_rules! launches {
-    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $many:ident, $narrow:ident, $held:ident, $per_token:literal, $own:expr, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
+    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $many:ident, $narrow:ident, $held:ident, $ring:ident, $per_token:literal, $own:expr, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
         $(#[$m])*
         ///
         /// `x` and `out` are `[rows, n]` with the distances in `args`; `residual` is `[rows, n]`, added to `x` and
@@ -275,7 +326,15 @@ macro_rules! launches {
             let (entry, geometry): (Option<Entry<$Args>>, _) = match (many, own, narrow) {
                 _ if let Some(how) = held(dtype, variant, $args.n) => {
                     let geometry = held_geometry(dtype, how, rows, $args.n);
-                    if $per_token && better_read_twice(how, geometry.block[0], rows, !alone) {
+                    let properties = stream.device().properties();
+                    let multiprocessors = properties.multiprocessors;
+                    if how == Held::X8
+                        && properties.compute_capability == (9, 0)
+                        && better_in_turns(dtype, $args.n, rows, multiprocessors, $per_token)
+                    {
+                        let blocks = rows.min(multiprocessors);
+                        ($ring(dtype, $args.n, !alone), ring_geometry(dtype, $args.n, !alone, blocks))
+                    } else if $per_token && better_read_twice(how, geometry.block[0], rows, !alone) {
                         ($entry(dtype, variant, !alone), geometry)
                     } else {
                         ($held(dtype, how, !alone), geometry)
@@ -295,16 +354,16 @@ macro_rules! launches {
 launches! {
     /// Launches [`rms_norm_e4m3_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
     launch_e4m3_per_token, E4m3PerTokenArgs, e4m3_per_token_entry, e4m3_per_token_many_entry, e4m3_per_token_narrow_entry,
-        e4m3_per_token_held_entry, true, |rows: &Alone| rows.tokens(e4m3_per_token_narrow_x3_entry, e4m3_per_token_few_entry),
+        e4m3_per_token_held_entry, e4m3_per_token_ring_entry, true, |rows: &Alone| rows.tokens(e4m3_per_token_narrow_x3_entry, e4m3_per_token_few_entry),
         "rms_norm_e4m3_per_token", |args| args.smooth;
     /// Launches [`rms_norm_i8_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
     launch_i8_per_token, I8PerTokenArgs, i8_per_token_entry, i8_per_token_many_entry, i8_per_token_narrow_entry,
-        i8_per_token_held_entry, true, |rows: &Alone| rows.tokens(i8_per_token_narrow_x3_entry, i8_per_token_few_entry),
+        i8_per_token_held_entry, i8_per_token_ring_entry, true, |rows: &Alone| rows.tokens(i8_per_token_narrow_x3_entry, i8_per_token_few_entry),
         "rms_norm_i8_per_token", |args| args.smooth;
     /// Launches [`rms_norm_e4m3_per_group`] on raw pointers (layer L1). `scales` is `[rows, ceil(n / 128)]` with the
     /// distances in `args`.
     launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, e4m3_per_group_many_entry, e4m3_per_group_narrow_entry,
-        e4m3_per_group_held_entry, false, |rows: &Alone| rows.groups(e4m3_per_group_narrow_x3_entry, e4m3_per_group_narrow_many_entry),
+        e4m3_per_group_held_entry, e4m3_per_group_ring_entry, false, |rows: &Alone| rows.groups(e4m3_per_group_narrow_x3_entry, e4m3_per_group_narrow_many_entry),
         "rms_norm_e4m3_per_group", |_args| std::ptr::null();
 }
 

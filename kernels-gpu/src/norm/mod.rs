@@ -13,6 +13,7 @@
 //! * `few`, `many`: other instances for launches of few or many rows, in which every sum is added up in the same order.
 //! * `x8`: eight pieces a thread, up to 1024 threads: rows up to 128 KiB, of which most weights come after the reduction, since the row takes half of
 //!   the registers there are. With 8-bit results up to 640 threads and 80 KiB.
+//! * `ring`, `ring_long`: many rows of `x8` with 8-bit results, on Hopper; see [`rms_norm_quant_ring`]. The same bits.
 //! * `loop`: longer rows are read twice, the second time from the second-level cache; up to 1024 threads.
 //! * `any`: as `loop`, for rows that cannot be moved in pieces of 16 bytes (see [`row`](crate::row)). `any_x4`: held in registers, four pieces of four
 //!   elements a thread, rows up to 16384 elements; the same bits.
@@ -21,6 +22,7 @@ pub mod layer_norm;
 pub mod qk_norm;
 pub mod rms_norm;
 pub mod rms_norm_quant;
+pub mod rms_norm_quant_ring;
 
 use crate::row::team::Op;
 use crate::row::{Piece, Team, quantise};

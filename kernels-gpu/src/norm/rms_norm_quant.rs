@@ -5,7 +5,7 @@
 //! nothing but arithmetic. Results are quantised from f32; they are not rounded to the input's type before.
 
 use super::rms_norm::{Source, inverse, inverse_rms, scaled, squares};
-use super::{FEW_ROWS, MAX_WARPS, NARROW_WARPS, RING, Row, row_number};
+use super::{FEW_ROWS, MAX_WARPS, NARROW_WARPS, RING, Row, rms_norm_quant_ring as ring, row_number};
 use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
 use crate::row::{Piece, Team, Words, unpacked, unpacked_again, zero};
@@ -18,35 +18,42 @@ pub const SHARED_BYTES: usize = 2 * MAX_WARPS * 4;
 /// The most threads of a block with eight pieces a thread: more of them have no registers for a residual, factors and results beside the row.
 pub const X8_THREADS: u32 = 640;
 
+/// The most threads of a block that takes rows in turns and keeps their results, eight pieces of 16-bit elements a thread.
+pub const RING_THREADS: u32 = 512;
+
 /// Up to so many elements results of groups are stored before the row's factor is known. In longer launches the memory is what takes time, and
 /// works better on loads by themselves. Measured on an H200.
 const MOST_EARLY: u64 = 1 << 20;
 
 /// What the results are multiplied by, besides the row's factor.
 #[derive(Clone, Copy)]
-struct Factors<T> {
-    weight: Global<T>,
-    weight_offset: f32,
-    smooth: Global<f32>,
+pub(super) struct Factors<T> {
+    pub(super) weight: Global<T>,
+    pub(super) weight_offset: f32,
+    pub(super) smooth: Global<f32>,
 }
 
 impl<T: Float> Factors<T> {
     /// `x * (w + offset)`
     #[inline(always)]
-    fn weighted<const V: usize>(self, x: [T; V], w: [T; V]) -> [f32; V] {
+    pub(super) fn weighted<const V: usize>(self, x: [T; V], w: [T; V]) -> [f32; V] {
         scaled(x, w, 1.0, self.weight_offset)
     }
 
     /// Whether there is anything else.
     #[inline(always)]
-    fn smooths(self) -> bool {
+    pub(super) fn smooths(self) -> bool {
         !self.smooth.ptr(0usize).is_null()
     }
 
     /// `y * smooth`
     #[inline(always)]
     #[track_caller]
-    unsafe fn smoothed<const V: usize, const VEC: bool>(self, piece: Piece<V, VEC>, mut y: [f32; V]) -> [f32; V] {
+    pub(super) unsafe fn smoothed<const V: usize, const VEC: bool>(
+        self,
+        piece: Piece<V, VEC>,
+        mut y: [f32; V],
+    ) -> [f32; V] {
         let smooth = piece.load_factors(self.smooth);
         cuda_std::unroll::<V>(|j| y[j] *= smooth[j]);
         y
@@ -62,7 +69,7 @@ impl<T: Float> Factors<T> {
 }
 
 /// Where scales go.
-trait Scales: Copy {
+pub(super) trait Scales: Copy {
     /// Whether each group of columns has one; otherwise each row has.
     const GROUPED: bool;
     /// Stores the scale of the whole row if `first`.
@@ -422,7 +429,7 @@ impl<T: Float, const V: usize, const N: usize> HeldRow<T, V, N> {
 /// The factor of a long row of `n` elements, and its largest magnitude if there is a scale for it.
 #[inline(always)]
 #[track_caller]
-unsafe fn row_sums<S: Scales, const V: usize, const N: usize, const VEC: bool>(
+pub(super) unsafe fn row_sums<S: Scales, const V: usize, const N: usize, const VEC: bool>(
     row: Row<V, N, VEC>,
     total: f32,
     largest: f32,
@@ -443,7 +450,7 @@ unsafe fn row_sums<S: Scales, const V: usize, const N: usize, const VEC: bool>(
 /// Stores piece `i` of a long row, and the scale of its group if it has one.
 #[inline(always)]
 #[track_caller]
-unsafe fn store_piece<Q: Quantised, S: Scales, const V: usize, const N: usize, const VEC: bool>(
+pub(super) unsafe fn store_piece<Q: Quantised, S: Scales, const V: usize, const N: usize, const VEC: bool>(
     row: Row<V, N, VEC>,
     i: usize,
     y: [f32; V],
@@ -469,14 +476,14 @@ unsafe fn store_piece<Q: Quantised, S: Scales, const V: usize, const N: usize, c
 }
 
 /// The pointers and distances that all kernels here have in common.
-struct Io<T, Q> {
-    x: *const T,
-    residual: *mut T,
-    weight: *const T,
-    out: *mut Q,
-    x_stride: usize,
-    residual_stride: usize,
-    out_stride: usize,
+pub(super) struct Io<T, Q> {
+    pub(super) x: *const T,
+    pub(super) residual: *mut T,
+    pub(super) weight: *const T,
+    pub(super) out: *mut Q,
+    pub(super) x_stride: usize,
+    pub(super) residual_stride: usize,
+    pub(super) out_stride: usize,
 }
 
 impl<T: Float, Q: Quantised> Io<T, Q> {
@@ -669,6 +676,16 @@ pub mod e4m3_per_token {
         fused_add_rms_norm_e4m3_per_token_x8_f32 { type T = f32; } [X8_THREADS] => per_token::<T, E4M3, true, 4, 8, true, 1, false>;
         fused_add_rms_norm_e4m3_per_token_x8_f16 { type T = half::f16; } [X8_THREADS] => per_token::<T, E4M3, true, 8, 8, true, 1, false>;
         fused_add_rms_norm_e4m3_per_token_x8_bf16 { type T = half::bf16; } [X8_THREADS] => per_token::<T, E4M3, true, 8, 8, true, 1, false>;
+        rms_norm_e4m3_per_token_ring_f32 { type T = f32; } [X8_THREADS; Sm90a] => ring::per_token::<T, E4M3, false, 4, true>;
+        rms_norm_e4m3_per_token_ring_f16 { type T = half::f16; } [RING_THREADS; Sm90a] => ring::per_token::<T, E4M3, false, 8, true>;
+        rms_norm_e4m3_per_token_ring_bf16 { type T = half::bf16; } [RING_THREADS; Sm90a] => ring::per_token::<T, E4M3, false, 8, true>;
+        rms_norm_e4m3_per_token_ring_long_f16 { type T = half::f16; } [X8_THREADS; Sm90a] => ring::per_token::<T, E4M3, false, 8, false>;
+        rms_norm_e4m3_per_token_ring_long_bf16 { type T = half::bf16; } [X8_THREADS; Sm90a] => ring::per_token::<T, E4M3, false, 8, false>;
+        fused_add_rms_norm_e4m3_per_token_ring_f32 { type T = f32; } [X8_THREADS; Sm90a] => ring::per_token::<T, E4M3, true, 4, true>;
+        fused_add_rms_norm_e4m3_per_token_ring_f16 { type T = half::f16; } [RING_THREADS; Sm90a] => ring::per_token::<T, E4M3, true, 8, true>;
+        fused_add_rms_norm_e4m3_per_token_ring_bf16 { type T = half::bf16; } [RING_THREADS; Sm90a] => ring::per_token::<T, E4M3, true, 8, true>;
+        fused_add_rms_norm_e4m3_per_token_ring_long_f16 { type T = half::f16; } [X8_THREADS; Sm90a] => ring::per_token::<T, E4M3, true, 8, false>;
+        fused_add_rms_norm_e4m3_per_token_ring_long_bf16 { type T = half::bf16; } [X8_THREADS; Sm90a] => ring::per_token::<T, E4M3, true, 8, false>;
     }
 }
 
@@ -731,6 +748,16 @@ pub mod i8_per_token {
         fused_add_rms_norm_i8_per_token_x8_f32 { type T = f32; } [X8_THREADS] => per_token::<T, i8, true, 4, 8, true, 1, false>;
         fused_add_rms_norm_i8_per_token_x8_f16 { type T = half::f16; } [X8_THREADS] => per_token::<T, i8, true, 8, 8, true, 1, false>;
         fused_add_rms_norm_i8_per_token_x8_bf16 { type T = half::bf16; } [X8_THREADS] => per_token::<T, i8, true, 8, 8, true, 1, false>;
+        rms_norm_i8_per_token_ring_f32 { type T = f32; } [X8_THREADS; Sm90a] => ring::per_token::<T, i8, false, 4, true>;
+        rms_norm_i8_per_token_ring_f16 { type T = half::f16; } [RING_THREADS; Sm90a] => ring::per_token::<T, i8, false, 8, true>;
+        rms_norm_i8_per_token_ring_bf16 { type T = half::bf16; } [RING_THREADS; Sm90a] => ring::per_token::<T, i8, false, 8, true>;
+        rms_norm_i8_per_token_ring_long_f16 { type T = half::f16; } [X8_THREADS; Sm90a] => ring::per_token::<T, i8, false, 8, false>;
+        rms_norm_i8_per_token_ring_long_bf16 { type T = half::bf16; } [X8_THREADS; Sm90a] => ring::per_token::<T, i8, false, 8, false>;
+        fused_add_rms_norm_i8_per_token_ring_f32 { type T = f32; } [X8_THREADS; Sm90a] => ring::per_token::<T, i8, true, 4, true>;
+        fused_add_rms_norm_i8_per_token_ring_f16 { type T = half::f16; } [RING_THREADS; Sm90a] => ring::per_token::<T, i8, true, 8, true>;
+        fused_add_rms_norm_i8_per_token_ring_bf16 { type T = half::bf16; } [RING_THREADS; Sm90a] => ring::per_token::<T, i8, true, 8, true>;
+        fused_add_rms_norm_i8_per_token_ring_long_f16 { type T = half::f16; } [X8_THREADS; Sm90a] => ring::per_token::<T, i8, true, 8, false>;
+        fused_add_rms_norm_i8_per_token_ring_long_bf16 { type T = half::bf16; } [X8_THREADS; Sm90a] => ring::per_token::<T, i8, true, 8, false>;
     }
 }
 
@@ -794,5 +821,15 @@ pub mod e4m3_per_group {
         fused_add_rms_norm_e4m3_per_group_x8_f32 { type T = f32; } [X8_THREADS] => per_group::<T, E4M3, true, 4, 8, true, 1, false, false>;
         fused_add_rms_norm_e4m3_per_group_x8_f16 { type T = half::f16; } [X8_THREADS] => per_group::<T, E4M3, true, 8, 8, true, 1, false, false>;
         fused_add_rms_norm_e4m3_per_group_x8_bf16 { type T = half::bf16; } [X8_THREADS] => per_group::<T, E4M3, true, 8, 8, true, 1, false, false>;
+        rms_norm_e4m3_per_group_ring_f32 { type T = f32; } [X8_THREADS; Sm90a] => ring::per_group::<T, E4M3, false, 4, true>;
+        rms_norm_e4m3_per_group_ring_f16 { type T = half::f16; } [RING_THREADS; Sm90a] => ring::per_group::<T, E4M3, false, 8, true>;
+        rms_norm_e4m3_per_group_ring_bf16 { type T = half::bf16; } [RING_THREADS; Sm90a] => ring::per_group::<T, E4M3, false, 8, true>;
+        rms_norm_e4m3_per_group_ring_long_f16 { type T = half::f16; } [X8_THREADS; Sm90a] => ring::per_group::<T, E4M3, false, 8, false>;
+        rms_norm_e4m3_per_group_ring_long_bf16 { type T = half::bf16; } [X8_THREADS; Sm90a] => ring::per_group::<T, E4M3, false, 8, false>;
+        fused_add_rms_norm_e4m3_per_group_ring_f32 { type T = f32; } [X8_THREADS; Sm90a] => ring::per_group::<T, E4M3, true, 4, true>;
+        fused_add_rms_norm_e4m3_per_group_ring_f16 { type T = half::f16; } [RING_THREADS; Sm90a] => ring::per_group::<T, E4M3, true, 8, true>;
+        fused_add_rms_norm_e4m3_per_group_ring_bf16 { type T = half::bf16; } [RING_THREADS; Sm90a] => ring::per_group::<T, E4M3, true, 8, true>;
+        fused_add_rms_norm_e4m3_per_group_ring_long_f16 { type T = half::f16; } [X8_THREADS; Sm90a] => ring::per_group::<T, E4M3, true, 8, false>;
+        fused_add_rms_norm_e4m3_per_group_ring_long_bf16 { type T = half::bf16; } [X8_THREADS; Sm90a] => ring::per_group::<T, E4M3, true, 8, false>;
     }
 }
