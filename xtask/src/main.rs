@@ -4,6 +4,7 @@ mod allow;
 mod bundle;
 mod check;
 mod guide;
+mod mark;
 mod package;
 mod ptx;
 mod repo;
