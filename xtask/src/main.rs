@@ -11,6 +11,7 @@ mod repo;
 mod report;
 mod stub;
 mod table;
+mod tool;
 
 use clap::{Parser, Subcommand};
 
