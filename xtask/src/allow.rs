@@ -33,7 +33,7 @@ impl AllowList {
         Self::parse(&text).with_context(|| file.display().to_string())
     }
 
-    fn parse(text: &str) -> Result<Self> {
+    pub(crate) fn parse(text: &str) -> Result<Self> {
         let list: Self = toml::from_str(text)?;
         for a in &list.allow {
             ensure!(!a.reason.trim().is_empty(), "the exception for {} gives no reason", a.entry);

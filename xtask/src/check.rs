@@ -1,6 +1,6 @@
 //! `cargo xtask check`: everything that CI runs, step by step.
 
-use crate::{ptx, repo, stub};
+use crate::{ptx, repo, stub, tool};
 use anyhow::{Context as _, Result, bail, ensure};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -329,20 +329,7 @@ const CARGO_DENY: &str = "0.20.2";
 
 /// Advisories are left out: their database changes from day to day, and a network that has only a registry lacks it.
 fn deny(_: &Args) -> Result<()> {
-    let own = repo::device_toolchain().join("cargo-deny");
-    let mut program = PathBuf::from("cargo-deny");
-    if Command::new(&program).arg("--version").output().is_err() {
-        program = own.join("bin/cargo-deny");
-        if !program.exists() {
-            println!("installing cargo-deny {CARGO_DENY}, which takes some minutes");
-            // It has little to do: a third of the time to compile it counts for more than its speed.
-            let mut install = cargo(&["install", "--quiet", "--debug", "--locked", "--no-default-features"]);
-            install.env("CARGO_PROFILE_DEV_DEBUG", "none").env("CARGO_PROFILE_DEV_OPT_LEVEL", "0");
-            install.args(["cargo-deny", "--version", CARGO_DENY, "--root"]).arg(&own);
-            must(install)?;
-        }
-    }
-    let mut deny = Command::new(&program);
+    let mut deny = Command::new(tool::obtain("cargo-deny", CARGO_DENY)?);
     deny.current_dir(repo::root()).args(["--log-level", "error", "check", "licenses", "bans", "sources"]);
     must(deny)
 }

@@ -2,12 +2,12 @@
 //!
 //! The examples themselves are tests of documentation: `tests/guide.rs`.
 
-use crate::repo;
+use crate::{repo, tool};
 use anyhow::{Context as _, Result, ensure};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The release of mdBook that is installed where there is none: without its server a matter of a minute.
+/// The release of mdBook that is installed where there is none: without its server.
 const MDBOOK: &str = "0.5.4";
 
 /// Checks chapters and links, and builds the book to `target/guide`.
@@ -17,18 +17,7 @@ pub(crate) fn check() -> Result<()> {
     faults.extend(unexplained()?);
     ensure!(faults.is_empty(), "the guide:\n  {}", faults.join("\n  "));
 
-    let own = repo::device_toolchain().join("mdbook");
-    let mut program = PathBuf::from("mdbook");
-    if Command::new(&program).arg("--version").output().is_err() {
-        program = own.join("bin/mdbook");
-        if !program.exists() {
-            println!("installing mdbook {MDBOOK}, which takes a minute");
-            let mut install = repo::cargo();
-            install.args(["install", "--quiet", "--locked", "--debug", "--no-default-features", "mdbook"]);
-            install.args(["--version", MDBOOK, "--root"]).arg(&own).env("CARGO_PROFILE_DEV_DEBUG", "none");
-            ensure!(install.status().context("cannot run cargo")?.success(), "mdbook cannot be installed");
-        }
-    }
+    let program = tool::obtain("mdbook", MDBOOK)?;
     let book = repo::target_dir().join("guide");
     let mut build = Command::new(&program);
     build.args(["build", "--dest-dir"]).arg(&book).arg(&folder).env("MDBOOK_LOG", "warn");

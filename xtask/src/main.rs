@@ -4,12 +4,14 @@ mod allow;
 mod bundle;
 mod check;
 mod guide;
+mod mark;
 mod package;
 mod ptx;
 mod repo;
 mod report;
 mod stub;
 mod table;
+mod tool;
 
 use clap::{Parser, Subcommand};
 

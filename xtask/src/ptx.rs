@@ -1,10 +1,11 @@
 //! `cargo xtask ptx`: kernels to PTX, and `cargo xtask sass`: PTX to machine code.
 
 use crate::allow::AllowList;
+use crate::mark::{self, machines};
 use crate::repo;
 use crate::table::Table;
 use anyhow::{Context as _, Result, bail, ensure};
-use cuda_builder::ptx::{Module, entry_names, entry_text};
+use cuda_builder::ptx::{Module, Problem, entry_names, entry_text};
 use cuda_builder::ptxas::Report;
 use cuda_builder::{Arch, CudaBuilder, CudaTools, DeviceToolchain, Error, Options, Pin};
 use std::collections::{BTreeSet, VecDeque};
@@ -28,12 +29,15 @@ pub(crate) struct Args {
     /// Only this architecture (repeatable): sm_80, sm_90a; all unless given
     #[arg(long, value_name = "ARCH")]
     pub(crate) arch: Vec<String>,
-    /// Change nothing; fail if the committed files are not what the source gives. They are assembled for the machines that the table records
+    /// Change nothing; fail if the committed files are not what the source gives
     #[arg(long)]
     pub(crate) check: bool,
     /// Compile nothing; only assemble the PTX there is and write the table
     #[arg(long, conflicts_with = "check")]
     pub(crate) table_only: bool,
+    /// Assemble every file, also those that were assembled before as they are: the table has their marks
+    #[arg(long)]
+    pub(crate) assemble: bool,
     /// Only print the committed PTX of a family, for the newest architecture unless `--arch` says another
     #[arg(long, value_name = "FAMILY", conflicts_with_all = ["check", "table_only", "family"])]
     pub(crate) text: Option<String>,
@@ -61,15 +65,6 @@ pub(crate) struct SassArgs {
     ptx: bool,
 }
 
-/// The machines that the PTX of an architecture is assembled for; the table records those marked. For the others a text is assembled once, when it is
-/// written: of what is committed nothing would be learnt again.
-fn machines(arch: &str) -> &'static [(&'static str, bool)] {
-    match arch {
-        "sm_90a" => &[("sm_90a", true)],
-        _ => &[("sm_80", true), ("sm_90", true), ("sm_100", false), ("sm_120", false)],
-    }
-}
-
 /// The device toolchain, which is found or installed.
 pub(crate) fn toolchain(rust_src: Option<PathBuf>) -> Result<(Pin, DeviceToolchain)> {
     let pin = Pin::read(&repo::root().join("xtask/device-toolchain.toml"))?;
@@ -88,6 +83,12 @@ impl Job {
     /// The text, below `base`.
     fn file(&self, base: &Path) -> PathBuf {
         base.join(self.arch.name()).join(format!("{}.ptx", self.family))
+    }
+
+    /// Whether `table` says that its `text` was assembled before, and what came of it.
+    fn is_marked(&self, table: &Table, release: &str, text: &str) -> bool {
+        let (family, arch) = (&self.family, self.arch.name());
+        table.mark(family, arch) == Some(&mark::of(table, family, arch, release, text))
     }
 
     /// The committed file.
@@ -178,6 +179,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         .flat_map(|arch| families.iter().map(|f| Job { arch: arch.clone(), family: (*f).clone() }))
         .collect();
     let tools = ptxas(&pin, args.require_ptxas)?;
+    let release = &pin.ptxas().version;
+    let table = read_table();
+    let known = |job: &Job, text: &str| !args.assemble && job.is_marked(&table, release, text);
     let ready = Ready::default();
     let (sender, results) = mpsc::channel();
     let assemble = |sender: mpsc::Sender<_>| {
@@ -189,8 +193,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     };
     if args.table_only {
         for job in &jobs {
-            write_if_changed(&job.file(&built), &read_packed(&job.committed())?)?;
-            ready.add(job, false);
+            let text = read_packed(&job.committed())?;
+            write_if_changed(&job.file(&built), &text)?;
+            if !known(job, &text) {
+                ready.add(job);
+            }
         }
         std::thread::scope(|scope| {
             for _ in 0..cores() {
@@ -205,9 +212,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         let build = |arch: &Arch, sender| -> Result<()> {
             let mut jobs = jobs.iter().filter(|job| job.arch == *arch);
             let result = jobs.try_for_each(|job| {
-                match compile(job, &toolchain, &built, args.check, &allow, &complaints)? {
-                    Outcome::Rejected => {}
-                    outcome => ready.add(job, args.check && outcome == Outcome::AsCommitted),
+                let text = compile(job, &toolchain, &built, args.check, &allow, &complaints)?;
+                if text.is_some_and(|text| !known(job, &text)) {
+                    ready.add(job);
                 }
                 Ok(())
             });
@@ -231,9 +238,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         })?;
     }
     drop(sender);
-    let table = match tools {
-        Some(_) => Some(record(results.into_iter().collect(), &allow, &complaints)?),
-        None => None,
+    let results: Vec<_> = results.into_iter().collect();
+    // What nobody took out is not assembled: there is no assembler.
+    let table = if ready.is_empty() {
+        Some(record(table, &jobs, results, &built, release, &allow, &complaints)?)
+    } else {
+        None
     };
     let entries = jobs.iter().flat_map(|j| entry_names(&fs::read_to_string(j.file(&built)).unwrap_or_default()));
     let entries: BTreeSet<String> = entries.collect();
@@ -260,18 +270,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// What came of compiling one file.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Outcome {
-    /// Something is wrong with the text.
-    Rejected,
-    /// It is what was committed before.
-    AsCommitted,
-    /// It is another.
-    New,
-}
-
-/// Compiles one file: its text goes below `base` and, unless only to `check`, into the committed file.
+/// Compiles one file: its text goes below `base` and, unless only to `check`, into the committed file. `None` if something is wrong with it.
 fn compile(
     job: &Job,
     toolchain: &DeviceToolchain,
@@ -279,7 +278,7 @@ fn compile(
     check: bool,
     allow: &Mutex<AllowList>,
     complaints: &Complaints,
-) -> Result<Outcome> {
+) -> Result<Option<String>> {
     let start = Instant::now();
     let root = repo::root();
     let built = CudaBuilder::new(root.join("kernels-gpu"))
@@ -314,14 +313,13 @@ fn compile(
         let rejected = job.file(&repo::target_dir().join("ptx/rejected"));
         println!("    rejected; the text is in {}", rejected.display());
         write_if_changed(&rejected, text)?;
-        return Ok(Outcome::Rejected);
+        return Ok(None);
     }
     write_if_changed(&job.file(base), text)?;
-    let known = read_packed(&job.committed()).is_ok_and(|old| old == *text);
     if !check {
         write_packed(&job.committed(), text)?;
     }
-    Ok(if known { Outcome::AsCommitted } else { Outcome::New })
+    Ok(Some(built.module.text))
 }
 
 fn write_if_changed(file: &Path, text: &str) -> Result<()> {
@@ -365,10 +363,9 @@ impl<'a> Ready<'a> {
         self.state.lock().expect("no panics").1 = compiling;
     }
 
-    /// A file is there; `recorded_only` leaves out machines that the table does not record.
-    fn add(&self, job: &'a Job, recorded_only: bool) {
-        let machines = machines(job.arch.name()).iter().filter(|(_, recorded)| *recorded || !recorded_only);
-        let machines = machines.map(|&(sm, recorded)| (job, sm, recorded));
+    /// A file is there.
+    fn add(&self, job: &'a Job) {
+        let machines = machines(job.arch.name()).iter().map(|&(sm, recorded)| (job, sm, recorded));
         self.state.lock().expect("no panics").0.extend(machines);
         self.changed.notify_all();
     }
@@ -385,33 +382,65 @@ impl<'a> Ready<'a> {
         let nothing = |state: &mut (VecDeque<_>, usize)| state.0.is_empty() && state.1 > 0;
         self.changed.wait_while(state, nothing).expect("no panics").0.pop_front()
     }
+
+    /// Whether nothing waits to be assembled.
+    fn is_empty(&self) -> bool {
+        self.state.lock().expect("no panics").0.is_empty()
+    }
 }
 
-/// The table of what the assembler said.
+/// What came of assembling a file for a machine, and whether the table records it.
+type Assembled<'a> = (&'a Job, &'static str, bool, cuda_builder::Result<Report>);
+
+/// The table with what the assembler said, and marks of the texts below `base` that it has no complaint about. What is wrong with files that were marked
+/// before, their rows say.
 fn record(
-    mut results: Vec<(&Job, &str, bool, cuda_builder::Result<Report>)>,
+    mut table: Table,
+    jobs: &[Job],
+    mut results: Vec<Assembled>,
+    base: &Path,
+    release: &str,
     allow: &Mutex<AllowList>,
     complaints: &Complaints,
 ) -> Result<Table> {
-    let mut table = read_table();
-    results.sort_by(|a, b| (&a.0.family, a.0.arch.name(), a.1).cmp(&(&b.0.family, b.0.arch.name(), b.1)));
-    for (job, sm, recorded, report) in results {
-        let report = match report {
-            Ok(report) => report,
-            Err(error @ Error::Ptxas { .. }) => {
-                complaints.add(error.to_string());
-                continue;
+    let allow = allow.lock().expect("no panics");
+    results.sort_by_key(|&(_, sm, ..)| sm);
+    for job in jobs {
+        let (family, arch) = (&job.family, job.arch.name());
+        let complain = |sm: &str, problem: &Problem| {
+            let allowed = allow.allows(problem, Some(sm));
+            if !allowed {
+                complaints.add(format!("{sm} {family}: {problem}"));
             }
-            Err(error) => return Err(error.into()),
+            allowed
         };
-        if recorded {
-            for problem in &report.problems {
-                if !allow.lock().expect("no panics").allows(problem, Some(sm)) {
-                    complaints.add(format!("{sm} {}: {problem}", job.family));
-                }
+        let mut results = results.extract_if(.., |result| std::ptr::eq(result.0, job)).peekable();
+        if results.peek().is_none() {
+            for (sm, problem) in mark::problems(&table, family, arch) {
+                complain(sm, &problem);
             }
-            table.set(&job.family, sm, report.kernels);
+            continue;
         }
+        let mut marked = true;
+        for (_, sm, recorded, report) in results {
+            let report = match report {
+                Ok(report) => report,
+                Err(error @ Error::Ptxas { .. }) => {
+                    complaints.add(error.to_string());
+                    marked = false;
+                    continue;
+                }
+                Err(error) => return Err(error.into()),
+            };
+            if recorded {
+                // All of them are looked at, so that exceptions are known to be needed.
+                let refused = report.problems.iter().filter(|problem| !complain(sm, problem)).count();
+                marked &= refused == 0 && mark::rows_tell(&report);
+                table.set(family, sm, report.kernels);
+            }
+        }
+        let text = fs::read_to_string(job.file(base)).with_context(|| job.file(base).display().to_string())?;
+        table.set_mark(family, arch, marked.then(|| mark::of(&table, family, arch, release, &text)));
     }
     Ok(table)
 }
@@ -606,15 +635,73 @@ mod tests {
         fs::remove_file(file).unwrap();
     }
 
+    /// A table after `norm` for sm_90a was assembled with `found`, or left alone, what was complained of, and whether an exception for spills of `k` idled.
+    fn recorded(
+        table: &Table,
+        found: Option<cuda_builder::Result<Report>>,
+        allowed: bool,
+    ) -> (Table, Vec<String>, bool) {
+        let jobs = [Job { arch: Arch::new("sm_90a", 86), family: "norm".into() }];
+        let base = repo::target_dir().join(format!("tmp/recorded-{:?}", std::thread::current().id()));
+        write_if_changed(&jobs[0].file(&base), "add;").unwrap();
+        let exception = "[[allow]]\nentry = 'k'\nkind = 'spill'\nreason = 'x'\n";
+        let allow = Mutex::new(AllowList::parse(if allowed { exception } else { "" }).unwrap());
+        let complaints = Complaints::default();
+        let results = found.map(|report| (&jobs[0], "sm_90a", true, report)).into_iter().collect();
+        let table = record(table.clone(), &jobs, results, &base, "1.2", &allow, &complaints).unwrap();
+        fs::remove_dir_all(base).unwrap();
+        let idle = !allow.into_inner().unwrap().unused(&["k".into()]).is_empty();
+        (table, complaints.errors.into_inner().unwrap(), idle)
+    }
+
+    fn report(spills: u32, warning: &str) -> cuda_builder::Result<Report> {
+        Ok(cuda_builder::ptxas::parse_report(&format!(
+            "{warning}ptxas info    : Compiling entry function 'k' for 'sm_90a'\n    {spills} bytes stack frame, {spills} bytes \
+             spill stores, {spills} bytes spill loads\nptxas info    : Used 24 registers\n"
+        )))
+    }
+
+    fn is_known(table: &Table, text: &str) -> bool {
+        Job { arch: Arch::new("sm_90a", 86), family: "norm".into() }.is_marked(table, "1.2", text)
+    }
+
+    #[test]
+    fn files_without_complaints_are_marked() {
+        let (table, complaints, _) = recorded(&Table::default(), Some(report(0, "")), false);
+        assert!(complaints.is_empty() && is_known(&table, "add;") && !is_known(&table, "adc;"));
+        // The mark goes with the table's text, and a number changed there is another.
+        assert!(is_known(&Table::parse(&table.text()), "add;"));
+        assert!(!is_known(&Table::parse(&table.text().replace("| 24 |", "| 23 |")), "add;"));
+        let failed = Error::Ptxas { file: "k.ptx".into(), sm: "sm_90a".into(), output: "no".into() };
+        for found in [report(4, ""), Err(failed)] {
+            let (table, complaints, _) = recorded(&table, Some(found), false);
+            assert!(complaints.len() == 1 && table.mark("norm", "sm_90a").is_none(), "{complaints:?}");
+        }
+    }
+
+    #[test]
+    fn exceptions_are_looked_up_for_marked_files_as_well() {
+        let (spilling, complaints, idle) = recorded(&Table::default(), Some(report(4, "")), true);
+        assert!(complaints.is_empty() && !idle && is_known(&spilling, "add;"));
+        let (table, complaints, idle) = recorded(&spilling, None, true);
+        assert!(complaints.is_empty() && !idle && table == spilling);
+        let (_, complaints, _) = recorded(&spilling, None, false);
+        assert_eq!(complaints.len(), 1, "the exception is no longer there");
+        let (clean, complaints, idle) = recorded(&spilling, Some(report(0, "")), true);
+        assert!(complaints.is_empty() && idle && is_known(&clean, "add;"));
+        assert!(recorded(&clean, None, true).2, "nothing needs the exception");
+    }
+
+    #[test]
+    fn files_with_warnings_are_assembled_each_time() {
+        let warning = "ptxas warning : registers are few in 'k'\n";
+        let (table, complaints, _) = recorded(&Table::default(), Some(report(0, warning)), false);
+        assert!(complaints.len() == 1 && table.mark("norm", "sm_90a").is_none());
+    }
+
     #[test]
     fn machine_code_without_its_encoding() {
         let sass = "\t\tFunction : k\n        /*0000*/       MOV R1, R2 ;   /* 0x00fe */\n        /* 0x000fc */\n";
         assert_eq!(readable(sass), "\t\tFunction : k\n        /*0000*/       MOV R1, R2 ;\n");
-    }
-
-    #[test]
-    fn portable_files_are_assembled_for_every_machine() {
-        assert_eq!(machines("sm_90a"), [("sm_90a", true)]);
-        assert!(machines("sm_80").contains(&("sm_120", false)));
     }
 }

@@ -79,6 +79,11 @@ impl Pin {
         Ok(pin)
     }
 
+    /// The wheel with the assembler, whose release it is that counts, wherever it comes from.
+    pub fn ptxas(&self) -> &Wheel {
+        &self.cuda["ptxas"]
+    }
+
     /// Every architecture that has a PTX file, in order.
     pub fn archs(&self) -> Vec<Arch> {
         self.isa.iter().map(|(name, isa)| Arch::new(name, *isa)).collect()
@@ -120,6 +125,7 @@ mod tests {
         let pin = Pin::parse(TEXT).unwrap();
         assert_eq!(pin.archs(), [Arch::new("sm_80", 71), Arch::new("sm_90a", 86)]);
         assert_eq!(pin.arch("sm_90a").unwrap().isa(), 86);
+        assert_eq!(pin.ptxas().version, "1");
         let error = pin.arch("sm_70").unwrap_err().to_string();
         assert!(error.contains("`sm_70`") && error.contains("sm_80, sm_90a"), "{error}");
     }

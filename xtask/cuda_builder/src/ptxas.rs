@@ -36,6 +36,21 @@ pub struct Resources {
     pub spill_loads: u32,
 }
 
+impl Resources {
+    /// What is wrong with them: spills or, without any, a stack.
+    pub fn problem(&self) -> Option<Problem> {
+        let problem = |kind, detail| Some(Problem { entry: self.entry.clone(), kind, detail });
+        if self.spill_stores + self.spill_loads > 0 {
+            let detail = format!("{} bytes stored, {} bytes loaded", self.spill_stores, self.spill_loads);
+            problem(Kind::Spill, detail)
+        } else if self.stack > 0 {
+            problem(Kind::Stack, format!("{} bytes", self.stack))
+        } else {
+            None
+        }
+    }
+}
+
 /// What ptxas says of a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
@@ -44,6 +59,9 @@ pub struct Report {
     /// Spills, stack, and what ptxas warns of.
     pub problems: Vec<Problem>,
 }
+
+/// How kernels are assembled: as the driver does, and with what they take.
+const FLAGS: [&str; 2] = ["-O3", "-v"];
 
 impl CudaTools {
     /// Wheels are unpacked into `folder`.
@@ -88,7 +106,7 @@ impl CudaTools {
         let ptxas = self.find("ptxas")?;
         let text = fs::read(file).map_err(at(file))?;
         let mut hasher = DefaultHasher::new();
-        (&text, sm, &self.pin.cuda["ptxas"].version).hash(&mut hasher);
+        (&text, sm, FLAGS, &self.pin.ptxas().version).hash(&mut hasher);
         let log = cubin.with_extension(format!("{:016x}.log", hasher.finish()));
         // ptxas is slow: what it said of the same text stays valid.
         let said = match fs::read_to_string(&log) {
@@ -98,7 +116,7 @@ impl CudaTools {
                     fs::create_dir_all(folder).map_err(at(folder))?;
                 }
                 let mut command = Command::new(&ptxas);
-                command.arg(format!("-arch={sm}")).args(["-O3", "-v"]).arg(file).arg("-o").arg(cubin);
+                command.arg(format!("-arch={sm}")).args(FLAGS).arg(file).arg("-o").arg(cubin);
                 let out = command.output().map_err(|source| Error::Start { program: "ptxas".into(), source })?;
                 let said = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
                 if !out.status.success() {
@@ -227,14 +245,7 @@ pub fn parse_report(said: &str) -> Report {
         }
     }
     report.kernels.sort();
-    for k in &report.kernels {
-        let mut add = |kind, detail| report.problems.push(Problem { entry: k.entry.clone(), kind, detail });
-        if k.spill_stores + k.spill_loads > 0 {
-            add(Kind::Spill, format!("{} bytes stored, {} bytes loaded", k.spill_stores, k.spill_loads));
-        } else if k.stack > 0 {
-            add(Kind::Stack, format!("{} bytes", k.stack));
-        }
-    }
+    report.problems.extend(report.kernels.iter().filter_map(Resources::problem));
     report
 }
 
