@@ -45,6 +45,11 @@ pub(crate) const fn elementwise(rows: u32, n: u32, dtype: DType, aligned: bool, 
     spread(rows, n.div_ceil(piece(dtype, aligned)), aligned, whole_warps)
 }
 
+/// A thread for each [`Line`](crate::kernels::row::line::Line) of results: one more of them than aligned rows have pieces.
+pub(crate) const fn lines(rows: u32, n: u32, dtype: DType) -> Geometry {
+    spread(rows, if n == 0 { 0 } else { n.div_ceil(piece(dtype, true)) + 1 }, false, false)
+}
+
 /// A thread for each of `pieces` of a row: blocks of `(pieces, rows)`, a grid of `(pieces, rows, rows)`.
 ///
 /// `whole_warps`: the threads of a warp share a row even if it is short. Few rows are spread over many small blocks;

@@ -256,6 +256,70 @@ fn entries_have_the_names_of_what_they_do() {
             assert_eq!(name(false), format!("{}_any_{dtype}", function.name()));
         }
         assert!(gated::entry(DType::E4m3, function, true).is_none());
+        for dtype in [DType::F16, DType::Bf16] {
+            assert_eq!(gated::lines_entry(dtype, function).unwrap().name, format!("{}_lines_{dtype}", function.name()));
+        }
+        assert!(gated::lines_entry(DType::F32, function).is_none());
+    }
+}
+
+/// The entries for many results wherever they lie, which take over where a property test does not get to: the bits of the others, and nothing around
+/// them, for rows of inputs and of results that begin anywhere in a line, and for rows that are shorter than one.
+fn lines_are_the_same_bits<T: Float>() {
+    on_every_device(|device, stream| {
+        for (i, d) in [1usize, 5, 7, 8, 9, 15, 16, 17, 23, 46, 264, 769].into_iter().enumerate() {
+            let (rows, function) = (9usize, FUNCTIONS[i % FUNCTIONS.len()]);
+            // Distances that take rows through all places in a line, and a first row that is not at its beginning.
+            for (in_stride, out_stride, start) in [(2 * d, d, 0), (2 * d + 1, d + 3, 1 + i % 7), (2 * d + 6, d | 1, 5)]
+            {
+                let x = values::<T>(start + rows * in_stride, 1 + i as u64);
+                let x = Tensor::from_slice(device, &x, &[x.len()]).unwrap();
+                let [alpha, limit] = function.params().into();
+                let run = |entry: Option<cuda_std::Entry<gated::Args>>, geometry| {
+                    let len = start + (rows - 1) * out_stride + d;
+                    let mut out = Tensor::from_slice(device, &vec![T::from_f32(77.0); len], &[len]).unwrap();
+                    // SAFETY: places within the tensors.
+                    let (gate, out_ptr) = unsafe { (x.as_ptr().add(start), out.as_mut_ptr().add(start)) };
+                    let args = gated::Args {
+                        gate: gate.cast(),
+                        up: gate.wrapping_add(d).cast(),
+                        out: out_ptr.cast(),
+                        rows: rows as u32,
+                        d: d as u32,
+                        in_stride,
+                        out_stride,
+                        alpha,
+                        limit,
+                    };
+                    // SAFETY: the tensors are as large as the arguments say, and live on.
+                    unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+                    stream.synchronize().unwrap();
+                    all_bytes(&out.to_vec().unwrap())
+                };
+                let (r, n) = (rows as u32, d as u32);
+                let want = run(gated::entry(T::DTYPE, function, false), gated::geometry(T::DTYPE, false, r, n));
+                let got = run(gated::lines_entry(T::DTYPE, function), gated::lines_geometry(T::DTYPE, r, n));
+                assert!(got == want, "{} {d} {in_stride} {out_stride} {start}", function.name());
+            }
+        }
+    });
+}
+
+#[test]
+fn lines_are_the_same_bits_bf16() {
+    lines_are_the_same_bits::<bf16>();
+}
+
+#[test]
+fn lines_are_the_same_bits_f16() {
+    lines_are_the_same_bits::<f16>();
+}
+
+/// Without rows, and without columns, there is nothing to launch for.
+#[test]
+fn lines_of_nothing() {
+    for (rows, d) in [(0, 769), (5, 0), (0, 0)] {
+        assert!(gated::lines_geometry(DType::Bf16, rows, d).grid.contains(&0), "{rows} {d}");
     }
 }
 

@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::kernels::activation::gated as kernel;
 use crate::pieces;
 use crate::tensor::Tensor;
-use cuda_std::{DType, Entry, Float};
+use cuda_std::{DType, Entry, Float, KernelArgs as _};
 
 pub use kernel::Args;
 
@@ -94,6 +94,24 @@ pub const fn entry(dtype: DType, function: Gated, aligned: bool) -> Option<Entry
     pieces::instance(dtype, 6 * function.index() + if aligned { 0 } else { 3 })
 }
 
+/// The entry for many results of 16-bit types wherever rows lie: a thread has 16 bytes of results at a multiple of 16, and shifts what it computes
+/// them from into place. The results are the same bits.
+pub const fn lines_entry(dtype: DType, function: Gated) -> Option<Entry<Args>> {
+    match dtype {
+        DType::F16 => Some(Args::ENTRIES[36 + 2 * function.index()]),
+        DType::Bf16 => Some(Args::ENTRIES[36 + 2 * function.index() + 1]),
+        _ => None,
+    }
+}
+
+/// How to launch [`lines_entry`] for `rows` rows of `d` results.
+pub const fn lines_geometry(dtype: DType, rows: u32, d: u32) -> Geometry {
+    pieces::lines(rows, d, dtype)
+}
+
+/// The least results of a launch of [`lines_entry`]: with fewer, latency is what counts. Measured on an H200.
+pub const LEAST_LINES: u64 = 1 << 20;
+
 /// How to launch it for `rows` rows of `d` results.
 pub const fn geometry(dtype: DType, aligned: bool, rows: u32, d: u32) -> Geometry {
     pieces::elementwise(rows, d, dtype, aligned, false)
@@ -115,7 +133,12 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, function: Gated, args: &Args
     let size = dtype.size();
     let places = [(args.gate, args.in_stride, size), (up, 0, size), (args.out.cast_const(), args.out_stride, size)];
     let aligned = pieces::aligned(dtype, args.d, &places);
-    let (entry, geometry) = (entry(dtype, function, aligned), geometry(dtype, aligned, args.rows, args.d));
+    let lines =
+        if aligned || (args.rows as u64 * args.d as u64) < LEAST_LINES { None } else { lines_entry(dtype, function) };
+    let (entry, geometry) = match lines {
+        Some(_) => (lines, lines_geometry(dtype, args.rows, args.d)),
+        None => (entry(dtype, function, aligned), geometry(dtype, aligned, args.rows, args.d)),
+    };
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, function.name(), dtype, entry, &geometry, args) }
 }

@@ -6,6 +6,7 @@
 //! `(pieces, rows, rows)`, since its second extent ends at 65535.
 
 use super::{FatreluAndMul, Gated, GeluAndMul, GeluTanhAndMul, Params, SiluAndMul, SiluAndMulClamp, SwigluOai};
+use crate::row::line::Line;
 use crate::row::{Mine, Piece};
 use cuda_std::{Float, Global, GlobalMut, entries, vec};
 
@@ -56,6 +57,34 @@ pub unsafe fn gated<T: Float, A: Gated, const V: usize, const VEC: bool>(
     p.store(GlobalMut::new(out.cast_mut().cast::<T>()), vec::from_f32(y));
 }
 
+/// As [`gated`] of 16-bit elements wherever they lie, for many of them: a thread has a [`Line`] of results.
+#[inline(always)]
+pub unsafe fn lines<T: Float, A: Gated>(
+    gate: *const T,
+    up: *const T,
+    out: *mut T,
+    rows: u32,
+    d: u32,
+    in_stride: usize,
+    out_stride: usize,
+    alpha: f32,
+    limit: f32,
+) {
+    let (Mine::<8, false> { index, n, .. }, [gate, up, out]) = Mine::begin(rows, d, |row, _, _| {
+        let from = row * in_stride;
+        let up = if A::INTERLEAVED { gate } else { up };
+        [gate.wrapping_add(from).cast(), up.wrapping_add(from).cast(), out.wrapping_add(row * out_stride).cast()]
+    });
+    let (gate, up, out) =
+        (Global::new(gate.cast::<T>()), Global::new(up.cast::<T>()), GlobalMut::new(out.cast_mut().cast()));
+    let line = Line::<8>::new::<T>(index, n, out);
+    let inputs = if A::INTERLEAVED { line.load_pairs(gate) } else { line.load([gate, up]) };
+    let [gate, up]: [[f32; 8]; 2] = inputs.map(vec::to_f32);
+    let mut y = [0.0; 8];
+    cuda_std::unroll::<8>(|j| y[j] = A::apply::<T>(gate[j], up[j], Params { alpha, limit }));
+    line.store(out, vec::from_f32(y));
+}
+
 entries! {
     pub struct Args<T>(
         gate: *const T, up: *const T, out: *mut T, rows: u32, d: u32, in_stride: usize, out_stride: usize, alpha: f32,
@@ -97,4 +126,16 @@ entries! {
     swiglu_oai_any_f32 { type T = f32; } [MAX_THREADS] => gated::<T, SwigluOai, 4, false>;
     swiglu_oai_any_f16 { type T = half::f16; } [MAX_THREADS] => gated::<T, SwigluOai, 4, false>;
     swiglu_oai_any_bf16 { type T = half::bf16; } [MAX_THREADS] => gated::<T, SwigluOai, 4, false>;
+    silu_and_mul_lines_f16 { type T = half::f16; } [MAX_THREADS] => lines::<T, SiluAndMul>;
+    silu_and_mul_lines_bf16 { type T = half::bf16; } [MAX_THREADS] => lines::<T, SiluAndMul>;
+    gelu_and_mul_lines_f16 { type T = half::f16; } [MAX_THREADS] => lines::<T, GeluAndMul>;
+    gelu_and_mul_lines_bf16 { type T = half::bf16; } [MAX_THREADS] => lines::<T, GeluAndMul>;
+    gelu_tanh_and_mul_lines_f16 { type T = half::f16; } [MAX_THREADS] => lines::<T, GeluTanhAndMul>;
+    gelu_tanh_and_mul_lines_bf16 { type T = half::bf16; } [MAX_THREADS] => lines::<T, GeluTanhAndMul>;
+    fatrelu_and_mul_lines_f16 { type T = half::f16; } [MAX_THREADS] => lines::<T, FatreluAndMul>;
+    fatrelu_and_mul_lines_bf16 { type T = half::bf16; } [MAX_THREADS] => lines::<T, FatreluAndMul>;
+    silu_and_mul_clamp_lines_f16 { type T = half::f16; } [MAX_THREADS] => lines::<T, SiluAndMulClamp>;
+    silu_and_mul_clamp_lines_bf16 { type T = half::bf16; } [MAX_THREADS] => lines::<T, SiluAndMulClamp>;
+    swiglu_oai_lines_f16 { type T = half::f16; } [MAX_THREADS] => lines::<T, SwigluOai>;
+    swiglu_oai_lines_bf16 { type T = half::bf16; } [MAX_THREADS] => lines::<T, SwigluOai>;
 }

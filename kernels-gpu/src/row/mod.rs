@@ -11,8 +11,11 @@
 //!   and the same threads cover the same group, which is what group scales need. It takes that the threads of a row
 //!   are a multiple of `GROUP / V`.
 //!
+//! * For many rows that are not aligned, where a column has nothing to do with others: [`mod@line`].
+//!
 //! The host knows all addresses before it launches, so it chooses.
 
+pub mod line;
 pub mod quantise;
 pub mod team;
 
