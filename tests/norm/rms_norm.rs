@@ -428,6 +428,110 @@ fn held_rows_are_the_same_bits() {
     });
 }
 
+/// Blocks that take rows in turns, which are not aligned, each of them further from a multiple of 16 bytes than the one before, from one row a block to seven, the last of them fewer: the
+/// bits of rows that are held, in rows without a number, too, after which a stage of the ring holds numbers again.
+#[test]
+fn rows_in_turns_are_the_same_bits() {
+    on_every_device(|device, stream| {
+        for (rows, n, blocks) in [(7usize, 769usize, 1), (9, 1537, 2), (7, 5125, 2), (3, 8191, 3)] {
+            let geometry = rms_norm::held_geometry(DType::Bf16, Held::AnyX4, rows as u32, n as u32);
+            let turns = |add| rms_norm::any_ring_geometry(DType::Bf16, n as u32, add, blocks).unwrap();
+            let mut x = noise_of::<bf16>(rows * n, 1);
+            (x[5], x[n + 7], x[2 * n - 1]) = (bf16::NAN, bf16::INFINITY, bf16::NEG_INFINITY);
+            let x = Tensor::from_slice(device, &x, &[rows, n]).unwrap();
+            let (w, _) = weights::<bf16>(device, n);
+            let want = launched(stream, rms_norm::held_entry(DType::Bf16, Held::AnyX4), geometry, &x, &w);
+            assert!(launched(stream, rms_norm::any_ring_entry(DType::Bf16), turns(false), &x, &w) == want, "{n}");
+            let run = |entry, geometry| launched_fused_add(stream, entry, geometry, &x, &w);
+            let want = run(rms_norm::fused_add_held_entry(DType::Bf16, Held::AnyX4), geometry);
+            assert!(run(rms_norm::fused_add_any_ring_entry(DType::Bf16), turns(true)) == want, "{n}");
+        }
+    });
+}
+
+/// A row more than blocks take at once: rows at any place, replaced and not, of sums that lie as what they replace does and of others.
+fn check_in_turns<T: Float>() {
+    on_every_device(|device, stream| {
+        let [dense, .., apart] = Place::ALL;
+        let off = Place { offset: 1, gap: 0 };
+        for (n, from, to) in [(1537, dense, dense), (2049, apart, off), (1801, off, apart), (2048, off, dense)] {
+            let blocks = |add| rms_norm::any_ring_blocks(T::DTYPE, n as u32, add).unwrap();
+            let multiprocessors = device.properties().multiprocessors;
+            let rows = (blocks(false).max(blocks(true)) * multiprocessors) as usize + 1;
+            let (x, r) = (noise_of::<T>(rows * n, 1), noise_of::<T>(rows * n, 7));
+            let (dw, w) = weights::<T>(device, n);
+
+            let (dx, out) = (Rows::new(device, &x, rows, n, from), Rows::<T>::poisoned(device, rows, n, to));
+            norm::rms_norm(stream, &mut out.view(), &dx.view(), Some(&dw), 1e-5).unwrap();
+            assert_rounded(&out.take(), &expected(&x, n, Some(&w), 1e-5), RELATIVE, 2f64.powi(-21));
+            let (out, own) = (dx.view(), dx.view());
+            norm::rms_norm(stream, &mut { out }, &own, None, 1e-5).unwrap();
+            assert_rounded(&dx.take(), &expected(&x, n, None, 1e-5), RELATIVE, 2f64.powi(-21));
+
+            for replaced in [true, false] {
+                let (dx, dr) = (Rows::new(device, &x, rows, n, from), Rows::new(device, &r, rows, n, to));
+                let (got, sums) = if replaced {
+                    norm::fused_add_rms_norm(stream, &mut dx.view(), &mut dr.view(), Some(&dw), 1e-5).unwrap();
+                    (dx.take(), dr.take())
+                } else {
+                    let (out, sum) = (dr.view(), dx.view());
+                    norm::fused_add_rms_norm_to(
+                        stream,
+                        &mut { out },
+                        &mut { sum },
+                        &dx.view(),
+                        &dr.view(),
+                        Some(&dw),
+                        1e-5,
+                    )
+                    .unwrap();
+                    (dr.take(), dx.take())
+                };
+                for i in 0..rows {
+                    let row = i * n..(i + 1) * n;
+                    let (want, sum) = reference::fused_add_rms_norm(&x[row.clone()], &r[row.clone()], Some(&w), 1e-5);
+                    assert_rounded(&got[row.clone()], &want, RELATIVE, 2f64.powi(-21));
+                    assert_eq!(all_bytes(&sums[row]), all_bytes(&sum));
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn rows_in_turns_match_the_reference_in_f32() {
+    check_in_turns::<f32>();
+}
+#[test]
+fn rows_in_turns_match_the_reference_in_f16() {
+    check_in_turns::<f16>();
+}
+#[test]
+fn rows_in_turns_match_the_reference_in_bf16() {
+    check_in_turns::<bf16>();
+}
+
+/// What an entry is compiled for, and what a multiprocessor of a Hopper GPU has.
+#[test]
+fn rows_in_turns_fit() {
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        for add in [false, true] {
+            for n in (1..9000).step_by(61).chain([512, 513, 1024, 1025, 8192, 8193]) {
+                let turns = rms_norm::any_ring_geometry(dtype, n, add, 132);
+                assert_eq!(turns.is_some(), 512 < n && n <= 8192, "{n} {dtype}");
+                let blocks = rms_norm::any_ring_blocks(dtype, n, add);
+                assert_eq!(blocks.is_some(), n <= 8192 && n > if add { 512 } else { 1024 }, "{n} {dtype}");
+                let (Some(turns), Some(blocks)) = (turns, blocks) else { continue };
+                let [threads, ..] = rms_norm::held_geometry(dtype, Held::AnyX4, 1, n).block;
+                assert!(turns.block == [threads + 32, 1, 1] && turns.grid == [132, 1, 1], "{n} {dtype}");
+                assert!(blocks > 0 && blocks * (turns.shared_bytes + 1024) <= 228 << 10, "{n} {dtype}");
+                assert!(blocks * turns.block[0] <= 2048, "{n} {dtype}");
+                assert!(turns.block[0] <= rms_norm::fused_add_any_ring_entry(dtype).unwrap().max_threads);
+            }
+        }
+    }
+}
+
 /// Rows of up to four warps, by themselves and with two of them in a block, of which the last has one to spare.
 #[test]
 fn narrow_rows_are_the_same_bits() {
@@ -466,6 +570,9 @@ fn entries_have_the_names_of_what_they_do() {
         }
         assert_eq!(rms_norm::narrow_entry(dtype).unwrap().name, format!("rms_norm_narrow_{dtype}"));
         assert_eq!(rms_norm::fused_add_narrow_entry(dtype).unwrap().name, format!("fused_add_rms_norm_narrow_{dtype}"));
+        assert_eq!(rms_norm::any_ring_entry(dtype).unwrap().name, format!("rms_norm_any_ring_{dtype}"));
+        let fused = rms_norm::fused_add_any_ring_entry(dtype).unwrap();
+        assert_eq!(fused.name, format!("fused_add_rms_norm_any_ring_{dtype}"));
         for (held, name) in [(Held::AnyX4, "any_x4"), (Held::X8, "x8")] {
             assert_eq!(rms_norm::held_entry(dtype, held).unwrap().name, format!("rms_norm_{name}_{dtype}"));
             let fused = rms_norm::fused_add_held_entry(dtype, held).unwrap();

@@ -4,7 +4,7 @@ use crate::rows::{Place, Rows, WIDTHS, all_bytes, assert_rounded, vector};
 use cuda_std::Float;
 use proptest::prelude::*;
 use proptest::sample::select;
-use warploom::norm::{self, Held, RmsNormQuantOptions, Variant, rms_norm_quant as quant};
+use warploom::norm::{self, Held, RmsNormQuantOptions, Variant, rms_norm, rms_norm_quant as quant};
 use warploom::reference::{norm as reference, quantise};
 use warploom::{DType, Device, E4M3, Entry, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{noise_of, on_every_device, property, widen};
@@ -734,6 +734,59 @@ fn rows_in_turns_are_the_same_bits() {
     });
 }
 
+/// The same of rows that are not aligned, each of them further from a multiple of 16 bytes than the one before, and so are their results.
+#[test]
+fn unaligned_rows_in_turns_are_the_same_bits() {
+    on_every_device(|device, stream| {
+        for (rows, n, blocks) in [(7usize, 769usize, 1), (9, 1537, 2), (7, 5125, 2), (3, 8191, 3)] {
+            let usual = quant::held_geometry(DType::Bf16, Held::AnyX4, rows as u32, n as u32);
+            let turns = |add| rms_norm::any_ring_geometry(DType::Bf16, n as u32, add, blocks).unwrap();
+            let (mut x, mut w) = (noise_of::<bf16>(rows * n, 1), noise_of::<bf16>(n, 2));
+            (x[5], x[n + 7], x[2 * n - 1], w[9]) =
+                (bf16::NAN, bf16::INFINITY, bf16::NEG_INFINITY, bf16::from_f32(-0.0));
+            let x = Tensor::from_slice(device, &x, &[rows, n]).unwrap();
+            let w = Tensor::from_slice(device, &w, &[n]).unwrap();
+            for add in [false, true] {
+                let run = |entry, geometry| tokens_launched(stream, entry, geometry, &x, &w, add);
+                let want = run(quant::i8_per_token_held_entry(DType::Bf16, Held::AnyX4, add), usual);
+                assert!(run(quant::i8_per_token_any_ring_entry(DType::Bf16, add), turns(add)) == want, "{n} {add}");
+                let run = |entry, geometry| groups_launched(stream, entry, geometry, &x, &w, add);
+                let want = run(quant::e4m3_per_group_held_entry(DType::Bf16, Held::AnyX4, add), usual);
+                assert!(run(quant::e4m3_per_group_any_ring_entry(DType::Bf16, add), turns(add)) == want, "{n} {add}");
+            }
+        }
+    });
+}
+
+/// A row more than blocks take at once, of rows that are not aligned: everything that may be asked for, smoothed ones held as elsewhere.
+fn check_unaligned_in_turns<T: Float>() {
+    on_every_device(|device, stream| {
+        let [dense, .., apart] = Place::ALL;
+        let off = Place { offset: 1, gap: 0 };
+        for (n, residual, from, to) in
+            [(1537, false, dense, dense), (769, true, apart, off), (1801, false, off, apart), (1160, true, off, dense)]
+        {
+            let blocks = rms_norm::any_ring_blocks(T::DTYPE, n as u32, residual).unwrap();
+            let rows = (blocks * device.properties().multiprocessors) as usize + 1;
+            let with = With { weight: n != 1537, one_plus: residual, residual, smooth: n == 1160 };
+            check_rows::<T>(device, stream, rows, n, [from, to], with);
+        }
+    });
+}
+
+#[test]
+fn unaligned_rows_in_turns_match_the_reference_in_f32() {
+    check_unaligned_in_turns::<f32>();
+}
+#[test]
+fn unaligned_rows_in_turns_match_the_reference_in_f16() {
+    check_unaligned_in_turns::<f16>();
+}
+#[test]
+fn unaligned_rows_in_turns_match_the_reference_in_bf16() {
+    check_unaligned_in_turns::<bf16>();
+}
+
 /// A row more than two for each multiprocessor: everything that may be asked for, of rows whose results are kept and of rows that are kept themselves.
 fn check_in_turns<T: Float>() {
     on_every_device(|device, stream| {
@@ -892,6 +945,12 @@ fn entries_have_the_names_of_what_they_do() {
                 assert_eq!(quant::i8_per_token_held_entry(dtype, held, add).unwrap().name, name("i8_per_token"));
                 assert_eq!(quant::e4m3_per_group_held_entry(dtype, held, add).unwrap().name, name("e4m3_per_group"));
             }
+        }
+        for (add, prefix) in [(false, ""), (true, "fused_add_")] {
+            let name = |q: &str| format!("{prefix}rms_norm_{q}_any_ring_{dtype}");
+            assert_eq!(quant::e4m3_per_token_any_ring_entry(dtype, add).unwrap().name, name("e4m3_per_token"));
+            assert_eq!(quant::i8_per_token_any_ring_entry(dtype, add).unwrap().name, name("i8_per_token"));
+            assert_eq!(quant::e4m3_per_group_any_ring_entry(dtype, add).unwrap().name, name("e4m3_per_group"));
         }
         // Up to 64 KiB, and of 32-bit elements, results are kept.
         for (n, name) in [(32768, "ring"), (32776, if dtype == DType::F32 { "ring" } else { "ring_long" })] {

@@ -5,9 +5,9 @@
 //! next layer adds to. Gemma's form multiplies by `1 + weight`.
 
 use crate::check::Call;
-use crate::device::{Geometry, Stream};
+use crate::device::{Device, Geometry, Stream};
 use crate::error::Result;
-use crate::kernels::norm::rms_norm as kernel;
+use crate::kernels::norm::{rms_norm as kernel, rms_norm_any_ring as any_ring};
 use crate::pieces::{self, Held, Variant, Work};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Entry, Float};
@@ -56,6 +56,59 @@ pub const fn fused_add_narrow_entry(dtype: DType) -> Option<Entry<FusedAddArgs>>
 /// How to launch [`held_entry`] and [`fused_add_held_entry`] for `rows` rows of `n` elements.
 pub const fn held_geometry(dtype: DType, how: Held, rows: u32, n: u32) -> Geometry {
     how.geometry(dtype, rows, n, false, kernel::SHARED_BYTES)
+}
+
+/// [`held_entry`] of [`Held::AnyX4`] for many rows that have an [`any_ring_geometry`], on Hopper: blocks take rows in turns. The results are the same bits.
+pub const fn any_ring_entry(dtype: DType) -> Option<Entry<Args>> {
+    pieces::instance(dtype, 21)
+}
+
+/// As [`any_ring_entry`], adding a residual.
+pub const fn fused_add_any_ring_entry(dtype: DType) -> Option<Entry<FusedAddArgs>> {
+    pieces::instance(dtype, 21)
+}
+
+/// Threads of a row of `n` elements, where those entries can take it: of more than a warp and at most 8192 elements.
+const fn any_ring_threads(dtype: DType, n: u32) -> Option<u32> {
+    match Held::AnyX4.geometry(dtype, 1, n, true, 0).block[0] {
+        0..=32 => None,
+        threads if threads > any_ring::MOST_THREADS => None,
+        threads => Some(threads),
+    }
+}
+
+/// How to launch [`any_ring_entry`] and its like with so many blocks, where it can be done.
+pub const fn any_ring_geometry(dtype: DType, n: u32, fused_add: bool, blocks: u32) -> Option<Geometry> {
+    let Some(threads) = any_ring_threads(dtype, n) else { return None };
+    let shared = any_ring::shared_bytes(threads, dtype.size(), fused_add);
+    Some(Geometry::linear(blocks, threads + any_ring::MOVERS).shared_bytes(shared as u32).dependent())
+}
+
+/// With how many blocks a multiprocessor they serve better than others, if they do: from as many rows as there are blocks then, whatever comes of them. Measured on an H200.
+pub const fn any_ring_blocks(dtype: DType, n: u32, fused_add: bool) -> Option<u32> {
+    match any_ring_threads(dtype, n) {
+        // Rows of two warps take longer to ask for than to read.
+        Some(..=64) if !fused_add => None,
+        Some(threads) => Some(any_ring::blocks(threads, dtype.size(), fused_add)),
+        None => None,
+    }
+}
+
+/// How to launch [`any_ring_entry`] and its like for `rows` rows, held as `how` otherwise, if they serve better there.
+pub(super) fn in_turns(
+    device: &Device,
+    dtype: DType,
+    how: Held,
+    rows: u32,
+    n: u32,
+    fused_add: bool,
+) -> Option<Geometry> {
+    let properties = device.properties();
+    if how != Held::AnyX4 || properties.compute_capability != (9, 0) {
+        return None;
+    }
+    let blocks = properties.multiprocessors * any_ring_blocks(dtype, n, fused_add)?;
+    if rows < blocks { None } else { any_ring_geometry(dtype, n, fused_add, blocks) }
 }
 
 /// How to launch any of the others but the narrow ones for `rows` rows of `n` elements.
@@ -107,7 +160,10 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
         // Rows of one warp share blocks as it is.
         Some(narrow) if variant == Variant::X2 && usual.block[1] == 1 => (narrow_entry(dtype), narrow),
         _ => match Held::new(dtype, variant, args.n) {
-            Some(how) => (held_entry(dtype, how), held_geometry(dtype, how, args.rows, args.n)),
+            Some(how) => match in_turns(stream.device(), dtype, how, args.rows, args.n, false) {
+                Some(turns) => (any_ring_entry(dtype), turns),
+                None => (held_entry(dtype, how), held_geometry(dtype, how, args.rows, args.n)),
+            },
             None => (entry(dtype, variant), usual),
         },
     };
@@ -133,6 +189,10 @@ pub unsafe fn launch_fused_add(stream: &Stream, dtype: DType, args: &FusedAddArg
     ];
     let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
     let usual = geometry(dtype, variant, args.rows, args.n);
+    // Whether each row's sum is as far from a multiple of 16 bytes as what it replaces.
+    let apart = args.residual.addr().wrapping_sub(args.residual_out.addr());
+    let strides = args.residual_stride.wrapping_sub(args.residual_out_stride).wrapping_mul(size);
+    let lie_alike = (apart | strides).is_multiple_of(16);
     let (entry, geometry) = match narrow_geometry(dtype, args.rows, args.n) {
         // Rows of one warp share blocks in the other entry, too.
         Some(narrow) if variant == Variant::X2 && narrow.block[0] == 32 => (fused_add_entry(dtype, variant), narrow),
@@ -143,7 +203,10 @@ pub unsafe fn launch_fused_add(stream: &Stream, dtype: DType, args: &FusedAddArg
             (fused_add_narrow_entry(dtype), narrow)
         }
         _ => match Held::new(dtype, variant, args.n) {
-            Some(how) => (fused_add_held_entry(dtype, how), held_geometry(dtype, how, args.rows, args.n)),
+            Some(how) => match in_turns(stream.device(), dtype, how, args.rows, args.n, true) {
+                Some(turns) if lie_alike => (fused_add_any_ring_entry(dtype), turns),
+                _ => (fused_add_held_entry(dtype, how), held_geometry(dtype, how, args.rows, args.n)),
+            },
             None => (fused_add_entry(dtype, variant), usual),
         },
     };

@@ -8,7 +8,7 @@
 //! Sources of the operations: vLLM's `rms_norm_dynamic_per_token_quant` and its per-block form; Xiao et al.,
 //! *SmoothQuant*, 2022, for the smoothing of channels.
 
-use super::rms_norm::{check_eps, check_vector};
+use super::rms_norm::{check_eps, check_vector, in_turns};
 use crate::check::{Call, Rows};
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
@@ -205,6 +205,22 @@ pub const fn ring_geometry(dtype: DType, n: u32, fused_add: bool, blocks: u32) -
     Geometry::linear(blocks, threads).shared_bytes(shared as u32).dependent()
 }
 
+/// [`e4m3_per_token_held_entry`] of [`Held::AnyX4`] for many rows, on Hopper, launched as [`any_ring_geometry`](super::rms_norm::any_ring_geometry) says: blocks take rows in turns. The
+/// results are the same bits.
+pub const fn e4m3_per_token_any_ring_entry(dtype: DType, fused_add: bool) -> Option<Entry<E4m3PerTokenArgs>> {
+    pieces::instance(dtype, if fused_add { 64 } else { 61 })
+}
+
+/// As [`e4m3_per_token_any_ring_entry`], of [`i8_per_token_held_entry`].
+pub const fn i8_per_token_any_ring_entry(dtype: DType, fused_add: bool) -> Option<Entry<I8PerTokenArgs>> {
+    pieces::instance(dtype, if fused_add { 64 } else { 61 })
+}
+
+/// As [`e4m3_per_token_any_ring_entry`], of [`e4m3_per_group_held_entry`].
+pub const fn e4m3_per_group_any_ring_entry(dtype: DType, fused_add: bool) -> Option<Entry<E4m3PerGroupArgs>> {
+    pieces::instance(dtype, if fused_add { 64 } else { 61 })
+}
+
 /// How to launch the narrow entries, where they serve: rows of up to four warps, in two pieces of 16 bytes a thread ([`Variant::X2`]).
 pub const fn narrow_geometry(dtype: DType, rows: u32, n: u32, fused_add: bool) -> Option<Geometry> {
     pieces::narrow(dtype, rows, n, if fused_add { Work::Add } else { Work::Quantise }, kernel::SHARED_BYTES)
@@ -294,7 +310,7 @@ impl Alone {
 }
 
 macro_rules! launches {
-    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $many:ident, $narrow:ident, $held:ident, $ring:ident, $per_token:literal, $own:expr, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
+    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $many:ident, $narrow:ident, $held:ident, $ring:ident, $any_ring:ident, $per_token:literal, $own:expr, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
         $(#[$m])*
         ///
         /// `x` and `out` are `[rows, n]` with the distances in `args`; `residual` is `[rows, n]`, added to `x` and
@@ -328,7 +344,11 @@ macro_rules! launches {
                     let geometry = held_geometry(dtype, how, rows, $args.n);
                     let properties = stream.device().properties();
                     let multiprocessors = properties.multiprocessors;
-                    if how == Held::X8
+                    if smooth.is_null()
+                        && let Some(turns) = in_turns(stream.device(), dtype, how, rows, $args.n, !alone)
+                    {
+                        ($any_ring(dtype, !alone), turns)
+                    } else if how == Held::X8
                         && properties.compute_capability == (9, 0)
                         && better_in_turns(dtype, $args.n, rows, multiprocessors, $per_token)
                     {
@@ -354,16 +374,16 @@ macro_rules! launches {
 launches! {
     /// Launches [`rms_norm_e4m3_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
     launch_e4m3_per_token, E4m3PerTokenArgs, e4m3_per_token_entry, e4m3_per_token_many_entry, e4m3_per_token_narrow_entry,
-        e4m3_per_token_held_entry, e4m3_per_token_ring_entry, true, |rows: &Alone| rows.tokens(e4m3_per_token_narrow_x3_entry, e4m3_per_token_few_entry),
+        e4m3_per_token_held_entry, e4m3_per_token_ring_entry, e4m3_per_token_any_ring_entry, true, |rows: &Alone| rows.tokens(e4m3_per_token_narrow_x3_entry, e4m3_per_token_few_entry),
         "rms_norm_e4m3_per_token", |args| args.smooth;
     /// Launches [`rms_norm_i8_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
     launch_i8_per_token, I8PerTokenArgs, i8_per_token_entry, i8_per_token_many_entry, i8_per_token_narrow_entry,
-        i8_per_token_held_entry, i8_per_token_ring_entry, true, |rows: &Alone| rows.tokens(i8_per_token_narrow_x3_entry, i8_per_token_few_entry),
+        i8_per_token_held_entry, i8_per_token_ring_entry, i8_per_token_any_ring_entry, true, |rows: &Alone| rows.tokens(i8_per_token_narrow_x3_entry, i8_per_token_few_entry),
         "rms_norm_i8_per_token", |args| args.smooth;
     /// Launches [`rms_norm_e4m3_per_group`] on raw pointers (layer L1). `scales` is `[rows, ceil(n / 128)]` with the
     /// distances in `args`.
     launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, e4m3_per_group_many_entry, e4m3_per_group_narrow_entry,
-        e4m3_per_group_held_entry, e4m3_per_group_ring_entry, false, |rows: &Alone| rows.groups(e4m3_per_group_narrow_x3_entry, e4m3_per_group_narrow_many_entry),
+        e4m3_per_group_held_entry, e4m3_per_group_ring_entry, e4m3_per_group_any_ring_entry, false, |rows: &Alone| rows.groups(e4m3_per_group_narrow_x3_entry, e4m3_per_group_narrow_many_entry),
         "rms_norm_e4m3_per_group", |_args| std::ptr::null();
 }
 

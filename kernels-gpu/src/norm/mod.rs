@@ -16,11 +16,12 @@
 //! * `ring`, `ring_long`: many rows of `x8` with 8-bit results, on Hopper; see [`rms_norm_quant_ring`]. The same bits.
 //! * `loop`: longer rows are read twice, the second time from the second-level cache; up to 1024 threads.
 //! * `any`: as `loop`, for rows that cannot be moved in pieces of 16 bytes (see [`row`](crate::row)). `any_x4`: held in registers, four pieces of four
-//!   elements a thread, rows up to 16384 elements; the same bits.
+//!   elements a thread, rows up to 16384 elements; the same bits. `any_ring`: many of up to 8192, on Hopper; see [`rms_norm_any_ring`].
 
 pub mod layer_norm;
 pub mod qk_norm;
 pub mod rms_norm;
+pub mod rms_norm_any_ring;
 pub mod rms_norm_quant;
 pub mod rms_norm_quant_ring;
 

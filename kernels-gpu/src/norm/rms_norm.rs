@@ -3,6 +3,7 @@
 //! Squares are summed in f32. With a residual the sum is rounded to the element type first, stored as the new residual
 //! and normalised in its rounded form: what the next layer reads is what was normalised here.
 
+use super::rms_norm_any_ring as any_ring;
 use super::{Early, FEW_ROWS, MAX_WARPS, NARROW_WARPS, RING, Row};
 use crate::row::team::{Op, scratch};
 use crate::row::{Team, Words, packed, unpacked, unpacked_again, words, zero};
@@ -27,7 +28,12 @@ pub(crate) fn inverse(n: u32) -> f32 {
 /// The sum of the squares of a piece: two chains, since latency counts.
 #[inline(always)]
 pub(crate) fn squares<T: Float, const V: usize>(piece: [T; V]) -> f32 {
-    let x = vec::to_f32(piece);
+    squares_of(vec::to_f32(piece))
+}
+
+/// [`squares`] of elements as numbers.
+#[inline(always)]
+pub(crate) fn squares_of<const V: usize>(x: [f32; V]) -> f32 {
     let mut sums = [0.0; 2];
     cuda_std::unroll::<V>(|j| sums[j % 2] = float::fma(x[j], x[j], sums[j % 2]));
     sums[0] + sums[1]
@@ -369,6 +375,9 @@ pub mod alone {
         rms_norm_x8_f32 { type T = f32; } [1024] => rms_norm::<T, 4, 8, true, false>;
         rms_norm_x8_f16 { type T = half::f16; } [1024] => rms_norm::<T, 8, 8, true, false>;
         rms_norm_x8_bf16 { type T = half::bf16; } [1024] => rms_norm::<T, 8, 8, true, false>;
+        rms_norm_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::rms_norm::<T>;
+        rms_norm_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::rms_norm::<T>;
+        rms_norm_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::rms_norm::<T>;
     }
 }
 
@@ -402,5 +411,8 @@ pub mod fused_add {
         fused_add_rms_norm_x8_f32 { type T = f32; } [1024] => fused_add_rms_norm::<T, 4, 8, true, false>;
         fused_add_rms_norm_x8_f16 { type T = half::f16; } [1024] => fused_add_rms_norm::<T, 8, 8, true, false>;
         fused_add_rms_norm_x8_bf16 { type T = half::bf16; } [1024] => fused_add_rms_norm::<T, 8, 8, true, false>;
+        fused_add_rms_norm_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::fused_add_rms_norm::<T>;
+        fused_add_rms_norm_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::fused_add_rms_norm::<T>;
+        fused_add_rms_norm_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::fused_add_rms_norm::<T>;
     }
 }

@@ -5,7 +5,11 @@
 //! nothing but arithmetic. Results are quantised from f32; they are not rounded to the input's type before.
 
 use super::rms_norm::{Source, inverse, inverse_rms, scaled, squares};
-use super::{FEW_ROWS, MAX_WARPS, NARROW_WARPS, RING, Row, rms_norm_quant_ring as ring, row_number};
+
+use super::{
+    FEW_ROWS, MAX_WARPS, NARROW_WARPS, RING, Row, rms_norm_any_ring as any_ring, rms_norm_quant_ring as ring,
+    row_number,
+};
 use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
 use crate::row::{Piece, Team, Words, unpacked, unpacked_again, zero};
@@ -686,6 +690,12 @@ pub mod e4m3_per_token {
         fused_add_rms_norm_e4m3_per_token_ring_bf16 { type T = half::bf16; } [RING_THREADS; Sm90a] => ring::per_token::<T, E4M3, true, 8, true>;
         fused_add_rms_norm_e4m3_per_token_ring_long_f16 { type T = half::f16; } [X8_THREADS; Sm90a] => ring::per_token::<T, E4M3, true, 8, false>;
         fused_add_rms_norm_e4m3_per_token_ring_long_bf16 { type T = half::bf16; } [X8_THREADS; Sm90a] => ring::per_token::<T, E4M3, true, 8, false>;
+        rms_norm_e4m3_per_token_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, E4M3, false>;
+        rms_norm_e4m3_per_token_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, E4M3, false>;
+        rms_norm_e4m3_per_token_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, E4M3, false>;
+        fused_add_rms_norm_e4m3_per_token_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, E4M3, true>;
+        fused_add_rms_norm_e4m3_per_token_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, E4M3, true>;
+        fused_add_rms_norm_e4m3_per_token_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, E4M3, true>;
     }
 }
 
@@ -758,6 +768,12 @@ pub mod i8_per_token {
         fused_add_rms_norm_i8_per_token_ring_bf16 { type T = half::bf16; } [RING_THREADS; Sm90a] => ring::per_token::<T, i8, true, 8, true>;
         fused_add_rms_norm_i8_per_token_ring_long_f16 { type T = half::f16; } [X8_THREADS; Sm90a] => ring::per_token::<T, i8, true, 8, false>;
         fused_add_rms_norm_i8_per_token_ring_long_bf16 { type T = half::bf16; } [X8_THREADS; Sm90a] => ring::per_token::<T, i8, true, 8, false>;
+        rms_norm_i8_per_token_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, i8, false>;
+        rms_norm_i8_per_token_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, i8, false>;
+        rms_norm_i8_per_token_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, i8, false>;
+        fused_add_rms_norm_i8_per_token_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, i8, true>;
+        fused_add_rms_norm_i8_per_token_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, i8, true>;
+        fused_add_rms_norm_i8_per_token_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, i8, true>;
     }
 }
 
@@ -831,5 +847,11 @@ pub mod e4m3_per_group {
         fused_add_rms_norm_e4m3_per_group_ring_bf16 { type T = half::bf16; } [RING_THREADS; Sm90a] => ring::per_group::<T, E4M3, true, 8, true>;
         fused_add_rms_norm_e4m3_per_group_ring_long_f16 { type T = half::f16; } [X8_THREADS; Sm90a] => ring::per_group::<T, E4M3, true, 8, false>;
         fused_add_rms_norm_e4m3_per_group_ring_long_bf16 { type T = half::bf16; } [X8_THREADS; Sm90a] => ring::per_group::<T, E4M3, true, 8, false>;
+        rms_norm_e4m3_per_group_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_group::<T, E4M3, false>;
+        rms_norm_e4m3_per_group_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_group::<T, E4M3, false>;
+        rms_norm_e4m3_per_group_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_group::<T, E4M3, false>;
+        fused_add_rms_norm_e4m3_per_group_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_group::<T, E4M3, true>;
+        fused_add_rms_norm_e4m3_per_group_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_group::<T, E4M3, true>;
+        fused_add_rms_norm_e4m3_per_group_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_group::<T, E4M3, true>;
     }
 }
