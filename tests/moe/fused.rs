@@ -4,7 +4,7 @@ use warploom::moe::{
     ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused, shuffle_weights,
 };
 use warploom::reference::moe::{Block, FusedResult, fused as reference};
-use warploom::{Device, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
+use warploom::{DType, Device, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{epsilon, gpu, noise, noise_of, on_every_device, property, sanitizing, smallest, widen};
 
 const ACTIVATIONS: [ExpertActivation; 5] = [
@@ -48,6 +48,7 @@ struct Case {
     present: usize,
     unordered: bool,
     rounded: bool,
+    f32_slots: bool,
     shuffled: bool,
     path: FusedPath,
 }
@@ -71,9 +72,18 @@ impl Case {
             present: tokens,
             unordered: false,
             rounded: false,
+            f32_slots: false,
             shuffled: false,
             path: FusedPath::Auto,
         }
+    }
+
+    /// Whether results of slots lie between the second product and the sum in 16 bits and powers of two.
+    fn packs<T: Float>(&self) -> bool {
+        T::DTYPE == DType::Bf16
+            && matches!(self.path, FusedPath::Auto | FusedPath::Wgmma176)
+            && !(self.unordered || self.rounded || self.f32_slots)
+            && self.top_k + if self.listed { 0 } else { self.shared } > 1
     }
 
     fn path(mut self, path: FusedPath) -> Self {
@@ -155,6 +165,7 @@ impl<T: Float> Inputs<T> {
             .shared_listed(case.listed)
             .unordered(case.unordered)
             .rounded_slots(case.rounded)
+            .f32_slots(case.f32_slots)
             .shuffled(case.shuffled)
             .path(case.path);
         if case.biased {
@@ -202,11 +213,25 @@ impl<T: Float> Inputs<T> {
     }
 }
 
-/// How far a result may be from the reference's: what comes before the last rounding, that, and those of so many slots if they are `rounded`.
-pub(super) fn allowed<T: Float>(want: &FusedResult, rounded: Option<usize>) -> f64 {
-    let (magnitude, roundings) = rounded.map_or((0.0, 1), |slots| (want.slots, slots + 1));
+/// How results of slots are kept until they are added up.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Kept {
+    F32,
+    /// So many of them rounded to elements.
+    Rounded(usize),
+    /// In 11 bits.
+    Packed,
+}
+
+/// How far a result may be from the reference's: what comes before the last rounding, that, and those of slots.
+pub(super) fn allowed<T: Float>(want: &FusedResult, kept: Kept) -> f64 {
+    let (slot, roundings) = match kept {
+        Kept::F32 => (0.0, 1),
+        Kept::Rounded(slots) => (epsilon::<T>() * want.slots, slots + 1),
+        Kept::Packed => (2f64.powi(-12) * want.slots, 1),
+    };
     // Roundings act on what is off already.
-    1.01 * (epsilon::<T>() * (want.value.abs() + magnitude) + want.error) + roundings as f64 * smallest::<T>()
+    1.01 * (epsilon::<T>() * want.value.abs() + slot + want.error) + roundings as f64 * smallest::<T>()
 }
 
 /// The weights of a case as the reference takes them.
@@ -255,6 +280,11 @@ fn check<T: Float>(d: &Device, s: &Stream, case: &Case) {
 
     let block = block_of(&inputs, case);
     let (x, weights) = (widen(&inputs.x.to_vec().unwrap()), inputs.weights.to_vec().unwrap());
+    let kept = match case {
+        Case { rounded: true, .. } => Kept::Rounded(slots),
+        case if case.packs::<T>() => Kept::Packed,
+        _ => Kept::F32,
+    };
     let (mut worst, mut nonzero, mut large) = (0.0f64, 0, 0);
     for token in 0..case.tokens {
         let row = |v: &[T]| widen(&v[token * case.hidden..][..case.hidden]);
@@ -265,7 +295,7 @@ fn check<T: Float>(d: &Device, s: &Stream, case: &Case) {
         }
         let want = wanted::<T>(&block, &x[token * case.hidden..][..case.hidden], &case.slots(token, &weights));
         for (c, want) in want.iter().enumerate() {
-            let allowed = allowed::<T>(want, case.rounded.then_some(slots));
+            let allowed = allowed::<T>(want, kept);
             for got in [got[c], again[c]] {
                 let error = (got - want.value).abs();
                 assert!(
@@ -324,7 +354,7 @@ fn what_is_missing_shows() {
             for (c, want) in want.iter().enumerate() {
                 let got = [0.0, others[0][c].value, others[1][c].value, others[2][c].value];
                 for (seen, got) in seen.iter_mut().zip(got) {
-                    *seen += ((got - want.value).abs() > allowed::<bf16>(want, None)) as usize;
+                    *seen += ((got - want.value).abs() > allowed::<bf16>(want, Kept::F32)) as usize;
                 }
             }
         }
@@ -696,7 +726,9 @@ fn wgmma_blocks_in_twos() {
             check::<bf16>(d, s, &case);
             let inputs = Inputs::<bf16>::new(d, &case, 1);
             let want = bits_of(d, s, &inputs, &case.clone().path(FusedPath::Wgmma64));
-            assert_eq!(bits_of(d, s, &inputs, &case), want, "{case:?}");
+            let whole = Case { f32_slots: true, ..case.clone() };
+            check::<bf16>(d, s, &whole);
+            assert_eq!(bits_of(d, s, &inputs, &whole), want, "{case:?}");
             if skewed {
                 case.unordered = true;
                 check::<bf16>(d, s, &case);
@@ -764,6 +796,7 @@ fn unordered() {
 /// Each slot's result rounded: exactly what the slots give by themselves, added up. Widths of shares from 8 to 176 columns, tiles of rows that are not
 /// whole; where sums come in any order, and on paths that have no use for the permission, it makes no difference.
 fn check_rounded<T: Float>(d: &Device, s: &Stream, case: &Case) {
+    let case = &Case { f32_slots: true, ..case.clone() };
     let plain = Inputs::<T>::new(d, case, 1);
     let whole = bits_of(d, s, &plain, case);
     let rounded = Case { rounded: true, ..case.clone() };
@@ -829,6 +862,72 @@ fn rounded_slots() {
         check::<bf16>(d, s, &case);
         check::<bf16>(d, s, &Case { rounded: true, ..Case::new(0, 2, 3, 8, 8).path(FusedPath::Wgmma176) });
         check::<bf16>(d, s, &Case { rounded: true, ..Case::new(3, 0, 3, 8, 8).path(FusedPath::Wgmma176) });
+    });
+}
+
+/// The same bits, or the next number to either side: what results of one slot kept in 11 bits may make of those kept in f32. How many are not the same.
+fn assert_neighbours(got: &[u32], want: &[u32], case: &Case) -> usize {
+    let number = |bits: u32| if f32::from_bits(bits).is_nan() { None } else { Some(bits as i32 >> 16) };
+    let mut other = 0;
+    for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
+        match (number(got), number(want)) {
+            (None, None) => {}
+            (Some(g), Some(w)) if (g - w).abs() <= 1 => other += (g != w) as usize,
+            // To either side of zero.
+            (Some(_), Some(_)) if f32::from_bits(got) == 0.0 && f32::from_bits(want) == 0.0 => {}
+            _ => panic!("result {i}: {}, expected {}, {case:?}", f32::from_bits(got), f32::from_bits(want)),
+        }
+    }
+    other
+}
+
+/// Results of slots in 11 bits: those of f32 but for a few neighbours, whatever else is among the columns that have a power of two in common. Columns that are not whole groups, widths of shares from 8 to 176
+/// columns, blocks in twos.
+#[test]
+fn packed_slots() {
+    on_every_device(|d, s| {
+        for (tokens, experts, hidden, biased) in
+            [(5, 3, 72, false), (60, 3, 328, true), (130, 2, 264, false), (170, 1, 128, true), (400, 1, 520, false)]
+        {
+            // Two slots, of which one has nobody: a result is that of the other.
+            let mut case = Case::new(tokens, 2, experts, hidden, 72).path(FusedPath::Wgmma176);
+            (case.biased, case.ids[0]) = (biased, -1);
+            case.ids.iter_mut().skip(1).step_by(2).for_each(|id| *id = -1);
+            check::<bf16>(d, s, &case);
+            let whole = Case { f32_slots: true, ..case.clone() };
+            let mut inputs = Inputs::<bf16>::new(d, &case, 1);
+            let w2 = inputs.w2.to_vec().unwrap();
+            let (mut others, mut results) = (0, 0);
+            // Rows of the last weights that make columns much larger and smaller than others, none a number, and all so small or large that their squares have no number.
+            for change in 0..5 {
+                let mut w2 = w2.clone();
+                for (i, w) in w2.iter_mut().enumerate() {
+                    let factor = match (change, i / case.inter % hidden) {
+                        (1, 3) => 4096.0,
+                        (1, 5) => 1.0 / 4096.0,
+                        (2, 3) => f32::INFINITY,
+                        (2, 9) => f32::NAN,
+                        (3, _) => 2f32.powi(-90),
+                        (4, _) => 2f32.powi(100),
+                        _ => 1.0,
+                    };
+                    *w = bf16::from_f32(w.to_f32() * factor);
+                }
+                inputs.w2.copy_from_slice(&w2).unwrap();
+                let (got, want) = (bits_of(d, s, &inputs, &case), bits_of(d, s, &inputs, &whole));
+                others += assert_neighbours(&got, &want, &case);
+                results += got.len();
+            }
+            // One in sixteen would be one that is halfway between two numbers with five more bits.
+            assert!(16 * others < results && (results < 20000 || others > 0), "{others} of {results}, {case:?}");
+        }
+        // Several slots, shared experts, nobody and some of nobody.
+        for (tokens, top_k, shared) in [(9, 9, 0), (60, 2, 1), (130, 3, 0), (0, 2, 0), (3, 0, 0)] {
+            let mut case = Case::new(tokens, top_k, 3, 328, 72).path(FusedPath::Wgmma176);
+            case.shared = shared;
+            case.ids.iter_mut().take(3).for_each(|id| *id = -1);
+            check::<bf16>(d, s, &case);
+        }
     });
 }
 
@@ -1044,7 +1143,9 @@ fn sums_that_read_for_the_last_time() {
     use warploom::kernels::moe::fused_reduce::*;
     fn check<P: Float>(d: &Device, s: &Stream, entry: Entry<Args>, columns: usize, [slots, n]: [usize; 2]) {
         let tokens = 3;
-        let mut partial = Tensor::from_slice(d, &noise_of::<P>(tokens * slots * n, 7), &[tokens * slots, n]).unwrap();
+        // As many behind them, which some results are multiplied by.
+        let mut partial =
+            Tensor::from_slice(d, &noise_of::<P>(2 * tokens * slots * n, 7), &[2 * tokens * slots, n]).unwrap();
         let mut ids: Vec<i32> = (0..tokens * slots).map(|i| (i % 8) as i32).collect();
         (ids[1], ids[slots]) = (-1, 9);
         let ids = Tensor::from_slice(d, &ids, &[tokens, slots]).unwrap();
@@ -1095,6 +1196,7 @@ fn sums_that_read_for_the_last_time() {
             check::<f32>(d, s, moe_fused_reduce_bf16::ENTRY, COLUMNS, [3, n]);
             check::<f32>(d, s, moe_fused_reduce_eight_bf16::ENTRY, COLUMNS, [9, n]);
             check::<bf16>(d, s, moe_fused_reduce_rounded_bf16::ENTRY, ROUNDED_COLUMNS, [6, n]);
+            check::<f16>(d, s, moe_fused_reduce_packed_bf16::ENTRY, ROUNDED_COLUMNS, [6, n]);
         }
     });
 }

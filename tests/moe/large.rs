@@ -1,7 +1,7 @@
 //! Experts of the sizes of models, on a GPU: up to 7.5 · 10⁹ weights in a tensor, so that offsets need more than 32 bits. Against the definition, for a few tokens of each batch, whose
 //! experts lie all over the tensor. Weights repeat (`cyclic`), but not so that what is a power of two away is the same.
 
-use super::fused::{allowed, wanted};
+use super::fused::{Kept, allowed, wanted};
 use super::fused_quant::{Tolerance, e4m3};
 use warploom::gemm::Quantised;
 use warploom::moe::{
@@ -163,15 +163,20 @@ fn check_model(d: &Device, model: Model, shuffles: bool, batches: &[(usize, &[Fu
             if !hopper && (wgmma || path == FusedPath::Vector) {
                 continue;
             }
-            for (shuffle, unordered, rounded) in
-                [(false, false, false), (true, false, false), (false, true, false), (false, false, true)]
-            {
-                if shuffle && !(wgmma && shuffled.is_some()) || (unordered || rounded) && !wide {
+            // Shuffled weights, sums in any order, slots rounded, slots in f32.
+            for which in 0..5 {
+                let [shuffle, unordered, rounded, f32_slots] = [1, 2, 3, 4].map(|option| which == option);
+                if shuffle && !(wgmma && shuffled.is_some()) || (unordered || rounded || f32_slots) && !wide {
                     continue;
                 }
+                let kept = match path {
+                    _ if rounded => Kept::Rounded(model.top_k),
+                    FusedPath::Auto | FusedPath::Wgmma176 if !(unordered || f32_slots) => Kept::Packed,
+                    _ => Kept::F32,
+                };
                 let (w13, w2) = shuffled.as_ref().filter(|_| shuffle).map_or((&w13, &w2), |(a, b)| (a, b));
                 let options = FusedOptions::default().path(path).shuffled(shuffle);
-                let options = options.unordered(unordered).rounded_slots(rounded);
+                let options = options.unordered(unordered).rounded_slots(rounded).f32_slots(f32_slots);
                 let (mut out, Batch { x, ids, weights, .. }) = (batch.out(d, &s), &batch);
                 s.fill_bytes(&mut workspace, 0xff).unwrap();
                 fused(&s, &mut out, x, w13, w2, ids, weights, &options, &mut workspace).unwrap();
@@ -179,7 +184,7 @@ fn check_model(d: &Device, model: Model, shuffles: bool, batches: &[(usize, &[Fu
                 for (want, &place) in want.iter().zip(&batch.places) {
                     let got = widen(&out.narrow(0, place, 1).unwrap().to_vec().unwrap());
                     for (c, (got, want)) in got.iter().zip(want).enumerate() {
-                        let allowed = allowed::<bf16>(want, rounded.then_some(model.top_k));
+                        let allowed = allowed::<bf16>(want, kept);
                         let error = (got - want.value).abs();
                         assert!(
                             error <= allowed,

@@ -430,6 +430,8 @@ pub struct Plan {
     cluster: usize,
     /// The second product and the sum of [`FusedOptions::rounded_slots`], where the path makes use of it.
     rounded: Option<(Entry<WgmmaArgs>, Entry<ReduceArgs>)>,
+    /// Those without it, unless [`FusedOptions::f32_slots`] are asked for.
+    packed: Option<(Entry<WgmmaArgs>, Entry<ReduceArgs>)>,
 }
 
 /// The kernels of the first product and the second, or the one for all.
@@ -540,7 +542,17 @@ pub const fn plan(
             Some(down) => Some((down, fused_reduce::moe_fused_reduce_rounded_f16::ENTRY)),
             None => None,
         };
-        return Some(Plan { path, products: Products::Wgmma(up, down), cluster, rounded });
+        // What 16 bits lose is nothing beside the rounding of a bf16 result.
+        let packed = match (path, is_bf16) {
+            (_, true) if two => Some(moe_fused_wgmma_down_packed_t176_two_bf16::ENTRY),
+            (FusedPath::Wgmma176, true) => Some(moe_fused_wgmma_down_packed_t176_bf16::ENTRY),
+            _ => None,
+        };
+        let packed = match packed {
+            Some(down) => Some((down, fused_reduce::moe_fused_reduce_packed_bf16::ENTRY)),
+            None => None,
+        };
+        return Some(Plan { path, products: Products::Wgmma(up, down), cluster, rounded, packed });
     }
     if let (FusedPath::Vector, Some(parts)) = (path, vector) {
         use fused_vector::*;
@@ -550,7 +562,7 @@ pub const fn plan(
             (false, true) => moe_fused_vector_words_f16::ENTRY,
             (true, true) => moe_fused_vector_words_bf16::ENTRY,
         };
-        return Some(Plan { path, products: Products::Vector(entry, parts), cluster: 1, rounded: None });
+        return Some(Plan { path, products: Products::Vector(entry, parts), cluster: 1, rounded: None, packed: None });
     }
     let (f16, bf16) = match path {
         FusedPath::Host | FusedPath::Vector | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma176 => {
@@ -586,7 +598,7 @@ pub const fn plan(
         ),
     };
     let (up, down) = if is_bf16 { bf16 } else { f16 };
-    Some(Plan { path, products: Products::Blocks(up, down), cluster: 1, rounded: None })
+    Some(Plan { path, products: Products::Blocks(up, down), cluster: 1, rounded: None, packed: None })
 }
 
 /// A number that no other launch of this process has, and nobody else knows: the first is random.
@@ -761,6 +773,8 @@ pub struct Operands {
     pub unordered: bool,
     /// Whether results of slots may be rounded; see [`FusedOptions::rounded_slots`].
     pub rounded_slots: bool,
+    /// Whether results of slots stay in f32; see [`FusedOptions::f32_slots`].
+    pub f32_slots: bool,
     /// Whether weights are [shuffled](shuffle::shuffle_weights), as the plan was made for.
     pub shuffled: bool,
 }
@@ -790,6 +804,7 @@ impl Operands {
             activation: ExpertActivation::Silu,
             unordered: false,
             rounded_slots: false,
+            f32_slots: false,
             shuffled: false,
         }
     }
@@ -882,7 +897,14 @@ pub unsafe fn launch(
     let wgmma = plan.path.is_wgmma();
     // Without slots there is nothing to add up, nor room to do it in.
     let unordered = o.unordered && wgmma && plan.sorts() && slots > 0;
-    let rounded = plan.rounded.filter(|_| o.rounded_slots && !unordered);
+    // The second product and the sum of results of 16 bits.
+    let halved = match o {
+        _ if unordered => None,
+        o if o.rounded_slots => plan.rounded,
+        // One alone is not added to anything: a sum of half as much takes longer (rounded, 6 % of the block with 4096 tokens of Llama 4 Scout).
+        o if o.f32_slots || slots < 2 => None,
+        _ => plan.packed,
+    };
     if plan.sorts() {
         (sorted_ids, expert_ids) = (part(at.sorted_ids).cast::<i32>(), part(at.expert_ids).cast::<i32>());
         let args = sort::Args {
@@ -957,10 +979,10 @@ pub unsafe fn launch(
         split_log2: split_log2(shape.intermediate),
         ..up
     };
-    let bytes = product(&[shape.pairs(), shape.hidden, if rounded.is_some() { dtype.size() } else { 4 }]);
+    let bytes = product(&[shape.pairs(), shape.hidden, if halved.is_some() { dtype.size() } else { 4 }]);
     let kept = wgmma && !matches!(plan.path, FusedPath::Wgmma176) && !unordered && bytes <= KEPT_BYTES;
     let multiprocessors = stream.device().properties().multiprocessors;
-    let (stripe, early) = if wgmma && !unordered && rounded.is_none() {
+    let (stripe, early) = if wgmma && !unordered && halved.is_none() {
         plan.stripe(shape, multiprocessors, bytes)
     } else {
         (shape.hidden, false)
@@ -1122,11 +1144,11 @@ pub unsafe fn launch(
             // SAFETY: forwarded to the caller.
             unsafe {
                 stream.launch(&first_product, &first, &up)?;
-                stream.launch(&rounded.map_or(second_product, |(down, _)| down), &second, &down)?;
+                stream.launch(&halved.map_or(second_product, |(down, _)| down), &second, &down)?;
             }
         }
     }
-    let (entry, geometry) = if let Some((_, reduce)) = rounded {
+    let (entry, geometry) = if let Some((_, reduce)) = halved {
         (reduce, rounded_reduce_geometry(shape))
     } else {
         let (entry, threads) = reduce_entry(dtype, reduce.slots as usize);
@@ -1186,7 +1208,7 @@ pub const fn reduce_geometry(shape: &FusedShape) -> Geometry {
     sum_geometry(shape, reduce_entry(DType::F32, shape.slots()).1, fused_reduce::COLUMNS, false)
 }
 
-/// How to launch the sum over slots whose results are [rounded](FusedOptions::rounded_slots).
+/// How to launch the sum over slots whose results have 16 bits.
 pub const fn rounded_reduce_geometry(shape: &FusedShape) -> Geometry {
     sum_geometry(shape, fused_reduce::ROUNDED_THREADS, fused_reduce::ROUNDED_COLUMNS, false)
 }
@@ -1286,6 +1308,10 @@ pub struct FusedOptions<'a, T: Element> {
     /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma64` and `Wgmma176` make use of it, unless
     /// they do of `unordered`.
     pub rounded_slots: bool,
+    /// Keeps the result of each slot in f32 until those of a token are added up, unless `rounded_slots` allows less. Otherwise `Wgmma176` keeps two results or more that become bf16, before they are weighted, in 11 bits: as
+    /// f16 times a power of two that each slot has for 128 columns, so that the largest of them is about 2^14 in f16; half as much lies between the second product and the sum. Beside results' own
+    /// rounding, to 8 bits, that is next to nothing. What loses more bits is smaller than 2^-27 of the largest of its 128 columns, or than 2^-126; where one of them is infinite, the slot's others are as f16 has them.
+    pub f32_slots: bool,
     /// Whether `w13` and `w2`, those of shared experts too, come from [`shuffle_weights`](super::shuffle_weights()): for the `Wgmma` paths, one
     /// of which [`FusedPath::Auto`] then is; widths are multiples of 128 bytes.
     pub shuffled: bool,
@@ -1315,6 +1341,7 @@ impl<T: Element> Default for FusedOptions<'_, T> {
             num_tokens: None,
             unordered: false,
             rounded_slots: false,
+            f32_slots: false,
             shuffled: false,
             checked: false,
             path: FusedPath::Auto,
@@ -1384,6 +1411,12 @@ impl<'a, T: Element> FusedOptions<'a, T> {
         self
     }
 
+    /// With each slot's result in f32, or not.
+    pub const fn f32_slots(mut self, f32_slots: bool) -> Self {
+        self.f32_slots = f32_slots;
+        self
+    }
+
     /// With shuffled weights, or not.
     pub const fn shuffled(mut self, shuffled: bool) -> Self {
         self.shuffled = shuffled;
@@ -1411,8 +1444,8 @@ impl<'a, T: Element> FusedOptions<'a, T> {
 /// It serves one stream at a time: another one waits for an event first.
 ///
 /// Products and sums are in f32; the intermediate row is rounded to `T` after the activation; results are weighted and added
-/// over the slots in their order in f32 (unless `options.unordered`), with one rounding at the end (and one of each slot's, with
-/// `options.rounded_slots`). Element types: f32, f16, bf16.
+/// over the slots in their order in f32 (unless `options.unordered`), with one rounding at the end (and one of each slot's with
+/// `options.rounded_slots`, and one to 11 bits where many tokens become bf16, without `options.f32_slots`). Element types: f32, f16, bf16.
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value), [`Alignment`](Error::Alignment),
@@ -1500,6 +1533,7 @@ pub fn fused<T: Float>(
         activation: options.activation,
         unordered: options.unordered,
         rounded_slots: options.rounded_slots,
+        f32_slots: options.f32_slots,
         shuffled: options.shuffled,
     };
     let workspace = block::workspace(&mut call, OP, workspace, shape.workspace_bytes(T::DTYPE))?;

@@ -44,6 +44,27 @@ pub fn mul_hi_u64(a: u64, b: u64) -> u64 {
     ((a as u128 * b as u128) >> 64) as u64
 }
 
+/// The larger of either halves of two words, as signed numbers of 16 bits: `max.s16x2`, one instruction from sm_90 on, which it takes.
+#[inline(always)]
+pub fn max_i16x2(a: u32, b: u32) -> u32 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let out: u32;
+        // SAFETY: register arithmetic.
+        unsafe {
+            ptx!("max.s16x2 {o}, {a}, {b};", o = lateout(reg32) out, a = in(reg32) a, b = in(reg32) b,
+                options(pure, nomem, nostack))
+        };
+        out
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        let half = |word: u32, shift: u32| (word >> shift) as u16 as i16;
+        let larger = |shift: u32| u32::from(half(a, shift).max(half(b, shift)) as u16) << shift;
+        larger(16) | larger(0)
+    }
+}
+
 /// `bits` bits of `word` from bit `start` on: `bfe.u32`. `start + bits` is at most 32.
 #[inline(always)]
 pub fn extract(word: u32, start: u32, bits: u32) -> u32 {

@@ -4,7 +4,7 @@
 //! int8 are exact. `h` is stored as `T` and quantised by [`fused_quant_rows`](super::fused_quant_rows), since a scale covers all outputs; so the second product begins when that has ended.
 //! Rows of `x` and of `h` are quantised where they are, a token's once, and gathered.
 
-use super::fused_wgmma::{self, Operand, RowScales, product};
+use super::fused_wgmma::{self, F32, Operand, ROUNDED, RowScales, product};
 use crate::tensor_float::TensorFloat;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::Accumulator;
@@ -24,7 +24,7 @@ unsafe fn fused_quant_rows_wgmma<
     const ALTERNATE: bool,
     const NOW: bool,
     const STAGED: bool,
-    const ROUNDED: bool,
+    const SLOTS: u8,
     const TILES: usize,
     const PAIRS: usize,
     const LINES: usize,
@@ -84,7 +84,7 @@ unsafe fn fused_quant_rows_wgmma<
     [Q::Sum; 80]: Accumulator<Q::Sum>,
     [Q::Sum; 88]: Accumulator<Q::Sum>,
 {
-    product::<T, Q, UP, ALTERNATE, NOW, STAGED, ROUNDED, TILES, PAIRS, LINES, STAGES, DIRECT, PAIRED>(
+    product::<T, Q, UP, ALTERNATE, NOW, STAGED, SLOTS, TILES, PAIRS, LINES, STAGES, DIRECT, PAIRED>(
         h,
         partial,
         x.cast(),
@@ -156,31 +156,31 @@ entries! {
         n: u32, k: u32,
         layout: u32, shuffled: u32, activation: u32, alpha: f32, limit: f32, words: *mut u64, launch: u64, kept: u32, left: *mut u32, stripe: u32,
     );
-    moe_fused_quant_rows_wgmma_up_t16_e4m3_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_quant_rows_wgmma_up_t16_e4m3_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_quant_rows_wgmma_down_t16_e4m3 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_quant_rows_wgmma_up_t64_e4m3_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, true, true, false, false, 2, 64, 2, 4, false, false>;
-    moe_fused_quant_rows_wgmma_up_t64_e4m3_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, true, true, false, false, 2, 64, 2, 4, false, false>;
-    moe_fused_quant_rows_wgmma_down_t64_e4m3 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, true, true, false, false, 2, 64, 2, 4, false, false>;
-    moe_fused_quant_rows_wgmma_up_t176_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_quant_rows_wgmma_up_t176_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_quant_rows_wgmma_down_t176_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_quant_rows_wgmma_down_rounded_t176_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, true, 2, 176, 1, 4, false, false>;
-    moe_fused_quant_rows_wgmma_down_rounded_t176_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, true, 2, 176, 1, 4, false, false>;
-    moe_fused_quant_rows_wgmma_up_t176_two_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, false, 2, 176, 1, 4, false, true>;
-    moe_fused_quant_rows_wgmma_up_t176_two_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, false, 2, 176, 1, 4, false, true>;
-    moe_fused_quant_rows_wgmma_down_t176_two_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, false, 2, 176, 1, 4, false, true>;
-    moe_fused_quant_rows_wgmma_down_rounded_t176_two_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, true, 2, 176, 1, 4, false, true>;
-    moe_fused_quant_rows_wgmma_down_rounded_t176_two_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, true, 2, 176, 1, 4, false, true>;
-    moe_fused_quant_rows_wgmma_up_t16_i8_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_quant_rows_wgmma_up_t16_i8_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_quant_rows_wgmma_down_t16_i8 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_quant_rows_wgmma_up_t64_i8_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, true, true, false, false, 2, 64, 2, 4, false, false>;
-    moe_fused_quant_rows_wgmma_up_t64_i8_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, true, true, false, false, 2, 64, 2, 4, false, false>;
-    moe_fused_quant_rows_wgmma_down_t64_i8 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, true, true, false, false, 2, 64, 2, 4, false, false>;
-    moe_fused_quant_rows_wgmma_up_t176_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_quant_rows_wgmma_up_t176_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_quant_rows_wgmma_down_t176_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_quant_rows_wgmma_down_rounded_t176_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, true, 2, 176, 1, 4, false, false>;
-    moe_fused_quant_rows_wgmma_down_rounded_t176_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, true, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_up_t16_e4m3_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, true, true, false, F32, 1, 16, 4, 5, true, false>;
+    moe_fused_quant_rows_wgmma_up_t16_e4m3_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, true, true, false, F32, 1, 16, 4, 5, true, false>;
+    moe_fused_quant_rows_wgmma_down_t16_e4m3 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, true, true, false, F32, 1, 16, 4, 5, true, false>;
+    moe_fused_quant_rows_wgmma_up_t64_e4m3_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, true, true, false, F32, 2, 64, 2, 4, false, false>;
+    moe_fused_quant_rows_wgmma_up_t64_e4m3_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, true, true, false, F32, 2, 64, 2, 4, false, false>;
+    moe_fused_quant_rows_wgmma_down_t64_e4m3 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, true, true, false, F32, 2, 64, 2, 4, false, false>;
+    moe_fused_quant_rows_wgmma_up_t176_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, F32, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_up_t176_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, F32, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_down_t176_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, F32, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_down_rounded_t176_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_down_rounded_t176_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_up_t176_two_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, F32, 2, 176, 1, 4, false, true>;
+    moe_fused_quant_rows_wgmma_up_t176_two_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, F32, 2, 176, 1, 4, false, true>;
+    moe_fused_quant_rows_wgmma_down_t176_two_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, F32, 2, 176, 1, 4, false, true>;
+    moe_fused_quant_rows_wgmma_down_rounded_t176_two_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, true>;
+    moe_fused_quant_rows_wgmma_down_rounded_t176_two_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, true>;
+    moe_fused_quant_rows_wgmma_up_t16_i8_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, true, true, false, F32, 1, 16, 4, 5, true, false>;
+    moe_fused_quant_rows_wgmma_up_t16_i8_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, true, true, false, F32, 1, 16, 4, 5, true, false>;
+    moe_fused_quant_rows_wgmma_down_t16_i8 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, true, true, false, F32, 1, 16, 4, 5, true, false>;
+    moe_fused_quant_rows_wgmma_up_t64_i8_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, true, true, false, F32, 2, 64, 2, 4, false, false>;
+    moe_fused_quant_rows_wgmma_up_t64_i8_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, true, true, false, F32, 2, 64, 2, 4, false, false>;
+    moe_fused_quant_rows_wgmma_down_t64_i8 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, true, true, false, F32, 2, 64, 2, 4, false, false>;
+    moe_fused_quant_rows_wgmma_up_t176_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, false, false, true, F32, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_up_t176_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, false, false, true, F32, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_down_t176_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, F32, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_down_rounded_t176_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_down_rounded_t176_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, false>;
 }

@@ -6,12 +6,13 @@
 //! What else nobody reads any more, the rows of `h`, is given up by the blocks of a token's last columns: in a stripe or not, they wait until the second product has ended.
 //! Where the second product computes stripes of columns, blocks of a stripe begin when nothing of it is [left](Left), while the next ones are computed.
 
+use super::fused_wgmma::GROUP as EXPONENT_COLUMNS;
 use super::pairs::{Pairs, existing_tokens};
 use super::progress::Left;
 use cuda_std::second_level::Policy;
 use cuda_std::vec::{B64, B128};
 use cuda_std::{
-    Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, second_level, thread, unroll, vec, warp,
+    Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, second_level, thread, unroll, vec, warp,
 };
 
 /// Threads of a block.
@@ -31,11 +32,12 @@ pub const LAST_READ: u32 = 2;
 /// Bytes of a line of the second-level cache.
 pub const LINE: usize = 128;
 
-/// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`, of f32 or elements; the others as in
+/// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`, of f32 or elements, or if `PACKED` of f16, and behind them `[tokens * slots, ceil(n / 128)]` of f32,
+/// by which those of 128 columns are multiplied; the others as in
 /// [`fused::Args`](super::fused::Args), `discard` as in [`Args`]. Rows of `num_tokens` and beyond are left alone. Grid: (tokens, columns in
 /// steps of a block's, `COLUMNS` a thread); block: up to [`THREADS`], of which 2 to the power of `across` (32 at least) have a token.
 #[inline(always)]
-pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP: usize>(
+pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP: usize, const PACKED: bool>(
     out: *mut T,
     partial: *mut P,
     topk_ids: *const i32,
@@ -116,6 +118,18 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
     // Slots in groups, whose reads are in flight together; the sum is still one after the other.
     while first < slots {
         let row = (token as usize * slots as usize + first as usize) * n as usize + column as usize;
+        let mut by = [0.0; GROUP];
+        if PACKED {
+            // Behind the results.
+            let exponents = Global::new(partial.ptr(tokens as usize * slots as usize * n as usize).cast::<f32>());
+            let (pair, groups) = (token as usize * slots as usize + first as usize, n.div_ceil(EXPONENT_COLUMNS));
+            let own = pair * groups as usize + (column / EXPONENT_COLUMNS) as usize;
+            unroll::<GROUP>(|s| {
+                if are_there[s] {
+                    by[s] = exponents.get(own + s * groups as usize);
+                }
+            });
+        }
         if whole {
             let mut v = [B128([P::from_f32(0.0); COLUMNS]); GROUP];
             if discard == LAST_READ {
@@ -133,7 +147,7 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
             unroll::<GROUP>(|s| {
                 let v = v[s].to_f32();
                 for i in 0..COLUMNS {
-                    sum[i] += v[i];
+                    sum[i] = if PACKED { float::fma(v[i], by[s], sum[i]) } else { sum[i] + v[i] };
                 }
             });
         } else {
@@ -141,7 +155,8 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
                 if are_there[s] {
                     for i in 0..COLUMNS {
                         if column + (i as u32) < n {
-                            sum[i] += partial.get(row + s * n as usize + i).to_f32();
+                            let v = partial.get(row + s * n as usize + i).to_f32();
+                            sum[i] = if PACKED { float::fma(v, by[s], sum[i]) } else { sum[i] + v };
                         }
                     }
                 }
@@ -200,12 +215,13 @@ entries! {
         /// What nobody reads after the launch before, so many bytes of each token, or 0: lines of 128 bytes.
         dead: *mut u8, dead_bytes: u32,
     );
-    moe_fused_reduce_f32 { type T = f32; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS, 4>;
-    moe_fused_reduce_f16 { type T = f16; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS, 4>;
-    moe_fused_reduce_bf16 { type T = bf16; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS, 4>;
-    moe_fused_reduce_eight_f32 { type T = f32; type P = f32; } [256, 4] => fused_reduce::<T, P, COLUMNS, 8>;
-    moe_fused_reduce_eight_f16 { type T = f16; type P = f32; } [256, 4] => fused_reduce::<T, P, COLUMNS, 8>;
-    moe_fused_reduce_eight_bf16 { type T = bf16; type P = f32; } [256, 4] => fused_reduce::<T, P, COLUMNS, 8>;
-    moe_fused_reduce_rounded_f16 { type T = f16; type P = f16; } [256] => fused_reduce::<T, P, ROUNDED_COLUMNS, 4>;
-    moe_fused_reduce_rounded_bf16 { type T = bf16; type P = bf16; } [256] => fused_reduce::<T, P, ROUNDED_COLUMNS, 4>;
+    moe_fused_reduce_f32 { type T = f32; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS, 4, false>;
+    moe_fused_reduce_f16 { type T = f16; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS, 4, false>;
+    moe_fused_reduce_bf16 { type T = bf16; type P = f32; } [256] => fused_reduce::<T, P, COLUMNS, 4, false>;
+    moe_fused_reduce_eight_f32 { type T = f32; type P = f32; } [256, 4] => fused_reduce::<T, P, COLUMNS, 8, false>;
+    moe_fused_reduce_eight_f16 { type T = f16; type P = f32; } [256, 4] => fused_reduce::<T, P, COLUMNS, 8, false>;
+    moe_fused_reduce_eight_bf16 { type T = bf16; type P = f32; } [256, 4] => fused_reduce::<T, P, COLUMNS, 8, false>;
+    moe_fused_reduce_packed_bf16 { type T = bf16; type P = f16; } [256] => fused_reduce::<T, P, ROUNDED_COLUMNS, 4, true>;
+    moe_fused_reduce_rounded_f16 { type T = f16; type P = f16; } [256] => fused_reduce::<T, P, ROUNDED_COLUMNS, 4, false>;
+    moe_fused_reduce_rounded_bf16 { type T = bf16; type P = bf16; } [256] => fused_reduce::<T, P, ROUNDED_COLUMNS, 4, false>;
 }

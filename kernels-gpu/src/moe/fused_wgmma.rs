@@ -50,7 +50,7 @@
 //! it has read itself and sent on.
 //!
 //! Results of the second product lie between it and the sum over slots, written and read once, in f32: what is most of the traffic of small
-//! experts. Where it is allowed (`ROUNDED`) they are rounded to the element type, which is half of it.
+//! experts. Where it is allowed (`SLOTS`) they are rounded to the element type, or to f16 with a power of two for each pair and 128 outputs, which is half of it.
 //!
 //! # Work
 //! Blocks of threads stay, one a multiprocessor, and draw [`items`](super::items) when they have fetched what they had ([`Drawn`]).
@@ -208,12 +208,20 @@ impl RowScales {
     }
 }
 
+/// How the second product leaves results for the sum: in f32; rounded to elements; or in f16 with a power of two for each pair and [`GROUP`] outputs, before they are weighted.
+pub(super) const F32: u8 = 0;
+/// See [`F32`].
+pub(super) const ROUNDED: u8 = 1;
+/// See [`F32`].
+pub(super) const PACKED: u8 = 2;
+/// Outputs that have a power of two in common where results are packed.
+pub const GROUP: u32 = 128;
+
 /// What both products need to know.
 struct Job<T, Q: Operand, const DIRECT: bool> {
     h: GlobalMut<T>,
     partial: GlobalMut<f32>,
-    /// The same, if results are rounded.
-    rounded: GlobalMut<T>,
+    tokens: u32,
     x: Global<Q>,
     map: *const TensorMap,
     shared_map: *const TensorMap,
@@ -410,7 +418,7 @@ unsafe fn fused_wgmma<
     const ALTERNATE: bool,
     const NOW: bool,
     const STAGED: bool,
-    const ROUNDED: bool,
+    const SLOTS: u8,
     const TILES: usize,
     const PAIRS: usize,
     const LINES: usize,
@@ -456,7 +464,7 @@ unsafe fn fused_wgmma<
     left: *mut u32,
     stripe: u32,
 ) {
-    product::<T, T, UP, ALTERNATE, NOW, STAGED, ROUNDED, TILES, PAIRS, LINES, STAGES, DIRECT, PAIRED>(
+    product::<T, T, UP, ALTERNATE, NOW, STAGED, SLOTS, TILES, PAIRS, LINES, STAGES, DIRECT, PAIRED>(
         h,
         partial,
         x,
@@ -508,7 +516,7 @@ pub(super) unsafe fn product<
     const ALTERNATE: bool,
     const NOW: bool,
     const STAGED: bool,
-    const ROUNDED: bool,
+    const SLOTS: u8,
     const TILES: usize,
     const PAIRS: usize,
     const LINES: usize,
@@ -671,7 +679,7 @@ pub(super) unsafe fn product<
     let job = Job::<T, Q, DIRECT> {
         h: GlobalMut::new(h),
         partial: GlobalMut::new(partial),
-        rounded: GlobalMut::new(partial.cast()),
+        tokens,
         x: Global::new(x),
         map,
         shared_map,
@@ -1031,7 +1039,7 @@ pub(super) unsafe fn product<
                 ($($half:literal $sums:ty;)*) => {
                     match wide {
                         $(w if w == 2 * $half && const { <$sums as Accumulator<Q::Sum>>::N == 2 * $half } => apart!(consumer
-                            .item::<Q, $sums, UP, ALTERNATE, NOW, STAGED, ROUNDED, TILES, PAIRS, LINES, STAGES, DIRECT, PAIRED>(
+                            .item::<Q, $sums, UP, ALTERNATE, NOW, STAGED, SLOTS, TILES, PAIRS, LINES, STAGES, DIRECT, PAIRED>(
                                 &job, &mut ring, work, steps)),)*
                         _ => {}
                     }
@@ -1149,7 +1157,7 @@ impl<T: TensorFloat> Consumer<T> {
         const ALTERNATE: bool,
         const NOW: bool,
         const STAGED: bool,
-        const ROUNDED: bool,
+        const SLOTS: u8,
         const TILES: usize,
         const PAIRS: usize,
         const LINES: usize,
@@ -1281,8 +1289,11 @@ impl<T: TensorFloat> Consumer<T> {
                 self.stages[1].offset(stage * (LINES * PAIRS * STEP) as u32),
             ];
             let row = work.tile * rows as u32 + self.group * const { TILES as u32 * 64 };
-            if !UP && ROUNDED {
-                self.stage_rounded::<Q, A, TILES, DIRECT>(job, work, row, buffers, &acc, by);
+            if !UP && SLOTS == ROUNDED {
+                self.stage_rounded::<Q, A, T, TILES, DIRECT>(job, work, row, buffers, &acc, by);
+            } else if !UP && SLOTS == PACKED {
+                self.find_exponents::<Q, A, TILES, PAIRS, DIRECT>(job, work, row, buffers[1], &acc, by);
+                self.stage_rounded::<Q, A, f16, TILES, DIRECT>(job, work, row, buffers, &acc, by);
             } else if !UP {
                 self.stage_down::<Q, A, TILES, PAIRS, DIRECT>(job, work, row, buffers, &acc, by);
             } else if job.activation.silu && !job.biased && !job.shared_biased {
@@ -1298,7 +1309,7 @@ impl<T: TensorFloat> Consumer<T> {
             if UP {
                 self.store_up::<Q, A, DIRECT>(job, work, row, acc[s].as_ref(), by[s]);
             } else {
-                self.store_down::<Q, A, ROUNDED, DIRECT>(job, work, row, acc[s].as_ref(), by[s]);
+                self.store_down::<Q, A, SLOTS, DIRECT>(job, work, row, acc[s].as_ref(), by[s]);
             }
         }
     }
@@ -1366,7 +1377,7 @@ impl<T: TensorFloat> Consumer<T> {
     /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
     /// neighbouring rows of one column, which are 16 bytes of `partial`, or 8 if they are rounded.
     #[inline(always)]
-    unsafe fn store_down<Q: Operand, A: Accumulator<Q::Sum>, const ROUNDED: bool, const DIRECT: bool>(
+    unsafe fn store_down<Q: Operand, A: Accumulator<Q::Sum>, const SLOTS: u8, const DIRECT: bool>(
         &self,
         job: &Job<T, Q, DIRECT>,
         work: Item,
@@ -1406,9 +1417,9 @@ impl<T: TensorFloat> Consumer<T> {
                 v[i] = (v[i] + bias[i]) * scale;
             }
             let stored = fits && column < work.count;
-            if ROUNDED {
+            if SLOTS == ROUNDED {
                 if stored {
-                    job.rounded.set_as(at, B64(vec::from_f32::<T, 4>(v)));
+                    GlobalMut::new(job.partial.ptr(0u32).cast::<T>()).set_as(at, B64(vec::from_f32::<T, 4>(v)));
                 }
             } else if job.unordered {
                 if stored {
@@ -1638,11 +1649,12 @@ impl<T: TensorFloat> Consumer<T> {
         }
     }
 
-    /// The same of results that are rounded: the first columns in one buffer, the others in the other one.
+    /// The same of results that are rounded to `R`, of 16 bits: the first columns in one buffer, the others in the other one.
     #[inline(always)]
     unsafe fn stage_rounded<
         Q: Operand,
         A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
+        R: TensorFloat,
         const TILES: usize,
         const DIRECT: bool,
     >(
@@ -1664,9 +1676,9 @@ impl<T: TensorFloat> Consumer<T> {
             });
         }
         let fit = const { staged_columns(TILES, GROUPS * TILES * 64, 2) };
-        self.stage_columns(job, work, first, [0, fit.min(A::N)], buffers[0], acc, bias, by);
+        self.stage_columns::<Q, A, R, TILES, DIRECT>(job, work, first, [0, fit.min(A::N)], buffers[0], acc, bias, by);
         if fit < A::N {
-            self.stage_columns(job, work, first, [fit, A::N], buffers[1], acc, bias, by);
+            self.stage_columns::<Q, A, R, TILES, DIRECT>(job, work, first, [fit, A::N], buffers[1], acc, bias, by);
         }
     }
 
@@ -1676,6 +1688,7 @@ impl<T: TensorFloat> Consumer<T> {
     unsafe fn stage_columns<
         Q: Operand,
         A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
+        R: TensorFloat,
         const TILES: usize,
         const DIRECT: bool,
     >(
@@ -1706,7 +1719,7 @@ impl<T: TensorFloat> Consumer<T> {
                     let sums = acc[s].as_ref();
                     let sum = |c: usize| scaled::<Q>(sums[4 * j + 2 * h + c], by[s][h], scales[c]);
                     let value = |c: usize| (sum(c) + bias[s][h]) * scale[c];
-                    words[i] = T::pack_f32(value(0), value(1));
+                    words[i] = R::pack_f32(value(0), value(1));
                 }
                 mma::stmatrix_x4_trans(place + ((8 * j - from) * pitch * 2) as u32, words);
             }
@@ -1714,8 +1727,8 @@ impl<T: TensorFloat> Consumer<T> {
         tma::fence_async();
         thread::sync_named(1 + self.group, 128);
         let end = work.count.min(to as u32);
-        self.store_columns::<T, 8, 16>(
-            job.rounded,
+        self.store_columns::<R, 8, 16>(
+            GlobalMut::new(job.partial.ptr(0u32).cast()),
             job.n,
             first,
             rows,
@@ -1725,7 +1738,84 @@ impl<T: TensorFloat> Consumer<T> {
             job.policy,
         );
     }
+
+    /// For results that are packed, a power of two for each pair and this warpgroup's outputs, which are [`GROUP`]: with it the largest of them is below 2^15 in f16, and 2^13 or more but
+    /// for biases. What is below 2^-27 of that loses bits; beside infinity others are as f16 has them. In place of the pairs' weights, which the sum multiplies by, and by what takes it
+    /// back. `buffer` is for magnitudes.
+    #[inline(always)]
+    unsafe fn find_exponents<
+        Q: Operand,
+        A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
+        const TILES: usize,
+        const PAIRS: usize,
+        const DIRECT: bool,
+    >(
+        &self,
+        job: &Job<T, Q, DIRECT>,
+        work: Item,
+        first: u32,
+        buffer: Shared<T>,
+        acc: &[A; TILES],
+        by: [[f32; 2]; TILES],
+    ) {
+        let (mine, lane) = (thread::thread_idx_x() % 128, warp::lane_id());
+        // Upper halves of two pairs' magnitudes a word, a line for each row of a tile: no two lanes that store together meet in a bank.
+        let line = const { PAIRS as u32 / 2 + 4 };
+        let at = |row: u32, word: u32| 2 * (row * line + word);
+        let row = mine / 4;
+        let mut least = 0f32;
+        if job.biased || job.shared_biased {
+            let within = row / 8 * 16 + lane / 4;
+            unroll::<TILES>(|s| {
+                for h in 0..2 {
+                    let bias = job.bias(work.bin, job.n, first + within + s as u32 * 64 + h as u32 * 8);
+                    least = float::max(least, bias.abs());
+                }
+            });
+        }
+        for j in 0..A::N / 8 {
+            let scales = self.scales_of::<Q>(8 * j as u32 + 2 * (lane % 4));
+            let mut largest = [least; 2];
+            unroll::<4>(|i| {
+                let (s, h) = (i / 2, i % 2);
+                let sums = acc[s].as_ref();
+                unroll::<2>(|c| {
+                    let sum = scaled::<Q>(sums[4 * j + 2 * h + c], by[s][h], scales[c]);
+                    largest[c] = float::max(largest[c], sum.abs());
+                });
+            });
+            let [low, high] = largest.map(f32::to_bits);
+            buffer.set_as(at(row, 4 * j as u32 + lane % 4), integer::permute(low, high, 0x7632));
+        }
+        thread::sync_named(1 + self.group, 128);
+        if 2 * mine < work.count {
+            let mut largest = 0u32;
+            unroll::<32>(|row| largest = integer::max_i16x2(largest, buffer.get_as(at(row as u32, mine))));
+            unroll::<2>(|c| {
+                let column = 2 * mine + c as u32;
+                // Of infinity none.
+                let exponent = match largest >> (16 * c + 7) & 0xff {
+                    255 => 127 + 13,
+                    exponent => exponent.max(15),
+                };
+                let weight = self.scales.get(column);
+                self.scales.set(column, f32::from_bits((2 * 127 + 13 - exponent) << 23));
+                if column < work.count && first < job.n {
+                    // Behind the results; the address is computed here, since registers are few.
+                    let results = job.tokens as usize * job.slots as usize * job.n as usize;
+                    let exponents =
+                        GlobalMut::new(job.partial.ptr(0u32).cast::<f16>().wrapping_add(results).cast::<f32>());
+                    let at = self.ids.get(column) as usize * job.n.div_ceil(GROUP) as usize + (first / GROUP) as usize;
+                    exponents.set(at, weight * f32::from_bits((exponent - 13) << 23));
+                }
+            });
+        }
+        thread::sync_named(1 + self.group, 128);
+    }
 }
+
+// The shape of items whose results are packed: a warpgroup's outputs are a group, and there is room for magnitudes.
+const _: () = assert!(2 * 64 == GROUP && 176 * STEP * 2 >= 32 * (176 / 2 + 4) * 4 && 176 <= 2 * 128);
 
 /// A finished sum, times the scales of its row of weights and of its row of `x` or `h`.
 #[inline(always)]
@@ -1784,26 +1874,28 @@ entries! {
         /// Tiles of a stripe of the second product, at least one: it computes all experts' columns of a stripe, then those of the next one. Without effect on many pairs.
         stripe: u32,
     );
-    moe_fused_wgmma_up_t16_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_wgmma_up_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 2, 64, 2, 4, false, false>;
-    moe_fused_wgmma_up_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, false, 2, 64, 2, 4, false, false>;
-    moe_fused_wgmma_up_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_wgmma_down_t16_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_wgmma_down_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 2, 64, 2, 4, false, false>;
-    moe_fused_wgmma_down_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 1, 16, 4, 5, true, false>;
-    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, false, 2, 64, 2, 4, false, false>;
-    moe_fused_wgmma_down_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false, false>;
-    moe_fused_wgmma_down_rounded_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, true, 2, 64, 2, 4, false, false>;
-    moe_fused_wgmma_down_rounded_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, true, 2, 64, 2, 4, false, false>;
-    moe_fused_wgmma_down_rounded_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false, false>;
-    moe_fused_wgmma_down_rounded_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false, false>;
-    moe_fused_wgmma_up_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, true>;
-    moe_fused_wgmma_down_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false, true>;
-    moe_fused_wgmma_down_rounded_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false, true>;
-    moe_fused_wgmma_up_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, false, 2, 176, 1, 4, false, true>;
-    moe_fused_wgmma_down_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, false, 2, 176, 1, 4, false, true>;
-    moe_fused_wgmma_down_rounded_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, true, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_up_t16_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, F32, 1, 16, 4, 5, true, false>;
+    moe_fused_wgmma_up_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, F32, 2, 64, 2, 4, false, false>;
+    moe_fused_wgmma_up_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, F32, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_up_t16_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, F32, 1, 16, 4, 5, true, false>;
+    moe_fused_wgmma_up_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, true, true, true, false, F32, 2, 64, 2, 4, false, false>;
+    moe_fused_wgmma_up_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, F32, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_down_t16_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, F32, 1, 16, 4, 5, true, false>;
+    moe_fused_wgmma_down_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, F32, 2, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, F32, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_down_t16_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, F32, 1, 16, 4, 5, true, false>;
+    moe_fused_wgmma_down_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, F32, 2, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, F32, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_down_rounded_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, ROUNDED, 2, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_rounded_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, ROUNDED, 2, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_rounded_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_down_rounded_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_up_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, F32, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_down_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, F32, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_down_rounded_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_up_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, F32, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_down_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, F32, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_down_rounded_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_down_packed_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, PACKED, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_down_packed_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, PACKED, 2, 176, 1, 4, false, true>;
 }
