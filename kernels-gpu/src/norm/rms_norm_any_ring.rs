@@ -70,7 +70,10 @@ const fn inputs(fused_add: bool) -> u32 {
 /// How many times `part` goes into `all`, between two bounds.
 const fn times(all: u32, part: u32, [least, most]: [u32; 2]) -> u32 {
     // A kernel has nobody to tell of a division by zero.
-    let times = if part == 0 { least } else { all / part };
+    let times = match all.checked_div(part) {
+        Some(times) => times,
+        None => least,
+    };
     if times < least {
         least
     } else if times > most {
