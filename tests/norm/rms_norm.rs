@@ -20,6 +20,25 @@ fn weights<T: Float>(device: &Device, n: usize) -> (Tensor<T>, Vec<f64>) {
     (Tensor::from_slice(device, &w, &[n]).unwrap(), widen(&w))
 }
 
+/// Compares the results and sums of `x + r` with the reference, row by row.
+#[track_caller]
+fn assert_added<T: Float>(
+    [got, sums]: [&[T]; 2],
+    [x, r]: [&[T]; 2],
+    n: usize,
+    weight: &[f64],
+    eps: f64,
+    absolute: f64,
+) {
+    assert_eq!([got.len(), sums.len()], [x.len(); 2]);
+    let rows = got.chunks(n).zip(sums.chunks(n)).zip(x.chunks(n).zip(r.chunks(n)));
+    for ((got, sums), (x, r)) in rows {
+        let (want, sum) = reference::fused_add_rms_norm(x, r, Some(weight), eps);
+        assert_eq!(all_bytes(sums), all_bytes(&sum), "the sum is rounded once");
+        assert_rounded(got, &want, RELATIVE, absolute);
+    }
+}
+
 fn check<T: Float>() {
     let place = || select(Place::ALL.to_vec());
     property(
@@ -78,12 +97,7 @@ fn check_fused_add<T: Float>() {
                 (out.take(), sum.take())
             }
         };
-        for i in 0..rows {
-            let row = i * n..(i + 1) * n;
-            let (want, rounded) = reference::fused_add_rms_norm(&x[row.clone()], &r[row.clone()], Some(&w), 1e-6);
-            assert_eq!(all_bytes(&sum[row.clone()]), all_bytes(&rounded), "the sum is rounded once");
-            assert_rounded(&out[row], &want, RELATIVE, 2f64.powi(-21));
-        }
+        assert_added([&out, &sum], [&x, &r], n, &w, 1e-6, 2f64.powi(-21));
         Ok(())
     });
 }
@@ -109,9 +123,8 @@ fn rows_of_every_length() {
             assert_rounded(&out.to_vec().unwrap(), &expected(&x, n, Some(&w), 1e-5), RELATIVE, 0.0);
             let mut out = dx;
             norm::fused_add_rms_norm(stream, &mut out, &mut dr, Some(&dw), 1e-5).unwrap();
-            let (want, sum) = reference::fused_add_rms_norm(&x, &r, Some(&w), 1e-5);
-            assert_rounded(&out.to_vec().unwrap(), &want, RELATIVE, 0.0);
-            assert_eq!(all_bytes(&dr.to_vec().unwrap()), all_bytes(&sum));
+            let (got, sums) = (out.to_vec().unwrap(), dr.to_vec().unwrap());
+            assert_added([&got, &sums], [&x, &r], n, &w, 1e-5, 0.0);
         }
     });
 }
@@ -129,12 +142,7 @@ fn check_held<T: Float>() {
             assert_rounded(&out.take(), &expected(&x, n, Some(&w), 1e-5), RELATIVE, 2f64.powi(-21));
             norm::fused_add_rms_norm(stream, &mut dx.view(), &mut dr.view(), Some(&dw), 1e-5).unwrap();
             let (got, sums) = (dx.take(), dr.take());
-            for i in 0..rows {
-                let row = i * n..(i + 1) * n;
-                let (want, sum) = reference::fused_add_rms_norm(&x[row.clone()], &r[row.clone()], Some(&w), 1e-5);
-                assert_rounded(&got[row.clone()], &want, RELATIVE, 2f64.powi(-21));
-                assert_eq!(all_bytes(&sums[row]), all_bytes(&sum));
-            }
+            assert_added([&got, &sums], [&x, &r], n, &w, 1e-5, 2f64.powi(-21));
         }
     });
 }
@@ -157,11 +165,7 @@ fn named_widths<T: Float>(device: &Device, stream: &Stream) {
         assert_rounded(&out.to_vec().unwrap(), &expected(&x, n, Some(&w), 1e-5), RELATIVE, 2f64.powi(-21));
         norm::fused_add_rms_norm(stream, &mut dx, &mut dr, Some(&dw), 1e-5).unwrap();
         let (got, sums) = (dx.to_vec().unwrap(), dr.to_vec().unwrap());
-        for row in [0..n, n..2 * n] {
-            let (want, sum) = reference::fused_add_rms_norm(&x[row.clone()], &r[row.clone()], Some(&w), 1e-5);
-            assert_rounded(&got[row.clone()], &want, RELATIVE, 2f64.powi(-21));
-            assert_eq!(all_bytes(&sums[row]), all_bytes(&sum));
-        }
+        assert_added([&got, &sums], [&x, &r], n, &w, 1e-5, 2f64.powi(-21));
     }
 }
 
@@ -487,12 +491,7 @@ fn check_in_turns<T: Float>() {
                     .unwrap();
                     (dr.take(), dx.take())
                 };
-                for i in 0..rows {
-                    let row = i * n..(i + 1) * n;
-                    let (want, sum) = reference::fused_add_rms_norm(&x[row.clone()], &r[row.clone()], Some(&w), 1e-5);
-                    assert_rounded(&got[row.clone()], &want, RELATIVE, 2f64.powi(-21));
-                    assert_eq!(all_bytes(&sums[row]), all_bytes(&sum));
-                }
+                assert_added([&got, &sums], [&x, &r], n, &w, 1e-5, 2f64.powi(-21));
             }
         }
     });
