@@ -84,7 +84,7 @@ pub const fn any_ring_geometry(dtype: DType, n: u32, fused_add: bool, blocks: u3
     Some(Geometry::linear(blocks, threads + any_ring::MOVERS).shared_bytes(shared as u32).dependent())
 }
 
-/// With how many blocks a multiprocessor they serve better than others, if they do: from as many rows as there are blocks then, whatever comes of them. Measured on an H200.
+/// With how many blocks a multiprocessor they serve better than others, if they do: from as many rows as there are blocks then, whatever comes of them. Measured on an H200 in bf16.
 pub const fn any_ring_blocks(dtype: DType, n: u32, fused_add: bool) -> Option<u32> {
     match any_ring_threads(dtype, n) {
         // Rows of two warps take longer to ask for than to read.

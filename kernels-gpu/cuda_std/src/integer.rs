@@ -259,6 +259,8 @@ mod tests {
         assert_eq!(permute(0x0080_0000, 0, 0x000a), 0x0000_00ff);
         assert_eq!(funnel_shift_left(0x8000_0000, 1, 1), 3);
         assert_eq!(funnel_shift_right(0x8000_0000, 1, 31), 3);
+        assert_eq!(max_i16x2(0x7fff_8000, 0x8000_0001), 0x7fff_0001);
+        assert_eq!(max_i16x2(0xffff_0002, 0xfffe_0003), 0xffff_0003);
         assert_eq!(dot_i8x4(0x01ff_0203, 0x0203_0405, 7), 7 + 2 - 3 + 8 + 15);
     }
 }

@@ -1,7 +1,7 @@
 //! The fused block of experts: `out[t] = Σ w · down(act(gate_up(x[t])))` over the slots of each token.
 //!
 //! Three launches, four with sorting. The first product with its activation writes `h`, a row of the intermediate width for
-//! each pair; the second writes its weighted results, a row of `partial` in f32 for each pair; [`fused_reduce`] adds the rows
+//! each pair; the second writes its weighted results, a row of `partial` in f32 (or 16 bits, see [`fused_wgmma`]) for each pair; [`fused_reduce`] adds the rows
 //! of a token up in the order of its slots. So nothing is added in an order that timing decides. `h` is rounded to the element
 //! type, as it is between two products anywhere else; gate and value stay in f32 until the activation is done, so f16 cannot
 //! overflow there.

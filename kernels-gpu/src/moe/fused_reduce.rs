@@ -1,6 +1,6 @@
 //! The last step of the fused block: a token's weighted results added up in the order of its slots.
 //!
-//! A thread for 16 bytes of neighbouring columns of a token's results, which are f32 or, where that is allowed, rounded to elements; one by one
+//! A thread for 16 bytes of neighbouring columns of a token's results, which are f32 or, where that is allowed, rounded to elements or packed in f16; one by one
 //! where rows are not multiples of that. Slots whose expert lives elsewhere, or is none, have no result and count as zero. Lines that have been
 //! read may be given up in the second-level cache without being written to memory (`discard`), or leave it before others where there are far more than it holds. Slots are read four or, if there are more, eight at once.
 //! What else nobody reads any more, the rows of `h`, is given up by the blocks of a token's last columns: in a stripe or not, they wait until the second product has ended.
@@ -19,11 +19,11 @@ use cuda_std::{
 pub const THREADS: usize = 256;
 /// The same for more than four slots, of which eight at once take more registers.
 pub const EIGHT_THREADS: usize = 128;
-/// The same of results that are rounded.
+/// The same of results of 16 bits.
 pub const ROUNDED_THREADS: usize = 128;
 /// Columns of a thread: 16 bytes of `partial`.
 pub const COLUMNS: usize = 4;
-/// The same of results that are rounded.
+/// The same of results of 16 bits.
 pub const ROUNDED_COLUMNS: usize = 8;
 /// Lines that have been read are given up without being written to memory: `partial` and its rows are multiples of 128 bytes. Without effect on rounded results.
 pub const DISCARDED: u32 = 1;

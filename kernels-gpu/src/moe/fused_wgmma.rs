@@ -1833,7 +1833,8 @@ entries! {
     pub struct Args<T>(
         /// `[tokens * slots, intermediate]`: written by the first product, read by the second.
         h: *mut T,
-        /// `[tokens * slots, hidden]`: written by the second product; rounded results as elements, from the same place on.
+        /// `[tokens * slots, hidden]`: written by the second product; rounded results as elements, packed ones as f16 and behind them
+        /// `[tokens * slots, ceil(hidden / GROUP)]` of f32, by which the sum multiplies them, from the same place on.
         partial: *mut f32,
         /// `[tokens, hidden]`, rows `x_row` apart.
         x: *const T, x_row: usize,

@@ -45,11 +45,11 @@ const WARPS: usize = MOST_THREADS as usize / 32;
 /// Threads of a block besides those of a row: a warp that moves rows.
 pub const MOVERS: u32 = 32;
 
-/// Shared memory of a multiprocessor for the rings of its blocks. Measured on an H200.
+/// Shared memory of a multiprocessor for the rings of its blocks: three of 352 threads have three stages each with a residual, and six without.
 const RINGS: u32 = 200 << 10;
 /// The fewest and the most stages of a ring. Of a row that has just been asked for lanes bring their elements while the next one is worked on, for the one after that.
 const STAGES: [u32; 2] = [3, 6];
-/// Registers of a multiprocessor for each that a thread takes.
+/// Threads of a multiprocessor: 65536 registers, 56 for each.
 const THREADS: u32 = 1170;
 /// The most blocks of a multiprocessor.
 const MOST_BLOCKS: u32 = 8;

@@ -5,7 +5,6 @@
 //! nothing but arithmetic. Results are quantised from f32; they are not rounded to the input's type before.
 
 use super::rms_norm::{Source, inverse, inverse_rms, scaled, squares};
-
 use super::{
     FEW_ROWS, MAX_WARPS, NARROW_WARPS, RING, Row, rms_norm_any_ring as any_ring, rms_norm_quant_ring as ring,
     row_number,
