@@ -142,8 +142,8 @@ fn threads() {
     // Thread (3, 1, 1) of block 1.
     let t = &out[(THREADS + 51) * WORDS..][..WORDS];
     assert_eq!(t[..6], [0x010103, 0x020210, 0x010102, 16 + 3, 51, (63 - 51) * (63 - 51)]);
-    assert_eq!(t[6..15], [22, 0b01, 0b01, 51 - 32 + 1, 1, 1, 2, 32, 12]);
-    assert_eq!(t[15..], [50 * 3, 0.75f32.to_bits(), 1]);
+    assert_eq!(t[6..16], [22, 0b01, 0b01, 51 - 32 + 1, 0b01, 1, 1, 2, 32, 12]);
+    assert_eq!(t[16..], [50 * 3, 0.75f32.to_bits(), 1]);
 }
 
 #[test]

@@ -66,6 +66,17 @@ pub fn racechecking() -> bool {
     std::env::var_os("WARPLOOM_TEST_SANITIZER").is_some_and(|tool| tool == "racecheck")
 }
 
+/// Whether it is synccheck, of a kernel whose warps pass a barrier at instructions of their own, which it reports and the barrier allows (CONTRIBUTING.md). Says that the test is skipped.
+pub fn skipped_under_synccheck() -> bool {
+    let skipped = std::env::var_os("WARPLOOM_TEST_SANITIZER").is_some_and(|tool| tool == "synccheck");
+    if skipped {
+        println!(
+            "skipped under synccheck, which takes a barrier that warps pass at instructions of their own for a mistake"
+        );
+    }
+    skipped
+}
+
 fn no_gpu() -> String {
     Device::cuda(0).err().map(|e| e.to_string()).unwrap_or_default()
 }

@@ -6,7 +6,7 @@ use proptest::sample::select;
 use warploom::norm::{self, Held, Variant, rms_norm};
 use warploom::reference::norm as reference;
 use warploom::{DType, Device, Entry, Error, Geometry, Graph, Result, Stream, Tensor, bf16, f16};
-use warploom_tests::{large_gpu, noise_of, on_every_device, property, sanitizing, widen};
+use warploom_tests::{large_gpu, noise_of, on_every_device, property, sanitizing, skipped_under_synccheck, widen};
 
 /// Error of the sum and of the root before the result is rounded.
 const RELATIVE: f64 = 1.0 / (1 << 19) as f64;
@@ -436,6 +436,9 @@ fn held_rows_are_the_same_bits() {
 /// bits of rows that are held, in rows without a number, too, after which a stage of the ring holds numbers again.
 #[test]
 fn rows_in_turns_are_the_same_bits() {
+    if skipped_under_synccheck() {
+        return;
+    }
     on_every_device(|device, stream| {
         for (rows, n, blocks) in [(7usize, 769usize, 1), (9, 1537, 2), (7, 5125, 2), (3, 8191, 3)] {
             let geometry = rms_norm::held_geometry(DType::Bf16, Held::AnyX4, rows as u32, n as u32);
@@ -455,6 +458,9 @@ fn rows_in_turns_are_the_same_bits() {
 
 /// A row more than blocks take at once: rows at any place, replaced and not, of sums that lie as what they replace does and of others.
 fn check_in_turns<T: Float>() {
+    if skipped_under_synccheck() {
+        return;
+    }
     on_every_device(|device, stream| {
         let [dense, .., apart] = Place::ALL;
         let off = Place { offset: 1, gap: 0 };

@@ -7,7 +7,7 @@ use proptest::sample::select;
 use warploom::norm::{self, Held, RmsNormQuantOptions, Variant, rms_norm, rms_norm_quant as quant};
 use warploom::reference::{norm as reference, quantise};
 use warploom::{DType, Device, E4M3, Entry, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
-use warploom_tests::{noise_of, on_every_device, property, widen};
+use warploom_tests::{noise_of, on_every_device, property, skipped_under_synccheck, widen};
 
 const GROUP: usize = 128;
 
@@ -737,6 +737,9 @@ fn rows_in_turns_are_the_same_bits() {
 /// The same of rows that are not aligned, each of them further from a multiple of 16 bytes than the one before, and so are their results.
 #[test]
 fn unaligned_rows_in_turns_are_the_same_bits() {
+    if skipped_under_synccheck() {
+        return;
+    }
     on_every_device(|device, stream| {
         for (rows, n, blocks) in [(7usize, 769usize, 1), (9, 1537, 2), (7, 5125, 2), (3, 8191, 3)] {
             let usual = quant::held_geometry(DType::Bf16, Held::AnyX4, rows as u32, n as u32);
@@ -760,6 +763,9 @@ fn unaligned_rows_in_turns_are_the_same_bits() {
 
 /// A row more than blocks take at once, of rows that are not aligned: everything that may be asked for, smoothed ones held as elsewhere.
 fn check_unaligned_in_turns<T: Float>() {
+    if skipped_under_synccheck() {
+        return;
+    }
     on_every_device(|device, stream| {
         let [dense, .., apart] = Place::ALL;
         let off = Place { offset: 1, gap: 0 };

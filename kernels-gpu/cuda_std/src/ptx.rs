@@ -26,6 +26,8 @@ unsafe extern "unadjusted" {
     pub(crate) fn barrier_popc(id: u32, pred: bool) -> u32;
     #[link_name = "llvm.nvvm.barrier.cta.red.and.aligned.all"]
     pub(crate) fn barrier_and(id: u32, pred: bool) -> bool;
+    #[link_name = "llvm.nvvm.barrier.cta.red.and.aligned.count"]
+    pub(crate) fn barrier_and_named(id: u32, threads: u32, pred: bool) -> bool;
     #[link_name = "llvm.nvvm.barrier.cta.red.or.aligned.all"]
     pub(crate) fn barrier_or(id: u32, pred: bool) -> bool;
     #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.count"]

@@ -9,7 +9,7 @@ pub const THREADS: usize = 64;
 /// Blocks, as `[2, 1, 1]`.
 pub const BLOCKS: usize = 2;
 /// Words of a thread.
-pub const WORDS: usize = 18;
+pub const WORDS: usize = 19;
 /// Dynamic shared memory.
 pub const SHARED_BYTES: usize = 1024;
 
@@ -43,7 +43,8 @@ pub unsafe fn conformance(out: *mut u32) {
         thread::sync_named(1, 64);
         words.put(shared.get(32 + t));
     }
-    thread::sync_named(2, 64);
+    let all = thread::sync_named_and(2, 64, t < 64);
+    words.put(all as u32 | (thread::sync_named_and(2, 64, t != 7) as u32) << 1);
 
     thread::block_fence();
     thread::device_fence();

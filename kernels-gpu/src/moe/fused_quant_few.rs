@@ -76,6 +76,11 @@ const FACTORS: usize = 8;
 const DEALT: u32 = 4;
 const _: () = assert!(DEALT >= GROUPS as u32, "consumers know their first items");
 
+/// The barrier of consumers, who find rows' largest magnitudes, and of those that quantise.
+const FOUND: u32 = 1;
+/// The barrier of consumers, those that each other has found; behind those of a consumer, which begin with 2.
+const FOUND_BY_ALL: u32 = 2 + GROUPS as u32;
+
 /// Words in which consumers tell each other the largest magnitudes of an item: of each warp and pair, of an item and of the one before.
 const TOLD: usize = GROUPS * 2 * 4 * PAIRS;
 
@@ -482,13 +487,21 @@ impl<T: TensorFloat> RowScales<T> {
             });
             first += const { FINDERS * AT_ONCE as u32 };
         }
-        Self::wait_found();
+        Self::arrive_found();
+        // Nor do they wait for those that quantise, who have another instruction for it: synccheck takes that for a mistake.
+        thread::sync_named(FOUND_BY_ALL, const { (GROUPS * 128) as u32 });
+    }
+
+    /// By those that need not wait until they are found.
+    #[inline(always)]
+    fn arrive_found() {
+        thread::arrive_named(FOUND, const { (GROUPS * 128 + QUANTISERS) as u32 });
     }
 
     /// By those that quantise: until they are found.
     #[inline(always)]
     fn wait_found() {
-        thread::sync_named(1, const { (GROUPS * 128 + QUANTISERS) as u32 });
+        thread::sync_named(FOUND, const { (GROUPS * 128 + QUANTISERS) as u32 });
     }
 
     /// The scale of a row.
@@ -532,7 +545,7 @@ unsafe fn quantise<
     }
     if number >= all {
         if SCALES == ROWS {
-            RowScales::<T>::wait_found();
+            RowScales::<T>::arrive_found();
         }
         return;
     }

@@ -104,7 +104,7 @@ const TILE_ROWS: u32 = 64;
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// For how many threads a multiprocessor's registers are divided among those of a block of few pairs: 128 each, so that blocks of the sum find room beside it.
 pub const ROOMY: usize = 512;
-/// Of many pairs: the barrier that a block's threads pass when consumers have looked at the progress.
+/// Of many pairs: the barrier at which those who gather rows wait until consumers have looked at the progress.
 const LOOKED: u32 = 3 + GROUPS as u32;
 /// Bytes of K of a stage's line: one of the swizzle.
 pub const LINE: usize = 128;
@@ -711,18 +711,20 @@ pub(super) unsafe fn product<
         // After a barrier, since words for the sum may have been begun.
         dependent_launch::launch_dependents();
     }
-    let looked = || {
-        if STAGED {
-            thread::sync_named(LOOKED, THREADS as u32);
+    // How far the first product has come, by the consumers.
+    let look = || {
+        let least = progress.look(tid - PRODUCERS as u32, const { 128 * GROUPS as u32 });
+        if warp::lane_id() == 0 {
+            beyond.set(warp_id - const { PRODUCERS as u32 / 32 }, least);
         }
     };
-    // Of few pairs, on the way to the tables and when items are known, and consumers have looked at the progress. By the block's own barrier: of named ones for the producer's warps besides,
-    // racecheck loses track.
-    let known = || {
-        if !STAGED {
-            thread::sync_threads();
+    if !STAGED {
+        if !UP && progress.is_kept() && warp_id >= (PRODUCERS / 32) as u32 {
+            look();
         }
-    };
+        items.fill(pairs, count);
+        thread::sync_threads();
+    }
 
     if warp_id < (PRODUCERS / 32) as u32 {
         if STAGED {
@@ -757,10 +759,6 @@ pub(super) unsafe fn product<
                 }
             });
         };
-        if !STAGED {
-            items.fill(pairs, count, known);
-        }
-        known();
         // Who copies rows: all, or the last ones, while the first warp fetches and nothing else, and one has nothing to do.
         let gathers = tid >= const { (PRODUCERS - gatherers(STAGED)) as u32 };
         let items = if gathers || warp_id == 0 { job.items.count() } else { 0 };
@@ -805,7 +803,9 @@ pub(super) unsafe fn product<
         let mut there = 0;
         if !UP && gathers && progress.is_kept() {
             // They look while weights are asked for.
-            looked();
+            if STAGED {
+                thread::sync_named(LOOKED, THREADS as u32);
+            }
             there = u32::MAX;
             for w in 0..const { 4 * GROUPS as u32 } {
                 there = there.min(beyond.get(w));
@@ -954,19 +954,11 @@ pub(super) unsafe fn product<
         } else {
             wgmma::increase_registers::<152>();
         }
-        if !UP && progress.is_kept() {
-            let least = progress.look(tid - PRODUCERS as u32, const { 128 * GROUPS as u32 });
-            if warp::lane_id() == 0 {
-                beyond.set(warp_id - const { PRODUCERS as u32 / 32 }, least);
-            }
-            looked();
+        if STAGED && !UP && progress.is_kept() {
+            look();
+            // The next to write there has multiplied what those who wait here gather after they have read it.
+            thread::arrive_named(LOOKED, THREADS as u32);
         }
-        if !STAGED {
-            for _ in 0..Items::<DIRECT>::BARRIERS {
-                known();
-            }
-        }
-        known();
         if !UP && Q::SCALED {
             // These threads read scales of rows of `h` themselves.
             dependent_launch::wait();
@@ -1204,7 +1196,8 @@ impl<T: TensorFloat> Consumer<T> {
             let mut given = false;
             if STAGED && step > 0 && step + 1 < steps {
                 let ready = mbarrier::test_wait_parity(self.full.address(ring.stage), ring.phase);
-                if warp::warp_vote_ballot(warp::FULL, ready) != warp::FULL {
+                // All of the warpgroup alike, since they wait for products together.
+                if !thread::sync_named_and(1 + self.group, 128, ready) {
                     // Nothing to multiply: the stage before will be done before there is.
                     wgmma::wait_operands::<0>();
                     self.give_back::<PAIRED>(before);

@@ -373,32 +373,34 @@ impl<const DIRECT: bool> Items<DIRECT> {
         }
     }
 
-    /// Barriers of the block that [`fill`](Self::fill) passes.
-    pub const BARRIERS: usize = if DIRECT { 3 } else { 0 };
-
-    /// The tables: from what is [gathered](Self::gather); or, without a list, if all is [clear](Self::clear), from `count` pairs, at most [`DIRECT_PAIRS`]. By the first so many threads of
-    /// a block; `barrier` is one of the block, which the others pass [as often](Self::BARRIERS). All may use the tables after another one. The first warp goes on to the first weights from
-    /// there, so what is done before is little: what is done once takes 5 cycles an instruction, and one warp with all pairs and `match` took 480 of them where this takes 180.
+    /// By all threads of a block, at least [`DIRECT_PAIRS`] without a list: the tables, from what is [gathered](Self::gather); or, without a list, if all is [clear](Self::clear), from
+    /// `count` pairs, at most so many. All may use them after a barrier. The first warp goes on to the first weights from
+    /// there, so what is done before is little: what is done once takes 5 cycles an instruction, and one warp with all pairs and `match` took 480 of them where this takes 180. The barriers
+    /// are the block's, and the same instructions for all threads: of named ones racecheck loses track, and synccheck takes others for a mistake.
     #[inline(always)]
-    pub unsafe fn fill(&self, pairs: Pairs, count: u32, barrier: impl Fn()) {
+    pub unsafe fn fill(&self, pairs: Pairs, count: u32) {
         let tid = thread::thread_idx_x();
         let (mut bin, mut rank, mut weight) = (NOWHERE, 0, 0.0);
         if DIRECT {
-            let ([id], [w]) = pairs.ids_and_weights::<1>(tid, count, self.sorted.topk_weights);
-            (bin, weight) = (pairs.bin_of_id(id), w);
-            barrier();
+            if tid < DIRECT_PAIRS as u32 {
+                let ([id], [w]) = pairs.ids_and_weights::<1>(tid, count, self.sorted.topk_weights);
+                (bin, weight) = (pairs.bin_of_id(id), w);
+            }
+            thread::sync_threads();
             if bin < self.bins {
                 // In any order, if one share holds them: it is that of columns of a product, which do not depend on each other.
                 rank = self.counts.fetch_add(bin, 1, Block, Relaxed);
             }
-            self.own_bins.set(tid, bin);
-            barrier();
+            if tid < DIRECT_PAIRS as u32 {
+                self.own_bins.set(tid, bin);
+            }
+            thread::sync_threads();
         }
         if warp::warp_id() == 0 {
             self.add_up();
         }
         if DIRECT {
-            barrier();
+            thread::sync_threads();
             if bin < self.bins {
                 if self.counts.get(bin) > self.cut {
                     // Blocks must agree on the share that a pair is in.
