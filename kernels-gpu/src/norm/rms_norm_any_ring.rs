@@ -409,7 +409,8 @@ impl<T: Float, E: Element> Tensors<T, E> {
         [self.x.row(number).cast_const(), residual.cast_const()]
     }
 
-    /// By a warp of its own: brings rows and takes what becomes of them.
+    /// By a warp of its own: brings rows and takes what becomes of them. It passes the block's barriers at instructions of its own, which synccheck takes for a mistake; with the same ones
+    /// for all threads, whose registers are short then, a row takes a third more instructions.
     #[inline(always)]
     #[track_caller]
     unsafe fn move_rows<const ADD: bool>(&self, ring: Ring, stages: u32) {
