@@ -76,9 +76,9 @@ const FACTORS: usize = 8;
 const DEALT: u32 = 4;
 const _: () = assert!(DEALT >= GROUPS as u32, "consumers know their first items");
 
-/// The barrier of consumers, who find rows' largest magnitudes, and of those that quantise.
+/// The barrier at which those that quantise wait until consumers have found rows' largest magnitudes.
 const FOUND: u32 = 1;
-/// The barrier of consumers, those that each other has found; behind those of a consumer, which begin with 2.
+/// The barrier at which consumers wait for what the others have found. Each consumer's own barrier has one of the numbers from 2 on before it.
 const FOUND_BY_ALL: u32 = 2 + GROUPS as u32;
 
 /// Words in which consumers tell each other the largest magnitudes of an item: of each warp and pair, of an item and of the one before.
@@ -488,11 +488,11 @@ impl<T: TensorFloat> RowScales<T> {
             first += const { FINDERS * AT_ONCE as u32 };
         }
         Self::arrive_found();
-        // Nor do they wait for those that quantise, who have another instruction for it: synccheck takes that for a mistake.
+        // At a barrier of their own: they need not wait for those that quantise, and synccheck would take it for a mistake that those wait at another instruction.
         thread::sync_named(FOUND_BY_ALL, const { (GROUPS * 128) as u32 });
     }
 
-    /// By those that need not wait until they are found.
+    /// By all others that the barrier counts: they need not wait.
     #[inline(always)]
     fn arrive_found() {
         thread::arrive_named(FOUND, const { (GROUPS * 128 + QUANTISERS) as u32 });
