@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use warploom::kv_cache::GatherCacheOptions;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, StoreAs};
 use warploom::{Device, E4M3, E5M2, Error, Graph, Stream, Tensor, bf16, f16, kv_cache, reference};
-use warploom_tests::{assert_close, on_every_device, property};
+use warploom_tests::{assert_close, noise_of, on_every_device, property};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -128,6 +128,114 @@ fn matches_the_reference() {
     check::<bf16, i8>(4);
 }
 
+/// What tiles have to cope with.
+#[derive(Clone, Debug)]
+struct Tiles {
+    shape: CacheShape,
+    lengths: Vec<usize>,
+    /// Tokens before the first sequence, and behind the last one.
+    around: [usize; 2],
+    /// Elements between heads, and between tokens.
+    gaps: [usize; 2],
+    /// One of so many entries of tables is wrong.
+    wrong: usize,
+    seed: usize,
+}
+
+fn tiles_case() -> impl Strategy<Value = Tiles> {
+    let dims = prop::sample::select(vec![128usize, 64, 80, 256, 16]);
+    let sizes = prop::sample::select(vec![16usize, 8, 32, 24, 128]);
+    let lengths = proptest::collection::vec(0usize..60, 1..5);
+    let gaps = (prop::sample::select(vec![0usize, 0, 8]), prop::sample::select(vec![0usize, 0, 24]));
+    let around = (prop::sample::select(vec![0usize, 0, 3, 18]), 0usize..20);
+    (dims, sizes, 1usize..4, lengths, around, gaps, prop::sample::select(vec![1000usize, 1000, 5]), 0usize..1000)
+        .prop_map(|(head_dim, block_size, heads, lengths, around, gaps, wrong, seed)| Tiles {
+            shape: CacheShape::new(19, block_size, heads, head_dim),
+            lengths,
+            around: around.into(),
+            gaps: gaps.into(),
+            wrong,
+            seed,
+        })
+}
+
+fn check_tiles<T: Float + StoreAs<T>>(device: &Device, stream: &Stream, case: &Tiles) {
+    let CacheShape { blocks, block_size, heads, head_dim, .. } = case.shape;
+    let from = |t: &Tensor<T>, seed| {
+        Tensor::from_slice(device, &noise_of::<T>(t.len(), seed), &[t.len()]).unwrap().reshape(t.shape()).unwrap()
+    };
+    let dense = KvCache::<T>::zeros(device, CacheLayout::XSplit, case.shape).unwrap();
+    let (keys, values) = (from(dense.key(), 1), from(dense.value(), 2));
+    let cache = KvCache::from_tensors(CacheLayout::XSplit, keys, values).unwrap();
+    let longest = case.lengths.iter().map(|l| l.div_ceil(block_size)).max().unwrap().max(1);
+    let entry = |i: usize| match (i + case.seed) % case.wrong {
+        0 => [-1, blocks as i32, i32::MIN][i % 3],
+        _ => ((i * 7 + case.seed) % blocks) as i32,
+    };
+    let tables: Vec<i32> = (0..case.lengths.len() * longest).map(entry).collect();
+    let tables = Tensor::from_slice(device, &tables, &[case.lengths.len(), longest]).unwrap();
+    let mut starts = vec![case.around[0] as i32];
+    case.lengths.iter().for_each(|l| starts.push(starts[starts.len() - 1] + *l as i32));
+    let tokens = starts[starts.len() - 1] as usize + case.around[1];
+    let starts = Tensor::from_slice(device, &starts, &[starts.len()]).unwrap();
+
+    let head = head_dim + case.gaps[0];
+    let row = heads * head + case.gaps[1];
+    let mut gathered = vec![];
+    for tiles in [false, true] {
+        let memory = [3, 4].map(|seed| {
+            let all = noise_of::<T>(tokens * row + 8, seed);
+            Tensor::from_slice(device, &all, &[all.len()]).unwrap()
+        });
+        let [mut key, mut value] =
+            memory.each_ref().map(|m| m.as_strided(&[tokens, heads, head_dim], &[row, head, 1], 8).unwrap());
+        let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
+        let options = GatherCacheOptions::default().tiles(tiles);
+        let status_out = Some(&mut status);
+        kv_cache::gather_cache(stream, &mut key, &mut value, status_out, &cache, &tables, &starts, &options).unwrap();
+        let bits = memory.map(|m| m.to_vec().unwrap().into_iter().map(|x| x.to_f32().to_bits()).collect::<Vec<_>>());
+        gathered.push((bits, status.to_vec().unwrap()));
+    }
+    assert!(gathered[0] == gathered[1], "{case:?}: {:?}, {:?}", gathered[0].1, gathered[1].1);
+}
+
+/// With all of memory around them: sequences that meet in a tile, tables that are wrong, rows with gaps.
+#[test]
+fn tiles_leave_the_very_bits_that_chunks_do() {
+    property(40, tiles_case(), |device, stream, case| {
+        if case.seed % 4 == 0 {
+            check_tiles::<f16>(device, stream, &case);
+        } else {
+            check_tiles::<bf16>(device, stream, &case);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn large_launches_go_by_tiles_if_they_can() {
+    use kv_cache::gather_cache::{Args, by_tiles};
+    // SAFETY: null pointers and zeros.
+    let zeros: Args = unsafe { std::mem::zeroed() };
+    let args = |tokens: u32, sequences: u32, block_size: u32, key: usize| Args {
+        tokens,
+        sequences,
+        block_size,
+        key: std::ptr::without_provenance_mut(key),
+        heads: 8,
+        head_dim: 128,
+        ..zeros
+    };
+    let (bf16, e4m3, x) = (cuda_std::DType::Bf16, cuda_std::DType::E4m3, CacheLayout::XSplit);
+    assert!(by_tiles(bf16, bf16, x, &args(32768, 8, 16, 256)));
+    assert!(!by_tiles(bf16, bf16, x, &args(256, 8, 16, 256)));
+    assert!(!by_tiles(bf16, bf16, x, &args(32768, 32768, 16, 256)));
+    assert!(!by_tiles(bf16, bf16, x, &args(32768, 8, 5, 256)));
+    assert!(!by_tiles(bf16, bf16, x, &args(32768, 8, 16, 2)));
+    assert!(!by_tiles(bf16, e4m3, x, &args(32768, 8, 16, 256)));
+    assert!(!by_tiles(bf16, bf16, CacheLayout::Nhd, &args(32768, 8, 16, 256)));
+}
+
 /// Everything in whole chunks but for where the keys or the values of the cache begin.
 #[test]
 fn caches_that_begin_off_a_chunk() {
@@ -242,6 +350,9 @@ fn refuses_what_it_cannot_do() {
     let again = good().as_strided(&[5, 2, 16], &[32, 0, 1], 0).unwrap();
     assert!(matches!(run(&again, &good(), &i(&[1, 2]), &i(&[2])), Err(Error::Stride { arg: "key", .. })));
     let one = Tensor::<f32>::zeros(device, &[1]).unwrap();
+    let tiles = GatherCacheOptions::default().tiles(true);
+    let e = kv_cache::gather_cache(stream, &mut good(), &mut good(), None, &cache, &i(&[1, 2]), &i(&[2]), &tiles);
+    assert!(matches!(e, Err(Error::Unsupported { .. })));
     let options = GatherCacheOptions::default().scales(&one, &one);
     let e = kv_cache::gather_cache(stream, &mut good(), &mut good(), None, &cache, &i(&[1, 2]), &i(&[2]), &options);
     assert!(matches!(e, Err(Error::Value { arg: "scales", .. })));
@@ -249,12 +360,18 @@ fn refuses_what_it_cannot_do() {
 
 #[test]
 fn every_output_type_has_every_cache_type() {
-    use kv_cache::gather_cache::entry;
+    use kv_cache::gather_cache::{entry, tiles_entry};
     for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
         for output in INPUTS {
             for cache in [output, cuda_std::DType::E4m3, cuda_std::DType::E5m2, cuda_std::DType::I8] {
                 let name = if layout == CacheLayout::XSplit { "xsplit" } else { "flat" };
-                assert_eq!(entry(output, cache, layout).unwrap().name, format!("gather_cache_{name}_{output}_{cache}"));
+                let name = format!("gather_cache_{name}_{output}_{cache}");
+                assert_eq!(entry(output, cache, layout).unwrap().name, name);
+                let tiles = layout == CacheLayout::XSplit && output == cache && output.size() == 2;
+                assert_eq!(
+                    tiles_entry(output, cache, layout).map(|e| e.name),
+                    tiles.then(|| name + "_tiles").as_deref()
+                );
             }
         }
     }

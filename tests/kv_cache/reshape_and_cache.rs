@@ -1,7 +1,7 @@
 //! Any layout, any type, any strides; slots that are padding, wrong, or used twice; and what is refused.
 
 use super::{INPUTS, cache_of, exact_round, new_cache_at, rows_of, scales_of, value_of};
-use cuda_std::{E4M3, E5M2, Float};
+use cuda_std::{DType, E4M3, E5M2, Float};
 use proptest::prelude::*;
 use warploom::kv_cache::ReshapeAndCacheOptions;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, PageStrides, StoreAs};
@@ -334,6 +334,151 @@ fn runs_the_same_in_a_graph() {
     });
 }
 
+/// What tiles have to cope with: runs of neighbouring slots that begin anywhere and end anywhere, with padding and wrong slots between and within them.
+#[derive(Clone, Debug)]
+struct Tiles {
+    shape: CacheShape,
+    slots: Vec<i64>,
+    /// Elements between heads, and between tokens.
+    gaps: [usize; 2],
+    wide_slots: bool,
+    half: bool,
+}
+
+fn tiles_case() -> impl Strategy<Value = Tiles> {
+    let dims = prop::sample::select(vec![128usize, 64, 80, 256, 16]);
+    let sizes = prop::sample::select(vec![16usize, 8, 32, 24, 128]);
+    let gaps = (prop::sample::select(vec![0usize, 0, 8]), prop::sample::select(vec![0usize, 0, 24]));
+    // How far each run is from a page's beginning, its length, and what comes behind it.
+    let runs = proptest::collection::vec((0usize..20, 0usize..50, 0usize..8), 1..6);
+    let aligned = prop::sample::select(vec![true, false]);
+    (dims, sizes, 1usize..4, gaps, runs, aligned, any::<(bool, bool, u32)>()).prop_map(
+        |(head_dim, block_size, heads, gaps, runs, aligned, (wide_slots, half, seed))| {
+            let shape = CacheShape::new(2 * 16 * 5 * 16 / block_size, block_size, heads, head_dim);
+            let count = shape.slots() as i64;
+            // Blocks in no order; no slot comes twice.
+            let order = |slot: usize| {
+                let (block, at) = (slot / block_size, slot % block_size);
+                ((block * 7 + seed as usize) % shape.blocks * block_size + at) as i64
+            };
+            let (mut slots, mut free) = (vec![], 0);
+            for (i, (skip, len, then)) in runs.into_iter().enumerate() {
+                free += if aligned { 0 } else { skip };
+                slots.extend((free..free + len).map(order));
+                free += len;
+                if aligned {
+                    free = free.next_multiple_of(block_size);
+                }
+                match then {
+                    0 => slots.push(-1),
+                    1 => slots.extend([count, -2, -1, i as i64 + i64::from(i32::MAX) / 2]),
+                    // Alone, backwards.
+                    2 => {
+                        slots.extend((free..free + 5).rev().map(order));
+                        free += 5;
+                    }
+                    3 if slots.len() > 20 => {
+                        let last = slots.len() - 6;
+                        slots[last] = -1;
+                    }
+                    _ => {}
+                }
+            }
+            assert!(free <= shape.slots());
+            Tiles { shape, slots, gaps: gaps.into(), wide_slots, half }
+        },
+    )
+}
+
+fn check_tiles<T: Float + StoreAs<T>>(device: &Device, stream: &Stream, case: &Tiles) {
+    let CacheShape { heads, head_dim, .. } = case.shape;
+    let (tokens, head) = (case.slots.len(), head_dim + case.gaps[0]);
+    let row = heads * head + case.gaps[1];
+    let [key, value] = [1, 2].map(|seed| {
+        let all = noise_of::<T>(tokens * row + 8, seed);
+        let all = Tensor::from_slice(device, &all, &[all.len()]).unwrap();
+        all.as_strided(&[tokens, heads, head_dim], &[row, head, 1], 8).unwrap()
+    });
+    let stored = [false, true].map(|tiles| {
+        let mut cache = new_cache_at::<T>(device, CacheLayout::XSplit, case.shape, [0; 2]);
+        let mut status = Tensor::<u32>::zeros(device, &[1]).unwrap();
+        let (out, options) = (Some(&mut status), ReshapeAndCacheOptions::default().tiles(tiles));
+        if case.wide_slots {
+            let slots = Tensor::from_slice(device, &case.slots, &[tokens]).unwrap();
+            kv_cache::reshape_and_cache(stream, &mut cache, out, &key, &value, &slots, &options).unwrap();
+        } else {
+            let narrow: Vec<i32> = case.slots.iter().map(|&s| s as i32).collect();
+            let slots = Tensor::from_slice(device, &narrow, &[tokens]).unwrap();
+            kv_cache::reshape_and_cache(stream, &mut cache, out, &key, &value, &slots, &options).unwrap();
+        }
+        (cache_of(&cache), status.to_vec().unwrap())
+    });
+    assert!(stored[0] == stored[1], "{case:?}: {:?}, {:?}", stored[0].1, stored[1].1);
+}
+
+#[test]
+fn tiles_leave_the_very_bits_that_chunks_do() {
+    property(60, tiles_case(), |device, stream, case| {
+        if case.half {
+            check_tiles::<f16>(device, stream, &case);
+        } else {
+            check_tiles::<bf16>(device, stream, &case);
+        }
+        Ok(())
+    });
+}
+
+/// One slot for all of them, by way of shared memory and past it.
+#[test]
+fn tiles_of_equal_slots_hold_one_of_their_tokens() {
+    on_every_device(|device, stream| {
+        let shape = CacheShape::new(4, 16, 2, 64);
+        let x: Vec<bf16> = (0..40).flat_map(|t| vec![bf16::from_f32(t as f32); 128]).collect();
+        let x = Tensor::from_slice(device, &x, &[40, 2, 64]).unwrap();
+        for of in [|_| 7, |t: i64| 16 + t % 10] {
+            let slots: Vec<i64> = (0..40).map(of).collect();
+            let slots = Tensor::from_slice(device, &slots, &[40]).unwrap();
+            let mut cache = KvCache::<bf16>::zeros(device, CacheLayout::XSplit, shape).unwrap();
+            let options = ReshapeAndCacheOptions::default().tiles(true);
+            match kv_cache::reshape_and_cache(stream, &mut cache, None, &x, &x, &slots, &options) {
+                // May race: the detector is right.
+                Err(warploom::Error::Launch(e)) if matches!(e.kind, simt::ErrorKind::Race { .. }) => continue,
+                outcome => outcome.unwrap(),
+            }
+            for t in 0..40 {
+                for (tensor, strides) in [(cache.key(), cache.key_strides()), (cache.value(), cache.value_strides())] {
+                    let (all, slot) = (tensor.to_vec().unwrap(), of(t) as usize);
+                    let v = all[strides.index(slot / 16, 1, slot % 16, 63)].to_f32();
+                    assert!((0..40).any(|t| t as f32 == v && of(t) as usize == slot), "{v}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn large_launches_go_by_tiles_if_they_can() {
+    use kv_cache::reshape_and_cache::{Args, by_tiles};
+    // SAFETY: null pointers and zeros.
+    let zeros: Args = unsafe { std::mem::zeroed() };
+    let args = |tokens: u32, block_size: u32, key: usize| Args {
+        tokens,
+        block_size,
+        key: std::ptr::without_provenance(key),
+        slot_count: 1 << 20,
+        heads: 8,
+        head_dim: 128,
+        ..zeros
+    };
+    let (bf16, e4m3, x) = (DType::Bf16, DType::E4m3, CacheLayout::XSplit);
+    assert!(by_tiles(bf16, bf16, x, &args(4096, 16, 256)));
+    assert!(!by_tiles(bf16, bf16, x, &args(256, 16, 256)));
+    assert!(!by_tiles(bf16, bf16, x, &args(4096, 5, 256)));
+    assert!(!by_tiles(bf16, bf16, x, &args(4096, 16, 2)));
+    assert!(!by_tiles(bf16, e4m3, x, &args(4096, 16, 256)));
+    assert!(!by_tiles(bf16, bf16, CacheLayout::Nhd, &args(4096, 16, 256)));
+}
+
 #[test]
 fn refuses_what_it_cannot_do() {
     let device = &Device::simt();
@@ -375,6 +520,10 @@ fn refuses_what_it_cannot_do() {
     let bytes = Tensor::<u8>::zeros(device, &[3]).unwrap();
     let e = kv_cache::reshape_and_cache(stream, &mut cache, None, &x, &x, &bytes, &ReshapeAndCacheOptions::default());
     assert!(matches!(e, Err(Error::DType { arg: "slots", .. })));
+    assert!(matches!(
+        run(&mut cache, &x, &x, ReshapeAndCacheOptions::default().tiles(true)),
+        Error::Unsupported { .. }
+    ));
     let few = Tensor::<i64>::zeros(device, &[2]).unwrap();
     let e = kv_cache::reshape_and_cache(stream, &mut cache, None, &x, &x, &few, &ReshapeAndCacheOptions::default());
     assert!(matches!(e, Err(Error::Shape { arg: "slots", .. })));
@@ -418,13 +567,18 @@ fn caches_are_checked_when_made() {
 
 #[test]
 fn every_input_type_has_every_cache_type() {
-    use kv_cache::reshape_and_cache::entry;
+    use kv_cache::reshape_and_cache::{entry, tiles_entry};
     for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
         for input in INPUTS {
-            for cache in [input, cuda_std::DType::E4m3, cuda_std::DType::E5m2, cuda_std::DType::I8] {
-                let entry = entry(input, cache, layout).unwrap();
+            for cache in [input, DType::E4m3, DType::E5m2, DType::I8] {
                 let name = if layout == CacheLayout::XSplit { "xsplit" } else { "flat" };
-                assert_eq!(entry.name, format!("reshape_and_cache_{name}_{input}_{cache}"));
+                let name = format!("reshape_and_cache_{name}_{input}_{cache}");
+                assert_eq!(entry(input, cache, layout).unwrap().name, name);
+                let tiles = layout == CacheLayout::XSplit && input == cache && input.size() == 2;
+                assert_eq!(
+                    tiles_entry(input, cache, layout).map(|e| e.name),
+                    tiles.then(|| name + "_tiles").as_deref()
+                );
             }
         }
     }
@@ -436,7 +590,7 @@ fn addresses_go_beyond_32_bits() {
     let shape = CacheShape::new(1 << 20, 16, 8, 128);
     let last = shape.blocks - 1;
     for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
-        let keys = PageStrides::keys(layout, shape, cuda_std::DType::Bf16);
+        let keys = PageStrides::keys(layout, shape, DType::Bf16);
         let values = PageStrides::values(layout, shape);
         let end = shape.blocks * 16 * 8 * 128;
         assert_eq!(keys.index(last, 7, 15, 127), end - 1);

@@ -7,6 +7,7 @@ pub mod gather_cache;
 pub mod layout;
 pub mod reshape_and_cache;
 pub mod swap;
+mod tile;
 
 pub use advance::advance;
 pub use allocator::{AllocatorError, BlockAllocator, Sequence, Swap};

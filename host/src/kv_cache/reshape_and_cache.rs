@@ -5,6 +5,7 @@
 //! here.
 
 use super::layout::{CacheElement, CacheLayout, KvCache, Scales, StoreAs, check_scales, write_cache};
+use super::tile::{self, PageExtents, can_be_tiles, no_tiles};
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
@@ -13,6 +14,30 @@ use crate::tensor::Tensor;
 use cuda_std::{DType, Element, Entry};
 
 pub use kernel::{Args, SCALE_PER_HEAD, SLOTS_I64};
+
+/// Whether a launch can go by tiles of 16 tokens, through shared memory: to an x-split cache of the inputs' own 16-bit type, everything in whole chunks of 16 bytes.
+fn can_go_by_tiles(dtype: DType, cache: DType, layout: CacheLayout, args: &Args) -> bool {
+    let strides = args.key_token_stride | args.key_head_stride | args.value_token_stride | args.value_head_stride;
+    let rows = [args.key.cast_mut(), args.value.cast_mut()];
+    let pages = PageExtents {
+        strides: args.key_page_block_stride
+            | args.key_page_head_stride
+            | args.value_page_block_stride
+            | args.value_page_head_stride,
+        blocks: args.slot_count / (args.block_size as usize).max(1),
+        block_size: args.block_size,
+        head_dim: args.head_dim,
+    };
+    dtype == cache && can_be_tiles(dtype, layout, rows, strides, [args.key_cache, args.value_cache], pages)
+}
+
+/// Whether a launch goes by tiles: a large one that can. The results are the same.
+pub fn by_tiles(dtype: DType, cache: DType, layout: CacheLayout, args: &Args) -> bool {
+    /// Chunks of keys from which it is faster. Measured on an H200.
+    const MANY: u64 = 1 << 18;
+    let chunks = args.heads as u64 * args.head_dim.div_ceil(8) as u64;
+    args.tokens as u64 * chunks >= MANY && can_go_by_tiles(dtype, cache, layout, args)
+}
 
 /// The entry for inputs and a cache of these types, if there is one: a cache has the inputs' type, or `e4m3`, `e5m2` or
 /// `i8`.
@@ -95,7 +120,21 @@ const fn at_most(n: u32, most: u32) -> u32 {
     }
 }
 
-/// Launches on raw pointers (layer L1), as [`Args`] and the [kernel's layouts](crate::kernels::kv_cache::layout) say.
+/// The entry for tiles, where there is one.
+pub const fn tiles_entry(dtype: DType, cache: DType, layout: CacheLayout) -> Option<Entry<Args>> {
+    Some(match (layout, dtype, cache) {
+        (CacheLayout::XSplit, DType::F16, DType::F16) => kernel::reshape_and_cache_xsplit_f16_f16_tiles::ENTRY,
+        (CacheLayout::XSplit, DType::Bf16, DType::Bf16) => kernel::reshape_and_cache_xsplit_bf16_bf16_tiles::ENTRY,
+        _ => return None,
+    })
+}
+
+/// How to launch tiles.
+pub const fn tiles_geometry(tokens: u32, heads: u32, head_dim: u32) -> Geometry {
+    tile::geometry(tokens, heads, head_dim)
+}
+
+/// Launches on raw pointers (layer L1), as [`Args`] and the [kernel's layouts](crate::kernels::kv_cache::layout) say, [by tiles](by_tiles) where that is faster.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for types without an entry, and those of [`Stream::launch`].
@@ -104,13 +143,33 @@ const fn at_most(n: u32, most: u32) -> u32 {
 /// The pointers are device memory of the sizes that strides and extents imply, aligned to their element types, until
 /// the launch is done; the caches overlap no input and not each other; `block_size` is not 0.
 pub unsafe fn launch(stream: &Stream, dtype: DType, cache: DType, layout: CacheLayout, args: &Args) -> Result<()> {
-    let entry = entry(dtype, cache, layout).ok_or_else(|| Error::Unsupported {
+    // SAFETY: forwarded to the caller.
+    unsafe { launch_with(stream, dtype, cache, layout, by_tiles(dtype, cache, layout, args), args) }
+}
+
+/// [`tiles_geometry`] or [`geometry`].
+fn chosen_geometry(dtype: DType, layout: CacheLayout, by_tiles: bool, args: &Args) -> Geometry {
+    let Args { tokens, heads, head_dim, .. } = *args;
+    if by_tiles { tiles_geometry(tokens, heads, head_dim) } else { geometry(dtype, layout, tokens, heads, head_dim) }
+}
+
+/// [`launch`] by tiles, which can go by them, or not.
+unsafe fn launch_with(
+    stream: &Stream,
+    dtype: DType,
+    cache: DType,
+    layout: CacheLayout,
+    by_tiles: bool,
+    args: &Args,
+) -> Result<()> {
+    let entry = if by_tiles { tiles_entry(dtype, cache, layout) } else { entry(dtype, cache, layout) };
+    let entry = entry.ok_or_else(|| Error::Unsupported {
         op: "reshape_and_cache",
         what: format!(
             "no kernel from {dtype} to {cache}; there are f32, f16 and bf16 to themselves, e4m3, e5m2 and i8"
         ),
     })?;
-    let geometry = geometry(dtype, layout, args.tokens, args.heads, args.head_dim);
+    let geometry = chosen_geometry(dtype, layout, by_tiles, args);
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&entry, &geometry, args) }
 }
@@ -122,12 +181,20 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, cache: DType, layout: CacheL
 pub struct ReshapeAndCacheOptions<'a> {
     /// Scales of an 8-bit cache.
     pub scales: Option<Scales<'a>>,
+    /// Whether tokens go in tiles, through shared memory; by the size of the launch. The results are the same.
+    pub tiles: Option<bool>,
 }
 
 impl<'a> ReshapeAndCacheOptions<'a> {
     /// With these scales.
     pub fn scales(mut self, key: &'a Tensor<f32>, value: &'a Tensor<f32>) -> Self {
         self.scales = Some(Scales::new(key, value));
+        self
+    }
+
+    /// By tiles, or not, however large the launch is.
+    pub fn tiles(mut self, tiles: bool) -> Self {
+        self.tiles = Some(tiles);
         self
     }
 }
@@ -146,7 +213,8 @@ impl<'a> ReshapeAndCacheOptions<'a> {
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType) (of `slots`), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice); [`Value`](Error::Value) for scales
-/// that are missing or not wanted, extents beyond 2^31 - 1, or more heads than a launch takes.
+/// that are missing or not wanted, extents beyond 2^31 - 1, or more heads than a launch takes; [`Unsupported`](Error::Unsupported) for tiles, if asked for, where there are
+/// none: they are for an x-split cache of the inputs' own 16-bit type, with blocks of a multiple of 8 tokens, and addresses and strides in multiples of 16 bytes.
 pub fn reshape_and_cache<T: StoreAs<S>, S: CacheElement, I: Element>(
     stream: &Stream,
     cache: &mut KvCache<S>,
@@ -205,10 +273,14 @@ pub fn reshape_and_cache<T: StoreAs<S>, S: CacheElement, I: Element>(
     if tokens == 0 {
         return Ok(());
     }
-    call.grid("key", &geometry(T::DTYPE, layout, args.tokens, args.heads, args.head_dim))?;
+    if options.tiles == Some(true) && !can_go_by_tiles(T::DTYPE, S::DTYPE, layout, &args) {
+        return Err(no_tiles("reshape_and_cache", T::DTYPE, S::DTYPE, layout));
+    }
+    let by_tiles = options.tiles.unwrap_or_else(|| by_tiles(T::DTYPE, S::DTYPE, layout, &args));
+    call.grid("key", &chosen_geometry(T::DTYPE, layout, by_tiles, &args))?;
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; slots are checked
-    // by the kernel.
-    unsafe { launch(stream, T::DTYPE, S::DTYPE, layout, &args) }
+    // by the kernel; tiles are possible where they are asked for.
+    unsafe { launch_with(stream, T::DTYPE, S::DTYPE, layout, by_tiles, &args) }
 }
 
 /// A `status` word: `[1]`; null if absent.

@@ -3,8 +3,10 @@
 //! The counterpart of [`reshape_and_cache`](super::reshape_and_cache), with the same threads. A token finds its sequence
 //! by bisecting the sequences' starts, which fit into the first-level cache: any mixture of lengths keeps all threads
 //! busy, and the host needs to know the total only.
+//! Many tokens from an x-split cache of 16 bits go by tiles instead ([`gather_cache_tiles`](super::gather_cache_tiles)).
 
 use crate::chunk;
+use crate::kv_cache::gather_cache_tiles::gather_cache_tiles;
 use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, load, split_slot};
 use crate::kv_cache::reshape_and_cache::SCALE_PER_HEAD;
 use crate::kv_cache::{CacheElement, StoreAs};
@@ -12,7 +14,7 @@ use crate::operand;
 use cuda_std::{E4M3, E5M2, Global, GlobalMut, bf16, dependent_launch, entries, f16, thread};
 
 /// Where a token of the output is in the cache: block and place in the block.
-enum Place {
+pub(super) enum Place {
     At(usize, u32),
     /// Behind the last sequence.
     Nowhere,
@@ -22,7 +24,7 @@ enum Place {
 
 #[inline(always)]
 #[track_caller]
-unsafe fn find(
+pub(super) unsafe fn find(
     token: u32,
     starts: *const i32,
     tables: *const i32,
@@ -247,4 +249,8 @@ entries! {
         => gather_cache::<T, S, XSplitKey<16>, XSplitValue, 8, true>;
     gather_cache_xsplit_bf16_i8 { type T = bf16; type S = i8; } [512]
         => gather_cache::<T, S, XSplitKey<16>, XSplitValue, 8, true>;
+    gather_cache_xsplit_f16_f16_tiles { type T = f16; type S = f16; } [32, 32]
+        => gather_cache_tiles::<T>;
+    gather_cache_xsplit_bf16_bf16_tiles { type T = bf16; type S = bf16; } [32, 32]
+        => gather_cache_tiles::<T>;
 }

@@ -4,6 +4,7 @@
 
 mod element;
 pub mod layout;
+pub mod tile;
 
 pub use element::{CacheElement, StoreAs};
 
@@ -14,6 +15,10 @@ pub mod copy_blocks;
 #[cfg(feature = "kv_cache")]
 pub mod gather_cache;
 #[cfg(feature = "kv_cache")]
+pub mod gather_cache_tiles;
+#[cfg(feature = "kv_cache")]
 pub mod reshape_and_cache;
+#[cfg(feature = "kv_cache")]
+pub mod reshape_and_cache_tiles;
 #[cfg(feature = "kv_cache")]
 pub mod swap;

@@ -8,9 +8,11 @@
 //!   neighbouring slots, so a warp writes 2 x 256 bytes of keys, and of values, whose tokens are 2 bytes apart, whole
 //!   32-byte sectors in each of its `N` stores. The loads take whole sectors too. No shared memory and no barrier, and
 //!   scattered slots (decoding) cost nothing extra.
+//!   Many tokens of 16 bits go by tiles instead ([`reshape_and_cache_tiles`](super::reshape_and_cache_tiles)).
 
 use crate::chunk;
 use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_slot, store};
+use crate::kv_cache::reshape_and_cache_tiles::reshape_and_cache_tiles;
 use crate::kv_cache::{CacheElement, StoreAs};
 use crate::operand;
 use cuda_std::{E4M3, E5M2, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread};
@@ -204,4 +206,8 @@ entries! {
         => reshape_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, true>;
     reshape_and_cache_xsplit_bf16_i8 { type T = bf16; type S = i8; } [512]
         => reshape_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, true>;
+    reshape_and_cache_xsplit_f16_f16_tiles { type T = f16; type S = f16; } [32, 32]
+        => reshape_and_cache_tiles::<T>;
+    reshape_and_cache_xsplit_bf16_bf16_tiles { type T = bf16; type S = bf16; } [32, 32]
+        => reshape_and_cache_tiles::<T>;
 }
