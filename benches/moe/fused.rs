@@ -11,12 +11,13 @@ pub fn benches(harness: &mut Harness) {
             case::<bf16>(harness, model, tokens, FusedPath::Auto, "");
             case::<bf16>(harness, model, tokens, FusedPath::Auto, "shuffled/");
             case::<f16>(harness, model, tokens, FusedPath::Auto, "f16/");
+            case::<bf16>(harness, model, tokens, FusedPath::Auto, "f32_slots/");
+            case::<bf16>(harness, model, tokens, FusedPath::Auto, "rounded/");
         }
         // Half of the pairs go to one expert; sums in any order; slots rounded.
         let tokens = harness.pick(4096, 16);
         case::<bf16>(harness, model, tokens, FusedPath::Auto, "skewed/");
         case::<bf16>(harness, model, tokens, FusedPath::Auto, "unordered/");
-        case::<bf16>(harness, model, tokens, FusedPath::Auto, "rounded/");
     }
     // What else might have been chosen, where that is a question.
     use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Vector, Wgmma16, Wgmma64, Wgmma176};
@@ -100,6 +101,7 @@ fn case<T: Float>(
             .path(path)
             .unordered(kind == "unordered/")
             .rounded_slots(kind == "rounded/")
+            .f32_slots(kind == "f32_slots/")
             .shuffled(kind == "shuffled/");
         Ok(move |s: &_| {
             let (w13, w2) = &*experts_weights;

@@ -762,6 +762,11 @@ fn second_products_that_begin_early() {
         let mut case = Case::new(tokens, 2, experts, 1096, 5 * 64).path(FusedPath::Wgmma64);
         case.ids[..5].fill(-1);
         check::<bf16>(d, s, &case);
+        // Of half of the bytes, in rows of whole lines.
+        let tokens = (124 << 10) * experts / (2 * 1088 * 2) + 1;
+        let mut case = Case::new(tokens, 2, experts, 1088, 5 * 64).path(FusedPath::Wgmma64);
+        (case.rounded, case.ids[9]) = (true, -1);
+        check::<bf16>(d, s, &case);
     });
 }
 
@@ -922,6 +927,18 @@ fn packed_slots() {
             // One in sixteen would be one that is halfway between two numbers with five more bits.
             assert!(16 * others < results && (results < 20000 || others > 0), "{others} of {results}, {case:?}");
         }
+        // `Auto` packs results of `Wgmma64`, too, where there are many: the bits of `Wgmma176`.
+        let experts = 2 * d.properties().multiprocessors as usize;
+        let tokens = (62 << 10) * experts / (2 * 1096 * 2) + 1;
+        let mut case = Case::new(tokens, 2, experts, 1096, 72);
+        case.ids.iter_mut().skip(1).step_by(2).for_each(|id| *id = -1);
+        let inputs = Inputs::<bf16>::new(d, &case, 1);
+        let got = bits_of(d, s, &inputs, &case);
+        let whole = bits_of(d, s, &inputs, &Case { f32_slots: true, ..case.clone() });
+        let others = assert_neighbours(&got, &whole, &case);
+        assert!(others > 0 && 16 * others < got.len(), "{others} of {}", got.len());
+        assert_eq!(bits_of(d, s, &inputs, &case.clone().path(FusedPath::Wgmma64)), whole);
+        assert_eq!(bits_of(d, s, &inputs, &case.path(FusedPath::Wgmma176)), got);
         // Several slots, shared experts, nobody and some of nobody.
         for (tokens, top_k, shared) in [(9, 9, 0), (60, 2, 1), (130, 3, 0), (0, 2, 0), (3, 0, 0)] {
             let mut case = Case::new(tokens, top_k, 3, 328, 72).path(FusedPath::Wgmma176);
@@ -1138,7 +1155,7 @@ fn sums_of_many_slots() {
     });
 }
 
-/// The same bits where lines that have been read leave the second-level cache first, or are given up, for which blocks of this size have too few.
+/// The same bits where lines that have been read leave the second-level cache first, or are given up, for which products of this size have too few.
 #[test]
 fn sums_that_read_for_the_last_time() {
     use warploom::kernels::moe::fused_reduce::*;
@@ -1188,12 +1205,12 @@ fn sums_that_read_for_the_last_time() {
         assert_eq!(of(0, LINE, &mut partial), want);
         // More lines than threads.
         assert_eq!(of(0, 131 * LINE, &mut partial), want);
-        if n % 32 == 0 {
+        if (n * size_of::<P>()).is_multiple_of(LINE) {
             assert_eq!(of(DISCARDED, LINE, &mut partial), want);
         }
     }
     on_every_device(|d, s| {
-        for n in [24, 520, 27, 544] {
+        for n in [24, 520, 27, 544, 576] {
             check::<f32>(d, s, moe_fused_reduce_bf16::ENTRY, COLUMNS, [3, n]);
             check::<f32>(d, s, moe_fused_reduce_eight_bf16::ENTRY, COLUMNS, [9, n]);
             check::<bf16>(d, s, moe_fused_reduce_rounded_bf16::ENTRY, ROUNDED_COLUMNS, [6, n]);

@@ -524,6 +524,10 @@ fn sums_that_begin_early() {
             case.ids[..5].fill(-1);
             check::<bf16, E4M3>(d, s, &case, e4m3);
         }
+        // Rounded results, in rows of whole lines.
+        let twice = (124 << 10) * multiprocessors / (2 * 1088 * 2) + 1;
+        let case = Case::new(twice, 2, multiprocessors, 1088, 80, FusedQuantPath::Wgmma64);
+        check::<bf16, E4M3>(d, s, &Case { rounded: true, ..case }, e4m3);
         // With scales of rows there must be more.
         let tokens = (310 << 10) * multiprocessors / (2 * 1920 * 4) + 1;
         let mut case = Case::new(tokens, 2, multiprocessors, 1920, 16, FusedQuantPath::Wgmma64);

@@ -485,6 +485,7 @@ pub const fn plan(
     let wgmma = wgmma && shape.hidden > 0 && shape.intermediate > 0 && shape.bins() <= fused_wgmma::MAX_BINS;
     let vector =
         if fits && wgmma && !shuffled { FusedPath::vector_parts(shape, multiprocessors as usize) } else { None };
+    let auto = matches!(path, FusedPath::Auto);
     let path = match path {
         FusedPath::Auto if !fits => FusedPath::Fma,
         // What is gained by one launch and one stream of weights is more than the blocks' waiting for each other costs.
@@ -542,10 +543,13 @@ pub const fn plan(
             Some(down) => Some((down, fused_reduce::moe_fused_reduce_rounded_f16::ENTRY)),
             None => None,
         };
-        // What 16 bits lose is nothing beside the rounding of a bf16 result.
+        // What 16 bits lose is nothing beside the rounding of a bf16 result. Measured on an H200: `Wgmma64` gains 0.2 to 1.5 % where the sum begins early, and loses up to 0.7 % with less to add up. How
+        // many tokens there are decides that under `Auto` only, so that by one path none depends on others.
+        let packs = auto && striped_bytes(product(&[shape.pairs(), shape.hidden, 2]), multiprocessors);
         let packed = match (path, is_bf16) {
             (_, true) if two => Some(moe_fused_wgmma_down_packed_t176_two_bf16::ENTRY),
             (FusedPath::Wgmma176, true) => Some(moe_fused_wgmma_down_packed_t176_bf16::ENTRY),
+            (FusedPath::Wgmma64, true) if packs => Some(moe_fused_wgmma_down_packed_t64_bf16::ENTRY),
             _ => None,
         };
         let packed = match packed {
@@ -894,6 +898,7 @@ pub unsafe fn launch(
     let (tokens, top_k, slots) = (shape.tokens as u32, shape.top_k as u32, shape.slots() as u32);
     let (experts, local, shared_experts) = (o.global_experts as u32, shape.experts as u32, shape.shared_experts as u32);
     let (mut sorted_ids, mut expert_ids) = (std::ptr::null(), std::ptr::null());
+    let multiprocessors = stream.device().properties().multiprocessors;
     let wgmma = plan.path.is_wgmma();
     // Without slots there is nothing to add up, nor room to do it in.
     let unordered = o.unordered && wgmma && plan.sorts() && slots > 0;
@@ -981,19 +986,15 @@ pub unsafe fn launch(
     };
     let bytes = product(&[shape.pairs(), shape.hidden, if halved.is_some() { dtype.size() } else { 4 }]);
     let kept = wgmma && !matches!(plan.path, FusedPath::Wgmma176) && !unordered && bytes <= KEPT_BYTES;
-    let multiprocessors = stream.device().properties().multiprocessors;
-    let (stripe, early) = if wgmma && !unordered && halved.is_none() {
-        plan.stripe(shape, multiprocessors, bytes)
-    } else {
-        (shape.hidden, false)
-    };
+    let (stripe, early) =
+        if wgmma && !unordered { plan.stripe(shape, multiprocessors, bytes) } else { (shape.hidden, false) };
     let left = if early { part(at.left).cast() } else { std::ptr::null_mut() };
     // A row for each token where results are added up as they come.
     let summed = if unordered { product(&[shape.tokens, shape.hidden, 4]) } else { bytes };
     let kept = kept || early;
     let h_row = product(&[slots as usize, shape.intermediate, dtype.size()]);
     let wide = matches!(plan.path, FusedPath::Wgmma176);
-    let dead = (wide || matches!(plan.path, FusedPath::Wgmma64)) && given_up(up.h, shape.tokens, h_row);
+    let dead = wgmma && given_up(up.h, shape.tokens, h_row);
     let once = kept || wide && dead && !unordered && bytes < LAST_READ_BYTES;
     // Not where weights of the second product come two steps at a time: those that leave first cost 0.4 % there.
     let steps = shape.intermediate.div_ceil(fused_wgmma::STEP);
@@ -1148,15 +1149,14 @@ pub unsafe fn launch(
             }
         }
     }
-    let (entry, geometry) = if let Some((_, reduce)) = halved {
-        (reduce, rounded_reduce_geometry(shape))
-    } else {
-        let (entry, threads) = reduce_entry(dtype, reduce.slots as usize);
-        (entry, sum_geometry(shape, threads, fused_reduce::COLUMNS, early))
+    let (entry, threads, columns) = match halved {
+        Some((_, reduce)) => (reduce, fused_reduce::ROUNDED_THREADS, fused_reduce::ROUNDED_COLUMNS),
+        None => reduce_entry(dtype, reduce.slots as usize),
     };
-    reduce.across = sum_across(geometry.block[0] as usize, fused_reduce::COLUMNS, early);
+    reduce.across = sum_across(threads, columns, early);
+    let geometry = sum_geometry(shape, threads, columns, early).dependent_on(&second);
     // SAFETY: forwarded to the caller.
-    unsafe { stream.launch(&entry, &geometry.dependent_on(&second), &reduce) }
+    unsafe { stream.launch(&entry, &geometry, &reduce) }
 }
 
 /// As many bytes of results between the second product and the sum have room in Hopper's second-level cache beside the weights that stream by. Measured: 34 MB do,
@@ -1171,7 +1171,7 @@ const LAST_READ_BYTES: usize = 128 << 20;
 
 /// What the sum does with lines it has read of so many bytes of results at `partial`, in rows of `row` bytes. Those that may have been `kept` it discards: whole lines, and enough of them for it to be worth while.
 pub(super) fn once_read(kept: bool, partial: *const c_void, bytes: usize, row: usize) -> u32 {
-    if kept && bytes >= 4 << 20 && (partial as usize | row).is_multiple_of(128) {
+    if kept && bytes >= 1 << 18 && (partial as usize | row).is_multiple_of(128) {
         fused_reduce::DISCARDED
     } else if bytes >= LAST_READ_BYTES {
         fused_reduce::LAST_READ
@@ -1180,16 +1180,16 @@ pub(super) fn once_read(kept: bool, partial: *const c_void, bytes: usize, row: u
     }
 }
 
-/// Up to how many bytes of `h` stay in the second-level cache and are given up by the sum: 0 to 4 % less for the block with 0.8 to 29 MB, nothing with 59 MB. Measured on an H200.
+/// Up to how many bytes of `h` stay in the second-level cache and are given up by the sum: 0 to 4 % less for the block with 0.1 to 29 MB, nothing with 59 MB. Measured on an H200.
 const GIVEN_UP_BYTES: usize = 32 << 20;
 
 /// Whether the sum gives up `h`, rows of so many bytes for each token, in the second-level cache, from where it would be written to memory during the next launches: whole lines.
-fn given_up(h: *const c_void, tokens: usize, row: usize) -> bool {
+pub(super) fn given_up(h: *const c_void, tokens: usize, row: usize) -> bool {
     (h as usize | row).is_multiple_of(fused_reduce::LINE) && product(&[tokens, row]) <= GIVEN_UP_BYTES
 }
 
-/// The sum over so many slots, into f32, f16 or bf16, and threads of a block.
-pub(super) const fn reduce_entry(dtype: DType, slots: usize) -> (Entry<ReduceArgs>, usize) {
+/// The sum over so many slots, into f32, f16 or bf16, threads of a block, and columns of each.
+pub(super) const fn reduce_entry(dtype: DType, slots: usize) -> (Entry<ReduceArgs>, usize, usize) {
     use fused_reduce::*;
     let eight = slots > 4;
     let entry = match (dtype, eight) {
@@ -1200,17 +1200,7 @@ pub(super) const fn reduce_entry(dtype: DType, slots: usize) -> (Entry<ReduceArg
         (DType::F16, false) => moe_fused_reduce_f16::ENTRY,
         (_, false) => moe_fused_reduce_bf16::ENTRY,
     };
-    (entry, if eight { EIGHT_THREADS } else { THREADS })
-}
-
-/// How to launch the sum over slots.
-pub const fn reduce_geometry(shape: &FusedShape) -> Geometry {
-    sum_geometry(shape, reduce_entry(DType::F32, shape.slots()).1, fused_reduce::COLUMNS, false)
-}
-
-/// How to launch the sum over slots whose results have 16 bits.
-pub const fn rounded_reduce_geometry(shape: &FusedShape) -> Geometry {
-    sum_geometry(shape, fused_reduce::ROUNDED_THREADS, fused_reduce::ROUNDED_COLUMNS, false)
+    (entry, if eight { EIGHT_THREADS } else { THREADS }, COLUMNS)
 }
 
 /// A stripe that is summed up early has a number of so many columns.
@@ -1308,7 +1298,7 @@ pub struct FusedOptions<'a, T: Element> {
     /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma64` and `Wgmma176` make use of it, unless
     /// they do of `unordered`.
     pub rounded_slots: bool,
-    /// Keeps the result of each slot in f32 until those of a token are added up, unless `rounded_slots` allows less. Otherwise `Wgmma176` keeps two results or more that become bf16, before they are weighted, in 11 bits: as
+    /// Keeps the result of each slot in f32 until those of a token are added up, unless `rounded_slots` allows less. Otherwise `Wgmma176`, and `Auto` with `Wgmma64` where there are 16 MB of them and more, keep two results or more that become bf16, before they are weighted, in 11 bits: as
     /// f16 times a power of two that each slot has for 128 columns, so that the largest of them is about 2^14 in f16; half as much lies between the second product and the sum. Beside results' own
     /// rounding, to 8 bits, that is next to nothing. What loses more bits is smaller than 2^-27 of the largest of its 128 columns, or than 2^-126; where one of them is infinite, the slot's others are as f16 has them.
     pub f32_slots: bool,

@@ -358,14 +358,18 @@ pub unsafe fn store_streaming_if<V: Copy>(condition: bool, ptr: *mut V, value: V
 /// As for [`store_if`].
 #[inline(always)]
 pub unsafe fn store_if_for<V: Copy>(condition: bool, ptr: *mut V, value: V, policy: Policy) {
-    const { assert!(size_of::<V>() == 4 || size_of::<V>() == 16) };
+    const { assert!(size_of::<V>() == 4 || size_of::<V>() == 8 || size_of::<V>() == 16) };
     #[cfg(target_arch = "nvptx64")]
-    // SAFETY: forwarded to the caller; the value has one word or four.
+    // SAFETY: forwarded to the caller; the value has one word, two or four.
     unsafe {
         if const { size_of::<V>() == 4 } {
             let w: u32 = core::mem::transmute_copy(&value);
             ptx!("{{ .reg .b64 %a; .reg .pred %p; cvta.to.global.u64 %a, {p}; setp.ne.u32 %p, {c}, 0; @%p st.global.L2::cache_hint.b32 [%a], {w}, {h}; }}",
                 p = in(reg64) ptr, c = in(reg32) condition as u32, w = in(reg32) w, h = in(reg64) policy.bits(), options(nostack, preserves_flags))
+        } else if const { size_of::<V>() == 8 } {
+            let w: u64 = core::mem::transmute_copy(&value);
+            ptx!("{{ .reg .b64 %a; .reg .pred %p; cvta.to.global.u64 %a, {p}; setp.ne.u32 %p, {c}, 0; @%p st.global.L2::cache_hint.b64 [%a], {w}, {h}; }}",
+                p = in(reg64) ptr, c = in(reg32) condition as u32, w = in(reg64) w, h = in(reg64) policy.bits(), options(nostack, preserves_flags))
         } else {
             let w: [u32; 4] = core::mem::transmute_copy(&value);
             ptx!("{{ .reg .b64 %a; .reg .pred %p; cvta.to.global.u64 %a, {p}; setp.ne.u32 %p, {c}, 0; @%p st.global.L2::cache_hint.v4.b32 [%a], {{{w}, {x}, {y}, {z}}}, {h}; }}",

@@ -324,13 +324,11 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
                 v[i] = (v[i] + bias[i]) * scale;
             }
             let stored = row < self.n && column < item.count;
+            let policy = if self.kept { Policy::LAST } else { Policy::NORMAL };
             if ROUNDED {
-                if stored {
-                    let rounded = GlobalMut::new(self.partial.ptr(0u32).cast::<T>());
-                    rounded.set_as(at, B64(vec::from_f32::<T, 4>(v)));
-                }
+                let rounded = GlobalMut::new(self.partial.ptr(0u32).cast::<T>());
+                rounded.set_if_for(stored, at, B64(vec::from_f32::<T, 4>(v)), policy);
             } else {
-                let policy = if self.kept { Policy::LAST } else { Policy::NORMAL };
                 self.partial.set_if_for(stored, at, B128(v), policy);
             }
         }

@@ -149,9 +149,16 @@ pub const fn shared_bytes(rows: usize, pairs: usize, lines: usize, stages: usize
     stages * ((rows + pairs) * lines * LINE + 2 * 8)
         + GROUPS * 8
         + GROUPS * pairs * if scaled { 12 } else { 8 }
+        + if pairs == 64 && !scaled { GROUPS * magnitudes_bytes(pairs) } else { 0 }
         + super::items::DRAWN_BYTES
         + if pairs == 16 { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
         + 5 * 16
+}
+
+/// Bytes of the magnitudes of a consumer's results before they are packed: upper halves of two pairs' a word, a line for each row of a tile, 16 bytes longer than a multiple of 32, so that no two lanes that
+/// store together meet in a bank.
+const fn magnitudes_bytes(pairs: usize) -> usize {
+    32 * (pairs / 2 + 4) * 4
 }
 
 /// What the products multiply.
@@ -585,6 +592,9 @@ pub(super) unsafe fn product<
     let ids = carver.take::<u32>(GROUPS * PAIRS);
     let scales = carver.take::<f32>(GROUPS * PAIRS);
     let scales_of_rows = carver.take::<f32>(if Q::SCALED { GROUPS * PAIRS } else { 0 });
+    // Where there are no stages to lay results out in.
+    let magnitudes = const { if SLOTS == PACKED && !STAGED { magnitudes_bytes(PAIRS) / size_of::<T>() } else { 0 } };
+    let magnitudes_of_groups = carver.take::<T>(GROUPS * magnitudes);
     let word = if UP { words } else { words.wrapping_add(1) };
     let drawn = Drawn::new(&mut carver, true, word, launch);
     // What warps have seen of the progress, before it is needed for the first item's end.
@@ -976,6 +986,7 @@ pub(super) unsafe fn product<
             ids: ids.offset(group * PAIRS as u32),
             scales: scales.offset(group * PAIRS as u32),
             row_scales: if Q::SCALED { scales_of_rows.offset(group * PAIRS as u32) } else { scales_of_rows },
+            magnitudes: magnitudes_of_groups.offset(group * magnitudes as u32),
             group,
             first_row: within * (TILES * 64) as u32 + warp_id % 4 * 16,
         };
@@ -1111,6 +1122,8 @@ struct Consumer<T> {
     scales: Shared<f32>,
     /// [Scales](RowScales) of their rows.
     row_scales: Shared<f32>,
+    /// See [`magnitudes_bytes`]; where results are packed without stages.
+    magnitudes: Shared<T>,
     group: u32,
     /// The warp's first row within the tile.
     first_row: u32,
@@ -1297,6 +1310,10 @@ impl<T: TensorFloat> Consumer<T> {
             self.give_back::<PAIRED>(stage);
             return;
         }
+        if !UP && SLOTS == PACKED {
+            let first = work.tile * rows as u32;
+            self.find_exponents::<Q, A, TILES, PAIRS, DIRECT>(job, work, first, self.magnitudes, &acc, by);
+        }
         for s in 0..TILES {
             let row = work.tile * rows as u32 + self.first_row + s as u32 * 64;
             if UP {
@@ -1368,7 +1385,7 @@ impl<T: TensorFloat> Consumer<T> {
     }
 
     /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
-    /// neighbouring rows of one column, which are 16 bytes of `partial`, or 8 if they are rounded.
+    /// neighbouring rows of one column, which are 16 bytes of `partial`, or 8 if they are rounded or packed.
     #[inline(always)]
     unsafe fn store_down<Q: Operand, A: Accumulator<Q::Sum>, const SLOTS: u8, const DIRECT: bool>(
         &self,
@@ -1411,9 +1428,11 @@ impl<T: TensorFloat> Consumer<T> {
             }
             let stored = fits && column < work.count;
             if SLOTS == ROUNDED {
-                if stored {
-                    GlobalMut::new(job.partial.ptr(0u32).cast::<T>()).set_as(at, B64(vec::from_f32::<T, 4>(v)));
-                }
+                let rounded = GlobalMut::new(job.partial.ptr(0u32).cast::<T>());
+                rounded.set_if_for(stored, at, B64(vec::from_f32::<T, 4>(v)), job.policy);
+            } else if SLOTS == PACKED {
+                let packed = GlobalMut::new(job.partial.ptr(0u32).cast::<f16>());
+                packed.set_if_for(stored, at, B64(vec::from_f32::<f16, 4>(v)), job.policy);
             } else if job.unordered {
                 if stored {
                     atomic::reduce_add_v4_f32(job.partial.ptr(at), v);
@@ -1752,7 +1771,7 @@ impl<T: TensorFloat> Consumer<T> {
         by: [[f32; 2]; TILES],
     ) {
         let (mine, lane) = (thread::thread_idx_x() % 128, warp::lane_id());
-        // Upper halves of two pairs' magnitudes a word, a line for each row of a tile: no two lanes that store together meet in a bank.
+        // See `magnitudes_bytes`.
         let line = const { PAIRS as u32 / 2 + 4 };
         let at = |row: u32, word: u32| 2 * (row * line + word);
         let row = mine / 4;
@@ -1795,11 +1814,12 @@ impl<T: TensorFloat> Consumer<T> {
                 self.scales.set(column, f32::from_bits((2 * 127 + 13 - exponent) << 23));
                 if column < work.count && first < job.n {
                     // Behind the results; the address is computed here, since registers are few.
-                    let results = job.tokens as usize * job.slots as usize * job.n as usize;
+                    let pairs = job.tokens as usize * job.slots as usize;
+                    let results = pairs * job.n as usize;
                     let exponents =
                         GlobalMut::new(job.partial.ptr(0u32).cast::<f16>().wrapping_add(results).cast::<f32>());
-                    let at = self.ids.get(column) as usize * job.n.div_ceil(GROUP) as usize + (first / GROUP) as usize;
-                    exponents.set(at, weight * f32::from_bits((exponent - 13) << 23));
+                    let at = (first / GROUP) as usize * pairs + self.ids.get(column) as usize;
+                    exponents.set_if_for(true, at, weight * f32::from_bits((exponent - 13) << 23), job.policy);
                 }
             });
         }
@@ -1808,7 +1828,7 @@ impl<T: TensorFloat> Consumer<T> {
 }
 
 // The shape of items whose results are packed: a warpgroup's outputs are a group, and there is room for magnitudes.
-const _: () = assert!(2 * 64 == GROUP && 176 * STEP * 2 >= 32 * (176 / 2 + 4) * 4 && 176 <= 2 * 128);
+const _: () = assert!(2 * 64 == GROUP && 176 * STEP * 2 >= magnitudes_bytes(176) && 176 <= 2 * 128);
 
 /// A finished sum, times the scales of its row of weights and of its row of `x` or `h`.
 #[inline(always)]
@@ -1827,7 +1847,7 @@ entries! {
         /// `[tokens * slots, intermediate]`: written by the first product, read by the second.
         h: *mut T,
         /// `[tokens * slots, hidden]`: written by the second product; rounded results as elements, packed ones as f16 and behind them
-        /// `[tokens * slots, ceil(hidden / GROUP)]` of f32, by which the sum multiplies them, from the same place on.
+        /// `[ceil(hidden / GROUP), tokens * slots]` of f32, by which the sum multiplies them, from the same place on.
         partial: *mut f32,
         /// `[tokens, hidden]`, rows `x_row` apart.
         x: *const T, x_row: usize,
@@ -1890,6 +1910,7 @@ entries! {
     moe_fused_wgmma_up_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, F32, 2, 176, 1, 4, false, true>;
     moe_fused_wgmma_down_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, F32, 2, 176, 1, 4, false, true>;
     moe_fused_wgmma_down_rounded_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_down_packed_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, PACKED, 2, 64, 2, 4, false, false>;
     moe_fused_wgmma_down_packed_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, PACKED, 2, 176, 1, 4, false, false>;
     moe_fused_wgmma_down_packed_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, PACKED, 2, 176, 1, 4, false, true>;
 }
