@@ -32,7 +32,7 @@ pub const LAST_READ: u32 = 2;
 /// Bytes of a line of the second-level cache.
 pub const LINE: usize = 128;
 
-/// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`, of f32 or elements, or if `PACKED` of f16, and behind them `[ceil(n / 128), tokens * slots]` of f32,
+/// `out`: `[tokens, n]`, rows `out_row` apart; `partial`: `[tokens * slots, n]`, of f32 or elements, or if `PACKED` of f16, and behind them `[tokens * slots, ceil(n / 128)]` of f32,
 /// by which those of 128 columns are multiplied; the others as in
 /// [`fused::Args`](super::fused::Args), `discard` as in [`Args`]. Rows of `num_tokens` and beyond are left alone. Grid: (tokens, columns in
 /// steps of a block's, `COLUMNS` a thread); block: up to [`THREADS`], of which 2 to the power of `across` (32 at least) have a token.
@@ -121,12 +121,12 @@ pub unsafe fn fused_reduce<T: Float, P: Float, const COLUMNS: usize, const GROUP
         let mut by = [0.0; GROUP];
         if PACKED {
             // Behind the results.
-            let pairs = tokens as usize * slots as usize;
-            let exponents = Global::new(partial.ptr(pairs * n as usize).cast::<f32>());
-            let own = (column / EXPONENT_COLUMNS) as usize * pairs + token as usize * slots as usize + first as usize;
+            let exponents = Global::new(partial.ptr(tokens as usize * slots as usize * n as usize).cast::<f32>());
+            let (pair, groups) = (token as usize * slots as usize + first as usize, n.div_ceil(EXPONENT_COLUMNS));
+            let own = pair * groups as usize + (column / EXPONENT_COLUMNS) as usize;
             unroll::<GROUP>(|s| {
                 if are_there[s] {
-                    by[s] = exponents.get(own + s);
+                    by[s] = exponents.get(own + s * groups as usize);
                 }
             });
         }
@@ -220,7 +220,7 @@ entries! {
     moe_fused_reduce_eight_f32 { type T = f32; type P = f32; } [256, 4] => fused_reduce::<T, P, COLUMNS, 8, false>;
     moe_fused_reduce_eight_f16 { type T = f16; type P = f32; } [256, 4] => fused_reduce::<T, P, COLUMNS, 8, false>;
     moe_fused_reduce_eight_bf16 { type T = bf16; type P = f32; } [256, 4] => fused_reduce::<T, P, COLUMNS, 8, false>;
-    moe_fused_reduce_packed_bf16 { type T = bf16; type P = f16; } [128, 7] => fused_reduce::<T, P, ROUNDED_COLUMNS, 4, true>;
+    moe_fused_reduce_packed_bf16 { type T = bf16; type P = f16; } [128] => fused_reduce::<T, P, ROUNDED_COLUMNS, 4, true>;
     moe_fused_reduce_rounded_f16 { type T = f16; type P = f16; } [128, 8] => fused_reduce::<T, P, ROUNDED_COLUMNS, 4, false>;
     moe_fused_reduce_rounded_bf16 { type T = bf16; type P = bf16; } [128, 8] => fused_reduce::<T, P, ROUNDED_COLUMNS, 4, false>;
 }

@@ -1298,7 +1298,7 @@ impl<T: TensorFloat> Consumer<T> {
             if !UP && SLOTS == ROUNDED {
                 self.stage_rounded::<Q, A, T, TILES, DIRECT>(job, work, row, buffers, &acc, by);
             } else if !UP && SLOTS == PACKED {
-                self.find_exponents::<Q, A, TILES, PAIRS, DIRECT>(job, work, row, buffers[1], &acc, by);
+                self.find_exponents::<Q, A, TILES, PAIRS, STAGED, DIRECT>(job, work, row, buffers[1], &acc, by);
                 self.stage_rounded::<Q, A, f16, TILES, DIRECT>(job, work, row, buffers, &acc, by);
             } else if !UP {
                 self.stage_down::<Q, A, TILES, PAIRS, DIRECT>(job, work, row, buffers, &acc, by);
@@ -1312,7 +1312,7 @@ impl<T: TensorFloat> Consumer<T> {
         }
         if !UP && SLOTS == PACKED {
             let first = work.tile * rows as u32;
-            self.find_exponents::<Q, A, TILES, PAIRS, DIRECT>(job, work, first, self.magnitudes, &acc, by);
+            self.find_exponents::<Q, A, TILES, PAIRS, STAGED, DIRECT>(job, work, first, self.magnitudes, &acc, by);
         }
         for s in 0..TILES {
             let row = work.tile * rows as u32 + self.first_row + s as u32 * 64;
@@ -1760,6 +1760,7 @@ impl<T: TensorFloat> Consumer<T> {
         A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
         const TILES: usize,
         const PAIRS: usize,
+        const STAGED: bool,
         const DIRECT: bool,
     >(
         &self,
@@ -1814,12 +1815,17 @@ impl<T: TensorFloat> Consumer<T> {
                 self.scales.set(column, f32::from_bits((2 * 127 + 13 - exponent) << 23));
                 if column < work.count && first < job.n {
                     // Behind the results; the address is computed here, since registers are few.
-                    let pairs = job.tokens as usize * job.slots as usize;
-                    let results = pairs * job.n as usize;
+                    let results = job.tokens as usize * job.slots as usize * job.n as usize;
                     let exponents =
                         GlobalMut::new(job.partial.ptr(0u32).cast::<f16>().wrapping_add(results).cast::<f32>());
-                    let at = (first / GROUP) as usize * pairs + self.ids.get(column) as usize;
-                    exponents.set_if_for(true, at, weight * f32::from_bits((exponent - 13) << 23), job.policy);
+                    let at = self.ids.get(column) as usize * job.n.div_ceil(GROUP) as usize + (first / GROUP) as usize;
+                    let exponent = weight * f32::from_bits((exponent - 13) << 23);
+                    if STAGED {
+                        exponents.set(at, exponent);
+                    } else {
+                        // Sectors are written a word at a time, by one tile after another: none should leave half written.
+                        exponents.set_if_for(true, at, exponent, job.policy);
+                    }
                 }
             });
         }
@@ -1847,7 +1853,7 @@ entries! {
         /// `[tokens * slots, intermediate]`: written by the first product, read by the second.
         h: *mut T,
         /// `[tokens * slots, hidden]`: written by the second product; rounded results as elements, packed ones as f16 and behind them
-        /// `[ceil(hidden / GROUP), tokens * slots]` of f32, by which the sum multiplies them, from the same place on.
+        /// `[tokens * slots, ceil(hidden / GROUP)]` of f32, by which the sum multiplies them, from the same place on.
         partial: *mut f32,
         /// `[tokens, hidden]`, rows `x_row` apart.
         x: *const T, x_row: usize,
