@@ -929,7 +929,7 @@ fn packed_slots() {
             // One in sixteen would be one that is halfway between two numbers with five more bits.
             assert!(16 * others < results && (results < 20000 || others > 0), "{others} of {results}, {case:?}");
         }
-        // `Auto` packs results of `Wgmma64`, too, where there are many: the bits of `Wgmma176`.
+        // `Auto` packs results of `Wgmma64`, too, where there are 124 KiB of them for each multiprocessor: the bits of `Wgmma176`.
         let experts = 2 * d.properties().multiprocessors as usize;
         let tokens = (62 << 10) * experts / (2 * 1096 * 2) + 1;
         let mut case = Case::new(tokens, 2, experts, 1096, 72);
