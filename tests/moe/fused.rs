@@ -1,5 +1,6 @@
 use cuda_std::{Entry, Float};
 use proptest::prelude::*;
+use warploom::moe::fused::plan;
 use warploom::moe::{
     ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused, shuffle_weights,
 };
@@ -81,11 +82,22 @@ impl Case {
     }
 
     /// Whether results of slots lie between the second product and the sum in 16 bits and powers of two.
-    fn packs<T: Float>(&self) -> bool {
+    fn packs<T: Float>(&self, d: &Device) -> bool {
+        let of_hopper = self.activation != ExpertActivation::Gelu;
+        let multiprocessors = d.properties().multiprocessors;
+        let plan = plan(T::DTYPE, &self.shape(), self.path, true, of_hopper, self.shuffled, multiprocessors);
+        let path = plan.map(|plan| plan.path);
         T::DTYPE == DType::Bf16
-            && matches!(self.path, FusedPath::Auto | FusedPath::Wgmma176)
+            && (path == Some(FusedPath::Wgmma176) || path == Some(FusedPath::Wgmma64) && self.path == FusedPath::Auto)
             && !(self.unordered || self.rounded || self.f32_slots)
             && self.top_k + if self.listed { 0 } else { self.shared } > 1
+    }
+
+    fn shape(&self) -> FusedShape {
+        let mut shape =
+            FusedShape::new(self.tokens, self.top_k, self.local(), self.hidden, self.inter).shared_experts(self.shared);
+        shape.append_shared = !self.listed;
+        shape
     }
 
     fn path(mut self, path: FusedPath) -> Self {
@@ -202,10 +214,7 @@ impl<T: Float> Inputs<T> {
     }
 
     fn workspace(&self, d: &Device, s: &Stream, case: &Case) -> Tensor<u8> {
-        let mut shape =
-            FusedShape::new(case.tokens, case.top_k, case.local(), case.hidden, case.inter).shared_experts(case.shared);
-        shape.append_shared = !case.listed;
-        let mut workspace = Tensor::uninit(d, &[shape.workspace_bytes(T::DTYPE)]).unwrap();
+        let mut workspace = Tensor::uninit(d, &[case.shape().workspace_bytes(T::DTYPE)]).unwrap();
         s.fill_bytes(&mut workspace, 0xff).unwrap();
         workspace
     }
@@ -284,7 +293,7 @@ fn check<T: Float>(d: &Device, s: &Stream, case: &Case) {
     let (x, weights) = (widen(&inputs.x.to_vec().unwrap()), inputs.weights.to_vec().unwrap());
     let kept = match case {
         Case { rounded: true, .. } => Kept::Rounded(slots),
-        case if case.packs::<T>() => Kept::Packed,
+        case if case.packs::<T>(d) => Kept::Packed,
         _ => Kept::F32,
     };
     let (mut worst, mut nonzero, mut large) = (0.0f64, 0, 0);
