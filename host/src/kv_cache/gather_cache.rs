@@ -5,16 +5,17 @@
 //! sequence `s`. After vLLM's `gather_cache`.
 
 use super::layout::{CacheElement, CacheLayout, KvCache, Scales, StoreAs, check_scales};
+use super::reshape_and_cache::chosen_geometry;
 use super::reshape_and_cache::{SCALE_PER_HEAD, status_word};
-use super::tile::{self, PageExtents, can_be_tiles, no_tiles};
+use super::tile::{PageExtents, can_be_tiles, no_tiles};
 use crate::check::Call;
-use crate::device::{Geometry, Stream};
+use crate::device::Stream;
 use crate::error::{Error, Result};
 use crate::kernels::kv_cache::gather_cache as kernel;
 use crate::tensor::Tensor;
 use cuda_std::{DType, Entry};
 
-pub use super::reshape_and_cache::geometry;
+pub use super::reshape_and_cache::{geometry, tiles_geometry};
 pub use kernel::Args;
 
 /// Whether a launch can go by tiles of 16 tokens, through shared memory: from an x-split cache of the outputs' own 16-bit type, everything in whole chunks of 16 bytes.
@@ -86,11 +87,6 @@ pub const fn tiles_entry(dtype: DType, cache: DType, layout: CacheLayout) -> Opt
     })
 }
 
-/// How to launch tiles.
-pub const fn tiles_geometry(tokens: u32, heads: u32, head_dim: u32) -> Geometry {
-    tile::geometry(tokens, heads, head_dim)
-}
-
 /// Launches on raw pointers (layer L1), as [`Args`] says, [by tiles](by_tiles) where that is faster.
 ///
 /// # Errors
@@ -102,12 +98,6 @@ pub const fn tiles_geometry(tokens: u32, heads: u32, head_dim: u32) -> Geometry 
 pub unsafe fn launch(stream: &Stream, dtype: DType, cache: DType, layout: CacheLayout, args: &Args) -> Result<()> {
     // SAFETY: forwarded to the caller.
     unsafe { launch_with(stream, dtype, cache, layout, by_tiles(dtype, cache, layout, args), args) }
-}
-
-/// [`tiles_geometry`] or [`geometry`].
-fn chosen_geometry(dtype: DType, layout: CacheLayout, by_tiles: bool, args: &Args) -> Geometry {
-    let Args { tokens, heads, head_dim, .. } = *args;
-    if by_tiles { tiles_geometry(tokens, heads, head_dim) } else { geometry(dtype, layout, tokens, heads, head_dim) }
 }
 
 /// [`launch`] by tiles, which can go by them, or not.
@@ -126,7 +116,7 @@ unsafe fn launch_with(
             "no kernel from {cache} to {dtype}; there are f32, f16 and bf16 from themselves, e4m3, e5m2 and i8"
         ),
     })?;
-    let geometry = chosen_geometry(dtype, layout, by_tiles, args);
+    let geometry = chosen_geometry(dtype, layout, by_tiles, [args.tokens, args.heads, args.head_dim]);
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&entry, &geometry, args) }
 }
@@ -237,7 +227,7 @@ pub fn gather_cache<T: StoreAs<S>, S: CacheElement>(
         return Err(no_tiles("gather_cache", T::DTYPE, S::DTYPE, layout));
     }
     let by_tiles = options.tiles.unwrap_or_else(|| by_tiles(T::DTYPE, S::DTYPE, layout, &args));
-    call.grid("key", &chosen_geometry(T::DTYPE, layout, by_tiles, &args))?;
+    call.grid("key", &chosen_geometry(T::DTYPE, layout, by_tiles, [args.tokens, args.heads, args.head_dim]))?;
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; the kernel checks
     // starts and tables; tiles are possible where they are asked for.
     unsafe { launch_with(stream, T::DTYPE, S::DTYPE, layout, by_tiles, &args) }

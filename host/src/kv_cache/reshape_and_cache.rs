@@ -5,7 +5,7 @@
 //! here.
 
 use super::layout::{CacheElement, CacheLayout, KvCache, Scales, StoreAs, check_scales, write_cache};
-use super::tile::{self, PageExtents, can_be_tiles, no_tiles};
+use super::tile::{PageExtents, can_be_tiles, no_tiles};
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
@@ -13,6 +13,7 @@ use crate::kernels::kv_cache::reshape_and_cache as kernel;
 use crate::tensor::Tensor;
 use cuda_std::{DType, Element, Entry};
 
+pub use super::tile::geometry as tiles_geometry;
 pub use kernel::{Args, SCALE_PER_HEAD, SLOTS_I64};
 
 /// Whether a launch can go by tiles of 16 tokens, through shared memory: to an x-split cache of the inputs' own 16-bit type, everything in whole chunks of 16 bytes.
@@ -129,11 +130,6 @@ pub const fn tiles_entry(dtype: DType, cache: DType, layout: CacheLayout) -> Opt
     })
 }
 
-/// How to launch tiles.
-pub const fn tiles_geometry(tokens: u32, heads: u32, head_dim: u32) -> Geometry {
-    tile::geometry(tokens, heads, head_dim)
-}
-
 /// Launches on raw pointers (layer L1), as [`Args`] and the [kernel's layouts](crate::kernels::kv_cache::layout) say, [by tiles](by_tiles) where that is faster.
 ///
 /// # Errors
@@ -147,9 +143,9 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, cache: DType, layout: CacheL
     unsafe { launch_with(stream, dtype, cache, layout, by_tiles(dtype, cache, layout, args), args) }
 }
 
-/// [`tiles_geometry`] or [`geometry`].
-fn chosen_geometry(dtype: DType, layout: CacheLayout, by_tiles: bool, args: &Args) -> Geometry {
-    let Args { tokens, heads, head_dim, .. } = *args;
+/// [`tiles_geometry`] or [`geometry`]; of so many tokens, heads and elements of a head.
+pub(super) const fn chosen_geometry(dtype: DType, layout: CacheLayout, by_tiles: bool, extents: [u32; 3]) -> Geometry {
+    let [tokens, heads, head_dim] = extents;
     if by_tiles { tiles_geometry(tokens, heads, head_dim) } else { geometry(dtype, layout, tokens, heads, head_dim) }
 }
 
@@ -169,7 +165,7 @@ unsafe fn launch_with(
             "no kernel from {dtype} to {cache}; there are f32, f16 and bf16 to themselves, e4m3, e5m2 and i8"
         ),
     })?;
-    let geometry = chosen_geometry(dtype, layout, by_tiles, args);
+    let geometry = chosen_geometry(dtype, layout, by_tiles, [args.tokens, args.heads, args.head_dim]);
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&entry, &geometry, args) }
 }
@@ -277,7 +273,7 @@ pub fn reshape_and_cache<T: StoreAs<S>, S: CacheElement, I: Element>(
         return Err(no_tiles("reshape_and_cache", T::DTYPE, S::DTYPE, layout));
     }
     let by_tiles = options.tiles.unwrap_or_else(|| by_tiles(T::DTYPE, S::DTYPE, layout, &args));
-    call.grid("key", &chosen_geometry(T::DTYPE, layout, by_tiles, &args))?;
+    call.grid("key", &chosen_geometry(T::DTYPE, layout, by_tiles, [args.tokens, args.heads, args.head_dim]))?;
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; slots are checked
     // by the kernel; tiles are possible where they are asked for.
     unsafe { launch_with(stream, T::DTYPE, S::DTYPE, layout, by_tiles, &args) }

@@ -34,8 +34,8 @@ pub(crate) fn can_be_tiles(
         && rows.into_iter().chain(caches).all(aligned)
 }
 
-/// A block for each tile of a head, of keys and of values, of each 16 tokens.
-pub(crate) const fn geometry(tokens: u32, heads: u32, head_dim: u32) -> Geometry {
+/// How to launch tiles: a block for each tile of a head, of keys and of values, of each 16 tokens.
+pub const fn geometry(tokens: u32, heads: u32, head_dim: u32) -> Geometry {
     let tiles = tokens.div_ceil(TOKENS);
     let y = if tiles < 65535 { tiles } else { 65535 };
     let z = if tiles == 0 { 0 } else { tiles.div_ceil(y) };

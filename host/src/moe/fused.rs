@@ -1298,7 +1298,7 @@ pub struct FusedOptions<'a, T: Element> {
     /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma64` and `Wgmma176` make use of it, unless
     /// they do of `unordered`.
     pub rounded_slots: bool,
-    /// Keeps the result of each slot in f32 until those of a token are added up, unless `rounded_slots` allows less. Otherwise `Wgmma176`, and `Auto` with `Wgmma64` where there are 16 MB of them and more, keep two results or more that become bf16, before they are weighted, in 11 bits: as
+    /// Keeps the result of each slot in f32 until those of a token are added up, unless `rounded_slots` allows less. Otherwise `Wgmma176`, and `Auto` with `Wgmma64` where that makes 124 KiB for each multiprocessor and more (16 MB on an H200), keep two results or more that become bf16, before they are weighted, in 11 bits: as
     /// f16 times a power of two that each slot has for 128 columns, so that the largest of them is about 2^14 in f16; half as much lies between the second product and the sum. Beside results' own
     /// rounding, to 8 bits, that is next to nothing. What loses more bits is smaller than 2^-27 of the largest of its 128 columns, or than 2^-126; where one of them is infinite, the slot's others are as f16 has them.
     pub f32_slots: bool,
