@@ -1,6 +1,7 @@
 //! Linear layers in bf16, with weights that take turns so that they come from memory.
 
 use warploom::gemm::{Epilogue, LinearOptions, LinearPath, linear_with};
+use warploom::norm::rms_norm::rms_norm;
 use warploom::{Tensor, bf16};
 use warploom_benches::{Cost, Harness, noise};
 
@@ -29,6 +30,11 @@ pub fn benches(harness: &mut Harness) {
         for epilogue in [Epilogue::None, Epilogue::Silu, Epilogue::Gelu, Epilogue::GeluTanh, Epilogue::Relu2] {
             biased(harness, 4096, 4096, 14336, epilogue);
         }
+        for (m, k, n) in
+            [(1, 1024, 3072), (1, 2048, 6144), (1, 4096, 4096), (8, 4096, 4096), (64, 4096, 4096), (1, 4096, 14336)]
+        {
+            after_norm(harness, m, k, n);
+        }
         harness.overhead("gemm/linear/overhead/128x4096x4096", |device, stream| {
             let x = noise::<bf16>(device, stream, &[128, 4096], 1)?;
             let w = noise::<bf16>(device, stream, &[4096, 4096], 2)?;
@@ -36,6 +42,22 @@ pub fn benches(harness: &mut Harness) {
             Ok(move |s: &_| linear_with(s, &mut y, &x, &w, None, &LinearOptions::default()))
         });
     }
+}
+
+/// Behind the norm of its tokens, as in a layer of a model.
+fn after_norm(harness: &mut Harness, m: usize, k: usize, n: usize) {
+    let cost = Cost::bytes((m * k + n * k) * 2, m * n * 2).flops(2 * m * n * k);
+    harness.case(&format!("gemm/linear/after_norm/bf16/{m}x{k}x{n}"), cost, |device, stream, set| {
+        let x = noise::<bf16>(device, stream, &[m, k], set)?;
+        let w = noise::<bf16>(device, stream, &[n, k], set + 100)?;
+        let mut normed = Tensor::<bf16>::uninit(device, &[m, k])?;
+        let mut y = Tensor::<bf16>::uninit(device, &[m, n])?;
+        let options = LinearOptions::default();
+        Ok(move |s: &_| {
+            rms_norm(s, &mut normed, &x, None, 1e-5)?;
+            linear_with(s, &mut y, &normed, &w, None, &options)
+        })
+    });
 }
 
 /// With a bias and an epilogue.

@@ -325,6 +325,17 @@ fn lines_of_nothing() {
 
 /// More than 2^31 elements, of which the last row is looked at. Under a sanitizer rows are few and lie far apart, and all of them hold
 /// something.
+/// Which launches have entries that count columns in 32 bits with a sign: none that has more, nor twice as many gates and values in turns.
+#[test]
+fn lines_of_no_more_columns_than_they_count() {
+    let oai = Gated::SwigluOai { alpha: 1.702, limit: 7.0 };
+    for (function, most) in [(Gated::SiluAndMul, i32::MAX as u32), (oai, (1 << 30) - 1)] {
+        assert!(gated::suits_lines(function, 1, most));
+        assert!(!gated::suits_lines(function, 1, most + 1) && !gated::suits_lines(function, 1, u32::MAX));
+        assert!(!gated::suits_lines(function, 1, (gated::LEAST_LINES - 1) as u32));
+    }
+}
+
 #[test]
 fn large_tensors_on_a_gpu() {
     let Some((device, _turn)) = large_gpu(7) else { return };

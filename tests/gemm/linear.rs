@@ -264,6 +264,7 @@ fn few_in_more_parts() {
                 tokens: tokens as u32,
                 tiles,
                 kind: epilogue.kind(),
+                early: parts,
             };
             let shared = few_kernels::shared_bytes(2, 128, 5, parts, warploom::kernels::scales::NONE);
             let geometry = Geometry::linear(n.div_ceil(128) as u32 * tiles * parts, few_kernels::threads(2))
@@ -321,6 +322,8 @@ fn few_in_pairs() {
                 tokens: tokens as u32,
                 tiles: 1,
                 kind: epilogue.kind(),
+                // More than there are.
+                early: u32::MAX,
             };
             let geometry =
                 Geometry::linear(2 * n.div_ceil(linear_pair::ROWS) as u32, few_kernels::threads(groups as u32))
@@ -373,6 +376,7 @@ fn few_in_rounds() {
                 tokens: tokens as u32,
                 tiles: tiles as u32,
                 kind: epilogue.kind(),
+                early: 0,
             };
             let shared = linear_rounds::shared_bytes(groups, room, stages);
             let geometry = Geometry::linear(2, linear_rounds::threads(groups as u32)).shared_bytes(shared as u32);

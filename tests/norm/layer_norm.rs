@@ -149,6 +149,34 @@ fn far_from_zero() {
     });
 }
 
+/// Rows all of whose elements are the same are nothing but zeroes, as long as their sum is exact: the mean is not off by a rounding of a reciprocal, which a small `eps` would magnify.
+#[test]
+fn the_same_everywhere() {
+    fn check<T: Float>(device: &Device, stream: &Stream) {
+        for (n, value) in [
+            (1, 60000.0),
+            (3, 1000.0),
+            (7, 60000.0),
+            (7, 1000.0),
+            (46, 49.0),
+            (769, 1000.0),
+            (3584, 3.0),
+            (5125, 1024.0),
+            (40000, 1.0),
+        ] {
+            let x = Tensor::from_slice(device, &vec![T::from_f32(value); 2 * n], &[2, n]).unwrap();
+            let mut out = Tensor::<T>::uninit(device, &[2, n]).unwrap();
+            norm::layer_norm(stream, &mut out, &x, None, None, 1e-5).unwrap();
+            assert!(out.to_vec().unwrap().iter().all(|v| v.to_f32() == 0.0), "{n} times {value} in {}", T::DTYPE);
+        }
+    }
+    on_every_device(|device, stream| {
+        check::<f32>(device, stream);
+        check::<f16>(device, stream);
+        check::<bf16>(device, stream);
+    });
+}
+
 #[test]
 fn not_a_number_zeros_and_nothing() {
     on_every_device(|device, stream| {

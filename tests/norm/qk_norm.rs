@@ -125,6 +125,28 @@ fn tokens_far_apart() {
     });
 }
 
+/// Strides of dimensions of one element, and of none, are of no consequence.
+#[test]
+fn strides_that_nothing_follows() {
+    const FREE: usize = isize::MAX as usize / 4 & !7;
+    on_every_device(|device, stream| {
+        let all = Tensor::from_slice(device, &noise_of::<f32>(24, 4), &[24]).unwrap();
+        let want = |first: usize| {
+            let mut q = Tensor::from_slice(device, &noise_of::<f32>(24, 4)[first..first + 8], &[1, 1, 8]).unwrap();
+            let mut k = Tensor::<f32>::zeros(device, &[1, 0, 8]).unwrap();
+            norm::qk_norm(stream, &mut q, &mut k, None, None, 1e-6).unwrap();
+            q.to_vec().unwrap()
+        };
+        for heads in [1, 0] {
+            let mut q = all.as_strided(&[1, 1, 8], &[FREE, FREE, 1], 8 * heads).unwrap();
+            let mut k = all.as_strided(&[1, heads, 8], &[FREE, FREE, 1], 16).unwrap();
+            norm::qk_norm(stream, &mut q, &mut k, None, None, 1e-6).unwrap();
+        }
+        let got = all.to_vec().unwrap();
+        assert_eq!(got, [want(0), want(8), want(16)].concat());
+    });
+}
+
 #[test]
 fn captures_and_repeats_bit_for_bit() {
     on_every_device(|device, stream| {

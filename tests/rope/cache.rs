@@ -115,6 +115,7 @@ fn yarn() {
         beta_fast: 32.0,
         beta_slow: 1.0,
         attention_factor: Some(1.0),
+        truncate: true,
     };
     assert_eq!(fixed.attention_factor(), 1.0);
     check_close(&Scaling::yarn(1.0, 4096).frequencies(64, 10000.0).unwrap(), &original);
@@ -122,12 +123,45 @@ fn yarn() {
     assert!(Scaling::yarn(2.0, 1).frequencies(8, 10000.0).unwrap().iter().all(|f| f.is_finite()));
 }
 
+/// gpt-oss: bounds between pairs, from its published configuration; figures by hand, of the formula with bounds that are not rounded.
+#[test]
+fn yarn_between_pairs() {
+    let gpt_oss = |truncate| Scaling::Yarn {
+        factor: 32.0,
+        original_max_position: 4096,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        attention_factor: None,
+        truncate,
+    };
+    let got = gpt_oss(false).frequencies(64, 150_000.0).unwrap();
+    let pair = |turns: f64| 64.0 * (4096.0 / (turns * TAU)).ln() / (2.0 * 150_000f64.ln());
+    let (first, last) = (pair(32.0), pair(1.0));
+    assert!((first - 8.0928).abs() < 1e-4 && (last - 17.3980).abs() < 1e-4);
+    let want: Vec<f64> = plain(64, 150_000.0)
+        .iter()
+        .enumerate()
+        .map(|(i, f)| {
+            let ramp = ((i as f64 - first) / (last - first)).clamp(0.0, 1.0);
+            f / 32.0 * ramp + f * (1.0 - ramp)
+        })
+        .collect();
+    check_close(&got, &want);
+    assert!((got[12] - 0.006_795).abs() < 1e-6);
+    assert!((gpt_oss(true).frequencies(64, 150_000.0).unwrap()[12] - 0.007_016).abs() < 1e-6);
+}
+
 #[test]
 fn bounds_that_no_pair_reaches() {
     for tiny in [f64::MIN_POSITIVE, 1e-300, 1e-30] {
-        let (original_max_position, attention_factor) = (4096, None);
-        let yarn =
-            Scaling::Yarn { factor: 4.0, original_max_position, beta_fast: tiny, beta_slow: tiny, attention_factor };
+        let yarn = Scaling::Yarn {
+            factor: 4.0,
+            original_max_position: 4096,
+            beta_fast: tiny,
+            beta_slow: tiny,
+            attention_factor: None,
+            truncate: true,
+        };
         let slow: Vec<f64> = Scaling::None.frequencies(8, 1e4).unwrap().iter().map(|f| f / 4.0).collect();
         assert_eq!(yarn.frequencies(8, 1e4).unwrap(), slow);
     }

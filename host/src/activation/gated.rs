@@ -112,6 +112,12 @@ pub const fn lines_geometry(dtype: DType, rows: u32, d: u32) -> Geometry {
 /// The least results of a launch of [`lines_entry`]: with fewer, latency is what counts. Measured on an H200.
 pub const LEAST_LINES: u64 = 1 << 20;
 
+/// Whether [`lines_entry`] takes so many rows of `d` results, and is meant to: it counts the columns of `x` in 32 bits, with a sign, and of those that alternate there are twice as many.
+pub const fn suits_lines(function: Gated, rows: u32, d: u32) -> bool {
+    let columns = if function.is_interleaved() { 2 * d as u64 } else { d as u64 };
+    rows as u64 * d as u64 >= LEAST_LINES && columns <= i32::MAX as u64
+}
+
 /// How to launch it for `rows` rows of `d` results.
 pub const fn geometry(dtype: DType, aligned: bool, rows: u32, d: u32) -> Geometry {
     pieces::elementwise(rows, d, dtype, aligned, false)
@@ -133,8 +139,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, function: Gated, args: &Args
     let size = dtype.size();
     let places = [(args.gate, args.in_stride, size), (up, 0, size), (args.out.cast_const(), args.out_stride, size)];
     let aligned = pieces::aligned(dtype, args.d, &places);
-    let lines =
-        if aligned || (args.rows as u64 * args.d as u64) < LEAST_LINES { None } else { lines_entry(dtype, function) };
+    let lines = if aligned || !suits_lines(function, args.rows, args.d) { None } else { lines_entry(dtype, function) };
     let (entry, geometry) = match lines {
         Some(_) => (lines, lines_geometry(dtype, args.rows, args.d)),
         None => (entry(dtype, function, aligned), geometry(dtype, aligned, args.rows, args.d)),
@@ -193,8 +198,8 @@ macro_rules! gated {
         ///
         /// # Errors
         /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
-        /// [`WrongDevice`](crate::Error::WrongDevice), and [`Value`](crate::Error::Value) for a scalar that is NaN or a
-        /// negative limit.
+        /// [`WrongDevice`](crate::Error::WrongDevice), and [`Value`](crate::Error::Value) for a scalar that is NaN, a
+        /// negative limit, an infinite `alpha`, or more than 2^31 - 1 rows or results of a row.
         pub fn $name<T: Float>(stream: &Stream, out: &mut Tensor<T>, x: &Tensor<T>, $($param: f32),*) -> Result<()> {
             run(stringify!($name), stream, out, x, $function, $swapped)
         }

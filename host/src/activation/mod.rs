@@ -4,7 +4,7 @@
 //! rounding at the end. NaN stays NaN; `-inf` gives NaN, as `-inf · 0` does (0 in `relu2` and as a gate of
 //! `fatrelu_and_mul`).
 //!
-//! Errors for f32: silu at most 4 units in the last place, gelu 8, and those with a factor in the exponent `u` (gelu_tanh,
+//! Errors for f32, in 2⁻²³ of the result: silu at most 4, gelu 8, and those with a factor in the exponent `u` (gelu_tanh,
 //! gelu_quick, swiglu_oai) `4 + 2 |u|`; `e^-|x|` below 2⁻¹²⁶ is rounded to a multiple of 2⁻¹⁴⁹. For f16 and bf16: below
 //! 2⁻¹⁵ of the result before the rounding, and magnitudes below 2⁻¹¹⁹ may become zero.
 

@@ -96,7 +96,7 @@ macro_rules! plain {
         ///
         /// # Errors
         /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
-        /// [`WrongDevice`](crate::Error::WrongDevice).
+        /// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for more than 2^31 - 1 rows or elements of a row.
         pub fn $name<T: Float>(stream: &Stream, out: &mut Tensor<T>, x: &Tensor<T>) -> Result<()> {
             run(stringify!($name), stream, out, x, Plain::$function)
         }

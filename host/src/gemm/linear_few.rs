@@ -196,6 +196,17 @@ impl Shape {
         if self.share > 1 { self.tokens } else { m.div_ceil(self.tiles * unit) * unit }
     }
 
+    /// Steps whose weights a block asks for in the second-level cache while it waits for the launch before, of `n` outputs. Measured on an H200: four where all blocks are there at once, two of more blocks,
+    /// 1 to 3 % less up to 64 tokens; nothing for more.
+    pub(super) const fn early(self, n: u32) -> u32 {
+        let blocks = n.div_ceil(self.rows(n) * self.share) * self.split * self.share;
+        match self.tokens {
+            65.. => 0,
+            _ if blocks <= MULTIPROCESSORS => 4,
+            _ => 2,
+        }
+    }
+
     /// How to launch it for `n` outputs, with scales of a kind of [`scales`](crate::kernels::scales), on a GPU with so many multiprocessors.
     pub(super) const fn geometry(self, n: u32, scales: u32, multiprocessors: u32) -> Geometry {
         let Self { groups, tokens, stages, split, share, tiles, .. } = self;
@@ -477,6 +488,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &linear_fma::Args) -> 
         tokens,
         tiles: shape.tiles,
         kind,
+        early: shape.early(n),
     };
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&entry, &shape.geometry(n, NONE, device.properties().multiprocessors), &args) }

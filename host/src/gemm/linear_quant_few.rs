@@ -179,6 +179,7 @@ pub unsafe fn launch(stream: &Stream, operands: DType, dtype: DType, args: &Args
         rows,
         tokens,
         kind: args.kind,
+        early: shape.early(n),
     };
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&entry, &geometry(blocks, m, n), &launched) }

@@ -83,6 +83,12 @@ pub enum AllocatorError {
         /// Tokens of a block.
         block_size: usize,
     },
+    /// The host has no memory for what an allocator keeps of its blocks.
+    #[error("the host has no memory for {blocks} blocks' records; ask for fewer")]
+    OutOfMemory {
+        /// Blocks asked for.
+        blocks: usize,
+    },
 }
 
 /// Short for results of this module.
@@ -229,18 +235,24 @@ impl BlockAllocator {
     /// An allocator of blocks `0 .. blocks` of `block_size` tokens each.
     ///
     /// # Errors
-    /// [`AllocatorError::BadSize`] if either is 0, there are more than 2^31 - 1 blocks, or a slot would not fit an `i64`.
+    /// [`AllocatorError::BadSize`] if either is 0, there are more than 2^31 - 1 blocks, or a slot would not fit an `i64`;
+    /// [`AllocatorError::OutOfMemory`] if the host has no room for some hundred bytes of each.
     pub fn new(blocks: usize, block_size: usize) -> Result<Self> {
         let fit = blocks <= i32::MAX as usize && blocks.saturating_mul(block_size) <= i64::MAX as usize;
         if blocks == 0 || block_size == 0 || !fit {
             return Err(AllocatorError::BadSize { blocks, block_size });
         }
+        let (mut free, mut records) = (Vec::new(), Vec::new());
+        let room = free.try_reserve_exact(blocks).and_then(|()| records.try_reserve_exact(blocks));
+        room.map_err(|_| AllocatorError::OutOfMemory { blocks })?;
+        free.extend((0..blocks as u32).rev());
+        records.extend(std::iter::repeat_with(Block::default).take(blocks));
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Ok(Self {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             block_size,
-            free: (0..blocks as u32).rev().collect(),
-            blocks: std::iter::repeat_with(Block::default).take(blocks).collect(),
+            free,
+            blocks: records,
             idle: BTreeSet::new(),
             index: HashMap::new(),
             copies: vec![],

@@ -92,7 +92,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
-/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative or NaN.
+/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative, infinite or NaN.
 pub fn layer_norm<T: Float>(
     stream: &Stream,
     out: &mut Tensor<T>,

@@ -70,7 +70,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, tokens: u32, args: &Args) ->
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice);
-/// [`Value`](Error::Value) for an `eps` that is negative or NaN; [`Unsupported`](Error::Unsupported) for larger heads.
+/// [`Value`](Error::Value) for an `eps` that is negative, infinite or NaN, or more than 65535 heads of both; [`Unsupported`](Error::Unsupported) for larger heads.
 pub fn qk_norm<T: Float>(
     stream: &Stream,
     query: &mut Tensor<T>,

@@ -273,7 +273,7 @@ fn run<T: Float>(
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
-/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative or NaN.
+/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative, infinite or NaN.
 pub fn rms_norm<T: Float>(
     stream: &Stream,
     out: &mut Tensor<T>,

@@ -65,13 +65,23 @@ pub enum Scaling {
         /// What cosines and sines are multiplied by. `None` is the paper's `0.1 ln(factor) + 1`; DeepSeek's models use
         /// the quotient of that with their `mscale` and `mscale_all_dim` in place of 1 before the logarithm.
         attention_factor: Option<f64>,
+        /// Whether the numbers of the pairs that turn as often as the bounds are rounded to whole pairs, the fast one down and the slow one up: `true` in the paper's
+        /// code and in most models, `false` in gpt-oss (`"truncate"` in a model's `rope_scaling`).
+        truncate: bool,
     },
 }
 
 impl Scaling {
     /// YaRN with the paper's constants.
     pub const fn yarn(factor: f64, original_max_position: usize) -> Self {
-        Self::Yarn { factor, original_max_position, beta_fast: 32.0, beta_slow: 1.0, attention_factor: None }
+        Self::Yarn {
+            factor,
+            original_max_position,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor: None,
+            truncate: true,
+        }
     }
 
     /// What Llama 3.1 and 3.2 use, with factors of 8 and 32.
@@ -108,12 +118,13 @@ impl Scaling {
                 };
                 plain(theta).map(blend).collect()
             }
-            Self::Yarn { factor, original_max_position, beta_fast, beta_slow, .. } => {
+            Self::Yarn { factor, original_max_position, beta_fast, beta_slow, truncate, .. } => {
                 // The number of the pair that turns this often over the trained length, not rounded.
                 let pair = |turns: f64| d * (original_max_position as f64 / (turns * TAU)).ln() / (2.0 * theta.ln());
                 // A bound near 0 lies far beyond the last pair, if not infinitely far.
-                let first = pair(beta_fast).floor().clamp(0.0, d);
-                let last = pair(beta_slow).ceil().min(d - 1.0);
+                let (first, last) = (pair(beta_fast), pair(beta_slow));
+                let (first, last) = if truncate { (first.floor(), last.ceil()) } else { (first, last) };
+                let (first, last) = (first.clamp(0.0, d), last.min(d - 1.0));
                 // The blend is a step if both are the same.
                 let width = if last == first { 0.001 } else { last - first };
                 let blend = |(i, f): (usize, f64)| {
@@ -142,7 +153,7 @@ impl Scaling {
             Self::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_max_position } => {
                 (factor, 0.0 <= low && low < high, original_max_position)
             }
-            Self::Yarn { factor, original_max_position, beta_fast, beta_slow, attention_factor } => {
+            Self::Yarn { factor, original_max_position, beta_fast, beta_slow, attention_factor, .. } => {
                 let f = attention_factor.unwrap_or(1.0);
                 value(f > 0.0 && f.is_finite(), "scaling", "an attention factor above 0", f.to_string())?;
                 (factor, 0.0 < beta_slow && beta_slow <= beta_fast, original_max_position)

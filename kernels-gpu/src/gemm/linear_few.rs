@@ -21,6 +21,9 @@
 //! **Sharing tokens** (`SHARE`): of many tokens a block with 64 rows of weights reads as much as of weights, from the L2 cache, which then is what takes the
 //! time. So many blocks of a cluster have neighbouring rows and the same part of K; each loads some of the tokens for all.
 //!
+//! **Before the wait** for what came before a block asks for its first weights in the second-level cache ([`ask`]): memory would stand still until the first loads come back. That is
+//! right whoever wrote the weights, as nothing is read.
+//!
 //! **The next launch** may start when a block has asked for all but half a ring of its weights. Its blocks then are ready when the last of
 //! this launch end: two fit on a multiprocessor, except where the ring needs all of its memory. Earlier, they would be there before
 //! the blocks of this launch are, and take places from them.
@@ -77,6 +80,24 @@ pub(super) unsafe fn clear<const STAGES: usize>(tiles: Shared<u8>, bytes: u32, f
     }
 }
 
+/// Asks for the weights of the first `early` of so many steps in the second-level cache: boxes of rows `rows` and on, from step `first` on. By one thread.
+#[inline(always)]
+pub(super) unsafe fn ask<const BOXES: usize>(
+    w: *const TensorMap,
+    rows: [u32; BOXES],
+    first: u32,
+    steps: u32,
+    early: u32,
+    step_size: u32,
+) {
+    let mut step = 0;
+    while step < early.min(steps) {
+        let at = ((first + step) * step_size) as i32;
+        unroll::<BOXES>(|i| tma::prefetch_tensor::<2>(w, [at, rows[i] as i32]));
+        step += 1;
+    }
+}
+
 /// Steps whose scales of blocks are brought at once.
 const CHUNK: u32 = 16;
 
@@ -115,7 +136,7 @@ pub const fn shared_bytes(groups: usize, tokens: usize, stages: usize, split: u3
 
 /// `x`: `[m, k]` in `tiles` tiles of `tokens`, a multiple of 8 up to `TOKENS` and no more than `m` if there are several, in boxes of [`STEP`] by
 /// `tokens / SHARE`; `w`: `[n, k]` in boxes of [`STEP`] by `rows`, a multiple of 8 up to [`ROWS`] of each consumer; both with the 128-byte swizzle.
-/// `y`: `[m, n]`, rows `y_row` apart; `n` and `y_row` are multiples of 8, `y` is aligned to 16 bytes. `bias`: `[n]` or null.
+/// `y`: `[m, n]`, rows `y_row` apart; `n` and `y_row` are multiples of 8, `y` is aligned to 16 bytes. `bias`: `[n]` or null. `early`: steps whose weights a block asks for before it waits.
 ///
 /// Clusters: of `SPLIT * SHARE` blocks. Grid: a cluster for each `SHARE` tiles of `rows` and each tile of tokens; block: [`threads`]; shared memory:
 /// [`shared_bytes`].
@@ -141,6 +162,7 @@ pub unsafe fn linear_few<
     tokens: u32,
     tiles: u32,
     kind: u32,
+    early: u32,
 ) {
     scaled::<T, f32, T, A, A, NONE, GROUPS, TOKENS, STAGES, SPLIT, SHARE>(
         x,
@@ -156,6 +178,7 @@ pub unsafe fn linear_few<
         tokens,
         tiles,
         kind,
+        early,
     )
 }
 
@@ -187,6 +210,7 @@ pub unsafe fn scaled<
     tokens: u32,
     tiles: u32,
     kind: u32,
+    early: u32,
 ) {
     const { assert!(A::N == TOKENS && P::N == TOKENS && (GROUPS == 1 || SCALES == NONE)) };
     let step_size = const { LINE / size_of::<X>() as u32 };
@@ -229,6 +253,7 @@ pub unsafe fn scaled<
     if tid == consumers {
         tma::prefetch_map(w);
         tma::prefetch_map(x);
+        ask(w, [row0], k0, steps, early, step_size);
         if SPLIT > 1 {
             mbarrier::init(came, 1);
         }
@@ -595,7 +620,7 @@ entries! {
     /// Arguments of every `linear_few_*` entry; see [`linear_few`].
     pub struct Args<T>(
         x: TensorMap, w: TensorMap, y: *mut T, bias: *const T, m: u32, n: u32, k: u32, y_row: usize,
-        rows: u32, tokens: u32, tiles: u32, kind: u32,
+        rows: u32, tokens: u32, tiles: u32, kind: u32, early: u32,
     );
     linear_few_t8_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_few::<T, [f32; 4], 1, 8, 10, 2, 1>;
     linear_few_t8_f16 { type T = f16; } [160, 2; Sm90a] => linear_few::<T, [f32; 4], 1, 8, 10, 2, 1>;

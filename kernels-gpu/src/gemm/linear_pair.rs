@@ -8,7 +8,7 @@
 //! Tokens are the 64-row side of `m64n32k16` and rows of weights the N side, so that the products of either half have accumulators of their own. The order of summation is that of
 //! other kernels with K in two parts, and so are the bits.
 
-use super::linear_few::{GROUP_THREADS, LINE, clear};
+use super::linear_few::{GROUP_THREADS, LINE, ask, clear};
 use super::rough;
 use crate::TensorFloat;
 use crate::pipeline::{Ring, Stages, part};
@@ -37,7 +37,7 @@ pub const fn shared_bytes(groups: usize, stages: usize) -> usize {
 }
 
 /// `x`: `[m, k]` in boxes of a line of the 128-byte swizzle by `tokens`, a multiple of 8 from `m` to [`TOKENS`] for each of `GROUPS` consumer warpgroups; `w`: `[n, k]` in boxes of a
-/// line by [`HALF`]. `y`: `[m, n]`, rows `y_row` apart; `n` and `y_row` are multiples of 8, `y` is aligned to 16 bytes. `bias`: `[n]` or null.
+/// line by [`HALF`]. `y`: `[m, n]`, rows `y_row` apart; `n` and `y_row` are multiples of 8, `y` is aligned to 16 bytes. `bias`: `[n]` or null. `early`: as for [`linear_few`](super::linear_few::linear_few).
 ///
 /// Clusters of two, one for each [`ROWS`] rows; block: [`linear_few::threads`](super::linear_few::threads); shared memory: [`shared_bytes`].
 #[inline(always)]
@@ -61,6 +61,7 @@ pub unsafe fn scaled<
     y_row: usize,
     tokens: u32,
     kind: u32,
+    early: u32,
 ) {
     const { assert!(P::N == HALF && LAST < STAGES && SCALES != BLOCKS) };
     cluster::dims::<2>();
@@ -87,6 +88,7 @@ pub unsafe fn scaled<
     if tid == consumers {
         tma::prefetch_map(w);
         tma::prefetch_map(x);
+        ask(w, [others, own], k0, steps, early, step_size);
         for step in 0..LAST as u32 {
             mbarrier::init(full_own(step), 1);
         }
@@ -282,6 +284,8 @@ pub unsafe fn linear_pair<T: TensorFloat + Input, const GROUPS: u32, const STAGE
     tokens: u32,
     _tiles: u32,
     kind: u32,
+    early: u32,
 ) {
-    scaled::<T, f32, T, [f32; SUMS], NONE, GROUPS, STAGES>(x, w, y, bias, Scales::none(), m, n, k, y_row, tokens, kind)
+    let none = Scales::none();
+    scaled::<T, f32, T, [f32; SUMS], NONE, GROUPS, STAGES>(x, w, y, bias, none, m, n, k, y_row, tokens, kind, early)
 }

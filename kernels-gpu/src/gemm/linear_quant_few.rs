@@ -44,10 +44,11 @@ pub unsafe fn linear_quant_few<
     rows: u32,
     tokens: u32,
     kind: u32,
+    early: u32,
 ) {
     let scales = Scales::new(x_scales, x_scale_row, x_scale_group, w_scales, w_scale_row, w_scale_group);
     linear_few::scaled::<X, S, T, A, P, SCALES, 1, TOKENS, STAGES, SPLIT, SHARE>(
-        x, w, y, bias, scales, m, n, k, y_row, rows, tokens, 1, kind,
+        x, w, y, bias, scales, m, n, k, y_row, rows, tokens, 1, kind, early,
     )
 }
 
@@ -77,9 +78,10 @@ pub unsafe fn linear_quant_pair<
     _rows: u32,
     tokens: u32,
     kind: u32,
+    early: u32,
 ) {
     let scales = Scales::new(x_scales, x_scale_row, x_scale_group, w_scales, w_scale_row, w_scale_group);
-    linear_pair::scaled::<X, S, T, P, ROWS, 1, STAGES>(x, w, y, bias, scales, m, n, k, y_row, tokens, kind)
+    linear_pair::scaled::<X, S, T, P, ROWS, 1, STAGES>(x, w, y, bias, scales, m, n, k, y_row, tokens, kind, early)
 }
 
 entries! {
@@ -87,7 +89,7 @@ entries! {
     pub struct Args<T>(
         x: TensorMap, w: TensorMap, y: *mut T, bias: *const T, x_scales: *const f32, x_scale_row: usize,
         x_scale_group: usize, w_scales: *const f32, w_scale_row: usize, w_scale_group: usize, m: u32, n: u32, k: u32,
-        y_row: usize, rows: u32, tokens: u32, kind: u32,
+        y_row: usize, rows: u32, tokens: u32, kind: u32, early: u32,
     );
     linear_quant_few_rows_t8_bf16 { type T = bf16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 4], [f32; 4], ROWS, 8, 10, 1, 1>;
     linear_quant_few_rows_t8_f16 { type T = f16; } [160, 2; Sm90a] => linear_quant_few::<E4M3, f32, T, [f32; 4], [f32; 4], ROWS, 8, 10, 1, 1>;

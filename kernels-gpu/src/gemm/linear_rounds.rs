@@ -65,6 +65,7 @@ pub unsafe fn linear_rounds<
     tokens: u32,
     tiles: u32,
     kind: u32,
+    _early: u32,
 ) {
     const { assert!((GROUPS == 2 || GROUPS == 3) && (A::N == TOKENS || 2 * A::N == TOKENS) && TOKENS <= 2 * SUMS) };
     let parts = const { TOKENS / A::N };

@@ -138,7 +138,8 @@ unsafe fn held<T: Float, const V: usize, const N: usize, const MANY: bool>(
         d[i] = vec::to_f32(values[i]);
         cuda_std::unroll::<V>(|j| sums[j % 4] += d[i][j]);
     });
-    let own = over_lanes(team, sums) * float::fast::recip(float::max(columns, 1.0));
+    let columns_or_one = float::max(columns, 1.0);
+    let own = quotient(over_lanes(team, sums), columns_or_one, float::fast::recip(columns_or_one));
     let mut sums = [0.0; 4];
     cuda_std::unroll::<N>(|i| {
         // Columns outside of the row are not zeros any more once the mean is taken off.
@@ -201,7 +202,7 @@ unsafe fn twice<T: Float, const V: usize, const N: usize, const VEC: bool>(
         cuda_std::unroll::<V>(|j| total += x[j]);
     });
     let [total] = row.reduce([total], [Op::Sum], scratch_sum);
-    let mean = total * inverse_n;
+    let mean = quotient(total, n as f32, inverse_n);
     let row = if N > 4 { row.anew(1) } else { row };
 
     let mut squares = 0.0;
@@ -223,6 +224,13 @@ unsafe fn twice<T: Float, const V: usize, const N: usize, const VEC: bool>(
         cuda_std::unroll::<V>(|j| x[j] = float::fma((x[j] - mean) * scale, w[j], b[j]));
         p.store(out, vec::from_f32(x));
     });
+}
+
+/// `a / b` from the reciprocal of `b`, rounded once where the quotient has few digits: rows all of whose elements are the same are zeroes then, if their sum is exact.
+#[inline(always)]
+fn quotient(a: f32, b: f32, inverse: f32) -> f32 {
+    let near = a * inverse;
+    float::fma(float::fma(-near, b, a), inverse, near)
 }
 
 /// `f` of the numbers of a thread's pieces: `N`, or `rounds` if `N` is 0.

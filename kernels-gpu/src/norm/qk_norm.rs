@@ -67,6 +67,8 @@ pub unsafe fn qk_norm<T: Float, const V: usize, const N: usize, const VEC: bool>
     let token = thread::block_idx_x() as usize;
     let at = thread::block_idx_y() * thread::block_dim_y() + thread::thread_idx_y();
     let live = at < q_heads + k_heads;
+    // Of those that have no head the first: nobody's address is computed, which might be none.
+    let at = if live { at } else { 0 };
     let (x, weight) = if at < q_heads {
         (q.wrapping_add(token * q_stride + at as usize * q_head_stride), q_weight)
     } else {
