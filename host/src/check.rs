@@ -365,6 +365,10 @@ impl<'a> Call<'a> {
         if width > 1 && strides[shape.len() - 1] != 1 {
             return Err(bad("dense in its last dimension"));
         }
+        if rows == 0 {
+            // No distance between any two.
+            return Ok(Rows { rows, width, stride: width });
+        }
         // Dimensions of extent 1 have no say in the distance between rows.
         let mut stride = None;
         let mut expected = 0;

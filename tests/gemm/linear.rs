@@ -923,6 +923,19 @@ fn captured(d: &Device, s: &Stream, m: usize) {
     }
 }
 
+/// Several dimensions of tokens, of which one has none: dense, as all empty tensors are.
+#[test]
+fn no_tokens_of_several_dimensions() {
+    on_every_device(|d, s| {
+        let w = Tensor::<f32>::zeros(d, &[5, 8]).unwrap();
+        for tokens in [[3, 0], [0, 3], [1, 0], [0, 0]] {
+            let x = Tensor::<f32>::zeros(d, &[tokens[0], tokens[1], 8]).unwrap();
+            let mut y = Tensor::<f32>::zeros(d, &[tokens[0], tokens[1], 5]).unwrap();
+            linear(s, &mut y, &x, &w).unwrap();
+        }
+    });
+}
+
 #[test]
 fn bad_input() {
     on_every_device(|d, s| {

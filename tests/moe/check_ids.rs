@@ -79,6 +79,16 @@ fn blocks_of_experts() {
         let map = Tensor::from_slice(d, &[0, 1, 2, 3, -1, -1], &[6]).unwrap();
         assert!(run(s, &[5; 6], &checked.expert_map(&map), &mut workspace).0.is_ok());
         assert!(run(s, &[6; 6], &checked.expert_map(&map), &mut workspace).0.is_err());
+        // A map that names experts which are not here.
+        for wrong in [4, -2, i32::MAX, i32::MIN] {
+            let map = Tensor::from_slice(d, &[0, 1, 2, 3, wrong, -1], &[6]).unwrap();
+            let (result, out) = run(s, &good, &checked.expert_map(&map), &mut workspace);
+            let error = result.unwrap_err();
+            assert!(
+                matches!(error, Error::Value { arg: "expert_map", .. }) && error.to_string().contains("for expert 4")
+            );
+            assert!(out.iter().all(|&v| v == poison));
+        }
         let count = Tensor::from_slice(d, &[2], &[1]).unwrap();
         assert!(run(s, &bad, &checked.num_tokens(&count), &mut workspace).0.is_ok());
 

@@ -1298,6 +1298,42 @@ fn f16_does_not_overflow_between_the_products() {
     });
 }
 
+/// What overflowed before is infinite behind the block too, by every path: neither values that there are not nor terms that an activation has not make it none.
+#[test]
+fn infinite_tokens() {
+    on_every_device(|d, s| {
+        let (width, infinity) = (8, f32::INFINITY);
+        let tensor = |v: &[f32], shape: &[usize]| {
+            Tensor::from_slice(d, &v.iter().copied().map(bf16::from_f32).collect::<Vec<_>>(), shape).unwrap()
+        };
+        let ids = Tensor::from_slice(d, &[0], &[1, 1]).unwrap();
+        let weights = Tensor::from_slice(d, &[1f32], &[1, 1]).unwrap();
+        let bytes = FusedShape::new(1, 1, 1, width, width).workspace_bytes(warploom::DType::Bf16);
+        let mut workspace = Tensor::zeros(d, &[bytes]).unwrap();
+        for (gate_up, activation, x, want) in [
+            (GateUp::GateOnly, ExpertActivation::Silu, infinity, infinity),
+            (GateUp::Halves, ExpertActivation::Silu, infinity, infinity),
+            (GateUp::GateOnly, ExpertActivation::GeluTanh, infinity, infinity),
+            (GateUp::Halves, ExpertActivation::GeluTanh, infinity, infinity),
+            (GateUp::GateOnly, ExpertActivation::Relu2, infinity, infinity),
+            (GateUp::GateOnly, ExpertActivation::Relu2, -infinity, 0.0),
+        ] {
+            let rows = gate_up.rows() * width;
+            let first = |n: usize, v: f32| (0..n).map(|i| if i % width == 0 { v } else { 0.0 }).collect::<Vec<_>>();
+            let x = tensor(&first(width, x), &[1, width]);
+            let w13 = tensor(&first(rows * width, 1.0), &[1, rows, width]);
+            let w2 = tensor(&[1.0; 64], &[1, width, width]);
+            for path in PATHS {
+                let mut out = Tensor::zeros(d, &[1, width]).unwrap();
+                let options = FusedOptions::default().path(path).gate_up(gate_up).activation(activation);
+                fused(s, &mut out, &x, &w13, &w2, &ids, &weights, &options, &mut workspace).unwrap();
+                let got = out.to_vec().unwrap();
+                assert!(got.iter().all(|v| v.to_f32() == want), "{path:?} {gate_up:?} {activation:?}: {got:?}");
+            }
+        }
+    });
+}
+
 #[test]
 fn views_and_misaligned_tensors() {
     on_every_device(|d, s| {

@@ -1,5 +1,5 @@
 use proptest::prelude::*;
-use warploom::moe::sort::{blocks, capacity, workspace_bytes};
+use warploom::moe::sort::{MAX_EXPERTS, blocks, capacity, split, workspace_bytes};
 use warploom::moe::{Local, SortConvention, SortInput, SortOptions, SortOutput, sort, sort_and_zero};
 use warploom::{Device, Error, Graph, Stream, Tensor, reference};
 use warploom_tests::{gpu, noise, on_every_device, property, sanitizing};
@@ -452,6 +452,15 @@ fn number_of_tokens_changes_between_replays() {
             }
         }
     });
+}
+
+/// Numbers that no launch has count as the most that one may have.
+#[test]
+fn splits_of_too_many() {
+    let most = split(i32::MAX as usize, MAX_EXPERTS);
+    assert_eq!(split(usize::MAX, usize::MAX), most);
+    assert!(most.chunks > 0 && most.warps > 0 && most.items > 0);
+    assert_eq!(split(10, 5000), split(10, MAX_EXPERTS));
 }
 
 #[test]

@@ -100,6 +100,11 @@ fn balanced_and_concentrated() {
         assert!((summary[3] - 1.0).abs() < 1e-6, "{summary:?}");
         let z = (0.5 + 8f64.ln()).powi(2);
         assert!((f64::from(summary[4]) - z).abs() < 1e-5, "{summary:?}");
+        // Importances whose squares f32 does not hold, and 1 and 3 of them.
+        for unit in [1.0, 1e-25, 1e22, 1e-38, 1e37] {
+            let (summary, ..) = run(d, s, &[0.5f32; 4], 2, &[0, 1], &[unit, 3.0 * unit], 0);
+            assert!((summary[1] - 0.5).abs() < 1e-6 && (summary[2] - 0.25).abs() < 1e-6, "{unit}: {summary:?}");
+        }
         // All to one expert that has all the probability: the loss is the number of experts, the variation sqrt(7).
         let logits: Vec<f32> = (0..32 * 8).map(|i| if i % 8 == 3 { 50.0 } else { f32::NEG_INFINITY }).collect();
         let (summary, loads, _, probabilities) = run(d, s, &logits, experts, &[3; 64], &[0.25; 64], 0);

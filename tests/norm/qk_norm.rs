@@ -128,7 +128,7 @@ fn tokens_far_apart() {
 /// Strides of dimensions of one element, and of none, are of no consequence.
 #[test]
 fn strides_that_nothing_follows() {
-    const FREE: usize = isize::MAX as usize / 4 & !7;
+    const FREE: usize = (isize::MAX as usize / 4) & !7;
     on_every_device(|device, stream| {
         let all = Tensor::from_slice(device, &noise_of::<f32>(24, 4), &[24]).unwrap();
         let want = |first: usize| {

@@ -10,6 +10,11 @@ use crate::tensor::Tensor;
 use cuda_std::{DType, Element};
 use std::ffi::c_void;
 
+/// The most columns of a token: the blocks of the sum that have one's least are 512 wide, and a grid is 65535 blocks high.
+const MAX_HIDDEN: usize = 65535 * 512;
+/// The most pairs of a block of the sorted list.
+const LARGEST_BLOCK: usize = 128;
+
 /// A block of experts and what goes through it, whatever the type of the weights.
 pub(super) struct Description<'a, T: Element> {
     pub x: &'a Tensor<T>,
@@ -92,6 +97,10 @@ impl<T: Element> Description<'_, T> {
         call.count("topk_ids", tokens.saturating_mul(shape.slots()))?;
         call.count("w13", rows)?;
         call.count("x", hidden)?;
+        // So many blocks of the sum are beside each other at most.
+        call.value(hidden <= MAX_HIDDEN, "x", format!("at most {MAX_HIDDEN} columns"), hidden)?;
+        // Of the sorted list, whichever path sorts.
+        call.count("topk_ids", sort::capacity(shape.pairs(), shape.bins(), LARGEST_BLOCK, false))?;
         Ok(Block { shape, rows, global_experts, x, out })
     }
 }
@@ -104,7 +113,11 @@ impl<T: Element> Description<'_, T> {
         }
         // Shared experts have ids behind the routed ones, whether they are listed or come by themselves.
         let experts = block.global_experts + block.shape.shared_experts;
-        check_ids::check(op, stream, self.topk_ids, experts, self.num_tokens)
+        check_ids::check(op, stream, self.topk_ids, experts, self.num_tokens)?;
+        match self.expert_map {
+            Some(map) => check_ids::check_map(op, stream, map, block.shape.experts),
+            None => Ok(()),
+        }
     }
 }
 

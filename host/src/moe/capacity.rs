@@ -76,6 +76,8 @@ pub fn capacity(
     call.value(experts <= 2048, "experts", "at most 2048", experts)?;
     // Without tokens there is nothing to choose, however many choices each would have.
     let choices = if tokens == 0 { 0 } else { choices };
+    // What asks for one expert is counted in 32 bits.
+    call.count("topk_ids", tokens.saturating_mul(choices))?;
     let args = Args {
         kept: call.write("kept", kept)?.cast(),
         loads: call.write_opt("loads", loads)?.cast(),

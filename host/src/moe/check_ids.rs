@@ -35,7 +35,23 @@ pub fn check_ids(
     check("moe::check_ids", stream, topk_ids, experts, num_tokens)
 }
 
-/// The same for the operation `op`.
+/// Waits for a map of experts and looks at each: -1 (not here) and numbers below `local` are right.
+pub(super) fn check_map(op: &'static str, stream: &Stream, map: &Tensor<i32>, local: usize) -> Result<()> {
+    let mut call = Call::new(op, stream);
+    call.read("expert_map", map)?;
+    stream.synchronize()?;
+    let map = map.to_vec()?;
+    let wrong = |&(_, &id): &(usize, &i32)| id != -1 && usize::try_from(id).map_or(true, |id| id >= local);
+    match map.iter().enumerate().find(wrong) {
+        Some((expert, id)) => {
+            let expected = format!("-1, or the place of one of {local} experts");
+            call.value(false, "expert_map", expected, format!("{id} for expert {expert}"))
+        }
+        None => Ok(()),
+    }
+}
+
+/// [`check_ids`] for the operation `op`.
 pub(super) fn check(
     op: &'static str,
     stream: &Stream,

@@ -1300,12 +1300,13 @@ pub struct FusedOptions<'a, T: Element> {
     pub rounded_slots: bool,
     /// Keeps the result of each slot in f32 until those of a token are added up, unless `rounded_slots` allows less. Otherwise `Wgmma176`, and `Auto` with `Wgmma64` where that makes 124 KiB for each multiprocessor and more (16 MB on an H200), keep two results or more that become bf16, before they are weighted, in 11 bits: as
     /// f16 times a power of two that each slot has for 128 columns, so that the largest of them is about 2^14 in f16; half as much lies between the second product and the sum. Beside results' own
-    /// rounding, to 8 bits, that is next to nothing. What loses more bits is smaller than 2^-27 of the largest of its 128 columns, or than 2^-126; where one of them is infinite, the slot's others are as f16 has them.
+    /// rounding, to 8 bits, that is next to nothing. What loses more bits is smaller than 2^-27 of the largest of its 128 columns, or than 2^-126; where one of them is infinite, the slot's others are as f16 has them, and where its weight takes that power of two beyond f32
+    /// a 0 beside what overflows becomes NaN.
     pub f32_slots: bool,
     /// Whether `w13` and `w2`, those of shared experts too, come from [`shuffle_weights`](super::shuffle_weights()): for the `Wgmma` paths, one
     /// of which [`FusedPath::Auto`] then is; widths are multiples of 128 bytes.
     pub shuffled: bool,
-    /// Waits for `topk_ids` before anything is launched, and reports ids out of range as an error ([`check_ids`](super::check_ids())): for debugging. Cannot be captured.
+    /// Waits for `topk_ids` before anything is launched, and reports ids out of range as an error ([`check_ids`](super::check_ids())), and entries of `expert_map`: for debugging. Cannot be captured.
     pub checked: bool,
     /// Which kernels.
     pub path: FusedPath,

@@ -1418,7 +1418,7 @@ pub struct FusedQuantOptions<'a, Q: Element> {
     /// Whether values of `w13` and `w2`, those of shared experts too, come from [`shuffle_weights`](super::shuffle_weights()): for the `Wgmma` paths,
     /// one of which [`FusedQuantPath::Auto`] then is; widths are multiples of 128.
     pub shuffled: bool,
-    /// Waits for `topk_ids` before anything is launched, and reports ids out of range as an error ([`check_ids`](super::check_ids())): for debugging. Cannot be captured.
+    /// Waits for `topk_ids` before anything is launched, and reports ids out of range as an error ([`check_ids`](super::check_ids())), and entries of `expert_map`: for debugging. Cannot be captured.
     pub checked: bool,
     /// Which kernels.
     pub path: FusedQuantPath,

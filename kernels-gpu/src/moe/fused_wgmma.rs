@@ -266,6 +266,8 @@ pub(super) struct Activation {
     c: f32,
     /// SiLU of a gate times its value, and nothing else.
     silu: bool,
+    /// Whether gates have values. The products have some where they do not, of zeroes, which an infinite token makes NaN.
+    gated: bool,
 }
 
 impl Activation {
@@ -288,6 +290,7 @@ impl Activation {
             bound: if oai { limit } else { inf },
             c: if oai || !gated { 1.0 } else { 0.0 },
             silu: kind == 0 && gated,
+            gated,
         }
     }
 
@@ -295,9 +298,12 @@ impl Activation {
     #[inline(always)]
     pub(super) fn gated(self, gate: f32, up: f32) -> f32 {
         let g = float::max_propagate(least(gate, self.most), self.least);
-        let s = float::fast::sigmoid(g * float::fma(self.b * g, g, self.a));
+        let cubic = float::fma(self.b * g, g, self.a);
+        // Not 0 times infinity.
+        let s = float::fast::sigmoid(g * if self.b == 0.0 { self.a } else { cubic });
         let s = f32::from_bits(s.to_bits() & !self.squared | g.to_bits() & self.squared);
         let up = float::max_propagate(least(up, self.bound), -self.bound);
+        let up = if self.gated { up } else { 0.0 };
         g * s * (up + self.c)
     }
 }

@@ -99,8 +99,8 @@ pub unsafe fn noisy_top_k<T: Float>(
                 if !noise.is_null() {
                     deviation *= softplus(noise_logits.get(token as usize * noise_row + e as usize).to_f32());
                 }
-                // Without noise the logits stay what they are.
-                let h = if deviation == 0.0 { x } else { float::fma(normals[i], deviation, x) };
+                // Without noise the logits stay what they are, even where its deviation is infinite or none.
+                let h = if scale == 0.0 || deviation == 0.0 { x } else { float::fma(normals[i], deviation, x) };
                 values.set(e, h);
                 if !noisy.is_null() {
                     GlobalMut::new(noisy).set(token as usize * experts as usize + e as usize, h);

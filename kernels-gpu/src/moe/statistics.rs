@@ -267,7 +267,8 @@ pub unsafe fn statistics_finish(
     while e < experts {
         let d = (load_of.get(e) as i64 * experts as i64 - pairs as i64) as f32 / n;
         load_squares = float::fma(d, d, load_squares);
-        let d = importance_of.get(e) - mean;
+        // In units of the mean, whose square may be beyond f32.
+        let d = if mean == 0.0 { 0.0 } else { (importance_of.get(e) - mean) / mean };
         importance_squares = float::fma(d, d, importance_squares);
         e += FINISH_THREADS as u32;
     }
@@ -277,9 +278,8 @@ pub unsafe fn statistics_finish(
         let summary = GlobalMut::new(summary);
         let mean_load = pairs as f32 / n;
         summary.set(0u32, if pairs == 0 { 0.0 } else { float::sqrt(load_squares) / mean_load });
-        let squared = if mean == 0.0 { 0.0 } else { importance_squares / (mean * mean) };
-        summary.set(1u32, float::sqrt(squared));
-        summary.set(2u32, squared);
+        summary.set(1u32, float::sqrt(importance_squares));
+        summary.set(2u32, importance_squares);
         summary.set(3u32, if pairs == 0 { 0.0 } else { n * product / pairs as f32 });
     }
 }
