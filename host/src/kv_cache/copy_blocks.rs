@@ -163,7 +163,7 @@ pub unsafe fn launch(stream: &Stream, pairs: u32, tensors: u32, args: &Args) -> 
 /// `pairs` is `[n, 2]`, dense, on the device, so that the launch can be captured; [`check_pairs`] checks them on the
 /// host. Pairs with a block outside of the cache are skipped and counted in `status` (`[1]`). The pairs are copied at
 /// the same time: a block that one pair writes and another one reads or writes has unspecified contents afterwards. (A SIMT device that
-/// looks for data races reports one there: [`Simt`](Error::Simt).)
+/// looks for data races reports one there: [`Launch`](Error::Launch).)
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`WrongDevice`](Error::WrongDevice), [`Overlap`](Error::Overlap);

@@ -205,7 +205,7 @@ impl<'a> ReshapeAndCacheOptions<'a> {
 /// Tokens with the slot -1 are skipped (padding). Tokens with another slot outside of the cache are skipped as well and
 /// counted up in `status`, `[1]`; [`check_slots`](super::check_slots) finds them on the host. If several tokens have
 /// the same slot, each element there is that of one of them; which one is not specified, and may differ between
-/// elements. (A SIMT device that looks for data races reports one there: [`Simt`](Error::Simt).)
+/// elements. (A SIMT device that looks for data races reports one there: [`Launch`](Error::Launch).)
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType) (of `slots`), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice); [`Value`](Error::Value) for scales
