@@ -234,7 +234,8 @@ impl<T: Element> Tensor<T> {
     /// tensor must have been waited for.
     ///
     /// # Errors
-    /// [`Error::Tensor`] if the numbers of elements differ or the tensor is not contiguous.
+    /// [`Error::Tensor`] if the numbers of elements differ or the tensor is not contiguous; [`Error::ReadOnly`], and [`Error::Expired`] for memory whose
+    /// [scope](crate::borrow::scope) is over.
     pub fn copy_from_slice(&mut self, data: &[T]) -> Result<()> {
         if data.len() != self.len() {
             return Err(wrong_number(data.len(), self.shape()));
@@ -254,7 +255,7 @@ impl<T: Element> Tensor<T> {
     ///
     /// # Errors
     /// [`Error::Driver`] if that work failed; [`Error::OutOfMemory`] if the host has no room for so many, as of a view whose
-    /// strides are 0.
+    /// strides are 0; [`Error::Expired`] for memory whose [scope](crate::borrow::scope) is over.
     pub fn to_vec(&self) -> Result<Vec<T>> {
         let span = self.span();
         let mut flat = host_zeros::<T>(span)?;

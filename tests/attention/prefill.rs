@@ -358,6 +358,61 @@ fn chunks_are_the_whole() {
     });
 }
 
+/// One query for all tokens or heads, which the copy engine cannot follow, and strides of one token or head, which are of no interest.
+#[test]
+fn queries_of_any_stride() {
+    on_every_device(|d, s| {
+        let layout = CacheLayout::Nhd;
+        for (tokens, token, head) in [(3, 0, 64), (3, 128, 0), (3, 0, 0), (1, 1 << 45, 64), (1, 0, 64)] {
+            let shape = Shape { sequences: vec![(tokens, 40)], kv_heads: 1, group: 2, dim: 64, page: 8, layout };
+            let mut c = case::<bf16>(d, &shape);
+            let few = if token == 0 || tokens == 1 { 1 } else { tokens };
+            let q = Tensor::from_slice(d, &noise_of::<bf16>(few * 128, 3), &[few * 128]).unwrap();
+            c.q = q.as_strided(&[tokens, 2, 64], &[token, head, 1], 0).unwrap();
+            let run = |path| c.run(s, &PrefillOptions::default().path(path));
+            let (want, want_lse) = run(PrefillPath::Plain);
+            let followed = tokens == 1 || token > 0 && head > 0;
+            let paths = [PrefillPath::Auto, PrefillPath::Mma, PrefillPath::Wgmma];
+            for path in paths.into_iter().filter(|path| followed || *path != PrefillPath::Wgmma) {
+                let (got, lse) = run(path);
+                assert_close(&got, &widen(&want), 2.0 * warploom_tests::epsilon::<bf16>(), 1.0);
+                assert_close(&lse, &widen(&want_lse), 1e-5, 4.0);
+            }
+            if !followed {
+                let mut out = Tensor::<bf16>::zeros(d, &[tokens, 2, 64]).unwrap();
+                let mut work = PrefillWorkspace::new(d).unwrap();
+                let options = PrefillOptions::default().path(PrefillPath::Wgmma);
+                let e = prefill(s, &mut out, None, &c.q, &c.cache, &c.table, &c.starts, &c.lens, &options, &mut work);
+                assert!(matches!(e, Err(Error::Unsupported { .. })), "{e:?}");
+            }
+        }
+    });
+}
+
+/// Scores that are no numbers are seen in the results and in what parts are merged by, on every path.
+#[test]
+fn what_is_not_a_number_shows() {
+    on_every_device(|d, s| {
+        let layout = CacheLayout::Nhd;
+        let shape = Shape { sequences: vec![(2, 40)], kv_heads: 1, group: 1, dim: 64, page: 8, layout };
+        let mut c = case::<bf16>(d, &shape);
+        let mut q = c.q.to_vec().unwrap();
+        q[3] = bf16::NAN;
+        c.q = Tensor::from_slice(d, &q, &[2, 1, 64]).unwrap();
+        for path in [PrefillPath::Plain, PrefillPath::Mma, PrefillPath::Wgmma] {
+            let (out, lse) = c.run(s, &PrefillOptions::default().path(path));
+            assert!(out[..64].iter().all(|v| v.is_nan()) && !out[64..].iter().any(|v| v.is_nan()), "{path:?}");
+            assert!(lse[0].is_nan() && lse[1].is_finite(), "{path:?}: {lse:?}");
+        }
+        let mut c = case_over::<bf16, E4M3>(d, &shape);
+        c.scales = Some([f32::NAN, 0.5].map(|scale| Tensor::from_slice(d, &[scale], &[1]).unwrap()));
+        for path in [PrefillPath::Plain, PrefillPath::Wgmma] {
+            let (out, lse) = c.run(s, &PrefillOptions::default().path(path));
+            assert!(out.iter().all(|v| v.is_nan()) && lse.iter().all(|v| v.is_nan()), "{path:?}: {lse:?}");
+        }
+    });
+}
+
 #[test]
 fn a_sequence_does_not_depend_on_its_batch() {
     on_every_device(|d, s| {

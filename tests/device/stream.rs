@@ -162,3 +162,36 @@ fn too_large_a_block() {
     // SAFETY: nothing is launched.
     unsafe { stream.launch(&entry, &warploom::Geometry::new([0, 1, 1], geometry.block), &args) }.unwrap();
 }
+
+/// Operations on a SIMT device by threads of a rayon pool, and by others at the same time: a thread that waits for a launch's blocks must not begin another job, which would want the device that it
+/// holds, nor may a launch wait for threads that wait for it.
+#[test]
+fn jobs_of_a_thread_pool() {
+    const JOBS: usize = 60;
+    let device = Device::simt();
+    let (done, all) = std::sync::mpsc::channel();
+    let job = move |device: &Device| {
+        let stream = Stream::new(device).unwrap();
+        let x = Tensor::from_slice(device, &[1f32; 64 * 64], &[64, 64]).unwrap();
+        let mut y = Tensor::<f32>::zeros(device, &[64, 64]).unwrap();
+        warploom::norm::rms_norm(&stream, &mut y, &x, None, 0.0).unwrap();
+        assert!(y.to_vec().unwrap().iter().all(|v| (v - 1.0).abs() < 1e-6));
+    };
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+    for i in 0..JOBS {
+        let (device, done) = (device.clone(), done.clone());
+        let work = move || {
+            job(&device);
+            done.send(()).unwrap();
+        };
+        if i % 10 == 0 {
+            std::thread::spawn(work);
+        } else {
+            pool.spawn(work);
+        }
+    }
+    for i in 0..JOBS {
+        let patience = std::time::Duration::from_secs(120);
+        assert!(all.recv_timeout(patience).is_ok(), "{i} of {JOBS} jobs ended");
+    }
+}

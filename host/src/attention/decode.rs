@@ -5,6 +5,7 @@
 //! vLLM's first kernel without its tuning and takes every layout, storage type and head size. Lengths and block tables are read on the device, and the grid does not depend
 //! on them: a captured graph serves every step of a growing batch.
 
+use super::prefill::map_stride;
 use crate::check::{Call, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
@@ -60,7 +61,7 @@ pub enum DecodeSplit {
 pub struct DecodeOptions<'a> {
     /// Multiplies the scores; `1 / sqrt(head_dim)` if `None`.
     pub scale: Option<f32>,
-    /// Scores become `cap · tanh(score / cap)`; 0 for none.
+    /// Scores become `cap · tanh(score / cap)`, up to some 2^-22 of the cap; 0 for none.
     pub soft_cap: f32,
     /// How many of the latest keys a query token sees, itself included; 0 for all. Blocks outside are not read.
     pub window: usize,
@@ -403,8 +404,12 @@ pub fn tma_cache_map(
             shape.block_size as u64 / 8,
             shape.blocks as u64,
         ],
-        // Of a single page the stride is of no interest, but it must be one.
-        strides: [bytes(strides.token), line, 8 * bytes(strides.token), bytes(strides.block).max(16)],
+        strides: [
+            bytes(strides.token),
+            line,
+            8 * bytes(strides.token),
+            map_stride(shape.blocks, bytes(strides.block).max(16)),
+        ],
         box_dims: [(line / size as u64) as u32, 8, columns as u32, (shape.block_size.min(tile.keys) / 8) as u32, 1],
         swizzle: Swizzle::B128,
     })
@@ -781,11 +786,11 @@ fn choose(
                 not.map_or_else(|| format!("heads of {head_dim} on {}", device.name()), |what| what())
             ),
         }),
-        _ => plain_entry(dtype, cache).map(Kernel::Plain).ok_or_else(|| Error::DType {
-            op: OP,
-            arg: "cache",
-            expected: format!("{dtype}, e4m3, e5m2 or i8"),
-            got: cache,
+        _ => plain_entry(dtype, cache).map(Kernel::Plain).ok_or_else(|| match dtype {
+            DType::F32 | DType::F16 | DType::Bf16 => {
+                Error::DType { op: OP, arg: "cache", expected: format!("{dtype}, e4m3, e5m2 or i8"), got: cache }
+            }
+            _ => Error::DType { op: OP, arg: "query", expected: "f32, f16 or bf16".into(), got: dtype },
         }),
     }
 }

@@ -55,7 +55,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Value`](crate::Error::Value) (number of parts, `lse` of heads of nothing),
-/// [`Overlap`](crate::Error::Overlap), [`WrongDevice`](crate::Error::WrongDevice).
+/// [`Overlap`](crate::Error::Overlap), [`WrongDevice`](crate::Error::WrongDevice), [`Unsupported`](crate::Error::Unsupported) for 8-bit tensors.
 pub fn merge<T: Float>(
     stream: &Stream,
     out: &mut Tensor<T>,

@@ -42,9 +42,10 @@ pub enum PrefillPath {
 pub struct PrefillOptions<'a> {
     /// Multiplies the scores; `1 / sqrt(head_dim)` if `None`.
     pub scale: Option<f32>,
-    /// Scores become `cap · tanh(score / cap)`; 0 for none.
+    /// Scores become `cap · tanh(score / cap)`, up to some 2^-22 of the cap; 0 for none.
     pub soft_cap: f32,
-    /// How many of the latest keys a query token sees, itself included; 0 for all. Blocks outside are not read.
+    /// How many of the latest keys a query token sees, itself included; 0 for all. Blocks of which no tile of 128 keys, from the first
+    /// on, has a key that is seen are not read; of others what is not seen must be numbers, since 0 times NaN is NaN.
     pub window: usize,
     /// Whether a query token sees no later keys; otherwise it sees all of its sequence, or the last `window` of it.
     pub causal: bool,
@@ -319,6 +320,11 @@ pub fn wgmma_output_map(
     token_map(device, base, dtype, tile, dims, strides, [box_heads, box_tokens])
 }
 
+/// The stride of a dimension in a tensor map: of a single element it is of no interest, but it must be one.
+pub(super) const fn map_stride(extent: usize, bytes: u64) -> u64 {
+    if extent <= 1 { 16 } else { bytes }
+}
+
 /// A map over `[tokens, heads, head_dim]`, boxes of a line × heads × tokens.
 fn token_map(
     device: &Device,
@@ -335,8 +341,7 @@ fn token_map(
         dtype,
         rank: 3,
         dims: [head_dim as u64, heads as u64, tokens as u64, 1, 1],
-        // Of a single head or token the stride is of no interest, but it must be one.
-        strides: [(head as u64 * bytes).max(16), (token as u64 * bytes).max(16), 0, 0],
+        strides: [map_stride(heads, head as u64 * bytes), map_stride(tokens, token as u64 * bytes), 0, 0],
         box_dims: [tile.line() as u32, box_heads as u32, box_tokens as u32, 1, 1],
         swizzle: tile.swizzle(),
     })
@@ -355,8 +360,8 @@ pub fn wgmma_cache_map(
     shape: CacheShape,
     strides: PageStrides,
 ) -> Result<TensorMap> {
-    // Of a single head or page the stride is of no interest, but it must be one.
     let bytes = |stride: usize| (stride as u64 * dtype.size() as u64).max(16);
+    let block = map_stride(shape.blocks, bytes(strides.block));
     let (dim, heads, slots, blocks) =
         (shape.head_dim as u64, shape.heads as u64, shape.block_size as u64, shape.blocks as u64);
     let box_slots = shape.block_size.min(tile.box_keys()) as u32;
@@ -366,7 +371,7 @@ pub fn wgmma_cache_map(
             dtype,
             rank: 4,
             dims: [dim, slots, heads, blocks, 1],
-            strides: [bytes(strides.token), bytes(strides.head), bytes(strides.block), 0],
+            strides: [bytes(strides.token), bytes(strides.head), block, 0],
             box_dims: [tile.head_dim as u32, box_slots, 1, 1, 1],
             swizzle: Swizzle::None,
         }
@@ -378,7 +383,7 @@ pub fn wgmma_cache_map(
             dtype,
             rank: 5,
             dims: [line, 8, (heads - 1) * (strides.head as u64 / line) + lines, slots / 8, blocks],
-            strides: [bytes(strides.token), 2 * line, 8 * bytes(strides.token), bytes(strides.block)],
+            strides: [bytes(strides.token), 2 * line, 8 * bytes(strides.token), block],
             box_dims: [line as u32, 8, lines as u32, box_slots / 8, 1],
             swizzle: tile.swizzle(),
         }
@@ -393,7 +398,8 @@ pub fn wgmma_cache_map(
 ///   and head `h` reads KV head `h / (q_heads / kv_heads)`.
 /// * `block_table`: `[sequences, max_blocks]`, the pages of each sequence in order. A page number outside of the cache
 ///   counts as unseen keys.
-/// * `starts`: `[sequences + 1]`, the first query token of each sequence, and the end of the last. Tokens of no sequence
+/// * `starts`: `[sequences + 1]`, ascending: the first query token of each sequence, and the end of the last. (Of a token that two sequences have by starts
+///   that do not ascend the result is that of one of them.) Tokens of no sequence
 ///   get no output.
 /// * `lens`: `[sequences]`, keys of each sequence. The query tokens are the last of them: query token `i` of `n` is at
 ///   position `len - n + i`. A token that sees no key gets zeros.
@@ -569,6 +575,9 @@ pub unsafe fn launch(
         paged
             && group <= shape.rows()
             && args.scale > 0.0
+            // The copy engine has no stride of 0, as one query for all tokens or heads has.
+            && (args.tokens == 1 || args.q_token > 0)
+            && (q_heads == 1 || args.q_head > 0)
             && (shape.narrow || aligned(2 * shape.line(), 0, &[args.k_head, args.v_head], size))
             && [args.k_head, args.v_head].iter().all(|head| head / shape.line() <= i32::MAX as usize / kv_heads)
             && aligned(16, args.q as usize, &[args.q_token, args.q_head], size)
@@ -646,7 +655,10 @@ pub unsafe fn launch(
         }),
         _ => {
             let expected = format!("{dtype}, e4m3, e5m2 or i8 for {dtype}");
-            let wrong = Error::DType { op: OP, arg: "cache", expected, got: cache };
+            let wrong = match dtype {
+                DType::F32 | DType::F16 | DType::Bf16 => Error::DType { op: OP, arg: "cache", expected, got: cache },
+                _ => Error::DType { op: OP, arg: "query", expected: "f32, f16 or bf16".into(), got: dtype },
+            };
             let entry = plain_entry(dtype, cache).ok_or(wrong)?;
             // SAFETY: forwarded to the caller.
             unsafe { stream.launch(&entry, &plain_geometry(args.tokens.saturating_mul(args.q_heads)), &args) }

@@ -1,7 +1,7 @@
 //! Devices, streams, events, graphs: what all operations run on.
 //!
 //! A [`Device`] is an NVIDIA GPU or the SIMT device. Work goes to a [`Stream`] of it, in order. On the SIMT device
-//! a stream runs its work at once, on the calling thread and rayon's; everything else is the same.
+//! a stream runs its work at once, on the calling thread and the emulator's (on the calling thread alone, if that is one of a rayon pool); everything else is the same.
 
 #[cfg(feature = "_driver")]
 mod cuda;

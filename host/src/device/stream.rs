@@ -180,7 +180,7 @@ impl Stream {
     /// Copies device memory: all of `src` to `dst`, stream-ordered.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the shapes differ, [`Error::Stride`] if either is not contiguous, [`Error::WrongDevice`].
+    /// [`Error::Shape`] if the shapes differ, [`Error::Stride`] if either is not contiguous, [`Error::Overlap`], [`Error::WrongDevice`].
     pub fn copy<T: Element>(&self, dst: &mut Tensor<T>, src: &Tensor<T>) -> Result<()> {
         let mut call = crate::check::Call::new("copy", self);
         let (to, from) = (call.write("dst", dst)?, call.read("src", src)?);
@@ -244,7 +244,7 @@ impl Stream {
     /// Sets every byte of a contiguous tensor, stream-ordered.
     ///
     /// # Errors
-    /// [`Error::Stride`], [`Error::WrongDevice`].
+    /// [`Error::Stride`], [`Error::ReadOnly`], [`Error::WrongDevice`].
     pub fn fill_bytes<T: Element>(&self, dst: &mut Tensor<T>, byte: u8) -> Result<()> {
         let mut call = crate::check::Call::new("fill_bytes", self);
         let to = call.write("dst", dst)?;
@@ -315,7 +315,7 @@ impl Stream {
     /// Marks a point in the stream.
     ///
     /// # Errors
-    /// [`Error::Driver`].
+    /// [`Error::WrongDevice`] for an event of another device; [`Error::Driver`].
     pub fn record_event(&self, event: &Event) -> Result<()> {
         match (&self.0.backend, &event.backend) {
             (StreamBackend::Simt, EventBackend::Simt(at)) => {
@@ -334,7 +334,7 @@ impl Stream {
     /// part in it from now on, until it ends.
     ///
     /// # Errors
-    /// [`Error::Capture`] if the stream takes part in another capture, or another thread is submitting to it; [`Error::Driver`].
+    /// [`Error::Capture`] if the stream takes part in another capture, or another thread is submitting to it; [`Error::WrongDevice`]; [`Error::Driver`].
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         let capture = event.capture().upgrade();
         let joins = capture.as_ref().map_or(Ok(false), |capture| self.join_capture(capture))?;

@@ -9,7 +9,6 @@ use crate::error::Result;
 use crate::kernels::gemm::epilogue;
 use crate::kernels::gemm::linear_fma::Args;
 use cuda_std::Float;
-use rayon::prelude::*;
 
 /// Products below which more threads do not pay.
 const PARALLEL: usize = 1 << 16;
@@ -79,7 +78,7 @@ unsafe fn run<Y: Float, X: Float, W: Float>(args: &Shared, parallel: bool) {
     let task = |task: usize| unsafe { columns::<Y, W>(args, &x, task * ROWS..((task + 1) * ROWS).min(n)) };
     let tasks = n.div_ceil(ROWS);
     if parallel && m * n * k >= PARALLEL {
-        (0..tasks).into_par_iter().for_each(task);
+        simt::for_each(tasks, task);
     } else {
         (0..tasks).for_each(task);
     }

@@ -9,7 +9,6 @@ use crate::error::Result;
 use crate::gemm::linear_host::{dot, widen_row};
 use crate::kernels::moe::expert_activation::ExpertActivation;
 use cuda_std::Float;
-use rayon::prelude::*;
 use std::ffi::c_void;
 
 /// Addresses that several threads use.
@@ -48,7 +47,7 @@ pub(super) unsafe fn fused_host<T: Float>(stream: &Stream, shape: &FusedShape, o
         let tokens = shape.tokens.min(present.max(0) as usize);
         // SAFETY: each token has a row of `out` of its own.
         let task = |token: usize| unsafe { one_token::<T>(&all, token) };
-        if parallel { (0..tokens).into_par_iter().for_each(task) } else { (0..tokens).for_each(task) }
+        if parallel { simt::for_each(tokens, task) } else { (0..tokens).for_each(task) }
     })
 }
 

@@ -14,7 +14,7 @@
 //!    scaling factor has been applied: 1 if it is applied here, `1 / routed_scaling_factor` if the caller does it later.
 //!
 //! Ties go to the lower expert and the lower group. A NaN ranks as -inf, and its weight, if it must be chosen because
-//! there is nothing better, is 0. So is everything in a row whose scores sum up to 0, such as one of -inf or NaN only:
+//! there is nothing better, is 0 (its score's, where only its bias is NaN). So is everything in a row whose scores sum up to 0, such as one of -inf or NaN only:
 //! the lowest experts with weights 0. Exponentials below 2^-126 count as 0. The root of the softplus of +inf is that of
 //! the largest number; several +inf in a softmax share it evenly. A token's result depends on its logits only.
 //!
@@ -385,7 +385,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
 /// Before anything is launched: [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap),
 /// [`WrongDevice`](Error::WrongDevice) for the tensors; [`Value`](Error::Value) for experts beyond 1024 or not divisible
 /// by `groups`, `topk_group` outside `1 ..= groups`, `top_k` outside `1 ..= 32` or above the number of experts that the
-/// kept groups hold, a routed scaling factor that is not finite and positive; [`DType`](Error::DType) for 8-bit logits.
+/// kept groups hold, a routed scaling factor that is not finite and positive, or whose reciprocal is not, more shared experts than a launch takes; [`DType`](Error::DType) for 8-bit logits.
 pub fn gate<T: Float>(
     stream: &Stream,
     topk_ids: &mut Tensor<i32>,

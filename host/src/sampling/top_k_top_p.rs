@@ -20,12 +20,12 @@
 //! 2^23), so that sums do not depend on their order: the token is the same whatever the algorithm, the number of rows
 //! beside it, and the device. Tokens of weight below 2^-39 of the largest are never drawn.
 //!
-//! NaN logits count as -inf: they have probability 0. Of several +inf each has the same probability and everything else
+//! NaN logits count as -inf: they have probability 0. (One of the bits 0xffdadbad, in f32, counts as not allowed.) Of several +inf each has the same probability and everything else
 //! none. In a row without any logit above -inf the token is the lowest that is allowed, 0 if none is, and its
 //! log-probabilities are -inf.
 //!
 //! Device arrays cannot be checked by the host, so every value there means something: a temperature that is negative or NaN
-//! is greedy and +inf makes all weights equal; a `top_k` below 1 or above the vocabulary is off; a `top_p` of at
+//! is greedy and +inf makes all weights equal (of logits whose differences f32 holds); a `top_k` below 1 or above the vocabulary is off; a `top_p` of at
 //! least 1 or NaN is off, and not above 0 keeps the token of rank 0; a `min_p` that is not above 0 or NaN is off, and at
 //! least 1 keeps what equals the largest; a repetition penalty that is not positive and finite is off, as are
 //! presence and frequency penalties that are not finite; history tokens outside of the vocabulary are skipped, and lengths
@@ -432,7 +432,7 @@ pub struct SamplingWorkspace {
 }
 
 impl SamplingWorkspace {
-    /// For up to `rows` rows of up to `vocab` tokens, without adjustments: about 84 KB a row.
+    /// For up to `rows` rows of up to `vocab` tokens, without adjustments: about 79 KB a row.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Value`] for a vocabulary of 2^31 or more, and for more than 2^31 - 1 rows.
@@ -641,7 +641,7 @@ pub unsafe fn launch(
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap),
-/// [`WrongDevice`](Error::WrongDevice), [`Unsupported`](Error::Unsupported) for 8-bit logits and for more than 128 top
+/// [`WrongDevice`](Error::WrongDevice), [`DType`](Error::DType) for 8-bit logits; [`Unsupported`](Error::Unsupported) for more than 128 top
 /// log-probabilities; [`Value`](Error::Value) for parameters of all rows that are out of range, penalties without a
 /// history, and a workspace that is too small.
 pub fn top_k_top_p<T: Float, I: TokenId>(

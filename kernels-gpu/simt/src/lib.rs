@@ -34,7 +34,7 @@ pub use block::{
 pub use dependent::Queue;
 pub use error::{Access, Dim3, ErrorKind, LaunchError, Loc, Space, StuckThread, ThreadState};
 pub use global_race::Peers;
-pub use launch::{Checks, Defaults, Launch, MAX_SHARED_BYTES, Order, Region, Registered, launch};
+pub use launch::{Checks, Defaults, Launch, MAX_SHARED_BYTES, Order, Region, Registered, for_each, launch};
 pub use memory::{Buffer, Lent};
 pub use tensor::{ldmatrix, mma, mma_m16n8k16, stmatrix};
 pub use wgmma::{Left, Operand, Sum, Widen, wgmma, wgmma_commit, wgmma_wait};

@@ -761,8 +761,8 @@ pub unsafe fn prefill<
                     tma::fence_async();
                     thread::sync_named(own_barrier, 128);
                 }
-                // Of a head of zeros the scale may be 0, but -inf must stay -inf.
-                scales = undo.map(|undo| float::max(scale * k_scale * undo, 1e-37));
+                // Of a head of zeros the scale may be 0, but -inf must stay -inf, and NaN be seen.
+                scales = undo.map(|undo| float::max_propagate(scale * k_scale * undo, 1e-37));
             }
             // What makes scores exponents of 2; those that were bent already are.
             let fold = if BENT { [1.0; 2] } else { scales.map(|s| s * LOG2_E) };
@@ -977,9 +977,10 @@ pub unsafe fn prefill<
                     shrink = float::fast::exp2(seen - reference);
                     whole = float::fma(total, shrink, float::fast::exp2(sink - reference));
                 }
-                inverse[h] = if whole > 0.0 { float::fast::div(shrink, whole) * v_scale } else { 0.0 };
+                // Not of NaN, which is not nothing.
+                inverse[h] = if whole == 0.0 { 0.0 } else { float::fast::div(shrink, whole) * v_scale };
                 if !lse.is_null() && there[h] && t == 0 {
-                    let value = if whole > 0.0 { (reference + float::log2(whole)) * LN_2 } else { f32::NEG_INFINITY };
+                    let value = if whole == 0.0 { f32::NEG_INFINITY } else { (reference + float::log2(whole)) * LN_2 };
                     GlobalMut::new(lse).set((tile.first + token) as usize * q_heads as usize + head as usize, value);
                 }
             });

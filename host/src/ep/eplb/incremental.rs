@@ -18,7 +18,7 @@ use rayon::prelude::*;
 
 use super::assignment::assign;
 use super::balance::place;
-use super::error::same;
+use super::error::{same, table};
 use super::report::{LayerBalance, moved};
 use super::{Cluster, EplbError, Loads, Placement, Plan, RebalanceOptions};
 
@@ -84,6 +84,8 @@ pub fn rebalance_incremental(
     if options.slack.is_nan() || options.slack < 0.0 {
         return Err(EplbError::Option { option: "slack", expected: "0 or more", got: options.slack });
     }
+    // What each layer makes, and its largest: an error here, not the end of the process there.
+    drop(table("overlap", [1, plan.num_gpus, plan.num_gpus], 0u32)?);
     let layers: Vec<Vec<usize>> = (0..loads.num_layers())
         .into_par_iter()
         .map(|layer| replan(old.phy2log(layer), loads.layer(layer), &plan, options))

@@ -4,7 +4,7 @@
 //! the one with the highest load, so the imbalance of a layer is the highest load divided by the mean: 1 is perfect,
 //! 2 means that half of the cluster's time in experts is spent waiting.
 
-use super::error::{nonzero, same};
+use super::error::{nonzero, same, table};
 use super::{EplbError, Loads, Placement};
 
 /// The loads of the GPUs in one layer.
@@ -72,18 +72,18 @@ impl Balance {
     /// The balance without redundancy and without any plan: each expert once, in order, GPU `e * num_gpus / experts`.
     ///
     /// # Errors
-    /// No GPUs.
+    /// No GPUs, or more than there is memory for.
     pub fn without_redundancy(loads: &Loads, num_gpus: usize) -> Result<Self, EplbError> {
         nonzero("num_gpus", num_gpus)?;
         let layer = |loads: &[f32]| {
-            let mut gpu_loads = vec![0.0; num_gpus];
+            let mut gpu_loads = table("gpu_loads", [1, 1, num_gpus], 0.0)?;
             for (expert, &load) in loads.iter().enumerate() {
                 // In u128: the product of two counts may exceed 64 bits.
                 gpu_loads[(expert as u128 * num_gpus as u128 / loads.len() as u128) as usize] += f64::from(load);
             }
-            LayerBalance::new(gpu_loads, 0)
+            Ok(LayerBalance::new(gpu_loads, 0))
         };
-        Ok(Balance { layers: loads.layers().map(layer).collect() })
+        Ok(Balance { layers: loads.layers().map(layer).collect::<Result<_, _>>()? })
     }
 
     /// The mean of the layers' imbalances.
