@@ -4,7 +4,7 @@
 //! give the addresses for the kernel's arguments, after they have seen that a tensor lives on the stream's device, that its memory is there
 //! still if it was [borrowed](crate::borrow), and that a graph which is being captured keeps it. When all tensors are named,
 //! [`check_overlap`](Call::check_overlap) compares them. The call must live until the launch is made: meanwhile no capture of the
-//! stream begins, and no scope of borrowed memory ends.
+//! stream begins, and no [scope](crate::borrow::scope) of borrowed memory ends: it waits, for ever if the call outlives it.
 //!
 //! ```
 //! use warploom::check::Call;
