@@ -706,6 +706,14 @@ fn bad_input() {
         let t = |shape: &[usize]| Tensor::<bf16>::zeros(d, shape).unwrap();
         let o = PrefillOptions::default();
         let full = [9, 4, 64];
+        // Of queries and a cache of 8 bits it is the queries that no kernel takes.
+        let narrow = Tensor::<E4M3>::zeros(d, &full).unwrap();
+        let cache = KvCache::<E4M3>::zeros(d, CacheLayout::Nhd, CacheShape::new(2, 16, 2, 64)).unwrap();
+        let mut out = Tensor::<E4M3>::zeros(d, &full).unwrap();
+        let mut work = PrefillWorkspace::new(d).unwrap();
+        let [table, starts, lens] = [&[2, 3][..], &[3], &[2]].map(|shape| Tensor::<i32>::zeros(d, shape).unwrap());
+        let e = prefill(s, &mut out, None, &narrow, &cache, &table, &starts, &lens, &o, &mut work);
+        assert!(matches!(e, Err(Error::DType { arg: "query", got: DType::E4m3, .. })), "{e:?}");
         assert!(run(&c.q, &full, &[2, 3], 3, 2, &o).is_ok());
         assert!(run(&t(&[0, 4, 64]), &[0, 4, 64], &[2, 3], 3, 2, &o).is_ok());
         assert!(matches!(run(&t(&[9, 3, 64]), &[9, 3, 64], &[2, 3], 3, 2, &o), Err(Error::Value { arg: "query", .. })));

@@ -5,7 +5,7 @@
 //! vLLM's first kernel without its tuning and takes every layout, storage type and head size. Lengths and block tables are read on the device, and the grid does not depend
 //! on them: a captured graph serves every step of a growing batch.
 
-use super::prefill::map_stride;
+use super::{map_stride, no_kernel};
 use crate::check::{Call, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
@@ -786,12 +786,7 @@ fn choose(
                 not.map_or_else(|| format!("heads of {head_dim} on {}", device.name()), |what| what())
             ),
         }),
-        _ => plain_entry(dtype, cache).map(Kernel::Plain).ok_or_else(|| match dtype {
-            DType::F32 | DType::F16 | DType::Bf16 => {
-                Error::DType { op: OP, arg: "cache", expected: format!("{dtype}, e4m3, e5m2 or i8"), got: cache }
-            }
-            _ => Error::DType { op: OP, arg: "query", expected: "f32, f16 or bf16".into(), got: dtype },
-        }),
+        _ => plain_entry(dtype, cache).map(Kernel::Plain).ok_or_else(|| no_kernel(OP, dtype, cache)),
     }
 }
 

@@ -5,6 +5,7 @@
 //! and head size. Where chunks begin, how long sequences are and which pages they own is read on the device, and the
 //! grid does not depend on it: a captured graph serves every step with as many query tokens.
 
+use super::{map_stride, no_kernel};
 use crate::check::Call;
 use crate::device::{Device, Geometry, Stream, TensorMap, TensorMapDescription};
 use crate::error::{Error, Result};
@@ -320,11 +321,6 @@ pub fn wgmma_output_map(
     token_map(device, base, dtype, tile, dims, strides, [box_heads, box_tokens])
 }
 
-/// The stride of a dimension in a tensor map: of a single element it is of no interest, but it must be one.
-pub(super) const fn map_stride(extent: usize, bytes: u64) -> u64 {
-    if extent <= 1 { 16 } else { bytes }
-}
-
 /// A map over `[tokens, heads, head_dim]`, boxes of a line × heads × tokens.
 fn token_map(
     device: &Device,
@@ -371,7 +367,7 @@ pub fn wgmma_cache_map(
             dtype,
             rank: 4,
             dims: [dim, slots, heads, blocks, 1],
-            strides: [bytes(strides.token), bytes(strides.head), block, 0],
+            strides: [bytes(strides.token), map_stride(shape.heads, bytes(strides.head)), block, 0],
             box_dims: [tile.head_dim as u32, box_slots, 1, 1, 1],
             swizzle: Swizzle::None,
         }
@@ -654,12 +650,7 @@ pub unsafe fn launch(
             ),
         }),
         _ => {
-            let expected = format!("{dtype}, e4m3, e5m2 or i8 for {dtype}");
-            let wrong = match dtype {
-                DType::F32 | DType::F16 | DType::Bf16 => Error::DType { op: OP, arg: "cache", expected, got: cache },
-                _ => Error::DType { op: OP, arg: "query", expected: "f32, f16 or bf16".into(), got: dtype },
-            };
-            let entry = plain_entry(dtype, cache).ok_or(wrong)?;
+            let entry = plain_entry(dtype, cache).ok_or_else(|| no_kernel(OP, dtype, cache))?;
             // SAFETY: forwarded to the caller.
             unsafe { stream.launch(&entry, &plain_geometry(args.tokens.saturating_mul(args.q_heads)), &args) }
         }

@@ -267,7 +267,7 @@ pub(super) struct Activation {
     /// SiLU of a gate times its value, and nothing else.
     silu: bool,
     /// Whether gates have values. The products have some where they do not, of zeroes, which an infinite token makes NaN.
-    gated: bool,
+    has_values: bool,
 }
 
 impl Activation {
@@ -290,7 +290,7 @@ impl Activation {
             bound: if oai { limit } else { inf },
             c: if oai || !gated { 1.0 } else { 0.0 },
             silu: kind == 0 && gated,
-            gated,
+            has_values: gated,
         }
     }
 
@@ -303,7 +303,7 @@ impl Activation {
         let s = float::fast::sigmoid(g * if self.b == 0.0 { self.a } else { cubic });
         let s = f32::from_bits(s.to_bits() & !self.squared | g.to_bits() & self.squared);
         let up = float::max_propagate(least(up, self.bound), -self.bound);
-        let up = if self.gated { up } else { 0.0 };
+        let up = if self.has_values { up } else { 0.0 };
         g * s * (up + self.c)
     }
 }

@@ -84,18 +84,16 @@ pub fn rebalance_incremental(
     if options.slack.is_nan() || options.slack < 0.0 {
         return Err(EplbError::Option { option: "slack", expected: "0 or more", got: options.slack });
     }
-    // What each layer makes, and its largest: an error here, not the end of the process there.
-    drop(table("overlap", [1, plan.num_gpus, plan.num_gpus], 0u32)?);
     let layers: Vec<Vec<usize>> = (0..loads.num_layers())
         .into_par_iter()
         .map(|layer| replan(old.phy2log(layer), loads.layer(layer), &plan, options))
-        .collect();
+        .collect::<Result<_, _>>()?;
     Placement::new(layers.concat(), loads.num_experts(), plan.num_replicas, plan.num_gpus)
 }
 
 /// One layer: the slots of the best candidate.
-fn replan(old: &[usize], loads: &[f32], plan: &Plan, options: &IncrementalOptions) -> Vec<usize> {
-    let full = renumber(old, &place(loads, plan, &options.options).phy2log, loads.len(), plan);
+fn replan(old: &[usize], loads: &[f32], plan: &Plan, options: &IncrementalOptions) -> Result<Vec<usize>, EplbError> {
+    let full = renumber(old, &place(loads, plan, &options.options).phy2log, loads.len(), plan)?;
     let goal = LayerBalance::of_slots(&full, loads, plan.num_gpus).highest() * (1.0 + options.slack);
     let budget = options.max_moves.unwrap_or(usize::MAX);
     let moves = |slots: &[usize]| moved(old, slots, plan.slots_per_gpu());
@@ -127,7 +125,7 @@ fn replan(old: &[usize], loads: &[f32], plan: &Plan, options: &IncrementalOption
     });
     let best =
         rated.min_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)).then(a.2.cmp(&b.2)).then(a.3.total_cmp(&b.3)));
-    best.map_or_else(|| old.to_vec(), |(.., slots)| slots)
+    Ok(best.map_or_else(|| old.to_vec(), |(.., slots)| slots))
 }
 
 /// Whether every group lies on one node, and every node has the same number of groups.
@@ -164,11 +162,11 @@ fn arrange(old: &[usize], new: &[usize], slots_per_gpu: usize) -> Vec<usize> {
 }
 
 /// The placement `new` with nodes, GPUs of a node and slots of a GPU renumbered such that most experts stay.
-fn renumber(old: &[usize], new: &[usize], num_experts: usize, plan: &Plan) -> Vec<usize> {
+fn renumber(old: &[usize], new: &[usize], num_experts: usize, plan: &Plan) -> Result<Vec<usize>, EplbError> {
     let (num_gpus, slots_per_gpu) = (plan.num_gpus, plan.slots_per_gpu());
     let (num_nodes, gpus_per_node) = (plan.num_nodes, plan.gpus_per_node());
     // overlap[new GPU][old GPU]: experts that both have.
-    let mut overlap = vec![0u32; num_gpus * num_gpus];
+    let mut overlap = table("overlap", [1, num_gpus, num_gpus], 0u32)?;
     let (old_gpus, new_gpus) = (holders(old, num_experts, slots_per_gpu), holders(new, num_experts, slots_per_gpu));
     for (old_gpus, new_gpus) in old_gpus.iter().zip(&new_gpus) {
         for &(new_gpu, new_count) in new_gpus {
@@ -201,7 +199,7 @@ fn renumber(old: &[usize], new: &[usize], num_experts: usize, plan: &Plan) -> Ve
             renumbered[to..][..slots_per_gpu].copy_from_slice(&new[from..][..slots_per_gpu]);
         }
     }
-    arrange(old, &renumbered, slots_per_gpu)
+    Ok(arrange(old, &renumbered, slots_per_gpu))
 }
 
 /// The GPUs of each expert, ascending, with the number of replicas there.
