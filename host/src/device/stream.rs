@@ -315,7 +315,7 @@ impl Stream {
     /// Marks a point in the stream.
     ///
     /// # Errors
-    /// [`Error::WrongDevice`] for an event of another device; [`Error::Driver`].
+    /// [`Error::WrongDevice`] for an event of another GPU, or of another kind of device (that of another SIMT device is taken); [`Error::Driver`].
     pub fn record_event(&self, event: &Event) -> Result<()> {
         match (&self.0.backend, &event.backend) {
             (StreamBackend::Simt, EventBackend::Simt(at)) => {
