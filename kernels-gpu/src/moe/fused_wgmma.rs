@@ -75,7 +75,7 @@
 
 use super::fused::{HALVES, PLAIN};
 pub use super::items::DIRECT_PAIRS;
-use super::items::{Drawn, Item, Items, Sorted};
+use super::items::{Drawn, Found, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
 use super::progress::{self, Stripes};
 use super::shuffle;
@@ -151,6 +151,7 @@ pub const fn shared_bytes(rows: usize, pairs: usize, lines: usize, stages: usize
         + GROUPS * pairs * if scaled { 12 } else { 8 }
         + if pairs == 64 && !scaled { GROUPS * magnitudes_bytes(pairs) } else { 0 }
         + super::items::DRAWN_BYTES
+        + super::items::FOUND_BYTES
         + if pairs == 16 { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
         + 5 * 16
 }
@@ -603,6 +604,7 @@ pub(super) unsafe fn product<
     let magnitudes_of_groups = carver.take::<T>(GROUPS * magnitudes);
     let word = if UP { words } else { words.wrapping_add(1) };
     let drawn = Drawn::new(&mut carver, true, word, launch);
+    let found = Found::new(&mut carver, STAGED);
     // What warps have seen of the progress, before it is needed for the first item's end.
     let beyond = ids;
     let outputs = const { if UP { rows(TILES, ALTERNATE) as u32 / 2 } else { rows(TILES, ALTERNATE) as u32 } };
@@ -618,6 +620,9 @@ pub(super) unsafe fn product<
             mbarrier::init(turns.address(g), 4);
         }
         drawn.init();
+        if STAGED {
+            found.init();
+        }
         mbarrier::fence_init();
     }
     if tid == 0 {
@@ -843,6 +848,9 @@ pub(super) unsafe fn product<
             } else {
                 job.items.find_in_stripes(item, shares)
             };
+            if STAGED && tid == DRAWER {
+                found.tell(sequence, Some(work));
+            }
             let wide = columns::<Q>(PAIRS as u32, work.count);
             let twos = in_twos && work.alone;
             let mut source = [u32::MAX; MOST_ROWS];
@@ -959,6 +967,9 @@ pub(super) unsafe fn product<
             // The other consumer waits for one more.
             drawn.tell(sequence, u32::MAX);
         }
+        if STAGED && tid == DRAWER {
+            found.tell(sequence, None);
+        }
         // All copies have landed when the consumers end, who wait for each stage.
         if !UP && there != u32::MAX {
             // Who waits for the end of this launch waits for that of the one before as well, even if there were no items.
@@ -1024,12 +1035,17 @@ pub(super) unsafe fn product<
         let mut round = 0;
         // Stripes of the second product all of whose results are stored.
         let mut stored = 0;
-        while item < items {
-            let work = if UP || STAGED {
-                job.items.find(item, rank)
+        loop {
+            let work = if STAGED {
+                found.hear(round)
+            } else if item >= items {
+                None
+            } else if UP {
+                Some(job.items.find(item, rank))
             } else {
-                job.items.find_in_stripes(item, job.items.shares_before(item))
+                Some(job.items.find_in_stripes(item, job.items.shares_before(item)))
             };
+            let Some(work) = work else { break };
             let wide = columns::<Q>(PAIRS as u32, work.count);
             if UP && ALTERNATE && progress.is_kept() && round > 0 {
                 // The last item's results, while the other one's products are under way.
@@ -1042,7 +1058,6 @@ pub(super) unsafe fn product<
             if ALTERNATE {
                 // The phase of a stage says nothing to who is more than one behind. The first turn is the first group's.
                 mbarrier::wait_parity(turns.address(group), (round & 1) ^ (group == 0) as u32);
-                round += 1;
             }
             macro_rules! products {
                 ($($half:literal $sums:ty;)*) => {
@@ -1073,13 +1088,16 @@ pub(super) unsafe fn product<
                     88 [Q::Sum; 88];
                 ),
             }
+            round += 1;
             if ALTERNATE {
                 ring.skip(steps);
                 // The next is the other one's.
                 sequence += 1;
             }
-            item = drawn.hear(sequence);
-            sequence += 1;
+            if !STAGED {
+                item = drawn.hear(sequence);
+                sequence += 1;
+            }
         }
         if !UP && stripes.are_kept() {
             stripes.leave(1 + group, stored, stripes.count);
@@ -1280,7 +1298,9 @@ impl<T: TensorFloat> Consumer<T> {
         }
 
         // Everybody is done with the last item's.
-        thread::sync_named(1 + self.group, 128);
+        if !STAGED {
+            thread::sync_named(1 + self.group, 128);
+        }
         unroll::<2>(|i| {
             let column = mine + 128 * i as u32;
             if column < PAIRS as u32 {
@@ -1474,38 +1494,52 @@ impl<T: TensorFloat> Consumer<T> {
         // 16 bytes apart from a multiple of 128: no two lanes that store together meet in a bank.
         let pitch = const { TILES as u32 * 32 + 8 };
         let within = warp::warp_id() % 4 * 8;
-        for s in 0..TILES {
-            let at = within + s as u32 * 32;
-            let [gates, values] = if SILU { [0.0; 2] } else { job.biases(work.bin, (first + at + g).min(job.n - 1)) };
-            let sums = acc[s].as_ref();
-            for j in 0..A::N / 8 {
-                let scales = self.scales_of::<Q>(8 * j as u32 + 2 * t);
-                let sum = |e: usize| scaled::<Q>(sums[4 * j + e], by[s][e / 2], scales[e % 2]);
-                let v = |c: usize| {
-                    let (gate, value) = (sum(c), sum(2 + c));
-                    if SILU {
-                        gate * float::fast::sigmoid(gate) * value
-                    } else {
-                        job.activation.gated(gate + gates, value + values)
-                    }
-                };
-                let [a, b] = T::pair_from_f32([v(0), v(1)]);
-                let word = mma::movmatrix_trans(T::pack(a, b));
-                buffer.set_as::<u32>((8 * j as u32 + g) * pitch + at + 2 * t, word);
+        // Lane 8 i + r says where row r of the i-th of four matrices goes, transposed: of both tiles the outputs of eight columns, then of the next eight.
+        let place = (lane / 16 * 8 + lane % 8) * pitch + within + lane / 8 % 2 * 32;
+        let place = buffer.address(place);
+        let mut biases = [[0f32; 2]; TILES];
+        if !SILU {
+            unroll::<TILES>(|s| biases[s] = job.biases(work.bin, (first + within + s as u32 * 32 + g).min(job.n - 1)));
+        }
+        for twice in 0..A::N.div_ceil(16) {
+            let mut words = [0; 4];
+            unroll::<4>(|i| {
+                let (s, j) = (i % 2, 2 * twice + i / 2);
+                if j < A::N / 8 {
+                    let sums = acc[s].as_ref();
+                    let scales = self.scales_of::<Q>(8 * j as u32 + 2 * t);
+                    let sum = |e: usize| scaled::<Q>(sums[4 * j + e], by[s][e / 2], scales[e % 2]);
+                    let v = |c: usize| {
+                        let (gate, value) = (sum(c), sum(2 + c));
+                        if SILU {
+                            gate * float::fast::sigmoid(gate) * value
+                        } else {
+                            job.activation.gated(gate + biases[s][0], value + biases[s][1])
+                        }
+                    };
+                    let [a, b] = T::pair_from_f32([v(0), v(1)]);
+                    words[i] = T::pack(a, b);
+                }
+            });
+            let place = place + (twice as u32 * 16 * pitch) * 2;
+            if 2 * twice + 1 < A::N / 8 {
+                mma::stmatrix_x4_trans(place, words);
+            } else {
+                mma::stmatrix_x2_trans(place, [words[0], words[1]]);
             }
         }
         // What the copy engine writes there next comes after this.
         tma::fence_async();
         thread::sync_named(1 + self.group, 128);
         let end = work.count.min(A::N as u32);
-        self.store_columns::<T, 8, 8>(job.h, job.n, first, outputs, [0, end], buffer, pitch, job.policy);
+        self.store_columns::<T, 8, 8, 8>(job.h, job.n, first, outputs, [0, end], buffer, pitch, job.policy);
     }
 
     /// Columns `from..end` of a buffer, `pitch` apart, to the rows of their pairs, by all of the warpgroup: `outputs` from `first` on. `LANES`
-    /// neighbouring lanes store a column, `E` outputs (16 bytes) each.
+    /// neighbouring lanes store a column, `E` outputs (16 bytes) each; a lane has `ONCE` columns at once.
     #[inline(always)]
     #[allow(clippy::too_many_arguments)]
-    unsafe fn store_columns<V: Copy, const E: usize, const LANES: u32>(
+    unsafe fn store_columns<V: Copy, const E: usize, const LANES: u32, const ONCE: usize>(
         &self,
         out: GlobalMut<V>,
         n: u32,
@@ -1521,8 +1555,8 @@ impl<T: TensorFloat> Consumer<T> {
         let step = const { 4 * 32 / LANES };
         let mut base = from;
         while base < end {
-            let (mut values, mut at, mut there) = ([None; 4], [0; 4], [false; 4]);
-            unroll::<4>(|i| {
+            let (mut values, mut at, mut there) = ([None; ONCE], [0; ONCE], [false; ONCE]);
+            unroll::<ONCE>(|i| {
                 let column = base + low + i as u32 * step;
                 there[i] = column < end && part < outputs;
                 // Any that is there, otherwise.
@@ -1532,12 +1566,12 @@ impl<T: TensorFloat> Consumer<T> {
                 ));
                 at[i] = self.ids.get(column) as usize * n as usize + (first + part) as usize;
             });
-            unroll::<4>(|i| {
+            unroll::<ONCE>(|i| {
                 if let Some(value) = values[i] {
                     out.set_if_for(there[i], at[i], value, policy);
                 }
             });
-            base += 4 * step;
+            base += ONCE as u32 * step;
         }
     }
 
@@ -1654,7 +1688,7 @@ impl<T: TensorFloat> Consumer<T> {
                 self.add_columns(job.partial, job.n, first, rows, [from as u32, end], buffer, pitch as u32);
                 return;
             }
-            self.store_columns::<f32, 4, 32>(
+            self.store_columns::<f32, 4, 32, 4>(
                 job.partial,
                 job.n,
                 first,
@@ -1667,7 +1701,7 @@ impl<T: TensorFloat> Consumer<T> {
         }
     }
 
-    /// The same of results that are rounded to `R`, of 16 bits: the first columns in one buffer, the others in the other one.
+    /// The same of results that are rounded to `R`, of 16 bits: as many of the first columns as have room in one buffer, the others in the other one.
     #[inline(always)]
     unsafe fn stage_rounded<
         Q: Operand,
@@ -1684,77 +1718,71 @@ impl<T: TensorFloat> Consumer<T> {
         acc: &[A; TILES],
         by: [[f32; 2]; TILES],
     ) {
-        let within = warp::warp_id() % 4 * 16 + warp::lane_id() / 4;
-        let mut bias = [[0f32; 2]; TILES];
+        // Code of its own without biases, as nearly all are: a third of the additions.
         if job.biased || job.shared_biased {
+            let within = warp::warp_id() % 4 * 16 + warp::lane_id() / 4;
+            let mut bias = [[0f32; 2]; TILES];
             unroll::<TILES>(|s| {
                 for h in 0..2 {
                     bias[s][h] = job.bias(work.bin, job.n, first + within + s as u32 * 64 + h as u32 * 8);
                 }
             });
+            self.lay_rounded::<Q, A, R, TILES, true>(buffers, acc, bias, by);
+        } else {
+            self.lay_rounded::<Q, A, R, TILES, false>(buffers, acc, [[0.0; 2]; TILES], by);
         }
-        let fit = const { staged_columns(TILES, GROUPS * TILES * 64, 2) };
-        self.stage_columns::<Q, A, R, TILES, DIRECT>(job, work, first, [0, fit.min(A::N)], buffers[0], acc, bias, by);
-        if fit < A::N {
-            self.stage_columns::<Q, A, R, TILES, DIRECT>(job, work, first, [fit, A::N], buffers[1], acc, bias, by);
+        // What the copy engine writes there next comes after this.
+        tma::fence_async();
+        thread::sync_named(1 + self.group, 128);
+        let rows = job.n.saturating_sub(first).min(const { TILES as u32 * 64 });
+        let pitch = const { TILES as u32 * 64 + 8 };
+        let fit = const { staged_columns(TILES, GROUPS * TILES * 64, 2) as u32 };
+        let out = GlobalMut::new(job.partial.ptr(0u32).cast::<R>());
+        let end = work.count.min(A::N as u32);
+        self.store_columns::<R, 8, 16, 8>(out, job.n, first, rows, [0, end.min(fit)], buffers[0], pitch, job.policy);
+        if const { A::N > staged_columns(TILES, GROUPS * TILES * 64, 2) } {
+            self.store_columns::<R, 8, 16, 4>(out, job.n, first, rows, [fit, end], buffers[1], pitch, job.policy);
         }
     }
 
-    /// Columns `from..to` of [`stage_rounded`](Self::stage_rounded); two tiles.
+    /// Lays results out for [`stage_rounded`](Self::stage_rounded); two tiles.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
-    unsafe fn stage_columns<
+    unsafe fn lay_rounded<
         Q: Operand,
         A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
         R: TensorFloat,
         const TILES: usize,
-        const DIRECT: bool,
+        const BIASED: bool,
     >(
         &self,
-        job: &Job<T, Q, DIRECT>,
-        work: Item,
-        first: u32,
-        [from, to]: [usize; 2],
-        buffer: Shared<T>,
+        buffers: [Shared<T>; 2],
         acc: &[A; TILES],
         bias: [[f32; 2]; TILES],
         by: [[f32; 2]; TILES],
     ) {
         let lane = warp::lane_id();
-        let rows = job.n.saturating_sub(first).min(const { TILES as u32 * 64 });
         // 16 bytes apart from a multiple of 128: no two lanes that store together meet in a bank.
         let pitch = const { TILES * 64 + 8 };
+        let fit = const { staged_columns(TILES, GROUPS * TILES * 64, 2) };
         // Lane 8 i + r says where row r of the i-th of four matrices goes, transposed: of a tile's 16 rows the upper and the lower 8, in both tiles.
         let place = lane % 8 * pitch as u32 + warp::warp_id() % 4 * 16 + lane / 8 % 2 * 8 + lane / 16 * 64;
-        let place = buffer.address(place);
+        let places = buffers.map(|buffer| buffer.address(place));
         for j in 0..A::N / 8 {
-            if 8 * j >= from && 8 * j < to {
-                let B64(scale) = self.scales.get_as::<B64<f32, 2>>(8 * j as u32 + 2 * (lane % 4));
-                let scales = self.scales_of::<Q>(8 * j as u32 + 2 * (lane % 4));
-                let mut words = [0; 4];
-                for i in 0..4 {
-                    let (s, h) = (i / 2, i % 2);
-                    let sums = acc[s].as_ref();
-                    let sum = |c: usize| scaled::<Q>(sums[4 * j + 2 * h + c], by[s][h], scales[c]);
-                    let value = |c: usize| (sum(c) + bias[s][h]) * scale[c];
-                    words[i] = R::pack_f32(value(0), value(1));
-                }
-                mma::stmatrix_x4_trans(place + ((8 * j - from) * pitch * 2) as u32, words);
-            }
+            let B64(scale) = self.scales.get_as::<B64<f32, 2>>(8 * j as u32 + 2 * (lane % 4));
+            let scales = self.scales_of::<Q>(8 * j as u32 + 2 * (lane % 4));
+            let mut words = [0; 4];
+            unroll::<4>(|i| {
+                let (s, h) = (i / 2, i % 2);
+                let sums = acc[s].as_ref();
+                let value = |c: usize| {
+                    let sum = scaled::<Q>(sums[4 * j + 2 * h + c], by[s][h], scales[c]);
+                    if BIASED { (sum + bias[s][h]) * scale[c] } else { sum * scale[c] }
+                };
+                words[i] = R::pack_f32(value(0), value(1));
+            });
+            let (place, from) = if 8 * j < fit { (places[0], 0) } else { (places[1], fit) };
+            mma::stmatrix_x4_trans(place + ((8 * j - from) * pitch * 2) as u32, words);
         }
-        tma::fence_async();
-        thread::sync_named(1 + self.group, 128);
-        let end = work.count.min(to as u32);
-        self.store_columns::<R, 8, 16>(
-            GlobalMut::new(job.partial.ptr(0u32).cast()),
-            job.n,
-            first,
-            rows,
-            [from as u32, end],
-            buffer,
-            pitch as u32,
-            job.policy,
-        );
     }
 
     /// For results that are packed, a power of two for each pair and this warpgroup's outputs, which are [`GROUP`]: with it the largest of them is below 2^15 in f16, and 2^13 or more but

@@ -148,6 +148,57 @@ impl Drawn {
     }
 }
 
+/// Items that a block keeps; see [`Found`].
+const FOUND: usize = 4;
+/// Shared memory of [`Found`]; its two parts may begin at the next multiple of 16.
+pub const FOUND_BYTES: usize = FOUND * 24 + 2 * 16;
+
+/// What the producer has found for who has no time to search: between two items of a consumer nothing is multiplied, and several divisions and looks at tables one after another
+/// take 0.3 µs.
+///
+/// In the order of a block's items, from the one that is dealt. An item is overwritten [`FOUND`] items later. Then all before have been fetched, so who gives stages back, of
+/// which there are as many and each item has two at least, has heard all but the last two.
+#[derive(Clone, Copy)]
+pub struct Found {
+    told: Shared<u64>,
+    items: Shared<u32>,
+}
+
+impl Found {
+    /// Takes no room if it is not `used`.
+    #[inline(always)]
+    pub unsafe fn new(carver: &mut Carver, used: bool) -> Self {
+        let kept = if used { FOUND } else { 0 };
+        Self { told: carver.take::<u64>(kept), items: carver.take::<u32>(4 * kept) }
+    }
+
+    /// By one thread, before [`mbarrier::fence_init`].
+    #[inline(always)]
+    pub unsafe fn init(self) {
+        for i in 0..FOUND {
+            mbarrier::init(self.told.address(i), 1);
+        }
+    }
+
+    /// By one thread: the next item, or that there is none.
+    #[inline(always)]
+    pub unsafe fn tell(self, sequence: u32, item: Option<Item>) {
+        let place = sequence % FOUND as u32;
+        let item = item.map_or([NOWHERE, 0, 0, 0], |item| [item.bin, item.tile, item.first, item.count]);
+        self.items.set_as(4 * place, B128(item));
+        mbarrier::arrive(self.told.address(place));
+    }
+
+    /// By whom an item's place is enough.
+    #[inline(always)]
+    pub unsafe fn hear(self, sequence: u32) -> Option<Item> {
+        let place = sequence % FOUND as u32;
+        mbarrier::wait_parity(self.told.address(place), (sequence / FOUND as u32) & 1);
+        let B128([bin, tile, first, count]) = self.items.get_as::<B128<u32, 4>>(4 * place);
+        (bin != NOWHERE).then_some(Item { bin, tile, first, count, shared: false, alone: false })
+    }
+}
+
 /// Where pairs are, in the order of their experts.
 #[derive(Clone, Copy)]
 pub struct Sorted {
