@@ -183,3 +183,37 @@ fn misuse_is_refused() {
     normalise(&stream, &mut y, &x).unwrap();
     cuda.synchronize().unwrap();
 }
+
+/// A context that is not the primary one is the same device whenever it is asked for, so that who waits for all work knows of what is being captured.
+#[test]
+fn a_context_of_its_own_is_one_device() {
+    if context().is_none() {
+        return;
+    }
+    type Create = unsafe extern "C" fn(*mut sys::CUcontext, u32, sys::CUdevice) -> sys::CUresult;
+    let mut raw = std::ptr::null_mut();
+    // SAFETY: the driver has this function with this signature, which cudarc leaves out from CUDA 13 on. The context becomes current.
+    unsafe {
+        let driver = libloading::Library::new("libcuda.so.1").unwrap();
+        driver.get::<Create>(b"cuCtxCreate_v2").unwrap()(&raw mut raw, 0, 0).result().unwrap();
+    }
+    {
+        let [device, again] = [(); 2].map(|()| Device::cuda_current().unwrap());
+        assert!(device == again && device != Device::cuda(0).unwrap());
+        let stream = Stream::new(&device).unwrap();
+        let x = input(ROWS * WIDTH);
+        let (dx, mut y) =
+            (Tensor::from_slice(&device, &x, SHAPE).unwrap(), Tensor::<f32>::zeros(&again, SHAPE).unwrap());
+        norm::rms_norm(&stream, &mut y, &dx, None, 1e-6).unwrap();
+        let graph = Graph::capture(&stream, |s| {
+            norm::rms_norm(s, &mut y, &dx, None, 1e-6)?;
+            again.synchronize()
+        })
+        .unwrap();
+        stream.fill_bytes(&mut y, 0xff).unwrap();
+        graph.launch(&stream).unwrap();
+        assert_close(&y.to_vec().unwrap(), &expected(&x));
+    }
+    // SAFETY: all that was made in it is gone.
+    unsafe { sys::cuCtxDestroy_v2(raw) }.result().unwrap();
+}

@@ -115,6 +115,23 @@ fn streams_wait_for_events() {
     });
 }
 
+/// Streams mark points in events of their own device, and wait for those of any of its kind.
+#[test]
+fn events_of_another_device() {
+    let [device, other] = [(); 2].map(|()| Device::simt());
+    let [stream, elsewhere] = [&device, &other].map(|d| Stream::new(d).unwrap());
+    let [event, foreign] = [&device, &other].map(|d| Event::new(d).unwrap());
+    let error = stream.record_event(&foreign).unwrap_err();
+    assert!(matches!(&error, Error::WrongDevice { op: "record_event", arg: "event", .. }), "{error}");
+    assert!(error.to_string().ends_with(&format!("is on {other:?}")), "{error}");
+    stream.record_event(&event).unwrap();
+    elsewhere.record_event(&foreign).unwrap();
+    stream.wait_event(&foreign).unwrap();
+    for (late, early) in [(&event, &foreign), (&foreign, &event)] {
+        assert!(matches!(late.seconds_since(early), Err(Error::Value { .. })));
+    }
+}
+
 #[test]
 fn events_measure_time() {
     on_every_device(|device, stream| {

@@ -175,12 +175,66 @@ fn ranks_that_disagree() {
             } else {
                 other.go(rank, stream, &DispatchOptions::default());
             }
-            assert!(matches!(
-                fault(rank.check(stream)),
-                Fault::Disagree { .. } | Fault::TimeOut { .. } | Fault::PeerFailed { .. }
-            ));
+            assert!(matches!(fault(rank.check(stream)), Fault::Disagree { .. } | Fault::PeerFailed { .. }));
             meeting.wait();
             rank.recover().unwrap();
+        });
+    });
+}
+
+/// Some say nothing when they begin: a barrier, and slots after a combine.
+#[test]
+fn ranks_at_other_operations_after_a_combine() {
+    #[derive(Clone, Copy, Debug)]
+    enum Op {
+        Barrier,
+        Dispatch(Arrangement),
+        Combine,
+        AllToAll,
+    }
+    let (compact, slots) = (Op::Dispatch(Arrangement::Compact), Op::Dispatch(Arrangement::Slots));
+    on_every_setup(&[2, 3], |devices| {
+        run(devices, &config(), |rank, stream, meeting| {
+            let mut call = Call::new(rank, &[0, 11]);
+            let pieces = Tensor::<f32>::zeros(rank.device(), &[rank.ranks(), 4]).unwrap();
+            let mut out = Tensor::<bf16>::zeros(rank.device(), &[2, 64]).unwrap();
+            let pairs = [
+                (Op::Barrier, slots),
+                (slots, Op::Barrier),
+                (Op::Barrier, compact),
+                (compact, Op::Barrier),
+                (Op::Combine, Op::Barrier),
+                (Op::AllToAll, Op::Barrier),
+                (slots, compact),
+                (compact, slots),
+                (slots, Op::Combine),
+                (Op::Combine, slots),
+                (slots, Op::AllToAll),
+            ];
+            for (theirs, odd) in pairs {
+                there_and_back(rank, stream, meeting);
+                let op = if rank.rank() == 1 { odd } else { theirs };
+                match op {
+                    Op::Barrier => rank.barrier(stream).unwrap(),
+                    Op::Dispatch(arrangement) => {
+                        call.go(rank, stream, &DispatchOptions::default().arrangement(arrangement));
+                    }
+                    Op::Combine => {
+                        rank.combine(stream, &mut out, &call.routing, None, &CombineOptions::default()).unwrap();
+                    }
+                    Op::AllToAll => drop(rank.all_to_all(stream, &pieces, Blocks::default()).unwrap()),
+                }
+                match fault(rank.check(stream)) {
+                    Fault::Disagree { rank: r, peer, .. } => {
+                        assert!(r == rank.rank() && (r == 1 || peer == 1), "{theirs:?} {odd:?}");
+                    }
+                    // Somebody else noticed first.
+                    Fault::PeerFailed { .. } => assert!(rank.ranks() > 2, "{theirs:?} {odd:?}"),
+                    other => panic!("{theirs:?} {odd:?}: {other:?}"),
+                }
+                meeting.wait();
+                rank.recover().unwrap();
+            }
         });
     });
 }

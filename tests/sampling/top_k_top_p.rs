@@ -288,6 +288,53 @@ fn rows_without_a_token_give_the_lowest_allowed() {
         let logits = Tensor::from_slice(device, &banned, &[1, vocab]).unwrap();
         let options = SamplingOptions::default().allowed(&allowed);
         assert_eq!(tokens(stream, &logits, &options), [130 * 32 + 3]);
+        let mut mixed = banned;
+        mixed[9] = f32::NEG_INFINITY;
+        let logits = Tensor::from_slice(device, &mixed, &[1, vocab]).unwrap();
+        for options in [SamplingOptions::default(), SamplingOptions::default().top_k(20)] {
+            let all = ALGORITHMS.map(|a| tokens(stream, &logits, &options.algorithm(a)));
+            assert!(all.iter().all(|t| *t == [0]), "{all:?}");
+        }
+    });
+}
+
+/// Logits whose differences are more than f32 holds, and infinite ones, at temperatures up to +inf.
+#[test]
+fn infinite_logits_and_temperatures() {
+    on_every_device(|device, stream| {
+        let vocab = 300;
+        let (infinity, most) = (f32::INFINITY, f32::MAX);
+        let row = |f: &dyn Fn(usize) -> f32| (0..vocab).map(f).collect::<Vec<_>>();
+        let rows = [
+            row(&|i| [most, -most, 0.0][i % 3]),
+            row(&|i| if i == 7 { infinity } else { [most, -most, 1.0][i % 3] }),
+            row(&|i| if i % 100 == 7 { infinity } else { i as f32 }),
+            row(&|i| [infinity, -infinity, f32::NAN, most, -most][i % 5]),
+            row(&|i| if i % 2 == 0 { -infinity } else { f32::NAN }),
+        ];
+        let logits = tensor::<f32>(device, &rows.concat(), &[rows.len(), vocab]);
+        for (temperature, k, p) in [infinity, most, 1.0]
+            .into_iter()
+            .flat_map(|t| [(300, 1.0), (300, 0.6), (5, 1.0), (5, 0.6)].map(|(k, p)| (t, k, p)))
+        {
+            let temperatures = Tensor::from_slice(device, &[temperature; 5], &[5]).unwrap();
+            let options = SamplingOptions::default().temperature(&temperatures).top_k(k).top_p(p).seed(5);
+            let filters = Filters { temperature: temperature.into(), top_k: k as usize, top_p: p.into(), min_p: 0.0 };
+            for algorithm in ALGORITHMS {
+                let (got, log_probs) = sample(stream, &logits, 12, &options.algorithm(algorithm));
+                for (r, row) in rows.iter().enumerate() {
+                    let exact: Vec<f64> = row.iter().map(|&x| x.into()).collect();
+                    let ranked = reference::rank(&exact, &filters);
+                    if ranked.is_empty() {
+                        assert_eq!(got[r], 0);
+                        continue;
+                    }
+                    let case = format!("{algorithm:?}, temperature {temperature}, k {k}, p {p}, row {r}");
+                    assert!(may_draw(&exact, &filters, uniform(5, r as u64, 0), got[r] as usize), "{case}: {}", got[r]);
+                    check_log_probs(&log_probs, r, 12, got[r], &ranked);
+                }
+            }
+        }
     });
 }
 

@@ -39,6 +39,12 @@ fn weights_are_exponentials() {
         assert_eq!(weights.of(key(f32::INFINITY)), 1 << MAX_BITS);
         assert!(weights.of(key(3.0)) == 0);
     }
+    // Nor does it matter that f32 does not hold a difference.
+    for (scale, want) in [(0.0, 1.0), (std::f32::consts::LOG2_E / f32::MAX, (-2f64).exp())] {
+        let weights = Weights { max_key: key(f32::MAX), scale, bits: MAX_BITS };
+        let got = weights.of(key(f32::MIN)) as f64 / (1u64 << MAX_BITS) as f64;
+        assert!((got - want).abs() <= 1e-6, "{got}, expected {want}");
+    }
 }
 
 #[test]

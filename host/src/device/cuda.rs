@@ -235,7 +235,20 @@ impl Context {
             }
         }
         let ordinal = usize::try_from(device).unwrap_or(0);
-        if raw == primary { Self::primary(ordinal) } else { Self::new(driver, raw, device, ordinal).map(Arc::new) }
+        if raw == primary { Self::primary(ordinal) } else { Self::other(driver, raw, device, ordinal) }
+    }
+
+    /// A context that is no primary one. As long as it is used it is one `Context`: waits must know of all that is captured in it.
+    fn other(driver: &'static Driver, raw: CUcontext, device: CUdevice, ordinal: usize) -> Result<Arc<Self>> {
+        static OTHERS: Mutex<Vec<Weak<Context>>> = Mutex::new(Vec::new());
+        let mut others = lock(&OTHERS);
+        others.retain(|c| c.strong_count() > 0);
+        if let Some(context) = others.iter().filter_map(Weak::upgrade).find(|c| c.raw == raw) {
+            return Ok(context);
+        }
+        let context = Arc::new(Self::new(driver, raw, device, ordinal)?);
+        others.push(Arc::downgrade(&context));
+        Ok(context)
     }
 
     /// Makes the context current on this thread, if it is not.
@@ -882,8 +895,8 @@ impl CudaStream {
         unsafe { self.context.driver.memset_d8_async(dst as CUdeviceptr, byte, bytes, self.raw) }
     }
 
+    /// Of an event of the same context.
     pub(super) fn record(&self, event: &CudaEvent) -> Result<()> {
-        self.same_device("record_event", event)?;
         let _bound = self.context.bind()?;
         // SAFETY: both are alive and of one context.
         unsafe { self.context.driver.event_record(event.raw, self.raw)? };
@@ -900,14 +913,6 @@ impl CudaStream {
         }
         // SAFETY: both are alive.
         unsafe { self.context.driver.stream_wait_event(self.raw, event.raw, 0) }
-    }
-
-    fn same_device(&self, op: &'static str, event: &CudaEvent) -> Result<()> {
-        if self.context.raw == event.context.raw {
-            return Ok(());
-        }
-        let (expected, got) = (self.context.name.clone(), event.context.name.clone());
-        Err(Error::WrongDevice { op, arg: "event", expected, got })
     }
 
     /// Lets copies from and to the host, and whoever waits for all work, wait for what was submitted so far: once the stream is captured,
@@ -999,10 +1004,10 @@ impl CudaEvent {
         unsafe { self.context.driver.event_synchronize(self.raw) }
     }
 
-    /// `None` if either was not recorded, or they are of two devices.
+    /// Of two events of one context; `None` if either was not recorded.
     pub(super) fn seconds_since(&self, earlier: &Self) -> Result<Option<f64>> {
         let recorded = |e: &Self| e.recorded.load(Ordering::Acquire);
-        if !recorded(self) || !recorded(earlier) || self.context.raw != earlier.context.raw {
+        if !recorded(self) || !recorded(earlier) {
             return Ok(None);
         }
         let _bound = self.context.bind()?;

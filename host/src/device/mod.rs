@@ -113,7 +113,8 @@ impl Device {
     ///
     /// The context must outlive the device and all that is made from it. If it is the GPU's primary context, as it is with
     /// the CUDA runtime and what builds on that, the result is the same device as [`cuda`](Self::cuda)'s. For any other
-    /// context keep the device: each call loads kernels of its own, which live as long as the context.
+    /// context keep the device: calls give the same one while it, or something made from it, is there, and the next one loads kernels of its own, which live as long as the
+    /// context.
     ///
     /// # Errors
     /// As for [`cuda`](Self::cuda), and [`Error::Driver`] when no context is current.

@@ -315,26 +315,26 @@ impl Stream {
     /// Marks a point in the stream.
     ///
     /// # Errors
-    /// [`Error::WrongDevice`] for an event of another GPU, or of another kind of device (that of another SIMT device is taken); [`Error::Driver`].
+    /// [`Error::WrongDevice`] for an event of another device; [`Error::Driver`].
     pub fn record_event(&self, event: &Event) -> Result<()> {
+        let same = event.device == *self.device();
         match (&self.0.backend, &event.backend) {
-            (StreamBackend::Simt, EventBackend::Simt(at)) => {
+            (StreamBackend::Simt, EventBackend::Simt(at)) if same => {
                 *at.lock().expect("event") = Some(std::time::Instant::now());
             }
             #[cfg(feature = "_driver")]
-            (StreamBackend::Cuda(s), EventBackend::Cuda(e)) => s.record(e)?,
-            #[cfg(feature = "_driver")]
+            (StreamBackend::Cuda(s), EventBackend::Cuda(e)) if same => s.record(e)?,
             _ => return Err(self.foreign_event("record_event", event)),
         }
         *event.capture() = self.capture().as_ref().map_or_else(Weak::new, Arc::downgrade);
         Ok(())
     }
 
-    /// Lets later work of this stream wait for `event`. If that was recorded in a [capture](super::Graph::capture), the stream takes
-    /// part in it from now on, until it ends.
+    /// Lets later work of this stream wait for `event`, which may be that of another device of the same kind: so do streams of several GPUs wait for each other. If it
+    /// was recorded in a [capture](super::Graph::capture), the stream takes part in that from now on, until it ends.
     ///
     /// # Errors
-    /// [`Error::Capture`] if the stream takes part in another capture, or another thread is submitting to it; [`Error::WrongDevice`]; [`Error::Driver`].
+    /// [`Error::Capture`] if the stream takes part in another capture, or another thread is submitting to it; [`Error::WrongDevice`] for a GPU and a SIMT device; [`Error::Driver`].
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         let capture = event.capture().upgrade();
         let joins = capture.as_ref().map_or(Ok(false), |capture| self.join_capture(capture))?;
@@ -352,13 +352,8 @@ impl Stream {
         waits
     }
 
-    #[cfg(feature = "_driver")]
     fn foreign_event(&self, op: &'static str, event: &Event) -> Error {
-        let got = match event.backend {
-            EventBackend::Simt(_) => "SIMT".to_string(),
-            EventBackend::Cuda(_) => "a CUDA device".to_string(),
-        };
-        Error::WrongDevice { op, arg: "event", expected: self.device().name(), got }
+        Error::WrongDevice { op, arg: "event", expected: self.device().name(), got: event.device.name() }
     }
 
     /// Whether the stream is being captured into a [`Graph`](super::Graph) by this crate.
@@ -464,6 +459,7 @@ impl<T> AssertSend<T> {
 
 /// A point in a stream, to wait for or to measure from.
 pub struct Event {
+    device: Device,
     backend: EventBackend,
     /// The capture in which it was recorded last, if it was.
     capture: Mutex<Weak<Capture>>,
@@ -492,7 +488,7 @@ impl Event {
             #[cfg(feature = "_driver")]
             Backend::Cuda(d) => EventBackend::Cuda(d.new_event()?),
         };
-        Ok(Self { backend, capture: Mutex::default() })
+        Ok(Self { device: device.clone(), backend, capture: Mutex::default() })
     }
 
     fn capture(&self) -> MutexGuard<'_, Weak<Capture>> {
@@ -511,10 +507,10 @@ impl Event {
         }
     }
 
-    /// Seconds from `earlier` to this event; both must have been recorded. Waits for this one.
+    /// Seconds from `earlier` to this event; both must have been recorded, on one device. Waits for this one.
     ///
     /// # Errors
-    /// [`Error::Driver`], [`Error::Value`] if either was not recorded.
+    /// [`Error::Driver`], [`Error::Value`] if either was not recorded, or they are of two devices.
     pub fn seconds_since(&self, earlier: &Event) -> Result<f64> {
         let unrecorded = || Error::Value {
             op: "Event::seconds_since",
@@ -522,16 +518,16 @@ impl Event {
             expected: "two recorded events of one device".into(),
             got: "one that was not".into(),
         };
+        let same = self.device == earlier.device;
         match (&self.backend, &earlier.backend) {
-            (EventBackend::Simt(b), EventBackend::Simt(a)) => {
+            (EventBackend::Simt(b), EventBackend::Simt(a)) if same => {
                 // One lock after the other: the two may be one event.
                 let a = *a.lock().expect("event");
                 let b = *b.lock().expect("event");
                 Ok(b.ok_or_else(unrecorded)?.saturating_duration_since(a.ok_or_else(unrecorded)?).as_secs_f64())
             }
             #[cfg(feature = "_driver")]
-            (EventBackend::Cuda(b), EventBackend::Cuda(a)) => b.seconds_since(a)?.ok_or_else(unrecorded),
-            #[cfg(feature = "_driver")]
+            (EventBackend::Cuda(b), EventBackend::Cuda(a)) if same => b.seconds_since(a)?.ok_or_else(unrecorded),
             _ => Err(unrecorded()),
         }
     }

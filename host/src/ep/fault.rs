@@ -36,7 +36,7 @@ impl fmt::Display for Phase {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Fault {
-    /// A peer did not come in time: it never called, called another operation (a [barrier](super::Communicator::barrier) above all, which says nothing when it begins), is stuck, or failed before.
+    /// A peer did not come in time: it never called, is stuck, or failed before.
     #[error("rank {rank} waited too long for rank {peer} ({phase})")]
     TimeOut {
         /// Who waited.
@@ -46,7 +46,7 @@ pub enum Fault {
         /// Where.
         phase: Phase,
     },
-    /// A peer is at another operation, or at one with other shapes or options.
+    /// A peer is at another operation, or at one with other shapes or options. Some of that is seen only when the time is over.
     #[error("rank {rank} and rank {peer} do not call the same operation with the same shapes ({phase})")]
     Disagree {
         /// Who noticed.

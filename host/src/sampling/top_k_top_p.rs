@@ -20,12 +20,12 @@
 //! 2^23), so that sums do not depend on their order: the token is the same whatever the algorithm, the number of rows
 //! beside it, and the device. Tokens of weight below 2^-39 of the largest are never drawn.
 //!
-//! NaN logits count as -inf: they have probability 0. (One of the bits 0xffdadbad, in f32, counts as not allowed.) Of several +inf each has the same probability and everything else
-//! none. In a row without any logit above -inf the token is the lowest that is allowed, 0 if none is, and its
+//! NaN logits count as -inf: they have probability 0. Of several +inf each has the same probability and everything else
+//! none, whatever the temperature. In a row without any logit above -inf the token is the lowest that is allowed, 0 if none is, and its
 //! log-probabilities are -inf.
 //!
 //! Device arrays cannot be checked by the host, so every value there means something: a temperature that is negative or NaN
-//! is greedy and +inf makes all weights equal (of logits whose differences f32 holds); a `top_k` below 1 or above the vocabulary is off; a `top_p` of at
+//! is greedy and +inf makes all weights equal (but for those below a logit of +inf, which are 0); a `top_k` below 1 or above the vocabulary is off; a `top_p` of at
 //! least 1 or NaN is off, and not above 0 keeps the token of rank 0; a `min_p` that is not above 0 or NaN is off, and at
 //! least 1 keeps what equals the largest; a repetition penalty that is not positive and finite is off, as are
 //! presence and frequency penalties that are not finite; history tokens outside of the vocabulary are skipped, and lengths
@@ -550,7 +550,7 @@ const fn key_bits(dtype: DType) -> u32 {
 
 /// Launches on raw pointers (layer L1): `rows` rows of logits of type `dtype`, in up to ten kernels.
 ///
-/// With `adjustments`, these are applied to `logits` and their output is what is sampled from; `job.stride` is of no account.
+/// With `adjustments`, these are applied to `logits` and their output is what is sampled from; `job.stride` is of no account then. `job.adjusted` never is.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for an element type without kernels, and those of [`Stream::launch`].
@@ -576,6 +576,7 @@ pub unsafe fn launch(
         |shared: usize| Geometry::linear(rows * chunks, row_sum::THREADS).shared_bytes(shared as u32).dependent();
     let by_row = |blocks: u32| Geometry::linear(rows * blocks, THREADS).shared_bytes(SHARED_BYTES as u32).dependent();
     let (mut dtype, mut logits) = (dtype, logits);
+    job.adjusted = adjustments.is_some() as u32;
     // SAFETY: all of these: forwarded to the caller.
     unsafe {
         if let Some(&args) = adjustments {
@@ -676,6 +677,7 @@ pub fn top_k_top_p<T: Float, I: TokenId>(
         quick_limit: limits.quick,
         max_k: limits.max_k,
         top_n: top_n as u32,
+        adjusted: 0,
         temperature: inputs.per_row(
             "temperature",
             options.temperature,

@@ -61,6 +61,8 @@ pub mod global;
 pub mod integer;
 pub mod mbarrier;
 pub mod mma;
+#[cfg(not(target_arch = "nvptx64"))]
+mod ordinary;
 #[cfg(target_arch = "nvptx64")]
 mod ptx;
 pub mod second_level;

@@ -12,6 +12,8 @@
 //! thread writes during the kernel; the SIMT device does not tell the difference.
 
 use crate::Float;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::ordinary;
 use crate::second_level::Policy;
 
 macro_rules! vectors {
@@ -242,7 +244,7 @@ pub unsafe fn load<V: Vector, H: LoadHint>(ptr: *const V, hint: H) -> V {
     #[cfg(not(target_arch = "nvptx64"))]
     // SAFETY: forwarded to the caller.
     unsafe {
-        ptr.read()
+        ordinary::load(ptr)
     }
 }
 
@@ -267,7 +269,7 @@ pub unsafe fn load_if_for<V: Copy>(condition: bool, ptr: *const V, policy: Polic
     {
         let _ = policy;
         // SAFETY: forwarded to the caller.
-        unsafe { if condition { ptr.read() } else { core::mem::zeroed() } }
+        unsafe { if condition { ordinary::load(ptr) } else { core::mem::zeroed() } }
     }
 }
 
@@ -295,7 +297,7 @@ pub unsafe fn store<V: Vector, H: StoreHint>(ptr: *mut V, value: V, hint: H) {
     #[cfg(not(target_arch = "nvptx64"))]
     // SAFETY: forwarded to the caller.
     unsafe {
-        ptr.write(value);
+        ordinary::store(ptr, value);
     }
 }
 
@@ -318,7 +320,7 @@ pub unsafe fn store_if<V: Copy>(condition: bool, ptr: *mut V, value: V) {
     #[cfg(not(target_arch = "nvptx64"))]
     if condition {
         // SAFETY: forwarded to the caller.
-        unsafe { ptr.write(value) }
+        unsafe { ordinary::store(ptr, value) }
     }
 }
 
@@ -348,7 +350,7 @@ pub unsafe fn store_streaming_if<V: Copy>(condition: bool, ptr: *mut V, value: V
     #[cfg(not(target_arch = "nvptx64"))]
     if condition {
         // SAFETY: forwarded to the caller.
-        unsafe { ptr.write(value) }
+        unsafe { ordinary::store(ptr, value) }
     }
 }
 
@@ -382,7 +384,7 @@ pub unsafe fn store_if_for<V: Copy>(condition: bool, ptr: *mut V, value: V, poli
         let _ = policy;
         if condition {
             // SAFETY: forwarded to the caller.
-            unsafe { ptr.write(value) }
+            unsafe { ordinary::store(ptr, value) }
         }
     }
 }

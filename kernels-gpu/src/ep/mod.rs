@@ -27,7 +27,7 @@
 use cuda_std::atomic::{Acquire, Block, Device, Relaxed, Release, System};
 use cuda_std::shared::Shared;
 use cuda_std::vec::prefetch_l2;
-use cuda_std::{Global, GlobalMut, struct_param, thread};
+use cuda_std::{Global, GlobalMut, struct_param, thread, unroll};
 
 pub mod all_to_all;
 pub mod barrier;
@@ -284,6 +284,23 @@ impl Session {
         now.wrapping_sub(*start) > self.link.time_out
     }
 
+    /// Says why what was waited for did not come. A peer at another operation may have no such flag to send, but sent one that tells: a barrier has no entry, and who waits for
+    /// that does not come to the exit.
+    #[inline(always)]
+    unsafe fn give_up(&self, peer: u32, phase: u32) {
+        let flags = self.link.buffer::<u64>(self.link.rank, slot::FLAGS);
+        let (mut code, mut value) = (fault::TIME_OUT, 0);
+        let places = [peer as usize, MAX_RANKS + peer as usize * MAX_BLOCKS];
+        unroll::<2>(|i| {
+            let seen = flags.load(places[i], System, Relaxed);
+            let signature = seen as u32;
+            if (seen >> 32) as u32 == self.epoch && signature & !FAILED != self.link.signature {
+                (code, value) = (fault::DISAGREE, signature);
+            }
+        });
+        self.fail(code, peer, phase, value);
+    }
+
     /// One thread waits for a flag; whether it came.
     #[inline(always)]
     unsafe fn wait(&self, flags: GlobalMut<u64>, i: usize, peer: u32, phase: u32) -> bool {
@@ -302,7 +319,7 @@ impl Session {
                 return false;
             }
             if self.is_late(&mut start, &mut round) {
-                self.fail(fault::TIME_OUT, peer, phase, 0);
+                self.give_up(peer, phase);
                 return false;
             }
             thread::spin_hint();
@@ -377,7 +394,7 @@ impl Session {
                         failed = matches!(code, fault::TIME_OUT | fault::DISAGREE | fault::PEER_FAILED);
                     }
                     if failed || self.is_late(&mut start, &mut round) {
-                        self.fail(fault::TIME_OUT, peer, phase::ENTRY, 0);
+                        self.give_up(peer, phase::ENTRY);
                         bad = true;
                         break;
                     }

@@ -75,6 +75,8 @@ pub struct Job {
     pub max_k: u32,
     /// Entries of a row of the `top_*` outputs, up to [`super::top_k::MAX_K`].
     pub top_n: u32,
+    /// Not 0: the logits are what `adjust` wrote, of which [`BANNED`](super::weights::BANNED) is not allowed. In others it is a NaN like any.
+    pub adjusted: u32,
     /// Not positive or NaN: greedy.
     pub temperature: PerRow<f32>,
     /// Below 1 or above `max_k`: that.
@@ -238,10 +240,14 @@ impl LogProbs {
             return f32::NEG_INFINITY;
         }
         let one = (1u64 << self.weights.bits) as f32;
+        let half = self.weights.half_distance(key);
         let distance = if key == self.weights.max_key {
             0.0
+        } else if half == f32::NEG_INFINITY {
+            // Below +inf, however high the temperature.
+            half
         } else {
-            (super::weights::value(key) - super::weights::value(self.weights.max_key)) / self.temperature
+            2.0 * (half / self.temperature)
         };
         distance - cuda_std::float::log2(total as f32 / one) * core::f32::consts::LN_2
     }

@@ -360,11 +360,8 @@ pub unsafe fn pick<T: Logit>(logits: *const T, job: Job) {
     let states = GlobalMut::new(job.state);
     let state = states.get(row);
     // Of a row without a logit above -inf it is the first that is allowed.
-    let (wanted, position) = if state.max_key <= KEY_NEG_INF {
-        (state.max_key, 0)
-    } else {
-        (key_of_prefix::<T>(state.prefix), state.position)
-    };
+    let none = state.max_key <= KEY_NEG_INF;
+    let (wanted, position) = if none { (state.max_key, 0) } else { (key_of_prefix::<T>(state.prefix), state.position) };
     let data = job.row(logits, row);
     let tid = own_index();
 
@@ -424,7 +421,8 @@ pub unsafe fn pick<T: Logit>(logits: *const T, job: Job) {
         hits &= hits - 1;
     }
     thread::sync_threads();
-    write(&job, row, &settings, state, candidate(wanted, result.get(0u32)));
+    let token = if none && job.adjusted == 0 { 0 } else { result.get(0u32) };
+    write(&job, row, &settings, state, candidate(wanted, token));
 
     clear(GlobalMut::new(job.histograms).offset(row as usize * HISTOGRAMS * HISTOGRAM_WORDS));
     if tid == 0 {

@@ -119,7 +119,7 @@ unsafe fn finish<T: Logit>(scratch: &Scratch, logits: *const T, job: &Job, row: 
             GlobalMut::new(job.best).set(at, if tid < len { scratch.best.get(tid) } else { 0 });
         }
     } else if len == 0 {
-        let token = lowest_allowed(job.row(logits, row), scratch.flag);
+        let token = if job.adjusted != 0 { lowest_allowed(job.row(logits, row), scratch.flag) } else { 0 };
         if tid == 0 {
             write_token(job, row, token, 0, None);
             job.reset_sum(row);

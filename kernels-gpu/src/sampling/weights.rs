@@ -85,7 +85,13 @@ impl Weights {
         if key == self.max_key {
             return 1 << self.bits;
         }
-        exp2((value(key) - value(self.max_key)) * self.scale, self.bits)
+        exp2(self.half_distance(key) * (2.0 * self.scale), self.bits)
+    }
+
+    /// Half of `x - max`, of which f32 may not hold the whole. Where it does, the half has the same digits, and takes no instruction more.
+    #[inline(always)]
+    pub fn half_distance(&self, key: u32) -> f32 {
+        float::fma(value(key), 0.5, -0.5 * value(self.max_key))
     }
 }
 

@@ -48,7 +48,7 @@ pub fn adjust(logits: &[f64], by: &Adjust<'_>) -> Vec<f64> {
 /// Which tokens may be drawn.
 #[derive(Clone, Copy, Debug)]
 pub struct Filters {
-    /// 0 is greedy.
+    /// 0 is greedy; +inf makes all weights equal but for those below a logit of +inf, which are 0.
     pub temperature: f64,
     /// The vocabulary, or more, for all.
     pub top_k: usize,
@@ -83,8 +83,11 @@ pub fn rank(logits: &[f64], filters: &Filters) -> Vec<Ranked> {
     let mut order: Vec<usize> = (0..logits.len()).filter(|&i| logits[i] > f64::NEG_INFINITY).collect();
     order.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).expect("no NaN").then(a.cmp(&b)));
     let Some(&best) = order.first() else { return vec![] };
-    let weight =
-        |i: usize| if logits[i] == logits[best] { 1.0 } else { ((logits[i] - logits[best]) / temperature).exp() };
+    let weight = |i: usize| match logits[i] - logits[best] {
+        _ if logits[i] == logits[best] => 1.0,
+        f64::NEG_INFINITY => 0.0,
+        distance => (distance / temperature).exp(),
+    };
     let sum: f64 = order.iter().map(|&i| weight(i)).sum();
 
     let mut kept: Vec<f64> = order.iter().take(top_k).map(|&i| weight(i)).take_while(|&w| w >= filters.min_p).collect();
