@@ -275,7 +275,7 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
                         // Read again each time: it is seldom used, and would cost registers.
                         let (token, head) = place(2 * m + i);
                         let slope = Global::new(alibi).get(tile.kv_head * group + head) * LOG2_E;
-                        let distance = base - (tile.position + token as i32);
+                        let distance = base - tile.position_of(token);
                         for j in 0..KEYS / 8 {
                             unroll::<2>(|c| {
                                 let distance = (distance + (8 * j + c) as i32) as f32;

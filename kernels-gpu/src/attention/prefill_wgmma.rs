@@ -805,7 +805,7 @@ pub unsafe fn prefill<
             if BENT {
                 unroll::<2>(|h| {
                     let (token, head) = places[h];
-                    positions[h] = tile.position + token as i32;
+                    positions[h] = tile.position_of(token);
                     if !alibi.is_null() && there[h] {
                         slopes[h] = Global::new(alibi).get(tile.kv_head * group + head) * LOG2_E;
                     }
