@@ -183,6 +183,20 @@ fn bends() -> impl Strategy<Value = Bend> {
     )
 }
 
+/// Caps from far below the scores to far above them, the largest and the smallest among them.
+#[test]
+fn soft_caps_of_any_size() {
+    on_every_device(|d, s| {
+        let layout = CacheLayout::Nhd;
+        let shape = Shape { lens: vec![70, 3], q_len: 2, kv_heads: 1, group: 2, dim: 64, page: 16, layout };
+        for soft_cap in [f32::MIN_POSITIVE, 0.01, 1.0, 30.0, 1e3, 1e5, 1e9, 1.0 / f32::MIN_POSITIVE] {
+            for path in [DecodePath::Split, DecodePath::Tma, DecodePath::Plain] {
+                check::<f16, f16>(d, s, &shape, Bend { soft_cap, ..Bend::default() }, path);
+            }
+        }
+    });
+}
+
 #[test]
 fn split_matches_the_reference() {
     property(10, (shapes(), bends()), |d, s, (shape, bend)| {
@@ -778,8 +792,10 @@ fn bad_input() {
         assert!(matches!(run(&good, &full, &i(&[2, 99]), &lens, &o), Err(Error::Value { arg: "workspace", .. })));
         let nan = o.scale(f32::NAN);
         assert!(matches!(run(&good, &full, &table, &lens, &nan), Err(Error::Value { arg: "scale", .. })));
-        let cap = o.soft_cap(-1.0);
-        assert!(matches!(run(&good, &full, &table, &lens, &cap), Err(Error::Value { arg: "soft_cap", .. })));
+        for cap in [-1.0, f32::NAN, f32::INFINITY, f32::MAX, 1e-40] {
+            let cap = o.soft_cap(cap);
+            assert!(matches!(run(&good, &full, &table, &lens, &cap), Err(Error::Value { arg: "soft_cap", .. })));
+        }
         let many = t(&[2, 17, 4, 64]);
         assert!(matches!(run(&many, &[2, 17, 4, 64], &table, &lens, &o), Err(Error::Value { arg: "query", .. })));
         let slopes = Tensor::<f32>::zeros(d, &[3]).unwrap();

@@ -37,7 +37,7 @@
 
 use super::decode::CacheOperand;
 use super::ragged::{Batch, Schedule, Tile, draw, finish};
-use super::{narrow, soft_capped};
+use super::{capped, narrow};
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
 use cuda_std::shared::Carver;
@@ -813,13 +813,17 @@ pub unsafe fn prefill<
             }
             // Scores become exponents of 2.
             let bend = |s: &mut [f32], block: u32| {
+                // Of use only if there is a cap, but computed once for all scores.
+                let inverse_cap = float::fast::recip(soft_cap);
                 unroll::<2>(|h| {
                     let distance = (block * KEYS as u32 + 2 * t) as i32 - positions[h];
                     for j in 0..KEYS / 8 {
                         unroll::<2>(|c| {
                             let e = 4 * j + 2 * h + c;
                             let bias = slopes[h] * (distance + (8 * j + c) as i32) as f32;
-                            s[e] = float::fma(soft_capped(s[e] * scales[h], soft_cap), LOG2_E, bias);
+                            let score = s[e] * scales[h];
+                            let score = if soft_cap > 0.0 { capped(score, soft_cap, inverse_cap) } else { score };
+                            s[e] = float::fma(score, LOG2_E, bias);
                         });
                     }
                 });
