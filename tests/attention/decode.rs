@@ -95,6 +95,19 @@ fn case<T: Float, S: CacheElement>(d: &Device, shape: &Shape) -> Case<T, S> {
     }
 }
 
+impl<T, S: CacheElement> Case<T, S> {
+    /// Pages that lie wholly before what the first query token of a sequence sees become somebody else's: a page of NaN.
+    fn forget(&mut self, shape: &Shape, window: usize) {
+        let width = self.table.shape()[1];
+        let mut table = self.table.to_vec().unwrap();
+        for (b, &len) in shape.lens.iter().enumerate() {
+            let unseen = (len + 1).saturating_sub(shape.q_len + window);
+            table[b * width..][..unseen / shape.page].fill(0);
+        }
+        self.table.copy_from_slice(&table).unwrap();
+    }
+}
+
 /// Both kernels that split.
 const SPLITTING: [DecodePath; 2] = [DecodePath::Split, DecodePath::Tma];
 
@@ -110,6 +123,9 @@ struct Bend {
 
 fn check<T: Float, S: CacheElement>(d: &Device, s: &Stream, shape: &Shape, bend: Bend, path: DecodePath) {
     let mut c = case::<T, S>(d, shape);
+    if bend.window > 0 {
+        c.forget(shape, bend.window);
+    }
     let q_heads = shape.kv_heads * shape.group;
     let batch = shape.lens.len();
     let slopes: Vec<f32> = (0..q_heads).map(|h| 0.5f32.powi(h as i32 + 1)).collect();

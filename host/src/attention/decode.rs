@@ -63,7 +63,9 @@ pub struct DecodeOptions<'a> {
     pub scale: Option<f32>,
     /// Scores become `cap · tanh(score / cap)`, within some 2^-18 of it; 0 for none.
     pub soft_cap: f32,
-    /// How many of the latest keys a query token sees, itself included; 0 for all. Blocks outside are not read.
+    /// How many of the latest keys a query token sees, itself included; 0 for all. Blocks wholly before what a sequence's first
+    /// query token sees are not read, whatever number the table has for them; in others what is not seen must be numbers, since 0 times
+    /// NaN is NaN.
     pub window: usize,
     /// ALiBi slopes, `[q_heads]`: `slope · (key position - query position)` is added to scores.
     pub alibi: Option<&'a Tensor<f32>>,

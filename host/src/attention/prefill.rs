@@ -45,8 +45,10 @@ pub struct PrefillOptions<'a> {
     pub scale: Option<f32>,
     /// Scores become `cap · tanh(score / cap)`, within some 2^-18 of it; 0 for none.
     pub soft_cap: f32,
-    /// How many of the latest keys a query token sees, itself included; 0 for all. Blocks of which no tile of 128 keys, from the first
-    /// on, has a key that is seen are not read; of others what is not seen must be numbers, since 0 times NaN is NaN.
+    /// How many of the latest keys a query token sees, itself included; 0 for all. Keys before the first that any query token of a
+    /// sequence sees have no part in anything: they may be NaN, and blocks wholly before it are not read, whatever number the
+    /// table has for them. What some of a sequence's query tokens see and others do not must be numbers for these others,
+    /// since 0 times NaN is NaN.
     pub window: usize,
     /// Whether a query token sees no later keys; otherwise it sees all of its sequence, or the last `window` of it.
     pub causal: bool,
