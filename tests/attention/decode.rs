@@ -95,6 +95,19 @@ fn case<T: Float, S: CacheElement>(d: &Device, shape: &Shape) -> Case<T, S> {
     }
 }
 
+impl<T, S: CacheElement> Case<T, S> {
+    /// Pages that lie wholly before what the first query token of a sequence sees become somebody else's: a page of NaN.
+    fn forget(&mut self, shape: &Shape, window: usize) {
+        let width = self.table.shape()[1];
+        let mut table = self.table.to_vec().unwrap();
+        for (b, &len) in shape.lens.iter().enumerate() {
+            let unseen = (len + 1).saturating_sub(shape.q_len + window);
+            table[b * width..][..unseen / shape.page].fill(0);
+        }
+        self.table.copy_from_slice(&table).unwrap();
+    }
+}
+
 /// Both kernels that split.
 const SPLITTING: [DecodePath; 2] = [DecodePath::Split, DecodePath::Tma];
 
@@ -110,6 +123,9 @@ struct Bend {
 
 fn check<T: Float, S: CacheElement>(d: &Device, s: &Stream, shape: &Shape, bend: Bend, path: DecodePath) {
     let mut c = case::<T, S>(d, shape);
+    if bend.window > 0 {
+        c.forget(shape, bend.window);
+    }
     let q_heads = shape.kv_heads * shape.group;
     let batch = shape.lens.len();
     let slopes: Vec<f32> = (0..q_heads).map(|h| 0.5f32.powi(h as i32 + 1)).collect();
@@ -181,6 +197,20 @@ fn bends() -> impl Strategy<Value = Bend> {
             Bend { soft_cap, window, alibi, sinks, ..Bend::default() }
         },
     )
+}
+
+/// Caps from far below the scores to far above them, the largest and the smallest among them.
+#[test]
+fn soft_caps_of_any_size() {
+    on_every_device(|d, s| {
+        let layout = CacheLayout::Nhd;
+        let shape = Shape { lens: vec![70, 3], q_len: 2, kv_heads: 1, group: 2, dim: 64, page: 16, layout };
+        for soft_cap in [f32::MIN_POSITIVE, 0.01, 1.0, 30.0, 1e3, 1e5, 1e9, 1.0 / f32::MIN_POSITIVE] {
+            for path in [DecodePath::Split, DecodePath::Tma, DecodePath::Plain] {
+                check::<f16, f16>(d, s, &shape, Bend { soft_cap, ..Bend::default() }, path);
+            }
+        }
+    });
 }
 
 #[test]
@@ -778,8 +808,10 @@ fn bad_input() {
         assert!(matches!(run(&good, &full, &i(&[2, 99]), &lens, &o), Err(Error::Value { arg: "workspace", .. })));
         let nan = o.scale(f32::NAN);
         assert!(matches!(run(&good, &full, &table, &lens, &nan), Err(Error::Value { arg: "scale", .. })));
-        let cap = o.soft_cap(-1.0);
-        assert!(matches!(run(&good, &full, &table, &lens, &cap), Err(Error::Value { arg: "soft_cap", .. })));
+        for cap in [-1.0, f32::NAN, f32::INFINITY, f32::MAX, 1e-40] {
+            let cap = o.soft_cap(cap);
+            assert!(matches!(run(&good, &full, &table, &lens, &cap), Err(Error::Value { arg: "soft_cap", .. })));
+        }
         let many = t(&[2, 17, 4, 64]);
         assert!(matches!(run(&many, &[2, 17, 4, 64], &table, &lens, &o), Err(Error::Value { arg: "query", .. })));
         let slopes = Tensor::<f32>::zeros(d, &[3]).unwrap();

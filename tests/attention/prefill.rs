@@ -2,6 +2,7 @@ use cuda_std::{E4M3, E5M2, Float};
 use proptest::prelude::*;
 use warploom::attention::prefill::{Args, TICKETS, launch};
 use warploom::attention::{PrefillOptions, PrefillPath, PrefillWorkspace, prefill};
+use warploom::kernels::attention::soft_capped;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, Scales};
 use warploom::reference::attention as reference;
 use warploom::{DType, Device, Error, Graph, Stream, Tensor, bf16, f16};
@@ -120,6 +121,28 @@ fn case_over<T: Float + CacheElement, S: CacheElement>(d: &Device, shape: &Shape
 }
 
 impl<T: Float + CacheElement, S: CacheElement> Case<T, S> {
+    /// What no query token of a sequence sees becomes NaN, and pages that lie wholly before its windows somebody else's.
+    fn forget(&mut self, shape: &Shape, window: usize, causal: bool) {
+        let (page, width) = (shape.page, self.table.shape()[1]);
+        let (ks, vs) = (self.cache.key_strides(), self.cache.value_strides());
+        let (mut k, mut v) = (self.cache.key().to_vec().unwrap(), self.cache.value().to_vec().unwrap());
+        let foreign = self.cache.shape().blocks as i32 - 1;
+        for (b, &(chunk, len)) in shape.sequences.iter().enumerate() {
+            let end = if causal { (len + 1).saturating_sub(chunk) } else { len };
+            for i in 0..end.saturating_sub(window) {
+                let block = self.pages[b * width + i / page] as usize;
+                for (h, x) in (0..shape.kv_heads).flat_map(|h| (0..shape.dim).map(move |x| (h, x))) {
+                    k[ks.index(block, h, i % page, x)] = S::round(f32::NAN);
+                    v[vs.index(block, h, i % page, x)] = S::round(f32::NAN);
+                }
+            }
+            self.pages[b * width..][..end.saturating_sub(window) / page].fill(foreign);
+        }
+        self.cache.key().clone().copy_from_slice(&k).unwrap();
+        self.cache.value().clone().copy_from_slice(&v).unwrap();
+        self.table.copy_from_slice(&self.pages).unwrap();
+    }
+
     fn run(&self, s: &Stream, options: &PrefillOptions<'_>) -> (Vec<T>, Vec<f32>) {
         let d = s.device();
         let mut out = Tensor::<T>::uninit(d, self.q.shape()).unwrap();
@@ -160,7 +183,10 @@ fn check_over<T: Float + CacheElement, S: CacheElement>(
     path: PrefillPath,
     step: usize,
 ) {
-    let c = case_over::<T, S>(d, shape);
+    let mut c = case_over::<T, S>(d, shape);
+    if bend.window > 0 {
+        c.forget(shape, bend.window, bend.causal);
+    }
     let q_heads = shape.q_heads();
     let slopes: Vec<f32> = (0..q_heads).map(|h| 0.5f32.powi(h as i32 + 1)).collect();
     let sinks: Vec<f32> = (0..q_heads).map(|h| h as f32 * 0.25 - 0.5).collect();
@@ -306,6 +332,112 @@ fn lengths_around_pages_and_blocks() {
                     for dim in [96, 256] {
                         check::<bf16>(d, s, &Shape { dim, ..shape.clone() }, STRAIGHT, path, step);
                     }
+                }
+            }
+        }
+    });
+}
+
+/// Windows that begin in the middle of a page, at a page, and in another block of keys than the chunk.
+#[test]
+fn keys_before_all_windows_may_be_anything() {
+    on_every_device(|d, s| {
+        for page in [8, 64, 256] {
+            let sequences = vec![(3, 300), (40, 301), (1, 129)];
+            let shape = Shape { sequences, kv_heads: 2, group: 2, dim: 64, page, layout: CacheLayout::Nhd };
+            for (window, causal) in [(1, true), (17, true), (173, true), (50, false)] {
+                let bend = Bend { window, causal, ..STRAIGHT };
+                for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+                    check::<bf16>(d, s, &shape, bend, path, 13);
+                }
+                check_over::<bf16, E4M3>(d, s, &shape, bend, PrefillPath::Wgmma, 13);
+            }
+        }
+    });
+}
+
+/// Caps from far below the scores to far above them, the largest and the smallest among them.
+#[test]
+fn soft_caps_of_any_size() {
+    on_every_device(|d, s| {
+        let sequences = vec![(3, 70)];
+        let shape = Shape { sequences, kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
+        for soft_cap in [f32::MIN_POSITIVE, 0.01, 1.0, 30.0, 1e3, 1e5, 1e9, 1.0 / f32::MIN_POSITIVE] {
+            for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+                check::<f16>(d, s, &shape, Bend { soft_cap, ..STRAIGHT }, path, 1);
+            }
+        }
+    });
+}
+
+/// The function itself, from scores that the cap leaves alone to those that it replaces.
+#[test]
+fn soft_caps_keep_the_digits_of_scores() {
+    for cap in [1e-20, 0.3, 30.0, 50.0, 1e5, 3e7, 1.0 / f32::MIN_POSITIVE] {
+        for i in -2000..400 {
+            // Ratios of 2^-20 to 2^4.
+            let score = cap * (i as f32 / 100.0).exp2();
+            let want = cap as f64 * (score as f64 / cap as f64).tanh();
+            for sign in [1.0, -1.0] {
+                let got = sign * soft_capped(sign * score, cap);
+                assert!((got as f64 - want).abs() <= want / (1 << 18) as f64, "{score} of {cap}: {got}, not {want}");
+            }
+        }
+        assert_eq!([0.0, f32::INFINITY, f32::NEG_INFINITY].map(|x| soft_capped(x, cap)), [0.0, cap, -cap]);
+        assert!(soft_capped(f32::NAN, cap).is_nan());
+    }
+}
+
+/// Tiles that reach beyond 2^31 keys, though their sequence does not.
+#[test]
+fn lengths_up_to_2_to_the_31() {
+    on_every_device(|d, s| {
+        let (page, dim, tokens) = (64, 64, 3);
+        // As many pages as a sequence can have, of which all but the last few are nobody's.
+        let max_pages = (1 << 31) / page - 1;
+        let owned = 4;
+        let cache = KvCache::<bf16>::zeros(d, CacheLayout::Nhd, CacheShape::new(owned, page, 1, dim)).unwrap();
+        let (k, v) = (noise_of::<bf16>(owned * page * dim, 1), noise_of::<bf16>(owned * page * dim, 2));
+        cache.key().clone().copy_from_slice(&k).unwrap();
+        cache.value().clone().copy_from_slice(&v).unwrap();
+        let mut table = Tensor::<i32>::uninit(d, &[1, max_pages]).unwrap();
+        s.fill_bytes(&mut table, 0xff).unwrap();
+        s.synchronize().unwrap();
+        let mut last = table.narrow(1, max_pages - owned, owned).unwrap();
+        last.copy_from_slice(&[0, 1, 2, 3]).unwrap();
+        let q = noise_of::<bf16>(tokens * dim, 3);
+        let c = Case {
+            q: Tensor::from_slice(d, &q, &[tokens, 1, dim]).unwrap(),
+            cache,
+            scales: None,
+            table,
+            pages: vec![],
+            starts: Tensor::from_slice(d, &[0, tokens as i32], &[2]).unwrap(),
+            lens: Tensor::from_slice(d, &[(max_pages * page) as i32], &[1]).unwrap(),
+            query: widen(&q),
+            keys: vec![],
+            values: vec![],
+        };
+        let rows = |n: &[bf16]| n.chunks(dim).map(widen).collect::<Vec<_>>();
+        let slope = Tensor::from_slice(d, &[0.25], &[1]).unwrap();
+        for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+            for slopes in [None, Some(&slope)] {
+                let mut options = PrefillOptions::default().window(100).path(path);
+                options.alibi = slopes;
+                let (out, lse) = c.run(s, &options);
+                for i in 0..tokens {
+                    let query = reference::Query {
+                        q: &c.query[i * dim..][..dim],
+                        scale: 0.125,
+                        soft_cap: 0.0,
+                        slope: if slopes.is_some() { 0.25 } else { 0.0 },
+                        sink: None,
+                        window: 100,
+                    };
+                    let position = (owned * page - tokens + i) as i64;
+                    let want = reference::prefill(query, position, true, &rows(&k), &rows(&v));
+                    assert_close(&out[i * dim..][..dim], &want.out, warploom_tests::epsilon::<bf16>(), 2.0);
+                    assert_close(&lse[i..=i], &[want.lse], 1e-5, 4.0);
                 }
             }
         }
@@ -725,8 +857,10 @@ fn bad_input() {
         assert!(matches!(run(&c.q, &full, &[2, 3], 3, 3, &o), Err(Error::Shape { arg: "lens", .. })));
         let nan = o.scale(f32::NAN);
         assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &nan), Err(Error::Value { arg: "scale", .. })));
-        let cap = o.soft_cap(-1.0);
-        assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &cap), Err(Error::Value { arg: "soft_cap", .. })));
+        for cap in [-1.0, f32::NAN, f32::INFINITY, f32::MAX, 1e-40] {
+            let cap = o.soft_cap(cap);
+            assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &cap), Err(Error::Value { arg: "soft_cap", .. })));
+        }
         let negative = o.scale(-1.0).path(PrefillPath::Wgmma);
         assert!(matches!(run(&c.q, &full, &[2, 3], 3, 2, &negative), Err(Error::Unsupported { .. })));
         let slopes = Tensor::<f32>::zeros(d, &[3]).unwrap();

@@ -5,7 +5,7 @@
 //! vLLM's first kernel without its tuning and takes every layout, storage type and head size. Lengths and block tables are read on the device, and the grid does not depend
 //! on them: a captured graph serves every step of a growing batch.
 
-use super::{map_stride, no_kernel};
+use super::{check_soft_cap, map_stride, no_kernel};
 use crate::check::{Call, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
@@ -61,9 +61,11 @@ pub enum DecodeSplit {
 pub struct DecodeOptions<'a> {
     /// Multiplies the scores; `1 / sqrt(head_dim)` if `None`.
     pub scale: Option<f32>,
-    /// Scores become `cap · tanh(score / cap)`, up to some 2^-22 of the cap; 0 for none.
+    /// Scores become `cap · tanh(score / cap)`, within some 2^-18 of it; 0 for none.
     pub soft_cap: f32,
-    /// How many of the latest keys a query token sees, itself included; 0 for all. Blocks outside are not read.
+    /// How many of the latest keys a query token sees, itself included; 0 for all. Blocks wholly before what a sequence's first
+    /// query token sees are not read, whatever number the table has for them; in others what is not seen must be numbers, since 0 times
+    /// NaN is NaN.
     pub window: usize,
     /// ALiBi slopes, `[q_heads]`: `slope · (key position - query position)` is added to scores.
     pub alibi: Option<&'a Tensor<f32>>,
@@ -562,7 +564,7 @@ pub fn decode<T: Float, S: CacheElement>(
     let scale = options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt());
     call.value(scale.is_finite(), "scale", "finite", scale)?;
     let soft_cap = options.soft_cap;
-    call.value(soft_cap >= 0.0 && soft_cap.is_finite(), "soft_cap", "finite and not negative", soft_cap)?;
+    check_soft_cap(&call, soft_cap)?;
     let capacity = max_pages.saturating_mul(cs.block_size);
     call.value(
         capacity <= workspace.max_len,

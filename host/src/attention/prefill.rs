@@ -5,7 +5,7 @@
 //! and head size. Where chunks begin, how long sequences are and which pages they own is read on the device, and the
 //! grid does not depend on it: a captured graph serves every step with as many query tokens.
 
-use super::{map_stride, no_kernel};
+use super::{check_soft_cap, map_stride, no_kernel};
 use crate::check::Call;
 use crate::device::{Device, Geometry, Stream, TensorMap, TensorMapDescription};
 use crate::error::{Error, Result};
@@ -43,10 +43,12 @@ pub enum PrefillPath {
 pub struct PrefillOptions<'a> {
     /// Multiplies the scores; `1 / sqrt(head_dim)` if `None`.
     pub scale: Option<f32>,
-    /// Scores become `cap · tanh(score / cap)`, up to some 2^-22 of the cap; 0 for none.
+    /// Scores become `cap · tanh(score / cap)`, within some 2^-18 of it; 0 for none.
     pub soft_cap: f32,
-    /// How many of the latest keys a query token sees, itself included; 0 for all. Blocks of which no tile of 128 keys, from the first
-    /// on, has a key that is seen are not read; of others what is not seen must be numbers, since 0 times NaN is NaN.
+    /// How many of the latest keys a query token sees, itself included; 0 for all. Keys before the first that any query token of a
+    /// sequence sees have no part in anything: they may be NaN, and blocks wholly before it are not read, whatever number the
+    /// table has for them. What some of a sequence's query tokens see and others do not must be numbers for these others,
+    /// since 0 times NaN is NaN.
     pub window: usize,
     /// Whether a query token sees no later keys; otherwise it sees all of its sequence, or the last `window` of it.
     pub causal: bool,
@@ -464,7 +466,7 @@ pub fn prefill<T: Float + CacheElement, S: CacheElement>(
     let scale = options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt());
     call.value(scale.is_finite(), "scale", "finite", scale)?;
     let soft_cap = options.soft_cap;
-    call.value(soft_cap >= 0.0 && soft_cap.is_finite(), "soft_cap", "finite and not negative", soft_cap)?;
+    check_soft_cap(&call, soft_cap)?;
     call.count("block_table", max_pages.saturating_mul(cs.block_size))?;
 
     let (q_token, q_head) = (query.strides()[0], query.strides()[1]);

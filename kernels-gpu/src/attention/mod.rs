@@ -9,6 +9,7 @@ pub mod prefill_plain;
 pub mod prefill_wgmma;
 pub mod ragged;
 
+use core::f32::consts::LOG2_E;
 use cuda_std::float;
 
 /// The 8-bit types by number, as the kernels of prefill take them.
@@ -21,16 +22,23 @@ pub mod narrow {
     pub const I8: u32 = 2;
 }
 
-/// `cap · tanh(score / cap)`, within about `2^-22 · cap`; the score itself if `cap` is 0.
-///
-/// As `1 - 2 / (e^2x + 1)`, which is exact enough where it counts: the error of a score is absolute, since scores are
-/// exponents.
+/// `cap · tanh(score / cap)`, within `2^-18` of itself; the score itself if `cap` is 0. Caps are from 2^-126 to 2^126.
 #[inline(always)]
-fn soft_capped(score: f32, cap: f32) -> f32 {
-    if cap > 0.0 {
-        let e = float::fast::exp(float::fast::div(2.0 * score, cap));
-        cap * (1.0 - float::fast::div(2.0, e + 1.0))
-    } else {
-        score
-    }
+pub fn soft_capped(score: f32, cap: f32) -> f32 {
+    if cap > 0.0 { capped(score, cap, float::fast::recip(cap)) } else { score }
+}
+
+/// As [`soft_capped`] with a cap and its reciprocal, for whom has room to keep it.
+///
+/// As `1 - 2 / (e^2x + 1)`, whose error is one of the cap, but for scores far below the cap, which have a series of their own:
+/// a cap of 1e5 would take their digits. Both are computed: scores of one warp are of both kinds.
+#[inline(always)]
+fn capped(score: f32, cap: f32, inverse: f32) -> f32 {
+    let x = score * inverse;
+    let square = x * x;
+    // tanh(x) / x for x up to 0.1, within 2^-18.7.
+    let series = score * float::fma(square, -0.332_228_7, 1.0);
+    let e = float::fast::exp2(x * (2.0 * LOG2_E));
+    let bent = float::fma(-cap, float::fast::recip(float::fma(e, 0.5, 0.5)), cap);
+    if square < 0.01 { series } else { bent }
 }

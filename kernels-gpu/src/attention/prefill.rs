@@ -158,18 +158,22 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
             next.set(0u32, draw(tickets));
         }
         let table = table.offset(tile.sequence as usize * max_pages as usize);
+        let end = batch.end(&tile, tile.tokens - 1);
+        // Where the first token's keys begin: nobody sees what is before.
+        let start = batch.start(batch.end(&tile, 0));
         // Pages of a block, a lane for each eight keys, which a page has at least: looked up a block ahead of the copies.
+        let wanted = |block: u32| {
+            let key = block * KEYS as u32 + 8 * lane;
+            lane < KEYS as u32 / 8 && key < tile.len && key + 8 > start
+        };
         let pages_of = |block: u32| {
             let key = block * KEYS as u32 + 8 * lane;
-            if lane < KEYS as u32 / 8 && key < tile.len { table.get(key >> page_shift) as u32 } else { u32::MAX }
+            if wanted(block) { table.get(key >> page_shift) as u32 } else { u32::MAX }
         };
         // Whether a page that there should be is not.
-        let wrong_in = |block: u32, found: u32| {
-            let there = lane < KEYS as u32 / 8 && block * KEYS as u32 + 8 * lane < tile.len;
-            warp::warp_vote_ballot(warp::FULL, there && found >= pages)
-        };
+        let wrong_in = |block: u32, found: u32| warp::warp_vote_ballot(warp::FULL, wanted(block) && found >= pages);
 
-        // Copies a block's rows, zeros for those that are not there.
+        // Copies a block's rows, zeros for those that are not there or that nobody sees: NaN times 0 would be NaN.
         let slot_mask = (1u32 << page_shift) - 1;
         let copy = |to: u32, from: Global<T>, (page_stride, slot_stride): (usize, usize), block: u32, found: u32| {
             // A loop, as the addresses of all its steps at once would not fit into registers.
@@ -178,7 +182,8 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
                 let (r, piece) = (i / const { D as u32 / 8 }, i % const { D as u32 / 8 });
                 let key = block * KEYS as u32 + r;
                 let page = warp::shfl_idx(found, r / 8);
-                let there = page < pages && key < tile.len && piece * 8 < head_dim;
+                let seen = key.wrapping_sub(start) < tile.len - start;
+                let there = page < pages && seen && piece * 8 < head_dim;
                 let at = if there {
                     page as usize * page_stride + (key & slot_mask) as usize * slot_stride + piece as usize * 8
                 } else {
@@ -193,14 +198,13 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
         let copy_k = |block: u32, found: u32| copy(k0, k, (k_page, k_slot), block, found);
         let copy_v = |block: u32, found: u32| copy(v0, v, (v_page, v_slot), block, found);
 
-        let end = batch.end(&tile, tile.tokens - 1);
-        let first = batch.start(batch.end(&tile, 0)) / KEYS as u32;
-        // At least one block, which is then wholly masked.
-        let blocks = end.div_ceil(KEYS as u32).saturating_sub(first).max(1);
-        let mut block = first + blocks - 1;
+        // The last block, of which there is one at least, which is then wholly masked.
+        let mut block = (end.div_ceil(KEYS as u32).max(start / KEYS as u32 + 1)) - 1;
+        // Whether there is something to see before a block.
+        let more_before = |block: u32| block * KEYS as u32 > start;
         let mut found = pages_of(block);
         copy_k(block, found);
-        let mut found_next = if blocks > 1 { pages_of(block - 1) } else { u32::MAX };
+        let mut found_next = if more_before(block) { pages_of(block - 1) } else { u32::MAX };
 
         // A warp's rows of Q, which only it reads.
         let words = head_dim / 2;
@@ -249,12 +253,12 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
             // V is there, and everybody is done with K.
             cp_async::wait_group::<0>();
             thread::sync_threads();
-            let more = block > first;
+            let more = more_before(block);
             let wrong = wrong_in(block, found);
             if more {
                 copy_k(block - 1, found_next);
                 found = found_next;
-                found_next = if block > first + 1 { pages_of(block - 2) } else { u32::MAX };
+                found_next = if more_before(block - 1) { pages_of(block - 2) } else { u32::MAX };
             }
 
             let whole = block < whole_end && block >= whole_start && wrong == 0;
@@ -275,7 +279,7 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
                         // Read again each time: it is seldom used, and would cost registers.
                         let (token, head) = place(2 * m + i);
                         let slope = Global::new(alibi).get(tile.kv_head * group + head) * LOG2_E;
-                        let distance = base - (tile.position + token as i32);
+                        let distance = base - tile.position_of(token);
                         for j in 0..KEYS / 8 {
                             unroll::<2>(|c| {
                                 let distance = (distance + (8 * j + c) as i32) as f32;

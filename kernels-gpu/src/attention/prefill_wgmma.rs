@@ -12,8 +12,8 @@
 //! 32 for heads of 96), 8 keys, the lines (parts) of the head, groups of 8 keys of the page, pages. A box is a page (or so
 //! many of its keys as a block has), so pages lie one after another as if the cache were contiguous: the atom of 8 keys × a
 //! line `(group, part)` is number `group * parts + part`, which the products' descriptors take as a stride. Pages that do not
-//! exist are outside of the tensor and become zeros; what follows a sequence's end in its last page is overwritten with
-//! zeros.
+//! exist are outside of the tensor and become zeros, and so are those before the window of a tile's first token; what is before that
+//! window in its first page or follows a sequence's end in its last one is overwritten with zeros.
 //!
 //! Of a cache of 8-bit elements the boxes are rows, half a block at a time, and a warpgroup of its own widens them to
 //! f16 in the layout above, which holds all three types exactly. The consumers bring a Q of bf16 into f16's range first.
@@ -37,7 +37,7 @@
 
 use super::decode::CacheOperand;
 use super::ragged::{Batch, Schedule, Tile, draw, finish};
-use super::{narrow, soft_capped};
+use super::{capped, narrow};
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
 use cuda_std::shared::Carver;
@@ -144,21 +144,24 @@ fn uniform(value: u32) -> u32 {
     warp::shfl_idx(value, 0)
 }
 
-/// What a widener is told of half a block of 8-bit elements: keys that there are, ...
-const KEYS_THERE: u32 = 0xffff;
+/// What a widener is told of half a block of 8-bit elements: where the keys that there are end, ...
+const KEYS_END: u32 = 0xff;
+/// ... by how many bits where they begin is above that, ...
+const KEYS_START: u32 = 8;
 /// ... whether the block is a tile's last one, ...
 const LAST: u32 = 1 << 16;
 /// ... or that there is no block.
 const OVER: u32 = 1 << 17;
 
 /// A warp's share of widening `KEYS` keys of `PARTS * 64` 8-bit elements, which lie row after row, to lines of 64 elements
-/// of 16 bits. Keys from `there` on become zeros.
+/// of 16 bits. Keys but those from `start` to `end` become zeros.
 #[inline(always)]
 unsafe fn widen<P: TensorFloat, C: CacheOperand, const KEYS: usize, const PARTS: usize>(
     raw: Shared<u8>,
     to: Shared<P>,
     share: u32,
-    there: u32,
+    start: u32,
+    end: u32,
 ) {
     const { assert!(KEYS == 16 * WIDENERS as usize) };
     let lane = warp::lane_id();
@@ -190,7 +193,8 @@ unsafe fn widen<P: TensorFloat, C: CacheOperand, const KEYS: usize, const PARTS:
             let mut wide = [0u32; 8];
             unroll::<4>(|j| [wide[2 * j], wide[2 * j + 1]] = C::operands(words[i][r][j]));
             let before = i as u32 * const { 8 * WIDENERS };
-            if there < const { KEYS as u32 } && before + share * 8 + row >= there {
+            let key = before + share * 8 + row;
+            if end - start < const { KEYS as u32 } && key.wrapping_sub(start) >= end - start {
                 wide = [0; 8];
             }
             let at = before * const { PARTS as u32 * 64 };
@@ -292,9 +296,9 @@ pub unsafe fn prefill<
     let k_empty = k_full + STAGES;
     let v_full = k_empty + STAGES;
     let v_empty = v_full + STAGES;
-    let tail_full = v_empty + STAGES;
+    let edge_full = v_empty + STAGES;
     // What the tile is.
-    let told = tail_full + 1;
+    let told = edge_full + 1;
     let told_empty = told + TOLD;
     let raw_k_full = told_empty + TOLD;
     let raw_k_empty = raw_k_full + RAW_STAGES;
@@ -348,7 +352,7 @@ pub unsafe fn prefill<
             mbarrier::init(bar(k_empty, slot), const { 4 * CONSUMERS as u32 });
             mbarrier::init(bar(v_empty, slot), const { 4 * CONSUMERS as u32 });
         }
-        mbarrier::init(bar(tail_full, 0), 1);
+        mbarrier::init(bar(edge_full, 0), 1);
         for slot in 0..RAW_STAGES {
             mbarrier::init(bar(raw_k_full, slot), 1);
             mbarrier::init(bar(raw_v_full, slot), 1);
@@ -397,11 +401,15 @@ pub unsafe fn prefill<
         let box_shift = if page_size < most { page_shift } else { most.ilog2() };
         let boxes = KEYS as u32 >> box_shift;
         let box_bytes = box_keys * if NARROW { D as u32 } else { D as u32 * 2 };
-        // A lane for each box of a block. Its page: -1 if there is none, which is outside of the tensor.
+        // A lane for each box of a block, which somebody sees from the key `start` on. Its page: -1 if there is none, which is
+        // outside of the tensor.
         let key_of = |block: u32| block * KEYS as u32 + (lane << box_shift);
-        let page_of = |table: Global<i32>, len: u32, block: u32| {
+        let wanted = |start: u32, len: u32, block: u32| {
             let key = key_of(block);
-            if lane < boxes && key < len { table.get(key >> page_shift) } else { -1 }
+            lane < boxes && key < len && key + box_keys > start
+        };
+        let page_of = |table: Global<i32>, start: u32, len: u32, block: u32| {
+            if wanted(start, len, block) { table.get(key_of(block) >> page_shift) } else { -1 }
         };
         let checked = |page: i32| if (page as u32) < pages { page } else { -1 };
         // Has the copy engine bring a block.
@@ -420,6 +428,7 @@ pub unsafe fn prefill<
                         block: u32,
                         page: i32,
                         count: u32,
+                        start: u32,
                         len: u32,
                         word: u32,
                         wrong: u32| {
@@ -429,12 +438,11 @@ pub unsafe fn prefill<
                 let full = if is_v != 0 { bar(raw_v_full, slot) } else { bar(raw_k_full, slot) };
                 let empty = if is_v != 0 { bar(raw_v_empty, slot) } else { bar(raw_k_empty, slot) };
                 mbarrier::wait_parity(empty, round ^ 1);
-                let start = block * KEYS as u32 + half * const { KEYS as u32 / 2 };
-                let left = len.saturating_sub(start);
-                let there = if left < const { KEYS as u32 / 2 } { left } else { KEYS as u32 / 2 };
+                let from = block * KEYS as u32 + half * const { KEYS as u32 / 2 };
+                let inside = |key: u32| key.saturating_sub(from).min(const { KEYS as u32 / 2 });
                 let place = 2 * is_v + slot;
                 if lane == 0 {
-                    raw_words.set(2 * place, word | there);
+                    raw_words.set(2 * place, word | inside(start) << KEYS_START | inside(len));
                     raw_words.set(2 * place + 1, wrong);
                     mbarrier::arrive_expect_tx(full, kv_bytes / 4);
                 }
@@ -469,14 +477,15 @@ pub unsafe fn prefill<
                 let mut drawn = 0;
                 if lane == 0 {
                     let end = batch.end(&tile, tile.tokens - 1);
-                    let first = batch.start(batch.end(&tile, 0)) / KEYS as u32;
+                    // What is before it nobody sees.
+                    let start = batch.start(batch.end(&tile, 0));
                     words.set(0u32, tile.first);
                     words.set(1u32, tile.tokens);
                     words.set(2u32, tile.len);
                     words.set(3u32, tile.position as u32);
-                    words.set(4u32, first);
+                    words.set(4u32, start);
                     // At least one block, which is then wholly masked.
-                    words.set(5u32, end.div_ceil(KEYS as u32).saturating_sub(first).max(1));
+                    words.set(5u32, end.div_ceil(KEYS as u32).saturating_sub(start / KEYS as u32).max(1));
                     words.set(6u32, tile.kv_head);
                     words.set(7u32, tile.sequence);
                     if NARROW {
@@ -512,18 +521,19 @@ pub unsafe fn prefill<
                     }
                     break;
                 }
-                let (first_token, len, first, kv_head) = (word(0), word(2), word(4), word(6));
+                let (first_token, len, start, kv_head) = (word(0), word(2), word(4), word(6));
+                let first = start / KEYS as u32;
                 let last = first + blocks - 1;
                 let table = Global::new(block_table).offset(word(7) as usize * max_pages as usize);
                 known = known.next();
                 // Pages are looked up a block ahead of the copies.
-                let mut page = page_of(table, len, last);
+                let mut page = page_of(table, start, len, last);
                 let load_k = |block: u32, at: Ring<STAGES>, count: u32, page: i32| {
-                    let wrong = lane < boxes && key_of(block) < len && checked(page) < 0;
+                    let wrong = wanted(start, len, block) && checked(page) < 0;
                     let wrong = warp::warp_vote_ballot(warp::FULL, wrong);
                     if NARROW {
                         let word = if block == first { LAST } else { 0 };
-                        load_raw(0, k_map, kv_head, block, page, count, u32::MAX, word, wrong);
+                        load_raw(0, k_map, kv_head, block, page, count, 0, u32::MAX, word, wrong);
                         return;
                     }
                     mbarrier::wait_parity(bar(k_empty, at.slot), at.parity ^ 1);
@@ -553,10 +563,10 @@ pub unsafe fn prefill<
                 k_ring = k_ring.next();
                 count += 1;
                 let mut block = last;
-                page = if blocks > 1 { page_of(table, len, block - 1) } else { -1 };
+                page = if blocks > 1 { page_of(table, start, len, block - 1) } else { -1 };
                 while block > first {
                     block -= 1;
-                    let next = if block > first { page_of(table, len, block - 1) } else { -1 };
+                    let next = if block > first { page_of(table, start, len, block - 1) } else { -1 };
                     load_k(block, k_ring, count, page);
                     k_ring = k_ring.next();
                     count += 1;
@@ -566,7 +576,7 @@ pub unsafe fn prefill<
         } else if warp_id == 1 {
             // Brings V.
             let (mut known, mut v_ring) = (Ring::<TOLD>::new(), Ring::<STAGES>::new());
-            let (mut count, mut tails) = (0, 0);
+            let (mut count, mut edges) = (0, 0);
             loop {
                 let slot = known.slot;
                 mbarrier::wait_parity(bar(told, slot), known.parity);
@@ -576,39 +586,44 @@ pub unsafe fn prefill<
                 if blocks == 0 {
                     break;
                 }
-                let first = word(4);
-                let (len, kv_head) = (word(2), word(6));
+                let (start, len, kv_head) = (word(4), word(2), word(6));
+                let first = start / KEYS as u32;
                 let table = Global::new(block_table).offset(word(7) as usize * max_pages as usize);
                 let mut block = first + blocks;
-                let mut next = page_of(table, len, block - 1);
+                let mut next = page_of(table, start, len, block - 1);
                 while block > first {
                     block -= 1;
                     let page = next;
-                    next = if block > first { page_of(table, len, block - 1) } else { -1 };
+                    next = if block > first { page_of(table, start, len, block - 1) } else { -1 };
                     if NARROW {
-                        load_raw(1, v_map, kv_head, block, page, count, len, 0, 0);
+                        load_raw(1, v_map, kv_head, block, page, count, start, len, 0, 0);
                         count += 1;
                         continue;
                     }
                     let stage = v_ring.slot;
                     mbarrier::wait_parity(bar(v_empty, stage), v_ring.parity ^ 1);
                     v_ring = v_ring.next();
-                    // Keys of the last page behind the sequence's end may hold anything, NaN times 0 among it.
-                    let beyond = len.wrapping_sub(block * KEYS as u32);
-                    let tail = beyond < KEYS as u32 && beyond % box_keys != 0;
-                    let full = if tail { bar(tail_full, 0) } else { bar(v_full, stage) };
+                    // Keys of the first page before the window and of the last one behind the sequence's end may hold anything,
+                    // NaN times 0 among it. Boxes are powers of two, so these are those of which bits are left.
+                    let inside = |key: u32| key.saturating_sub(block * KEYS as u32).min(KEYS as u32);
+                    let (before, beyond) = (inside(start), inside(len));
+                    let rest = box_keys - 1;
+                    let edge = (before | beyond) & rest != 0;
+                    let full = if edge { bar(edge_full, 0) } else { bar(v_full, stage) };
                     if lane == 0 {
                         mbarrier::arrive_expect_tx(full, kv_bytes);
                     }
                     load(v0 + stage * kv_bytes, v_map, kv_head, v_head, block, page, full);
-                    if tail {
-                        mbarrier::wait_parity(full, tails % 2);
-                        tails += 1;
-                        let page_end = (beyond | (box_keys - 1)) + 1;
+                    if edge {
+                        mbarrier::wait_parity(full, edges % 2);
+                        edges += 1;
                         let pieces = const { LINE as u32 / 8 };
+                        let first_keys = before & rest;
                         let mut i = lane;
-                        while i < (page_end - beyond) * parts * pieces {
-                            let (key, part) = (beyond + i / pieces / parts, i / pieces % parts);
+                        while i < (first_keys + (beyond.wrapping_neg() & rest)) * parts * pieces {
+                            let (nth, part) = (i / pieces / parts, i / pieces % parts);
+                            let key =
+                                if nth < first_keys { (before & !rest) + nth } else { beyond + (nth - first_keys) };
                             let at = ((key / 8 * parts + part) * 8 + key % 8) * LINE as u32 + i % pieces * 8;
                             v_tiles.offset(stage * (kv_bytes / 2)).set_as(at, B128([0u32; 4]));
                             i += 32;
@@ -649,11 +664,11 @@ pub unsafe fn prefill<
                 }
                 let to = tile0.offset(ring.slot * (kv_bytes / 2) + half * (kv_bytes / 4));
                 let from = raw_tiles.offset(which * (kv_bytes / 2) + half * (kv_bytes / 4));
-                let there = word & KEYS_THERE;
+                let (start, end) = (word >> KEYS_START & KEYS_END, word & KEYS_END);
                 match kind {
-                    narrow::E4M3 => widen::<P, E4M3, 64, PARTS>(from, to, share, there),
-                    narrow::E5M2 => widen::<P, E5M2, 64, PARTS>(from, to, share, there),
-                    _ => widen::<P, i8, 64, PARTS>(from, to, share, there),
+                    narrow::E4M3 => widen::<P, E4M3, 64, PARTS>(from, to, share, start, end),
+                    narrow::E5M2 => widen::<P, E5M2, 64, PARTS>(from, to, share, start, end),
+                    _ => widen::<P, i8, 64, PARTS>(from, to, share, start, end),
                 }
                 tma::fence_async();
                 warp::sync_warp(warp::FULL);
@@ -740,7 +755,7 @@ pub unsafe fn prefill<
             if blocks == 0 {
                 break;
             }
-            let first_block = word(4);
+            let first_block = word(4) / KEYS as u32;
             let tile = Tile {
                 sequence: 0,
                 kv_head: word(6),
@@ -805,7 +820,7 @@ pub unsafe fn prefill<
             if BENT {
                 unroll::<2>(|h| {
                     let (token, head) = places[h];
-                    positions[h] = tile.position + token as i32;
+                    positions[h] = tile.position_of(token);
                     if !alibi.is_null() && there[h] {
                         slopes[h] = Global::new(alibi).get(tile.kv_head * group + head) * LOG2_E;
                     }
@@ -813,13 +828,17 @@ pub unsafe fn prefill<
             }
             // Scores become exponents of 2.
             let bend = |s: &mut [f32], block: u32| {
+                // Of use only if there is a cap, but computed once for all scores.
+                let inverse_cap = float::fast::recip(soft_cap);
                 unroll::<2>(|h| {
                     let distance = (block * KEYS as u32 + 2 * t) as i32 - positions[h];
                     for j in 0..KEYS / 8 {
                         unroll::<2>(|c| {
                             let e = 4 * j + 2 * h + c;
                             let bias = slopes[h] * (distance + (8 * j + c) as i32) as f32;
-                            s[e] = float::fma(soft_capped(s[e] * scales[h], soft_cap), LOG2_E, bias);
+                            let score = s[e] * scales[h];
+                            let score = if soft_cap > 0.0 { capped(score, soft_cap, inverse_cap) } else { score };
+                            s[e] = float::fma(score, LOG2_E, bias);
                         });
                     }
                 });

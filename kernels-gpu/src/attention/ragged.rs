@@ -55,6 +55,15 @@ pub struct Tile {
     pub position: i32,
 }
 
+impl Tile {
+    /// The position of a token. Rows may be of tokens that the tile does not have: they count as its last one, whose position
+    /// is below the length of the sequence, while theirs may be beyond the largest number.
+    #[inline(always)]
+    pub fn position_of(&self, token: u32) -> i32 {
+        self.position + token.min(self.tokens - 1) as i32
+    }
+}
+
 impl Batch {
     /// First query token and number of query tokens of a sequence.
     #[inline(always)]
@@ -70,10 +79,10 @@ impl Batch {
         (self.lens.get(sequence).max(0) as u32).min(self.max_len)
     }
 
-    /// Keys that the token at this position sees end here.
+    /// Keys that this token of the tile sees end here.
     #[inline(always)]
     pub fn end(&self, tile: &Tile, token: u32) -> u32 {
-        if self.causal { ((tile.position + token as i32 + 1).max(0) as u32).min(tile.len) } else { tile.len }
+        if self.causal { (tile.position_of(token) + 1).max(0) as u32 } else { tile.len }
     }
 
     /// Where the keys begin that a token sees whose keys end at `end`.
