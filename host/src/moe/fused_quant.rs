@@ -52,7 +52,7 @@ const TALL: usize = 160;
 /// The most experts whose tables have room beside its stages.
 const TALL_BINS: usize = 900;
 /// The same of [`FusedQuantPath::Wgmma160`] with scales of rows.
-const ROWS_BINS: usize = 525;
+const ROWS_BINS: usize = 536;
 const _: () = {
     let wide = FusedQuantPath::Wgmma160;
     assert!(wide.takes_rows(0, ROWS_BINS) && !wide.takes_rows(0, ROWS_BINS + 1));
@@ -77,7 +77,7 @@ pub enum FusedQuantPath {
     Wgmma16,
     /// Up to 64 pairs at a time, any number in all, sorted; otherwise as [`Wgmma16`](Self::Wgmma16).
     Wgmma64,
-    /// [`Wgmma64`](Self::Wgmma64), up to 160 at a time with scales of blocks, of rows 176 and at most 525 experts.
+    /// [`Wgmma64`](Self::Wgmma64), up to 160 at a time with scales of blocks, of rows 176 and at most 536 experts.
     Wgmma160,
     /// [`Wgmma64`](Self::Wgmma64), up to 256 at a time, for scales of blocks. Gates and values in halves: `intermediate` is a multiple of 64. At most 900 experts.
     Wgmma256,

@@ -144,7 +144,7 @@ pub const fn rows(tiles: usize, alternate: bool) -> usize {
     if alternate { tiles * 64 } else { GROUPS * tiles * 64 }
 }
 
-/// Dynamic shared memory, of operands with scales or without; every part may begin at the next multiple of 16.
+/// Dynamic shared memory, of operands with scales or without; what follows the mbarriers of stages, which may be odd in number, begins at the next multiple of 16.
 pub const fn shared_bytes(rows: usize, pairs: usize, lines: usize, stages: usize, bins: usize, scaled: bool) -> usize {
     stages * ((rows + pairs) * lines * LINE + 2 * 8)
         + GROUPS * 8
@@ -153,7 +153,7 @@ pub const fn shared_bytes(rows: usize, pairs: usize, lines: usize, stages: usize
         + super::items::DRAWN_BYTES
         + super::items::FOUND_BYTES
         + if pairs == 16 { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
-        + 5 * 16
+        + 2 * 16
 }
 
 /// Bytes of the magnitudes of a consumer's results before they are packed: upper halves of two pairs' a word, a line for each row of a tile, 16 bytes longer than a multiple of 32, so that no two lanes that

@@ -26,9 +26,9 @@ pub const fn shared_bytes(bins: usize) -> usize {
     MAX_WARPS * 4 + 3 * (bins + 4) * 4 + DIRECT_PAIRS * 12 + 7 * 16
 }
 
-/// The same for items of a sorted list.
+/// The same for items of a sorted list, without the three parts that hold pairs.
 pub const fn sorted_shared_bytes(bins: usize) -> usize {
-    shared_bytes(bins) - DIRECT_PAIRS * 12
+    shared_bytes(bins) - DIRECT_PAIRS * 12 - 3 * 16
 }
 
 /// Numbers that a block keeps; see [`Drawn`].
@@ -150,8 +150,8 @@ impl Drawn {
 
 /// Items that a block keeps; see [`Found`].
 const FOUND: usize = 4;
-/// Shared memory of [`Found`]; its two parts may begin at the next multiple of 16.
-pub const FOUND_BYTES: usize = FOUND * 24 + 2 * 16;
+/// Shared memory of [`Found`], behind [`Drawn`], whose parts like its own are multiples of 16 bytes.
+pub const FOUND_BYTES: usize = FOUND * 24;
 
 /// What the producer has found for who has no time to search: between two items of a consumer nothing is multiplied, and several divisions and looks at tables one after another
 /// take 0.3 µs.
