@@ -34,7 +34,7 @@
 
 use super::fused::{HALVES, PLAIN};
 use super::fused_wgmma::{Activation, coordinates};
-use super::items::{Drawn, Item, Items, Sorted};
+use super::items::{Drawn, Found, Item, Items, Sorted};
 use super::pairs::Pairs;
 use super::progress::{Progress, Stripes};
 use crate::pipeline::{Ring, Stages};
@@ -58,6 +58,8 @@ const GROUPS: usize = 2;
 const PRODUCERS: usize = 128;
 /// Which of them draws items: a lane that brings neither weights, rows nor scales.
 const DRAWER: u32 = 30;
+/// Items of which it tells consumers before one is overwritten: more than the stages, of which each has one at least.
+const FOUND: usize = 8;
 /// Threads of a block.
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// Elements of K of a stage: a line of the swizzle, and what a scale of blocks covers.
@@ -119,6 +121,7 @@ pub const fn shared_bytes([tiles, pairs, lines, stages]: [usize; 4], up: bool, b
         + if in_turn(pairs, up) { GROUPS * 8 + 16 } else { 0 }
         + if up { quantiser_bytes(quantised_pairs(pairs)) } else { GROUPS * pairs * 8 }
         + super::items::DRAWN_BYTES
+        + if in_turn(pairs, up) { 0 } else { super::items::found_bytes(FOUND) }
         + super::items::sorted_shared_bytes(bins)
         + 8 * 16
 }
@@ -404,6 +407,9 @@ unsafe fn fused_quant_wgmma<
     // Clusters of the second product are dealt theirs: they take 1 to 3 % longer if they draw. Unless some items are much smaller than others.
     let draws = const { UP || SHARE == 1 || is_tall(PAIRS) };
     let drawn = Drawn::new(&mut carver, draws, word, launch);
+    // Who has its turn has searched while the other one multiplied.
+    let tells = const { !in_turn(PAIRS, UP) };
+    let found = Found::<FOUND>::new(&mut carver, tells);
     let stages = Stages::<STAGES>::new(bars.address(0u32)).shared_by(SHARE, 0);
     let rank = if SHARE > 1 { cluster::rank() } else { 0 };
     if SHARE > 1 {
@@ -412,6 +418,9 @@ unsafe fn fused_quant_wgmma<
     if tid == 0 {
         if draws {
             drawn.init();
+        }
+        if tells {
+            found.init();
         }
         if quantises {
             quantiser.init();
@@ -591,8 +600,13 @@ unsafe fn fused_quant_wgmma<
         let x_scales = job.x_scales;
         // Each lane has a box of rows brought, one of them the scales.
         let each = const { box_rows(PAIRS) as u32 };
+        let mut told = 0;
         while warp_id == 0 && next < all {
             let item = job.find_of(striped, next);
+            if tells && tid == DRAWER {
+                found.tell(told, Some(item));
+                told += 1;
+            }
             let wide = columns(PAIRS as u32, item.count);
             if !UP && progress.is_kept() && warp::warp_vote_ballot(warp::FULL, item.bin >= there) != 0 {
                 there = progress.wait_beyond(item.bin);
@@ -734,8 +748,11 @@ unsafe fn fused_quant_wgmma<
         }
         // Stripes of the second product all of whose results are stored.
         let mut stored = 0;
+        let mut heard = 0;
         while next < all {
-            let item = job.find_of(striped, next);
+            let item = if tells { found.hear(heard) } else { Some(job.find_of(striped, next)) };
+            let Some(item) = item else { break };
+            heard += 1;
             let wide = columns(PAIRS as u32, item.count);
             if striped && stripes.are_kept() {
                 // While the other one's products are under way.

@@ -100,6 +100,8 @@ const PRODUCERS: usize = 128;
 const DRAWER: u32 = PRODUCERS as u32 - 32;
 /// Rows of shuffled weights of the second product in a tile.
 const TILE_ROWS: u32 = 64;
+/// Items of which the producer of many pairs tells before one is overwritten. Each has two of four stages at least, so it is two ahead at most.
+const FOUND: usize = 4;
 /// Threads of a block.
 pub const THREADS: usize = PRODUCERS + GROUPS * 128;
 /// For how many threads a multiprocessor's registers are divided among those of a block of few pairs: 128 each, so that blocks of the sum find room beside it.
@@ -151,7 +153,7 @@ pub const fn shared_bytes(rows: usize, pairs: usize, lines: usize, stages: usize
         + GROUPS * pairs * if scaled { 12 } else { 8 }
         + if pairs == 64 && !scaled { GROUPS * magnitudes_bytes(pairs) } else { 0 }
         + super::items::DRAWN_BYTES
-        + super::items::FOUND_BYTES
+        + super::items::found_bytes(FOUND)
         + if pairs == 16 { super::items::shared_bytes(bins) } else { super::items::sorted_shared_bytes(bins) }
         + 2 * 16
 }
@@ -604,7 +606,7 @@ pub(super) unsafe fn product<
     let magnitudes_of_groups = carver.take::<T>(GROUPS * magnitudes);
     let word = if UP { words } else { words.wrapping_add(1) };
     let drawn = Drawn::new(&mut carver, true, word, launch);
-    let found = Found::new(&mut carver, STAGED);
+    let found = Found::<FOUND>::new(&mut carver, STAGED);
     // What warps have seen of the progress, before it is needed for the first item's end.
     let beyond = ids;
     let outputs = const { if UP { rows(TILES, ALTERNATE) as u32 / 2 } else { rows(TILES, ALTERNATE) as u32 } };

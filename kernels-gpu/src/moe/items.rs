@@ -148,34 +148,34 @@ impl Drawn {
     }
 }
 
-/// Items that a block keeps; see [`Found`].
-const FOUND: usize = 4;
-/// Shared memory of [`Found`], behind [`Drawn`], whose parts like its own are multiples of 16 bytes.
-pub const FOUND_BYTES: usize = FOUND * 24;
+/// Shared memory of a [`Found`], behind [`Drawn`], whose parts like its own are multiples of 16 bytes.
+pub const fn found_bytes(places: usize) -> usize {
+    places * 24
+}
 
 /// What the producer has found for who has no time to search: between two items of a consumer nothing is multiplied, and several divisions and looks at tables one after another
 /// take 0.3 µs.
 ///
-/// In the order of a block's items, from the one that is dealt. An item is overwritten [`FOUND`] items later. Then all before have been fetched, so who gives stages back, of
-/// which there are as many and each item has two at least, has heard all but the last two.
+/// In the order of a block's items, from the one that is dealt. An item is overwritten `PLACES` items later, which are an even number. When the producer tells of one it has had all before fetched, so
+/// who gives stages back has heard of all but as many as stages hold.
 #[derive(Clone, Copy)]
-pub struct Found {
+pub struct Found<const PLACES: usize> {
     told: Shared<u64>,
     items: Shared<u32>,
 }
 
-impl Found {
+impl<const PLACES: usize> Found<PLACES> {
     /// Takes no room if it is not `used`.
     #[inline(always)]
     pub unsafe fn new(carver: &mut Carver, used: bool) -> Self {
-        let kept = if used { FOUND } else { 0 };
-        Self { told: carver.take::<u64>(kept), items: carver.take::<u32>(4 * kept) }
+        let places = if used { PLACES } else { 0 };
+        Self { told: carver.take::<u64>(places), items: carver.take::<u32>(4 * places) }
     }
 
     /// By one thread, before [`mbarrier::fence_init`].
     #[inline(always)]
     pub unsafe fn init(self) {
-        for i in 0..FOUND {
+        for i in 0..PLACES {
             mbarrier::init(self.told.address(i), 1);
         }
     }
@@ -183,7 +183,7 @@ impl Found {
     /// By one thread: the next item, or that there is none.
     #[inline(always)]
     pub unsafe fn tell(self, sequence: u32, item: Option<Item>) {
-        let place = sequence % FOUND as u32;
+        let place = sequence % PLACES as u32;
         let item = item.map_or([NOWHERE, 0, 0, 0], |item| [item.bin, item.tile, item.first, item.count]);
         self.items.set_as(4 * place, B128(item));
         mbarrier::arrive(self.told.address(place));
@@ -192,8 +192,8 @@ impl Found {
     /// By whom an item's place is enough.
     #[inline(always)]
     pub unsafe fn hear(self, sequence: u32) -> Option<Item> {
-        let place = sequence % FOUND as u32;
-        mbarrier::wait_parity(self.told.address(place), (sequence / FOUND as u32) & 1);
+        let place = sequence % PLACES as u32;
+        mbarrier::wait_parity(self.told.address(place), (sequence / PLACES as u32) & 1);
         let B128([bin, tile, first, count]) = self.items.get_as::<B128<u32, 4>>(4 * place);
         (bin != NOWHERE).then_some(Item { bin, tile, first, count, shared: false, alone: false })
     }
