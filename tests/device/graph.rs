@@ -1,8 +1,9 @@
 //! Capture and replay.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use warploom::check::Call;
 use warploom::{Device, Error, Event, Graph, Result, Stream, Tensor, activation, borrow, norm};
-use warploom_tests::{noise, on_every_device};
+use warploom_tests::{devices, noise, on_every_device};
 
 #[test]
 fn captured_work_runs_when_launched_and_not_before() {
@@ -200,6 +201,120 @@ fn a_graph_keeps_the_tensors_of_streams_that_events_join() {
         other.synchronize().unwrap();
         assert_eq!(x.to_vec().unwrap(), [7; 32]);
     });
+}
+
+/// Two devices of one kind: SIMT devices, and the first two GPUs, if there are so many.
+fn pairs() -> Vec<[Device; 2]> {
+    let names: Vec<_> = devices().into_iter().map(|(name, _)| name).collect();
+    let mut pairs = vec![];
+    if names.iter().any(|name| name.starts_with("simt")) {
+        pairs.push([0; 2].map(|_| Device::simt()));
+    }
+    if names.contains(&"cuda") {
+        if Device::cuda_count() > 1 {
+            pairs.push([0, 1].map(|i| Device::cuda(i).unwrap()));
+        } else {
+            eprintln!("skipped on GPUs: it takes two of them");
+        }
+    }
+    pairs
+}
+
+#[test]
+fn a_device_whose_streams_join_a_capture_of_another_can_be_waited_for() {
+    for [a, b] in pairs() {
+        let [here, beside] = [0; 2].map(|_| Stream::new(&a).unwrap());
+        let [there, too, free] = [0; 3].map(|_| Stream::new(&b).unwrap());
+        let forked = Event::new(&a).unwrap();
+        let joined = [&a, &b, &b].map(|device| Event::new(device).unwrap());
+        let [mut w, mut x] = [0; 2].map(|_| Tensor::<u8>::zeros(&a, &[32]).unwrap());
+        let [mut y, mut z, mut live] = [0; 3].map(|_| Tensor::<u8>::zeros(&b, &[32]).unwrap());
+        // What is submitted before is waited for.
+        there.fill_bytes(&mut y, 1).unwrap();
+        let graph = Graph::capture(&here, |s| {
+            s.fill_bytes(&mut w, 3)?;
+            s.record_event(&forked)?;
+            for stream in [&beside, &there, &too] {
+                stream.wait_event(&forked)?;
+                assert!(stream.is_capturing());
+            }
+            beside.fill_bytes(&mut x, 4)?;
+            there.fill_bytes(&mut y, 5)?;
+            too.fill_bytes(&mut z, 6)?;
+            let waits = || -> Result<()> {
+                b.synchronize()?;
+                assert_eq!(y.to_vec()?, [1; 32]);
+                free.fill_bytes(&mut live, 7)?;
+                b.synchronize()?;
+                assert_eq!(live.to_vec()?, [7; 32]);
+                assert_eq!(Tensor::from_slice(&b, &[8u8; 4], &[4])?.to_vec()?, [8; 4]);
+                a.synchronize()
+            };
+            std::thread::scope(|scope| scope.spawn(waits).join().unwrap())?;
+            for (stream, event) in [&beside, &there, &too].into_iter().zip(&joined) {
+                stream.record_event(event)?;
+                s.wait_event(event)?;
+            }
+            b.synchronize()
+        })
+        .unwrap();
+        assert!([&here, &beside, &there, &too].iter().all(|stream| !stream.is_capturing()));
+        b.synchronize().unwrap();
+        assert_eq!([&w, &x, &y, &z].map(|t| t.to_vec().unwrap()[31]), [0, 0, 1, 0]);
+        for _ in 0..2 {
+            graph.launch(&here).unwrap();
+            here.synchronize().unwrap();
+            assert_eq!([&w, &x, &y, &z].map(|t| t.to_vec().unwrap()), [3, 4, 5, 6].map(|v| vec![v; 32]));
+            for t in [&mut w, &mut x, &mut y, &mut z] {
+                t.copy_from_slice(&[0; 32]).unwrap();
+            }
+        }
+    }
+}
+
+/// One thread waits for the second device again and again, while captures of the first are joined by its streams, and end, some in an error.
+#[test]
+fn captures_of_two_devices_beside_waits() {
+    for [a, b] in pairs() {
+        let here = Stream::new(&a).unwrap();
+        let mut x = Tensor::<u8>::zeros(&b, &[32]).unwrap();
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| {
+                while !over.load(Ordering::Acquire) {
+                    b.synchronize().unwrap();
+                    std::thread::yield_now();
+                }
+            });
+            // Whatever happens, the other thread is to end.
+            let rounds = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                for round in 1..=30u8 {
+                    let (forked, joined) = (Event::new(&a).unwrap(), Event::new(&b).unwrap());
+                    let there = Stream::new(&b).unwrap();
+                    let graph = Graph::capture(&here, |s| {
+                        s.record_event(&forked)?;
+                        there.wait_event(&forked)?;
+                        there.fill_bytes(&mut x, round)?;
+                        there.record_event(&joined)?;
+                        // Dropped while it takes part.
+                        drop(there);
+                        s.wait_event(&joined)?;
+                        if round % 3 == 0 { s.synchronize() } else { Ok(()) }
+                    });
+                    match graph {
+                        Ok(graph) => graph.launch(&here).unwrap(),
+                        Err(error) => assert!(matches!(error, Error::Capture(_)), "{error}"),
+                    }
+                    here.synchronize().unwrap();
+                    let last = if round % 3 == 0 { round - 1 } else { round };
+                    assert_eq!(x.to_vec().unwrap(), [last; 32]);
+                }
+            }));
+            over.store(true, Ordering::Release);
+            waits.join().unwrap();
+            rounds.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        });
+    }
 }
 
 #[test]

@@ -18,12 +18,13 @@
 //!
 //! **Captures.** While any stream of a context is captured, the driver refuses to wait for the whole context, and the
 //! capture is void if somebody tries. So a wait for all work waits for each stream that is not being captured, and for what the others had
-//! before, which the stream of copies waits for; and `captures` keeps captures from starting in the midst of a wait. Captures are in relaxed mode: tensors may be made
-//! and dropped meanwhile.
+//! before, which the stream of copies waits for; and `capturing` keeps captures from starting, and streams from joining one, in the midst of a wait. It counts the
+//! streams of its own context: one that joins a capture of another GPU's counts here, not there. Captures are in relaxed mode: tensors may be made and dropped meanwhile.
 //!
 //! **Threads.** Handles of the driver may be used from any thread; CUDA's manual exempts graphs, which are used
 //! under a lock here.
 
+use super::capturing::{Capturing, Counted};
 use super::stream::Captures;
 use super::{Geometry, Properties};
 use crate::driver::sys::{
@@ -84,8 +85,8 @@ struct Context {
     copies: CUstream,
     /// Streams that this crate works with, by address; one may be there several times.
     streams: Mutex<Vec<(CUstream, Weak<Captures>)>>,
-    /// Captures under way. Read-locked while all work is waited for.
-    captures: RwLock<usize>,
+    /// Streams that are being captured.
+    capturing: Arc<Capturing>,
     /// What is loaded or being loaded, by the entry's name.
     loaded: Mutex<HashMap<&'static str, Arc<Loading>>>,
     /// By address and length of the entry's name.
@@ -181,7 +182,7 @@ impl Context {
             arch,
             copies,
             streams: Mutex::default(),
-            captures: RwLock::default(),
+            capturing: Arc::default(),
             loaded: Mutex::default(),
             functions: RwLock::default(),
         })
@@ -260,8 +261,8 @@ impl Context {
     /// Waits for all work in the context; what is being captured is none.
     fn synchronize(&self) -> Result<()> {
         let _bound = self.bind()?;
-        let captures = self.captures.read().unwrap_or_else(PoisonError::into_inner);
-        if *captures == 0 {
+        let waiting = self.capturing.wait();
+        if !waiting.captured {
             // SAFETY: the context is current.
             return unsafe { self.driver.ctx_synchronize() };
         }
@@ -904,13 +905,9 @@ impl CudaStream {
         Ok(())
     }
 
-    /// Of any device: that is how streams of several GPUs wait for each other. `captures`: whether the stream takes part in a capture
-    /// from now on.
-    pub(super) fn wait(&self, event: &CudaEvent, captures: bool) -> Result<()> {
+    /// Of any device: that is how streams of several GPUs wait for each other.
+    pub(super) fn wait(&self, event: &CudaEvent) -> Result<()> {
         let _bound = self.context.bind()?;
-        if captures {
-            self.precede_copies()?;
-        }
         // SAFETY: both are alive.
         unsafe { self.context.driver.stream_wait_event(self.raw, event.raw, 0) }
     }
@@ -936,16 +933,20 @@ impl CudaStream {
         }
     }
 
-    /// Every success is followed by [`end_capture`](Self::end_capture).
-    pub(super) fn begin_capture(&self) -> Result<()> {
+    /// Waits for an event of a capture, of any device, in which the stream takes part from now on.
+    pub(super) fn join_capture(&self, event: &CudaEvent) -> Result<Counted> {
         let _bound = self.context.bind()?;
         self.precede_copies()?;
-        let mut captures = self.context.captures.write().unwrap_or_else(PoisonError::into_inner);
+        self.context.capturing.begin(|| self.wait(event))
+    }
+
+    /// Every success is followed by [`end_capture`](Self::end_capture).
+    pub(super) fn begin_capture(&self) -> Result<Counted> {
+        let _bound = self.context.bind()?;
+        self.precede_copies()?;
         let mode = CaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
         // SAFETY: the stream is alive.
-        unsafe { self.context.driver.stream_begin_capture(self.raw, mode)? };
-        *captures += 1;
-        Ok(())
+        self.context.capturing.begin(|| unsafe { self.context.driver.stream_begin_capture(self.raw, mode) })
     }
 
     pub(super) fn end_capture(&self) -> Result<CudaGraph> {
@@ -955,7 +956,6 @@ impl CudaStream {
         // SAFETY: the stream is alive, and its capture was begun.
         let ended =
             bound.and_then(|bound| unsafe { driver.stream_end_capture(self.raw, &raw mut graph) }.map(|()| bound));
-        *self.context.captures.write().unwrap_or_else(PoisonError::into_inner) -= 1;
         let _bound = ended?;
         let mut exec = null_mut();
         // SAFETY: the graph was just captured.

@@ -1,5 +1,6 @@
 //! Captured work that can be launched again and again.
 
+use super::capturing::Counted;
 use super::stream::StreamBackend;
 use super::{Device, Storage, Stream};
 use crate::error::{Error, Result};
@@ -17,8 +18,8 @@ struct Collected {
     /// On the SIMT device, what to run; on a GPU the driver keeps that.
     work: Vec<Work>,
     kept: Vec<Arc<Storage>>,
-    /// Those that take part.
-    streams: Vec<Stream>,
+    /// Those that take part, and what counts them in their contexts until it is over.
+    streams: Vec<(Stream, Option<Counted>)>,
     over: bool,
 }
 
@@ -46,27 +47,24 @@ impl Capture {
     }
 
     /// Adds a stream, unless the capture is over.
-    pub(super) fn add(&self, stream: &Stream) -> bool {
+    pub(super) fn add(&self, stream: &Stream, counted: Option<Counted>) -> bool {
         let mut collected = self.lock();
         if !collected.over {
-            collected.streams.push(stream.clone());
+            collected.streams.push((stream.clone(), counted));
         }
         !collected.over
     }
 
-    /// Takes a stream back out that did not come to take part.
-    pub(super) fn remove(&self, stream: &Stream) {
-        self.lock().streams.retain(|s| !s.is(stream));
-    }
-
-    /// Ends it: work, and what the graph is to keep. The streams are as before.
+    /// Ends it, once the driver's is over: work, and what the graph is to keep. The streams are as before.
     fn finish(&self) -> (Vec<Work>, Vec<Arc<Storage>>) {
         let mut collected = self.lock();
         let Collected { work, kept, streams, .. } =
             std::mem::replace(&mut *collected, Collected { over: true, ..Default::default() });
         // A stream that wants to take part asks with a lock of its own held.
         drop(collected);
-        streams.iter().for_each(Stream::leave_capture);
+        for (stream, _) in &streams {
+            stream.leave_capture();
+        }
         (work, kept)
     }
 }
@@ -110,19 +108,15 @@ impl Graph {
     /// Captures what `f` submits to `stream`, without running it. Another stream takes part once it
     /// [waits](Stream::wait_event) for an event that was recorded in the capture; `stream` must wait for it in turn before `f` ends.
     ///
+    /// Whoever [waits for a device](super::Device::synchronize) of those streams meanwhile, or copies from or to the host, waits for all its work but
+    /// what is being captured. A capture begins when those are done who are in the midst of such a wait.
+    ///
     /// # Errors
     /// What `f` returns; [`Error::Capture`] if the stream is being captured already, or another thread is submitting to it;
     /// [`Error::Driver`] if something in `f` cannot be captured. Load the kernels before ([`Device::preload`](super::Device::preload)): loading
     /// a module while capturing is refused by some drivers.
     pub fn capture(stream: &Stream, f: impl FnOnce(&Stream) -> Result<()>) -> Result<Self> {
         let capture = stream.start_capture()?;
-        #[cfg(feature = "_driver")]
-        if let StreamBackend::Cuda(s) = stream.backend()
-            && let Err(e) = s.begin_capture()
-        {
-            capture.finish();
-            return Err(e);
-        }
         // A panic in `f` must not leave the stream capturing.
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| f(stream)));
         let backend = match stream.backend() {
@@ -184,5 +178,65 @@ impl Graph {
             return Ok(());
         }
         Err(Error::WrongDevice { op, arg: "graph", expected: stream.device().name(), got: self.device.name() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::capturing::Capturing;
+    use super::*;
+
+    /// Begins, or joins, as a GPU's stream does.
+    fn join(stream: &Stream, capture: &Arc<Capture>, context: &Arc<Capturing>) -> Result<bool> {
+        stream.join_capture(capture, || context.begin(|| Ok(())).map(Some))
+    }
+
+    #[test]
+    fn streams_count_in_their_contexts_until_the_capture_is_over() {
+        let device = Device::simt();
+        let streams: Vec<_> = (0..4).map(|_| Stream::new(&device).unwrap()).collect();
+        let [here, there] = [0; 2].map(|_| Arc::new(Capturing::default()));
+        let counts = || [&here, &there].map(|context| context.count());
+        let capture = Arc::new(Capture::default());
+        for (stream, context, expected) in
+            [(0, &here, [1, 0]), (1, &here, [2, 0]), (2, &there, [2, 1]), (3, &there, [2, 2])]
+        {
+            assert!(join(&streams[stream], &capture, context).unwrap());
+            // Once only, and in one capture only.
+            assert!(!join(&streams[stream], &capture, context).unwrap());
+            join(&streams[stream], &Arc::default(), context).unwrap_err();
+            assert_eq!(counts(), expected);
+        }
+        // The capture keeps those that are dropped meanwhile.
+        let first = streams[0].clone();
+        drop(streams);
+        assert_eq!(counts(), [2, 2]);
+        capture.finish();
+        assert_eq!(counts(), [0, 0]);
+        capture.finish();
+        assert_eq!(counts(), [0, 0]);
+        assert!(!first.is_capturing());
+    }
+
+    #[test]
+    fn what_does_not_come_to_take_part_does_not_count() {
+        let stream = Stream::new(&Device::simt()).unwrap();
+        let context = Arc::new(Capturing::default());
+        let capture = Arc::new(Capture::default());
+        let refused = || Err(Error::Capture("refused".into()));
+        stream.join_capture(&capture, || context.begin(refused).map(Some)).unwrap_err();
+        assert!(!stream.is_capturing() && context.count() == 0);
+        assert!(join(&stream, &capture, &context).unwrap());
+        capture.finish();
+        // The capture ends while the driver is told.
+        let capture = Arc::new(Capture::default());
+        let begin = || {
+            let counted = context.begin(|| Ok(()))?;
+            capture.finish();
+            assert_eq!(context.count(), 1);
+            Ok(Some(counted))
+        };
+        assert!(stream.join_capture(&capture, begin).unwrap());
+        assert!(!stream.is_capturing() && context.count() == 0);
     }
 }

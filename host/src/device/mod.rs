@@ -3,6 +3,8 @@
 //! A [`Device`] is an NVIDIA GPU or the SIMT device. Work goes to a [`Stream`] of it, in order. On the SIMT device
 //! a stream runs its work at once, on the calling thread and the emulator's (on the calling thread alone, if that is one of a rayon pool); everything else is the same.
 
+#[cfg_attr(not(feature = "_driver"), allow(dead_code, reason = "on the SIMT device nothing is left to wait for"))]
+mod capturing;
 #[cfg(feature = "_driver")]
 mod cuda;
 mod graph;

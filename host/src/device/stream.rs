@@ -1,5 +1,6 @@
 //! Streams, events, pinned host memory.
 
+use super::capturing::Counted;
 use super::graph::Capture;
 use super::{Backend, Device, Geometry, Storage};
 use crate::error::{Error, Result};
@@ -331,25 +332,35 @@ impl Stream {
     }
 
     /// Lets later work of this stream wait for `event`, which may be that of another device of the same kind: so do streams of several GPUs wait for each other. If it
-    /// was recorded in a [capture](super::Graph::capture), the stream takes part in that from now on, until it ends.
+    /// was recorded in a [capture](super::Graph::capture), the stream takes part in that from now on, until it ends. Its own device can be
+    /// waited for meanwhile, and be copied to and from, as that of the capture's stream can; the call waits for who is in the midst of that.
     ///
     /// # Errors
     /// [`Error::Capture`] if the stream takes part in another capture, or another thread is submitting to it; [`Error::WrongDevice`] for a GPU and a SIMT device; [`Error::Driver`].
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         let capture = event.capture().upgrade();
-        let joins = capture.as_ref().map_or(Ok(false), |capture| self.join_capture(capture))?;
-        let waits = match (&self.0.backend, &event.backend) {
-            (StreamBackend::Simt, EventBackend::Simt(_)) => Ok(()),
+        if let Some(capture) = capture
+            && self.join_capture(&capture, || self.wait(event, true))?
+        {
+            return Ok(());
+        }
+        self.wait(event, false).map(drop)
+    }
+
+    /// `joins`: whether the stream comes to take part in a capture by it.
+    fn wait(&self, event: &Event, joins: bool) -> Result<Option<Counted>> {
+        match (&self.0.backend, &event.backend) {
+            (StreamBackend::Simt, EventBackend::Simt(_)) => {
+                let _ = joins;
+                Ok(None)
+            }
             #[cfg(feature = "_driver")]
-            (StreamBackend::Cuda(s), EventBackend::Cuda(e)) => s.wait(e, joins),
+            (StreamBackend::Cuda(s), EventBackend::Cuda(e)) if joins => s.join_capture(e).map(Some),
+            #[cfg(feature = "_driver")]
+            (StreamBackend::Cuda(s), EventBackend::Cuda(e)) => s.wait(e).map(|()| None),
             #[cfg(feature = "_driver")]
             _ => Err(self.foreign_event("wait_event", event)),
-        };
-        if let (true, Err(_), Some(capture)) = (joins, &waits, capture) {
-            capture.remove(self);
-            self.leave_capture();
         }
-        waits
     }
 
     fn foreign_event(&self, op: &'static str, event: &Event) -> Error {
@@ -367,11 +378,6 @@ impl Stream {
         } else {
             Ok(())
         }
-    }
-
-    /// Whether the two are one queue.
-    pub(super) fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0.captures, &other.0.captures)
     }
 
     fn state(&self) -> &AtomicUsize {
@@ -409,14 +415,21 @@ impl Stream {
 
     pub(super) fn start_capture(&self) -> Result<Arc<Capture>> {
         let capture = Arc::new(Capture::default());
-        if self.join_capture(&capture)? {
-            return Ok(capture);
-        }
-        Err(Error::Capture("the stream is being captured already".into()))
+        let begin = || match &self.0.backend {
+            StreamBackend::Simt => Ok(None),
+            #[cfg(feature = "_driver")]
+            StreamBackend::Cuda(s) => s.begin_capture().map(Some),
+        };
+        self.join_capture(&capture, begin).map(|_| capture)
     }
 
-    /// Takes part in a capture from now on; whether it did not before, and the capture is not over.
-    fn join_capture(&self, capture: &Arc<Capture>) -> Result<bool> {
+    /// Takes part in a capture from now on, which `begin` tells the driver; whether it did not before. Who asks for the capture meanwhile
+    /// waits, so that nothing is submitted between the two.
+    pub(super) fn join_capture(
+        &self,
+        capture: &Arc<Capture>,
+        begin: impl FnOnce() -> Result<Option<Counted>>,
+    ) -> Result<bool> {
         let mut own = self.lock_capture();
         if let Some(own) = &*own {
             if Arc::ptr_eq(own, capture) {
@@ -427,13 +440,14 @@ impl Stream {
         if self.state().compare_exchange(0, CAPTURING, Ordering::AcqRel, Ordering::Acquire).is_err() {
             return Err(Error::Capture("another thread is submitting to the stream; capture when it is done".into()));
         }
-        let joins = capture.add(self);
-        if joins {
+        // One that ended meanwhile has let go of the stream already.
+        let begun = begin().map(|counted| capture.add(self, counted));
+        if let Ok(true) = begun {
             *own = Some(capture.clone());
         } else {
             self.state().fetch_and(!CAPTURING, Ordering::Release);
         }
-        Ok(joins)
+        begun.map(|_| true)
     }
 
     pub(super) fn leave_capture(&self) {
