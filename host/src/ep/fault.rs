@@ -36,7 +36,7 @@ impl fmt::Display for Phase {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Fault {
-    /// A peer did not come in time: it never called, is stuck, or failed before.
+    /// A peer did not come in time: it never called, is stuck, or failed before. One at another operation is [`Disagree`](Self::Disagree) if anything of that has come.
     #[error("rank {rank} waited too long for rank {peer} ({phase})")]
     TimeOut {
         /// Who waited.

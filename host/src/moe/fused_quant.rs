@@ -26,7 +26,7 @@ use crate::kernels::moe::fused_quant_rows as rows_kernel;
 use crate::kernels::moe::fused_quant_rows_wgmma as rows_wgmma_kernel;
 use crate::kernels::moe::fused_quant_tile as tile_kernel;
 use crate::kernels::moe::fused_quant_wgmma as wgmma_kernel;
-use crate::kernels::moe::{fused, fused_reduce, items, progress};
+use crate::kernels::moe::{fused, fused_reduce, fused_wgmma, items, progress};
 use crate::kernels::row::GROUP;
 use crate::kernels::scales as kinds;
 use crate::tensor::Tensor;
@@ -56,6 +56,10 @@ const ROWS_BINS: usize = 536;
 const _: () = {
     let wide = FusedQuantPath::Wgmma160;
     assert!(wide.takes_rows(0, ROWS_BINS) && !wide.takes_rows(0, ROWS_BINS + 1));
+    let tall = FusedQuantPath::Wgmma256.wgmma().expect("a path of Hopper's");
+    let (up, down) =
+        (wgmma_kernel::shared_bytes(tall, true, TALL_BINS), wgmma_kernel::shared_bytes(tall, false, TALL_BINS));
+    assert!(up <= fused_wgmma::MAX_SHARED_BYTES && down <= fused_wgmma::MAX_SHARED_BYTES);
 };
 
 /// Up to how many bytes of `h` stay in the second-level cache, as far as they have room, until they have been quantised, and are given up then. Measured on an H100: 0.4 to 1.2 % less for

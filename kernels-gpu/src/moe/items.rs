@@ -158,6 +158,7 @@ pub const fn found_bytes(places: usize) -> usize {
 ///
 /// In the order of a block's items, from the one that is dealt. An item is overwritten `PLACES` items later. When the producer tells of one it has had all before fetched, so
 /// who gives stages back has heard of all but as many as stages hold.
+/// It may do so without releasing anything: where its operands are and whether there is an item it had to know before.
 #[derive(Clone, Copy)]
 pub struct Found<const PLACES: usize> {
     told: Shared<u64>,
