@@ -53,7 +53,8 @@
 //! experts. Where it is allowed (`SLOTS`) they are rounded to the element type, or to f16 with a power of two for each pair and 128 outputs, which is half of it.
 //!
 //! # Work
-//! Blocks of threads stay, one a multiprocessor, and draw [`items`](super::items) when they have fetched what they had ([`Drawn`]).
+//! Blocks of threads stay, one a multiprocessor, and draw [`items`](super::items) when they have fetched what they had ([`Drawn`]). Of many pairs consumers do not look for an item's place:
+//! the producer tells them ([`Found`]).
 //!
 //! The second product starts where blocks of the first have no more items. While it asks for its first weights it looks how far the others have come ([`Progress`]): mostly
 //! the last experts are what they are at, so it begins with the first ones at once, and when it comes to those last ones the first product has ended. Otherwise, as with one expert, it
@@ -1720,7 +1721,7 @@ impl<T: TensorFloat> Consumer<T> {
         acc: &[A; TILES],
         by: [[f32; 2]; TILES],
     ) {
-        // Code of its own without biases, as nearly all are: a third of the additions.
+        // Code of its own without biases, as nearly all blocks are: an addition less for each result.
         if job.biased || job.shared_biased {
             let within = warp::warp_id() % 4 * 16 + warp::lane_id() / 4;
             let mut bias = [[0f32; 2]; TILES];

@@ -154,7 +154,7 @@ pub const fn found_bytes(places: usize) -> usize {
 }
 
 /// What the producer has found for who has no time to search: between two items of a consumer nothing is multiplied, and several divisions and looks at tables one after another
-/// take 0.3 µs.
+/// took some 0.2 µs of each of Qwen3's items (docs/fused-moe.md).
 ///
 /// In the order of a block's items, from the one that is dealt. An item is overwritten `PLACES` items later. When the producer tells of one it has had all before fetched, so
 /// who gives stages back has heard of all but as many as stages hold.
