@@ -96,14 +96,26 @@ fn case<T: Float, S: CacheElement>(d: &Device, shape: &Shape) -> Case<T, S> {
 }
 
 impl<T, S: CacheElement> Case<T, S> {
-    /// Pages that lie wholly before what the first query token of a sequence sees become somebody else's: a page of NaN.
-    fn forget(&mut self, shape: &Shape, window: usize) {
-        let width = self.table.shape()[1];
+    /// Keys and values before what the first query token of a sequence sees become this, and pages that lie wholly there
+    /// somebody else's: a page of NaN.
+    fn forget(&mut self, shape: &Shape, window: usize, fill: f32) {
+        let (page, width) = (shape.page, self.table.shape()[1]);
         let mut table = self.table.to_vec().unwrap();
+        let (ks, vs) = (self.cache.key_strides(), self.cache.value_strides());
+        let (mut k, mut v) = (self.cache.key().to_vec().unwrap(), self.cache.value().to_vec().unwrap());
         for (b, &len) in shape.lens.iter().enumerate() {
             let unseen = (len + 1).saturating_sub(shape.q_len + window);
-            table[b * width..][..unseen / shape.page].fill(0);
+            for i in 0..unseen {
+                let block = table[b * width + i / page] as usize;
+                for (h, x) in (0..shape.kv_heads).flat_map(|h| (0..shape.dim).map(move |x| (h, x))) {
+                    k[ks.index(block, h, i % page, x)] = S::round(fill);
+                    v[vs.index(block, h, i % page, x)] = S::round(fill);
+                }
+            }
+            table[b * width..][..unseen / page].fill(0);
         }
+        self.cache.key().clone().copy_from_slice(&k).unwrap();
+        self.cache.value().clone().copy_from_slice(&v).unwrap();
         self.table.copy_from_slice(&table).unwrap();
     }
 }
@@ -124,7 +136,7 @@ struct Bend {
 fn check<T: Float, S: CacheElement>(d: &Device, s: &Stream, shape: &Shape, bend: Bend, path: DecodePath) {
     let mut c = case::<T, S>(d, shape);
     if bend.window > 0 {
-        c.forget(shape, bend.window);
+        c.forget(shape, bend.window, f32::NAN);
     }
     let q_heads = shape.kv_heads * shape.group;
     let batch = shape.lens.len();
@@ -208,6 +220,59 @@ fn soft_caps_of_any_size() {
         for soft_cap in [f32::MIN_POSITIVE, 0.01, 1.0, 30.0, 1e3, 1e5, 1e9, 1.0 / f32::MIN_POSITIVE] {
             for path in [DecodePath::Split, DecodePath::Tma, DecodePath::Plain] {
                 check::<f16, f16>(d, s, &shape, Bend { soft_cap, ..Bend::default() }, path);
+            }
+        }
+    });
+}
+
+/// Windows that begin in the middle of a page, at a page, within the keys of a step and at the border of two, in the first chunk and
+/// a later one: the bits are those of a cache of zeros there. Infinity is a number in caches that have none.
+#[test]
+fn keys_before_all_windows_may_be_anything() {
+    fn bits<T: Float, S: CacheElement>(d: &Device, s: &Stream, shape: &Shape, window: usize, path: DecodePath) {
+        let q_heads = shape.kv_heads * shape.group;
+        let factor = Tensor::from_slice(d, &[0.1], &[1]).unwrap();
+        let run = |fill: f32| {
+            let mut c = case::<T, S>(d, shape);
+            c.forget(shape, window, fill);
+            let mut options = DecodeOptions::default().scale(0.17).window(window).path(path);
+            options.scales = (T::DTYPE != S::DTYPE).then_some(Scales::new(&factor, &factor));
+            let mut out = Tensor::<T>::uninit(d, &[shape.lens.len(), shape.q_len, q_heads, shape.dim]).unwrap();
+            let mut lse = Tensor::<f32>::uninit(d, &out.shape()[..3]).unwrap();
+            decode(s, &mut out, Some(&mut lse), &c.q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
+            let out = out.to_vec().unwrap().into_iter().map(Float::to_f32);
+            out.chain(lse.to_vec().unwrap()).map(f32::to_bits).collect::<Vec<_>>()
+        };
+        let zeros = run(0.0);
+        assert!(zeros.iter().all(|&x| f32::from_bits(x).is_finite()), "{path:?} {shape:?} {window}");
+        for fill in [f32::NAN, f32::INFINITY] {
+            assert!(run(fill) == zeros, "{path:?} {:?} over {:?}, {shape:?} {window} {fill}", T::DTYPE, S::DTYPE);
+        }
+    }
+    type Bits = fn(&Device, &Stream, &Shape, usize, DecodePath);
+    const ALL: [DecodePath; 3] = [DecodePath::Split, DecodePath::Tma, DecodePath::Plain];
+    let kinds: [(Bits, usize, usize, &[DecodePath]); 10] = [
+        (bits::<f32, f32>, 64, 2, &[DecodePath::Plain]),
+        (bits::<f16, f16>, 64, 2, &ALL),
+        (bits::<bf16, bf16>, 128, 3, &ALL),
+        (bits::<f16, f16>, 128, 4, &ALL),
+        (bits::<f16, f16>, 128, 8, &ALL),
+        (bits::<bf16, bf16>, 256, 1, &ALL),
+        (bits::<bf16, E4M3>, 128, 2, &ALL),
+        (bits::<f16, E4M3>, 128, 8, &ALL),
+        (bits::<f16, E5M2>, 128, 2, &ALL),
+        (bits::<bf16, E5M2>, 128, 8, &ALL),
+    ];
+    on_every_device(|d, s| {
+        for (bits, dim, group, paths) in kinds {
+            for (page, hnd, q_len, window) in
+                [(8, true, 2, 17), (64, false, 1, 45), (256, false, 1, 70), (32, true, 2, 1)]
+            {
+                let layout = if hnd { CacheLayout::Hnd } else { CacheLayout::Nhd };
+                let shape = Shape { lens: vec![301, 70], q_len, kv_heads: 2, group, dim, page, layout };
+                for &path in paths {
+                    bits(d, s, &shape, window, path);
+                }
             }
         }
     });

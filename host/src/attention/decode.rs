@@ -63,9 +63,10 @@ pub struct DecodeOptions<'a> {
     pub scale: Option<f32>,
     /// Scores become `cap · tanh(score / cap)`, within some 2^-18 of it; 0 for none.
     pub soft_cap: f32,
-    /// How many of the latest keys a query token sees, itself included; 0 for all. Blocks wholly before what a sequence's first
-    /// query token sees are not read, whatever number the table has for them; in others what is not seen must be numbers, since 0 times
-    /// NaN is NaN.
+    /// How many of the latest keys a query token sees, itself included; 0 for all. Keys before the first that any query token of a
+    /// sequence sees have no part in anything: they may be NaN, and blocks wholly before it are not read, whatever number the
+    /// table has for them. What some of a sequence's query tokens see and others do not must be numbers for these others,
+    /// since 0 times NaN is NaN.
     pub window: usize,
     /// ALiBi slopes, `[q_heads]`: `slope · (key position - query position)` is added to scores.
     pub alibi: Option<&'a Tensor<f32>>,

@@ -448,20 +448,21 @@ pub unsafe fn decode<
     // Items come into view one after another, so that no load is waited for: first the next one's page numbers are read,
     // then its Q and its keys, then it is computed.
     let nothing = Item { sequence: 0, len: 0, chunk: 0, part: 0, whole: true, head: 0 };
-    // The first key of an item that is read (groups start at multiples of 16 keys), and this warp's groups of it.
+    // The first key of an item that somebody sees, and this warp's groups. The first group starts at the multiple of 16 keys before it.
+    let group_start = |first: u32| first & !(KEYS as u32 - 1);
     let extent = |item: Item| {
         let shift = chunk_shift(item.len, hint);
-        let visible = first_visible(item.len, q_len, window);
-        let start = (item.chunk << shift).max(visible & !(KEYS as u32 - 1));
+        let first = (item.chunk << shift).max(first_visible(item.len, q_len, window));
+        let start = group_start(first);
         let groups = ((item.chunk + 1) << shift).min(item.len).saturating_sub(start).div_ceil(KEYS as u32);
-        (start, (groups + (WARPS as u32 - 1) - warp_id) / WARPS as u32)
+        (first, (groups + (WARPS as u32 - 1) - warp_id) / WARPS as u32)
     };
     // Page numbers of an item: of the first 8 keys of this warp's groups in the lower lanes, of the others in the upper ones.
     // A page has 8 keys or more. Keys that are not seen have no page.
     let page_numbers = |item: Item| {
-        let (start, own) = extent(item);
+        let (first, own) = extent(item);
         let group = lane % MAX_GROUPS as u32;
-        let key = start + (group * WARPS as u32 + warp_id) * KEYS as u32 + lane / 16 * 8;
+        let key = group_start(first) + (group * WARPS as u32 + warp_id) * KEYS as u32 + lane / 16 * 8;
         let wanted = group < own && key < item.len && key + 8 > first_visible(item.len, q_len, window);
         let table = table.offset(item.sequence as usize * max_pages as usize);
         if wanted { table.get(key >> page_shift) as u32 } else { u32::MAX }
@@ -494,7 +495,7 @@ pub unsafe fn decode<
     }
     // The item that copies are issued for: the computed one or the next.
     let mut ahead = nothing;
-    let (mut ahead_start, mut ahead_own, mut ahead_issued, mut ahead_pages) = (0u32, 0u32, 0u32, u32::MAX);
+    let (mut ahead_first, mut ahead_own, mut ahead_issued, mut ahead_pages) = (0u32, 0u32, 0u32, u32::MAX);
     let (mut ahead_k, mut ahead_v) = (0usize, 0usize);
     let mut is_ahead = false;
     let mut q_ahead = [[[0u32; 2]; 16]; TILES];
@@ -531,7 +532,7 @@ pub unsafe fn decode<
                     }
                     is_ahead = true;
                     (ahead, ahead_pages, ahead_issued) = (coming, coming_pages, 0);
-                    (ahead_start, ahead_own) = extent(ahead);
+                    (ahead_first, ahead_own) = extent(ahead);
                     let kv_head = ahead.head / row_blocks;
                     ahead_k = kv_head as usize * k_head + piece_at;
                     ahead_v = kv_head as usize * v_head + piece_at;
@@ -545,7 +546,10 @@ pub unsafe fn decode<
                     }
                 }
                 if ahead_issued < ahead_own {
-                    let key = ahead_start + (ahead_issued * WARPS as u32 + warp_id) * KEYS as u32;
+                    let key = group_start(ahead_first) + (ahead_issued * WARPS as u32 + warp_id) * KEYS as u32;
+                    // Keys before the first that somebody sees and behind the last may hold anything, and NaN times 0 is NaN. The
+                    // former wrap around.
+                    let (row, rows) = ((key + row_of_lane).wrapping_sub(ahead_first), ahead.len - ahead_first);
                     // Where each half's row of this lane starts; a wrong page reads nothing.
                     let mut readable = [false; 2];
                     let (mut k_at, mut v_at) = ([0usize; 2], [0usize; 2]);
@@ -566,7 +570,7 @@ pub unsafe fn decode<
                         } else {
                             (k_from + rows_at_once * k_slot, v_from + rows_at_once * v_slot)
                         };
-                        let readable = readable[h] && key + (step * rows_at_once) as u32 + row_of_lane < ahead.len;
+                        let readable = readable[h] && row.wrapping_add((step * rows_at_once) as u32) < rows;
                         let bytes = if readable { 16 } else { 0 };
                         let to = slot_in
                             + copy_to
@@ -761,7 +765,7 @@ pub unsafe fn decode<
             break;
         }
         // On to the next item.
-        (item, start, own, item_pages) = (ahead, ahead_start, ahead_own, ahead_pages);
+        (item, start, own, item_pages) = (ahead, group_start(ahead_first), ahead_own, ahead_pages);
         (is_ahead, valid) = (false, true);
 
         let kv_head = item.head / row_blocks;

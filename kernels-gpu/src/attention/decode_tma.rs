@@ -7,8 +7,9 @@
 //! items cost no bandwidth.
 //!
 //! A box is a page of one head (or the part of it that a step takes), in atoms of 8 keys × 128 bytes, swizzled, as in
-//! [`prefill_wgmma`](super::prefill_wgmma). Boxes of pages that do not exist are outside of the tensor and become zeros; what
-//! follows a sequence's end in its last page may be anything, and V's operands are masked there.
+//! [`prefill_wgmma`](super::prefill_wgmma). Boxes of pages that do not exist are outside of the tensor and become zeros, and so are
+//! those wholly before the window of a sequence's first query token; what is before that window in its first box, or follows a
+//! sequence's end in its last one, may be anything, and V's operands are masked there.
 //!
 //! What comes before the first copy is a chain of loads that wait for one another, lengths, pages, keys, and of arithmetic by one
 //! warp, some five cycles an instruction: for short sequences it is half of the time. So page numbers are fetched for 32 boxes
@@ -88,6 +89,8 @@ const LAST: u32 = 16;
 /// The item begins a sequence of which others have the rest: its chunks are added as those of a whole sequence, and leave one partial
 /// result.
 const PREFIX: u32 = 32;
+/// The step begins with keys that no query token of the sequence sees.
+const UNSEEN: u32 = 64;
 /// Where a ticket counts the chunks of the prefix: of longer sequences there is none.
 const PREFIX_SHIFT: u32 = 16;
 /// Keys of a unit of work, as a power of two, unless there are too many.
@@ -525,7 +528,8 @@ unsafe fn add_wide(
 /// Adds a step's values, times the probabilities, to a warp's columns `o`.
 ///
 /// `p_at`: this lane's address for the probabilities; `v_at`: those for 32 bytes of columns each, less `stage`; `key`: the first
-/// key of this lane in an operand. If `TAIL` the step has keys behind the sequence's end, at `len`, which may hold anything.
+/// key of this lane in an operand. If `EDGE` the step has keys that nobody sees, which may hold anything: `key` is less the first key
+/// that somebody sees, those before it being at the end of the numbers, and `keys` are those seen.
 #[inline(always)]
 unsafe fn multiply<
     C: CacheOperand,
@@ -533,20 +537,20 @@ unsafe fn multiply<
     const TILES: usize,
     const CONSUMERS: usize,
     const KEYS: u32,
-    const TAIL: bool,
+    const EDGE: bool,
 >(
     o: &mut [[[f32; 4]; TILES]; 4],
     p_at: u32,
     stage: u32,
     v_at: [u32; 4],
     key: u32,
-    len: u32,
+    keys: u32,
 ) {
     let tiles = const { D / 16 / CONSUMERS };
     let p_row = const { p_row_bytes(KEYS as usize) as u32 };
     // Keys 2t, 2t + 1 and 8 more of an operand's 16: NaN times 0 would be NaN.
-    let there = |key: u32, bits: u32| if key < len { bits } else { 0 };
-    let pair = |key: u32| there(key, 0xffff) | there(key + 1, 0xffff_0000);
+    let there = |after: u32, bits: u32| if key.wrapping_add(after) < keys { bits } else { 0 };
+    let pair = |after: u32| there(after, 0xffff) | there(after + 1, 0xffff_0000);
     // A single tile has two chains of products, so that one does not wait for the other.
     let single = const { TILES * D == 16 * CONSUMERS && size_of::<C>() == 2 };
     let mut odd = [0f32; 4];
@@ -556,7 +560,7 @@ unsafe fn multiply<
         unroll::<2>(|half| {
             let group = (2 * two + half) as u32;
             let rows = stage + group * const { 2 * 8 * (D * size_of::<C>()) as u32 };
-            let keep = if TAIL { [pair(key + 16 * group), pair(key + 16 * group + 8)] } else { [u32::MAX; 2] };
+            let keep = if EDGE { [pair(16 * group), pair(16 * group + 8)] } else { [u32::MAX; 2] };
             let kept = |a: [u32; 4]| [a[0] & keep[0], a[1] & keep[0], a[2] & keep[1], a[3] & keep[1]];
             if const { size_of::<C>() == 2 } {
                 for i in 0..tiles {
@@ -810,10 +814,8 @@ pub unsafe fn decode<
                     }
                     // Only keys that somebody wants are missed.
                     let own = key + (lane << box_shift);
-                    let missing = own < item.end
-                        && own + box_keys > first_visible(len, q_len, window)
-                        && lane < boxes
-                        && page >= pages;
+                    let visible = first_visible(len, q_len, window);
+                    let missing = own < item.end && own + box_keys > visible && lane < boxes && page >= pages;
                     let wrong = warp::warp_vote_ballot(warp::FULL, missing);
                     let record = records.offset(step % RECORDS * WORDS);
                     let v_scale = warp::shfl_idx(scale, 1);
@@ -825,6 +827,7 @@ pub unsafe fn decode<
                             | flag(item_end, ITEM_END)
                             | flag(item.whole, WHOLE)
                             | flag(WIDE && item.prefix, PREFIX)
+                            | flag(key < visible, UNSEEN)
                             | flag(item_end && coming.item.over, LAST);
                         record.set_as(FLAGS, B128([flags, key, len, wrong]));
                         record.set_as(SEQUENCE, B128([sequence, head, item.part, item.parts]));
@@ -1153,24 +1156,22 @@ pub unsafe fn decode<
         // This warp's columns of V, all keys.
         mbarrier::wait_parity(v_full(slot), parity);
         let beyond = len.wrapping_sub(key);
-        if beyond < KEYS && beyond % box_keys != 0 {
+        let tail = beyond < KEYS && beyond % box_keys != 0;
+        // No branch between the two: it would lead the usual way around the other.
+        #[allow(clippy::needless_bitwise_bool)]
+        let edge = tail | (flags & UNSEEN != 0);
+        if edge {
+            let start = first_visible(len, q_len, window);
             multiply::<C, D, TILES, CONSUMERS, KEYS, true>(
                 &mut o,
                 p_slot + p_from,
                 slot * kv_bytes,
                 v_at,
-                key + 2 * t,
-                len,
+                (key + 2 * t).wrapping_sub(start),
+                len - start,
             );
         } else {
-            multiply::<C, D, TILES, CONSUMERS, KEYS, false>(
-                &mut o,
-                p_slot + p_from,
-                slot * kv_bytes,
-                v_at,
-                key + 2 * t,
-                len,
-            );
+            multiply::<C, D, TILES, CONSUMERS, KEYS, false>(&mut o, p_slot + p_from, slot * kv_bytes, v_at, 0, 0);
         }
         step += 1;
         slot += 1;
