@@ -8,7 +8,7 @@ use crate::chunk;
 use crate::kv_cache::layout::{Flat, PageLayout, split_slot, store};
 use crate::kv_cache::{CacheElement, StoreAs};
 use crate::operand;
-use crate::rope::rotary_and_cache::{
+use crate::rope::chunk_pairs::{
     FEW_BLOCKS, INTERLEAVED, SCALE_PER_HEAD, SLOTS_I64, Share, begin, pairs, quantised, single, split, turning,
 };
 use crate::rope::rotation::{ANGLES_F32, Angles, POSITIONS_I64, turn};
