@@ -16,7 +16,7 @@ use crate::rope::chunk_pairs::{
     FEW_BLOCKS, INTERLEAVED, SCALE_PER_HEAD, SLOTS_I64, Share, begin, pairs, quantised, single, split, turning,
 };
 use crate::rope::rotary_and_cache_twos::rotary_and_cache_twos;
-use crate::rope::rotation::{ANGLES_F32, Angles, POSITIONS_I64, turn};
+use crate::rope::rotation::{self, Angles, POSITIONS_I64, turn};
 use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, vec};
 
 /// Arguments as for [`rotary`](super::rotary::rotary) and
@@ -89,11 +89,7 @@ pub unsafe fn rotary_and_cache<
         return;
     }
     let (half, n) = (rot_dim / 2, N as u32);
-    let angles_aligned = if flags & ANGLES_F32 != 0 {
-        chunk::aligned::<f32, N>(angles as usize, rot_dim as usize)
-    } else {
-        chunk::aligned::<T, N>(angles as usize, rot_dim as usize)
-    };
+    let angles_aligned = rotation::aligned::<T, N>(angles, rot_dim, flags);
 
     if of_queries {
         let (head, part) = split(item, turning);

@@ -11,7 +11,7 @@ use crate::operand;
 use crate::rope::chunk_pairs::{
     FEW_BLOCKS, INTERLEAVED, SCALE_PER_HEAD, SLOTS_I64, Share, begin, pairs, quantised, single, split, turning,
 };
-use crate::rope::rotation::{ANGLES_F32, Angles, POSITIONS_I64, turn};
+use crate::rope::rotation::{self, Angles, POSITIONS_I64, turn};
 use cuda_std::{Float, Global, GlobalMut, dependent_launch, float, thread, vec};
 
 /// Heads of a thread.
@@ -107,11 +107,7 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
         return;
     }
     let (half, n) = (rot_dim / 2, N as u32);
-    let angles_aligned = if flags & ANGLES_F32 != 0 {
-        chunk::aligned::<f32, N>(angles as usize, rot_dim as usize)
-    } else {
-        chunk::aligned::<T, N>(angles as usize, rot_dim as usize)
-    };
+    let angles_aligned = rotation::aligned::<T, N>(angles, rot_dim, flags);
 
     if of_queries {
         let (head, part) = split(item, turning);
