@@ -1,11 +1,14 @@
-//! What the kernels of [`rotary_and_cache`](super::rotary_and_cache) share, with one head a thread and with [two](super::rotary_and_cache_twos): how blocks and threads share
-//! the pairs of chunks, where the two chunks of a pair are, and how they come to the cache.
+//! What both kernels of [`rotary_and_cache`](super::rotary_and_cache) do, with one head a thread and with [two](super::rotary_and_cache_twos): how blocks and threads
+//! share the pairs of chunks, where the two chunks of a pair are, and how they come to the cache.
 //!
-//! Each function is what ptxas makes the same of in both. What it does not, loads and their order above all, is in the kernels (docs/elementwise.md).
+//! Each function makes the same machine code as its text in both kernels did. What did not is there twice: a thread's token and item, the loads, which scale a head
+//! has, the rotation of whole chunks (docs/elementwise.md).
 
-use crate::kv_cache::CacheElement;
-use crate::rope::rotation::{INVERSE, angle_part};
-use cuda_std::{Float, dependent_launch};
+use crate::kv_cache::layout::{PageLayout, store};
+use crate::kv_cache::{CacheElement, StoreAs, scaled};
+use crate::operand;
+use crate::rope::rotation::{INVERSE, angle_part, turn};
+use cuda_std::{Float, Global, GlobalMut, dependent_launch, float};
 
 /// Pairs are neighbours (GPT-J).
 pub const INTERLEAVED: u32 = 8;
@@ -21,13 +24,8 @@ pub const fn pairs(head_dim: u32, rot_dim: u32, n: u32) -> u32 {
 
 /// Rounds a chunk for the cache.
 #[inline(always)]
-pub fn quantised<S: CacheElement, const N: usize>(mut values: [f32; N], inverse_scale: f32) -> [S; N] {
-    let mut j = 0;
-    while j < N {
-        values[j] *= inverse_scale;
-        j += 1;
-    }
-    S::round_all(values)
+pub fn quantised<S: CacheElement, const N: usize>(values: [f32; N], inverse_scale: f32) -> [S; N] {
+    S::round_all(scaled(values, inverse_scale))
 }
 
 /// Chunk pairs of a head that turn.
@@ -106,4 +104,151 @@ pub unsafe fn single<T: Float>(
     let sign = if flags & INVERSE != 0 { -1.0 } else { 1.0 };
     let cos = angle_part::<T>(angles, row + pair as usize, flags);
     (places, cos, sign * angle_part::<T>(angles, row + half as usize + pair as usize, flags))
+}
+
+/// Stores a head that does not turn where chunks are not whole: the elements from `d` on, each `by` apart.
+///
+/// # Safety
+/// In bounds, and nobody else accesses those of the page unordered.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn store_singly<T: StoreAs<S>, S: CacheElement, L: PageLayout>(
+    x: Global<T>,
+    page: GlobalMut<S>,
+    layout: L,
+    at: u32,
+    head_dim: u32,
+    mut d: u32,
+    by: u32,
+    inverse_scale: f32,
+) {
+    while d < head_dim {
+        let [v] = T::store([x.get(d)], inverse_scale);
+        page.set(layout.within(at, d), v);
+        d += by;
+    }
+}
+
+/// What of a head turns.
+#[derive(Clone, Copy)]
+pub struct Rotated {
+    /// Elements of the head.
+    pub head_dim: u32,
+    /// The first one that turns.
+    pub offset: u32,
+    /// How many turn.
+    pub rot_dim: u32,
+}
+
+/// Turns a head and stores it where chunks are not whole: of the pairs and of what does not turn, those from `part` on, each `by` apart.
+///
+/// # Safety
+/// In bounds, and nobody else accesses those of the page unordered.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn turn_and_store_singly<T: Float + StoreAs<S>, S: CacheElement, L: PageLayout>(
+    x: Global<T>,
+    page: GlobalMut<S>,
+    layout: L,
+    at: u32,
+    head: Rotated,
+    angles: *const u8,
+    row: usize,
+    part: u32,
+    by: u32,
+    flags: u32,
+    inverse_scale: f32,
+) {
+    let Rotated { head_dim, offset, rot_dim } = head;
+    let half = rot_dim / 2;
+    let mut pair = part;
+    while pair < half {
+        let ((i, j), cos, sin) = single::<T>(angles, row, half, pair, flags);
+        let (i, j) = (offset + i, offset + j);
+        let (c, d) = turn(x.get(i).to_f32(), x.get(j).to_f32(), cos, sin);
+        let [c, d] = quantised::<S, 2>([c, d], inverse_scale);
+        page.set(layout.within(at, i), c);
+        page.set(layout.within(at, j), d);
+        pair += by;
+    }
+    let mut rest = part;
+    while rest < head_dim - rot_dim {
+        let d = if rest < offset { rest } else { rest + rot_dim };
+        let [k] = T::store([x.get(d)], inverse_scale);
+        page.set(layout.within(at, d), k);
+        rest += by;
+    }
+}
+
+/// The first elements of the two chunks of part `part` of a key or a value, and whether there is a second one; `turns` of a part that does.
+#[inline(always)]
+pub const fn chunks<const N: usize>(
+    is_key: bool,
+    turns: bool,
+    part: u32,
+    head_dim: u32,
+    offset: u32,
+    rot_dim: u32,
+) -> (u32, u32, bool) {
+    let (half, n) = (rot_dim / 2, N as u32);
+    if !is_key {
+        // Values do not turn.
+        (2 * part * n, (2 * part + 1) * n, (2 * part + 1) * n < head_dim)
+    } else if turns {
+        (offset + part * n, offset + half + part * n, true)
+    } else {
+        let chunk = 2 * (part - half / n);
+        let (first, second) = (chunk * n, (chunk + 1) * n);
+        (
+            if first < offset { first } else { first + rot_dim },
+            if second < offset { second } else { second + rot_dim },
+            second < head_dim - rot_dim,
+        )
+    }
+}
+
+/// Whether a token has a place, among the angles and in the cache. It counts in `status` if its numbers are wrong, for `one` thread.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn has_place(
+    position: i64,
+    max_positions: usize,
+    slot: i64,
+    slot_count: usize,
+    status: *mut u32,
+    one: bool,
+) -> bool {
+    let known = (position as u64) < max_positions as u64;
+    let usable = (slot as u64) < slot_count as u64;
+    operand::count(status, (!known || !usable && slot != -1) && one);
+    known && usable
+}
+
+/// What numbers of this scale are multiplied by.
+#[inline(always)]
+pub fn inverse<T: StoreAs<S>, S: CacheElement>(scale: f32) -> f32 {
+    if T::SCALED { float::recip(scale) } else { 1.0 }
+}
+
+/// Stores the chunks of a pair that does not turn, the second one if there is one.
+///
+/// # Safety
+/// As for [`store`].
+#[inline(always)]
+#[track_caller]
+pub unsafe fn store_pair<T: StoreAs<S>, S: CacheElement, L: PageLayout, const N: usize>(
+    page: GlobalMut<S>,
+    layout: L,
+    at: u32,
+    first: u32,
+    second: u32,
+    has_second: bool,
+    a: [T; N],
+    b: [T; N],
+    inverse_scale: f32,
+) {
+    store::<S, L, N>(page, layout, at, first, T::store(a, inverse_scale));
+    if has_second {
+        store::<S, L, N>(page, layout, at, second, T::store(b, inverse_scale));
+    }
 }

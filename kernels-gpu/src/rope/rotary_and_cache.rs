@@ -13,11 +13,12 @@ use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_sl
 use crate::kv_cache::{CacheElement, StoreAs};
 use crate::operand;
 use crate::rope::chunk_pairs::{
-    FEW_BLOCKS, INTERLEAVED, SCALE_PER_HEAD, SLOTS_I64, Share, begin, pairs, quantised, single, split, turning,
+    FEW_BLOCKS, INTERLEAVED, Rotated, SCALE_PER_HEAD, SLOTS_I64, Share, begin, chunks, has_place, inverse, pairs,
+    quantised, single, split, store_pair, store_singly, turn_and_store_singly, turning,
 };
 use crate::rope::rotary_and_cache_twos::rotary_and_cache_twos;
 use crate::rope::rotation::{self, Angles, POSITIONS_I64, turn};
-use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, vec};
+use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, thread, vec};
 
 /// Arguments as for [`rotary`](super::rotary::rotary) and
 /// [`reshape_and_cache`](crate::kv_cache::reshape_and_cache::reshape_and_cache); keys and values have `kv_heads` heads.
@@ -155,16 +156,7 @@ pub unsafe fn rotary_and_cache<
 
     // Whole chunks: where they are, and their data under way before anything is asked.
     let turns = part < half / n && is_key;
-    let (first, second, has_second) = if !is_key {
-        // Values do not turn.
-        (2 * part * n, (2 * part + 1) * n, (2 * part + 1) * n < head_dim)
-    } else if turns {
-        (offset + part * n, offset + half + part * n, true)
-    } else {
-        let chunk = 2 * (part - half / n);
-        let place = |c: u32| if c * n < offset { c * n } else { c * n + rot_dim };
-        (place(chunk), place(chunk + 1), (chunk + 1) * n < head_dim - rot_dim)
-    };
+    let (first, second, has_second) = chunks::<N>(is_key, turns, part, head_dim, offset, rot_dim);
     let [first_at, second_at] = begin(few, [start + first as usize, start + second as usize]);
     let (mut a, mut b) = ([T::from_f32(0.0); N], [T::from_f32(0.0); N]);
     if whole {
@@ -183,15 +175,12 @@ pub unsafe fn rotary_and_cache<
     }
     let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
     let slot = operand::integer(slots, token, flags & SLOTS_I64 != 0);
-    let known = (position as u64) < max_positions as u64;
-    let usable = (slot as u64) < slot_count as u64;
-    operand::count(status, (!known || !usable && slot != -1) && item == 0);
-    if !known || !usable {
+    if !has_place(position, max_positions, slot, slot_count, status, item == 0) {
         return;
     }
     let row = position as usize * rot_dim as usize;
 
-    let inverse_scale = if T::SCALED { float::recip(scale) } else { 1.0 };
+    let inverse_scale = inverse::<T, S>(scale);
     let (key_cache, value_cache) = (GlobalMut::new(key_cache), GlobalMut::new(value_cache));
     let key_layout = K::new(key_page_block_stride, key_page_head_stride, key_page_token_stride, block_size);
     let value_layout = V::new(value_page_block_stride, value_page_head_stride, value_page_token_stride, block_size);
@@ -210,48 +199,22 @@ pub unsafe fn rotary_and_cache<
             store::<S, K, N>(page, key_layout, at, second, quantised(d, inverse_scale));
         } else if is_key {
             let page = key_cache.offset(key_layout.page(block, own));
-            store::<S, K, N>(page, key_layout, at, first, T::store(a, inverse_scale));
-            if has_second {
-                store::<S, K, N>(page, key_layout, at, second, T::store(b, inverse_scale));
-            }
+            store_pair(page, key_layout, at, first, second, has_second, a, b, inverse_scale);
         } else if first < head_dim {
             let page = value_cache.offset(value_layout.page(block, own));
-            store::<S, V, N>(page, value_layout, at, first, T::store(a, inverse_scale));
-            if has_second {
-                store::<S, V, N>(page, value_layout, at, second, T::store(b, inverse_scale));
-            }
+            store_pair(page, value_layout, at, first, second, has_second, a, b, inverse_scale);
         }
         return;
     }
 
     if !is_key {
         let page = value_cache.offset(value_layout.page(block, own));
-        let mut d = part;
-        while d < head_dim {
-            let [v] = T::store([x.get(d)], inverse_scale);
-            page.set(value_layout.within(at, d), v);
-            d += parts;
-        }
+        store_singly(x, page, value_layout, at, head_dim, part, parts, inverse_scale);
         return;
     }
     let page = key_cache.offset(key_layout.page(block, own));
-    let mut pair = part;
-    while pair < half {
-        let ((i, j), cos, sin) = single::<T>(angles, row, half, pair, flags);
-        let (i, j) = (offset + i, offset + j);
-        let (c, d) = turn(x.get(i).to_f32(), x.get(j).to_f32(), cos, sin);
-        let [c, d] = quantised::<S, 2>([c, d], inverse_scale);
-        page.set(key_layout.within(at, i), c);
-        page.set(key_layout.within(at, j), d);
-        pair += parts;
-    }
-    let mut rest = part;
-    while rest < head_dim - rot_dim {
-        let d = if rest < offset { rest } else { rest + rot_dim };
-        let [k] = T::store([x.get(d)], inverse_scale);
-        page.set(key_layout.within(at, d), k);
-        rest += parts;
-    }
+    let head = Rotated { head_dim, offset, rot_dim };
+    turn_and_store_singly(x, page, key_layout, at, head, angles, row, part, parts, flags, inverse_scale);
 }
 
 entries! {
