@@ -252,3 +252,28 @@ pub unsafe fn store_pair<T: StoreAs<S>, S: CacheElement, L: PageLayout, const N:
         store::<S, L, N>(page, layout, at, second, T::store(b, inverse_scale));
     }
 }
+
+/// Turns a head in place where chunks are not whole: the pairs from `pair` on, each `by` apart.
+///
+/// # Safety
+/// In bounds, and nobody else accesses them unordered. `source` is `x`.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn turn_singly<T: Float>(
+    x: GlobalMut<T>,
+    source: Global<T>,
+    angles: *const u8,
+    row: usize,
+    half: u32,
+    mut pair: u32,
+    by: u32,
+    flags: u32,
+) {
+    while pair < half {
+        let ((i, j), cos, sin) = single::<T>(angles, row, half, pair, flags);
+        let (c, d) = turn(source.get(i).to_f32(), source.get(j).to_f32(), cos, sin);
+        x.set(i, T::from_f32(c));
+        x.set(j, T::from_f32(d));
+        pair += by;
+    }
+}

@@ -14,10 +14,10 @@ use crate::kv_cache::{CacheElement, StoreAs};
 use crate::operand;
 use crate::rope::chunk_pairs::{
     FEW_BLOCKS, INTERLEAVED, Rotated, SCALE_PER_HEAD, SLOTS_I64, Share, begin, chunks, has_place, inverse, pairs,
-    quantised, single, split, store_pair, store_singly, turn_and_store_singly, turning,
+    quantised, split, store_pair, store_singly, turn_and_store_singly, turn_singly, turning,
 };
 use crate::rope::rotary_and_cache_twos::rotary_and_cache_twos;
-use crate::rope::rotation::{self, Angles, POSITIONS_I64, turn};
+use crate::rope::rotation::{self, Angles, POSITIONS_I64};
 use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, thread, vec};
 
 /// Arguments as for [`rotary`](super::rotary::rotary) and
@@ -123,15 +123,7 @@ pub unsafe fn rotary_and_cache<
             chunk::store::<T, N>(x, pair_at, vec::from_f32(d));
             return;
         }
-        let (x, source) = (x.offset(start), source.offset(start));
-        let mut pair = part;
-        while pair < half {
-            let ((i, j), cos, sin) = single::<T>(angles, row, half, pair, flags);
-            let (c, d) = turn(source.get(i).to_f32(), source.get(j).to_f32(), cos, sin);
-            x.set(i, T::from_f32(c));
-            x.set(j, T::from_f32(d));
-            pair += turning;
-        }
+        turn_singly(x.offset(start), source.offset(start), angles, row, half, part, turning, flags);
         return;
     }
 

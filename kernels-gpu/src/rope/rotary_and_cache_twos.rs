@@ -10,9 +10,9 @@ use crate::kv_cache::{CacheElement, StoreAs};
 use crate::operand;
 use crate::rope::chunk_pairs::{
     FEW_BLOCKS, INTERLEAVED, Rotated, SCALE_PER_HEAD, SLOTS_I64, Share, begin, chunks, has_place, inverse, pairs,
-    quantised, single, split, store_pair, store_singly, turn_and_store_singly, turning,
+    quantised, split, store_pair, store_singly, turn_and_store_singly, turn_singly, turning,
 };
-use crate::rope::rotation::{self, Angles, POSITIONS_I64, turn};
+use crate::rope::rotation::{self, Angles, POSITIONS_I64};
 use cuda_std::{Float, Global, GlobalMut, dependent_launch, thread, vec};
 
 /// Heads of a thread.
@@ -154,14 +154,7 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
         let mut h = 0;
         while h < HEADS {
             let (x, source) = (x.offset(start + h * step), source.offset(start + h * step));
-            let mut pair = part;
-            while pair < half {
-                let ((i, j), cos, sin) = single::<T>(angles, row, half, pair, flags);
-                let (c, d) = turn(source.get(i).to_f32(), source.get(j).to_f32(), cos, sin);
-                x.set(i, T::from_f32(c));
-                x.set(j, T::from_f32(d));
-                pair += turning;
-            }
+            turn_singly(x, source, angles, row, half, part, turning, flags);
             h += 1;
         }
         return;
