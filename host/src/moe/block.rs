@@ -1,7 +1,8 @@
 //! What the operations on a block of experts have in common, [`fused`](super::fused::fused) and [`fused_quant`](super::fused_quant::fused_quant):
 //! the description of a block, checked once for both.
 
-use super::fused::{ExpertActivation, FusedShape, GateUp};
+use super::fused::{BLOCKS, ExpertActivation, FusedShape, GateUp};
+use super::fused_quant::FusedQuantPath;
 use super::{check_ids, sort};
 use crate::check::{Call, Rows};
 use crate::device::Stream;
@@ -12,8 +13,12 @@ use std::ffi::c_void;
 
 /// The most columns of a token: the blocks of the sum that have one's least are 512 wide, and a grid is 65535 blocks high.
 const MAX_HIDDEN: usize = 65535 * 512;
-/// The most pairs of a block of the sorted list.
-const LARGEST_BLOCK: usize = 128;
+/// The most pairs of a block of the sorted list, of any path of either operation.
+const LARGEST_BLOCK: usize = {
+    let largest = BLOCKS[BLOCKS.len() - 1];
+    assert!(FusedQuantPath::Tile.block() <= largest && FusedQuantPath::Wgmma64.block() <= largest);
+    largest
+};
 
 /// A block of experts and what goes through it, whatever the type of the weights.
 pub(super) struct Description<'a, T: Element> {

@@ -350,8 +350,8 @@ const fn narrow(shape: &FusedShape) -> bool {
     shape.hidden / 4 <= shape.intermediate
 }
 
-/// Blocks of pairs of all paths.
-const BLOCKS: [usize; 5] = [8, 16, 32, 64, 128];
+/// Blocks of pairs of all paths, the largest one last.
+pub(super) const BLOCKS: [usize; 5] = [8, 16, 32, 64, 128];
 
 /// Where the parts of the workspace are, in bytes.
 #[derive(Clone, Copy, Debug)]

@@ -99,7 +99,7 @@ pub enum QuantScales {
 
 impl FusedQuantPath {
     /// Pairs of an expert that are neighbours in the sorted list: the block size of sorting.
-    const fn block(self) -> usize {
+    pub(super) const fn block(self) -> usize {
         match self {
             FusedQuantPath::Auto | FusedQuantPath::Tile => tile_kernel::PAIRS,
             _ => wgmma_kernel::SORT_BLOCK,

@@ -8,6 +8,7 @@ use super::rotary::{Pairing, Rotation};
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
+use crate::kernels::rope::chunk_pairs::{Share, pairs, turning};
 use crate::kernels::rope::rotary_and_cache as kernel;
 use crate::kv_cache::layout::{check_scales, write_cache};
 use crate::kv_cache::reshape_and_cache::status_word;
@@ -15,7 +16,8 @@ use crate::kv_cache::{CacheElement, CacheLayout, KvCache, Scales, StoreAs};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Element, Entry, Float};
 
-pub use kernel::{Args, INTERLEAVED, SCALE_PER_HEAD, SLOTS_I64};
+pub use crate::kernels::rope::chunk_pairs::{INTERLEAVED, SCALE_PER_HEAD, SLOTS_I64};
+pub use kernel::Args;
 
 /// Whether a thread can have two heads: of an even number of heads of queries, and of keys and values, of 16 bits, in layouts in which neighbouring tokens
 /// are not neighbours.
@@ -29,8 +31,8 @@ pub const fn heads_of_a_thread(dtype: DType, layout: CacheLayout, args: &Args) -
     /// Pairs of chunks from which it is faster. Measured on an H200.
     const MANY: u64 = 3 << 17;
     let n = 16 / dtype.size() as u32;
-    let items = 2 * args.kv_heads as u64 * kernel::pairs(args.head_dim, args.rot_dim, n) as u64
-        + args.query_heads as u64 * kernel::turning(args.rot_dim, n) as u64;
+    let items = 2 * args.kv_heads as u64 * pairs(args.head_dim, args.rot_dim, n) as u64
+        + args.query_heads as u64 * turning(args.rot_dim, n) as u64;
     let many = (args.tokens as u64).saturating_mul(items) >= MANY;
     if many && can_have_two_heads(dtype, layout, args) { 2 } else { 1 }
 }
@@ -88,16 +90,16 @@ pub const fn geometry(dtype: DType, layout: CacheLayout, heads: u32, args: &Args
     const FEW: u64 = 1 << 17;
     let n = 16 / dtype.size() as u32;
     let tokens_first = matches!(layout, CacheLayout::XSplit);
-    let kv_items = 2 * (args.kv_heads / heads) * kernel::pairs(args.head_dim, args.rot_dim, n);
-    let query_items = args.query_heads / heads * kernel::turning(args.rot_dim, n);
+    let kv_items = 2 * (args.kv_heads / heads) * pairs(args.head_dim, args.rot_dim, n);
+    let query_items = args.query_heads / heads * turning(args.rot_dim, n);
     let few = args.tokens as u64 * (kv_items as u64 + query_items as u64) <= FEW;
     // Threads of a block and tokens of a group, as powers of two.
     let (threads, mut group) = (if tokens_first && few { 5 } else { 7 }, 0);
     while group < 4 && args.tokens > 1 << group {
         group += 1;
     }
-    let blocks = kernel::Share::new(kv_items, threads, group, tokens_first).blocks
-        + kernel::Share::new(query_items, threads, group, false).blocks;
+    let blocks = Share::new(kv_items, threads, group, tokens_first).blocks
+        + Share::new(query_items, threads, group, false).blocks;
     let groups = args.tokens.div_ceil(1 << group);
     let y = if groups < 65535 { groups } else { 65535 };
     let z = if groups == 0 { 0 } else { groups.div_ceil(y) };
@@ -303,7 +305,7 @@ mod tests {
             .flat_map(|i| [5, 7, 8].into_iter().flat_map(move |t| (0..=4).map(move |g| (i, t, g))))
             .flat_map(|(i, t, g)| [false, true].map(|f| (i, t, g, f)))
         {
-            let share = kernel::Share::new(items, threads, group, first);
+            let share = Share::new(items, threads, group, first);
             let mut seen = vec![0; (items << group) as usize];
             for (block, thread) in (0..share.blocks).flat_map(|b| (0..1 << threads).map(move |t| (b, t))) {
                 let (token, item) = share.of(block, thread, threads, first);

@@ -76,8 +76,9 @@ pub trait StoreAs<S: CacheElement>: CacheElement {
     fn restore<const N: usize>(stored: [S; N], scale: f32) -> [Self; N];
 }
 
+/// Each number times `by`.
 #[inline(always)]
-fn scaled<const N: usize>(mut values: [f32; N], by: f32) -> [f32; N] {
+pub(crate) fn scaled<const N: usize>(mut values: [f32; N], by: f32) -> [f32; N] {
     let mut j = 0;
     while j < N {
         values[j] *= by;

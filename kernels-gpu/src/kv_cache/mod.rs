@@ -8,6 +8,9 @@ pub mod tile;
 
 pub use element::{CacheElement, StoreAs};
 
+#[cfg(feature = "rope")]
+pub(crate) use element::scaled;
+
 #[cfg(feature = "kv_cache")]
 pub mod advance;
 #[cfg(feature = "kv_cache")]

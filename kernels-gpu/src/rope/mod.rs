@@ -5,6 +5,8 @@
 pub mod rotation;
 
 #[cfg(feature = "rope")]
+pub mod chunk_pairs;
+#[cfg(feature = "rope")]
 pub mod qk_norm_rotary;
 #[cfg(feature = "rope")]
 pub mod rotary;

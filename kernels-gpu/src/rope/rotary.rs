@@ -10,7 +10,7 @@
 
 use crate::chunk;
 use crate::operand;
-use crate::rope::rotation::{ANGLES_F32, Angles, INVERSE, POSITIONS_I64, angle_part, turn};
+use crate::rope::rotation::{self, Angles, INVERSE, POSITIONS_I64, angle_part, turn};
 use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, thread, vec};
 
 /// `query`, `key`: `[tokens, heads, ..]` by strides, rotated in the `rot_dim` elements from `offset` on; `angles`:
@@ -56,11 +56,7 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
         .offset(token as usize * token_stride + head_of_its_own as usize * head_stride + offset as usize);
     let source = Global::new(x.ptr(0u32).cast_const());
 
-    let angles_aligned = if flags & ANGLES_F32 != 0 {
-        chunk::aligned::<f32, N>(angles as usize, rot_dim as usize)
-    } else {
-        chunk::aligned::<T, N>(angles as usize, rot_dim as usize)
-    };
+    let angles_aligned = rotation::aligned::<T, N>(angles, rot_dim, flags);
     let whole = half.is_multiple_of(N as u32)
         && chunk::aligned::<T, N>(base as usize, token_stride | head_stride | offset as usize)
         && angles_aligned;

@@ -12,110 +12,13 @@ use crate::chunk;
 use crate::kv_cache::layout::{Flat, PageLayout, XSplitKey, XSplitValue, split_slot, store};
 use crate::kv_cache::{CacheElement, StoreAs};
 use crate::operand;
+use crate::rope::chunk_pairs::{
+    FEW_BLOCKS, INTERLEAVED, Rotated, SCALE_PER_HEAD, SLOTS_I64, Share, begin, chunks, has_place, inverse, pairs,
+    quantised, split, store_pair, store_singly, turn_and_store_singly, turn_singly, turning,
+};
 use crate::rope::rotary_and_cache_twos::rotary_and_cache_twos;
-use crate::rope::rotation::{ANGLES_F32, Angles, INVERSE, POSITIONS_I64, angle_part, turn};
-use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, vec};
-
-/// Pairs are neighbours (GPT-J).
-pub const INTERLEAVED: u32 = 8;
-/// `slots` holds 64-bit numbers rather than 32-bit ones.
-pub const SLOTS_I64: u32 = 16;
-/// There is a scale for each head rather than one for all.
-pub const SCALE_PER_HEAD: u32 = 32;
-
-/// Chunk pairs of a head: those that turn, and those that do not.
-pub const fn pairs(head_dim: u32, rot_dim: u32, n: u32) -> u32 {
-    (rot_dim / 2).div_ceil(n) + (head_dim - rot_dim).div_ceil(n).div_ceil(2)
-}
-
-/// Rounds a chunk for the cache.
-#[inline(always)]
-pub(super) fn quantised<S: CacheElement, const N: usize>(mut values: [f32; N], inverse_scale: f32) -> [S; N] {
-    let mut j = 0;
-    while j < N {
-        values[j] *= inverse_scale;
-        j += 1;
-    }
-    S::round_all(values)
-}
-
-/// Chunk pairs of a head that turn.
-pub const fn turning(rot_dim: u32, n: u32) -> u32 {
-    (rot_dim / 2).div_ceil(n)
-}
-
-/// How blocks share the chunk pairs, `items` for each token, of a group of tokens.
-#[derive(Clone, Copy)]
-pub struct Share {
-    /// A block has `1 << wide` neighbouring items of each of its tokens.
-    wide: u32,
-    /// `1 << tokens` blocks have the same items of different tokens.
-    tokens: u32,
-    /// How many blocks.
-    pub blocks: u32,
-}
-
-impl Share {
-    /// `1 << threads` threads in a block, `1 << group` tokens in a group; as many items of a token as there are, or as leave threads
-    /// for all tokens if `tokens_first`.
-    #[inline(always)]
-    pub const fn new(items: u32, threads: u32, group: u32, tokens_first: bool) -> Self {
-        let whole = if items > 1 { 32 - (items - 1).leading_zeros() } else { 0 };
-        let most = if tokens_first { threads.saturating_sub(group) } else { threads };
-        let wide = if whole < most && !tokens_first { whole } else { most };
-        let tokens = (group + wide).saturating_sub(threads);
-        Self { wide, tokens, blocks: ((items >> wide) + (items & ((1 << wide) - 1) != 0) as u32) << tokens }
-    }
-
-    /// The token in the group and the item of thread `thread` of block `block`.
-    #[inline(always)]
-    pub const fn of(self, block: u32, thread: u32, threads: u32, tokens_first: bool) -> (u32, u32) {
-        let (first, own) = (block & ((1 << self.tokens) - 1), block >> self.tokens);
-        let (token, item) = if tokens_first {
-            (thread & ((1 << (threads - self.wide)) - 1), thread >> (threads - self.wide))
-        } else {
-            (thread >> self.wide, thread & ((1 << self.wide) - 1))
-        };
-        ((first << (threads - self.wide)) + token, (own << self.wide) + item)
-    }
-}
-
-/// Up to so many blocks compute places before they wait for the kernels before. Measured on an H200.
-pub(super) const FEW_BLOCKS: u32 = 1024;
-
-/// The beginning of the kernel in launches of `few` blocks, with places that are computed before.
-#[inline(always)]
-pub(super) fn begin<const P: usize>(few: bool, places: [usize; P]) -> [usize; P] {
-    if !few {
-        return places;
-    }
-    // Numbers, not addresses: the compiler knows of the tensors that they are in global memory.
-    dependent_launch::begin_at(places.map(core::ptr::without_provenance), []).0.map(<*const u8>::addr)
-}
-
-/// `i / by` and the rest; a shift for powers of two, which numbers of chunks mostly are.
-#[inline(always)]
-pub(super) unsafe fn split(i: u32, by: u32) -> (u32, u32) {
-    // SAFETY: the caller's promise: an item of none does not exist.
-    unsafe { core::hint::assert_unchecked(by != 0) };
-    if by.is_power_of_two() { (i >> by.trailing_zeros(), i & (by - 1)) } else { (i / by, i % by) }
-}
-
-/// Which elements pair `pair` is, counted in what turns, and the cosine and sine of its angle.
-#[inline(always)]
-#[track_caller]
-pub(super) unsafe fn single<T: Float>(
-    angles: *const u8,
-    row: usize,
-    half: u32,
-    pair: u32,
-    flags: u32,
-) -> ((u32, u32), f32, f32) {
-    let places = if flags & INTERLEAVED != 0 { (2 * pair, 2 * pair + 1) } else { (pair, half + pair) };
-    let sign = if flags & INVERSE != 0 { -1.0 } else { 1.0 };
-    let cos = angle_part::<T>(angles, row + pair as usize, flags);
-    (places, cos, sign * angle_part::<T>(angles, row + half as usize + pair as usize, flags))
-}
+use crate::rope::rotation::{self, Angles, POSITIONS_I64};
+use cuda_std::{E4M3, E5M2, Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, thread, vec};
 
 /// Arguments as for [`rotary`](super::rotary::rotary) and
 /// [`reshape_and_cache`](crate::kv_cache::reshape_and_cache::reshape_and_cache); keys and values have `kv_heads` heads.
@@ -187,11 +90,7 @@ pub unsafe fn rotary_and_cache<
         return;
     }
     let (half, n) = (rot_dim / 2, N as u32);
-    let angles_aligned = if flags & ANGLES_F32 != 0 {
-        chunk::aligned::<f32, N>(angles as usize, rot_dim as usize)
-    } else {
-        chunk::aligned::<T, N>(angles as usize, rot_dim as usize)
-    };
+    let angles_aligned = rotation::aligned::<T, N>(angles, rot_dim, flags);
 
     if of_queries {
         let (head, part) = split(item, turning);
@@ -224,15 +123,7 @@ pub unsafe fn rotary_and_cache<
             chunk::store::<T, N>(x, pair_at, vec::from_f32(d));
             return;
         }
-        let (x, source) = (x.offset(start), source.offset(start));
-        let mut pair = part;
-        while pair < half {
-            let ((i, j), cos, sin) = single::<T>(angles, row, half, pair, flags);
-            let (c, d) = turn(source.get(i).to_f32(), source.get(j).to_f32(), cos, sin);
-            x.set(i, T::from_f32(c));
-            x.set(j, T::from_f32(d));
-            pair += turning;
-        }
+        turn_singly(x.offset(start), source.offset(start), angles, row, half, part, turning, flags);
         return;
     }
 
@@ -257,16 +148,7 @@ pub unsafe fn rotary_and_cache<
 
     // Whole chunks: where they are, and their data under way before anything is asked.
     let turns = part < half / n && is_key;
-    let (first, second, has_second) = if !is_key {
-        // Values do not turn.
-        (2 * part * n, (2 * part + 1) * n, (2 * part + 1) * n < head_dim)
-    } else if turns {
-        (offset + part * n, offset + half + part * n, true)
-    } else {
-        let chunk = 2 * (part - half / n);
-        let place = |c: u32| if c * n < offset { c * n } else { c * n + rot_dim };
-        (place(chunk), place(chunk + 1), (chunk + 1) * n < head_dim - rot_dim)
-    };
+    let (first, second, has_second) = chunks::<N>(is_key, turns, part, head_dim, offset, rot_dim);
     let [first_at, second_at] = begin(few, [start + first as usize, start + second as usize]);
     let (mut a, mut b) = ([T::from_f32(0.0); N], [T::from_f32(0.0); N]);
     if whole {
@@ -285,15 +167,12 @@ pub unsafe fn rotary_and_cache<
     }
     let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
     let slot = operand::integer(slots, token, flags & SLOTS_I64 != 0);
-    let known = (position as u64) < max_positions as u64;
-    let usable = (slot as u64) < slot_count as u64;
-    operand::count(status, (!known || !usable && slot != -1) && item == 0);
-    if !known || !usable {
+    if !has_place(position, max_positions, slot, slot_count, status, item == 0) {
         return;
     }
     let row = position as usize * rot_dim as usize;
 
-    let inverse_scale = if T::SCALED { float::recip(scale) } else { 1.0 };
+    let inverse_scale = inverse::<T, S>(scale);
     let (key_cache, value_cache) = (GlobalMut::new(key_cache), GlobalMut::new(value_cache));
     let key_layout = K::new(key_page_block_stride, key_page_head_stride, key_page_token_stride, block_size);
     let value_layout = V::new(value_page_block_stride, value_page_head_stride, value_page_token_stride, block_size);
@@ -312,52 +191,26 @@ pub unsafe fn rotary_and_cache<
             store::<S, K, N>(page, key_layout, at, second, quantised(d, inverse_scale));
         } else if is_key {
             let page = key_cache.offset(key_layout.page(block, own));
-            store::<S, K, N>(page, key_layout, at, first, T::store(a, inverse_scale));
-            if has_second {
-                store::<S, K, N>(page, key_layout, at, second, T::store(b, inverse_scale));
-            }
+            store_pair(page, key_layout, at, first, second, has_second, a, b, inverse_scale);
         } else if first < head_dim {
             let page = value_cache.offset(value_layout.page(block, own));
-            store::<S, V, N>(page, value_layout, at, first, T::store(a, inverse_scale));
-            if has_second {
-                store::<S, V, N>(page, value_layout, at, second, T::store(b, inverse_scale));
-            }
+            store_pair(page, value_layout, at, first, second, has_second, a, b, inverse_scale);
         }
         return;
     }
 
     if !is_key {
         let page = value_cache.offset(value_layout.page(block, own));
-        let mut d = part;
-        while d < head_dim {
-            let [v] = T::store([x.get(d)], inverse_scale);
-            page.set(value_layout.within(at, d), v);
-            d += parts;
-        }
+        store_singly(x, page, value_layout, at, head_dim, part, parts, inverse_scale);
         return;
     }
     let page = key_cache.offset(key_layout.page(block, own));
-    let mut pair = part;
-    while pair < half {
-        let ((i, j), cos, sin) = single::<T>(angles, row, half, pair, flags);
-        let (i, j) = (offset + i, offset + j);
-        let (c, d) = turn(x.get(i).to_f32(), x.get(j).to_f32(), cos, sin);
-        let [c, d] = quantised::<S, 2>([c, d], inverse_scale);
-        page.set(key_layout.within(at, i), c);
-        page.set(key_layout.within(at, j), d);
-        pair += parts;
-    }
-    let mut rest = part;
-    while rest < head_dim - rot_dim {
-        let d = if rest < offset { rest } else { rest + rot_dim };
-        let [k] = T::store([x.get(d)], inverse_scale);
-        page.set(key_layout.within(at, d), k);
-        rest += parts;
-    }
+    let head = Rotated { head_dim, offset, rot_dim };
+    turn_and_store_singly(x, page, key_layout, at, head, angles, row, part, parts, flags, inverse_scale);
 }
 
 entries! {
-    /// See [`rotary_and_cache`]; flags are those of [`rotation`](crate::rope::rotation) and of this file.
+    /// See [`rotary_and_cache`]; flags are those of [`rotation`](crate::rope::rotation) and [`chunk_pairs`](crate::rope::chunk_pairs).
     pub struct Args<T, S>(
         query: *mut T,
         key: *const T,

@@ -2,17 +2,18 @@
 //!
 //! Position, angles and slot serve twice the bytes, twice as many of which are on their way, and there are half as many blocks to start. The heads of a thread
 //! are half of all heads apart, so that neighbouring threads still take neighbouring memory. One text for one and two heads was tried: ptxas makes 4 to 15 % less of it
-//! for one (docs/elementwise.md).
+//! for one (docs/elementwise.md). What makes the same code is in [`chunk_pairs`](super::chunk_pairs).
 
 use crate::chunk;
 use crate::kv_cache::layout::{Flat, PageLayout, split_slot, store};
 use crate::kv_cache::{CacheElement, StoreAs};
 use crate::operand;
-use crate::rope::rotary_and_cache::{
-    FEW_BLOCKS, INTERLEAVED, SCALE_PER_HEAD, SLOTS_I64, Share, begin, pairs, quantised, single, split, turning,
+use crate::rope::chunk_pairs::{
+    FEW_BLOCKS, INTERLEAVED, Rotated, SCALE_PER_HEAD, SLOTS_I64, Share, begin, chunks, has_place, inverse, pairs,
+    quantised, split, store_pair, store_singly, turn_and_store_singly, turn_singly, turning,
 };
-use crate::rope::rotation::{ANGLES_F32, Angles, POSITIONS_I64, turn};
-use cuda_std::{Float, Global, GlobalMut, dependent_launch, float, thread, vec};
+use crate::rope::rotation::{self, Angles, POSITIONS_I64};
+use cuda_std::{Float, Global, GlobalMut, dependent_launch, thread, vec};
 
 /// Heads of a thread.
 pub const HEADS: usize = 2;
@@ -107,11 +108,7 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
         return;
     }
     let (half, n) = (rot_dim / 2, N as u32);
-    let angles_aligned = if flags & ANGLES_F32 != 0 {
-        chunk::aligned::<f32, N>(angles as usize, rot_dim as usize)
-    } else {
-        chunk::aligned::<T, N>(angles as usize, rot_dim as usize)
-    };
+    let angles_aligned = rotation::aligned::<T, N>(angles, rot_dim, flags);
 
     if of_queries {
         let (head, part) = split(item, turning);
@@ -157,14 +154,7 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
         let mut h = 0;
         while h < HEADS {
             let (x, source) = (x.offset(start + h * step), source.offset(start + h * step));
-            let mut pair = part;
-            while pair < half {
-                let ((i, j), cos, sin) = single::<T>(angles, row, half, pair, flags);
-                let (c, d) = turn(source.get(i).to_f32(), source.get(j).to_f32(), cos, sin);
-                x.set(i, T::from_f32(c));
-                x.set(j, T::from_f32(d));
-                pair += turning;
-            }
+            turn_singly(x, source, angles, row, half, part, turning, flags);
             h += 1;
         }
         return;
@@ -191,16 +181,7 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
 
     // Whole chunks: where they are, and their data under way before anything is asked.
     let turns = part < half / n && is_key;
-    let (first, second, has_second) = if !is_key {
-        // Values do not turn.
-        (2 * part * n, (2 * part + 1) * n, (2 * part + 1) * n < head_dim)
-    } else if turns {
-        (offset + part * n, offset + half + part * n, true)
-    } else {
-        let chunk = 2 * (part - half / n);
-        let place = |c: u32| if c * n < offset { c * n } else { c * n + rot_dim };
-        (place(chunk), place(chunk + 1), (chunk + 1) * n < head_dim - rot_dim)
-    };
+    let (first, second, has_second) = chunks::<N>(is_key, turns, part, head_dim, offset, rot_dim);
     let [first_at, second_at] = begin(few, [start + first as usize, start + second as usize]);
     let (mut a, mut b) = ([[T::from_f32(0.0); N]; HEADS], [[T::from_f32(0.0); N]; HEADS]);
     if whole {
@@ -226,10 +207,7 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
     }
     let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
     let slot = operand::integer(slots, token, flags & SLOTS_I64 != 0);
-    let known = (position as u64) < max_positions as u64;
-    let usable = (slot as u64) < slot_count as u64;
-    operand::count(status, (!known || !usable && slot != -1) && item == 0);
-    if !known || !usable {
+    if !has_place(position, max_positions, slot, slot_count, status, item == 0) {
         return;
     }
     let row = position as usize * rot_dim as usize;
@@ -241,7 +219,7 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
     // The page of one of the thread's heads, and what its numbers are multiplied by.
     let key_page = |h: usize| key_cache.offset(key_layout.page(block, own + h as u32 * kv_step));
     let value_page = |h: usize| value_cache.offset(value_layout.page(block, own + h as u32 * kv_step));
-    let inverse_scale = |h: usize| if T::SCALED { float::recip(scale[h]) } else { 1.0 };
+    let inverse_scale = |h: usize| inverse::<T, S>(scale[h]);
 
     if whole {
         if turns {
@@ -263,20 +241,14 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
             let mut h = 0;
             while h < HEADS {
                 let (page, inverse_scale) = (key_page(h), inverse_scale(h));
-                store::<S, Flat, N>(page, key_layout, at, first, T::store(a[h], inverse_scale));
-                if has_second {
-                    store::<S, Flat, N>(page, key_layout, at, second, T::store(b[h], inverse_scale));
-                }
+                store_pair(page, key_layout, at, first, second, has_second, a[h], b[h], inverse_scale);
                 h += 1;
             }
         } else if first < head_dim {
             let mut h = 0;
             while h < HEADS {
                 let (page, inverse_scale) = (value_page(h), inverse_scale(h));
-                store::<S, Flat, N>(page, value_layout, at, first, T::store(a[h], inverse_scale));
-                if has_second {
-                    store::<S, Flat, N>(page, value_layout, at, second, T::store(b[h], inverse_scale));
-                }
+                store_pair(page, value_layout, at, first, second, has_second, a[h], b[h], inverse_scale);
                 h += 1;
             }
         }
@@ -288,31 +260,11 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
         let (x, inverse_scale) = (Global::new(base).offset(start + h * step), inverse_scale(h));
         if !is_key {
             let page = value_page(h);
-            let mut d = part;
-            while d < head_dim {
-                let [v] = T::store([x.get(d)], inverse_scale);
-                page.set(value_layout.within(at, d), v);
-                d += parts;
-            }
+            store_singly(x, page, value_layout, at, head_dim, part, parts, inverse_scale);
         } else {
             let page = key_page(h);
-            let mut pair = part;
-            while pair < half {
-                let ((i, j), cos, sin) = single::<T>(angles, row, half, pair, flags);
-                let (i, j) = (offset + i, offset + j);
-                let (c, d) = turn(x.get(i).to_f32(), x.get(j).to_f32(), cos, sin);
-                let [c, d] = quantised::<S, 2>([c, d], inverse_scale);
-                page.set(key_layout.within(at, i), c);
-                page.set(key_layout.within(at, j), d);
-                pair += parts;
-            }
-            let mut rest = part;
-            while rest < head_dim - rot_dim {
-                let d = if rest < offset { rest } else { rest + rot_dim };
-                let [k] = T::store([x.get(d)], inverse_scale);
-                page.set(key_layout.within(at, d), k);
-                rest += parts;
-            }
+            let head = Rotated { head_dim, offset, rot_dim };
+            turn_and_store_singly(x, page, key_layout, at, head, angles, row, part, parts, flags, inverse_scale);
         }
         h += 1;
     }

@@ -17,6 +17,16 @@ pub const ANGLES_F32: u32 = 2;
 /// Turns back.
 pub const INVERSE: u32 = 4;
 
+/// Whether chunks of `N` numbers of the cache can be loaded whole.
+#[inline(always)]
+pub fn aligned<T, const N: usize>(cache: *const u8, rot_dim: u32, flags: u32) -> bool {
+    if flags & ANGLES_F32 != 0 {
+        chunk::aligned::<f32, N>(cache as usize, rot_dim as usize)
+    } else {
+        chunk::aligned::<T, N>(cache as usize, rot_dim as usize)
+    }
+}
+
 /// Cosines and sines of `N` pairs.
 #[derive(Clone, Copy)]
 pub struct Angles<const N: usize> {
