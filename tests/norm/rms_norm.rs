@@ -456,6 +456,45 @@ fn rows_in_turns_are_the_same_bits() {
     });
 }
 
+/// Clusters of blocks for a row each, of which the last may have nothing to do: the bits of rows of one block, in rows without a number, too.
+#[test]
+fn rows_in_clusters_are_the_same_bits() {
+    on_every_device(|device, stream| {
+        for n in [1032usize, 7168, 8192, 8200, 16384, 16392, 40000, 65536] {
+            let (rows, variant) = (3, Variant::new(DType::Bf16, n as u32, true));
+            let held = Held::new(DType::Bf16, variant, n as u32);
+            let usual = match held {
+                Some(how) => rms_norm::held_geometry(DType::Bf16, how, rows as u32, n as u32),
+                None => rms_norm::geometry(DType::Bf16, variant, rows as u32, n as u32),
+            };
+            let clusters = rms_norm::cluster_geometry(DType::Bf16, variant, rows as u32, n as u32).unwrap();
+            let mut x = noise_of::<bf16>(rows * n, 1);
+            (x[n + 5], x[2 * n + 7]) = (bf16::NAN, bf16::INFINITY);
+            let x = Tensor::from_slice(device, &x, &[rows, n]).unwrap();
+            let (w, _) = weights::<bf16>(device, n);
+            let entry = match held {
+                Some(how) => rms_norm::held_entry(DType::Bf16, how),
+                None => rms_norm::entry(DType::Bf16, variant),
+            };
+            let want = launched(stream, entry, usual, &x, &w);
+            let entry = rms_norm::cluster_entry(DType::Bf16, variant, n as u32);
+            assert!(launched(stream, entry, clusters, &x, &w) == want, "{n}");
+            let entry = match held {
+                Some(how) => rms_norm::fused_add_held_entry(DType::Bf16, how),
+                None => rms_norm::fused_add_entry(DType::Bf16, variant),
+            };
+            let want = launched_fused_add(stream, entry, usual, &x, &w);
+            let entry = rms_norm::fused_add_cluster_entry(DType::Bf16, variant, n as u32);
+            assert!(launched_fused_add(stream, entry, clusters, &x, &w) == want, "{n}");
+        }
+        for (variant, n) in [(Variant::Any, 8191), (Variant::Loop, 65544)] {
+            assert!(rms_norm::cluster_geometry(DType::Bf16, variant, 1, n).is_none());
+            assert!(rms_norm::cluster_entry(DType::Bf16, variant, n).is_none());
+        }
+        assert!(rms_norm::cluster_geometry(DType::Bf16, Variant::X2, u32::MAX / 4, 8192).is_none());
+    });
+}
+
 /// A row more than blocks take at once: rows at any place, replaced and not, of sums that lie as what they replace does and of others.
 fn check_in_turns<T: Float>() {
     if skipped_under_synccheck() {
@@ -578,6 +617,17 @@ fn entries_have_the_names_of_what_they_do() {
         assert_eq!(rms_norm::any_ring_entry(dtype).unwrap().name, format!("rms_norm_any_ring_{dtype}"));
         let fused = rms_norm::fused_add_any_ring_entry(dtype).unwrap();
         assert_eq!(fused.name, format!("fused_add_rms_norm_any_ring_{dtype}"));
+        for (v, bytes, name) in
+            [(Variant::X2, 512, "x2"), (Variant::X4, 32 << 10, "x4"), (Variant::Loop, 64 << 10, "x8")]
+        {
+            let n = (bytes / dtype.size()) as u32;
+            let alone = rms_norm::cluster_entry(dtype, v, n).unwrap();
+            assert_eq!(alone.name, format!("rms_norm_cluster_{name}_{dtype}"));
+            let fused = rms_norm::fused_add_cluster_entry(dtype, v, n).unwrap();
+            assert_eq!(fused.name, format!("fused_add_rms_norm_cluster_{name}_{dtype}"));
+            let most = rms_norm::cluster_geometry(dtype, v, 1, n).unwrap().block[0];
+            assert!(most <= alone.max_threads && most <= fused.max_threads);
+        }
         for (held, name) in [(Held::AnyX4, "any_x4"), (Held::X8, "x8")] {
             assert_eq!(rms_norm::held_entry(dtype, held).unwrap().name, format!("rms_norm_{name}_{dtype}"));
             let fused = rms_norm::fused_add_held_entry(dtype, held).unwrap();

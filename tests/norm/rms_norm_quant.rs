@@ -734,6 +734,43 @@ fn rows_in_turns_are_the_same_bits() {
     });
 }
 
+/// Clusters of blocks for a row each, of which the last may have nothing to do: the bits of rows of one block, in rows without a number, too.
+#[test]
+fn rows_in_clusters_are_the_same_bits() {
+    on_every_device(|device, stream| {
+        for n in [1032usize, 7168, 8192, 8200, 16384, 16392, 40000] {
+            let (rows, variant) = (3, Variant::new(DType::Bf16, n as u32, true));
+            let held = quant::held(DType::Bf16, variant, n as u32);
+            let usual = match held {
+                Some(how) => quant::held_geometry(DType::Bf16, how, rows as u32, n as u32),
+                None => quant::geometry(DType::Bf16, variant, rows as u32, n as u32),
+            };
+            let clusters = rms_norm::cluster_geometry(DType::Bf16, variant, rows as u32, n as u32).unwrap();
+            let (mut x, mut w) = (noise_of::<bf16>(rows * n, 1), noise_of::<bf16>(n, 2));
+            (x[n + 5], x[2 * n + 7], w[9]) = (bf16::NAN, bf16::INFINITY, bf16::from_f32(-0.0));
+            let x = Tensor::from_slice(device, &x, &[rows, n]).unwrap();
+            let w = Tensor::from_slice(device, &w, &[n]).unwrap();
+            for add in [false, true] {
+                let run = |entry, geometry| tokens_launched(stream, entry, geometry, &x, &w, add);
+                let want = match held {
+                    Some(how) => run(quant::i8_per_token_held_entry(DType::Bf16, how, add), usual),
+                    None => run(quant::i8_per_token_entry(DType::Bf16, variant, add), usual),
+                };
+                let entry = quant::i8_per_token_cluster_entry(DType::Bf16, variant, n as u32, add);
+                assert!(run(entry, clusters) == want, "{n} {add}");
+                let run = |entry, geometry| groups_launched(stream, entry, geometry, &x, &w, add);
+                let want = match held {
+                    Some(how) => run(quant::e4m3_per_group_held_entry(DType::Bf16, how, add), usual),
+                    None => run(quant::e4m3_per_group_entry(DType::Bf16, variant, add), usual),
+                };
+                let entry = quant::e4m3_per_group_cluster_entry(DType::Bf16, variant, n as u32, add);
+                assert!(run(entry, clusters) == want, "{n} {add}");
+            }
+        }
+        assert!(quant::i8_per_token_cluster_entry(DType::Bf16, Variant::Loop, 40968, false).is_none());
+    });
+}
+
 /// The same of rows that are not aligned, each of them further from a multiple of 16 bytes than the one before, and so are their results.
 #[test]
 fn unaligned_rows_in_turns_are_the_same_bits() {
@@ -957,6 +994,17 @@ fn entries_have_the_names_of_what_they_do() {
             assert_eq!(quant::e4m3_per_token_any_ring_entry(dtype, add).unwrap().name, name("e4m3_per_token"));
             assert_eq!(quant::i8_per_token_any_ring_entry(dtype, add).unwrap().name, name("i8_per_token"));
             assert_eq!(quant::e4m3_per_group_any_ring_entry(dtype, add).unwrap().name, name("e4m3_per_group"));
+        }
+        for (v, bytes, held) in
+            [(Variant::X2, 512, "x2"), (Variant::X4, 32 << 10, "x4"), (Variant::Loop, 64 << 10, "x8")]
+        {
+            let n = (bytes / dtype.size()) as u32;
+            for (add, prefix) in [(false, ""), (true, "fused_add_")] {
+                let name = |q: &str| format!("{prefix}rms_norm_{q}_cluster_{held}_{dtype}");
+                assert_eq!(quant::e4m3_per_token_cluster_entry(dtype, v, n, add).unwrap().name, name("e4m3_per_token"));
+                assert_eq!(quant::i8_per_token_cluster_entry(dtype, v, n, add).unwrap().name, name("i8_per_token"));
+                assert_eq!(quant::e4m3_per_group_cluster_entry(dtype, v, n, add).unwrap().name, name("e4m3_per_group"));
+            }
         }
         // Up to 64 KiB, and of 32-bit elements, results are kept.
         for (n, name) in [(32768, "ring"), (32776, if dtype == DType::F32 { "ring" } else { "ring_long" })] {

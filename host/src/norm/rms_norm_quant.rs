@@ -8,7 +8,7 @@
 //! Sources of the operations: vLLM's `rms_norm_dynamic_per_token_quant` and its per-block form; Xiao et al.,
 //! *SmoothQuant*, 2022, for the smoothing of channels.
 
-use super::rms_norm::{check_eps, check_vector, in_turns};
+use super::rms_norm::{LEAST_SPREAD, check_eps, check_vector, in_turns, spread_better, spread_instance};
 use crate::check::{Call, Rows};
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
@@ -221,6 +221,54 @@ pub const fn e4m3_per_group_any_ring_entry(dtype: DType, fused_add: bool) -> Opt
     pieces::instance(dtype, if fused_add { 64 } else { 61 })
 }
 
+/// Where the instance for a few rows of `n` elements is, if there is one.
+const fn cluster_first(dtype: DType, variant: Variant, n: u32, fused_add: bool) -> Option<usize> {
+    match spread_instance(variant, held(dtype, variant, n)) {
+        Some(instance) => Some(if fused_add { 76 } else { 67 } + instance),
+        None => None,
+    }
+}
+
+/// [`e4m3_per_token_entry`] for a few aligned rows that are held in registers, on Hopper, launched as
+/// [`cluster_geometry`](super::rms_norm::cluster_geometry) says: a cluster of blocks for each. The results are the same bits.
+pub const fn e4m3_per_token_cluster_entry(
+    dtype: DType,
+    variant: Variant,
+    n: u32,
+    fused_add: bool,
+) -> Option<Entry<E4m3PerTokenArgs>> {
+    match cluster_first(dtype, variant, n, fused_add) {
+        Some(first) => pieces::instance(dtype, first),
+        None => None,
+    }
+}
+
+/// As [`e4m3_per_token_cluster_entry`], of [`i8_per_token_entry`].
+pub const fn i8_per_token_cluster_entry(
+    dtype: DType,
+    variant: Variant,
+    n: u32,
+    fused_add: bool,
+) -> Option<Entry<I8PerTokenArgs>> {
+    match cluster_first(dtype, variant, n, fused_add) {
+        Some(first) => pieces::instance(dtype, first),
+        None => None,
+    }
+}
+
+/// As [`e4m3_per_token_cluster_entry`], of [`e4m3_per_group_entry`].
+pub const fn e4m3_per_group_cluster_entry(
+    dtype: DType,
+    variant: Variant,
+    n: u32,
+    fused_add: bool,
+) -> Option<Entry<E4m3PerGroupArgs>> {
+    match cluster_first(dtype, variant, n, fused_add) {
+        Some(first) => pieces::instance(dtype, first),
+        None => None,
+    }
+}
+
 /// How to launch the narrow entries, where they serve: rows of up to four warps, in two pieces of 16 bytes a thread ([`Variant::X2`]).
 pub const fn narrow_geometry(dtype: DType, rows: u32, n: u32, fused_add: bool) -> Option<Geometry> {
     pieces::narrow(dtype, rows, n, if fused_add { Work::Add } else { Work::Quantise }, kernel::SHARED_BYTES)
@@ -310,7 +358,7 @@ impl Alone {
 }
 
 macro_rules! launches {
-    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $many:ident, $narrow:ident, $held:ident, $ring:ident, $any_ring:ident, $per_token:literal, $own:expr, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
+    ($($(#[$m:meta])* $name:ident, $Args:ident, $entry:ident, $many:ident, $narrow:ident, $held:ident, $ring:ident, $any_ring:ident, $cluster:ident, $per_token:literal, $own:expr, $op:literal, |$args:ident| $smooth:expr;)*) => { $(
         $(#[$m])*
         ///
         /// `x` and `out` are `[rows, n]` with the distances in `args`; `residual` is `[rows, n]`, added to `x` and
@@ -339,7 +387,11 @@ macro_rules! launches {
             let is_many = rows as u64 * $args.n as u64 >= LEAST_MANY[usize::from(narrow.is_none())];
             let many = if is_many { many_geometry(dtype, rows, $args.n) } else { None };
             let own = $own(&Alone { dtype, rows, n: $args.n, usual, narrow });
+            let least = LEAST_SPREAD[usize::from(!alone)];
+            let spread = $cluster(dtype, variant, $args.n, !alone)
+                .and_then(|_| spread_better(stream.device(), dtype, variant, rows, $args.n, least));
             let (entry, geometry): (Option<Entry<$Args>>, _) = match (many, own, narrow) {
+                _ if let Some(spread) = spread => ($cluster(dtype, variant, $args.n, !alone), spread),
                 _ if let Some(how) = held(dtype, variant, $args.n) => {
                     let geometry = held_geometry(dtype, how, rows, $args.n);
                     let properties = stream.device().properties();
@@ -374,16 +426,16 @@ macro_rules! launches {
 launches! {
     /// Launches [`rms_norm_e4m3_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
     launch_e4m3_per_token, E4m3PerTokenArgs, e4m3_per_token_entry, e4m3_per_token_many_entry, e4m3_per_token_narrow_entry,
-        e4m3_per_token_held_entry, e4m3_per_token_ring_entry, e4m3_per_token_any_ring_entry, true, |rows: &Alone| rows.tokens(e4m3_per_token_narrow_x3_entry, e4m3_per_token_few_entry),
+        e4m3_per_token_held_entry, e4m3_per_token_ring_entry, e4m3_per_token_any_ring_entry, e4m3_per_token_cluster_entry, true, |rows: &Alone| rows.tokens(e4m3_per_token_narrow_x3_entry, e4m3_per_token_few_entry),
         "rms_norm_e4m3_per_token", |args| args.smooth;
     /// Launches [`rms_norm_i8_per_token`] on raw pointers (layer L1). `scales` is `[rows]`; `smooth` is `[n]` or null.
     launch_i8_per_token, I8PerTokenArgs, i8_per_token_entry, i8_per_token_many_entry, i8_per_token_narrow_entry,
-        i8_per_token_held_entry, i8_per_token_ring_entry, i8_per_token_any_ring_entry, true, |rows: &Alone| rows.tokens(i8_per_token_narrow_x3_entry, i8_per_token_few_entry),
+        i8_per_token_held_entry, i8_per_token_ring_entry, i8_per_token_any_ring_entry, i8_per_token_cluster_entry, true, |rows: &Alone| rows.tokens(i8_per_token_narrow_x3_entry, i8_per_token_few_entry),
         "rms_norm_i8_per_token", |args| args.smooth;
     /// Launches [`rms_norm_e4m3_per_group`] on raw pointers (layer L1). `scales` is `[rows, ceil(n / 128)]` with the
     /// distances in `args`.
     launch_e4m3_per_group, E4m3PerGroupArgs, e4m3_per_group_entry, e4m3_per_group_many_entry, e4m3_per_group_narrow_entry,
-        e4m3_per_group_held_entry, e4m3_per_group_ring_entry, e4m3_per_group_any_ring_entry, false, |rows: &Alone| rows.groups(e4m3_per_group_narrow_x3_entry, e4m3_per_group_narrow_many_entry),
+        e4m3_per_group_held_entry, e4m3_per_group_ring_entry, e4m3_per_group_any_ring_entry, e4m3_per_group_cluster_entry, false, |rows: &Alone| rows.groups(e4m3_per_group_narrow_x3_entry, e4m3_per_group_narrow_many_entry),
         "rms_norm_e4m3_per_group", |_args| std::ptr::null();
 }
 

@@ -14,6 +14,7 @@
 //! * `x8`: eight pieces a thread, up to 1024 threads: rows up to 128 KiB, of which most weights come after the reduction, since the row takes half of
 //!   the registers there are. With 8-bit results up to 640 threads and 80 KiB.
 //! * `ring`, `ring_long`: many rows of `x8` with 8-bit results, on Hopper; see [`rms_norm_quant_ring`]. The same bits.
+//! * `cluster_x2`, `cluster_x4`, `cluster_x8`: few of those rows of RMS norms, on Hopper, by a cluster of blocks each; see [`rms_norm_cluster`]. The same bits.
 //! * `loop`: longer rows are read twice, the second time from the second-level cache; up to 1024 threads.
 //! * `any`: as `loop`, for rows that cannot be moved in pieces of 16 bytes (see [`row`](crate::row)). `any_x4`: held in registers, four pieces of four
 //!   elements a thread, rows up to 16384 elements; the same bits. `any_ring`: many of up to 8192, on Hopper; see [`rms_norm_any_ring`].
@@ -22,6 +23,7 @@ pub mod layer_norm;
 pub mod qk_norm;
 pub mod rms_norm;
 pub mod rms_norm_any_ring;
+pub mod rms_norm_cluster;
 pub mod rms_norm_quant;
 pub mod rms_norm_quant_ring;
 

@@ -3,8 +3,8 @@
 //! Squares are summed in f32. With a residual the sum is rounded to the element type first, stored as the new residual
 //! and normalised in its rounded form: what the next layer reads is what was normalised here.
 
-use super::rms_norm_any_ring as any_ring;
 use super::{Early, FEW_ROWS, MAX_WARPS, NARROW_WARPS, RING, Row};
+use super::{rms_norm_any_ring as any_ring, rms_norm_cluster as spread};
 use crate::row::team::{Op, scratch};
 use crate::row::{Team, Words, packed, unpacked, unpacked_again, words, zero};
 use cuda_std::shared::Carver;
@@ -378,6 +378,15 @@ pub mod alone {
         rms_norm_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::rms_norm::<T>;
         rms_norm_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::rms_norm::<T>;
         rms_norm_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::rms_norm::<T>;
+        rms_norm_cluster_x2_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 4, 2, 16>;
+        rms_norm_cluster_x2_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 8, 2, 16>;
+        rms_norm_cluster_x2_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 8, 2, 16>;
+        rms_norm_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 4, 4, 16>;
+        rms_norm_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 8, 4, 16>;
+        rms_norm_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 8, 4, 16>;
+        rms_norm_cluster_x8_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 4, 8, 32>;
+        rms_norm_cluster_x8_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 8, 8, 32>;
+        rms_norm_cluster_x8_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 8, 8, 32>;
     }
 }
 
@@ -414,5 +423,14 @@ pub mod fused_add {
         fused_add_rms_norm_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::fused_add_rms_norm::<T>;
         fused_add_rms_norm_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::fused_add_rms_norm::<T>;
         fused_add_rms_norm_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::fused_add_rms_norm::<T>;
+        fused_add_rms_norm_cluster_x2_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 4, 2, 16>;
+        fused_add_rms_norm_cluster_x2_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 8, 2, 16>;
+        fused_add_rms_norm_cluster_x2_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 8, 2, 16>;
+        fused_add_rms_norm_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 4, 4, 16>;
+        fused_add_rms_norm_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 8, 4, 16>;
+        fused_add_rms_norm_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 8, 4, 16>;
+        fused_add_rms_norm_cluster_x8_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 4, 8, 32>;
+        fused_add_rms_norm_cluster_x8_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 8, 8, 32>;
+        fused_add_rms_norm_cluster_x8_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 8, 8, 32>;
     }
 }

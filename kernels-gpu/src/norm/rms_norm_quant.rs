@@ -6,8 +6,8 @@
 
 use super::rms_norm::{Source, inverse, inverse_rms, scaled, squares};
 use super::{
-    FEW_ROWS, MAX_WARPS, NARROW_WARPS, RING, Row, rms_norm_any_ring as any_ring, rms_norm_quant_ring as ring,
-    row_number,
+    FEW_ROWS, MAX_WARPS, NARROW_WARPS, RING, Row, rms_norm_any_ring as any_ring, rms_norm_cluster as spread,
+    rms_norm_quant_ring as ring, row_number,
 };
 use crate::row::quantise::{self, GroupScales, Quantised};
 use crate::row::team::{Op, scratch};
@@ -490,6 +490,17 @@ pub(super) struct Io<T, Q> {
 }
 
 impl<T: Float, Q: Quantised> Io<T, Q> {
+    /// A row's inputs, and its results.
+    #[inline(always)]
+    pub(super) unsafe fn row(&self, row: usize) -> (Source<T>, GlobalMut<Q>) {
+        let from = Source {
+            x: Global::new(self.x).offset(row * self.x_stride),
+            residual: Global::new(self.residual.cast_const()).offset(row * self.residual_stride),
+            residual_out: GlobalMut::new(self.residual).offset(row * self.residual_stride),
+        };
+        (from, GlobalMut::new(self.out).offset(row * self.out_stride))
+    }
+
     #[inline(always)]
     unsafe fn run<
         S: Scales,
@@ -512,14 +523,8 @@ impl<T: Float, Q: Quantised> Io<T, Q> {
     ) {
         let row = row_number(NARROW);
         let live = !NARROW || row < rows;
-        let row = row as usize;
-        let from = Source {
-            x: Global::new(self.x).offset(row * self.x_stride),
-            residual: Global::new(self.residual.cast_const()).offset(row * self.residual_stride),
-            residual_out: GlobalMut::new(self.residual).offset(row * self.residual_stride),
-        };
+        let (from, out) = self.row(row as usize);
         let factors = Factors { weight: Global::new(self.weight), weight_offset, smooth: Global::new(smooth) };
-        let out = GlobalMut::new(self.out).offset(row * self.out_stride);
         if N == 0 {
             again::<T, Q, S, ADD, V, VEC>(from, factors, out, scales, n, eps);
         } else if VEC && N > 4 {
@@ -695,6 +700,24 @@ pub mod e4m3_per_token {
         fused_add_rms_norm_e4m3_per_token_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, E4M3, true>;
         fused_add_rms_norm_e4m3_per_token_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, E4M3, true>;
         fused_add_rms_norm_e4m3_per_token_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, E4M3, true>;
+        rms_norm_e4m3_per_token_cluster_x2_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, false, 4, 2, 16>;
+        rms_norm_e4m3_per_token_cluster_x2_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, false, 8, 2, 16>;
+        rms_norm_e4m3_per_token_cluster_x2_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, false, 8, 2, 16>;
+        rms_norm_e4m3_per_token_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, false, 4, 4, 16>;
+        rms_norm_e4m3_per_token_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, false, 8, 4, 16>;
+        rms_norm_e4m3_per_token_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, false, 8, 4, 16>;
+        rms_norm_e4m3_per_token_cluster_x8_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, false, 4, 8, 32>;
+        rms_norm_e4m3_per_token_cluster_x8_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, false, 8, 8, 32>;
+        rms_norm_e4m3_per_token_cluster_x8_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, false, 8, 8, 32>;
+        fused_add_rms_norm_e4m3_per_token_cluster_x2_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, true, 4, 2, 16>;
+        fused_add_rms_norm_e4m3_per_token_cluster_x2_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, true, 8, 2, 16>;
+        fused_add_rms_norm_e4m3_per_token_cluster_x2_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, true, 8, 2, 16>;
+        fused_add_rms_norm_e4m3_per_token_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, true, 4, 4, 16>;
+        fused_add_rms_norm_e4m3_per_token_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, true, 8, 4, 16>;
+        fused_add_rms_norm_e4m3_per_token_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, true, 8, 4, 16>;
+        fused_add_rms_norm_e4m3_per_token_cluster_x8_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, true, 4, 8, 32>;
+        fused_add_rms_norm_e4m3_per_token_cluster_x8_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, true, 8, 8, 32>;
+        fused_add_rms_norm_e4m3_per_token_cluster_x8_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, E4M3, true, 8, 8, 32>;
     }
 }
 
@@ -773,6 +796,24 @@ pub mod i8_per_token {
         fused_add_rms_norm_i8_per_token_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, i8, true>;
         fused_add_rms_norm_i8_per_token_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, i8, true>;
         fused_add_rms_norm_i8_per_token_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_token::<T, i8, true>;
+        rms_norm_i8_per_token_cluster_x2_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, false, 4, 2, 16>;
+        rms_norm_i8_per_token_cluster_x2_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, false, 8, 2, 16>;
+        rms_norm_i8_per_token_cluster_x2_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, false, 8, 2, 16>;
+        rms_norm_i8_per_token_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, false, 4, 4, 16>;
+        rms_norm_i8_per_token_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, false, 8, 4, 16>;
+        rms_norm_i8_per_token_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, false, 8, 4, 16>;
+        rms_norm_i8_per_token_cluster_x8_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, false, 4, 8, 32>;
+        rms_norm_i8_per_token_cluster_x8_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, false, 8, 8, 32>;
+        rms_norm_i8_per_token_cluster_x8_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, false, 8, 8, 32>;
+        fused_add_rms_norm_i8_per_token_cluster_x2_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, true, 4, 2, 16>;
+        fused_add_rms_norm_i8_per_token_cluster_x2_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, true, 8, 2, 16>;
+        fused_add_rms_norm_i8_per_token_cluster_x2_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, true, 8, 2, 16>;
+        fused_add_rms_norm_i8_per_token_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, true, 4, 4, 16>;
+        fused_add_rms_norm_i8_per_token_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, true, 8, 4, 16>;
+        fused_add_rms_norm_i8_per_token_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, true, 8, 4, 16>;
+        fused_add_rms_norm_i8_per_token_cluster_x8_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, true, 4, 8, 32>;
+        fused_add_rms_norm_i8_per_token_cluster_x8_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, true, 8, 8, 32>;
+        fused_add_rms_norm_i8_per_token_cluster_x8_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_token::<T, i8, true, 8, 8, 32>;
     }
 }
 
@@ -852,5 +893,23 @@ pub mod e4m3_per_group {
         fused_add_rms_norm_e4m3_per_group_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_group::<T, E4M3, true>;
         fused_add_rms_norm_e4m3_per_group_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_group::<T, E4M3, true>;
         fused_add_rms_norm_e4m3_per_group_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::per_group::<T, E4M3, true>;
+        rms_norm_e4m3_per_group_cluster_x2_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, false, 4, 2, 16>;
+        rms_norm_e4m3_per_group_cluster_x2_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, false, 8, 2, 16>;
+        rms_norm_e4m3_per_group_cluster_x2_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, false, 8, 2, 16>;
+        rms_norm_e4m3_per_group_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, false, 4, 4, 16>;
+        rms_norm_e4m3_per_group_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, false, 8, 4, 16>;
+        rms_norm_e4m3_per_group_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, false, 8, 4, 16>;
+        rms_norm_e4m3_per_group_cluster_x8_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, false, 4, 8, 32>;
+        rms_norm_e4m3_per_group_cluster_x8_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, false, 8, 8, 32>;
+        rms_norm_e4m3_per_group_cluster_x8_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, false, 8, 8, 32>;
+        fused_add_rms_norm_e4m3_per_group_cluster_x2_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, true, 4, 2, 16>;
+        fused_add_rms_norm_e4m3_per_group_cluster_x2_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, true, 8, 2, 16>;
+        fused_add_rms_norm_e4m3_per_group_cluster_x2_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, true, 8, 2, 16>;
+        fused_add_rms_norm_e4m3_per_group_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, true, 4, 4, 16>;
+        fused_add_rms_norm_e4m3_per_group_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, true, 8, 4, 16>;
+        fused_add_rms_norm_e4m3_per_group_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, true, 8, 4, 16>;
+        fused_add_rms_norm_e4m3_per_group_cluster_x8_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, true, 4, 8, 32>;
+        fused_add_rms_norm_e4m3_per_group_cluster_x8_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, true, 8, 8, 32>;
+        fused_add_rms_norm_e4m3_per_group_cluster_x8_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::per_group::<T, E4M3, true, 8, 8, 32>;
     }
 }

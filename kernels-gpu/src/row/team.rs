@@ -1,9 +1,10 @@
 //! The threads that work on one row, and what they find out together.
 
 use super::quantise::warp_amax;
+use cuda_std::shared::SharedAddress;
 use cuda_std::shared::{Carver, Shared};
 use cuda_std::vec::B128;
-use cuda_std::{float, thread, warp};
+use cuda_std::{cluster, float, mbarrier, thread, warp};
 
 /// An operation to reduce with.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -112,7 +113,7 @@ impl Team {
         ops: [Op; K],
         scratch: Shared<f32>,
     ) -> [f32; K] {
-        let mut out = values.map(|value| value[0]);
+        let out = values.map(|value| value[0]);
         if U == 1 && self.size == 32 {
             return out;
         }
@@ -133,6 +134,19 @@ impl Team {
             });
         }
         thread::sync_threads();
+        Self::over_warps::<K, WARPS>(ops, scratch, warps, lane)
+    }
+
+    /// What `warps` warps have left in `scratch`, where sums are zero beyond them; `lane` is the caller's.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn over_warps<const K: usize, const WARPS: usize>(
+        ops: [Op; K],
+        scratch: Shared<f32>,
+        warps: u32,
+        lane: u32,
+    ) -> [f32; K] {
+        let mut out = [0.0; K];
         cuda_std::unroll::<K>(|k| {
             out[k] = if ops[k] == Op::Max && WARPS > 4 {
                 ops[k].over_warp(if lane < warps { scratch.get(k * WARPS + lane as usize) } else { 0.0 })
@@ -149,6 +163,87 @@ impl Team {
             };
         });
         out
+    }
+}
+
+/// Blocks of the cluster of a [`Spread`] team.
+pub const SPREAD: u32 = 8;
+
+/// Shared memory of a block of a [`Spread`] team of up to so many warps, for `k` values.
+pub const fn spread_bytes(k: usize, warps: usize) -> usize {
+    scratch_len(k, warps) * 4 + 8
+}
+
+/// A [`Team`] whose warps are dealt out to the blocks of a cluster, the first ones to the first block, so that eight multiprocessors read what one would: 64 bytes a cycle each. It
+/// reduces as the same team in one block, to the same bits.
+///
+/// Each warp tells all blocks its values by stores that an mbarrier of each block counts: the only barrier of the cluster is before the first of them, and passes while
+/// the kernels before still run.
+#[derive(Clone, Copy)]
+pub struct Spread<const K: usize, const WARPS: usize> {
+    /// The team in one block.
+    pub team: Team,
+    /// Whether the thread is in it: the last warps may have nothing to do.
+    pub live: bool,
+    values: Shared<f32>,
+    came: u32,
+    /// Where the lane tells a block its warp's first value, and what counts it.
+    to: u32,
+    told: u32,
+}
+
+impl<const K: usize, const WARPS: usize> Spread<K, WARPS> {
+    /// A team of `size` threads, a multiple of 32 and no more than those of the cluster. By all threads of it, before anything else; [`meet`](Self::meet) follows.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn new(size: u32, carver: &mut Carver) -> Self {
+        cluster::dims::<SPREAD>();
+        let (thread, lane, block) = (thread::thread_idx_x(), warp::lane_id(), cluster::rank());
+        let values = carver.take::<f32>(scratch_len(K, WARPS));
+        let came = carver.take::<u64>(1).ptr(0u32);
+        let warps = size / 32;
+        if thread == 0 {
+            mbarrier::init(came, 1);
+            mbarrier::fence_init();
+            mbarrier::arrive_expect_tx(came, warps * const { K as u32 * 4 });
+        }
+        if thread < 32 && warps <= lane && lane < WARPS as u32 {
+            cuda_std::unroll::<K>(|k| values.set((k * WARPS) as u32 + lane, 0.0));
+        }
+        warp::sync_warp(warp::FULL);
+        // Nobody may write to a block that does not run yet, or has no mbarrier; and the zeros are for the block's other warps.
+        cluster::arrive();
+        let rank = block * thread::block_dim_x() + thread;
+        let (to, told) = (values.ptr(rank / 32), came);
+        let [to, told] = [cluster::map(to, lane % SPREAD), cluster::map(told, lane % SPREAD)];
+        Self { team: Team { size, rank }, live: rank < size, values, came: came.shared_address(), to, told }
+    }
+
+    /// Words that are to be known before the wait for the kernels before.
+    #[inline(always)]
+    pub fn words(self) -> [u32; 2] {
+        [self.to, self.told]
+    }
+
+    /// Waits until all blocks are there.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn meet(self) {
+        cluster::wait();
+    }
+
+    /// As [`Team::reduce_warps`], once.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn reduce_warps(self, values: [f32; K], ops: [Op; K]) -> [f32; K] {
+        if warp::lane_id() < SPREAD && self.live {
+            cuda_std::unroll::<K>(|k| {
+                cluster::store_async_u32(self.to + (k * WARPS * 4) as u32, values[k].to_bits(), self.told);
+            });
+        }
+        // Blocks that have all of it have been written to for the last time, and may end.
+        mbarrier::wait_parity(self.came, 0);
+        Team::over_warps::<K, WARPS>(ops, self.values, self.team.size / 32, warp::lane_id())
     }
 }
 
