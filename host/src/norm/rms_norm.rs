@@ -153,26 +153,30 @@ pub const fn cluster_geometry(dtype: DType, variant: Variant, rows: u32, n: u32)
     Some(geometry.cluster(SPREAD).dependent())
 }
 
-/// How to launch them, where they serve better: few rows, of `least` pieces of 16 bytes and more, so long that one multiprocessor takes longer to read them than blocks of a cluster take to tell each other their sums.
+/// How to launch them, where they serve better: few rows, so long that one multiprocessor takes longer to read them than blocks of a cluster take to tell each other their sums. A residual is as much again to read.
+///
+/// Measured in bf16 on an H200, 1 to 32 rows: 8192 columns take 9 to 18 % less without a residual (7168 11, 5120 nothing, which stay), with one 20 to 35 % (7168 16 to 30, 5120 4 to 15), 16384 22 to 53, 32768 36 to 68.
+/// On an H100 a cluster takes 0.3 µs longer to begin: 8192 columns lose 4 to 7 % without a residual, 13 with 8-bit results, and gain 8 to 15 with one.
 pub(super) fn spread_better(
     device: &Device,
     dtype: DType,
     variant: Variant,
     rows: u32,
     n: u32,
-    least: u32,
+    fused_add: bool,
 ) -> Option<Geometry> {
-    let few = if variant == Variant::Loop { 48 } else { 32 };
-    if rows > few || n.div_ceil(pieces::piece(dtype, true)) < least || device.properties().compute_capability != (9, 0)
+    let (least, most) = match (variant, fused_add) {
+        (Variant::X2, false) => (1024, 16),
+        (Variant::X2, true) => (768, 32),
+        (Variant::X4, _) => (0, 32),
+        _ => (0, 48),
+    };
+    if rows > most || n.div_ceil(pieces::piece(dtype, true)) < least || device.properties().compute_capability != (9, 0)
     {
         return None;
     }
     cluster_geometry(dtype, variant, rows, n)
 }
-
-/// From so many pieces of 16 bytes on few rows have clusters, without a residual and with one, which is as much again to read. Measured in bf16 on an H200, where 5120 columns gain nothing
-/// without a residual and 8192 16 %, and on an H100, where a cluster takes 0.3 µs longer to begin: 8192 lose 4 % without, 7168 gain 9 % with.
-pub(super) const LEAST_SPREAD: [u32; 2] = [1024, 768];
 
 /// How to launch any of the others but the narrow ones for `rows` rows of `n` elements.
 pub const fn geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Geometry {
@@ -219,7 +223,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
         [(args.x, args.x_stride, size), (args.weight, 0, size), (args.out.cast_const(), args.out_stride, size)];
     let variant = Variant::new(dtype, args.n, pieces::aligned(dtype, args.n, &places));
     let usual = geometry(dtype, variant, args.rows, args.n);
-    let spread = spread_better(stream.device(), dtype, variant, args.rows, args.n, LEAST_SPREAD[0]);
+    let spread = spread_better(stream.device(), dtype, variant, args.rows, args.n, false);
     let (entry, geometry) = match narrow_geometry(dtype, args.rows, args.n) {
         _ if let Some(spread) = spread => (cluster_entry(dtype, variant, args.n), spread),
         // Rows of one warp share blocks as it is.
@@ -258,7 +262,7 @@ pub unsafe fn launch_fused_add(stream: &Stream, dtype: DType, args: &FusedAddArg
     let apart = args.residual.addr().wrapping_sub(args.residual_out.addr());
     let strides = args.residual_stride.wrapping_sub(args.residual_out_stride).wrapping_mul(size);
     let lie_alike = (apart | strides).is_multiple_of(16);
-    let spread = spread_better(stream.device(), dtype, variant, args.rows, args.n, LEAST_SPREAD[1]);
+    let spread = spread_better(stream.device(), dtype, variant, args.rows, args.n, true);
     let (entry, geometry) = match narrow_geometry(dtype, args.rows, args.n) {
         _ if let Some(spread) = spread => (fused_add_cluster_entry(dtype, variant, args.n), spread),
         // Rows of one warp share blocks in the other entry, too.

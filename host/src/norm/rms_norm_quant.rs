@@ -8,7 +8,7 @@
 //! Sources of the operations: vLLM's `rms_norm_dynamic_per_token_quant` and its per-block form; Xiao et al.,
 //! *SmoothQuant*, 2022, for the smoothing of channels.
 
-use super::rms_norm::{LEAST_SPREAD, check_eps, check_vector, in_turns, spread_better, spread_instance};
+use super::rms_norm::{check_eps, check_vector, in_turns, spread_better, spread_instance};
 use crate::check::{Call, Rows};
 use crate::device::{Geometry, Stream};
 use crate::error::Result;
@@ -387,9 +387,8 @@ macro_rules! launches {
             let is_many = rows as u64 * $args.n as u64 >= LEAST_MANY[usize::from(narrow.is_none())];
             let many = if is_many { many_geometry(dtype, rows, $args.n) } else { None };
             let own = $own(&Alone { dtype, rows, n: $args.n, usual, narrow });
-            let least = LEAST_SPREAD[usize::from(!alone)];
             let spread = $cluster(dtype, variant, $args.n, !alone)
-                .and_then(|_| spread_better(stream.device(), dtype, variant, rows, $args.n, least));
+                .and_then(|_| spread_better(stream.device(), dtype, variant, rows, $args.n, !alone));
             let (entry, geometry): (Option<Entry<$Args>>, _) = match (many, own, narrow) {
                 _ if let Some(spread) = spread => ($cluster(dtype, variant, $args.n, !alone), spread),
                 _ if let Some(how) = held(dtype, variant, $args.n) => {

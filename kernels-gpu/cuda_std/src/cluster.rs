@@ -158,6 +158,26 @@ pub unsafe fn store_async_u32(address: u32, value: u32, bar: u32) {
     simt::store_async(address, value, bar);
 }
 
+/// [`store_async_u32`] of two neighbouring words at once, which count as 8 bytes.
+///
+/// # Safety
+/// As for [`store_async_u32`]; the address is a multiple of 8.
+#[inline(always)]
+#[track_caller]
+pub unsafe fn store_async_u32x2(address: u32, values: [u32; 2], bar: u32) {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        ptx!("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [{a}], {{{v0}, {v1}}}, [{b}];",
+            a = in(reg32) address, v0 = in(reg32) values[0], v1 = in(reg32) values[1], b = in(reg32) bar,
+            options(nostack, preserves_flags))
+    };
+    #[cfg(not(target_arch = "nvptx64"))]
+    for (i, value) in values.into_iter().enumerate() {
+        simt::store_async(address + 4 * i as u32, value, bar);
+    }
+}
+
 /// [`store_async_u32`] of four neighbouring words at once, which count as 16 bytes.
 ///
 /// # Safety

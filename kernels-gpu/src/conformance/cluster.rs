@@ -73,6 +73,10 @@ pub unsafe fn conformance<const BLOCKS: u32>(map: *const TensorMap, out: *mut u3
         let (to, bar) = (cluster::map(shared.ptr(t), other), cluster::map(came, other));
         if t < THREADS as u32 / 2 {
             cluster::store_async_u32(to, 11 * t + rank, bar);
+        } else if t >= THREADS as u32 / 4 * 3 {
+            if t.is_multiple_of(2) {
+                cluster::store_async_u32x2(to, [0, 11].map(|i| 11 * t + i + rank), bar);
+            }
         } else if t.is_multiple_of(4) {
             cluster::store_async_u32x4(to, [0, 11, 22, 33].map(|i| 11 * t + i + rank), bar);
         }

@@ -378,15 +378,15 @@ pub mod alone {
         rms_norm_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::rms_norm::<T>;
         rms_norm_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::rms_norm::<T>;
         rms_norm_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::rms_norm::<T>;
-        rms_norm_cluster_x2_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 4, 2, 16>;
-        rms_norm_cluster_x2_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 8, 2, 16>;
-        rms_norm_cluster_x2_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 8, 2, 16>;
-        rms_norm_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 4, 4, 16>;
-        rms_norm_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 8, 4, 16>;
-        rms_norm_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 8, 4, 16>;
-        rms_norm_cluster_x8_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 4, 8, 32>;
-        rms_norm_cluster_x8_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 8, 8, 32>;
-        rms_norm_cluster_x8_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::rms_norm::<T, 8, 8, 32>;
+        rms_norm_cluster_x2_f32 { type T = f32; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::rms_norm::<T, 4, 2, 16>;
+        rms_norm_cluster_x2_f16 { type T = half::f16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::rms_norm::<T, 8, 2, 16>;
+        rms_norm_cluster_x2_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::rms_norm::<T, 8, 2, 16>;
+        rms_norm_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::rms_norm::<T, 4, 4, 16>;
+        rms_norm_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::rms_norm::<T, 8, 4, 16>;
+        rms_norm_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::rms_norm::<T, 8, 4, 16>;
+        rms_norm_cluster_x8_f32 { type T = f32; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::rms_norm::<T, 4, 8, 32>;
+        rms_norm_cluster_x8_f16 { type T = half::f16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::rms_norm::<T, 8, 8, 32>;
+        rms_norm_cluster_x8_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::rms_norm::<T, 8, 8, 32>;
     }
 }
 
@@ -423,14 +423,14 @@ pub mod fused_add {
         fused_add_rms_norm_any_ring_f32 { type T = f32; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::fused_add_rms_norm::<T>;
         fused_add_rms_norm_any_ring_f16 { type T = half::f16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::fused_add_rms_norm::<T>;
         fused_add_rms_norm_any_ring_bf16 { type T = half::bf16; } [any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::fused_add_rms_norm::<T>;
-        fused_add_rms_norm_cluster_x2_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 4, 2, 16>;
-        fused_add_rms_norm_cluster_x2_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 8, 2, 16>;
-        fused_add_rms_norm_cluster_x2_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 8, 2, 16>;
-        fused_add_rms_norm_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 4, 4, 16>;
-        fused_add_rms_norm_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 8, 4, 16>;
-        fused_add_rms_norm_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 8, 4, 16>;
-        fused_add_rms_norm_cluster_x8_f32 { type T = f32; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 4, 8, 32>;
-        fused_add_rms_norm_cluster_x8_f16 { type T = half::f16; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 8, 8, 32>;
-        fused_add_rms_norm_cluster_x8_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS; Sm90a] => spread::fused_add_rms_norm::<T, 8, 8, 32>;
+        fused_add_rms_norm_cluster_x2_f32 { type T = f32; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::fused_add_rms_norm::<T, 4, 2, 16>;
+        fused_add_rms_norm_cluster_x2_f16 { type T = half::f16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::fused_add_rms_norm::<T, 8, 2, 16>;
+        fused_add_rms_norm_cluster_x2_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::fused_add_rms_norm::<T, 8, 2, 16>;
+        fused_add_rms_norm_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::fused_add_rms_norm::<T, 4, 4, 16>;
+        fused_add_rms_norm_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::fused_add_rms_norm::<T, 8, 4, 16>;
+        fused_add_rms_norm_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::fused_add_rms_norm::<T, 8, 4, 16>;
+        fused_add_rms_norm_cluster_x8_f32 { type T = f32; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::fused_add_rms_norm::<T, 4, 8, 32>;
+        fused_add_rms_norm_cluster_x8_f16 { type T = half::f16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::fused_add_rms_norm::<T, 8, 8, 32>;
+        fused_add_rms_norm_cluster_x8_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::fused_add_rms_norm::<T, 8, 8, 32>;
     }
 }

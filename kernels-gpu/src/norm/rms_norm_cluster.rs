@@ -178,13 +178,23 @@ unsafe fn quantise_row<
     if !S::GROUPED {
         (sums[K - 1], ops[K - 1]) = (Op::Max.over_warp(quantise::amax_of(y)), Op::Max);
     }
+    // Largest magnitudes of pieces `2 i` and `2 i + 1`, or of each, while others' sums are on their way.
+    let mut groups = [0.0; N];
+    if S::GROUPED {
+        cuda_std::unroll::<N>(|i| {
+            if !paired {
+                groups[i] = quantise::group_amax(y[i]);
+            } else if i % 2 == 0 {
+                groups[i] = quantise::pair_amax([y[i], y[(i + 1) % N]]);
+            }
+        });
+    }
     let sums = team.reduce_warps(sums, ops);
     let (rms, largest) = (inverse_rms(sums[0], inverse_n, eps), sums[K - 1]);
     if paired {
         cuda_std::unroll::<N>(|i| {
             if i % 2 == 0 {
-                let largest = quantise::pair_amax([y[i], y[(i + 1) % N]]);
-                let (scale, factor) = quantise::scale_and_factor::<Q>(largest, rms);
+                let (scale, factor) = quantise::scale_and_factor::<Q>(groups[i], rms);
                 let pair = row.pair(i / 2);
                 GlobalMut::new(scales.place::<V>(pair).cast_mut().cast::<f32>()).set_streaming_if(
                     quantise::stores_pair::<V>(pair, n),
@@ -201,7 +211,7 @@ unsafe fn quantise_row<
         cuda_std::unroll::<N>(|i| {
             let mut factor = row_factor;
             if S::GROUPED {
-                let (scale, own) = quantise::scale_and_factor::<Q>(quantise::group_amax(y[i]), rms);
+                let (scale, own) = quantise::scale_and_factor::<Q>(groups[i], rms);
                 scales.store_group::<V>(row.index(i), n, scale);
                 factor = own;
             }

@@ -185,6 +185,7 @@ pub struct Spread<const K: usize, const WARPS: usize> {
     pub team: Team,
     /// Whether the thread is in it: the last warps may have nothing to do.
     pub live: bool,
+    /// Of each warp its values side by side; zeros beyond the last.
     values: Shared<f32>,
     came: u32,
     /// Where the lane tells a block its warp's first value, and what counts it.
@@ -208,13 +209,13 @@ impl<const K: usize, const WARPS: usize> Spread<K, WARPS> {
             mbarrier::arrive_expect_tx(came, warps * const { K as u32 * 4 });
         }
         if thread < 32 && warps <= lane && lane < WARPS as u32 {
-            cuda_std::unroll::<K>(|k| values.set((k * WARPS) as u32 + lane, 0.0));
+            cuda_std::unroll::<K>(|k| values.set(lane * K as u32 + k as u32, 0.0));
         }
         warp::sync_warp(warp::FULL);
         // Nobody may write to a block that does not run yet, or has no mbarrier; and the zeros are for the block's other warps.
         cluster::arrive();
         let rank = block * thread::block_dim_x() + thread;
-        let (to, told) = (values.ptr(rank / 32), came);
+        let (to, told) = (values.ptr(rank / 32 * K as u32), came);
         let [to, told] = [cluster::map(to, lane % SPREAD), cluster::map(told, lane % SPREAD)];
         Self { team: Team { size, rank }, live: rank < size, values, came: came.shared_address(), to, told }
     }
@@ -236,14 +237,36 @@ impl<const K: usize, const WARPS: usize> Spread<K, WARPS> {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn reduce_warps(self, values: [f32; K], ops: [Op; K]) -> [f32; K] {
+        const { assert!(K == 1 || K == 2) };
+        let words = values.map(f32::to_bits);
         if warp::lane_id() < SPREAD && self.live {
-            cuda_std::unroll::<K>(|k| {
-                cluster::store_async_u32(self.to + (k * WARPS * 4) as u32, values[k].to_bits(), self.told);
-            });
+            // One message, since of 16 rows in as many clusters there are thousands.
+            if K == 1 {
+                cluster::store_async_u32(self.to, words[0], self.told);
+            } else {
+                cluster::store_async_u32x2(self.to, [words[0], words[K - 1]], self.told);
+            }
         }
         // Blocks that have all of it have been written to for the last time, and may end.
         mbarrier::wait_parity(self.came, 0);
-        Team::over_warps::<K, WARPS>(ops, self.values, self.team.size / 32, warp::lane_id())
+        if K == 1 {
+            return Team::over_warps::<K, WARPS>(ops, self.values, self.team.size / 32, warp::lane_id());
+        }
+        // In the order of `Team::over_warps`.
+        let (mut quads, mut out) = ([[0.0; 4]; K], [0.0; K]);
+        let mut i = 0;
+        while i < WARPS {
+            let halves: [B128<f32, 4>; 2] = [self.values.get_as(2 * i), self.values.get_as(2 * i + 4)];
+            cuda_std::unroll::<K>(|k| {
+                cuda_std::unroll::<4>(|j| {
+                    let value = halves[j / 2].0[j % 2 * 2 + k];
+                    quads[k][j] = if i == 0 { value } else { ops[k].apply(quads[k][j], value) };
+                });
+            });
+            i += 4;
+        }
+        cuda_std::unroll::<K>(|k| out[k] = ops[k].over_quad(quads[k]));
+        out
     }
 }
 
