@@ -35,7 +35,14 @@ fn row_number() -> usize {
     (thread::block_idx_x() / SPREAD) as usize
 }
 
-/// The beginning: what is normalised, its weights, and where results go, which is computed before the wait for the kernels before, as `words` are.
+/// What a thread has of its row: what is normalised, its weights, and where results go.
+struct Part<T, R, const V: usize, const N: usize> {
+    x: [[T; V]; N],
+    w: [[T; V]; N],
+    to: [GlobalMut<R>; N],
+}
+
+/// The beginning: a thread's part of its row. Where results go is computed before the wait for the kernels before, as `words` are.
 #[inline(always)]
 #[track_caller]
 unsafe fn load<T: Float, R: Copy, const ADD: bool, const V: usize, const N: usize>(
@@ -44,7 +51,7 @@ unsafe fn load<T: Float, R: Copy, const ADD: bool, const V: usize, const N: usiz
     out: GlobalMut<R>,
     row: Row<V, N, true>,
     words: [u32; 2],
-) -> ([[T; V]; N], [[T; V]; N], [GlobalMut<R>; N]) {
+) -> Part<T, R, V, N> {
     let other = if ADD { from.residual } else { weight };
     let at = |column| -> [*const u8; 3] {
         [from.x.ptr(column).cast(), other.ptr(column).cast(), out.ptr(column).cast_const().cast()]
@@ -57,7 +64,7 @@ unsafe fn load<T: Float, R: Copy, const ADD: bool, const V: usize, const N: usiz
     }
     cuda_std::unroll::<N>(|i| w[i] = row.piece(i).load_optional(weight, true));
     let to = at.map(|[_, _, to]| GlobalMut::new(to.cast_mut().cast()));
-    (from.add::<ADD, true, V, N, true>(row, [x, r]), w, to)
+    Part { x: from.add::<ADD, true, V, N, true>(row, [x, r]), w, to }
 }
 
 #[inline(always)]
@@ -76,7 +83,7 @@ unsafe fn normalise<T: Float, const ADD: bool, const V: usize, const N: usize, c
     let row = Row::<V, N, true>::new(team.team, if team.live { n } else { 0 });
     let inverse_n = inverse(n);
     team.meet();
-    let (x, w, to) = load::<T, T, ADD, V, N>(from, Global::new(weight), out, row, team.words());
+    let Part { x, w, to } = load::<T, T, ADD, V, N>(from, Global::new(weight), out, row, team.words());
     let mut total = 0.0;
     cuda_std::unroll::<N>(|i| total += squares(x[i]));
     let [total] = team.reduce_warps([Op::Sum.over_warp(total)], [Op::Sum]);
@@ -164,7 +171,7 @@ unsafe fn quantise_row<
     let paired = S::GROUPED && N <= 4;
     let row = if paired { Row::<V, N, true>::grouped(team.team, n) } else { Row::new(team.team, n) };
     team.meet();
-    let (x, w, to) = load::<T, Q, ADD, V, N>(from, factors.weight, out, row, team.words());
+    let Part { x, w, to } = load::<T, Q, ADD, V, N>(from, factors.weight, out, row, team.words());
     let mut total = 0.0;
     cuda_std::unroll::<N>(|i| total += squares(x[i]));
     total = Op::Sum.over_warp(total);
