@@ -11,7 +11,7 @@ use crate::kernels::norm::{rms_norm as kernel, rms_norm_any_ring as any_ring, rm
 use crate::kernels::row::team::SPREAD;
 use crate::pieces::{self, Held, Variant, Work};
 use crate::tensor::Tensor;
-use cuda_std::{DType, Entry, Float};
+use cuda_std::{DType, Entry, Float, KernelArgs};
 
 pub use kernel::alone::Args;
 pub use kernel::fused_add::Args as FusedAddArgs;
@@ -122,20 +122,22 @@ pub(super) const fn spread_instance(variant: Variant, how: Option<Held>) -> Opti
     }
 }
 
-/// The entry for a few of the rows that have a [`cluster_geometry`], on Hopper: a cluster of blocks for each. The results are the same bits.
-pub const fn cluster_entry(dtype: DType, variant: Variant, n: u32) -> Option<Entry<Args>> {
+/// The instance for a few rows of `n` elements, if there is one.
+const fn cluster_instance<A: KernelArgs>(dtype: DType, variant: Variant, n: u32) -> Option<Entry<A>> {
     match spread_instance(variant, Held::new(dtype, variant, n)) {
         Some(instance) => pieces::instance(dtype, 24 + instance),
         None => None,
     }
 }
 
+/// The entry for a few of the rows that have a [`cluster_geometry`], on Hopper: a cluster of blocks for each. The results are the same bits.
+pub const fn cluster_entry(dtype: DType, variant: Variant, n: u32) -> Option<Entry<Args>> {
+    cluster_instance(dtype, variant, n)
+}
+
 /// As [`cluster_entry`], adding a residual.
 pub const fn fused_add_cluster_entry(dtype: DType, variant: Variant, n: u32) -> Option<Entry<FusedAddArgs>> {
-    match spread_instance(variant, Held::new(dtype, variant, n)) {
-        Some(instance) => pieces::instance(dtype, 24 + instance),
-        None => None,
-    }
+    cluster_instance(dtype, variant, n)
 }
 
 /// How to launch [`cluster_entry`] and its like for `rows` rows of `n` elements, where it can be done: aligned rows that are held in registers.

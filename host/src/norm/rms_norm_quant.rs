@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::kernels::norm::{rms_norm_quant as kernel, rms_norm_quant_ring as ring};
 use crate::pieces::{self, Held, Variant, Work};
 use crate::tensor::Tensor;
-use cuda_std::{DType, E4M3, Element, Entry, Float};
+use cuda_std::{DType, E4M3, Element, Entry, Float, KernelArgs};
 use std::ffi::c_void;
 
 pub use kernel::e4m3_per_group::Args as E4m3PerGroupArgs;
@@ -221,10 +221,10 @@ pub const fn e4m3_per_group_any_ring_entry(dtype: DType, fused_add: bool) -> Opt
     pieces::instance(dtype, if fused_add { 64 } else { 61 })
 }
 
-/// Where the instance for a few rows of `n` elements is, if there is one.
-const fn cluster_first(dtype: DType, variant: Variant, n: u32, fused_add: bool) -> Option<usize> {
+/// The instance for a few rows of `n` elements, if there is one.
+const fn cluster_instance<A: KernelArgs>(dtype: DType, variant: Variant, n: u32, fused_add: bool) -> Option<Entry<A>> {
     match spread_instance(variant, held(dtype, variant, n)) {
-        Some(instance) => Some(if fused_add { 76 } else { 67 } + instance),
+        Some(instance) => pieces::instance(dtype, if fused_add { 76 } else { 67 } + instance),
         None => None,
     }
 }
@@ -237,10 +237,7 @@ pub const fn e4m3_per_token_cluster_entry(
     n: u32,
     fused_add: bool,
 ) -> Option<Entry<E4m3PerTokenArgs>> {
-    match cluster_first(dtype, variant, n, fused_add) {
-        Some(first) => pieces::instance(dtype, first),
-        None => None,
-    }
+    cluster_instance(dtype, variant, n, fused_add)
 }
 
 /// As [`e4m3_per_token_cluster_entry`], of [`i8_per_token_entry`].
@@ -250,10 +247,7 @@ pub const fn i8_per_token_cluster_entry(
     n: u32,
     fused_add: bool,
 ) -> Option<Entry<I8PerTokenArgs>> {
-    match cluster_first(dtype, variant, n, fused_add) {
-        Some(first) => pieces::instance(dtype, first),
-        None => None,
-    }
+    cluster_instance(dtype, variant, n, fused_add)
 }
 
 /// As [`e4m3_per_token_cluster_entry`], of [`e4m3_per_group_entry`].
@@ -263,10 +257,7 @@ pub const fn e4m3_per_group_cluster_entry(
     n: u32,
     fused_add: bool,
 ) -> Option<Entry<E4m3PerGroupArgs>> {
-    match cluster_first(dtype, variant, n, fused_add) {
-        Some(first) => pieces::instance(dtype, first),
-        None => None,
-    }
+    cluster_instance(dtype, variant, n, fused_add)
 }
 
 /// How to launch the narrow entries, where they serve: rows of up to four warps, in two pieces of 16 bytes a thread ([`Variant::X2`]).
