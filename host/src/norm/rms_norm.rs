@@ -158,7 +158,8 @@ pub const fn cluster_geometry(dtype: DType, variant: Variant, rows: u32, n: u32)
 /// How to launch them, where they serve better: few rows, so long that one multiprocessor takes longer to read them than blocks of a cluster take to tell each other their sums. A residual is as much again to read.
 ///
 /// Measured in bf16 on an H200, 1 to 32 rows: 8192 columns take 9 to 18 % less without a residual (7168 11, 5120 nothing, which stay), with one 20 to 35 % (7168 16 to 30, 5120 4 to 15), 16384 22 to 53, 32768 36 to 68.
-/// On an H100 a cluster takes 0.3 µs longer to begin: 8192 columns lose 4 to 7 % without a residual, 13 with 8-bit results, and gain 8 to 15 with one.
+/// What is too many is for 8-bit results: 32 rows of 8192 without a residual took 8 % more. On an H100 a cluster takes 0.3 µs longer to begin: 8192 columns lose 4 to 7 % without a residual, 12 to 15 with 8-bit
+/// results, and gain 8 to 14 with one (8-bit results −8 to +3).
 pub(super) fn spread_better(
     device: &Device,
     dtype: DType,

@@ -1,8 +1,7 @@
 //! The threads that work on one row, and what they find out together.
 
 use super::quantise::warp_amax;
-use cuda_std::shared::SharedAddress;
-use cuda_std::shared::{Carver, Shared};
+use cuda_std::shared::{Carver, Shared, SharedAddress};
 use cuda_std::vec::B128;
 use cuda_std::{cluster, float, mbarrier, thread, warp};
 
@@ -233,7 +232,7 @@ impl<const K: usize, const WARPS: usize> Spread<K, WARPS> {
         cluster::wait();
     }
 
-    /// As [`Team::reduce_warps`], once.
+    /// As [`Team::reduce_warps`], once, of maxima that are numbers.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn reduce_warps(self, values: [f32; K], ops: [Op; K]) -> [f32; K] {
