@@ -22,7 +22,7 @@ pub fn benches(harness: &mut Harness) {
         }
         int8(harness, 4096, 4096, 4096);
     }
-    for &(m, n) in harness.pick(&[(1, 7168), (128, 7168), (4096, 7168)][..], &[(4, 256)]) {
+    for &(m, n) in harness.pick(&[(1, 7168), (128, 7168), (4096, 7168), (1, 28672), (16, 28672)][..], &[(4, 256)]) {
         quantiser(harness, m, n);
     }
     for &(n, k) in harness.pick(&[(4096, 4096), (14336, 4096)][..], &[(256, 256)]) {

@@ -1,7 +1,7 @@
 use super::{HELD, LONG, widths};
 use crate::far::FAR;
 use crate::rows::{Place, Rows, WIDTHS, all_bytes, assert_rounded, vector};
-use cuda_std::Float;
+use cuda_std::{Entry, Float};
 use proptest::prelude::*;
 use proptest::sample::select;
 use warploom::norm::{self, Held, Variant, layer_norm};
@@ -277,6 +277,72 @@ fn other_entries_are_the_same_bits() {
     });
 }
 
+/// Clusters of blocks for a row each, of which the last may have nothing to do: the bits of rows of one block, in rows without a number, too.
+#[test]
+fn rows_in_clusters_are_the_same_bits() {
+    on_every_device(|device, stream| {
+        for n in [2056usize, 4096, 7168, 8192, 8200, 12288, 16384] {
+            let (rows, variant) = (3, layer_norm::variant(DType::Bf16, n as u32, true));
+            let mut x = values::<bf16>(rows * n, 2.0);
+            (x[n + 5], x[3 * n - 1]) = (bf16::NAN, bf16::INFINITY);
+            let (x, w) =
+                (Tensor::from_slice(device, &x, &[rows, n]).unwrap(), vector(device, &noise_of::<bf16>(n, 5), 0));
+            let b = vector(device, &noise_of::<bf16>(n, 6), 0);
+            let usual = layer_norm::geometry(DType::Bf16, variant, rows as u32, n as u32);
+            let clusters = layer_norm::cluster_geometry(DType::Bf16, variant, rows as u32, n as u32).unwrap();
+            let run = |entry: Option<Entry<layer_norm::Args>>, geometry, with: bool| {
+                let mut out = Tensor::<bf16>::zeros(device, &[rows, n]).unwrap();
+                let args = layer_norm::Args {
+                    x: x.as_ptr().cast(),
+                    weight: if with { w.as_ptr().cast() } else { std::ptr::null() },
+                    bias: if with { b.as_ptr().cast() } else { std::ptr::null() },
+                    out: out.as_mut_ptr().cast(),
+                    rows: rows as u32,
+                    n: n as u32,
+                    x_stride: n,
+                    out_stride: n,
+                    eps: 1e-5,
+                };
+                // SAFETY: the tensors are as large as the arguments say, and live on.
+                unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+                stream.synchronize().unwrap();
+                all_bytes(&out.to_vec().unwrap())
+            };
+            for with in [true, false] {
+                let want = run(layer_norm::entry(DType::Bf16, variant), usual, with);
+                assert!(run(layer_norm::cluster_entry(DType::Bf16), clusters, with) == want, "{n}");
+            }
+        }
+        for (variant, n) in [(Variant::X2, 1024), (Variant::Any, 8191), (Variant::Loop, 16392)] {
+            assert!(layer_norm::cluster_geometry(DType::Bf16, variant, 1, n).is_none());
+        }
+        assert!(layer_norm::cluster_geometry(DType::Bf16, Variant::X4, u32::MAX / 4, 8192).is_none());
+    });
+}
+
+/// What decides how rows are launched: few long rows in clusters, more in blocks of their own, to the same bits.
+#[test]
+fn few_rows_are_the_same_bits_as_many() {
+    fn check<T: Float>(device: &Device, stream: &Stream, n: usize) {
+        let few = values::<T>(3 * n, 2.0);
+        let mut many = few.clone();
+        many.resize(80 * n, T::from_f32(1.0));
+        let (w, b) = (vector(device, &noise_of::<T>(n, 5), 0), vector(device, &noise_of::<T>(n, 6), 0));
+        let run = |x: &[T]| {
+            let x = Tensor::from_slice(device, x, &[x.len() / n, n]).unwrap();
+            norm::layer_norm(stream, &mut x.clone(), &x, Some(&w), Some(&b), 1e-5).unwrap();
+            all_bytes(&x.to_vec().unwrap())
+        };
+        let got = run(&few);
+        assert!(run(&many)[..got.len()] == got, "{} {n}", T::DTYPE);
+    }
+    on_every_device(|device, stream| {
+        check::<bf16>(device, stream, 16384);
+        check::<f16>(device, stream, 12288);
+        check::<f32>(device, stream, 8192);
+    });
+}
+
 /// Halves of a row far from each other: the warps' means are far from the row's. An infinity anywhere, and the row is no number.
 #[test]
 fn parts_far_from_each_other() {
@@ -298,6 +364,10 @@ fn parts_far_from_each_other() {
 fn entries_have_the_names_of_what_they_do() {
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
         assert_eq!(layer_norm::many_entry(dtype).unwrap().name, format!("layer_norm_x4_many_{dtype}"));
+        let cluster = layer_norm::cluster_entry(dtype).unwrap();
+        assert_eq!(cluster.name, format!("layer_norm_cluster_x4_{dtype}"));
+        let n = (32 << 10) / dtype.size() as u32;
+        assert!(layer_norm::cluster_geometry(dtype, Variant::X4, 1, n).unwrap().block[0] <= cluster.max_threads);
         for (held, name) in [(Held::AnyX4, "any_x4"), (Held::X8, "x8")] {
             assert_eq!(layer_norm::held_entry(dtype, held).unwrap().name, format!("layer_norm_{name}_{dtype}"));
         }

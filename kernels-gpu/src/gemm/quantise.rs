@@ -7,7 +7,7 @@
 //! * A scale for each block of 128 by 128: for weights, ahead of time. A block of threads reads its part twice.
 
 use crate::row::quantise::{self, Quantised, amax, scale_for};
-use crate::row::team::{Op, scratch};
+use crate::row::team::{Op, SPREAD, Spread, scratch, spread_bytes};
 use crate::row::{GROUP, Mine, Piece, Team, packed, zero};
 use cuda_std::shared::Carver;
 use cuda_std::vec::StoreStreaming;
@@ -17,6 +17,10 @@ use cuda_std::{E4M3, Float, Global, GlobalMut, dependent_launch, entries, float,
 pub const MAX_WARPS: usize = 32;
 /// Its shared memory.
 pub const SHARED_BYTES: usize = MAX_WARPS * 4;
+/// The most threads of a block of a cluster with a row of its own, and its shared memory.
+pub const CLUSTER_THREADS: u32 = MAX_WARPS as u32 * 32 / SPREAD;
+/// See there.
+pub const CLUSTER_SHARED_BYTES: usize = spread_bytes(1, MAX_WARPS);
 /// Up to so many rows start at once on a GPU, and the wait for the kernels before is what takes time: addresses are known before it.
 const FEW_ROWS: u32 = 264;
 /// The most threads of a block where each has one piece.
@@ -88,6 +92,52 @@ pub unsafe fn rows<T: Float, Q: Quantised, const V: usize, const N: usize, const
             i += 1;
         }
     }
+}
+
+/// As [`rows`], of aligned rows, a cluster of [`SPREAD`] blocks for each on Hopper, of at least as many threads together as the row has with `N` pieces a thread, a multiple of 32 each: few long rows take what one
+/// multiprocessor takes to read one, 64 bytes a cycle. The same bits.
+#[inline(always)]
+pub unsafe fn rows_cluster<T: Float, Q: Quantised, const V: usize, const N: usize>(
+    x: *const T,
+    smooth: *const f32,
+    out: *mut Q,
+    scales: *mut f32,
+    n: u32,
+    x_stride: usize,
+    out_stride: usize,
+) {
+    let size = n.div_ceil(const { (V * N) as u32 }).next_multiple_of(32);
+    let team = Spread::<1, MAX_WARPS>::new(size, &mut Carver::new());
+    let number = (thread::block_idx_x() / SPREAD) as usize;
+    let (x, smooth) = (Global::new(x).offset(number * x_stride), Global::new(smooth));
+    let (out, scales) = (GlobalMut::new(out).offset(number * out_stride), GlobalMut::new(scales));
+    let n = if team.live { n } else { 0 };
+    let piece = |i: usize| Piece::<V, true>::new(i as u32 * team.team.size + team.team.rank, n);
+    let mut at = [[core::ptr::null::<u8>(); 2]; N];
+    cuda_std::unroll::<N>(|i| {
+        let column = piece(i).first();
+        at[i] = [x.ptr(column).cast(), out.ptr(column).cast_const().cast()];
+    });
+    team.meet();
+    let at = dependent_launch::known_here_if(true, at, team.words());
+    dependent_launch::begin();
+    let here = |i: usize| Piece::<V, true>::new(0, if piece(i).has(0) { V as u32 } else { 0 });
+    let mut held = [[zero::<T>(); V]; N];
+    cuda_std::unroll::<N>(|i| held[i] = here(i).load(Global::new(at[i][0].cast())));
+    let (mut values, mut largest) = ([[0f32; V]; N], 0.0);
+    cuda_std::unroll::<N>(|i| {
+        let factors = piece(i).load_factors(smooth);
+        cuda_std::unroll::<V>(|j| values[i][j] = held[i][j].to_f32() * factors[j]);
+        largest = float::max(largest, amax(values[i]));
+    });
+    let [largest] = team.reduce_warps([Op::Max.over_warp(largest)], [Op::Max]);
+    let scale = scale_for::<Q>(largest);
+    let factor = float::recip(scale);
+    scales.set_streaming_if(team.team.rank == 0, number, scale);
+    cuda_std::unroll::<N>(|i| {
+        let out = GlobalMut::new(at[i][1].cast_mut().cast::<Q>());
+        here(i).store_quantised_at_once(out, values[i], factor);
+    });
 }
 
 /// `x`, `out`: `[rows, n]`; `scales`: `[rows, groups]`, strides in elements. Block: `(pieces, rows)`, the first a multiple of 32; grid:
@@ -197,7 +247,7 @@ pub unsafe fn blocks<T: Float, Q: Quantised>(w: *const T, out: *mut Q, scales: *
 /// The tables of [`rows`] and [`groups`]: each variant for each element type, f32, f16 and bf16.
 macro_rules! tables {
     ($($(#[$doc:meta])* $module:ident: $Q:ty,
-        [$($x2:ident, $x4:ident, $looped:ident, $any:ident, $T:ty, $v:literal;)*],
+        [$($x2:ident, $x4:ident, $looped:ident, $any:ident, $cluster_x2:ident, $cluster_x4:ident, $T:ty, $v:literal;)*],
         [$($vec:ident, $odd:ident, $many:ident, $G:ty, $gv:literal;)*], [$($block:ident, $B:ty;)*];)*) => { $(
         $(#[$doc])*
         pub mod $module {
@@ -214,6 +264,8 @@ macro_rules! tables {
                     $($x4 { type T = $T; } [512, 2] => super::super::rows::<T, $Q, $v, 4, true>;)*
                     $($looped { type T = $T; } [1024] => super::super::rows::<T, $Q, $v, 0, true>;)*
                     $($any { type T = $T; } [1024] => super::super::rows::<T, $Q, 4, 0, false>;)*
+                    $($cluster_x2 { type T = $T; } [CLUSTER_THREADS, 1; Sm90a] => super::super::rows_cluster::<T, $Q, $v, 2>;)*
+                    $($cluster_x4 { type T = $T; } [CLUSTER_THREADS, 1; Sm90a] => super::super::rows_cluster::<T, $Q, $v, 4>;)*
                 }
             }
             /// A scale for each row and group of columns.
@@ -243,9 +295,12 @@ macro_rules! tables {
 tables! {
     /// To e4m3.
     e4m3: E4M3, [
-        quantise_rows_e4m3_x2_f32, quantise_rows_e4m3_x4_f32, quantise_rows_e4m3_loop_f32, quantise_rows_e4m3_any_f32, f32, 4;
-        quantise_rows_e4m3_x2_f16, quantise_rows_e4m3_x4_f16, quantise_rows_e4m3_loop_f16, quantise_rows_e4m3_any_f16, half::f16, 8;
-        quantise_rows_e4m3_x2_bf16, quantise_rows_e4m3_x4_bf16, quantise_rows_e4m3_loop_bf16, quantise_rows_e4m3_any_bf16, half::bf16, 8;
+        quantise_rows_e4m3_x2_f32, quantise_rows_e4m3_x4_f32, quantise_rows_e4m3_loop_f32, quantise_rows_e4m3_any_f32,
+        quantise_rows_e4m3_cluster_x2_f32, quantise_rows_e4m3_cluster_x4_f32, f32, 4;
+        quantise_rows_e4m3_x2_f16, quantise_rows_e4m3_x4_f16, quantise_rows_e4m3_loop_f16, quantise_rows_e4m3_any_f16,
+        quantise_rows_e4m3_cluster_x2_f16, quantise_rows_e4m3_cluster_x4_f16, half::f16, 8;
+        quantise_rows_e4m3_x2_bf16, quantise_rows_e4m3_x4_bf16, quantise_rows_e4m3_loop_bf16, quantise_rows_e4m3_any_bf16,
+        quantise_rows_e4m3_cluster_x2_bf16, quantise_rows_e4m3_cluster_x4_bf16, half::bf16, 8;
     ], [
         quantise_groups_e4m3_f32, quantise_groups_e4m3_any_f32, quantise_groups_e4m3_many_f32, f32, 4;
         quantise_groups_e4m3_f16, quantise_groups_e4m3_any_f16, quantise_groups_e4m3_many_f16, half::f16, 8;
@@ -253,9 +308,12 @@ tables! {
     ], [quantise_blocks_e4m3_f32, f32; quantise_blocks_e4m3_f16, half::f16; quantise_blocks_e4m3_bf16, half::bf16;];
     /// To int8.
     int8: i8, [
-        quantise_rows_i8_x2_f32, quantise_rows_i8_x4_f32, quantise_rows_i8_loop_f32, quantise_rows_i8_any_f32, f32, 4;
-        quantise_rows_i8_x2_f16, quantise_rows_i8_x4_f16, quantise_rows_i8_loop_f16, quantise_rows_i8_any_f16, half::f16, 8;
-        quantise_rows_i8_x2_bf16, quantise_rows_i8_x4_bf16, quantise_rows_i8_loop_bf16, quantise_rows_i8_any_bf16, half::bf16, 8;
+        quantise_rows_i8_x2_f32, quantise_rows_i8_x4_f32, quantise_rows_i8_loop_f32, quantise_rows_i8_any_f32,
+        quantise_rows_i8_cluster_x2_f32, quantise_rows_i8_cluster_x4_f32, f32, 4;
+        quantise_rows_i8_x2_f16, quantise_rows_i8_x4_f16, quantise_rows_i8_loop_f16, quantise_rows_i8_any_f16,
+        quantise_rows_i8_cluster_x2_f16, quantise_rows_i8_cluster_x4_f16, half::f16, 8;
+        quantise_rows_i8_x2_bf16, quantise_rows_i8_x4_bf16, quantise_rows_i8_loop_bf16, quantise_rows_i8_any_bf16,
+        quantise_rows_i8_cluster_x2_bf16, quantise_rows_i8_cluster_x4_bf16, half::bf16, 8;
     ], [
         quantise_groups_i8_f32, quantise_groups_i8_any_f32, quantise_groups_i8_many_f32, f32, 4;
         quantise_groups_i8_f16, quantise_groups_i8_any_f16, quantise_groups_i8_many_f16, half::f16, 8;

@@ -6,7 +6,7 @@
 //! take twice the registers that the row does as it came. Longer rows are read once for the mean, once for the squares and once for the results.
 
 use super::rms_norm::{inverse, inverse_rms};
-use super::{MAX_WARPS, Row};
+use super::{MAX_WARPS, Row, layer_norm_cluster as spread};
 use crate::row::team::{Op, scratch};
 use crate::row::{Team, unpacked_again, zero};
 use cuda_std::shared::Carver;
@@ -43,30 +43,63 @@ unsafe fn merge<const WARPS: usize>(
         cuda_std::unroll::<3>(|k| scratch.set(k * WARPS + lane, 0.0));
     }
     thread::sync_threads();
+    merged::<_, WARPS>(InScratch::<WARPS>(scratch), warps, inverse_n, eps)
+}
+
+/// What the warps of a row know of their parts of it, where all threads may read it.
+pub(super) trait Parts: Copy {
+    /// The first one's mean.
+    unsafe fn first(self) -> f32;
+    /// Of four from warp `i` on means, squares or columns: `k` is 0, 1 or 2.
+    unsafe fn four(self, k: usize, i: usize) -> [f32; 4];
+}
+
+/// All means, then all squares, then all columns.
+#[derive(Clone, Copy)]
+struct InScratch<const WARPS: usize>(Shared<f32>);
+
+impl<const WARPS: usize> Parts for InScratch<WARPS> {
+    #[inline(always)]
+    unsafe fn first(self) -> f32 {
+        self.0.get(0usize)
+    }
+
+    #[inline(always)]
+    unsafe fn four(self, k: usize, i: usize) -> [f32; 4] {
+        let B128(four): B128<f32, 4> = self.0.get_as(k * WARPS + i);
+        four
+    }
+}
+
+/// The end of [`merge`], of so many `warps`, up to `WARPS`.
+#[inline(always)]
+#[track_caller]
+pub(super) unsafe fn merged<P: Parts, const WARPS: usize>(
+    parts: P,
+    warps: usize,
+    inverse_n: f32,
+    eps: f32,
+) -> (f32, f32) {
     let (sum, squares) = if warps <= 4 {
-        from_first::<4, WARPS>(scratch)
+        from_first::<P, 4>(parts)
     } else if warps <= 8 {
-        from_first::<8, WARPS>(scratch)
+        from_first::<P, 8>(parts)
     } else {
-        from_first::<WARPS, WARPS>(scratch)
+        from_first::<P, WARPS>(parts)
     };
     let distance = sum * inverse_n;
-    (scratch.get(0usize) + distance, inverse_rms(float::fma(-sum, distance, squares), inverse_n, eps))
+    (parts.first() + distance, inverse_rms(float::fma(-sum, distance, squares), inverse_n, eps))
 }
 
 /// Of the first `N` warps' parts, what columns are off the mean of the first part, and their squares: sums.
 #[inline(always)]
 #[track_caller]
-unsafe fn from_first<const N: usize, const WARPS: usize>(scratch: Shared<f32>) -> (f32, f32) {
-    let first = scratch.get(0usize);
+unsafe fn from_first<P: Parts, const N: usize>(parts: P) -> (f32, f32) {
+    let first = parts.first();
     let (mut sums, mut squares) = ([0.0; 4], [0.0; 4]);
     let mut i = 0;
     while i < N {
-        let four = |k: usize| {
-            let B128(four): B128<f32, 4> = scratch.get_as(k * WARPS + i);
-            four
-        };
-        let (m, s, c) = (four(0), four(1), four(2));
+        let (m, s, c) = (parts.four(0, i), parts.four(1, i), parts.four(2, i));
         cuda_std::unroll::<4>(|j| {
             let d = m[j] - first;
             let sum = c[j] * d;
@@ -94,10 +127,11 @@ fn over_lanes(team: Team, [a, b, c, d]: [f32; 4]) -> f32 {
     total
 }
 
-/// A row that is held in registers.
+/// A row that is held in registers. `words` are to be known before the wait for the kernels before; `merge` makes mean and `1 / sqrt(variance + eps)` of the row of what each warp knows of its
+/// part: its mean, the sum of squares of differences from that, and how many columns there are, all of which it gets with `1 / n`.
 #[inline(always)]
 #[track_caller]
-unsafe fn held<T: Float, const V: usize, const N: usize, const MANY: bool>(
+pub(super) unsafe fn held<T: Float, const V: usize, const N: usize, const MANY: bool, const K: usize>(
     x: Global<T>,
     weight: Global<T>,
     bias: Global<T>,
@@ -105,16 +139,16 @@ unsafe fn held<T: Float, const V: usize, const N: usize, const MANY: bool>(
     team: Team,
     n: u32,
     live: bool,
-    eps: f32,
+    words: [u32; K],
+    merge: impl FnOnce([f32; 3], f32) -> (f32, f32),
 ) {
-    let scratch = scratch::<3, MAX_WARPS>(&mut Carver::new());
     let row = Row::<V, N, true>::new(team, if live { n } else { 0 });
     let inverse_n = inverse(n);
     let (mut w, mut b) = ([[zero(); V]; N], [[zero(); V]; N]);
     let mut values = w;
     if !MANY {
         let at = |c: u32| [x.ptr(c).cast::<u8>(), weight.ptr(c).cast(), bias.ptr(c).cast()];
-        let at = row.begin(true, at, []);
+        let at = row.begin(true, at, words);
         cuda_std::unroll::<N>(|i| values[i] = row.here(i).load_mutable(Global::new(at[i][0].cast())));
         cuda_std::unroll::<N>(|i| {
             w[i] = row.piece(i).load_optional(weight, true);
@@ -151,7 +185,7 @@ unsafe fn held<T: Float, const V: usize, const N: usize, const MANY: bool>(
         }
     });
     let squares = over_lanes(team, sums);
-    let (mean, scale) = merge::<{ MAX_WARPS / 2 }>(team, [own, squares, columns], inverse_n, eps, scratch);
+    let (mean, scale) = merge([own, squares, columns], inverse_n);
     // That of the warp's part is off by no more than four deviations or so, which is no loss beside a difference from it.
     let (shift, out) = ((own - mean) * scale, out());
     cuda_std::unroll::<N>(|i| {
@@ -274,7 +308,9 @@ pub unsafe fn layer_norm<T: Float, const V: usize, const N: usize, const VEC: bo
     let out = || out.offset(if MANY { thread::block_idx_x() as usize } else { row } * out_stride);
     let (weight, bias, team) = (Global::new(weight), Global::new(bias), Team::current());
     if held_whole {
-        held::<T, V, N, MANY>(x, weight, bias, out, team, n, live, eps);
+        let scratch = scratch::<3, MAX_WARPS>(&mut Carver::new());
+        let merge = |part, inverse_n| merge::<{ MAX_WARPS / 2 }>(team, part, inverse_n, eps, scratch);
+        held::<T, V, N, MANY, 0>(x, weight, bias, out, team, n, live, [], merge);
     } else {
         twice::<T, V, N, VEC>(x, weight, bias, out(), team, n, live, eps);
     }
@@ -306,4 +342,7 @@ entries! {
     layer_norm_x8_f32 { type T = f32; } [1024] => layer_norm::<T, 4, 8, true, false>;
     layer_norm_x8_f16 { type T = half::f16; } [1024] => layer_norm::<T, 8, 8, true, false>;
     layer_norm_x8_bf16 { type T = half::bf16; } [1024] => layer_norm::<T, 8, 8, true, false>;
+    layer_norm_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::layer_norm::<T, 4, 4>;
+    layer_norm_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::layer_norm::<T, 8, 4>;
+    layer_norm_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::layer_norm::<T, 8, 4>;
 }

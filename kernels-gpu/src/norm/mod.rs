@@ -20,6 +20,7 @@
 //!   elements a thread, rows up to 16384 elements; the same bits. `any_ring`: many of up to 8192, on Hopper; see [`rms_norm_any_ring`].
 
 pub mod layer_norm;
+pub mod layer_norm_cluster;
 pub mod qk_norm;
 pub mod rms_norm;
 pub mod rms_norm_any_ring;

@@ -31,7 +31,7 @@ fn team_size<const V: usize, const N: usize>(n: u32) -> u32 {
 
 /// The number of the cluster's row.
 #[inline(always)]
-fn row_number() -> usize {
+pub(super) fn row_number() -> usize {
     (thread::block_idx_x() / SPREAD) as usize
 }
 

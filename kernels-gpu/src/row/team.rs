@@ -232,22 +232,33 @@ impl<const K: usize, const WARPS: usize> Spread<K, WARPS> {
         cluster::wait();
     }
 
-    /// As [`Team::reduce_warps`], once, of maxima that are numbers.
+    /// Once, by all threads: what all warps tell, those of each side by side, zeros beyond the last.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn reduce_warps(self, values: [f32; K], ops: [Op; K]) -> [f32; K] {
-        const { assert!(K == 1 || K == 2) };
+    pub unsafe fn exchange(self, values: [f32; K]) -> Shared<f32> {
+        const { assert!(K == 1 || K == 2 || K == 4) };
         let words = values.map(f32::to_bits);
         if warp::lane_id() < SPREAD && self.live {
             // One message, since of 16 rows in as many clusters there are thousands.
-            if K == 1 {
-                cluster::store_async_u32(self.to, words[0], self.told);
-            } else {
-                cluster::store_async_u32x2(self.to, [words[0], words[K - 1]], self.told);
+            match K {
+                1 => cluster::store_async_u32(self.to, words[0], self.told),
+                2 => cluster::store_async_u32x2(self.to, [words[0], words[K - 1]], self.told),
+                _ => {
+                    cluster::store_async_u32x4(self.to, [words[0], words[1 % K], words[2 % K], words[K - 1]], self.told)
+                }
             }
         }
         // Blocks that have all of it have been written to for the last time, and may end.
         mbarrier::wait_parity(self.came, 0);
+        self.values
+    }
+
+    /// As [`Team::reduce_warps`], once, of one or two values, maxima of numbers.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn reduce_warps(self, values: [f32; K], ops: [Op; K]) -> [f32; K] {
+        const { assert!(K <= 2) };
+        self.exchange(values);
         if K == 1 {
             return Team::over_warps::<K, WARPS>(ops, self.values, self.team.size / 32, warp::lane_id());
         }
