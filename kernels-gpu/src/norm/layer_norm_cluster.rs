@@ -58,8 +58,8 @@ pub unsafe fn layer_norm<T: Float, const V: usize, const N: usize>(
     let out = GlobalMut::new(out).offset(row_number() * out_stride);
     let (weight, bias) = (Global::new(weight), Global::new(bias));
     let merge = |[mean, squares, columns]: [f32; 3], inverse_n| {
-        let told = team.exchange([mean, squares, columns, 0.0]);
-        merged::<_, WARPS>(Told(told), (size / 32) as usize, inverse_n, eps)
+        team.tell([mean, squares, columns, 0.0]);
+        merged::<_, WARPS>(Told(team.hear()), (size / 32) as usize, inverse_n, eps)
     };
     team.meet();
     held::<T, V, N, false, 2>(x, weight, bias, || out, team.team, n, team.live, team.words(), merge);

@@ -232,10 +232,10 @@ impl<const K: usize, const WARPS: usize> Spread<K, WARPS> {
         cluster::wait();
     }
 
-    /// Once, by all threads: what all warps tell, those of each side by side, zeros beyond the last.
+    /// Once, by all threads: tells all blocks what the warp has found.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn exchange(self, values: [f32; K]) -> Shared<f32> {
+    pub unsafe fn tell(self, values: [f32; K]) {
         const { assert!(K == 1 || K == 2 || K == 4) };
         let words = values.map(f32::to_bits);
         if warp::lane_id() < SPREAD && self.live {
@@ -248,6 +248,12 @@ impl<const K: usize, const WARPS: usize> Spread<K, WARPS> {
                 }
             }
         }
+    }
+
+    /// What all warps have told, those of each side by side, zeros beyond the last.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn hear(self) -> Shared<f32> {
         // Blocks that have all of it have been written to for the last time, and may end.
         mbarrier::wait_parity(self.came, 0);
         self.values
@@ -257,8 +263,16 @@ impl<const K: usize, const WARPS: usize> Spread<K, WARPS> {
     #[inline(always)]
     #[track_caller]
     pub unsafe fn reduce_warps(self, values: [f32; K], ops: [Op; K]) -> [f32; K] {
+        self.tell(values);
+        self.reduce_told(ops)
+    }
+
+    /// The same of what warps have [told](Self::tell).
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn reduce_told(self, ops: [Op; K]) -> [f32; K] {
         const { assert!(K <= 2) };
-        self.exchange(values);
+        self.hear();
         if K == 1 {
             return Team::over_warps::<K, WARPS>(ops, self.values, self.team.size / 32, warp::lane_id());
         }
