@@ -1,7 +1,8 @@
 //! Operands of 8-bit products: rows of numbers to e4m3 or int8 with scales (see [`quantise`]).
 //!
 //! * A scale for each row, optionally after a multiplication with a factor for each column (smoothing): a block for each row keeps it in
-//!   registers, `N` pieces a thread, until the largest magnitude is known; longer rows (`N = 0`) are read twice.
+//!   registers, `N` pieces a thread, until the largest magnitude is known; longer rows (`N = 0`) are read twice. Few long rows have
+//!   a cluster of blocks each on Hopper.
 //! * A scale for each row and group of 128 columns: one piece a thread; a group is 16 lanes (32 for f32), which agree on its largest
 //!   magnitude. Many rows take two pieces a thread (`many`), of the same group: fewer steps for it, and more bytes under way.
 //! * A scale for each block of 128 by 128: for weights, ahead of time. A block of threads reads its part twice.

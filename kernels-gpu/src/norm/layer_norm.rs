@@ -4,6 +4,7 @@
 //! In registers a warp takes the mean of its part of the row and the squares of differences from that; one barrier later
 //! every thread knows all parts and merges them ([`merge`]). Rows of eight pieces a thread (`x8`) take two barriers, since differences would
 //! take twice the registers that the row does as it came. Longer rows are read once for the mean, once for the squares and once for the results.
+//! Few long rows have clusters on Hopper ([`layer_norm_cluster`](super::layer_norm_cluster)).
 
 use super::rms_norm::{inverse, inverse_rms};
 use super::{MAX_WARPS, Row, layer_norm_cluster as spread};
@@ -50,7 +51,7 @@ unsafe fn merge<const WARPS: usize>(
 pub(super) trait Parts: Copy {
     /// The first one's mean.
     unsafe fn first(self) -> f32;
-    /// Of four from warp `i` on means, squares or columns: `k` is 0, 1 or 2.
+    /// Of four warps, from the `i`-th on, means, squares or columns: `k` is 0, 1 or 2.
     unsafe fn four(self, k: usize, i: usize) -> [f32; 4];
 }
 
@@ -127,8 +128,8 @@ fn over_lanes(team: Team, [a, b, c, d]: [f32; 4]) -> f32 {
     total
 }
 
-/// A row that is held in registers. `words` are to be known before the wait for the kernels before; `merge` makes mean and `1 / sqrt(variance + eps)` of the row of what each warp knows of its
-/// part: its mean, the sum of squares of differences from that, and how many columns there are, all of which it gets with `1 / n`.
+/// A row that is held in registers. `words` are to be known before the wait for the kernels before. From what the thread's warp knows of its part (mean, sum of squares of differences from that, columns) and `1 / n`,
+/// `merge` makes mean and `1 / sqrt(variance + eps)` of the row.
 #[inline(always)]
 #[track_caller]
 pub(super) unsafe fn held<T: Float, const V: usize, const N: usize, const MANY: bool, const K: usize>(
