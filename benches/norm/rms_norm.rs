@@ -11,7 +11,7 @@ pub fn benches(harness: &mut Harness) {
         alone::<bf16>(harness, tokens, n);
     }
     alone::<f16>(harness, tokens, 4096);
-    for n in [1024, 4096, 8192] {
+    for n in [1024, 4096, 8192, 5125, 32768] {
         for &tokens in tokens {
             let cost = Cost::bytes((2 * tokens + 1) * n * 2, 2 * tokens * n * 2);
             harness.case(&format!("norm/fused_add_rms_norm/bf16/{tokens}x{n}"), cost, |device, stream, set| {

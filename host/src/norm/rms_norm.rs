@@ -59,7 +59,7 @@ pub const fn held_geometry(dtype: DType, how: Held, rows: u32, n: u32) -> Geomet
     how.geometry(dtype, rows, n, false, kernel::SHARED_BYTES)
 }
 
-/// [`held_entry`] of [`Held::AnyX4`] for many rows that have an [`any_ring_geometry`], on Hopper: blocks take rows in turns. The results are the same bits.
+/// [`held_entry`] of [`Held::AnyX4`] for many rows that have an [`any_ring_geometry`], on Hopper: blocks take rows in turns, which the copy engine moves. The results are the same bits.
 pub const fn any_ring_entry(dtype: DType) -> Option<Entry<Args>> {
     pieces::instance(dtype, 21)
 }
@@ -85,11 +85,9 @@ pub const fn any_ring_geometry(dtype: DType, n: u32, fused_add: bool, blocks: u3
     Some(Geometry::linear(blocks, threads + any_ring::MOVERS).shared_bytes(shared as u32).dependent())
 }
 
-/// With how many blocks a multiprocessor they serve better than others, if they do: from as many rows as there are blocks then, whatever comes of them. Measured on an H200 in bf16.
+/// How many blocks of them a multiprocessor has room for: they serve better than others from as many rows as there are blocks then. Measured on an H200 in bf16.
 pub const fn any_ring_blocks(dtype: DType, n: u32, fused_add: bool) -> Option<u32> {
     match any_ring_threads(dtype, n) {
-        // Rows of two warps take longer to ask for than to read.
-        Some(..=64) if !fused_add => None,
         Some(threads) => Some(any_ring::blocks(threads, dtype.size(), fused_add)),
         None => None,
     }

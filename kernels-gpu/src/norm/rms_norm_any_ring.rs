@@ -45,17 +45,20 @@ const WARPS: usize = MOST_THREADS as usize / 32;
 /// Threads of a block besides those of a row: a warp that moves rows.
 pub const MOVERS: u32 = 32;
 
-/// Shared memory of a multiprocessor for the rings of its blocks: three of 352 threads have three stages each with a residual, and six without.
+/// Shared memory of a multiprocessor for the rings of its blocks: there are three of 352 threads with a residual.
 const RINGS: u32 = 200 << 10;
-/// The fewest and the most stages of a ring. Of a row that has just been asked for lanes bring their elements while the next one is worked on, for the one after that.
-const STAGES: [u32; 2] = [3, 6];
+/// Rows of a ring: one that is worked on, the next one, and one that has just been asked for, of which lanes bring their elements meanwhile. More of them only queue: three of six took a
+/// tenth off 4096 × 5125 with 8-bit results on an H200.
+const STAGES: u32 = 3;
+/// More rows than so many a block are many.
+const MANY_ROWS: u32 = 4;
 /// Threads of a multiprocessor: 65536 registers, 56 for each.
 const THREADS: u32 = 1170;
 /// The most blocks of a multiprocessor.
-const MOST_BLOCKS: u32 = 8;
+const MOST_BLOCKS: u32 = 16;
 
 /// Where the ring begins in shared memory: behind the scratch of reductions and the mbarriers.
-const RING_AT: usize = (2 * MAX_WARPS * 4 + STAGES[1] as usize * 8).next_multiple_of(128);
+const RING_AT: usize = (2 * MAX_WARPS * 4 + STAGES as usize * 8).next_multiple_of(128);
 
 /// Bytes of a stage for each input: all elements of `size` bytes that so many threads have, of which those beyond a row's are zeros, wherever it begins.
 const fn row_bytes(threads: u32, size: usize) -> u32 {
@@ -85,18 +88,19 @@ const fn times(all: u32, part: u32, [least, most]: [u32; 2]) -> u32 {
 
 /// Blocks of a multiprocessor, of so many threads a row.
 pub const fn blocks(threads: u32, size: usize, fused_add: bool) -> u32 {
-    let by_memory = times(RINGS, STAGES[0] * inputs(fused_add) * row_bytes(threads, size), [1, MOST_BLOCKS]);
+    let by_memory = times(RINGS, STAGES * inputs(fused_add) * row_bytes(threads, size), [1, MOST_BLOCKS]);
     times(THREADS, threads + MOVERS, [1, by_memory])
 }
 
-/// Stages of the ring of each of those.
-const fn stages(threads: u32, size: usize, fused_add: bool) -> u32 {
-    times(RINGS, blocks(threads, size, fused_add) * inputs(fused_add) * row_bytes(threads, size), STAGES)
+/// The stage after another one.
+#[inline(always)]
+const fn following(stage: u32) -> u32 {
+    if stage + 1 == STAGES { 0 } else { stage + 1 }
 }
 
 /// Dynamic shared memory of a block, with `threads` for rows of elements of `size` bytes.
 pub const fn shared_bytes(threads: u32, size: usize, fused_add: bool) -> usize {
-    RING_AT + (stages(threads, size, fused_add) * inputs(fused_add) * row_bytes(threads, size)) as usize
+    RING_AT + (STAGES * inputs(fused_add) * row_bytes(threads, size)) as usize
 }
 
 /// The columns of a row that fill lines of 16 bytes: `head..tail`.
@@ -130,30 +134,30 @@ fn behind<E>(at: *const E) -> u32 {
     at.addr() as u32 % 16
 }
 
+/// What scales there are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Scales {
+    None,
+    /// One a row.
+    Row,
+    /// One a group of columns.
+    Group,
+}
+
 /// What a row gives, from values that are kept until its sum is known.
 trait Outcome<T: Float>: Copy {
     /// Elements of results.
     type Element: Element;
-    /// What all results of a row have in common.
-    type Common: Copy;
-    /// Whether that depends on the row's largest value.
-    const LARGEST: bool;
+    const SCALES: Scales;
 
     /// What is kept of an element and the weight it is multiplied by.
     fn value(x: f32, w: f32) -> f32;
 
-    /// What the results of row `number` have in common, from the row's factor and its largest value; `first`: of one thread, who stores it.
-    unsafe fn common(self, number: usize, first: bool, rms: f32, largest: f32) -> Self::Common;
+    /// The scale of values up to `largest`, if there are scales, and the factor that makes results of them; `rms`: the row's.
+    fn scale_and_factor(largest: f32, rms: f32) -> (f32, f32);
 
-    /// The results of a thread's piece, which belongs to that group of columns; `first`: of the group's first thread, if there is such a group.
-    unsafe fn results(
-        self,
-        common: Self::Common,
-        group: u32,
-        first: bool,
-        values: [f32; V],
-        w: [f32; V],
-    ) -> [Self::Element; V];
+    /// The results of a piece.
+    fn results(factor: f32, values: [f32; V], w: [f32; V]) -> [Self::Element; V];
 }
 
 /// Results of the element type.
@@ -162,8 +166,7 @@ struct Plain;
 
 impl<T: Float> Outcome<T> for Plain {
     type Element = T;
-    type Common = f32;
-    const LARGEST: bool = false;
+    const SCALES: Scales = Scales::None;
 
     #[inline(always)]
     fn value(x: f32, _: f32) -> f32 {
@@ -171,28 +174,24 @@ impl<T: Float> Outcome<T> for Plain {
     }
 
     #[inline(always)]
-    unsafe fn common(self, _: usize, _: bool, rms: f32, _: f32) -> f32 {
-        rms
+    fn scale_and_factor(_: f32, rms: f32) -> (f32, f32) {
+        (1.0, rms)
     }
 
     #[inline(always)]
-    unsafe fn results(self, rms: f32, _: u32, _: bool, mut x: [f32; V], w: [f32; V]) -> [T; V] {
+    fn results(rms: f32, mut x: [f32; V], w: [f32; V]) -> [T; V] {
         cuda_std::unroll::<V>(|j| x[j] = x[j] * rms * w[j]);
         vec::from_f32(x)
     }
 }
 
-/// 8-bit results, a scale a row.
+/// 8-bit results with a scale a row, or a group of columns.
 #[derive(Clone, Copy)]
-struct PerToken<Q> {
-    scales: GlobalMut<f32>,
-    results: PhantomData<Q>,
-}
+struct Scaled<Q, const GROUPED: bool>(PhantomData<Q>);
 
-impl<T: Float, Q: Quantised> Outcome<T> for PerToken<Q> {
+impl<T: Float, Q: Quantised, const GROUPED: bool> Outcome<T> for Scaled<Q, GROUPED> {
     type Element = Q;
-    type Common = f32;
-    const LARGEST: bool = true;
+    const SCALES: Scales = if GROUPED { Scales::Group } else { Scales::Row };
 
     #[inline(always)]
     fn value(x: f32, w: f32) -> f32 {
@@ -200,49 +199,35 @@ impl<T: Float, Q: Quantised> Outcome<T> for PerToken<Q> {
     }
 
     #[inline(always)]
-    #[track_caller]
-    unsafe fn common(self, number: usize, first: bool, rms: f32, largest: f32) -> f32 {
-        let (scale, factor) = quantise::scale_and_factor::<Q>(largest, rms);
-        self.scales.set_streaming_if(first, number, scale);
-        factor
+    fn scale_and_factor(largest: f32, rms: f32) -> (f32, f32) {
+        quantise::scale_and_factor::<Q>(largest, rms)
     }
 
     #[inline(always)]
-    unsafe fn results(self, factor: f32, _: u32, _: bool, y: [f32; V], _: [f32; V]) -> [Q; V] {
+    fn results(factor: f32, y: [f32; V], _: [f32; V]) -> [Q; V] {
         y.map(|y| Q::one(y * factor))
     }
 }
 
-/// 8-bit results, a scale a group of columns.
+/// Where scales go.
 #[derive(Clone, Copy)]
-struct PerGroup<Q> {
+struct ScalePlaces {
     scales: GlobalMut<f32>,
     row_stride: usize,
     group_stride: usize,
-    results: PhantomData<Q>,
 }
 
-impl<T: Float, Q: Quantised> Outcome<T> for PerGroup<Q> {
-    type Element = Q;
-    type Common = (usize, f32);
-    const LARGEST: bool = false;
-
+impl ScalePlaces {
+    /// Of launches without scales.
     #[inline(always)]
-    fn value(x: f32, w: f32) -> f32 {
-        x * w
+    fn none() -> Self {
+        Self { scales: GlobalMut::new(core::ptr::null_mut()), row_stride: 0, group_stride: 0 }
     }
 
+    /// Where that of a row's group is.
     #[inline(always)]
-    unsafe fn common(self, number: usize, _: bool, rms: f32, _: f32) -> (usize, f32) {
-        (number * self.row_stride, rms)
-    }
-
-    #[inline(always)]
-    #[track_caller]
-    unsafe fn results(self, (row, rms): (usize, f32), group: u32, first: bool, y: [f32; V], _: [f32; V]) -> [Q; V] {
-        let (scale, factor) = quantise::scale_and_factor::<Q>(quantise::group_amax(y), rms);
-        self.scales.set_streaming_if(first, row + group as usize * self.group_stride, scale);
-        y.map(|y| Q::one(y * factor))
+    fn of(self, row: u32, group: u32) -> GlobalMut<f32> {
+        self.scales.offset(row as usize * self.row_stride + group as usize * self.group_stride)
     }
 }
 
@@ -384,6 +369,21 @@ impl<T: Float> Edge<T> {
             ring.bytes.set_as(self.zero_to, zero::<T>());
         }
     }
+
+    /// [`put`](Self::put) between the barriers of another row, which is worked on if `works`; `first`: of the first row.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn put_between(self, ring: Ring, works: bool, first: bool) {
+        if works {
+            // All threads have their elements of the row.
+            thread::sync_threads();
+        }
+        self.put(ring);
+        if first {
+            // All threads wait for it.
+            thread::sync_threads();
+        }
+    }
 }
 
 /// What a launch works on.
@@ -413,59 +413,65 @@ impl<T: Float, E: Element> Tensors<T, E> {
     /// for all threads, whose registers are short then, a row takes a third more instructions.
     #[inline(always)]
     #[track_caller]
-    unsafe fn move_rows<const ADD: bool>(&self, ring: Ring, stages: u32) {
+    unsafe fn move_rows<const ADD: bool>(&self, ring: Ring) {
         let (first_row, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
         let lane = warp::lane_id();
-        let edge_of = |row: u32, stage: u32| {
-            if row < self.rows { ring.edge::<T, ADD>(stage, self.inputs::<ADD>(row)) } else { Edge::none() }
-        };
-        // A stage for each lane.
-        let row = first_row + lane * blocks;
-        if lane < stages && row < self.rows {
-            ring.bring::<T, ADD>(lane, self.inputs::<ADD>(row));
-        }
-        edge_of(first_row, 0).put(ring);
-        thread::sync_threads();
-        // What else lanes bring is for them to put into the ring, a barrier before it is taken out.
-        let mut edges = [Edge::none(); STAGES[1] as usize];
-        cuda_std::unroll::<{ STAGES[1] as usize }>(|stage| {
-            if stage > 0 && (stage as u32) < stages {
-                edges[stage] = edge_of(first_row + stage as u32 * blocks, stage as u32);
+        // A block of many rows asks for a row while another one's results are computed, which soon have to wait for it; of few rows, when they have left.
+        let many = self.rows > MANY_ROWS * blocks;
+        // The row that is worked on and the one that is asked for, and their stages. Rows are asked for one after the other from the beginning on: of all that are asked for at once the
+        // first would come as late as the last. One text for all of them, since what runs for the first time takes long to fetch.
+        let (mut number, mut stage) = (first_row, 0);
+        let (mut next, mut next_stage) = (first_row, 0);
+        let mut edge = Edge::none();
+        // How many rows are asked for before the first one is worked on, and how many of them have been.
+        let (lead, mut begun) = (if many { STAGES - 1 } else { STAGES - 2 }, 0);
+        loop {
+            let works = begun >= lead;
+            if works && number >= self.rows {
+                break;
             }
-        });
-
-        let (mut number, mut stage, mut edge) = (first_row, 0, Edge::none());
-        while number < self.rows {
-            // All threads have their elements of the row.
-            thread::sync_threads();
-            // Of the row that was asked for last, which is not the next one.
-            edge.put(ring);
-            if number == first_row {
-                cuda_std::unroll::<{ STAGES[1] as usize }>(|stage| edges[stage].put(ring));
+            if many {
+                edge.put_between(ring, works, begun == 1);
             }
-            // What becomes of it is there.
-            thread::sync_threads();
-            ring.take::<E, ADD>(stage, 0, self.out.row(number));
-            if ADD {
-                ring.take::<T, ADD>(stage, 1, self.sum.row(number));
-            }
-            if lane == 0 {
-                tma::commit_group();
+            // The stage has been free since the results of the row before left it, or the row before that one.
+            if lane == 0 && many {
                 tma::wait_group_read::<0>();
+            } else if lane == 0 {
+                tma::wait_group_read::<1>();
             }
             // What lanes have taken and put is in the past of what is asked for.
             tma::fence_async();
             warp::sync_warp(warp::FULL);
-            let next = number + stages * blocks;
-            if lane == 0 && next < self.rows {
-                ring.bring::<T, ADD>(stage, self.inputs::<ADD>(next));
+            edge = Edge::none();
+            if next < self.rows {
+                let inputs = self.inputs::<ADD>(next);
+                if lane == 0 {
+                    ring.bring::<T, ADD>(next_stage, inputs);
+                }
+                edge = ring.edge::<T, ADD>(next_stage, inputs);
             }
-            edge = edge_of(next, stage);
-            number += blocks;
-            stage += 1;
-            if stage == stages {
-                stage = 0;
+            if !many {
+                edge.put_between(ring, works, begun == 0);
             }
+            if works {
+                // What becomes of the row is there.
+                thread::sync_threads();
+                ring.take::<E, ADD>(stage, 0, self.out.row(number));
+                if ADD {
+                    ring.take::<T, ADD>(stage, 1, self.sum.row(number));
+                }
+                if lane == 0 {
+                    tma::commit_group();
+                }
+                number += blocks;
+                stage = following(stage);
+            }
+            next += blocks;
+            next_stage = following(next_stage);
+            begun += 1;
+        }
+        if lane == 0 {
+            tma::wait_group_read::<0>();
         }
     }
 
@@ -475,10 +481,9 @@ impl<T: Float, E: Element> Tensors<T, E> {
     unsafe fn compute<O: Outcome<T, Element = E>, const ADD: bool>(
         &self,
         ring: Ring,
-        stages: u32,
         team: Team,
         scratch: Shared<f32>,
-        outcome: O,
+        scales: ScalePlaces,
     ) {
         let n = self.n;
         let row = Row::<V, PIECES, false>::new(team, n);
@@ -506,7 +511,7 @@ impl<T: Float, E: Element> Tensors<T, E> {
             let (first, has) = (integer::opaque(own ^ zeros), integer::opaque(has ^ zeros));
             mbarrier::wait_parity(ring.full + 8 * stage, parity);
             let mut values = [[0.0; V]; PIECES];
-            let (mut total, mut largest) = (0.0, 0.0);
+            let (mut total, mut largest, mut largest_of_groups) = (0.0, 0.0, [0.0; PIECES]);
             let [from, added] = self.inputs::<ADD>(number);
             let size = const { size_of::<T>() as u32 };
             let from = ring.place::<T, ADD>(stage, 0, from) + first * size;
@@ -525,12 +530,15 @@ impl<T: Float, E: Element> Tensors<T, E> {
                 }
                 total += squares_of(x);
                 cuda_std::unroll::<V>(|j| values[i][j] = O::value(x[j], w[i][j]));
-                if O::LARGEST {
+                if O::SCALES == Scales::Row {
                     largest = float::max(largest, quantise::amax(values[i]));
+                }
+                if O::SCALES == Scales::Group {
+                    largest_of_groups[i] = quantise::group_amax(values[i]);
                 }
             });
             let total = Op::Sum.over_warp(total);
-            let [total, largest] = if O::LARGEST {
+            let [total, largest] = if O::SCALES == Scales::Row {
                 let most = Op::Max.over_warp(largest);
                 team.reduce_warps::<2, 1, WARPS>([[total], [most]], [Op::Sum, Op::Max], scratch)
             } else {
@@ -540,20 +548,31 @@ impl<T: Float, E: Element> Tensors<T, E> {
             // All threads have their elements: the stage is free for what comes of them.
             let first = integer::opaque(first ^ zeros);
             let rms = inverse_rms(total, inverse(n), self.eps);
-            let common = outcome.common(number as usize, team.rank == 0, rms, largest);
+            let (scale, factor) = O::scale_and_factor(largest, rms);
             let size = const { size_of::<E>() as u32 };
             let to = ring.place::<E, ADD>(stage, 0, self.out.row(number).cast_const()) + first * size;
             cuda_std::unroll::<PIECES>(|i| {
-                let (has, at) = (has >> (V * i), to + i as u32 * each * size);
-                let group = first / GROUP as u32 + i as u32 * (each / GROUP as u32);
-                let leads = has & 1 != 0 && warp::lane_id() == 0;
-                ring.set(at, outcome.results(common, group, leads, values[i], w[i]), has);
+                let factor =
+                    if O::SCALES == Scales::Group { O::scale_and_factor(largest_of_groups[i], rms).1 } else { factor };
+                ring.set(to + i as u32 * each * size, O::results(factor, values[i], w[i]), has >> (V * i));
             });
             tma::fence_async();
             thread::sync_threads();
+            // Not before: the fence would wait for them.
+            if O::SCALES == Scales::Row {
+                scales.of(number, 0).set_streaming_if(team.rank == 0, 0usize, scale);
+            }
+            if O::SCALES == Scales::Group {
+                let place = scales.of(number, first / GROUP as u32);
+                let step = (each / GROUP as u32) as usize * scales.group_stride;
+                cuda_std::unroll::<PIECES>(|i| {
+                    let leads = has & (1 << (V * i)) != 0 && warp::lane_id() == 0;
+                    place.set_streaming_if(leads, i * step, O::scale_and_factor(largest_of_groups[i], rms).0);
+                });
+            }
             number += thread::grid_dim_x();
             stage += 1;
-            if stage == stages {
+            if stage == STAGES {
                 (stage, parity) = (0, parity ^ 1);
             }
         }
@@ -563,20 +582,23 @@ impl<T: Float, E: Element> Tensors<T, E> {
 /// The rows of a block, one after another.
 #[inline(always)]
 #[track_caller]
-unsafe fn rows_of_block<T: Float, O: Outcome<T>, const ADD: bool>(tensors: Tensors<T, O::Element>, outcome: O) {
+unsafe fn rows_of_block<T: Float, O: Outcome<T>, const ADD: bool>(
+    tensors: Tensors<T, O::Element>,
+    scales: ScalePlaces,
+) {
     // The last warp computes nothing.
     let team = Team { size: thread::block_dim_x() - MOVERS, rank: thread::thread_idx_x() };
     let (n, size) = (tensors.n, const { size_of::<T>() });
-    let (stages, row_bytes) = (stages(team.size, size, ADD), row_bytes(team.size, size));
+    let row_bytes = row_bytes(team.size, size);
     let mut carver = Carver::new();
     let scratch = scratch::<2, MAX_WARPS>(&mut carver);
-    let bars = carver.take::<u64>(STAGES[1] as usize);
-    let rows = stages * const { inputs(ADD) };
+    let bars = carver.take::<u64>(STAGES as usize);
+    let rows = const { STAGES * inputs(ADD) };
     let bytes = carver.take_aligned::<u8>((rows * row_bytes) as usize, 128);
     let ring = Ring { bytes, full: bars.address(0u32), row_bytes, n };
     if team.rank == 0 {
         let mut stage = 0;
-        while stage < stages {
+        while stage < STAGES {
             mbarrier::init(ring.full + 8 * stage, 1);
             stage += 1;
         }
@@ -596,9 +618,9 @@ unsafe fn rows_of_block<T: Float, O: Outcome<T>, const ADD: bool>(tensors: Tenso
     thread::sync_threads();
     dependent_launch::begin();
     if team.rank >= team.size {
-        tensors.move_rows::<ADD>(ring, stages);
+        tensors.move_rows::<ADD>(ring);
     } else {
-        tensors.compute::<O, ADD>(ring, stages, team, scratch, outcome);
+        tensors.compute::<O, ADD>(ring, team, scratch, scales);
     }
 }
 
@@ -619,7 +641,7 @@ pub unsafe fn rms_norm<T: Float>(
     let x = Rows { first: x.cast_mut(), stride: x_stride };
     let out = Rows { first: out, stride: out_stride };
     let tensors = Tensors { x, residual: x, sum: x, out, weight: Global::new(weight), weight_offset, rows, n, eps };
-    rows_of_block::<T, _, false>(tensors, Plain);
+    rows_of_block::<T, Plain, false>(tensors, ScalePlaces::none());
 }
 
 /// As [`rms_norm`], of `x + residual`, which goes to `residual_out`: the rows of both lie as far from multiples of 16 bytes. Outputs may be inputs.
@@ -650,7 +672,7 @@ pub unsafe fn fused_add_rms_norm<T: Float>(
         n,
         eps,
     };
-    rows_of_block::<T, _, true>(tensors, Plain);
+    rows_of_block::<T, Plain, true>(tensors, ScalePlaces::none());
 }
 
 /// What launches with 8-bit results work on.
@@ -688,8 +710,8 @@ pub unsafe fn per_token<T: Float, Q: Quantised, const ADD: bool>(
     eps: f32,
 ) {
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    let outcome = PerToken { scales: GlobalMut::new(scales), results: PhantomData::<Q> };
-    rows_of_block::<T, _, ADD>(quantised(io, rows, n, weight_offset, eps), outcome);
+    let scales = ScalePlaces { scales: GlobalMut::new(scales), row_stride: 1, group_stride: 0 };
+    rows_of_block::<T, Scaled<Q, false>, ADD>(quantised(io, rows, n, weight_offset, eps), scales);
 }
 
 /// As [`per_token`]; `scales`: `[rows, groups]`, strides in elements.
@@ -711,11 +733,7 @@ pub unsafe fn per_group<T: Float, Q: Quantised, const ADD: bool>(
     eps: f32,
 ) {
     let io = Io { x, residual, weight, out, x_stride, residual_stride, out_stride };
-    let outcome = PerGroup {
-        scales: GlobalMut::new(scales),
-        row_stride: scale_row_stride,
-        group_stride: scale_group_stride,
-        results: PhantomData::<Q>,
-    };
-    rows_of_block::<T, _, ADD>(quantised(io, rows, n, weight_offset, eps), outcome);
+    let scales =
+        ScalePlaces { scales: GlobalMut::new(scales), row_stride: scale_row_stride, group_stride: scale_group_stride };
+    rows_of_block::<T, Scaled<Q, true>, ADD>(quantised(io, rows, n, weight_offset, eps), scales);
 }
