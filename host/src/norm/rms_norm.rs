@@ -56,7 +56,9 @@ pub const fn fused_add_narrow_entry(dtype: DType) -> Option<Entry<FusedAddArgs>>
 
 /// How to launch [`held_entry`] and [`fused_add_held_entry`] for `rows` rows of `n` elements.
 pub const fn held_geometry(dtype: DType, how: Held, rows: u32, n: u32) -> Geometry {
-    how.geometry(dtype, rows, n, false, kernel::SHARED_BYTES)
+    let geometry = how.geometry(dtype, rows, n, false, kernel::SHARED_BYTES);
+    // Rows that are not aligned take long: where there are a few for each multiprocessor, none should have one more than its part.
+    if matches!(how, Held::AnyX4) { geometry.evenly() } else { geometry }
 }
 
 /// [`held_entry`] of [`Held::AnyX4`] for many rows that have an [`any_ring_geometry`], on Hopper: blocks take rows in turns, which the copy engine moves. The results are the same bits.

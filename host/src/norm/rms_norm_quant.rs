@@ -138,7 +138,9 @@ pub const fn e4m3_per_group_held_entry(dtype: DType, how: Held, fused_add: bool)
 
 /// How to launch [`e4m3_per_token_held_entry`] and its like for `rows` rows of `n` elements.
 pub const fn held_geometry(dtype: DType, how: Held, rows: u32, n: u32) -> Geometry {
-    how.geometry(dtype, rows, n, true, kernel::SHARED_BYTES)
+    let geometry = how.geometry(dtype, rows, n, true, kernel::SHARED_BYTES);
+    // Rows that are not aligned take long: where there are a few for each multiprocessor, none should have one more than its part.
+    if matches!(how, Held::AnyX4) { geometry.evenly() } else { geometry }
 }
 
 /// Whether rows of `n` elements that are [`held`] as [`Held::X8`] had better be taken in turns, on Hopper: the results are the same bits.
