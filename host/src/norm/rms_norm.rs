@@ -95,8 +95,8 @@ pub const fn any_ring_blocks(dtype: DType, n: u32, fused_add: bool) -> Option<u3
     }
 }
 
-/// How to launch [`any_ring_entry`] and its like for `rows` rows, held as `how` otherwise, if they serve better there: from as many rows as there are blocks then. Measured on an H200 in
-/// bf16, of rows of two warps without a residual, which take longest to ask for, 4096 only: they are left alone up to twice as many rows as there are blocks.
+/// How to launch [`any_ring_entry`] and its like for `rows` rows, held as `how` otherwise, if they serve better there: from as many rows as there are blocks then. Rows of two
+/// warps without a residual, of which 4096 were measured and no fewer, from twice as many on. Measured on an H200 in bf16.
 pub(super) fn in_turns(
     device: &Device,
     dtype: DType,
