@@ -16,21 +16,10 @@
 //! Every case is measured by these rules first; that is the line printed and the record written. Then, unless in
 //! quick mode, criterion samples it as well, to compare with the run before.
 //!
-//! ```text
-//! cargo bench -p warploom-benches [--features cuda] -- [FILTER..] [OPTIONS]
-//!     FILTER             only cases whose name contains one of these
-//!     --quick            leave criterion out           (or WARPLOOM_BENCH_QUICK=1)
-//!     --burst            in bursts, without criterion; only cases whose products take half as long as their memory, or longer
-//!     --json FILE        append a record for each case (or WARPLOOM_BENCH_JSON=FILE)
-//!     --device NAME      simt, cuda:N or auto          (or WARPLOOM_BENCH_DEVICE=NAME)
-//!     --list             only print the names of the cases
-//!     --table FILE       print the records in FILE as Markdown, and measure nothing
-//!     --model NAME=E,K,H,I                             fused MoE for this model instead of those on record (as often as
-//!                        wanted): experts, experts a token, hidden and intermediate width (as sharded)
-//!     --tokens N,N..     for so many tokens
-//!     --save-baseline NAME, --baseline NAME            criterion's
-//! ```
+//! `cargo bench -p warploom-benches [--features cuda] -- --help` lists the options.
 
+use clap::Parser;
+use clap::builder::FalseyValueParser;
 use criterion::{Criterion, SamplingMode, Throughput};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -173,20 +162,62 @@ impl std::fmt::Display for Figures {
     }
 }
 
-/// What the command line and the environment ask for.
-#[derive(Default)]
+/// Times operations on a GPU, or on the SIMT device where there is none
+#[derive(Default, Parser)]
+#[command(
+    bin_name = "bench",
+    after_help = "Within the repository: cargo bench -p warploom-benches [--features cuda] -- [OPTIONS] [FILTER]..."
+)]
 struct Options {
+    /// Only cases whose name contains one of these
+    #[arg(value_name = "FILTER")]
     filters: Vec<String>,
+
+    /// Leave criterion out: each case is measured by the harness's own rules alone
+    #[arg(long, env = "WARPLOOM_BENCH_QUICK", value_parser = FalseyValueParser::new())]
     quick: bool,
+
+    /// Some 5 ms of work after rests of 0.1 s, without criterion; only cases whose products take half as long as their
+    /// memory, or longer
+    #[arg(long)]
     burst: bool,
+
+    /// Only print the names of the cases
+    #[arg(long)]
     list: bool,
+
+    /// Append a record for each case
+    #[arg(long, value_name = "FILE", env = "WARPLOOM_BENCH_JSON")]
     json: Option<String>,
+
+    /// Print the records in FILE as Markdown, and measure nothing
+    #[arg(long, value_name = "FILE")]
     table: Option<String>,
+
+    /// simt, cuda:N or auto
+    #[arg(long, value_name = "NAME", env = "WARPLOOM_BENCH_DEVICE")]
     device: Option<String>,
-    save_baseline: Option<String>,
-    baseline: Option<String>,
+
+    /// Fused MoE for this model instead of those on record (repeatable): experts, experts a token, hidden and
+    /// intermediate width, as sharded
+    #[arg(long = "model", value_name = "NAME=E,K,H,I")]
     models: Vec<Model>,
+
+    /// For so many tokens instead of those on record
+    #[arg(long, value_name = "N,N..", value_delimiter = ',', value_parser = number)]
     tokens: Vec<usize>,
+
+    /// Keep criterion's samples under this name
+    #[arg(long, value_name = "NAME")]
+    save_baseline: Option<String>,
+
+    /// Compare with criterion's samples of this name
+    #[arg(long, value_name = "NAME")]
+    baseline: Option<String>,
+
+    /// What cargo passes
+    #[arg(long, hide = true)]
+    bench: bool,
 }
 
 /// Experts of a mixture: those of a whole model, or what a device has of them.
@@ -216,7 +247,7 @@ impl std::str::FromStr for Model {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let sizes = text.split_once('=').and_then(|(name, sizes)| {
-            let sizes: Vec<usize> = numbers(sizes).ok()?;
+            let sizes: Vec<usize> = sizes.split(',').map(number).collect::<Result<_, _>>().ok()?;
             Some((name, <[usize; 4]>::try_from(sizes).ok()?))
         });
         match sizes {
@@ -230,40 +261,17 @@ impl std::str::FromStr for Model {
     }
 }
 
-/// Numbers of at least 1, between commas.
-fn numbers(text: &str) -> Result<Vec<usize>, String> {
-    let number = |part: &str| part.trim().parse().ok().filter(|&n| n > 0);
-    text.split(',').map(|part| number(part).ok_or_else(|| format!("{part:?} is not a number of at least 1"))).collect()
+/// A number of at least 1.
+fn number(text: &str) -> Result<usize, String> {
+    text.trim().parse().ok().filter(|&n| n > 0).ok_or_else(|| format!("{text:?} is not a number of at least 1"))
 }
 
 impl Options {
-    fn parse(mut args: impl Iterator<Item = String>, env: impl Fn(&str) -> Option<String>) -> Result<Self, String> {
-        let mut this = Self {
-            quick: env("WARPLOOM_BENCH_QUICK").is_some_and(|v| !matches!(v.as_str(), "" | "0")),
-            json: env("WARPLOOM_BENCH_JSON").filter(|v| !v.is_empty()),
-            device: env("WARPLOOM_BENCH_DEVICE").filter(|v| !v.is_empty()),
-            ..Self::default()
-        };
-        while let Some(arg) = args.next() {
-            let mut value = || args.next().map(Some).ok_or_else(|| format!("{arg} needs a value"));
-            match arg.as_str() {
-                // cargo's.
-                "--bench" => {}
-                "--quick" => this.quick = true,
-                "--burst" => this.burst = true,
-                "--list" => this.list = true,
-                "--json" => this.json = value()?,
-                "--table" => this.table = value()?,
-                "--device" => this.device = value()?,
-                "--save-baseline" => this.save_baseline = value()?,
-                "--baseline" => this.baseline = value()?,
-                "--model" => this.models.push(value()?.unwrap_or_default().parse()?),
-                "--tokens" => this.tokens = numbers(&value()?.unwrap_or_default())?,
-                _ if arg.starts_with('-') => return Err(format!("unknown option {arg}")),
-                _ => this.filters.push(arg),
-            }
-        }
-        Ok(this)
+    /// Of variables that are set to nothing clap knows no better than that they are set.
+    fn without_empty(mut self) -> Self {
+        self.json = self.json.filter(|file| !file.is_empty());
+        self.device = self.device.filter(|name| !name.is_empty());
+        self
     }
 
     fn selects(&self, case: &str) -> bool {
@@ -282,18 +290,27 @@ pub struct Harness {
     failures: usize,
 }
 
+/// Prints `text`, which is all that is asked for; ends where nobody reads on, as behind a pipe to `head`.
+fn show(text: &str) {
+    if std::io::stdout().write_all(text.as_bytes()).is_err() {
+        std::process::exit(0);
+    }
+}
+
+/// Runs `benches` as `options` say: how many cases failed.
+fn run(options: Options, benches: impl FnOnce(&mut Harness)) -> Result<usize, String> {
+    if let Some(file) = &options.table {
+        show(&table(&std::fs::read_to_string(file).map_err(|e| format!("{file}: {e}"))?)?);
+        return Ok(0);
+    }
+    let mut harness = Harness::new(options)?;
+    benches(&mut harness);
+    Ok(harness.failures)
+}
+
 /// Runs `benches` as the command line says, and exits with 1 if any case failed.
 pub fn main(benches: impl FnOnce(&mut Harness)) {
-    let outcome = Options::parse(std::env::args().skip(1), |name| std::env::var(name).ok()).and_then(|options| {
-        if let Some(file) = &options.table {
-            print!("{}", table(&std::fs::read_to_string(file).map_err(|e| format!("{file}: {e}"))?)?);
-            return Ok(0);
-        }
-        let mut harness = Harness::new(options)?;
-        benches(&mut harness);
-        Ok(harness.failures)
-    });
-    match outcome {
+    match run(Options::parse().without_empty(), benches) {
         Ok(0) => {}
         Ok(failures) => {
             eprintln!("{failures} cases failed");
@@ -421,7 +438,7 @@ impl Harness {
         let asked = self.options.filters.iter().any(|f| name.contains(f.as_str()) || f.contains(name));
         if self.options.list {
             if asked || self.options.filters.is_empty() {
-                println!("{name}");
+                show(&format!("{name}\n"));
             }
         } else if asked || (self.options.filters.is_empty() && (self.criterion.is_some() || self.device.is_simt())) {
             let quick = || {
@@ -443,7 +460,7 @@ impl Harness {
             return false;
         }
         if self.options.list {
-            println!("{name}");
+            show(&format!("{name}\n"));
         }
         !self.options.list
     }
@@ -741,7 +758,7 @@ mod tests {
 
     #[test]
     fn options() {
-        let parse = |args: &[&str]| Options::parse(args.iter().map(ToString::to_string), |_| None);
+        let parse = |args: &[&str]| Options::try_parse_from([&["bench"], args].concat());
         let options = parse(&["--bench", "norm", "--quick", "--json", "out.json", "gate"]).unwrap();
         assert!(options.quick && options.json.as_deref() == Some("out.json"));
         assert!(options.selects("norm/rms_norm") && options.selects("moe/gate") && !options.selects("rope"));
@@ -754,8 +771,13 @@ mod tests {
         {
             assert!(parse(&wrong).is_err(), "{wrong:?}");
         }
-        let env = |name: &str| (name == "WARPLOOM_BENCH_QUICK").then(|| "1".to_string());
-        assert!(Options::parse(std::iter::empty(), env).unwrap().quick);
+        let set_to_nothing = parse(&["--json", "", "--device", ""]).unwrap().without_empty();
+        assert!(set_to_nothing.json.is_none() && set_to_nothing.device.is_none());
+        let help = parse(&["--help"]).err().unwrap().to_string();
+        for word in ["--quick", "WARPLOOM_BENCH_QUICK", "--burst", "NAME=E,K,H,I", "[FILTER]..."] {
+            assert!(help.contains(word), "{word}: {help}");
+        }
+        assert!(!help.contains("--bench"), "{help}");
     }
 
     /// Reading alone, copying, and computing take what was measured.
