@@ -384,7 +384,7 @@ fn refuses_what_it_cannot_do() {
         let caches = filled(device, stream, CacheLayout::Nhd, SHAPE);
         let mut host = HostCache::zeros(&caches, 3).unwrap();
         let mut out = |pairs: &[(usize, usize)]| kv_cache::swap_out(stream, &mut host, &caches, pairs);
-        assert!(matches!(out(&[(6, 0)]), Err(Error::Value { arg: "pairs", .. })));
+        assert!(matches!(out(&[(6, 0)]), Err(Error::Value { op: "swap_out", arg: "pairs", .. })));
         assert!(matches!(out(&[(5, 3)]), Err(Error::Value { arg: "pairs", .. })));
         assert!(matches!(out(&[(5, 1), (4, 1)]), Err(Error::Value { arg: "pairs", .. })));
         assert!(out(&[]).is_ok());

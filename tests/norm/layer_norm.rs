@@ -360,6 +360,25 @@ fn parts_far_from_each_other() {
     });
 }
 
+/// A number so large that the squares are beyond f32, and in some kernels the sum of distances, too: zeros in all of them.
+#[test]
+fn squares_beyond_f32() {
+    on_every_device(|device, stream| {
+        for n in [256, 768, 2048, 4096, 8192, 16384, 40_000] {
+            for (offset, pitch) in [(0, n), (1, n + 1)] {
+                let mut x = vec![0.5f32; offset + 2 * pitch];
+                x[offset] = 3e38;
+                x[offset + pitch + n / 3] = -1e38;
+                let all = Tensor::from_slice(device, &x, &[x.len()]).unwrap();
+                let x = all.as_strided(&[2, n], &[pitch, 1], offset).unwrap();
+                let mut out = Tensor::<f32>::uninit(device, &[2, n]).unwrap();
+                norm::layer_norm(stream, &mut out, &x, None, None, 1e-5).unwrap();
+                assert!(out.to_vec().unwrap().iter().all(|&v| v == 0.0), "{n}, from {offset}");
+            }
+        }
+    });
+}
+
 #[test]
 fn entries_have_the_names_of_what_they_do() {
     for dtype in [DType::F32, DType::F16, DType::Bf16] {

@@ -223,3 +223,14 @@ fn entries_have_the_names_of_what_they_do() {
         assert_eq!(qk_norm::entry(dtype, false).unwrap().name, format!("qk_norm_any_{dtype}"));
     }
 }
+
+/// Heads that no entry takes have a geometry nevertheless, which a launch refuses.
+#[test]
+fn geometries_of_heads_beyond_the_most() {
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        for n in [qk_norm::MAX_HEAD_DIM as u32, 4096, 8192, 1 << 20] {
+            let geometry = qk_norm::geometry(dtype, true, 3, 5, n);
+            assert!(geometry.block[0] * geometry.block[1] >= 128 && geometry.grid[0] == 3, "{geometry:?}");
+        }
+    }
+}

@@ -189,7 +189,10 @@ impl<S: CacheElement> HostCache<S> {
             return Err(Error::Capture(format!("{op}: a graph could outlive the host's memory; capture swap::launch")));
         }
         let (from, to) = if out { (shape.blocks, self.shape.blocks) } else { (self.shape.blocks, shape.blocks) };
-        check_pairs(pairs, from, to, false)?;
+        check_pairs(pairs, from, to, false).map_err(|e| match e {
+            Error::Value { arg, expected, got, .. } => Error::Value { op, arg, expected, got },
+            other => other,
+        })?;
         // Held until all copies are submitted.
         let tensors = || caches.layers().iter().flat_map(|layer| [layer.key(), layer.value()]);
         let held = tensors().map(|t| stream.hold(op, "caches", t, !out));

@@ -34,7 +34,7 @@ pub const fn geometry(dtype: DType, aligned: bool, tokens: u32, heads: u32, head
     } else {
         32
     };
-    let heads_of_block = 128 / lanes;
+    let heads_of_block = if lanes < 128 { 128 / lanes } else { 1 };
     Geometry::new([tokens, heads.div_ceil(heads_of_block), 1], [lanes, heads_of_block, 1])
         .dependent()
         .shared_bytes(kernel::SHARED_BYTES as u32)

@@ -88,6 +88,9 @@ pub(super) unsafe fn merged<P: Parts, const WARPS: usize>(
     } else {
         from_first::<P, WARPS>(parts)
     };
+    // Where the squares are beyond f32, so may the sum be, and the difference below would be no number: the row becomes zeros, as in the other kernels.
+    // (With an infinity in the row the squares are no number already.)
+    let sum = if squares == f32::INFINITY { 0.0 } else { sum };
     let distance = sum * inverse_n;
     (parts.first() + distance, inverse_rms(float::fma(-sum, distance, squares), inverse_n, eps))
 }
