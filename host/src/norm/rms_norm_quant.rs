@@ -3,7 +3,8 @@
 //! A result is `y` times the reciprocal of its scale (good to a few units in its last place), with
 //! `y = x / sqrt(mean(x²) + eps) * weight` in f32, rounded to the nearest number of the format (ties to even). A scale is the
 //! largest `|y|` that it covers, at least 10⁻¹⁰, divided by the largest number of the format: 448 for e4m3, 127 for int8. NaN has
-//! no say in a scale; it becomes NaN in e4m3 and 0 in int8. `x · weight` is taken first, in f32: where that is beyond f32 the scale is infinite, though `y` may not be; where `|y|` reaches beyond 2¹²⁶ results are 0.
+//! no say in a scale; it becomes NaN in e4m3 and 0 in int8. `x · weight` is taken first, in f32: where that is beyond f32 the scale is infinite, though `y` may not be; where it reaches
+//! beyond 2¹²⁶ results are 0 under a scale that is right.
 //!
 //! Sources of the operations: vLLM's `rms_norm_dynamic_per_token_quant` and its per-block form; Xiao et al.,
 //! *SmoothQuant*, 2022, for the smoothing of channels.
