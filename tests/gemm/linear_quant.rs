@@ -406,29 +406,47 @@ fn int8_sums_are_exact() {
     });
 }
 
+/// Of one step of K, too, which leaves other parts of K with none.
 #[test]
-fn not_a_number_stays_where_it_is() {
+fn not_a_number_and_infinity_stay_where_they_are() {
     on_every_device(|d, s| {
-        let (m, n, k) = (4, 16, 256);
-        let mut x: Vec<E4M3> = vec![E4M3::from_f32(1.0); m * k];
-        x[k + 130] = E4M3(0x7f);
-        let x = Tensor::from_slice(d, &x, &[m, k]).unwrap();
-        let w = Tensor::from_slice(d, &vec![E4M3::from_f32(0.5); n * k], &[n, k]).unwrap();
-        let ones = |shape: &[usize]| Tensor::from_slice(d, &vec![1f32; shape.iter().product()], shape).unwrap();
-        let (xs, ws) = (ones(&[m, 2]), ones(&[1, 2]));
-        for path in [LinearQuantPath::Tile, LinearQuantPath::Auto] {
-            let mut y = Tensor::<bf16>::uninit(d, &[m, n]).unwrap();
-            s.fill_bytes(&mut y, 0xff).unwrap();
-            let options = LinearQuantOptions::default().path(path);
-            linear_quant(s, &mut y, Quantised::new(&x, &xs), Quantised::new(&w, &ws), None, &options).unwrap();
-            for (i, v) in y.to_vec().unwrap().iter().enumerate() {
-                assert!(if i / n == 1 { v.is_nan() } else { v.to_f32() == 128.0 }, "element {i}: {v}");
-            }
-            for kind in EPILOGUES {
-                let options = options.epilogue(kind);
-                linear_quant(s, &mut y, Quantised::new(&x, &xs), Quantised::new(&w, &ws), None, &options).unwrap();
-                let got = y.to_vec().unwrap();
-                assert!(got.iter().enumerate().all(|(i, v)| v.is_nan() == (i / n == 1)), "{kind:?}: {got:?}");
+        let hopper = d.properties().compute_capability == (9, 0);
+        let paths: &[_] = if hopper { &[LinearQuantPath::Few, LinearQuantPath::Wgmma] } else { &[] };
+        let options = |path: &_| LinearQuantOptions::default().path(*path);
+        let paths = [LinearQuantPath::Auto, LinearQuantPath::Tile].iter().chain(paths).map(options);
+        let tiles = if hopper { LinearQuantTile::ALL } else { &[] };
+        let options: Vec<_> = paths.chain(tiles.iter().map(|&tile| LinearQuantOptions::default().tile(tile))).collect();
+        for (k, blocks) in [(256usize, true), (112, true), (256, false), (112, false)] {
+            let (m, n, groups) = (4, 16, if blocks { k.div_ceil(128) } else { 1 });
+            let mut x: Vec<E4M3> = vec![E4M3::from_f32(1.0); m * k];
+            x[k + k - 2] = E4M3(0x7f);
+            let x = Tensor::from_slice(d, &x, &[m, k]).unwrap();
+            let w = Tensor::from_slice(d, &vec![E4M3::from_f32(0.5); n * k], &[n, k]).unwrap();
+            // All scales are finite; the product of those of one row is not.
+            let mut of_x = vec![2f32.powi(-30); m * groups];
+            of_x[2 * groups..3 * groups].fill(2f32.powi(100));
+            let of_w = vec![2f32.powi(30); if blocks { groups } else { n }];
+            let (x_shape, w_shape): (&[_], &[_]) = if blocks { (&[m, groups], &[1, groups]) } else { (&[m], &[n]) };
+            let xs = Tensor::from_slice(d, &of_x, x_shape).unwrap();
+            let ws = Tensor::from_slice(d, &of_w, w_shape).unwrap();
+            for options in
+                options.iter().filter(|o| o.tile.is_none_or(|t| t.entry(DType::E4m3, DType::Bf16, blocks).is_some()))
+            {
+                for kind in EPILOGUES {
+                    let mut y = Tensor::<bf16>::uninit(d, &[m, n]).unwrap();
+                    s.fill_bytes(&mut y, 0xff).unwrap();
+                    let options = options.epilogue(kind);
+                    linear_quant(s, &mut y, Quantised::new(&x, &xs), Quantised::new(&w, &ws), None, &options).unwrap();
+                    for (i, v) in y.to_vec().unwrap().iter().enumerate() {
+                        let right = match i / n {
+                            1 => v.is_nan(),
+                            2 => *v == bf16::INFINITY,
+                            _ if kind == Epilogue::None => v.to_f32() == k as f32 / 2.0,
+                            _ => v.is_finite(),
+                        };
+                        assert!(right, "{options:?}, k {k}, blocks {blocks}, element {i}: {v}");
+                    }
+                }
             }
         }
     });

@@ -463,6 +463,15 @@ fn splits_of_too_many() {
     assert_eq!(split(10, 5000), split(10, MAX_EXPERTS));
 }
 
+/// Blocks number the words of the table with 32 bits.
+#[test]
+fn the_longest_tables_are_numbered() {
+    for bins in 1..=MAX_EXPERTS {
+        let words = split(i32::MAX as usize, bins).chunks as usize * (warploom::kernels::moe::sort::columns(bins) / 2);
+        assert!(words <= u32::MAX as usize, "{bins} experts: {words} words");
+    }
+}
+
 #[test]
 fn bad_input() {
     on_every_device(|d, s| {
@@ -491,9 +500,11 @@ fn bad_input() {
             assert!(matches!(e, Err(Error::Value { arg: "shared_experts", .. })), "{e:?}");
         }
         let map = list(3);
-        let e =
-            run(good, &SortInput::new(&ids, 3).local(Local::Map(&map, usize::MAX)), &options.shared_experts(2, true));
-        assert!(matches!(e, Err(Error::Value { arg: "shared_experts", .. })), "{e:?}");
+        for (local, arg) in [(usize::MAX, "input.local"), (2049, "input.local"), (2047, "shared_experts")] {
+            let input = SortInput::new(&ids, 3).local(Local::Map(&map, local));
+            let e = run(good, &input, &options.shared_experts(2, true)).unwrap_err();
+            assert!(matches!(e, Error::Value { arg: of, .. } if of == arg), "{e:?}");
+        }
         let short = list(2);
         let e = run(good, &SortInput::new(&ids, 3).local(Local::Mask(&short)), &options);
         assert!(matches!(e, Err(Error::Shape { arg: "input.local", .. })), "{e:?}");

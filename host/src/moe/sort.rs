@@ -505,6 +505,7 @@ fn sort_impl<T: Element>(
         return Err(Error::Capture(format!("{OP}: `checked` waits for the result, which a graph does not have yet")));
     }
     call.value(input.experts <= MAX_EXPERTS, "input.experts", format!("at most {MAX_EXPERTS}"), input.experts)?;
+    call.value(local <= MAX_EXPERTS, "input.local", format!("at most {MAX_EXPERTS} experts here"), local)?;
     call.value(bins <= MAX_EXPERTS, "shared_experts", format!("at most {MAX_EXPERTS} in all"), bins)?;
     let packed = options.convention == SortConvention::Packed;
     if packed {

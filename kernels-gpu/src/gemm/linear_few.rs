@@ -303,14 +303,16 @@ pub unsafe fn scaled<
     let group = if GROUPS > 1 { warp_id / 4 } else { 0 };
     let (a, b) =
         (Descriptor::<K>::new(ws.address(group * (ROWS as u32 * LINE))), Descriptor::<K>::new(xs.address(0u32)));
+    let last = k.div_ceil(step_size) - 1;
     let ahead = Ahead::<SCALES, TOKENS> {
         words: factors,
         scales,
         m,
         rows: [row0.min(n - 1), (row0 + rows - 1).min(n - 1)],
-        // Of a part of K that has no step of its own, the last.
-        first: k0.min(k.div_ceil(step_size) - 1),
+        first: k0.min(last),
         steps,
+        // The step of a part of K that has none of its own is nothing, whatever the scales are.
+        bytes: if SPLIT == 1 || k0 <= last { 4 } else { 0 },
     };
     if SCALES == ROW_SCALES {
         // Used at the end.
@@ -546,6 +548,8 @@ struct Ahead<const SCALES: u32, const TOKENS: usize> {
     /// The first step along K, and how many there are.
     first: u32,
     steps: u32,
+    /// Bytes of a scale that are read: none make it zero.
+    bytes: u32,
 }
 
 impl<const SCALES: u32, const TOKENS: usize> Ahead<SCALES, TOKENS> {
@@ -568,7 +572,7 @@ impl<const SCALES: u32, const TOKENS: usize> Ahead<SCALES, TOKENS> {
                 } else {
                     self.scales.w_ptr(if word == tokens { self.rows[0] } else { self.rows[1] }, self.first + step)
                 };
-                cp_async::copy::<4, _>(self.words.address(self.slot(step) + word), from, 4);
+                cp_async::copy::<4, _>(self.words.address(self.slot(step) + word), from, self.bytes);
             }
         }
         cp_async::commit_group();

@@ -177,6 +177,8 @@ pub unsafe fn linear_quant_blocks<
             (row + group * GROUP_ROWS as u32, column)
         };
         let groups = k.div_ceil(LINE);
+        // The step of a part of K that has none of its own is nothing, whatever the scales are.
+        let live = SPLIT == 1 || k0 < groups;
         // Where this lane's scales of a tile are, those of its rows and of the first and last columns. (What is opaque is not kept in registers from tile to tile.)
         let scales_of = |tile: u32| {
             let (row, column) = corner(tile);
@@ -230,7 +232,7 @@ pub unsafe fn linear_quant_blocks<
                         if step % CHUNK == 0 {
                             for i in 0..4 {
                                 let (row, block) = if N > GROUP { (i / 2, i % 2) } else { (i, 0) };
-                                products[i] = of_rows[row] * of_columns[block];
+                                products[i] = if live { of_rows[row] * of_columns[block] } else { 0.0 };
                             }
                             if ALL == N {
                                 (of_rows, of_columns) = fetch(places, step + CHUNK);

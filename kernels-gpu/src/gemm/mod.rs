@@ -99,6 +99,7 @@ pub mod rough {
         let q = float::fma(q, a, -0.458_222_4);
         let q = float::fma(q, a, -1.151_345_5);
         let tail = fast::exp2(float::fma(q, a, -0.999_989_1));
-        if x < 0.0 { float::max(x, -6.0) * tail } else { float::fma(-x, tail, x) }
+        // Φ(-|x|) of an infinity is not 0 here: `a`, not `x`, is what keeps ∞ - ∞ away.
+        float::fma(-a, tail, float::max_propagate(x, 0.0))
     }
 }

@@ -219,7 +219,7 @@ pub unsafe fn sort_count(
     let table = GlobalMut::new(table);
     let mut word = thread::thread_idx_x();
     while word < c.columns / 2 {
-        table.set(thread::block_idx_x() * c.columns / 2 + word, scan_warps(c, word));
+        table.set(thread::block_idx_x() * (c.columns / 2) + word, scan_warps(c, word));
         word += thread::block_dim_x();
     }
 }
