@@ -69,16 +69,16 @@ pub enum Error {
         /// What it got.
         got: String,
     },
-    /// A tensor lives on another device than the stream.
-    #[error("{op}: `{arg}` must be on {expected}, like the stream, but is on {got}")]
+    /// A tensor lives on another device than the stream, or a stream or tensor on another than the operation's.
+    #[error("{op}: `{arg}` must be on {expected}, but is on {got}")]
     WrongDevice {
         /// The operation.
         op: &'static str,
         /// The argument.
         arg: &'static str,
-        /// The stream's device.
+        /// The stream's device, or the operation's.
         expected: String,
-        /// The tensor's device.
+        /// The device of the argument.
         got: String,
     },
     /// An output shares memory with another argument.

@@ -40,7 +40,7 @@
 //!   f64, in [`reference`](mod@reference), and tests compare with it.
 //! * **Rounding** is once, to the nearest, ties to even, where a result is stored. Operations that stand for several layers round in between
 //!   where separate ones would: [`norm::fused_add_rms_norm`] the sum, [`moe::fused()`] the row between its products. Attention's
-//!   tensor-core paths multiply probabilities rounded to the type of the values. 8-bit results saturate; a scale is the largest magnitude that
+//!   tensor-core paths multiply probabilities rounded to the type of the values (f16 over 8-bit caches). 8-bit results saturate; a scale is the largest magnitude that
 //!   it covers, at least 10⁻¹⁰, by the largest number of the format.
 //! * **Determinism.** The same call gives the same bits on the same kind of device: sums have an order that depends on shapes, alignment and the path, never on
 //!   timing. ([`moe::FusedOptions::unordered`] gives that up.) A row's result depends on that row only (and on whether all rows of its tensor are aligned), whatever else is in the batch,
@@ -49,7 +49,7 @@
 //!   logits; other results may differ in their last bits where tensor cores or a GPU's approximations add up otherwise.
 //! * **Ties** go to the lower index.
 //! * **NaN** ranks last, like -inf, and never becomes an index: a row of logits without a number gives the lowest token that is allowed,
-//!   and the lowest experts. Activations, norms and products pass NaN on. It has no say in a scale of 8-bit results, and becomes NaN in
+//!   and one of NaN only the lowest experts. Activations, norms and products pass NaN on. It has no say in a scale of 8-bit results, and becomes NaN in
 //!   e4m3 and 0 in int8. An infinite token gives NaN, infinity or 0 by a block of experts, depending on the path.
 //!
 //! # Errors

@@ -1,3 +1,4 @@
 mod decode;
+mod extremes;
 mod merge;
 mod prefill;

@@ -460,6 +460,11 @@ fn a_routing_is_used_again() {
                 let (x, ids) = (rows.narrow(0, 0, 1).unwrap(), received.topk_ids.narrow(0, 0, 1).unwrap());
                 let e = rank.dispatch(stream, &mut routing, &x, &ids, None, &options);
                 assert!(matches!(e, Err(Error::Overlap { .. })), "{e:?}");
+                let mut out = rows.narrow(0, 0, inputs.x.dim(0)).unwrap();
+                if !out.is_empty() {
+                    let e = rank.combine(stream, &mut out, &routing, None, &CombineOptions::default());
+                    assert!(matches!(e, Err(Error::Overlap { .. })), "{e:?}");
+                }
                 let pieces = rows.narrow(0, 0, 2).unwrap();
                 let e = rank.all_to_all(stream, &pieces, Blocks::default());
                 assert!(matches!(e, Err(Error::Overlap { .. })), "{e:?}");

@@ -5,6 +5,7 @@ mod eplb;
 mod expert_map;
 mod faults;
 mod layout;
+mod lifetimes;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod processes;

@@ -306,6 +306,23 @@ fn bad_input() {
     let part = Tensor::<bf16>::zeros(&device, &[2, 201]).unwrap().narrow(1, 0, 200).unwrap();
     let e = quantise_blocks(s, &mut out(&[2, 200]), &mut scales(&[1, 2]), &part);
     assert!(matches!(e, Err(Error::Stride { arg: "w", .. })), "{e:?}");
+    let eight = out(&[2, 200]);
+    let e = quantise_rows(s, &mut out(&[2, 200]), &mut scales(&[2]), &eight, None);
+    assert!(matches!(e, Err(Error::DType { arg: "x", .. })), "{e:?}");
+    let e = quantise_groups(s, &mut out(&[2, 200]), &mut scales(&[2, 2]), &eight);
+    assert!(matches!(e, Err(Error::DType { arg: "x", .. })), "{e:?}");
+    let e = quantise_blocks(s, &mut out(&[2, 200]), &mut scales(&[1, 2]), &eight);
+    assert!(matches!(e, Err(Error::DType { arg: "w", .. })), "{e:?}");
+    // More than are numbered, of nothing.
+    let (wide, high) = ([0, 1 << 31], [1 << 31, 0]);
+    let e = quantise_rows(s, &mut out(&wide), &mut scales(&[0]), &Tensor::<bf16>::zeros(&device, &wide).unwrap(), None);
+    assert!(matches!(e, Err(Error::Value { arg: "x", .. })), "{e:?}");
+    let many = Tensor::<bf16>::zeros(&device, &high).unwrap();
+    let e = quantise_groups(s, &mut out(&high), &mut scales(&high), &many);
+    assert!(matches!(e, Err(Error::Value { arg: "x", .. })), "{e:?}");
+    let many = Tensor::<bf16>::zeros(&device, &wide).unwrap();
+    let e = quantise_blocks(s, &mut out(&wide), &mut scales(&[0, 1 << 24]), &many);
+    assert!(matches!(e, Err(Error::Value { arg: "w", .. })), "{e:?}");
     let elsewhere = Tensor::<bf16>::zeros(&Device::simt(), &[2, 200]).unwrap();
     let e = quantise_rows(s, &mut out(&[2, 200]), &mut scales(&[2]), &elsewhere, None);
     assert!(matches!(e, Err(Error::WrongDevice { arg: "x", .. })), "{e:?}");

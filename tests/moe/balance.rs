@@ -131,3 +131,22 @@ fn bad_input() {
         assert!(matches!(e, Err(Error::Value { arg: "rate", .. })), "{e:?}");
     });
 }
+
+/// Numbers that no launch takes make geometries that none takes, not small ones.
+#[test]
+fn geometries_of_absurd_sizes() {
+    use warploom::moe::{balance, capacity, gate, noisy_top_k, statistics};
+    for experts in [1 << 28, 119_304_648, u32::MAX] {
+        for geometry in [
+            gate::geometry(false, 1, experts),
+            balance::histogram_geometry(u32::MAX, experts),
+            capacity::geometry(experts),
+            noisy_top_k::geometry(4, experts),
+            statistics::finish_geometry(experts as usize),
+        ] {
+            assert!(geometry.shared_bytes > 1 << 20, "{experts}: {geometry:?}");
+        }
+    }
+    assert!(statistics::finish_geometry(usize::MAX).shared_bytes > 1 << 20);
+    assert!(statistics::part_geometry(1 << 39).grid[0] >= statistics::part_geometry(u32::MAX as usize).grid[0]);
+}

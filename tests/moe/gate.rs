@@ -522,8 +522,8 @@ fn bad_values_are_refused() {
                 other => panic!("{arg}: {other:?}"),
             }
         };
-        refused("experts", &|w| w.experts = 0);
-        refused("experts", &|w| w.experts = 1025);
+        refused("logits", &|w| w.experts = 0);
+        refused("logits", &|w| w.experts = 1025);
         refused("groups", &|w| w.options = w.options.groups(0, 0));
         refused("groups", &|w| w.options = w.options.groups(7, 1));
         refused("groups", &|w| w.options = w.options.groups(128, 1));

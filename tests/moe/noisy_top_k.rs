@@ -134,6 +134,8 @@ fn ties_nan_and_infinities() {
         assert_eq!((weights, ids), (vec![0.0; 3], vec![0, 1, 2]));
         let (weights, ids, _) = run(d, s, &[0.0, inf, 1.0, inf], 4, 3, None, quiet);
         assert_eq!((weights, ids), (vec![0.5, 0.5, 0.0], vec![1, 3, 2]));
+        // Both zeros are one.
+        assert_eq!(run(d, s, &[-0.0, 0.0, -1.0], 3, 2, None, quiet).1, [0, 1]);
         // No noise is none of whatever deviation.
         for spread in [inf, -inf, nan] {
             let (weights, ids, noisy) = run(d, s, &[1.0, 2.0, 3.0], 3, 3, Some(&[spread; 3]), quiet);

@@ -1,4 +1,4 @@
-use cuda_std::Float;
+use cuda_std::{DType, Float};
 use proptest::prelude::*;
 use warploom::reference::sampling::{self as reference, Adjust, Filters, Ranked, philox};
 use warploom::sampling::{LogProbs, PerRow, SamplingAlgorithm, SamplingOptions, SamplingWorkspace, top_k_top_p};
@@ -250,6 +250,12 @@ fn exactly_at_a_border() {
                 let finite = after.iter().filter(|v| v.is_finite()).count();
                 assert_eq!(finite, kept, "{algorithm:?}, p {p}: {after:?}");
             }
+            // Just above one of 1024, which 32 binary places do not show.
+            let p = f32::from_bits((1.0f32 / 1024.0).to_bits() + 1);
+            let equal = tensor::<f32>(device, &[0.0; 1024], &[1, 1024]);
+            let (_, log_probs) = sample(stream, &equal, 4, &SamplingOptions::default().top_p(p).algorithm(algorithm));
+            let after = log_probs.top_after.unwrap().to_vec().unwrap();
+            assert_eq!(after.iter().filter(|v| v.is_finite()).count(), 2, "{algorithm:?}: {after:?}");
             // As probable as the best, all of them.
             let options = SamplingOptions::default().top_k(8).min_p(1.0).algorithm(algorithm);
             let (_, log_probs) = sample(stream, &logits, 4, &options);
@@ -719,7 +725,10 @@ fn refuses_tensors(device: &Device, stream: &Stream) {
     shape(run(&logits, ints(&[2]), &new().allowed(&words(&[1]))), "allowed");
     shape(run(&logits, ints(&[2]), &new().bias(&floats(&[3, 40]))), "bias");
     let (history, lengths) = (ints(&[2, 5]), ints(&[2]));
-    shape(run(&logits, ints(&[2]), &new().history(&ints(&[3, 5]), &lengths)), "history");
+    for wrong in [&[3, 5][..], &[2, 1, 5], &[5]] {
+        let e = run(&logits, ints(&[2]), &new().history(&ints(wrong), &lengths));
+        assert!(matches!(&e, Error::Shape { arg: "history", got, .. } if got == wrong), "{e}");
+    }
     shape(run(&logits, ints(&[2]), &new().history(&history, &ints(&[3]))), "lengths");
     shape(run(&logits, ints(&[2]), &new().history(&history, &lengths).prompt_lengths(&ints(&[1]))), "prompt_lengths");
 
@@ -756,4 +765,46 @@ fn refuses_tensors(device: &Device, stream: &Stream) {
     let eight_bits = Tensor::<warploom::E4M3>::zeros(device, &[2, 40]).unwrap();
     let error = top_k_top_p(stream, &mut ints(&[2]), None, &eight_bits, &new(), &mut enough()).unwrap_err();
     assert!(matches!(error, Error::DType { arg: "logits", .. }), "{error}");
+}
+
+/// What no launch could number is an error, not fewer blocks.
+#[test]
+fn raw_launches_of_too_many_blocks() {
+    use std::ptr::{null, null_mut};
+    use warploom::sampling::top_k_top_p::{Job, Plan, RawPerRow, launch};
+    let device = Device::simt();
+    let stream = Stream::new(&device).unwrap();
+    let vocab = 1 << 24;
+    let job = Job {
+        stride: vocab as u64,
+        vocab,
+        quick_limit: 0,
+        max_k: vocab,
+        top_n: 0,
+        adjusted: 0,
+        temperature: RawPerRow::all(1.0),
+        top_k: RawPerRow::all(0),
+        top_p: RawPerRow::all(1.0),
+        min_p: RawPerRow::all(0.0),
+        seed: RawPerRow::all(0),
+        offset: RawPerRow::all(0),
+        subsequence: RawPerRow::all(0),
+        subsequence_step: 1,
+        tokens: null_mut(),
+        before: null_mut(),
+        after: null_mut(),
+        top_tokens: null_mut(),
+        top_before: null_mut(),
+        top_after: null_mut(),
+        tickets: null_mut(),
+        state: null_mut(),
+        histograms: null_mut(),
+        lists: null_mut(),
+        best: null_mut(),
+        chunk_counts: null_mut(),
+    };
+    // SAFETY: nothing is launched, so nothing is read.
+    let result = unsafe { launch(&stream, DType::F32, 1 << 20, null(), job, None, Plan::new(0, 1, false)) };
+    assert!(result.is_err(), "2^32 blocks");
+    assert_eq!(Plan::splits(132, 1, 128_256, usize::MAX), 1);
 }

@@ -48,15 +48,31 @@ impl Program {
     }
 }
 
+/// How the script of a bundle begins.
+const HEAD: &str = "#!/bin/sh\n# Runs what `cargo xtask bundle` packed";
+
+/// Removes the bundle that was packed into a folder before. A folder with anything else is an error, and left alone.
+fn make_room(out: &Path) -> Result<()> {
+    if out.join("version.txt").exists() && fs::read(out.join("run.sh")).is_ok_and(|s| s.starts_with(HEAD.as_bytes())) {
+        fs::remove_dir_all(out)?;
+    }
+    let foreign = fs::read_dir(out).is_ok_and(|mut files| files.next().is_some());
+    ensure!(!foreign, "{} is not empty, and no bundle: name another folder by --out, or remove it", out.display());
+    Ok(())
+}
+
 /// Runs `cargo xtask bundle`.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let cuda = stub::build()?;
     let out = repo::root().join(&args.out);
-    if out.join("run.sh").exists() {
-        fs::remove_dir_all(&out)?;
-    }
+    make_room(&out)?;
     fs::create_dir_all(out.join("examples"))?;
     fs::create_dir_all(out.join("tests"))?;
+    // First, so that a bundle that was interrupted is known as one.
+    fs::write(out.join("version.txt"), version()?)?;
+    let script = out.join("run.sh");
+    fs::write(&script, include_str!("run.sh"))?;
+    make_executable(&script)?;
 
     // Of the whole workspace as in other steps: the features of dependencies depend on what is built together, and the kernels would be
     // compiled once for each set of them.
@@ -94,10 +110,6 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             fs::copy(repo::root().join("benches/peers").join(file), out.join("peers").join(file))?;
         }
     }
-    fs::write(out.join("version.txt"), version()?)?;
-    let script = out.join("run.sh");
-    fs::write(&script, include_str!("run.sh"))?;
-    make_executable(&script)?;
     let bytes = size(&out)?;
     let listed: Vec<_> = programs.iter().map(Program::place).collect();
     println!("{}: {listed:?}, {:.1} MiB", out.display(), bytes as f64 / (1 << 20) as f64);
@@ -157,6 +169,23 @@ fn size(folder: &Path) -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_bundles_are_removed() {
+        let folder = std::env::temp_dir().join(format!("warploom-bundle-{}", std::process::id()));
+        let write = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
+        make_room(&folder).unwrap();
+        fs::create_dir_all(&folder).unwrap();
+        make_room(&folder).unwrap();
+        for script in ["#!/bin/sh\n# mine", include_str!("run.sh")] {
+            write("run.sh", script);
+            write("thesis.txt", "");
+            assert!(make_room(&folder).is_err() && folder.join("thesis.txt").exists());
+        }
+        write("version.txt", "");
+        make_room(&folder).unwrap();
+        assert!(!folder.exists());
+    }
 
     #[test]
     fn programs_are_found_in_cargos_messages() {

@@ -75,6 +75,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         (args.only.is_empty() || args.only.contains(&name)) && !args.skip.contains(&name)
     };
     let chosen: Vec<&Step> = STEPS.iter().filter(chosen).collect();
+    ensure!(!chosen.is_empty(), "--skip leaves no step of --only");
     let (beside, here): (Vec<&Step>, Vec<&Step>) =
         chosen.iter().partition(|s| chosen.len() > 1 && BESIDE.contains(&s.name));
     let program = if beside.is_empty() { PathBuf::new() } else { copy_of_this_program()? };

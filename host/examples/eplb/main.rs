@@ -361,9 +361,9 @@ fn plan_cases(path: &Path, arguments: &Arguments) -> Result<(), (u8, String)> {
 impl Simulation {
     fn scenario(&self, num_gpus: usize) -> Scenario {
         let gpus = num_gpus.max(1);
-        let slots_per_gpu = (self.experts + self.redundant).div_ceil(gpus).max(2);
+        let slots_per_gpu = self.experts.saturating_add(self.redundant).div_ceil(gpus).max(2);
         let &Simulation { exponent, rate, every, .. } = self;
-        let cluster = Cluster::new(slots_per_gpu * gpus, num_gpus)
+        let cluster = Cluster::new(slots_per_gpu.saturating_mul(gpus), num_gpus)
             .num_groups(self.groups)
             .num_nodes(gpus.div_ceil(self.gpus_per_node.max(1)));
         Scenario::new(cluster, self.layers, self.experts)

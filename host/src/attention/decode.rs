@@ -6,7 +6,7 @@
 //! on them: a captured graph serves every step of a growing batch.
 
 use super::{check_soft_cap, map_stride, no_kernel};
-use crate::check::{Call, product};
+use crate::check::{Call, least, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::attention::{decode as split, decode_tma as tma, plain};
@@ -37,7 +37,7 @@ pub enum DecodePath {
     /// Chunks of keys through the tensor cores: f16 and bf16 over a cache of the same type or of 8 bits; NHD
     /// and HND; head sizes that are multiples of 16 bytes.
     Split,
-    /// A block for each query and head: everything.
+    /// A block for each query and head: everything, of at most 65535 sequences.
     Plain,
 }
 
@@ -59,7 +59,7 @@ pub enum DecodeSplit {
 #[non_exhaustive]
 #[must_use]
 pub struct DecodeOptions<'a> {
-    /// Multiplies the scores; `1 / sqrt(head_dim)` if `None`.
+    /// Multiplies the scores; `1 / sqrt(head_dim)` if `None`. Below 2^127 in magnitude, since exponents are of 2.
     pub scale: Option<f32>,
     /// Scores become `cap · tanh(score / cap)`, within some 2^-18 of it; 0 for none.
     pub soft_cap: f32,
@@ -70,7 +70,7 @@ pub struct DecodeOptions<'a> {
     pub window: usize,
     /// ALiBi slopes, `[q_heads]`: `slope · (key position - query position)` is added to scores.
     pub alibi: Option<&'a Tensor<f32>>,
-    /// Attention sinks, `[q_heads]`: scores without keys that take part in the softmax.
+    /// Attention sinks, `[q_heads]`: scores without keys that take part in the softmax, below 2^127 in magnitude.
     pub sinks: Option<&'a Tensor<f32>>,
     /// Scales of a quantised cache.
     pub scales: Option<Scales<'a>>,
@@ -376,7 +376,7 @@ pub const fn tma_entry(
 
 /// How to launch [`DecodePath::Tma`] with what [`tma_entry`] gave, on so many multiprocessors.
 pub const fn tma_geometry(tile: TmaTile, multiprocessors: u32) -> Geometry {
-    Geometry::linear(tile.blocks * multiprocessors, tile.threads as u32)
+    Geometry::linear(tile.blocks.saturating_mul(multiprocessors), tile.threads as u32)
         .shared_bytes(tile.shared_bytes as u32)
         .dependent()
 }
@@ -394,7 +394,8 @@ pub fn tma_cache_map(
     tile: TmaTile,
 ) -> Result<TensorMap> {
     let (size, line) = (dtype.size(), tma::LINE as u64);
-    let bytes = |elements: usize| (elements * size) as u64;
+    // What is too large for 64 bits is too large for a map.
+    let bytes = |elements: usize| (elements as u64).saturating_mul(size as u64);
     let columns = bytes(shape.head_dim) / line;
     device.tensor_map(&TensorMapDescription {
         base,
@@ -403,14 +404,14 @@ pub fn tma_cache_map(
         dims: [
             line / size as u64,
             8,
-            (shape.heads as u64 - 1) * (bytes(strides.head) / line) + columns,
+            (shape.heads as u64).saturating_sub(1).saturating_mul(bytes(strides.head) / line).saturating_add(columns),
             shape.block_size as u64 / 8,
             shape.blocks as u64,
         ],
         strides: [
             bytes(strides.token),
             line,
-            8 * bytes(strides.token),
+            bytes(strides.token).saturating_mul(8),
             map_stride(shape.blocks, bytes(strides.block).max(16)),
         ],
         box_dims: [(line / size as u64) as u32, 8, columns as u32, (shape.block_size.min(tile.keys) / 8) as u32, 1],
@@ -439,11 +440,12 @@ pub const fn plain_entry(dtype: DType, cache: DType) -> Option<Entry<plain::Args
 }
 
 /// How to launch [`DecodePath::Split`] for heads of `dim` (as [`split_entry`] gives it), a cache of `cache` and `rows` query
-/// rows that share a KV head, on so many multiprocessors.
+/// rows that share a KV head, on so many multiprocessors. Heads of more than 256 elements, for which there is no kernel, count as such.
 pub const fn split_geometry(dim: usize, cache: DType, rows: usize, multiprocessors: u32) -> Geometry {
+    let dim = least(dim, plain::MAX_HEAD_DIM);
     let block = block_rows(dim, rows);
     let shared = split::shared_bytes(dim, cache.size(), if rows < block { rows } else { block });
-    Geometry::linear(split::blocks(dim, cache.size()) * multiprocessors, split::THREADS as u32)
+    Geometry::linear(split::blocks(dim, cache.size()).saturating_mul(multiprocessors), split::THREADS as u32)
         .shared_bytes(shared as u32)
         .dependent()
 }
@@ -591,6 +593,9 @@ pub fn decode<T: Float, S: CacheElement>(
     };
     let ((q_token, q_head), (out_token, out_head)) = (tokens(query, "query")?, tokens(out, "out")?);
     let (ks, vs) = (cache.key_strides(), cache.value_strides());
+    if plain_entry(T::DTYPE, S::DTYPE).is_none() {
+        return Err(no_kernel(OP, T::DTYPE, S::DTYPE));
+    }
     let scales = check_scales(&mut call, options.scales, kv_heads, T::DTYPE, S::DTYPE)?;
     let args = plain::Args {
         out: call.write("out", out)?,
@@ -670,7 +675,7 @@ pub fn decode<T: Float, S: CacheElement>(
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Scratch {
-    /// [`DecodeShape::partial_floats`], whatever is in them.
+    /// [`DecodeShape::partial_floats`], aligned to 16 bytes, whatever is in them.
     pub partial: *mut f32,
     /// [`DecodeShape::tickets`] words, which are zeros before the first launch.
     pub tickets: *mut u32,
@@ -689,7 +694,7 @@ impl Scratch {
 ///
 /// `args` are those of the plain kernel, which say all that the others need, for `q_len` query tokens of each of `batch` sequences. `lse`,
 /// `alibi`, `sinks` and the scales may be null, the latter for 16-bit caches only; `k_run` and its like are those of
-/// [`PageStrides`], and `window` is 0 for none. Work is divided as `split` says.
+/// [`PageStrides`], and `window` is 0 for none (beyond 2^31 - 1 it counts as that). Work is divided as `split` says.
 ///
 /// # Errors
 /// [`Error::Unsupported`] and [`Error::DType`] for what the path has no kernel for, and those of [`Stream::launch`].
@@ -697,8 +702,8 @@ impl Scratch {
 /// # Safety
 /// The pointers are device memory of the sizes that strides and extents imply, aligned to their element types, until the launch is
 /// done; `out`, `lse` and the scratch memory overlap nothing else. `q_len` is at most [`MAX_QUERY_TOKENS`], `q_heads` a multiple of `kv_heads`,
-/// `head_dim` from 1 to 256. The scratch memory is that of a [`DecodeShape`] for so many sequences, query tokens and heads, and for at
-/// least `max_pages * page_size` keys; it is not in use by other work.
+/// `head_dim` from 1 to 256; a table holds fewer than 2^31 keys, `max_pages * page_size`. The scratch memory is that of a [`DecodeShape`] for so
+/// many sequences, query tokens and heads, and for at least as many keys as the table holds; it is not in use by other work.
 #[allow(clippy::too_many_arguments, reason = "types, variants, extents, arguments and workspace of one operation")]
 pub unsafe fn launch(
     stream: &Stream,
@@ -715,8 +720,10 @@ pub unsafe fn launch(
         return Ok(());
     }
     let kernel = choose(stream.device(), dtype, cache, layout, path, q_len, args)?;
+    // The kernels add query tokens to it.
+    let args = plain::Args { window: args.window.min(u32::MAX / 2), ..*args };
     // SAFETY: forwarded to the caller.
-    unsafe { launch_kernel(stream, dtype, cache, kernel, split, [batch, q_len], args, scratch) }
+    unsafe { launch_kernel(stream, dtype, cache, kernel, split, [batch, q_len], &args, scratch) }
 }
 
 /// What a path comes to.
@@ -744,11 +751,12 @@ fn choose(
     let (size, narrow) = (dtype.size(), cache.size());
     // What the split kernels take, and what to say of what they do not.
     let split = split_entry(dtype, cache, head_dim, group_rows);
-    let conditions: [(bool, &dyn Fn() -> String); 8] = [
+    let conditions: [(bool, &dyn Fn() -> String); 9] = [
         (split.is_some(), &|| format!("{dtype} over a cache of {cache} with heads of {head_dim}")),
         (layout != CacheLayout::XSplit, &|| "the x-split layout".into()),
         ((head_dim * narrow).is_multiple_of(16), &|| format!("heads of {} bytes", head_dim * narrow)),
         (args.page_size >= 8 && args.page_size.is_power_of_two(), &|| format!("blocks of {} tokens", args.page_size)),
+        (args.pages > 0 || path != DecodePath::Tma, &|| "a cache of no blocks".into()),
         (aligned(16, args.q as usize, &[args.q_token, args.q_head], size), &|| {
             format!("queries at {:p}, {} and {} elements apart", args.q, args.q_token, args.q_head)
         }),

@@ -6,7 +6,7 @@
 //! grid does not depend on it: a captured graph serves every step with as many query tokens.
 
 use super::{check_soft_cap, map_stride, no_kernel};
-use crate::check::Call;
+use crate::check::{Call, most, product};
 use crate::device::{Device, Geometry, Stream, TensorMap, TensorMapDescription};
 use crate::error::{Error, Result};
 use crate::kernels::attention::{narrow, prefill as mma, prefill_plain as plain, prefill_wgmma as wgmma};
@@ -41,7 +41,7 @@ pub enum PrefillPath {
 #[non_exhaustive]
 #[must_use]
 pub struct PrefillOptions<'a> {
-    /// Multiplies the scores; `1 / sqrt(head_dim)` if `None`.
+    /// Multiplies the scores; `1 / sqrt(head_dim)` if `None`. Below 2^127 in magnitude, since exponents are of 2.
     pub scale: Option<f32>,
     /// Scores become `cap · tanh(score / cap)`, within some 2^-18 of it; 0 for none.
     pub soft_cap: f32,
@@ -54,7 +54,7 @@ pub struct PrefillOptions<'a> {
     pub causal: bool,
     /// ALiBi slopes, `[q_heads]`: `slope · (key position - query position)` is added to scores.
     pub alibi: Option<&'a Tensor<f32>>,
-    /// Attention sinks, `[q_heads]`: scores without keys that take part in the softmax.
+    /// Attention sinks, `[q_heads]`: scores without keys that take part in the softmax, below 2^127 in magnitude.
     pub sinks: Option<&'a Tensor<f32>>,
     /// Scales of a cache of 8-bit elements, which needs them; not negative.
     pub scales: Option<Scales<'a>>,
@@ -144,9 +144,9 @@ pub const TICKETS: usize = 2;
 /// MB) or H100 (50 MB), beside what else passes through it.
 const SECTION_BYTES: usize = 32 << 20;
 
-/// The `section_keys` of [`mma::Args`] and [`wgmma::Args`].
+/// The `section_keys` of [`mma::Args`] and [`wgmma::Args`], for heads of one element at least.
 pub const fn section_keys(dtype: DType, head_dim: usize) -> u32 {
-    (SECTION_BYTES / (2 * head_dim * dtype.size())) as u32
+    (SECTION_BYTES / product(&[2, most(head_dim, 1), dtype.size()])) as u32
 }
 
 /// The entry of [`PrefillPath::Wgmma`] for heads of this size over a cache of `cache` elements, and how it divides the work;
@@ -269,7 +269,7 @@ pub const fn wgmma_geometry(shape: wgmma::Shape, multiprocessors: u32) -> Geomet
 
 /// How to launch [`PrefillPath::Mma`] with what [`mma_entry`] gave, on so many multiprocessors.
 pub const fn mma_geometry(tile: MmaTile, multiprocessors: u32) -> Geometry {
-    Geometry::linear(tile.blocks * multiprocessors, mma::THREADS as u32)
+    Geometry::linear(tile.blocks.saturating_mul(multiprocessors), mma::THREADS as u32)
         .shared_bytes(tile.shared_bytes as u32)
         .dependent()
 }
@@ -333,13 +333,14 @@ fn token_map(
     (token, head): (usize, usize),
     [box_heads, box_tokens]: [usize; 2],
 ) -> Result<TensorMap> {
-    let bytes = dtype.size() as u64;
+    // What is too large for 64 bits is too large for a map.
+    let bytes = |stride: usize| (stride as u64).saturating_mul(dtype.size() as u64);
     device.tensor_map(&TensorMapDescription {
         base,
         dtype,
         rank: 3,
         dims: [head_dim as u64, heads as u64, tokens as u64, 1, 1],
-        strides: [map_stride(heads, head as u64 * bytes), map_stride(tokens, token as u64 * bytes), 0, 0],
+        strides: [map_stride(heads, bytes(head)), map_stride(tokens, bytes(token)), 0, 0],
         box_dims: [tile.line() as u32, box_heads as u32, box_tokens as u32, 1, 1],
         swizzle: tile.swizzle(),
     })
@@ -358,7 +359,7 @@ pub fn wgmma_cache_map(
     shape: CacheShape,
     strides: PageStrides,
 ) -> Result<TensorMap> {
-    let bytes = |stride: usize| (stride as u64 * dtype.size() as u64).max(16);
+    let bytes = |stride: usize| (stride as u64).saturating_mul(dtype.size() as u64).max(16);
     let block = map_stride(shape.blocks, bytes(strides.block));
     let (dim, heads, slots, blocks) =
         (shape.head_dim as u64, shape.heads as u64, shape.block_size as u64, shape.blocks as u64);
@@ -380,8 +381,14 @@ pub fn wgmma_cache_map(
             base,
             dtype,
             rank: 5,
-            dims: [line, 8, (heads - 1) * (strides.head as u64 / line) + lines, slots / 8, blocks],
-            strides: [bytes(strides.token), 2 * line, 8 * bytes(strides.token), block],
+            dims: [
+                line,
+                8,
+                heads.saturating_sub(1).saturating_mul(strides.head as u64 / line).saturating_add(lines),
+                slots / 8,
+                blocks,
+            ],
+            strides: [bytes(strides.token), 2 * line, bytes(strides.token).saturating_mul(8), block],
             box_dims: [line as u32, 8, lines as u32, box_slots / 8, 1],
             swizzle: tile.swizzle(),
         }
@@ -472,6 +479,9 @@ pub fn prefill<T: Float + CacheElement, S: CacheElement>(
     let (q_token, q_head) = (query.strides()[0], query.strides()[1]);
     let (out_token, out_head) = (out.strides()[0], out.strides()[1]);
     let (ks, vs) = (cache.key_strides(), cache.value_strides());
+    if plain_entry(T::DTYPE, S::DTYPE).is_none() {
+        return Err(no_kernel(OP, T::DTYPE, S::DTYPE));
+    }
     let scales = check_scales(&mut call, options.scales, kv_heads, T::DTYPE, S::DTYPE)?;
     let args = plain::Args {
         out: call.write("out", out)?,
@@ -539,8 +549,8 @@ pub fn prefill<T: Float + CacheElement, S: CacheElement>(
 ///
 /// # Safety
 /// The pointers are device memory of the sizes that strides and extents imply, aligned to their element types, until the launch is
-/// done; `out`, `lse` and `tickets` overlap nothing else. `q_heads` is a multiple of `kv_heads`, `head_dim` from 1 to 256. `tickets` are
-/// [`TICKETS`] words that are zeros before the first launch and are not in use by other work.
+/// done; `out`, `lse` and `tickets` overlap nothing else. `q_heads` is a multiple of `kv_heads`, `head_dim` from 1 to 256; a table holds fewer than
+/// 2^31 keys, `max_pages * page_size`. `tickets` are [`TICKETS`] words that are zeros before the first launch and are not in use by other work.
 pub unsafe fn launch(
     stream: &Stream,
     dtype: DType,
@@ -642,15 +652,27 @@ pub unsafe fn launch(
             // SAFETY: forwarded to the caller.
             unsafe { stream.launch(&entry, &geometry, &args) }
         }
-        (PrefillPath::Wgmma | PrefillPath::Mma, _, _) => Err(Error::Unsupported {
-            op: OP,
-            what: format!(
-                "the tensor-core kernels take f16 or bf16 (not {dtype} over {cache}), NHD or HND, pages of 8 tokens or more (a power of \
-                 two), heads of a multiple of 8 elements and rows at multiples of 16 bytes; `Wgmma` in addition a Hopper GPU, \
-                 a positive scale and heads of 64, 96, 128 or 256, or over 8-bit caches a multiple of 16 up to 128; use \
-                 PrefillPath::Auto"
-            ),
-        }),
+        (PrefillPath::Wgmma | PrefillPath::Mma, _, _) => {
+            let rows = match path {
+                PrefillPath::Mma => mma_entry(dtype, head_dim).map(|(_, tile)| tile.rows),
+                _ => wgmma_entry(dtype, cache, head_dim, bent).map(|(_, shape)| shape.rows()),
+            };
+            let shared = match rows {
+                Some(rows) if group > rows => {
+                    format!("with heads of {head_dim} at most {rows} query heads a KV head (not {group}), ")
+                }
+                _ => String::new(),
+            };
+            Err(Error::Unsupported {
+                op: OP,
+                what: format!(
+                    "the tensor-core kernels take {shared}f16 or bf16 (not {dtype} over {cache}), NHD or HND, pages of 8 tokens or more \
+                     (a power of two), heads of a multiple of 8 elements, keys and values at multiples of 16 bytes, queries and \
+                     outputs of 4; `Wgmma` in addition a Hopper GPU, a positive scale, queries and outputs at multiples of 16 bytes, \
+                     and heads of 64, 96, 128 or 256, or over 8-bit caches a multiple of 16 up to 128; use PrefillPath::Auto"
+                ),
+            })
+        }
         _ => {
             let entry = plain_entry(dtype, cache).ok_or_else(|| no_kernel(OP, dtype, cache))?;
             // SAFETY: forwarded to the caller.

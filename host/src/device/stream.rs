@@ -521,16 +521,17 @@ impl Event {
         }
     }
 
-    /// Seconds from `earlier` to this event; both must have been recorded, on one device. Waits for this one.
+    /// Seconds from `earlier` to this event; both must have been recorded, on one device. Waits for this one. If `earlier` is the later
+    /// one, 0 on the SIMT device, and what the driver says on a GPU: a negative number.
     ///
     /// # Errors
-    /// [`Error::Driver`], [`Error::Value`] if either was not recorded, or they are of two devices.
+    /// [`Error::Driver`], [`Error::Value`] if either was not recorded, [`Error::WrongDevice`] if they are of two devices.
     pub fn seconds_since(&self, earlier: &Event) -> Result<f64> {
         let unrecorded = || Error::Value {
             op: "Event::seconds_since",
             arg: "earlier",
             expected: "two recorded events of one device".into(),
-            got: "one that was not".into(),
+            got: "one of the two that was not".into(),
         };
         let same = self.device == earlier.device;
         match (&self.backend, &earlier.backend) {
@@ -542,7 +543,12 @@ impl Event {
             }
             #[cfg(feature = "_driver")]
             (EventBackend::Cuda(b), EventBackend::Cuda(a)) if same => b.seconds_since(a)?.ok_or_else(unrecorded),
-            _ => Err(unrecorded()),
+            _ => Err(Error::WrongDevice {
+                op: "Event::seconds_since",
+                arg: "earlier",
+                expected: self.device.name(),
+                got: earlier.device.name(),
+            }),
         }
     }
 }

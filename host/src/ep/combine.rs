@@ -144,6 +144,9 @@ impl Communicator {
         } else {
             call.read("the communicator's results", &own)?;
         }
+        // Peers may write to it as soon as this is done.
+        let rows = self.own(|b| b.rows.clone());
+        call.read("the communicator's rows", &rows)?;
         call.check_overlap()?;
         aligned(OP, "out", job.out.cast_const().cast())?;
         aligned(OP, "biases", job.bias.cast())?;

@@ -37,8 +37,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// Whether so many ranks can have these sizes.
-    pub(super) fn check(&self, op: &'static str, ranks: usize) -> Result<()> {
+    /// Whether so many ranks, which the argument `of` says, can have these sizes.
+    pub(super) fn check(&self, op: &'static str, of: &'static str, ranks: usize) -> Result<()> {
         let value = |ok: bool, arg: &'static str, expected: &str, got: usize| {
             if ok {
                 return Ok(());
@@ -46,7 +46,7 @@ impl Config {
             Err(Error::Value { op, arg, expected: expected.into(), got: got.to_string() })
         };
         let &Config { hidden, top_k, experts, max_tokens, .. } = self;
-        value((1..=kernel::MAX_RANKS).contains(&ranks), "devices", "1 to 8 devices", ranks)?;
+        value((1..=kernel::MAX_RANKS).contains(&ranks), of, "1 to 8 of them", ranks)?;
         value(hidden > 0 && hidden.is_multiple_of(8), "config.hidden", "a positive multiple of 8", hidden)?;
         value((1..=32).contains(&top_k), "config.top_k", "1 to 32", top_k)?;
         value(experts > 0 && experts.is_multiple_of(ranks), "config.experts", "a multiple of the ranks", experts)?;
@@ -382,7 +382,7 @@ impl Communicator {
     /// `peers`: they use each other's memory.
     pub(super) fn build(devices: &[Device], config: &Config, peers: bool) -> Result<Vec<Self>> {
         const OP: &str = "ep::Communicator::new";
-        config.check(OP, devices.len())?;
+        config.check(OP, "devices", devices.len())?;
         for (i, a) in devices.iter().enumerate() {
             for (j, b) in devices.iter().enumerate() {
                 if i != j && a.is_simt() && a == b {
@@ -473,8 +473,12 @@ impl Communicator {
     /// Waits for the stream and says what went wrong between the ranks, if anything did since the last recovery.
     ///
     /// # Errors
-    /// [`Error::Ep`], [`Error::Driver`].
+    /// [`Error::Ep`], [`Error::WrongDevice`], [`Error::Capture`] in a capture, which nobody waits for, [`Error::Driver`].
     pub fn check(&self, stream: &Stream) -> Result<()> {
+        self.on_own_device("ep::check", stream)?;
+        // In a capture this is an error, before a copy to this rank's memory is part of a graph that may outlive it.
+        let _using = stream.using();
+        stream.synchronize()?;
         let mut words = self.fault_words.lock().unwrap_or_else(PoisonError::into_inner);
         let fault = self.own(|b| b.fault.clone());
         // SAFETY: the copy is waited for, with the lock held.

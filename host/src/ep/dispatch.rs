@@ -98,7 +98,8 @@ pub struct Routing {
     pub(super) tokens: usize,
     /// That of the last dispatch.
     pub(super) arrangement: Option<Arrangement>,
-    pub(super) group: usize,
+    /// Not its address alone, which another group may have once this one is gone.
+    pub(super) group: std::sync::Weak<super::communicator::Group>,
     pub(super) rank: usize,
     /// Over NCCL, what the host knows of it.
     #[cfg(feature = "nccl")]
@@ -243,7 +244,7 @@ impl Communicator {
             offsets: Tensor::from_slice(device, &slots, &[ranks + 1])?,
             tokens: 0,
             arrangement: None,
-            group: self.group_id(),
+            group: std::sync::Arc::downgrade(&self.group),
             rank: self.rank(),
             #[cfg(feature = "nccl")]
             counts: Some(Default::default()),
@@ -335,7 +336,8 @@ impl Communicator {
         let fits = options.own_blocks.is_none_or(|own| own < blocks);
         let own = options.own_blocks.unwrap_or_else(|| own_blocks(blocks, self.ranks() as u32, options.quantise));
         call.value(fits, "own_blocks", format!("less than {blocks}"), own)?;
-        job.own_blocks = own;
+        // Of one rank all rows are its own: the other blocks would have nobody to send to.
+        job.own_blocks = if self.ranks() > 1 { own } else { 0 };
         job.singles = singles(blocks * threads / 32, self.ranks() as u32, options.quantise);
         let operation = [4, blocks, threads, slots.into(), options.quantise.into(), options.cached.into()];
         let args = Args { link: self.link(stream, &operation), job };

@@ -59,7 +59,7 @@ impl ExpertMap {
         })
     }
 
-    /// Replaces each expert of `topk_ids` `[tokens, top_k]` by a replica of it: token `t` takes number `t + turn`, modulo as many as
+    /// Replaces each expert of `topk_ids` `[tokens, top_k]` by a replica of it: token `t` takes number `t + turn` (modulo 2^32), modulo as many as
     /// there are, so that replicas share the load whatever the tokens. Ranks should pass different turns. Negative ids stay.
     /// An expert that is not there becomes one that dispatch reports.
     ///

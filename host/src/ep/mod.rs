@@ -67,13 +67,9 @@ impl Communicator {
         Divisor::new(self.local_experts() as u32)
     }
 
-    fn group_id(&self) -> usize {
-        Arc::as_ptr(&self.group) as usize
-    }
-
     /// The routing is one of this rank.
     fn own_routing(&self, op: &'static str, routing: &Routing) -> Result<()> {
-        if routing.group == self.group_id() && routing.rank == self.rank() {
+        if std::ptr::eq(routing.group.as_ptr(), Arc::as_ptr(&self.group)) && routing.rank == self.rank() {
             return Ok(());
         }
         Err(Error::Value {

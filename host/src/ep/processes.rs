@@ -175,7 +175,7 @@ impl Communicator {
     ) -> Result<Self> {
         let capacity = config.room(ranks);
         let prepare = || {
-            config.check(OP, ranks)?;
+            config.check(OP, "ranks", ranks)?;
             if rank >= ranks {
                 let expected = format!("less than {ranks}");
                 return Err(Error::Value { op: OP, arg: "rank", expected, got: rank.to_string() });

@@ -76,8 +76,8 @@ pub fn embedding<T: Float>(stream: &Stream, out: &mut Tensor<T>, table: &Tensor<
         table: call.read("table", table)?,
         ids: call.read("ids", ids)?.cast(),
         n: call.count("ids", n)?,
-        rows: call.count("rows", rows)?,
-        width: call.count("width", width)?,
+        rows: call.count("table", rows)?,
+        width: call.count("table", width)?,
         out_row: to.stride,
         table_row: from.stride,
     };

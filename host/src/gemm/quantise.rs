@@ -26,6 +26,8 @@ pub use kernel::int8::rows::Args as I8RowArgs;
 const ROWS: &str = "quantise_rows";
 const GROUPS: &str = "quantise_groups";
 const BLOCKS: &str = "quantise_blocks";
+/// What has kernels.
+const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
 /// From so many results on, two pieces a thread are faster. Measured on an H200.
 const MANY: u64 = 1 << 19;
@@ -199,8 +201,8 @@ launches! {
 /// columns of the weights by the factors.
 ///
 /// # Errors
-/// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
-/// [`WrongDevice`](crate::Error::WrongDevice).
+/// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`DType`](crate::Error::DType) for 8-bit elements,
+/// [`Value`](crate::Error::Value) beyond 2^31 - 1 rows or columns, [`Overlap`](crate::Error::Overlap), [`WrongDevice`](crate::Error::WrongDevice).
 pub fn quantise_rows<T: Float, Q: QuantisedElement>(
     stream: &Stream,
     out: &mut Tensor<Q>,
@@ -209,6 +211,7 @@ pub fn quantise_rows<T: Float, Q: QuantisedElement>(
     smooth: Option<&Tensor<f32>>,
 ) -> Result<()> {
     let mut call = Call::new(ROWS, stream);
+    call.dtype_among("x", T::DTYPE, &FLOATS)?;
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("out", out.shape(), x.shape())?;
     // As the leading dimensions of `x`, too: so the weights of experts have them.
@@ -225,11 +228,11 @@ pub fn quantise_rows<T: Float, Q: QuantisedElement>(
         smooth: call.read_opt("smooth", smooth)?.cast(),
         out: call.write("out", out)?.cast(),
         scales: call.write("scales", scales)?.cast(),
-        n: call.count("n", from.width)?,
+        n: call.count("x", from.width)?,
         x_stride: from.stride,
         out_stride: to.stride,
     };
-    let rows = call.count("rows", from.rows)?;
+    let rows = call.count("x", from.rows)?;
     call.check_overlap()?;
     // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
     unsafe { Q::launch_rows(stream, T::DTYPE, rows, &args) }
@@ -247,6 +250,7 @@ pub fn quantise_groups<T: Float, Q: QuantisedElement>(
     x: &Tensor<T>,
 ) -> Result<()> {
     let mut call = Call::new(GROUPS, stream);
+    call.dtype_among("x", T::DTYPE, &FLOATS)?;
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("out", out.shape(), x.shape())?;
     let (scale_row_stride, scale_group_stride) = pieces::scale_strides(&call, scales, from.rows, from.width)?;
@@ -254,8 +258,8 @@ pub fn quantise_groups<T: Float, Q: QuantisedElement>(
         x: call.read("x", x)?,
         out: call.write("out", out)?.cast(),
         scales: call.write("scales", scales)?.cast(),
-        rows: call.count("rows", from.rows)?,
-        n: call.count("n", from.width)?,
+        rows: call.count("x", from.rows)?,
+        n: call.count("x", from.width)?,
         x_stride: from.stride,
         out_stride: to.stride,
         scale_row_stride,
@@ -279,6 +283,7 @@ pub fn quantise_blocks<T: Float, Q: QuantisedElement>(
     w: &Tensor<T>,
 ) -> Result<()> {
     let mut call = Call::new(BLOCKS, stream);
+    call.dtype_among("w", T::DTYPE, &FLOATS)?;
     let [outer @ .., rows, n] = w.shape() else {
         return Err(call.bad_shape("w", w.shape(), "[.., rows, n]"));
     };
@@ -297,8 +302,8 @@ pub fn quantise_blocks<T: Float, Q: QuantisedElement>(
         w: call.read("w", w)?,
         out: call.write("out", out)?.cast(),
         scales: call.write("scales", scales)?.cast(),
-        rows: call.count("rows", *rows)?,
-        n: call.count("n", *n)?,
+        rows: call.count("w", *rows)?,
+        n: call.count("w", *n)?,
     };
     call.check_overlap()?;
     // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.

@@ -16,7 +16,9 @@ pub const MAX_EXPERTS: usize = 8192;
 
 /// How to launch `moe_histogram` for `n` ids.
 pub const fn histogram_geometry(n: u32, experts: u32) -> Geometry {
-    Geometry::linear(n.div_ceil(kernel::CHUNK as u32), kernel::THREADS as u32).shared_bytes(4 * experts).dependent()
+    Geometry::linear(n.div_ceil(kernel::CHUNK as u32), kernel::THREADS as u32)
+        .shared_bytes(experts.saturating_mul(4))
+        .dependent()
 }
 
 /// How to launch `moe_update_bias`.
@@ -136,8 +138,8 @@ impl Loads<'_> {
 /// Moves the bias of each expert towards balance: `bias += rate · sign(mean load - load)`.
 ///
 /// `bias` (`[experts]`, contiguous) is what [`GateOptions::bias`](super::GateOptions::bias) adds to the scores when it chooses;
-/// DeepSeek-V3 was trained with a rate of 0.001. Loads are compared with their mean exactly; an expert that has just
-/// the mean keeps its bias.
+/// DeepSeek-V3 was trained with a rate of 0.001. Loads are compared with their mean exactly, if neither their sum nor one of them times the
+/// number of experts is beyond 2^63 - 1; an expert that has just the mean keeps its bias.
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Value`](crate::Error::Value),

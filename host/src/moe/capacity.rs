@@ -10,15 +10,20 @@ use crate::tensor::Tensor;
 
 pub use kernel::Args;
 
-/// How to launch it.
+/// The most experts: counters are in shared memory, 72 KiB, which every GPU from sm_80 on gives a block that asks for it.
+pub const MAX_EXPERTS: usize = 2048;
+
+/// How to launch it. For more than [`MAX_EXPERTS`] no launch takes it.
 pub const fn geometry(experts: u32) -> Geometry {
-    Geometry::linear(1, kernel::THREADS as u32).shared_bytes(kernel::shared_bytes(experts as usize) as u32).dependent()
+    let experts = experts as usize;
+    let shared = if experts > MAX_EXPERTS { u32::MAX } else { kernel::shared_bytes(experts) as u32 };
+    Geometry::linear(1, kernel::THREADS as u32).shared_bytes(shared).dependent()
 }
 
 /// Launches on raw pointers (layer L1).
 ///
 /// # Errors
-/// Those of [`Stream::launch`].
+/// Those of [`Stream::launch`], which has no room for more than [`MAX_EXPERTS`].
 ///
 /// # Safety
 /// The pointers are device memory as [`capacity`](kernel::capacity()) documents, until the launch is done; outputs overlap no
@@ -72,8 +77,7 @@ pub fn capacity(
         call.same_shape("loads", loads.shape(), &[experts])?;
         call.contiguous("loads", loads)?;
     }
-    // Counters in shared memory: 72 KiB, which every GPU from sm_80 on gives a block that asks for it.
-    call.value(experts <= 2048, "experts", "at most 2048", experts)?;
+    call.value(experts <= MAX_EXPERTS, "experts", format!("at most {MAX_EXPERTS}"), experts)?;
     // Without tokens there is nothing to choose, however many choices each would have.
     let choices = if tokens == 0 { 0 } else { choices };
     // What asks for one expert is counted in 32 bits.

@@ -14,8 +14,8 @@
 //!    scaling factor has been applied: 1 if it is applied here, `1 / routed_scaling_factor` if the caller does it later.
 //!
 //! Ties go to the lower expert and the lower group. A NaN ranks as -inf, and its weight, if it must be chosen because
-//! there is nothing better, is 0 (its score's, where only its bias is NaN). So is everything in a row whose scores sum up to 0, such as one of -inf or NaN only:
-//! the lowest experts with weights 0. Exponentials below 2^-126 count as 0. The root of the softplus of +inf is that of
+//! there is nothing better, is 0 (its score's, where only its bias is NaN). (A logit of -inf has a score of 0, which ranks above that.) So is everything in a row whose scores sum up to 0, such as one of -inf only or of NaN only:
+//! the lowest experts, if there is no bias, with weights 0. Exponentials below 2^-126 count as 0. The root of the softplus of +inf is that of
 //! the largest number; several +inf in a softmax share it evenly. A token's result depends on its logits only.
 //!
 //! *Padding*: a row that is not below `valid_rows`, or whose mask is 0, gets id -1 and weight 0 everywhere.
@@ -321,7 +321,7 @@ pub const fn geometry(fixed: bool, tokens: u32, experts: u32) -> Geometry {
         _ if fixed => 8,
         _ => 4,
     };
-    let shared = if fixed { 0 } else { warps * kernel::dynamic_shared_bytes(experts) };
+    let shared = if fixed { 0 } else { kernel::dynamic_shared_bytes(experts).saturating_mul(warps) };
     Geometry::linear(tokens.div_ceil(warps), warps * 32).shared_bytes(shared).dependent()
 }
 
@@ -402,7 +402,7 @@ pub fn gate<T: Float>(
     };
     let rows = call.rows("logits", logits)?;
     let max_experts = kernel::MAX_EXPERTS as usize;
-    call.value((1..=max_experts).contains(&experts), "experts", format_args!("1 to {max_experts}"), experts)?;
+    call.value((1..=max_experts).contains(&experts), "logits", format_args!("1 to {max_experts} experts"), experts)?;
     let groups = options.groups;
     call.value(
         groups >= 1 && experts.is_multiple_of(groups),
@@ -447,7 +447,7 @@ pub fn gate<T: Float>(
     }
 
     let args = Args {
-        tokens: call.count("tokens", tokens)?,
+        tokens: call.count("logits", tokens)?,
         experts: experts as u32,
         groups: groups as u32,
         topk_group: topk_group as u32,

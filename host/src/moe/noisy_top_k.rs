@@ -15,9 +15,9 @@ const OP: &str = "moe::noisy_top_k";
 
 /// How to launch it.
 pub const fn geometry(tokens: u32, experts: u32) -> Geometry {
-    Geometry::linear(tokens.div_ceil(kernel::WARPS as u32), 32 * kernel::WARPS as u32)
-        .dependent()
-        .shared_bytes(kernel::shared_bytes(experts as usize) as u32)
+    let experts = experts as usize;
+    let shared = if experts > MAX_EXPERTS { u32::MAX } else { kernel::shared_bytes(experts) as u32 };
+    Geometry::linear(tokens.div_ceil(kernel::WARPS as u32), 32 * kernel::WARPS as u32).dependent().shared_bytes(shared)
 }
 
 /// The entry for an element type, if there is one.

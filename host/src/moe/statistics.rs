@@ -87,18 +87,17 @@ pub const fn workspace_bytes(tokens: usize, experts: usize) -> usize {
     product(&[most(split(tokens).1, fewer), kernel::columns(experts), 4])
 }
 
-/// How to launch `moe_statistics_part_*`.
+/// How to launch `moe_statistics_part_*`, for at most 2^32 - 1 tokens.
 pub const fn part_geometry(tokens: usize) -> Geometry {
-    Geometry::linear(split(tokens).1 as u32, kernel::THREADS as u32)
+    Geometry::linear(split(least(tokens, u32::MAX as usize)).1 as u32, kernel::THREADS as u32)
         .shared_bytes(kernel::part_shared_bytes() as u32)
         .dependent()
 }
 
-/// How to launch `moe_statistics_finish`.
+/// How to launch `moe_statistics_finish`. For more than 2048 experts no launch takes it.
 pub const fn finish_geometry(experts: usize) -> Geometry {
-    Geometry::linear(1, kernel::FINISH_THREADS as u32)
-        .shared_bytes(kernel::finish_shared_bytes(experts) as u32)
-        .dependent()
+    let shared = if experts > kernel::MAX_EXPERTS { u32::MAX } else { kernel::finish_shared_bytes(experts) as u32 };
+    Geometry::linear(1, kernel::FINISH_THREADS as u32).shared_bytes(shared).dependent()
 }
 
 /// The entry of the first kernel for an element type, if there is one.
@@ -151,7 +150,7 @@ pub unsafe fn launch(
 /// `logits`: `[tokens, experts]`, dense in its last dimension, before any softmax; `topk_ids` and `topk_weights`: `[tokens, top_k]`,
 /// contiguous, as [`moe::gate`](super::gate()) gives them; ids of -1 and out of range count nowhere. `workspace` has
 /// [`workspace_bytes`]. Sums are in f32 in one order, whatever the timing. A NaN or +inf among the logits of a token, or no
-/// finite one, makes probabilities and the losses of them NaN. At most 2048 experts.
+/// finite one, makes probabilities and the losses of them NaN, and weights whose sum is beyond f32 make the variation of importance NaN. At most 2048 experts.
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value), [`DType`](Error::DType),

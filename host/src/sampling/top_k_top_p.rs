@@ -18,7 +18,8 @@
 //!
 //! A temperature of 0 is greedy: the token of rank 0. Weights are integers of 39 binary places (fewer for vocabularies above
 //! 2^23), so that sums do not depend on their order: the token is the same whatever the algorithm, the number of rows
-//! beside it, and the device. Tokens of weight below 2^-39 of the largest are never drawn.
+//! beside it, and the device. Tokens of weight below 2^-39 of the largest count as 0: they are never drawn, and are among what the filters
+//! drop. Below a temperature of 8.5e-39 that is all but the largest.
 //!
 //! NaN logits count as -inf: they have probability 0. Of several +inf each has the same probability and everything else
 //! none, whatever the temperature. In a row without any logit above -inf the token is the lowest that is allowed, 0 if none is, and its
@@ -27,7 +28,7 @@
 //! Device arrays cannot be checked by the host, so every value there means something: a temperature that is negative or NaN
 //! is greedy and +inf makes all weights equal (but for those below a logit of +inf, which are 0); a `top_k` below 1 or above the vocabulary is off; a `top_p` of at
 //! least 1 or NaN is off, and not above 0 keeps the token of rank 0; a `min_p` that is not above 0 or NaN is off, and at
-//! least 1 keeps what equals the largest; a repetition penalty that is not positive and finite is off, as are
+//! least 1 keeps what has the weight of the largest; a repetition penalty that is not positive and finite is off, as are
 //! presence and frequency penalties that are not finite; history tokens outside of the vocabulary are skipped, and lengths
 //! are cut off at the history's capacity.
 //!
@@ -90,8 +91,8 @@ pub enum SamplingAlgorithm {
     Batched,
     /// Several blocks a row, the last of which merges their lists. Rows that keep more than 128 tokens go to `Radix`.
     SplitK {
-        /// Blocks of a row: 1 to `1536 / max(k, n)`, of which `k` is the most that a row may keep (128 if that is unknown)
-        /// and `n` is the number of top log-probabilities.
+        /// Blocks of a row: 1 to `1536 / max(k, n)`, of which `k` is the most that a row may keep (128 if that is unknown; rows that keep
+        /// more do not count) and `n` is the number of top log-probabilities.
         splits: usize,
     },
     /// A search by histograms, for any number of tokens kept.
@@ -292,7 +293,8 @@ mod private {
 /// Log-probabilities: natural logarithms of softmax. Each may be left out.
 ///
 /// *Before* is before the filters and after everything else: of the adjusted logits divided by the temperature, of all
-/// tokens. It costs two more passes over the logits. *After* is of what the filters kept, -inf for the rest.
+/// tokens. It costs two more passes over the logits. *After* is of what the filters kept, -inf for the rest
+/// (and for weights that count as 0, see the [module](self)).
 /// Greedy rows have a temperature of 1 here, and keep one token.
 ///
 /// The top tokens are the most probable in order of rank; places beyond the last token above -inf hold -1 (as `u32`, its
@@ -435,7 +437,7 @@ impl SamplingWorkspace {
     /// For up to `rows` rows of up to `vocab` tokens, without adjustments: about 79 KB a row.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Value`] for a vocabulary of 2^31 or more, and for more than 2^31 - 1 rows.
+    /// [`Error::OutOfMemory`]; [`Error::Value`] for a vocabulary beyond 2^31 - 17, and for more than 2^31 - 1 rows.
     pub fn new(device: &Device, rows: usize, vocab: usize) -> Result<Self> {
         Self::with(device, Layout { rows, vocab, adjusted: false })
     }
@@ -497,7 +499,7 @@ impl Plan {
         let useful = vocab.div_ceil(32 * THREADS as usize);
         // Where there is room for all that a block cannot tell from its best, 1.4 times as many on average, it does not have to
         // sort before the merge.
-        wanted.min(useful).min(4 * CAPACITY as usize / (7 * need).max(1)).max(1) as u32
+        wanted.min(useful).min(4 * CAPACITY as usize / need.saturating_mul(7).max(1)).max(1) as u32
     }
 }
 
@@ -553,7 +555,8 @@ const fn key_bits(dtype: DType) -> u32 {
 /// With `adjustments`, these are applied to `logits` and their output is what is sampled from; `job.stride` is of no account then. `job.adjusted` never is.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for an element type without kernels, and those of [`Stream::launch`].
+/// [`Error::Unsupported`] for an element type without kernels, and those of [`Stream::launch`], which has at most 2^31 - 1 blocks: one
+/// for every 4096 logits of a row, and `plan.splits` for each row.
 ///
 /// # Safety
 /// Pointers are device memory of the sizes that [`Job`] and [`Adjustments`] name, until the launches are done; the
@@ -572,9 +575,10 @@ pub unsafe fn launch(
     let unsupported =
         || Error::Unsupported { op: OP, what: format!("no kernel for {dtype}; there are f32, f16 and bf16") };
     let chunks = row_sum::chunks(job.vocab);
-    let by_chunk =
-        |shared: usize| Geometry::linear(rows * chunks, row_sum::THREADS).shared_bytes(shared as u32).dependent();
-    let by_row = |blocks: u32| Geometry::linear(rows * blocks, THREADS).shared_bytes(SHARED_BYTES as u32).dependent();
+    // Too many to number are too many to launch.
+    let linear = |blocks: u32, threads: u32| Geometry::linear(rows.saturating_mul(blocks), threads).dependent();
+    let by_chunk = |shared: usize| linear(chunks, row_sum::THREADS).shared_bytes(shared as u32);
+    let by_row = |blocks: u32| linear(blocks, THREADS).shared_bytes(SHARED_BYTES as u32);
     let (mut dtype, mut logits) = (dtype, logits);
     job.adjusted = adjustments.is_some() as u32;
     // SAFETY: all of these: forwarded to the caller.
@@ -899,9 +903,12 @@ impl Inputs<'_> {
             out_stride: out_stride as u64,
         };
         if let Some((history, lengths)) = options.history {
+            let &[of, capacity] = history.shape() else {
+                return Err(self.call.bad_shape("history", history.shape(), "[rows, capacity]"));
+            };
+            self.call.same_shape("history", &[of, capacity], &[self.rows, capacity])?;
             let rows = self.call.rows("history", history)?;
-            self.call.same_shape("history", &history.shape()[..history.shape().len() - 1], &[self.rows])?;
-            args.history_capacity = self.call.count("history", rows.width)?;
+            args.history_capacity = self.call.count("history", capacity)?;
             args.history_stride = rows.stride as u64;
             args.history = self.call.read("history", history)?.cast();
             args.lengths = self.lengths("lengths", lengths)?;

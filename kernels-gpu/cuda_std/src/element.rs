@@ -58,14 +58,18 @@ impl core::fmt::Display for DType {
 }
 
 /// A type that tensors may hold: plain bits, of which every pattern is a value.
-pub trait Element: crate::Pod {
+///
+/// # Safety
+/// [`DTYPE`](Self::DTYPE) names a type of the same size and alignment, of whose bits the same is meant: kernels are chosen by it.
+pub unsafe trait Element: crate::Pod {
     /// Its name at run time.
     const DTYPE: DType;
 }
 
 macro_rules! elements {
     ($($t:ty => $dtype:ident,)*) => { $(
-        impl Element for $t {
+        // SAFETY: it is what is named.
+        unsafe impl Element for $t {
             const DTYPE: DType = DType::$dtype;
         }
     )* };

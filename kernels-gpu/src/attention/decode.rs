@@ -812,7 +812,7 @@ pub(super) fn fit_operand<T: TensorFloat, C: CacheOperand, const D: usize>(q: &m
         });
     }
     unroll::<2>(|i| top = float::max(top, warp::shfl_xor(top, 1 << i)));
-    let exponent = (top.to_bits() >> 23).clamp(27, 227);
+    let exponent = (top.to_bits() >> 23).clamp(27, 254);
     let up = f32::from_bits((127 + 127 + 13 - exponent) << 23);
     for s in 0..D / 16 {
         unroll::<2>(|half| {

@@ -110,6 +110,8 @@ const WORDS: usize = 12;
 const TOLD: u32 = 2;
 /// By how much (as an exponent of 2) a maximum may be exceeded.
 const SLACK: f32 = 8.0;
+/// Exponents of 2 beyond which a unit in the last place is 2 or more.
+const FAR: f32 = 16_777_216.0;
 
 /// A place in a ring of `N` slots.
 #[derive(Clone, Copy)]
@@ -891,6 +893,11 @@ pub unsafe fn prefill<
             let last_block = first_block + blocks - 1;
             let mut block = last_block;
             let mut p = [[0u32; 4]; 12];
+            let from_top = |top: [f32; 2]| {
+                [0, 1].map(|h: usize| if top[h] == f32::NEG_INFINITY { 0.0 } else { -(top[h] * fold[h]) })
+            };
+            // What is added to exponents, and whether any row's scores are so large that it is added to scores instead.
+            let (mut reference, mut huge) = ([0f32; 2], false);
             // Its loop begins behind the products, so that what they need is known to be uniform long before them.
             loop {
                 let (k_slot, v_slot) = (uniform(k_ring.slot), uniform(v_ring.slot));
@@ -918,26 +925,50 @@ pub unsafe fn prefill<
                 if !fresh {
                     release(v_empty, (v_slot + (STAGES - 1)) % STAGES);
                 }
-                if fresh {
-                    // There is nothing of O yet.
+                if fresh || rescale || huge {
+                    // At first there is nothing of O.
+                    if !fresh {
+                        let o = o.as_mut();
+                        unroll::<2>(|h| {
+                            // Nothing seen yet: 0 times anything finite.
+                            let old = top[h];
+                            let factor = if old == f32::NEG_INFINITY {
+                                0.0
+                            } else {
+                                float::fast::exp2((old - new[h]) * fold[h])
+                            };
+                            sum[h] *= factor;
+                            for j in 0..D / 8 {
+                                unroll::<2>(|c| o[4 * j + 2 * h + c] *= factor);
+                            }
+                        });
+                    }
                     top = new;
-                } else if rescale {
-                    let o = o.as_mut();
-                    unroll::<2>(|h| {
-                        // Nothing seen yet: 0 times anything finite.
-                        let old = top[h];
-                        let factor =
-                            if old == f32::NEG_INFINITY { 0.0 } else { float::fast::exp2((old - new[h]) * fold[h]) };
-                        top[h] = new[h];
-                        sum[h] *= factor;
-                        for j in 0..D / 8 {
-                            unroll::<2>(|c| o[4 * j + 2 * h + c] *= factor);
+                    // What rounding takes from a reference shows in all exponents, as a factor that is far from 1 where scores are huge: such
+                    // rows' scores are made relative first, of every block, by this way, since a branch of its own takes 2 % of all the time.
+                    // (Bent scores are exponents already.)
+                    if !BENT {
+                        reference = from_top(top);
+                        let far = reference.map(|r| float::abs(r) > FAR);
+                        huge = warp::warp_vote_any(warp::FULL, far[0] || far[1]);
+                        if huge {
+                            let s = s.as_mut();
+                            unroll::<2>(|h| {
+                                if far[h] {
+                                    for j in 0..KEYS / 8 {
+                                        unroll::<2>(|c| s[4 * j + 2 * h + c] -= top[h]);
+                                    }
+                                    reference[h] = 0.0;
+                                }
+                            });
                         }
-                    });
+                    }
+                }
+                if BENT {
+                    // Not kept, since registers are short.
+                    reference = from_top(top);
                 }
                 // Scores become probabilities, relative to the maximum so far.
-                let reference = |h: usize| if top[h] == f32::NEG_INFINITY { 0.0 } else { -(top[h] * fold[h]) };
-                let reference = [reference(0), reference(1)];
                 let mut part = [[0f32; 2]; 2];
                 for step in 0..KEYS / 16 {
                     let s = s.as_ref();
@@ -1090,7 +1121,7 @@ unsafe fn fit<P: TensorFloat, const PARTS: usize>(rows: Shared<P>, part: u32) ->
             unroll::<4>(|j| top = top.max(w[j] & 0x7fff_0000).max(w[j] << 16 & 0x7fff_0000));
         });
         unroll::<3>(|i| top = top.max(warp::shfl_xor(top, 1 << i)));
-        let exponent = (top >> 23).clamp(27, 227);
+        let exponent = (top >> 23).clamp(27, 254);
         let up = f32::from_bits((127 + 127 + 13 - exponent) << 23);
         undo[step] = f32::from_bits((exponent - 13) << 23);
         unroll::<PARTS>(|i| {

@@ -60,7 +60,7 @@ pub unsafe fn histogram(counts: *mut i64, ids: *const i32, n: u32, experts: u32)
 /// Adds `rate` to the bias of experts with less than the mean load, and subtracts it from those with more.
 ///
 /// `bias`: `[experts]`; `loads`: `[experts]` of `i32`, or of `i64` if `wide`, not negative. Loads are compared as whole numbers:
-/// `load · experts` with the sum. Grid: 1; block: [`BIAS_THREADS`].
+/// `load · experts` with the sum, in 64 bits. Grid: 1; block: [`BIAS_THREADS`].
 #[inline(always)]
 pub unsafe fn update_bias(bias: *mut f32, loads: *const u8, rate: f32, experts: u32, wide: u32) {
     dependent_launch::begin();

@@ -26,7 +26,7 @@
 //! that lost its best. That takes the same time for any number of experts up to 1024, and picks groups as well.
 //!
 //! All arithmetic is `f32`: polynomials of fused multiply-adds and a correctly rounded reciprocal, at most 3 units in
-//! the last place off, and the same for equal logits wherever they stand. Exponentials below 2^-126 count as 0.
+//! the last place off (a softmax, whose exponent is rounded, by as many more as a logit is below the largest), and the same for equal logits wherever they stand. Exponentials below 2^-126 count as 0.
 
 use cuda_std::shared::Shared;
 use cuda_std::vec::{B32, B64, B128};
@@ -61,12 +61,12 @@ pub const MAX_THREADS: u32 = 256;
 
 /// Words of shared memory for a matrix of `n` keys: rows of 32 and a gap, so that columns are free of bank conflicts.
 const fn matrix_words(n: u32) -> u32 {
-    n.div_ceil(32) * ROW
+    n.div_ceil(32).saturating_mul(ROW)
 }
 
 /// Dynamic shared memory of [`gate_dynamic`] for each warp: the keys, and the biases, whose place groups take later.
 pub const fn dynamic_shared_bytes(experts: u32) -> u32 {
-    4 * 2 * matrix_words(experts)
+    matrix_words(experts).saturating_mul(8)
 }
 
 /// Distance between rows of a matrix of keys.

@@ -39,7 +39,8 @@ unsafe fn best(values: Shared<f32>, experts: u32, lane: u32, taken: u64) -> Best
     let (mut e, mut i) = (lane, 0);
     while e < experts {
         if taken >> i & 1 == 0 {
-            let key = float::sortable(values.get(e));
+            // -0.0 + 0.0 is 0.0: both zeros are one.
+            let key = float::sortable(values.get(e) + 0.0);
             if key > best.key || best.expert == NONE {
                 best = Best { key, expert: e };
             }

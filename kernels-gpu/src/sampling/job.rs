@@ -144,8 +144,10 @@ impl Job {
         let k = self.top_k.get(row);
         let k = if k < 1 || k as u32 > self.max_k { self.max_k } else { k as u32 };
         let p = self.top_p.get(row);
-        // 2^32 times a number below 1 is below 2^32.
-        let top_p = if p < 1.0 { Some((p * (1u64 << 32) as f32) as u32) } else { None };
+        // In units of 2^-32, rounded up, since what is kept has at least that mass. Only numbers below 2^-9 have places beyond those, so that none of them becomes 2^32.
+        let units = p * (1u64 << 32) as f32;
+        let whole = units as u32;
+        let top_p = if p < 1.0 { Some(whole + ((whole as f32) < units) as u32) } else { None };
         let min_p = self.min_p.get(row);
         let one = 1u64 << bits_of(self.vocab);
         let least = if min_p >= 1.0 { one } else { (min_p * one as f32) as u64 };
