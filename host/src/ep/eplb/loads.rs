@@ -38,7 +38,8 @@ impl Loads {
     /// From `values[layer * num_experts + expert]`.
     ///
     /// # Errors
-    /// A zero dimension, a length other than `num_layers * num_experts`, a load that is negative, infinite or NaN, or a layer whose loads add up to more.
+    /// A zero dimension, a length other than `num_layers * num_experts`, a load that is negative, infinite or NaN, or a layer whose loads add up
+    /// to more than `f32::MAX / 2`.
     pub fn new<T: Load>(num_layers: usize, num_experts: usize, values: &[T]) -> Result<Self, EplbError> {
         nonzero("the number of layers", num_layers)?;
         nonzero("the number of experts", num_experts)?;
