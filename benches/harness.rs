@@ -204,7 +204,7 @@ struct Options {
     models: Vec<Model>,
 
     /// For so many tokens instead of those on record
-    #[arg(long, value_name = "N,N..", value_delimiter = ',', value_parser = number)]
+    #[arg(long, value_name = "N,N..", value_delimiter = ',', value_parser = token_count)]
     tokens: Vec<usize>,
 
     /// Keep criterion's samples under this name
@@ -235,6 +235,11 @@ pub struct Model {
     pub inter: usize,
 }
 
+/// More experts, wider layers and more tokens than these are a mistake, and what they cost would not be a number of 64 bits.
+const MAX_EXPERTS: usize = 1 << 11;
+const MAX_WIDTH: usize = 1 << 16;
+const MAX_TOKENS: usize = 1 << 18;
+
 impl Model {
     /// A model by name and sizes.
     pub fn new(name: &str, [experts, top_k, hidden, inter]: [usize; 4]) -> Self {
@@ -251,11 +256,13 @@ impl std::str::FromStr for Model {
             Some((name, <[usize; 4]>::try_from(sizes).ok()?))
         });
         match sizes {
-            Some((name, sizes @ [experts, top_k, ..])) if !name.is_empty() && top_k <= experts => {
+            Some((name, sizes @ [experts, top_k, hidden, inter]))
+                if !name.is_empty() && top_k <= experts && experts <= MAX_EXPERTS && hidden.max(inter) <= MAX_WIDTH =>
+            {
                 Ok(Self::new(name, sizes))
             }
             _ => Err(format!(
-                "a model is NAME=E,K,H,I (experts, experts a token, hidden and intermediate width, e.g. mixtral=8,2,4096,14336), and not {text}"
+                "a model is NAME=E,K,H,I (experts up to {MAX_EXPERTS}, experts a token, hidden and intermediate width up to {MAX_WIDTH}, e.g. mixtral=8,2,4096,14336), and not {text}"
             )),
         }
     }
@@ -264,6 +271,12 @@ impl std::str::FromStr for Model {
 /// A number of at least 1.
 fn number(text: &str) -> Result<usize, String> {
     text.trim().parse().ok().filter(|&n| n > 0).ok_or_else(|| format!("{text:?} is not a number of at least 1"))
+}
+
+/// A number of tokens.
+fn token_count(text: &str) -> Result<usize, String> {
+    let tokens = number(text)?;
+    if tokens > MAX_TOKENS { Err(format!("more than {MAX_TOKENS} tokens")) } else { Ok(tokens) }
 }
 
 impl Options {
@@ -288,6 +301,8 @@ pub struct Harness {
     criterion: Option<Criterion>,
     json: Option<std::fs::File>,
     failures: usize,
+    /// Whether there was a case that the filters select.
+    found: bool,
 }
 
 /// Prints `text`, which is all that is asked for; ends where nobody reads on, as behind a pipe to `head`.
@@ -300,11 +315,16 @@ fn show(text: &str) {
 /// Runs `benches` as `options` say: how many cases failed.
 fn run(options: Options, benches: impl FnOnce(&mut Harness)) -> Result<usize, String> {
     if let Some(file) = &options.table {
-        show(&table(&std::fs::read_to_string(file).map_err(|e| format!("{file}: {e}"))?)?);
+        let text = std::fs::read_to_string(file).map_err(|e| e.to_string()).and_then(|json| table(&json));
+        show(&text.map_err(|e| format!("{file}: {e}"))?);
         return Ok(0);
     }
     let mut harness = Harness::new(options)?;
     benches(&mut harness);
+    if !harness.found {
+        let filters = harness.options.filters.join(" or ");
+        return Err(format!("no case on {} has {filters} in its name; --list prints the names", harness.device.name()));
+    }
     Ok(harness.failures)
 }
 
@@ -364,7 +384,7 @@ impl Harness {
             println!("{:<52} {:>10} {:>10} {:>10} {:>8}", "case", "µs", "GB/s", "TFLOP/s", "ceiling");
         }
         let criterion = (!options.quick && !options.burst).then_some(criterion);
-        Ok(Self { options, device, stream, driver, criterion, json, failures: 0 })
+        Ok(Self { options, device, stream, driver, criterion, json, failures: 0, found: false })
     }
 
     /// The device that is measured.
@@ -395,7 +415,7 @@ impl Harness {
     where
         F: FnMut(&Stream) -> Result<()>,
     {
-        if self.options.burst && !cost.takes_power() || !self.starts(name) {
+        if !self.selects(name) || self.options.burst && !cost.takes_power() || !self.starts(name) {
             return;
         }
         let outcome = self.measure(name, cost, make);
@@ -408,7 +428,7 @@ impl Harness {
     where
         F: FnMut(&Stream) -> Result<()>,
     {
-        if !self.options.burst && !self.device.is_simt() && self.starts(name) {
+        if !self.device.is_simt() && self.selects(name) && !self.options.burst && self.starts(name) {
             let outcome = self.measure_overhead(name, make);
             self.finish(name, outcome);
         }
@@ -423,7 +443,7 @@ impl Harness {
         launches: usize,
         measure: impl FnOnce(&Device) -> Result<Vec<f64>, String>,
     ) {
-        if self.options.burst || !self.starts(name) {
+        if !self.selects(name) || self.options.burst || !self.starts(name) {
             return;
         }
         let outcome = measure(&self.device).map(|times| self.record(name, cost, times, 1, launches));
@@ -432,10 +452,11 @@ impl Harness {
 
     /// Benches of work on the host only, which criterion does alone. In quick mode on a GPU only if `name` is asked for.
     pub fn host(&mut self, name: &str, benches: impl FnOnce(&mut Criterion)) {
+        let asked = self.options.filters.iter().any(|f| name.contains(f.as_str()) || f.contains(name));
+        self.found |= asked || self.options.filters.is_empty();
         if self.options.burst {
             return;
         }
-        let asked = self.options.filters.iter().any(|f| name.contains(f.as_str()) || f.contains(name));
         if self.options.list {
             if asked || self.options.filters.is_empty() {
                 show(&format!("{name}\n"));
@@ -455,10 +476,15 @@ impl Harness {
         }
     }
 
+    /// Whether the command line asks for this case, which there is.
+    fn selects(&mut self, name: &str) -> bool {
+        let selected = self.options.selects(name);
+        self.found |= selected;
+        selected
+    }
+
+    /// Whether a selected case is to be measured, and not just named.
     fn starts(&self, name: &str) -> bool {
-        if !self.options.selects(name) {
-            return false;
-        }
         if self.options.list {
             show(&format!("{name}\n"));
         }
@@ -767,8 +793,15 @@ mod tests {
         let options = parse(&["--model", "a=8,2,64,32", "--model", "b=1,1,8,8", "--tokens", "1,16"]).unwrap();
         assert_eq!(options.models, [Model::new("a", [8, 2, 64, 32]), Model::new("b", [1, 1, 8, 8])]);
         assert_eq!(options.tokens, [1, 16]);
-        for wrong in [["--model", "a=8,2,64"], ["--model", "a=2,8,64,32"], ["--model", "8,2,64,32"], ["--tokens", "0"]]
-        {
+        for wrong in [
+            ["--model", "a=8,2,64"],
+            ["--model", "a=2,8,64,32"],
+            ["--model", "8,2,64,32"],
+            ["--model", "a=8,2,64,65537"],
+            ["--model", "a=9999999999,2,64,64"],
+            ["--tokens", "0"],
+            ["--tokens", "1,262145"],
+        ] {
             assert!(parse(&wrong).is_err(), "{wrong:?}");
         }
         let set_to_nothing = parse(&["--json", "", "--device", ""]).unwrap().without_empty();
@@ -822,5 +855,12 @@ mod tests {
         ];
         assert_eq!(table(&json).unwrap(), expected.join("\n"));
         assert!(table("{}").unwrap_err().starts_with("line 1: "));
+        let file = std::env::temp_dir().join(format!("warploom-bench-table-{}", std::process::id()));
+        let file = file.to_str().unwrap();
+        std::fs::write(file, "{}").unwrap();
+        let read = || run(Options { table: Some(file.into()), ..Options::default() }, |_| ()).unwrap_err();
+        assert!(read().starts_with(&format!("{file}: line 1: ")), "{}", read());
+        std::fs::remove_file(file).unwrap();
+        assert!(read().starts_with(&format!("{file}: ")), "{}", read());
     }
 }

@@ -775,23 +775,32 @@ fn raw_pointers() {
         for (layout, path) in [
             (CacheLayout::Nhd, DecodePath::Auto),
             (CacheLayout::Nhd, DecodePath::Split),
+            (CacheLayout::Nhd, DecodePath::Tma),
             (CacheLayout::Hnd, DecodePath::Auto),
             (CacheLayout::Nhd, DecodePath::Plain),
             (CacheLayout::XSplit, DecodePath::Auto),
         ] {
-            let shape = Shape { lens: vec![20, 700, 0], q_len: 2, kv_heads: 2, group: 4, dim: 64, page: 16, layout };
+            if path == DecodePath::Tma && d.properties().compute_capability != (9, 0) {
+                continue;
+            }
+            let shape = Shape { lens: vec![20, 700, 0], q_len: 2, kv_heads: 2, group: 4, dim: 128, page: 16, layout };
             let mut c = case::<bf16, bf16>(d, &shape);
-            let options = DecodeOptions::default().window(600).path(path);
-            let mut want = Tensor::<bf16>::zeros(d, c.q.shape()).unwrap();
-            decode(s, &mut want, None, &c.q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
+            let mut safe = |options: DecodeOptions<'_>| {
+                let mut out = Tensor::<bf16>::zeros(d, c.q.shape()).unwrap();
+                decode(s, &mut out, None, &c.q, &c.cache, &c.table, &c.lens, &options.path(path), &mut c.workspace)
+                    .unwrap();
+                out.to_vec().unwrap()
+            };
+            let (windowed, all) = (safe(DecodeOptions::default().window(600)), safe(DecodeOptions::default()));
+            assert_ne!(windowed, all);
 
             let max_pages = c.table.dim(1);
-            let sizes = DecodeShape::new(3, 8, 2, 64, 16 * max_pages).q_len(2);
+            let sizes = DecodeShape::new(3, 8, 2, 128, 16 * max_pages).q_len(2);
             let mut partial = Tensor::<f32>::uninit(d, &[sizes.partial_floats()]).unwrap();
             let mut tickets = Tensor::<u32>::zeros(d, &[sizes.tickets()]).unwrap();
             let mut out = Tensor::<bf16>::zeros(d, c.q.shape()).unwrap();
             let (ks, vs) = (c.cache.key_strides(), c.cache.value_strides());
-            let args = Args {
+            let mut args = Args {
                 out: out.as_mut_ptr().cast(),
                 lse: std::ptr::null_mut(),
                 q: c.q.as_ptr().cast(),
@@ -806,14 +815,14 @@ fn raw_pointers() {
                 scale_per_head: 0,
                 q_heads: 8,
                 kv_heads: 2,
-                head_dim: 64,
+                head_dim: 128,
                 page_size: 16,
                 max_pages: max_pages as u32,
                 pages: c.cache.shape().blocks as u32,
-                q_token: 512,
-                q_head: 64,
-                out_token: 512,
-                out_head: 64,
+                q_token: 1024,
+                q_head: 128,
+                out_token: 1024,
+                out_head: 128,
                 k_page: ks.block,
                 k_slot: ks.token,
                 k_head: ks.head,
@@ -824,19 +833,24 @@ fn raw_pointers() {
                 v_head: vs.head,
                 v_run: vs.run as u32,
                 v_run_stride: vs.run_stride,
-                scale: 0.125,
+                scale: 1.0 / (128.0f32).sqrt(),
                 soft_cap: 0.0,
-                window: 600,
+                window: 0,
             };
             let scratch = Scratch::new(&sizes, partial.as_mut_ptr(), tickets.as_mut_ptr());
             // SAFETY: tensors of these sizes, which live until their results are read.
-            let run = |path| unsafe {
-                launch(s, DType::Bf16, DType::Bf16, layout, path, DecodeSplit::Auto, [3, 2], &args, scratch)
+            let run = |path, args: &Args| unsafe {
+                launch(s, DType::Bf16, DType::Bf16, layout, path, DecodeSplit::Auto, [3, 2], args, scratch)
             };
-            run(path).unwrap();
-            assert_eq!(out.to_vec().unwrap(), want.to_vec().unwrap(), "{layout:?} {path:?}");
+            // A window beyond all keys is none, up to the largest number.
+            for window in [600, 0, 1024, (1 << 31) - 1, 1 << 31, u32::MAX - 1, u32::MAX] {
+                args.window = window;
+                run(path, &args).unwrap();
+                let want = if window == 600 { &windowed } else { &all };
+                assert!(&out.to_vec().unwrap() == want, "{layout:?} {path:?}, a window of {window}");
+            }
             if layout == CacheLayout::XSplit {
-                let e = run(DecodePath::Split).unwrap_err().to_string();
+                let e = run(DecodePath::Split, &args).unwrap_err().to_string();
                 assert!(e.starts_with("decode: the path Split does not take the x-split layout; "), "{e}");
             }
         }

@@ -173,7 +173,8 @@ pub fn rotary<T: Float, C: Float, I: Element>(
     if tokens == 0 || heads == 0 {
         return Ok(());
     }
-    call.grid("query", &geometry(T::DTYPE, args.tokens, heads, args.rot_dim))?;
+    let larger = if args.key_heads > query_heads { "key" } else { "query" };
+    call.grid(larger, &geometry(T::DTYPE, args.tokens, heads, args.rot_dim))?;
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; positions are
     // checked by the kernel.
     unsafe { launch(stream, T::DTYPE, options.pairing, &args) }
