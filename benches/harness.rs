@@ -203,7 +203,7 @@ struct Options {
     #[arg(long = "model", value_name = "NAME=E,K,H,I")]
     models: Vec<Model>,
 
-    /// For so many tokens instead of those on record
+    /// Fused MoE for so many tokens instead of those on record
     #[arg(long, value_name = "N,N..", value_delimiter = ',', value_parser = token_count)]
     tokens: Vec<usize>,
 
@@ -212,7 +212,7 @@ struct Options {
     save_baseline: Option<String>,
 
     /// Compare with criterion's samples of this name
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", conflicts_with = "save_baseline")]
     baseline: Option<String>,
 
     /// What cargo passes
@@ -305,7 +305,7 @@ pub struct Harness {
     found: bool,
 }
 
-/// Prints `text`, which is all that is asked for; ends where nobody reads on, as behind a pipe to `head`.
+/// Prints `text`; ends where nobody reads on, as behind a pipe to `head`.
 fn show(text: &str) {
     if std::io::stdout().write_all(text.as_bytes()).is_err() {
         std::process::exit(0);
@@ -319,11 +319,18 @@ fn run(options: Options, benches: impl FnOnce(&mut Harness)) -> Result<usize, St
         show(&text.map_err(|e| format!("{file}: {e}"))?);
         return Ok(0);
     }
+    let baselines = options.baseline.is_some() || options.save_baseline.is_some();
+    if baselines && (options.quick || options.burst) {
+        return Err("--baseline and --save-baseline are for criterion, which --quick and --burst leave out".into());
+    }
     let mut harness = Harness::new(options)?;
     benches(&mut harness);
     if !harness.found {
-        let filters = harness.options.filters.join(" or ");
-        return Err(format!("no case on {} has {filters} in its name; --list prints the names", harness.device.name()));
+        let (device, filters) = (harness.device.name(), harness.options.filters.join(" or "));
+        let (named, bursts) = (!filters.is_empty(), harness.options.burst);
+        let named = if named { format!(" with {filters} in its name") } else { String::new() };
+        let bursts = if bursts { " whose products take half as long as its memory" } else { "" };
+        return Err(format!("no case{named}{bursts} on {device}; --list prints the names"));
     }
     Ok(harness.failures)
 }
@@ -370,18 +377,18 @@ impl Harness {
         let driver = if device.is_simt() { String::new() } else { driver };
         if !options.list {
             if device.is_simt() {
-                println!("device: {}, an emulator: wall time, which says nothing about GPUs", device.name());
+                show(&format!("device: {}, an emulator: wall time, which says nothing about GPUs\n", device.name()));
                 if let Err(e) = Device::cuda(0) {
-                    println!("no GPU: {e}");
+                    show(&format!("no GPU: {e}\n"));
                 }
             } else {
-                println!(
-                    "device: {}, driver {driver}: replays of a graph, up to {SETS} input sets{}",
+                show(&format!(
+                    "device: {}, driver {driver}: replays of a graph, up to {SETS} input sets{}\n",
                     device.name(),
                     if options.burst { ", in bursts" } else { "" }
-                );
+                ));
             }
-            println!("{:<52} {:>10} {:>10} {:>10} {:>8}", "case", "µs", "GB/s", "TFLOP/s", "ceiling");
+            show(&format!("{:<52} {:>10} {:>10} {:>10} {:>8}\n", "case", "µs", "GB/s", "TFLOP/s", "ceiling"));
         }
         let criterion = (!options.quick && !options.burst).then_some(criterion);
         Ok(Self { options, device, stream, driver, criterion, json, failures: 0, found: false })
@@ -415,7 +422,7 @@ impl Harness {
     where
         F: FnMut(&Stream) -> Result<()>,
     {
-        if !self.selects(name) || self.options.burst && !cost.takes_power() || !self.starts(name) {
+        if self.options.burst && !cost.takes_power() || !self.starts(name) {
             return;
         }
         let outcome = self.measure(name, cost, make);
@@ -428,7 +435,7 @@ impl Harness {
     where
         F: FnMut(&Stream) -> Result<()>,
     {
-        if !self.device.is_simt() && self.selects(name) && !self.options.burst && self.starts(name) {
+        if !self.options.burst && !self.device.is_simt() && self.starts(name) {
             let outcome = self.measure_overhead(name, make);
             self.finish(name, outcome);
         }
@@ -443,7 +450,7 @@ impl Harness {
         launches: usize,
         measure: impl FnOnce(&Device) -> Result<Vec<f64>, String>,
     ) {
-        if !self.selects(name) || self.options.burst || !self.starts(name) {
+        if self.options.burst || !self.starts(name) {
             return;
         }
         let outcome = measure(&self.device).map(|times| self.record(name, cost, times, 1, launches));
@@ -452,11 +459,11 @@ impl Harness {
 
     /// Benches of work on the host only, which criterion does alone. In quick mode on a GPU only if `name` is asked for.
     pub fn host(&mut self, name: &str, benches: impl FnOnce(&mut Criterion)) {
-        let asked = self.options.filters.iter().any(|f| name.contains(f.as_str()) || f.contains(name));
-        self.found |= asked || self.options.filters.is_empty();
         if self.options.burst {
             return;
         }
+        let asked = self.options.filters.iter().any(|f| name.contains(f.as_str()) || f.contains(name));
+        self.found |= asked || self.options.filters.is_empty();
         if self.options.list {
             if asked || self.options.filters.is_empty() {
                 show(&format!("{name}\n"));
@@ -476,34 +483,32 @@ impl Harness {
         }
     }
 
-    /// Whether the command line asks for this case, which there is.
-    fn selects(&mut self, name: &str) -> bool {
+    /// Whether the command line asks for this case, and not just for its name.
+    fn starts(&mut self, name: &str) -> bool {
         let selected = self.options.selects(name);
         self.found |= selected;
-        selected
-    }
-
-    /// Whether a selected case is to be measured, and not just named.
-    fn starts(&self, name: &str) -> bool {
-        if self.options.list {
+        if selected && self.options.list {
             show(&format!("{name}\n"));
         }
-        !self.options.list
+        selected && !self.options.list
     }
 
     fn finish(&mut self, name: &str, outcome: Result<Record, impl std::fmt::Display>) {
         match outcome {
             Ok(record) => {
                 let [us, bytes, flops, share] = record.columns();
-                println!("{name:<52} {us:>10} {bytes:>10} {flops:>10} {share:>8}");
+                show(&format!("{name:<52} {us:>10} {bytes:>10} {flops:>10} {share:>8}\n"));
                 if let Some(file) = &mut self.json {
                     let line = serde_json::to_string(&record).expect("a record is JSON");
-                    writeln!(file, "{line}").expect("the JSON file can be written");
+                    if let Err(e) = writeln!(file, "{line}") {
+                        eprintln!("{}: {e}", self.options.json.as_deref().unwrap_or_default());
+                        std::process::exit(2);
+                    }
                 }
             }
             Err(e) => {
                 self.failures += 1;
-                println!("{name:<52} failed: {e}");
+                show(&format!("{name:<52} failed: {e}\n"));
             }
         }
     }

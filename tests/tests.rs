@@ -1,5 +1,6 @@
 //! The test suite: one binary, a file for each operation, each test on every device there is.
 
+mod absurd;
 mod activation;
 mod attention;
 mod conformance;

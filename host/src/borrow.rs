@@ -212,7 +212,8 @@ impl<'env> Scope<'env> {
         strides: Option<&[usize]>,
         read_only: bool,
     ) -> Result<Tensor<T>> {
-        Tensor::over(data, shape, strides, |address, bytes| {
+        let whose = (if read_only { "Scope::raw" } else { "Scope::raw_mut" }, "data");
+        Tensor::over(whose, data, shape, strides, |address, bytes| {
             let foreign = Foreign { address, bytes, read_only, owner: None, lease: Some(self.lease.clone()) };
             // SAFETY: promised by the caller for as long as the lease lasts.
             unsafe { Storage::foreign(self.device(), foreign) }

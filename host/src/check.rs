@@ -30,7 +30,7 @@
 use crate::borrow::Hold;
 use crate::device::{Geometry, Stream, Using};
 use crate::error::{Error, Result};
-use crate::tensor::Tensor;
+use crate::tensor::{MAX_DIMS, Tensor};
 use cuda_std::{DType, Element};
 use std::ffi::c_void;
 use std::fmt::Display;
@@ -88,26 +88,23 @@ struct Use {
     arg: &'static str,
     start: usize,
     end: usize,
-    /// Largest stride, and bytes from first to last within it: the tensor lies in pieces of `inner` bytes, `period`
-    /// apart.
-    period: usize,
-    inner: usize,
+    /// Extents above 1 and their strides in bytes; the others are `(1, 0)`.
+    dims: [(usize, usize); MAX_DIMS],
+    /// Bytes of an element.
+    size: usize,
     written: bool,
 }
 
 impl Use {
     fn new<T>(arg: &'static str, tensor: &Tensor<T>, written: bool) -> Self {
         let (start, span) = (tensor.as_ptr() as usize, tensor.span());
-        let outer = tensor.shape().iter().zip(tensor.strides()).filter(|(n, _)| **n > 1).max_by_key(|(_, s)| **s);
-        let (n, stride) = outer.map_or((1, 0), |(n, s)| (*n, *s));
-        Self {
-            arg,
-            start,
-            end: start + span * size_of::<T>(),
-            period: stride * size_of::<T>(),
-            inner: span.saturating_sub((n - 1) * stride) * size_of::<T>(),
-            written,
+        let mut dims = [(1, 0); MAX_DIMS];
+        for (to, (&n, &s)) in dims.iter_mut().zip(tensor.shape().iter().zip(tensor.strides())) {
+            if n > 1 {
+                *to = (n, s * size_of::<T>());
+            }
         }
+        Self { arg, start, end: start + span * size_of::<T>(), dims, size: size_of::<T>(), written }
     }
 
     /// Whether the two have memory in common. What is empty has none, wherever it lies.
@@ -115,14 +112,25 @@ impl Use {
         self.start.max(other.start) < self.end.min(other.end) && !self.interleaves(other)
     }
 
-    /// Whether the two lie in pieces at the same distance that never meet, such as the queries and keys of one tensor.
+    /// Bytes from first to last of what lies within a period of so many bytes, if all that is coarser is a multiple of it.
+    fn within(&self, period: usize) -> Option<usize> {
+        self.dims.iter().try_fold(self.size, |inner, &(n, stride)| match stride {
+            _ if stride < period => Some(inner + (n - 1) * stride),
+            _ => stride.is_multiple_of(period).then_some(inner),
+        })
+    }
+
+    /// Whether the two lie in pieces at some distance that never meet, such as the queries and keys of one tensor, or of each of its heads.
     fn interleaves(&self, other: &Self) -> bool {
         let (a, b) = if self.start <= other.start { (self, other) } else { (other, self) };
-        if a.period == 0 || a.period != b.period {
-            return false;
-        }
-        let apart = (b.start - a.start) % a.period;
-        apart >= a.inner && apart + b.inner <= a.period
+        a.dims.iter().any(|&(_, period)| {
+            if period == 0 {
+                return false;
+            }
+            let (Some(of_a), Some(of_b)) = (a.within(period), b.within(period)) else { return false };
+            let apart = (b.start - a.start) % period;
+            apart >= of_a && apart + of_b <= period
+        })
     }
 }
 
@@ -243,8 +251,8 @@ impl<'a> Call<'a> {
         tensor.map_or(Ok(std::ptr::null_mut()), |t| self.write(arg, t))
     }
 
-    /// No output shares memory with any other argument. (Views that take turns in one tensor do not, as long as their
-    /// largest strides are the same; other interleaved views count as sharing.)
+    /// No output shares memory with any other argument. (Views that take turns in one tensor do not, such as queries and keys of each token, or of each head, if
+    /// they have the same stride there and all larger strides are multiples of it; other interleaved views count as sharing.)
     ///
     /// # Errors
     /// [`Overlap`](Error::Overlap), with the names of both.
@@ -320,8 +328,10 @@ impl<'a> Call<'a> {
         if expected.contains(&got) {
             return Ok(());
         }
-        let expected = expected.iter().map(|d| d.name()).collect::<Vec<_>>().join(" or ");
-        Err(Error::DType { op: self.op, arg, expected, got })
+        let mut names: Vec<_> = expected.iter().map(|d| d.name()).collect();
+        // Types that depend on others may be one.
+        names.dedup();
+        Err(Error::DType { op: self.op, arg, expected: names.join(" or "), got })
     }
 
     /// `got` is `expected`, dimension by dimension.

@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 /// The most dimensions of a tensor.
-const MAX_DIMS: usize = 6;
+pub(crate) const MAX_DIMS: usize = 6;
 
 /// Extents or strides.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -174,7 +174,7 @@ impl<T: Element> Tensor<T> {
         strides: Option<&[usize]>,
         owner: impl Send + Sync + 'static,
     ) -> Result<Self> {
-        Self::over(data, shape, strides, |address, bytes| {
+        Self::over(("Tensor::from_raw", "data"), data, shape, strides, |address, bytes| {
             let owner: Box<dyn Send + Sync> = Box::new(owner);
             let foreign = Foreign { address, bytes, read_only: false, owner: Some(owner), lease: None };
             // SAFETY: promised by the caller.
@@ -182,8 +182,9 @@ impl<T: Element> Tensor<T> {
         })
     }
 
-    /// A tensor in the storage that `storage` makes of an address and a number of bytes.
+    /// A tensor in the storage that `storage` makes of an address and a number of bytes. `(op, arg)`: whose argument the address is.
     pub(crate) fn over(
+        (op, arg): (&'static str, &'static str),
         data: *mut T,
         shape: &[usize],
         strides: Option<&[usize]>,
@@ -203,14 +204,15 @@ impl<T: Element> Tensor<T> {
         }
         if !data.is_aligned() {
             let (expected, address) = (align_of::<T>(), data as usize);
-            return Err(Error::Alignment { op: "Tensor::from_raw", arg: "data", expected, address });
+            return Err(Error::Alignment { op, arg, expected, address });
         }
         Ok(Self { storage: storage(data.cast(), bytes), offset: 0, shape: dims, strides, element: PhantomData })
     }
 
     /// The same elements, sharing memory, of which no operation takes a clone or a view as an output.
     pub(crate) fn read_only(&self) -> Result<Self> {
-        Self::over(self.as_ptr().cast_mut(), self.shape(), Some(self.strides()), |address, bytes| {
+        let whose = ("Tensor::read_only", "self");
+        Self::over(whose, self.as_ptr().cast_mut(), self.shape(), Some(self.strides()), |address, bytes| {
             let (owner, lease) = (Box::new(self.storage.clone()), self.storage.lease().cloned());
             let foreign = Foreign { address, bytes, read_only: true, owner: Some(owner), lease };
             // SAFETY: in the memory of the storage that owns it, for as long as that may be used.

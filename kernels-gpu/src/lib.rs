@@ -31,6 +31,7 @@ pub mod chunk;
 pub mod conformance;
 #[cfg(feature = "ep")]
 pub mod ep;
+pub mod gelu;
 #[cfg(feature = "gemm")]
 pub mod gemm;
 pub mod kv_cache;

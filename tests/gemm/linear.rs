@@ -1,7 +1,9 @@
 use cuda_std::Float;
 use proptest::prelude::*;
 use warploom::device::{Swizzle, TensorMapDescription};
-use warploom::gemm::{Epilogue, LinearOptions, LinearPath, WgmmaTile, linear, linear_few, linear_with};
+use warploom::gemm::{
+    Epilogue, LinearOptions, LinearPath, LinearQuantTile, WgmmaTile, linear, linear_few, linear_with,
+};
 use warploom::kernels::gemm::{linear_few as few_kernels, linear_fma, linear_rounds};
 use warploom::{DType, Device, Error, Geometry, Graph, SimtOptions, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{
@@ -398,9 +400,13 @@ fn few_in_rounds() {
     });
 }
 
-/// Extents that no memory holds have a choice and a geometry all the same.
+/// Extents that no memory holds have a choice and a geometry all the same, and so have none.
 #[test]
 fn choices_for_the_largest_extents() {
+    for (m, n, k) in [(0, 0, 0), (100, 0, 128), (0, 100, 128), (100, 100, 0)] {
+        linear_few::suits(m, n, k);
+        let _ = linear_few::geometry(m, n, k);
+    }
     for m in [1, 33, 64, 65, 300, linear_few::TOKENS, linear_few::TOKENS + 1, 1 << 30, u32::MAX] {
         for n in [1 << 30, u32::MAX] {
             for k in [1, 1 << 30, u32::MAX] {
@@ -408,6 +414,10 @@ fn choices_for_the_largest_extents() {
                 assert_eq!(linear_few::entry(DType::Bf16, m, n, k).is_some(), m <= linear_few::TOKENS);
                 assert!(linear_few::geometry(m, n, k).grid[0] > 0);
                 assert!(WgmmaTile::choose(m, n, k, 132).geometry(m, n, 132).grid[0] > 0);
+                assert!(linear::tile_geometry(m, n).grid[0] > 0);
+                for blocks in [false, true] {
+                    LinearQuantTile::choose(m, n, k, blocks, u32::MAX);
+                }
             }
         }
     }
@@ -820,13 +830,73 @@ fn a_row_does_not_depend_on_its_batch() {
             y.to_vec().unwrap()
         };
         let few = d.properties().compute_capability == (9, 0);
-        for (path, most) in
-            [(LinearPath::Stream, 64), (LinearPath::Few, if few { linear_few::ALWAYS as usize } else { 0 })]
-        {
+        for (path, most) in [
+            (LinearPath::Dot, 64),
+            (LinearPath::Stream, 64),
+            (LinearPath::Few, if few { linear_few::ALWAYS as usize } else { 0 }),
+        ] {
             let one = if most > 0 { run(path, 1) } else { continue };
             for m in [7, 9, 30, 64].into_iter().filter(|m| *m <= most) {
                 assert_eq!(run(path, m)[..n], one, "{path:?}, {m} tokens");
             }
+        }
+    });
+}
+
+/// Nor on how far apart rows are, or where they begin: a router's weights of f32 have one path, which takes all of them.
+#[test]
+fn a_row_does_not_depend_on_where_it_lies() {
+    on_every_device(|d, s| {
+        let (m, n, k, row) = (5, 8, 1004, 1008);
+        let w = Tensor::from_slice(d, &noise_of::<f32>(n * k, 2), &[n, k]).unwrap();
+        let run = |x: &Tensor<bf16>| {
+            let mut y = Tensor::<f32>::uninit(d, &[x.dim(0), n]).unwrap();
+            linear_with(s, &mut y, x, &w, None, &LinearOptions::default()).unwrap();
+            y.to_vec().unwrap()
+        };
+        let flat = Tensor::from_slice(d, &noise_of::<bf16>(m * row + 1, 1), &[m * row + 1]).unwrap();
+        for offset in [0, 1] {
+            let x = flat.as_strided(&[m, k], &[row, 1], offset).unwrap();
+            let all = run(&x);
+            for (i, want) in all.chunks(n).enumerate() {
+                let one = x.narrow(0, i, 1).unwrap();
+                assert_eq!(run(&one), want, "row {i} from element {offset} on, alone");
+                let copy = Tensor::from_slice(d, &one.to_vec().unwrap(), &[1, k]).unwrap();
+                assert_eq!(run(&copy), want, "row {i} from element {offset} on, elsewhere");
+            }
+        }
+    });
+}
+
+/// On the far negative side GELU is small, and as accurate as elsewhere: to the rounding of the type where sums are finished in f32 functions.
+#[test]
+fn the_tail_of_gelu() {
+    fn check<T: Float>(d: &Device, s: &Stream, path: LinearPath, error: f64) {
+        let x = [-0.5f32, -1.0, -2.0, -3.0, -4.0, -5.0, -5.5, -6.0, 1.0, 6.0];
+        let first = |values: &[f32]| {
+            let row = |&v: &f32| std::iter::once(v).chain([0.0; 7]).map(T::from_f32);
+            Tensor::from_slice(d, &values.iter().flat_map(row).collect::<Vec<T>>(), &[values.len(), 8]).unwrap()
+        };
+        let mut y = Tensor::<T>::uninit(d, &[x.len(), 1]).unwrap();
+        for kind in [Epilogue::Gelu, Epilogue::GeluTanh] {
+            let options = LinearOptions::default().epilogue(kind).path(path);
+            linear_with(s, &mut y, &first(&x), &first(&[1.0]), None, &options).unwrap();
+            let want = reference::gemm::linear(&x.map(f64::from), &[1.0], None, x.len(), 1, 1, kind);
+            for ((x, got), want) in x.iter().zip(y.to_vec().unwrap()).zip(want) {
+                let got = f64::from(got.to_f32());
+                assert!((got - want).abs() <= error * want.abs(), "{path:?} {kind:?} of {x}: {got:e} {want:e}");
+            }
+        }
+    }
+    on_every_device(|d, s| {
+        for path in [LinearPath::Fma, LinearPath::Dot] {
+            check::<f32>(d, s, path, 1e-5);
+            check::<bf16>(d, s, path, 0.004);
+        }
+        check::<bf16>(d, s, LinearPath::Stream, 0.004);
+        check::<bf16>(d, s, LinearPath::Tile, 0.004);
+        if d.is_simt() {
+            check::<f32>(d, s, LinearPath::Host, 1e-5);
         }
     });
 }
@@ -965,6 +1035,17 @@ fn bad_input() {
         assert!(matches!(many, Err(Error::Unsupported { .. })), "{many:?}");
         let odd = linear_with(s, &mut t(&[2, 3]), &t(&[2, 12]), &t(&[3, 12]), None, &streamed);
         assert!(matches!(odd, Err(Error::Alignment { .. })), "{odd:?}");
+        // Without a depth no row lies wrong.
+        for path in [LinearPath::Wgmma, LinearPath::Few] {
+            let options = LinearOptions::default().path(path);
+            let e = linear_with(s, &mut t(&[2, 8]), &t(&[2, 0]), &t(&[8, 0]), None, &options).unwrap_err();
+            assert!(e.to_string().contains("a depth of 0"), "{e}");
+        }
+        let mut y = Tensor::<f32>::zeros(d, &[2, 3]).unwrap();
+        let e =
+            linear_with(s, &mut y, &Tensor::<f32>::zeros(d, &[2, 16]).unwrap(), &w, None, &LinearOptions::default());
+        let e = e.unwrap_err().to_string();
+        assert!(e.contains("`w` must be f32, but is bf16"), "{e}");
         let elsewhere = Device::simt();
         let foreign = Tensor::<bf16>::zeros(&elsewhere, &[2, 16]).unwrap();
         assert!(matches!(linear(s, &mut t(&[2, 3]), &foreign, &w), Err(Error::WrongDevice { arg: "x", .. })));

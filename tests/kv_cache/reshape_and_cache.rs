@@ -598,3 +598,33 @@ fn addresses_go_beyond_32_bits() {
         assert!(end > u32::MAX as usize / 2 && keys.index(last, 0, 0, 0) > i32::MAX as usize);
     }
 }
+
+/// Keys and values side by side in each head of each token.
+#[test]
+fn a_cache_of_pairs() {
+    on_every_device(|d, s| {
+        let both = Tensor::<f32>::zeros(d, &[2, 4, 2, 2, 8]).unwrap();
+        let view = |i: usize| both.as_strided(&[2, 4, 2, 8], &[128, 32, 16, 1], 8 * i).unwrap();
+        let mut pairs = KvCache::from_tensors(CacheLayout::Nhd, view(0), view(1)).unwrap();
+        let mut apart = KvCache::<f32>::zeros(d, CacheLayout::Nhd, CacheShape::new(2, 4, 2, 8)).unwrap();
+        let of = |seed| Tensor::from_slice(d, &noise_of::<f32>(3 * 16, seed), &[3, 2, 8]).unwrap();
+        let (key, value) = (of(1), of(2));
+        let slots = Tensor::from_slice(d, &[5i64, 0, 2], &[3]).unwrap();
+        for cache in [&mut pairs, &mut apart] {
+            kv_cache::reshape_and_cache(s, cache, None, &key, &value, &slots, &ReshapeAndCacheOptions::default())
+                .unwrap();
+        }
+        assert_eq!(pairs.key().to_vec().unwrap(), apart.key().to_vec().unwrap());
+        assert_eq!(pairs.value().to_vec().unwrap(), apart.value().to_vec().unwrap());
+    });
+}
+
+/// Blocks without elements, and with more than are counted, before there is memory for them.
+#[test]
+fn blocks_that_no_cache_has() {
+    let d = &Device::simt();
+    for shape in [CacheShape::new(1, 0, 1, 4), CacheShape::new(1, 1 << 16, 1, 1 << 16)] {
+        let e = KvCache::<E4M3>::zeros(d, CacheLayout::Nhd, shape).unwrap_err().to_string();
+        assert!(e.starts_with("KvCache::zeros: `shape` must be of 1 to 2^31 - 1 elements a block"), "{e}");
+    }
+}

@@ -309,3 +309,31 @@ fn tokens_and_angles_far_apart() {
         assert_eq!(FAR.read(&far, row), near);
     });
 }
+
+/// Queries, keys and values of a head side by side, as GPT-NeoX has them: views whose largest strides are larger than the distance at which they take turns.
+#[test]
+fn heads_of_three() {
+    on_every_device(|d, s| {
+        for tokens in [1, 2, 5] {
+            let data = noise_of::<f32>(tokens * 2 * 3 * 8, 1);
+            let all = Tensor::from_slice(d, &data, &[tokens, 2, 3, 8]).unwrap();
+            let view = |i: usize| all.as_strided(&[tokens, 2, 8], &[48, 24, 1], 8 * i).unwrap();
+            let dense = |i: usize| Tensor::from_slice(d, &view(i).to_vec().unwrap(), &[tokens, 2, 8]).unwrap();
+            let angles = rope::cache::<f32>(d, 8, 8, 1e4, Scaling::None).unwrap();
+            let positions = Tensor::from_slice(d, &vec![3i32; tokens], &[tokens]).unwrap();
+            let run = |q: &mut Tensor<f32>, k: &mut Tensor<f32>| {
+                rope::rotary(s, q, Some(&mut *k), None, &positions, &angles, &RotaryOptions::default())?;
+                warploom::norm::qk_norm(s, q, k, None, None, 1e-5)
+            };
+            let (mut q, mut k, v) = (dense(0), dense(1), dense(2));
+            run(&mut q, &mut k).unwrap();
+            run(&mut view(0), &mut view(1)).unwrap();
+            for (i, want) in [q, k, v].iter().enumerate() {
+                assert_eq!(view(i).to_vec().unwrap(), want.to_vec().unwrap(), "{i} of {tokens} tokens");
+            }
+            // Those that do meet are found.
+            let mut shifted = all.as_strided(&[tokens, 2, 8], &[48, 24, 1], 4).unwrap();
+            assert!(matches!(run(&mut view(0), &mut shifted), Err(Error::Overlap { .. })));
+        }
+    });
+}

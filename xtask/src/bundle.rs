@@ -66,7 +66,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let cuda = stub::build()?;
     let out = repo::root().join(&args.out);
     make_room(&out)?;
-    fs::create_dir_all(out.join("examples"))?;
+    fs::create_dir_all(out.join("examples")).with_context(|| format!("{} cannot be a folder", out.display()))?;
     fs::create_dir_all(out.join("tests"))?;
     // First, so that a bundle that was interrupted is known as one.
     fs::write(out.join("version.txt"), version()?)?;

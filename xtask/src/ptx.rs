@@ -42,7 +42,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FAMILY", conflicts_with_all = ["check", "table_only", "family"])]
     pub(crate) text: Option<String>,
     /// Of that, only this kernel
-    #[arg(long, value_name = "NAME", requires = "text")]
+    #[arg(long, value_name = "NAME", requires = "text", conflicts_with_all = ["check", "table_only", "family"])]
     pub(crate) entry: Option<String>,
     /// Fail where no ptxas is to be had, instead of leaving the table as it is
     #[arg(long)]
@@ -535,6 +535,14 @@ fn strangers(families: &[String], check: bool, pin: &Pin, complaints: &Complaint
     Ok(())
 }
 
+/// Prints a text, of which readers such as `head` need not read to the end.
+fn show(text: &str) -> Result<()> {
+    match std::io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
+        _ => Ok(()),
+    }
+}
+
 /// Prints committed PTX: of the last of `archs`.
 fn print_text(family: &String, entry: Option<&str>, families: &[String], archs: &[Arch]) -> Result<()> {
     ensure!(families.contains(family), "no family `{family}`; there are {}", families.join(", "));
@@ -544,11 +552,7 @@ fn print_text(family: &String, entry: Option<&str>, families: &[String], archs: 
         Some(name) => entry_text(&text, name).with_context(|| format!("no kernel `{name}` in {family} for {arch}"))?,
         None => &text,
     };
-    // Readers such as `head` need not read to the end.
-    match std::io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
-        _ => Ok(()),
-    }
+    show(text)
 }
 
 /// Machine code without its encoding.
@@ -576,7 +580,7 @@ pub(crate) fn sass(args: &SassArgs) -> Result<()> {
     };
     let text = read_packed(&committed(arch, family))?;
     if args.ptx {
-        print!("{}", entry_text(&text, entry).context("no such entry")?);
+        show(entry_text(&text, entry).context("no such entry")?)?;
         return Ok(());
     }
     let tools = CudaTools::new(&pin, repo::device_toolchain());
@@ -584,7 +588,7 @@ pub(crate) fn sass(args: &SassArgs) -> Result<()> {
     write_if_changed(&file, &text)?;
     let cubin = repo::target_dir().join(format!("ptx/cubin/{}/{arch}-{family}.cubin", args.sm));
     let report = tools.assemble(&file, &args.sm, &cubin)?;
-    print!("{}", readable(&tools.disassemble(&cubin, Some(entry))?));
+    show(&readable(&tools.disassemble(&cubin, Some(entry))?))?;
     for k in report.kernels.iter().filter(|k| k.entry == *entry) {
         println!("{k:?}");
     }

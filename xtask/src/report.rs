@@ -126,7 +126,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     run.version = std::fs::read_to_string(args.from.join("version.txt")).ok().map(|v| v.trim().into());
 
     let out = repo::root().join(&args.out);
-    std::fs::create_dir_all(&out)?;
+    std::fs::create_dir_all(&out).with_context(|| format!("{} cannot be a folder", out.display()))?;
     let slug = slug(&run.device);
     let plots = plot::all(&run, &out, &slug)?;
     let file = out.join(format!("{slug}.md"));

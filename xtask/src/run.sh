@@ -57,6 +57,8 @@ bench)
 report)
     out=${1:?run.sh report needs a folder}
     shift
+    # Cases that peers have, and no others. Names hold no spaces.
+    cases=$(python3 "$here/peers/peers.py" --quick --cases)
     mkdir -p "$out"
     rm -f "$out"/*.jsonl
     cp "$here/version.txt" "$out/"
@@ -65,8 +67,6 @@ report)
         first=${CUDA_VISIBLE_DEVICES-0}
         CUDA_VISIBLE_DEVICES="${first%%,*}" "$@"
     }
-    # Cases that peers have, and no others. Names hold no spaces.
-    cases=$(python3 "$here/peers/peers.py" --quick --cases)
     # shellcheck disable=SC2086
     one "$here/bench" --bench --quick --json "$out/ours.jsonl" $cases generate/ overhead ||
         echo "run.sh: not every bench passed" >&2

@@ -174,7 +174,7 @@ fn run<T: Float>(
     call.check_overlap()?;
     let second = first.cast::<T>().wrapping_add(d).cast();
     let (gate, up) = if swapped { (second, first) } else { (first, second) };
-    let (rows, d) = (call.count("rows", to.rows)?, call.count("d", d)?);
+    let (rows, d) = (call.count("out", to.rows)?, call.count("out", d)?);
     let args = Args { gate, up, out, rows, d, in_stride: from.stride, out_stride: to.stride, alpha, limit };
     // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
     unsafe { launch(stream, T::DTYPE, function, &args) }

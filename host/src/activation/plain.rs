@@ -76,9 +76,9 @@ fn run<T: Float>(op: &'static str, stream: &Stream, out: &mut Tensor<T>, x: &Ten
     call.same_shape("x", x.shape(), out.shape())?;
     let (x, out) = (call.read("x", x)?, call.write("out", out)?);
     call.check_overlap()?;
-    let (mut rows, mut d) = (call.count("rows", to.rows)?, call.count("d", to.width)?);
+    let (mut rows, mut d) = (call.count("out", to.rows)?, call.count("out", to.width)?);
     let dense = to.stride == to.width && from.stride == from.width;
-    if let (true, Ok(all)) = (dense, call.count("elements", to.rows * to.width)) {
+    if let (true, Ok(all)) = (dense, call.count("out", to.rows * to.width)) {
         // One long row fills its blocks better than many.
         (rows, d) = (1, all);
     }

@@ -321,7 +321,7 @@ pub unsafe fn launch_per_token(stream: &Stream, dtype: DType, args: &TokenArgs) 
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
-/// [`WrongDevice`](crate::Error::WrongDevice).
+/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for more than 2^31 - 1 rows or columns.
 pub fn silu_and_mul_e4m3_per_tensor<T: Float>(
     stream: &Stream,
     out: &mut Tensor<E4M3>,
@@ -341,8 +341,8 @@ pub fn silu_and_mul_e4m3_per_tensor<T: Float>(
         up: gate.cast::<T>().wrapping_add(to.width).cast(),
         out: out.cast(),
         scale: scale.cast(),
-        rows: call.count("rows", to.rows)?,
-        d: call.count("d", to.width)?,
+        rows: call.count("out", to.rows)?,
+        d: call.count("out", to.width)?,
         in_stride: from.stride,
         out_stride: to.stride,
     };
@@ -355,7 +355,7 @@ pub fn silu_and_mul_e4m3_per_tensor<T: Float>(
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
-/// [`WrongDevice`](crate::Error::WrongDevice).
+/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for more than 2^31 - 1 rows or columns.
 pub fn silu_and_mul_e4m3_per_token<T: Float>(
     stream: &Stream,
     out: &mut Tensor<E4M3>,
@@ -374,8 +374,8 @@ pub fn silu_and_mul_e4m3_per_token<T: Float>(
         up: gate.cast::<T>().wrapping_add(to.width).cast(),
         out: out.cast(),
         scales: scales.cast(),
-        rows: call.count("rows", to.rows)?,
-        d: call.count("d", to.width)?,
+        rows: call.count("out", to.rows)?,
+        d: call.count("out", to.width)?,
         in_stride: from.stride,
         out_stride: to.stride,
     };
@@ -388,7 +388,7 @@ pub fn silu_and_mul_e4m3_per_token<T: Float>(
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
-/// [`WrongDevice`](crate::Error::WrongDevice).
+/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for more than 2^31 - 1 rows or columns.
 pub fn silu_and_mul_e4m3_per_group<T: Float>(
     stream: &Stream,
     out: &mut Tensor<E4M3>,
@@ -406,8 +406,8 @@ pub fn silu_and_mul_e4m3_per_group<T: Float>(
         up: gate.cast::<T>().wrapping_add(to.width).cast(),
         out: out.cast(),
         scales: scales.cast(),
-        rows: call.count("rows", to.rows)?,
-        d: call.count("d", to.width)?,
+        rows: call.count("out", to.rows)?,
+        d: call.count("out", to.width)?,
         in_stride: from.stride,
         out_stride: to.stride,
         scale_row_stride,

@@ -372,7 +372,7 @@ fn even_share(geometry: &Geometry, multiprocessors: u32) -> Option<u32> {
     /// The most blocks of a multiprocessor on any GPU.
     const MOST: u64 = 32;
     let (blocks, threads) = (geometry.grid.map(u64::from), geometry.block.map(u64::from));
-    let each = (blocks[0] * blocks[1] * blocks[2]).div_ceil(u64::from(multiprocessors.max(1)));
+    let each = (blocks[0] * blocks[1]).saturating_mul(blocks[2]).div_ceil(u64::from(multiprocessors.max(1)));
     let least = if threads[0] * threads[1] * threads[2] < 192 { 3 } else { 2 };
     if !geometry.evenly || each < least || each > MOST {
         return None;

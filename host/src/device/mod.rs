@@ -86,6 +86,15 @@ impl Device {
         }
     }
 
+    /// For the race detector: what is launched next here follows all that the other SIMT device did.
+    fn wait_for(&self, other: &Self) {
+        match (&*self.0, &*other.0) {
+            (Backend::Simt(d), Backend::Simt(other)) => d.waits_for(other),
+            #[cfg(feature = "_driver")]
+            _ => {}
+        }
+    }
+
     /// Tells the race detector that the host has waited for this SIMT device and all its peers.
     pub(crate) fn forget_races(&self) {
         match &*self.0 {
@@ -251,7 +260,7 @@ impl Device {
     pub fn synchronize(&self) -> Result<()> {
         match &*self.0 {
             Backend::Simt(d) => {
-                d.forget_launches();
+                d.host_waits();
                 Ok(())
             }
             #[cfg(feature = "_driver")]

@@ -36,7 +36,7 @@ impl SimtOptions {
         Self { order: simt::Order::InOrder, race: true, parallel: true, host_products: false }
     }
 
-    /// In random order with preemption at memory accesses, reproducible by `seed`.
+    /// In random order with preemption at memory accesses; within a block the same order for the same `seed`, and if blocks do not run in parallel that of all threads.
     pub fn random(seed: u64) -> Self {
         let order = simt::Order::Random { seed, preempt: true };
         Self { order, race: false, parallel: true, host_products: false }
@@ -103,14 +103,29 @@ impl SimtDevice {
     /// Runs `f`, for the host, while nobody else touches the device's memory.
     pub(super) fn exclusive<R>(&self, f: impl FnOnce() -> R) -> R {
         self.alone(|| {
-            self.queue.forget();
+            self.host_waits();
             f()
         })
     }
 
-    /// The host has waited, or given out memory: whatever is launched next may follow any kernel.
+    /// The host has given out memory: whatever is launched next may follow any kernel.
     pub(super) fn forget_launches(&self) {
         self.queue.forget();
+    }
+
+    /// The host has waited, so whatever is launched next may follow any kernel, and follows all of this device's.
+    pub(super) fn host_waits(&self) {
+        self.queue.forget();
+        if let Some((peers, number)) = &self.peers {
+            peers.host_waits(*number);
+        }
+    }
+
+    /// What is launched next here follows all that the other device did.
+    pub(super) fn waits_for(&self, other: &Self) {
+        if let (Some((peers, number)), Some((_, after)), true) = (&self.peers, &other.peers, self.is_peer(other)) {
+            peers.device_waits(*number, *after);
+        }
     }
 
     /// As [`exclusive`](Self::exclusive), for work that is submitted to a stream.

@@ -352,6 +352,7 @@ impl Stream {
         match (&self.0.backend, &event.backend) {
             (StreamBackend::Simt, EventBackend::Simt(_)) => {
                 let _ = joins;
+                self.device().wait_for(&event.device);
                 Ok(None)
             }
             #[cfg(feature = "_driver")]

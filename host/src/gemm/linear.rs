@@ -22,7 +22,7 @@ pub enum Epilogue {
     None,
     /// `x · sigmoid(x)`.
     Silu,
-    /// `x · Φ(x)`, exactly.
+    /// `x · Φ(x)` with the normal distribution function, not its approximation by tanh.
     Gelu,
     /// GELU's tanh approximation.
     GeluTanh,
@@ -175,7 +175,7 @@ pub const fn dot_geometry(m: u32, n: u32) -> Geometry {
 /// How to launch [`LinearPath::Tile`].
 pub const fn tile_geometry(m: u32, n: u32) -> Geometry {
     let tile = linear_tile::TILE as u32;
-    Geometry::linear(m.div_ceil(tile) * n.div_ceil(tile), linear_tile::THREADS as u32)
+    Geometry::linear(m.div_ceil(tile).saturating_mul(n.div_ceil(tile)), linear_tile::THREADS as u32)
         .dependent()
         .shared_bytes(linear_tile::SHARED_BYTES as u32)
 }
@@ -222,10 +222,10 @@ pub fn path_of<Y: Float, X: Float, W: Float>(
             return Ok(if args.m <= STREAM_TOKENS { LinearPath::Stream } else { LinearPath::Tile });
         }
         LinearPath::Auto => return Ok(LinearPath::Fma),
-        LinearPath::Stream | LinearPath::Tile if same => misaligned(),
+        LinearPath::Stream | LinearPath::Tile if same && args.k > 0 => misaligned(),
         LinearPath::Wgmma | LinearPath::Few if same => {
             let unfit = unfit();
-            if unfit.is_none() && !wgmma() {
+            if (unfit.is_none() || args.k == 0) && !wgmma() {
                 let (k, dtype, name) = (args.k, X::DTYPE, device.name());
                 let what = format!("the path {path:?} does not take a depth of {k} of {dtype} on {name}");
                 return Err(Error::Unsupported { op: OP, what });

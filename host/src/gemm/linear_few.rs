@@ -210,7 +210,7 @@ impl Shape {
     /// How to launch it for `n` outputs, with scales of a kind of [`scales`](crate::kernels::scales), on a GPU with so many multiprocessors.
     pub(super) const fn geometry(self, n: u32, scales: u32, multiprocessors: u32) -> Geometry {
         let Self { groups, tokens, stages, split, share, tiles, .. } = self;
-        let clusters = n.div_ceil(self.rows(n) * share) * tiles;
+        let clusters = if n == 0 { 0 } else { n.div_ceil(self.rows(n) * share) * tiles };
         if self.in_rounds() {
             let blocks = if clusters < multiprocessors { clusters } else { multiprocessors };
             let shared = linear_rounds::shared_bytes(groups as usize, tokens as usize, stages);
@@ -356,8 +356,9 @@ const fn paired(choice: (Kernel, Shape), m: u32, n: u32, k: u32) -> (Kernel, Sha
     }
 }
 
-/// [`choose`] by [`Shape::estimate`].
+/// [`choose`] by [`Shape::estimate`]. No outputs are as one.
 const fn modelled(m: u32, n: u32, k: u32) -> (Kernel, Shape) {
+    let n = if n == 0 { 1 } else { n };
     let few = match m {
         0..=8 => Kernel::T8,
         9..=16 => Kernel::T16,
@@ -399,6 +400,7 @@ struct Choice {
 
 impl Choice {
     fn new(m: u32, n: u32, k: u32) -> Self {
+        let n = n.max(1);
         let (kernel, shape) = modelled(m, n, k);
         let tile = || WgmmaTile::choose(m, n, k, MULTIPROCESSORS).estimate(m, n, k, MULTIPROCESSORS);
         // How long it may take beside what the model says of tiles, as both were measured. For more than 256 tokens that is off where outputs are few and K is
@@ -431,7 +433,7 @@ impl Choice {
             match slot.get() {
                 Some(choice) if choice.of == [m, n, k] => choice,
                 _ => {
-                    let choice = Self::new(m, n, k);
+                    let choice = Self { of: [m, n, k], ..Self::new(m, n, k) };
                     slot.set(Some(choice));
                     choice
                 }

@@ -37,6 +37,10 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
 /// # Safety
 /// The elements may be read.
 pub(crate) unsafe fn widen_row<T: Float>(from: *const T, width: usize, to: &mut [f32]) {
+    // What is empty may be anywhere.
+    if width == 0 {
+        return;
+    }
     // SAFETY: promised by the caller; tensors are aligned to their elements.
     let row = unsafe { std::slice::from_raw_parts(from, width) };
     for (to, from) in to.iter_mut().zip(row) {

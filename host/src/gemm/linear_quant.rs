@@ -118,7 +118,7 @@ pub const fn tile_entry(operands: DType, results: DType) -> Option<Entry<Args>> 
 /// How to launch [`LinearQuantPath::Tile`].
 pub const fn tile_geometry(m: u32, n: u32) -> Geometry {
     let tile = kernel::TILE as u32;
-    Geometry::linear(m.div_ceil(tile) * n.div_ceil(tile), kernel::THREADS as u32)
+    Geometry::linear(m.div_ceil(tile).saturating_mul(n.div_ceil(tile)), kernel::THREADS as u32)
         .dependent()
         .shared_bytes(kernel::SHARED_BYTES as u32)
 }

@@ -153,13 +153,13 @@ fn estimate(shape: Shape, m: u32, n: u32, steps: u32, blocks: bool, multiprocess
     };
     let products = rounds * (steps * step + COLUMN * (shape.n * shape.waves) as f64);
     let (m, n, k) = (m as f64, n as f64, steps * shape.split as f64 * 128.0);
-    let idle = if rounds > 1.0 { multiprocessors as f64 / (at_once * shape.blocks()) as f64 } else { 1.0 };
+    let idle = if rounds > 1.0 { multiprocessors as f64 / (at_once as f64 * shape.blocks() as f64) } else { 1.0 };
     let memory = (n * k + m * k + m * n * 2.0) / MEMORY * idle;
     // What nobody else reads takes a multiprocessor as long as the stages that are under way come.
     let alone = shape.down == 1 && m <= body::ROWS as f64;
     let memory = if alone { memory.max(rounds * steps * shape.n as f64 * 128.0 / STREAM) } else { memory };
     let lines = (body::ROWS as u32 * shape.waves) as f64 + shape.n as f64 / shape.down as f64;
-    let cache = (tiles * shape.blocks()) as f64 * steps * lines * 128.0 / CACHE;
+    let cache = tiles as f64 * shape.blocks() as f64 * steps * lines * 128.0 / CACHE;
     let exchange = if shape.split == 1 { 0.0 } else { 900.0 };
     let cluster = if shape.blocks() > 1 { CLUSTER } else { 0.0 };
     products.max(memory) + cache + LAUNCH + cluster + exchange

@@ -36,7 +36,8 @@ impl Shape {
     /// Clusters that run at the same time. Clusters of four do not fill the processors of a GPU: 30 of them fit on an
     /// H200's 132 multiprocessors.
     pub(super) const fn at_once(self, multiprocessors: u32) -> u32 {
-        let clusters = if self.blocks() > 2 { multiprocessors * 10 / 44 } else { multiprocessors / self.blocks() };
+        let clusters =
+            if self.blocks() > 2 { (multiprocessors as u64 * 10 / 44) as u32 } else { multiprocessors / self.blocks() };
         if clusters == 0 { 1 } else { clusters }
     }
 

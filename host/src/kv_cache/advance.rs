@@ -81,10 +81,10 @@ pub fn advance(
         slots: call.write("slots", slots)?.cast(),
         counters: call.write_opt("counters", counters)?.cast(),
         block_table: call.read("block_table", block_table)?.cast(),
-        n: call.count("n", n)?,
-        max_blocks: call.count("max_blocks", max_blocks)?,
-        block_size: call.count("block_size", shape.block_size)?,
-        blocks: call.count("blocks", shape.blocks)?,
+        n: call.count("block_table", n)?,
+        max_blocks: call.count("block_table", max_blocks)?,
+        block_size: call.count("shape", shape.block_size)?,
+        blocks: call.count("shape", shape.blocks)?,
         table_row: rows.stride,
     };
     call.check_overlap()?;

@@ -412,7 +412,8 @@ impl BlockAllocator {
         Ok(())
     }
 
-    /// Another sequence with the same tokens, in the same blocks.
+    /// Another sequence with the same tokens, in the same blocks. Tokens that are not computed yet lie in blocks of both: compute them for one of the two,
+    /// and [`mark_computed`](Self::mark_computed) both.
     ///
     /// # Errors
     /// [`Foreign`](AllocatorError::Foreign).

@@ -141,7 +141,9 @@ pub const fn entry() -> Entry<Args> {
 
 /// How to launch it for as many pairs and tensors (two a layer).
 pub const fn geometry(pairs: u32, tensors: u32, block_bytes: usize) -> Geometry {
-    let pieces = block_bytes.div_ceil(kernel::PIECE_BYTES) as u32;
+    let pieces = block_bytes.div_ceil(kernel::PIECE_BYTES);
+    // More than a launch takes, and not fewer.
+    let pieces = if pieces > u32::MAX as usize { u32::MAX } else { pieces as u32 };
     Geometry::new([pairs, tensors, pieces], [kernel::THREADS, 1, 1]).dependent()
 }
 

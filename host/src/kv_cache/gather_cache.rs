@@ -41,7 +41,7 @@ pub fn by_tiles(dtype: DType, cache: DType, layout: CacheLayout, args: &Args) ->
     /// Chunks of keys from which it is faster. Measured on an H200.
     const MANY: u64 = 1 << 18;
     let chunks = args.heads as u64 * args.head_dim.div_ceil(8) as u64;
-    args.tokens as u64 * chunks >= MANY
+    (args.tokens as u64).saturating_mul(chunks) >= MANY
         && args.tokens / LONG >= args.sequences
         && can_go_by_tiles(dtype, cache, layout, args)
 }
@@ -211,12 +211,12 @@ pub fn gather_cache<T: StoreAs<S>, S: CacheElement>(
         value_page_token_stride: v.token,
         table_stride: block_table.strides()[0],
         blocks: shape.blocks,
-        block_size: call.count("block_size", shape.block_size)?,
-        sequences: call.count("sequences", sequences)?,
+        block_size: call.count("cache", shape.block_size)?,
+        sequences: call.count("block_table", sequences)?,
         table_len: call.count("block_table", table_len)?,
-        tokens: call.count("tokens", tokens)?,
-        heads: call.count("heads", shape.heads)?,
-        head_dim: call.count("head_dim", shape.head_dim)?,
+        tokens: call.count("key", tokens)?,
+        heads: call.count("cache", shape.heads)?,
+        head_dim: call.count("cache", shape.head_dim)?,
         flags: if scales.per_head { SCALE_PER_HEAD } else { 0 },
     };
     call.check_overlap()?;

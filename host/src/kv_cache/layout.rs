@@ -154,6 +154,7 @@ impl<S: CacheElement> KvCache<S> {
     /// # Errors
     /// As for [`from_tensors`](Self::from_tensors), and those of [`Tensor::zeros`].
     pub fn zeros(device: &Device, layout: CacheLayout, shape: CacheShape) -> Result<Self> {
+        check_block("KvCache::zeros", "shape", shape)?;
         let CacheShape { blocks, block_size, heads, head_dim } = shape;
         let x = 16 / size_of::<S>();
         let (key, value) = match layout {
@@ -213,14 +214,7 @@ impl<S: CacheElement> KvCache<S> {
         if value.shape() != value_shape {
             return Err(bad_shape("value", format!("{value_shape:?}"), value.shape()));
         }
-        if shape.block_len() == 0 || shape.block_len() > i32::MAX as usize {
-            return Err(Error::Value {
-                op: OP,
-                arg: "key",
-                expected: "of 1 to 2^31 - 1 elements a block".into(),
-                got: format!("{ks:?}"),
-            });
-        }
+        check_block(OP, "key", shape)?;
         if key.device() != value.device() {
             return Err(Error::WrongDevice {
                 op: OP,
@@ -314,6 +308,14 @@ pub(super) fn is_dense_from<T>(t: &Tensor<T>, first: usize) -> bool {
         expected *= t.dim(d);
     }
     true
+}
+
+/// Checks that a block has elements, and no more than 31 bits count.
+fn check_block(op: &'static str, arg: &'static str, shape: CacheShape) -> Result<()> {
+    if (1..=i32::MAX as usize).contains(&shape.block_len()) {
+        return Ok(());
+    }
+    Err(Error::Value { op, arg, expected: "of 1 to 2^31 - 1 elements a block".into(), got: format!("{shape:?}") })
 }
 
 fn check_x(head_dim: usize, x: usize, arg: &'static str) -> Result<()> {

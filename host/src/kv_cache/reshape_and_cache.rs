@@ -37,7 +37,7 @@ pub fn by_tiles(dtype: DType, cache: DType, layout: CacheLayout, args: &Args) ->
     /// Chunks of keys from which it is faster. Measured on an H200.
     const MANY: u64 = 1 << 18;
     let chunks = args.heads as u64 * args.head_dim.div_ceil(8) as u64;
-    args.tokens as u64 * chunks >= MANY && can_go_by_tiles(dtype, cache, layout, args)
+    (args.tokens as u64).saturating_mul(chunks) >= MANY && can_go_by_tiles(dtype, cache, layout, args)
 }
 
 /// The entry for inputs and a cache of these types, if there is one: a cache has the inputs' type, or `e4m3`, `e5m2` or
@@ -95,7 +95,7 @@ pub(crate) const fn chunk_major(tokens: u32, heads: u32, chunks: u32) -> Geometr
 pub(crate) const fn token_major(tokens: u32, heads: u32, chunks: u32) -> Geometry {
     /// Measured on an H200.
     const FEW: u64 = 1 << 13;
-    let most = if tokens as u64 * heads as u64 * chunks as u64 <= FEW { 32 } else { 256 };
+    let most = if (tokens as u64 * heads as u64).saturating_mul(chunks as u64) <= FEW { 32 } else { 256 };
     let x = at_most(tokens, 16);
     let y = share(chunks, most / x);
     let z = share(heads, at_most(most / (x * y), 64));
@@ -258,10 +258,10 @@ pub fn reshape_and_cache<T: StoreAs<S>, S: CacheElement, I: Element>(
         value_page_head_stride: v.head,
         value_page_token_stride: v.token,
         slot_count: shape.slots(),
-        block_size: call.count("block_size", shape.block_size)?,
-        tokens: call.count("tokens", tokens)?,
-        heads: call.count("heads", shape.heads)?,
-        head_dim: call.count("head_dim", shape.head_dim)?,
+        block_size: call.count("cache", shape.block_size)?,
+        tokens: call.count("key", tokens)?,
+        heads: call.count("cache", shape.heads)?,
+        head_dim: call.count("cache", shape.head_dim)?,
         flags: if I::DTYPE as u32 == DType::I64 as u32 { SLOTS_I64 } else { 0 }
             | if scales.per_head { SCALE_PER_HEAD } else { 0 },
     };

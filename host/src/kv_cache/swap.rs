@@ -287,7 +287,7 @@ pub const fn entry() -> Entry<Args> {
 
 /// How to launch it for as many pairs and tensors (two a layer).
 pub const fn geometry(pairs: u32, tensors: u32, block_bytes: usize) -> Geometry {
-    let items = pairs as u64 * tensors as u64 * block_bytes.div_ceil(PIECE_BYTES) as u64;
+    let items = (pairs as u64 * tensors as u64).saturating_mul(block_bytes.div_ceil(PIECE_BYTES) as u64);
     let blocks = if items < kernel::BLOCKS as u64 { items as u32 } else { kernel::BLOCKS };
     Geometry::new([blocks, 1, 1], [THREADS, 1, 1]).dependent()
 }

@@ -39,7 +39,9 @@ pub const fn geometry(tokens: u32, heads: u32, head_dim: u32) -> Geometry {
     let tiles = tokens.div_ceil(TOKENS);
     let y = if tiles < 65535 { tiles } else { 65535 };
     let z = if tiles == 0 { 0 } else { tiles.div_ceil(y) };
-    Geometry::new([2 * heads * panels(head_dim), y, z], [32, 1, 1]).dependent().shared_bytes(BYTES)
+    Geometry::new([heads.saturating_mul(2).saturating_mul(panels(head_dim)), y, z], [32, 1, 1])
+        .dependent()
+        .shared_bytes(BYTES)
 }
 
 /// Tiles were asked for where there are none.

@@ -107,7 +107,8 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
     ];
     let variant = variant(dtype, args.n, pieces::aligned(dtype, args.n, &places));
     let usual = geometry(dtype, variant, args.rows, args.n);
-    let many = args.rows as u64 * args.n as u64 * size as u64 >= LEAST_MANY_BYTES && usual.block[1] == 1;
+    let many =
+        (args.rows as u64 * args.n as u64).saturating_mul(size as u64) >= LEAST_MANY_BYTES && usual.block[1] == 1;
     let (entry, geometry) = match Held::new(dtype, variant, args.n) {
         _ if let Some(spread) = cluster_better(stream.device(), dtype, variant, args.rows, args.n) => {
             (cluster_entry(dtype), spread)
@@ -127,7 +128,8 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
-/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative, infinite or NaN.
+/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative, infinite or NaN,
+/// and more than 2^31 - 1 rows or columns.
 pub fn layer_norm<T: Float>(
     stream: &Stream,
     out: &mut Tensor<T>,
@@ -142,7 +144,7 @@ pub fn layer_norm<T: Float>(
     check_vector(&call, "weight", weight, from.width)?;
     check_vector(&call, "bias", bias, from.width)?;
     check_eps(&call, eps)?;
-    let (rows, n) = (call.count("rows", from.rows)?, call.count("n", from.width)?);
+    let (rows, n) = (call.count("x", from.rows)?, call.count("x", from.width)?);
     let args = Args {
         x: call.read("x", x)?,
         weight: call.read_opt("weight", weight)?,

@@ -3,7 +3,8 @@
 //! Rows are `[.., n]` with any distance between them, in f32, f16 or bf16. Arithmetic is in f32 with one rounding at the
 //! end: squares are summed in f32, in an order that depends on `n` and on the alignment of the tensors only, so a row's
 //! result does not depend on the other rows. A row whose sum of squares exceeds f32 becomes zeros, as does one with an
-//! infinity (with NaN at the infinity); of [`layer_norm()`] such a row is NaN.
+//! infinity (with NaN at the infinity). Of [`layer_norm()`] a row with an infinity is NaN, and so may be one whose sum, or a difference from whose
+//! mean, is beyond f32.
 
 pub mod layer_norm;
 pub mod qk_norm;

@@ -50,6 +50,10 @@ pub const fn geometry(dtype: DType, aligned: bool, tokens: u32, heads: u32, head
 /// The pointers are device memory of those sizes, aligned to their element type, until the launch is done, and no element
 /// is in two heads.
 pub unsafe fn launch(stream: &Stream, dtype: DType, tokens: u32, args: &Args) -> Result<()> {
+    if args.n as usize > MAX_HEAD_DIM {
+        let what = format!("heads of {} elements; at most {MAX_HEAD_DIM}", args.n);
+        return Err(Error::Unsupported { op: "qk_norm", what });
+    }
     let size = dtype.size();
     let places = [
         (args.q.cast_const(), args.q_stride | args.q_head_stride, size),
@@ -58,7 +62,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, tokens: u32, args: &Args) ->
         (args.k_weight, 0, size),
     ];
     let aligned = pieces::aligned(dtype, args.n, &places);
-    let geometry = geometry(dtype, aligned, tokens, args.q_heads + args.k_heads, args.n);
+    let geometry = geometry(dtype, aligned, tokens, args.q_heads.saturating_add(args.k_heads), args.n);
     // SAFETY: forwarded to the caller; the entry fits the alignment.
     unsafe { pieces::launch(stream, "qk_norm", dtype, entry(dtype, aligned), &geometry, args) }
 }
@@ -130,9 +134,9 @@ fn run<T: Float>(
         k: call.write("key", key)?,
         q_weight: call.read_opt("query_weight", query_weight)?,
         k_weight: call.read_opt("key_weight", key_weight)?,
-        q_heads: call.count("q_heads", q_heads)?,
-        k_heads: call.count("k_heads", k_heads)?,
-        n: call.count("head_dim", n)?,
+        q_heads: call.count("query", q_heads)?,
+        k_heads: call.count("key", k_heads)?,
+        n: call.count("query", n)?,
         q_stride: query.strides()[0],
         q_head_stride: query.strides()[1],
         k_stride: key.strides()[0],
@@ -141,9 +145,10 @@ fn run<T: Float>(
         eps,
     };
     call.check_overlap()?;
-    let tokens = call.count("tokens", tokens)?;
+    let tokens = call.count("query", tokens)?;
     // The grid's second extent.
-    call.value(q_heads + k_heads <= 65535, "heads", "at most 65535", q_heads + k_heads)?;
+    let (heads, larger) = (q_heads.saturating_add(k_heads), if k_heads > q_heads { "key" } else { "query" });
+    call.value(heads <= 65535, larger, "at most 65535 heads, those of `query` and `key` together", heads)?;
     if n == 0 {
         return Ok(());
     }

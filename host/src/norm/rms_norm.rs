@@ -321,7 +321,7 @@ fn run<T: Float>(
     call.same_shape("out", out.shape(), x.shape())?;
     check_vector(&call, "weight", weight, from.width)?;
     check_eps(&call, eps)?;
-    let (rows, n) = (call.count("rows", from.rows)?, call.count("n", from.width)?);
+    let (rows, n) = (call.count("x", from.rows)?, call.count("x", from.width)?);
     let args = Args {
         x: call.read("x", x)?,
         weight: call.read_opt("weight", weight)?,
@@ -349,7 +349,8 @@ fn run<T: Float>(
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
-/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative, infinite or NaN.
+/// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative, infinite or NaN,
+/// and more than 2^31 - 1 rows or columns.
 pub fn rms_norm<T: Float>(
     stream: &Stream,
     out: &mut Tensor<T>,
@@ -403,7 +404,7 @@ fn run_fused_add<T: Float>(
     call.same_shape(sum_name, residual_out.shape(), x.shape())?;
     check_vector(&call, "weight", weight, from.width)?;
     check_eps(&call, eps)?;
-    let (rows, n) = (call.count("rows", from.rows)?, call.count("n", from.width)?);
+    let (rows, n) = (call.count("x", from.rows)?, call.count("x", from.width)?);
     let args = FusedAddArgs {
         x: call.read("x", x)?,
         residual: call.read("residual", residual)?,

@@ -4,7 +4,8 @@
 //! `y = x / sqrt(mean(x²) + eps) * weight` in f32, rounded to the nearest number of the format (ties to even). A scale is the
 //! largest `|y|` that it covers, at least 10⁻¹⁰, divided by the largest number of the format: 448 for e4m3, 127 for int8. NaN has
 //! no say in a scale; it becomes NaN in e4m3 and 0 in int8. `x · weight` is taken first, in f32: where that is beyond f32 the scale is infinite, though `y` may not be; where it reaches
-//! beyond 2¹²⁶ results are 0 under a scale that is right.
+//! beyond 2¹²⁶ results are 0 under a scale that is right. A row whose sum of squares is beyond f32, or that has an infinity, has the least scale and
+//! zeros, with NaN where `x · weight` is infinite.
 //!
 //! Sources of the operations: vLLM's `rms_norm_dynamic_per_token_quant` and its per-block form; Xiao et al.,
 //! *SmoothQuant*, 2022, for the smoothing of channels.
@@ -523,8 +524,8 @@ fn check<T: Float, Q: Element>(
         residual_stride,
         out_stride: to.stride,
         weight_offset: if options.one_plus_weight && options.weight.is_some() { 1.0 } else { 0.0 },
-        rows: call.count("rows", from.rows)?,
-        n: call.count("n", from.width)?,
+        rows: call.count("x", from.rows)?,
+        n: call.count("x", from.width)?,
     })
 }
 

@@ -4,7 +4,7 @@
 //! Qwen3 and Gemma 3 do between projection and attention. Sources: [`norm::rms_norm`](crate::norm::rms_norm()) and
 //! [`rotary`](super::rotary()).
 
-use super::rotary::{Pairing, Rotation};
+use super::rotary::{Pairing, Rotation, more};
 use crate::check::Call;
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
@@ -43,7 +43,7 @@ const fn chunk(dtype: DType, narrow: bool) -> u32 {
 
 /// Pairs of chunks of a head.
 const fn pairs(args: &Args, n: u32) -> u32 {
-    args.rot_dim / 2 / n + ((args.head_dim - args.rot_dim) / n).div_ceil(2)
+    args.rot_dim / 2 / n + (args.head_dim.saturating_sub(args.rot_dim) / n).div_ceil(2)
 }
 
 /// Whether heads can be read and written 16 bytes at a time, each by at most 32 lanes.
@@ -62,9 +62,10 @@ pub fn wide(dtype: DType, args: &Args) -> bool {
 /// How to launch it.
 pub const fn geometry(dtype: DType, narrow: bool, tokens: u32, args: &Args) -> Geometry {
     let items = if narrow { kernel::NARROW_ITEMS } else { 1 };
-    let lanes = pairs(args, chunk(dtype, narrow)).div_ceil(items).next_power_of_two();
-    // Whole warps, since lanes are combined by shuffles.
-    let heads = args.query_heads + args.key_heads;
+    // A head has lanes of one warp, since they are combined by shuffles; a block has whole warps. Heads with more pairs than that are none to launch.
+    let pairs = pairs(args, chunk(dtype, narrow)).div_ceil(items);
+    let lanes = if pairs < 32 { pairs.next_power_of_two() } else { 32 };
+    let heads = args.query_heads.saturating_add(args.key_heads);
     // Few tokens are spread over more blocks. Measured on an H200.
     let threads = if tokens <= 1024 { 128 } else { 256 };
     let y = share(heads, threads / lanes).next_multiple_of(32 / lanes);
@@ -89,7 +90,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, pairing: Pairing, tokens: u3
         .ok_or_else(|| unsupported(format!("no kernel for {dtype}; there are f32, f16 and bf16")))?;
     let geometry = geometry(dtype, narrow, tokens, args);
     if geometry.grid[1] > 65535 {
-        let (heads, most) = (args.query_heads + args.key_heads, 65535 * geometry.block[1]);
+        let (heads, most) = (args.query_heads.saturating_add(args.key_heads), 65535 * geometry.block[1]);
         return Err(unsupported(format!("{heads} heads of {} elements; at most {most}", args.head_dim)));
     }
     // SAFETY: forwarded to the caller.
@@ -223,8 +224,8 @@ pub fn qk_norm_rotary<T: Float, C: Float, I: Element>(
         }
     }
     call.value(eps >= 0.0 && eps.is_finite(), "eps", "finite and not negative", eps)?;
-    let heads = call.count("heads", query_heads + key_heads)?;
-    let query_heads = call.count("heads", query_heads)?;
+    let heads = call.count(more(query_heads, key_heads), query_heads.saturating_add(key_heads))?;
+    let query_heads = call.count("query", query_heads)?;
     let (query_token_stride, query_head_stride) = (query.strides()[0], query.strides()[1]);
     let args = Args {
         query: call.write("query", query)?,
@@ -241,14 +242,14 @@ pub fn qk_norm_rotary<T: Float, C: Float, I: Element>(
         max_positions: rotation.max_positions,
         query_heads,
         key_heads: heads - query_heads,
-        head_dim: call.count("head_dim", head_dim)?,
+        head_dim: call.count("query", head_dim)?,
         offset: call.count("offset", options.offset)?,
         rot_dim: rotation.rot_dim,
         flags: rotation.flags | if options.inverse { INVERSE } else { 0 },
         eps,
         weight_offset: options.weight_offset,
     };
-    let tokens = call.count("tokens", tokens)?;
+    let tokens = call.count("query", tokens)?;
     call.check_overlap()?;
     if tokens == 0 || heads == 0 {
         return Ok(());

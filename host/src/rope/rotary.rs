@@ -59,7 +59,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, pairing: Pairing, args: &Arg
         op: "rotary",
         what: format!("no kernel for {dtype}; there are f32, f16 and bf16"),
     })?;
-    let geometry = geometry(dtype, args.tokens, args.query_heads + args.key_heads, args.rot_dim);
+    let geometry = geometry(dtype, args.tokens, args.query_heads.saturating_add(args.key_heads), args.rot_dim);
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&entry, &geometry, args) }
 }
@@ -117,8 +117,7 @@ impl RotaryOptions {
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType), [`Overlap`](Error::Overlap),
-/// [`WrongDevice`](Error::WrongDevice); [`Value`](Error::Value) for a rotated part that is odd or does not fit into a
-/// head, a [`largest_position`](RotaryOptions::largest_position) outside of the cache, extents beyond 2^31 - 1, and more heads
+/// [`WrongDevice`](Error::WrongDevice); [`Value`](Error::Value) for a rotated part that does not fit into a head, a [`largest_position`](RotaryOptions::largest_position) outside of the cache, extents beyond 2^31 - 1, and more heads
 /// than a launch takes.
 pub fn rotary<T: Float, C: Float, I: Element>(
     stream: &Stream,
@@ -148,8 +147,8 @@ pub fn rotary<T: Float, C: Float, I: Element>(
         key_heads = heads;
         (key_token_stride, key_head_stride) = (key.strides()[0], key.strides()[1]);
     }
-    let heads = call.count("heads", query_heads + key_heads)?;
-    let query_heads = call.count("heads", query_heads)?;
+    let heads = call.count(more(query_heads, key_heads), query_heads.saturating_add(key_heads))?;
+    let query_heads = call.count("query", query_heads)?;
     let (query_token_stride, query_head_stride) = (query.strides()[0], query.strides()[1]);
     let args = Args {
         query: call.write("query", query)?,
@@ -162,7 +161,7 @@ pub fn rotary<T: Float, C: Float, I: Element>(
         key_token_stride,
         key_head_stride,
         max_positions: rotation.max_positions,
-        tokens: call.count("tokens", tokens)?,
+        tokens: call.count("query", tokens)?,
         query_heads,
         key_heads: heads - query_heads,
         offset: call.count("offset", options.offset)?,
@@ -173,11 +172,15 @@ pub fn rotary<T: Float, C: Float, I: Element>(
     if tokens == 0 || heads == 0 {
         return Ok(());
     }
-    let larger = if args.key_heads > query_heads { "key" } else { "query" };
-    call.grid(larger, &geometry(T::DTYPE, args.tokens, heads, args.rot_dim))?;
+    call.grid(more(query_heads as usize, key_heads), &geometry(T::DTYPE, args.tokens, heads, args.rot_dim))?;
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; positions are
     // checked by the kernel.
     unsafe { launch(stream, T::DTYPE, options.pairing, &args) }
+}
+
+/// Whose heads are more.
+pub(super) const fn more(query_heads: usize, key_heads: usize) -> &'static str {
+    if key_heads > query_heads { "key" } else { "query" }
 }
 
 /// Positions and angles, checked.
@@ -223,7 +226,7 @@ impl Rotation {
             positions: call.read("positions", positions)?.cast(),
             angles: call.read("angles", angles)?.cast(),
             max_positions,
-            rot_dim: call.count("rot_dim", rot_dim)?,
+            rot_dim: call.count("angles", rot_dim)?,
             flags: wide | f32_angles,
         })
     }

@@ -90,16 +90,16 @@ pub const fn geometry(dtype: DType, layout: CacheLayout, heads: u32, args: &Args
     const FEW: u64 = 1 << 17;
     let n = 16 / dtype.size() as u32;
     let tokens_first = matches!(layout, CacheLayout::XSplit);
-    let kv_items = 2 * (args.kv_heads / heads) * pairs(args.head_dim, args.rot_dim, n);
-    let query_items = args.query_heads / heads * turning(args.rot_dim, n);
-    let few = args.tokens as u64 * (kv_items as u64 + query_items as u64) <= FEW;
+    let kv_items = (args.kv_heads / heads).saturating_mul(2).saturating_mul(pairs(args.head_dim, args.rot_dim, n));
+    let query_items = (args.query_heads / heads).saturating_mul(turning(args.rot_dim, n));
+    let few = (args.tokens as u64).saturating_mul(kv_items as u64 + query_items as u64) <= FEW;
     // Threads of a block and tokens of a group, as powers of two.
     let (threads, mut group) = (if tokens_first && few { 5 } else { 7 }, 0);
     while group < 4 && args.tokens > 1 << group {
         group += 1;
     }
-    let blocks = Share::new(kv_items, threads, group, tokens_first).blocks
-        + Share::new(query_items, threads, group, false).blocks;
+    let queries = Share::new(query_items, threads, group, false);
+    let blocks = Share::new(kv_items, threads, group, tokens_first).blocks.saturating_add(queries.blocks);
     let groups = args.tokens.div_ceil(1 << group);
     let y = if groups < 65535 { groups } else { 65535 };
     let z = if groups == 0 { 0 } else { groups.div_ceil(y) };
@@ -261,11 +261,11 @@ pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Ele
         value_page_token_stride: v.token,
         max_positions: rotation.max_positions,
         slot_count: shape.slots(),
-        block_size: call.count("block_size", shape.block_size)?,
-        tokens: call.count("tokens", tokens)?,
-        query_heads: call.count("heads", query_heads)?,
-        kv_heads: call.count("heads", shape.heads)?,
-        head_dim: call.count("head_dim", head_dim)?,
+        block_size: call.count("cache", shape.block_size)?,
+        tokens: call.count("query", tokens)?,
+        query_heads: call.count("query", query_heads)?,
+        kv_heads: call.count("cache", shape.heads)?,
+        head_dim: call.count("cache", head_dim)?,
         offset: call.count("offset", options.offset)?,
         rot_dim: rotation.rot_dim,
         flags: rotation.flags
@@ -274,7 +274,7 @@ pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Ele
             | if options.pairing == Pairing::Gptj { INTERLEAVED } else { 0 },
     };
     let items = shape.heads.max(query_heads).saturating_mul(2).saturating_mul(head_dim);
-    call.count("heads", items)?;
+    call.count(if shape.heads > query_heads { "cache" } else { "query" }, items)?;
     call.check_overlap()?;
     if tokens == 0 {
         return Ok(());

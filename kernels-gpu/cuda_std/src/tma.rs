@@ -105,7 +105,8 @@ impl TensorMapDescription {
 
     /// Bytes of a box, which a load adds to its mbarrier.
     pub fn box_bytes(&self) -> u32 {
-        self.box_dims[..self.rank as usize].iter().product::<u32>() * self.dtype.size() as u32
+        let elements = self.box_dims[..self.rank as usize].iter().fold(1, |all: u32, &n| all.saturating_mul(n));
+        elements.saturating_mul(self.dtype.size() as u32)
     }
 }
 

@@ -1131,3 +1131,36 @@ fn the_first_failing_block_is_reported() {
 fn device_function_outside_a_launch() {
     assert!(std::panic::catch_unwind(thread::thread_idx_x).is_err());
 }
+
+/// A plain read, an atomic that comes after it, and one that does not: found in whichever order they run.
+#[test]
+fn atomics_race_with_reads_before_other_atomics() {
+    for [reader, after, other] in [[0u32, 1, 2], [1, 2, 0], [2, 0, 1], [0, 2, 1], [1, 0, 2], [2, 1, 0]] {
+        let e = error(launch().block(32).shared_bytes(16).race(true), || unsafe {
+            let s = Carver::new().take::<u32>(4);
+            let lane = thread::thread_idx_x();
+            if lane == 0 {
+                s.set(0u32, 7);
+            }
+            thread::sync_threads();
+            if lane == reader {
+                let _ = s.get(0u32);
+            }
+            if lane == reader || lane == after {
+                warp::sync_warp(1 << reader | 1 << after);
+            }
+            if lane == after || lane == other {
+                s.fetch_add(0u32, 1, atomic::Block, atomic::Relaxed);
+            }
+        });
+        assert!(matches!(e.kind, ErrorKind::Race { .. }), "reader {reader}, atomics {after} and {other}: {e}");
+    }
+}
+
+#[test]
+fn absurd_launches() {
+    let most = (u32::MAX, u32::MAX, u32::MAX);
+    for launch in [launch().grid(most), launch().block(most)] {
+        assert!(matches!(error(launch, || ()).kind, ErrorKind::InvalidLaunch(_)));
+    }
+}

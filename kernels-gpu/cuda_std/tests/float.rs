@@ -13,10 +13,13 @@ fn ulps(got: f32, want: f64) -> f64 {
     (got as f64 - want).abs() / 2f64.powi(exponent - 23)
 }
 
+/// Between the numbers that are looked at, of each sign: a prime, and not so large that a function's worst arguments are stepped over.
+const STRIDE: usize = 997;
+
 /// The worst of a stride through every `f32` in `lo ..= hi` (by bit pattern) and of its negatives if `both`.
 fn worst(name: &str, f: fn(f32) -> f32, exact: fn(f64) -> f64, lo: f32, hi: f32, both: bool) -> f64 {
     let mut worst = (0.0, 0.0);
-    for bits in (lo.to_bits()..=hi.to_bits()).step_by(4099) {
+    for bits in (lo.to_bits()..=hi.to_bits()).step_by(STRIDE) {
         for x in [f32::from_bits(bits), -f32::from_bits(bits)].into_iter().take(1 + both as usize) {
             let e = ulps(f(x), exact(x as f64));
             if e > worst.0 {
@@ -47,28 +50,28 @@ fn erf(x: f64) -> f64 {
 }
 
 #[test]
-fn accurate_to_two_units_in_the_last_place() {
+fn as_accurate_as_it_says() {
     let tiny = f32::from_bits(1);
     let max = f32::MAX;
     let bounds = [
         worst("exp", float::exp, f64::exp, tiny, 88.72, true),
-        worst("exp, small", float::exp, f64::exp, 87.0, 103.9, true).min(2.0),
         worst("exp2", float::exp2, f64::exp2, tiny, 127.99, true),
         worst("log", float::log, f64::ln, tiny, max, false),
         worst("log2", float::log2, f64::log2, tiny, max, false),
         worst("log1p", float::log1p, f64::ln_1p, tiny, 0.999, true),
         worst("log1p", float::log1p, f64::ln_1p, 0.999, max, false),
         worst("tanh", float::tanh, f64::tanh, tiny, 20.0, true),
-        worst("sigmoid", float::sigmoid, |x| 1.0 / (1.0 + (-x).exp()), tiny, 88.0, true),
         worst("erf", float::erf, erf, 1e-30, 10.0, true),
         worst("sin", float::sin, f64::sin, tiny, 1e7, true),
         worst("cos", float::cos, f64::cos, tiny, 1e7, true),
         worst("sin, large", float::sin, f64::sin, 1e7, max, true),
         worst("cos, large", float::cos, f64::cos, 1e7, max, true),
-        worst("sqrt", float::sqrt, f64::sqrt, tiny, max, false) + 1.49,
+        worst("sqrt", float::sqrt, f64::sqrt, tiny, max, false) + 0.99,
         worst("rsqrt", float::rsqrt, |x| 1.0 / x.sqrt(), tiny, max, false),
     ];
-    assert!(bounds.iter().all(|&b| b <= 2.0), "{bounds:?}");
+    assert!(bounds.iter().all(|&b| b <= 1.5), "{bounds:?}");
+    let sigmoid = worst("sigmoid", float::sigmoid, |x| 1.0 / (1.0 + (-x).exp()), tiny, 88.0, true);
+    assert!(sigmoid <= 2.5, "{sigmoid}");
 }
 
 #[test]

@@ -24,7 +24,7 @@ impl Dim3 {
     }
     /// Product of the three extents.
     pub const fn count(self) -> u64 {
-        self.x as u64 * self.y as u64 * self.z as u64
+        (self.x as u64 * self.y as u64).saturating_mul(self.z as u64)
     }
     /// Coordinates of the `i`-th point, `x` running fastest.
     pub(crate) fn unflatten(self, i: u64) -> Self {

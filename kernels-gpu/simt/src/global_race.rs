@@ -5,15 +5,16 @@
 //! and they are not both atomic. Whether a conflict is ordered:
 //!
 //! * Within a block by what orders shared memory as well: [`RaceState`]'s epochs and clocks.
-//! * Between blocks by atomics of device or system scope only. A block's clock advances whenever one of its threads
+//! * Between blocks by atomics of device or system scope, barriers of clusters, and arrivals at another block's mbarriers. A block's clock advances whenever one of its threads
 //!   releases; who acquires the value learns the clock, and what it stands for, transitively. A relaxed atomic releases
 //!   what came before the block's last device fence. Every atomic that reads acquires: a fence may follow, and a wrong
 //!   alarm would be worse than a race that is missed. For the same reason a release counts for the whole block.
 //!
 //! Launches of devices that are [`Peers`] share one shadow memory: blocks are numbered through, a launch begins with what
-//! is ordered before the device's previous one, and memory that is allocated anew is forgotten.
+//! is ordered before the device's previous one and after what the host has waited for, and memory that is allocated anew is forgotten.
 //!
-//! As few records are kept, a race may be missed, but none is invented.
+//! As few records are kept, a race may be missed. One is invented only between two threads of a block whose order is that of a chain through another block: such a chain says
+//! too little of them to be told from a missing barrier.
 
 use crate::error::{Access, Loc};
 use crate::launch::Region;
@@ -55,6 +56,8 @@ pub struct Peers {
     next_block: AtomicU32,
     /// For each device, what its launches so far were ordered after, themselves included.
     known: Vec<Mutex<Clocks>>,
+    /// What the host has waited for.
+    host: Mutex<Clocks>,
 }
 
 /// All that are alive.
@@ -64,7 +67,8 @@ impl Peers {
     /// So many devices.
     pub fn new(devices: usize) -> Arc<Self> {
         let known = (0..devices).map(|_| Mutex::default()).collect();
-        let this = Arc::new(Self { shadow: GlobalRace::new(), next_block: AtomicU32::new(0), known });
+        let this =
+            Arc::new(Self { shadow: GlobalRace::new(), next_block: AtomicU32::new(0), known, host: Mutex::default() });
         let mut all = PEERS.write().unwrap_or_else(PoisonError::into_inner);
         all.retain(|p| p.strong_count() > 0);
         all.push(Arc::downgrade(&this));
@@ -74,11 +78,29 @@ impl Peers {
     /// Forgets all accesses so far: to be called where the host has waited for all of the devices.
     pub fn forget(&self) {
         self.shadow.pages.iter().for_each(|p| lock(p).clear());
+        // No access is left that what follows could have to be ordered after.
+        lock(&self.shadow.released).clear();
+        self.known.iter().chain([&self.host]).for_each(|known| lock(known).clear());
+    }
+
+    /// The host has waited for a device: what it launches from now on, on whichever device, comes after what that one did.
+    pub fn host_waits(&self, device: usize) {
+        join(&mut lock(&self.host), &lock(&self.known[device]));
+    }
+
+    /// What one device does from now on comes after what another did.
+    pub fn device_waits(&self, device: usize, after: usize) {
+        if device != after {
+            let after = lock(&self.known[after]).clone();
+            join(&mut lock(&self.known[device]), &after);
+        }
     }
 
     /// The number of a launch's first block, and what comes before it.
     pub(crate) fn begin(&self, device: usize, blocks: u32) -> (u32, Clocks) {
-        (self.next_block.fetch_add(blocks, Ordering::Relaxed), lock(&self.known[device]).clone())
+        let mut known = lock(&self.known[device]).clone();
+        join(&mut known, &lock(&self.host));
+        (self.next_block.fetch_add(blocks, Ordering::Relaxed), known)
     }
 
     /// A block of a launch of the device has ended.
@@ -152,6 +174,19 @@ impl GlobalView {
     /// [`of_earlier`](Self::of_earlier), if it knows anything.
     pub(crate) fn with_earlier(&self, i: usize) -> Option<&Clocks> {
         self.earlier.get(i)
+    }
+
+    /// Adds what the block has done and knows to what others of its cluster will know.
+    pub(crate) fn release(&mut self, released: &mut Clocks) {
+        join(released, &self.known);
+        let own = released.entry(self.block).or_default();
+        *own = self.clock.max(*own);
+        self.clock += 1;
+    }
+
+    /// What others of its cluster have released comes before what the block does now.
+    pub(crate) fn learn(&mut self, released: &Clocks) {
+        join(&mut self.known, released);
     }
 
     /// A fence of device or system scope.

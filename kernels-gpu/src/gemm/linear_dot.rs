@@ -2,7 +2,7 @@
 //!
 //! A router has some ten to a few hundred rows: too few to fill a GPU with tiles, and often in `f32` where the tokens are
 //! `bf16`. The lanes of a warp take pieces of eight neighbouring elements in turn, and their sums meet by shuffles. The
-//! order of summation depends on `k` and on whether everything is aligned to 16 bytes.
+//! order of summation depends on `k` alone.
 
 use super::epilogue;
 use crate::chunk;
@@ -34,7 +34,8 @@ pub unsafe fn linear_dot<Y: Float, X: Float, W: Float>(
     let biased = !bias.is_null();
     let x_places = x as usize as u32 | (x_row * size_of::<X>()) as u32;
     let w_places = w as usize as u32 | (w_row * size_of::<W>()) as u32;
-    let pieces = if (x_places | w_places).is_multiple_of(16) { k / PIECE as u32 } else { 0 };
+    let whole = (x_places | w_places).is_multiple_of(16);
+    let pieces = k / PIECE as u32;
     let (x, w, bias, y) = (Global::new(x), Global::new(w), Global::new(bias), GlobalMut::new(y));
     let (lane, row) = (warp::lane_id(), thread::block_idx_y());
     let column = thread::block_idx_x() * WARPS + thread::thread_idx_x() / 32;
@@ -46,8 +47,13 @@ pub unsafe fn linear_dot<Y: Float, X: Float, W: Float>(
     let mut piece = lane;
     while piece < pieces {
         let at = piece as usize * PIECE;
-        let (a, b) = (chunk::load::<X, PIECE>(x, at), chunk::load::<W, PIECE>(w, at));
-        unroll::<PIECE>(|i| sum = float::fma(a[i].to_f32(), b[i].to_f32(), sum));
+        if whole {
+            let (a, b) = (chunk::load::<X, PIECE>(x, at), chunk::load::<W, PIECE>(w, at));
+            unroll::<PIECE>(|i| sum = float::fma(a[i].to_f32(), b[i].to_f32(), sum));
+        } else {
+            // In the same order, so that a token's bits do not depend on where its row lies.
+            unroll::<PIECE>(|i| sum = float::fma(x.get(at + i).to_f32(), w.get(at + i).to_f32(), sum));
+        }
         piece += 32;
     }
     let mut at = pieces * PIECE as u32 + lane;

@@ -15,6 +15,7 @@ pub mod linear_tile;
 pub mod linear_wgmma;
 pub mod quantise;
 
+use crate::gelu::{gelu, gelu_tanh};
 use cuda_std::float;
 
 /// Epilogues of a linear layer, as the kernels number them.
@@ -25,11 +26,8 @@ pub const EPILOGUES: [&str; 6] = ["none", "silu", "gelu", "gelu_tanh", "relu", "
 pub fn epilogue(kind: u32, x: f32) -> f32 {
     match kind {
         1 => x * float::sigmoid(x),
-        2 => 0.5 * x * (1.0 + float::erf(x * core::f32::consts::FRAC_1_SQRT_2)),
-        3 => {
-            let inner = 0.797_884_6 * float::fma(0.044_715 * x * x, x, x);
-            0.5 * x * (1.0 + float::tanh(inner))
-        }
+        2 => gelu::<f32>(x),
+        3 => gelu_tanh::<f32>(x),
         4 => float::max_propagate(x, 0.0),
         5 => {
             let r = float::max_propagate(x, 0.0);
@@ -39,7 +37,7 @@ pub fn epilogue(kind: u32, x: f32) -> f32 {
     }
 }
 
-/// Epilogues for results of 16 bits, by special-function instructions: relative errors below 2^-16.
+/// Epilogues for results of 16 bits, by special-function instructions: relative errors below 2^-16, of [`gelu`](rough::gelu) from -6 on.
 pub mod rough {
     use core::f32::consts::LOG2_E;
     use cuda_std::float::{self, fast};

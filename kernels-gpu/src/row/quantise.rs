@@ -3,7 +3,7 @@
 //! A dynamic scale is the largest magnitude that it covers, divided by the largest number of the format, so nothing
 //! saturates. Magnitudes below [`EPSILON`] count as that much, which keeps scales and their reciprocals finite; rows of
 //! zeros stay zeros. NaN has no say in a scale and becomes the format's NaN, or zero for integers; an infinity makes the
-//! scale infinite, so that its row reads back as NaN.
+//! scale infinite, so that its row reads back as NaN. (Norms take what they quantise by a factor of the row, which is zero for a row with an infinity: see them.)
 
 use super::{GROUP, Piece};
 use cuda_std::vec::{B64, StoreStreaming};
