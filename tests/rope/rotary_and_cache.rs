@@ -214,10 +214,9 @@ fn matches_the_references() {
 /// Even numbers of heads in layouts that two heads a thread are for.
 fn even_case() -> impl Strategy<Value = Case> {
     case().prop_map(|case| {
-        let layout = if case.layout == CacheLayout::XSplit { CacheLayout::Nhd } else { case.layout };
         let CacheShape { blocks, block_size, heads, head_dim, .. } = case.shape;
         let shape = CacheShape::new(blocks, block_size, 2 * heads, head_dim);
-        Case { layout, shape, query_heads: 2 * case.query_heads, two_heads: true, ..case }
+        Case { shape, query_heads: 2 * case.query_heads, two_heads: true, ..case }
     })
 }
 
@@ -266,11 +265,9 @@ fn angles_and_caches_that_begin_off_a_chunk() {
                     seed,
                 };
                 check_case::<bf16, bf16, bf16>(device, stream, &case);
-                if layout != CacheLayout::XSplit {
-                    let twos = Case { query_heads: 4, two_heads: true, ..case.clone() };
-                    check_case::<bf16, bf16, bf16>(device, stream, &twos);
-                    check_case::<f16, E4M3, f16>(device, stream, &twos);
-                }
+                let twos = Case { query_heads: 4, two_heads: true, ..case.clone() };
+                check_case::<bf16, bf16, bf16>(device, stream, &twos);
+                check_case::<f16, E4M3, f16>(device, stream, &twos);
                 check_case::<f32, i8, f32>(device, stream, &case);
                 check_case::<bf16, i8, f32>(device, stream, &Case { pairing: Pairing::Neox, ..case });
             }
@@ -486,7 +483,7 @@ fn every_input_type_has_every_cache_type() {
                 let name = if layout == CacheLayout::XSplit { "xsplit" } else { "flat" };
                 let want = format!("rotary_and_cache_{name}_{input}_{cache}");
                 assert_eq!(entry(input, cache, layout, 1).unwrap().name, want);
-                let two = (name == "flat" && input != DType::F32).then(|| format!("{want}_twos"));
+                let two = (input != DType::F32).then(|| format!("{want}_twos"));
                 assert_eq!(entry(input, cache, layout, 2).map(|e| e.name), two.as_deref());
             }
             assert!(entry(input, DType::I32, layout, 1).is_none());

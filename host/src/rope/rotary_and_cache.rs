@@ -19,11 +19,9 @@ use cuda_std::{DType, Element, Entry, Float};
 pub use crate::kernels::rope::chunk_pairs::{INTERLEAVED, SCALE_PER_HEAD, SLOTS_I64};
 pub use kernel::Args;
 
-/// Whether a thread can have two heads: of an even number of heads of queries, and of keys and values, of 16 bits, in layouts in which neighbouring tokens
-/// are not neighbours.
-const fn can_have_two_heads(dtype: DType, layout: CacheLayout, args: &Args) -> bool {
-    let even = (args.query_heads | args.kv_heads).is_multiple_of(2);
-    !matches!(layout, CacheLayout::XSplit) && dtype.size() == 2 && even
+/// Whether a thread can have two heads: of an even number of heads of queries, and of keys and values, of 16 bits.
+const fn can_have_two_heads(dtype: DType, args: &Args) -> bool {
+    dtype.size() == 2 && (args.query_heads | args.kv_heads).is_multiple_of(2)
 }
 
 /// How many heads a thread has: two in large launches where it can, otherwise one.
@@ -34,7 +32,7 @@ pub const fn heads_of_a_thread(dtype: DType, layout: CacheLayout, args: &Args) -
     let items = 2 * args.kv_heads as u64 * pairs(args.head_dim, args.rot_dim, n) as u64
         + args.query_heads as u64 * turning(args.rot_dim, n) as u64;
     let many = (args.tokens as u64).saturating_mul(items) >= MANY;
-    if many && can_have_two_heads(dtype, layout, args) { 2 } else { 1 }
+    if many && can_have_two_heads(dtype, args) { 2 } else { 1 }
 }
 
 /// The entry for tensors and a cache of these types and so many [heads of a thread](heads_of_a_thread), if there is one.
@@ -42,7 +40,14 @@ pub const fn entry(dtype: DType, cache: DType, layout: CacheLayout, heads: u32) 
     use kernel::*;
     if heads == 2 {
         return Some(match (layout, dtype, cache) {
-            (CacheLayout::XSplit, _, _) => return None,
+            (CacheLayout::XSplit, DType::F16, DType::F16) => rotary_and_cache_xsplit_f16_f16_twos::ENTRY,
+            (CacheLayout::XSplit, DType::F16, DType::E4m3) => rotary_and_cache_xsplit_f16_e4m3_twos::ENTRY,
+            (CacheLayout::XSplit, DType::F16, DType::E5m2) => rotary_and_cache_xsplit_f16_e5m2_twos::ENTRY,
+            (CacheLayout::XSplit, DType::F16, DType::I8) => rotary_and_cache_xsplit_f16_i8_twos::ENTRY,
+            (CacheLayout::XSplit, DType::Bf16, DType::Bf16) => rotary_and_cache_xsplit_bf16_bf16_twos::ENTRY,
+            (CacheLayout::XSplit, DType::Bf16, DType::E4m3) => rotary_and_cache_xsplit_bf16_e4m3_twos::ENTRY,
+            (CacheLayout::XSplit, DType::Bf16, DType::E5m2) => rotary_and_cache_xsplit_bf16_e5m2_twos::ENTRY,
+            (CacheLayout::XSplit, DType::Bf16, DType::I8) => rotary_and_cache_xsplit_bf16_i8_twos::ENTRY,
             (_, DType::F16, DType::F16) => rotary_and_cache_flat_f16_f16_twos::ENTRY,
             (_, DType::F16, DType::E4m3) => rotary_and_cache_flat_f16_e4m3_twos::ENTRY,
             (_, DType::F16, DType::E5m2) => rotary_and_cache_flat_f16_e5m2_twos::ENTRY,
@@ -197,8 +202,7 @@ impl<'a> RotaryAndCacheOptions<'a> {
 /// has its query rotated. All of these but -1 are counted up in `status`, `[1]`, if there is one.
 ///
 /// # Errors
-/// Those of the two operations; [`Unsupported`](Error::Unsupported) for two heads a thread, if asked for, with a cache in the x-split layout, tensors of
-/// `f32`, or an odd number of heads.
+/// Those of the two operations; [`Unsupported`](Error::Unsupported) for two heads a thread, if asked for, with tensors of `f32`, or an odd number of heads.
 #[allow(clippy::too_many_arguments, reason = "tensors, in the order of all operations")]
 pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Element, J: Element>(
     stream: &Stream,
@@ -279,10 +283,9 @@ pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Ele
     if tokens == 0 {
         return Ok(());
     }
-    if options.two_heads == Some(true) && !can_have_two_heads(T::DTYPE, layout, &args) {
+    if options.two_heads == Some(true) && !can_have_two_heads(T::DTYPE, &args) {
         let what = format!(
-            "two heads a thread of {query_heads} and {} of {} in {layout:?}: `two_heads` is for even numbers of them, f16 or bf16, in Nhd or Hnd; leave \
-             it out",
+            "two heads a thread of {query_heads} and {} of {}: `two_heads` is for even numbers of them, f16 or bf16; leave it out",
             shape.heads,
             T::DTYPE
         );

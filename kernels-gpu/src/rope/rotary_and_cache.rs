@@ -271,21 +271,21 @@ entries! {
     rotary_and_cache_flat_bf16_i8 { type T = bf16; type S = i8; } [256]
         => rotary_and_cache::<T, S, Flat, Flat, 8, 4, false>;
     rotary_and_cache_flat_f16_f16_twos { type T = f16; type S = f16; } [256]
-        => rotary_and_cache_twos::<T, S, 8, 4>;
+        => rotary_and_cache_twos::<T, S, Flat, Flat, 8, 4, false>;
     rotary_and_cache_flat_f16_e4m3_twos { type T = f16; type S = E4M3; } [256]
-        => rotary_and_cache_twos::<T, S, 8, 4>;
+        => rotary_and_cache_twos::<T, S, Flat, Flat, 8, 4, false>;
     rotary_and_cache_flat_f16_e5m2_twos { type T = f16; type S = E5M2; } [256]
-        => rotary_and_cache_twos::<T, S, 8, 4>;
+        => rotary_and_cache_twos::<T, S, Flat, Flat, 8, 4, false>;
     rotary_and_cache_flat_f16_i8_twos { type T = f16; type S = i8; } [256]
-        => rotary_and_cache_twos::<T, S, 8, 4>;
+        => rotary_and_cache_twos::<T, S, Flat, Flat, 8, 4, false>;
     rotary_and_cache_flat_bf16_bf16_twos { type T = bf16; type S = bf16; } [256]
-        => rotary_and_cache_twos::<T, S, 8, 4>;
+        => rotary_and_cache_twos::<T, S, Flat, Flat, 8, 4, false>;
     rotary_and_cache_flat_bf16_e4m3_twos { type T = bf16; type S = E4M3; } [256]
-        => rotary_and_cache_twos::<T, S, 8, 4>;
+        => rotary_and_cache_twos::<T, S, Flat, Flat, 8, 4, false>;
     rotary_and_cache_flat_bf16_e5m2_twos { type T = bf16; type S = E5M2; } [256]
-        => rotary_and_cache_twos::<T, S, 8, 4>;
+        => rotary_and_cache_twos::<T, S, Flat, Flat, 8, 4, false>;
     rotary_and_cache_flat_bf16_i8_twos { type T = bf16; type S = i8; } [256]
-        => rotary_and_cache_twos::<T, S, 8, 4>;
+        => rotary_and_cache_twos::<T, S, Flat, Flat, 8, 4, false>;
     rotary_and_cache_xsplit_f32_f32 { type T = f32; type S = f32; } [256]
         => rotary_and_cache::<T, S, XSplitKey<4>, XSplitValue, 4, 2, true>;
     rotary_and_cache_xsplit_f32_e4m3 { type T = f32; type S = E4M3; } [256]
@@ -310,4 +310,20 @@ entries! {
         => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
     rotary_and_cache_xsplit_bf16_i8 { type T = bf16; type S = i8; } [256]
         => rotary_and_cache::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_f16_f16_twos { type T = f16; type S = f16; } [256]
+        => rotary_and_cache_twos::<T, S, XSplitKey<8>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_f16_e4m3_twos { type T = f16; type S = E4M3; } [256]
+        => rotary_and_cache_twos::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_f16_e5m2_twos { type T = f16; type S = E5M2; } [256]
+        => rotary_and_cache_twos::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_f16_i8_twos { type T = f16; type S = i8; } [256]
+        => rotary_and_cache_twos::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_bf16_bf16_twos { type T = bf16; type S = bf16; } [256]
+        => rotary_and_cache_twos::<T, S, XSplitKey<8>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_bf16_e4m3_twos { type T = bf16; type S = E4M3; } [256]
+        => rotary_and_cache_twos::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_bf16_e5m2_twos { type T = bf16; type S = E5M2; } [256]
+        => rotary_and_cache_twos::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
+    rotary_and_cache_xsplit_bf16_i8_twos { type T = bf16; type S = i8; } [256]
+        => rotary_and_cache_twos::<T, S, XSplitKey<16>, XSplitValue, 8, 4, true>;
 }

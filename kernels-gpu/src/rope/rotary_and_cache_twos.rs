@@ -1,11 +1,11 @@
-//! [`rotary_and_cache`](super::rotary_and_cache) with two heads a thread, for large launches in flat layouts.
+//! [`rotary_and_cache`](super::rotary_and_cache) with two heads a thread, for large launches.
 //!
 //! Position, angles and slot serve twice the bytes, twice as many of which are on their way, and there are half as many blocks to start. The heads of a thread
 //! are half of all heads apart, so that neighbouring threads still take neighbouring memory. One text for one and two heads was tried: ptxas makes 4 to 15 % less of it
 //! for one (docs/elementwise.md). What makes the same code is in [`chunk_pairs`](super::chunk_pairs).
 
 use crate::chunk;
-use crate::kv_cache::layout::{Flat, PageLayout, split_slot, store};
+use crate::kv_cache::layout::{PageLayout, split_slot, store};
 use crate::kv_cache::{CacheElement, StoreAs};
 use crate::operand;
 use crate::rope::chunk_pairs::{
@@ -48,7 +48,15 @@ fn widened<T: Float, const N: usize>(chunks: [[T; N]; HEADS]) -> [[f32; N]; HEAD
 /// Arguments, blocks and grid as for [`rotary_and_cache`](super::rotary_and_cache::rotary_and_cache), with half of all heads, whose numbers are even, to share
 /// among threads.
 #[inline(always)]
-pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, const N: usize, const H: usize>(
+pub unsafe fn rotary_and_cache_twos<
+    T: Float + StoreAs<S>,
+    S: CacheElement,
+    K: PageLayout,
+    V: PageLayout,
+    const N: usize,
+    const H: usize,
+    const TOKENS_FIRST: bool,
+>(
     query: *mut T,
     key: *const T,
     value: *const T,
@@ -89,14 +97,14 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
     // A thread's heads are so far apart.
     let (query_step, kv_step) = (query_heads / HEADS as u32, kv_heads / HEADS as u32);
     let kv_items = 2 * kv_step * parts;
-    let kv = Share::new(kv_items, threads, nx, false);
+    let kv = Share::new(kv_items, threads, nx, TOKENS_FIRST);
     let group = thread::block_idx_z() * thread::grid_dim_y() + thread::block_idx_y();
     let of_queries = thread::block_idx_x() >= kv.blocks;
     let items = if of_queries { query_step * turning } else { kv_items };
     let (in_group, item) = if of_queries {
         Share::new(items, threads, nx, false).of(thread::block_idx_x() - kv.blocks, thread, threads, false)
     } else {
-        kv.of(thread::block_idx_x(), thread, threads, false)
+        kv.of(thread::block_idx_x(), thread, threads, TOKENS_FIRST)
     };
     let few = thread::grid_dim_x() * thread::grid_dim_y() <= FEW_BLOCKS;
     let token = (group << nx) + in_group;
@@ -176,8 +184,8 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
     let whole = (half | offset | head_dim).is_multiple_of(n)
         && chunk::aligned::<T, N>(base as usize, token_stride | head_stride)
         && angles_aligned
-        && chunk::aligned::<S, N>(key_cache as usize, key_pages)
-        && chunk::aligned::<S, N>(value_cache as usize, value_pages);
+        && (K::RUN < N || chunk::aligned::<S, N>(key_cache as usize, key_pages))
+        && (V::RUN < N || chunk::aligned::<S, N>(value_cache as usize, value_pages));
 
     // Whole chunks: where they are, and their data under way before anything is asked.
     let turns = part < half / n && is_key;
@@ -213,8 +221,8 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
     let row = position as usize * rot_dim as usize;
 
     let (key_cache, value_cache) = (GlobalMut::new(key_cache), GlobalMut::new(value_cache));
-    let key_layout = Flat::new(key_page_block_stride, key_page_head_stride, key_page_token_stride, block_size);
-    let value_layout = Flat::new(value_page_block_stride, value_page_head_stride, value_page_token_stride, block_size);
+    let key_layout = K::new(key_page_block_stride, key_page_head_stride, key_page_token_stride, block_size);
+    let value_layout = V::new(value_page_block_stride, value_page_head_stride, value_page_token_stride, block_size);
     let (block, at) = split_slot(slot as u64, block_size);
     // The page of one of the thread's heads, and what its numbers are multiplied by.
     let key_page = |h: usize| key_cache.offset(key_layout.page(block, own + h as u32 * kv_step));
@@ -233,8 +241,8 @@ pub unsafe fn rotary_and_cache_twos<T: Float + StoreAs<S>, S: CacheElement, cons
             let mut h = 0;
             while h < HEADS {
                 let (page, inverse_scale) = (key_page(h), inverse_scale(h));
-                store::<S, Flat, N>(page, key_layout, at, first, quantised(c[h], inverse_scale));
-                store::<S, Flat, N>(page, key_layout, at, second, quantised(d[h], inverse_scale));
+                store::<S, K, N>(page, key_layout, at, first, quantised(c[h], inverse_scale));
+                store::<S, K, N>(page, key_layout, at, second, quantised(d[h], inverse_scale));
                 h += 1;
             }
         } else if is_key {
