@@ -81,7 +81,7 @@ fn geometries() {
         }
         for args in [rotary_and_cache_args(MOST, MOST, MOST, MOST), rotary_and_cache_args(1, 1 << 30, 128, 1)] {
             assert!(rotary_and_cache::geometry(BF16, layout, 1, &args).grid[0] > 1 << 20);
-            assert!(rotary_and_cache::heads_of_a_thread(BF16, layout, &args) > 0);
+            assert!(rotary_and_cache::heads_of_a_thread(BF16, BF16, layout, &args) > 0);
         }
     }
     assert_eq!(reshape_and_cache::tiles_geometry(16, 1 << 31, 128).grid[0], MOST);

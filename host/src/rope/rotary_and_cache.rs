@@ -25,14 +25,17 @@ const fn can_have_two_heads(dtype: DType, args: &Args) -> bool {
 }
 
 /// How many heads a thread has: two in large launches where it can, otherwise one.
-pub const fn heads_of_a_thread(dtype: DType, layout: CacheLayout, args: &Args) -> u32 {
-    /// Pairs of chunks from which it is faster. Measured on an H200.
-    const MANY: u64 = 3 << 17;
+pub const fn heads_of_a_thread(dtype: DType, cache: DType, layout: CacheLayout, args: &Args) -> u32 {
     let n = 16 / dtype.size() as u32;
     let items = 2 * args.kv_heads as u64 * pairs(args.head_dim, args.rot_dim, n) as u64
         + args.query_heads as u64 * turning(args.rot_dim, n) as u64;
-    let many = (args.tokens as u64).saturating_mul(items) >= MANY;
-    if many && can_have_two_heads(dtype, args) { 2 } else { 1 }
+    // Pairs of chunks from which it is faster. Measured on an H200.
+    let many = match layout {
+        CacheLayout::XSplit if cache.size() == 2 => 3 << 9,
+        CacheLayout::XSplit => 3 << 14,
+        _ => 3 << 17,
+    };
+    if (args.tokens as u64).saturating_mul(items) >= many && can_have_two_heads(dtype, args) { 2 } else { 1 }
 }
 
 /// The entry for tensors and a cache of these types and so many [heads of a thread](heads_of_a_thread), if there is one.
@@ -97,7 +100,7 @@ pub const fn geometry(dtype: DType, layout: CacheLayout, heads: u32, args: &Args
     let tokens_first = matches!(layout, CacheLayout::XSplit);
     let kv_items = (args.kv_heads / heads).saturating_mul(2).saturating_mul(pairs(args.head_dim, args.rot_dim, n));
     let query_items = (args.query_heads / heads).saturating_mul(turning(args.rot_dim, n));
-    let few = (args.tokens as u64).saturating_mul(kv_items as u64 + query_items as u64) <= FEW;
+    let few = (args.tokens as u64).saturating_mul(kv_items as u64 + query_items as u64) <= FEW / heads as u64;
     // Threads of a block and tokens of a group, as powers of two.
     let (threads, mut group) = (if tokens_first && few { 5 } else { 7 }, 0);
     while group < 4 && args.tokens > 1 << group {
@@ -121,7 +124,7 @@ pub const fn geometry(dtype: DType, layout: CacheLayout, heads: u32, args: &Args
 /// [`reshape_and_cache::launch`](crate::kv_cache::reshape_and_cache::launch).
 pub unsafe fn launch(stream: &Stream, dtype: DType, cache: DType, layout: CacheLayout, args: &Args) -> Result<()> {
     // SAFETY: forwarded to the caller.
-    unsafe { launch_with(stream, dtype, cache, layout, heads_of_a_thread(dtype, layout, args), args) }
+    unsafe { launch_with(stream, dtype, cache, layout, heads_of_a_thread(dtype, cache, layout, args), args) }
 }
 
 /// [`launch`] with so many heads a thread, which can have two.
@@ -291,7 +294,9 @@ pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Ele
         );
         return Err(Error::Unsupported { op: "rotary_and_cache", what });
     }
-    let heads = options.two_heads.map_or_else(|| heads_of_a_thread(T::DTYPE, layout, &args), |two| 1 + u32::from(two));
+    let heads = options
+        .two_heads
+        .map_or_else(|| heads_of_a_thread(T::DTYPE, S::DTYPE, layout, &args), |two| 1 + u32::from(two));
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; positions and
     // slots are checked by the kernel; two heads are possible where they are asked for.
     unsafe { launch_with(stream, T::DTYPE, S::DTYPE, layout, heads, &args) }
