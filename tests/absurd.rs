@@ -2,6 +2,7 @@
 
 use std::ptr::{null, null_mut};
 use warploom::kv_cache::{self, CacheLayout, copy_blocks, gather_cache, reshape_and_cache, swap};
+use warploom::rope::qk_norm_rotary::Heads;
 use warploom::rope::{Pairing, qk_norm_rotary, rotary, rotary_and_cache};
 use warploom::{DType, Device, Error, Stream, norm};
 
@@ -89,7 +90,7 @@ fn geometries() {
     assert_eq!(copy_blocks::geometry(1, 2, (1 << 46) + (1 << 14)).grid[2], MOST);
     assert_eq!(swap::geometry(480, MOST, 1 << 50).grid, swap::geometry(MOST, MOST, usize::MAX).grid);
     for (heads, dim, rot) in [(MOST, 128, 128), (1, MOST, 128), (1, 1024, 128), (1, 64, 128)] {
-        let geometry = qk_norm_rotary::geometry(BF16, false, 1, &qk_norm_rotary_args(heads, dim, rot));
+        let geometry = qk_norm_rotary::geometry(BF16, Heads::Wide, 1, &qk_norm_rotary_args(heads, dim, rot));
         assert!(geometry.block[0] <= 32 && geometry.grid[1] > 0, "{heads} {dim} {rot}: {geometry:?}");
     }
     let _ = kv_cache::advance::geometry(MOST);

@@ -6,6 +6,7 @@ use crate::rows::vector;
 use cuda_std::{Element, Float};
 use proptest::prelude::*;
 use warploom::rope::QkNormRotaryOptions;
+use warploom::rope::qk_norm_rotary::Heads;
 use warploom::rope::{self, Pairing, Scaling};
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{assert_close, noise_of, on_every_device, property, widen};
@@ -305,4 +306,85 @@ fn refuses_what_it_cannot_do() {
     let weight = q();
     let part = weight.as_strided(&[64], &[1], 0).unwrap();
     assert!(matches!(run(&weight, None, Some(&part), 0.0), Error::Overlap { .. }));
+}
+
+/// Heads that turn as a whole have a kernel of their own, which gives the bits of the general one.
+#[test]
+fn whole_heads_are_the_same_bits() {
+    fn check<T: Float + PartialEq>(
+        d: &Device,
+        s: &Stream,
+        tokens: usize,
+        heads: [usize; 2],
+        dim: usize,
+        pairing: Pairing,
+    ) {
+        let angles = rope::cache::<f32>(d, 40, dim, 1e4, Scaling::None).unwrap();
+        let positions: Vec<i64> = (0..tokens as i64).map(|t| if t == 2 { 40 } else { t % 40 }).collect();
+        let positions = Tensor::from_slice(d, &positions, &[tokens]).unwrap();
+        let weights = [1, 2].map(|seed| Tensor::from_slice(d, &noise_of::<T>(dim, seed), &[dim]).unwrap());
+        let all = noise_of::<T>(tokens * (heads[0] + heads[1]) * dim, 3);
+        let run = |how, weighted: bool| {
+            let x = Tensor::from_slice(d, &all, &[tokens, heads[0] + heads[1], dim]).unwrap();
+            let (mut q, mut k) = (x.narrow(1, 0, heads[0]).unwrap(), x.narrow(1, heads[0], heads[1]).unwrap());
+            let mut status = Tensor::<u32>::zeros(d, &[1]).unwrap();
+            let mut options = QkNormRotaryOptions::default().pairing(pairing).weight_offset(0.5);
+            options.heads = how;
+            if weighted {
+                options = options.weights(&weights[0], &weights[1]);
+            }
+            let key = (heads[1] > 0).then_some(&mut k);
+            rope::qk_norm_rotary(s, &mut q, key, Some(&mut status), &positions, &angles, 1e-6, &options).unwrap();
+            assert_eq!(status.to_vec().unwrap(), [u32::from(tokens > 2)]);
+            x.to_vec().unwrap()
+        };
+        for weighted in [false, true] {
+            let want = run(Some(Heads::Wide), weighted);
+            assert!(want != all);
+            assert!(run(Some(Heads::Whole), weighted) == want, "{tokens} x {heads:?} x {dim}, {pairing:?}");
+            assert!(run(None, weighted) == want);
+        }
+    }
+    on_every_device(|d, s| {
+        for pairing in [Pairing::Neox, Pairing::Gptj] {
+            for (tokens, heads) in [(1, [32, 8]), (3, [5, 0]), (4, [7, 2]), (2, [1, 1])] {
+                for dim in [16, 64, 128, 256] {
+                    check::<bf16>(d, s, tokens, heads, dim, pairing);
+                }
+                check::<f16>(d, s, tokens, heads, 128, pairing);
+                check::<f32>(d, s, tokens, heads, 128, pairing);
+            }
+        }
+        if !d.is_simt() {
+            check::<bf16>(d, s, 3000, [32, 8], 128, Pairing::Neox);
+        }
+    });
+}
+
+/// Which kernel there is for which heads, and that no other is taken.
+#[test]
+fn kernels_of_their_own() {
+    let d = &Device::simt();
+    let s = &Stream::new(d).unwrap();
+    let run = |dim: usize, rot_dim: usize, offset: usize, heads: Heads| {
+        let mut q = Tensor::<bf16>::zeros(d, &[1, 2, dim]).unwrap();
+        let angles = rope::cache::<f32>(d, 8, rot_dim, 1e4, Scaling::None).unwrap();
+        let positions = Tensor::from_slice(d, &[3i32], &[1]).unwrap();
+        let options = QkNormRotaryOptions::default().offset(offset).heads(heads);
+        rope::qk_norm_rotary(s, &mut q, None, None, &positions, &angles, 1e-6, &options)
+    };
+    for (dim, rot_dim, offset, wide, whole) in [
+        (128, 128, 0, true, true),
+        (128, 64, 0, true, false),
+        (128, 64, 64, true, false),
+        (80, 80, 0, true, false),
+        (46, 46, 0, false, false),
+    ] {
+        assert!(run(dim, rot_dim, offset, Heads::Narrow).is_ok());
+        for (heads, can) in [(Heads::Wide, wide), (Heads::Whole, whole)] {
+            let result = run(dim, rot_dim, offset, heads);
+            assert!(matches!(result, Err(Error::Unsupported { .. })) != can, "{dim} {rot_dim} {offset}: {result:?}");
+            assert_eq!(result.is_ok(), can);
+        }
+    }
 }

@@ -16,22 +16,39 @@ use cuda_std::{DType, Element, Entry, Float};
 
 pub use kernel::Args;
 
-/// The entry for an element type, if there is one; `narrow` is for what is not [`wide`].
-pub const fn entry(dtype: DType, pairing: Pairing, narrow: bool) -> Option<Entry<Args>> {
+/// Which kernel there is for a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Heads {
+    /// Any heads, element by element.
+    Narrow,
+    /// Heads of whole chunks of 16 bytes, up to 32 pairs of them ([`wide`]).
+    Wide,
+    /// [`Wide`](Self::Wide) heads that turn as a whole, with a power of two of pairs.
+    Whole,
+}
+
+/// The entry for an element type, if there is one.
+pub const fn entry(dtype: DType, pairing: Pairing, heads: Heads) -> Option<Entry<Args>> {
     use kernel::*;
-    Some(match (dtype, pairing, narrow) {
-        (DType::F32, Pairing::Neox, false) => qk_norm_rotary_neox_f32::ENTRY,
-        (DType::F16, Pairing::Neox, false) => qk_norm_rotary_neox_f16::ENTRY,
-        (DType::Bf16, Pairing::Neox, false) => qk_norm_rotary_neox_bf16::ENTRY,
-        (DType::F32, Pairing::Gptj, false) => qk_norm_rotary_gptj_f32::ENTRY,
-        (DType::F16, Pairing::Gptj, false) => qk_norm_rotary_gptj_f16::ENTRY,
-        (DType::Bf16, Pairing::Gptj, false) => qk_norm_rotary_gptj_bf16::ENTRY,
-        (DType::F32, Pairing::Neox, true) => qk_norm_rotary_narrow_neox_f32::ENTRY,
-        (DType::F16, Pairing::Neox, true) => qk_norm_rotary_narrow_neox_f16::ENTRY,
-        (DType::Bf16, Pairing::Neox, true) => qk_norm_rotary_narrow_neox_bf16::ENTRY,
-        (DType::F32, Pairing::Gptj, true) => qk_norm_rotary_narrow_gptj_f32::ENTRY,
-        (DType::F16, Pairing::Gptj, true) => qk_norm_rotary_narrow_gptj_f16::ENTRY,
-        (DType::Bf16, Pairing::Gptj, true) => qk_norm_rotary_narrow_gptj_bf16::ENTRY,
+    Some(match (dtype, pairing, heads) {
+        (DType::F32, Pairing::Neox, Heads::Wide) => qk_norm_rotary_neox_f32::ENTRY,
+        (DType::F16, Pairing::Neox, Heads::Wide) => qk_norm_rotary_neox_f16::ENTRY,
+        (DType::Bf16, Pairing::Neox, Heads::Wide) => qk_norm_rotary_neox_bf16::ENTRY,
+        (DType::F32, Pairing::Gptj, Heads::Wide) => qk_norm_rotary_gptj_f32::ENTRY,
+        (DType::F16, Pairing::Gptj, Heads::Wide) => qk_norm_rotary_gptj_f16::ENTRY,
+        (DType::Bf16, Pairing::Gptj, Heads::Wide) => qk_norm_rotary_gptj_bf16::ENTRY,
+        (DType::F32, Pairing::Neox, Heads::Whole) => qk_norm_rotary_whole_neox_f32::ENTRY,
+        (DType::F16, Pairing::Neox, Heads::Whole) => qk_norm_rotary_whole_neox_f16::ENTRY,
+        (DType::Bf16, Pairing::Neox, Heads::Whole) => qk_norm_rotary_whole_neox_bf16::ENTRY,
+        (DType::F32, Pairing::Gptj, Heads::Whole) => qk_norm_rotary_whole_gptj_f32::ENTRY,
+        (DType::F16, Pairing::Gptj, Heads::Whole) => qk_norm_rotary_whole_gptj_f16::ENTRY,
+        (DType::Bf16, Pairing::Gptj, Heads::Whole) => qk_norm_rotary_whole_gptj_bf16::ENTRY,
+        (DType::F32, Pairing::Neox, Heads::Narrow) => qk_norm_rotary_narrow_neox_f32::ENTRY,
+        (DType::F16, Pairing::Neox, Heads::Narrow) => qk_norm_rotary_narrow_neox_f16::ENTRY,
+        (DType::Bf16, Pairing::Neox, Heads::Narrow) => qk_norm_rotary_narrow_neox_bf16::ENTRY,
+        (DType::F32, Pairing::Gptj, Heads::Narrow) => qk_norm_rotary_narrow_gptj_f32::ENTRY,
+        (DType::F16, Pairing::Gptj, Heads::Narrow) => qk_norm_rotary_narrow_gptj_f16::ENTRY,
+        (DType::Bf16, Pairing::Gptj, Heads::Narrow) => qk_norm_rotary_narrow_gptj_bf16::ENTRY,
         _ => return None,
     })
 }
@@ -59,20 +76,60 @@ pub fn wide(dtype: DType, args: &Args) -> bool {
         && pairs(args, n) <= 32
 }
 
+/// Whether there is this kernel for these arguments.
+pub fn suits(dtype: DType, heads: Heads, args: &Args) -> bool {
+    match heads {
+        Heads::Narrow => pairs(args, 1) <= 32 * kernel::NARROW_ITEMS,
+        Heads::Wide => wide(dtype, args),
+        Heads::Whole => {
+            let all = args.offset == 0 && args.rot_dim == args.head_dim;
+            all && pairs(args, chunk(dtype, false)).is_power_of_two() && wide(dtype, args)
+        }
+    }
+}
+
+/// The kernel that is fastest. The results of [`Heads::Whole`] and [`Heads::Wide`] are the same bits.
+pub fn choose(dtype: DType, args: &Args) -> Heads {
+    if suits(dtype, Heads::Whole, args) {
+        Heads::Whole
+    } else if wide(dtype, args) {
+        Heads::Wide
+    } else {
+        Heads::Narrow
+    }
+}
+
+/// Of the multiples of `unit` up to `most` the one by which shares of `n` things have the least room left over; of several, the largest.
+const fn evenly(n: u32, unit: u32, most: u32) -> u32 {
+    let (mut best, mut least, mut share) = (unit, u64::MAX, unit);
+    while share <= most {
+        let left = n.div_ceil(share) as u64 * share as u64 - n as u64;
+        if left <= least {
+            (best, least) = (share, left);
+        }
+        share += unit;
+    }
+    best
+}
+
 /// How to launch it.
-pub const fn geometry(dtype: DType, narrow: bool, tokens: u32, args: &Args) -> Geometry {
+pub const fn geometry(dtype: DType, heads: Heads, tokens: u32, args: &Args) -> Geometry {
+    let narrow = matches!(heads, Heads::Narrow);
     let items = if narrow { kernel::NARROW_ITEMS } else { 1 };
     // A head has lanes of one warp, since they are combined by shuffles; a block has whole warps. Heads with more pairs than that are none to launch.
     let pairs = pairs(args, chunk(dtype, narrow)).div_ceil(items);
     let lanes = if pairs < 32 { pairs.next_power_of_two() } else { 32 };
-    let heads = args.query_heads.saturating_add(args.key_heads);
-    // Few tokens are spread over more blocks. Measured on an H200.
-    let threads = if tokens <= 1024 { 128 } else { 256 };
-    let y = share(heads, threads / lanes).next_multiple_of(32 / lanes);
-    Geometry::new([tokens, heads.div_ceil(y), 1], [lanes, y, 1]).dependent()
+    let all = args.query_heads.saturating_add(args.key_heads);
+    // Whole warps, and few tokens spread over more blocks. Measured on an H200.
+    let y = if matches!(heads, Heads::Whole) {
+        evenly(all, 32 / lanes, if tokens <= 2048 { 128 } else { 256 } / lanes)
+    } else {
+        share(all, if tokens <= 1024 { 128 } else { 256 } / lanes).next_multiple_of(32 / lanes)
+    };
+    Geometry::new([tokens, all.div_ceil(y), 1], [lanes, y, 1]).dependent()
 }
 
-/// Launches on raw pointers (layer L1), as [`Args`] says.
+/// Launches on raw pointers (layer L1), as [`Args`] says, the kernel that [`choose`] says.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for an element type without an entry, heads of more than 512 elements (256 pairs that turn), or more heads
@@ -81,14 +138,26 @@ pub const fn geometry(dtype: DType, narrow: bool, tokens: u32, args: &Args) -> G
 /// # Safety
 /// As for [`rotary::launch`](super::rotary::launch); the weights are `[head_dim]` or null.
 pub unsafe fn launch(stream: &Stream, dtype: DType, pairing: Pairing, tokens: u32, args: &Args) -> Result<()> {
-    let narrow = !wide(dtype, args);
+    // SAFETY: forwarded to the caller.
+    unsafe { launch_with(stream, dtype, pairing, choose(dtype, args), tokens, args) }
+}
+
+/// [`launch`] by a kernel that there is for the arguments, but for the widths of heads.
+unsafe fn launch_with(
+    stream: &Stream,
+    dtype: DType,
+    pairing: Pairing,
+    heads: Heads,
+    tokens: u32,
+    args: &Args,
+) -> Result<()> {
     let unsupported = |what| Error::Unsupported { op: "qk_norm_rotary", what };
-    if narrow && pairs(args, 1) > 32 * kernel::NARROW_ITEMS {
+    if !suits(dtype, heads, args) {
         return Err(unsupported(format!("heads of {} elements; at most 512", args.head_dim)));
     }
-    let entry = entry(dtype, pairing, narrow)
+    let entry = entry(dtype, pairing, heads)
         .ok_or_else(|| unsupported(format!("no kernel for {dtype}; there are f32, f16 and bf16")))?;
-    let geometry = geometry(dtype, narrow, tokens, args);
+    let geometry = geometry(dtype, heads, tokens, args);
     if geometry.grid[1] > 65535 {
         let (heads, most) = (args.query_heads.saturating_add(args.key_heads), 65535 * geometry.block[1]);
         return Err(unsupported(format!("{heads} heads of {} elements; at most {most}", args.head_dim)));
@@ -116,6 +185,8 @@ pub struct QkNormRotaryOptions<'a, T: Element> {
     pub inverse: bool,
     /// The largest position, if the caller knows it: checked against the cache.
     pub largest_position: Option<usize>,
+    /// The kernel; the one that [`choose`] says.
+    pub heads: Option<Heads>,
 }
 
 impl<T: Element> Clone for QkNormRotaryOptions<'_, T> {
@@ -136,6 +207,7 @@ impl<T: Element> Default for QkNormRotaryOptions<'_, T> {
             offset: 0,
             inverse: false,
             largest_position: None,
+            heads: None,
         }
     }
 }
@@ -176,6 +248,12 @@ impl<'a, T: Element> QkNormRotaryOptions<'a, T> {
         self.largest_position = Some(position);
         self
     }
+
+    /// By this kernel.
+    pub fn heads(mut self, heads: Heads) -> Self {
+        self.heads = Some(heads);
+        self
+    }
 }
 
 /// Normalises each head of `query` and `key` and rotates it, in place.
@@ -185,7 +263,8 @@ impl<'a, T: Element> QkNormRotaryOptions<'a, T> {
 ///
 /// # Errors
 /// As for [`rotary`](super::rotary()); [`Value`](Error::Value) for an `eps` that is negative or not finite;
-/// [`Unsupported`](Error::Unsupported) for larger heads, or more of them than a launch takes.
+/// [`Unsupported`](Error::Unsupported) for larger heads, more of them than a launch takes, and a kernel that
+/// is not for them.
 #[allow(clippy::too_many_arguments, reason = "tensors, in the order of all operations")]
 pub fn qk_norm_rotary<T: Float, C: Float, I: Element>(
     stream: &Stream,
@@ -254,7 +333,18 @@ pub fn qk_norm_rotary<T: Float, C: Float, I: Element>(
     if tokens == 0 || heads == 0 {
         return Ok(());
     }
+    let heads = options.heads.unwrap_or_else(|| choose(T::DTYPE, &args));
+    if heads != Heads::Narrow && !suits(T::DTYPE, heads, &args) {
+        let what = format!(
+            "{query_heads} and {} heads of {head_dim} {}, of which {} turn from {} on, as {heads:?}; leave `heads` out",
+            args.key_heads,
+            T::DTYPE,
+            args.rot_dim,
+            args.offset
+        );
+        return Err(Error::Unsupported { op: "qk_norm_rotary", what });
+    }
     // SAFETY: shapes, devices and overlap were checked above; tensors are aligned to their elements; positions are
-    // checked by the kernel.
-    unsafe { launch(stream, T::DTYPE, options.pairing, tokens, &args) }
+    // checked by the kernel, which there is for the arguments.
+    unsafe { launch_with(stream, T::DTYPE, options.pairing, heads, tokens, &args) }
 }

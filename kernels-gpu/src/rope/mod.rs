@@ -9,6 +9,8 @@ pub mod chunk_pairs;
 #[cfg(feature = "rope")]
 pub mod qk_norm_rotary;
 #[cfg(feature = "rope")]
+pub mod qk_norm_rotary_whole;
+#[cfg(feature = "rope")]
 pub mod rotary;
 #[cfg(feature = "rope")]
 pub mod rotary_and_cache;

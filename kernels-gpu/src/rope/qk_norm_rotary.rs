@@ -5,10 +5,12 @@
 //!
 //! A head belongs to a group of 2^n lanes of a warp, block (lanes, heads), grid (tokens, heads). A lane holds `ITEMS`
 //! pairs of chunks of `N` elements: the two that turn together, or two that do not turn. `N` is 16 bytes and `ITEMS` 1
-//! where everything is aligned and the head fits into 32 lanes; otherwise `N` is one element and `ITEMS` 8.
+//! where everything is aligned and the head fits into 32 lanes; otherwise `N` is one element and `ITEMS` 8. Most models' heads have a kernel of their own
+//! ([`qk_norm_rotary_whole`](super::qk_norm_rotary_whole)).
 
 use crate::chunk;
 use crate::operand;
+use crate::rope::qk_norm_rotary_whole::qk_norm_rotary_whole;
 use crate::rope::rotation::{Angles, POSITIONS_I64};
 use crate::row::{packed, zero};
 use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, float, thread, vec, warp};
@@ -217,6 +219,12 @@ entries! {
     qk_norm_rotary_gptj_f32 { type T = f32; } [512, 2] => qk_norm_rotary::<T, 4, 2, 1, true>;
     qk_norm_rotary_gptj_f16 { type T = f16; } [512, 2] => qk_norm_rotary::<T, 8, 4, 1, true>;
     qk_norm_rotary_gptj_bf16 { type T = bf16; } [512, 2] => qk_norm_rotary::<T, 8, 4, 1, true>;
+    qk_norm_rotary_whole_neox_f32 { type T = f32; } [256, 4] => qk_norm_rotary_whole::<T, 4, 2, false>;
+    qk_norm_rotary_whole_neox_f16 { type T = f16; } [256, 4] => qk_norm_rotary_whole::<T, 8, 4, false>;
+    qk_norm_rotary_whole_neox_bf16 { type T = bf16; } [256, 4] => qk_norm_rotary_whole::<T, 8, 4, false>;
+    qk_norm_rotary_whole_gptj_f32 { type T = f32; } [256, 4] => qk_norm_rotary_whole::<T, 4, 2, true>;
+    qk_norm_rotary_whole_gptj_f16 { type T = f16; } [256, 4] => qk_norm_rotary_whole::<T, 8, 4, true>;
+    qk_norm_rotary_whole_gptj_bf16 { type T = bf16; } [256, 4] => qk_norm_rotary_whole::<T, 8, 4, true>;
     qk_norm_rotary_narrow_neox_f32 { type T = f32; } [512] => qk_norm_rotary::<T, 1, 1, 8, false>;
     qk_norm_rotary_narrow_neox_f16 { type T = f16; } [512] => qk_norm_rotary::<T, 1, 1, 8, false>;
     qk_norm_rotary_narrow_neox_bf16 { type T = bf16; } [512] => qk_norm_rotary::<T, 1, 1, 8, false>;
