@@ -121,11 +121,11 @@ pub const fn geometry(dtype: DType, heads: Heads, tokens: u32, args: &Args) -> G
     let lanes = if pairs < 32 { pairs.next_power_of_two() } else { 32 };
     let all = args.query_heads.saturating_add(args.key_heads);
     // Whole warps, and few tokens spread over more blocks. Measured on an H200.
-    let y = if matches!(heads, Heads::Whole) {
-        evenly(all, 32 / lanes, if tokens <= 2048 { 128 } else { 256 } / lanes)
-    } else {
-        share(all, if tokens <= 1024 { 128 } else { 256 } / lanes).next_multiple_of(32 / lanes)
-    };
+    let whole = matches!(heads, Heads::Whole);
+    let few = if whole { 2048 } else { 1024 };
+    let threads = if tokens <= few { 128 } else { 256 };
+    let (unit, most) = (32 / lanes, threads / lanes);
+    let y = if whole { evenly(all, unit, most) } else { share(all, most).next_multiple_of(unit) };
     Geometry::new([tokens, all.div_ceil(y), 1], [lanes, y, 1]).dependent()
 }
 

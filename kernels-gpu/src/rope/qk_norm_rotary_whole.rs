@@ -1,7 +1,7 @@
 //! [`qk_norm_rotary`](super::qk_norm_rotary) of aligned heads that turn as a whole, with a power of two of pairs of chunks: most models' heads.
 //!
-//! Every lane has two chunks that turn together, so nothing is asked of them, and what is read goes to registers without branches: little more than half of the
-//! instructions, which is what the general kernel takes its time for, with few tokens (one after the other) as with many. The same bits as the general kernel's.
+//! Every lane has two chunks that turn together, so nothing is asked of them, and what is read goes to registers without branches: a fifth fewer instructions, which are
+//! what the general kernel takes its time for, with few tokens (one after the other) as with many. The same bits as the general kernel's.
 
 use crate::chunk;
 use crate::operand;
