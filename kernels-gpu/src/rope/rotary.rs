@@ -10,8 +10,12 @@
 
 use crate::chunk;
 use crate::operand;
+use crate::rope::chunk_pairs::begin;
 use crate::rope::rotation::{self, Angles, INVERSE, POSITIONS_I64, angle_part, turn};
 use cuda_std::{Float, Global, GlobalMut, bf16, dependent_launch, entries, f16, thread, vec};
+
+/// Up to so many blocks compute places before they wait for the kernels before, and leave what they store in the second-level cache. Measured on an H200.
+const FEW_BLOCKS: u32 = 512;
 
 /// `query`, `key`: `[tokens, heads, ..]` by strides, rotated in the `rot_dim` elements from `offset` on; `angles`:
 /// `[max_positions, rot_dim]`, dense. Grid: (tokens, heads of both, chunks); block: (chunks, heads, tokens).
@@ -34,7 +38,6 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
     rot_dim: u32,
     flags: u32,
 ) {
-    dependent_launch::begin();
     let (tx, ty, tz) = (thread::thread_idx_x(), thread::thread_idx_y(), thread::thread_idx_z());
     let (nx, ny, nz) = (thread::block_dim_x(), thread::block_dim_y(), thread::block_dim_z());
     let part = thread::block_idx_z() * nx + tx;
@@ -42,7 +45,12 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
     let token = thread::block_idx_x() * nz + tz;
     let half = rot_dim / 2;
     let parts = half.div_ceil(N as u32);
-    if token >= tokens || head >= query_heads + key_heads || part >= parts {
+    let few = thread::grid_dim_x() * thread::grid_dim_y() * thread::grid_dim_z() <= FEW_BLOCKS;
+    let idle = token >= tokens || head >= query_heads + key_heads || part >= parts;
+    if idle || !few {
+        dependent_launch::begin();
+    }
+    if idle {
         return;
     }
     let of_query = head < query_heads;
@@ -52,9 +60,9 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
         (key, key_token_stride, key_head_stride)
     };
     let head_of_its_own = if of_query { head } else { head - query_heads };
-    let x = GlobalMut::new(base)
-        .offset(token as usize * token_stride + head_of_its_own as usize * head_stride + offset as usize);
-    let source = Global::new(x.ptr(0u32).cast_const());
+    let start = token as usize * token_stride + head_of_its_own as usize * head_stride + offset as usize;
+    let first = start + part as usize * N;
+    let [at, pair_at] = begin(few, [first, first + half as usize]);
 
     let angles_aligned = rotation::aligned::<T, N>(angles, rot_dim, flags);
     let whole = half.is_multiple_of(N as u32)
@@ -62,7 +70,7 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
         && angles_aligned;
 
     if whole {
-        let (at, pair_at) = (part as usize * N, half as usize + part as usize * N);
+        let (x, source) = (GlobalMut::new(base), Global::new(base.cast_const()));
         let a: [T; N] = chunk::load(source, at);
         let b: [T; N] = chunk::load(source, pair_at);
         let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
@@ -72,8 +80,14 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
             let row = position as usize * rot_dim as usize;
             let angles = Angles::<N>::load::<T, H, INTERLEAVED>(angles, row, half, part, flags);
             let (a, b) = angles.rotate::<H, INTERLEAVED>(vec::to_f32(a), vec::to_f32(b));
-            chunk::store_streaming::<T, N>(x, at, vec::from_f32(a));
-            chunk::store_streaming::<T, N>(x, pair_at, vec::from_f32(b));
+            // What is little had better stay in the second-level cache.
+            if few {
+                chunk::store::<T, N>(x, at, vec::from_f32(a));
+                chunk::store::<T, N>(x, pair_at, vec::from_f32(b));
+            } else {
+                chunk::store_streaming::<T, N>(x, at, vec::from_f32(a));
+                chunk::store_streaming::<T, N>(x, pair_at, vec::from_f32(b));
+            }
         }
     } else {
         let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
@@ -84,6 +98,7 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
         }
         let row = position as usize * rot_dim as usize;
         let sign = if flags & INVERSE != 0 { -1.0 } else { 1.0 };
+        let x = GlobalMut::new(base).offset(start);
         let mut pair = part;
         while pair < half {
             let (i, j) = if INTERLEAVED { (2 * pair, 2 * pair + 1) } else { (pair, half + pair) };
