@@ -15,6 +15,7 @@ const SEEDS: [u64; 1] = [7];
 /// first GPU. `WARPLOOM_TEST_DEVICES=simt` or `=cuda` leaves the others out.
 pub fn devices() -> Vec<(&'static str, Device)> {
     let which = std::env::var("WARPLOOM_TEST_DEVICES").unwrap_or_default();
+    assert!(matches!(&*which, "" | "simt" | "cuda"), "WARPLOOM_TEST_DEVICES={which}: it is simt, cuda, or not set");
     let mut devices = vec![];
     if which != "cuda" {
         devices.push(("simt, in order", Device::simt()));

@@ -53,7 +53,7 @@ pub enum LinearPath {
     /// By shape, element type, alignment and device.
     #[default]
     Auto,
-    /// Ordinary multiply-adds in f32: takes everything.
+    /// Ordinary multiply-adds in f32: takes everything of one type.
     Fma,
     /// Weights streamed through the tensor cores: at most 64 tokens, 16-bit floats, rows of multiples of 16 bytes.
     Stream,

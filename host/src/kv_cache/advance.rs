@@ -30,7 +30,7 @@ pub const fn geometry(n: u32) -> Geometry {
 ///
 /// # Safety
 /// The pointers are device memory of the documented sizes, aligned to their element types, until the launch is done; none
-/// overlaps another; `block_size` is not 0.
+/// overlaps another; `block_size` is not 0, and `max_blocks` times that at most 2^31 - 1.
 pub unsafe fn launch(stream: &Stream, args: &Args) -> Result<()> {
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&entry(), &geometry(args.n), args) }
