@@ -1,5 +1,5 @@
 //! What both kernels of [`rotary_and_cache`](super::rotary_and_cache) do, with one head a thread and with [two](super::rotary_and_cache_twos): how blocks and threads
-//! share the pairs of chunks, where the two chunks of a pair are, and how they come to the cache.
+//! share the pairs of chunks, where the two chunks of a pair are, and how they come to the cache. How they begin, other rotations do as well ([`begin`]).
 //!
 //! Each function makes the same machine code as its text in both kernels did. What did not is there twice: a thread's token and item, the loads, which scale a head
 //! has, the rotation of whole chunks (docs/elementwise.md).
