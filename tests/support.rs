@@ -4,12 +4,25 @@
 mod guide;
 
 use cuda_std::{Element, Float};
-use proptest::test_runner::{Config, TestCaseError, TestRunner};
+use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use warploom::{Device, SimtOptions, Stream, Tensor};
 
-/// Seeds of the random-order runs.
-const SEEDS: [u64; 1] = [7];
+/// A number from the environment: 0 for none.
+///
+/// Panics if it is something else.
+fn number(variable: &str) -> u64 {
+    let value = std::env::var(variable).unwrap_or_default();
+    if value.is_empty() {
+        return 0;
+    }
+    value.parse().unwrap_or_else(|_| panic!("{variable}={value}: it is a number, or not set"))
+}
+
+/// `WARPLOOM_TEST_SEED`: other inputs of properties, and another random order of threads; 0 for those of every run.
+fn seed() -> u64 {
+    number("WARPLOOM_TEST_SEED")
+}
 
 /// Every device there is: the SIMT device in its modes (in order, with the race detector, in random order) and the
 /// first GPU. `WARPLOOM_TEST_DEVICES=simt` or `=cuda` leaves the others out.
@@ -20,7 +33,7 @@ pub fn devices() -> Vec<(&'static str, Device)> {
     if which != "cuda" {
         devices.push(("simt, in order", Device::simt()));
         devices.push(("simt, race detector", Device::simt_with(SimtOptions::race())));
-        devices.extend(SEEDS.map(|s| ("simt, random order", Device::simt_with(SimtOptions::random(s)))));
+        devices.push(("simt, random order", Device::simt_with(SimtOptions::random(seed().wrapping_add(7)))));
     }
     if which != "simt" {
         match gpu() {
@@ -95,20 +108,27 @@ pub fn on_every_device(test: impl Fn(&Device, &Stream)) {
 }
 
 /// Runs a property on every device, with `cases` inputs drawn from `strategy` on each SIMT mode and as many on a GPU; a third
-/// of them under a sanitizer.
-/// The inputs are the same on every run; `PROPTEST_CASES` multiplies nothing and `PROPTEST_SEED` is not read.
+/// of them under a sanitizer. The inputs are the same on every run, unless `WARPLOOM_TEST_SEED=n` asks for others; `WARPLOOM_TEST_CASES=n`
+/// asks for n times as many.
 pub fn property<S>(cases: u32, strategy: S, test: impl Fn(&Device, &Stream, S::Value) -> Result<(), TestCaseError>)
 where
     S: proptest::strategy::Strategy,
     S::Value: Clone,
 {
     let cases = if sanitizing() { cases.div_ceil(3) } else { cases };
+    let times = number("WARPLOOM_TEST_CASES").max(1);
+    let cases = cases.saturating_mul(times.try_into().unwrap_or(u32::MAX));
+    let rng = match seed() {
+        0 => TestRng::deterministic_rng(RngAlgorithm::ChaCha),
+        seed => {
+            let mut bytes = [0; 32];
+            bytes[..8].copy_from_slice(&seed.to_le_bytes());
+            TestRng::from_seed(RngAlgorithm::ChaCha, &bytes)
+        }
+    };
     on_every_device(|device, stream| {
         let config = Config { cases, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };
-        let mut runner = TestRunner::new_with_rng(
-            config,
-            proptest::test_runner::TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
-        );
+        let mut runner = TestRunner::new_with_rng(config, rng.clone());
         if let Err(e) = runner.run(&strategy, |input| test(device, stream, input)) {
             panic!("{e}");
         }

@@ -1,9 +1,11 @@
 use cuda_std::{Entry, Float};
 use proptest::prelude::*;
+use warploom::gemm::Epilogue;
 use warploom::moe::fused::plan;
 use warploom::moe::{
     ExpertActivation, FusedOptions, FusedPath, FusedShape, GateUp, SharedExperts, fused, shuffle_weights,
 };
+use warploom::reference::gemm::linear;
 use warploom::reference::moe::{Block, FusedResult, fused as reference};
 use warploom::{DType, Device, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{
@@ -1149,6 +1151,58 @@ fn every_activation() {
                 check::<f16>(d, s, &for_vector(case.clone()));
                 check::<bf16>(d, s, &for_wgmma(case.clone(), false));
                 check::<bf16>(d, s, &for_wgmma(case, true));
+            }
+        }
+    });
+}
+
+/// The negative side of GELU keeps the accuracy of its type, which it would lose next to 1.
+#[test]
+fn the_tail_of_gelu() {
+    const GATES: [f32; 8] = [-0.5, -2.0, -4.0, -5.0, -5.5, -6.0, 1.0, 6.0];
+    fn check<T: Float>(d: &Device, s: &Stream, path: FusedPath, activation: ExpertActivation, error: f64) {
+        let (tokens, width) = (GATES.len(), 8);
+        let one_of = |first: &[f32]| {
+            let row = |&v: &f32| std::iter::once(v).chain([0.0; 7]).map(T::from_f32);
+            first.iter().flat_map(row).collect::<Vec<T>>()
+        };
+        let x = Tensor::from_slice(d, &one_of(&GATES), &[tokens, width]).unwrap();
+        let [w13, w2] = [(); 2].map(|()| Tensor::from_slice(d, &one_of(&[1.0; 8]), &[1, width, width]).unwrap());
+        let ids = Tensor::from_slice(d, &[0i32; GATES.len()], &[tokens, 1]).unwrap();
+        let weights = Tensor::from_slice(d, &[1.0f32; GATES.len()], &[tokens, 1]).unwrap();
+        let options = FusedOptions::default().gate_up(GateUp::GateOnly).activation(activation).path(path);
+        let shape = FusedShape::new(tokens, 1, 1, width, width);
+        let mut workspace = Tensor::zeros(d, &[shape.workspace_bytes(T::DTYPE)]).unwrap();
+        let mut out = Tensor::<T>::uninit(d, &[tokens, width]).unwrap();
+        fused(s, &mut out, &x, &w13, &w2, &ids, &weights, &options, &mut workspace).unwrap();
+        let kind = match activation {
+            ExpertActivation::Gelu => Epilogue::Gelu,
+            _ => Epilogue::GeluTanh,
+        };
+        for (gate, got) in GATES.iter().zip(out.to_vec().unwrap().chunks(width)) {
+            let want = linear(&[f64::from(*gate)], &[1.0], None, 1, 1, 1, kind)[0];
+            for got in got {
+                let got = f64::from(got.to_f32());
+                assert!(
+                    (got - want).abs() <= error * want.abs(),
+                    "{path:?} {activation:?} of {gate}: {got:e} {want:e}"
+                );
+            }
+        }
+    }
+    on_every_device(|d, s| {
+        let paths = PATHS.iter().chain(d.is_simt().then_some(&FusedPath::Host));
+        for (&path, activation) in
+            paths.flat_map(|path| [(path, ExpertActivation::Gelu), (path, ExpertActivation::GeluTanh)])
+        {
+            use FusedPath::{Fma, Host, Vector, Wgmma16, Wgmma64, Wgmma176};
+            if activation == ExpertActivation::Gelu && matches!(path, Vector | Wgmma16 | Wgmma64 | Wgmma176) {
+                continue;
+            }
+            // Roundings of `h` and of the result.
+            check::<bf16>(d, s, path, activation, 0.004);
+            if matches!(path, Fma | Host) {
+                check::<f32>(d, s, path, activation, 1e-5);
             }
         }
     });

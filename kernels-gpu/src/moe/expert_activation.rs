@@ -1,5 +1,6 @@
 //! Activations of experts, of a gate and a value (`up`) in f32.
 
+use crate::gelu::{gelu, gelu_tanh};
 use cuda_std::float;
 
 /// An activation with its scalars.
@@ -22,11 +23,8 @@ impl ExpertActivation {
     pub fn apply(self, gate: f32) -> f32 {
         match self.kind {
             0 => gate * float::sigmoid(gate),
-            1 => 0.5 * gate * (1.0 + float::erf(gate * core::f32::consts::FRAC_1_SQRT_2)),
-            2 => {
-                let inner = 0.797_884_6 * float::fma(0.044_715 * gate * gate, gate, gate);
-                0.5 * gate * (1.0 + float::tanh(inner))
-            }
+            1 => gelu::<f32>(gate),
+            2 => gelu_tanh::<f32>(gate),
             3 => {
                 let r = if gate < 0.0 { 0.0 } else { gate };
                 r * r

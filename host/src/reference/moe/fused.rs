@@ -41,6 +41,17 @@ pub(super) fn activate(activation: ExpertActivation, gate: f64, up: Option<f64>)
     }
 }
 
+/// How far the f32 activation of a gate, times its value, may be off, of the result: 8 units and, since exponentials magnify an error of `u` by it, `2 |u|` of those of `sigmoid(u)`.
+fn activation_error(activation: ExpertActivation, gate: f64) -> f64 {
+    let u = match activation {
+        ExpertActivation::Silu => gate,
+        ExpertActivation::GeluTanh => 1.6 * gate + 0.0715 * gate.powi(3),
+        ExpertActivation::SwigluOai { alpha, .. } => f64::from(alpha) * gate,
+        ExpertActivation::Gelu | ExpertActivation::Relu2 => 0.0,
+    };
+    (8.0 + 2.0 * u.abs()) * 2f64.powi(-24)
+}
+
 /// An element of a token's result and what it may be off by.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FusedResult {
@@ -69,8 +80,7 @@ fn in_all(magnitudes: f64, squares: f64) -> f64 {
 /// One token: `slots` are its experts with their weights. The intermediate row is rounded with a relative error of up to `relative`, or of up to `absolute` near zero.
 ///
 /// Errors of the first product's sums go through the activation, at most as far as it changes between the ends of what gate and value may be. (A function that turns around in between does so by less
-/// than the square of that.) To this come the error of the activation itself, of the order of 2^-22 (where `1 + erf` and the like cancel, of the gate, not of the
-/// result), and the rounding. What they are in the result is the sum of as many independent errors as there are elements of all intermediate rows; those of an expert that is
+/// than the square of that.) To this come the error of the activation itself ([`activation_error`]) and the rounding. What they are in the result is the sum of as many independent errors as there are elements of all intermediate rows; those of an expert that is
 /// listed twice are the same ones, though.
 pub fn fused(block: &Block, x: &[f64], slots: &[(usize, f64)], [relative, absolute]: [f64; 2]) -> Vec<FusedResult> {
     let (hidden, inter) = (block.hidden, block.intermediate);
@@ -102,9 +112,8 @@ pub fn fused(block: &Block, x: &[f64], slots: &[(usize, f64)], [relative, absolu
                 let value = of(0.0, 0.0);
                 let ends = [(-1.0, -1.0), (-1.0, 1.0), (1.0, -1.0), (1.0, 1.0)];
                 let sums = ends.iter().map(|&(a, b)| (of(a, b) - value).abs()).fold(0.0, f64::max);
-                let activation =
-                    2f64.powi(-21) * value.abs() + 2f64.powi(-22) * gate.0.abs() * up.map_or(1.0, |u| 1.0 + u.0.abs());
-                (value, sums + activation + relative * value.abs() + absolute)
+                let activation = activation_error(block.activation, gate.0);
+                (value, sums + (activation + relative) * value.abs() + absolute)
             })
             .collect();
         let of_expert = || slots.iter().filter(|slot| slot.0 == expert).map(|slot| slot.1);
