@@ -139,7 +139,14 @@ fn whose_fault_it_is() {
     for path in [PrefillPath::Wgmma, PrefillPath::Mma] {
         let options = PrefillOptions::default().path(path);
         let e = prefill(s, &mut out, None, &q, &cache, &table, &starts, &lens, &options, &mut pw).unwrap_err();
-        assert!(e.to_string().contains("query heads a KV head (not 200)"), "{e}");
+        assert!(e.to_string().contains("does not take 200 query heads a KV head"), "{e}");
+    }
+    let (q, mut out) = (q.narrow(1, 0, 4).unwrap(), out.narrow(1, 0, 4).unwrap());
+    let all_the_same = q.as_strided(&[1, 4, 128], &[512, 0, 1], 0).unwrap();
+    for (q, scale, what) in [(&q, -1.0, "a scale of -1"), (&all_the_same, 1.0, "[512, 0] elements apart")] {
+        let options = PrefillOptions::default().path(PrefillPath::Wgmma).scale(scale);
+        let e = prefill(s, &mut out, None, q, &cache, &table, &starts, &lens, &options, &mut pw).unwrap_err();
+        assert!(e.to_string().contains(what), "{e}");
     }
     let none = KvCache::<bf16>::zeros(d, CacheLayout::Nhd, CacheShape::new(0, 16, 1, 128)).unwrap();
     let options = DecodeOptions::default().path(DecodePath::Tma);

@@ -548,19 +548,32 @@ fn what_is_not_a_number_shows() {
 #[test]
 fn a_sequence_does_not_depend_on_its_batch() {
     on_every_device(|d, s| {
-        for path in [PrefillPath::Wgmma, PrefillPath::Mma] {
-            let run = |sequences: Vec<(usize, usize)>| {
-                let shape = Shape { sequences, kv_heads: 2, group: 4, dim: 64, page: 16, layout: CacheLayout::Nhd };
+        let cases = [(70, 50.0, 4), (1, 50.0, 4), (1, 3e9, 4), (70, f32::INFINITY, 4), (70, 1.0, 3), (42, 3e9, 3)];
+        for (path, (chunk, factor, group)) in
+            [PrefillPath::Wgmma, PrefillPath::Mma].into_iter().flat_map(|path| cases.map(|case| (path, case)))
+        {
+            let run = |others: &[(usize, usize)]| {
+                let sequences = [&[(chunk, 300)], others].concat();
+                let shape = Shape { sequences, kv_heads: 2, group, dim: 64, page: 16, layout: CacheLayout::Nhd };
                 let mut c = case::<bf16>(d, &shape);
-                // The other sequences' scores are far apart, so that their maxima change often, and this one's are not.
+                // The other sequences' scores are far apart, so that their maxima change often, or huge, and this one's are not.
                 let mut q = c.q.to_vec().unwrap();
-                q[70 * 8 * 64..].iter_mut().for_each(|v| *v = bf16::from_f32(v.to_f32() * 50.0));
+                q[chunk * 2 * group * 64..].iter_mut().for_each(|v| *v = bf16::from_f32(v.to_f32() * factor));
                 c.q.copy_from_slice(&q).unwrap();
-                c.run(s, &PrefillOptions::default().path(path)).0
+                if group == 3 {
+                    // Outputs that would make huge scores where they took a query's place.
+                    let mut v = c.cache.value().to_vec().unwrap();
+                    v.iter_mut().for_each(|v| *v = bf16::from_f32(v.to_f32() * 1e12));
+                    c.cache.value().clone().copy_from_slice(&v).unwrap();
+                }
+                c.run(s, &PrefillOptions::default().path(path))
             };
-            let alone = run(vec![(70, 200)]);
-            let among = run(vec![(70, 200), (1, 30), (40, 40), (0, 0), (33, 64)]);
-            assert_eq!(alone, among[..alone.len()]);
+            let alone = run(&[]);
+            let before = [(1, 30), (40, 40), (0, 0), (33, 64), (100, 300), (60, 300)];
+            let among = run(&before);
+            let what = format!("{path:?}, {chunk} tokens beside {factor}, groups of {group}");
+            assert_eq!(alone.0, among.0[..alone.0.len()], "{what}");
+            assert_eq!(alone.1, among.1[..alone.1.len()], "{what}");
         }
     });
 }

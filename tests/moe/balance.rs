@@ -1,6 +1,6 @@
 use proptest::prelude::*;
 use warploom::moe::{histogram, update_bias};
-use warploom::{Error, Graph, Tensor, reference};
+use warploom::{Device, Error, Graph, Stream, Tensor, reference};
 use warploom_tests::{noise, on_every_device, property};
 
 /// Ids from -1 to one too many.
@@ -135,7 +135,7 @@ fn bad_input() {
 /// Numbers that no launch takes make geometries that none takes, not small ones.
 #[test]
 fn geometries_of_absurd_sizes() {
-    use warploom::moe::{balance, capacity, gate, noisy_top_k, statistics};
+    use warploom::moe::{balance, capacity, gate, noisy_top_k, permute, shuffle, sort, statistics};
     for experts in [1 << 28, 119_304_648, u32::MAX] {
         for geometry in [
             gate::geometry(false, 1, experts),
@@ -147,6 +147,15 @@ fn geometries_of_absurd_sizes() {
             assert!(geometry.shared_bytes > 1 << 20, "{experts}: {geometry:?}");
         }
     }
+    assert!(permute::geometry(1, 1 << 44, 16).grid[1] > 65535 && permute::geometry(1, usize::MAX, 1).grid[1] > 65535);
+    for experts in [195_225_791, usize::MAX] {
+        assert!(sort::geometry(sort::split(10, 8), experts, u32::MAX).shared_bytes > 1 << 20, "{experts}");
+    }
+    let (d, mut byte) = (Device::simt(), 0u8);
+    let args = shuffle::Args { out: &mut byte, weights: &byte, rows: 1 << 20, lines: 64, order: 0, tile_rows: 64 };
+    // SAFETY: no kernel is launched.
+    let e = unsafe { shuffle::launch(&Stream::new(&d).unwrap(), 1 << 20, &args) };
+    assert!(e.is_err(), "{e:?}");
     assert!(statistics::finish_geometry(usize::MAX).shared_bytes > 1 << 20);
     assert!(statistics::part_geometry(1 << 39).grid[0] >= statistics::part_geometry(u32::MAX as usize).grid[0]);
 }

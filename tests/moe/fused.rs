@@ -1208,6 +1208,30 @@ fn the_tail_of_gelu() {
     });
 }
 
+/// What an expert's results are does not depend on the weights of the one behind it, where a box of a stage reaches beyond its own.
+#[test]
+fn an_expert_does_not_depend_on_the_next() {
+    on_every_device(|d, s| {
+        for (path, hidden) in [(FusedPath::Wgmma176, 192), (FusedPath::Wgmma176, 64), (FusedPath::Wgmma64, 192)] {
+            let mut case = Case::new(12, 2, 3, hidden, 64).path(path);
+            case.ids = (0..24).map(|i| i % 2 * 2).collect();
+            let shuffled = Case { shuffled: true, ..case.clone() };
+            let inputs = Inputs::<bf16>::new(d, &case, 1);
+            let want = bits_of(d, s, &inputs, &case);
+            for odd in [2f32.powi(100), f32::INFINITY, f32::NAN] {
+                // Nobody has the second expert.
+                let mut inputs = Inputs::<bf16>::new(d, &case, 1);
+                let mut w2 = inputs.w2.to_vec().unwrap();
+                w2[hidden * case.inter..2 * hidden * case.inter].fill(bf16::from_f32(odd));
+                inputs.w2.copy_from_slice(&w2).unwrap();
+                assert_eq!(bits_of(d, s, &inputs, &case), want, "{path:?} beside {odd}");
+                let inputs = inputs.shuffle(d, s, &case);
+                assert_eq!(bits_of(d, s, &inputs, &shuffled), want, "{path:?}, shuffled, beside {odd}");
+            }
+        }
+    });
+}
+
 /// More slots than the sum reads at once, shared experts among them, some that are not there, and experts with a second share of pairs.
 #[test]
 fn sums_of_many_slots() {
@@ -1292,22 +1316,16 @@ fn sums_that_read_for_the_last_time() {
 #[test]
 fn a_token_does_not_depend_on_others() {
     on_every_device(|d, s| {
-        for path in [
-            FusedPath::Fma,
-            FusedPath::Stream8,
-            FusedPath::Tile32,
-            FusedPath::Wgmma16,
-            FusedPath::Wgmma64,
-            FusedPath::Vector,
-        ] {
-            let case = Case::new(16, 2, 4, 72, 40).path(path);
+        for (path, rounded) in PATHS.map(|path| (path, false)).into_iter().chain([(FusedPath::Wgmma176, true)]) {
+            let mut case = Case::new(16, 2, 4, 72, 40).path(path);
+            case.rounded = rounded;
             let inputs = Inputs::<bf16>::new(d, &case, 1);
-            let run = |first: usize, tokens: usize| {
+            let run_of = |x: &Tensor<bf16>, first: usize, tokens: usize| {
                 let ids = case.ids[2 * first..][..2 * tokens].to_vec();
                 let part = Case { tokens, present: tokens, ids, ..case.clone() };
                 let mut out = Tensor::uninit(d, &[tokens, case.hidden]).unwrap();
                 let inputs = Inputs {
-                    x: inputs.x.narrow(0, first, tokens).unwrap(),
+                    x: x.narrow(0, first, tokens).unwrap(),
                     weights: inputs.weights.narrow(0, first, tokens).unwrap(),
                     ..Inputs::new(d, &part, 1)
                 };
@@ -1315,9 +1333,21 @@ fn a_token_does_not_depend_on_others() {
                 inputs.run(s, &part, &mut out, &mut workspace).unwrap();
                 out.to_vec().unwrap()
             };
+            let run = |first, tokens| run_of(&inputs.x, first, tokens);
             let all = run(0, 16);
             for (first, tokens) in [(0, 1), (15, 1), (3, 10)] {
                 assert_eq!(run(first, tokens), all[first * case.hidden..][..tokens * case.hidden], "{path:?}");
+            }
+            // Nor on one that is no number, or so large that its results are none.
+            for odd in [f32::NAN, f32::INFINITY, 1e38] {
+                let mut x = inputs.x.to_vec().unwrap();
+                x[7 * case.hidden..][..case.hidden].fill(bf16::from_f32(odd));
+                let x = Tensor::from_slice(d, &x, inputs.x.shape()).unwrap();
+                let mut beside = run_of(&x, 0, 16);
+                let own = 7 * case.hidden..8 * case.hidden;
+                assert!(beside[own.clone()].iter().any(|v| v.is_nan()), "{path:?} of {odd}");
+                beside[own.clone()].copy_from_slice(&all[own]);
+                assert_eq!(beside, all, "{path:?} beside {odd}");
             }
         }
     });
@@ -1535,8 +1565,13 @@ fn bad_input() {
         refused!(run(&good, &Case { activation: swiglu, ..case.clone() }, &[3, 16]), Value, "activation");
         let mut small = Tensor::zeros(d, &[100]).unwrap();
         refused!(good.run(s, &case, &mut t(&[3, 16]), &mut small), Value, "workspace");
-        let big = Tensor::<u8>::zeros(d, &[1 << 16]).unwrap();
-        refused!(good.run(s, &case, &mut t(&[3, 16]), &mut big.narrow(0, 8, 60000).unwrap()), Alignment, "workspace");
+        let bytes = case.shape().workspace_bytes(DType::Bf16);
+        let big = Tensor::<u8>::zeros(d, &[bytes + 8]).unwrap();
+        refused!(good.run(s, &case, &mut t(&[3, 16]), &mut big.narrow(0, 8, bytes).unwrap()), Alignment, "workspace");
+        let (flat, mut room) = (t(&[16, 8]), good.workspace(d, s, &case));
+        let one = good.options(&case).shared_experts(SharedExperts::new(&good.shared[0], &flat));
+        let Inputs { x, w13, w2, ids, weights, .. } = &good;
+        refused!(fused(s, &mut t(&[3, 16]), x, w13, w2, ids, weights, &one, &mut room), Shape, "shared.w2");
         refused!(good.run(s, &case, &mut good.x.clone(), &mut good.workspace(d, s, &case)), Overlap);
         let odd = Case::new(3, 2, 4, 12, 8).path(FusedPath::Stream8);
         refused!(run(&Inputs::new(d, &odd, 1), &odd, &[3, 12]), Unsupported);

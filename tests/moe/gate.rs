@@ -218,6 +218,8 @@ fn logits(kind: usize, n: usize, seed: u64) -> Vec<f32> {
                     1..=6 => f32::NAN,
                     -2..=-1 => f32::NEG_INFINITY,
                     -4..=-3 => -110.0,
+                    // Its exponential is below the normal numbers, of which some count.
+                    -6..=-5 => -87.5,
                     8 => f32::INFINITY,
                     9 => 60.0,
                     _ => v.round(),
@@ -441,11 +443,7 @@ fn neither_alignment_nor_batch_matters() {
 
             (input.offset, input.gap) = (1, 3);
             let general = input.run(device, stream, topk, &options);
-            assert_eq!(general.ids, fixed.ids);
-            for (g, f) in general.weights.iter().zip(&fixed.weights) {
-                let off = if scoring == Scoring::Softmax { 1e-6 * f } else { 0.0 };
-                assert!((g - f).abs() <= off, "{g:e} and {f:e}");
-            }
+            assert_eq!((general.ids, general.weights), (fixed.ids, fixed.weights));
         }
     });
 }

@@ -165,6 +165,20 @@ fn parts_of_a_batch_by_replays() {
     });
 }
 
+/// Positions that are no row of `y` are none.
+#[test]
+fn positions_of_nothing() {
+    on_every_device(|d, s| {
+        let y = Tensor::from_slice(d, &[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], &[2, 4]).unwrap();
+        let x = Tensor::from_slice(d, &[9.0f32; 8], &[2, 4]).unwrap();
+        let positions = [i32::MIN, 1, -2, 2, i32::MAX, -1];
+        let positions = Tensor::from_slice(d, &positions, &[2, 3]).unwrap();
+        let mut out = Tensor::zeros(d, &[2, 4]).unwrap();
+        unpermute(s, &mut out, &y, &positions, None, Some(&x)).unwrap();
+        assert_eq!(out.to_vec().unwrap(), [5.0, 6.0, 7.0, 8.0, 9.0, 9.0, 9.0, 9.0]);
+    });
+}
+
 #[test]
 fn bad_input() {
     on_every_device(|d, s| {

@@ -1,5 +1,7 @@
 use proptest::prelude::*;
-use warploom::moe::sort::{MAX_EXPERTS, blocks, capacity, split, workspace_bytes};
+use warploom::moe::sort::{
+    Args, CountArgs, MAX_EXPERTS, block_geometry, blocks, capacity, geometry, split, workspace_bytes,
+};
 use warploom::moe::{Local, SortConvention, SortInput, SortOptions, SortOutput, sort, sort_and_zero};
 use warploom::{Device, Error, Graph, Stream, Tensor, reference};
 use warploom_tests::{gpu, noise, on_every_device, property, sanitizing};
@@ -194,6 +196,106 @@ fn shapes() {
             (500, 513, 4, 2),
         ] {
             check(d, s, &Case::new(tokens, experts, top_k, block, 1));
+        }
+    });
+}
+
+/// What devices without clusters launch gives the same lists: a block with several pairs a lane, and two launches for more, here without positions.
+#[test]
+fn without_clusters() {
+    use warploom::kernels::moe::sort::{moe_sort_block, moe_sort_count, moe_sort_scatter};
+    on_every_device(|d, s| {
+        for (tokens, top_k, experts, block) in
+            [(20, 7, 9, 4), (64, 8, 256, 16), (100, 10, 512, 1), (64, 16, 3, 64), (150, 10, 64, 8), (12, 600, 7, 128)]
+        {
+            let Case { ids, .. } = Case::new(tokens, experts, top_k, block, 4);
+            let (pairs, length) = (tokens * top_k, capacity(tokens * top_k, experts, block, false));
+            let weights = noise(pairs, 5);
+            let ids = Tensor::from_slice(d, &ids, &[tokens, top_k]).unwrap();
+            let weights = Tensor::from_slice(d, &weights, &[tokens, top_k]).unwrap();
+            let mut workspace = Tensor::<u8>::uninit(d, &[workspace_bytes(pairs, experts)]).unwrap();
+            let lists = || {
+                let [mut sorted, mut experts, mut totals] =
+                    [length, length / block, 1].map(|n| Tensor::<i32>::uninit(d, &[n]).unwrap());
+                let mut weights = Tensor::<f32>::uninit(d, &[length]).unwrap();
+                for list in [&mut sorted, &mut experts, &mut totals] {
+                    s.fill_bytes(list, 0xfe).unwrap();
+                }
+                s.fill_bytes(&mut weights, 0xfe).unwrap();
+                (sorted, experts, totals, weights)
+            };
+            let mut want = lists();
+            let mut out = SortOutput::new(&mut want.0, &mut want.1, &mut want.2).sorted_weights(&mut want.3);
+            let input = SortInput::new(&ids, experts).topk_weights(&weights);
+            sort(s, &mut out, &input, &SortOptions::default().block_size(block), &mut workspace).unwrap();
+
+            let mut got = lists();
+            let mut args = Args {
+                sorted_ids: got.0.as_mut_ptr().cast(),
+                expert_ids: got.1.as_mut_ptr().cast(),
+                totals: got.2.as_mut_ptr().cast(),
+                sorted_weights: got.3.as_mut_ptr().cast(),
+                positions: std::ptr::null_mut(),
+                offsets: std::ptr::null_mut(),
+                expert_counts: std::ptr::null_mut(),
+                invalid: std::ptr::null_mut(),
+                zero: std::ptr::null_mut(),
+                zero_bytes: 0,
+                topk_ids: ids.as_ptr().cast(),
+                topk_weights: weights.as_ptr().cast(),
+                expert_map: std::ptr::null(),
+                num_tokens: std::ptr::null(),
+                table: std::ptr::null(),
+                tokens: tokens as u32,
+                top_k: top_k as u32,
+                slots: top_k as u32,
+                experts: experts as u32,
+                local: experts as u32,
+                shared_experts: 0,
+                block: block as u32,
+                items: pairs.div_ceil(256) as u32,
+                chunks: 1,
+                capacity: length as u32,
+                flags: 0,
+            };
+            if let Some(blocks) = blocks(pairs, experts, false) {
+                assert_eq!(blocks, 1);
+                // SAFETY: the tensors are as large as the arguments say.
+                unsafe { s.launch(&moe_sort_block::ENTRY, &block_geometry(1, 0), &args) }.unwrap();
+            } else {
+                let split = split(pairs, experts);
+                (args.items, args.chunks) = (split.items, split.chunks);
+                let launch = geometry(split, experts, 0);
+                if split.chunks > 1 {
+                    args.table = workspace.as_ptr().cast();
+                    let count = CountArgs {
+                        table: workspace.as_mut_ptr().cast(),
+                        sorted_ids: args.sorted_ids,
+                        sorted_weights: args.sorted_weights,
+                        topk_ids: args.topk_ids,
+                        expert_map: args.expert_map,
+                        num_tokens: args.num_tokens,
+                        tokens: args.tokens,
+                        top_k: args.top_k,
+                        slots: args.slots,
+                        experts: args.experts,
+                        local: args.local,
+                        shared_experts: 0,
+                        items: args.items,
+                        capacity: args.capacity,
+                        flags: 0,
+                    };
+                    // SAFETY: as above, and the workspace is as large as it says.
+                    unsafe { s.launch(&moe_sort_count::ENTRY, &launch, &count) }.unwrap();
+                }
+                // SAFETY: as above.
+                unsafe { s.launch(&moe_sort_scatter::ENTRY, &launch, &args) }.unwrap();
+            }
+            s.synchronize().unwrap();
+            for (got, want) in [(&got.0, &want.0), (&got.1, &want.1), (&got.2, &want.2)] {
+                assert_eq!(got.to_vec().unwrap(), want.to_vec().unwrap(), "{tokens} {top_k} {experts} {block}");
+            }
+            assert_eq!(got.3.to_vec().unwrap(), want.3.to_vec().unwrap(), "{tokens} {top_k} {experts} {block}");
         }
     });
 }

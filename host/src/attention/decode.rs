@@ -27,15 +27,15 @@ pub const MAX_QUERY_TOKENS: usize = 16;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DecodePath {
-    /// By element types, layout, and sizes of heads and groups; never by lengths or by how many sequences there are: a sequence
+    /// By element types, layout, sizes of heads, groups and blocks, addresses and strides; never by lengths or by how many sequences there are: a sequence
     /// gives the same bits in any batch.
     #[default]
     Auto,
     /// As `Split` for a Hopper GPU, keys and values brought by its copy engine. Heads of 128; over 16-bit caches also of 64
-    /// (up to 8 query rows a KV head) and 256.
+    /// (up to 8 query rows a KV head) and 256, whose heads are a multiple of 128 bytes apart.
     Tma,
     /// Chunks of keys through the tensor cores: f16 and bf16 over a cache of the same type or of 8 bits; NHD
-    /// and HND; head sizes that are multiples of 16 bytes.
+    /// and HND; head sizes that are multiples of 16 bytes, blocks of 8 tokens or more, a power of two; queries, keys and values at multiples of 16 bytes.
     Split,
     /// A block for each query and head: everything, of at most 65535 sequences.
     Plain,
@@ -197,7 +197,7 @@ impl DecodeShape {
     }
 
     /// The `hint` of [`split::Args`] and [`tma::Args`] (layer L1; [`decode`] gives the latter [`tma::SHORT`] instead of 0 for up to 8
-    /// query rows a KV head); that of 1024 keys for a larger chunk.
+    /// query rows a block: a KV head, or any of heads of 256); that of 1024 keys for a larger chunk.
     pub const fn chunk_shift(&self) -> u32 {
         match self.chunk {
             Some(chunk) if chunk > 1 << split::MAX_CHUNK_SHIFT => split::MAX_CHUNK_SHIFT,
@@ -701,7 +701,7 @@ impl Scratch {
 ///
 /// # Safety
 /// The pointers are device memory of the sizes that strides and extents imply, aligned to their element types, until the launch is
-/// done; `out`, `lse` and the scratch memory overlap nothing else. `q_len` is at most [`MAX_QUERY_TOKENS`], `q_heads` a multiple of `kv_heads`,
+/// done; `out`, `lse` and the scratch memory overlap nothing else. Sequences times query tokens times `q_heads` are fewer than 2^31. `q_len` is at most [`MAX_QUERY_TOKENS`], `q_heads` a multiple of `kv_heads`,
 /// `head_dim` from 1 to 256; a table holds fewer than 2^31 keys, `max_pages * page_size`. The scratch memory is that of a [`DecodeShape`] for so
 /// many sequences, query tokens and heads, and for at least as many keys as the table holds; it is not in use by other work.
 #[allow(clippy::too_many_arguments, reason = "types, variants, extents, arguments and workspace of one operation")]
@@ -792,7 +792,7 @@ fn choose(
             what: format!(
                 "the path {path:?} does not take {}; the split kernels take f16 or bf16 over caches of the same type or of 8 \
                  bits, NHD or HND, blocks of 8 tokens or more (a power of two), heads of a multiple of 16 bytes, queries, keys and \
-                 values at multiples of 16 bytes, outputs of 8; `Tma` in addition a Hopper GPU and heads of 64, 128 or 256; use \
+                 values at multiples of 16 bytes, outputs of 8; `Tma` in addition a Hopper GPU and heads of 64, 128 or 256 that are a multiple of 128 bytes apart; use \
                  DecodePath::Auto",
                 not.map_or_else(|| format!("heads of {head_dim} on {}", device.name()), |what| what())
             ),

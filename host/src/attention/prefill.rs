@@ -24,13 +24,13 @@ const OP: &str = "prefill";
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PrefillPath {
-    /// By element type, layout, sizes, options and device, never by lengths.
+    /// By element type, layout, sizes, options, device, addresses and strides, never by lengths.
     #[default]
     Auto,
     /// Hopper's warpgroup products: f16 and bf16 over a cache of the same type, head sizes 64, 96, 128 and 256, or of 8
-    /// bits, head sizes up to 128 that are multiples of 16; NHD and HND, pages of 8 tokens or more.
+    /// bits, head sizes up to 128 that are multiples of 16; NHD and HND, blocks of 8 tokens or more, a power of two; a positive scale; all at multiples of 16 bytes.
     Wgmma,
-    /// Tensor cores of every GPU: f16 and bf16 over a cache of the same type, NHD and HND, head sizes that are multiples of 8.
+    /// Tensor cores of every GPU: f16 and bf16 over a cache of the same type, NHD and HND, head sizes that are multiples of 8, blocks of 8 tokens or more, a power of two; keys and values at multiples of 16 bytes.
     Mma,
     /// A warp for each query token and head: everything.
     Plain,
@@ -404,7 +404,7 @@ pub fn wgmma_cache_map(
 /// * `block_table`: `[sequences, max_blocks]`, the pages of each sequence in order. A page number outside of the cache
 ///   counts as unseen keys.
 /// * `starts`: `[sequences + 1]`, ascending: the first query token of each sequence, and the end of the last. (Of a token that two sequences have by starts
-///   that do not ascend the result is that of one of them.) Tokens of no sequence
+///   that do not ascend the result is that of one of them, or a mixture.) Tokens of no sequence
 ///   get no output.
 /// * `lens`: `[sequences]`, keys of each sequence. The query tokens are the last of them: query token `i` of `n` is at
 ///   position `len - n + i`. A token that sees no key gets zeros.
@@ -549,7 +549,7 @@ pub fn prefill<T: Float + CacheElement, S: CacheElement>(
 ///
 /// # Safety
 /// The pointers are device memory of the sizes that strides and extents imply, aligned to their element types, until the launch is
-/// done; `out`, `lse` and `tickets` overlap nothing else. `q_heads` is a multiple of `kv_heads`, `head_dim` from 1 to 256; a table holds fewer than
+/// done; `out`, `lse` and `tickets` overlap nothing else. Tokens times `q_heads`, and sequences times `kv_heads`, are fewer than 2^31. `q_heads` is a multiple of `kv_heads`, `head_dim` from 1 to 256; a table holds fewer than
 /// 2^31 keys, `max_pages * page_size`. `tickets` are [`TICKETS`] words that are zeros before the first launch and are not in use by other work.
 pub unsafe fn launch(
     stream: &Stream,
@@ -657,19 +657,51 @@ pub unsafe fn launch(
                 PrefillPath::Mma => mma_entry(dtype, head_dim).map(|(_, tile)| tile.rows),
                 _ => wgmma_entry(dtype, cache, head_dim, bent).map(|(_, shape)| shape.rows()),
             };
-            let shared = match rows {
-                Some(rows) if group > rows => {
-                    format!("with heads of {head_dim} at most {rows} query heads a KV head (not {group}), ")
+            let wide = path == PrefillPath::Wgmma;
+            let to = if wide { 16 } else { 4 };
+            let at = |p: *const std::ffi::c_void, strides: &[usize]| format!("at {p:p}, {strides:?} elements apart");
+            let (q_strides, out_strides) = ([args.q_token, args.q_head], [args.out_token, args.out_head]);
+            let (k_strides, v_strides) =
+                ([args.k_page, args.k_slot, args.k_head], [args.v_page, args.v_slot, args.v_head]);
+            let refused = match rows {
+                None => format!("{dtype} over a cache of {cache} with heads of {head_dim}"),
+                Some(_) if !wide && (dtype != cache || !head_dim.is_multiple_of(8)) => {
+                    format!("{dtype} over a cache of {cache} with heads of {head_dim}")
                 }
-                _ => String::new(),
+                Some(rows) if group > rows => {
+                    format!("{group} query heads a KV head, with heads of {head_dim} at most {rows}")
+                }
+                _ if layout == CacheLayout::XSplit => "the x-split layout".into(),
+                _ if args.pages == 0 => "a cache of no blocks".into(),
+                _ if args.page_size < 8 || !args.page_size.is_power_of_two() => {
+                    format!("blocks of {} tokens", args.page_size)
+                }
+                _ if !aligned(to, args.q as usize, &q_strides, size) => format!("queries {}", at(args.q, &q_strides)),
+                _ if !aligned(to, args.out as usize, &out_strides, size) => {
+                    format!("outputs {}", at(args.out.cast_const(), &out_strides))
+                }
+                _ if !aligned(16, args.k as usize, &k_strides, cache.size()) => {
+                    format!("keys {}", at(args.k, &k_strides))
+                }
+                _ if !aligned(16, args.v as usize, &v_strides, cache.size()) => {
+                    format!("values {}", at(args.v, &v_strides))
+                }
+                _ if args.scale <= 0.0 => format!("a scale of {}", args.scale),
+                _ if stream.device().properties().compute_capability != (9, 0) => stream.device().name().to_string(),
+                _ => format!(
+                    "queries {}, keys' and values' heads {} and {} elements apart",
+                    at(args.q, &q_strides),
+                    args.k_head,
+                    args.v_head
+                ),
             };
             Err(Error::Unsupported {
                 op: OP,
                 what: format!(
-                    "the tensor-core kernels take {shared}f16 or bf16 (not {dtype} over {cache}), NHD or HND, pages of 8 tokens or more \
+                    "the path {path:?} does not take {refused}; the tensor-core kernels take f16 or bf16 over caches of the same type, NHD or HND, blocks of 8 tokens or more \
                      (a power of two), heads of a multiple of 8 elements, keys and values at multiples of 16 bytes, queries and \
-                     outputs of 4; `Wgmma` in addition a Hopper GPU, a positive scale, queries and outputs at multiples of 16 bytes, \
-                     and heads of 64, 96, 128 or 256, or over 8-bit caches a multiple of 16 up to 128; use PrefillPath::Auto"
+                     outputs of 4; `Wgmma` in addition caches of 8 bits, a Hopper GPU, a positive scale, queries and outputs at multiples of 16 bytes and not 0 apart, \
+                     and heads of 64, 96, 128 or 256, over 16-bit caches a multiple of 128 bytes apart (64 of heads of 96), or over 8-bit caches a multiple of 16 up to 128; use PrefillPath::Auto"
                 ),
             })
         }

@@ -66,8 +66,13 @@ impl<T: Element> Description<'_, T> {
         let [_, top_k] = *topk_ids.shape() else {
             return Err(call.bad_shape("topk_ids", topk_ids.shape(), "[tokens, top_k]"));
         };
+        let shared_experts = match self.shared_w2 {
+            None => 0,
+            Some(&[experts, _, _]) => experts,
+            Some(shape) => return Err(call.bad_shape("shared.w2", shape, "[shared experts, hidden, intermediate]")),
+        };
         let shape = FusedShape {
-            shared_experts: self.shared_w2.map_or(0, |shape| shape.first().copied().unwrap_or(0)),
+            shared_experts,
             append_shared: !self.shared_listed,
             ..FusedShape::new(tokens, top_k, experts, hidden, intermediate)
         };

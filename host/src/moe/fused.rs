@@ -247,7 +247,7 @@ impl FusedPath {
         }
         let (x, h) = (product(&[tokens, hidden]), product(&[pairs, intermediate]));
         let operands = x.saturating_add(h);
-        if operands > fused_wgmma::MAX_SHARED_BYTES {
+        if operands > fused_wgmma::MAX_SHARED_BYTES / 2 {
             return None;
         }
         // A block's units are at most its part of them all and what a row of the second product less is worth, rounded up in both groups.
@@ -353,7 +353,25 @@ const fn narrow(shape: &FusedShape) -> bool {
 /// Blocks of pairs of all paths, the largest one last.
 pub(super) const BLOCKS: [usize; 5] = [8, 16, 32, 64, 128];
 
-/// Where the parts of the workspace are, in bytes.
+/// The beginning of every workspace of this block and of the quantised one, the same for all shapes: words by which launches recognise their number, and which are left without it, since a replay of
+/// a graph repeats it. Behind them the sum of some shapes discards lines (`fused_reduce`), and a discarded line may read as anything that was there before: of another shape's words perhaps as they were before they
+/// were zeroed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Front;
+
+impl Front {
+    /// Claims of [`FusedPath::Vector`].
+    const CLAIMS: usize = 0;
+    /// Of the products that draw their items.
+    pub(super) const DRAWS: usize = after(Self::CLAIMS, fused_vector::CLAIMS * 8);
+    /// `h` of [`FusedPath::Vector`] in words.
+    const EXCHANGED: usize = after(Self::DRAWS, items::WORDS * 8);
+    /// Of as many elements as there is room for in shared memory.
+    const EXCHANGED_BYTES: usize = fused_wgmma::MAX_SHARED_BYTES / 2 / fused_vector::OUTPUTS * fused_vector::WORD_BYTES;
+    pub(super) const BYTES: usize = after(Self::EXCHANGED, Self::EXCHANGED_BYTES);
+}
+
+/// Where the parts of the workspace behind its [`Front`] are, in bytes.
 #[derive(Clone, Copy, Debug)]
 struct Workspace {
     h: usize,
@@ -365,9 +383,6 @@ struct Workspace {
     sorted_weights: usize,
     offsets: usize,
     expert_counts: usize,
-    words: usize,
-    /// Of the products that draw their items.
-    draws: usize,
     /// How far the blocks of the first product have come.
     progress: usize,
     /// What is left of each stripe of the second one.
@@ -381,12 +396,8 @@ impl Workspace {
     const fn new(shape: &FusedShape, dtype: DType, block: usize) -> Self {
         let pairs = shape.pairs();
         let capacity = sort::capacity(pairs, shape.bins(), block, false);
-        // Of `Vector` perhaps in words, where no rows of the second product's results follow.
-        let h = product(&[pairs, shape.intermediate, dtype.size()]);
-        // As much for more pairs than it takes, so that a workspace for many serves few.
-        let worded = least(pairs, fused_vector::MAX_PAIRS);
-        let exchanged = product(&[worded, shape.intermediate / fused_vector::OUTPUTS, fused_vector::WORD_BYTES]);
-        let partial = after(0, most(h, exchanged));
+        let h = Front::BYTES;
+        let partial = after(h, product(&[pairs, shape.intermediate, dtype.size()]));
         let sorted_ids = after(partial, product(&[pairs, shape.hidden, 4]));
         let expert_ids = after(sorted_ids, product(&[capacity, 4]));
         let totals = after(expert_ids, product(&[capacity / block, 4]));
@@ -394,13 +405,11 @@ impl Workspace {
         let sorted_weights = after(sort, sort::workspace_bytes(pairs, shape.bins()));
         let offsets = after(sorted_weights, product(&[capacity, 4]));
         let expert_counts = after(offsets, product(&[shape.bins().saturating_add(1), 4]));
-        let words = after(expert_counts, product(&[shape.bins(), 4]));
-        let draws = after(words, fused_vector::CLAIMS * 8);
-        let progress = after(draws, items::WORDS * 8);
+        let progress = after(expert_counts, product(&[shape.bins(), 4]));
         let left = after(progress, progress::WORDS * 4);
         let bytes = after(left, progress::MAX_STRIPES * 4);
         Self {
-            h: 0,
+            h,
             partial,
             sorted_ids,
             expert_ids,
@@ -409,8 +418,6 @@ impl Workspace {
             sorted_weights,
             offsets,
             expert_counts,
-            words,
-            draws,
             progress,
             left,
             capacity,
@@ -465,7 +472,7 @@ pub const fn split_log2(k: usize) -> u32 {
 }
 
 /// Chooses the kernels. `streams` says whether addresses and strides suit 16-byte loads, `wgmma` whether the device has
-/// Hopper's instructions and the activation is one that they are used with, `shuffled` whether the weights are
+/// Hopper's instructions, the activation is one that they are used with, and rows of `x` and of `h` (as many as pairs) end before 2^35 elements, `shuffled` whether the weights are
 /// [shuffled](shuffle::shuffle_weights). `multiprocessors`: the device's.
 pub const fn plan(
     dtype: DType,
@@ -835,15 +842,18 @@ pub fn plan_of(device: &Device, dtype: DType, shape: &FusedShape, path: FusedPat
         op: OP,
         what: format!(
             "the path {path:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, `Vector` at most {} and as many tokens \
-             on Hopper with about 64 Ki elements of `x` and between the products, and `Wgmma..` needs Hopper, at most {} experts (653 for `Wgmma176`) and an activation other than `Gelu`; shuffled weights need such a path and widths of \
-             multiples of 64; here are {} pairs of {dtype}, {} and {} wide, shuffled: {}",
+             on Hopper with about 64 Ki elements of `x` and between the products, and `Wgmma..` needs Hopper, at most {} experts (653 for `Wgmma176`), widths above 0, rows of `x` and between the products \
+             that end before 2^35 elements and an activation other than `Gelu`; shuffled weights need such a path and widths of \
+             multiples of 64 up to {}; here are {} pairs of {dtype}, {} and {} wide, rows of `x` {} apart, shuffled: {}",
             fused_stream::DIRECT_PAIRS,
             fused_wgmma::DIRECT_PAIRS,
             fused_vector::MAX_PAIRS,
             fused_wgmma::MAX_BINS,
+            shuffle::MAX_WIDTH,
             shape.pairs(),
             shape.hidden,
             shape.intermediate,
+            o.x_row,
             o.shuffled,
         ),
     })?;
@@ -884,7 +894,7 @@ pub(super) fn check_blocks(op: &'static str, blocks: usize, most: usize, block: 
 /// The pointers are device memory of the documented sizes until the launches are done, for the streaming paths aligned to
 /// 16 bytes like every row; `workspace` has [`FusedShape::workspace_bytes`], aligned to 16. No output overlaps another
 /// argument. `plan` is that of [`plan_of`] for these operands; one of [`plan`] is for their alignment and device, and blocks of pairs times blocks of outputs
-/// stay below what grids and items can number: 2^28 for `Wgmma..`, and no more than 65535 blocks of pairs for the paths without tiles.
+/// stay below what grids and items can number: 2^28 for `Wgmma..`, and no more than 65535 blocks of pairs for the paths without tiles; and for `Wgmma..` rows of `x` and of `h` end before 2^35 elements.
 pub unsafe fn launch(
     stream: &Stream,
     dtype: DType,
@@ -1034,8 +1044,8 @@ pub unsafe fn launch(
             let args = VectorArgs {
                 out: o.out,
                 out_row: o.out_row,
-                h: up.h.cast(),
-                words: part(at.words).cast(),
+                h: if parts.words { part(Front::EXCHANGED) } else { up.h }.cast(),
+                words: part(Front::CLAIMS).cast(),
                 launch: launch_number(),
                 x: o.x,
                 x_row: o.x_row,
@@ -1119,7 +1129,7 @@ pub unsafe fn launch(
                 alpha,
                 limit,
                 unordered: unordered as u32,
-                words: part(at.draws).cast(),
+                words: part(Front::DRAWS).cast(),
                 launch: launch_number(),
                 kept: dead as u32,
                 progress: if plan.begins_early(shape, multiprocessors) {
@@ -1431,7 +1441,7 @@ impl<'a, T: Element> FusedOptions<'a, T> {
 ///
 /// `x` and `out`: `[tokens, H]`, each dense in its last dimension; `w13`: `[experts, 2 I, H]` ([`GateUp`]); `w2`: `[experts, H,
 /// I]`; `topk_ids` and `topk_weights`: `[tokens, top_k]`; all but `x` and `out` contiguous. Ids of -1, of experts that live
-/// elsewhere and out of range contribute nothing. `workspace` has [`FusedShape::workspace_bytes`]; what is in it does not matter.
+/// elsewhere and out of range contribute nothing, nor do those to which `expert_map` gives a place out of range. `workspace` has [`FusedShape::workspace_bytes`]; what is in it does not matter.
 /// It serves one stream at a time: another one waits for an event first.
 ///
 /// Products and sums are in f32; the intermediate row is rounded to `T` after the activation; results are weighted and added
@@ -1441,6 +1451,8 @@ impl<'a, T: Element> FusedOptions<'a, T> {
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value), [`Alignment`](Error::Alignment),
 /// [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice), [`DType`](Error::DType);
+/// [`Value`](Error::Value) also for more than 2048 experts (shared ones included, or listed by `expert_map`), for tokens wider than 65535 · 512, and for more blocks of pairs than a grid numbers (of f32 and with
+/// other paths without tiles 65535 of 16 pairs or of the path's);
 /// with `options.checked` [`Value`](Error::Value) for `topk_ids` if an id is out of range, and [`Capture`](Error::Capture) while the stream is captured;
 /// [`Unsupported`](Error::Unsupported) if `options.path` asks for kernels that do not take these tensors.
 ///

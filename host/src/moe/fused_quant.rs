@@ -12,8 +12,8 @@
 
 use super::block::{self, Block, Description, dense};
 use super::fused::{
-    ExpertActivation, FusedPath, FusedShape, GateUp, KEPT_BYTES, STRIPED_PAIRS, check_blocks, given_up, launch_number,
-    numbers_rows, once_read, reduce_entry, stripe, striped_bytes, sum_across, sum_geometry, weight_map,
+    ExpertActivation, Front, FusedPath, FusedShape, GateUp, KEPT_BYTES, STRIPED_PAIRS, check_blocks, given_up,
+    launch_number, numbers_rows, once_read, reduce_entry, stripe, striped_bytes, sum_across, sum_geometry, weight_map,
 };
 use super::{shuffle, sort};
 use crate::check::{Call, after, most, product};
@@ -229,8 +229,6 @@ struct Workspace {
     positions: usize,
     offsets: usize,
     expert_counts: usize,
-    /// Words from which items are drawn.
-    draws: usize,
     /// Words that say how far the first product has come.
     progress: usize,
     /// What is left of each stripe of the second one.
@@ -252,7 +250,8 @@ impl Workspace {
             Some(group) => group,
             None => usize::MAX,
         };
-        let x_scales = after(0, product(&[rows, shape.hidden]));
+        let x = Front::BYTES;
+        let x_scales = after(x, product(&[rows, shape.hidden]));
         let h = after(x_scales, product(&[scale_group, shape.hidden.div_ceil(GROUP), 4]));
         let q = after(h, product(&[rows, shape.intermediate, dtype.size()]));
         let q_scales = after(q, product(&[rows, shape.intermediate]));
@@ -265,12 +264,11 @@ impl Workspace {
         let positions = after(sorted_weights, product(&[capacity, 4]));
         let offsets = after(positions, product(&[pairs, 4]));
         let expert_counts = after(offsets, product(&[bins.saturating_add(1), 4]));
-        let draws = after(expert_counts, product(&[bins, 4]));
-        let progress = after(draws, items::WORDS * 8);
+        let progress = after(expert_counts, product(&[bins, 4]));
         let left = after(progress, progress::WORDS * 4);
         let bytes = after(left, progress::MAX_STRIPES * 4);
         Self {
-            x: 0,
+            x,
             x_scales,
             h,
             q,
@@ -284,7 +282,6 @@ impl Workspace {
             positions,
             offsets,
             expert_counts,
-            draws,
             progress,
             left,
             capacity,
@@ -886,7 +883,7 @@ impl Run<'_> {
                     alpha,
                     limit,
                     kept: if up { self.gives_up() } else { self.keeps() } as u32,
-                    words: self.part(at.draws).cast(),
+                    words: self.part(Front::DRAWS).cast(),
                     launch: launch_number(),
                     left: self.left(),
                     stripe: self.stripe().0.div_ceil($rows) as u32,
@@ -1007,7 +1004,7 @@ impl Run<'_> {
             alpha,
             limit,
             kept: self.keeps() as u32,
-            words: self.part(at.draws).cast(),
+            words: self.part(Front::DRAWS).cast(),
             launch: launch_number(),
             w_scale_expert: o.w13_strides.0 as u32,
             w_scale_row: o.w13_strides.1 as u32,

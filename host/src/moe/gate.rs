@@ -15,7 +15,7 @@
 //!
 //! Ties go to the lower expert and the lower group. A NaN ranks as -inf, and its weight, if it must be chosen because
 //! there is nothing better, is 0 (its score's, where only its bias is NaN). (A logit of -inf has a score of 0, which ranks above that.) So is everything in a row whose scores sum up to 0, such as one of -inf only or of NaN only:
-//! the lowest experts, if there is no bias, with weights 0. Exponentials below 2^-126 count as 0. The root of the softplus of +inf is that of
+//! the lowest experts, if there is no bias, with weights 0. Exponentials below 2^-126.5 count as 0 (of the softplus below 2^-126). The root of the softplus of +inf is that of
 //! the largest number; several +inf in a softmax share it evenly. A token's result depends on its logits only.
 //!
 //! *Padding*: a row that is not below `valid_rows`, or whose mask is 0, gets id -1 and weight 0 everywhere.

@@ -1,7 +1,7 @@
 //! Rows of tokens in the order of their experts, and back.
 
 use super::sort::{self, SortInput, SortOptions, SortOutput};
-use crate::check::Call;
+use crate::check::{Call, least};
 use crate::device::{Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::moe::permute as kernel;
@@ -12,11 +12,8 @@ pub use kernel::{Args, UnpermuteArgs};
 
 /// How to launch `moe_permute` for `places` rows of `row_bytes` bytes, moved in units of `unit`.
 pub const fn geometry(places: u32, row_bytes: usize, unit: u32) -> Geometry {
-    Geometry::new(
-        [places, row_bytes.div_ceil(unit as usize * kernel::THREADS) as u32, 1],
-        [kernel::THREADS as u32, 1, 1],
-    )
-    .dependent()
+    let across = least(row_bytes.div_ceil(unit as usize * kernel::THREADS), u32::MAX as usize);
+    Geometry::new([places, across as u32, 1], [kernel::THREADS as u32, 1, 1]).dependent()
 }
 
 /// How to launch `moe_unpermute` for `tokens` rows of `n`, sums of `slots` rows.

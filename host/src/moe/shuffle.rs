@@ -23,10 +23,14 @@ pub const fn tile_rows(gate_up: Option<GateUp>) -> usize {
     }
 }
 
-/// Whether a block of these widths takes shuffled weights of an element type: both are multiples of 128 bytes.
+/// The widest rows of shuffled weights: a strip's elements are numbered by an `i32`.
+pub const MAX_WIDTH: usize = i32::MAX as usize / 64;
+
+/// Whether a block of these widths takes shuffled weights of an element type: both are multiples of 128 bytes, up to [`MAX_WIDTH`].
 pub const fn takes(dtype: DType, hidden: usize, intermediate: usize) -> bool {
     let unit = kernel::LINE / dtype.size();
-    hidden.is_multiple_of(unit) && intermediate.is_multiple_of(unit)
+    let most = if hidden > intermediate { hidden } else { intermediate };
+    hidden.is_multiple_of(unit) && intermediate.is_multiple_of(unit) && most <= MAX_WIDTH
 }
 
 /// How to launch `moe_shuffle` for so many tiles.
@@ -42,7 +46,7 @@ pub const fn geometry(tiles: u32) -> Geometry {
 /// # Safety
 /// The pointers are device memory as [`shuffle`](kernel::shuffle()) documents until the launch is done, and do not overlap.
 pub unsafe fn launch(stream: &Stream, experts: u32, args: &Args) -> Result<()> {
-    let tiles = experts * (args.rows / args.tile_rows) * args.lines;
+    let tiles = experts.saturating_mul(args.rows / args.tile_rows).saturating_mul(args.lines);
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&kernel::moe_shuffle::ENTRY, &geometry(tiles), args) }
 }
@@ -58,19 +62,23 @@ pub(super) fn map(
 ) -> TensorMapDescription {
     let line = kernel::LINE as u64;
     let tile_rows = tile_rows(gate_up) as u64;
-    let outputs = if gate_up.is_some() { 32 } else { 64 };
     // The innermost dimension runs through a strip, from the row of a tile on that the next dimension says, so that a step along K is a tile. It
     // ends with the first row of the last tile, which the last row is as far from as the strip's end. Dimensions of one element take no notice of
     // their strides.
     let step = (kernel::LINE / dtype.size()) as u64;
     let strip = tile_rows * k as u64;
-    let (strips, bytes) = ((experts.max(1) * n / outputs) as u64, strip * dtype.size() as u64);
-    let along = strip - (tile_rows - 1) * step;
-    let (dims, strides, box_dims) = if tile_rows == 64 {
-        ([along, 64, 1, 1, strips], [line, line, line, bytes], [step as u32, 64, 1, 1, rows as u32 / 64])
-    } else {
+    let (experts, n, bytes) = (experts.max(1) as u64, n as u64, strip * dtype.size() as u64);
+    let (step, along, strips) = (step as u32, strip - (tile_rows - 1) * step, rows as u32 / 64);
+    let (dims, strides, box_dims) = match gate_up {
+        None => {
+            let of_expert = n / 64 * bytes;
+            ([along, 64, n / 64, experts, 1], [line, bytes, of_expert, of_expert], [step, 64, strips, 1, 1])
+        }
         // 8 rows, gates without values, 4 times: the values lie outside, and are zeroes.
-        ([along, 8, 1, 4, strips], [line, 8 * line, 8 * line, bytes], [step as u32, 8, 2, 4, rows as u32 / 64])
+        Some(GateUp::GateOnly) => {
+            ([along, 8, 1, 4, experts * n / 32], [line, 8 * line, 8 * line, bytes], [step, 8, 2, 4, strips])
+        }
+        Some(_) => ([along, 64, 1, 1, experts * n / 32], [line, line, line, bytes], [step, 64, 1, 1, strips]),
     };
     TensorMapDescription { base: base as u64, dtype, rank: 5, dims, strides, box_dims, swizzle: Swizzle::B128 }
 }

@@ -1,6 +1,6 @@
 //! Sorting of (token, slot) pairs by expert, padded to blocks: what grouped matrix products start from.
 //!
-//! One launch up to a thousand pairs, on Hopper up to eight thousand, two beyond; stable, so deterministic.
+//! One launch up to a thousand pairs, on Hopper up to eight thousand, of up to 512 experts (some hundred pairs of more), two beyond; stable, so deterministic.
 
 use crate::check::{Call, least, most, product};
 use crate::device::{Geometry, Stream};
@@ -365,8 +365,9 @@ const MORE_A_CHUNK: [usize; 5] = [128, 512, 8192, 32_768, 262_144];
 
 /// How to launch `moe_sort_scatter` with `zeroing` blocks on the side; `moe_sort_count` takes the same without them.
 pub const fn geometry(split: Split, bins: usize, zeroing: u32) -> Geometry {
-    Geometry::linear(split.chunks + zeroing, split.warps * 32)
-        .shared_bytes(kernel::shared_bytes(bins, split.warps as usize) as u32)
+    let shared = kernel::shared_bytes(least(bins, i32::MAX as usize), split.warps as usize);
+    Geometry::linear(split.chunks.saturating_add(zeroing), split.warps * 32)
+        .shared_bytes(least(shared, u32::MAX as usize) as u32)
 }
 
 /// How to launch `moe_sort_block`, or with [`CLUSTER`](block::CLUSTER) blocks `moe_sort_cluster`, with at least `zeroing` blocks on the side.
@@ -383,7 +384,8 @@ pub const fn block_geometry(blocks: usize, zeroing: u32) -> Geometry {
 ///
 /// # Safety
 /// The pointers are device memory as [`sort_scatter`](kernel::sort_scatter) documents, until the launch is done, and
-/// `workspace` has [`workspace_bytes`], aligned to 4. No output overlaps another argument.
+/// `workspace` has [`workspace_bytes`], aligned to 4. No output overlaps another argument. `capacity` is that of [`capacity`] or more; without a map, and with a mask, `local` is
+/// `experts`; packed lists have fewer than 2^24 tokens and 2^8 slots.
 pub unsafe fn launch(stream: &Stream, args: &Args, workspace: *mut c_void) -> Result<()> {
     let bins = (args.local + args.shared_experts) as usize;
     let pairs = args.tokens as usize * args.slots as usize;
@@ -392,7 +394,8 @@ pub unsafe fn launch(stream: &Stream, args: &Args, workspace: *mut c_void) -> Re
     let zeroing = args.zero_bytes.div_ceil(64 << 10).min(128) as u32;
     let mut args = *args;
     args.table = std::ptr::null();
-    if let Some(blocks) = blocks(pairs, bins, clusters) {
+    // Larger ones it does not divide by.
+    if let Some(blocks) = blocks(pairs, bins, clusters).filter(|_| args.block <= block::MAX_BLOCK) {
         args.items = pairs.div_ceil(one_launch(blocks) / block::ITEMS).max(1) as u32;
         args.chunks = blocks as u32;
         let entry = if blocks > 1 { &kernel::moe_sort_cluster::ENTRY } else { &kernel::moe_sort_block::ENTRY };

@@ -150,7 +150,7 @@ pub unsafe fn launch(
 /// `logits`: `[tokens, experts]`, dense in its last dimension, before any softmax; `topk_ids` and `topk_weights`: `[tokens, top_k]`,
 /// contiguous, as [`moe::gate`](super::gate()) gives them; ids of -1 and out of range count nowhere. `workspace` has
 /// [`workspace_bytes`]. Sums are in f32 in one order, whatever the timing. A NaN or +inf among the logits of a token, or no
-/// finite one, makes probabilities and the losses of them NaN, and weights whose sum is beyond f32 make the variation of importance NaN. At most 2048 experts.
+/// finite one, makes probabilities and the losses of them NaN, and weights whose sum is beyond f32 make the variation of importance NaN. A z-loss is infinite where the sum of the squares is beyond f32, which their mean need not be. At most 2048 experts.
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Value`](Error::Value), [`DType`](Error::DType),

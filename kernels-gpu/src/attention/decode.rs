@@ -320,7 +320,7 @@ fn wait_for_oldest<const STAGES: usize>(in_ring: u32) {
 /// * `lse`: `[batch, q_len, q_heads]` or null; `alibi`, `sinks`: `[q_heads]` or null.
 /// * `partial`: workspace of [`partial_floats`] for each of `partial_chunks` chunks of each head of each sequence, aligned
 ///   to 16 bytes. Sequences of more than one chunk leave their results there for [`combine`].
-/// * `window`: keys that a query token sees, 0 for all; `soft_cap`: 0 for none; `hint`: for [`chunk_shift`].
+/// * `window`: keys that a query token sees, 0 for all, at most 2^31 - 1; `soft_cap`: 0 for none; `hint`: for [`chunk_shift`].
 ///
 /// `D` is `head_dim` rounded up to an instance; each KV head is served as `ceil(rows / (8 * TILES))` heads. `ROOM`: whether
 /// there are registers for Q of the next item.

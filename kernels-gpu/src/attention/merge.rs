@@ -3,7 +3,7 @@
 //! A part is a normalised output and the logarithm of its softmax's denominator (LSE), as
 //! [`decode`](super::decode) and prefill give them. With `w_i = exp(lse_i - max lse)` the union's output is
 //! `Σ w_i out_i / Σ w_i` and its LSE `max lse + ln Σ w_i`. One piece of 16 bytes a thread; a part's LSE is one address for
-//! all threads of a row. A part without keys (LSE of -inf) has weight 0, and its output is not looked at, so that it may be
+//! all threads of a row. A part whose weight is 0 in f32, without keys (LSE of -inf) or with an LSE more than 104 below the largest, is not looked at, so that its output may be
 //! anything. Source: Juravsky et al., *Hydragen*, 2024; Ye et al., *Cascade Inference*, 2024.
 
 use crate::row::Piece;

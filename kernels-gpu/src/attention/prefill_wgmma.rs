@@ -949,7 +949,8 @@ pub unsafe fn prefill<
                     // (Bent scores are exponents already.)
                     if !BENT {
                         reference = from_top(top);
-                        let far = reference.map(|r| float::abs(r) > FAR);
+                        // As above, only of rows that there are.
+                        let far = [0, 1].map(|h: usize| there[h] && float::abs(reference[h]) > FAR);
                         huge = warp::warp_vote_any(warp::FULL, far[0] || far[1]);
                         if huge {
                             let s = s.as_mut();

@@ -56,7 +56,8 @@ pub unsafe fn capacity(
             let token = first + tid;
             let row = token as usize * choices as usize;
             let mut expert = if token < tokens { ids.get(row + choice as usize) as u32 } else { u32::MAX };
-            if expert < experts {
+            // Before that many choices nobody has enough.
+            if expert < experts && choice >= wanted {
                 let mut have = 0;
                 for earlier in 0..choice {
                     have += (kept.get(row + earlier as usize) >= 0) as u32;

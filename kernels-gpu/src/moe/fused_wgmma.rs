@@ -1919,7 +1919,7 @@ entries! {
         unordered: u32,
         /// [`WORDS`](super::items::WORDS), whatever is in them; read and written where items are drawn.
         words: *mut u64,
-        /// A number that no other launch has, unless it repeats this one; the two products may have the same.
+        /// A number whose lower 36 bits are not 0 and no other launch's, unless it repeats this one; the two products may have the same.
         launch: u64,
         /// 1 if results, `h` or `partial`, may stay in the second-level cache until they have been read for the last time.
         kept: u32,

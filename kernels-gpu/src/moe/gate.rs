@@ -26,7 +26,7 @@
 //! that lost its best. That takes the same time for any number of experts up to 1024, and picks groups as well.
 //!
 //! All arithmetic is `f32`: polynomials of fused multiply-adds and a correctly rounded reciprocal, at most 3 units in
-//! the last place off (a softmax, whose exponent is rounded, by as many more as a logit is below the largest), and the same for equal logits wherever they stand. Exponentials below 2^-126 count as 0.
+//! the last place off (a softmax, whose exponent is rounded, by as many more as a logit is below the largest), and the same for equal logits wherever they stand. Exponentials below 2^-126.5 count as 0 (of the softplus below 2^-126).
 
 use cuda_std::shared::Shared;
 use cuda_std::vec::{B32, B64, B128};
@@ -571,34 +571,59 @@ unsafe fn best_groups(experts: Shared<i32>, result: Shared<i32>, size: u32, grou
     warp::sync_warp(warp::FULL);
 }
 
-/// For each of the lane's experts, `32 * row + lane`: `store(expert, compute(load(expert)))`. `N` at a time are unrolled,
+/// The experts of a lane: those from `first` on, `step` apart, that are below `end`; so many at most.
+#[derive(Clone, Copy)]
+struct Own {
+    first: u32,
+    step: u32,
+    most: u32,
+    end: u32,
+}
+
+impl Own {
+    /// `32 * row + lane`.
+    #[inline(always)]
+    fn column(experts: u32, lane: u32) -> Self {
+        Self { first: lane, step: 32, most: experts.div_ceil(32), end: experts }
+    }
+
+    /// Neighbours, as in [`gate_fixed`].
+    #[inline(always)]
+    fn neighbours(experts: u32, lane: u32) -> Self {
+        let most = experts.div_ceil(32);
+        Self { first: lane * most, step: 1, most, end: (lane * most + most).min(experts) }
+    }
+}
+
+/// For each of the lane's experts: `store(expert, compute(load(expert)))`. `N` at a time are unrolled,
 /// all loads first and then the arithmetic, without a branch between them: beyond the last expert it is done on `none`.
 #[inline(always)]
 unsafe fn for_own<const N: usize, V: Copy, W: Copy>(
-    experts: u32,
-    lane: u32,
+    own: Own,
     none: V,
     load: impl Fn(u32) -> V,
     compute: impl Fn(V) -> W,
     mut store: impl FnMut(u32, W),
 ) {
-    let mut first = lane;
-    while first - lane < experts {
+    let (mut first, mut done) = (own.first, 0);
+    // As often in all lanes.
+    while done < own.most {
         let mut loaded = [none; N];
         unroll::<N>(|i| {
-            let e = first + 32 * i as u32;
-            if e < experts {
+            let e = first + own.step * i as u32;
+            if e < own.end {
                 loaded[i] = load(e);
             }
         });
         let computed: [W; N] = core::array::from_fn(|i| compute(loaded[i]));
         unroll::<N>(|i| {
-            let e = first + 32 * i as u32;
-            if e < experts {
+            let e = first + own.step * i as u32;
+            if e < own.end {
                 store(e, computed[i]);
             }
         });
-        first += 32 * N as u32;
+        first += own.step * N as u32;
+        done += N as u32;
     }
 }
 
@@ -613,7 +638,8 @@ unsafe fn gate_dynamic<T: Float>(gate: Gate<T>, groups: u32, topk_group: u32) {
     let keys = Shared::<i32>::at(base, words as usize);
     let second = base + 4 * words as usize;
 
-    // Everything from global memory first. A lane reads back only what it wrote itself.
+    // Everything from global memory first. A lane reads back what it wrote itself, but for the sum of a softmax.
+    let own = Own::column(experts, lane);
     let biases = Shared::<f32>::at(second, words as usize);
     let mut max = f32::NEG_INFINITY;
     let store = |e: u32, (x, bias): (f32, f32)| {
@@ -622,20 +648,20 @@ unsafe fn gate_dynamic<T: Float>(gate: Gate<T>, groups: u32, topk_group: u32) {
         biases.set(place(e), bias);
     };
     #[inline(always)]
-    unsafe fn load_both<T: Float, B: Float>(gate: Gate<T>, lane: u32, store: impl FnMut(u32, (f32, f32))) {
+    unsafe fn load_both<T: Float, B: Float>(gate: Gate<T>, own: Own, store: impl FnMut(u32, (f32, f32))) {
         let bias = Global::new(gate.bias.cast::<B>());
         let load = |e: u32| (gate.logits.get(e), bias.get(e));
         let none = (T::from_f32(0.0), B::from_f32(0.0));
-        for_own::<8, _, _>(gate.experts, lane, none, load, |(x, b)| (x.to_f32(), b.to_f32()), store);
+        for_own::<8, _, _>(own, none, load, |(x, b)| (x.to_f32(), b.to_f32()), store);
     }
     match (gate.bias.is_null(), gate.bias_type) {
         (true, _) => {
             let none = T::from_f32(0.0);
-            for_own::<8, _, _>(experts, lane, none, |e| gate.logits.get(e), |x| (x.to_f32(), 0.0), store);
+            for_own::<8, _, _>(own, none, |e| gate.logits.get(e), |x| (x.to_f32(), 0.0), store);
         }
-        (_, BIAS_F32) => load_both::<T, f32>(gate, lane, store),
-        (_, BIAS_F16) => load_both::<T, f16>(gate, lane, store),
-        _ => load_both::<T, bf16>(gate, lane, store),
+        (_, BIAS_F32) => load_both::<T, f32>(gate, own, store),
+        (_, BIAS_F16) => load_both::<T, f16>(gate, own, store),
+        _ => load_both::<T, bf16>(gate, own, store),
     }
 
     let logit = |e: u32| f32::from_bits(keys.get(place(e)) as u32);
@@ -647,17 +673,22 @@ unsafe fn gate_dynamic<T: Float>(gate: Gate<T>, groups: u32, topk_group: u32) {
     };
     let mut softmax = Softmax::NONE;
     match gate.scoring {
-        SIGMOID => for_own::<4, _, _>(experts, lane, (0.0, 0.0), both, |(x, b)| key(sigmoid(x) + b), store),
+        SIGMOID => for_own::<4, _, _>(own, (0.0, 0.0), both, |(x, b)| key(sigmoid(x) + b), store),
         SOFTMAX => {
+            warp::sync_warp(warp::FULL);
             softmax = Softmax::of_row(max, |s| {
                 let mut sum = 0.0;
-                for_own::<4, _, _>(experts, lane, 0.0, logit, |x| s.addend(x), |_, e| sum += e);
+                // In the order of `gate_fixed`, which takes a row where it is aligned.
+                let neighbours = Own::neighbours(experts, lane);
+                for_own::<4, _, _>(neighbours, 0.0, logit, |x| s.addend(x), |_, e| sum += e);
                 sum
             });
+            // The reduction is behind all reads of what others replace now.
+            warp::sync_warp(warp::FULL);
             let compute = |(x, b)| key(softmax.score(x) + b);
-            for_own::<4, _, _>(experts, lane, (0.0, 0.0), both, compute, store);
+            for_own::<4, _, _>(own, (0.0, 0.0), both, compute, store);
         }
-        _ => for_own::<4, _, _>(experts, lane, (0.0, 0.0), both, |(x, b)| key(sqrt_softplus(x) + b), store),
+        _ => for_own::<4, _, _>(own, (0.0, 0.0), both, |(x, b)| key(sqrt_softplus(x) + b), store),
     }
     warp::sync_warp(warp::FULL);
 
@@ -670,7 +701,7 @@ unsafe fn gate_dynamic<T: Float>(gate: Gate<T>, groups: u32, topk_group: u32) {
         matrix.best = REMOVED;
         let load = |e: u32| (keys.get(place(e)), worths.get(place(e / size)) == REMOVED);
         let compute = |(k, stays)| if stays { k } else { REMOVED };
-        for_own::<4, _, _>(experts, lane, (REMOVED, false), load, compute, |e, k| {
+        for_own::<4, _, _>(own, (REMOVED, false), load, compute, |e, k| {
             keys.set(place(e), k);
             matrix.consider(e, k);
         });

@@ -64,7 +64,7 @@ pub struct Drawn {
 }
 
 impl Drawn {
-    /// Takes no room if it is not `used`. `word`: any contents; `launch`: a number that no other launch has, unless it repeats this one.
+    /// Takes no room if it is not `used`. `word`: any contents; `launch`: a number whose lower 36 bits are not 0 and no other launch's, unless it repeats this one.
     #[inline(always)]
     pub unsafe fn new(carver: &mut Carver, used: bool, word: *mut u64, launch: u64) -> Self {
         let kept = if used { KEPT } else { 0 };

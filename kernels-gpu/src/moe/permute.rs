@@ -156,8 +156,11 @@ pub unsafe fn unpermute<T: Float, const B: usize>(
     let values = vec::from_f32::<T, COLUMNS>(sum);
     let to = out.offset(token * out_row + column as usize);
     let aligned = (out.ptr(0u32) as usize).is_multiple_of(COLUMNS * size_of::<T>());
-    if size_of::<T>() == 2 && aligned && (n as usize | out_row).is_multiple_of(COLUMNS) {
+    let whole = aligned && (n as usize | out_row).is_multiple_of(COLUMNS);
+    if whole && size_of::<T>() == 2 {
         to.set_as(0u32, B64(values));
+    } else if whole {
+        to.set_as(0u32, B128(values));
     } else {
         unroll::<COLUMNS>(|i| {
             if column + (i as u32) < n {

@@ -49,11 +49,12 @@ pub unsafe fn shuffle(out: *mut u8, weights: *const u8, rows: u32, lines: u32, o
 }
 
 /// Where a box of rows of weights starts in the map of shuffled ones: from element `k` of the row `row` on, which counts rows as the
-/// products do: those of gates and values together, zeroes included (`UP`: the first product, of `n` outputs).
+/// products do: those of gates and values together, zeroes included (`UP`: the first product, of `n` outputs). The second product's
+/// strips are a dimension of their own, so that what a box has beyond an expert's is zeroes, as with plain weights: the largest of its results is looked for among all rows of a box.
 #[inline(always)]
 pub fn coordinates<const UP: bool>(tile_rows: u32, k: u32, n: u32, row: u32, expert: i32) -> [i32; 5] {
-    let strips = if UP { n / 32 } else { n / 64 };
-    [(k * tile_rows) as i32, 0, 0, 0, expert * strips as i32 + (row / 64) as i32]
+    let (along, strip) = ((k * tile_rows) as i32, (row / 64) as i32);
+    if UP { [along, 0, 0, 0, expert * (n / 32) as i32 + strip] } else { [along, 0, strip, expert, 0] }
 }
 
 entries! {

@@ -25,6 +25,8 @@ pub const ITEMS: usize = 4;
 pub const MAX_BINS: usize = THREADS * 2;
 /// Blocks of the cluster.
 pub const CLUSTER: usize = 8;
+/// The largest blocks of the list.
+pub const MAX_BLOCK: u32 = 1 << 16;
 /// Counters of a warp: those of the experts, of invalid ids, and what makes them a multiple of 16 bytes.
 const COLUMNS: usize = MAX_BINS + 8;
 /// The same, two in a word.
@@ -103,7 +105,7 @@ pub unsafe fn sort_block<const BLOCKS: usize>(
     }
     // SAFETY: blocks are not empty.
     core::hint::assert_unchecked(block != 0);
-    // For divisions by `block` of what is less than 2^13 + `block`: exact, since blocks are at most 2^16.
+    // For divisions by `block` of what is less than 2^13 + `block`: exact up to `MAX_BLOCK`.
     let reciprocal = u32::MAX / block;
     let mine = counts.offset(warp_id * COLUMNS as u32);
     let first = (chunk * WARPS as u32 + warp_id) * 32 * items + lane;

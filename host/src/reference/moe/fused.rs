@@ -35,7 +35,8 @@ pub(super) fn activate(activation: ExpertActivation, gate: f64, up: Option<f64>)
         ExpertActivation::Relu2 => plain(Epilogue::Relu2),
         ExpertActivation::SwigluOai { alpha, limit } => {
             let (alpha, limit) = (alpha as f64, limit as f64);
-            let gate = gate.min(limit);
+            // Not `min`, which takes the limit for NaN.
+            let gate = if gate > limit { limit } else { gate };
             gate / (1.0 + (-alpha * gate).exp()) * up.map_or(1.0, |u| u.clamp(-limit, limit) + 1.0)
         }
     }

@@ -17,8 +17,9 @@ pub struct Routed {
 
 /// The score of each expert; NaN where the logit is.
 pub fn scores(logits: &[f64], scoring: Scoring) -> Vec<f64> {
-    // The kernels know no exponentials below 2^-126.
-    let exp = |y: f64| if y < -126.0 * std::f64::consts::LN_2 { 0.0 } else { y.exp() };
+    // The kernels know no exponentials below that.
+    let least = if scoring == Scoring::SqrtSoftplus { -126.0 } else { -126.5 };
+    let exp = |y: f64| if y < least * std::f64::consts::LN_2 { 0.0 } else { y.exp() };
     let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let numerator = |x: f64| match (x == largest, largest.is_infinite()) {
         (true, _) if largest > f64::NEG_INFINITY => 1.0,

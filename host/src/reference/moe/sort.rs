@@ -55,7 +55,7 @@ pub fn sort(
                         continue;
                     }
                 },
-                id if id as usize >= local.len() && (id as usize) < local.len() + shared && id > 0 => {
+                id if id as usize >= local.len() && (id as usize) < local.len() + shared => {
                     routed + id as usize - local.len()
                 }
                 _ => {
