@@ -32,7 +32,7 @@ impl TensorByte for E4M3 {
     }
 }
 
-/// Exact sums: 2^17 products of the largest numbers fit.
+/// Exact sums: fewer than 2^17 products of the largest numbers fit.
 impl TensorByte for i8 {
     type Sum = i32;
     const ZERO: i32 = 0;

@@ -672,6 +672,78 @@ fn f16_does_not_overflow_between_the_products() {
     });
 }
 
+/// What a stage has beyond the end of K adds nothing, whatever the scales are: where their product is infinite it would make NaN of an infinity.
+#[test]
+fn padding_adds_nothing() {
+    on_every_device(|d, s| {
+        let (hidden, inter, tokens) = (64, 64, 9);
+        let t = |v: f32, shape: &[usize]| Tensor::from_slice(d, &vec![v; shape.iter().product()], shape).unwrap();
+        for (sign, x, scales, want) in [
+            (-1.0f32, 2f32.powi(120), [2f32.powi(30), 1.0], 0.0),
+            (1.0, 2f32.powi(50), [1.0, 2f32.powi(40)], f32::INFINITY),
+        ] {
+            let weights = |v: f32| vec![E4M3::from_f32(v); hidden * inter];
+            let w13 = Tensor::from_slice(d, &weights(sign), &[1, inter, hidden]).unwrap();
+            let w2 = Tensor::from_slice(d, &weights(1.0), &[1, hidden, inter]).unwrap();
+            let [s13, s2] = scales.map(|scale| t(scale, &[1, 1, 1]));
+            let mut rows = vec![bf16::from_f32(0.0); tokens * hidden];
+            rows.iter_mut().step_by(hidden).for_each(|v| *v = bf16::from_f32(x));
+            let x = Tensor::from_slice(d, &rows, &[tokens, hidden]).unwrap();
+            let (ids, weights) = (Tensor::from_slice(d, &[0; 9], &[tokens, 1]).unwrap(), t(1.0, &[tokens, 1]));
+            let bytes = FusedShape::new(tokens, 1, 1, hidden, inter).quant_workspace_bytes(DType::Bf16);
+            let mut workspace = Tensor::zeros(d, &[bytes]).unwrap();
+            for path in paths(d) {
+                let mut out = Tensor::<bf16>::zeros(d, &[tokens, hidden]).unwrap();
+                let (w13, w2) = (Quantised::new(&w13, &s13), Quantised::new(&w2, &s2));
+                let options = FusedQuantOptions::default().path(path).activation(ExpertActivation::Relu2);
+                let options = options.gate_up(GateUp::GateOnly);
+                fused_quant(s, &mut out, &x, w13, w2, &ids, &weights, &options, &mut workspace).unwrap();
+                let out = out.to_vec().unwrap();
+                assert!(out.iter().all(|v| v.to_f32() == want), "{path:?}: {}, expected {want}", out[0]);
+            }
+        }
+    });
+}
+
+/// Sums in which every term shows: small integers, scales that are powers of two, exact on the tensor cores as well, at widths whose last groups and tiles are parts of some.
+#[test]
+fn every_term_shows() {
+    on_every_device(|d, s| {
+        for (hidden, inter) in [(144, 208), (80, 144), (208, 80), (400, 272)] {
+            for path in paths(d) {
+                let case = Case::new(20, 1, 1, hidden, inter, path);
+                let case = Case { gate_up: GateUp::GateOnly, activation: ExpertActivation::Relu2, ..case };
+                let mut inputs = Inputs::<f16, E4M3>::new(d, &case, e4m3);
+                let one = |t: &Tensor<f32>| Tensor::from_slice(d, &vec![1.0; t.len()], t.shape()).unwrap();
+                (inputs.routed.w13.scales, inputs.weights) = (one(&inputs.routed.w13.scales), one(&inputs.weights));
+                inputs.routed.w2.scales = one(&inputs.routed.w2.scales);
+                // A token has 448 first in each group of 128, so that its scales are 1, and then ones. The first product is of ones alone, each output the sum of two terms of
+                // each token, so that `h` is 4, and of as many 448, which are not seen.
+                let token = |at: usize| if at % 128 == 0 { 448.0 } else { 1.0 };
+                let x: Vec<f16> = (0..20 * hidden).map(|i| f16::from_f32(token(i % hidden))).collect();
+                inputs.x.copy_from_slice(&x).unwrap();
+                let w13: Vec<E4M3> = (0..inter * hidden)
+                    .map(|i| {
+                        let (output, at) = (i / hidden, i % hidden);
+                        // Two columns that are no first ones.
+                        let two = [1 + output % 64, hidden - 1 - output % 8];
+                        E4M3::from_f32(if two.contains(&at) { 1.0 } else { 0.0 })
+                    })
+                    .collect();
+                inputs.routed.w13.values.copy_from_slice(&w13).unwrap();
+                // `h` is 4 everywhere, 448 times its scale: a row of ones gives 4 for each column.
+                inputs.routed.w2.values.copy_from_slice(&vec![E4M3::from_f32(1.0); inter * hidden]).unwrap();
+                let got = inputs.run(d, s, &case);
+                let want = 4.0 * inter as f32;
+                for (i, got) in got.iter().enumerate() {
+                    let error = (got.to_f32() - want).abs();
+                    assert!(error <= 0.5, "{path:?}, {hidden} x {inter}, result {i}: {got}, expected {want}");
+                }
+            }
+        }
+    });
+}
+
 #[test]
 fn at_model_sizes() {
     let Some(d) = gpu().filter(|d| d.properties().compute_capability == (9, 0)) else {

@@ -92,7 +92,8 @@ fn generate<T: Real>(arguments: &Arguments, device: &Device, files: &Files, prom
     let began = Instant::now();
     let mut output = Output::new(arguments, prompts, text);
     let model = Model::<T>::load(device, config, weights)?;
-    let longest = |ids: &Vec<u32>| (ids.len() + arguments.tokens).min(config.max_position_embeddings).div_ceil(BLOCK);
+    let longest =
+        |ids: &Vec<u32>| ids.len().saturating_add(arguments.tokens).min(config.max_position_embeddings).div_ceil(BLOCK);
     let rows = prompts.len().min(MAX_ROWS);
     let mut needs: Vec<usize> = prompts.iter().map(longest).collect();
     needs.sort_unstable_by(|a, b| b.cmp(a));

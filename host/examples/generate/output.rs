@@ -48,7 +48,7 @@ impl<'a> Output<'a> {
     /// Starts the display.
     pub fn new(arguments: &Arguments, prompts: &'a [Vec<u32>], text: &'a Text) -> Self {
         let (json, batch) = (arguments.json, arguments.is_batch());
-        let bar = ProgressBar::new((prompts.len() * arguments.tokens) as u64);
+        let bar = ProgressBar::new(prompts.len().saturating_mul(arguments.tokens) as u64);
         let shown =
             if std::io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         bar.set_draw_target(shown);

@@ -353,6 +353,8 @@ pub struct Communicator {
     own: usize,
     /// Ranks on the device that has most: blocks are the same on all.
     sharing: u32,
+    /// How often [`recover`](Self::recover) was called.
+    recoveries: u64,
     device: Device,
     /// `[ranks, slot::COUNT]`
     table: Tensor<u64>,
@@ -426,6 +428,7 @@ impl Communicator {
             rank,
             own,
             sharing,
+            recoveries: 0,
             device: device.clone(),
             table: Tensor::from_slice(device, table, &[group.ranks, slot::COUNT])?,
             fault_words: Mutex::new(Pinned::zeros(device, kernel::fault::COUNT)?),
@@ -500,6 +503,7 @@ impl Communicator {
         self.device.synchronize()?;
         self.group.meet(self.rank, time_out)?;
         self.own(Buffers::reset)?;
+        self.recoveries += 1;
         self.device.forget_races();
         self.group.meet(self.rank, time_out)
     }
@@ -541,6 +545,10 @@ impl Communicator {
         self.sharing
     }
 
+    pub(super) fn recoveries(&self) -> u64 {
+        self.recoveries
+    }
+
     /// Blocks and threads, if they can all be resident: of a kernel made for so many threads, with so much shared memory.
     pub(super) fn blocks(
         &self,
@@ -568,6 +576,13 @@ impl Communicator {
             properties.multiprocessors / self.sharing * (max_threads / threads).min(each as u32)
         };
         let most = room.min(kernel::MAX_BLOCKS as u32);
+        if most == 0 {
+            let (needed, there) = (shared_bytes(threads), properties.max_shared_bytes);
+            let what = format!(
+                "a block of {threads} threads takes {needed} bytes of shared memory for `config.max_tokens`, and this device has {there}: fewer tokens, or fewer threads"
+            );
+            return Err(Error::Unsupported { op, what });
+        }
         let count = blocks.count.unwrap_or(count.min(most));
         value((1..=most).contains(&count), "blocks.count", format!("1 to {most}"), count)?;
         Ok([count, threads])

@@ -37,8 +37,8 @@ pub struct DispatchOptions<'a> {
     pub arrangement: Arrangement,
     /// Sends e4m3 with a scale for each 128 values instead of bf16.
     pub quantise: bool,
-    /// Keeps the routing of the dispatch before, a compact one, which all ranks must do: the same tokens to the same ranks. Compact
-    /// only.
+    /// Keeps the routing of the dispatch before, a compact one that did not fail, which all ranks must do: the same tokens, and as many of them by `count`, to the same ranks;
+    /// ids are not looked at again. Compact only.
     pub cached: bool,
     /// `[1]`: how many of the tokens there are, read by the kernel.
     pub count: Option<&'a Tensor<u32>>,
@@ -98,6 +98,8 @@ pub struct Routing {
     pub(super) tokens: usize,
     /// That of the last dispatch.
     pub(super) arrangement: Option<Arrangement>,
+    /// How often the rank had recovered then.
+    recoveries: u64,
     /// Not its address alone, which another group may have once this one is gone.
     pub(super) group: std::sync::Weak<super::communicator::Group>,
     pub(super) rank: usize,
@@ -244,6 +246,7 @@ impl Communicator {
             offsets: Tensor::from_slice(device, &slots, &[ranks + 1])?,
             tokens: 0,
             arrangement: None,
+            recoveries: 0,
             group: std::sync::Arc::downgrade(&self.group),
             rank: self.rank(),
             #[cfg(feature = "nccl")]
@@ -299,8 +302,8 @@ impl Communicator {
             call.value(!options.cached, "cached", "false for slots", true)?;
         }
         if options.cached {
-            let compact = routing.arrangement == Some(Arrangement::Compact);
-            call.value(compact, "cached", "false without a compact dispatch before", true)?;
+            let compact = routing.arrangement == Some(Arrangement::Compact) && routing.recoveries == self.recoveries();
+            call.value(compact, "cached", "false without a compact dispatch before, since the last recovery", true)?;
             call.value(tokens == routing.tokens, "x", format!("{} tokens, as before", routing.tokens), tokens)?;
         }
         let x_stride = call.rows("x", x)?.stride;
@@ -331,7 +334,10 @@ impl Communicator {
         aligned(OP, "x", job.x.cast())?;
         let most = entry(options.quantise, options.arrangement).max_threads;
         let default = if slots { [64, 256] } else { [24, threads(most, self.ranks() as u32, options.quantise)] };
-        let bytes = |threads| geometry(options.quantise, options.arrangement, 1, threads, tokens as u32).shared_bytes;
+        // Of the most tokens, so that all ranks find room for as many blocks.
+        let bytes = |threads| {
+            geometry(options.quantise, options.arrangement, 1, threads, config.max_tokens as u32).shared_bytes
+        };
         let [blocks, threads] = self.blocks(OP, options.blocks, default, most, bytes)?;
         let fits = options.own_blocks.is_none_or(|own| own < blocks);
         let own = options.own_blocks.unwrap_or_else(|| own_blocks(blocks, self.ranks() as u32, options.quantise));
@@ -352,6 +358,7 @@ impl Communicator {
         unsafe { stream.launch(&entry(options.quantise, options.arrangement), &geometry.cluster(cluster), &args)? };
         routing.tokens = tokens;
         routing.arrangement = Some(options.arrangement);
+        routing.recoveries = self.recoveries();
         #[cfg(feature = "nccl")]
         if self.nccl.is_some() && self.nccl_fits(&routing.counts) {
             self.nccl_send_rows(stream, &routing.counts, options.quantise)?;

@@ -16,7 +16,7 @@ const OP: &str = "ep::layout";
 pub const fn geometry(tokens: u32, experts: u32) -> Geometry {
     let blocks = if tokens > 4096 { 8 } else { tokens.div_ceil(1024) };
     Geometry::linear(if blocks == 0 { 1 } else { blocks }, kernel::THREADS as u32)
-        .shared_bytes(kernel::scan_bytes(tokens) + experts * 4)
+        .shared_bytes(kernel::scan_bytes(tokens).saturating_add(experts.saturating_mul(4)))
 }
 
 /// Launches `ep_layout` (layer L1).
@@ -28,7 +28,7 @@ pub const fn geometry(tokens: u32, experts: u32) -> Geometry {
 /// The link is that of a rank on the stream's device, and the pointers are what [`layout`](kernel::layout()) documents, until the
 /// launch is done.
 pub unsafe fn launch(stream: &Stream, args: &Args) -> Result<()> {
-    let geometry = geometry(args.tokens, args.per_rank.get() * args.link.ranks);
+    let geometry = geometry(args.tokens, args.per_rank.get().saturating_mul(args.link.ranks));
     // SAFETY: forwarded to the caller.
     unsafe { stream.launch(&kernel::ep_layout::ENTRY, &geometry, args) }
 }

@@ -152,6 +152,9 @@ impl Communicator {
     /// the other ranks and for sizes, and cannot be captured; results are the same bit for bit. Stand-ins take as much memory
     /// as the ranks' buffers, once for each other rank.
     ///
+    /// A fault that a rank's kernels find ([`BadId`](super::Fault::BadId), or too little room in slots) is that rank's alone here: its peers are not told, and may get rows of an earlier operation
+    /// from it until it recovers.
+    ///
     /// NCCL's environment variables apply; `NCCL_NVLS_ENABLE=0` keeps it from NVLink multicast, which this never needs.
     ///
     /// # Errors

@@ -170,6 +170,7 @@ pub fn path_of(
 ///
 /// # Safety
 /// The pointers are device memory of the documented sizes, aligned to their element types, until the launch is done; `y` overlaps no other.
+/// (Of int8 `k` is below 2^17, or sums in 32 bits wrap around.)
 pub unsafe fn launch(
     stream: &Stream,
     operands: DType,

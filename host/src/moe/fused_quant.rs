@@ -1302,7 +1302,7 @@ pub fn path_of(
 /// # Safety
 /// The pointers are device memory of the documented sizes until the launches are done, `x`, weights and `workspace` and every row of theirs
 /// aligned to 16 bytes; `workspace` has [`FusedShape::quant_workspace_bytes`]. No output overlaps another argument. `hidden` and
-/// `intermediate` are multiples of 16, and nothing is 0 (but perhaps the number of shared experts).
+/// `intermediate` are multiples of 16, and nothing is 0 (but perhaps the number of shared experts). Of int8 both are below 2^17, or sums in 32 bits wrap around.
 pub unsafe fn launch(
     stream: &Stream,
     dtype: DType,
@@ -1630,8 +1630,11 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
         smooths |= s.smooth13.is_some() || s.smooth2.is_some();
     }
     if scales == QuantScales::Blocks && (smooths || Q::DTYPE == DType::I8) {
-        let what =
-            format!("with scales of blocks, weights are e4m3 and nothing is smoothed; here they are {}", Q::DTYPE);
+        let smoothed = if smooths { ", and there are smoothing vectors" } else { "" };
+        let what = format!(
+            "with scales of blocks, weights are e4m3 and nothing is smoothed; here they are {}{smoothed}",
+            Q::DTYPE
+        );
         return Err(Error::Unsupported { op: OP, what });
     }
     for (arg, width) in [("x", hidden), ("w2", intermediate)] {

@@ -16,8 +16,8 @@
 //!    cuRAND has it, the token is the first in order of rank whose mass and that of all before it exceeds
 //!    `u` times the mass that is kept.
 //!
-//! A temperature of 0 is greedy: the token of rank 0. Weights are integers of 39 binary places (fewer for vocabularies above
-//! 2^23), so that sums do not depend on their order: the token is the same whatever the algorithm, the number of rows
+//! A temperature of 0 is greedy: the token of rank 0. Weights are integers of 39 binary places (fewer for vocabularies from
+//! 2^24 on), so that sums do not depend on their order: the token is the same whatever the algorithm, the number of rows
 //! beside it, and the device. Tokens of weight below 2^-39 of the largest count as 0: they are never drawn, and are among what the filters
 //! drop. Below a temperature of 8.5e-39 that is all but the largest.
 //!
@@ -550,7 +550,7 @@ const fn key_bits(dtype: DType) -> u32 {
     }
 }
 
-/// Launches on raw pointers (layer L1): `rows` rows of logits of type `dtype`, in up to ten kernels.
+/// Launches on raw pointers (layer L1): `rows` rows of logits of type `dtype`, in up to twelve kernels.
 ///
 /// With `adjustments`, these are applied to `logits` and their output is what is sampled from; `job.stride` is of no account then. `job.adjusted` never is.
 ///
@@ -801,8 +801,12 @@ impl Inputs<'_> {
             log_probs.top_before.as_ref().map(Tensor::shape),
             log_probs.top_after.as_ref().map(Tensor::shape),
         ];
-        let Some(&first) = shapes.iter().flatten().next() else { return Ok(0) };
-        let n = first.get(1).copied().unwrap_or(0);
+        let names = ["log_probs.top_tokens", "log_probs.top_before", "log_probs.top_after"];
+        let Some((arg, &first)) = names.iter().zip(&shapes).find_map(|(arg, shape)| Some((arg, shape.as_ref()?)))
+        else {
+            return Ok(0);
+        };
+        let &[_, n] = first else { return Err(self.call.bad_shape(arg, first, "[rows, n]")) };
         if n > MAX_K as usize {
             return Err(Error::Unsupported {
                 op: OP,

@@ -35,7 +35,8 @@ pub const fn pieces(hidden: u32) -> u32 {
 /// Dynamic shared memory of a block in compact dispatch of so many tokens, with so many threads. None in slots.
 pub const fn shared_bytes(tokens: u32, threads: u32, quantise: bool) -> u32 {
     let ring = if quantise { threads / 32 * STAGES * PIECE } else { 0 };
-    tokens.div_ceil(32) * (MAX_RANKS * 8) as u32 + 64 + ((MAX_RANKS + MAX_BLOCKS) * MAX_RANKS * 4) as u32 + ring
+    let fixed = 64 + ((MAX_RANKS + MAX_BLOCKS) * MAX_RANKS * 4) as u32 + ring;
+    tokens.div_ceil(32).saturating_mul((MAX_RANKS * 8) as u32).saturating_add(fixed)
 }
 
 /// What is sent, and how.
@@ -72,7 +73,7 @@ pub struct Job {
     pub per_rank: Divisor,
     /// Not 0: `places` and `totals` are those of an earlier call.
     pub cached: u32,
-    /// Blocks that copy the rank's own rows and nothing else, while the others send; 0 if all do both. Compact only.
+    /// Blocks that copy the rank's own rows and nothing else, while the others send, fewer than the launch has; 0 if all do both, as where there is one rank. Compact only.
     pub own_blocks: u32,
     /// `[max_tokens / 32, 2, MAX_RANKS]`, rounded up: for each 32 tokens which go to a rank, and how many of those before that the same block
     /// counted; each with the epoch above.

@@ -26,13 +26,17 @@ pub const MAX_EXPERTS: usize = 1 << 15;
 
 /// Dynamic shared memory of [`scan`].
 pub const fn scan_bytes(tokens: u32) -> u32 {
-    ((WARPS + 1) * MAX_RANKS * 4) as u32 + tokens.next_multiple_of(16)
+    let tokens = match tokens.checked_next_multiple_of(16) {
+        Some(tokens) => tokens,
+        None => u32::MAX,
+    };
+    tokens.saturating_add(((WARPS + 1) * MAX_RANKS * 4) as u32)
 }
 
 /// Expert ids of tokens.
 #[derive(Clone, Copy)]
 pub struct Routes {
-    /// `[tokens, top_k]`; negative for none.
+    /// `[tokens, top_k]`; -1 for none.
     pub ids: Global<i32>,
     /// Rows.
     pub tokens: u32,

@@ -915,7 +915,7 @@ entries! {
         /// Where scales of rows of weights are: from expert to expert and from row to row.
         w_scale_expert: u32, w_scale_row: u32,
         /// With scales of rows, for both products: of each pair the largest magnitude in every [`OUTPUTS`] of the first one's results, for which there is room for 4 bytes
-        /// for each 16 of `[tokens * slots, intermediate]`, whatever is in it.
+        /// for each 32 of `[tokens * slots, intermediate]`, a row rounded up to 16 bytes, whatever is in it.
         maxima: *mut f32,
     );
     moe_fused_quant_few_up_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_few::<T, E4M3, { BLOCKS }, true, { LINES }, { STAGES }, true>;

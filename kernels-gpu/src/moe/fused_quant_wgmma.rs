@@ -645,7 +645,7 @@ unsafe fn fused_quant_wgmma<
                         }
                     }
                     if lane == 31 {
-                        // Any will do for zeroes beyond the end.
+                        // Any will do beyond the end, where those of weights are zeroes.
                         let group = group.min(groups - 1) as usize;
                         let from = x_scales.ptr(group * x_scale_group + item.first as usize);
                         tma::copy_bulk(factors.address(line * PAIRS as u32), from, wide * 4, bar);
@@ -1051,6 +1051,12 @@ impl<const UP: bool, const TILES: usize> WeightScales<UP, TILES> {
         // Rows of the second product lie in one block.
         [first, if UP { self.scales.get(self.at[s][1] + step) } else { first }]
     }
+
+    /// Zeroes of steps beyond the `last`: products are zeroes there, and an infinite scale would make them NaN.
+    #[inline(always)]
+    unsafe fn load_or_zero(self, s: usize, step: u32, last: u32) -> [f32; 2] {
+        self.load(s, step.min(last)).map(|scale| if step > last { 0.0 } else { scale })
+    }
 }
 
 /// Scales of weights of a warp's rows in each of its tiles: a gate's and its value's. A lane has those of a group of columns, of 32 groups at a time, and the next ones are on their way long before they
@@ -1074,12 +1080,12 @@ impl<const UP: bool, const TILES: usize> LaneScales<UP, TILES> {
         this
     }
 
-    /// From group `first` on.
+    /// From group `first` on; 0 of those beyond the last, see [`WeightScales::load_or_zero`].
     #[inline(always)]
     unsafe fn load(&self, first: u32) -> [[f32; 2]; TILES] {
         let mut scales = [[0f32; 2]; TILES];
-        let group = (first + warp::lane_id()).min(self.last);
-        unroll::<TILES>(|s| scales[s] = self.scales.load(s, group));
+        let group = first + warp::lane_id();
+        unroll::<TILES>(|s| scales[s] = self.scales.load_or_zero(s, group, self.last));
         scales
     }
 
@@ -1210,7 +1216,7 @@ impl Consumer {
                             // On its way while the products run.
                             now[s] = match &lanes {
                                 Some(lanes) => lanes.of(s, group),
-                                None => scales.load(s, group.min(last_group)),
+                                None => scales.load_or_zero(s, group, last_group),
                             };
                             let a = a.offset((s * 64 * STEP) as u32);
                             partial[s - from].multiply::<E4M3, 4, _, _>(a, b, false);
@@ -1705,7 +1711,7 @@ entries! {
         partial: *mut f32,
         /// Describes quantised rows of tokens, or for the second product of `h`, in the order of the sorted list, in boxes of [`STEP`] by [`box_rows`].
         x_map: TensorMap,
-        /// Their scales, from group to group; [`BEYOND`] more can be read.
+        /// Their scales, from group to group, a multiple of 4, from a multiple of 16 bytes on; [`BEYOND`] more can be read.
         x_scales: *const f32, x_scale_group: usize,
         /// The weights of the routed experts and of the shared ones; see [`fused_wgmma`](super::fused_wgmma).
         map: TensorMap, shared_map: TensorMap,

@@ -10,7 +10,7 @@ use super::row_sum::{CHUNK, THREADS};
 use super::weights::BANNED;
 use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::shared::Carver;
-use cuda_std::{Float, Global, GlobalMut, dependent_launch, entries, thread};
+use cuda_std::{Float, Global, GlobalMut, dependent_launch, entries, float, thread};
 
 /// Dynamic shared memory.
 pub const SHARED_BYTES: usize = 4 * CHUNK as usize;
@@ -116,8 +116,8 @@ pub unsafe fn adjust<T: Float>(logits: *const T, args: Adjustments, chunks: u32)
             x = if x > 0.0 { x / repetition } else { x * repetition };
             let generated = seen & !PROMPT;
             if generated > 0 {
-                x -= frequency * generated as f32;
-                x -= presence;
+                // Finite, or infinities of either would be NaN.
+                x -= float::min(float::max(float::fma(frequency, generated as f32, presence), -f32::MAX), f32::MAX);
             }
         }
         let banned = !args.allowed.is_null() && allowed.get(token / 32) >> (token % 32) & 1 == 0;
