@@ -46,23 +46,17 @@ use crate::error::{Error, Result};
 use crate::tensor::{Tensor, wrong_number};
 use cuda_std::Element;
 use std::cell::RefCell;
-use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// While borrowed memory may be used, and on which stream.
 pub(crate) struct Lease {
-    /// The raw stream; null on the SIMT device, where work is done when a call returns.
-    stream: *mut c_void,
+    /// The [stream's](Stream::identity).
+    stream: usize,
     /// Twice the number of holds, plus 1 once the lease has ended.
     state: AtomicUsize,
 }
-
-// SAFETY: the stream's address is only compared.
-unsafe impl Send for Lease {}
-// SAFETY: as above.
-unsafe impl Sync for Lease {}
 
 const ENDED: usize = 1;
 const HOLD: usize = 2;
@@ -80,7 +74,7 @@ impl Lease {
 
     /// Whether the memory may be used on this stream.
     pub(crate) fn is_for(&self, stream: &Stream) -> bool {
-        self.stream == stream.as_raw()
+        self.stream == stream.identity()
     }
 
     /// Ends the lease once nobody holds it.
@@ -128,7 +122,7 @@ pub fn scope<'env, R>(stream: &Stream, f: impl FnOnce(&Scope<'env>) -> R) -> R {
 
 impl<'env> Scope<'env> {
     pub(crate) fn new(stream: &Stream) -> Self {
-        let lease = Lease { stream: stream.as_raw(), state: AtomicUsize::new(0) };
+        let lease = Lease { stream: stream.identity(), state: AtomicUsize::new(0) };
         Self { stream: stream.clone(), lease: Arc::new(lease), guards: RefCell::default(), env: PhantomData }
     }
 

@@ -334,6 +334,14 @@ impl<'a> Call<'a> {
         Err(Error::DType { op: self.op, arg, expected: names.join(" or "), got })
     }
 
+    /// The element type of an argument is f32, f16 or bf16.
+    ///
+    /// # Errors
+    /// [`DType`](Error::DType).
+    pub fn float(&self, arg: &'static str, got: DType) -> Result<()> {
+        self.dtype_among(arg, got, &[DType::F32, DType::F16, DType::Bf16])
+    }
+
     /// `got` is `expected`, dimension by dimension.
     ///
     /// # Errors

@@ -1,6 +1,6 @@
 //! Streams, events and pinned memory.
 
-use warploom::{Device, Error, Event, Pinned, Stream, Tensor, norm};
+use warploom::{Device, Error, Event, Pinned, Stream, Tensor, borrow, norm};
 use warploom_tests::on_every_device;
 
 #[test]
@@ -211,4 +211,19 @@ fn jobs_of_a_thread_pool() {
         let patience = std::time::Duration::from_secs(120);
         assert!(all.recv_timeout(patience).is_ok(), "{i} of {JOBS} jobs ended");
     }
+}
+
+/// What is lent to a stream is for no other, although the SIMT device's have done their work when a call returns.
+#[test]
+fn borrowed_memory_is_for_one_stream() {
+    let device = Device::simt();
+    let [stream, other] = [(); 2].map(|()| Stream::new(&device).unwrap());
+    let mut data = [0u8; 32];
+    borrow::scope(&stream, |scope| {
+        let mut tensor = scope.slice_mut(&mut data, &[32]).unwrap();
+        stream.clone().fill_bytes(&mut tensor, 1).unwrap();
+        let e = other.fill_bytes(&mut tensor, 2);
+        assert!(matches!(e, Err(Error::WrongStream { .. })), "{e:?}");
+    });
+    assert_eq!(data, [1; 32]);
 }

@@ -343,7 +343,13 @@ fn no_room() {
             assert_eq!(seen, Fault::Overflow { rank: rank.rank(), peer: 2, tokens: 12, capacity: 11 });
             meeting.wait();
             rank.recover().unwrap();
+            // What failed has no routing to keep.
+            let Call { x, ids, routing } = &mut calls[0];
+            let e = rank.dispatch(stream, routing, x, ids, None, &DispatchOptions::default().cached(true));
+            assert!(matches!(e, Err(Error::Value { arg: "cached", .. })), "{e:?}");
             calls[1].go(rank, stream, &DispatchOptions::default());
+            rank.check(stream).unwrap();
+            calls[1].go(rank, stream, &DispatchOptions::default().cached(true));
             rank.check(stream).unwrap();
         });
     });

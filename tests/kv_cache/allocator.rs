@@ -295,6 +295,18 @@ fn filled(allocator: &mut BlockAllocator, tokens: &[u32]) -> Sequence {
     sequence
 }
 
+/// What is refused comes back, or is dropped by `?` in functions of either error.
+#[test]
+fn refusals_are_errors_of_operations() {
+    fn free(allocator: &mut BlockAllocator, sequence: Sequence) -> warploom::Result<()> {
+        allocator.free(sequence)?;
+        Ok(())
+    }
+    let [mut ours, mut theirs] = [(); 2].map(|()| BlockAllocator::new(4, 2).unwrap());
+    let sequence = filled(&mut theirs, &[1, 2]);
+    assert!(matches!(free(&mut ours, sequence), Err(warploom::Error::Allocator(AllocatorError::Foreign))));
+}
+
 #[test]
 fn the_least_recently_used_block_is_evicted_first_and_tails_before_heads() {
     let mut allocator = BlockAllocator::new(4, 2).unwrap();

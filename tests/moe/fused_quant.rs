@@ -719,7 +719,7 @@ fn every_term_shows() {
                 inputs.routed.w2.scales = one(&inputs.routed.w2.scales);
                 // A token has 448 first in each group of 128, so that its scales are 1, and then ones. The first product is of ones alone, each output the sum of two terms of
                 // each token, so that `h` is 4, and of as many 448, which are not seen.
-                let token = |at: usize| if at % 128 == 0 { 448.0 } else { 1.0 };
+                let token = |at: usize| if at.is_multiple_of(128) { 448.0 } else { 1.0 };
                 let x: Vec<f16> = (0..20 * hidden).map(|i| f16::from_f32(token(i % hidden))).collect();
                 inputs.x.copy_from_slice(&x).unwrap();
                 let w13: Vec<E4M3> = (0..inter * hidden)

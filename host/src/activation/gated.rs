@@ -160,6 +160,7 @@ fn run<T: Float>(
     swapped: bool,
 ) -> Result<()> {
     let mut call = Call::new(op, stream);
+    call.float("x", T::DTYPE)?;
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     let d = to.width;
     call.same_shape("x", x.shape(), &doubled(out.shape()))?;
@@ -197,7 +198,7 @@ macro_rules! gated {
         /// larger than their width.
         ///
         /// # Errors
-        /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
+        /// [`DType`](crate::Error::DType) for 8-bit inputs, [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
         /// [`WrongDevice`](crate::Error::WrongDevice), and [`Value`](crate::Error::Value) for a scalar that is NaN, a
         /// negative limit, an infinite `alpha`, or more than 2^31 - 1 rows or results of a row.
         pub fn $name<T: Float>(stream: &Stream, out: &mut Tensor<T>, x: &Tensor<T>, $($param: f32),*) -> Result<()> {

@@ -72,6 +72,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, function: Plain, args: &Args
 
 fn run<T: Float>(op: &'static str, stream: &Stream, out: &mut Tensor<T>, x: &Tensor<T>, function: Plain) -> Result<()> {
     let mut call = Call::new(op, stream);
+    call.float("x", T::DTYPE)?;
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("x", x.shape(), out.shape())?;
     let (x, out) = (call.read("x", x)?, call.write("out", out)?);
@@ -95,7 +96,7 @@ macro_rules! plain {
         /// their width.
         ///
         /// # Errors
-        /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
+        /// [`DType`](crate::Error::DType) for 8-bit inputs, [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
         /// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for more than 2^31 - 1 rows or elements of a row.
         pub fn $name<T: Float>(stream: &Stream, out: &mut Tensor<T>, x: &Tensor<T>) -> Result<()> {
             run(stringify!($name), stream, out, x, Plain::$function)

@@ -320,7 +320,7 @@ pub unsafe fn launch_per_token(stream: &Stream, dtype: DType, args: &TokenArgs) 
 /// `out = e4m3(silu(gate) up / scale)` with the given `scale`, a tensor of one element.
 ///
 /// # Errors
-/// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
+/// [`DType`](crate::Error::DType) for 8-bit inputs, [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
 /// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for more than 2^31 - 1 rows or columns.
 pub fn silu_and_mul_e4m3_per_tensor<T: Float>(
     stream: &Stream,
@@ -329,6 +329,7 @@ pub fn silu_and_mul_e4m3_per_tensor<T: Float>(
     scale: &Tensor<f32>,
 ) -> Result<()> {
     let mut call = Call::new(PER_TENSOR, stream);
+    call.float("x", T::DTYPE)?;
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("x", x.shape(), &doubled(out.shape()))?;
     if scale.len() != 1 {
@@ -354,7 +355,7 @@ pub fn silu_and_mul_e4m3_per_tensor<T: Float>(
 /// the product of all dimensions of `x` but the last.
 ///
 /// # Errors
-/// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
+/// [`DType`](crate::Error::DType) for 8-bit inputs, [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
 /// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for more than 2^31 - 1 rows or columns.
 pub fn silu_and_mul_e4m3_per_token<T: Float>(
     stream: &Stream,
@@ -363,6 +364,7 @@ pub fn silu_and_mul_e4m3_per_token<T: Float>(
     x: &Tensor<T>,
 ) -> Result<()> {
     let mut call = Call::new(PER_TOKEN, stream);
+    call.float("x", T::DTYPE)?;
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("x", x.shape(), &doubled(out.shape()))?;
     call.same_shape("scales", scales.shape(), &[to.rows])?;
@@ -387,7 +389,7 @@ pub fn silu_and_mul_e4m3_per_token<T: Float>(
 /// `[rows, ceil(d / 128)]`, with any strides. The last group may be narrower.
 ///
 /// # Errors
-/// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
+/// [`DType`](crate::Error::DType) for 8-bit inputs, [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
 /// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for more than 2^31 - 1 rows or columns.
 pub fn silu_and_mul_e4m3_per_group<T: Float>(
     stream: &Stream,
@@ -396,6 +398,7 @@ pub fn silu_and_mul_e4m3_per_group<T: Float>(
     x: &Tensor<T>,
 ) -> Result<()> {
     let mut call = Call::new(PER_GROUP, stream);
+    call.float("x", T::DTYPE)?;
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("x", x.shape(), &doubled(out.shape()))?;
     let (scale_row_stride, scale_group_stride) = pieces::scale_strides(&call, scales, to.rows, to.width)?;

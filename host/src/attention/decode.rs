@@ -792,7 +792,7 @@ fn choose(
             what: format!(
                 "the path {path:?} does not take {}; the split kernels take f16 or bf16 over caches of the same type or of 8 \
                  bits, NHD or HND, blocks of 8 tokens or more (a power of two), heads of a multiple of 16 bytes, queries, keys and \
-                 values at multiples of 16 bytes, outputs of 8; `Tma` in addition a Hopper GPU and heads of 64, 128 or 256 that are a multiple of 128 bytes apart; use \
+                 values at multiples of 16 bytes, outputs of 8; `Tma` in addition a Hopper GPU and heads of 128, over 16-bit caches also 64 and 256, that are a multiple of 128 bytes apart; use \
                  DecodePath::Auto",
                 not.map_or_else(|| format!("heads of {head_dim} on {}", device.name()), |what| what())
             ),

@@ -687,7 +687,7 @@ pub unsafe fn launch(
                     format!("values {}", at(args.v, &v_strides))
                 }
                 _ if args.scale <= 0.0 => format!("a scale of {}", args.scale),
-                _ if stream.device().properties().compute_capability != (9, 0) => stream.device().name().to_string(),
+                _ if stream.device().properties().compute_capability != (9, 0) => stream.device().name(),
                 _ => format!(
                     "queries {}, keys' and values' heads {} and {} elements apart",
                     at(args.q, &q_strides),

@@ -126,6 +126,15 @@ impl Stream {
         }
     }
 
+    /// A number of the raw stream, or on the SIMT device, where there is none, of this one: no other has it while this one lives.
+    pub(crate) fn identity(&self) -> usize {
+        match &self.0.backend {
+            StreamBackend::Simt => Arc::as_ptr(&self.0).addr(),
+            #[cfg(feature = "_driver")]
+            StreamBackend::Cuda(s) => s.raw().addr(),
+        }
+    }
+
     pub(super) fn backend(&self) -> &StreamBackend {
         &self.0.backend
     }

@@ -61,7 +61,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
 /// [`DType`](Error::DType) for 8-bit elements; [`Value`](Error::Value) for rows that are too wide for a launch.
 pub fn embedding<T: Float>(stream: &Stream, out: &mut Tensor<T>, table: &Tensor<T>, ids: &Tensor<i32>) -> Result<()> {
     let mut call = Call::new(OP, stream);
-    call.dtype_among("table", T::DTYPE, &[DType::F32, DType::F16, DType::Bf16])?;
+    call.float("table", T::DTYPE)?;
     let &[rows, width] = table.shape() else {
         return Err(call.bad_shape("table", table.shape(), "[rows, width]"));
     };

@@ -227,7 +227,9 @@ pub fn path_of<Y: Float, X: Float, W: Float>(
             let unfit = unfit();
             if (unfit.is_none() || args.k == 0) && !wgmma() {
                 let (k, dtype, name) = (args.k, X::DTYPE, device.name());
-                let what = format!("the path {path:?} does not take a depth of {k} of {dtype} on {name}");
+                let what = format!(
+                    "the path {path:?} takes f16 and bf16 of a depth above 0 on a Hopper GPU, and here is {dtype}, {k} deep, on {name}; use LinearPath::Auto"
+                );
                 return Err(Error::Unsupported { op: OP, what });
             }
             unfit
@@ -235,7 +237,9 @@ pub fn path_of<Y: Float, X: Float, W: Float>(
         _ => None,
     };
     match refused {
-        Some((arg, address)) => Err(Error::Alignment { op: OP, arg, expected: 16, address }),
+        Some((arg, address)) => {
+            Err(misfit(OP, format!("{path:?}"), arg, address, [args.x, args.w, args.y.cast_const()]))
+        }
         None => Ok(path),
     }
 }
@@ -265,7 +269,10 @@ pub unsafe fn launch<Y: Float, X: Float, W: Float>(
         } else {
             format!("{} with weights of {} and results of {}", X::DTYPE, W::DTYPE, Y::DTYPE)
         };
-        Error::Unsupported { op: OP, what: format!("the path {path:?} has no kernel for {m} tokens of {types}") }
+        Error::Unsupported {
+            op: OP,
+            what: format!("the path {path:?} has no kernel for {m} tokens of {types}; use LinearPath::Auto"),
+        }
     };
     match path {
         LinearPath::Dot => {
@@ -419,6 +426,23 @@ pub fn linear_with<Y: Float, X: Float, W: Float>(
     }
     // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
     unsafe { launch::<Y, X, W>(stream, path, &args) }
+}
+
+/// The error for an operand with something at `address` that does not begin or end at a multiple of 16 bytes: it itself, if that is where one of them `starts`, or its rows.
+pub(super) fn misfit<T>(
+    op: &'static str,
+    path: String,
+    arg: &'static str,
+    address: usize,
+    starts: [*const T; 3],
+) -> Error {
+    if !address.is_multiple_of(16) && starts.iter().any(|start| start.addr() == address) {
+        return Error::Alignment { op, arg, expected: 16, address };
+    }
+    let what = format!(
+        "the path {path} takes rows of `{arg}` that are a multiple of 16 bytes long, and as far from each other (not 0); these are not, and `Auto` takes them"
+    );
+    Error::Unsupported { op, what }
 }
 
 /// The first operand with a row that does not start at a multiple of 16 bytes, and such an address.

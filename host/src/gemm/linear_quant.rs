@@ -9,7 +9,7 @@
 //!
 //! [`quantise`](super::quantise) makes both, as do the quantising norms and activations.
 
-use super::linear::Epilogue;
+use super::linear::{Epilogue, misfit};
 use super::linear_quant_few;
 use super::linear_quant_wgmma::{self, LinearQuantTile};
 use crate::check::Call;
@@ -152,11 +152,18 @@ pub fn path_of(
         _ if !supported => {
             let (k, name) = (args.k, device.name());
             let what = format!(
-                "the path {path:?} does not take a depth of {k} of {operands} and results of {results} on {name}"
+                "the path {path:?} takes e4m3, or int8 with scales of rows, of a depth above 0, and results of 16 bits, on a Hopper GPU; here is {operands}, {k} deep, and results of {results}, on \
+                 {name}; use LinearQuantPath::Auto"
             );
             Err(Error::Unsupported { op: OP, what })
         }
-        (_, Some((arg, address))) => Err(Error::Alignment { op: OP, arg, expected: 16, address }),
+        (_, Some((arg, address))) => Err(misfit(
+            OP,
+            format!("{path:?}"),
+            arg,
+            address,
+            [args.x.cast(), args.w.cast(), args.y.cast_const().cast::<u8>()],
+        )),
         _ => Ok(path),
     }
 }
@@ -282,7 +289,7 @@ pub fn linear_quant<Y: Float, Q: Element>(
 ) -> Result<()> {
     let mut call = Call::new(OP, stream);
     call.dtype_among("x", Q::DTYPE, &[DType::E4m3, DType::I8])?;
-    call.dtype_among("out", Y::DTYPE, &[DType::F32, DType::F16, DType::Bf16])?;
+    call.float("out", Y::DTYPE)?;
     let [n, k] = *w.values.shape() else {
         return Err(call.bad_shape("w", w.values.shape(), "[n, k]"));
     };

@@ -26,9 +26,6 @@ pub use kernel::int8::rows::Args as I8RowArgs;
 const ROWS: &str = "quantise_rows";
 const GROUPS: &str = "quantise_groups";
 const BLOCKS: &str = "quantise_blocks";
-/// What has kernels.
-const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
-
 /// From so many results on, two pieces a thread are faster. Measured on an H200.
 const MANY: u64 = 1 << 19;
 /// From so many elements on, four pieces a thread are faster where each row has a scale. Measured on an H200.
@@ -211,7 +208,7 @@ pub fn quantise_rows<T: Float, Q: QuantisedElement>(
     smooth: Option<&Tensor<f32>>,
 ) -> Result<()> {
     let mut call = Call::new(ROWS, stream);
-    call.dtype_among("x", T::DTYPE, &FLOATS)?;
+    call.float("x", T::DTYPE)?;
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("out", out.shape(), x.shape())?;
     // As the leading dimensions of `x`, too: so the weights of experts have them.
@@ -250,7 +247,7 @@ pub fn quantise_groups<T: Float, Q: QuantisedElement>(
     x: &Tensor<T>,
 ) -> Result<()> {
     let mut call = Call::new(GROUPS, stream);
-    call.dtype_among("x", T::DTYPE, &FLOATS)?;
+    call.float("x", T::DTYPE)?;
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("out", out.shape(), x.shape())?;
     let (scale_row_stride, scale_group_stride) = pieces::scale_strides(&call, scales, from.rows, from.width)?;
@@ -283,7 +280,7 @@ pub fn quantise_blocks<T: Float, Q: QuantisedElement>(
     w: &Tensor<T>,
 ) -> Result<()> {
     let mut call = Call::new(BLOCKS, stream);
-    call.dtype_among("w", T::DTYPE, &FLOATS)?;
+    call.float("w", T::DTYPE)?;
     let [outer @ .., rows, n] = w.shape() else {
         return Err(call.bad_shape("w", w.shape(), "[.., rows, n]"));
     };

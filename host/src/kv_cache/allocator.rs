@@ -123,6 +123,13 @@ impl<T> From<(T, AllocatorError)> for AllocatorError {
     }
 }
 
+/// The same in functions of other operations.
+impl<T> From<(T, AllocatorError)> for crate::Error {
+    fn from((_, error): (T, AllocatorError)) -> Self {
+        error.into()
+    }
+}
+
 /// The blocks and tokens of a request. Give it back with [`BlockAllocator::free`]; dropping it leaks its blocks.
 #[derive(Debug)]
 #[must_use]

@@ -8,7 +8,7 @@ use crate::check::{Call, Rows};
 use crate::device::Stream;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
-use cuda_std::{DType, Element};
+use cuda_std::Element;
 use std::ffi::c_void;
 
 /// The most columns of a token: the blocks of the sum that have one's least are 512 wide, and a grid is 65535 blocks high.
@@ -51,7 +51,7 @@ impl<T: Element> Description<'_, T> {
     /// Checks all but the weights, their companions and the workspace.
     pub(super) fn check(&self, call: &Call<'_>, out: &Tensor<T>) -> Result<Block> {
         let (x, topk_ids, topk_weights) = (self.x, self.topk_ids, self.topk_weights);
-        call.dtype_among("x", T::DTYPE, &[DType::F32, DType::F16, DType::Bf16])?;
+        call.float("x", T::DTYPE)?;
         let [tokens, hidden] = *x.shape() else {
             return Err(call.bad_shape("x", x.shape(), "[tokens, hidden]"));
         };

@@ -125,7 +125,7 @@ pub enum FusedPath {
     /// [`Wgmma64`](Self::Wgmma64), up to 176 at a time; at most 653 experts.
     Wgmma176,
     /// Everything in one launch, for very few pairs: one stream of weights for both products, without sorting. On Hopper and the SIMT device; at
-    /// most 32 pairs and as many tokens, types and rows as for streaming, and what is kept in shared memory (`x`, then what lies between the products) about 64 Ki
+    /// most 32 pairs and as many tokens, types and rows as for streaming, any activation but [`ExpertActivation::Gelu`], and what is kept in shared memory (`x`, then what lies between the products) about 64 Ki
     /// elements in all.
     Vector,
     /// Plain loops on the CPU, on the SIMT device only: what [`Auto`](Self::Auto) means where
@@ -843,8 +843,8 @@ pub fn plan_of(device: &Device, dtype: DType, shape: &FusedShape, path: FusedPat
         what: format!(
             "the path {path:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, `Vector` at most {} and as many tokens \
              on Hopper with about 64 Ki elements of `x` and between the products, and `Wgmma..` needs Hopper, at most {} experts (653 for `Wgmma176`), widths above 0, rows of `x` and between the products \
-             that end before 2^35 elements and an activation other than `Gelu`; shuffled weights need such a path and widths of \
-             multiples of 64 up to {}; here are {} pairs of {dtype}, {} and {} wide, rows of `x` {} apart, shuffled: {}",
+             that end before 2^35 elements, and it and `Vector` an activation other than `Gelu`; shuffled weights need such a path and widths of \
+             multiples of 64 up to {}; here are {} pairs of {dtype}, {} and {} wide, rows of `x` {} apart, {:?}, shuffled: {}",
             fused_stream::DIRECT_PAIRS,
             fused_wgmma::DIRECT_PAIRS,
             fused_vector::MAX_PAIRS,
@@ -854,6 +854,7 @@ pub fn plan_of(device: &Device, dtype: DType, shape: &FusedShape, path: FusedPat
             shape.hidden,
             shape.intermediate,
             o.x_row,
+            o.activation,
             o.shuffled,
         ),
     })?;

@@ -396,7 +396,7 @@ pub fn gate<T: Float>(
     options: &GateOptions<'_>,
 ) -> Result<()> {
     let mut call = Call::new(OP, stream);
-    call.dtype_among("logits", T::DTYPE, &[DType::F32, DType::F16, DType::Bf16])?;
+    call.float("logits", T::DTYPE)?;
     let &[tokens, experts] = logits.shape() else {
         return Err(call.bad_shape("logits", logits.shape(), "[tokens, experts]"));
     };

@@ -141,7 +141,7 @@ pub fn noisy_top_k<T: Float>(
     let [_, top_k] = *topk_ids.shape() else {
         return Err(call.bad_shape("topk_ids", topk_ids.shape(), "[tokens, top_k]"));
     };
-    call.dtype_among("logits", T::DTYPE, &[DType::F32, DType::F16, DType::Bf16])?;
+    call.float("logits", T::DTYPE)?;
     call.same_shape("topk_ids", topk_ids.shape(), &[tokens, top_k])?;
     call.same_shape("topk_weights", topk_weights.shape(), &[tokens, top_k])?;
     call.contiguous("topk_ids", topk_ids)?;

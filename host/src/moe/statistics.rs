@@ -191,7 +191,7 @@ pub fn statistics<T: Float>(
     let [_, top_k] = *topk_ids.shape() else {
         return Err(call.bad_shape("topk_ids", topk_ids.shape(), "[tokens, top_k]"));
     };
-    call.dtype_among("logits", T::DTYPE, &[DType::F32, DType::F16, DType::Bf16])?;
+    call.float("logits", T::DTYPE)?;
     let experts_fit = (1..=kernel::MAX_EXPERTS).contains(&experts);
     call.value(experts_fit, "logits", format!("from 1 to {} experts", kernel::MAX_EXPERTS), experts)?;
     let rows = call.rows("logits", logits)?;

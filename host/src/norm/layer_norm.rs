@@ -127,7 +127,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
 /// memory. `weight` and `bias` are `[n]`, ones and zeros if `None`.
 ///
 /// # Errors
-/// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
+/// [`DType`](crate::Error::DType) for 8-bit inputs, [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
 /// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative, infinite or NaN,
 /// and more than 2^31 - 1 rows or columns.
 pub fn layer_norm<T: Float>(
@@ -139,6 +139,7 @@ pub fn layer_norm<T: Float>(
     eps: f32,
 ) -> Result<()> {
     let mut call = Call::new("layer_norm", stream);
+    call.float("x", T::DTYPE)?;
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("out", out.shape(), x.shape())?;
     check_vector(&call, "weight", weight, from.width)?;

@@ -73,7 +73,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, tokens: u32, args: &Args) ->
 /// of one fused tensor are fine. `query_weight` and `key_weight` are `[head_dim]`, ones if `None`.
 ///
 /// # Errors
-/// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice);
+/// [`DType`](Error::DType) for 8-bit inputs, [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`Overlap`](Error::Overlap), [`WrongDevice`](Error::WrongDevice);
 /// [`Value`](Error::Value) for an `eps` that is negative, infinite or NaN, or more than 65535 heads of both; [`Unsupported`](Error::Unsupported) for larger heads.
 pub fn qk_norm<T: Float>(
     stream: &Stream,
@@ -113,6 +113,7 @@ fn run<T: Float>(
     eps: f32,
 ) -> Result<()> {
     let mut call = Call::new(op, stream);
+    call.float("query", T::DTYPE)?;
     for (arg, x) in [("query", &*query), ("key", &*key)] {
         if x.shape().len() != 3 {
             return Err(call.bad_shape(arg, x.shape(), "[tokens, heads, head_dim]"));

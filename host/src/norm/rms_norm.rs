@@ -317,6 +317,7 @@ fn run<T: Float>(
     eps: f32,
 ) -> Result<()> {
     let mut call = Call::new(op, stream);
+    call.float("x", T::DTYPE)?;
     let (to, from) = (call.rows("out", out)?, call.rows("x", x)?);
     call.same_shape("out", out.shape(), x.shape())?;
     check_vector(&call, "weight", weight, from.width)?;
@@ -348,7 +349,7 @@ fn run<T: Float>(
 /// memory. `weight` is `[n]`, ones if `None`.
 ///
 /// # Errors
-/// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
+/// [`DType`](crate::Error::DType) for 8-bit inputs, [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
 /// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative, infinite or NaN,
 /// and more than 2^31 - 1 rows or columns.
 pub fn rms_norm<T: Float>(
@@ -397,6 +398,7 @@ fn run_fused_add<T: Float>(
 ) -> Result<()> {
     let FusedAdd { x, residual, out, residual_out, names: [out_name, sum_name], may_be } = tensors;
     let mut call = Call::new(op, stream);
+    call.float("x", T::DTYPE)?;
     let (from, added) = (call.rows("x", x)?, call.rows("residual", residual)?);
     let (to, sum) = (call.rows(out_name, out)?, call.rows(sum_name, residual_out)?);
     call.same_shape("residual", residual.shape(), x.shape())?;

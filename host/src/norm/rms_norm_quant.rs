@@ -538,7 +538,7 @@ macro_rules! per_token {
         /// of `x`, is added to `x` first; the sum, rounded to the element type, replaces it and is normalised.
         ///
         /// # Errors
-        /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
+        /// [`DType`](crate::Error::DType) for 8-bit inputs, [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
         /// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative,
         /// infinite or NaN.
         pub fn $name<T: Float>(
@@ -551,6 +551,7 @@ macro_rules! per_token {
             options: &RmsNormQuantOptions<'_, T>,
         ) -> Result<()> {
             let mut call = Call::new(stringify!($name), stream);
+            call.float("x", T::DTYPE)?;
             let c = check(&mut call, out, residual, x, eps, options)?;
             call.same_shape("scales", scales.shape(), &[c.from.rows])?;
             call.contiguous("scales", scales)?;
@@ -608,6 +609,7 @@ pub fn rms_norm_e4m3_per_group<T: Float>(
         });
     }
     let mut call = Call::new(OP, stream);
+    call.float("x", T::DTYPE)?;
     let c = check(&mut call, out, residual, x, eps, options)?;
     let (scale_row_stride, scale_group_stride) = pieces::scale_strides(&call, scales, c.from.rows, c.from.width)?;
     let args = E4m3PerGroupArgs {

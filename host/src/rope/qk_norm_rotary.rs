@@ -277,6 +277,7 @@ pub fn qk_norm_rotary<T: Float, C: Float, I: Element>(
     options: &QkNormRotaryOptions<'_, T>,
 ) -> Result<()> {
     let mut call = Call::new("qk_norm_rotary", stream);
+    call.float("query", T::DTYPE)?;
     let &[tokens, query_heads, head_dim] = query.shape() else {
         return Err(call.bad_shape("query", query.shape(), "[tokens, heads, head_dim]"));
     };

@@ -129,6 +129,7 @@ pub fn rotary<T: Float, C: Float, I: Element>(
     options: &RotaryOptions,
 ) -> Result<()> {
     let mut call = Call::new("rotary", stream);
+    call.float("query", T::DTYPE)?;
     let &[tokens, query_heads, _] = query.shape() else {
         return Err(call.bad_shape("query", query.shape(), "[tokens, heads, head_dim]"));
     };

@@ -220,6 +220,7 @@ pub fn rotary_and_cache<T: Float + StoreAs<S>, S: CacheElement, C: Float, I: Ele
     options: &RotaryAndCacheOptions<'_>,
 ) -> Result<()> {
     let mut call = Call::new("rotary_and_cache", stream);
+    call.float("query", T::DTYPE)?;
     let (layout, shape) = (cache.layout(), cache.shape());
     let &[tokens, query_heads, head_dim] = query.shape() else {
         return Err(call.bad_shape("query", query.shape(), "[tokens, heads, head_dim]"));

@@ -877,7 +877,12 @@ impl Inputs<'_> {
             || penalises(options.presence_penalty, 0.0)
             || penalises(options.frequency_penalty, 0.0)
             || options.prompt_lengths.is_some();
-        self.call.value(!penalties || options.history.is_some(), "history", "given with penalties", "none")?;
+        self.call.value(
+            !penalties || options.history.is_some(),
+            "history",
+            "given with penalties and `prompt_lengths`",
+            "none",
+        )?;
         let positive = |p: f32| p > 0.0 && p.is_finite();
         let repetition =
             self.per_row("repetition_penalty", options.repetition_penalty, positive, "finite and above 0")?;

@@ -289,7 +289,7 @@ impl GlobalRace {
             let page = at / 4 / PAGE;
             let end = (address + bytes).min((page + 1) * PAGE * 4);
             let mut shard = lock(&self.pages[page % SHARDS]);
-            let cells = shard.entry(page).or_insert_with(|| Box::new([Cell::default(); PAGE]));
+            let cells = shard.entry(page).or_insert_with(new_page);
             while at < end {
                 let word = at / 4;
                 let stop = end.min(word * 4 + 4);
@@ -299,6 +299,14 @@ impl GlobalRace {
             }
         }
         Ok(())
+    }
+}
+
+/// Made on the heap: a GPU thread's stack is short, and without optimisation an array is made there first.
+fn new_page() -> Box<[Cell; PAGE]> {
+    match vec![Cell::default(); PAGE].into_boxed_slice().try_into() {
+        Ok(page) => page,
+        Err(_) => unreachable!("it is as long as it is"),
     }
 }
 

@@ -1216,6 +1216,8 @@ impl Consumer {
                             // On its way while the products run.
                             now[s] = match &lanes {
                                 Some(lanes) => lanes.of(s, group),
+                                // Only the second product of so many pairs has a step beyond the last.
+                                None if const { UP && LINES == 1 } => scales.load(s, group.min(last_group)),
                                 None => scales.load_or_zero(s, group, last_group),
                             };
                             let a = a.offset((s * 64 * STEP) as u32);
