@@ -81,7 +81,7 @@ fn in_all(magnitudes: f64, squares: f64) -> f64 {
 /// One token: `slots` are its experts with their weights. The intermediate row is rounded with a relative error of up to `relative`, or of up to `absolute` near zero.
 ///
 /// Errors of the first product's sums go through the activation, at most as far as it changes between the ends of what gate and value may be. (A function that turns around in between does so by less
-/// than the square of that.) To this come the error of the activation itself ([`activation_error`]) and the rounding. What they are in the result is the sum of as many independent errors as there are elements of all intermediate rows; those of an expert that is
+/// than the square of that.) To this come the error of the activation itself (of f32, 8 units and twice those of the sigmoid's argument) and the rounding. What they are in the result is the sum of as many independent errors as there are elements of all intermediate rows; those of an expert that is
 /// listed twice are the same ones, though.
 pub fn fused(block: &Block, x: &[f64], slots: &[(usize, f64)], [relative, absolute]: [f64; 2]) -> Vec<FusedResult> {
     let (hidden, inter) = (block.hidden, block.intermediate);
