@@ -569,8 +569,7 @@ fn a_sequence_does_not_depend_on_its_batch() {
                 c.run(s, &PrefillOptions::default().path(path))
             };
             let alone = run(&[]);
-            let before = [(1, 30), (40, 40), (0, 0), (33, 64), (100, 300), (60, 300)];
-            let among = run(&before);
+            let among = run(&[(1, 30), (40, 40), (0, 0), (33, 64), (100, 300), (60, 300)]);
             let what = format!("{path:?}, {chunk} tokens beside {factor}, groups of {group}");
             assert_eq!(alone.0, among.0[..alone.0.len()], "{what}");
             assert_eq!(alone.1, among.1[..alone.1.len()], "{what}");

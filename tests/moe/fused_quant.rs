@@ -705,7 +705,7 @@ fn padding_adds_nothing() {
     });
 }
 
-/// Sums in which every term shows: small integers, scales that are powers of two, exact on the tensor cores as well, at widths whose last groups and tiles are parts of some.
+/// Sums in which every term shows, of numbers that the tensor cores add up exactly, at widths whose last groups and tiles are parts of some: a lost column of K takes 4 off a result, where half of one is allowed.
 #[test]
 fn every_term_shows() {
     on_every_device(|d, s| {
@@ -717,8 +717,8 @@ fn every_term_shows() {
                 let one = |t: &Tensor<f32>| Tensor::from_slice(d, &vec![1.0; t.len()], t.shape()).unwrap();
                 (inputs.routed.w13.scales, inputs.weights) = (one(&inputs.routed.w13.scales), one(&inputs.weights));
                 inputs.routed.w2.scales = one(&inputs.routed.w2.scales);
-                // A token has 448 first in each group of 128, so that its scales are 1, and then ones. The first product is of ones alone, each output the sum of two terms of
-                // each token, so that `h` is 4, and of as many 448, which are not seen.
+                // A token has 448 first in each group of 128, so that its scales are 1, and ones behind it. Each output of the first product is the sum of two of the ones, so that `h`
+                // is 4 everywhere.
                 let token = |at: usize| if at.is_multiple_of(128) { 448.0 } else { 1.0 };
                 let x: Vec<f16> = (0..20 * hidden).map(|i| f16::from_f32(token(i % hidden))).collect();
                 inputs.x.copy_from_slice(&x).unwrap();
@@ -731,7 +731,6 @@ fn every_term_shows() {
                     })
                     .collect();
                 inputs.routed.w13.values.copy_from_slice(&w13).unwrap();
-                // `h` is 4 everywhere, 448 times its scale: a row of ones gives 4 for each column.
                 inputs.routed.w2.values.copy_from_slice(&vec![E4M3::from_f32(1.0); inter * hidden]).unwrap();
                 let got = inputs.run(d, s, &case);
                 let want = 4.0 * inter as f32;

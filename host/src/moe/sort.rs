@@ -394,7 +394,7 @@ pub unsafe fn launch(stream: &Stream, args: &Args, workspace: *mut c_void) -> Re
     let zeroing = args.zero_bytes.div_ceil(64 << 10).min(128) as u32;
     let mut args = *args;
     args.table = std::ptr::null();
-    // Larger ones it does not divide by.
+    // One launch divides by a reciprocal, which is exact up to there.
     if let Some(blocks) = blocks(pairs, bins, clusters).filter(|_| args.block <= block::MAX_BLOCK) {
         args.items = pairs.div_ceil(one_launch(blocks) / block::ITEMS).max(1) as u32;
         args.chunks = blocks as u32;
