@@ -14,10 +14,13 @@ pub fn benches(harness: &mut Harness) {
             case::<bf16>(harness, model, tokens, FusedPath::Auto, "f32_slots/");
             case::<bf16>(harness, model, tokens, FusedPath::Auto, "rounded/");
         }
-        // Half of the pairs go to one expert; sums in any order; slots rounded.
-        let tokens = harness.pick(4096, 16);
-        case::<bf16>(harness, model, tokens, FusedPath::Auto, "skewed/");
-        case::<bf16>(harness, model, tokens, FusedPath::Auto, "unordered/");
+        // Half of the pairs go to one expert; sums in any order, in f32 and of what is rounded.
+        let many = harness.pick(1024, 16);
+        for &tokens in all_tokens.iter().filter(|&&tokens| tokens >= many) {
+            case::<bf16>(harness, model, tokens, FusedPath::Auto, "skewed/");
+            case::<bf16>(harness, model, tokens, FusedPath::Auto, "unordered/");
+            case::<bf16>(harness, model, tokens, FusedPath::Auto, "unordered_rounded/");
+        }
     }
     // What else might have been chosen, where that is a question.
     use FusedPath::{Direct, Stream8, Stream16, Tile32, Tile64, Tile128, Vector, Wgmma16, Wgmma64, Wgmma176};
@@ -99,8 +102,8 @@ fn case<T: Float>(
         // Random numbers are as random in any order.
         let options = FusedOptions::default()
             .path(path)
-            .unordered(kind == "unordered/")
-            .rounded_slots(kind == "rounded/")
+            .unordered(kind.starts_with("unordered"))
+            .rounded_slots(kind.ends_with("rounded/"))
             .f32_slots(kind == "f32_slots/")
             .shuffled(kind == "shuffled/");
         Ok(move |s: &_| {

@@ -15,9 +15,11 @@ pub fn benches(harness: &mut Harness) {
             case(harness, model, tokens, FusedQuantPath::Auto, Kind::Rows, noise::<E4M3>);
             case(harness, model, tokens, FusedQuantPath::Auto, Kind::Rows, constant);
         }
-        // Half of the pairs go to one expert; smoothed for each expert; slots rounded.
+        // Half of the pairs go to one expert; slots rounded, and in any order; smoothed for each expert.
         let tokens = harness.pick(4096, 16);
         case(harness, model, tokens, FusedQuantPath::Auto, Kind::Skewed, noise::<E4M3>);
+        case(harness, model, tokens, FusedQuantPath::Auto, Kind::Unordered, noise::<E4M3>);
+        case(harness, model, tokens, FusedQuantPath::Auto, Kind::UnorderedRows, noise::<E4M3>);
         for tokens in [harness.pick(64, 4), tokens] {
             case(harness, model, tokens, FusedQuantPath::Auto, Kind::Smoothed, constant);
             case(harness, model, tokens, FusedQuantPath::Auto, Kind::RoundedRows, noise::<E4M3>);
@@ -49,6 +51,9 @@ enum Kind {
     Rows,
     /// Of rows, with `rounded_slots`.
     RoundedRows,
+    /// Of blocks or of rows, with `rounded_slots` and `unordered`.
+    Unordered,
+    UnorderedRows,
     /// Of rows, both products' inputs smoothed.
     Smoothed,
 }
@@ -86,10 +91,12 @@ fn case<Q: QuantisedElement>(
         .flops(tokens * top_k * 6 * hidden * inter)
         .fp8();
     let mut weights = None;
-    let blocks = matches!(kind, Kind::Blocks | Kind::Rounded | Kind::Skewed);
+    let blocks = matches!(kind, Kind::Blocks | Kind::Rounded | Kind::Unordered | Kind::Skewed);
     let scales = match kind {
         Kind::Blocks => "blocks",
         Kind::Rounded => "blocks/rounded",
+        Kind::Unordered => "blocks/unordered_rounded",
+        Kind::UnorderedRows => "rows/unordered_rounded",
         Kind::Skewed => "blocks/skewed",
         Kind::Rows => "rows",
         Kind::RoundedRows => "rows/rounded",
@@ -119,8 +126,9 @@ fn case<Q: QuantisedElement>(
         Ok(move |s: &Stream| {
             let (w13, w2, [smooth13, smooth2]) = &*experts_weights;
             let (w13, w2) = (Quantised::new(&w13.0, &w13.1), Quantised::new(&w2.0, &w2.1));
-            let rounded = matches!(kind, Kind::Rounded | Kind::RoundedRows);
-            let mut options = FusedQuantOptions::default().path(path).rounded_slots(rounded);
+            let unordered = matches!(kind, Kind::Unordered | Kind::UnorderedRows);
+            let rounded = unordered || matches!(kind, Kind::Rounded | Kind::RoundedRows);
+            let mut options = FusedQuantOptions::default().path(path).unordered(unordered).rounded_slots(rounded);
             if kind == Kind::Smoothed {
                 options = options.smooth(Some(smooth13), Some(smooth2));
             }

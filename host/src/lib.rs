@@ -43,7 +43,7 @@
 //!   tensor-core paths multiply probabilities rounded to the type of the values (f16 over 8-bit caches). 8-bit results saturate; a scale is the largest magnitude that
 //!   it covers, at least 10⁻¹⁰, by the largest number of the format.
 //! * **Determinism.** The same call gives the same bits on the same kind of device: sums have an order that depends on shapes, alignment and the path, never on
-//!   timing. ([`moe::FusedOptions::unordered`] gives that up.) A row's result depends on that row only (and on whether all rows of its tensor are aligned), whatever else is in the batch,
+//!   timing. ([`moe::FusedOptions::unordered`] and [`moe::FusedQuantOptions::unordered`] give that up.) A row's result depends on that row only (and on whether all rows of its tensor are aligned), whatever else is in the batch,
 //!   where paths (in [`gemm`] tiles as well) are named: `Auto` of [`gemm`] and of the blocks of experts chooses a kernel by the number of rows.
 //!   Random numbers are Philox4x32-10's, by seed, subsequence and offset. Sampled tokens are the same on GPUs and the SIMT device from the same
 //!   logits; other results may differ in their last bits where tensor cores or a GPU's approximations add up otherwise.

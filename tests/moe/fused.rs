@@ -232,6 +232,8 @@ pub(super) enum Kept {
     F32,
     /// So many of them rounded to elements.
     Rounded(usize),
+    /// So many of them rounded to elements and added up as those.
+    Added(usize),
     /// In 11 bits.
     Packed,
 }
@@ -241,6 +243,8 @@ pub(super) fn allowed<T: Float>(want: &FusedResult, kept: Kept) -> f64 {
     let (slot, roundings) = match kept {
         Kept::F32 => (0.0, 1),
         Kept::Rounded(slots) => (epsilon::<T>() * want.slots, slots + 1),
+        // Nothing is added to the first of them; no sum on the way is larger than all of them together.
+        Kept::Added(slots) => (epsilon::<T>() * want.slots * slots.max(1) as f64, 2 * slots + 1),
         Kept::Packed => (2f64.powi(-12) * want.slots, 1),
     };
     // Roundings act on what is off already.
@@ -294,6 +298,7 @@ fn check<T: Float>(d: &Device, s: &Stream, case: &Case) {
     let block = block_of(&inputs, case);
     let (x, weights) = (widen(&inputs.x.to_vec().unwrap()), inputs.weights.to_vec().unwrap());
     let kept = match case {
+        Case { rounded: true, unordered: true, .. } => Kept::Added(slots),
         Case { rounded: true, .. } => Kept::Rounded(slots),
         case if case.packs::<T>(d) => Kept::Packed,
         _ => Kept::F32,
@@ -869,9 +874,13 @@ fn rounded_slots() {
             case.ids.fill(1);
             check_rounded::<bf16>(d, s, &case);
         }
-        // Both permissions: sums in any order, of what is not rounded.
-        let case = Case { unordered: true, rounded: true, ..Case::new(9, 4, 5, 72, 40).path(FusedPath::Wgmma176) };
-        check::<f16>(d, s, &case);
+        // So little to add up is added up in order.
+        for path in [FusedPath::Wgmma64, FusedPath::Wgmma176] {
+            let case = Case { rounded: true, ..Case::new(9, 4, 5, 72, 40).path(path) };
+            let inputs = Inputs::<f16>::new(d, &case, 1);
+            let both = Case { unordered: true, ..case.clone() };
+            assert_eq!(bits_of(d, s, &inputs, &both), bits_of(d, s, &inputs, &case));
+        }
         // Nobody and some of nobody.
         let mut case = Case { rounded: true, ..Case::new(9, 4, 5, 72, 40).path(FusedPath::Wgmma64) };
         case.ids[..6].fill(-1);
@@ -880,6 +889,85 @@ fn rounded_slots() {
         check::<bf16>(d, s, &case);
         check::<bf16>(d, s, &Case { rounded: true, ..Case::new(0, 2, 3, 8, 8).path(FusedPath::Wgmma176) });
         check::<bf16>(d, s, &Case { rounded: true, ..Case::new(3, 0, 3, 8, 8).path(FusedPath::Wgmma176) });
+    });
+}
+
+/// So many tokens of so many slots that rounded results are added up as they come, where they may be.
+pub(super) fn enough_to_add(d: &Device, slots: usize, hidden: usize) -> usize {
+    (124 << 10) * d.properties().multiprocessors as usize / (2 * slots * hidden) + 1
+}
+
+/// Leaves each token at most two of three experts, whose results come to the same in any order, the first and the last token none.
+pub(super) fn leave_two(ids: &mut [i32]) {
+    ids.chunks_mut(3).enumerate().for_each(|(token, ids)| ids[token % 3] = -1);
+    let last = ids.len() - 3;
+    ids[..3].fill(-1);
+    ids[last..].fill(-1);
+}
+
+/// Rounded results that are added up where they belong: of two slots the bits that they come to in order. Also in rows with others between them, of which some are nobody's, and where
+/// the number of tokens is on the device.
+fn check_added<T: Float>(d: &Device, s: &Stream, case: &Case) {
+    let inputs = Inputs::<T>::new(d, case, 1);
+    let want = bits_of(d, s, &inputs, case);
+    let added = Case { unordered: true, ..case.clone() };
+    assert_eq!(bits_of(d, s, &inputs, &added), want, "{case:?}");
+    let row = case.hidden;
+    let mut wide = Tensor::<T>::uninit(d, &[case.tokens, row + 16]).unwrap();
+    s.fill_bytes(&mut wide, 0xff).unwrap();
+    let mut out = wide.narrow(1, 8, row).unwrap();
+    inputs.run(s, &added, &mut out, &mut inputs.workspace(d, s, &added)).unwrap();
+    let wide = wide.to_vec().unwrap();
+    for (token, wide) in wide.chunks(row + 16).enumerate() {
+        let bits: Vec<_> = wide.iter().map(|v| v.to_f32().to_bits()).collect();
+        assert_eq!(bits[8..][..row], want[token * row..][..row], "token {token}, {case:?}");
+        assert!(wide[..8].iter().chain(&wide[row + 8..]).all(|v| v.to_f32().is_nan()), "token {token}");
+    }
+    let few = Case { present: case.tokens - 3, ..added };
+    let inputs = Inputs::<T>::new(d, &few, 1);
+    let (there, beyond) = want.split_at(few.present * row);
+    let got = bits_of(d, s, &inputs, &few);
+    assert_eq!(&got[..there.len()], there, "{few:?}");
+    assert!(got[there.len()..].iter().all(|&v| f32::from_bits(v).is_nan()) && beyond.len() == 3 * row);
+}
+
+#[test]
+fn rounded_slots_in_any_order() {
+    on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
+        let rounded = |tokens, top_k, experts, hidden| Case {
+            rounded: true,
+            ..Case::new(tokens, top_k, experts, hidden, 16).path(FusedPath::Wgmma176)
+        };
+        // Columns that are not whole tiles; blocks in twos where there are few experts.
+        let tokens = enough_to_add(d, 3, 1032);
+        let mut case = Case { biased: true, ..rounded(tokens, 3, 3, 1032) };
+        leave_two(&mut case.ids);
+        check_added::<bf16>(d, s, &case);
+        check_added::<f16>(d, s, &case);
+        let mut case = rounded(tokens, 3, tokens / 10, 1032);
+        leave_two(&mut case.ids);
+        check_added::<bf16>(d, s, &case);
+        // Of more slots each addition rounds.
+        let five = rounded(enough_to_add(d, 5, 1024), 5, 6, 1024);
+        let added = Case { unordered: true, ..five.clone() };
+        check::<bf16>(d, s, &added);
+        let inputs = Inputs::<bf16>::new(d, &five, 1);
+        assert_ne!(bits_of(d, s, &inputs, &added), bits_of(d, s, &inputs, &five));
+        // Replayed, over what was there.
+        let case = Case { unordered: true, ..case };
+        let inputs = Inputs::<bf16>::new(d, &case, 1);
+        let want = bits_of(d, s, &inputs, &case);
+        let mut out = Tensor::<bf16>::zeros(d, &[case.tokens, case.hidden]).unwrap();
+        let mut workspace = inputs.workspace(d, s, &case);
+        let graph = Graph::capture(s, |s| inputs.run(s, &case, &mut out, &mut workspace)).unwrap();
+        for _ in 0..3 {
+            s.fill_bytes(&mut out, 0xff).unwrap();
+            graph.launch(s).unwrap();
+            assert!(out.to_vec().unwrap().iter().map(|v| v.to_f32().to_bits()).eq(want.iter().copied()));
+        }
     });
 }
 

@@ -437,7 +437,9 @@ pub struct Plan {
     cluster: usize,
     /// The second product and the sum of [`FusedOptions::rounded_slots`], where the path makes use of it.
     rounded: Option<(Entry<WgmmaArgs>, Entry<ReduceArgs>)>,
-    /// Those without it, unless [`FusedOptions::f32_slots`] are asked for.
+    /// The second product that adds what it has rounded up as it comes.
+    added: Option<Entry<WgmmaArgs>>,
+    /// The second product and the sum without it, unless [`FusedOptions::f32_slots`] are asked for.
     packed: Option<(Entry<WgmmaArgs>, Entry<ReduceArgs>)>,
 }
 
@@ -550,6 +552,13 @@ pub const fn plan(
             Some(down) => Some((down, fused_reduce::moe_fused_reduce_rounded_f16::ENTRY)),
             None => None,
         };
+        let added = match (path, is_bf16) {
+            (_, true) if two => Some(moe_fused_wgmma_down_added_t176_two_bf16::ENTRY),
+            (_, false) if two => Some(moe_fused_wgmma_down_added_t176_two_f16::ENTRY),
+            (FusedPath::Wgmma176, true) => Some(moe_fused_wgmma_down_added_t176_bf16::ENTRY),
+            (FusedPath::Wgmma176, false) => Some(moe_fused_wgmma_down_added_t176_f16::ENTRY),
+            _ => None,
+        };
         // What 16 bits lose is nothing beside the rounding of a bf16 result. Measured on an H200: `Wgmma64` gains 0.2 to 1.5 % where the sum begins early, and loses up to 0.7 % with less to add up. How
         // many tokens there are decides that under `Auto` only, so that by one path none depends on others.
         let packs = auto && striped_bytes(product(&[shape.pairs(), shape.hidden, 2]), multiprocessors);
@@ -563,7 +572,7 @@ pub const fn plan(
             Some(down) => Some((down, fused_reduce::moe_fused_reduce_packed_bf16::ENTRY)),
             None => None,
         };
-        return Some(Plan { path, products: Products::Wgmma(up, down), cluster, rounded, packed });
+        return Some(Plan { path, products: Products::Wgmma(up, down), cluster, rounded, added, packed });
     }
     if let (FusedPath::Vector, Some(parts)) = (path, vector) {
         use fused_vector::*;
@@ -573,7 +582,14 @@ pub const fn plan(
             (false, true) => moe_fused_vector_words_f16::ENTRY,
             (true, true) => moe_fused_vector_words_bf16::ENTRY,
         };
-        return Some(Plan { path, products: Products::Vector(entry, parts), cluster: 1, rounded: None, packed: None });
+        return Some(Plan {
+            path,
+            products: Products::Vector(entry, parts),
+            cluster: 1,
+            rounded: None,
+            added: None,
+            packed: None,
+        });
     }
     let (f16, bf16) = match path {
         FusedPath::Host | FusedPath::Vector | FusedPath::Wgmma16 | FusedPath::Wgmma64 | FusedPath::Wgmma176 => {
@@ -609,7 +625,7 @@ pub const fn plan(
         ),
     };
     let (up, down) = if is_bf16 { bf16 } else { f16 };
-    Some(Plan { path, products: Products::Blocks(up, down), cluster: 1, rounded: None, packed: None })
+    Some(Plan { path, products: Products::Blocks(up, down), cluster: 1, rounded: None, added: None, packed: None })
 }
 
 /// A number that no other launch of this process has, and nobody else knows: the first is random.
@@ -911,16 +927,24 @@ pub unsafe fn launch(
     let (mut sorted_ids, mut expert_ids) = (std::ptr::null(), std::ptr::null());
     let multiprocessors = stream.device().properties().multiprocessors;
     let wgmma = plan.path.is_wgmma();
+    let rounds = o.rounded_slots && plan.rounded.is_some();
+    // Rounded results where that pays.
+    let added = plan.added.filter(|_| o.unordered && rounds && adds_rounded(shape, dtype, multiprocessors));
     // Without slots there is nothing to add up, nor room to do it in.
-    let unordered = o.unordered && wgmma && plan.sorts() && slots > 0;
+    let unordered = added.is_some() || o.unordered && wgmma && plan.sorts() && slots > 0 && !rounds;
     // The second product and the sum of results of 16 bits.
     let halved = match o {
+        _ if rounds => plan.rounded,
         _ if unordered => None,
-        o if o.rounded_slots => plan.rounded,
         // One alone is not added to anything: a sum of half as much takes longer (rounded, 6 % of the block with 4096 tokens of Llama 4 Scout).
         o if o.f32_slots || slots < 2 => None,
         _ => plan.packed,
     };
+    let size = if halved.is_some() { dtype.size() } else { 4 };
+    // They are the sums then, which nobody needs to round.
+    let at_once = added.is_some() && takes_sums(o.out, o.out_row, shape.hidden, o.num_tokens);
+    // Where the second product leaves its results.
+    let results = if at_once { o.out } else { part(at.partial) };
     if plan.sorts() {
         (sorted_ids, expert_ids) = (part(at.sorted_ids).cast::<i32>(), part(at.expert_ids).cast::<i32>());
         let args = sort::Args {
@@ -932,8 +956,8 @@ pub unsafe fn launch(
             offsets: if wgmma { part(at.offsets).cast() } else { std::ptr::null_mut() },
             expert_counts: if wgmma { part(at.expert_counts).cast() } else { std::ptr::null_mut() },
             invalid: std::ptr::null_mut(),
-            zero: if unordered { part(at.partial).cast() } else { std::ptr::null_mut() },
-            zero_bytes: if unordered { shape.tokens * shape.hidden * 4 } else { 0 },
+            zero: if unordered { results.cast() } else { std::ptr::null_mut() },
+            zero_bytes: if unordered { shape.tokens * shape.hidden * size } else { 0 },
             topk_ids: o.topk_ids,
             topk_weights: if wgmma { o.topk_weights } else { std::ptr::null() },
             expert_map: o.expert_map,
@@ -957,7 +981,7 @@ pub unsafe fn launch(
     let (activation, alpha, limit) = o.activation.parts();
     let up = Args {
         h: part(at.h),
-        partial: part(at.partial).cast(),
+        partial: results.cast(),
         x: o.x,
         x_row: o.x_row,
         weights: o.w13,
@@ -995,21 +1019,23 @@ pub unsafe fn launch(
         split_log2: split_log2(shape.intermediate),
         ..up
     };
-    let bytes = product(&[shape.pairs(), shape.hidden, if halved.is_some() { dtype.size() } else { 4 }]);
+    let bytes = product(&[shape.pairs(), shape.hidden, size]);
     let kept = wgmma && !matches!(plan.path, FusedPath::Wgmma176) && !unordered && bytes <= KEPT_BYTES;
     let (stripe, early) =
         if wgmma && !unordered { plan.stripe(shape, multiprocessors, bytes) } else { (shape.hidden, false) };
     let left = if early { part(at.left).cast() } else { std::ptr::null_mut() };
     // A row for each token where results are added up as they come.
-    let summed = if unordered { product(&[shape.tokens, shape.hidden, 4]) } else { bytes };
+    let summed = if unordered { product(&[shape.tokens, shape.hidden, size]) } else { bytes };
     let kept = kept || early;
     let h_row = product(&[slots as usize, shape.intermediate, dtype.size()]);
     let wide = matches!(plan.path, FusedPath::Wgmma176);
-    let dead = wgmma && given_up(up.h, shape.tokens, h_row);
+    // By the sum, if there is one.
+    let dead = wgmma && !at_once && given_up(up.h, shape.tokens, h_row);
     let once = kept || wide && dead && !unordered && bytes < LAST_READ_BYTES;
     // Not where weights of the second product come two steps at a time: those that leave first cost 0.4 % there.
     let steps = shape.intermediate.div_ceil(fused_wgmma::STEP);
-    let kept = kept || once && bytes <= KEPT_WIDE_BYTES && steps < fused_wgmma::IN_TWOS as usize;
+    // Sums are added to again and again: 4096 tokens of Qwen3-30B and DeepSeek-V3 take 0.5 % less where they stay.
+    let kept = kept || at_once || once && bytes <= KEPT_WIDE_BYTES && steps < fused_wgmma::IN_TWOS as usize;
     let mut reduce = ReduceArgs {
         out: o.out,
         partial: up.partial.cast(),
@@ -1129,7 +1155,7 @@ pub unsafe fn launch(
                 activation,
                 alpha,
                 limit,
-                unordered: unordered as u32,
+                unordered: (unordered && added.is_none()) as u32,
                 words: part(Front::DRAWS).cast(),
                 launch: launch_number(),
                 kept: dead as u32,
@@ -1156,9 +1182,14 @@ pub unsafe fn launch(
             // SAFETY: forwarded to the caller.
             unsafe {
                 stream.launch(&first_product, &first, &up)?;
-                stream.launch(&halved.map_or(second_product, |(down, _)| down), &second, &down)?;
+                let halved = halved.map_or(second_product, |(down, _)| down);
+                stream.launch(&added.unwrap_or(halved), &second, &down)?;
             }
         }
+    }
+    if at_once {
+        // Who waits for the second product waits for all before it.
+        return Ok(());
     }
     let (entry, threads, columns) = match halved {
         Some((_, reduce)) => (reduce, fused_reduce::ROUNDED_THREADS, fused_reduce::ROUNDED_COLUMNS),
@@ -1220,6 +1251,23 @@ const STRIPE: usize = 512;
 const STRIPED_BYTES: usize = 124 << 10;
 /// Up to how many pairs.
 pub(super) const STRIPED_PAIRS: usize = 6144;
+
+/// Whether the results of slots, which may be rounded to `dtype` and added up in any order, are: where there are so many of them that the sum takes long, more of a token than two, and the second-level cache
+/// holds the sums. Measured on an H200, in bursts and replayed on and on: 4096 tokens of Qwen3-30B (134 MB to 17 MB) take 6 and 5 % less; of Mixtral (two) 0.4 % less and 2 % more, of DeepSeek-V3 (59 MB of sums)
+/// 1.3 % less and 2 % more.
+const fn adds_rounded(shape: &FusedShape, dtype: DType, multiprocessors: u32) -> bool {
+    adds_up(shape, dtype, multiprocessors) && product(&[shape.tokens, shape.hidden, dtype.size()]) <= KEPT_BYTES
+}
+
+/// The same wherever the sums are.
+pub(super) const fn adds_up(shape: &FusedShape, dtype: DType, multiprocessors: u32) -> bool {
+    striped_bytes(product(&[shape.pairs(), shape.hidden, dtype.size()]), multiprocessors) && shape.slots() > 2
+}
+
+/// Whether rounded results can be added up in `out` itself, 16 bytes at a time, which sorting zeroes: all of it, since it does not know how many tokens there are.
+pub(super) fn takes_sums(out: *mut c_void, out_row: usize, hidden: usize, num_tokens: *const i32) -> bool {
+    num_tokens.is_null() && out_row == hidden && (out as usize).is_multiple_of(16)
+}
 
 /// Columns of a stripe of so many that is summed up early.
 pub(super) const fn stripe(hidden: usize) -> usize {
@@ -1303,11 +1351,13 @@ pub struct FusedOptions<'a, T: Element> {
     /// `[1]`: how many tokens there are, if fewer than `x` has rows; rows of `out` beyond are left alone.
     pub num_tokens: Option<&'a Tensor<i32>>,
     /// Allows results to be added up in the order in which they come: less memory is written and read, but the last bits may
-    /// differ from run to run. All is still in f32, with one rounding at the end. `Wgmma64` and `Wgmma176` make use of it.
+    /// differ from run to run. All is still in f32, with one rounding at the end, unless `rounded_slots` allow more. `Wgmma64` and `Wgmma176` make use of it.
     pub unordered: bool,
     /// Allows the weighted result of each slot to be rounded to `T` before those of a token are added up, in f32 and in their order as without: half as
-    /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma64` and `Wgmma176` make use of it, unless
-    /// they do of `unordered`.
+    /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma64` and `Wgmma176` make use of it.
+    ///
+    /// With `unordered` as well, `Wgmma176` adds rounded results up in `T`, where a token has more than two, there are 124 KiB of them for each multiprocessor and more (16 MB on an H200), and `out` has 40 MiB at most: there is no sum then, each addition rounds, and the last bits may differ from run to run, as
+    /// with `index_add_` in PyTorch. Others are added up in order.
     pub rounded_slots: bool,
     /// Keeps the result of each slot in f32 until those of a token are added up, unless `rounded_slots` allows less. Otherwise `Wgmma176`, and `Auto` with `Wgmma64` where that makes 124 KiB for each multiprocessor and more (16 MB on an H200), keep two results or more that become bf16, before they are weighted, in 11 bits: as
     /// f16 times a power of two that each slot has for 128 columns, so that the largest of them is about 2^14 in f16; half as much lies between the second product and the sum. Beside results' own

@@ -8,12 +8,13 @@
 //!   multiplied with a smoothing vector of their expert first (Xiao et al., *SmoothQuant*, 2022).
 //!
 //! One operation, several kernels; [`FusedQuantPath`] says which, chosen by shape, alignment and device, never by the contents. Every
-//! path is deterministic, and by one path a token's result depends on no other token; `Auto` chooses by their number, too.
+//! path is deterministic unless [`FusedQuantOptions::unordered`] allows otherwise, and by one path a token's result depends on no other token; `Auto` chooses by their number, too.
 
 use super::block::{self, Block, Description, dense};
 use super::fused::{
-    ExpertActivation, Front, FusedPath, FusedShape, GateUp, KEPT_BYTES, STRIPED_PAIRS, check_blocks, given_up,
-    launch_number, numbers_rows, once_read, reduce_entry, stripe, striped_bytes, sum_across, sum_geometry, weight_map,
+    ExpertActivation, Front, FusedPath, FusedShape, GateUp, KEPT_BYTES, STRIPED_PAIRS, adds_up, check_blocks, given_up,
+    launch_number, numbers_rows, once_read, reduce_entry, stripe, striped_bytes, sum_across, sum_geometry, takes_sums,
+    weight_map,
 };
 use super::{shuffle, sort};
 use crate::check::{Call, after, most, product};
@@ -328,57 +329,63 @@ pub const fn wgmma_entries(
     })
 }
 
-/// The entry of that second product that rounds each slot's result; see [`FusedQuantOptions::rounded_slots`].
-pub const fn rounded_entry(
+/// The entries of those second products that round each slot's result and keep or add it; see [`FusedQuantOptions::rounded_slots`]. Where the path has none that adds the first again.
+pub const fn rounded_entries(
     path: FusedQuantPath,
     weights: DType,
     scales: QuantScales,
     dtype: DType,
-) -> Option<Entry<wgmma_kernel::Args>> {
+) -> Option<[Entry<wgmma_kernel::Args>; 2]> {
     use wgmma_kernel::*;
-    macro_rules! entry {
-        ($bf16:ident, $f16:ident) => {
+    macro_rules! entries {
+        ($bf16:ident, $f16:ident, $added_bf16:ident, $added_f16:ident) => {
             match dtype {
-                DType::Bf16 => $bf16::ENTRY,
-                DType::F16 => $f16::ENTRY,
+                DType::Bf16 => [$bf16::ENTRY, $added_bf16::ENTRY],
+                DType::F16 => [$f16::ENTRY, $added_f16::ENTRY],
                 _ => return None,
             }
         };
     }
     Some(match (path, weights, scales) {
-        (FusedQuantPath::Wgmma64, DType::E4m3, QuantScales::Blocks) => entry!(
+        (FusedQuantPath::Wgmma64, DType::E4m3, QuantScales::Blocks) => entries!(
+            moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_bf16,
+            moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_f16,
             moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_bf16,
             moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_f16
         ),
-        (FusedQuantPath::Wgmma160, DType::E4m3, QuantScales::Blocks) => entry!(
+        (FusedQuantPath::Wgmma160, DType::E4m3, QuantScales::Blocks) => entries!(
             moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_bf16,
-            moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_f16
+            moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_f16,
+            moe_fused_quant_wgmma_down_added_t160_blocks_e4m3_bf16,
+            moe_fused_quant_wgmma_down_added_t160_blocks_e4m3_f16
         ),
-        (FusedQuantPath::Wgmma256, DType::E4m3, QuantScales::Blocks) => entry!(
+        (FusedQuantPath::Wgmma256, DType::E4m3, QuantScales::Blocks) => entries!(
             moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_bf16,
-            moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_f16
+            moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_f16,
+            moe_fused_quant_wgmma_down_added_t256_blocks_e4m3_bf16,
+            moe_fused_quant_wgmma_down_added_t256_blocks_e4m3_f16
         ),
         _ => return None,
     })
 }
 
 /// The entries of the products on Hopper with scales of rows for weights and tokens of these types, in clusters of so many blocks: the first, the second,
-/// and the second that rounds each slot's result, or where the path has none the second again.
+/// and the second that rounds each slot's result and keeps or adds it, or where the path has none the second again.
 pub const fn rows_wgmma_entries(
     path: FusedQuantPath,
     weights: DType,
     dtype: DType,
     cluster: usize,
-) -> Option<[Entry<rows_wgmma_kernel::Args>; 3]> {
+) -> Option<[Entry<rows_wgmma_kernel::Args>; 4]> {
     use rows_wgmma_kernel::*;
     macro_rules! entries {
         ($bf16:ident, $f16:ident, $down:ident) => {
-            entries!($bf16, $f16, $down, $down, $down)
+            entries!($bf16, $f16, $down, $down, $down, $down, $down)
         };
-        ($bf16:ident, $f16:ident, $down:ident, $rounded_bf16:ident, $rounded_f16:ident) => {
+        ($bf16:ident, $f16:ident, $down:ident, $rounded_bf16:ident, $rounded_f16:ident, $added_bf16:ident, $added_f16:ident) => {
             match dtype {
-                DType::Bf16 => [$bf16::ENTRY, $down::ENTRY, $rounded_bf16::ENTRY],
-                DType::F16 => [$f16::ENTRY, $down::ENTRY, $rounded_f16::ENTRY],
+                DType::Bf16 => [$bf16::ENTRY, $down::ENTRY, $rounded_bf16::ENTRY, $added_bf16::ENTRY],
+                DType::F16 => [$f16::ENTRY, $down::ENTRY, $rounded_f16::ENTRY, $added_f16::ENTRY],
                 _ => return None,
             }
         };
@@ -409,21 +416,27 @@ pub const fn rows_wgmma_entries(
             moe_fused_quant_rows_wgmma_up_t176_e4m3_f16,
             moe_fused_quant_rows_wgmma_down_t176_e4m3,
             moe_fused_quant_rows_wgmma_down_rounded_t176_e4m3_bf16,
-            moe_fused_quant_rows_wgmma_down_rounded_t176_e4m3_f16
+            moe_fused_quant_rows_wgmma_down_rounded_t176_e4m3_f16,
+            moe_fused_quant_rows_wgmma_down_added_t176_e4m3_bf16,
+            moe_fused_quant_rows_wgmma_down_added_t176_e4m3_f16
         ),
         (FusedQuantPath::Wgmma160, DType::I8, 1) => entries!(
             moe_fused_quant_rows_wgmma_up_t176_i8_bf16,
             moe_fused_quant_rows_wgmma_up_t176_i8_f16,
             moe_fused_quant_rows_wgmma_down_t176_i8,
             moe_fused_quant_rows_wgmma_down_rounded_t176_i8_bf16,
-            moe_fused_quant_rows_wgmma_down_rounded_t176_i8_f16
+            moe_fused_quant_rows_wgmma_down_rounded_t176_i8_f16,
+            moe_fused_quant_rows_wgmma_down_added_t176_i8_bf16,
+            moe_fused_quant_rows_wgmma_down_added_t176_i8_f16
         ),
         (FusedQuantPath::Wgmma160, DType::E4m3, 2) => entries!(
             moe_fused_quant_rows_wgmma_up_t176_two_e4m3_bf16,
             moe_fused_quant_rows_wgmma_up_t176_two_e4m3_f16,
             moe_fused_quant_rows_wgmma_down_t176_two_e4m3,
             moe_fused_quant_rows_wgmma_down_rounded_t176_two_e4m3_bf16,
-            moe_fused_quant_rows_wgmma_down_rounded_t176_two_e4m3_f16
+            moe_fused_quant_rows_wgmma_down_rounded_t176_two_e4m3_f16,
+            moe_fused_quant_rows_wgmma_down_added_t176_two_e4m3_bf16,
+            moe_fused_quant_rows_wgmma_down_added_t176_two_e4m3_f16
         ),
         _ => return None,
     })
@@ -663,6 +676,8 @@ pub struct Operands {
     pub gate_up: GateUp,
     /// What happens between the products.
     pub activation: ExpertActivation,
+    /// Whether results may be added up in any order; see [`FusedQuantOptions::unordered`].
+    pub unordered: bool,
     /// Whether results of slots may be rounded; see [`FusedQuantOptions::rounded_slots`].
     pub rounded_slots: bool,
     /// Whether the weights are [shuffled](shuffle::shuffle_weights); not for [`FusedQuantPath::Tile`].
@@ -689,6 +704,7 @@ impl Operands {
             global_experts: shape.experts,
             gate_up: GateUp::Halves,
             activation: ExpertActivation::Silu,
+            unordered: false,
             rounded_slots: false,
             shuffled: false,
         }
@@ -803,8 +819,8 @@ impl Run<'_> {
             offsets: if wgmma { self.part(at.offsets).cast() } else { std::ptr::null_mut() },
             expert_counts: if wgmma { self.part(at.expert_counts).cast() } else { std::ptr::null_mut() },
             invalid: std::ptr::null_mut(),
-            zero: null,
-            zero_bytes: 0,
+            zero: if self.adds() { self.results().cast() } else { null },
+            zero_bytes: if self.adds() { product(&[shape.tokens, shape.hidden, self.dtype.size()]) } else { 0 },
             topk_ids: o.topk_ids,
             topk_weights: o.topk_weights,
             expert_map: o.expert_map,
@@ -854,7 +870,7 @@ impl Run<'_> {
             ($kernel:ident, $rows:ident, $maps:ident, $($name:ident: $value:expr),*) => {
                 $kernel::Args {
                     $($name: $value,)*
-                    partial: self.part(at.partial).cast(),
+                    partial: self.results().cast(),
                     x_scales: self.part(if up { at.x_scales } else { at.q_scales }).cast(),
                     map: $maps.0,
                     shared_map: $maps.1,
@@ -897,7 +913,7 @@ impl Run<'_> {
                 return Err(self.unsupported());
             };
             let entries = rows_wgmma_entries(self.path, self.weights, self.dtype, cluster);
-            let [first, second, rounding] = entries.ok_or_else(|| self.unsupported())?;
+            let [first, second, rounding, adding] = entries.ok_or_else(|| self.unsupported())?;
             let rows = path.wgmma_tile()[0];
             // Each block of a cluster brings a part.
             let maps = maps(rows / cluster)?;
@@ -915,6 +931,8 @@ impl Run<'_> {
             );
             let entry = if up {
                 first
+            } else if self.adds() {
+                adding
             } else if rounded {
                 rounding
             } else {
@@ -924,7 +942,7 @@ impl Run<'_> {
             return unsafe { self.stream.launch(&entry, &geometry, &args) };
         }
         let entries = wgmma_entries(self.path, self.weights, o.scales, self.dtype);
-        let rounding = rounded_entry(self.path, self.weights, o.scales, self.dtype).filter(|_| rounded);
+        let rounding = rounded_entries(self.path, self.weights, o.scales, self.dtype).filter(|_| rounded);
         let geometry = wgmma_geometry(self.path, up, shape.bins(), multiprocessors);
         let (Some((first, second)), Some(geometry), Some([tiles, pairs, ..])) = (entries, geometry, self.path.wgmma())
         else {
@@ -942,7 +960,12 @@ impl Run<'_> {
             x_scale_group: at.scale_group,
             progress: if self.overlaps() { self.part(at.progress).cast() } else { std::ptr::null_mut() }
         );
-        let entry = if up { first } else { rounding.unwrap_or(second) };
+        let entry = match rounding {
+            _ if up => first,
+            Some([_, adding]) if self.adds() => adding,
+            Some([rounding, _]) => rounding,
+            None => second,
+        };
         // SAFETY: forwarded to the caller.
         unsafe { self.stream.launch(&entry, &geometry, &args) }
     }
@@ -1115,6 +1138,24 @@ impl Run<'_> {
         self.o.rounded_slots && self.path.rounds(self.o.scales)
     }
 
+    /// Whether it adds what it has rounded up in any order: it may, and that pays, 4096 tokens of DeepSeek-V3 replayed on and on, too (e4m3 with scales of blocks and of rows 0.7 and 5 % less on an H200). Only
+    /// kernels for many pairs do.
+    fn adds(&self) -> bool {
+        let multiprocessors = self.stream.device().properties().multiprocessors;
+        let wide = matches!(self.path, FusedQuantPath::Wgmma160 | FusedQuantPath::Wgmma256);
+        self.o.unordered && self.rounds() && wide && adds_up(self.shape, self.dtype, multiprocessors)
+    }
+
+    /// Whether sums come to be in `out`.
+    fn adds_at_once(&self) -> bool {
+        self.adds() && takes_sums(self.o.out, self.o.out_row, self.shape.hidden, self.o.num_tokens)
+    }
+
+    /// Where the second product leaves its results.
+    fn results(&self) -> *mut c_void {
+        if self.adds_at_once() { self.o.out } else { self.part(self.at.partial) }
+    }
+
     /// Bytes between the second product and the sum.
     fn partial_bytes(&self) -> usize {
         product(&[self.shape.pairs(), self.shape.hidden, if self.rounds() { self.dtype.size() } else { 4 }])
@@ -1156,6 +1197,7 @@ impl Run<'_> {
     fn keeps(&self) -> bool {
         matches!(self.path, FusedQuantPath::Wgmma16 | FusedQuantPath::Wgmma64) && self.partial_bytes() <= KEPT_BYTES
             || self.stripe().1
+            || self.adds_at_once()
     }
 
     /// Whether `h` stays in the second-level cache until it has been quantised, by a launch of its own, which gives it up: whole lines that its threads keep.
@@ -1181,6 +1223,10 @@ impl Run<'_> {
     /// As for [`launch`].
     unsafe fn reduce(&self) -> Result<()> {
         let (o, shape) = (self.o, self.shape);
+        if self.adds_at_once() {
+            // Who waits for the second product waits for all before it.
+            return Ok(());
+        }
         let rounded = self.rounds();
         let (stripe, early) = self.stripe();
         let (entry, threads, columns) = if rounded {
@@ -1194,6 +1240,9 @@ impl Run<'_> {
         };
         let geometry = sum_geometry(shape, threads, columns, early);
         let bytes = self.partial_bytes();
+        // Of sums a row for each token, as if there were one expert, which all go to.
+        let (top_k, slots) = if self.adds() { (0, 1) } else { (shape.top_k, shape.slots()) };
+        let summed = if self.adds() { product(&[shape.tokens, shape.hidden, self.dtype.size()]) } else { bytes };
         let args = fused_reduce::Args {
             out: o.out,
             partial: self.part(self.at.partial).cast(),
@@ -1202,13 +1251,13 @@ impl Run<'_> {
             num_tokens: o.num_tokens,
             out_row: o.out_row,
             tokens: shape.tokens as u32,
-            top_k: shape.top_k as u32,
-            slots: shape.slots() as u32,
+            top_k: top_k as u32,
+            slots: slots as u32,
             experts: o.global_experts as u32,
             local: shape.experts as u32,
             shared_experts: shape.shared_experts as u32,
             n: shape.hidden as u32,
-            discard: once_read(self.keeps(), self.part(self.at.partial), bytes, bytes / shape.pairs().max(1)),
+            discard: once_read(self.keeps(), self.part(self.at.partial), summed, bytes / shape.pairs().max(1)),
             across: sum_across(threads, columns, early),
             left: self.left(),
             stripe: stripe as u32,
@@ -1413,8 +1462,13 @@ pub struct FusedQuantOptions<'a, Q: Element> {
     pub expert_map: Option<&'a Tensor<i32>>,
     /// `[1]`: how many tokens there are, if fewer than `x` has rows; rows of `out` beyond are left alone.
     pub num_tokens: Option<&'a Tensor<i32>>,
+    /// Allows results to be added up in the order in which they come, where `rounded_slots` allows them to be rounded; without effect otherwise.
+    pub unordered: bool,
     /// Allows the weighted result of each slot to be rounded to `T` before those of a token are added up, in f32 and in their order as without: half as
     /// much lies between the second product and the sum. Results are as reproducible as without. `Wgmma160`, `Wgmma256` and, with scales of blocks, `Wgmma64` make use of it.
+    ///
+    /// With `unordered` as well, `Wgmma160` and `Wgmma256` add rounded results up in `T`, where a token has more than two and there are 124 KiB of them for each multiprocessor and more (16 MB on an H200): there is no sum then, each addition rounds, and the last bits may differ from run to run.
+    /// Others are added up in order.
     pub rounded_slots: bool,
     /// Whether values of `w13` and `w2`, those of shared experts too, come from [`shuffle_weights`](super::shuffle_weights()): for the `Wgmma` paths,
     /// one of which [`FusedQuantPath::Auto`] then is; widths are multiples of 128.
@@ -1445,6 +1499,7 @@ impl<Q: Element> Default for FusedQuantOptions<'_, Q> {
             shared_listed: false,
             expert_map: None,
             num_tokens: None,
+            unordered: false,
             rounded_slots: false,
             shuffled: false,
             checked: false,
@@ -1501,6 +1556,12 @@ impl<'a, Q: Element> FusedQuantOptions<'a, Q> {
     /// With a token count in device memory.
     pub const fn num_tokens(mut self, num_tokens: &'a Tensor<i32>) -> Self {
         self.num_tokens = Some(num_tokens);
+        self
+    }
+
+    /// With results added up in any order, or not.
+    pub const fn unordered(mut self, unordered: bool) -> Self {
+        self.unordered = unordered;
         self
     }
 
@@ -1680,6 +1741,7 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
         global_experts,
         gate_up: options.gate_up,
         activation: options.activation,
+        unordered: options.unordered,
         rounded_slots: options.rounded_slots,
         shuffled: options.shuffled,
     };

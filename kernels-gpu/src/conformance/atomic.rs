@@ -6,6 +6,7 @@ use cuda_std::atomic::{
     self, AcqRel, Acquire, Block, Device, Relaxed, Release, System, compare_exchange, exchange, fetch_add, fetch_and,
     fetch_max, fetch_min, fetch_or, fetch_xor,
 };
+use cuda_std::second_level::Policy;
 use cuda_std::shared::Carver;
 use cuda_std::{GlobalMut, bf16, entries, f16, thread};
 
@@ -77,12 +78,14 @@ pub unsafe fn conformance(scratch: *mut u32, out: *mut u32) {
     global.fetch_min(48u32, t, System, Relaxed);
 
     // Vectors: the same addends by every thread, exact in every order.
-    atomic::reduce_add_v2_f32(at(50).cast(), [0.5, 1.0]);
-    atomic::reduce_add_v4_f32(at(52).cast(), [0.25, 0.5, 1.0, 2.0]);
-    atomic::reduce_add_bf16x2(at(56).cast(), [bf16::ONE; 2]);
-    atomic::reduce_add_f16x2(at(57).cast(), [f16::ONE, f16::from_f32_const(0.5)]);
-    atomic::reduce_add_v8_bf16(at(64).cast(), [bf16::ONE; 8]);
-    atomic::reduce_add_v8_f16(at(68).cast(), [f16::from_f32_const(0.25); 8]);
+    atomic::reduce_add_v2_f32(at(50).cast(), [0.5, 1.0], Policy::NORMAL);
+    atomic::reduce_add_v4_f32(at(52).cast(), [0.25, 0.5, 1.0, 2.0], Policy::NORMAL);
+    atomic::reduce_add_bf16x2(at(56).cast(), [bf16::ONE; 2], Policy::NORMAL);
+    atomic::reduce_add_f16x2(at(57).cast(), [f16::ONE, f16::from_f32_const(0.5)], Policy::NORMAL);
+    atomic::reduce_add_v8_bf16(at(64).cast(), [bf16::ONE; 8], Policy::NORMAL);
+    atomic::reduce_add_v4_bf16(at(64).cast(), [bf16::ONE; 4], Policy::LAST);
+    atomic::reduce_add_v4_f16(at(70).cast(), [f16::from_f32_const(0.25); 4], Policy::LAST);
+    atomic::reduce_add_v8_f16(at(68).cast(), [f16::from_f32_const(0.25); 8], Policy::NORMAL);
 
     // Flags: one thread publishes, the others wait.
     if t == 7 {

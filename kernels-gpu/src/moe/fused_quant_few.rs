@@ -30,7 +30,7 @@
 
 use super::fused::PLAIN;
 use super::fused_quant_wgmma::{Job, STEP};
-use super::fused_wgmma::coordinates;
+use super::fused_wgmma::{F32, coordinates};
 use super::items::{DIRECT_PAIRS, Drawn, Item, Items, Sorted};
 use super::pairs::{Pairs, existing_tokens};
 use crate::pipeline::{Ring, Stages};
@@ -256,6 +256,7 @@ unsafe fn fused_quant_few<
         layout,
         activation: (activation, alpha, limit),
         kept: kept != 0,
+        slots,
         share: 1,
         rank: 0,
     };
@@ -765,7 +766,7 @@ impl<T: TensorFloat> Consumer<T> {
             job.store_up(item, row, A::N, |column| if column < 8 { pair[0] } else { pair[1] }, sums);
         } else {
             let of = |column| if column < 8 { (pair[0], scale[0]) } else { (pair[1], scale[1]) };
-            job.store_down::<false>(item, row, A::N, of, sums);
+            job.store_down::<F32>(item, row, A::N, of, sums);
         }
     }
 
@@ -836,7 +837,7 @@ impl<T: TensorFloat> Consumer<T> {
             self.tell::<A, Q, SCALES, DIRECT>(job, item, largest, round % 2);
         } else {
             let of = |column| if column < 8 { (pair[0], weight[0]) } else { (pair[1], weight[1]) };
-            job.store_down::<false>(item, row, A::N, of, sums);
+            job.store_down::<F32>(item, row, A::N, of, sums);
         }
     }
 

@@ -4,7 +4,7 @@
 //! int8 are exact. `h` is stored as `T` and quantised by [`fused_quant_rows`](super::fused_quant_rows), since a scale covers all outputs; so the second product begins when that has ended.
 //! Rows of `x` and of `h` are quantised where they are, a token's once, and gathered.
 
-use super::fused_wgmma::{self, F32, Operand, ROUNDED, RowScales, product};
+use super::fused_wgmma::{self, ADDED, F32, Operand, ROUNDED, RowScales, product};
 use crate::tensor_float::TensorFloat;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::Accumulator;
@@ -138,7 +138,7 @@ entries! {
     pub struct Args<T>(
         /// `[tokens * slots, intermediate]`: the first product's results.
         h: *mut T,
-        /// `[tokens * slots, hidden]`: written by the second product; rounded results as elements, from the same place on.
+        /// `[tokens * slots, hidden]`: written by the second product; rounded results as elements, from the same place on; by kernels for results that are `added` `[tokens, hidden]` of elements and zeroed, which they are added to in any order.
         partial: *mut f32,
         /// Quantised rows of tokens, or for the second product of `h`, `x_row` apart, and their scales: row `pair / x_divisor` belongs to a pair.
         x: *const u8, x_row: usize, x_scales: *const f32, x_divisor: u32,
@@ -165,12 +165,16 @@ entries! {
     moe_fused_quant_rows_wgmma_up_t176_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, F32, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_up_t176_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, F32, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_down_t176_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, F32, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_down_added_t176_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, ADDED, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_down_rounded_t176_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_down_added_t176_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, ADDED, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_down_rounded_t176_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_up_t176_two_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, F32, 2, 176, 1, 4, false, true>;
     moe_fused_quant_rows_wgmma_up_t176_two_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, true, false, false, true, F32, 2, 176, 1, 4, false, true>;
     moe_fused_quant_rows_wgmma_down_t176_two_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, F32, 2, 176, 1, 4, false, true>;
+    moe_fused_quant_rows_wgmma_down_added_t176_two_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, ADDED, 2, 176, 1, 4, false, true>;
     moe_fused_quant_rows_wgmma_down_rounded_t176_two_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, true>;
+    moe_fused_quant_rows_wgmma_down_added_t176_two_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, ADDED, 2, 176, 1, 4, false, true>;
     moe_fused_quant_rows_wgmma_down_rounded_t176_two_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, E4M3, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, true>;
     moe_fused_quant_rows_wgmma_up_t16_i8_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, true, true, false, F32, 1, 16, 4, 5, true, false>;
     moe_fused_quant_rows_wgmma_up_t16_i8_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, true, true, false, F32, 1, 16, 4, 5, true, false>;
@@ -181,6 +185,8 @@ entries! {
     moe_fused_quant_rows_wgmma_up_t176_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, false, false, true, F32, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_up_t176_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, true, false, false, true, F32, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_down_t176_i8 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, F32, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_down_added_t176_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, ADDED, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_down_rounded_t176_i8_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, false>;
+    moe_fused_quant_rows_wgmma_down_added_t176_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, ADDED, 2, 176, 1, 4, false, false>;
     moe_fused_quant_rows_wgmma_down_rounded_t176_i8_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_rows_wgmma::<T, i8, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, false>;
 }

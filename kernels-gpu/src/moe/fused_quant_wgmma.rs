@@ -27,13 +27,13 @@
 //!
 //! # Results
 //! Of many pairs the second product's results go by way of the last two stages of an item, one for each consumer, and are stored 256 bytes of a pair at a time; of few they go from registers to
-//! memory. Where it is allowed (`ROUNDED`) they are rounded to the element type, which is half of it.
+//! memory. Where it is allowed (`ROUNDED`, `ADDED`) they are rounded to the element type, which is half of it, or added to a token's own row.
 //!
 //! Of few pairs the second product computes [stripes](Stripes) of columns where that is asked for, so that the sum begins with a stripe while the next ones are computed. Its
 //! consumers take items [in turn](in_turn).
 
 use super::fused::{HALVES, PLAIN};
-use super::fused_wgmma::{Activation, coordinates};
+use super::fused_wgmma::{ADDED, Activation, F32, ROUNDED, coordinates};
 use super::items::{Drawn, Found, Item, Items, Sorted};
 use super::pairs::Pairs;
 use super::progress::{Progress, Stripes};
@@ -157,6 +157,8 @@ pub(super) struct Job<T, const SCALES: u32, const DIRECT: bool> {
     pub(super) activation: (u32, f32, f32),
     /// Whether `partial` may stay in the second-level cache; see [`fused_wgmma`](super::fused_wgmma).
     pub(super) kept: bool,
+    /// Pairs of a token.
+    pub(super) slots: u32,
     /// Blocks that share rows, which take neighbouring tiles, and the place of this one.
     pub(super) share: u32,
     pub(super) rank: u32,
@@ -290,7 +292,7 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
     /// A thread has rows `g` and `g + 8` of two columns. Four lanes with neighbouring `g` swap sums until each has four
     /// neighbouring rows of one column, which are 16 bytes of `partial`, or 8 if they are rounded.
     #[inline(always)]
-    pub(super) unsafe fn store_down<const ROUNDED: bool>(
+    pub(super) unsafe fn store_down<const SLOTS: u8>(
         &self,
         item: Item,
         row: u32,
@@ -328,7 +330,7 @@ impl<T: TensorFloat, const SCALES: u32, const DIRECT: bool> Job<T, SCALES, DIREC
             }
             let stored = row < self.n && column < item.count;
             let policy = if self.kept { Policy::LAST } else { Policy::NORMAL };
-            if ROUNDED {
+            if SLOTS != F32 {
                 let rounded = GlobalMut::new(self.partial.ptr(0u32).cast::<T>());
                 rounded.set_if_for(stored, at, B64(vec::from_f32::<T, 4>(v)), policy);
             } else {
@@ -349,7 +351,7 @@ unsafe fn fused_quant_wgmma<
     const LINES: usize,
     const STAGES: usize,
     const SHARE: u32,
-    const ROUNDED: bool,
+    const SLOTS: u8,
 >(
     h: *mut T,
     h_scales: *mut f32,
@@ -518,6 +520,7 @@ unsafe fn fused_quant_wgmma<
         layout,
         activation: (activation, alpha, limit),
         kept: kept != 0,
+        slots,
         share: SHARE,
         rank,
     };
@@ -760,7 +763,7 @@ unsafe fn fused_quant_wgmma<
             }
             macro_rules! blocks {
                 ($half:literal) => {
-                    apart!(consumer.blocks::<T, [f32; $half], UP, TILES, PAIRS, LINES, STAGES, SHARE, ROUNDED>(
+                    apart!(consumer.blocks::<T, [f32; $half], UP, TILES, PAIRS, LINES, STAGES, SHARE, SLOTS>(
                         &job, stages, &mut ring, next, sequence, item,
                     ))
                 };
@@ -769,7 +772,7 @@ unsafe fn fused_quant_wgmma<
                 macro_rules! tall {
                     ($waves:literal) => {
                         apart!(
-                            consumer.tall::<T, $waves, UP, PAIRS, STAGES, SHARE, ROUNDED>(
+                            consumer.tall::<T, $waves, UP, PAIRS, STAGES, SHARE, SLOTS>(
                                 &job, stages, &mut ring, turn, item
                             )
                         )
@@ -1112,7 +1115,10 @@ struct Columns {
 
 impl Columns {
     #[inline(always)]
-    unsafe fn new<T: TensorFloat, const UP: bool, const PAIRS: usize>(job: &Blocks<T>, item: Item) -> Self {
+    unsafe fn new<T: TensorFloat, const UP: bool, const PAIRS: usize, const SLOTS: u8>(
+        job: &Blocks<T>,
+        item: Item,
+    ) -> Self {
         let mine = thread::thread_idx_x() % 128;
         let (mut pair, mut scale) = ([0u32; 2], [0f32; 2]);
         unroll::<2>(|i| {
@@ -1122,6 +1128,11 @@ impl Columns {
                 pair[i] = if UP { place } else { job.items.pair(place) };
                 if !UP {
                     scale[i] = job.items.weight(place);
+                    if SLOTS == ADDED {
+                        // SAFETY: tokens with pairs have slots.
+                        core::hint::assert_unchecked(job.slots != 0);
+                        pair[i] /= job.slots;
+                    }
                 }
             }
         });
@@ -1157,7 +1168,7 @@ impl Consumer {
         const LINES: usize,
         const STAGES: usize,
         const SHARE: u32,
-        const ROUNDED: bool,
+        const SLOTS: u8,
     >(
         &self,
         job: &Blocks<T>,
@@ -1174,7 +1185,7 @@ impl Consumer {
         let quantises = const { UP && SHARE == 2 };
         // What the end needs is on its way while the products run, where there are registers for it.
         let columns = if const { TILES == 1 || in_turn(PAIRS, UP) } && !quantises {
-            Some(Columns::new::<T, UP, PAIRS>(job, item))
+            Some(Columns::new::<T, UP, PAIRS, SLOTS>(job, item))
         } else {
             None
         };
@@ -1280,12 +1291,12 @@ impl Consumer {
             tma::fence_async();
             stages.release(other, lane);
             if let Some(columns) = columns {
-                self.stage_down::<T, A, PAIRS, ROUNDED>(job, own, item, columns, &acc[0]);
+                self.stage_down::<T, A, PAIRS, SLOTS>(job, own, item, columns, &acc[0]);
             }
             tma::fence_async();
             stages.release(own, lane);
         } else {
-            self.finish::<T, A, UP, TILES, PAIRS, ROUNDED>(job, number, item, columns, &acc);
+            self.finish::<T, A, UP, TILES, PAIRS, SLOTS>(job, number, item, columns, &acc);
         }
     }
 
@@ -1299,7 +1310,7 @@ impl Consumer {
         const PAIRS: usize,
         const STAGES: usize,
         const SHARE: u32,
-        const ROUNDED: bool,
+        const SLOTS: u8,
     >(
         &self,
         job: &Blocks<T>,
@@ -1313,7 +1324,7 @@ impl Consumer {
         let last_group = groups - 1 + integer::opaque(lane) / 32;
         let quantises = const { UP && SHARE == 2 };
         // What the end needs is on its way while the products run.
-        let columns = if quantises { None } else { Some(Columns::new::<T, UP, PAIRS>(job, item)) };
+        let columns = if quantises { None } else { Some(Columns::new::<T, UP, PAIRS, SLOTS>(job, item)) };
         let scales = WeightScales::<UP, 1>::of_tile(job, item.bin, item.tile * TILE_ROWS as u32);
         // The first of this thread's rows of a wave; another is 8 below.
         let own = self.group * 64 + warp::warp_id() % 4 * 16 + g;
@@ -1417,11 +1428,14 @@ impl Consumer {
                         let odd = t % 2 == 1;
                         let first = row + (16 * q) as u32 + t % 2 * 8 + t / 2 * 4;
                         let (stored, at) = (there && first < job.n, at + first as usize);
-                        if ROUNDED {
+                        if SLOTS != F32 {
                             let words = [T::pack_f32(v[0], v[1]), T::pack_f32(v[2], v[3])];
                             let got = warp::shfl_xor(if odd { words[0] } else { words[1] }, 1);
                             let two = if odd { [got, words[1]] } else { [words[0], got] };
-                            if stored {
+                            if stored && SLOTS == ADDED {
+                                let sums = job.partial.ptr(0u32).cast::<T>();
+                                T::reduce_add_v4(sums.wrapping_add(at), two, Policy::LAST);
+                            } else if stored {
                                 GlobalMut::new(job.partial.ptr(0u32).cast::<T>()).set_as(at, B64(two));
                             }
                         } else {
@@ -1486,7 +1500,7 @@ impl Consumer {
         const UP: bool,
         const TILES: usize,
         const PAIRS: usize,
-        const ROUNDED: bool,
+        const SLOTS: u8,
     >(
         &self,
         job: &Blocks<T>,
@@ -1501,7 +1515,7 @@ impl Consumer {
             (item, columns)
         } else {
             let item = job.find(number);
-            (item, Columns::new::<T, UP, PAIRS>(job, item))
+            (item, Columns::new::<T, UP, PAIRS, SLOTS>(job, item))
         };
         let Columns { pair, scale } = columns;
         let row = item.tile * item_rows(TILES, PAIRS, UP) as u32 + self.first_row;
@@ -1527,7 +1541,7 @@ impl Consumer {
                 job.store_up(item, row, A::N, |column| self.ids.get(column), sums);
             } else {
                 let pairs = |column| (self.ids.get(column), self.scales.get(column));
-                job.store_down::<ROUNDED>(item, row, A::N, pairs, sums);
+                job.store_down::<SLOTS>(item, row, A::N, pairs, sums);
             }
         }
     }
@@ -1535,7 +1549,7 @@ impl Consumer {
     /// The end of an item of the second product with many pairs: results go by way of a stage, so that those of a pair are stored side by side, as many columns at a
     /// time as have room in its weights' part and in its rows' part, in turn.
     #[inline(always)]
-    unsafe fn stage_down<T: TensorFloat, A: Accumulator + AsRef<[f32]>, const PAIRS: usize, const ROUNDED: bool>(
+    unsafe fn stage_down<T: TensorFloat, A: Accumulator + AsRef<[f32]>, const PAIRS: usize, const SLOTS: u8>(
         &self,
         job: &Blocks<T>,
         stage: u32,
@@ -1562,14 +1576,14 @@ impl Consumer {
             self.stage_rows.offset(stage * (PAIRS * STEP) as u32),
         ];
         let fit = const {
-            let bytes = if ROUNDED { 2 } else { 4 };
+            let bytes = if SLOTS != F32 { 2 } else { 4 };
             [staged_columns(TILE_ROWS, bytes), staged_columns(PAIRS, bytes)]
         };
         let mut from = 0;
         unroll::<4>(|round| {
             let to = (from + fit[round % 2]).min(A::N);
             if from < to {
-                self.stage_round::<T, A, ROUNDED>(job, item, [from, to], buffers[round % 2], bias, acc);
+                self.stage_round::<T, A, SLOTS>(job, item, [from, to], buffers[round % 2], bias, acc);
             }
             from = to;
         });
@@ -1577,7 +1591,7 @@ impl Consumer {
 
     /// Columns `from..to` of [`stage_down`](Self::stage_down).
     #[inline(always)]
-    unsafe fn stage_round<T: TensorFloat, A: Accumulator + AsRef<[f32]>, const ROUNDED: bool>(
+    unsafe fn stage_round<T: TensorFloat, A: Accumulator + AsRef<[f32]>, const SLOTS: u8>(
         &self,
         job: &Blocks<T>,
         item: Item,
@@ -1589,8 +1603,8 @@ impl Consumer {
         let lane = warp::lane_id();
         let (g, t) = (lane / 4, lane % 4);
         let within = self.first_row % 64;
-        let bytes = const { if ROUNDED { 2 } else { 4 } };
-        let pitch = const { staged_pitch(if ROUNDED { 2 } else { 4 }) } as u32;
+        let bytes = const { if SLOTS != F32 { 2 } else { 4 } };
+        let pitch = const { staged_pitch(if SLOTS != F32 { 2 } else { 4 }) } as u32;
         let sums = acc.as_ref();
         let value = |j: usize, e: usize, scale: [f32; 2]| {
             if 8 * j < A::N { (sums[4 * j + e] + bias[e / 2]) * scale[e % 2] } else { 0.0 }
@@ -1604,7 +1618,7 @@ impl Consumer {
                 };
                 let scales = [of(0), of(1)];
                 let column = (16 * j - from) as u32;
-                if ROUNDED {
+                if SLOTS != F32 {
                     // Lane 8 i + r says where row r of the i-th of four matrices goes, transposed: of 16 rows the upper and the lower 8, of both groups.
                     let place = (column + lane / 16 * 8 + lane % 8) * pitch + (within + lane / 8 % 2 * 8) * bytes;
                     let mut words = [0; 4];
@@ -1626,7 +1640,7 @@ impl Consumer {
         }
         thread::sync_named(1 + self.group, 128);
         // 16 bytes a lane, those of a pair by neighbouring ones.
-        let lanes = const { if ROUNDED { 8 } else { 16 } };
+        let lanes = const { if SLOTS != F32 { 8 } else { 16 } };
         let part = lane % lanes * 16;
         let first = item.tile * TILE_ROWS as u32 + self.group * 64 + part / bytes;
         let there = first < job.n;
@@ -1641,9 +1655,14 @@ impl Consumer {
                 let from = column.min(to as u32 - 1) - from as u32;
                 let at = self.ids.get(column.min(to as u32 - 1)) as usize * job.n as usize + first as usize;
                 let place = from * pitch + part;
-                if ROUNDED {
+                if SLOTS != F32 {
                     let out = GlobalMut::new(job.partial.ptr(0u32).cast::<T>());
-                    out.set_if(stored, at, buffer.get_as::<B128<T, 8>>(place));
+                    let values = buffer.get_as::<B128<T, 8>>(place);
+                    if SLOTS != ADDED {
+                        out.set_if(stored, at, values);
+                    } else if stored {
+                        T::reduce_add_v8(out.ptr(at), values.0, Policy::LAST);
+                    }
                 } else {
                     job.partial.set_if(stored, at, buffer.get_as::<B128<f32, 4>>(place));
                 }
@@ -1709,7 +1728,7 @@ entries! {
         h: *mut T,
         /// Their scales, `x_scale_group` from group to group.
         h_scales: *mut f32,
-        /// `[tokens * slots, hidden]`: written by the second product; rounded results as elements, from the same place on.
+        /// `[tokens * slots, hidden]`: written by the second product; rounded results as elements, from the same place on; by kernels for results that are `added` `[tokens, hidden]` of elements and zeroed, which they are added to in any order.
         partial: *mut f32,
         /// Describes quantised rows of tokens, or for the second product of `h`, in the order of the sorted list, in boxes of [`STEP`] by [`box_rows`].
         x_map: TensorMap,
@@ -1751,19 +1770,23 @@ entries! {
         /// Tiles of a stripe of that second product, at least one: it computes all experts' columns of a stripe, then those of the next one.
         stripe: u32,
     );
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 64, 2, 4, 2, false>;
-    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 64, 2, 4, 2, false>;
-    moe_fused_quant_wgmma_up_t160_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 160, 1, 5, 2, false>;
-    moe_fused_quant_wgmma_up_t160_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 160, 1, 5, 2, false>;
-    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, false, 2, 64, 2, 4, 1, false>;
-    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, false, 2, 64, 2, 4, 1, true>;
-    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, false, 2, 64, 2, 4, 1, true>;
-    moe_fused_quant_wgmma_down_t160_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 160, 1, 5, 2, false>;
-    moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 160, 1, 5, 2, true>;
-    moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 160, 1, 5, 2, true>;
-    moe_fused_quant_wgmma_up_t256_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 256, 1, 4, 2, false>;
-    moe_fused_quant_wgmma_up_t256_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 256, 1, 4, 2, false>;
-    moe_fused_quant_wgmma_down_t256_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 256, 1, 4, 2, false>;
-    moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 256, 1, 4, 2, true>;
-    moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 256, 1, 4, 2, true>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 64, 2, 4, 2, F32>;
+    moe_fused_quant_wgmma_up_t64_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 64, 2, 4, 2, F32>;
+    moe_fused_quant_wgmma_up_t160_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 160, 1, 5, 2, F32>;
+    moe_fused_quant_wgmma_up_t160_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 160, 1, 5, 2, F32>;
+    moe_fused_quant_wgmma_down_t64_blocks_e4m3 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, false, 2, 64, 2, 4, 1, F32>;
+    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, false, 2, 64, 2, 4, 1, ROUNDED>;
+    moe_fused_quant_wgmma_down_rounded_t64_blocks_e4m3_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_quant_wgmma::<T, false, 2, 64, 2, 4, 1, ROUNDED>;
+    moe_fused_quant_wgmma_down_t160_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 160, 1, 5, 2, F32>;
+    moe_fused_quant_wgmma_down_added_t160_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 160, 1, 5, 2, ADDED>;
+    moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 160, 1, 5, 2, ROUNDED>;
+    moe_fused_quant_wgmma_down_added_t160_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 160, 1, 5, 2, ADDED>;
+    moe_fused_quant_wgmma_down_rounded_t160_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 160, 1, 5, 2, ROUNDED>;
+    moe_fused_quant_wgmma_up_t256_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 256, 1, 4, 2, F32>;
+    moe_fused_quant_wgmma_up_t256_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, true, 1, 256, 1, 4, 2, F32>;
+    moe_fused_quant_wgmma_down_t256_blocks_e4m3 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 256, 1, 4, 2, F32>;
+    moe_fused_quant_wgmma_down_added_t256_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 256, 1, 4, 2, ADDED>;
+    moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 256, 1, 4, 2, ROUNDED>;
+    moe_fused_quant_wgmma_down_added_t256_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 256, 1, 4, 2, ADDED>;
+    moe_fused_quant_wgmma_down_rounded_t256_blocks_e4m3_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_quant_wgmma::<T, false, 1, 256, 1, 4, 2, ROUNDED>;
 }

@@ -219,12 +219,14 @@ impl RowScales {
     }
 }
 
-/// How the second product leaves results for the sum: in f32; rounded to elements; or in f16 with a power of two for each pair and [`GROUP`] outputs, before they are weighted.
+/// How the second product leaves results: for the sum in f32; rounded to elements; in f16 with a power of two for each pair and [`GROUP`] outputs, before they are weighted; or rounded, and added to a token's own row in any order.
 pub(super) const F32: u8 = 0;
 /// See [`F32`].
 pub(super) const ROUNDED: u8 = 1;
 /// See [`F32`].
 pub(super) const PACKED: u8 = 2;
+/// See [`F32`].
+pub(super) const ADDED: u8 = 3;
 /// Outputs that have a power of two in common where results are packed.
 pub const GROUP: u32 = 128;
 
@@ -241,7 +243,7 @@ struct Job<T, Q: Operand, const DIRECT: bool> {
     biased: bool,
     shared_bias: Global<Q::Bias>,
     shared_biased: bool,
-    /// Whether results are added up where they belong as they come, instead of being kept apart.
+    /// Whether results in f32 are added up where they belong as they come, instead of being kept apart.
     unordered: bool,
     /// For results that have room in the second-level cache.
     policy: Policy,
@@ -712,7 +714,8 @@ pub(super) unsafe fn product<
         biased: !bias.is_null(),
         shared_bias: Global::new(shared_bias),
         shared_biased: !shared_bias.is_null(),
-        unordered: unordered != 0,
+        // Of 8 bits only rounded ones are, by kernels of their own.
+        unordered: const { !UP && SLOTS == F32 && !Q::SCALED } && unordered != 0,
         policy: if kept != 0 { Policy::LAST } else { Policy::NORMAL },
         slots,
         local,
@@ -1213,11 +1216,6 @@ impl<T: TensorFloat> Consumer<T> {
                 pair[i] = job.items.pair(work.first + column);
                 if !UP {
                     scale[i] = job.items.weight(work.first + column);
-                    if job.unordered {
-                        // SAFETY: tokens with pairs have slots.
-                        core::hint::assert_unchecked(job.slots != 0);
-                        pair[i] /= job.slots;
-                    }
                 }
             }
         });
@@ -1307,6 +1305,11 @@ impl<T: TensorFloat> Consumer<T> {
         unroll::<2>(|i| {
             let column = mine + 128 * i as u32;
             if column < PAIRS as u32 {
+                if !UP && (SLOTS == ADDED || job.unordered) {
+                    // SAFETY: tokens with pairs have slots.
+                    core::hint::assert_unchecked(job.slots != 0);
+                    pair[i] /= job.slots;
+                }
                 self.ids.set(column, pair[i]);
                 if !UP {
                     self.scales.set(column, scale[i]);
@@ -1324,11 +1327,13 @@ impl<T: TensorFloat> Consumer<T> {
                 self.stages[1].offset(stage * (LINES * PAIRS * STEP) as u32),
             ];
             let row = work.tile * rows as u32 + self.group * const { TILES as u32 * 64 };
-            if !UP && SLOTS == ROUNDED {
-                self.stage_rounded::<Q, A, T, TILES, DIRECT>(job, work, row, buffers, &acc, by);
+            if !UP && SLOTS == ADDED {
+                self.stage_rounded::<Q, A, T, true, TILES, DIRECT>(job, work, row, buffers, &acc, by);
+            } else if !UP && SLOTS == ROUNDED {
+                self.stage_rounded::<Q, A, T, false, TILES, DIRECT>(job, work, row, buffers, &acc, by);
             } else if !UP && SLOTS == PACKED {
                 self.find_exponents::<Q, A, TILES, PAIRS, STAGED, DIRECT>(job, work, row, buffers[1], &acc, by);
-                self.stage_rounded::<Q, A, f16, TILES, DIRECT>(job, work, row, buffers, &acc, by);
+                self.stage_rounded::<Q, A, f16, false, TILES, DIRECT>(job, work, row, buffers, &acc, by);
             } else if !UP {
                 self.stage_down::<Q, A, TILES, PAIRS, DIRECT>(job, work, row, buffers, &acc, by);
             } else if job.activation.silu && !job.biased && !job.shared_biased {
@@ -1464,7 +1469,7 @@ impl<T: TensorFloat> Consumer<T> {
                 packed.set_if_for(stored, at, B64(vec::from_f32::<f16, 4>(v)), job.policy);
             } else if job.unordered {
                 if stored {
-                    atomic::reduce_add_v4_f32(job.partial.ptr(at), v);
+                    atomic::reduce_add_v4_f32(job.partial.ptr(at), v, job.policy);
                 }
             } else {
                 job.partial.set_if_for(stored, at, B128(v), job.policy);
@@ -1535,23 +1540,24 @@ impl<T: TensorFloat> Consumer<T> {
         tma::fence_async();
         thread::sync_named(1 + self.group, 128);
         let end = work.count.min(A::N as u32);
-        self.store_columns::<T, 8, 8, 8>(job.h, job.n, first, outputs, [0, end], buffer, pitch, job.policy);
+        self.store_columns::<T, 8, 8, 8>(job.n, first, outputs, [0, end], buffer, pitch, |there, at, value| {
+            job.h.set_if_for(there, at, value, job.policy);
+        });
     }
 
     /// Columns `from..end` of a buffer, `pitch` apart, to the rows of their pairs, by all of the warpgroup: `outputs` from `first` on. `LANES`
-    /// neighbouring lanes store a column, `E` outputs (16 bytes) each; a lane has `ONCE` columns at once.
+    /// neighbouring lanes have a column, `E` outputs (16 bytes) each; a lane has `ONCE` columns at once. `store`: whether, at which of all outputs, and what.
     #[inline(always)]
     #[allow(clippy::too_many_arguments)]
     unsafe fn store_columns<V: Copy, const E: usize, const LANES: u32, const ONCE: usize>(
         &self,
-        out: GlobalMut<V>,
         n: u32,
         first: u32,
         outputs: u32,
         [from, end]: [u32; 2],
         buffer: Shared<T>,
         pitch: u32,
-        policy: Policy,
+        store: impl Fn(bool, usize, B128<V, E>),
     ) {
         let lane = warp::lane_id();
         let (part, low) = (lane % LANES * E as u32, warp::warp_id() % 4 * const { 32 / LANES } + lane / LANES);
@@ -1571,35 +1577,10 @@ impl<T: TensorFloat> Consumer<T> {
             });
             unroll::<ONCE>(|i| {
                 if let Some(value) = values[i] {
-                    out.set_if_for(there[i], at[i], value, policy);
+                    store(there[i], at[i], value);
                 }
             });
             base += ONCE as u32 * step;
-        }
-    }
-
-    /// The same of `f32` outputs of all lanes, added to what is there.
-    #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
-    unsafe fn add_columns(
-        &self,
-        sums: GlobalMut<f32>,
-        n: u32,
-        first: u32,
-        outputs: u32,
-        [from, end]: [u32; 2],
-        buffer: Shared<T>,
-        pitch: u32,
-    ) {
-        let part = warp::lane_id() * 4;
-        let mut column = from + warp::warp_id() % 4;
-        while column < end {
-            if part < outputs {
-                let B128(v) = buffer.get_as::<B128<f32, 4>>((column - from) * pitch + 2 * part);
-                let at = self.ids.get(column) as usize * n as usize + (first + part) as usize;
-                atomic::reduce_add_v4_f32(sums.ptr(at), v);
-            }
-            column += 4;
         }
     }
 
@@ -1687,20 +1668,26 @@ impl<T: TensorFloat> Consumer<T> {
             tma::fence_async();
             thread::sync_named(1 + self.group, 128);
             let end = work.count.min(to as u32);
+            let (columns, pitch) = ([from as u32, end], pitch as u32);
             if job.unordered {
-                self.add_columns(job.partial, job.n, first, rows, [from as u32, end], buffer, pitch as u32);
+                self.store_columns::<f32, 4, 32, 4>(
+                    job.n,
+                    first,
+                    rows,
+                    columns,
+                    buffer,
+                    pitch,
+                    |there, at, B128(v)| {
+                        if there {
+                            atomic::reduce_add_v4_f32(job.partial.ptr(at), v, job.policy);
+                        }
+                    },
+                );
                 return;
             }
-            self.store_columns::<f32, 4, 32, 4>(
-                job.partial,
-                job.n,
-                first,
-                rows,
-                [from as u32, end],
-                buffer,
-                pitch as u32,
-                job.policy,
-            );
+            self.store_columns::<f32, 4, 32, 4>(job.n, first, rows, columns, buffer, pitch, |there, at, value| {
+                job.partial.set_if_for(there, at, value, job.policy);
+            });
         }
     }
 
@@ -1710,6 +1697,7 @@ impl<T: TensorFloat> Consumer<T> {
         Q: Operand,
         A: Accumulator<Q::Sum> + AsRef<[Q::Sum]>,
         R: TensorFloat,
+        const ADDED: bool,
         const TILES: usize,
         const DIRECT: bool,
     >(
@@ -1742,9 +1730,17 @@ impl<T: TensorFloat> Consumer<T> {
         let fit = const { staged_columns(TILES, GROUPS * TILES * 64, 2) as u32 };
         let out = GlobalMut::new(job.partial.ptr(0u32).cast::<R>());
         let end = work.count.min(A::N as u32);
-        self.store_columns::<R, 8, 16, 8>(out, job.n, first, rows, [0, end.min(fit)], buffers[0], pitch, job.policy);
+        let (low, high) = ([0, end.min(fit)], [fit, end]);
+        let leave = |there: bool, at: usize, value: B128<R, 8>| {
+            if !ADDED {
+                out.set_if_for(there, at, value, job.policy);
+            } else if there {
+                R::reduce_add_v8(out.ptr(at), value.0, job.policy);
+            }
+        };
+        self.store_columns::<R, 8, 16, 8>(job.n, first, rows, low, buffers[0], pitch, leave);
         if const { A::N > staged_columns(TILES, GROUPS * TILES * 64, 2) } {
-            self.store_columns::<R, 8, 16, 4>(out, job.n, first, rows, [fit, end], buffers[1], pitch, job.policy);
+            self.store_columns::<R, 8, 16, 4>(job.n, first, rows, high, buffers[1], pitch, leave);
         }
     }
 
@@ -1915,7 +1911,7 @@ entries! {
         shuffled: u32,
         /// See [`fused::Args`](super::fused::Args).
         activation: u32, alpha: f32, limit: f32,
-        /// 1 if results of the second product are added to `partial`, then `[tokens, hidden]` and zeroed, in any order.
+        /// 1 if results of the second product in f32 are added to `partial`, then `[tokens, hidden]` and zeroed, in any order. Kernels for results that are `added` do so with elements always.
         unordered: u32,
         /// [`WORDS`](super::items::WORDS), whatever is in them; read and written where items are drawn.
         words: *mut u64,
@@ -1945,13 +1941,17 @@ entries! {
     moe_fused_wgmma_down_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, F32, 2, 176, 1, 4, false, false>;
     moe_fused_wgmma_down_rounded_t64_f16 { type T = f16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, ROUNDED, 2, 64, 2, 4, false, false>;
     moe_fused_wgmma_down_rounded_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, ROUNDED, 2, 64, 2, 4, false, false>;
+    moe_fused_wgmma_down_added_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, ADDED, 2, 176, 1, 4, false, false>;
     moe_fused_wgmma_down_rounded_t176_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, false>;
+    moe_fused_wgmma_down_added_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, ADDED, 2, 176, 1, 4, false, false>;
     moe_fused_wgmma_down_rounded_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, false>;
     moe_fused_wgmma_up_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, F32, 2, 176, 1, 4, false, true>;
     moe_fused_wgmma_down_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, F32, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_down_added_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, ADDED, 2, 176, 1, 4, false, true>;
     moe_fused_wgmma_down_rounded_t176_two_f16 { type T = f16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, true>;
     moe_fused_wgmma_up_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, true, false, false, true, F32, 2, 176, 1, 4, false, true>;
     moe_fused_wgmma_down_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, F32, 2, 176, 1, 4, false, true>;
+    moe_fused_wgmma_down_added_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, ADDED, 2, 176, 1, 4, false, true>;
     moe_fused_wgmma_down_rounded_t176_two_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, ROUNDED, 2, 176, 1, 4, false, true>;
     moe_fused_wgmma_down_packed_t64_bf16 { type T = bf16; } [ROOMY, 1; Sm90a] => fused_wgmma::<T, false, true, true, false, PACKED, 2, 64, 2, 4, false, false>;
     moe_fused_wgmma_down_packed_t176_bf16 { type T = bf16; } [THREADS, 1; Sm90a] => fused_wgmma::<T, false, false, false, true, PACKED, 2, 176, 1, 4, false, false>;
