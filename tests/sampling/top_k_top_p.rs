@@ -455,6 +455,27 @@ fn greedy_is_the_first_of_the_largest() {
     });
 }
 
+/// `frequency * count + presence` is one number with one rounding: neither part is subtracted by itself, nor overflows.
+#[test]
+fn penalties_are_one_sum() {
+    on_every_device(|device, stream| {
+        // Where it is 0 the first token has what the second has, and comes before it. To 2^24 nothing is added that is 1, but 1 can be subtracted.
+        let even = (1u32 << 24) as f32;
+        let logits = [[even, even, 0.0, 0.0], [even, even, 0.0, 0.0], [3.2e38, 1e37, 0.0, 0.0]];
+        let logits = tensor::<f32>(device, logits.as_flattened(), &[3, 4]);
+        let of = |values: [f32; 3]| Tensor::from_slice(device, &values, &[3]).unwrap();
+        let (presence, frequency) = (of([1.0, -1.0, -3e38]), of([-1.0, 1.0, 3e38]));
+        let history = Tensor::from_slice(device, &[0; 6], &[3, 2]).unwrap();
+        let lengths = Tensor::from_slice(device, &[1, 1, 2], &[3]).unwrap();
+        let options = SamplingOptions::default().greedy().history(&history, &lengths);
+        let options = options.presence_penalty(&presence).frequency_penalty(&frequency);
+        assert_eq!(tokens(stream, &logits, &options), [0; 3]);
+        // One of them by itself makes it the second.
+        let alone = of([1.0, 1.0, 3e38]);
+        assert_eq!(tokens(stream, &logits, &options.presence_penalty(0.0).frequency_penalty(&alone)), [1; 3]);
+    });
+}
+
 #[test]
 fn adjustments_match_the_reference() {
     let shapes = (1usize..4, prop_oneof![3usize..200, 4090usize..4300], any::<u64>());
