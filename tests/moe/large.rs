@@ -165,13 +165,11 @@ fn check_model(d: &Device, model: Model, shuffles: bool, batches: &[(usize, &[Fu
             }
             // Shuffled weights, sums in any order, slots rounded, slots in f32, rounded and in any order.
             for which in 0..6 {
-                let [shuffle, unordered, rounded, f32_slots] = [1, 2, 3, 4].map(|option| which == option);
-                if shuffle && !(wgmma && shuffled.is_some())
-                    || (unordered || rounded || f32_slots || which == 5) && !wide
-                {
+                let [shuffle, f32_slots] = [1, 4].map(|option| which == option);
+                let [unordered, rounded] = [2, 3].map(|option| which == option || which == 5);
+                if shuffle && !(wgmma && shuffled.is_some()) || (unordered || rounded || f32_slots) && !wide {
                     continue;
                 }
-                let (unordered, rounded) = (unordered || which == 5, rounded || which == 5);
                 let kept = match path {
                     _ if rounded && unordered => Kept::Added(model.top_k),
                     _ if rounded => Kept::Rounded(model.top_k),

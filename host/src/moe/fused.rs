@@ -941,7 +941,7 @@ pub unsafe fn launch(
         _ => plan.packed,
     };
     let size = if halved.is_some() { dtype.size() } else { 4 };
-    // They are the sums then, which nobody needs to round.
+    // They are in their type and place then: there is nothing left to do.
     let at_once = added.is_some() && takes_sums(o.out, o.out_row, shape.hidden, o.num_tokens);
     // Where the second product leaves its results.
     let results = if at_once { o.out } else { part(at.partial) };
@@ -1182,8 +1182,8 @@ pub unsafe fn launch(
             // SAFETY: forwarded to the caller.
             unsafe {
                 stream.launch(&first_product, &first, &up)?;
-                let halved = halved.map_or(second_product, |(down, _)| down);
-                stream.launch(&added.unwrap_or(halved), &second, &down)?;
+                let in_order = halved.map_or(second_product, |(down, _)| down);
+                stream.launch(&added.unwrap_or(in_order), &second, &down)?;
             }
         }
     }
