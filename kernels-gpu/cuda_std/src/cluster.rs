@@ -72,7 +72,7 @@ pub fn arrive_relaxed() {
         sync_ptx!("barrier.cluster.arrive.relaxed.aligned;", options(nostack, preserves_flags))
     };
     #[cfg(not(target_arch = "nvptx64"))]
-    simt::cluster_arrive();
+    simt::cluster_arrive_relaxed();
 }
 
 /// `barrier.cluster.wait.acquire`: waits until every thread of the cluster has arrived.

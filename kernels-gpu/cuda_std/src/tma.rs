@@ -40,7 +40,7 @@ impl Swizzle {
         self as u32
     }
 
-    /// Bytes that the innermost dimension of a box may have, if the box is swizzled.
+    /// Bytes that the innermost dimension of a box has, if the box is swizzled.
     pub const fn line_bytes(self) -> usize {
         16 << self.bits()
     }
@@ -72,7 +72,8 @@ pub struct TensorMapDescription {
 }
 
 impl TensorMapDescription {
-    /// Checks what the driver would check.
+    /// Checks what the driver would check, and that swizzled boxes fill lines: of narrower ones, which the driver takes, a
+    /// GPU lays the rows a line apart, while their own bytes alone count.
     ///
     /// # Errors
     /// What the description must be such that, in words.
@@ -97,8 +98,8 @@ impl TensorMapDescription {
         if !line.is_multiple_of(16) {
             return Err("the innermost dimension of a box is a multiple of 16 bytes");
         }
-        if self.swizzle != Swizzle::None && line > self.swizzle.line_bytes() {
-            return Err("the innermost dimension of a swizzled box is at most a line of the swizzle");
+        if self.swizzle != Swizzle::None && line != self.swizzle.line_bytes() {
+            return Err("the innermost dimension of a swizzled box is a whole line of the swizzle");
         }
         Ok(())
     }
@@ -569,4 +570,30 @@ pub fn fence_async_global() {
     unsafe {
         ptx!("fence.proxy.async.global;", options(nostack, preserves_flags))
     };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn swizzled_boxes_fill_their_lines() {
+        let refused = |swizzle, elements| {
+            let description = TensorMapDescription {
+                base: 0,
+                dtype: DType::F32,
+                rank: 2,
+                dims: [64, 8, 1, 1, 1],
+                strides: [256, 0, 0, 0],
+                box_dims: [elements, 8, 1, 1, 1],
+                swizzle,
+            };
+            description.validate().is_err_and(|e| e.contains("a whole line of the swizzle"))
+        };
+        for (swizzle, line) in [(Swizzle::B32, 8), (Swizzle::B64, 16), (Swizzle::B128, 32)] {
+            assert!(!refused(swizzle, line) && !refused(Swizzle::None, line));
+            assert!(refused(swizzle, line - 4) && refused(swizzle, line + 4));
+            assert!(!refused(Swizzle::None, line - 4));
+        }
+    }
 }

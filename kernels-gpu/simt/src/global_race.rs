@@ -154,13 +154,17 @@ pub(crate) struct GlobalView {
     /// What was before the last fence of device scope.
     fenced: u32,
     known: Clocks,
+    /// Its clock as arrivals at the cluster's barrier have published it in this phase.
+    arrived: u32,
+    /// What the last phase has brought, until a thread has waited for its end.
+    coming: Clocks,
     /// What it knows of blocks of earlier launches that may still be running, the last launch first.
     earlier: Vec<Clocks>,
 }
 
 impl GlobalView {
     pub(crate) fn reset(&mut self, block: u32, known: Clocks) {
-        *self = Self { block, clock: 1, fenced: 0, known, earlier: Vec::new() };
+        *self = Self { block, clock: 1, known, ..Self::default() };
     }
 
     /// What the block knows of the `i`-th earlier launch.
@@ -176,12 +180,49 @@ impl GlobalView {
         self.earlier.get(i)
     }
 
+    /// The clock up to which a thread publishes what the block has done: all of it by a `release`, otherwise what came before the last
+    /// fence of device scope.
+    fn publish(&mut self, release: bool) -> u32 {
+        let up_to = if release { self.clock } else { self.fenced };
+        self.clock += release as u32;
+        up_to
+    }
+
+    /// Adds what the block has done up to then, if anything, and what it knows.
+    fn tell(&self, up_to: u32, released: &mut Clocks) {
+        if up_to > 0 {
+            join(released, &self.known);
+            let own = released.entry(self.block).or_default();
+            *own = up_to.max(*own);
+        }
+    }
+
     /// Adds what the block has done and knows to what others of its cluster will know.
     pub(crate) fn release(&mut self, released: &mut Clocks) {
-        join(released, &self.known);
-        let own = released.entry(self.block).or_default();
-        *own = self.clock.max(*own);
-        self.clock += 1;
+        let up_to = self.publish(true);
+        self.tell(up_to, released);
+    }
+
+    /// A thread arrives at the cluster's barrier.
+    pub(crate) fn cluster_arrive(&mut self, release: bool) {
+        self.arrived = self.publish(release).max(self.arrived);
+    }
+
+    /// All have arrived: adds what those of this block have published.
+    pub(crate) fn end_cluster_phase(&mut self, released: &mut Clocks) {
+        let up_to = std::mem::take(&mut self.arrived);
+        self.tell(up_to, released);
+    }
+
+    /// What all blocks of the cluster have published, for threads that wait for it.
+    pub(crate) fn bring(&mut self, released: &Clocks) {
+        self.coming.clone_from(released);
+    }
+
+    /// A thread has waited at the cluster's barrier.
+    pub(crate) fn cluster_wait(&mut self) {
+        let coming = std::mem::take(&mut self.coming);
+        self.learn(&coming);
     }
 
     /// What others of its cluster have released comes before what the block does now.
@@ -226,13 +267,9 @@ impl GlobalRace {
         if reads {
             join(&mut view.known, released);
         }
-        let up_to = if release { view.clock } else { view.fenced };
-        if writes && up_to > 0 {
-            for (&block, &clock) in view.known.iter().chain([(&view.block, &up_to)]) {
-                let old = released.entry(block).or_default();
-                *old = clock.max(*old);
-            }
-            view.clock += release as u32;
+        if writes {
+            let up_to = view.publish(release);
+            view.tell(up_to, released);
         }
     }
 

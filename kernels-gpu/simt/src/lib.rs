@@ -42,6 +42,7 @@ pub use wgmma::{Left, Operand, Sum, Widen, wgmma, wgmma_commit, wgmma_wait};
 use block::{Block, current};
 use global_race::Touch;
 use std::panic::Location;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Position of the running thread in its block.
 #[inline(never)]
@@ -95,10 +96,16 @@ pub(crate) fn peer<'a>(rank: u32) -> &'a Block {
     block.peer(rank)
 }
 
-/// `barrier.cluster.arrive`: counts the running thread.
+/// `barrier.cluster.arrive.release`: counts the running thread.
 #[track_caller]
 pub fn cluster_arrive() {
-    block::cluster_arrive(current());
+    block::cluster_arrive(current(), true);
+}
+
+/// `barrier.cluster.arrive.relaxed`: [`cluster_arrive`] that publishes no more than what came before the thread's last fence.
+#[track_caller]
+pub fn cluster_arrive_relaxed() {
+    block::cluster_arrive(current(), false);
 }
 
 /// `barrier.cluster.wait`: waits until all threads of the cluster have arrived.
@@ -321,8 +328,7 @@ pub struct AtomicOrder {
 #[track_caller]
 pub fn atomic_access(op: &'static str, address: usize, bytes: usize, order: AtomicOrder) {
     poll(op);
-    let (base, len) = shared_memory();
-    let shared = (base as usize..base as usize + len).contains(&address);
+    let shared = is_shared(address);
     let mut region = Region::ANY;
     if shared {
         check_shared(address, bytes, bytes, Access::Atomic);
@@ -354,11 +360,30 @@ pub fn atomic_access(op: &'static str, address: usize, bytes: usize, order: Atom
 pub fn atomic_seen(address: usize, order: AtomicOrder) {
     let lane = current();
     let block = lane.block();
-    let (base, len) = shared_memory();
-    let shared = (base as usize..base as usize + len).contains(&address);
-    if block.race_on.get() && order.reads && !shared && !order.block {
+    if block.race_on.get() && order.reads && !is_shared(address) && !order.block {
         block.synchronise(lane.linear, address, true, true, false, false);
     }
+}
+
+/// Whether an address is in the running thread's block's shared memory.
+fn is_shared(address: usize) -> bool {
+    let (base, len) = shared_memory();
+    (base as usize..base as usize + len).contains(&address)
+}
+
+/// `atom.add.f32`, to be called after [`atomic_access`]: returns what was there. In global memory subnormal summands and sums become
+/// zeros of the same sign, as on a GPU; in shared memory they stay.
+///
+/// # Safety
+/// The word is valid and aligned, and others access it atomically only.
+pub unsafe fn add_f32(ptr: *mut f32, value: f32) -> f32 {
+    let shared = is_shared(ptr as usize);
+    let flush = |x: f32| if x.is_subnormal() && !shared { 0f32.copysign(x) } else { x };
+    // SAFETY: forwarded to the caller.
+    let word = unsafe { AtomicU32::from_ptr(ptr.cast()) };
+    let add = |bits| Some(flush(flush(f32::from_bits(bits)) + flush(value)).to_bits());
+    let (Ok(old) | Err(old)) = word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, add);
+    f32::from_bits(old)
 }
 
 /// An access to global memory in the buffer `region`: checks its bounds and its alignment, may be preempted, and is
@@ -403,7 +428,7 @@ pub fn launch_dependents() {
 /// A memory fence of the running thread, of wider scope than the block or not.
 #[inline]
 pub fn fence(beyond_block: bool) {
-    std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+    std::sync::atomic::fence(Ordering::SeqCst);
     let lane = current();
     if lane.block().race_on.get() {
         lane.block().fence(lane.linear, beyond_block);
