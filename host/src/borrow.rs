@@ -141,7 +141,7 @@ impl<'env> Scope<'env> {
     /// # Errors
     /// [`Error::Tensor`] if `shape` is not that of so many elements, [`Error::Unsupported`] on a GPU.
     pub fn slice<T: Element>(&self, data: &'env [T], shape: &[usize]) -> Result<Tensor<T>> {
-        self.host(data.len(), shape)?;
+        self.host("Scope::slice", data.len(), shape)?;
         // SAFETY: borrowed for longer than the lease lasts, and nothing writes to it.
         unsafe { self.raw(data.as_ptr(), shape, None) }
     }
@@ -151,15 +151,15 @@ impl<'env> Scope<'env> {
     /// # Errors
     /// As for [`slice`](Self::slice).
     pub fn slice_mut<T: Element>(&self, data: &'env mut [T], shape: &[usize]) -> Result<Tensor<T>> {
-        self.host(data.len(), shape)?;
+        self.host("Scope::slice_mut", data.len(), shape)?;
         // SAFETY: borrowed for longer than the lease lasts, and nobody else uses it.
         unsafe { self.raw_mut(data.as_mut_ptr(), shape, None) }
     }
 
-    fn host(&self, len: usize, shape: &[usize]) -> Result<()> {
+    fn host(&self, op: &'static str, len: usize, shape: &[usize]) -> Result<()> {
         if !self.device().is_simt() {
             let what = format!("host memory cannot be lent to {}", self.device().name());
-            return Err(Error::Unsupported { op: "Scope::slice", what });
+            return Err(Error::Unsupported { op, what });
         }
         holds(len, shape)
     }

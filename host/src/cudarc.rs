@@ -111,7 +111,7 @@ impl<'env> Scope<'env> {
     /// cudarc's.
     pub fn view<T: Element>(&self, slice: CudaView<'env, T>, shape: &[usize]) -> Result<Tensor<T>> {
         borrow::holds(slice.len(), shape)?;
-        self.check(slice.stream())?;
+        self.check("cudarc::Scope::view", slice.stream())?;
         let (address, guard) = slice.view_ptr(self.stream);
         self.scope.keep(guard);
         self.failed()?;
@@ -126,7 +126,7 @@ impl<'env> Scope<'env> {
     /// As for [`view`](Self::view).
     pub fn view_mut<T: Element>(&self, slice: CudaViewMut<'env, T>, shape: &[usize]) -> Result<Tensor<T>> {
         borrow::holds(slice.len(), shape)?;
-        self.check(slice.stream())?;
+        self.check("cudarc::Scope::view_mut", slice.stream())?;
         let (address, guard) = slice.view_ptr_mut(self.stream);
         self.scope.keep(guard);
         self.failed()?;
@@ -134,11 +134,11 @@ impl<'env> Scope<'env> {
         unsafe { self.scope.raw_mut(address as *mut T, shape, None) }
     }
 
-    fn check(&self, slice: &CudaStream) -> Result<()> {
+    fn check(&self, op: &'static str, slice: &CudaStream) -> Result<()> {
         let (own, context) = (self.stream.context(), slice.context());
         if own != context {
             let (expected, got) = (self.scope.device().name(), format!("cuda:{}", context.ordinal()));
-            return Err(Error::WrongDevice { op: "cudarc::Scope::view", arg: "slice", expected, got });
+            return Err(Error::WrongDevice { op, arg: "slice", expected, got });
         }
         if own.is_managing_stream_synchronization() {
             let status = self.stream.capture_status().map_err(of_cudarc)?;

@@ -339,7 +339,7 @@ unsafe fn take<T: Element>(device: &Device, tensor: &DLTensor, read_only: bool, 
     };
     let data = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize).cast::<T>();
     let data = if tensor.data.is_null() { std::ptr::null_mut() } else { data };
-    Tensor::over((OP, "tensor"), data, &shape, strides.as_deref(), |address, bytes| {
+    Tensor::over((OP, "managed"), data, &shape, strides.as_deref(), |address, bytes| {
         let foreign = Foreign { address, bytes, read_only, owner: Some(Box::new(owner)), lease: None };
         // SAFETY: promised by the caller, until the owner is dropped.
         unsafe { Storage::foreign(device, foreign) }

@@ -29,6 +29,8 @@ use self::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUmodule, CUstream,
 };
 use crate::error::{Error, Result};
+use crate::ptx;
+use cuda_std::Arch;
 use cuda_std::tma::TensorMap;
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -219,6 +221,7 @@ api! {
         stream_synchronize = "cuStreamSynchronize"(stream: CUstream);
         stream_wait_event = "cuStreamWaitEvent"(stream: CUstream, event: CUevent, flags: c_uint);
         stream_is_capturing = "cuStreamIsCapturing"(stream: CUstream, status: *mut c_int);
+        thread_exchange_capture_mode = "cuThreadExchangeStreamCaptureMode"(mode: *mut c_int);
         stream_begin_capture = "cuStreamBeginCapture_v2"(stream: CUstream, mode: c_int);
         stream_end_capture = "cuStreamEndCapture"(stream: CUstream, graph: *mut CUgraph);
         stream_capture_info = "cuStreamGetCaptureInfo_v2"(
@@ -284,7 +287,13 @@ impl Absent {
     fn error(&self) -> Error {
         match self {
             Self::Missing(why) => Error::NoDriver(why.clone()),
-            &Self::TooOld(found) => too_old(found, OLDEST),
+            &Self::TooOld(found) => {
+                // One that has all functions may still be too old for a GPU's PTX.
+                let needs = |arch| oldest_for_ptx(ptx::version(arch)).max(OLDEST);
+                let (any, hopper) = (needs(Arch::Sm80), needs(Arch::Sm90a));
+                let needed = format!("a driver for {any} (for a Hopper GPU {hopper})");
+                Error::DriverTooOld { found: format!("(for {found})"), needed }
+            }
             Self::NoDevice => Error::NoDevice { ordinal: 0, found: 0 },
         }
     }

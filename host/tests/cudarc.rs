@@ -1,17 +1,21 @@
 //! Operations on cudarc's buffers and streams. Skipped, saying so, where there is no GPU.
 
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, sys};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use warploom::{Device, Error, Graph, Stream, Tensor, norm};
 
 const ROWS: usize = 64;
 const WIDTH: usize = 4096;
 const SHAPE: &[usize] = &[ROWS, WIDTH];
 
-/// A context of cudarc's on the first GPU, if there is one. cudarc itself panics without a driver.
-fn context() -> Option<Arc<CudaContext>> {
+/// A context of cudarc's on the first GPU, if there is one, for one test at a time: what one captures as the owner of a stream, a wait of another one's that has just begun would void. cudarc itself panics without
+/// a driver.
+fn context() -> Option<(Arc<CudaContext>, MutexGuard<'static, ()>)> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     match Device::cuda(0) {
-        Ok(_) => Some(CudaContext::new(0).expect("a context")),
+        Ok(_) => Some((CudaContext::new(0).expect("a context"), alone)),
         Err(e) => {
             eprintln!("GPU tests are skipped: {e}");
             None
@@ -53,7 +57,7 @@ fn slices(cuda: &Arc<CudaStream>, x: &[f32]) -> (CudaSlice<f32>, CudaSlice<f32>)
 
 #[test]
 fn wrappers_of_one_stream_are_captured_together() {
-    let Some(context) = context() else { return };
+    let Some((context, _alone)) = context() else { return };
     let cuda = context.new_stream().unwrap();
     let [stream, other] = [0; 2].map(|_| warploom::cudarc::Stream::new(&cuda).unwrap());
     stream.device().preload(&["norm"]).unwrap();
@@ -75,7 +79,7 @@ fn wrappers_of_one_stream_are_captured_together() {
 
 #[test]
 fn slices_are_lent_without_a_copy() {
-    let Some(context) = context() else { return };
+    let Some((context, _alone)) = context() else { return };
     let cuda = context.new_stream().unwrap();
     let stream = warploom::cudarc::Stream::new(&cuda).unwrap();
     assert_eq!(*stream.device(), Device::cuda(0).unwrap());
@@ -101,7 +105,7 @@ fn slices_are_lent_without_a_copy() {
 /// used. Repeated, so that a missing wait shows.
 #[test]
 fn events_order_the_work_of_streams() {
-    let Some(context) = context() else { return };
+    let Some((context, _alone)) = context() else { return };
     let streams = [(); 3].map(|()| context.new_stream().unwrap());
     let [one, two, three] = &streams;
     let [on_two, on_three] = [two, three].map(|s| warploom::cudarc::Stream::new(s).unwrap());
@@ -129,7 +133,7 @@ fn events_order_the_work_of_streams() {
 
 #[test]
 fn a_graph_of_cudarcs_replays_operations() {
-    let Some(context) = context() else { return };
+    let Some((context, _alone)) = context() else { return };
     // SAFETY: everything here is done on one stream.
     unsafe { context.disable_event_tracking() };
     let cuda = context.new_stream().unwrap();
@@ -150,9 +154,62 @@ fn a_graph_of_cudarcs_replays_operations() {
     }
 }
 
+/// While somebody captures a stream, in any mode, other threads make, read and drop tensors, and the capture goes on. What keeps memory of somebody else alive is dropped after a wait that
+/// leaves nothing out, which is one after the capture.
+#[test]
+fn captures_of_others_go_on() {
+    struct Owner(Arc<AtomicBool>);
+    impl Drop for Owner {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Release);
+        }
+    }
+    let Some((context, _alone)) = context() else { return };
+    // SAFETY: everything here is done on one stream, or is waited for.
+    unsafe { context.disable_event_tracking() };
+    let cuda = context.new_stream().unwrap();
+    let stream = warploom::cudarc::Stream::new(&cuda).unwrap();
+    let device = stream.device().clone();
+    device.preload(&["norm"]).unwrap();
+    let x = input(ROWS * WIDTH);
+    let (dx, mut dy) = slices(&cuda, &x);
+    cuda.synchronize().unwrap();
+    for mode in [
+        sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+        sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+        sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+    ] {
+        cuda.memset_zeros(&mut dy).unwrap();
+        cuda.begin_capture(mode).unwrap();
+        normalise(&stream, &mut dy, &dx).unwrap();
+        let dropped = Arc::new(AtomicBool::new(false));
+        let kept = std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                let mut t = Tensor::from_slice(&device, &x, SHAPE).unwrap();
+                assert_eq!(t.to_vec().unwrap(), x);
+                let other = Stream::new(&device).unwrap();
+                other.fill_bytes(&mut t, 0).unwrap();
+                other.synchronize().unwrap();
+                device.synchronize().unwrap();
+                let owner = Owner(dropped.clone());
+                // SAFETY: the memory lives longer than the tensor.
+                drop(unsafe { Tensor::from_raw(&device, t.as_mut_ptr(), SHAPE, None, owner) }.unwrap());
+                !dropped.load(Ordering::Acquire)
+            });
+            thread.join().unwrap()
+        });
+        let graph = cuda.end_capture(sys::CUgraphInstantiate_flags_enum(0)).unwrap().expect("something was captured");
+        assert!(kept, "dropped before the stream could be waited for");
+        device.synchronize().unwrap();
+        assert!(dropped.load(Ordering::Acquire));
+        graph.launch().unwrap();
+        assert_close(&cuda.clone_dtoh(&dy).unwrap(), &expected(&x));
+    }
+}
+
 #[test]
 fn misuse_is_refused() {
-    let Some(context) = context() else { return };
+    let Some((context, _alone)) = context() else { return };
     let cuda = context.new_stream().unwrap();
     let other = warploom::cudarc::Stream::new(&context.new_stream().unwrap()).unwrap();
     let stream = warploom::cudarc::Stream::new(&cuda).unwrap();
@@ -187,9 +244,7 @@ fn misuse_is_refused() {
 /// A context that is not the primary one is the same device whenever it is asked for, so that who waits for all work knows of what is being captured.
 #[test]
 fn a_context_of_its_own_is_one_device() {
-    if context().is_none() {
-        return;
-    }
+    let Some((_, _alone)) = context() else { return };
     type Create = unsafe extern "C" fn(*mut sys::CUcontext, u32, sys::CUdevice) -> sys::CUresult;
     let mut raw = std::ptr::null_mut();
     // SAFETY: the driver has this function with this signature, which cudarc leaves out from CUDA 13 on. The context becomes current.

@@ -1,7 +1,7 @@
 //! GPUs: what there is to say where there is none, and what only they do.
 
 use std::sync::Mutex;
-use warploom::{Device, Error, Stream, Tensor, norm};
+use warploom::{Device, Error, Graph, Stream, Tensor, norm};
 use warploom_tests::{gpu, sanitizing};
 
 /// Each reason for having no GPU is one sentence that says what to do, and `auto` then runs on the SIMT device.
@@ -125,4 +125,26 @@ fn streams_of_others() {
     norm::rms_norm(&stream, &mut y, &x, None, 0.0).unwrap();
     stream.synchronize().unwrap();
     assert!((y.to_vec().unwrap()[0] - 1.0).abs() < 1e-6);
+}
+
+/// What a stream had to do when it was dropped comes before what waits for all work, also while another one is captured and the whole context cannot be waited for.
+#[test]
+fn dropped_streams_are_waited_for() {
+    let Some(device) = gpu() else { return };
+    let stream = Stream::new(&device).unwrap();
+    let x = Tensor::<u8>::zeros(&device, &[1 << 28]).unwrap();
+    let mut y = Tensor::<u8>::zeros(&device, &[1 << 28]).unwrap();
+    let mut z = Tensor::<u8>::zeros(&device, &[64]).unwrap();
+    Graph::capture(&stream, |_| {
+        let other = Stream::new(&device)?;
+        // Several milliseconds.
+        for _ in 0..if sanitizing() { 2 } else { 50 } {
+            other.copy(&mut y, &x)?;
+        }
+        other.fill_bytes(&mut z, 5)?;
+        drop(other);
+        assert_eq!(z.to_vec()?, [5; 64]);
+        Ok(())
+    })
+    .unwrap();
 }

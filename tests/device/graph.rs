@@ -1,5 +1,6 @@
 //! Capture and replay.
 
+use super::stream::Busy;
 use std::sync::atomic::{AtomicBool, Ordering};
 use warploom::check::Call;
 use warploom::{Device, Error, Event, Graph, Result, Stream, Tensor, activation, borrow, norm};
@@ -85,8 +86,10 @@ fn reading_is_possible_while_another_stream_is_captured() {
         let mut y = Tensor::<u8>::zeros(device, &[64]).unwrap();
         let mut z = Tensor::<u8>::zeros(device, &[64]).unwrap();
         let other = Stream::new(device).unwrap();
+        let mut busy = Busy::new(device);
         let graph = Graph::capture(stream, |s| {
             s.copy(&mut y, &x)?;
+            busy.submit(&other)?;
             other.fill_bytes(&mut z, 5)?;
             assert_eq!(z.to_vec()?, [5; 64]);
             let fresh = Tensor::<u8>::from_slice(device, &[3; 8], &[8])?;

@@ -1,6 +1,6 @@
 //! Streams, events and pinned memory.
 
-use warploom::{Device, Error, Event, Pinned, Stream, Tensor, borrow, norm};
+use warploom::{Device, Error, Event, Pinned, Result, Stream, Tensor, borrow, norm};
 use warploom_tests::on_every_device;
 
 #[test]
@@ -93,6 +93,22 @@ fn pinned_memory_goes_up_and_comes_back() {
     });
 }
 
+/// Copies that keep a stream of a GPU busy for longer than the host takes to submit and to read what comes after them. The SIMT device is done when a call returns, and
+/// has little to copy.
+pub struct Busy([Tensor<u8>; 2]);
+
+impl Busy {
+    pub fn new(device: &Device) -> Self {
+        let bytes = if device.is_simt() { 64 } else { 256 << 20 };
+        Self([(); 2].map(|()| Tensor::zeros(device, &[bytes]).unwrap()))
+    }
+
+    pub fn submit(&mut self, stream: &Stream) -> Result<()> {
+        let [to, from] = &mut self.0;
+        (0..4).try_for_each(|_| stream.copy(to, from))
+    }
+}
+
 #[test]
 fn streams_wait_for_events() {
     on_every_device(|device, stream| {
@@ -101,7 +117,9 @@ fn streams_wait_for_events() {
         let n = 1 << 16;
         let mut x = Tensor::<u8>::zeros(device, &[n]).unwrap();
         let mut y = Tensor::<u8>::zeros(device, &[n]).unwrap();
+        let mut busy = Busy::new(device);
         for round in 1..=3 {
+            busy.submit(stream).unwrap();
             stream.fill_bytes(&mut x, round).unwrap();
             stream.record_event(&event).unwrap();
             other.wait_event(&event).unwrap();

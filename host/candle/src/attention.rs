@@ -100,7 +100,7 @@ impl Operation for PagedDecode {
             [_, heads, _] => (1, heads),
             _ => (0, 0),
         };
-        let max_len = table.dim(1) * shape.block_size;
+        let max_len = table.dim(1).saturating_mul(shape.block_size);
         let sizes = DecodeShape::new(query.dim(0), q_heads, shape.heads, shape.head_dim, max_len).q_len(q_len);
         self.workspace.with(
             stream,

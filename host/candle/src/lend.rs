@@ -98,6 +98,15 @@ fn laid_out<T: Element>(flat: warploom::Result<Tensor<T>>, layout: &Layout) -> w
     flat?.as_strided(layout.dims(), layout.stride(), 0)
 }
 
+/// The number of an output's elements. An input may be expanded beyond any memory, and so what it says of outputs.
+fn elements(name: &'static str, dtype: DType, shape: &Shape) -> Result<usize> {
+    let bytes = shape.dims().iter().try_fold(dtype.size_in_bytes(), |n, &d| n.checked_mul(d));
+    match bytes.map(isize::try_from) {
+        Some(Ok(_)) => Ok(shape.elem_count()),
+        _ => bail!("{name}: an output of shape {:?} is larger than any memory", shape.dims()),
+    }
+}
+
 /// Runs an operation on storages of the CPU.
 pub(crate) fn on_cpu<O: Operation>(op: &O, inputs: &[(&CpuStorage, &Layout)]) -> Result<Vec<(CpuStorage, Shape)>> {
     use candle_core::backend::BackendStorage as _;
@@ -115,7 +124,7 @@ pub(crate) fn on_cpu<O: Operation>(op: &O, inputs: &[(&CpuStorage, &Layout)]) ->
     let layouts: Vec<_> = inputs.iter().map(|(_, layout)| *layout).collect();
     let mut outputs = vec![];
     for (dtype, shape) in op.outputs(&layouts, dtype)? {
-        let n = shape.elem_count();
+        let n = elements(O::NAME, dtype, &shape)?;
         let storage = match dtype {
             DType::U32 => CpuStorage::U32(vec![0; n]),
             DType::F32 => CpuStorage::F32(vec![0.0; n]),
@@ -191,7 +200,7 @@ pub(crate) fn on_cuda<O: Operation>(
     let layouts: Vec<_> = inputs.iter().map(|(_, layout)| *layout).collect();
     let mut outputs = vec![];
     for (dtype, shape) in op.outputs(&layouts, dtype)? {
-        let n = shape.elem_count();
+        let n = elements(O::NAME, dtype, &shape)?;
         // SAFETY: any bytes are elements, and the operations write all of them.
         let slice = unsafe {
             match dtype {

@@ -64,7 +64,9 @@ impl Operation for Gate {
     }
 
     fn outputs(&self, inputs: &[&Layout], _: DType) -> Result<Vec<(DType, Shape)>> {
-        let shape = Shape::from((inputs[0].dims().first().copied().unwrap_or(0), self.top_k));
+        let extent = |d: usize| inputs[0].dims().get(d).copied().unwrap_or(0);
+        // More experts than there are is `moe::gate`'s error, which needs no memory for them.
+        let shape = Shape::from((extent(0), self.top_k.min(extent(1))));
         Ok(vec![(DType::F32, shape.clone()), (DType::U32, shape)])
     }
 

@@ -290,6 +290,12 @@ fn misuse_is_an_error() -> Result<()> {
     says(norm.forward(&x.to_dtype(DType::U32)?, &weight), "must be f32, f16 or bf16, but is U32");
     says(SiluAndMul.forward(&noise(&[2, 7], 1)), "silu_and_mul: `x` must have shape");
     says(Sampler::new(0).temperature(-1.0).forward(&x), "temperature");
+    // Sizes beyond any memory.
+    says(
+        Gate::new(1 << 62, Scoring::Softmax).forward(&x).map(|(weights, _)| weights),
+        "moe::gate: `top_k` must be 1 to 8",
+    );
+    says(norm.forward(&x.narrow(0, 0, 1)?.broadcast_as((1usize << 62, 8))?, &weight), "rms_norm: an output of shape");
     let ids = on(&Tensor::zeros((2, 1), DType::U32, CPU)?)?;
     let moe = FusedMoe::new(&ids, &noise(&[2, 1], 1));
     says(moe.forward(&x, &noise(&[3, 8, 8], 1), &noise(&[4, 8, 4], 1)), "`w13` must have shape");

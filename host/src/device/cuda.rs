@@ -18,8 +18,12 @@
 //!
 //! **Captures.** While any stream of a context is captured, the driver refuses to wait for the whole context, and the
 //! capture is void if somebody tries. So a wait for all work waits for each stream that is not being captured, and for what the others had
-//! before, which the stream of copies waits for; and `capturing` keeps captures from starting, and streams from joining one, in the midst of a wait. It counts the
+//! before, which the stream of copies waits for, as it does for what streams had that were dropped; and `capturing` keeps captures from starting, and streams from joining one, in the midst of a wait. It counts the
 //! streams of its own context: one that joins a capture of another GPU's counts here, not there. Captures are in relaxed mode: tensors may be made and dropped meanwhile.
+//!
+//! **Captures of others.** Of streams that this crate works with, the driver is asked. What their owner captures cannot be waited for, and nobody has ordered what it had before: memory
+//! of somebody else that was to be given back after a wait is [kept](Context::release) until one succeeds. In another thread's capture of global mode, calls that allocate, free or wait would void it: they are made in
+//! relaxed mode ([`Context::bind_beside_captures`]).
 //!
 //! **Threads.** Handles of the driver may be used from any thread; CUDA's manual exempts graphs, which are used
 //! under a lock here.
@@ -83,6 +87,10 @@ struct Context {
     arch: Arch,
     /// For copies from and to the host.
     copies: CUstream,
+    /// Recorded in a stream for which copies are to wait, and waited for while nobody else records it.
+    before_copies: Mutex<CUevent>,
+    /// What is to be dropped after the next wait for all work that succeeds.
+    kept: Mutex<Vec<Box<dyn Send + Sync>>>,
     /// Streams that this crate works with, by address; one may be there several times.
     streams: Mutex<Vec<(CUstream, Weak<Captures>)>>,
     /// Streams that are being captured.
@@ -122,10 +130,16 @@ struct Bound {
     driver: &'static Driver,
     /// The context to go back to; null for none.
     before: CUcontext,
+    /// The thread's mode of capture to go back to, if it was changed.
+    mode: Option<c_int>,
 }
 
 impl Drop for Bound {
     fn drop(&mut self) {
+        if let Some(mode) = &mut self.mode {
+            // SAFETY: the address is that of an integer.
+            let _ = unsafe { self.driver.thread_exchange_capture_mode(mode) };
+        }
         if !self.before.is_null() {
             // SAFETY: it was current before. An error would come back from the next call that matters.
             let _ = unsafe { self.driver.ctx_set_current(self.before) };
@@ -172,6 +186,9 @@ impl Context {
         let mut copies = null_mut();
         // SAFETY: the address is that of a handle, and the context is current.
         unsafe { driver.stream_create(&raw mut copies, StreamFlags::CU_STREAM_NON_BLOCKING as c_uint)? };
+        let mut before_copies = null_mut();
+        // SAFETY: as above.
+        unsafe { driver.event_create(&raw mut before_copies, EventFlags::CU_EVENT_DISABLE_TIMING as c_uint)? };
         Ok(Self {
             driver,
             raw,
@@ -181,6 +198,8 @@ impl Context {
             properties,
             arch,
             copies,
+            before_copies: Mutex::new(before_copies),
+            kept: Mutex::default(),
             streams: Mutex::default(),
             capturing: Arc::default(),
             loaded: Mutex::default(),
@@ -203,16 +222,17 @@ impl Context {
         if ordinal >= found {
             return Err(Error::NoDevice { ordinal, found });
         }
-        let (mut device, mut raw) = (0, null_mut());
-        // SAFETY: the addresses are those of an integer and a handle.
+        let (mut device, mut raw, mut before) = (0, null_mut(), null_mut());
+        // SAFETY: the addresses are those of an integer and handles.
         unsafe {
+            driver.ctx_get_current(&raw mut before)?;
             driver.device_get(&raw mut device, ordinal as c_int)?;
             driver.primary_ctx_retain(&raw mut raw, device)?;
         }
         let context = bind(driver, raw).and_then(|_bound| Self::new(driver, raw, device, ordinal));
         if context.is_err() {
-            // SAFETY: retained above, and nobody has it.
-            let _ = unsafe { driver.primary_ctx_release(device) };
+            // SAFETY: retained above, and nobody has it; what was current before may be none.
+            let _ = unsafe { driver.ctx_set_current(before).and_then(|()| driver.primary_ctx_release(device)) };
         }
         let context = Arc::new(context?);
         primary.push(context.clone());
@@ -258,29 +278,63 @@ impl Context {
         bind(self.driver, self.raw)
     }
 
+    /// As [`bind`](Self::bind), for calls that are refused, and void the capture, while another thread captures a stream in global mode, but in relaxed mode.
+    fn bind_beside_captures(&self) -> Result<Bound> {
+        let mut bound = self.bind()?;
+        let mut mode = CaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
+        // SAFETY: the address is that of an integer.
+        unsafe { self.driver.thread_exchange_capture_mode(&raw mut mode)? };
+        bound.mode = Some(mode);
+        Ok(bound)
+    }
+
     /// Waits for all work in the context; what is being captured is none.
     fn synchronize(&self) -> Result<()> {
-        let _bound = self.bind()?;
-        let waiting = self.capturing.wait();
-        if !waiting.captured {
-            // SAFETY: the context is current.
-            return unsafe { self.driver.ctx_synchronize() };
+        let kept = std::mem::take(&mut *lock(&self.kept));
+        let waited = self.wait_for_all();
+        if !matches!(waited, Ok(true)) {
+            lock(&self.kept).extend(kept);
         }
-        // They come after all that was submitted to a stream before it was captured.
+        waited.map(drop)
+    }
+
+    /// Drops `owner`, whose memory kernels may still use, when all work in the context is done: after the next wait that succeeds if one now does not.
+    fn release(&self, owner: Box<dyn Send + Sync>) {
+        if !matches!(self.wait_for_all(), Ok(true)) {
+            lock(&self.kept).push(owner);
+        }
+    }
+
+    /// Waits for all work in the context, and says whether nothing was left out: what a stream had before its owner captured it.
+    fn wait_for_all(&self) -> Result<bool> {
+        let _bound = self.bind_beside_captures()?;
+        let waiting = self.capturing.wait();
+        let streams = lock(&self.streams);
+        let captured = |stream: CUstream| {
+            let mut status = 0;
+            // The default stream cannot be asked while a stream that waits for it is being captured.
+            // SAFETY: streams are in the list as long as they live, and the address is that of an integer.
+            let asked = unsafe { self.driver.stream_is_capturing(stream, &raw mut status) };
+            asked.is_err() || status != CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int
+        };
+        if !waiting.captured && !streams.iter().any(|&(stream, _)| captured(stream)) {
+            drop(streams);
+            // SAFETY: the context is current.
+            return unsafe { self.driver.ctx_synchronize() }.map(|()| true);
+        }
+        // They come after all that was submitted to a stream before this crate captured it, or dropped it.
         // SAFETY: the stream lives as long as the context, and nobody captures it.
         unsafe { self.driver.stream_synchronize(self.copies)? };
-        for &(stream, _) in lock(&self.streams).iter() {
-            let mut status = 0;
-            // SAFETY: streams are in the list as long as they live.
-            unsafe {
-                // The default stream cannot be asked while a stream that waits for it is being captured.
-                let asked = self.driver.stream_is_capturing(stream, &raw mut status);
-                if asked.is_ok() && status == CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int {
-                    self.driver.stream_synchronize(stream)?;
-                }
+        let mut all = true;
+        for (stream, captures) in streams.iter() {
+            if captured(*stream) {
+                all &= captures.upgrade().is_some_and(|captures| captures.capturing());
+            } else {
+                // SAFETY: as above.
+                unsafe { self.driver.stream_synchronize(*stream)? };
             }
         }
-        Ok(())
+        Ok(all)
     }
 
     /// The function of an entry, loaded if it is not. The lock is that entry's alone, so that nothing is compiled twice.
@@ -297,7 +351,7 @@ impl Context {
                 self.arch.name()
             ),
         })?;
-        let _bound = self.bind()?;
+        let _bound = self.bind_beside_captures()?;
         let function = Arc::new(Function::load(self.driver, text, name).map_err(|e| of_kernel(e, name))?);
         *loaded = Some(function.clone());
         Ok(function)
@@ -387,11 +441,11 @@ fn bind(driver: &'static Driver, raw: CUcontext) -> Result<Bound> {
     // SAFETY: the address is that of a handle.
     unsafe { driver.ctx_get_current(&raw mut current)? };
     if current == raw {
-        return Ok(Bound { driver, before: null_mut() });
+        return Ok(Bound { driver, before: null_mut(), mode: None });
     }
     // SAFETY: the context lives as long as the process, or as its owner promised.
     unsafe { driver.ctx_set_current(raw)? };
-    Ok(Bound { driver, before: current })
+    Ok(Bound { driver, before: current, mode: None })
 }
 
 /// Which PTX a GPU gets.
@@ -486,7 +540,7 @@ impl CudaDevice {
 
     /// Bytes free and in all.
     pub(super) fn memory(&self) -> Result<(u64, u64)> {
-        let _bound = self.0.bind()?;
+        let _bound = self.0.bind_beside_captures()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: the addresses are those of integers.
         unsafe { self.0.driver.mem_get_info(&raw mut free, &raw mut total)? };
@@ -506,6 +560,11 @@ impl CudaDevice {
 
     pub(super) fn synchronize(&self) -> Result<()> {
         self.0.synchronize()
+    }
+
+    /// Drops what keeps memory alive that kernels may still use, when they are done.
+    pub(super) fn release(&self, owner: Box<dyn Send + Sync>) {
+        self.0.release(owner);
     }
 
     pub(super) fn same_context(&self, other: &Self) -> bool {
@@ -607,7 +666,7 @@ impl CudaDevice {
     pub(super) fn allocate(&self, bytes: usize) -> Result<CudaMemory> {
         let mut address = EMPTY;
         if bytes > 0 {
-            let _bound = self.0.bind()?;
+            let _bound = self.0.bind_beside_captures()?;
             // SAFETY: the address is that of an address.
             unsafe { self.0.driver.mem_alloc(&raw mut address, bytes) }.map_err(|e| match e {
                 Error::Driver { code: NO_MEMORY | TOO_MUCH, .. } => Error::OutOfMemory { device: self.name(), bytes },
@@ -649,7 +708,7 @@ impl CudaDevice {
             return Ok(());
         }
         let context = &*self.0;
-        let _bound = context.bind()?;
+        let _bound = context.bind_beside_captures()?;
         context.synchronize()?;
         copy(context)?;
         // SAFETY: the stream lives as long as the context, and nobody captures it.
@@ -657,7 +716,7 @@ impl CudaDevice {
     }
 
     pub(super) fn new_stream(&self) -> Result<CudaStream> {
-        let _bound = self.0.bind()?;
+        let _bound = self.0.bind_beside_captures()?;
         let mut raw = null_mut();
         // SAFETY: the address is that of a handle.
         unsafe { self.0.driver.stream_create(&raw mut raw, StreamFlags::CU_STREAM_NON_BLOCKING as c_uint)? };
@@ -677,7 +736,7 @@ impl CudaDevice {
     }
 
     pub(super) fn new_event(&self) -> Result<CudaEvent> {
-        let _bound = self.0.bind()?;
+        let _bound = self.0.bind_beside_captures()?;
         let mut raw = null_mut();
         // SAFETY: the address is that of a handle.
         unsafe { self.0.driver.event_create(&raw mut raw, EventFlags::CU_EVENT_DEFAULT as c_uint)? };
@@ -694,7 +753,7 @@ impl CudaDevice {
         let bytes = len.checked_mul(size_of::<T>()).filter(|&n| n <= isize::MAX as usize).ok_or_else(out_of_memory)?;
         let mut data = NonNull::dangling();
         if bytes > 0 {
-            let _bound = self.0.bind()?;
+            let _bound = self.0.bind_beside_captures()?;
             let mut address = null_mut();
             // SAFETY: the address is that of a pointer.
             let result = unsafe { self.0.driver.mem_host_alloc(&raw mut address, bytes, PORTABLE) };
@@ -817,7 +876,7 @@ impl CudaMemory {
 impl Drop for CudaMemory {
     fn drop(&mut self) {
         if self.address != EMPTY
-            && let Ok(_bound) = self.context.bind()
+            && let Ok(_bound) = self.context.bind_beside_captures()
         {
             // SAFETY: allocated by the same context, and nobody has the address any more.
             let _ = unsafe { self.context.driver.mem_free(self.address) };
@@ -839,7 +898,7 @@ impl CudaImport {
 
 impl Drop for CudaImport {
     fn drop(&mut self) {
-        if let Ok(_bound) = self.context.bind() {
+        if let Ok(_bound) = self.context.bind_beside_captures() {
             // SAFETY: opened by the same context, and nobody has the address any more.
             let _ = unsafe { self.context.driver.ipc_close(self.address) };
         }
@@ -869,7 +928,7 @@ impl CudaStream {
     }
 
     pub(super) fn synchronize(&self) -> Result<()> {
-        let _bound = self.context.bind()?;
+        let _bound = self.context.bind_beside_captures()?;
         // SAFETY: the stream is alive.
         unsafe { self.context.driver.stream_synchronize(self.raw) }
     }
@@ -916,20 +975,17 @@ impl CudaStream {
     /// it cannot be waited for. The context is current.
     fn precede_copies(&self) -> Result<()> {
         let (driver, copies) = (self.context.driver, self.context.copies);
-        let (mut status, mut event) = (0, null_mut());
-        // SAFETY: the streams are alive, the addresses are those of an integer and a handle, and what waits for an event still does when
-        // it is destroyed.
+        let mut status = 0;
+        // SAFETY: the streams are alive, the address is that of an integer, and what waits for an event waits for what was recorded when it was told to.
         unsafe {
             driver.stream_is_capturing(self.raw, &raw mut status)?;
             if status != CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int {
                 // By its owner: the event would be part of that capture, and so would be what waits for it.
                 return Ok(());
             }
-            driver.event_create(&raw mut event, EventFlags::CU_EVENT_DISABLE_TIMING as c_uint)?;
-            let ordered =
-                driver.event_record(event, self.raw).and_then(|()| driver.stream_wait_event(copies, event, 0));
-            let _ = driver.event_destroy(event);
-            ordered
+            let event = lock(&self.context.before_copies);
+            driver.event_record(*event, self.raw)?;
+            driver.stream_wait_event(copies, *event, 0)
         }
     }
 
@@ -951,7 +1007,7 @@ impl CudaStream {
 
     pub(super) fn end_capture(&self) -> Result<CudaGraph> {
         let driver = self.context.driver;
-        let bound = self.context.bind();
+        let bound = self.context.bind_beside_captures();
         let mut graph = null_mut();
         // SAFETY: the stream is alive, and its capture was begun.
         let ended =
@@ -970,15 +1026,19 @@ impl CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
+        let bound = self.context.bind();
         {
             let mut streams = lock(&self.context.streams);
+            let same = streams.iter().filter(|s| s.0 == self.raw).count();
+            if same == 1 && bound.is_ok() {
+                // Who waits for all work does not know the stream any more. A failure would come back from the next call that matters.
+                let _ = self.precede_copies();
+            }
             if let Some(i) = streams.iter().position(|s| s.0 == self.raw) {
                 streams.swap_remove(i);
             }
         }
-        if self.owned
-            && let Ok(_bound) = self.context.bind()
-        {
+        if self.owned && bound.is_ok() {
             // SAFETY: created by the same context. Work under way is done all the same.
             let _ = unsafe { self.context.driver.stream_destroy(self.raw) };
         }
@@ -999,7 +1059,7 @@ unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
     pub(super) fn synchronize(&self) -> Result<()> {
-        let _bound = self.context.bind()?;
+        let _bound = self.context.bind_beside_captures()?;
         // SAFETY: the event is alive.
         unsafe { self.context.driver.event_synchronize(self.raw) }
     }
@@ -1085,7 +1145,7 @@ impl CudaGraph {
 
 impl Drop for CudaGraph {
     fn drop(&mut self) {
-        if let Ok(_bound) = self.context.bind() {
+        if let Ok(_bound) = self.context.bind_beside_captures() {
             let handles = lock(&self.handles);
             // SAFETY: of the same context. Launches under way are done all the same.
             unsafe {
@@ -1123,7 +1183,7 @@ impl<T> CudaPinned<T> {
 impl<T> Drop for CudaPinned<T> {
     fn drop(&mut self) {
         if self.len * size_of::<T>() > 0
-            && let Ok(_bound) = self.context.bind()
+            && let Ok(_bound) = self.context.bind_beside_captures()
         {
             // SAFETY: allocated by `mem_host_alloc`. Elements need no destructor.
             let _ = unsafe { self.context.driver.mem_free_host(self.data.as_ptr().cast()) };

@@ -563,9 +563,15 @@ impl Drop for Storage {
     fn drop(&mut self) {
         let Memory::Foreign { lent, owner } = &mut self.memory else { return };
         drop(lent.take());
-        if owner.is_some() {
-            // As freeing memory of our own does. A failure would come back from the next call that matters.
-            let _ = self.device.synchronize();
+        let Some(owner) = owner.take() else { return };
+        // As freeing memory of our own does: when all work of the device is done.
+        match self.device.backend() {
+            Backend::Simt(d) => {
+                d.host_waits();
+                drop(owner);
+            }
+            #[cfg(feature = "_driver")]
+            Backend::Cuda(d) => d.release(owner),
         }
     }
 }

@@ -42,6 +42,13 @@ pub(super) struct Captures {
 const CAPTURING: usize = 1;
 const CALL: usize = 2;
 
+impl Captures {
+    /// Whether it is being captured by this crate.
+    pub(super) fn capturing(&self) -> bool {
+        self.state.load(Ordering::Acquire) & CAPTURING != 0
+    }
+}
+
 /// Keeps captures of a stream from beginning between the checks of an operation and its launch, which they would collect without
 /// what it needs.
 pub(crate) struct Using<'a>(&'a Stream);
@@ -379,7 +386,7 @@ impl Stream {
 
     /// Whether the stream is being captured into a [`Graph`](super::Graph) by this crate.
     pub fn is_capturing(&self) -> bool {
-        self.state().load(Ordering::Acquire) & CAPTURING != 0
+        self.0.captures.capturing()
     }
 
     fn not_capturing(&self, what: &str) -> Result<()> {
