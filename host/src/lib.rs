@@ -45,6 +45,7 @@
 //! * **Determinism.** The same call gives the same bits on the same kind of device: sums have an order that depends on shapes, alignment and the path, never on
 //!   timing. ([`moe::FusedOptions::unordered`] and [`moe::FusedQuantOptions::unordered`] give that up.) A row's result depends on that row only (and on whether all rows of its tensor are aligned), whatever else is in the batch,
 //!   where paths (in [`gemm`] tiles as well) are named: `Auto` of [`gemm`] and of the blocks of experts chooses a kernel by the number of rows.
+//!   (The path `Few` of [`gemm`] has one order of sums for up to 32 rows, and may have others for more.)
 //!   Random numbers are Philox4x32-10's, by seed, subsequence and offset. Sampled tokens are the same on GPUs and the SIMT device from the same
 //!   logits; other results may differ in their last bits where tensor cores or a GPU's approximations add up otherwise.
 //! * **Ties** go to the lower index.

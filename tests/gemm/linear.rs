@@ -160,6 +160,9 @@ fn wgmma_matches_the_reference() {
     let shape = (1usize..200, (1usize..38).prop_map(|n| 8 * n), 1usize..200);
     let how = (0..WgmmaTile::ALL.len(), any::<bool>(), 0usize..6, any::<[bool; 3]>());
     property(4, (shape, how), |d, s, ((m, n, k), (tile, biased, kind, pads))| {
+        if d.properties().compute_capability != (9, 0) {
+            return Ok(());
+        }
         let (tile, pads) = (LinearOptions::default().tile(WgmmaTile::ALL[tile]), pads.map(usize::from));
         check_tile::<f16>(d, s, [m, n, k], pads, biased, EPILOGUES[kind], tile, 0);
         check_tile::<bf16>(d, s, [m, n, k], pads, biased, EPILOGUES[kind], tile, 0);
@@ -172,6 +175,9 @@ fn few_matches_the_reference() {
     let shape = (1usize..=64, (1usize..38).prop_map(|n| 8 * n), 1usize..700);
     let how = (any::<bool>(), 0usize..6, any::<[bool; 3]>());
     property(6, (shape, how), |d, s, ((m, n, k), (biased, kind, pads))| {
+        if d.properties().compute_capability != (9, 0) {
+            return Ok(());
+        }
         let (few, pads) = (LinearOptions::default().path(LinearPath::Few), pads.map(usize::from));
         check_tile::<f16>(d, s, [m, n, k], pads, biased, EPILOGUES[kind], few, 400);
         check_tile::<bf16>(d, s, [m, n, k], pads, biased, EPILOGUES[kind], few, 400);
@@ -477,6 +483,9 @@ fn few_in_a_row() {
 #[test]
 fn every_tile_and_epilogue() {
     on_every_device(|d, s| {
+        if d.properties().compute_capability != (9, 0) {
+            return;
+        }
         for (i, tile) in WgmmaTile::ALL.iter().copied().enumerate() {
             // Fewer tiles than blocks, and more; and as many steps along K as a ring has, more, and fewer than parts.
             let (kind, [m, n, k]) = (EPILOGUES[i % 6], [[130, 264, 328], [300, 40, 64], [65, 520, 8]][i % 3]);

@@ -224,21 +224,21 @@ pub fn path_of<Y: Float, X: Float, W: Float>(
         LinearPath::Auto => return Ok(LinearPath::Fma),
         LinearPath::Stream | LinearPath::Tile if same && args.k > 0 => misaligned(),
         LinearPath::Wgmma | LinearPath::Few if same => {
-            let unfit = unfit();
-            if (unfit.is_none() || args.k == 0) && !wgmma() {
+            if !wgmma() {
                 let (k, dtype, name) = (args.k, X::DTYPE, device.name());
                 let what = format!(
                     "the path {path:?} takes f16 and bf16 of a depth above 0 on a Hopper GPU, and here is {dtype}, {k} deep, on {name}; use LinearPath::Auto"
                 );
                 return Err(Error::Unsupported { op: OP, what });
             }
-            unfit
+            unfit()
         }
         _ => None,
     };
     match refused {
         Some((arg, address)) => {
-            Err(misfit(OP, format!("{path:?}"), arg, address, [args.x, args.w, args.y.cast_const()]))
+            let long = arg == "out" || !matches!(path, LinearPath::Wgmma | LinearPath::Few);
+            Err(misfit(OP, format!("{path:?}"), arg, address, [args.x, args.w, args.y.cast_const()], long))
         }
         None => Ok(path),
     }
@@ -428,20 +428,26 @@ pub fn linear_with<Y: Float, X: Float, W: Float>(
     unsafe { launch::<Y, X, W>(stream, path, &args) }
 }
 
-/// The error for an operand with something at `address` that does not begin or end at a multiple of 16 bytes: it itself, if that is where one of them `starts`, or its rows.
+/// The error for an operand with something at `address` that does not begin or end at a multiple of 16 bytes: it itself, if that is where one of them `starts`, or its rows. `long`:
+/// whether these must end at such multiples, too.
 pub(super) fn misfit<T>(
     op: &'static str,
     path: String,
     arg: &'static str,
     address: usize,
     starts: [*const T; 3],
+    long: bool,
 ) -> Error {
     if !address.is_multiple_of(16) && starts.iter().any(|start| start.addr() == address) {
         return Error::Alignment { op, arg, expected: 16, address };
     }
-    let what = format!(
-        "the path {path} takes rows of `{arg}` that are a multiple of 16 bytes long, and as far from each other (not 0); these are not, and `Auto` takes them"
-    );
+    let rows = if long {
+        "a multiple of 16 bytes long, and as far from each other"
+    } else {
+        "a multiple of 16 bytes from each other"
+    };
+    let what =
+        format!("the path {path} takes rows of `{arg}` that are {rows} (not 0); these are not, and `Auto` takes them");
     Error::Unsupported { op, what }
 }
 

@@ -163,6 +163,7 @@ pub fn path_of(
             arg,
             address,
             [args.x.cast(), args.w.cast(), args.y.cast_const().cast::<u8>()],
+            arg == "out",
         )),
         _ => Ok(path),
     }

@@ -153,6 +153,12 @@ impl<M: Major> Descriptor<M> {
 pub trait Sum: Copy + Default + sealed::Sealed + Emulated {
     /// Rounded to the nearest.
     fn to_f32(self) -> f32;
+    /// As a word, for another block.
+    fn to_bits(self) -> u32;
+    /// The reverse of [`to_bits`](Self::to_bits).
+    fn from_bits(word: u32) -> Self;
+    /// The sum of two: rounded in `f32`, exact in `i32` (it wraps around).
+    fn plus(self, other: Self) -> Self;
 }
 #[cfg(target_arch = "nvptx64")]
 use Copy as Emulated;
@@ -165,12 +171,36 @@ impl Sum for f32 {
     fn to_f32(self) -> f32 {
         self
     }
+    #[inline(always)]
+    fn to_bits(self) -> u32 {
+        self.to_bits()
+    }
+    #[inline(always)]
+    fn from_bits(word: u32) -> Self {
+        Self::from_bits(word)
+    }
+    #[inline(always)]
+    fn plus(self, other: Self) -> Self {
+        self + other
+    }
 }
 impl sealed::Sealed for i32 {}
 impl Sum for i32 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self as f32
+    }
+    #[inline(always)]
+    fn to_bits(self) -> u32 {
+        self.cast_unsigned()
+    }
+    #[inline(always)]
+    fn from_bits(word: u32) -> Self {
+        word.cast_signed()
+    }
+    #[inline(always)]
+    fn plus(self, other: Self) -> Self {
+        self.wrapping_add(other)
     }
 }
 

@@ -65,10 +65,11 @@ pub const fn threads(groups: u32) -> u32 {
     groups * GROUP_THREADS + 32
 }
 
-/// Zeroes what boxes leave of the stages' tiles of so many bytes, by all of so many threads. (Nobody needs the products of such rows, but there are some.)
+/// Zeroes what boxes leave of the stages' tiles of so many bytes, by the first `threads` of a block, and says whether they leave anything: then those who multiply meet before they do. (Nobody needs the products of such rows, but there
+/// are some.)
 #[inline(always)]
-pub(super) unsafe fn clear<const STAGES: usize>(tiles: Shared<u8>, bytes: u32, filled: u32, threads: u32) {
-    if filled < bytes {
+pub(super) unsafe fn clear<const STAGES: usize>(tiles: Shared<u8>, bytes: u32, filled: u32, threads: u32) -> bool {
+    if filled < bytes && thread::thread_idx_x() < threads {
         for stage in 0..STAGES as u32 {
             let mut at = filled + thread::thread_idx_x() * 16;
             while at < bytes {
@@ -78,6 +79,7 @@ pub(super) unsafe fn clear<const STAGES: usize>(tiles: Shared<u8>, bytes: u32, f
         }
         tma::fence_async();
     }
+    filled < bytes
 }
 
 /// Asks for the weights of the first `early` of so many steps in the second-level cache: boxes of rows `rows` and on, from step `first` on. By one thread.
@@ -248,8 +250,8 @@ pub unsafe fn scaled<
     let x_box = tokens / SHARE;
     // Counts sums that come from other blocks.
     let came = bars.address(const { Stages::<STAGES>::WORDS as u32 });
-    clear::<STAGES>(ws, w_bytes, rows * LINE, const { threads(GROUPS) });
-    clear::<STAGES>(xs, x_bytes, SHARE * x_box * LINE, const { threads(GROUPS) });
+    let cleared = clear::<STAGES>(ws, w_bytes, rows * LINE, consumers);
+    let cleared = clear::<STAGES>(xs, x_bytes, SHARE * x_box * LINE, consumers) || cleared;
     if tid == consumers {
         tma::prefetch_map(w);
         tma::prefetch_map(x);
@@ -300,6 +302,10 @@ pub unsafe fn scaled<
         return;
     }
 
+    if cleared {
+        // The barrier before, of a cluster, is a relaxed one, which orders no memory.
+        thread::sync_named(1, consumers);
+    }
     let group = if GROUPS > 1 { warp_id / 4 } else { 0 };
     let (a, b) =
         (Descriptor::<K>::new(ws.address(group * (ROWS as u32 * LINE))), Descriptor::<K>::new(xs.address(0u32)));
@@ -368,10 +374,13 @@ pub unsafe fn scaled<
     }
     if SCALES != BLOCKS {
         wgmma::wait::<0>(&mut partial);
-        for e in 0..const { TOKENS / 2 } {
-            acc.as_mut()[e] = partial.as_ref()[e].to_f32();
-        }
     }
+    // A part's sums; with scales of blocks, in `f32` then.
+    let part = |j: usize| {
+        [0, 1, 2, 3].map(|i| {
+            if SCALES == BLOCKS { acc.as_ref()[4 * j + i].to_bits() } else { partial.as_ref()[4 * j + i].to_bits() }
+        })
+    };
     if SCALES == ROW_SCALES {
         cp_async::wait_group::<0>();
     }
@@ -392,8 +401,7 @@ pub unsafe fn scaled<
             for i in 0..const { owned(TOKENS, SPLIT) } {
                 let j = owner as usize * const { owned(TOKENS, SPLIT) } + i;
                 if j < const { TOKENS / 8 } && j as u32 * 8 < m {
-                    let sums = [0, 1, 2, 3].map(|i| acc.as_ref()[4 * j + i].to_bits());
-                    cluster::store_async_u32x4(to + i as u32 * const { GROUPS * SUMS }, sums, came);
+                    cluster::store_async_u32x4(to + i as u32 * const { GROUPS * SUMS }, part(j), came);
                 }
             }
         }
@@ -412,19 +420,20 @@ pub unsafe fn scaled<
     }
     // All parts of the sums of 8 tokens that this block owns.
     let total = |j: usize| {
-        let mut total = [0f32; 4];
+        let mut total = [S::default(); 4];
         for from in 0..SPLIT {
-            let part = if from == split {
-                [0, 1, 2, 3].map(|i| acc.as_ref()[4 * j + i])
+            let words = if from == split {
+                part(j)
             } else {
                 let B128(words): B128<u32, 4> = parts.get_as(slot(split, from, j as u32));
-                words.map(f32::from_bits)
+                words
             };
             for i in 0..4 {
-                total[i] = if from == 0 { part[i] } else { total[i] + part[i] };
+                let part = S::from_bits(words[i]);
+                total[i] = if from == 0 { part } else { total[i].plus(part) };
             }
         }
-        total
+        total.map(S::to_f32)
     };
     // All consumers are done with the ring, in which the tokens of this part then lie one after the other.
     thread::sync_named(1, consumers);

@@ -84,7 +84,7 @@ pub unsafe fn scaled<
     // Full: own rows of a stage of the last steps. Came: a warp's sums, from the other block.
     let full_own = |step: u32| bars.address(const { Stages::<STAGES>::WORDS as u32 } + step);
     let came = |warp: u32| bars.address(const { (Stages::<STAGES>::WORDS + LAST) as u32 } + warp);
-    clear::<STAGES>(xs, x_bytes, tokens * LINE, const { GROUPS * GROUP_THREADS + 32 });
+    let cleared = clear::<STAGES>(xs, x_bytes, tokens * LINE, consumers);
     if tid == consumers {
         tma::prefetch_map(w);
         tma::prefetch_map(x);
@@ -143,6 +143,10 @@ pub unsafe fn scaled<
         return;
     }
 
+    if cleared {
+        // The barrier before, of the cluster, is a relaxed one, which orders no memory.
+        thread::sync_named(1, consumers);
+    }
     // This thread's outputs are eight by eight two neighbouring ones.
     let column = own + lane % 4 * 2;
     let token = warp_id * 16 + lane / 4;
@@ -214,7 +218,7 @@ pub unsafe fn scaled<
         let there = |address| cluster::map(address, rank ^ 1);
         let (to, came) = (there(parts.address(tid * 4)), there(came(warp_id)));
         for j in 0..const { SUMS / 4 } {
-            let sums = [0, 1, 2, 3].map(|i| theirs.as_ref()[4 * j + i].to_f32().to_bits());
+            let sums = [0, 1, 2, 3].map(|i| theirs.as_ref()[4 * j + i].to_bits());
             cluster::store_async_u32x4(to + j as u32 * const { 16 * GROUPS * GROUP_THREADS }, sums, came);
         }
     }
@@ -231,17 +235,17 @@ pub unsafe fn scaled<
     }
     // Nobody writes to what this warp reads after that, and when all have waited the block may end.
     mbarrier::wait_parity(came(warp_id), 0);
-    let mut came = [0f32; SUMS];
+    let mut came = [S::default(); SUMS];
     for j in 0..const { SUMS / 4 } {
-        let B128(words): B128<f32, 4> = parts.get_as((j as u32 * consumers + tid) * 4);
+        let B128(words): B128<u32, 4> = parts.get_as((j as u32 * consumers + tid) * 4);
         for i in 0..4 {
-            came[4 * j + i] = words[i];
+            came[4 * j + i] = S::from_bits(words[i]);
         }
     }
     wgmma::wait::<0>(&mut sums);
     let mut values = [0f32; SUMS];
     for e in 0..SUMS {
-        let total = sums.as_ref()[e].to_f32() + came[e];
+        let total = sums.as_ref()[e].plus(came[e]).to_f32();
         let (j, h, c) = (e / 4, e / 2 % 2, e % 2);
         values[e] = if SCALES == ROW_SCALES {
             float::fma(total, of_x[h] * of_w[j][c], of_columns[j][c])

@@ -101,8 +101,8 @@ pub unsafe fn linear_quant_blocks<
         (row * rows, column * N as u32)
     };
     let (row, column) = place(first);
-    of_x.clear::<STAGES>(xs, row, steps, false);
-    of_w.clear::<STAGES>(ws, column, steps, false);
+    of_x.clear::<STAGES>(xs, row, steps, false, SPLIT > 1);
+    of_w.clear::<STAGES>(ws, column, steps, false, SPLIT > 1);
     if thread::thread_idx_x() == 0 {
         tma::prefetch_map(of_x.boxes(row).1);
         tma::prefetch_map(of_w.boxes(column).1);

@@ -1,7 +1,7 @@
 //! `y = epilogue(x · wᵀ + bias)` of e4m3 or int8 tokens and weights on Hopper's tensor cores: [`linear_wgmma`] with scales.
 //!
 //! With scales of rows the sums of all of K stay in the tensor cores' accumulators, as cuBLAS does it by default: those keep some
-//! 14 bits of what is added to them; those of int8 are exact, and rounded to f32 once (where K is split, each part). Scales of blocks:
+//! 14 bits of what is added to them; those of int8 are exact, and rounded to f32 once. Scales of blocks:
 //! [`linear_quant_blocks`](mod@super::linear_quant_blocks).
 
 use super::linear_quant_blocks::linear_quant_blocks;
@@ -21,7 +21,6 @@ pub unsafe fn linear_quant_wgmma<
     X: Input<S>,
     S: Sum,
     T: TensorFloat,
-    A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
     P: Accumulator<S> + AsRef<[S]>,
     const SCALES: u32,
     const N: usize,
@@ -49,7 +48,7 @@ pub unsafe fn linear_quant_wgmma<
     kind: u32,
 ) {
     let scales = Scales::new(x_scales, x_scale_row, x_scale_group, w_scales, w_scale_row, w_scale_group);
-    linear_wgmma::scaled::<X, S, T, A, P, SCALES, { linear_wgmma::ROWS }, N, GROUPS, STAGES, DOWN, ACROSS, SPLIT>(
+    linear_wgmma::scaled::<X, S, T, P, SCALES, { linear_wgmma::ROWS }, N, GROUPS, STAGES, DOWN, ACROSS, SPLIT>(
         x, x_last, w, w_last, y, bias, scales, m, n, k, kind,
     )
 }
@@ -61,42 +60,42 @@ entries! {
         x_scales: *const f32, x_scale_row: usize, x_scale_group: usize, w_scales: *const f32, w_scale_row: usize,
         w_scale_group: usize, m: u32, n: u32, k: u32, kind: u32,
     );
-    linear_quant_wgmma_rows_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 2, 4, 1, 1, 1>;
-    linear_quant_wgmma_rows_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 2, 4, 1, 1, 1>;
-    linear_quant_wgmma_rows_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 2, 4, 2, 1, 1>;
-    linear_quant_wgmma_rows_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], [f32; 128], ROWS, 256, 2, 4, 2, 1, 1>;
-    linear_quant_wgmma_rows_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], [f32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
-    linear_quant_wgmma_rows_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], [f32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
-    linear_quant_wgmma_rows_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
-    linear_quant_wgmma_rows_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
-    linear_quant_wgmma_rows_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
-    linear_quant_wgmma_rows_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], [f32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
-    linear_quant_wgmma_rows_n96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 48], [f32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
-    linear_quant_wgmma_rows_n96_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 48], [f32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
-    linear_quant_wgmma_rows_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
-    linear_quant_wgmma_rows_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
-    linear_quant_wgmma_rows_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 2, 8, 1, 1, 2>;
-    linear_quant_wgmma_rows_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 2, 8, 1, 1, 2>;
-    linear_quant_wgmma_rows_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 2, 8, 1, 1, 4>;
-    linear_quant_wgmma_rows_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], [f32; 32], ROWS, 64, 2, 8, 1, 1, 4>;
-    linear_quant_wgmma_i8_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 2, 4, 1, 1, 1>;
-    linear_quant_wgmma_i8_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 2, 4, 1, 1, 1>;
-    linear_quant_wgmma_i8_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 2, 4, 2, 1, 1>;
-    linear_quant_wgmma_i8_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 128], [i32; 128], ROWS, 256, 2, 4, 2, 1, 1>;
-    linear_quant_wgmma_i8_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 96], [i32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
-    linear_quant_wgmma_i8_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 96], [i32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
-    linear_quant_wgmma_i8_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
-    linear_quant_wgmma_i8_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
-    linear_quant_wgmma_i8_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
-    linear_quant_wgmma_i8_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 64], [i32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
-    linear_quant_wgmma_i8_n96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 48], [i32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
-    linear_quant_wgmma_i8_n96_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 48], [i32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
-    linear_quant_wgmma_i8_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
-    linear_quant_wgmma_i8_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
-    linear_quant_wgmma_i8_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 2, 8, 1, 1, 2>;
-    linear_quant_wgmma_i8_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 2, 8, 1, 1, 2>;
-    linear_quant_wgmma_i8_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 2, 8, 1, 1, 4>;
-    linear_quant_wgmma_i8_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [f32; 32], [i32; 32], ROWS, 64, 2, 8, 1, 1, 4>;
+    linear_quant_wgmma_rows_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], ROWS, 256, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_rows_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], ROWS, 256, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_rows_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], ROWS, 256, 2, 4, 2, 1, 1>;
+    linear_quant_wgmma_rows_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 128], ROWS, 256, 2, 4, 2, 1, 1>;
+    linear_quant_wgmma_rows_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_rows_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_rows_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_rows_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_rows_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
+    linear_quant_wgmma_rows_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
+    linear_quant_wgmma_rows_n96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_rows_n96_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_rows_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
+    linear_quant_wgmma_rows_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
+    linear_quant_wgmma_rows_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], ROWS, 64, 2, 8, 1, 1, 2>;
+    linear_quant_wgmma_rows_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], ROWS, 64, 2, 8, 1, 1, 2>;
+    linear_quant_wgmma_rows_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], ROWS, 64, 2, 8, 1, 1, 4>;
+    linear_quant_wgmma_rows_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<E4M3, f32, T, [f32; 32], ROWS, 64, 2, 8, 1, 1, 4>;
+    linear_quant_wgmma_i8_n256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 128], ROWS, 256, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_i8_n256_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 128], ROWS, 256, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_i8_n256_w2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 128], ROWS, 256, 2, 4, 2, 1, 1>;
+    linear_quant_wgmma_i8_n256_w2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 128], ROWS, 256, 2, 4, 2, 1, 1>;
+    linear_quant_wgmma_i8_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_i8_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 96], ROWS, 192, 2, 4, 1, 1, 1>;
+    linear_quant_wgmma_i8_n128_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_i8_n128_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 64], ROWS, 128, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_i8_n128_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
+    linear_quant_wgmma_i8_n128_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 64], ROWS, 128, 2, 6, 1, 1, 2>;
+    linear_quant_wgmma_i8_n96_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_i8_n96_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 48], ROWS, 96, 2, 6, 1, 1, 1>;
+    linear_quant_wgmma_i8_n64_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
+    linear_quant_wgmma_i8_n64_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 32], ROWS, 64, 2, 8, 1, 1, 1>;
+    linear_quant_wgmma_i8_n64_split2_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 32], ROWS, 64, 2, 8, 1, 1, 2>;
+    linear_quant_wgmma_i8_n64_split2_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 32], ROWS, 64, 2, 8, 1, 1, 2>;
+    linear_quant_wgmma_i8_n64_split4_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 32], ROWS, 64, 2, 8, 1, 1, 4>;
+    linear_quant_wgmma_i8_n64_split4_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_wgmma::<i8, i32, T, [i32; 32], ROWS, 64, 2, 8, 1, 1, 4>;
     linear_quant_wgmma_blocks_n192_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 96], 192, 192, 4, 1>;
     linear_quant_wgmma_blocks_n192_f16 { type T = f16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 96], 192, 192, 4, 1>;
     linear_quant_wgmma_blocks_n128_t256_bf16 { type T = bf16; } [384, 1; Sm90a] => linear_quant_blocks::<T, [f32; 64], 256, 128, 4, 1>;

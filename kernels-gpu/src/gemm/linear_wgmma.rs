@@ -99,9 +99,16 @@ impl Operand {
     }
 
     /// Zeroes what boxes leave of these stages, for a block whose first tile is at `row` and has so many steps; `absent`: others may have no rows
-    /// at all. By all threads. (Nobody needs the products of such rows, but there are some.)
+    /// at all. By all threads, which meet then where all that follows is a cluster's relaxed barrier, which orders no memory (`relaxed`). (Nobody needs the products of such rows, but there are some.)
     #[inline(always)]
-    pub(super) unsafe fn clear<const STAGES: usize>(self, stages: Shared<u8>, row: u32, steps: u32, absent: bool) {
+    pub(super) unsafe fn clear<const STAGES: usize>(
+        self,
+        stages: Shared<u8>,
+        row: u32,
+        steps: u32,
+        absent: bool,
+        relaxed: bool,
+    ) {
         let filled = if steps >= STAGES as u32 {
             // Later tiles find what the first left.
             self.boxes(row).0
@@ -119,6 +126,9 @@ impl Operand {
                 }
             }
             tma::fence_async();
+            if relaxed {
+                thread::sync_threads();
+            }
         }
     }
 }
@@ -162,7 +172,7 @@ pub const fn shared_bytes(tokens: usize, n: usize, stages: usize, split: usize) 
 #[inline(always)]
 pub unsafe fn linear_wgmma<
     T: TensorFloat + Input,
-    A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
+    A: Accumulator + AsRef<[f32]>,
     const TOKENS: usize,
     const N: usize,
     const GROUPS: u32,
@@ -182,7 +192,7 @@ pub unsafe fn linear_wgmma<
     k: u32,
     kind: u32,
 ) {
-    scaled::<T, f32, T, A, A, NONE, TOKENS, N, GROUPS, STAGES, DOWN, ACROSS, SPLIT>(
+    scaled::<T, f32, T, A, NONE, TOKENS, N, GROUPS, STAGES, DOWN, ACROSS, SPLIT>(
         x,
         x_last,
         w,
@@ -203,7 +213,6 @@ pub unsafe fn scaled<
     X: Input<S>,
     S: Sum,
     T: TensorFloat,
-    A: Accumulator + AsRef<[f32]> + AsMut<[f32]>,
     P: Accumulator<S> + AsRef<[S]>,
     const SCALES: u32,
     const TOKENS: usize,
@@ -226,7 +235,7 @@ pub unsafe fn scaled<
     k: u32,
     kind: u32,
 ) {
-    const { assert!(A::N == N && P::N == N && (GROUPS == 2 || GROUPS == 1 && SPLIT == 1)) };
+    const { assert!(P::N == N && (GROUPS == 2 || GROUPS == 1 && SPLIT == 1)) };
     const { assert!(TOKENS == ROWS || TOKENS == 2 * ROWS && GROUPS == 2 && SPLIT == 1 && ACROSS == 1) };
     // How many times 64 tokens a consumer has.
     let waves = const { TOKENS / GROUP_ROWS / GROUPS as usize };
@@ -273,10 +282,10 @@ pub unsafe fn scaled<
     // (Opaque, or the consumers would keep what it is computed from.)
     let (row, column) = origin(integer::opaque(first));
     if ACROSS == 1 {
-        of_x.clear::<STAGES>(xs, row, steps, DOWN > 1);
+        of_x.clear::<STAGES>(xs, row, steps, DOWN > 1, blocks > 1);
     }
     if DOWN == 1 {
-        of_w.clear::<STAGES>(ws, column, steps, ACROSS > 1);
+        of_w.clear::<STAGES>(ws, column, steps, ACROSS > 1, blocks > 1);
     }
     if thread::thread_idx_x() == 0 {
         tma::prefetch_map(if ACROSS == 1 { of_x.boxes(row).1 } else { x });
@@ -429,18 +438,14 @@ pub unsafe fn scaled<
                     );
                 }
             } else {
-                let mut acc = A::zero();
-                for e in 0..const { N / 2 } {
-                    acc.as_mut()[e] = partial[0].as_ref()[e].to_f32();
-                }
                 // All blocks are done with their rings, whose place the parts of the sums take.
                 cluster::arrive_relaxed();
                 cluster::wait();
                 let exchange = Exchange::<N, SPLIT>::new(split, sharing, place);
-                exchange.send(acc.as_ref(), came);
+                exchange.send(partial[0].as_ref(), came);
                 // Nobody writes to this block after that, which therefore may end.
                 mbarrier::wait_parity(came, 0);
-                let own = exchange.sum(acc.as_ref());
+                let own = exchange.sum(partial[0].as_ref());
                 store.tile::<TOKENS, N, SPLIT>(own, bias, scale, rows, row, column, first_chunk, end_chunk, 0);
             }
             tile += stride;
@@ -758,7 +763,7 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
     /// Sends what others own; their mbarriers at `came` count it. (A barrier of the cluster that publishes ordinary stores would wait for
     /// `MEMBAR.ALL.GPU`.)
     #[inline(always)]
-    pub(super) unsafe fn send(self, sums: &[f32], came: u32) {
+    pub(super) unsafe fn send<S: Sum>(self, sums: &[S], came: u32) {
         let parts = Carver::new().take::<u32>(1);
         for owner in 0..SPLIT {
             if owner != self.rank {
@@ -777,8 +782,8 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
 
     /// The sums that this block owns, all parts added in their order.
     #[inline(always)]
-    pub(super) unsafe fn sum(self, sums: &[f32]) -> [f32; 128] {
-        let parts = Carver::new().take::<f32>(const { (SPLIT as usize - 1) * Self::OWNED * CONSUMERS as usize });
+    pub(super) unsafe fn sum<S: Sum>(self, sums: &[S]) -> [f32; 128] {
+        let parts = Carver::new().take::<u32>(const { (SPLIT as usize - 1) * Self::OWNED * CONSUMERS as usize });
         let mut own = [0f32; 128];
         for owner in 0..SPLIT {
             if owner == self.rank {
@@ -786,12 +791,16 @@ impl<const N: usize, const SPLIT: u32> Exchange<N, SPLIT> {
                 {
                     let i = owner as usize * Self::OWNED + e;
                     if i < N / 2 {
-                        let mut total = 0f32;
+                        let mut total = S::default();
                         for from in 0..SPLIT {
-                            let value = if from == owner { sums[i] } else { parts.get(self.index(owner, from, e)) };
-                            total = if from == 0 { value } else { total + value };
+                            let value = if from == owner {
+                                sums[i]
+                            } else {
+                                S::from_bits(parts.get(self.index(owner, from, e)))
+                            };
+                            total = if from == 0 { value } else { total.plus(value) };
                         }
-                        own[e] = total;
+                        own[e] = total.to_f32();
                     }
                 }
             }
