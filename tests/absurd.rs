@@ -84,6 +84,13 @@ fn geometries() {
             assert!(rotary_and_cache::geometry(BF16, layout, 1, &args).grid[0] > 1 << 20);
             assert!(rotary_and_cache::heads_of_a_thread(BF16, BF16, layout, &args) > 0);
         }
+        // Heads that are narrower than what turns of them, and threads without any.
+        let narrow = rotary_and_cache_args(2, 2, 32, 5);
+        assert!(rotary_and_cache::heads_of_a_thread(BF16, BF16, layout, &narrow) > 0);
+        for (heads, args) in [(0, &narrow), (1, &narrow), (2, &narrow), (0, &rotary_and_cache_args(2, 2, 64, 5))] {
+            let geometry = rotary_and_cache::geometry(BF16, layout, heads, args);
+            assert!(geometry.grid.iter().all(|n| *n > 0), "{heads}: {geometry:?}");
+        }
     }
     assert_eq!(reshape_and_cache::tiles_geometry(16, 1 << 31, 128).grid[0], MOST);
     assert_eq!(copy_blocks::geometry(1, 2, 1 << 46).grid[2], MOST);

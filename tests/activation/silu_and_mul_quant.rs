@@ -19,16 +19,21 @@ fn rows_of<T: Float>(x: &[T], d: usize) -> Vec<Vec<f64>> {
     x.chunks(2 * d).map(row).collect()
 }
 
+/// How far results are off before they are quantised, and scales.
+fn relative<T: Float>() -> f64 {
+    if T::DTYPE == DType::F32 { 2f64.powi(-20) } else { 2f64.powi(-14) }
+}
+
 /// `values / scale`, quantised; a ratio on the edge between two numbers may go either way.
 #[track_caller]
-fn check_quantised(got: &[E4M3], values: &[f64], scale: f32) {
+fn check_quantised<T: Float>(got: &[E4M3], values: &[f64], scale: f32) {
     let want: Vec<f64> = values.iter().map(|v| (v / scale as f64).clamp(-448.0, 448.0)).collect();
-    assert_rounded(got, &want, 2f64.powi(-14), 0.0);
+    assert_rounded(got, &want, relative::<T>(), 0.0);
 }
 
 #[track_caller]
-fn check_scale(got: f32, want: f64) {
-    assert!((got as f64 / want - 1.0).abs() < 2f64.powi(-14), "scale {got:e}, expected {want:e}");
+fn check_scale<T: Float>(got: f32, want: f64) {
+    assert!((got as f64 / want - 1.0).abs() < relative::<T>(), "scale {got:e}, expected {want:e}");
 }
 
 fn widths() -> impl Strategy<Value = usize> {
@@ -44,15 +49,15 @@ fn check<T: Float>() {
 
         let scale = Tensor::from_slice(device, &[0.001f32], &[1]).unwrap();
         activation::silu_and_mul_e4m3_per_tensor(stream, &mut out.view(), &input.view(), &scale).unwrap();
-        out.take().chunks(d).zip(&want).for_each(|(got, want)| check_quantised(got, want, 0.001));
+        out.take().chunks(d).zip(&want).for_each(|(got, want)| check_quantised::<T>(got, want, 0.001));
 
         let out = Rows::<E4M3>::poisoned(device, rows, d, to);
         let mut scales = Tensor::<f32>::uninit(device, &[rows]).unwrap();
         activation::silu_and_mul_e4m3_per_token(stream, &mut out.view(), &mut scales, &input.view()).unwrap();
         let scales = scales.to_vec().unwrap();
         for ((got, want), scale) in out.take().chunks(d).zip(&want).zip(scales) {
-            check_scale(scale, quantise::scale(want, 448.0));
-            check_quantised(got, want, scale);
+            check_scale::<T>(scale, quantise::scale(want, 448.0));
+            check_quantised::<T>(got, want, scale);
         }
 
         let (out, groups) = (Rows::<E4M3>::poisoned(device, rows, d, to), d.div_ceil(GROUP));
@@ -64,8 +69,8 @@ fn check<T: Float>() {
         let scales = scales.to_vec().unwrap();
         for (r, (got, want)) in out.take().chunks(d).zip(&want).enumerate() {
             for (g, (got, want)) in got.chunks(GROUP).zip(want.chunks(GROUP)).enumerate() {
-                check_scale(scales[r * groups + g], quantise::scale(want, 448.0));
-                check_quantised(got, want, scales[r * groups + g]);
+                check_scale::<T>(scales[r * groups + g], quantise::scale(want, 448.0));
+                check_quantised::<T>(got, want, scales[r * groups + g]);
             }
         }
         assert_eq!(all.to_vec().unwrap().iter().filter(|s| **s != 0.0).count(), rows * groups);
@@ -148,12 +153,12 @@ fn widths_that_peers_get_wrong() {
         let (scales, group_scales) = (out.scales.to_vec().unwrap(), out.group_scales.to_vec().unwrap());
         for (r, want) in rows_of(&x, d).iter().enumerate() {
             let row = r * d..(r + 1) * d;
-            check_quantised(&given[row.clone()], want, 0.003);
-            check_scale(scales[r], quantise::scale(want, 448.0));
-            check_quantised(&token[row.clone()], want, scales[r]);
+            check_quantised::<T>(&given[row.clone()], want, 0.003);
+            check_scale::<T>(scales[r], quantise::scale(want, 448.0));
+            check_quantised::<T>(&token[row.clone()], want, scales[r]);
             for (g, (got, want)) in group[row].chunks(GROUP).zip(want.chunks(GROUP)).enumerate() {
-                check_scale(group_scales[r * groups + g], quantise::scale(want, 448.0));
-                check_quantised(got, want, group_scales[r * groups + g]);
+                check_scale::<T>(group_scales[r * groups + g], quantise::scale(want, 448.0));
+                check_quantised::<T>(got, want, group_scales[r * groups + g]);
             }
         }
     }
@@ -228,8 +233,8 @@ fn rows_of_every_length() {
             };
             let (out, scales) = run(&x);
             for ((got, want), scale) in out.chunks(d).zip(rows_of(&x, d)).zip(&scales) {
-                check_scale(*scale, quantise::scale(&want, 448.0));
-                check_quantised(got, &want, *scale);
+                check_scale::<bf16>(*scale, quantise::scale(&want, 448.0));
+                check_quantised::<bf16>(got, &want, *scale);
             }
             if rows > 1 {
                 let (many, many_scales) = run(&x.repeat(33));
@@ -255,8 +260,8 @@ fn the_largest_results() {
             activation::silu_and_mul_e4m3_per_token(stream, &mut out, &mut scales, &x).unwrap();
             let (got, scales) = (out.to_vec().unwrap(), scales.to_vec().unwrap());
             for ((got, want), scale) in got.chunks(d).zip(&want).zip(scales) {
-                check_scale(scale, quantise::scale(want, 448.0));
-                check_quantised(got, want, scale);
+                check_scale::<bf16>(scale, quantise::scale(want, 448.0));
+                check_quantised::<bf16>(got, want, scale);
                 assert_eq!(got[d / 2].to_f32(), 448.0);
             }
             let groups = d.div_ceil(GROUP);
@@ -266,8 +271,8 @@ fn the_largest_results() {
             for (r, (got, want)) in got.chunks(d).zip(&want).enumerate() {
                 assert_eq!(got[d / 2].to_f32(), 448.0);
                 for (g, (got, want)) in got.chunks(GROUP).zip(want.chunks(GROUP)).enumerate() {
-                    check_scale(scales[r * groups + g], quantise::scale(want, 448.0));
-                    check_quantised(got, want, scales[r * groups + g]);
+                    check_scale::<bf16>(scales[r * groups + g], quantise::scale(want, 448.0));
+                    check_quantised::<bf16>(got, want, scales[r * groups + g]);
                 }
             }
         }
@@ -315,8 +320,8 @@ fn check_held<T: Float>() {
             };
             let (out, scales) = run(held, geometry);
             for ((got, want), scale) in out.chunks(d).zip(rows_of(&data, d)).zip(&scales) {
-                check_scale(*scale, quantise::scale(&want, 448.0));
-                check_quantised(got, &want, *scale);
+                check_scale::<T>(*scale, quantise::scale(&want, 448.0));
+                check_quantised::<T>(got, &want, *scale);
             }
             let (twice, twice_scales) = run(quant::per_token_entry(dtype, variant), geometry);
             assert!(all_bytes(&twice) == all_bytes(&out) && twice_scales == scales, "{d}");
@@ -356,10 +361,18 @@ fn groups_of_many_rows_and_of_few() {
             assert!(many == few.repeat(129) && many_scales == few_scales.repeat(129), "{d}");
             let want = &rows_of(&x, d)[0];
             for (g, want) in want.chunks(GROUP).enumerate() {
-                check_scale(few_scales[g], quantise::scale(want, 448.0));
+                check_scale::<bf16>(few_scales[g], quantise::scale(want, 448.0));
             }
         }
     });
+}
+
+/// No columns need no block, and a grid has no more than 2^31 - 1 of them.
+#[test]
+fn clusters_that_a_launch_has_no_room_for() {
+    let geometry = |rows, d| quant::per_token_cluster_geometry(DType::Bf16, rows, d);
+    assert!(geometry(1, 0).is_none() && geometry(1, 8192).is_some());
+    assert!(geometry((1 << 28) - 1, 8192).is_some() && geometry(1 << 28, 8192).is_none());
 }
 
 /// The entries of groups, which take over from each other where a property test does not get to, give the same bits.
@@ -429,12 +442,12 @@ fn zeros_not_a_number_infinities_and_saturation() {
         let out: Vec<f32> = out.iter().map(|v| v.to_f32()).collect();
         let least = quantise::EPSILON / 448.0;
         assert!(out[..d].iter().all(|v| *v == 0.0));
-        check_scale(scales[0], least);
+        check_scale::<f32>(scales[0], least);
         assert!(out[d].is_nan() && out[d + 1] == 448.0 && out[d + 2] == 0.0);
-        check_scale(scales[1], 8.0 / (1.0 + (-8f64).exp()) / 448.0);
+        check_scale::<f32>(scales[1], 8.0 / (1.0 + (-8f64).exp()) / 448.0);
         assert!(out[2 * d].is_nan() && out[2 * d + 1] == 0.0 && scales[2] == f32::INFINITY);
         assert!(out[3 * d..].iter().all(|v| *v == 0.0));
-        check_scale(scales[3], least);
+        check_scale::<f32>(scales[3], least);
 
         let scale = Tensor::from_slice(device, &[0.001f32], &[1]).unwrap();
         let mut out = Tensor::<E4M3>::uninit(device, &[4, d]).unwrap();

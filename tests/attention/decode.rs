@@ -264,10 +264,13 @@ fn keys_before_all_windows_may_be_anything() {
         (bits::<bf16, E5M2>, 128, 8, &ALL),
     ];
     on_every_device(|d, s| {
-        for (bits, dim, group, paths) in kinds {
-            for (page, hnd, q_len, window) in
-                [(8, true, 2, 17), (64, false, 1, 45), (256, false, 1, 70), (32, true, 2, 1)]
-            {
+        for (i, (bits, dim, group, paths)) in kinds.into_iter().enumerate() {
+            let windows = [(8, true, 2, 17), (64, false, 1, 45), (256, false, 1, 70), (32, true, 2, 1)];
+            for (j, (page, hnd, q_len, window)) in windows.into_iter().enumerate() {
+                // Every other one, where they take long.
+                if d.is_simt() && (i + j) % 2 == 1 {
+                    continue;
+                }
                 let layout = if hnd { CacheLayout::Hnd } else { CacheLayout::Nhd };
                 let shape = Shape { lens: vec![301, 70], q_len, kv_heads: 2, group, dim, page, layout };
                 for &path in paths {

@@ -342,10 +342,14 @@ fn lengths_around_pages_and_blocks() {
 #[test]
 fn keys_before_all_windows_may_be_anything() {
     on_every_device(|d, s| {
-        for page in [8, 64, 256] {
+        for (i, page) in [8, 64, 256].into_iter().enumerate() {
             let sequences = vec![(3, 300), (40, 301), (1, 129)];
             let shape = Shape { sequences, kv_heads: 2, group: 2, dim: 64, page, layout: CacheLayout::Nhd };
-            for (window, causal) in [(1, true), (17, true), (173, true), (50, false)] {
+            for (j, (window, causal)) in [(1, true), (17, true), (173, true), (50, false)].into_iter().enumerate() {
+                // Every other one, where they take long.
+                if d.is_simt() && (i + j) % 2 == 1 {
+                    continue;
+                }
                 let bend = Bend { window, causal, ..STRAIGHT };
                 for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
                     check::<bf16>(d, s, &shape, bend, path, 13);

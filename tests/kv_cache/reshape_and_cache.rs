@@ -456,6 +456,43 @@ fn tiles_of_equal_slots_hold_one_of_their_tokens() {
     });
 }
 
+/// Strides of dimensions of one element are of no consequence, such as that of blocks where there is one, nor is what tokens without a place make of them.
+#[test]
+fn strides_that_nothing_follows() {
+    const FREE: usize = (isize::MAX as usize / 4) & !7;
+    on_every_device(|device, stream| {
+        use CacheLayout::{Hnd, Nhd, XSplit};
+        for (layout, tiles) in [(XSplit, true), (XSplit, false), (Nhd, false), (Hnd, false)] {
+            for (slots, heads) in [(vec![4i64, -1, 5], 2), (vec![4, -1, 5], 1), (vec![7], 1)] {
+                let (tokens, dim) = (slots.len(), 64);
+                let device_slots = Tensor::from_slice(device, &slots, &[tokens]).unwrap();
+                let run = |free: Option<usize>| {
+                    let loose = |t: &Tensor<bf16>| {
+                        let strides = t.strides().iter().zip(t.shape());
+                        let strides: Vec<_> = strides.map(|(s, n)| free.filter(|_| *n == 1).unwrap_or(*s)).collect();
+                        t.as_strided(t.shape(), &strides, 0).unwrap()
+                    };
+                    let [key, value] = [1, 2].map(|seed| {
+                        let host = noise_of::<bf16>(tokens * heads * dim, seed);
+                        loose(&Tensor::from_slice(device, &host, &[tokens, heads, dim]).unwrap())
+                    });
+                    let dense = KvCache::<bf16>::zeros(device, layout, CacheShape::new(1, 16, heads, dim)).unwrap();
+                    let mut cache = KvCache::from_tensors(layout, loose(dense.key()), loose(dense.value())).unwrap();
+                    let options = ReshapeAndCacheOptions::default().tiles(tiles);
+                    kv_cache::reshape_and_cache(stream, &mut cache, None, &key, &value, &device_slots, &options)
+                        .unwrap();
+                    cache_of(&dense)
+                };
+                let want = run(None);
+                assert!(want.0.iter().chain(&want.1).any(|bits| *bits != 0));
+                for stride in [1 << 40, FREE] {
+                    assert!(run(Some(stride)) == want, "{layout:?}, tiles {tiles}, {slots:?}, {heads} heads, {stride}");
+                }
+            }
+        }
+    });
+}
+
 #[test]
 fn large_launches_go_by_tiles_if_they_can() {
     use kv_cache::reshape_and_cache::{Args, by_tiles};

@@ -1,13 +1,14 @@
 use super::{HELD, LONG, widths};
 use crate::far::FAR;
 use crate::rows::{Place, Rows, WIDTHS, all_bytes, assert_rounded, vector};
-use cuda_std::{Entry, Float};
+use cuda_std::Float;
 use proptest::prelude::*;
 use proptest::sample::select;
+use warploom::norm::rms_norm::{any_ring_blocks, any_ring_geometry};
 use warploom::norm::{self, Held, Variant, layer_norm};
 use warploom::reference::norm as reference;
-use warploom::{DType, Device, Error, Graph, Stream, Tensor, bf16, f16};
-use warploom_tests::{noise, noise_of, on_every_device, property, widen};
+use warploom::{DType, Device, Entry, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
+use warploom_tests::{noise, noise_of, on_every_device, property, skipped_under_synccheck, widen};
 
 /// Numbers around `centre`.
 fn values<T: Float>(n: usize, centre: f32) -> Vec<T> {
@@ -245,20 +246,8 @@ fn other_entries_are_the_same_bits() {
             let (x, w, b) = (values::<bf16>(rows * n, 2.0), noise_of::<bf16>(n, 5), noise_of::<bf16>(n, 6));
             let x = Tensor::from_slice(device, &x, &[rows, n]).unwrap();
             let [w, b] = [w, b].map(|v| Tensor::from_slice(device, &v, &[n]).unwrap());
-            let (mut want, mut got) =
-                (Tensor::zeros(device, &[rows, n]).unwrap(), Tensor::<bf16>::zeros(device, &[rows, n]).unwrap());
+            let mut want = Tensor::<bf16>::zeros(device, &[rows, n]).unwrap();
             norm::layer_norm(stream, &mut want, &x, Some(&w), Some(&b), 1e-5).unwrap();
-            let args = layer_norm::Args {
-                x: x.as_ptr().cast(),
-                weight: w.as_ptr().cast(),
-                bias: b.as_ptr().cast(),
-                out: got.as_mut_ptr().cast(),
-                rows: rows as u32,
-                n: n as u32,
-                x_stride: n,
-                out_stride: n,
-                eps: 1e-5,
-            };
             let variant = layer_norm::variant(DType::Bf16, n as u32, n.is_multiple_of(8));
             let entry = match variant {
                 Variant::X4 => layer_norm::many_entry(DType::Bf16),
@@ -269,12 +258,91 @@ fn other_entries_are_the_same_bits() {
                 None => layer_norm::geometry(DType::Bf16, variant, rows as u32, n as u32),
             };
             assert!(geometry.block[1] == 1 || variant == Variant::Any);
-            // SAFETY: the tensors are as large as the arguments say, and live on.
-            unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
-            stream.synchronize().unwrap();
-            assert_eq!(all_bytes(&got.to_vec().unwrap()), all_bytes(&want.to_vec().unwrap()));
+            assert_eq!(launched(stream, entry, geometry, &x, Some([&w, &b])), all_bytes(&want.to_vec().unwrap()));
         }
     });
+}
+
+/// The bytes of the results of an entry, of dense rows, with weights and biases or without.
+fn launched(
+    stream: &Stream,
+    entry: Option<Entry<layer_norm::Args>>,
+    geometry: Geometry,
+    x: &Tensor<bf16>,
+    with: Option<[&Tensor<bf16>; 2]>,
+) -> Vec<u8> {
+    let (rows, n) = (x.shape()[0], x.shape()[1]);
+    let mut out = Tensor::<bf16>::zeros(x.device(), &[rows, n]).unwrap();
+    let [weight, bias] = with.map_or([std::ptr::null(); 2], |with| with.map(|vector| vector.as_ptr().cast()));
+    let args = layer_norm::Args {
+        x: x.as_ptr().cast(),
+        weight,
+        bias,
+        out: out.as_mut_ptr().cast(),
+        rows: rows as u32,
+        n: n as u32,
+        x_stride: n,
+        out_stride: n,
+        eps: 1e-5,
+    };
+    // SAFETY: the tensors are as large as the arguments say, and live on.
+    unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
+    stream.synchronize().unwrap();
+    all_bytes(&out.to_vec().unwrap())
+}
+
+/// Blocks that take rows in turns, each of them further from a multiple of 16 bytes than the one before, from one row a block to nine, the last of them fewer: the bits of rows that are held,
+/// in rows without a number, too, after which a stage of the ring holds numbers again.
+#[test]
+fn rows_in_turns_are_the_same_bits() {
+    if skipped_under_synccheck() {
+        return;
+    }
+    on_every_device(|device, stream| {
+        for (rows, n, blocks) in [(9usize, 769usize, 1), (9, 1537, 2), (7, 5125, 2), (3, 8191, 3)] {
+            let geometry = layer_norm::held_geometry(DType::Bf16, Held::AnyX4, rows as u32, n as u32);
+            let turns = any_ring_geometry(DType::Bf16, n as u32, false, blocks).unwrap();
+            let mut x = values::<bf16>(rows * n, 2.0);
+            (x[5], x[n + 7], x[2 * n - 1]) = (bf16::NAN, bf16::INFINITY, bf16::NEG_INFINITY);
+            let x = Tensor::from_slice(device, &x, &[rows, n]).unwrap();
+            let [w, b] = [5, 6].map(|seed| vector(device, &noise_of::<bf16>(n, seed), 0));
+            for with in [Some([&w, &b]), None] {
+                let want = launched(stream, layer_norm::held_entry(DType::Bf16, Held::AnyX4), geometry, &x, with);
+                let got = launched(stream, layer_norm::any_ring_entry(DType::Bf16), turns, &x, with);
+                assert!(got == want, "{n}");
+            }
+        }
+    });
+}
+
+/// A row more than blocks take at once: rows at any place, replaced and not.
+fn check_in_turns<T: Float>() {
+    if skipped_under_synccheck() {
+        return;
+    }
+    on_every_device(|device, stream| {
+        let [dense, .., apart] = Place::ALL;
+        let off = Place { offset: 1, gap: 0 };
+        for (n, from, to) in [(1537, dense, dense), (2049, apart, off), (1801, off, apart), (2048, off, dense)] {
+            let blocks = any_ring_blocks(T::DTYPE, n as u32, false).unwrap();
+            let rows = (blocks * device.properties().multiprocessors) as usize + 1;
+            let x = values::<T>(rows * n, 2.0);
+            let (w, b) = (noise_of::<T>(n, 5), noise_of::<T>(n, 6));
+            let (dw, db) = (vector(device, &w, 0), vector(device, &b, 1));
+            let (dx, out) = (Rows::new(device, &x, rows, n, from), Rows::<T>::poisoned(device, rows, n, to));
+            norm::layer_norm(stream, &mut out.view(), &dx.view(), Some(&dw), Some(&db), 1e-5).unwrap();
+            check_rows(&out.take(), &x, n, Some(&widen(&w)), Some(&widen(&b)), 2.0);
+            norm::layer_norm(stream, &mut dx.view(), &dx.view(), None, None, 1e-5).unwrap();
+            check_rows(&dx.take(), &x, n, None, None, 2.0);
+        }
+    });
+}
+
+#[test]
+fn rows_in_turns_match_the_reference() {
+    check_in_turns::<f32>();
+    check_in_turns::<f16>();
+    check_in_turns::<bf16>();
 }
 
 /// Clusters of blocks for a row each, of which the last may have nothing to do: the bits of rows of one block, in rows without a number, too.
@@ -290,24 +358,7 @@ fn rows_in_clusters_are_the_same_bits() {
             let b = vector(device, &noise_of::<bf16>(n, 6), 0);
             let usual = layer_norm::geometry(DType::Bf16, variant, rows as u32, n as u32);
             let clusters = layer_norm::cluster_geometry(DType::Bf16, variant, rows as u32, n as u32).unwrap();
-            let run = |entry: Option<Entry<layer_norm::Args>>, geometry, with: bool| {
-                let mut out = Tensor::<bf16>::zeros(device, &[rows, n]).unwrap();
-                let args = layer_norm::Args {
-                    x: x.as_ptr().cast(),
-                    weight: if with { w.as_ptr().cast() } else { std::ptr::null() },
-                    bias: if with { b.as_ptr().cast() } else { std::ptr::null() },
-                    out: out.as_mut_ptr().cast(),
-                    rows: rows as u32,
-                    n: n as u32,
-                    x_stride: n,
-                    out_stride: n,
-                    eps: 1e-5,
-                };
-                // SAFETY: the tensors are as large as the arguments say, and live on.
-                unsafe { stream.launch(&entry.unwrap(), &geometry, &args) }.unwrap();
-                stream.synchronize().unwrap();
-                all_bytes(&out.to_vec().unwrap())
-            };
+            let run = |entry, geometry, with: bool| launched(stream, entry, geometry, &x, with.then_some([&w, &b]));
             for with in [true, false] {
                 let want = run(layer_norm::entry(DType::Bf16, variant), usual, with);
                 assert!(run(layer_norm::cluster_entry(DType::Bf16), clusters, with) == want, "{n}");
@@ -385,6 +436,12 @@ fn entries_have_the_names_of_what_they_do() {
         assert_eq!(layer_norm::many_entry(dtype).unwrap().name, format!("layer_norm_x4_many_{dtype}"));
         let cluster = layer_norm::cluster_entry(dtype).unwrap();
         assert_eq!(cluster.name, format!("layer_norm_cluster_x4_{dtype}"));
+        let in_turns = layer_norm::any_ring_entry(dtype);
+        assert_eq!(in_turns.is_some(), dtype != DType::F32);
+        if let Some(in_turns) = in_turns {
+            assert_eq!(in_turns.name, format!("layer_norm_any_ring_{dtype}"));
+            assert!(any_ring_geometry(dtype, 8192, false, 1).unwrap().block[0] <= in_turns.max_threads);
+        }
         let n = (32 << 10) / dtype.size() as u32;
         assert!(layer_norm::cluster_geometry(dtype, Variant::X4, 1, n).unwrap().block[0] <= cluster.max_threads);
         for (held, name) in [(Held::AnyX4, "any_x4"), (Held::X8, "x8")] {

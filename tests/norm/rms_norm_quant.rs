@@ -569,7 +569,16 @@ fn refuses_what_it_cannot_do() {
         norm::rms_norm_e4m3_per_group(&stream, &mut out, scales, None, &x, 0.0, &options).unwrap_err()
     };
     assert!(matches!(group(&mut floats(&[4, 1]), options()), Error::Shape { arg: "scales", .. }));
-    assert!(matches!(group(&mut floats(&[4, 2]), options().smooth(&smooth)), Error::Unsupported { .. }));
+    // What to do instead depends on what the factors have to go into.
+    let weight = floats(&[256]);
+    for (options, other) in [
+        (options(), "or give the factors as `weight`"),
+        (options().weight(&weight), "or multiply `weight` with the factors"),
+        (options().one_plus_weight(&weight), "or give `(1 + weight) * factors` as `weight` without `one_plus_weight`"),
+    ] {
+        let e = group(&mut floats(&[4, 2]), options.smooth(&smooth));
+        assert!(matches!(&e, Error::Unsupported { what, .. } if what.ends_with(other)), "{e}");
+    }
     let mut same = floats(&[8]).as_strided(&[4, 2], &[1, 1], 0).unwrap();
     assert!(matches!(group(&mut same, options()), Error::Stride { arg: "scales", .. }));
 }

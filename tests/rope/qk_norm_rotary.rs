@@ -243,6 +243,35 @@ fn tokens_far_apart() {
     });
 }
 
+/// Strides of dimensions of one element, and of none, are of no consequence, nor is what lanes without a head make of them.
+#[test]
+fn strides_that_nothing_follows() {
+    const FREE: usize = (isize::MAX as usize / 4) & !7;
+    on_every_device(|device, stream| {
+        let positions = Tensor::from_slice(device, &[3i32], &[1]).unwrap();
+        for dim in [16, 64] {
+            let host = noise_of::<bf16>(2 * dim, 4);
+            let angles = rope::cache::<f32>(device, 8, dim, 1e4, Scaling::None).unwrap();
+            for (heads, key_heads) in
+                [Heads::Whole, Heads::Wide, Heads::Narrow].into_iter().flat_map(|h| [(h, 1), (h, 0)])
+            {
+                let run = |stride: usize| {
+                    let all = Tensor::from_slice(device, &host, &[2 * dim]).unwrap();
+                    let part = |heads, at| all.as_strided(&[1, heads, dim], &[stride, stride, 1], at).unwrap();
+                    let (mut query, mut key) = (part(1, 0), part(key_heads, dim));
+                    let options = QkNormRotaryOptions::default().heads(heads);
+                    rope::qk_norm_rotary(stream, &mut query, Some(&mut key), None, &positions, &angles, 1e-6, &options)
+                        .unwrap();
+                    all.to_vec().unwrap()
+                };
+                let want = run(dim);
+                assert!((want[..dim] != host[..dim]) && (want[dim..] != host[dim..]) == (key_heads > 0));
+                assert_eq!(run(FREE), want, "{heads:?}, {key_heads} heads of keys, {dim}");
+            }
+        }
+    });
+}
+
 #[test]
 fn runs_the_same_in_a_graph_and_twice() {
     on_every_device(|device, stream| {

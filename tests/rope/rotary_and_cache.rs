@@ -473,6 +473,43 @@ fn tokens_and_blocks_far_apart() {
     });
 }
 
+/// Strides of dimensions of one element are of no consequence: of a single token, a single head, a cache of one block.
+#[test]
+fn strides_that_nothing_follows() {
+    const FREE: usize = (isize::MAX as usize / 4) & !7;
+    on_every_device(|device, stream| {
+        let dim = 64;
+        let angles = rope::cache::<f32>(device, 8, dim, 1e4, Scaling::None).unwrap();
+        let [positions, slots] = [3i32, 5].map(|i| Tensor::from_slice(device, &[i], &[1]).unwrap());
+        for layout in [CacheLayout::XSplit, CacheLayout::Nhd, CacheLayout::Hnd] {
+            for heads in [1, 2] {
+                let run = |free: bool| {
+                    let host = noise_of::<bf16>(3 * heads * dim, 4);
+                    let all = Tensor::from_slice(device, &host, &[3, 1, heads, dim]).unwrap();
+                    let dense = KvCache::<bf16>::zeros(device, layout, CacheShape::new(1, 16, heads, dim)).unwrap();
+                    let view = |t: &Tensor<bf16>, shape: &[usize], at| {
+                        let strides = t.strides()[t.strides().len() - shape.len()..].iter().zip(shape);
+                        let strides: Vec<_> = strides.map(|(s, n)| if free && *n == 1 { FREE } else { *s }).collect();
+                        t.as_strided(shape, &strides, at).unwrap()
+                    };
+                    let [mut query, key, value] = [0, 1, 2].map(|i| view(&all, &[1, heads, dim], i * heads * dim));
+                    let [keys, values] = [dense.key(), dense.value()].map(|t| view(t, t.shape(), 0));
+                    let mut cache = KvCache::from_tensors(layout, keys, values).unwrap();
+                    let options = RotaryAndCacheOptions::default().two_heads(heads == 2);
+                    rope::rotary_and_cache(
+                        stream, &mut query, &mut cache, None, &key, &value, &positions, &angles, &slots, &options,
+                    )
+                    .unwrap();
+                    (all.to_vec().unwrap(), cache_of(&dense))
+                };
+                let want = run(false);
+                assert!(want.1.0.iter().chain(&want.1.1).any(|bits| *bits != 0));
+                assert!(run(true) == want, "{layout:?}, {heads} heads");
+            }
+        }
+    });
+}
+
 #[test]
 fn every_input_type_has_every_cache_type() {
     use cuda_std::DType;

@@ -5,8 +5,10 @@
 //! `fatrelu_and_mul`).
 //!
 //! Errors for f32, in 2⁻²³ of the result: silu at most 4, gelu 8, and those with a factor in the exponent `u` (gelu_tanh,
-//! gelu_quick, swiglu_oai) `4 + 2 |u|`; `e^-|x|` below 2⁻¹²⁶ is rounded to a multiple of 2⁻¹⁴⁹. For f16 and bf16: below
-//! 2⁻¹⁵ of the result before the rounding, and magnitudes below 2⁻¹¹⁹ may become zero.
+//! gelu_quick, swiglu_oai) `4 + 2 |u|`. For f16 and bf16: below 2⁻¹⁵ of the result before the rounding. Both hold while what the
+//! gate, or `x`, is multiplied by is 2⁻¹²⁶ or more: with silu for gates down to -87, with swiglu_oai and gelu_quick while the gate
+//! times their factor is above -87, with gelu down to -13, with gelu_tanh to -10. Below, f32 is off by up to 2⁻¹⁴⁹ of `gate · up`
+//! besides, and the result may be zero for f16 and bf16, however large `up` is.
 
 pub mod gated;
 pub mod plain;

@@ -78,12 +78,13 @@ fn run<T: Float>(op: &'static str, stream: &Stream, out: &mut Tensor<T>, x: &Ten
     let (x, out) = (call.read("x", x)?, call.write("out", out)?);
     call.check_overlap()?;
     let (mut rows, mut d) = (call.count("out", to.rows)?, call.count("out", to.width)?);
-    let dense = to.stride == to.width && from.stride == from.width;
+    let (mut x_stride, mut out_stride) = (from.stride, to.stride);
+    let dense = out_stride == to.width && x_stride == from.width;
     if let (true, Ok(all)) = (dense, call.count("out", to.rows * to.width)) {
-        // One long row fills its blocks better than many.
-        (rows, d) = (1, all);
+        // One long row fills its blocks better than many, and nothing is at its distance.
+        (rows, d, x_stride, out_stride) = (1, all, 0, 0);
     }
-    let args = Args { x, out, rows, d, x_stride: from.stride, out_stride: to.stride };
+    let args = Args { x, out, rows, d, x_stride, out_stride };
     // SAFETY: shapes, device and overlap were checked above, and tensors are aligned to their elements.
     unsafe { launch(stream, T::DTYPE, function, &args) }
 }

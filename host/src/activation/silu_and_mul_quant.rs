@@ -128,10 +128,10 @@ pub const fn per_token_cluster_entry(dtype: DType) -> Option<Entry<TokenArgs>> {
     pieces::instance(dtype, 12)
 }
 
-/// How to launch [`per_token_cluster_entry`]; `None` where a row has more pieces than a cluster has threads.
+/// How to launch [`per_token_cluster_entry`]; `None` where a row has more pieces than a cluster has threads, or none, and for more clusters than a grid has.
 pub const fn per_token_cluster_geometry(dtype: DType, rows: u32, d: u32) -> Option<Geometry> {
     let threads = d.div_ceil(pieces::piece(dtype, true)).div_ceil(kernel::CLUSTER).next_multiple_of(32);
-    if threads > kernel::CLUSTER_THREADS || rows > u32::MAX / kernel::CLUSTER {
+    if threads > kernel::CLUSTER_THREADS || rows > i32::MAX as u32 / kernel::CLUSTER || d == 0 {
         return None;
     }
     let geometry = Geometry::linear(rows * kernel::CLUSTER, threads);

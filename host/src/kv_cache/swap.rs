@@ -1,8 +1,8 @@
 //! Moves blocks between the cache of a GPU and pinned memory of the host.
 //!
-//! All layers of all pairs in one call, in the order of the stream, in one of two ways ([`SwapPath`]). Blocks that are neighbours
-//! on both sides go as one copy of the GPU's copy engines, so sequences that were swapped out together cost few. Blocks that lie apart
-//! go by a kernel, which reads or writes the host's memory at the rate of the bus.
+//! All layers of all pairs in one call, in the order of the stream, in one of two ways ([`SwapPath`]): by the GPU's copy engines, for which blocks that are neighbours
+//! on both sides are one copy, so sequences that were swapped out together cost few; or by a kernel, which reads or writes the host's memory at the rate of the bus, wherever blocks lie.
+//! Which of them, the average length of a call's copies decides.
 
 use super::copy_blocks::{CacheLayers, check_pairs};
 use super::layout::{CacheElement, CacheLayout, CacheShape};
@@ -40,7 +40,7 @@ pub struct Run {
     pub len: usize,
 }
 
-/// The fewest runs that make up these pairs `(from, to)`.
+/// Runs that make up these pairs `(from, to)`: the fewest, where no block is read twice.
 ///
 /// ```
 /// use warploom::kv_cache::swap::{Run, runs};
@@ -215,16 +215,17 @@ impl<S: CacheElement> HostCache<S> {
         if path == SwapPath::Kernel && home != stream.device() {
             return Err(Error::WrongDevice { op, arg: "host", expected: stream.device().name(), got: home.name() });
         }
-        {
-            let mut pending = self.pending.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            if !pending.iter().any(|s| s.as_raw() == stream.as_raw() && s.device() == stream.device()) {
-                pending.push(stream.clone());
-            }
+        // Locked until all copies are submitted: `wait` would forget a stream that has none yet.
+        let mut pending = self.pending.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if !pending.iter().any(|s| s.as_raw() == stream.as_raw() && s.device() == stream.device()) {
+            pending.push(stream.clone());
         }
-        match path {
+        let submitted = match path {
             SwapPath::CopyEngine => self.copy_runs(stream, caches, &runs, out),
             SwapPath::Kernel => self.launch(op, stream, caches, pairs, out),
-        }
+        };
+        drop(pending);
+        submitted
     }
 
     fn copy_runs(&self, stream: &Stream, caches: &CacheLayers<S>, runs: &[Run], out: bool) -> Result<()> {

@@ -145,7 +145,7 @@ pub const fn fused_add_cluster_entry(dtype: DType, variant: Variant, n: u32) -> 
 /// How to launch [`cluster_entry`] and its like for `rows` rows of `n` elements, where it can be done: aligned rows that are held in registers.
 pub const fn cluster_geometry(dtype: DType, variant: Variant, rows: u32, n: u32) -> Option<Geometry> {
     let how = Held::new(dtype, variant, n);
-    if spread_instance(variant, how).is_none() || rows > u32::MAX / SPREAD {
+    if spread_instance(variant, how).is_none() || rows > i32::MAX as u32 / SPREAD {
         return None;
     }
     let threads = match how {

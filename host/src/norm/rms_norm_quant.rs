@@ -602,11 +602,13 @@ pub fn rms_norm_e4m3_per_group<T: Float>(
 ) -> Result<()> {
     const OP: &str = "rms_norm_e4m3_per_group";
     if options.smooth.is_some() {
-        return Err(crate::Error::Unsupported {
-            op: OP,
-            what: "no smoothing with scales of groups: take scales of tokens, or multiply `weight` with the factors"
-                .into(),
-        });
+        let other = match options.weight {
+            None => "give the factors as `weight`",
+            Some(_) if options.one_plus_weight => "give `(1 + weight) * factors` as `weight` without `one_plus_weight`",
+            Some(_) => "multiply `weight` with the factors",
+        };
+        let what = format!("no smoothing with scales of groups: take scales of tokens, or {other}");
+        return Err(crate::Error::Unsupported { op: OP, what });
     }
     let mut call = Call::new(OP, stream);
     call.float("x", T::DTYPE)?;

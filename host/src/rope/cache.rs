@@ -52,7 +52,8 @@ pub enum Scaling {
         /// The trained length.
         original_max_position: usize,
     },
-    /// As [`Llama3`](Self::Llama3), but blended along the pairs' numbers, and all cosines and sines are multiplied.
+    /// As [`Llama3`](Self::Llama3), but blended along the pairs' numbers, and all cosines and sines are multiplied. (Where even the last pair turns more often than `beta_fast`, all pairs count as slow, as in the code of
+    /// the paper and of Hugging Face.)
     Yarn {
         /// New length over trained length.
         factor: f64,

@@ -181,7 +181,7 @@ pub struct QkNormRotaryOptions<'a, T: Element> {
     pub weight_offset: f32,
     /// Where in a head the rotated part starts; 0.
     pub offset: usize,
-    /// Turns back, after the normalisation.
+    /// Turns back, after the normalisation; see [`RotaryOptions::inverse`](super::RotaryOptions::inverse).
     pub inverse: bool,
     /// The largest position, if the caller knows it: checked against the cache.
     pub largest_position: Option<usize>,

@@ -73,7 +73,7 @@ pub struct RotaryOptions {
     pub pairing: Pairing,
     /// Where in a head the rotated part starts; 0.
     pub offset: usize,
-    /// Turns back.
+    /// Turns back. What a table multiplies cosines and sines by ([`Scaling::Yarn`](super::Scaling::Yarn)) it multiplies again, as a gradient is.
     pub inverse: bool,
     /// The largest position, if the caller knows it: checked against the cache.
     pub largest_position: Option<usize>,
@@ -92,7 +92,7 @@ impl RotaryOptions {
         self
     }
 
-    /// Turns back.
+    /// Turns back: see [`inverse`](Self::inverse).
     pub fn inverse(mut self) -> Self {
         self.inverse = true;
         self

@@ -24,11 +24,16 @@ const fn can_have_two_heads(dtype: DType, args: &Args) -> bool {
     dtype.size() == 2 && (args.query_heads | args.kv_heads).is_multiple_of(2)
 }
 
+/// Chunk pairs of a head of keys or values. (No head is narrower than its rotation; this layer takes any number.)
+const fn kv_pairs(args: &Args, n: u32) -> u32 {
+    pairs(if args.head_dim < args.rot_dim { args.rot_dim } else { args.head_dim }, args.rot_dim, n)
+}
+
 /// How many heads a thread has: two in large launches where it can, otherwise one.
 pub const fn heads_of_a_thread(dtype: DType, cache: DType, layout: CacheLayout, args: &Args) -> u32 {
     let n = 16 / dtype.size() as u32;
-    let items = 2 * args.kv_heads as u64 * pairs(args.head_dim, args.rot_dim, n) as u64
-        + args.query_heads as u64 * turning(args.rot_dim, n) as u64;
+    let items =
+        2 * args.kv_heads as u64 * kv_pairs(args, n) as u64 + args.query_heads as u64 * turning(args.rot_dim, n) as u64;
     // Pairs of chunks from which it is faster. Measured on an H200.
     let many = match layout {
         CacheLayout::XSplit if cache.size() == 2 => 3 << 9,
@@ -98,7 +103,8 @@ pub const fn geometry(dtype: DType, layout: CacheLayout, heads: u32, args: &Args
     const FEW: u64 = 1 << 17;
     let n = 16 / dtype.size() as u32;
     let tokens_first = matches!(layout, CacheLayout::XSplit);
-    let kv_items = (args.kv_heads / heads).saturating_mul(2).saturating_mul(pairs(args.head_dim, args.rot_dim, n));
+    let heads = if heads == 0 { 1 } else { heads };
+    let kv_items = (args.kv_heads / heads).saturating_mul(2).saturating_mul(kv_pairs(args, n));
     let query_items = (args.query_heads / heads).saturating_mul(turning(args.rot_dim, n));
     let few = (args.tokens as u64).saturating_mul(kv_items as u64 + query_items as u64) <= FEW / heads as u64;
     // Threads of a block and tokens of a group, as powers of two.

@@ -5,9 +5,10 @@
 //!
 //! For f32 the functions are built from the accurate primitives of [`float`]: silu is within 4 units in the last place and
 //! gelu within 8; those of a product `u` (gelu_tanh, gelu_quick, swiglu_oai) within `4 + 2 |u|`, since the exponential
-//! magnifies the rounding of its argument. Where `e^-|x|` is subnormal, that has an absolute error of half the smallest
-//! number. For f16 and bf16 the special-function unit is enough: relative errors stay below 2^-15 before the one
-//! rounding of the store, and magnitudes below 2^-119 may become zero.
+//! magnifies the rounding of its argument. For f16 and bf16 the special-function unit is enough: relative errors stay below
+//! 2^-15 before the one rounding of the store. Both hold while the gate's factor, a sigmoid or gelu's tail, is 2^-126 or
+//! more. A smaller one has an absolute error of up to the smallest number besides, which gate and value magnify; from the
+//! special-function unit it may be zero.
 
 pub mod gated;
 pub mod plain;

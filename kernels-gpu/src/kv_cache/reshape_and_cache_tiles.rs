@@ -68,7 +68,9 @@ pub unsafe fn reshape_and_cache_tiles<T: Element>(
         } else {
             (value_cache, value_page_block_stride, value_page_head_stride)
         };
-        (is_key, panel, GlobalMut::new(cache).offset(block * block_stride + head as usize * head_stride))
+        // Of a token that goes nowhere any number, which is not used: of one block a stride may be one too.
+        let at = block.wrapping_mul(block_stride).wrapping_add(head as usize * head_stride);
+        (is_key, panel, GlobalMut::new(cache).offset(at))
     };
     let load = |row: usize, wanted: u32| {
         let [unit, lane] = [unit, lane].map(integer::opaque);

@@ -7,7 +7,8 @@
 //! Few long rows have clusters on Hopper ([`layer_norm_cluster`](super::layer_norm_cluster)).
 
 use super::rms_norm::{inverse, inverse_rms};
-use super::{MAX_WARPS, Row, layer_norm_cluster as spread};
+use super::rms_norm_any_ring::BLOCK_THREADS as RING_THREADS;
+use super::{MAX_WARPS, Row, layer_norm_any_ring as any_ring, layer_norm_cluster as spread};
 use crate::row::team::{Op, scratch};
 use crate::row::{Team, unpacked_again, zero};
 use cuda_std::shared::Carver;
@@ -266,7 +267,7 @@ unsafe fn twice<T: Float, const V: usize, const N: usize, const VEC: bool>(
 
 /// `a / b` from the reciprocal of `b`, rounded once where the quotient has few digits: rows all of whose elements are the same are zeroes then, if their sum is exact.
 #[inline(always)]
-fn quotient(a: f32, b: f32, inverse: f32) -> f32 {
+pub(super) fn quotient(a: f32, b: f32, inverse: f32) -> f32 {
     let near = a * inverse;
     float::fma(float::fma(-near, b, a), inverse, near)
 }
@@ -349,4 +350,6 @@ entries! {
     layer_norm_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::layer_norm::<T, 4, 4>;
     layer_norm_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::layer_norm::<T, 8, 4>;
     layer_norm_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::layer_norm::<T, 8, 4>;
+    layer_norm_any_ring_f16 { type T = half::f16; } [RING_THREADS, 2; Sm90a] => any_ring::layer_norm::<T>;
+    layer_norm_any_ring_bf16 { type T = half::bf16; } [RING_THREADS, 2; Sm90a] => any_ring::layer_norm::<T>;
 }

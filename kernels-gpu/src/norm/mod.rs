@@ -17,9 +17,11 @@
 //! * `cluster_x2`, `cluster_x4`, `cluster_x8`: few of those rows of RMS norms, on Hopper, by a cluster of blocks each; see [`rms_norm_cluster`]. The same bits.
 //! * `loop`: longer rows are read twice, the second time from the second-level cache; up to 1024 threads.
 //! * `any`: as `loop`, for rows that cannot be moved in pieces of 16 bytes (see [`row`](crate::row)). `any_x4`: held in registers, four pieces of four
-//!   elements a thread, rows up to 16384 elements; the same bits. `any_ring`: many of up to 8192, on Hopper; see [`rms_norm_any_ring`].
+//!   elements a thread, rows up to 16384 elements; the same bits. `any_ring`: many of up to 8192, on Hopper; see [`rms_norm_any_ring`] and
+//!   [`layer_norm_any_ring`].
 
 pub mod layer_norm;
+pub mod layer_norm_any_ring;
 pub mod layer_norm_cluster;
 pub mod qk_norm;
 pub mod rms_norm;

@@ -1,5 +1,5 @@
 //! [`rms_norm`](super::rms_norm) and [`rms_norm_quant`](super::rms_norm_quant) for many rows that are not aligned, on Hopper: blocks that stay, and rows that come while others are
-//! worked on.
+//! worked on. [`layer_norm_any_ring`](super::layer_norm_any_ring) has its rows moved here, too.
 //!
 //! A row whose elements are moved one by one, in a block of its own, takes long from its first load to its last store, and its threads hold registers all the while, so that few rows
 //! are under way. Here blocks have one row after another (that of their own number, and from there every so many as there are blocks), and the copy engine moves them, whatever they
@@ -29,19 +29,19 @@ use cuda_std::{
 };
 
 /// Elements of a piece of a thread, one in each of so many groups of neighbouring threads' elements.
-const V: usize = 4;
+pub(super) const V: usize = 4;
 /// Bytes of what the copy engine moves at once.
 const LINE: u32 = 16;
 /// How far apart the elements of a piece are.
 const STEP: usize = GROUP / V;
 /// Pieces of a thread.
-const PIECES: usize = 4;
+pub(super) const PIECES: usize = 4;
 /// The most threads of a row.
 pub const MOST_THREADS: u32 = 512;
 /// The most threads of a block.
 pub const BLOCK_THREADS: u32 = MOST_THREADS + MOVERS;
 /// The most warps of a row.
-const WARPS: usize = MOST_THREADS as usize / 32;
+pub(super) const WARPS: usize = MOST_THREADS as usize / 32;
 /// Threads of a block besides those of a row: a warp that moves rows.
 pub const MOVERS: u32 = 32;
 
@@ -49,11 +49,11 @@ pub const MOVERS: u32 = 32;
 const RINGS: u32 = 200 << 10;
 /// Rows of a ring: one that is worked on, the next one, and one that has just been asked for, of which lanes bring their elements meanwhile. More of them only queue: three of six took a
 /// tenth off 4096 × 5125 with 8-bit results on an H200.
-const STAGES: u32 = 3;
+pub(super) const STAGES: u32 = 3;
 /// More rows than so many a block are many.
 const MANY_ROWS: u32 = 4;
 /// Threads of a multiprocessor: 65536 registers, 56 for each.
-const THREADS: u32 = 1170;
+pub const THREADS: u32 = 1170;
 /// The most blocks of a multiprocessor.
 const MOST_BLOCKS: u32 = 16;
 
@@ -233,25 +233,25 @@ impl ScalePlaces {
 
 /// Rows in memory, so many elements apart.
 #[derive(Clone, Copy)]
-struct Rows<E> {
-    first: *mut E,
-    stride: usize,
+pub(super) struct Rows<E> {
+    pub(super) first: *mut E,
+    pub(super) stride: usize,
 }
 
 impl<E> Rows<E> {
     /// The address of row `number`.
     #[inline(always)]
-    fn row(self, number: u32) -> *mut E {
+    pub(super) fn row(self, number: u32) -> *mut E {
         self.first.wrapping_add(number as usize * self.stride)
     }
 }
 
 /// The ring of a block.
 #[derive(Clone, Copy)]
-struct Ring {
+pub(super) struct Ring {
     bytes: Shared<u8>,
     /// The address of the mbarriers.
-    full: u32,
+    pub(super) full: u32,
     row_bytes: u32,
     n: u32,
 }
@@ -259,7 +259,7 @@ struct Ring {
 impl Ring {
     /// Where the `input`-th row of a stage of rows like that at `at` begins.
     #[inline(always)]
-    fn place<E, const ADD: bool>(self, stage: u32, input: u32, at: *const E) -> u32 {
+    pub(super) fn place<E, const ADD: bool>(self, stage: u32, input: u32, at: *const E) -> u32 {
         (stage * const { inputs(ADD) } + input) * self.row_bytes + behind(at)
     }
 
@@ -306,7 +306,7 @@ impl Ring {
     /// The elements of a piece that begin at `at`.
     #[inline(always)]
     #[track_caller]
-    unsafe fn get<E: Float>(self, at: u32) -> [f32; V] {
+    pub(super) unsafe fn get<E: Float>(self, at: u32) -> [f32; V] {
         let from = self.bytes.offset(at);
         core::array::from_fn(|j| from.get_as::<E>(j * const { STEP * size_of::<E>() }).to_f32())
     }
@@ -314,7 +314,7 @@ impl Ring {
     /// The reverse of [`get`](Self::get), of elements of which the row has those whose bits are set.
     #[inline(always)]
     #[track_caller]
-    unsafe fn set<E: Element>(self, at: u32, elements: [E; V], has: u32) {
+    pub(super) unsafe fn set<E: Element>(self, at: u32, elements: [E; V], has: u32) {
         let to = self.bytes.offset(at);
         cuda_std::unroll::<V>(|j| {
             if has & (1 << j) != 0 {
@@ -388,32 +388,32 @@ impl<T: Float> Edge<T> {
 
 /// What a launch works on.
 #[derive(Clone, Copy)]
-struct Tensors<T, E> {
-    x: Rows<T>,
-    residual: Rows<T>,
+pub(super) struct Tensors<T, E> {
+    pub(super) x: Rows<T>,
+    pub(super) residual: Rows<T>,
     /// Each row as far from a multiple of 16 bytes as that of the residual.
-    sum: Rows<T>,
-    out: Rows<E>,
-    weight: Global<T>,
-    weight_offset: f32,
-    rows: u32,
-    n: u32,
-    eps: f32,
+    pub(super) sum: Rows<T>,
+    pub(super) out: Rows<E>,
+    pub(super) weight: Global<T>,
+    pub(super) weight_offset: f32,
+    pub(super) rows: u32,
+    pub(super) n: u32,
+    pub(super) eps: f32,
 }
 
 impl<T: Float, E: Element> Tensors<T, E> {
     /// The inputs of row `number`.
     #[inline(always)]
-    fn inputs<const ADD: bool>(&self, number: u32) -> [*const T; 2] {
+    pub(super) fn inputs<const ADD: bool>(&self, number: u32) -> [*const T; 2] {
         let residual = if ADD { self.residual.row(number) } else { core::ptr::null_mut() };
         [self.x.row(number).cast_const(), residual.cast_const()]
     }
 
     /// By a warp of its own: brings rows and takes what becomes of them. It passes the block's barriers at instructions of its own, which synccheck takes for a mistake; with the same ones
-    /// for all threads, whose registers are short then, a row takes a third more instructions.
+    /// for all threads, whose registers are short then, a row takes a third more instructions. `TWO_SUMS`: of a row there are two, one after the other.
     #[inline(always)]
     #[track_caller]
-    unsafe fn move_rows<const ADD: bool>(&self, ring: Ring) {
+    pub(super) unsafe fn move_rows<const ADD: bool, const TWO_SUMS: bool>(&self, ring: Ring) {
         let (first_row, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
         let lane = warp::lane_id();
         // A block of many rows asks for a row while another one's results are computed, which soon have to wait for it; of few rows, when they have left.
@@ -454,6 +454,9 @@ impl<T: Float, E: Element> Tensors<T, E> {
                 edge.put_between(ring, works, begun == 0);
             }
             if works {
+                if TWO_SUMS {
+                    thread::sync_threads();
+                }
                 // What becomes of the row is there.
                 thread::sync_threads();
                 ring.take::<E, ADD>(stage, 0, self.out.row(number));
@@ -579,16 +582,13 @@ impl<T: Float, E: Element> Tensors<T, E> {
     }
 }
 
-/// The rows of a block, one after another.
+/// The ring of a block whose rows have `n` elements, the threads of a row (the block's but for the last warp), and scratch for two reductions; then the kernel's
+/// [beginning](dependent_launch::begin).
 #[inline(always)]
 #[track_caller]
-unsafe fn rows_of_block<T: Float, O: Outcome<T>, const ADD: bool>(
-    tensors: Tensors<T, O::Element>,
-    scales: ScalePlaces,
-) {
-    // The last warp computes nothing.
+pub(super) unsafe fn begin<T: Float, const ADD: bool>(n: u32) -> (Ring, Team, Shared<f32>) {
     let team = Team { size: thread::block_dim_x() - MOVERS, rank: thread::thread_idx_x() };
-    let (n, size) = (tensors.n, const { size_of::<T>() });
+    let size = const { size_of::<T>() };
     let row_bytes = row_bytes(team.size, size);
     let mut carver = Carver::new();
     let scratch = scratch::<2, MAX_WARPS>(&mut carver);
@@ -617,8 +617,19 @@ unsafe fn rows_of_block<T: Float, O: Outcome<T>, const ADD: bool>(
     tma::fence_async();
     thread::sync_threads();
     dependent_launch::begin();
+    (ring, team, scratch)
+}
+
+/// The rows of a block, one after another.
+#[inline(always)]
+#[track_caller]
+unsafe fn rows_of_block<T: Float, O: Outcome<T>, const ADD: bool>(
+    tensors: Tensors<T, O::Element>,
+    scales: ScalePlaces,
+) {
+    let (ring, team, scratch) = begin::<T, ADD>(tensors.n);
     if team.rank >= team.size {
-        tensors.move_rows::<ADD>(ring);
+        tensors.move_rows::<ADD, false>(ring);
     } else {
         tensors.compute::<O, ADD>(ring, team, scratch, scales);
     }

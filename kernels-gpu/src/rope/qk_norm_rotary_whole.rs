@@ -48,7 +48,9 @@ pub unsafe fn qk_norm_rotary_whole<T: Float, const N: usize, const H: usize, con
     };
     let head = if of_query { slot } else { slot - query_heads };
     let (of_lane, half) = (lane as usize * N, head_dim as usize / 2);
-    let first = token as usize * token_stride + head as usize * head_stride + of_lane;
+    // Of lanes without a head any number, which is not used: where nothing follows, a stride may be one too.
+    let to_head = (head as usize).wrapping_mul(head_stride);
+    let first = (token as usize * token_stride).wrapping_add(to_head).wrapping_add(of_lane);
     let few = thread::grid_dim_x() * thread::grid_dim_y() <= FEW_BLOCKS;
     if !few {
         dependent_launch::begin();
