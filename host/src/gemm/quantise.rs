@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::kernels::gemm::quantise as kernel;
 use crate::kernels::row::GROUP;
 use crate::kernels::row::team::SPREAD;
-use crate::pieces::{self, Variant};
+use crate::pieces::{self, Held, Variant};
 use crate::tensor::Tensor;
 use cuda_std::{DType, E4M3, Element, Entry, Float};
 use std::ffi::c_void;
@@ -30,11 +30,15 @@ const BLOCKS: &str = "quantise_blocks";
 const MANY: u64 = 1 << 19;
 /// From so many elements on, four pieces a thread are faster where each row has a scale. Measured on an H200.
 const MANY_IN_ROWS: u64 = 3 << 19;
-/// The least pieces of 16 bytes of a row, and the most rows, for a cluster of blocks for each. Measured in bf16 on an H200, 1 to 48 rows: 8192 columns take 7 to 17 % less, 14336 18 to 36, 28672, which a block of their
-/// own reads twice, 48 to 71 and with 64 rows 44; 7168 4 to 14, which stay as they are, since on an H100 clusters take longer.
+/// The least pieces of 16 bytes of a row, and the most rows, for a cluster of blocks for each. Measured in bf16 on an H200, 1 to 48 rows: 8192 columns take 7 to 17 % less, 14336 18 to 36, 28672, which a block of
+/// their own read twice then, 48 to 71 and with 64 rows 44; 7168 4 to 14, which stay as they are, since on an H100 clusters take longer.
 const LEAST_CLUSTER_PIECES: u32 = 1024;
 /// See there.
 const MOST_CLUSTER_ROWS: u32 = 48;
+/// As many of rows of more than [`LEAST_LONG_PIECES`]: 64 and 80 rows of 18432 to 32768 columns take 22 to 25 % less, 96 as long as in blocks of their own (28672) or 21 % less (18432), 132 7 to 13 % more.
+const MOST_LONG_CLUSTER_ROWS: u32 = 80;
+/// See there: what four pieces a thread do not hold.
+const LEAST_LONG_PIECES: u32 = 2048;
 /// From so many rows on that four pieces a thread make a warp each, so many of them share a block.
 const SHARED_FROM: u32 = 512;
 /// See [`SHARED_FROM`].
@@ -69,7 +73,8 @@ pub const fn block_geometry(matrices: u32, rows: u32, n: u32) -> Geometry {
 fn row_cluster(device: &Device, dtype: DType, rows: u32, n: u32) -> Option<(usize, Geometry)> {
     let pieces = n.div_ceil(pieces::piece(dtype, true));
     let hopper = device.properties().compute_capability == (9, 0);
-    if !hopper || pieces < LEAST_CLUSTER_PIECES || rows > MOST_CLUSTER_ROWS {
+    let most_rows = if pieces > LEAST_LONG_PIECES { MOST_LONG_CLUSTER_ROWS } else { MOST_CLUSTER_ROWS };
+    if !hopper || pieces < LEAST_CLUSTER_PIECES || rows > most_rows {
         return None;
     }
     let most = SPREAD * kernel::CLUSTER_THREADS;
@@ -97,6 +102,15 @@ fn row_geometry(dtype: DType, rows: u32, n: u32, aligned: bool) -> (Variant, Geo
     (variant, variant.geometry(dtype, rows, n, true, kernel::SHARED_BYTES))
 }
 
+/// Which instance holds rows of 16 bits that would be read twice, and how to launch it, where blocks can be so large. (Those of f32 have none, and are not counted.)
+fn held_rows(dtype: DType, variant: Variant, rows: u32, n: u32) -> Option<(usize, Geometry)> {
+    if variant != Variant::Loop || dtype.size() != 2 {
+        return None;
+    }
+    let geometry = Held::new(dtype, variant, n)?.geometry(dtype, rows, n, true, kernel::SHARED_BYTES);
+    (geometry.block[0] <= kernel::X8_THREADS).then_some((17, geometry))
+}
+
 macro_rules! launches {
     ($($Q:ty: $rows:ident, $RowArgs:ident, $groups:ident, $GroupArgs:ident, $blocks:ident, $BlockArgs:ident,
         |$out:ident| $cast:expr, $name:literal;)*) => { $(
@@ -118,7 +132,7 @@ macro_rules! launches {
             let (variant, usual) = row_geometry(dtype, rows, args.n, aligned);
             let (instance, geometry) = match row_cluster(stream.device(), dtype, rows, args.n) {
                 Some(spread) if aligned => spread,
-                _ => (variant.first(), usual),
+                _ => held_rows(dtype, variant, rows, args.n).unwrap_or((variant.first(), usual)),
             };
             // SAFETY: forwarded to the caller; the entry fits the alignment.
             unsafe { pieces::launch(stream, ROWS, dtype, pieces::instance(dtype, instance), &geometry, args) }

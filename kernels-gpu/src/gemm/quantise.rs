@@ -1,7 +1,7 @@
 //! Operands of 8-bit products: rows of numbers to e4m3 or int8 with scales (see [`quantise`]).
 //!
 //! * A scale for each row, optionally after a multiplication with a factor for each column (smoothing): a block for each row keeps it in
-//!   registers, `N` pieces a thread, until the largest magnitude is known; longer rows (`N = 0`) are read twice. Few long rows have
+//!   registers, `N` pieces a thread (eight up to 64 KiB of 16 bits), until the largest magnitude is known; longer rows (`N = 0`) are read twice. Few long rows have
 //!   a cluster of blocks each on Hopper.
 //! * A scale for each row and group of 128 columns: one piece a thread; a group is 16 lanes (32 for f32), which agree on its largest
 //!   magnitude. Many rows take two pieces a thread (`many`), of the same group: fewer steps for it, and more bytes under way.
@@ -22,6 +22,8 @@ pub const SHARED_BYTES: usize = MAX_WARPS * 4;
 pub const CLUSTER_THREADS: u32 = MAX_WARPS as u32 * 32 / SPREAD;
 /// See there.
 pub const CLUSTER_SHARED_BYTES: usize = spread_bytes(1, MAX_WARPS);
+/// The most threads of a block with a row of its own, eight pieces each: two blocks hold their rows at a time.
+pub const X8_THREADS: u32 = 512;
 /// Up to so many rows start at once on a GPU, and the wait for the kernels before is what takes time: addresses are known before it.
 const FEW_ROWS: u32 = 264;
 /// The most threads of a block where each has one piece.
@@ -46,12 +48,18 @@ pub unsafe fn rows<T: Float, Q: Quantised, const V: usize, const N: usize, const
         _ => thread::block_idx_x() * thread::block_dim_y() + thread::thread_idx_y(),
     } as usize;
     let (x, smooth) = (Global::new(x).offset(number * x_stride), Global::new(smooth));
-    let (out, scales) = (GlobalMut::new(out).offset(number * out_stride), GlobalMut::new(scales));
+    // Where registers are few they are not for what is needed last.
+    let of_row = || if N > 4 { thread::block_idx_x() as usize } else { number };
+    let row = || GlobalMut::new(out).offset(of_row() * out_stride);
+    let early_row = if N > 4 { GlobalMut::new(out) } else { row() };
+    let scales = GlobalMut::new(scales);
     let team = Team::current();
     let scratch = scratch::<1, MAX_WARPS>(&mut Carver::new());
     let piece = |i: usize| Piece::<V, VEC>::new(i as u32 * team.size + team.rank, n);
     let mut at = [[core::ptr::null::<u8>(); 1]; N];
-    if VEC && N > 0 {
+    // (Eight addresses have no registers.)
+    let early = const { VEC && N > 0 && N <= 4 };
+    if early {
         cuda_std::unroll::<N>(|i| at[i] = [x.ptr(piece(i).first()).cast()]);
         let word = shared::address(scratch.ptr(0usize).cast_const());
         at = dependent_launch::known_here_if(thread::grid_dim_x() <= FEW_ROWS, at, [word]);
@@ -60,7 +68,7 @@ pub unsafe fn rows<T: Float, Q: Quantised, const V: usize, const N: usize, const
     let mut held = [[zero::<T>(); V]; N];
     cuda_std::unroll::<N>(|i| {
         let here = Piece::<V, VEC>::new(0, if piece(i).has(0) { V as u32 } else { 0 });
-        held[i] = here.load(Global::new(at[i][0].cast()));
+        held[i] = if early { here.load(Global::new(at[i][0].cast())) } else { piece(i).load(x) };
     });
     let widened = |at: Piece<V, VEC>, values: [T; V]| {
         let factors = at.load_factors(smooth);
@@ -84,7 +92,8 @@ pub unsafe fn rows<T: Float, Q: Quantised, const V: usize, const N: usize, const
     let [largest] = team.reduce::<1, MAX_WARPS>([largest], [Op::Max], scratch);
     let scale = scale_for::<Q>(largest);
     let factor = float::recip(scale);
-    scales.set_streaming_if(team.rank == 0, number, scale);
+    scales.set_streaming_if(team.rank == 0, of_row(), scale);
+    let out = if N > 4 { row() } else { early_row };
     cuda_std::unroll::<N>(|i| piece(i).store_quantised_at_once(out, own(i), factor));
     if N == 0 {
         let mut i = 0;
@@ -245,10 +254,10 @@ pub unsafe fn blocks<T: Float, Q: Quantised>(w: *const T, out: *mut Q, scales: *
     }
 }
 
-/// The tables of [`rows`] and [`groups`]: each variant for each element type, f32, f16 and bf16.
+/// The tables of [`rows`] and [`groups`]: each variant for each element type, f32, f16 and bf16; eight pieces a thread for the latter two.
 macro_rules! tables {
     ($($(#[$doc:meta])* $module:ident: $Q:ty,
-        [$($x2:ident, $x4:ident, $looped:ident, $any:ident, $cluster_x2:ident, $cluster_x4:ident, $T:ty, $v:literal;)*],
+        [$($x2:ident, $x4:ident, $looped:ident, $any:ident, $cluster_x2:ident, $cluster_x4:ident, $T:ty, $v:literal;)*], [$($x8:ident, $H:ty;)*],
         [$($vec:ident, $odd:ident, $many:ident, $G:ty, $gv:literal;)*], [$($block:ident, $B:ty;)*];)*) => { $(
         $(#[$doc])*
         pub mod $module {
@@ -267,6 +276,7 @@ macro_rules! tables {
                     $($any { type T = $T; } [1024] => super::super::rows::<T, $Q, 4, 0, false>;)*
                     $($cluster_x2 { type T = $T; } [CLUSTER_THREADS, 1; Sm90a] => super::super::rows_cluster::<T, $Q, $v, 2>;)*
                     $($cluster_x4 { type T = $T; } [CLUSTER_THREADS, 1; Sm90a] => super::super::rows_cluster::<T, $Q, $v, 4>;)*
+                    $($x8 { type T = $H; } [X8_THREADS, 2] => super::super::rows::<T, $Q, 8, 8, true>;)*
                 }
             }
             /// A scale for each row and group of columns.
@@ -302,7 +312,7 @@ tables! {
         quantise_rows_e4m3_cluster_x2_f16, quantise_rows_e4m3_cluster_x4_f16, half::f16, 8;
         quantise_rows_e4m3_x2_bf16, quantise_rows_e4m3_x4_bf16, quantise_rows_e4m3_loop_bf16, quantise_rows_e4m3_any_bf16,
         quantise_rows_e4m3_cluster_x2_bf16, quantise_rows_e4m3_cluster_x4_bf16, half::bf16, 8;
-    ], [
+    ], [quantise_rows_e4m3_x8_f16, half::f16; quantise_rows_e4m3_x8_bf16, half::bf16;], [
         quantise_groups_e4m3_f32, quantise_groups_e4m3_any_f32, quantise_groups_e4m3_many_f32, f32, 4;
         quantise_groups_e4m3_f16, quantise_groups_e4m3_any_f16, quantise_groups_e4m3_many_f16, half::f16, 8;
         quantise_groups_e4m3_bf16, quantise_groups_e4m3_any_bf16, quantise_groups_e4m3_many_bf16, half::bf16, 8;
@@ -315,7 +325,7 @@ tables! {
         quantise_rows_i8_cluster_x2_f16, quantise_rows_i8_cluster_x4_f16, half::f16, 8;
         quantise_rows_i8_x2_bf16, quantise_rows_i8_x4_bf16, quantise_rows_i8_loop_bf16, quantise_rows_i8_any_bf16,
         quantise_rows_i8_cluster_x2_bf16, quantise_rows_i8_cluster_x4_bf16, half::bf16, 8;
-    ], [
+    ], [quantise_rows_i8_x8_f16, half::f16; quantise_rows_i8_x8_bf16, half::bf16;], [
         quantise_groups_i8_f32, quantise_groups_i8_any_f32, quantise_groups_i8_many_f32, f32, 4;
         quantise_groups_i8_f16, quantise_groups_i8_any_f16, quantise_groups_i8_many_f16, half::f16, 8;
         quantise_groups_i8_bf16, quantise_groups_i8_any_bf16, quantise_groups_i8_many_bf16, half::bf16, 8;
