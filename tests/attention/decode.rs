@@ -632,6 +632,12 @@ fn a_hint_changes_the_split_alone() {
             let made = DecodeWorkspace::new(d, DecodeShape::new(4, 8, 2, 64, 704).chunk(chunk));
             assert!(matches!(made, Err(Error::Value { arg: "chunk", .. })), "{chunk}");
         }
+        // Heads the wrong way round, and others that are not so many for each.
+        for (q_heads, kv_heads) in [(2, 8), (8, 0), (8, 3)] {
+            let made = DecodeWorkspace::new(d, DecodeShape::new(4, q_heads, kv_heads, 64, 704));
+            assert!(matches!(made, Err(Error::Value { arg: "kv_heads", .. })), "{q_heads} {kv_heads}");
+        }
+        DecodeWorkspace::new(d, DecodeShape::new(0, 0, 0, 64, 704)).unwrap();
     });
 }
 

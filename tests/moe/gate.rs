@@ -569,6 +569,10 @@ fn bad_tensors_are_refused() {
         let spread = flat.as_strided(&[2, 64], &[256, 2], 0).unwrap();
         stride(call(&weights, &ids, &packed, &spread, &options), "logits");
 
+        // Where there are shared experts, the error says that they are counted.
+        let e = call(&weights, &ids, &packed, &logits, &options.shared_experts(3)).unwrap_err();
+        assert!(e.to_string().contains("of `top_k` and the shared experts"), "{e}");
+
         let few = Tensor::<f32>::zeros(device, &[63]).unwrap();
         shape(call(&weights, &ids, &packed, &logits, &options.bias(&few)), "bias");
         stride(

@@ -138,9 +138,13 @@ impl DecodeWorkspace {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], or [`Error::Tensor`] for sizes beyond any memory; [`Error::Value`] if `max_len` is not below 2^31,
-    /// or for a chunk that is not a power of two from 64 to 1024.
+    /// for a chunk that is not a power of two from 64 to 1024, and for KV heads that do not divide the query heads.
     pub fn new(device: &Device, shape: DecodeShape) -> Result<Self> {
-        let DecodeShape { max_len, chunk, .. } = shape;
+        let DecodeShape { q_heads, kv_heads, max_len, chunk, .. } = shape;
+        if q_heads.checked_rem(kv_heads).unwrap_or(q_heads) != 0 {
+            let expected = format!("a divisor of the number of query heads, {q_heads}");
+            return Err(Error::Value { op: "DecodeWorkspace", arg: "kv_heads", expected, got: kv_heads.to_string() });
+        }
         let chunks = 64..=1 << split::MAX_CHUNK_SHIFT;
         if let Some(chunk) = chunk.filter(|chunk| !chunk.is_power_of_two() || !chunks.contains(chunk)) {
             let expected = format!("a power of two from 64 to {}", chunks.end());

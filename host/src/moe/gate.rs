@@ -426,12 +426,17 @@ pub fn gate<T: Float>(
     let shared_experts = call.count("shared_experts", options.shared_experts)?;
 
     let slots = [tokens, top_k + options.shared_experts];
-    call.same_shape("topk_weights", topk_weights.shape(), &slots)?;
+    let check_slots = |arg, shape: &[usize]| match options.shared_experts {
+        0 => call.same_shape(arg, shape, &slots),
+        _ if shape == slots => Ok(()),
+        _ => Err(call.bad_shape(arg, shape, format_args!("{slots:?}, of `top_k` and the shared experts"))),
+    };
+    check_slots("topk_weights", topk_weights.shape())?;
     call.contiguous("topk_weights", topk_weights)?;
-    call.same_shape("topk_ids", topk_ids.shape(), &slots)?;
+    check_slots("topk_ids", topk_ids.shape())?;
     call.contiguous("topk_ids", topk_ids)?;
     if let Some(packed) = &packed {
-        call.same_shape("packed", packed.shape(), &slots)?;
+        check_slots("packed", packed.shape())?;
         call.contiguous("packed", packed)?;
     }
     if let Some(valid_rows) = options.valid_rows {
