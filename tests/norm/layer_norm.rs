@@ -4,7 +4,8 @@ use crate::rows::{Place, Rows, WIDTHS, all_bytes, assert_rounded, vector};
 use cuda_std::Float;
 use proptest::prelude::*;
 use proptest::sample::select;
-use warploom::norm::rms_norm::{any_ring_blocks, any_ring_geometry};
+use warploom::kernels::norm::rms_norm_any_ring as any_ring;
+use warploom::norm::rms_norm::any_ring_geometry;
 use warploom::norm::{self, Held, Variant, layer_norm};
 use warploom::reference::norm as reference;
 use warploom::{DType, Device, Entry, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
@@ -315,7 +316,7 @@ fn rows_in_turns_are_the_same_bits() {
     });
 }
 
-/// A row more than blocks take at once: rows at any place, replaced and not.
+/// A row more than there are at once in blocks of their own, from which on those of 16 bits are taken in turns: rows at any place, replaced and not.
 fn check_in_turns<T: Float>() {
     if skipped_under_synccheck() {
         return;
@@ -324,8 +325,9 @@ fn check_in_turns<T: Float>() {
         let [dense, .., apart] = Place::ALL;
         let off = Place { offset: 1, gap: 0 };
         for (n, from, to) in [(1537, dense, dense), (2049, apart, off), (1801, off, apart), (2048, off, dense)] {
-            let blocks = any_ring_blocks(T::DTYPE, n as u32, false).unwrap();
-            let rows = (blocks * device.properties().multiprocessors) as usize + 1;
+            let threads = any_ring_geometry(T::DTYPE, n as u32, false, 1).unwrap().block[0] - any_ring::MOVERS;
+            assert!(threads > 64);
+            let rows = (any_ring::THREADS / threads * device.properties().multiprocessors) as usize + 1;
             let x = values::<T>(rows * n, 2.0);
             let (w, b) = (noise_of::<T>(n, 5), noise_of::<T>(n, 6));
             let (dw, db) = (vector(device, &w, 0), vector(device, &b, 1));

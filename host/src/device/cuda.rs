@@ -330,7 +330,7 @@ impl Context {
             if captured(*stream) {
                 all &= captures.upgrade().is_some_and(|captures| captures.capturing());
             } else {
-                // SAFETY: as above.
+                // SAFETY: streams are in the list as long as they live.
                 unsafe { self.driver.stream_synchronize(*stream)? };
             }
         }

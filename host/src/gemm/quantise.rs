@@ -31,7 +31,7 @@ const MANY: u64 = 1 << 19;
 /// From so many elements on, four pieces a thread are faster where each row has a scale. Measured on an H200.
 const MANY_IN_ROWS: u64 = 3 << 19;
 /// The least pieces of 16 bytes of a row, and the most rows, for a cluster of blocks for each. Measured in bf16 on an H200, 1 to 48 rows: 8192 columns take 7 to 17 % less, 14336 18 to 36, 28672, which a block of
-/// their own read twice then, 48 to 71 and with 64 rows 44; 7168 4 to 14, which stay as they are, since on an H100 clusters take longer.
+/// its own read twice then, 48 to 71 and with 64 rows 44; 7168 4 to 14, which stay as they are, since on an H100 clusters take longer.
 const LEAST_CLUSTER_PIECES: u32 = 1024;
 /// See there.
 const MOST_CLUSTER_ROWS: u32 = 48;

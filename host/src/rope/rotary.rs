@@ -73,7 +73,7 @@ pub struct RotaryOptions {
     pub pairing: Pairing,
     /// Where in a head the rotated part starts; 0.
     pub offset: usize,
-    /// Turns back. What a table multiplies cosines and sines by ([`Scaling::Yarn`](super::Scaling::Yarn)) it multiplies again, as a gradient is.
+    /// Turns back. Where the table's cosines and sines are scaled ([`Scaling::Yarn`](super::Scaling::Yarn)), so is the result, once more, as a gradient has to be.
     pub inverse: bool,
     /// The largest position, if the caller knows it: checked against the cache.
     pub largest_position: Option<usize>,

@@ -4,7 +4,7 @@
 //! In registers a warp takes the mean of its part of the row and the squares of differences from that; one barrier later
 //! every thread knows all parts and merges them ([`merge`]). Rows of eight pieces a thread (`x8`) take two barriers, since differences would
 //! take twice the registers that the row does as it came. Longer rows are read once for the mean, once for the squares and once for the results.
-//! Few long rows have clusters on Hopper ([`layer_norm_cluster`](super::layer_norm_cluster)).
+//! Few long rows have clusters on Hopper ([`layer_norm_cluster`](super::layer_norm_cluster)); many that are not aligned are taken in turns there ([`layer_norm_any_ring`](super::layer_norm_any_ring)).
 
 use super::rms_norm::{inverse, inverse_rms};
 use super::rms_norm_any_ring::BLOCK_THREADS as RING_THREADS;
