@@ -1,7 +1,7 @@
-//! Sampling from bf16 logits of normal distribution: the batches and vocabularies of the peers' table, then variants.
+//! Sampling from logits of normal distribution: the batches and vocabularies of the peers' table, then variants.
 
 use warploom::sampling::{LogProbs, SamplingAlgorithm, SamplingOptions, SamplingWorkspace, top_k_top_p};
-use warploom::{Device, Result, Stream, Tensor, bf16};
+use warploom::{Device, Float, Result, Stream, Tensor, bf16};
 use warploom_benches::{Cost, Harness, tiled};
 
 pub fn benches(harness: &mut Harness) {
@@ -10,30 +10,43 @@ pub fn benches(harness: &mut Harness) {
     for vocab in harness.pick(&[128_256, 256_000][..], &[128_256]).iter().copied() {
         for &rows in batches {
             for k in [20, 50] {
-                case(harness, &format!("bf16/k{k}/p0.9"), rows, vocab, 0, &top_p.top_k(k));
+                case::<bf16>(harness, &format!("k{k}/p0.9"), rows, vocab, 0, &top_p.top_k(k));
             }
         }
     }
     for &rows in harness.pick(&[1, 8, 64, 256][..], &[1]) {
         let k20 = top_p.top_k(20);
         let vocab = 128_256;
-        case(harness, "bf16/all/p0.9", rows, vocab, 0, &top_p);
-        case(harness, "bf16/k1000/p0.9", rows, vocab, 0, &top_p.top_k(1000));
-        case(harness, "bf16/greedy", rows, vocab, 0, &SamplingOptions::default().greedy());
-        case(harness, "bf16/k20/p0.9/batched", rows, vocab, 0, &k20.algorithm(SamplingAlgorithm::Batched));
+        let radix = top_p.algorithm(SamplingAlgorithm::Radix);
+        case::<bf16>(harness, "all/p0.9", rows, vocab, 0, &top_p);
+        case::<bf16>(harness, "all/p0.9/radix", rows, vocab, 0, &radix);
+        case::<f32>(harness, "all/p0.9", rows, vocab, 0, &top_p);
+        case::<f32>(harness, "all/p0.9/radix", rows, vocab, 0, &radix);
+        case::<bf16>(harness, "k1000/p0.9", rows, vocab, 0, &top_p.top_k(1000));
+        case::<f32>(harness, "k1000/p0.9", rows, vocab, 0, &top_p.top_k(1000));
+        case::<bf16>(harness, "greedy", rows, vocab, 0, &SamplingOptions::default().greedy());
+        case::<bf16>(harness, "k20/p0.9/batched", rows, vocab, 0, &k20.algorithm(SamplingAlgorithm::Batched));
         for splits in harness.pick(&[2, 4, 8, 16][..], &[4]) {
-            let name = format!("bf16/k20/p0.9/split_k{splits}");
-            case(harness, &name, rows, vocab, 0, &k20.algorithm(SamplingAlgorithm::SplitK { splits: *splits }));
+            let name = format!("k20/p0.9/split_k{splits}");
+            case::<bf16>(harness, &name, rows, vocab, 0, &k20.algorithm(SamplingAlgorithm::SplitK { splits: *splits }));
         }
-        case(harness, "bf16/k20/p0.9/radix", rows, vocab, 0, &k20.algorithm(SamplingAlgorithm::Radix));
-        case(harness, "bf16/k20/p0.9/top20_log_probs", rows, vocab, 20, &k20);
+        case::<bf16>(harness, "k20/p0.9/radix", rows, vocab, 0, &k20.algorithm(SamplingAlgorithm::Radix));
+        case::<bf16>(harness, "k20/p0.9/top20_log_probs", rows, vocab, 20, &k20);
+        case::<bf16>(harness, "all/p0.9/top20_log_probs", rows, vocab, 20, &top_p);
     }
 }
 
-fn case(harness: &mut Harness, name: &str, rows: usize, vocab: usize, n: usize, options: &SamplingOptions<'static>) {
-    let cost = Cost::bytes(rows * vocab * 2, rows * 4);
-    harness.case(&format!("sampling/top_k_top_p/{name}/{rows}x{vocab}"), cost, |device, stream, set| {
-        let logits = normal(device, stream, rows, vocab, set)?;
+fn case<T: Float>(
+    harness: &mut Harness,
+    name: &str,
+    rows: usize,
+    vocab: usize,
+    n: usize,
+    options: &SamplingOptions<'static>,
+) {
+    let cost = Cost::bytes(rows * vocab * size_of::<T>(), rows * 4);
+    harness.case(&format!("sampling/top_k_top_p/{}/{name}/{rows}x{vocab}", T::DTYPE), cost, |device, stream, set| {
+        let logits = normal::<T>(device, stream, rows, vocab, set)?;
         let mut workspace = SamplingWorkspace::new(device, rows, vocab)?;
         let mut tokens = Tensor::<i32>::uninit(device, &[rows])?;
         let mut log_probs = if n > 0 { LogProbs::new(device, rows, n)? } else { LogProbs::none() };
@@ -43,7 +56,7 @@ fn case(harness: &mut Harness, name: &str, rows: usize, vocab: usize, n: usize, 
 }
 
 /// Logits of standard deviation 3: the sums of twelve uniform numbers, repeated with a period prime to every vocabulary.
-fn normal(device: &Device, stream: &Stream, rows: usize, vocab: usize, set: usize) -> Result<Tensor<bf16>> {
+fn normal<T: Float>(device: &Device, stream: &Stream, rows: usize, vocab: usize, set: usize) -> Result<Tensor<T>> {
     let mut state = (set as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut uniform = || {
         state ^= state << 13;
@@ -51,7 +64,7 @@ fn normal(device: &Device, stream: &Stream, rows: usize, vocab: usize, set: usiz
         state ^= state << 17;
         (state >> 40) as f32 / (1u64 << 24) as f32
     };
-    let values: Vec<bf16> =
-        (0..262_147).map(|_| bf16::from_f32(3.0 * ((0..12).map(|_| uniform()).sum::<f32>() - 6.0))).collect();
+    let values: Vec<T> =
+        (0..262_147).map(|_| T::from_f32(3.0 * ((0..12).map(|_| uniform()).sum::<f32>() - 6.0))).collect();
     tiled(device, stream, &values, &[rows, vocab])
 }

@@ -6,11 +6,12 @@ use warploom::{Device, Error, Graph, Result, Stream, Tensor, bf16, f16};
 use warploom_tests::{noise, on_every_device, property, sanitizing, widen};
 
 /// All of them, with a number of splits that leaves a short last part.
-const ALGORITHMS: [SamplingAlgorithm; 4] = [
+const ALGORITHMS: [SamplingAlgorithm; 5] = [
     SamplingAlgorithm::Auto,
     SamplingAlgorithm::Batched,
     SamplingAlgorithm::SplitK { splits: 3 },
     SamplingAlgorithm::Radix,
+    SamplingAlgorithm::RadixCluster,
 ];
 
 /// One call on new buffers: tokens and log-probabilities.
@@ -609,12 +610,84 @@ fn large_vocabularies() {
             SamplingAlgorithm::Batched,
             SamplingAlgorithm::SplitK { splits: 17 },
             SamplingAlgorithm::Radix,
+            SamplingAlgorithm::RadixCluster,
         ]
         .map(|a| tokens(&stream, &logits, &options.algorithm(a))[0]);
         assert!(got.iter().all(|&t| t == got[0]), "{got:?}");
         let filters = Filters { top_k: k, top_p: p.into(), ..Filters::default() };
         assert!(may_draw(&exact, &filters, uniform(9, 0, 0), got[0] as usize));
     }
+}
+
+/// Clusters of one block up to eight, rows at odd addresses: what the search in several launches gives, bit by bit.
+#[test]
+fn clusters_of_any_size() {
+    fn compare<T: Float>(device: &Device, stream: &Stream) {
+        let gpu = !device.is_simt();
+        // A vector for each thread of eight blocks, and some more.
+        let vocab = if gpu { 66_003 } else { 9_003 };
+        for blocks in 1..=8 {
+            let rows = device.properties().multiprocessors as usize / blocks;
+            // Few where they take long.
+            if rows == 0 || (!gpu && rows > 2 && T::DTYPE == DType::F16) || (sanitizing() && blocks < 7) {
+                continue;
+            }
+            let values = noise(rows * (vocab + 1) + 3, blocks as u64);
+            let values =
+                values.into_iter().enumerate().map(|(i, x)| if i % 5 == 0 { 9.0 * x * x * x } else { 3.0 * x });
+            let flat = Tensor::from_slice(device, &values.collect::<Vec<_>>().map_to::<T>(), &[rows * (vocab + 1) + 3]);
+            let logits = flat.unwrap().as_strided(&[rows, vocab], &[vocab + 1, 1], 3).unwrap();
+            let new = SamplingOptions::default().seed(blocks as u64);
+            for options in [new.top_p(0.9), new.top_k(700).min_p(0.02), new.top_k(5).top_p(0.4).temperature(0.6)] {
+                let run = |algorithm| sample(stream, &logits, 3, &options.algorithm(algorithm));
+                let ((want, before), (got, after)) =
+                    (run(SamplingAlgorithm::Radix), run(SamplingAlgorithm::RadixCluster));
+                assert_eq!(got, want, "{blocks} blocks of {}", T::DTYPE);
+                let of = |t: &LogProbs<i32>| {
+                    let all = [&t.before, &t.after, &t.top_before, &t.top_after];
+                    all.map(|t| t.as_ref().unwrap().to_vec().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>())
+                };
+                assert_eq!(of(&after), of(&before), "{blocks} blocks of {}", T::DTYPE);
+            }
+        }
+    }
+    on_every_device(|device, stream| {
+        compare::<f32>(device, stream);
+        compare::<f16>(device, stream);
+        compare::<bf16>(device, stream);
+    });
+}
+
+/// Rows of one logit: a cluster of no more blocks than needed counts nearly 2^16 of a key in each, and lists are too short.
+#[test]
+fn flat_rows_in_small_clusters() {
+    on_every_device(|device, stream| {
+        let (rows, vocab) = (device.properties().multiprocessors as usize, 131_047);
+        for logit in [2.5, 0.0, -0.0] {
+            let short = tensor::<bf16>(device, &vec![logit; rows * vocab], &[rows, vocab]);
+            let long = tensor::<f32>(device, &vec![logit; rows * vocab], &[rows, vocab]);
+            let options = SamplingOptions::default().top_p(0.75).seed(3).algorithm(SamplingAlgorithm::RadixCluster);
+            let kept = (0.75 * vocab as f64).ceil();
+            let want: Vec<i32> = (0..rows as u64).map(|r| (uniform(3, r, 0) * kept) as i32).collect();
+            assert_eq!(tokens(stream, &short, &options), want, "{logit}");
+            assert_eq!(tokens(stream, &long, &options), want, "{logit}");
+        }
+    });
+}
+
+/// Which rows have a cluster, and of how many blocks.
+#[test]
+fn clusters_hold_what_they_are_for() {
+    use warploom::sampling::top_k_top_p::Plan;
+    let device = Device::simt();
+    let blocks = |dtype, rows, vocab| Plan::cluster_blocks(&device, dtype, rows, vocab);
+    assert_eq!(blocks(DType::Bf16, 1, 1), 1);
+    assert_eq!(blocks(DType::Bf16, 4, 131_047), 2);
+    assert_eq!(blocks(DType::F16, 1, 524_160), 8);
+    assert_eq!(blocks(DType::F16, 1, 524_168), 0);
+    assert_eq!(blocks(DType::F32, 0, 1 << 30), 4);
+    assert_eq!(blocks(DType::F32, 1000, 1 << 30), 4);
+    assert_eq!(blocks(DType::E4m3, 1, 100), 0);
 }
 
 /// Short lists, lists that are merged, and a search.

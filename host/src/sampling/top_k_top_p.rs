@@ -35,8 +35,8 @@
 //! # Algorithms
 //!
 //! Up to 128 tokens kept, the best k are found in one pass over the logits: [`SamplingAlgorithm::Batched`] with a block a
-//! row, [`SamplingAlgorithm::SplitK`] with several and a merge. Above that, or without top-k, [`SamplingAlgorithm::Radix`] searches by
-//! histograms of the logits' bits.
+//! row, [`SamplingAlgorithm::SplitK`] with several and a merge. Above that, or without top-k, [`SamplingAlgorithm::RadixCluster`] searches by
+//! histograms of the logits' bits in one launch, or [`SamplingAlgorithm::Radix`] does so in several.
 //!
 //! Sources: Fan et al., *Hierarchical neural story generation*, 2018 (top-k); Holtzman et al., *The curious case of neural
 //! text degeneration*, 2020 (top-p); Nguyen et al., *Turning up the heat*, 2024 (min-p); Keskar et al., *CTRL*, 2019
@@ -45,7 +45,9 @@
 use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
-use crate::kernels::sampling::{adjust, radix, row_sum, top_k_top_p as kernel};
+use crate::kernels::sampling::{
+    adjust, part, radix, radix_cluster, radix_cluster_long, radix_cluster_short, row_sum, top_k_top_p as kernel,
+};
 use crate::tensor::Tensor;
 use cuda_std::{DType, Element, Entry, Float};
 use std::ffi::c_void;
@@ -87,16 +89,19 @@ pub enum SamplingAlgorithm {
     /// By the number of rows, the vocabulary and `k`.
     #[default]
     Auto,
-    /// One block a row. Rows that keep more than 128 tokens go to `Radix`.
+    /// One block a row. Rows that keep more than 128 tokens go to `RadixCluster`.
     Batched,
-    /// Several blocks a row, the last of which merges their lists. Rows that keep more than 128 tokens go to `Radix`.
+    /// Several blocks a row, the last of which merges their lists. Rows that keep more than 128 tokens go to `RadixCluster`.
     SplitK {
         /// Blocks of a row: 1 to `1536 / max(k, n)`, of which `k` is the most that a row may keep (128 if that is unknown; rows that keep
         /// more do not count) and `n` is the number of top log-probabilities.
         splits: usize,
     },
-    /// A search by histograms, for any number of tokens kept.
+    /// A search by histograms, for any number of tokens kept, in several launches.
     Radix,
+    /// The same in one launch, by a cluster of blocks for each row. `Radix` where that is not to be had: on devices without
+    /// clusters (those of compute capability 9.0 have them), and for rows of more than 524,160 logits of 16 bits.
+    RadixCluster,
 }
 
 /// What is optional about [`top_k_top_p`]; the default is to sample from the softmax of the logits with seed 0.
@@ -468,6 +473,9 @@ impl SamplingWorkspace {
     }
 }
 
+/// Of the 50 MB of second-level cache that devices with clusters have, what rows of logits may take.
+const CACHED_BYTES: usize = 40_000_000;
+
 /// The largest vocabulary: 2^31 less what alignment may add.
 const MAX_VOCAB: usize = i32::MAX as usize - 16;
 
@@ -482,12 +490,45 @@ pub struct Plan {
     pub goals: u32,
     /// Whether log-probabilities before the filters are wanted.
     pub sums: bool,
+    /// Blocks of the cluster that searches a row, as [`Plan::cluster_blocks`] has it; 0 for the launches of `radix`.
+    pub cluster: u32,
 }
 
 impl Plan {
-    /// These kernels.
+    /// These kernels; searches by `radix`.
     pub const fn new(splits: u32, goals: u32, sums: bool) -> Self {
-        Self { splits, goals, sums }
+        Self { splits, goals, sums, cluster: 0 }
+    }
+
+    /// With searches by clusters of so many blocks.
+    pub const fn cluster(mut self, blocks: u32) -> Self {
+        self.cluster = blocks;
+        self
+    }
+
+    /// Blocks of a cluster that searches a row of `vocab` logits of type `dtype` (f32 with [`Adjustments`]), where there are `rows` of them: 1 to 8; 0 where
+    /// there is no kernel for that.
+    pub fn cluster_blocks(device: &Device, dtype: DType, rows: usize, vocab: u32) -> u32 {
+        let properties = device.properties();
+        if properties.compute_capability != (9, 0) || radix_cluster_entry(dtype).is_none() {
+            return 0;
+        }
+        let least = if dtype == DType::F32 {
+            // They are read again and again: not more of them at a time than the second-level cache has room for.
+            let cached = (CACHED_BYTES / (4 * vocab.max(1) as usize)).max(1);
+            let blocks = if rows > cached { properties.multiprocessors.div_ceil(cached as u32) } else { 1 };
+            blocks.min(part::MAX_BLOCKS)
+        } else {
+            part::least_blocks(vocab)
+        };
+        if least > part::MAX_BLOCKS {
+            return 0;
+        }
+        // As many as keep the device busy.
+        let each = properties.multiprocessors as usize / rows.max(1);
+        // Less than a vector for each thread is not worth a block.
+        let useful = vocab.div_ceil(part::THREADS * 16 / dtype.size() as u32);
+        (each as u32).min(useful).min(part::MAX_BLOCKS).max(least)
     }
 
     /// Blocks of a row that keep the device busy without making the merge long.
@@ -536,9 +577,18 @@ entry_of! {
     /// The end of the radix search.
     radix_pick_entry -> radix::Args { sampling_radix_pick_f32, sampling_radix_pick_f16, sampling_radix_pick_bf16 }
         in crate::kernels::sampling::radix;
+    /// The radix search by clusters.
+    radix_cluster_entry -> radix_cluster::Args { sampling_radix_cluster_f32, sampling_radix_cluster_f16, sampling_radix_cluster_bf16 }
+        in crate::kernels::sampling::radix_cluster;
     /// Mask, bias and penalties.
     adjust_entry -> adjust::Args { sampling_adjust_f32, sampling_adjust_f16, sampling_adjust_bf16 }
         in crate::kernels::sampling::adjust;
+}
+
+/// Shared memory of a block of the radix search by clusters.
+const fn radix_cluster_shared(dtype: DType) -> u32 {
+    (if matches!(dtype, DType::F32) { radix_cluster_long::SHARED_BYTES } else { radix_cluster_short::SHARED_BYTES })
+        as u32
 }
 
 /// Bits of the keys of an element type's logits, which decide how long a radix search takes.
@@ -562,7 +612,8 @@ const fn key_bits(dtype: DType) -> u32 {
 /// Pointers are device memory of the sizes that [`Job`] and [`Adjustments`] name, until the launches are done; the
 /// workspace is that of a [`Layout`] for this many rows and tokens, was zeros before its first use, and is not in use by other work. The plan is right
 /// for the job: `quick_limit` and `top_n` are at most [`MAX_K`], and `plan.splits` times the larger at most [`CAPACITY`]; all
-/// rows keep up to `quick_limit` tokens if `plan.goals` is 0, and more if `plan.splits` is 0.
+/// rows keep up to `quick_limit` tokens if `plan.goals` is 0, and more if `plan.splits` is 0; `plan.cluster` is 0, or from what
+/// [`Plan::cluster_blocks`] has for a million rows up to 8, and that is not 0.
 pub unsafe fn launch(
     stream: &Stream,
     dtype: DType,
@@ -589,14 +640,17 @@ pub unsafe fn launch(
             stream.launch(&entry, &geometry, &adjust::Args { logits, args, chunks })?;
             (dtype, logits, job.stride) = (DType::F32, args.out.cast_const().cast(), args.out_stride);
         }
-        if plan.sums || plan.goals > 0 {
+        // Clusters see to the largest logit and the sum of the rows that are theirs.
+        let search = plan.goals > 0 && plan.cluster == 0;
+        let sums = plan.sums && (plan.cluster == 0 || job.quick_limit > 0);
+        if sums || search {
             let args = row_sum::Args { logits, job };
             stream.launch(
                 &row_max_entry(dtype).ok_or_else(unsupported)?,
                 &by_chunk(row_sum::MAX_SHARED_BYTES),
                 &args,
             )?;
-            if plan.sums {
+            if sums {
                 stream.launch(&row_sum_entry(dtype).ok_or_else(unsupported)?, &by_chunk(0), &args)?;
             }
         }
@@ -611,7 +665,12 @@ pub unsafe fn launch(
                 stream.launch(&split_k_entry(dtype).ok_or_else(unsupported)?, &by_row(splits), &args)?;
             }
         }
-        if plan.goals > 0 {
+        if plan.goals > 0 && plan.cluster > 0 {
+            let entry = radix_cluster_entry(dtype).ok_or_else(unsupported)?;
+            let geometry = Geometry::linear(rows.saturating_mul(plan.cluster), part::THREADS);
+            let geometry = geometry.shared_bytes(radix_cluster_shared(dtype)).cluster(plan.cluster).dependent();
+            stream.launch(&entry, &geometry, &radix_cluster::Args { logits, job })?;
+        } else if search {
             let args = radix::Args { logits, job };
             let search = radix_search_entry(dtype).ok_or_else(unsupported)?;
             for _ in 0..radix::passes(key_bits(dtype), plan.goals) {
@@ -742,7 +801,7 @@ pub fn top_k_top_p<T: Float, I: TokenId>(
         _ if need == 0 => 0,
         SamplingAlgorithm::Batched => 1,
         SamplingAlgorithm::SplitK { splits } => splits as u32,
-        SamplingAlgorithm::Auto | SamplingAlgorithm::Radix => {
+        SamplingAlgorithm::Auto | SamplingAlgorithm::Radix | SamplingAlgorithm::RadixCluster => {
             Plan::splits(stream.device().properties().multiprocessors, rows, vocab, need)
         }
     };
@@ -750,8 +809,17 @@ pub fn top_k_top_p<T: Float, I: TokenId>(
         let most = CAPACITY as usize / need.max(1);
         inputs.call.value(splits >= 1 && splits <= most, "splits", format!("from 1 to {most}"), splits)?;
     }
-    let plan = Plan { splits, goals: limits.goals, sums: !job.before.is_null() || !job.top_before.is_null() };
-    let blocks = rows.saturating_mul((row_sum::chunks(job.vocab) as usize).max(splits as usize));
+    let cluster = match options.algorithm {
+        _ if limits.goals == 0 => 0,
+        SamplingAlgorithm::Radix => 0,
+        _ => {
+            let searched = if adjustments.is_some() { DType::F32 } else { T::DTYPE };
+            Plan::cluster_blocks(stream.device(), searched, rows, job.vocab)
+        }
+    };
+    let sums = !job.before.is_null() || !job.top_before.is_null();
+    let plan = Plan { splits, goals: limits.goals, sums, cluster };
+    let blocks = rows.saturating_mul((row_sum::chunks(job.vocab).max(splits).max(cluster)) as usize);
     inputs.call.value(blocks <= i32::MAX as usize, "logits", "at most 2^31 - 1 blocks of 4096 logits", blocks)?;
     // SAFETY: all tensors were checked above, the workspace is large enough and of this device, and the plan was made
     // for the limits in the job.
@@ -854,7 +922,7 @@ impl Inputs<'_> {
             Some(PerRow::Each(_)) => (max_k, options.max_top_k.is_some() || vocab <= MAX_K as usize),
         };
         let quick = match options.algorithm {
-            SamplingAlgorithm::Radix => 0,
+            SamplingAlgorithm::Radix | SamplingAlgorithm::RadixCluster => 0,
             _ if most <= MAX_K as usize => most,
             _ if known => 0,
             _ => MAX_K as usize,

@@ -1,7 +1,7 @@
 //! What the host tells the sampling kernels: parameters by row, outputs, workspace.
 
 use super::weights::{KEY_NEG_INF, Weights, bits_of};
-use cuda_std::{Global, GlobalMut};
+use cuda_std::{Global, GlobalMut, Shared, unroll};
 
 /// A parameter that is the same for all rows, or has a value for each.
 #[repr(C)]
@@ -135,6 +135,25 @@ pub struct Settings {
     pub least: u64,
 }
 
+/// Words of shared memory for [`Job::look_up`].
+pub const PARAMETERS: usize = 8;
+
+impl Settings {
+    /// What [`Job::look_up`] has left, and the random bits.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn looked_up(parameters: Shared<u32>) -> (Self, u32) {
+        let [k, temperature, cuts, top_p, low, high, draw] = [0u32, 1, 2, 3, 4, 5, 6].map(|i| parameters.get(i));
+        let settings = Self {
+            k,
+            temperature: f32::from_bits(temperature),
+            top_p: if cuts != 0 { Some(top_p) } else { None },
+            least: low as u64 | (high as u64) << 32,
+        };
+        (settings, draw)
+    }
+}
+
 impl Job {
     /// The parameters of a row.
     #[inline(always)]
@@ -152,6 +171,24 @@ impl Job {
         let one = 1u64 << bits_of(self.vocab);
         let least = if min_p >= 1.0 { one } else { (min_p * one as f32) as u64 };
         Settings { k: if greedy { 1 } else { k }, temperature: if greedy { 1.0 } else { temperature }, top_p, least }
+    }
+
+    /// Leaves the parameters of the row and its random bits in shared memory, where [`Settings::looked_up`] finds them after a barrier. By
+    /// one thread that has nothing else to do.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn look_up(&self, row: u32, parameters: Shared<u32>) {
+        let settings = self.settings(row);
+        let words = [
+            settings.k,
+            settings.temperature.to_bits(),
+            settings.top_p.is_some() as u32,
+            settings.top_p.unwrap_or(0),
+            settings.least as u32,
+            (settings.least >> 32) as u32,
+            self.draw(row),
+        ];
+        unroll::<7>(|i| parameters.set(i as u32, words[i]));
     }
 
     /// The weights of a row whose largest logit has this key.
@@ -194,7 +231,7 @@ impl Job {
     /// wrote before is visible to the last one. `flag` is a word of shared memory.
     #[inline(always)]
     #[track_caller]
-    pub unsafe fn last_of_row(&self, row: u32, blocks: u32, flag: cuda_std::Shared<u32>) -> bool {
+    pub unsafe fn last_of_row(&self, row: u32, blocks: u32, flag: Shared<u32>) -> bool {
         use cuda_std::atomic::{AcqRel, Device};
         use cuda_std::thread;
         thread::sync_threads();

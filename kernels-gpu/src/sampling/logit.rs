@@ -1,5 +1,6 @@
 //! Rows of logits, read in 16-byte vectors wherever they start.
 
+use cuda_std::vec::B128;
 use cuda_std::{Float, Global, bf16, convert, f16, float, unroll};
 
 /// An element type of logits.
@@ -126,6 +127,24 @@ impl<T: Logit> Row<T> {
     #[inline(always)]
     pub fn vector(self, v: u32) -> *const T {
         self.data.ptr(self.index(v, 0))
+    }
+
+    /// Vector `v < vectors`.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn words(self, v: u32) -> Words {
+        self.data.get_as::<B128<u32, 4>>(self.index(v, 0)).0
+    }
+
+    /// A word of element `i`, and of -inf if there is room for another.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn word(self, i: u32) -> u32 {
+        if T::PER_WORD == 2 {
+            self.data.get_as::<u16>(i) as u32 | T::ABSENT & 0xffff_0000
+        } else {
+            self.data.get_as::<u32>(i)
+        }
     }
 
     /// Element `i`.

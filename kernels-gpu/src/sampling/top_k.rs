@@ -9,6 +9,7 @@
 //! Where that leaves too many, because thousands are equal or because all the good ones are in a few groups, each warp
 //! goes through its part in the order of indices and keeps a sorted list, by insertion, in its registers.
 
+use super::job::PARAMETERS;
 use super::logit::{Logit, Row, Words, for_each, largest};
 use super::weights::{candidate, key, key_of};
 use cuda_std::atomic::{Block, Relaxed};
@@ -154,9 +155,6 @@ pub struct Scratch {
     /// For the parameters of the row.
     pub parameters: Shared<u32>,
 }
-
-/// Words of [`Scratch::parameters`].
-pub const PARAMETERS: usize = 8;
 
 /// Bytes of [`Scratch`].
 const SCRATCH_BYTES: usize = 8 * (CAPACITY + 2 + MAX_K) as usize + 4 * (THREADS as usize + 4 + 12 + PARAMETERS);

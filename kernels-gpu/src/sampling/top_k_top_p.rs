@@ -44,17 +44,7 @@ pub unsafe fn batched<T: Logit>(logits: *const T, job: Job) {
 #[track_caller]
 unsafe fn look_up(scratch: &Scratch, job: &Job, row: u32) {
     if own_index() == 32 {
-        let settings = job.settings(row);
-        let words = [
-            settings.k,
-            settings.temperature.to_bits(),
-            settings.top_p.is_some() as u32,
-            settings.top_p.unwrap_or(0),
-            settings.least as u32,
-            (settings.least >> 32) as u32,
-            job.draw(row),
-        ];
-        unroll::<7>(|i| scratch.parameters.set(i as u32, words[i]));
+        job.look_up(row, scratch.parameters);
     }
 }
 
@@ -106,13 +96,7 @@ pub unsafe fn split_k<T: Logit>(logits: *const T, job: Job, splits: u32) {
 unsafe fn finish<T: Logit>(scratch: &Scratch, logits: *const T, job: &Job, row: u32, len: u32) {
     // Looked up again rather than kept in registers all the time.
     let (row, tid) = (opaque(row), own_index());
-    let [k, temperature, cuts, top_p, low, high, draw] = [0u32, 1, 2, 3, 4, 5, 6].map(|i| scratch.parameters.get(i));
-    let settings = Settings {
-        k,
-        temperature: f32::from_bits(temperature),
-        top_p: if cuts != 0 { Some(top_p) } else { None },
-        least: low as u64 | (high as u64) << 32,
-    };
+    let (settings, draw) = Settings::looked_up(scratch.parameters);
     if settings.k > job.quick_limit {
         if tid < job.top_n {
             let at = row as usize * MAX_K as usize + tid as usize;
@@ -226,6 +210,13 @@ unsafe fn lowest_allowed<T: Logit>(data: Row<T>, lowest: Shared<u32>) -> u32 {
 #[track_caller]
 pub(super) unsafe fn write_token(job: &Job, row: u32, token: u32, key: u32, probs: Option<&LogProbs>) {
     GlobalMut::new(job.tokens).set(row, token as i32);
+    write_log_probs(job, row, key, probs);
+}
+
+/// Writes the log-probabilities of the row's token, which has this key.
+#[inline(always)]
+#[track_caller]
+pub(super) unsafe fn write_log_probs(job: &Job, row: u32, key: u32, probs: Option<&LogProbs>) {
     if !job.before.is_null() {
         GlobalMut::new(job.before).set(row, probs.map_or(f32::NEG_INFINITY, |p| p.before(key)));
     }

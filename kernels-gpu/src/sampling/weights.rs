@@ -88,11 +88,26 @@ impl Weights {
         exp2(self.half_distance(key) * (2.0 * self.scale), self.bits)
     }
 
+    /// The same of a logit. 0 of NaN as well.
+    #[inline(always)]
+    pub fn of_value(&self, x: f32) -> u64 {
+        let max = value(self.max_key);
+        if x == max {
+            return 1 << self.bits;
+        }
+        exp2(half_difference(x, max) * (2.0 * self.scale), self.bits)
+    }
+
     /// Half of `x - max`, of which f32 may not hold the whole. Where it does, the half has the same digits, and takes no instruction more.
     #[inline(always)]
     pub fn half_distance(&self, key: u32) -> f32 {
-        float::fma(value(key), 0.5, -0.5 * value(self.max_key))
+        half_difference(value(key), value(self.max_key))
     }
+}
+
+#[inline(always)]
+fn half_difference(x: f32, max: f32) -> f32 {
+    float::fma(x, 0.5, -0.5 * max)
 }
 
 /// `2^t` for `t <= 0` with `bits` binary places, cut off; 0 for NaN.
