@@ -1,13 +1,13 @@
-//! Samples one token a row whatever the number of tokens it keeps, in one launch: as [`super::radix`], by a cluster of blocks for each row, which hold
-//! it in their registers and see each other's histograms.
+//! Samples one token a row whatever the number of tokens it keeps, in one launch: the search of [`super::radix`], by a cluster of blocks for each row,
+//! which see each other's histograms.
 //!
 //! Logits of 16 bits ([`radix_cluster_short`](super::radix_cluster_short)) have 65536 keys at most, few enough for a bin each. So blocks count their logits in shared memory, which needs neither the largest
 //! logit nor an exponential, and only then is a weight computed for each key that occurs. That one histogram has the answer to everything: top-k,
 //! top-p and the draw are searched one after another by a warp of the first block. What is left is to find the token among those of its key:
 //! the block is known from the counts, and reads its part once more.
 //!
-//! Of f32 ([`radix_cluster_long`](super::radix_cluster_long)) a histogram of the leading bits has counts and masses, as those of `radix`. A warp of each block holds nothing; that of the first block
-//! searches, and has all others make histograms of further bits from what they hold, two for each of the three goals at most.
+//! Of f32 ([`radix_cluster_long`](super::radix_cluster_long)) a histogram of the leading digit has counts and masses, as that of `radix`. For each goal the blocks then list what has the
+//! leading digit of the answer, mostly a few hundred tokens, and the first block goes on with those alone.
 
 use super::job::{Job, LogProbs, Settings};
 use super::part::{MAX_BLOCKS, THREADS};

@@ -26,26 +26,25 @@ const FURTHER_BINS: u32 = 1 << SECOND;
 const FIRST_CHUNKS: u32 = FIRST_BINS / CHUNK;
 const FURTHER_CHUNKS: u32 = FURTHER_BINS / CHUNK;
 
-/// Tokens and mass of each bin, by words.
+/// Tokens of each bin, then the lower words of their masses, then the higher ones.
 #[derive(Clone, Copy)]
-struct Histogram {
-    words: [Shared<u32>; 3],
+struct Histogram<const BINS: u32> {
+    words: Shared<u32>,
 }
 
-impl Histogram {
+impl<const BINS: u32> Histogram<BINS> {
     #[inline(always)]
-    unsafe fn new(carver: &mut Carver, bins: u32) -> Self {
-        let mut take = || carver.take(bins as usize);
-        Self { words: [take(), take(), take()] }
+    unsafe fn new(carver: &mut Carver) -> Self {
+        Self { words: carver.take(3 * BINS as usize) }
     }
 
     /// By all threads.
     #[inline(always)]
     #[track_caller]
-    unsafe fn clear(&self, bins: u32) {
+    unsafe fn clear(&self) {
         let mut i = 4 * own_index();
-        while i < bins {
-            unroll::<3>(|w| self.words[w].set_as(i, B128([0u32; 4])));
+        while i < 3 * BINS {
+            self.words.set_as(i, B128([0u32; 4]));
             i += 4 * THREADS;
         }
     }
@@ -54,16 +53,25 @@ impl Histogram {
     #[inline(always)]
     #[track_caller]
     unsafe fn add(&self, bin: u32, own: Bin) {
+        // One address, and constants.
+        let words = self.words.offset(bin);
         if own.count != 0 {
-            self.words[0].fetch_add(bin, own.count, Block, Relaxed);
+            words.fetch_add(0u32, own.count, Block, Relaxed);
         }
         let (low, mut high) = (own.mass as u32, (own.mass >> 32) as u32);
         if low != 0 {
-            high += self.words[1].fetch_add(bin, low, Block, Relaxed).overflowing_add(low).1 as u32;
+            high += words.fetch_add(BINS, low, Block, Relaxed).overflowing_add(low).1 as u32;
         }
         if high != 0 {
-            self.words[2].fetch_add(bin, high, Block, Relaxed);
+            words.fetch_add(2 * BINS, high, Block, Relaxed);
         }
+    }
+
+    /// Tokens of a bin.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn count(&self, bin: u32) -> u32 {
+        self.words.get(bin)
     }
 
     /// This lane's bins of a chunk, the higher one first: those of all blocks.
@@ -81,7 +89,8 @@ impl Histogram {
                 if block + (b as u32) < blocks {
                     unroll::<2>(|h| {
                         unroll::<3>(|w| {
-                            let place = cluster::map(self.words[w].ptr(first - h as u32), block + b as u32);
+                            let word = self.words.ptr(w as u32 * BINS + first - h as u32);
+                            let place = cluster::map(word, block + b as u32);
                             words[b][h][w] = cluster::load_u32(place);
                         });
                     });
@@ -106,7 +115,7 @@ impl Histogram {
         unroll::<2>(|h| {
             let words = [bins[h].count, bins[h].mass as u32, (bins[h].mass >> 32) as u32];
             unroll::<3>(|w| {
-                cluster::store_u32(cluster::map(self.words[w].ptr(first - h as u32), 0), words[w]);
+                cluster::store_u32(cluster::map(self.words.ptr(w as u32 * BINS + first - h as u32), 0), words[w]);
             });
         });
     }
@@ -116,7 +125,10 @@ impl Histogram {
     #[track_caller]
     unsafe fn own_of_chunk(&self, chunk: u32) -> [Bin; 2] {
         let first = chunk * CHUNK + CHUNK - 1 - 2 * warp::lane_id();
-        [get(self.words, first), get(self.words, first - 1)]
+        [first, first - 1].map(|bin| {
+            let [count, low, high] = [0, 1, 2].map(|w: u32| self.words.get(w * BINS + bin));
+            Bin { count, mass: low as u64 | (high as u64) << 32 }
+        })
     }
 }
 
@@ -124,13 +136,13 @@ impl Histogram {
 #[derive(Clone, Copy)]
 struct Block32 {
     /// Of the first digit: this block's.
-    first: Histogram,
+    first: Histogram<FIRST_BINS>,
     /// All blocks', in the first block, of chunks that are not empty.
-    merged: Histogram,
+    merged: Histogram<FIRST_BINS>,
     /// Of each warp, a bit for each of its chunks of the first digit in which there is anything; and the same of all blocks.
     occupied: [Shared<u32>; 2],
     /// Of a further digit, by turns. In the first block that of all blocks in the end.
-    further: [Histogram; 2],
+    further: [Histogram<FURTHER_BINS>; 2],
     /// How many, by turns; in the first block then, how many of each block, or that there are too many.
     lengths: Shared<u32>,
     totals: Totals,
@@ -138,7 +150,7 @@ struct Block32 {
     further_totals: [Shared<u32>; 3],
     /// The largest key of this block, that of what is allowed where there is none above -inf, and the largest of all blocks.
     largest: Shared<u32>,
-    /// In the first block, of each warp of the cluster: the sum of all weights, by words.
+    /// In the first block, of each warp of the cluster: the sum of all weights, by words, if masses are others.
     sums: Shared<u32>,
     /// What the first block tells the others: see [`TOLD`].
     told: Shared<u32>,
@@ -186,13 +198,13 @@ impl Block32 {
     unsafe fn new() -> Self {
         let mut carver = Carver::new();
         Self {
-            first: Histogram::new(&mut carver, FIRST_BINS),
-            merged: Histogram::new(&mut carver, FIRST_BINS),
+            first: Histogram::new(&mut carver),
+            merged: Histogram::new(&mut carver),
             occupied: [carver.take(WARPS as usize), carver.take(WARPS as usize)],
-            further: [Histogram::new(&mut carver, FURTHER_BINS), Histogram::new(&mut carver, FURTHER_BINS)],
+            further: [Histogram::new(&mut carver), Histogram::new(&mut carver)],
             lengths: carver.take(12),
             totals: Totals::new(&mut carver, FIRST_CHUNKS),
-            further_totals: Histogram::new(&mut carver, FURTHER_CHUNKS).words,
+            further_totals: [0; 3].map(|_| carver.take(FURTHER_CHUNKS as usize)),
             largest: carver.take(4),
             sums: carver.take(SUMS as usize),
             told: carver.take(TOLD as usize),
@@ -203,11 +215,12 @@ impl Block32 {
         }
     }
 
-    /// Tokens of a first digit, keys and indices: where the histogram of that was, once it is merged. There may be more than there is room for.
+    /// Tokens of a first digit, keys and indices; then, in the first block, the keys of all blocks: where the histogram of that digit was, which is merged by then. There may be more tokens than there is room for.
     #[inline(always)]
-    fn listed(&self) -> [Shared<u32>; 2] {
-        const { assert!(LISTED <= FIRST_BINS) };
-        [self.first.words[0], self.first.words[1]]
+    #[track_caller]
+    unsafe fn listed(&self) -> [Shared<u32>; 3] {
+        const { assert!(MAX_BLOCKS * LISTED <= FIRST_BINS) };
+        [0, FIRST_BINS, 2 * FIRST_BINS].map(|i| self.first.words.offset(i))
     }
 
     /// Tells all blocks.
@@ -232,7 +245,7 @@ impl Block32 {
             return DONE;
         }
         let histogram = self.turn(turn);
-        self.turn(turn + 1).clear(FURTHER_BINS);
+        self.turn(turn + 1).clear();
         if own_index() == 0 {
             self.lengths.set((turn + 1) % 2, 0);
         }
@@ -282,7 +295,7 @@ impl Block32 {
     /// Adds up the chunks of a further digit, of this block or of all. By all threads of the first block, between barriers.
     #[inline(always)]
     #[track_caller]
-    unsafe fn add_up(&self, histogram: Histogram, blocks: u32) {
+    unsafe fn add_up(&self, histogram: Histogram<FURTHER_BINS>, blocks: u32) {
         let chunk = own_index() / 32;
         if chunk < FURTHER_CHUNKS {
             let bins = if blocks > 1 {
@@ -303,14 +316,14 @@ impl Block32 {
 
     /// The histogram whose turn it is.
     #[inline(always)]
-    fn turn(&self, turn: u32) -> Histogram {
+    fn turn(&self, turn: u32) -> Histogram<FURTHER_BINS> {
         if turn.is_multiple_of(2) { self.further[0] } else { self.further[1] }
     }
 
     /// The bin at `position` of a further digit, where there is one. By one warp of the first block, after [`add_up`](Self::add_up) and a barrier.
     #[inline(always)]
     #[track_caller]
-    unsafe fn find(&self, histogram: Histogram, position: u64, by_mass: bool) -> Found {
+    unsafe fn find(&self, histogram: Histogram<FURTHER_BINS>, position: u64, by_mass: bool) -> Found {
         let lane = warp::lane_id();
         let own =
             if lane < FURTHER_CHUNKS { get(self.further_totals, FURTHER_CHUNKS - 1 - lane) } else { Bin::default() };
@@ -352,8 +365,8 @@ const ZERO: u32 = 1 << 31;
 #[inline(always)]
 pub unsafe fn long(logits: *const f32, job: Job) {
     let shared = Block32::new();
-    shared.first.clear(FIRST_BINS);
-    shared.further[0].clear(FURTHER_BINS);
+    shared.first.clear();
+    shared.further[0].clear();
     if own_index() < 2 {
         shared.largest.set(own_index(), 0);
         shared.lengths.set(own_index(), 0);
@@ -455,7 +468,8 @@ pub unsafe fn long(logits: *const f32, job: Job) {
     }
     if let Some(drawn) = way.drawn {
         let (settings, weights) = shared.look_up(&job);
-        let sum = if job.wants_before() { sum_of(shared.sums, blocks * WARPS) } else { 0 };
+        let filtered = settings.least > 0 && job.wants_before();
+        let sum = if filtered { sum_of(shared.sums, blocks * WARPS) } else { from_lane(way.groups, 31).mass };
         let probs = LogProbs { weights, temperature: settings.temperature, sum, kept_mass: drawn.kept.mass };
         write_row(&job, row, drawn.bin, drawn.kept.count, &settings, &probs);
     }
@@ -555,44 +569,50 @@ impl Way {
             let (lane, lengths) = (own_index(), shared.lengths.ptr(turn % 2));
             let len = if lane < cluster::size() { cluster::load_u32(cluster::map(lengths, lane)) } else { 0 };
             self.full = warp::warp_vote_any(warp::FULL, len > LISTED);
-            if lane < MAX_BLOCKS {
-                shared.lengths.set(2 + lane, if self.full { FULL } else { len });
+            let from = warp::scan(len, |a, b| a + b) - len;
+            if lane <= MAX_BLOCKS {
+                shared.lengths.set(2 + lane, if self.full { FULL } else { from });
             }
         }
         // The next pass may need them as well.
-        shared.further[0].clear(FURTHER_BINS);
-        shared.further[1].clear(FURTHER_BINS);
+        shared.further[0].clear();
+        shared.further[1].clear();
         thread::sync_threads();
         if shared.lengths.get(2u32) == FULL {
             return;
         }
 
-        // An entry of each block a thread; no key is 0.
-        let (mut keys, mut indices) = ([0; BLOCKS], [0; BLOCKS]);
+        // An entry of each block a thread.
+        let [block_keys, block_indices, keys] = shared.listed();
+        let from = |block: u32| shared.lengths.get(2 + block);
+        let tokens = from(MAX_BLOCKS);
         unroll::<BLOCKS>(|b| {
-            if own_index() < shared.lengths.get(2 + b as u32) {
-                let entry = |list: Shared<u32>| cluster::map(list.ptr(own_index()), b as u32);
-                keys[b] = cluster::load_u32(entry(shared.listed()[0]));
-                indices[b] = cluster::load_u32(entry(shared.listed()[1]));
+            if own_index() < from(b as u32 + 1) - from(b as u32) {
+                let key = cluster::load_u32(cluster::map(block_keys.ptr(own_index()), b as u32));
+                keys.set(from(b as u32) + own_index(), key);
             }
         });
+        thread::sync_threads();
         let (mut digit, mut known) = (SECOND_DIGIT, shared.told.get(1u32));
         while digit <= THIRD_DIGIT {
             let histogram = shared.turn(digit);
             let (high, bits) = if digit == SECOND_DIGIT { (32 - FIRST, SECOND) } else { (THIRD, THIRD) };
             let (settings, weights) = shared.look_up(job);
-            unroll::<BLOCKS>(|b| {
-                if keys[b] != 0 && keys[b] >> high == known {
-                    histogram.add(further_bin(digit, keys[b]), mass_of(&settings, &weights, keys[b]));
+            let mut i = own_index();
+            while i < tokens {
+                let key = keys.get(i);
+                if key >> high == known {
+                    histogram.add(further_bin(digit, key), mass_of(&settings, &weights, key));
                 }
-            });
+                i += THREADS;
+            }
             thread::sync_threads();
             shared.add_up(histogram, 1);
             thread::sync_threads();
             if driver {
                 let next = shared.find(histogram, self.left(), self.by_mass);
                 self.found = self.found.and(next, bits);
-                let words = [self.found.bin, histogram.words[0].get(next.bin), 0];
+                let words = [self.found.bin, histogram.count(next.bin), 0];
                 if own_index() == 0 {
                     unroll::<3>(|i| shared.local.set(i as u32, words[i]));
                 }
@@ -601,11 +621,13 @@ impl Way {
             known = shared.local.get(0u32);
             if digit == SECOND_DIGIT && shared.local.get(1u32) == 1 {
                 // The only one has it.
-                unroll::<BLOCKS>(|b| {
-                    if keys[b] != 0 && keys[b] >> THIRD == known {
-                        shared.local.set(3u32, keys[b]);
+                let mut i = own_index();
+                while i < tokens {
+                    if keys.get(i) >> THIRD == known {
+                        shared.local.set(3u32, keys.get(i));
                     }
-                });
+                    i += THREADS;
+                }
                 thread::sync_threads();
                 known = shared.local.get(3u32);
                 break;
@@ -620,39 +642,46 @@ impl Way {
                 shared.local.set(1u32, 0);
             }
         }
+        if own_index() < MAX_BLOCKS {
+            shared.equals.set(own_index(), 0);
+        }
         thread::sync_threads();
         let equals = shared.local.get(1u32);
-        if equals > EQUALS {
-            // Their block, which looks for it.
-            let (mut owner, mut among) = (NOBODY, self.drawn.map_or(0, |drawn| drawn.among));
-            unroll::<BLOCKS>(|b| {
-                let here = thread::sync_threads_count(keys[b] == known);
-                if owner == NOBODY && among < here {
-                    owner = b as u32;
-                } else if owner == NOBODY {
-                    among -= here;
+        let mut i = own_index();
+        while equals > 0 && i < tokens {
+            if keys.get(i) == known {
+                let mut block = 0;
+                unroll::<{ BLOCKS - 1 }>(|b| block += (i >= from(b as u32 + 1)) as u32);
+                if equals > EQUALS {
+                    shared.equals.fetch_add(block, 1, Block, Relaxed);
+                } else {
+                    let index = cluster::load_u32(cluster::map(block_indices.ptr(i - from(block)), block));
+                    shared.equals.set(shared.local.fetch_add(2u32, 1, Block, Relaxed), index);
                 }
-            });
-            if let Some(drawn) = &mut self.drawn {
-                (self.owner, drawn.among) = (owner, among);
             }
-        } else if equals > 0 {
-            unroll::<BLOCKS>(|b| {
-                if keys[b] == known {
-                    shared.equals.set(shared.local.fetch_add(2u32, 1, Block, Relaxed), indices[b]);
-                }
-            });
-            thread::sync_threads();
-            if let Some(drawn) = self.drawn {
-                let (lane, mut before) = (own_index(), 0);
-                let mut i = 0;
-                while i < equals {
-                    before += (lane < equals && shared.equals.get(i) < shared.equals.get(lane)) as u32;
-                    i += 1;
-                }
-                if lane < equals && before == drawn.among {
-                    GlobalMut::new(job.tokens).set(row, shared.equals.get(lane) as i32);
-                }
+            i += THREADS;
+        }
+        thread::sync_threads();
+        if equals > EQUALS {
+            // Their block looks for it.
+            if let Some(drawn) = &mut self.drawn {
+                let lane = own_index();
+                let here = if lane < MAX_BLOCKS { shared.equals.get(lane) } else { 0 };
+                let upto = warp::scan(here, |a, b| a + b);
+                self.owner = warp::warp_vote_ballot(warp::FULL, drawn.among < upto).trailing_zeros();
+                drawn.among -= warp::shfl_idx(upto - here, self.owner);
+            }
+        } else if equals > 0
+            && let Some(drawn) = self.drawn
+        {
+            let (lane, mut before) = (own_index(), 0);
+            let mut i = 0;
+            while i < equals {
+                before += (lane < equals && shared.equals.get(i) < shared.equals.get(lane)) as u32;
+                i += 1;
+            }
+            if lane < equals && before == drawn.among {
+                GlobalMut::new(job.tokens).set(row, shared.equals.get(lane) as i32);
             }
         }
     }
@@ -697,7 +726,7 @@ impl Block32 {
     #[track_caller]
     unsafe fn owner(&self, blocks: u32, turn: u32, drawn: Drawn) -> (u32, u32) {
         let lane = warp::lane_id();
-        let count = self.turn(turn).words[0].ptr(drawn.bin & ((1 << THIRD) - 1));
+        let count = self.turn(turn).words.ptr(drawn.bin & ((1 << THIRD) - 1));
         let count = if lane < blocks { cluster::load_u32(cluster::map(count, lane)) } else { 0 };
         let others = warp::warp_reduce_add_u32(warp::FULL, if lane == 0 { 0 } else { count });
         let count = if lane == 0 { count - others } else { count };
@@ -712,16 +741,11 @@ impl Block32 {
     unsafe fn count_first(&self, job: &Job, settings: &Settings, part: &Part<f32>, max_key: u32) {
         let weights = job.weights(settings, max_key);
         let counts = settings.k < job.vocab || job.top_n > 0;
-        let sums = job.wants_before();
-        let mut sum = 0;
-        let mut add = |word: u32, tokens: u32| {
+        let add = |word: u32, tokens: u32| {
             let x = f32::from_bits(word);
             // Not NaN. What is at -inf is never looked for.
             if x > f32::NEG_INFINITY {
                 let w = weights.of_value(x);
-                if sums {
-                    sum += tokens as u64 * w;
-                }
                 let mass = if w < settings.least { 0 } else { tokens as u64 * w };
                 let bin = float::sortable_not_nan(x + 0.0) >> (32 - FIRST);
                 self.first.add(bin, Bin { count: if counts { tokens } else { 0 }, mass });
@@ -736,7 +760,13 @@ impl Block32 {
             }
         });
         part.for_each_outside(BANNED, |_, word| add(word, 1));
-        if sums {
+        if settings.least > 0 && job.wants_before() {
+            // Not what the histogram has.
+            let mut sum = 0;
+            part.for_each::<1>(BANNED, |_, [words]| {
+                unroll::<4>(|e| sum += weights.of(key(f32::from_bits(words[e]))));
+            });
+            part.for_each_outside(BANNED, |_, word| sum += weights.of(key(f32::from_bits(word))));
             leave_sum(self.sums, cluster::rank() * WARPS + own_index() / 32, sum);
         }
     }
@@ -749,7 +779,8 @@ impl Block32 {
         let mut occupied = 0;
         unroll::<{ EACH as usize }>(|i| {
             let first = (warp_id * EACH + i as u32) * CHUNK + lane;
-            let any = self.first.words.map(|w| w.get(first) | w.get(first + 32));
+            let any = [0, FIRST_BINS, 2 * FIRST_BINS]
+                .map(|w| self.first.words.get(w + first) | self.first.words.get(w + first + 32));
             let any = warp::warp_vote_any(warp::FULL, any[0] | any[1] | any[2] != 0);
             occupied |= (any as u32) << i;
         });
