@@ -100,7 +100,7 @@ pub enum SamplingAlgorithm {
     /// A search by histograms, for any number of tokens kept, in several launches.
     Radix,
     /// The same in one launch, by a cluster of blocks for each row. `Radix` where that is not to be had: on devices without
-    /// clusters (those of compute capability 9.0 have them), and for rows of more than 524,160 logits of 16 bits.
+    /// clusters (those of compute capability 9.0 have them), and for rows of more than 524,160 logits.
     RadixCluster,
 }
 
@@ -298,7 +298,7 @@ mod private {
 /// Log-probabilities: natural logarithms of softmax. Each may be left out.
 ///
 /// *Before* is before the filters and after everything else: of the adjusted logits divided by the temperature, of all
-/// tokens. It costs two more passes over the logits. *After* is of what the filters kept, -inf for the rest
+/// tokens. It costs two more passes over the logits, but for calls all of whose rows go to [`SamplingAlgorithm::RadixCluster`]. *After* is of what the filters kept, -inf for the rest
 /// (and for weights that count as 0, see the [module](self)).
 /// Greedy rows have a temperature of 1 here, and keep one token.
 ///
@@ -513,16 +513,16 @@ impl Plan {
         if properties.compute_capability != (9, 0) || radix_cluster_entry(dtype).is_none() {
             return 0;
         }
-        let least = if dtype == DType::F32 {
-            // They are read again and again: not more of them at a time than the second-level cache has room for.
-            let cached = (CACHED_BYTES / (4 * vocab.max(1) as usize)).max(1);
-            let blocks = if rows > cached { properties.multiprocessors.div_ceil(cached as u32) } else { 1 };
-            blocks.min(part::MAX_BLOCKS)
-        } else {
-            part::least_blocks(vocab)
-        };
+        // More than eight blocks hold are too many for them as well where they are read again.
+        let mut least = part::least_blocks(vocab);
         if least > part::MAX_BLOCKS {
             return 0;
+        }
+        if dtype == DType::F32 {
+            // Not more rows at a time than the second-level cache has room for.
+            let cached = (CACHED_BYTES / (4 * vocab.max(1) as usize)).max(1);
+            let blocks = if rows > cached { properties.multiprocessors.div_ceil(cached as u32) } else { 1 };
+            least = blocks.min(part::MAX_BLOCKS);
         }
         // As many as keep the device busy.
         let each = properties.multiprocessors as usize / rows.max(1);
