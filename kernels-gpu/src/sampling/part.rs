@@ -18,7 +18,7 @@ const HELD: usize = 8;
 /// Vectors of a part that is held, at most. Two fewer than would fit: tokens of a part, with up to 14 outside of the vectors, are counted in 16 bits.
 const MOST: u32 = HELD as u32 * THREADS - 2;
 
-/// Blocks that are needed to hold a row of `vocab` logits of 16 bits.
+/// Blocks that are needed to hold a row of `vocab` logits of 16 bits. (Rows of f32 are not held; any number of blocks will do.)
 pub const fn least_blocks(vocab: u32) -> u32 {
     let blocks = (vocab / 8).div_ceil(MOST);
     if blocks > 1 { blocks } else { 1 }

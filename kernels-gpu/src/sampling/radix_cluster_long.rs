@@ -143,7 +143,7 @@ struct Block32 {
     occupied: [Shared<u32>; 2],
     /// Of a further digit, by turns. In the first block that of all blocks in the end.
     further: [Histogram<FURTHER_BINS>; 2],
-    /// How many, by turns; in the first block then, how many of each block, or that there are too many.
+    /// How many tokens are listed, by turns; in the first block then, where those of each block begin among all, or [`FULL`].
     lengths: Shared<u32>,
     totals: Totals,
     /// Of chunks of a further digit.
@@ -155,9 +155,9 @@ struct Block32 {
     /// What the first block tells the others: see [`TOLD`].
     told: Shared<u32>,
     parameters: Shared<u32>,
-    /// Of the first block's search among what is listed: what is known of the key, and whether tokens of that key are wanted.
+    /// Of the first block's search among what is listed: the digits that are known, how many tokens have them (0 if no token is drawn yet), how many of those have been collected, and the key of the only one.
     local: Shared<u32>,
-    /// Indices of those.
+    /// Indices of tokens of the key that is drawn, or of many how many each block has.
     equals: Shared<u32>,
     hits: Shared<u32>,
 }
@@ -236,7 +236,6 @@ impl Block32 {
     }
 
     /// What the first block has told to be done, which is done then: a list, or a histogram, which take turns. By all threads of the cluster.
-    // Without `track_caller`: its barriers are the same whoever calls it.
     #[inline(always)]
     unsafe fn pass(&self, job: &Job, part: &Part<f32>, turn: u32) -> u32 {
         cluster::sync();
