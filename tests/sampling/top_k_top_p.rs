@@ -619,6 +619,73 @@ fn large_vocabularies() {
     }
 }
 
+/// What a cluster draws, and log-probabilities bit by bit, of f32 rows of any magnitude and spread around any logit, whose windows are narrow, wide, or full
+/// of ties: what the search in several launches gives.
+#[test]
+fn clusters_draw_what_the_search_draws() {
+    let vocab = prop_oneof![1usize..40, 300usize..700, 5000usize..9000];
+    let base = prop_oneof![Just(0.0f32), -30.0f32..30.0, Just(1e30), Just(-1e30), Just(1e-30)];
+    let parameters = (vocab, base, -6.0f32..6.0, -3.0f32..3.0, 0u8..4, any::<u64>());
+    property(60, parameters, |device, stream, (vocab, base, spread, temperature, shape, seed)| {
+        let unit = base.abs().max(1.0);
+        let values: Vec<f32> = noise(vocab, seed)
+            .into_iter()
+            .enumerate()
+            .map(|(i, x)| {
+                let x = match shape {
+                    0 => x,
+                    1 => x * x * x,
+                    2 => (4.0 * x).round(),
+                    // Hardly anything but ties, and what is left far away.
+                    _ if i % 61 == 7 => 3.0 * x,
+                    _ => 1.0,
+                };
+                base + x * 10f32.powf(spread) * unit
+            })
+            .collect();
+        let logits = tensor::<f32>(device, &values, &[1, vocab]);
+        let options = SamplingOptions::default().temperature(10f32.powf(temperature) * unit).seed(seed);
+        let pick = |n: usize, i: u32| (seed >> i) as usize % n;
+        let options = options.top_p([1.0, 0.9, 0.5, 1e-10, 1.0 - f32::EPSILON / 2.0, 0.999][pick(6, 0)]);
+        let options = options.min_p([0.0, 0.0, 0.0, 1e-6, 0.5, 1.0][pick(6, 8)]);
+        let options = if pick(2, 16) == 0 { options } else { options.top_k(1 + pick(vocab, 20) as i32) };
+        let run = |algorithm| sample(stream, &logits, 3, &options.algorithm(algorithm));
+        let ((want, before), (got, after)) = (run(SamplingAlgorithm::Radix), run(SamplingAlgorithm::RadixCluster));
+        prop_assert_eq!(got, want);
+        prop_assert_eq!(bits(&after), bits(&before));
+        Ok(())
+    });
+}
+
+/// More tokens of one bin than lists have room for, of many keys and of few: what the search in several launches gives.
+#[test]
+fn windows_that_lists_have_no_room_for() {
+    on_every_device(|device, stream| {
+        let vocab = 17_501;
+        for keys in [40_000, 300, 3] {
+            let near_one = |x: f32| 1.0 + ((x + 1.0) * 0.5 * keys as f32).floor() * f32::EPSILON;
+            let values: Vec<f32> = noise(vocab, keys).into_iter().map(near_one).collect();
+            let logits = tensor::<f32>(device, &values, &[1, vocab]);
+            let new = SamplingOptions::default().seed(keys);
+            for options in
+                [new, new.top_p(0.4), new.top_k(9000).top_p(0.7).min_p(0.5), new.temperature(1e-4).top_p(0.9)]
+            {
+                let run = |algorithm| sample(stream, &logits, 3, &options.algorithm(algorithm));
+                let ((want, before), (got, after)) =
+                    (run(SamplingAlgorithm::Radix), run(SamplingAlgorithm::RadixCluster));
+                assert_eq!(got, want, "{keys} keys");
+                assert_eq!(bits(&after), bits(&before), "{keys} keys");
+            }
+        }
+    });
+}
+
+/// The bits of all log-probabilities.
+fn bits(log_probs: &LogProbs<i32>) -> [Vec<u32>; 4] {
+    [&log_probs.before, &log_probs.after, &log_probs.top_before, &log_probs.top_after]
+        .map(|t| t.as_ref().unwrap().to_vec().unwrap().into_iter().map(f32::to_bits).collect())
+}
+
 /// Clusters of one block up to eight, rows at odd addresses: what the search in several launches gives, bit by bit.
 #[test]
 fn clusters_of_any_size() {
@@ -644,11 +711,7 @@ fn clusters_of_any_size() {
                 let ((want, before), (got, after)) =
                     (run(SamplingAlgorithm::Radix), run(SamplingAlgorithm::RadixCluster));
                 assert_eq!(got, want, "{blocks} blocks of {}", T::DTYPE);
-                let of = |t: &LogProbs<i32>| {
-                    let all = [&t.before, &t.after, &t.top_before, &t.top_after];
-                    all.map(|t| t.as_ref().unwrap().to_vec().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>())
-                };
-                assert_eq!(of(&after), of(&before), "{blocks} blocks of {}", T::DTYPE);
+                assert_eq!(bits(&after), bits(&before), "{blocks} blocks of {}", T::DTYPE);
             }
         }
     }
@@ -686,8 +749,9 @@ fn clusters_hold_what_they_are_for() {
     assert_eq!(blocks(DType::Bf16, 4, 131_047), 2);
     assert_eq!(blocks(DType::F16, 1, 524_160), 8);
     assert_eq!(blocks(DType::F16, 1, 524_168), 0);
-    assert_eq!(blocks(DType::F32, 0, 524_160), 4);
-    assert_eq!(blocks(DType::F32, 1000, 524_160), 1);
+    assert_eq!(blocks(DType::F32, 0, 524_160), 8);
+    assert_eq!(blocks(DType::F32, 1000, 524_160), 8);
+    assert_eq!(blocks(DType::F32, 1, 65_520), 4);
     assert_eq!(blocks(DType::F32, 1, 524_168), 0);
     assert_eq!(blocks(DType::E4m3, 1, 100), 0);
 }

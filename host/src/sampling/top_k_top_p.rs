@@ -513,7 +513,6 @@ impl Plan {
         if properties.compute_capability != (9, 0) || radix_cluster_entry(dtype).is_none() {
             return 0;
         }
-        // More than eight blocks hold are too many for them as well where they are read again.
         let mut least = part::least_blocks(vocab);
         if least > part::MAX_BLOCKS {
             return 0;
@@ -522,7 +521,7 @@ impl Plan {
             // Not more rows at a time than the second-level cache has room for.
             let cached = (CACHED_BYTES / (4 * vocab.max(1) as usize)).max(1);
             let blocks = if rows > cached { properties.multiprocessors.div_ceil(cached as u32) } else { 1 };
-            least = blocks.min(part::MAX_BLOCKS);
+            least = least.max(blocks.min(part::MAX_BLOCKS));
         }
         // As many as keep the device busy.
         let each = properties.multiprocessors as usize / rows.max(1);

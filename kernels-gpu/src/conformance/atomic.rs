@@ -110,6 +110,8 @@ pub unsafe fn conformance(scratch: *mut u32, out: *mut u32) {
     thread::sync_threads();
     shared.fetch_add(t / 4, 5, Block, Relaxed);
     shared.fetch_max(t / 8 + 20, t * 3, Block, AcqRel);
+    shared.reduce_add(shared.address(0u32), t / 4, 2);
+    shared.reduce_max(shared.address(0u32), t / 8 + 20, t * 4);
     shared.fetch_or(40u32, 1 << (t % 32), Block, Acquire);
     shared.exchange(41u32, 3, Block, Release);
     if t == 0 {

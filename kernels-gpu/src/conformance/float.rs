@@ -7,7 +7,7 @@ use cuda_std::{Global, entries, thread};
 /// Threads of a block.
 pub const THREADS: usize = 128;
 /// Words of a thread.
-pub const WORDS: usize = 35;
+pub const WORDS: usize = 38;
 
 /// `data`: `[n + 1]`; `out`: `[n, WORDS]`, with `n` a multiple of `THREADS`. Grid: `n / THREADS`.
 #[inline(always)]
@@ -24,6 +24,9 @@ pub unsafe fn conformance(data: *const f32, out: *mut u32) {
     put(float::div(x, y));
     put(float::fma(x, y, 0.1));
     put(x * y + 0.1);
+    put(float::add_up(x, y));
+    put(float::add_up(x, 12_582_912.0));
+    put(float::add_up(-x, x * y));
     put(float::round(x));
     put(float::floor(x));
     put(float::ceil(x));

@@ -7,10 +7,11 @@
 //! | `radix_cluster`, `radix_cluster_short`, `radix_cluster_long` | the same search in one launch, by a cluster of blocks for each row |
 //! | `adjust` | allowed tokens, bias and penalties, before either |
 //! | `row_sum` | largest logit and sum of weights of a row, for `radix` and for log-probabilities |
-//! | `job`, `logit`, `weights`, `top_k`, `part`, `totals`, [`philox`] | what they share |
+//! | `job`, `logit`, `weights`, `top_k`, `part`, `counters`, `totals`, [`philox`] | what they share |
 pub use crate::philox;
 
 pub mod adjust;
+pub mod counters;
 pub mod job;
 pub mod logit;
 pub mod part;

@@ -2,7 +2,8 @@
 
 use super::logit::{Logit, Row, Words};
 use super::top_k::own_index;
-use cuda_std::{Shared, cluster, thread, unroll, warp};
+use cuda_std::integer::opaque;
+use cuda_std::{Shared, cluster, thread, tma, unroll, warp};
 
 /// Threads of a block.
 pub const THREADS: u32 = 1024;
@@ -18,7 +19,7 @@ const HELD: usize = 8;
 /// Vectors of a part that is held, at most. Two fewer than would fit: tokens of a part, with up to 14 outside of the vectors, are counted in 16 bits.
 const MOST: u32 = HELD as u32 * THREADS - 2;
 
-/// Blocks that are needed to hold a row of `vocab` logits of 16 bits. (Rows of f32 are not held; any number of blocks will do.)
+/// Blocks that are needed to hold a row of `vocab` logits of 16 bits, and to count those of any type in 16 bits.
 pub const fn least_blocks(vocab: u32) -> u32 {
     let blocks = (vocab / 8).div_ceil(MOST);
     if blocks > 1 { blocks } else { 1 }
@@ -58,6 +59,15 @@ impl<T: Logit> Part<T> {
         Self { row, first, end }
     }
 
+    /// Asks for the vectors of this warp in the second-level cache.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn prefetch(&self) {
+        if warp::lane_id() == 0 && self.first < self.end {
+            tma::prefetch_bulk(self.row.vector(self.first), 16 * (self.end - self.first));
+        }
+    }
+
     /// Calls `f` with `N` vectors of this lane at a time, and the index of the first element; the other vectors are 32 vectors apart. What is not there is `absent`.
     #[inline(always)]
     #[track_caller]
@@ -66,6 +76,20 @@ impl<T: Logit> Part<T> {
         while at < self.end {
             f(self.row.index(at + warp::lane_id(), 0), self.load(at, absent));
             at += 32 * N as u32;
+        }
+    }
+
+    /// The same with one vector at a time, the next one of which is on its way.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn for_each_ahead(&self, absent: u32, mut f: impl FnMut(u32, Words)) {
+        let mut at = self.first;
+        let mut next = self.load::<1>(at, absent);
+        while at < self.end {
+            let [words] = next;
+            next = self.load(at + 32, absent);
+            f(self.row.index(at + warp::lane_id(), 0), words);
+            at += 32;
         }
     }
 
@@ -101,13 +125,21 @@ impl<T: Logit> Part<T> {
         outside
     }
 
-    /// Calls `f` with each of these, and its index.
+    /// Calls `f` with each of these, and its index, in the first warp.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn for_each_outside(&self, absent: u32, mut f: impl FnMut(u32, u32)) {
-        let outside = self.outside(absent);
-        let first = [0, self.row.index(self.row.vectors, 0)];
-        unroll::<2>(|i| f(first[i] + warp::lane_id(), outside[i]));
+        if thread::thread_idx_x() < 32 {
+            let outside = self.outside(absent);
+            let mut first = warp::lane_id();
+            // Hardly anything is there, so the code is small rather than fast.
+            let mut i = 0;
+            while i < opaque(2) {
+                f(first, if i == 0 { outside[0] } else { outside[1] });
+                first = self.row.index(self.row.vectors, warp::lane_id());
+                i += 1;
+            }
+        }
     }
 
     /// Calls `found` with the index of the logit at `position` among those of the block for which `matches` has a bit, one for each element of

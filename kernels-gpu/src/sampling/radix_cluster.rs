@@ -6,8 +6,8 @@
 //! top-p and the draw are searched one after another by a warp of the first block. What is left is to find the token among those of its key:
 //! the block is known from the counts, and reads its part once more.
 //!
-//! Of f32 ([`radix_cluster_long`](super::radix_cluster_long)) a histogram of the leading digit has counts and masses, as that of `radix`. For each goal the blocks then list what has the
-//! leading digit of the answer, mostly a few hundred tokens, and the first block goes on with those alone.
+//! Of f32 ([`radix_cluster_long`](super::radix_cluster_long)) the same counters take the leading 16 bits. They tell where each answer can be, mostly among a few hundred tokens, which blocks list in a second pass, and
+//! the first block goes on with those alone.
 
 use super::job::{Job, LogProbs, Settings};
 use super::part::{MAX_BLOCKS, THREADS};
@@ -52,15 +52,28 @@ pub(super) struct Search {
     position: u64,
 }
 
-const TOP_K: u32 = 0;
-const TOP_P: u32 = 1;
-const DRAW: u32 = 2;
+/// Goals, in this order.
+pub(super) const TOP_K: u32 = 0;
+pub(super) const TOP_P: u32 = 1;
+pub(super) const DRAW: u32 = 2;
 
 impl Search {
     /// Among `total` tokens above -inf.
     #[inline(always)]
     pub(super) fn new(job: &Job, settings: &Settings, total: Bin) -> Self {
         Self { goal: if settings.k < job.vocab { TOP_K } else { TOP_P }, kept: total, position: 0 }
+    }
+
+    /// Among nothing.
+    #[inline(always)]
+    pub(super) fn nothing() -> Self {
+        Self { goal: TOP_K, kept: Bin { count: 0, mass: 0 }, position: 0 }
+    }
+
+    /// Of the position that is to be found.
+    #[inline(always)]
+    pub(super) fn goal(&self) -> u32 {
+        self.goal
     }
 
     /// The position that is to be found next, and whether it counts mass.
@@ -88,7 +101,9 @@ impl Search {
             } else {
                 // Something of weight 0 is never at a position of mass.
                 core::hint::assert_unchecked(weight != 0);
-                ((self.position - found.above.mass) / weight) as u32
+                let before = self.position - found.above.mass;
+                // Mostly the first.
+                if before < weight { 0 } else { (before / weight) as u32 }
             };
             if self.goal == DRAW {
                 return Some(Drawn { bin: found.bin, among, kept: self.kept });

@@ -1,5 +1,6 @@
 //! [`radix_cluster`](super::radix_cluster) of logits of 16 bits: one histogram, with a bin for every key.
 
+use super::counters::{self, Counters};
 use super::job::{Job, LogProbs, PARAMETERS, Settings};
 use super::logit::{Logit, Words};
 use super::part::{COUNTS, Held, MAX_BLOCKS, Part, THREADS, WARPS};
@@ -10,14 +11,13 @@ use super::weights::{KEY_NEG_INF, key};
 use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::integer::opaque;
 use cuda_std::shared::Carver;
-use cuda_std::vec::B128;
 use cuda_std::{GlobalMut, Shared, cluster, dependent_launch, thread, unroll, warp};
 
 /// Shared memory of a block.
 #[derive(Clone, Copy)]
 struct Block16 {
-    /// How many tokens of this block's part have each key: two keys a word.
-    counts: Shared<u32>,
+    /// How many tokens of this block's part have each key.
+    counts: Counters,
     /// Of each warp, a bit for each of its chunks in which there are any; and the largest key.
     occupied: Shared<u32>,
     /// The same of all blocks.
@@ -34,17 +34,13 @@ struct Block16 {
     hits: Shared<u32>,
 }
 
-const KEYS: u32 = 1 << 16;
-const _: () = assert!(KEYS == CHUNK * MAX_CHUNKS && MAX_CHUNKS == 32 * WARPS);
 /// The word of [`Block16::counts`] whose first half is +0. The second half of the one before is -0.
-const ZERO: u32 = KEYS / 4;
+const ZERO: u32 = counters::BINS / 4;
 /// Words of [`Block16::sums`].
 const SUMS: u32 = 2 * WARPS * MAX_BLOCKS;
-/// Words of [`Block16::counts`] for each thread to clear at once.
-const AT_ONCE: u32 = 4;
 
 /// Bytes of shared memory.
-pub const SHARED_BYTES: usize = 2 * KEYS as usize
+pub const SHARED_BYTES: usize = 4 * counters::WORDS
     + totals::bytes(MAX_CHUNKS)
     + 4 * (2 * (WARPS + 4) + SUMS + 4) as usize
     + 4 * (PARAMETERS + COUNTS);
@@ -54,7 +50,7 @@ impl Block16 {
     unsafe fn new() -> Self {
         let mut carver = Carver::new();
         Self {
-            counts: carver.take(KEYS as usize / 2),
+            counts: Counters::new(&mut carver),
             occupied: carver.take(WARPS as usize + 1),
             of_all: carver.take(WARPS as usize + 1),
             totals: Totals::new(&mut carver, MAX_CHUNKS),
@@ -69,11 +65,7 @@ impl Block16 {
     #[inline(always)]
     #[track_caller]
     unsafe fn clear(&self) {
-        let mut i = AT_ONCE * own_index();
-        while i < KEYS / 2 {
-            self.counts.set_as(i, B128([0u32; AT_ONCE as usize]));
-            i += AT_ONCE * THREADS;
-        }
+        self.counts.clear();
         if own_index() == 0 {
             self.occupied.set(WARPS, 0);
         }
@@ -105,7 +97,7 @@ impl Block16 {
     #[track_caller]
     unsafe fn add<T: Logit>(&self, key: u32, count: u32) {
         if key > lowest::<T>() {
-            self.counts.fetch_add(key / 2, count << (16 * (key & 1)), Block, Relaxed);
+            self.counts.add(key, count);
         }
     }
 
@@ -114,25 +106,14 @@ impl Block16 {
     #[track_caller]
     unsafe fn close(&self) {
         let (lane, warp_id) = (warp::lane_id(), own_index() / 32);
-        let first = warp_id * 32 * (CHUNK / 2);
-        if first == ZERO {
+        if warp_id * 32 * (CHUNK / 2) == ZERO {
             if lane == 0 {
-                self.counts.fetch_add(ZERO, self.counts.get(ZERO - 1) >> 16, Block, Relaxed);
+                let negative = self.counts.words.get(ZERO - 1) >> 16;
+                self.counts.words.fetch_add(ZERO, negative, Block, Relaxed);
             }
             warp::sync_warp(warp::FULL);
         }
-        // Eight lanes read a chunk.
-        const LANES: u32 = CHUNK / 2 / AT_ONCE;
-        let mut occupied = 0;
-        unroll::<{ LANES as usize }>(|i| {
-            let at = first + (i as u32 * 32 + lane) * AT_ONCE;
-            let words = self.counts.get_as::<B128<u32, { AT_ONCE as usize }>>(at).0;
-            let any = warp::warp_vote_ballot(warp::FULL, words.into_iter().fold(0, |a, b| a | b) != 0);
-            unroll::<{ (32 / LANES) as usize }>(|chunk| {
-                let there = any >> (chunk as u32 * LANES) & ((1 << LANES) - 1) != 0;
-                occupied |= (there as u32) << (i as u32 * (32 / LANES) + chunk as u32);
-            });
-        });
+        let occupied = self.counts.occupied();
         if lane == 0 {
             self.occupied.set(warp_id, occupied);
         }
@@ -143,12 +124,7 @@ impl Block16 {
     #[track_caller]
     unsafe fn of_chunk<T: Logit>(&self, blocks: u32, chunk: u32) -> [u32; 2] {
         let word = chunk * (CHUNK / 2) + 31 - warp::lane_id();
-        let words = of_blocks(blocks, self.counts.ptr(word));
-        let mut counts = [0; 2];
-        unroll::<{ MAX_BLOCKS as usize }>(|b| {
-            counts[0] += words[b] >> 16;
-            counts[1] += words[b] & 0xffff;
-        });
+        let mut counts = self.counts.of_chunk(blocks, chunk);
         // What was added to +0, and NaNs of positive sign.
         let highest = T::ABSENT & 0xffff;
         if word == ZERO - 1 || 2 * word + 1 > highest {
@@ -285,7 +261,7 @@ pub unsafe fn short<T: Logit>(logits: *const T, job: Job) {
         // Which block has it.
         let key16 = drawn.bin;
         let count = if lane < blocks {
-            cluster::load_u32(cluster::map(shared.counts.ptr(key16 / 2), lane)) >> (16 * (key16 & 1)) & 0xffff
+            cluster::load_u32(cluster::map(shared.counts.words.ptr(key16 / 2), lane)) >> (16 * (key16 & 1)) & 0xffff
         } else {
             0
         };

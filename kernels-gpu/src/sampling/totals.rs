@@ -143,6 +143,20 @@ impl Totals {
         }
     }
 
+    /// Entry `i` of `n` of a group, highest first: that chunk and those above it in the group. After [`add_up`](Self::add_up) and a barrier.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn upto(&self, n: u32, i: u32) -> Bin {
+        get(self.words, n - 1 - i)
+    }
+
+    /// All tokens, after [`add_up`](Self::add_up) and a barrier.
+    #[inline(always)]
+    #[track_caller]
+    pub unsafe fn total(&self) -> u32 {
+        warp::warp_reduce_add_u32(warp::FULL, self.groups[0].get(own_index() % 32))
+    }
+
     /// What the groups up to that of this lane have together. By one warp, after [`add_up`](Self::add_up) and a barrier.
     #[inline(always)]
     #[track_caller]

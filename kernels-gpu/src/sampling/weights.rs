@@ -88,14 +88,21 @@ impl Weights {
         exp2(self.half_distance(key) * (2.0 * self.scale), self.bits)
     }
 
-    /// The same of a logit. 0 of NaN as well.
+    /// The same of a logit, without branches. 0 of NaN as well.
     #[inline(always)]
     pub fn of_value(&self, x: f32) -> u64 {
         let max = value(self.max_key);
-        if x == max {
-            return 1 << self.bits;
-        }
-        exp2(half_difference(x, max) * (2.0 * self.scale), self.bits)
+        let t = if x == max { 0.0 } else { half_difference(x, max) * (2.0 * self.scale) };
+        // Not NaN, and at least where the weight is 0.
+        let t = float::max(t, -1.0 - self.bits as f32);
+        // 1.5 * 2^23: the last place of sums of it is 1, so that they have a whole number in their last bits.
+        const UNITS: f32 = 12_582_912.0;
+        let whole = float::add_up(t, UNITS);
+        let mantissa = exp2_of_fraction((t - (whole - UNITS)) + 1.0);
+        let shift = (UNITS.to_bits() + 1).wrapping_sub(whole.to_bits());
+        // SAFETY: 1 to `MAX_BITS + 2`.
+        unsafe { core::hint::assert_unchecked(shift < u64::BITS) };
+        ((mantissa as u64) << (self.bits - 23)) >> shift
     }
 
     /// Half of `x - max`, of which f32 may not hold the whole. Where it does, the half has the same digits, and takes no instruction more.
@@ -110,16 +117,22 @@ fn half_difference(x: f32, max: f32) -> f32 {
     float::fma(x, 0.5, -0.5 * max)
 }
 
-/// `2^t` for `t <= 0` with `bits` binary places, cut off; 0 for NaN.
+/// `2^t` for `t <= 0` with `bits` binary places, cut off, so 1 at `-bits`; 0 for NaN.
 #[inline(always)]
 fn exp2(t: f32, bits: u32) -> u64 {
-    if t <= -(bits as f32) || t.is_nan() {
+    if t < -(bits as f32) || t.is_nan() {
         return 0;
     }
     // SAFETY: from -bits to 0. The checked conversion would take five more instructions of the thirty.
     let whole = unsafe { t.to_int_unchecked::<i32>() };
-    let f = (t - whole as f32) + 1.0;
-    // 2^f on [0, 1], least squares at Chebyshev nodes: within 2^-23.9, and 2 at 1.
+    let mantissa = exp2_of_fraction((t - whole as f32) + 1.0);
+    ((mantissa as u64) << (bits - 23)) >> (1 - whole)
+}
+
+/// `2^f * 2^23` for `f` from 0 to 1.
+#[inline(always)]
+fn exp2_of_fraction(f: f32) -> u32 {
+    // Least squares at Chebyshev nodes: within 2^-23.9, and 2 at 1.
     let mut p = 0.000_218_775_05;
     p = float::fma(p, f, 0.001_238_782_2);
     p = float::fma(p, f, 0.009_684_58);
@@ -127,9 +140,8 @@ fn exp2(t: f32, bits: u32) -> u64 {
     p = float::fma(p, f, 0.240_230_5);
     p = float::fma(p, f, 0.693_146_94);
     p = float::fma(p, f, 1.0);
-    // `p * 2^23`, an integer of 24 bits: from 1 up to 2 the mantissa below a one; and 2 carries into the exponent.
-    let mantissa = p.to_bits() - (126 << 23);
-    ((mantissa as u64) << (bits - 23)) >> (1 - whole)
+    // An integer of 24 bits: from 1 up to 2 the mantissa below a one; and 2 carries into the exponent.
+    p.to_bits() - (126 << 23)
 }
 
 /// `total * x / 2^32`, cut off: where in a mass of `total` the random bits `x` point.
