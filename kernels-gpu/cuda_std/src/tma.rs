@@ -343,22 +343,6 @@ pub unsafe fn load_tensor_for<const RANK: usize>(
     }
 }
 
-/// Asks for `bytes` of global memory in the second-level cache. Does nothing on the SIMT device.
-///
-/// # Safety
-/// They are there; `src` and `bytes` are multiples of 16.
-#[inline(always)]
-pub unsafe fn prefetch_bulk<T>(src: *const T, bytes: u32) {
-    #[cfg(target_arch = "nvptx64")]
-    // SAFETY: forwarded to the caller.
-    unsafe {
-        ptx!("{{ .reg .b64 %a; cvta.to.global.u64 %a, {p}; cp.async.bulk.prefetch.L2.global [%a], {n}; }}",
-            p = in(reg64) src, n = in(reg32) bytes, options(nostack, preserves_flags))
-    };
-    #[cfg(not(target_arch = "nvptx64"))]
-    let _ = (src, bytes);
-}
-
 /// Asks for a box in the second-level cache: `cp.async.bulk.prefetch.tensor`.
 ///
 /// # Safety

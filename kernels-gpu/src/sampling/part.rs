@@ -3,7 +3,7 @@
 use super::logit::{Logit, Row, Words};
 use super::top_k::own_index;
 use cuda_std::integer::opaque;
-use cuda_std::{Shared, cluster, thread, tma, unroll, warp};
+use cuda_std::{Shared, cluster, thread, unroll, warp};
 
 /// Threads of a block.
 pub const THREADS: u32 = 1024;
@@ -57,15 +57,6 @@ impl<T: Logit> Part<T> {
         let first = if first < end { first } else { end };
         let end = if end - first < piece { end } else { first + piece };
         Self { row, first, end }
-    }
-
-    /// Asks for the vectors of this warp in the second-level cache.
-    #[inline(always)]
-    #[track_caller]
-    pub unsafe fn prefetch(&self) {
-        if warp::lane_id() == 0 && self.first < self.end {
-            tma::prefetch_bulk(self.row.vector(self.first), 16 * (self.end - self.first));
-        }
     }
 
     /// Calls `f` with `N` vectors of this lane at a time, and the index of the first element; the other vectors are 32 vectors apart. What is not there is `absent`.

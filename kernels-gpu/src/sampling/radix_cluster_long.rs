@@ -799,7 +799,6 @@ pub unsafe fn long(logits: *const f32, job: Job) {
         job.look_up(row, shared.parameters);
     }
     let part = Part::new(job.row(logits, row));
-    part.prefetch();
     thread::sync_threads();
     shared.count(&part);
     let (lane, warp_id) = (warp::lane_id(), own_index() / 32);
