@@ -34,6 +34,22 @@ pub fn benches(harness: &mut Harness) {
         case::<bf16>(harness, "k20/p0.9/top20_log_probs", rows, vocab, 20, &k20);
         case::<bf16>(harness, "all/p0.9/top20_log_probs", rows, vocab, 20, &top_p);
     }
+    clusters(harness);
+}
+
+/// Batches between those above, and a larger vocabulary, by clusters and without.
+fn clusters(harness: &mut Harness) {
+    let top_p = SamplingOptions::default().top_p(0.9).seed(1);
+    let radix = top_p.algorithm(SamplingAlgorithm::Radix);
+    for &rows in harness.pick(&[12, 16, 24, 32, 48][..], &[]) {
+        case::<bf16>(harness, "all/p0.9", rows, 128_256, 0, &top_p);
+        case::<f32>(harness, "all/p0.9", rows, 128_256, 0, &top_p);
+    }
+    for &rows in harness.pick(&[1, 16, 64][..], &[]) {
+        case::<bf16>(harness, "all/p0.9", rows, 256_000, 0, &top_p);
+        case::<f32>(harness, "all/p0.9", rows, 256_000, 0, &top_p);
+        case::<f32>(harness, "all/p0.9/radix", rows, 256_000, 0, &radix);
+    }
 }
 
 fn case<T: Float>(

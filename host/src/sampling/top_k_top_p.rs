@@ -523,8 +523,11 @@ impl Plan {
             let blocks = if rows > cached { properties.multiprocessors.div_ceil(cached as u32) } else { 1 };
             least = least.max(blocks.min(part::MAX_BLOCKS));
         }
-        // As many as keep the device busy.
+        // As many as keep the device busy, but all at once: clusters of three blocks and more leave multiprocessors idle, since each has its own in one
+        // of the device's groups of 16 or fewer.
         let each = properties.multiprocessors as usize / rows.max(1);
+        let at_once = properties.multiprocessors as usize * 3 / 4 / rows.max(1);
+        let each = each.min(at_once.max(2));
         // Less than a vector for each thread is not worth a block.
         let useful = vocab.div_ceil(part::THREADS * 16 / dtype.size() as u32);
         (each as u32).min(useful).min(part::MAX_BLOCKS).max(least)
