@@ -702,7 +702,8 @@ fn clusters_of_any_size() {
             };
             // Few where they take long.
             let rows = if large { rows } else { rows.min(4) };
-            if rows == 0 || (!large && rows > 2 && T::DTYPE == DType::F16) {
+            // Fewer rows may have larger clusters, which have their turn.
+            if of(&rows) != blocks || (!large && rows > 2 && T::DTYPE == DType::F16) {
                 continue;
             }
             let values = noise(rows * (vocab + 1) + 3, blocks as u64);

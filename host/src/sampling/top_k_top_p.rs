@@ -523,8 +523,8 @@ impl Plan {
             let blocks = if rows > cached { properties.multiprocessors.div_ceil(cached as u32) } else { 1 };
             least = least.max(blocks.min(part::MAX_BLOCKS));
         }
-        // As many as keep the device busy, but all at once: clusters of three blocks and more leave multiprocessors idle, since each has its own in one
-        // of the device's groups of 16 or fewer.
+        // As many as keep the device busy, but all at once: a cluster lies within one of the device's groups of some 16 multiprocessors, so
+        // that those of three blocks and more leave some idle.
         let each = properties.multiprocessors as usize / rows.max(1);
         let at_once = properties.multiprocessors as usize * 3 / 4 / rows.max(1);
         let each = each.min(at_once.max(2));
