@@ -10,7 +10,7 @@ pub fn benches(harness: &mut Harness) {
     for vocab in harness.pick(&[128_256, 256_000][..], &[128_256]).iter().copied() {
         for &rows in batches {
             for k in [20, 50] {
-                case::<bf16>(harness, &format!("k{k}/p0.9"), rows, vocab, 0, &top_p.top_k(k));
+                case::<bf16>(harness, &format!("k{k}/p0.9"), rows, vocab, None, &top_p.top_k(k));
             }
         }
     }
@@ -18,21 +18,33 @@ pub fn benches(harness: &mut Harness) {
         let k20 = top_p.top_k(20);
         let vocab = 128_256;
         let radix = top_p.algorithm(SamplingAlgorithm::Radix);
-        case::<bf16>(harness, "all/p0.9", rows, vocab, 0, &top_p);
-        case::<bf16>(harness, "all/p0.9/radix", rows, vocab, 0, &radix);
-        case::<f32>(harness, "all/p0.9", rows, vocab, 0, &top_p);
-        case::<f32>(harness, "all/p0.9/radix", rows, vocab, 0, &radix);
-        case::<bf16>(harness, "k1000/p0.9", rows, vocab, 0, &top_p.top_k(1000));
-        case::<f32>(harness, "k1000/p0.9", rows, vocab, 0, &top_p.top_k(1000));
-        case::<bf16>(harness, "greedy", rows, vocab, 0, &SamplingOptions::default().greedy());
-        case::<bf16>(harness, "k20/p0.9/batched", rows, vocab, 0, &k20.algorithm(SamplingAlgorithm::Batched));
+        case::<bf16>(harness, "all/p0.9", rows, vocab, None, &top_p);
+        case::<bf16>(harness, "all/p0.9/radix", rows, vocab, None, &radix);
+        case::<f32>(harness, "all/p0.9", rows, vocab, None, &top_p);
+        case::<f32>(harness, "all/p0.9/radix", rows, vocab, None, &radix);
+        case::<bf16>(harness, "k1000/p0.9", rows, vocab, None, &top_p.top_k(1000));
+        case::<f32>(harness, "k1000/p0.9", rows, vocab, None, &top_p.top_k(1000));
+        case::<bf16>(harness, "greedy", rows, vocab, None, &SamplingOptions::default().greedy());
+        case::<bf16>(harness, "k20/p0.9/batched", rows, vocab, None, &k20.algorithm(SamplingAlgorithm::Batched));
         for splits in harness.pick(&[2, 4, 8, 16][..], &[4]) {
             let name = format!("k20/p0.9/split_k{splits}");
-            case::<bf16>(harness, &name, rows, vocab, 0, &k20.algorithm(SamplingAlgorithm::SplitK { splits: *splits }));
+            case::<bf16>(
+                harness,
+                &name,
+                rows,
+                vocab,
+                None,
+                &k20.algorithm(SamplingAlgorithm::SplitK { splits: *splits }),
+            );
         }
-        case::<bf16>(harness, "k20/p0.9/radix", rows, vocab, 0, &k20.algorithm(SamplingAlgorithm::Radix));
-        case::<bf16>(harness, "k20/p0.9/top20_log_probs", rows, vocab, 20, &k20);
-        case::<bf16>(harness, "all/p0.9/top20_log_probs", rows, vocab, 20, &top_p);
+        case::<bf16>(harness, "k20/p0.9/radix", rows, vocab, None, &k20.algorithm(SamplingAlgorithm::Radix));
+        case::<bf16>(harness, "k20/p0.9/log_probs", rows, vocab, Some(0), &k20);
+        case::<bf16>(harness, "k20/p0.9/top20_log_probs", rows, vocab, Some(20), &k20);
+        case::<bf16>(harness, "all/p0.9/log_probs", rows, vocab, Some(0), &top_p);
+        case::<bf16>(harness, "all/p0.9/top20_log_probs", rows, vocab, Some(20), &top_p);
+        case::<f32>(harness, "all/p0.9/top20_log_probs", rows, vocab, Some(20), &top_p);
+        case::<bf16>(harness, MIXED, rows, vocab, None, &top_p);
+        case::<bf16>(harness, &format!("{MIXED}/top20_log_probs"), rows, vocab, Some(20), &top_p);
     }
     clusters(harness);
 }
@@ -42,22 +54,26 @@ fn clusters(harness: &mut Harness) {
     let top_p = SamplingOptions::default().top_p(0.9).seed(1);
     let radix = top_p.algorithm(SamplingAlgorithm::Radix);
     for &rows in harness.pick(&[12, 16, 24, 32, 48][..], &[]) {
-        case::<bf16>(harness, "all/p0.9", rows, 128_256, 0, &top_p);
-        case::<f32>(harness, "all/p0.9", rows, 128_256, 0, &top_p);
+        case::<bf16>(harness, "all/p0.9", rows, 128_256, None, &top_p);
+        case::<f32>(harness, "all/p0.9", rows, 128_256, None, &top_p);
     }
     for &rows in harness.pick(&[1, 16, 64][..], &[]) {
-        case::<bf16>(harness, "all/p0.9", rows, 256_000, 0, &top_p);
-        case::<f32>(harness, "all/p0.9", rows, 256_000, 0, &top_p);
-        case::<f32>(harness, "all/p0.9/radix", rows, 256_000, 0, &radix);
+        case::<bf16>(harness, "all/p0.9", rows, 256_000, None, &top_p);
+        case::<f32>(harness, "all/p0.9", rows, 256_000, None, &top_p);
+        case::<f32>(harness, "all/p0.9/radix", rows, 256_000, None, &radix);
     }
 }
 
+/// Every other row keeps 20 tokens, the others all of them, before top-p: as in batches of several users.
+const MIXED: &str = "k20_or_all/p0.9";
+
+/// `top_n`: with log-probabilities, of the token and of so many others.
 fn case<T: Float>(
     harness: &mut Harness,
     name: &str,
     rows: usize,
     vocab: usize,
-    n: usize,
+    top_n: Option<usize>,
     options: &SamplingOptions<'static>,
 ) {
     let cost = Cost::bytes(rows * vocab * size_of::<T>(), rows * 4);
@@ -65,9 +81,17 @@ fn case<T: Float>(
         let logits = normal::<T>(device, stream, rows, vocab, set)?;
         let mut workspace = SamplingWorkspace::new(device, rows, vocab)?;
         let mut tokens = Tensor::<i32>::uninit(device, &[rows])?;
-        let mut log_probs = if n > 0 { LogProbs::new(device, rows, n)? } else { LogProbs::none() };
+        let mut log_probs = match top_n {
+            Some(n) => LogProbs::new(device, rows, n)?,
+            None => LogProbs::none(),
+        };
+        let by_row: Vec<i32> = (0..rows).map(|row| if row % 2 == 0 { 20 } else { 0 }).collect();
+        let by_row = if name.starts_with(MIXED) { Some(Tensor::from_slice(device, &by_row, &[rows])?) } else { None };
         let options = *options;
-        Ok(move |s: &Stream| top_k_top_p(s, &mut tokens, Some(&mut log_probs), &logits, &options, &mut workspace))
+        Ok(move |s: &Stream| {
+            let options = by_row.as_ref().map_or(options, |k| options.top_k(k));
+            top_k_top_p(s, &mut tokens, Some(&mut log_probs), &logits, &options, &mut workspace)
+        })
     });
 }
 

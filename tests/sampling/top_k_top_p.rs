@@ -686,6 +686,47 @@ fn bits(log_probs: &LogProbs<i32>) -> [Vec<u32>; 4] {
         .map(|t| t.as_ref().unwrap().to_vec().unwrap().into_iter().map(f32::to_bits).collect())
 }
 
+/// Rows that keep few tokens beside rows that keep many, and one without any, call after call in one workspace: log-probabilities as the search in several
+/// launches has them, bit by bit.
+#[test]
+fn log_probs_are_the_same_bits_whatever_the_algorithm() {
+    fn compare<T: Float>(device: &Device, stream: &Stream, rows: usize, vocab: usize) {
+        let len = rows * (vocab + 3) + 5;
+        let mut values: Vec<f32> = noise(len, vocab as u64).into_iter().map(|x| 9.0 * x * x * x).collect();
+        values[5 + vocab + 3..][..vocab].fill(f32::NEG_INFINITY);
+        let flat = Tensor::from_slice(device, &values.map_to::<T>(), &[len]).unwrap();
+        let logits = flat.as_strided(&[rows, vocab], &[vocab + 3, 1], 5).unwrap();
+        let top_k: Vec<i32> = (0..rows).map(|r| [5, 20, 200, 128, 1, 0, 129][r % 7]).collect();
+        let top_k = Tensor::from_slice(device, &top_k, &[rows]).unwrap();
+        let bias = Tensor::from_slice(device, &noise(vocab, 77), &[vocab]).unwrap();
+        let mut workspace = SamplingWorkspace::with_adjustments(device, rows, vocab).unwrap();
+        let mut run = |options: &SamplingOptions<'_>| {
+            let mut tokens = Tensor::<i32>::zeros(device, &[rows]).unwrap();
+            let mut log_probs = LogProbs::new(device, rows, 7).unwrap();
+            top_k_top_p(stream, &mut tokens, Some(&mut log_probs), &logits, options, &mut workspace).unwrap();
+            (tokens.to_vec().unwrap(), bits(&log_probs))
+        };
+        let new = SamplingOptions::default().seed(vocab as u64).temperature(0.8);
+        for options in [new.top_k(&top_k).top_p(0.9), new.top_k(20), new.greedy(), new.top_k(&top_k).bias(&bias)] {
+            let want = run(&options.algorithm(SamplingAlgorithm::Radix));
+            for algorithm in
+                [SamplingAlgorithm::Auto, SamplingAlgorithm::Batched, SamplingAlgorithm::SplitK { splits: 3 }]
+            {
+                assert_eq!(run(&options.algorithm(algorithm)), want, "{algorithm:?}, {rows} x {vocab} {}", T::DTYPE);
+            }
+        }
+    }
+    on_every_device(|device, stream| {
+        compare::<f32>(device, stream, 3, 9_001);
+        compare::<bf16>(device, stream, 3, 9_002);
+        compare::<f16>(device, stream, 7, 301);
+        // So many rows that a block has several rounds.
+        let rows = 3 * device.properties().multiprocessors as usize + 1;
+        compare::<bf16>(device, stream, rows, 20_001);
+        compare::<f32>(device, stream, rows, 17_003);
+    });
+}
+
 /// Clusters of one block up to eight, rows at odd addresses: what the search in several launches gives, bit by bit.
 #[test]
 fn clusters_of_any_size() {
@@ -949,6 +990,7 @@ fn raw_launches_of_too_many_blocks() {
         max_k: vocab,
         top_n: 0,
         adjusted: 0,
+        later: 0,
         temperature: RawPerRow::all(1.0),
         top_k: RawPerRow::all(0),
         top_p: RawPerRow::all(1.0),

@@ -46,7 +46,8 @@ use crate::check::{Call, after, product};
 use crate::device::{Device, Geometry, Stream};
 use crate::error::{Error, Result};
 use crate::kernels::sampling::{
-    adjust, part, radix, radix_cluster, radix_cluster_long, radix_cluster_short, row_sum, top_k_top_p as kernel,
+    adjust, log_probs, part, radix, radix_cluster, radix_cluster_long, radix_cluster_short, row_sum,
+    top_k_top_p as kernel,
 };
 use crate::tensor::Tensor;
 use cuda_std::{DType, Element, Entry, Float};
@@ -582,6 +583,13 @@ entry_of! {
     /// The radix search by clusters.
     radix_cluster_entry -> radix_cluster::Args { sampling_radix_cluster_f32, sampling_radix_cluster_f16, sampling_radix_cluster_bf16 }
         in crate::kernels::sampling::radix_cluster;
+    /// The same beside the kernel for few tokens.
+    radix_cluster_behind_entry -> radix_cluster::Args {
+        sampling_radix_cluster_behind_f32, sampling_radix_cluster_behind_f16, sampling_radix_cluster_behind_bf16
+    } in crate::kernels::sampling::radix_cluster;
+    /// Log-probabilities before the filters.
+    log_probs_entry -> log_probs::Args { sampling_log_probs_f32, sampling_log_probs_f16, sampling_log_probs_bf16 }
+        in crate::kernels::sampling::log_probs;
     /// Mask, bias and penalties.
     adjust_entry -> adjust::Args { sampling_adjust_f32, sampling_adjust_f16, sampling_adjust_bf16 }
         in crate::kernels::sampling::adjust;
@@ -604,7 +612,8 @@ const fn key_bits(dtype: DType) -> u32 {
 
 /// Launches on raw pointers (layer L1): `rows` rows of logits of type `dtype`, in up to twelve kernels.
 ///
-/// With `adjustments`, these are applied to `logits` and their output is what is sampled from; `job.stride` is of no account then. `job.adjusted` never is.
+/// With `adjustments`, these are applied to `logits` and their output is what is sampled from; `job.stride` is of no account then. `job.adjusted` and
+/// `job.later` never are.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for an element type without kernels, and those of [`Stream::launch`], which has at most 2^31 - 1 blocks: one
@@ -633,7 +642,7 @@ pub unsafe fn launch(
     let by_chunk = |shared: usize| linear(chunks, row_sum::THREADS).shared_bytes(shared as u32);
     let by_row = |blocks: u32| linear(blocks, THREADS).shared_bytes(SHARED_BYTES as u32);
     let (mut dtype, mut logits) = (dtype, logits);
-    job.adjusted = adjustments.is_some() as u32;
+    (job.adjusted, job.later) = (adjustments.is_some() as u32, 0);
     // SAFETY: all of these: forwarded to the caller.
     unsafe {
         if let Some(&args) = adjustments {
@@ -642,33 +651,39 @@ pub unsafe fn launch(
             stream.launch(&entry, &geometry, &adjust::Args { logits, args, chunks })?;
             (dtype, logits, job.stride) = (DType::F32, args.out.cast_const().cast(), args.out_stride);
         }
-        // Clusters see to the largest logit and the sum of the rows that are theirs.
         let search = plan.goals > 0 && plan.cluster == 0;
-        let sums = plan.sums && (plan.cluster == 0 || job.quick_limit > 0);
-        if sums || search {
+        if search {
             let args = row_sum::Args { logits, job };
             stream.launch(
                 &row_max_entry(dtype).ok_or_else(unsupported)?,
                 &by_chunk(row_sum::MAX_SHARED_BYTES),
                 &args,
             )?;
-            if sums {
+            if plan.sums {
                 stream.launch(&row_sum_entry(dtype).ok_or_else(unsupported)?, &by_chunk(0), &args)?;
             }
+        }
+        // Clusters see to the sums of the rows that are theirs.
+        let later = plan.sums && !search && plan.splits > 0 && job.quick_limit > 0;
+        let mut quick = job;
+        if later {
+            (quick.before, quick.top_before, quick.later) = (std::ptr::null_mut(), std::ptr::null_mut(), 1);
         }
         match plan.splits {
             0 => {}
             1 => {
-                let args = kernel::BatchedArgs { logits, job };
+                let args = kernel::BatchedArgs { logits, job: quick };
                 stream.launch(&batched_entry(dtype).ok_or_else(unsupported)?, &by_row(1), &args)?;
             }
             splits => {
-                let args = kernel::SplitKArgs { logits, job, splits };
+                let args = kernel::SplitKArgs { logits, job: quick, splits };
                 stream.launch(&split_k_entry(dtype).ok_or_else(unsupported)?, &by_row(splits), &args)?;
             }
         }
         if plan.goals > 0 && plan.cluster > 0 {
-            let entry = radix_cluster_entry(dtype).ok_or_else(unsupported)?;
+            let behind = plan.splits > 0;
+            let entry = if behind { radix_cluster_behind_entry(dtype) } else { radix_cluster_entry(dtype) };
+            let entry = entry.ok_or_else(unsupported)?;
             let geometry = Geometry::linear(rows.saturating_mul(plan.cluster), part::THREADS);
             let geometry = geometry.shared_bytes(radix_cluster_shared(dtype)).cluster(plan.cluster).dependent();
             stream.launch(&entry, &geometry, &radix_cluster::Args { logits, job })?;
@@ -680,6 +695,15 @@ pub unsafe fn launch(
             }
             let pick = radix_pick_entry(dtype).ok_or_else(unsupported)?;
             stream.launch(&pick, &by_chunk(radix::PICK_SHARED_BYTES), &args)?;
+        }
+        if later {
+            let entry = log_probs_entry(dtype).ok_or_else(unsupported)?;
+            // Three blocks fit a multiprocessor: all at once, or so many that the last ones are short, and none without work for its threads.
+            let multiprocessors = stream.device().properties().multiprocessors;
+            let parts = if rows < multiprocessors { 3 * multiprocessors / rows.max(1) } else { 4 };
+            let parts = parts.min(chunks);
+            let geometry = linear(parts, log_probs::THREADS).shared_bytes(log_probs::SHARED_BYTES as u32);
+            stream.launch(&entry, &geometry, &log_probs::Args { logits, job, parts })?;
         }
     }
     Ok(())
@@ -743,6 +767,7 @@ pub fn top_k_top_p<T: Float, I: TokenId>(
         max_k: limits.max_k,
         top_n: top_n as u32,
         adjusted: 0,
+        later: 0,
         temperature: inputs.per_row(
             "temperature",
             options.temperature,

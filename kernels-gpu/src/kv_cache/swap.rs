@@ -9,7 +9,7 @@
 use super::copy_blocks::{PIECE_BYTES, THREADS, copy_piece};
 use cuda_std::{Global, GlobalMut, constant_param, dependent_launch, entries, integer, thread};
 
-/// Blocks of threads at most: what keeps the bus busy when the host is read 4 KiB at a time (docs/elementwise.md).
+/// Blocks of threads at most: what keeps the bus busy when the host is read 4 KiB at a time (docs/experiments/elementwise.md).
 pub const BLOCKS: u32 = 32;
 /// Pairs of a launch at most: parameters have 4 KB.
 pub const MAX_PAIRS: usize = 480;

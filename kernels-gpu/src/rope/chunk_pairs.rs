@@ -2,7 +2,7 @@
 //! share the pairs of chunks, where the two chunks of a pair are, and how they come to the cache. How they begin, other rotations do as well ([`begin`]).
 //!
 //! Each function makes the same machine code as its text in both kernels did. What did not is there twice: a thread's token and item, the loads, which scale a head
-//! has, the rotation of whole chunks (docs/elementwise.md).
+//! has, the rotation of whole chunks (docs/experiments/elementwise.md).
 
 use crate::kv_cache::layout::{PageLayout, store};
 use crate::kv_cache::{CacheElement, StoreAs, scaled};

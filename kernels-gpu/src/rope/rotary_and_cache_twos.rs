@@ -2,7 +2,7 @@
 //!
 //! Position, angles and slot serve twice the bytes, twice as many of which are on their way, and there are half as many blocks to start. The heads of a thread
 //! are half of all heads apart, so that neighbouring threads still take neighbouring memory. One text for one and two heads was tried: ptxas makes 4 to 15 % less of it
-//! for one (docs/elementwise.md). What makes the same code is in [`chunk_pairs`](super::chunk_pairs).
+//! for one (docs/experiments/elementwise.md). What makes the same code is in [`chunk_pairs`](super::chunk_pairs).
 
 use crate::chunk;
 use crate::kv_cache::layout::{PageLayout, split_slot, store};

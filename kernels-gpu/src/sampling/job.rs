@@ -77,6 +77,9 @@ pub struct Job {
     pub top_n: u32,
     /// Not 0: the logits are what `adjust` wrote, of which [`BANNED`](super::weights::BANNED) is not allowed. In others it is a NaN like any.
     pub adjusted: u32,
+    /// Not 0 for `top_k_top_p` where `log_probs` follows, which writes the log-probabilities before the filters and finds the best in the workspace. (So there are no
+    /// outputs for them here.)
+    pub later: u32,
     /// Not positive or NaN: greedy.
     pub temperature: PerRow<f32>,
     /// Below 1 or above `max_k`: that.
@@ -113,7 +116,7 @@ pub struct Job {
     pub histograms: *mut u64,
     /// `[rows, top_k::CAPACITY]`: the lists that `split_k` merges.
     pub lists: *mut u64,
-    /// `[rows, top_k::MAX_K]`: the best candidates of rows that `radix` samples.
+    /// `[rows, top_k::MAX_K]`: the best candidates of rows that `radix` samples, or that `log_probs` follows.
     pub best: *mut u64,
     /// `[rows, chunks]`: what `radix` counted in each chunk.
     pub chunk_counts: *mut u32,

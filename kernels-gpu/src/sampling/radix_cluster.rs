@@ -8,16 +8,19 @@
 //!
 //! Of f32 ([`radix_cluster_long`](super::radix_cluster_long)) the same counters take the leading 16 bits. They tell where each answer can be, mostly among a few hundred tokens, which blocks list in a second pass, and
 //! the first block goes on with those alone.
+//!
+//! Kernels with `BEHIND` follow `top_k_top_p` in the same call, which has waited for what wrote the logits, and writes nothing that is read here but the best of a row. So
+//! they wait for it only before they write: both work at the same time.
 
 use super::job::{Job, LogProbs, Settings};
-use super::part::{MAX_BLOCKS, THREADS};
+use super::part::MAX_BLOCKS;
 use super::radix_cluster_long::long;
 use super::radix_cluster_short::short;
 use super::top_k::MAX_K;
 use super::top_k_top_p::{write_log_probs, write_top};
 use super::totals::{Bin, Found, warp_sum};
 use super::weights::{key_of, scaled, scaled_up};
-use cuda_std::{Global, GlobalMut, Shared, cluster, entries, unroll, warp};
+use cuda_std::{Global, GlobalMut, Shared, cluster, dependent_launch, entries, unroll, warp};
 
 /// The same word of the shared memory of each block; 0 for those that the cluster has not. All loads are under way before the first is waited for.
 #[inline(always)]
@@ -175,9 +178,20 @@ pub(super) unsafe fn write_nothing(job: &Job, row: u32, token_0: bool) {
     }
 }
 
+/// Waits for the kernels before: at the beginning, or `LATE`, as `BEHIND` says.
+#[inline(always)]
+pub(super) fn begin_if<const LATE: bool, const BEHIND: bool>() {
+    if LATE == BEHIND {
+        dependent_launch::begin();
+    }
+}
+
 entries! {
     pub struct Args<T>(logits: *const T, job: Job);
-    sampling_radix_cluster_f32 { type T = f32; } [THREADS, 1; Sm90a] => long;
-    sampling_radix_cluster_f16 { type T = half::f16; } [THREADS; Sm90a] => short::<T>;
-    sampling_radix_cluster_bf16 { type T = half::bf16; } [THREADS; Sm90a] => short::<T>;
+    sampling_radix_cluster_f32 { type T = f32; } [crate::sampling::part::THREADS, 1; Sm90a] => long::<false>;
+    sampling_radix_cluster_f16 { type T = half::f16; } [crate::sampling::part::THREADS; Sm90a] => short::<T, false>;
+    sampling_radix_cluster_bf16 { type T = half::bf16; } [crate::sampling::part::THREADS; Sm90a] => short::<T, false>;
+    sampling_radix_cluster_behind_f32 { type T = f32; } [crate::sampling::part::THREADS, 1; Sm90a] => long::<true>;
+    sampling_radix_cluster_behind_f16 { type T = half::f16; } [crate::sampling::part::THREADS; Sm90a] => short::<T, true>;
+    sampling_radix_cluster_behind_bf16 { type T = half::bf16; } [crate::sampling::part::THREADS; Sm90a] => short::<T, true>;
 }

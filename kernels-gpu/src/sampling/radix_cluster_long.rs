@@ -9,7 +9,7 @@ use super::counters::{self, Counters};
 use super::job::{Job, LogProbs, PARAMETERS, Settings};
 use super::logit::Words;
 use super::part::{COUNTS, MAX_BLOCKS, Part, THREADS, WARPS};
-use super::radix_cluster::{Drawn, Search, TOP_K, TOP_P, of_blocks, write_nothing, write_row};
+use super::radix_cluster::{Drawn, Search, TOP_K, TOP_P, begin_if, of_blocks, write_nothing, write_row};
 use super::top_k::own_index;
 use super::totals::{
     self, Bin, CHUNK, Found, MAX_CHUNKS, Occupied, Totals, find_in, from_lane, get, scan, set, warp_sum,
@@ -19,7 +19,7 @@ use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::integer::opaque;
 use cuda_std::shared::Carver;
 use cuda_std::vec::B128;
-use cuda_std::{GlobalMut, Shared, cluster, dependent_launch, float, thread, unroll, warp};
+use cuda_std::{GlobalMut, Shared, cluster, float, thread, unroll, warp};
 
 /// Bits of a key that [`Counters`] do not tell apart.
 const SHIFT: u32 = 16;
@@ -778,21 +778,23 @@ fn range([least, largest]: [u32; 2]) -> [f32; 2] {
     [value(if least < lowest { lowest } else { least }), value(if largest > highest { highest } else { largest })]
 }
 
-/// Grid: for each row a cluster of at least [`least_blocks`](super::part::least_blocks) and up to [`MAX_BLOCKS`] blocks.
+/// Grid: for each row a cluster of at least [`least_blocks`](super::part::least_blocks) and up to [`MAX_BLOCKS`] blocks. `BEHIND`: see [`radix_cluster`](super::radix_cluster).
 #[inline(always)]
-pub unsafe fn long(logits: *const f32, job: Job) {
+pub unsafe fn long<const BEHIND: bool>(logits: *const f32, job: Job) {
     let shared = Block32::new();
     shared.counts.clear();
     if own_index() < 2 {
         shared.largest.set(own_index(), 0);
         shared.length.set(own_index(), 0);
     }
-    dependent_launch::begin();
+    begin_if::<false, BEHIND>();
     let (rank, blocks) = (cluster::rank(), cluster::size());
     // SAFETY: a cluster has a block.
     core::hint::assert_unchecked(blocks != 0);
     let row = thread::block_idx_x() / blocks;
     if job.settings(row).k <= job.quick_limit {
+        // These wait as well: whoever comes next takes the end of this grid for the end of all before it.
+        begin_if::<true, BEHIND>();
         return;
     }
     if own_index() == THREADS - 1 {
@@ -829,6 +831,7 @@ pub unsafe fn long(logits: *const f32, job: Job) {
         }
     };
     if max_key <= KEY_NEG_INF {
+        begin_if::<true, BEHIND>();
         // The first that is allowed.
         let mut largest = 0;
         if job.adjusted != 0 {
@@ -854,6 +857,7 @@ pub unsafe fn long(logits: *const f32, job: Job) {
 
     shared.merge(&job, occupied, rank, blocks);
     cluster::sync();
+    begin_if::<true, BEHIND>();
     if rank == 0 {
         unroll::<2>(|i| shared.bounds[i].add_up(occupied.count()));
         thread::sync_threads();

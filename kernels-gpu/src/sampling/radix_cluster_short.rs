@@ -4,14 +4,14 @@ use super::counters::{self, Counters};
 use super::job::{Job, LogProbs, PARAMETERS, Settings};
 use super::logit::{Logit, Words};
 use super::part::{COUNTS, Held, MAX_BLOCKS, Part, THREADS, WARPS};
-use super::radix_cluster::{Search, leave_sum, of_blocks, sum_of, write_nothing, write_row};
+use super::radix_cluster::{Search, begin_if, leave_sum, of_blocks, sum_of, write_nothing, write_row};
 use super::top_k::own_index;
 use super::totals::{self, Bin, CHUNK, MAX_CHUNKS, Occupied, Totals, from_lane};
 use super::weights::{KEY_NEG_INF, key};
 use cuda_std::atomic::{Block, Relaxed};
 use cuda_std::integer::opaque;
 use cuda_std::shared::Carver;
-use cuda_std::{GlobalMut, Shared, cluster, dependent_launch, thread, unroll, warp};
+use cuda_std::{GlobalMut, Shared, cluster, thread, unroll, warp};
 
 /// Shared memory of a block.
 #[derive(Clone, Copy)]
@@ -161,17 +161,19 @@ fn wide<T: Logit>(key16: u32) -> u32 {
     key(T::unpack(bits_of_key(key16), 0))
 }
 
-/// Grid: for each row a cluster of at least [`least_blocks`](super::part::least_blocks) and up to [`MAX_BLOCKS`] blocks.
+/// Grid: for each row a cluster of at least [`least_blocks`](super::part::least_blocks) and up to [`MAX_BLOCKS`] blocks. `BEHIND`: see [`radix_cluster`](super::radix_cluster).
 #[inline(always)]
-pub unsafe fn short<T: Logit>(logits: *const T, job: Job) {
+pub unsafe fn short<T: Logit, const BEHIND: bool>(logits: *const T, job: Job) {
     let shared = Block16::new();
     shared.clear();
-    dependent_launch::begin();
+    begin_if::<false, BEHIND>();
     let (rank, blocks) = (cluster::rank(), cluster::size());
     // SAFETY: a cluster has a block.
     core::hint::assert_unchecked(blocks != 0);
     let row = thread::block_idx_x() / blocks;
     if job.settings(row).k <= job.quick_limit {
+        // These wait as well: whoever comes next takes the end of this grid for the end of all before it.
+        begin_if::<true, BEHIND>();
         return;
     }
     if own_index() == THREADS - 1 {
@@ -208,6 +210,7 @@ pub unsafe fn short<T: Logit>(logits: *const T, job: Job) {
     thread::sync_threads();
     let (occupied, max_key) = (Occupied::<32>::new(shared.of_all.get(lane)), shared.of_all.get(WARPS));
     if max_key <= KEY_NEG_INF {
+        begin_if::<true, BEHIND>();
         // Nobody leaves while others read.
         cluster::arrive_relaxed();
         if rank == 0 && warp_id == 0 {
@@ -241,6 +244,7 @@ pub unsafe fn short<T: Logit>(logits: *const T, job: Job) {
         leave_sum(shared.sums, rank * WARPS + warp_id, sum);
     }
     cluster::sync();
+    begin_if::<true, BEHIND>();
 
     if rank == 0 {
         shared.totals.add_up(occupied.count());

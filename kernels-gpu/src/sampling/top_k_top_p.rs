@@ -99,8 +99,7 @@ unsafe fn finish<T: Logit>(scratch: &Scratch, logits: *const T, job: &Job, row: 
     let (settings, draw) = Settings::looked_up(scratch.parameters);
     if settings.k > job.quick_limit {
         if tid < job.top_n {
-            let at = row as usize * MAX_K as usize + tid as usize;
-            GlobalMut::new(job.best).set(at, if tid < len { scratch.best.get(tid) } else { 0 });
+            leave(scratch, job, row, tid, len);
         }
     } else if len == 0 {
         let token = if job.adjusted != 0 { lowest_allowed(job.row(logits, row), scratch.flag) } else { 0 };
@@ -111,9 +110,28 @@ unsafe fn finish<T: Logit>(scratch: &Scratch, logits: *const T, job: &Job, row: 
         if tid < job.top_n {
             write_top(job, row, tid, 0, false, None);
         }
+        if job.later != 0 && tid == 0 {
+            leave(scratch, job, row, 0, 0);
+        }
     } else if tid < 32 {
         sample(scratch, job, row, &settings, draw, len);
+    } else if job.later != 0 {
+        // By others than the warp that is waited for. The largest logit at least.
+        let (i, most) = (tid - 32, if job.top_n > 1 { job.top_n } else { 1 });
+        if i < most {
+            leave(scratch, job, row, i, len);
+        }
     }
+}
+
+const _: () = assert!(THREADS >= 32 + MAX_K);
+
+/// Leaves place `i` of the row's best for the kernel that follows.
+#[inline(always)]
+#[track_caller]
+unsafe fn leave(scratch: &Scratch, job: &Job, row: u32, i: u32, len: u32) {
+    let at = row as usize * MAX_K as usize + i as usize;
+    GlobalMut::new(job.best).set(at, if i < len { scratch.best.get(i) } else { 0 });
 }
 
 /// By one warp: top-p, min-p, the draw, and what is to be written.
