@@ -720,6 +720,10 @@ fn log_probs_are_the_same_bits_whatever_the_algorithm() {
         compare::<f32>(device, stream, 3, 9_001);
         compare::<bf16>(device, stream, 3, 9_002);
         compare::<f16>(device, stream, 7, 301);
+        if !device.is_simt() && sanitizing() {
+            // What follows would take racecheck minutes.
+            return;
+        }
         // So many rows that a block has several rounds.
         let rows = 3 * device.properties().multiprocessors as usize + 1;
         compare::<bf16>(device, stream, rows, 20_001);
