@@ -299,8 +299,9 @@ mod private {
 /// Log-probabilities: natural logarithms of softmax. Each may be left out.
 ///
 /// *Before* is before the filters and after everything else: of the adjusted logits divided by the temperature, of all
-/// tokens. It costs two more passes over the logits, but for calls all of whose rows go to [`SamplingAlgorithm::RadixCluster`]. *After* is of what the filters kept, -inf for the rest
-/// (and for weights that count as 0, see the [module](self)).
+/// tokens. It costs rows that keep up to 128 tokens one more pass over their logits (two where others of the call are searched by [`SamplingAlgorithm::Radix`]),
+/// rows of that algorithm one, and those of [`SamplingAlgorithm::RadixCluster`] none. *After* is of what the filters kept, -inf for the rest (and for weights that
+/// count as 0, see the [module](self)).
 /// Greedy rows have a temperature of 1 here, and keep one token.
 ///
 /// The top tokens are the most probable in order of rank; places beyond the last token above -inf hold -1 (as `u32`, its

@@ -10,7 +10,7 @@
 //! # The stream of keys
 //! Groups of 16 keys go round the warps of a block. Each warp has a ring of `STAGES` groups in shared memory, filled by
 //! its own `cp.async`, so that the loop needs no block barrier. The ring runs ahead over the border of items: while an
-//! item is being finished (merge of the warps, partial result, ticket), the first groups of the next are on their way,
+//! item is being finished (merge of the warps, partial result), the first groups of the next are on their way,
 //! and memory never idles. The page numbers of all groups of an item are read at once, a lane for each, and handed out
 //! by shuffles. Rows in shared memory are swizzled by 16-byte pieces, so that `ldmatrix` meets no bank twice.
 //!

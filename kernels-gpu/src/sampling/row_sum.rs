@@ -1,4 +1,4 @@
-//! A row's largest logit, then the sum of its weights: for log-probabilities before the filters, and for `radix`.
+//! A row's largest logit, then the sum of its weights: for `radix`, and log-probabilities before the filters in calls that launch it.
 //!
 //! Two kernels, since weights are relative to the largest logit: [`row_max`] and [`row_sum`], each with several blocks a
 //! row that meet in one atomic word of [`RowState`](super::job::RowState).
