@@ -205,6 +205,8 @@ const RANK: u32 = 2;
 
 /// No bin.
 const NONE: u32 = u32::MAX;
+/// Instead of the keys of a window, where a goal has none.
+const NO_WINDOW: u32 = u32::MAX;
 /// Instead of where a list begins, where there is no room for all.
 const FULL: u32 = u32::MAX;
 /// Tokens of a list.
@@ -515,7 +517,7 @@ impl Block32 {
         let d_lower = if p_lower != NONE && d_lower < p_lower { p_lower } else { d_lower };
         let window = |lower: u32, upper: u32| {
             if upper == NONE {
-                return [u32::MAX, u32::MAX];
+                return [NO_WINDOW; 2];
             }
             let (least, largest) = (lower << SHIFT, upper << SHIFT | ((1 << SHIFT) - 1));
             [
@@ -606,7 +608,7 @@ impl Block32 {
     #[track_caller]
     unsafe fn list(&self, job: &Job, part: &Part<f32>) {
         let (settings, weights) = self.look_up(job);
-        let mut sums = match (self.told.get(WINDOWS) != NONE, settings.least > 0) {
+        let mut sums = match (self.told.get(WINDOWS) != NO_WINDOW, settings.least > 0) {
             (false, false) => self.sum_up::<2, false>(part, &settings, &weights),
             (false, true) => self.sum_up::<2, true>(part, &settings, &weights),
             (true, false) => self.sum_up::<3, false>(part, &settings, &weights),
