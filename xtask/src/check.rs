@@ -49,7 +49,11 @@ const STEPS: &[Step] = &[
     Step { name: "clippy", what: "clippy on everything but device code", run: clippy },
     Step { name: "clippy-device", what: "clippy on the kernels as the GPU's compiler sees them", run: clippy_device },
     Step { name: "test", what: "all tests, on the SIMT device in order, with the race detector, at random", run: test },
-    Step { name: "ptx", what: "the committed PTX is what the source gives, and ptxas takes it", run: check_ptx },
+    Step {
+        name: "ptx",
+        what: "the committed PTX is what the source gives, of what changed since it was compiled, and ptxas takes it",
+        run: check_ptx,
+    },
     Step { name: "doc", what: "documentation without warnings", run: doc },
     Step { name: "guide", what: "mdBook builds the guide, whose links lead somewhere", run: |_| crate::guide::check() },
     Step { name: "cuda", what: "lints, documentation and tests with the feature `cuda`, without a driver", run: cuda },
@@ -216,6 +220,7 @@ fn test(_: &Args) -> Result<()> {
 fn check_ptx(args: &Args) -> Result<()> {
     ptx::run(&ptx::Args {
         check: true,
+        changed: true,
         require_ptxas: args.require_ptxas,
         rust_src: args.rust_src.clone(),
         ..ptx::Args::default()

@@ -9,6 +9,7 @@ mod package;
 mod ptx;
 mod repo;
 mod report;
+mod sources;
 mod stub;
 mod table;
 mod tool;

@@ -1,4 +1,7 @@
-//! Marks of files in `host/ptx/resources.md`: what was assembled before, and need not be again.
+//! Marks of files in `host/ptx/resources.md`: what was compiled and assembled before, and need not be again.
+//!
+//! A text is a function of its sources, of the compiler, and of how that is called and what it emits is brought into form ([`crate::sources`]). A mark
+//! has a fingerprint of these and of the text, and is given to files in which nothing at all was found wrong.
 //!
 //! What ptxas says of a file is a function of the text, of the machines, and of ptxas; so is what is made of it, of the code that reads what it says. A
 //! mark has a fingerprint of all that and of the file's rows in the table, and is given to files of which nothing was found but what is in those rows. What
@@ -25,18 +28,47 @@ fn recorded(arch: &str) -> impl Iterator<Item = &'static str> {
     machines(arch).iter().filter(|(_, recorded)| *recorded).map(|(sm, _)| *sm)
 }
 
-/// The mark of a file with this `text` and its rows in `table`, of ptxas' `release`.
-pub(crate) fn of(table: &Table, family: &str, arch: &str, release: &str, text: &str) -> String {
-    let rows: Vec<Vec<&Resources>> = recorded(arch).map(|sm| table.rows(family, sm).collect()).collect();
-    let reading = READING.split("\n#[cfg(test)]\n").next().unwrap_or_default();
+/// What a mark says was done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Done {
+    Compiled,
+    Assembled,
+}
+
+impl Done {
+    /// What the mark `text` says was done.
+    pub(crate) fn of(text: &str) -> Option<Self> {
+        match text.split(' ').next() {
+            Some("compiled") => Some(Self::Compiled),
+            Some("assembled") => Some(Self::Assembled),
+            _ => None,
+        }
+    }
+}
+
+/// A fingerprint of `parts`.
+pub(crate) fn fingerprint<S: AsRef<str>>(parts: &[S]) -> String {
     let mut hash = Sha1::new();
-    for part in [reading, release, &format!("{:?}", machines(arch)), text, &format!("{rows:?}")] {
+    for part in parts.iter().map(AsRef::as_ref) {
         // With its length, so that nothing moves from part to part unseen.
         hash.update(&(part.len() as u64).to_le_bytes());
         hash.update(part.as_bytes());
     }
+    hash.digest().to_string()
+}
+
+/// The mark of a file with this `text`, compiled for `arch` from `sources` of this fingerprint.
+pub(crate) fn compiled(arch: &str, sources: &str, text: &str) -> String {
+    format!("compiled without complaints from the sources of its family: {}", fingerprint(&[arch, sources, text]))
+}
+
+/// The mark of a file with this `text` and its rows in `table`, of ptxas' `release`.
+pub(crate) fn assembled(table: &Table, family: &str, arch: &str, release: &str, text: &str) -> String {
+    let rows: Vec<Vec<&Resources>> = recorded(arch).map(|sm| table.rows(family, sm).collect()).collect();
+    let reading = READING.split("\n#[cfg(test)]\n").next().unwrap_or_default();
+    let parts = [reading, release, &format!("{:?}", machines(arch)), text, &format!("{rows:?}")];
     let machines: Vec<&str> = machines(arch).iter().map(|(sm, _)| *sm).collect();
-    format!("assembled for {} by ptxas {release}: {}", machines.join(", "), hash.digest())
+    format!("assembled for {} by ptxas {release}: {}", machines.join(", "), fingerprint(&parts))
 }
 
 /// What the table's rows say is wrong with a file, each with the machine.
@@ -68,21 +100,39 @@ mod tests {
 
     #[test]
     fn marks_are_of_text_rows_machines_and_release() {
-        let first = of(&table(10, 0), "norm", "sm_80", "1.2.3", "add;");
+        let first = assembled(&table(10, 0), "norm", "sm_80", "1.2.3", "add;");
         assert!(first.starts_with("assembled for sm_80, sm_90, sm_100, sm_120 by ptxas 1.2.3: "), "{first}");
-        assert_eq!(of(&Table::parse(&table(10, 0).text()), "norm", "sm_80", "1.2.3", "add;"), first);
-        assert_ne!(of(&table(10, 0), "norm", "sm_80", "1.2.3", "adc;"), first);
-        assert_ne!(of(&table(11, 0), "norm", "sm_80", "1.2.3", "add;"), first);
-        assert_ne!(of(&table(10, 4), "norm", "sm_80", "1.2.3", "add;"), first);
-        assert_ne!(of(&table(10, 0), "norm", "sm_80", "1.2.4", "add;"), first);
-        assert_ne!(of(&table(10, 0), "norm", "sm_90a", "1.2.3", "add;"), first);
+        assert_eq!(assembled(&Table::parse(&table(10, 0).text()), "norm", "sm_80", "1.2.3", "add;"), first);
+        assert_ne!(assembled(&table(10, 0), "norm", "sm_80", "1.2.3", "adc;"), first);
+        assert_ne!(assembled(&table(11, 0), "norm", "sm_80", "1.2.3", "add;"), first);
+        assert_ne!(assembled(&table(10, 4), "norm", "sm_80", "1.2.3", "add;"), first);
+        assert_ne!(assembled(&table(10, 0), "norm", "sm_80", "1.2.4", "add;"), first);
+        assert_ne!(assembled(&table(10, 0), "norm", "sm_90a", "1.2.3", "add;"), first);
         // Rows of other families and machines belong to other files.
         let mut others = table(10, 0);
         others.set("rope", "sm_90", vec![]);
         others.set("norm", "sm_90a", vec![]);
-        assert_eq!(of(&others, "norm", "sm_80", "1.2.3", "add;"), first);
+        assert_eq!(assembled(&others, "norm", "sm_80", "1.2.3", "add;"), first);
         others.set("norm", "sm_80", vec![]);
-        assert_ne!(of(&others, "norm", "sm_80", "1.2.3", "add;"), first);
+        assert_ne!(assembled(&others, "norm", "sm_80", "1.2.3", "add;"), first);
+    }
+
+    #[test]
+    fn marks_say_what_was_done() {
+        assert_eq!(Done::of(&assembled(&table(10, 0), "norm", "sm_80", "1.2.3", "add;")), Some(Done::Assembled));
+        assert_eq!(Done::of(&compiled("sm_80", "0123", "add;")), Some(Done::Compiled));
+        assert_eq!(Done::of("published"), None);
+    }
+
+    #[test]
+    fn marks_are_of_sources_text_and_architecture() {
+        let first = compiled("sm_80", "0123", "add;");
+        assert_eq!(compiled("sm_80", "0123", "add;"), first);
+        for other in
+            [compiled("sm_90a", "0123", "add;"), compiled("sm_80", "012", "3add;"), compiled("sm_80", "0123", "adc;")]
+        {
+            assert_ne!(other, first);
+        }
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! `cargo xtask ptx`: kernels to PTX, and `cargo xtask sass`: PTX to machine code.
 
 use crate::allow::AllowList;
-use crate::mark::{self, machines};
-use crate::repo;
+use crate::mark::{self, Done, machines};
 use crate::table::Table;
+use crate::{repo, sources};
 use anyhow::{Context as _, Result, bail, ensure};
 use cuda_builder::ptx::{Module, Problem, entry_names, entry_text};
 use cuda_builder::ptxas::Report;
@@ -32,6 +32,9 @@ pub(crate) struct Args {
     /// Change nothing; fail if the committed files are not what the source gives
     #[arg(long)]
     pub(crate) check: bool,
+    /// Compile only what has other sources than its mark in host/ptx/resources.md, and `conformance`, which tries the compiler
+    #[arg(long, conflicts_with = "table_only")]
+    pub(crate) changed: bool,
     /// Compile nothing; only assemble the PTX there is and write the table
     #[arg(long, conflicts_with = "check")]
     pub(crate) table_only: bool,
@@ -88,7 +91,7 @@ impl Job {
     /// Whether `table` says that its `text` was assembled before, and what came of it.
     fn is_marked(&self, table: &Table, release: &str, text: &str) -> bool {
         let (family, arch) = (&self.family, self.arch.name());
-        table.mark(family, arch) == Some(&mark::of(table, family, arch, release, text))
+        table.mark(family, arch, Done::Assembled) == Some(&mark::assembled(table, family, arch, release, text))
     }
 
     /// The committed file.
@@ -132,11 +135,10 @@ fn write_packed(file: &Path, text: &str) -> Result<()> {
     fs::write(file, pack(text)?).with_context(|| file.display().to_string())
 }
 
-/// What is wrong, in the order found, and the compiler's warnings, which come once for each file.
+/// What is wrong, in the order found.
 #[derive(Default)]
 struct Complaints {
     errors: Mutex<Vec<String>>,
-    warnings: Mutex<BTreeSet<String>>,
 }
 
 impl Complaints {
@@ -145,10 +147,11 @@ impl Complaints {
         self.errors.lock().expect("no panics").push(complaint);
     }
 
+    /// The compiler's warnings, which come once for each file.
     fn warn(&self, warnings: &str) {
         for warning in warnings.split("\n\n").filter(|w| !w.is_empty()) {
-            if self.warnings.lock().expect("no panics").insert(warning.into()) {
-                println!("{warning}\n");
+            if !self.errors.lock().expect("no panics").iter().any(|known| known == warning) {
+                self.add(warning.into());
             }
         }
     }
@@ -182,6 +185,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let release = &pin.ptxas().version;
     let table = read_table();
     let known = |job: &Job, text: &str| !args.assemble && job.is_marked(&table, release, text);
+    let marks = Mutex::new(vec![]);
     let ready = Ready::default();
     let (sender, results) = mpsc::channel();
     let assemble = |sender: mpsc::Sender<_>| {
@@ -208,11 +212,21 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     } else {
         let (_, toolchain) = toolchain(args.rust_src.clone())?;
         println!("device compiler: {} with the library from {}", toolchain.name(), toolchain.library_origin());
+        let compiler = Compiler {
+            toolchain: &toolchain,
+            families: &all,
+            base: &built,
+            check: args.check,
+            known: args.changed.then_some(&table),
+            allow: &allow,
+            complaints: &complaints,
+        };
         ready.expect(archs.len());
         let build = |arch: &Arch, sender| -> Result<()> {
             let mut jobs = jobs.iter().filter(|job| job.arch == *arch);
             let result = jobs.try_for_each(|job| {
-                let text = compile(job, &toolchain, &built, args.check, &allow, &complaints)?;
+                let Compiled { text, mark } = compiler.text(job)?;
+                marks.lock().expect("no panics").push((job, mark));
                 if text.is_some_and(|text| !known(job, &text)) {
                     ready.add(job);
                 }
@@ -241,6 +255,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let results: Vec<_> = results.into_iter().collect();
     // What nobody took out is not assembled: there is no assembler.
     let table = if ready.is_empty() {
+        let mut table = table;
+        for (job, mark) in marks.into_inner().expect("no panics") {
+            table.set_mark(&job.family, job.arch.name(), Done::Compiled, mark);
+        }
         Some(record(table, &jobs, results, &built, release, &allow, &complaints)?)
     } else {
         None
@@ -270,57 +288,95 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Compiles one file: its text goes below `base` and, unless only to `check`, into the committed file. `None` if something is wrong with it.
-fn compile(
-    job: &Job,
-    toolchain: &DeviceToolchain,
-    base: &Path,
+/// What is compiled how, and where it goes.
+struct Compiler<'a> {
+    toolchain: &'a DeviceToolchain,
+    families: &'a [String],
+    /// Texts go below this folder and, unless only to `check`, into the committed files.
+    base: &'a Path,
     check: bool,
-    allow: &Mutex<AllowList>,
-    complaints: &Complaints,
-) -> Result<Option<String>> {
-    let start = Instant::now();
-    let root = repo::root();
-    let built = CudaBuilder::new(root.join("kernels-gpu"))
-        .toolchain(toolchain)
-        .arch(job.arch.clone())
-        .features([&job.family])
-        .target_dir(repo::target_dir().join("ptx"))
-        .build()?;
-    let Module { text, entries, problems } = &built.module;
-    println!(
-        "{:8} {:12} {:4} entries {:7.1} KiB {:6.1} s",
-        job.arch.name(),
-        job.family,
-        entries.len(),
-        text.len() as f64 / 1024.0,
-        start.elapsed().as_secs_f64()
-    );
-    complaints.warn(&built.warnings);
-    for e in entries.iter().filter(|e| e.generic > 0) {
-        println!("    note: {} has {} accesses to memory of unknown kind", e.name, e.generic);
-    }
-    let mut bad = 0;
-    for problem in problems {
-        if !allow.lock().expect("no panics").allows(problem, None) {
-            complaints.add(format!("{} {}: {problem}", job.arch.name(), job.family));
-            bad += 1;
-        }
-    }
-    if bad > 0 {
-        // What an earlier source gave is not to be taken for it.
-        let _ = fs::remove_file(job.file(base));
-        let rejected = job.file(&repo::target_dir().join("ptx/rejected"));
-        println!("    rejected; the text is in {}", rejected.display());
-        write_if_changed(&rejected, text)?;
-        return Ok(None);
-    }
-    write_if_changed(&job.file(base), text)?;
-    if !check {
-        write_packed(&job.committed(), text)?;
-    }
-    Ok(Some(built.module.text))
+    /// The table whose marks are believed, if any are.
+    known: Option<&'a Table>,
+    allow: &'a Mutex<AllowList>,
+    complaints: &'a Complaints,
 }
+
+/// What a file's sources give.
+struct Compiled {
+    /// `None` if something is wrong with it.
+    text: Option<String>,
+    /// The mark, if nothing at all is.
+    mark: Option<String>,
+}
+
+impl Compiler<'_> {
+    /// The text of a file: the committed one, if its mark says that these sources gave it.
+    fn text(&self, job: &Job) -> Result<Compiled> {
+        let (family, arch) = (&job.family, job.arch.name());
+        let sources = sources::fingerprint(&repo::root(), family, self.families)?;
+        let known = self.known.filter(|_| family != ALWAYS).and_then(|t| t.mark(family, arch, Done::Compiled));
+        if let (Some(known), Ok(text)) = (known, read_packed(&job.committed())) {
+            let mark = mark::compiled(arch, &sources, &text);
+            if known == mark {
+                println!("{arch:8} {family:12} {:4} entries as compiled before", entry_names(&text).len());
+                write_if_changed(&job.file(self.base), &text)?;
+                return Ok(Compiled { text: Some(text), mark: Some(mark) });
+            }
+        }
+        self.compile(job, &sources)
+    }
+
+    fn compile(&self, job: &Job, sources: &str) -> Result<Compiled> {
+        let start = Instant::now();
+        let (family, arch) = (&job.family, job.arch.name());
+        let built = CudaBuilder::new(repo::root().join("kernels-gpu"))
+            .toolchain(self.toolchain)
+            .arch(job.arch.clone())
+            .features([family])
+            .target_dir(repo::target_dir().join("ptx"))
+            .build()?;
+        let Module { text, entries, problems } = &built.module;
+        println!(
+            "{arch:8} {family:12} {:4} entries {:7.1} KiB {:6.1} s",
+            entries.len(),
+            text.len() as f64 / 1024.0,
+            start.elapsed().as_secs_f64()
+        );
+        self.complaints.warn(&built.warnings);
+        for e in entries.iter().filter(|e| e.generic > 0) {
+            println!("    note: {} has {} accesses to memory of unknown kind", e.name, e.generic);
+        }
+        for file in sources::missing(&built.sources, family, self.families)? {
+            self.complaints.add(format!("xtask/src/sources.rs: does not know that {family} has {}", file.display()));
+        }
+        let mut bad = 0;
+        for problem in problems {
+            if !self.allow.lock().expect("no panics").allows(problem, None) {
+                self.complaints.add(format!("{arch} {family}: {problem}"));
+                bad += 1;
+            }
+        }
+        if bad > 0 {
+            // What an earlier source gave is not to be taken for it.
+            let _ = fs::remove_file(job.file(self.base));
+            let rejected = job.file(&repo::target_dir().join("ptx/rejected"));
+            println!("    rejected; the text is in {}", rejected.display());
+            write_if_changed(&rejected, text)?;
+            return Ok(Compiled { text: None, mark: None });
+        }
+        write_if_changed(&job.file(self.base), text)?;
+        if !self.check {
+            write_packed(&job.committed(), text)?;
+        }
+        // Exceptions and warnings would have to be looked at again.
+        let clean = problems.is_empty() && built.warnings.is_empty();
+        let mark = clean.then(|| mark::compiled(arch, sources, text));
+        Ok(Compiled { text: Some(built.module.text), mark })
+    }
+}
+
+/// The family that is compiled whatever its mark says: small, and with a bit of everything in `cuda_std`.
+const ALWAYS: &str = "conformance";
 
 fn write_if_changed(file: &Path, text: &str) -> Result<()> {
     if fs::read_to_string(file).is_ok_and(|old| old == text) {
@@ -392,7 +448,7 @@ impl<'a> Ready<'a> {
 /// What came of assembling a file for a machine, and whether the table records it.
 type Assembled<'a> = (&'a Job, &'static str, bool, cuda_builder::Result<Report>);
 
-/// The table with what the assembler said, and marks of the texts below `base` that it has no complaint about. What is wrong with files that were marked
+/// The table with what the assembler said, and its marks of the texts below `base` that it has no complaint about. What is wrong with files that were marked
 /// before, their rows say.
 fn record(
     mut table: Table,
@@ -440,7 +496,8 @@ fn record(
             }
         }
         let text = fs::read_to_string(job.file(base)).with_context(|| job.file(base).display().to_string())?;
-        table.set_mark(family, arch, marked.then(|| mark::of(&table, family, arch, release, &text)));
+        let mark = marked.then(|| mark::assembled(&table, family, arch, release, &text));
+        table.set_mark(family, arch, Done::Assembled, mark);
     }
     Ok(table)
 }
@@ -467,6 +524,9 @@ fn finish_table(mut table: Table, args: &Args, all: &[String], whole: bool, comp
         for line in lines {
             complaints.add(format!("host/ptx/resources.md: {sign} {line}"));
         }
+    }
+    if old != new {
+        complaints.add("host/ptx/resources.md is of other sources or texts: run `cargo xtask ptx --changed`".into());
     }
     Ok(())
 }
@@ -679,7 +739,7 @@ mod tests {
         let failed = Error::Ptxas { file: "k.ptx".into(), sm: "sm_90a".into(), output: "no".into() };
         for found in [report(4, ""), Err(failed)] {
             let (table, complaints, _) = recorded(&table, Some(found), false);
-            assert!(complaints.len() == 1 && table.mark("norm", "sm_90a").is_none(), "{complaints:?}");
+            assert!(complaints.len() == 1 && table.mark("norm", "sm_90a", Done::Assembled).is_none(), "{complaints:?}");
         }
     }
 
@@ -700,7 +760,7 @@ mod tests {
     fn files_with_warnings_are_assembled_each_time() {
         let warning = "ptxas warning : registers are few in 'k'\n";
         let (table, complaints, _) = recorded(&Table::default(), Some(report(0, warning)), false);
-        assert!(complaints.len() == 1 && table.mark("norm", "sm_90a").is_none());
+        assert!(complaints.len() == 1 && table.mark("norm", "sm_90a", Done::Assembled).is_none());
     }
 
     #[test]

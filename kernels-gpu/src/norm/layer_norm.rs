@@ -7,7 +7,6 @@
 //! Few long rows have clusters on Hopper ([`layer_norm_cluster`](super::layer_norm_cluster)); many that are not aligned are taken in turns there ([`layer_norm_any_ring`](super::layer_norm_any_ring)).
 
 use super::rms_norm::{inverse, inverse_rms};
-use super::rms_norm_any_ring::BLOCK_THREADS as RING_THREADS;
 use super::{MAX_WARPS, Row, layer_norm_any_ring as any_ring, layer_norm_cluster as spread};
 use crate::row::team::{Op, scratch};
 use crate::row::{Team, unpacked_again, zero};
@@ -350,6 +349,6 @@ entries! {
     layer_norm_cluster_x4_f32 { type T = f32; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::layer_norm::<T, 4, 4>;
     layer_norm_cluster_x4_f16 { type T = half::f16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::layer_norm::<T, 8, 4>;
     layer_norm_cluster_x4_bf16 { type T = half::bf16; } [spread::BLOCK_THREADS, 1; Sm90a] => spread::layer_norm::<T, 8, 4>;
-    layer_norm_any_ring_f16 { type T = half::f16; } [RING_THREADS, 2; Sm90a] => any_ring::layer_norm::<T>;
-    layer_norm_any_ring_bf16 { type T = half::bf16; } [RING_THREADS, 2; Sm90a] => any_ring::layer_norm::<T>;
+    layer_norm_any_ring_f16 { type T = half::f16; } [crate::norm::rms_norm_any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::layer_norm::<T>;
+    layer_norm_any_ring_bf16 { type T = half::bf16; } [crate::norm::rms_norm_any_ring::BLOCK_THREADS, 2; Sm90a] => any_ring::layer_norm::<T>;
 }

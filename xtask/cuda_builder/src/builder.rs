@@ -27,6 +27,8 @@ pub struct Built {
     pub warnings: String,
     /// What the compiler emitted.
     pub raw: PathBuf,
+    /// The source files of the crate and of what it depends on in its workspace, as cargo says.
+    pub sources: Vec<PathBuf>,
 }
 
 impl CudaBuilder {
@@ -118,7 +120,9 @@ impl CudaBuilder {
             fs::create_dir_all(file.parent().unwrap_or(Path::new("."))).map_err(at(file))?;
             fs::write(file, &module.text).map_err(at(file))?;
         }
-        Ok(Built { module, warnings: messages, raw })
+        let list = target_dir.join(format!("nvptx64-nvidia-cuda/release/lib{}.d", package.replace('-', "_")));
+        let sources = prerequisites(&fs::read_to_string(&list).map_err(at(&list))?);
+        Ok(Built { module, warnings: messages, raw, sources })
     }
 }
 
@@ -150,6 +154,15 @@ fn package_name(manifest: &Path) -> Result<String> {
         text.parse().map_err(|e: toml::de::Error| Error::Pin { path: manifest.into(), reason: e.to_string() })?;
     let name = table.get("package").and_then(|p| p.get("name")).and_then(|n| n.as_str());
     name.map(String::from).ok_or_else(|| Error::Pin { path: manifest.into(), reason: "no package name".into() })
+}
+
+/// What the rules of a makefile, of a line each, are for: cargo writes one beside what it builds.
+fn prerequisites(makefile: &str) -> Vec<PathBuf> {
+    let files = makefile.lines().filter_map(|rule| rule.split_once(": ")).flat_map(|(_, files)| {
+        // A space in a name has a backslash before it.
+        files.replace("\\ ", "\0").split(' ').map(|name| name.replace('\0', " ")).collect::<Vec<_>>()
+    });
+    files.filter(|name| !name.is_empty()).map(PathBuf::from).collect()
 }
 
 /// Makes cargo forget that it built `package`.
@@ -188,6 +201,13 @@ mod tests {
             warning: 1 warning emitted\n\n";
         assert_eq!(interesting(text), "warning: unused variable: `x`\n --> a.rs:1:1");
         assert_eq!(interesting(""), "");
+    }
+
+    #[test]
+    fn sources_are_read() {
+        let files = prerequisites("/t/libk.a: /my\\ crate/src/lib.rs /std/src/warp.rs\n");
+        assert_eq!(files, [Path::new("/my crate/src/lib.rs"), Path::new("/std/src/warp.rs")]);
+        assert!(prerequisites("/t/libk.a:\n").is_empty());
     }
 
     #[test]
