@@ -27,13 +27,19 @@ fn seed() -> u64 {
 /// Every device there is: the SIMT device in its modes (in order, with the race detector, in random order) and the
 /// first GPU. `WARPLOOM_TEST_DEVICES=simt` or `=cuda` leaves the others out.
 pub fn devices() -> Vec<(&'static str, Device)> {
+    devices_with(|options| options)
+}
+
+/// [`devices`], with SIMT devices of `change`d options.
+fn devices_with(change: impl Fn(SimtOptions) -> SimtOptions) -> Vec<(&'static str, Device)> {
+    let simt = |options| Device::simt_with(change(options));
     let which = std::env::var("WARPLOOM_TEST_DEVICES").unwrap_or_default();
     assert!(matches!(&*which, "" | "simt" | "cuda"), "WARPLOOM_TEST_DEVICES={which}: it is simt, cuda, or not set");
     let mut devices = vec![];
     if which != "cuda" {
-        devices.push(("simt, in order", Device::simt()));
-        devices.push(("simt, race detector", Device::simt_with(SimtOptions::race())));
-        devices.push(("simt, random order", Device::simt_with(SimtOptions::random(seed().wrapping_add(7)))));
+        devices.push(("simt, in order", simt(SimtOptions::default())));
+        devices.push(("simt, race detector", simt(SimtOptions::race())));
+        devices.push(("simt, random order", simt(SimtOptions::random(seed().wrapping_add(7)))));
     }
     if which != "simt" {
         match gpu() {
@@ -97,7 +103,16 @@ fn no_gpu() -> String {
 
 /// Runs `test` on every device, each with a stream of its own. Panics name the device.
 pub fn on_every_device(test: impl Fn(&Device, &Stream)) {
-    for (name, device) in devices() {
+    on(devices(), test);
+}
+
+/// [`on_every_device`], where what is computed is as large as the device: SIMT devices have two multiprocessors.
+pub fn on_every_small_device(test: impl Fn(&Device, &Stream)) {
+    on(devices_with(|options| options.multiprocessors(2)), test);
+}
+
+fn on(devices: Vec<(&'static str, Device)>, test: impl Fn(&Device, &Stream)) {
+    for (name, device) in devices {
         let stream = Stream::new(&device).expect("a stream");
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| test(&device, &stream)));
         if let Err(panic) = outcome {

@@ -64,6 +64,13 @@ fn properties_are_of_a_gpu_that_can_run_the_kernels() {
 }
 
 #[test]
+fn simt_devices_have_as_many_multiprocessors_as_they_are_told() {
+    let of = |options| Device::simt_with(options).properties().multiprocessors;
+    assert_eq!(of(SimtOptions::default()), 4);
+    assert_eq!([0, 1, 132].map(|n| of(SimtOptions::race().multiprocessors(n))), [1, 1, 132]);
+}
+
+#[test]
 fn simt_devices_have_memory_of_their_own() {
     let (a, b) = (Device::simt(), Device::simt());
     assert_eq!(a, a.clone());

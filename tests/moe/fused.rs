@@ -9,7 +9,8 @@ use warploom::reference::gemm::linear;
 use warploom::reference::moe::{Block, FusedResult, fused as reference};
 use warploom::{DType, Device, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{
-    epsilon, gpu, noise, noise_of, on_every_device, property, racechecking, sanitizing, smallest, widen,
+    epsilon, gpu, noise, noise_of, on_every_device, on_every_small_device, property, racechecking, sanitizing,
+    smallest, widen,
 };
 
 const ACTIVATIONS: [ExpertActivation; 5] = [
@@ -765,7 +766,7 @@ fn wgmma_blocks_in_twos() {
 /// So many items for each multiprocessor that the second product of the paths for few tokens begins while the first still runs.
 #[test]
 fn second_products_that_begin_early() {
-    on_every_device(|d, s| {
+    on_every_small_device(|d, s| {
         let tiles = (5 * d.properties().multiprocessors as usize).div_ceil(8);
         for (path, outputs) in [(FusedPath::Wgmma16, 32), (FusedPath::Wgmma64, 64)] {
             check::<bf16>(d, s, &Case::new(12, 2, 8, 72, tiles * outputs).path(path));
@@ -933,7 +934,7 @@ fn check_added<T: Float>(d: &Device, s: &Stream, case: &Case) {
 
 #[test]
 fn rounded_slots_in_any_order() {
-    on_every_device(|d, s| {
+    on_every_small_device(|d, s| {
         if d.properties().compute_capability != (9, 0) {
             return;
         }
@@ -991,7 +992,7 @@ fn assert_neighbours(got: &[u32], want: &[u32], case: &Case) -> usize {
 /// columns, blocks in twos.
 #[test]
 fn packed_slots() {
-    on_every_device(|d, s| {
+    on_every_small_device(|d, s| {
         for (tokens, experts, hidden, biased) in
             [(5, 3, 72, false), (60, 3, 328, true), (130, 2, 264, false), (170, 1, 128, true), (400, 1, 520, false)]
         {

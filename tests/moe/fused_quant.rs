@@ -9,7 +9,9 @@ use warploom::moe::{
 use warploom::reference::gemm::dequantise;
 use warploom::reference::moe::{QuantBlock, QuantResult, fused_quant as reference};
 use warploom::{DType, Device, E4M3, Error, Graph, Stream, Tensor, bf16, f16};
-use warploom_tests::{epsilon, gpu, noise, noise_of, on_every_device, property, racechecking, sanitizing, widen};
+use warploom_tests::{
+    epsilon, gpu, noise, noise_of, on_every_device, on_every_small_device, property, racechecking, sanitizing, widen,
+};
 
 const ACTIVATIONS: [ExpertActivation; 5] = [
     ExpertActivation::Silu,
@@ -512,7 +514,7 @@ fn pairs_in_waves() {
 /// So much to add up that the sum begins with a stripe of columns while the next ones are computed; and so many items that the second product begins while the first still runs.
 #[test]
 fn sums_that_begin_early() {
-    on_every_device(|d, s| {
+    on_every_small_device(|d, s| {
         if d.properties().compute_capability != (9, 0) {
             return;
         }
@@ -1000,7 +1002,7 @@ fn check_added<T: Float, Q: QuantisedElement>(
 
 #[test]
 fn rounded_slots_in_any_order() {
-    on_every_device(|d, s| {
+    on_every_small_device(|d, s| {
         if d.properties().compute_capability != (9, 0) {
             return;
         }

@@ -39,7 +39,7 @@ pub(crate) enum Backend {
 pub struct Properties {
     /// Compute capability; (9, 0) on the SIMT device, which runs every kernel.
     pub compute_capability: (u32, u32),
-    /// Streaming multiprocessors. The SIMT device says 4, so that grids stay small.
+    /// Streaming multiprocessors. The SIMT device says 4, so that grids stay small, or what [`SimtOptions::multiprocessors`] says.
     pub multiprocessors: u32,
     /// Dynamic shared memory that a block may have.
     pub max_shared_bytes: usize,

@@ -19,6 +19,8 @@ pub struct SimtOptions {
     pub parallel: bool,
     /// Whether matrix products run as plain loops on the CPU where their path is left open ([`Auto`](crate::gemm::LinearPath::Auto)): far faster than a kernel in the emulator, and not checked by it.
     pub host_products: bool,
+    /// How many multiprocessors the device says that it has, at least 1: grids, and sizes from which on other kernels are chosen, follow it.
+    pub multiprocessors: u32,
 }
 
 impl Default for SimtOptions {
@@ -26,25 +28,35 @@ impl Default for SimtOptions {
     /// in parallel, without the race detector.
     fn default() -> Self {
         let env = simt::Defaults::from_env();
-        Self { order: env.order, race: env.race, parallel: env.parallel, host_products: false }
+        Self { order: env.order, race: env.race, parallel: env.parallel, ..Self::in_order() }
     }
 }
 
 impl SimtOptions {
+    /// In order, in parallel, without the race detector, on four multiprocessors.
+    fn in_order() -> Self {
+        Self { order: simt::Order::InOrder, race: false, parallel: true, host_products: false, multiprocessors: 4 }
+    }
+
     /// In order, with the race detector.
     pub fn race() -> Self {
-        Self { order: simt::Order::InOrder, race: true, parallel: true, host_products: false }
+        Self { race: true, ..Self::in_order() }
     }
 
     /// In random order with preemption at memory accesses; within a block the same order for the same `seed`, and if blocks do not run in parallel that of all threads.
     pub fn random(seed: u64) -> Self {
-        let order = simt::Order::Random { seed, preempt: true };
-        Self { order, race: false, parallel: true, host_products: false }
+        Self { order: simt::Order::Random { seed, preempt: true }, ..Self::in_order() }
     }
 
     /// With matrix products as plain loops on the CPU, or not.
     pub fn host_products(mut self, on: bool) -> Self {
         self.host_products = on;
+        self
+    }
+
+    /// With `n` multiprocessors instead of four; at least one.
+    pub fn multiprocessors(mut self, n: u32) -> Self {
+        self.multiprocessors = n.max(1);
         self
     }
 }
@@ -144,7 +156,7 @@ impl SimtDevice {
     pub(super) fn properties(&self) -> Properties {
         Properties {
             compute_capability: (9, 0),
-            multiprocessors: 4,
+            multiprocessors: self.options.multiprocessors.max(1),
             max_shared_bytes: simt::MAX_SHARED_BYTES,
             memory_bytes: 0,
         }
