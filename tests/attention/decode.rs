@@ -781,6 +781,7 @@ fn a_hole_among_the_pages() {
 #[test]
 fn raw_pointers() {
     on_every_device(|d, s| {
+        let (len, some) = if d.is_simt() { (150, 90u32) } else { (700, 600) };
         for (layout, path) in [
             (CacheLayout::Nhd, DecodePath::Auto),
             (CacheLayout::Nhd, DecodePath::Split),
@@ -792,7 +793,7 @@ fn raw_pointers() {
             if path == DecodePath::Tma && d.properties().compute_capability != (9, 0) {
                 continue;
             }
-            let shape = Shape { lens: vec![20, 700, 0], q_len: 2, kv_heads: 2, group: 4, dim: 128, page: 16, layout };
+            let shape = Shape { lens: vec![20, len, 0], q_len: 2, kv_heads: 2, group: 4, dim: 128, page: 16, layout };
             let mut c = case::<bf16, bf16>(d, &shape);
             let mut safe = |options: DecodeOptions<'_>| {
                 let mut out = Tensor::<bf16>::zeros(d, c.q.shape()).unwrap();
@@ -800,7 +801,8 @@ fn raw_pointers() {
                     .unwrap();
                 out.to_vec().unwrap()
             };
-            let (windowed, all) = (safe(DecodeOptions::default().window(600)), safe(DecodeOptions::default()));
+            let (windowed, all) =
+                (safe(DecodeOptions::default().window(some as usize)), safe(DecodeOptions::default()));
             assert_ne!(windowed, all);
 
             let max_pages = c.table.dim(1);
@@ -852,10 +854,10 @@ fn raw_pointers() {
                 launch(s, DType::Bf16, DType::Bf16, layout, path, DecodeSplit::Auto, [3, 2], args, scratch)
             };
             // A window beyond all keys is none, up to the largest number.
-            for window in [600, 0, 1024, (1 << 31) - 1, 1 << 31, u32::MAX - 1, u32::MAX] {
+            for window in [some, 0, 1024, (1 << 31) - 1, 1 << 31, u32::MAX - 1, u32::MAX] {
                 args.window = window;
                 run(path, &args).unwrap();
-                let want = if window == 600 { &windowed } else { &all };
+                let want = if window == some { &windowed } else { &all };
                 assert!(&out.to_vec().unwrap() == want, "{layout:?} {path:?}, a window of {window}");
             }
             if layout == CacheLayout::XSplit {
