@@ -699,9 +699,14 @@ pub unsafe fn launch(
         }
         if later {
             let entry = log_probs_entry(dtype).ok_or_else(unsupported)?;
-            // Three blocks fit a multiprocessor: all at once, or so many that the last ones are short, and none without work for its threads.
+            // Three blocks fit a multiprocessor: all at once. Of more rows some four for each multiprocessor, and two of each row at least; more where there
+            // may be rows without work. None has threads without work.
             let multiprocessors = stream.device().properties().multiprocessors;
-            let parts = if rows < multiprocessors { 3 * multiprocessors / rows.max(1) } else { 4 };
+            let parts = match rows.max(1) {
+                rows if rows < multiprocessors => 3 * multiprocessors / rows,
+                _ if plan.goals > 0 => 4,
+                rows => ((4 * multiprocessors + rows / 2) / rows).max(2),
+            };
             let parts = parts.min(chunks);
             let geometry = linear(parts, log_probs::THREADS).shared_bytes(log_probs::SHARED_BYTES as u32);
             stream.launch(&entry, &geometry, &log_probs::Args { logits, job, parts })?;

@@ -7,7 +7,7 @@ use super::job::{Job, LogProbs};
 use super::logit::{Logit, Row, Words, for_each};
 use super::top_k::MAX_K;
 use super::totals::warp_sum;
-use super::weights::{key, key_of};
+use super::weights::{Adder, key, key_of};
 use cuda_std::atomic::{AcqRel, Device, Relaxed};
 use cuda_std::shared::Carver;
 use cuda_std::{Global, GlobalMut, dependent_launch, entries, thread, unroll, warp};
@@ -35,6 +35,30 @@ unsafe fn load<T: Logit>(row: Row<T>, at: u32, end: u32) -> [Words; AT_ONCE] {
     vectors
 }
 
+/// Calls `add` for the logits of this thread's vectors from `at` on, of which the first are loaded. Where it would go on.
+#[inline(always)]
+#[track_caller]
+unsafe fn add_up<T: Logit>(
+    row: Row<T>,
+    mut at: u32,
+    end: u32,
+    mut vectors: [Words; AT_ONCE],
+    mut add: impl FnMut(f32),
+) -> u32 {
+    loop {
+        unroll::<AT_ONCE>(|i| {
+            if at < end {
+                for_each::<T>(vectors[i], |_, x| add(x));
+                at += THREADS;
+            }
+        });
+        if at >= end {
+            return at;
+        }
+        vectors = load(row, at, end);
+    }
+}
+
 /// Grid: `parts` blocks for each row, rows one after another. It follows a kernel of the same call, which has waited for what wrote the logits.
 #[inline(always)]
 pub unsafe fn log_probs<T: Logit>(logits: *const T, job: Job, parts: u32) {
@@ -48,7 +72,7 @@ pub unsafe fn log_probs<T: Logit>(logits: *const T, job: Job, parts: u32) {
     let end = if data.vectors - begin < share { data.vectors } else { begin + share };
     // On their way while the kernel before still runs.
     let mut at = begin + tid;
-    let mut vectors = load(data, at, end);
+    let vectors = load(data, at, end);
     let mut outside = [f32::NEG_INFINITY; 2];
     if part == 0 && tid < 32 {
         if lane < data.head {
@@ -60,6 +84,9 @@ pub unsafe fn log_probs<T: Logit>(logits: *const T, job: Job, parts: u32) {
         }
     }
     let settings = job.settings(row);
+    let mut weights = job.weights(&settings, 0);
+    // A division, and what it waits for.
+    dependent_launch::known_here_if(true, [[logits.cast()]], [weights.scale.to_bits()]);
     dependent_launch::begin();
     if settings.k > job.quick_limit {
         return;
@@ -78,19 +105,18 @@ pub unsafe fn log_probs<T: Logit>(logits: *const T, job: Job, parts: u32) {
         return;
     }
 
-    let weights = job.weights(&settings, max_key);
+    weights.max_key = max_key;
     let mut sum = weights.of_value(outside[0]) + weights.of_value(outside[1]);
-    loop {
-        unroll::<AT_ONCE>(|i| {
-            if at + i as u32 * THREADS < end {
-                for_each::<T>(vectors[i], |_, x| sum += weights.of_value(x));
-            }
-        });
-        at += AT_ONCE as u32 * THREADS;
-        if at >= end {
-            break;
-        }
-        vectors = load(data, at, end);
+    // What it takes to begin and to end is more than what one vector gains.
+    let most = Adder::MOST / Row::<T>::WIDTH * THREADS;
+    if weights.is_finite() && share > THREADS && share <= most {
+        let adder = Adder::new(weights);
+        let mut sums = [0; 2];
+        at = add_up(data, at, end, vectors, |x| adder.add(&mut sums, x));
+        let added = (at - (begin + tid)) / THREADS;
+        sum += adder.total(sums, added * Row::<T>::WIDTH);
+    } else {
+        add_up(data, at, end, vectors, |x| sum += weights.of_value(x));
     }
     warp::sync_warp(warp::FULL);
     let sum = warp_sum(sum);

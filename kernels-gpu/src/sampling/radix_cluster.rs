@@ -148,7 +148,6 @@ pub(super) unsafe fn write_row(job: &Job, row: u32, key: u32, kept: u32, setting
     let lane = warp::lane_id();
     if lane == 0 {
         write_log_probs(job, row, key, Some(probs));
-        job.reset_sum(row);
     }
     let mut i = lane;
     while i < job.top_n {
@@ -169,7 +168,6 @@ pub(super) unsafe fn write_nothing(job: &Job, row: u32, token_0: bool) {
             GlobalMut::new(job.tokens).set(row, 0);
         }
         write_log_probs(job, row, 0, None);
-        job.reset_sum(row);
     }
     let mut i = lane;
     while i < job.top_n {

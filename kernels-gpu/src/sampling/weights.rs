@@ -95,20 +95,78 @@ impl Weights {
         let t = if x == max { 0.0 } else { half_difference(x, max) * (2.0 * self.scale) };
         // Not NaN, and at least where the weight is 0.
         let t = float::max(t, -1.0 - self.bits as f32);
-        // 1.5 * 2^23: the last place of sums of it is 1, so that they have a whole number in their last bits.
-        const UNITS: f32 = 12_582_912.0;
         let whole = float::add_up(t, UNITS);
-        let mantissa = exp2_of_fraction((t - (whole - UNITS)) + 1.0);
+        let mantissa = exp2_of_fraction(t - (whole - (UNITS + 1.0)));
         let shift = (UNITS.to_bits() + 1).wrapping_sub(whole.to_bits());
         // SAFETY: 1 to `MAX_BITS + 2`.
         unsafe { core::hint::assert_unchecked(shift < u64::BITS) };
         ((mantissa as u64) << (self.bits - 23)) >> shift
     }
 
+    /// Whether [`Adder`] serves for these: largest logit and scale are finite.
+    #[inline(always)]
+    pub fn is_finite(&self) -> bool {
+        value(self.max_key).is_finite() && (2.0 * self.scale).is_finite()
+    }
+
     /// Half of `x - max`, of which f32 may not hold the whole. Where it does, the half has the same digits, and takes no instruction more.
     #[inline(always)]
     pub fn half_distance(&self, key: u32) -> f32 {
         half_difference(value(key), value(self.max_key))
+    }
+}
+
+/// 1.5 * 2^23: the last place of sums of it is 1, so that they have a whole number in their last bits.
+const UNITS: f32 = 12_582_912.0;
+
+/// Adds up [`Weights::of_value`] of up to [`MOST`](Self::MOST) logits in a fifth fewer instructions, of [finite](Weights::is_finite) ones.
+///
+/// A weight, still a float, is cut into two whole numbers by sums whose last places they are: of 2^(bits - 22), and of 1. The sums' bits are added up as they
+/// are, and what they have in common is taken off in the end. All are negative, so that what is rounded up is cut off.
+#[derive(Clone, Copy)]
+pub struct Adder {
+    weights: Weights,
+    /// [`UNITS`] more than the exponent of a weight in units.
+    units: f32,
+    /// Its last place is 2^(bits - 22).
+    upper: f32,
+}
+
+impl Adder {
+    /// More than these may carry out of a word.
+    pub const MOST: u32 = 1023;
+    /// Its last place is 1.
+    const LOWER: f32 = 8_388_608.0;
+
+    /// For weights that are [finite](Weights::is_finite).
+    #[inline(always)]
+    pub fn new(weights: Weights) -> Self {
+        let (units, upper) = (UNITS + (weights.bits as f32 - 1.0), f32::from_bits((weights.bits + 1 + 127) << 23));
+        Self { weights, units, upper }
+    }
+
+    /// Adds the weight of `x`.
+    #[inline(always)]
+    pub fn add(&self, sums: &mut [u32; 2], x: f32) {
+        let Self { weights: Weights { max_key, scale, bits }, units, upper } = *self;
+        let t = half_difference(x, value(max_key)) * (2.0 * scale);
+        // Not NaN, and at least where the weight is 0.
+        let t = float::max(t, -1.0 - bits as f32);
+        let whole = float::add_up(t, units);
+        let power = times_power_of_fraction(-1.0, t - (whole - (units + 1.0)));
+        // All but the whole number is shifted out.
+        let weight = f32::from_bits(power.to_bits().wrapping_add(whole.to_bits() << 23));
+        let high = float::add_up(weight, -upper);
+        let low = float::add_up(weight - (high + upper), -Self::LOWER);
+        sums[0] = sums[0].wrapping_add(high.to_bits());
+        sums[1] = sums[1].wrapping_add(low.to_bits());
+    }
+
+    /// The sum of the weights of `n` logits that were added to `sums`, which began with 0.
+    #[inline(always)]
+    pub fn total(&self, sums: [u32; 2], n: u32) -> u64 {
+        let of = |sum: u32, base: f32| sum.wrapping_sub(n.wrapping_mul((-base).to_bits())) as u64;
+        (of(sums[0], self.upper) << (self.weights.bits - 22)) + of(sums[1], Self::LOWER)
     }
 }
 
@@ -129,19 +187,24 @@ fn exp2(t: f32, bits: u32) -> u64 {
     ((mantissa as u64) << (bits - 23)) >> (1 - whole)
 }
 
+/// `sign * 2^f` for `f` from 0 to 1, where `sign` is a constant 1 or -1.
+#[inline(always)]
+fn times_power_of_fraction(sign: f32, f: f32) -> f32 {
+    // Least squares at Chebyshev nodes: within 2^-23.9, and 2 at 1.
+    let mut p = sign * 0.000_218_775_05;
+    p = float::fma(p, f, sign * 0.001_238_782_2);
+    p = float::fma(p, f, sign * 0.009_684_58);
+    p = float::fma(p, f, sign * 0.055_480_428);
+    p = float::fma(p, f, sign * 0.240_230_5);
+    p = float::fma(p, f, sign * 0.693_146_94);
+    float::fma(p, f, sign)
+}
+
 /// `2^f * 2^23` for `f` from 0 to 1.
 #[inline(always)]
 fn exp2_of_fraction(f: f32) -> u32 {
-    // Least squares at Chebyshev nodes: within 2^-23.9, and 2 at 1.
-    let mut p = 0.000_218_775_05;
-    p = float::fma(p, f, 0.001_238_782_2);
-    p = float::fma(p, f, 0.009_684_58);
-    p = float::fma(p, f, 0.055_480_428);
-    p = float::fma(p, f, 0.240_230_5);
-    p = float::fma(p, f, 0.693_146_94);
-    p = float::fma(p, f, 1.0);
     // An integer of 24 bits: from 1 up to 2 the mantissa below a one; and 2 carries into the exponent.
-    p.to_bits() - (126 << 23)
+    times_power_of_fraction(1.0, f).to_bits() - (126 << 23)
 }
 
 /// `total * x / 2^32`, cut off: where in a mass of `total` the random bits `x` point.
