@@ -1,5 +1,5 @@
 use warploom::kernels::sampling::weights::{
-    BANNED, KEY_NEG_INF, MAX_BITS, Weights, bits_of, candidate, index_of, key, key_of, scaled, scaled_up, value,
+    Adder, BANNED, KEY_NEG_INF, MAX_BITS, Weights, bits_of, candidate, index_of, key, key_of, scaled, scaled_up, value,
 };
 use warploom_tests::noise;
 
@@ -44,6 +44,53 @@ fn weights_are_exponentials() {
         let weights = Weights { max_key: key(f32::MAX), scale, bits: MAX_BITS };
         let got = weights.of(key(f32::MIN)) as f64 / (1u64 << MAX_BITS) as f64;
         assert!((got - want).abs() <= 1e-6, "{got}, expected {want}");
+    }
+}
+
+/// One by one and in sums of as many as there may be: the same bits, of rows of any magnitude, also where a difference is beyond f32, is no number, or of subnormals.
+#[test]
+fn weights_are_added_up_exactly() {
+    for (i, max) in [0.0, 7.25, -3e-40, 1e-45, 12_345.678, -1e30, f32::MAX].into_iter().enumerate() {
+        for (j, scale) in [0.0, 1e-38, 0.01, std::f32::consts::LOG2_E, 300.0, 1e38].into_iter().enumerate() {
+            for bits in [31, 33, MAX_BITS] {
+                let weights = Weights { max_key: key(max), scale, bits };
+                assert!(weights.is_finite());
+                // Differences from those that come to a weight of 1 to those that come to none, and what is beyond.
+                let unit = if scale > 0.0 { 1.0 / scale } else { 1.0 };
+                let spread = noise(1015, (100 * i + 10 * j) as u64 + u64::from(bits));
+                let mut x: Vec<f32> = spread.into_iter().map(|x| max - (x + 1.0) * 22.0 * unit).collect();
+                let less = if max > f32::MIN { max.next_down() } else { max };
+                x.extend([
+                    max,
+                    max,
+                    less,
+                    f32::MIN,
+                    f32::NEG_INFINITY,
+                    f32::NAN,
+                    f32::from_bits(BANNED),
+                    (-0.0f32).min(max),
+                ]);
+                assert_eq!(x.len(), Adder::MOST as usize);
+                let adder = Adder::new(weights);
+                let (mut sums, mut want) = ([0; 2], 0);
+                for &x in &x {
+                    let (mut one, weight) = ([0; 2], weights.of_value(x));
+                    adder.add(&mut one, x);
+                    assert_eq!(adder.total(one, 1), weight, "{x} of {max}, scale {scale}, {bits} bits");
+                    adder.add(&mut sums, x);
+                    want += weight;
+                }
+                assert_eq!(adder.total(sums, Adder::MOST), want, "{max}, scale {scale}, {bits} bits");
+            }
+        }
+    }
+    // As many as there may be of the largest.
+    let weights = Weights { max_key: key(1.5), scale: 1.0, bits: MAX_BITS };
+    let (adder, mut sums) = (Adder::new(weights), [0; 2]);
+    (0..Adder::MOST).for_each(|_| adder.add(&mut sums, 1.5));
+    assert_eq!(adder.total(sums, Adder::MOST), u64::from(Adder::MOST) << MAX_BITS);
+    for (max, scale) in [(f32::INFINITY, 1.0), (f32::NEG_INFINITY, 1.0), (1.0, f32::INFINITY), (1.0, f32::MAX)] {
+        assert!(!Weights { max_key: key(max), scale, bits: MAX_BITS }.is_finite());
     }
 }
 
