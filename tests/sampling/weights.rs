@@ -59,11 +59,10 @@ fn weights_are_added_up_exactly() {
                 let unit = if scale > 0.0 { 1.0 / scale } else { 1.0 };
                 let spread = noise(1015, (100 * i + 10 * j) as u64 + u64::from(bits));
                 let mut x: Vec<f32> = spread.into_iter().map(|x| max - (x + 1.0) * 22.0 * unit).collect();
-                let less = if max > f32::MIN { max.next_down() } else { max };
                 x.extend([
                     max,
                     max,
-                    less,
+                    max.next_down(),
                     f32::MIN,
                     f32::NEG_INFINITY,
                     f32::NAN,

@@ -14,7 +14,8 @@ use std::path::{Path, PathBuf};
 const ROOTS: [&str; 2] = ["kernels-gpu/src/lib.rs", "kernels-gpu/cuda_std/src/lib.rs"];
 
 /// What says how they are compiled, and how the text is made of what the compiler emits.
-const RECIPE: [&str; 8] = [
+const RECIPE: [&str; 9] = [
+    ".cargo/config.toml",
     "kernels-gpu/Cargo.toml",
     "kernels-gpu/cuda_std/Cargo.toml",
     "xtask/device-toolchain.toml",

@@ -85,7 +85,7 @@ pub unsafe fn log_probs<T: Logit>(logits: *const T, job: Job, parts: u32) {
     }
     let settings = job.settings(row);
     let mut weights = job.weights(&settings, 0);
-    // A division, and what it waits for.
+    // The scale is a division of what comes from memory: done while the kernel before runs.
     dependent_launch::known_here_if(true, [[logits.cast()]], [weights.scale.to_bits()]);
     dependent_launch::begin();
     if settings.k > job.quick_limit {
