@@ -4,7 +4,11 @@
 mod guide;
 
 use cuda_std::{Element, Float};
+use proptest::strategy::{BoxedStrategy, Strategy};
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner};
+use std::any::Any;
+use std::fmt::Debug;
+use std::rc::Rc;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use warploom::{Device, SimtOptions, Stream, Tensor};
 
@@ -103,15 +107,16 @@ fn no_gpu() -> String {
 
 /// Runs `test` on every device, each with a stream of its own. Panics name the device.
 pub fn on_every_device(test: impl Fn(&Device, &Stream)) {
-    on(devices(), test);
+    on(devices(), &test);
 }
 
 /// [`on_every_device`], where what is computed is as large as the device: SIMT devices have two multiprocessors.
 pub fn on_every_small_device(test: impl Fn(&Device, &Stream)) {
-    on(devices_with(|options| options.multiprocessors(2)), test);
+    on(devices_with(|options| options.multiprocessors(2)), &test);
 }
 
-fn on(devices: Vec<(&'static str, Device)>, test: impl Fn(&Device, &Stream)) {
+// Here and below all tests share one text: a text for each took a third of the time to compile them.
+fn on(devices: Vec<(&'static str, Device)>, test: &dyn Fn(&Device, &Stream)) {
     for (name, device) in devices {
         let stream = Stream::new(&device).expect("a stream");
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| test(&device, &stream)));
@@ -127,9 +132,25 @@ fn on(devices: Vec<(&'static str, Device)>, test: impl Fn(&Device, &Stream)) {
 /// asks for n times as many.
 pub fn property<S>(cases: u32, strategy: S, test: impl Fn(&Device, &Stream, S::Value) -> Result<(), TestCaseError>)
 where
-    S: proptest::strategy::Strategy,
+    S: Strategy + 'static,
     S::Value: Clone,
 {
+    let strategy = strategy.prop_map(|input| Rc::new(input) as Rc<dyn Input>).boxed();
+    check(cases, &strategy, &|device, stream, input: &dyn Any| {
+        test(device, stream, input.downcast_ref::<S::Value>().expect("what the strategy has drawn").clone())
+    });
+}
+
+/// What a strategy draws, whatever its type.
+trait Input: Any + Debug {}
+
+impl<T: Any + Debug> Input for T {}
+
+/// A property of inputs.
+type Property<'a> = &'a dyn Fn(&Device, &Stream, &dyn Any) -> Result<(), TestCaseError>;
+
+/// [`property`] of inputs of any type.
+fn check(cases: u32, strategy: &BoxedStrategy<Rc<dyn Input>>, test: Property<'_>) {
     let cases = if sanitizing() { cases.div_ceil(3) } else { cases };
     let times = number("WARPLOOM_TEST_CASES").max(1);
     let cases = cases.saturating_mul(times.try_into().unwrap_or(u32::MAX));
@@ -144,7 +165,7 @@ where
     on_every_device(|device, stream| {
         let config = Config { cases, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };
         let mut runner = TestRunner::new_with_rng(config, rng.clone());
-        if let Err(e) = runner.run(&strategy, |input| test(device, stream, input)) {
+        if let Err(e) = runner.run(strategy, |input| test(device, stream, &*input)) {
             panic!("{e}");
         }
     });

@@ -717,7 +717,7 @@ fn log_probs_are_the_same_bits_whatever_the_algorithm() {
             }
         }
     }
-    on_every_device(|device, stream| {
+    on_every_small_device(|device, stream| {
         compare::<f32>(device, stream, 3, 9_001);
         compare::<bf16>(device, stream, 3, 9_002);
         compare::<f16>(device, stream, 7, 301);
@@ -748,7 +748,7 @@ fn clusters_of_any_size() {
             // Few where they take long.
             let rows = if large { rows } else { rows.min(4) };
             // Fewer rows may have larger clusters, which have their turn.
-            if of(&rows) != blocks || (!large && rows > 2 && T::DTYPE == DType::F16) {
+            if of(&rows) != blocks || (!large && rows > 2 && T::DTYPE != DType::F32) {
                 continue;
             }
             let values = noise(rows * (vocab + 1) + 3, blocks as u64);

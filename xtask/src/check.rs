@@ -46,7 +46,11 @@ const BESIDE: [&str; 4] = ["clippy-device", "ptx", "guide", "deny"];
 /// The steps, the quick ones first.
 const STEPS: &[Step] = &[
     Step { name: "fmt", what: "rustfmt changes nothing", run: fmt },
-    Step { name: "clippy", what: "clippy on everything but device code", run: clippy },
+    Step {
+        name: "clippy",
+        what: "clippy on everything but device code, libraries without features as well",
+        run: clippy,
+    },
     Step { name: "clippy-device", what: "clippy on the kernels as the GPU's compiler sees them", run: clippy_device },
     Step { name: "test", what: "all tests, on the SIMT device in order, with the race detector, at random", run: test },
     Step {
@@ -56,7 +60,7 @@ const STEPS: &[Step] = &[
     },
     Step { name: "doc", what: "documentation without warnings", run: doc },
     Step { name: "guide", what: "mdBook builds the guide, whose links lead somewhere", run: |_| crate::guide::check() },
-    Step { name: "cuda", what: "lints, documentation and tests with the feature `cuda`, without a driver", run: cuda },
+    Step { name: "cuda", what: "documentation and tests with the feature `cuda`, without a driver", run: cuda },
     Step { name: "readme", what: "the commands that the README says to run", run: readme },
     Step { name: "package", what: "what is published builds from its packages", run: |_| crate::package::check() },
     Step { name: "deny", what: "licences and sources of all dependencies are on the list", run: deny },
@@ -190,8 +194,17 @@ fn fmt(_: &Args) -> Result<()> {
     must(cargo(&["fmt", "--all", "--check"]))
 }
 
+/// Programs and tests only with all features, where they have nearly all of their code; libraries also as they are without. The bench by its name, since
+/// `--benches` would have all kernels checked once more, as a bench of their own.
 fn clippy(_: &Args) -> Result<()> {
-    must(cargo(&["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"]))
+    let lint = |what: &[&str]| {
+        let mut clippy = cargo(&["clippy", "--quiet", "--workspace"]);
+        clippy.args(what).args(["--", "-D", "warnings"]);
+        clippy
+    };
+    let targets = ["--lib", "--bins", "--examples", "--tests", "--bench", "warploom"];
+    must(beside_stub(lint(&[&targets[..], &["--features", &CUDA.join(",")]].concat()), &stub::build()?))?;
+    must(lint(&["--lib"]))
 }
 
 fn clippy_device(args: &Args) -> Result<()> {
@@ -236,28 +249,29 @@ fn doc(_: &Args) -> Result<()> {
     must(doc)
 }
 
+/// The features that need CUDA's driver. With them all of the workspace each time, so that features of dependencies are those of other steps: otherwise the
+/// kernels and half of the dependencies would be compiled again.
+const CUDA: [&str; 5] =
+    ["warploom/cuda", "warploom/cudarc", "warploom/nccl", "warploom-tests/nccl", "warploom-benches/nccl"];
+
+/// The command, with the stub in the driver's place.
+fn beside_stub(mut command: Command, stub: &Path) -> Command {
+    command.env("CUDA_LIBRARY_PATH", stub).env("LD_LIBRARY_PATH", stub.join("lib64"));
+    command
+}
+
 /// With the stub in the driver's place, whose every function fails: programs must start and say what is missing.
 fn cuda(_: &Args) -> Result<()> {
     let folder = stub::build()?;
-    let cargo = |args: &[&str]| {
-        let mut command = cargo(args);
-        command.env("CUDA_LIBRARY_PATH", &folder).env("LD_LIBRARY_PATH", folder.join("lib64"));
-        command
-    };
-    // All of the workspace each time, so that features of dependencies are those of other steps: otherwise the kernels and half of the
-    // dependencies would be compiled again.
-    let features =
-        ["warploom/cuda", "warploom/cudarc", "warploom/nccl", "warploom-tests/nccl", "warploom-benches/nccl"];
-    let features = ["--features", &features.join(",")];
-    let mut lints = cargo(&["clippy", "--quiet", "--workspace", "--all-targets"]);
-    lints.args(features).args(["--", "-D", "warnings"]);
-    must(lints)?;
+    let cargo = |args: &[&str]| beside_stub(cargo(args), &folder);
     let mut docs = cargo(&DOC);
-    docs.args(features).env("RUSTDOCFLAGS", "-Dwarnings");
+    docs.args(["--features", &CUDA.join(",")]).env("RUSTDOCFLAGS", "-Dwarnings");
     must(docs)?;
     let tests = ["test", "--quiet", "--workspace", "--features", "warploom-tests/cuda,warploom/cudarc"];
-    must(cargo(&[&tests[..], &["--lib", "--test", "cudarc", "--example", "cudarc"]].concat()))?;
-    must(without_cust(&["clippy", "--all-targets"], &["--", "-D", "warnings"]))?;
+    // Whoever asks for tests of libraries gets those of libraries that say they have none, too.
+    let own = ["--exclude", "warploom-kernels-gpu", "--lib", "--test", "cudarc", "--example", "cudarc"];
+    must(cargo(&[&tests[..], &own].concat()))?;
+    must(without_cust(&["clippy", "--lib"], &["--", "-D", "warnings"]))?;
     must(without_cust(&["test", "--lib"], &[]))?;
 
     // One small test stands for all: they share the code that looks for devices.

@@ -32,7 +32,7 @@ pub(crate) struct Args {
     /// Change nothing; fail if the committed files are not what the source gives
     #[arg(long)]
     pub(crate) check: bool,
-    /// Compile only what has other sources than its mark in host/ptx/resources.md, and `conformance`, which tries the compiler
+    /// Compile only what has other sources than its mark in host/ptx/resources.md, and `conformance` for the newest architecture, which tries the compiler
     #[arg(long, conflicts_with = "table_only")]
     pub(crate) changed: bool,
     /// Compile nothing; only assemble the PTX there is and write the table
@@ -218,6 +218,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             base: &built,
             check: args.check,
             known: args.changed.then_some(&table),
+            newest: archs.last(),
             allow: &allow,
             complaints: &complaints,
         };
@@ -297,6 +298,8 @@ struct Compiler<'a> {
     check: bool,
     /// The table whose marks are believed, if any are.
     known: Option<&'a Table>,
+    /// The architecture for which [`ALWAYS`] is compiled all the same.
+    newest: Option<&'a Arch>,
     allow: &'a Mutex<AllowList>,
     complaints: &'a Complaints,
 }
@@ -314,7 +317,8 @@ impl Compiler<'_> {
     fn text(&self, job: &Job) -> Result<Compiled> {
         let (family, arch) = (&job.family, job.arch.name());
         let sources = sources::fingerprint(&repo::root(), family, self.families)?;
-        let known = self.known.filter(|_| family != ALWAYS).and_then(|t| t.mark(family, arch, Done::Compiled));
+        let tries = family == ALWAYS && Some(&job.arch) == self.newest;
+        let known = self.known.filter(|_| !tries).and_then(|t| t.mark(family, arch, Done::Compiled));
         if let Some(known) = known
             && let Ok(text) = read_packed(&job.committed())
         {
@@ -378,7 +382,7 @@ impl Compiler<'_> {
     }
 }
 
-/// The family that is compiled whatever its mark says: small, and with a bit of everything in `cuda_std`.
+/// The family that is compiled for the newest architecture whatever its mark says: small, and with a bit of everything in `cuda_std`.
 const ALWAYS: &str = "conformance";
 
 fn write_if_changed(file: &Path, text: &str) -> Result<()> {
