@@ -85,14 +85,24 @@ pub fn sanitizing() -> bool {
     std::env::var_os("WARPLOOM_TEST_SANITIZER").is_some()
 }
 
-/// Whether that is racecheck, which reports some races that are none (CONTRIBUTING.md).
+/// Whether that is this tool.
+fn sanitizing_with(tool: &str) -> bool {
+    std::env::var_os("WARPLOOM_TEST_SANITIZER").is_some_and(|it| it == tool)
+}
+
+/// Whether it is racecheck, which reports some races that are none (CONTRIBUTING.md).
 pub fn racechecking() -> bool {
-    std::env::var_os("WARPLOOM_TEST_SANITIZER").is_some_and(|tool| tool == "racecheck")
+    sanitizing_with("racecheck")
+}
+
+/// Whether it is initcheck, where launches wait for kernels that run (CONTRIBUTING.md).
+pub fn initchecking() -> bool {
+    sanitizing_with("initcheck")
 }
 
 /// Whether it is synccheck, of a kernel whose warps pass a barrier at instructions of their own, which it reports and the barrier allows (CONTRIBUTING.md). Says that the test is skipped.
 pub fn skipped_under_synccheck() -> bool {
-    let skipped = std::env::var_os("WARPLOOM_TEST_SANITIZER").is_some_and(|tool| tool == "synccheck");
+    let skipped = sanitizing_with("synccheck");
     if skipped {
         println!(
             "skipped under synccheck, which takes a barrier that warps pass at instructions of their own for a mistake"

@@ -2,7 +2,7 @@ use super::ranks::{Dice, Meeting, on_every_setup, run, run_as};
 use std::time::Duration;
 use warploom::ep::{Arrangement, Blocks, CombineOptions, Communicator, Config, DispatchOptions, Received};
 use warploom::{Device, Error, Graph, Stream, Tensor, bf16, reference};
-use warploom_tests::{assert_close, noise, noise_of, widen};
+use warploom_tests::{assert_close, initchecking, noise, noise_of, widen};
 
 /// What one round sends, for all ranks.
 #[derive(Clone)]
@@ -363,6 +363,12 @@ fn delays_change_nothing() {
 #[test]
 fn back_to_back() {
     on_every_setup(&[2, 3], |devices| {
+        if initchecking() && devices.iter().enumerate().any(|(i, device)| devices[..i].contains(device)) {
+            println!(
+                "ranks on one GPU left out under initcheck, where the late one's launch waits for the other's kernel"
+            );
+            return;
+        }
         let config = Config::new(264, 2, 6, 9);
         let mut dice = Dice(31);
         let all: Vec<(Round, bool)> = (0..8)
