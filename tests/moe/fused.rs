@@ -746,6 +746,7 @@ fn wgmma_blocks_in_twos() {
             let inputs = Inputs::<bf16>::new(d, &case, 1);
             let want = bits_of(d, s, &inputs, &case.clone().path(FusedPath::Wgmma64));
             let whole = Case { f32_slots: true, ..case.clone() };
+            check::<bf16>(d, s, &whole);
             assert_eq!(bits_of(d, s, &inputs, &whole), want, "{case:?}");
             if skewed {
                 case.unordered = true;
