@@ -164,8 +164,12 @@ pub fn sync_warp(mask: u32) {
     warp_collective("sync_warp", mask, &mut (), |lanes| {
         let block = current().block();
         if block.race_on.get() {
-            let threads: Vec<u32> = lanes.lanes().map(|l| lanes.linear(l)).collect();
-            block.with_race(|race| race.warp_barrier(&threads));
+            let (mut threads, mut n) = ([0; WARP_SIZE as usize], 0);
+            for lane in lanes.lanes() {
+                threads[n] = lanes.linear(lane);
+                n += 1;
+            }
+            block.with_race(|race| race.warp_barrier(&threads[..n]));
         }
     });
 }

@@ -33,7 +33,7 @@ pub(crate) fn swizzle(address: usize, mode: u32) -> usize {
 }
 
 /// What lies together in shared memory whatever the layout, and what a swizzle moves.
-const PIECE: usize = 16;
+pub(crate) const PIECE: usize = 16;
 
 /// Bytes of a step along K.
 const STEP: usize = 32;
@@ -136,14 +136,30 @@ macro_rules! sums {
     ($t:ty, |$c:ident, $a:ident, $b:ident| $sum:expr) => {
         impl Sum for $t {
             fn add_product(d: &mut [$t], a: &[$t], b: &[$t], n: usize) {
-                for (a, d) in a.chunks_exact(b.len() / n).zip(d.chunks_exact_mut(n)) {
-                    for (&$a, b) in a.iter().zip(b.chunks_exact(n)) {
-                        for (d, &$b) in d.iter_mut().zip(b) {
-                            let $c = *d;
-                            *d = $sum;
+                #[inline(always)]
+                fn each(d: &mut [$t], a: &[$t], b: &[$t], n: usize) {
+                    for (a, d) in a.chunks_exact(b.len() / n).zip(d.chunks_exact_mut(n)) {
+                        for (&$a, b) in a.iter().zip(b.chunks_exact(n)) {
+                            for (d, &$b) in d.iter_mut().zip(b) {
+                                let $c = *d;
+                                *d = $sum;
+                            }
                         }
                     }
                 }
+                // Eight at a time instead of four: the same operations, none of them fused.
+                #[cfg(target_arch = "x86_64")]
+                {
+                    #[target_feature(enable = "avx2")]
+                    fn wide(d: &mut [$t], a: &[$t], b: &[$t], n: usize) {
+                        each(d, a, b, n);
+                    }
+                    if is_x86_feature_detected!("avx2") {
+                        // SAFETY: the processor has what it needs.
+                        return unsafe { wide(d, a, b, n) };
+                    }
+                }
+                each(d, a, b, n);
             }
 
             #[track_caller]
@@ -235,7 +251,7 @@ fn multiply<S: Sum>(io: &mut Io<S>) {
     warp_collective(io.op, u32::MAX, io, |lanes| {
         let io = lanes.get(0);
         let (n, k, each) = (io.n, STEP / io.bytes, 4 / io.bytes);
-        let mut places = vec![];
+        let mut places = Vec::with_capacity((16 + n) * STEP / PIECE);
         let mut a = Matrix::zeros(16 * k, (k, 1));
         match io.left {
             Left::Shared(left) => a.load(io, left, first_row, 16, &mut places, at),

@@ -45,6 +45,86 @@ fn is_race(result: Result<(), LaunchError>) -> bool {
     }
 }
 
+// --- one block after another ------------------------------------------------
+
+/// Block 1 runs where block 0 did, whose accesses and order are not its own.
+#[test]
+fn blocks_begin_anew() {
+    let run = |kernel: &(dyn Fn(u32, u32) + Sync)| unsafe {
+        launch().grid(2).block(64).parallel(false).run(|| kernel(simt::block_idx().x, thread_idx().x))
+    };
+    let first_writes = |blocks: u32| {
+        run(&|block, thread| unsafe {
+            if thread == 0 && block < blocks {
+                write(shared(0));
+            }
+            simt::block_barrier(0, 0, simt::BarrierOp::Sync, false);
+            read(shared(0));
+        })
+    };
+    first_writes(2).unwrap();
+    let e = first_writes(1).unwrap_err();
+    assert!(e.block.x == 1 && matches!(e.kind, ErrorKind::Uninitialised { offset: 0, .. }), "{e}");
+
+    let in_a_warp = |blocks: u32| {
+        run(&|block, thread| unsafe {
+            if thread == 0 {
+                write(shared(0));
+            }
+            if block < blocks {
+                simt::sync_warp(u32::MAX);
+            }
+            if thread == 1 {
+                read(shared(0));
+            }
+        })
+    };
+    let across_warps = |blocks: u32| {
+        run(&|block, thread| unsafe {
+            if thread == 0 {
+                simt::mbarrier_init(512, 1);
+                write(shared(0));
+                simt::mbarrier_arrive(512, 1, 0);
+            }
+            if thread == 32 {
+                while block < blocks && !simt::mbarrier_try_wait(512, 0) {}
+                read(shared(0));
+            }
+        })
+    };
+    for run in [&in_a_warp as &dyn Fn(u32) -> _, &across_warps] {
+        run(2).unwrap();
+        let e = run(1).unwrap_err();
+        assert!(e.block.x == 1 && matches!(e.kind, ErrorKind::Race { .. }), "{e}");
+    }
+}
+
+/// A kernel that goes from buffer to buffer is checked in each of them, however many it has seen.
+#[test]
+fn bounds_of_many_buffers() {
+    let buffers: Vec<Buffer<u32>> = (0..7).map(|i| Buffer::from_slice(&vec![0; 1 + i])).collect();
+    let all: Vec<(usize, usize)> = buffers.iter().zip(1..).map(|(b, len)| (b.as_mut_ptr() as usize, len)).collect();
+    let run = |beyond: Option<usize>| unsafe {
+        launch().block(1).run(|| {
+            for round in 0..3 {
+                for (i, &(first, len)) in all.iter().enumerate() {
+                    let last = if round == 2 && beyond == Some(i) { len } else { len - 1 };
+                    read((first as *mut u32).wrapping_add(last));
+                }
+            }
+        })
+    };
+    run(None).unwrap();
+    for i in 0..7 {
+        let e = run(Some(i)).unwrap_err();
+        assert!(matches!(e.kind, ErrorKind::OutOfBounds { len, .. } if len == 4 * (i + 1)), "{e}");
+    }
+    // The next launch may have fewer.
+    run(None).unwrap();
+    let e = unsafe { launch().buffers(&[&buffers[0]]).run(|| read(all[6].0 as *mut u32)) }.unwrap_err();
+    assert!(matches!(e.kind, ErrorKind::OutOfBounds { .. }), "{e}");
+}
+
 // --- the barrier of a cluster -----------------------------------------------
 
 /// What a thread does with a word at a barrier of the cluster: before it arrives, between that and the wait, and after it.
