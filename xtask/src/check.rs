@@ -194,8 +194,8 @@ fn fmt(_: &Args) -> Result<()> {
     must(cargo(&["fmt", "--all", "--check"]))
 }
 
-/// Programs and tests only with all features, where they have nearly all of their code; libraries also as they are without. The bench by its name, since
-/// `--benches` would have all kernels checked once more, as a bench of their own.
+/// Programs and tests only with all features, where they have nearly all of their code; libraries also as they are without, with the examples, so that dependencies
+/// have the features that they had and are not checked again. The bench by its name, since `--benches` would have all kernels checked once more, as a bench of their own.
 fn clippy(_: &Args) -> Result<()> {
     let lint = |what: &[&str]| {
         let mut clippy = cargo(&["clippy", "--quiet", "--workspace"]);
@@ -204,7 +204,7 @@ fn clippy(_: &Args) -> Result<()> {
     };
     let targets = ["--lib", "--bins", "--examples", "--tests", "--bench", "warploom"];
     must(beside_stub(lint(&[&targets[..], &["--features", &CUDA.join(",")]].concat()), &stub::build()?))?;
-    must(lint(&["--lib"]))
+    must(lint(&["--lib", "--examples"]))
 }
 
 fn clippy_device(args: &Args) -> Result<()> {
