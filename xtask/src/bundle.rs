@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 
 /// Packs the tests, benches and examples with a script that runs them on a GPU machine without cargo
 ///
-/// They are built with the feature `cuda` and linked with a stub of libcuda. The folder holds run.sh, whose help
-/// says how to use it.
+/// They are built with the feature `cuda` and linked with a stub of libcuda, and have the model of the example `generate` beside them. The folder
+/// holds run.sh, whose help says how to use it.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// The cargo profile
@@ -103,6 +103,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         if !stripped {
             fs::copy(&program.file, &to)?;
         }
+    }
+    // The model of the example `generate`, of which there are tests as well.
+    let model = out.join("tiny-moe");
+    fs::create_dir_all(&model)?;
+    for file in ["config.json", "model.safetensors", "tokenizer.json", "reference.json"] {
+        let from = repo::root().join("host/examples/generate/tiny-moe").join(file);
+        fs::copy(&from, model.join(file)).with_context(|| from.display().to_string())?;
     }
     if !args.no_benches {
         fs::create_dir_all(out.join("peers"))?;

@@ -22,9 +22,13 @@ pub mod profile;
 pub mod text;
 pub mod weights;
 
-/// Where the model that comes with the example is: beside it where this was built, elsewhere as from the root of a checkout.
+/// Where the model that comes with the example is: beside it where this was built, beside the program or its folder as `cargo xtask bundle` packs them,
+/// elsewhere as from the root of a checkout.
 pub fn tiny_moe() -> std::path::PathBuf {
     let built = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
     let beside = ["examples/generate/tiny-moe", "../host/examples/generate/tiny-moe"].map(|place| built.join(place));
-    beside.into_iter().find(|place| place.is_dir()).unwrap_or_else(|| "host/examples/generate/tiny-moe".into())
+    let program = std::env::current_exe().unwrap_or_default();
+    let packed = program.ancestors().skip(1).take(2).map(|folder| folder.join("tiny-moe"));
+    let found = beside.into_iter().chain(packed).find(|place| place.is_dir());
+    found.unwrap_or_else(|| "host/examples/generate/tiny-moe".into())
 }
