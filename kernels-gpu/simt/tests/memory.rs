@@ -123,6 +123,19 @@ fn bounds_of_many_buffers() {
     run(None).unwrap();
     let e = unsafe { launch().buffers(&[&buffers[0]]).run(|| read(all[6].0 as *mut u32)) }.unwrap_err();
     assert!(matches!(e.kind, ErrorKind::OutOfBounds { .. }), "{e}");
+    // Memory that is nobody's may be anywhere, but buffers still end.
+    let foreign = [0u32; 4];
+    let (foreign, (first, len)) = (foreign.as_ptr() as usize, all[3]);
+    let run = |past: usize| unsafe {
+        launch().foreign_memory(true).run(|| {
+            for word in [foreign as *mut u32, (first as *mut u32).wrapping_add(len - 1 + past)] {
+                read(word);
+            }
+        })
+    };
+    run(0).unwrap();
+    let e = run(1).unwrap_err();
+    assert!(matches!(e.kind, ErrorKind::OutOfBounds { len: 16, .. }), "{e}");
 }
 
 // --- the barrier of a cluster -----------------------------------------------
