@@ -5,7 +5,7 @@ use crate::mark::{self, Done, machines};
 use crate::table::Table;
 use crate::{repo, sources};
 use anyhow::{Context as _, Result, bail, ensure};
-use cuda_builder::ptx::{Module, Problem, entry_names, entry_text};
+use cuda_builder::ptx::{Module, Problem, entry_names, entry_text, with_one_entry};
 use cuda_builder::ptxas::Report;
 use cuda_builder::{Arch, CudaBuilder, CudaTools, DeviceToolchain, Error, Options, Pin};
 use std::collections::{BTreeSet, VecDeque};
@@ -651,12 +651,13 @@ pub(crate) fn sass(args: &SassArgs) -> Result<()> {
         return Ok(());
     }
     let tools = CudaTools::new(&pin, repo::device_toolchain());
-    let file = repo::target_dir().join(format!("ptx/committed/{arch}/{family}.ptx"));
-    write_if_changed(&file, &text)?;
-    let cubin = repo::target_dir().join(format!("ptx/cubin/{}/{arch}-{family}.cubin", args.sm));
+    // By itself, since ptxas takes minutes for all of a family.
+    let file = repo::target_dir().join(format!("ptx/committed/{arch}/{entry}.ptx"));
+    write_if_changed(&file, &with_one_entry(&text, entry).context("no such entry")?)?;
+    let cubin = repo::target_dir().join(format!("ptx/cubin/{}/{arch}-{entry}.cubin", args.sm));
     let report = tools.assemble(&file, &args.sm, &cubin)?;
     show(&readable(&tools.disassemble(&cubin, Some(entry))?))?;
-    for k in report.kernels.iter().filter(|k| k.entry == *entry) {
+    for k in &report.kernels {
         println!("{k:?}");
     }
     Ok(())
