@@ -43,7 +43,7 @@ struct Step {
 /// The steps that build in folders of their own: beside the others, whose compilers often leave a core idle.
 const BESIDE: [&str; 4] = ["clippy-device", "ptx", "guide", "deny"];
 
-/// The steps. The tests come last: all but they leave a core idle at times, which those beside them take.
+/// The steps, the quick ones first.
 const STEPS: &[Step] = &[
     Step { name: "fmt", what: "rustfmt changes nothing", run: fmt },
     Step {
@@ -52,6 +52,7 @@ const STEPS: &[Step] = &[
         run: clippy,
     },
     Step { name: "clippy-device", what: "clippy on the kernels as the GPU's compiler sees them", run: clippy_device },
+    Step { name: "test", what: "all tests, on the SIMT device in order, with the race detector, at random", run: test },
     Step {
         name: "ptx",
         what: "the committed PTX is what the source gives, of what changed since it was compiled, and ptxas takes it",
@@ -64,7 +65,6 @@ const STEPS: &[Step] = &[
     Step { name: "package", what: "what is published builds from its packages", run: |_| crate::package::check() },
     Step { name: "deny", what: "licences and sources of all dependencies are on the list", run: deny },
     Step { name: "msrv", what: "the published crates promise a Rust version, and build with it", run: msrv },
-    Step { name: "test", what: "all tests, on the SIMT device in order, with the race detector, at random", run: test },
 ];
 
 /// Runs `cargo xtask check`.
