@@ -5,7 +5,7 @@ use crate::mark::{self, Done, machines};
 use crate::table::Table;
 use crate::{repo, sources};
 use anyhow::{Context as _, Result, bail, ensure};
-use cuda_builder::ptx::{Module, Problem, entry_names, entry_text, with_one_entry};
+use cuda_builder::ptx::{Module, Problem, entry_names, entry_text};
 use cuda_builder::ptxas::Report;
 use cuda_builder::{Arch, CudaBuilder, CudaTools, DeviceToolchain, Error, Options, Pin};
 use std::collections::{BTreeSet, VecDeque};
@@ -628,6 +628,27 @@ fn readable(sass: &str) -> String {
     lines.filter(|l| !l.is_empty()).map(|l| format!("{l}\n")).collect()
 }
 
+/// The text of a PTX file with one of its entries, and with what is outside of all of them: a file by itself.
+fn with_one_entry(text: &str, name: &str) -> Option<String> {
+    let mut out = String::new();
+    let (mut found, mut within, mut wanted) = (false, false, false);
+    for line in text.split_inclusive('\n') {
+        let begins = [".visible .entry ", ".entry "].iter().find_map(|p| line.strip_prefix(p));
+        if let Some(rest) = begins {
+            within = true;
+            wanted = rest.strip_prefix(name).is_some_and(|r| r.starts_with('('));
+            found |= wanted;
+        }
+        if wanted || !within {
+            out.push_str(line);
+        }
+        if line.trim_end() == "}" {
+            (within, wanted) = (false, false);
+        }
+    }
+    found.then_some(out)
+}
+
 /// Runs `cargo xtask sass`.
 pub(crate) fn sass(args: &SassArgs) -> Result<()> {
     let pin = Pin::read(&repo::root().join("xtask/device-toolchain.toml"))?;
@@ -683,6 +704,17 @@ mod tests {
         assert_eq!(all[2], "d is not committed");
         assert_eq!(differences(&old, &old), Vec::<String>::new());
         assert_eq!(differences(&old, &old.replace("7.1", "7.2")), ["differs outside of entries"]);
+    }
+
+    #[test]
+    fn one_entry_is_a_file_by_itself() {
+        let global = ".global .align 4 .b8 table[8];\n";
+        let text = file(&[("k", "add;"), ("k2", "mul;")]) + global + &file(&[("j", "x;")]);
+        let one = with_one_entry(&text, "k2").unwrap();
+        assert_eq!(entry_names(&one), ["k2"]);
+        assert_eq!(entry_text(&one, "k2"), entry_text(&text, "k2"));
+        assert!(one.starts_with(".version") && one.contains(global), "{one}");
+        assert_eq!(with_one_entry(&text, "k3"), None);
     }
 
     #[test]

@@ -528,27 +528,6 @@ pub fn entry_text<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     Some(&rest[..rest.find("\n}\n").map_or(rest.len(), |end| end + 3)])
 }
 
-/// The text of a PTX file with one of its entries, and with what is outside of all of them: a file by itself.
-pub fn with_one_entry(text: &str, name: &str) -> Option<String> {
-    let mut out = String::new();
-    let (mut found, mut within, mut wanted) = (false, false, false);
-    for line in text.split_inclusive('\n') {
-        let begins = [".visible .entry ", ".entry "].iter().find_map(|p| line.strip_prefix(p));
-        if let Some(rest) = begins {
-            within = true;
-            wanted = rest.strip_prefix(name).is_some_and(|r| r.starts_with('('));
-            found |= wanted;
-        }
-        if wanted || !within {
-            out.push_str(line);
-        }
-        if line.trim_end() == "}" {
-            (within, wanted) = (false, false);
-        }
-    }
-    found.then_some(out)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -574,18 +553,6 @@ mod tests {
 
     fn kinds(m: &Module) -> Vec<Kind> {
         m.problems.iter().map(|p| p.kind).collect()
-    }
-
-    #[test]
-    fn one_entry_is_a_file_by_itself() {
-        let global = ".global .align 4 .b8 table[8];\n";
-        let entries = ["k", "k2", "j"].map(|name| kernel(name, &asm("bar.sync 0;")));
-        let text = [HEAD, &entries[0], global, &entries[1], &entries[2]].concat();
-        let one = with_one_entry(&text, "k2").unwrap();
-        assert_eq!(entry_names(&one), ["k2"]);
-        assert_eq!(entry_text(&one, "k2"), entry_text(&text, "k2"));
-        assert!(one.starts_with(HEAD) && one.contains(global));
-        assert_eq!(with_one_entry(&text, "k3"), None);
     }
 
     #[test]
