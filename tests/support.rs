@@ -28,6 +28,9 @@ fn seed() -> u64 {
     number("WARPLOOM_TEST_SEED")
 }
 
+/// The SIMT device in order, without the race detector.
+const IN_ORDER: &str = "simt, in order";
+
 /// Every device there is: the SIMT device in its modes (in order, with the race detector, in random order) and the
 /// first GPU. `WARPLOOM_TEST_DEVICES=simt` or `=cuda` leaves the others out.
 pub fn devices() -> Vec<(&'static str, Device)> {
@@ -41,7 +44,7 @@ fn devices_with(change: impl Fn(SimtOptions) -> SimtOptions) -> Vec<(&'static st
     assert!(matches!(&*which, "" | "simt" | "cuda"), "WARPLOOM_TEST_DEVICES={which}: it is simt, cuda, or not set");
     let mut devices = vec![];
     if which != "cuda" {
-        devices.push(("simt, in order", simt(SimtOptions::default())));
+        devices.push((IN_ORDER, simt(SimtOptions::default())));
         devices.push(("simt, race detector", simt(SimtOptions::race())));
         devices.push(("simt, random order", simt(SimtOptions::random(seed().wrapping_add(7)))));
     }
@@ -51,6 +54,12 @@ fn devices_with(change: impl Fn(SimtOptions) -> SimtOptions) -> Vec<(&'static st
             None => assert!(which != "cuda", "WARPLOOM_TEST_DEVICES=cuda, but {}", no_gpu()),
         }
     }
+    devices
+}
+
+/// Without the SIMT device that runs in order and looks for no races.
+fn but_in_order(mut devices: Vec<(&'static str, Device)>) -> Vec<(&'static str, Device)> {
+    devices.retain(|(name, _)| *name != IN_ORDER);
     devices
 }
 
@@ -117,19 +126,26 @@ fn no_gpu() -> String {
 
 /// Runs `test` on every device, each with a stream of its own. Panics name the device.
 pub fn on_every_device(test: impl Fn(&Device, &Stream)) {
-    on(devices(), &test);
+    on(devices(), &|_, device, stream| test(device, stream));
 }
 
-/// [`on_every_device`], where what is computed is as large as the device: SIMT devices have two multiprocessors.
+/// [`on_every_device`] for what takes long: without the SIMT device that runs in order and looks for no races, since with the race detector the order
+/// is the same.
+pub fn on_every_order(test: impl Fn(&Device, &Stream)) {
+    on(but_in_order(devices()), &|_, device, stream| test(device, stream));
+}
+
+/// [`on_every_order`], where what is computed is as large as the device: SIMT devices have two multiprocessors.
 pub fn on_every_small_device(test: impl Fn(&Device, &Stream)) {
-    on(devices_with(|options| options.multiprocessors(2)), &test);
+    let small = devices_with(|options| options.multiprocessors(2));
+    on(but_in_order(small), &|_, device, stream| test(device, stream));
 }
 
 // Here and below all tests share one text: a text for each took a third of the time to compile them.
-fn on(devices: Vec<(&'static str, Device)>, test: &dyn Fn(&Device, &Stream)) {
+fn on(devices: Vec<(&'static str, Device)>, test: &dyn Fn(&str, &Device, &Stream)) {
     for (name, device) in devices {
         let stream = Stream::new(&device).expect("a stream");
-        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| test(&device, &stream)));
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| test(name, &device, &stream)));
         if let Err(panic) = outcome {
             eprintln!("the failure above happened on the device: {name}");
             std::panic::resume_unwind(panic);
@@ -138,8 +154,8 @@ fn on(devices: Vec<(&'static str, Device)>, test: &dyn Fn(&Device, &Stream)) {
 }
 
 /// Runs a property on every device, with `cases` inputs drawn from `strategy` on each SIMT mode and as many on a GPU; a third
-/// of them under a sanitizer. The inputs are the same on every run, unless `WARPLOOM_TEST_SEED=n` asks for others; `WARPLOOM_TEST_CASES=n`
-/// asks for n times as many.
+/// of them under a sanitizer, and in order without the race detector, with which the order is the same. The inputs are the same
+/// on every run, unless `WARPLOOM_TEST_SEED=n` asks for others; `WARPLOOM_TEST_CASES=n` asks for n times as many.
 pub fn property<S>(cases: u32, strategy: S, test: impl Fn(&Device, &Stream, S::Value) -> Result<(), TestCaseError>)
 where
     S: Strategy + 'static,
@@ -172,7 +188,8 @@ fn check(cases: u32, strategy: &BoxedStrategy<Rc<dyn Input>>, test: Property<'_>
             TestRng::from_seed(RngAlgorithm::ChaCha, &bytes)
         }
     };
-    on_every_device(|device, stream| {
+    on(devices(), &|name, device, stream| {
+        let cases = if name == IN_ORDER { cases.div_ceil(3) } else { cases };
         let config = Config { cases, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };
         let mut runner = TestRunner::new_with_rng(config, rng.clone());
         if let Err(e) = runner.run(strategy, |input| test(device, stream, &*input)) {

@@ -6,7 +6,7 @@ use warploom::kv_cache::layout::Scales;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache};
 use warploom::reference::attention as reference;
 use warploom::{DType, Device, Error, Graph, Stream, Tensor, bf16, f16};
-use warploom_tests::{assert_close, noise, noise_of, on_every_device, property, widen};
+use warploom_tests::{assert_close, noise, noise_of, on_every_device, on_every_order, property, widen};
 
 /// A batch to decode: its cache with NaN in every slot that no sequence owns, and what the cache means.
 struct Case<T, S> {
@@ -263,7 +263,7 @@ fn keys_before_all_windows_may_be_anything() {
         (bits::<f16, E5M2>, 128, 2, &ALL),
         (bits::<bf16, E5M2>, 128, 8, &ALL),
     ];
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for (i, (bits, dim, group, paths)) in kinds.into_iter().enumerate() {
             let windows = [(8, true, 2, 17), (64, false, 1, 45), (256, false, 1, 70), (32, true, 2, 1)];
             for (j, (page, hnd, q_len, window)) in windows.into_iter().enumerate() {
@@ -357,7 +357,7 @@ fn shares_in_which_nothing_begins() {
 /// However the work is divided among blocks, and whatever else is in the batch, the bits are the same.
 #[test]
 fn results_do_not_depend_on_the_split() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         let lens = if d.is_simt() {
             vec![600, 0, 513, 1, 256, 300]
         } else {
@@ -534,7 +534,7 @@ fn split_takes_8_bit_caches() {
 
 #[test]
 fn sixteen_query_tokens_of_large_groups() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         let layout = CacheLayout::Nhd;
         for (group, dim, q_len) in [(8, 64, 16), (3, 256, 16), (16, 128, 1), (12, 128, 2)] {
             let shape = Shape { lens: vec![70, 16, 5, 300], q_len, kv_heads: 2, group, dim, page: 16, layout };

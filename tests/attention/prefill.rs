@@ -6,7 +6,7 @@ use warploom::kernels::attention::soft_capped;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, Scales};
 use warploom::reference::attention as reference;
 use warploom::{DType, Device, Error, Graph, Stream, Tensor, bf16, f16};
-use warploom_tests::{assert_close, noise, noise_of, on_every_device, property, sanitizing, widen};
+use warploom_tests::{assert_close, noise, noise_of, on_every_device, on_every_order, property, sanitizing, widen};
 
 /// Sequences of which `chunk` query tokens are the last of `len` keys.
 #[derive(Clone, Debug)]
@@ -341,7 +341,7 @@ fn lengths_around_pages_and_blocks() {
 /// Windows that begin in the middle of a page, at a page, and in another block of keys than the chunk.
 #[test]
 fn keys_before_all_windows_may_be_anything() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for (i, page) in [8, 64, 256].into_iter().enumerate() {
             let sequences = vec![(3, 300), (40, 301), (1, 129)];
             let shape = Shape { sequences, kv_heads: 2, group: 2, dim: 64, page, layout: CacheLayout::Nhd };
@@ -551,7 +551,7 @@ fn what_is_not_a_number_shows() {
 
 #[test]
 fn a_sequence_does_not_depend_on_its_batch() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         let cases = [(70, 50.0, 4), (1, 50.0, 4), (1, 3e9, 4), (70, f32::INFINITY, 4), (70, 1.0, 3), (42, 3e9, 3)];
         for (path, (chunk, factor, group)) in
             [PrefillPath::Wgmma, PrefillPath::Mma].into_iter().flat_map(|path| cases.map(|case| (path, case)))
@@ -611,7 +611,7 @@ fn sequences_share_pages() {
 
 #[test]
 fn one_graph_serves_changing_lengths() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
             let sequences = vec![(40, 200), (25, 150)];
             let shape = Shape { sequences, kv_heads: 1, group: 4, dim: 64, page: 16, layout: CacheLayout::Hnd };

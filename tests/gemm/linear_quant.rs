@@ -4,7 +4,7 @@ use warploom::gemm::{
     Epilogue, LinearQuantOptions, LinearQuantPath, LinearQuantTile, Quantised, linear_quant, linear_quant_few,
 };
 use warploom::{DType, Device, E4M3, Error, Graph, Stream, Tensor, bf16, f16, reference};
-use warploom_tests::{assert_close, devices, noise, on_every_device, property, sanitizing, widen};
+use warploom_tests::{assert_close, devices, noise, on_every_device, on_every_order, property, sanitizing, widen};
 
 const EPILOGUES: [Epilogue; 6] =
     [Epilogue::None, Epilogue::Silu, Epilogue::Gelu, Epilogue::GeluTanh, Epilogue::Relu, Epilogue::Relu2];
@@ -205,7 +205,7 @@ fn few_matches_the_reference() {
 /// with only some of them.
 #[test]
 fn few_with_many_outputs() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         if d.properties().compute_capability == (9, 0) {
             let depth = if d.is_simt() { 272 } else { 1424 };
             for (i, (size, blocks)) in [
@@ -288,7 +288,7 @@ fn few_tokens_or_many() {
 
 #[test]
 fn every_tile() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         if d.properties().compute_capability != (9, 0) {
             return;
         }
@@ -440,7 +440,7 @@ fn int8_sums_are_exact_where_k_is_split() {
 /// Of one step of K, too, which leaves other parts of K with none.
 #[test]
 fn not_a_number_and_infinity_stay_where_they_are() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         let hopper = d.properties().compute_capability == (9, 0);
         let paths: &[_] = if hopper { &[LinearQuantPath::Few, LinearQuantPath::Wgmma] } else { &[] };
         let options = |path: &_| LinearQuantOptions::default().path(*path);

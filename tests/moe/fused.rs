@@ -9,8 +9,8 @@ use warploom::reference::gemm::linear;
 use warploom::reference::moe::{Block, FusedResult, fused as reference};
 use warploom::{DType, Device, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{
-    epsilon, gpu, noise, noise_of, on_every_device, on_every_small_device, property, racechecking, sanitizing,
-    smallest, widen,
+    epsilon, gpu, noise, noise_of, on_every_device, on_every_order, on_every_small_device, property, racechecking,
+    sanitizing, smallest, widen,
 };
 
 const ACTIVATIONS: [ExpertActivation; 5] = [
@@ -521,7 +521,7 @@ fn vector_matches_the_reference() {
 /// Rows of several pieces, shares of several rounds of the ring, and blocks with nothing to do.
 #[test]
 fn vector_of_long_rows() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for (gate_up, tokens, top_k, hidden, inter) in [
             (GateUp::Halves, 1, 2, 2080, 24),
             (GateUp::Interleaved, 2, 3, 1032, 40),
@@ -669,7 +669,7 @@ fn shuffled_weights() {
         Ok(())
     });
     // Several strips, and rounds of the ring.
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for gate_up in LAYOUTS {
             let case = Case { gate_up, biased: true, shared: 1, ..Case::new(5, 2, 3, 192, 320) };
             check_shuffled::<bf16>(d, s, &case);
@@ -704,7 +704,7 @@ fn shuffled_weights_that_nothing_takes() {
 /// All widths of products, experts with several shares, several tiles of rows, several rounds of the ring.
 #[test]
 fn wgmma_of_many_pairs() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for (tokens, wide) in [(7, false), (14, false), (30, false), (150, false), (31, true), (95, true)] {
             let mut case = for_wgmma(Case::new(tokens, 1, 2, 328, 136), wide);
             case.ids.iter_mut().for_each(|id| *id = 1);
@@ -729,7 +729,7 @@ fn wgmma_of_many_pairs() {
 /// weights that are shuffled; the same bits as with shares of 64.
 #[test]
 fn wgmma_blocks_in_twos() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for (tokens, top_k, experts, hidden, inter, skewed) in [
             (180, 1, 1, 72, 40, false),
             (300, 2, 2, 136, 72, false),
@@ -793,7 +793,7 @@ fn second_products_that_begin_early() {
 /// path has no use for the permission.
 #[test]
 fn unordered() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for path in [FusedPath::Wgmma64, FusedPath::Wgmma176, FusedPath::Wgmma16, FusedPath::Direct, FusedPath::Fma] {
             let mut case = Case::new(9, 4, 5, 72, 40).path(path);
             case.unordered = true;
@@ -851,7 +851,7 @@ fn check_rounded<T: Float>(d: &Device, s: &Stream, case: &Case) {
 
 #[test]
 fn rounded_slots() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for (path, tokens, top_k) in [
             (FusedPath::Wgmma64, 5, 2),
             (FusedPath::Wgmma64, 40, 3),
@@ -1144,7 +1144,7 @@ fn direct_matches_the_reference() {
 /// Widths that are no multiples of the tiles, and long enough that all warps of a block share a row.
 #[test]
 fn widths() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for (hidden, inter) in [(96, 1408), (2880, 40)] {
             let mut case = Case::new(2, 2, 3, hidden, inter);
             case.ids = vec![0, 2, 1, 2];
@@ -1233,7 +1233,7 @@ fn products_of_nothing() {
 /// Gates and values on either side of all bounds.
 #[test]
 fn every_activation() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for activation in ACTIVATIONS {
             for gate_up in [GateUp::Interleaved, GateUp::GateOnly] {
                 let case = Case { activation, gate_up, biased: true, ..Case::new(3, 2, 2, 48, 16) };
@@ -1408,7 +1408,7 @@ fn sums_that_read_for_the_last_time() {
 /// Whatever else is in the batch, and whatever the order of an expert's tokens.
 #[test]
 fn a_token_does_not_depend_on_others() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for (path, rounded) in PATHS.map(|path| (path, false)).into_iter().chain([(FusedPath::Wgmma176, true)]) {
             let mut case = Case::new(16, 2, 4, 72, 40).path(path);
             case.rounded = rounded;
@@ -1582,7 +1582,7 @@ fn plans_of_raw_launches() {
 /// Other tokens, ids and numbers of tokens for each replay, which leaves rows of tokens that do not exist alone.
 #[test]
 fn captured_and_replayed() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         // Sums in any order are of two slots, which come to the same.
         let plain = PATHS.map(|path| (path, 3, false, false));
         let wide = [FusedPath::Wgmma64, FusedPath::Wgmma176];

@@ -10,7 +10,8 @@ use warploom::reference::gemm::dequantise;
 use warploom::reference::moe::{QuantBlock, QuantResult, fused_quant as reference};
 use warploom::{DType, Device, E4M3, Error, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{
-    epsilon, gpu, noise, noise_of, on_every_device, on_every_small_device, property, racechecking, sanitizing, widen,
+    epsilon, gpu, noise, noise_of, on_every_device, on_every_order, on_every_small_device, property, racechecking,
+    sanitizing, widen,
 };
 
 const ACTIVATIONS: [ExpertActivation; 5] = [
@@ -384,7 +385,7 @@ fn tile_matches_the_reference() {
 
 #[test]
 fn wgmma_matches_the_reference() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         if d.properties().compute_capability != (9, 0) {
             return;
         }
@@ -545,7 +546,7 @@ fn sums_that_begin_early() {
 /// More columns than a block of threads keeps while it finds a row's scale.
 #[test]
 fn rows_of_many_columns() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         let case = Case { scales: Scales::Rows, ..Case::new(2, 1, 1, 16 * 1056, 16, FusedQuantPath::Tile) };
         check::<bf16, i8>(d, s, &case, int8);
         check::<bf16, E4M3>(d, s, &Case { smooth: true, ..case }, e4m3);
@@ -554,7 +555,7 @@ fn rows_of_many_columns() {
 
 #[test]
 fn experts_elsewhere_and_tokens_that_are_none() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for path in paths(d).chain([FusedQuantPath::Auto]) {
             let mut case = Case::new(7, 3, 6, 64, if path == FusedQuantPath::Wgmma256 { 64 } else { 48 }, path);
             (case.ids[0], case.ids[4], case.ids[7]) = (-1, 99, -7);
@@ -944,7 +945,7 @@ fn check_rounded<T: Float, Q: QuantisedElement>(
 
 #[test]
 fn rounded_slots() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         if d.properties().compute_capability != (9, 0) {
             return;
         }
@@ -1103,7 +1104,7 @@ fn check_shuffled<Q: QuantisedElement>(d: &Device, s: &Stream, case: &Case, of: 
 
 #[test]
 fn shuffled_weights() {
-    on_every_device(|d, s| {
+    on_every_order(|d, s| {
         for (i, gate_up) in LAYOUTS.into_iter().enumerate() {
             let activation = ACTIVATIONS[i];
             let of = |hidden, inter| Case::new(5, 2, 3, hidden, inter, FusedQuantPath::Auto);

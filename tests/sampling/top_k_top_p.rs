@@ -4,7 +4,7 @@ use warploom::reference::sampling::{self as reference, Adjust, Filters, Ranked, 
 use warploom::sampling::top_k_top_p::Plan;
 use warploom::sampling::{LogProbs, PerRow, SamplingAlgorithm, SamplingOptions, SamplingWorkspace, top_k_top_p};
 use warploom::{Device, Error, Graph, Result, Stream, Tensor, bf16, f16};
-use warploom_tests::{noise, on_every_device, on_every_small_device, property, sanitizing, widen};
+use warploom_tests::{noise, on_every_device, on_every_order, on_every_small_device, property, sanitizing, widen};
 
 /// All of them, with a number of splits that leaves a short last part.
 const ALGORITHMS: [SamplingAlgorithm; 5] = [
@@ -211,7 +211,7 @@ fn odd_rows(vocab: usize) -> Vec<(&'static str, Vec<f32>)> {
 
 #[test]
 fn odd_rows_give_the_same_token_whatever_the_algorithm() {
-    on_every_device(|device, stream| {
+    on_every_order(|device, stream| {
         // Two tiles of a block and three chunks of the search, for the large one.
         for (vocab, cuts) in [
             (5, [(1, 0.75), (3, 1.0), (5, 0.6)]),
@@ -309,7 +309,7 @@ fn rows_without_a_token_give_the_lowest_allowed() {
 /// Logits whose differences are more than f32 holds, and infinite ones, at temperatures up to +inf.
 #[test]
 fn infinite_logits_and_temperatures() {
-    on_every_device(|device, stream| {
+    on_every_order(|device, stream| {
         let vocab = 300;
         let (infinity, most) = (f32::INFINITY, f32::MAX);
         let row = |f: &dyn Fn(usize) -> f32| (0..vocab).map(f).collect::<Vec<_>>();
@@ -661,7 +661,7 @@ fn clusters_draw_what_the_search_draws() {
 /// More tokens of one bin than lists have room for, of many keys and of few: what the search in several launches gives.
 #[test]
 fn windows_that_lists_have_no_room_for() {
-    on_every_device(|device, stream| {
+    on_every_order(|device, stream| {
         let vocab = 17_501;
         for keys in [40_000, 300, 3] {
             let near_one = |x: f32| 1.0 + ((x + 1.0) * 0.5 * keys as f32).floor() * f32::EPSILON;
@@ -766,7 +766,7 @@ fn clusters_of_any_size() {
             }
         }
     }
-    on_every_device(|device, stream| {
+    on_every_order(|device, stream| {
         compare::<f32>(device, stream);
         compare::<f16>(device, stream);
         compare::<bf16>(device, stream);

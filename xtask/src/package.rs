@@ -12,7 +12,8 @@ const MOST_BYTES: u64 = 10_000_000;
 /// Packs every package that is published, and checks what is in them against one another.
 ///
 /// `cargo package` would compile each by itself, and the kernels with it: minutes that tell nothing that `cargo check` of the packed
-/// files does not, since the tests have compiled the same code.
+/// files does not, since the tests have compiled the same code. With the examples, which are packed, and with which dependencies have the features that
+/// they have in other steps.
 pub(crate) fn check() -> Result<()> {
     let names = published()?;
     let packed = repo::target_dir().join("package");
@@ -44,7 +45,8 @@ pub(crate) fn check() -> Result<()> {
     fs::write(folder.join("Cargo.toml"), workspace(&names, &version)?)?;
     fs::copy(repo::root().join("Cargo.lock"), folder.join("Cargo.lock"))?;
     let mut check = repo::cargo();
-    check.current_dir(&folder).args(["check", "--quiet", "--workspace", "--target-dir"]).arg(repo::target_dir());
+    check.current_dir(&folder).args(["check", "--quiet", "--workspace", "--lib", "--examples", "--target-dir"]);
+    check.arg(repo::target_dir());
     run(check)
 }
 

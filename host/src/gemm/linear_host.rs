@@ -8,29 +8,13 @@ use crate::device::Stream;
 use crate::error::Result;
 use crate::kernels::gemm::epilogue;
 use crate::kernels::gemm::linear_fma::Args;
-use cuda_std::Float;
+use cuda_std::{DType, Float};
 
 /// Products below which more threads do not pay.
 const PARALLEL: usize = 1 << 16;
 
 /// Rows of `w` that a task takes.
 const ROWS: usize = 64;
-
-/// Partial sums of a dot product.
-const LANES: usize = 16;
-
-/// `a · b`.
-pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut sums = [0f32; LANES];
-    let (a, b) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    let rest: f32 = a.remainder().iter().zip(b.remainder()).map(|(a, b)| a * b).sum();
-    for (a, b) in a.zip(b) {
-        for i in 0..LANES {
-            sums[i] += a[i] * b[i];
-        }
-    }
-    sums.iter().sum::<f32>() + rest
-}
 
 /// The row of `width` elements that starts at `from`, widened.
 ///
@@ -46,6 +30,20 @@ pub(crate) unsafe fn widen_row<T: Float>(from: *const T, width: usize, to: &mut 
     for (to, from) in to.iter_mut().zip(row) {
         *to = from.to_f32();
     }
+}
+
+/// [`widen_row`] into `room`, or the row where it is if it is of `f32`.
+///
+/// # Safety
+/// The elements may be read, and nobody writes them as long as the row is in use.
+pub(crate) unsafe fn widened<T: Float>(from: *const T, width: usize, room: &mut [f32]) -> &[f32] {
+    if T::DTYPE == DType::F32 && width > 0 {
+        // SAFETY: promised by the caller; the elements are of this type.
+        return unsafe { std::slice::from_raw_parts(from.cast(), width) };
+    }
+    // SAFETY: promised by the caller.
+    unsafe { widen_row(from, width, room) };
+    room
 }
 
 /// Runs it on `stream`, which is one of a SIMT device.
@@ -95,15 +93,15 @@ unsafe fn run<Y: Float, X: Float, W: Float>(args: &Shared, parallel: bool) {
 unsafe fn columns<Y: Float, W: Float>(args: &Shared, x: &[f32], columns: std::ops::Range<usize>) {
     let Args { y, w, bias, m, k, y_row, w_row, kind, .. } = args.0;
     let k = k as usize;
-    let mut row = vec![0f32; k];
+    let mut room = vec![0f32; k];
     for c in columns {
         // SAFETY: row `c` of `w`, and element `c` of a bias that is there.
-        let add = unsafe {
-            widen_row(w.cast::<W>().add(c * w_row), k, &mut row);
-            if bias.is_null() { 0.0 } else { bias.cast::<Y>().add(c).read().to_f32() }
+        let (row, add) = unsafe {
+            let add = if bias.is_null() { 0.0 } else { bias.cast::<Y>().add(c).read().to_f32() };
+            (widened(w.cast::<W>().add(c * w_row), k, &mut room), add)
         };
         for t in 0..m as usize {
-            let sum = dot(&x[t * k..][..k], &row);
+            let sum = simt::dot(&x[t * k..][..k], row);
             // SAFETY: element `[t, c]` of `y`.
             unsafe { y.cast::<Y>().add(t * y_row + c).write(Y::from_f32(epilogue(kind, sum + add))) };
         }

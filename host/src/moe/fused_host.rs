@@ -6,7 +6,7 @@
 use super::fused::{FusedShape, GateUp, Operands};
 use crate::device::Stream;
 use crate::error::Result;
-use crate::gemm::linear_host::{dot, widen_row};
+use crate::gemm::linear_host::{widen_row, widened};
 use crate::kernels::moe::expert_activation::ExpertActivation;
 use cuda_std::Float;
 use std::ffi::c_void;
@@ -105,8 +105,8 @@ unsafe fn one_token<T: Float>(all: &Shared, token: usize) {
         let bias = |of: *const T, r: usize| if of.is_null() { 0.0 } else { unsafe { of.add(r).read() }.to_f32() };
         let mut product = |r: usize| {
             // SAFETY: row `r` of the expert's first matrix.
-            unsafe { widen_row(expert.w13.add(r * hidden), hidden, &mut wide) };
-            dot(&x, &wide) + bias(expert.bias13, r)
+            let row = unsafe { widened(expert.w13.add(r * hidden), hidden, &mut wide) };
+            simt::dot(&x, row) + bias(expert.bias13, r)
         };
         for (r, m) in middle.iter_mut().enumerate() {
             let value = match o.gate_up {
@@ -118,8 +118,8 @@ unsafe fn one_token<T: Float>(all: &Shared, token: usize) {
         }
         for (r, s) in sum.iter_mut().enumerate() {
             // SAFETY: row `r` of the expert's second matrix.
-            unsafe { widen_row(expert.w2.add(r * inter), inter, &mut narrow) };
-            *s += weight * (dot(&middle, &narrow) + bias(expert.bias2, r));
+            let row = unsafe { widened(expert.w2.add(r * inter), inter, &mut narrow) };
+            *s += weight * (simt::dot(&middle, row) + bias(expert.bias2, r));
         }
     }
     for (c, v) in sum.into_iter().enumerate() {

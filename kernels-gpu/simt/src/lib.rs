@@ -13,6 +13,7 @@
 mod asynch;
 mod block;
 mod dependent;
+mod dot;
 mod error;
 mod fiber;
 mod global_race;
@@ -32,6 +33,7 @@ pub use block::{
     BarrierOp, Lanes, MAX_BARRIERS, MAX_THREADS, WARP_SIZE, block_barrier, block_barrier_arrive, warp_collective,
 };
 pub use dependent::Queue;
+pub use dot::dot;
 pub use error::{Access, Dim3, ErrorKind, LaunchError, Loc, Space, StuckThread, ThreadState};
 pub use global_race::Peers;
 pub use launch::{Checks, Defaults, Launch, MAX_SHARED_BYTES, Order, Region, Registered, for_each, launch};

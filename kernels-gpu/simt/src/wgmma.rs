@@ -16,7 +16,9 @@
 
 use crate::block::{Block, current, warp_collective};
 use crate::error::{Access, ErrorKind, Loc};
+use std::cell::RefCell;
 use std::panic::Location;
+use std::rc::Rc;
 
 /// One operand behind a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,8 +121,11 @@ fn checksum(block: &Block, pieces: &[u32]) -> u64 {
 /// The values of 16 bytes of elements, in their order; of elements of two bytes the first eight.
 pub type Widen<S> = fn(&[u8; PIECE]) -> [S; PIECE];
 
+/// The values of all bytes, by the function that widens elements of one: to look up, which is faster.
+type Values<S> = Rc<[S; 256]>;
+
 /// Types of sums.
-pub trait Sum: Copy + Default {
+pub trait Sum: Copy + Default + 'static {
     /// `d[i][j] += a[i][k] b[k][j]`, in ascending `k`, for rows of `n` sums.
     #[doc(hidden)]
     fn add_product(d: &mut [Self], a: &[Self], b: &[Self], n: usize);
@@ -129,6 +134,19 @@ pub trait Sum: Copy + Default {
     #[doc(hidden)]
     #[track_caller]
     fn multiply(io: &mut Io<Self>);
+
+    /// What bytes are widened to.
+    #[doc(hidden)]
+    fn values(widen: Widen<Self>) -> Values<Self>;
+}
+
+/// All bytes, widened.
+fn widen_all<S: Sum>(widen: Widen<S>) -> [S; 256] {
+    let mut values = [S::default(); 256];
+    for (first, values) in (0..=240).step_by(PIECE).zip(values.chunks_exact_mut(PIECE)) {
+        values.copy_from_slice(&widen(&std::array::from_fn(|i| first + i as u8)));
+    }
+    values
 }
 
 /// [`Sum`] by the sum of one product.
@@ -165,6 +183,22 @@ macro_rules! sums {
             #[track_caller]
             fn multiply(io: &mut Io<$t>) {
                 multiply(io);
+            }
+
+            fn values(widen: Widen<$t>) -> Values<$t> {
+                thread_local! {
+                    /// By the functions' addresses: one that had two would be here twice.
+                    static KNOWN: RefCell<Vec<(usize, Values<$t>)>> = const { RefCell::new(vec![]) };
+                }
+                KNOWN.with_borrow_mut(|known| {
+                    let address = widen as usize;
+                    let found = known.iter().find(|(at, _)| *at == address);
+                    found.map(|(_, values)| Rc::clone(values)).unwrap_or_else(|| {
+                        let values = Rc::new(widen_all(widen));
+                        known.push((address, Rc::clone(&values)));
+                        values
+                    })
+                })
             }
         }
     };
@@ -223,16 +257,19 @@ impl<S: Sum> Matrix<S> {
         let (base, run) = (block.shared.base() as usize, PIECE / io.bytes);
         // From element to element of a piece.
         let step = if operand.mn_major { self.strides.0 } else { self.strides.1 };
+        let known = (io.bytes == 1).then(|| S::values(io.widen));
         operand.pieces(first, rows, io.bytes, |offset, i, k| {
             let address = base + offset;
             if let Err(e) = block.check_shared(me.linear, address, PIECE, Access::Read, at) {
                 me.fault(e);
             }
             // SAFETY: in bounds of shared memory.
-            let piece = (io.widen)(unsafe { &*(address as *const [u8; PIECE]) });
+            let piece = unsafe { &*(address as *const [u8; PIECE]) };
             let first = i * self.strides.0 + k * self.strides.1;
-            for (to, value) in self.values[first..].iter_mut().step_by(step).zip(&piece[..run]) {
-                *to = *value;
+            let to = self.values[first..].iter_mut().step_by(step);
+            match &known {
+                Some(values) => to.zip(piece).for_each(|(to, &byte)| *to = values[byte as usize]),
+                None => to.zip(&(io.widen)(piece)[..run]).for_each(|(to, value)| *to = *value),
             }
             places.push(offset as u32);
         });
