@@ -271,7 +271,9 @@ fn cuda(_: &Args) -> Result<()> {
     // Whoever asks for tests of libraries gets those of libraries that say they have none, too.
     let own = ["--exclude", "warploom-kernels-gpu", "--lib", "--test", "cudarc", "--example", "cudarc"];
     must(cargo(&[&tests[..], &own].concat()))?;
-    must(without_cust(&["clippy", "--lib", "--examples"], &["--", "-D", "warnings"]))?;
+    // With candle, which asks for the features of dependencies that they have in other steps; in tests it would want a library more.
+    let lint = ["clippy", "--lib", "--examples", "-p", "warploom-candle"];
+    must(without_cust(&lint, &["--", "-D", "warnings"]))?;
     must(without_cust(&["test", "--lib"], &[]))?;
 
     // One small test stands for all: they share the code that looks for devices.
@@ -287,12 +289,10 @@ fn cuda(_: &Args) -> Result<()> {
     Ok(())
 }
 
-/// A command of cargo's for the feature `cudarc` alone, which needs no libcuda and no SIMT device: without the stub. With candle, which asks for the
-/// features of dependencies that they have in other steps.
+/// A command of cargo's for the feature `cudarc` alone, which needs no libcuda and no SIMT device: without the stub.
 fn without_cust(command: &[&str], rest: &[&str]) -> Command {
     let mut cargo = cargo(command);
-    cargo.args(["--quiet", "-p", "warploom", "-p", "warploom-candle", "--no-default-features"]);
-    cargo.args(["--features", "warploom/cudarc"]).args(rest);
+    cargo.args(["--quiet", "-p", "warploom", "--features", "warploom/cudarc", "--no-default-features"]).args(rest);
     cargo.env_remove("CUDA_LIBRARY_PATH");
     cargo
 }
