@@ -32,7 +32,7 @@ pub(crate) unsafe fn widen_row<T: Float>(from: *const T, width: usize, to: &mut 
     }
 }
 
-/// [`widen_row`] into `room`, or the row where it is if it is of `f32`.
+/// [`widen_row`] into `room`, which is as long, or the row where it is if it is of `f32`.
 ///
 /// # Safety
 /// The elements may be read, and nobody writes them as long as the row is in use.

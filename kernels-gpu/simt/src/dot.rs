@@ -1,3 +1,5 @@
+//! Dot products on the CPU, compiled with this crate, whose loops are optimised where the program's are not.
+
 /// Partial sums, which vectorise.
 const LANES: usize = 16;
 
