@@ -29,7 +29,7 @@
 //! **Where they run.** Tensors of candle's CPU device run on warploom's SIMT device, which emulates a GPU thread by thread: right
 //! to test a model without a GPU, and hundreds of times slower than loops for the CPU. [`FusedMoe`] takes such loops instead. With the
 //! feature `cuda` CUDA tensors run on candle's stream, through cudarc, whose order of streams is kept. Metal is an error. Kernels for the CPU take minutes
-//! to compile: who has CUDA tensors alone leaves them out by `default-features = false`; CPU tensors are an error then.
+//! to compile: who has CUDA tensors alone leaves them out by `default-features = false`; a kernel for CPU tensors is an error then.
 //!
 //! **Types.** Floating-point inputs are `f32`, `f16` or `bf16`, all of one type unless said otherwise; indices are `u32` or `i32`.
 //! Strides are taken as far as the kernels do; an error says where a tensor must be contiguous.
