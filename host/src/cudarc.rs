@@ -45,6 +45,9 @@ use cuda_std::Element;
 use std::ops::Deref;
 use std::sync::Arc;
 
+/// `CU_STREAM_PER_THREAD`.
+const PER_THREAD: usize = 2;
+
 /// The device of a context, which it shares.
 ///
 /// # Errors
@@ -68,9 +71,13 @@ impl Stream {
     /// Wraps a stream.
     ///
     /// # Errors
-    /// As for [`device`].
+    /// As for [`device`], and [`Error::Unsupported`] for the per-thread stream, which is another one on each thread.
     pub fn new(stream: &Arc<CudaStream>) -> Result<Self> {
         let device = device(stream.context())?;
+        if stream.cu_stream() as usize == PER_THREAD {
+            let what = "the per-thread stream, which is another one on each thread; make one with new_stream".into();
+            return Err(Error::Unsupported { op: "cudarc::Stream::new", what });
+        }
         // SAFETY: a stream of the primary context, which is the device's; the owner keeps it alive.
         let wrapped = unsafe { crate::Stream::from_raw_owned(&device, stream.cu_stream().cast(), stream.clone()) };
         Ok(Self { stream: wrapped, cuda: stream.clone() })

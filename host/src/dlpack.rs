@@ -203,7 +203,7 @@ pub fn export<T: Element>(tensor: &Tensor<T>) -> Result<NonNull<DLManagedTensorV
             deleter: Some(delete_exported),
             flags: if storage.read_only() { FLAG_READ_ONLY } else { 0 },
             dl_tensor: DLTensor {
-                data: tensor.as_ptr().cast_mut().cast(),
+                data: if tensor.is_empty() { std::ptr::null_mut() } else { tensor.as_ptr().cast_mut().cast() },
                 device,
                 ndim: tensor.shape().len() as i32,
                 dtype: T::DTYPE.into(),
@@ -276,7 +276,8 @@ pub unsafe fn import<T: Element>(device: &Device, managed: NonNull<DLManagedTens
         return Err(Error::DlpackVersion { found: (version.major, version.minor), supported: VERSION.major });
     }
     // SAFETY: valid, and of the layout that is known here.
-    let (tensor, flags) = unsafe { (&(*managed.as_ptr()).dl_tensor, (*managed.as_ptr()).flags) };
+    let (tensor, flags) =
+        unsafe { (std::ptr::read(&raw const (*managed.as_ptr()).dl_tensor), (*managed.as_ptr()).flags) };
     // SAFETY: forwarded to the caller.
     unsafe { take(device, tensor, flags & FLAG_READ_ONLY != 0, owner) }
 }
@@ -291,14 +292,14 @@ pub unsafe fn import<T: Element>(device: &Device, managed: NonNull<DLManagedTens
 pub unsafe fn import_legacy<T: Element>(device: &Device, managed: NonNull<DLManagedTensor>) -> Result<Tensor<T>> {
     let owner = Managed::Legacy(managed);
     // SAFETY: forwarded to the caller.
-    unsafe { take(device, &(*managed.as_ptr()).dl_tensor, false, owner) }
+    unsafe { take(device, std::ptr::read(&raw const (*managed.as_ptr()).dl_tensor), false, owner) }
 }
 
 /// # Safety
-/// As for [`import`]; `tensor` is `owner`'s.
-unsafe fn take<T: Element>(device: &Device, tensor: &DLTensor, read_only: bool, owner: Managed) -> Result<Tensor<T>> {
+/// As for [`import`]; `tensor` is a copy of `owner`'s, whose deleter may take the struct itself back before this returns.
+unsafe fn take<T: Element>(device: &Device, tensor: DLTensor, read_only: bool, owner: Managed) -> Result<Tensor<T>> {
     const OP: &str = "dlpack::import";
-    let DLTensor { device: place, dtype, .. } = *tensor;
+    let DLTensor { device: place, dtype, .. } = tensor;
     let known = dtype.dtype().ok_or_else(|| Error::Unsupported {
         op: OP,
         what: format!("elements of type code {}, {} bits, {} lanes", dtype.code, dtype.bits, dtype.lanes),

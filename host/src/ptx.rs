@@ -7,7 +7,7 @@
 //! gives the text of one alone. [`Device`](crate::Device) compiles entries one by one, at their first launch.
 //!
 //! The crate holds the files packed (Zstandard), a fourteenth of their size. The first use of a family unpacks its file, the text of which then stays
-//! in memory to the end of the process: 11 to 34 MB for `attention`, `gemm`, `moe` and `norm` of `sm_90a`, up to 6 MB for the others, some 5 ms a megabyte (four to six times as
+//! in memory to the end of the process: 11 to 41 MB for `attention`, `gemm`, `moe` and `norm` of `sm_90a`, up to 6 MB for the others, some 5 ms a megabyte (four to six times as
 //! long where the decoder is not optimised; 20 MB more while it runs). Families that a program does not use stay packed.
 
 use cuda_std::Arch;

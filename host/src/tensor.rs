@@ -7,6 +7,9 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
+/// The address of what has no elements.
+pub(crate) const EMPTY: usize = 1024;
+
 /// The most dimensions of a tensor.
 pub(crate) const MAX_DIMS: usize = 6;
 
@@ -195,8 +198,8 @@ impl<T: Element> Tensor<T> {
             Some(strides) => Dims::strided::<T>(shape, strides)?,
         };
         let bytes = span * size_of::<T>();
-        // What has no elements needs no address of its own.
-        let data = if bytes == 0 { std::ptr::without_provenance_mut(align_of::<T>()) } else { data };
+        // What has no elements needs no address of its own, only one that is aligned to whatever an operation asks for.
+        let data = if bytes == 0 { std::ptr::without_provenance_mut(EMPTY) } else { data };
         if data.is_null() {
             return Err(Error::Tensor(format!(
                 "a null pointer for shape {shape:?}; only what has no elements needs no memory"
@@ -314,14 +317,17 @@ impl<T> Tensor<T> {
         self.storage.device()
     }
 
-    /// Address of the first element.
+    /// Address of the first element; if there is none, one that is aligned to whatever an operation asks for, and no memory.
     pub fn as_ptr(&self) -> *const T {
+        if self.is_empty() {
+            return std::ptr::without_provenance(EMPTY);
+        }
         self.storage.address().cast::<T>().wrapping_add(self.offset)
     }
 
-    /// Address of the first element, to write through.
+    /// As [`as_ptr`](Self::as_ptr), to write through.
     pub fn as_mut_ptr(&mut self) -> *mut T {
-        self.storage.address().cast::<T>().wrapping_add(self.offset)
+        self.as_ptr().cast_mut()
     }
 
     pub(crate) fn storage(&self) -> &Arc<Storage> {
@@ -365,22 +371,64 @@ impl<T> Tensor<T> {
         Ok(this)
     }
 
-    /// The same elements in another shape, sharing memory.
+    /// The same elements in the same order in another shape, sharing memory: heads of columns of a fused tensor, say, as in
+    /// `qkv.narrow(1, 0, heads * size)?.reshape(&[tokens, heads, size])`.
     ///
     /// # Errors
-    /// [`Error::Tensor`] if the number of elements differs or the tensor is not contiguous.
+    /// [`Error::Tensor`] if the number of elements differs, or no strides give that order: dimensions that lie apart cannot
+    /// become one.
     pub fn reshape(&self, shape: &[usize]) -> Result<Self> {
-        let (dims, strides, len) = Dims::dense::<T>(shape)?;
-        if len != self.len() || !self.is_contiguous() {
+        let (dims, dense, len) = Dims::dense::<T>(shape)?;
+        let strides = if len == 0 { Some(dense) } else { self.strides_of(&dims) };
+        let Some(strides) = strides.filter(|_| len == self.len()) else {
             let (own, strides) = (self.shape(), self.strides());
             return Err(Error::Tensor(format!(
-                "{own:?} with strides {strides:?} as {shape:?}; reshape contiguous tensors, to as many elements"
+                "{own:?} with strides {strides:?} as {shape:?}; keep the number of elements, and join no dimensions that lie apart"
             )));
-        }
+        };
         let mut this = self.shallow();
         this.shape = dims;
         this.strides = strides;
         Ok(this)
+    }
+
+    /// Strides with which another shape has this tensor's elements in their order, if both have equally many, and at least
+    /// one.
+    fn strides_of(&self, shape: &Dims) -> Option<Dims> {
+        let (mut strides, extents) = (*shape, shape.get());
+        // As in a dense tensor: what an extent of 1 has.
+        let behind = |strides: &Dims, d: usize| {
+            if d + 1 < extents.len() { strides.values[d + 1] * extents[d + 1] } else { 1 }
+        };
+        // The dimensions of `shape` from here on have their strides.
+        let mut open = extents.len();
+        // From the last dimension on, those whose elements are evenly spaced are one run, which some dimensions share out.
+        let (mut run, mut step) = (1, 1);
+        let own: Vec<_> = self.shape().iter().zip(self.strides()).filter(|d| *d.0 != 1).collect();
+        for (i, &(&extent, &stride)) in own.iter().enumerate().rev() {
+            if run == 1 {
+                step = stride;
+            }
+            run *= extent;
+            if i > 0 && *own[i - 1].1 == run * step {
+                continue;
+            }
+            let mut left = run;
+            while left > 1 && open > 0 && left.is_multiple_of(extents[open - 1]) {
+                open -= 1;
+                strides.values[open] = if extents[open] == 1 { behind(&strides, open) } else { run / left * step };
+                left /= extents[open];
+            }
+            if left > 1 {
+                return None;
+            }
+            run = 1;
+        }
+        while open > 0 {
+            open -= 1;
+            strides.values[open] = behind(&strides, open);
+        }
+        Some(strides)
     }
 
     /// A view with any shape and strides, in elements from this tensor's first on, sharing memory.

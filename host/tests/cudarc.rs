@@ -77,6 +77,14 @@ fn wrappers_of_one_stream_are_captured_together() {
     drop(others);
 }
 
+/// It is a stream of its own on each thread, and clones of ours go to other threads.
+#[test]
+fn the_per_thread_stream_is_refused() {
+    let Some((context, _alone)) = context() else { return };
+    let error = warploom::cudarc::Stream::new(&context.per_thread_stream()).map(drop).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+}
+
 #[test]
 fn slices_are_lent_without_a_copy() {
     let Some((context, _alone)) = context() else { return };
@@ -253,7 +261,9 @@ fn a_context_of_its_own_is_one_device() {
         driver.get::<Create>(b"cuCtxCreate_v2").unwrap()(&raw mut raw, 0, 0).result().unwrap();
     }
     {
-        let [device, again] = [(); 2].map(|()| Device::cuda_current().unwrap());
+        assert!(matches!(Device::cuda_current(), Err(Error::Unsupported { .. })));
+        // SAFETY: the context is destroyed below, after all that is made here.
+        let [device, again] = [(); 2].map(|()| unsafe { Device::cuda_current_context() }.unwrap());
         assert!(device == again && device != Device::cuda(0).unwrap());
         let stream = Stream::new(&device).unwrap();
         let x = input(ROWS * WIDTH);

@@ -175,6 +175,19 @@ fn absurd_sizes_at_layer_0() {
     ] {
         assert_eq!(geometry.grid[0], u32::MAX);
     }
+    // Steps are not cut into several chunks, whatever was asked for.
+    for (rows, dim, cache) in
+        [(1, 64, DType::Bf16), (4, 128, DType::Bf16), (16, 128, DType::Bf16), (8, 128, DType::E4m3)]
+    {
+        let tile = decodes::tma_entry(DType::Bf16, cache, dim, rows).unwrap().1;
+        let shape = DecodeShape::new(1, rows, 1, dim, 4096);
+        for chunk in [0, 1, 8, 64, 128, 1024, MOST] {
+            let (hint, shift) = (tile.hint(&shape.chunk(chunk)), shape.chunk(chunk).chunk_shift());
+            assert_eq!(hint, if chunk == 0 { tile.hint(&shape) } else { shift.max(tile.keys.ilog2()) }, "{chunk}");
+            assert!(chunk == 0 || (6..=10).contains(&shift), "{chunk}");
+        }
+        assert!([0, warploom::kernels::attention::decode_tma::SHORT].contains(&tile.hint(&shape)));
+    }
     let d = &Device::simt();
     for (heads, stride) in [(0, MOST), (1, MOST), (2, MOST / 2)] {
         let shape = CacheShape::new(1, 16, heads, 128);

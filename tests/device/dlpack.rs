@@ -202,6 +202,27 @@ fn a_consumer_reads_our_memory_and_ends_it() {
     });
 }
 
+/// A consumer of what has no elements gets no address, and what comes from one without an address is as good as any other.
+#[test]
+fn nothing_has_no_address() {
+    on_every_device(|device, stream| {
+        let x = Tensor::<f32>::zeros(device, &[3, 5]).unwrap();
+        for empty in [Tensor::zeros(device, &[0, 5]).unwrap(), x.narrow(1, 1, 3).unwrap().narrow(0, 2, 0).unwrap()] {
+            assert!((empty.as_ptr() as usize).is_multiple_of(1024));
+            let managed = dlpack::export(&empty).unwrap();
+            // SAFETY: just exported, and nobody else has it.
+            let again = unsafe {
+                assert!(managed.as_ref().dl_tensor.data.is_null());
+                dlpack::import::<f32>(device, managed).unwrap()
+            };
+            assert_eq!((again.shape(), again.to_vec().unwrap()), (empty.shape(), vec![]));
+            assert!((again.as_ptr() as usize).is_multiple_of(1024));
+            let mut out = again.clone();
+            norm::rms_norm(stream, &mut out, &again, None, 0.0).unwrap();
+        }
+    });
+}
+
 /// What is another device's is refused, and deleted.
 #[test]
 fn memory_of_another_device_is_refused() {

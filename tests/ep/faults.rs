@@ -310,7 +310,7 @@ fn no_peer_access() {
 fn experts_out_of_range() {
     on_every_setup(&[2, 3], |devices| {
         for arrangement in [Arrangement::Compact, Arrangement::Slots] {
-            for bad in [12, i32::MAX, -2] {
+            for bad in [12, i32::MAX, -2, i32::MIN] {
                 run(devices, &config(), |rank, stream, meeting| {
                     let ids = if rank.rank() == 0 { [1, 2, bad, -1, 4] } else { [0, 1, 2, 3, 4] };
                     let mut call = Call::new(rank, &ids);

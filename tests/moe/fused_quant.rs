@@ -799,6 +799,14 @@ fn nothing_to_do() {
             let got = Inputs::<bf16, E4M3>::new(d, &case, e4m3).run(d, s, &case);
             assert!(got.iter().take(2 * 32).all(|v| v.to_f32() == 0.0));
         }
+        // Where nothing begins does not matter.
+        let case = Case::new(0, 2, 2, 32, 16, FusedQuantPath::Auto);
+        let mut inputs = Inputs::<bf16, E4M3>::new(d, &case, e4m3);
+        inputs.x = Tensor::zeros(d, &[3, 40]).unwrap().narrow(1, 3, 32).unwrap().narrow(0, 1, 0).unwrap();
+        assert!(inputs.run(d, s, &case).is_empty());
+        // SAFETY: there is nothing at the address.
+        let nothing = || unsafe { Tensor::<E4M3>::from_raw(d, std::ptr::null_mut(), &[0, 64, 128], None, ()) };
+        shuffle_weights(s, &mut nothing().unwrap(), &nothing().unwrap(), None).unwrap();
     });
 }
 

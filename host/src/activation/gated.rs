@@ -26,7 +26,7 @@ pub enum Gated {
     GeluAndMul,
     /// `gelu(gate) up` with `gelu(x) ≈ x / 2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`.
     GeluTanhAndMul,
-    /// `gate up` where the gate is above the threshold, else `0 up`.
+    /// `0 up` where the gate is at most the threshold, else `gate up`.
     FatreluAndMul {
         /// The threshold.
         threshold: f32,

@@ -123,14 +123,16 @@ impl<'a> DecodeOptions<'a> {
     }
 }
 
+/// The logarithm of the fewest keys of a chunk.
+const MIN_CHUNK_SHIFT: u32 = 6;
+
 /// Scratch memory of [`decode`] for sequences of up to a length: the partial results of long ones. One workspace serves one
 /// stream at a time.
 #[derive(Debug)]
 pub struct DecodeWorkspace {
     partial: Tensor<f32>,
     tickets: Tensor<u32>,
-    max_len: usize,
-    chunk_shift: u32,
+    shape: DecodeShape,
 }
 
 impl DecodeWorkspace {
@@ -145,9 +147,9 @@ impl DecodeWorkspace {
             let expected = format!("a divisor of the number of query heads, {q_heads}");
             return Err(Error::Value { op: "DecodeWorkspace", arg: "kv_heads", expected, got: kv_heads.to_string() });
         }
-        let chunks = 64..=1 << split::MAX_CHUNK_SHIFT;
+        let chunks = 1 << MIN_CHUNK_SHIFT..=1 << split::MAX_CHUNK_SHIFT;
         if let Some(chunk) = chunk.filter(|chunk| !chunk.is_power_of_two() || !chunks.contains(chunk)) {
-            let expected = format!("a power of two from 64 to {}", chunks.end());
+            let expected = format!("a power of two from {} to {}", chunks.start(), chunks.end());
             return Err(Error::Value { op: "DecodeWorkspace", arg: "chunk", expected, got: chunk.to_string() });
         }
         if i32::try_from(max_len).is_err() {
@@ -156,7 +158,7 @@ impl DecodeWorkspace {
         }
         let partial = Tensor::uninit(device, &[shape.partial_floats().max(1)])?;
         let tickets = Tensor::zeros(device, &[shape.tickets().max(1)])?;
-        Ok(Self { partial, tickets, max_len, chunk_shift: shape.chunk_shift() })
+        Ok(Self { partial, tickets, shape })
     }
 }
 
@@ -193,19 +195,20 @@ impl DecodeShape {
         self
     }
 
-    /// Split into chunks of `chunk` keys, a power of two from 64 to 1024. Results with another chunk differ in their last
-    /// bits.
+    /// Split into chunks of `chunk` keys, a power of two from 64 to 1024, but no smaller than the kernel's steps, which are 64
+    /// or 128 keys. Results with another chunk differ in their last bits.
     pub const fn chunk(mut self, chunk: usize) -> Self {
         self.chunk = Some(chunk);
         self
     }
 
-    /// The `hint` of [`split::Args`] and [`tma::Args`] (layer L1; [`decode`] gives the latter [`tma::SHORT`] instead of 0 for up to 8
-    /// query rows a block: a KV head, or any of heads of 256); that of 1024 keys for a larger chunk.
+    /// The `hint` of [`split::Args`] and of [`Scratch`] (layers L0 and L1), those of 64 and 1024 keys for smaller and larger chunks. That
+    /// of [`tma::Args`] is [`TmaTile::hint`].
     pub const fn chunk_shift(&self) -> u32 {
         match self.chunk {
             Some(chunk) if chunk > 1 << split::MAX_CHUNK_SHIFT => split::MAX_CHUNK_SHIFT,
-            Some(chunk) if chunk > 0 => chunk.ilog2(),
+            Some(chunk) if chunk >= 1 << MIN_CHUNK_SHIFT => chunk.ilog2(),
+            Some(chunk) if chunk > 0 => MIN_CHUNK_SHIFT,
             _ => 0,
         }
     }
@@ -329,6 +332,36 @@ pub struct TmaTile {
     pub shared_bytes: usize,
     /// Blocks of a multiprocessor.
     pub blocks: u32,
+}
+
+impl std::fmt::Display for DecodeShape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let &Self { batch, q_heads, kv_heads, head_dim, max_len, q_len, .. } = self;
+        write!(f, "DecodeShape::new({batch}, {q_heads}, {kv_heads}, {head_dim}, {max_len}) of {q_len} query tokens")
+    }
+}
+
+impl TmaTile {
+    /// The `hint` of [`tma::Args`] (layer L0) for calls of a shape.
+    pub const fn hint(&self, shape: &DecodeShape) -> u32 {
+        let heads = match shape.q_heads.checked_div(shape.kv_heads) {
+            Some(heads) => heads,
+            None => 0,
+        };
+        self.hint_of(shape.chunk_shift(), shape.head_dim, product(&[heads, shape.q_len]))
+    }
+
+    const fn hint_of(&self, chunk_shift: u32, head_dim: usize, rows: usize) -> u32 {
+        // Steps are not cut.
+        let least = self.keys.ilog2();
+        match chunk_shift {
+            // What a chunk costs is more for 16 rows: large batches would take a tenth more time.
+            0 if block_rows(head_dim, rows) > 8 => 0,
+            0 => tma::SHORT,
+            shift if shift < least => least,
+            shift => shift,
+        }
+    }
 }
 
 /// The entry of [`DecodePath::Tma`]; arguments as for [`split_entry`].
@@ -574,10 +607,10 @@ pub fn decode<T: Float, S: CacheElement>(
     check_soft_cap(&call, soft_cap)?;
     let capacity = max_pages.saturating_mul(cs.block_size);
     call.value(
-        capacity <= workspace.max_len,
+        capacity <= workspace.shape.max_len,
         "workspace",
         format!("for the {capacity} keys that the block table can hold"),
-        format!("for {}", workspace.max_len),
+        format!("for {}", workspace.shape.max_len),
     )?;
 
     // Strides of [batch, q_len, heads]: tokens of a batch must follow each other evenly.
@@ -642,7 +675,7 @@ pub fn decode<T: Float, S: CacheElement>(
     let scratch = Scratch {
         partial: call.write("workspace", &mut workspace.partial)?.cast(),
         tickets: call.write("workspace", &mut workspace.tickets)?.cast(),
-        hint: workspace.chunk_shift,
+        hint: workspace.shape.chunk_shift(),
     };
     let extents = [call.count("query", batch)?, call.count("query", q_len)?];
     call.check_overlap()?;
@@ -651,17 +684,18 @@ pub fn decode<T: Float, S: CacheElement>(
     }
 
     let kernel = choose(stream.device(), T::DTYPE, S::DTYPE, cache.layout(), options.path, extents[1], &args)?;
-    let shape = format_args!(
-        "for a DecodeShape::new({batch}, {q_heads}, {kv_heads}, {head_dim}, {capacity}) of {q_len} query tokens"
-    );
+    let shape = DecodeShape::new(batch, q_heads, kv_heads, head_dim, capacity).q_len(q_len);
+    let made = workspace.shape;
     if !matches!(kernel, Kernel::Plain(_)) {
         let need = partial_floats(batch, q_len, q_heads, kv_heads, head_dim, capacity as u32, scratch.hint);
-        call.value(floats >= need, "workspace", format_args!("{shape}: {need} floats"), floats)?;
+        let expected = format_args!("for a {shape}: {need} floats");
+        call.value(floats >= need, "workspace", expected, format_args!("{floats}, for a {made}"))?;
     }
     match kernel {
         Kernel::Tma(..) => {
             let heads = tickets(batch, q_len, q_heads, kv_heads, head_dim);
-            call.value(tickets_there >= heads, "workspace", format_args!("{shape}: {heads} heads"), tickets_there)?;
+            let expected = format_args!("for a {shape}: {heads} heads");
+            call.value(tickets_there >= heads, "workspace", expected, format_args!("{tickets_there}, for a {made}"))?;
         }
         Kernel::Split(..) => {
             call.count("query", tickets(batch, q_len, q_heads, kv_heads, head_dim))?;
@@ -865,13 +899,7 @@ unsafe fn launch_kernel(
     match kernel {
         Kernel::Tma(entry, tile) => {
             let mut args = of_split();
-            // Steps are not cut.
-            args.hint = match hint {
-                // What a chunk costs is more for 16 rows: large batches would take a tenth more time.
-                0 if block_rows(head_dim, group_rows) > 8 => 0,
-                0 => tma::SHORT,
-                _ => hint.max(tile.keys.ilog2()),
-            };
+            args.hint = tile.hint_of(hint, head_dim, group_rows);
             args.partial_chunks = tma::max_chunks(capacity, args.hint);
             let args = tma_args(stream.device(), &args, scratch.tickets, cache, tile, splitting)?;
             // SAFETY: forwarded to the caller; the maps describe the cache.

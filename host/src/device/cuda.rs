@@ -239,7 +239,8 @@ impl Context {
         Ok(context)
     }
 
-    fn current() -> Result<Arc<Self>> {
+    /// The context that is current on this thread; `any`: one that is not the GPU's primary one, too.
+    fn current(any: bool) -> Result<Arc<Self>> {
         let driver = driver::get()?;
         let (mut raw, mut device, mut primary) = (null_mut(), 0, null_mut());
         let (mut flags, mut active) = (0, 0);
@@ -256,7 +257,14 @@ impl Context {
             }
         }
         let ordinal = usize::try_from(device).unwrap_or(0);
-        if raw == primary { Self::primary(ordinal) } else { Self::other(driver, raw, device, ordinal) }
+        if raw == primary {
+            Self::primary(ordinal)
+        } else if any {
+            Self::other(driver, raw, device, ordinal)
+        } else {
+            let what = "the current context is not the GPU's primary one; see Device::cuda_current_context".into();
+            Err(Error::Unsupported { op: "Device::cuda_current", what })
+        }
     }
 
     /// A context that is no primary one. As long as it is used it is one `Context`: waits must know of all that is captured in it.
@@ -523,7 +531,11 @@ impl CudaDevice {
     }
 
     pub(super) fn current() -> Result<Self> {
-        Context::current().map(Self)
+        Context::current(false).map(Self)
+    }
+
+    pub(super) fn current_context() -> Result<Self> {
+        Context::current(true).map(Self)
     }
 
     pub(super) fn properties(&self) -> Properties {

@@ -70,7 +70,8 @@ impl Device {
 
     /// Several SIMT devices whose kernels use each other's memory at the same time, each launched by a host thread of its
     /// own, as the GPUs of one machine: the ranks of [expert parallelism](crate::ep). With
-    /// [`race`](SimtOptions::race) the race detector looks at all of them together.
+    /// [`race`](SimtOptions::race) the race detector looks at all of them together. As on GPUs, the host reads what a peer's kernel
+    /// may be writing in whatever state it is in: buffers that peers write, after the operation that they belong to and before the next.
     pub fn simt_peers(count: usize, options: SimtOptions) -> Vec<Self> {
         let peers = ::simt::Peers::new(count);
         let device = |n| self::simt::SimtDevice::peer(options, peers.clone(), n);
@@ -83,6 +84,15 @@ impl Device {
             (Backend::Simt(a), Backend::Simt(b)) => a.is_peer(b),
             #[cfg(feature = "_driver")]
             _ => true,
+        }
+    }
+
+    /// Kernels of a SIMT device may wait for those of its peers for so long, and then say so themselves.
+    pub(crate) fn be_patient(&self, time: std::time::Duration) {
+        match &*self.0 {
+            Backend::Simt(d) => d.be_patient(time),
+            #[cfg(feature = "_driver")]
+            Backend::Cuda(_) => {}
         }
     }
 
@@ -122,16 +132,31 @@ impl Device {
     /// The GPU of the CUDA context that is current on this thread: for use beside another CUDA library. Makes no
     /// context.
     ///
-    /// The context must outlive the device and all that is made from it. If it is the GPU's primary context, as it is with
-    /// the CUDA runtime and what builds on that, the result is the same device as [`cuda`](Self::cuda)'s. For any other
-    /// context keep the device: calls give the same one while it, or something made from it, is there, and the next one loads kernels of its own, which live as long as the
+    /// That is the GPU's primary context with the CUDA runtime and what builds on that, and the result is the same device as
+    /// [`cuda`](Self::cuda)'s. For any other context there is [`cuda_current_context`](Self::cuda_current_context).
+    ///
+    /// # Errors
+    /// As for [`cuda`](Self::cuda), [`Error::Driver`] when no context is current, and [`Error::Unsupported`] for one that is not
+    /// primary.
+    pub fn cuda_current() -> Result<Self> {
+        #[cfg(feature = "_driver")]
+        return Ok(Self(Arc::new(Backend::Cuda(cuda::CudaDevice::current()?))));
+        #[cfg(not(feature = "_driver"))]
+        Err(Error::NoCuda)
+    }
+
+    /// [`cuda_current`](Self::cuda_current) with a context that need not be the primary one. Of another keep the device: calls give the
+    /// same one while it, or something made from it, is there, and the next one loads kernels of its own, which live as long as the
     /// context.
     ///
     /// # Errors
     /// As for [`cuda`](Self::cuda), and [`Error::Driver`] when no context is current.
-    pub fn cuda_current() -> Result<Self> {
+    ///
+    /// # Safety
+    /// The context outlives the device and all that is made from it. A primary one does.
+    pub unsafe fn cuda_current_context() -> Result<Self> {
         #[cfg(feature = "_driver")]
-        return Ok(Self(Arc::new(Backend::Cuda(cuda::CudaDevice::current()?))));
+        return Ok(Self(Arc::new(Backend::Cuda(cuda::CudaDevice::current_context()?))));
         #[cfg(not(feature = "_driver"))]
         Err(Error::NoCuda)
     }
@@ -220,7 +245,7 @@ impl Device {
     ///
     /// `names` are families ([`ptx::FAMILIES`](crate::ptx::FAMILIES)) or single entries
     /// ([`ptx::entries`](crate::ptx::entries)). Unless it finds it in its cache, the driver takes 35 to 1100 ms for an entry, one thread
-    /// at a time; a family, which has every instance of its kernels (8 to 285), takes from a second to most of a minute. To load
+    /// at a time; a family, which has every instance of its kernels (8 to 353), takes from a second to most of a minute. To load
     /// just what a program uses, run it once.
     ///
     /// # Errors

@@ -5,6 +5,10 @@ use crate::error::{Error, Result};
 use cuda_std::{Entry, KernelArgs};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// How long a block may do nothing but poll, beyond what it was said that it may.
+const STUCK: Duration = Duration::from_secs(10);
 
 /// How a SIMT device runs kernels, and what it looks for.
 #[derive(Clone, Copy, Debug)]
@@ -70,6 +74,8 @@ pub(crate) struct SimtDevice {
     peers: Option<(Arc<simt::Peers>, usize)>,
     /// What was launched last, on whichever stream: kernels run in the order in which they are launched.
     queue: simt::Queue,
+    /// Milliseconds for which kernels that wait for peers may do nothing else before they give up by themselves.
+    patience: AtomicU64,
 }
 
 impl SimtDevice {
@@ -81,6 +87,7 @@ impl SimtDevice {
             memory: Mutex::new(()),
             peers: None,
             queue: simt::Queue::new(),
+            patience: AtomicU64::new(0),
         }
     }
 
@@ -102,6 +109,12 @@ impl SimtDevice {
         if let Some((peers, _)) = &self.peers {
             peers.forget();
         }
+    }
+
+    /// Kernels of this device may wait for their peers for so long before they say so themselves.
+    pub(super) fn be_patient(&self, time: Duration) {
+        let time = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        self.patience.fetch_max(time, Ordering::Relaxed);
     }
 
     pub(super) fn options(&self) -> SimtOptions {
@@ -178,7 +191,10 @@ impl SimtDevice {
             .race(self.options.race)
             .parallel(self.options.parallel);
         let launch = match &self.peers {
-            Some((peers, number)) => launch.peers(peers, *number),
+            Some((peers, number)) => {
+                let patience = Duration::from_millis(self.patience.load(Ordering::Relaxed));
+                launch.peers(peers, *number).spin_limit(patience.saturating_add(STUCK))
+            }
             None => launch,
         };
         let call = entry.on_simt().ok_or(Error::NoSimt)?;

@@ -83,7 +83,8 @@ impl Stream {
     /// the SIMT device `stream` is not looked at.
     ///
     /// # Safety
-    /// `stream` is a stream of `device`'s context and lives as long as the result and its clones.
+    /// `stream` is a stream of `device`'s context, not `CU_STREAM_PER_THREAD` (another one on each thread), and lives as long as the
+    /// result and its clones.
     pub unsafe fn from_raw(device: &Device, stream: *mut c_void) -> Self {
         // SAFETY: forwarded to the caller.
         unsafe { Self::foreign(device, stream, None) }
@@ -92,7 +93,7 @@ impl Stream {
     /// As [`from_raw`](Self::from_raw), with an owner that keeps the stream alive.
     ///
     /// # Safety
-    /// `stream` is a stream of `device`'s context and lives as long as `owner`.
+    /// As there, but that `stream` lives as long as `owner`.
     pub unsafe fn from_raw_owned(device: &Device, stream: *mut c_void, owner: impl Send + Sync + 'static) -> Self {
         // SAFETY: forwarded to the caller.
         unsafe { Self::foreign(device, stream, Some(Box::new(owner))) }

@@ -62,8 +62,10 @@ impl Communicator {
             self.nccl_all_to_all(stream, args.x, bytes)?;
             return Ok(self.own(|b| b.rows.reinterpret(x.shape())));
         }
-        // SAFETY: sizes and device were checked above; buffers live as long as the group.
-        unsafe { launch(stream, count, threads, &args)? };
+        self.together(|| {
+            // SAFETY: sizes and device were checked above; buffers live as long as the group.
+            unsafe { launch(stream, count, threads, &args) }
+        })?;
         Ok(self.own(|b| b.rows.reinterpret(x.shape())))
     }
 }

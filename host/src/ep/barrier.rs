@@ -28,7 +28,8 @@ impl Communicator {
     /// Later work of the stream waits until all ranks have come as far on theirs.
     ///
     /// # Errors
-    /// Those of [`Stream::launch`]; [`check`](Self::check) tells the rest.
+    /// [`Error::WrongDevice`], [`Error::Ep`] if an operation could not be launched before, and those of [`Stream::launch`];
+    /// [`check`](Self::check) tells the rest.
     pub fn barrier(&mut self, stream: &Stream) -> Result<()> {
         self.on_own_device("ep::barrier", stream)?;
         let args = Args { link: self.link(stream, &[1]) };
@@ -37,7 +38,9 @@ impl Communicator {
             stream.synchronize()?;
             return self.nccl_begin("ep::barrier", stream, args.link.signature);
         }
-        // SAFETY: the group's buffers, which live as long as any rank, and the graph if there is one.
-        unsafe { launch(stream, &args) }
+        self.together(|| {
+            // SAFETY: the group's buffers, which live as long as any rank, and the graph if there is one.
+            unsafe { launch(stream, &args) }
+        })
     }
 }

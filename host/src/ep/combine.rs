@@ -169,7 +169,9 @@ impl Communicator {
                 self.nccl_get_results(stream, &routing.counts)?;
             }
         }
-        // SAFETY: shapes, devices and overlap were checked above; buffers live as long as the group.
-        unsafe { launch(stream, [blocks, threads], &args) }
+        self.together(|| {
+            // SAFETY: shapes, devices and overlap were checked above; buffers live as long as the group.
+            unsafe { launch(stream, [blocks, threads], &args) }
+        })
     }
 }

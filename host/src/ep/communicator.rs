@@ -9,6 +9,7 @@ use crate::kernels::ep::{Link, slot};
 use crate::tensor::Tensor;
 use cuda_std::Element;
 use half::bf16;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -355,6 +356,8 @@ pub struct Communicator {
     sharing: u32,
     /// How often [`recover`](Self::recover) was called.
     recoveries: u64,
+    /// Whether an operation could not be launched since then, so that this rank is one behind the others.
+    behind: AtomicBool,
     device: Device,
     /// `[ranks, slot::COUNT]`
     table: Tensor<u64>,
@@ -423,12 +426,14 @@ impl Communicator {
         device: &Device,
         table: &[u64],
     ) -> Result<Self> {
+        device.be_patient(group.config.time_out);
         Ok(Self {
             group: group.clone(),
             rank,
             own,
             sharing,
             recoveries: 0,
+            behind: AtomicBool::new(false),
             device: device.clone(),
             table: Tensor::from_slice(device, table, &[group.ranks, slot::COUNT])?,
             fault_words: Mutex::new(Pinned::zeros(device, kernel::fault::COUNT)?),
@@ -488,7 +493,7 @@ impl Communicator {
         unsafe { stream.download(&mut *words, &fault)? };
         stream.synchronize()?;
         match Fault::decode(self.rank, &words, self.group.capacity) {
-            None => Ok(()),
+            None => self.is_abreast(),
             Some(fault) => Err(Error::Ep(fault)),
         }
     }
@@ -504,6 +509,7 @@ impl Communicator {
         self.group.meet(self.rank, time_out)?;
         self.own(Buffers::reset)?;
         self.recoveries += 1;
+        *self.behind.get_mut() = false;
         self.device.forget_races();
         self.group.meet(self.rank, time_out)
     }
@@ -511,6 +517,21 @@ impl Communicator {
     /// Something of this rank's buffers.
     pub(super) fn own<R>(&self, f: impl FnOnce(&mut Buffers) -> R) -> R {
         f(&mut self.group.buffers[self.own].lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Launches an operation that the other ranks launch, too. If that fails, this rank would take what they say of the next one for
+    /// what they say of this one, so nothing more is launched until all recover.
+    pub(super) fn together(&self, launch: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.is_abreast()?;
+        launch().inspect_err(|_| self.behind.store(true, Ordering::Relaxed))
+    }
+
+    /// Every operation was launched.
+    fn is_abreast(&self) -> Result<()> {
+        if self.behind.load(Ordering::Relaxed) {
+            return Err(Error::Ep(Fault::Behind { rank: self.rank }));
+        }
+        Ok(())
     }
 
     /// What kernels get to know, for an operation that all ranks describe by the same numbers.
@@ -603,6 +624,38 @@ mod tests {
     use super::*;
     use crate::ep::{Arrangement, Blocks, CombineOptions, DispatchOptions};
     use crate::{SimtOptions, Stream};
+
+    #[test]
+    fn who_is_behind_launches_nothing() {
+        let ranks =
+            Communicator::new(&Device::simt_peers(2, SimtOptions::default()), &Config::new(64, 1, 4, 6)).unwrap();
+        let behind =
+            |result: Result<()>, own| assert!(matches!(result, Err(Error::Ep(Fault::Behind { rank })) if rank == own));
+        std::thread::scope(|s| {
+            for mut rank in ranks {
+                s.spawn(move || {
+                    let stream = Stream::new(rank.device()).unwrap();
+                    let (d, r) = (rank.device().clone(), rank.rank());
+                    let (mut routing, x) = (rank.routing().unwrap(), Tensor::<bf16>::zeros(&d, &[2, 64]).unwrap());
+                    let (ids, mut out) =
+                        (Tensor::<i32>::zeros(&d, &[2, 1]).unwrap(), Tensor::zeros(&d, &[2, 64]).unwrap());
+                    rank.barrier(&stream).unwrap();
+                    assert!(rank.together(|| Err(Error::NoSimt)).is_err());
+                    behind(rank.barrier(&stream), r);
+                    let options = DispatchOptions::default();
+                    behind(rank.dispatch(&stream, &mut routing, &x, &ids, None, &options).map(drop), r);
+                    behind(rank.check(&stream), r);
+                    rank.recover().unwrap();
+                    let received = rank.dispatch(&stream, &mut routing, &x, &ids, None, &options).unwrap();
+                    let options = CombineOptions::default();
+                    rank.combine(&stream, &mut out, &routing, received.rows.bf16(), &options).unwrap();
+                    rank.check(&stream).unwrap();
+                    assert!(rank.together(|| Err(Error::NoSimt)).is_err());
+                    behind(rank.combine(&stream, &mut out, &routing, None, &options), r);
+                });
+            }
+        });
+    }
 
     /// Flags and counts that only some operations have may be from long ago when they are looked at: half the range of epochs, or when
     /// these begin again. Rank 1 is late, so that whoever takes what is there for what is awaited gets something else.

@@ -354,8 +354,11 @@ impl Communicator {
         }
         let geometry = geometry(options.quantise, options.arrangement, blocks, threads, tokens as u32);
         let cluster = if options.quantise && !slots { self.cluster(blocks) } else { 1 };
-        // SAFETY: shapes, devices and overlap were checked above; buffers live as long as the group.
-        unsafe { stream.launch(&entry(options.quantise, options.arrangement), &geometry.cluster(cluster), &args)? };
+        let (entry, geometry) = (entry(options.quantise, options.arrangement), geometry.cluster(cluster));
+        self.together(|| {
+            // SAFETY: shapes, devices and overlap were checked above; buffers live as long as the group.
+            unsafe { stream.launch(&entry, &geometry, &args) }
+        })?;
         routing.tokens = tokens;
         routing.arrangement = Some(options.arrangement);
         routing.recoveries = self.recoveries();

@@ -76,6 +76,12 @@ pub enum Fault {
         /// By whom.
         peer: usize,
     },
+    /// An operation could not be launched before, so that this rank is behind the others, who wait for it in vain.
+    #[error("rank {rank} could not launch an operation before, and is behind the others")]
+    Behind {
+        /// Who.
+        rank: usize,
+    },
     /// A token has an expert that does not exist.
     #[error("rank {rank}: token {token} has an expert out of range")]
     BadId {

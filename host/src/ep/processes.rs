@@ -212,14 +212,19 @@ impl Communicator {
         });
         let mapped: Result<Vec<_>> = mapped.collect();
         let done = others.gather(OP, &[mapped.is_ok().into()]);
+        let failed = |done: &[Vec<u8>]| done.iter().position(|d| d[..] != [1]);
+        if !done.as_deref().is_ok_and(|done| failed(done).is_none()) {
+            // Memory may be freed after all have forgotten it. Who cannot be reached is gone.
+            let mapped = mapped.map(drop);
+            let _ = others.meet(OP);
+            mapped?;
+            return Err(Error::Ep(Fault::PeerFailed { rank, peer: failed(&done?).unwrap_or(rank) }));
+        }
         others.memory = mapped?;
         let own = buffers.addresses();
         let mut table: Vec<u64> = vec![];
         let mut memory = others.memory.iter();
-        for (peer, done) in done?.iter().enumerate() {
-            if done[..] != [1] {
-                return Err(Error::Ep(Fault::PeerFailed { rank, peer }));
-            }
+        for peer in 0..ranks {
             let theirs = if peer == rank { None } else { memory.next() };
             let base = theirs.map_or(arena.as_ptr() as u64, |m| m.address() as u64);
             table.extend(own.map(|address| address - arena.as_ptr() as u64 + base));

@@ -271,7 +271,14 @@ pub unsafe fn launch<Y: Float, X: Float, W: Float>(
         };
         Error::Unsupported {
             op: OP,
-            what: format!("the path {path:?} has no kernel for {m} tokens of {types}; use LinearPath::Auto"),
+            what: match path {
+                LinearPath::Stream if m > STREAM_TOKENS => {
+                    format!(
+                        "the path Stream takes {STREAM_TOKENS} tokens at most, and here are {m}; use LinearPath::Auto"
+                    )
+                }
+                _ => format!("the path {path:?} has no kernel for {m} tokens of {types}; use LinearPath::Auto"),
+            },
         }
     };
     match path {
@@ -446,8 +453,9 @@ pub(super) fn misfit<T>(
     } else {
         "a multiple of 16 bytes from each other"
     };
-    let what =
-        format!("the path {path} takes rows of `{arg}` that are {rows} (not 0); these are not, and `Auto` takes them");
+    let what = format!(
+        "the path {path} takes rows of `{arg}` that are {rows} (not 0), and here one would be at {address:#x}; `Auto` takes them"
+    );
     Error::Unsupported { op, what }
 }
 

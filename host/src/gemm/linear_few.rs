@@ -472,7 +472,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &linear_fma::Args) -> 
     let entry = if m > TOKENS { None } else { kernel.entry(dtype) };
     let entry = entry.ok_or_else(|| Error::Unsupported {
         op: OP,
-        what: format!("the path Few has no kernel for {m} tokens of {dtype}; there are f16 and bf16 for {TOKENS}"),
+        what: format!("the path Few takes {TOKENS} tokens of f16 or bf16 at most, and here are {m} of {dtype}; use LinearPath::Auto"),
     })?;
     let device = stream.device();
     let (tokens, rows) = (shape.tile(m), shape.w_box(n));

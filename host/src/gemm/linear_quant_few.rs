@@ -154,7 +154,7 @@ pub unsafe fn launch(stream: &Stream, operands: DType, dtype: DType, args: &Args
     let entry = entry(operands, dtype, blocks, m, n).ok_or_else(|| {
         let scales = if blocks { "blocks" } else { "rows" };
         let what = format!(
-            "the path Few has no kernel for {m} tokens of {operands}, results of {dtype} and scales of {scales}; there are some for {TOKENS}"
+            "the path Few has no kernel for {m} tokens of {operands}, results of {dtype} and scales of {scales}; it takes {TOKENS} tokens at most, LinearQuantPath::Auto more"
         );
         Error::Unsupported { op: OP, what }
     })?;

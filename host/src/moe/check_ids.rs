@@ -70,7 +70,9 @@ pub(super) fn check(
         call.read("num_tokens", n)?;
     }
     if stream.is_capturing() {
-        return Err(Error::Capture(format!("{op}: ids are looked at now, and a graph has none yet")));
+        return Err(Error::Capture(format!(
+            "{op}: `checked` looks at ids on the host, which a graph does not have yet; check them outside of it, by moe::check_ids"
+        )));
     }
     stream.synchronize()?;
     let tokens = match num_tokens {

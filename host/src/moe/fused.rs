@@ -854,25 +854,18 @@ pub fn plan_of(device: &Device, dtype: DType, shape: &FusedShape, path: FusedPat
         && o.activation != ExpertActivation::Gelu
         && numbers_rows(shape, o.x_row);
     let plan = plan(dtype, shape, path, streams, wgmma, o.shuffled, properties.multiprocessors);
-    let plan = plan.ok_or_else(|| Error::Unsupported {
-        op: OP,
-        what: format!(
-            "the path {path:?} takes 16-bit floats in rows of multiples of 16 bytes only, `Direct` at most {} pairs, `Wgmma16` at most {}, `Vector` at most {} and as many tokens \
-             on Hopper with about 64 Ki elements of `x` and between the products, and `Wgmma..` needs Hopper, at most {} experts (653 for `Wgmma176`), widths above 0, rows of `x` and between the products \
-             that end before 2^35 elements, and it and `Vector` an activation other than `Gelu`; shuffled weights need such a path and widths of \
-             multiples of 64 up to {}; here are {} pairs of {dtype}, {} and {} wide, rows of `x` {} apart, {:?}, shuffled: {}",
+    let plan = plan.ok_or_else(|| {
+        let what = format!(
+            "the path {path:?} does not take {}; all but `Fma` take 16-bit floats in rows and at addresses of multiples of 16 bytes, `Direct` up to {} pairs, `Wgmma16` up to {}, \
+             `Vector` up to {}, with some 64 Ki elements of `x` and between the products, `Wgmma..` and `Vector` on Hopper, with any activation but `Gelu`, up to {} experts, and rows of `x` and \
+             between the products that end before 2^35 elements; shuffled weights take a `Wgmma..` path and widths of multiples of 64; use FusedPath::Auto",
+            refused(device, dtype, shape, path, o),
             fused_stream::DIRECT_PAIRS,
             fused_wgmma::DIRECT_PAIRS,
             fused_vector::MAX_PAIRS,
             fused_wgmma::MAX_BINS,
-            shuffle::MAX_WIDTH,
-            shape.pairs(),
-            shape.hidden,
-            shape.intermediate,
-            o.x_row,
-            o.activation,
-            o.shuffled,
-        ),
+        );
+        Error::Unsupported { op: OP, what }
     })?;
     // Grids are limited in height, and in all.
     let block = plan.path.block();
@@ -886,6 +879,51 @@ pub fn plan_of(device: &Device, dtype: DType, shape: &FusedShape, path: FusedPat
     };
     check_blocks(OP, blocks, most, block)?;
     Ok(plan)
+}
+
+/// The first thing for which [`plan`] gives nothing.
+fn refused(device: &Device, dtype: DType, shape: &FusedShape, path: FusedPath, o: &Operands) -> String {
+    let FusedShape { tokens, hidden, intermediate, .. } = *shape;
+    let (pairs, bins, size) = (shape.pairs(), shape.bins(), dtype.size());
+    let hopper = device.properties().compute_capability == (9, 0);
+    // What `Auto` comes to where it is refused, which it is with shuffled weights alone.
+    let wgmma = path.is_wgmma() || matches!(path, FusedPath::Auto);
+    let fast = !matches!(path, FusedPath::Fma);
+    let ours = wgmma || matches!(path, FusedPath::Vector);
+    let starts = [("x", o.x), ("w13", o.w13), ("w2", o.w2), ("shared.w13", o.shared13), ("shared.w2", o.shared2)];
+    let misaligned = starts.into_iter().find(|(_, start)| !start.addr().is_multiple_of(16));
+    let most = match path {
+        FusedPath::Direct => fused_stream::DIRECT_PAIRS,
+        FusedPath::Wgmma16 => fused_wgmma::DIRECT_PAIRS,
+        FusedPath::Vector => fused_vector::MAX_PAIRS,
+        _ => usize::MAX,
+    };
+    let conditions: [(bool, &dyn Fn() -> String); 11] = [
+        (!o.shuffled || wgmma, &|| "shuffled weights".into()),
+        (!o.shuffled || shuffle::takes(dtype, hidden, intermediate), &|| {
+            format!("shuffled weights of {dtype}, {hidden} and {intermediate} wide")
+        }),
+        (!fast || dtype != DType::F32, &|| "f32".into()),
+        (!fast || hidden.is_multiple_of(8) && intermediate.is_multiple_of(8), &|| {
+            format!("rows of {hidden} and {intermediate} elements")
+        }),
+        (!fast || misaligned.is_none(), &|| {
+            misaligned.map_or_else(String::new, |(arg, start)| format!("`{arg}` at {start:p}"))
+        }),
+        (!fast || tokens < 2 || (o.x_row * size).is_multiple_of(16), &|| format!("rows of `x` {} apart", o.x_row)),
+        (pairs <= most, &|| format!("{pairs} pairs")),
+        (!ours || hopper, &|| device.name()),
+        (!ours || o.activation != ExpertActivation::Gelu, &|| "the activation `Gelu`".into()),
+        (!ours || hidden > 0 && intermediate > 0 && numbers_rows(shape, o.x_row), &|| {
+            format!("{tokens} rows of {hidden} elements, {} apart, and {pairs} of {intermediate}", o.x_row)
+        }),
+        (!wgmma || path.has_room_for(bins, false), &|| format!("{bins} experts")),
+    ];
+    let first = conditions.iter().find(|(holds, _)| !holds);
+    first.map_or_else(
+        || format!("{tokens} tokens of {pairs} pairs, {hidden} and {intermediate} wide"),
+        |(_, what)| what(),
+    )
 }
 
 /// Whether 32 bits number where rows of `x`, `x_row` elements apart, and of `h` start, in units of 16 bytes: as kernels for Hopper keep it.

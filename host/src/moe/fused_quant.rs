@@ -1331,13 +1331,12 @@ pub fn path_of(
     }?;
     let block = path.block();
     let blocks = sort::capacity(shape.pairs(), shape.bins(), block, false) / block;
-    let rows = product(&[o.gate_up.rows(), shape.intermediate]);
+    // Tiles of the path that has most of them: 32 outputs of the first product, 64 of the second.
+    let (up, down) =
+        (shape.intermediate.div_ceil(wgmma_kernel::TILE_ROWS), shape.hidden.div_ceil(wgmma_kernel::TILE_ROWS));
+    let tiles = up.saturating_mul(4).max(down.saturating_mul(2)).max(1);
     // Grids are limited in height, and what is drawn in all.
-    let most = if path.is_wgmma() {
-        items::MAX_DRAWN / (2 * rows.max(shape.hidden).div_ceil(wgmma_kernel::TILE_ROWS).max(1))
-    } else {
-        65535
-    };
+    let most = if path.is_wgmma() { items::MAX_DRAWN / tiles } else { 65535 };
     check_blocks(OP, blocks, most, block)?;
     Ok(path)
 }

@@ -359,7 +359,7 @@ pub unsafe fn launch(stream: &Stream, dtype: DType, args: &Args) -> Result<()> {
 
 /// Chooses `top_k` experts for each token, and weighs them.
 ///
-/// `logits` is `[tokens, experts]` of f32, f16 or bf16, with dense rows at any distance. `topk_ids` and `topk_weights` are
+/// `logits` is `[tokens, experts]` of f32, f16 or bf16, with dense rows at any distance of at least `experts`. `topk_ids` and `topk_weights` are
 /// `[tokens, top_k + shared_experts]`, contiguous. `packed`, of the same shape, gets both in one word, as kernels that
 /// sort tokens by expert take them: the lower 16 bits of the id in the upper half, the weight as bf16 in the lower half.
 ///

@@ -540,7 +540,7 @@ macro_rules! per_token {
         /// # Errors
         /// [`DType`](crate::Error::DType) for 8-bit inputs, [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
         /// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for an `eps` that is negative,
-        /// infinite or NaN.
+        /// infinite or NaN, and for more than 2^31 - 1 rows or columns.
         pub fn $name<T: Float>(
             stream: &Stream,
             out: &mut Tensor<$Q>,

@@ -113,7 +113,7 @@ impl RotaryOptions {
 /// [`rope::cache`](super::cache()) makes it: `rot_dim` elements of each head turn, from [`RotaryOptions::offset`] on.
 ///
 /// A token whose position is negative or not in the cache is left as it is, and counted up in `status`, `[1]`, if there is
-/// one.
+/// one (and there are heads).
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType), [`Overlap`](Error::Overlap),

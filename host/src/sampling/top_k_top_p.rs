@@ -101,7 +101,7 @@ pub enum SamplingAlgorithm {
     /// A search by histograms, for any number of tokens kept, in several launches.
     Radix,
     /// The same in one launch, by a cluster of blocks for each row. `Radix` where that is not to be had: on devices without
-    /// clusters (those of compute capability 9.0 have them), and for rows of more than 524,160 logits.
+    /// clusters (those of compute capability 9.0 have them), and for rows of more than some 524,160 logits.
     RadixCluster,
 }
 
@@ -717,7 +717,7 @@ pub unsafe fn launch(
 
 /// Samples a token for each row of `logits`: see the [module](self) for what exactly.
 ///
-/// `logits` are `[.., vocab]` of f32, f16 or bf16, rows at any distance; `tokens` are of its shape without the last
+/// `logits` are `[.., vocab]` of f32, f16 or bf16, rows at any distance of at least `vocab`; `tokens` are of its shape without the last
 /// dimension, dense. Parameters that differ by row are `[rows]`.
 ///
 /// ```
@@ -981,7 +981,7 @@ impl Inputs<'_> {
         self.call.value(
             !penalties || options.history.is_some(),
             "history",
-            "given with penalties and `prompt_lengths`",
+            "given where there are penalties or `prompt_lengths`",
             "none",
         )?;
         let positive = |p: f32| p > 0.0 && p.is_finite();

@@ -34,8 +34,8 @@ pub const fn pieces(hidden: u32) -> u32 {
 
 /// Dynamic shared memory of a block in compact dispatch of so many tokens, with so many threads. None in slots.
 pub const fn shared_bytes(tokens: u32, threads: u32, quantise: bool) -> u32 {
-    let ring = if quantise { threads / 32 * STAGES * PIECE } else { 0 };
-    let fixed = 64 + ((MAX_RANKS + MAX_BLOCKS) * MAX_RANKS * 4) as u32 + ring;
+    let ring = if quantise { (threads / 32).saturating_mul(STAGES * PIECE) } else { 0 };
+    let fixed = (64 + ((MAX_RANKS + MAX_BLOCKS) * MAX_RANKS * 4) as u32).saturating_add(ring);
     tokens.div_ceil(32).saturating_mul((MAX_RANKS * 8) as u32).saturating_add(fixed)
 }
 
@@ -254,7 +254,8 @@ impl Experts {
         if lane < job.top_k {
             let at = row * job.top_k as usize + lane as usize;
             let there = mask >> rank & 1 != 0;
-            let local = self.id - (rank * job.per_rank.get()) as i32;
+            // Of an expert that is elsewhere, or is none, any number.
+            let local = self.id.wrapping_sub((rank * job.per_rank.get()) as i32);
             ids.set(at, if there { local } else { -1 });
             weights.set(at, if there { self.weight } else { 0.0 });
         }
