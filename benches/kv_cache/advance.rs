@@ -18,7 +18,7 @@ pub fn benches(harness: &mut Harness) {
                 (Tensor::<i32>::uninit(device, &[n])?, Tensor::<i64>::uninit(device, &[n])?);
             let mut counters = Tensor::<u64>::uninit(device, &[n])?;
             let shape = CacheShape::new(BLOCKS, 16, 8, 128);
-            Ok(move |s: &_| advance(s, &mut lens, &mut positions, &mut slots, Some(&mut counters), &table, shape))
+            Ok(move |s: &_| advance(s, &mut lens, &mut positions, &mut slots, Some(&mut counters), None, &table, shape))
         });
     }
 }

@@ -5,7 +5,9 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use warploom::attention::{DecodeShape, DecodeWorkspace};
 use warploom::kv_cache::swap::{HostCache, runs};
-use warploom::kv_cache::{BlockAllocator, CacheLayers, CacheLayout, CacheShape, KvCache, PageStrides, check_slots};
+use warploom::kv_cache::{
+    BlockAllocator, CacheLayers, CacheLayout, CacheShape, KvCache, PageStrides, check_slots, check_tables,
+};
 use warploom::moe::{FusedShape, sort, statistics};
 use warploom::rope::{self, Scaling};
 use warploom::sampling::top_k_top_p::Layout;
@@ -152,6 +154,8 @@ proptest! {
         prop_assert_eq!(covered, 3);
         let shape = CacheShape::new(e[0], e[1], e[2], e[3]);
         prop_assert_eq!(check_slots(&[3, -1], shape).is_ok(), saturated(&[e[0], e[1]]) > 3);
+        // Three keys in two blocks at most, or in one, which is block 1.
+        prop_assert_eq!(check_tables(&[1, 0, -1, -1], &[3, 0], shape).is_ok(), e[1] >= 2 && e[0] >= 2);
         if let Ok(mut blocks) = BlockAllocator::new(e[0], e[1]) {
             let sequence = blocks.start(&[1], 0).unwrap();
             let slot = sequence.slots(0..1).unwrap()[0];

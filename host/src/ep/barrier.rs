@@ -28,7 +28,7 @@ impl Communicator {
     /// Later work of the stream waits until all ranks have come as far on theirs.
     ///
     /// # Errors
-    /// [`Error::WrongDevice`], [`Error::Ep`] if an operation could not be launched before, and those of [`Stream::launch`];
+    /// [`WrongDevice`](crate::Error::WrongDevice), [`Ep`](crate::Error::Ep) if an operation could not be launched before, and those of [`Stream::launch`];
     /// [`check`](Self::check) tells the rest.
     pub fn barrier(&mut self, stream: &Stream) -> Result<()> {
         self.on_own_device("ep::barrier", stream)?;

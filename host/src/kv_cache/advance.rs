@@ -42,18 +42,21 @@ pub unsafe fn launch(stream: &Stream, args: &Args) -> Result<()> {
 /// `lens`, `positions`, `slots` and `counters` (such as [offsets](crate::sampling::SamplingOptions::offset) of random numbers) are
 /// `[n]`, dense; `block_table` is `[n, max_blocks]`. `shape` is that of the cache. A row with a length below 1 has no sequence;
 /// one whose blocks are all full cannot grow. Both get position -1, slot -1 and counter 0, and keep their length. Where the table
-/// names no block of the cache the slot alone is -1: position, counter and length go on.
+/// names no block of the cache the slot alone is -1: position, counter and length go on. Sequences that get no slot are counted up in
+/// `status`, `[1]`, if there is one.
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`Overlap`](crate::Error::Overlap),
 /// [`WrongDevice`](crate::Error::WrongDevice); [`Value`](crate::Error::Value) for a block size of 0, or blocks that hold more than
 /// 2³¹ - 1 tokens of a sequence.
+#[expect(clippy::too_many_arguments, reason = "four outputs of one operation, and what counts its errors")]
 pub fn advance(
     stream: &Stream,
     lens: &mut Tensor<i32>,
     positions: &mut Tensor<i32>,
     slots: &mut Tensor<i64>,
     counters: Option<&mut Tensor<u64>>,
+    status: Option<&mut Tensor<u32>>,
     block_table: &Tensor<i32>,
     shape: CacheShape,
 ) -> Result<()> {
@@ -72,6 +75,9 @@ pub fn advance(
         call.same_shape("counters", counters.shape(), &[n])?;
         call.contiguous("counters", counters)?;
     }
+    if let Some(status) = &status {
+        call.same_shape("status", status.shape(), &[1])?;
+    }
     let rows = call.rows("block_table", block_table)?;
     // Positions are 32-bit numbers, and so is the length after the last of them.
     call.count("block_table", product(&[max_blocks, shape.block_size]))?;
@@ -80,6 +86,7 @@ pub fn advance(
         positions: call.write("positions", positions)?.cast(),
         slots: call.write("slots", slots)?.cast(),
         counters: call.write_opt("counters", counters)?.cast(),
+        status: call.write_opt("status", status)?.cast(),
         block_table: call.read("block_table", block_table)?.cast(),
         n: call.count("block_table", n)?,
         max_blocks: call.count("block_table", max_blocks)?,

@@ -365,6 +365,69 @@ pub fn check_slots(slots: &[i64], shape: CacheShape) -> Result<()> {
     Ok(())
 }
 
+/// Checks block tables that the host knows, `[sequences, max_blocks]`, and lengths, as [`attention::decode`](crate::attention::decode()) takes
+/// them: a table has room for the keys of its sequence, names blocks of the cache for all of them, and no other sequence has the block of the
+/// last one, which is that of the token just written.
+///
+/// The kernels take a block outside of the cache for keys that nobody sees, since finding it would cost more. Call this where tables are made
+/// if they may be wrong; [`BlockAllocator`](super::BlockAllocator) makes right ones.
+///
+/// # Errors
+/// [`Error::Value`] that names the first sequence that is wrong.
+///
+/// ```
+/// use warploom::kv_cache::{CacheShape, check_tables};
+/// let shape = CacheShape::new(8, 16, 1, 64);
+/// // 20 and 33 keys with a beginning in common, and a row without a sequence.
+/// assert!(check_tables(&[5, 1, -1, 5, 7, 2, -1, -1, -1], &[20, 33, 0], shape).is_ok());
+/// assert!(check_tables(&[5, 8, -1], &[20], shape).is_err()); // no block 8
+/// assert!(check_tables(&[5, 1, 2], &[49], shape).is_err()); // room for 48 keys
+/// assert!(check_tables(&[5, 1, 6, 1], &[20, 20], shape).is_err()); // both write to block 1
+/// ```
+pub fn check_tables(tables: &[i32], lens: &[i32], shape: CacheShape) -> Result<()> {
+    const OP: &str = "check_tables";
+    let value = |arg, expected: String, got: String| Err(Error::Value { op: OP, arg, expected, got });
+    if shape.block_size == 0 {
+        return value("shape", "a cache of blocks that are not empty".into(), "0".into());
+    }
+    let max_blocks = tables.len().checked_div(lens.len()).unwrap_or(0);
+    if tables.len() != max_blocks * lens.len() {
+        let expected = format!("as many blocks for each of {} sequences", lens.len());
+        return value("tables", expected, tables.len().to_string());
+    }
+    let used = |i: usize| {
+        let blocks = usize::try_from(lens[i]).unwrap_or(0).div_ceil(shape.block_size);
+        (blocks <= max_blocks).then(|| &tables[i * max_blocks..][..blocks])
+    };
+    // By whom a block is read.
+    let mut readers = std::collections::HashMap::new();
+    for (i, &len) in lens.iter().enumerate() {
+        let Some(blocks) = used(i) else {
+            let room = max_blocks.saturating_mul(shape.block_size);
+            return value(
+                "lens",
+                format!("at most {room}, for which the table has blocks"),
+                format!("{len} of sequence {i}"),
+            );
+        };
+        for (place, &block) in blocks.iter().enumerate() {
+            if u32::try_from(block).is_ok_and(|block| (block as usize) < shape.blocks) {
+                *readers.entry(block).or_insert(0u32) += 1;
+                continue;
+            }
+            let (expected, blocks) = (format!("blocks below {}", shape.blocks), blocks.len());
+            return value("tables", expected, format!("{block} in place {place} of the {blocks} of sequence {i}"));
+        }
+    }
+    for (i, last) in (0..lens.len()).filter_map(|i| Some((i, used(i)?.last()?))) {
+        if readers[last] > 1 {
+            let expected = "such that nobody else has the block that a sequence writes to".into();
+            return value("tables", expected, format!("block {last} of sequence {i}, and of another place"));
+        }
+    }
+    Ok(())
+}
+
 /// Scales of a quantised cache: a number, or one for each head. What is stored is `value * (1 / scale)`, both in `f32`, rounded to the nearest
 /// (ties to even).
 #[derive(Clone, Copy, Debug)]

@@ -112,8 +112,8 @@ impl RotaryOptions {
 /// is `[tokens]` of `i32` or `i64`, dense. `angles` is `[max_positions, rot_dim]` of `f32` or `T`, dense, as
 /// [`rope::cache`](super::cache()) makes it: `rot_dim` elements of each head turn, from [`RotaryOptions::offset`] on.
 ///
-/// A token whose position is negative or not in the cache is left as it is, and counted up in `status`, `[1]`, if there is
-/// one (and there are heads).
+/// A token whose position is negative or not in the cache is left as it is. Those of any position but -1 are counted up in
+/// `status`, `[1]`, if there is one (and there are heads).
 ///
 /// # Errors
 /// [`Shape`](Error::Shape), [`Stride`](Error::Stride), [`DType`](Error::DType), [`Overlap`](Error::Overlap),

@@ -208,7 +208,7 @@ impl<'a> RotaryAndCacheOptions<'a> {
 /// scales as for [`reshape_and_cache`](crate::kv_cache::reshape_and_cache()). The head dimension is the cache's.
 ///
 /// A token whose position is not in `angles` is left out altogether; one whose slot is -1 or outside of the cache only
-/// has its query rotated. All of these but -1 are counted up in `status`, `[1]`, if there is one.
+/// has its query rotated. All of these but positions and slots of -1 are counted up in `status`, `[1]`, if there is one.
 ///
 /// # Errors
 /// Those of the two operations; [`Unsupported`](Error::Unsupported) for two heads a thread, if asked for, with tensors of `f32`, or an odd number of heads.

@@ -4,18 +4,20 @@
 //! to come from the host between steps: the new token's position is the length so far, its slot is that position's in
 //! the block that the table names, and the length grows by one. A thread for each sequence.
 
+use crate::operand;
 use cuda_std::{Global, GlobalMut, dependent_launch, entries, thread};
 
 /// `lens`: `[n]`, keys so far, of which those below 1 belong to rows without a sequence; `positions`, `slots`, `counters`
 /// (or null): `[n]`; `block_table`: `[n, max_blocks]`, rows `table_row` apart. A row without a sequence, one that has no
 /// room left in the table, or one whose block is not below `blocks`, has slot -1; without a sequence or room its
-/// position is -1 and its length stays.
+/// position is -1 and its length stays. `status`, or null: counted up for each sequence that has slot -1.
 #[inline(always)]
 pub unsafe fn advance(
     lens: *mut i32,
     positions: *mut i32,
     slots: *mut i64,
     counters: *mut u64,
+    status: *mut u32,
     block_table: *const i32,
     n: u32,
     max_blocks: u32,
@@ -44,6 +46,7 @@ pub unsafe fn advance(
             }
         }
     }
+    operand::count(status, len > 0 && slot < 0);
     positions.set(i, position);
     slots.set(i, slot);
     if counted {
@@ -54,8 +57,8 @@ pub unsafe fn advance(
 entries! {
     /// Arguments of the entry; see [`advance`].
     pub struct Args(
-        lens: *mut i32, positions: *mut i32, slots: *mut i64, counters: *mut u64, block_table: *const i32, n: u32,
-        max_blocks: u32, block_size: u32, blocks: u32, table_row: usize,
+        lens: *mut i32, positions: *mut i32, slots: *mut i64, counters: *mut u64, status: *mut u32, block_table: *const i32,
+        n: u32, max_blocks: u32, block_size: u32, blocks: u32, table_row: usize,
     );
     kv_cache_advance {} [256] => advance;
 }

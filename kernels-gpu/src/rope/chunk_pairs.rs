@@ -207,7 +207,7 @@ pub const fn chunks<const N: usize>(
     }
 }
 
-/// Whether a token has a place, among the angles and in the cache. It counts in `status` if its numbers are wrong, for `one` thread.
+/// Whether a token has a place, among the angles and in the cache. It counts in `status` if its numbers are wrong, which -1 is not, for `one` thread.
 #[inline(always)]
 #[track_caller]
 pub unsafe fn has_place(
@@ -220,7 +220,7 @@ pub unsafe fn has_place(
 ) -> bool {
     let known = (position as u64) < max_positions as u64;
     let usable = (slot as u64) < slot_count as u64;
-    operand::count(status, (!known || !usable && slot != -1) && one);
+    operand::count(status, (!known && position != -1 || !usable && slot != -1) && one);
     known && usable
 }
 

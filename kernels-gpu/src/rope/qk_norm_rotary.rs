@@ -132,7 +132,7 @@ pub unsafe fn qk_norm_rotary<T: Float, const N: usize, const H: usize, const ITE
         }
     }
     let known = (position as u64) < max_positions as u64;
-    operand::count(status, !known && slot == 0 && lane == 0);
+    operand::count(status, !known && position != -1 && slot == 0 && lane == 0);
     let row = if known { position as usize * rot_dim as usize } else { 0 };
     let mut turns = [Angles::<N>::none(); ITEMS];
     let mut it = 0;

@@ -74,7 +74,7 @@ pub unsafe fn qk_norm_rotary_whole<T: Float, const N: usize, const H: usize, con
         factors = [piece(weights, of_lane), piece(weights, of_lane + half)];
     }
     let known = (position as u64) < max_positions as u64;
-    operand::count(status, !known && slot == 0 && lane == 0);
+    operand::count(status, !known && position != -1 && slot == 0 && lane == 0);
     let mut turns = Angles::<N>::none();
     if known {
         let row = position as usize * head_dim as usize;

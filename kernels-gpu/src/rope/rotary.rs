@@ -6,7 +6,7 @@
 //! that are not aligned go element by element, with the same threads.
 //!
 //! `x cos - y sin, y cos + x sin` in f32, one rounding. A token whose position is outside of the cache stays as it is
-//! and counts in `status`.
+//! and counts in `status`, unless that is -1.
 
 use crate::chunk;
 use crate::operand;
@@ -75,7 +75,7 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
         let b: [T; N] = chunk::load(source, pair_at);
         let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
         let known = (position as u64) < max_positions as u64;
-        operand::count(status, !known && head == 0 && part == 0);
+        operand::count(status, !known && position != -1 && head == 0 && part == 0);
         if known {
             let row = position as usize * rot_dim as usize;
             let angles = Angles::<N>::load::<T, H, INTERLEAVED>(angles, row, half, part, flags);
@@ -92,7 +92,7 @@ pub unsafe fn rotary<T: Float, const N: usize, const H: usize, const INTERLEAVED
     } else {
         let position = operand::integer(positions, token, flags & POSITIONS_I64 != 0);
         let known = (position as u64) < max_positions as u64;
-        operand::count(status, !known && head == 0 && part == 0);
+        operand::count(status, !known && position != -1 && head == 0 && part == 0);
         if !known {
             return;
         }

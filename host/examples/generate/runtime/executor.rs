@@ -338,7 +338,7 @@ fn decode_step<T: Real>(
     let (mut slots, mut counters) = (rows.slots.narrow(0, 0, bucket)?, rows.counters.narrow(0, 0, bucket)?);
     let block_table = part(&rows.block_table)?;
     let shape = e.caches[0].shape();
-    advance(stream, &mut lens, &mut positions, &mut slots, Some(&mut counters), &block_table, shape)?;
+    advance(stream, &mut lens, &mut positions, &mut slots, Some(&mut counters), None, &block_table, shape)?;
     observer.launched(stream, "kv_cache::advance", Default::default())?;
     let span = Span { first: 0, sequences: bucket, q_len: 1, block_table, lens, keys };
     let batch = Batch { ids: &tokens, positions: &positions, slots: &slots, spans: std::slice::from_ref(&span) };
