@@ -221,13 +221,15 @@ impl Communicator {
             return Err(Error::Ep(Fault::PeerFailed { rank, peer: failed(&done?).unwrap_or(rank) }));
         }
         others.memory = mapped?;
-        let own = buffers.addresses();
+        let (own, start) = (buffers.addresses(), arena.as_ptr() as u64);
         let mut table: Vec<u64> = vec![];
         let mut memory = others.memory.iter();
         for peer in 0..ranks {
             let theirs = if peer == rank { None } else { memory.next() };
-            let base = theirs.map_or(arena.as_ptr() as u64, |m| m.address() as u64);
-            table.extend(own.map(|address| address - arena.as_ptr() as u64 + base));
+            let base = theirs.map_or(start, |m| m.address() as u64);
+            // What is empty lies in no arena.
+            let there = |address: &u64| (start..start + arena.len() as u64).contains(address);
+            table.extend(own.map(|address| if there(&address) { address - start + base } else { address }));
         }
         debug_assert_eq!(table.len(), ranks * slot::COUNT);
         let on = |uuid| all.iter().filter(|m| m.uuid == uuid).count() as u32;
