@@ -260,7 +260,7 @@ impl<'a> Call<'a> {
         self.check_overlap_but(&[])
     }
 
-    /// As [`check_overlap`](Self::check_overlap), but these pairs may be the very same memory.
+    /// As [`check_overlap`](Self::check_overlap), but these pairs may be the very same memory, of the same strides.
     ///
     /// # Errors
     /// [`Overlap`](Error::Overlap), with the names of both.
@@ -269,7 +269,7 @@ impl<'a> Call<'a> {
         for (i, w) in used().enumerate().filter(|(_, u)| u.written) {
             for (j, o) in used().enumerate() {
                 let both = o.written && j < i;
-                let same = w.start == o.start && w.end == o.end;
+                let same = w.start == o.start && w.size == o.size && w.dims == o.dims;
                 let named = |&(a, b): &(&str, &str)| (a == w.arg && b == o.arg) || (b == w.arg && a == o.arg);
                 if i != j && !both && w.shares(o) && !(same && in_place.iter().any(named)) {
                     return Err(Error::Overlap { op: self.op, first: w.arg, second: o.arg });
@@ -308,7 +308,8 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// No two elements of an output have one address.
+    /// No two elements of an output have one address: from the finest on, each dimension steps over all that the finer ones span. (Views
+    /// whose dimensions mesh otherwise are taken for ones that have.)
     ///
     /// # Errors
     /// [`Stride`](Error::Stride).
@@ -448,6 +449,21 @@ mod tests {
         call.check_overlap().unwrap();
         call.write("more", &mut x.narrow(0, 4, 2).unwrap()).unwrap();
         assert!(matches!(call.check_overlap(), Err(Error::Overlap { first: "more", second: "x", .. })));
+    }
+
+    #[test]
+    fn in_place_is_the_same_layout() {
+        let device = crate::Device::simt();
+        let stream = Stream::new(&device).unwrap();
+        let all = Tensor::<f32>::zeros(&device, &[16]).unwrap();
+        let x = all.as_strided(&[4, 4], &[4, 1], 0).unwrap();
+        for (strides, same) in [([4, 1], true), ([1, 4], false)] {
+            let mut call = Call::new("operation", &stream);
+            call.read("x", &x).unwrap();
+            call.write("out", &mut all.as_strided(&[4, 4], &strides, 0).unwrap()).unwrap();
+            assert!(call.check_overlap().is_err());
+            assert_eq!(call.check_overlap_but(&[("x", "out")]).is_ok(), same);
+        }
     }
 
     #[test]

@@ -69,7 +69,9 @@ pub fn embedding<T: Float>(stream: &Stream, out: &mut Tensor<T>, table: &Tensor<
         return Err(call.bad_shape("ids", ids.shape(), "[n]"));
     };
     call.contiguous("ids", ids)?;
-    call.same_shape("out", out.shape(), &[n, width])?;
+    if out.shape() != [n, width] {
+        return Err(call.bad_shape("out", out.shape(), format!("[{n}, {width}], a row of `table` for each of `ids`")));
+    }
     let (to, from) = (call.rows("out", out)?, call.rows("table", table)?);
     let args = Args {
         out: call.write("out", out)?,

@@ -209,7 +209,7 @@ launches! {
 ///
 /// `x` and `out` are `[.., n]` of the same shape, the rows of each at one distance; `scales` are dense and have the dimensions of `x` but
 /// the last, or `[rows]`, their product; `smooth` is `[n]`: pass reciprocals of SmoothQuant's factors (Xiao et al., 2022), and multiply
-/// columns of the weights by the factors.
+/// columns of the weights by the factors. Rows without elements have the scale of rows of zeros.
 ///
 /// # Errors
 /// [`Shape`](crate::Error::Shape), [`Stride`](crate::Error::Stride), [`DType`](crate::Error::DType) for 8-bit elements,

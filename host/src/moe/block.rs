@@ -144,6 +144,23 @@ pub(super) fn dense<T: Element>(
     }
 }
 
+/// [`dense`] of the first product's weights, whose shape follows from that of `w2`.
+pub(super) fn first_weights<T: Element>(
+    call: &Call<'_>,
+    arg: &'static str,
+    weights: &Tensor<T>,
+    shape: [usize; 3],
+    gate_up: GateUp,
+) -> Result<()> {
+    if weights.shape() != shape {
+        let ([experts, rows, hidden], second) = (shape, arg.replace("w13", "w2"));
+        let w2 = [experts, hidden, rows / gate_up.rows()];
+        let expected = format!("{shape:?}, since `{second}` has {w2:?} and the layout is GateUp::{gate_up:?}");
+        return Err(call.bad_shape(arg, weights.shape(), expected));
+    }
+    call.contiguous(arg, weights)
+}
+
 /// The workspace, of `needed` bytes or more, and that no output overlaps an argument: after all others.
 pub(super) fn workspace(
     call: &mut Call<'_>,

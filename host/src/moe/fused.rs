@@ -4,7 +4,7 @@
 //! alignment and device, never by the contents. Every path is deterministic unless [`FusedOptions::unordered`] allows
 //! otherwise, and by one path a token's result depends on no other token; `Auto` chooses by their number, too.
 
-use super::block::{self, Block, Description, dense};
+use super::block::{self, Block, Description, dense, first_weights};
 use super::fused_host::fused_host;
 use super::{shuffle, sort};
 use crate::check::{Call, after, least, most, product};
@@ -676,11 +676,12 @@ impl Plan {
     }
 
     /// Whether the second product begins while the first still runs: where blocks of threads have some items each, so that most experts are done when the first of them ends. With
-    /// fewer, what it takes to know is lost. Measured on an H200: gains with 5.8 items of the first product for each multiprocessor, none with 3.9.
+    /// fewer, what it takes to know is lost. Measured on an H200: gains with 5.8 items of the first product for each multiprocessor, none with 3.9. There are words for so many blocks.
     const fn begins_early(&self, shape: &FusedShape, multiprocessors: u32) -> bool {
         let experts = if shape.pairs() < shape.bins() { shape.pairs() } else { shape.bins() };
         let items = product(&[experts, shape.intermediate.div_ceil(self.path.wgmma_tile()[0] / 2)]);
-        matches!(self.path, FusedPath::Wgmma176) || items >= product(&[5, multiprocessors as usize])
+        multiprocessors as usize <= progress::MAX_BLOCKS
+            && (matches!(self.path, FusedPath::Wgmma176) || items >= product(&[5, multiprocessors as usize]))
     }
 
     /// Columns of a stripe of the second product, and whether the sum, of so many `bytes`, begins with the first while the next ones are computed. Measured on an H200, where both products
@@ -1595,11 +1596,13 @@ pub fn fused<T: Float>(
     let block = description.check(&call, out)?;
     let Block { shape, rows, global_experts, x: xs, out: outs } = block;
     let FusedShape { tokens, experts, hidden, intermediate, shared_experts, .. } = shape;
-    dense(&call, "w13", Some(w13), &[experts, rows, hidden])?;
+    first_weights(&call, "w13", w13, [experts, rows, hidden], options.gate_up)?;
     dense(&call, "w2", Some(w2), &[experts, hidden, intermediate])?;
     dense(&call, "bias13", options.bias13, &[experts, rows])?;
     dense(&call, "bias2", options.bias2, &[experts, hidden])?;
-    dense(&call, "shared.w13", shared.map(|s| s.w13), &[shared_experts, rows, hidden])?;
+    if let Some(s) = shared {
+        first_weights(&call, "shared.w13", s.w13, [shared_experts, rows, hidden], options.gate_up)?;
+    }
     dense(&call, "shared.w2", shared.map(|s| s.w2), &[shared_experts, hidden, intermediate])?;
     dense(&call, "shared.bias13", shared.and_then(|s| s.bias13), &[shared_experts, rows])?;
     dense(&call, "shared.bias2", shared.and_then(|s| s.bias2), &[shared_experts, hidden])?;

@@ -10,7 +10,7 @@
 //! One operation, several kernels; [`FusedQuantPath`] says which, chosen by shape, alignment and device, never by the contents. Every
 //! path is deterministic unless [`FusedQuantOptions::unordered`] allows otherwise, and by one path a token's result depends on no other token; `Auto` chooses by their number, too.
 
-use super::block::{self, Block, Description, dense};
+use super::block::{self, Block, Description, dense, first_weights};
 use super::fused::{
     ExpertActivation, Front, FusedPath, FusedShape, GateUp, KEPT_BYTES, STRIPED_PAIRS, adds_up, check_blocks, given_up,
     launch_number, numbers_rows, once_read, reduce_entry, stripe, striped_bytes, sum_across, sum_geometry, takes_sums,
@@ -1664,7 +1664,7 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     let FusedShape { tokens, experts, hidden, intermediate, shared_experts, .. } = shape;
     let scales = if w13.scales.shape().len() == 3 { QuantScales::Blocks } else { QuantScales::Rows };
     let (first, second) = ([experts, rows, hidden], [experts, hidden, intermediate]);
-    dense(&call, "w13", Some(w13.values), &first)?;
+    first_weights(&call, "w13", w13.values, first, options.gate_up)?;
     dense(&call, "w2", Some(w2.values), &second)?;
     let w13_strides = scale_strides(&call, "w13.scales", w13.scales, scales, first)?;
     let w2_strides = scale_strides(&call, "w2.scales", w2.scales, scales, second)?;
@@ -1675,7 +1675,7 @@ pub fn fused_quant<T: Float, Q: QuantisedElement>(
     let mut smooths = options.smooth13.is_some() || options.smooth2.is_some();
     if let Some(s) = shared {
         let (first, second) = ([shared_experts, rows, hidden], [shared_experts, hidden, intermediate]);
-        dense(&call, "shared.w13", Some(s.w13.values), &first)?;
+        first_weights(&call, "shared.w13", s.w13.values, first, options.gate_up)?;
         dense(&call, "shared.w2", Some(s.w2.values), &second)?;
         // Laid out as those of the routed experts.
         let of_one = |scales: &Tensor<f32>| scales.shape().iter().skip(1).copied().collect::<Vec<_>>();

@@ -24,7 +24,7 @@ pub const SUMMARY: usize = kernel::SUMMARY;
 #[must_use]
 pub struct StatisticsOutput<'a> {
     /// `[5]`, see [`SUMMARY`]:
-    /// 0. the coefficient of variation of the loads: their standard deviation (of the population) divided by their mean;
+    /// 0. the coefficient of variation of the loads: their standard deviation (of the population) divided by their mean's magnitude, 0 where that is 0;
     /// 1. that of the importances;
     /// 2. its square, the importance loss of Shazeer et al. without its factor;
     /// 3. the load-balancing loss of Fedus et al. without its factor: `experts · Σ f · P` over the experts, `f` the share of
