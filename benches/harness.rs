@@ -6,7 +6,7 @@
 //! time is that between the events, divided by the launches of the graph, and the median over the replays is what counts.
 //! It includes the gap between two dependent launches of a graph, some 0.7 µs, as the model would see it.
 //!
-//! **In bursts** (`--burst`) a GPU rests before each replay, and a replay is some 5 ms, or one launch:
+//! **In bursts** (`--burst`) a GPU rests before each replay, and a replay is 1 to 5 ms, or one launch:
 //! large products, replayed on and on, bring a GPU to its power limit within some 50 ms, and its clocks down by a quarter.
 //! A server that is always busy sees the usual times, one that waits for requests those of bursts.
 //!
@@ -177,7 +177,7 @@ struct Options {
     #[arg(long, env = "WARPLOOM_BENCH_QUICK", value_parser = FalseyValueParser::new())]
     quick: bool,
 
-    /// Some 5 ms of work after rests of 0.1 s, without criterion; only cases whose products take half as long as their
+    /// 1 to 5 ms of work after rests of 0.1 s, without criterion; only cases whose products take half as long as their
     /// memory, or longer
     #[arg(long)]
     burst: bool,

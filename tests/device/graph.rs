@@ -3,6 +3,7 @@
 use super::stream::Busy;
 use std::sync::atomic::{AtomicBool, Ordering};
 use warploom::check::Call;
+use warploom::kv_cache::{CacheShape, advance};
 use warploom::{Device, Error, Event, Graph, Result, Stream, Tensor, activation, borrow, norm};
 use warploom_tests::{devices, noise, on_every_device};
 
@@ -352,6 +353,35 @@ fn a_graph_stays_on_its_device() {
         assert_ne!(elsewhere.device(), device);
         for error in [graph.launch(&elsewhere).unwrap_err(), graph.upload(&elsewhere).unwrap_err()] {
             assert!(matches!(error, Error::WrongDevice { arg: "graph", .. }), "{error}");
+        }
+    });
+}
+
+/// A graph that threads launch at once, on one stream or on two, runs once at a time, and as a whole.
+#[test]
+fn launches_from_many_threads_run_one_after_the_other() {
+    const TIMES: usize = 200;
+    on_every_device(|device, stream| {
+        let shape = CacheShape::new(1, 1 << 20, 1, 8);
+        let table = Tensor::from_slice(device, &[0i32], &[1, 1]).unwrap();
+        let (mut positions, mut slots) = (Tensor::zeros(device, &[1]).unwrap(), Tensor::zeros(device, &[1]).unwrap());
+        let [mut lens, mut copy] = [1, 0].map(|n| Tensor::from_slice(device, &[n], &[1]).unwrap());
+        device.preload(&["kv_cache_advance"]).unwrap();
+        let graph = Graph::capture(stream, |s| {
+            s.copy(&mut copy, &lens)?;
+            advance(s, &mut copy, &mut positions, &mut slots, None, None, &table, shape)?;
+            s.copy(&mut lens, &copy)
+        });
+        let graph = graph.unwrap();
+        let other = Stream::new(device).unwrap();
+        for streams in [[stream, stream], [stream, &other]] {
+            let before = lens.to_vec().unwrap()[0];
+            std::thread::scope(|scope| {
+                for stream in streams {
+                    scope.spawn(|| (0..TIMES).for_each(|_| graph.launch(stream).unwrap()));
+                }
+            });
+            assert_eq!(lens.to_vec().unwrap()[0] - before, 2 * TIMES as i32);
         }
     });
 }

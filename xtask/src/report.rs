@@ -176,7 +176,7 @@ fn read(files: &[(PathBuf, String)]) -> Result<Run> {
         row.peers.retain(|(known, _)| *known != name);
         row.peers.push((name, record.median_us));
     }
-    ensure!(!run.rows.is_empty(), "no records of the bench binary");
+    ensure!(!run.rows.is_empty(), "no records of the bench binary, but perhaps of bursts, which go with the others");
     Ok(run)
 }
 

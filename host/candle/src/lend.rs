@@ -119,6 +119,15 @@ pub(crate) fn on_cpu<O: Operation>(op: &O, inputs: &[(&CpuStorage, &Layout)]) ->
         let data = data.get(layout.start_offset()..).unwrap_or_default();
         laid_out(scope.slice(data, &[data.len()]), layout)
     }
+    /// Room for an output, whose shape may be that of an expanded tensor: more than there is memory.
+    fn zeros<T: Copy>(op: &str, zero: T, n: usize) -> Result<Vec<T>> {
+        let mut zeros = Vec::new();
+        if zeros.try_reserve_exact(n).is_err() {
+            bail!("{op}: no memory for {n} elements of an output");
+        }
+        zeros.resize(n, zero);
+        Ok(zeros)
+    }
     let stream = simt()?;
     let dtype = inputs.first().map_or(DType::F32, |(s, _)| s.dtype());
     let layouts: Vec<_> = inputs.iter().map(|(_, layout)| *layout).collect();
@@ -126,10 +135,10 @@ pub(crate) fn on_cpu<O: Operation>(op: &O, inputs: &[(&CpuStorage, &Layout)]) ->
     for (dtype, shape) in op.outputs(&layouts, dtype)? {
         let n = elements(O::NAME, dtype, &shape)?;
         let storage = match dtype {
-            DType::U32 => CpuStorage::U32(vec![0; n]),
-            DType::F32 => CpuStorage::F32(vec![0.0; n]),
-            DType::F16 => CpuStorage::F16(vec![f16::ZERO; n]),
-            DType::BF16 => CpuStorage::BF16(vec![bf16::ZERO; n]),
+            DType::U32 => CpuStorage::U32(zeros(O::NAME, 0, n)?),
+            DType::F32 => CpuStorage::F32(zeros(O::NAME, 0.0, n)?),
+            DType::F16 => CpuStorage::F16(zeros(O::NAME, f16::ZERO, n)?),
+            DType::BF16 => CpuStorage::BF16(zeros(O::NAME, bf16::ZERO, n)?),
             other => bail!("{}: {other:?} is not supported", O::NAME),
         };
         outputs.push((storage, shape));

@@ -367,7 +367,7 @@ impl Simulation {
             .num_groups(self.groups)
             .num_nodes(gpus.div_ceil(self.gpus_per_node.max(1)));
         Scenario::new(cluster, self.layers, self.experts)
-            .tokens(self.tokens.saturating_mul(num_gpus), self.top_k)
+            .tokens(self.tokens.saturating_mul(gpus), self.top_k)
             .steps(self.steps, self.interval)
             .model(match self.model {
                 ModelName::Zipf => LoadModel::Zipf { exponent },

@@ -99,9 +99,22 @@ impl std::fmt::Debug for Graph {
 }
 
 enum GraphBackend {
-    Simt(Arc<[Work]>),
+    Simt(Arc<SimtGraph>),
     #[cfg(feature = "_driver")]
     Cuda(super::cuda::CudaGraph),
+}
+
+/// What the SIMT device runs for a graph, once at a time.
+struct SimtGraph {
+    work: Vec<Work>,
+    turn: Mutex<()>,
+}
+
+impl SimtGraph {
+    fn run(&self) -> Result<()> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.work.iter().try_for_each(|work| work())
+    }
 }
 
 impl Graph {
@@ -130,7 +143,7 @@ impl Graph {
             Err(panic) => std::panic::resume_unwind(panic),
         }
         let backend = match backend {
-            None => GraphBackend::Simt(work.into()),
+            None => GraphBackend::Simt(Arc::new(SimtGraph { work, turn: Mutex::default() })),
             #[cfg(feature = "_driver")]
             Some(graph) => GraphBackend::Cuda(graph?),
             #[cfg(not(feature = "_driver"))]
@@ -139,7 +152,7 @@ impl Graph {
         Ok(Self { device: stream.device().clone(), backend, kept })
     }
 
-    /// Runs the captured work on `stream`. If that is being captured itself, the work becomes part of the outer graph.
+    /// Runs the captured work on `stream`, and after what earlier launches of the graph still run. If the stream is being captured itself, the work becomes part of the outer graph.
     ///
     /// # Errors
     /// [`Error::WrongDevice`], and those of the work itself.
@@ -150,11 +163,11 @@ impl Graph {
             stream.retain(storage);
         }
         match &self.backend {
-            GraphBackend::Simt(work) => {
-                let work = work.clone();
-                let run = move || work.iter().try_for_each(|w| w());
-                if stream.is_capturing() { stream.record(run) } else { run() }
+            GraphBackend::Simt(graph) if stream.is_capturing() => {
+                let graph = graph.clone();
+                stream.record(move || graph.run())
             }
+            GraphBackend::Simt(graph) => stream.in_turn(|| graph.run()),
             #[cfg(feature = "_driver")]
             GraphBackend::Cuda(graph) => graph.launch(stream.as_raw()),
         }

@@ -37,6 +37,8 @@ pub(super) struct Captures {
     /// [`CAPTURING`], and [`CALL`] for each operation that is being submitted.
     state: AtomicUsize,
     capture: Mutex<Option<Arc<Capture>>>,
+    /// On the SIMT device, held while work of the queue runs: one launch after the other, a graph's as one.
+    turn: Mutex<()>,
 }
 
 const CAPTURING: usize = 1;
@@ -185,7 +187,7 @@ impl Stream {
                     });
                 }
                 // SAFETY: forwarded to the caller.
-                unsafe { d.launch(entry, geometry, args) }
+                self.in_turn(|| unsafe { d.launch(entry, geometry, args) })
             }
             #[cfg(feature = "_driver")]
             // SAFETY: forwarded to the caller.
@@ -228,7 +230,7 @@ impl Stream {
                     device.exclusive(|| unsafe { std::ptr::copy_nonoverlapping(src, dst, bytes) });
                     Ok(())
                 };
-                if self.is_capturing() { self.record(copy) } else { copy() }
+                if self.is_capturing() { self.record(copy) } else { self.in_turn(copy) }
             }
             #[cfg(feature = "_driver")]
             // SAFETY: forwarded to the caller.
@@ -249,7 +251,7 @@ impl Stream {
                     device.exclusive(&work);
                     Ok(())
                 };
-                if self.is_capturing() { self.record(run) } else { run() }
+                if self.is_capturing() { self.record(run) } else { self.in_turn(run) }
             }
             #[cfg(feature = "_driver")]
             StreamBackend::Cuda(_) => {
@@ -287,7 +289,7 @@ impl Stream {
                     device.exclusive(|| unsafe { std::ptr::write_bytes(*args.get(), byte, bytes) });
                     Ok(())
                 };
-                if self.is_capturing() { self.record(fill) } else { fill() }
+                if self.is_capturing() { self.record(fill) } else { self.in_turn(fill) }
             }
             #[cfg(feature = "_driver")]
             // SAFETY: forwarded to the caller.
@@ -424,10 +426,16 @@ impl Stream {
         }
     }
 
+    /// Runs work of the SIMT device's, which comes from nothing that is in its turn already.
+    pub(super) fn in_turn<R>(&self, work: impl FnOnce() -> R) -> R {
+        let _turn = self.0.captures.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        work()
+    }
+
     pub(super) fn record(&self, work: impl Fn() -> Result<()> + Send + Sync + 'static) -> Result<()> {
         match self.capture() {
-            Some(capture) => capture.push(Box::new(work)).map_or(Ok(()), |work| work()),
-            None => work(),
+            Some(capture) => capture.push(Box::new(work)).map_or(Ok(()), |work| self.in_turn(work)),
+            None => self.in_turn(work),
         }
     }
 

@@ -105,6 +105,8 @@ impl Config {
                 self.experts_per_token <= self.num_experts / self.num_expert_groups * self.topk_groups,
                 "`experts_per_token` must not exceed the experts of `topk_groups` groups",
             ),
+            (self.num_experts <= 1024, "`num_experts` must be at most 1024"),
+            (self.experts_per_token <= 32, "`experts_per_token` must be at most 32"),
             (
                 self.shared_intermediate_size == self.num_shared_experts * self.moe_intermediate_size,
                 "`shared_intermediate_size` must be `num_shared_experts` times `moe_intermediate_size`",

@@ -34,7 +34,7 @@ pub struct Request {
 /// Why a sequence ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finish {
-    /// It has as many tokens as were asked for.
+    /// It has as many tokens as were asked for, or as all blocks of the cache hold.
     Length,
     /// It came to its end.
     Eos,
@@ -132,8 +132,9 @@ impl<E: Executor> Engine<E> {
             return input("a prompt has no tokens");
         }
         if prompt >= room {
+            let what = if room < sizes.max_len { "cache" } else { "context" };
             return input(format!(
-                "the prompt has {prompt} tokens, but the context holds {room} with at least one to come"
+                "the prompt has {prompt} tokens, but the {what} holds {room} with at least one to come"
             ));
         }
         let id = self.next;

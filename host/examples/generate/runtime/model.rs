@@ -14,6 +14,7 @@ use cuda_std::Float;
 use warploom::attention::{DecodeOptions, DecodeShape, DecodeWorkspace, decode};
 use warploom::gemm::linear::STREAM_TOKENS;
 use warploom::gemm::{LinearOptions, LinearPath, embedding, linear_with};
+use warploom::kernels::moe::fused_stream::DIRECT_PAIRS;
 use warploom::kv_cache::{CacheElement, KvCache, StoreAs};
 use warploom::moe::{FusedOptions, FusedPath, FusedShape, GateOptions, fused, gate};
 use warploom::norm::{fused_add_rms_norm, rms_norm};
@@ -60,12 +61,16 @@ pub fn span(config: &Config) -> usize {
     (8 / (config.num_attention_heads / config.num_key_value_heads)).max(1)
 }
 
-/// The path of the experts, by the same rule: those for few pairs of tokens and experts add in one order, that for many,
-/// in tiles, in another.
-fn experts_path<T: Real>(stream: &Stream, pairs: usize, experts: usize) -> FusedPath {
+/// The path of the experts, by the same rule: these two add in the same order, which `Auto` does not for all numbers of pairs of tokens
+/// and experts.
+fn experts_path<T: Real>(stream: &Stream, c: &Config, pairs: usize) -> FusedPath {
     let on_host = stream.device().simt_options().is_some_and(|o| o.host_products);
-    let streams = size_of::<T>() == 2 && !on_host;
-    if streams && pairs > 8 * experts { FusedPath::Stream16 } else { FusedPath::Auto }
+    let whole = c.hidden_size.is_multiple_of(8) && c.moe_intermediate_size.is_multiple_of(8);
+    match size_of::<T>() == 2 && !on_host && whole {
+        true if pairs <= DIRECT_PAIRS => FusedPath::Direct,
+        true => FusedPath::Stream16,
+        false => FusedPath::Auto,
+    }
 }
 
 /// `y = x · wᵀ`, [`PRODUCT`] tokens at a time, and by one kernel however many they are.
@@ -316,7 +321,7 @@ impl<T: Real> Model<T> {
             observer.launched(stream, "moe::gate", Cost { bytes: router.len() * 4 + ids.len() * 8, flops: 0 })?;
             observer.routed(&ids, &weights)?;
             let (w13, w2) = (&layer.w13, &layer.w2);
-            let options = FusedOptions::default().path(experts_path::<T>(stream, n * c.slots(), w13.dim(0)));
+            let options = FusedOptions::default().path(experts_path::<T>(stream, c, n * c.slots()));
             fused(stream, &mut y, &x, w13, w2, &ids, &weights, &options, &mut scratch.experts)?;
             let expert = 3 * c.moe_intermediate_size * c.hidden_size;
             let used = c.num_experts.min(n * c.experts_per_token) + c.num_shared_experts;
