@@ -7,7 +7,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-/// The address of what has no elements.
+/// The address of what has no elements: aligned to whatever an operation asks for.
 pub(crate) const EMPTY: usize = 1024;
 
 /// The most dimensions of a tensor.
@@ -198,7 +198,7 @@ impl<T: Element> Tensor<T> {
             Some(strides) => Dims::strided::<T>(shape, strides)?,
         };
         let bytes = span * size_of::<T>();
-        // What has no elements needs no address of its own, only one that is aligned to whatever an operation asks for.
+        // What has no elements needs no address of its own.
         let data = if bytes == 0 { std::ptr::without_provenance_mut(EMPTY) } else { data };
         if data.is_null() {
             return Err(Error::Tensor(format!(

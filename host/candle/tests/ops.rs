@@ -297,8 +297,14 @@ fn misuse_is_an_error() -> Result<()> {
         "moe::gate: `top_k` must be 1 to 8",
     );
     says(norm.forward(&x.narrow(0, 0, 1)?.broadcast_as((1usize << 62, 8))?, &weight), "rms_norm: an output of shape");
+    // More than any process has addresses for.
+    let expanded = x.narrow(0, 0, 1)?.broadcast_as((1usize << 44, 8))?;
+    if !expanded.device().is_cuda() {
+        says(norm.forward(&expanded, &weight), "rms_norm: no memory for");
+    }
     let ids = on(&Tensor::zeros((2, 1), DType::U32, CPU)?)?;
     let moe = FusedMoe::new(&ids, &noise(&[2, 1], 1));
+    says(moe.forward(&x, &noise(&[2049, 2, 8], 1), &noise(&[2049, 8, 1], 1)), "at most 2048 experts");
     says(moe.forward(&x, &noise(&[3, 8, 8], 1), &noise(&[4, 8, 4], 1)), "`w13` must have shape");
     Ok(())
 }

@@ -230,6 +230,13 @@ impl DecodeShape {
     }
 }
 
+impl std::fmt::Display for DecodeShape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let &Self { batch, q_heads, kv_heads, head_dim, max_len, q_len, .. } = self;
+        write!(f, "DecodeShape::new({batch}, {q_heads}, {kv_heads}, {head_dim}, {max_len}) of {q_len} query tokens")
+    }
+}
+
 /// Query rows of a KV head that one block serves; more rows are served as several heads.
 pub const fn block_rows(head_dim: usize, rows: usize) -> usize {
     if rows <= 8 || head_dim > 128 { 8 } else { 16 }
@@ -334,13 +341,6 @@ pub struct TmaTile {
     pub blocks: u32,
 }
 
-impl std::fmt::Display for DecodeShape {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let &Self { batch, q_heads, kv_heads, head_dim, max_len, q_len, .. } = self;
-        write!(f, "DecodeShape::new({batch}, {q_heads}, {kv_heads}, {head_dim}, {max_len}) of {q_len} query tokens")
-    }
-}
-
 impl TmaTile {
     /// The `hint` of [`tma::Args`] (layer L0) for calls of a shape.
     pub const fn hint(&self, shape: &DecodeShape) -> u32 {
@@ -351,6 +351,7 @@ impl TmaTile {
         self.hint_of(shape.chunk_shift(), shape.head_dim, product(&[heads, shape.q_len]))
     }
 
+    /// [`hint`](Self::hint) for chunks of [`DecodeShape::chunk_shift`], and so many query rows of a KV head.
     const fn hint_of(&self, chunk_shift: u32, head_dim: usize, rows: usize) -> u32 {
         // Steps are not cut.
         let least = self.keys.ilog2();

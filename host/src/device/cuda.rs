@@ -59,8 +59,8 @@ const PORTABLE_CLUSTER: u32 = 8;
 const NO_MEMORY: i32 = driver::CUDA_ERROR_OUT_OF_MEMORY;
 /// What it may say of a size that no address space holds: the only argument of an allocation that can be wrong.
 const TOO_MUCH: i32 = driver::CUDA_ERROR_INVALID_VALUE;
-/// What an allocation of no bytes has for an address: aligned for everything, and never read.
-const EMPTY: CUdeviceptr = 1024;
+/// What an allocation of no bytes has for an address, which is never read.
+const EMPTY: CUdeviceptr = crate::tensor::EMPTY as CUdeviceptr;
 
 /// How many GPUs there are.
 pub(super) fn count() -> Result<usize> {

@@ -95,7 +95,7 @@ impl Stream {
     /// As [`from_raw`](Self::from_raw), with an owner that keeps the stream alive.
     ///
     /// # Safety
-    /// As there, but that `stream` lives as long as `owner`.
+    /// As for [`from_raw`](Self::from_raw), but that `stream` lives as long as `owner`.
     pub unsafe fn from_raw_owned(device: &Device, stream: *mut c_void, owner: impl Send + Sync + 'static) -> Self {
         // SAFETY: forwarded to the caller.
         unsafe { Self::foreign(device, stream, Some(Box::new(owner))) }

@@ -399,7 +399,7 @@ pub fn check_tables(tables: &[i32], lens: &[i32], shape: CacheShape) -> Result<(
         let blocks = usize::try_from(lens[i]).unwrap_or(0).div_ceil(shape.block_size);
         (blocks <= max_blocks).then(|| &tables[i * max_blocks..][..blocks])
     };
-    // By whom a block is read.
+    // How often a block is read.
     let mut readers = std::collections::HashMap::new();
     for (i, &len) in lens.iter().enumerate() {
         let Some(blocks) = used(i) else {

@@ -7,7 +7,7 @@ use crate::reference::activation::plain;
 pub fn epilogue(kind: Epilogue, x: f64) -> f64 {
     match kind {
         Epilogue::None => x,
-        Epilogue::Silu => x / (1.0 + (-x).exp()),
+        Epilogue::Silu => plain::swish(x, 1.0),
         Epilogue::Gelu => plain::gelu(x),
         Epilogue::GeluTanh => plain::gelu_tanh(x),
         Epilogue::Relu | Epilogue::Relu2 if x.is_nan() => x,
