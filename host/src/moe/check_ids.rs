@@ -71,7 +71,7 @@ pub(super) fn check(
     }
     if stream.is_capturing() {
         return Err(Error::Capture(format!(
-            "{op}: `checked` looks at ids on the host, which a graph does not have yet; check them outside of it, by moe::check_ids"
+            "{op}: ids are looked at on the host now, and a graph has none yet; check them outside of captures"
         )));
     }
     stream.synchronize()?;

@@ -858,7 +858,7 @@ pub fn plan_of(device: &Device, dtype: DType, shape: &FusedShape, path: FusedPat
     let plan = plan.ok_or_else(|| {
         let what = format!(
             "the path {path:?} does not take {}; all but `Fma` take 16-bit floats in rows and at addresses of multiples of 16 bytes, `Direct` up to {} pairs, `Wgmma16` up to {}, \
-             `Vector` up to {}, with some 64 Ki elements of `x` and between the products, `Wgmma..` and `Vector` on Hopper, with any activation but `Gelu`, up to {} experts, and rows of `x` and \
+             `Vector` up to {}, with some 64 Ki elements of `x` and between the products, `Wgmma..` and `Vector` on Hopper, with any activation but `Gelu`, up to {} experts (`Wgmma176` 653), and rows of `x` and \
              between the products that end before 2^35 elements; shuffled weights take a `Wgmma..` path and widths of multiples of 64; use FusedPath::Auto",
             refused(device, dtype, shape, path, o),
             fused_stream::DIRECT_PAIRS,
