@@ -24,13 +24,26 @@ pub fn benches(harness: &mut Harness) {
         case(harness, auto, [8, 4096, 4096], (32, 8), dim);
     }
     // Short prompts, and a short chunk of a long one.
-    for shape in [[1, 128, 128], [1, 512, 512], [8, 256, 256], [1, 64, 8192]] {
+    for shape in [[1, 128, 128], [1, 512, 512], [8, 256, 256]] {
         case(harness, auto, shape, (32, 8), 128);
     }
     for shape in [[1, 4096, 4096], [8, 4096, 4096], [8, 512, 8192]] {
         case_over::<E4M3>(harness, auto, shape, (32, 8), 128);
     }
     case(harness, ("mma-", PrefillPath::Mma), [8, 4096, 4096], (32, 8), 128);
+    // Short chunks whose keys are divided among blocks.
+    let split = ("split-", PrefillPath::Auto);
+    for (shape, heads) in [
+        ([1, 64, 8192], (32, 8)),
+        ([4, 64, 8192], (32, 8)),
+        ([1, 256, 8192], (32, 8)),
+        ([1, 64, 1024], (32, 8)),
+        ([1, 16, 32768], (32, 8)),
+        ([1, 512, 8192], (8, 1)),
+    ] {
+        case(harness, auto, shape, heads, 128);
+        case(harness, split, shape, heads, 128);
+    }
 }
 
 fn case(harness: &mut Harness, path: (&str, PrefillPath), shape: [usize; 3], heads: (usize, usize), dim: usize) {
@@ -71,7 +84,9 @@ fn case_over<S: CacheElement + Float>(
         let q = noise::<bf16>(device, stream, &[batch * chunk, q_heads, dim], set + 200)?;
         let mut out = Tensor::<bf16>::uninit(device, &[batch * chunk, q_heads, dim])?;
         let one = Tensor::from_slice(device, &[1.0f32], &[1])?;
-        let mut workspace = PrefillWorkspace::new(device)?;
+        let splitting = name == "split-";
+        let mut workspace =
+            if splitting { PrefillWorkspace::splitting(device)? } else { PrefillWorkspace::new(device)? };
         Ok(move |s: &_| {
             let mut options = PrefillOptions::default().path(path);
             options.scales = narrow.then_some(Scales::new(&one, &one));

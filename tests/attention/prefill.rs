@@ -1,6 +1,6 @@
 use cuda_std::{E4M3, E5M2, Float};
 use proptest::prelude::*;
-use warploom::attention::prefill::{Args, TICKETS, launch};
+use warploom::attention::prefill::{Args, Scratch, TICKETS, launch, split_floats, split_tickets};
 use warploom::attention::{PrefillOptions, PrefillPath, PrefillWorkspace, prefill};
 use warploom::kernels::attention::soft_capped;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, Scales};
@@ -144,16 +144,19 @@ impl<T: Float + CacheElement, S: CacheElement> Case<T, S> {
     }
 
     fn run(&self, s: &Stream, options: &PrefillOptions<'_>) -> (Vec<T>, Vec<f32>) {
+        self.run_in(s, options, &mut PrefillWorkspace::new(s.device()).unwrap())
+    }
+
+    fn run_in(&self, s: &Stream, options: &PrefillOptions<'_>, work: &mut PrefillWorkspace) -> (Vec<T>, Vec<f32>) {
         let d = s.device();
         let mut out = Tensor::<T>::uninit(d, self.q.shape()).unwrap();
         let mut lse = Tensor::<f32>::uninit(d, &self.q.shape()[..2]).unwrap();
         s.fill_bytes(&mut out, 0xff).unwrap();
         s.fill_bytes(&mut lse, 0xff).unwrap();
-        let mut work = PrefillWorkspace::new(d).unwrap();
         let (table, starts, lens) = (&self.table, &self.starts, &self.lens);
         let mut options = *options;
         options.scales = self.scales.as_ref().map(|[key, value]| Scales::new(key, value));
-        prefill(s, &mut out, Some(&mut lse), &self.q, &self.cache, table, starts, lens, &options, &mut work).unwrap();
+        prefill(s, &mut out, Some(&mut lse), &self.q, &self.cache, table, starts, lens, &options, work).unwrap();
         (out.to_vec().unwrap(), lse.to_vec().unwrap())
     }
 }
@@ -183,6 +186,18 @@ fn check_over<T: Float + CacheElement, S: CacheElement>(
     path: PrefillPath,
     step: usize,
 ) {
+    check_in::<T, S>(d, s, shape, bend, path, step, &mut PrefillWorkspace::new(d).unwrap());
+}
+
+fn check_in<T: Float + CacheElement, S: CacheElement>(
+    d: &Device,
+    s: &Stream,
+    shape: &Shape,
+    bend: Bend,
+    path: PrefillPath,
+    step: usize,
+    work: &mut PrefillWorkspace,
+) {
     let mut c = case_over::<T, S>(d, shape);
     if bend.window > 0 {
         c.forget(shape, bend.window, bend.causal);
@@ -197,7 +212,7 @@ fn check_over<T: Float + CacheElement, S: CacheElement>(
     options.causal = bend.causal;
     options.alibi = bend.alibi.then_some(&alibi);
     options.sinks = bend.sinks.then_some(&sink);
-    let (out, lse) = c.run(s, &options);
+    let (out, lse) = c.run_in(s, &options, work);
     let mut first = 0;
     for (b, &(chunk, len)) in shape.sequences.iter().enumerate() {
         for i in (0..chunk).filter(|i| i % step == 0 || i + 1 == chunk) {
@@ -743,6 +758,123 @@ fn page_offsets_beyond_32_bits() {
     });
 }
 
+/// A few query tokens of one or two sequences of some hundred keys, whose keys are divided among blocks.
+fn few_tokens(dims: &'static [usize], pages: &'static [usize]) -> impl Strategy<Value = Shape> {
+    let sequence = (prop_oneof![1usize..9, Just(33)], prop_oneof![Just(0usize), 200usize..1300, Just(512), Just(1024)]);
+    let sequences = prop::collection::vec(sequence.prop_map(|(chunk, before)| (chunk, chunk + before)), 1..3);
+    let page = prop::sample::select(pages);
+    (sequences, 1usize..6, prop::sample::select(dims), page, any::<bool>()).prop_map(
+        |(sequences, group, dim, page, hnd)| {
+            let layout = if hnd { CacheLayout::Hnd } else { CacheLayout::Nhd };
+            Shape { sequences, kv_heads: 1, group, dim, page, layout }
+        },
+    )
+}
+
+#[test]
+fn divided_keys_match_the_reference() {
+    property(3, (few_tokens(&[64, 96, 128, 256], &[8, 16, 32, 128]), bends()), |d, s, (shape, bend)| {
+        let straight = Bend { soft_cap: 0.0, alibi: false, ..bend };
+        let mut work = PrefillWorkspace::splitting(d).unwrap();
+        check_in::<bf16, bf16>(d, s, &shape, straight, PrefillPath::Wgmma, 5, &mut work);
+        check_in::<f16, f16>(d, s, &shape, bend, PrefillPath::Wgmma, 5, &mut work);
+        Ok(())
+    });
+}
+
+#[test]
+fn divided_keys_of_8_bits_match_the_reference() {
+    property(2, (few_tokens(&[48, 64, 128], &[8, 16, 64, 128]), bends()), |d, s, (shape, bend)| {
+        let straight = Bend { soft_cap: 0.0, alibi: false, ..bend };
+        let mut work = PrefillWorkspace::splitting(d).unwrap();
+        check_in::<bf16, E4M3>(d, s, &shape, straight, PrefillPath::Wgmma, 5, &mut work);
+        check_in::<f16, E5M2>(d, s, &shape, bend, PrefillPath::Wgmma, 5, &mut work);
+        Ok(())
+    });
+}
+
+/// Keys are divided where few tiles have many, which shows in last bits, and nowhere else.
+#[test]
+fn keys_of_many_tiles_and_few_keys_are_not_divided() {
+    on_every_order(|d, s| {
+        let many = vec![(2, 700); d.properties().multiprocessors as usize / 2 + 1];
+        let mut work = PrefillWorkspace::splitting(d).unwrap();
+        for (sequences, dim, divided) in [
+            (vec![(20, 1100)], 64, true),
+            (vec![(3, 700), (1, 40)], 128, true),
+            (vec![(20, 1100)], 256, true),
+            (vec![(20, 380)], 128, false),
+            (many, 64, false),
+        ] {
+            let shape = Shape { sequences, kv_heads: 1, group: 4, dim, page: 16, layout: CacheLayout::Nhd };
+            let c = case::<bf16>(d, &shape);
+            let options = PrefillOptions::default().path(PrefillPath::Wgmma);
+            let (whole, whole_lse) = c.run(s, &options);
+            let (parts, lse) = c.run_in(s, &options, &mut work);
+            assert_eq!(parts != whole, divided, "{shape:?}");
+            assert_close(&parts, &widen(&whole), 2.0 * warploom_tests::epsilon::<bf16>(), 1.0);
+            assert_close(&lse, &widen(&whole_lse), 1e-5, 4.0);
+            // The counters are as they were, and parts are added up in one order.
+            let (again, lse_again) = c.run_in(s, &options, &mut work);
+            assert_eq!((again, lse_again), (parts, lse), "{shape:?}");
+        }
+    });
+}
+
+/// The counters and results of parts are inside of what there is for them, whatever the device's memory says.
+#[test]
+fn wrong_starts_and_lengths_do_not_divide_beyond_the_workspace() {
+    on_every_device(|d, s| {
+        let sequences = vec![(20, 600), (5, 600), (3, 600)];
+        let shape = Shape { sequences, kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
+        let mut c = case::<bf16>(d, &shape);
+        let options = PrefillOptions::default().path(PrefillPath::Wgmma);
+        let mut work = PrefillWorkspace::splitting(d).unwrap();
+        let want = c.run_in(s, &options, &mut work);
+        let (starts, lens) = (c.starts.to_vec().unwrap(), c.lens.to_vec().unwrap());
+        for (bad_starts, bad_lens) in [
+            ([0, i32::MAX, i32::MAX, i32::MAX], [600; 3]),
+            ([-7, 28, 28, 28], [i32::MAX, -1, 600]),
+            ([0, 0, 0, 28], [0, 0, i32::MIN]),
+            ([28, 0, 28, 0], [600; 3]),
+        ] {
+            c.starts.copy_from_slice(&bad_starts).unwrap();
+            c.lens.copy_from_slice(&bad_lens).unwrap();
+            c.run_in(s, &options, &mut work);
+        }
+        c.starts.copy_from_slice(&starts).unwrap();
+        c.lens.copy_from_slice(&lens).unwrap();
+        assert_eq!(c.run_in(s, &options, &mut work), want);
+    });
+}
+
+#[test]
+fn a_graph_divides_keys_by_the_lengths_of_each_launch() {
+    on_every_order(|d, s| {
+        let shape =
+            Shape { sequences: vec![(40, 1200)], kv_heads: 1, group: 4, dim: 64, page: 16, layout: CacheLayout::Hnd };
+        let mut c = case::<f16>(d, &shape);
+        let tensor = || Tensor::<f16>::zeros(d, &[40, 4, 64]).unwrap();
+        let (mut graphed, mut direct) = (tensor(), tensor());
+        let options = PrefillOptions::default().path(PrefillPath::Wgmma);
+        d.preload(&["attention"]).unwrap();
+        let mut work = PrefillWorkspace::splitting(d).unwrap();
+        let graph = Graph::capture(s, |s| {
+            prefill(s, &mut graphed, None, &c.q, &c.cache, &c.table, &c.starts, &c.lens, &options, &mut work)
+        })
+        .unwrap();
+        for (end, len) in [(40, 1200), (1, 700), (20, 300), (0, 0), (7, 1150)] {
+            c.starts.copy_from_slice(&[0, end]).unwrap();
+            c.lens.copy_from_slice(&[len]).unwrap();
+            graph.launch(s).unwrap();
+            s.synchronize().unwrap();
+            let (table, starts, lens) = (&c.table, &c.starts, &c.lens);
+            prefill(s, &mut direct, None, &c.q, &c.cache, table, starts, lens, &options, &mut work).unwrap();
+            assert_eq!(graphed.to_vec().unwrap(), direct.to_vec().unwrap());
+        }
+    });
+}
+
 /// Pointers into memory of the caller's give the bits that the checked function gives.
 #[test]
 fn raw_pointers() {
@@ -816,7 +948,18 @@ fn raw_pointers() {
                 causal: 1,
             };
             // SAFETY: tensors of these sizes, which live until their results are read.
-            unsafe { launch(s, DType::Bf16, DType::Bf16, layout, path, &args, tickets.as_mut_ptr()) }.unwrap();
+            unsafe { launch(s, DType::Bf16, DType::Bf16, layout, path, &args, Scratch::new(tickets.as_mut_ptr())) }
+                .unwrap();
+            assert_eq!(out.to_vec().unwrap(), want.to_vec().unwrap(), "{layout:?} {path:?}");
+
+            let multiprocessors = d.properties().multiprocessors;
+            let mut tickets = Tensor::<u32>::zeros(d, &[split_tickets(multiprocessors)]).unwrap();
+            let mut partial = Tensor::<f32>::uninit(d, &[split_floats(multiprocessors)]).unwrap();
+            let scratch = Scratch::splitting(tickets.as_mut_ptr(), partial.as_mut_ptr());
+            let mut workspace = PrefillWorkspace::splitting(d).unwrap();
+            prefill(s, &mut want, None, &q, &dense, &table, &starts, &lens, &o, &mut workspace).unwrap();
+            // SAFETY: as above.
+            unsafe { launch(s, DType::Bf16, DType::Bf16, layout, path, &args, scratch) }.unwrap();
             assert_eq!(out.to_vec().unwrap(), want.to_vec().unwrap(), "{layout:?} {path:?}");
         }
     });

@@ -120,25 +120,74 @@ impl<'a> PrefillOptions<'a> {
     }
 }
 
-/// Scratch memory of [`prefill`]: counters from which blocks draw their work. One workspace serves one stream at a time,
-/// for any shapes.
+/// Scratch memory of [`prefill`]: counters from which blocks draw their work, and perhaps room for results of parts of the
+/// keys. One workspace serves one stream at a time, for any shapes.
 #[derive(Debug)]
 pub struct PrefillWorkspace {
     tickets: Tensor<u32>,
+    partial: Option<Tensor<f32>>,
 }
 
 impl PrefillWorkspace {
-    /// The scratch memory.
+    /// The scratch memory, some words.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub fn new(device: &Device) -> Result<Self> {
-        Ok(Self { tickets: Tensor::zeros(device, &[TICKETS])? })
+        Ok(Self { tickets: Tensor::zeros(device, &[TICKETS])?, partial: None })
+    }
+
+    /// The scratch memory with which [`PrefillPath::Wgmma`] divides the keys of long sequences among multiprocessors where a call has
+    /// tiles of query tokens for half of them or fewer: a short chunk of a long prompt takes a fraction of the time. Then results differ in their
+    /// last bits with what else is in the batch. 136 KB for each multiprocessor, 17.8 MB for an H200.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn splitting(device: &Device) -> Result<Self> {
+        let multiprocessors = device.properties().multiprocessors;
+        let tickets = Tensor::zeros(device, &[split_tickets(multiprocessors)])?;
+        Ok(Self { tickets, partial: Some(Tensor::uninit(device, &[split_floats(multiprocessors)])?) })
+    }
+}
+
+/// Scratch memory of [`launch`] (layer L1).
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Scratch {
+    /// [`TICKETS`] words or, with `partial`, [`split_tickets`], which are zeros before the first launch.
+    pub tickets: *mut u32,
+    /// [`split_floats`] floats at a multiple of 16 bytes, with which the keys of few query tokens are divided as
+    /// [`PrefillWorkspace::splitting`] says, or null.
+    pub partial: *mut f32,
+}
+
+impl Scratch {
+    /// Of [`TICKETS`] words, without room for partial results.
+    pub const fn new(tickets: *mut u32) -> Self {
+        Self { tickets, partial: std::ptr::null_mut() }
+    }
+
+    /// Of [`split_tickets`] words and [`split_floats`] floats.
+    pub const fn splitting(tickets: *mut u32, partial: *mut f32) -> Self {
+        Self { tickets, partial }
     }
 }
 
 /// Words of [`mma::Args`]' and [`wgmma::Args`]' `tickets` (layer L1).
 pub const TICKETS: usize = 2;
+
+/// The most consumers of a [`wgmma::Shape`].
+const MOST_CONSUMERS: usize = 3;
+
+/// Words of [`wgmma::Args`]' `tickets` if there is room for partial results (layer L1).
+pub const fn split_tickets(multiprocessors: u32) -> usize {
+    product(&[multiprocessors as usize, MOST_CONSUMERS]).saturating_add(TICKETS)
+}
+
+/// Floats of [`wgmma::Args`]' `partial` (layer L1): what heads of 256 need.
+pub const fn split_floats(multiprocessors: u32) -> usize {
+    product(&[multiprocessors as usize, wgmma::partial_floats(256, 2)])
+}
 
 /// Of K and V together so much should be in use at one time, in bytes: what surely fits into the L2 cache of an A100 (40
 /// MB) or H100 (50 MB), beside what else passes through it.
@@ -150,12 +199,13 @@ pub const fn section_keys(dtype: DType, head_dim: usize) -> u32 {
 }
 
 /// The entry of [`PrefillPath::Wgmma`] for heads of this size over a cache of `cache` elements, and how it divides the work;
-/// `bent`: with a soft cap or ALiBi.
+/// `bent`: with a soft cap or ALiBi; `split`: with [`wgmma::Args`]' `partial`.
 pub const fn wgmma_entry(
     dtype: DType,
     cache: DType,
     head_dim: usize,
     bent: bool,
+    split: bool,
 ) -> Option<(Entry<wgmma::Args>, wgmma::Shape)> {
     use wgmma::*;
     let narrow = cache.size() == 1;
@@ -170,31 +220,51 @@ pub const fn wgmma_entry(
     if !narrow && dtype as u8 != cache as u8 {
         return None;
     }
-    let entry = match (dtype, width, narrow, bent) {
-        (DType::Bf16, 64, false, false) => prefill_wgmma_d64_bf16::ENTRY,
-        (DType::F16, 64, false, false) => prefill_wgmma_d64_f16::ENTRY,
-        (DType::Bf16, 64, false, true) => prefill_wgmma_d64_bf16_bent::ENTRY,
-        (DType::F16, 64, false, true) => prefill_wgmma_d64_f16_bent::ENTRY,
-        (DType::Bf16, 64, true, false) => prefill_wgmma_d64_bf16_8::ENTRY,
-        (DType::F16, 64, true, false) => prefill_wgmma_d64_f16_8::ENTRY,
-        (DType::Bf16, 64, true, true) => prefill_wgmma_d64_bf16_8_bent::ENTRY,
-        (DType::F16, 64, true, true) => prefill_wgmma_d64_f16_8_bent::ENTRY,
-        (DType::Bf16, 96, false, false) => prefill_wgmma_d96_bf16::ENTRY,
-        (DType::F16, 96, false, false) => prefill_wgmma_d96_f16::ENTRY,
-        (DType::Bf16, 96, false, true) => prefill_wgmma_d96_bf16_bent::ENTRY,
-        (DType::F16, 96, false, true) => prefill_wgmma_d96_f16_bent::ENTRY,
-        (DType::Bf16, 128, false, false) => prefill_wgmma_d128_bf16::ENTRY,
-        (DType::F16, 128, false, false) => prefill_wgmma_d128_f16::ENTRY,
-        (DType::Bf16, 128, false, true) => prefill_wgmma_d128_bf16_bent::ENTRY,
-        (DType::F16, 128, false, true) => prefill_wgmma_d128_f16_bent::ENTRY,
-        (DType::Bf16, 128, true, false) => prefill_wgmma_d128_bf16_8::ENTRY,
-        (DType::F16, 128, true, false) => prefill_wgmma_d128_f16_8::ENTRY,
-        (DType::Bf16, 128, true, true) => prefill_wgmma_d128_bf16_8_bent::ENTRY,
-        (DType::F16, 128, true, true) => prefill_wgmma_d128_f16_8_bent::ENTRY,
-        (DType::Bf16, 256, false, false) => prefill_wgmma_d256_bf16::ENTRY,
-        (DType::F16, 256, false, false) => prefill_wgmma_d256_f16::ENTRY,
-        (DType::Bf16, 256, false, true) => prefill_wgmma_d256_bf16_bent::ENTRY,
-        (DType::F16, 256, false, true) => prefill_wgmma_d256_f16_bent::ENTRY,
+    let (whole, parts) = match (dtype, width, narrow, bent) {
+        (DType::Bf16, 64, false, false) => (prefill_wgmma_d64_bf16::ENTRY, prefill_wgmma_d64_bf16_split::ENTRY),
+        (DType::F16, 64, false, false) => (prefill_wgmma_d64_f16::ENTRY, prefill_wgmma_d64_f16_split::ENTRY),
+        (DType::Bf16, 64, false, true) => {
+            (prefill_wgmma_d64_bf16_bent::ENTRY, prefill_wgmma_d64_bf16_bent_split::ENTRY)
+        }
+        (DType::F16, 64, false, true) => (prefill_wgmma_d64_f16_bent::ENTRY, prefill_wgmma_d64_f16_bent_split::ENTRY),
+        (DType::Bf16, 64, true, false) => (prefill_wgmma_d64_bf16_8::ENTRY, prefill_wgmma_d64_bf16_8_split::ENTRY),
+        (DType::F16, 64, true, false) => (prefill_wgmma_d64_f16_8::ENTRY, prefill_wgmma_d64_f16_8_split::ENTRY),
+        (DType::Bf16, 64, true, true) => {
+            (prefill_wgmma_d64_bf16_8_bent::ENTRY, prefill_wgmma_d64_bf16_8_bent_split::ENTRY)
+        }
+        (DType::F16, 64, true, true) => {
+            (prefill_wgmma_d64_f16_8_bent::ENTRY, prefill_wgmma_d64_f16_8_bent_split::ENTRY)
+        }
+        (DType::Bf16, 96, false, false) => (prefill_wgmma_d96_bf16::ENTRY, prefill_wgmma_d96_bf16_split::ENTRY),
+        (DType::F16, 96, false, false) => (prefill_wgmma_d96_f16::ENTRY, prefill_wgmma_d96_f16_split::ENTRY),
+        (DType::Bf16, 96, false, true) => {
+            (prefill_wgmma_d96_bf16_bent::ENTRY, prefill_wgmma_d96_bf16_bent_split::ENTRY)
+        }
+        (DType::F16, 96, false, true) => (prefill_wgmma_d96_f16_bent::ENTRY, prefill_wgmma_d96_f16_bent_split::ENTRY),
+        (DType::Bf16, 128, false, false) => (prefill_wgmma_d128_bf16::ENTRY, prefill_wgmma_d128_bf16_split::ENTRY),
+        (DType::F16, 128, false, false) => (prefill_wgmma_d128_f16::ENTRY, prefill_wgmma_d128_f16_split::ENTRY),
+        (DType::Bf16, 128, false, true) => {
+            (prefill_wgmma_d128_bf16_bent::ENTRY, prefill_wgmma_d128_bf16_bent_split::ENTRY)
+        }
+        (DType::F16, 128, false, true) => {
+            (prefill_wgmma_d128_f16_bent::ENTRY, prefill_wgmma_d128_f16_bent_split::ENTRY)
+        }
+        (DType::Bf16, 128, true, false) => (prefill_wgmma_d128_bf16_8::ENTRY, prefill_wgmma_d128_bf16_8_split::ENTRY),
+        (DType::F16, 128, true, false) => (prefill_wgmma_d128_f16_8::ENTRY, prefill_wgmma_d128_f16_8_split::ENTRY),
+        (DType::Bf16, 128, true, true) => {
+            (prefill_wgmma_d128_bf16_8_bent::ENTRY, prefill_wgmma_d128_bf16_8_bent_split::ENTRY)
+        }
+        (DType::F16, 128, true, true) => {
+            (prefill_wgmma_d128_f16_8_bent::ENTRY, prefill_wgmma_d128_f16_8_bent_split::ENTRY)
+        }
+        (DType::Bf16, 256, false, false) => (prefill_wgmma_d256_bf16::ENTRY, prefill_wgmma_d256_bf16_split::ENTRY),
+        (DType::F16, 256, false, false) => (prefill_wgmma_d256_f16::ENTRY, prefill_wgmma_d256_f16_split::ENTRY),
+        (DType::Bf16, 256, false, true) => {
+            (prefill_wgmma_d256_bf16_bent::ENTRY, prefill_wgmma_d256_bf16_bent_split::ENTRY)
+        }
+        (DType::F16, 256, false, true) => {
+            (prefill_wgmma_d256_f16_bent::ENTRY, prefill_wgmma_d256_f16_bent_split::ENTRY)
+        }
         _ => return None,
     };
     // As in the table of entries.
@@ -203,7 +273,8 @@ pub const fn wgmma_entry(
         256 => (64, 2, 1),
         _ => (128, 2, 2),
     };
-    Some((entry, Shape { head_dim: width, keys, consumers, q_stages, stages: 2, narrow }))
+    let shape = Shape { head_dim: width, keys, consumers, q_stages, stages: 2, narrow };
+    Some((if split { parts } else { whole }, shape))
 }
 
 /// What there is of [`PrefillPath::Mma`] for a head size.
@@ -411,7 +482,7 @@ pub fn wgmma_cache_map(
 /// * `lse`: `[tokens, q_heads]`, receives the logarithm of each softmax's denominator.
 ///
 /// Scores, softmax and the sum over values are in f32; the tensor-core paths multiply rounded probabilities, as
-/// FlashAttention does. A result depends on its own sequence's chunk only. Source: Dao et al., *FlashAttention* 1 to 3,
+/// FlashAttention does. A result depends on its own sequence's chunk only, unless `workspace` is [splitting](PrefillWorkspace::splitting). Source: Dao et al., *FlashAttention* 1 to 3,
 /// 2022 to 2024.
 ///
 /// # Errors
@@ -528,7 +599,8 @@ pub fn prefill<T: Float + CacheElement, S: CacheElement>(
     call.count("query", tokens.saturating_mul(q_heads))?;
     // The kernels number pairs of sequence and KV head.
     call.count("block_table", sequences.saturating_mul(kv_heads))?;
-    let tickets: *mut u32 = call.write("workspace", &mut workspace.tickets)?.cast();
+    let tickets = call.write("workspace", &mut workspace.tickets)?.cast();
+    let scratch = Scratch { tickets, partial: call.write_opt("workspace", workspace.partial.as_mut())?.cast() };
     call.check_overlap()?;
     if tokens == 0 || q_heads == 0 || sequences == 0 {
         return Ok(());
@@ -536,7 +608,7 @@ pub fn prefill<T: Float + CacheElement, S: CacheElement>(
 
     // SAFETY: shapes, strides, alignment, device and overlap were checked above; starts, lengths and page numbers are clamped by the
     // kernels.
-    unsafe { launch(stream, T::DTYPE, S::DTYPE, cache.layout(), options.path, &args, tickets) }
+    unsafe { launch(stream, T::DTYPE, S::DTYPE, cache.layout(), options.path, &args, scratch) }
 }
 
 /// Launches on raw pointers (layer L1): with the kernel that `path` names, or that suits `args` and the device.
@@ -549,8 +621,8 @@ pub fn prefill<T: Float + CacheElement, S: CacheElement>(
 ///
 /// # Safety
 /// The pointers are device memory of the sizes that strides and extents imply, aligned to their element types, until the launch is
-/// done; `out`, `lse` and `tickets` overlap nothing else. Tokens times `q_heads`, and sequences times `kv_heads`, are fewer than 2^31. `q_heads` is a multiple of `kv_heads`, `head_dim` from 1 to 256; a table holds fewer than
-/// 2^31 keys, `max_pages * page_size`. `tickets` are [`TICKETS`] words that are zeros before the first launch and are not in use by other work.
+/// done; `out`, `lse` and the scratch memory overlap nothing else. Tokens times `q_heads`, and sequences times `kv_heads`, are fewer than 2^31. `q_heads` is a multiple of `kv_heads`, `head_dim` from 1 to 256; a table holds fewer than
+/// 2^31 keys, `max_pages * page_size`. The scratch memory is as [`Scratch`] says and not in use by other work.
 pub unsafe fn launch(
     stream: &Stream,
     dtype: DType,
@@ -558,7 +630,7 @@ pub unsafe fn launch(
     layout: CacheLayout,
     path: PrefillPath,
     args: &plain::Args,
-    tickets: *mut u32,
+    scratch: Scratch,
 ) -> Result<()> {
     if args.tokens == 0 || args.q_heads == 0 || args.sequences == 0 {
         return Ok(());
@@ -579,7 +651,8 @@ pub unsafe fn launch(
         && aligned(16, args.k as usize, &[args.k_page, args.k_slot, args.k_head], cache.size())
         && aligned(16, args.v as usize, &[args.v_page, args.v_slot, args.v_head], cache.size());
     let bent = args.soft_cap > 0.0 || !args.alibi.is_null();
-    let wgmma = wgmma_entry(dtype, cache, head_dim, bent).filter(|(_, shape)| {
+    let multiprocessors = stream.device().properties().multiprocessors;
+    let wgmma = wgmma_entry(dtype, cache, head_dim, bent, false).filter(|(_, shape)| {
         paged
             && group <= shape.rows()
             && args.scale > 0.0
@@ -600,15 +673,20 @@ pub unsafe fn launch(
             && aligned(4, args.q as usize, &[args.q_token, args.q_head], size)
             && aligned(4, args.out as usize, &[args.out_token, args.out_head], size)
     });
-    let multiprocessors = stream.device().properties().multiprocessors;
+    // No kernel divides the keys of more tiles than that, and those that may are 1 to 5 % slower.
+    let split = |(entry, shape): (Entry<wgmma::Args>, wgmma::Shape)| {
+        let tiles = args.tokens.div_ceil(tile_tokens(shape.rows(), group) as u32).saturating_mul(args.kv_heads);
+        let few = !scratch.partial.is_null() && tiles <= multiprocessors / 2;
+        wgmma_entry(dtype, cache, head_dim, bent, few).unwrap_or((entry, shape))
+    };
     // The SIMT device runs either, the portable kernel faster.
     let hopper = !stream.device().is_simt();
     match (path, wgmma, mma) {
         (PrefillPath::Wgmma, Some(wgmma), _) | (PrefillPath::Auto, Some(wgmma), None) => {
-            launch_wgmma(stream, dtype, cache, wgmma, &args, group, tickets)
+            launch_wgmma(stream, dtype, cache, split(wgmma), &args, group, scratch)
         }
         (PrefillPath::Auto, Some(wgmma), _) if hopper => {
-            launch_wgmma(stream, dtype, cache, wgmma, &args, group, tickets)
+            launch_wgmma(stream, dtype, cache, split(wgmma), &args, group, scratch)
         }
         (PrefillPath::Auto | PrefillPath::Mma, _, Some((entry, tile))) => {
             let args = mma::Args {
@@ -622,7 +700,7 @@ pub unsafe fn launch(
                 block_table: args.block_table,
                 alibi: args.alibi,
                 sinks: args.sinks,
-                tickets,
+                tickets: scratch.tickets,
                 sequences: args.sequences,
                 tokens: args.tokens,
                 q_heads: args.q_heads,
@@ -655,7 +733,7 @@ pub unsafe fn launch(
         (PrefillPath::Wgmma | PrefillPath::Mma, _, _) => {
             let rows = match path {
                 PrefillPath::Mma => mma_entry(dtype, head_dim).map(|(_, tile)| tile.rows),
-                _ => wgmma_entry(dtype, cache, head_dim, bent).map(|(_, shape)| shape.rows()),
+                _ => wgmma_entry(dtype, cache, head_dim, bent, false).map(|(_, shape)| shape.rows()),
             };
             let wide = path == PrefillPath::Wgmma;
             let to = if wide { 16 } else { 4 };
@@ -721,7 +799,7 @@ fn launch_wgmma(
     (entry, shape): (Entry<wgmma::Args>, wgmma::Shape),
     args: &plain::Args,
     group: usize,
-    tickets: *mut u32,
+    Scratch { tickets, partial }: Scratch,
 ) -> Result<()> {
     let device = stream.device();
     let (blocks, block_size) = (args.pages as usize, args.page_size as usize);
@@ -746,6 +824,7 @@ fn launch_wgmma(
         k_scales: args.k_scales,
         v_scales: args.v_scales,
         tickets,
+        partial,
         scale_per_head: args.scale_per_head,
         kind: args.kind,
         sequences: args.sequences,

@@ -18,6 +18,12 @@
 //! Of a cache of 8-bit elements the boxes are rows, half a block at a time, and a warpgroup of its own widens them to
 //! f16 in the layout above, which holds all three types exactly. The consumers bring a Q of bf16 into f16's range first.
 //!
+//! # Parts of the keys
+//! Where a launch has tiles for half of the blocks or fewer, instances with room for it (`SPLIT`) divide a tile's keys among as
+//! many blocks as there are for each, one after another in the order of tiles, so that every block has one item. A consumer
+//! leaves maxima, denominators and sums as its threads have them; whoever is the last of the tile adds up all of them in the order of keys,
+//! and goes on as if they were its own. No block waits for another. How many parts depends on the launch's tiles, hence bits on the batch.
+//!
 //! # Schedule
 //! A consumer issues `S = Q Kᵀ` of the next block and `O += P V` of the last one together, then does the softmax of the
 //! next block while the tensor cores work on the second product; named barriers have the consumers take turns in issuing,
@@ -36,7 +42,7 @@
 //! in `docs/prefill-attention.md`.
 
 use super::decode::CacheOperand;
-use super::ragged::{Batch, Schedule, Tile, draw, finish};
+use super::ragged::{Batch, Schedule, Tile, draw, finish, tiles_of};
 use super::{capped, narrow};
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
@@ -45,8 +51,8 @@ use cuda_std::tma::{Swizzle, TensorMap};
 use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, K, Mn};
 use cuda_std::{
-    E4M3, E5M2, Global, GlobalMut, Shared, bf16, dependent_launch, entries, f16, float, integer, mbarrier, mma, thread,
-    tma, unroll, vec, warp,
+    E4M3, E5M2, Global, GlobalMut, Shared, atomic, bf16, dependent_launch, entries, f16, float, integer, mbarrier, mma,
+    thread, tma, unroll, vec, warp,
 };
 
 /// How an instance divides the work.
@@ -98,6 +104,17 @@ impl Shape {
         let narrow = if self.narrow { 2 * self.keys * self.head_dim } else { 0 };
         (self.q_stages * self.rows() + 2 * self.stages * self.keys) * self.head_dim * 2 + narrow + 512
     }
+}
+
+/// Parts that a tile's keys are divided into at most, ...
+pub const MAX_PARTS: u32 = 16;
+/// ... each of so many keys at least.
+pub const PART_KEYS: u32 = 256;
+
+/// Floats of a block's [partial result](prefill): of each thread of its consumers the sums of `D / 2` columns, and of two rows maximum and
+/// denominator.
+pub const fn partial_floats(head_dim: usize, consumers: usize) -> usize {
+    consumers * 128 * (head_dim / 2 + 4)
 }
 
 /// Halves of a block of 8-bit elements in shared memory, of K and of V.
@@ -215,6 +232,8 @@ unsafe fn widen<P: TensorFloat, C: CacheOperand, const KEYS: usize, const PARTS:
 /// * `k_scales`, `v_scales`: of 8-bit elements, one or, if `scale_per_head`, one for each KV head; not negative; null for 16
 ///   bits. `kind`: of the 8-bit elements, a constant of [`narrow`].
 /// * `out`: its vectors start at multiples of 16 bytes; `head_dim` is `D`, or a smaller multiple of 16 for 8-bit elements.
+/// * `tickets`: 2 words; `SPLIT`: besides, one for each consumer of each block. All are zeros, and are left so.
+/// * `partial`: `SPLIT`: [`partial_floats`] for each block, at a multiple of 16 bytes; else not used.
 /// * `tile_tokens * group` is at most [`Shape::rows`]; `scale` is positive.
 ///
 /// Operands of the products are of type `P`: `T`, or f16 where the cache has 8-bit elements (`NARROW`), which f16 holds
@@ -236,6 +255,7 @@ pub unsafe fn prefill<
     const STAGES: u32,
     const NARROW: bool,
     const BENT: bool,
+    const SPLIT: bool,
 >(
     out: *mut T,
     lse: *mut f32,
@@ -251,6 +271,7 @@ pub unsafe fn prefill<
     k_scales: *const f32,
     v_scales: *const f32,
     tickets: *mut u32,
+    partial: *mut f32,
     scale_per_head: u32,
     kind: u32,
     sequences: u32,
@@ -330,6 +351,7 @@ pub unsafe fn prefill<
     let tile_words = carver.take::<u32>(TOLD as usize * WORDS);
     let raw_words = carver.take::<u32>(4 * RAW_STAGES as usize);
     let bad_pages = carver.take::<u32>(STAGES as usize);
+    let arrived = carver.take::<u32>(CONSUMERS);
     let (q0, k0, v0) = (q_tiles.address(0u32), k_tiles.address(0u32), v_tiles.address(0u32));
     let raw0 = raw_tiles.address(0u32);
     let bar0 = barriers.address(0u32);
@@ -460,10 +482,32 @@ pub unsafe fn prefill<
         if warp_id == 2 {
             // Finds tiles, one ahead of those that bring them.
             let mut schedule = Schedule::new(&batch, section_keys);
+            // Few tiles are divided among all blocks.
+            let mut most_parts = 1;
+            if SPLIT {
+                most_parts = (thread::grid_dim_x() / tiles_of(&batch).max(1)).clamp(1, MAX_PARTS);
+            }
             let mut index = thread::block_idx_x();
             let mut tiles = Ring::<TOLD>::new();
+            let next = || {
+                let drawn = if lane == 0 { draw(tickets) } else { 0 };
+                warp::shfl_idx(drawn, 0)
+            };
             loop {
-                let found = schedule.find(&batch, index);
+                let part = index % most_parts;
+                let found = schedule.find(&batch, index / most_parts);
+                let (mut first, mut blocks, mut parts) = (0, 0, 1);
+                if let Some(tile) = &found {
+                    // What is before it nobody sees.
+                    first = batch.start(batch.end(tile, 0)) / KEYS as u32;
+                    // At least one block, which is then wholly masked.
+                    blocks = batch.end(tile, tile.tokens - 1).div_ceil(KEYS as u32).saturating_sub(first).max(1);
+                    parts = (blocks / const { PART_KEYS / KEYS as u32 }).clamp(1, most_parts);
+                    if part >= parts {
+                        index = next();
+                        continue;
+                    }
+                }
                 let slot = tiles.slot;
                 let words = tile_words.offset(slot * WORDS as u32);
                 mbarrier::wait_parity(bar(told_empty, slot), tiles.parity ^ 1);
@@ -476,18 +520,15 @@ pub unsafe fn prefill<
                     }
                     break;
                 };
-                let mut drawn = 0;
                 if lane == 0 {
-                    let end = batch.end(&tile, tile.tokens - 1);
-                    // What is before it nobody sees.
-                    let start = batch.start(batch.end(&tile, 0));
+                    let begin = part * blocks / parts;
+                    let start = batch.start(batch.end(&tile, 0)).max((first + begin) * KEYS as u32);
                     words.set(0u32, tile.first);
                     words.set(1u32, tile.tokens);
                     words.set(2u32, tile.len);
                     words.set(3u32, tile.position as u32);
                     words.set(4u32, start);
-                    // At least one block, which is then wholly masked.
-                    words.set(5u32, end.div_ceil(KEYS as u32).saturating_sub(start / KEYS as u32).max(1));
+                    words.set(5u32, (part + 1) * blocks / parts - begin);
                     words.set(6u32, tile.kv_head);
                     words.set(7u32, tile.sequence);
                     if NARROW {
@@ -495,10 +536,13 @@ pub unsafe fn prefill<
                         words.set(8u32, Global::new(k_scales).get(at).to_bits());
                         words.set(9u32, Global::new(v_scales).get(at).to_bits());
                     }
+                    if SPLIT {
+                        words.set(10u32, parts | part << 8);
+                        words.set(11u32, index - part);
+                    }
                     mbarrier::arrive(bar(told, slot));
-                    drawn = draw(tickets);
                 }
-                index = warp::shfl_idx(drawn, 0);
+                index = next();
             }
         } else if warp_id == 0 {
             // Brings Q and K.
@@ -1013,31 +1057,124 @@ pub unsafe fn prefill<
             mbarrier::wait_parity(bar(v_full, stage), v_ring.parity);
             values(&mut o, &p, stage);
 
-            // Denominators while the last product runs.
-            let mut inverse = [0f32; 2];
-            unroll::<2>(|h| {
-                let total = sum[h] + warp::shfl_xor(sum[h], 1);
-                let total = total + warp::shfl_xor(total, 2);
-                let seen = float::max(top[h] * fold[h], f32::MIN);
-                let (mut reference, mut shrink, mut whole) = (seen, 1.0, total);
-                let (token, head) = places[h];
-                let head = tile.kv_head * group + head;
-                if !sinks.is_null() && there[h] {
-                    let sink = Global::new(sinks).get(head) * LOG2_E;
-                    reference = float::max(seen, sink);
-                    shrink = float::fast::exp2(seen - reference);
-                    whole = float::fma(total, shrink, float::fast::exp2(sink - reference));
-                }
-                // Not of NaN, which is not nothing.
-                inverse[h] = if whole == 0.0 { 0.0 } else { float::fast::div(shrink, whole) * v_scale };
-                if !lse.is_null() && there[h] && t == 0 {
-                    let value = if whole == 0.0 { f32::NEG_INFINITY } else { (reference + float::log2(whole)) * LN_2 };
-                    GlobalMut::new(lse).set((tile.first + token) as usize * q_heads as usize + head as usize, value);
-                }
-            });
+            // What sums are multiplied with, and the logarithms of denominators.
+            let finished = |top: [f32; 2], sum: [f32; 2], write: bool| {
+                let mut inverse = [0f32; 2];
+                unroll::<2>(|h| {
+                    let total = sum[h] + warp::shfl_xor(sum[h], 1);
+                    let total = total + warp::shfl_xor(total, 2);
+                    let seen = float::max(top[h] * fold[h], f32::MIN);
+                    let (mut reference, mut shrink, mut whole) = (seen, 1.0, total);
+                    let (token, head) = places[h];
+                    let head = tile.kv_head * group + head;
+                    if !sinks.is_null() && there[h] {
+                        let sink = Global::new(sinks).get(head) * LOG2_E;
+                        reference = float::max(seen, sink);
+                        shrink = float::fast::exp2(seen - reference);
+                        whole = float::fma(total, shrink, float::fast::exp2(sink - reference));
+                    }
+                    // Not of NaN, which is not nothing.
+                    inverse[h] = if whole == 0.0 { 0.0 } else { float::fast::div(shrink, whole) * v_scale };
+                    if write && !lse.is_null() && there[h] && t == 0 {
+                        let value =
+                            if whole == 0.0 { f32::NEG_INFINITY } else { (reference + float::log2(whole)) * LN_2 };
+                        GlobalMut::new(lse)
+                            .set((tile.first + token) as usize * q_heads as usize + head as usize, value);
+                    }
+                });
+                inverse
+            };
+            // Of how many parts this is which one, and where their results are.
+            let (parts_of, first_item) = if SPLIT { (word(10), word(11)) } else { (1, 0) };
+            let (parts_of, part) = (parts_of & 0xff, parts_of >> 8);
+            // While the last product runs.
+            let mut inverse = finished(top, sum, parts_of == 1);
             wgmma::wait::<0>(&mut o);
             release(v_empty, stage);
             release(told_empty, told_slot);
+
+            if parts_of > 1 {
+                let floats = const { partial_floats(D, CONSUMERS) };
+                let thread = tid % 128;
+                let at = first_item as usize * floats + me as usize * (floats / CONSUMERS) + 4 * thread as usize;
+                let results = GlobalMut::new(partial).offset(at);
+                let mine = results.offset(part as usize * floats);
+                for j in 0..D / 8 {
+                    let o = o.as_ref();
+                    mine.set_as(512 * j, B128([o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]]));
+                }
+                mine.set_as(const { 64 * D }, B128([top[0], top[1], sum[0], sum[1]]));
+                // Who comes last has the others' results before it, and leaves the counter as it was.
+                thread::sync_named(own_barrier, 128);
+                if thread == 0 {
+                    let counter = tickets.wrapping_add((2 + first_item * CONSUMERS as u32 + me) as usize);
+                    let last = atomic::fetch_add(counter, 1, atomic::Device, atomic::AcqRel) + 1 == parts_of;
+                    if last {
+                        atomic::exchange_u32(counter, 0);
+                    }
+                    arrived.set(me, last as u32);
+                }
+                thread::sync_named(own_barrier, 128);
+                if by_one(arrived, me) == 0 {
+                    if Q_STAGES == 1 {
+                        release_q(slot);
+                    }
+                    continue;
+                }
+                let results = Global::new(results.ptr(0u32).cast_const());
+                let said_of = |part: u32| {
+                    let part = part.min(parts_of - 1) as usize;
+                    let B128(said) = results.get_as::<B128<f32, 4>>(part * floats + const { 64 * D });
+                    said
+                };
+                top = [f32::NEG_INFINITY; 2];
+                for four in 0..parts_of.div_ceil(4) {
+                    unroll::<4>(|i| {
+                        let said = said_of(4 * four + i as u32);
+                        unroll::<2>(|h| top[h] = float::max(top[h], said[h]));
+                    });
+                }
+                sum = [0.0; 2];
+                o = O::zero();
+                // As many columns as there are registers for, a part ahead.
+                let columns = const { if D > 128 { 128 } else { D } };
+                for pass in 0..D / columns {
+                    let load = |part: u32, j: usize| {
+                        let part = part.min(parts_of - 1) as usize;
+                        let at = part * floats + 512 * (pass * (columns / 8) + j);
+                        let B128(words) = results.get_as::<B128<f32, 4>>(at);
+                        words
+                    };
+                    let mut ahead = [[0f32; 4]; 16];
+                    for j in 0..columns / 8 {
+                        ahead[j] = load(0, j);
+                    }
+                    let mut next = said_of(0);
+                    for part in 0..parts_of {
+                        let said = next;
+                        next = said_of(part + 1);
+                        let mut factor = [0f32; 2];
+                        unroll::<2>(|h| {
+                            // What has seen nothing is 0 times anything finite.
+                            if said[h] != f32::NEG_INFINITY {
+                                factor[h] = float::fast::exp2((said[h] - top[h]) * fold[h]);
+                            }
+                            if pass == 0 {
+                                sum[h] = float::fma(said[2 + h], factor[h], sum[h]);
+                            }
+                        });
+                        for j in 0..columns / 8 {
+                            let o = o.as_mut();
+                            unroll::<4>(|e| {
+                                let e_of = 4 * (pass * (columns / 8) + j) + e;
+                                o[e_of] = float::fma(ahead[j][e], factor[e / 2], o[e_of]);
+                            });
+                            ahead[j] = load(part + 1, j);
+                        }
+                    }
+                }
+                inverse = finished(top, sum, true);
+            }
 
             // Out through the memory of Q, which a consumer's warps have read: each its own rows.
             thread::sync_named(own_barrier, 128);
@@ -1147,33 +1284,57 @@ entries! {
     /// Arguments of every `prefill_wgmma_*` entry; see [`prefill`].
     pub struct Args<T>(
         out: *mut T, lse: *mut f32, out_map: TensorMap, q_map: TensorMap, k_map: TensorMap, v_map: TensorMap, starts: *const i32, lens: *const i32,
-        block_table: *const i32, alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32, tickets: *mut u32,
+        block_table: *const i32, alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32, tickets: *mut u32, partial: *mut f32,
         scale_per_head: u32, kind: u32, sequences: u32, tokens: u32, q_heads: u32, kv_heads: u32, head_dim: u32, page_shift: u32,
         max_pages: u32, pages: u32, tile_tokens: u32, out_token: usize, out_head: usize, k_head: u32, v_head: u32, scale: f32, soft_cap: f32, window: u32,
         causal: u32, section_keys: u32,
     );
-    prefill_wgmma_d64_bf16 { type T = bf16; } [512, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 3, 2, 2, false, false>;
-    prefill_wgmma_d64_f16 { type T = f16; } [512, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 3, 2, 2, false, false>;
-    prefill_wgmma_d64_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, false, true>;
-    prefill_wgmma_d64_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, false, true>;
-    prefill_wgmma_d64_bf16_8 { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, false>;
-    prefill_wgmma_d64_f16_8 { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, false>;
-    prefill_wgmma_d64_bf16_8_bent { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, true>;
-    prefill_wgmma_d64_f16_8_bent { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, true>;
-    prefill_wgmma_d96_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, false>;
-    prefill_wgmma_d96_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, false>;
-    prefill_wgmma_d96_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, true>;
-    prefill_wgmma_d96_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, true>;
-    prefill_wgmma_d128_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, false>;
-    prefill_wgmma_d128_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, false>;
-    prefill_wgmma_d128_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, true>;
-    prefill_wgmma_d128_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, true>;
-    prefill_wgmma_d128_bf16_8 { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, false>;
-    prefill_wgmma_d128_f16_8 { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, false>;
-    prefill_wgmma_d128_bf16_8_bent { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, true>;
-    prefill_wgmma_d128_f16_8_bent { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, true>;
-    prefill_wgmma_d256_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, false>;
-    prefill_wgmma_d256_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, false>;
-    prefill_wgmma_d256_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, true>;
-    prefill_wgmma_d256_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, true>;
+    prefill_wgmma_d64_bf16 { type T = bf16; } [512, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 3, 2, 2, false, false, false>;
+    prefill_wgmma_d64_f16 { type T = f16; } [512, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 3, 2, 2, false, false, false>;
+    prefill_wgmma_d64_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, false, true, false>;
+    prefill_wgmma_d64_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, false, true, false>;
+    prefill_wgmma_d64_bf16_8 { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, false, false>;
+    prefill_wgmma_d64_f16_8 { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, false, false>;
+    prefill_wgmma_d64_bf16_8_bent { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, true, false>;
+    prefill_wgmma_d64_f16_8_bent { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, true, false>;
+    prefill_wgmma_d96_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, false, false>;
+    prefill_wgmma_d96_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, false, false>;
+    prefill_wgmma_d96_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, true, false>;
+    prefill_wgmma_d96_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, true, false>;
+    prefill_wgmma_d128_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, false, false>;
+    prefill_wgmma_d128_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, false, false>;
+    prefill_wgmma_d128_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, true, false>;
+    prefill_wgmma_d128_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, true, false>;
+    prefill_wgmma_d128_bf16_8 { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, false, false>;
+    prefill_wgmma_d128_f16_8 { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, false, false>;
+    prefill_wgmma_d128_bf16_8_bent { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, true, false>;
+    prefill_wgmma_d128_f16_8_bent { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, true, false>;
+    prefill_wgmma_d256_bf16 { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, false, false>;
+    prefill_wgmma_d256_f16 { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, false, false>;
+    prefill_wgmma_d256_bf16_bent { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, true, false>;
+    prefill_wgmma_d256_f16_bent { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, true, false>;
+    prefill_wgmma_d64_bf16_split { type T = bf16; } [512, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 3, 2, 2, false, false, true>;
+    prefill_wgmma_d64_f16_split { type T = f16; } [512, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 3, 2, 2, false, false, true>;
+    prefill_wgmma_d64_bf16_bent_split { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, false, true, true>;
+    prefill_wgmma_d64_f16_bent_split { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, false, true, true>;
+    prefill_wgmma_d64_bf16_8_split { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, false, true>;
+    prefill_wgmma_d64_f16_8_split { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, false, true>;
+    prefill_wgmma_d64_bf16_8_bent_split { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, true, true>;
+    prefill_wgmma_d64_f16_8_bent_split { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 32], 64, 64, 1, 128, 2, 2, 2, true, true, true>;
+    prefill_wgmma_d96_bf16_split { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, false, true>;
+    prefill_wgmma_d96_f16_split { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, false, true>;
+    prefill_wgmma_d96_bf16_bent_split { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, true, true>;
+    prefill_wgmma_d96_f16_bent_split { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 48], 96, 32, 3, 128, 2, 2, 2, false, true, true>;
+    prefill_wgmma_d128_bf16_split { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, false, true>;
+    prefill_wgmma_d128_f16_split { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, false, true>;
+    prefill_wgmma_d128_bf16_bent_split { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, true, true>;
+    prefill_wgmma_d128_f16_bent_split { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, false, true, true>;
+    prefill_wgmma_d128_bf16_8_split { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, false, true>;
+    prefill_wgmma_d128_f16_8_split { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, false, true>;
+    prefill_wgmma_d128_bf16_8_bent_split { type T = bf16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, true, true>;
+    prefill_wgmma_d128_f16_8_bent_split { type T = f16; } [512, 1; Sm90a] => prefill::<T, f16, [f32; 64], [f32; 64], 128, 64, 2, 128, 2, 2, 2, true, true, true>;
+    prefill_wgmma_d256_bf16_split { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, false, true>;
+    prefill_wgmma_d256_f16_split { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, false, true>;
+    prefill_wgmma_d256_bf16_bent_split { type T = bf16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, true, true>;
+    prefill_wgmma_d256_f16_bent_split { type T = f16; } [384, 1; Sm90a] => prefill::<T, T, [f32; 32], [f32; 128], 256, 64, 4, 64, 2, 1, 2, false, true, true>;
 }

@@ -215,6 +215,20 @@ impl Schedule {
     }
 }
 
+/// How many tiles a launch has, and 2^25 or more for more than that. For whole warps.
+#[inline(always)]
+pub unsafe fn tiles_of(batch: &Batch) -> u32 {
+    core::hint::assert_unchecked(batch.tile_tokens != 0);
+    const MOST: u32 = 1 << 20;
+    let mut tiles = 0;
+    let mut sequence = warp::lane_id();
+    while sequence < batch.sequences {
+        tiles = (tiles + batch.chunk(sequence).1.div_ceil(batch.tile_tokens).min(MOST)).min(MOST);
+        sequence += 32;
+    }
+    warp::warp_reduce_add_u32(warp::FULL, tiles).saturating_mul(batch.kv_heads)
+}
+
 /// Draws the number of a block's next tile; the first is the block's own. By one thread.
 #[inline(always)]
 pub unsafe fn draw(tickets: *mut u32) -> u32 {
