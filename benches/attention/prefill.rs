@@ -44,6 +44,9 @@ pub fn benches(harness: &mut Harness) {
         case(harness, auto, shape, heads, 128);
         case(harness, split, shape, heads, 128);
     }
+    for name in ["mma-", "mma-split-"] {
+        case(harness, (name, PrefillPath::Mma), [1, 64, 8192], (32, 8), 128);
+    }
 }
 
 fn case(harness: &mut Harness, path: (&str, PrefillPath), shape: [usize; 3], heads: (usize, usize), dim: usize) {
@@ -84,7 +87,7 @@ fn case_over<S: CacheElement + Float>(
         let q = noise::<bf16>(device, stream, &[batch * chunk, q_heads, dim], set + 200)?;
         let mut out = Tensor::<bf16>::uninit(device, &[batch * chunk, q_heads, dim])?;
         let one = Tensor::from_slice(device, &[1.0f32], &[1])?;
-        let splitting = name == "split-";
+        let splitting = name.ends_with("split-");
         let mut workspace =
             if splitting { PrefillWorkspace::splitting(device)? } else { PrefillWorkspace::new(device)? };
         Ok(move |s: &_| {

@@ -382,6 +382,16 @@ def sdpa(backend, causal):
     return run
 
 
+def chunked_flash(q, k, v):
+    """Queries that are the last tokens of the keys."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.bias import causal_lower_right
+
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
 def decode():
     # SDPA has the keys of each sequence in one piece: it reads no page table.
     def triton(q, k, v, pages, values, table, lens):
@@ -423,6 +433,21 @@ def prefill():
             quick=(batch, length, dim) != (8, 4096, 64),
             flash=sdpa("FLASH_ATTENTION", True),
             cudnn=sdpa("CUDNN_ATTENTION", True),
+        )
+
+    # Short chunks of long sequences. cuDNN takes twice as long with such a mask, so it goes without.
+    shapes = [(1, 64, 8192), (4, 64, 8192), (1, 256, 8192), (1, 64, 1024), (1, 16, 32768)]
+    for batch, chunk, length, heads, kv_heads in [(*s, HEADS, KV_HEADS) for s in shapes] + [(1, 512, 8192, 8, 1)]:
+        def inputs(_, b=batch, c=chunk, n=length, h=heads, kv=kv_heads):
+            return noise(b, h, c, DIM), noise(b, kv, n, DIM), noise(b, kv, n, DIM)
+
+        yield case(
+            f"attention/prefill/split-bf16/{heads}-{kv_heads}-{DIM}/{batch}x{chunk}of{length}",
+            inputs,
+            close=False,
+            quick=(chunk, length, heads) == (64, 8192, HEADS),
+            flash=chunked_flash,
+            cudnn=sdpa("CUDNN_ATTENTION", False),
         )
 
 

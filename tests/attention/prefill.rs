@@ -778,6 +778,10 @@ fn divided_keys_match_the_reference() {
         let mut work = PrefillWorkspace::splitting(d).unwrap();
         check_in::<bf16, bf16>(d, s, &shape, straight, PrefillPath::Wgmma, 5, &mut work);
         check_in::<f16, f16>(d, s, &shape, bend, PrefillPath::Wgmma, 5, &mut work);
+        let other = Shape { dim: if shape.dim == 128 { 112 } else { shape.dim }, ..shape };
+        check_in::<bf16, bf16>(d, s, &other, bend, PrefillPath::Mma, 5, &mut work);
+        let other = Shape { dim: 192, ..other };
+        check_in::<f16, f16>(d, s, &other, bend, PrefillPath::Mma, 5, &mut work);
         Ok(())
     });
 }
@@ -797,26 +801,28 @@ fn divided_keys_of_8_bits_match_the_reference() {
 #[test]
 fn keys_of_many_tiles_and_few_keys_are_not_divided() {
     on_every_order(|d, s| {
-        let many = vec![(2, 700); d.properties().multiprocessors as usize / 2 + 1];
         let mut work = PrefillWorkspace::splitting(d).unwrap();
-        for (sequences, dim, divided) in [
-            (vec![(20, 1100)], 64, true),
-            (vec![(3, 700), (1, 40)], 128, true),
-            (vec![(20, 1100)], 256, true),
-            (vec![(20, 380)], 128, false),
-            (many, 64, false),
-        ] {
-            let shape = Shape { sequences, kv_heads: 1, group: 4, dim, page: 16, layout: CacheLayout::Nhd };
-            let c = case::<bf16>(d, &shape);
-            let options = PrefillOptions::default().path(PrefillPath::Wgmma);
-            let (whole, whole_lse) = c.run(s, &options);
-            let (parts, lse) = c.run_in(s, &options, &mut work);
-            assert_eq!(parts != whole, divided, "{shape:?}");
-            assert_close(&parts, &widen(&whole), 2.0 * warploom_tests::epsilon::<bf16>(), 1.0);
-            assert_close(&lse, &widen(&whole_lse), 1e-5, 4.0);
-            // The counters are as they were, and parts are added up in one order.
-            let (again, lse_again) = c.run_in(s, &options, &mut work);
-            assert_eq!((again, lse_again), (parts, lse), "{shape:?}");
+        let multiprocessors = d.properties().multiprocessors as usize;
+        for (path, blocks) in [(PrefillPath::Wgmma, multiprocessors), (PrefillPath::Mma, 2 * multiprocessors)] {
+            for (sequences, dim, divided) in [
+                (vec![(20, 1100)], 64, true),
+                (vec![(3, 700), (1, 40)], 128, true),
+                (vec![(20, 1100)], 256, true),
+                (vec![(20, 380)], 128, false),
+                (vec![(2, 700); blocks / 2 + 1], 64, false),
+            ] {
+                let shape = Shape { sequences, kv_heads: 1, group: 4, dim, page: 16, layout: CacheLayout::Nhd };
+                let c = case::<bf16>(d, &shape);
+                let options = PrefillOptions::default().path(path);
+                let (whole, whole_lse) = c.run(s, &options);
+                let (parts, lse) = c.run_in(s, &options, &mut work);
+                assert_eq!(parts != whole, divided, "{path:?} {shape:?}");
+                assert_close(&parts, &widen(&whole), 2.0 * warploom_tests::epsilon::<bf16>(), 1.0);
+                assert_close(&lse, &widen(&whole_lse), 1e-5, 4.0);
+                // The counters are as they were, and parts are added up in one order.
+                let (again, lse_again) = c.run_in(s, &options, &mut work);
+                assert_eq!((again, lse_again), (parts, lse), "{path:?} {shape:?}");
+            }
         }
     });
 }
@@ -825,52 +831,62 @@ fn keys_of_many_tiles_and_few_keys_are_not_divided() {
 #[test]
 fn wrong_starts_and_lengths_do_not_divide_beyond_the_workspace() {
     on_every_device(|d, s| {
-        let sequences = vec![(20, 600), (5, 600), (3, 600)];
-        let shape = Shape { sequences, kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
-        let mut c = case::<bf16>(d, &shape);
-        let options = PrefillOptions::default().path(PrefillPath::Wgmma);
-        let mut work = PrefillWorkspace::splitting(d).unwrap();
-        let want = c.run_in(s, &options, &mut work);
-        let (starts, lens) = (c.starts.to_vec().unwrap(), c.lens.to_vec().unwrap());
-        for (bad_starts, bad_lens) in [
-            ([0, i32::MAX, i32::MAX, i32::MAX], [600; 3]),
-            ([-7, 28, 28, 28], [i32::MAX, -1, 600]),
-            ([0, 0, 0, 28], [0, 0, i32::MIN]),
-            ([28, 0, 28, 0], [600; 3]),
-        ] {
-            c.starts.copy_from_slice(&bad_starts).unwrap();
-            c.lens.copy_from_slice(&bad_lens).unwrap();
-            c.run_in(s, &options, &mut work);
+        for path in [PrefillPath::Wgmma, PrefillPath::Mma] {
+            let sequences = vec![(20, 600), (5, 600), (3, 600)];
+            let shape = Shape { sequences, kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
+            let mut c = case::<bf16>(d, &shape);
+            let options = PrefillOptions::default().path(path);
+            let mut work = PrefillWorkspace::splitting(d).unwrap();
+            let want = c.run_in(s, &options, &mut work);
+            let (starts, lens) = (c.starts.to_vec().unwrap(), c.lens.to_vec().unwrap());
+            for (bad_starts, bad_lens) in [
+                ([0, i32::MAX, i32::MAX, i32::MAX], [600; 3]),
+                ([-7, 28, 28, 28], [i32::MAX, -1, 600]),
+                ([0, 0, 0, 28], [0, 0, i32::MIN]),
+                ([28, 0, 28, 0], [600; 3]),
+            ] {
+                c.starts.copy_from_slice(&bad_starts).unwrap();
+                c.lens.copy_from_slice(&bad_lens).unwrap();
+                c.run_in(s, &options, &mut work);
+            }
+            c.starts.copy_from_slice(&starts).unwrap();
+            c.lens.copy_from_slice(&lens).unwrap();
+            assert_eq!(c.run_in(s, &options, &mut work), want);
         }
-        c.starts.copy_from_slice(&starts).unwrap();
-        c.lens.copy_from_slice(&lens).unwrap();
-        assert_eq!(c.run_in(s, &options, &mut work), want);
     });
 }
 
 #[test]
 fn a_graph_divides_keys_by_the_lengths_of_each_launch() {
     on_every_order(|d, s| {
-        let shape =
-            Shape { sequences: vec![(40, 1200)], kv_heads: 1, group: 4, dim: 64, page: 16, layout: CacheLayout::Hnd };
-        let mut c = case::<f16>(d, &shape);
-        let tensor = || Tensor::<f16>::zeros(d, &[40, 4, 64]).unwrap();
-        let (mut graphed, mut direct) = (tensor(), tensor());
-        let options = PrefillOptions::default().path(PrefillPath::Wgmma);
-        d.preload(&["attention"]).unwrap();
-        let mut work = PrefillWorkspace::splitting(d).unwrap();
-        let graph = Graph::capture(s, |s| {
-            prefill(s, &mut graphed, None, &c.q, &c.cache, &c.table, &c.starts, &c.lens, &options, &mut work)
-        })
-        .unwrap();
-        for (end, len) in [(40, 1200), (1, 700), (20, 300), (0, 0), (7, 1150)] {
-            c.starts.copy_from_slice(&[0, end]).unwrap();
-            c.lens.copy_from_slice(&[len]).unwrap();
-            graph.launch(s).unwrap();
-            s.synchronize().unwrap();
-            let (table, starts, lens) = (&c.table, &c.starts, &c.lens);
-            prefill(s, &mut direct, None, &c.q, &c.cache, table, starts, lens, &options, &mut work).unwrap();
-            assert_eq!(graphed.to_vec().unwrap(), direct.to_vec().unwrap());
+        for path in [PrefillPath::Wgmma, PrefillPath::Mma] {
+            let shape = Shape {
+                sequences: vec![(40, 1200)],
+                kv_heads: 1,
+                group: 4,
+                dim: 64,
+                page: 16,
+                layout: CacheLayout::Hnd,
+            };
+            let mut c = case::<f16>(d, &shape);
+            let tensor = || Tensor::<f16>::zeros(d, &[40, 4, 64]).unwrap();
+            let (mut graphed, mut direct) = (tensor(), tensor());
+            let options = PrefillOptions::default().path(path);
+            d.preload(&["attention"]).unwrap();
+            let mut work = PrefillWorkspace::splitting(d).unwrap();
+            let graph = Graph::capture(s, |s| {
+                prefill(s, &mut graphed, None, &c.q, &c.cache, &c.table, &c.starts, &c.lens, &options, &mut work)
+            })
+            .unwrap();
+            for (end, len) in [(40, 1200), (1, 700), (20, 300), (0, 0), (7, 1150)] {
+                c.starts.copy_from_slice(&[0, end]).unwrap();
+                c.lens.copy_from_slice(&[len]).unwrap();
+                graph.launch(s).unwrap();
+                s.synchronize().unwrap();
+                let (table, starts, lens) = (&c.table, &c.starts, &c.lens);
+                prefill(s, &mut direct, None, &c.q, &c.cache, table, starts, lens, &options, &mut work).unwrap();
+                assert_eq!(graphed.to_vec().unwrap(), direct.to_vec().unwrap());
+            }
         }
     });
 }

@@ -137,9 +137,9 @@ impl PrefillWorkspace {
         Ok(Self { tickets: Tensor::zeros(device, &[TICKETS])?, partial: None })
     }
 
-    /// The scratch memory with which [`PrefillPath::Wgmma`] divides the keys of long sequences among multiprocessors where a call has
-    /// tiles of query tokens for half of them or fewer: a short chunk of a long prompt takes a fraction of the time. Then results differ in their
-    /// last bits with what else is in the batch. 136 KB for each multiprocessor, 17.8 MB for an H200.
+    /// The scratch memory with which [`PrefillPath::Wgmma`] and [`PrefillPath::Mma`] divide the keys of long sequences among blocks where a
+    /// call has tiles of query tokens for half of them or fewer: a short chunk of a long prompt takes a fraction of the time. Then results differ in their
+    /// last bits with what else is in the batch. 139 KB for each multiprocessor, 18.4 MB for an H200.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -176,17 +176,17 @@ impl Scratch {
 /// Words of [`mma::Args`]' and [`wgmma::Args`]' `tickets` (layer L1).
 pub const TICKETS: usize = 2;
 
-/// The most consumers of a [`wgmma::Shape`].
-const MOST_CONSUMERS: usize = 3;
-
-/// Words of [`wgmma::Args`]' `tickets` if there is room for partial results (layer L1).
+/// Words of [`mma::Args`]' and [`wgmma::Args`]' `tickets` if there is room for partial results (layer L1).
 pub const fn split_tickets(multiprocessors: u32) -> usize {
-    product(&[multiprocessors as usize, MOST_CONSUMERS]).saturating_add(TICKETS)
+    // Warps of two blocks of `Mma`; `Wgmma` has up to three consumers.
+    product(&[multiprocessors as usize, 2 * mma::THREADS / 32]).saturating_add(TICKETS)
 }
 
-/// Floats of [`wgmma::Args`]' `partial` (layer L1): what heads of 256 need.
+/// Floats of [`mma::Args`]' and [`wgmma::Args`]' `partial` (layer L1), for heads of any size.
 pub const fn split_floats(multiprocessors: u32) -> usize {
-    product(&[multiprocessors as usize, wgmma::partial_floats(256, 2)])
+    // Of `Mma`'s instances those for heads of 128 need most; `Wgmma` needs most for heads of 256.
+    let (portable, hopper) = (2 * mma::partial_floats(128, 2), wgmma::partial_floats(256, 2));
+    product(&[multiprocessors as usize, most(portable, hopper)])
 }
 
 /// Of K and V together so much should be in use at one time, in bytes: what surely fits into the L2 cache of an A100 (40
@@ -289,23 +289,31 @@ pub struct MmaTile {
     pub blocks: u32,
 }
 
-/// The entry of [`PrefillPath::Mma`] for heads of this size, and how it divides the work.
-pub const fn mma_entry(dtype: DType, head_dim: usize) -> Option<(Entry<mma::Args>, MmaTile)> {
+/// The entry of [`PrefillPath::Mma`] for heads of this size, and how it divides the work; `split`: with [`mma::Args`]'
+/// `partial`.
+pub const fn mma_entry(dtype: DType, head_dim: usize, split: bool) -> Option<(Entry<mma::Args>, MmaTile)> {
     use mma::*;
     // Padded head size, keys of a block, rows of a warp by 16, blocks of a multiprocessor: as in the table of entries.
-    let (bf16, f16, (dim, keys, tiles, blocks)) = match head_dim {
-        1..=64 => (prefill_d64_bf16::ENTRY, prefill_d64_f16::ENTRY, (64, 64, 2, 2)),
-        65..=128 => (prefill_d128_bf16::ENTRY, prefill_d128_f16::ENTRY, (128, 32, 2, 2)),
-        129..=192 => (prefill_d192_bf16::ENTRY, prefill_d192_f16::ENTRY, (192, 32, 1, 2)),
-        193..=256 => (prefill_d256_bf16::ENTRY, prefill_d256_f16::ENTRY, (256, 32, 1, 2)),
+    let (dim, keys, tiles, blocks) = match head_dim {
+        1..=64 => (64, 64, 2, 2),
+        65..=128 => (128, 32, 2, 2),
+        129..=192 => (192, 32, 1, 2),
+        193..=256 => (256, 32, 1, 2),
+        _ => return None,
+    };
+    let (whole, parts) = match (dtype, dim) {
+        (DType::Bf16, 64) => (prefill_d64_bf16::ENTRY, prefill_d64_bf16_split::ENTRY),
+        (DType::F16, 64) => (prefill_d64_f16::ENTRY, prefill_d64_f16_split::ENTRY),
+        (DType::Bf16, 128) => (prefill_d128_bf16::ENTRY, prefill_d128_bf16_split::ENTRY),
+        (DType::F16, 128) => (prefill_d128_f16::ENTRY, prefill_d128_f16_split::ENTRY),
+        (DType::Bf16, 192) => (prefill_d192_bf16::ENTRY, prefill_d192_bf16_split::ENTRY),
+        (DType::F16, 192) => (prefill_d192_f16::ENTRY, prefill_d192_f16_split::ENTRY),
+        (DType::Bf16, _) => (prefill_d256_bf16::ENTRY, prefill_d256_bf16_split::ENTRY),
+        (DType::F16, _) => (prefill_d256_f16::ENTRY, prefill_d256_f16_split::ENTRY),
         _ => return None,
     };
     let tile = MmaTile { rows: rows(tiles), shared_bytes: shared_bytes(dim, keys, tiles), blocks };
-    match dtype {
-        DType::Bf16 => Some((bf16, tile)),
-        DType::F16 => Some((f16, tile)),
-        _ => None,
-    }
+    Some((if split { parts } else { whole }, tile))
 }
 
 /// The entry of [`PrefillPath::Plain`] over a cache of `cache` elements.
@@ -665,7 +673,7 @@ pub unsafe fn launch(
             && aligned(16, args.out as usize, &[args.out_token, args.out_head], size)
             && stream.device().properties().compute_capability == (9, 0)
     });
-    let mma = mma_entry(dtype, head_dim).filter(|(_, tile)| {
+    let mma = mma_entry(dtype, head_dim, false).filter(|(_, tile)| {
         paged
             && dtype == cache
             && head_dim.is_multiple_of(8)
@@ -673,22 +681,27 @@ pub unsafe fn launch(
             && aligned(4, args.q as usize, &[args.q_token, args.q_head], size)
             && aligned(4, args.out as usize, &[args.out_token, args.out_head], size)
     });
-    // No kernel divides the keys of more tiles than that, and those that may are 1 to 5 % slower.
-    let split = |(entry, shape): (Entry<wgmma::Args>, wgmma::Shape)| {
-        let tiles = args.tokens.div_ceil(tile_tokens(shape.rows(), group) as u32).saturating_mul(args.kv_heads);
-        let few = !scratch.partial.is_null() && tiles <= multiprocessors / 2;
-        wgmma_entry(dtype, cache, head_dim, bent, few).unwrap_or((entry, shape))
+    // Of more tiles than half of the blocks no keys are divided, and the kernels that may are 1 to 5 % slower.
+    let split = |rows: usize, blocks: u32| {
+        let tiles = args.tokens.div_ceil(tile_tokens(rows, group) as u32).saturating_mul(args.kv_heads);
+        !scratch.partial.is_null() && tiles <= blocks / 2
     };
     // The SIMT device runs either, the portable kernel faster.
     let hopper = !stream.device().is_simt();
     match (path, wgmma, mma) {
         (PrefillPath::Wgmma, Some(wgmma), _) | (PrefillPath::Auto, Some(wgmma), None) => {
-            launch_wgmma(stream, dtype, cache, split(wgmma), &args, group, scratch)
+            let split = split(wgmma.1.rows(), multiprocessors);
+            let wgmma = wgmma_entry(dtype, cache, head_dim, bent, split).unwrap_or(wgmma);
+            launch_wgmma(stream, dtype, cache, wgmma, &args, group, scratch)
         }
         (PrefillPath::Auto, Some(wgmma), _) if hopper => {
-            launch_wgmma(stream, dtype, cache, split(wgmma), &args, group, scratch)
+            let split = split(wgmma.1.rows(), multiprocessors);
+            let wgmma = wgmma_entry(dtype, cache, head_dim, bent, split).unwrap_or(wgmma);
+            launch_wgmma(stream, dtype, cache, wgmma, &args, group, scratch)
         }
-        (PrefillPath::Auto | PrefillPath::Mma, _, Some((entry, tile))) => {
+        (PrefillPath::Auto | PrefillPath::Mma, _, Some((whole, tile))) => {
+            let split = split(tile.rows, tile.blocks.saturating_mul(multiprocessors));
+            let (entry, tile) = mma_entry(dtype, head_dim, split).unwrap_or((whole, tile));
             let args = mma::Args {
                 out: args.out,
                 lse: args.lse,
@@ -701,6 +714,7 @@ pub unsafe fn launch(
                 alibi: args.alibi,
                 sinks: args.sinks,
                 tickets: scratch.tickets,
+                partial: scratch.partial,
                 sequences: args.sequences,
                 tokens: args.tokens,
                 q_heads: args.q_heads,
@@ -732,7 +746,7 @@ pub unsafe fn launch(
         }
         (PrefillPath::Wgmma | PrefillPath::Mma, _, _) => {
             let rows = match path {
-                PrefillPath::Mma => mma_entry(dtype, head_dim).map(|(_, tile)| tile.rows),
+                PrefillPath::Mma => mma_entry(dtype, head_dim, false).map(|(_, tile)| tile.rows),
                 _ => wgmma_entry(dtype, cache, head_dim, bent, false).map(|(_, shape)| shape.rows()),
             };
             let wide = path == PrefillPath::Wgmma;

@@ -12,7 +12,7 @@
 //! Q stays in shared memory, `S = Q Kᵀ` becomes P in registers without a shuffle, as its accumulators are laid out like an
 //! A operand; maxima, sums and O are in f32. Source: Dao, *FlashAttention-2*, 2023.
 
-use super::ragged::{Batch, Schedule, draw, finish};
+use super::ragged::{Batch, Schedule, draw, finish, last_of_parts, weight_of_part};
 use super::soft_capped;
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
@@ -26,6 +26,12 @@ pub const THREADS: usize = 128;
 /// Query rows of a tile, if each warp has so many times 16.
 pub const fn rows(tiles: usize) -> usize {
     THREADS / 32 * 16 * tiles
+}
+
+/// Floats of a block's partial result: of each thread the sums of its columns, and of two rows a maximum and a denominator each,
+/// for 16 rows a warp; as often as a warp has them.
+pub const fn partial_floats(head_dim: usize, tiles: usize) -> usize {
+    THREADS * tiles * (head_dim / 2 + 4)
 }
 
 /// Elements of a row of K or V in shared memory: padded by 16 bytes, so that eight rows fall into different banks.
@@ -47,14 +53,15 @@ pub const fn shared_bytes(head_dim: usize, keys: usize, tiles: usize) -> usize {
 /// * `starts`: `[sequences + 1]`, where each sequence's query tokens begin; `lens`: `[sequences]`, keys of each sequence,
 ///   its query tokens' own (the last ones) among them; `block_table`: `[sequences, max_pages]`.
 /// * `lse`: `[tokens, q_heads]` or null; `alibi`, `sinks`: `[q_heads]` or null.
-/// * `tickets`: two words, zero before the first launch and after every one; `section_keys`: keys of which K and V fit into
-///   the L2 cache.
+/// * `tickets`: two words, `SPLIT`: besides, one for each warp of the grid; zero before the first launch and after every
+///   one. `section_keys`: keys of which K and V fit into the L2 cache.
+/// * `partial`: `SPLIT`: [`partial_floats`] for each block, at a multiple of 16 bytes; else not used.
 /// * `window`: keys that a token sees, 0 for all; `soft_cap`: 0 for none; `causal`: whether a token sees no later keys.
 ///
 /// `D` is `head_dim` rounded up to an instance; `tile_tokens * (q_heads / kv_heads)` is at most [`rows`] of `M`.
 /// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`, `KEYS` and `M`.
 #[inline(always)]
-pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M: usize>(
+pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M: usize, const SPLIT: bool>(
     out: *mut T,
     lse: *mut f32,
     q: *const T,
@@ -66,6 +73,7 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
     alibi: *const f32,
     sinks: *const f32,
     tickets: *mut u32,
+    partial: *mut f32,
     sequences: u32,
     tokens: u32,
     q_heads: u32,
@@ -119,7 +127,10 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
     let qs = carver.take::<T>(rows(M) * width);
     let ks = carver.take::<T>(KEYS * width);
     let vs = carver.take::<T>(KEYS * width);
+    // The number of the next tile or part, ...
     let next = carver.take::<u32>(1);
+    // ... and of this one, as registers are short, of how many parts it is, which, and the number of the first of them.
+    let now = carver.take::<u32>(2);
     let places = carver.take::<u32>(rows(M));
     // 32-bit addresses: what is added to them becomes part of the instruction.
     let (q0, k0, v0) = (qs.address(0u32), ks.address(0u32), vs.address(0u32));
@@ -152,15 +163,25 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
     };
 
     let mut schedule = Schedule::new(&batch, section_keys);
+    let most_parts = if SPLIT { batch.most_parts() } else { 1 };
     let mut index = thread::block_idx_x();
-    while let Some(tile) = schedule.find(&batch, index) {
+    while let Some(tile) = schedule.find(&batch, index / most_parts) {
         if tid == 0 {
             next.set(0u32, draw(tickets));
         }
+        let Some(part) = batch.part(&tile, KEYS as u32, index % most_parts, most_parts) else {
+            thread::sync_threads();
+            index = next.get(0u32);
+            thread::sync_threads();
+            continue;
+        };
+        if SPLIT && tid == 0 {
+            now.set(0u32, part.of | part.number << 8);
+            now.set(1u32, index - part.number);
+        }
         let table = table.offset(tile.sequence as usize * max_pages as usize);
-        let end = batch.end(&tile, tile.tokens - 1);
-        // Where the first token's keys begin: nobody sees what is before.
-        let start = batch.start(batch.end(&tile, 0));
+        // Where the first token's keys begin, or the part's: nobody sees what is before.
+        let start = batch.start(batch.end(&tile, 0)).max(part.first * KEYS as u32);
         // Pages of a block, a lane for each eight keys, which a page has at least: looked up a block ahead of the copies.
         let wanted = |block: u32| {
             let key = block * KEYS as u32 + 8 * lane;
@@ -199,7 +220,7 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
         let copy_v = |block: u32, found: u32| copy(v0, v, (v_page, v_slot), block, found);
 
         // The last block, of which there is one at least, which is then wholly masked.
-        let mut block = (end.div_ceil(KEYS as u32).max(start / KEYS as u32 + 1)) - 1;
+        let mut block = part.first + part.blocks - 1;
         // Whether there is something to see before a block.
         let more_before = |block: u32| block * KEYS as u32 > start;
         let mut found = pages_of(block);
@@ -354,11 +375,63 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
             block -= 1;
         }
 
+        // Whether this warp has what all keys give.
+        let mut whole = true;
+        let of = if SPLIT { now.get(0u32) & 0xff } else { 1 };
+        if of > 1 {
+            let floats = const { partial_floats(D, M) };
+            let (number, first_item) = (now.get(0u32) >> 8, now.get(1u32));
+            // A warp's results are its own.
+            let at = first_item as usize * floats + own as usize * (floats / rows(M)) + 4 * lane as usize;
+            let results = GlobalMut::new(partial).offset(at);
+            for m in 0..M {
+                let mine = results.offset(number as usize * floats + m * const { 16 * (D + 8) });
+                for j in 0..D / 8 {
+                    mine.set_as(128 * j, B128(o[m][j]));
+                }
+                mine.set_as(const { 16 * D }, B128([top[2 * m], top[2 * m + 1], sum[2 * m], sum[2 * m + 1]]));
+            }
+            warp::sync_warp(warp::FULL);
+            let mut last = 0;
+            if lane == 0 {
+                let warps = const { THREADS as u32 / 32 };
+                let counter = tickets.wrapping_add((2 + first_item * warps + tid / 32) as usize);
+                last = last_of_parts(counter, of) as u32;
+            }
+            whole = warp::shfl_idx(last, 0) != 0;
+            if whole {
+                let results = Global::new(results.ptr(0u32).cast_const());
+                for m in 0..M {
+                    let of_part = |number: u32| results.offset(number as usize * floats + m * const { 16 * (D + 8) });
+                    let said = |number: u32| {
+                        let B128(said) = of_part(number).get_as::<B128<f32, 4>>(const { 16 * D });
+                        said
+                    };
+                    let (mut new, mut total) = ([f32::NEG_INFINITY; 2], [0f32; 2]);
+                    for number in 0..of {
+                        let said = said(number);
+                        unroll::<2>(|i| new[i] = float::max(new[i], said[i]));
+                    }
+                    o[m] = [[0f32; 4]; 32];
+                    for number in 0..of {
+                        let said = said(number);
+                        let weights = [0, 1].map(|i: usize| weight_of_part(said[i], new[i], 1.0));
+                        unroll::<2>(|i| total[i] = float::fma(said[2 + i], weights[i], total[i]));
+                        for j in 0..D / 8 {
+                            let B128(other) = of_part(number).get_as::<B128<f32, 4>>(128 * j);
+                            unroll::<4>(|e| o[m][j][e] = float::fma(other[e], weights[e / 2], o[m][j][e]));
+                        }
+                    }
+                    unroll::<2>(|i| (top[2 * m + i], sum[2 * m + i]) = (new[i], total[i]));
+                }
+            }
+        }
+
         for h in 0..2 * M {
             let total = sum[h] + warp::shfl_xor(sum[h], 1);
             let total = total + warp::shfl_xor(total, 2);
             let (token, head) = place(h);
-            if token < tile.tokens {
+            if whole && token < tile.tokens {
                 let head = tile.kv_head * group + head;
                 let query = (tile.first + token) as usize;
                 let sink = if sinks.is_null() { f32::NEG_INFINITY } else { Global::new(sinks).get(head) * LOG2_E };
@@ -394,17 +467,25 @@ entries! {
     /// Arguments of every `prefill_*` entry; see [`prefill`].
     pub struct Args<T>(
         out: *mut T, lse: *mut f32, q: *const T, k: *const T, v: *const T, starts: *const i32, lens: *const i32,
-        block_table: *const i32, alibi: *const f32, sinks: *const f32, tickets: *mut u32, sequences: u32, tokens: u32,
+        block_table: *const i32, alibi: *const f32, sinks: *const f32, tickets: *mut u32, partial: *mut f32, sequences: u32, tokens: u32,
         q_heads: u32, kv_heads: u32, head_dim: u32, page_shift: u32, max_pages: u32, pages: u32, tile_tokens: u32, q_token: usize,
         q_head: usize, out_token: usize, out_head: usize, k_page: usize, k_slot: usize, k_head: usize, v_page: usize,
         v_slot: usize, v_head: usize, scale: f32, soft_cap: f32, window: u32, causal: u32, section_keys: u32,
     );
-    prefill_d64_bf16 { type T = bf16; } [128, 2] => prefill::<T, 64, 64, 2>;
-    prefill_d64_f16 { type T = f16; } [128, 2] => prefill::<T, 64, 64, 2>;
-    prefill_d128_bf16 { type T = bf16; } [128, 2] => prefill::<T, 128, 32, 2>;
-    prefill_d128_f16 { type T = f16; } [128, 2] => prefill::<T, 128, 32, 2>;
-    prefill_d192_bf16 { type T = bf16; } [128, 1] => prefill::<T, 192, 32, 1>;
-    prefill_d192_f16 { type T = f16; } [128, 1] => prefill::<T, 192, 32, 1>;
-    prefill_d256_bf16 { type T = bf16; } [128, 1] => prefill::<T, 256, 32, 1>;
-    prefill_d256_f16 { type T = f16; } [128, 1] => prefill::<T, 256, 32, 1>;
+    prefill_d64_bf16 { type T = bf16; } [128, 2] => prefill::<T, 64, 64, 2, false>;
+    prefill_d64_f16 { type T = f16; } [128, 2] => prefill::<T, 64, 64, 2, false>;
+    prefill_d128_bf16 { type T = bf16; } [128, 2] => prefill::<T, 128, 32, 2, false>;
+    prefill_d128_f16 { type T = f16; } [128, 2] => prefill::<T, 128, 32, 2, false>;
+    prefill_d192_bf16 { type T = bf16; } [128, 1] => prefill::<T, 192, 32, 1, false>;
+    prefill_d192_f16 { type T = f16; } [128, 1] => prefill::<T, 192, 32, 1, false>;
+    prefill_d256_bf16 { type T = bf16; } [128, 1] => prefill::<T, 256, 32, 1, false>;
+    prefill_d256_f16 { type T = f16; } [128, 1] => prefill::<T, 256, 32, 1, false>;
+    prefill_d64_bf16_split { type T = bf16; } [128, 2] => prefill::<T, 64, 64, 2, true>;
+    prefill_d64_f16_split { type T = f16; } [128, 2] => prefill::<T, 64, 64, 2, true>;
+    prefill_d128_bf16_split { type T = bf16; } [128, 2] => prefill::<T, 128, 32, 2, true>;
+    prefill_d128_f16_split { type T = f16; } [128, 2] => prefill::<T, 128, 32, 2, true>;
+    prefill_d192_bf16_split { type T = bf16; } [128, 1] => prefill::<T, 192, 32, 1, true>;
+    prefill_d192_f16_split { type T = f16; } [128, 1] => prefill::<T, 192, 32, 1, true>;
+    prefill_d256_bf16_split { type T = bf16; } [128, 1] => prefill::<T, 256, 32, 1, true>;
+    prefill_d256_f16_split { type T = f16; } [128, 1] => prefill::<T, 256, 32, 1, true>;
 }

@@ -19,10 +19,8 @@
 //! f16 in the layout above, which holds all three types exactly. The consumers bring a Q of bf16 into f16's range first.
 //!
 //! # Parts of the keys
-//! Where a launch has tiles for half of the blocks or fewer, instances with room for it (`SPLIT`) divide a tile's keys among as
-//! many blocks as there are for each, one after another in the order of tiles, so that every block has one item. A consumer
-//! leaves maxima, denominators and sums as its threads have them; whoever is the last of the tile adds up all of them in the order of keys,
-//! and goes on as if they were its own. No block waits for another. How many parts depends on the launch's tiles, hence bits on the batch.
+//! Instances named `_split` divide the keys of few tiles ([`ragged`](super::ragged)). A consumer leaves maxima, denominators and
+//! sums as its threads have them; the last one goes on with all parts' as if they were its own.
 //!
 //! # Schedule
 //! A consumer issues `S = Q Kᵀ` of the next block and `O += P V` of the last one together, then does the softmax of the
@@ -42,7 +40,7 @@
 //! in `docs/prefill-attention.md`.
 
 use super::decode::CacheOperand;
-use super::ragged::{Batch, Schedule, Tile, draw, finish, tiles_of};
+use super::ragged::{Batch, Schedule, Tile, draw, finish, last_of_parts, weight_of_part};
 use super::{capped, narrow};
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
@@ -51,8 +49,8 @@ use cuda_std::tma::{Swizzle, TensorMap};
 use cuda_std::vec::B128;
 use cuda_std::wgmma::{self, Accumulator, Descriptor, K, Mn};
 use cuda_std::{
-    E4M3, E5M2, Global, GlobalMut, Shared, atomic, bf16, dependent_launch, entries, f16, float, integer, mbarrier, mma,
-    thread, tma, unroll, vec, warp,
+    E4M3, E5M2, Global, GlobalMut, Shared, bf16, dependent_launch, entries, f16, float, integer, mbarrier, mma, thread,
+    tma, unroll, vec, warp,
 };
 
 /// How an instance divides the work.
@@ -105,11 +103,6 @@ impl Shape {
         (self.q_stages * self.rows() + 2 * self.stages * self.keys) * self.head_dim * 2 + narrow + 512
     }
 }
-
-/// Parts that a tile's keys are divided into at most, ...
-pub const MAX_PARTS: u32 = 16;
-/// ... each of so many keys at least.
-pub const PART_KEYS: u32 = 256;
 
 /// Floats of a block's [partial result](prefill): of each thread of its consumers the sums of `D / 2` columns, and of two rows maximum and
 /// denominator.
@@ -482,11 +475,7 @@ pub unsafe fn prefill<
         if warp_id == 2 {
             // Finds tiles, one ahead of those that bring them.
             let mut schedule = Schedule::new(&batch, section_keys);
-            // Few tiles are divided among all blocks.
-            let mut most_parts = 1;
-            if SPLIT {
-                most_parts = (thread::grid_dim_x() / tiles_of(&batch).max(1)).clamp(1, MAX_PARTS);
-            }
+            let most_parts = if SPLIT { batch.most_parts() } else { 1 };
             let mut index = thread::block_idx_x();
             let mut tiles = Ring::<TOLD>::new();
             let next = || {
@@ -494,25 +483,18 @@ pub unsafe fn prefill<
                 warp::shfl_idx(drawn, 0)
             };
             loop {
-                let part = index % most_parts;
+                core::hint::assert_unchecked(most_parts != 0);
                 let found = schedule.find(&batch, index / most_parts);
-                let (mut first, mut blocks, mut parts) = (0, 0, 1);
-                if let Some(tile) = &found {
-                    // What is before it nobody sees.
-                    first = batch.start(batch.end(tile, 0)) / KEYS as u32;
-                    // At least one block, which is then wholly masked.
-                    blocks = batch.end(tile, tile.tokens - 1).div_ceil(KEYS as u32).saturating_sub(first).max(1);
-                    parts = (blocks / const { PART_KEYS / KEYS as u32 }).clamp(1, most_parts);
-                    if part >= parts {
-                        index = next();
-                        continue;
-                    }
+                let part = found.and_then(|tile| batch.part(&tile, KEYS as u32, index % most_parts, most_parts));
+                if SPLIT && found.is_some() && part.is_none() {
+                    index = next();
+                    continue;
                 }
                 let slot = tiles.slot;
                 let words = tile_words.offset(slot * WORDS as u32);
                 mbarrier::wait_parity(bar(told_empty, slot), tiles.parity ^ 1);
                 tiles = tiles.next();
-                let Some(tile) = found else {
+                let (Some(tile), Some(part)) = (found, part) else {
                     if lane == 0 {
                         words.set(5u32, 0);
                         mbarrier::arrive(bar(told, slot));
@@ -521,14 +503,13 @@ pub unsafe fn prefill<
                     break;
                 };
                 if lane == 0 {
-                    let begin = part * blocks / parts;
-                    let start = batch.start(batch.end(&tile, 0)).max((first + begin) * KEYS as u32);
+                    let start = batch.start(batch.end(&tile, 0)).max(part.first * KEYS as u32);
                     words.set(0u32, tile.first);
                     words.set(1u32, tile.tokens);
                     words.set(2u32, tile.len);
                     words.set(3u32, tile.position as u32);
                     words.set(4u32, start);
-                    words.set(5u32, (part + 1) * blocks / parts - begin);
+                    words.set(5u32, part.blocks);
                     words.set(6u32, tile.kv_head);
                     words.set(7u32, tile.sequence);
                     if NARROW {
@@ -537,8 +518,8 @@ pub unsafe fn prefill<
                         words.set(9u32, Global::new(v_scales).get(at).to_bits());
                     }
                     if SPLIT {
-                        words.set(10u32, parts | part << 8);
-                        words.set(11u32, index - part);
+                        words.set(10u32, part.of | part.number << 8);
+                        words.set(11u32, index - part.number);
                     }
                     mbarrier::arrive(bar(told, slot));
                 }
@@ -1104,15 +1085,10 @@ pub unsafe fn prefill<
                     mine.set_as(512 * j, B128([o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]]));
                 }
                 mine.set_as(const { 64 * D }, B128([top[0], top[1], sum[0], sum[1]]));
-                // Who comes last has the others' results before it, and leaves the counter as it was.
                 thread::sync_named(own_barrier, 128);
                 if thread == 0 {
                     let counter = tickets.wrapping_add((2 + first_item * CONSUMERS as u32 + me) as usize);
-                    let last = atomic::fetch_add(counter, 1, atomic::Device, atomic::AcqRel) + 1 == parts_of;
-                    if last {
-                        atomic::exchange_u32(counter, 0);
-                    }
-                    arrived.set(me, last as u32);
+                    arrived.set(me, last_of_parts(counter, parts_of) as u32);
                 }
                 thread::sync_named(own_barrier, 128);
                 if by_one(arrived, me) == 0 {
@@ -1153,16 +1129,10 @@ pub unsafe fn prefill<
                     for part in 0..parts_of {
                         let said = next;
                         next = said_of(part + 1);
-                        let mut factor = [0f32; 2];
-                        unroll::<2>(|h| {
-                            // What has seen nothing is 0 times anything finite.
-                            if said[h] != f32::NEG_INFINITY {
-                                factor[h] = float::fast::exp2((said[h] - top[h]) * fold[h]);
-                            }
-                            if pass == 0 {
-                                sum[h] = float::fma(said[2 + h], factor[h], sum[h]);
-                            }
-                        });
+                        let factor = [0, 1].map(|h: usize| weight_of_part(said[h], top[h], fold[h]));
+                        if pass == 0 {
+                            unroll::<2>(|h| sum[h] = float::fma(said[2 + h], factor[h], sum[h]));
+                        }
                         for j in 0..columns / 8 {
                             let o = o.as_mut();
                             unroll::<4>(|e| {

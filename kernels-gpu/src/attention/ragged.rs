@@ -12,6 +12,11 @@
 //! themselves. A warp finds a tile by its number: it knows how many tiles each pair of the section has, two pairs a lane, and goes
 //! forward from the number before, all levels that the same pairs have in one step. Which block computes a tile makes no
 //! difference to it.
+//!
+//! Where there are tiles for half of the blocks or fewer, kernels with room for partial results divide the keys of each into
+//! [parts](Part), so that every block has one: numbers are those of parts then, the parts of a tile one after another.
+//! Who is done with a part leaves its result and counts; the last of the tile adds up all of them in the order of keys.
+//! No block waits for another. How many parts there are depends on the tiles of the launch, and so do last bits.
 
 use cuda_std::{Global, atomic, float, thread, unroll, warp};
 
@@ -215,18 +220,70 @@ impl Schedule {
     }
 }
 
-/// How many tiles a launch has, and 2^25 or more for more than that. For whole warps.
-#[inline(always)]
-pub unsafe fn tiles_of(batch: &Batch) -> u32 {
-    core::hint::assert_unchecked(batch.tile_tokens != 0);
-    const MOST: u32 = 1 << 20;
-    let mut tiles = 0;
-    let mut sequence = warp::lane_id();
-    while sequence < batch.sequences {
-        tiles = (tiles + batch.chunk(sequence).1.div_ceil(batch.tile_tokens).min(MOST)).min(MOST);
-        sequence += 32;
+/// Parts that the keys of a tile are divided into at most, ...
+pub const MAX_PARTS: u32 = 16;
+/// ... each of so many keys at least.
+pub const PART_KEYS: u32 = 256;
+
+/// What of its keys a block computes of a tile.
+#[derive(Clone, Copy)]
+pub struct Part {
+    /// The first block of keys.
+    pub first: u32,
+    /// Blocks of keys: one at least, which nobody may see.
+    pub blocks: u32,
+    /// Which part it is ...
+    pub number: u32,
+    /// ... of how many.
+    pub of: u32,
+}
+
+impl Batch {
+    /// The part of this number of what a tile sees, in blocks of `keys` keys: of at most `most` parts, if it has so many.
+    #[inline(always)]
+    pub fn part(&self, tile: &Tile, keys: u32, number: u32, most: u32) -> Option<Part> {
+        // What is before it nobody sees.
+        let first = self.start(self.end(tile, 0)) / keys;
+        let blocks = self.end(tile, tile.tokens - 1).div_ceil(keys).saturating_sub(first).max(1);
+        let of = (blocks / (PART_KEYS / keys)).min(most).max(1);
+        let begin = number * blocks / of;
+        let part = Part { first: first + begin, blocks: (number + 1) * blocks / of - begin, number, of };
+        if number < of { Some(part) } else { None }
     }
-    warp::warp_reduce_add_u32(warp::FULL, tiles).saturating_mul(batch.kv_heads)
+
+    /// Into how many parts the keys of each tile may be divided, so that every block has one part at most. For whole warps.
+    #[inline(always)]
+    pub unsafe fn most_parts(&self) -> u32 {
+        core::hint::assert_unchecked(self.tile_tokens != 0);
+        // More than there are blocks are not told apart.
+        const MOST: u32 = 1 << 20;
+        let mut tiles = 0;
+        let mut sequence = warp::lane_id();
+        while sequence < self.sequences {
+            tiles = (tiles + self.chunk(sequence).1.div_ceil(self.tile_tokens).min(MOST)).min(MOST);
+            sequence += 32;
+        }
+        let tiles = warp::warp_reduce_add_u32(warp::FULL, tiles).saturating_mul(self.kv_heads);
+        (thread::grid_dim_x() / tiles.max(1)).clamp(1, MAX_PARTS)
+    }
+}
+
+/// What the results of a part are multiplied with, whose maximum is `top` where that of all parts is `new`, as exponents of
+/// 2 once they are multiplied with `fold`. What has seen nothing is 0 times anything finite.
+#[inline(always)]
+pub fn weight_of_part(top: f32, new: f32, fold: f32) -> f32 {
+    if top == f32::NEG_INFINITY { 0.0 } else { float::fast::exp2((top - new) * fold) }
+}
+
+/// Counts that a part of a tile is done. Whether all `of` parts are, whose results are visible then; the counter is as it was then. By
+/// one thread, behind a barrier of those that stored.
+#[inline(always)]
+pub unsafe fn last_of_parts(counter: *mut u32, of: u32) -> bool {
+    let last = atomic::fetch_add(counter, 1, atomic::Device, atomic::AcqRel) + 1 == of;
+    if last {
+        atomic::exchange_u32(counter, 0);
+    }
+    last
 }
 
 /// Draws the number of a block's next tile; the first is the block's own. By one thread.
