@@ -30,7 +30,17 @@ pub fn benches(harness: &mut Harness) {
     for shape in [[1, 4096, 4096], [8, 4096, 4096], [8, 512, 8192]] {
         case_over::<E4M3>(harness, auto, shape, (32, 8), 128);
     }
-    case(harness, ("mma-", PrefillPath::Mma), [8, 4096, 4096], (32, 8), 128);
+    let mma = ("mma-", PrefillPath::Mma);
+    for (shape, dim) in [
+        ([8, 4096, 4096], 128),
+        ([32, 1024, 1024], 128),
+        ([1, 512, 512], 128),
+        ([8, 4096, 4096], 64),
+        ([8, 4096, 4096], 96),
+        ([8, 4096, 4096], 256),
+    ] {
+        case(harness, mma, shape, (32, 8), dim);
+    }
     // Short chunks whose keys are divided among blocks.
     let split = ("split-", PrefillPath::Auto);
     for (shape, heads) in [

@@ -296,14 +296,17 @@ pub const fn mma_entry(dtype: DType, head_dim: usize, split: bool) -> Option<(En
     // Padded head size, keys of a block, rows of a warp by 16, blocks of a multiprocessor: as in the table of entries.
     let (dim, keys, tiles, blocks) = match head_dim {
         1..=64 => (64, 64, 2, 2),
-        65..=128 => (128, 32, 2, 2),
+        65..=96 => (96, 32, 2, 2),
+        97..=128 => (128, 32, 2, 2),
         129..=192 => (192, 32, 1, 2),
-        193..=256 => (256, 32, 1, 2),
+        193..=256 => (256, 16, 1, 2),
         _ => return None,
     };
     let (whole, parts) = match (dtype, dim) {
         (DType::Bf16, 64) => (prefill_d64_bf16::ENTRY, prefill_d64_bf16_split::ENTRY),
         (DType::F16, 64) => (prefill_d64_f16::ENTRY, prefill_d64_f16_split::ENTRY),
+        (DType::Bf16, 96) => (prefill_d96_bf16::ENTRY, prefill_d96_bf16_split::ENTRY),
+        (DType::F16, 96) => (prefill_d96_f16::ENTRY, prefill_d96_f16_split::ENTRY),
         (DType::Bf16, 128) => (prefill_d128_bf16::ENTRY, prefill_d128_bf16_split::ENTRY),
         (DType::F16, 128) => (prefill_d128_f16::ENTRY, prefill_d128_f16_split::ENTRY),
         (DType::Bf16, 192) => (prefill_d192_bf16::ENTRY, prefill_d192_bf16_split::ENTRY),

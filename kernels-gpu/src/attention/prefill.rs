@@ -8,9 +8,10 @@
 //!
 //! # A tile
 //! Four warps with 16 or 32 rows each walk the keys from right to left, so that the masked blocks come first. K and V of a block of
-//! keys are in shared memory, brought by `cp.async`: V comes while the scores are computed, and the next K while V is used.
+//! keys are in shared memory, twice: `cp.async` brings the next block's while one is used, with a barrier for each block.
 //! Q stays in shared memory, `S = Q Kᵀ` becomes P in registers without a shuffle, as its accumulators are laid out like an
-//! A operand; maxima, sums and O are in f32. Source: Dao, *FlashAttention-2*, 2023.
+//! A operand; maxima, sums and O are in f32. Maxima follow the scores with slack: O is rescaled only once a row's maximum has grown
+//! by a factor of 2^8. Sources: Dao, *FlashAttention-2*, 2023; FlashAttention-4 (slack).
 
 use super::ragged::{Batch, Schedule, draw, finish, last_of_parts, weight_of_part};
 use super::soft_capped;
@@ -18,7 +19,8 @@ use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
 use cuda_std::vec::{B32, B128};
 use cuda_std::{
-    Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, mma, shared, thread, unroll, warp,
+    Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, integer, mma, shared, thread, unroll,
+    warp,
 };
 
 /// Threads of a block: four warps.
@@ -34,15 +36,24 @@ pub const fn partial_floats(head_dim: usize, tiles: usize) -> usize {
     THREADS * tiles * (head_dim / 2 + 4)
 }
 
+/// By how much (as an exponent of 2) a maximum may be exceeded.
+const SLACK: f32 = 8.0;
+
 /// Elements of a row of K or V in shared memory: padded by 16 bytes, so that eight rows fall into different banks.
 const fn row_elements(head_dim: usize) -> usize {
     head_dim + 8
 }
 
+/// Sums that each score is computed in, so that eight products are under way at one time at least.
+const fn chains(keys: usize, tiles: usize) -> usize {
+    let sums = tiles * keys / 8;
+    if sums < 8 { 8 / sums } else { 1 }
+}
+
 /// Dynamic shared memory of a block of the kernel for heads of up to `head_dim` elements, blocks of `keys` keys and `tiles`
 /// times 16 rows a warp.
 pub const fn shared_bytes(head_dim: usize, keys: usize, tiles: usize) -> usize {
-    (rows(tiles) + 2 * keys) * row_elements(head_dim) * 2 + 16 + rows(tiles) * 4
+    (rows(tiles) + 4 * keys) * row_elements(head_dim) * 2 + 16 + rows(tiles) * 4
 }
 
 /// Attention of the query tokens of each sequence over its paged keys and values.
@@ -100,7 +111,9 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
     section_keys: u32,
 ) {
     dependent_launch::begin();
-    const { assert!(D.is_multiple_of(16) && (KEYS == 32 || KEYS == 64) && (M == 1 || M == 2)) };
+    const { assert!(D.is_multiple_of(16) && (KEYS == 16 || KEYS == 32 || KEYS == 64) && (M == 1 || M == 2)) };
+    // As the copies are written.
+    const { assert!((KEYS * D / 8).is_multiple_of(THREADS)) };
     core::hint::assert_unchecked(kv_heads != 0);
     let group = q_heads / kv_heads;
     core::hint::assert_unchecked(group != 0);
@@ -125,21 +138,24 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
     let width = const { row_elements(D) };
     let mut carver = shared::Carver::new();
     let qs = carver.take::<T>(rows(M) * width);
-    let ks = carver.take::<T>(KEYS * width);
-    let vs = carver.take::<T>(KEYS * width);
+    // K and V of a block of keys, and of the next.
+    let kv = carver.take::<T>(4 * KEYS * width);
     // The number of the next tile or part, ...
     let next = carver.take::<u32>(1);
     // ... and of this one, as registers are short, of how many parts it is, which, and the number of the first of them.
     let now = carver.take::<u32>(2);
     let places = carver.take::<u32>(rows(M));
     // 32-bit addresses: what is added to them becomes part of the instruction.
-    let (q0, k0, v0) = (qs.address(0u32), ks.address(0u32), vs.address(0u32));
+    let (q0, kv0) = (qs.address(0u32), kv.address(0u32));
     let pitch = const { 2 * row_elements(D) as u32 };
+    let (v_after, stage_bytes) = (KEYS as u32 * pitch, const { 2 * KEYS as u32 } * pitch);
     let q_row = q0 + (own + lane % 16) * pitch + lane / 16 * 16;
-    let k_row = k0 + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16;
-    let v_row = v0 + lane % 16 * pitch + lane / 16 * 16;
+    let k_row = kv0 + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16;
+    let v_row = kv0 + v_after + lane % 16 * pitch + lane / 16 * 16;
     let fold = scale * LOG2_E;
-    core::hint::assert_unchecked(head_dim >= 2);
+    core::hint::assert_unchecked(head_dim >= 8);
+    // Whether rows of Q lie at multiples of 16 bytes.
+    let q_by_16 = ((q.ptr(0u32) as usize / size_of::<T>()) | q_token | q_head).is_multiple_of(8);
     // What lies between the head's size and the instance's is zero.
     let mut i = tid;
     while i < (rows(M) * D / 8) as u32 {
@@ -196,50 +212,70 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
 
         // Copies a block's rows, zeros for those that are not there or that nobody sees: NaN times 0 would be NaN.
         let slot_mask = (1u32 << page_shift) - 1;
-        let copy = |to: u32, from: Global<T>, (page_stride, slot_stride): (usize, usize), block: u32, found: u32| {
-            // A loop, as the addresses of all its steps at once would not fit into registers.
-            let mut i = tid;
-            while i < const { (KEYS * D / 8) as u32 } {
-                let (r, piece) = (i / const { D as u32 / 8 }, i % const { D as u32 / 8 });
+        let (k, v) = (k.offset(tile.kv_head as usize * k_head), v.offset(tile.kv_head as usize * v_head));
+        let copy = |stage: u32, block: u32, found: u32| {
+            let to = kv0 + stage * stage_bytes;
+            // Computed anew for each block: kept, it would cost registers where scores need them. Here all steps fit at once.
+            let tid = integer::opaque(tid);
+            for step in 0..KEYS * D / 8 / THREADS {
+                let pieces = const { D as u32 / 8 };
+                // A thread has the same piece of rows that are as far apart, if rows divide the threads.
+                let (r, piece) = if THREADS.is_multiple_of(D / 8) {
+                    (tid / pieces + step as u32 * (THREADS as u32 / pieces), tid % pieces)
+                } else {
+                    let i = tid + step as u32 * THREADS as u32;
+                    (i / pieces, i % pieces)
+                };
                 let key = block * KEYS as u32 + r;
                 let page = warp::shfl_idx(found, r / 8);
                 let seen = key.wrapping_sub(start) < tile.len - start;
-                let there = page < pages && seen && piece * 8 < head_dim;
-                let at = if there {
-                    page as usize * page_stride + (key & slot_mask) as usize * slot_stride + piece as usize * 8
-                } else {
-                    0
+                // Of nothing the place does not matter, as long as it is one.
+                let (page, bytes) = if page < pages && seen && piece * 8 < head_dim { (page, 16) } else { (0, 0) };
+                let (page, slot) = (page as usize, (key & slot_mask) as usize);
+                let at = |page_stride: usize, slot_stride: usize| {
+                    page * page_stride + slot * slot_stride + piece as usize * 8
                 };
-                cp_async::copy_16_zfill(to + (r * pitch + piece * 16), from.ptr(at), if there { 16 } else { 0 });
-                i += THREADS as u32;
+                let to = to + r * pitch + piece * 16;
+                cp_async::copy_16_zfill(to, k.ptr(at(k_page, k_slot)), bytes);
+                cp_async::copy_16_zfill(to + v_after, v.ptr(at(v_page, v_slot)), bytes);
             }
             cp_async::commit_group();
         };
-        let (k, v) = (k.offset(tile.kv_head as usize * k_head), v.offset(tile.kv_head as usize * v_head));
-        let copy_k = |block: u32, found: u32| copy(k0, k, (k_page, k_slot), block, found);
-        let copy_v = |block: u32, found: u32| copy(v0, v, (v_page, v_slot), block, found);
 
         // The last block, of which there is one at least, which is then wholly masked.
         let mut block = part.first + part.blocks - 1;
         // Whether there is something to see before a block.
         let more_before = |block: u32| block * KEYS as u32 > start;
         let mut found = pages_of(block);
-        copy_k(block, found);
+        // A warp's rows of Q, which only it reads. Rows that the tile does not have repeat its first one; nothing of them is stored.
+        let row_of_q = |r: u32| {
+            let place = places.get(r);
+            let there = (place >> 16) < tile.tokens;
+            let (token, head) = if there { (place >> 16, place & 0xffff) } else { (0, 0) };
+            (tile.first + token) as usize * q_token + (tile.kv_head * group + head) as usize * q_head
+        };
+        if q_by_16 {
+            let pieces = head_dim / 8;
+            let mut i = lane;
+            while i < const { 16 * M as u32 } * pieces {
+                let (r, piece) = (own + i / pieces, i % pieces);
+                cp_async::copy_16(q0 + r * pitch + piece * 16, q.ptr(row_of_q(r) + piece as usize * 8));
+                i += 32;
+            }
+        } else {
+            let words = head_dim / 2;
+            let mut i = lane;
+            while i < const { 16 * M as u32 } * words {
+                let (r, d) = (own + i / words, i % words * 2);
+                let B32([word]) = q.get_as::<B32<u32, 1>>(row_of_q(r) + d as usize);
+                qs.set_as(r as usize * width + d as usize, B32([word]));
+                i += 32;
+            }
+        }
+        let mut stage = 0;
+        copy(stage, block, found);
         let mut found_next = if more_before(block) { pages_of(block - 1) } else { u32::MAX };
 
-        // A warp's rows of Q, which only it reads.
-        let words = head_dim / 2;
-        let mut i = lane;
-        while i < const { 16 * M as u32 } * words {
-            let (r, d) = (own + i / words, i % words * 2);
-            // Rows that the tile does not have repeat its first one; nothing of them is stored.
-            let there = r / group < tile.tokens;
-            let (token, head) = if there { (r / group, r % group) } else { (0, 0) };
-            let at = (tile.first + token) as usize * q_token + (tile.kv_head * group + head) as usize * q_head;
-            let B32([word]) = q.get_as::<B32<u32, 1>>(at + d as usize);
-            qs.set_as(r as usize * width + d as usize, B32([word]));
-            i += 32;
-        }
         let mut ends = [0u32; 4];
         for h in 0..2 * M {
             ends[h] = batch.end(&tile, place(h).0);
@@ -252,13 +288,24 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
         let mut top = [f32::NEG_INFINITY; 4];
         let mut sum = [0f32; 4];
         loop {
-            // K of this block is there, and nobody uses V of the last one any more.
+            // This block is there, and nobody uses the last one any more.
             cp_async::wait_group::<0>();
             thread::sync_threads();
-            copy_v(block, found);
+            let more = more_before(block);
+            let wrong = wrong_in(block, found);
+            let (k_row, v_row) = (k_row + stage * stage_bytes, v_row + stage * stage_bytes);
+            stage ^= 1;
+            if more {
+                copy(stage, block - 1, found_next);
+                found = found_next;
+                found_next = if more_before(block - 1) { pages_of(block - 2) } else { u32::MAX };
+            }
 
-            let mut s = [[[0f32; 4]; 8]; M];
+            // A product waits for the one before in the same sum: where there are few sums, there are several of each.
+            let chains = const { chains(KEYS, M) };
+            let mut sums = [[[[0f32; 4]; 8]; M]; 4];
             for step in 0..D / 16 {
+                let s = &mut sums[step % chains];
                 let mut a = [[0u32; 4]; M];
                 for m in 0..M {
                     a[m] = mma::ldmatrix_x4(q_row + (16 * m) as u32 * pitch + 32 * step as u32);
@@ -271,17 +318,14 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
                     }
                 }
             }
-            // V is there, and everybody is done with K.
-            cp_async::wait_group::<0>();
-            thread::sync_threads();
-            let more = more_before(block);
-            let wrong = wrong_in(block, found);
-            if more {
-                copy_k(block - 1, found_next);
-                found = found_next;
-                found_next = if more_before(block - 1) { pages_of(block - 2) } else { u32::MAX };
+            let mut s = sums[0];
+            for other in &sums[1..chains] {
+                for m in 0..M {
+                    for j in 0..KEYS / 8 {
+                        unroll::<4>(|e| s[m][j][e] += other[m][j][e]);
+                    }
+                }
             }
-
             let whole = block < whole_end && block >= whole_start && wrong == 0;
             for m in 0..M {
                 // Scores in units of log 2.
@@ -323,20 +367,38 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
                         }
                     });
                 }
-
-                let mut rescale = [0f32; 2];
+            }
+            let mut new = top;
+            for m in 0..M {
                 unroll::<2>(|i| {
                     let h = 2 * m + i;
-                    let mut new = top[h];
                     for j in 0..KEYS / 8 {
-                        unroll::<2>(|c| new = float::max(new, s[m][j][2 * i + c]));
+                        unroll::<2>(|c| new[h] = float::max(new[h], s[m][j][2 * i + c]));
                     }
-                    new = float::max(new, warp::shfl_xor(new, 1));
-                    new = float::max(new, warp::shfl_xor(new, 2));
-                    // Nothing seen yet: any finite reference will do.
-                    let reference = if new == f32::NEG_INFINITY { 0.0 } else { new };
-                    rescale[i] = float::fast::exp2(top[h] - reference);
-                    top[h] = new;
+                    new[h] = float::max(new[h], warp::shfl_xor(new[h], 1));
+                    new[h] = float::max(new[h], warp::shfl_xor(new[h], 2));
+                });
+            }
+            // Nothing seen yet: any finite reference will do.
+            let reference = |top: f32| if top == f32::NEG_INFINITY { 0.0 } else { top };
+            let mut grows = false;
+            for h in 0..2 * M {
+                grows |= new[h] - top[h] > SLACK;
+            }
+            if warp::warp_vote_any(warp::FULL, grows) {
+                for h in 0..2 * M {
+                    let factor = float::fast::exp2(top[h] - reference(new[h]));
+                    sum[h] *= factor;
+                    for j in 0..D / 8 {
+                        unroll::<2>(|c| o[h / 2][j][h % 2 * 2 + c] *= factor);
+                    }
+                }
+                top = new;
+            }
+            for m in 0..M {
+                unroll::<2>(|i| {
+                    let h = 2 * m + i;
+                    let reference = reference(top[h]);
                     let mut part = 0.0;
                     for j in 0..KEYS / 8 {
                         unroll::<2>(|c| {
@@ -344,11 +406,8 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
                             part += s[m][j][2 * i + c];
                         });
                     }
-                    sum[h] = float::fma(sum[h], rescale[i], part);
+                    sum[h] += part;
                 });
-                for j in 0..D / 8 {
-                    unroll::<4>(|e| o[m][j][e] *= rescale[e / 2]);
-                }
             }
             for step in 0..KEYS / 16 {
                 let mut p = [[0u32; 4]; M];
@@ -474,18 +533,22 @@ entries! {
     );
     prefill_d64_bf16 { type T = bf16; } [128, 2] => prefill::<T, 64, 64, 2, false>;
     prefill_d64_f16 { type T = f16; } [128, 2] => prefill::<T, 64, 64, 2, false>;
+    prefill_d96_bf16 { type T = bf16; } [128, 2] => prefill::<T, 96, 32, 2, false>;
     prefill_d128_bf16 { type T = bf16; } [128, 2] => prefill::<T, 128, 32, 2, false>;
+    prefill_d96_f16 { type T = f16; } [128, 2] => prefill::<T, 96, 32, 2, false>;
     prefill_d128_f16 { type T = f16; } [128, 2] => prefill::<T, 128, 32, 2, false>;
     prefill_d192_bf16 { type T = bf16; } [128, 1] => prefill::<T, 192, 32, 1, false>;
     prefill_d192_f16 { type T = f16; } [128, 1] => prefill::<T, 192, 32, 1, false>;
-    prefill_d256_bf16 { type T = bf16; } [128, 1] => prefill::<T, 256, 32, 1, false>;
-    prefill_d256_f16 { type T = f16; } [128, 1] => prefill::<T, 256, 32, 1, false>;
+    prefill_d256_bf16 { type T = bf16; } [128, 1] => prefill::<T, 256, 16, 1, false>;
+    prefill_d256_f16 { type T = f16; } [128, 1] => prefill::<T, 256, 16, 1, false>;
     prefill_d64_bf16_split { type T = bf16; } [128, 2] => prefill::<T, 64, 64, 2, true>;
     prefill_d64_f16_split { type T = f16; } [128, 2] => prefill::<T, 64, 64, 2, true>;
+    prefill_d96_bf16_split { type T = bf16; } [128, 2] => prefill::<T, 96, 32, 2, true>;
     prefill_d128_bf16_split { type T = bf16; } [128, 2] => prefill::<T, 128, 32, 2, true>;
+    prefill_d96_f16_split { type T = f16; } [128, 2] => prefill::<T, 96, 32, 2, true>;
     prefill_d128_f16_split { type T = f16; } [128, 2] => prefill::<T, 128, 32, 2, true>;
     prefill_d192_bf16_split { type T = bf16; } [128, 1] => prefill::<T, 192, 32, 1, true>;
     prefill_d192_f16_split { type T = f16; } [128, 1] => prefill::<T, 192, 32, 1, true>;
-    prefill_d256_bf16_split { type T = bf16; } [128, 1] => prefill::<T, 256, 32, 1, true>;
-    prefill_d256_f16_split { type T = f16; } [128, 1] => prefill::<T, 256, 32, 1, true>;
+    prefill_d256_bf16_split { type T = bf16; } [128, 1] => prefill::<T, 256, 16, 1, true>;
+    prefill_d256_f16_split { type T = f16; } [128, 1] => prefill::<T, 256, 16, 1, true>;
 }
