@@ -295,7 +295,7 @@ pub const fn mma_entry(dtype: DType, head_dim: usize, split: bool) -> Option<(En
     use mma::*;
     // Padded head size, keys of a block, rows of a warp by 16, blocks of a multiprocessor: as in the table of entries.
     let (dim, keys, tiles, blocks) = match head_dim {
-        1..=64 => (64, 64, 2, 2),
+        1..=64 => (64, 48, 2, 2),
         65..=96 => (96, 32, 2, 2),
         97..=128 => (128, 32, 2, 2),
         129..=192 => (192, 32, 1, 2),

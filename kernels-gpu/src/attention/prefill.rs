@@ -111,7 +111,7 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
     section_keys: u32,
 ) {
     dependent_launch::begin();
-    const { assert!(D.is_multiple_of(16) && (KEYS == 16 || KEYS == 32 || KEYS == 64) && (M == 1 || M == 2)) };
+    const { assert!(D.is_multiple_of(16) && KEYS.is_multiple_of(16) && KEYS <= 64 && (M == 1 || M == 2)) };
     // As the copies are written.
     const { assert!((KEYS * D / 8).is_multiple_of(THREADS)) };
     core::hint::assert_unchecked(kv_heads != 0);
@@ -531,21 +531,21 @@ entries! {
         q_head: usize, out_token: usize, out_head: usize, k_page: usize, k_slot: usize, k_head: usize, v_page: usize,
         v_slot: usize, v_head: usize, scale: f32, soft_cap: f32, window: u32, causal: u32, section_keys: u32,
     );
-    prefill_d64_bf16 { type T = bf16; } [128, 2] => prefill::<T, 64, 64, 2, false>;
-    prefill_d64_f16 { type T = f16; } [128, 2] => prefill::<T, 64, 64, 2, false>;
+    prefill_d64_bf16 { type T = bf16; } [128, 2] => prefill::<T, 64, 48, 2, false>;
+    prefill_d64_f16 { type T = f16; } [128, 2] => prefill::<T, 64, 48, 2, false>;
     prefill_d96_bf16 { type T = bf16; } [128, 2] => prefill::<T, 96, 32, 2, false>;
-    prefill_d128_bf16 { type T = bf16; } [128, 2] => prefill::<T, 128, 32, 2, false>;
     prefill_d96_f16 { type T = f16; } [128, 2] => prefill::<T, 96, 32, 2, false>;
+    prefill_d128_bf16 { type T = bf16; } [128, 2] => prefill::<T, 128, 32, 2, false>;
     prefill_d128_f16 { type T = f16; } [128, 2] => prefill::<T, 128, 32, 2, false>;
     prefill_d192_bf16 { type T = bf16; } [128, 1] => prefill::<T, 192, 32, 1, false>;
     prefill_d192_f16 { type T = f16; } [128, 1] => prefill::<T, 192, 32, 1, false>;
     prefill_d256_bf16 { type T = bf16; } [128, 1] => prefill::<T, 256, 16, 1, false>;
     prefill_d256_f16 { type T = f16; } [128, 1] => prefill::<T, 256, 16, 1, false>;
-    prefill_d64_bf16_split { type T = bf16; } [128, 2] => prefill::<T, 64, 64, 2, true>;
-    prefill_d64_f16_split { type T = f16; } [128, 2] => prefill::<T, 64, 64, 2, true>;
+    prefill_d64_bf16_split { type T = bf16; } [128, 2] => prefill::<T, 64, 48, 2, true>;
+    prefill_d64_f16_split { type T = f16; } [128, 2] => prefill::<T, 64, 48, 2, true>;
     prefill_d96_bf16_split { type T = bf16; } [128, 2] => prefill::<T, 96, 32, 2, true>;
-    prefill_d128_bf16_split { type T = bf16; } [128, 2] => prefill::<T, 128, 32, 2, true>;
     prefill_d96_f16_split { type T = f16; } [128, 2] => prefill::<T, 96, 32, 2, true>;
+    prefill_d128_bf16_split { type T = bf16; } [128, 2] => prefill::<T, 128, 32, 2, true>;
     prefill_d128_f16_split { type T = f16; } [128, 2] => prefill::<T, 128, 32, 2, true>;
     prefill_d192_bf16_split { type T = bf16; } [128, 1] => prefill::<T, 192, 32, 1, true>;
     prefill_d192_f16_split { type T = f16; } [128, 1] => prefill::<T, 192, 32, 1, true>;

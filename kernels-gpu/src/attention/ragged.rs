@@ -222,7 +222,7 @@ impl Schedule {
 
 /// Parts that the keys of a tile are divided into at most, ...
 pub const MAX_PARTS: u32 = 16;
-/// ... each of so many keys at least.
+/// ... each of about so many keys at least.
 pub const PART_KEYS: u32 = 256;
 
 /// What of its keys a block computes of a tile.
