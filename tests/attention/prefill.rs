@@ -624,33 +624,48 @@ fn sequences_share_pages() {
     });
 }
 
+/// A graph captured once does what a call does, for each of these starts and lengths.
+fn one_graph_serves(
+    d: &Device,
+    s: &Stream,
+    shape: &Shape,
+    path: PrefillPath,
+    mut work: PrefillWorkspace,
+    steps: &[(&[i32], &[i32])],
+) {
+    let mut c = case::<f16>(d, shape);
+    let tensor = || Tensor::<f16>::zeros(d, c.q.shape()).unwrap();
+    let (mut graphed, mut direct) = (tensor(), tensor());
+    let options = PrefillOptions::default().path(path);
+    d.preload(&["attention"]).unwrap();
+    let graph = Graph::capture(s, |s| {
+        prefill(s, &mut graphed, None, &c.q, &c.cache, &c.table, &c.starts, &c.lens, &options, &mut work)
+    })
+    .unwrap();
+    for (starts, lens) in steps {
+        c.starts.copy_from_slice(starts).unwrap();
+        c.lens.copy_from_slice(lens).unwrap();
+        graph.launch(s).unwrap();
+        s.synchronize().unwrap();
+        let (table, starts, lens) = (&c.table, &c.starts, &c.lens);
+        prefill(s, &mut direct, None, &c.q, &c.cache, table, starts, lens, &options, &mut work).unwrap();
+        assert_eq!(graphed.to_vec().unwrap(), direct.to_vec().unwrap(), "{path:?}");
+    }
+}
+
 #[test]
 fn one_graph_serves_changing_lengths() {
     on_every_order(|d, s| {
         for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
             let sequences = vec![(40, 200), (25, 150)];
             let shape = Shape { sequences, kv_heads: 1, group: 4, dim: 64, page: 16, layout: CacheLayout::Hnd };
-            let mut c = case::<f16>(d, &shape);
-            let tensor = || Tensor::<f16>::zeros(d, &[65, 4, 64]).unwrap();
-            let (mut graphed, mut direct) = (tensor(), tensor());
-            let options = PrefillOptions::default().path(path);
-            d.preload(&["attention"]).unwrap();
-            let mut work = PrefillWorkspace::new(d).unwrap();
-            let graph = Graph::capture(s, |s| {
-                prefill(s, &mut graphed, None, &c.q, &c.cache, &c.table, &c.starts, &c.lens, &options, &mut work)
-            })
-            .unwrap();
-            for (starts, lens) in
-                [([0, 40, 65], [200, 150]), ([0, 1, 65], [1, 100]), ([0, 0, 65], [0, 65]), ([0, 64, 65], [129, 1])]
-            {
-                c.starts.copy_from_slice(&starts).unwrap();
-                c.lens.copy_from_slice(&lens).unwrap();
-                graph.launch(s).unwrap();
-                s.synchronize().unwrap();
-                let (table, starts, lens) = (&c.table, &c.starts, &c.lens);
-                prefill(s, &mut direct, None, &c.q, &c.cache, table, starts, lens, &options, &mut work).unwrap();
-                assert_eq!(graphed.to_vec().unwrap(), direct.to_vec().unwrap());
-            }
+            let steps: [(&[i32], &[i32]); 4] = [
+                (&[0, 40, 65], &[200, 150]),
+                (&[0, 1, 65], &[1, 100]),
+                (&[0, 0, 65], &[0, 65]),
+                (&[0, 64, 65], &[129, 1]),
+            ];
+            one_graph_serves(d, s, &shape, path, PrefillWorkspace::new(d).unwrap(), &steps);
         }
     });
 }
@@ -860,33 +875,11 @@ fn wrong_starts_and_lengths_do_not_divide_beyond_the_workspace() {
 fn a_graph_divides_keys_by_the_lengths_of_each_launch() {
     on_every_order(|d, s| {
         for path in [PrefillPath::Wgmma, PrefillPath::Mma] {
-            let shape = Shape {
-                sequences: vec![(40, 1200)],
-                kv_heads: 1,
-                group: 4,
-                dim: 64,
-                page: 16,
-                layout: CacheLayout::Hnd,
-            };
-            let mut c = case::<f16>(d, &shape);
-            let tensor = || Tensor::<f16>::zeros(d, &[40, 4, 64]).unwrap();
-            let (mut graphed, mut direct) = (tensor(), tensor());
-            let options = PrefillOptions::default().path(path);
-            d.preload(&["attention"]).unwrap();
-            let mut work = PrefillWorkspace::splitting(d).unwrap();
-            let graph = Graph::capture(s, |s| {
-                prefill(s, &mut graphed, None, &c.q, &c.cache, &c.table, &c.starts, &c.lens, &options, &mut work)
-            })
-            .unwrap();
-            for (end, len) in [(40, 1200), (1, 700), (20, 300), (0, 0), (7, 1150)] {
-                c.starts.copy_from_slice(&[0, end]).unwrap();
-                c.lens.copy_from_slice(&[len]).unwrap();
-                graph.launch(s).unwrap();
-                s.synchronize().unwrap();
-                let (table, starts, lens) = (&c.table, &c.starts, &c.lens);
-                prefill(s, &mut direct, None, &c.q, &c.cache, table, starts, lens, &options, &mut work).unwrap();
-                assert_eq!(graphed.to_vec().unwrap(), direct.to_vec().unwrap());
-            }
+            let sequences = vec![(40, 1200)];
+            let shape = Shape { sequences, kv_heads: 1, group: 4, dim: 64, page: 16, layout: CacheLayout::Hnd };
+            let steps: [(&[i32], &[i32]); 5] =
+                [(&[0, 40], &[1200]), (&[0, 1], &[700]), (&[0, 20], &[300]), (&[0, 0], &[0]), (&[0, 7], &[1150])];
+            one_graph_serves(d, s, &shape, path, PrefillWorkspace::splitting(d).unwrap(), &steps);
         }
     });
 }
@@ -901,7 +894,7 @@ fn raw_pointers() {
             (CacheLayout::Nhd, PrefillPath::Plain),
             (CacheLayout::XSplit, PrefillPath::Auto),
         ] {
-            let (blocks, heads, dim, page) = (6, 2, 64, 16);
+            let (blocks, heads, dim, page, max_pages) = (40, 2, 64, 16, 38);
             let shape = CacheShape::new(blocks, page, heads, dim);
             let dense = KvCache::<bf16>::zeros(d, layout, shape).unwrap();
             let fill = |t: &Tensor<bf16>, seed| t.clone().copy_from_slice(&noise_of(t.len(), seed)).unwrap();
@@ -910,9 +903,10 @@ fn raw_pointers() {
             let (tokens, q_heads) = (25, 4);
             let q =
                 Tensor::from_slice(d, &noise_of::<bf16>(tokens * q_heads * dim, 3), &[tokens, q_heads, dim]).unwrap();
-            let table = Tensor::from_slice(d, &[4i32, 1, 0, 5, 2, 3], &[2, 3]).unwrap();
+            let table: Vec<i32> = (0..2 * max_pages as i32).map(|i| i * 7 % blocks as i32).collect();
+            let table = Tensor::from_slice(d, &table, &[2, max_pages]).unwrap();
             let starts = Tensor::from_slice(d, &[0i32, 5, 25], &[3]).unwrap();
-            let lens = Tensor::from_slice(d, &[40i32, 20], &[2]).unwrap();
+            let lens = Tensor::from_slice(d, &[600i32, 20], &[2]).unwrap();
             let mut workspace = PrefillWorkspace::new(d).unwrap();
             let mut want = Tensor::<bf16>::zeros(d, q.shape()).unwrap();
             let o = PrefillOptions::default().path(path);
@@ -942,7 +936,7 @@ fn raw_pointers() {
                 kv_heads: heads as u32,
                 head_dim: dim as u32,
                 page_size: page as u32,
-                max_pages: 3,
+                max_pages: max_pages as u32,
                 pages: blocks as u32,
                 q_token: q_heads * dim,
                 q_head: dim,
@@ -973,7 +967,10 @@ fn raw_pointers() {
             let mut partial = Tensor::<f32>::uninit(d, &[split_floats(multiprocessors)]).unwrap();
             let scratch = Scratch::splitting(tickets.as_mut_ptr(), partial.as_mut_ptr());
             let mut workspace = PrefillWorkspace::splitting(d).unwrap();
+            let whole = want.to_vec().unwrap();
             prefill(s, &mut want, None, &q, &dense, &table, &starts, &lens, &o, &mut workspace).unwrap();
+            let divided = path != PrefillPath::Plain && layout != CacheLayout::XSplit;
+            assert_eq!(want.to_vec().unwrap() != whole, divided, "{layout:?} {path:?}");
             // SAFETY: as above.
             unsafe { launch(s, DType::Bf16, DType::Bf16, layout, path, &args, scratch) }.unwrap();
             assert_eq!(out.to_vec().unwrap(), want.to_vec().unwrap(), "{layout:?} {path:?}");

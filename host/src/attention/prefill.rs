@@ -684,7 +684,7 @@ pub unsafe fn launch(
             && aligned(4, args.q as usize, &[args.q_token, args.q_head], size)
             && aligned(4, args.out as usize, &[args.out_token, args.out_head], size)
     });
-    // Of more tiles than half of the blocks no keys are divided, and the kernels that may are 1 to 5 % slower.
+    // Of more tiles than half of the blocks no keys are divided, and the kernels that may are up to 5 % slower.
     let split = |rows: usize, blocks: u32| {
         let tiles = args.tokens.div_ceil(tile_tokens(rows, group) as u32).saturating_mul(args.kv_heads);
         !scratch.partial.is_null() && tiles <= blocks / 2

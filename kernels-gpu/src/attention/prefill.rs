@@ -4,7 +4,8 @@
 //! # Work
 //! A tile is 64 or 128 query rows of one sequence and one KV head: the query heads of the group, packed, so that row `r` is
 //! head `r % group` of token `r / group`. A fixed grid of blocks works through the tiles, longest first
-//! ([`ragged`](super::ragged)). A result depends on its own sequence and chunk only.
+//! ([`ragged`](super::ragged)). A result depends on its own sequence and chunk only, but for instances named `_split`, which divide the
+//! keys of few tiles: a warp leaves its rows' sums, and the last of those with these rows adds up all.
 //!
 //! # A tile
 //! Four warps with 16 or 32 rows each walk the keys from right to left, so that the masked blocks come first. K and V of a block of

@@ -230,7 +230,7 @@ pub const PART_KEYS: u32 = 256;
 pub struct Part {
     /// The first block of keys.
     pub first: u32,
-    /// Blocks of keys: one at least, which nobody may see.
+    /// Blocks of keys: one at least, even where there is nothing to see.
     pub blocks: u32,
     /// Which part it is ...
     pub number: u32,
