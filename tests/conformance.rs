@@ -6,7 +6,7 @@ use cuda_std::integer::Divisor;
 use warploom::device::{Swizzle, TensorMapDescription};
 use warploom::kernels::conformance as kernels;
 use warploom::{DType, Device, Element, Entry, Geometry, KernelArgs, Stream, Tensor};
-use warploom_tests::devices;
+use warploom_tests::{devices, skipped_without_hopper};
 
 /// Compares with the results of the SIMT device in order, `per_thread` words a thread.
 fn same(name: &str, per_thread: usize, expected: &mut Option<Vec<u32>>, got: Vec<u32>) {
@@ -24,17 +24,27 @@ fn same(name: &str, per_thread: usize, expected: &mut Option<Vec<u32>>, got: Vec
 
 /// Whether the device has the instructions of an entry.
 fn supports<A: 'static>(device: &Device, entry: &Entry<A>) -> bool {
-    device.is_simt() || entry.arch == warploom::Arch::Sm80 || device.properties().compute_capability == (9, 0)
+    entry.arch == warploom::Arch::Sm80 || !skipped_without_hopper(device)
 }
 
-/// Runs a kernel with `per_thread` words of results on every device that has its instructions, and compares. `args`
-/// makes the arguments on a device for results at an address, and whatever must live as long.
+/// Runs a kernel of every device with `per_thread` words of results, and compares. `args` makes the arguments on a device for
+/// results at an address, and whatever must live as long.
 fn check<A: KernelArgs, Keep>(
     entry: Entry<A>,
     geometry: Geometry,
     per_thread: usize,
     args: impl Fn(&Device, *mut u32) -> (A, Keep),
 ) -> Vec<u32> {
+    check_supported(entry, geometry, per_thread, args).expect("a device")
+}
+
+/// [`check`] on the devices that have the kernel's instructions, if there is one.
+fn check_supported<A: KernelArgs, Keep>(
+    entry: Entry<A>,
+    geometry: Geometry,
+    per_thread: usize,
+    args: impl Fn(&Device, *mut u32) -> (A, Keep),
+) -> Option<Vec<u32>> {
     let [threads, blocks] = [geometry.block, geometry.grid].map(|d| d.iter().product::<u32>() as usize);
     let mut expected = None;
     for (name, device) in devices() {
@@ -50,7 +60,7 @@ fn check<A: KernelArgs, Keep>(
         stream.synchronize().unwrap_or_else(|e| panic!("{name}: {e}"));
         same(&name, per_thread, &mut expected, out.to_vec().unwrap());
     }
-    expected.expect("a device")
+    expected
 }
 
 /// A tensor with these values.
@@ -152,7 +162,7 @@ fn clusters() {
     let data: Vec<f32> = (0..128).map(|i| i as f32 + 0.5).collect();
     for (entry, size) in Args::ENTRIES.iter().zip([1u32, 2, 4]) {
         let geometry = Geometry::linear(8, THREADS as u32).shared_bytes(SHARED_BYTES as u32).cluster(size);
-        let out = check(*entry, geometry, WORDS, |device, out| {
+        let out = check_supported(*entry, geometry, WORDS, |device, out| {
             let input = upload(device, &data);
             let description = TensorMapDescription {
                 base: input.as_ptr() as u64,
@@ -166,6 +176,7 @@ fn clusters() {
             let map = device.tensor_map(&description).unwrap();
             (Args { map, out }, input)
         });
+        let Some(out) = out else { continue };
         // Thread 9 of block 5.
         let t = &out[(5 * 64 + 9) * WORDS..][..WORDS];
         let (rank, base) = (5 % size, 5 / size * size);
@@ -276,7 +287,7 @@ fn tensor_cores() {
     let small = |i: i32| (i * 7 % 11 - 5) as f32;
     let want: f32 = 1.0 + (0..16).map(|k| small(16 + k) * small(2 * 16 + k + 3)).sum::<f32>();
     assert_eq!(f32::from_bits(out[5 * WORDS + 8]), want);
-    check(conformance_tensor_core_float8::ENTRY, geometry, WORDS_FLOAT8, |_, out| (Args { out }, ()));
+    check_supported(conformance_tensor_core_float8::ENTRY, geometry, WORDS_FLOAT8, |_, out| (Args { out }, ()));
 }
 
 #[test]
@@ -286,7 +297,7 @@ fn copy_engine() {
     let data: Vec<f32> = (0..count).map(|i| i as f32 + 1.0).collect();
     let geometry = Geometry::linear(1, THREADS as u32).shared_bytes(SHARED_BYTES as u32);
     let stores = std::cell::RefCell::new(Vec::new());
-    let out = check(conformance_hopper::ENTRY, geometry, WORDS, |device, out| {
+    let out = check_supported(conformance_hopper::ENTRY, geometry, WORDS, |device, out| {
         let (input, mut scratch) = (upload(device, &data), upload(device, &[0f32; SCRATCH]));
         let describe = |base: *const f32, dims: &[usize], box_dims: &[usize], swizzle| {
             let rank = dims.len();
@@ -316,6 +327,7 @@ fn copy_engine() {
         stores.borrow_mut().push(scratch.clone());
         (args, (input, scratch))
     });
+    let Some(out) = out else { return };
     // Thread 9: bytes, then the box at (0, 0, 0), whose element (18, 0, 0) it reads first.
     let t = &out[9 * WORDS..][..WORDS];
     assert_eq!([t[0], t[1], t[4]].map(f32::from_bits), [9.0, 73.0, 19.0]);
@@ -353,7 +365,7 @@ fn warpgroup_products() {
     for entry in Args::ENTRIES {
         let transposed = entry.name.contains("transposed");
         let words = if transposed { WORDS_TRANSPOSED } else { WORDS };
-        let out = check(*entry, geometry, words, |_, out| (Args { out }, ()));
+        let Some(out) = check_supported(*entry, geometry, words, |_, out| (Args { out }, ())) else { continue };
         let depth = if ["_e4m3", "_e5m2", "_i8"].iter().any(|t| entry.name.ends_with(t)) { 128 } else { 64 };
         for (thread, row, column) in [(0, 0, 0), (37, 17, 2), (127, 55, 6)] {
             let got = f32::from_bits(out[thread * words + 1]);

@@ -7,6 +7,7 @@ use cuda_std::{Element, Float};
 use proptest::strategy::{BoxedStrategy, Strategy};
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner};
 use std::any::Any;
+use std::cell::Cell;
 use std::fmt::Debug;
 use std::rc::Rc;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -28,11 +29,11 @@ fn seed() -> u64 {
     number("WARPLOOM_TEST_SEED")
 }
 
-/// The SIMT device in order, without the race detector.
-const IN_ORDER: &str = "simt, in order";
+/// The SIMT device in order, without the race detector, as if it were most GPUs.
+const PORTABLE: &str = "simt, without Hopper's kernels";
 
-/// Every device there is: the SIMT device in its modes (in order, with the race detector, in random order) and the
-/// first GPU. `WARPLOOM_TEST_DEVICES=simt` or `=cuda` leaves the others out.
+/// Every device there is: the SIMT device in its modes and the first GPU. The modes are in order, as a device that has no more than most GPUs, and as
+/// one that has everything with the race detector (in order, too) and in random order. `WARPLOOM_TEST_DEVICES=simt` or `=cuda` leaves the others out.
 pub fn devices() -> Vec<(&'static str, Device)> {
     devices_with(|options| options)
 }
@@ -44,7 +45,7 @@ fn devices_with(change: impl Fn(SimtOptions) -> SimtOptions) -> Vec<(&'static st
     assert!(matches!(&*which, "" | "simt" | "cuda"), "WARPLOOM_TEST_DEVICES={which}: it is simt, cuda, or not set");
     let mut devices = vec![];
     if which != "cuda" {
-        devices.push((IN_ORDER, simt(SimtOptions::default())));
+        devices.push((PORTABLE, simt(SimtOptions::default().portable(true))));
         devices.push(("simt, race detector", simt(SimtOptions::race())));
         devices.push(("simt, random order", simt(SimtOptions::random(seed().wrapping_add(7)))));
     }
@@ -57,9 +58,9 @@ fn devices_with(change: impl Fn(SimtOptions) -> SimtOptions) -> Vec<(&'static st
     devices
 }
 
-/// Without the SIMT device that runs in order and looks for no races.
-fn but_in_order(mut devices: Vec<(&'static str, Device)>) -> Vec<(&'static str, Device)> {
-    devices.retain(|(name, _)| *name != IN_ORDER);
+/// Without the SIMT device that looks for no races.
+fn but_portable(mut devices: Vec<(&'static str, Device)>) -> Vec<(&'static str, Device)> {
+    devices.retain(|(name, _)| *name != PORTABLE);
     devices
 }
 
@@ -120,6 +121,25 @@ pub fn skipped_under_synccheck() -> bool {
     skipped
 }
 
+/// Whether the device has what Hopper alone has: products of warpgroups, the copy engine, clusters. The SIMT device has it.
+pub fn is_hopper(device: &Device) -> bool {
+    device.properties().compute_capability == (9, 0)
+}
+
+/// Whether what takes Hopper is left out on the device. Says so, once a test.
+pub fn skipped_without_hopper(device: &Device) -> bool {
+    let skipped = !is_hopper(device);
+    if skipped && !SAID.replace(true) {
+        eprintln!("left out on {}: what needs compute capability 9.0", device.name());
+    }
+    skipped
+}
+
+thread_local! {
+    /// Whether the test of this thread has said what is left out.
+    static SAID: Cell<bool> = const { Cell::new(false) };
+}
+
 fn no_gpu() -> String {
     Device::cuda(0).err().map(|e| e.to_string()).unwrap_or_default()
 }
@@ -129,20 +149,21 @@ pub fn on_every_device(test: impl Fn(&Device, &Stream)) {
     on(devices(), &|_, device, stream| test(device, stream));
 }
 
-/// [`on_every_device`] for what takes long: without the SIMT device that runs in order and looks for no races, since with the race detector the order
-/// is the same.
+/// [`on_every_device`] for what takes long: without the SIMT device that looks for no races and has none of Hopper's kernels.
 pub fn on_every_order(test: impl Fn(&Device, &Stream)) {
-    on(but_in_order(devices()), &|_, device, stream| test(device, stream));
+    on(but_portable(devices()), &|_, device, stream| test(device, stream));
 }
 
 /// [`on_every_order`], where what is computed is as large as the device: SIMT devices have two multiprocessors.
 pub fn on_every_small_device(test: impl Fn(&Device, &Stream)) {
     let small = devices_with(|options| options.multiprocessors(2));
-    on(but_in_order(small), &|_, device, stream| test(device, stream));
+    on(but_portable(small), &|_, device, stream| test(device, stream));
 }
 
 // Here and below all tests share one text: a text for each took a third of the time to compile them.
 fn on(devices: Vec<(&'static str, Device)>, test: &dyn Fn(&str, &Device, &Stream)) {
+    // Tests that run one after the other share a thread.
+    SAID.set(false);
     for (name, device) in devices {
         let stream = Stream::new(&device).expect("a stream");
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| test(name, &device, &stream)));
@@ -154,7 +175,7 @@ fn on(devices: Vec<(&'static str, Device)>, test: &dyn Fn(&str, &Device, &Stream
 }
 
 /// Runs a property on every device, with `cases` inputs drawn from `strategy` on each SIMT mode and as many on a GPU; a third
-/// of them under a sanitizer, and in order without the race detector, with which the order is the same. The inputs are the same
+/// of them under a sanitizer, and on the SIMT device without Hopper's kernels. The inputs are the same
 /// on every run, unless `WARPLOOM_TEST_SEED=n` asks for others; `WARPLOOM_TEST_CASES=n` asks for n times as many.
 pub fn property<S>(cases: u32, strategy: S, test: impl Fn(&Device, &Stream, S::Value) -> Result<(), TestCaseError>)
 where
@@ -189,7 +210,7 @@ fn check(cases: u32, strategy: &BoxedStrategy<Rc<dyn Input>>, test: Property<'_>
         }
     };
     on(devices(), &|name, device, stream| {
-        let cases = if name == IN_ORDER { cases.div_ceil(3) } else { cases };
+        let cases = if name == PORTABLE { cases.div_ceil(3) } else { cases };
         let config = Config { cases, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };
         let mut runner = TestRunner::new_with_rng(config, rng.clone());
         if let Err(e) = runner.run(strategy, |input| test(device, stream, &*input)) {

@@ -41,6 +41,15 @@ pub fn benches(harness: &mut Harness) {
     ] {
         case(harness, mma, shape, (32, 8), dim);
     }
+    for (shape, dim) in [
+        ([1, 4096, 4096], 128),
+        ([8, 4096, 4096], 128),
+        ([32, 1024, 1024], 128),
+        ([8, 4096, 4096], 64),
+        ([8, 4096, 4096], 256),
+    ] {
+        case_over::<E4M3>(harness, mma, shape, (32, 8), dim);
+    }
     // Short chunks whose keys are divided among blocks.
     let split = ("split-", PrefillPath::Auto);
     for (shape, heads) in [

@@ -25,7 +25,7 @@ pub fn benches(harness: &mut Harness) {
             case(harness, model, tokens, FusedQuantPath::Auto, Kind::RoundedRows, noise::<E4M3>);
         }
     }
-    use FusedQuantPath::{Tile, Wgmma16, Wgmma64, Wgmma160, Wgmma256};
+    use FusedQuantPath::{Tile32, Tile128, Wgmma16, Wgmma64, Wgmma160, Wgmma256};
     for model in &models {
         for &tokens in &all_tokens {
             for path in [Wgmma16, Wgmma64, Wgmma160, Wgmma256] {
@@ -34,9 +34,12 @@ pub fn benches(harness: &mut Harness) {
                 }
             }
         }
-        let tokens = harness.pick(512, 16);
-        case(harness, model, tokens, Tile, Kind::Blocks, noise::<E4M3>);
-        case(harness, model, tokens, Tile, Kind::Rows, constant);
+        for (path, tokens) in
+            [(Tile32, harness.pick(512, 16)), (Tile128, harness.pick(512, 16)), (Tile128, harness.pick(4096, 16))]
+        {
+            case(harness, model, tokens, path, Kind::Blocks, noise::<E4M3>);
+            case(harness, model, tokens, path, Kind::Rows, constant);
+        }
     }
 }
 

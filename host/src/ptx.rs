@@ -1,7 +1,7 @@
 //! The PTX of this crate (layer L0): text, by architecture and kernel family.
 //!
 //! `sm_80` runs on every GPU from compute capability 8.0 on; `sm_90a` has Hopper's own instructions and runs on
-//! compute capability 9.0 only. Entry names are those of [`crate::kernels`]' entry tables.
+//! compute capability 9.0 only. GPUs of 8.9 and 10.0 and later run `sm_80` [with an instruction more](with_e4m3). Entry names are those of [`crate::kernels`]' entry tables.
 //!
 //! A family's file takes a driver seconds to compile, since it has an entry for every instance of its kernels; [`entry`]
 //! gives the text of one alone. [`Device`](crate::Device) compiles entries one by one, at their first launch.
@@ -9,6 +9,10 @@
 //! The crate holds the files packed (Zstandard), a fourteenth of their size. The first use of a family unpacks its file, the text of which then stays
 //! in memory to the end of the process: 11 to 41 MB for `attention`, `gemm`, `moe` and `norm` of `sm_90a`, up to 6 MB for the others, some 5 ms a megabyte (four to six times as
 //! long where the decoder is not optimised; 20 MB more while it runs). Families that a program does not use stay packed.
+
+mod e4m3;
+
+pub use e4m3::with_e4m3;
 
 use cuda_std::Arch;
 use ruzstd::decoding::StreamingDecoder;
@@ -157,5 +161,24 @@ mod tests {
                 assert!(entry(Arch::Sm90a, family, name).unwrap().contains("griddepcontrol.wait"), "{name}");
             }
         }
+    }
+
+    /// What widens e4m3 on GPUs without an instruction for it is found wherever it is, and nothing is left of it.
+    #[test]
+    fn e4m3_is_widened_by_an_instruction() {
+        for family in FAMILIES {
+            let text = module(Arch::Sm80, family).unwrap();
+            let blocks = text.matches("%by_36608;").count() / 2;
+            let new = with_e4m3(text);
+            assert_eq!(new.is_some(), blocks > 0, "{family}");
+            let Some(new) = new else { continue };
+            assert!(new.starts_with(".version 8.1\n.target sm_89\n"), "{}", &new[..100]);
+            assert_eq!(new.matches("cvt.rn.f16x2.e4m3x2").count(), 2 * blocks, "{family}");
+            assert!(!new.contains("%e4m3") && !new.contains("%by_"), "{family}");
+            assert_eq!(new.lines().count(), text.lines().count());
+        }
+        assert!(with_e4m3(module(Arch::Sm80, "attention").unwrap()).is_some());
+        assert_eq!(with_e4m3(&entry(Arch::Sm80, "attention", "decode_d128_r8_bf16").unwrap()), None);
+        assert_eq!(with_e4m3(module(Arch::Sm90a, "attention").unwrap()), None);
     }
 }

@@ -22,11 +22,11 @@ impl TensorByte for E4M3 {
     #[inline(always)]
     #[track_caller]
     fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
-        let halves = |word: u32| [convert::e4m3x2_to_f16x2(word as u16), convert::e4m3x2_to_f16x2((word >> 16) as u16)];
         let mut sum = c;
         unroll::<2>(|i| {
-            let ([upper0, upper1], [lower0, lower1]) = (halves(a[2 * i]), halves(a[2 * i + 1]));
-            sum = mma::m16n8k16_f16([upper0, lower0, upper1, lower1], halves(b[i]), sum);
+            let widen = convert::e4m3x4_to_f16x2;
+            let ([upper0, upper1], [lower0, lower1]) = (widen(a[2 * i]), widen(a[2 * i + 1]));
+            sum = mma::m16n8k16_f16([upper0, lower0, upper1, lower1], widen(b[i]), sum);
         });
         sum
     }

@@ -6,7 +6,9 @@ use warploom::kv_cache::layout::Scales;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache};
 use warploom::reference::attention as reference;
 use warploom::{DType, Device, Error, Graph, Stream, Tensor, bf16, f16};
-use warploom_tests::{assert_close, noise, noise_of, on_every_device, on_every_order, property, widen};
+use warploom_tests::{
+    assert_close, large_gpu, noise, noise_of, on_every_device, on_every_order, property, skipped_without_hopper, widen,
+};
 
 /// A batch to decode: its cache with NaN in every slot that no sequence owns, and what the cache means.
 struct Case<T, S> {
@@ -120,8 +122,20 @@ impl<T, S: CacheElement> Case<T, S> {
     }
 }
 
-/// Both kernels that split.
-const SPLITTING: [DecodePath; 2] = [DecodePath::Split, DecodePath::Tma];
+/// Whether the device has the kernels of a path.
+fn has(d: &Device, path: DecodePath) -> bool {
+    path != DecodePath::Tma || !skipped_without_hopper(d)
+}
+
+/// Those of both kernels that split which the device has.
+fn splitting(d: &Device) -> impl Iterator<Item = DecodePath> {
+    [DecodePath::Split, DecodePath::Tma].into_iter().filter(|&path| has(d, path))
+}
+
+/// All that the device has.
+fn paths(d: &Device) -> impl Iterator<Item = DecodePath> {
+    splitting(d).chain([DecodePath::Plain])
+}
 
 /// What bends the scores, in plain numbers, and how chunks are dealt to blocks.
 #[derive(Clone, Copy, Debug, Default)]
@@ -134,6 +148,9 @@ struct Bend {
 }
 
 fn check<T: Float, S: CacheElement>(d: &Device, s: &Stream, shape: &Shape, bend: Bend, path: DecodePath) {
+    if !has(d, path) {
+        return;
+    }
     let mut c = case::<T, S>(d, shape);
     if bend.window > 0 {
         c.forget(shape, bend.window, f32::NAN);
@@ -218,7 +235,7 @@ fn soft_caps_of_any_size() {
         let layout = CacheLayout::Nhd;
         let shape = Shape { lens: vec![70, 3], q_len: 2, kv_heads: 1, group: 2, dim: 64, page: 16, layout };
         for soft_cap in [f32::MIN_POSITIVE, 0.01, 1.0, 30.0, 1e3, 1e5, 1e9, 1.0 / f32::MIN_POSITIVE] {
-            for path in [DecodePath::Split, DecodePath::Tma, DecodePath::Plain] {
+            for path in paths(d) {
                 check::<f16, f16>(d, s, &shape, Bend { soft_cap, ..Bend::default() }, path);
             }
         }
@@ -273,7 +290,7 @@ fn keys_before_all_windows_may_be_anything() {
                 }
                 let layout = if hnd { CacheLayout::Hnd } else { CacheLayout::Nhd };
                 let shape = Shape { lens: vec![301, 70], q_len, kv_heads: 2, group, dim, page, layout };
-                for &path in paths {
+                for &path in paths.iter().filter(|&&path| has(d, path)) {
                     bits(d, s, &shape, window, path);
                 }
             }
@@ -293,6 +310,9 @@ fn split_matches_the_reference() {
 #[test]
 fn tma_matches_the_reference() {
     property(10, (shapes(), bends()), |d, s, (shape, bend)| {
+        if skipped_without_hopper(d) {
+            return Ok(());
+        }
         // 64 goes with up to eight rows.
         let dim = if shape.dim <= 64 && shape.group * shape.q_len <= 8 { 64 } else { shape.dim.next_multiple_of(128) };
         let shape = Shape { dim, ..shape };
@@ -305,6 +325,9 @@ fn tma_matches_the_reference() {
 #[test]
 fn tma_takes_8_bit_caches() {
     property(6, (shapes(), bends()), |d, s, (shape, bend)| {
+        if skipped_without_hopper(d) {
+            return Ok(());
+        }
         let shape = Shape { dim: 128, ..shape };
         check::<bf16, E4M3>(d, s, &shape, bend, DecodePath::Tma);
         check::<f16, E5M2>(d, s, &shape, bend, DecodePath::Tma);
@@ -342,6 +365,9 @@ fn shares_in_which_nothing_begins() {
         lens
     });
     property(2, (lens, 1usize..9, any::<bool>()), |d, s, (lens, group, whole)| {
+        if skipped_without_hopper(d) {
+            return Ok(());
+        }
         let split = if whole { DecodeSplit::Whole } else { DecodeSplit::Chunks };
         let eight = eight.into_iter().flat_map(|check| [(check, 128, false), (check, 128, true)]);
         for (check, dim, tall) in sixteen.into_iter().chain(eight) {
@@ -358,6 +384,9 @@ fn shares_in_which_nothing_begins() {
 #[test]
 fn results_do_not_depend_on_the_split() {
     on_every_order(|d, s| {
+        if skipped_without_hopper(d) {
+            return;
+        }
         let lens = if d.is_simt() {
             vec![600, 0, 513, 1, 256, 300]
         } else {
@@ -408,6 +437,9 @@ fn any_division_gives_the_same_bits() {
     let lens = prop::collection::vec(prop_oneof![0usize..3, 1usize..600, Just(256), Just(512), Just(513)], 1..7);
     let window = prop_oneof![Just(0usize), 1usize..400];
     property(6, (lens, 1usize..7, 1usize..3, window), |d, s, (lens, kv_heads, q_len, window)| {
+        if skipped_without_hopper(d) {
+            return Ok(());
+        }
         let batch = lens.len();
         let shape = Shape { lens, q_len, kv_heads, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
         let mut c = case::<bf16, bf16>(d, &shape);
@@ -432,6 +464,9 @@ fn any_division_gives_the_same_bits() {
 #[test]
 fn divided_again_and_again() {
     on_every_device(|d, s| {
+        if skipped_without_hopper(d) {
+            return;
+        }
         let (lens, times) = match d.is_simt() || warploom_tests::sanitizing() {
             true => (vec![600, 300], 1),
             false => ([vec![20000; 12], vec![9000; 5], vec![3000; 20], vec![0, 1, 1]].concat(), 200),
@@ -504,7 +539,7 @@ fn maxima_follow_rising_scores() {
         let table = Tensor::from_slice(d, &(0..19).collect::<Vec<i32>>(), &[1, 19]).unwrap();
         let lens = Tensor::from_slice(d, &[len as i32], &[1]).unwrap();
         let rows = |n: &[bf16]| (0..len).map(|i| widen(&n[i * dim..][..dim])).collect::<Vec<_>>();
-        for path in SPLITTING {
+        for path in splitting(d) {
             let mut work = DecodeWorkspace::new(d, DecodeShape::new(1, 2, 1, dim, 19 * page)).unwrap();
             let mut out = Tensor::<bf16>::uninit(d, &[1, 2, dim]).unwrap();
             let options = DecodeOptions::default().scale(1.0).path(path);
@@ -574,7 +609,7 @@ fn long_sequences_split_into_chunks() {
             vec![4096, 0, 1, 511, 15, 16, 17, 512, 513, 32768, 1025, 9000]
         };
         let shape = Shape { lens, q_len: 1, kv_heads: 2, group: 4, dim: 128, page: 16, layout: CacheLayout::Nhd };
-        for path in SPLITTING {
+        for path in splitting(d) {
             check::<bf16, bf16>(d, s, &shape, Bend::default(), path);
             check::<bf16, bf16>(d, s, &shape, Bend { window: 300, ..Bend::default() }, path);
             check::<bf16, E4M3>(d, s, &shape, Bend::default(), path);
@@ -594,7 +629,7 @@ fn a_sequence_does_not_depend_on_its_batch() {
             decode(s, &mut out, None, &q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
             out.to_vec().unwrap()
         };
-        for path in SPLITTING {
+        for path in splitting(d) {
             let alone = run(vec![300], path);
             let among = run(vec![300, 17, 500, 64], path);
             assert_eq!(alone, among[..alone.len()]);
@@ -623,7 +658,7 @@ fn a_hint_changes_the_split_alone() {
             widen(&out.to_vec().unwrap())
         };
         let want = run(&mut c.workspace, DecodePath::Split);
-        for (chunk, path) in [64, 128, 1024].into_iter().flat_map(|chunk| SPLITTING.map(|path| (chunk, path))) {
+        for (chunk, path) in [64, 128, 1024].into_iter().flat_map(|chunk| splitting(d).map(move |path| (chunk, path))) {
             let mut workspace = DecodeWorkspace::new(d, DecodeShape::new(4, 8, 2, 64, 704).chunk(chunk)).unwrap();
             let got = run(&mut workspace, path);
             assert!(got.iter().zip(&want).all(|(g, w)| (g - w).abs() < 2e-3), "{chunk} {path:?}");
@@ -644,10 +679,7 @@ fn a_hint_changes_the_split_alone() {
 #[test]
 fn pages_lie_beyond_32_bits() {
     // Two caches of 4.6 GB: for a GPU.
-    let Some(d) = warploom_tests::gpu() else { return };
-    if std::env::var("WARPLOOM_TEST_DEVICES").is_ok_and(|v| v == "simt") {
-        return;
-    }
+    let Some((d, _turn)) = large_gpu(10) else { return };
     let s = Stream::new(&d).unwrap();
     let [page, heads, dim, pages] = [16, 8, 128, 140_000];
     // A page is 2^15 bytes: offsets around 2^31 and 2^32, and the last page.
@@ -668,7 +700,7 @@ fn pages_lie_beyond_32_bits() {
     let len = far.len() * page - 3;
     let lens = Tensor::from_slice(&d, &[len as i32], &[1]).unwrap();
     let q = Tensor::from_slice(&d, &noise_of::<bf16>(32 * dim, 3), &[1, 32, dim]).unwrap();
-    for path in [DecodePath::Split, DecodePath::Tma, DecodePath::Plain] {
+    for path in paths(&d) {
         let run = |cache: &KvCache<bf16>, table: &[usize]| {
             let table: Vec<i32> = table.iter().map(|&p| p as i32).collect();
             let table = Tensor::from_slice(&d, &table, &[1, table.len()]).unwrap();
@@ -702,7 +734,8 @@ fn one_graph_serves_growing_sequences() {
         d.preload(&["attention"]).unwrap();
         let (chunks, whole) = (DecodeSplit::Chunks, DecodeSplit::Whole);
         let ways = [(DecodePath::Split, chunks), (DecodePath::Plain, chunks)];
-        for (path, split) in ways.into_iter().chain([chunks, whole].map(|split| (DecodePath::Tma, split))) {
+        let ways = ways.into_iter().chain([chunks, whole].map(|split| (DecodePath::Tma, split)));
+        for (path, split) in ways.filter(|&(path, _)| has(d, path)) {
             let (mut graphed, mut direct) =
                 (Tensor::uninit(d, &[2, 4, 64]).unwrap(), Tensor::uninit(d, &[2, 4, 64]).unwrap());
             let options = DecodeOptions::default().path(path).split(split);
@@ -734,7 +767,7 @@ fn wrong_pages_and_lengths_stay_inside() {
             Shape { lens: vec![40], q_len: 1, kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
         let mut c = case::<bf16, bf16>(d, &shape);
         let q = c.q.reshape(&[1, 2, 64]).unwrap();
-        for path in [DecodePath::Split, DecodePath::Tma, DecodePath::Plain] {
+        for path in paths(d) {
             for (pages, len) in [([-1, i32::MAX, 1 << 20], 40), ([3, 2, 1], i32::MAX), ([3, 2, 1], -5)] {
                 c.table.copy_from_slice(&pages).unwrap();
                 c.lens.copy_from_slice(&[len]).unwrap();
@@ -761,7 +794,7 @@ fn a_hole_among_the_pages() {
         let pages = c.table.to_vec().unwrap();
         let rest = |rows: &[Vec<f64>]| [&rows[..16], &rows[32..]].concat();
         let (keys, values) = (rest(&c.keys[0][0]), rest(&c.values[0][0]));
-        for path in [DecodePath::Split, DecodePath::Tma, DecodePath::Plain] {
+        for path in paths(d) {
             for hole in [-1, i32::MAX] {
                 c.table.copy_from_slice(&[pages[0], hole, pages[2]]).unwrap();
                 let mut out = Tensor::<bf16>::uninit(d, &[1, 2, 64]).unwrap();
@@ -790,7 +823,7 @@ fn raw_pointers() {
             (CacheLayout::Nhd, DecodePath::Plain),
             (CacheLayout::XSplit, DecodePath::Auto),
         ] {
-            if path == DecodePath::Tma && d.properties().compute_capability != (9, 0) {
+            if !has(d, path) {
                 continue;
             }
             let shape = Shape { lens: vec![20, len, 0], q_len: 2, kv_heads: 2, group: 4, dim: 128, page: 16, layout };
@@ -938,4 +971,120 @@ fn first_tokens_of_longer_sequences() {
         assert_eq!(out.to_vec().unwrap(), want.to_vec().unwrap());
         assert!(apart.narrow(1, 1, 1).unwrap().to_vec().unwrap().iter().all(|v| *v == bf16::ZERO));
     });
+}
+/// Rings of one stage, which GPUs with less shared memory have for heads of 256, give the bits of two: also where a block has one item after the
+/// other, and warps have no group of some of them.
+#[test]
+fn one_stage_gives_the_bits_of_two() {
+    use warploom::attention::decode::{split_entry, split_geometry};
+    use warploom::kernels::attention::decode as split;
+
+    fn check<T: Float + CacheElement>(d: &Device, s: &Stream, shape: &Shape, window: u32) {
+        let &Shape { q_len, kv_heads, group, dim, page, .. } = shape;
+        let c = case::<T, T>(d, shape);
+        let (batch, max_pages, q_heads) = (shape.lens.len(), c.table.dim(1), kv_heads * group);
+        let (ks, vs) = (c.cache.key_strides(), c.cache.value_strides());
+        let sizes = DecodeShape::new(batch, q_heads, kv_heads, dim, max_pages * page).q_len(q_len);
+        let run = |max_shared_bytes: usize, multiprocessors: u32| {
+            let mut out = Tensor::<T>::uninit(d, c.q.shape()).unwrap();
+            let mut lse = Tensor::<f32>::uninit(d, &out.shape()[..3]).unwrap();
+            let mut partial = Tensor::<f32>::uninit(d, &[sizes.partial_floats()]).unwrap();
+            s.fill_bytes(&mut out, 0xff).unwrap();
+            s.fill_bytes(&mut lse, 0xff).unwrap();
+            s.fill_bytes(&mut partial, 0xff).unwrap();
+            let args = split::Args {
+                out: out.as_mut_ptr().cast(),
+                lse: lse.as_mut_ptr(),
+                q: c.q.as_ptr().cast(),
+                k: c.cache.key().as_ptr().cast(),
+                v: c.cache.value().as_ptr().cast(),
+                block_table: c.table.as_ptr(),
+                lens: c.lens.as_ptr(),
+                alibi: std::ptr::null(),
+                sinks: std::ptr::null(),
+                k_scales: std::ptr::null(),
+                v_scales: std::ptr::null(),
+                partial: partial.as_mut_ptr(),
+                scale_per_head: 0,
+                batch: batch as u32,
+                q_len: q_len as u32,
+                q_heads: q_heads as u32,
+                kv_heads: kv_heads as u32,
+                head_dim: dim as u32,
+                page_shift: page.ilog2(),
+                max_pages: max_pages as u32,
+                pages: c.cache.shape().blocks as u32,
+                partial_chunks: split::max_chunks((max_pages * page) as u32, 0),
+                hint: 0,
+                q_token: q_heads * dim,
+                q_head: dim,
+                out_token: q_heads * dim,
+                out_head: dim,
+                k_page: ks.block,
+                k_slot: ks.token,
+                k_head: ks.head,
+                v_page: vs.block,
+                v_slot: vs.token,
+                v_head: vs.head,
+                scale: 0.17,
+                soft_cap: 0.0,
+                window,
+            };
+            let (entry, tile) = split_entry(T::DTYPE, T::DTYPE, dim, group * q_len, max_shared_bytes).unwrap();
+            assert!(tile.shared_bytes <= max_shared_bytes);
+            // SAFETY: tensors of these sizes, which live until their results are read.
+            unsafe { s.launch(&entry, &split_geometry(tile, multiprocessors), &args) }.unwrap();
+            let out = out.to_vec().unwrap().into_iter().map(Float::to_f32);
+            let all = out.chain(lse.to_vec().unwrap()).chain(partial.to_vec().unwrap());
+            (entry.name, all.map(f32::to_bits).collect::<Vec<_>>())
+        };
+        for multiprocessors in [1, 3] {
+            let (two, one) = (run(163 * 1024, multiprocessors), run(99 * 1024, multiprocessors));
+            assert_ne!(two.0, one.0);
+            assert!(two.1 == one.1, "{} and {}, {multiprocessors} blocks, {shape:?} {window}", two.0, one.0);
+        }
+    }
+    on_every_device(|d, s| {
+        if d.properties().max_shared_bytes < 163 * 1024 {
+            eprintln!("left out on {}: rings of two stages, for which it has no memory", d.name());
+            return;
+        }
+        let shape = Shape {
+            lens: vec![70, 0, 300, 5, 17],
+            q_len: 2,
+            kv_heads: 2,
+            group: 5,
+            dim: 256,
+            page: 16,
+            layout: CacheLayout::Nhd,
+        };
+        check::<bf16>(d, s, &shape, 0);
+        check::<f16>(d, s, &Shape { q_len: 1, dim: 144, page: 8, layout: CacheLayout::Hnd, ..shape }, 40);
+    });
+}
+
+/// GPUs of compute capability 8.6, 8.9 and 12.0 give a block 99 KiB of shared memory: enough for every instance of the portable kernel.
+#[test]
+fn the_portable_kernel_fits_every_gpu() {
+    use warploom::attention::decode::split_entry;
+    let kinds = [DType::Bf16, DType::F16]
+        .into_iter()
+        .flat_map(|dtype| [dtype, DType::E4m3, DType::E5m2, DType::I8].map(|cache| (dtype, cache)));
+    for (dtype, cache) in kinds {
+        for (dim, rows) in (1..=256).flat_map(|dim| (1..=17).chain([16 * 64]).map(move |rows| (dim, rows))) {
+            let of = |max_shared_bytes| split_entry(dtype, cache, dim, rows, max_shared_bytes).unwrap();
+            let ((small, fits), (a100, tile)) = (of(99 * 1024), of(163 * 1024));
+            assert!(
+                fits.shared_bytes <= 99 * 1024,
+                "{} bytes for {dtype} over {cache}, {rows} × {dim}",
+                fits.shared_bytes
+            );
+            let differs = dtype == cache && dim > 128;
+            assert_eq!(
+                (small.name != a100.name, fits != tile),
+                (differs, differs),
+                "{dtype} over {cache}, {rows} × {dim}"
+            );
+        }
+    }
 }

@@ -6,7 +6,9 @@ use warploom::kernels::attention::soft_capped;
 use warploom::kv_cache::{CacheElement, CacheLayout, CacheShape, KvCache, Scales};
 use warploom::reference::attention as reference;
 use warploom::{DType, Device, Error, Graph, Stream, Tensor, bf16, f16};
-use warploom_tests::{assert_close, noise, noise_of, on_every_device, on_every_order, property, sanitizing, widen};
+use warploom_tests::{
+    assert_close, noise, noise_of, on_every_device, on_every_order, property, sanitizing, skipped_without_hopper, widen,
+};
 
 /// Sequences of which `chunk` query tokens are the last of `len` keys.
 #[derive(Clone, Debug)]
@@ -161,6 +163,12 @@ impl<T: Float + CacheElement, S: CacheElement> Case<T, S> {
     }
 }
 
+/// Which of these the device has.
+fn there<const N: usize>(d: &Device, paths: [PrefillPath; N]) -> impl Iterator<Item = PrefillPath> + use<N> {
+    let without = paths.contains(&PrefillPath::Wgmma) && skipped_without_hopper(d);
+    paths.into_iter().filter(move |path| !without || *path != PrefillPath::Wgmma)
+}
+
 /// What bends the scores, in plain numbers.
 #[derive(Clone, Copy, Debug)]
 struct Bend {
@@ -198,6 +206,9 @@ fn check_in<T: Float + CacheElement, S: CacheElement>(
     step: usize,
     work: &mut PrefillWorkspace,
 ) {
+    if there(d, [path]).next().is_none() {
+        return;
+    }
     let mut c = case_over::<T, S>(d, shape);
     if bend.window > 0 {
         c.forget(shape, bend.window, bend.causal);
@@ -280,7 +291,25 @@ fn wgmma_takes_8_bit_caches() {
         let straight = Bend { soft_cap: 0.0, alibi: false, ..bend };
         check_over::<bf16, E4M3>(d, s, &shape, straight, PrefillPath::Wgmma, 5);
         check_over::<f16, E5M2>(d, s, &shape, bend, PrefillPath::Wgmma, 5);
-        check_over::<bf16, i8>(d, s, &shape, bend, PrefillPath::Auto, 5);
+        check_over::<bf16, i8>(d, s, &shape, bend, PrefillPath::Wgmma, 5);
+        Ok(())
+    });
+}
+
+#[test]
+fn mma_takes_8_bit_caches() {
+    let shapes = shapes(&[16, 64, 80, 96, 128, 192, 256], &[8, 16, 32, 64]);
+    property(6, (shapes, bends(), any::<[bool; 2]>()), |d, s, (shape, bend, which)| {
+        // The GPUs that have no other kernel for them take it by themselves.
+        let path = if which[0] || shape.dim > 128 { PrefillPath::Auto } else { PrefillPath::Mma };
+        check_over::<bf16, E4M3>(d, s, &shape, bend, PrefillPath::Mma, 5);
+        if which[1] {
+            check_over::<f16, E5M2>(d, s, &shape, bend, path, 5);
+            check_over::<f16, i8>(d, s, &shape, bend, PrefillPath::Mma, 5);
+        } else {
+            check_over::<bf16, i8>(d, s, &shape, bend, path, 5);
+            check_over::<f16, E4M3>(d, s, &shape, bend, PrefillPath::Mma, 5);
+        }
         Ok(())
     });
 }
@@ -326,7 +355,7 @@ fn lengths_around_pages_and_blocks() {
             sequences.extend([(511, 511), (512, 512), (513, 513), (4096, 4096), (100, 4096), (1, 32768), (1000, 3000)]);
         }
         let step = if gpu { 97 } else { 40 };
-        for path in [PrefillPath::Wgmma, PrefillPath::Mma] {
+        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma]) {
             let shape = Shape {
                 sequences: sequences.clone(),
                 kv_heads: 2,
@@ -340,13 +369,11 @@ fn lengths_around_pages_and_blocks() {
                 check::<f16>(d, s, &shape, Bend { window: 700, sinks: true, ..STRAIGHT }, path, step);
                 let shape = Shape { group: 3, kv_heads: 3, dim: 64, page: 64, ..shape };
                 check::<bf16>(d, s, &shape, Bend { causal: false, ..STRAIGHT }, path, step);
-                if path == PrefillPath::Wgmma {
-                    let shape = Shape { sequences: sequences.clone(), dim: 128, page: 16, ..shape };
-                    check_over::<bf16, E4M3>(d, s, &shape, STRAIGHT, path, step);
-                    check_over::<f16, i8>(d, s, &shape, Bend { window: 700, ..STRAIGHT }, path, step);
-                    for dim in [96, 256] {
-                        check::<bf16>(d, s, &Shape { dim, ..shape.clone() }, STRAIGHT, path, step);
-                    }
+                let shape = Shape { sequences: sequences.clone(), dim: 128, page: 16, ..shape };
+                check_over::<bf16, E4M3>(d, s, &shape, STRAIGHT, path, step);
+                check_over::<f16, i8>(d, s, &shape, Bend { window: 700, ..STRAIGHT }, path, step);
+                for dim in [96, 256] {
+                    check::<bf16>(d, s, &Shape { dim, ..shape.clone() }, STRAIGHT, path, step);
                 }
             }
         }
@@ -366,10 +393,12 @@ fn keys_before_all_windows_may_be_anything() {
                     continue;
                 }
                 let bend = Bend { window, causal, ..STRAIGHT };
-                for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+                for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain]) {
                     check::<bf16>(d, s, &shape, bend, path, 13);
                 }
-                check_over::<bf16, E4M3>(d, s, &shape, bend, PrefillPath::Wgmma, 13);
+                for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma]) {
+                    check_over::<bf16, E4M3>(d, s, &shape, bend, path, 13);
+                }
             }
         }
     });
@@ -382,7 +411,7 @@ fn soft_caps_of_any_size() {
         let sequences = vec![(3, 70)];
         let shape = Shape { sequences, kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
         for soft_cap in [f32::MIN_POSITIVE, 0.01, 1.0, 30.0, 1e3, 1e5, 1e9, 1.0 / f32::MIN_POSITIVE] {
-            for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+            for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain]) {
                 check::<f16>(d, s, &shape, Bend { soft_cap, ..STRAIGHT }, path, 1);
             }
         }
@@ -439,7 +468,7 @@ fn lengths_up_to_2_to_the_31() {
         };
         let rows = |n: &[bf16]| n.chunks(dim).map(widen).collect::<Vec<_>>();
         let slope = Tensor::from_slice(d, &[0.25], &[1]).unwrap();
-        for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain]) {
             for slopes in [None, Some(&slope)] {
                 let mut options = PrefillOptions::default().window(100).path(path);
                 options.alibi = slopes;
@@ -469,7 +498,7 @@ fn more_sequences_than_lanes() {
     on_every_device(|d, s| {
         let sequences = (0..23).map(|i| (1 + i % 2, 2 + 5 * i % 19)).collect();
         let shape = Shape { sequences, kv_heads: 3, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
-        for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain]) {
             check::<bf16>(d, s, &shape, STRAIGHT, path, 1);
         }
     });
@@ -479,7 +508,7 @@ fn more_sequences_than_lanes() {
 fn chunks_are_the_whole() {
     on_every_device(|d, s| {
         let n = if d.is_simt() { 150 } else { 1500 };
-        for path in [PrefillPath::Wgmma, PrefillPath::Mma] {
+        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma]) {
             let shape =
                 Shape { sequences: vec![(n, n)], kv_heads: 1, group: 4, dim: 64, page: 16, layout: CacheLayout::Hnd };
             let c = case::<f16>(d, &shape);
@@ -523,8 +552,8 @@ fn queries_of_any_stride() {
             let run = |path| c.run(s, &PrefillOptions::default().path(path));
             let (want, want_lse) = run(PrefillPath::Plain);
             let followed = tokens == 1 || token > 0 && head > 0;
-            let paths = [PrefillPath::Auto, PrefillPath::Mma, PrefillPath::Wgmma];
-            for path in paths.into_iter().filter(|path| followed || *path != PrefillPath::Wgmma) {
+            let paths = there(d, [PrefillPath::Auto, PrefillPath::Mma, PrefillPath::Wgmma]);
+            for path in paths.filter(|path| followed || *path != PrefillPath::Wgmma) {
                 let (got, lse) = run(path);
                 assert_close(&got, &widen(&want), 2.0 * warploom_tests::epsilon::<bf16>(), 1.0);
                 assert_close(&lse, &widen(&want_lse), 1e-5, 4.0);
@@ -550,14 +579,14 @@ fn what_is_not_a_number_shows() {
         let mut q = c.q.to_vec().unwrap();
         q[3] = bf16::NAN;
         c.q = Tensor::from_slice(d, &q, &[2, 1, 64]).unwrap();
-        for path in [PrefillPath::Plain, PrefillPath::Mma, PrefillPath::Wgmma] {
+        for path in there(d, [PrefillPath::Plain, PrefillPath::Mma, PrefillPath::Wgmma]) {
             let (out, lse) = c.run(s, &PrefillOptions::default().path(path));
             assert!(out[..64].iter().all(|v| v.is_nan()) && !out[64..].iter().any(|v| v.is_nan()), "{path:?}");
             assert!(lse[0].is_nan() && lse[1].is_finite(), "{path:?}: {lse:?}");
         }
         let mut c = case_over::<bf16, E4M3>(d, &shape);
         c.scales = Some([f32::NAN, 0.5].map(|scale| Tensor::from_slice(d, &[scale], &[1]).unwrap()));
-        for path in [PrefillPath::Plain, PrefillPath::Wgmma] {
+        for path in there(d, [PrefillPath::Plain, PrefillPath::Mma, PrefillPath::Wgmma]) {
             let (out, lse) = c.run(s, &PrefillOptions::default().path(path));
             assert!(out.iter().all(|v| v.is_nan()) && lse.iter().all(|v| v.is_nan()), "{path:?}: {lse:?}");
         }
@@ -569,7 +598,7 @@ fn a_sequence_does_not_depend_on_its_batch() {
     on_every_order(|d, s| {
         let cases = [(70, 50.0, 4), (1, 50.0, 4), (1, 3e9, 4), (70, f32::INFINITY, 4), (70, 1.0, 3), (42, 3e9, 3)];
         for (path, (chunk, factor, group)) in
-            [PrefillPath::Wgmma, PrefillPath::Mma].into_iter().flat_map(|path| cases.map(|case| (path, case)))
+            there(d, [PrefillPath::Wgmma, PrefillPath::Mma]).flat_map(|path| cases.map(|case| (path, case)))
         {
             let run = |others: &[(usize, usize)]| {
                 let sequences = [&[(chunk, 300)], others].concat();
@@ -599,7 +628,7 @@ fn a_sequence_does_not_depend_on_its_batch() {
 #[test]
 fn sequences_share_pages() {
     on_every_device(|d, s| {
-        for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain]) {
             let shape = Shape {
                 sequences: vec![(10, 100), (10, 100)],
                 kv_heads: 1,
@@ -656,7 +685,7 @@ fn one_graph_serves(
 #[test]
 fn one_graph_serves_changing_lengths() {
     on_every_order(|d, s| {
-        for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain]) {
             let sequences = vec![(40, 200), (25, 150)];
             let shape = Shape { sequences, kv_heads: 1, group: 4, dim: 64, page: 16, layout: CacheLayout::Hnd };
             let steps: [(&[i32], &[i32]); 4] = [
@@ -677,7 +706,7 @@ fn wrong_pages_starts_and_lengths_stay_inside() {
             Shape { sequences: vec![(20, 40)], kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
         let mut c = case::<bf16>(d, &shape);
         let good = c.pages.clone();
-        for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain]) {
             let options = PrefillOptions::default().path(path);
             let wrong = [-1, i32::MAX, 1 << 20, -7];
             for (pages, starts, len) in [
@@ -752,7 +781,7 @@ fn page_offsets_beyond_32_bits() {
             keys: vec![],
             values: vec![],
         };
-        for path in [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain] {
+        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma, PrefillPath::Plain]) {
             let (out, _) = c.run(s, &PrefillOptions::default().path(path));
             for h in 0..heads {
                 let rows =
@@ -808,6 +837,9 @@ fn divided_keys_of_8_bits_match_the_reference() {
         let mut work = PrefillWorkspace::splitting(d).unwrap();
         check_in::<bf16, E4M3>(d, s, &shape, straight, PrefillPath::Wgmma, 5, &mut work);
         check_in::<f16, E5M2>(d, s, &shape, bend, PrefillPath::Wgmma, 5, &mut work);
+        check_in::<bf16, i8>(d, s, &shape, bend, PrefillPath::Mma, 5, &mut work);
+        let other = Shape { dim: 256, ..shape };
+        check_in::<f16, E4M3>(d, s, &other, bend, PrefillPath::Mma, 5, &mut work);
         Ok(())
     });
 }
@@ -818,7 +850,8 @@ fn keys_of_many_tiles_and_few_keys_are_not_divided() {
     on_every_order(|d, s| {
         let mut work = PrefillWorkspace::splitting(d).unwrap();
         let multiprocessors = d.properties().multiprocessors as usize;
-        for (path, blocks) in [(PrefillPath::Wgmma, multiprocessors), (PrefillPath::Mma, 2 * multiprocessors)] {
+        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma]) {
+            let blocks = if path == PrefillPath::Mma { 2 * multiprocessors } else { multiprocessors };
             for (sequences, dim, divided) in [
                 (vec![(20, 1100)], 64, true),
                 (vec![(3, 700), (1, 40)], 128, true),
@@ -846,7 +879,7 @@ fn keys_of_many_tiles_and_few_keys_are_not_divided() {
 #[test]
 fn wrong_starts_and_lengths_do_not_divide_beyond_the_workspace() {
     on_every_device(|d, s| {
-        for path in [PrefillPath::Wgmma, PrefillPath::Mma] {
+        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma]) {
             let sequences = vec![(20, 600), (5, 600), (3, 600)];
             let shape = Shape { sequences, kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
             let mut c = case::<bf16>(d, &shape);
@@ -874,7 +907,7 @@ fn wrong_starts_and_lengths_do_not_divide_beyond_the_workspace() {
 #[test]
 fn a_graph_divides_keys_by_the_lengths_of_each_launch() {
     on_every_order(|d, s| {
-        for path in [PrefillPath::Wgmma, PrefillPath::Mma] {
+        for path in there(d, [PrefillPath::Wgmma, PrefillPath::Mma]) {
             let sequences = vec![(40, 1200)];
             let shape = Shape { sequences, kv_heads: 1, group: 4, dim: 64, page: 16, layout: CacheLayout::Hnd };
             let steps: [(&[i32], &[i32]); 5] =

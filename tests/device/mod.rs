@@ -11,7 +11,7 @@ use warploom::device::{Swizzle, TensorMapDescription};
 use warploom::norm::{Variant, rms_norm};
 use warploom::{DType, Entry, Geometry};
 use warploom::{Device, Error, SimtOptions, Stream, Tensor};
-use warploom_tests::{gpu, on_every_device};
+use warploom_tests::{gpu, is_hopper, on_every_device};
 
 /// A kernel to launch by hand: normalises the row `x`.
 fn normalise(x: &Tensor<f32>, out: &mut Tensor<f32>) -> (Entry<rms_norm::Args>, Geometry, rms_norm::Args) {
@@ -131,7 +131,7 @@ fn tensor_maps() {
             box_dims: [32, 8, 0, 0, 0],
             swizzle: Swizzle::B128,
         };
-        let hopper = device.properties().compute_capability == (9, 0);
+        let hopper = is_hopper(device);
         match device.tensor_map(&description) {
             Ok(map) => assert!(hopper && map.0.iter().any(|&word| word != 0)),
             Err(error) => assert!(!hopper && matches!(error, Error::TooOldGpu { .. }), "{error}"),

@@ -7,7 +7,8 @@ use warploom::gemm::{
 use warploom::kernels::gemm::{linear_few as few_kernels, linear_fma, linear_rounds};
 use warploom::{DType, Device, Error, Geometry, Graph, SimtOptions, Stream, Tensor, bf16, f16, reference};
 use warploom_tests::{
-    PERIOD, assert_close, cyclic, large_gpu, noise_of, of_cycle, on_every_device, property, sanitizing, widen,
+    PERIOD, assert_close, cyclic, large_gpu, noise_of, of_cycle, on_every_device, property, sanitizing,
+    skipped_without_hopper, widen,
 };
 
 const EPILOGUES: [Epilogue; 6] =
@@ -61,7 +62,7 @@ fn not_a_number_and_infinity_stay_where_they_are() {
         let x = Tensor::from_slice(d, &x, &[m, k]).unwrap();
         let w = Tensor::from_slice(d, &vec![bf16::from_f32(0.5); n * k], &[n, k]).unwrap();
         use LinearPath::{Auto, Dot, Few, Fma, Stream, Tile, Wgmma};
-        let hopper = d.properties().compute_capability == (9, 0);
+        let hopper = !skipped_without_hopper(d);
         for path in
             [Auto, Fma, Dot, Stream, Tile, Few, Wgmma].into_iter().filter(|p| hopper || ![Few, Wgmma].contains(p))
         {
@@ -160,7 +161,7 @@ fn wgmma_matches_the_reference() {
     let shape = (1usize..200, (1usize..38).prop_map(|n| 8 * n), 1usize..200);
     let how = (0..WgmmaTile::ALL.len(), any::<bool>(), 0usize..6, any::<[bool; 3]>());
     property(4, (shape, how), |d, s, ((m, n, k), (tile, biased, kind, pads))| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return Ok(());
         }
         let (tile, pads) = (LinearOptions::default().tile(WgmmaTile::ALL[tile]), pads.map(usize::from));
@@ -175,7 +176,7 @@ fn few_matches_the_reference() {
     let shape = (1usize..=64, (1usize..38).prop_map(|n| 8 * n), 1usize..700);
     let how = (any::<bool>(), 0usize..6, any::<[bool; 3]>());
     property(6, (shape, how), |d, s, ((m, n, k), (biased, kind, pads))| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return Ok(());
         }
         let (few, pads) = (LinearOptions::default().path(LinearPath::Few), pads.map(usize::from));
@@ -188,7 +189,7 @@ fn few_matches_the_reference() {
 #[test]
 fn few_of_many_outputs_share_tokens() {
     on_every_device(|d, s| {
-        if d.properties().compute_capability == (9, 0) {
+        if !skipped_without_hopper(d) {
             // A cluster whose last blocks have no rows; fewer steps than a ring has, and more.
             let few = LinearOptions::default().path(LinearPath::Few);
             check_tile::<bf16>(d, s, [41, 13_840, 72], [1, 0, 1], true, Epilogue::GeluTanh, few, 800);
@@ -210,7 +211,7 @@ fn few_of_many_outputs_share_tokens() {
 #[test]
 fn few_of_more_tokens() {
     on_every_device(|d, s| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return;
         }
         for ([m, n, k], name, tile) in [
@@ -254,7 +255,7 @@ fn few_map(d: &Device, of: &Tensor<bf16>, [rows, k]: [usize; 2], lines: usize) -
 fn few_in_more_parts() {
     use few_kernels::{linear_few_r128_t128_split3_bf16, linear_few_r128_t128_split4_bf16};
     on_every_device(|d, s| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return;
         }
         let [m, n, k] = [85usize, 136, 456];
@@ -309,7 +310,7 @@ fn few_in_more_parts() {
 fn few_in_pairs() {
     use warploom::kernels::gemm::linear_pair;
     on_every_device(|d, s| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return;
         }
         let few = LinearOptions::default().path(LinearPath::Few);
@@ -363,7 +364,7 @@ fn few_in_rounds() {
         linear_few_r128_t96_bf16, linear_few_r128_t304_bf16, linear_few_r192_t144_bf16, linear_few_r192_t208_bf16,
     };
     on_every_device(|d, s| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return;
         }
         for (entry, [groups, room, stages], [m, tiles], [n, rows], k, epilogue) in [
@@ -420,7 +421,10 @@ fn choices_for_the_largest_extents() {
                 assert_eq!(linear_few::entry(DType::Bf16, m, n, k).is_some(), m <= linear_few::TOKENS);
                 assert!(linear_few::geometry(m, n, k).grid[0] > 0);
                 assert!(WgmmaTile::choose(m, n, k, 132).geometry(m, n, 132).grid[0] > 0);
-                assert!(linear::tile_geometry(m, n).grid[0] > 0);
+                let tile = linear::tile_size(m, n, 132);
+                assert!(
+                    linear::tile_geometry(m, n, tile).grid[0] > 0 && linear::tile_entry(DType::Bf16, tile).is_some()
+                );
                 for blocks in [false, true] {
                     LinearQuantTile::choose(m, n, k, blocks, u32::MAX);
                 }
@@ -431,7 +435,7 @@ fn choices_for_the_largest_extents() {
 
 #[test]
 fn few_at_model_sizes() {
-    let Some(d) = warploom_tests::gpu().filter(|d| d.properties().compute_capability == (9, 0)) else {
+    let Some(d) = warploom_tests::gpu().filter(|d| !skipped_without_hopper(d)) else {
         return;
     };
     let s = Stream::new(&d).unwrap();
@@ -449,7 +453,7 @@ fn few_at_model_sizes() {
 #[test]
 fn few_in_a_row() {
     on_every_device(|d, s| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return;
         }
         let (m, k, steps) = (5, 256, if d.is_simt() { 3 } else { 200 });
@@ -483,7 +487,7 @@ fn few_in_a_row() {
 #[test]
 fn every_tile_and_epilogue() {
     on_every_device(|d, s| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return;
         }
         for (i, tile) in WgmmaTile::ALL.iter().copied().enumerate() {
@@ -498,7 +502,7 @@ fn every_tile_and_epilogue() {
 #[test]
 fn tiles_agree_where_they_do_not_split() {
     on_every_device(|d, s| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return;
         }
         let (m, n, k) = (133, 264, 392);
@@ -519,7 +523,7 @@ fn tiles_agree_where_they_do_not_split() {
 
 #[test]
 fn wgmma_at_model_sizes() {
-    let Some(d) = warploom_tests::gpu().filter(|d| d.properties().compute_capability == (9, 0)) else {
+    let Some(d) = warploom_tests::gpu().filter(|d| !skipped_without_hopper(d)) else {
         return;
     };
     let s = Stream::new(&d).unwrap();
@@ -645,7 +649,7 @@ fn few_is_chosen_as_measured() {
 #[test]
 fn wgmma_is_chosen_for_many_tokens() {
     on_every_device(|d, s| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return;
         }
         let (m, n, k) = (linear_few::TOKENS as usize + 1, 40, 72);
@@ -767,7 +771,7 @@ fn more_than_32_bits_number() {
         return;
     }
     let s = Stream::new(&d).unwrap();
-    let hopper = d.properties().compute_capability == (9, 0);
+    let hopper = !skipped_without_hopper(&d);
     let (xs, ws) = (noise_of::<bf16>(PERIOD, 1), noise_of::<bf16>(PERIOD, 2));
     use LinearPath::{Auto, Dot, Few, Fma, Tile, Wgmma};
     let cases: [([usize; 3], &[LinearPath], &[LinearPath]); 5] = [
@@ -838,7 +842,7 @@ fn a_row_does_not_depend_on_its_batch() {
             linear_with(s, &mut y, &dx, &dw, None, &LinearOptions::default().path(path)).unwrap();
             y.to_vec().unwrap()
         };
-        let few = d.properties().compute_capability == (9, 0);
+        let few = !skipped_without_hopper(d);
         for (path, most) in [
             (LinearPath::Dot, 64),
             (LinearPath::Stream, 64),
@@ -849,6 +853,28 @@ fn a_row_does_not_depend_on_its_batch() {
                 assert_eq!(run(path, m)[..n], one, "{path:?}, {m} tokens");
             }
         }
+    });
+}
+
+/// Nor on the size of tiles, of which few tokens have smaller ones.
+#[test]
+fn tiles_of_any_size_give_the_same_bits() {
+    on_every_device(|d, s| {
+        let (n, k, few) = (104, 264, 70);
+        let multiprocessors = d.properties().multiprocessors;
+        let many = 128 * multiprocessors as usize;
+        let size = |m: usize| linear::tile_size(m as u32, n as u32, multiprocessors);
+        assert_eq!([few, many].map(size), [64, 128]);
+        let x = Tensor::from_slice(d, &noise_of::<bf16>(many * k, 1), &[many, k]).unwrap();
+        let w = Tensor::from_slice(d, &noise_of::<bf16>(n * k, 2), &[n, k]).unwrap();
+        let run = |m: usize| {
+            let mut y = Tensor::<bf16>::uninit(d, &[m, n]).unwrap();
+            s.fill_bytes(&mut y, 0xff).unwrap();
+            let options = LinearOptions::default().path(LinearPath::Tile);
+            linear_with(s, &mut y, &x.narrow(0, 0, m).unwrap(), &w, None, &options).unwrap();
+            y.to_vec().unwrap()
+        };
+        assert_eq!(run(few), run(many)[..few * n]);
     });
 }
 

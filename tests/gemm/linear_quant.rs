@@ -4,7 +4,10 @@ use warploom::gemm::{
     Epilogue, LinearQuantOptions, LinearQuantPath, LinearQuantTile, Quantised, linear_quant, linear_quant_few,
 };
 use warploom::{DType, Device, E4M3, Error, Graph, Stream, Tensor, bf16, f16, reference};
-use warploom_tests::{assert_close, devices, noise, on_every_device, on_every_order, property, sanitizing, widen};
+use warploom_tests::{
+    assert_close, devices, is_hopper, noise, on_every_device, on_every_order, property, sanitizing,
+    skipped_without_hopper, widen,
+};
 
 const EPILOGUES: [Epilogue; 6] =
     [Epilogue::None, Epilogue::Silu, Epilogue::Gelu, Epilogue::GeluTanh, Epilogue::Relu, Epilogue::Relu2];
@@ -111,7 +114,7 @@ fn check<Q: Byte, Y: Float>(d: &Device, s: &Stream, case: Case, options: LinearQ
         let want = reference::gemm::linear(a, b_row, biased.then_some(&bias), 1, 1, k, kind);
         let magnitude = a.iter().zip(b_row).map(|(a, b)| (a * b).abs()).sum::<f64>() + bias[0].abs();
         // f32 sums; Hopper's tensor cores drop bits of e4m3 sums.
-        let hardware = !d.is_simt() && Q::DTYPE == DType::E4m3 && options.path != LinearQuantPath::Tile;
+        let hardware = !d.is_simt() && is_hopper(d) && Q::DTYPE == DType::E4m3 && options.path != LinearQuantPath::Tile;
         let arithmetic = if hardware { 2f64.powi(-12) } else { (k + 8) as f64 * 2f64.powi(-24) };
         let steepest = if kind == Epilogue::Relu2 { 2.0 * magnitude.max(1.0) } else { 1.2 };
         assert_close(&got[r * y_row + c..][..1], &want, arithmetic, magnitude * steepest + 2f64.powi(-20));
@@ -154,7 +157,7 @@ fn wgmma_matches_the_reference() {
     let shape = (1usize..150, (1usize..25).prop_map(|n| 8 * n), 1usize..400);
     let how = (0..LinearQuantTile::ALL.len(), any::<[bool; 3]>());
     property(3, (shape, how, kinds()), |d, s, ((m, n, k), (tile, pads), (blocks, transposed, biased, kind))| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return Ok(());
         }
         let tile = LinearQuantTile::ALL[tile];
@@ -177,7 +180,7 @@ fn few_matches_the_reference() {
     // Widths whose tiles of rows lie in two blocks of scales; fewer steps along K than parts, more than a chunk of scales and than two.
     let shape = prop_oneof![(1usize..=64, 1usize..60, 1usize..700), (1usize..=20, 1usize..12, 4000usize..9000)];
     property(6, (shape, any::<[bool; 3]>(), kinds()), |d, s, ((m, n, k), pads, (blocks, transposed, biased, kind))| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return Ok(());
         }
         let n = 8 * n;
@@ -206,7 +209,7 @@ fn few_matches_the_reference() {
 #[test]
 fn few_with_many_outputs() {
     on_every_order(|d, s| {
-        if d.properties().compute_capability == (9, 0) {
+        if !skipped_without_hopper(d) {
             let depth = if d.is_simt() { 272 } else { 1424 };
             for (i, (size, blocks)) in [
                 ([3, 8464, 144], false),
@@ -262,7 +265,7 @@ fn few_is_chosen_as_measured() {
 #[test]
 fn few_tokens_or_many() {
     on_every_device(|d, s| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return;
         }
         for blocks in [false, true] {
@@ -289,7 +292,7 @@ fn few_tokens_or_many() {
 #[test]
 fn every_tile() {
     on_every_order(|d, s| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return;
         }
         for (i, tile) in LinearQuantTile::ALL.iter().copied().enumerate() {
@@ -311,9 +314,9 @@ fn every_tile() {
 
 #[test]
 fn at_model_sizes() {
-    let Some(d) = warploom_tests::gpu().filter(|d| d.properties().compute_capability == (9, 0)) else {
-        return;
-    };
+    let Some(d) = warploom_tests::gpu() else { return };
+    let hopper = !skipped_without_hopper(&d);
+    let tiles = if hopper { LinearQuantTile::ALL } else { &[] };
     let s = Stream::new(&d).unwrap();
     for blocks in [false, true] {
         // Under a sanitizer several tiles, several times round the ring.
@@ -324,13 +327,11 @@ fn at_model_sizes() {
         };
         for &size in sizes {
             let case = Case { size, pads: [0; 3], blocks, transposed: true, biased: false, kind: Epilogue::None };
-            for tile in
-                LinearQuantTile::ALL.iter().copied().filter(|t| t.entry(DType::E4m3, DType::Bf16, blocks).is_some())
-            {
+            for tile in tiles.iter().copied().filter(|t| t.entry(DType::E4m3, DType::Bf16, blocks).is_some()) {
                 check::<E4M3, bf16>(&d, &s, case, LinearQuantOptions::default().tile(tile), 300);
             }
             check::<E4M3, bf16>(&d, &s, case, LinearQuantOptions::default(), 300);
-            if size[0] <= linear_quant_few::TOKENS as usize {
+            if hopper && size[0] <= linear_quant_few::TOKENS as usize {
                 check::<E4M3, bf16>(&d, &s, case, LinearQuantOptions::default().path(LinearQuantPath::Few), 300);
                 check::<i8, bf16>(
                     &d,
@@ -416,7 +417,7 @@ fn int8_sums_are_exact() {
 #[test]
 fn int8_sums_are_exact_where_k_is_split() {
     on_every_device(|d, s| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return;
         }
         let options = LinearQuantOptions::default();
@@ -441,7 +442,7 @@ fn int8_sums_are_exact_where_k_is_split() {
 #[test]
 fn not_a_number_and_infinity_stay_where_they_are() {
     on_every_order(|d, s| {
-        let hopper = d.properties().compute_capability == (9, 0);
+        let hopper = !skipped_without_hopper(d);
         let paths: &[_] = if hopper { &[LinearQuantPath::Few, LinearQuantPath::Wgmma] } else { &[] };
         let options = |path: &_| LinearQuantOptions::default().path(*path);
         let paths = [LinearQuantPath::Auto, LinearQuantPath::Tile].iter().chain(paths).map(options);
@@ -509,7 +510,7 @@ fn captured_and_replayed() {
                 captured::<E4M3>(d, s, path, blocks);
                 captured::<i8>(d, s, path, blocks);
             }
-            if d.properties().compute_capability == (9, 0) {
+            if !skipped_without_hopper(d) {
                 for path in [LinearQuantPath::Few, LinearQuantPath::Wgmma] {
                     captured::<E4M3>(d, s, path, blocks);
                     if !blocks {
@@ -549,7 +550,7 @@ fn auto_is_one_of_the_paths() {
         };
         let path = |path, args: &Args| warploom::gemm::linear_quant::path_of(d, DType::E4m3, DType::Bf16, path, args);
         let auto = |args: Args| path(LinearQuantPath::Auto, &args).unwrap();
-        let hopper = d.properties().compute_capability == (9, 0);
+        let hopper = is_hopper(d);
         for (m, best) in [(1, LinearQuantPath::Few), (64, LinearQuantPath::Few), (65, LinearQuantPath::Wgmma)] {
             assert_eq!(auto(args(0x2000, m, 32)), if hopper { best } else { LinearQuantPath::Tile });
             for plain in [args(0x2001, m, 32), args(0x2000, m.max(2), 24), args(0x2000, m, 0)] {

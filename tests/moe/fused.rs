@@ -9,8 +9,8 @@ use warploom::reference::gemm::linear;
 use warploom::reference::moe::{Block, FusedResult, fused as reference};
 use warploom::{DType, Device, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
 use warploom_tests::{
-    epsilon, gpu, noise, noise_of, on_every_device, on_every_order, on_every_small_device, property, racechecking,
-    sanitizing, smallest, widen,
+    epsilon, gpu, is_hopper, noise, noise_of, on_every_device, on_every_order, on_every_small_device, property,
+    racechecking, sanitizing, skipped_without_hopper, smallest, widen,
 };
 
 const ACTIVATIONS: [ExpertActivation; 5] = [
@@ -35,6 +35,17 @@ const PATHS: [FusedPath; 11] = [
     FusedPath::Wgmma176,
     FusedPath::Vector,
 ];
+
+/// Whether the device has the kernels of a path.
+fn has(d: &Device, path: FusedPath) -> bool {
+    use FusedPath::{Vector, Wgmma16, Wgmma64, Wgmma176};
+    !matches!(path, Vector | Wgmma16 | Wgmma64 | Wgmma176) || !skipped_without_hopper(d)
+}
+
+/// Those of [`PATHS`] that the device has.
+fn paths(d: &Device) -> impl Iterator<Item = FusedPath> {
+    PATHS.into_iter().filter(|&path| has(d, path))
+}
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -86,7 +97,7 @@ impl Case {
 
     /// Whether results of slots lie between the second product and the sum in 16 bits and powers of two.
     fn packs<T: Float>(&self, d: &Device) -> bool {
-        let of_hopper = self.activation != ExpertActivation::Gelu;
+        let of_hopper = is_hopper(d) && self.activation != ExpertActivation::Gelu;
         let multiprocessors = d.properties().multiprocessors;
         let plan = plan(T::DTYPE, &self.shape(), self.path, true, of_hopper, self.shuffled, multiprocessors);
         let path = plan.map(|plan| plan.path);
@@ -279,6 +290,9 @@ pub(super) fn wanted<T: Float>(block: &Block, x: &[f64], slots: &[(usize, f64)])
 
 /// Runs a case on poisoned memory, twice, and compares with the reference.
 fn check<T: Float>(d: &Device, s: &Stream, case: &Case) {
+    if !has(d, case.path) {
+        return;
+    }
     let inputs = Inputs::<T>::new(d, case, 1);
     let mut workspace = inputs.workspace(d, s, case);
     let mut out = Tensor::<T>::uninit(d, &[case.tokens, case.hidden]).unwrap();
@@ -641,6 +655,9 @@ fn bits_of<T: Float>(d: &Device, s: &Stream, inputs: &Inputs<T>, case: &Case) ->
 
 /// Weights in the order in which they are read, and as they come: the same bits on every path.
 fn check_shuffled<T: Float>(d: &Device, s: &Stream, case: &Case) {
+    if skipped_without_hopper(d) {
+        return;
+    }
     let plain = Inputs::<T>::new(d, case, 1);
     let shuffled = Inputs::<T>::new(d, case, 1).shuffle(d, s, case);
     for path in [FusedPath::Wgmma16, FusedPath::Wgmma64, FusedPath::Wgmma176] {
@@ -730,6 +747,9 @@ fn wgmma_of_many_pairs() {
 #[test]
 fn wgmma_blocks_in_twos() {
     on_every_order(|d, s| {
+        if skipped_without_hopper(d) {
+            return;
+        }
         for (tokens, top_k, experts, hidden, inter, skewed) in [
             (180, 1, 1, 72, 40, false),
             (300, 2, 2, 136, 72, false),
@@ -767,6 +787,9 @@ fn wgmma_blocks_in_twos() {
 #[test]
 fn second_products_that_begin_early() {
     on_every_small_device(|d, s| {
+        if skipped_without_hopper(d) {
+            return;
+        }
         let tiles = (5 * d.properties().multiprocessors as usize).div_ceil(8);
         for (path, outputs) in [(FusedPath::Wgmma16, 32), (FusedPath::Wgmma64, 64)] {
             check::<bf16>(d, s, &Case::new(12, 2, 8, 72, tiles * outputs).path(path));
@@ -820,6 +843,9 @@ fn unordered() {
 /// Each slot's result rounded: exactly what the slots give by themselves, added up. Widths of shares from 8 to 176 columns, tiles of rows that are not
 /// whole; where sums come in any order, and on paths that have no use for the permission, it makes no difference.
 fn check_rounded<T: Float>(d: &Device, s: &Stream, case: &Case) {
+    if !has(d, case.path) {
+        return;
+    }
     let case = &Case { f32_slots: true, ..case.clone() };
     let plain = Inputs::<T>::new(d, case, 1);
     let whole = bits_of(d, s, &plain, case);
@@ -877,7 +903,7 @@ fn rounded_slots() {
             check_rounded::<bf16>(d, s, &case);
         }
         // So little to add up is added up in order.
-        for path in [FusedPath::Wgmma64, FusedPath::Wgmma176] {
+        for path in [FusedPath::Wgmma64, FusedPath::Wgmma176].into_iter().filter(|&path| has(d, path)) {
             let case = Case { rounded: true, ..Case::new(9, 4, 5, 72, 40).path(path) };
             let inputs = Inputs::<f16>::new(d, &case, 1);
             let both = Case { unordered: true, ..case.clone() };
@@ -935,7 +961,7 @@ fn check_added<T: Float>(d: &Device, s: &Stream, case: &Case) {
 #[test]
 fn rounded_slots_in_any_order() {
     on_every_small_device(|d, s| {
-        if d.properties().compute_capability != (9, 0) {
+        if skipped_without_hopper(d) {
             return;
         }
         let rounded = |tokens, top_k, experts, hidden| Case {
@@ -993,6 +1019,9 @@ fn assert_neighbours(got: &[u32], want: &[u32], case: &Case) -> usize {
 #[test]
 fn packed_slots() {
     on_every_small_device(|d, s| {
+        if skipped_without_hopper(d) {
+            return;
+        }
         let sizes =
             [(5, 3, 72, false), (60, 3, 328, true), (130, 2, 264, false), (170, 1, 128, true), (400, 1, 520, false)];
         for (i, (tokens, experts, hidden, biased)) in sizes.into_iter().enumerate() {
@@ -1062,7 +1091,7 @@ fn packed_slots() {
 /// Sizes of models, where the definition would take too long: against the path of ordinary multiply-adds.
 #[test]
 fn wgmma_at_the_sizes_of_models() {
-    let Some(d) = gpu() else { return };
+    let Some(d) = gpu().filter(|d| !skipped_without_hopper(d)) else { return };
     {
         let s = Stream::new(&d).unwrap();
         for (tokens, top_k, experts, hidden, inter) in [
@@ -1201,7 +1230,7 @@ fn numbers_of_experts() {
 #[test]
 fn no_experts_here() {
     on_every_device(|d, s| {
-        for path in PATHS {
+        for path in paths(d) {
             let mut case = Case { map: Some(vec![-1; 6]), ..Case::new(5, 2, 6, 24, 16).path(path) };
             check::<bf16>(d, s, &case);
             case.shared = 1;
@@ -1284,8 +1313,8 @@ fn the_tail_of_gelu() {
         }
     }
     on_every_device(|d, s| {
-        let paths = PATHS.iter().chain(d.is_simt().then_some(&FusedPath::Host));
-        for (&path, activation) in
+        let paths = paths(d).chain(d.is_simt().then_some(FusedPath::Host));
+        for (path, activation) in
             paths.flat_map(|path| [(path, ExpertActivation::Gelu), (path, ExpertActivation::GeluTanh)])
         {
             use FusedPath::{Fma, Host, Vector, Wgmma16, Wgmma64, Wgmma176};
@@ -1305,6 +1334,9 @@ fn the_tail_of_gelu() {
 #[test]
 fn an_expert_does_not_depend_on_the_next() {
     on_every_device(|d, s| {
+        if skipped_without_hopper(d) {
+            return;
+        }
         for (path, hidden) in [(FusedPath::Wgmma176, 192), (FusedPath::Wgmma176, 64), (FusedPath::Wgmma64, 192)] {
             let mut case = Case::new(12, 2, 3, hidden, 64).path(path);
             case.ids = (0..24).map(|i| i % 2 * 2).collect();
@@ -1409,7 +1441,8 @@ fn sums_that_read_for_the_last_time() {
 #[test]
 fn a_token_does_not_depend_on_others() {
     on_every_order(|d, s| {
-        for (path, rounded) in PATHS.map(|path| (path, false)).into_iter().chain([(FusedPath::Wgmma176, true)]) {
+        let ways = PATHS.map(|path| (path, false)).into_iter().chain([(FusedPath::Wgmma176, true)]);
+        for (path, rounded) in ways.filter(|&(path, _)| has(d, path)) {
             let mut case = Case::new(16, 2, 4, 72, 40).path(path);
             case.rounded = rounded;
             let inputs = Inputs::<bf16>::new(d, &case, 1);
@@ -1450,7 +1483,7 @@ fn a_token_does_not_depend_on_others() {
 #[test]
 fn f16_does_not_overflow_between_the_products() {
     on_every_device(|d, s| {
-        for path in PATHS {
+        for path in paths(d) {
             let (hidden, inter) = (64, 16);
             let t = |v: f32, shape: &[usize]| {
                 Tensor::from_slice(d, &vec![f16::from_f32(v); shape.iter().product()], shape).unwrap()
@@ -1500,7 +1533,7 @@ fn infinite_tokens() {
             let x = tensor(&first(width, x), &[1, width]);
             let w13 = tensor(&first(rows * width, 1.0), &[1, rows, width]);
             let w2 = tensor(&[1.0; 64], &[1, width, width]);
-            for path in PATHS {
+            for path in paths(d) {
                 let mut out = Tensor::zeros(d, &[1, width]).unwrap();
                 let options = FusedOptions::default().path(path).gate_up(gate_up).activation(activation);
                 fused(s, &mut out, &x, &w13, &w2, &ids, &weights, &options, &mut workspace).unwrap();
@@ -1569,7 +1602,7 @@ fn plans_of_raw_launches() {
             plan_of(d, warploom::DType::Bf16, &shape, path, &o).map(|plan| plan.path)
         };
         for path in [FusedPath::Wgmma16, FusedPath::Wgmma64, FusedPath::Wgmma176, FusedPath::Vector] {
-            if d.properties().compute_capability == (9, 0) {
+            if is_hopper(d) {
                 assert_eq!(far((1 << 32) - 8, path).unwrap(), path);
             }
             let e = far(1 << 32, path);
@@ -1587,7 +1620,8 @@ fn captured_and_replayed() {
         let plain = PATHS.map(|path| (path, 3, false, false));
         let wide = [FusedPath::Wgmma64, FusedPath::Wgmma176];
         let permitted = wide.into_iter().flat_map(|path| [(path, 1, true, false), (path, 3, false, true)]);
-        for (path, top_k, unordered, rounded) in plain.into_iter().chain(permitted) {
+        let ways = plain.into_iter().chain(permitted);
+        for (path, top_k, unordered, rounded) in ways.filter(|&(path, ..)| has(d, path)) {
             let case = Case::new(5, top_k, 6, 24, 8).path(path);
             // Some number, so that it is read from the device.
             let case = Case { present: 4, shared: 1, unordered, rounded, ..case };

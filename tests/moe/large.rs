@@ -10,7 +10,9 @@ use warploom::moe::{
 };
 use warploom::reference::moe::{Block, QuantBlock};
 use warploom::{DType, Device, E4M3, Stream, Tensor, bf16};
-use warploom_tests::{PERIOD, cyclic, large_gpu, noise, noise_of, of_cycle, sanitizing, widen};
+use warploom_tests::{
+    PERIOD, cyclic, is_hopper, large_gpu, noise, noise_of, of_cycle, sanitizing, skipped_without_hopper, widen,
+};
 
 #[derive(Clone, Copy, Debug)]
 struct Model {
@@ -116,11 +118,6 @@ fn skipped() -> bool {
     sanitizing()
 }
 
-/// Whether a GPU has what takes Hopper's instructions.
-fn is_hopper(d: &Device) -> bool {
-    d.properties().compute_capability == (9, 0)
-}
-
 /// Compares the samples of batches of so many tokens by each path that there is, on Hopper also with shuffled weights if there is room for both.
 fn check_model(d: &Device, model: Model, shuffles: bool, batches: &[(usize, &[FusedPath])]) {
     let s = Stream::new(d).unwrap();
@@ -128,7 +125,7 @@ fn check_model(d: &Device, model: Model, shuffles: bool, batches: &[(usize, &[Fu
     let (first, second) = (noise_of::<bf16>(PERIOD, 2), noise_of::<bf16>(PERIOD, 3));
     let w13 = cyclic(d, &s, &first, &[experts, 2 * inter, hidden]);
     let w2 = cyclic(d, &s, &second, &[experts, hidden, inter]);
-    let hopper = is_hopper(d);
+    let hopper = !skipped_without_hopper(d);
     let shuffled = (shuffles && hopper).then(|| {
         let [mut a, mut b] = [&w13, &w2].map(|w| Tensor::<bf16>::uninit(d, w.shape()).unwrap());
         shuffle_weights(&s, &mut a, &w13, Some(GateUp::Halves)).unwrap();
@@ -173,7 +170,7 @@ fn check_model(d: &Device, model: Model, shuffles: bool, batches: &[(usize, &[Fu
                 let kept = match path {
                     _ if rounded && unordered => Kept::Added(model.top_k),
                     _ if rounded => Kept::Rounded(model.top_k),
-                    FusedPath::Auto | FusedPath::Wgmma176 if !(unordered || f32_slots) => Kept::Packed,
+                    FusedPath::Auto | FusedPath::Wgmma176 if hopper && !(unordered || f32_slots) => Kept::Packed,
                     _ => Kept::F32,
                 };
                 let (w13, w2) = shuffled.as_ref().filter(|_| shuffle).map_or((&w13, &w2), |(a, b)| (a, b));
@@ -221,17 +218,17 @@ const DEEPSEEK_BATCHES: [(usize, &[FusedPath]); 5] = {
         (6000, &[Wgmma176]),
     ]
 };
-const FEW: (usize, &[FusedQuantPath]) = (1, &[FusedQuantPath::Auto, FusedQuantPath::Wgmma16, FusedQuantPath::Tile]);
+const FEW: (usize, &[FusedQuantPath]) = (1, &[FusedQuantPath::Auto, FusedQuantPath::Wgmma16, FusedQuantPath::Tile32]);
 /// With scales of blocks and of rows.
 const QUANT_MIXTRAL_BATCHES: [&[(usize, &[FusedQuantPath])]; 2] = {
     use FusedQuantPath::*;
-    const SOME: (usize, &[FusedQuantPath]) = (64, &[Wgmma16, Wgmma64, Tile]);
-    const MANY: (usize, &[FusedQuantPath]) = (600, &[Wgmma64, Wgmma160]);
+    const SOME: (usize, &[FusedQuantPath]) = (64, &[Wgmma16, Wgmma64, Tile32, Tile128]);
+    const MANY: (usize, &[FusedQuantPath]) = (600, &[Wgmma64, Wgmma160, Tile128]);
     [&[FEW, SOME, MANY, (4096, &[Auto, Wgmma256])], &[FEW, SOME, MANY]]
 };
 const QUANT_DEEPSEEK_BATCHES: [&[(usize, &[FusedQuantPath])]; 2] = {
     use FusedQuantPath::*;
-    const SOME: (usize, &[FusedQuantPath]) = (64, &[Wgmma64, Tile]);
+    const SOME: (usize, &[FusedQuantPath]) = (64, &[Wgmma64, Tile32, Tile128]);
     [&[FEW, SOME, (4096, &[Auto, Wgmma160, Wgmma256])], &[FEW, SOME, (4096, &[Auto, Wgmma160])]]
 };
 const SCALES: [QuantScales; 2] = [QuantScales::Blocks, QuantScales::Rows];
@@ -327,8 +324,9 @@ fn check_quant_model(d: &Device, model: Model, scales: QuantScales, batches: &[(
         let batch = Batch::new(d, model, tokens);
         let mut workspace = Tensor::<u8>::uninit(d, &[model.shape(tokens).quant_workspace_bytes(DType::Bf16)]).unwrap();
         for &path in paths {
-            let plain = matches!(path, FusedQuantPath::Auto | FusedQuantPath::Tile);
-            if !plain && !is_hopper(d) {
+            let tile = matches!(path, FusedQuantPath::Tile32 | FusedQuantPath::Tile128);
+            let plain = tile || path == FusedQuantPath::Auto;
+            if !plain && skipped_without_hopper(d) {
                 continue;
             }
             let mut run = |w13: &Tensor<E4M3>, w2: &Tensor<E4M3>, shuffled: bool| {
@@ -343,7 +341,7 @@ fn check_quant_model(d: &Device, model: Model, scales: QuantScales, batches: &[(
             let case = format!("{model:?}, {tokens} tokens, {path:?}, {scales:?}");
             for (want, &place) in want.iter().zip(&batch.places) {
                 let got = out.narrow(0, place, 1).unwrap().to_vec().unwrap();
-                let tolerance = Tolerance::new(true, is_hopper(d) && path != FusedQuantPath::Tile, hidden + inter);
+                let tolerance = Tolerance::new(true, is_hopper(d) && !tile, hidden + inter);
                 for (c, (got, want)) in got.iter().zip(want).enumerate() {
                     let (error, allowed) = ((got.to_f32() as f64 - want.value).abs(), tolerance.of::<bf16>(want));
                     assert!(

@@ -6,7 +6,9 @@ use proptest::sample::select;
 use warploom::norm::{self, Held, Variant, rms_norm};
 use warploom::reference::norm as reference;
 use warploom::{DType, Device, Entry, Error, Geometry, Graph, Result, Stream, Tensor, bf16, f16};
-use warploom_tests::{large_gpu, noise_of, on_every_device, property, sanitizing, skipped_under_synccheck, widen};
+use warploom_tests::{
+    large_gpu, noise_of, on_every_device, property, sanitizing, skipped_under_synccheck, skipped_without_hopper, widen,
+};
 
 /// Error of the sum and of the root before the result is rounded.
 const RELATIVE: f64 = 1.0 / (1 << 19) as f64;
@@ -434,6 +436,9 @@ fn rows_in_turns_are_the_same_bits() {
         return;
     }
     on_every_device(|device, stream| {
+        if skipped_without_hopper(device) {
+            return;
+        }
         for (rows, n, blocks) in [(7usize, 769usize, 1), (9, 1537, 2), (7, 5125, 2), (3, 8191, 3)] {
             let geometry = rms_norm::held_geometry(DType::Bf16, Held::AnyX4, rows as u32, n as u32);
             let turns = |add| rms_norm::any_ring_geometry(DType::Bf16, n as u32, add, blocks).unwrap();
@@ -454,7 +459,8 @@ fn rows_in_turns_are_the_same_bits() {
 #[test]
 fn rows_in_clusters_are_the_same_bits() {
     on_every_device(|device, stream| {
-        for n in [1032usize, 7168, 8192, 8200, 16384, 16392, 40000, 65536] {
+        let widths = [1032usize, 7168, 8192, 8200, 16384, 16392, 40000, 65536];
+        for n in widths.into_iter().filter(|_| !skipped_without_hopper(device)) {
             let (rows, variant) = (3, Variant::new(DType::Bf16, n as u32, true));
             let held = Held::new(DType::Bf16, variant, n as u32);
             let usual = match held {

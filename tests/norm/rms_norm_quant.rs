@@ -7,7 +7,7 @@ use proptest::sample::select;
 use warploom::norm::{self, Held, RmsNormQuantOptions, Variant, rms_norm, rms_norm_quant as quant};
 use warploom::reference::{norm as reference, quantise};
 use warploom::{DType, Device, E4M3, Entry, Error, Geometry, Graph, Stream, Tensor, bf16, f16};
-use warploom_tests::{noise_of, on_every_device, property, skipped_under_synccheck, widen};
+use warploom_tests::{noise_of, on_every_device, property, skipped_under_synccheck, skipped_without_hopper, widen};
 
 const GROUP: usize = 128;
 
@@ -719,6 +719,9 @@ fn many_long_rows_are_the_same_bits_as_few() {
 #[test]
 fn rows_in_turns_are_the_same_bits() {
     on_every_device(|device, stream| {
+        if skipped_without_hopper(device) {
+            return;
+        }
         for (rows, n, blocks) in [(5usize, 16392usize, 1), (5, 20480, 2), (7, 26632, 3), (2, 32768, 2), (3, 40000, 1)] {
             let held = quant::held(DType::Bf16, Variant::Loop, n as u32).unwrap();
             let usual = quant::held_geometry(DType::Bf16, held, rows as u32, n as u32);
@@ -747,7 +750,8 @@ fn rows_in_turns_are_the_same_bits() {
 #[test]
 fn rows_in_clusters_are_the_same_bits() {
     on_every_device(|device, stream| {
-        for n in [1032usize, 7168, 8192, 8200, 16384, 16392, 40000] {
+        let widths = [1032usize, 7168, 8192, 8200, 16384, 16392, 40000];
+        for n in widths.into_iter().filter(|_| !skipped_without_hopper(device)) {
             let (rows, variant) = (3, Variant::new(DType::Bf16, n as u32, true));
             let held = quant::held(DType::Bf16, variant, n as u32);
             let usual = match held {
@@ -787,6 +791,9 @@ fn unaligned_rows_in_turns_are_the_same_bits() {
         return;
     }
     on_every_device(|device, stream| {
+        if skipped_without_hopper(device) {
+            return;
+        }
         for (rows, n, blocks) in [(7usize, 769usize, 1), (9, 1537, 2), (7, 5125, 2), (3, 8191, 3)] {
             let usual = quant::held_geometry(DType::Bf16, Held::AnyX4, rows as u32, n as u32);
             let turns = |add| rms_norm::any_ring_geometry(DType::Bf16, n as u32, add, blocks).unwrap();

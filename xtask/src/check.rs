@@ -52,7 +52,11 @@ const STEPS: &[Step] = &[
         run: clippy,
     },
     Step { name: "clippy-device", what: "clippy on the kernels as the GPU's compiler sees them", run: clippy_device },
-    Step { name: "test", what: "all tests, on the SIMT device in order, with the race detector, at random", run: test },
+    Step {
+        name: "test",
+        what: "all tests, on the SIMT device as most GPUs are, with the race detector, at random",
+        run: test,
+    },
     Step {
         name: "ptx",
         what: "the committed PTX is what the source gives, of what changed since it was compiled, and ptxas takes it",

@@ -3,6 +3,10 @@
 mod allow;
 mod bundle;
 mod check;
+// As the crate does it when it loads a kernel.
+#[path = "../../host/src/ptx/e4m3.rs"]
+#[allow(unreachable_pub, reason = "it is public there")]
+mod e4m3;
 mod guide;
 mod mark;
 mod package;

@@ -19,8 +19,13 @@ const READING: &str = include_str!("../cuda_builder/src/ptxas.rs");
 pub(crate) fn machines(arch: &str) -> &'static [(&'static str, bool)] {
     match arch {
         "sm_90a" => &[("sm_90a", true)],
-        _ => &[("sm_80", true), ("sm_90", true), ("sm_100", false), ("sm_120", false)],
+        _ => &[("sm_80", true), ("sm_90", true), ("sm_89", false), ("sm_100", false), ("sm_120", false)],
     }
+}
+
+/// Whether a machine gets the instruction that widens e4m3 in texts for `sm_80`.
+pub(crate) fn has_e4m3(sm: &str) -> bool {
+    matches!(sm, "sm_89" | "sm_100" | "sm_120")
 }
 
 /// Those of an architecture that the table records.
@@ -101,7 +106,7 @@ mod tests {
     #[test]
     fn marks_are_of_text_rows_machines_and_release() {
         let first = assembled(&table(10, 0), "norm", "sm_80", "1.2.3", "add;");
-        assert!(first.starts_with("assembled for sm_80, sm_90, sm_100, sm_120 by ptxas 1.2.3: "), "{first}");
+        assert!(first.starts_with("assembled for sm_80, sm_90, sm_89, sm_100, sm_120 by ptxas 1.2.3: "), "{first}");
         assert_eq!(assembled(&Table::parse(&table(10, 0).text()), "norm", "sm_80", "1.2.3", "add;"), first);
         assert_ne!(assembled(&table(10, 0), "norm", "sm_80", "1.2.3", "adc;"), first);
         assert_ne!(assembled(&table(11, 0), "norm", "sm_80", "1.2.3", "add;"), first);

@@ -1,6 +1,7 @@
 //! `cargo xtask ptx`: kernels to PTX, and `cargo xtask sass`: PTX to machine code.
 
 use crate::allow::AllowList;
+use crate::e4m3::with_e4m3;
 use crate::mark::{self, Done, machines};
 use crate::table::Table;
 use crate::{repo, sources};
@@ -86,6 +87,30 @@ impl Job {
     /// The text, below `base`.
     fn file(&self, base: &Path) -> PathBuf {
         base.join(self.arch.name()).join(format!("{}.ptx", self.family))
+    }
+
+    /// What a machine gets instead, below `base`.
+    fn other_file(&self, base: &Path, sm: &str) -> PathBuf {
+        base.join(sm).join(format!("{}.ptx", self.family))
+    }
+
+    /// Writes what machines get instead of this text.
+    fn write_others(&self, base: &Path, text: &str) -> Result<()> {
+        for (sm, _) in machines(self.arch.name()).iter().filter(|(sm, _)| mark::has_e4m3(sm)) {
+            let file = self.other_file(base, sm);
+            match with_e4m3(text) {
+                Some(text) => write_if_changed(&file, &text)?,
+                None if file.exists() => fs::remove_file(&file)?,
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// The text that a machine gets.
+    fn file_for(&self, base: &Path, sm: &str) -> PathBuf {
+        let other = self.other_file(base, sm);
+        if mark::has_e4m3(sm) && other.exists() { other } else { self.file(base) }
     }
 
     /// Whether `table` says that its `text` was assembled before, and what came of it.
@@ -191,7 +216,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let assemble = |sender: mpsc::Sender<_>| {
         while let (Some(tools), Some((job, sm, recorded))) = (&tools, ready.next()) {
             let cubin = repo::target_dir().join(format!("ptx/cubin/{sm}/{}-{}.cubin", job.arch.name(), job.family));
-            let report = tools.assemble(&job.file(&built), sm, &cubin);
+            let report = tools.assemble(&job.file_for(&built, sm), sm, &cubin);
             sender.send((job, sm, recorded, report)).expect("the receiver outlives the threads");
         }
     };
@@ -200,6 +225,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             let text = read_packed(&job.committed())?;
             write_if_changed(&job.file(&built), &text)?;
             if !known(job, &text) {
+                job.write_others(&built, &text)?;
                 ready.add(job);
             }
         }
@@ -228,7 +254,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             let result = jobs.try_for_each(|job| {
                 let Compiled { text, mark } = compiler.text(job)?;
                 marks.lock().expect("no panics").push((job, mark));
-                if text.is_some_and(|text| !known(job, &text)) {
+                if let Some(text) = text.filter(|text| !known(job, text)) {
+                    job.write_others(&built, &text)?;
                     ready.add(job);
                 }
                 Ok(())

@@ -279,26 +279,43 @@ const fn tickets(batch: usize, q_len: usize, q_heads: usize, kv_heads: usize, he
     }
 }
 
-/// The entry of [`DecodePath::Split`] for tensors of `dtype`, a cache of `cache` and `rows` query rows that share a KV head,
-/// and the head size it is for.
+/// What there is of [`DecodePath::Split`] for some element types, head size, number of rows and memory of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SplitTile {
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: usize,
+    /// Blocks of a multiprocessor.
+    pub blocks: u32,
+}
+
+/// The entry of [`DecodePath::Split`] for tensors of `dtype`, a cache of `cache` and `rows` query rows that share a KV head, on a
+/// device that gives a block up to `max_shared_bytes` ([`Properties`](crate::device::Properties)): with fewer copies on their way where that is little, and
+/// the same bits.
 pub const fn split_entry(
     dtype: DType,
     cache: DType,
     head_dim: usize,
     rows: usize,
-) -> Option<(Entry<split::Args>, usize)> {
+    max_shared_bytes: usize,
+) -> Option<(Entry<split::Args>, SplitTile)> {
     use split::*;
-    let block = block_rows(head_dim, rows);
+    let (element, block) = (cache.size(), block_rows(head_dim, rows));
     let dim = match head_dim {
-        1..=64 if block == 8 && cache.size() == 2 => 64,
+        1..=64 if block == 8 && element == 2 => 64,
         1..=128 => 128,
         129..=256 => 256,
         _ => return None,
     };
+    let rows = least(rows, block);
+    let usual = shared_bytes(dim, element, rows, stages(dim, element));
+    // Everything else fits every GPU.
+    let one_stage = dim * element > 256 && usual > max_shared_bytes;
     let entry = match (dtype, cache, dim, block) {
         (DType::Bf16, DType::Bf16, 64, _) => decode_d64_r8_bf16::ENTRY,
         (DType::Bf16, DType::Bf16, 128, 8) => decode_d128_r8_bf16::ENTRY,
         (DType::Bf16, DType::Bf16, 128, _) => decode_d128_r16_bf16::ENTRY,
+        (DType::Bf16, DType::Bf16, 256, _) if one_stage => decode_d256_r8_s1_bf16::ENTRY,
         (DType::Bf16, DType::Bf16, 256, _) => decode_d256_r8_bf16::ENTRY,
         (DType::Bf16, DType::E4m3, 128, 8) => decode_d128_r8_bf16_e4m3::ENTRY,
         (DType::Bf16, DType::E4m3, 128, _) => decode_d128_r16_bf16_e4m3::ENTRY,
@@ -312,6 +329,7 @@ pub const fn split_entry(
         (DType::F16, DType::F16, 64, _) => decode_d64_r8_f16::ENTRY,
         (DType::F16, DType::F16, 128, 8) => decode_d128_r8_f16::ENTRY,
         (DType::F16, DType::F16, 128, _) => decode_d128_r16_f16::ENTRY,
+        (DType::F16, DType::F16, 256, _) if one_stage => decode_d256_r8_s1_f16::ENTRY,
         (DType::F16, DType::F16, 256, _) => decode_d256_r8_f16::ENTRY,
         (DType::F16, DType::E4m3, 128, 8) => decode_d128_r8_f16_e4m3::ENTRY,
         (DType::F16, DType::E4m3, 128, _) => decode_d128_r16_f16_e4m3::ENTRY,
@@ -324,7 +342,8 @@ pub const fn split_entry(
         (DType::F16, DType::I8, 256, _) => decode_d256_r8_f16_i8::ENTRY,
         _ => return None,
     };
-    Some((entry, dim))
+    let shared_bytes = if one_stage { shared_bytes(dim, element, rows, 1) } else { usual };
+    Some((entry, SplitTile { shared_bytes, blocks: blocks(dim, element) }))
 }
 
 /// What there is of [`DecodePath::Tma`] for some element types, head size and number of rows.
@@ -477,14 +496,10 @@ pub const fn plain_entry(dtype: DType, cache: DType) -> Option<Entry<plain::Args
     })
 }
 
-/// How to launch [`DecodePath::Split`] for heads of `dim` (as [`split_entry`] gives it), a cache of `cache` and `rows` query
-/// rows that share a KV head, on so many multiprocessors. Heads of more than 256 elements, for which there is no kernel, count as such.
-pub const fn split_geometry(dim: usize, cache: DType, rows: usize, multiprocessors: u32) -> Geometry {
-    let dim = least(dim, plain::MAX_HEAD_DIM);
-    let block = block_rows(dim, rows);
-    let shared = split::shared_bytes(dim, cache.size(), if rows < block { rows } else { block });
-    Geometry::linear(split::blocks(dim, cache.size()).saturating_mul(multiprocessors), split::THREADS as u32)
-        .shared_bytes(shared as u32)
+/// How to launch [`DecodePath::Split`] with what [`split_entry`] gave, on so many multiprocessors.
+pub const fn split_geometry(tile: SplitTile, multiprocessors: u32) -> Geometry {
+    Geometry::linear(tile.blocks.saturating_mul(multiprocessors), split::THREADS as u32)
+        .shared_bytes(tile.shared_bytes as u32)
         .dependent()
 }
 
@@ -768,8 +783,7 @@ pub unsafe fn launch(
 /// What a path comes to.
 enum Kernel {
     Tma(Entry<tma::Args>, TmaTile),
-    /// With the head size that the kernel is for.
-    Split(Entry<split::Args>, usize),
+    Split(Entry<split::Args>, SplitTile),
     Plain(Entry<plain::Args>),
 }
 
@@ -789,7 +803,7 @@ fn choose(
     };
     let (size, narrow) = (dtype.size(), cache.size());
     // What the split kernels take, and what to say of what they do not.
-    let split = split_entry(dtype, cache, head_dim, group_rows);
+    let split = split_entry(dtype, cache, head_dim, group_rows, device.properties().max_shared_bytes);
     let conditions: [(bool, &dyn Fn() -> String); 9] = [
         (split.is_some(), &|| format!("{dtype} over a cache of {cache} with heads of {head_dim}")),
         (layout != CacheLayout::XSplit, &|| "the x-split layout".into()),
@@ -825,7 +839,7 @@ fn choose(
         return Ok(Kernel::Tma(entry, tile));
     }
     match (path, split) {
-        (DecodePath::Auto | DecodePath::Split, Some((entry, dim))) => Ok(Kernel::Split(entry, dim)),
+        (DecodePath::Auto | DecodePath::Split, Some((entry, tile))) => Ok(Kernel::Split(entry, tile)),
         (DecodePath::Split | DecodePath::Tma, _) => Err(Error::Unsupported {
             op: OP,
             what: format!(
@@ -906,10 +920,10 @@ unsafe fn launch_kernel(
             // SAFETY: forwarded to the caller; the maps describe the cache.
             unsafe { stream.launch(&entry, &tma_geometry(tile, multiprocessors), &args) }
         }
-        Kernel::Split(entry, dim) => {
+        Kernel::Split(entry, tile) => {
             let args = of_split();
             // SAFETY: forwarded to the caller.
-            unsafe { stream.launch(&entry, &split_geometry(dim, cache, group_rows, multiprocessors), &args) }?;
+            unsafe { stream.launch(&entry, &split_geometry(tile, multiprocessors), &args) }?;
             let heads = tickets(batch as usize, q_len as usize, q_heads, kv_heads, head_dim);
             let Some(combine) = combine_entry(dtype, heads).filter(|_| args.partial_chunks > 1) else {
                 return Ok(());

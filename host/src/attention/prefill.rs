@@ -1,7 +1,7 @@
 //! Attention of chunks of query tokens of a ragged batch over a paged KV cache.
 //!
 //! Three kernels. [`PrefillPath::Wgmma`] is Hopper's: warpgroup products fed by the copy engine. [`PrefillPath::Mma`] does the
-//! same on every GPU since sm_80, over caches of 16 bits. [`PrefillPath::Plain`] takes every layout, element type
+//! same on every GPU since sm_80. [`PrefillPath::Plain`] takes every layout, element type
 //! and head size. Where chunks begin, how long sequences are and which pages they own is read on the device, and the
 //! grid does not depend on it: a captured graph serves every step with as many query tokens.
 
@@ -30,7 +30,8 @@ pub enum PrefillPath {
     /// Hopper's warpgroup products: f16 and bf16 over a cache of the same type, head sizes 64, 96, 128 and 256, or of 8
     /// bits, head sizes up to 128 that are multiples of 16; NHD and HND, blocks of 8 tokens or more, a power of two; a positive scale; all at multiples of 16 bytes.
     Wgmma,
-    /// Tensor cores of every GPU: f16 and bf16 over a cache of the same type, NHD and HND, head sizes that are multiples of 8, blocks of 8 tokens or more, a power of two; keys and values at multiples of 16 bytes.
+    /// Tensor cores of every GPU: f16 and bf16 over a cache of the same type, head sizes that are multiples of 8, or of 8 bits, head sizes
+    /// that are multiples of 16; NHD and HND, blocks of 8 tokens or more, a power of two; keys and values at multiples of 16 bytes.
     Mma,
     /// A warp for each query token and head: everything.
     Plain,
@@ -289,33 +290,50 @@ pub struct MmaTile {
     pub blocks: u32,
 }
 
-/// The entry of [`PrefillPath::Mma`] for heads of this size, and how it divides the work; `split`: with [`mma::Args`]'
-/// `partial`.
-pub const fn mma_entry(dtype: DType, head_dim: usize, split: bool) -> Option<(Entry<mma::Args>, MmaTile)> {
+/// The entry of [`PrefillPath::Mma`] for heads of this size over a cache of `cache` elements, and how it divides the work; `split`: with
+/// [`mma::Args`]' `partial`.
+pub const fn mma_entry(
+    dtype: DType,
+    cache: DType,
+    head_dim: usize,
+    split: bool,
+) -> Option<(Entry<mma::Args>, MmaTile)> {
     use mma::*;
-    // Padded head size, keys of a block, rows of a warp by 16, blocks of a multiprocessor: as in the table of entries.
-    let (dim, keys, tiles, blocks) = match head_dim {
-        1..=64 => (64, 48, 2, 2),
-        65..=96 => (96, 32, 2, 2),
-        97..=128 => (128, 32, 2, 2),
-        129..=192 => (192, 32, 1, 2),
-        193..=256 => (256, 16, 1, 2),
+    let narrow = cache.size() == 1;
+    if head_dim == 0 || !head_dim.is_multiple_of(if narrow { 16 } else { 8 }) || (!narrow && dtype as u8 != cache as u8)
+    {
+        return None;
+    }
+    // Padded head size, keys of a block, rows of a warp by 16: as in the table of entries.
+    let (dim, keys, tiles) = match head_dim {
+        0..=64 if narrow => (64, 32, 2),
+        0..=64 => (64, 48, 2),
+        65..=96 if !narrow => (96, 32, 2),
+        65..=128 => (128, 32, 2),
+        129..=192 if !narrow => (192, 32, 1),
+        129..=256 => (256, 16, 1),
         _ => return None,
     };
-    let (whole, parts) = match (dtype, dim) {
-        (DType::Bf16, 64) => (prefill_d64_bf16::ENTRY, prefill_d64_bf16_split::ENTRY),
-        (DType::F16, 64) => (prefill_d64_f16::ENTRY, prefill_d64_f16_split::ENTRY),
-        (DType::Bf16, 96) => (prefill_d96_bf16::ENTRY, prefill_d96_bf16_split::ENTRY),
-        (DType::F16, 96) => (prefill_d96_f16::ENTRY, prefill_d96_f16_split::ENTRY),
-        (DType::Bf16, 128) => (prefill_d128_bf16::ENTRY, prefill_d128_bf16_split::ENTRY),
-        (DType::F16, 128) => (prefill_d128_f16::ENTRY, prefill_d128_f16_split::ENTRY),
-        (DType::Bf16, 192) => (prefill_d192_bf16::ENTRY, prefill_d192_bf16_split::ENTRY),
-        (DType::F16, 192) => (prefill_d192_f16::ENTRY, prefill_d192_f16_split::ENTRY),
-        (DType::Bf16, _) => (prefill_d256_bf16::ENTRY, prefill_d256_bf16_split::ENTRY),
-        (DType::F16, _) => (prefill_d256_f16::ENTRY, prefill_d256_f16_split::ENTRY),
+    let (whole, parts) = match (dtype, dim, narrow) {
+        (DType::Bf16, 64, false) => (prefill_d64_bf16::ENTRY, prefill_d64_bf16_split::ENTRY),
+        (DType::F16, 64, false) => (prefill_d64_f16::ENTRY, prefill_d64_f16_split::ENTRY),
+        (DType::Bf16, 64, true) => (prefill_d64_bf16_8::ENTRY, prefill_d64_bf16_8_split::ENTRY),
+        (DType::F16, 64, true) => (prefill_d64_f16_8::ENTRY, prefill_d64_f16_8_split::ENTRY),
+        (DType::Bf16, 96, _) => (prefill_d96_bf16::ENTRY, prefill_d96_bf16_split::ENTRY),
+        (DType::F16, 96, _) => (prefill_d96_f16::ENTRY, prefill_d96_f16_split::ENTRY),
+        (DType::Bf16, 128, false) => (prefill_d128_bf16::ENTRY, prefill_d128_bf16_split::ENTRY),
+        (DType::F16, 128, false) => (prefill_d128_f16::ENTRY, prefill_d128_f16_split::ENTRY),
+        (DType::Bf16, 128, true) => (prefill_d128_bf16_8::ENTRY, prefill_d128_bf16_8_split::ENTRY),
+        (DType::F16, 128, true) => (prefill_d128_f16_8::ENTRY, prefill_d128_f16_8_split::ENTRY),
+        (DType::Bf16, 192, _) => (prefill_d192_bf16::ENTRY, prefill_d192_bf16_split::ENTRY),
+        (DType::F16, 192, _) => (prefill_d192_f16::ENTRY, prefill_d192_f16_split::ENTRY),
+        (DType::Bf16, _, false) => (prefill_d256_bf16::ENTRY, prefill_d256_bf16_split::ENTRY),
+        (DType::F16, _, false) => (prefill_d256_f16::ENTRY, prefill_d256_f16_split::ENTRY),
+        (DType::Bf16, _, true) => (prefill_d256_bf16_8::ENTRY, prefill_d256_bf16_8_split::ENTRY),
+        (DType::F16, _, true) => (prefill_d256_f16_8::ENTRY, prefill_d256_f16_8_split::ENTRY),
         _ => return None,
     };
-    let tile = MmaTile { rows: rows(tiles), shared_bytes: shared_bytes(dim, keys, tiles), blocks };
+    let tile = MmaTile { rows: rows(tiles), shared_bytes: shared_bytes(dim, keys, tiles, narrow), blocks: 2 };
     Some((if split { parts } else { whole }, tile))
 }
 
@@ -334,7 +352,7 @@ pub const fn plain_entry(dtype: DType, cache: DType) -> Option<Entry<plain::Args
     })
 }
 
-/// The `kind` of [`plain::Args`] and [`wgmma::Args`] for an 8-bit type.
+/// The `kind` of the three kernels' arguments for an 8-bit type.
 pub const fn narrow_kind(cache: DType) -> Option<u32> {
     Some(match cache {
         DType::E4m3 => narrow::E4M3,
@@ -676,10 +694,8 @@ pub unsafe fn launch(
             && aligned(16, args.out as usize, &[args.out_token, args.out_head], size)
             && stream.device().properties().compute_capability == (9, 0)
     });
-    let mma = mma_entry(dtype, head_dim, false).filter(|(_, tile)| {
+    let mma = mma_entry(dtype, cache, head_dim, false).filter(|(_, tile)| {
         paged
-            && dtype == cache
-            && head_dim.is_multiple_of(8)
             && group <= tile.rows
             && aligned(4, args.q as usize, &[args.q_token, args.q_head], size)
             && aligned(4, args.out as usize, &[args.out_token, args.out_head], size)
@@ -704,7 +720,7 @@ pub unsafe fn launch(
         }
         (PrefillPath::Auto | PrefillPath::Mma, _, Some((whole, tile))) => {
             let split = split(tile.rows, tile.blocks.saturating_mul(multiprocessors));
-            let (entry, tile) = mma_entry(dtype, head_dim, split).unwrap_or((whole, tile));
+            let (entry, tile) = mma_entry(dtype, cache, head_dim, split).unwrap_or((whole, tile));
             let args = mma::Args {
                 out: args.out,
                 lse: args.lse,
@@ -716,8 +732,12 @@ pub unsafe fn launch(
                 block_table: args.block_table,
                 alibi: args.alibi,
                 sinks: args.sinks,
+                k_scales: args.k_scales,
+                v_scales: args.v_scales,
                 tickets: scratch.tickets,
                 partial: scratch.partial,
+                scale_per_head: args.scale_per_head,
+                kind: args.kind,
                 sequences: args.sequences,
                 tokens: args.tokens,
                 q_heads: args.q_heads,
@@ -749,7 +769,7 @@ pub unsafe fn launch(
         }
         (PrefillPath::Wgmma | PrefillPath::Mma, _, _) => {
             let rows = match path {
-                PrefillPath::Mma => mma_entry(dtype, head_dim, false).map(|(_, tile)| tile.rows),
+                PrefillPath::Mma => mma_entry(dtype, cache, head_dim, false).map(|(_, tile)| tile.rows),
                 _ => wgmma_entry(dtype, cache, head_dim, bent, false).map(|(_, shape)| shape.rows()),
             };
             let wide = path == PrefillPath::Wgmma;
@@ -760,9 +780,6 @@ pub unsafe fn launch(
                 ([args.k_page, args.k_slot, args.k_head], [args.v_page, args.v_slot, args.v_head]);
             let refused = match rows {
                 None => format!("{dtype} over a cache of {cache} with heads of {head_dim}"),
-                Some(_) if !wide && (dtype != cache || !head_dim.is_multiple_of(8)) => {
-                    format!("{dtype} over a cache of {cache} with heads of {head_dim}")
-                }
                 Some(rows) if group > rows => {
                     format!("{group} query heads a KV head, with heads of {head_dim} at most {rows}")
                 }
@@ -793,9 +810,9 @@ pub unsafe fn launch(
             Err(Error::Unsupported {
                 op: OP,
                 what: format!(
-                    "the path {path:?} does not take {refused}; the tensor-core kernels take f16 or bf16 over caches of the same type, NHD or HND, blocks of 8 tokens or more \
-                     (a power of two), heads of a multiple of 8 elements, keys and values at multiples of 16 bytes, queries and \
-                     outputs of 4; `Wgmma` in addition caches of 8 bits, a Hopper GPU, a positive scale, queries and outputs at multiples of 16 bytes and not 0 apart, \
+                    "the path {path:?} does not take {refused}; the tensor-core kernels take f16 or bf16 over caches of the same type or of 8 bits, NHD or HND, blocks of 8 tokens or more \
+                     (a power of two), heads of a multiple of 8 elements, over 8-bit caches of 16, keys and values at multiples of 16 bytes, queries and \
+                     outputs of 4; `Wgmma` wants a Hopper GPU, a positive scale, queries and outputs at multiples of 16 bytes and not 0 apart, \
                      and heads of 64, 96, 128 or 256, over 16-bit caches a multiple of 128 bytes apart (64 of heads of 96), or over 8-bit caches a multiple of 16 up to 128; use PrefillPath::Auto"
                 ),
             })

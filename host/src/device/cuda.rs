@@ -30,7 +30,7 @@
 
 use super::capturing::{Capturing, Counted};
 use super::stream::Captures;
-use super::{Geometry, Properties};
+use super::{Geometry, Properties, SHARED_BYTES_8_6};
 use crate::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute_enum as Attribute, CUdeviceptr, CUevent, CUevent_flags_enum as EventFlags,
     CUfunction, CUfunction_attribute_enum as FunctionAttribute, CUgraph, CUgraphExec, CUjit_option_enum as JitOption,
@@ -166,12 +166,12 @@ impl Context {
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
-        let arch = arch_of(capability).ok_or_else(|| Error::TooOldGpu {
-            device: name.clone(),
-            found: format!("{}.{}", capability.0, capability.1),
-            what: "every kernel".into(),
-            needed: "8.0".into(),
-        })?;
+        let shared = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
+        let told = std::env::var(AS_IF).unwrap_or_default();
+        let (capability, max_shared_bytes) = as_if(&told, capability, shared)?;
+        let name = if told.is_empty() { name } else { format!("{name} as {told}") };
+        let too_old = || super::too_old(name.clone(), capability, "every kernel".into(), Arch::Sm80);
+        let arch = arch_of(capability).ok_or_else(too_old)?;
         check_ptx(driver, ptx::version(arch))?;
 
         let mut memory = 0;
@@ -180,7 +180,7 @@ impl Context {
         let properties = Properties {
             compute_capability: capability,
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-            max_shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
+            max_shared_bytes,
             memory_bytes: memory as u64,
         };
         let mut copies = null_mut();
@@ -359,6 +359,10 @@ impl Context {
                 self.arch.name()
             ),
         })?;
+        let newer = self.arch == Arch::Sm80
+            && self.properties.compute_capability >= (8, 9)
+            && driver::oldest_for_ptx((8, 1)) <= self.driver.version();
+        let text = if newer { ptx::with_e4m3(&text).unwrap_or(text) } else { text };
         let _bound = self.bind_beside_captures()?;
         let function = Arc::new(Function::load(self.driver, text, name).map_err(|e| of_kernel(e, name))?);
         *loaded = Some(function.clone());
@@ -388,15 +392,9 @@ impl Context {
         Ok(function)
     }
 
-    #[cold]
-    fn too_old(&self, kernel: &'static str) -> Error {
-        let (major, minor) = self.properties.compute_capability;
-        Error::TooOldGpu {
-            device: self.name.clone(),
-            found: format!("{major}.{minor}"),
-            what: format!("kernel {kernel}"),
-            needed: "9.0".into(),
-        }
+    fn too_old(&self, kernel: &str) -> Error {
+        let capability = self.properties.compute_capability;
+        super::too_old(self.name.clone(), capability, format!("kernel {kernel}"), Arch::Sm90a)
     }
 
     /// Lets a function have as much shared memory and as large clusters as the GPU can give.
@@ -463,6 +461,29 @@ fn arch_of(capability: (u32, u32)) -> Option<Arch> {
         (9, 0) => Some(Arch::Sm90a),
         _ => Some(Arch::Sm80),
     }
+}
+
+/// The variable of the environment that has a GPU used as if it were one of another compute capability.
+const AS_IF: &str = "WARPLOOM_AS_IF";
+
+/// Compute capability and shared memory of a block as [`AS_IF`] has them, which may take away from what there is.
+fn as_if(told: &str, capability: (u32, u32), shared: usize) -> Result<((u32, u32), usize)> {
+    let (as_if, most) = match told {
+        "" => return Ok((capability, shared)),
+        // An A100's.
+        "sm_80" => ((8, 0), 163 * 1024),
+        "sm_86" => ((8, 6), SHARED_BYTES_8_6),
+        "sm_89" => ((8, 9), SHARED_BYTES_8_6),
+        _ => {
+            return Err(Error::Value {
+                op: "Device::cuda",
+                arg: AS_IF,
+                expected: "`sm_80`, `sm_86` or `sm_89`".into(),
+                got: format!("`{told}`"),
+            });
+        }
+    };
+    Ok((as_if.min(capability), shared.min(most)))
 }
 
 /// The driver is new enough for the PTX.
@@ -809,13 +830,8 @@ impl CudaDevice {
         let _bound = context.bind()?;
         if geometry.shared_bytes > FREE_SHARED_BYTES || geometry.cluster > PORTABLE_CLUSTER {
             if geometry.shared_bytes as usize > context.properties.max_shared_bytes {
-                return Err(Error::Unsupported {
-                    op: name,
-                    what: format!(
-                        "a block needs {} bytes of shared memory, and {} has {}",
-                        geometry.shared_bytes, context.name, context.properties.max_shared_bytes
-                    ),
-                });
+                let most = context.properties.max_shared_bytes;
+                return Err(super::too_much_shared(name, geometry.shared_bytes, &context.name, most));
             }
             if !function.unlimited.load(Ordering::Acquire) {
                 context.lift_limits(function).map_err(|e| of_kernel(e, name))?;
@@ -1214,6 +1230,18 @@ mod tests {
         assert_eq!(arch_of((8, 9)), Some(Arch::Sm80));
         assert_eq!(arch_of((9, 0)), Some(Arch::Sm90a));
         assert_eq!(arch_of((12, 0)), Some(Arch::Sm80));
+    }
+
+    #[test]
+    fn a_gpu_can_be_used_as_if_it_were_less() {
+        let hopper = ((9, 0), 227 * 1024);
+        assert_eq!(as_if("", hopper.0, hopper.1).unwrap(), hopper);
+        assert_eq!(as_if("sm_80", hopper.0, hopper.1).unwrap(), ((8, 0), 163 * 1024));
+        assert_eq!(as_if("sm_86", hopper.0, hopper.1).unwrap(), ((8, 6), 99 * 1024));
+        assert_eq!(as_if("sm_89", hopper.0, hopper.1).unwrap(), ((8, 9), 99 * 1024));
+        assert_eq!(as_if("sm_86", (8, 0), 64 * 1024).unwrap(), ((8, 0), 64 * 1024));
+        let error = as_if("sm_90", hopper.0, hopper.1).unwrap_err().to_string();
+        assert!(error.contains("WARPLOOM_AS_IF") && error.contains("`sm_90`"), "{error}");
     }
 
     #[test]

@@ -23,6 +23,22 @@ pub use graph::Graph;
 pub(crate) use stream::Using;
 pub use stream::{Event, Pinned, Stream};
 
+/// Shared memory of a block of the GPUs of compute capability 8.6, 8.9 and 12.0: of 100 KiB all but one.
+const SHARED_BYTES_8_6: usize = 99 * 1024;
+
+/// What a GPU of less than `arch` is told that has asked for `what`.
+#[cold]
+fn too_old(device: String, (major, minor): (u32, u32), what: String, arch: Arch) -> Error {
+    let needed = if arch == Arch::Sm80 { "8.0" } else { "9.0" };
+    Error::TooOldGpu { device, found: format!("{major}.{minor}"), what, needed: needed.into() }
+}
+
+#[cold]
+fn too_much_shared(kernel: &'static str, bytes: u32, device: &str, most: usize) -> Error {
+    let what = format!("a block needs {bytes} bytes of shared memory, and {device} has {most}");
+    Error::Unsupported { op: kernel, what }
+}
+
 /// An NVIDIA GPU or the SIMT device. Cheap to clone; clones are the same device.
 #[derive(Clone)]
 pub struct Device(Arc<Backend>);
@@ -253,7 +269,7 @@ impl Device {
     pub fn preload(&self, names: &[&str]) -> Result<()> {
         use crate::ptx;
         let arch = match &*self.0 {
-            Backend::Simt(_) => Arch::Sm90a,
+            Backend::Simt(d) => d.arch(),
             #[cfg(feature = "_driver")]
             Backend::Cuda(d) => d.arch(),
         };
@@ -337,7 +353,11 @@ impl Device {
             got: format!("{description:?}"),
         };
         match &*self.0 {
-            Backend::Simt(_) => TensorMap::for_simt(description).map_err(invalid),
+            Backend::Simt(d) => {
+                let map = TensorMap::for_simt(description).map_err(invalid)?;
+                d.needs(Arch::Sm90a, || "kernel with tensor maps".into())?;
+                Ok(map)
+            }
             #[cfg(feature = "_driver")]
             Backend::Cuda(d) => {
                 description.validate().map_err(invalid)?;

@@ -2,7 +2,7 @@
 
 use super::{Geometry, Properties};
 use crate::error::{Error, Result};
-use cuda_std::{Entry, KernelArgs};
+use cuda_std::{Arch, Entry, KernelArgs};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -25,6 +25,9 @@ pub struct SimtOptions {
     pub host_products: bool,
     /// How many multiprocessors the device says that it has, at least 1: grids, and sizes from which on other kernels are chosen, follow it.
     pub multiprocessors: u32,
+    /// Whether the device is one of compute capability 8.6, whose blocks have 99 KiB of shared memory: kernels are chosen as they are for most GPUs, and those
+    /// that only Hopper has are refused. Otherwise it is of 9.0, and has all of them.
+    pub portable: bool,
 }
 
 impl Default for SimtOptions {
@@ -39,7 +42,8 @@ impl Default for SimtOptions {
 impl SimtOptions {
     /// In order, in parallel, without the race detector, on four multiprocessors.
     fn in_order() -> Self {
-        Self { order: simt::Order::InOrder, race: false, parallel: true, host_products: false, multiprocessors: 4 }
+        let order = simt::Order::InOrder;
+        Self { order, race: false, parallel: true, host_products: false, multiprocessors: 4, portable: false }
     }
 
     /// In order, with the race detector.
@@ -61,6 +65,12 @@ impl SimtOptions {
     /// With `n` multiprocessors instead of four; at least one.
     pub fn multiprocessors(mut self, n: u32) -> Self {
         self.multiprocessors = n.max(1);
+        self
+    }
+
+    /// As a device of compute capability 8.6, or not.
+    pub fn portable(mut self, on: bool) -> Self {
+        self.portable = on;
         self
     }
 }
@@ -166,11 +176,26 @@ impl SimtDevice {
         f()
     }
 
+    /// Whose kernels it runs.
+    pub(super) fn arch(&self) -> Arch {
+        if self.options.portable { Arch::Sm80 } else { Arch::Sm90a }
+    }
+
+    /// Refuses what needs more.
+    pub(super) fn needs(&self, arch: Arch, what: impl FnOnce() -> String) -> Result<()> {
+        if arch > self.arch() {
+            return Err(super::too_old(self.name(), self.properties().compute_capability, what(), arch));
+        }
+        Ok(())
+    }
+
     pub(super) fn properties(&self) -> Properties {
+        let (compute_capability, max_shared_bytes) =
+            if self.options.portable { ((8, 6), super::SHARED_BYTES_8_6) } else { ((9, 0), simt::MAX_SHARED_BYTES) };
         Properties {
-            compute_capability: (9, 0),
+            compute_capability,
             multiprocessors: self.options.multiprocessors.max(1),
-            max_shared_bytes: simt::MAX_SHARED_BYTES,
+            max_shared_bytes,
             memory_bytes: 0,
         }
     }
@@ -178,6 +203,11 @@ impl SimtDevice {
     /// # Safety
     /// As for [`Stream::launch`](super::Stream::launch).
     pub(super) unsafe fn launch<A: KernelArgs>(&self, entry: &Entry<A>, geometry: &Geometry, args: &A) -> Result<()> {
+        self.needs(entry.arch, || format!("kernel {}", entry.name))?;
+        let max_shared_bytes = self.properties().max_shared_bytes;
+        if geometry.shared_bytes as usize > max_shared_bytes {
+            return Err(super::too_much_shared(entry.name, geometry.shared_bytes, &self.name(), max_shared_bytes));
+        }
         let dim = |d: [u32; 3]| simt::Dim3::new(d[0], d[1], d[2]);
         let launch = simt::Launch::new(entry.name)
             .grid(dim(geometry.grid))

@@ -110,6 +110,8 @@ const OP: &str = "linear";
 
 /// The most tokens of [`LinearPath::Stream`].
 pub const STREAM_TOKENS: u32 = 64;
+/// The most tokens for which that is [`LinearPath::Auto`]'s choice: of more, tiles read each weight once as well, and multiply twice as fast.
+const STREAMED: u32 = 32;
 
 /// The entry of [`LinearPath::Fma`].
 pub const fn fma_entry(dtype: DType) -> Option<Entry<linear_fma::Args>> {
@@ -150,11 +152,33 @@ pub const fn stream_entry(dtype: DType, m: u32) -> Option<(Entry<linear_stream::
     }
 }
 
-/// The entry of [`LinearPath::Tile`].
-pub const fn tile_entry(dtype: DType) -> Option<Entry<linear_tile::Args>> {
-    Some(match dtype {
-        DType::F16 => linear_tile::linear_tile_f16::ENTRY,
-        DType::Bf16 => linear_tile::linear_tile_bf16::ENTRY,
+/// Tokens and outputs of a tile of [`LinearPath::Tile`] for `m` tokens and `n` outputs on so many multiprocessors: 128, or 64 where tiles of 128 are too few.
+/// Results have the same bits.
+pub const fn tile_size(m: u32, n: u32, multiprocessors: u32) -> u32 {
+    const fn blocks(m: u32, n: u32, tile: u32) -> u64 {
+        m.div_ceil(tile) as u64 * n.div_ceil(tile) as u64
+    }
+    // Times measured on an H200: of a tile alone on its multiprocessor, and of two together.
+    const fn time(blocks: u64, multiprocessors: u64, alone: u64, two: u64) -> u64 {
+        if blocks <= multiprocessors {
+            return alone * 2 * multiprocessors;
+        }
+        two * if blocks < 2 * multiprocessors { 2 * multiprocessors } else { blocks }
+    }
+    let multiprocessors = if multiprocessors == 0 { 1 } else { multiprocessors as u64 };
+    let large = time(blocks(m, n, 128), multiprocessors, 64, 108);
+    let small = time(blocks(m, n, 64), multiprocessors, 26, 46);
+    if small < large { 64 } else { 128 }
+}
+
+/// The entry of [`LinearPath::Tile`] for tiles of [`tile_size`].
+pub const fn tile_entry(dtype: DType, tile: u32) -> Option<Entry<linear_tile::Args>> {
+    use linear_tile::*;
+    Some(match (dtype, tile) {
+        (DType::F16, 128) => linear_tile_f16::ENTRY,
+        (DType::Bf16, 128) => linear_tile_bf16::ENTRY,
+        (DType::F16, 64) => linear_tile64_f16::ENTRY,
+        (DType::Bf16, 64) => linear_tile64_bf16::ENTRY,
         _ => return None,
     })
 }
@@ -172,12 +196,12 @@ pub const fn dot_geometry(m: u32, n: u32) -> Geometry {
     Geometry::new([n.div_ceil(linear_dot::WARPS), m, 1], [linear_dot::WARPS * 32, 1, 1]).dependent()
 }
 
-/// How to launch [`LinearPath::Tile`].
-pub const fn tile_geometry(m: u32, n: u32) -> Geometry {
-    let tile = linear_tile::TILE as u32;
-    Geometry::linear(m.div_ceil(tile).saturating_mul(n.div_ceil(tile)), linear_tile::THREADS as u32)
+/// How to launch [`LinearPath::Tile`] with tiles of [`tile_size`].
+pub const fn tile_geometry(m: u32, n: u32, tile: u32) -> Geometry {
+    let side = if tile == 64 { 64 } else { 128 };
+    Geometry::linear(m.div_ceil(side).saturating_mul(n.div_ceil(side)), linear_tile::THREADS as u32)
         .dependent()
-        .shared_bytes(linear_tile::SHARED_BYTES as u32)
+        .shared_bytes(linear_tile::shared_bytes(side as usize) as u32)
 }
 
 /// How to launch [`LinearPath::Stream`] for tiles of 8 tokens.
@@ -218,8 +242,8 @@ pub fn path_of<Y: Float, X: Float, W: Float>(
             let few = linear_few::suits(args.m, args.n, args.k);
             return Ok(if few { LinearPath::Few } else { LinearPath::Wgmma });
         }
-        LinearPath::Auto if args.k > 0 && tile_entry(X::DTYPE).is_some() && misaligned().is_none() => {
-            return Ok(if args.m <= STREAM_TOKENS { LinearPath::Stream } else { LinearPath::Tile });
+        LinearPath::Auto if args.k > 0 && tile_entry(X::DTYPE, 128).is_some() && misaligned().is_none() => {
+            return Ok(if args.m <= STREAMED { LinearPath::Stream } else { LinearPath::Tile });
         }
         LinearPath::Auto => return Ok(LinearPath::Fma),
         LinearPath::Stream | LinearPath::Tile if same && args.k > 0 => misaligned(),
@@ -297,10 +321,11 @@ pub unsafe fn launch<Y: Float, X: Float, W: Float>(
             unsafe { stream.launch(&entry, &stream_geometry(n, tiles), &args) }
         }
         LinearPath::Tile => {
-            let entry = tile_entry(Y::DTYPE).filter(|_| same::<Y, X, W>()).ok_or_else(unsupported)?;
+            let tile = tile_size(m, n, stream.device().properties().multiprocessors);
+            let entry = tile_entry(Y::DTYPE, tile).filter(|_| same::<Y, X, W>()).ok_or_else(unsupported)?;
             let args = linear_tile::Args { y, x, w, bias, m, n, k, y_row, x_row, w_row, kind };
             // SAFETY: forwarded to the caller.
-            unsafe { stream.launch(&entry, &tile_geometry(m, n), &args) }
+            unsafe { stream.launch(&entry, &tile_geometry(m, n, tile), &args) }
         }
         LinearPath::Wgmma if same::<Y, X, W>() => {
             let sms = stream.device().properties().multiprocessors;

@@ -9,7 +9,7 @@
 //!
 //! [`quantise`](super::quantise) makes both, as do the quantising norms and activations.
 
-use super::linear::{Epilogue, misfit};
+use super::linear::{Epilogue, misfit, tile_size};
 use super::linear_quant_few;
 use super::linear_quant_wgmma::{self, LinearQuantTile};
 use crate::check::Call;
@@ -101,26 +101,31 @@ impl LinearQuantOptions {
     }
 }
 
-/// The entry of [`LinearQuantPath::Tile`] for operands and results of these types, if there is one.
-pub const fn tile_entry(operands: DType, results: DType) -> Option<Entry<Args>> {
+/// The entry of [`LinearQuantPath::Tile`] for operands and results of these types and tiles of [`tile_size`], if there is one.
+pub const fn tile_entry(operands: DType, results: DType, tile: u32) -> Option<Entry<Args>> {
     use kernel::*;
-    Some(match (operands, results) {
-        (DType::E4m3, DType::F32) => linear_quant_tile_e4m3_f32::ENTRY,
-        (DType::E4m3, DType::F16) => linear_quant_tile_e4m3_f16::ENTRY,
-        (DType::E4m3, DType::Bf16) => linear_quant_tile_e4m3_bf16::ENTRY,
-        (DType::I8, DType::F32) => linear_quant_tile_i8_f32::ENTRY,
-        (DType::I8, DType::F16) => linear_quant_tile_i8_f16::ENTRY,
-        (DType::I8, DType::Bf16) => linear_quant_tile_i8_bf16::ENTRY,
+    let (large, small) = match (operands, results) {
+        (DType::E4m3, DType::F32) => (linear_quant_tile_e4m3_f32::ENTRY, linear_quant_tile64_e4m3_f32::ENTRY),
+        (DType::E4m3, DType::F16) => (linear_quant_tile_e4m3_f16::ENTRY, linear_quant_tile64_e4m3_f16::ENTRY),
+        (DType::E4m3, DType::Bf16) => (linear_quant_tile_e4m3_bf16::ENTRY, linear_quant_tile64_e4m3_bf16::ENTRY),
+        (DType::I8, DType::F32) => (linear_quant_tile_i8_f32::ENTRY, linear_quant_tile64_i8_f32::ENTRY),
+        (DType::I8, DType::F16) => (linear_quant_tile_i8_f16::ENTRY, linear_quant_tile64_i8_f16::ENTRY),
+        (DType::I8, DType::Bf16) => (linear_quant_tile_i8_bf16::ENTRY, linear_quant_tile64_i8_bf16::ENTRY),
         _ => return None,
-    })
+    };
+    match tile {
+        128 => Some(large),
+        64 => Some(small),
+        _ => None,
+    }
 }
 
-/// How to launch [`LinearQuantPath::Tile`].
-pub const fn tile_geometry(m: u32, n: u32) -> Geometry {
-    let tile = kernel::TILE as u32;
-    Geometry::linear(m.div_ceil(tile).saturating_mul(n.div_ceil(tile)), kernel::THREADS as u32)
+/// How to launch [`LinearQuantPath::Tile`] with tiles of [`tile_size`].
+pub const fn tile_geometry(m: u32, n: u32, tile: u32) -> Geometry {
+    let side = if tile == 64 { 64 } else { 128 };
+    Geometry::linear(m.div_ceil(side).saturating_mul(n.div_ceil(side)), kernel::THREADS as u32)
         .dependent()
-        .shared_bytes(kernel::SHARED_BYTES as u32)
+        .shared_bytes(kernel::shared_bytes(side as usize) as u32)
 }
 
 /// The path that [`launch`] and [`linear_quant`](fn@linear_quant) take on a device for operands and results of these types: never [`LinearQuantPath::Auto`]. Reads
@@ -204,14 +209,15 @@ pub unsafe fn launch(
         // SAFETY: forwarded to the caller.
         LinearQuantPath::Few => unsafe { linear_quant_few::launch(stream, operands, results, args) },
         LinearQuantPath::Auto | LinearQuantPath::Tile => {
-            let entry = tile_entry(operands, results).ok_or_else(unsupported)?;
+            let tile = tile_size(args.m, args.n, stream.device().properties().multiprocessors);
+            let entry = tile_entry(operands, results, tile).ok_or_else(unsupported)?;
             let begins = |address: usize, rows: u32, stride: usize| {
                 address.is_multiple_of(16) && (rows == 1 || stride.is_multiple_of(16))
             };
             let aligned = begins(args.x as usize, args.m, args.x_row) && begins(args.w as usize, args.n, args.w_row);
             let args = Args { aligned: aligned as u32, ..*args };
             // SAFETY: forwarded to the caller.
-            unsafe { stream.launch(&entry, &tile_geometry(args.m, args.n), &args) }
+            unsafe { stream.launch(&entry, &tile_geometry(args.m, args.n, tile), &args) }
         }
     }
 }

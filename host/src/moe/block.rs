@@ -16,7 +16,7 @@ const MAX_HIDDEN: usize = 65535 * 512;
 /// The most pairs of a block of the sorted list, of any path of either operation.
 const LARGEST_BLOCK: usize = {
     let largest = BLOCKS[BLOCKS.len() - 1];
-    assert!(FusedQuantPath::Tile.block() <= largest && FusedQuantPath::Wgmma64.block() <= largest);
+    assert!(FusedQuantPath::Tile128.block() <= largest && FusedQuantPath::Wgmma64.block() <= largest);
     largest
 };
 

@@ -27,6 +27,7 @@ use crate::kernels::moe::fused_quant_rows as rows_kernel;
 use crate::kernels::moe::fused_quant_rows_wgmma as rows_wgmma_kernel;
 use crate::kernels::moe::fused_quant_tile as tile_kernel;
 use crate::kernels::moe::fused_quant_wgmma as wgmma_kernel;
+use crate::kernels::moe::fused_tile;
 use crate::kernels::moe::{fused, fused_reduce, fused_wgmma, items, progress};
 use crate::kernels::row::GROUP;
 use crate::kernels::scales as kinds;
@@ -75,7 +76,9 @@ pub enum FusedQuantPath {
     #[default]
     Auto,
     /// Tiles on the tensor cores of sm_80 and later, 32 pairs of an expert at a time.
-    Tile,
+    Tile32,
+    /// [`Tile32`](Self::Tile32), 128 at a time.
+    Tile128,
     /// Hopper's matrix products and copy engine, tokens of f16 or bf16: up to 16 pairs of an expert at a time. At most 128 pairs in all, without
     /// sorting; with scales of blocks any number, sorted if they are more. Rows of tokens end before 2^35 elements; with scales of rows pairs times the square of the larger
     /// width stays below 2^46 (128 pairs: a width of 741,376). At most 1024 experts on the device, any activation but [`ExpertActivation::Gelu`].
@@ -102,8 +105,20 @@ impl FusedQuantPath {
     /// Pairs of an expert that are neighbours in the sorted list: the block size of sorting.
     pub(super) const fn block(self) -> usize {
         match self {
-            FusedQuantPath::Auto | FusedQuantPath::Tile => tile_kernel::PAIRS,
-            _ => wgmma_kernel::SORT_BLOCK,
+            FusedQuantPath::Auto => fused_tile::pairs(8),
+            _ => match self.pair_tiles() {
+                Some(tiles) => fused_tile::pairs(tiles),
+                None => wgmma_kernel::SORT_BLOCK,
+            },
+        }
+    }
+
+    /// Tiles of 8 pairs of a warp, of a path for every GPU.
+    const fn pair_tiles(self) -> Option<usize> {
+        match self {
+            FusedQuantPath::Tile32 => Some(2),
+            FusedQuantPath::Tile128 => Some(8),
+            _ => None,
         }
     }
 
@@ -111,20 +126,20 @@ impl FusedQuantPath {
     /// one for [few](Self::is_few) tokens. As in the table of instances.
     const fn wgmma(self) -> Option<[usize; 4]> {
         match self {
-            FusedQuantPath::Auto | FusedQuantPath::Tile | FusedQuantPath::Wgmma16 => None,
             FusedQuantPath::Wgmma64 => Some([1, 64, 2, 4]),
             FusedQuantPath::Wgmma160 => Some([1, 160, 1, 5]),
             FusedQuantPath::Wgmma256 => Some([1, 256, 1, 4]),
+            _ => None,
         }
     }
 
     /// The path of [16-bit floats](super::fused) whose items and stages a path on Hopper has with scales of rows.
     const fn with_rows(self) -> Option<FusedPath> {
         match self {
-            FusedQuantPath::Auto | FusedQuantPath::Tile | FusedQuantPath::Wgmma256 => None,
             FusedQuantPath::Wgmma16 => Some(FusedPath::Wgmma16),
             FusedQuantPath::Wgmma64 => Some(FusedPath::Wgmma64),
             FusedQuantPath::Wgmma160 => Some(FusedPath::Wgmma176),
+            _ => None,
         }
     }
 
@@ -167,7 +182,7 @@ impl FusedQuantPath {
     }
 
     const fn is_wgmma(self) -> bool {
-        !matches!(self, FusedQuantPath::Auto | FusedQuantPath::Tile)
+        !matches!(self, FusedQuantPath::Auto | FusedQuantPath::Tile32 | FusedQuantPath::Tile128)
     }
 
     /// Whether the products quantise rows themselves, which are not to be smoothed.
@@ -207,7 +222,8 @@ impl FusedShape {
     /// Bytes of workspace of [`fused_quant`] for tokens of an element type, enough for every path, any weights and fewer tokens; the
     /// largest number for sizes that none takes.
     pub const fn quant_workspace_bytes(&self, dtype: DType) -> usize {
-        most(Workspace::new(self, dtype, 8).bytes, Workspace::new(self, dtype, tile_kernel::PAIRS).bytes)
+        let (hopper, portable) = (wgmma_kernel::SORT_BLOCK, FusedQuantPath::Tile128.block());
+        most(Workspace::new(self, dtype, hopper).bytes, Workspace::new(self, dtype, portable).bytes)
     }
 }
 
@@ -529,10 +545,14 @@ pub const fn rows_wgmma_geometry(
     Some((path.wgmma_geometry(cluster, shape.bins(), true, multiprocessors).dependent(), cluster))
 }
 
-/// How to launch a product of [`FusedQuantPath::Tile`] of `rows` rows of weights, for so many blocks of pairs.
-pub const fn tile_geometry(rows: usize, blocks: usize) -> Geometry {
-    let grid = [rows.div_ceil(tile_kernel::ROWS) as u32, blocks as u32, 1];
-    Geometry::new(grid, [tile_kernel::THREADS as u32, 1, 1]).shared_bytes(tile_kernel::SHARED_BYTES as u32).dependent()
+/// How to launch a product of [`FusedQuantPath::Tile32`] or [`FusedQuantPath::Tile128`] of `rows` rows of weights, for so many blocks of pairs.
+pub const fn tile_geometry(path: FusedQuantPath, rows: usize, blocks: usize) -> Option<Geometry> {
+    let Some(pair_tiles) = path.pair_tiles() else {
+        return None;
+    };
+    let grid = product(&[rows.div_ceil(tile_kernel::ROWS), blocks]) as u32;
+    let geometry = Geometry::linear(grid, tile_kernel::THREADS as u32);
+    Some(geometry.shared_bytes(tile_kernel::shared_bytes(pair_tiles) as u32).dependent())
 }
 
 /// How to quantise so many rows of `n` columns, with a scale for each 128 columns or for each row.
@@ -680,7 +700,7 @@ pub struct Operands {
     pub unordered: bool,
     /// Whether results of slots may be rounded; see [`FusedQuantOptions::rounded_slots`].
     pub rounded_slots: bool,
-    /// Whether the weights are [shuffled](shuffle::shuffle_weights); not for [`FusedQuantPath::Tile`].
+    /// Whether the weights are [shuffled](shuffle::shuffle_weights); not for [`FusedQuantPath::Tile32`] and [`FusedQuantPath::Tile128`].
     pub shuffled: bool,
 }
 
@@ -1059,7 +1079,7 @@ impl Run<'_> {
         }
     }
 
-    /// A product of [`FusedQuantPath::Tile`].
+    /// A product of [`FusedQuantPath::Tile32`] or [`FusedQuantPath::Tile128`].
     ///
     /// # Safety
     /// As for [`launch`].
@@ -1072,16 +1092,22 @@ impl Run<'_> {
         let of = |e: &Experts| if up { (e.w13, e.w13_scales, e.bias13) } else { (e.w2, e.w2_scales, e.bias2) };
         let ((w, w_scales, bias), (shared_w, shared_w_scales, shared_bias)) = (of(&o.routed), of(&o.shared));
         let (scale_expert, scale_row) = if up { o.w13_strides } else { o.w2_strides };
-        let geometry = tile_geometry(n * if up { o.gate_up.rows() } else { 1 }, at.capacity / self.path.block());
+        let rows = n * if up { o.gate_up.rows() } else { 1 };
+        let Some(geometry) = tile_geometry(self.path, rows, at.capacity / self.path.block()) else {
+            return Err(unsupported(self.path, self.weights, self.dtype));
+        };
+        let wide = self.path == FusedQuantPath::Tile128;
         macro_rules! launch {
-            ($module:ident, $f32:ident, $f16:ident, $bf16:ident, $down:ident) => {{
+            ($module:ident, $($few:ident, $many:ident);*) => {{
                 use tile_kernel::$module::*;
-                let entry = match (up, self.dtype) {
-                    (false, _) => $down::ENTRY,
-                    (true, DType::F32) => $f32::ENTRY,
-                    (true, DType::F16) => $f16::ENTRY,
-                    (true, _) => $bf16::ENTRY,
-                };
+                // For tokens of f32, f16 and bf16, and the second product.
+                let entries = [$(if wide { $many::ENTRY } else { $few::ENTRY }),*];
+                let entry = entries[match (up, self.dtype) {
+                    (false, _) => 3,
+                    (true, DType::F32) => 0,
+                    (true, DType::F16) => 1,
+                    (true, _) => 2,
+                }];
                 let args = Args {
                     out,
                     x: self.part(if up { at.x } else { at.q }).cast(),
@@ -1117,18 +1143,18 @@ impl Run<'_> {
         if self.weights == DType::I8 {
             launch!(
                 int8,
-                moe_fused_quant_tile_up_i8_f32,
-                moe_fused_quant_tile_up_i8_f16,
-                moe_fused_quant_tile_up_i8_bf16,
-                moe_fused_quant_tile_down_i8
+                moe_fused_quant_tile32_up_i8_f32, moe_fused_quant_tile128_up_i8_f32;
+                moe_fused_quant_tile32_up_i8_f16, moe_fused_quant_tile128_up_i8_f16;
+                moe_fused_quant_tile32_up_i8_bf16, moe_fused_quant_tile128_up_i8_bf16;
+                moe_fused_quant_tile32_down_i8, moe_fused_quant_tile128_down_i8
             )
         } else {
             launch!(
                 e4m3,
-                moe_fused_quant_tile_up_e4m3_f32,
-                moe_fused_quant_tile_up_e4m3_f16,
-                moe_fused_quant_tile_up_e4m3_bf16,
-                moe_fused_quant_tile_down_e4m3
+                moe_fused_quant_tile32_up_e4m3_f32, moe_fused_quant_tile128_up_e4m3_f32;
+                moe_fused_quant_tile32_up_e4m3_f16, moe_fused_quant_tile128_up_e4m3_f16;
+                moe_fused_quant_tile32_up_e4m3_bf16, moe_fused_quant_tile128_up_e4m3_bf16;
+                moe_fused_quant_tile32_down_e4m3, moe_fused_quant_tile128_down_e4m3
             )
         }
     }
@@ -1285,7 +1311,7 @@ fn unsupported(path: FusedQuantPath, weights: DType, dtype: DType) -> Error {
 
 /// The path that [`launch`] and [`fused_quant`](fn@fused_quant) take on a device for tokens of `dtype` and weights of `weights`: never [`FusedQuantPath::Auto`].
 ///
-/// That is one of `Wgmma..` for f16 and bf16 on Hopper, any activation but [`ExpertActivation::Gelu`] and no more experts than they take; anything else is [`FusedQuantPath::Tile`].
+/// That is one of `Wgmma..` for f16 and bf16 on Hopper, any activation but [`ExpertActivation::Gelu`] and no more experts than they take; anything else is [`FusedQuantPath::Tile32`] or, from 48 pairs an expert on, [`FusedQuantPath::Tile128`].
 ///
 /// # Errors
 /// [`Error::Unsupported`] if `path` names one that does not take these, and [`Error::Value`] for more pairs than it can number.
@@ -1317,12 +1343,14 @@ pub fn path_of(
     let takes = wgmma && shuffle::takes(weights, shape.hidden, shape.intermediate);
     let refused = |path| Err(unsupported(path, weights, dtype));
     let path = match path {
-        path if o.shuffled && !(takes && path != FusedQuantPath::Tile) => refused(path),
+        path if o.shuffled && !(takes && path.pair_tiles().is_none()) => refused(path),
         FusedQuantPath::Auto if wgmma => match FusedQuantPath::choose(o.scales, shape, tall) {
             path if path.is_few() && !few => Ok(FusedQuantPath::Wgmma64),
             path => Ok(path),
         },
-        FusedQuantPath::Auto | FusedQuantPath::Tile => Ok(FusedQuantPath::Tile),
+        FusedQuantPath::Auto if shape.pairs() < product(&[48, shape.bins()]) => Ok(FusedQuantPath::Tile32),
+        FusedQuantPath::Auto => Ok(FusedQuantPath::Tile128),
+        FusedQuantPath::Tile32 | FusedQuantPath::Tile128 => Ok(path),
         path if path.is_few() && !few => refused(path),
         FusedQuantPath::Wgmma256 if !tall => refused(path),
         path if !wgmma => refused(path),
@@ -1335,8 +1363,8 @@ pub fn path_of(
     let (up, down) =
         (shape.intermediate.div_ceil(wgmma_kernel::TILE_ROWS), shape.hidden.div_ceil(wgmma_kernel::TILE_ROWS));
     let tiles = up.saturating_mul(4).max(down.saturating_mul(2)).max(1);
-    // Grids are limited in height, and what is drawn in all.
-    let most = if path.is_wgmma() { items::MAX_DRAWN / tiles } else { 65535 };
+    // Grids are limited, and what is drawn in all: grids have tiles of 128 rows.
+    let most = if path.is_wgmma() { items::MAX_DRAWN / tiles } else { (i32::MAX as usize / tiles).min(65535) };
     check_blocks(OP, blocks, most, block)?;
     Ok(path)
 }
@@ -1782,8 +1810,8 @@ fn stream_zeros(
     workspace: *mut c_void,
 ) -> Result<()> {
     let none = FusedShape { top_k: 0, shared_experts: 0, ..*shape };
-    let at = Workspace::new(&none, dtype, tile_kernel::PAIRS);
-    let run = Run { stream, dtype, weights, path: FusedQuantPath::Tile, shape: &none, o, at, workspace };
+    let at = Workspace::new(&none, dtype, FusedQuantPath::Tile32.block());
+    let run = Run { stream, dtype, weights, path: FusedQuantPath::Tile32, shape: &none, o, at, workspace };
     // SAFETY: without slots only `out` is written, which was checked.
     unsafe { run.reduce() }
 }

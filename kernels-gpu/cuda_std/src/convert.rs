@@ -225,7 +225,7 @@ pub fn unpack_f16x2(word: u32) -> [f32; 2] {
 /// The same conversions for both 8-bit formats.
 macro_rules! float8 {
     ($($t:ident $name:literal, $to:ident, $from:ident, $pack2:ident, $pack4:ident, $unpack2:ident, $unpack4:ident,
-        $halves:ident, $in:literal, $out:literal, |$h:ident| $software:expr;)*) => { $(
+        $halves:ident, $halves4:ident, $in:literal, $out:literal, $software:path;)*) => { $(
         #[doc = concat!("Rounds to ", $name, ".")]
         #[inline(always)]
         pub fn $to(v: f32) -> $t {
@@ -235,9 +235,9 @@ macro_rules! float8 {
         #[doc = concat!("Widens ", $name, ". Exact.")]
         #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $from(v: $t) -> f32 {
-            #[cfg(all(target_arch = "nvptx64", target_feature = "sm_89"))]
+            #[cfg(target_arch = "nvptx64")]
             return $unpack2(v.0 as u16)[0];
-            #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_89")))]
+            #[cfg(not(target_arch = "nvptx64"))]
             v.to_f32_const()
         }
 
@@ -281,75 +281,96 @@ macro_rules! float8 {
             }
             #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_89")))]
             {
-                let $h = (word as u32 & 0xff) << 8 | (word as u32 & 0xff00) << 16;
-                $software
+                $software(word as u32)
             }
         }
 
         #[doc = concat!("Widens two ", $name, " values. Exact.")]
         #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $unpack2(word: u16) -> [f32; 2] {
-            #[cfg(all(target_arch = "nvptx64", target_feature = "sm_89"))]
+            #[cfg(target_arch = "nvptx64")]
             return unpack_f16x2($halves(word));
-            #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_89")))]
+            #[cfg(not(target_arch = "nvptx64"))]
             [$from($t(word as u8)), $from($t((word >> 8) as u8))]
         }
 
         #[doc = concat!("Widens four ", $name, " values. Exact.")]
         #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub fn $unpack4(word: u32) -> [f32; 4] {
+            #[cfg(target_arch = "nvptx64")]
+            let [[a, b], [c, d]] = $halves4(word).map(unpack_f16x2);
+            #[cfg(not(target_arch = "nvptx64"))]
             let ([a, b], [c, d]) = ($unpack2(word as u16), $unpack2((word >> 16) as u16));
             [a, b, c, d]
         }
     )* };
 }
 float8! {
-    E4M3 "e4m3", f32_to_e4m3, e4m3_to_f32, pack_e4m3x2, pack_e4m3x4, unpack_e4m3x2, unpack_e4m3x4, e4m3x2_to_f16x2,
-        "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2", |h| e4m3_bytes_to_f16(h);
-    E5M2 "e5m2", f32_to_e5m2, e5m2_to_f32, pack_e5m2x2, pack_e5m2x4, unpack_e5m2x2, unpack_e5m2x4, e5m2x2_to_f16x2,
-        "cvt.rn.satfinite.e5m2x2.f32", "cvt.rn.f16x2.e5m2x2", |h| canonical_f16x2(h);
+    E4M3 "e4m3", f32_to_e4m3, e4m3_to_f32, pack_e4m3x2, pack_e4m3x4, unpack_e4m3x2, unpack_e4m3x4, e4m3x2_to_f16x2, e4m3x4_to_f16x2,
+        "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2", e4m3_pair_to_f16x2;
+    E5M2 "e5m2", f32_to_e5m2, e5m2_to_f32, pack_e5m2x2, pack_e5m2x4, unpack_e5m2x2, unpack_e5m2x4, e5m2x2_to_f16x2, e5m2x4_to_f16x2,
+        "cvt.rn.satfinite.e5m2x2.f32", "cvt.rn.f16x2.e5m2x2", e5m2_pair_to_f16x2;
 }
 
-/// Two e4m3 values in the high bytes of the halves of a word, to f16. Exponent and mantissa moved to their places mean a
-/// 256th of the value, whose product with 256 is exact, subnormal ones included.
-#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_89")))]
-#[inline(always)]
-fn e4m3_bytes_to_f16(bytes: u32) -> u32 {
-    let magnitude = bytes & 0x7f00_7f00;
-    let scaled = times_256(bytes & 0x8000_8000 | magnitude >> 1);
-    // NaN is 0x7f alone, which the addition carries into the sign's place.
-    let nan = (magnitude + 0x0100_0100) & 0x8000_8000;
-    let mask = nan - (nan >> 15);
-    scaled & !(nan | mask) | mask
-}
-
-/// Two f16 times 256: `mul.f16x2`.
-#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_89")))]
-#[inline(always)]
-fn times_256(pair: u32) -> u32 {
-    #[cfg(target_arch = "nvptx64")]
+/// Widens four e4m3 values to two words of two f16 each. Exact.
+///
+/// Without an instruction for it: exponent and mantissa moved to their places mean a 256th of the value, whose product with 256 is exact,
+/// subnormal ones included. NaN is 480 then, the only one that overflows when it is multiplied by 143 besides, and infinity times 0 is NaN.
+/// The names in the block are known to `warploom::ptx`, which puts the instruction in its place for GPUs that have it.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn e4m3x4_to_f16x2(word: u32) -> [u32; 2] {
+    #[cfg(all(target_arch = "nvptx64", not(target_feature = "sm_89")))]
     {
-        let o: u32;
+        let (low, high): (u32, u32);
         // SAFETY: register arithmetic.
         unsafe {
-            ptx!("mul.rn.f16x2 {o}, {p}, {f};", o = lateout(reg32) o, p = in(reg32) pair, f = in(reg32) 0x5c00_5c00u32,
-                options(pure, nomem, nostack))
+            ptx!("{{ .reg .b32 %e4m3, %low, %high, %nan, %by_256, %by_36608, %zero; mov.b32 %e4m3, {w}; \
+                mov.b32 %by_256, 0x5c005c00; mov.b32 %by_36608, 0x78787878; mov.b32 %zero, 0; \
+                prmt.b32 %low, %e4m3, 0, 0x1404; and.b32 %nan, %low, 0x7f007f00; shr.u32 %nan, %nan, 1; \
+                and.b32 %low, %low, 0x80008000; or.b32 %low, %low, %nan; mul.rn.f16x2 %nan, %low, %by_36608; \
+                mul.rn.f16x2 %low, %low, %by_256; fma.rn.f16x2 %low, %nan, %zero, %low; \
+                prmt.b32 %high, %e4m3, 0, 0x3424; and.b32 %nan, %high, 0x7f007f00; shr.u32 %nan, %nan, 1; \
+                and.b32 %high, %high, 0x80008000; or.b32 %high, %high, %nan; mul.rn.f16x2 %nan, %high, %by_36608; \
+                mul.rn.f16x2 %high, %high, %by_256; fma.rn.f16x2 %high, %nan, %zero, %high; \
+                mov.b32 {l}, %low; mov.b32 {h}, %high; }}",
+                l = lateout(reg32) low, h = lateout(reg32) high, w = in(reg32) word, options(pure, nomem, nostack))
         };
-        o
+        [low, high]
     }
+    #[cfg(not(all(target_arch = "nvptx64", not(target_feature = "sm_89"))))]
+    [e4m3x2_to_f16x2(word as u16), e4m3x2_to_f16x2((word >> 16) as u16)]
+}
+
+/// Widens four e5m2 values to two words of two f16 each. Exact.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+pub fn e5m2x4_to_f16x2(word: u32) -> [u32; 2] {
+    [e5m2x2_to_f16x2(word as u16), e5m2x2_to_f16x2((word >> 16) as u16)]
+}
+
+/// Two e4m3 values in the low half of a word, to f16.
+#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_89")))]
+#[inline(always)]
+fn e4m3_pair_to_f16x2(pair: u32) -> u32 {
+    #[cfg(target_arch = "nvptx64")]
+    return e4m3x4_to_f16x2(pair)[0];
     #[cfg(not(target_arch = "nvptx64"))]
     {
-        let one = |bits: u32| f16::from_f32(f16::from_bits(bits as u16).to_f32() * 256.0).to_bits() as u32;
-        one(pair) | one(pair >> 16) << 16
+        let one = |code: u32| {
+            // A 256th of the value; see `e4m3x4_to_f16x2`.
+            let scaled =
+                f16::from_f32(f16::from_bits(((code & 0x80) << 8 | (code & 0x7f) << 7) as u16).to_f32() * 256.0);
+            if code & 0x7f == 0x7f { 0x7fff } else { scaled.to_bits() as u32 }
+        };
+        one(pair & 0xff) | one(pair >> 8) << 16
     }
 }
 
-/// e5m2 is the upper half of f16; NaNs become the one that the instruction gives.
+/// Two e5m2 values in the low half of a word, to f16, whose upper half they are; NaNs become the one that the instruction gives.
 #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_89")))]
 #[inline(always)]
-fn canonical_f16x2(word: u32) -> u32 {
+fn e5m2_pair_to_f16x2(pair: u32) -> u32 {
     let one = |half: u32| if half & 0x7fff > 0x7c00 { 0x7fff } else { half };
-    one(word & 0xffff) | one(word >> 16) << 16
+    one((pair & 0xff) << 8) | one(pair & 0xff00) << 16
 }
 
 /// Rounds four values to integers, clamped to -128 ..= 127; NaN becomes 0.

@@ -79,7 +79,7 @@ macro_rules! operands {
 operands! {
     bf16 as bf16 = |w| [w; 2];
     f16 as f16 = |w| [w; 2];
-    E4M3 as f16 = |w| [convert::e4m3x2_to_f16x2(w as u16), convert::e4m3x2_to_f16x2((w >> 16) as u16)];
+    E4M3 as f16 = |w| convert::e4m3x4_to_f16x2(w);
     // The upper half of an f16.
     E5M2 as f16 = |w| [integer::permute(w, 0, 0x1404), integer::permute(w, 0, 0x3424)];
     i8 as f16 = |w| convert::i8x4_to_f16x2(w);
@@ -96,8 +96,9 @@ const fn merge_row(head_dim: usize) -> usize {
 }
 
 /// Groups of a warp's ring: enough bytes on their way that memory is never waited for. More would only queue up, and what
-/// else is loaded would wait at the end of the queue.
-const fn stages(head_dim: usize, element: usize) -> usize {
+/// else is loaded would wait at the end of the queue. Heads of 256 elements of 16 bits have instances of one group as well, since many
+/// GPUs have no memory for two.
+pub const fn stages(head_dim: usize, element: usize) -> usize {
     if head_dim * element >= 256 { 2 } else { 4 }
 }
 
@@ -107,9 +108,9 @@ pub const fn blocks(head_dim: usize, element: usize) -> u32 {
 }
 
 /// Dynamic shared memory of a block of the kernel for heads of up to `head_dim` elements of `element` bytes,
-/// for `rows` query rows.
-pub const fn shared_bytes(head_dim: usize, element: usize, rows: usize) -> usize {
-    let rings = stages(head_dim, element) * stage_bytes(head_dim, element);
+/// for `rows` query rows, with rings of `stages` groups.
+pub const fn shared_bytes(head_dim: usize, element: usize, rows: usize, stages: usize) -> usize {
+    let rings = stages * stage_bytes(head_dim, element);
     WARPS * (rings + rows * (merge_row(head_dim) + 2) * 4)
 }
 
@@ -298,6 +299,7 @@ impl<const ROOM: bool> Cursor<ROOM> {
 fn wait_for_oldest<const STAGES: usize>(in_ring: u32) {
     if in_ring as usize >= STAGES {
         match STAGES {
+            1 => cp_async::wait_group::<0>(),
             2 => cp_async::wait_group::<1>(),
             3 => cp_async::wait_group::<2>(),
             _ => cp_async::wait_group::<3>(),
@@ -323,7 +325,7 @@ fn wait_for_oldest<const STAGES: usize>(in_ring: u32) {
 /// * `window`: keys that a query token sees, 0 for all, at most 2^31 - 1; `soft_cap`: 0 for none; `hint`: for [`chunk_shift`].
 ///
 /// `D` is `head_dim` rounded up to an instance; each KV head is served as `ceil(rows / (8 * TILES))` heads. `ROOM`: whether
-/// there are registers for Q of the next item.
+/// there are registers for Q of the next item. `STAGES` changes no result.
 /// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`].
 #[inline(always)]
 pub unsafe fn decode<
@@ -1060,6 +1062,7 @@ entries! {
     decode_d128_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2) }, true>;
     decode_d128_r16_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2) }, false>;
     decode_d256_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2) }, false>;
+    decode_d256_r8_s1_bf16 { type T = bf16; type C = bf16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, 1, false>;
     decode_d128_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
     decode_d128_r16_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
     decode_d256_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
@@ -1073,6 +1076,7 @@ entries! {
     decode_d128_r8_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2) }, true>;
     decode_d128_r16_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2) }, false>;
     decode_d256_r8_f16 { type T = f16; type C = f16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2) }, false>;
+    decode_d256_r8_s1_f16 { type T = f16; type C = f16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, 1, false>;
     decode_d128_r8_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
     decode_d128_r16_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
     decode_d256_r8_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;

@@ -22,6 +22,14 @@ pub mod narrow {
     pub const I8: u32 = 2;
 }
 
+/// The power of two that brings a row of Q whose largest magnitude has these bits (of an f32) into 2^13 .. 2^14, where f16 has all of
+/// its digits, and the one that undoes it. Both are normal numbers, whatever the row has.
+#[inline(always)]
+pub(crate) fn fit_factors(top: u32) -> (f32, f32) {
+    let exponent = (top >> 23).clamp(27, 254);
+    (f32::from_bits((127 + 127 + 13 - exponent) << 23), f32::from_bits((exponent - 13) << 23))
+}
+
 /// `cap · tanh(score / cap)`, within `2^-18` of itself; the score itself if `cap` is 0. Caps are from 2^-126 to 2^126.
 #[inline(always)]
 pub fn soft_capped(score: f32, cap: f32) -> f32 {

@@ -13,15 +13,22 @@
 //! Q stays in shared memory, `S = Q Kᵀ` becomes P in registers without a shuffle, as its accumulators are laid out like an
 //! A operand; maxima, sums and O are in f32. Maxima follow the scores with slack: O is rescaled only once a row's maximum has grown
 //! by a factor of 2^8. Sources: Dao, *FlashAttention-2*, 2023; FlashAttention-4 (slack).
+//!
+//! # Caches of 8 bits
+//! Products are in f16, which holds the elements exactly. `cp.async` brings a block's bytes two blocks ahead; each thread turns those that
+//! it has copied itself into operands, a block ahead, which needs no barrier more. Rows of Q in bf16 are scaled by a power of two
+//! into the range of f16 first, and their scores by its inverse.
 
+use super::decode::CacheOperand;
 use super::ragged::{Batch, Schedule, draw, finish, last_of_parts, weight_of_part};
-use super::soft_capped;
+use super::{fit_factors, narrow, soft_capped};
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
+use cuda_std::shared::Shared;
 use cuda_std::vec::{B32, B128};
 use cuda_std::{
-    Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, integer, mma, shared, thread, unroll,
-    warp,
+    E4M3, E5M2, Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, integer, mma, shared, thread,
+    unroll, warp,
 };
 
 /// Threads of a block: four warps.
@@ -52,9 +59,10 @@ const fn chains(keys: usize, tiles: usize) -> usize {
 }
 
 /// Dynamic shared memory of a block of the kernel for heads of up to `head_dim` elements, blocks of `keys` keys and `tiles`
-/// times 16 rows a warp.
-pub const fn shared_bytes(head_dim: usize, keys: usize, tiles: usize) -> usize {
-    (rows(tiles) + 4 * keys) * row_elements(head_dim) * 2 + 16 + rows(tiles) * 4
+/// times 16 rows a warp; `narrow`: over a cache of 8 bits.
+pub const fn shared_bytes(head_dim: usize, keys: usize, tiles: usize, narrow: bool) -> usize {
+    let bytes_of_keys = if narrow { 2 * keys * head_dim + rows(tiles) * 4 } else { 0 };
+    (rows(tiles) + 4 * keys) * row_elements(head_dim) * 2 + bytes_of_keys + 16 + rows(tiles) * 4
 }
 
 /// Attention of the query tokens of each sequence over its paged keys and values.
@@ -62,6 +70,8 @@ pub const fn shared_bytes(head_dim: usize, keys: usize, tiles: usize) -> usize {
 /// * `q`: `[tokens, q_heads, head_dim]` with strides `q_token`, `q_head`, its vectors at multiples of 4 bytes; `out`
 ///   likewise with `out_token`, `out_head`. `head_dim` is a multiple of 8.
 /// * `k`, `v`: pages of `1 << page_shift` tokens, at least 8; a token's vector is dense and starts at a multiple of 16 bytes.
+///   Of 8-bit elements, `NARROW`, which `kind` tells (of [`narrow`]), a vector has a multiple of 16, and there are `k_scales`, `v_scales`:
+///   `[kv_heads]` if `scale_per_head` is 1, or `[1]` if it is 0.
 /// * `starts`: `[sequences + 1]`, where each sequence's query tokens begin; `lens`: `[sequences]`, keys of each sequence,
 ///   its query tokens' own (the last ones) among them; `block_table`: `[sequences, max_pages]`.
 /// * `lse`: `[tokens, q_heads]` or null; `alibi`, `sinks`: `[q_heads]` or null.
@@ -70,10 +80,18 @@ pub const fn shared_bytes(head_dim: usize, keys: usize, tiles: usize) -> usize {
 /// * `partial`: `SPLIT`: [`partial_floats`] for each block, at a multiple of 16 bytes; else not used.
 /// * `window`: keys that a token sees, 0 for all; `soft_cap`: 0 for none; `causal`: whether a token sees no later keys.
 ///
-/// `D` is `head_dim` rounded up to an instance; `tile_tokens * (q_heads / kv_heads)` is at most [`rows`] of `M`.
-/// Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`, `KEYS` and `M`.
+/// `D` is `head_dim` rounded up to an instance; `tile_tokens * (q_heads / kv_heads)` is at most [`rows`] of `M`. `P` is what is
+/// multiplied. Block: [`THREADS`]; any grid; shared memory: [`shared_bytes`] of `D`, `KEYS`, `M` and `NARROW`.
 #[inline(always)]
-pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M: usize, const SPLIT: bool>(
+pub unsafe fn prefill<
+    T: TensorFloat,
+    P: TensorFloat,
+    const D: usize,
+    const KEYS: usize,
+    const M: usize,
+    const NARROW: bool,
+    const SPLIT: bool,
+>(
     out: *mut T,
     lse: *mut f32,
     q: *const T,
@@ -84,8 +102,12 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
     block_table: *const i32,
     alibi: *const f32,
     sinks: *const f32,
+    k_scales: *const f32,
+    v_scales: *const f32,
     tickets: *mut u32,
     partial: *mut f32,
+    scale_per_head: u32,
+    kind: u32,
     sequences: u32,
     tokens: u32,
     q_heads: u32,
@@ -113,8 +135,12 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
 ) {
     dependent_launch::begin();
     const { assert!(D.is_multiple_of(16) && KEYS.is_multiple_of(16) && KEYS <= 64 && (M == 1 || M == 2)) };
+    // Elements of a copy.
+    let of_copy = const { if NARROW { 16 } else { 8 } };
     // As the copies are written.
-    const { assert!((KEYS * D / 8).is_multiple_of(THREADS)) };
+    const { assert!((KEYS * D / if NARROW { 16 } else { 8 }).is_multiple_of(THREADS)) };
+    // As Q is fitted.
+    const { assert!(!NARROW || D.is_power_of_two()) };
     core::hint::assert_unchecked(kv_heads != 0);
     let group = q_heads / kv_heads;
     core::hint::assert_unchecked(group != 0);
@@ -130,6 +156,7 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
         causal: causal != 0,
     };
     let (q, k, v) = (Global::new(q), Global::new(k), Global::new(v));
+    let fold = scale * LOG2_E;
     let (out, lse_out) = (GlobalMut::new(out), GlobalMut::new(lse));
     let table = Global::new(block_table);
 
@@ -140,20 +167,25 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
     let mut carver = shared::Carver::new();
     let qs = carver.take::<T>(rows(M) * width);
     // K and V of a block of keys, and of the next.
-    let kv = carver.take::<T>(4 * KEYS * width);
+    let kv = carver.take::<P>(4 * KEYS * width);
+    // Of 8-bit elements: their bytes, of K and V of one block.
+    let bytes = carver.take::<u8>(if NARROW { 2 * KEYS * D } else { 0 });
     // The number of the next tile or part, ...
     let next = carver.take::<u32>(1);
     // ... and of this one, as registers are short, of how many parts it is, which, and the number of the first of them.
     let now = carver.take::<u32>(2);
     let places = carver.take::<u32>(rows(M));
+    // What a row's scores are to be multiplied with besides, over 8-bit elements: in memory, too.
+    let factors = carver.take::<f32>(if NARROW { rows(M) } else { 0 });
     // 32-bit addresses: what is added to them becomes part of the instruction.
     let (q0, kv0) = (qs.address(0u32), kv.address(0u32));
     let pitch = const { 2 * row_elements(D) as u32 };
     let (v_after, stage_bytes) = (KEYS as u32 * pitch, const { 2 * KEYS as u32 } * pitch);
+    // Where copies go: to rows as they are multiplied, or a thread's beside one another.
+    let copy_v_after = if NARROW { const { (KEYS * D) as u32 } } else { v_after };
     let q_row = q0 + (own + lane % 16) * pitch + lane / 16 * 16;
     let k_row = kv0 + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16;
     let v_row = kv0 + v_after + lane % 16 * pitch + lane / 16 * 16;
-    let fold = scale * LOG2_E;
     core::hint::assert_unchecked(head_dim >= 8);
     // Whether rows of Q lie at multiples of 16 bytes.
     let q_by_16 = ((q.ptr(0u32) as usize / size_of::<T>()) | q_token | q_head).is_multiple_of(8);
@@ -213,15 +245,23 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
 
         // Copies a block's rows, zeros for those that are not there or that nobody sees: NaN times 0 would be NaN.
         let slot_mask = (1u32 << page_shift) - 1;
-        let (k, v) = (k.offset(tile.kv_head as usize * k_head), v.offset(tile.kv_head as usize * v_head));
+        let (k_head_at, v_head_at) = (tile.kv_head as usize * k_head, tile.kv_head as usize * v_head);
+        // Addresses of elements, whatever they are.
+        let of_bytes = |bytes: *const T, i: usize| bytes.cast::<u8>().wrapping_add(i).cast::<T>();
+        let (k, v) = if NARROW {
+            (Global::new(of_bytes(k.ptr(0u32), k_head_at)), Global::new(of_bytes(v.ptr(0u32), v_head_at)))
+        } else {
+            (k.offset(k_head_at), v.offset(v_head_at))
+        };
+        let element_of = |of: Global<T>, i: usize| if NARROW { of_bytes(of.ptr(0u32), i) } else { of.ptr(i) };
         let copy = |stage: u32, block: u32, found: u32| {
-            let to = kv0 + stage * stage_bytes;
+            let to = if NARROW { bytes.address(0u32) } else { kv0 + stage * stage_bytes };
             // Computed anew for each block: kept, it would cost registers where scores need them. Here all steps fit at once.
             let tid = integer::opaque(tid);
-            for step in 0..KEYS * D / 8 / THREADS {
-                let pieces = const { D as u32 / 8 };
+            for step in 0..KEYS * D / of_copy / THREADS {
+                let pieces = const { D as u32 / if NARROW { 16 } else { 8 } };
                 // A thread has the same piece of rows that are as far apart, if rows divide the threads.
-                let (r, piece) = if THREADS.is_multiple_of(D / 8) {
+                let (r, piece) = if THREADS.is_multiple_of(pieces as usize) {
                     (tid / pieces + step as u32 * (THREADS as u32 / pieces), tid % pieces)
                 } else {
                     let i = tid + step as u32 * THREADS as u32;
@@ -231,14 +271,15 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
                 let page = warp::shfl_idx(found, r / 8);
                 let seen = key.wrapping_sub(start) < tile.len - start;
                 // Of nothing the place does not matter, as long as it is one.
-                let (page, bytes) = if page < pages && seen && piece * 8 < head_dim { (page, 16) } else { (0, 0) };
+                let there = page < pages && seen && piece * (of_copy as u32) < head_dim;
+                let (page, bytes) = if there { (page, 16) } else { (0, 0) };
                 let (page, slot) = (page as usize, (key & slot_mask) as usize);
                 let at = |page_stride: usize, slot_stride: usize| {
-                    page * page_stride + slot * slot_stride + piece as usize * 8
+                    page * page_stride + slot * slot_stride + piece as usize * of_copy
                 };
-                let to = to + r * pitch + piece * 16;
-                cp_async::copy_16_zfill(to, k.ptr(at(k_page, k_slot)), bytes);
-                cp_async::copy_16_zfill(to + v_after, v.ptr(at(v_page, v_slot)), bytes);
+                let to = if NARROW { to + (tid + (step * THREADS) as u32) * 16 } else { to + r * pitch + piece * 16 };
+                cp_async::copy_16_zfill(to, element_of(k, at(k_page, k_slot)), bytes);
+                cp_async::copy_16_zfill(to + copy_v_after, element_of(v, at(v_page, v_slot)), bytes);
             }
             cp_async::commit_group();
         };
@@ -276,6 +317,34 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
         let mut stage = 0;
         copy(stage, block, found);
         let mut found_next = if more_before(block) { pages_of(block - 1) } else { u32::MAX };
+        // Of the block after that, of which bytes come when those of the next one are operands.
+        let mut found_then = u32::MAX;
+        let to_operands = |stage: u32| {
+            let rows = kv.offset(stage as usize * (2 * KEYS * width));
+            match kind {
+                narrow::E4M3 => widen::<P, E4M3, D, KEYS>(rows, bytes),
+                narrow::E5M2 => widen::<P, E5M2, D, KEYS>(rows, bytes),
+                _ => widen::<P, i8, D, KEYS>(rows, bytes),
+            }
+        };
+        let scale_at = tile.kv_head * scale_per_head;
+        if NARROW {
+            cp_async::wait_group::<0>();
+            // A warp's rows are its own.
+            warp::sync_warp(warp::FULL);
+            let k_scale = Global::new(k_scales).get(scale_at);
+            if T::DTYPE as u8 != P::DTYPE as u8 {
+                fit::<T, P, D, M>(qs, own, factors, k_scale);
+            } else if lane < const { 16 * M as u32 } {
+                factors.set(own + lane, k_scale);
+            }
+            warp::sync_warp(warp::FULL);
+            to_operands(stage);
+            if more_before(block) {
+                copy(stage, block - 1, found_next);
+                found_then = if more_before(block - 1) { pages_of(block - 2) } else { u32::MAX };
+            }
+        }
 
         let mut ends = [0u32; 4];
         for h in 0..2 * M {
@@ -290,13 +359,24 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
         let mut sum = [0f32; 4];
         loop {
             // This block is there, and nobody uses the last one any more.
-            cp_async::wait_group::<0>();
+            if !NARROW {
+                cp_async::wait_group::<0>();
+            }
             thread::sync_threads();
             let more = more_before(block);
             let wrong = wrong_in(block, found);
             let (k_row, v_row) = (k_row + stage * stage_bytes, v_row + stage * stage_bytes);
             stage ^= 1;
-            if more {
+            if more && NARROW {
+                cp_async::wait_group::<0>();
+                to_operands(stage);
+                if more_before(block - 1) {
+                    copy(stage, block - 2, found_then);
+                }
+                (found, found_next) = (found_next, found_then);
+                let further = more_before(block - 1) && more_before(block - 2);
+                found_then = if further { pages_of(block - 3) } else { u32::MAX };
+            } else if more {
                 copy(stage, block - 1, found_next);
                 found = found_next;
                 found_next = if more_before(block - 1) { pages_of(block - 2) } else { u32::MAX };
@@ -314,8 +394,8 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
                 for j in 0..KEYS / 16 {
                     let b = mma::ldmatrix_x4(k_row + (16 * j) as u32 * pitch + 32 * step as u32);
                     for m in 0..M {
-                        s[m][2 * j] = T::mma(a[m], [b[0], b[1]], s[m][2 * j]);
-                        s[m][2 * j + 1] = T::mma(a[m], [b[2], b[3]], s[m][2 * j + 1]);
+                        s[m][2 * j] = P::mma(a[m], [b[0], b[1]], s[m][2 * j]);
+                        s[m][2 * j + 1] = P::mma(a[m], [b[2], b[3]], s[m][2 * j + 1]);
                     }
                 }
             }
@@ -330,8 +410,12 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
             let whole = block < whole_end && block >= whole_start && wrong == 0;
             for m in 0..M {
                 // Scores in units of log 2.
+                let mut by = [if soft_cap > 0.0 { scale } else { fold }; 2];
+                if NARROW {
+                    unroll::<2>(|i| by[i] *= factors.get(own + g + (16 * m + 8 * i) as u32));
+                }
                 for j in 0..KEYS / 8 {
-                    unroll::<4>(|e| s[m][j][e] *= if soft_cap > 0.0 { scale } else { fold });
+                    unroll::<4>(|e| s[m][j][e] *= by[e / 2]);
                 }
                 if soft_cap > 0.0 {
                     for j in 0..KEYS / 8 {
@@ -415,17 +499,17 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
                 for m in 0..M {
                     let (a, b) = (s[m][2 * step], s[m][2 * step + 1]);
                     p[m] = [
-                        T::pack_f32(a[0], a[1]),
-                        T::pack_f32(a[2], a[3]),
-                        T::pack_f32(b[0], b[1]),
-                        T::pack_f32(b[2], b[3]),
+                        P::pack_f32(a[0], a[1]),
+                        P::pack_f32(a[2], a[3]),
+                        P::pack_f32(b[0], b[1]),
+                        P::pack_f32(b[2], b[3]),
                     ];
                 }
                 for j in 0..D / 16 {
                     let b = mma::ldmatrix_x4_trans(v_row + (16 * step) as u32 * pitch + 32 * j as u32);
                     for m in 0..M {
-                        o[m][2 * j] = T::mma(p[m], [b[0], b[1]], o[m][2 * j]);
-                        o[m][2 * j + 1] = T::mma(p[m], [b[2], b[3]], o[m][2 * j + 1]);
+                        o[m][2 * j] = P::mma(p[m], [b[0], b[1]], o[m][2 * j]);
+                        o[m][2 * j + 1] = P::mma(p[m], [b[2], b[3]], o[m][2 * j + 1]);
                     }
                 }
             }
@@ -499,6 +583,7 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
                 let shrink = float::fast::exp2(float::max(top[h], f32::MIN) - reference);
                 let whole = float::fma(total, shrink, float::fast::exp2(sink - reference));
                 let inverse = if whole == 0.0 { 0.0 } else { float::fast::div(shrink, whole) };
+                let inverse = if NARROW { inverse * Global::new(v_scales).get(scale_at) } else { inverse };
                 let out = out.offset(query * out_token + head as usize * out_head);
                 for j in 0..D / 8 {
                     let d = 8 * j as u32 + 2 * t;
@@ -523,33 +608,99 @@ pub unsafe fn prefill<T: TensorFloat, const D: usize, const KEYS: usize, const M
     }
 }
 
+/// Turns the bytes that this thread has copied into operands in rows of K and V, four to a word.
+#[inline(always)]
+unsafe fn widen<P: TensorFloat, C: CacheOperand, const D: usize, const KEYS: usize>(
+    rows: Shared<P>,
+    bytes: Shared<u8>,
+) {
+    let (pieces, width) = const { (D as u32 / 16, row_elements(D)) };
+    let tid = integer::opaque(thread::thread_idx_x());
+    for step in 0..KEYS * D / 16 / THREADS {
+        let i = tid + (step * THREADS) as u32;
+        let to = (i / pieces) as usize * width + (i % pieces) as usize * 16;
+        unroll::<2>(|v| {
+            let B128(words) = bytes.get_as::<B128<u32, 4>>(16 * i as usize + v * (KEYS * D));
+            let [a, b, c, d] = words.map(|word: u32| C::operands(word));
+            rows.set_as(to + v * (KEYS * width), B128([a[0], a[1], b[0], b[1]]));
+            rows.set_as(to + v * (KEYS * width) + 8, B128([c[0], c[1], d[0], d[1]]));
+        });
+    }
+}
+
+/// Turns a warp's rows of Q, from `own` on, from `T` to `P`, each multiplied by a power of two. What undoes that, times `factor`, goes
+/// to `factors`.
+#[inline(always)]
+unsafe fn fit<T: TensorFloat, P: TensorFloat, const D: usize, const M: usize>(
+    qs: Shared<T>,
+    own: u32,
+    factors: Shared<f32>,
+    factor: f32,
+) {
+    // Lanes of a row, each with eight elements: a power of two.
+    let lanes = const { D as u32 / 8 };
+    let lane = warp::lane_id();
+    for step in 0..(16 * M * D / 256) as u32 {
+        let r = own + step * (32 / lanes) + lane / lanes;
+        let at = r as usize * row_elements(D) + (lane % lanes) as usize * 8;
+        let B128(words) = qs.get_as::<B128<u32, 4>>(at);
+        let values = words.map(|word: u32| T::unpack_f32(word));
+        // Magnitudes are in the order of their bits.
+        let mut top = 0;
+        unroll::<8>(|i| top = top.max(values[i / 2][i % 2].to_bits() & 0x7fff_ffff));
+        unroll::<5>(|i| {
+            if lanes > 1 << i {
+                top = top.max(warp::shfl_xor(top, 1 << i));
+            }
+        });
+        let (up, down) = fit_factors(top);
+        qs.set_as(at, B128(values.map(|[low, high]| P::pack_f32(low * up, high * up))));
+        if lane.is_multiple_of(lanes) {
+            factors.set(r, down * factor);
+        }
+    }
+}
+
 entries! {
     /// Arguments of every `prefill_*` entry; see [`prefill`].
     pub struct Args<T>(
         out: *mut T, lse: *mut f32, q: *const T, k: *const T, v: *const T, starts: *const i32, lens: *const i32,
-        block_table: *const i32, alibi: *const f32, sinks: *const f32, tickets: *mut u32, partial: *mut f32, sequences: u32, tokens: u32,
+        block_table: *const i32, alibi: *const f32, sinks: *const f32, k_scales: *const f32, v_scales: *const f32, tickets: *mut u32,
+        partial: *mut f32, scale_per_head: u32, kind: u32, sequences: u32, tokens: u32,
         q_heads: u32, kv_heads: u32, head_dim: u32, page_shift: u32, max_pages: u32, pages: u32, tile_tokens: u32, q_token: usize,
         q_head: usize, out_token: usize, out_head: usize, k_page: usize, k_slot: usize, k_head: usize, v_page: usize,
         v_slot: usize, v_head: usize, scale: f32, soft_cap: f32, window: u32, causal: u32, section_keys: u32,
     );
-    prefill_d64_bf16 { type T = bf16; } [128, 2] => prefill::<T, 64, 48, 2, false>;
-    prefill_d64_f16 { type T = f16; } [128, 2] => prefill::<T, 64, 48, 2, false>;
-    prefill_d96_bf16 { type T = bf16; } [128, 2] => prefill::<T, 96, 32, 2, false>;
-    prefill_d96_f16 { type T = f16; } [128, 2] => prefill::<T, 96, 32, 2, false>;
-    prefill_d128_bf16 { type T = bf16; } [128, 2] => prefill::<T, 128, 32, 2, false>;
-    prefill_d128_f16 { type T = f16; } [128, 2] => prefill::<T, 128, 32, 2, false>;
-    prefill_d192_bf16 { type T = bf16; } [128, 1] => prefill::<T, 192, 32, 1, false>;
-    prefill_d192_f16 { type T = f16; } [128, 1] => prefill::<T, 192, 32, 1, false>;
-    prefill_d256_bf16 { type T = bf16; } [128, 1] => prefill::<T, 256, 16, 1, false>;
-    prefill_d256_f16 { type T = f16; } [128, 1] => prefill::<T, 256, 16, 1, false>;
-    prefill_d64_bf16_split { type T = bf16; } [128, 2] => prefill::<T, 64, 48, 2, true>;
-    prefill_d64_f16_split { type T = f16; } [128, 2] => prefill::<T, 64, 48, 2, true>;
-    prefill_d96_bf16_split { type T = bf16; } [128, 2] => prefill::<T, 96, 32, 2, true>;
-    prefill_d96_f16_split { type T = f16; } [128, 2] => prefill::<T, 96, 32, 2, true>;
-    prefill_d128_bf16_split { type T = bf16; } [128, 2] => prefill::<T, 128, 32, 2, true>;
-    prefill_d128_f16_split { type T = f16; } [128, 2] => prefill::<T, 128, 32, 2, true>;
-    prefill_d192_bf16_split { type T = bf16; } [128, 1] => prefill::<T, 192, 32, 1, true>;
-    prefill_d192_f16_split { type T = f16; } [128, 1] => prefill::<T, 192, 32, 1, true>;
-    prefill_d256_bf16_split { type T = bf16; } [128, 1] => prefill::<T, 256, 16, 1, true>;
-    prefill_d256_f16_split { type T = f16; } [128, 1] => prefill::<T, 256, 16, 1, true>;
+    prefill_d64_bf16 { type T = bf16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, false>;
+    prefill_d64_f16 { type T = f16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, false>;
+    prefill_d96_bf16 { type T = bf16; } [128, 2] => prefill::<T, T, 96, 32, 2, false, false>;
+    prefill_d96_f16 { type T = f16; } [128, 2] => prefill::<T, T, 96, 32, 2, false, false>;
+    prefill_d128_bf16 { type T = bf16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, false>;
+    prefill_d128_f16 { type T = f16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, false>;
+    prefill_d192_bf16 { type T = bf16; } [128, 1] => prefill::<T, T, 192, 32, 1, false, false>;
+    prefill_d192_f16 { type T = f16; } [128, 1] => prefill::<T, T, 192, 32, 1, false, false>;
+    prefill_d256_bf16 { type T = bf16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, false>;
+    prefill_d256_f16 { type T = f16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, false>;
+    prefill_d64_bf16_split { type T = bf16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, true>;
+    prefill_d64_f16_split { type T = f16; } [128, 2] => prefill::<T, T, 64, 48, 2, false, true>;
+    prefill_d96_bf16_split { type T = bf16; } [128, 2] => prefill::<T, T, 96, 32, 2, false, true>;
+    prefill_d96_f16_split { type T = f16; } [128, 2] => prefill::<T, T, 96, 32, 2, false, true>;
+    prefill_d128_bf16_split { type T = bf16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, true>;
+    prefill_d128_f16_split { type T = f16; } [128, 2] => prefill::<T, T, 128, 32, 2, false, true>;
+    prefill_d192_bf16_split { type T = bf16; } [128, 1] => prefill::<T, T, 192, 32, 1, false, true>;
+    prefill_d192_f16_split { type T = f16; } [128, 1] => prefill::<T, T, 192, 32, 1, false, true>;
+    prefill_d256_bf16_split { type T = bf16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, true>;
+    prefill_d256_f16_split { type T = f16; } [128, 1] => prefill::<T, T, 256, 16, 1, false, true>;
+    prefill_d64_bf16_8 { type T = bf16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, false>;
+    prefill_d64_f16_8 { type T = f16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, false>;
+    prefill_d128_bf16_8 { type T = bf16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, false>;
+    prefill_d128_f16_8 { type T = f16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, false>;
+    prefill_d256_bf16_8 { type T = bf16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, false>;
+    prefill_d256_f16_8 { type T = f16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, false>;
+    prefill_d64_bf16_8_split { type T = bf16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, true>;
+    prefill_d64_f16_8_split { type T = f16; } [128, 2] => prefill::<T, f16, 64, 32, 2, true, true>;
+    prefill_d128_bf16_8_split { type T = bf16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, true>;
+    prefill_d128_f16_8_split { type T = f16; } [128, 2] => prefill::<T, f16, 128, 32, 2, true, true>;
+    prefill_d256_bf16_8_split { type T = bf16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, true>;
+    prefill_d256_f16_8_split { type T = f16; } [128, 1] => prefill::<T, f16, 256, 16, 1, true, true>;
 }

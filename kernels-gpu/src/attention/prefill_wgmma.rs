@@ -41,7 +41,7 @@
 
 use super::decode::CacheOperand;
 use super::ragged::{Batch, Schedule, Tile, draw, finish, last_of_parts, weight_of_part};
-use super::{capped, narrow};
+use super::{capped, fit_factors, narrow};
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
 use cuda_std::shared::Carver;
@@ -1229,9 +1229,8 @@ unsafe fn fit<P: TensorFloat, const PARTS: usize>(rows: Shared<P>, part: u32) ->
             unroll::<4>(|j| top = top.max(w[j] & 0x7fff_0000).max(w[j] << 16 & 0x7fff_0000));
         });
         unroll::<3>(|i| top = top.max(warp::shfl_xor(top, 1 << i)));
-        let exponent = (top >> 23).clamp(27, 254);
-        let up = f32::from_bits((127 + 127 + 13 - exponent) << 23);
-        undo[step] = f32::from_bits((exponent - 13) << 23);
+        let (up, down) = fit_factors(top);
+        undo[step] = down;
         unroll::<PARTS>(|i| {
             let mut w = [0u32; 4];
             unroll::<4>(|j| {

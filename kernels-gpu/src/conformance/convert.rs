@@ -7,7 +7,7 @@ use cuda_std::{E4M3, E5M2, Global, bf16, convert, entries, f16, thread, vec};
 /// Threads of a block.
 pub const THREADS: usize = 128;
 /// Words of a thread.
-pub const WORDS: usize = 80;
+pub const WORDS: usize = 88;
 
 /// The same NaN for all.
 #[inline(always)]
@@ -73,6 +73,10 @@ pub unsafe fn conformance(data: *const f32, out: *mut u32) {
     words.put_all_f32(convert::unpack_e5m2x4(four));
     words.put_all_f32(convert::unpack_f16x2(convert::e4m3x2_to_f16x2(pair)));
     words.put_all_f32(convert::unpack_f16x2(convert::e5m2x2_to_f16x2(pair)));
+    for [low, high] in [convert::e4m3x4_to_f16x2(four), convert::e5m2x4_to_f16x2(four)] {
+        words.put_all_f32(convert::unpack_f16x2(low));
+        words.put_all_f32(convert::unpack_f16x2(high));
+    }
 
     // Whole vectors by pairs, and an odd number of values.
     let B32(h) = B32::<bf16, 2>::from_f32([v[0], v[1]]);

@@ -1,15 +1,18 @@
 //! Products of the fused block with 8-bit weights and activations on the tensor cores of sm_80 and later: any size that is a multiple of 16.
 //!
-//! A block of eight warps computes [`ROWS`] rows of weights for [`PAIRS`] pairs of an expert, as [`fused_tile`](super::fused_tile) does it:
+//! A block of eight warps computes [`ROWS`] rows of weights for `16 PAIR_TILES` pairs of an expert, as [`fused_tile`](super::fused_tile) does it,
+//! and in its order, so that weights of an expert with many pairs are seldom fetched again:
 //! weights are the 16-row side of `m16n8k32` products ([`TensorByte`]; e4m3 by way of f16), of 16 rows 8 are gates and 8 their
 //! values, stages of 128 bytes of K come by `cp.async`. A stage is also what scales of blocks cover: then its sums are multiplied with
 //! their scales and added up in f32. Scales of rows are applied at the end; int8 sums are exact until then.
 
 use super::expert_activation::ExpertActivation;
 use super::fused::{HALVES, PLAIN};
+use super::fused_tile::{self, place};
 use super::pairs::NOWHERE;
 use crate::row::GROUP;
 use crate::tensor_byte::TensorByte;
+use cuda_std::vec::B64;
 use cuda_std::wgmma::Sum as _;
 use cuda_std::{
     E4M3, Float, Global, GlobalMut, bf16, cp_async, dependent_launch, entries, f16, float, mma, shared, thread, unroll,
@@ -18,24 +21,27 @@ use cuda_std::{
 
 /// Rows of weights of a block: as many outputs, or half as many if they have a gate and a value.
 pub const ROWS: usize = 128;
-/// Pairs of a block.
-pub const PAIRS: usize = 32;
 /// Threads of a block.
 pub const THREADS: usize = 256;
 /// Bytes of K in a stage.
 const STEP: usize = 128;
-/// Stages in flight.
-const STAGES: usize = 4;
 /// 16-byte chunks of a row in a stage.
 const CHUNKS: u32 = 8;
-/// Tiles of 8 pairs of a warp.
-const TILES: usize = PAIRS / 16;
 /// Sums of a pair in shared memory: padded, so that the warps' stores spread over the banks.
 const SUMS_ROW: usize = ROWS + 4;
 
-/// Dynamic shared memory: the stages, of which the sums take part at the end, and the pairs' ids and weights.
-pub const SHARED_BYTES: usize = STAGES * (ROWS + PAIRS) * STEP + PAIRS * 8;
-const _: () = assert!(PAIRS * SUMS_ROW * 4 <= STAGES * (ROWS + PAIRS) * STEP);
+/// Dynamic shared memory: the stages, of which the sums take part at the end, and the pairs' ids, weights and rows.
+pub const fn shared_bytes(pair_tiles: usize) -> usize {
+    let pairs = fused_tile::pairs(pair_tiles);
+    let stages = stages(pair_tiles) * (ROWS + pairs) * STEP;
+    assert!(pairs * SUMS_ROW * 4 <= stages);
+    stages + pairs * 12
+}
+
+/// Stages in flight: what fits the 99 KiB that every GPU gives a block.
+const fn stages(pair_tiles: usize) -> usize {
+    if pair_tiles > 2 { 3 } else { 4 }
+}
 
 /// Where a chunk lies in a tile of rows of [`STEP`] bytes.
 #[inline(always)]
@@ -44,9 +50,9 @@ fn swizzled(row: u32, chunk: u32) -> u32 {
 }
 
 /// The first product, or the second: results of type `T` for the first (`h`), weighted and in f32 for the second (`partial`). See
-/// [`e4m3::Args`]. Grid: (tiles of rows, blocks of pairs); block: [`THREADS`]; shared memory: [`SHARED_BYTES`].
+/// [`e4m3::Args`]. `PAIR_TILES` is 2, 4, .., 8. Grid: tiles of rows × blocks of pairs; block: [`THREADS`]; shared memory: [`shared_bytes`].
 #[inline(always)]
-pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
+pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool, const PAIR_TILES: usize>(
     out: *mut T,
     x: *const Q,
     x_row: usize,
@@ -80,7 +86,8 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
     let warp_id = warp::shfl_idx(tid / 32, 0);
     let (gated, blocks) = (UP && layout != PLAIN, blocks != 0);
     let (outputs, rows) = if gated { (ROWS as u32 / 2, 2 * n) } else { (ROWS as u32, n) };
-    let (column_tile, block) = (thread::block_idx_x(), thread::block_idx_y());
+    let (column_tile, block) = place(n.div_ceil(outputs));
+    let (count, most) = const { (fused_tile::pairs(PAIR_TILES), stages(PAIR_TILES)) };
     let bin = Global::new(expert_ids).get(block);
     if bin < 0 {
         return;
@@ -91,10 +98,12 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
     let (w, w_scales, bias) = if routed { (w, w_scales, bias) } else { (shared_w, shared_w_scales, shared_bias) };
     let first_output = column_tile * outputs;
     let mut carver = shared::Carver::new();
-    let ws = carver.take::<u8>(STAGES * ROWS * STEP);
-    let xs = carver.take::<u8>(STAGES * PAIRS * STEP);
-    let ids = carver.take::<u32>(PAIRS);
-    let weights_of = carver.take::<f32>(PAIRS);
+    let ws = carver.take::<u8>(most * ROWS * STEP);
+    let xs = carver.take::<u8>(most * count * STEP);
+    let ids = carver.take::<u32>(count);
+    let weights_of = carver.take::<f32>(count);
+    // Rows of `x`, in memory as registers are short.
+    let x_rows = carver.take::<u32>(count);
     let groups = k.div_ceil(GROUP as u32);
     // The row of weights behind a row of the tile. Rows beyond the last repeat it.
     let weight_row = |row: u32| {
@@ -110,17 +119,26 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
     let w = Global::new(w).offset(bin * rows as usize * k as usize);
     let mut weights = [w; ROWS / 32];
     unroll::<{ ROWS / 32 }>(|j| weights[j] = w.offset(weight_row(low + 32 * j as u32) as usize * k as usize));
-    let pair = Global::new(sorted_ids).get(block * PAIRS as u32 + low) as u32;
-    let there = pair < pairs;
-    if chunk == 0 {
-        ids.set(low, if there { pair } else { NOWHERE });
-        if !UP {
-            weights_of.set(low, if there { Global::new(sorted_weights).get(block * PAIRS as u32 + low) } else { 0.0 });
-        }
-    }
     // SAFETY: it is the number of slots, or 1.
     core::hint::assert_unchecked(x_divisor != 0);
-    let operand = Global::new(x).offset(if there { (pair / x_divisor) as usize * x_row } else { 0 });
+    // Rows of pairs are copied 32 at a time as well, so half of the `PAIR_TILES` places are used.
+    let mut operands = [Global::new(x); PAIR_TILES];
+    let mut there = [false; PAIR_TILES];
+    unroll::<PAIR_TILES>(|j| {
+        if j < PAIR_TILES / 2 {
+            let (row, at) = (low + 32 * j as u32, block * count as u32 + low + 32 * j as u32);
+            let pair = Global::new(sorted_ids).get(at) as u32;
+            there[j] = pair < pairs;
+            if chunk == 0 {
+                ids.set(row, if there[j] { pair } else { NOWHERE });
+                x_rows.set(row, if there[j] { pair / x_divisor } else { 0 });
+                if !UP {
+                    weights_of.set(row, if there[j] { Global::new(sorted_weights).get(at) } else { 0.0 });
+                }
+            }
+            operands[j] = operands[j].offset(if there[j] { (pair / x_divisor) as usize * x_row } else { 0 });
+        }
+    });
     let copy = |stage: u32, step: u32| {
         let at = step * STEP as u32 + 16 * chunk;
         let bytes = if at < k { 16 } else { 0 };
@@ -129,17 +147,21 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
             let to = stage * (ROWS * STEP) as u32 + swizzled(low + 32 * j as u32, chunk);
             cp_async::copy_16_zfill(ws.address(to), weights[j].ptr(at), bytes);
         });
-        let to = stage * (PAIRS * STEP) as u32 + swizzled(low, chunk);
-        cp_async::copy_16_zfill(xs.address(to), operand.ptr(at), if there { bytes } else { 0 });
+        unroll::<PAIR_TILES>(|j| {
+            if j < PAIR_TILES / 2 {
+                let to = stage * (count * STEP) as u32 + swizzled(low + 32 * j as u32, chunk);
+                cp_async::copy_16_zfill(xs.address(to), operands[j].ptr(at), if there[j] { bytes } else { 0 });
+            }
+        });
     };
-    let ahead = const { STAGES as u32 - 1 };
+    let ahead = const { stages(PAIR_TILES) as u32 - 1 };
     for s in 0..ahead {
         copy(s, s);
         cp_async::commit_group();
     }
     thread::sync_threads();
 
-    let (warp_row, warp_pair) = (warp_id % 4 * 32, warp_id / 4 * (PAIRS as u32 / 2));
+    let (warp_row, warp_pair) = (warp_id % 4 * 32, warp_id / 4 * (count as u32 / 2));
     let (matrix, row) = (lane / 8, lane % 8);
     let (g, t) = (lane / 4, lane % 4);
     // Where the scales are of this thread's rows of weights and of its pairs.
@@ -155,24 +177,22 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
         };
     });
     let x_scales = Global::new(x_scales);
-    let mut x_scale = [x_scales; 2 * TILES];
-    unroll::<{ 2 * TILES }>(|i| {
-        let pair = ids.get(warp_pair + (i as u32 / 2) * 8 + 2 * t + i as u32 % 2);
-        let row = if pair == NOWHERE { 0 } else { pair / x_divisor };
-        x_scale[i] = x_scales.offset(row as usize * x_scale_row);
-    });
-    let mut acc = [[[0f32; 4]; TILES]; 2];
-    let mut sums = [[[Q::ZERO; 4]; TILES]; 2];
+    let mut acc = [[[0f32; 4]; PAIR_TILES]; 2];
+    let mut sums = [[[Q::ZERO; 4]; PAIR_TILES]; 2];
     let (mut stage, mut step) = (0, 0);
     while step < groups {
         // All but the latest groups have landed, and everybody is done with the stage before.
-        cp_async::wait_group::<{ STAGES - 2 }>();
+        if PAIR_TILES > 2 {
+            cp_async::wait_group::<1>();
+        } else {
+            cp_async::wait_group::<2>();
+        }
         thread::sync_threads();
         if step + ahead < groups {
             copy(if stage == 0 { ahead } else { stage - 1 }, step + ahead);
         }
         cp_async::commit_group();
-        let (ws, xs) = (ws.address(stage * (ROWS * STEP) as u32), xs.address(stage * (PAIRS * STEP) as u32));
+        let (ws, xs) = (ws.address(stage * (ROWS * STEP) as u32), xs.address(stage * (count * STEP) as u32));
         unroll::<{ STEP / 32 }>(|kk| {
             let kk = 2 * kk as u32;
             let mut a = [[0u32; 4]; 2];
@@ -180,27 +200,32 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
                 let at = swizzled(warp_row + r as u32 * 16 + matrix % 2 * 8 + row, kk + matrix / 2);
                 a[r] = mma::ldmatrix_x4(ws + at);
             });
-            unroll::<{ TILES / 2 }>(|p| {
-                let at = swizzled(warp_pair + p as u32 * 16 + matrix / 2 * 8 + row, kk + matrix % 2);
+            let mut p = 0;
+            while p < PAIR_TILES {
+                let at = swizzled(warp_pair + p as u32 * 8 + matrix / 2 * 8 + row, kk + matrix % 2);
                 let x = mma::ldmatrix_x4(xs + at);
                 unroll::<2>(|half| {
                     unroll::<2>(|r| {
                         let b = [x[2 * half], x[2 * half + 1]];
-                        sums[r][2 * p + half] = Q::mma(a[r], b, sums[r][2 * p + half]);
+                        sums[r][p + half] = Q::mma(a[r], b, sums[r][p + half]);
                     });
                 });
-            });
+                p += 2;
+            }
         });
         let last = step + 1 == groups;
         if blocks || last {
             let at = if blocks { step } else { 0 };
-            let (mut by_row, mut by_pair) = ([0f32; 4], [0f32; 2 * TILES]);
+            let (mut by_row, mut by_pair) = ([0f32; 4], [[0f32; 2]; PAIR_TILES]);
             unroll::<4>(|i| by_row[i] = w_scale[i].get(at));
-            unroll::<{ 2 * TILES }>(|i| by_pair[i] = x_scale[i].get(at));
+            unroll::<PAIR_TILES>(|p| {
+                let B64(rows) = x_rows.get_as::<B64<u32, 2>>(warp_pair + p as u32 * 8 + 2 * t);
+                by_pair[p] = rows.map(|row: u32| x_scales.get(row as usize * x_scale_row + at as usize));
+            });
             unroll::<2>(|r| {
-                unroll::<TILES>(|p| {
+                unroll::<PAIR_TILES>(|p| {
                     unroll::<4>(|e| {
-                        let scale = by_row[2 * r + e / 2] * by_pair[2 * p + e % 2];
+                        let scale = by_row[2 * r + e / 2] * by_pair[p][e % 2];
                         acc[r][p][e] = float::fma(sums[r][p][e].to_f32(), scale, acc[r][p][e]);
                         sums[r][p][e] = Q::ZERO;
                     });
@@ -215,9 +240,9 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
 
     // Through shared memory, so that neighbouring threads finish neighbouring outputs, and a gate meets its value.
     // Element `e` of a tile is row `g + 8 (e / 2)`, pair `2 t + e % 2`.
-    let all = shared::Carver::new().take::<f32>(PAIRS * SUMS_ROW);
+    let all = shared::Carver::new().take::<f32>(count * SUMS_ROW);
     unroll::<2>(|r| {
-        unroll::<TILES>(|p| {
+        unroll::<PAIR_TILES>(|p| {
             unroll::<4>(|e| {
                 let row = warp_row + r as u32 * 16 + g + 8 * (e as u32 / 2);
                 let pair = warp_pair + p as u32 * 8 + 2 * t + e as u32 % 2;
@@ -231,7 +256,7 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
     let (bias, biased) = (Global::new(bias), !bias.is_null());
     let bias = |row: u32| if biased { bias.get(bin * rows as usize + row as usize) } else { 0.0 };
     let mut i = tid;
-    while i < PAIRS as u32 * outputs {
+    while i < count as u32 * outputs {
         let (column, o) = (i / outputs, i % outputs);
         let (pair, output) = (ids.get(column), first_output + o);
         if pair != NOWHERE && output < n {
@@ -253,7 +278,7 @@ pub unsafe fn fused_quant_tile<Q: TensorByte, T: Float, const UP: bool>(
 
 /// The tables of a type of operands: the first product for each element type, and the second.
 macro_rules! tables {
-    ($($(#[$doc:meta])* $module:ident: $Q:ty, [$($up:ident, $T:ty;)*], $down:ident;)*) => { $(
+    ($($(#[$doc:meta])* $module:ident: $Q:ty, [$($up:ident, $T:ty, $up_tiles:literal;)*], [$($down:ident, $down_tiles:literal;)*];)*) => { $(
         $(#[$doc])*
         pub mod $module {
             use super::*;
@@ -272,7 +297,7 @@ macro_rules! tables {
                     bias: *const f32, shared_bias: *const f32,
                     /// Routed experts of this device.
                     local: u32,
-                    /// From [`sort`](crate::moe::sort), in blocks of [`PAIRS`].
+                    /// From [`sort`](crate::moe::sort), in blocks of as many pairs as the instance takes at a time.
                     sorted_ids: *const i32, sorted_weights: *const f32, expert_ids: *const i32, pairs: u32,
                     /// Outputs and inner dimension.
                     n: u32, k: u32,
@@ -281,8 +306,8 @@ macro_rules! tables {
                     /// Whether scales are of blocks, and of each 128 columns of `x`.
                     blocks: u32,
                 );
-                $($up { type T = $T; } [THREADS, 1] => fused_quant_tile::<$Q, T, true>;)*
-                $down { type T = f32; } [THREADS, 1] => fused_quant_tile::<$Q, T, false>;
+                $($up { type T = $T; } [THREADS, 1] => fused_quant_tile::<$Q, T, true, $up_tiles>;)*
+                $($down { type T = f32; } [THREADS, 1] => fused_quant_tile::<$Q, T, false, $down_tiles>;)*
             }
         }
     )* };
@@ -290,14 +315,20 @@ macro_rules! tables {
 tables! {
     /// e4m3.
     e4m3: E4M3, [
-        moe_fused_quant_tile_up_e4m3_f32, f32;
-        moe_fused_quant_tile_up_e4m3_f16, f16;
-        moe_fused_quant_tile_up_e4m3_bf16, bf16;
-    ], moe_fused_quant_tile_down_e4m3;
+        moe_fused_quant_tile32_up_e4m3_f32, f32, 2;
+        moe_fused_quant_tile32_up_e4m3_f16, f16, 2;
+        moe_fused_quant_tile32_up_e4m3_bf16, bf16, 2;
+        moe_fused_quant_tile128_up_e4m3_f32, f32, 8;
+        moe_fused_quant_tile128_up_e4m3_f16, f16, 8;
+        moe_fused_quant_tile128_up_e4m3_bf16, bf16, 8;
+    ], [moe_fused_quant_tile32_down_e4m3, 2; moe_fused_quant_tile128_down_e4m3, 8;];
     /// int8.
     int8: i8, [
-        moe_fused_quant_tile_up_i8_f32, f32;
-        moe_fused_quant_tile_up_i8_f16, f16;
-        moe_fused_quant_tile_up_i8_bf16, bf16;
-    ], moe_fused_quant_tile_down_i8;
+        moe_fused_quant_tile32_up_i8_f32, f32, 2;
+        moe_fused_quant_tile32_up_i8_f16, f16, 2;
+        moe_fused_quant_tile32_up_i8_bf16, bf16, 2;
+        moe_fused_quant_tile128_up_i8_f32, f32, 8;
+        moe_fused_quant_tile128_up_i8_f16, f16, 8;
+        moe_fused_quant_tile128_up_i8_bf16, bf16, 8;
+    ], [moe_fused_quant_tile32_down_i8, 2; moe_fused_quant_tile128_down_i8, 8;];
 }

@@ -43,7 +43,7 @@ pub struct Tile<const UP: bool, const PAIR_TILES: usize, const STAGES: usize>;
 
 /// Column tile and block of pairs of this block.
 #[inline(always)]
-fn place(columns: u32) -> (u32, u32) {
+pub(super) fn place(columns: u32) -> (u32, u32) {
     let (id, columns) = (thread::block_idx_x(), columns.max(1));
     let blocks = thread::grid_dim_x() / columns;
     let group = id / (columns * GROUP);
@@ -103,7 +103,7 @@ impl<T: TensorFloat, const UP: bool, const PAIR_TILES: usize, const STAGES: usiz
             });
         };
         // Rows of pairs are copied 32 at a time as well, so half of the `PAIR_TILES` places are used.
-        let mut operands = [a.x; PAIR_TILES];
+        let (mut operands, mut there) = ([a.x; PAIR_TILES], [false; PAIR_TILES]);
         unroll::<PAIR_TILES>(|j| {
             let row = low + 32 * j as u32;
             if j < PAIR_TILES / 2 {
@@ -111,6 +111,7 @@ impl<T: TensorFloat, const UP: bool, const PAIR_TILES: usize, const STAGES: usiz
                 if chunk == 0 {
                     ids.set(row, pair.unwrap_or(NOWHERE));
                 }
+                there[j] = pair.is_some();
                 let offset = a.operand::<UP>(pair.unwrap_or(0)) + 8 * chunk as usize;
                 operands[j] = if UP { a.x.offset(offset) } else { Global::new(a.h.ptr(offset).cast_const()) };
             }
@@ -119,8 +120,8 @@ impl<T: TensorFloat, const UP: bool, const PAIR_TILES: usize, const STAGES: usiz
             unroll::<PAIR_TILES>(|j| {
                 let row = low + 32 * j as u32;
                 if j < PAIR_TILES / 2 {
-                    // What is not there gives results that nobody stores, but must not be read beyond `x`.
-                    let bytes = if k0 + 8 * chunk < a.k { 16 } else { 0 };
+                    // Of what is not there nothing is read: all blocks would read the same row.
+                    let bytes = if there[j] && k0 + 8 * chunk < a.k { 16 } else { 0 };
                     let to = stage * (count * STEP) as u32 + swizzled(row, chunk);
                     cp_async::copy_16_zfill(xs.address(to), operands[j].ptr(k0), bytes);
                 }
