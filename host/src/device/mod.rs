@@ -53,7 +53,7 @@ pub(crate) enum Backend {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Properties {
-    /// Compute capability; (9, 0) on the SIMT device, which runs every kernel.
+    /// Compute capability; (9, 0) on the SIMT device, which runs every kernel, or (8, 6) with [`SimtOptions::portable`].
     pub compute_capability: (u32, u32),
     /// Streaming multiprocessors. The SIMT device says 4, so that grids stay small, or what [`SimtOptions::multiprocessors`] says.
     pub multiprocessors: u32,
@@ -130,9 +130,11 @@ impl Device {
         }
     }
 
-    /// The `ordinal`-th NVIDIA GPU, with its primary context.
+    /// The `ordinal`-th NVIDIA GPU, with its primary context. The variable `WARPLOOM_AS_IF` of the environment (`sm_80`, `sm_86`, `sm_89`) has
+    /// it used as one of less compute capability and shared memory.
     ///
     /// # Errors
+    /// [`Error::Value`] for another value of that variable;
     /// [`Error::NoCuda`] without the features `cuda` and `cudarc`; [`Error::NoDriver`], [`Error::NoDevice`],
     /// [`Error::DriverTooOld`], [`Error::TooOldGpu`] (below compute capability 8.0).
     pub fn cuda(ordinal: usize) -> Result<Self> {
