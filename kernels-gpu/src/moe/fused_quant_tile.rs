@@ -1,6 +1,6 @@
 //! Products of the fused block with 8-bit weights and activations on the tensor cores of sm_80 and later: any size that is a multiple of 16.
 //!
-//! A block of eight warps computes [`ROWS`] rows of weights for `16 PAIR_TILES` pairs of an expert, as [`fused_tile`](super::fused_tile) does it,
+//! A block of eight warps computes [`ROWS`] rows of weights for `16 PAIR_TILES` pairs of an expert, as [`fused_tile`] does it,
 //! and in its order, so that weights of an expert with many pairs are seldom fetched again:
 //! weights are the 16-row side of `m16n8k32` products ([`TensorByte`]; e4m3 by way of f16), of 16 rows 8 are gates and 8 their
 //! values, stages of 128 bytes of K come by `cp.async`. A stage is also what scales of blocks cover: then its sums are multiplied with
