@@ -35,7 +35,7 @@
 //!
 //! Sources: FlashDecoding (Dao et al., 2023); paged attention (Kwon et al., 2023).
 
-use super::soft_capped;
+use super::{fit_factors, soft_capped};
 use crate::kv_cache::CacheElement;
 use crate::tensor_float::TensorFloat;
 use core::f32::consts::{LN_2, LOG2_E};
@@ -814,15 +814,14 @@ pub(super) fn fit_operand<T: TensorFloat, C: CacheOperand, const D: usize>(q: &m
         });
     }
     unroll::<2>(|i| top = float::max(top, warp::shfl_xor(top, 1 << i)));
-    let exponent = (top.to_bits() >> 23).clamp(27, 254);
-    let up = f32::from_bits((127 + 127 + 13 - exponent) << 23);
+    let (up, down) = fit_factors(top.to_bits());
     for s in 0..D / 16 {
         unroll::<2>(|half| {
             let [a, b] = unpack::<T>(q[s][half]);
             q[s][half] = pack::<C::Operand>(a * up, b * up);
         });
     }
-    f32::from_bits((exponent - 13) << 23)
+    down
 }
 
 /// Where results go.
