@@ -78,7 +78,7 @@ pub unsafe fn linear_tile<T: TensorFloat, const TILE: usize, const BYTES: usize>
     let stages = shared::Carver::new().take::<u8>(STAGES * 2 * TILE * BYTES).address(0u32);
 
     // Copying: thread `i` takes chunk `i % 4` of rows `i / 4` and `i / 4 + 64`, or `i % 8` of `i / 8` and `i / 8 + 32`. Of rows
-    // beyond the last nothing is read: all of a row that they repeat would be one bank of the cache's.
+    // beyond the last nothing is read: copies that repeat the last one all meet in one place of the second-level cache.
     let (chunks, half) = const { (BYTES as u32 / 16, TILE as u32 / 2) };
     let (chunk, low) = (tid % chunks, tid / chunks);
     let from = |r: u32, rows: u32, stride: usize| r.min(rows - 1) as usize * stride + 8 * chunk as usize;
