@@ -1,4 +1,5 @@
-//! Decode attention with heads of 128, pages of 16 tokens in a shuffled order: bf16 queries over bf16 and e4m3 caches.
+//! Decode attention with heads of 128, pages of 16 tokens in a shuffled order: bf16 queries over bf16 and e4m3 caches, NHD
+//! and x-split.
 
 use cuda_std::E4M3;
 use warploom::attention::{DecodeOptions, DecodeShape, DecodeWorkspace, decode};
@@ -12,18 +13,20 @@ pub fn benches(harness: &mut Harness) {
         &[(1, 64), (4, 128)],
     );
     for &(batch, context) in shapes {
-        case(harness, "bf16/32-8", batch, context, 32, 8, noise::<bf16>);
+        case(harness, "bf16/32-8", CacheLayout::Nhd, batch, context, 32, 8, noise::<bf16>);
+        case(harness, "bf16/32-8/xsplit", CacheLayout::XSplit, batch, context, 32, 8, noise::<bf16>);
     }
     if harness.device().is_simt() {
         return;
     }
     for (name, q_heads, kv_heads) in [("32-32", 32, 32), ("64-8", 64, 8), ("16-1", 16, 1)] {
-        case(harness, &format!("bf16/{name}"), 32, 4096, q_heads, kv_heads, noise::<bf16>);
+        case(harness, &format!("bf16/{name}"), CacheLayout::Nhd, 32, 4096, q_heads, kv_heads, noise::<bf16>);
     }
     // As many bytes as 32 x 4096 of 8 KV heads.
-    case(harness, "bf16/16-1", 256, 4096, 16, 1, noise::<bf16>);
+    case(harness, "bf16/16-1", CacheLayout::Nhd, 256, 4096, 16, 1, noise::<bf16>);
     for (batch, context) in [(1, 4096), (32, 4096), (1, 32768), (128, 32768)] {
-        case(harness, "e4m3/32-8", batch, context, 32, 8, e4m3_noise);
+        case(harness, "e4m3/32-8", CacheLayout::Nhd, batch, context, 32, 8, e4m3_noise);
+        case(harness, "e4m3/32-8/xsplit", CacheLayout::XSplit, batch, context, 32, 8, e4m3_noise);
     }
 }
 
@@ -45,6 +48,7 @@ type Fill<S> = fn(&Device, &Stream, &[usize], usize) -> Result<Tensor<S>>;
 fn case<S: CacheElement>(
     harness: &mut Harness,
     name: &str,
+    layout: CacheLayout,
     batch: usize,
     context: usize,
     q_heads: usize,
@@ -58,10 +62,14 @@ fn case<S: CacheElement>(
     let cost = Cost::bytes(tokens * kv_heads * DIM * 2 * size_of::<S>() + rows, rows).flops(4 * tokens * q_heads * DIM);
     harness.case(&format!("attention/decode/{name}/{batch}x{context}"), cost, move |device, stream, set| {
         let pages = tokens / PAGE;
-        let shape = [pages, PAGE, kv_heads, DIM];
-        let key = fill(device, stream, &shape, set)?;
-        let value = fill(device, stream, &shape, set + 100)?;
-        let cache = KvCache::from_tensors(CacheLayout::Nhd, key, value)?;
+        let x = 16 / size_of::<S>();
+        let (keys, values) = match layout {
+            CacheLayout::XSplit => (vec![pages, kv_heads, DIM / x, PAGE, x], vec![pages, kv_heads, DIM, PAGE]),
+            _ => (vec![pages, PAGE, kv_heads, DIM], vec![pages, PAGE, kv_heads, DIM]),
+        };
+        let key = fill(device, stream, &keys, set)?;
+        let value = fill(device, stream, &values, set + 100)?;
+        let cache = KvCache::from_tensors(layout, key, value)?;
         // A multiplier without a common factor scatters the pages.
         let table: Vec<i32> = (0..pages).map(|i| (i * 7919 % pages) as i32).collect();
         let table = Tensor::from_slice(device, &table, &[batch, context / PAGE])?;

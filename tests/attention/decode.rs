@@ -137,6 +137,11 @@ fn paths(d: &Device) -> impl Iterator<Item = DecodePath> {
     splitting(d).chain([DecodePath::Plain])
 }
 
+/// These over flat caches, and the portable one over an x-split one.
+fn paths_of_layouts(d: &Device) -> impl Iterator<Item = (CacheLayout, DecodePath)> {
+    paths(d).map(|path| (CacheLayout::Nhd, path)).chain([(CacheLayout::XSplit, DecodePath::Split)])
+}
+
 /// What bends the scores, in plain numbers, and how chunks are dealt to blocks.
 #[derive(Clone, Copy, Debug, Default)]
 struct Bend {
@@ -213,10 +218,30 @@ fn shapes() -> impl Strategy<Value = Shape> {
     let heads = (1usize..3, 1usize..9);
     let dim = prop::sample::select(vec![32usize, 64, 80, 96, 112, 120, 128, 192, 256]);
     let page = prop::sample::select(vec![8usize, 16, 32, 64, 128]);
-    (lens, 1usize..5, heads, dim, page, any::<bool>()).prop_map(|(lens, q_len, (kv_heads, group), dim, page, hnd)| {
-        let layout = if hnd { CacheLayout::Hnd } else { CacheLayout::Nhd };
-        Shape { lens, q_len, kv_heads, group, dim, page, layout }
+    let layout = prop::sample::select(vec![CacheLayout::Nhd, CacheLayout::Hnd, CacheLayout::XSplit]);
+    (lens, 1usize..5, heads, dim, page, layout).prop_map(|(lens, q_len, (kv_heads, group), dim, page, layout)| Shape {
+        lens,
+        q_len,
+        kv_heads,
+        group,
+        dim,
+        page,
+        layout,
     })
+}
+
+impl Shape {
+    /// As it is, or in a layout that [`DecodePath::Tma`] takes.
+    fn flat(self) -> Self {
+        let layout = if self.layout == CacheLayout::XSplit { CacheLayout::Nhd } else { self.layout };
+        Self { layout, ..self }
+    }
+
+    /// With blocks that [`DecodePath::Split`] takes of elements of 8 bits.
+    fn narrow(self) -> Self {
+        let least = if self.layout == CacheLayout::XSplit { 16 } else { 8 };
+        Self { page: self.page.max(least), ..self }
+    }
 }
 
 fn bends() -> impl Strategy<Value = Bend> {
@@ -282,15 +307,24 @@ fn keys_before_all_windows_may_be_anything() {
     ];
     on_every_order(|d, s| {
         for (i, (bits, dim, group, paths)) in kinds.into_iter().enumerate() {
-            let windows = [(8, true, 2, 17), (64, false, 1, 45), (256, false, 1, 70), (32, true, 2, 1)];
-            for (j, (page, hnd, q_len, window)) in windows.into_iter().enumerate() {
+            let [nhd, hnd, x_split] = [CacheLayout::Nhd, CacheLayout::Hnd, CacheLayout::XSplit];
+            let windows = [
+                (8, hnd, 2, 17),
+                (64, nhd, 1, 45),
+                (256, nhd, 1, 70),
+                (32, hnd, 2, 1),
+                (16, x_split, 2, 13),
+                (32, x_split, 1, 45),
+                (16, x_split, 1, 23),
+            ];
+            for (j, (page, layout, q_len, window)) in windows.into_iter().enumerate() {
                 // One of them for each kind, where they take long.
-                if d.is_simt() && (i + j) % windows.len() != 0 {
+                if d.is_simt() && (i + j) % 3 != 0 {
                     continue;
                 }
-                let layout = if hnd { CacheLayout::Hnd } else { CacheLayout::Nhd };
                 let shape = Shape { lens: vec![301, 70], q_len, kv_heads: 2, group, dim, page, layout };
-                for &path in paths.iter().filter(|&&path| has(d, path)) {
+                let takes = |path| has(d, path) && (layout != x_split || path != DecodePath::Tma);
+                for &path in paths.iter().filter(|&&path| takes(path)) {
                     bits(d, s, &shape, window, path);
                 }
             }
@@ -315,7 +349,7 @@ fn tma_matches_the_reference() {
         }
         // 64 goes with up to eight rows.
         let dim = if shape.dim <= 64 && shape.group * shape.q_len <= 8 { 64 } else { shape.dim.next_multiple_of(128) };
-        let shape = Shape { dim, ..shape };
+        let shape = Shape { dim, ..shape }.flat();
         check::<bf16, bf16>(d, s, &shape, bend, DecodePath::Tma);
         check::<f16, f16>(d, s, &shape, bend, DecodePath::Tma);
         Ok(())
@@ -328,7 +362,7 @@ fn tma_takes_8_bit_caches() {
         if skipped_without_hopper(d) {
             return Ok(());
         }
-        let shape = Shape { dim: 128, ..shape };
+        let shape = Shape { dim: 128, ..shape }.flat();
         check::<bf16, E4M3>(d, s, &shape, bend, DecodePath::Tma);
         check::<f16, E5M2>(d, s, &shape, bend, DecodePath::Tma);
         check::<bf16, i8>(d, s, &shape, bend, DecodePath::Tma);
@@ -559,7 +593,7 @@ fn maxima_follow_rising_scores() {
 fn split_takes_8_bit_caches() {
     property(8, (shapes(), bends()), |d, s, (shape, bend)| {
         // A row of an 8-bit cache must be a multiple of 16 bytes.
-        let shape = Shape { dim: shape.dim.next_multiple_of(16), ..shape };
+        let shape = Shape { dim: shape.dim.next_multiple_of(16), ..shape }.narrow();
         check::<bf16, E4M3>(d, s, &shape, bend, DecodePath::Split);
         check::<f16, E5M2>(d, s, &shape, bend, DecodePath::Split);
         check::<bf16, i8>(d, s, &shape, bend, DecodePath::Split);
@@ -570,12 +604,17 @@ fn split_takes_8_bit_caches() {
 #[test]
 fn sixteen_query_tokens_of_large_groups() {
     on_every_order(|d, s| {
-        let layout = CacheLayout::Nhd;
-        for (group, dim, q_len) in [(8, 64, 16), (3, 256, 16), (16, 128, 1), (12, 128, 2)] {
+        let (nhd, x_split) = (CacheLayout::Nhd, CacheLayout::XSplit);
+        for (group, dim, q_len, layout) in
+            [(8, 64, 16, nhd), (3, 256, 16, x_split), (16, 128, 1, nhd), (12, 128, 2, nhd), (12, 128, 2, x_split)]
+        {
             let shape = Shape { lens: vec![70, 16, 5, 300], q_len, kv_heads: 2, group, dim, page: 16, layout };
             let bend = Bend { window: 50, ..Bend::default() };
             check::<bf16, bf16>(d, s, &shape, bend, DecodePath::Split);
             check::<f16, E4M3>(d, s, &shape, Bend::default(), DecodePath::Split);
+            if layout == x_split {
+                continue;
+            }
             if dim >= 128 {
                 check::<bf16, bf16>(d, s, &shape, bend, DecodePath::Tma);
             }
@@ -590,10 +629,11 @@ fn sixteen_query_tokens_of_large_groups() {
 fn plain_matches_the_reference() {
     property(4, (shapes(), bends()), |d, s, (shape, bend)| {
         let split = Shape { dim: 32, layout: CacheLayout::XSplit, ..shape.clone() };
+        let shape = shape.flat();
         let odd = Shape { dim: 46, ..shape };
         check::<f32, f32>(d, s, &odd, bend, DecodePath::Auto);
-        check::<bf16, bf16>(d, s, &split, bend, DecodePath::Auto);
-        check::<f16, E4M3>(d, s, &split, bend, DecodePath::Auto);
+        check::<bf16, bf16>(d, s, &split, bend, DecodePath::Plain);
+        check::<f16, E4M3>(d, s, &split, bend, DecodePath::Plain);
         check::<bf16, E5M2>(d, s, &odd, bend, DecodePath::Auto);
         check::<f32, i8>(d, s, &odd, bend, DecodePath::Plain);
         Ok(())
@@ -613,6 +653,38 @@ fn long_sequences_split_into_chunks() {
             check::<bf16, bf16>(d, s, &shape, Bend::default(), path);
             check::<bf16, bf16>(d, s, &shape, Bend { window: 300, ..Bend::default() }, path);
             check::<bf16, E4M3>(d, s, &shape, Bend::default(), path);
+        }
+        let shape = Shape { layout: CacheLayout::XSplit, ..shape };
+        check::<bf16, bf16>(d, s, &shape, Bend { window: 300, ..Bend::default() }, DecodePath::Split);
+        check::<bf16, E4M3>(d, s, &shape, Bend::default(), DecodePath::Split);
+    });
+}
+
+/// 16-bit caches give the same bits in any layout; `Auto` takes the tensor cores for the x-split one, too.
+#[test]
+fn layouts_give_the_same_bits() {
+    fn bits<T: Float + CacheElement>(d: &Device, s: &Stream, shape: &Shape, path: DecodePath) -> Vec<u32> {
+        let mut c = case::<T, T>(d, shape);
+        let mut out = Tensor::<T>::uninit(d, c.q.shape()).unwrap();
+        let mut lse = Tensor::<f32>::uninit(d, &out.shape()[..3]).unwrap();
+        let options = DecodeOptions::default().path(path);
+        decode(s, &mut out, Some(&mut lse), &c.q, &c.cache, &c.table, &c.lens, &options, &mut c.workspace).unwrap();
+        let out = out.to_vec().unwrap().into_iter().map(Float::to_f32);
+        out.chain(lse.to_vec().unwrap()).map(f32::to_bits).collect()
+    }
+    fn check<T: Float + CacheElement>(d: &Device, s: &Stream, shape: Shape) {
+        let [nhd, x_split] = [CacheLayout::Nhd, CacheLayout::XSplit].map(|layout| Shape { layout, ..shape.clone() });
+        let want = bits::<T>(d, s, &nhd, DecodePath::Split);
+        assert!(bits::<T>(d, s, &x_split, DecodePath::Split) == want, "{shape:?}");
+        assert!(bits::<T>(d, s, &x_split, DecodePath::Auto) == want, "{shape:?}");
+        assert!(bits::<T>(d, s, &x_split, DecodePath::Plain) != want, "{shape:?}");
+    }
+    on_every_device(|d, s| {
+        for (group, dim, page) in [(4, 64, 8), (8, 128, 16), (5, 80, 32), (12, 128, 16), (2, 256, 16)] {
+            let layout = CacheLayout::Nhd;
+            let shape = Shape { lens: vec![70, 0, 300, 16], q_len: 1, kv_heads: 2, group, dim, page, layout };
+            check::<bf16>(d, s, shape.clone());
+            check::<f16>(d, s, Shape { q_len: 2, ..shape });
         }
     });
 }
@@ -681,40 +753,48 @@ fn pages_lie_beyond_32_bits() {
     // Two caches of 4.6 GB: for a GPU.
     let Some((d, _turn)) = large_gpu(10) else { return };
     let s = Stream::new(&d).unwrap();
+    for (layout, path) in [
+        (CacheLayout::Nhd, DecodePath::Split),
+        (CacheLayout::Nhd, DecodePath::Tma),
+        (CacheLayout::Nhd, DecodePath::Plain),
+        (CacheLayout::XSplit, DecodePath::Split),
+    ] {
+        if has(&d, path) {
+            far_pages(&d, &s, layout, path);
+        }
+    }
+}
+
+fn far_pages(d: &Device, s: &Stream, layout: CacheLayout, path: DecodePath) {
     let [page, heads, dim, pages] = [16, 8, 128, 140_000];
     // A page is 2^15 bytes: offsets around 2^31 and 2^32, and the last page.
     let far = [0, 65_535, 65_536, 65_537, 131_071, 131_072, 139_999];
-    let shape = [far.len(), page, heads, dim];
-    let near = (noise_of::<bf16>(shape.iter().product(), 1), noise_of::<bf16>(shape.iter().product(), 2));
-    let (key, value) =
-        (Tensor::from_slice(&d, &near.0, &shape).unwrap(), Tensor::from_slice(&d, &near.1, &shape).unwrap());
-    let small = KvCache::from_tensors(CacheLayout::Nhd, key.clone(), value.clone()).unwrap();
-    let big = || Tensor::<bf16>::uninit(&d, &[pages, page, heads, dim]).unwrap();
-    let (big_key, big_value) = (big(), big());
+    let near = CacheShape::new(far.len(), page, heads, dim);
+    let small = KvCache::<bf16>::zeros(d, layout, near).unwrap();
+    let large = KvCache::<bf16>::zeros(d, layout, CacheShape::new(pages, page, heads, dim)).unwrap();
+    for (seed, tensor) in [(1, small.key()), (2, small.value())] {
+        tensor.clone().copy_from_slice(&noise_of::<bf16>(tensor.len(), seed)).unwrap();
+    }
     for (i, &at) in far.iter().enumerate() {
-        for (to, from) in [(&big_key, &key), (&big_value, &value)] {
+        for (to, from) in [(large.key(), small.key()), (large.value(), small.value())] {
             s.copy(&mut to.narrow(0, at, 1).unwrap(), &from.narrow(0, i, 1).unwrap()).unwrap();
         }
     }
-    let large = KvCache::from_tensors(CacheLayout::Nhd, big_key, big_value).unwrap();
     let len = far.len() * page - 3;
-    let lens = Tensor::from_slice(&d, &[len as i32], &[1]).unwrap();
-    let q = Tensor::from_slice(&d, &noise_of::<bf16>(32 * dim, 3), &[1, 32, dim]).unwrap();
-    for path in paths(&d) {
-        let run = |cache: &KvCache<bf16>, table: &[usize]| {
-            let table: Vec<i32> = table.iter().map(|&p| p as i32).collect();
-            let table = Tensor::from_slice(&d, &table, &[1, table.len()]).unwrap();
-            let mut workspace =
-                DecodeWorkspace::new(&d, DecodeShape::new(1, 32, heads, dim, far.len() * page)).unwrap();
-            let mut out = Tensor::<bf16>::uninit(&d, &[1, 32, dim]).unwrap();
-            let options = DecodeOptions::default().path(path);
-            decode(&s, &mut out, None, &q, cache, &table, &lens, &options, &mut workspace).unwrap();
-            out.to_vec().unwrap()
-        };
-        let want = run(&small, &[0, 1, 2, 3, 4, 5, 6]);
-        assert_eq!(run(&large, &far), want, "{path:?}");
-        assert!(want.iter().any(|v| v.to_f32() != 0.0));
-    }
+    let lens = Tensor::from_slice(d, &[len as i32], &[1]).unwrap();
+    let q = Tensor::from_slice(d, &noise_of::<bf16>(32 * dim, 3), &[1, 32, dim]).unwrap();
+    let run = |cache: &KvCache<bf16>, table: &[usize]| {
+        let table: Vec<i32> = table.iter().map(|&p| p as i32).collect();
+        let table = Tensor::from_slice(d, &table, &[1, table.len()]).unwrap();
+        let mut workspace = DecodeWorkspace::new(d, DecodeShape::new(1, 32, heads, dim, far.len() * page)).unwrap();
+        let mut out = Tensor::<bf16>::uninit(d, &[1, 32, dim]).unwrap();
+        let options = DecodeOptions::default().path(path);
+        decode(s, &mut out, None, &q, cache, &table, &lens, &options, &mut workspace).unwrap();
+        out.to_vec().unwrap()
+    };
+    let want = run(&small, &[0, 1, 2, 3, 4, 5, 6]);
+    assert_eq!(run(&large, &far), want, "{layout:?} {path:?}");
+    assert!(want.iter().any(|v| v.to_f32() != 0.0));
 }
 
 #[test]
@@ -763,11 +843,10 @@ fn one_graph_serves_growing_sequences() {
 #[test]
 fn wrong_pages_and_lengths_stay_inside() {
     on_every_device(|d, s| {
-        let shape =
-            Shape { lens: vec![40], q_len: 1, kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
-        let mut c = case::<bf16, bf16>(d, &shape);
-        let q = c.q.reshape(&[1, 2, 64]).unwrap();
-        for path in paths(d) {
+        for (layout, path) in paths_of_layouts(d) {
+            let shape = Shape { lens: vec![40], q_len: 1, kv_heads: 1, group: 2, dim: 64, page: 16, layout };
+            let mut c = case::<bf16, bf16>(d, &shape);
+            let q = c.q.reshape(&[1, 2, 64]).unwrap();
             for (pages, len) in [([-1, i32::MAX, 1 << 20], 40), ([3, 2, 1], i32::MAX), ([3, 2, 1], -5)] {
                 c.table.copy_from_slice(&pages).unwrap();
                 c.lens.copy_from_slice(&[len]).unwrap();
@@ -787,14 +866,13 @@ fn wrong_pages_and_lengths_stay_inside() {
 #[test]
 fn a_hole_among_the_pages() {
     on_every_device(|d, s| {
-        let shape =
-            Shape { lens: vec![40], q_len: 1, kv_heads: 1, group: 2, dim: 64, page: 16, layout: CacheLayout::Nhd };
-        let mut c = case::<bf16, bf16>(d, &shape);
-        let q = c.q.reshape(&[1, 2, 64]).unwrap();
-        let pages = c.table.to_vec().unwrap();
-        let rest = |rows: &[Vec<f64>]| [&rows[..16], &rows[32..]].concat();
-        let (keys, values) = (rest(&c.keys[0][0]), rest(&c.values[0][0]));
-        for path in paths(d) {
+        for (layout, path) in paths_of_layouts(d) {
+            let shape = Shape { lens: vec![40], q_len: 1, kv_heads: 1, group: 2, dim: 64, page: 16, layout };
+            let mut c = case::<bf16, bf16>(d, &shape);
+            let q = c.q.reshape(&[1, 2, 64]).unwrap();
+            let pages = c.table.to_vec().unwrap();
+            let rest = |rows: &[Vec<f64>]| [&rows[..16], &rows[32..]].concat();
+            let (keys, values) = (rest(&c.keys[0][0]), rest(&c.values[0][0]));
             for hole in [-1, i32::MAX] {
                 c.table.copy_from_slice(&[pages[0], hole, pages[2]]).unwrap();
                 let mut out = Tensor::<bf16>::uninit(d, &[1, 2, 64]).unwrap();
@@ -822,6 +900,7 @@ fn raw_pointers() {
             (CacheLayout::Hnd, DecodePath::Auto),
             (CacheLayout::Nhd, DecodePath::Plain),
             (CacheLayout::XSplit, DecodePath::Auto),
+            (CacheLayout::XSplit, DecodePath::Plain),
         ] {
             if !has(d, path) {
                 continue;
@@ -894,8 +973,12 @@ fn raw_pointers() {
                 assert!(&out.to_vec().unwrap() == want, "{layout:?} {path:?}, a window of {window}");
             }
             if layout == CacheLayout::XSplit {
-                let e = run(DecodePath::Split, &args).unwrap_err().to_string();
-                assert!(e.starts_with("decode: the path Split does not take the x-split layout; "), "{e}");
+                let e = run(DecodePath::Tma, &args).unwrap_err().to_string();
+                assert!(e.starts_with("decode: the path Tma does not take the x-split layout; "), "{e}");
+                // Values whose tokens do not lie beside one another.
+                let e = run(DecodePath::Split, &Args { v_slot: 2, ..args }).unwrap_err().to_string();
+                let runs = "runs of 8 elements of keys and 1 of values, 8 and 2 from token to token";
+                assert!(e.starts_with(&format!("decode: the path Split does not take {runs}; ")), "{e}");
             }
         }
     });
@@ -946,6 +1029,15 @@ fn bad_input() {
         let none = (i(&[0, 1]), i(&[0]));
         let e = decode(s, &mut many.clone(), None, &many, &one, &none.0, &none.1, &o, &mut c.workspace);
         assert!(matches!(e, Err(Error::Value { arg: "query", .. })), "{e:?}");
+        // A block of 8 tokens has no 16 bytes of a dimension of 8-bit values.
+        let of_8 = KvCache::<E4M3>::zeros(d, CacheLayout::XSplit, CacheShape::new(8, 8, 2, 64)).unwrap();
+        let scale = Tensor::from_slice(d, &[1.0], &[1]).unwrap();
+        let o = o.scales(&scale, &scale);
+        let mut of_8 =
+            |o: &DecodeOptions<'_>| decode(s, &mut t(&full), None, &good, &of_8, &table, &lens, o, &mut c.workspace);
+        assert!(of_8(&o).is_ok());
+        let e = of_8(&o.path(DecodePath::Split)).unwrap_err().to_string();
+        assert!(e.starts_with("decode: the path Split does not take blocks of 8 tokens; "), "{e}");
         // Heads that share their results' memory.
         let mut out = t(&[64]).as_strided(&full, &[0, 0, 1], 0).unwrap();
         let e = decode(s, &mut out, None, &good, &cache, &table, &lens, &o, &mut c.workspace);
@@ -985,6 +1077,7 @@ fn one_stage_gives_the_bits_of_two() {
         let (batch, max_pages, q_heads) = (shape.lens.len(), c.table.dim(1), kv_heads * group);
         let (ks, vs) = (c.cache.key_strides(), c.cache.value_strides());
         let sizes = DecodeShape::new(batch, q_heads, kv_heads, dim, max_pages * page).q_len(q_len);
+        let x_split = shape.layout == CacheLayout::XSplit;
         let run = |max_shared_bytes: usize, multiprocessors: u32| {
             let mut out = Tensor::<T>::uninit(d, c.q.shape()).unwrap();
             let mut lse = Tensor::<f32>::uninit(d, &out.shape()[..3]).unwrap();
@@ -1021,16 +1114,17 @@ fn one_stage_gives_the_bits_of_two() {
                 out_token: q_heads * dim,
                 out_head: dim,
                 k_page: ks.block,
-                k_slot: ks.token,
+                k_slot: if x_split { ks.run_stride } else { ks.token },
                 k_head: ks.head,
                 v_page: vs.block,
-                v_slot: vs.token,
+                v_slot: if x_split { vs.run_stride } else { vs.token },
                 v_head: vs.head,
                 scale: 0.17,
                 soft_cap: 0.0,
                 window,
             };
-            let (entry, tile) = split_entry(T::DTYPE, T::DTYPE, dim, group * q_len, max_shared_bytes).unwrap();
+            let (entry, tile) =
+                split_entry(T::DTYPE, T::DTYPE, shape.layout, dim, group * q_len, max_shared_bytes).unwrap();
             assert!(tile.shared_bytes <= max_shared_bytes);
             // SAFETY: tensors of these sizes, which live until their results are read.
             unsafe { s.launch(&entry, &split_geometry(tile, multiprocessors), &args) }.unwrap();
@@ -1059,6 +1153,7 @@ fn one_stage_gives_the_bits_of_two() {
             layout: CacheLayout::Nhd,
         };
         check::<bf16>(d, s, &shape, 0);
+        check::<bf16>(d, s, &Shape { layout: CacheLayout::XSplit, ..shape.clone() }, 40);
         check::<f16>(d, s, &Shape { q_len: 1, dim: 144, page: 8, layout: CacheLayout::Hnd, ..shape }, 40);
     });
 }
@@ -1070,9 +1165,10 @@ fn the_portable_kernel_fits_every_gpu() {
     let kinds = [DType::Bf16, DType::F16]
         .into_iter()
         .flat_map(|dtype| [dtype, DType::E4m3, DType::E5m2, DType::I8].map(|cache| (dtype, cache)));
-    for (dtype, cache) in kinds {
+    let kinds = kinds.flat_map(|kind| [CacheLayout::Nhd, CacheLayout::XSplit].map(|layout| (kind, layout)));
+    for ((dtype, cache), layout) in kinds {
         for (dim, rows) in (1..=256).flat_map(|dim| (1..=17).chain([16 * 64]).map(move |rows| (dim, rows))) {
-            let of = |max_shared_bytes| split_entry(dtype, cache, dim, rows, max_shared_bytes).unwrap();
+            let of = |max_shared_bytes| split_entry(dtype, cache, layout, dim, rows, max_shared_bytes).unwrap();
             let ((small, fits), (a100, tile)) = (of(99 * 1024), of(163 * 1024));
             assert!(
                 fits.shared_bytes <= 99 * 1024,

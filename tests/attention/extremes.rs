@@ -162,9 +162,9 @@ fn absurd_sizes_at_layer_0() {
     assert!(prefills::section_keys(DType::Bf16, 0) > 0);
     assert_eq!(prefills::section_keys(DType::Bf16, MOST), 0);
     for dim in [0, 257, MOST] {
-        assert!(decodes::split_entry(DType::Bf16, DType::Bf16, dim, 8, MOST).is_none());
+        assert!(decodes::split_entry(DType::Bf16, DType::Bf16, CacheLayout::Nhd, dim, 8, MOST).is_none());
     }
-    let split = decodes::split_entry(DType::Bf16, DType::Bf16, 128, MOST, 0).unwrap().1;
+    let split = decodes::split_entry(DType::Bf16, DType::Bf16, CacheLayout::Nhd, 128, MOST, 0).unwrap().1;
     let tma = decodes::tma_entry(DType::Bf16, DType::Bf16, 128, 1).unwrap().1;
     let mma = prefills::mma_entry(DType::Bf16, DType::Bf16, 128, false).unwrap().1;
     let wgmma = prefills::wgmma_entry(DType::Bf16, DType::Bf16, 128, false, false).unwrap().1;

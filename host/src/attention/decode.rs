@@ -34,8 +34,8 @@ pub enum DecodePath {
     /// As `Split` for a Hopper GPU, keys and values brought by its copy engine. Heads of 128; over 16-bit caches also of 64
     /// (up to 8 query rows a KV head) and 256, whose heads are a multiple of 128 bytes apart.
     Tma,
-    /// Chunks of keys through the tensor cores: f16 and bf16 over a cache of the same type or of 8 bits; NHD
-    /// and HND; head sizes that are multiples of 16 bytes, blocks of 8 tokens or more, a power of two; queries, keys and values at multiples of 16 bytes.
+    /// Chunks of keys through the tensor cores: f16 and bf16 over a cache of the same type or of 8 bits, in any layout;
+    /// head sizes that are multiples of 16 bytes, blocks of 8 tokens or more (16, x-split with 8 bits), a power of two; queries, keys and values at multiples of 16 bytes.
     Split,
     /// A block for each query and head: everything, of at most 65535 sequences.
     Plain,
@@ -289,12 +289,13 @@ pub struct SplitTile {
     pub blocks: u32,
 }
 
-/// The entry of [`DecodePath::Split`] for tensors of `dtype`, a cache of `cache` and `rows` query rows that share a KV head, on a
+/// The entry of [`DecodePath::Split`] for tensors of `dtype`, a cache of `cache` in `layout` and `rows` query rows that share a KV head, on a
 /// device that gives a block up to `max_shared_bytes` ([`Properties`](crate::device::Properties)): with fewer copies on their way where that is little, and
 /// the same bits.
 pub const fn split_entry(
     dtype: DType,
     cache: DType,
+    layout: CacheLayout,
     head_dim: usize,
     rows: usize,
     max_shared_bytes: usize,
@@ -311,35 +312,63 @@ pub const fn split_entry(
     let usual = shared_bytes(dim, element, rows, stages(dim, element));
     // Everything else fits every GPU.
     let one_stage = dim * element > 256 && usual > max_shared_bytes;
-    let entry = match (dtype, cache, dim, block) {
-        (DType::Bf16, DType::Bf16, 64, _) => decode_d64_r8_bf16::ENTRY,
-        (DType::Bf16, DType::Bf16, 128, 8) => decode_d128_r8_bf16::ENTRY,
-        (DType::Bf16, DType::Bf16, 128, _) => decode_d128_r16_bf16::ENTRY,
-        (DType::Bf16, DType::Bf16, 256, _) if one_stage => decode_d256_r8_s1_bf16::ENTRY,
-        (DType::Bf16, DType::Bf16, 256, _) => decode_d256_r8_bf16::ENTRY,
-        (DType::Bf16, DType::E4m3, 128, 8) => decode_d128_r8_bf16_e4m3::ENTRY,
-        (DType::Bf16, DType::E4m3, 128, _) => decode_d128_r16_bf16_e4m3::ENTRY,
-        (DType::Bf16, DType::E4m3, 256, _) => decode_d256_r8_bf16_e4m3::ENTRY,
-        (DType::Bf16, DType::E5m2, 128, 8) => decode_d128_r8_bf16_e5m2::ENTRY,
-        (DType::Bf16, DType::E5m2, 128, _) => decode_d128_r16_bf16_e5m2::ENTRY,
-        (DType::Bf16, DType::E5m2, 256, _) => decode_d256_r8_bf16_e5m2::ENTRY,
-        (DType::Bf16, DType::I8, 128, 8) => decode_d128_r8_bf16_i8::ENTRY,
-        (DType::Bf16, DType::I8, 128, _) => decode_d128_r16_bf16_i8::ENTRY,
-        (DType::Bf16, DType::I8, 256, _) => decode_d256_r8_bf16_i8::ENTRY,
-        (DType::F16, DType::F16, 64, _) => decode_d64_r8_f16::ENTRY,
-        (DType::F16, DType::F16, 128, 8) => decode_d128_r8_f16::ENTRY,
-        (DType::F16, DType::F16, 128, _) => decode_d128_r16_f16::ENTRY,
-        (DType::F16, DType::F16, 256, _) if one_stage => decode_d256_r8_s1_f16::ENTRY,
-        (DType::F16, DType::F16, 256, _) => decode_d256_r8_f16::ENTRY,
-        (DType::F16, DType::E4m3, 128, 8) => decode_d128_r8_f16_e4m3::ENTRY,
-        (DType::F16, DType::E4m3, 128, _) => decode_d128_r16_f16_e4m3::ENTRY,
-        (DType::F16, DType::E4m3, 256, _) => decode_d256_r8_f16_e4m3::ENTRY,
-        (DType::F16, DType::E5m2, 128, 8) => decode_d128_r8_f16_e5m2::ENTRY,
-        (DType::F16, DType::E5m2, 128, _) => decode_d128_r16_f16_e5m2::ENTRY,
-        (DType::F16, DType::E5m2, 256, _) => decode_d256_r8_f16_e5m2::ENTRY,
-        (DType::F16, DType::I8, 128, 8) => decode_d128_r8_f16_i8::ENTRY,
-        (DType::F16, DType::I8, 128, _) => decode_d128_r16_f16_i8::ENTRY,
-        (DType::F16, DType::I8, 256, _) => decode_d256_r8_f16_i8::ENTRY,
+    let entry = match (matches!(layout, CacheLayout::XSplit), dtype, cache, dim, block) {
+        (false, DType::Bf16, DType::Bf16, 64, _) => decode_d64_r8_bf16::ENTRY,
+        (false, DType::Bf16, DType::Bf16, 128, 8) => decode_d128_r8_bf16::ENTRY,
+        (false, DType::Bf16, DType::Bf16, 128, _) => decode_d128_r16_bf16::ENTRY,
+        (false, DType::Bf16, DType::Bf16, 256, _) if one_stage => decode_d256_r8_s1_bf16::ENTRY,
+        (false, DType::Bf16, DType::Bf16, 256, _) => decode_d256_r8_bf16::ENTRY,
+        (false, DType::Bf16, DType::E4m3, 128, 8) => decode_d128_r8_bf16_e4m3::ENTRY,
+        (false, DType::Bf16, DType::E4m3, 128, _) => decode_d128_r16_bf16_e4m3::ENTRY,
+        (false, DType::Bf16, DType::E4m3, 256, _) => decode_d256_r8_bf16_e4m3::ENTRY,
+        (false, DType::Bf16, DType::E5m2, 128, 8) => decode_d128_r8_bf16_e5m2::ENTRY,
+        (false, DType::Bf16, DType::E5m2, 128, _) => decode_d128_r16_bf16_e5m2::ENTRY,
+        (false, DType::Bf16, DType::E5m2, 256, _) => decode_d256_r8_bf16_e5m2::ENTRY,
+        (false, DType::Bf16, DType::I8, 128, 8) => decode_d128_r8_bf16_i8::ENTRY,
+        (false, DType::Bf16, DType::I8, 128, _) => decode_d128_r16_bf16_i8::ENTRY,
+        (false, DType::Bf16, DType::I8, 256, _) => decode_d256_r8_bf16_i8::ENTRY,
+        (false, DType::F16, DType::F16, 64, _) => decode_d64_r8_f16::ENTRY,
+        (false, DType::F16, DType::F16, 128, 8) => decode_d128_r8_f16::ENTRY,
+        (false, DType::F16, DType::F16, 128, _) => decode_d128_r16_f16::ENTRY,
+        (false, DType::F16, DType::F16, 256, _) if one_stage => decode_d256_r8_s1_f16::ENTRY,
+        (false, DType::F16, DType::F16, 256, _) => decode_d256_r8_f16::ENTRY,
+        (false, DType::F16, DType::E4m3, 128, 8) => decode_d128_r8_f16_e4m3::ENTRY,
+        (false, DType::F16, DType::E4m3, 128, _) => decode_d128_r16_f16_e4m3::ENTRY,
+        (false, DType::F16, DType::E4m3, 256, _) => decode_d256_r8_f16_e4m3::ENTRY,
+        (false, DType::F16, DType::E5m2, 128, 8) => decode_d128_r8_f16_e5m2::ENTRY,
+        (false, DType::F16, DType::E5m2, 128, _) => decode_d128_r16_f16_e5m2::ENTRY,
+        (false, DType::F16, DType::E5m2, 256, _) => decode_d256_r8_f16_e5m2::ENTRY,
+        (false, DType::F16, DType::I8, 128, 8) => decode_d128_r8_f16_i8::ENTRY,
+        (false, DType::F16, DType::I8, 128, _) => decode_d128_r16_f16_i8::ENTRY,
+        (false, DType::F16, DType::I8, 256, _) => decode_d256_r8_f16_i8::ENTRY,
+        (true, DType::Bf16, DType::Bf16, 64, _) => decode_d64_r8_x_bf16::ENTRY,
+        (true, DType::Bf16, DType::Bf16, 128, 8) => decode_d128_r8_x_bf16::ENTRY,
+        (true, DType::Bf16, DType::Bf16, 128, _) => decode_d128_r16_x_bf16::ENTRY,
+        (true, DType::Bf16, DType::Bf16, 256, _) if one_stage => decode_d256_r8_s1_x_bf16::ENTRY,
+        (true, DType::Bf16, DType::Bf16, 256, _) => decode_d256_r8_x_bf16::ENTRY,
+        (true, DType::Bf16, DType::E4m3, 128, 8) => decode_d128_r8_x_bf16_e4m3::ENTRY,
+        (true, DType::Bf16, DType::E4m3, 128, _) => decode_d128_r16_x_bf16_e4m3::ENTRY,
+        (true, DType::Bf16, DType::E4m3, 256, _) => decode_d256_r8_x_bf16_e4m3::ENTRY,
+        (true, DType::Bf16, DType::E5m2, 128, 8) => decode_d128_r8_x_bf16_e5m2::ENTRY,
+        (true, DType::Bf16, DType::E5m2, 128, _) => decode_d128_r16_x_bf16_e5m2::ENTRY,
+        (true, DType::Bf16, DType::E5m2, 256, _) => decode_d256_r8_x_bf16_e5m2::ENTRY,
+        (true, DType::Bf16, DType::I8, 128, 8) => decode_d128_r8_x_bf16_i8::ENTRY,
+        (true, DType::Bf16, DType::I8, 128, _) => decode_d128_r16_x_bf16_i8::ENTRY,
+        (true, DType::Bf16, DType::I8, 256, _) => decode_d256_r8_x_bf16_i8::ENTRY,
+        (true, DType::F16, DType::F16, 64, _) => decode_d64_r8_x_f16::ENTRY,
+        (true, DType::F16, DType::F16, 128, 8) => decode_d128_r8_x_f16::ENTRY,
+        (true, DType::F16, DType::F16, 128, _) => decode_d128_r16_x_f16::ENTRY,
+        (true, DType::F16, DType::F16, 256, _) if one_stage => decode_d256_r8_s1_x_f16::ENTRY,
+        (true, DType::F16, DType::F16, 256, _) => decode_d256_r8_x_f16::ENTRY,
+        (true, DType::F16, DType::E4m3, 128, 8) => decode_d128_r8_x_f16_e4m3::ENTRY,
+        (true, DType::F16, DType::E4m3, 128, _) => decode_d128_r16_x_f16_e4m3::ENTRY,
+        (true, DType::F16, DType::E4m3, 256, _) => decode_d256_r8_x_f16_e4m3::ENTRY,
+        (true, DType::F16, DType::E5m2, 128, 8) => decode_d128_r8_x_f16_e5m2::ENTRY,
+        (true, DType::F16, DType::E5m2, 128, _) => decode_d128_r16_x_f16_e5m2::ENTRY,
+        (true, DType::F16, DType::E5m2, 256, _) => decode_d256_r8_x_f16_e5m2::ENTRY,
+        (true, DType::F16, DType::I8, 128, 8) => decode_d128_r8_x_f16_i8::ENTRY,
+        (true, DType::F16, DType::I8, 128, _) => decode_d128_r16_x_f16_i8::ENTRY,
+        (true, DType::F16, DType::I8, 256, _) => decode_d256_r8_x_f16_i8::ENTRY,
         _ => return None,
     };
     let shared_bytes = if one_stage { shared_bytes(dim, element, rows, 1) } else { usual };
@@ -384,7 +413,7 @@ impl TmaTile {
     }
 }
 
-/// The entry of [`DecodePath::Tma`]; arguments as for [`split_entry`].
+/// The entry of [`DecodePath::Tma`]; arguments as for [`split_entry`], of caches that are not x-split.
 pub const fn tma_entry(
     dtype: DType,
     cache: DType,
@@ -722,7 +751,7 @@ pub fn decode<T: Float, S: CacheElement>(
     }
     // SAFETY: shapes, strides, device, overlap and the workspace were checked above; lengths and page numbers are clamped by the
     // kernels.
-    unsafe { launch_kernel(stream, T::DTYPE, S::DTYPE, kernel, options.split, extents, &args, scratch) }
+    unsafe { launch_kernel(stream, T::DTYPE, S::DTYPE, cache.layout(), kernel, options.split, extents, &args, scratch) }
 }
 
 /// Scratch memory of [`launch`].
@@ -777,7 +806,15 @@ pub unsafe fn launch(
     // The kernels add query tokens to it.
     let args = plain::Args { window: args.window.min(u32::MAX / 2), ..*args };
     // SAFETY: forwarded to the caller.
-    unsafe { launch_kernel(stream, dtype, cache, kernel, split, [batch, q_len], &args, scratch) }
+    unsafe { launch_kernel(stream, dtype, cache, layout, kernel, split, [batch, q_len], &args, scratch) }
+}
+
+/// What lies between the keys, and the values, of a token and the next; x-split: between pieces of a key, and between dimensions of the values.
+const fn steps(layout: CacheLayout, args: &plain::Args) -> (usize, usize) {
+    match layout {
+        CacheLayout::XSplit => (args.k_run_stride, args.v_run_stride),
+        _ => (args.k_slot, args.v_slot),
+    }
 }
 
 /// What a path comes to.
@@ -803,12 +840,23 @@ fn choose(
     };
     let (size, narrow) = (dtype.size(), cache.size());
     // What the split kernels take, and what to say of what they do not.
-    let split = split_entry(dtype, cache, head_dim, group_rows, device.properties().max_shared_bytes);
+    let split = split_entry(dtype, cache, layout, head_dim, group_rows, device.properties().max_shared_bytes);
+    let x_split = layout == CacheLayout::XSplit;
+    let (k_step, v_step) = steps(layout, args);
+    let least_page = if x_split { 16 / narrow as u32 } else { 8 };
+    let runs = (args.k_run as usize, args.k_slot, args.v_run as usize, args.v_slot);
     let conditions: [(bool, &dyn Fn() -> String); 9] = [
         (split.is_some(), &|| format!("{dtype} over a cache of {cache} with heads of {head_dim}")),
-        (layout != CacheLayout::XSplit, &|| "the x-split layout".into()),
+        (!x_split || runs == (16 / narrow, 16 / narrow, 1, 1), &|| {
+            format!(
+                "runs of {} elements of keys and {} of values, {} and {} from token to token",
+                runs.0, runs.2, runs.1, runs.3
+            )
+        }),
         ((head_dim * narrow).is_multiple_of(16), &|| format!("heads of {} bytes", head_dim * narrow)),
-        (args.page_size >= 8 && args.page_size.is_power_of_two(), &|| format!("blocks of {} tokens", args.page_size)),
+        (args.page_size >= least_page && args.page_size.is_power_of_two(), &|| {
+            format!("blocks of {} tokens", args.page_size)
+        }),
         (args.pages > 0 || path != DecodePath::Tma, &|| "a cache of no blocks".into()),
         (aligned(16, args.q as usize, &[args.q_token, args.q_head], size), &|| {
             format!("queries at {:p}, {} and {} elements apart", args.q, args.q_token, args.q_head)
@@ -816,11 +864,11 @@ fn choose(
         (aligned(8, args.out as usize, &[args.out_token, args.out_head], size), &|| {
             format!("outputs at {:p}, {} and {} elements apart", args.out, args.out_token, args.out_head)
         }),
-        (aligned(16, args.k as usize, &[args.k_page, args.k_slot, args.k_head], narrow), &|| {
-            format!("keys at {:p}, {}, {} and {} elements apart", args.k, args.k_page, args.k_slot, args.k_head)
+        (aligned(16, args.k as usize, &[args.k_page, k_step, args.k_head], narrow), &|| {
+            format!("keys at {:p}, {}, {k_step} and {} elements apart", args.k, args.k_page, args.k_head)
         }),
-        (aligned(16, args.v as usize, &[args.v_page, args.v_slot, args.v_head], narrow), &|| {
-            format!("values at {:p}, {}, {} and {} elements apart", args.v, args.v_page, args.v_slot, args.v_head)
+        (aligned(16, args.v as usize, &[args.v_page, v_step, args.v_head], narrow), &|| {
+            format!("values at {:p}, {}, {v_step} and {} elements apart", args.v, args.v_page, args.v_head)
         }),
     ];
     let not = conditions.iter().find(|(holds, _)| !holds).map(|(_, what)| what);
@@ -830,7 +878,7 @@ fn choose(
             let bytes = head * narrow;
             bytes.is_multiple_of(tma::LINE) && bytes / tma::LINE <= i32::MAX as usize / args.kv_heads as usize
         };
-        not.is_none() && hopper && args.pages > 0 && lines(args.k_head) && lines(args.v_head)
+        not.is_none() && !x_split && hopper && args.pages > 0 && lines(args.k_head) && lines(args.v_head)
     });
     let split = split.filter(|_| not.is_none());
     // The SIMT device runs either, the portable kernel faster.
@@ -844,10 +892,14 @@ fn choose(
             op: OP,
             what: format!(
                 "the path {path:?} does not take {}; the split kernels take f16 or bf16 over caches of the same type or of 8 \
-                 bits, NHD or HND, blocks of 8 tokens or more (a power of two), heads of a multiple of 16 bytes, queries, keys and \
-                 values at multiples of 16 bytes, outputs of 8; `Tma` in addition a Hopper GPU and heads of 128, over 16-bit caches also 64 and 256, that are a multiple of 128 bytes apart; use \
+                 bits, blocks of 8 tokens or more (16 in the x-split layout with 8 bits, a power of two), heads of a multiple of 16 bytes, queries, keys and \
+                 values at multiples of 16 bytes, outputs of 8; `Tma` in addition a Hopper GPU, NHD or HND, and heads of 128, over 16-bit caches also 64 and 256, that are a multiple of 128 bytes apart; use \
                  DecodePath::Auto",
-                not.map_or_else(|| format!("heads of {head_dim} on {}", device.name()), |what| what())
+                match not {
+                    Some(what) => what(),
+                    None if x_split => "the x-split layout".into(),
+                    None => format!("heads of {head_dim} on {}", device.name()),
+                }
             ),
         }),
         _ => plain_entry(dtype, cache).map(Kernel::Plain).ok_or_else(|| no_kernel(OP, dtype, cache)),
@@ -863,6 +915,7 @@ unsafe fn launch_kernel(
     stream: &Stream,
     dtype: DType,
     cache: DType,
+    layout: CacheLayout,
     kernel: Kernel,
     splitting: DecodeSplit,
     [batch, q_len]: [u32; 2],
@@ -873,6 +926,7 @@ unsafe fn launch_kernel(
     let (head_dim, q_heads, kv_heads) = (args.head_dim as usize, args.q_heads as usize, args.kv_heads as usize);
     let group_rows = q_heads / kv_heads * q_len as usize;
     let (capacity, hint) = (args.max_pages.saturating_mul(args.page_size), scratch.hint);
+    let (k_slot, v_slot) = steps(layout, args);
     let of_split = || split::Args {
         out: args.out,
         lse: args.lse,
@@ -902,10 +956,10 @@ unsafe fn launch_kernel(
         out_token: args.out_token,
         out_head: args.out_head,
         k_page: args.k_page,
-        k_slot: args.k_slot,
+        k_slot,
         k_head: args.k_head,
         v_page: args.v_page,
-        v_slot: args.v_slot,
+        v_slot,
         v_head: args.v_head,
         scale: args.scale,
         soft_cap: args.soft_cap,

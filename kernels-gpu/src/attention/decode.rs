@@ -26,6 +26,13 @@
 //! dimensions of a step come in another order: Q is loaded in the same order ([`q_dim`]), and the rows of `Oᵀ` are taken
 //! apart in it ([`o_dim`]). Query rows of bf16 are scaled by a power of two into the range of f16 first.
 //!
+//! # The x-split layout
+//! Keys come in pieces of 16 bytes, a key after the other, and values key by key for each dimension: vLLM's first layout. A piece of K is
+//! then what `ldmatrix` takes as it lies, and V is transposed already. Stages hold both as pieces in that order ([`xsplit_v_piece`]), so a group
+//! of a page of 16 is copied from neighbouring addresses to neighbouring addresses. 8-bit values come four keys to a word, hence another
+//! order of the keys in a group ([`key_of_row`]). What no query token sees of a piece of values is cut off by the copy behind the end of a
+//! sequence, and overwritten before the first key.
+//!
 //! # The end of an item
 //! The warps merge in shared memory. If the sequence has one chunk the block writes the output, otherwise a partial
 //! result (unnormalised O, maximum, sum), and [`combine`], a launch of its own, merges the chunks in their order. It is
@@ -167,6 +174,17 @@ pub(super) const fn q_dim(element: usize, step: usize, half: usize, t: usize) ->
 /// The dimension of rows `g` (`half` 0) and `g + 8` (1) of tile `step` of Oᵀ.
 pub(super) const fn o_dim(element: usize, step: usize, half: usize, g: usize) -> usize {
     16 * step + if element == 2 { 8 * half + g } else { 2 * g + half }
+}
+
+/// The key that row `row` of a group's scores is of: over x-split caches of 8 bits those that a word of values has in their order.
+const fn key_of_row(row: u32, by_fours: bool) -> u32 {
+    if by_fours { row % 8 / 2 * 4 + row / 8 * 2 + row % 2 } else { row }
+}
+
+/// Where the piece of a dimension and of eight keys (`half` 0: the first, 1: the others) of 16-bit values lies in a stage of the x-split
+/// layout: those of a dimension side by side, as they come, in such an order that eight dimensions of one half meet in no bank.
+const fn xsplit_v_piece(d: u32, half: u32) -> u32 {
+    2 * d + (half ^ d / 4 % 2)
 }
 
 /// Which 16-byte piece of a row of `pieces` of them lies where piece 0 would: to be combined by exclusive or.
@@ -317,6 +335,8 @@ fn wait_for_oldest<const STAGES: usize>(in_ring: u32) {
 /// * `q`'s vectors start at multiples of 4 bytes, `out`'s at multiples of 8, and `head_dim` is a multiple of 8.
 /// * `k`, `v`: pages of `1 << page_shift` tokens, at least 8; a token's vector is dense, starts at a multiple of 16 bytes
 ///   and has a multiple of 16 bytes. `k_scales`, `v_scales`: null, or `[kv_heads]` if `scale_per_head` is 1, or `[1]`.
+///   `XSPLIT`: a page of a head is `[pieces, page, 16 bytes]` of keys and `[head_dim, page]` of values, with `k_slot` elements from piece to
+///   piece and `v_slot` from dimension to dimension, multiples of 16 bytes all; a page has at least 16 bytes of a dimension.
 /// * `block_table`: `[batch, max_pages]`; `lens`: `[batch]`, keys of each sequence, the query tokens'
 ///   among them; more than `max_pages` hold count as what they hold.
 /// * `lse`: `[batch, q_len, q_heads]` or null; `alibi`, `sinks`: `[q_heads]` or null.
@@ -335,6 +355,7 @@ pub unsafe fn decode<
     const TILES: usize,
     const STAGES: usize,
     const ROOM: bool,
+    const XSPLIT: bool,
 >(
     out: *mut T,
     lse: *mut f32,
@@ -380,6 +401,10 @@ pub unsafe fn decode<
     let stage_bytes = const { stage_bytes(D, size_of::<C>()) };
     let block_rows = const { 8 * TILES as u32 };
     let chains = const { if TILES == 1 { 2 } else { 1 } };
+    let by_fours = const { XSPLIT && size_of::<C>() == 1 };
+    // What the rows of Oᵀ are, and of a copy of V: its keys.
+    let o_order = const { if XSPLIT { 2 } else { size_of::<C>() } };
+    let v_keys = const { 16 / size_of::<C>() as u32 };
     // Whether Q must be converted to be multiplied.
     let converts = const { !matches!((T::DTYPE, C::DTYPE), (DType::Bf16, DType::Bf16) | (DType::F16, _)) };
 
@@ -430,6 +455,14 @@ pub unsafe fn decode<
     // Of step `s`: the exclusive or changes three bits only, so four sums serve all steps.
     let operand_at =
         |from: u32, piece: u32, s: usize| from + (piece ^ (2 * (s % 4) as u32)) * 16 + (s / 4 * 128) as u32;
+    // x-split: pieces of all keys, or of 16 or 32 dimensions, lie beside one another.
+    let k_operand = |s: usize| {
+        if XSPLIT { lane * 16 + (s * 2 * KEYS * 16) as u32 } else { operand_at(k_from, k_piece, s) }
+    };
+    let v_operand = |s: usize| {
+        let piece = if element == 2 { xsplit_v_piece(lane % 16, lane / 16) } else { lane };
+        (KEYS * row_bytes) as u32 + piece * 16 + (s * 2 * KEYS * 16) as u32
+    };
 
     // From here on `combine` may be launched; it waits for this one to end.
     dependent_launch::begin();
@@ -536,8 +569,8 @@ pub unsafe fn decode<
                     (ahead, ahead_pages, ahead_issued) = (coming, coming_pages, 0);
                     (ahead_first, ahead_own) = extent(ahead);
                     let kv_head = ahead.head / row_blocks;
-                    ahead_k = kv_head as usize * k_head + piece_at;
-                    ahead_v = kv_head as usize * v_head + piece_at;
+                    ahead_k = kv_head as usize * k_head + if XSPLIT { 0 } else { piece_at };
+                    ahead_v = kv_head as usize * v_head + if XSPLIT { 0 } else { piece_at };
                     if ROOM {
                         load_q(ahead, &mut q_ahead);
                     }
@@ -549,37 +582,75 @@ pub unsafe fn decode<
                 }
                 if ahead_issued < ahead_own {
                     let key = group_start(ahead_first) + (ahead_issued * WARPS as u32 + warp_id) * KEYS as u32;
-                    // Keys before the first that somebody sees and behind the last may hold anything, and NaN times 0 is NaN. The
-                    // former wrap around.
-                    let (row, rows) = ((key + row_of_lane).wrapping_sub(ahead_first), ahead.len - ahead_first);
-                    // Where each half's row of this lane starts; a wrong page reads nothing.
-                    let mut readable = [false; 2];
-                    let (mut k_at, mut v_at) = ([0usize; 2], [0usize; 2]);
-                    unroll::<2>(|h| {
-                        let page = warp::shfl_idx(ahead_pages, ahead_issued + 16 * h as u32);
+                    if XSPLIT {
+                        // Computed anew for each group: kept, it would cost more registers than there are.
+                        let lane = integer::opaque(lane);
+                        let page_of = |half: u32| warp::shfl_idx(ahead_pages, ahead_issued + 16 * half);
                         // A wrong number must not become a wrong address: it counts as unseen.
-                        readable[h] = page < pages && in_head;
-                        let page = if page < pages { page as usize } else { 0 };
-                        let slot = ((key + 8 * h as u32) & slot_mask) as usize + row_of_lane as usize;
-                        k_at[h] = page * k_page + slot * k_slot + ahead_k;
-                        v_at[h] = page * v_page + slot * v_slot + ahead_v;
-                    });
-                    let (mut k_from, mut v_from) = (0, 0);
-                    for step in 0..KEYS / rows_at_once {
-                        let h = step * rows_at_once / 8;
-                        (k_from, v_from) = if (step * rows_at_once).is_multiple_of(8) {
-                            (k_at[h], v_at[h])
-                        } else {
-                            (k_from + rows_at_once * k_slot, v_from + rows_at_once * v_slot)
-                        };
-                        let readable = readable[h] && row.wrapping_add((step * rows_at_once) as u32) < rows;
-                        let bytes = if readable { 16 } else { 0 };
-                        let to = slot_in
-                            + copy_to
-                            + (step * rows_at_once * row_bytes) as u32
-                            + (copy_piece ^ swizzle(pieces, step * rows_at_once) as u32) * 16;
-                        cp_async::copy_16_zfill(to, k.ptr(k_from), bytes);
-                        cp_async::copy_16_zfill(to + (KEYS * row_bytes) as u32, v.ptr(v_from), bytes);
+                        let place = |number: u32| if number < pages { number as usize } else { 0 };
+
+                        // Pieces of one key, two apart.
+                        let (own_key, piece) = (key_of_row(lane % KEYS as u32, by_fours), lane / KEYS as u32);
+                        let page = page_of(own_key / 8);
+                        let there = (key + own_key).wrapping_sub(ahead_first) < ahead.len - ahead_first;
+                        let bytes = if page < pages && there { 16 } else { 0 };
+                        let slot = ((key + own_key) & slot_mask) as usize;
+                        let in_page = piece as usize * k_slot + slot * const { 16 / size_of::<C>() };
+                        let (mut from, to) = (place(page) * k_page + ahead_k + in_page, slot_in + lane * 16);
+                        for step in 0..pieces / 2 {
+                            let in_head = (piece + 2 * step as u32) * 16 < head_dim * element as u32;
+                            let bytes = if in_head { bytes } else { 0 };
+                            cp_async::copy_16_zfill(to + 512 * step as u32, k.ptr(from), bytes);
+                            from += 2 * k_slot;
+                        }
+
+                        // Some keys of dimensions that are `dims` apart. Of a page with half a group that nobody sees one half has the
+                        // number.
+                        let (half, dim, dims) = if element == 2 { (lane % 2, lane / 2, 16u32) } else { (0, lane, 32) };
+                        let page = if by_fours { page_of(0).min(page_of(1)) } else { page_of(half) };
+                        let bytes = if page < pages { 16 } else { 0 };
+                        let in_page = dim as usize * v_slot + ((key + 8 * half) & slot_mask) as usize;
+                        let mut from = place(page) * v_page + ahead_v + in_page;
+                        let to_piece = if element == 2 { xsplit_v_piece(dim, half) } else { dim };
+                        let to = slot_in + const { KEYS * D * size_of::<C>() } as u32 + to_piece * 16;
+                        for step in 0..pieces / 2 {
+                            let bytes = if dim + dims * (step as u32) < head_dim { bytes } else { 0 };
+                            cp_async::copy_16_zfill(to + 512 * step as u32, v.ptr(from), bytes);
+                            from += dims as usize * v_slot;
+                        }
+                    } else {
+                        // Keys before the first that somebody sees and behind the last may hold anything, and NaN times 0 is NaN. The
+                        // former wrap around.
+                        let (row, rows) = ((key + row_of_lane).wrapping_sub(ahead_first), ahead.len - ahead_first);
+                        // Where each half's row of this lane starts; a wrong page reads nothing.
+                        let mut readable = [false; 2];
+                        let (mut k_at, mut v_at) = ([0usize; 2], [0usize; 2]);
+                        unroll::<2>(|h| {
+                            let page = warp::shfl_idx(ahead_pages, ahead_issued + 16 * h as u32);
+                            // A wrong number must not become a wrong address: it counts as unseen.
+                            readable[h] = page < pages && in_head;
+                            let page = if page < pages { page as usize } else { 0 };
+                            let slot = ((key + 8 * h as u32) & slot_mask) as usize + row_of_lane as usize;
+                            k_at[h] = page * k_page + slot * k_slot + ahead_k;
+                            v_at[h] = page * v_page + slot * v_slot + ahead_v;
+                        });
+                        let (mut k_from, mut v_from) = (0, 0);
+                        for step in 0..KEYS / rows_at_once {
+                            let h = step * rows_at_once / 8;
+                            (k_from, v_from) = if (step * rows_at_once).is_multiple_of(8) {
+                                (k_at[h], v_at[h])
+                            } else {
+                                (k_from + rows_at_once * k_slot, v_from + rows_at_once * v_slot)
+                            };
+                            let readable = readable[h] && row.wrapping_add((step * rows_at_once) as u32) < rows;
+                            let bytes = if readable { 16 } else { 0 };
+                            let to = slot_in
+                                + copy_to
+                                + (step * rows_at_once * row_bytes) as u32
+                                + (copy_piece ^ swizzle(pieces, step * rows_at_once) as u32) * 16;
+                            cp_async::copy_16_zfill(to, k.ptr(k_from), bytes);
+                            cp_async::copy_16_zfill(to + (KEYS * row_bytes) as u32, v.ptr(v_from), bytes);
+                        }
                     }
                     cp_async::commit_group();
                     ahead_issued += 1;
@@ -593,19 +664,36 @@ pub unsafe fn decode<
             }
             wait_for_oldest::<STAGES>(in_ring);
             warp::sync_warp(warp::FULL);
+            let first_key = start + (i * WARPS as u32 + warp_id) * KEYS as u32;
+            // Values before the first key that somebody sees and behind the last, which their copies have brought.
+            if XSPLIT && ((window != 0 && i == 0 && warp_id == 0) || first_key + KEYS as u32 > item.len) {
+                let (first, _) = extent(item);
+                let (before, there) = (first.saturating_sub(first_key), item.len.saturating_sub(first_key));
+                let mut piece = lane;
+                while piece < const { D as u32 * size_of::<C>() as u32 } {
+                    let at = rings
+                        .offset((slot_out - rings.address(0u32) + (KEYS * row_bytes) as u32 + piece * 16) as usize);
+                    let half = if element == 2 { (piece % 2) ^ (piece / 8 % 2) } else { 0 };
+                    let bits =
+                        |keys: u32| keys.saturating_sub(8 * half).min(v_keys) * const { 8 * size_of::<C>() as u32 };
+                    keep_bits(at, bits(before), bits(there));
+                    piece += 32;
+                }
+                warp::sync_warp(warp::FULL);
+            }
 
             // One tile has two chains of products, so that one does not wait for the other.
             let mut s = [[[0f32; 4]; 2]; TILES];
             if element == 2 {
                 for step in 0..D / 16 {
-                    let a = mma::ldmatrix_x4(slot_out + operand_at(k_from, k_piece, step));
+                    let a = mma::ldmatrix_x4(slot_out + k_operand(step));
                     unroll::<TILES>(|tile| {
                         s[tile][step % chains] = <C::Operand>::mma(a, qf[tile][step], s[tile][step % chains])
                     });
                 }
             } else {
                 for step in 0..D / 32 {
-                    let w = mma::ldmatrix_x4(slot_out + operand_at(k_from, k_piece, step));
+                    let w = mma::ldmatrix_x4(slot_out + k_operand(step));
                     unroll::<2>(|half| {
                         let (low, high) = (C::operands(w[2 * half]), C::operands(w[2 * half + 1]));
                         let a = [low[0], high[0], low[1], high[1]];
@@ -617,7 +705,6 @@ pub unsafe fn decode<
                 }
             }
 
-            let first_key = start + (i * WARPS as u32 + warp_id) * KEYS as u32;
             let page_there = [warp::shfl_idx(item_pages, i) < pages, warp::shfl_idx(item_pages, i + 16) < pages];
             // Whether every row sees all keys of the group, and nothing bends the scores.
             let clear = page_there[0]
@@ -637,10 +724,13 @@ pub unsafe fn decode<
                     unroll::<4>(|e| x[e] *= LOG2_E);
                 } else {
                     unroll::<4>(|e| {
-                        let (c, key) = (e % 2, first_key + g + 8 * (e as u32 / 2));
+                        let (c, row) = (e % 2, g + 8 * (e as u32 / 2));
+                        let key = first_key + if by_fours { key_of_row(row, true) } else { row };
+                        // By fours both halves are of one page, and of half a group that nobody sees no key is seen below.
+                        let page_there = if by_fours { page_there[0] || page_there[1] } else { page_there[e / 2] };
                         let score = soft_capped(x[e], soft_cap);
                         let position = limits[tile][c];
-                        let seen = page_there[e / 2] && key < position && (window == 0 || key + window >= position);
+                        let seen = page_there && key < position && (window == 0 || key + window >= position);
                         // The slope is read again each time: it is seldom used and would cost registers.
                         let distance = (key as i32 + 1 - position as i32) as f32;
                         let bias = if has_alibi { slope(tile, c) * distance } else { 0.0 };
@@ -673,17 +763,31 @@ pub unsafe fn decode<
             });
             if element == 2 {
                 for step in 0..D / 16 {
-                    let a = mma::ldmatrix_x4_trans(slot_out + operand_at(v_from, v_piece, step));
+                    let a = if XSPLIT {
+                        mma::ldmatrix_x4(slot_out + v_operand(step))
+                    } else {
+                        mma::ldmatrix_x4_trans(slot_out + operand_at(v_from, v_piece, step))
+                    };
                     unroll::<TILES>(|tile| o[step][tile] = <C::Operand>::mma(a, p[tile], o[step][tile]));
                 }
             } else {
                 for step in 0..D / 32 {
-                    let w = mma::ldmatrix_x4_trans(slot_out + operand_at(v_from, v_piece, step));
+                    let w = if XSPLIT {
+                        mma::ldmatrix_x4(slot_out + v_operand(step))
+                    } else {
+                        mma::ldmatrix_x4_trans(slot_out + operand_at(v_from, v_piece, step))
+                    };
                     unroll::<2>(|half| {
-                        // Two keys of two dimensions in each word, brought together by dimension.
-                        let pairs = |w: u32| C::operands(integer::permute(w, 0, 0x3120));
-                        let (low, high) = (pairs(w[2 * half]), pairs(w[2 * half + 1]));
-                        let a = [low[0], low[1], high[0], high[1]];
+                        let a = if XSPLIT {
+                            // Four keys of a dimension in each word.
+                            let (low, high) = (C::operands(w[2 * half]), C::operands(w[2 * half + 1]));
+                            [low[0], high[0], low[1], high[1]]
+                        } else {
+                            // Two keys of two dimensions in each word, brought together by dimension.
+                            let pairs = |w: u32| C::operands(integer::permute(w, 0, 0x3120));
+                            let (low, high) = (pairs(w[2 * half]), pairs(w[2 * half + 1]));
+                            [low[0], low[1], high[0], high[1]]
+                        };
                         unroll::<TILES>(|tile| {
                             let step = 2 * step + half;
                             o[step][tile] = <C::Operand>::mma(a, p[tile], o[step][tile])
@@ -702,6 +806,8 @@ pub unsafe fn decode<
         // The warps merge in shared memory.
         if valid {
             let rows = (all_rows - first_row).min(block_rows);
+            // Places computed here, not kept since the beginning, where there are too few registers for that.
+            let t = if by_fours { integer::opaque(t) } else { t };
             unroll::<TILES>(|tile| {
                 unroll::<2>(|c| {
                     unroll::<3>(|i| l[tile][c] += warp::shfl_xor(l[tile][c], 4 << i));
@@ -714,7 +820,7 @@ pub unsafe fn decode<
                         }
                         for step in 0..D / 16 {
                             unroll::<2>(|half| {
-                                let d = o_dim(element, step, half, g as usize);
+                                let d = o_dim(o_order, step, half, g as usize);
                                 merge.set((at * merge_row) as usize + d, o[step][tile][c + 2 * half]);
                             });
                         }
@@ -800,6 +906,20 @@ pub unsafe fn decode<
             });
         });
     }
+}
+
+/// Makes all but bits `first .. end` of a piece of 16 bytes zero.
+#[inline(always)]
+unsafe fn keep_bits(piece: shared::Shared<u8>, first: u32, end: u32) {
+    let B128(words) = piece.get_as::<B128<u32, 4>>(0u32);
+    // The lower bits of a word.
+    let below = |bits: u32| if bits >= 32 { u32::MAX } else { (1 << bits) - 1 };
+    let mut kept = [0u32; 4];
+    unroll::<4>(|w| {
+        let of_word = |bits: u32| below(bits.saturating_sub(32 * w as u32));
+        kept[w] = words[w] & of_word(end) & !of_word(first);
+    });
+    piece.set_as(0u32, B128(kept));
 }
 
 /// Turns a row of Q into the cache's operands, scaled by the power of two that brings its largest element to 2^13 .. 2^14;
@@ -1057,34 +1177,62 @@ entries! {
         out_token: usize, out_head: usize, k_page: usize, k_slot: usize, k_head: usize, v_page: usize, v_slot: usize,
         v_head: usize, scale: f32, soft_cap: f32, window: u32,
     );
-    decode_d64_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(64, 2)] => decode::<T, C, 64, 1, { stages(64, 2) }, true>;
-    decode_d128_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2) }, true>;
-    decode_d128_r16_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2) }, false>;
-    decode_d256_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2) }, false>;
-    decode_d256_r8_s1_bf16 { type T = bf16; type C = bf16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, 1, false>;
-    decode_d128_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
-    decode_d128_r16_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
-    decode_d256_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
-    decode_d128_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
-    decode_d128_r16_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
-    decode_d256_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
-    decode_d128_r8_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
-    decode_d128_r16_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
-    decode_d256_r8_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
-    decode_d64_r8_f16 { type T = f16; type C = f16; } [128, blocks(64, 2)] => decode::<T, C, 64, 1, { stages(64, 2) }, true>;
-    decode_d128_r8_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2) }, true>;
-    decode_d128_r16_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2) }, false>;
-    decode_d256_r8_f16 { type T = f16; type C = f16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2) }, false>;
-    decode_d256_r8_s1_f16 { type T = f16; type C = f16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, 1, false>;
-    decode_d128_r8_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
-    decode_d128_r16_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
-    decode_d256_r8_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
-    decode_d128_r8_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
-    decode_d128_r16_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
-    decode_d256_r8_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
-    decode_d128_r8_f16_i8 { type T = f16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true>;
-    decode_d128_r16_f16_i8 { type T = f16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false>;
-    decode_d256_r8_f16_i8 { type T = f16; type C = i8; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false>;
+    decode_d64_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(64, 2)] => decode::<T, C, 64, 1, { stages(64, 2) }, true, false>;
+    decode_d128_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2) }, true, false>;
+    decode_d128_r16_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2) }, false, false>;
+    decode_d256_r8_bf16 { type T = bf16; type C = bf16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2) }, false, false>;
+    decode_d256_r8_s1_bf16 { type T = bf16; type C = bf16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, 1, false, false>;
+    decode_d128_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true, false>;
+    decode_d128_r16_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false, false>;
+    decode_d256_r8_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false, false>;
+    decode_d128_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true, false>;
+    decode_d128_r16_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false, false>;
+    decode_d256_r8_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false, false>;
+    decode_d128_r8_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true, false>;
+    decode_d128_r16_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false, false>;
+    decode_d256_r8_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false, false>;
+    decode_d64_r8_f16 { type T = f16; type C = f16; } [128, blocks(64, 2)] => decode::<T, C, 64, 1, { stages(64, 2) }, true, false>;
+    decode_d128_r8_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2) }, true, false>;
+    decode_d128_r16_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2) }, false, false>;
+    decode_d256_r8_f16 { type T = f16; type C = f16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2) }, false, false>;
+    decode_d256_r8_s1_f16 { type T = f16; type C = f16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, 1, false, false>;
+    decode_d128_r8_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true, false>;
+    decode_d128_r16_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false, false>;
+    decode_d256_r8_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false, false>;
+    decode_d128_r8_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true, false>;
+    decode_d128_r16_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false, false>;
+    decode_d256_r8_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false, false>;
+    decode_d128_r8_f16_i8 { type T = f16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true, false>;
+    decode_d128_r16_f16_i8 { type T = f16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false, false>;
+    decode_d256_r8_f16_i8 { type T = f16; type C = i8; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false, false>;
+    decode_d64_r8_x_bf16 { type T = bf16; type C = bf16; } [128, blocks(64, 2)] => decode::<T, C, 64, 1, { stages(64, 2) }, true, true>;
+    decode_d128_r8_x_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2) }, true, true>;
+    decode_d128_r16_x_bf16 { type T = bf16; type C = bf16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2) }, false, true>;
+    decode_d256_r8_x_bf16 { type T = bf16; type C = bf16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2) }, false, true>;
+    decode_d256_r8_s1_x_bf16 { type T = bf16; type C = bf16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, 1, false, true>;
+    decode_d128_r8_x_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true, true>;
+    decode_d128_r16_x_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false, true>;
+    decode_d256_r8_x_bf16_e4m3 { type T = bf16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false, true>;
+    decode_d128_r8_x_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true, true>;
+    decode_d128_r16_x_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false, true>;
+    decode_d256_r8_x_bf16_e5m2 { type T = bf16; type C = E5M2; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false, true>;
+    decode_d128_r8_x_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true, true>;
+    decode_d128_r16_x_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false, true>;
+    decode_d256_r8_x_bf16_i8 { type T = bf16; type C = i8; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false, true>;
+    decode_d64_r8_x_f16 { type T = f16; type C = f16; } [128, blocks(64, 2)] => decode::<T, C, 64, 1, { stages(64, 2) }, true, true>;
+    decode_d128_r8_x_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 1, { stages(128, 2) }, true, true>;
+    decode_d128_r16_x_f16 { type T = f16; type C = f16; } [128, blocks(128, 2)] => decode::<T, C, 128, 2, { stages(128, 2) }, false, true>;
+    decode_d256_r8_x_f16 { type T = f16; type C = f16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, { stages(256, 2) }, false, true>;
+    decode_d256_r8_s1_x_f16 { type T = f16; type C = f16; } [128, blocks(256, 2)] => decode::<T, C, 256, 1, 1, false, true>;
+    decode_d128_r8_x_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true, true>;
+    decode_d128_r16_x_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false, true>;
+    decode_d256_r8_x_f16_e4m3 { type T = f16; type C = E4M3; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false, true>;
+    decode_d128_r8_x_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true, true>;
+    decode_d128_r16_x_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false, true>;
+    decode_d256_r8_x_f16_e5m2 { type T = f16; type C = E5M2; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false, true>;
+    decode_d128_r8_x_f16_i8 { type T = f16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 1, { stages(128, 1) }, true, true>;
+    decode_d128_r16_x_f16_i8 { type T = f16; type C = i8; } [128, blocks(128, 1)] => decode::<T, C, 128, 2, { stages(128, 1) }, false, true>;
+    decode_d256_r8_x_f16_i8 { type T = f16; type C = i8; } [128, blocks(256, 1)] => decode::<T, C, 256, 1, { stages(256, 1) }, false, true>;
 }
 
 entries! {
